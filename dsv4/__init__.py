@@ -1,0 +1,36 @@
+"""DeepSeek-V4 attention kernels for Blackwell and Hopper, and the model around them.
+
+Importing the package needs torch alone: no GPU, no CUDA libraries, no kernel compiler. Heavier parts load on use.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsv4.model.model import DeepseekV4
+
+try:
+    __version__ = version("dsv4")
+except PackageNotFoundError:  # a source tree on PYTHONPATH, not installed
+    __version__ = "0+unknown"
+
+__all__ = ["__version__", "load"]
+
+
+def load(path: str, *, device: Any = None, dtype: Any = None, progress: bool = False) -> DeepseekV4:
+    """Load a DeepSeek-V4 checkpoint folder; see `dsv4.loader.load` for the layouts read and the errors raised.
+
+    Args:
+        path: folder with `config.json` and one or more `.safetensors` files.
+        device: torch device of the weights; default the CPU.
+        dtype: dtype of activations and unquantised weights; default bfloat16.
+        progress: show a progress bar.
+
+    Returns:
+        A `DeepseekV4` in eval mode: `model(input_ids) -> logits`, `model.generate(...)`.
+    """
+    from dsv4.loader import load as load_checkpoint
+
+    return load_checkpoint(path, device=device, dtype=dtype, progress=progress)

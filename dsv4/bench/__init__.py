@@ -1,0 +1,1 @@
+"""Benchmarks: `dsv4 bench`."""

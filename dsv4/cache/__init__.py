@@ -1,0 +1,1 @@
+"""KV cache: sliding-window state, paged compressed entries, and their bookkeeping."""

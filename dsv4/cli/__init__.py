@@ -1,0 +1,1 @@
+"""The `dsv4` command."""

@@ -1,0 +1,49 @@
+"""What an attention kernel is compiled for. Imports neither cutlass nor torch, so that every layer may use it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SINK_MODES = ("swa_gate", "softmax")
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class FmhaConfig:
+    """Identity of a `sparse_fmha_with_swa` runner.
+
+    `top_k` is the row capacity the caller promises at most; kernels take the real capacity as a runtime size, so
+    that a growing context does not recompile. `softmax_scale=None` means `head_dim ** -0.5`; `num_splits=None`
+    lets the launcher choose the number of KV splits from the launch's size.
+    """
+
+    head_dim: int
+    num_query_heads: int
+    sliding_window: int
+    top_k: int
+    is_causal: bool = False
+    sink_mode: str = "swa_gate"
+    softmax_scale: float | None = None
+    num_splits: int | None = None
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "num_query_heads"):
+            value = getattr(self, name)
+            if value <= 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+        for name in ("sliding_window", "top_k"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+        if self.sink_mode not in SINK_MODES:
+            raise ValueError(f"sink_mode must be one of {SINK_MODES}, got {self.sink_mode!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+        if self.num_splits is not None and self.num_splits < 1:
+            raise ValueError(f"num_splits must be at least 1 or None, got {self.num_splits}")
+
+    @property
+    def scale(self) -> float:
+        """Factor applied to q . k before the softmax."""
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale

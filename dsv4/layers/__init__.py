@@ -1,0 +1,1 @@
+"""nn.Modules: one per box of the architecture diagram."""

@@ -1,0 +1,1 @@
+"""Checkpoint I/O and weight-layout conversion."""

@@ -1,0 +1,1 @@
+"""Configuration, assembled model, sampling and generation."""

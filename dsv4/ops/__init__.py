@@ -1,0 +1,1 @@
+"""torch <-> kernels: argument checks, runners, and the `torch.ops.dsv4` operators."""
