@@ -1,6 +1,7 @@
 """DeepSeek-V4 attention kernels for Blackwell and Hopper, and the model around them.
 
-Importing the package needs torch alone: no GPU, no CUDA libraries, no kernel compiler. Heavier parts load on use.
+Importing the package needs torch alone: no GPU, no CUDA libraries, no kernel compiler. Heavier
+parts load on use.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ __all__ = ["__version__", "load"]
 
 
 def load(path: str, *, device: Any = None, dtype: Any = None, progress: bool = False) -> DeepseekV4:
-    """Load a DeepSeek-V4 checkpoint folder; see `dsv4.loader.load` for the layouts read and the errors raised.
+    """Load a DeepSeek-V4 checkpoint folder; `dsv4.loader.load` lists layouts and errors.
 
     Args:
         path: folder with `config.json` and one or more `.safetensors` files.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,3 +40,40 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="use this seed instead of a fresh one")
+    parser.addoption(
+        "--stage-results", type=Path, default=None, help="write outcomes by stage mark to this file"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
+    """Carry a test's stage marks in its report, which crosses from workers to the main process."""
+    report = yield
+    stages = [name for mark in item.iter_markers("stage") for name in mark.args]
+    report.user_properties.append(("stages", stages))
+    return report
+
+
+class StageResults:
+    """Collects outcomes by stage and writes them as JSON: {stage: {test: outcome}}."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.outcomes: dict[str, dict[str, str]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # Setup reports matter only when they skip or fail: the call phase then never comes.
+        if report.when == "teardown" or (report.when == "setup" and report.passed):
+            return
+        for stage in next((v for k, v in report.user_properties if k == "stages"), []):
+            self.outcomes.setdefault(stage, {})[report.nodeid] = report.outcome
+
+    def pytest_sessionfinish(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(self.outcomes, indent=1, sort_keys=True))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--stage-results")
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(StageResults(path))

@@ -1,4 +1,7 @@
-"""What an attention kernel is compiled for. Imports neither cutlass nor torch, so that every layer may use it."""
+"""What an attention kernel is compiled for.
+
+Imports neither cutlass nor torch, so that every layer may use it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ DTYPES = ("bfloat16", "float32")
 class FmhaConfig:
     """Identity of a `sparse_fmha_with_swa` runner.
 
-    `top_k` is the row capacity the caller promises at most; kernels take the real capacity as a runtime size, so
-    that a growing context does not recompile. `softmax_scale=None` means `head_dim ** -0.5`; `num_splits=None`
-    lets the launcher choose the number of KV splits from the launch's size.
+    `top_k` is the row capacity the caller promises at most; kernels take the real capacity as a
+    runtime size, so that a growing context does not recompile. `softmax_scale=None` means
+    `head_dim ** -0.5`; `num_splits=None` lets the launcher choose the number of KV splits from the
+    size of the launch.
     """
 
     head_dim: int

@@ -1,0 +1,223 @@
+"""`dsv4 doctor`: environment, backends found, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+OK, MISSING, BROKEN, INFO = "ok", "missing", "broken", "info"
+ENGINES = ("vllm", "sglang", "flash_mla", "flashinfer", "transformers")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `required` findings that are not ok make the exit status 1."""
+
+    name: str
+    status: str
+    detail: str
+    remedy: str = ""
+    required: bool = False
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declare `dsv4 doctor`."""
+    parser = subparsers.add_parser(
+        "doctor", help="report environment, backends and what is missing", description=__doc__
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable report on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print every finding; status 1 when something required is not ok."""
+    findings = examine()
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print_table(findings)
+    failed = any(f.required and f.status in (MISSING, BROKEN) for f in findings)
+    return 1 if failed else 0
+
+
+def examine() -> list[Finding]:
+    """Run every probe; one that raises becomes a `broken` finding, so the report always ends."""
+    probes: tuple[Callable[[], list[Finding]], ...] = (
+        _python,
+        _torch,
+        _gpus,
+        _kernel_compiler,
+        _simulator,
+        _compile_cache,
+        _libraries,
+        _engines,
+    )
+    findings: list[Finding] = []
+    for probe in probes:
+        try:
+            findings.extend(probe())
+        except Exception as error:
+            name = probe.__name__.strip("_").replace("_", " ")
+            findings.append(Finding(name, BROKEN, f"{type(error).__name__}: {error}"))
+    return findings
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> list[Finding]:
+    good = sys.version_info >= (3, 11)
+    detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return [
+        Finding(
+            "python", OK if good else BROKEN, detail, "" if good else "use 3.11 or newer", True
+        ),
+        Finding("dsv4", OK, _version("dsv4") or "source tree, not installed"),
+    ]
+
+
+def _torch() -> list[Finding]:
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    recent = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= (2, 11)
+    remedy = "" if recent else "pip install 'torch>=2.11'"
+    status = OK if recent else BROKEN
+    return [
+        Finding("torch", status, f"{torch.__version__} ({build})", remedy, required=True),
+        Finding("backend cpu", OK, f"always there; {torch.get_num_threads()} threads"),
+    ]
+
+
+def _gpus() -> list[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        remedy = (
+            "install a CUDA build of torch"
+            if shutil.which("nvidia-smi") and not torch.version.cuda
+            else "sm_90a and sm_100a kernels need an H100, H200, B200 or GB200"
+        )
+        return [Finding("backend cuda", MISSING, "torch sees no CUDA GPU", remedy)]
+    backends = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+    findings = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = (properties.major, properties.minor)
+        memory = properties.total_memory >> 30
+        detail = f"{properties.name}, {memory} GiB, cc {capability[0]}.{capability[1]}"
+        backend = backends.get(capability)
+        findings.append(
+            Finding(
+                f"gpu {index}",
+                OK if backend else INFO,
+                f"{detail}: " + (f"backend {backend}" if backend else "torch path, no kernel"),
+            )
+        )
+    return findings
+
+
+def _kernel_compiler() -> list[Finding]:
+    if sys.platform != "linux":
+        return [Finding("kernel compiler", INFO, "nvidia-cutlass-dsl exists for Linux only")]
+    names = ("nvidia-cutlass-dsl", "apache-tvm-ffi", "cuda-python")
+    findings = []
+    for name in names:
+        version = _version(name)
+        findings.append(
+            Finding(
+                name,
+                OK if version else MISSING,
+                version or "not installed",
+                "" if version else f"pip install {name}",
+            )
+        )
+    dsl = _version("nvidia-cutlass-dsl")
+    if dsl and not dsl.startswith("4.8."):
+        findings.append(
+            Finding("dsl version", BROKEN, f"{dsl}; 4.8.x is supported", "pip install 'dsv4[cu13]'")
+        )
+    flavours = [cu for cu in ("cu12", "cu13") if _version(f"nvidia-cutlass-dsl-libs-{cu}")]
+    findings.append(Finding("dsl libraries", INFO, ", ".join(flavours) or "none"))
+    arch = os.environ.get("CUTE_DSL_ARCH")
+    if arch == "":
+        remedy = "unset CUTE_DSL_ARCH: cutlass fails to import when it is empty"
+        findings.append(Finding("CUTE_DSL_ARCH", BROKEN, "set, but empty", remedy))
+    else:
+        findings.append(Finding("CUTE_DSL_ARCH", INFO, arch or "not set: the GPU present decides"))
+    return findings
+
+
+def _simulator() -> list[Finding]:
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    has_dsl = importlib.util.find_spec("cutlass") is not None
+    if compiler and has_dsl:
+        return [Finding("backend sim", OK, f"C compiler {compiler}")]
+    lacks = [
+        what for what, there in (("a C compiler", compiler), ("cutlass-dsl", has_dsl)) if not there
+    ]
+    return [Finding("backend sim", MISSING, f"needs {' and '.join(lacks)}", "apt install gcc")]
+
+
+def _compile_cache() -> list[Finding]:
+    from dsv4.ops.compile_cache import cache_root
+
+    root = Path(cache_root())
+    existing = next(parent for parent in (root, *root.parents) if parent.exists())
+    writable = os.access(existing, os.W_OK)
+    objects = list(root.rglob("*.o")) if root.exists() else []
+    size = sum(path.stat().st_size for path in objects) / 2**20
+    return [
+        Finding(
+            "compile cache",
+            OK if writable else BROKEN,
+            f"{root}: {len(objects)} objects, {size:.1f} MiB",
+            "" if writable else "set DSV4_CACHE_DIR to a folder you can write",
+        )
+    ]
+
+
+def _libraries() -> list[Finding]:
+    findings = []
+    for name in ("safetensors", "tokenizers", "rich", "filelock", "platformdirs"):
+        version = _version(name)
+        remedy = "" if version else f"pip install {name}"
+        status = OK if version else MISSING
+        findings.append(Finding(name, status, version or "not installed", remedy, required=True))
+    return findings
+
+
+def _engines() -> list[Finding]:
+    present = [f"{name} {_version(name) or ''}".strip() for name in ENGINES if _found(name)]
+    return [Finding("engines and peers", INFO, ", ".join(present) or "none installed")]
+
+
+def _found(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _print_table(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    colours = {OK: "green", MISSING: "yellow", BROKEN: "red", INFO: "cyan"}
+    table = Table(box=None, pad_edge=False)
+    for heading in ("what", "status", "found", "how to get it"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        status = f"[{colours[finding.status]}]{finding.status}[/]"
+        table.add_row(finding.name, status, finding.detail, finding.remedy)
+    Console().print(table)

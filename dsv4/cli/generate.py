@@ -1,0 +1,85 @@
+"""`dsv4 generate`: continue a prompt with a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declare `dsv4 generate`."""
+    parser = subparsers.add_parser(
+        "generate", help="continue a prompt with a checkpoint", description=__doc__
+    )
+    parser.add_argument("--checkpoint", required=True, metavar="FOLDER", help="checkpoint folder")
+    parser.add_argument("--prompt", required=True, help="text to continue; - reads standard input")
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 (default) takes the best token"
+    )
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus mass, in (0, 1]")
+    parser.add_argument("--seed", type=int, default=None, help="makes sampling repeatable")
+    parser.add_argument(
+        "--draft-tokens", type=int, default=0, metavar="K", help="speculate K tokens with MTP"
+    )
+    parser.add_argument("--device", default=None, help="torch device, default cuda if there is one")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Load, prefill, generate; the text streams to stdout, the statistics go to stderr."""
+    import torch
+
+    import dsv4
+    from dsv4.loader.tokenizer import load_tokenizer
+
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = load_tokenizer(args.checkpoint)
+    token_ids = tokenizer.encode(prompt)
+    if not token_ids:
+        raise ValueError("prompt: it encodes to no tokens; give some text")
+    model = dsv4.load(
+        args.checkpoint,
+        device=device,
+        dtype=getattr(torch, args.dtype),
+        progress=sys.stderr.isatty(),
+    )
+    printer = TextStream(tokenizer)
+    result = model.generate(
+        [token_ids],
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        num_draft_tokens=args.draft_tokens,
+        on_tokens=printer.feed,
+    )
+    printer.finish()
+    print(result.stats, file=sys.stderr)
+    return 0
+
+
+class TextStream:
+    """Prints one request's tokens as they come, holding back unfinished characters."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.token_ids: list[int] = []
+        self.printed = 0
+
+    def feed(self, request: int, token_ids: list[int]) -> None:
+        """Take new tokens of the request and print what has become whole text."""
+        self.token_ids.extend(token_ids)
+        text = self.tokenizer.decode(self.token_ids)
+        whole = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+        sys.stdout.write(text[self.printed : whole])
+        sys.stdout.flush()
+        self.printed = max(self.printed, whole)
+
+    def finish(self) -> None:
+        """Print what was held back, and end the line."""
+        text = self.tokenizer.decode(self.token_ids)
+        sys.stdout.write(text[self.printed :] + "\n")
+        sys.stdout.flush()

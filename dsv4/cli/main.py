@@ -1,0 +1,67 @@
+"""Entry point of the `dsv4` command: subcommands, and the rule that errors are one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from dsv4 import __version__
+from dsv4.cli import bench, compile, demo, doctor, generate, sim
+
+COMMANDS = (demo, generate, doctor, compile, sim, bench)
+USAGE_ERROR = 2
+# What a user can cause: wrong paths, damaged checkpoints, impossible arguments, a missing extra.
+USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, NotImplementedError)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line: one module per subcommand, each with `add_parser` and `run`."""
+    parser = argparse.ArgumentParser(
+        prog="dsv4", description="DeepSeek-V4 attention kernels, and the model around them."
+    )
+    parser.add_argument("--version", action="version", version=f"dsv4 {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in COMMANDS:
+        module.add_parser(subparsers)
+    for subparser in subparsers.choices.values():
+        subparser.add_argument(
+            "--debug",
+            action="store_true",
+            help="show the traceback of an error instead of one line",
+        )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; an error is one line on stderr and status 2."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        print("dsv4: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # `dsv4 doctor | head`: the reader left. Point stdout at nothing, or the flush at exit
+        # complains again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if args.debug:
+            traceback.print_exc()
+        elif isinstance(error, USER_ERRORS):
+            print(f"dsv4: error: {_one_line(error)}", file=sys.stderr)
+        else:
+            name = type(error).__name__
+            print(
+                f"dsv4: internal error: {name}: {_one_line(error)} (--debug shows where)",
+                file=sys.stderr,
+            )
+        return USAGE_ERROR
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text or type(error).__name__
