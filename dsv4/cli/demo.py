@@ -1,0 +1,103 @@
+"""`dsv4 demo`: a small trained DeepSeek-V4 generates through the attention op, and is checked."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4.model.model import DeepseekV4
+
+SHIPPED = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny"
+
+
+@dataclass(frozen=True)
+class Check:
+    """Outcome of one check of the demo."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declare `dsv4 demo`."""
+    parser = subparsers.add_parser(
+        "demo", help="generate with the shipped checkpoint and check it", description=__doc__
+    )
+    parser.add_argument("--checkpoint", default=str(SHIPPED), metavar="FOLDER")
+    parser.add_argument("--prompt", default=None, help="text to continue")
+    parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the model, generate, run every check; status 1 when one fails."""
+    import torch
+    from rich.console import Console
+
+    import dsv4
+    from dsv4.cli import demo_checks
+    from dsv4.cli.generate import TextStream
+    from dsv4.loader.tokenizer import load_tokenizer
+
+    console = Console(highlight=False)
+    folder = Path(args.checkpoint)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"no checkpoint in {folder}: the demo needs the repository's checkpoints/tiny, "
+            "or --checkpoint FOLDER"
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    started = time.perf_counter()
+    tokenizer = load_tokenizer(folder)
+    model = dsv4.load(folder, device=device, dtype=torch.bfloat16, progress=console.is_terminal)
+    console.print(describe(model, folder, device, time.perf_counter() - started))
+
+    prompt = args.prompt or demo_checks.default_prompt(folder)
+    token_ids = tokenizer.encode(prompt)
+    if not token_ids:
+        raise ValueError("prompt: it encodes to no tokens; give some text")
+    console.rule("[bold]prompt[/] | continuation")
+    console.print(f"[dim]{prompt}[/]", end="", markup=True)
+    printer = TextStream(tokenizer)
+    result = model.generate(
+        [token_ids],
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        on_tokens=printer.feed,
+    )
+    printer.finish()
+    console.print(f"[dim]{result.stats}[/]")
+
+    console.rule("checks")
+    failed = 0
+    for check in demo_checks.run_all(model, tokenizer, folder, token_ids):
+        failed += not check.passed
+        mark = "[green]ok    [/]" if check.passed else "[red]FAILED[/]"
+        console.print(f"{mark} {check.name}: {check.detail}")
+    return 1 if failed else 0
+
+
+def describe(model: DeepseekV4, folder: Path, device: str, seconds: float) -> str:
+    """One paragraph: what was loaded, in which formats, where it runs."""
+    from dsv4.model.layer_schedule import layer_schedule
+
+    config = model.config
+    kinds = [spec.kind.name for spec in layer_schedule(config)]
+    main, mtp = kinds[: config.num_hidden_layers], kinds[config.num_hidden_layers :]
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    formats = sorted({str(t.dtype).removeprefix("torch.") for t in model.state_dict().values()})
+    return (
+        f"DeepSeek-V4 from {folder} ({size / 2**20:.1f} MiB) in {seconds:.1f} s on {device}\n"
+        f"layers: {' '.join(main)} + {len(mtp)} MTP; "
+        f"{config.num_attention_heads} heads of {config.head_dim}, "
+        f"{config.n_routed_experts} experts, top {config.num_experts_per_tok}\n"
+        f"weights: {', '.join(formats)}"
+    )

@@ -1,0 +1,161 @@
+"""What the demo checks on the model it just ran. Each check computes its verdict from this run."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dsv4.cli.demo import Check
+
+if TYPE_CHECKING:
+    from dsv4.model.model import DeepseekV4
+
+WINDOW_TOKENS = 512
+WINDOWS = 4
+
+
+class OpWatch(TorchDispatchMode):
+    """Counts the calls of the attention op and keeps inputs and outputs of the latest ones.
+
+    With `drop_compressed` every call sees `compressed_lens = 0`: the compressed branch is off, and
+    nothing else of the model changes.
+    """
+
+    def __init__(self, keep: int = 0, drop_compressed: bool = False) -> None:
+        super().__init__()
+        self.keep = keep
+        self.drop_compressed = drop_compressed
+        self.calls = 0
+        self.kept: list[tuple[tuple, dict, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.ops.dsv4.sparse_fmha_with_swa.default:
+            return func(*args, **kwargs)
+        self.calls += 1
+        if self.drop_compressed:
+            args, kwargs = _without_compressed(args, kwargs)
+        result = func(*args, **kwargs)
+        if self.keep:
+            frozen = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
+            self.kept = [*self.kept, (frozen, dict(kwargs), args[6].clone())][-self.keep :]
+        return result
+
+
+def _without_compressed(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    none = torch.zeros(args[0].shape[0], dtype=torch.int32, device=args[0].device)
+    if len(args) > 8:
+        return (*args[:8], none, *args[9:]), kwargs
+    return args, {**kwargs, "compressed_lens": none}
+
+
+def default_prompt(folder: Path) -> str:
+    """The opening of the held-out text that ships with the checkpoint."""
+    text = (folder / "held_out.txt").read_text(encoding="utf-8")
+    return text[:200].rsplit(" ", 1)[0]
+
+
+def run_all(model: DeepseekV4, tokenizer, folder: Path, prompt: list[int]) -> Iterator[Check]:
+    """Yield the checks one by one, so that the demo shows them as they finish."""
+    yield attention_through_op(model, prompt)
+    yield op_against_oracle(model, prompt)
+    yield decode_equals_prefill(model, prompt)
+    if model.config.num_nextn_predict_layers:
+        yield speculation_changes_nothing(model, prompt)
+    yield from held_out_loss(model, tokenizer, folder)
+
+
+def attention_through_op(model: DeepseekV4, prompt: list[int]) -> Check:
+    """Every layer of every forward called `torch.ops.dsv4.sparse_fmha_with_swa`, exactly once."""
+    steps = 8
+    with OpWatch() as watch:
+        model.generate([prompt], max_new_tokens=steps)
+    layers = model.config.num_hidden_layers
+    forwards, rest = divmod(watch.calls, layers)
+    # One prefill gives the first token, each decode step one more.
+    passed = rest == 0 and forwards == steps
+    detail = f"{watch.calls} calls of the op = {forwards} forwards x {layers} layers"
+    return Check("attention goes through torch.ops.dsv4.sparse_fmha_with_swa", passed, detail)
+
+
+def op_against_oracle(model: DeepseekV4, prompt: list[int]) -> Check:
+    """The op's output in the model's last forward equals the FP32 oracle on the same inputs."""
+    from dsv4.ops.runner import runner_config
+    from dsv4.reference.attention import sparse_fmha_with_swa as oracle
+
+    with OpWatch(keep=model.config.num_hidden_layers) as watch:
+        model.generate([prompt], max_new_tokens=2)
+    worst = 0.0
+    for args, kwargs, out in watch.kept:
+        q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, _, runner_id = args[:8]
+        config = runner_config(runner_id)
+        compressed_lens = args[8] if len(args) > 8 else kwargs.get("compressed_lens")
+        expected = oracle(
+            q.float(),
+            compressed_kv.float(),
+            swa_kv.float(),
+            swa_lens,
+            sink_logits,
+            request_ids,
+            sink_mode=config.sink_mode,
+            is_causal=config.is_causal,
+            sliding_window=config.sliding_window,
+            compressed_lens=compressed_lens,
+        )
+        difference = (out.float() - expected).norm() / expected.norm()
+        worst = max(worst, difference.item())
+    detail = f"worst relative error {worst:.1e} over {len(watch.kept)} layers (bound 4e-3)"
+    return Check("op equals the FP32 oracle", worst <= 4e-3, detail)
+
+
+def decode_equals_prefill(model: DeepseekV4, prompt: list[int]) -> Check:
+    """One prefill over prompt and continuation predicts the tokens that decode chose one by one."""
+    new = model.generate([prompt], max_new_tokens=48).tokens[0]
+    sequence = torch.tensor([prompt + new], device=model.device)
+    logits = model(sequence)[0, len(prompt) - 1 : -1]
+    chosen = torch.tensor(new, device=model.device)
+    best = logits.amax(-1)
+    gap = (best - logits.gather(1, chosen[:, None])[:, 0]).max().item()
+    same = int((logits.argmax(-1) == chosen).sum())
+    # The two differ only by bf16 roundings, which may swap nearly equal candidates.
+    detail = f"{same} of {len(new)} tokens the same; worst logit gap {gap:.3f} (bound 0.25)"
+    return Check("decode equals prefill", gap <= 0.25, detail)
+
+
+def speculation_changes_nothing(model: DeepseekV4, prompt: list[int]) -> Check:
+    """Greedy decoding with MTP drafts yields the tokens of greedy decoding without."""
+    plain = model.generate([prompt], max_new_tokens=48)
+    drafted = model.generate([prompt], max_new_tokens=48, num_draft_tokens=1)
+    same = plain.tokens == drafted.tokens
+    stats = drafted.stats
+    share = stats.drafts_accepted / max(1, stats.drafts_proposed)
+    detail = f"drafts accepted {stats.drafts_accepted}/{stats.drafts_proposed} ({share:.0%})"
+    return Check("MTP speculation yields the same tokens", same, detail)
+
+
+def held_out_loss(model: DeepseekV4, tokenizer, folder: Path) -> Iterator[Check]:
+    """Loss on text the model never saw, against a unigram model and without compressed KV."""
+    ids = tokenizer.encode((folder / "held_out.txt").read_text(encoding="utf-8"))
+    windows = min(WINDOWS, len(ids) // WINDOW_TOKENS)
+    tokens = torch.tensor(ids[: windows * WINDOW_TOKENS], device=model.device)
+    tokens = tokens.view(windows, WINDOW_TOKENS)
+    loss = _loss(model, tokens)
+    counts = Counter(ids)
+    unigram = -sum(n / len(ids) * math.log(n / len(ids)) for n in counts.values())
+    detail = f"{loss:.2f} nats a token; the text's own unigram entropy is {unigram:.2f}"
+    yield Check("held-out loss", loss < 0.8 * unigram, detail)
+    with OpWatch(drop_compressed=True):
+        blind = _loss(model, tokens)
+    detail = f"loss {blind:.2f} with the compressed branch off, {loss:.2f} with it"
+    yield Check("the compressed branch matters", blind > loss, detail)
+
+
+def _loss(model: DeepseekV4, tokens: torch.Tensor) -> float:
+    logits = model(tokens)[:, :-1]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()

@@ -1,0 +1,77 @@
+"""Rules about the repository itself: sizes, line budgets, the stage table, the two commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_BYTES = 8 * 2**20
+MAX_HOST_LINES, MAX_KERNEL_LINES = 500, 900
+
+
+def tracked_files() -> list[Path]:
+    try:
+        listing = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True
+        ).stdout.decode()
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listing.split("\0") if name and (ROOT / name).is_file()]
+
+
+def test_the_repository_stays_small() -> None:
+    assert sum(path.stat().st_size for path in tracked_files()) < MAX_BYTES
+
+
+def test_files_keep_to_their_budget() -> None:
+    too_long = {}
+    for path in tracked_files():
+        if path.suffix != ".py":
+            continue
+        kernel = path.is_relative_to(ROOT / "dsv4" / "kernels")
+        lines = len(path.read_text().splitlines())
+        if lines > (MAX_KERNEL_LINES if kernel else MAX_HOST_LINES):
+            too_long[str(path.relative_to(ROOT))] = lines
+    assert not too_long
+
+
+@pytest.mark.parametrize("name", ["demo", "test"])
+def test_the_two_commands_are_executable(name: str) -> None:
+    script = ROOT / "scripts" / name
+    assert os.access(script, os.X_OK)
+    assert f"scripts/{name}" in (ROOT / "README.md").read_text()
+
+
+def run_stages(results: dict, folder: Path) -> subprocess.CompletedProcess:
+    path = folder / "results.json"
+    path.write_text(json.dumps(results))
+    command = [sys.executable, str(ROOT / "scripts" / "stages"), "--results", str(path)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_a_failing_stage_fails_the_table(tmp_path: Path) -> None:
+    assert run_stages({"op": {"tests/x.py::test": "passed"}}, tmp_path).returncode == 0
+    failing = run_stages({"op": {"tests/x.py::test": "failed"}}, tmp_path)
+    assert failing.returncode == 1
+    assert "op" in failing.stderr
+
+
+def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
+    result = run_stages({"Z9": {"tests/x.py::test": "passed"}}, tmp_path)
+    assert result.returncode == 1
+    assert "Z9" in result.stderr
+
+
+def test_stages_names_only_existing_tests() -> None:
+    """STAGES.md is generated; a row naming a file that is gone was edited or is stale."""
+    named = re.findall(r"`(tests/[^`]+)`", (ROOT / "STAGES.md").read_text())
+    assert named
+    missing = [name for name in named if not (ROOT / name).is_file()]
+    assert not missing
