@@ -1,0 +1,101 @@
+"""What one forward pass works on: which requests, which positions, which cache blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One forward pass over B cached requests with up to C new tokens each, padded to [B, C].
+
+    Prefill, chunked prefill, single-token decode and the verification of drafts are all this: new
+    tokens that follow `starts` cached ones. Nothing is read back to the host and no shape depends
+    on the contents, so a step of fixed (B, C, capacity) can be captured in a CUDA graph. Values
+    derived from the tensors are computed once
+    per Step object: whoever refills the tensors in place builds a new Step over them.
+
+    Attributes:
+        slots: [B] int64, row of the request in the state cache; -1 = padding row. No two rows share
+            a slot.
+        starts: [B] int64, position of the request's first new token.
+        lens: [B] int64, valid new tokens, 0..C; 0 for padding rows. The valid ones come first.
+        block_table: [B, max_blocks] int64, physical cache block of every `block_size` original
+            tokens; -1 = none.
+        chunk: C.
+        capacity: every position of the step is below it; bounds the compressed entries that are
+            considered.
+
+    Raises:
+        ValueError: a tensor has another shape or dtype; the message names it.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    lens: Tensor
+    block_table: Tensor
+    chunk: int
+    capacity: int
+    _memo: dict[Hashable, object] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        shape = self.slots.shape
+        if len(shape) != 1:
+            raise ValueError(f"slots must be [B], got {list(shape)}")
+        for name in ("slots", "starts", "lens", "block_table"):
+            tensor = getattr(self, name)
+            if tensor.dtype != torch.int64:
+                raise ValueError(f"{name} must be int64, got {tensor.dtype}")
+            if name == "block_table":
+                if tensor.dim() != 2 or tensor.shape[0] != shape[0]:
+                    raise ValueError(
+                        f"block_table must be [{shape[0]}, max_blocks], got {list(tensor.shape)}"
+                    )
+            elif tensor.shape != shape:
+                raise ValueError(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
+        if self.chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {self.chunk}")
+        if self.capacity < 1:
+            raise ValueError(f"capacity must be at least 1, got {self.capacity}")
+
+    @property
+    def batch(self) -> int:
+        """B."""
+        return self.slots.shape[0]
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[C] int64: 0 .. C-1."""
+        return torch.arange(self.chunk, device=self.starts.device)
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B, C] int64: absolute position of every token, padding included."""
+        return self.starts[:, None] + self.offsets
+
+    @cached_property
+    def valid(self) -> Tensor:
+        """[B, C] bool: tokens that exist."""
+        return (self.offsets < self.lens[:, None]) & (self.slots >= 0)[:, None]
+
+    @cached_property
+    def request_ids(self) -> Tensor:
+        """[B * C] int32: the row b of every token, -1 for padding."""
+        rows = torch.arange(self.batch, device=self.starts.device)[:, None]
+        return torch.where(self.valid, rows, -1).flatten().to(torch.int32)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Return `make()`, computed once per `key`: layers of one kind share index arithmetic."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        return self._memo[key]
