@@ -22,14 +22,14 @@ class LayerKind(StrEnum):
 class LayerSpec:
     """One decoder layer.
 
-    The kind, never the rate, decides how a layer compresses: CSA blocks overlap by one block and an indexer
-    selects among them, HCA blocks do neither.
+    The kind, never the rate, decides how a layer compresses: CSA blocks overlap by one block and an
+    indexer selects among them, HCA blocks do neither.
 
     Attributes:
         kind: the attention of the layer.
         ratio: original tokens per compressed entry; 0 for SWA.
         hash_routed: experts come from the token table `tid2eid`, not from the scores.
-        index: position in the schedule, MTP layers after the main ones: 0 .. layers + MTP layers - 1.
+        index: position in the schedule, where MTP layers follow the main ones.
         prefix: where the checkpoint keeps the layer's tensors: `layers.3`, `mtp.0`.
     """
 
