@@ -1,0 +1,61 @@
+"""Which implementation of `sparse_fmha_with_swa` a CUDA device gets."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.ops import fmha_cpu
+
+# Compute capabilities that the kernels are compiled for.
+KERNEL_CAPABILITIES = frozenset({(9, 0), (10, 0), (10, 3)})
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """`launch(config, q, ..., o, compressed_lens, lse, workspace)` and its `warmup`."""
+
+    launch: Callable[..., None]
+    warmup: Callable[[FmhaConfig, int, torch.device], None]
+
+
+_LAUNCHERS: dict[int | None, Launcher] = {}
+
+
+def launcher(device: torch.device) -> Launcher:
+    """Launcher of a CUDA device, chosen once; without a kernel it is the torch implementation."""
+    known = _LAUNCHERS.get(device.index)
+    if known is None:
+        known = _LAUNCHERS[device.index] = _choose(device)
+    return known
+
+
+def _choose(device: torch.device) -> Launcher:
+    capability = torch.cuda.get_device_capability(device)
+    name = torch.cuda.get_device_name(device)
+    if capability not in KERNEL_CAPABILITIES:
+        return _fallback(f"there is no kernel for {name} (sm_{capability[0]}{capability[1]})")
+    try:
+        # Imports the kernel compiler, which takes seconds: only once a GPU is really used.
+        from dsv4.ops import fmha_cuda
+    except ImportError as error:
+        return _fallback(f"the kernels for {name} cannot be imported ({error})")
+    return Launcher(fmha_cuda.launch, fmha_cuda.warmup)
+
+
+def _fallback(reason: str) -> Launcher:
+    warnings.warn(
+        f"sparse_fmha_with_swa: {reason}; the slower torch implementation is used",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return Launcher(_launch_torch, lambda config, max_tokens, device: None)
+
+
+def _launch_torch(config, *tensors) -> None:
+    # The last tensor is the split-KV workspace, which this implementation does not need.
+    fmha_cpu.sparse_fmha(config, *tensors[:-1])
