@@ -52,7 +52,7 @@ class Pages:
         self.data[blocks, entries % self.entries_per_block] = values.to(self.data.dtype)
 
     def gather(self, step: Step, entries: Tensor) -> Tensor:
-        """Return entries [B, C, k] of each request: [B, C, k, dim]; undefined where never written."""
+        """Return entries [B, C, k] of each request: [B, C, k, dim]; undefined if not written."""
         batch, tokens, k = entries.shape
         flat = entries.reshape(batch, tokens * k)
         blocks = self._blocks(step, flat)

@@ -16,13 +16,11 @@ if TYPE_CHECKING:
 
 
 class Ring:
-    """The last `size` positions of every request, addressed by position: position p lives at index
-    p mod size.
+    """The last `size` positions of every request: position p lives at index p mod size.
 
     Writing a position again overwrites it, so a rejected draft is rolled back by continuing at an
-    earlier start; a reader of n positions that must survive drafts of d tokens needs size >= n + d
-    + 1. A reader asks for positions, never for "what is there": stale contents of an earlier
-    request are never looked at.
+    earlier start; reading n positions after drafts of d tokens needs size >= n + d + 1. A reader
+    asks for positions, never for "what is there": what an earlier request left is never looked at.
 
     Attributes:
         data: [rows + 1, size, *dims]; the last row swallows the writes of padding.
@@ -55,7 +53,7 @@ class Ring:
         return self.data[rows, index]
 
     def append(self, step: Step, values: Tensor) -> None:
-        """Write the valid tokens of `values` [B, C, *dims]; of more than `size`, the last `size`."""
+        """Write the valid tokens of `values` [B, C, *dims], the last `size` of them."""
         rows, index = step.once(
             ("ring append", len(self.data), self.size), lambda: self._append_index(step)
         )
