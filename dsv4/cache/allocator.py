@@ -10,9 +10,11 @@ class OutOfBlocksError(RuntimeError):
 
 
 class BlockAllocator:
-    """Free list over blocks `0 .. num_blocks - 1`; every call either happens in full or changes nothing.
+    """Free list over blocks `0 .. num_blocks - 1`; every call either happens in full or changes
+    nothing.
 
-    The list is last in, first out: a block given back a moment ago is the likeliest to be in a cache of the device.
+    The list is last in, first out: a block given back a moment ago is the likeliest to be in a
+        cache of the device.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -10,7 +10,8 @@ NO_BLOCK = -1
 
 
 class BlockTable:
-    """One row per state-cache slot; entry `i` of a row is the block of original tokens `i * block_size ...`.
+    """One row per state-cache slot; entry `i` of a row is the block of original tokens `i *
+    block_size ...`.
 
     Entries past a row's blocks are `NO_BLOCK`.
     """

@@ -1,9 +1,10 @@
 """Choosing tokens from logits: greedy, temperature, top-p, repeatable per request.
 
-Sampling draws `argmax(p / e)` with `e ~ Exp(1)` per candidate, the exponential form of the Gumbel trick that the
-official inference/generate.py uses. Here `e` is a pure function of (seed, position, candidate) instead of a
-generator's state: a request draws the same tokens whoever shares its batch, whether or not it was speculated, and
-after being recomputed, and the whole step stays free of host work.
+Sampling draws `argmax(p / e)` with `e ~ Exp(1)` per candidate, the exponential form of the Gumbel
+trick that the official inference/generate.py uses. Here `e` is a pure function of (seed, position,
+candidate) instead of a generator's state: a request draws the same tokens whoever shares its batch,
+whether or not it was speculated, and after being recomputed, and the whole step stays free of host
+work.
 """
 
 from __future__ import annotations
@@ -34,10 +35,13 @@ class SamplingParams:
 
     Attributes:
         max_new_tokens: tokens to generate, at most.
-        temperature: 0 takes the likeliest token; above 0 samples, values under 1e-5 counting as 1e-5.
-        top_p: sample from the smallest set of tokens whose probabilities sum to at least this much; in (0, 1].
+        temperature: 0 takes the likeliest token; above 0 samples, values under 1e-5 counting as
+            1e-5.
+        top_p: sample from the smallest set of tokens whose probabilities sum to at least this much;
+            in (0, 1].
         seed: repeats a sampled continuation; None draws a fresh one from torch's default generator.
-        stop_tokens: ids that end the continuation (and are part of it); None means the model's end-of-sequence ids.
+        stop_tokens: ids that end the continuation (and are part of it); None means the model's
+            end-of-sequence ids.
 
     Raises:
         ValueError: a field is out of range; the message names it.
@@ -64,8 +68,9 @@ class SamplingParams:
 class SamplingBatch:
     """Sampling parameters of the B rows of a forward, on the device.
 
-    The two flags are host knowledge that picks the code to run; rows get the same tokens whatever the flags are, as
-    long as `greedy` is set only when no row samples and `nucleus` is unset only when every top_p is 1.
+    The two flags are host knowledge that picks the code to run; rows get the same tokens whatever
+    the flags are, as long as `greedy` is set only when no row samples and `nucleus` is unset only
+    when every top_p is 1.
     """
 
     temperature: Tensor  # [B] fp32, 0 = greedy
@@ -113,7 +118,8 @@ def sample(logits: Tensor, positions: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """Zero all but the smallest set of likeliest tokens with mass >= top_p; the likeliest one always stays.
+    """Zero all but the smallest set of likeliest tokens with mass >= top_p; the likeliest one
+    always stays.
 
     Not renormalised: a common factor does not change an argmax.
     """
@@ -128,13 +134,15 @@ def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
 def _exponential(seed: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     """Exp(1) noise, [B, C, vocab_size] fp32, for seed [B, 1] and positions [B, C].
 
-    Candidate v of a (seed, position) is output v of the SplitMix64 stream that starts at their hash.
+    Candidate v of a (seed, position) is output v of the SplitMix64 stream that starts at their
+    hash.
     """
     start = _mix(_mix(seed) + positions * _GAMMA)
     counters = torch.arange(1, vocab_size + 1, device=seed.device) * _GAMMA
     bits = _shift(_mix(start[..., None] + counters), 11)
-    # 53 bits rounded to fp32 keep their relative precision near 0, where small noise lets rare tokens win.
-    # The clamp keeps 0 / 0 and x / 0 out; u = 1 gives infinite noise, so that the candidate loses.
+    # 53 bits rounded to fp32 keep their relative precision near 0, where small noise lets rare
+    # tokens win. The clamp keeps 0 / 0 and x / 0 out; u = 1 gives infinite noise, so that the
+    # candidate loses.
     uniform = (bits.float() * 2.0**-53).clamp_min(2.0**-54)
     return -torch.log1p(-uniform)
 

@@ -21,7 +21,8 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float
     expected = probabilities * counts.sum()
     statistic = ((counts - expected) ** 2 / expected)[expected > 0].sum().item()
     freedom = int((expected > 0).sum()) - 1
-    # Mean + 6 standard deviations of chi-square, plus slack for its right tail at few degrees of freedom.
+    # Mean + 6 standard deviations of chi-square, plus slack for its right tail at few degrees of
+    # freedom.
     return statistic, freedom + 6 * math.sqrt(2 * freedom) + 20
 
 
@@ -45,7 +46,8 @@ def test_temperature_zero_and_below_the_floor_take_the_argmax(seed: int) -> None
     positions = torch.arange(12).view(4, 3)
     greedy = SamplingBatch.of([(0.0, 1.0, row) for row in range(4)], "cpu")
     assert torch.equal(sample(logits, positions, greedy), logits.argmax(-1))
-    # Temperatures under the floor count as 1e-5: still a division by a positive number, still the argmax.
+    # Temperatures under the floor count as 1e-5: still a division by a positive number, still the
+    # argmax.
     tiny = SamplingBatch.of([(1e-30, 0.5, row) for row in range(4)], "cpu")
     assert torch.equal(sample(logits, positions, tiny), logits.argmax(-1))
 
@@ -73,7 +75,7 @@ def test_distribution_over_seeds_and_consecutive_positions(seed: int) -> None:
 
 
 def test_noise_is_exponential_down_to_its_smallest_values(seed: int) -> None:
-    """The smallest noise decides which rare token of a large vocabulary wins: no zeros, no coarse grid near 0."""
+    """The smallest noise decides which rare token wins: no zeros, no coarse grid near 0."""
     noise = _exponential(torch.tensor([[seed]]), torch.arange(100)[None], 50_000).flatten()
     total = noise.numel()
     assert noise.min() > 0
@@ -112,7 +114,7 @@ def test_nucleus_keeps_exactly_the_boundary_token() -> None:
 
 
 def test_rows_do_not_see_each_other(seed: int) -> None:
-    """Each row of a mixed batch draws what it draws alone: greedy, nucleus and plain neighbours, any row order."""
+    """Each row of a mixed batch of greedy, nucleus and plain rows draws what it draws alone."""
     rows = [
         (0.0, 1.0, 5),
         (1.0, 1.0, 5),
