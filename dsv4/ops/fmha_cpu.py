@@ -15,43 +15,61 @@ from torch import Tensor
 from dsv4.kernels.attention.config import FmhaConfig
 
 TILE = 256  # keys per step of the online softmax
-_CHUNK_ELEMENTS = 1 << 21  # float32 elements of one gathered tile of keys
+# Float32 elements of one tile of keys: on the CPU 4 MiB, which caches hold; on a GPU 64 MiB, which
+# keeps it busy between launches.
+_CPU_TILE_ELEMENTS = 1 << 20
+_GPU_TILE_ELEMENTS = 1 << 24
 # Start of the running maximum. Finite, so that exp(-inf - maximum) of a masked logit is 0, not NaN.
 _LOWEST = torch.finfo(torch.float32).min / 2
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of one branch for a chunk of tokens: rows first[t] .. first[t] + count[t] - 1.
+    """Keys of one branch for a chunk of c tokens.
 
-    `table` [R, K, head_dim]; `rows` [c] is each token's entry of the first dimension, None when
-    token i uses entry i. `count` None means all K rows.
+    Token t has the `count[t]` rows of `table[entry[t]]` from `first[t]` on.
+
+    Attributes:
+        table: [R, K, head_dim].
+        entry: [c] int64; None: token t uses entry t.
+        first: [c] int64; None: 0.
+        count: [c] int64.
+        lo, hi: bounds of `count`, as close as they are known without synchronising.
     """
 
     table: Tensor
-    rows: Tensor | None
+    entry: Tensor | None
     first: Tensor | None
-    count: Tensor | None
-    capacity: int
+    count: Tensor
+    lo: int
+    hi: int
+
+    @classmethod
+    def of(cls, table: Tensor, entry: Tensor | None, first: Tensor | None, count: Tensor) -> Keys:
+        """Keys with their bounds: read off `count` on the CPU, the capacity elsewhere."""
+        lo, hi = 0, table.shape[1]
+        if count.device.type == "cpu":
+            lo, hi = (int(bound) for bound in count.aminmax())
+        return cls(table, entry, first, count, lo, hi)
 
     def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Keys start..stop of every token in float32 [c, n, head_dim], and their mask [c, n].
+        """Keys start..stop of every token in float32 [c, n, head_dim], and their mask [c, 1, n].
 
-        Masked rows are zero: a NaN left in them would survive a zero weight.
+        No mask means that all are valid. A masked key repeats a valid one: what lies past the end
+        may be NaN, and a weight of zero does not remove a NaN.
         """
+        full = stop <= self.lo
+        if full and self.entry is None:
+            return self.table[:, start:stop].float(), None
         index = torch.arange(start, stop, device=self.table.device)
-        mask = None if self.count is None else index < self.count[:, None]
-        if self.rows is None:
-            keys = self.table[:, start:stop].float()
-        elif self.first is None:
-            keys = self.table[:, start:stop].index_select(0, self.rows).float()
-        else:
-            row = (self.first[:, None] + index).clamp_(max=self.table.shape[1] - 1)
-            keys = self.table[self.rows[:, None], row].float()
-        if mask is not None:
-            # Out of place: float() of float32 keys is the caller's own tensor.
-            keys = torch.where(mask[..., None], keys, 0.0)
-        return keys, mask
+        entry = self.entry
+        if entry is None:
+            entry = torch.arange(len(self.count), device=index.device)
+        row = index if full else index.minimum((self.count - 1).clamp_(min=0)[:, None])
+        if self.first is not None:
+            row = row + self.first[:, None]
+        keys = self.table[entry[:, None], row].float()
+        return keys, None if full else (index < self.count[:, None]).unsqueeze(1)
 
 
 def sparse_fmha(
@@ -75,87 +93,75 @@ def sparse_fmha(
     tokens, _, head_dim = q.shape
     if tokens == 0:
         return
-    batch, window_rows, _ = swa_kv.shape
-    first, count, capacity = _window(config, swa_lens, request_ids, batch, window_rows)
-    rows = request_ids.clamp(0, max(batch - 1, 0)).long()
-    active = request_ids >= 0
     top_k = compressed_kv.shape[1]
-    compressed_count = torch.full_like(request_ids, top_k)
-    if compressed_lens is not None:
-        compressed_count = compressed_lens.clamp(0, top_k)
-    compressed_count = compressed_count * active
-
-    chunk = max(1, _CHUNK_ELEMENTS // (head_dim * TILE))
+    active = request_ids >= 0
+    entry = request_ids.clamp(min=0).long()
+    count = active * top_k if compressed_lens is None else compressed_lens.clamp(0, top_k) * active
+    window_first, window_count = _window(config, swa_kv, swa_lens, entry, active)
+    elements = _CPU_TILE_ELEMENTS if q.device.type == "cpu" else _GPU_TILE_ELEMENTS
+    chunk = max(1, elements // (head_dim * TILE))
     for begin in range(0, tokens, chunk):
         part = slice(begin, begin + chunk)
-        compressed = _branch(
-            config, q[part], Keys(compressed_kv[part], None, None, compressed_count[part], top_k)
+        first = None if window_first is None else window_first[part]
+        compressed = Keys.of(compressed_kv[part], None, None, count[part])
+        window = Keys.of(swa_kv, entry[part], first, window_count[part])
+        scaled_q = q[part].float() * config.scale
+        round_p = q.dtype == torch.bfloat16
+        part_o, part_lse = _merge(
+            config.sink_mode,
+            *_attend(scaled_q, compressed, round_p),
+            *_attend(scaled_q, window, round_p),
+            sink_logits,
         )
-        window = _branch(
-            config,
-            q[part],
-            Keys(swa_kv, rows[part], None if first is None else first[part], count[part], capacity),
-        )
-        part_o, part_lse = _merge(config.sink_mode, *compressed, *window, sink_logits)
         o[part] = part_o
         if lse is not None:
             lse[part] = part_lse
 
 
 def _window(
-    config: FmhaConfig, swa_lens: Tensor, request_ids: Tensor, batch: int, window_rows: int
-) -> tuple[Tensor | None, Tensor, int]:
-    """First visible row (None: 0) and number of visible rows of each token, and their bound."""
+    config: FmhaConfig, swa_kv: Tensor, swa_lens: Tensor, entry: Tensor, active: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """First visible window row (None: 0) and number of visible rows of each token."""
+    batch, rows, _ = swa_kv.shape
     if batch == 0:
-        return None, torch.zeros_like(request_ids), 0
-    active = request_ids >= 0
-    rows = request_ids.clamp(min=0).long()
-    lens = swa_lens.clamp(0, window_rows)[rows]
+        return None, torch.zeros_like(entry)
+    lens = swa_lens.clamp(0, rows)[entry] * active
     if not config.is_causal:
-        return None, lens * active, window_rows
-    # Token j of the c consecutive tokens of a request sits at row p = len - c + j.
-    index = torch.arange(request_ids.numel(), device=request_ids.device)
-    slot = torch.where(active, rows, batch)
-    last = torch.full((batch + 1,), -1, device=index.device)
-    last = last.scatter_reduce(0, slot, index, "amax")[slot]
-    position = lens - 1 - (last - index)
-    first = (position - config.sliding_window + 1).clamp(min=0)
-    count = (position - first + 1).clamp(min=0) * active
-    return first, count, min(window_rows, config.sliding_window)
+        return None, lens
+    # The j-th of the c consecutive tokens of a request sits at row len - c + j, so each token is as
+    # far from the end of the rows as from the last token of its request.
+    index = torch.arange(len(entry), device=entry.device)
+    slot = torch.where(active, entry, batch)
+    last = index.new_zeros(batch + 1).scatter_reduce_(0, slot, index, "amax")[slot]
+    end = (lens - (last - index)).clamp_(min=0) * active
+    first = (end - config.sliding_window).clamp_(min=0)
+    return first, end - first
 
 
-def _branch(config: FmhaConfig, q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
-    """Attention of a chunk over one branch: normalised output [c, n_h, d] and lse [c, n_h].
+def _attend(q: Tensor, keys: Keys, round_p: bool) -> tuple[Tensor, Tensor]:
+    """Attention of scaled queries [c, n_h, d] over one branch.
 
-    A token without keys gets output 0 and lse -inf.
+    Returns:
+        The normalised output [c, n_h, d] and lse [c, n_h]; 0 and -inf for a token without keys.
     """
-    round_p = q.dtype == torch.bfloat16
-    q = q.float() * config.scale
-    maximum = q.new_full(q.shape[:2], _LOWEST)
-    total = q.new_zeros(q.shape[:2])
+    maximum = q.new_full((*q.shape[:2], 1), _LOWEST)
+    total = torch.zeros_like(maximum)
     output = torch.zeros_like(q)
-    for start in range(0, _longest(keys), TILE):
-        tile, mask = keys.tile(start, min(start + TILE, keys.capacity))
+    for start in range(0, keys.hi, TILE):
+        tile, mask = keys.tile(start, min(start + TILE, keys.hi))
         logits = torch.bmm(q, tile.mT)
         if mask is not None:
-            logits.masked_fill_(~mask[:, None, :], -torch.inf)
-        new_maximum = torch.maximum(maximum, logits.amax(-1))
-        weights = logits.sub_(new_maximum[..., None]).exp_()
-        decay = (maximum - new_maximum).exp_()
-        total = total.mul_(decay).add_(weights.sum(-1))
+            logits.masked_fill_(~mask, -torch.inf)
+        previous, maximum = maximum, torch.maximum(maximum, logits.amax(-1, keepdim=True))
+        decay = (previous - maximum).exp_()
+        weights = logits.sub_(maximum).exp_()
+        total = total.mul_(decay).add_(weights.sum(-1, keepdim=True))
         if round_p:
             weights = weights.bfloat16().float()
-        output = torch.baddbmm(output.mul_(decay[..., None]), weights, tile)
-        maximum = new_maximum
+        output.mul_(decay).baddbmm_(weights, tile)
     empty = total == 0
-    return output / total.masked_fill(empty, 1.0)[..., None], maximum + total.log()
-
-
-def _longest(keys: Keys) -> int:
-    """Number of keys to visit: on the CPU no further than the longest token of the chunk."""
-    if keys.count is None or keys.count.device.type != "cpu":
-        return keys.capacity
-    return int(keys.count.max())
+    output.div_(total.masked_fill(empty, 1.0)).masked_fill_(empty, 0.0)
+    return output, (maximum + total.log_()).squeeze(-1)
 
 
 def _merge(
@@ -174,6 +180,6 @@ def _merge(
     if sink_mode == "softmax":
         keep = torch.sigmoid(lse - sink)
         weight_c, weight_w = weight_c * keep, weight_w * keep
-    merged = weight_c[..., None] * o_c + weight_w[..., None] * o_w
-    # -inf minus -inf is NaN: without keys, or with a sink of -inf beside an empty branch.
+    merged = (weight_c[..., None] * o_c).addcmul_(weight_w[..., None], o_w)
+    # Without any key the weights are NaN: -inf minus -inf.
     return merged.masked_fill_(torch.isneginf(lse)[..., None], 0.0), lse
