@@ -31,8 +31,9 @@ def compress(x: Tensor, wkv: Tensor, wgate: Tensor, ape: Tensor, *, overlap: boo
     gate = (x @ wgate.float().T).unflatten(-2, (blocks, rate)) + ape.float()
     if overlap:
         pad = (0, 0, 0, 0, 1, 0)
-        before_kv = torch.nn.functional.pad(kv[..., :-1, :, :dim], pad)
-        before_gate = torch.nn.functional.pad(gate[..., :-1, :, :dim], pad, value=-torch.inf)
+        before_kv = torch.nn.functional.pad(kv[..., :dim], pad)[..., :-1, :, :]
+        before_gate = torch.nn.functional.pad(gate[..., :dim], pad, value=-torch.inf)
+        before_gate = before_gate[..., :-1, :, :]
         kv = torch.cat((before_kv, kv[..., dim:]), -2)
         gate = torch.cat((before_gate, gate[..., dim:]), -2)
     return (torch.softmax(gate, -2) * kv).sum(-2)

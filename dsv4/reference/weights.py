@@ -24,7 +24,7 @@ def decode_e8m0(scale: Tensor) -> Tensor:
         raise TypeError(f"scale: expected float8_e8m0fnu, uint8 or float32, got {scale.dtype}")
     # Reinterpret, never convert: the byte 120 means 2^-7, not 120.
     byte = scale.view(torch.uint8)
-    value = torch.ldexp(torch.ones((), device=scale.device), byte.to(torch.int32) - 127)
+    value = torch.ldexp(torch.ones_like(byte, dtype=torch.float32), byte.to(torch.int32) - 127)
     return torch.where(byte == 255, torch.nan, value)
 
 
