@@ -9,7 +9,7 @@ _NAMED = 4
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or written; the message names the file or the tensors, and why."""
+    """A checkpoint cannot be read or written; the message names the file or the tensors."""
 
 
 def refuse(path: str | PathLike[str], problems: Mapping[str, Sequence[str]]) -> None:
@@ -17,7 +17,7 @@ def refuse(path: str | PathLike[str], problems: Mapping[str, Sequence[str]]) -> 
 
     Args:
         path: what the problems are with.
-        problems: kind ("missing tensors") -> the tensors concerned, the first few of which are named.
+        problems: kind ("missing tensors") -> the tensors concerned; the first few are named.
     """
     parts = []
     for kind, names in problems.items():

@@ -33,7 +33,9 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def inventory(config: ModelConfig, *, mtp_expert_scheme: str | None = "auto") -> dict[str, TensorSpec]:
+def inventory(
+    config: ModelConfig, *, mtp_expert_scheme: str | None = "auto"
+) -> dict[str, TensorSpec]:
     """Return every tensor of the released layout, in the order of the forward pass.
 
     Unquantised matrices count as bfloat16, the dtype of the releases; files may widen them.

@@ -1,0 +1,118 @@
+"""A model filled from a checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os import PathLike
+
+import torch
+from torch import Tensor
+
+from dsv4.loader.convert import dequantize
+from dsv4.loader.errors import CheckpointError
+from dsv4.loader.layout import expert_name
+from dsv4.loader.reader import Checkpoint
+from dsv4.model.model import DeepseekV4
+
+STACKED_EXPERTS = re.compile(r"(.+)\.ffn\.experts\.(w[123])\.(weight|scale)")
+
+
+def load(
+    path: str | PathLike[str],
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    progress: bool = False,
+) -> DeepseekV4:
+    """Build the model of a checkpoint folder and fill it, tensor by tensor, straight on its device.
+
+    Reads the released layout (FP8 linears; FP4, FP8 or NVFP4 experts; E8M0 or float32 scales) and
+    what `DeepseekV4ForCausalLM.save_pretrained` of transformers writes, in one file or many.
+    Headers are checked before any data is read. FP8 and FP4 weights stay as stored; NVFP4 experts
+    are dequantised.
+
+    Args:
+        path: folder with `config.json` and `.safetensors` files.
+        device: where the weights go; default the CPU.
+        dtype: bfloat16 (default) or float32, of activations and unquantised weights.
+        progress: show a progress bar on stderr.
+
+    Returns:
+        The model in eval mode.
+
+    Raises:
+        CheckpointError: the folder does not hold a complete and sound DeepSeek-V4 checkpoint; the
+            message names the files or tensors. Nothing half-loaded is left behind.
+        ValueError: `dtype` is neither bfloat16 nor float32.
+    """
+    dtype = torch.bfloat16 if dtype is None else dtype
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(f"dtype must be torch.bfloat16 or torch.float32, got {dtype}")
+    checkpoint = Checkpoint(path)
+    model = DeepseekV4(checkpoint.model_config, dtype=dtype, device=device or "cpu")
+    targets = dict(_targets(model))
+    total = sum(checkpoint.stored[name].nbytes for name in targets)
+    with _progress_bar(progress, total) as advance:
+        for name, target in targets.items():
+            _fill(checkpoint, name, target)
+            advance(checkpoint.stored[name].nbytes)
+    return model.eval()
+
+
+def _targets(model: DeepseekV4) -> Iterator[tuple[str, Tensor]]:
+    """Yield each released name with the memory of the model it belongs in, experts one by one."""
+    for name, tensor in model.state_dict().items():
+        match = STACKED_EXPERTS.fullmatch(name)
+        if match is None:
+            yield name, tensor
+            continue
+        prefix, matrix, part = match.groups()
+        for expert, row in enumerate(tensor.unbind()):
+            yield expert_name(prefix, expert, matrix, part), row
+
+
+def _fill(checkpoint: Checkpoint, name: str, target: Tensor) -> None:
+    def on_device(sibling: str) -> Tensor:
+        return checkpoint.read(f"{name.removesuffix('weight')}{sibling}").to(target.device)
+
+    source = checkpoint.read(name)
+    if name.endswith(".tid2eid"):
+        _check_expert_ids(checkpoint, name, source)
+    if target.is_floating_point() and target.dtype.itemsize > 1 and name.endswith(".weight"):
+        block = checkpoint.config.fp8_block
+        source = dequantize(source.to(target.device), on_device, block, target.dtype)
+    if source.shape != target.shape:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path}: {name} is {list(source.shape)}, the model holds "
+            f"{list(target.shape)}"
+        )
+    if target.dtype.itemsize == 1:
+        # Bytes of codes and exponents: a numeric copy would turn the exponent byte 120 into 120.0.
+        source, target = source.view(torch.uint8), target.view(torch.uint8)
+    target.copy_(source)
+
+
+def _check_expert_ids(checkpoint: Checkpoint, name: str, table: Tensor) -> None:
+    experts = checkpoint.config.n_routed_experts
+    low, high = (int(bound) for bound in torch.aminmax(table))
+    if low < 0 or high >= experts:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path}: {name} holds expert ids {low} .. {high}, expected "
+            f"0 .. {experts - 1}"
+        )
+
+
+@contextmanager
+def _progress_bar(show: bool, total: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that advances the bar by a number of bytes; without `show`, no bar."""
+    if not show:
+        yield lambda nbytes: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("loading", total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)

@@ -1,0 +1,123 @@
+"""From the layouts in circulation to the released one: names, fused experts, weight formats."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from dsv4.loader.layout import expert_name
+from dsv4.ops.quantize import dequantize_e2m1, dequantize_e4m3_blocks
+
+# transformers' module names, and what `save_pretrained` makes of them: it maps its names back to
+# the released ones, except that `model.` and four names below it stay and `kv_norm` becomes `norm`.
+_TOP = {
+    "embed_tokens.weight": "embed.weight",
+    "lm_head.weight": "head.weight",
+    "hc_head.hc_fn": "hc_head_fn",
+    "hc_head.hc_base": "hc_head_base",
+    "hc_head.hc_scale": "hc_head_scale",
+}
+_COMPRESSOR = {
+    "position_bias": "ape",
+    "kv_proj.weight": "wkv.weight",
+    "gate_proj.weight": "wgate.weight",
+    "kv_norm.weight": "norm.weight",
+}
+_LAYER = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    **{
+        f"{kind}_hc.{part}": f"hc_{kind}_{part}"
+        for kind in ("attn", "ffn")
+        for part in ("fn", "base", "scale")
+    },
+    "attn.norm.weight": "attn.kv_norm.weight",
+    "attn.sinks": "attn.attn_sink",
+    "attn.q_a_proj.weight": "attn.wq_a.weight",
+    "attn.q_a_norm.weight": "attn.q_norm.weight",
+    "attn.q_b_proj.weight": "attn.wq_b.weight",
+    "attn.kv_proj.weight": "attn.wkv.weight",
+    "attn.o_a_proj.weight": "attn.wo_a.weight",
+    "attn.o_b_proj.weight": "attn.wo_b.weight",
+    "attn.compressor.indexer.q_b_proj.weight": "attn.indexer.wq_b.weight",
+    "attn.compressor.indexer.weights_proj.weight": "attn.indexer.weights_proj.weight",
+    "attn.compressor.indexer.scorer.weights_proj.weight": "attn.indexer.weights_proj.weight",
+    **{f"attn.compressor.{k}": f"attn.compressor.{v}" for k, v in _COMPRESSOR.items()},
+    **{
+        f"attn.compressor.indexer.{k}": f"attn.indexer.compressor.{v}"
+        for k, v in _COMPRESSOR.items()
+    },
+    "ffn.gate.e_score_correction_bias": "ffn.gate.bias",
+    "ffn.shared_experts.gate_proj.weight": "ffn.shared_experts.w1.weight",
+    "ffn.shared_experts.down_proj.weight": "ffn.shared_experts.w2.weight",
+    "ffn.shared_experts.up_proj.weight": "ffn.shared_experts.w3.weight",
+}
+_IN_LAYER = re.compile(r"(layers\.\d+)\.(.+)")
+_FUSED = re.compile(r"(layers\.\d+)\.ffn\.experts\.(gate_up_proj|down_proj)")
+
+Index = tuple[int | slice, ...]
+
+
+def released_name(name: str) -> str:
+    """Return the released name of a tensor that transformers named; any other name unchanged."""
+    name = name.removeprefix("model.")
+    match = _IN_LAYER.fullmatch(name)
+    if match is None:
+        return _TOP.get(name, name)
+    layer, rest = match.groups()
+    rest = re.sub(r"^self_attn\.", "attn.", rest)
+    rest = re.sub(r"^mlp\.", "ffn.", rest)
+    return f"{layer}.{_LAYER.get(rest, rest)}"
+
+
+def split_fused_experts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Index]]:
+    """Yield the experts inside one of transformers' fused tensors; nothing for other tensors.
+
+    Args:
+        name: a name that `released_name` returned.
+        shape: `gate_up_proj` is [experts, 2 * inner, width] with the gate (w1) rows first,
+            `down_proj` [experts, width, inner].
+
+    Yields:
+        The released name of one matrix of one expert, and its index into the fused tensor.
+    """
+    match = _FUSED.fullmatch(name)
+    if match is None or len(shape) != 3:
+        return
+    layer, kind = match.groups()
+    for expert in range(shape[0]):
+        if kind == "down_proj":
+            yield expert_name(layer, expert, "w2", "weight"), (expert,)
+        else:
+            inner = shape[1] // 2
+            yield expert_name(layer, expert, "w1", "weight"), (expert, slice(0, inner))
+            yield expert_name(layer, expert, "w3", "weight"), (expert, slice(inner, shape[1]))
+
+
+def dequantize(
+    weight: Tensor,
+    sibling: Callable[[str], Tensor],
+    block: tuple[int, int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Decode a stored weight [outputs, inputs] of whichever format to a floating-point dtype.
+
+    Args:
+        weight: as stored; its dtype tells the format: float8_e4m3fn, int8 (e2m1 pairs with one E8M0
+            scale per 32 inputs), uint8 (NVFP4: e2m1 pairs with one e4m3 scale per 16 inputs and one
+            float32 scale per tensor), or a plain floating-point dtype.
+        sibling: returns the tensor stored beside it under another last name, such as "scale".
+        block: outputs and inputs per FP8 scale.
+        dtype: of the result.
+    """
+    if weight.dtype == torch.float8_e4m3fn:
+        return dequantize_e4m3_blocks(weight, sibling("scale"), block, dtype)
+    if weight.dtype == torch.int8:
+        return dequantize_e2m1(weight, sibling("scale"), dtype)
+    if weight.dtype == torch.uint8:
+        values = dequantize_e2m1(weight, sibling("weight_scale"), torch.float32)
+        return values.mul_(sibling("weight_scale_2").float()).to(dtype)
+    return weight.to(dtype)
