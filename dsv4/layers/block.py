@@ -1,0 +1,51 @@
+"""One decoder layer: attention and mixture of experts on hyper-connected streams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dsv4.cache.paged_cache import LayerCache
+from dsv4.cache.step import Step
+from dsv4.layers.attention import Attention
+from dsv4.layers.hyper_connection import (
+    HyperConnection,
+    hyper_parameters,
+    register_hyper_parameters,
+)
+from dsv4.layers.moe import MoE
+from dsv4.layers.norm import RMSNorm
+
+if TYPE_CHECKING:
+    from dsv4.model.config import ModelConfig
+    from dsv4.model.layer_schedule import LayerSpec
+
+
+class Block(nn.Module):
+    """A decoder layer. Each sublayer reads one mixture of the streams and writes to all of them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: LayerSpec,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.hyper = HyperConnection.of(config)
+        self.attn = Attention(config, spec, dtype, device)
+        self.ffn = MoE(config, spec, dtype, device)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, device)
+        hc = config.hc_mult
+        for name in ("hc_attn", "hc_ffn"):
+            register_hyper_parameters(self, name, (2 + hc) * hc, hc * config.hidden_size, 3, device)
+
+    def forward(self, streams: Tensor, input_ids: Tensor, cache: LayerCache, step: Step) -> Tensor:
+        """[B, C, hc, hidden_size] -> the same; `input_ids` [B, C] int64."""
+        x, mix = self.hyper.collapse(streams, hyper_parameters(self, "hc_attn"))
+        streams = self.hyper.expand(self.attn(self.attn_norm(x), cache, step), mix)
+        x, mix = self.hyper.collapse(streams, hyper_parameters(self, "hc_ffn"))
+        return self.hyper.expand(self.ffn(self.ffn_norm(x), input_ids), mix)

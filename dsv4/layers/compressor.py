@@ -1,0 +1,129 @@
+"""Compression of every `ratio` tokens into one cache entry, token by token or in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dsv4.cache.paged_cache import Pages
+from dsv4.cache.state_cache import Ring
+from dsv4.cache.step import Step
+from dsv4.layers.linear import Linear
+from dsv4.layers.norm import RMSNorm
+from dsv4.layers.rope import Rope, rotate_
+
+
+class Compressor(nn.Module):
+    """Softmax-weighted mean of the projections of a block of tokens, per channel.
+
+    Entry n covers tokens n * ratio .. (n + 1) * ratio - 1. With `overlap` the projections are two
+    series wide: the block's own tokens contribute the last `dim` columns, those of the block before
+    it the first `dim` columns, all in one softmax; the first block has no block before it. Every
+    projection is kept in a ring addressed by position until no future block can need it, so that
+    chunks may end anywhere and rejected drafts are overwritten. fp32 up to the mean.
+
+    Args:
+        hidden_size, dim: width of the input, of an entry.
+        ratio: tokens per entry.
+        overlap: whether blocks overlap: a property of the layer's kind, not of the rate.
+        rope: rotation of the layer; entry n is rotated at position n * ratio.
+        finish: last treatment of the entries [B, K, dim] (quantised models round them), or None.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        dim: int,
+        ratio: int,
+        overlap: bool,
+        rope: Rope,
+        norm_eps: float,
+        finish: Callable[[Tensor], Tensor] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = dim
+        self.ratio = ratio
+        self.overlap = overlap
+        self.rope = rope
+        self.finish = finish
+        width = 2 * dim if overlap else dim
+        self.ape = nn.Parameter(
+            torch.empty(ratio, width, dtype=torch.float32, device=device), requires_grad=False
+        )
+        self.wkv = Linear(hidden_size, width, dtype=torch.float32, device=device)
+        self.wgate = Linear(hidden_size, width, dtype=torch.float32, device=device)
+        self.norm = RMSNorm(dim, norm_eps, device)
+
+    def forward(self, x: Tensor, ring: Ring, pages: Pages, step: Step) -> None:
+        """Take in the step's tokens and write the entries they complete.
+
+        Args:
+            x: [B, C, hidden_size].
+            ring: [.., 2, width] fp32: projection and score of past tokens.
+            pages: where the entries go.
+        """
+        wide = x.float()
+        scores = self.wgate(wide) + self.ape[step.positions % self.ratio]
+        tokens = torch.stack((self.wkv(wide), scores), dim=-2)
+        past = ring.history(step, (2 if self.overlap else 1) * self.ratio - 1)
+        ring.append(step, tokens)
+
+        blocks = step.once((self.rope, self.ratio, self.overlap), lambda: self._blocks(step))
+        mean = self._mean(torch.cat((past, tokens), dim=1), blocks).to(x.dtype)
+        entries = rotate_(self.norm(mean), blocks.rotation)
+        if self.finish is not None:
+            entries = self.finish(entries)
+        pages.write(step, blocks.first, entries, blocks.complete)
+
+    def _blocks(self, step: Step) -> _Blocks:
+        count = -(-step.chunk // self.ratio)
+        first = step.starts // self.ratio
+        numbers = first[:, None] + torch.arange(count, device=first.device)
+        begins = numbers * self.ratio
+        history = (2 if self.overlap else 1) * self.ratio - 1
+        within = torch.arange(self.ratio, device=first.device)
+        rows = (begins - step.starts[:, None] + history)[..., None] + within
+        return _Blocks(
+            first=first,
+            complete=begins + self.ratio <= (step.starts + step.lens)[:, None],
+            # Rows past the chunk belong to blocks that are not complete: any row will do.
+            rows=rows.clamp(max=history + step.chunk - 1),
+            has_previous=(numbers > 0)[..., None, None],
+            rotation=self.rope.at(begins),
+        )
+
+    def _mean(self, tokens: Tensor, blocks: _Blocks) -> Tensor:
+        """[B, history + C, 2, width] -> [B, K, dim]."""
+        batch = torch.arange(len(tokens), device=tokens.device)[:, None, None]
+        values, scores = tokens[..., -self.dim :][batch, blocks.rows].unbind(-2)
+        if self.overlap:
+            before = tokens[..., : self.dim][batch, blocks.rows - self.ratio]
+            old_values, old_scores = before.unbind(-2)
+            # The ring is undefined before position 0: a NaN there would survive a zero weight.
+            old_values = old_values.where(blocks.has_previous, 0.0)
+            old_scores = old_scores.where(blocks.has_previous, -torch.inf)
+            values = torch.cat((old_values, values), dim=2)
+            scores = torch.cat((old_scores, scores), dim=2)
+        return (scores.softmax(dim=2) * values).sum(dim=2)
+
+
+class _Blocks(NamedTuple):
+    """The K blocks per request that may end within a step.
+
+    Attributes:
+        first: [B], number of the first.
+        complete: [B, K] bool, whether the step's valid tokens reach its end.
+        rows: [B, K, ratio], its tokens among history and chunk.
+        has_previous: [B, K, 1, 1] bool.
+        rotation: [B, K, rope_dim / 2] complex.
+    """
+
+    first: Tensor
+    complete: Tensor
+    rows: Tensor
+    has_previous: Tensor
+    rotation: Tensor

@@ -1,0 +1,40 @@
+"""From tokens to the model and back: embedding, and streams to logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dsv4.layers.hyper_connection import HyperConnection, HyperParameters
+from dsv4.layers.linear import Linear, frozen
+from dsv4.layers.norm import RMSNorm
+
+
+class Embedding(nn.Module):
+    """Row lookup. `weight` [vocab_size, hidden_size]."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.weight = frozen((vocab_size, hidden_size), dtype, device)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[...] int64 -> [..., hidden_size]."""
+        return F.embedding(ids, self.weight)
+
+
+def logits_of(
+    streams: Tensor,
+    hyper: HyperConnection,
+    parameters: HyperParameters,
+    norm: RMSNorm,
+    head: Linear,
+) -> Tensor:
+    """Collapse streams [B, C, hc, D], normalise and project in fp32: [B, C, vocab_size] fp32."""
+    return head(norm(hyper.collapse_head(streams, parameters)).float())

@@ -1,0 +1,96 @@
+"""The lightning indexer: which compressed entries a query attends to."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from dsv4.cache.paged_cache import LayerCache
+from dsv4.cache.step import Step
+from dsv4.layers.compressor import Compressor
+from dsv4.layers.linear import Linear, linear_options
+from dsv4.layers.rope import Rope, rotate_
+from dsv4.layers.rounding import round_index
+from dsv4.ops.topk import topk_stable
+
+if TYPE_CHECKING:
+    from dsv4.model.config import ModelConfig
+    from dsv4.model.layer_schedule import LayerSpec
+
+MAX_SCORE_ELEMENTS = 1 << 26
+"""Bound on the products [tokens, heads, entries] alive at once: longer chunks go in parts."""
+
+
+class Indexer(nn.Module):
+    """Scores I[t, n] = sum over heads of w[t, h] * relu(q[t, h] . k[n]) and keeps the best.
+
+    Keys are entries of a compressor of its own. Equal scores: the earlier entry wins.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: LayerSpec,
+        rope: Rope,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.heads = config.index_n_heads
+        self.dim = config.index_head_dim
+        self.topk = config.index_topk
+        self.rope = rope
+        self.quantized = config.quantized
+        self.scale = self.dim**-0.5 * self.heads**-0.5
+        self.wq_b = Linear(
+            config.q_lora_rank, self.heads * self.dim, **linear_options(config, dtype, device)
+        )
+        self.weights_proj = Linear(config.hidden_size, self.heads, dtype=dtype, device=device)
+        self.compressor = Compressor(
+            config.hidden_size,
+            self.dim,
+            spec.ratio,
+            spec.overlap,
+            rope,
+            config.rms_norm_eps,
+            finish=round_index if config.quantized else None,
+            device=device,
+        )
+
+    def update(self, x: Tensor, cache: LayerCache, step: Step) -> None:
+        """Take in the step's tokens `x` [B, C, hidden_size]: every step, also if none is scored."""
+        self.compressor(x, cache.state.indexer, cache.index_keys, step)
+
+    def select(
+        self, x: Tensor, latent: Tensor, cache: LayerCache, step: Step, visible: Tensor, n: int
+    ) -> Tensor:
+        """Choose among the first `n` entries.
+
+        Args:
+            x: [B, C, hidden_size].
+            latent: [B, C, q_lora_rank], the normalised query latent.
+            visible: [B, C], entries each token may see.
+
+        Returns:
+            [B, C, topk] int64; the first min(visible, topk) of each token are chosen.
+        """
+        queries = self.wq_b(latent).unflatten(-1, (self.heads, self.dim))
+        queries = rotate_(queries, self.rope.tokens(step).unsqueeze(-2))
+        if self.quantized:
+            queries = round_index(queries)
+        weights = self.weights_proj(x) * self.scale
+        keys = cache.index_keys.all(step, n)
+        causal = torch.arange(n, device=x.device) < visible.unsqueeze(-1)
+        per_token = len(x) * self.heads * n
+        size = max(1, MAX_SCORE_ELEMENTS // per_token)
+        parts = zip(queries.split(size, 1), weights.split(size, 1), causal.split(size, 1))
+        chosen = [topk_stable(_scores(q, w, keys), self.topk, seen)[0] for q, w, seen in parts]
+        return torch.cat(chosen, dim=1)
+
+
+def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """[B, C, H, d], [B, C, H], [B, N, d] -> [B, C, N] fp32; rounded to their dtype on the way."""
+    products = torch.einsum("bchd,bnd->bchn", queries, keys).relu_()
+    return (products * weights.unsqueeze(-1)).sum(-2).float()

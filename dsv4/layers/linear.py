@@ -1,0 +1,121 @@
+"""Linear layers without bias, plain or with FP8 weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
+
+if TYPE_CHECKING:
+    from dsv4.model.config import ModelConfig
+
+ACTIVATION_BLOCK = 128
+SCALE_DTYPES = {"e8m0": torch.float8_e8m0fnu, "float32": torch.float32}
+
+
+def linear_options(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str | None
+) -> dict[str, Any]:
+    """Return the options of the linears that a checkpoint of this configuration quantises."""
+    return {
+        "scheme": config.linear_scheme,
+        "block": config.fp8_block,
+        "scale_dtype": SCALE_DTYPES[config.scale_dtype],
+        "dtype": dtype,
+        "device": device,
+    }
+
+
+class Linear(nn.Module):
+    """y = x W^T.
+
+    With scheme "fp8" the weight stays e4m3 with one scale per block, and the input is rounded to
+    FP8 per 128 elements, as in the forward pass the weights were trained for (official
+    inference/model.py, `linear`).
+
+    Attributes:
+        weight: [out, in], in `dtype` or float8_e4m3fn.
+        scale: [ceil(out / block[0]), ceil(in / block[1])]; only with scheme "fp8".
+
+    Raises:
+        ValueError: unknown scheme, or FP8 inputs that do not fill whole groups of 128.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        scheme: str | None = None,
+        block: tuple[int, int] = (128, 128),
+        scale_dtype: torch.dtype = torch.float8_e8m0fnu,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if scheme not in (None, "fp8"):
+            raise ValueError(f"scheme must be None or 'fp8', got {scheme!r}")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = scheme
+        self.block = block
+        stored = torch.float8_e4m3fn if scheme else dtype
+        self.weight = frozen((out_features, in_features), stored, device)
+        if scheme:
+            if in_features % ACTIVATION_BLOCK:
+                raise ValueError(
+                    f"in_features of an FP8 linear must be a multiple of {ACTIVATION_BLOCK}, "
+                    f"got {in_features}"
+                )
+            blocks = (-(-out_features // block[0]), -(-in_features // block[1]))
+            self.scale = frozen(blocks, scale_dtype, device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out] in the dtype of `x`."""
+        if self.scheme is None:
+            return F.linear(x, self.weight)
+        rounded = qdq_e4m3(x, ACTIVATION_BLOCK)
+        compute = self._exact_dtype(x.dtype)
+        return F.linear(rounded.to(compute), self.dense_weight(compute)).to(x.dtype)
+
+    def dense_weight(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] in `dtype`."""
+        if self.scheme is None:
+            return self.weight.to(dtype)
+        return dequantize_e4m3_blocks(self.weight, self.scale, self.block, dtype)
+
+    def _exact_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        # e4m3 times a power of two is exact in bf16; times an arbitrary fp32 scale it is not.
+        return dtype if self.scale.dtype == torch.float8_e8m0fnu else torch.float32
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, scheme={self.scheme}"
+
+
+class GroupedLinear(Linear):
+    """One linear per group of inputs, stacked along the outputs; `x` itself is never rounded.
+
+    The first half of the output projection: `groups` linears [in] -> [out] held as one weight
+    [groups * out, in].
+    """
+
+    def __init__(self, in_features: int, out_features: int, groups: int, **options: Any) -> None:
+        super().__init__(in_features, groups * out_features, **options)
+        self.groups = groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., groups, in] -> [..., groups, out]."""
+        weight = self.dense_weight(x.dtype).view(self.groups, -1, self.in_features)
+        flat = x.reshape(-1, self.groups, self.in_features).transpose(0, 1)
+        return torch.bmm(flat, weight.mT).transpose(0, 1).unflatten(0, x.shape[:-2])
+
+
+def frozen(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None
+) -> nn.Parameter:
+    """Return an uninitialised parameter that takes no gradient, as attention has no backward."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

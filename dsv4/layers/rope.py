@@ -1,0 +1,87 @@
+"""Rotary position embedding: interleaved pairs on the last dimensions, two bases, YaRN."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.step import Step
+
+if TYPE_CHECKING:
+    from dsv4.model.config import ModelConfig, RopeScaling
+    from dsv4.model.layer_schedule import LayerSpec
+
+
+@dataclass(frozen=True)
+class Rope:
+    """The rotation of one kind of layer.
+
+    Pair i of the last `dim` channels turns by position * f_i, f_i = theta^(-2i / dim), blended by
+    YaRN if `scaling` is given. YaRN changes no magnitude: neither the rotation nor the softmax
+    scale knows of it.
+    """
+
+    theta: float
+    dim: int
+    scaling: RopeScaling | None = None
+
+    @classmethod
+    def of_layer(cls, config: ModelConfig, spec: LayerSpec) -> Rope:
+        """Return the rotation of a layer: a compressor changes the base of everything in it."""
+        if spec.ratio:
+            return cls(config.compress_rope_theta, config.qk_rope_head_dim, config.rope_scaling)
+        return cls(config.rope_theta, config.qk_rope_head_dim)
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Return e^(i * angle) of integer positions [...]: [..., dim / 2] complex64."""
+        angles = positions[..., None].float() * _frequencies(self, positions.device)
+        return torch.polar(torch.ones_like(angles), angles)
+
+    def tokens(self, step: Step) -> Tensor:
+        """Return the rotation of the step's tokens, [B, C, dim / 2]."""
+        return step.once((self, "tokens"), lambda: self.at(step.positions))
+
+
+def rotate_(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
+    """Rotate the last channels of `x` [..., d] in place, in fp32; return `x`.
+
+    Args:
+        rotation: complex, [..., dim / 2], broadcast against the leading dimensions of `x`.
+        inverse: rotate back.
+    """
+    dim = 2 * rotation.shape[-1]
+    tail = x[..., -dim:]
+    pairs = torch.view_as_complex(tail.float().unflatten(-1, (-1, 2)).contiguous())
+    turned = pairs * (rotation.conj() if inverse else rotation)
+    tail.copy_(torch.view_as_real(turned).flatten(-2))
+    return x
+
+
+@functools.lru_cache(maxsize=64)
+def _frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """[dim / 2] fp32 on `device`. Kept, so that a decode step copies nothing from the host."""
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.scaling is not None:
+        keep = 1 - _yarn_ramp(rope, rope.scaling)
+        frequencies = frequencies * keep + frequencies / rope.scaling.factor * (1 - keep)
+    return frequencies.to(device)
+
+
+def _yarn_ramp(rope: Rope, scaling: RopeScaling) -> Tensor:
+    """How far each pair is interpolated: 0 for pairs that turn often enough to be left alone."""
+
+    def pair_turning(times: float) -> float:
+        period = scaling.original_max_position_embeddings / (times * 2 * math.pi)
+        return rope.dim * math.log(period) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(pair_turning(scaling.beta_fast)), 0)
+    high = min(math.ceil(pair_turning(scaling.beta_slow)), rope.dim - 1)
+    pairs = torch.arange(rope.dim // 2, dtype=torch.float32)
+    # Equal bounds would divide 0 by 0.
+    return ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)

@@ -1,0 +1,166 @@
+"""The assembled DeepSeek-V4."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dsv4.cache.paged_cache import ModelCache, block_size
+from dsv4.cache.step import Step
+from dsv4.layers.block import Block
+from dsv4.layers.head import Embedding, logits_of
+from dsv4.layers.hyper_connection import (
+    HyperConnection,
+    hyper_parameters,
+    register_hyper_parameters,
+)
+from dsv4.layers.linear import Linear
+from dsv4.layers.norm import RMSNorm
+from dsv4.model.config import ModelConfig
+from dsv4.model.mtp import MTPBlock
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from dsv4.model.generate import GenerateResult
+
+
+class DeepseekV4(nn.Module):
+    """A complete DeepSeek-V4 for inference. Parameters are named as in the official checkpoints.
+
+    Parameters are left uninitialised: `dsv4.load` fills them. Routed experts are stacked along a
+    leading dimension; everything else has the checkpoint's shape. Norms, routers, compressors,
+    hyper-connections, sinks and the language-model head are fp32 whatever `dtype` is.
+
+    Args:
+        config: shapes, layer schedule and quantisation.
+        dtype: of activations, caches and unquantised weights: bfloat16, or float32.
+        device: where the parameters are created; "meta" costs no memory.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = dtype
+        self.hyper = HyperConnection.of(config)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.embed = Embedding(vocab, hidden, dtype, device)
+        self.head = Linear(hidden, vocab, dtype=torch.float32, device=device)
+        main = [spec for spec in config.schedule if not spec.is_mtp]
+        drafts = [spec for spec in config.schedule if spec.is_mtp]
+        self.layers = nn.ModuleList(Block(config, spec, dtype, device) for spec in main)
+        self.mtp = nn.ModuleList(
+            MTPBlock(config, spec, self.embed, self.head, dtype, device) for spec in drafts
+        )
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, device)
+        register_hyper_parameters(
+            self, "hc_head", config.hc_mult, config.hc_mult * hidden, 1, device
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.embed.weight.device
+
+    def forward(self, input_ids: Tensor, *, chunk: int = 1024) -> Tensor:
+        """Return the logits of whole sequences.
+
+        Args:
+            input_ids: [B, S] int64, every token valid.
+            chunk: tokens per request that are processed at once; bounds the memory in between.
+
+        Returns:
+            [B, S, vocab_size] fp32.
+
+        Raises:
+            ValueError: the ids have another shape or dtype, or are not in the vocabulary.
+        """
+        self._check_ids(input_ids)
+        if chunk < 1:
+            raise ValueError(f"chunk must be at least 1, got {chunk}")
+        batch, length = input_ids.shape
+        tokens_per_block = block_size(self.config)
+        blocks = -(-length // tokens_per_block)
+        cache = self.new_cache(batch, batch * blocks, blocks)
+        rows = torch.arange(batch, device=self.device)
+        table = torch.arange(batch * blocks, device=self.device).view(batch, blocks)
+        logits = []
+        for begin in range(0, length, chunk):
+            ids = input_ids[:, begin : begin + chunk]
+            size = ids.shape[1]
+            step = Step(
+                slots=rows,
+                starts=torch.full_like(rows, begin),
+                lens=torch.full_like(rows, size),
+                block_table=table,
+                chunk=size,
+                capacity=tokens_per_block * -(-(begin + size) // tokens_per_block),
+            )
+            logits.append(self.logits(self.streams(ids, cache, step)))
+        return torch.cat(logits, dim=1)
+
+    def streams(self, input_ids: Tensor, cache: ModelCache, step: Step) -> Tensor:
+        """Run the layers over the step's tokens and extend the cache.
+
+        Args:
+            input_ids: [B, C] int64; any id of the vocabulary where the step has padding.
+
+        Returns:
+            Final streams [B, C, hc_mult, hidden_size]; undefined for padding.
+        """
+        streams = self.hyper.start(self.embed(input_ids))
+        for layer, layer_cache in zip(self.layers, cache.layers):
+            streams = layer(streams, input_ids, layer_cache, step)
+        return streams
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """Return the logits of the next token, [B, C, vocab_size] fp32."""
+        return logits_of(
+            streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, self.head
+        )
+
+    def new_cache(
+        self,
+        max_requests: int,
+        num_blocks: int,
+        max_blocks_per_request: int,
+        max_draft: int = 0,
+    ) -> ModelCache:
+        """Return an empty cache in the model's dtype, where its parameters are."""
+        return ModelCache(
+            self.config,
+            max_requests,
+            num_blocks,
+            max_blocks_per_request,
+            self.dtype,
+            self.device,
+            max_draft,
+        )
+
+    def generate(self, prompts: Sequence[Sequence[int]] | Tensor, **options: Any) -> GenerateResult:
+        """Continue prompts; see `dsv4.model.generate.generate` for the options."""
+        from dsv4.model.generate import generate
+
+        return generate(self, prompts, **options)
+
+    def _check_ids(self, input_ids: Tensor) -> None:
+        if input_ids.dim() != 2 or 0 in input_ids.shape:
+            raise ValueError(
+                f"input_ids must be [B, S] with at least one token, got {list(input_ids.shape)}"
+            )
+        if input_ids.dtype != torch.int64:
+            raise ValueError(f"input_ids must be int64, got {input_ids.dtype}")
+        low, high = input_ids.aminmax()
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(
+                f"input_ids must lie in 0 .. {self.config.vocab_size - 1}, "
+                f"got {int(low)} .. {int(high)}"
+            )

@@ -1,0 +1,74 @@
+"""Multi-token prediction: one more layer that drafts the token after the next."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.paged_cache import ModelCache
+from dsv4.cache.step import Step
+from dsv4.layers.block import Block
+from dsv4.layers.head import Embedding, logits_of
+from dsv4.layers.hyper_connection import hyper_parameters, register_hyper_parameters
+from dsv4.layers.linear import Linear, linear_options
+from dsv4.layers.norm import RMSNorm
+from dsv4.model.config import ModelConfig
+from dsv4.model.layer_schedule import LayerSpec
+
+
+class MTPBlock(Block):
+    """A sliding-window layer over the main model's final streams and the tokens that follow.
+
+    At position t it takes the streams X_t (before the head collapses them) and the embedding of
+    token t + 1, rotates at t, and predicts token t + 2. For a chain of drafts its own output
+    streams take the place of X (technical report, section 2; official inference/model.py).
+
+    Args:
+        embed, head: the main model's, shared.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        spec: LayerSpec,
+        embed: Embedding,
+        head: Linear,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(config, spec, dtype, device)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        options = linear_options(config, dtype, device)
+        self.index = spec.index
+        self.e_proj = Linear(hidden, hidden, **options)
+        self.h_proj = Linear(hidden, hidden, **options)
+        self.enorm = RMSNorm(hidden, eps, device)
+        self.hnorm = RMSNorm(hidden, eps, device)
+        self.norm = RMSNorm(hidden, eps, device)
+        register_hyper_parameters(
+            self, "hc_head", config.hc_mult, config.hc_mult * hidden, 1, device
+        )
+        # In a tuple, so that the state dict does not list the shared parameters a second time.
+        self._shared = (embed, head)
+
+    def forward(self, streams: Tensor, next_ids: Tensor, cache: ModelCache, step: Step) -> Tensor:
+        """Predict from the streams of the step's positions.
+
+        Args:
+            streams: [B, C, hc, hidden_size], of the main model, or of this block in a chain.
+            next_ids: [B, C] int64, the token after each position; any valid id for padding.
+            cache: the model's; the block has a layer of its own in it.
+            step: as for the main model's forward of the same positions.
+
+        Returns:
+            Streams [B, C, hc, hidden_size], for `logits` and for the next draft of a chain.
+        """
+        embed, _ = self._shared
+        token = self.e_proj(self.enorm(embed(next_ids)))
+        mixed = token.unsqueeze(-2) + self.h_proj(self.hnorm(streams))
+        return super().forward(mixed, next_ids, cache.layers[self.index], step)
+
+    def logits(self, streams: Tensor) -> Tensor:
+        """Return the logits of token t + 2, [B, C, vocab_size] fp32, of the block's streams."""
+        _, head = self._shared
+        return logits_of(streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, head)
