@@ -9,8 +9,8 @@ work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,14 @@ class SamplingParams:
             raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
 
 
+class RowSampling(NamedTuple):
+    """How one row of a forward samples."""
+
+    temperature: float  # 0 = greedy
+    top_p: float
+    seed: int
+
+
 @dataclass(frozen=True)
 class SamplingBatch:
     """Sampling parameters of the B rows of a forward, on the device.
@@ -78,20 +86,6 @@ class SamplingBatch:
     seed: Tensor  # [B] int64
     greedy: bool  # no row samples
     nucleus: bool  # some row has top_p < 1
-
-    @classmethod
-    def of(
-        cls, rows: Sequence[tuple[float, float, int]], device: torch.device | str
-    ) -> SamplingBatch:
-        """Make a batch from (temperature, top_p, seed) per row."""
-        temperature, top_p, seed = zip(*rows)
-        return cls(
-            temperature=torch.tensor(temperature, dtype=torch.float32, device=device),
-            top_p=torch.tensor(top_p, dtype=torch.float32, device=device),
-            seed=torch.tensor(seed, dtype=torch.int64, device=device),
-            greedy=not any(temperature),
-            nucleus=any(p < 1 for p in top_p),
-        )
 
 
 def sample(logits: Tensor, positions: Tensor, batch: SamplingBatch) -> Tensor:

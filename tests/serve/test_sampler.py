@@ -10,9 +10,21 @@ import torch
 from dsv4.model.sampler import SamplingBatch, SamplingParams, _exponential, _mix, sample
 
 
+def batch_of(rows: list[tuple[float, float, int]]) -> SamplingBatch:
+    """A batch from (temperature, top_p, seed) per row."""
+    temperature, top_p, seed = zip(*rows)
+    return SamplingBatch(
+        torch.tensor(temperature),
+        torch.tensor(top_p),
+        torch.tensor(seed),
+        greedy=not any(temperature),
+        nucleus=any(p < 1 for p in top_p),
+    )
+
+
 def draw(logits: torch.Tensor, positions: torch.Tensor, temperature=1.0, top_p=1.0, seed=0):
     """Sample [N] tokens from [V] logits at [N] positions of one request."""
-    batch = SamplingBatch.of([(temperature, top_p, seed)], logits.device)
+    batch = batch_of([(temperature, top_p, seed)])
     return sample(logits.expand(1, len(positions), -1), positions[None], batch)[0]
 
 
@@ -44,11 +56,11 @@ def test_mix_is_splitmix64() -> None:
 def test_temperature_zero_and_below_the_floor_take_the_argmax(seed: int) -> None:
     logits = torch.randn(4, 3, 1000)
     positions = torch.arange(12).view(4, 3)
-    greedy = SamplingBatch.of([(0.0, 1.0, row) for row in range(4)], "cpu")
+    greedy = batch_of([(0.0, 1.0, row) for row in range(4)])
     assert torch.equal(sample(logits, positions, greedy), logits.argmax(-1))
     # Temperatures under the floor count as 1e-5: still a division by a positive number, still the
     # argmax.
-    tiny = SamplingBatch.of([(1e-30, 0.5, row) for row in range(4)], "cpu")
+    tiny = batch_of([(1e-30, 0.5, row) for row in range(4)])
     assert torch.equal(sample(logits, positions, tiny), logits.argmax(-1))
 
 
@@ -65,7 +77,7 @@ def test_distribution_over_seeds_and_consecutive_positions(seed: int) -> None:
     """Draws are independent across seeds 0, 1, 2 ... and from one position to the next."""
     logits = torch.randn(8)
     rows = 50_000
-    batch = SamplingBatch.of([(1.0, 1.0, seed + row) for row in range(rows)], "cpu")
+    batch = batch_of([(1.0, 1.0, seed + row) for row in range(rows)])
     positions = torch.tensor([[17, 18]]).expand(rows, 2)
     pairs = sample(logits.expand(rows, 2, -1), positions, batch)
     counts = torch.bincount(pairs[:, 0] * 8 + pairs[:, 1], minlength=64).double()
@@ -124,15 +136,13 @@ def test_rows_do_not_see_each_other(seed: int) -> None:
     ]
     logits = torch.randn(len(rows), 4, 5000)
     positions = torch.randint(0, 1 << 20, (len(rows), 4))
-    together = sample(logits, positions, SamplingBatch.of(rows, "cpu"))
+    together = sample(logits, positions, batch_of(rows))
     for i, row in enumerate(rows):
-        alone = sample(logits[i : i + 1], positions[i : i + 1], SamplingBatch.of([row], "cpu"))
+        alone = sample(logits[i : i + 1], positions[i : i + 1], batch_of([row]))
         assert torch.equal(alone[0], together[i]), row
         for j in range(4):
             at = slice(j, j + 1)
-            one = sample(
-                logits[i : i + 1, at], positions[i : i + 1, at], SamplingBatch.of([row], "cpu")
-            )
+            one = sample(logits[i : i + 1, at], positions[i : i + 1, at], batch_of([row]))
             assert one.item() == together[i, j], (row, j)
 
 
