@@ -191,10 +191,22 @@ def _cuda(
     workspace: Tensor | None = None,
 ) -> None:
     config = runner_config(runner_id)
-    tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
-    fmha_checks.check_arguments(config, *tensors, compressed_lens, lse, workspace)
-    if q.shape[0]:
-        launcher(q.device).launch(config, *tensors, compressed_lens, lse, workspace)
+    if torch.is_grad_enabled():
+        fmha_checks.check_no_grad(q, compressed_kv, swa_kv, sink_logits, o)
+    tensors = (
+        *(q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o),
+        *(compressed_lens, lse, workspace),
+    )
+    if q.numel() == 0:
+        fmha_checks.check_arguments(config, *tensors)
+        return
+    try:
+        launcher(q.device).launch(config, *tensors)
+    except Exception:
+        # Compiled kernels check their arguments for free but name them tersely; checking here
+        # before every launch would cost more than the launch.
+        fmha_checks.check_arguments(config, *tensors)
+        raise
 
 
 def _fake(

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.ops import fmha_cpu
+from dsv4.ops import fmha_checks, fmha_cpu
 
 # Compute capabilities that the kernels are compiled for.
 KERNEL_CAPABILITIES = frozenset({(9, 0), (10, 0), (10, 3)})
@@ -17,7 +18,15 @@ KERNEL_CAPABILITIES = frozenset({(9, 0), (10, 0), (10, 3)})
 
 @dataclass(frozen=True)
 class Launcher:
-    """`launch(config, q, ..., o, compressed_lens, lse, workspace)` and its `warmup`."""
+    """One implementation.
+
+    Attributes:
+        launch: `launch(config, q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o,
+            compressed_lens, lse, workspace) -> None` with T > 0 and unchecked arguments: it must
+            refuse by itself whatever it cannot run. Its exception is replaced by the one of
+            `check_arguments` where that finds the fault.
+        warmup: `warmup(config, max_tokens, device) -> None`.
+    """
 
     launch: Callable[..., None]
     warmup: Callable[[FmhaConfig, int, torch.device], None]
@@ -56,6 +65,7 @@ def _fallback(reason: str) -> Launcher:
     return Launcher(_launch_torch, lambda config, max_tokens, device: None)
 
 
-def _launch_torch(config, *tensors) -> None:
+def _launch_torch(config: FmhaConfig, *tensors: Tensor | None) -> None:
+    fmha_checks.check_arguments(config, *tensors)
     # The last tensor is the split-KV workspace, which this implementation does not need.
     fmha_cpu.sparse_fmha(config, *tensors[:-1])
