@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsv4.layers.linear import frozen
+from dsv4.ops.topk import topk_stable
 
 if TYPE_CHECKING:
     from dsv4.model.config import ModelConfig
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 class Router(nn.Module):
     """Scores sqrt(softplus(W x)), computed in fp32.
 
-    Experts are the best by score + bias, or, in hash-routed layers, those a table lists for the
-    token's id. Either way the weights are the chosen scores, without bias, normalised to a sum of
+    Experts are the best by score + bias (the lower id of equals), or, in hash-routed layers, those
+    a table lists for the token's id. Either way the weights are the chosen scores, without bias, normalised to a sum of
     `routed_scaling_factor`.
 
     Attributes:
@@ -56,6 +57,7 @@ class Router(nn.Module):
         if self.hash_routed:
             experts = self.tid2eid[input_ids]
         else:
-            experts = (scores + self.bias).topk(self.topk, dim=-1).indices
+            biased = scores + self.bias
+            experts, _ = topk_stable(biased, self.topk, torch.ones_like(biased, dtype=torch.bool))
         chosen = scores.gather(-1, experts)
         return experts, chosen * (self.scaling / chosen.sum(-1, keepdim=True))
