@@ -56,6 +56,21 @@ class IndexTrace(NamedTuple):
     logits: Tensor
 
 
+class RouteTrace(NamedTuple):
+    """Which experts a MoE sublayer chose: enough to balance their load through the router's bias.
+
+    Attributes:
+        prefix: name of the sublayer, such as "layers.1.ffn.".
+        ids: [B, S, top_k].
+    """
+
+    prefix: str
+    ids: Tensor
+
+
+Traces = list[IndexTrace | RouteTrace]
+
+
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """x / rms(x) over the last dimension, times the weight if there is one. FP32."""
     x = x.float()
@@ -89,13 +104,12 @@ class ReferenceModel:
         # NVFP4 experts are decoded and used with unquantised inputs.
         self.quantize_expert = quantize if config.expert_scheme in ("fp8", "fp4") else lambda x: x
         rotated, theta = config.qk_rope_head_dim, config.compress_rope_theta
-        self.window_freqs = rope.frequencies(rotated, config.rope_theta)
-        self.compress_freqs = rope.frequencies(rotated, theta, config.rope_scaling)
+        device = tensors["embed.weight"].device
+        self.window_freqs = rope.frequencies(rotated, config.rope_theta).to(device)
+        self.compress_freqs = rope.frequencies(rotated, theta, config.rope_scaling).to(device)
 
-    def forward(
-        self, input_ids: Tensor, *, traces: list[IndexTrace] | None = None
-    ) -> ReferenceOutput:
-        """Logits of [B, S] token ids; `traces` receives one `IndexTrace` per CSA layer."""
+    def forward(self, input_ids: Tensor, *, traces: Traces | None = None) -> ReferenceOutput:
+        """Logits of [B, S] token ids; `traces`, if given, is appended to by every layer."""
         streams = self.embed(input_ids)
         for layer in range(self.config.num_hidden_layers):
             streams = self.block(f"layers.{layer}.", streams, input_ids, traces, layer)
@@ -103,7 +117,7 @@ class ReferenceModel:
         for index in range(self.config.num_nextn_predict_layers):
             # Row t holds X_t; the block also reads token t + 1 + index.
             next_ids = input_ids[:, 1 + index :]
-            hidden = self.mtp(hidden[:, : next_ids.shape[1]], next_ids, index)
+            hidden = self.mtp(hidden[:, : next_ids.shape[1]], next_ids, index, traces)
             mtp_logits.append(self.head(hidden, f"mtp.{index}."))
         return ReferenceOutput(self.head(streams, ""), streams, tuple(mtp_logits))
 
@@ -112,7 +126,9 @@ class ReferenceModel:
         embedded = self.tensors["embed.weight"][input_ids].float()
         return embedded[..., None, :].expand(*input_ids.shape, self.config.hc_mult, -1)
 
-    def mtp(self, streams: Tensor, next_ids: Tensor, index: int = 0) -> Tensor:
+    def mtp(
+        self, streams: Tensor, next_ids: Tensor, index: int = 0, traces: Traces | None = None
+    ) -> Tensor:
         """MTP block at positions 0..S-1: streams [B, S, n, D], ids [B, S] of the next tokens."""
         prefix, eps = f"mtp.{index}.", self.config.rms_norm_eps
         embedded = rms_norm(
@@ -122,7 +138,7 @@ class ReferenceModel:
         joined = self.linear(prefix + "e_proj", embedded)[..., None, :] + self.linear(
             prefix + "h_proj", hidden
         )
-        return self.block(prefix, joined, next_ids, None, self.config.num_hidden_layers + index)
+        return self.block(prefix, joined, next_ids, traces, self.config.num_hidden_layers + index)
 
     def head(self, streams: Tensor, prefix: str) -> Tensor:
         """Logits [B, S, vocab] of final streams; prefix "" = main model, "mtp.0." = MTP block."""
@@ -138,7 +154,7 @@ class ReferenceModel:
         prefix: str,
         streams: Tensor,
         input_ids: Tensor,
-        traces: list[IndexTrace] | None,
+        traces: Traces | None,
         layer: int,
     ) -> Tensor:
         """One layer: attention and MoE, each between the mixing of its streams."""
@@ -148,11 +164,11 @@ class ReferenceModel:
         streams = mhc.expand(y, streams, mix.post, mix.comb)
         mix = self._mixing(prefix + "hc_ffn_", streams)
         x = self._norm(prefix + "ffn_norm", mhc.contract(streams, mix.pre))
-        return mhc.expand(self.moe(prefix + "ffn.", x, input_ids), streams, mix.post, mix.comb)
+        return mhc.expand(
+            self.moe(prefix + "ffn.", x, input_ids, traces), streams, mix.post, mix.comb
+        )
 
-    def attention(
-        self, prefix: str, x: Tensor, traces: list[IndexTrace] | None, layer: int
-    ) -> Tensor:
+    def attention(self, prefix: str, x: Tensor, traces: Traces | None, layer: int) -> Tensor:
         """Attention sublayer on its normed input x [B, S, D]."""
         config, t = self.config, self.tensors
         positions = torch.arange(x.shape[1], device=x.device)
@@ -173,7 +189,8 @@ class ReferenceModel:
             rate = t[prefix + "compressor.ape"].shape[0]
             visible = visible_entries(positions, entries.shape[-2], rate)
             if prefix + "indexer.wq_b.weight" in t:
-                scores = self._index_scores(prefix + "indexer.", x, qr)
+                # The choice has no gradient, and a loss on the scores is the indexer's own.
+                scores = self._index_scores(prefix + "indexer.", x.detach(), qr.detach())
                 chosen = indexer.select_top_k(scores, visible.expand_as(scores), config.index_topk)
                 selected = indexer.selection_mask(chosen, entries.shape[-2])
                 if traces is not None:
@@ -191,7 +208,9 @@ class ReferenceModel:
             prefix + "wo_b", torch.einsum("...gi,goi->...go", groups, wo_a).flatten(-2)
         )
 
-    def moe(self, prefix: str, x: Tensor, input_ids: Tensor) -> Tensor:
+    def moe(
+        self, prefix: str, x: Tensor, input_ids: Tensor, traces: Traces | None = None
+    ) -> Tensor:
         """MoE sublayer on its normed input x [B, S, D]."""
         config, t = self.config, self.tensors
         ids, weights = route(
@@ -203,6 +222,8 @@ class ReferenceModel:
             table=t.get(prefix + "gate.tid2eid"),
             input_ids=input_ids,
         )
+        if traces is not None:
+            traces.append(RouteTrace(prefix, ids))
         dense = moe.dense_weights(ids, weights, config.n_routed_experts)
         w1, w2, w3 = (self._experts(prefix + "experts.", name) for name in ("w1", "w2", "w3"))
         y = moe.routed_experts(x, w1, w2, w3, dense, config.swiglu_limit, self.quantize_expert)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.reference.model import ReferenceModel
+from dsv4.reference.model import IndexTrace, ReferenceModel, RouteTrace
 from dsv4.reference.weights import encode_fp4, encode_fp8
 
 VOCAB, HIDDEN, HEADS, DIM, EXPERTS, INNER = 40, 128, 4, 128, 3, 128
@@ -201,7 +201,9 @@ def test_gradients_reach_every_weight_but_the_choices(schemes: tuple, seed: int)
         reached = tensor.grad is not None and bool(tensor.grad.any())
         assert reached == (name not in choices), name
         assert tensor.grad is None or tensor.grad.isfinite().all(), name
-    (trace,) = traces
+    (trace,) = (t for t in traces if isinstance(t, IndexTrace))
+    routes = [t.prefix for t in traces if isinstance(t, RouteTrace)]
+    assert routes == ["layers.0.ffn.", "layers.1.ffn.", "layers.2.ffn.", "mtp.0.ffn."]
     assert trace.layer == 1 and trace.scores.shape == (2, 40, 10)
     assert (trace.selected.sum(-1) == trace.visible.sum(-1).clamp(max=4)).all()
     trace.scores.square().mean().backward()

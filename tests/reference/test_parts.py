@@ -133,9 +133,9 @@ def test_top_k_equals_a_python_sort(seed: int) -> None:
 
 
 def test_sinkhorn_gives_a_doubly_stochastic_matrix_columns_last(seed: int) -> None:
-    a = mhc.sinkhorn(torch.randn(6, 4, 4) * 2, 20, 1e-6)
+    a = mhc.sinkhorn(torch.rand(6, 4, 4), 20, 1e-6)
     torch.testing.assert_close(a.sum(-2), torch.ones(6, 4), atol=1e-5, rtol=0)
-    torch.testing.assert_close(a.sum(-1), torch.ones(6, 4), atol=1e-2, rtol=0)
+    torch.testing.assert_close(a.sum(-1), torch.ones(6, 4), atol=1e-4, rtol=0)
     scores = torch.tensor([[2.0, 0.0], [0.0, 0.0]])
     one = mhc.sinkhorn(scores, 1, 0.0)
     e = math.exp(2)
