@@ -11,9 +11,7 @@ from torch import Tensor
 
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops import fmha_checks, fmha_cpu
-
-# Compute capabilities that the kernels are compiled for.
-KERNEL_CAPABILITIES = frozenset({(9, 0), (10, 0), (10, 3)})
+from dsv4.ops.kernels_table import ARCHITECTURES
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def launcher(device: torch.device) -> Launcher:
 def _choose(device: torch.device) -> Launcher:
     capability = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
-    if capability not in KERNEL_CAPABILITIES:
+    if capability not in ARCHITECTURES:
         return _fallback(f"there is no kernel for {name} (sm_{capability[0]}{capability[1]})")
     try:
         # Imports the kernel compiler, which takes seconds: only once a GPU is really used.

@@ -1,0 +1,86 @@
+"""Which kernel serves which GPU architecture, and how to compile it.
+
+A kernel module offers `build(config: FmhaConfig, options: str) -> compiled`; it imports the kernel
+compiler, so it is loaded only when something has to be compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsv4.kernels.attention.config import FmhaConfig
+
+# Compute capability of a device -> architecture its kernels are compiled for.
+ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+
+# Architecture -> (name in the cache, module with `build`).
+KERNELS = {
+    "sm_90a": ("fmha_sm90", "dsv4.kernels.attention.fmha_sm90"),
+    "sm_100a": ("fmha", "dsv4.kernels.attention.fmha"),
+    "sm_103a": ("fmha", "dsv4.kernels.attention.fmha"),
+}
+
+# What the released models ask for: (label, query heads); tensor parallelism divides the heads.
+MODEL_HEADS = (("Flash", 64), ("Pro", 128))
+TENSOR_PARALLEL = (1, 2, 4, 8, 16)
+MODEL_HEAD_DIM = 512
+
+# Stands for "any": compiled code takes the number of compressed rows at run time.
+_ANY_TOP_K = 1024
+
+
+@dataclass(frozen=True)
+class RunnerKey:
+    """Identity of one compiled kernel: everything its machine code depends on but its sources."""
+
+    kernel: str
+    arch: str
+    config: FmhaConfig
+
+
+def runner_key(config: FmhaConfig, arch: str) -> RunnerKey:
+    """Key of the kernel that serves `config` on `arch`.
+
+    Fields that the kernel takes at run time are blanked: a growing context, another number of
+    splits or, without a causal mask, another window does not compile again.
+
+    Raises:
+        ValueError: no kernel for `arch`.
+    """
+    if arch not in KERNELS:
+        raise ValueError(f"arch: got {arch!r}, needs one of {', '.join(KERNELS)}")
+    compiled = replace(
+        config,
+        top_k=_ANY_TOP_K,
+        num_splits=None,
+        softmax_scale=config.scale,
+        sliding_window=config.sliding_window if config.is_causal else 0,
+    )
+    return RunnerKey(KERNELS[arch][0], arch, compiled)
+
+
+def build(key: RunnerKey, options: str = "") -> Any:
+    """Compile the kernel of `key`; the process must target `key.arch`. Needs no GPU."""
+    module = importlib.import_module(KERNELS[key.arch][1])
+    return module.build(key.config, options)
+
+
+def model_configurations() -> dict[str, FmhaConfig]:
+    """What Flash and Pro need on one GPU and under tensor parallelism, by readable label."""
+    configurations = {}
+    for model, heads in MODEL_HEADS:
+        for parallel in TENSOR_PARALLEL:
+            local = heads // parallel
+            for is_causal in (False, True):
+                label = f"{model} TP{parallel}: {local} heads" + (", causal" if is_causal else "")
+                configurations[label] = FmhaConfig(
+                    head_dim=MODEL_HEAD_DIM,
+                    num_query_heads=local,
+                    sliding_window=128,
+                    top_k=_ANY_TOP_K,
+                    is_causal=is_causal,
+                    sink_mode="softmax",
+                )
+    return configurations
