@@ -46,14 +46,15 @@ class IndexTrace(NamedTuple):
     Attributes:
         layer: index of the layer.
         scores: [B, S, N]; visible, selected: bool [B, S, N].
-        logits: [B, S, H, N], scaled attention logits of all entries, selected or not.
+        attention: [B, S, N], sum over heads of e^(logit - lse) of all entries, selected or not, with
+            the lse of the keys the query did see; without gradient.
     """
 
     layer: int
     scores: Tensor
     visible: Tensor
     selected: Tensor
-    logits: Tensor
+    attention: Tensor
 
 
 class RouteTrace(NamedTuple):
@@ -183,9 +184,9 @@ class ReferenceModel:
         scale = config.head_dim**-0.5
         o_w, lse_w = attention_with_lse(q, kv, (age >= 0) & (age < config.sliding_window), scale)
         o_c, lse_c = torch.zeros_like(o_w), torch.full_like(lse_w, -torch.inf)
+        choice = None
         if compressed and self.compressed_branch:
-            entries = self._entries(prefix + "compressor.", x, config.head_dim)
-            entries = self._quantize_kv(entries)
+            entries = self._quantize_kv(self._entries(prefix + "compressor.", x, config.head_dim))
             rate = t[prefix + "compressor.ape"].shape[0]
             visible = visible_entries(positions, entries.shape[-2], rate)
             if prefix + "indexer.wq_b.weight" in t:
@@ -193,12 +194,13 @@ class ReferenceModel:
                 scores = self._index_scores(prefix + "indexer.", x.detach(), qr.detach())
                 chosen = indexer.select_top_k(scores, visible.expand_as(scores), config.index_topk)
                 selected = indexer.selection_mask(chosen, entries.shape[-2])
-                if traces is not None:
-                    logits = torch.einsum("...thd,...nd->...thn", q, entries) * scale
-                    traces.append(IndexTrace(layer, scores, visible, selected, logits))
-                visible = selected
+                choice, visible = (scores, visible, selected), selected
             o_c, lse_c = attention_with_lse(q, entries, visible, scale)
-        o, _ = merge(o_c, lse_c, o_w, lse_w, t[prefix + "attn_sink"], "softmax")
+        o, lse = merge(o_c, lse_c, o_w, lse_w, t[prefix + "attn_sink"], "softmax")
+        if choice is not None and traces is not None:
+            with torch.no_grad():
+                logits = torch.einsum("...thd,...nd->...thn", q, entries) * scale
+                traces.append(IndexTrace(layer, *choice, (logits - lse[..., None]).exp().sum(-2)))
         # V carries the rotation of its key position; rotating back by the query's leaves the
         # relative angle.
         o = rope.rotate(o, positions[:, None], freqs, inverse=True)
