@@ -1,0 +1,91 @@
+"""Device helpers of the Hopper attention kernel: TMA, fragments and row reductions of one warpgroup."""
+
+import cutlass
+from cutlass import cute
+from cutlass.experimental import primitives
+from cutlass.experimental.cuda.tensor_map import (
+    TensorMapL2Promotion,
+    TensorMapSwizzle,
+    create_tensor_map_tiled,
+)
+
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+
+SWIZZLE_OF_BYTES = {64: TensorMapSwizzle.s64b, 128: TensorMapSwizzle.s128b}
+
+
+@cute.jit
+def make_row_tile_map(
+    tensor: cute.Tensor, fallback: cute.Pointer, chunk: cutlass.Constexpr, box: cutlass.Constexpr
+):
+    """Tensor map of a [batch, row, d] tensor seen as (d % chunk, row, d // chunk, batch).
+
+    Splitting d lets one instruction fetch a tile wider than the swizzle span. Row and batch are separate
+    dimensions so that a ragged tile is filled with zeros instead of the next batch's rows. The promotion is
+    off because 256 B costs 10% of the read bandwidth.
+
+    An empty tensor has no address a map may hold: it is mapped as one row at `fallback`, which nobody loads.
+    """
+    batch, rows, dim = tensor.shape
+    address = tensor.iterator.toint()
+    batch_stride, row_stride = cutlass.Int64(tensor.stride[0]), cutlass.Int64(tensor.stride[1])
+    if batch * rows == 0:
+        address = fallback.toint()
+        batch_stride = cutlass.Int64(dim)
+        row_stride = cutlass.Int64(dim)
+    units = 128 // tensor.element_type.width
+    return create_tensor_map_tiled(
+        address,
+        tensor.element_type,
+        [chunk, cutlass.max(rows, 1), dim // chunk, cutlass.max(batch, 1)],
+        [row_stride // units, chunk // units, batch_stride // units],
+        [chunk, box[0], box[1] // chunk, 1],
+        swizzle=SWIZZLE_OF_BYTES[chunk * tensor.element_type.width // 8],
+        l2_promotion=TensorMapL2Promotion.none,
+    )
+
+
+def tma_load(tensor_map, smem: cute.Pointer, row, chunk, batch, barrier: cute.Pointer):
+    """One elected thread fetches a box into `smem`; its bytes are counted on `barrier`."""
+    primitives.cp_async_bulk_tensor_shared_cta_global(
+        smem.to_llvm_ptr(), tensor_map.get_ptr(), [0, row, chunk, batch], barrier.to_llvm_ptr()
+    )
+
+
+def tma_prefetch(tensor_map, row, chunk, batch):
+    """One elected thread asks L2 for a box."""
+    primitives.cp_async_bulk_tensor_prefetch(tensor_map.get_ptr(), [0, row, chunk, batch], [])
+
+
+def gemm(make_mma, acc, a, b, accumulate: bool):
+    """Issue acc (+)= a @ b over the whole K extent; asynchronous, the caller fences and commits.
+
+    The MMA is made here: setting ACCUMULATE changes the object, and a change inside a staged loop must not be
+    seen outside it.
+    """
+    tiled_mma = make_mma()
+    for k in range(cute.size(b, mode=[2])):
+        tiled_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, accumulate or k > 0)
+        cute.gemm(tiled_mma, acc, a[None, None, k], b[None, None, k], acc)
+
+
+def by_row(acc: cute.Tensor) -> cute.Tensor:
+    """View an m64nN accumulator fragment as [row of the thread (2), column pair member (2), N / 8]."""
+    return cute.make_tensor(
+        acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4), stride=(2, 1, 4))
+    )
+
+
+def quad_max(value):
+    """Maximum over the four threads that share an accumulator row."""
+    return cute.arch.warp_reduction_max(value, threads_in_group=4)
+
+
+def quad_sum(value):
+    """Sum over the four threads that share an accumulator row."""
+    return cute.arch.warp_reduction_sum(value, threads_in_group=4)
+
+
+def exp2(value):
+    return cute.math.exp2(value, fastmath=True)
