@@ -51,7 +51,7 @@ def load(
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float32, got {dtype}")
     checkpoint = Checkpoint(path)
     model = DeepseekV4(checkpoint.model_config, dtype=dtype, device=device or "cpu")
-    targets = dict(_targets(model))
+    targets = dict(model_tensors(model))
     total = sum(checkpoint.stored[name].nbytes for name in targets)
     with _progress_bar(progress, total) as advance:
         for name, target in targets.items():
@@ -60,7 +60,7 @@ def load(
     return model.eval()
 
 
-def _targets(model: DeepseekV4) -> Iterator[tuple[str, Tensor]]:
+def model_tensors(model: DeepseekV4) -> Iterator[tuple[str, Tensor]]:
     """Yield each released name with the memory of the model it belongs in, experts one by one."""
     for name, tensor in model.state_dict().items():
         match = STACKED_EXPERTS.fullmatch(name)
@@ -113,6 +113,6 @@ def _progress_bar(show: bool, total: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
     columns = (TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("loading", total=total)
         yield lambda nbytes: bar.advance(task, nbytes)

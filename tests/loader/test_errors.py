@@ -1,0 +1,243 @@
+"""Every broken checkpoint ends in one error that names what is wrong, before any data is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+import dsv4
+from dsv4.loader import CheckpointError, load_tensors, save
+from dsv4.loader.reader import Checkpoint
+from tests.loader.tiny import FORMATS, random_tensors
+
+CONFIG = FORMATS["released"]
+
+
+@pytest.fixture
+def tensors(seed: int) -> dict[str, Tensor]:
+    return random_tensors(CONFIG, seed)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tensors: dict[str, Tensor]) -> Path:
+    save(tmp_path / "c", CONFIG, tensors, shards=2)
+    return tmp_path / "c"
+
+
+def _write(folder: Path, tensors: dict[str, Tensor]) -> None:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG.to_json()))
+
+
+def _error(folder: Path, monkeypatch: pytest.MonkeyPatch | None = None) -> str:
+    """The message of loading, which must fail; with `monkeypatch`, before any data is read."""
+    if monkeypatch is not None:
+        monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("data was read"))
+    with pytest.raises(CheckpointError) as caught:
+        dsv4.load(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_tensors(folder)
+    return message
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"norm.weight": None}, "1 missing tensors: norm.weight"),
+        ({"extra.weight": torch.zeros(2)}, "1 unexpected tensors: extra.weight"),
+        (
+            {"layers.1.attn.attn_sink": torch.zeros(5)},
+            r"1 mis-shaped tensors: layers.1.attn.attn_sink \[5\] instead of \[4\]",
+        ),
+        (
+            {"layers.0.attn.wkv.weight": torch.zeros(128, 128)},
+            "1 mis-typed tensors: layers.0.attn.wkv.weight F32 instead of F8_E4M3",
+        ),
+        (
+            {"layers.0.ffn.gate.tid2eid": torch.zeros(40, 2, dtype=torch.int32)},
+            "1 mis-typed tensors: layers.0.ffn.gate.tid2eid I32 instead of I64",
+        ),
+        (
+            {"layers.2.ffn.experts.1.w3.scale": torch.zeros(128, 4)},
+            "1 mis-typed tensors: layers.2.ffn.experts.1.w3.scale F32 instead of F8_E8M0 or U8",
+        ),
+        (
+            {"layers.2.ffn.experts.1.w3.weight": torch.zeros(128, 128).to(torch.float8_e4m3fn)},
+            r"mis-shaped .*\[128, 128\] instead of \[128, 64\]; 1 mis-typed .* F8_E4M3 instead",
+        ),
+        (
+            {"mtp.1.norm.weight": torch.zeros(128), "head.weight": None},
+            "missing tensors: head.weight; 1 unexpected tensors: mtp.1.norm.weight",
+        ),
+    ],
+    ids=[
+        "missing",
+        "unexpected",
+        "shape",
+        "dtype",
+        "int32 table",
+        "scale",
+        "one fp8 expert",
+        "two",
+    ],
+)
+def test_wrong_tensors_are_named(
+    change: dict[str, Tensor | None],
+    message: str,
+    tensors: dict[str, Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changed = {name: t for name, t in (tensors | change).items() if t is not None}
+    _write(tmp_path / "c", changed)
+    assert re.search(message, _error(tmp_path / "c", monkeypatch))
+
+
+def test_many_wrong_tensors_are_counted(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    kept = {name: t for name, t in tensors.items() if not name.startswith("layers.1.")}
+    _write(tmp_path / "c", kept)
+    missing = len(tensors) - len(kept)
+    message = _error(tmp_path / "c")
+    assert f"{missing} missing tensors: layers.1." in message
+    assert message.endswith(f" and {missing - 4} more")
+    assert len(message) < 500
+
+
+def test_a_tensor_stored_twice_is_named(folder: Path, tensors: dict[str, Tensor]) -> None:
+    (folder / "model.safetensors.index.json").unlink()
+    save_file({"norm.weight": tensors["norm.weight"]}, folder / "more.safetensors")
+    assert "1 tensors stored twice: norm.weight" in _error(folder)
+
+
+@pytest.mark.parametrize("left", [0, 5, 200, 0.5, -1], ids=str)
+def test_truncated_file_is_named(left: float, folder: Path) -> None:
+    file = folder / "model-00002-of-00002.safetensors"
+    data = file.read_bytes()
+    size = int(left * len(data)) if isinstance(left, float) else left
+    file.write_bytes(data[:size])
+    message = _error(folder)
+    assert str(file) in message
+    assert "truncated or corrupt" in message
+
+
+@pytest.mark.parametrize("at", [0, 4, 9, 40])
+def test_corrupt_header_is_named(at: int, folder: Path) -> None:
+    file = folder / "model-00001-of-00002.safetensors"
+    data = bytearray(file.read_bytes())
+    data[at : at + 4] = b"\xff\xfe\xfd\xfc"
+    file.write_bytes(data)
+    assert f"{file} is truncated or corrupt" in _error(folder)
+
+
+def test_missing_shard_is_named(folder: Path) -> None:
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert "1 missing shards: model-00002-of-00002.safetensors" in _error(folder)
+
+
+def test_index_may_not_leave_the_folder(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"norm.weight": "../model.safetensors"}}))
+    assert "1 shard names outside the folder: ../model.safetensors" in _error(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}'])
+def test_bad_index_is_named(text: str, folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(text)
+    assert f"{index} is not a valid index" in _error(folder)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    assert _error(tmp_path / "none") == f"checkpoint {tmp_path / 'none'}: no such folder"
+
+
+def test_no_weights(folder: Path) -> None:
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    assert "no .safetensors file" in _error(folder)
+
+
+def test_no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    assert _error(folder) == f"checkpoint {folder}: config.json is missing"
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "is not valid JSON"),
+        ("[1]", "must hold a JSON object, got list"),
+        ("{}", "config lacks hidden_size"),
+        ('{"model_type": "llama"}', "config model_type is 'llama', DeepSeek-V4 has 'deepseek_v4'"),
+    ],
+)
+def test_bad_config_is_named(text: str, message: str, folder: Path) -> None:
+    (folder / "config.json").write_text(text)
+    found = _error(folder)
+    assert message in found
+    assert found.count(str(folder / "config.json")) == 1
+
+
+def test_config_of_another_size(folder: Path) -> None:
+    data = CONFIG.to_json() | {"hidden_size": 256}
+    (folder / "config.json").write_text(json.dumps(data))
+    message = _error(folder)
+    assert "mis-shaped tensors: embed.weight [40, 128] instead of [40, 256]" in message
+
+
+@pytest.mark.parametrize("expert", [-1, 3])
+def test_expert_ids_out_of_range(
+    expert: int, tensors: dict[str, Tensor], tmp_path: Path, seed: int
+) -> None:
+    tensors["layers.0.ffn.gate.tid2eid"][7, 1] = expert
+    _write(tmp_path / "c", tensors)
+    with pytest.raises(CheckpointError, match=r"tid2eid holds expert ids .* expected 0 \.\. 2"):
+        dsv4.load(tmp_path / "c")
+
+
+def test_dtype_of_the_model(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"dtype must be .* got torch.float16"):
+        dsv4.load(folder, dtype=torch.float16)
+
+
+def test_saving_wrong_tensors_writes_nothing(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    tensors["layers.0.attn.wkv.weight"] = torch.zeros(128, 64)
+    tensors["other"] = tensors.pop("norm.weight")
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path / "c", CONFIG, tensors)
+    assert "1 missing tensors: norm.weight; 1 unexpected tensors: other" in str(caught.value)
+    assert "layers.0.attn.wkv.weight [128, 64] instead of [128, 128]" in str(caught.value)
+    assert "torch.float32 instead of torch.float8_e4m3fn" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupted_save_leaves_nothing(
+    tensors: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("dsv4.loader.writer.save_file", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path / "c", CONFIG, tensors)
+    assert not list(tmp_path.iterdir())
+
+
+def test_saving_over_a_file(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    (tmp_path / "c").write_text("")
+    with pytest.raises(CheckpointError, match="is a file, expected a folder"):
+        save(tmp_path / "c", CONFIG, tensors)
+
+
+def test_number_of_shards(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="shards must be at least 1, got 0"):
+        save(tmp_path / "c", CONFIG, tensors, shards=0)
