@@ -13,6 +13,8 @@ from dsv4.model.config import ModelConfig, RopeScaling
 from dsv4.model.layer_schedule import LayerKind, layer_schedule
 from tests.loader.tiny import CONFIG, FORMATS
 
+pytestmark = pytest.mark.stage("loader")
+
 SWA, CSA, HCA = LayerKind
 
 # The keys of the released Flash config.json.

@@ -16,6 +16,8 @@ from dsv4.loader import CheckpointError, load_tensors, save
 from dsv4.loader.reader import Checkpoint
 from tests.loader.tiny import FORMATS, random_tensors
 
+pytestmark = pytest.mark.stage("loader")
+
 CONFIG = FORMATS["released"]
 
 

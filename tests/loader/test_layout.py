@@ -13,6 +13,8 @@ from dsv4.model.config import ModelConfig
 from dsv4.model.model import DeepseekV4
 from tests.loader.tiny import FORMATS
 
+pytestmark = pytest.mark.stage("loader")
+
 PUBLISHED = {
     "flash": (ModelConfig.flash(), 69_187, 159_609_485_896),
     "pro": (ModelConfig.pro(), 145_116, 864_704_792_696),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import weakref
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 import dsv4
-from dsv4.loader import save
+from dsv4.loader import inventory, save
 from dsv4.loader.reader import Checkpoint
+from dsv4.model.config import ModelConfig
 from tests.loader.tiny import FORMATS, random_tensors
 
 
@@ -42,6 +44,17 @@ def test_one_tensor_at_a_time(
 _MEASURE = """
 import sys
 from dsv4.loader import load_tensors
+
+pytestmark = pytest.mark.stage("loader")
+
+CODES = {
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int8: "I8",
+    torch.int64: "I64",
+}
 
 def owned():
     with open("/proc/self/status") as status:
@@ -76,3 +89,29 @@ def test_progress_bar_goes_to_stderr(
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "loading" in captured.err
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_released_size_opens_by_its_headers(tmp_path: Path) -> None:
+    """159.6 GB in 46 sparse files: 69,187 tensors checked without a data page being read."""
+    config = ModelConfig.flash()
+    specs = list(inventory(config).items())
+    for shard in range(46):
+        header, end = {}, 0
+        for name, spec in specs[shard::46]:
+            offsets = [end, end + spec.nbytes]
+            header[name] = {
+                "dtype": CODES[spec.dtype],
+                "shape": spec.shape,
+                "data_offsets": offsets,
+            }
+            end = offsets[1]
+        text = json.dumps(header).encode()
+        with open(tmp_path / f"{shard:02}.safetensors", "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + end)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.config == config
+    assert checkpoint.stored.keys() == dict(specs).keys()
+    assert checkpoint.read("layers.42.attn.attn_sink").count_nonzero() == 0

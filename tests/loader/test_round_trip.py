@@ -17,6 +17,8 @@ from dsv4.model.config import ModelConfig
 from dsv4.reference.weights import decode_fp4, decode_nvfp4
 from tests.loader.tiny import FORMATS, random_tensors, same_bytes
 
+pytestmark = pytest.mark.stage("loader")
+
 EVERY_FORMAT = pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS.keys())
 
 

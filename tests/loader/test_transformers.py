@@ -12,6 +12,8 @@ from dsv4.loader import load_tensors
 from dsv4.loader.assemble import model_tensors
 from dsv4.model.config import ModelConfig, RopeScaling
 
+pytestmark = pytest.mark.stage("loader")
+
 transformers = pytest.importorskip("transformers")
 
 SWA = "sliding_attention"
