@@ -22,10 +22,11 @@ KERNELS = {
     "sm_103a": ("fmha", "dsv4.kernels.attention.fmha"),
 }
 
-# What the released models ask for: (label, query heads); tensor parallelism divides the heads.
-MODEL_HEADS = (("Flash", 64), ("Pro", 128))
-TENSOR_PARALLEL = (1, 2, 4, 8, 16)
+# What the released models ask for: Flash has 64 heads, Pro 128, and the ranks of a tensor-parallel
+# engine hold a part of them.
+MODEL_HEADS = (128, 64, 32, 16, 8)
 MODEL_HEAD_DIM = 512
+MODEL_WINDOW = 128
 
 # Stands for "any": compiled code takes the number of compressed rows at run time.
 _ANY_TOP_K = 1024
@@ -68,19 +69,19 @@ def build(key: RunnerKey, options: str = "") -> Any:
 
 
 def model_configurations() -> dict[str, FmhaConfig]:
-    """What Flash and Pro need on one GPU and under tensor parallelism, by readable label."""
-    configurations = {}
-    for model, heads in MODEL_HEADS:
-        for parallel in TENSOR_PARALLEL:
-            local = heads // parallel
-            for is_causal in (False, True):
-                label = f"{model} TP{parallel}: {local} heads" + (", causal" if is_causal else "")
-                configurations[label] = FmhaConfig(
-                    head_dim=MODEL_HEAD_DIM,
-                    num_query_heads=local,
-                    sliding_window=128,
-                    top_k=_ANY_TOP_K,
-                    is_causal=is_causal,
-                    sink_mode="softmax",
-                )
-    return configurations
+    """What Flash and Pro need on one GPU and under tensor parallelism, by readable label.
+
+    Decoding reads the window as a ring, prefill and drafts read it causally.
+    """
+    return {
+        f"{heads} heads, {window}": FmhaConfig(
+            head_dim=MODEL_HEAD_DIM,
+            num_query_heads=heads,
+            sliding_window=MODEL_WINDOW,
+            top_k=_ANY_TOP_K,
+            is_causal=window == "causal",
+            sink_mode="softmax",
+        )
+        for heads in MODEL_HEADS
+        for window in ("ring", "causal")
+    }

@@ -1,0 +1,108 @@
+"""`dsv4 compile`: compile kernels ahead of time, also on a machine without a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4.ops.precompile import Outcome
+
+# Kept here as well as in the kernels' table, which would import torch: `--help` must be instant.
+ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Declare `dsv4 compile`."""
+    parser = subparsers.add_parser(
+        "compile", help="compile kernels ahead of time, no GPU needed", description=__doc__
+    )
+    parser.add_argument(
+        "--arch",
+        action="append",
+        required=True,
+        choices=ARCHITECTURES,
+        help="GPU architecture: H100/H200 sm_90a, B200/GB200 sm_100a, B300 sm_103a; repeatable",
+    )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="print registers, spills and shared memory of every kernel",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=None,
+        metavar="N",
+        help="compile N kernels at a time (default: one per CPU)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile what Flash (64 heads) and Pro (128) need, whole or split over GPUs.
+
+    Returns 1 when any kernel failed to compile.
+    """
+    if args.jobs is not None and args.jobs < 1:
+        raise ValueError(f"--jobs: got {args.jobs}, needs at least 1")
+    if importlib.util.find_spec("cutlass") is None:
+        raise ImportError(
+            "the kernel compiler is missing: "
+            "pip install 'nvidia-cutlass-dsl>=4.8,<4.9' apache-tvm-ffi"
+        )
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from dsv4.ops.compile_cache import cache_root
+    from dsv4.ops.kernels_table import model_configurations, runner_key
+    from dsv4.ops.precompile import precompile
+
+    keys = [
+        (f"{arch}, {label}", runner_key(config, arch))
+        for arch in dict.fromkeys(args.arch)
+        for label, config in model_configurations().items()
+    ]
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    outcomes = []
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("compiling", total=len(keys))
+        for outcome in precompile(keys, jobs=args.jobs or os.cpu_count() or 1, report=args.report):
+            outcomes.append(outcome)
+            progress.update(task, advance=1, description=outcome.label)
+    order = {label: place for place, (label, _) in enumerate(keys)}
+    outcomes.sort(key=lambda outcome: order[outcome.label])
+    _print(outcomes, args.report)
+    failures = [outcome for outcome in outcomes if outcome.error]
+    for outcome in failures:
+        print(f"dsv4 compile: {outcome.label}: {outcome.error}", file=sys.stderr)
+    print(f"{len(outcomes) - len(failures)} of {len(outcomes)} runners are in {cache_root()}")
+    return 1 if failures else 0
+
+
+def _print(outcomes: list[Outcome], report: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("runner", "seconds", "")
+    if report:
+        for heading in ("kernel", "registers", "spills", "SMEM"):
+            table.add_column(heading)
+    for outcome in outcomes:
+        row = [outcome.label, f"{outcome.seconds:.1f}", "failed" if outcome.error else "ok"]
+        if not outcome.kernels:
+            table.add_row(*row)
+        for kernel in outcome.kernels:
+            spilled = kernel.spill_stores + kernel.spill_loads
+            details = (kernel.registers, f"{spilled} B", f"{kernel.shared_memory} B")
+            table.add_row(*row, kernel.name, *(str(value) for value in details))
+            row = [""] * len(row)
+    Console().print(table)
