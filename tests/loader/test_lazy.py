@@ -18,6 +18,17 @@ from dsv4.loader.reader import Checkpoint
 from dsv4.model.config import ModelConfig
 from tests.loader.tiny import FORMATS, random_tensors
 
+pytestmark = pytest.mark.stage("loader")
+
+CODES = {
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int8: "I8",
+    torch.int64: "I64",
+}
+
 
 @pytest.mark.parametrize("name", ["released", "nvfp4"])
 def test_one_tensor_at_a_time(
@@ -44,17 +55,6 @@ def test_one_tensor_at_a_time(
 _MEASURE = """
 import sys
 from dsv4.loader import load_tensors
-
-pytestmark = pytest.mark.stage("loader")
-
-CODES = {
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int8: "I8",
-    torch.int64: "I64",
-}
 
 def owned():
     with open("/proc/self/status") as status:
