@@ -1,0 +1,143 @@
+"""`simulate`: run a compiled CuTeDSL function on a CPU."""
+
+from __future__ import annotations
+
+import time
+import weakref
+
+import numpy as np
+import torch
+
+from dsv4.simulator.asynchronous import SCHEDULES
+from dsv4.simulator.coverage import coverage_of, instructions_run
+from dsv4.simulator.errors import SimulatorError
+from dsv4.simulator.host import HostRunner
+from dsv4.simulator.memory import GlobalMemory
+from dsv4.simulator.program import Program
+from dsv4.simulator.ptx.parser import Module, parse_module
+from dsv4.simulator.report import LaunchReport, Report
+from dsv4.simulator.scheduler import Launch, LaunchConfig, run_launch
+
+MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}
+COMPILE_OPTIONS = "--keep-ptx --generate-line-info"
+
+
+class Simulation:
+    """A compiled function prepared for simulation; programs are compiled once and kept."""
+
+    def __init__(self, compiled):
+        ptx = getattr(getattr(compiled, "artifacts", None), "PTX", None)
+        if not ptx:
+            raise SimulatorError(
+                "simulate needs the kernel's PTX: compile with "
+                f'cute.compile(..., options="--gpu-arch sm_100a {COMPILE_OPTIONS}")'
+            )
+        self.module: Module = parse_module(ptx)
+        target = self.module.target
+        if target not in MULTIPROCESSORS:
+            raise SimulatorError(
+                f"kernel compiled for {target}; simulated are {', '.join(MULTIPROCESSORS)}"
+            )
+        self.multiprocessors = MULTIPROCESSORS[target]
+        self.host = HostRunner(compiled, self.module, self.multiprocessors)
+        self.programs: dict[str, Program] = {}
+        self.variables: dict[str, tuple[int, np.ndarray]] = {}
+
+    def program(self, name: str) -> Program:
+        """The program of one entry."""
+        if name not in self.programs:
+            entry = self.module.entries[name]
+            for symbol in entry.symbols.values():
+                if symbol.space == "global" and symbol.name not in self.variables:
+                    data = np.zeros(max(symbol.size or 0, 1) + symbol.align, np.uint8)
+                    start = -data.ctypes.data % symbol.align
+                    data[start : start + len(symbol.init)] = np.frombuffer(symbol.init, np.uint8)
+                    self.variables[symbol.name] = (data.ctypes.data + start, data)
+            addresses = {k: v[0] for k, v in self.variables.items()}
+            self.programs[name] = Program(entry, addresses)
+        return self.programs[name]
+
+    def run(self, arguments, keywords, buffers, schedule: str, seed: int) -> Report:
+        """Run the host function, then each launch it made, in order."""
+        memory = GlobalMemory()
+        for i, value in enumerate([*arguments, *keywords.values(), *buffers]):
+            _register(memory, value, f"argument {i}")
+        report = Report()
+        for config in self.host.run(list(arguments), keywords):
+            program = self.program(config.kernel)
+            for name, (_, data) in self.variables.items():
+                memory.add(data.ctypes.data, data.nbytes, f"variable {name}", data)
+            report.launches.append(self._launch(program, config, memory, schedule, seed))
+        return report
+
+    def _launch(
+        self, program: Program, config: LaunchConfig, memory: GlobalMemory, schedule: str, seed: int
+    ) -> LaunchReport:
+        before, start = instructions_run(program), time.perf_counter()
+        launch = Launch(config, program, memory, schedule, seed, self.multiprocessors)
+        run_launch(launch)
+        return LaunchReport(
+            kernel=config.kernel,
+            grid=config.grid,
+            block=config.block,
+            cluster=config.cluster,
+            shared_bytes=config.shared + program.static_shared,
+            instructions=instructions_run(program) - before,
+            operations=dict(launch.issued),
+            seconds=time.perf_counter() - start,
+            coverage=coverage_of(program),
+        )
+
+
+_prepared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def simulate(
+    compiled,
+    *args,
+    schedule: str = "eager",
+    seed: int = 0,
+    buffers: tuple[torch.Tensor, ...] = (),
+    **kwargs,
+) -> Report:
+    """Run a function compiled by `cute.compile` on CPU tensors, in place.
+
+    Args:
+        compiled: result of `cute.compile(...)` for sm_100a or sm_90a, compiled with
+            `--keep-ptx` (and `--generate-line-info` to get Python lines in errors).
+        args, kwargs: what the compiled function takes at run time: CPU tensors for tensor
+            arguments (or CuTe tensors made from `CudaView`), numbers, streams.
+        schedule: "eager", "lazy" (asynchronous operations complete as late as possible) or
+            "random" (seeded by `seed`).
+        buffers: further tensors the kernel may touch through pointers it gets another way.
+
+    Returns: a Report; outputs are written to the tensors.
+    Raises: UnsupportedInstruction, KernelFault, Deadlock; SimulatorError for a missing C
+        compiler or an unsupported compiler version; ValueError for a bad argument.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    try:
+        simulation = _prepared.get(compiled)
+    except TypeError:
+        simulation = None
+    if simulation is None:
+        simulation = Simulation(compiled)
+        try:
+            _prepared[compiled] = simulation
+        except TypeError:
+            pass
+    return simulation.run(args, kwargs, buffers, schedule, seed)
+
+
+def _register(memory: GlobalMemory, value, name: str) -> None:
+    """Make the storage behind an argument accessible to kernels."""
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu":
+            raise ValueError(f"{name} is on {value.device}, simulate takes CPU tensors")
+        storage = value.untyped_storage()
+        if storage.nbytes():
+            memory.add(storage.data_ptr(), storage.nbytes(), name, value)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            _register(memory, item, f"{name}[{i}]")

@@ -1,0 +1,297 @@
+"""Named barriers, cluster barriers, mbarrier instructions and non-bulk asynchronous copies.
+
+Functions that may have to wait return False when the warp must park; the block is run again later.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.mbarrier import MemoryBarrier
+from dsv4.simulator.memory import OFFSET_MASK, NamedBarrier
+from dsv4.simulator.warp import ALL, Warp
+
+NAMED_BARRIERS = 16
+
+
+def _named(w: Warp, number: int, count: int | None) -> tuple[NamedBarrier, int]:
+    if not 0 <= number < NAMED_BARRIERS:
+        raise KernelFault(f"named barrier {number}, there are {NAMED_BARRIERS}")
+    expected = w.launch.padded_threads if count is None else count
+    if expected % 32 or not 0 < expected <= w.launch.padded_threads:
+        raise KernelFault(
+            f"barrier {number} expects {expected} threads: not a multiple of 32 "
+            f"up to the CTA's {w.launch.padded_threads}"
+        )
+    barrier = w.cta.named.setdefault(number, NamedBarrier())
+    if barrier.arrived and barrier.expected != expected:
+        raise KernelFault(
+            f"barrier {number} used with {expected} threads while {barrier.arrived} of "
+            f"{barrier.expected} have arrived"
+        )
+    barrier.expected = expected
+    return barrier, expected
+
+
+def _arrive_named(w: Warp, number: int, barrier: NamedBarrier, expected: int) -> None:
+    barrier.arrived += 32
+    if barrier.arrived > expected:
+        raise KernelFault(
+            f"barrier {number}: {barrier.arrived} threads arrived, {expected} expected"
+        )
+    if w.launch.monitor is not None:
+        w.launch.monitor.release(w, ("bar", w.cta.rank, number, barrier.generation))
+    if barrier.arrived == expected:
+        barrier.arrived = 0
+        barrier.generation += 1
+
+
+def bar_arrive(w: Warp, number: np.ndarray, count: np.ndarray, mask) -> None:
+    n = int(number[mask.argmax()])
+    barrier, expected = _named(w, n, int(count[mask.argmax()]))
+    _arrive_named(w, n, barrier, expected)
+
+
+def bar_sync(w: Warp, number: np.ndarray, count: np.ndarray | None, mask) -> bool:
+    if not mask.any():
+        return True
+    lane = int(mask.argmax())
+    n = int(number[lane])
+    if w.bar_ticket is None:
+        barrier, expected = _named(w, n, None if count is None else int(count[lane]))
+        w.bar_ticket = (n, barrier.generation)
+        _arrive_named(w, n, barrier, expected)
+    barrier = w.cta.named[n]
+    if barrier.generation == w.bar_ticket[1]:
+        w.waiting = f"barrier {n} ({barrier.arrived} of {barrier.expected} threads arrived)"
+        return False
+    if w.launch.monitor is not None:
+        w.launch.monitor.acquire(w, ("bar", w.cta.rank, n, w.bar_ticket[1]))
+    w.bar_ticket = None
+    return True
+
+
+def bar_reduce(w: Warp, op: str, number, count, predicate, mask) -> np.ndarray | None:
+    """bar.red: the reduction over all threads, None while waiting."""
+    lane = int(mask.argmax())
+    n = int(number[lane])
+    if w.bar_ticket is None:
+        barrier, _ = _named(w, n, None if count is None else int(count[lane]))
+        if barrier.arrived == 0:
+            barrier.reduction = []
+        barrier.reduction.append(predicate[mask].copy())
+    values = w.cta.named[n].reduction
+    if not bar_sync(w, number, count, mask):
+        return None
+    every = np.concatenate(values)
+    if op == "popc":
+        return np.full(32, every.sum(), np.uint32)
+    return np.full(32, every.all() if op == "and" else every.any(), np.bool_)
+
+
+def cluster_arrive(w: Warp, release: bool = True) -> None:
+    cluster = w.cluster
+    if w.cluster_ticket is not None:
+        raise KernelFault("barrier.cluster.arrive twice without a wait")
+    w.cluster_ticket = cluster.barrier_generation
+    if w.launch.monitor is not None:
+        w.launch.monitor.release(w, ("cluster", cluster.barrier_generation))
+    cluster.barrier_arrived += 1
+    if cluster.barrier_arrived == cluster.warps_total:
+        cluster.barrier_arrived = 0
+        cluster.barrier_generation += 1
+
+
+def cluster_wait(w: Warp) -> bool:
+    if w.cluster_ticket is None:
+        raise KernelFault("barrier.cluster.wait without an arrive")
+    cluster = w.cluster
+    if cluster.barrier_generation == w.cluster_ticket:
+        w.waiting = f"cluster barrier ({cluster.barrier_arrived} of {cluster.warps_total} warps)"
+        return False
+    if w.launch.monitor is not None:
+        w.launch.monitor.acquire(w, ("cluster", w.cluster_ticket))
+    w.cluster_ticket = None
+    return True
+
+
+# --- mbarrier --------------------------------------------------------------------------------------
+def mbarrier_init(w: Warp, address: np.ndarray, count: np.ndarray, mask) -> None:
+    for lane in np.flatnonzero(mask).tolist():
+        a = int(address[lane])
+        if a & 7:
+            raise KernelFault(f"mbarrier address {a & OFFSET_MASK:#x} is not 8-byte aligned")
+        cta = w.cluster.cta_at(a)
+        offset = a & OFFSET_MASK
+        if offset + 8 > cta.shared_limit:
+            raise KernelFault(f"mbarrier at offset {offset:#x} is outside shared memory")
+        w.cluster.barriers[a] = MemoryBarrier(a, int(count[lane]))
+        cta.s8[offset : offset + 8] = 0
+        if w.launch.monitor is not None:
+            w.launch.monitor.barrier_init(w, a)
+
+
+def mbarrier_inval(w: Warp, address: np.ndarray, mask) -> None:
+    for lane in np.flatnonzero(mask).tolist():
+        a = int(address[lane])
+        w.cluster.barrier(a)
+        del w.cluster.barriers[a]
+
+
+def mbarrier_arrive(w: Warp, address, count, expected, mask, drop: bool = False) -> np.ndarray:
+    """arrive, with the bytes of expect_tx if given; the state token is the phase."""
+    state = np.zeros(32, np.uint64)
+    for lane in np.flatnonzero(mask).tolist():
+        barrier = w.cluster.barrier(int(address[lane]))
+        state[lane] = barrier.phase
+        if w.launch.monitor is not None:
+            w.launch.monitor.release_barrier(w, barrier)
+        if expected is not None:
+            barrier.expect(int(expected[lane]))
+        n = 1 if count is None else int(count[lane])
+        if drop:
+            barrier.drop(n)
+        else:
+            barrier.arrive(n)
+    return state
+
+
+def mbarrier_expect(w: Warp, address: np.ndarray, size: np.ndarray, mask) -> None:
+    for lane in np.flatnonzero(mask).tolist():
+        w.cluster.barrier(int(address[lane])).expect(int(size[lane]))
+
+
+def mbarrier_complete(w: Warp, address: np.ndarray, size: np.ndarray, mask) -> None:
+    for lane in np.flatnonzero(mask).tolist():
+        w.cluster.barrier(int(address[lane])).complete(int(size[lane]))
+
+
+def _passed(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> tuple[bool, str]:
+    lanes = np.flatnonzero(mask).tolist()
+    first = lanes[0]
+    a, p = int(address[first]), int(parity[first])
+    if len(lanes) > 1 and ((address[mask] != a).any() or (parity[mask] != p).any()):
+        for lane in lanes:
+            barrier = w.cluster.barrier(int(address[lane]))
+            if not barrier.passed(int(parity[lane])):
+                return False, f"{barrier}, parity {int(parity[lane])}"
+            _acquire(w, barrier)
+        return True, ""
+    barrier = w.cluster.barrier(a)
+    if not barrier.passed(p):
+        return False, f"{barrier}, parity {p & 1}"
+    _acquire(w, barrier)
+    return True, ""
+
+
+def _acquire(w: Warp, barrier: MemoryBarrier) -> None:
+    if w.launch.monitor is not None:
+        w.launch.monitor.acquire_barrier(w, barrier)
+
+
+def mbarrier_wait(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> bool:
+    """Blocking try_wait (with a suspend-time hint)."""
+    if not mask.any():
+        return True
+    passed, w.waiting = _passed(w, address, parity, mask)
+    return passed
+
+
+def mbarrier_test(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> np.ndarray:
+    """Polling test_wait or try_wait: the predicate."""
+    out = np.zeros(32, np.bool_)
+    if not mask.any():
+        return out
+    passed, waiting = _passed(w, address, parity, mask)
+    if passed:
+        return ALL
+    w.polling, w.waiting = True, waiting
+    return out
+
+
+def mbarrier_test_state(w: Warp, address: np.ndarray, state: np.ndarray, mask) -> np.ndarray:
+    """test_wait with a state token: has the token's phase completed?"""
+    return mbarrier_test(w, address, (state & np.uint64(1)).astype(np.uint32), mask)
+
+
+def mbarrier_pending(w: Warp, state: np.ndarray) -> np.ndarray:
+    raise KernelFault("mbarrier.pending_count is not simulated")
+
+
+# --- cp.async ----------------------------------------------------------------------------------------
+def copy_async(w: Warp, target, source, size: int, source_size, mask) -> None:
+    """cp.async of 4, 8 or 16 bytes per lane; bytes past `source_size` become zero."""
+    lanes = np.flatnonzero(mask).tolist()
+    if not lanes:
+        return
+    moves = []
+    for lane in lanes:
+        offset, address = int(target[lane]) - w.cta.base, int(source[lane])
+        wanted = size if source_size is None else int(source_size[lane])
+        if offset % size or (wanted and address % size):
+            raise KernelFault(f"cp.async of {size} bytes is misaligned")
+        if not 0 <= offset <= w.cta.shared_limit - size:
+            raise KernelFault(f"cp.async to shared offset {offset:#x} is out of bounds")
+        moves.append((offset, address, wanted))
+    monitor = w.launch.monitor
+    ticket = monitor.copy_issue(w, moves, size) if monitor is not None else None
+
+    def perform() -> None:
+        for offset, address, wanted in moves:
+            w.cta.s8[offset : offset + size] = 0
+            if wanted:
+                w.cta.s8[offset : offset + wanted] = w.cluster.memory.read(address, wanted)
+        if monitor is not None:
+            monitor.copy_done(ticket)
+
+    if w.cluster.engine.eager:
+        perform()
+    w.copy_open.append(perform)
+
+
+def copy_commit(w: Warp) -> None:
+    w.copy_groups.append(w.copy_open)
+    w.copy_open = []
+
+
+def copy_wait(w: Warp, groups: int) -> None:
+    """cp.async.wait_group: at most `groups` youngest groups may be pending."""
+    while len(w.copy_groups) > groups:
+        _finish(w, w.copy_groups.popleft())
+
+
+def _finish(w: Warp, group: list) -> None:
+    if not w.cluster.engine.eager:
+        for perform in group:
+            perform()
+    if w.launch.monitor is not None:
+        w.launch.monitor.copy_waited(w)
+
+
+def copy_wait_all(w: Warp) -> None:
+    copy_commit(w)
+    copy_wait(w, 0)
+
+
+def copy_arrive(w: Warp, address: np.ndarray, no_increment: bool, mask) -> None:
+    """cp.async.mbarrier.arrive: the arrival follows every earlier cp.async of the thread."""
+    earlier = [p for group in w.copy_groups for p in group] + w.copy_open
+    lanes = np.flatnonzero(mask).tolist()
+    targets = [w.cluster.barrier(int(address[lane])) for lane in lanes]
+    if not no_increment:
+        for barrier in targets:
+            barrier.pending += 1
+    monitor = w.launch.monitor
+    snapshot = monitor.snapshot_copies(w) if monitor is not None else None
+
+    def perform() -> None:
+        if not w.cluster.engine.eager:
+            for copy in earlier:
+                copy()
+        for barrier in targets:
+            if monitor is not None:
+                monitor.release_snapshot(snapshot, barrier)
+            barrier.arrive(1)
+
+    w.cluster.engine.issue("cp.async arrive", ("cp.async", w.cta.rank, w.number), perform)

@@ -1,0 +1,363 @@
+"""Basic blocks to Python functions over 32-lane numpy vectors.
+
+Each block becomes `full_N(w, R)` for a full warp and `part_N(w, R)` for a warp with inactive lanes, where
+`w` is the Warp and `R` its register file; both return the next block number (or BLOCKED, DIVERGED).
+Inside a function a register is a local variable, held in as many *kinds* (u32, s32, f32, ...: views
+of the same bits) as its instructions ask for. Only registers that other blocks use are written back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from dsv4.simulator import numerics
+from dsv4.simulator.errors import UnsupportedInstruction
+from dsv4.simulator.ptx.blocks import EXIT_OPCODES, Block
+from dsv4.simulator.ptx.parser import TYPE_BITS, Entry, Instruction
+
+DTYPES = {
+    "p": "bool_", "u8": "u8", "s8": "i8", "u16": "u16", "s16": "i16", "f16": "f16", "u32": "u32",
+    "s32": "i32", "f32": "f32", "u64": "u64", "s64": "i64", "f64": "f64", "f32x2": "f32",
+}  # fmt: skip
+KIND_OF_TYPE = {
+    "pred": "p", "b8": "u8", "u8": "u8", "s8": "s8", "b16": "u16", "u16": "u16", "s16": "s16",
+    "f16": "f16", "bf16": "u16", "b32": "u32", "u32": "u32", "s32": "s32", "f32": "f32",
+    "f16x2": "u32", "bf16x2": "u32", "b64": "u64", "u64": "u64", "s64": "s64", "f64": "f64",
+    "f32x2": "f32x2", "b128": "u128",
+}  # fmt: skip
+BITS_OF_KIND = {
+    "p": 1, "u8": 8, "s8": 8, "u16": 16, "s16": 16, "f16": 16, "u32": 32, "s32": 32, "f32": 32,
+    "u64": 64, "s64": 64, "f64": 64, "f32x2": 64, "u128": 128,
+}  # fmt: skip
+UNSIGNED = {1: "p", 8: "u8", 16: "u16", 32: "u32", 64: "u64", 128: "u128"}
+ZEROS = {
+    "p": np.zeros(32, np.bool_), "u16": np.zeros(32, np.uint16), "u32": np.zeros(32, np.uint32),
+    "f32": np.zeros(32, np.float32), "u64": np.zeros(32, np.uint64),
+    "f32x2": np.zeros(64, np.float32), "u128": np.zeros((32, 2), np.uint64),
+}  # fmt: skip
+EXIT, BLOCKED, DIVERGED = -3, -1, -2
+
+_SYNC = (
+    "bar", "barrier", "mbarrier", "fence", "membar", "tcgen05", "wgmma", "cp.async", "cp.reduce",
+    "atom", "red", "st.async", "griddepcontrol",
+)  # fmt: skip
+
+Emit = Callable[["BlockEmitter", Instruction], None]
+EMITTERS: dict[str, Emit] = {}
+
+
+def emits(*stems: str) -> Callable[[Emit], Emit]:
+    """Register an emitter for opcode stems; the longest dotted prefix of an opcode wins."""
+
+    def register(function: Emit) -> Emit:
+        for stem in stems:
+            EMITTERS[stem] = function
+        return function
+
+    return register
+
+
+def emitter_of(ins: Instruction) -> Emit:
+    """The emitter of an instruction; UnsupportedInstruction names opcode, PTX and Python line."""
+    for n in range(len(ins.parts), 0, -1):
+        found = EMITTERS.get(".".join(ins.parts[:n]))
+        if found is not None:
+            return found
+    raise UnsupportedInstruction(f"opcode {ins.opcode} is not simulated: {ins.where()}")
+
+
+def is_sync(opcode: str) -> bool:
+    """True for instructions that synchronise, or start or finish asynchronous work."""
+    return any(opcode == stem or opcode.startswith(stem + ".") for stem in _SYNC)
+
+
+class RegisterMap:
+    """Where each register of an entry lives in `R`, its canonical kind, and which blocks use it."""
+
+    _NAME = re.compile(r"%[\w$]+")
+
+    def __init__(self, entry: Entry, blocks: list[Block]):
+        users: dict[str, set[int]] = {}
+        floats: Counter[str] = Counter()
+        self.by_block: list[set[str]] = []
+        for block in blocks:
+            names: set[str] = set()
+            for ins in entry.instructions[block.start : block.stop]:
+                used = [
+                    r
+                    for r in self._NAME.findall(" ".join(ins.operands) + " " + (ins.guard or ""))
+                    if entry.width(r)
+                ]
+                names.update(used)
+                weight = _float_weight(ins)
+                if weight:
+                    for r in used:
+                        floats[r] += weight
+            self.by_block.append(names)
+            for r in names:
+                users.setdefault(r, set()).add(block.number)
+        self.index = {r: i for i, r in enumerate(sorted(users))}
+        self.shared = {r for r, where in users.items() if len(where) > 1}
+        self.kind = {}
+        for r in users:
+            bits = entry.width(r)
+            kind = UNSIGNED[bits]
+            if floats[r] > 0:
+                kind = {32: "f32", 64: "f32x2"}.get(bits, kind)
+            self.kind[r] = kind
+        self.initial = [ZEROS[self.kind[r]] for r in sorted(users)]
+
+
+def _float_weight(ins: Instruction) -> int:
+    last = ins.parts[-1]
+    if ins.parts[0] in ("mov", "ld", "st", "selp", "cvt", "shfl", "tcgen05"):
+        return 0
+    if ins.parts[0] == "wgmma":
+        return 1 if "f32" in ins.parts else 0
+    if last in ("f32", "f32x2"):
+        return 1
+    return -1
+
+
+class BlockEmitter:
+    """State while one block is turned into source: variables by register and kind, lines so far."""
+
+    def __init__(self, entry: Entry, registers: RegisterMap, block: Block, full: bool, symbols):
+        self.entry, self.registers, self.block, self.full = entry, registers, block, full
+        self.symbols = symbols
+        self.constants: dict[str, object] = {}
+        self.lines: list[str] = []
+        self.variables: dict[str, dict[str, str]] = {}
+        self.defined: list[str] = []
+        self.mask = "ALL" if full else "m"
+        self.guarded = False
+        self.ended = False
+        self.temporaries = 0
+        self.uses_mask = not full
+
+    # --- driver ----------------------------------------------------------------------------------
+    def source(self) -> str:
+        """The Python source of the block's function."""
+        if self.needs_settling():
+            self.line("if w.unsettled: w.settle()")
+        for ins in self.entry.instructions[self.block.start : self.block.stop]:
+            self.instruction(ins)
+        if not self.ended:
+            self.flush()
+            self.line(f"return {self.block.successors[0]}")
+        name = function_name(self.block.number, self.full)
+        head = [f"def {name}(w, R):"] + ([] if self.full else [" m = w.mask"])
+        return "\n".join(head + [" " + line for line in self.lines]) + "\n"
+
+    def needs_settling(self) -> bool:
+        """True if the block touches registers that an asynchronous instruction may still write."""
+        pending = self.symbols["asynchronous registers"]
+        if not pending or self.registers.by_block[self.block.number].isdisjoint(pending):
+            return False
+        first = self.entry.instructions[self.block.start]
+        return not first.opcode.startswith(("wgmma.", "tcgen05.wait"))
+
+    def instruction(self, ins: Instruction) -> None:
+        """Emit one instruction under its guard."""
+        emit = emitter_of(ins)
+        control = ins.parts[0] == "bra" or ins.parts[0] in EXIT_OPCODES
+        previous = self.mask
+        self.current = ins
+        if ins.guard and not control:
+            guard = self.value(ins.guard, "p")
+            sign = "~" if ins.negated else ""
+            name = self.temporary()
+            rest = "" if self.full else " & m"
+            self.line(f"{name} = {sign}{guard}{rest}")
+            self.mask, self.guarded = name, True
+            if is_sync(ins.opcode):
+                self.line(f"if {name}.any(): guards_taken.add({ins.index})")
+        try:
+            emit(self, ins)
+        except (KeyError, IndexError, ValueError, AssertionError) as error:
+            raise UnsupportedInstruction(
+                f"form of {ins.opcode} not simulated ({error!r}): {ins.where()}"
+            ) from error
+        self.mask, self.guarded = previous, False
+
+    def line(self, text: str) -> None:
+        """Append one line of Python."""
+        self.lines.append(text)
+
+    def mark(self) -> None:
+        """Note the current instruction in the warp: error reports and checks name it."""
+        self.line(f"w.at = {self.current.index}")
+
+    def temporary(self) -> str:
+        """A fresh variable name."""
+        self.temporaries += 1
+        return f"t{self.temporaries}"
+
+    # --- operands --------------------------------------------------------------------------------
+    def variable(self, register: str, kind: str) -> str:
+        return f"{kind}_{re.sub(r'[^0-9A-Za-z_]', '_', register)}"
+
+    def kinds(self, operand: str) -> dict[str, str]:
+        """The variables that hold a register now, by kind (loading it from R when needed)."""
+        held = self.variables.get(operand)
+        if held is None:
+            kind = self.registers.kind[operand]
+            name = self.variable(operand, kind)
+            self.line(f"{name} = R[{self.registers.index[operand]}]")
+            held = self.variables[operand] = {kind: name}
+        return held
+
+    def value(self, operand: str, kind: str) -> str:
+        """An expression for an operand as an array of the given kind."""
+        operand = operand.strip()
+        if operand.startswith("!"):
+            return f"(~{self.value(operand[1:], kind)})"
+        bits = self.entry.width(operand)
+        if bits is not None:
+            held = self.kinds(operand)
+            if kind in held:
+                return held[kind]
+            wanted = BITS_OF_KIND[kind]
+            if bits == wanted:
+                source_kind, source = next(iter(held.items()))
+                name = self.variable(operand, kind)
+                view = f"{source}.view({DTYPES[kind]})"
+                if "f32x2" in (kind, source_kind):
+                    view = f"contiguous({source}).view({DTYPES[kind]})"
+                self.line(f"{name} = {view}")
+                held[kind] = name
+                return name
+            if wanted < bits:
+                return f"{self.value(operand, UNSIGNED[bits])}.astype({DTYPES[kind]})"
+            if kind in ("u64", "s64") and bits == 32:
+                return f"{self.value(operand, 'u32')}.astype({DTYPES[kind]})"
+            raise ValueError(f"operand {operand} is narrower than {kind}")
+        if operand.startswith("%"):
+            return self.special(operand, kind)
+        if re.match(r"^-?\d|^0[xXfFdD]", operand):
+            return self.immediate(operand, kind)
+        if operand == "WARP_SZ":
+            return self.constant(32, kind)
+        return self.symbol(operand, kind)
+
+    def special(self, name: str, kind: str) -> str:
+        cast = "" if kind == "u32" else f".astype({DTYPES[kind]})"
+        if name.startswith(("%clock", "%globaltimer")):
+            return f"w.clock({DTYPES[kind]})"
+        return f"w.special({name!r}){cast}"
+
+    def symbol(self, name: str, kind: str) -> str:
+        """The address of a parameter or variable."""
+        if name not in self.symbols:
+            raise ValueError(f"unknown symbol {name}")
+        space, address = self.symbols[name]
+        if space == "shared":
+            name = self.temporary()
+            cast = "" if kind == "u32" else ".astype(u64)"
+            self.line(f"{name} = (w.shared_base + {self.constant(address, 'u32')}){cast}")
+            return name
+        return self.constant(address, kind)
+
+    def immediate(self, text: str, kind: str) -> str:
+        if re.match(r"^0[fFdD][0-9a-fA-F]+$", text) and text[1] in "fFdD":
+            value = int(text[2:], 16)
+        else:
+            value = int(text.rstrip("U"), 0)
+        return self.constant(value, kind)
+
+    def constant(self, value: int, kind: str) -> str:
+        """A named 32-lane constant; `value` is the bit pattern."""
+        bits = BITS_OF_KIND[kind]
+        value = int(value != 0) if kind == "p" else value & ((1 << bits) - 1)
+        name = f"C_{kind}_{value}"
+        if name not in self.constants:
+            raw = np.full(32, value, f"u{bits // 8}") if bits > 1 else np.full(32, bool(value))
+            self.constants[name] = raw if bits == 1 else raw.view(_numpy_dtype(kind))
+        return name
+
+    def address(self, operand: str, kind: str | None = None) -> str:
+        """The value of `[base + offset]`; kind None means as wide as the base register."""
+        inner = operand.strip()
+        if not (inner.startswith("[") and inner.endswith("]")):
+            raise ValueError(f"address {operand}")
+        inner = inner[1:-1].strip()
+        m = re.match(r"^(.*?)\s*\+\s*(-?\w+)$", inner)
+        base, offset = (m.group(1), int(m.group(2), 0)) if m else (inner, 0)
+        if kind is None:
+            kind = UNSIGNED[self.entry.width(base) or 32]
+        value = self.value(base, kind)
+        return f"({value} + {self.constant(offset, kind)})" if offset else value
+
+    @staticmethod
+    def vector(operand: str) -> list[str]:
+        """The registers of `{a, b, ...}`, or of a single one."""
+        operand = operand.strip()
+        if operand.startswith("{"):
+            return [t.strip() for t in operand[1:-1].split(",")]
+        return [operand]
+
+    # --- results ---------------------------------------------------------------------------------
+    def define(self, register: str, expression: str, kind: str) -> None:
+        """Assign an expression of `kind` to a register, in the active lanes only."""
+        register = register.strip()
+        if register == "_":
+            self.line(expression)
+            return
+        bits = self.entry.width(register)
+        if bits is None:
+            raise ValueError(f"destination {register}")
+        if BITS_OF_KIND[kind] != bits:
+            expression, kind = self._resized(expression, kind, bits), UNSIGNED[bits]
+        partial = self.guarded or (not self.full and register in self.registers.shared)
+        if partial:
+            if kind == "f32x2":
+                expression, kind = f"({expression}).view(u64)", "u64"
+            mask = f"{self.mask}[:, None]" if kind == "u128" else self.mask
+            expression = f"where({mask}, {expression}, {self.value(register, kind)})"
+        name = self.variable(register, kind)
+        self.line(f"{name} = {expression}")
+        self.variables[register] = {kind: name}
+        if register not in self.defined:
+            self.defined.append(register)
+
+    @staticmethod
+    def _resized(expression: str, kind: str, bits: int) -> str:
+        """Widen with the kind's signedness, or truncate, to the unsigned kind of `bits`."""
+        unsigned = DTYPES[UNSIGNED[bits]]
+        if kind.startswith("s") and bits > BITS_OF_KIND[kind]:
+            return f"({expression}).astype(i{bits}).view({unsigned})"
+        return f"({expression}).astype({unsigned})"
+
+    def flush(self) -> None:
+        """Write registers that other blocks use back to R."""
+        for register in self.defined:
+            if register in self.registers.shared:
+                kind = self.registers.kind[register]
+                self.line(f"R[{self.registers.index[register]}] = {self.value(register, kind)}")
+
+    def jump(self, target: int) -> None:
+        """End the block with an unconditional jump."""
+        self.flush()
+        self.line(f"return {target}")
+        self.ended = True
+
+
+def _numpy_dtype(kind: str):
+    return getattr(numerics, DTYPES[kind])
+
+
+def function_name(block: int, full: bool) -> str:
+    """Name of a block's function in generated code."""
+    return f"{'full' if full else 'part'}_{block}"
+
+
+def type_of(ins: Instruction) -> str:
+    """The last type suffix of an opcode."""
+    for part in reversed(ins.parts):
+        if part in TYPE_BITS:
+            return part
+    raise ValueError("no type suffix")

@@ -1,0 +1,42 @@
+"""Warp-level odds and ends of generated code: fences, traps, register budgets."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.warp import Warp
+
+REGISTER_FILE = 65536
+
+
+def trap(w: Warp, mask: np.ndarray) -> None:
+    """trap: the kernel gave up."""
+    if mask.any():
+        raise KernelFault("trap")
+
+
+def fence(w: Warp, opcode: str) -> None:
+    """Memory is sequentially consistent here; only the checker cares about fences."""
+    if w.launch.monitor is not None:
+        w.launch.monitor.fence(w, opcode)
+
+
+def warp_sync(w: Warp, mask: np.ndarray) -> None:
+    """bar.warp.sync: lanes of a warp run in step already."""
+
+
+def set_registers(w: Warp, direction: str, count: int) -> None:
+    """setmaxnreg: the CTA's warps together must fit the register file."""
+    if count % 8 or not 24 <= count <= 256:
+        raise KernelFault(f"setmaxnreg {count}: a multiple of 8 in 24..256 is required")
+    w.register_budget = count
+    budgets = w.launch.register_budgets.setdefault(id(w.cta), {})
+    budgets[w.number] = count
+    warps = w.launch.warps
+    total = 32 * sum(budgets.values())
+    if len(budgets) == warps and total > REGISTER_FILE:
+        raise KernelFault(
+            f"setmaxnreg: the CTA's {warps} warps ask for {total} registers, "
+            f"the register file has {REGISTER_FILE}"
+        )

@@ -1,0 +1,52 @@
+"""Which basic blocks and which synchronisation instructions of a kernel ran."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4.simulator.codegen import is_sync
+from dsv4.simulator.program import Program
+
+
+@dataclass
+class Coverage:
+    """Executed and missed parts of one kernel; adds up over launches."""
+
+    kernel: str
+    blocks: int
+    blocks_run: int
+    sync: int
+    sync_run: int
+    missed: list[str]
+
+    @property
+    def complete(self) -> bool:
+        """Every block and every synchronisation instruction ran."""
+        return not self.missed
+
+    def __str__(self) -> str:
+        return f"{self.blocks_run}/{self.blocks} blocks, {self.sync_run}/{self.sync} sync"
+
+
+def coverage_of(program: Program) -> Coverage:
+    """Coverage accumulated by a program over its launches."""
+    missed, sync, sync_run, run = [], 0, 0, 0
+    for block in program.blocks:
+        hit = program.hits[block.number] > 0
+        run += hit
+        instructions = program.entry.instructions[block.start : block.stop]
+        for ins in instructions:
+            if is_sync(ins.opcode):
+                sync += 1
+                ran = hit and (ins.guard is None or ins.index in program.guards_taken)
+                sync_run += ran
+                if hit and not ran:
+                    missed.append(f"guard never true: {ins.where()}")
+        if not hit:
+            missed.append(f"block never ran: {instructions[0].where()}")
+    return Coverage(program.entry.name, len(program.blocks), run, sync, sync_run, missed)
+
+
+def instructions_run(program: Program) -> int:
+    """Warp instructions executed so far."""
+    return sum(hits * (b.stop - b.start) for hits, b in zip(program.hits, program.blocks))

@@ -1,0 +1,85 @@
+"""Shared-memory matrix descriptors of tcgen05 and wgmma, and the elements they address.
+
+Canonical layouts, T = elements in 16 bytes, span = the swizzle's 128, 64 or 32 bytes:
+- K-major, swizzled: rows of `span` bytes, 8 rows per group, groups `stride` bytes apart;
+- K-major, plain: 8 x 16-byte core matrices, `leading` apart along K, `stride` apart along rows;
+- MN-major, swizzled: runs of `span` bytes along MN, `leading` apart; 8 K rows per group of
+  8 * span bytes, groups `stride` apart;
+- MN-major, plain: 16-byte runs along MN `stride` apart, 8 K rows per core matrix, `leading` apart.
+The swizzle XORs bits of the absolute address, so a descriptor may start inside a swizzle atom.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.memory import SHARED_BYTES
+from dsv4.simulator.tensor_map import swizzled
+
+_TCGEN05_SPAN = {0: 0, 2: 128, 4: 64, 6: 32}
+_WGMMA_SPAN = {0: 0, 1: 128, 2: 64, 3: 32}
+
+
+@dataclass(frozen=True)
+class MatrixDescriptor:
+    """Byte addresses and strides of one operand tile in shared memory."""
+
+    start: int
+    leading: int
+    stride: int
+    span: int
+
+    @classmethod
+    def tcgen05(cls, bits: int) -> MatrixDescriptor:
+        """Decode the 64-bit descriptor of tcgen05.mma."""
+        mode = bits >> 61
+        if mode not in _TCGEN05_SPAN:
+            raise KernelFault(f"matrix descriptor {bits:#x}: swizzle mode {mode} is not simulated")
+        return cls._decode(bits, _TCGEN05_SPAN[mode])
+
+    @classmethod
+    def wgmma(cls, bits: int) -> MatrixDescriptor:
+        """Decode the 64-bit descriptor of wgmma."""
+        return cls._decode(bits, _WGMMA_SPAN[bits >> 62])
+
+    @classmethod
+    def _decode(cls, bits: int, span: int) -> MatrixDescriptor:
+        if bits >> 49 & 7:
+            raise KernelFault(f"matrix descriptor {bits:#x}: base offset is not simulated")
+        return cls(
+            (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, span
+        )
+
+
+@lru_cache(maxsize=4096)
+def element_index(
+    descriptor: MatrixDescriptor, rows: int, depth: int, size: int, k_major: bool
+) -> np.ndarray:
+    """Element offsets (in units of `size` bytes) of [rows (M or N), depth (K)] of an operand."""
+    d = descriptor
+    i = np.arange(rows)[:, None]
+    k = np.arange(depth)[None, :]
+    unit = 16 // size
+    if k_major:
+        if d.span:
+            address = d.start + i // 8 * d.stride + i % 8 * d.span + k * size
+        else:
+            address = d.start + i // 8 * d.stride + i % 8 * 16 + k // unit * d.leading
+            address = address + k % unit * size
+    elif d.span:
+        run = d.span // size
+        address = d.start + i % run * size + i // run * d.leading
+        address = address + k % 8 * d.span + k // 8 * d.stride
+    else:
+        address = d.start + i % unit * size + i // unit * d.stride
+        address = address + k % 8 * 16 + k // 8 * d.leading
+    address = swizzled(address, d.span)
+    if int(address.max()) + size > SHARED_BYTES:
+        raise KernelFault(
+            f"matrix operand reaches shared offset {int(address.max()):#x}, past the end"
+        )
+    return np.ascontiguousarray(address // size)

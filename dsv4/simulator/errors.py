@@ -1,0 +1,19 @@
+"""What can go wrong in a simulation, one class per kind of trouble."""
+
+from __future__ import annotations
+
+
+class SimulatorError(RuntimeError):
+    """Base of everything the simulator raises on purpose."""
+
+
+class UnsupportedInstruction(SimulatorError):
+    """The PTX holds an opcode, modifier or operand the simulator does not execute."""
+
+
+class KernelFault(SimulatorError):
+    """The kernel did something the hardware would trap on or silently get wrong."""
+
+
+class Deadlock(SimulatorError):
+    """No warp can run and nothing asynchronous is under way."""

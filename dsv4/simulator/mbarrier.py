@@ -1,0 +1,59 @@
+"""mbarrier objects: pending arrivals, pending transaction bytes and the phase."""
+
+from __future__ import annotations
+
+from dsv4.simulator.errors import KernelFault
+
+MAX_COUNT = (1 << 20) - 1
+
+
+class MemoryBarrier:
+    """State of one mbarrier. A phase completes when no arrival and no byte is pending."""
+
+    __slots__ = ("address", "count", "pending", "phase", "transactions")
+
+    def __init__(self, address: int, count: int):
+        if not 1 <= count <= MAX_COUNT:
+            raise KernelFault(f"mbarrier.init with count {count}, allowed 1..{MAX_COUNT}")
+        self.address, self.count, self.pending = address, count, count
+        self.transactions, self.phase = 0, 0
+
+    def _check(self) -> None:
+        if self.pending == 0 and self.transactions == 0:
+            self.phase += 1
+            self.pending = self.count
+
+    def arrive(self, count: int = 1) -> None:
+        """Count arrivals; more than the phase expects is a fault."""
+        if count > self.pending:
+            raise KernelFault(
+                f"mbarrier at {self.address:#x} over-arrival: {count} more, {self.pending} of "
+                f"{self.count} pending in phase {self.phase}"
+            )
+        self.pending -= count
+        self._check()
+
+    def drop(self, count: int = 1) -> None:
+        """arrive.drop: arrive and lower the expected count of later phases."""
+        self.count -= count
+        self.arrive(count)
+
+    def expect(self, size: int) -> None:
+        """Add bytes that asynchronous copies must complete in this phase."""
+        self.transactions += size
+
+    def complete(self, size: int) -> None:
+        """Bytes arrived. They may come before `expect`, the count is then negative meanwhile."""
+        self.transactions -= size
+        self._check()
+
+    def passed(self, parity: int) -> bool:
+        """try_wait.parity: has the phase of this parity completed?"""
+        return (self.phase & 1) != (parity & 1)
+
+    def __str__(self) -> str:
+        return (
+            f"mbarrier rank {self.address >> 24} offset {self.address & 0xFFFFFF:#x}: phase "
+            f"{self.phase}, {self.pending} of {self.count} arrivals and {self.transactions} bytes "
+            "pending"
+        )

@@ -1,0 +1,331 @@
+"""Floating-point formats and the arithmetic of one warp, on numpy arrays of 32 lanes.
+
+Registers are bit patterns; functions here take and return float arrays or bit patterns as named.
+Fused multiply-add goes through double precision: exact product, one rounding of the sum to double
+and one to single, which differs from a true fma only where the double lands on a rounding tie
+(about one result in 2^29).
+Approximate functions (ex2, lg2, rcp, rsqrt, sqrt, sin, cos, tanh) are computed correctly rounded,
+or nearly so; the hardware's are within 2 ulp (ex2, lg2, rcp, rsqrt) or 2^-11 relative (tanh).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+u8, u16, u32, u64 = np.uint8, np.uint16, np.uint32, np.uint64
+i8, i16, i32, i64 = np.int8, np.int16, np.int32, np.int64
+f16, f32, f64 = np.float16, np.float32, np.float64
+
+F32_NAN = 0x7FFFFFFF  # the canonical NaN that arithmetic produces
+BF16_NAN = 0x7FFF
+
+
+# --- packing -------------------------------------------------------------------------------------
+def pack64(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """{low, high} 32-bit registers to one 64-bit register."""
+    out = np.empty((len(low), 2), u32)
+    out[:, 0] = low
+    out[:, 1] = high
+    return out.view(u64)[:, 0]
+
+
+def pack32(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """{low, high} 16-bit registers to one 32-bit register."""
+    out = np.empty((len(low), 2), u16)
+    out[:, 0] = low
+    out[:, 1] = high
+    return out.view(u32)[:, 0]
+
+
+def contiguous(a: np.ndarray) -> np.ndarray:
+    """`a`, copied if a view with another element size would be impossible."""
+    return a if a.flags.c_contiguous else np.ascontiguousarray(a)
+
+
+def words(a: np.ndarray, dtype: type) -> np.ndarray:
+    """Lanes by sub-words: [32] of a wide type to [32, n] of a narrow one."""
+    return contiguous(a).view(dtype).reshape(len(a), -1)
+
+
+# --- bf16, f16 -----------------------------------------------------------------------------------
+def bf16_of_f32(x: np.ndarray) -> np.ndarray:
+    """float32 [..] to bf16 bits, round to nearest even, NaN canonical."""
+    bits = x.view(u32)
+    out = ((bits + (u32(0x7FFF) + ((bits >> u32(16)) & u32(1)))) >> u32(16)).astype(u16)
+    nan = x != x
+    return np.where(nan, u16(BF16_NAN), out) if nan.any() else out
+
+
+def bf16_of_f32_truncated(x: np.ndarray) -> np.ndarray:
+    """float32 to bf16 bits, round towards zero."""
+    out = (x.view(u32) >> u32(16)).astype(u16)
+    nan = x != x
+    return np.where(nan, u16(BF16_NAN), out) if nan.any() else out
+
+
+def f32_of_bf16(bits: np.ndarray) -> np.ndarray:
+    """bf16 bits to float32."""
+    return (bits.astype(u32) << u32(16)).view(f32)
+
+
+def f16_of_f32(x: np.ndarray) -> np.ndarray:
+    """float32 to f16 bits, round to nearest even, NaN canonical."""
+    out = x.astype(f16).view(u16)
+    nan = x != x
+    return np.where(nan, u16(0x7FFF), out) if nan.any() else out
+
+
+def f32_of_f16(bits: np.ndarray) -> np.ndarray:
+    """f16 bits to float32."""
+    return bits.view(f16).astype(f32)
+
+
+def bf16x2_of_f32(high: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """Two float32 arrays [32] to packed bf16, the first operand in the high half."""
+    pair = np.empty((len(low), 2), f32)
+    pair[:, 0] = low
+    pair[:, 1] = high
+    return bf16_of_f32(pair).view(u32)[:, 0]
+
+
+# --- small formats -------------------------------------------------------------------------------
+class SmallFloat:
+    """A format of at most 8 bits: decoding by table, encoding by nearest table entry.
+
+    Args: exponent and mantissa bits; `nan` and `inf` the codes (sign cleared) that are not finite.
+    """
+
+    def __init__(self, exponent: int, mantissa: int, *, nan: tuple[int, ...] = (), inf: int = -1):
+        self.bits = 1 + exponent + mantissa
+        self.sign = 1 << (exponent + mantissa)
+        bias = (1 << (exponent - 1)) - 1
+        codes = np.arange(self.sign)
+        e, m = codes >> mantissa, codes & ((1 << mantissa) - 1)
+        values = np.where(
+            e == 0,
+            m * 2.0 ** (1 - bias - mantissa),
+            (m + (1 << mantissa)) * 2.0 ** (e.astype(f64) - bias - mantissa),
+        )
+        self.nan = min(nan) if nan else None
+        finite = np.array([c not in nan and c != inf for c in codes])
+        self.finite_max_code = int(codes[finite].max())
+        self.magnitudes = values[: self.finite_max_code + 1]
+        self.thresholds = (self.magnitudes[:-1] + self.magnitudes[1:]) / 2
+        table = np.full(256, np.nan, f32)
+        for code in range(256):
+            c = code & (self.sign - 1)
+            value = np.nan if c in nan else np.inf if c == inf else values[c]
+            table[code] = -value if code & self.sign else value
+        self.table = table
+
+    def decode(self, codes: np.ndarray) -> np.ndarray:
+        """Codes (integers, high bits ignored) to float32."""
+        return self.table[codes & (2 * self.sign - 1)]
+
+    def encode(self, x: np.ndarray, *, relu: bool = False) -> np.ndarray:
+        """float32 to codes (uint8): nearest even, saturating to the largest finite value."""
+        magnitude = np.abs(x.astype(f64))
+        low = np.searchsorted(self.thresholds, magnitude, side="left")
+        tie = (low < len(self.thresholds)) & (
+            magnitude == self.thresholds[np.minimum(low, len(self.thresholds) - 1)]
+        )
+        codes = np.where(tie & (low % 2 == 1), low + 1, low)
+        out = (codes | np.where(np.signbit(x), self.sign, 0)).astype(u8)
+        if relu:
+            out = np.where(np.signbit(x), u8(0), out)
+        nan_code = self.nan if self.nan is not None else self.finite_max_code
+        return np.where(x != x, u8(nan_code), out)
+
+
+SMALL_FLOATS = {
+    "e4m3": SmallFloat(4, 3, nan=(0x7F,)),
+    "e5m2": SmallFloat(5, 2, nan=(0x7D, 0x7E, 0x7F), inf=0x7C),
+    "e2m3": SmallFloat(2, 3),
+    "e3m2": SmallFloat(3, 2),
+    "e2m1": SmallFloat(2, 1),
+}
+# e5m2's NaN as conversions write it.
+SMALL_FLOATS["e5m2"].nan = 0x7F
+
+
+def f32_of_ue8m0(codes: np.ndarray) -> np.ndarray:
+    """Exponent-only scale to float32; 255 is NaN."""
+    wide = codes.astype(u32)
+    bits = np.where(wide == 0, u32(0x00400000), wide << u32(23))
+    return np.where(wide == 255, u32(F32_NAN), bits).astype(u32).view(f32)
+
+
+def ue8m0_of_f32(x: np.ndarray, *, round_up: bool) -> np.ndarray:
+    """float32 to exponent-only scale, towards zero or up, saturating to 254."""
+    bits = np.abs(x).view(u32)
+    exponent = (bits >> u32(23)).astype(i32)
+    if round_up:
+        exponent += ((bits & u32(0x7FFFFF)) != 0) & (exponent > 0)
+        exponent += (exponent == 0) & (bits > u32(0x00400000))
+    return np.where(x != x, 255, np.minimum(exponent, 254)).astype(u8)
+
+
+# --- arithmetic ----------------------------------------------------------------------------------
+def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """float32 a * b + c, see the module's note on rounding."""
+    return (a.astype(f64) * b + c).astype(f32)
+
+
+def flush(x: np.ndarray) -> np.ndarray:
+    """Subnormal float32 to zero of the same sign (.ftz)."""
+    return np.where(np.abs(x) < f32(1.17549435e-38), np.copysign(f32(0), x), x)
+
+
+def saturate(x: np.ndarray) -> np.ndarray:
+    """Clamp to [0, 1], NaN to 0 (.sat)."""
+    return np.fmin(np.fmax(x, f32(0)), f32(1))
+
+
+def max_nan(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Maximum that lets a NaN through."""
+    return np.maximum(a, b)
+
+
+def xorsign_abs(op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """min or max of magnitudes, signed by the product of signs."""
+    sign = (a.view(u32) ^ b.view(u32)) & u32(0x80000000)
+    return (op(np.abs(a), np.abs(b)).view(u32) | sign).view(f32)
+
+
+def shift_left(a: np.ndarray, count: np.ndarray, bits: int) -> np.ndarray:
+    """a << count with counts of `bits` and more giving 0."""
+    out = a << np.minimum(count, bits - 1).astype(a.dtype)
+    return np.where(count >= bits, a.dtype.type(0), out)
+
+
+def shift_right(a: np.ndarray, count: np.ndarray, bits: int) -> np.ndarray:
+    """Logical a >> count with counts of `bits` and more giving 0."""
+    out = a >> np.minimum(count, bits - 1).astype(a.dtype)
+    return np.where(count >= bits, a.dtype.type(0), out)
+
+
+def shift_right_signed(a: np.ndarray, count: np.ndarray, bits: int) -> np.ndarray:
+    """Arithmetic a >> count; `a` has a signed dtype."""
+    return a >> np.minimum(count, bits - 1).astype(a.dtype)
+
+
+def divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Integer division towards zero; x / 0 is all ones, as on hardware."""
+    if a.dtype.kind == "u":
+        quotient = a // np.where(b == 0, a.dtype.type(1), b)
+        return np.where(b == 0, ~a.dtype.type(0), quotient)
+    safe = np.where(b == 0, a.dtype.type(1), b)
+    magnitude = np.abs(a.astype(f64)) // np.abs(safe.astype(f64)) if a.dtype.itemsize < 8 else None
+    if magnitude is None:
+        quotient = np.array([int(abs(x) // abs(y)) for x, y in zip(a.tolist(), safe.tolist())], i64)
+    else:
+        quotient = magnitude.astype(i64)
+    quotient = np.where((a < 0) != (safe < 0), -quotient, quotient).astype(a.dtype)
+    return np.where(b == 0, a.dtype.type(-1), quotient)
+
+
+def remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Integer remainder with the sign of the dividend; x % 0 is x."""
+    return np.where(b == 0, a, a - divide(a, b) * b)
+
+
+def multiply_high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """High half of the product of two 32- or 64-bit integers."""
+    if a.dtype.itemsize == 4:
+        wide = i64 if a.dtype.kind == "i" else u64
+        return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
+    return np.array([(x * y) >> 64 for x, y in zip(a.tolist(), b.tolist())]).astype(a.dtype)
+
+
+def to_integer(x: np.ndarray, rounding: str, dtype: type) -> np.ndarray:
+    """Float to integer: `rounding` in rni rzi rmi rpi, saturating, NaN to 0."""
+    rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](x)
+    info = np.iinfo(dtype)
+    rounded = np.where(x != x, 0, rounded.astype(f64))
+    low = np.clip(rounded, float(info.min), float(info.max))
+    if info.max > 2**53:  # float(info.max) rounds up to a value the type does not hold
+        big = rounded >= float(info.max)
+        return np.where(big, info.max, np.where(big, 0, low).astype(dtype)).astype(dtype)
+    return low.astype(dtype)
+
+
+def find_highest(x: np.ndarray) -> np.ndarray:
+    """Index of the highest set bit of unsigned x, as uint32; 0xffffffff for 0."""
+    wide = x.astype(u64)
+    high = (wide >> u64(32)).astype(f64)
+    low = (wide & u64(0xFFFFFFFF)).astype(f64)
+    exponent = np.where(high > 0, np.frexp(high)[1] + 31, np.frexp(low)[1] - 1)
+    return np.where(x == 0, u32(0xFFFFFFFF), exponent.astype(i64).astype(u32))
+
+
+def reverse_bits(x: np.ndarray) -> np.ndarray:
+    """Bit reversal of uint32 or uint64."""
+    width = x.dtype.itemsize * 8
+    bits = np.unpackbits(contiguous(x).view(u8).reshape(len(x), -1), axis=1, bitorder="little")
+    return np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(f"u{width // 8}")[:, 0]
+
+
+def extract_bits(x: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """bfe: `length` bits of x from `position`, sign extended when x is signed."""
+    bits = x.dtype.itemsize * 8
+    pos = (position & u32(0xFF)).astype(i64)
+    count = (length & u32(0xFF)).astype(i64)
+    out = []
+    signed = x.dtype.kind == "i"
+    for value, p, n in zip(x.tolist(), pos.tolist(), count.tolist()):
+        unsigned = value % (1 << bits)
+        field_bits = (unsigned >> p) & ((1 << n) - 1) if p < bits else 0
+        if signed and n:
+            top = (unsigned >> min(p + n - 1, bits - 1)) & 1
+            if top:
+                field_bits |= (-1 << min(n, max(bits - p, 0))) & ((1 << bits) - 1)
+        out.append(field_bits % (1 << bits))
+    return np.array(out, dtype=f"u{bits // 8}").view(x.dtype)
+
+
+def insert_bits(a: np.ndarray, b: np.ndarray, position: np.ndarray, length: np.ndarray):
+    """bfi: low `length` bits of a put into b at `position`."""
+    bits = a.dtype.itemsize * 8
+    p, n = (position & u32(0xFF)).astype(u64), (length & u32(0xFF)).astype(u64)
+    ones = np.where(n >= 64, ~u64(0), (u64(1) << np.minimum(n, u64(63))) - u64(1))
+    mask = np.where(p >= bits, u64(0), ones << np.minimum(p, u64(63)))
+    wide = (b.astype(u64) & ~mask) | ((a.astype(u64) << np.minimum(p, u64(63))) & mask)
+    return wide.astype(a.dtype)
+
+
+def funnel_shift(low: np.ndarray, high: np.ndarray, count: np.ndarray, left: bool, clamp: bool):
+    """shf: shift the 64-bit {high, low}, give the high (left) or low (right) 32 bits."""
+    n = np.minimum(count, u32(32)) if clamp else count & u32(31)
+    wide = pack64(low, high)
+    if left:
+        return ((wide << n.astype(u64)) >> u64(32)).astype(u32)
+    return (wide >> n.astype(u64)).astype(u32)
+
+
+def permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:
+    """prmt in its default mode: four bytes picked from {b, a}, bit 3 replicating the sign."""
+    source = np.concatenate([words(a, u8), words(b, u8)], axis=1)
+    nibbles = (selector[:, None] >> np.arange(0, 16, 4, dtype=u32)) & u32(15)
+    picked = np.take_along_axis(source, (nibbles & u32(7)).astype(i64), axis=1)
+    sign = np.where(picked & 0x80, u8(0xFF), u8(0))
+    return np.where(nibbles & u32(8), sign, picked).astype(u8).view(u32)[:, 0]
+
+
+def lookup3(a: np.ndarray, b: np.ndarray, c: np.ndarray, table: int) -> np.ndarray:
+    """lop3: any bitwise function of three inputs."""
+    out = np.zeros_like(a)
+    for k in range(8):
+        if table >> k & 1:
+            term = (a if k & 4 else ~a) & (b if k & 2 else ~b) & (c if k & 1 else ~c)
+            out = out | term
+    return out
+
+
+def tanh(x: np.ndarray) -> np.ndarray:
+    """float32 tanh."""
+    return np.tanh(x.astype(f64)).astype(f32)
+
+
+def exp2(x: np.ndarray) -> np.ndarray:
+    """ex2.approx: float32 2^x, subnormal results kept."""
+    return np.exp2(x)

@@ -1,0 +1,140 @@
+"""Emitters for floating-point arithmetic: f32, f32x2, f64, f16, bf16 and their packed forms."""
+
+from __future__ import annotations
+
+from dsv4.simulator.codegen import KIND_OF_TYPE, BlockEmitter, emits, type_of
+from dsv4.simulator.ptx.parser import Instruction
+
+_SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+
+
+def is_packed_half(name: str) -> bool:
+    """True for the types whose arithmetic goes through float32."""
+    return name in ("f16", "f16x2", "bf16", "bf16x2")
+
+
+def _modified(e: BlockEmitter, ins: Instruction, expression: str) -> str:
+    if "sat" in ins.parts:
+        expression = f"saturate({expression})"
+    if "ftz" in ins.parts:
+        expression = f"flush({expression})"
+    return expression
+
+
+def _operands(e: BlockEmitter, ins: Instruction, kind: str) -> list[str]:
+    values = [e.value(x, kind) for x in ins.operands[1:]]
+    return [f"flush({v})" for v in values] if "ftz" in ins.parts else values
+
+
+def float_binary(e: BlockEmitter, ins: Instruction) -> None:
+    """add, sub, mul, div, min, max of f32, f64 and f32x2."""
+    kind = KIND_OF_TYPE[type_of(ins)]
+    stem = ins.parts[0]
+    if {"rz", "rm", "rp"} & set(ins.parts):
+        raise ValueError("rounding mode")
+    if stem in ("min", "max"):
+        _extremum(e, ins, kind)
+        return
+    a, b = _operands(e, ins, kind)
+    e.define(ins.operands[0], _modified(e, ins, f"{a} {_SYMBOLS[stem]} {b}"), kind)
+
+
+def _extremum(e: BlockEmitter, ins: Instruction, kind: str) -> None:
+    name = (
+        ("maximum" if ins.parts[0] == "max" else "minimum")
+        if "NaN" in ins.parts
+        else ("fmax" if ins.parts[0] == "max" else "fmin")
+    )
+    values = _operands(e, ins, kind)
+    if "xorsign" in ins.parts:
+        out = f"xorsign_abs(np.{name}, {values[0]}, {values[1]})"
+    else:
+        if "abs" in ins.parts:
+            values = [f"np.abs({v})" for v in values]
+        out = f"np.{name}({values[0]}, {values[1]})"
+        if len(values) == 3:
+            out = f"np.{name}({out}, {values[2]})"
+    e.define(ins.operands[0], _modified(e, ins, out), kind)
+
+
+@emits("fma")
+def fused(e: BlockEmitter, ins: Instruction) -> None:
+    name = type_of(ins)
+    if is_packed_half(name):
+        packed_half(e, ins)
+        return
+    if {"rz", "rm", "rp"} & set(ins.parts):
+        raise ValueError("rounding mode")
+    kind = KIND_OF_TYPE[name]
+    a, b, c = _operands(e, ins, kind)
+    out = f"{a} * {b} + {c}" if kind == "f64" else f"fma({a}, {b}, {c})"
+    e.define(ins.operands[0], _modified(e, ins, out), kind)
+
+
+def packed_half(e: BlockEmitter, ins: Instruction) -> None:
+    """f16 and bf16 arithmetic, one or two values per register: in float32, rounded once."""
+    name = type_of(ins)
+    scalar = name.removesuffix("x2")
+    stem = ins.parts[0]
+    kind = KIND_OF_TYPE[name] if name.endswith("x2") else "u16"
+    values = [
+        f"f32_of_{scalar}(contiguous({e.value(x, kind)}).view(u16))" for x in ins.operands[1:]
+    ]
+    if stem == "fma":
+        out = f"fma({values[0]}, {values[1]}, {values[2]})"
+    elif stem in ("min", "max"):
+        function = f"np.{stem}imum" if "NaN" in ins.parts else f"np.f{stem}"
+        out = f"{function}({values[0]}, {values[1]})"
+    else:
+        out = f"{values[0]} {_SYMBOLS[stem]} {values[1]}"
+    if "relu" in ins.parts:
+        out = f"np.maximum({out}, f32(0))"
+    if "sat" in ins.parts:
+        out = f"saturate({out})"
+    view = ".view(u32)" if name.endswith("x2") else ""
+    e.define(ins.operands[0], f"{scalar}_of_f32({out}){view}", kind)
+
+
+_UNARY = {
+    "ex2": "exp2({})", "lg2": "np.log2({})", "rcp": "(f32(1) / {})", "sqrt": "np.sqrt({})",
+    "rsqrt": "(f32(1) / np.sqrt({}))", "sin": "np.sin({})", "cos": "np.cos({})",
+    "tanh": "tanh({})",
+}  # fmt: skip
+
+
+@emits(*_UNARY)
+def unary(e: BlockEmitter, ins: Instruction) -> None:
+    name = type_of(ins)
+    if is_packed_half(name):
+        scalar = name.removesuffix("x2")
+        kind = "u32" if name.endswith("x2") else "u16"
+        a = f"f32_of_{scalar}(contiguous({e.value(ins.operands[1], kind)}).view(u16))"
+        view = ".view(u32)" if name.endswith("x2") else ""
+        out = f"{scalar}_of_f32({_UNARY[ins.parts[0]].format(a)}){view}"
+        e.define(ins.operands[0], out, kind)
+        return
+    kind = KIND_OF_TYPE[name]
+    (a,) = _operands(e, ins, kind)
+    out = _UNARY[ins.parts[0]].format(a)
+    if kind == "f64":
+        out = out.replace("f32(1)", "1.0")
+    e.define(ins.operands[0], _modified(e, ins, out), kind)
+
+
+@emits("copysign")
+def copy_sign(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[type_of(ins)]
+    a, b = (e.value(x, kind) for x in ins.operands[1:3])
+    e.define(ins.operands[0], f"np.copysign({b}, {a})", kind)
+
+
+@emits("testp")
+def test_property(e: BlockEmitter, ins: Instruction) -> None:
+    a = e.value(ins.operands[1], KIND_OF_TYPE[type_of(ins)])
+    tests = {
+        "finite": f"np.isfinite({a})",
+        "infinite": f"np.isinf({a})",
+        "notanumber": f"np.isnan({a})",
+        "number": f"~np.isnan({a})",
+    }
+    e.define(ins.operands[0], tests[ins.parts[1]], "p")

@@ -1,0 +1,344 @@
+"""Emitters for integer, logic, comparison and data-movement instructions."""
+
+from __future__ import annotations
+
+from dsv4.simulator.codegen import (
+    BITS_OF_KIND,
+    DTYPES,
+    KIND_OF_TYPE,
+    UNSIGNED,
+    BlockEmitter,
+    emits,
+    type_of,
+)
+from dsv4.simulator.opcodes_float import float_binary, is_packed_half, packed_half
+from dsv4.simulator.ptx.parser import TYPE_BITS, Instruction
+
+_SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
+
+
+@emits("add", "sub", "mul", "min", "max", "div")
+def binary(e: BlockEmitter, ins: Instruction) -> None:
+    kind_name = type_of(ins)
+    stem = ins.parts[0]
+    if is_packed_half(kind_name):
+        packed_half(e, ins)
+        return
+    if kind_name.startswith("f"):
+        float_binary(e, ins)
+        return
+    kind = KIND_OF_TYPE[kind_name]
+    if stem == "mul" and "wide" in ins.parts:
+        e.define(ins.operands[0], _wide_product(e, ins, kind), _wide(kind))
+        return
+    if stem == "mul" and "hi" in ins.parts:
+        a, b = (e.value(x, kind) for x in ins.operands[1:3])
+        e.define(ins.operands[0], f"multiply_high({a}, {b})", kind)
+        return
+    if "cc" in ins.parts:
+        _carry_out(e, ins, kind)
+        return
+    if stem in ("add", "sub", "mul"):
+        kind = UNSIGNED[BITS_OF_KIND[kind]] if "sat" not in ins.parts else kind
+    a, b = (e.value(x, kind) for x in ins.operands[1:3])
+    if "sat" in ins.parts:
+        wide = f"({a}.astype(i64) {_SYMBOLS[stem]} {b})"
+        e.define(ins.operands[0], f"np.clip({wide}, -(1 << 31), (1 << 31) - 1).astype(i32)", kind)
+    elif stem == "div":
+        e.define(ins.operands[0], f"divide({a}, {b})", kind)
+    elif stem in ("min", "max"):
+        out = f"np.{stem}imum({a}, {b})"
+        if "relu" in ins.parts:
+            out = f"np.maximum({out}, {DTYPES[kind]}(0))"
+        e.define(ins.operands[0], out, kind)
+    else:
+        e.define(ins.operands[0], f"{a} {_SYMBOLS[stem]} {b}", kind)
+
+
+def _wide(kind: str) -> str:
+    return f"{kind[0]}{2 * BITS_OF_KIND[kind]}"
+
+
+def _wide_product(e: BlockEmitter, ins: Instruction, kind: str) -> str:
+    a, b = (e.value(x, kind) for x in ins.operands[1:3])
+    return f"{a}.astype({DTYPES[_wide(kind)]}) * {b}"
+
+
+def _carry_out(e: BlockEmitter, ins: Instruction, kind: str) -> None:
+    """add.cc / sub.cc / addc / subc: the condition-code bit is a block-local variable."""
+    bits = BITS_OF_KIND[kind]
+    if bits != 32:
+        raise ValueError("64-bit carry chains")
+    a, b = (f"{e.value(x, 'u32')}.astype(i64)" for x in ins.operands[1:3])
+    sign = "-" if ins.parts[0].startswith("sub") else "+"
+    carry = f" {sign} w.carry" if ins.parts[0].endswith("c") else ""
+    wide = e.temporary()
+    e.line(f"{wide} = {a} {sign} {b}{carry}")
+    if "cc" in ins.parts:
+        e.line(f"w.carry = ({wide} >> 32) & 1")
+    e.define(ins.operands[0], f"{wide}.astype(u32)", "u32")
+
+
+@emits("addc", "subc")
+def carry_in(e: BlockEmitter, ins: Instruction) -> None:
+    _carry_out(e, ins, KIND_OF_TYPE[type_of(ins)])
+
+
+@emits("rem")
+def remainder(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[type_of(ins)]
+    a, b = (e.value(x, kind) for x in ins.operands[1:3])
+    e.define(ins.operands[0], f"remainder({a}, {b})", kind)
+
+
+@emits("mad", "madc")
+def multiply_add(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[type_of(ins)]
+    if ins.parts[0] == "madc" or "cc" in ins.parts:
+        raise ValueError("carry chain")
+    if kind == "f32":
+        a, b, c = (e.value(x, kind) for x in ins.operands[1:4])
+        e.define(ins.operands[0], f"fma({a}, {b}, {c})", kind)
+    elif "wide" in ins.parts:
+        c = e.value(ins.operands[3], _wide(kind))
+        e.define(ins.operands[0], f"{_wide_product(e, ins, kind)} + {c}", _wide(kind))
+    elif "hi" in ins.parts:
+        a, b, c = (e.value(x, kind) for x in ins.operands[1:4])
+        e.define(ins.operands[0], f"multiply_high({a}, {b}) + {c}", kind)
+    else:
+        a, b, c = (e.value(x, UNSIGNED[BITS_OF_KIND[kind]]) for x in ins.operands[1:4])
+        e.define(ins.operands[0], f"{a} * {b} + {c}", UNSIGNED[BITS_OF_KIND[kind]])
+
+
+@emits("and", "or", "xor")
+def logic(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[type_of(ins)]
+    a, b = (e.value(x, kind) for x in ins.operands[1:3])
+    e.define(ins.operands[0], f"{a} {_SYMBOLS[ins.parts[0]]} {b}", kind)
+
+
+@emits("not")
+def invert(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[type_of(ins)]
+    e.define(ins.operands[0], f"~{e.value(ins.operands[1], kind)}", kind)
+
+
+@emits("cnot")
+def logical_not(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[type_of(ins)]
+    e.define(ins.operands[0], f"({e.value(ins.operands[1], kind)} == 0).astype({kind})", kind)
+
+
+@emits("lop3")
+def lookup(e: BlockEmitter, ins: Instruction) -> None:
+    a, b, c = (e.value(x, "u32") for x in ins.operands[1:4])
+    e.define(ins.operands[0], f"lookup3({a}, {b}, {c}, {int(ins.operands[4], 0)})", "u32")
+
+
+@emits("shl")
+def shift_left(e: BlockEmitter, ins: Instruction) -> None:
+    kind = UNSIGNED[TYPE_BITS[type_of(ins)]]
+    bits = BITS_OF_KIND[kind]
+    a = e.value(ins.operands[1], kind)
+    count = ins.operands[2]
+    if count.isdigit() and int(count) < bits:
+        e.define(ins.operands[0], f"{a} << {e.constant(int(count), kind)}", kind)
+    else:
+        e.define(ins.operands[0], f"shift_left({a}, {e.value(count, 'u32')}, {bits})", kind)
+
+
+@emits("shr")
+def shift_right(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[type_of(ins)]
+    bits = BITS_OF_KIND[kind]
+    a = e.value(ins.operands[1], kind)
+    count = ins.operands[2]
+    if count.isdigit() and int(count) < bits:
+        e.define(ins.operands[0], f"{a} >> {e.constant(int(count), kind)}", kind)
+    else:
+        name = "shift_right_signed" if kind.startswith("s") else "shift_right"
+        e.define(ins.operands[0], f"{name}({a}, {e.value(count, 'u32')}, {bits})", kind)
+
+
+@emits("shf")
+def funnel_shift(e: BlockEmitter, ins: Instruction) -> None:
+    low, high, count = (e.value(x, "u32") for x in ins.operands[1:4])
+    left, clamp = ins.parts[1] == "l", ins.parts[2] == "clamp"
+    e.define(ins.operands[0], f"funnel_shift({low}, {high}, {count}, {left}, {clamp})", "u32")
+
+
+@emits("bfe")
+def bit_field_extract(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[type_of(ins)]
+    a = e.value(ins.operands[1], kind)
+    p, n = (e.value(x, "u32") for x in ins.operands[2:4])
+    e.define(ins.operands[0], f"extract_bits({a}, {p}, {n})", kind)
+
+
+@emits("bfi")
+def bit_field_insert(e: BlockEmitter, ins: Instruction) -> None:
+    kind = UNSIGNED[TYPE_BITS[type_of(ins)]]
+    a, b = (e.value(x, kind) for x in ins.operands[1:3])
+    p, n = (e.value(x, "u32") for x in ins.operands[3:5])
+    e.define(ins.operands[0], f"insert_bits({a}, {b}, {p}, {n})", kind)
+
+
+@emits("brev", "popc", "clz", "bfind")
+def bit_scan(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[type_of(ins)]
+    bits = BITS_OF_KIND[kind]
+    stem = ins.parts[0]
+    a = e.value(ins.operands[1], kind)
+    if stem == "brev":
+        e.define(ins.operands[0], f"reverse_bits({a})", kind)
+    elif stem == "popc":
+        e.define(ins.operands[0], f"np.bitwise_count({a}).astype(u32)", "u32")
+    elif stem == "clz":
+        e.define(ins.operands[0], f"u32({bits - 1}) - find_highest({a})", "u32")
+    else:
+        if kind.startswith("s"):
+            a = f"where({a} < 0, ~{a}, {a}).view({DTYPES[UNSIGNED[bits]]})"
+        out = f"find_highest({a})"
+        if "shiftamt" in ins.parts:
+            out = f"where({out} == u32(0xffffffff), {out}, u32({bits - 1}) - {out})"
+        e.define(ins.operands[0], out, "u32")
+
+
+@emits("prmt")
+def permute(e: BlockEmitter, ins: Instruction) -> None:
+    if len(ins.parts) > 2:
+        raise ValueError("prmt mode")
+    a, b, s = (e.value(x, "u32") for x in ins.operands[1:4])
+    e.define(ins.operands[0], f"permute_bytes({a}, {b}, {s})", "u32")
+
+
+@emits("dp4a")
+def dot4(e: BlockEmitter, ins: Instruction) -> None:
+    types = [p for p in ins.parts if p in ("u32", "s32")]
+    a = f"words({e.value(ins.operands[1], 'u32')}, {'i8' if types[0] == 's32' else 'u8'})"
+    b = f"words({e.value(ins.operands[2], 'u32')}, {'i8' if types[1] == 's32' else 'u8'})"
+    c = e.value(ins.operands[3], "s32")
+    e.define(ins.operands[0], f"({a}.astype(i32) * {b}).sum(1, dtype=i32) + {c}", "s32")
+
+
+@emits("neg", "abs")
+def negate(e: BlockEmitter, ins: Instruction) -> None:
+    name = type_of(ins)
+    kind = KIND_OF_TYPE[name]
+    a = e.value(ins.operands[1], kind)
+    if name in ("bf16", "bf16x2", "f16", "f16x2", "f32"):
+        unsigned = UNSIGNED[BITS_OF_KIND[kind]]
+        sign = {"bf16": 0x8000, "f16": 0x8000, "f32": 0x80000000}.get(name, 0x80008000)
+        a = e.value(ins.operands[1], unsigned)
+        if ins.parts[0] == "neg":
+            e.define(ins.operands[0], f"{a} ^ {e.constant(sign, unsigned)}", unsigned)
+        else:
+            e.define(ins.operands[0], f"{a} & {e.constant(~sign, unsigned)}", unsigned)
+    else:
+        e.define(ins.operands[0], f"-{a}" if ins.parts[0] == "neg" else f"np.abs({a})", kind)
+
+
+_COMPARE = {
+    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+    "lo": "<", "ls": "<=", "hi": ">", "hs": ">=",
+}  # fmt: skip
+_UNORDERED = {"equ": "!=", "neu": "==", "ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}
+
+
+def _comparison(op: str, a: str, b: str, is_float: bool) -> str:
+    if op == "num":
+        return f"(({a} == {a}) & ({b} == {b}))"
+    if op == "nan":
+        return f"(({a} != {a}) | ({b} != {b}))"
+    if op == "equ":
+        return f"(({a} == {b}) | ({a} != {a}) | ({b} != {b}))"
+    if op in _UNORDERED:
+        return f"(~({a} {_UNORDERED[op]} {b}))"
+    if op == "ne" and is_float:
+        return f"(({a} != {b}) & ({a} == {a}) & ({b} == {b}))"
+    return f"({a} {_COMPARE[op]} {b})"
+
+
+@emits("setp", "set")
+def set_predicate(e: BlockEmitter, ins: Instruction) -> None:
+    name = type_of(ins)
+    kind = KIND_OF_TYPE[name]
+    a, b = (e.value(x, kind) for x in ins.operands[1:3])
+    if name in ("bf16", "f16"):
+        a, b = (f"f32_of_{name}({e.value(x, 'u16')})" for x in ins.operands[1:3])
+    out = _comparison(ins.parts[1], a, b, name[0] in "bf" and name not in TYPE_B)
+    if ins.parts[2] in ("and", "or", "xor"):
+        symbol = _SYMBOLS[ins.parts[2]]
+        out = f"({out} {symbol} {e.value(ins.operands[3], 'p')})"
+    if ins.parts[0] == "set":
+        result = ins.parts[2] if ins.parts[2] in TYPE_BITS else ins.parts[3]
+        one = "f32(1)" if result == "f32" else "u32(0xffffffff)"
+        e.define(ins.operands[0], f"where({out}, {one}, {one[:3]}(0))", KIND_OF_TYPE[result])
+    elif "|" in ins.operands[0]:
+        first, second = ins.operands[0].split("|")
+        both = e.temporary()
+        e.line(f"{both} = {out}")
+        e.define(first, both, "p")
+        e.define(second, f"~{both}", "p")
+    else:
+        e.define(ins.operands[0], out, "p")
+
+
+TYPE_B = ("b8", "b16", "b32", "b64")
+
+
+@emits("selp")
+def select(e: BlockEmitter, ins: Instruction) -> None:
+    kind = _move_kind(e, ins.operands[1:3], KIND_OF_TYPE[type_of(ins)])
+    a, b = (e.value(x, kind) for x in ins.operands[1:3])
+    e.define(ins.operands[0], f"where({e.value(ins.operands[3], 'p')}, {a}, {b})", kind)
+
+
+def _move_kind(e: BlockEmitter, sources: list[str], kind: str) -> str:
+    """Keep float registers float when bits are only moved: fewer views."""
+    if kind == "u32" and any(e.entry.width(s) and "f32" in e.kinds(s) for s in sources):
+        return "f32"
+    return kind
+
+
+@emits("mov")
+def move(e: BlockEmitter, ins: Instruction) -> None:
+    target, source = ins.operands
+    name = type_of(ins)
+    bits = TYPE_BITS[name]
+    if name == "b128":
+        _move_128(e, target, source)
+    elif target.startswith("{"):
+        parts = e.vector(target)
+        unsigned = UNSIGNED[bits // len(parts)]
+        split = e.temporary()
+        e.line(f"{split} = words({e.value(source, UNSIGNED[bits])}, {DTYPES[unsigned]})")
+        for i, register in enumerate(parts):
+            if register != "_":
+                e.define(register, f"{split}[:, {i}]", unsigned)
+    elif source.startswith("{"):
+        parts = e.vector(source)
+        unsigned = UNSIGNED[bits // len(parts)]
+        if len(parts) == 2:
+            low, high = (e.value(p, unsigned) for p in parts)
+            e.define(target, f"pack{bits}({low}, {high})", UNSIGNED[bits])
+        else:
+            stacked = ", ".join(e.value(p, unsigned) for p in parts)
+            dtype = DTYPES[UNSIGNED[bits]]
+            e.define(target, f"np.stack(({stacked}), 1).view({dtype})[:, 0]", UNSIGNED[bits])
+    else:
+        kind = _move_kind(e, [source], KIND_OF_TYPE[name])
+        e.define(target, e.value(source, kind), kind)
+
+
+def _move_128(e: BlockEmitter, target: str, source: str) -> None:
+    if target.startswith("{"):
+        value = e.value(source, "u128")
+        for i, register in enumerate(e.vector(target)):
+            if register != "_":
+                e.define(register, f"contiguous({value}[:, {i}])", "u64")
+    elif source.startswith("{"):
+        low, high = (e.value(p, "u64") for p in e.vector(source))
+        e.define(target, f"np.stack(({low}, {high}), 1)", "u128")
+    else:
+        e.define(target, e.value(source, "u128"), "u128")

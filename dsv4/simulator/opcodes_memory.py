@@ -1,0 +1,188 @@
+"""Emitters for loads, stores, atomics, matrix loads and non-bulk asynchronous copies."""
+
+from __future__ import annotations
+
+import re
+
+from dsv4.simulator.codegen import (
+    BITS_OF_KIND,
+    DTYPES,
+    KIND_OF_TYPE,
+    UNSIGNED,
+    BlockEmitter,
+    emits,
+    type_of,
+)
+from dsv4.simulator.ptx.parser import Instruction
+
+_SPACES = ("param", "shared", "global", "local", "const")
+_STRONG = ("acquire", "relaxed", "volatile", "mmio")
+
+
+def _space(ins: Instruction) -> str:
+    for part in ins.parts[1:]:
+        stem = part.split("::")[0]
+        if stem in _SPACES:
+            return "global" if stem == "const" else stem
+    return "generic"
+
+
+def _count(ins: Instruction) -> int:
+    return next((int(p[1:]) for p in ins.parts if re.fullmatch(r"v\d", p)), 1)
+
+
+@emits("ld", "ldu")
+def load(e: BlockEmitter, ins: Instruction) -> None:
+    space, count = _space(ins), _count(ins)
+    kind = KIND_OF_TYPE[type_of(ins)]
+    targets = e.vector(ins.operands[0])
+    out = e.temporary()
+    if kind == "u128":
+        raise ValueError("128-bit element load")
+    bits = BITS_OF_KIND[kind]
+    e.mark()
+    if space == "param":
+        e.line(f"{out} = {_load_param(e, ins, count, bits)}")
+    else:
+        address = e.address(ins.operands[1], "u32" if space == "shared" else "u64")
+        e.line(f"{out} = load_{space}(w, {address}, {count}, {bits}, {e.mask})")
+    if space in ("global", "generic") and any(p in ins.parts for p in _STRONG):
+        # A flag another CTA may set: give the others a turn before the next block.
+        e.line(f"w.polling = True; strong_load(w, {ins.opcode!r})")
+    for i, target in enumerate(targets):
+        if target != "_":
+            view = f".view({DTYPES[kind]})" if kind[0] in "sf" else ""
+            e.define(target, f"{out}[{i}]{view}", kind)
+
+
+def _load_param(e: BlockEmitter, ins: Instruction, count: int, bits: int) -> str:
+    inner = ins.operands[1][1:-1].strip()
+    m = re.match(r"^([^\s+]+)\s*(?:\+\s*(-?\d+))?$", inner)
+    name, extra = m.group(1), int(m.group(2) or 0)
+    if name in e.entry.params:
+        return f"load_param(w, {e.entry.params[name][0] + extra}, {count}, {bits})"
+    address = e.address(ins.operands[1], "u64")
+    return f"load_generic(w, {address}, {count}, {bits}, {e.mask})"
+
+
+@emits("st")
+def store(e: BlockEmitter, ins: Instruction) -> None:
+    if "async" in ins.parts:
+        _store_async(e, ins)
+        return
+    space = _space(ins)
+    kind = UNSIGNED[BITS_OF_KIND[KIND_OF_TYPE[type_of(ins)]]]
+    bits = BITS_OF_KIND[kind]
+    e.mark()
+    if any(p in ins.parts for p in ("release", "relaxed", "volatile")) and space != "shared":
+        e.line(f"strong_store(w, {ins.opcode!r})")
+    values = ", ".join(e.value(v, kind) for v in e.vector(ins.operands[1]))
+    address = e.address(ins.operands[0], "u32" if space == "shared" else "u64")
+    e.line(f"store_{space}(w, {address}, ({values},), {bits}, {e.mask})")
+
+
+def _store_async(e: BlockEmitter, ins: Instruction) -> None:
+    """st.async: a remote store that completes bytes on an mbarrier."""
+    kind = UNSIGNED[BITS_OF_KIND[KIND_OF_TYPE[type_of(ins)]]]
+    values = ", ".join(e.value(v, kind) for v in e.vector(ins.operands[1]))
+    address, barrier = e.address(ins.operands[0], "u32"), e.address(ins.operands[2], "u32")
+    e.mark()
+    e.line(f"store_async(w, {address}, ({values},), {BITS_OF_KIND[kind]}, {barrier}, {e.mask})")
+
+
+@emits("atom", "red")
+def atomic(e: BlockEmitter, ins: Instruction) -> None:
+    if "async" in ins.parts:
+        raise ValueError("red.async")
+    returns = ins.parts[0] == "atom"
+    target = ins.operands[0] if returns else "_"
+    operands = ins.operands[1:] if returns else ins.operands
+    op = next(p for p in ins.parts if p in
+              ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"))  # fmt: skip
+    name = type_of(ins)
+    kind = KIND_OF_TYPE[name]
+    space = _space(ins)
+    if name in ("f16x2", "bf16x2", "bf16", "f16") or _count(ins) > 1:
+        _atomic_vector(e, ins, target, operands, op, name)
+        return
+    address = e.address(operands[0], "u32" if space == "shared" else "u64")
+    values = ", ".join(e.value(x, kind) for x in operands[1:])
+    e.mark()
+    out = f"atomic(w, {space!r}, {op!r}, {DTYPES[kind]}, {address}, ({values},), {e.mask})"
+    e.define(target, out, kind)
+
+
+def _atomic_vector(e, ins, target: str, operands: list[str], op: str, name: str) -> None:
+    """Vector or half-precision add: element by element, lanes ascending."""
+    space = _space(ins)
+    address = e.address(operands[0], "u32" if space == "shared" else "u64")
+    kind = KIND_OF_TYPE[name]
+    values = ", ".join(e.value(x, kind) for x in e.vector(operands[1]))
+    out = e.temporary()
+    e.mark()
+    e.line(
+        f"{out} = atomic_vector(w, {space!r}, {op!r}, {name!r}, {address}, ({values},), {e.mask})"
+    )
+    if target != "_":
+        for i, register in enumerate(e.vector(target)):
+            e.define(register, f"{out}[{i}]", kind)
+
+
+@emits("ldmatrix")
+def load_matrix(e: BlockEmitter, ins: Instruction) -> None:
+    count = next(int(p[1:]) for p in ins.parts if re.fullmatch(r"x[124]", p))
+    address = e.address(ins.operands[1], "u32")
+    out = e.temporary()
+    e.mark()
+    if "m8n8" in ins.parts and type_of(ins) == "b16":
+        trans = "trans" in ins.parts
+        e.line(f"{out} = load_matrix(w, {address}, {count}, {trans}, {e.mask})")
+    elif "m16n16" in ins.parts and type_of(ins) == "b8":
+        e.line(f"{out} = load_matrix_b8(w, {address}, {count}, {e.mask})")
+    else:
+        raise ValueError("ldmatrix shape")
+    for i, target in enumerate(e.vector(ins.operands[0])):
+        e.define(target, f"{out}[{i}]", "u32")
+
+
+@emits("stmatrix")
+def store_matrix(e: BlockEmitter, ins: Instruction) -> None:
+    if "m8n8" not in ins.parts or type_of(ins) != "b16":
+        raise ValueError("stmatrix shape")
+    values = ", ".join(e.value(v, "u32") for v in e.vector(ins.operands[1]))
+    address = e.address(ins.operands[0], "u32")
+    e.mark()
+    e.line(f"store_matrix(w, {address}, ({values},), {'trans' in ins.parts}, {e.mask})")
+
+
+@emits("cp.async")
+def copy_async(e: BlockEmitter, ins: Instruction) -> None:
+    target, source = e.address(ins.operands[0], "u32"), e.address(ins.operands[1], "u64")
+    size = int(ins.operands[2], 0)
+    limit = e.value(ins.operands[3], "u32") if len(ins.operands) > 3 else "None"
+    e.mark()
+    e.line(f"copy_async(w, {target}, {source}, {size}, {limit}, {e.mask})")
+
+
+@emits("cp.async.commit_group")
+def copy_commit(e: BlockEmitter, ins: Instruction) -> None:
+    e.line("copy_commit(w)")
+
+
+@emits("cp.async.wait_group")
+def copy_wait(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    e.line(f"copy_wait(w, {int(ins.operands[0], 0)})")
+
+
+@emits("cp.async.wait_all")
+def copy_wait_all(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    e.line("copy_wait_all(w)")
+
+
+@emits("cp.async.mbarrier")
+def copy_arrive(e: BlockEmitter, ins: Instruction) -> None:
+    address = e.address(ins.operands[0], "u32")
+    e.mark()
+    e.line(f"copy_arrive(w, {address}, {'noinc' in ins.parts}, {e.mask})")

@@ -1,0 +1,118 @@
+"""Emitters for tcgen05 instructions."""
+
+from __future__ import annotations
+
+import re
+
+from dsv4.simulator.codegen import BLOCKED, BlockEmitter, emits
+from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.tcgen05 import REGISTERS_PER_REPEAT
+
+
+def _group(ins: Instruction) -> int:
+    return 2 if "cta_group::2" in ins.parts else 1
+
+
+@emits("tcgen05.alloc")
+def allocate(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    target, columns = e.address(ins.operands[0], "u32"), e.value(ins.operands[1], "u32")
+    e.line(
+        f"if not allocate(w, {target}, {columns}, {_group(ins)}, store_shared): return {BLOCKED}"
+    )
+
+
+@emits("tcgen05.dealloc")
+def deallocate(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    e.line(f"deallocate(w, {e.value(ins.operands[0], 'u32')}, {e.value(ins.operands[1], 'u32')})")
+
+
+@emits("tcgen05.relinquish_alloc_permit")
+def relinquish(e: BlockEmitter, ins: Instruction) -> None:
+    e.line("relinquish(w)")
+
+
+@emits(
+    "tcgen05.fence",
+    "tcgen05.fence::before_thread_sync",
+    "tcgen05.fence::after_thread_sync",
+)
+def fence(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    e.line(f"fence(w, {ins.opcode!r})")
+
+
+@emits("tcgen05.wait::ld", "tcgen05.wait::st")
+def wait(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    e.line(f"tmem_wait(w, {ins.parts[1][-2:]!r})")
+
+
+def _shape(ins: Instruction) -> tuple[str, int]:
+    shape = next(p for p in ins.parts if p in REGISTERS_PER_REPEAT)
+    repeats = next(int(p[1:]) for p in ins.parts if re.fullmatch(r"x\d+", p))
+    return shape, repeats
+
+
+@emits("tcgen05.ld")
+def load(e: BlockEmitter, ins: Instruction) -> None:
+    if "red" in ins.parts:
+        raise ValueError("tcgen05.ld.red")
+    e.mark()
+    shape, repeats = _shape(ins)
+    registers = e.vector(ins.operands[0])
+    if len(registers) != repeats * REGISTERS_PER_REPEAT[shape]:
+        raise ValueError("register count")
+    half = int(ins.operands[2], 0) if len(ins.operands) > 2 else 0
+    packed = "pack::16b" in ins.parts
+    indices = tuple(e.registers.index[r] for r in registers)
+    address = e.address(ins.operands[1], "u32")
+    e.line(f"tmem_load(w, {address}, {shape!r}, {repeats}, {half}, {packed}, {indices}, {e.mask})")
+
+
+@emits("tcgen05.st")
+def store(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    shape, repeats = _shape(ins)
+    registers = e.vector(ins.operands[-1])
+    if len(registers) != repeats * REGISTERS_PER_REPEAT[shape]:
+        raise ValueError("register count")
+    half = int(ins.operands[1], 0) if len(ins.operands) > 2 else 0
+    packed = "unpack::16b" in ins.parts
+    values = ", ".join(e.value(r, "u32") for r in registers)
+    address = e.address(ins.operands[0], "u32")
+    e.line(
+        f"tmem_store(w, {address}, {shape!r}, {repeats}, {half}, {packed}, ({values},), {e.mask})"
+    )
+
+
+@emits("tcgen05.mma")
+def multiply(e: BlockEmitter, ins: Instruction) -> None:
+    if {"ws", "sp", "block_scale"} & set(ins.parts):
+        raise ValueError("tcgen05.mma variant")
+    e.mark()
+    kind = next(p for p in ins.parts if p.startswith("kind::")).removeprefix("kind::")
+    a_in_tmem = ins.operands[1].startswith("[")
+    d = e.address(ins.operands[0], "u32")
+    a = e.address(ins.operands[1], "u32") if a_in_tmem else e.value(ins.operands[1], "u64")
+    b, bits = e.value(ins.operands[2], "u64"), e.value(ins.operands[3], "u32")
+    rest = ins.operands[4:]
+    disabled = ""
+    if rest[0].startswith("{"):
+        disabled = "".join(f"{e.value(x, 'u32')}, " for x in e.vector(rest[0]))
+        rest = rest[1:]
+    accumulate = e.value(rest[0], "p")
+    scale = int(rest[1], 0) if len(rest) > 1 else None
+    e.line(
+        f"issue_multiply(w, {_group(ins)}, {kind!r}, {d}, {a}, {a_in_tmem}, {b}, {bits}, "
+        f"{accumulate}, ({disabled}), {scale}, {e.mask})"
+    )
+
+
+@emits("tcgen05.commit")
+def commit(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    barrier = e.address(ins.operands[0], "u32")
+    multicast = e.value(ins.operands[1], "u16") if len(ins.operands) > 1 else "None"
+    e.line(f"commit(w, {_group(ins)}, {barrier}, {multicast}, {e.mask})")

@@ -1,0 +1,1 @@
+"""Reading PTX: text to instructions, instructions to basic blocks."""

@@ -1,0 +1,315 @@
+"""PTX text to instructions, registers and symbols of its entry functions.
+
+Only the grammar that NVVM and CuTeDSL emit is read. Registers and labels declared inside a nested
+scope (inline assembly is full of those) get unique names, so that an entry is one flat list.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+from dataclasses import dataclass, field
+
+from dsv4.simulator.errors import UnsupportedInstruction
+
+TYPE_BITS = {
+    "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16,
+    "b32": 32, "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64,
+    "s64": 64, "f64": 64, "f32x2": 64, "b128": 128,
+}  # fmt: skip
+
+_IDENTIFIER = re.compile(r"(?<![\w%$.])[A-Za-z_$][\w$]*")
+_LABEL = re.compile(r"([$\w%]+)\s*:(?!:)")
+_SCOPED_REGISTER = re.compile(r"\.reg\s+\.(\w+)\s+([^;]+);")
+_SCOPED_LABEL = re.compile(r"(?:^|[;{}\n])\s*([$A-Za-z_][\w$]*)\s*:(?!:)")
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
+
+
+@dataclass(slots=True)
+class Instruction:
+    """One PTX instruction: `@guard opcode operands` and where it came from."""
+
+    index: int
+    opcode: str
+    parts: tuple[str, ...]
+    operands: list[str]
+    guard: str | None
+    negated: bool
+    text: str
+    ptx_line: int
+    source: tuple[str, int] | None
+
+    def where(self) -> str:
+        """Both places a reader wants: the PTX line and the kernel's Python line."""
+        python = f"{self.source[0]}:{self.source[1]}" if self.source else "no line information"
+        return f"PTX line {self.ptx_line} `{self.text[:120]}` ({python})"
+
+
+@dataclass
+class Symbol:
+    """A variable in shared, local or global state space; `size` None means `extern ...[]`."""
+
+    name: str
+    space: str
+    align: int
+    size: int | None
+    init: bytes = b""
+
+
+@dataclass
+class Entry:
+    """One `.entry`: flat instructions, labels (name to instruction index), parameters, registers."""
+
+    name: str
+    params: dict[str, tuple[int, int]] = field(default_factory=dict)
+    param_bytes: int = 0
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    symbols: dict[str, Symbol] = field(default_factory=dict)
+    registers: dict[str, int] = field(default_factory=dict)
+    families: list[tuple[str, int]] = field(default_factory=list)
+    threads: tuple[int, int, int] | None = None
+
+    def width(self, register: str) -> int | None:
+        """Bits of a register, None when the name is not a register."""
+        bits = self.registers.get(register)
+        if bits is None:
+            for prefix, family_bits in self.families:
+                if register.startswith(prefix) and register[len(prefix) :].isdigit():
+                    self.registers[register] = bits = family_bits
+                    break
+        return bits
+
+
+@dataclass
+class Module:
+    """A PTX translation unit."""
+
+    target: str
+    entries: dict[str, Entry]
+
+
+def split_operands(text: str) -> list[str]:
+    """Split at commas outside brackets."""
+    out, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        if c in "[{(":
+            depth += 1
+        elif c in "]})":
+            depth -= 1
+        elif c == "," and depth == 0:
+            out.append(text[start:i].strip())
+            start = i + 1
+    tail = text[start:].strip()
+    return [*out, tail] if tail else out
+
+
+def parse_module(text: str) -> Module:
+    """Parse one PTX module. Raises UnsupportedInstruction for constructs no CuTeDSL kernel uses."""
+    # Comments become blanks of the same length: line numbers stay those of the text.
+    clean = re.sub(r"//[^\n]*", "", text)
+    clean = re.sub(r"/\*.*?\*/", lambda m: re.sub(r"[^\n]", " ", m.group(0)), clean, flags=re.S)
+    target = re.search(r"\.target\s+(\w+)", clean)
+    files = {int(n): path for n, path in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', clean)}
+    newlines = [m.start() for m in re.finditer("\n", clean)]
+    entries: dict[str, Entry] = {}
+    spans = []
+    for match in re.finditer(r"\.entry\s+([\w$]+)\s*\(", clean):
+        reader = _EntryReader(clean, match, files, newlines)
+        entries[match.group(1)] = reader.read()
+        spans.append((match.start(), reader.end))
+    outside, position = [], 0
+    for start, end in spans:
+        outside.append(clean[position:start])
+        position = end
+    outside.append(clean[position:])
+    module_symbols = {s.name: s for s in map(_symbol, _declarations("".join(outside))) if s}
+    for entry in entries.values():
+        entry.symbols = {**module_symbols, **entry.symbols}
+    return Module(target.group(1) if target else "", entries)
+
+
+def _declarations(text: str) -> list[str]:
+    return re.findall(r"\.(?:shared|global|const|local)\s[^;]*;", text)
+
+
+def _symbol(declaration: str) -> Symbol | None:
+    m = re.match(
+        r"\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)"
+        r"(\[(\d*)\])?\s*(?:=\s*(.*?))?;?\s*$",
+        declaration.strip().rstrip(";"),
+        flags=re.S,
+    )
+    if m is None:
+        return None
+    space, align, kind, name, array, count, init = m.groups()
+    unit = TYPE_BITS[kind] // 8
+    size = unit if array is None else (int(count) * unit if count else None)
+    data = b""
+    if init:
+        values = [int(v, 0) for v in re.findall(r"-?(?:0x[0-9a-fA-F]+|\d+)", init)]
+        data = b"".join((v % (1 << (8 * unit))).to_bytes(unit, "little") for v in values)
+    return Symbol(name, "global" if space == "const" else space, int(align or unit), size, data)
+
+
+class _EntryReader:
+    """Reads one entry body statement by statement, keeping the stack of scopes."""
+
+    def __init__(self, text: str, match: re.Match, files: dict[int, str], newlines: list[int]):
+        self.text, self.files, self.newlines = text, files, newlines
+        self.entry = Entry(match.group(1))
+        self.at = match.end()
+        self.end = self.at
+        self.scopes: list[dict[str, str]] = [{}]
+        self.scope_count = 0
+        self.source: tuple[str, int] | None = None
+
+    def read(self) -> Entry:
+        close = self.text.index(")", self.at)
+        self._read_params(self.text[self.at : close])
+        body = self.text.index("{", close)
+        header = re.search(r"\.reqntid\s+([\d,\s]+)", self.text[close:body])
+        if header:
+            dims = [int(v) for v in header.group(1).replace(" ", "").strip().split(",") if v]
+            self.entry.threads = tuple((dims + [1, 1])[:3])
+        self.at = body + 1
+        while self._statement():
+            pass
+        self.end = self.at
+        self.entry.families.sort(key=lambda family: -len(family[0]))
+        return self.entry
+
+    def _read_params(self, text: str) -> None:
+        offset = 0
+        for declaration in split_operands(text):
+            m = re.match(
+                r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s.*?)?([\w$]+)(?:\[(\d+)\])?$",
+                declaration.strip(),
+                flags=re.S,
+            )
+            if m is None:
+                raise UnsupportedInstruction(f"kernel parameter `{declaration}`")
+            align, kind, name, count = m.groups()
+            unit = TYPE_BITS[kind] // 8
+            size = unit * int(count) if count else unit
+            align = int(align) if align else unit
+            offset = -(-offset // align) * align
+            self.entry.params[name] = (offset, size)
+            offset += size
+        self.entry.param_bytes = offset
+
+    def _statement(self) -> bool:
+        """Consume one statement; False after the body's closing brace."""
+        text = self.text
+        while text[self.at].isspace():
+            self.at += 1
+        c = text[self.at]
+        if c == "{":
+            self._open_scope()
+            return True
+        if c == "}":
+            self.at += 1
+            self.scopes.pop()
+            return bool(self.scopes)
+        if c == ";":
+            self.at += 1
+            return True
+        label = _LABEL.match(text, self.at)
+        if label:
+            self.entry.labels[self._rename(label.group(1))] = len(self.entry.instructions)
+            self.at = label.end()
+            return True
+        if c == ".":
+            self._directive()
+            return True
+        start = self.at
+        end = text.index(";", start)
+        self.at = end + 1
+        self._instruction(" ".join(text[start:end].split()), start)
+        return True
+
+    def _open_scope(self) -> None:
+        depth, end = 0, self.at
+        while True:
+            depth += {"{": 1, "}": -1}.get(self.text[end], 0)
+            if depth == 0:
+                break
+            end += 1
+        body = self.text[self.at + 1 : end]
+        self.scope_count += 1
+        names: dict[str, str] = {}
+        for kind, declared in _SCOPED_REGISTER.findall(body):
+            for name in (n.strip() for n in declared.split(",")):
+                unique = f"%s{self.scope_count}_{name.lstrip('%')}"
+                names[name] = unique
+                self.entry.registers[unique] = TYPE_BITS[kind]
+        for name in _SCOPED_LABEL.findall(body):
+            names[name] = f"$s{self.scope_count}_{name}"
+        self.scopes.append(names)
+        self.at += 1
+
+    def _directive(self) -> None:
+        text = self.text
+        loc = _LOC.match(text, self.at)
+        if loc:
+            file, line = int(loc.group(1)), int(loc.group(2))
+            if line:
+                self.source = (self.files.get(file, "?"), line)
+            self.at = text.index("\n", self.at)
+            return
+        end = text.index(";", self.at)
+        statement = " ".join(text[self.at : end].split())
+        self.at = end + 1
+        if statement.startswith(".reg"):
+            if len(self.scopes) == 1:
+                self._registers(statement)
+        elif statement.startswith((".local", ".shared")):
+            symbol = _symbol(statement)
+            if symbol is None:
+                raise UnsupportedInstruction(f"declaration `{statement}`")
+            self.entry.symbols[symbol.name] = symbol
+        elif not statement.startswith(".pragma"):
+            raise UnsupportedInstruction(f"directive `{statement}` inside a kernel")
+
+    def _registers(self, statement: str) -> None:
+        kind, declared = re.match(r"\.reg\s+\.(\w+)\s+(.*)", statement).groups()
+        for name in (n.strip() for n in declared.split(",")):
+            family = re.match(r"(.*)<(\d+)>", name)
+            if family:
+                self.entry.families.append((family.group(1), TYPE_BITS[kind]))
+            else:
+                self.entry.registers[name] = TYPE_BITS[kind]
+
+    def _rename(self, text: str) -> str:
+        if len(self.scopes) == 1:
+            return text
+
+        def scoped(match: re.Match) -> str:
+            name = match.group(0)
+            for scope in reversed(self.scopes):
+                if name in scope:
+                    return scope[name]
+            return name
+
+        return re.sub(r"%[\w$]+", scoped, _IDENTIFIER.sub(scoped, text))
+
+    def _instruction(self, statement: str, position: int) -> None:
+        statement = self._rename(statement)
+        guard, negated, rest = None, False, statement
+        m = re.match(r"@(!?)(\S+)\s+(.*)", statement)
+        if m:
+            negated, guard, rest = bool(m.group(1)), m.group(2), m.group(3)
+        opcode, _, operands = rest.partition(" ")
+        self.entry.instructions.append(
+            Instruction(
+                index=len(self.entry.instructions),
+                opcode=opcode,
+                parts=tuple(opcode.split(".")),
+                operands=split_operands(operands),
+                guard=guard,
+                negated=negated,
+                text=statement,
+                ptx_line=bisect.bisect_left(self.newlines, position) + 1,
+                source=self.source,
+            )
+        )

@@ -1,0 +1,121 @@
+/* Stands in for the kernel compiler's CUDA runtime library: hands launches to a callback.
+ *
+ * Every symbol carries the prefix dsv4sim so that it cannot meet the real library, which may be
+ * loaded in the same process. Device attribute 97 is the shared memory a block may opt into. */
+#include <stdint.h>
+#include <string.h>
+
+typedef int (*launch_callback)(const char *kernel, const uint32_t *grid, const uint32_t *block,
+                               uint64_t shared, const void *attributes, uint32_t count,
+                               void **arguments);
+
+struct launch_config {
+  uint32_t grid[3], block[3];
+  uint64_t shared;
+  void *stream;
+  void *attributes;
+  uint32_t count;
+};
+
+static launch_callback callback;
+static int multiprocessors = 148, capability_major = 10, shared_limit = 232448;
+
+void dsv4sim_configure(launch_callback on_launch, int sms, int major, int shared) {
+  callback = on_launch;
+  multiprocessors = sms;
+  capability_major = major;
+  shared_limit = shared;
+}
+
+int dsv4sim_cudaLaunchKernelEx(struct launch_config *c, void *kernel, void **arguments) {
+  if (!callback) return 1;
+  return callback(kernel, c->grid, c->block, c->shared, c->attributes, c->count, arguments);
+}
+
+int dsv4sim_cudaLaunchKernel(void *kernel, uint32_t gx, uint32_t gy, uint32_t gz, uint32_t bx,
+                             uint32_t by, uint32_t bz, void **arguments, uint64_t shared,
+                             void *stream) {
+  uint32_t grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
+  (void)stream;
+  if (!callback) return 1;
+  return callback(kernel, grid, block, shared, 0, 0, arguments);
+}
+
+/* The handle of a kernel is its name: the string lives in the compiled module's stack, so copy. */
+int dsv4sim_cudaLibraryGetKernel(void **kernel, void *library, const char *name) {
+  (void)library;
+  *kernel = strdup(name);
+  return 0;
+}
+
+int dsv4sim_cudaLibraryLoadData(void **library, const void *code, void *a, void *b, int n, void *c,
+                                void *d, int m) {
+  (void)code; (void)a; (void)b; (void)n; (void)c; (void)d; (void)m;
+  *library = (void *)1;
+  return 0;
+}
+
+int dsv4sim_cudaLibraryUnload(void *library) { (void)library; return 0; }
+
+int dsv4sim_cuKernelGetAttribute(int *value, int attribute, void *kernel, int device) {
+  (void)attribute; (void)kernel; (void)device;
+  *value = 0;
+  return 0;
+}
+
+int dsv4sim_cudaDeviceGetAttribute(int *value, int attribute, int device) {
+  (void)device;
+  switch (attribute) {
+    case 16: *value = multiprocessors; break;
+    case 75: *value = capability_major; break;
+    case 97: *value = shared_limit; break;
+    default: *value = 0;
+  }
+  return 0;
+}
+
+int dsv4sim_cudaGetDevice(int *device) { *device = 0; return 0; }
+int dsv4sim_cudaSetDevice(int device) { (void)device; return 0; }
+int dsv4sim_cudaGetDeviceCount(int *count) { *count = 1; return 0; }
+
+int dsv4sim_cudaKernelSetAttributeForDevice(void *k, int a, int v, int d) {
+  (void)k; (void)a; (void)v; (void)d;
+  return 0;
+}
+
+int dsv4sim_cudaFuncSetAttribute(void *k, int a, int v) { (void)k; (void)a; (void)v; return 0; }
+
+int dsv4sim_cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *k, int b, uint64_t s) {
+  (void)k; (void)b; (void)s;
+  *n = 1;
+  return 0;
+}
+
+int dsv4sim_cudaDeviceSynchronize(void) { return 0; }
+int dsv4sim_cudaStreamSynchronize(void *stream) { (void)stream; return 0; }
+
+int dsv4sim_cudaMemset(void *p, int value, uint64_t n) { memset(p, value, n); return 0; }
+
+int dsv4sim_cudaMemsetAsync(void *p, int value, uint64_t n, void *stream) {
+  (void)stream;
+  memset(p, value, n);
+  return 0;
+}
+
+int dsv4sim_cuda_dialect_init_library_once(void **state, int (*init)(void *),
+                                          int (*load)(void *, int), void *set_error) {
+  int error;
+  (void)set_error;
+  if (*state) return 0;
+  error = init(state);
+  return error ? error : load(state, 0);
+}
+
+void dsv4sim_cuda_dialect_unload_library_once(void **state) { (void)state; }
+void dsv4sim_CuteDSLRT_TVMFFISetRaisedCudaError(const char *text, int code) { (void)text; (void)code; }
+void dsv4sim_CuteDSLRT_TVMFFISetRaisedCudaLaunchError(const char *text, int code) { (void)text; (void)code; }
+
+const char *dsv4sim_cuda_dialect_get_error_name(int code) {
+  (void)code;
+  return "error in the simulated launch";
+}

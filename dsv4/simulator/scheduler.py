@@ -1,0 +1,195 @@
+"""Running one launch: clusters become resident, warps take turns, asynchronous work completes.
+
+Clusters start in grid order, each when the ones before it can make no more progress, so CTAs may wait
+for each other through global memory as on hardware with enough SMs.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from dataclasses import dataclass, field
+
+from dsv4.simulator.asynchronous import AsyncEngine
+from dsv4.simulator.errors import Deadlock, KernelFault
+from dsv4.simulator.memory import SYSTEM_SHARED_BYTES, Cluster, Cta, GlobalMemory
+from dsv4.simulator.program import Program, check_launchable
+from dsv4.simulator.warp import Warp
+
+SHARED_LIMIT = 227 * 1024
+IDLE_ROUNDS = 400  # rounds in which every warp only polls, before that counts as a deadlock
+
+
+@dataclass
+class LaunchConfig:
+    """What the host code asked for."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    cluster: tuple[int, int, int]
+    shared: int
+    params: list[bytes]
+
+
+@dataclass
+class Launch:
+    """One launch under way. Attributes warps and clusters share."""
+
+    config: LaunchConfig
+    program: Program
+    memory: GlobalMemory
+    schedule: str
+    seed: int
+    multiprocessors: int
+    monitor: object | None = None
+    register_budgets: dict[int, dict[int, int]] = field(default_factory=dict)
+    tensor_maps: dict[bytes, object] = field(default_factory=dict)
+    last_region: object | None = None
+    issued: dict[str, int] = field(default_factory=dict)
+    atomics_lock: object = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        check_launchable(self.program.entry, config.block)
+        self.grid, self.block, self.cluster = config.grid, config.block, config.cluster
+        self.shared, self.static_shared = config.shared, self.program.static_shared
+        self.threads = config.block[0] * config.block[1] * config.block[2]
+        self.warps = -(-self.threads // 32)
+        self.padded_threads = 32 * self.warps
+        self.cluster_size = config.cluster[0] * config.cluster[1] * config.cluster[2]
+        if any(g % c for g, c in zip(config.grid, config.cluster)):
+            raise KernelFault(f"grid {config.grid} is not a multiple of cluster {config.cluster}")
+        if config.shared + self.static_shared > SHARED_LIMIT:
+            raise KernelFault(
+                f"{config.shared + self.static_shared} bytes of shared memory, "
+                f"a CTA can have {SHARED_LIMIT}"
+            )
+        raw = bytearray(self.program.entry.param_bytes)
+        for (offset, size), value in zip(self.program.entry.params.values(), config.params):
+            raw[offset : offset + size] = value
+        self.param_bytes = bytes(raw)
+        self.random = random.Random(self.seed)
+
+    def engine_for(self, cluster: Cluster) -> AsyncEngine:
+        """The asynchronous engine of a new cluster."""
+        return AsyncEngine(self.schedule, self.seed * 1_000_003 + cluster.number)
+
+    def cluster_origins(self) -> list[tuple[int, int, int]]:
+        """First CTA of every cluster, x fastest."""
+        cx, cy, cz = self.cluster
+        gx, gy, gz = self.grid
+        return [
+            (x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx)
+        ]
+
+    def start(self, number: int, origin: tuple[int, int, int]) -> Resident:
+        """Make a cluster resident."""
+        cluster = Cluster(self, number)
+        cx, cy, _ = self.cluster
+        shared = SYSTEM_SHARED_BYTES + self.static_shared + self.shared
+        for rank in range(self.cluster_size):
+            index = (
+                origin[0] + rank % cx,
+                origin[1] + rank // cx % cy,
+                origin[2] + rank // (cx * cy),
+            )
+            cluster.ctas.append(Cta(cluster, rank, index, shared))
+        warps = [
+            Warp(self.program, cta, i, self) for cta in cluster.ctas for i in range(self.warps)
+        ]
+        cluster.warps_total = len(warps)
+        if self.monitor is not None:
+            self.monitor.start_cluster(cluster, warps)
+        return Resident(cluster, warps)
+
+
+class Resident:
+    """A cluster with its warps."""
+
+    def __init__(self, cluster: Cluster, warps: list[Warp]):
+        self.cluster, self.warps, self.live = cluster, warps, list(warps)
+
+    def round(self, launch: Launch) -> bool:
+        """Give every live warp one turn; True if anything other than polling happened."""
+        progressed = False
+        engine = self.cluster.engine
+        if launch.schedule != "eager":
+            launch.random.shuffle(self.live)
+        for warp in self.live:
+            engine.maybe_step()
+            if warp.run() and not warp.polling:
+                progressed = True
+        self.live = [warp for warp in self.live if not warp.done]
+        return progressed
+
+    def finish(self, launch: Launch) -> None:
+        """All warps are done: complete what is outstanding and check what is left behind."""
+        for warp in self.warps:
+            for group in [*warp.bulk_groups, warp.bulk_open]:
+                for operation in group:
+                    operation()
+        self.cluster.engine.drain()
+        for cta in self.cluster.ctas:
+            launch.register_budgets.pop(id(cta), None)
+            if cta.tmem_allocations:
+                held = ", ".join(f"{s}..{s + n}" for s, n in sorted(cta.tmem_allocations.items()))
+                raise KernelFault(f"{cta.name} exits with TMEM columns {held} allocated")
+        for kind, count in self.cluster.engine.issued.items():
+            launch.issued[kind] = launch.issued.get(kind, 0) + count
+        if launch.monitor is not None:
+            launch.monitor.finish_cluster(self.cluster, self.warps)
+
+
+def run_launch(launch: Launch, mine: list[tuple[int, tuple[int, int, int]]] | None = None) -> None:
+    """Run every cluster (or those in `mine`) to completion. Raises Deadlock, KernelFault."""
+    waiting = list(enumerate(launch.cluster_origins())) if mine is None else list(mine)
+    waiting.reverse()
+    width = 1 if launch.schedule == "eager" else 2
+    limit = max(1, launch.multiprocessors // launch.cluster_size)
+    resident: list[Resident] = []
+    idle = 0
+    while resident or waiting:
+        while waiting and len(resident) < width:
+            resident.append(launch.start(*waiting.pop()))
+        progressed = False
+        for cluster in list(resident):
+            if cluster.round(launch):
+                progressed = True
+            if not cluster.live:
+                cluster.finish(launch)
+                resident.remove(cluster)
+                progressed = True
+        if progressed:
+            idle = 0
+            width = max(width, 1)
+            continue
+        if any(cluster.cluster.engine.step() for cluster in resident):
+            idle = 0
+            continue
+        if waiting and len(resident) < limit:
+            resident.append(launch.start(*waiting.pop()))
+            idle = 0
+            continue
+        idle += 1
+        polling = any(warp.polling for cluster in resident for warp in cluster.live)
+        if not polling or idle > IDLE_ROUNDS:
+            raise Deadlock(describe_deadlock(resident))
+
+
+def describe_deadlock(resident: list[Resident]) -> str:
+    """Who waits for what."""
+    lines = ["no warp can make progress:"]
+    for cluster in resident:
+        for warp in cluster.live:
+            ins = _blocked_at(warp)
+            lines.append(
+                f"  {warp.cta.name} warp {warp.number} waits for {warp.waiting or 'nothing known'}"
+                f"\n    at {ins.where()}"
+            )
+    return "\n".join(lines)
+
+
+def _blocked_at(warp: Warp):
+    block = warp.program.blocks[min(warp.frames[-1].block, warp.program.exit - 1)]
+    return warp.program.entry.instructions[block.start]

@@ -1,0 +1,155 @@
+"""The 128-byte tensor map of TMA, decoded, and the boxes it moves.
+
+Layout of the map (64-bit words): 0 address; 1 format and the first stride; 2, 3 strides (in units
+of 16 bytes, 36 bits each: low words first, the high nibbles together); 4..6 sizes minus one, then
+element strides; 6, 7 box sizes minus one.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.memory import GlobalMemory
+from dsv4.simulator.numerics import bf16_of_f32, f32_of_bf16
+
+MAP_BYTES = 128
+# The hardware's element type codes.
+_ELEMENTS = {
+    0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 4: ("u64", 8), 5: ("s64", 8),
+    6: ("f16", 2), 7: ("f32", 4), 8: ("f64", 8), 9: ("f32", 4), 10: ("bf16", 2), 11: ("f32", 4),
+}  # fmt: skip
+_SWIZZLE_SPAN = {0: 0, 1: 32, 2: 64, 3: 128}
+
+
+def swizzled(address: np.ndarray, span: int) -> np.ndarray:
+    """XOR address bits 4.. with bits 7..: the 32-, 64- and 128-byte swizzles; span 0 is none."""
+    if span == 128:
+        return address ^ (((address >> 7) & 7) << 4)
+    if span == 64:
+        return address ^ (((address >> 7) & 3) << 4)
+    if span == 32:
+        return address ^ (((address >> 7) & 1) << 4)
+    return address
+
+
+class TensorMap:
+    """One decoded map: `dims`, `strides` (bytes) and `box` innermost first."""
+
+    def __init__(self, raw: bytes, memory: GlobalMemory):
+        w = struct.unpack("<16Q", raw)
+        form = w[1] & 0xFFFFFFFF
+        self.address = w[0]
+        self.rank = ((form >> 4) & 7) + 1
+        code = (form >> 7) & 15
+        if code not in _ELEMENTS or not 1 <= self.rank <= 5 or not self.address:
+            raise KernelFault(f"tensor map is not valid: {raw[:64].hex()}")
+        self.dtype, self.element = _ELEMENTS[code]
+        self.span = _SWIZZLE_SPAN[(form >> 13) & 3]
+        low = [w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF]
+        high = w[3] >> 32
+        self.strides = [self.element] + [
+            (low[i] | (((high >> (4 * i)) & 15) << 32)) << 4 for i in range(self.rank - 1)
+        ]
+        sizes = [w[4] & 0xFFFFFFFF, w[4] >> 32, w[5] & 0xFFFFFFFF, w[5] >> 32, w[6] & 0xFFFFFFFF]
+        self.dims = [size + 1 for size in sizes[: self.rank]]
+        steps = (w[6] >> 32) & 0x7FFF
+        self.steps = [((steps >> (3 * i)) & 7) + 1 for i in range(self.rank)]
+        boxes = [w[6] >> 56] + [(w[7] >> (8 * i)) & 255 for i in range(4)]
+        self.box = [-(-(b + 1) // s) for b, s in zip(boxes[: self.rank], self.steps)]
+        self.bytes = int(np.prod(self.box)) * self.element
+        self._check()
+        extent = self.element + sum((d - 1) * s for d, s in zip(self.dims, self.strides))
+        base = memory.read(self.address, extent)
+        self.view = np.lib.stride_tricks.as_strided(
+            base,
+            shape=(*reversed(self.dims), self.element),
+            strides=(*reversed(self.strides), 1),
+        )
+
+    def _check(self) -> None:
+        inner = self.box[0] * self.element
+        if self.span and inner != self.span:
+            raise KernelFault(f"box rows of {inner} bytes do not fill the {self.span}-byte swizzle")
+        if inner % 16:
+            raise KernelFault(f"box rows of {inner} bytes are not a multiple of 16")
+
+    def _slices(self, origin) -> tuple[tuple, tuple] | None:
+        """(global, box) slices of the part inside the tensor, None when nothing is inside."""
+        inside, within = [], []
+        for start, count, size, step in zip(origin, self.box, self.dims, self.steps):
+            first = max(0, -(-(-start) // step)) if start < 0 else 0
+            last = min(count, -(-(size - start) // step))
+            if last <= first:
+                return None
+            inside.append(slice(start + first * step, start + (last - 1) * step + 1, step))
+            within.append(slice(first, last))
+        return tuple(reversed(inside)), tuple(reversed(within))
+
+    def _box_shape(self) -> tuple[int, ...]:
+        return (*reversed(self.box), self.element)
+
+    def load(self, origin) -> np.ndarray:
+        """The box at `origin` (innermost first) as bytes [rows, row bytes], zero outside."""
+        box = np.zeros(self._box_shape(), np.uint8)
+        slices = self._slices(origin)
+        if slices:
+            box[slices[1]] = self.view[slices[0]]
+        return box.reshape(-1, self.box[0] * self.element)
+
+    def store(self, origin, rows: np.ndarray, op: str | None = None) -> None:
+        """Write or reduce the part of the box that lies inside the tensor."""
+        slices = self._slices(origin)
+        if not slices:
+            return
+        box = rows.reshape(self._box_shape())[slices[1]]
+        if op is None:
+            self.view[slices[0]] = box
+            return
+        target = self.view[slices[0]]
+        old = np.ascontiguousarray(target)
+        self.view[slices[0]] = reduce_bytes(op, self.dtype, old, np.ascontiguousarray(box))
+
+    def gather(self, column: int, rows) -> np.ndarray:
+        """gather4: four rows of a 2-D tensor, `box[0]` elements from `column`."""
+        return np.concatenate([self._row_box().load((column, row)) for row in rows])
+
+    def scatter(self, column: int, rows, data: np.ndarray) -> None:
+        """scatter4: the reverse of gather."""
+        for row, values in zip(rows, data.reshape(4, -1)):
+            self._row_box().store((column, row), values[None])
+
+    def _row_box(self) -> TensorMap:
+        if self.rank != 2 or self.box[1] != 1:
+            raise KernelFault("gather4 and scatter4 need a 2-D map with a box of one row")
+        return self
+
+    def shared_rows(self, offset: int, rows: int | None = None) -> np.ndarray:
+        """Shared offsets of every 16-byte chunk of the box laid down at `offset`, [chunks]."""
+        inner = self.box[0] * self.element
+        count = int(np.prod(self.box[1:])) if rows is None else rows
+        linear = offset + np.arange(count * inner // 16) * 16
+        return swizzled(linear, self.span)
+
+
+def reduce_bytes(op: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Elementwise reduction of byte arrays [.., element bytes] holding `dtype` values."""
+    numpy_type = {
+        "u32": np.uint32, "s32": np.int32, "u64": np.uint64, "s64": np.int64,
+        "f16": np.float16, "f32": np.float32, "f64": np.float64,
+    }.get(dtype)  # fmt: skip
+    if op in ("and", "or", "xor"):
+        return {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op](old, new)
+    function = {"add": np.add, "min": np.minimum, "max": np.maximum}.get(op)
+    if function is None:
+        raise KernelFault(f"reduction {op} of {dtype}")
+    if dtype == "bf16":
+        a, b = (f32_of_bf16(x.reshape(-1).view(np.uint16)) for x in (old, new))
+        return bf16_of_f32(function(a, b)).view(np.uint8).reshape(old.shape)
+    if numpy_type is None:
+        raise KernelFault(f"reduction {op} of {dtype}")
+    a, b = (x.reshape(-1).view(numpy_type) for x in (old, new))
+    with np.errstate(over="ignore"):
+        return function(a, b).view(np.uint8).reshape(old.shape)

@@ -1,0 +1,314 @@
+"""Bulk and tensor copies between global and shared memory."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from dsv4.simulator.codegen import BLOCKED, BlockEmitter, emits
+from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.memory import OFFSET_MASK, PARAM_WINDOW, RANK_SHIFT, Cta
+from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.tensor_map import MAP_BYTES, TensorMap, reduce_bytes
+from dsv4.simulator.warp import Warp
+
+_RANK_BIT = 1 << RANK_SHIFT
+_REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
+
+
+# --- at run time ---------------------------------------------------------------------------------
+def _map(w: Warp, address: int) -> TensorMap:
+    if address & 63:
+        raise KernelFault(f"tensor map at {address:#x} is not 64-byte aligned")
+    if address >= PARAM_WINDOW:
+        offset = address - PARAM_WINDOW
+        raw = w.launch.param_bytes[offset : offset + MAP_BYTES]
+    else:
+        raw = w.cluster.memory.read(address, MAP_BYTES).tobytes()
+    found = w.launch.tensor_maps.get(raw)
+    if found is None:
+        found = w.launch.tensor_maps[raw] = TensorMap(raw, w.cluster.memory)
+    return found
+
+
+def _signed(value) -> int:
+    return int(np.int32(np.uint32(value)))
+
+
+def _chunks(cta: Cta, offsets: np.ndarray) -> np.ndarray:
+    """Row numbers of 16-byte chunks, after the bounds check."""
+    if int(offsets.max()) + 16 > cta.shared_limit:
+        raise KernelFault(
+            f"copy reaches shared offset {int(offsets.max()) + 16:#x}, "
+            f"the CTA has {cta.shared_limit:#x} bytes"
+        )
+    return offsets >> 4
+
+
+def _targets(w: Warp, target: int, barrier: int, multicast: int | None, pair: bool):
+    """(CTA, barrier address) for each CTA that receives the copy."""
+    if multicast is None:
+        return [(w.cluster.cta_at(target), barrier)]
+    out = []
+    for rank, cta in enumerate(w.cluster.ctas):
+        if multicast >> rank & 1:
+            # With cta_group::2 the signal goes to the CTA of the pair that the barrier names.
+            home = (rank & ~1) | (barrier >> RANK_SHIFT & 1) if pair else rank
+            out.append((cta, (barrier & OFFSET_MASK) | home << RANK_SHIFT))
+    if multicast >> len(w.cluster.ctas):
+        raise KernelFault(f"multicast mask {multicast:#x} names CTAs outside the cluster")
+    return out
+
+
+def tensor_load(w: Warp, form, tensor, coordinates, target, barrier, multicast, mask) -> None:
+    """cp.async.bulk.tensor global -> shared. `form` = (mode, cta pair?)."""
+    mode, pair = form
+    for lane in np.flatnonzero(mask).tolist():
+        m = _map(w, int(tensor[lane]))
+        origin = [_signed(c[lane]) for c in coordinates]
+        a, b = int(target[lane]), int(barrier[lane])
+        _check_tile(m, mode, origin, a & OFFSET_MASK)
+        rows = None if mode == "tile" else 4
+        receivers = _targets(w, a, b, None if multicast is None else int(multicast[lane]), pair)
+        offsets = m.shared_rows(a & OFFSET_MASK, rows)
+        _issue_load(w, m, mode, origin, receivers, offsets)
+
+
+def _check_tile(m: TensorMap, mode: str, origin: list[int], offset: int) -> None:
+    wanted = m.rank if mode == "tile" else 5
+    if len(origin) != wanted:
+        raise KernelFault(f"{len(origin)} coordinates for a rank-{m.rank} tensor map ({mode})")
+    if offset & 127:
+        raise KernelFault(f"tensor copy to shared offset {offset:#x}: 128-byte alignment needed")
+
+
+def _issue_load(w: Warp, m: TensorMap, mode: str, origin, receivers, offsets) -> None:
+    monitor = w.launch.monitor
+    chunks = [_chunks(cta, offsets) for cta, _ in receivers]
+    size = len(offsets) * 16
+    ticket = monitor.bulk_load(w, receivers, offsets) if monitor is not None else None
+
+    def perform() -> None:
+        data = m.load(origin) if mode == "tile" else m.gather(origin[0], origin[1:])
+        data = data.reshape(-1, 16)
+        for (cta, address), rows in zip(receivers, chunks):
+            cta.rows[rows] = data
+            target = w.cluster.barrier(address)
+            if monitor is not None:
+                monitor.bulk_load_done(ticket, cta, target)
+            target.complete(size)
+
+    w.cluster.engine.issue("tensor load", None, perform)
+
+
+def tensor_store(w: Warp, form, tensor, coordinates, source, mask) -> None:
+    """cp(.reduce).async.bulk.tensor shared -> global. `form` = (mode, op, dtype)."""
+    mode, op = form
+    seen = set()
+    for lane in np.flatnonzero(mask).tolist():
+        m = _map(w, int(tensor[lane]))
+        origin = [_signed(c[lane]) for c in coordinates]
+        a = int(source[lane])
+        # Compiled code lets a whole warp reach a store that one thread is meant to issue.
+        key = (id(m), tuple(origin), a)
+        if key in seen:
+            continue
+        seen.add(key)
+        _check_tile(m, mode, origin, a & OFFSET_MASK)
+        offsets = m.shared_rows(a & OFFSET_MASK, None if mode == "tile" else 4)
+        rows = _chunks(w.cta, offsets)
+        _issue_store(w, m, mode, op, origin, rows, offsets)
+
+
+def _issue_store(w: Warp, m: TensorMap, mode: str, op, origin, rows, offsets) -> None:
+    cta, monitor = w.cta, w.launch.monitor
+    ticket = monitor.bulk_store(w, cta, offsets) if monitor is not None else None
+
+    def perform() -> None:
+        data = cta.rows[rows]
+        if mode == "tile":
+            m.store(origin, data, op)
+        else:
+            m.scatter(origin[0], origin[1:], data)
+        if monitor is not None:
+            monitor.bulk_store_done(ticket)
+
+    _bulk_group(w, perform, "tensor store")
+
+
+def _bulk_group(w: Warp, perform, kind: str) -> None:
+    """Add to the open bulk group: performed now (eager) or when the group must be complete."""
+    done = []
+
+    def once() -> None:
+        if not done:
+            done.append(True)
+            perform()
+
+    w.bulk_open.append(once)
+    w.cluster.engine.issue(kind, None, once)
+
+
+def bulk_commit(w: Warp, mask) -> None:
+    if mask.any():
+        w.bulk_groups.append(w.bulk_open)
+        w.bulk_open = []
+
+
+def bulk_wait(w: Warp, groups: int, mask) -> bool:
+    """cp.async.bulk.wait_group(.read): complete all but the youngest `groups` groups."""
+    if mask.any():
+        while len(w.bulk_groups) > groups:
+            for operation in w.bulk_groups.popleft():
+                operation()
+            if w.launch.monitor is not None:
+                w.launch.monitor.bulk_waited(w)
+    return True
+
+
+def bulk_load(w: Warp, source, target, size, barrier, multicast, mask) -> None:
+    """cp.async.bulk global -> shared (1-D)."""
+    for lane in np.flatnonzero(mask).tolist():
+        a, s, n, b = int(target[lane]), int(source[lane]), int(size[lane]), int(barrier[lane])
+        _check_bulk(a | s | n)
+        receivers = _targets(w, a, b, None if multicast is None else int(multicast[lane]), False)
+        offsets = (a & OFFSET_MASK) + np.arange(n // 16) * 16
+        data = w.cluster.memory.read(s, n).reshape(-1, 16)
+        _issue_bulk(w, data, receivers, offsets)
+
+
+def _check_bulk(bits: int) -> None:
+    if bits & 15:
+        raise KernelFault("bulk copy: addresses and size must be multiples of 16 bytes")
+
+
+def _issue_bulk(w: Warp, data: np.ndarray, receivers, offsets) -> None:
+    if not len(offsets):
+        return
+    monitor = w.launch.monitor
+    chunks = [_chunks(cta, offsets) for cta, _ in receivers]
+    ticket = monitor.bulk_load(w, receivers, offsets) if monitor is not None else None
+
+    def perform() -> None:
+        for (cta, address), rows in zip(receivers, chunks):
+            cta.rows[rows] = data
+            target = w.cluster.barrier(address)
+            if monitor is not None:
+                monitor.bulk_load_done(ticket, cta, target)
+            target.complete(data.size)
+
+    w.cluster.engine.issue("bulk load", None, perform)
+
+
+def bulk_store(w: Warp, op, dtype, target, source, size, mask) -> None:
+    """cp(.reduce).async.bulk shared -> global (1-D)."""
+    for lane in np.flatnonzero(mask).tolist():
+        a, s, n = int(target[lane]), int(source[lane]), int(size[lane])
+        _check_bulk(a | s | n)
+        offsets = (s & OFFSET_MASK) + np.arange(n // 16) * 16
+        rows = _chunks(w.cta, offsets)
+        memory = w.cluster.memory.read(a, n)
+        monitor = w.launch.monitor
+        ticket = monitor.bulk_store(w, w.cta, offsets) if monitor is not None else None
+
+        def perform(memory=memory, rows=rows, ticket=ticket) -> None:
+            data = w.cta.rows[rows].reshape(-1)
+            memory[:] = data if op is None else reduce_bytes(op, dtype, memory.copy(), data)
+            if monitor is not None:
+                monitor.bulk_store_done(ticket)
+
+        _bulk_group(w, perform, "bulk store")
+
+
+def bulk_to_cluster(w: Warp, target, source, size, barrier, mask) -> None:
+    """cp.async.bulk shared::cta -> shared::cluster."""
+    for lane in np.flatnonzero(mask).tolist():
+        a, s, n, b = int(target[lane]), int(source[lane]), int(size[lane]), int(barrier[lane])
+        _check_bulk(a | s | n)
+        chunk = np.arange(n // 16) * 16
+        rows = _chunks(w.cta, (s & OFFSET_MASK) + chunk)
+        data = w.cta.rows[rows].copy()
+        _issue_bulk(w, data, [(w.cluster.cta_at(a), b)], (a & OFFSET_MASK) + chunk)
+
+
+# --- emitters ------------------------------------------------------------------------------------
+def _tensor_operand(e: BlockEmitter, operand: str) -> tuple[str, str]:
+    m = re.match(r"^\[\s*(\S+?)\s*,\s*\{(.*)\}\s*\]$", operand)
+    if m is None:
+        raise ValueError(f"tensor operand {operand}")
+    coordinates = ", ".join(e.value(c, "u32") for c in m.group(2).split(","))
+    return e.value(m.group(1), "u64"), f"({coordinates},)"
+
+
+def _mode(ins: Instruction) -> str:
+    for mode in ("tile::gather4", "tile::scatter4"):
+        if mode in ins.parts:
+            return mode.split("::")[1]
+    if any(p.startswith("im2col") for p in ins.parts):
+        raise ValueError("im2col")
+    return "tile"
+
+
+@emits("cp.async.bulk.tensor", "cp.reduce.async.bulk.tensor")
+def emit_tensor(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    if ".global.shared::cta" in ins.opcode:
+        tensor, coordinates = _tensor_operand(e, ins.operands[0])
+        op = next((p for p in ins.parts if p in _REDUCTIONS), None)
+        source = e.address(ins.operands[1], "u32")
+        form = (_mode(ins), op if ins.parts[1] == "reduce" else None)
+        e.line(f"tensor_store(w, {form!r}, {tensor}, {coordinates}, {source}, {e.mask})")
+        return
+    tensor, coordinates = _tensor_operand(e, ins.operands[1])
+    target, barrier = e.address(ins.operands[0], "u32"), e.address(ins.operands[2], "u32")
+    multicast = "None"
+    if "multicast::cluster" in ins.parts:
+        multicast = e.value(ins.operands[3], "u16")
+    form = (_mode(ins), "cta_group::2" in ins.parts)
+    e.line(
+        f"tensor_load(w, {form!r}, {tensor}, {coordinates}, {target}, {barrier}, {multicast}, "
+        f"{e.mask})"
+    )
+
+
+@emits("cp.async.bulk.commit_group")
+def emit_commit(e: BlockEmitter, ins: Instruction) -> None:
+    e.line(f"bulk_commit(w, {e.mask})")
+
+
+@emits("cp.async.bulk.wait_group")
+def emit_wait(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    e.line(f"if not bulk_wait(w, {int(ins.operands[0], 0)}, {e.mask}): return {BLOCKED}")
+
+
+@emits("cp.async.bulk.prefetch")
+def emit_prefetch(e: BlockEmitter, ins: Instruction) -> None:
+    """A hint: no effect on memory."""
+
+
+@emits("cp.async.bulk", "cp.reduce.async.bulk")
+def emit_bulk(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    spaces = [p for p in ins.parts if p.startswith(("shared", "global"))]
+    size = e.value(ins.operands[2], "u32")
+    reduction = ins.parts[1] == "reduce"
+    if spaces[0] == "global":
+        op = next((p for p in ins.parts if p in _REDUCTIONS), None) if reduction else None
+        dtype = ins.parts[-1]
+        target, source = e.address(ins.operands[0], "u64"), e.address(ins.operands[1], "u32")
+        e.line(f"bulk_store(w, {op!r}, {dtype!r}, {target}, {source}, {size}, {e.mask})")
+        return
+    if reduction:
+        raise ValueError("bulk reduction into shared memory")
+    target, barrier = e.address(ins.operands[0], "u32"), e.address(ins.operands[3], "u32")
+    if spaces[1] == "global":
+        multicast = "None"
+        if "multicast::cluster" in ins.parts:
+            multicast = e.value(ins.operands[4], "u16")
+        source = e.address(ins.operands[1], "u64")
+        e.line(f"bulk_load(w, {source}, {target}, {size}, {barrier}, {multicast}, {e.mask})")
+    else:
+        source = e.address(ins.operands[1], "u32")
+        e.line(f"bulk_to_cluster(w, {target}, {source}, {size}, {barrier}, {e.mask})")
