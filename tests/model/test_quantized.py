@@ -45,23 +45,25 @@ def test_layers_equal_the_reference(kinds: str, scheme: dict, seed: int) -> None
 
 
 def test_whole_model_stays_with_the_reference(seed: int) -> None:
+    """A value that rounds the other way in one token reaches all later ones: close, not equal."""
     model = random_model(with_mtp(quantized_config("SCHC")))
     ids = ids_away_from_ties(model, 2, 90)
     output = reference_of(model).forward(ids)
     median, largest = _agreement(model(ids), output.logits)
-    assert median < 1e-2 and largest < 0.5, f"median {median:.1e}, largest {largest:.1e}"
+    assert median < 0.05 and largest < 1, f"median {median:.1e}, largest {largest:.1e}"
     session = Session(model, 1, 128)
     padded, step = session.prepare({0: ids[0, :-1].tolist()})
     streams = model.streams(padded, session.cache, step)
     drafted = model.mtp[0](streams, ids[:1, 1:], session.cache, step)
     median, _ = _agreement(model.mtp[0].logits(drafted)[0], output.mtp_logits[0][0])
-    assert median < 1e-2, f"MTP median {median:.1e}"
+    assert median < 0.05, f"MTP median {median:.1e}"
 
 
-@pytest.mark.parametrize("n", [1, 5, 17])
-def test_decode_equals_prefill(n: int, seed: int) -> None:
+@pytest.mark.parametrize("kinds", ["S", "C", "H"])
+@pytest.mark.parametrize("n", [1, 17])
+def test_decode_equals_prefill(n: int, kinds: str, seed: int) -> None:
     """Roundings see the same values step by step, few-token experts included."""
-    model = random_model(quantized_config("SCH"))
+    model = random_model(quantized_config(kinds))
     ids = ids_away_from_ties(model, 1, 50)
     tokens, session = ids[0].tolist(), Session(model, 1, 128)
     parts = [session.logits({0: tokens[:n]})[0]]
