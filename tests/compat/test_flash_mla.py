@@ -1,0 +1,250 @@
+"""FlashMLA's entry points against a plain FP32 softmax over the keys the indices name."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4.compat import flash_mla
+from dsv4.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from dsv4.compat.kv_entry import ENTRY_BYTES, gather_entries
+from dsv4.reference.cache_entry import pack_pages, unpack_pages
+
+HEADS, DIM = 8, 512
+
+
+def _oracle(
+    q: Tensor, keys: list[Tensor], sink: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, max logits and lse of each token over its own list of keys [n, d], in FP32."""
+    outs, highest, lses = [], [], []
+    for token, rows in zip(q.float(), keys):
+        logits = token @ rows.float().T * scale
+        lse = logits.logsumexp(-1)
+        total = lse if sink is None else torch.logaddexp(lse, sink)
+        weights = torch.where(lse[:, None].isinf(), 0, (logits - total[:, None]).exp())
+        outs.append(weights @ rows.float())
+        top = logits.amax(-1) if len(rows) else torch.full((HEADS,), -math.inf)
+        highest.append(top)
+        lses.append(torch.where(lse == -math.inf, math.inf, lse))
+    return torch.stack(outs), torch.stack(highest), torch.stack(lses)
+
+
+def _assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert not actual.isnan().any()
+    error = (actual.float() - expected).norm() / expected.norm()
+    assert error < 4e-3, f"relative error {error}"
+
+
+def _assert_same_lse(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-4)
+
+
+SINKS = {
+    "none": None,
+    "finite": torch.linspace(-2, 3, HEADS),
+    "infinite": torch.tensor([math.inf, -math.inf] * (HEADS // 2)),
+}
+
+
+@pytest.mark.parametrize("sink", SINKS.values(), ids=SINKS.keys())
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_prefill(sink: Tensor | None, with_lengths: bool, seed: int) -> None:
+    tokens, pool, topk, scale = 7, 90, 64, 0.06
+    q = torch.randn(tokens, HEADS, DIM).bfloat16()
+    kv = torch.randn(pool, 1, DIM).bfloat16()
+    indices = torch.randint(-30, pool + 20, (tokens, 1, topk), dtype=torch.int32)
+    indices[3] = -1  # a token without keys
+    lengths = torch.randint(1, topk, (tokens,), dtype=torch.int32) if with_lengths else None
+    listed = [row[0, : None if lengths is None else lengths[t]] for t, row in enumerate(indices)]
+    keys = [kv[row[(row >= 0) & (row < pool)].long(), 0] for row in listed]
+    out, highest, lse = flash_mla_sparse_fwd(
+        q, kv, indices, scale, attn_sink=sink, topk_length=lengths
+    )
+    expected = _oracle(q, keys, sink, scale)
+    _assert_close(out, expected[0])
+    _assert_same_lse(highest, expected[1])
+    _assert_same_lse(lse, expected[2])
+    assert out[3].count_nonzero() == 0
+    assert (lse[3] == math.inf).all()
+    assert out.dtype == torch.bfloat16
+
+
+def test_prefill_in_float32_is_exact_and_may_skip_the_maximum(seed: int) -> None:
+    q, kv = torch.randn(4, HEADS, 64), torch.randn(50, 1, 64)
+    indices = torch.stack([torch.randperm(50)[:20] for _ in range(4)])[:, None].int()
+    result = flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=64, return_max_logits=False)
+    expected = _oracle(q, [kv[row[0].long(), 0] for row in indices], None, 0.1)
+    torch.testing.assert_close(result[0], expected[0], atol=1e-5, rtol=1e-5)
+    assert result[1] is None
+    torch.testing.assert_close(result[2], expected[2], atol=1e-5, rtol=1e-5)
+
+
+def test_prefill_in_parts_equals_the_whole(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    q, kv = torch.randn(9, HEADS, DIM).bfloat16(), torch.randn(40, 1, DIM).bfloat16()
+    indices = torch.randint(-5, 40, (9, 1, 16), dtype=torch.int32)
+    whole = flash_mla_sparse_fwd(q, kv, indices, 0.05)
+    monkeypatch.setattr(flash_mla, "_GATHERED_BYTES", 2 * 16 * DIM * 2)
+    parts = flash_mla_sparse_fwd(q, kv, indices, 0.05)
+    for a, b in zip(whole, parts):
+        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
+    _assert_close(parts[0], whole[0].float())
+
+
+def _cache(pages: int, entries: int) -> tuple[Tensor, Tensor]:
+    """A packed cache as FlashMLA sees it (padded page stride), and its keys [rows, 512]."""
+    packed = pack_pages(torch.randn(pages, entries, DIM).bfloat16())
+    assert packed.stride(0) % 576 == 0
+    view = packed[:, : entries * ENTRY_BYTES].view(pages, entries, 1, ENTRY_BYTES)
+    return view, unpack_pages(packed, entries).flatten(0, 1)
+
+
+def test_entries_decode_exactly(seed: int) -> None:
+    cache, keys = _cache(5, 3)
+    rows = torch.randint(0, 15, (4, 6))
+    assert torch.equal(gather_entries(cache, rows), keys[rows])
+    as_fp8 = cache.view(torch.float8_e4m3fn)
+    assert torch.equal(gather_entries(as_fp8, rows), keys[rows])
+
+
+@pytest.mark.parametrize("sink", SINKS.values(), ids=SINKS.keys())
+@pytest.mark.parametrize("extra_page", [None, 2, 64], ids=["one cache", "HCA", "CSA"])
+@pytest.mark.parametrize("with_lengths", [False, True])
+def test_decode(sink: Tensor | None, extra_page: int | None, with_lengths: bool, seed: int) -> None:
+    batch, length, topk, extra_topk = 3, 2, 64, 128
+    q = torch.randn(batch, length, HEADS, DIM).bfloat16()
+    scopes = [(*_cache(3, 64), topk)]
+    if extra_page is not None:
+        scopes.append((*_cache(128 // extra_page, extra_page), extra_topk))
+    indices, lengths = [], []
+    for _, keys, columns in scopes:
+        chosen = torch.randint(-40, len(keys), (batch, length, columns), dtype=torch.int32)
+        chosen[1, 0] = -1  # a token without keys
+        indices.append(chosen)
+        lengths.append(torch.randint(1, columns, (batch,), dtype=torch.int32))
+    listed: list[Tensor] = []
+    for b in range(batch):
+        for s in range(length):
+            parts = []
+            for (_, keys, _), chosen, lens in zip(scopes, indices, lengths):
+                row = chosen[b, s, : lens[b] if with_lengths else None].long()
+                parts.append(keys[row[row >= 0]])
+            listed.append(torch.cat(parts))
+    options = {}
+    if extra_page is not None:
+        options = dict(extra_k_cache=scopes[1][0], extra_indices_in_kvcache=indices[1])
+        if with_lengths:
+            options["extra_topk_length"] = lengths[1]
+    out, lse = flash_mla_with_kvcache(
+        q,
+        scopes[0][0],
+        None,
+        None,
+        DIM,
+        get_mla_metadata()[0],
+        is_fp8_kvcache=True,
+        indices=indices[0],
+        attn_sink=sink,
+        topk_length=lengths[0] if with_lengths else None,
+        **options,
+    )
+    expected = _oracle(q.flatten(0, 1), listed, sink, DIM**-0.5)
+    assert out.shape == q.shape
+    assert lse.shape == (batch, HEADS, length)
+    _assert_close(out.flatten(0, 1), expected[0])
+    _assert_same_lse(lse.transpose(1, 2).flatten(0, 1), expected[2])
+    assert out[1, 0].count_nonzero() == 0
+
+
+def test_nan_in_entries_that_are_not_chosen_stays_there(seed: int) -> None:
+    cache, keys = _cache(2, 64)
+    cache.view(torch.uint8)[0, 0] = 0xFF  # entry 0 is what masked indices are read as
+    q = torch.randn(1, 1, HEADS, DIM).bfloat16()
+    indices = torch.full((1, 1, 64), -1, dtype=torch.int32)
+    indices[0, 0, 10:20] = torch.arange(70, 80)
+    out, lse = flash_mla_with_kvcache(
+        q, cache, None, None, DIM, None, is_fp8_kvcache=True, indices=indices
+    )
+    expected = _oracle(q[0], [keys[70:80]], None, DIM**-0.5)
+    _assert_close(out[0], expected[0])
+    _assert_same_lse(lse[0].T, expected[2])
+
+
+def _decode_arguments() -> dict:
+    cache, _ = _cache(2, 64)
+    return dict(
+        q=torch.randn(2, 1, HEADS, DIM).bfloat16(),
+        k_cache=cache,
+        block_table=None,
+        cache_seqlens=None,
+        head_dim_v=DIM,
+        tile_scheduler_metadata=None,
+        is_fp8_kvcache=True,
+        indices=torch.zeros(2, 1, 64, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"q": torch.zeros(2, HEADS, DIM)}, ValueError, "q: got shape"),
+        ({"head_dim_v": 256}, ValueError, "head_dim_v: got 256"),
+        ({"causal": True}, ValueError, "causal: got True"),
+        ({"is_fp8_kvcache": False}, ValueError, "is_fp8_kvcache: got False"),
+        ({"num_splits": 2}, ValueError, "num_splits: got 2"),
+        ({"indices": None}, ValueError, "indices: got None"),
+        ({"indices": torch.zeros(3, 1, 64).int()}, ValueError, r"indices: got shape \(3, 1, 64\)"),
+        ({"topk_length": torch.zeros(3).int()}, ValueError, "topk_length: got shape"),
+        ({"k_cache": torch.zeros(2, 64, 1, 584)}, TypeError, "k_cache: got torch.float32"),
+        (
+            {"k_cache": torch.zeros(2, 64, 1, 656, dtype=torch.uint8)},
+            ValueError,
+            r"k_cache: got shape .* needs \[pages, entries, 1, 584\]",
+        ),
+        (
+            {"k_cache": torch.zeros(2, 64, 1, 600, dtype=torch.uint8)[..., :584]},
+            ValueError,
+            "k_cache: got strides .* each page must be contiguous",
+        ),
+        (
+            {"extra_indices_in_kvcache": torch.zeros(2, 1, 64).int()},
+            ValueError,
+            "extra_k_cache and extra_indices_in_kvcache: got one without the other",
+        ),
+        (
+            {
+                "extra_k_cache": torch.zeros(0, 64, 1, 584, dtype=torch.uint8),
+                "extra_indices_in_kvcache": torch.zeros(2, 1, 64).int(),
+            },
+            ValueError,
+            "extra_k_cache: got shape",
+        ),
+    ],
+)
+def test_bad_decode_arguments_are_named(changes: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        flash_mla_with_kvcache(**(_decode_arguments() | changes))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"d_v": 256}, "d_v: got 256"),
+        ({"kv": torch.zeros(5, 2, DIM).bfloat16()}, "kv: got shape"),
+        ({"kv": torch.zeros(0, 1, DIM).bfloat16()}, "kv: got no rows"),
+        ({"indices": torch.zeros(2, 4).int()}, "indices: got shape"),
+        ({"topk_length": torch.zeros(5).int()}, "topk_length: got shape"),
+    ],
+)
+def test_bad_prefill_arguments_are_named(changes: dict, message: str) -> None:
+    arguments = dict(
+        q=torch.zeros(2, HEADS, DIM).bfloat16(),
+        kv=torch.zeros(5, 1, DIM).bfloat16(),
+        indices=torch.zeros(2, 1, 4, dtype=torch.int32),
+        sm_scale=0.1,
+    )
+    with pytest.raises(ValueError, match=message):
+        flash_mla_sparse_fwd(**(arguments | changes))
