@@ -44,13 +44,14 @@ def load(
     Raises:
         CheckpointError: the folder does not hold a complete and sound DeepSeek-V4 checkpoint; the
             message names the files or tensors. Nothing half-loaded is left behind.
-        ValueError: `dtype` is neither bfloat16 nor float32.
+        ValueError: `dtype` is neither bfloat16 nor float32, or `device` is not one of this machine.
     """
     dtype = torch.bfloat16 if dtype is None else dtype
     if dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"dtype must be torch.bfloat16 or torch.float32, got {dtype}")
+    device = _usable("cpu" if device is None else device)
     checkpoint = Checkpoint(path)
-    model = DeepseekV4(checkpoint.model_config, dtype=dtype, device=device or "cpu")
+    model = DeepseekV4(checkpoint.model_config, dtype=dtype, device=device)
     targets = dict(model_tensors(model))
     total = sum(checkpoint.stored[name].nbytes for name in targets)
     with _progress_bar(progress, total) as advance:
@@ -58,6 +59,14 @@ def load(
             _fill(checkpoint, name, target)
             advance(checkpoint.stored[name].nbytes)
     return model.eval()
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device: got {str(device)!r}, which cannot be used: {reason}") from None
 
 
 def model_tensors(model: DeepseekV4) -> Iterator[tuple[str, Tensor]]:
@@ -82,11 +91,6 @@ def _fill(checkpoint: Checkpoint, name: str, target: Tensor) -> None:
     if target.is_floating_point() and target.dtype.itemsize > 1 and name.endswith(".weight"):
         block = checkpoint.config.fp8_block
         source = dequantize(source.to(target.device), on_device, block, target.dtype)
-    if source.shape != target.shape:
-        raise CheckpointError(
-            f"checkpoint {checkpoint.path}: {name} is {list(source.shape)}, the model holds "
-            f"{list(target.shape)}"
-        )
     if target.dtype.itemsize == 1:
         # Bytes of codes and exponents: a numeric copy would turn the exponent byte 120 into 120.0.
         source, target = source.view(torch.uint8), target.view(torch.uint8)

@@ -211,6 +211,15 @@ def test_dtype_of_the_model(folder: Path) -> None:
         dsv4.load(folder, dtype=torch.float16)
 
 
+@pytest.mark.parametrize("device", ["tpu9", "cuda:77"])
+def test_device_of_the_model(device: str, folder: Path) -> None:
+    with pytest.raises(
+        ValueError, match=f"device: got '{device}', which cannot be used: "
+    ) as caught:
+        dsv4.load(folder, device=device)
+    assert "\n" not in str(caught.value)
+
+
 def test_saving_wrong_tensors_writes_nothing(tensors: dict[str, Tensor], tmp_path: Path) -> None:
     tensors["layers.0.attn.wkv.weight"] = torch.zeros(128, 64)
     tensors["other"] = tensors.pop("norm.weight")
