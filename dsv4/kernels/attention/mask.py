@@ -1,0 +1,107 @@
+"""Which keys a token sees, as spans of rows, and the mask of the one tile of a span that is not
+full.
+
+Every branch of the attention contract is one contiguous span of rows. Tiles start at the first row
+of the span, wherever that is, so that a tile is either full or a prefix: there is no mask at its
+head, and tiles past the span are never loaded. Nothing here depends on the architecture.
+
+Per-thread scores come as the accumulator fragment that wgmma and the 16x256b TMEM load share: two
+rows, 8 apart, and of every 8 columns the pair that starts at `2 * (lane % 4)`.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+
+
+@cute.jit
+def clamp_length(length: Int32, capacity: Int32) -> Int32:
+    """A length outside 0..capacity is taken to the nearer end of the range."""
+    return cutlass.min(cutlass.max(length, Int32(0)), capacity)
+
+
+@cute.jit
+def tile_count(keys: Int32, tile: cutlass.Constexpr[int]) -> Int32:
+    """Tiles of `tile` keys that cover `keys` keys."""
+    return (keys + (tile - 1)) // tile
+
+
+@cute.jit
+def tokens_after(request_ids: cute.Tensor, token: Int32, request: Int32) -> Int32:
+    """How many tokens of `request` follow `token`; the tokens of a request are consecutive.
+
+    A search with 32 probes a step: a scan would cost a long prefill more than the attention itself.
+    All lanes of the warp must call it.
+
+    Args:
+        request_ids: [T] int32.
+        token: index of a token of `request`.
+    """
+    lane = cute.arch.lane_idx()
+    low = Int32(0)
+    high = request_ids.shape[0] - Int32(1) - token
+    while low < high:
+        step = (high - low + 31) // 32
+        probe = cutlass.min(low + (lane + 1) * step, high)
+        hits = cute.arch.popc(cute.arch.vote_ballot_sync(request_ids[token + probe] == request))
+        last_hit = cutlass.min(low + hits * step, high)
+        if hits < 32:
+            high = cutlass.min(low + (hits + 1) * step - 1, high)
+        low = last_hit
+    return low
+
+
+@cute.jit
+def window_span(
+    request_ids: cute.Tensor,
+    swa_lens: cute.Tensor,
+    token: Int32,
+    request: Int32,
+    capacity: Int32,
+    sliding_window: cutlass.Constexpr[int],
+    is_causal: cutlass.Constexpr[bool],
+) -> tuple[Int32, Int32]:
+    """First row and number of rows of its request's window that `token` sees.
+
+    Without `is_causal` the rows below the request's length, in whatever order they are. With it
+    rows are chronological and the last token of a request sits at its last row: a token followed by
+    n others of its request sits at p = length - 1 - n and sees p - sliding_window < row <= p.
+
+    Args:
+        request_ids: [T] int32, -1 for a padding token.
+        swa_lens: [batch] int32, clamped to 0..capacity.
+        request: request_ids[token].
+        capacity: rows of a request's window tensor.
+    """
+    first = Int32(0)
+    count = Int32(0)
+    if request >= 0:
+        count = clamp_length(swa_lens[request], capacity)
+        if cutlass.const_expr(is_causal):
+            end = count - tokens_after(request_ids, token, request)
+            first = cutlass.max(end - sliding_window, Int32(0))
+            count = cutlass.max(end - first, Int32(0))
+    return first, count
+
+
+@cute.jit
+def mask_tail(scores: cute.Tensor, valid: Int32) -> None:
+    """Set the scores of columns at and past `valid` to -inf.
+
+    A select, not an addition: the masked rows of a tile may hold NaN.
+
+    Args:
+        scores: (2, columns / 4) fragment of one thread.
+        valid: columns of the tile that are keys of the span.
+    """
+    first = 2 * (cute.arch.lane_idx() % 4)
+    for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            column = first + (8 * (i // 2) + i % 2)
+            scores[row, i] = scores[row, i] if column < valid else -Float32.inf
+
+
+@cute.jit
+def is_partial(valid: Int32, tile: cutlass.Constexpr[int]) -> Boolean:
+    """Whether a tile of `tile` keys, `valid` of them of the span, needs a mask."""
+    return valid < tile
