@@ -1,21 +1,23 @@
-"""Hopper kernel of `sparse_fmha_with_swa`: TMA, wgmma, two math warpgroups that share the output columns.
+"""Hopper kernel of `sparse_fmha_with_swa`: TMA, wgmma, one score and two output warpgroups.
 
-One CTA computes 64 heads of one token (or one split of its keys). Keys come in blocks of 64, compressed rows
-first, then the window; a block is fetched once and serves as K and as V. Block n belongs to math warpgroup
-n % 2: it computes S = Q K^T and the softmax, keeps its P in registers and hands a copy to the other warpgroup.
-Each warpgroup accumulates half of the output columns over every block:
+One CTA computes 64 heads of one token (or one split of its keys). Keys come in blocks of 64,
+compressed rows first, then the window; a block is fetched once and serves as K and as V:
 
-    warpgroup n % 2:  QK(n)   PV(n - 1, P from the other)   softmax(n) -> P   PV(n, own P)
+    load warp          Q, KV blocks -> shared memory (TMA)
+    score warpgroup    S = Q K^T, softmax, P -> shared memory, one block ahead of
+    output warpgroups  O += P V, each over half of the columns
 
-so that one warpgroup's softmax runs beside the other's matrix products.
+Most of Q lives in the score warpgroup's registers, which leaves shared memory for three KV blocks
+of head_dim 512: a block's successor-but-two is in flight while it is used, and the softmax of one
+block runs beside the PV products of the previous one.
 
-The softmax keeps a stale reference per row instead of the running maximum: P = 2^(s - ref), and ref moves only
-when a block exceeds it by more than 2^8. Every handed-over P carries its reference; a receiver whose own
-differs rescales whichever side is smaller. All weights stay relative to one reference, so the final division is
-exact, and no exponential overflows.
+The softmax keeps a stale reference per row instead of the running maximum: P = 2^(s - ref), and
+ref moves only when a block exceeds it by more than 2^8; then the accumulators are rescaled. All
+weights stay relative to one reference, so the final division is exact and nothing overflows.
 
-The `swa_gate` sink is a bias on one branch's scores: -max(sink, 0) on compressed scores, min(sink, 0) on window
-scores. The branch with the larger weight keeps bias 0, which makes sinks of any size, infinities included, exact.
+The `swa_gate` sink is a bias on one branch's scores: -max(sink, 0) on compressed scores,
+min(sink, 0) on window scores. The branch with the larger weight keeps bias 0, which makes sinks of
+any size, infinities included, exact.
 """
 
 from collections import namedtuple
@@ -43,6 +45,7 @@ from dsv4.kernels.attention.fmha_sm90_device import (
     make_row_tile_map,
     quad_max,
     quad_sum,
+    quad_transpose,
     tma_load,
 )
 
@@ -50,19 +53,12 @@ SMEM_CAPACITY = 232448
 REGISTERS_PER_SM = 65536
 # log2 of how far a score may exceed its row's reference before the reference moves.
 STALE_LIMIT = 8.0
+WINDOW_FLAG = 128
 
 
 def frozen(**fields):
     """An immutable record: the tracer carries the fields of mutable objects through every staged loop."""
     return namedtuple("Record", fields)(**fields)
-
-
-class Barrier:
-    """Named barriers; 0 is sync_threads. Each pair is indexed by a warpgroup."""
-
-    P_READY = 1
-    WARPGROUP = 3
-    PAIR = 5
 
 
 class FmhaKernelSm90:
@@ -124,46 +120,59 @@ class FmhaKernelSm90:
         # ==== tile shape ====
         self.heads = 64  # rows of a tile: the M of a wgmma
         self.keys = 64  # keys of a block
-        self.stages = 2  # KV ring: the block of each math warpgroup
-        self.half_dim = head_dim // 2  # output columns of a math warpgroup
+        self.half_dim = head_dim // 2  # output columns of an output warpgroup
+        self.pv_dim = min(128, self.half_dim)  # columns of a PV product: the N of a wgmma
+        self.pieces = self.half_dim // self.pv_dim
         self.chunk = min(64, self.half_dim)  # columns of a swizzle span
         self.head_tiles = -(-num_query_heads // self.heads)
+        # Columns of Q in shared memory; the rest is in registers, 4 per 16 columns.
+        self.q_smem_dim = 192 if head_dim == 512 else head_dim
+        self.q_register_dim = head_dim - self.q_smem_dim
 
         # ==== warp schedule ====
-        self.math_warpgroups = 2
-        self.load_warp = 4 * self.math_warpgroups
-        self.threads = 128 * (self.math_warpgroups + 1)
-        self.math_registers, self.load_registers = 232, 40
-        used = 128 * (self.math_warpgroups * self.math_registers + self.load_registers)
+        self.score_group, self.output_group, self.load_group = 0, 1, 3
+        self.threads = 128 * 4
+        self.score_registers, self.output_registers, self.load_registers = 168, 160, 24
+        used = 128 * (self.score_registers + 2 * self.output_registers + self.load_registers)
         assert used <= REGISTERS_PER_SM, f"registers: {used} of {REGISTERS_PER_SM}"
 
         # ==== shared memory ====
+        self.stages = 3  # KV ring
         self.storage = self._shared_storage()
         size = self.storage.size_in_bytes()
         assert size <= SMEM_CAPACITY, f"shared memory: {size} of {SMEM_CAPACITY} bytes"
 
     def _shared_storage(self):
-        tile = self.heads * self.head_dim
-        block = self.keys * self.head_dim
+        q_tile = self.heads * self.q_smem_dim
+        kv_ring = self.stages * self.keys * self.head_dim
         p_tile = self.heads * self.keys
+        rows, barriers = self.heads, 2 * self.stages
 
         @cute.struct
         class Storage:
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, tile], 1024]
-            kv: cute.struct.Align[cute.struct.MemRange[self.dtype, self.stages * block], 1024]
-            # P of each warpgroup, double-buffered, in fragment order: thread i writes, thread i reads.
-            p: cute.struct.Align[cute.struct.MemRange[self.dtype, 4 * p_tile], 128]
-            p_ref: cute.struct.MemRange[cutlass.Float32, 4 * self.heads]
-            row_sum: cute.struct.MemRange[cutlass.Float32, 4 * self.heads]
-            work: cute.struct.MemRange[cutlass.Int32, 8]
+            kv: cute.struct.Align[cute.struct.MemRange[self.dtype, kv_ring], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_tile], 1024]
+            p: cute.struct.Align[cute.struct.MemRange[self.dtype, p_tile], 1024]
+            # Factor of the older accumulators that goes with P; final scale of each row.
+            rescale: cute.struct.MemRange[cutlass.Float32, rows]
+            row_scale: cute.struct.MemRange[cutlass.Float32, rows]
+            # Number of blocks of the work item, whether both branches have keys.
+            work: cute.struct.MemRange[cutlass.Int32, 2]
+            # Valid keys of the block in each stage, plus WINDOW_FLAG in the window.
+            block: cute.struct.MemRange[cutlass.Int32, self.stages]
             q_full: cute.struct.MemRange[cutlass.Int64, 1]
             q_empty: cute.struct.MemRange[cutlass.Int64, 1]
-            kv_full: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
-            kv_empty: cute.struct.MemRange[cutlass.Int64, 2 * self.stages]
+            p_full: cute.struct.MemRange[cutlass.Int64, 1]
+            p_empty: cute.struct.MemRange[cutlass.Int64, 1]
+            rows_full: cute.struct.MemRange[cutlass.Int64, 1]
+            rows_empty: cute.struct.MemRange[cutlass.Int64, 1]
+            # One barrier per half block: the PV products of the two output warpgroups free theirs.
+            kv_full: cute.struct.MemRange[cutlass.Int64, barriers]
+            kv_empty: cute.struct.MemRange[cutlass.Int64, barriers]
 
         return Storage
 
-    def _qk_mma(self):
+    def _qk_mma(self, q_source=warpgroup.OperandSource.SMEM):
         return make_trivial_tiled_mma(
             self.dtype,
             self.dtype,
@@ -172,7 +181,11 @@ class FmhaKernelSm90:
             cutlass.Float32,
             (1, 1, 1),
             (self.heads, self.keys),
+            q_source,
         )
+
+    def _qk_register_mma(self):
+        return self._qk_mma(warpgroup.OperandSource.RMEM)
 
     def _pv_mma(self):
         return make_trivial_tiled_mma(
@@ -182,8 +195,7 @@ class FmhaKernelSm90:
             OperandMajorMode.MN,
             cutlass.Float32,
             (1, 1, 1),
-            (self.heads, self.half_dim),
-            warpgroup.OperandSource.RMEM,
+            (self.heads, self.pv_dim),
         )
 
     # ---- host --------------------------------------------------------------------------------------------
@@ -208,18 +220,16 @@ class FmhaKernelSm90:
         num_ctas: cutlass.Int32,  # persistent CTAs at most: the number of SMs
         # fmt: on
     ):
+        q_map = make_row_tile_map(q, q.iterator, self.chunk, (self.heads, self.q_smem_dim))
         box = (self.keys, self.half_dim)
-        q_map = make_row_tile_map(q, q.iterator, self.chunk, box)
         compressed_map = make_row_tile_map(compressed_kv, q.iterator, self.chunk, box)
         window_map = make_row_tile_map(swa_kv, q.iterator, self.chunk, box)
-        tokens = q.shape[0]
-        works = tokens * self.head_tiles * num_splits
-        sizes = (tokens, compressed_kv.shape[1], swa_kv.shape[0], swa_kv.shape[1])
+        works = q.shape[0] * self.head_tiles * num_splits
         self.kernel(
-            q_map,
-            compressed_map,
-            window_map,
-            sizes,
+            (q_map, compressed_map, window_map),
+            q,
+            compressed_kv.shape[1],
+            (swa_kv.shape[0], swa_kv.shape[1]),
             swa_lens,
             sink_logits,
             request_ids,
@@ -237,15 +247,19 @@ class FmhaKernelSm90:
         if num_splits > 1:
             self.combine(workspace, sink_logits, o, lse, num_splits, stream)
 
-    # ---- device: dispatch --------------------------------------------------------------------------------
+    # ---- device: dispatch ----
 
     @cute.kernel
     def kernel(
         self,
-        q_map: cutlass.GridConstant[TensorMap],
-        compressed_map: cutlass.GridConstant[TensorMap],
-        window_map: cutlass.GridConstant[TensorMap],
-        sizes: tuple,  # tokens, compressed rows, batch, window rows
+        maps: tuple[
+            cutlass.GridConstant[TensorMap],
+            cutlass.GridConstant[TensorMap],
+            cutlass.GridConstant[TensorMap],
+        ],
+        q: cute.Tensor,
+        compressed_rows: cutlass.Int32,
+        window_shape: tuple,  # batch, W
         swa_lens: cute.Tensor,
         sink_logits: cute.Tensor,
         request_ids: cute.Tensor,
@@ -256,100 +270,97 @@ class FmhaKernelSm90:
         num_splits: cutlass.Int32,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        group = warp // 4
         smem = self._shared_views()
         if warp == 0:
             with cute.arch.elect_one():
-                math_warps = 4 * self.math_warpgroups
                 cute.arch.mbarrier_init(smem.q_full, 1)
-                cute.arch.mbarrier_init(smem.q_empty, math_warps)
+                cute.arch.mbarrier_init(smem.q_empty, 12)
+                cute.arch.mbarrier_init(smem.p_full, 4)
+                cute.arch.mbarrier_init(smem.p_empty, 8)
+                cute.arch.mbarrier_init(smem.rows_full, 4)
+                cute.arch.mbarrier_init(smem.rows_empty, 8)
                 for i in cutlass.range_constexpr(2 * self.stages):
                     cute.arch.mbarrier_init(smem.kv_full + i, 1)
                     cute.arch.mbarrier_init(smem.kv_empty + i, 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        works = sizes[0] * self.head_tiles * num_splits
-        if warp >= self.load_warp:
+        works = q.shape[0] * self.head_tiles * num_splits
+        if group == self.load_group:
             cute.arch.setmaxregister_decrease(self.load_registers)
-            if warp == self.load_warp:
+            if warp == 4 * self.load_group:
                 cute.arch.griddepcontrol_launch_dependents()
-                self.load(
-                    smem,
-                    (q_map, compressed_map, window_map),
-                    sizes,
-                    swa_lens,
-                    request_ids,
-                    compressed_lens,
-                    num_splits,
-                    works,
+                lengths = frozen(
+                    tokens=q.shape[0],
+                    compressed_rows=compressed_rows,
+                    batch=window_shape[0],
+                    window_rows=window_shape[1],
+                    swa_lens=swa_lens,
+                    request_ids=request_ids,
+                    compressed_lens=compressed_lens,
                 )
+                self.load(smem, maps, lengths, num_splits, works)
+        elif group == self.score_group:
+            cute.arch.setmaxregister_increase(self.score_registers)
+            self.score(smem, q, sink_logits, lse, workspace, num_splits, works)
         else:
-            cute.arch.setmaxregister_increase(self.math_registers)
-            self.math(smem, sink_logits, o, lse, workspace, sizes[0], num_splits, works)
+            cute.arch.setmaxregister_increase(self.output_registers)
+            self.output(smem, group - self.output_group, o, workspace, num_splits, works)
 
     def _shared_views(self):
         storage = SmemAllocator().allocate(self.storage)
         span = {32: "SW64", 64: "SW128"}[self.chunk]
-        k_major = warpgroup.make_smem_layout_atom(
-            getattr(warpgroup.SmemLayoutAtomKind, f"K_{span}"), self.dtype
-        )
-        mn_major = warpgroup.make_smem_layout_atom(
-            getattr(warpgroup.SmemLayoutAtomKind, f"MN_{span}"), self.dtype
-        )
-        q = cute.tile_to_shape(k_major, (self.heads, self.head_dim), order=(0, 1))
+        kinds = warpgroup.SmemLayoutAtomKind
+        k_major = warpgroup.make_smem_layout_atom(getattr(kinds, f"K_{span}"), self.dtype)
+        mn_major = warpgroup.make_smem_layout_atom(getattr(kinds, f"MN_{span}"), self.dtype)
+        p_major = warpgroup.make_smem_layout_atom(kinds.K_SW128, self.dtype)
+        q = cute.tile_to_shape(k_major, (self.heads, self.q_smem_dim), order=(0, 1))
         k = cute.tile_to_shape(k_major, (self.keys, self.head_dim, self.stages), order=(0, 1, 2))
-        # The same bytes as K, seen as the transposed half blocks that the PV products read.
-        v = cute.tile_to_shape(
-            mn_major, (self.half_dim, self.keys, 2 * self.stages), order=(1, 0, 2)
-        )
+        # The same bytes as K, seen as the transposed tiles that the PV products read.
+        v_shape = (self.pv_dim, self.keys, self.stages * 2 * self.pieces)
+        v = cute.tile_to_shape(mn_major, v_shape, order=(1, 0, 2))
+        p = cute.tile_to_shape(p_major, (self.heads, self.keys), order=(0, 1))
+        row = cute.make_layout(self.heads)
         return frozen(
             q=storage.q.get_tensor(q.outer, swizzle=q.inner),
             k=storage.kv.get_tensor(k.outer, swizzle=k.inner),
             v=storage.kv.get_tensor(v.outer, swizzle=v.inner),
+            p=storage.p.get_tensor(p.outer, swizzle=p.inner),
             q_raw=storage.q.data_ptr(),
             kv_raw=storage.kv.data_ptr(),
-            # [8 values, 4 vectors, thread, warpgroup * 2 + buffer]
-            p=storage.p.get_tensor(cute.make_layout((8, 4, 128, 4), stride=(1, 1024, 8, 4096))),
-            p_ref=storage.p_ref.get_tensor(cute.make_layout((self.heads, 4))),
-            row_sum=storage.row_sum.get_tensor(cute.make_layout((self.heads, 4))),
-            work=storage.work.get_tensor(cute.make_layout(8)),
+            rescale=storage.rescale.get_tensor(row),
+            row_scale=storage.row_scale.get_tensor(row),
+            work=storage.work.get_tensor(cute.make_layout(2)),
+            block=storage.block.get_tensor(cute.make_layout(self.stages)),
             q_full=storage.q_full.data_ptr(),
             q_empty=storage.q_empty.data_ptr(),
+            p_full=storage.p_full.data_ptr(),
+            p_empty=storage.p_empty.data_ptr(),
+            rows_full=storage.rows_full.data_ptr(),
+            rows_empty=storage.rows_empty.data_ptr(),
             kv_full=storage.kv_full.data_ptr(),
             kv_empty=storage.kv_empty.data_ptr(),
         )
 
-    # ---- device: load warp -------------------------------------------------------------------------------
+    # ---- device: load warp ----
 
     @cute.jit
-    def load(
-        self,
-        smem,
-        maps,
-        sizes,
-        swa_lens,
-        request_ids,
-        compressed_lens,
-        num_splits: cutlass.Int32,
-        works: cutlass.Int32,
-    ):
+    def load(self, smem, maps, lengths, num_splits: cutlass.Int32, works: cutlass.Int32):
         """Find each work item's key range, publish it, and keep Q and the KV ring full."""
         q_map, compressed_map, window_map = maps
         lane = cute.arch.lane_idx()
+        q_bytes = self.heads * self.q_smem_dim * self.dtype.width // 8
         half_bytes = self.keys * self.half_dim * self.dtype.width // 8
         half_chunks = self.half_dim // self.chunk
-        grid = cute.arch.grid_dim()[0]
         index = cute.arch.block_idx()[0]
         q_phase = cutlass.Int32(1)
-        phase_0 = cutlass.Int32(1)
-        phase_1 = cutlass.Int32(1)
+        stage, phase = cutlass.Int32(0), cutlass.Int32(1)
         while index < works:
-            head_tile = index % self.head_tiles
-            split = index // self.head_tiles % num_splits
-            token = index // self.head_tiles // num_splits
+            head_tile, split, token = self._coordinates(index, num_splits)
 
             # ---- the keys of this work item ----
             compressed_len, window_begin, window_end, request = self._key_range(
-                token, sizes, swa_lens, request_ids, compressed_lens, lane
+                token, lengths, lane
             )
             compressed_blocks = cute.ceil_div(compressed_len, self.keys)
             blocks = compressed_blocks + cute.ceil_div(window_end - window_begin, self.keys)
@@ -361,94 +372,78 @@ class FmhaKernelSm90:
             q_phase ^= 1
             if lane == 0:
                 smem.work[0] = count
-                smem.work[1] = first
-                smem.work[2] = compressed_blocks
-                smem.work[3] = compressed_len
-                smem.work[4] = window_begin
-                smem.work[5] = window_end
+                has_both = compressed_len > 0 and window_end > window_begin
+                smem.work[1] = cutlass.select_(has_both, cutlass.Int32(1), cutlass.Int32(0))
                 if count > 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full, 2 * half_bytes)
-                    for half in cutlass.range_constexpr(2):
-                        tma_load(
-                            q_map,
-                            smem.q_raw + half * self.heads * self.half_dim,
-                            head_tile * self.heads,
-                            half * half_chunks,
-                            token,
-                            smem.q_full,
-                        )
+                    cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full, q_bytes)
+                    tma_load(q_map, smem.q_raw, head_tile * self.heads, 0, token, smem.q_full)
                 else:
                     cute.arch.mbarrier_arrive(smem.q_full)
 
             # ---- KV blocks ----
             for n in cutlass.range(count, unroll=1):
-                stage = n % 2
-                phase = phase_0 if stage == 0 else phase_1
-                block = first + n
-                is_window = block >= compressed_blocks
-                compressed_row = block * self.keys
-                window_row = window_begin + (block - compressed_blocks) * self.keys
+                is_window = first + n >= compressed_blocks
+                compressed_row = (first + n) * self.keys
+                window_row = window_begin + (first + n - compressed_blocks) * self.keys
+                valid = cutlass.select_(
+                    is_window,
+                    cutlass.min(window_end - window_row, self.keys) + WINDOW_FLAG,
+                    cutlass.min(compressed_len - compressed_row, self.keys),
+                )
                 for half in cutlass.range_constexpr(2):
                     slot = stage * 2 + half
+                    full = smem.kv_full + slot
                     target = smem.kv_raw + slot * self.keys * self.half_dim
+                    chunk = half * half_chunks
                     cute.arch.mbarrier_wait(smem.kv_empty + slot, phase)
                     if lane == 0:
-                        full = smem.kv_full + slot
+                        if cutlass.const_expr(half == 0):
+                            smem.block[stage] = valid
                         cute.arch.mbarrier_arrive_and_expect_tx(full, half_bytes)
                         if is_window:
-                            tma_load(
-                                window_map, target, window_row, half * half_chunks, request, full
-                            )
+                            tma_load(window_map, target, window_row, chunk, request, full)
                         else:
-                            tma_load(
-                                compressed_map,
-                                target,
-                                compressed_row,
-                                half * half_chunks,
-                                token,
-                                full,
-                            )
-                if stage == 0:
-                    phase_0 ^= 1
-                else:
-                    phase_1 ^= 1
-            index += grid
+                            tma_load(compressed_map, target, compressed_row, chunk, token, full)
+                stage, phase = self._advance(stage, phase)
+            index += cute.arch.grid_dim()[0]
 
     @cute.jit
-    def _key_range(self, token, sizes, swa_lens, request_ids, compressed_lens, lane):
-        """Number of compressed keys, first and last window row, request; lengths clamped, padding empty."""
-        tokens, compressed_rows, batch, window_rows = sizes
-        request = request_ids[token]
-        is_real = request >= 0 and request < batch
-        compressed_len = cutlass.Int32(compressed_rows)
-        if token < compressed_lens.shape[0]:
-            compressed_len = compressed_lens[token]
+    def _key_range(self, token, lengths, lane):
+        """Compressed keys, window rows [begin, end), request; lengths clamped, padding empty."""
+        request = lengths.request_ids[token]
+        is_real = request >= 0 and request < lengths.batch
+        compressed_len = cutlass.Int32(lengths.compressed_rows)
+        if token < lengths.compressed_lens.shape[0]:
+            compressed_len = lengths.compressed_lens[token]
+        compressed_len = cutlass.max(cutlass.min(compressed_len, lengths.compressed_rows), 0)
         window_end = cutlass.Int32(0)
         if is_real:
-            window_end = swa_lens[request]
-        window_end = cutlass.max(cutlass.min(window_end, window_rows), 0)
+            window_end = lengths.swa_lens[request]
+        window_end = cutlass.max(cutlass.min(window_end, lengths.window_rows), 0)
         window_begin = cutlass.Int32(0)
         if cutlass.const_expr(self.is_causal):
-            # The token sits as far from the end of the window as from its request's last token.
-            window_end -= self._tokens_after(token, tokens, request, request_ids, lane)
+            # The token sits as far from the window's end as from its request's last token.
+            window_end -= self._tokens_after(token, request, lengths, lane)
             window_end = cutlass.max(window_end, 0)
             window_begin = cutlass.max(window_end - self.sliding_window, 0)
-        compressed_len = cutlass.max(cutlass.min(compressed_len, compressed_rows), 0)
-        compressed_len = cutlass.select_(is_real, compressed_len, cutlass.Int32(0))
-        window_end = cutlass.select_(is_real, window_end, cutlass.Int32(0))
-        window_begin = cutlass.select_(is_real, window_begin, cutlass.Int32(0))
-        return compressed_len, window_begin, window_end, request
+        nothing = cutlass.Int32(0)
+        return (
+            cutlass.select_(is_real, compressed_len, nothing),
+            cutlass.select_(is_real, window_begin, nothing),
+            cutlass.select_(is_real, window_end, nothing),
+            request,
+        )
 
     @cute.jit
-    def _tokens_after(self, token, tokens, request, request_ids, lane):
+    def _tokens_after(self, token, request, lengths, lane):
         """How many consecutive tokens of the same request follow; the whole warp searches."""
         count = cutlass.Int32(0)
         searching = cutlass.Boolean(True)
         while searching:
             other = token + 1 + count + lane
             same = cutlass.Boolean(False)
-            if other < tokens:
-                same = request_ids[other] == request
+            if other < lengths.tokens:
+                same = lengths.request_ids[other] == request
             ballot = cute.arch.vote_ballot_sync(same)
             # The length of the ballot's run of trailing ones.
             run = cute.arch.popc(ballot & ~(ballot + 1))
@@ -456,273 +451,175 @@ class FmhaKernelSm90:
             searching = run == 32
         return count
 
-    # ---- device: math warpgroups -------------------------------------------------------------------------
+    # ---- device: score warpgroup ----
 
     @cute.jit
-    def math(
+    def score(
         self,
         smem,
+        q,
         sink_logits,
-        o,
         lse,
         workspace,
-        tokens: cutlass.Int32,
         num_splits: cutlass.Int32,
         works: cutlass.Int32,
     ):
-        """Both products and the softmax; each of the two warpgroups owns half of the output columns."""
-        group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // 128)
+        """S = Q K^T and the softmax of every block; the row statistics of every work item."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = cute.arch.lane_idx()
         row = thread // 32 * 16 + lane // 4
 
-        qk_mma, pv_mma = self._qk_mma(), self._pv_mma()
-        qk_slice, pv_slice = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        acc_o = pv_mma.make_fragment_C(pv_mma.partition_shape_C((self.heads, self.half_dim)))
-        acc_s = qk_mma.make_fragment_C(qk_mma.partition_shape_C((self.heads, self.keys)))
-        p_shape = pv_mma.partition_shape_A((self.heads, self.keys))
-        state = frozen(
-            group=group,
-            thread=thread,
+        mma, register_mma = self._qk_mma(), self._qk_register_mma()
+        mma_slice = mma.get_slice(0)
+        tile = frozen(
             lane=lane,
             row=row,
-            q=qk_slice.make_fragment_A(qk_slice.partition_A(smem.q)),
-            k=qk_slice.make_fragment_B(qk_slice.partition_B(smem.k)),
-            v=pv_slice.make_fragment_B(pv_slice.partition_B(smem.v)),
-            s=acc_s,
-            o=acc_o,
-            p=pv_mma.make_fragment_A(p_shape),
-            p_other=pv_mma.make_fragment_A(p_shape),
+            q=mma_slice.make_fragment_A(mma_slice.partition_A(smem.q)),
+            q_registers=register_mma.make_fragment_A(
+                register_mma.partition_shape_A((self.heads, max(self.q_register_dim, 16)))
+            ),
+            k=mma_slice.make_fragment_B(mma_slice.partition_B(smem.k)),
+            s=mma.make_fragment_C(mma.partition_shape_C((self.heads, self.keys))),
             ref=cute.make_rmem_tensor(2, cutlass.Float32),
             sum=cute.make_rmem_tensor(2, cutlass.Float32),
-            raise_by=cute.make_rmem_tensor(2, cutlass.Float32),
+            rescale=cute.make_rmem_tensor(2, cutlass.Float32),
             # Biases of the two rows on compressed scores, then on window scores.
             bias=cute.make_rmem_tensor((2, 2), cutlass.Float32),
         )
+        p = cute.make_rmem_tensor_like(tile.s, self.dtype)
+        store = cute.make_tiled_copy_C(
+            cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma
+        )
+        store_slice = store.get_slice(thread)
+        p_source, p_target = store_slice.retile(p), store_slice.partition_D(smem.p)
 
-        grid = cute.arch.grid_dim()[0]
         index = cute.arch.block_idx()[0]
-        q_phase = cutlass.Int32(0)
-        own_phase = cutlass.Int32(0)
-        other_phase = cutlass.Int32(0)
-        parity = cutlass.Int32(0)
+        q_phase, p_phase, rows_phase = cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(1)
+        stage, phase = cutlass.Int32(0), cutlass.Int32(0)
+        self._fetch_q(tile, q, index, num_splits, works)
         while index < works:
-            head = index % self.head_tiles * self.heads + row
-            split = index // self.head_tiles % num_splits
-            token = index // self.head_tiles // num_splits
+            head_tile, split, token = self._coordinates(index, num_splits)
+            head = head_tile * self.heads + row
+            next_index = index + cute.arch.grid_dim()[0]
 
             # ---- prologue ----
             cute.arch.mbarrier_wait(smem.q_full, q_phase)
             q_phase ^= 1
-            work = frozen(
-                count=smem.work[0],
-                first=smem.work[1],
-                compressed_blocks=smem.work[2],
-                compressed_len=smem.work[3],
-                window_begin=smem.work[4],
-                window_end=smem.work[5],
-            )
-            gate_offset = self._set_bias(state, work, sink_logits, head)
-            acc_o.fill(0.0)
-            state.ref.fill(-cutlass.Float32.inf)
-            state.sum.fill(0.0)
+            count = smem.work[0]
+            gate_offset = self._set_bias(tile, smem.work[1], sink_logits, head)
+            tile.ref.fill(-cutlass.Float32.inf)
+            tile.sum.fill(0.0)
 
-            # ---- blocks of this warpgroup ----
-            count = work.count
-            own = (count + 1 - group) // 2
-            begin = cutlass.Int32(0)
-            if group == 0 and own > 0:
-                self._step(smem, state, work, cutlass.Int32(0), own_phase, other_phase, True)
-                own_phase ^= 1
-                begin = cutlass.Int32(1)
-            for i in cutlass.range(begin, own, unroll=1):
-                self._step(smem, state, work, 2 * i + group, own_phase, other_phase, False)
-                own_phase ^= 1
-                other_phase ^= 1
-            self._release(smem.q_empty, lane)
-            if count > 0 and (count - 1) % 2 != group:
-                self._take_other(smem, state, work, count - 1, other_phase)
+            # ---- blocks ----
+            for n in cutlass.range(count, unroll=1):
+                self._issue_scores(smem, tile, stage, phase)
                 warpgroup.wait_group(0)
-                self._release(smem.kv_empty + ((1 - group) * 2 + group), lane)
-                other_phase ^= 1
+                if n == count - 1:
+                    # The next tile's Q arrives behind this block's softmax.
+                    self._release(smem.q_empty, lane)
+                    self._fetch_q(tile, q, next_index, num_splits, works)
+                valid = smem.block[stage]
+                is_window = valid >= WINDOW_FLAG
+                valid = valid % WINDOW_FLAG
+                if valid < self.keys:
+                    self._mask(tile, valid)
+                    self._zero_rows(smem, stage, valid, thread)
+                self._softmax(tile, is_window)
+                p.store(tile.s.load().to(self.dtype))
+
+                cute.arch.mbarrier_wait(smem.p_empty, p_phase)
+                p_phase ^= 1
+                cute.copy(store, p_source, p_target)
+                if lane % 4 == 0:
+                    for r in cutlass.range_constexpr(2):
+                        smem.rescale[row + 8 * r] = tile.rescale[r]
+                cute.arch.fence_view_async_shared()
+                self._release(smem.p_full, lane)
+                stage, phase = self._advance(stage, phase)
+            if count == 0:
+                self._release(smem.q_empty, lane)
+                self._fetch_q(tile, q, next_index, num_splits, works)
 
             # ---- epilogue ----
-            self._finish(smem, state, parity)
-            if num_splits == 1:
-                self._store_output(state, sink_logits, o, lse, token, head, gate_offset)
-            else:
-                self._store_partial(
-                    state, workspace, tokens, num_splits, token, head, split, gate_offset
+            for r in cutlass.range_constexpr(2):
+                tile.sum[r] = quad_sum(tile.sum[r])
+            cute.arch.mbarrier_wait(smem.rows_empty, rows_phase)
+            rows_phase ^= 1
+            if lane % 4 == 0:
+                self._finish_rows(
+                    smem,
+                    tile,
+                    sink_logits,
+                    lse,
+                    workspace,
+                    num_splits,
+                    token,
+                    head,
+                    split,
+                    gate_offset,
+                    q.shape[0],
                 )
-            parity ^= 1
-            index += grid
+            self._release(smem.rows_full, lane)
+            index = next_index
 
     @cute.jit
-    def _set_bias(self, state, work, sink_logits, head):
+    def _fetch_q(self, tile, q, index, num_splits, works):
+        """Read the work item's register part of Q from global memory; absent heads are zero."""
+        if cutlass.const_expr(self.q_register_dim > 0):
+            registers = cute.make_tensor(
+                tile.q_registers.iterator,
+                cute.make_layout((2, 2, self.q_register_dim // 8), stride=(1, 2, 4)),
+            )
+            head_tile, _, token = self._coordinates(index, num_splits)
+            for r in cutlass.range_constexpr(2):
+                head = head_tile * self.heads + tile.row + 8 * r
+                if index < works and head < self.num_query_heads:
+                    source = row_pointer(q, token, head) + self.q_smem_dim + tile.lane % 4 * 2
+                    for j in cutlass.range_constexpr(self.q_register_dim // 8):
+                        cute.autovec_copy(
+                            cute.make_tensor(source + j * 8, cute.make_layout(2)),
+                            registers[None, r, j],
+                        )
+                else:
+                    for j in cutlass.range_constexpr(self.q_register_dim // 8):
+                        registers[None, r, j].fill(0.0)
+
+    @cute.jit
+    def _issue_scores(self, smem, tile, stage: cutlass.Int32, phase: cutlass.Int32):
+        """S = Q K^T, first the columns of Q in shared memory, then those in registers."""
+        steps = self.head_dim // 16
+        smem_steps = self.q_smem_dim // 16
+        k = tile.k[None, None, None, stage]
+        # A wait between the products would make ptxas serialise them: it is a divergent loop.
+        for half in cutlass.range_constexpr(2):
+            cute.arch.mbarrier_wait(smem.kv_full + (stage * 2 + half), phase)
+        warpgroup.fence()
+        gemm(self._qk_mma, tile.s, tile.q, k, range(smem_steps), 0, False)
+        in_registers = range(smem_steps, steps)
+        gemm(self._qk_register_mma, tile.s, tile.q_registers, k, in_registers, smem_steps, True)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _set_bias(self, tile, has_both, sink_logits, head):
         """Score biases of the sink gate; returns what they take off the log of the denominator."""
         offset = cute.make_rmem_tensor(2, cutlass.Float32)
         offset.fill(0.0)
-        state.bias.fill(0.0)
+        tile.bias.fill(0.0)
         if cutlass.const_expr(self.is_gate):
             # An empty branch leaves the other alone: the sink then counts as 0.
-            both = work.compressed_len > 0 and work.window_end > work.window_begin
             for r in cutlass.range_constexpr(2):
                 sink = cutlass.Float32(0.0)
-                if both and head + 8 * r < self.num_query_heads:
+                if has_both != 0 and head + 8 * r < self.num_query_heads:
                     sink = sink_logits[head + 8 * r]
                 offset[r] = cute.arch.fmax(sink, 0.0)
-                state.bias[r, 0] = -offset[r] * LOG2_E
-                state.bias[r, 1] = cute.arch.fmin(sink, 0.0) * LOG2_E
+                tile.bias[r, 0] = -offset[r] * LOG2_E
+                tile.bias[r, 1] = cute.arch.fmin(sink, 0.0) * LOG2_E
         return offset
 
     @cute.jit
-    def _step(
-        self,
-        smem,
-        state,
-        work,
-        n: cutlass.Int32,
-        own_phase: cutlass.Int32,
-        other_phase: cutlass.Int32,
-        is_first: cutlass.Constexpr[bool],
-    ):
-        """Block n of this warpgroup: QK(n), the other's PV(n - 1), softmax(n), PV(n)."""
-        group = state.group
-        own_half = group * 2 + group
-        for half in cutlass.range_constexpr(2):
-            cute.arch.mbarrier_wait(smem.kv_full + (group * 2 + half), own_phase)
-        warpgroup.fence()
-        gemm(self._qk_mma, state.s, state.q, state.k[None, None, None, group], False)
-        warpgroup.commit_group()
-        if cutlass.const_expr(is_first):
-            warpgroup.wait_group(0)
-        else:
-            self._take_other(smem, state, work, n - 1, other_phase)
-            warpgroup.wait_group(1)
-
-        valid, is_window = self._block_extent(work, n)
-        if valid < self.keys:
-            self._mask(state, valid)
-        raised = self._softmax(state, is_window)
-        self._publish(smem, state, n)
-        if cutlass.const_expr(not is_first):
-            warpgroup.wait_group(0)
-            self._release(smem.kv_empty + ((1 - group) * 2 + group), state.lane)
-        if cute.arch.vote_any_sync(raised):
-            self._scale_rows(state.o, state.raise_by)
-        if valid < self.keys:
-            self._zero_rows(smem, state, own_half, valid)
-        warpgroup.fence()
-        gemm(self._pv_mma, state.o, state.p, state.v[None, None, None, own_half], True)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
-        self._release(smem.kv_empty + own_half, state.lane)
-
-    @cute.jit
-    def _take_other(self, smem, state, work, n: cutlass.Int32, other_phase: cutlass.Int32):
-        """Issue PV(n) with the P of the other warpgroup; the caller waits for it."""
-        group = state.group
-        other = 1 - group
-        slot = other * 2 + group
-        buffer = other * 2 + n // 2 % 2
-        cute.arch.barrier(barrier_id=Barrier.P_READY + other, number_of_threads=256)
-        p_vectors = cute.make_tensor(state.p_other.iterator, cute.make_layout((8, 4)))
-        for j in cutlass.range_constexpr(4):
-            cute.autovec_copy(smem.p[None, j, state.thread, buffer], p_vectors[None, j])
-        refs = [smem.p_ref[state.row + 8 * r, buffer] for r in range(2)]
-        differs = refs[0] != state.ref[0] or refs[1] != state.ref[1]
-        if cute.arch.vote_any_sync(differs):
-            self._align_references(state, refs)
-        cute.arch.mbarrier_wait(smem.kv_full + slot, other_phase)
-        valid, _ = self._block_extent(work, n)
-        if valid < self.keys:
-            self._zero_rows(smem, state, slot, valid)
-        warpgroup.fence()
-        gemm(self._pv_mma, state.o, state.p_other, state.v[None, None, None, slot], True)
-        warpgroup.commit_group()
-
-    @cute.jit
-    def _align_references(self, state, refs):
-        """Bring the accumulators and the other's P to the larger of the two references."""
-        p_by_row = by_row(state.p_other)
-        for r in cutlass.range_constexpr(2):
-            old = state.ref[r]
-            new = cute.arch.fmax(old, refs[r])
-            is_empty = new == -cutlass.Float32.inf
-            mine = cutlass.select_(is_empty, cutlass.Float32(1.0), exp2(old - new))
-            theirs = cutlass.select_(is_empty, cutlass.Float32(1.0), exp2(refs[r] - new))
-            state.raise_by[r] = mine
-            state.sum[r] *= mine
-            state.ref[r] = new
-            for j in cutlass.range_constexpr(cute.size(p_by_row, mode=[2])):
-                for c in cutlass.range_constexpr(2):
-                    value = p_by_row[r, c, j].to(cutlass.Float32) * theirs
-                    p_by_row[r, c, j] = value.to(self.dtype)
-        self._scale_rows(state.o, state.raise_by)
-
-    @cute.jit
-    def _softmax(self, state, is_window):
-        """S -> P in place of the row references; returns whether a reference of this thread moved."""
-        s, p = by_row(state.s), by_row(state.p)
-        raised = cutlass.Boolean(False)
-        for r in cutlass.range_constexpr(2):
-            bias = cutlass.select_(is_window, state.bias[r, 1], state.bias[r, 0])
-            top = s[r, 0, 0]
-            for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
-                for c in cutlass.range_constexpr(2):
-                    top = cute.arch.fmax(top, s[r, c, j])
-            top = quad_max(top) * self.scale_log2 + bias
-            old = state.ref[r]
-            is_raised = top > old + STALE_LIMIT
-            new = cutlass.select_(is_raised, top, old)
-            state.raise_by[r] = cutlass.select_(is_raised, exp2(old - new), cutlass.Float32(1.0))
-            # A row without a finite score so far: every weight is 2^-inf.
-            shift = bias - cutlass.select_(new == -cutlass.Float32.inf, cutlass.Float32(0.0), new)
-            total = cutlass.Float32(0.0)
-            for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
-                for c in cutlass.range_constexpr(2):
-                    weight = exp2(s[r, c, j] * self.scale_log2 + shift)
-                    total += weight
-                    s[r, c, j] = weight
-            state.sum[r] = state.sum[r] * state.raise_by[r] + total
-            state.ref[r] = new
-            raised = raised or is_raised
-        # Row by row would convert one value at a time: pairs of columns share an instruction.
-        cute.make_tensor(state.p.iterator, cute.make_layout(cute.size(p))).store(
-            cute.make_tensor(state.s.iterator, cute.make_layout(cute.size(s))).load().to(self.dtype)
-        )
-        return raised
-
-    @cute.jit
-    def _publish(self, smem, state, n: cutlass.Int32):
-        """Hand P(n) and its references to the other warpgroup."""
-        buffer = state.group * 2 + n // 2 % 2
-        p_vectors = cute.make_tensor(state.p.iterator, cute.make_layout((8, 4)))
-        for j in cutlass.range_constexpr(4):
-            cute.autovec_copy(p_vectors[None, j], smem.p[None, j, state.thread, buffer])
-        if state.lane % 4 == 0:
-            for r in cutlass.range_constexpr(2):
-                smem.p_ref[state.row + 8 * r, buffer] = state.ref[r]
-        cute.arch.barrier_arrive(barrier_id=Barrier.P_READY + state.group, number_of_threads=256)
-
-    # ---- device: blocks and rows -------------------------------------------------------------------------
-
-    @cute.jit
-    def _block_extent(self, work, n: cutlass.Int32):
-        """Number of valid keys of the work item's block n (the rest are masked), and its branch."""
-        block = work.first + n
-        is_window = block >= work.compressed_blocks
-        left = cutlass.select_(
-            is_window,
-            work.window_end - work.window_begin - (block - work.compressed_blocks) * self.keys,
-            work.compressed_len - block * self.keys,
-        )
-        return cutlass.min(left, self.keys), is_window
-
-    @cute.jit
-    def _mask(self, state, valid: cutlass.Int32):
-        s = by_row(state.s)
-        column = state.lane % 4 * 2
+    def _mask(self, tile, valid: cutlass.Int32):
+        s = by_row(tile.s)
+        column = tile.lane % 4 * 2
         for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
@@ -731,23 +628,156 @@ class FmhaKernelSm90:
                     )
 
     @cute.jit
-    def _zero_rows(self, smem, state, slot, valid: cutlass.Int32):
-        """Clear the masked rows of a half block: P is 0 there, but 0 * NaN is NaN."""
+    def _zero_rows(self, smem, stage, valid: cutlass.Int32, thread):
+        """Clear the masked rows of a block, which is V next: P is 0 there, but 0 * NaN is NaN."""
         vectors_per_row = self.chunk // 8
         chunk_vectors = self.keys * vectors_per_row
+        chunks = self.head_dim // self.chunk
         zero = cute.make_rmem_tensor(8, self.dtype)
         zero.fill(0.0)
-        half_block = cute.make_tensor(
-            smem.kv_raw + slot * self.keys * self.half_dim,
-            cute.make_layout((8, chunk_vectors, self.half_dim // self.chunk)),
+        vectors = cute.make_tensor(
+            smem.kv_raw + stage * self.keys * self.head_dim,
+            cute.make_layout((8, chunk_vectors, chunks)),
         )
-        for chunk in cutlass.range_constexpr(self.half_dim // self.chunk):
-            for i in cutlass.range(
-                valid * vectors_per_row + state.thread, chunk_vectors, 128, unroll=1
-            ):
-                cute.autovec_copy(zero, half_block[None, i, chunk])
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=Barrier.WARPGROUP + state.group, number_of_threads=128)
+        begin = valid * vectors_per_row + thread
+        for i in cutlass.range(begin, chunk_vectors, 128, unroll=1):
+            for chunk in cutlass.range_constexpr(chunks):
+                cute.autovec_copy(zero, vectors[None, i, chunk])
+
+    @cute.jit
+    def _softmax(self, tile, is_window):
+        """Turn S into weights in place; leave in `rescale` what older weights must be scaled by."""
+        s = by_row(tile.s)
+        for r in cutlass.range_constexpr(2):
+            bias = cutlass.select_(is_window, tile.bias[r, 1], tile.bias[r, 0])
+            top = s[r, 0, 0]
+            for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
+                for c in cutlass.range_constexpr(2):
+                    top = cute.arch.fmax(top, s[r, c, j])
+            top = quad_max(top) * self.scale_log2 + bias
+            old = tile.ref[r]
+            is_raised = top > old + STALE_LIMIT
+            new = cutlass.select_(is_raised, top, old)
+            rescale = cutlass.select_(is_raised, exp2(old - new), cutlass.Float32(1.0))
+            # A row without a finite score so far: every weight is 2^-inf.
+            is_empty = new == -cutlass.Float32.inf
+            shift = bias - cutlass.select_(is_empty, cutlass.Float32(0.0), new)
+            total = cutlass.Float32(0.0)
+            for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
+                for c in cutlass.range_constexpr(2):
+                    weight = exp2(s[r, c, j] * self.scale_log2 + shift)
+                    total += weight
+                    s[r, c, j] = weight
+            tile.sum[r] = tile.sum[r] * rescale + total
+            tile.ref[r] = new
+            tile.rescale[r] = rescale
+
+    @cute.jit
+    def _finish_rows(
+        self,
+        smem,
+        tile,
+        sink_logits,
+        lse,
+        workspace,
+        num_splits,
+        token,
+        head,
+        split,
+        gate_offset,
+        tokens,
+    ):
+        """Statistics of a finished row: its output scale, and its lse or its split's partial."""
+        for r in cutlass.range_constexpr(2):
+            if head + 8 * r < self.num_query_heads:
+                ref, total = tile.ref[r], tile.sum[r]
+                if num_splits > 1:
+                    _, stats = partial_views(
+                        workspace, tokens * self.num_query_heads, num_splits, self.head_dim
+                    )
+                    index = token * self.num_query_heads + head + 8 * r
+                    stats[0, split, index] = ref
+                    stats[1, split, index] = total
+                    stats[2, split, index] = gate_offset[r]
+                else:
+                    smem.row_scale[tile.row + 8 * r] = output_scale(
+                        ref, total, sink_logits[head + 8 * r], not self.is_gate
+                    )
+                    if token < lse.shape[0]:
+                        lse[token, head + 8 * r] = row_lse(ref, total, gate_offset[r])
+
+    # ---- device: output warpgroups ----
+
+    @cute.jit
+    def output(
+        self,
+        smem,
+        half: cutlass.Int32,
+        o,
+        workspace,
+        num_splits: cutlass.Int32,
+        works: cutlass.Int32,
+    ):
+        """O += P V over half of the columns, and the output rows."""
+        thread = cute.arch.thread_idx()[0] % 128
+        lane = cute.arch.lane_idx()
+        row = thread // 32 * 16 + lane // 4
+
+        mma = self._pv_mma()
+        mma_slice = mma.get_slice(0)
+        p = mma_slice.make_fragment_A(mma_slice.partition_A(smem.p))
+        v = mma_slice.make_fragment_B(mma_slice.partition_B(smem.v))
+        piece = mma.make_fragment_C(mma.partition_shape_C((self.heads, self.pv_dim)))
+        acc = cute.make_rmem_tensor(self.pieces * cute.size(piece), cutlass.Float32)
+        pieces = tuple(
+            cute.make_tensor(acc.iterator + i * cute.size(piece), piece.layout)
+            for i in range(self.pieces)
+        )
+        steps = range(self.keys // 16)
+
+        index = cute.arch.block_idx()[0]
+        work_phase, p_phase = cutlass.Int32(0), cutlass.Int32(0)
+        stage, phase = cutlass.Int32(0), cutlass.Int32(0)
+        while index < works:
+            # ---- prologue ----
+            cute.arch.mbarrier_wait(smem.q_full, work_phase)
+            count = smem.work[0]
+            self._release(smem.q_empty, lane)
+            acc.fill(0.0)
+
+            # ---- blocks ----
+            for _ in cutlass.range(count, unroll=1):
+                slot = stage * 2 + half
+                cute.arch.mbarrier_wait(smem.p_full, p_phase)
+                p_phase ^= 1
+                factors = [smem.rescale[row], smem.rescale[row + 8]]
+                if cute.arch.vote_any_sync(factors[0] != 1.0 or factors[1] != 1.0):
+                    self._scale_rows(acc, factors)
+                cute.arch.mbarrier_wait(smem.kv_full + slot, phase)
+                warpgroup.fence()
+                for i in cutlass.range_constexpr(self.pieces):
+                    v_piece = v[None, None, None, slot * self.pieces + i]
+                    gemm(self._pv_mma, pieces[i], p, v_piece, steps, 0, True)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                self._release(smem.kv_empty + slot, lane)
+                self._release(smem.p_empty, lane)
+                stage, phase = self._advance(stage, phase)
+
+            # ---- epilogue ----
+            cute.arch.mbarrier_wait(smem.rows_full, work_phase)
+            work_phase ^= 1
+            scales = [smem.row_scale[row], smem.row_scale[row + 8]]
+            self._release(smem.rows_empty, lane)
+            head_tile, split, token = self._coordinates(index, num_splits)
+            head = head_tile * self.heads + row
+            if num_splits == 1:
+                self._store_output(acc, o, scales, token, head, half, lane)
+            else:
+                self._store_partial(
+                    acc, workspace, o.shape[0], num_splits, token, head, split, half, lane
+                )
+            index += cute.arch.grid_dim()[0]
 
     @cute.jit
     def _scale_rows(self, acc, factors):
@@ -758,79 +788,63 @@ class FmhaKernelSm90:
                     rows[r, c, j] *= factors[r]
 
     @cute.jit
-    def _release(self, barrier, lane):
-        """One arrival per warp, after every lane's reads."""
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barrier)
-
-    # ---- device: epilogue --------------------------------------------------------------------------------
-
-    @cute.jit
-    def _finish(self, smem, state, parity: cutlass.Int32):
-        """Join the row sums of the two warpgroups, which end on the same references.
-
-        Double-buffered by work item: the next item's sums may be written before the partner read these.
-        """
+    def _store_output(self, acc, o, scales, token, head, half, lane):
+        """Scale, round, and write 16 bytes per thread: a quad transposes four 8-column groups."""
+        rows = by_row(acc)
+        lane_in_quad = lane % 4
         for r in cutlass.range_constexpr(2):
-            state.sum[r] = quad_sum(state.sum[r])
-            if state.lane % 4 == 0:
-                smem.row_sum[state.row + 8 * r, parity * 2 + state.group] = state.sum[r]
-        cute.arch.barrier(barrier_id=Barrier.PAIR, number_of_threads=256)
-        for r in cutlass.range_constexpr(2):
-            # Always warpgroup 0's sum first, so that both halves divide by the same value.
-            state.sum[r] = (
-                smem.row_sum[state.row + 8 * r, parity * 2]
-                + smem.row_sum[state.row + 8 * r, parity * 2 + 1]
-            )
-
-    @cute.jit
-    def _store_output(self, state, sink_logits, o, lse, token, head, gate_offset):
-        """Divide, round, and write 16 bytes per thread."""
-        rows = by_row(state.o)
-        lane_in_quad = state.lane % 4
-        for r in cutlass.range_constexpr(2):
-            if head + 8 * r < self.num_query_heads:
-                scale = output_scale(
-                    state.ref[r], state.sum[r], sink_logits[head + 8 * r], not self.is_gate
-                )
-                target = row_pointer(o, token, head + 8 * r) + state.group * self.half_dim
-                for j in cutlass.range_constexpr(self.half_dim // 8):
-                    pair = cute.make_rmem_tensor(2, self.dtype)
+            target = row_pointer(o, token, head + 8 * r) + half * self.half_dim + lane_in_quad * 8
+            for group in cutlass.range_constexpr(self.half_dim // 32):
+                values = cute.make_rmem_tensor(8, self.dtype)
+                for j in cutlass.range_constexpr(4):
                     for c in cutlass.range_constexpr(2):
-                        pair[c] = (rows[r, c, j] * scale).to(self.dtype)
-                    cute.autovec_copy(
-                        pair,
-                        cute.make_tensor(target + j * 8 + lane_in_quad * 2, cute.make_layout(2)),
-                    )
-                if state.group == 0 and lane_in_quad == 0 and token < lse.shape[0]:
-                    lse[token, head + 8 * r] = row_lse(state.ref[r], state.sum[r], gate_offset[r])
+                        value = rows[r, c, group * 4 + j] * scales[r]
+                        values[2 * j + c] = value.to(self.dtype)
+                quad_transpose(cute.recast_tensor(values, cutlass.Int32), lane_in_quad)
+                if head + 8 * r < self.num_query_heads:
+                    vector = cute.make_tensor(target + group * 32, cute.make_layout(8))
+                    cute.autovec_copy(values, vector)
 
     @cute.jit
-    def _store_partial(self, state, workspace, tokens, num_splits, token, head, split, gate_offset):
-        """Write the unnormalised rows, their reference and sum for the combine kernel."""
-        partials, stats = partial_views(
+    def _store_partial(self, acc, workspace, tokens, num_splits, token, head, split, half, lane):
+        """Write the unnormalised rows for the combine kernel."""
+        partials, _ = partial_views(
             workspace, tokens * self.num_query_heads, num_splits, self.head_dim
         )
-        rows = by_row(state.o)
-        lane_in_quad = state.lane % 4
+        rows = by_row(acc)
         for r in cutlass.range_constexpr(2):
             if head + 8 * r < self.num_query_heads:
                 index = token * self.num_query_heads + head + 8 * r
-                target = (
-                    partials[None, None, split, index].iterator
-                    + state.group * self.half_dim
-                    + lane_in_quad * 2
-                )
+                target = partials[None, None, split, index].iterator
+                target += half * self.half_dim + lane % 4 * 2
                 for j in cutlass.range_constexpr(self.half_dim // 8):
                     pair = cute.make_rmem_tensor(2, cutlass.Float32)
                     for c in cutlass.range_constexpr(2):
                         pair[c] = rows[r, c, j]
                     cute.autovec_copy(pair, cute.make_tensor(target + j * 8, cute.make_layout(2)))
-                if state.group == 0 and lane_in_quad == 0:
-                    stats[0, split, index] = state.ref[r]
-                    stats[1, split, index] = state.sum[r]
-                    stats[2, split, index] = gate_offset[r]
+
+    # ---- device: shared by the roles ----
+
+    def _coordinates(self, index, num_splits):
+        """Head tile, split and token of a work item; the head tiles of a token are neighbours."""
+        rest = index // self.head_tiles
+        return index % self.head_tiles, rest % num_splits, rest // num_splits
+
+    @cute.jit
+    def _advance(self, stage: cutlass.Int32, phase: cutlass.Int32):
+        """Next place in the KV ring; the phase flips when the ring wraps."""
+        stage += 1
+        if stage == self.stages:
+            stage = cutlass.Int32(0)
+            phase ^= 1
+        return stage, phase
+
+    @cute.jit
+    def _release(self, barrier, lane):
+        """One arrival per warp, after every lane's reads and writes."""
+        cute.arch.sync_warp()
+        if lane == 0:
+            cute.arch.mbarrier_arrive(barrier)
 
 
 # ---- compilation -----------------------------------------------------------------------------------------

@@ -58,16 +58,18 @@ def tma_prefetch(tensor_map, row, chunk, batch):
     primitives.cp_async_bulk_tensor_prefetch(tensor_map.get_ptr(), [0, row, chunk, batch], [])
 
 
-def gemm(make_mma, acc, a, b, accumulate: bool):
-    """Issue acc (+)= a @ b over the whole K extent; asynchronous, the caller fences and commits.
+def gemm(make_mma, acc, a, b, steps, first_step_of_a: int, accumulate):
+    """Issue acc (+)= a @ b over the given 16-wide K steps; the caller fences, commits and waits.
 
-    The MMA is made here: setting ACCUMULATE changes the object, and a change inside a staged loop must not be
-    seen outside it.
+    The MMA is made here: setting ACCUMULATE changes the object, and a change inside a staged loop
+    must not be seen outside it.
     """
     tiled_mma = make_mma()
-    for k in range(cute.size(b, mode=[2])):
-        tiled_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, accumulate or k > 0)
-        cute.gemm(tiled_mma, acc, a[None, None, k], b[None, None, k], acc)
+    for step in steps:
+        tiled_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, accumulate)
+        a_step = a[None, None, step - first_step_of_a]
+        cute.gemm(tiled_mma, acc, a_step, b[None, None, step], acc)
+        accumulate = True
 
 
 def by_row(acc: cute.Tensor) -> cute.Tensor:
@@ -89,3 +91,19 @@ def quad_sum(value):
 
 def exp2(value):
     return cute.math.exp2(value, fastmath=True)
+
+
+@cute.jit
+def quad_transpose(words: cute.Tensor, lane_in_quad):
+    """Transpose the 4 x 4 matrix of words that four neighbouring lanes hold, one row each."""
+    for bit in (1, 2):
+        is_upper = lane_in_quad & bit != 0
+        for low in range(4):
+            if low & bit == 0:
+                high = low | bit
+                sent = cutlass.select_(is_upper, words[low], words[high])
+                got = cute.arch.shuffle_sync_bfly(sent, offset=bit)
+                words[low], words[high] = (
+                    cutlass.select_(is_upper, got, words[low]),
+                    cutlass.select_(is_upper, words[high], got),
+                )
