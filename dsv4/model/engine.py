@@ -128,6 +128,11 @@ class Engine:
         """Requests that wait or run."""
         return len(self._waiting) + len(self._running)
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Cache blocks that no request holds."""
+        return self._manager.allocator.num_free
+
     def add(self, prompt_ids: Sequence[int] | Tensor, sampling: SamplingParams) -> int:
         """Queue a request.
 
