@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.loader.convert import dequantize
-from dsv4.loader.errors import CheckpointError
+from dsv4.loader.errors import CheckpointError, brief
 from dsv4.loader.layout import expert_name
 from dsv4.loader.reader import Checkpoint
 from dsv4.model.model import DeepseekV4
@@ -65,8 +65,8 @@ def _usable(device: torch.device | str) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"device: got {str(device)!r}, which cannot be used: {reason}") from None
+        reason = f"which cannot be used: {brief(error)}"
+        raise ValueError(f"device: got {str(device)!r}, {reason}") from None
 
 
 def model_tensors(model: DeepseekV4) -> Iterator[tuple[str, Tensor]]:

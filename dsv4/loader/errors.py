@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 
 _NAMED = 4
+_BRIEF = 200
 
 
 class CheckpointError(ValueError):
@@ -26,3 +27,9 @@ def refuse(path: str | PathLike[str], problems: Mapping[str, Sequence[str]]) -> 
             parts.append(f"{len(names):,} {kind}: {', '.join(names[:_NAMED])}{more}")
     if parts:
         raise CheckpointError(f"checkpoint {path}: {'; '.join(parts)}")
+
+
+def brief(error: Exception) -> str:
+    """Return the start of a library's message: some quote a whole file header, some span lines."""
+    line = (str(error) or repr(error)).partition("\n")[0]
+    return line if len(line) <= _BRIEF else f"{line[:_BRIEF]} ..."

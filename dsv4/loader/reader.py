@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsv4.loader.convert import Index, released_name, split_fused_experts
-from dsv4.loader.errors import CheckpointError, refuse
+from dsv4.loader.errors import CheckpointError, brief, refuse
 from dsv4.loader.layout import TensorSpec, expert_name, inventory
 from dsv4.model.config import ModelConfig
 
@@ -139,7 +139,7 @@ def _read_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"checkpoint {folder}: config.json is missing") from None
     except (OSError, ValueError) as error:
         prefix = "" if str(file) in str(error) else f"{file}: "
-        raise CheckpointError(f"{prefix}{error}") from error
+        raise CheckpointError(f"{prefix}{brief(error)}") from error
 
 
 def _shards(folder: Path) -> list[Path]:
@@ -154,7 +154,7 @@ def _shards(folder: Path) -> list[Path]:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted({str(file) for file in weight_map.values()})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a valid index: {error!r}") from error
+        raise CheckpointError(f"{index} is not a valid index: {brief(error)}") from error
     outside = [name for name in names if Path(name).name != name]
     missing = [name for name in names if not (folder / name).exists()]
     refuse(folder, {"shard names outside the folder": outside, "missing shards": missing})
@@ -165,7 +165,7 @@ def _open_shard(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is truncated or corrupt: {error}") from error
+        raise CheckpointError(f"{file} is truncated or corrupt: {brief(error)}") from error
 
 
 def _index_tensors(folder: Path, handles: Mapping[Path, Any]) -> dict[str, StoredTensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as RawTokenizer
 
-from dsv4.loader.errors import CheckpointError
+from dsv4.loader.errors import CheckpointError, brief
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -31,7 +31,7 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
     try:
         return Tokenizer(RawTokenizer.from_file(str(file)))
     except Exception as error:  # the library raises plain Exception for every bad file
-        raise CheckpointError(f"{file} is not a tokenizer: {error}") from error
+        raise CheckpointError(f"{file} is not a tokenizer: {brief(error)}") from error
 
 
 class Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -132,12 +133,35 @@ def test_truncated_file_is_named(left: float, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 4, 9, 40])
-def test_corrupt_header_is_named(at: int, folder: Path) -> None:
+@pytest.mark.parametrize("damage", [b"\xff\xfe\xfd\xfc", b"\1\1\1\1", b'"F9"'])
+def test_corrupt_header_is_named(at: int, damage: bytes, folder: Path) -> None:
     file = folder / "model-00001-of-00002.safetensors"
     data = bytearray(file.read_bytes())
-    data[at : at + 4] = b"\xff\xfe\xfd\xfc"
+    data[at : at + 4] = damage
     file.write_bytes(data)
-    assert f"{file} is truncated or corrupt" in _error(folder)
+    message = _error(folder)
+    assert f"{file} is truncated or corrupt" in message
+    assert len(message) < 500
+
+
+def test_any_damage_to_the_headers_is_a_checkpoint_error(folder: Path, seed: int) -> None:
+    """Flipped bytes give another name, shape or dtype, or no header: never another exception."""
+    dice = random.Random(seed)
+    refused = 0
+    for file in sorted(folder.iterdir()):
+        data = file.read_bytes()
+        header = int.from_bytes(data[:8], "little") if file.suffix == ".safetensors" else len(data)
+        for _ in range(40):
+            damaged = bytearray(data)
+            damaged[dice.randrange(min(header, len(data)))] = dice.choice([*b'0129"-{}', 255])
+            file.write_bytes(damaged)
+            try:
+                Checkpoint(folder)
+            except CheckpointError as error:
+                refused += 1
+                assert len(str(error)) < 2000
+        file.write_bytes(data)
+    assert refused > 40
 
 
 def test_missing_shard_is_named(folder: Path) -> None:
