@@ -68,7 +68,7 @@ def flash_mla_sparse_fwd(
     if topk_length is not None:
         _check_shape("topk_length", topk_length, (q.shape[0],))
     rows, counts = _front(indices.squeeze(1), kv.shape[0], topk_length)
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     highest = torch.empty_like(lse) if return_max_logits else None
     no_window = q.new_zeros(1, 1, q.shape[2])
@@ -158,7 +158,7 @@ def flash_mla_with_kvcache(
     names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
     extra = _Keys(q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, names)
     flat = q.reshape(batch * length, heads, head_dim)
-    out = torch.empty_like(flat)
+    out = flat.new_empty(flat.shape)
     lse = flat.new_empty(flat.shape[:2], dtype=torch.float32)
     columns = window.rows.shape[1] + extra.rows.shape[1]
     for part in _parts(flat.shape[0], columns * head_dim * q.element_size()):

@@ -57,6 +57,17 @@ def test_model_holds_what_is_stored(
         assert same_bytes(held, stored.to(held.dtype)), name
 
 
+@pytest.mark.gpu
+@EVERY_FORMAT
+def test_model_on_the_gpu_holds_the_same(config: ModelConfig, tmp_path: Path, seed: int) -> None:
+    save(tmp_path, config, random_tensors(config, seed))
+    on_cpu, on_gpu = (dict(model_tensors(dsv4.load(tmp_path, device=d))) for d in ("cpu", "cuda"))
+    assert on_cpu.keys() == on_gpu.keys()
+    for name, held in on_gpu.items():
+        assert held.device.type == "cuda"
+        assert same_bytes(held.cpu(), on_cpu[name]), name
+
+
 @pytest.mark.parametrize("name", ["plain", "released", "base", "plain-experts"])
 def test_saved_model_equals_its_checkpoint(name: str, tmp_path: Path, seed: int) -> None:
     config = FORMATS[name]
