@@ -5,7 +5,7 @@ one shape can be captured in a CUDA graph. What the host needs comes back in one
 
 MTP at position t takes the main model's streams of t and the embedding of token t + 1, rotates at t
 and predicts token t + 2. Every position a request keeps passes through MTP with the token that
-really follows it; positions written while drafts were chained are overwritten by that pass.
+really follows it; what rejected and chained drafts left at later positions is overwritten then.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def prefill(
         return token
     known = inputs.next_tokens != SAMPLED_HERE
     next_tokens = torch.where(known, inputs.next_tokens, token)
-    drafts = _draft(model, cache, inputs, streams, next_tokens, step.lens, num_drafts)
+    drafts = _draft(model, cache, inputs, streams, next_tokens, end, num_drafts)
     return torch.cat([token, drafts], dim=1)
 
 
@@ -73,8 +73,7 @@ def verify(model: DeepseekV4, cache: ModelCache, inputs: ForwardInputs, num_draf
     accepted = matches.long().cumprod(dim=1).sum(dim=1)
     parts = [sampled, accepted[:, None]]
     if num_drafts:
-        kept = torch.where(step.lens > 0, accepted + 1, 0)
-        parts.append(_draft(model, cache, inputs, streams, sampled, kept, num_drafts))
+        parts.append(_draft(model, cache, inputs, streams, sampled, accepted, num_drafts))
     return torch.cat(parts, dim=1)
 
 
@@ -84,23 +83,30 @@ def _draft(
     inputs: ForwardInputs,
     streams: Tensor,
     next_tokens: Tensor,
-    kept: Tensor,
+    end: Tensor,
     num_drafts: int,
 ) -> Tensor:
-    """Feed MTP the `kept` [B] first positions of each row, then chain drafts: [B, num_drafts].
+    """Feed MTP the step, then chain drafts from each row's last kept position.
 
     The first MTP block makes every draft; a chained one gets the block's own output streams in
     place of the main model's. A draft is sampled with the noise its position will be sampled with,
     so that sampled drafts match as often as the two distributions allow.
+
+    Args:
+        streams: [B, C, hc, D], the main model's.
+        next_tokens: [B, C], the token after each position, as far as it is kept.
+        end: [B], offset of the last kept position of each row.
+
+    Returns:
+        [B, num_drafts] int64: the tokens after next_tokens[end].
     """
     step, mtp = inputs.step, model.mtp[0]
-    end = (kept - 1).clamp_min(0)
-    streams = _take(mtp(streams, next_tokens, cache, replace(step, lens=kept)), end)
+    streams = _take(mtp(streams, next_tokens, cache, step), end)
     position = step.starts + end
     drafts = [sample(mtp.logits(streams), position[:, None] + 2, inputs.sampling)]
     while len(drafts) < num_drafts:
         position = position + 1
-        single = replace(step, starts=position, lens=kept.clamp_max(1), chunk=1)
+        single = replace(step, starts=position, lens=step.lens.clamp_max(1), chunk=1)
         streams = mtp(streams, drafts[-1], cache, single)
         drafts.append(sample(mtp.logits(streams), position[:, None] + 2, inputs.sampling))
     return torch.cat(drafts, dim=1)
