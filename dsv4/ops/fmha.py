@@ -206,6 +206,7 @@ def _cuda(
         # Compiled kernels check their arguments for free but name them tersely; checking here
         # before every launch would cost more than the launch.
         fmha_checks.check_arguments(config, *tensors)
+        fmha_checks.check_alignment(q=q, compressed_kv=compressed_kv, swa_kv=swa_kv, o=o)
         raise
 
 

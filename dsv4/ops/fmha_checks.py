@@ -6,8 +6,6 @@ never synchronises; `check_values` reads values and is for CPU tensors alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -97,9 +95,9 @@ def check_no_grad(
             )
 
 
-def check_alignment(tensors: Iterator[tuple[str, Tensor]]) -> None:
+def check_alignment(**tensors: Tensor) -> None:
     """Refuse rows that do not start at 16-byte boundaries; GPU kernels cannot load them."""
-    for name, tensor in tensors:
+    for name, tensor in tensors.items():
         size = tensor.element_size()
         steps = [n * size for n, extent in zip(tensor.stride(), tensor.shape) if extent > 1][:-1]
         if tensor.numel() and any(n % _ROW_ALIGNMENT for n in (tensor.data_ptr(), *steps)):

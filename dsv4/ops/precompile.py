@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops.compile_report import KEEP_IR, REMARKS, KernelReport, kernel_reports
 from dsv4.ops.kernels_table import RunnerKey
 
-_EXCEPTION = re.compile(r"[\w.]*(Error|Exception): ")
+ERROR_LENGTH = 500  # compiler errors go on for pages
 
 
 @dataclass(frozen=True)
@@ -74,30 +73,39 @@ def _in_child(label: str, key: RunnerKey, report: bool) -> Outcome:
         if not report:
             return Outcome(label, seconds)
         ir = "".join(path.read_text() for path in Path(dump).rglob("*.mlir"))
-        return Outcome(label, seconds, kernels=tuple(kernel_reports(child.stderr, ir)))
+        kernels = tuple(kernel_reports(child.stderr, ir))
+        return Outcome(label, seconds, "" if kernels else "the compiler reported nothing", kernels)
 
 
 def _reason(child: subprocess.CompletedProcess) -> str:
-    """The exception line of a failed process: compiler errors go on for pages after it."""
-    lines = [line for line in child.stderr.splitlines() if line.strip()]
-    raised = [line for line in lines if _EXCEPTION.match(line)]
-    return (raised or lines or [f"exit status {child.returncode}"])[-1].strip()
+    """What a failed process printed as its error, else its last words (a crash)."""
+    lines = (child.stdout.strip() or child.stderr.strip()).splitlines()
+    return lines[-1] if lines else f"the compiler ended with status {child.returncode}"
 
 
-def main() -> None:
-    """Compile the key that stdin names; CUTE_DSL_ARCH must already be its architecture."""
+def main() -> int:
+    """Compile the key that stdin names; CUTE_DSL_ARCH must already be its architecture.
+
+    An error is one line on stdout, apart from what the compiler prints on stderr.
+    """
     from dsv4.ops.compile_cache import RUNNERS
     from dsv4.ops.kernels_table import build
 
     request = json.load(sys.stdin)
     fields = request["key"]
     key = RunnerKey(fields["kernel"], fields["arch"], FmhaConfig(**fields["config"]))
-    if request["report"]:
-        compiled = build(key, REMARKS)
-        RUNNERS.get(key, lambda _: compiled)
-    else:
-        RUNNERS.get(key)
+    try:
+        if request["report"]:
+            compiled = build(key, REMARKS)
+            RUNNERS.get(key, lambda _: compiled)
+        else:
+            RUNNERS.get(key)
+    except Exception as error:
+        message = " ".join(str(error).split())
+        print(f"{type(error).__name__}: {message[:ERROR_LENGTH]}")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

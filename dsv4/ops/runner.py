@@ -59,7 +59,7 @@ def refuse_cold_capture(config: FmhaConfig) -> None:
     Compiling, loading a module and allocating a workspace are all illegal during a capture, and
     would end in an opaque CUDA error or an empty graph.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "sparse_fmha_with_swa: this runner is cold and a CUDA graph is being captured; "
             f"call {warmup_call(config)} before the capture"

@@ -1,0 +1,167 @@
+"""Launches the compiled attention kernel of a CUDA device: no check that the kernel makes itself,
+no allocation after warm-up, no synchronisation."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.ops import fmha_splits
+from dsv4.ops.compile_cache import RUNNERS, Runner
+from dsv4.ops.kernels_table import ARCHITECTURES, runner_key
+from dsv4.ops.runner import refuse_cold_capture
+
+# Per (configuration object, device): what a launch needs. Configurations are few and never freed.
+_STATES: dict[tuple[int, int], _State] = {}
+
+# Split-KV partials per (device, stream); captures share one per device.
+_WORKSPACES: dict[tuple[int, int | None], Tensor] = {}
+# Outgrown workspaces of captures: graphs hold their addresses.
+_RETIRED: list[Tensor] = []
+
+
+class _State:
+    """A configuration's runner on one device."""
+
+    def __init__(self, config: FmhaConfig, device: torch.device) -> None:
+        capability = torch.cuda.get_device_capability(device)
+        key = runner_key(config, ARCHITECTURES[capability])
+        self.config = config
+        self.device = device
+        self.run: Runner = RUNNERS.get(key, before_miss=lambda: refuse_cold_capture(config))
+        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.no_lens, self.no_lse, self.no_workspace = _absent(device.index, config.num_query_heads)
+        self.splits: dict[tuple[int, int, int], int] = {}
+
+    def num_splits(self, tokens: int, rows: int, width: int) -> int:
+        """KV splits of a launch: fixed by the configuration, else by the launch's size."""
+        size = (tokens, rows, width)
+        known = self.splits.get(size)
+        if known is None:
+            known = self.splits[size] = self.config.num_splits or fmha_splits.choose(
+                self.config, tokens, rows, width, self.multiprocessors
+            )
+        return known
+
+
+def launch(
+    config: FmhaConfig,
+    q: Tensor,
+    compressed_kv: Tensor,
+    swa_kv: Tensor,
+    swa_lens: Tensor,
+    sink_logits: Tensor,
+    request_ids: Tensor,
+    o: Tensor,
+    compressed_lens: Tensor | None,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+) -> None:
+    """Attention on the current stream of q's device; T > 0.
+
+    The compiled function checks dtypes, ranks, devices, shared sizes and strides. Only what it
+    cannot see is checked here.
+
+    Raises:
+        ValueError: a length of an optional argument does not fit.
+        RuntimeError: a runner or workspace is cold and a graph is being captured.
+    """
+    index = q.device.index
+    state = _STATES.get((id(config), index))
+    if state is None:
+        state = _STATES[id(config), index] = _State(config, q.device)
+    tokens = q.shape[0]
+    if compressed_lens is None:
+        compressed_lens = state.no_lens
+    elif compressed_lens.shape[0] != tokens:
+        raise ValueError(f"compressed_lens: got {len(compressed_lens)} lengths, needs {tokens}")
+    if lse is None:
+        lse = state.no_lse
+    elif lse.shape[0] != tokens:
+        raise ValueError(f"lse: got {len(lse)} rows, needs {tokens}")
+    num_splits = state.num_splits(tokens, compressed_kv.shape[1], swa_kv.shape[1])
+    if num_splits == 1:
+        workspace = state.no_workspace
+    else:
+        size = fmha_splits.workspace_size(config, tokens, num_splits)
+        if workspace is None:
+            workspace = _workspace(state, size)
+        elif workspace.numel() < size:
+            raise ValueError(f"workspace: got {workspace.numel()} elements, needs {size}")
+    state.run(
+        q,
+        compressed_kv,
+        swa_kv,
+        swa_lens,
+        sink_logits,
+        request_ids,
+        o,
+        compressed_lens,
+        lse,
+        workspace,
+        num_splits,
+        state.multiprocessors,
+    )
+
+
+def warmup(config: FmhaConfig, max_tokens: int, device: torch.device) -> None:
+    """Load the runner and make the workspaces of the current stream and of later captures."""
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    state = _STATES.get((id(config), device.index))
+    if state is None:
+        state = _STATES[id(config), device.index] = _State(config, device)
+    size = fmha_splits.max_workspace_size(config, max_tokens, state.multiprocessors)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    for owner in (stream, None):
+        _grow(device, owner, size)
+    _load_module(state)
+
+
+def _workspace(state: _State, size: int) -> Tensor:
+    """Workspace of the current stream, or of the device's captures, made or grown on demand."""
+    index = state.device.index
+    is_capture = torch.cuda.is_current_stream_capturing()
+    stream = None if is_capture else torch._C._cuda_getCurrentRawStream(index)
+    known = _WORKSPACES.get((index, stream))
+    if known is not None and known.numel() >= size:
+        return known
+    refuse_cold_capture(state.config)
+    return _grow(state.device, stream, size)
+
+
+def _grow(device: torch.device, stream: int | None, size: int) -> Tensor:
+    key = (device.index, stream)
+    known = _WORKSPACES.get(key)
+    if known is None or known.numel() < size:
+        if stream is None and known is not None:
+            _RETIRED.append(known)
+        known = _WORKSPACES[key] = torch.empty(size, dtype=torch.float32, device=device)
+    return known
+
+
+@cache
+def _absent(index: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty tensors that stand for optional arguments: lengths, lse, workspace."""
+    device = torch.device("cuda", index)
+    return (
+        torch.empty(0, dtype=torch.int32, device=device),
+        torch.empty((0, heads), dtype=torch.float32, device=device),
+        torch.empty(0, dtype=torch.float32, device=device),
+    )
+
+
+def _load_module(state: _State) -> None:
+    """Launch once on a padding token: the driver loads the module on first use, and a module
+    cannot be loaded during a capture."""
+    config, device = state.config, state.device
+    shape = (1, config.num_query_heads, config.head_dim)
+    q = torch.zeros(shape, dtype=torch.bfloat16, device=device)
+    rows = torch.zeros((1, 1, config.head_dim), dtype=torch.bfloat16, device=device)
+    lengths = torch.zeros(1, dtype=torch.int32, device=device)
+    sink = torch.zeros(config.num_query_heads, dtype=torch.float32, device=device)
+    nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
+    launch(config, q, rows, rows, lengths, sink, nobody, torch.empty_like(q), None, None, None)
