@@ -14,7 +14,7 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _ALIAS = re.compile(r"^(!\w+) = (!cute\.memref<.*>)$", re.MULTILINE)
 _KERNEL = re.compile(r"cuda\.kernel @(\w+)\(")
-_ALLOCATION = re.compile(r"cute\.memref\.alloca\(.*?: (!\S+)$", re.MULTILINE)
+_ALLOCATION = re.compile(r"cute\.memref\.alloca\(.* : (!.+)$", re.MULTILINE)
 _SHARED_BYTES = re.compile(r'!cute\.memref<i8, smem, .*"(\d+):1">')
 _CLASS = re.compile(r"([A-Z][A-Za-z0-9]*)_object_at")
 

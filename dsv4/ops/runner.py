@@ -25,7 +25,8 @@ def runner_id(*fields) -> int:
     config = FmhaConfig(*fields)
     digest = hashlib.sha256(repr(astuple(config)).encode()).digest()
     identity = int.from_bytes(digest[:7], "big")
-    _CONFIGS[identity] = config
+    # The first object stays: launchers keep state by its identity.
+    _CONFIGS.setdefault(identity, config)
     _IDS[fields] = identity
     return identity
 
