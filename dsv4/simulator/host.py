@@ -112,8 +112,7 @@ class HostRunner:
         self.launches: list[LaunchConfig] = []
         self.error: Exception | None = None
         self._callback = _CALLBACK(self._on_launch)
-        major = 9 if module.target.startswith("sm_9") else 10
-        self.stub.dsv4sim_configure(self._callback, multiprocessors, major, 232448)
+        self.multiprocessors = multiprocessors
         self._renamed = _with_stub_symbols(compiled.ir_module)
         self._engine = None
         self._call = self._tvm_ffi(path) if _is_tvm_ffi(compiled) else self._packed(path)
@@ -121,6 +120,9 @@ class HostRunner:
     def run(self, arguments: list, keywords: dict) -> list[LaunchConfig]:
         """Call the host function; the launches it makes, in order."""
         self.launches, self.error = [], None
+        # The stub is one for the process: it must call the runner that runs now, not the last one made.
+        major = 9 if self.module.target.startswith("sm_9") else 10
+        self.stub.dsv4sim_configure(self._callback, self.multiprocessors, major, 232448)
         self._call(arguments, keywords)
         if self.error is not None:
             raise self.error
