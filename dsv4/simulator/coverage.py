@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dsv4.simulator.codegen import is_sync
 from dsv4.simulator.program import Program
+from dsv4.simulator.ptx.blocks import Block, may_block
 
 
 @dataclass
@@ -30,8 +31,11 @@ class Coverage:
 
 def coverage_of(program: Program) -> Coverage:
     """Coverage accumulated by a program over its launches."""
-    missed, sync, sync_run, run = [], 0, 0, 0
+    missed, sync, sync_run, run, total = [], 0, 0, 0, 0
     for block in program.blocks:
+        if _is_retry(program, block):
+            continue
+        total += 1
         hit = program.hits[block.number] > 0
         run += hit
         instructions = program.entry.instructions[block.start : block.stop]
@@ -44,7 +48,16 @@ def coverage_of(program: Program) -> Coverage:
                     missed.append(f"guard never true: {ins.where()}")
         if not hit:
             missed.append(f"block never ran: {instructions[0].where()}")
-    return Coverage(program.entry.name, len(program.blocks), run, sync, sync_run, missed)
+    return Coverage(program.entry.name, total, run, sync, sync_run, missed)
+
+
+def _is_retry(program: Program, block: Block) -> bool:
+    """The jump back to a blocking wait: a parked warp resumes the wait itself, so it never runs."""
+    instructions = program.entry.instructions
+    last = instructions[block.stop - 1]
+    if block.stop - block.start != 1 or last.parts[0] != "bra" or last.guard:
+        return False
+    return may_block(instructions[program.blocks[block.successors[0]].start])
 
 
 def instructions_run(program: Program) -> int:

@@ -173,7 +173,9 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
 
 def flush(x: np.ndarray) -> np.ndarray:
     """Subnormal float32 to zero of the same sign (.ftz)."""
-    return np.where(np.abs(x) < f32(1.17549435e-38), np.copysign(f32(0), x), x)
+    small = np.abs(x) < f32(1.17549435e-38)
+    # Nearly always there is none (zeros count, and stay what they are).
+    return np.where(small, np.copysign(f32(0), x), x) if small.any() else x
 
 
 def saturate(x: np.ndarray) -> np.ndarray:
