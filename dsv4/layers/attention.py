@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from dsv4.cache.paged_cache import LayerCache
+from dsv4.cache.paged_cache import LayerCache, Pages
 from dsv4.cache.state_cache import Ring
 from dsv4.cache.step import Step
 from dsv4.layers.compressor import Compressor
@@ -21,6 +21,9 @@ from dsv4.ops import sparse_fmha_with_swa
 if TYPE_CHECKING:
     from dsv4.model.config import ModelConfig
     from dsv4.model.layer_schedule import LayerSpec
+
+MAX_KEY_ELEMENTS = 1 << 28
+"""Bound on the gathered compressed keys alive at once: a longer chunk attends in parts."""
 
 
 class Attention(nn.Module):
@@ -84,22 +87,38 @@ class Attention(nn.Module):
             kv = self._round_kv(kv)
 
         window = self._window_keys(kv, cache.window, step)
-        compressed, compressed_lens = self._compressed_keys(x, latent, cache, step)
-        o = sparse_fmha_with_swa(
-            q.flatten(0, 1),
-            compressed,
-            window.keys,
-            window.lens,
-            self.attn_sink,
-            window.request_ids,
-            sink_mode="softmax",
-            compressed_lens=compressed_lens,
-            is_causal=window.is_causal,
-            sliding_window=self.window,
+        compressed = self._compressed_keys(x, latent, cache, step)
+        size = compressed.tokens_at_once()
+        o = torch.cat(
+            [
+                self._attend(q, window, compressed, slice(begin, min(begin + size, step.chunk)))
+                for begin in range(0, step.chunk, size)
+            ],
+            dim=1,
         )
         # Values carry their own rotation: turning back by the query's leaves the relative one.
-        o = rotate_(o.view_as(q), rotation.unsqueeze(-2), inverse=True)
+        o = rotate_(o, rotation.unsqueeze(-2), inverse=True)
         return self.wo_b(self.wo_a(o.unflatten(2, (self.groups, -1)).flatten(3)).flatten(2))
+
+    def _attend(
+        self, q: Tensor, window: _WindowKeys, compressed: _CompressedKeys, part: slice
+    ) -> Tensor:
+        """Attention of some tokens of every request: [B, c, heads, head_dim]."""
+        q = q[:, part]
+        keys, compressed_lens = compressed.of(part)
+        lens, request_ids = window.of(part)
+        return sparse_fmha_with_swa(
+            q.flatten(0, 1),
+            keys,
+            window.keys,
+            lens,
+            self.attn_sink,
+            request_ids,
+            sink_mode="softmax",
+            compressed_lens=compressed_lens,
+            is_causal=window.before is not None,
+            sliding_window=self.window,
+        ).view(q.shape)
 
     def _round_kv(self, kv: Tensor) -> Tensor:
         return round_kv_(kv, self.rope.dim)
@@ -108,51 +127,94 @@ class Attention(nn.Module):
         """Bring the window of every query into the operator's form and store the new keys."""
         if step.chunk == 1 and ring.size == self.window:
             ring.append(step, kv)
-            lens, slots = step.once(("ring window", self.window), lambda: _ring_view(step, ring))
-            return _WindowKeys(ring.data, lens, slots, is_causal=False)
+            lens, rows = step.once(("ring window", self.window), lambda: _ring_view(step, ring))
+            return _WindowKeys(ring.data, lens, rows, before=None)
         past = ring.history(step, self.window - 1)
         ring.append(step, kv)
-        batch, rows, lens = step.once(
+        batch, rows, before = step.once(
             ("chunk window", self.window), lambda: _chunk_view(step, self.window)
         )
         keys = torch.cat((past, kv), dim=1)[batch, rows]
-        return _WindowKeys(keys, lens, step.request_ids, is_causal=True)
+        return _WindowKeys(keys, step.lens, step.request_ids, before)
 
     def _compressed_keys(
         self, x: Tensor, latent: Tensor, cache: LayerCache, step: Step
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the compressed keys of every token [B * C, n, head_dim] and their count."""
+    ) -> _CompressedKeys:
+        """Compress the new tokens and find what every token attends to."""
         if self.compressor is None:
-            return x.new_empty(step.batch * step.chunk, 0, self.head_dim), None
+            nothing = x.new_empty(step.batch, 0, self.head_dim)
+            return _CompressedKeys(nothing, None, None, None, step)
         self.compressor(x, cache.state.compressor, cache.entries, step)
         if self.indexer is not None:
             self.indexer.update(x, cache, step)
         entries = step.capacity // self.ratio
         visible = step.once(("visible", self.ratio), lambda: (step.positions + 1) // self.ratio)
         if self.indexer is None or entries <= self.indexer.topk:
-            keys = cache.entries.all(step, entries).unsqueeze(1)
-            keys = keys.expand(-1, step.chunk, -1, -1).flatten(0, 1)
-        else:
-            chosen = self.indexer.select(x, latent, cache, step, visible, entries)
-            keys = cache.entries.gather(step, chosen).flatten(0, 1)
-        # The operator clamps to the keys that there are: what min(visible, topk) would do.
-        return keys, visible.flatten().to(torch.int32)
+            shared = cache.entries.all(step, entries)
+            return _CompressedKeys(shared, None, None, visible, step)
+        chosen = self.indexer.select(x, latent, cache, step, visible, entries)
+        return _CompressedKeys(None, cache.entries, chosen, visible, step)
 
 
 class _WindowKeys(NamedTuple):
-    """Arguments of the operator.
+    """The window of every query.
 
     Attributes:
-        keys: [R, W, head_dim].
-        lens: [R] int32.
+        keys: [R, W, head_dim]: the state cache itself, or one row per request of the step.
+        lens: [R] of the state cache: rows in use; [B] of the step: its new tokens.
         request_ids: [B * C] int32, row of `keys` per token, -1 for padding.
-        is_causal: rows are chronological; otherwise a token sees all of its row.
+        before: [B], rows of `keys` ahead of the new tokens, which are then in chronological order;
+            None: every token sees its whole row.
     """
 
     keys: Tensor
     lens: Tensor
     request_ids: Tensor
-    is_causal: bool
+    before: Tensor | None
+
+    def of(self, part: slice) -> tuple[Tensor, Tensor]:
+        """Return the operator's lengths [R] and request ids [B * c] for a part of the chunk."""
+        if self.before is None:
+            return self.lens, self.request_ids
+        lens = self.before + self.lens.clamp(max=part.stop)
+        request_ids = self.request_ids.view(len(self.keys), -1)[:, part]
+        return lens.to(torch.int32), request_ids.flatten()
+
+
+class _CompressedKeys(NamedTuple):
+    """Compressed entries that the tokens of a step attend to.
+
+    Attributes:
+        shared: [B, n, head_dim], the same for all tokens of a request; or None and:
+        pages, chosen: where to gather the entries [B, C, k] of every token from.
+        visible: [B, C], entries complete at each token; None if there are none.
+    """
+
+    shared: Tensor | None
+    pages: Pages | None
+    chosen: Tensor | None
+    visible: Tensor | None
+    step: Step
+
+    def tokens_at_once(self) -> int:
+        """Tokens per request whose keys fit in `MAX_KEY_ELEMENTS`."""
+        if self.shared is None:
+            per_token = self.chosen[:, 0].numel() * self.pages.data.shape[-1]
+        else:
+            # The keys of a single request are not copied: its tokens share them by stride 0.
+            per_token = self.shared.numel() if len(self.shared) > 1 else 0
+        return max(1, min(self.step.chunk, MAX_KEY_ELEMENTS // max(1, per_token)))
+
+    def of(self, part: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the operator's keys [B * c, n, head_dim] and lengths for a part of the chunk."""
+        if self.shared is None:
+            keys = self.pages.gather(self.step, self.chosen[:, part])
+        else:
+            keys = self.shared.unsqueeze(1).expand(-1, part.stop - part.start, -1, -1)
+        if self.visible is None:
+            return keys.flatten(0, 1), None
+        # The operator clamps to the keys that there are: what min(visible, topk) would do.
+        return keys.flatten(0, 1), self.visible[:, part].flatten().to(torch.int32)
 
 
 def _ring_view(step: Step, ring: Ring) -> tuple[Tensor, Tensor]:
@@ -168,7 +230,7 @@ def _ring_view(step: Step, ring: Ring) -> tuple[Tensor, Tensor]:
 
 
 def _chunk_view(step: Step, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Index [B, 1], [B, W - 1 + C] and lengths [B] int32 of history and chunk, oldest key first.
+    """Index [B, 1], [B, W - 1 + C] of history and chunk, oldest key first; rows before the chunk.
 
     Near the beginning of a request the history reaches before position 0: those rows are skipped,
     so that row 0 is position max(0, start - (W - 1)).
@@ -176,5 +238,4 @@ def _chunk_view(step: Step, window: int) -> tuple[Tensor, Tensor, Tensor]:
     missing = (window - 1 - step.starts).clamp(min=0)
     rows = torch.arange(window - 1 + step.chunk, device=missing.device) + missing[:, None]
     batch = torch.arange(step.batch, device=missing.device)[:, None]
-    lens = window - 1 - missing + step.lens
-    return batch, rows.clamp(max=window + step.chunk - 2), lens.to(torch.int32)
+    return batch, rows.clamp(max=window + step.chunk - 2), window - 1 - missing

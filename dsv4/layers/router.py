@@ -20,8 +20,8 @@ class Router(nn.Module):
     """Scores sqrt(softplus(W x)), computed in fp32.
 
     Experts are the best by score + bias (the lower id of equals), or, in hash-routed layers, those
-    a table lists for the token's id. Either way the weights are the chosen scores, without bias, normalised to a sum of
-    `routed_scaling_factor`.
+    a table lists for the token's id. Either way the weights are the chosen scores, without bias,
+    normalised to a sum of `routed_scaling_factor`.
 
     Attributes:
         weight: [experts, hidden_size] fp32.

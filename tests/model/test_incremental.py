@@ -87,6 +87,20 @@ def test_random_cuts_of_other_shapes(changes: dict, seed: int) -> None:
     _assert_close(torch.cat(parts), model(ids)[0], f"seed {seed}")
 
 
+def test_long_chunks_attend_in_parts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(tiny_config(kinds="SCH", index_topk=6))
+    ids = ids_away_from_ties(model, 2, 75)
+    whole = model(ids)
+    # 7 tokens of two requests with 6 chosen entries of 32 channels; fewer where all are seen.
+    monkeypatch.setattr("dsv4.layers.attention.MAX_KEY_ELEMENTS", 7 * 2 * 6 * 32)
+    _assert_close(model(ids, chunk=50), whole, f"seed {seed}")
+    session = Session(model, 3, 128)
+    session.feed({0: ids[0, :70].tolist(), 1: ids[1, :20].tolist()})
+    parts = session.logits({1: ids[1, 20:].tolist(), 0: ids[0, 70:].tolist()}, rows=3)
+    _assert_close(parts[0], whole[0, 70:], f"seed {seed}")
+    _assert_close(parts[1], whole[1, 20:], f"seed {seed}")
+
+
 def test_capacity_does_not_change_a_result(seed: int) -> None:
     """Scoring more entries than exist, or than are chosen, must not matter."""
     model = random_model(tiny_config(index_topk=10))
