@@ -121,6 +121,28 @@ class FmhaKernel:
         self.tmem = self.plan.tmem
         self.edges = self.plan.pipelines
 
+    @classmethod
+    def from_config(cls, config: FmhaConfig):
+        """The kernel of a configuration; ValueError for what it cannot compute."""
+        if config.dtype != "bfloat16":
+            raise ValueError(f"dtype must be bfloat16 on sm_100a, got {config.dtype}")
+        return cls(
+            config.head_dim,
+            config.num_query_heads,
+            config.sliding_window,
+            config.top_k,
+            is_causal=config.is_causal,
+            softmax_scale=config.softmax_scale,
+            sink_mode=config.sink_mode,
+            num_splits=config.num_splits,
+        )
+
+    def compile(self, options: str = ""):
+        """Compile from fake tensors, to be called through tvm-ffi."""
+        args, optional = fake_arguments(self.config)
+        options = f"--enable-tvm-ffi {options}".strip()
+        return cute.compile(self, *args, **optional, options=options)
+
     # ---- layouts -------------------------------------------------------------------------------
 
     def _mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
@@ -130,11 +152,12 @@ class FmhaKernel:
         seen outside the loop that does it.
         """
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-        common = (self.acc_dtype, self.cta_group)
-        qk = sm100.make_trivial_tiled_mma(self.dtype, k_major, k_major, *common, (ROWS, KEYS))
-        pv_shape = (ROWS, self.tiling.chunk_dim)
-        pv = sm100.make_trivial_tiled_mma(self.dtype, k_major, mn_major, *common, pv_shape)
-        return qk, pv
+
+        def make(b_major, shape):
+            types = (self.dtype, self.dtype, k_major, b_major, self.acc_dtype)
+            return sm100.make_trivial_tiled_mma(*types, self.cta_group, shape)
+
+        return make(k_major, (ROWS, KEYS)), make(mn_major, (ROWS, self.tiling.chunk_dim))
 
     def _smem_layouts(self) -> dict[str, cute.ComposedLayout]:
         """Layouts of `Smem`, all of them 128-byte swizzled."""
@@ -394,7 +417,7 @@ class FmhaKernel:
         split_point = cutlass.min(cutlass.max(keys.compressed_tiles, keys.first), keys.last)
         state = pipeline.make_pipeline_state(PRODUCER, self.edges.kv.stages)
         source, ring = self._partition_kv(operands.compressed, smem, Int32(0))
-        for tile in range(keys.first, split_point):
+        for tile in cutlass.range(keys.first, split_point, unroll=1):
             for chunk in cutlass.range_constexpr(self.tiling.chunks):
                 kv.producer_acquire(state)
                 cute.copy(
@@ -406,7 +429,8 @@ class FmhaKernel:
                 state.advance()
         request = operands.request_ids[work.token]
         source, ring = self._partition_kv(operands.window, smem, keys.window_first)
-        for tile in range(split_point - keys.compressed_tiles, keys.last - keys.compressed_tiles):
+        for index in cutlass.range(split_point, keys.last, unroll=1):
+            tile = index - keys.compressed_tiles
             for chunk in cutlass.range_constexpr(self.tiling.chunks):
                 kv.producer_acquire(state)
                 cute.copy(
@@ -479,7 +503,7 @@ class FmhaKernel:
             # ---- prologue
             kv_full, s_state = self._qk(pipes, smem, t_s, kv_full, s_state)
             # ---- mainloop
-            for tile in range(1, tiles):
+            for tile in cutlass.range(1, tiles, unroll=1):
                 kv_full, s_state = self._qk(pipes, smem, t_s, kv_full, s_state)
                 kv_done, p_state = self._pv(pipes, smem, t_o, kv_done, p_state, tile > 1)
             # ---- epilogue
@@ -554,7 +578,7 @@ class FmhaKernel:
         o_state = pipeline.make_pipeline_state(CONSUMER, 1)
 
         # ---- mainloop
-        for tile in range(keys.first, keys.last):
+        for tile in cutlass.range(keys.first, keys.last, unroll=1):
             if tile == keys.compressed_tiles and tile > keys.first:
                 merge.enter_window(rows)
             valid = keys.compressed - tile * KEYS
@@ -641,7 +665,8 @@ class FmhaKernel:
         for chunk in cutlass.range_constexpr(self.tiling.chunks):
             stage = (index * self.tiling.chunks + chunk) % self.edges.kv.stages
             box = stage * self.tiling.chunk_dim * KEYS + unit // 8 * COLUMNS * KEYS
-            for row in range(first_row, KEYS, self.warps.softmax_threads // units):
+            step = self.warps.softmax_threads // units
+            for row in cutlass.range(first_row, KEYS, step, unroll=1):
                 pointer = smem.k.iterator + (box + row * COLUMNS + unit % 8 * 8)
                 raw = cute.recast_ptr(pointer.align(16), dtype=self.dtype)
                 cute.autovec_copy(zeros, cute.make_tensor(raw, cute.make_layout(8)))
@@ -822,20 +847,7 @@ def fake_arguments(config: FmhaConfig) -> tuple[tuple, dict]:
 
 def build(config: FmhaConfig, options: str = ""):
     """Compile the kernel of `config` for the architecture of `CUTE_DSL_ARCH`; needs no GPU."""
-    if config.dtype != "bfloat16":
-        raise ValueError(f"dtype must be bfloat16 on sm_100a, got {config.dtype}")
-    kernel = FmhaKernel(
-        config.head_dim,
-        config.num_query_heads,
-        config.sliding_window,
-        config.top_k,
-        is_causal=config.is_causal,
-        softmax_scale=config.softmax_scale,
-        sink_mode=config.sink_mode,
-        num_splits=config.num_splits,
-    )
-    args, optional = fake_arguments(config)
-    return cute.compile(kernel, *args, **optional, options=f"--enable-tvm-ffi {options}".strip())
+    return FmhaKernel.from_config(config).compile(options)
 
 
 def workspace_size(config: FmhaConfig, tokens: int, num_splits: int) -> int:

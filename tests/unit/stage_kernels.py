@@ -1,0 +1,107 @@
+"""The first stages of the ladder: the product's roles with a simpler softmax role.
+
+Both write what they compute into the workspace, [T, n_h, columns] fp32.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import pipeline
+
+from dsv4.kernels.attention import fmha_fragments as fragments
+from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.fmha import CONSUMER, PRODUCER, TMEM_UNUSED, FmhaKernel
+from dsv4.kernels.attention.fmha_plan import KEYS
+
+
+class StageKernel(FmhaKernel):
+    """Gives the softmax warps what they share: TMEM views, and a way to write 64 columns."""
+
+    @cute.jit
+    def softmax_warps(self, operands, work, pipes, smem, tmem):
+        keys = self._keys(operands, work)
+        tmem.allocate(self.tmem.allocated_columns)
+        tmem.wait_for_alloc()
+        address = tmem.retrieve_ptr(self.acc_dtype)
+        t_s, t_o = self._tmem_views(address)
+        copies = fragments.make_copies(t_s[(None, None), 0, 0, 0])
+        self.stage(operands, work, keys, pipes, smem, copies, t_s, t_o)
+        pipeline.NamedBarrier(TMEM_UNUSED, self.warps.softmax_threads).arrive_and_wait()
+        tmem.relinquish_alloc_permit()
+        tmem.free(address)
+
+    @cute.jit
+    def write(self, operands, work, copies, fragment, columns, first_column):
+        """Write (64, 64) columns at `first_column` of rows that are `columns` wide."""
+        heads = self._rows_of_thread(work)
+        rows = fragments.by_rows(fragment)
+        for row in cutlass.range_constexpr(2):
+            if heads[row] < self.config.num_query_heads:
+                index = work.token * self.config.num_query_heads + heads[row]
+                for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
+                    column = first_column + i // 2 * 8 + copies.thread % 4 * 2 + i % 2
+                    operands.workspace[index * columns + column] = rows[row, i]
+
+
+class ScoresKernel(StageKernel):
+    """Stage A: S = Q K^T into TMEM and out, one column per key of every tile."""
+
+    @cute.jit
+    def mma_warp(self, operands, work, pipes, smem, tmem):
+        kv = pipes.kv
+        keys = self._keys(operands, work)
+        tmem.wait_for_alloc()
+        t_s, _ = self._tmem_views(tmem.retrieve_ptr(self.acc_dtype))
+        kv_full = pipeline.make_pipeline_state(CONSUMER, self.edges.kv.stages)
+        kv_done = pipeline.make_pipeline_state(CONSUMER, self.edges.kv.stages)
+        s_state = pipeline.make_pipeline_state(PRODUCER, self.edges.s.stages)
+        pipes.q.consumer_wait(pipeline.make_pipeline_state(CONSUMER, 1))
+        for _ in cutlass.range(keys.last - keys.first, unroll=1):
+            kv_full, s_state = self._qk(pipes, smem, t_s, kv_full, s_state)
+            for _ in cutlass.range_constexpr(self.tiling.chunks):
+                kv.consumer_release(kv_done)
+                kv_done.advance()
+
+    @cute.jit
+    def stage(self, operands, work, keys, pipes, smem, copies, t_s, t_o):
+        s_state = pipeline.make_pipeline_state(CONSUMER, self.edges.s.stages)
+        for tile in cutlass.range(keys.last, unroll=1):
+            fragment = self._load_scores(pipes, copies, t_s, s_state)
+            s_state.advance()
+            self.write(operands, work, copies, fragment, keys.last * KEYS, tile * KEYS)
+
+
+class IdentityKernel(StageKernel):
+    """Stage B: O = bf16(Q K^T) V, the softmax left out."""
+
+    @cute.jit
+    def stage(self, operands, work, keys, pipes, smem, copies, t_s, t_o):
+        p_pipe, o_pipe = pipes.p, pipes.o
+        s_state = pipeline.make_pipeline_state(CONSUMER, self.edges.s.stages)
+        p_state = pipeline.make_pipeline_state(PRODUCER, self.edges.p.stages)
+        o_state = pipeline.make_pipeline_state(CONSUMER, 1)
+        for tile in cutlass.range(keys.last, unroll=1):
+            fragment = self._load_scores(pipes, copies, t_s, s_state)
+            s_state.advance()
+            p_pipe.producer_acquire(p_state)
+            fragments.store_rows(copies, fragment, smem.p_rows[None, None, p_state.index])
+            if tile > 0:
+                o_pipe.consumer_wait(o_state)
+                o_state.advance()
+            p_pipe.producer_commit(p_state)
+            p_state.advance()
+        o_pipe.consumer_wait(o_state)
+        o_columns = self._output_columns(t_o)
+        for i in cutlass.range(cute.size(o_columns, mode=[2]), unroll=1):
+            fragment = fragments.load_columns(copies, o_columns[None, None, i])
+            head_dim = self.tiling.head_dim
+            self.write(operands, work, copies, fragment, head_dim, i * fragments.COLUMNS)
+
+
+def build_scores(config: FmhaConfig, options: str):
+    """Compile stage A."""
+    return ScoresKernel.from_config(config).compile(options)
+
+
+def build_identity(config: FmhaConfig, options: str):
+    """Compile stage B."""
+    return IdentityKernel.from_config(config).compile(options)
