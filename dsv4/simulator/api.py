@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,26 +25,43 @@ MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}
 COMPILE_OPTIONS = "--keep-ptx --generate-line-info"
 
 
-class Simulation:
-    """A compiled function prepared for simulation; programs are compiled once and kept."""
+class Host(Protocol):
+    """What stands in for host code: gives launches."""
 
-    def __init__(self, compiled):
+    def run(self, arguments: list, keywords: dict) -> list[LaunchConfig]: ...
+
+
+class Simulation:
+    """A module and the host side that launches its kernels; programs are compiled once and kept.
+
+    Args:
+        module: the parsed PTX.
+        host: makes the host side for a module and a multiprocessor count: an object whose
+            `run(arguments, keywords)` gives the launches in order.
+    """
+
+    def __init__(self, module: Module, host: Callable[[Module, int], Host]):
+        target = module.target
+        if target not in MULTIPROCESSORS:
+            raise SimulatorError(
+                f"kernel compiled for {target}; simulated are {', '.join(MULTIPROCESSORS)}"
+            )
+        self.module = module
+        self.multiprocessors = MULTIPROCESSORS[target]
+        self.host = host(module, self.multiprocessors)
+        self.programs: dict[str, Program] = {}
+        self.variables: dict[str, tuple[int, np.ndarray]] = {}
+
+    @classmethod
+    def of_compiled(cls, compiled) -> Simulation:
+        """The simulation of a function compiled by `cute.compile`."""
         ptx = getattr(getattr(compiled, "artifacts", None), "PTX", None)
         if not ptx:
             raise SimulatorError(
                 "simulate needs the kernel's PTX: compile with "
                 f'cute.compile(..., options="--gpu-arch sm_100a {COMPILE_OPTIONS}")'
             )
-        self.module: Module = parse_module(ptx)
-        target = self.module.target
-        if target not in MULTIPROCESSORS:
-            raise SimulatorError(
-                f"kernel compiled for {target}; simulated are {', '.join(MULTIPROCESSORS)}"
-            )
-        self.multiprocessors = MULTIPROCESSORS[target]
-        self.host = HostRunner(compiled, self.module, self.multiprocessors)
-        self.programs: dict[str, Program] = {}
-        self.variables: dict[str, tuple[int, np.ndarray]] = {}
+        return cls(parse_module(ptx), functools.partial(HostRunner, compiled))
 
     def program(self, name: str) -> Program:
         """The program of one entry."""
@@ -122,7 +142,7 @@ def simulate(
     except TypeError:
         simulation = None
     if simulation is None:
-        simulation = Simulation(compiled)
+        simulation = Simulation.of_compiled(compiled)
         try:
             _prepared[compiled] = simulation
         except TypeError:
