@@ -193,10 +193,8 @@ def _cuda(
     config = runner_config(runner_id)
     if torch.is_grad_enabled():
         fmha_checks.check_no_grad(q, compressed_kv, swa_kv, sink_logits, o)
-    tensors = (
-        *(q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o),
-        *(compressed_lens, lse, workspace),
-    )
+    inputs = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids)
+    tensors = (*inputs, o, compressed_lens, lse, workspace)
     if q.numel() == 0:
         fmha_checks.check_arguments(config, *tensors)
         return
@@ -206,7 +204,7 @@ def _cuda(
         # Compiled kernels check their arguments for free but name them tersely; checking here
         # before every launch would cost more than the launch.
         fmha_checks.check_arguments(config, *tensors)
-        fmha_checks.check_alignment(q=q, compressed_kv=compressed_kv, swa_kv=swa_kv, o=o)
+        fmha_checks.check_kernel_layout(*tensors)
         raise
 
 

@@ -12,6 +12,11 @@ from torch import Tensor
 from dsv4.kernels.attention.config import FmhaConfig
 
 _DTYPES = (torch.bfloat16, torch.float32)
+_TENSORS = (
+    *("q", "compressed_kv", "swa_kv", "swa_lens", "sink_logits", "request_ids", "o"),
+    *("compressed_lens", "lse", "workspace"),
+)
+_DIFFERENTIABLE = ("q", "compressed_kv", "swa_kv", "sink_logits", "o")
 _ROW_ALIGNMENT = 16  # bytes; what TMA and 128-bit loads need
 
 
@@ -80,14 +85,8 @@ def check_no_grad(
     q: Tensor, compressed_kv: Tensor, swa_kv: Tensor, sink_logits: Tensor, o: Tensor | None
 ) -> None:
     """Refuse inputs that require grad: the operator has no backward pass."""
-    named = {
-        "q": q,
-        "compressed_kv": compressed_kv,
-        "swa_kv": swa_kv,
-        "sink_logits": sink_logits,
-        "o": o,
-    }
-    for name, tensor in named.items():
+    tensors = (q, compressed_kv, swa_kv, sink_logits, o)
+    for name, tensor in zip(_DIFFERENTIABLE, tensors):
         if tensor is not None and tensor.requires_grad:
             raise ValueError(
                 f"{name}: requires grad, but sparse_fmha_with_swa has no backward pass; "
@@ -95,12 +94,22 @@ def check_no_grad(
             )
 
 
-def check_alignment(**tensors: Tensor) -> None:
-    """Refuse rows that do not start at 16-byte boundaries; GPU kernels cannot load them."""
-    for name, tensor in tensors.items():
+def check_kernel_layout(*tensors: Tensor | None) -> None:
+    """Refuse what torch code accepts but GPU kernels cannot load; tensors in the op's order.
+
+    Vectors and rows must be contiguous; bfloat16 rows must start at multiples of 16 bytes.
+    """
+    for name, tensor in zip(_TENSORS, tensors):
+        if tensor is None or tensor.numel() == 0:
+            continue
+        if tensor.is_floating_point() and tensor.dim() == 3 and tensor.dtype != torch.bfloat16:
+            raise TypeError(f"{name}: got {tensor.dtype}, the kernel needs torch.bfloat16")
+        _check_rows(name, tensor)
+        if tensor.dim() != 3:
+            continue
         size = tensor.element_size()
-        steps = [n * size for n, extent in zip(tensor.stride(), tensor.shape) if extent > 1][:-1]
-        if tensor.numel() and any(n % _ROW_ALIGNMENT for n in (tensor.data_ptr(), *steps)):
+        steps = [n * size for n, extent in zip(tensor.stride()[:-1], tensor.shape) if extent > 1]
+        if any(n % _ROW_ALIGNMENT for n in (tensor.data_ptr(), *steps)):
             raise ValueError(
                 f"{name}: got strides {tuple(tensor.stride())} at address {tensor.data_ptr():#x}, "
                 f"every row must start at a multiple of {_ROW_ALIGNMENT} bytes"

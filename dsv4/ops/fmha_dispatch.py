@@ -30,14 +30,17 @@ class Launcher:
     warmup: Callable[[FmhaConfig, int, torch.device], None]
 
 
-_LAUNCHERS: dict[int | None, Launcher] = {}
+_LAUNCHERS: dict[int, Launcher] = {}  # by device index
 
 
 def launcher(device: torch.device) -> Launcher:
     """Launcher of a CUDA device, chosen once; without a kernel it is the torch implementation."""
     known = _LAUNCHERS.get(device.index)
     if known is None:
-        known = _LAUNCHERS[device.index] = _choose(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index not in _LAUNCHERS:
+            _LAUNCHERS[index] = _choose(torch.device("cuda", index))
+        known = _LAUNCHERS[index]
     return known
 
 

@@ -115,13 +115,23 @@ def test_rows_must_be_aligned() -> None:
     buffer = torch.zeros(4 * 3 * 72 + 8, dtype=torch.bfloat16)
     start = -buffer.data_ptr() // 2 % 8
     good = buffer[start:].as_strided((3, 2, 64), (72 * 2, 72, 1))
-    fmha_checks.check_alignment(q=good)
+    fmha_checks.check_kernel_layout(good, None, good)
     for shifted in (
         buffer[start + 1 :].as_strided((3, 2, 64), (144, 72, 1)),
         buffer[start:].as_strided((3, 2, 64), (144, 68, 1)),
         buffer[start:].as_strided((3, 2, 64), (140, 72, 1)),
     ):
-        with pytest.raises(ValueError, match=r"o: got strides .* multiple of 16 bytes"):
-            fmha_checks.check_alignment(q=good, o=shifted)
+        with pytest.raises(ValueError, match=r"swa_kv: got strides .* multiple of 16 bytes"):
+            fmha_checks.check_kernel_layout(good, good, shifted)
     # A dimension of one row never steps.
-    fmha_checks.check_alignment(q=buffer[start:].as_strided((3, 1, 64), (144, 5, 1)))
+    fmha_checks.check_kernel_layout(buffer[start:].as_strided((3, 1, 64), (144, 5, 1)))
+
+
+def test_kernels_need_contiguous_vectors_and_bfloat16() -> None:
+    strided = torch.zeros(8, dtype=torch.int32)[::2]
+    with pytest.raises(ValueError, match=r"swa_lens: got strides \(2,\).* contiguous"):
+        fmha_checks.check_kernel_layout(None, None, None, strided)
+    with pytest.raises(ValueError, match=r"lse: got strides \(1, 4\)"):
+        fmha_checks.check_kernel_layout(*[None] * 8, torch.zeros(8, 4).mT)
+    with pytest.raises(TypeError, match=r"q: got torch\.float32, the kernel needs torch\.bfloat16"):
+        fmha_checks.check_kernel_layout(torch.zeros(2, 8, 64))

@@ -372,6 +372,9 @@ def test_failed_launch_is_explained(monkeypatch: pytest.MonkeyPatch, seed: int) 
     wrong = (*arguments[:3], arguments[3].long(), *arguments[4:])
     with pytest.raises(TypeError, match=r"swa_lens: got torch\.int64, needs torch\.int32"):
         fmha._cuda(*wrong, **keywords)
+    strided = torch.zeros(8, dtype=torch.int32)[::2]
+    with pytest.raises(ValueError, match=r"swa_lens: got strides"):
+        fmha._cuda(*arguments[:3], strided, *arguments[4:], **keywords)
     with pytest.raises(RuntimeError, match="argument #3"):
         fmha._cuda(*arguments, **keywords)
 
