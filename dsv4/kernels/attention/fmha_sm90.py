@@ -26,6 +26,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental.cuda.tensor_map import TensorMap
+from cutlass.experimental.primitives import prefetch_tensormap
 from cutlass.utils import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
@@ -125,8 +126,8 @@ class FmhaKernelSm90:
         self.pieces = self.half_dim // self.pv_dim
         self.chunk = min(64, self.half_dim)  # columns of a swizzle span
         self.head_tiles = -(-num_query_heads // self.heads)
-        # Columns of Q in shared memory; the rest is in registers, 4 per 16 columns.
-        self.q_smem_dim = 192 if head_dim == 512 else head_dim
+        # Columns of Q in shared memory; the rest passes through the KV ring into registers.
+        self.q_smem_dim = 128 if head_dim == 512 else head_dim
         self.q_register_dim = head_dim - self.q_smem_dim
 
         # ==== warp schedule ====
@@ -152,9 +153,9 @@ class FmhaKernelSm90:
         class Storage:
             kv: cute.struct.Align[cute.struct.MemRange[self.dtype, kv_ring], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_tile], 1024]
-            p: cute.struct.Align[cute.struct.MemRange[self.dtype, p_tile], 1024]
+            p: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * p_tile], 1024]
             # Factor of the older accumulators that goes with P; final scale of each row.
-            rescale: cute.struct.MemRange[cutlass.Float32, rows]
+            rescale: cute.struct.MemRange[cutlass.Float32, 2 * rows]
             row_scale: cute.struct.MemRange[cutlass.Float32, rows]
             # Number of blocks of the work item, whether both branches have keys.
             work: cute.struct.MemRange[cutlass.Int32, 2]
@@ -162,8 +163,8 @@ class FmhaKernelSm90:
             block: cute.struct.MemRange[cutlass.Int32, self.stages]
             q_full: cute.struct.MemRange[cutlass.Int64, 1]
             q_empty: cute.struct.MemRange[cutlass.Int64, 1]
-            p_full: cute.struct.MemRange[cutlass.Int64, 1]
-            p_empty: cute.struct.MemRange[cutlass.Int64, 1]
+            p_full: cute.struct.MemRange[cutlass.Int64, 2]
+            p_empty: cute.struct.MemRange[cutlass.Int64, 2]
             rows_full: cute.struct.MemRange[cutlass.Int64, 1]
             rows_empty: cute.struct.MemRange[cutlass.Int64, 1]
             # One barrier per half block: the PV products of the two output warpgroups free theirs.
@@ -220,7 +221,7 @@ class FmhaKernelSm90:
         num_ctas: cutlass.Int32,  # persistent CTAs at most: the number of SMs
         # fmt: on
     ):
-        q_map = make_row_tile_map(q, q.iterator, self.chunk, (self.heads, self.q_smem_dim))
+        q_map = make_row_tile_map(q, q.iterator, self.chunk, (self.heads, self.chunk))
         box = (self.keys, self.half_dim)
         compressed_map = make_row_tile_map(compressed_kv, q.iterator, self.chunk, box)
         window_map = make_row_tile_map(swa_kv, q.iterator, self.chunk, box)
@@ -276,8 +277,9 @@ class FmhaKernelSm90:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(smem.q_full, 1)
                 cute.arch.mbarrier_init(smem.q_empty, 12)
-                cute.arch.mbarrier_init(smem.p_full, 4)
-                cute.arch.mbarrier_init(smem.p_empty, 8)
+                for i in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(smem.p_full + i, 4)
+                    cute.arch.mbarrier_init(smem.p_empty + i, 8)
                 cute.arch.mbarrier_init(smem.rows_full, 4)
                 cute.arch.mbarrier_init(smem.rows_empty, 8)
                 for i in cutlass.range_constexpr(2 * self.stages):
@@ -319,7 +321,7 @@ class FmhaKernelSm90:
         # The same bytes as K, seen as the transposed tiles that the PV products read.
         v_shape = (self.pv_dim, self.keys, self.stages * 2 * self.pieces)
         v = cute.tile_to_shape(mn_major, v_shape, order=(1, 0, 2))
-        p = cute.tile_to_shape(p_major, (self.heads, self.keys), order=(0, 1))
+        p = cute.tile_to_shape(p_major, (self.heads, self.keys, 2), order=(0, 1, 2))
         row = cute.make_layout(self.heads)
         return frozen(
             q=storage.q.get_tensor(q.outer, swizzle=q.inner),
@@ -328,7 +330,7 @@ class FmhaKernelSm90:
             p=storage.p.get_tensor(p.outer, swizzle=p.inner),
             q_raw=storage.q.data_ptr(),
             kv_raw=storage.kv.data_ptr(),
-            rescale=storage.rescale.get_tensor(row),
+            rescale=storage.rescale.get_tensor(cute.make_layout((self.heads, 2))),
             row_scale=storage.row_scale.get_tensor(row),
             work=storage.work.get_tensor(cute.make_layout(2)),
             block=storage.block.get_tensor(cute.make_layout(self.stages)),
@@ -349,6 +351,8 @@ class FmhaKernelSm90:
         """Find each work item's key range, publish it, and keep Q and the KV ring full."""
         q_map, compressed_map, window_map = maps
         lane = cute.arch.lane_idx()
+        for tensor_map in maps:
+            prefetch_tensormap(tensor_map.get_ptr())
         q_bytes = self.heads * self.q_smem_dim * self.dtype.width // 8
         half_bytes = self.keys * self.half_dim * self.dtype.width // 8
         half_chunks = self.half_dim // self.chunk
@@ -367,7 +371,10 @@ class FmhaKernelSm90:
             first = blocks * split // num_splits
             count = blocks * (split + 1) // num_splits - first
 
-            # ---- Q and the description of the work ----
+            # ---- Q: one part passes through the ring, the other needs the last QK to be over ----
+            head = head_tile * self.heads
+            if count > 0:
+                stage, phase = self._load_q_registers(smem, q_map, head, token, lane, stage, phase)
             cute.arch.mbarrier_wait(smem.q_empty, q_phase)
             q_phase ^= 1
             if lane == 0:
@@ -376,7 +383,9 @@ class FmhaKernelSm90:
                 smem.work[1] = cutlass.select_(has_both, cutlass.Int32(1), cutlass.Int32(0))
                 if count > 0:
                     cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full, q_bytes)
-                    tma_load(q_map, smem.q_raw, head_tile * self.heads, 0, token, smem.q_full)
+                    for chunk in cutlass.range_constexpr(self.q_smem_dim // self.chunk):
+                        target = smem.q_raw + chunk * self.heads * self.chunk
+                        tma_load(q_map, target, head, chunk, token, smem.q_full)
                 else:
                     cute.arch.mbarrier_arrive(smem.q_full)
 
@@ -408,13 +417,36 @@ class FmhaKernelSm90:
             index += cute.arch.grid_dim()[0]
 
     @cute.jit
+    def _load_q_registers(
+        self, smem, q_map, head, token, lane, stage: cutlass.Int32, phase: cutlass.Int32
+    ):
+        """Send the register columns of Q through a stage of the KV ring, in the place of K's."""
+        if cutlass.const_expr(self.q_register_dim > 0):
+            chunks = self.head_dim // self.chunk
+            first = self.q_smem_dim // self.chunk
+            for half in cutlass.range_constexpr(2):
+                begin, end = max(first, half * chunks // 2), (half + 1) * chunks // 2
+                slot = stage * 2 + half
+                full = smem.kv_full + slot
+                chunk_elements = self.heads * self.chunk
+                cute.arch.mbarrier_wait(smem.kv_empty + slot, phase)
+                if lane == 0:
+                    bytes = (end - begin) * chunk_elements * self.dtype.width // 8
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, bytes)
+                    for chunk in cutlass.range_constexpr(begin, end):
+                        target = smem.kv_raw + (stage * chunks + chunk) * chunk_elements
+                        tma_load(q_map, target, head, chunk, token, full)
+            stage, phase = self._advance(stage, phase)
+        return stage, phase
+
+    @cute.jit
     def _key_range(self, token, lengths, lane):
         """Compressed keys, window rows [begin, end), request; lengths clamped, padding empty."""
         request = lengths.request_ids[token]
-        is_real = request >= 0 and request < lengths.batch
         compressed_len = cutlass.Int32(lengths.compressed_rows)
         if token < lengths.compressed_lens.shape[0]:
             compressed_len = lengths.compressed_lens[token]
+        is_real = request >= 0 and request < lengths.batch
         compressed_len = cutlass.max(cutlass.min(compressed_len, lengths.compressed_rows), 0)
         window_end = cutlass.Int32(0)
         if is_real:
@@ -494,13 +526,12 @@ class FmhaKernelSm90:
         p_source, p_target = store_slice.retile(p), store_slice.partition_D(smem.p)
 
         index = cute.arch.block_idx()[0]
-        q_phase, p_phase, rows_phase = cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(1)
+        q_phase, rows_phase = cutlass.Int32(0), cutlass.Int32(1)
         stage, phase = cutlass.Int32(0), cutlass.Int32(0)
-        self._fetch_q(tile, q, index, num_splits, works)
+        blocks = cutlass.Int32(0)
         while index < works:
             head_tile, split, token = self._coordinates(index, num_splits)
             head = head_tile * self.heads + row
-            next_index = index + cute.arch.grid_dim()[0]
 
             # ---- prologue ----
             cute.arch.mbarrier_wait(smem.q_full, q_phase)
@@ -509,15 +540,24 @@ class FmhaKernelSm90:
             gate_offset = self._set_bias(tile, smem.work[1], sink_logits, head)
             tile.ref.fill(-cutlass.Float32.inf)
             tile.sum.fill(0.0)
+            if count > 0:
+                stage, phase = self._take_q_registers(smem, tile, thread, stage, phase)
 
             # ---- blocks ----
+            # P waits for the next block's QK, so that PV fills the tensor cores during the softmax
+            # instead of slowing QK down; unless that block is not there yet.
+            is_held = cutlass.Boolean(False)
             for n in cutlass.range(count, unroll=1):
+                buffer = blocks % 2
+                if is_held and not self._has_landed(smem, stage, phase):
+                    self._release(smem.p_full + (1 - buffer), lane)
+                    is_held = cutlass.Boolean(False)
                 self._issue_scores(smem, tile, stage, phase)
                 warpgroup.wait_group(0)
+                if is_held:
+                    self._release(smem.p_full + (1 - buffer), lane)
                 if n == count - 1:
-                    # The next tile's Q arrives behind this block's softmax.
                     self._release(smem.q_empty, lane)
-                    self._fetch_q(tile, q, next_index, num_splits, works)
                 valid = smem.block[stage]
                 is_window = valid >= WINDOW_FLAG
                 valid = valid % WINDOW_FLAG
@@ -527,18 +567,19 @@ class FmhaKernelSm90:
                 self._softmax(tile, is_window)
                 p.store(tile.s.load().to(self.dtype))
 
-                cute.arch.mbarrier_wait(smem.p_empty, p_phase)
-                p_phase ^= 1
-                cute.copy(store, p_source, p_target)
+                cute.arch.mbarrier_wait(smem.p_empty + buffer, 1 - blocks // 2 % 2)
+                cute.copy(store, p_source, p_target[None, None, None, buffer])
                 if lane % 4 == 0:
                     for r in cutlass.range_constexpr(2):
-                        smem.rescale[row + 8 * r] = tile.rescale[r]
+                        smem.rescale[row + 8 * r, buffer] = tile.rescale[r]
                 cute.arch.fence_view_async_shared()
-                self._release(smem.p_full, lane)
+                is_held = cutlass.Boolean(True)
+                blocks += 1
                 stage, phase = self._advance(stage, phase)
+            if is_held:
+                self._release(smem.p_full + (1 - blocks % 2), lane)
             if count == 0:
                 self._release(smem.q_empty, lane)
-                self._fetch_q(tile, q, next_index, num_splits, works)
 
             # ---- epilogue ----
             for r in cutlass.range_constexpr(2):
@@ -560,29 +601,33 @@ class FmhaKernelSm90:
                     q.shape[0],
                 )
             self._release(smem.rows_full, lane)
-            index = next_index
+            index += cute.arch.grid_dim()[0]
 
     @cute.jit
-    def _fetch_q(self, tile, q, index, num_splits, works):
-        """Read the work item's register part of Q from global memory; absent heads are zero."""
+    def _take_q_registers(self, smem, tile, thread, stage: cutlass.Int32, phase: cutlass.Int32):
+        """Read the register columns of Q from the ring stage that brought them, and free it."""
         if cutlass.const_expr(self.q_register_dim > 0):
-            registers = cute.make_tensor(
-                tile.q_registers.iterator,
-                cute.make_layout((2, 2, self.q_register_dim // 8), stride=(1, 2, 4)),
+            mma = self._qk_register_mma()
+            load = cute.make_tiled_copy_A(
+                cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma
             )
-            head_tile, _, token = self._coordinates(index, num_splits)
-            for r in cutlass.range_constexpr(2):
-                head = head_tile * self.heads + tile.row + 8 * r
-                if index < works and head < self.num_query_heads:
-                    source = row_pointer(q, token, head) + self.q_smem_dim + tile.lane % 4 * 2
-                    for j in cutlass.range_constexpr(self.q_register_dim // 8):
-                        cute.autovec_copy(
-                            cute.make_tensor(source + j * 8, cute.make_layout(2)),
-                            registers[None, r, j],
-                        )
-                else:
-                    for j in cutlass.range_constexpr(self.q_register_dim // 8):
-                        registers[None, r, j].fill(0.0)
+            load_slice = load.get_slice(thread)
+            source = load_slice.partition_S(smem.k)
+            target = load_slice.retile(tile.q_registers)
+            first = self.q_smem_dim // 16
+            for half in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_wait(smem.kv_full + (stage * 2 + half), phase)
+            for i in cutlass.range_constexpr(self.q_register_dim // 16):
+                cute.copy(load, source[None, None, first + i, stage], target[None, None, i])
+            for half in cutlass.range_constexpr(2):
+                self._release(smem.kv_empty + (stage * 2 + half), tile.lane)
+            stage, phase = self._advance(stage, phase)
+        return stage, phase
+
+    @cute.jit
+    def _has_landed(self, smem, stage: cutlass.Int32, phase: cutlass.Int32):
+        landed = cute.arch.mbarrier_test_wait(smem.kv_full + (stage * 2 + 1), phase)
+        return cute.arch.vote_all_sync(landed)
 
     @cute.jit
     def _issue_scores(self, smem, tile, stage: cutlass.Int32, phase: cutlass.Int32):
@@ -736,7 +781,7 @@ class FmhaKernelSm90:
         steps = range(self.keys // 16)
 
         index = cute.arch.block_idx()[0]
-        work_phase, p_phase = cutlass.Int32(0), cutlass.Int32(0)
+        work_phase, blocks = cutlass.Int32(0), cutlass.Int32(0)
         stage, phase = cutlass.Int32(0), cutlass.Int32(0)
         while index < works:
             # ---- prologue ----
@@ -744,24 +789,37 @@ class FmhaKernelSm90:
             count = smem.work[0]
             self._release(smem.q_empty, lane)
             acc.fill(0.0)
+            if cutlass.const_expr(self.q_register_dim > 0):
+                if count > 0:
+                    # The stage that brought Q belongs to the score warpgroup.
+                    stage, phase = self._advance(stage, phase)
 
             # ---- blocks ----
             for _ in cutlass.range(count, unroll=1):
                 slot = stage * 2 + half
-                cute.arch.mbarrier_wait(smem.p_full, p_phase)
-                p_phase ^= 1
-                factors = [smem.rescale[row], smem.rescale[row + 8]]
+                buffer = blocks % 2
+                cute.arch.mbarrier_wait(smem.p_full + buffer, blocks // 2 % 2)
+                factors = [smem.rescale[row, buffer], smem.rescale[row + 8, buffer]]
                 if cute.arch.vote_any_sync(factors[0] != 1.0 or factors[1] != 1.0):
                     self._scale_rows(acc, factors)
                 cute.arch.mbarrier_wait(smem.kv_full + slot, phase)
                 warpgroup.fence()
                 for i in cutlass.range_constexpr(self.pieces):
                     v_piece = v[None, None, None, slot * self.pieces + i]
-                    gemm(self._pv_mma, pieces[i], p, v_piece, steps, 0, True)
+                    gemm(
+                        self._pv_mma,
+                        pieces[i],
+                        p[None, None, None, buffer],
+                        v_piece,
+                        steps,
+                        0,
+                        True,
+                    )
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 self._release(smem.kv_empty + slot, lane)
-                self._release(smem.p_empty, lane)
+                self._release(smem.p_empty + buffer, lane)
+                blocks += 1
                 stage, phase = self._advance(stage, phase)
 
             # ---- epilogue ----
