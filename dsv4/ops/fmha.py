@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import index
+
 import torch
 from torch import Tensor
 
@@ -77,15 +79,16 @@ def sparse_fmha_with_swa(
     if torch.is_grad_enabled():
         fmha_checks.check_no_grad(q, compressed_kv, swa_kv, sink_logits, out)
     tokens, heads, head_dim = q.shape
+    # index(): under torch.compile sizes may be symbolic, and a runner's are constants.
     identity = fmha_runner_id(
-        head_dim,
-        heads,
-        swa_kv.shape[1] if sliding_window is None else sliding_window,
+        index(head_dim),
+        index(heads),
+        index(swa_kv.shape[1] if sliding_window is None else sliding_window),
         _bucket(compressed_kv.shape[1]),
         is_causal=is_causal,
         sink_mode=sink_mode,
         softmax_scale=softmax_scale,
-        num_splits=num_splits,
+        num_splits=None if num_splits is None else index(num_splits),
     )
     if out is None:
         out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
@@ -153,8 +156,16 @@ def warmup(runner_id: int, max_tokens: int, device: torch.device | str | None = 
 
 
 def _bucket(top_k: int) -> int:
-    """Smallest power of two that holds `top_k` rows: a growing context keeps its runner."""
-    return 1 << (top_k - 1).bit_length() if top_k else 0
+    """Capacity promised for `top_k` rows, a power of two: a growing context keeps its runner.
+
+    Found by comparing, so that torch.compile guards on the range of a dynamic size, not its value.
+    """
+    if top_k == 0:
+        return 0
+    capacity = 64
+    while capacity < top_k:
+        capacity *= 2
+    return capacity
 
 
 def _cpu(

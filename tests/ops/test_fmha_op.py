@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -111,6 +112,23 @@ def test_torch_compile(compiler: str, seed: int) -> None:
         )
         torch.testing.assert_close(o, expected_o * 2)
         torch.testing.assert_close(lse, expected_lse)
+
+
+def test_compiled_sizes_stay_dynamic(seed: int) -> None:
+    """With dynamic sizes, other token counts and a context growing to 128 rows reuse one graph."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def layer(inputs: Inputs) -> torch.Tensor:
+        return sparse_fmha_with_swa(*inputs.tensors, **inputs.options)
+
+    for top_k, count in ((70, 3), (100, 5), (128, 9)):
+        inputs = make_inputs(Case(top_k=top_k, requests=((0, count), (-1, 1))), seed)
+        torch.testing.assert_close(
+            layer(inputs), sparse_fmha_with_swa(*inputs.tensors, **inputs.options)
+        )
+    assert counter.frame_count == 1
 
 
 def test_fake_cuda_tensors(seed: int) -> None:
