@@ -48,11 +48,13 @@ class AsyncEngine:
         operation()
         return True
 
-    def maybe_step(self) -> None:
-        """`random` only: perform a few operations now and then."""
+    def maybe_step(self) -> bool:
+        """`random` only: perform a few operations now and then; whether any was performed."""
+        stepped = False
         if self.schedule == "random":
             while self.queues and self.random.random() < 0.5:
-                self.step()
+                stepped = self.step()
+        return stepped
 
     def drain(self) -> None:
         """Perform everything."""

@@ -99,6 +99,8 @@ class Launch:
             Warp(self.program, cta, i, self) for cta in cluster.ctas for i in range(self.warps)
         ]
         cluster.warps_total = len(warps)
+        for warp in warps:
+            warp.cta.warps.append(warp)
         if self.monitor is not None:
             self.monitor.start_cluster(cluster, warps)
         return Resident(cluster, warps)
@@ -117,7 +119,9 @@ class Resident:
         if launch.schedule != "eager":
             launch.random.shuffle(self.live)
         for warp in self.live:
-            engine.maybe_step()
+            # May wake a warp that had its turn already: not a sign of a deadlock.
+            if engine.maybe_step():
+                progressed = True
             if warp.run() and not warp.polling:
                 progressed = True
         self.live = [warp for warp in self.live if not warp.done]
@@ -126,6 +130,9 @@ class Resident:
     def finish(self, launch: Launch) -> None:
         """All warps are done: complete what is outstanding and check what is left behind."""
         for warp in self.warps:
+            outstanding = len(warp.bulk_groups) + bool(warp.bulk_open)
+            if outstanding and launch.monitor is not None:
+                launch.monitor.exit_outstanding(warp, outstanding)
             for group in [*warp.bulk_groups, warp.bulk_open]:
                 for operation in group:
                     operation()
