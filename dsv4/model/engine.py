@@ -108,13 +108,12 @@ class Engine:
         self.prefill_chunk = prefill_chunk
         self.stats = GenerationStats()
 
-        # Drafts are chained past the last position a request may have.
-        per_request = -(-(max_context + num_draft_tokens) // block_size(config))
+        size = block_size(config)
         if num_blocks is None:
-            num_blocks = max_requests * per_request
-        self._cache = model.new_cache(
-            max_requests, num_blocks, per_request, max_draft=num_draft_tokens
-        )
+            num_blocks = max_requests * -(-max_context // size)
+        # Drafts are chained past the last position a request may have: into a column without block.
+        columns = -(-(max_context + num_draft_tokens) // size)
+        self._cache = model.new_cache(max_requests, num_blocks, columns, max_draft=num_draft_tokens)
         self._manager = CacheManager(self._cache)
         positions = max(prefill_chunk, max_requests * (1 + num_draft_tokens))
         self._stage = InputStage(positions, max_requests, self._cache.device)

@@ -10,6 +10,8 @@ import torch
 from dsv4.cache.manager import CacheManager
 from tests.serve.tiny_model import BLOCK, VOCAB, WINDOW, tiny_model, tokens
 
+pytestmark = pytest.mark.stage("cache")
+
 # Every entry is selected: rounding cannot swap two index scores that are nearly equal.
 SELECT_ALL = {"index_topk": 512}
 

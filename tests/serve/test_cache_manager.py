@@ -30,6 +30,7 @@ def manager(max_requests=4, num_blocks=8, max_blocks=6, max_draft=0) -> CacheMan
     )
 
 
+@pytest.mark.stage("cache")
 class TestAllocator:
     def test_hands_out_every_block_once(self) -> None:
         allocator = BlockAllocator(5)
@@ -70,6 +71,7 @@ class TestAllocator:
             BlockAllocator(1).allocate(-1)
 
 
+@pytest.mark.stage("cache")
 class TestBlockTable:
     def test_rows_grow_and_shrink_at_the_end(self) -> None:
         table = BlockTable(2, 4)
@@ -95,6 +97,7 @@ class TestBlockTable:
             BlockTable(*sizes)
 
 
+@pytest.mark.stage("cache")
 class TestManager:
     def test_a_request_from_admission_to_release(self) -> None:
         cache = manager()

@@ -13,6 +13,8 @@ from dsv4.model.generate import generate
 from dsv4.model.sampler import SamplingParams
 from tests.serve.tiny_model import BLOCK, VOCAB, WINDOW, tiny_model, tokens
 
+pytestmark = pytest.mark.stage("cache")
+
 
 def greedy(count: int, **options) -> SamplingParams:
     return SamplingParams(max_new_tokens=count, **options)
@@ -97,6 +99,20 @@ def test_exhausted_blocks_delay_requests_but_change_nothing(seed: int) -> None:
         assert engine.num_free_blocks == 4
 
 
+def test_the_oldest_request_always_proceeds_and_a_preempted_one_is_next(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    engine = Engine(tiny_model(seed), max_requests=2, max_context=2 * BLOCK, num_blocks=3)
+    for length in (BLOCK - 20, BLOCK - 20, 5):
+        engine.add(tokens(generator, length), greedy(60))
+    # When both long requests have grown into a second block, one too many, the short one could
+    # take the slot of the second: it must not overtake.
+    finished = []
+    while engine.num_requests:
+        finished += [output.request for output in engine.step() if output.finished]
+    assert engine.stats.prefill_tokens > 2 * BLOCK, "nothing was ever preempted"
+    assert finished == [0, 1, 2]
+
+
 def test_requests_wait_for_blocks_in_the_order_they_came(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     engine = Engine(tiny_model(seed), 4, 4 * BLOCK, num_blocks=4)
@@ -109,6 +125,28 @@ def test_requests_wait_for_blocks_in_the_order_they_came(seed: int) -> None:
                 first_tokens.append(output.request)
     assert first_tokens == [0, 1, 2]
     assert engine.num_free_blocks == 4
+
+
+def test_decode_forwards_have_few_shapes(seed: int, monkeypatch) -> None:
+    """A captured graph serves a shape: rows and blocks come in powers of two, up to the limits."""
+    generator = torch.Generator().manual_seed(seed)
+    model = tiny_model(seed)
+    engine = Engine(model, max_requests=5, max_context=3 * BLOCK - 2, num_draft_tokens=2)
+    shapes = set()
+    streams = model.streams
+
+    def record(ids, cache, step):
+        if step.chunk == 3:
+            shapes.add((*ids.shape, step.capacity // BLOCK))
+        return streams(ids, cache, step)
+
+    monkeypatch.setattr(model, "streams", record)
+    for length, count in ((250, 20), (9, 25), (100, 40), (20, 8), (64, 12)):
+        engine.add(tokens(generator, length), greedy(count))
+    drain(engine)
+    rows, _, blocks = map(set, zip(*shapes))
+    assert rows >= {1, 5} and rows <= {1, 2, 4, 5}
+    assert blocks >= {2, 3} and blocks <= {1, 2, 3}
 
 
 def test_stop_tokens_end_a_request(seed: int) -> None:
@@ -173,8 +211,11 @@ def test_cancel_frees_waiting_and_running_requests(seed: int) -> None:
             engine.cancel(wrong)
 
 
-def test_an_idle_engine_does_nothing() -> None:
-    assert Engine(tiny_model(0), 1, 8).step() == []
+def test_an_idle_engine_does_nothing_and_a_new_request_starts_at_once() -> None:
+    engine = Engine(tiny_model(0), 1, 8)
+    assert engine.step() == []
+    engine.add([3], greedy(2))
+    assert [len(engine.step()), len(engine.step()), len(engine.step())] == [1, 1, 0]
 
 
 def test_random_schedules(seed: int) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from dsv4.model.sampler import SamplingBatch, SamplingParams, _exponential, _mix, sample
 
+pytestmark = pytest.mark.stage("sampler")
+
 
 def batch_of(rows: list[tuple[float, float, int]]) -> SamplingBatch:
     """A batch from (temperature, top_p, seed) per row."""

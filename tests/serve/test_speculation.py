@@ -17,6 +17,8 @@ from dsv4.model.inputs import SAMPLED_HERE, InputStage
 from dsv4.model.sampler import RowSampling, SamplingParams
 from tests.serve.tiny_model import BLOCK, VOCAB, WINDOW, PlannedDrafter, tiny_model, tokens
 
+pytestmark = pytest.mark.stage("mtp")
+
 NEW = 24
 
 
@@ -31,14 +33,14 @@ def with_drafter(model, drafter: PlannedDrafter):
 
 def boundaries(quick: list[tuple[int, int]]) -> list:
     """(prompt length, drafts) around every boundary; all but the quick ones in the full run."""
-    lengths = [1, 2, 3, 4, WINDOW - 3, WINDOW, 108, 120, 125, 126, 127, 128, 129, 240, 255]
+    lengths = [1, 2, 3, 4, WINDOW - 3, WINDOW, 104, 120, 125, 126, 127, 128, 129, 240, 255]
     pairs = [(length, drafts) for length in lengths for drafts in (1, 2, 5)]
     return [p if p in quick else pytest.param(*p, marks=pytest.mark.slow) for p in pairs]
 
 
 @pytest.mark.parametrize(
     "length, num_draft_tokens",
-    boundaries([(1, 5), (3, 1), (WINDOW, 2), (120, 1), (125, 5), (128, 2)]),
+    boundaries([(1, 5), (3, 1), (WINDOW, 2), (104, 5), (120, 1), (125, 5), (128, 2)]),
 )
 def test_accepted_and_rejected_drafts_change_no_token(
     seed: int, length: int, num_draft_tokens: int
@@ -74,6 +76,16 @@ def planned_run(length: int, misses: set[int], num_draft_tokens: int) -> tuple[i
         forwards, proposed, accepted = forwards + 1, proposed + len(drafts), accepted + hits
         known += hits + 1
     return forwards, proposed, accepted
+
+
+def test_a_stop_token_among_accepted_drafts_ends_the_request_there(seed: int) -> None:
+    model = tiny_model(seed)
+    prompt = tokens(torch.Generator().manual_seed(seed), 10)
+    new = generate(model, [prompt], NEW).tokens[0]
+    model = with_drafter(model, PlannedDrafter(prompt + new, set()))
+    for stop in set(new):
+        result = generate(model, [prompt], NEW, num_draft_tokens=5, eos_token_id=stop)
+        assert result.tokens[0] == new[: new.index(stop) + 1]
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 3])

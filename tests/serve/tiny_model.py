@@ -88,6 +88,7 @@ class PlannedDrafter:
         self.fed: dict[int, int] = {}  # position -> the next token it was last given
 
     def __call__(self, streams: Tensor, next_ids: Tensor, cache: ModelCache, step: Step) -> Tensor:
+        assert (step.positions[step.valid] < step.capacity).all()
         for row, valid in zip(range(step.batch), step.valid):
             positions = step.positions[row, valid].tolist()
             self.fed.update(zip(positions, next_ids[row, valid].tolist()))
