@@ -69,6 +69,22 @@ def test_a_chain_of_drafts_extends_the_block_by_its_own_streams(seed: int) -> No
         assert relative_error(block.logits(chained)[0, -1], expected[0, -1]) < 1e-5
 
 
+def test_a_second_block_continues_the_first(seed: int) -> None:
+    """Block i predicts token t + 2 + i from the streams of block i - 1, with a cache of its own."""
+    model = random_model(with_mtp(tiny_config("S"), layers=2))
+    ids = ids_away_from_ties(model, 1, 30)
+    expected = reference_of(model).forward(ids).mtp_logits[1][0]
+    session, tokens, parts = Session(model, 1, 128), ids[0].tolist(), []
+    for begin, stop in ((0, 20), (20, 21), (21, 28)):
+        padded, step = session.prepare({0: tokens[begin:stop]})
+        streams = model.streams(padded, session.cache, step)
+        for index, block in enumerate(model.mtp):
+            following = torch.tensor([tokens[begin + 1 + index : stop + 1 + index]])
+            streams = block(streams, following, session.cache, step)
+        parts.append(model.mtp[1].logits(streams)[0])
+    assert relative_error(torch.cat(parts), expected) < 1e-5
+
+
 def test_embedding_and_head_are_shared(seed: int) -> None:
     model = random_model(with_mtp(tiny_config("S")))
     names = set(model.state_dict())
