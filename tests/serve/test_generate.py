@@ -57,6 +57,16 @@ def test_seeds(seed: int) -> None:
     assert len({tuple(new) for result in free for new in result}) == 4
 
 
+def test_temperature_and_top_p_reach_the_sampler(seed: int) -> None:
+    """Each narrows sampling to the likeliest token at its end of the range, and only there."""
+    model = tiny_model(seed)
+    prompt = [tokens(torch.Generator().manual_seed(seed), 8)]
+    greedy = generate(model, prompt, 30).tokens
+    assert generate(model, prompt, 30, temperature=1.0, top_p=1e-6, seed=seed).tokens == greedy
+    assert generate(model, prompt, 30, temperature=1e-9, seed=seed).tokens == greedy
+    assert generate(model, prompt, 30, temperature=1.0, seed=seed).tokens != greedy
+
+
 def test_end_of_sequence_ids(seed: int) -> None:
     model = tiny_model(seed)
     prompt = tokens(torch.Generator().manual_seed(seed), 12)
