@@ -44,6 +44,7 @@ class SamplingParams:
             end-of-sequence ids.
 
     Raises:
+        TypeError: a count or seed is no integer; the message names it.
         ValueError: a field is out of range; the message names it.
     """
 
@@ -54,6 +55,10 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) and not (name == "seed" and value is None):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
         if not 0.0 <= self.temperature < float("inf"):
@@ -112,16 +117,16 @@ def sample(logits: Tensor, positions: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def _nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """Zero all but the smallest set of likeliest tokens with mass >= top_p; the likeliest one
-    always stays.
+    """Zero all but the smallest set of likeliest tokens with mass >= top_p, at least one.
 
     Not renormalised: a common factor does not change an argmax.
     """
     ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
     # In fp64: in fp32 the sum over a large vocabulary depends on how the device splits the scan.
     mass_before = ranked.cumsum(-1, dtype=torch.float64) - ranked
-    # A sum may round up to 1 before the last token, and top_p = 1 means every token.
-    kept = (mass_before < top_p) | (top_p >= 1)
+    # A sum may round up to 1 before the last token, and top_p = 1 means every token. A top_p that
+    # is 0 in fp32 would keep none, and all zeros have their maximum at token 0.
+    kept = (mass_before < top_p.clamp_min(torch.finfo(top_p.dtype).tiny)) | (top_p >= 1)
     return torch.zeros_like(probabilities).scatter_(-1, order, ranked * kept)
 
 

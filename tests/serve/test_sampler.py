@@ -127,6 +127,12 @@ def test_nucleus_keeps_exactly_the_boundary_token() -> None:
     assert set(draw(logits, positions, top_p=0.76).tolist()) == {0, 1, 2}
 
 
+def test_nucleus_keeps_the_likeliest_token_whatever_top_p(seed: int) -> None:
+    logits = torch.randn(100)
+    draws = draw(logits, torch.arange(100), top_p=1e-60)  # 0 in fp32
+    assert set(draws.tolist()) == {int(logits.argmax())}
+
+
 def test_rows_do_not_see_each_other(seed: int) -> None:
     """Each row of a mixed batch of greedy, nucleus and plain rows draws what it draws alone."""
     rows = [
@@ -177,6 +183,12 @@ def test_masked_tokens_are_never_drawn(seed: int) -> None:
         ("seed", 2**63),
     ],
 )
-def test_bad_parameters_are_named(field: str, value: float) -> None:
+def test_parameters_out_of_range_are_named(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize("field, value", [("max_new_tokens", 2.5), ("seed", 1.0), ("seed", "1")])
+def test_counts_that_are_no_integers_are_named(field: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{field} must be an integer, got {value!r}"):
         SamplingParams(**{field: value})
