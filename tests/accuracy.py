@@ -21,6 +21,7 @@ class Tolerance:
 BFLOAT16 = Tolerance(relative=4e-3, cosine=0.99999, elementwise=5e-3, lse=1e-4)
 # The same sums in another order: a few units in the last place.
 FLOAT32 = Tolerance(relative=2e-6, cosine=0.9999999, elementwise=2e-5, lse=2e-5)
+LSE_ROUNDING = 4e-7  # relative: float32 keeps 24 bits
 TOLERANCES = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32}
 
 
@@ -49,10 +50,14 @@ def assert_attention_close(
 
 
 def assert_lse_close(lse: Tensor, expected: Tensor, bound: float = BFLOAT16.lse) -> None:
-    """Check lse [T, n_h]; infinities must agree, NaN never passes."""
+    """Check lse [T, n_h]; infinities must agree, NaN never passes.
+
+    The bound is absolute, widened by a few units in the last place where lse is in the thousands.
+    """
     actual, expected = lse.double().cpu(), expected.double().cpu()
     assert not actual.isnan().any(), "lse: NaN"
     infinite = expected.isinf()
     assert torch.equal(actual[infinite], expected[infinite]), "lse: infinities differ"
-    worst = (actual[~infinite] - expected[~infinite]).abs().max().item() if (~infinite).any() else 0
-    assert worst <= bound, f"lse: off by {worst:.2e}"
+    actual, expected = actual[~infinite], expected[~infinite]
+    excess = (actual - expected).abs() - LSE_ROUNDING * expected.abs()
+    assert (excess <= bound).all(), f"lse: off by {excess.max().item():.2e}"

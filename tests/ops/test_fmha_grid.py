@@ -30,6 +30,9 @@ def test_float32_is_not_rounded(case: Case, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "backend", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 @pytest.mark.parametrize("case", FULL_GRID, ids=str)
 def test_full_grid(backend: Backend, case: Case, seed: int) -> None:
     check(backend, case, seed)
