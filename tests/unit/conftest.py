@@ -12,11 +12,13 @@ from torch import Tensor
 
 from dsv4.kernels.attention import fmha
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.ops.fmha_splits import workspace_size as workspace_elements
 from dsv4.simulator import Report, simulate
 from tests.accuracy import assert_attention_close
 from tests.attention_cases import Case, Inputs, make_inputs
 
 SCHEDULES = ("eager", "lazy", "random")
+MULTIPROCESSORS = 148  # of a B200
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Backend:
         schedule: str = "eager",
         seed: int = 0,
         workspace_size: int | None = None,
+        o: Tensor | None = None,
     ) -> Result:
         """Launch a compiled kernel; by default with the workspace that `splits` needs."""
         there = inputs.to(self.device)
@@ -64,8 +67,8 @@ class Backend:
         tokens, heads, head_dim = q.shape
         if workspace_size is None:
             config = FmhaConfig(head_dim, heads, 0, 0)
-            workspace_size = max(4, fmha.workspace_size(config, tokens, splits))
-        o = torch.full_like(q, torch.nan)
+            workspace_size = max(4, workspace_elements(config, tokens, splits))
+        o = torch.full_like(q, torch.nan) if o is None else o
         lse, workspace = (
             torch.full(shape, torch.nan, device=self.device)
             for shape in ((tokens, heads), (workspace_size,))
@@ -73,7 +76,7 @@ class Backend:
         if lens is None:
             lens = torch.empty(0, dtype=torch.int32, device=self.device)
         options = {"compressed_lens": lens, "lse": lse, "workspace": workspace}
-        options["num_splits"] = splits
+        options |= {"num_splits": splits, "num_ctas": MULTIPROCESSORS}
         report = None
         if self.device == "cpu":
             arguments = (*there.tensors, o)

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
-from dsv4.kernels.attention.softmax import LN_2, LOG2_E, exp2
+from dsv4.kernels.attention.softmax import LOG2_E, exp2
 
 
 @cute.jit
@@ -86,8 +86,9 @@ def reference(
     """
     gate, maximum = rows.gate[row], rows.maximum[row]
     result, offset = maximum, Float32(0.0)
-    if gate >= 0.0:
-        offset = gate * LN_2
+    if gate > 0.0:
+        # The sink itself: in base 2 it may have overflowed.
+        offset = rows.sink[row]
         if not sees_window:
             result = maximum - gate
     elif sees_window:

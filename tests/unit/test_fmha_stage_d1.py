@@ -1,0 +1,25 @@
+"""Stage D1: every head_dim, with more tiles than the KV ring holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attention_cases import Case
+from tests.unit.conftest import Backend
+
+pytestmark = pytest.mark.stage("D1")
+
+
+@pytest.mark.parametrize("growing", [False, True], ids=["", "growing"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_head_dim(backend: Backend, head_dim: int, growing: bool, seed: int) -> None:
+    case = Case(
+        heads=64,
+        head_dim=head_dim,
+        top_k=600,
+        window_rows=128,
+        requests=((0, 1),),
+        ragged=False,
+        growing=growing,
+    )
+    backend.check(case, seed)
