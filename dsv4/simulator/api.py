@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 import weakref
@@ -18,6 +19,7 @@ from dsv4.simulator.host import HostRunner
 from dsv4.simulator.memory import GlobalMemory
 from dsv4.simulator.program import Program
 from dsv4.simulator.ptx.parser import Module, parse_module
+from dsv4.simulator.races import Monitor
 from dsv4.simulator.report import LaunchReport, Report
 from dsv4.simulator.scheduler import Launch, LaunchConfig, run_launch
 
@@ -77,7 +79,9 @@ class Simulation:
             self.programs[name] = Program(entry, addresses)
         return self.programs[name]
 
-    def run(self, arguments, keywords, buffers, schedule: str, seed: int) -> Report:
+    def run(
+        self, arguments, keywords, buffers, schedule: str, seed: int, races: bool = True
+    ) -> Report:
         """Run the host function, then each launch it made, in order."""
         memory = GlobalMemory()
         for i, value in enumerate([*arguments, *keywords.values(), *buffers]):
@@ -87,26 +91,31 @@ class Simulation:
             program = self.program(config.kernel)
             for name, (_, data) in self.variables.items():
                 memory.add(data.ctypes.data, data.nbytes, f"variable {name}", data)
-            report.launches.append(self._launch(program, config, memory, schedule, seed))
+            monitor = Monitor(program.entry) if races else None
+            launch = Launch(config, program, memory, schedule, seed, self.multiprocessors, monitor)
+            report.launches.append(_run(launch))
+            if monitor is not None:
+                report.races += monitor.findings
+                report.warnings += monitor.warnings
         return report
 
-    def _launch(
-        self, program: Program, config: LaunchConfig, memory: GlobalMemory, schedule: str, seed: int
-    ) -> LaunchReport:
-        before, start = instructions_run(program), time.perf_counter()
-        launch = Launch(config, program, memory, schedule, seed, self.multiprocessors)
-        run_launch(launch)
-        return LaunchReport(
-            kernel=config.kernel,
-            grid=config.grid,
-            block=config.block,
-            cluster=config.cluster,
-            shared_bytes=config.shared + program.static_shared,
-            instructions=instructions_run(program) - before,
-            operations=dict(launch.issued),
-            seconds=time.perf_counter() - start,
-            coverage=coverage_of(program),
-        )
+
+def _run(launch: Launch) -> LaunchReport:
+    """Run one launch and describe it."""
+    program, config = launch.program, launch.config
+    before, start = instructions_run(program), time.perf_counter()
+    run_launch(launch)
+    return LaunchReport(
+        kernel=config.kernel,
+        grid=config.grid,
+        block=config.block,
+        cluster=config.cluster,
+        shared_bytes=config.shared + program.static_shared,
+        instructions=instructions_run(program) - before,
+        operations=dict(launch.issued),
+        seconds=time.perf_counter() - start,
+        coverage=coverage_of(program),
+    )
 
 
 _prepared: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
@@ -117,6 +126,7 @@ def simulate(
     *args,
     schedule: str = "eager",
     seed: int = 0,
+    races: bool = True,
     buffers: tuple[torch.Tensor, ...] = (),
     **kwargs,
 ) -> Report:
@@ -129,6 +139,7 @@ def simulate(
             arguments (or CuTe tensors made from `CudaView`), numbers, streams.
         schedule: "eager", "lazy" (asynchronous operations complete as late as possible) or
             "random" (seeded by `seed`).
+        races: check happens-before of every access (about 3 times slower); see `Report.races`.
         buffers: further tensors the kernel may touch through pointers it gets another way.
 
     Returns: a Report; outputs are written to the tensors.
@@ -143,11 +154,9 @@ def simulate(
         simulation = None
     if simulation is None:
         simulation = Simulation.of_compiled(compiled)
-        try:
+        with contextlib.suppress(TypeError):  # not every compiled object can be referred to weakly
             _prepared[compiled] = simulation
-        except TypeError:
-            pass
-    return simulation.run(args, kwargs, buffers, schedule, seed)
+    return simulation.run(args, kwargs, buffers, schedule, seed, races)
 
 
 def _register(memory: GlobalMemory, value, name: str) -> None:

@@ -96,7 +96,7 @@ def cluster_arrive(w: Warp, release: bool = True) -> None:
         raise KernelFault("barrier.cluster.arrive twice without a wait")
     w.cluster_ticket = cluster.barrier_generation
     if w.launch.monitor is not None:
-        w.launch.monitor.release(w, ("cluster", cluster.barrier_generation))
+        w.launch.monitor.release(w, ("cluster", cluster.barrier_generation), relaxed=not release)
     cluster.barrier_arrived += 1
     if cluster.barrier_arrived == cluster.warps_total:
         cluster.barrier_arrived = 0
@@ -116,7 +116,7 @@ def cluster_wait(w: Warp) -> bool:
     return True
 
 
-# --- mbarrier --------------------------------------------------------------------------------------
+# --- mbarrier ------------------------------------------------------------------------------------
 def mbarrier_init(w: Warp, address: np.ndarray, count: np.ndarray, mask) -> None:
     for lane in np.flatnonzero(mask).tolist():
         a = int(address[lane])
@@ -219,7 +219,7 @@ def mbarrier_pending(w: Warp, state: np.ndarray) -> np.ndarray:
     raise KernelFault("mbarrier.pending_count is not simulated")
 
 
-# --- cp.async ----------------------------------------------------------------------------------------
+# --- cp.async ------------------------------------------------------------------------------------
 def copy_async(w: Warp, target, source, size: int, source_size, mask) -> None:
     """cp.async of 4, 8 or 16 bytes per lane; bytes past `source_size` become zero."""
     lanes = np.flatnonzero(mask).tolist()
@@ -235,19 +235,17 @@ def copy_async(w: Warp, target, source, size: int, source_size, mask) -> None:
             raise KernelFault(f"cp.async to shared offset {offset:#x} is out of bounds")
         moves.append((offset, address, wanted))
     monitor = w.launch.monitor
-    ticket = monitor.copy_issue(w, moves, size) if monitor is not None else None
+    clock = monitor.copy_issue(w, moves, size) if monitor is not None else 0
 
     def perform() -> None:
         for offset, address, wanted in moves:
             w.cta.s8[offset : offset + size] = 0
             if wanted:
                 w.cta.s8[offset : offset + wanted] = w.cluster.memory.read(address, wanted)
-        if monitor is not None:
-            monitor.copy_done(ticket)
 
     if w.cluster.engine.eager:
         perform()
-    w.copy_open.append(perform)
+    w.copy_open.append((clock, perform))
 
 
 def copy_commit(w: Warp) -> None:
@@ -263,10 +261,10 @@ def copy_wait(w: Warp, groups: int) -> None:
 
 def _finish(w: Warp, group: list) -> None:
     if not w.cluster.engine.eager:
-        for perform in group:
+        for _, perform in group:
             perform()
-    if w.launch.monitor is not None:
-        w.launch.monitor.copy_waited(w)
+    if w.launch.monitor is not None and group:
+        w.launch.monitor.copy_waited(w, group[-1][0])
 
 
 def copy_wait_all(w: Warp) -> None:
@@ -287,7 +285,7 @@ def copy_arrive(w: Warp, address: np.ndarray, no_increment: bool, mask) -> None:
 
     def perform() -> None:
         if not w.cluster.engine.eager:
-            for copy in earlier:
+            for _, copy in earlier:
                 copy()
         for barrier in targets:
             if monitor is not None:

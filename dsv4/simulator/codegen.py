@@ -1,9 +1,10 @@
 """Basic blocks to Python functions over 32-lane numpy vectors.
 
-Each block becomes `full_N(w, R)` for a full warp and `part_N(w, R)` for a warp with inactive lanes, where
-`w` is the Warp and `R` its register file; both return the next block number (or BLOCKED, DIVERGED).
-Inside a function a register is a local variable, held in as many *kinds* (u32, s32, f32, ...: views
-of the same bits) as its instructions ask for. Only registers that other blocks use are written back.
+Each block becomes `full_N(w, R)` for a full warp and `part_N(w, R)` for a warp with inactive lanes,
+where `w` is the Warp and `R` its register file; both return the next block number (or BLOCKED,
+DIVERGED). Inside a function a register is a local variable, held in as many *kinds* (u32, s32, f32,
+...: views of the same bits) as its instructions ask for. Only registers that other blocks use are
+written back.
 """
 
 from __future__ import annotations
@@ -75,10 +76,11 @@ def is_sync(opcode: str) -> bool:
     return any(opcode == stem or opcode.startswith(stem + ".") for stem in _SYNC)
 
 
+REGISTER = re.compile(r"%[\w$]+")
+
+
 class RegisterMap:
     """Where each register of an entry lives in `R`, its canonical kind, and which blocks use it."""
-
-    _NAME = re.compile(r"%[\w$]+")
 
     def __init__(self, entry: Entry, blocks: list[Block]):
         users: dict[str, set[int]] = {}
@@ -89,7 +91,7 @@ class RegisterMap:
             for ins in entry.instructions[block.start : block.stop]:
                 used = [
                     r
-                    for r in self._NAME.findall(" ".join(ins.operands) + " " + (ins.guard or ""))
+                    for r in REGISTER.findall(" ".join(ins.operands) + " " + (ins.guard or ""))
                     if entry.width(r)
                 ]
                 names.update(used)
@@ -144,6 +146,8 @@ class BlockEmitter:
         """The Python source of the block's function."""
         if self.needs_settling():
             self.line("if w.unsettled: w.settle()")
+        if self.touches_wgmma():
+            self.line("w.wgmma_fenced = False")
         for ins in self.entry.instructions[self.block.start : self.block.stop]:
             self.instruction(ins)
         if not self.ended:
@@ -159,7 +163,17 @@ class BlockEmitter:
         if not pending or self.registers.by_block[self.block.number].isdisjoint(pending):
             return False
         first = self.entry.instructions[self.block.start]
-        return not first.opcode.startswith(("wgmma.", "tcgen05.wait"))
+        return not first.opcode.startswith(("wgmma.", "tcgen05.wait", "tcgen05.ld"))
+
+    def touches_wgmma(self) -> bool:
+        """True if an ordinary instruction, other than a copy, uses registers of wgmma."""
+        mine = self.symbols["wgmma registers"]
+        if not mine or self.registers.by_block[self.block.number].isdisjoint(mine):
+            return False
+        return any(
+            ins.parts[0] not in ("wgmma", "mov") and not mine.isdisjoint(REGISTER.findall(ins.text))
+            for ins in self.entry.instructions[self.block.start : self.block.stop]
+        )
 
     def instruction(self, ins: Instruction) -> None:
         """Emit one instruction under its guard."""

@@ -1,8 +1,8 @@
 """Running the real compiled host function without a GPU, and catching its launches.
 
-The compiled object holds its host code as LLVM dialect. A copy of that module gets its calls into the
-CUDA runtime renamed to the stub's (runtime_stub.c), is compiled again, and runs on the caller's CPU
-tensors: grid, cluster, shared memory, parameters and tensor maps are the ones a GPU would get.
+The compiled object holds its host code as LLVM dialect. A copy of that module gets its calls into
+the CUDA runtime renamed to the stub's (runtime_stub.c), is compiled again, and runs on the caller's
+CPU tensors: grid, cluster, shared memory, parameters and tensor maps are the ones a GPU would get.
 The layout of launch attributes is undocumented, hence the pinned compiler version.
 """
 
@@ -120,7 +120,7 @@ class HostRunner:
     def run(self, arguments: list, keywords: dict) -> list[LaunchConfig]:
         """Call the host function; the launches it makes, in order."""
         self.launches, self.error = [], None
-        # The stub is one for the process: it must call the runner that runs now, not the last one made.
+        # The stub is one for the process: it must call the runner that runs now, not the last made.
         major = 9 if self.module.target.startswith("sm_9") else 10
         self.stub.dsv4sim_configure(self._callback, self.multiprocessors, major, 232448)
         self._call(arguments, keywords)
@@ -128,7 +128,7 @@ class HostRunner:
             raise self.error
         return self.launches
 
-    # --- the two calling conventions -----------------------------------------------------------------
+    # --- the two calling conventions -------------------------------------------------------------
     def _tvm_ffi(self, stub: str):
         import tvm_ffi
         from cutlass._mlir._mlir_libs._cutlass_ir import _aot_support
@@ -182,7 +182,7 @@ class HostRunner:
 
         return call
 
-    # --- launches ------------------------------------------------------------------------------------
+    # --- launches --------------------------------------------------------------------------------
     def _on_launch(self, name, grid, block, shared, attributes, count, arguments) -> int:
         try:
             kernel = name.decode()

@@ -106,6 +106,7 @@ class Cta:
         self.tmem_relinquished = False
         self.named: dict[int, NamedBarrier] = {}
         self.name = f"CTA {index}"
+        self.warps: list = []
 
     def tensor_memory(self) -> np.ndarray:
         """TMEM as [column, lane] of 32-bit words."""
@@ -135,6 +136,7 @@ class Cluster:
         self.barriers: dict[int, MemoryBarrier] = {}
         self.barrier_arrived, self.barrier_generation = 0, 0
         self.warps_total = 0
+        self.state = None  # the checker's
 
     def barrier(self, address: int) -> MemoryBarrier:
         """The mbarrier at a shared::cluster address."""

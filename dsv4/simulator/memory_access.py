@@ -1,8 +1,8 @@
 """Loads and stores of 32 lanes in every state space, and atomics.
 
 All take the warp first. Addresses are uint32 (shared) or uint64 (global, generic) arrays; `mask` is
-the module's ALL when every lane takes part. A vector access of `count` elements of `bits` each gives
-or takes a list of `count` arrays.
+the module's ALL when every lane takes part. A vector access of `count` elements of `bits` each
+gives or takes a list of `count` arrays.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _check_alignment(active: np.ndarray, size: int) -> None:
         raise KernelFault(f"misaligned global access of {size} bytes")
 
 
-# --- local, parameters, generic --------------------------------------------------------------------
+# --- local, parameters, generic ------------------------------------------------------------------
 def _local(w: Warp) -> np.ndarray:
     if w.local is None:
         w.local = np.zeros((32, w.program.local_bytes), np.uint8)
@@ -239,7 +239,7 @@ def store_generic(w: Warp, address: np.ndarray, values, bits: int, mask) -> None
             store_global(w, plain, values, bits, lanes)
 
 
-# --- atomics ---------------------------------------------------------------------------------------
+# --- atomics -------------------------------------------------------------------------------------
 def _word(w: Warp, space: str, address: int, dtype: type) -> np.ndarray:
     """A writable one-element view of the addressed word."""
     size = np.dtype(dtype).itemsize
@@ -297,7 +297,7 @@ def _apply(op: str, old, operands):
     raise KernelFault(f"atomic operation {op}")
 
 
-# --- matrix loads and stores -----------------------------------------------------------------------
+# --- matrix loads and stores ---------------------------------------------------------------------
 def _matrix_rows(w: Warp, address: np.ndarray, count: int, mask, write: bool, size: int = 16):
     if mask is not ALL:
         raise KernelFault("ldmatrix and stmatrix need all 32 lanes")
@@ -352,19 +352,7 @@ def _matrix_rows_wide(w: Warp, address: np.ndarray, count: int, mask) -> np.ndar
     return offsets
 
 
-# --- strong accesses, half-precision and vector atomics, remote asynchronous stores ------------------
-def strong_load(w: Warp, opcode: str) -> None:
-    """ld.acquire, relaxed or volatile: only the checker cares."""
-    if w.launch.monitor is not None:
-        w.launch.monitor.strong(w, opcode)
-
-
-def strong_store(w: Warp, opcode: str) -> None:
-    """st.release, relaxed or volatile: only the checker cares."""
-    if w.launch.monitor is not None:
-        w.launch.monitor.strong(w, opcode)
-
-
+# --- half-precision and vector atomics, remote asynchronous stores ------------------
 _HALF = {
     "f16": (f32_of_f16, f16_of_f32), "bf16": (f32_of_bf16, bf16_of_f32),
 }  # fmt: skip

@@ -50,7 +50,7 @@ def _park_unless(e: BlockEmitter, condition: str) -> None:
     e.line(f"if not {condition}: return {BLOCKED}")
 
 
-# --- barriers ----------------------------------------------------------------------------------------
+# --- barriers ------------------------------------------------------------------------------------
 @emits("bar", "barrier")
 def barrier(e: BlockEmitter, ins: Instruction) -> None:
     parts = [p for p in ins.parts if p not in ("cta", "aligned")]
@@ -85,7 +85,7 @@ def _barrier_reduce(e: BlockEmitter, ins: Instruction, op: str) -> None:
     e.define(ins.operands[0], out, "u32" if op == "popc" else "p")
 
 
-# --- mbarrier ----------------------------------------------------------------------------------------
+# --- mbarrier ------------------------------------------------------------------------------------
 def _barrier_address(e: BlockEmitter, operand: str) -> str:
     return e.address(operand, "u32")
 
@@ -150,7 +150,7 @@ def _mbarrier_wait(e: BlockEmitter, ins: Instruction) -> None:
         e.define(ins.operands[0], out, "p")
 
 
-# --- collectives -------------------------------------------------------------------------------------
+# --- collectives ---------------------------------------------------------------------------------
 @emits("shfl")
 def shuffle(e: BlockEmitter, ins: Instruction) -> None:
     targets = ins.operands[0].split("|")
@@ -209,7 +209,7 @@ def match(e: BlockEmitter, ins: Instruction) -> None:
         e.define(targets[1], same, "p")
 
 
-# --- order and launch --------------------------------------------------------------------------------
+# --- order and launch ----------------------------------------------------------------------------
 @emits("fence", "membar")
 def fence(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()

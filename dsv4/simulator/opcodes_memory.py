@@ -48,7 +48,7 @@ def load(e: BlockEmitter, ins: Instruction) -> None:
         e.line(f"{out} = load_{space}(w, {address}, {count}, {bits}, {e.mask})")
     if space in ("global", "generic") and any(p in ins.parts for p in _STRONG):
         # A flag another CTA may set: give the others a turn before the next block.
-        e.line(f"w.polling = True; strong_load(w, {ins.opcode!r})")
+        e.line("w.polling = True")
     for i, target in enumerate(targets):
         if target != "_":
             view = f".view({DTYPES[kind]})" if kind[0] in "sf" else ""
@@ -74,8 +74,6 @@ def store(e: BlockEmitter, ins: Instruction) -> None:
     kind = UNSIGNED[BITS_OF_KIND[KIND_OF_TYPE[type_of(ins)]]]
     bits = BITS_OF_KIND[kind]
     e.mark()
-    if any(p in ins.parts for p in ("release", "relaxed", "volatile")) and space != "shared":
-        e.line(f"strong_store(w, {ins.opcode!r})")
     values = ", ".join(e.value(v, kind) for v in e.vector(ins.operands[1]))
     address = e.address(ins.operands[0], "u32" if space == "shared" else "u64")
     e.line(f"store_{space}(w, {address}, ({values},), {bits}, {e.mask})")

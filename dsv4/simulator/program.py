@@ -100,15 +100,18 @@ class Program:
             start = -(-(base + shared) // symbol.align) * symbol.align - base
             symbols[symbol.name] = ("shared", start)
             shared = start
-        symbols["asynchronous registers"] = self._asynchronous_registers()
+        symbols["asynchronous registers"] = self._registers_of("tcgen05.ld", "wgmma.mma_async")
+        symbols["wgmma registers"] = self._registers_of("wgmma.mma_async", operands=2)
         return symbols, shared, -(-local // 16) * 16
 
-    def _asynchronous_registers(self) -> frozenset[str]:
-        """Registers that tcgen05.ld and wgmma write after the instruction has been issued."""
+    def _registers_of(self, *opcodes: str, operands: int = 1) -> frozenset[str]:
+        """Registers in the first operands of some opcodes."""
         out: set[str] = set()
         for ins in self.entry.instructions:
-            if ins.opcode.startswith(("tcgen05.ld", "wgmma.mma_async")):
-                out.update(codegen.BlockEmitter.vector(ins.operands[0]))
+            if ins.opcode.startswith(opcodes):
+                for operand in ins.operands[:operands]:
+                    if operand.startswith("{"):
+                        out.update(codegen.BlockEmitter.vector(operand))
         return frozenset(out)
 
     def _compiler(self, number: int, full: bool) -> Callable:

@@ -42,6 +42,7 @@ def simulate_ptx(
     shared: int = 0,
     schedule: str = "eager",
     seed: int = 0,
+    races: bool = True,
     buffers: tuple[torch.Tensor, ...] = (),
 ) -> Report:
     """Run one kernel of a PTX module on CPU tensors, in place.
@@ -53,7 +54,7 @@ def simulate_ptx(
         params: one value per kernel parameter: a CPU tensor (its address), an integer, or the
             parameter's bytes (a tensor map, a struct).
         shared: bytes of dynamic shared memory.
-        schedule, seed: as of `simulate`.
+        schedule, seed, races: as of `simulate`.
         buffers: further tensors the kernel may touch, for example through tensor maps.
 
     Returns: a Report with one launch.
@@ -68,7 +69,7 @@ def simulate_ptx(
     values = _packed(entries[entry], params)
     simulation.host.config = LaunchConfig(entry, grid, block, cluster, shared, values)
     tensors = tuple(p for p in params if isinstance(p, torch.Tensor))
-    return simulation.run((), {}, (*tensors, *buffers), schedule, seed)
+    return simulation.run((), {}, (*tensors, *buffers), schedule, seed, races)
 
 
 def _packed(entry: Entry, params: tuple[Parameter, ...]) -> list[bytes]:

@@ -1,7 +1,7 @@
 """Running one launch: clusters become resident, warps take turns, asynchronous work completes.
 
-Clusters start in grid order, each when the ones before it can make no more progress, so CTAs may wait
-for each other through global memory as on hardware with enough SMs.
+Clusters start in grid order, each when the ones before it can make no more progress, so CTAs may
+wait for each other through global memory as on hardware with enough SMs.
 """
 
 from __future__ import annotations

@@ -106,7 +106,8 @@ def tmem_load(w: Warp, address, shape: str, repeats: int, half: int, packed, reg
     count = repeats * (2 if packed else 1)
     columns, lanes = _locations(w, address, count, shape, half, mask)
     cta, R, monitor = w.cta, w.registers, w.launch.monitor
-    ticket = monitor.tmem_load(w, cta, columns, lanes) if monitor is not None else None
+    if monitor is not None:
+        monitor.tmem_access(w, cta, columns, lanes, False)
 
     def perform() -> None:
         values = cta.tmem[columns, lanes]
@@ -114,14 +115,13 @@ def tmem_load(w: Warp, address, shape: str, repeats: int, half: int, packed, reg
             values = _unpack16(values)
         for index, value in zip(registers, values):
             R[index] = value if w.program.u32_at[index] else value.view(f32)
-        if monitor is not None:
-            monitor.tmem_load_done(ticket)
 
     if w.cluster.engine.eager:
         perform()
     else:
         w.tmem_loads.append(perform)
-        w.unsettled = True
+    w.unwaited_loads = True
+    w.unsettled = monitor is not None or bool(w.tmem_loads)
 
 
 def tmem_store(w: Warp, address, shape: str, repeats: int, half: int, packed, values, mask):
@@ -133,12 +133,11 @@ def tmem_store(w: Warp, address, shape: str, repeats: int, half: int, packed, va
         wide[0::2], wide[1::2] = block & u32(0xFFFF), block >> u32(16)
         block = wide
     cta, monitor = w.cta, w.launch.monitor
-    ticket = monitor.tmem_store(w, cta, columns, lanes) if monitor is not None else None
+    if monitor is not None:
+        monitor.tmem_access(w, cta, columns, lanes, True)
 
     def perform() -> None:
         cta.tmem[columns, lanes] = block
-        if monitor is not None:
-            monitor.tmem_store_done(ticket)
 
     if w.cluster.engine.eager:
         perform()
@@ -149,6 +148,7 @@ def tmem_store(w: Warp, address, shape: str, repeats: int, half: int, packed, va
 def tmem_wait(w: Warp, kind: str) -> None:
     """tcgen05.wait::ld / ::st."""
     if kind == "ld":
+        w.unwaited_loads = False
         w.settle()
     else:
         for operation in w.tmem_stores:
@@ -191,6 +191,15 @@ _DEPTH = {"f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32}
 _UNSIGNED = {1: u8, 2: u16, 4: u32}
 
 
+def operand_sizes(form: InstructionDescriptor) -> tuple[int, int, int]:
+    """K of one instruction, and bytes per element of A and B in shared memory."""
+    return (
+        _DEPTH[form.kind],
+        _format(form.kind, form.a_format)[0],
+        _format(form.kind, form.b_format)[0],
+    )
+
+
 def shared_operand(cta: Cta, bits: int, rows: int, depth: int, size: int, decode, k_major: bool):
     """[rows, depth] float32 of an operand in shared memory."""
     index = element_index(MatrixDescriptor.tcgen05(bits), rows, depth, size, k_major)
@@ -214,7 +223,8 @@ def _product(a: np.ndarray, b: np.ndarray, integer: bool) -> np.ndarray:
 
 
 def multiply(cta: Cta, group: int, kind: str, operands, scale_exponent: int | None) -> None:
-    """One tcgen05.mma. `operands` = (D, A, A in TMEM?, B, descriptor, accumulate?, disabled lanes)."""
+    """One tcgen05.mma. `operands` = (D, A, A in TMEM?, B, descriptor, accumulate?, disabled
+    lanes)."""
     d, a, a_in_tmem, b, bits, accumulate, disabled = operands
     form = InstructionDescriptor(bits, kind)
     depth = _DEPTH[kind]
@@ -322,12 +332,15 @@ def issue_multiply(w: Warp, group: int, kind: str, d, a, a_in_tmem, b, bits, acc
         off = tuple(int(x[lane]) for x in disabled)
         operands = (int(d[lane]), int(a[lane]), a_in_tmem, int(b[lane]), int(bits[lane]),
                     bool(accumulate[lane]), off if any(off) else ())  # fmt: skip
-        ticket = monitor.multiply(w, cta, group, kind, operands) if monitor is not None else None
+        form = InstructionDescriptor(operands[4], kind)
+        _check_shape(form, group)
+        wide = form.n // 2 if form.m == 128 and group == 2 else form.n
+        _check_owned(cta, operands[0] & 0xFFFF, (operands[0] & 0xFFFF) + wide)
+        if monitor is not None:
+            monitor.multiply(w, cta, group, kind, operands)
 
-        def perform(operands=operands, ticket=ticket) -> None:
+        def perform(operands=operands) -> None:
             multiply(cta, group, kind, operands, scale)
-            if monitor is not None:
-                monitor.multiply_done(ticket)
 
         w.cluster.engine.issue("tcgen05.mma", ("tensor core", cta.rank & ~(group - 1)), perform)
 
@@ -345,7 +358,9 @@ def commit(w: Warp, group: int, barrier: np.ndarray, multicast, mask) -> None:
                 for rank in range(len(cluster.ctas))
                 if ranks >> rank & 1
             ]
-        ticket = monitor.commit(w, group) if monitor is not None else None
+        ticket = None
+        if monitor is not None:
+            ticket = monitor.commit(w, [cluster.barrier(t) for t in targets])
 
         def perform(targets=targets, ticket=ticket) -> None:
             for target in targets:

@@ -80,7 +80,7 @@ class TensorMap:
         """(global, box) slices of the part inside the tensor, None when nothing is inside."""
         inside, within = [], []
         for start, count, size, step in zip(origin, self.box, self.dims, self.steps):
-            first = max(0, -(-(-start) // step)) if start < 0 else 0
+            first = -(start // step) if start < 0 else 0
             last = min(count, -(-(size - start) // step))
             if last <= first:
                 return None

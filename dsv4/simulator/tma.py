@@ -123,7 +123,8 @@ def tensor_store(w: Warp, form, tensor, coordinates, source, mask) -> None:
 
 def _issue_store(w: Warp, m: TensorMap, mode: str, op, origin, rows, offsets) -> None:
     cta, monitor = w.cta, w.launch.monitor
-    ticket = monitor.bulk_store(w, cta, offsets) if monitor is not None else None
+    if monitor is not None:
+        monitor.bulk_store(w, cta, offsets)
 
     def perform() -> None:
         data = cta.rows[rows]
@@ -131,8 +132,6 @@ def _issue_store(w: Warp, m: TensorMap, mode: str, op, origin, rows, offsets) ->
             m.store(origin, data, op)
         else:
             m.scatter(origin[0], origin[1:], data)
-        if monitor is not None:
-            monitor.bulk_store_done(ticket)
 
     _bulk_group(w, perform, "tensor store")
 
@@ -154,6 +153,8 @@ def bulk_commit(w: Warp, mask) -> None:
     if mask.any():
         w.bulk_groups.append(w.bulk_open)
         w.bulk_open = []
+        if w.launch.monitor is not None:
+            w.launch.monitor.bulk_committed(w)
 
 
 def bulk_wait(w: Warp, groups: int, mask) -> bool:
@@ -210,13 +211,12 @@ def bulk_store(w: Warp, op, dtype, target, source, size, mask) -> None:
         rows = _chunks(w.cta, offsets)
         memory = w.cluster.memory.read(a, n)
         monitor = w.launch.monitor
-        ticket = monitor.bulk_store(w, w.cta, offsets) if monitor is not None else None
+        if monitor is not None:
+            monitor.bulk_store(w, w.cta, offsets)
 
-        def perform(memory=memory, rows=rows, ticket=ticket) -> None:
+        def perform(memory=memory, rows=rows) -> None:
             data = w.cta.rows[rows].reshape(-1)
             memory[:] = data if op is None else reduce_bytes(op, dtype, memory.copy(), data)
-            if monitor is not None:
-                monitor.bulk_store_done(ticket)
 
         _bulk_group(w, perform, "bulk store")
 

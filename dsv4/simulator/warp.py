@@ -53,11 +53,15 @@ class Warp:
         self.bulk_groups: deque = deque()
         self.copy_open: list = []
         self.copy_groups: deque = deque()
-        self.wgmma_open: list = []
-        self.wgmma_groups: deque = deque()
+        self.wgmma_pending: deque = deque()  # (number, operation)
+        self.wgmma_issued = 0
+        self.wgmma_fenced = False  # no register of wgmma touched since the last wgmma.fence
+        self.wgmma_groups: deque[int] = deque()  # last product of each committed group
         self.tmem_loads: list = []
         self.tmem_stores: list = []
-        self.unsettled = False
+        self.unsettled = False  # registers may still be written by what was issued
+        self.unwaited_loads = False
+        self.agent = 0  # number in the checker
         self.register_budget = program.register_budget
         self.ticks = 0
 
@@ -208,7 +212,7 @@ class Warp:
                 if following >= 0:
                     hits[block] += 1
                     progressed, swapped = True, False
-                    if following == rejoin or following == exit_block:
+                    if following in (rejoin, exit_block):
                         frame.block = following
                         break
                     block = following
@@ -240,15 +244,19 @@ class Warp:
         self.frames[-1], self.frames[-2] = other, blocked
         return True
 
-    # --- asynchronous register writes --------------------------------------------------------------
+    # --- asynchronous register writes ------------------------------------------------------------
     def settle(self) -> None:
         """Perform asynchronous work whose registers are about to be used."""
         for operation in self.tmem_loads:
             operation()
         self.tmem_loads = []
-        for group in [*self.wgmma_groups, self.wgmma_open]:
-            for operation in group:
-                operation()
-        self.wgmma_groups.clear()
-        self.wgmma_open = []
+        if self.unwaited_loads and self.launch.monitor is not None:
+            self.launch.monitor.tmem_used(self)
+        self.unwaited_loads = False
+        self.perform_wgmma(self.wgmma_issued)
         self.unsettled = False
+
+    def perform_wgmma(self, last: int) -> None:
+        """Perform this warp's part of the wgmmas up to number `last`."""
+        while self.wgmma_pending and self.wgmma_pending[0][0] <= last:
+            self.wgmma_pending.popleft()[1]()

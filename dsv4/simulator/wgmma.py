@@ -7,12 +7,12 @@ product happens at issue; otherwise when its group is waited for, or when the re
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
 from dsv4.simulator import numerics
-from dsv4.simulator.codegen import BlockEmitter, emits
+from dsv4.simulator.codegen import BLOCKED, BlockEmitter, emits
 from dsv4.simulator.descriptors import MatrixDescriptor, element_index
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.numerics import f32, i32, u8, u16, u32
@@ -113,38 +113,49 @@ def issue(w: Warp, form, accumulators, a, b, scale_d, signs, majors, mask) -> No
         raise KernelFault("wgmma.mma_async needs all lanes of the warp")
     descriptor = a if isinstance(a, tuple) else int(a[0])
     arguments = (form, accumulators, descriptor, int(b[0]), bool(scale_d[0]), signs, majors)
-    monitor = w.launch.monitor
-    ticket = monitor.wgmma(w, arguments) if monitor is not None else None
-
-    def perform() -> None:
-        multiply(w, *arguments)
-        if monitor is not None:
-            monitor.wgmma_done(ticket)
-
-    w.cluster.engine.issued["wgmma"] = w.cluster.engine.issued.get("wgmma", 0) + 1
+    w.wgmma_issued += 1
+    if w.launch.monitor is not None:
+        w.launch.monitor.wgmma(w, form, descriptor, int(b[0]), majors)
+    issued = w.cluster.engine.issued
+    issued["wgmma"] = issued.get("wgmma", 0) + 1
     if w.cluster.engine.eager:
-        perform()
+        multiply(w, *arguments)
     else:
-        w.wgmma_open.append(perform)
+        w.wgmma_pending.append((w.wgmma_issued, partial(multiply, w, *arguments)))
         w.unsettled = True
 
 
 def commit(w: Warp) -> None:
     """wgmma.commit_group."""
-    w.wgmma_groups.append(w.wgmma_open)
-    w.wgmma_open = []
-    if w.launch.monitor is not None:
-        w.launch.monitor.wgmma_commit(w)
+    w.wgmma_groups.append(w.wgmma_issued)
 
 
-def wait(w: Warp, groups: int) -> None:
-    """wgmma.wait_group: all but the youngest `groups` groups are complete."""
+def wait(w: Warp, groups: int) -> bool:
+    """wgmma.wait_group: all but the youngest `groups` groups are complete.
+
+    A product is one operation of the whole warpgroup: its other warps must have issued it too.
+    """
+    if len(w.wgmma_groups) <= groups:
+        return True
+    last = w.wgmma_groups[-1 - groups]
+    peers = [p for p in w.cta.warps if p.number // 4 == w.number // 4]
+    behind = [p.number for p in peers if p.wgmma_issued < last]
+    if behind:
+        w.waiting = f"warps {behind} of its warpgroup to issue wgmma number {last}"
+        return False
+    for peer in peers:
+        peer.perform_wgmma(last)
     while len(w.wgmma_groups) > groups:
-        for operation in w.wgmma_groups.popleft():
-            operation()
-    w.unsettled = bool(w.tmem_loads or w.wgmma_open or any(w.wgmma_groups))
+        w.wgmma_groups.popleft()
+    w.unsettled = bool(w.tmem_loads or w.wgmma_pending)
     if w.launch.monitor is not None:
-        w.launch.monitor.wgmma_waited(w, groups)
+        w.launch.monitor.wgmma_waited(w, last)
+    return True
+
+
+def operand_sizes(a_type: str, b_type: str) -> tuple[int, int]:
+    """Bytes per element of A and B."""
+    return _TYPES[a_type][0], _TYPES[b_type][0]
 
 
 # --- emitters ------------------------------------------------------------------------------------
@@ -178,7 +189,7 @@ def emit_multiply(e: BlockEmitter, ins: Instruction) -> None:
 @emits("wgmma.fence")
 def emit_fence(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()
-    e.line("fence(w, 'wgmma.fence')")
+    e.line("w.wgmma_fenced = True")
 
 
 @emits("wgmma.commit_group")
@@ -190,4 +201,4 @@ def emit_commit(e: BlockEmitter, ins: Instruction) -> None:
 @emits("wgmma.wait_group")
 def emit_wait(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()
-    e.line(f"wgmma_wait(w, {int(ins.operands[0])})")
+    e.line(f"if not wgmma_wait(w, {int(ins.operands[0])}): return {BLOCKED}")

@@ -37,6 +37,7 @@ def _check(compiled, a, b, c, schedule: str, seed: int):
     report = simulate(compiled, a, b, c, schedule=schedule, seed=seed)
     # Same operands, same fp32 accumulation: only the order of the sum differs.
     torch.testing.assert_close(c, a.float() @ b.float().T, atol=1e-4, rtol=1e-5)
+    report.raise_if_racy()
     (launch,) = report.launches
     assert launch.coverage.complete, launch.coverage.missed
     return launch

@@ -58,7 +58,8 @@ class Symbol:
 
 @dataclass
 class Entry:
-    """One `.entry`: flat instructions, labels (name to instruction index), parameters, registers."""
+    """One `.entry`: flat instructions, labels (name to instruction index), parameters,
+    registers."""
 
     name: str
     params: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -171,7 +172,7 @@ class _EntryReader:
         header = re.search(r"\.reqntid\s+([\d,\s]+)", self.text[close:body])
         if header:
             dims = [int(v) for v in header.group(1).replace(" ", "").strip().split(",") if v]
-            self.entry.threads = tuple((dims + [1, 1])[:3])
+            self.entry.threads = tuple([*dims, 1, 1][:3])
         self.at = body + 1
         while self._statement():
             pass
