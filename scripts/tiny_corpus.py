@@ -13,7 +13,7 @@ statement can only come through the compressed entries.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,14 +25,18 @@ EOS = "<｜end▁of▁sentence｜>"
 VOCAB_SIZE = 1024
 HELD_OUT_EVERY = 80
 
+# fmt: off
 NAMES = (
-    "Abraham Isaac Jacob Joseph Moses Aaron Joshua Samuel Saul David Solomon Daniel "
-    "Esther Ruth Noah Adam Mary Peter Paul John James Israel Judah Benjamin"
-).split()
+    "Abraham", "Isaac", "Jacob", "Joseph", "Moses", "Aaron", "Joshua", "Samuel",
+    "Saul", "David", "Solomon", "Daniel", "Esther", "Ruth", "Noah", "Adam",
+    "Mary", "Peter", "Paul", "John", "James", "Israel", "Judah", "Benjamin",
+)
 GOODS = (
-    "gold silver bread wine oil water fire stone wood blood sword corn "
-    "salt milk honey iron brass linen sheep oxen flour fish camels wheat"
-).split()
+    "gold", "silver", "bread", "wine", "oil", "water", "fire", "stone",
+    "wood", "blood", "sword", "corn", "salt", "milk", "honey", "iron",
+    "brass", "linen", "sheep", "oxen", "flour", "fish", "camels", "wheat",
+)
+# fmt: on
 PAIRS = 8
 
 
@@ -70,9 +74,9 @@ def train_tokenizer(chapters: Sequence[str]) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    words = " " + " ".join(NAMES + GOODS)
+    words = " " + " ".join((*NAMES, *GOODS))
     tokenizer.train_from_iterator([*chapters, *[words] * 1000], trainer)
-    for word in NAMES + GOODS:
+    for word in (*NAMES, *GOODS):
         if len(tokenizer.encode(" " + word).ids) != 1:
             raise ValueError(f"{word!r} did not become one token; repeat it more often")
     return tokenizer
@@ -92,7 +96,7 @@ class Exercise:
     Attributes:
         ids: token ids.
         stated: positions of the goods in the first list; nobody can predict those.
-        answers: positions of the goods in the second list.
+        answers: positions of the goods in the lists after the filler.
     """
 
     ids: list[int]
@@ -100,35 +104,76 @@ class Exercise:
     answers: list[int]
 
 
-def make_exercise(
-    tokenizer: Tokenizer, filler: Sequence[int], rng: np.random.Generator
-) -> Exercise:
-    """`Remember: David hath bread; ...`, the filler tokens, `Recall: ...` in another order."""
-    names = rng.choice(NAMES, PAIRS, replace=False)
-    goods = rng.choice(GOODS, PAIRS, replace=False)
-    ids = tokenizer.encode(BOS + "Remember:").ids
+class ExerciseWriter:
+    """Writes `Remember: David hath bread; Ruth hath gold; ...`, filler, `Recall: ...` reordered."""
 
-    def state(order: np.ndarray) -> list[int]:
-        places = []
-        for i in order:
-            ids.extend(tokenizer.encode(f" {names[i]} hath {goods[i]};").ids)
-            places.append(len(ids) - 2)
-        return places
+    def __init__(self, tokenizer: Tokenizer, rng: np.random.Generator) -> None:
+        self.rng = rng
+        encode = lambda text: tokenizer.encode(text).ids
+        self.opening, self.recall = encode(BOS + "Remember:"), encode("\nRecall:")
+        self.newline, self.hath, self.end = encode("\n"), encode(" hath"), encode(";")
+        self.names = [encode(" " + word) for word in NAMES]
+        self.goods = [encode(" " + word) for word in GOODS]
 
-    stated = state(np.arange(PAIRS))
-    ids += [*tokenizer.encode("\n").ids, *filler, *tokenizer.encode("\nRecall:").ids]
-    return Exercise(ids, stated, state(rng.permutation(PAIRS)))
+    def write(self, names: Sequence[int], filler: Sequence[int], rounds: int = 1) -> Exercise:
+        """An exercise about so many `names` (indices into NAMES), asked `rounds` times over."""
+        goods = self.rng.choice(len(GOODS), len(names), replace=False)
+        ids = list(self.opening)
+
+        def state(order: np.ndarray) -> list[int]:
+            places = []
+            for i in order:
+                ids.extend((*self.names[names[i]], *self.hath, *self.goods[goods[i]], *self.end))
+                places.append(len(ids) - 2)
+            return places
+
+        stated, answers = state(np.arange(len(names))), []
+        ids += [*self.newline, *filler]
+        for _ in range(rounds):
+            ids += self.recall
+            answers += state(self.rng.permutation(len(names)))
+        return Exercise(ids, stated, answers)
 
 
-def exercises(
+def exercise_rows(
     tokenizer: Tokenizer,
     stream: np.ndarray,
     count: int,
     rng: np.random.Generator,
-    lengths: tuple[int, int],
-) -> Iterator[Exercise]:
-    """Exercises whose filler is cut from a token stream, of a random length within `lengths`."""
-    for _ in range(count):
-        length = int(rng.integers(*lengths, endpoint=True))
-        start = int(rng.integers(0, len(stream) - length, endpoint=True))
-        yield make_exercise(tokenizer, stream[start : start + length].tolist(), rng)
+    *,
+    fillers: tuple[int, int],
+    row: int,
+    exercises: int = 1,
+    rounds: int = 1,
+) -> dict[str, np.ndarray]:
+    """Rows of equal length, each of so many exercises about different names, filled up with text.
+
+    Args:
+        stream: tokens that fillers are cut from.
+        fillers: least and largest length of a filler.
+        row: tokens a row.
+
+    Returns:
+        ids [count, row] int16; kinds [count, row] uint8, 0 = stated goods, 1 = answers, 2 = the
+        rest; answers [count, exercises * rounds * PAIRS] int64, positions of the answers.
+    """
+    writer = ExerciseWriter(tokenizer, rng)
+    ids = np.zeros((count, row), dtype=np.int16)
+    kinds = np.full((count, row), 2, dtype=np.uint8)
+    answers = np.zeros((count, exercises * rounds * PAIRS), dtype=np.int64)
+    for i in range(count):
+        tokens: list[int] = []
+        places: list[int] = []
+        names = rng.permutation(len(NAMES)).reshape(-1, PAIRS)
+        for about in names[:exercises]:
+            length = int(rng.integers(*fillers, endpoint=True))
+            start = int(rng.integers(0, len(stream) - length, endpoint=True))
+            exercise = writer.write(about, stream[start : start + length].tolist(), rounds)
+            kinds[i, [len(tokens) + p for p in exercise.stated]] = 0
+            places += [len(tokens) + p for p in exercise.answers]
+            tokens += exercise.ids
+        start = int(rng.integers(0, len(stream) - row))
+        ids[i] = [*tokens, *stream[start : start + row - len(tokens)]]
+        kinds[i, places] = 1
+        answers[i] = places
+    return {"ids": ids, "kinds": kinds, "answers": answers}

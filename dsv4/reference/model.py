@@ -46,8 +46,8 @@ class IndexTrace(NamedTuple):
     Attributes:
         layer: index of the layer.
         scores: [B, S, N]; visible, selected: bool [B, S, N].
-        attention: [B, S, N], sum over heads of e^(logit - lse) of all entries, selected or not, with
-            the lse of the keys the query did see; without gradient.
+        attention: [B, S, N], sum over heads of e^(logit - lse), for all entries, selected or not,
+            with the lse of the keys the query did see; without gradient.
     """
 
     layer: int
@@ -106,8 +106,8 @@ class ReferenceModel:
         self.quantize_expert = quantize if config.expert_scheme in ("fp8", "fp4") else lambda x: x
         rotated, theta = config.qk_rope_head_dim, config.compress_rope_theta
         device = tensors["embed.weight"].device
-        self.window_freqs = rope.frequencies(rotated, config.rope_theta).to(device)
-        self.compress_freqs = rope.frequencies(rotated, theta, config.rope_scaling).to(device)
+        self.window_freqs = rope.frequencies(rotated, config.rope_theta, device=device)
+        self.compress_freqs = rope.frequencies(rotated, theta, config.rope_scaling, device)
 
     def forward(self, input_ids: Tensor, *, traces: Traces | None = None) -> ReferenceOutput:
         """Logits of [B, S] token ids; `traces`, if given, is appended to by every layer."""

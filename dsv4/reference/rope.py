@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 
-def frequencies(dim: int, theta: float, scaling: Any | None = None) -> Tensor:
+def frequencies(
+    dim: int,
+    theta: float,
+    scaling: Any | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
     """FP32 angular frequencies [dim / 2].
 
     Args:
@@ -19,7 +24,7 @@ def frequencies(dim: int, theta: float, scaling: Any | None = None) -> Tensor:
             `original_max_position_embeddings`, `beta_fast` and `beta_slow`. Slow channels are
             divided by `factor`, fast ones kept; no magnitude scale.
     """
-    f = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    f = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     if scaling is None:
         return f.float()
 
@@ -29,7 +34,7 @@ def frequencies(dim: int, theta: float, scaling: Any | None = None) -> Tensor:
 
     low = max(math.floor(channel(scaling.beta_fast)), 0)
     high = min(math.ceil(channel(scaling.beta_slow)), dim - 1)
-    index = torch.arange(dim // 2, dtype=torch.float64)
+    index = torch.arange(dim // 2, dtype=torch.float64, device=device)
     ramp = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
     return (f * (1 - ramp) + f / scaling.factor * ramp).float()
 
@@ -44,7 +49,7 @@ def rotate(x: Tensor, positions: Tensor, freqs: Tensor, *, inverse: bool = False
         inverse: rotate by the negative angle.
     """
     dim = 2 * freqs.numel()
-    angle = positions[..., None].float() * freqs.to(x.device)
+    angle = positions[..., None].float() * freqs
     cos, sin = angle.cos(), angle.sin() * (-1 if inverse else 1)
     even, odd = x[..., -dim::2], x[..., x.shape[-1] - dim + 1 :: 2]
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)

@@ -1,0 +1,164 @@
+"""What the tiny checkpoint is judged by: `python -m scripts.tiny_evaluate` measures it again.
+
+Loss on the held-out text that ships with the checkpoint, and recall: exercises whose filler is
+longer than the sliding window, made from that text with a fixed seed (see scripts/tiny_corpus.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from dsv4.loader import load_tensors
+from dsv4.reference.model import ReferenceModel
+from scripts import tiny_corpus
+
+LENGTH = 512
+FILLERS = (160, 420)
+EXERCISES = 32
+SEED = 4
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What one model scored.
+
+    Attributes:
+        losses: mean loss of each window of held-out text, nats a token.
+        recalled: for each exercise the share of its answers that are the likeliest token.
+        drafts: share of tokens for which the MTP block's likeliest token is the main model's.
+    """
+
+    losses: list[float]
+    recalled: list[float]
+    drafts: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """The held-out windows and exercises of a checkpoint folder.
+
+    Attributes:
+        windows: [W, 512] int64, consecutive pieces of the held-out text.
+        exercises: [E, 512] int64; answers: [E, 8] int64, positions of the answers.
+    """
+
+    windows: Tensor
+    exercises: Tensor
+    answers: Tensor
+
+    @classmethod
+    def of(cls, folder: Path, windows: int | None = None, exercises: int | None = None) -> Task:
+        """Read the folder's tokenizer and held-out text; by default all windows and exercises."""
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        stream = np.array(
+            tokenizer.encode((folder / "held_out.txt").read_text(encoding="utf-8")).ids
+        )
+        rows = torch.from_numpy(stream[: stream.size // LENGTH * LENGTH]).view(-1, LENGTH)
+        made = tiny_corpus.exercise_rows(
+            tokenizer,
+            stream,
+            EXERCISES,
+            np.random.default_rng(SEED),
+            fillers=FILLERS,
+            row=LENGTH,
+        )
+        return cls(
+            rows[:windows],
+            torch.from_numpy(made["ids"]).long()[:exercises],
+            torch.from_numpy(made["answers"])[:exercises],
+        )
+
+    def unigram_loss(self) -> float:
+        """Entropy of the windows' own token frequencies: no unigram model can do better on them."""
+        counts = Counter(self.windows.flatten().tolist())
+        total = self.windows.numel()
+        return -sum(n / total * math.log(n / total) for n in counts.values())
+
+    @torch.no_grad()
+    def measure(self, model: ReferenceModel) -> Scores:
+        """Score a reference model, a few rows at a time."""
+        losses: list[float] = []
+        agreed = total = 0
+        for rows in self.windows.split(4):
+            output = model.forward(rows)
+            losses += window_losses(output.logits, rows)
+            best, drafts = output.logits.argmax(-1), output.mtp_logits[0].argmax(-1)
+            agreed += int((drafts == best[:, 1:]).sum())
+            total += drafts.numel()
+        recalled = [
+            share
+            for rows, answers in zip(self.exercises.split(4), self.answers.split(4))
+            for share in recall(model.forward(rows).logits, rows, answers)
+        ]
+        return Scores(losses, recalled, agreed / total if total else math.nan)
+
+
+def window_losses(logits: Tensor, rows: Tensor) -> list[float]:
+    """Mean next-token loss of each row: logits [B, S, vocab], rows [B, S]."""
+    each = cross_entropy(logits[:, :-1].transpose(1, 2), rows[:, 1:], reduction="none")
+    return each.mean(1).tolist()
+
+
+def recall(logits: Tensor, rows: Tensor, answers: Tensor) -> list[float]:
+    """Share of right answers of each row: logits [B, S, vocab], rows [B, S], answers [B, A]."""
+    guesses = logits.argmax(-1).gather(1, answers - 1)
+    return (guesses == rows.gather(1, answers)).float().mean(1).tolist()
+
+
+def summary(task: Task, *, original: Scores, rounded: Scores, blind: Scores) -> dict[str, Any]:
+    """The contents of `metrics.json`: means, and the parts they are means of.
+
+    Args:
+        original: the FP32 weights; rounded: the checkpoint, quantisation simulated; blind: the
+            checkpoint with every compressed branch off.
+    """
+    mean = lambda values: sum(values) / len(values)
+    return {
+        "unigram_loss": task.unigram_loss(),
+        "original_loss": mean(original.losses),
+        "loss": mean(rounded.losses),
+        "loss_without_compressed": mean(blind.losses),
+        "perplexity_ratio": math.exp(mean(rounded.losses) - mean(original.losses)),
+        "original_recall": mean(original.recalled),
+        "recall": mean(rounded.recalled),
+        "recall_without_compressed": mean(blind.recalled),
+        "draft_agreement": rounded.drafts,
+        "original_losses": original.losses,
+        "losses": rounded.losses,
+        "losses_without_compressed": blind.losses,
+    }
+
+
+def main() -> None:
+    """Measure a checkpoint and print the result beside its `metrics.json`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("checkpoints/tiny"))
+    parser.add_argument("--windows", type=int, default=None, help="only so many windows of text")
+    parser.add_argument("--exercises", type=int, default=None, help="only so many exercises")
+    args = parser.parse_args()
+    task = Task.of(args.folder, args.windows, args.exercises)
+    config, tensors = load_tensors(args.folder)
+    full = task.measure(ReferenceModel(config, tensors))
+    blind = task.measure(ReferenceModel(config, tensors, compressed_branch=False))
+    recorded = json.loads((args.folder / "metrics.json").read_text(encoding="utf-8"))
+    losses = recorded["original_losses"][: len(task.windows)]
+    original = Scores(losses, [recorded["original_recall"]], math.nan)
+    for name, value in summary(task, original=original, rounded=full, blind=blind).items():
+        if isinstance(value, float):
+            print(f"{name:28} {value:8.4f}   recorded {recorded[name]:8.4f}")
+
+
+if __name__ == "__main__":
+    main()
