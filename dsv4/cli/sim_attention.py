@@ -1,0 +1,233 @@
+"""What `dsv4 sim attention` runs: one call of the attention kernel, compiled, simulated, checked."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.ops import fmha_splits
+from dsv4.ops.compile_report import KEEP_IR, REMARKS, KernelReport, kernel_reports
+from dsv4.reference.attention import sparse_fmha_with_swa
+
+MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}
+SINK_MODE = "softmax"
+
+# What counts as equal to the FP32 oracle, for bf16 inputs of unit scale.
+MAX_RELATIVE, MIN_COSINE, MAX_ELEMENT, MAX_LSE = 4e-3, 0.99999, 5e-3, 1e-4
+
+
+@dataclass(frozen=True)
+class Workload:
+    """`tokens` requests that decode one token each, over full windows.
+
+    Attributes:
+        arch: sm_100a or sm_90a.
+        top_k, window: compressed rows and window rows per token.
+        num_splits: CTAs that share a token's keys; None leaves the choice to the package.
+    """
+
+    arch: str
+    heads: int
+    top_k: int
+    tokens: int = 1
+    head_dim: int = 512
+    window: int = 128
+    num_splits: int | None = None
+
+    @property
+    def config(self) -> FmhaConfig:
+        """What the kernel is compiled for; ValueError for sizes that no kernel takes."""
+        return FmhaConfig(self.head_dim, self.heads, self.window, self.top_k, sink_mode=SINK_MODE)
+
+    @property
+    def splits(self) -> int:
+        """KV splits of the launch."""
+        if self.num_splits is not None:
+            return self.num_splits
+        return fmha_splits.choose(
+            self.config, self.tokens, self.top_k, self.window, MULTIPROCESSORS[self.arch]
+        )
+
+    @property
+    def flops(self) -> int:
+        """Operations of both matrix products."""
+        return 4 * self.tokens * self.heads * (self.top_k + self.window) * self.head_dim
+
+    @property
+    def bytes(self) -> int:
+        """Compulsory traffic: KV and q read once, o written once."""
+        return 2 * self.tokens * self.head_dim * (self.top_k + self.window + 2 * self.heads)
+
+    def __str__(self) -> str:
+        return (
+            f"T={self.tokens}, {self.heads} heads, {self.top_k} + {self.window} keys, "
+            f"head_dim {self.head_dim}, {self.splits} splits, {self.arch}"
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of the compiled function: `tensors` in order, `options` by name."""
+
+    tensors: tuple[Tensor, ...]
+    options: dict[str, Any]
+
+    @property
+    def output(self) -> Tensor:
+        """o [T, n_h, head_dim], bf16."""
+        return self.tensors[-1]
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """The kernel's output against the FP32 oracle."""
+
+    relative: float  # Frobenius norm of the difference over that of the oracle
+    cosine: float
+    element: float  # largest |difference| over 1 + |oracle|
+    lse: float  # largest absolute difference
+
+    @property
+    def correct(self) -> bool:
+        """Within the package's bounds; NaN is not."""
+        return (
+            self.relative <= MAX_RELATIVE
+            and self.cosine >= MIN_COSINE
+            and self.element <= MAX_ELEMENT
+            and self.lse <= MAX_LSE
+        )
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A compiled host function and what the compiler said about its kernels."""
+
+    function: Any
+    reports: tuple[KernelReport, ...]
+    tmem_columns: int  # of the attention kernel; 0 where there is no TMEM
+
+
+def compile_attention(workload: Workload) -> CompiledKernel:
+    """Compile the kernel of a workload, with its PTX kept for the simulator."""
+    config = workload.config  # a wrong size is an error before the compiler starts
+    with tempfile.TemporaryDirectory() as dump:
+        # Read when the compiler is imported.
+        os.environ.update({**KEEP_IR, "CUTE_DSL_DUMP_DIR": dump, "NO_COLOR": "1"})
+        name = {"sm_100a": "fmha", "sm_90a": "fmha_sm90"}[workload.arch]
+        module = importlib.import_module(f"dsv4.kernels.attention.{name}")
+        options = f"--gpu-arch {workload.arch} --keep-ptx --generate-line-info --dump-dir {dump}"
+        with _captured_stderr() as remarks:
+            function = module.build(config, f"{options} {REMARKS}")
+        ir = "".join(path.read_text() for path in Path(dump).rglob("*.mlir"))
+        reports = tuple(kernel_reports(remarks.read_text(), ir))
+        remarks.unlink()
+    return CompiledKernel(function, reports, _tmem_columns(workload))
+
+
+def _tmem_columns(workload: Workload) -> int:
+    if workload.arch != "sm_100a":
+        return 0
+    from dsv4.kernels.attention.fmha_plan import FmhaPlan
+
+    return FmhaPlan(workload.head_dim).tmem.allocated_columns
+
+
+@contextmanager
+def _captured_stderr() -> Iterator[Path]:
+    """Send what the compiler prints, from native code too, to a file; the caller deletes it."""
+    sys.stderr.flush()
+    descriptor, name = tempfile.mkstemp(suffix=".txt")
+    path, saved = Path(name), os.dup(2)
+    os.dup2(descriptor, 2)
+    try:
+        yield path
+    except BaseException:
+        path.unlink()
+        raise
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(descriptor)
+
+
+def make_call(workload: Workload, seed: int) -> Call:
+    """Unit-scale random inputs and poisoned outputs of a workload."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    tokens, heads, dim = workload.tokens, workload.heads, workload.head_dim
+    return _call(
+        workload,
+        normal(tokens, heads, dim),
+        normal(tokens, workload.top_k, dim),
+        normal(tokens, workload.window, dim),
+        torch.randn(heads, generator=generator),
+    )
+
+
+def make_blank_call(workload: Workload) -> Call:
+    """A call of the right shapes on memory that nobody has written: for timing alone."""
+    tokens, heads, dim = workload.tokens, workload.heads, workload.head_dim
+
+    def blank(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
+
+    return _call(
+        workload,
+        blank(tokens, heads, dim),
+        blank(tokens, workload.top_k, dim),
+        blank(tokens, workload.window, dim),
+        torch.zeros(heads),
+    )
+
+
+def _call(workload: Workload, q: Tensor, compressed: Tensor, window: Tensor, sinks: Tensor) -> Call:
+    tokens, heads = workload.tokens, workload.heads
+    splits = workload.splits
+    partials = 0
+    if splits > 1:
+        partials = fmha_splits.workspace_size(workload.config, tokens, splits)
+    tensors = (
+        q,
+        compressed,
+        window,
+        torch.full((tokens,), workload.window, dtype=torch.int32),
+        sinks,
+        torch.arange(tokens, dtype=torch.int32),
+        torch.full_like(q, torch.nan),
+    )
+    options = {
+        "compressed_lens": torch.empty(0, dtype=torch.int32),
+        "lse": torch.full((tokens, heads), torch.nan),
+        "workspace": torch.full((max(partials, 4),), torch.nan),
+        "num_splits": splits,
+        "num_ctas": MULTIPROCESSORS[workload.arch],
+    }
+    return Call(tensors, options)
+
+
+def check(call: Call) -> Accuracy:
+    """Compare the outputs of a call that has run with the oracle on the same inputs."""
+    inputs = [x.float() if x.is_floating_point() else x for x in call.tensors[:-1]]
+    expected_o, expected_lse = sparse_fmha_with_swa(*inputs, sink_mode=SINK_MODE)
+    actual, expected = call.output.double(), expected_o.double()
+    difference = actual - expected
+    return Accuracy(
+        relative=(difference.norm() / expected.norm()).item(),
+        cosine=torch.cosine_similarity(actual.flatten(), expected.flatten(), dim=0).item(),
+        element=(difference.abs() / (1 + expected.abs())).max().item(),
+        lse=(call.options["lse"].double() - expected_lse.double()).abs().max().item(),
+    )
