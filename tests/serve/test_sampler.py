@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from dsv4.model.sampler import SamplingBatch, SamplingParams, _exponential, _mix, sample
+from dsv4.model.sampler import SamplingBatch, SamplingParams, _exponential, _mix, _nucleus, sample
 
 pytestmark = pytest.mark.stage("sampler")
 
@@ -56,14 +56,17 @@ def test_mix_is_splitmix64() -> None:
 
 
 def test_temperature_zero_and_below_the_floor_take_the_argmax(seed: int) -> None:
-    logits = torch.randn(4, 3, 1000)
+    logits = torch.randn(4, 3, 1000) * 100  # no two nearly equal
     positions = torch.arange(12).view(4, 3)
     greedy = batch_of([(0.0, 1.0, row) for row in range(4)])
     assert torch.equal(sample(logits, positions, greedy), logits.argmax(-1))
-    # Temperatures under the floor count as 1e-5: still a division by a positive number, still the
-    # argmax.
-    tiny = batch_of([(1e-30, 0.5, row) for row in range(4)])
+    tiny = batch_of([(1e-39, 0.5, row) for row in range(4)])
     assert torch.equal(sample(logits, positions, tiny), logits.argmax(-1))
+
+
+def test_temperatures_below_the_floor_count_as_the_floor() -> None:
+    nearly_equal = torch.tensor([0.0, 1e-6])
+    assert set(draw(nearly_equal, torch.arange(200), temperature=1e-9).tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -101,6 +104,12 @@ def test_noise_is_exponential_down_to_its_smallest_values(seed: int) -> None:
     assert (small * 2**24 % 1 != 0).double().mean() > 0.9
 
 
+def test_noise_is_positive_where_the_hash_is_zero() -> None:
+    """This seed starts position 0 where candidate 0 gets the hash 0: it would win by x / 0."""
+    noise = _exponential(torch.tensor([[375401267548542172]]), torch.tensor([[0]]), 3)
+    assert 0 < noise[0, 0, 0] < 1e-15
+
+
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.6, 0.95])
 def test_nucleus_is_the_smallest_set_with_the_mass(seed: int, top_p: float) -> None:
     logits = torch.randn(30)
@@ -125,6 +134,11 @@ def test_nucleus_keeps_exactly_the_boundary_token() -> None:
     assert set(draw(logits, positions, top_p=0.5).tolist()) == {0}
     assert set(draw(logits, positions, top_p=0.51).tolist()) == {0, 1}  # ties: the lower id first
     assert set(draw(logits, positions, top_p=0.76).tolist()) == {0, 1, 2}
+
+
+def test_top_p_one_keeps_tokens_past_a_sum_that_rounded_up_to_one() -> None:
+    probabilities = torch.tensor([0.5, 0.50000006, 1e-12])
+    assert torch.equal(_nucleus(probabilities, torch.tensor(1.0)), probabilities)
 
 
 def test_nucleus_keeps_the_likeliest_token_whatever_top_p(seed: int) -> None:
