@@ -126,6 +126,8 @@ class HostRunner:
         self._call(arguments, keywords)
         if self.error is not None:
             raise self.error
+        if self.stub.dsv4sim_failure():
+            raise SimulatorError("the host function could not make a tensor map: see its arguments")
         return self.launches
 
     # --- the two calling conventions -------------------------------------------------------------

@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#define INVALID_VALUE 1
+
 typedef int (*launch_callback)(const char *kernel, const uint32_t *grid, const uint32_t *block,
                                uint64_t shared, const void *attributes, uint32_t count,
                                void **arguments);
@@ -18,6 +20,7 @@ struct launch_config {
 };
 
 static launch_callback callback;
+static int failure;
 static int multiprocessors = 148, capability_major = 10, shared_limit = 232448;
 
 void dsv4sim_configure(launch_callback on_launch, int sms, int major, int shared) {
@@ -25,6 +28,7 @@ void dsv4sim_configure(launch_callback on_launch, int sms, int major, int shared
   multiprocessors = sms;
   capability_major = major;
   shared_limit = shared;
+  failure = 0;
 }
 
 int dsv4sim_cudaLaunchKernelEx(struct launch_config *c, void *kernel, void **arguments) {
@@ -90,6 +94,55 @@ int dsv4sim_cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *k, int b
   *n = 1;
   return 0;
 }
+
+/* The tensor map of TMA, as the driver encodes it; tensor_map.py reads it back. Rejects what the
+ * driver rejects: unaligned addresses, strides and box rows, boxes wider than the swizzle. */
+int dsv4sim_cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void *address,
+                                   const uint64_t *dims, const uint64_t *strides,
+                                   const uint32_t *box, const uint32_t *steps, int interleave,
+                                   int swizzle, int promotion, int fill) {
+  /* Driver type codes to the hardware's, and bytes per element. */
+  static const uint8_t code[13] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 9, 11, 12};
+  static const uint8_t size[13] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+  uint64_t stride[5] = {0};
+  uint32_t i, inner;
+  (void)promotion;
+  if (type < 0 || type > 12 || rank < 1 || rank > 5 || interleave || fill) return INVALID_VALUE;
+  if (swizzle < 0 || swizzle > 3 || !address || ((uint64_t)address & 15)) return INVALID_VALUE;
+  inner = box[0] * size[type];
+  if (inner & 15 || (swizzle && inner > 16u << swizzle)) return INVALID_VALUE;
+  for (i = 0; i < rank; i++) {
+    if (!dims[i] || dims[i] > 1ull << 32) return INVALID_VALUE;
+    if (!box[i] || box[i] > 256 || !steps[i] || steps[i] > 8) return INVALID_VALUE;
+    if (i + 1 < rank) {
+      if (strides[i] & 15 || strides[i] >= 1ull << 40) return INVALID_VALUE;
+      stride[i] = strides[i] >> 4;
+    }
+  }
+  memset(map, 0, 128);
+  map[0] = (uint64_t)address;
+  map[1] = (rank - 1) << 4 | (uint64_t)code[type] << 7 | (uint64_t)swizzle << 13 |
+           stride[0] << 32;
+  map[2] = (stride[1] & 0xffffffff) | stride[2] << 32;
+  map[3] = (stride[3] & 0xffffffff);
+  for (i = 0; i < 4; i++) map[3] |= (stride[i] >> 32) << (32 + 4 * i);
+  for (i = 0; i < rank; i++) {
+    map[4 + i / 2] |= (dims[i] - 1) << (32 * (i & 1));
+    map[6] |= (uint64_t)(steps[i] - 1) << (32 + 3 * i);
+    if (i == 0)
+      map[6] |= (uint64_t)(box[0] - 1) << 56;
+    else
+      map[7] |= (uint64_t)(box[i] - 1) << (8 * (i - 1));
+  }
+  return 0;
+}
+
+/* Host code asserts success of some calls; the first failure is kept for the caller. */
+void dsv4sim_cuda_dialect_assert_success(int code) {
+  if (code && !failure) failure = code;
+}
+
+int dsv4sim_failure(void) { return failure; }
 
 int dsv4sim_cudaDeviceSynchronize(void) { return 0; }
 int dsv4sim_cudaStreamSynchronize(void *stream) { (void)stream; return 0; }
