@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if not token_ids:
         raise ValueError("prompt: it encodes to no tokens; give some text")
     console.rule("[bold]prompt[/] | continuation")
-    console.print(f"[dim]{prompt}[/]", end="", markup=True)
+    console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
     printer = TextStream(tokenizer)
     result = model.generate(
         [token_ids],
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     for check in demo_checks.run_all(model, tokenizer, folder, token_ids):
         failed += not check.passed
         mark = "[green]ok    [/]" if check.passed else "[red]FAILED[/]"
-        console.print(f"{mark} {check.name}: {check.detail}")
+        console.print(f"{mark} {check.name}: {check.detail}", soft_wrap=True)
     return 1 if failed else 0
 
 

@@ -96,7 +96,7 @@ def op_against_oracle(model: DeepseekV4, prompt: list[int]) -> Check:
         q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, _, runner_id = args[:8]
         config = runner_config(runner_id)
         compressed_lens = args[8] if len(args) > 8 else kwargs.get("compressed_lens")
-        expected = oracle(
+        expected, _ = oracle(
             q.float(),
             compressed_kv.float(),
             swa_kv.float(),
