@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 
 WINDOW_TOKENS = 512
 WINDOWS = 4
+EXERCISES = 4
+# More tokens than the sliding window holds: what was stated before them is out of its reach.
+FILLER_TOKENS = 200
+NAMES = ("Abraham", "Isaac", "Jacob", "Moses", "David", "Ruth", "Noah", "Mary")
+GOODS = ("gold", "silver", "bread", "wine", "oil", "water", "sword", "corn", "salt", "honey")
 
 
 class OpWatch(TorchDispatchMode):
@@ -69,6 +75,7 @@ def run_all(model: DeepseekV4, tokenizer, folder: Path, prompt: list[int]) -> It
     if model.config.num_nextn_predict_layers:
         yield speculation_changes_nothing(model, prompt)
     yield from held_out_loss(model, tokenizer, folder)
+    yield recall_past_the_window(model, tokenizer, folder)
 
 
 def attention_through_op(model: DeepseekV4, prompt: list[int]) -> Check:
@@ -154,6 +161,39 @@ def held_out_loss(model: DeepseekV4, tokenizer, folder: Path) -> Iterator[Check]
         blind = _loss(model, tokens)
     detail = f"loss {blind:.2f} with the compressed branch off, {loss:.2f} with it"
     yield Check("the compressed branch matters", blind > loss, detail)
+
+
+def recall_past_the_window(model: DeepseekV4, tokenizer, folder: Path) -> Check:
+    """Statements repeated after a filler longer than the window: only compressed KV knows them."""
+    filler = tokenizer.encode((folder / "held_out.txt").read_text(encoding="utf-8"))
+    exercises = [_exercise(tokenizer, filler[:FILLER_TOKENS], seed) for seed in range(EXERCISES)]
+    seen = sum(_recalled(model, *exercise) for exercise in exercises)
+    with OpWatch(drop_compressed=True):
+        blind = sum(_recalled(model, *exercise) for exercise in exercises)
+    total = EXERCISES * len(NAMES)
+    detail = f"{seen} of {total} facts recalled, {blind} with the compressed branch off"
+    return Check("recall reaches past the window", seen >= 2 * max(blind, 1), detail)
+
+
+def _exercise(tokenizer, filler: list[int], seed: int) -> tuple[list[int], list[int]]:
+    """Token ids of an exercise, and the positions of the answers in them."""
+    rng = random.Random(seed)
+    facts = list(zip(NAMES, rng.sample(GOODS, len(NAMES))))
+    stated = "".join(f" {name} hath {good};" for name, good in facts)
+    ids = [*tokenizer.encode("Remember:" + stated + "\n"), *filler]
+    ids += tokenizer.encode("\nRecall:")
+    answers = []
+    for name, good in rng.sample(facts, len(facts)):
+        ids += tokenizer.encode(f" {name} hath")
+        answers.append(len(ids))
+        ids += tokenizer.encode(f" {good};")
+    return ids, answers
+
+
+def _recalled(model: DeepseekV4, ids: list[int], answers: list[int]) -> int:
+    sequence = torch.tensor([ids], device=model.device)
+    guesses = model(sequence)[0].argmax(-1)
+    return sum(int(guesses[place - 1]) == ids[place] for place in answers)
 
 
 def _loss(model: DeepseekV4, tokens: torch.Tensor) -> float:
