@@ -14,6 +14,8 @@ from dsv4.reference.attention import (
     sparse_fmha_with_swa,
 )
 
+pytestmark = pytest.mark.stage("reference")
+
 INF = math.inf
 
 

@@ -8,6 +8,8 @@ import torch
 from dsv4.reference import cache_entry
 from dsv4.reference.quantize import fake_quantize_e4m3
 
+pytestmark = pytest.mark.stage("reference")
+
 
 @pytest.mark.parametrize("entries, stride", [(64, 37440), (2, 1728), (1, 1152), (72, 42048)])
 def test_page_stride_is_a_multiple_of_576(entries: int, stride: int) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 from dsv4.reference.model import IndexTrace, ReferenceModel, RouteTrace
 from dsv4.reference.weights import encode_fp4, encode_fp8
 
+pytestmark = pytest.mark.stage("reference")
+
 VOCAB, HIDDEN, HEADS, DIM, EXPERTS, INNER = 40, 128, 4, 128, 3, 128
 
 

@@ -10,6 +10,8 @@ import torch
 from dsv4.reference.model import ReferenceModel
 from tests.reference.hf_names import official_tensors
 
+pytestmark = pytest.mark.stage("reference")
+
 SWA = "sliding_attention"
 CSA = "compressed_sparse_attention"
 HCA = "heavily_compressed_attention"

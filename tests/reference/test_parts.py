@@ -13,6 +13,8 @@ from dsv4.reference.compressor import compress, visible_entries
 from dsv4.reference.hadamard import hadamard, hadamard_matrix
 from dsv4.reference.router import route
 
+pytestmark = pytest.mark.stage("reference")
+
 YARN = SimpleNamespace(
     factor=16.0, original_max_position_embeddings=65536, beta_fast=32.0, beta_slow=1.0
 )

@@ -10,6 +10,8 @@ import torch
 
 from dsv4.reference import quantize as qz
 
+pytestmark = pytest.mark.stage("reference")
+
 
 def test_e4m3_rounding_equals_torch_dtype(seed: int) -> None:
     x = torch.cat((torch.randn(20000) * 100, torch.randn(20000) * 2.0**-8, torch.randn(999)))

@@ -7,6 +7,8 @@ import torch
 
 from dsv4.reference import weights as w
 
+pytestmark = pytest.mark.stage("reference")
+
 
 def test_nibble_order_and_codes_by_hand() -> None:
     packed = torch.tensor([[0x21, -0x80 + 0x0F, 0x7C]], dtype=torch.int8)
