@@ -107,6 +107,7 @@ class Cta:
         self.named: dict[int, NamedBarrier] = {}
         self.name = f"CTA {index}"
         self.warps: list = []
+        self.products: dict[tuple[int, int], object] = {}  # wgmmas some warp has yet to issue
 
     def tensor_memory(self) -> np.ndarray:
         """TMEM as [column, lane] of 32-bit words."""

@@ -53,7 +53,8 @@ class Warp:
         self.bulk_groups: deque = deque()
         self.copy_open: list = []
         self.copy_groups: deque = deque()
-        self.wgmma_pending: deque = deque()  # (number, operation)
+        self.wgmma_pending: deque = deque()  # products not known to be complete
+        self.wgmma_results: dict[tuple, tuple] = {}  # accumulators -> their last values
         self.wgmma_issued = 0
         self.wgmma_fenced = False  # no register of wgmma touched since the last wgmma.fence
         self.wgmma_groups: deque[int] = deque()  # last product of each committed group
@@ -257,6 +258,6 @@ class Warp:
         self.unsettled = False
 
     def perform_wgmma(self, last: int) -> None:
-        """Perform this warp's part of the wgmmas up to number `last`."""
-        while self.wgmma_pending and self.wgmma_pending[0][0] <= last:
-            self.wgmma_pending.popleft()[1]()
+        """Perform the wgmmas up to number `last`."""
+        while self.wgmma_pending and self.wgmma_pending[0].number <= last:
+            self.wgmma_pending.popleft().perform()

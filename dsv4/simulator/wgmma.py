@@ -1,4 +1,4 @@
-"""wgmma of sm_90a: each warp of a warpgroup computes its 16 rows of the 64-row tile.
+"""wgmma of sm_90a: one product of a whole warpgroup, each warp holding 16 of its 64 rows.
 
 The accumulators are registers that the hardware writes asynchronously. Under the eager schedule the
 product happens at issue; otherwise when its group is waited for, or when the registers are touched.
@@ -6,8 +6,10 @@ product happens at issue; otherwise when its group is waited for, or when the re
 
 from __future__ import annotations
 
+import operator
 import re
-from functools import lru_cache, partial
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +17,7 @@ from dsv4.simulator import numerics
 from dsv4.simulator.codegen import BLOCKED, BlockEmitter, emits
 from dsv4.simulator.descriptors import MatrixDescriptor, element_index
 from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.memory import Cta
 from dsv4.simulator.numerics import f32, i32, u8, u16, u32
 from dsv4.simulator.ptx.parser import Instruction
 from dsv4.simulator.warp import ALL, Warp
@@ -33,14 +36,6 @@ _UNSIGNED = {1: u8, 2: u16, 4: u32}
 
 
 @lru_cache(maxsize=8)
-def _accumulator_index(n: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of each accumulator register [n / 2, 32] in the warp's [16, n] tile."""
-    i = np.arange(n // 2)[:, None]
-    t = np.arange(32)[None, :]
-    return t // 4 + 8 * (i // 2 % 2), i // 4 * 8 + t % 4 * 2 + i % 2
-
-
-@lru_cache(maxsize=8)
 def _fragment_index(size: int) -> tuple[np.ndarray, np.ndarray]:
     """(row, column) of the elements [4, 32, per register] of an A fragment in registers."""
     per = 4 // size
@@ -50,79 +45,128 @@ def _fragment_index(size: int) -> tuple[np.ndarray, np.ndarray]:
     return t // 4 + 8 * (r % 2) + 0 * j, t % 4 * per + 4 * per * (r // 2) + j
 
 
-def _shared_tile(w: Warp, bits: int, rows: int, depth: int, kind: str, k_major: bool, first: int):
-    """[rows, depth] float32 of an operand, from row `first` of its tile on."""
+def _shared_tile(cta: Cta, bits: int, rows: int, depth: int, kind: str, k_major: bool):
+    """[rows, depth] float32 of an operand in shared memory."""
     size, decode = _TYPES[kind]
-    descriptor = MatrixDescriptor.wgmma(bits)
-    index = element_index(descriptor, first + rows, depth, size, k_major)[first:]
-    return decode(w.cta.views[_UNSIGNED[size]].take(index))
+    index = element_index(MatrixDescriptor.wgmma(bits), rows, depth, size, k_major)
+    return decode(cta.views[_UNSIGNED[size]].take(index))
 
 
-def multiply(w: Warp, form, accumulators, a, b, scale_d, signs, majors) -> None:
-    """One warp's part of wgmma.mma_async.
+def _fragment_tile(registers, depth: int, kind: str) -> np.ndarray:
+    """[16, depth] float32 of one warp's A fragment, four uint32 arrays."""
+    size, decode = _TYPES[kind]
+    rows, columns = _fragment_index(size)
+    tile = np.empty((16, depth), f32)
+    tile[rows, columns] = decode(np.stack([numerics.words(x, _UNSIGNED[size]) for x in registers]))
+    return tile
 
-    `form` = (N, K, D type, A type, B type); `accumulators` are indices into R; `a` a descriptor
-    (int) or four uint32 arrays; `majors` = (A, B) transposed flags.
+
+class Part(NamedTuple):
+    """One warp's share of a product: accumulators are indices into its registers."""
+
+    warp: Warp
+    accumulators: tuple[int, ...]
+    a: int | tuple
+    accumulate: bool
+
+
+class Product:
+    """One wgmma.mma_async of a warpgroup, issued warp by warp.
+
+    `form` = (N, K, D type, A type, B type); `majors` = (A, B) transposed flags.
     """
-    n, depth, d_type, a_type, b_type = form
-    warp = w.number % 4
-    if isinstance(a, tuple):
-        size, decode = _TYPES[a_type]
-        rows, columns = _fragment_index(size)
-        raw = np.stack([numerics.words(x, _UNSIGNED[size]) for x in a])
-        a_tile = np.empty((16, depth), f32)
-        a_tile[rows, columns] = decode(raw)
-    else:
-        a_tile = _shared_tile(w, a, 16, depth, a_type, not majors[0], 16 * warp)
-    b_tile = _shared_tile(w, b, n, depth, b_type, not majors[1], 0)
-    sign = signs[0] * signs[1]
-    integer = d_type == "s32"
-    if integer:
-        product = (a_tile.astype(np.float64) @ b_tile.T.astype(np.float64)).astype(i32)
-    else:
-        product = a_tile @ b_tile.T
-    if sign < 0:
-        product = -product
-    _store(w, d_type, n, accumulators, product, scale_d)
+
+    def __init__(self, number: int, form, b: int, signs, majors):
+        self.number, self.form, self.b, self.majors = number, form, b, majors
+        self.negative = signs[0] * signs[1] < 0
+        self.waiting: list[Part] = []
+
+    def perform(self) -> None:
+        """Compute the rows of every warp that has issued the product and is not served yet."""
+        parts, self.waiting = self.waiting, []
+        if not parts:
+            return
+        n, depth, d_type, a_type, b_type = self.form
+        cta = parts[0].warp.cta
+        b_tile = _shared_tile(cta, self.b, n, depth, b_type, not self.majors[1])
+        tiles = []
+        whole = None
+        for part in parts:
+            if isinstance(part.a, tuple):
+                tiles.append(_fragment_tile(part.a, depth, a_type))
+                continue
+            if whole is None:
+                whole = _shared_tile(cta, part.a, 64, depth, a_type, not self.majors[0])
+            first = 16 * (part.warp.number % 4)
+            tiles.append(whole[first : first + 16])
+        a_tile = np.concatenate(tiles)
+        if d_type == "s32":
+            product = (a_tile.astype(np.float64) @ b_tile.T.astype(np.float64)).astype(i32)
+        else:
+            product = a_tile @ b_tile.T
+        if self.negative:
+            product = -product
+        # Register 4j + 2h + e of lane 4r + q holds row r + 8h, column 8j + 2q + e.
+        by_register = product.reshape(len(parts), 2, 8, n // 8, 4, 2).transpose(0, 3, 1, 5, 2, 4)
+        for part, values in zip(parts, by_register.reshape(len(parts), n // 2, 32)):
+            _store(part, d_type, values)
 
 
-def _store(w: Warp, d_type: str, n: int, accumulators, product: np.ndarray, scale_d: bool) -> None:
-    R = w.registers
-    rows, columns = _accumulator_index(n)
-    values = product[rows, columns]
+def _store(part: Part, d_type: str, values: np.ndarray) -> None:
+    w, R = part.warp, part.warp.registers
     if d_type == "f16":
-        pairs = values.reshape(n // 4, 2, 32)
-        for k, index in enumerate(accumulators):
-            pair = pairs[k]
-            if scale_d:
+        for k, index in enumerate(part.accumulators):
+            pair = values[2 * k : 2 * k + 2]
+            if part.accumulate:
                 old = numerics.words(R[index], u16)
                 pair = pair + numerics.f32_of_f16(np.ascontiguousarray(old.T))
             bits = numerics.f16_of_f32(pair)
             R[index] = numerics.pack32(bits[0], bits[1])
         return
-    dtype = i32 if d_type == "s32" else f32
-    for index, value in zip(accumulators, values):
-        old = R[index]
-        out = old.view(dtype) + value if scale_d else value
-        R[index] = out.view(old.dtype)
+    held = [R[index] for index in part.accumulators]
+    dtype = held[0].dtype
+    if part.accumulate:
+        # Rows of the last result of these accumulators, if nothing touched them since.
+        rows, block = w.wgmma_results.get(part.accumulators, ((), None))
+        if len(rows) != len(held) or not all(map(operator.is_, rows, held)):
+            block = np.stack(held)
+        values = block.view(i32 if d_type == "s32" else f32) + values
+    block = np.ascontiguousarray(values).view(dtype)
+    rows = list(block)
+    for index, row in zip(part.accumulators, rows):
+        R[index] = row
+    w.wgmma_results[part.accumulators] = (rows, block)
 
 
 def issue(w: Warp, form, accumulators, a, b, scale_d, signs, majors, mask) -> None:
     """wgmma.mma_async: the warp must be whole, its operands uniform."""
     if mask is not ALL:
         raise KernelFault("wgmma.mma_async needs all lanes of the warp")
-    descriptor = a if isinstance(a, tuple) else int(a[0])
-    arguments = (form, accumulators, descriptor, int(b[0]), bool(scale_d[0]), signs, majors)
+    a = a if isinstance(a, tuple) else int(a[0])
+    b = int(b[0])
     w.wgmma_issued += 1
+    number, group = w.wgmma_issued, w.number // 4
     if w.launch.monitor is not None:
-        w.launch.monitor.wgmma(w, form, descriptor, int(b[0]), majors)
-    issued = w.cluster.engine.issued
-    issued["wgmma"] = issued.get("wgmma", 0) + 1
-    if w.cluster.engine.eager:
-        multiply(w, *arguments)
-    else:
-        w.wgmma_pending.append((w.wgmma_issued, partial(multiply, w, *arguments)))
-        w.unsettled = True
+        w.launch.monitor.wgmma(w, form, a, b, majors)
+    engine = w.cluster.engine
+    engine.issued["wgmma"] = engine.issued.get("wgmma", 0) + 1
+    product = w.cta.products.get((group, number))
+    if product is None:
+        product = w.cta.products[group, number] = Product(number, form, b, signs, majors)
+    elif (product.form, product.b, product.majors) != (form, b, majors):
+        raise KernelFault(f"the warps of warpgroup {group} disagree about wgmma number {number}")
+    product.waiting.append(Part(w, accumulators, a, bool(scale_d[0])))
+    w.wgmma_pending.append(product)
+    w.unsettled = True
+    if number == min(p.wgmma_issued for p in _warpgroup(w)):
+        del w.cta.products[group, number]
+        if engine.eager:
+            product.perform()
+
+
+def _warpgroup(w: Warp) -> list[Warp]:
+    first = w.number & ~3
+    return w.cta.warps[first : first + 4]
 
 
 def commit(w: Warp) -> None:
@@ -138,13 +182,11 @@ def wait(w: Warp, groups: int) -> bool:
     if len(w.wgmma_groups) <= groups:
         return True
     last = w.wgmma_groups[-1 - groups]
-    peers = [p for p in w.cta.warps if p.number // 4 == w.number // 4]
-    behind = [p.number for p in peers if p.wgmma_issued < last]
+    behind = [p.number for p in _warpgroup(w) if p.wgmma_issued < last]
     if behind:
         w.waiting = f"warps {behind} of its warpgroup to issue wgmma number {last}"
         return False
-    for peer in peers:
-        peer.perform_wgmma(last)
+    w.perform_wgmma(last)
     while len(w.wgmma_groups) > groups:
         w.wgmma_groups.popleft()
     w.unsettled = bool(w.tmem_loads or w.wgmma_pending)

@@ -1,0 +1,200 @@
+"""What a launch did, in the order each warp did it: the input of the time model.
+
+A trace has no times. It names, for every warp, the basic blocks it ran and what it asked of the
+units that work beside it; signals and waits carry keys, and a key is complete once as many signals
+have arrived as were recorded. Replay therefore needs neither data nor barrier state.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from dsv4.simulator.program import Program
+from dsv4.simulator.scheduler import LaunchConfig
+
+Key = Hashable  # ("mbarrier", address, phase), ("bar", CTA, number, generation), ("cluster", n)
+
+
+@dataclass(slots=True)
+class Event:
+    """Something that instruction number `at` asked of a unit other than the warp's own pipes."""
+
+    at: int
+
+
+@dataclass(slots=True)
+class SharedAccess(Event):
+    """Ordinary access of shared memory; `wavefronts` are passes through its port."""
+
+    wavefronts: int
+    write: bool
+
+
+@dataclass(slots=True)
+class GlobalAccess(Event):
+    """Ordinary access of global memory; bytes of the 32-byte sectors touched."""
+
+    size: int
+    write: bool
+
+
+@dataclass(slots=True)
+class Signal(Event):
+    """`count` arrivals on a barrier."""
+
+    key: Key
+    count: int
+
+
+@dataclass(slots=True)
+class Wait(Event):
+    """Wait until a key is complete."""
+
+    key: Key
+
+
+@dataclass(slots=True)
+class BulkLoad(Event):
+    """A copy of `size` bytes into the shared memory of each CTA, which signals that CTA's key."""
+
+    size: int
+    keys: list[Key]
+
+
+@dataclass(slots=True)
+class BulkStore(Event):
+    """A copy of `size` bytes out of shared memory, part of bulk group number `group`."""
+
+    size: int
+    group: int
+
+
+@dataclass(slots=True)
+class BulkWait(Event):
+    """Wait until the warp's bulk groups up to `group` have left shared memory."""
+
+    group: int
+
+
+@dataclass(slots=True)
+class AsyncCopy(Event):
+    """cp.async of `size` bytes in all, number `number` of its warp."""
+
+    size: int
+    number: int
+
+
+@dataclass(slots=True)
+class AsyncCopyArrive(Event):
+    """Arrivals once the warp's cp.async up to `number` are complete."""
+
+    key: Key
+    count: int
+    number: int
+
+
+@dataclass(slots=True)
+class AsyncCopyWait(Event):
+    """Wait for the warp's cp.async up to `number`."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class Multiply(Event):
+    """One tcgen05.mma of `ctas` CTAs, with D[m, n]."""
+
+    ctas: int
+    m: int
+    n: int
+    a_in_tmem: bool
+
+
+@dataclass(slots=True)
+class Commit(Event):
+    """Signals once every earlier tcgen05.mma of the CTA (pair) is complete."""
+
+    ctas: int
+    keys: list[Key]
+
+
+@dataclass(slots=True)
+class WarpgroupMultiply(Event):
+    """A warp's quarter of one wgmma, number `number` of its warp."""
+
+    n: int
+    a_in_registers: bool
+    number: int
+
+
+@dataclass(slots=True)
+class WarpgroupWait(Event):
+    """Wait for the warp's wgmmas up to `number`."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class TmemAccess(Event):
+    """tcgen05.ld or .st of `size` bytes by one warp."""
+
+    size: int
+    write: bool
+
+
+@dataclass(slots=True)
+class TmemWait(Event):
+    """tcgen05.wait::ld or ::st."""
+
+    write: bool
+
+
+@dataclass(slots=True)
+class WarpTrace:
+    """Blocks a warp ran, each with its events in order."""
+
+    cta: int  # rank in the cluster
+    number: int
+    blocks: list[tuple[int, list[Event]]] = field(default_factory=list)
+
+
+@dataclass
+class ClusterTrace:
+    """The warps of one cluster, and how many signals complete each key."""
+
+    number: int
+    warps: list[WarpTrace]
+    signals: Counter = field(default_factory=Counter)
+    loaded: int = 0  # bytes from global memory
+    stored: int = 0
+
+
+@dataclass
+class LaunchTrace:
+    """Traces of some clusters of a launch.
+
+    Attributes:
+        clusters: the recorded ones.
+        footprint: bytes of the tensors that the launch could touch: no more distinct bytes can
+            come from memory.
+    """
+
+    config: LaunchConfig
+    program: Program
+    shared_bytes: int
+    clusters: list[ClusterTrace]
+    footprint: int
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the grid."""
+        x, y, z = self.config.grid
+        return x * y * z
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        x, y, z = self.config.cluster
+        return x * y * z
