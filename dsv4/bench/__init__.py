@@ -1,1 +1,1 @@
-"""Benchmarks: `dsv4 bench`."""
+"""Benchmarks: what a kernel takes, next to what the machine allows and what others take."""

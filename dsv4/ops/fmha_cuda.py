@@ -3,6 +3,7 @@ no allocation after warm-up, no synchronisation."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -33,7 +34,8 @@ class _State:
         self.device = device
         self.run: Runner = RUNNERS.get(key, before_miss=lambda: refuse_cold_capture(config))
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.no_lens, self.no_lse, self.no_workspace = _absent(device.index, config.num_query_heads)
+        self.absent = _absent(device.index, config.num_query_heads)
+        self.no_lens, self.no_lse, self.no_workspace = self.absent
         self.splits: dict[tuple[int, int, int], int] = {}
 
     def num_splits(self, tokens: int, rows: int, width: int) -> int:
@@ -69,10 +71,9 @@ def launch(
         ValueError: a length of an optional argument does not fit.
         RuntimeError: a runner or workspace is cold and a graph is being captured.
     """
-    index = q.device.index
-    state = _STATES.get((id(config), index))
+    state = _STATES.get((id(config), q.device.index))
     if state is None:
-        state = _STATES[id(config), index] = _State(config, q.device)
+        state = _state(config, q.device)
     tokens = q.shape[0]
     if compressed_lens is None:
         compressed_lens = state.no_lens
@@ -111,14 +112,29 @@ def warmup(config: FmhaConfig, max_tokens: int, device: torch.device) -> None:
     """Load the runner and make the workspaces of the current stream and of later captures."""
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    state = _STATES.get((id(config), device.index))
-    if state is None:
-        state = _STATES[id(config), device.index] = _State(config, device)
+    state = _state(config, device)
     size = fmha_splits.max_workspace_size(config, max_tokens, state.multiprocessors)
     stream = torch.cuda.current_stream(device).cuda_stream
     for owner in (stream, None):
         _grow(device, owner, size)
     _load_module(state)
+
+
+def bare_launch(config: FmhaConfig, *tensors: Tensor) -> Callable[[], None]:
+    """One launch without splits or optional tensors, everything looked up: for measurements.
+
+    `tensors` are q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids and o.
+    """
+    state = _state(config, tensors[0].device)
+    run, absent, count = state.run, state.absent, state.multiprocessors
+    return lambda: run(*tensors, *absent, 1, count)
+
+
+def _state(config: FmhaConfig, device: torch.device) -> _State:
+    key = (id(config), device.index)
+    if key not in _STATES:
+        _STATES[key] = _State(config, device)
+    return _STATES[key]
 
 
 def _workspace(state: _State, size: int) -> Tensor:

@@ -20,6 +20,7 @@ min(sink, 0) on window scores. The branch with the larger weight keeps bias 0, w
 any size, infinities included, exact.
 """
 
+import operator
 from collections import namedtuple
 
 import cutlass
@@ -34,7 +35,8 @@ from dsv4.kernels.attention.config import SINK_MODES, FmhaConfig
 from dsv4.kernels.attention.fmha_sm90_combine import (
     CombineSm90,
     output_scale,
-    partial_views,
+    partial_pointer,
+    partial_stats,
     row_lse,
     row_pointer,
 )
@@ -48,12 +50,15 @@ from dsv4.kernels.attention.fmha_sm90_device import (
     quad_sum,
     quad_transpose,
     tma_load,
+    tree,
 )
 
 SMEM_CAPACITY = 232448
 REGISTERS_PER_SM = 65536
 # log2 of how far a score may exceed its row's reference before the reference moves.
 STALE_LIMIT = 8.0
+# K steps of QK that are left when the previous block's P is handed over.
+EARLY_STEPS = 8
 WINDOW_FLAG = 128
 
 
@@ -307,7 +312,8 @@ class FmhaKernelSm90:
             self.score(smem, q, sink_logits, lse, workspace, num_splits, works)
         else:
             cute.arch.setmaxregister_increase(self.output_registers)
-            self.output(smem, group - self.output_group, o, workspace, num_splits, works)
+            half = group - self.output_group
+            self.output(smem, half, o, workspace, num_splits, works)
 
     def _shared_views(self):
         storage = SmemAllocator().allocate(self.storage)
@@ -553,9 +559,10 @@ class FmhaKernelSm90:
                     self._release(smem.p_full + (1 - buffer), lane)
                     is_held = cutlass.Boolean(False)
                 self._issue_scores(smem, tile, stage, phase)
-                warpgroup.wait_group(0)
+                warpgroup.wait_group(1)
                 if is_held:
                     self._release(smem.p_full + (1 - buffer), lane)
+                warpgroup.wait_group(0)
                 if n == count - 1:
                     self._release(smem.q_empty, lane)
                 valid = smem.block[stage]
@@ -631,7 +638,11 @@ class FmhaKernelSm90:
 
     @cute.jit
     def _issue_scores(self, smem, tile, stage: cutlass.Int32, phase: cutlass.Int32):
-        """S = Q K^T, first the columns of Q in shared memory, then those in registers."""
+        """S = Q K^T in two groups, first the columns of Q in shared memory.
+
+        When the first group is over, P of the previous block may go: the output warpgroups take
+        about as long to start as the second group takes to end.
+        """
         steps = self.head_dim // 16
         smem_steps = self.q_smem_dim // 16
         k = tile.k[None, None, None, stage]
@@ -639,9 +650,17 @@ class FmhaKernelSm90:
         for half in cutlass.range_constexpr(2):
             cute.arch.mbarrier_wait(smem.kv_full + (stage * 2 + half), phase)
         warpgroup.fence()
-        gemm(self._qk_mma, tile.s, tile.q, k, range(smem_steps), 0, False)
-        in_registers = range(smem_steps, steps)
-        gemm(self._qk_register_mma, tile.s, tile.q_registers, k, in_registers, smem_steps, True)
+        early = steps - min(EARLY_STEPS, steps // 2)
+        gemm(self._qk_mma, tile.s, tile.q, k, range(min(smem_steps, early)), 0, False)
+        if cutlass.const_expr(self.q_register_dim > 0):
+            in_registers = range(smem_steps, early)
+            gemm(self._qk_register_mma, tile.s, tile.q_registers, k, in_registers, smem_steps, True)
+            warpgroup.commit_group()
+            in_registers = range(early, steps)
+            gemm(self._qk_register_mma, tile.s, tile.q_registers, k, in_registers, smem_steps, True)
+        else:
+            warpgroup.commit_group()
+            gemm(self._qk_mma, tile.s, tile.q, k, range(early, steps), 0, True)
         warpgroup.commit_group()
 
     @cute.jit
@@ -693,13 +712,12 @@ class FmhaKernelSm90:
     def _softmax(self, tile, is_window):
         """Turn S into weights in place; leave in `rescale` what older weights must be scaled by."""
         s = by_row(tile.s)
+        columns = [(c, j) for j in range(cute.size(s, mode=[2])) for c in range(2)]
+        tops = [tree(cute.arch.fmax, [s[r, c, j] for c, j in columns]) for r in range(2)]
+        tops = [quad_max(top) for top in tops]
         for r in cutlass.range_constexpr(2):
             bias = cutlass.select_(is_window, tile.bias[r, 1], tile.bias[r, 0])
-            top = s[r, 0, 0]
-            for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
-                for c in cutlass.range_constexpr(2):
-                    top = cute.arch.fmax(top, s[r, c, j])
-            top = quad_max(top) * self.scale_log2 + bias
+            top = tops[r] * self.scale_log2 + bias
             old = tile.ref[r]
             is_raised = top > old + STALE_LIMIT
             new = cutlass.select_(is_raised, top, old)
@@ -707,12 +725,10 @@ class FmhaKernelSm90:
             # A row without a finite score so far: every weight is 2^-inf.
             is_empty = new == -cutlass.Float32.inf
             shift = bias - cutlass.select_(is_empty, cutlass.Float32(0.0), new)
-            total = cutlass.Float32(0.0)
-            for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
-                for c in cutlass.range_constexpr(2):
-                    weight = exp2(s[r, c, j] * self.scale_log2 + shift)
-                    total += weight
-                    s[r, c, j] = weight
+            weights = [exp2(s[r, c, j] * self.scale_log2 + shift) for c, j in columns]
+            for (c, j), weight in zip(columns, weights, strict=True):
+                s[r, c, j] = weight
+            total = tree(operator.add, weights)
             tile.sum[r] = tile.sum[r] * rescale + total
             tile.ref[r] = new
             tile.rescale[r] = rescale
@@ -737,13 +753,13 @@ class FmhaKernelSm90:
             if head + 8 * r < self.num_query_heads:
                 ref, total = tile.ref[r], tile.sum[r]
                 if num_splits > 1:
-                    _, stats = partial_views(
-                        workspace, tokens * self.num_query_heads, num_splits, self.head_dim
-                    )
+                    rows = tokens * self.num_query_heads
+                    stats = partial_stats(workspace, rows, num_splits, self.head_dim)
                     index = token * self.num_query_heads + head + 8 * r
-                    stats[0, split, index] = ref
-                    stats[1, split, index] = total
-                    stats[2, split, index] = gate_offset[r]
+                    index = index * num_splits + split
+                    stats[0, index] = ref
+                    stats[1, index] = total
+                    stats[2, index] = gate_offset[r]
                 else:
                     smem.row_scale[tile.row + 8 * r] = output_scale(
                         ref, total, sink_logits[head + 8 * r], not self.is_gate
@@ -806,15 +822,8 @@ class FmhaKernelSm90:
                 warpgroup.fence()
                 for i in cutlass.range_constexpr(self.pieces):
                     v_piece = v[None, None, None, slot * self.pieces + i]
-                    gemm(
-                        self._pv_mma,
-                        pieces[i],
-                        p[None, None, None, buffer],
-                        v_piece,
-                        steps,
-                        0,
-                        True,
-                    )
+                    p_stage = p[None, None, None, buffer]
+                    gemm(self._pv_mma, pieces[i], p_stage, v_piece, steps, 0, True)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
                 self._release(smem.kv_empty + slot, lane)
@@ -832,9 +841,7 @@ class FmhaKernelSm90:
             if num_splits == 1:
                 self._store_output(acc, o, scales, token, head, half, lane)
             else:
-                self._store_partial(
-                    acc, workspace, o.shape[0], num_splits, token, head, split, half, lane
-                )
+                self._store_partial(acc, workspace, num_splits, token, head, split, half, lane)
             index += cute.arch.grid_dim()[0]
 
     @cute.jit
@@ -864,16 +871,13 @@ class FmhaKernelSm90:
                     cute.autovec_copy(values, vector)
 
     @cute.jit
-    def _store_partial(self, acc, workspace, tokens, num_splits, token, head, split, half, lane):
+    def _store_partial(self, acc, workspace, num_splits, token, head, split, half, lane):
         """Write the unnormalised rows for the combine kernel."""
-        partials, _ = partial_views(
-            workspace, tokens * self.num_query_heads, num_splits, self.head_dim
-        )
         rows = by_row(acc)
         for r in cutlass.range_constexpr(2):
             if head + 8 * r < self.num_query_heads:
                 index = token * self.num_query_heads + head + 8 * r
-                target = partials[None, None, split, index].iterator
+                target = partial_pointer(workspace, index * num_splits + split, self.head_dim)
                 target += half * self.half_dim + lane % 4 * 2
                 for j in cutlass.range_constexpr(self.half_dim // 8):
                     pair = cute.make_rmem_tensor(2, cutlass.Float32)

@@ -53,11 +53,6 @@ def tma_load(tensor_map, smem: cute.Pointer, row, chunk, batch, barrier: cute.Po
     )
 
 
-def tma_prefetch(tensor_map, row, chunk, batch):
-    """One elected thread asks L2 for a box."""
-    primitives.cp_async_bulk_tensor_prefetch(tensor_map.get_ptr(), [0, row, chunk, batch], [])
-
-
 def gemm(make_mma, acc, a, b, steps, first_step_of_a: int, accumulate):
     """Issue acc (+)= a @ b over the given 16-wide K steps; the caller fences, commits and waits.
 
@@ -91,6 +86,14 @@ def quad_sum(value):
 
 def exp2(value):
     return cute.math.exp2(value, fastmath=True)
+
+
+def tree(operation, values):
+    """Reduce a list pairwise: the dependent chain is as short as it can be."""
+    while len(values) > 1:
+        pairs = [operation(a, b) for a, b in zip(values[::2], values[1::2])]
+        values = pairs + values[len(values) // 2 * 2 :]
+    return values[0]
 
 
 @cute.jit

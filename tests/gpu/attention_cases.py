@@ -1,0 +1,115 @@
+"""Inputs and the comparison that the GPU tests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.ops import sparse_fmha_with_swa
+from dsv4.reference.attention import sparse_fmha_with_swa as oracle
+
+NAN = float("nan")
+
+
+@dataclass
+class Case:
+    """Arguments of `sparse_fmha_with_swa`; masked rows hold NaN."""
+
+    q: Tensor
+    compressed_kv: Tensor
+    swa_kv: Tensor
+    swa_lens: Tensor
+    sink_logits: Tensor
+    request_ids: Tensor
+    compressed_lens: Tensor | None
+
+    @classmethod
+    def random(
+        cls,
+        tokens: int,
+        heads: int,
+        head_dim: int,
+        top_k: int,
+        width: int,
+        batch: int,
+        *,
+        ragged: bool = False,
+        growing: bool = False,
+        padding: int = 0,
+    ) -> Case:
+        """Unit-scale inputs. `growing`: later keys are larger, so that every block raises the row
+        maximum. `padding`: number of padding tokens at the end."""
+
+        def rows(*shape: int) -> Tensor:
+            return torch.randn(*shape, head_dim, device="cuda")
+
+        compressed_kv, swa_kv = rows(tokens, top_k), rows(batch, width)
+        if growing:
+            for kv in (compressed_kv, swa_kv):
+                kv *= torch.linspace(0.1, 1.2, kv.shape[1], device="cuda")[:, None]
+        request_ids = torch.randint(batch, (tokens,), device="cuda").sort().values.int()
+        request_ids[tokens - padding :] = -1
+        swa_lens = torch.full((batch,), width, dtype=torch.int32, device="cuda")
+        compressed_lens = None
+        if ragged:
+            swa_lens = torch.randint(width + 1, (batch,), device="cuda").int()
+            compressed_lens = torch.randint(top_k + 1, (tokens,), device="cuda").int()
+            past = torch.arange(top_k, device="cuda") >= compressed_lens[:, None]
+            compressed_kv[past] = NAN
+            swa_kv[torch.arange(width, device="cuda") >= swa_lens[:, None]] = NAN
+        return cls(
+            rows(tokens, heads).bfloat16(),
+            compressed_kv.bfloat16(),
+            swa_kv.bfloat16(),
+            swa_lens,
+            torch.randn(heads, device="cuda"),
+            request_ids,
+            compressed_lens,
+        )
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The six positional arguments."""
+        return (
+            self.q,
+            self.compressed_kv,
+            self.swa_kv,
+            self.swa_lens,
+            self.sink_logits,
+            self.request_ids,
+        )
+
+    def run(self, **options) -> tuple[Tensor, Tensor]:
+        """o and lse of the operator; o starts as NaN."""
+        out = torch.full_like(self.q, NAN)
+        return sparse_fmha_with_swa(
+            *self.tensors(),
+            compressed_lens=self.compressed_lens,
+            out=out,
+            return_lse=True,
+            **options,
+        )
+
+    def check(self, **options) -> None:
+        """Compare the operator with the oracle."""
+        o, lse = self.run(**options)
+        options.pop("num_splits", None)
+        expected = oracle(*self.tensors(), compressed_lens=self.compressed_lens, **options)
+        compare(o, lse, *expected)
+
+
+def compare(o: Tensor, lse: Tensor, expected_o: Tensor, expected_lse: Tensor) -> None:
+    """Frobenius error, cosine and every element of o; lse within 1e-4, infinities exact."""
+    o = o.float()
+    assert not o.isnan().any(), f"{int(o.isnan().sum())} elements of o are NaN"
+    norm = expected_o.norm()
+    error = ((o - expected_o).norm() / norm.clamp(min=1e-30)).item()
+    assert error <= 4e-3 or norm == 0, f"relative error {error:.2e}"
+    if norm > 0:
+        cosine = torch.nn.functional.cosine_similarity(
+            o.flatten().double(), expected_o.flatten().double(), 0
+        ).item()
+        assert cosine >= 0.99999, f"cosine {cosine:.7f}"
+    torch.testing.assert_close(o, expected_o, atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(lse, expected_lse, atol=1e-4, rtol=0)

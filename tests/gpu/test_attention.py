@@ -1,0 +1,88 @@
+"""`sparse_fmha_with_swa` on a GPU against the FP32 oracle."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.attention_cases import Case
+
+pytestmark = [pytest.mark.gpu]
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "num_splits"),
+    [(8, 64, 1), (16, 128, 1), (64, 512, 1), (128, 512, 1), (128, 512, 3), (8, 512, None)],
+)
+def test_ragged_lengths_match_the_oracle(seed, heads, head_dim, num_splits, sink_mode) -> None:
+    case = Case.random(7, heads, head_dim, 300, 200, 3, ragged=True, padding=1)
+    case.check(sink_mode=sink_mode, num_splits=num_splits)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("heads", [8, 16, 64, 72, 128])
+def test_grid(seed, heads, head_dim, is_causal, sink_mode) -> None:
+    for tokens, top_k, width, num_splits in (
+        (1, 1024, 128, None),
+        (70, 250, 150, 1),
+        (9, 64, 9, 5),
+    ):
+        case = Case.random(tokens, heads, head_dim, top_k, width, 3, ragged=True, growing=True)
+        case.check(
+            sink_mode=sink_mode, is_causal=is_causal, sliding_window=100, num_splits=num_splits
+        )
+
+
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_row_maxima_that_grow_with_every_block(seed, num_splits) -> None:
+    Case.random(4, 128, 512, 1024, 128, 2, growing=True).check(
+        sink_mode="swa_gate", num_splits=num_splits
+    )
+
+
+@pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
+@pytest.mark.parametrize("sink", [INF, -INF, 1e4, -1e4, 50.0])
+def test_extreme_sinks(seed, sink, sink_mode) -> None:
+    case = Case.random(4, 64, 512, 130, 70, 2, ragged=True)
+    case.sink_logits.fill_(sink)
+    for num_splits in (1, 3):
+        case.check(sink_mode=sink_mode, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
+@pytest.mark.parametrize(("top_k", "width"), [(0, 128), (192, 0), (0, 0)])
+def test_a_branch_without_rows(seed, top_k, width, sink_mode) -> None:
+    Case.random(3, 64, 512, top_k, width, 2).check(sink_mode=sink_mode)
+
+
+def test_causal_prefill_of_several_requests(seed) -> None:
+    case = Case.random(130, 16, 512, 64, 160, 3, padding=5)
+    case.check(sink_mode="softmax", is_causal=True, sliding_window=128)
+
+
+def test_a_chunk_longer_than_its_window_and_lengths(seed) -> None:
+    """Positions before the first row see nothing."""
+    case = Case.random(40, 8, 128, 64, 16, 1)
+    case.swa_lens.fill_(10)
+    case.check(sink_mode="softmax", is_causal=True, sliding_window=4)
+
+
+def test_lengths_and_requests_out_of_range_are_clamped(seed) -> None:
+    case = Case.random(6, 64, 512, 100, 70, 3)
+    case.compressed_lens = torch.tensor([-5, 0, 50, 100, 101, 2**31 - 1], device="cuda").int()
+    case.swa_lens = torch.tensor([-1, 71, 2**31 - 1], device="cuda").int()
+    case.check(sink_mode="swa_gate")
+
+
+def test_lengths_that_say_everything_change_nothing(seed) -> None:
+    case = Case.random(5, 64, 512, 200, 128, 2)
+    without = case.run(sink_mode="softmax")
+    case.compressed_lens = torch.full((5,), 200, dtype=torch.int32, device="cuda")
+    for got, expected in zip(case.run(sink_mode="softmax"), without, strict=True):
+        assert torch.equal(got, expected)
