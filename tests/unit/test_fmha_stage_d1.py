@@ -10,8 +10,19 @@ from tests.unit.conftest import Backend
 pytestmark = pytest.mark.stage("D1")
 
 
-@pytest.mark.parametrize("growing", [False, True], ids=["", "growing"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+@pytest.mark.parametrize(
+    ("head_dim", "growing"),
+    [
+        (64, True),
+        (128, False),
+        (256, False),
+        (512, True),
+        pytest.param(64, False, marks=pytest.mark.slow),
+        pytest.param(128, True, marks=pytest.mark.slow),
+        pytest.param(256, True, marks=pytest.mark.slow),
+        pytest.param(512, False, marks=pytest.mark.slow),
+    ],
+)
 def test_head_dim(backend: Backend, head_dim: int, growing: bool, seed: int) -> None:
     case = Case(
         heads=64,

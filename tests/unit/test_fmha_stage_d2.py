@@ -13,7 +13,9 @@ pytestmark = pytest.mark.stage("D2")
 REQUESTS = ((0, 2), (-1, 1), (2, 1))
 
 
-@pytest.mark.parametrize("heads", [1, 8, 16, 64, 80, 128])
+@pytest.mark.parametrize(
+    "heads", [8, 64, 128, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16, 80))]
+)
 def test_heads(backend: Backend, heads: int, seed: int) -> None:
     backend.check(Case(heads=heads, requests=REQUESTS), seed)
 

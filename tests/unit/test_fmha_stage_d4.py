@@ -12,7 +12,9 @@ from tests.unit.conftest import Backend, config_of
 pytestmark = pytest.mark.stage("D4")
 
 
-@pytest.mark.parametrize("sliding_window", [1, 100, 128])
+@pytest.mark.parametrize(
+    "sliding_window", [100, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 128))]
+)
 def test_causal_window(backend: Backend, sliding_window: int, seed: int) -> None:
     case = Case(
         heads=8,
@@ -31,8 +33,8 @@ def test_many_tokens_of_one_request(backend: Backend, seed: int) -> None:
         heads=8,
         top_k=0,
         window_rows=90,
-        sliding_window=20,
-        requests=((0, 40), (1, 3)),
+        sliding_window=100,
+        requests=((0, 35), (1, 2)),
         batch=2,
         is_causal=True,
         ragged=False,

@@ -11,8 +11,9 @@ from tests.unit.conftest import Backend, config_of
 pytestmark = pytest.mark.stage("D5c")
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("head_dim", [64, 512])
+@pytest.mark.parametrize(
+    ("head_dim", "splits"), [(64, 3), pytest.param(512, 1, marks=pytest.mark.slow)]
+)
 def test_loads(backend: Backend, head_dim: int, splits: int, seed: int) -> None:
     """64-column boxes that TMA fetches: Q's once per CTA, each KV tile's once per 64 heads."""
     case = Case(heads=72, head_dim=head_dim, requests=((0, 1), (1, 1)))

@@ -39,12 +39,12 @@ def test_sinks(backend: Backend, sink_mode: str, splits: int, seed: int) -> None
 @pytest.mark.parametrize("sink_mode", SINK_MODES)
 def test_infinite_sinks_by_definition(backend: Backend, sink_mode: str, seed: int) -> None:
     """What the contract says in words: one branch alone, or nothing."""
-    case = Case(heads=8, requests=((0, 1),), ragged=False, sink_mode=sink_mode)
+    case = Case(heads=16, requests=((0, 1),), ragged=False, sink_mode=sink_mode)
     inputs = make_inputs(case, seed)
     kernel = backend.compile(config_of(case))
 
     def run(sink: float, **changes: torch.Tensor) -> torch.Tensor:
-        sinks = torch.full((8,), sink)
+        sinks = torch.full((16,), sink)
         return backend.run(kernel, inputs.replaced(sink_logits=sinks, **changes)).o
 
     if sink_mode == "softmax":
@@ -59,7 +59,7 @@ def test_infinite_sinks_by_definition(backend: Backend, sink_mode: str, seed: in
 
 def test_splits_are_combined_in_order(backend: Backend, seed: int) -> None:
     """The same launch twice is the same to the bit; another number of splits to the rounding."""
-    case = Case(heads=64, requests=((0, 1),), ragged=False, sink_mode="swa_gate", growing=True)
+    case = Case(heads=16, requests=((0, 1),), ragged=False, sink_mode="swa_gate", growing=True)
     inputs = make_inputs(case, seed)
     kernel = backend.compile(config_of(case))
     by_splits = [backend.run_all(kernel, inputs, splits, seed) for splits in (1, 2, 4)]

@@ -32,7 +32,7 @@ joins them in split order.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, pipeline
+from cutlass import BFloat16, Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -43,7 +43,7 @@ from dsv4.kernels.attention import mask, merge, softmax
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.fmha_fragments import COLUMNS
 from dsv4.kernels.attention.fmha_plan import KEYS, ROWS, FmhaPlan
-from dsv4.kernels.attention.fmha_sm90_combine import STATS, CombineSm90, partial_views
+from dsv4.kernels.attention.fmha_sm90_combine import STATS, CombineSm90
 from dsv4.kernels.attention.fmha_types import Keys, Operands, Pipes, Smem, Work
 
 WARP_ROWS = ROWS // 4  # rows that one softmax warp owns
@@ -213,8 +213,9 @@ class FmhaKernel:
         *,
         compressed_lens: cute.Tensor,  # [T] int32, or [0]: every row counts
         lse: cute.Tensor,  # [T, n_h] fp32, written, or [0, n_h]: not wanted
-        workspace: cute.Tensor,  # [>= workspace_size(...)] fp32 when num_splits > 1
+        workspace: cute.Tensor,  # [T * n_h * num_splits * (head_dim + 4)] fp32 if num_splits > 1
         num_splits: Int32,
+        num_ctas: Int32,  # for persistent kernels; here every CTA has one work item
     ):
         """Build the tensor maps and launch one CTA per token, 64 heads and split, then the
         combine.
@@ -561,7 +562,7 @@ class FmhaKernel:
         self, operands: Operands, work: Work, pipes: Pipes, smem: Smem, tmem: TmemAllocator
     ):
         """Scores to weights, the rescaling of O, and the output; a warp owns 16 rows throughout."""
-        p_pipe, o_pipe = pipes.p, pipes.o
+        q_pipe, p_pipe, o_pipe = pipes.q, pipes.p, pipes.o
         keys = self._keys(operands, work)
         tmem.allocate(self.tmem.allocated_columns)
         tmem.wait_for_alloc()
@@ -613,6 +614,9 @@ class FmhaKernel:
         # ---- epilogue
         if keys.last > keys.first:
             o_pipe.consumer_wait(o_state)
+        else:
+            # The output is staged over Q, which no score has shown to be there.
+            q_pipe.consumer_wait(pipeline.make_pipeline_state(CONSUMER, 1))
         self._finish(operands, work, keys, smem, copies, t_o, rows)
         # Freed while another warp still reads, O would belong to the next CTA of this SM.
         pipeline.NamedBarrier(TMEM_UNUSED, self.warps.softmax_threads).arrive_and_wait()
@@ -727,15 +731,19 @@ class FmhaKernel:
             self._store_partial(operands, work, copies, t_o, factor, has_keys)
 
     def _partials(self, operands: Operands) -> tuple[cute.Tensor, cute.Tensor]:
-        """The workspace as partial rows (4, head_dim / 4, split, row) and their stats (4,
-        split, row).
-        """
-        tokens = operands.request_ids.shape[0]
-        return partial_views(
-            operands.workspace,
-            tokens * self.config.num_query_heads,
-            operands.num_splits,
-            self.tiling.head_dim,
+        """The workspace as the combine reads it: rows (head_dim, split, row), then their stats."""
+        rows = operands.request_ids.shape[0] * self.config.num_query_heads
+        splits, head_dim = Int64(operands.num_splits), self.tiling.head_dim
+        partials = cute.make_layout(
+            (head_dim, operands.num_splits, rows), stride=(1, head_dim, splits * head_dim)
+        )
+        stats = cute.make_layout(
+            (STATS, operands.num_splits, rows), stride=(1, STATS, splits * STATS)
+        )
+        start = operands.workspace.iterator
+        return (
+            cute.make_tensor(start, partials),
+            cute.make_tensor(start + rows * splits * head_dim, stats),
         )
 
     @cute.jit
@@ -781,8 +789,12 @@ class FmhaKernel:
             tile_columns = cute.local_tile(staged, (ROWS, COLUMNS), (0, i))
             fragments.store_rows(copies, fragment, tile_columns)
             cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.copy(o.atom, source[None, warp_idx, i], target[None, row_tile, i, work.token])
+            # A row tile past the last head has no coordinate of its own: it would land on another.
+            if row_tile * WARP_ROWS < self.config.num_query_heads:
+                with cute.arch.elect_one():
+                    cute.copy(
+                        o.atom, source[None, warp_idx, i], target[None, row_tile, i, work.token]
+                    )
         with cute.arch.elect_one():
             cute.arch.cp_async_bulk_commit_group()
             # Shared memory must outlive the reads of the store.
@@ -808,7 +820,7 @@ class FmhaKernel:
             for row in cutlass.range_constexpr(2):
                 if heads[row] < self.config.num_query_heads:
                     index = work.token * self.config.num_query_heads + heads[row]
-                    target = partials[None, None, work.split, index].iterator
+                    target = partials[None, work.split, index].iterator
                     for group in cutlass.range_constexpr(COLUMNS // 8):
                         column = i * COLUMNS + group * 8 + copies.thread % 4 * 2
                         pair = cute.make_tensor((target + column).align(8), cute.make_layout(2))
@@ -841,6 +853,7 @@ def fake_arguments(config: FmhaConfig) -> tuple[tuple, dict]:
         "lse": fake(Float32, (cute.sym_int(), heads), (cute.sym_int64(), 1), assumed_align=4),
         "workspace": fake(Float32, (cute.sym_int64(),), (1,), assumed_align=16),
         "num_splits": Int32(1),
+        "num_ctas": Int32(1),
     }
     return args, optional
 
@@ -848,10 +861,3 @@ def fake_arguments(config: FmhaConfig) -> tuple[tuple, dict]:
 def build(config: FmhaConfig, options: str = ""):
     """Compile the kernel of `config` for the architecture of `CUTE_DSL_ARCH`; needs no GPU."""
     return FmhaKernel.from_config(config).compile(options)
-
-
-def workspace_size(config: FmhaConfig, tokens: int, num_splits: int) -> int:
-    """fp32 elements of split-KV partials that a launch of `tokens` tokens needs."""
-    if num_splits == 1:
-        return 0
-    return tokens * config.num_query_heads * num_splits * (config.head_dim + STATS)

@@ -1,0 +1,52 @@
+"""Budgets of the Blackwell kernel: they hold, they are refused when they do not, they print."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from dsv4.kernels.attention import fmha_plan
+from dsv4.kernels.attention.fmha_plan import FmhaPlan, SmemPlan, Tiling, TmemMap, WarpSchedule
+
+pytestmark = pytest.mark.stage("E")
+
+
+@pytest.mark.parametrize("head_dim", fmha_plan.SUPPORTED_HEAD_DIMS)
+def test_budgets(head_dim: int) -> None:
+    plan = FmhaPlan(head_dim)
+    assert plan.smem.total_bytes <= 227 * 1024
+    assert plan.tmem.used_columns <= plan.tmem.allocated_columns <= 512
+    assert plan.pipelines.kv.stages >= 2 * plan.tiling.chunks, "two whole tiles in flight"
+    assert plan.warps.threads * plan.warps.register_limit <= 64 * 1024
+
+
+def test_head_dim_512() -> None:
+    """The numbers of the released models."""
+    plan = FmhaPlan(512)
+    assert plan.smem.total_bytes == 1024 + 64 * 512 * 2 + 4 * 64 * 256 * 2 + 2 * 64 * 64 * 2
+    assert (plan.tmem.o_column, plan.tmem.s_column, plan.tmem.used_columns) == (0, 256, 320)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"head_dim must be one of .*, got 96"):
+        FmhaPlan(96)
+    with pytest.raises(AssertionError, match="KV chunks fit, two tiles need 4"):
+        SmemPlan(Tiling(512), p_stages=12)
+    with pytest.raises(AssertionError, match="S has 3 stages, lanes hold 2"):
+        TmemMap(Tiling(64), s_stages=3)
+    with pytest.raises(AssertionError, match="warp ids must be dense"):
+        WarpSchedule(mma=5)
+
+
+def test_prints_without_the_compiler() -> None:
+    """One line per budget, on a machine that has neither a GPU nor CuTeDSL."""
+    code = (
+        "import sys; sys.modules['cutlass'] = None; sys.modules['torch'] = None\n"
+        "from dsv4.kernels.attention.fmha_plan import FmhaPlan; print(FmhaPlan(512))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "320 of 512 allocated columns" in done.stdout
+    assert "214016 of 232448 bytes" in done.stdout
