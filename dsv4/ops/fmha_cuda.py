@@ -28,6 +28,10 @@ class _State:
     """A configuration's runner on one device."""
 
     def __init__(self, config: FmhaConfig, device: torch.device) -> None:
+        if config.num_splits is not None and config.num_splits > fmha_splits.MAX_SPLITS:
+            raise ValueError(
+                f"num_splits: got {config.num_splits}, at most {fmha_splits.MAX_SPLITS} on a GPU"
+            )
         capability = torch.cuda.get_device_capability(device)
         key = runner_key(config, ARCHITECTURES[capability])
         self.config = config

@@ -7,11 +7,12 @@ from dsv4.kernels.attention.config import FmhaConfig
 TILE_HEADS = 64  # heads of a CTA
 BLOCK_KEYS = 64  # keys of a step
 STATS = 4  # fp32 values beside each partial row
+MAX_SPLITS = 32  # the combine kernel weighs one split per lane
 
-# Costs in units of one block of keys, measured on an H200.
-WORK_COST = 2.5  # start and epilogue of a CTA's work item
-COMBINE_COST = 1.5  # the second launch
-PARTIAL_COST = 0.03  # writing and reading one CTA's partial, per CTA
+# Costs in units of one block of keys (1.4 us), measured on an H200.
+WORK_COST = 3.5  # start and epilogue of a CTA's work item
+COMBINE_COST = 3.1  # the second launch
+PARTIAL_COST = 0.024  # writing and reading one CTA's 64 partial rows
 
 
 def choose(config: FmhaConfig, tokens: int, rows: int, width: int, multiprocessors: int) -> int:
@@ -19,7 +20,7 @@ def choose(config: FmhaConfig, tokens: int, rows: int, width: int, multiprocesso
     and `width` window keys."""
     tiles = tokens * -(-config.num_query_heads // TILE_HEADS)
     blocks = -(-rows // BLOCK_KEYS) - (-width // BLOCK_KEYS)
-    most = max(1, min(blocks, multiprocessors // max(tiles, 1)))
+    most = max(1, min(blocks, multiprocessors // max(tiles, 1), MAX_SPLITS))
 
     def cost(splits: int) -> float:
         rounds = -(-tiles * splits // multiprocessors)

@@ -20,7 +20,6 @@ min(sink, 0) on window scores. The branch with the larger weight keeps bias 0, w
 any size, infinities included, exact.
 """
 
-import operator
 from collections import namedtuple
 
 import cutlass
@@ -43,27 +42,24 @@ from dsv4.kernels.attention.fmha_sm90_combine import (
 from dsv4.kernels.attention.fmha_sm90_device import (
     LOG2_E,
     by_row,
-    exp2,
     gemm,
     make_row_tile_map,
-    quad_max,
     quad_sum,
     quad_transpose,
     tma_load,
-    tree,
 )
+from dsv4.kernels.attention.fmha_sm90_lengths import Lengths, key_range
+from dsv4.kernels.attention.fmha_sm90_softmax import Rows, mask, softmax
 
 SMEM_CAPACITY = 232448
 REGISTERS_PER_SM = 65536
-# log2 of how far a score may exceed its row's reference before the reference moves.
-STALE_LIMIT = 8.0
 # K steps of QK that are left when the previous block's P is handed over.
 EARLY_STEPS = 8
 WINDOW_FLAG = 128
 
 
 def frozen(**fields):
-    """An immutable record: the tracer carries the fields of mutable objects through every staged loop."""
+    """An immutable record: of a mutable object the tracer carries every field through all loops."""
     return namedtuple("Record", fields)(**fields)
 
 
@@ -73,12 +69,12 @@ class FmhaKernelSm90:
     Args:
         head_dim: 64, 128, 256 or 512.
         num_query_heads: a multiple of 8 up to 128; heads are padded to 64 in shared memory only.
-        sliding_window: window size of `is_causal=True`; otherwise every row below `swa_lens` is visible.
+        sliding_window: window of `is_causal=True`; else every row below `swa_lens` is visible.
         top_k: promised bound of compressed rows; the real capacity is a runtime size.
         num_splits: fixed number of KV splits, or None where each launch says.
     """
 
-    # ---- construction ------------------------------------------------------------------------------------
+    # ---- construction ----
 
     def __init__(
         self,
@@ -204,12 +200,11 @@ class FmhaKernelSm90:
             (self.heads, self.pv_dim),
         )
 
-    # ---- host --------------------------------------------------------------------------------------------
+    # ---- host ----
 
     @cute.jit
     def __call__(
         self,
-        # fmt: off
         q: cute.Tensor,  # [T, n_h, head_dim] bf16
         compressed_kv: cute.Tensor,  # [T, top_k, head_dim] bf16
         swa_kv: cute.Tensor,  # [batch, W, head_dim] bf16
@@ -224,7 +219,6 @@ class FmhaKernelSm90:
         workspace: cute.Tensor,  # [>= workspace_size] fp32 when num_splits > 1
         num_splits: cutlass.Int32,
         num_ctas: cutlass.Int32,  # persistent CTAs at most: the number of SMs
-        # fmt: on
     ):
         q_map = make_row_tile_map(q, q.iterator, self.chunk, (self.heads, self.chunk))
         box = (self.keys, self.half_dim)
@@ -297,7 +291,7 @@ class FmhaKernelSm90:
             cute.arch.setmaxregister_decrease(self.load_registers)
             if warp == 4 * self.load_group:
                 cute.arch.griddepcontrol_launch_dependents()
-                lengths = frozen(
+                lengths = Lengths(
                     tokens=q.shape[0],
                     compressed_rows=compressed_rows,
                     batch=window_shape[0],
@@ -369,8 +363,8 @@ class FmhaKernelSm90:
             head_tile, split, token = self._coordinates(index, num_splits)
 
             # ---- the keys of this work item ----
-            compressed_len, window_begin, window_end, request = self._key_range(
-                token, lengths, lane
+            compressed_len, window_begin, window_end, request = key_range(
+                lengths, token, self.is_causal, self.sliding_window
             )
             compressed_blocks = cute.ceil_div(compressed_len, self.keys)
             blocks = compressed_blocks + cute.ceil_div(window_end - window_begin, self.keys)
@@ -445,50 +439,6 @@ class FmhaKernelSm90:
             stage, phase = self._advance(stage, phase)
         return stage, phase
 
-    @cute.jit
-    def _key_range(self, token, lengths, lane):
-        """Compressed keys, window rows [begin, end), request; lengths clamped, padding empty."""
-        request = lengths.request_ids[token]
-        compressed_len = cutlass.Int32(lengths.compressed_rows)
-        if token < lengths.compressed_lens.shape[0]:
-            compressed_len = lengths.compressed_lens[token]
-        is_real = request >= 0 and request < lengths.batch
-        compressed_len = cutlass.max(cutlass.min(compressed_len, lengths.compressed_rows), 0)
-        window_end = cutlass.Int32(0)
-        if is_real:
-            window_end = lengths.swa_lens[request]
-        window_end = cutlass.max(cutlass.min(window_end, lengths.window_rows), 0)
-        window_begin = cutlass.Int32(0)
-        if cutlass.const_expr(self.is_causal):
-            # The token sits as far from the window's end as from its request's last token.
-            window_end -= self._tokens_after(token, request, lengths, lane)
-            window_end = cutlass.max(window_end, 0)
-            window_begin = cutlass.max(window_end - self.sliding_window, 0)
-        nothing = cutlass.Int32(0)
-        return (
-            cutlass.select_(is_real, compressed_len, nothing),
-            cutlass.select_(is_real, window_begin, nothing),
-            cutlass.select_(is_real, window_end, nothing),
-            request,
-        )
-
-    @cute.jit
-    def _tokens_after(self, token, request, lengths, lane):
-        """How many consecutive tokens of the same request follow; the whole warp searches."""
-        count = cutlass.Int32(0)
-        searching = cutlass.Boolean(True)
-        while searching:
-            other = token + 1 + count + lane
-            same = cutlass.Boolean(False)
-            if other < lengths.tokens:
-                same = lengths.request_ids[other] == request
-            ballot = cute.arch.vote_ballot_sync(same)
-            # The length of the ballot's run of trailing ones.
-            run = cute.arch.popc(ballot & ~(ballot + 1))
-            count += run
-            searching = run == 32
-        return count
-
     # ---- device: score warpgroup ----
 
     @cute.jit
@@ -518,11 +468,7 @@ class FmhaKernelSm90:
             ),
             k=mma_slice.make_fragment_B(mma_slice.partition_B(smem.k)),
             s=mma.make_fragment_C(mma.partition_shape_C((self.heads, self.keys))),
-            ref=cute.make_rmem_tensor(2, cutlass.Float32),
-            sum=cute.make_rmem_tensor(2, cutlass.Float32),
-            rescale=cute.make_rmem_tensor(2, cutlass.Float32),
-            # Biases of the two rows on compressed scores, then on window scores.
-            bias=cute.make_rmem_tensor((2, 2), cutlass.Float32),
+            rows=Rows.make(),
         )
         p = cute.make_rmem_tensor_like(tile.s, self.dtype)
         store = cute.make_tiled_copy_C(
@@ -544,8 +490,7 @@ class FmhaKernelSm90:
             q_phase ^= 1
             count = smem.work[0]
             gate_offset = self._set_bias(tile, smem.work[1], sink_logits, head)
-            tile.ref.fill(-cutlass.Float32.inf)
-            tile.sum.fill(0.0)
+            tile.rows.reset()
             if count > 0:
                 stage, phase = self._take_q_registers(smem, tile, thread, stage, phase)
 
@@ -569,16 +514,16 @@ class FmhaKernelSm90:
                 is_window = valid >= WINDOW_FLAG
                 valid = valid % WINDOW_FLAG
                 if valid < self.keys:
-                    self._mask(tile, valid)
+                    mask(tile.s, valid, lane)
                     self._zero_rows(smem, stage, valid, thread)
-                self._softmax(tile, is_window)
+                softmax(tile.s, tile.rows, is_window, self.scale_log2)
                 p.store(tile.s.load().to(self.dtype))
 
                 cute.arch.mbarrier_wait(smem.p_empty + buffer, 1 - blocks // 2 % 2)
                 cute.copy(store, p_source, p_target[None, None, None, buffer])
                 if lane % 4 == 0:
                     for r in cutlass.range_constexpr(2):
-                        smem.rescale[row + 8 * r, buffer] = tile.rescale[r]
+                        smem.rescale[row + 8 * r, buffer] = tile.rows.rescale[r]
                 cute.arch.fence_view_async_shared()
                 is_held = cutlass.Boolean(True)
                 blocks += 1
@@ -590,7 +535,7 @@ class FmhaKernelSm90:
 
             # ---- epilogue ----
             for r in cutlass.range_constexpr(2):
-                tile.sum[r] = quad_sum(tile.sum[r])
+                tile.rows.sum[r] = quad_sum(tile.rows.sum[r])
             cute.arch.mbarrier_wait(smem.rows_empty, rows_phase)
             rows_phase ^= 1
             if lane % 4 == 0:
@@ -668,7 +613,7 @@ class FmhaKernelSm90:
         """Score biases of the sink gate; returns what they take off the log of the denominator."""
         offset = cute.make_rmem_tensor(2, cutlass.Float32)
         offset.fill(0.0)
-        tile.bias.fill(0.0)
+        tile.rows.bias.fill(0.0)
         if cutlass.const_expr(self.is_gate):
             # An empty branch leaves the other alone: the sink then counts as 0.
             for r in cutlass.range_constexpr(2):
@@ -676,20 +621,9 @@ class FmhaKernelSm90:
                 if has_both != 0 and head + 8 * r < self.num_query_heads:
                     sink = sink_logits[head + 8 * r]
                 offset[r] = cute.arch.fmax(sink, 0.0)
-                tile.bias[r, 0] = -offset[r] * LOG2_E
-                tile.bias[r, 1] = cute.arch.fmin(sink, 0.0) * LOG2_E
+                tile.rows.bias[r, 0] = -offset[r] * LOG2_E
+                tile.rows.bias[r, 1] = cute.arch.fmin(sink, 0.0) * LOG2_E
         return offset
-
-    @cute.jit
-    def _mask(self, tile, valid: cutlass.Int32):
-        s = by_row(tile.s)
-        column = tile.lane % 4 * 2
-        for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
-            for c in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(2):
-                    s[r, c, j] = cutlass.select_(
-                        column + j * 8 + c < valid, s[r, c, j], -cutlass.Float32.inf
-                    )
 
     @cute.jit
     def _zero_rows(self, smem, stage, valid: cutlass.Int32, thread):
@@ -709,31 +643,6 @@ class FmhaKernelSm90:
                 cute.autovec_copy(zero, vectors[None, i, chunk])
 
     @cute.jit
-    def _softmax(self, tile, is_window):
-        """Turn S into weights in place; leave in `rescale` what older weights must be scaled by."""
-        s = by_row(tile.s)
-        columns = [(c, j) for j in range(cute.size(s, mode=[2])) for c in range(2)]
-        tops = [tree(cute.arch.fmax, [s[r, c, j] for c, j in columns]) for r in range(2)]
-        tops = [quad_max(top) for top in tops]
-        for r in cutlass.range_constexpr(2):
-            bias = cutlass.select_(is_window, tile.bias[r, 1], tile.bias[r, 0])
-            top = tops[r] * self.scale_log2 + bias
-            old = tile.ref[r]
-            is_raised = top > old + STALE_LIMIT
-            new = cutlass.select_(is_raised, top, old)
-            rescale = cutlass.select_(is_raised, exp2(old - new), cutlass.Float32(1.0))
-            # A row without a finite score so far: every weight is 2^-inf.
-            is_empty = new == -cutlass.Float32.inf
-            shift = bias - cutlass.select_(is_empty, cutlass.Float32(0.0), new)
-            weights = [exp2(s[r, c, j] * self.scale_log2 + shift) for c, j in columns]
-            for (c, j), weight in zip(columns, weights, strict=True):
-                s[r, c, j] = weight
-            total = tree(operator.add, weights)
-            tile.sum[r] = tile.sum[r] * rescale + total
-            tile.ref[r] = new
-            tile.rescale[r] = rescale
-
-    @cute.jit
     def _finish_rows(
         self,
         smem,
@@ -751,7 +660,7 @@ class FmhaKernelSm90:
         """Statistics of a finished row: its output scale, and its lse or its split's partial."""
         for r in cutlass.range_constexpr(2):
             if head + 8 * r < self.num_query_heads:
-                ref, total = tile.ref[r], tile.sum[r]
+                ref, total = tile.rows.ref[r], tile.rows.sum[r]
                 if num_splits > 1:
                     rows = tokens * self.num_query_heads
                     stats = partial_stats(workspace, rows, num_splits, self.head_dim)
@@ -806,7 +715,7 @@ class FmhaKernelSm90:
             self._release(smem.q_empty, lane)
             acc.fill(0.0)
             if cutlass.const_expr(self.q_register_dim > 0):
-                if count > 0:
+                if count > 0:  # noqa: SIM102 (one test is static, the other is not)
                     # The stage that brought Q belongs to the score warpgroup.
                     stage, phase = self._advance(stage, phase)
 
@@ -909,7 +818,7 @@ class FmhaKernelSm90:
             cute.arch.mbarrier_arrive(barrier)
 
 
-# ---- compilation -----------------------------------------------------------------------------------------
+# ---- compilation ----
 
 
 def fake_arguments(config: FmhaConfig) -> tuple[tuple, dict]:
@@ -964,12 +873,3 @@ def build(config: FmhaConfig, options: str = ""):
     )
     args, optional = fake_arguments(config)
     return cute.compile(kernel, *args, **optional, options=f"--enable-tvm-ffi {options}".strip())
-
-
-def workspace_size(config: FmhaConfig, tokens: int, num_splits: int) -> int:
-    """fp32 elements of split-KV partials that a launch of `tokens` tokens needs."""
-    from dsv4.kernels.attention.fmha_sm90_combine import STATS
-
-    if num_splits == 1:
-        return 0
-    return tokens * config.num_query_heads * num_splits * (config.head_dim + STATS)

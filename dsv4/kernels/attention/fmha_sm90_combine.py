@@ -44,6 +44,8 @@ class CombineSm90:
             grid=[cute.ceil_div(rows, self.rows_per_block), 1, 1],
             block=[THREADS, cute.ceil_div(num_splits, BATCH), 1],
             stream=stream,
+            # The number of threads is known at run time only: bound it for the compiler.
+            max_number_threads=[THREADS, MAX_SPLITS // BATCH, 1],
             use_pdl=True,
         )
 
@@ -126,7 +128,7 @@ def partial_stats(workspace: cute.Tensor, rows, num_splits, head_dim: int) -> cu
 
 
 def row_pointer(tensor: cute.Tensor, token, head) -> cute.Pointer:
-    """16-byte aligned address of tensor[token, head, 0]; 64-bit, the tensor may pass 2^31 elements."""
+    """16-byte aligned address of tensor[token, head, 0], which may be past 2^31 elements."""
     offset = cutlass.Int64(token) * tensor.stride[0] + cutlass.Int64(head) * tensor.stride[1]
     return cute.make_ptr(
         tensor.element_type,
@@ -137,7 +139,7 @@ def row_pointer(tensor: cute.Tensor, token, head) -> cute.Pointer:
 
 
 def output_scale(top, total, sink, is_softmax_sink: bool):
-    """Factor that turns the accumulated row into the output: 1 / (sum + sink); 0 for a row without keys."""
+    """1 / (sum + sink), what turns an accumulated row into the output; 0 for a row without keys."""
     denominator = total
     if is_softmax_sink:
         denominator = total + exp2(sink * LOG2_E - top)

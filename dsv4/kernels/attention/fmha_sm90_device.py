@@ -1,4 +1,4 @@
-"""Device helpers of the Hopper attention kernel: TMA, fragments and row reductions of one warpgroup."""
+"""Device helpers of the Hopper attention kernel: TMA, fragments, row reductions."""
 
 import cutlass
 from cutlass import cute
@@ -21,11 +21,12 @@ def make_row_tile_map(
 ):
     """Tensor map of a [batch, row, d] tensor seen as (d % chunk, row, d // chunk, batch).
 
-    Splitting d lets one instruction fetch a tile wider than the swizzle span. Row and batch are separate
-    dimensions so that a ragged tile is filled with zeros instead of the next batch's rows. The promotion is
-    off because 256 B costs 10% of the read bandwidth.
+    Splitting d lets one instruction fetch a tile wider than the swizzle span. Row and batch are
+    separate dimensions so that a ragged tile is filled with zeros instead of the next batch's rows.
+    L2 promotion is off: 256 B costs 10% of the read bandwidth.
 
-    An empty tensor has no address a map may hold: it is mapped as one row at `fallback`, which nobody loads.
+    An empty tensor has no address that a map may hold: it is mapped as one row at `fallback`,
+    which nobody loads.
     """
     batch, rows, dim = tensor.shape
     address = tensor.iterator.toint()
@@ -68,7 +69,7 @@ def gemm(make_mma, acc, a, b, steps, first_step_of_a: int, accumulate):
 
 
 def by_row(acc: cute.Tensor) -> cute.Tensor:
-    """View an m64nN accumulator fragment as [row of the thread (2), column pair member (2), N / 8]."""
+    """An m64nN accumulator fragment as [row of the thread (2), column of a pair (2), N / 8]."""
     return cute.make_tensor(
         acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4), stride=(2, 1, 4))
     )
