@@ -15,7 +15,8 @@ from torch import Tensor
 from dsv4.cache.allocator import OutOfBlocksError
 from dsv4.cache.manager import CacheManager
 from dsv4.cache.paged_cache import block_size
-from dsv4.model.forward import prefill, verify
+from dsv4.model.decode_graph import decode_forward
+from dsv4.model.forward import prefill
 from dsv4.model.inputs import SAMPLED_HERE, InputStage
 from dsv4.model.sampler import RowSampling, SamplingParams
 from dsv4.model.stats import GenerationStats
@@ -67,6 +68,8 @@ class Engine:
         num_draft_tokens: drafts per decode forward, k; a forward has 1 + k positions per request.
         prefill_chunk: tokens of one prefill forward, padding included; longer prompts take several.
         num_blocks: blocks of the paged cache; default enough for `max_requests` of `max_context`.
+        use_cuda_graphs: replay decode forwards as CUDA graphs, which are captured when a shape
+            first occurs; default on a GPU, for up to 15 drafts.
 
     Attributes:
         stats: counts and times since the engine was made.
@@ -83,6 +86,7 @@ class Engine:
         num_draft_tokens: int = 0,
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
         num_blocks: int | None = None,
+        use_cuda_graphs: bool | None = None,
     ) -> None:
         config = model.config
         for name, value, least in (
@@ -117,6 +121,7 @@ class Engine:
         self._manager = CacheManager(self._cache)
         positions = max(prefill_chunk, max_requests * (1 + num_draft_tokens))
         self._stage = InputStage(positions, max_requests, self._cache.device)
+        self._verify = decode_forward(model, self._cache, num_draft_tokens, use_cuda_graphs)
 
         self._next_id = 0
         self._waiting: deque[_Request] = deque()  # oldest first, all younger than the running
@@ -267,7 +272,7 @@ class Engine:
         step = self._manager.step([r.slot for r in requests], counts, chunk, rows)
         tokens = [[request.tokens[-1], *request.drafts] for request in requests]
         inputs = self._stage.fill(step, [r.sampling for r in requests], tokens)
-        result = verify(self.model, self._cache, inputs, self.num_draft_tokens).tolist()
+        result = self._verify(inputs).tolist()
 
         outputs = []
         for request, count, row in zip(requests, counts, result):
