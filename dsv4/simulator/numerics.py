@@ -88,6 +88,12 @@ def bf16x2_of_f32(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return bf16_of_f32(pair).view(u32)[:, 0]
 
 
+def tf32_nearest(bits: np.ndarray) -> np.ndarray:
+    """float32 bits to tf32, ties away from zero; infinity and NaN lose their low bits."""
+    special = (bits & u32(0x7F800000)) == u32(0x7F800000)
+    return np.where(special, bits, bits + u32(0x1000)) & u32(0xFFFFE000)
+
+
 # --- small formats -------------------------------------------------------------------------------
 class SmallFloat:
     """A format of at most 8 bits: decoding by table, encoding by nearest table entry.

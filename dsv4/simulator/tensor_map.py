@@ -13,15 +13,18 @@ import numpy as np
 
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.memory import GlobalMemory
-from dsv4.simulator.numerics import bf16_of_f32, f32_of_bf16
+from dsv4.simulator.numerics import bf16_of_f32, f32_of_bf16, tf32_nearest
 
 MAP_BYTES = 128
 # The hardware's element type codes.
 _ELEMENTS = {
     0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 4: ("u64", 8), 5: ("s64", 8),
-    6: ("f16", 2), 7: ("f32", 4), 8: ("f64", 8), 9: ("f32", 4), 10: ("bf16", 2), 11: ("f32", 4),
+    6: ("f16", 2), 7: ("f32", 4), 8: ("f32", 4), 9: ("f64", 8), 10: ("bf16", 2),
     12: ("f32", 4),
 }  # fmt: skip
+_NAN_FILL = 0x7FF7  # in every 16 bits of elements outside the tensor
+_TF32_NAN = np.uint32(0x7FFFE000)
+_CHUNK = 16  # bytes; the granularity of the innermost dimension
 _SWIZZLE_SPAN = {0: 0, 1: 32, 2: 64, 3: 128}
 
 
@@ -49,6 +52,8 @@ class TensorMap:
             raise KernelFault(f"tensor map is not valid: {raw[:64].hex()}")
         self.dtype, self.element = _ELEMENTS[code]
         self.span = _SWIZZLE_SPAN[(form >> 13) & 3]
+        self.fill = _NAN_FILL if form >> 15 & 1 else 0
+        self.rounds_to_tf32 = bool(form >> 16 & 1)
         low = [w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF]
         high = w[3] >> 32
         self.strides = [self.element] + [
@@ -62,25 +67,39 @@ class TensorMap:
         self.box = [-(-(b + 1) // s) for b, s in zip(boxes[: self.rank], self.steps)]
         self.bytes = int(np.prod(self.box)) * self.element
         self._check()
-        extent = self.element + sum((d - 1) * s for d, s in zip(self.dims, self.strides))
-        base = memory.read(self.address, extent)
-        self.view = np.lib.stride_tricks.as_strided(
-            base,
-            shape=(*reversed(self.dims), self.element),
+        self.memory = memory
+        self.view = self._view(self.dims)
+
+    def _view(self, dims: list[int]) -> np.ndarray:
+        """The tensor's bytes as [.., dims[0], element bytes]."""
+        extent = self.element + sum((d - 1) * s for d, s in zip(dims, self.strides))
+        return np.lib.stride_tricks.as_strided(
+            self.memory.read(self.address, extent),
+            shape=(*reversed(dims), self.element),
             strides=(*reversed(self.strides), 1),
         )
 
     def _check(self) -> None:
         inner = self.box[0] * self.element
-        if self.span and inner != self.span:
-            raise KernelFault(f"box rows of {inner} bytes do not fill the {self.span}-byte swizzle")
-        if inner % 16:
+        if self.span and inner > self.span:
+            raise KernelFault(f"box rows of {inner} bytes exceed the {self.span}-byte swizzle")
+        if inner % _CHUNK:
             raise KernelFault(f"box rows of {inner} bytes are not a multiple of 16")
 
-    def _slices(self, origin) -> tuple[tuple, tuple] | None:
-        """(global, box) slices of the part inside the tensor, None when nothing is inside."""
+    def check_origin(self, origin, *, stored: bool) -> None:
+        """Coordinates that hardware refuses as an illegal instruction."""
+        if origin[0] * self.element % _CHUNK:
+            raise KernelFault(
+                f"tensor copy at {tuple(origin)}: the innermost coordinate must be a multiple of "
+                f"{_CHUNK // self.element} elements ({_CHUNK} bytes)"
+            )
+        if stored and min(origin) < 0:
+            raise KernelFault(f"tensor store at {tuple(origin)}: negative coordinates only load")
+
+    def _slices(self, origin, dims: list[int]) -> tuple[tuple, tuple] | None:
+        """(global, box) slices of the part inside `dims`, None when nothing is inside."""
         inside, within = [], []
-        for start, count, size, step in zip(origin, self.box, self.dims, self.steps):
+        for start, count, size, step in zip(origin, self.box, dims, self.steps):
             first = -(start // step) if start < 0 else 0
             last = min(count, -(-(size - start) // step))
             if last <= first:
@@ -93,25 +112,40 @@ class TensorMap:
         return (*reversed(self.box), self.element)
 
     def load(self, origin) -> np.ndarray:
-        """The box at `origin` (innermost first) as bytes [rows, row bytes], zero outside."""
-        box = np.zeros(self._box_shape(), np.uint8)
-        slices = self._slices(origin)
+        """The box at `origin` (innermost first) as bytes [rows, row bytes], filled outside."""
+        count = int(np.prod(self.box)) * self.element
+        if self.fill:
+            box = np.full(count // 2, self.fill, np.uint16).view(np.uint8)
+            box = box.reshape(self._box_shape())
+        else:
+            box = np.zeros(self._box_shape(), np.uint8)
+        slices = self._slices(origin, self.dims)
         if slices:
-            box[slices[1]] = self.view[slices[0]]
+            inside = self.view[slices[0]]
+            if self.rounds_to_tf32:
+                words = np.ascontiguousarray(inside).view(np.uint32)
+                nan = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+                inside = np.where(nan, _TF32_NAN, tf32_nearest(words)).view(np.uint8)
+            box[slices[1]] = inside
         return box.reshape(-1, self.box[0] * self.element)
 
     def store(self, origin, rows: np.ndarray, op: str | None = None) -> None:
-        """Write or reduce the part of the box that lies inside the tensor."""
-        slices = self._slices(origin)
+        """Write or reduce the part of the box that lies inside the tensor.
+
+        Hardware ends the innermost dimension at the next 16 bytes only: a store over the edge of a
+        tensor whose rows are not a multiple of 16 bytes also writes the bytes behind them.
+        """
+        unit = _CHUNK // self.element
+        dims = [-(-self.dims[0] // unit) * unit, *self.dims[1:]]
+        slices = self._slices(origin, dims)
         if not slices:
             return
+        view = self.view if dims == self.dims else self._view(dims)
         box = rows.reshape(self._box_shape())[slices[1]]
-        if op is None:
-            self.view[slices[0]] = box
-            return
-        target = self.view[slices[0]]
-        old = np.ascontiguousarray(target)
-        self.view[slices[0]] = reduce_bytes(op, self.dtype, old, np.ascontiguousarray(box))
+        if op is not None:
+            old = np.ascontiguousarray(view[slices[0]])
+            box = reduce_bytes(op, self.dtype, old, np.ascontiguousarray(box))
+        view[slices[0]] = box
 
     def gather(self, column: int, rows) -> np.ndarray:
         """gather4: four rows of a 2-D tensor, `box[0]` elements from `column`."""
@@ -131,8 +165,10 @@ class TensorMap:
         """Shared offsets of every 16-byte chunk of the box laid down at `offset`, [chunks]."""
         inner = self.box[0] * self.element
         count = int(np.prod(self.box[1:])) if rows is None else rows
-        linear = offset + np.arange(count * inner // 16) * 16
-        return swizzled(linear, self.span)
+        # Rows shorter than the swizzle's span still start `span` bytes apart.
+        row = np.arange(count)[:, None] * max(inner, self.span)
+        linear = offset + row + np.arange(0, inner, _CHUNK)
+        return swizzled(linear.reshape(-1), self.span)
 
 
 def reduce_bytes(op: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
@@ -143,6 +179,8 @@ def reduce_bytes(op: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.nd
     }.get(dtype)  # fmt: skip
     if op in ("and", "or", "xor"):
         return {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op](old, new)
+    if op in ("inc", "dec"):
+        return _count(op, old, new)
     function = {"add": np.add, "min": np.minimum, "max": np.maximum}.get(op)
     if function is None:
         raise KernelFault(f"reduction {op} of {dtype}")
@@ -154,3 +192,13 @@ def reduce_bytes(op: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.nd
     a, b = (x.reshape(-1).view(numpy_type) for x in (old, new))
     with np.errstate(over="ignore"):
         return function(a, b).view(np.uint8).reshape(old.shape)
+
+
+def _count(op: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """inc and dec of u32: counters that wrap at the operand."""
+    a, b = (x.reshape(-1).view(np.uint32) for x in (old, new))
+    if op == "inc":
+        out = np.where(a >= b, np.uint32(0), a + np.uint32(1))
+    else:
+        out = np.where((a == 0) | (a > b), b, a - np.uint32(1))
+    return out.astype(np.uint32).view(np.uint8).reshape(old.shape)

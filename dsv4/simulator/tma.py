@@ -68,19 +68,20 @@ def tensor_load(w: Warp, form, tensor, coordinates, target, barrier, multicast, 
         m = _map(w, int(tensor[lane]))
         origin = [_signed(c[lane]) for c in coordinates]
         a, b = int(target[lane]), int(barrier[lane])
-        _check_tile(m, mode, origin, a & OFFSET_MASK)
+        _check_tile(m, mode, origin, a & OFFSET_MASK, stored=False)
         rows = None if mode == "tile" else 4
         receivers = _targets(w, a, b, None if multicast is None else int(multicast[lane]), pair)
         offsets = m.shared_rows(a & OFFSET_MASK, rows)
         _issue_load(w, m, mode, origin, receivers, offsets)
 
 
-def _check_tile(m: TensorMap, mode: str, origin: list[int], offset: int) -> None:
+def _check_tile(m: TensorMap, mode: str, origin: list[int], offset: int, *, stored: bool) -> None:
     wanted = m.rank if mode == "tile" else 5
     if len(origin) != wanted:
         raise KernelFault(f"{len(origin)} coordinates for a rank-{m.rank} tensor map ({mode})")
     if offset & 127:
         raise KernelFault(f"tensor copy to shared offset {offset:#x}: 128-byte alignment needed")
+    m.check_origin(origin, stored=stored)
 
 
 def _issue_load(w: Warp, m: TensorMap, mode: str, origin, receivers, offsets) -> None:
@@ -115,7 +116,7 @@ def tensor_store(w: Warp, form, tensor, coordinates, source, mask) -> None:
         if key in seen:
             continue
         seen.add(key)
-        _check_tile(m, mode, origin, a & OFFSET_MASK)
+        _check_tile(m, mode, origin, a & OFFSET_MASK, stored=True)
         offsets = m.shared_rows(a & OFFSET_MASK, None if mode == "tile" else 4)
         rows = _chunks(w.cta, offsets)
         _issue_store(w, m, mode, op, origin, rows, offsets)
