@@ -163,15 +163,8 @@ def test_more_than_two_to_the_31_elements(seed) -> None:
     case.q = torch.randn(tokens, 8, 512, device="cuda").bfloat16()
     case.request_ids = torch.zeros(tokens, dtype=torch.int32, device="cuda")
     o, lse = case.run(sink_mode=SINK_MODE)
-    last = Case(
-        case.q[-2:],
-        big[-2:],
-        case.swa_kv,
-        case.swa_lens,
-        case.sink_logits,
-        case.request_ids[-2:],
-        None,
-    )
+    tensors = (case.swa_kv, case.swa_lens, case.sink_logits, case.request_ids[-2:])
+    last = Case(case.q[-2:], big[-2:], *tensors, None)
     compare(o[-2:], lse[-2:], *oracle(*last.tensors(), sink_mode=SINK_MODE))
     assert not o.isnan().any()
 

@@ -539,19 +539,15 @@ class FmhaKernelSm90:
             cute.arch.mbarrier_wait(smem.rows_empty, rows_phase)
             rows_phase ^= 1
             if lane % 4 == 0:
-                self._finish_rows(
-                    smem,
-                    tile,
-                    sink_logits,
-                    lse,
-                    workspace,
-                    num_splits,
-                    token,
-                    head,
-                    split,
-                    gate_offset,
-                    q.shape[0],
+                place = frozen(
+                    tokens=q.shape[0],
+                    token=token,
+                    head=head,
+                    split=split,
+                    num_splits=num_splits,
+                    gate_offset=gate_offset,
                 )
+                self._finish_rows(smem, tile, place, sink_logits, lse, workspace)
             self._release(smem.rows_full, lane)
             index += cute.arch.grid_dim()[0]
 
@@ -643,38 +639,26 @@ class FmhaKernelSm90:
                 cute.autovec_copy(zero, vectors[None, i, chunk])
 
     @cute.jit
-    def _finish_rows(
-        self,
-        smem,
-        tile,
-        sink_logits,
-        lse,
-        workspace,
-        num_splits,
-        token,
-        head,
-        split,
-        gate_offset,
-        tokens,
-    ):
-        """Statistics of a finished row: its output scale, and its lse or its split's partial."""
+    def _finish_rows(self, smem, tile, place, sink_logits, lse, workspace):
+        """Statistics of a work item's rows: output scale and lse, or those of a split's partial."""
         for r in cutlass.range_constexpr(2):
-            if head + 8 * r < self.num_query_heads:
-                ref, total = tile.rows.ref[r], tile.rows.sum[r]
-                if num_splits > 1:
-                    rows = tokens * self.num_query_heads
-                    stats = partial_stats(workspace, rows, num_splits, self.head_dim)
-                    index = token * self.num_query_heads + head + 8 * r
-                    index = index * num_splits + split
+            head = place.head + 8 * r
+            ref, total = tile.rows.ref[r], tile.rows.sum[r]
+            scale = cutlass.Float32(0.0)
+            if head < self.num_query_heads:
+                if place.num_splits > 1:
+                    rows = place.tokens * self.num_query_heads
+                    stats = partial_stats(workspace, rows, place.num_splits, self.head_dim)
+                    row = place.token * self.num_query_heads + head
+                    index = row * place.num_splits + place.split
                     stats[0, index] = ref
                     stats[1, index] = total
-                    stats[2, index] = gate_offset[r]
+                    stats[2, index] = place.gate_offset[r]
                 else:
-                    smem.row_scale[tile.row + 8 * r] = output_scale(
-                        ref, total, sink_logits[head + 8 * r], not self.is_gate
-                    )
-                    if token < lse.shape[0]:
-                        lse[token, head + 8 * r] = row_lse(ref, total, gate_offset[r])
+                    scale = output_scale(ref, total, sink_logits[head], not self.is_gate)
+                    if place.token < lse.shape[0]:
+                        lse[place.token, head] = row_lse(ref, total, place.gate_offset[r])
+            smem.row_scale[tile.row + 8 * r] = scale
 
     # ---- device: output warpgroups ----
 
@@ -714,8 +698,8 @@ class FmhaKernelSm90:
             count = smem.work[0]
             self._release(smem.q_empty, lane)
             acc.fill(0.0)
-            if cutlass.const_expr(self.q_register_dim > 0):
-                if count > 0:  # noqa: SIM102 (one test is static, the other is not)
+            if cutlass.const_expr(self.q_register_dim > 0):  # noqa: SIM102 static, then dynamic
+                if count > 0:
                     # The stage that brought Q belongs to the score warpgroup.
                     stage, phase = self._advance(stage, phase)
 
