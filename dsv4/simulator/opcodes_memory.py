@@ -38,7 +38,8 @@ def load(e: BlockEmitter, ins: Instruction) -> None:
     targets = e.vector(ins.operands[0])
     out = e.temporary()
     if kind == "u128":
-        raise ValueError("128-bit element load")
+        _load_128(e, ins, space)
+        return
     bits = BITS_OF_KIND[kind]
     e.mark()
     if space == "param":
@@ -53,6 +54,14 @@ def load(e: BlockEmitter, ins: Instruction) -> None:
         if target != "_":
             view = f".view({DTYPES[kind]})" if kind[0] in "sf" else ""
             e.define(target, f"{out}[{i}]{view}", kind)
+
+
+def _load_128(e: BlockEmitter, ins: Instruction, space: str) -> None:
+    address = e.address(ins.operands[1], "u32" if space == "shared" else "u64")
+    e.mark()
+    out = e.temporary()
+    e.line(f"{out} = load_{space}(w, {address}, 2, 64, {e.mask})")
+    e.define(ins.operands[0], f"np.stack({out}, 1)", "u128")
 
 
 def _load_param(e: BlockEmitter, ins: Instruction, count: int, bits: int) -> str:

@@ -87,27 +87,60 @@ def store(e: BlockEmitter, ins: Instruction) -> None:
     )
 
 
+# Block scales per row of one instruction, by name of the block size and kind.
+_SCALES = {"scale_vec::1X": 1, "scale_vec::2X": 2, "scale_vec::4X": 4}
+_DEFAULT_SCALES = {"mxf8f6f4": 1, "mxf4": 2, "mxf4nvf4": 4}
+
+
+def _scales_per_row(ins: Instruction, kind: str) -> int:
+    for part in ins.parts:
+        if part in _SCALES:
+            return _SCALES[part]
+        if part in ("block16", "block32"):
+            return {"mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64}[kind] // int(part[5:])
+    return _DEFAULT_SCALES[kind]
+
+
 @emits("tcgen05.mma")
 def multiply(e: BlockEmitter, ins: Instruction) -> None:
-    if {"ws", "sp", "block_scale"} & set(ins.parts):
-        raise ValueError("tcgen05.mma variant")
+    if "sp" in ins.parts:
+        raise ValueError("sparse tcgen05.mma")
     e.mark()
     kind = next(p for p in ins.parts if p.startswith("kind::")).removeprefix("kind::")
+    stationary = "ws" in ins.parts
     a_in_tmem = ins.operands[1].startswith("[")
     d = e.address(ins.operands[0], "u32")
     a = e.address(ins.operands[1], "u32") if a_in_tmem else e.value(ins.operands[1], "u64")
     b, bits = e.value(ins.operands[2], "u64"), e.value(ins.operands[3], "u32")
     rest = ins.operands[4:]
-    disabled = ""
-    if rest[0].startswith("{"):
+    disabled, scales, shift = "", "None", None
+    if "block_scale" in ins.parts:
+        places = ", ".join(e.address(x, "u32") for x in rest[:2])
+        scales = f"({places}, {_scales_per_row(ins, kind)})"
+        rest = rest[2:]
+    elif rest[0].startswith("{"):
         disabled = "".join(f"{e.value(x, 'u32')}, " for x in e.vector(rest[0]))
         rest = rest[1:]
     accumulate = e.value(rest[0], "p")
-    scale = int(rest[1], 0) if len(rest) > 1 else None
+    if len(rest) > 1 and not stationary:
+        shift = int(rest[1], 0)
+    elif len(rest) > 1:
+        raise ValueError("zero-column mask")
     e.line(
         f"issue_multiply(w, {_group(ins)}, {kind!r}, {d}, {a}, {a_in_tmem}, {b}, {bits}, "
-        f"{accumulate}, ({disabled}), {scale}, {e.mask})"
+        f"{accumulate}, ({disabled}), {stationary}, {scales}, {shift}, {e.mask})"
     )
+
+
+@emits("tcgen05.cp")
+def copy(e: BlockEmitter, ins: Instruction) -> None:
+    if any(p.startswith(("b6x16", "b4x16")) for p in ins.parts):
+        raise ValueError("decompressing copy")
+    e.mark()
+    shape = next(p for p in ins.parts if re.fullmatch(r"\d+x\d+b", p))
+    spread = next((p for p in ins.parts if p.startswith("warpx")), "")
+    target, descriptor = e.address(ins.operands[0], "u32"), e.value(ins.operands[1], "u64")
+    e.line(f"issue_copy(w, {_group(ins)}, {shape!r}, {spread!r}, {target}, {descriptor}, {e.mask})")
 
 
 @emits("tcgen05.commit")

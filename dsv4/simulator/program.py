@@ -11,8 +11,10 @@ from dsv4.simulator import (
     codegen,
     collectives,
     control,
+    launch_control,
     memory,
     memory_access,
+    mma_sync,
     numerics,
     opcodes_control,
     opcodes_convert,
@@ -31,16 +33,31 @@ from dsv4.simulator.warp import ALL
 
 EMITTER_MODULES = (
     opcodes_control, opcodes_convert, opcodes_float, opcodes_integer, opcodes_memory,
-    opcodes_tcgen05, tma, wgmma,
+    opcodes_tcgen05, tma, wgmma, launch_control, mma_sync,
 )  # fmt: skip
 
 
 def _namespace() -> dict[str, object]:
     """What generated code may call."""
     names: dict[str, object] = {"np": np, "where": np.where, "ALL": ALL, "bool_": np.bool_}
-    for module in (numerics, barriers, collectives, control, memory, memory_access, tma, tcgen05):
+    for module in (
+        numerics,
+        barriers,
+        collectives,
+        control,
+        memory,
+        memory_access,
+        tma,
+        tcgen05,
+        launch_control,
+    ):
         names.update({k: v for k, v in vars(module).items() if not k.startswith("_")})
-    names.update(wgmma_issue=wgmma.issue, wgmma_commit=wgmma.commit, wgmma_wait=wgmma.wait)
+    names.update(
+        mma_sync=mma_sync.multiply,
+        wgmma_issue=wgmma.issue,
+        wgmma_commit=wgmma.commit,
+        wgmma_wait=wgmma.wait,
+    )
     return names
 
 

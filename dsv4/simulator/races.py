@@ -22,7 +22,7 @@ from dsv4.simulator.global_races import GlobalRaces
 from dsv4.simulator.memory import SHARED_BYTES, TMEM_COLUMNS, Cluster, Cta
 from dsv4.simulator.report import Finding
 from dsv4.simulator.shadow import Shadow
-from dsv4.simulator.tcgen05 import InstructionDescriptor, operand_sizes
+from dsv4.simulator.tensor_core import Multiplication, operand_columns, operand_granules
 from dsv4.simulator.wgmma import operand_sizes as wgmma_sizes
 
 MAX_FINDINGS = 50
@@ -320,32 +320,44 @@ class Monitor:
         self.tmem_waited(w, "ld")
 
     # --- tensor cores ----------------------------------------------------------------------------
-    def multiply(self, w, cta: Cta, group: int, kind: str, operands) -> None:
-        """tcgen05.mma: operands read, accumulator written, in the order of the issuing warp."""
-        d, a, a_in_tmem, b, bits, accumulate, _ = operands
+    def _tensor_core(self, w) -> tuple[int, int, np.ndarray]:
+        """Agent, next clock and view of a warp's tensor-core work, which executes in order."""
         state = w.cluster.state
-        form = InstructionDescriptor(bits, kind)
-        depth, size_a, size_b = operand_sizes(form)
         agent, clock = state.clocks.agent(("mma", w.agent)), state.count(("mma", w.agent))
-        rows = form.m // group
         seen = state.clocks.seen[w.agent].copy()
-        seen[agent] = EVER  # MMAs of one thread execute in order
+        seen[agent] = EVER
+        return agent, clock, seen
+
+    def multiply(self, w, cta: Cta, product: Multiplication) -> None:
+        """tcgen05.mma: operands read, accumulator written."""
+        form, group = product.form, product.group
+        agent, clock, seen = self._tensor_core(w)
         first = cta.rank & ~(group - 1)
         for c in cta.cluster.ctas[first : first + group]:
-            tile = _tile(
-                MatrixDescriptor.tcgen05(b), form.n // group, depth, size_b, form.b_k_major
-            )
+            n = form.n // group
+            tile = operand_granules(product.b, n, form.depth, form.b, form.b_k_major)
             self._engine_reads(w, c, tile, agent, clock, "tcgen05.mma operand B")
-            if a_in_tmem:
-                where = _columns(a & 0xFFFF, depth * size_a // 4, tuple(range(_TMEM_GROUPS)))
+            if product.a_in_tmem:
+                columns = operand_columns(form.depth, form.a)
+                where = _columns(product.a & 0xFFFF, columns, tuple(range(_TMEM_GROUPS)))
                 self._tmem(w, c, where, agent, clock, seen, False, "tcgen05.mma operand A")
             else:
-                tile = _tile(MatrixDescriptor.tcgen05(a), rows, depth, size_a, form.a_k_major)
+                tile = operand_granules(product.a, product.rows, form.depth, form.a, form.a_k_major)
                 self._engine_reads(w, c, tile, agent, clock, "tcgen05.mma operand A")
-            where = _accumulator(d, form.n, rows, group)
-            if accumulate:
+            for address, rows in zip(product.scales or (), (product.rows, form.n)):
+                where = _columns(address & 0xFFFF, -(-rows // 32), (0, 1))
+                self._tmem(w, c, where, agent, clock, seen, False, "tcgen05.mma scales")
+            where = _accumulator(product)
+            if product.accumulate:
                 self._tmem(w, c, where, agent, clock, seen, False, "tcgen05.mma accumulator")
             self._tmem(w, c, where, agent, clock, seen, True, "tcgen05.mma accumulator")
+
+    def tmem_copy(self, w, cta: Cta, index, column: int, columns: int, lanes) -> None:
+        """tcgen05.cp: shared memory read, TMEM written, in order with products."""
+        agent, clock, seen = self._tensor_core(w)
+        self._engine_reads(w, cta, np.unique(index >> 2), agent, clock, "tcgen05.cp")
+        where = _columns(column, columns, tuple(np.unique(lanes // 16).tolist()))
+        self._tmem(w, cta, where, agent, clock, seen, True, "tcgen05.cp")
 
     def commit(self, w, barriers: list):
         state = w.cluster.state
@@ -435,11 +447,8 @@ def _columns(column: int, count: int, groups: tuple[int, ...]) -> np.ndarray:
     return (columns + np.array(groups)).reshape(-1)
 
 
-def _accumulator(d: int, n: int, rows: int, group: int) -> np.ndarray:
-    """TMEM granules of an accumulator, by the layouts of tcgen05."""
-    column, lane = d & 0xFFFF, d >> 16
-    if group == 2 and rows == 64:
-        return _columns(column, n // 2, tuple(range(_TMEM_GROUPS)))
-    if rows == 128:
-        return _columns(column, n, tuple(range(_TMEM_GROUPS)))
-    return _columns(column, n, tuple(2 * q + lane // 16 % 2 for q in range(4)))
+def _accumulator(product: Multiplication) -> np.ndarray:
+    """TMEM granules of an accumulator."""
+    columns = product.form.n // product.copies
+    groups = tuple(np.unique(product.lanes() // 16).tolist())
+    return _columns(product.d & 0xFFFF, columns, groups)

@@ -70,6 +70,8 @@ class Launch:
             raw[offset : offset + size] = value
         self.param_bytes = bytes(raw)
         self.random = random.Random(self.seed)
+        # Clusters not started yet, last first; cluster launch control may cancel them.
+        self.waiting: list[tuple[int, tuple[int, int, int]]] = []
 
     def engine_for(self, cluster: Cluster) -> AsyncEngine:
         """The asynchronous engine of a new cluster."""
@@ -152,6 +154,7 @@ def run_launch(launch: Launch, mine: list[tuple[int, tuple[int, int, int]]] | No
     """Run every cluster (or those in `mine`) to completion. Raises Deadlock, KernelFault."""
     waiting = list(enumerate(launch.cluster_origins())) if mine is None else list(mine)
     waiting.reverse()
+    launch.waiting = waiting
     width = 1 if launch.schedule == "eager" else 2
     limit = max(1, launch.multiprocessors // launch.cluster_size)
     resident: list[Resident] = []

@@ -20,8 +20,11 @@ MAP_BYTES = 128
 _ELEMENTS = {
     0: ("u8", 1), 1: ("u16", 2), 2: ("u32", 4), 3: ("s32", 4), 4: ("u64", 8), 5: ("s64", 8),
     6: ("f16", 2), 7: ("f32", 4), 8: ("f32", 4), 9: ("f64", 8), 10: ("bf16", 2),
-    12: ("f32", 4),
+    11: ("u4", 1), 12: ("u4", 1), 13: ("u6", 1),
 }  # fmt: skip
+# Types of less than a byte: bits per element, and whether each 16 elements are padded to 16 bytes
+# in shared memory. Their innermost dimension is counted in bytes once the map is decoded.
+_SUB_BYTE = {11: (4, False), 12: (4, True), 13: (6, True)}
 _NAN_FILL = 0x7FF7  # in every 16 bits of elements outside the tensor
 _TF32_NAN = np.uint32(0x7FFFE000)
 _CHUNK = 16  # bytes; the granularity of the innermost dimension
@@ -65,7 +68,11 @@ class TensorMap:
         self.steps = [((steps >> (3 * i)) & 7) + 1 for i in range(self.rank)]
         boxes = [w[6] >> 56] + [(w[7] >> (8 * i)) & 255 for i in range(4)]
         self.box = [-(-(b + 1) // s) for b, s in zip(boxes[: self.rank], self.steps)]
-        self.bytes = int(np.prod(self.box)) * self.element
+        self.bits, self.padded = _SUB_BYTE.get(code, (8, False))
+        # Of one box row in shared memory.
+        self.row_bytes = self.box[0] * (8 if self.padded else self.bits) // 8 * self.element
+        self.dims[0] = self.dims[0] * self.bits // 8
+        self.box[0] = self.box[0] * self.bits // 8
         self._check()
         self.memory = memory
         self.view = self._view(self.dims)
@@ -80,14 +87,21 @@ class TensorMap:
         )
 
     def _check(self) -> None:
-        inner = self.box[0] * self.element
+        inner = self.row_bytes
         if self.span and inner > self.span:
             raise KernelFault(f"box rows of {inner} bytes exceed the {self.span}-byte swizzle")
         if inner % _CHUNK:
             raise KernelFault(f"box rows of {inner} bytes are not a multiple of 16")
 
+    def _in_bytes(self, origin) -> tuple[int, ...]:
+        return (origin[0] * self.bits // 8, *origin[1:])
+
     def check_origin(self, origin, *, stored: bool) -> None:
         """Coordinates that hardware refuses as an illegal instruction."""
+        if self.bits < 8:
+            if origin[0] % 32 or stored:
+                raise KernelFault(f"tensor copy of {self.dtype} at {tuple(origin)}")
+            return
         if origin[0] * self.element % _CHUNK:
             raise KernelFault(
                 f"tensor copy at {tuple(origin)}: the innermost coordinate must be a multiple of "
@@ -119,7 +133,7 @@ class TensorMap:
             box = box.reshape(self._box_shape())
         else:
             box = np.zeros(self._box_shape(), np.uint8)
-        slices = self._slices(origin, self.dims)
+        slices = self._slices(self._in_bytes(origin), self.dims)
         if slices:
             inside = self.view[slices[0]]
             if self.rounds_to_tf32:
@@ -127,7 +141,11 @@ class TensorMap:
                 nan = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
                 inside = np.where(nan, _TF32_NAN, tf32_nearest(words)).view(np.uint8)
             box[slices[1]] = inside
-        return box.reshape(-1, self.box[0] * self.element)
+        if self.padded:
+            data = box.reshape(-1, 2 * self.bits)
+            box = np.zeros((len(data), _CHUNK), np.uint8)
+            box[:, : 2 * self.bits] = data
+        return box.reshape(-1, self.row_bytes)
 
     def store(self, origin, rows: np.ndarray, op: str | None = None) -> None:
         """Write or reduce the part of the box that lies inside the tensor.
@@ -163,7 +181,7 @@ class TensorMap:
 
     def shared_rows(self, offset: int, rows: int | None = None) -> np.ndarray:
         """Shared offsets of every 16-byte chunk of the box laid down at `offset`, [chunks]."""
-        inner = self.box[0] * self.element
+        inner = self.row_bytes
         count = int(np.prod(self.box[1:])) if rows is None else rows
         # Rows shorter than the swizzle's span still start `span` bytes apart.
         row = np.arange(count)[:, None] * max(inner, self.span)
