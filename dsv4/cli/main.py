@@ -9,9 +9,9 @@ import traceback
 from collections.abc import Sequence
 
 from dsv4 import __version__
-from dsv4.cli import compile, demo, doctor, generate, sim
+from dsv4.cli import bench, compile, demo, doctor, generate, sim
 
-COMMANDS = (demo, generate, doctor, compile, sim)
+COMMANDS = (demo, generate, doctor, compile, sim, bench)
 USAGE_ERROR = 2
 # What a user can cause: wrong paths, damaged checkpoints, impossible arguments, a missing extra.
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, NotImplementedError)
