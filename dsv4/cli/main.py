@@ -26,13 +26,23 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in COMMANDS:
         module.add_parser(subparsers)
-    for subparser in subparsers.choices.values():
-        subparser.add_argument(
+    _add_debug(subparsers)
+    return parser
+
+
+def _add_debug(subparsers: argparse._SubParsersAction) -> None:
+    """Give every subcommand, nested ones too, its `--debug`."""
+    for parser in dict.fromkeys(subparsers.choices.values()):
+        parser.add_argument(
             "--debug",
             action="store_true",
+            # No default: a nested parser's False would overwrite its parent's True.
+            default=argparse.SUPPRESS,
             help="show the traceback of an error instead of one line",
         )
-    return parser
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                _add_debug(action)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        if args.debug:
+        if getattr(args, "debug", False):
             traceback.print_exc()
         elif isinstance(error, USER_ERRORS):
             print(f"dsv4: error: {_one_line(error)}", file=sys.stderr)
