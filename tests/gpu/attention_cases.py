@@ -38,33 +38,34 @@ class Case:
         ragged: bool = False,
         growing: bool = False,
         padding: int = 0,
+        device: str = "cuda",
     ) -> Case:
         """Unit-scale inputs. `growing`: later keys are larger, so that every block raises the row
         maximum. `padding`: number of padding tokens at the end."""
 
         def rows(*shape: int) -> Tensor:
-            return torch.randn(*shape, head_dim, device="cuda")
+            return torch.randn(*shape, head_dim, device=device)
 
         compressed_kv, swa_kv = rows(tokens, top_k), rows(batch, width)
         if growing:
             for kv in (compressed_kv, swa_kv):
-                kv *= torch.linspace(0.1, 1.2, kv.shape[1], device="cuda")[:, None]
-        request_ids = torch.randint(batch, (tokens,), device="cuda").sort().values.int()
+                kv *= torch.linspace(0.1, 1.2, kv.shape[1], device=device)[:, None]
+        request_ids = torch.randint(batch, (tokens,), device=device).sort().values.int()
         request_ids[tokens - padding :] = -1
-        swa_lens = torch.full((batch,), width, dtype=torch.int32, device="cuda")
+        swa_lens = torch.full((batch,), width, dtype=torch.int32, device=device)
         compressed_lens = None
         if ragged:
-            swa_lens = torch.randint(width + 1, (batch,), device="cuda").int()
-            compressed_lens = torch.randint(top_k + 1, (tokens,), device="cuda").int()
-            past = torch.arange(top_k, device="cuda") >= compressed_lens[:, None]
+            swa_lens = torch.randint(width + 1, (batch,), device=device).int()
+            compressed_lens = torch.randint(top_k + 1, (tokens,), device=device).int()
+            past = torch.arange(top_k, device=device) >= compressed_lens[:, None]
             compressed_kv[past] = NAN
-            swa_kv[torch.arange(width, device="cuda") >= swa_lens[:, None]] = NAN
+            swa_kv[torch.arange(width, device=device) >= swa_lens[:, None]] = NAN
         return cls(
             rows(tokens, heads).bfloat16(),
             compressed_kv.bfloat16(),
             swa_kv.bfloat16(),
             swa_lens,
-            torch.randn(heads, device="cuda"),
+            torch.randn(heads, device=device),
             request_ids,
             compressed_lens,
         )
@@ -94,9 +95,20 @@ class Case:
     def check(self, **options) -> None:
         """Compare the operator with the oracle."""
         o, lse = self.run(**options)
-        options.pop("num_splits", None)
-        expected = oracle(*self.tensors(), compressed_lens=self.compressed_lens, **options)
-        compare(o, lse, *expected)
+        mode, is_causal = options["sink_mode"], options.get("is_causal", False)
+        compare(o, lse, *self.expected(mode, is_causal, options.get("sliding_window")))
+
+    def expected(
+        self, sink_mode: str, is_causal: bool = False, sliding_window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """o and lse of the oracle."""
+        return oracle(
+            *self.tensors(),
+            sink_mode=sink_mode,
+            compressed_lens=self.compressed_lens,
+            is_causal=is_causal,
+            sliding_window=sliding_window,
+        )
 
 
 def compare(o: Tensor, lse: Tensor, expected_o: Tensor, expected_lse: Tensor) -> None:

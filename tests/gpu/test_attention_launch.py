@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dsv4 import ops
-from dsv4.reference.attention import sparse_fmha_with_swa as oracle
 from tests.gpu.attention_cases import NAN, Case, compare
 
 pytestmark = [pytest.mark.gpu]
@@ -41,7 +40,7 @@ def test_graph_replay_reads_new_inputs(seed, num_splits) -> None:
             target.copy_(tensor)
         out.fill_(NAN)
         graph.replay()
-        compare(out, lse, *oracle(*source.tensors(), sink_mode=SINK_MODE))
+        compare(out, lse, *source.expected(SINK_MODE))
 
 
 def test_cold_runner_in_a_capture_names_the_warmup(seed) -> None:
@@ -165,7 +164,7 @@ def test_more_than_two_to_the_31_elements(seed) -> None:
     o, lse = case.run(sink_mode=SINK_MODE)
     tensors = (case.swa_kv, case.swa_lens, case.sink_logits, case.request_ids[-2:])
     last = Case(case.q[-2:], big[-2:], *tensors, None)
-    compare(o[-2:], lse[-2:], *oracle(*last.tensors(), sink_mode=SINK_MODE))
+    compare(o[-2:], lse[-2:], *last.expected(SINK_MODE))
     assert not o.isnan().any()
 
 

@@ -1,0 +1,120 @@
+"""The sm_90a kernel, compiled and run on the CPU by the simulator, against the FP32 oracle.
+
+The schedules complete asynchronous work at once, as late as possible, or at random; the race
+checker watches every one of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import shutil
+import tempfile
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.ops.fmha_splits import workspace_size
+from tests.gpu.attention_cases import NAN, Case, compare
+
+cutlass = pytest.importorskip("cutlass")
+
+WINDOW = 20
+
+
+@cache
+def compiled_kernel(config: FmhaConfig) -> Any:
+    from dsv4.kernels.attention.fmha_sm90 import build
+
+    folder = tempfile.mkdtemp(prefix="dsv4-ptx-")
+    # The simulator reads the PTX that it finds there.
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return build(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {folder}")
+
+
+def simulate_case(
+    config: FmhaConfig, case: Case, *, num_splits: int, schedule: str, races: bool
+) -> None:
+    from dsv4.simulator import simulate
+
+    tokens, heads, _ = case.q.shape
+    o = torch.full_like(case.q, NAN)
+    lse = torch.full((tokens, heads), NAN)
+    size = workspace_size(config, tokens, num_splits) if num_splits > 1 else 0
+    lens = case.compressed_lens
+    report = simulate(
+        compiled_kernel(config),
+        *case.tensors(),
+        o,
+        compressed_lens=torch.empty(0, dtype=torch.int32) if lens is None else lens,
+        lse=lse,
+        workspace=torch.full((size,), NAN),
+        num_splits=num_splits,
+        # Fewer CTAs than work items: each goes through several.
+        num_ctas=3,
+        schedule=schedule,
+        races=races,
+    )
+    compare(o, lse, *case.expected(config.sink_mode, config.is_causal, config.sliding_window))
+    if races:
+        report.raise_if_racy()
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "num_splits", "is_causal", "sink_mode"),
+    [
+        (8, 64, 1, True, "softmax"),
+        (72, 64, 3, False, "swa_gate"),
+        (16, 128, 2, True, "swa_gate"),
+        (8, 512, 1, False, "softmax"),
+        (72, 512, 2, True, "swa_gate"),
+    ],
+)
+def test_ragged_lengths(seed, heads, head_dim, num_splits, is_causal, sink_mode, schedule) -> None:
+    config = FmhaConfig(head_dim, heads, WINDOW, 1024, is_causal, sink_mode)
+    case = Case.random(4, heads, head_dim, 300, 100, 2, ragged=True, padding=1, device="cpu")
+    simulate_case(config, case, num_splits=num_splits, schedule=schedule, races=True)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_row_maxima_that_grow_with_every_block(seed, head_dim, num_splits) -> None:
+    config = FmhaConfig(head_dim, 64, WINDOW, 1024, sink_mode="swa_gate")
+    case = Case.random(2, 64, head_dim, 384, 64, 2, growing=True, device="cpu")
+    # Scores far beyond the stale limit: every block moves the references.
+    case.q *= 8
+    simulate_case(config, case, num_splits=num_splits, schedule="lazy", races=False)
+
+
+@pytest.mark.parametrize(("top_k", "width"), [(0, 64), (70, 0), (0, 0)])
+def test_a_branch_without_rows(seed, top_k, width) -> None:
+    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="swa_gate")
+    case = Case.random(3, 8, 64, top_k, width, 2, device="cpu")
+    simulate_case(config, case, num_splits=1, schedule="random", races=True)
+
+
+@pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
+@pytest.mark.parametrize("sink", [float("inf"), -float("inf"), 1e4, -1e4])
+def test_extreme_sinks(seed, sink, sink_mode) -> None:
+    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode=sink_mode)
+    case = Case.random(3, 8, 64, 130, 70, 2, ragged=True, device="cpu")
+    case.sink_logits.fill_(sink)
+    for num_splits in (1, 3):
+        simulate_case(config, case, num_splits=num_splits, schedule="eager", races=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+@pytest.mark.parametrize("heads", [8, 64, 128])
+def test_grid(seed, heads, head_dim, is_causal, sink_mode) -> None:
+    config = FmhaConfig(head_dim, heads, WINDOW, 1024, is_causal, sink_mode)
+    for tokens, top_k, width, num_splits in ((1, 1024, 128, 18), (6, 250, 150, 1), (3, 64, 9, 5)):
+        case = Case.random(
+            tokens, heads, head_dim, top_k, width, 3, ragged=True, growing=True, device="cpu"
+        )
+        simulate_case(config, case, num_splits=num_splits, schedule="random", races=False)
