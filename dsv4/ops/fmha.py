@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops import fmha_checks, fmha_cpu
-from dsv4.ops.fmha_dispatch import launcher
+from dsv4.ops.fmha_dispatch import launch_torch, launcher
 from dsv4.ops.library import register
 from dsv4.ops.runner import runner_config, runner_id
 
@@ -51,7 +51,8 @@ def sparse_fmha_with_swa(
     result, whatever they hold.
 
     Args:
-        q: [T, n_h, head_dim] bfloat16; float32 on the CPU, then computed without rounding.
+        q: [T, n_h, head_dim] bfloat16; or float32, computed without rounding, on GPUs too by the
+            torch implementation.
         compressed_kv: [T, top_k, head_dim], dtype of q; top_k may be 0.
         swa_kv: [batch, W, head_dim], dtype of q.
         swa_lens: [batch] int32, rows in use, clamped to 0..W.
@@ -208,6 +209,10 @@ def _cuda(
     tensors = (*inputs, o, compressed_lens, lse, workspace)
     if q.numel() == 0:
         fmha_checks.check_arguments(config, *tensors)
+        return
+    if q.dtype == torch.float32:
+        # Kernels are for bfloat16. A model loaded in float32 is there to be exact, not fast.
+        launch_torch(config, *tensors)
         return
     try:
         launcher(q.device).launch(config, *tensors)

@@ -36,7 +36,7 @@ def check_arguments(
     """Check shapes, dtypes, devices, strides and autograd state; ValueError or TypeError."""
     dtype, device = q.dtype, q.device
     if dtype not in _DTYPES:
-        raise TypeError(f"q: got {dtype}, needs torch.bfloat16 (or torch.float32 on the CPU)")
+        raise TypeError(f"q: got {dtype}, needs torch.bfloat16 or torch.float32")
     if q.dim() != 3:
         raise ValueError(f"q: got shape {tuple(q.shape)}, needs [T, n_h, head_dim]")
     tokens, heads, head_dim = q.shape

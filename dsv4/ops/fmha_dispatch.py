@@ -63,10 +63,11 @@ def _fallback(reason: str) -> Launcher:
         RuntimeWarning,
         stacklevel=2,
     )
-    return Launcher(_launch_torch, lambda config, max_tokens, device: None)
+    return Launcher(launch_torch, lambda config, max_tokens, device: None)
 
 
-def _launch_torch(config: FmhaConfig, *tensors: Tensor | None) -> None:
+def launch_torch(config: FmhaConfig, *tensors: Tensor | None) -> None:
+    """Check the arguments and run the torch implementation; takes what `Launcher.launch` takes."""
     fmha_checks.check_arguments(config, *tensors)
     # The last tensor is the split-KV workspace, which this implementation does not need.
     fmha_cpu.sparse_fmha(config, *tensors[:-1])

@@ -397,6 +397,18 @@ def test_failed_launch_is_explained(monkeypatch: pytest.MonkeyPatch, seed: int) 
         fmha._cuda(*arguments, **keywords)
 
 
+def test_float32_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Kernels are for bfloat16: on a GPU, too, float32 is computed by torch."""
+    monkeypatch.setattr(fmha, "launcher", lambda device: pytest.fail("asked for a kernel"))
+    inputs = make_inputs(CASE, seed, torch.float32)
+    arguments, keywords = op_arguments(inputs)
+    fmha._cuda(*arguments, **keywords)
+    for actual, expected in zip((arguments[6], keywords["lse"]), inputs.expected()):
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(TypeError, match=r"swa_lens: got torch\.int64, needs torch\.int32"):
+        fmha._cuda(*arguments[:3], arguments[3].long(), *arguments[4:], **keywords)
+
+
 def test_checks_read_no_values(seed: int) -> None:
     """The checks run on fake tensors, which have no values: on a GPU they cannot synchronise."""
     arguments, keywords = op_arguments(make_inputs(CASE, seed))
