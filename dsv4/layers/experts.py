@@ -140,7 +140,7 @@ class Experts(nn.Module):
         for begin in range(0, tokens, size):
             part = slice(begin, begin + size)
             rows = x[part].repeat_interleave(k, 0).unsqueeze(1)
-            out = self._apply(rows, experts[part].flatten(), weights[part].reshape(-1, 1, 1))
+            out = self._run(rows, experts[part].flatten(), weights[part].reshape(-1, 1, 1))
             parts.append(out.view(-1, k, x.shape[-1]).float().sum(1))
         return torch.cat(parts)
 
@@ -157,12 +157,12 @@ class Experts(nn.Module):
         for expert, count in enumerate(counts):
             if count:
                 part = slice(begin, begin + count)
-                y = self._apply(x[rows[part]], expert, factors[part])
+                y = self._run(x[rows[part]], expert, factors[part])
                 out.index_add_(0, rows[part], y.float())
                 begin += count
         return out
 
-    def _apply(self, x: Tensor, experts: Tensor | int, weights: Tensor) -> Tensor:
+    def _run(self, x: Tensor, experts: Tensor | int, weights: Tensor) -> Tensor:
         """[.., n, hidden] -> the same, with one expert for all or one per leading index."""
         x = self._rounded(x)
         gate, up = self._product(x, self.w1, experts), self._product(x, self.w3, experts)

@@ -331,6 +331,11 @@ def test_released_sizes_fit_on_the_meta_device(config: ModelConfig) -> None:
     assert len(model.layers) == config.num_hidden_layers and len(model.mtp) == 1
 
 
+def test_a_model_can_be_moved() -> None:
+    model = random_model(tiny_config("SCH")).to("meta")
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
 @pytest.mark.parametrize(
     "ids, named",
     [
