@@ -16,7 +16,7 @@ _shuffle_sources: dict[tuple[str, int, int], tuple[np.ndarray, np.ndarray]] = {}
 def shuffle(w: Warp, mode: str, value, b, c, mask) -> tuple[np.ndarray, np.ndarray]:
     """shfl.sync: values and the predicate of lanes in range."""
     b0, c0 = int(b[0]), int(c[0])
-    if mode != "idx" or (b == b0).all():
+    if (b == b0).all():
         source, inside = _shuffle_source(mode, b0 & 31, c0)
     else:
         source, inside = _source(mode, (b & np.uint32(31)).astype(np.int32), c0)

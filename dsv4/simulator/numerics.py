@@ -75,6 +75,19 @@ def f16_of_f32(x: np.ndarray) -> np.ndarray:
     return np.where(nan, u16(0x7FFF), out) if nan.any() else out
 
 
+def f16_of_f32_truncated(x: np.ndarray) -> np.ndarray:
+    """float32 to f16 bits, round towards zero."""
+    nearest = x.astype(f16)
+    away = np.abs(nearest.astype(f32)) > np.abs(x)
+    return np.where(x != x, u16(0x7FFF), nearest.view(u16) - away.astype(u16))
+
+
+def finite(bits: np.ndarray, largest: int) -> np.ndarray:
+    """f16 or bf16 bits with infinity replaced by the largest number (.satfinite)."""
+    infinite = (bits & u16(0x7FFF)) == u16(largest + 1)
+    return np.where(infinite, (bits & u16(0x8000)) | u16(largest), bits)
+
+
 def f32_of_f16(bits: np.ndarray) -> np.ndarray:
     """f16 bits to float32."""
     return bits.view(f16).astype(f32)
@@ -86,6 +99,18 @@ def bf16x2_of_f32(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     pair[:, 0] = low
     pair[:, 1] = high
     return bf16_of_f32(pair).view(u32)[:, 0]
+
+
+def tf32_of_f32(x: np.ndarray, rounding: str, relu: bool) -> np.ndarray:
+    """float32 to tf32 bits; `rounding` is rna, rn or rz."""
+    if relu:
+        x = np.maximum(x, f32(0)) + f32(0)
+    bits = x.view(u32)
+    if rounding == "rna":
+        return tf32_nearest(bits)
+    if rounding == "rn":
+        bits = bits + u32(0xFFF) + ((bits >> u32(13)) & u32(1))
+    return np.where(x != x, u32(0x7FFFE000), bits & u32(0xFFFFE000))
 
 
 def tf32_nearest(bits: np.ndarray) -> np.ndarray:
@@ -177,6 +202,66 @@ def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
     return (a.astype(f64) * b + c).astype(f32)
 
 
+def sum_to_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """float64 a + b, an inexact sum made odd: rounding it again gives what the exact sum gives."""
+    total = a + b
+    shift = total - a
+    error = (a - (total - shift)) + (b - shift)
+    bits = total.view(i64)
+    moved = (error != 0) & np.isfinite(total) & ((bits & 1) == 0)
+    step = np.where((error > 0) == (total > 0), 1, -1)
+    return np.where(moved, bits + step, bits).view(f64)
+
+
+def narrow(x: np.ndarray, rounding: str) -> np.ndarray:
+    """float64 to float32; `rounding` is rn, rz, rm, rp, or odd (inexact results end in a 1 bit)."""
+    out = x.astype(f32)
+    if rounding == "rm":
+        return np.where(out > x, np.nextafter(out, f32(-np.inf)), out)
+    if rounding == "rp":
+        return np.where(out < x, np.nextafter(out, f32(np.inf)), out)
+    if rounding in ("rz", "odd"):
+        bits = out.view(u32) - (np.abs(out) > np.abs(x)).astype(u32)
+        if rounding == "odd":
+            bits = bits | ((bits.view(f32) != x) & (x == x)).astype(u32)
+        return np.where(x != x, out, bits.view(f32))
+    return out
+
+
+def add_rounded(a: np.ndarray, b: np.ndarray, rounding: str) -> np.ndarray:
+    """a + b of float32, or of an exact float64 product and a float32, in a rounding mode."""
+    a, b = a.astype(f64), b.astype(f64)
+    total = sum_to_odd(a, b)
+    if rounding == "rm":  # an exact zero of operands that are not both +0
+        total = np.where((total == 0) & (np.signbit(a) | np.signbit(b)), -0.0, total)
+    return narrow(total, rounding)
+
+
+def multiply_rounded(a: np.ndarray, b: np.ndarray, rounding: str) -> np.ndarray:
+    """a * b of float32 in a rounding mode."""
+    return narrow(a.astype(f64) * b, rounding)
+
+
+def fma_rounded(a: np.ndarray, b: np.ndarray, c: np.ndarray, rounding: str) -> np.ndarray:
+    """a * b + c of float32, rounded once, in a rounding mode."""
+    return add_rounded(a.astype(f64) * b, c, rounding)
+
+
+def least(function, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """np.fmin or np.minimum of float32, -0 below +0."""
+    return np.where(a == b, (a.view(u32) | b.view(u32)).view(f32), function(a, b))
+
+
+def greatest(function, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """np.fmax or np.maximum of float32, +0 above -0."""
+    return np.where(a == b, (a.view(u32) & b.view(u32)).view(f32), function(a, b))
+
+
+def flush_half(x: np.ndarray) -> np.ndarray:
+    """Numbers below f16's normal range, held in float32, to zero of the same sign (.ftz)."""
+    return np.where(np.abs(x) < f32(2**-14), np.copysign(f32(0), x), x)
+
+
 def flush(x: np.ndarray) -> np.ndarray:
     """Subnormal float32 to zero of the same sign (.ftz)."""
     small = np.abs(x) < f32(1.17549435e-38)
@@ -242,11 +327,19 @@ def multiply_high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.dtype.itemsize == 4:
         wide = i64 if a.dtype.kind == "i" else u64
         return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
-    return np.array([(x * y) >> 64 for x, y in zip(a.tolist(), b.tolist())]).astype(a.dtype)
+    return np.array([(x * y) >> 64 for x, y in zip(a.tolist(), b.tolist())], a.dtype)
 
 
 def to_integer(x: np.ndarray, rounding: str, dtype: type) -> np.ndarray:
-    """Float to integer: `rounding` in rni rzi rmi rpi, saturating, NaN to 0."""
+    """Float to integer: `rounding` in rni rzi rmi rpi, saturating.
+
+    NaN gives 0, but the sign bit alone where either side has 64 bits.
+    """
+    nan = x != x
+    if nan.any() and (x.dtype == f64 or np.dtype(dtype).itemsize == 8):
+        bits = 8 * np.dtype(dtype).itemsize
+        sign = np.array(1 << (bits - 1), f"u{bits // 8}").view(dtype)
+        return np.where(nan, sign, to_integer(np.where(nan, x.dtype.type(0), x), rounding, dtype))
     rounded = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}[rounding](x)
     info = np.iinfo(dtype)
     rounded = np.where(x != x, 0, rounded.astype(f64))
@@ -273,11 +366,15 @@ def reverse_bits(x: np.ndarray) -> np.ndarray:
     return np.packbits(bits[:, ::-1], axis=1, bitorder="little").view(f"u{width // 8}")[:, 0]
 
 
+def _field(x: np.ndarray, bits: int) -> np.ndarray:
+    """Position or length of a bit field: past 255 the 32-bit forms wrap, the 64-bit forms clamp."""
+    return x & u32(0xFF) if bits == 32 else np.minimum(x, u32(0xFF))
+
+
 def extract_bits(x: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.ndarray:
     """bfe: `length` bits of x from `position`, sign extended when x is signed."""
     bits = x.dtype.itemsize * 8
-    pos = (position & u32(0xFF)).astype(i64)
-    count = (length & u32(0xFF)).astype(i64)
+    pos, count = (_field(x, bits).astype(i64) for x in (position, length))
     out = []
     signed = x.dtype.kind == "i"
     for value, p, n in zip(x.tolist(), pos.tolist(), count.tolist()):
@@ -294,7 +391,7 @@ def extract_bits(x: np.ndarray, position: np.ndarray, length: np.ndarray) -> np.
 def insert_bits(a: np.ndarray, b: np.ndarray, position: np.ndarray, length: np.ndarray):
     """bfi: low `length` bits of a put into b at `position`."""
     bits = a.dtype.itemsize * 8
-    p, n = (position & u32(0xFF)).astype(u64), (length & u32(0xFF)).astype(u64)
+    p, n = (_field(x, bits).astype(u64) for x in (position, length))
     ones = np.where(n >= 64, ~u64(0), (u64(1) << np.minimum(n, u64(63))) - u64(1))
     mask = np.where(p >= bits, u64(0), ones << np.minimum(p, u64(63)))
     wide = (b.astype(u64) & ~mask) | ((a.astype(u64) << np.minimum(p, u64(63))) & mask)
@@ -308,6 +405,31 @@ def funnel_shift(low: np.ndarray, high: np.ndarray, count: np.ndarray, left: boo
     if left:
         return ((wide << n.astype(u64)) >> u64(32)).astype(u32)
     return (wide >> n.astype(u64)).astype(u32)
+
+
+def select_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray, mode: str) -> np.ndarray:
+    """prmt in its special modes."""
+    source = np.concatenate([words(a, u8), words(b, u8)], axis=1)
+    base, k = (selector & u32(3)).astype(i64)[:, None], np.arange(4)[None, :]
+    index = {
+        "f4e": base + k,
+        "b4e": (base - k) % 8,
+        "rc8": base + 0 * k,
+        "ecl": np.maximum(base, k),
+        "ecr": np.minimum(base, k),
+        "rc16": 2 * (base & 1) + k % 2,
+    }[mode]
+    return np.take_along_axis(source, index, axis=1).view(u32)[:, 0]
+
+
+def add_wide(a: np.ndarray, b: np.ndarray, carry: np.ndarray, subtract: bool):
+    """uint64 a + b + carry or a - b - borrow: the result and the carry or borrow out."""
+    carry = carry.astype(u64)
+    if subtract:
+        out = a - b - carry
+        return out, ((a < b) | ((a == b) & (carry == 1))).astype(i64)
+    out = a + b + carry
+    return out, ((out < a) | ((out == a) & (carry == 1))).astype(i64)
 
 
 def permute_bytes(a: np.ndarray, b: np.ndarray, selector: np.ndarray) -> np.ndarray:

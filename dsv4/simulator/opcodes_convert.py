@@ -36,8 +36,10 @@ def convert(e: BlockEmitter, ins: Instruction) -> None:
     elif target == "bf16" or source == "bf16":
         _bf16(e, ins, target, source)
     elif target == "tf32":
-        bits = e.value(ins.operands[1], "u32")
-        e.define(ins.operands[0], f"({bits} + u32(0x1000)) & u32(0xffffe000)", "u32")
+        rounding = next(p for p in ins.parts if p in ("rna", "rn", "rz"))
+        value = e.value(ins.operands[1], "f32")
+        out = f"tf32_of_f32({value}, {rounding!r}, {'relu' in ins.parts})"
+        e.define(ins.operands[0], out, "u32")
     else:
         _plain(e, ins, target, source)
 
@@ -46,6 +48,9 @@ def _plain(e: BlockEmitter, ins: Instruction, target: str, source: str) -> None:
     kind, source_kind = KIND_OF_TYPE[target], KIND_OF_TYPE[source]
     value = e.value(ins.operands[1], source_kind)
     rounding = next((p for p in ins.parts if p in _ROUNDINGS), None)
+    directed = next((p for p in ins.parts if p in ("rz", "rm", "rp")), None)
+    if "ftz" in ins.parts and source == "f32":
+        value = f"flush({value})"
     if source[0] == "f" and target[0] != "f":
         out = f"to_integer({value}, {rounding!r}, {DTYPES[kind]})"
     elif source[0] == "f" and target[0] == "f":
@@ -53,33 +58,48 @@ def _plain(e: BlockEmitter, ins: Instruction, target: str, source: str) -> None:
         if "sat" in ins.parts:
             out = f"saturate({out})"
         if target == "f16" and source == "f32":
-            out = f"f16_of_f32({out}).view(f16)"
+            out = f"{_half_of(ins, 'f16', out)}.view(f16)"
+        elif directed and target != source:
+            raise ValueError("rounding mode")
         elif target != source:
             out = f"{out}.astype({DTYPES[kind]})"
     elif "sat" in ins.parts:
         info = f"np.iinfo({DTYPES[kind]})"
         out = f"np.clip({value}.astype(i64), {info}.min, {info}.max).astype({DTYPES[kind]})"
+    elif directed and target == "f32":
+        if BITS_OF_KIND[source_kind] == 64:
+            raise ValueError("rounding mode")
+        out = f"narrow({value}.astype(f64), {directed!r})"
     else:
         out = f"{value}.astype({DTYPES[kind]})"
     e.define(ins.operands[0], out, kind)
 
 
+def _half_of(ins: Instruction, target: str, value: str) -> str:
+    """float32 to f16 or bf16 bits with the instruction's rounding and limits."""
+    if "relu" in ins.parts:
+        value = f"np.maximum({value}, f32(0))"
+    name = f"{target}_of_f32_truncated" if "rz" in ins.parts else f"{target}_of_f32"
+    out = f"{name}({value})"
+    if "satfinite" in ins.parts:
+        out = f"finite({out}, {'0x7bff' if target == 'f16' else '0x7f7f'})"
+    return out
+
+
 def _bf16(e: BlockEmitter, ins: Instruction, target: str, source: str) -> None:
     if target == "bf16" and source == "f32":
-        name = "bf16_of_f32_truncated" if "rz" in ins.parts else "bf16_of_f32"
-        out = f"{name}({e.value(ins.operands[1], 'f32')})"
-        if "relu" in ins.parts:
-            out = f"{name}(np.maximum({e.value(ins.operands[1], 'f32')}, f32(0)))"
-        e.define(ins.operands[0], out, "u16")
+        e.define(ins.operands[0], _half_of(ins, "bf16", e.value(ins.operands[1], "f32")), "u16")
     elif target == "f32" and source == "bf16":
         e.define(ins.operands[0], f"f32_of_bf16({e.value(ins.operands[1], 'u16')})", "f32")
     elif target == "bf16":
         value = e.value(ins.operands[1], KIND_OF_TYPE[source])
-        e.define(ins.operands[0], f"bf16_of_f32({value}.astype(f32))", "u16")
+        e.define(ins.operands[0], f"bf16_of_f32(narrow({value}.astype(f64), 'odd'))", "u16")
     else:
         value = f"f32_of_bf16({e.value(ins.operands[1], 'u16')})"
         kind = KIND_OF_TYPE[target]
-        if target[0] == "f":
+        if target == "f16":
+            e.define(ins.operands[0], f"f16_of_f32({value})", "u16")
+        elif target[0] == "f":
             e.define(ins.operands[0], f"{value}.astype({DTYPES[kind]})", kind)
         else:
             rounding = next(p for p in ins.parts if p in _ROUNDINGS)
@@ -88,13 +108,11 @@ def _bf16(e: BlockEmitter, ins: Instruction, target: str, source: str) -> None:
 
 def _to_half_pair(e: BlockEmitter, ins: Instruction, target: str) -> None:
     high, low = (e.value(x, "f32") for x in ins.operands[1:3])
-    if "relu" in ins.parts:
-        high, low = f"np.maximum({high}, f32(0))", f"np.maximum({low}, f32(0))"
-    if target == "bf16x2" and "rz" not in ins.parts:
+    if target == "bf16x2" and not {"rz", "relu", "satfinite"} & set(ins.parts):
         out = f"bf16x2_of_f32({high}, {low})"
     else:
-        name = "f16_of_f32" if target == "f16x2" else "bf16_of_f32_truncated"
-        out = f"pack32({name}({low}), {name}({high}))"
+        scalar = target.removesuffix("x2")
+        out = f"pack32({_half_of(ins, scalar, low)}, {_half_of(ins, scalar, high)})"
     e.define(ins.operands[0], out, "u32")
 
 

@@ -26,17 +26,34 @@ def _operands(e: BlockEmitter, ins: Instruction, kind: str) -> list[str]:
     return [f"flush({v})" for v in values] if "ftz" in ins.parts else values
 
 
+def _directed(ins: Instruction) -> str | None:
+    """The rounding mode if it is not to nearest."""
+    return next((p for p in ins.parts if p in ("rz", "rm", "rp")), None)
+
+
 def float_binary(e: BlockEmitter, ins: Instruction) -> None:
     """add, sub, mul, div, min, max of f32, f64 and f32x2."""
     kind = KIND_OF_TYPE[type_of(ins)]
     stem = ins.parts[0]
-    if {"rz", "rm", "rp"} & set(ins.parts):
-        raise ValueError("rounding mode")
     if stem in ("min", "max"):
         _extremum(e, ins, kind)
         return
     a, b = _operands(e, ins, kind)
+    rounding = _directed(ins)
+    if rounding:
+        if stem == "div" or kind != "f32":
+            raise ValueError("rounding mode")
+        second = f"-{b}" if stem == "sub" else b
+        name = "multiply_rounded" if stem == "mul" else "add_rounded"
+        out = f"{name}({a}, {second}, {rounding!r})"
+        e.define(ins.operands[0], _modified(e, ins, out), kind)
+        return
     e.define(ins.operands[0], _modified(e, ins, f"{a} {_SYMBOLS[stem]} {b}"), kind)
+
+
+def _ordered(ins: Instruction, name: str, a: str, b: str) -> str:
+    """min or max with -0 below +0, by the numpy function that treats NaN as wanted."""
+    return f"{'least' if ins.parts[0] == 'min' else 'greatest'}(np.{name}, {a}, {b})"
 
 
 def _extremum(e: BlockEmitter, ins: Instruction, kind: str) -> None:
@@ -51,9 +68,9 @@ def _extremum(e: BlockEmitter, ins: Instruction, kind: str) -> None:
     else:
         if "abs" in ins.parts:
             values = [f"np.abs({v})" for v in values]
-        out = f"np.{name}({values[0]}, {values[1]})"
-        if len(values) == 3:
-            out = f"np.{name}({out}, {values[2]})"
+        out = values[0]
+        for value in values[1:]:
+            out = f"np.{name}({out}, {value})" if kind == "f64" else _ordered(ins, name, out, value)
     e.define(ins.operands[0], _modified(e, ins, out), kind)
 
 
@@ -63,11 +80,15 @@ def fused(e: BlockEmitter, ins: Instruction) -> None:
     if is_packed_half(name):
         packed_half(e, ins)
         return
-    if {"rz", "rm", "rp"} & set(ins.parts):
-        raise ValueError("rounding mode")
     kind = KIND_OF_TYPE[name]
     a, b, c = _operands(e, ins, kind)
-    out = f"{a} * {b} + {c}" if kind == "f64" else f"fma({a}, {b}, {c})"
+    rounding = _directed(ins)
+    if rounding and kind != "f32":
+        raise ValueError("rounding mode")
+    if rounding:
+        out = f"fma_rounded({a}, {b}, {c}, {rounding!r})"
+    else:
+        out = f"{a} * {b} + {c}" if kind == "f64" else f"fma({a}, {b}, {c})"
     e.define(ins.operands[0], _modified(e, ins, out), kind)
 
 
@@ -80,19 +101,32 @@ def packed_half(e: BlockEmitter, ins: Instruction) -> None:
     values = [
         f"f32_of_{scalar}(contiguous({e.value(x, kind)}).view(u16))" for x in ins.operands[1:]
     ]
+    if "ftz" in ins.parts:
+        values = [f"flush_half({v})" for v in values]
     if stem == "fma":
-        out = f"fma({values[0]}, {values[1]}, {values[2]})"
+        # Rounded to odd in float32, so that the second rounding is that of the exact sum.
+        out = f"fma_rounded({values[0]}, {values[1]}, {values[2]}, 'odd')"
     elif stem in ("min", "max"):
-        function = f"np.{stem}imum" if "NaN" in ins.parts else f"np.f{stem}"
-        out = f"{function}({values[0]}, {values[1]})"
+        out = _half_extremum(ins, *values)
     else:
         out = f"{values[0]} {_SYMBOLS[stem]} {values[1]}"
     if "relu" in ins.parts:
         out = f"np.maximum({out}, f32(0))"
     if "sat" in ins.parts:
         out = f"saturate({out})"
+    out = f"{scalar}_of_f32({out})"
+    if "ftz" in ins.parts:
+        out = f"f16_of_f32(flush_half(f32_of_f16({out})))"
     view = ".view(u32)" if name.endswith("x2") else ""
-    e.define(ins.operands[0], f"{scalar}_of_f32({out}){view}", kind)
+    e.define(ins.operands[0], f"{out}{view}", kind)
+
+
+def _half_extremum(ins: Instruction, a: str, b: str) -> str:
+    stem = ins.parts[0]
+    function = f"np.{stem}imum" if "NaN" in ins.parts else f"np.f{stem}"
+    if "xorsign" in ins.parts:
+        return f"xorsign_abs({function}, {a}, {b})"
+    return _ordered(ins, function.removeprefix("np."), a, b)
 
 
 _UNARY = {
@@ -136,5 +170,7 @@ def test_property(e: BlockEmitter, ins: Instruction) -> None:
         "infinite": f"np.isinf({a})",
         "notanumber": f"np.isnan({a})",
         "number": f"~np.isnan({a})",
+        "normal": f"(np.isfinite({a}) & ((np.abs({a}) >= np.finfo({a}.dtype).tiny) | ({a} == 0)))",
+        "subnormal": f"(({a} != 0) & (np.abs({a}) < np.finfo({a}.dtype).tiny))",
     }
     e.define(ins.operands[0], tests[ins.parts[1]], "p")

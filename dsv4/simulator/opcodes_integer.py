@@ -19,8 +19,11 @@ _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^
 
 @emits("add", "sub", "mul", "min", "max", "div")
 def binary(e: BlockEmitter, ins: Instruction) -> None:
-    kind_name = type_of(ins)
     stem = ins.parts[0]
+    if ins.parts[-1] in ("u16x2", "s16x2"):
+        _packed_integer(e, ins)
+        return
+    kind_name = type_of(ins)
     if is_packed_half(kind_name):
         packed_half(e, ins)
         return
@@ -55,6 +58,16 @@ def binary(e: BlockEmitter, ins: Instruction) -> None:
         e.define(ins.operands[0], f"{a} {_SYMBOLS[stem]} {b}", kind)
 
 
+def _packed_integer(e: BlockEmitter, ins: Instruction) -> None:
+    """add, min and max of two 16-bit integers per register."""
+    if "relu" in ins.parts:
+        raise ValueError("packed relu")
+    dtype = "i16" if ins.parts[-1] == "s16x2" else "u16"
+    a, b = (f"words({e.value(x, 'u32')}, {dtype})" for x in ins.operands[1:3])
+    name = {"add": "np.add", "min": "np.minimum", "max": "np.maximum"}[ins.parts[0]]
+    e.define(ins.operands[0], f"{name}({a}, {b}).view(u32)[:, 0]", "u32")
+
+
 def _wide(kind: str) -> str:
     return f"{kind[0]}{2 * BITS_OF_KIND[kind]}"
 
@@ -66,9 +79,9 @@ def _wide_product(e: BlockEmitter, ins: Instruction, kind: str) -> str:
 
 def _carry_out(e: BlockEmitter, ins: Instruction, kind: str) -> None:
     """add.cc / sub.cc / addc / subc: the condition-code bit is a block-local variable."""
-    bits = BITS_OF_KIND[kind]
-    if bits != 32:
-        raise ValueError("64-bit carry chains")
+    if BITS_OF_KIND[kind] == 64:
+        _wide_carry(e, ins)
+        return
     a, b = (f"{e.value(x, 'u32')}.astype(i64)" for x in ins.operands[1:3])
     sign = "-" if ins.parts[0].startswith("sub") else "+"
     carry = f" {sign} w.carry" if ins.parts[0].endswith("c") else ""
@@ -77,6 +90,16 @@ def _carry_out(e: BlockEmitter, ins: Instruction, kind: str) -> None:
     if "cc" in ins.parts:
         e.line(f"w.carry = ({wide} >> 32) & 1")
     e.define(ins.operands[0], f"{wide}.astype(u32)", "u32")
+
+
+def _wide_carry(e: BlockEmitter, ins: Instruction) -> None:
+    a, b = (e.value(x, "u64") for x in ins.operands[1:3])
+    carry = "w.carry" if ins.parts[0].endswith("c") else "np.zeros(32, i64)"
+    out, over = e.temporary(), e.temporary()
+    e.line(f"{out}, {over} = add_wide({a}, {b}, {carry}, {ins.parts[0].startswith('sub')})")
+    if "cc" in ins.parts:
+        e.line(f"w.carry = {over}")
+    e.define(ins.operands[0], out, "u64")
 
 
 @emits("addc", "subc")
@@ -95,7 +118,8 @@ def remainder(e: BlockEmitter, ins: Instruction) -> None:
 def multiply_add(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     if ins.parts[0] == "madc" or "cc" in ins.parts:
-        raise ValueError("carry chain")
+        _multiply_carry(e, ins, kind)
+        return
     if kind == "f32":
         a, b, c = (e.value(x, kind) for x in ins.operands[1:4])
         e.define(ins.operands[0], f"fma({a}, {b}, {c})", kind)
@@ -108,6 +132,36 @@ def multiply_add(e: BlockEmitter, ins: Instruction) -> None:
     else:
         a, b, c = (e.value(x, UNSIGNED[BITS_OF_KIND[kind]]) for x in ins.operands[1:4])
         e.define(ins.operands[0], f"{a} * {b} + {c}", UNSIGNED[BITS_OF_KIND[kind]])
+
+
+def _multiply_carry(e: BlockEmitter, ins: Instruction, kind: str) -> None:
+    """mad.cc and madc: half of the product plus an addend and the carry."""
+    if BITS_OF_KIND[kind] != 32:
+        raise ValueError("64-bit multiply with carry")
+    a, b = (e.value(x, kind) for x in ins.operands[1:3])
+    product = f"multiply_high({a}, {b})" if "hi" in ins.parts else f"({a} * {b})"
+    carry = " + w.carry" if ins.parts[0] == "madc" else ""
+    wide = e.temporary()
+    c = e.value(ins.operands[3], "u32")
+    e.line(f"{wide} = {product}.view(u32).astype(i64) + {c}{carry}")
+    if "cc" in ins.parts:
+        e.line(f"w.carry = {wide} >> 32")
+    e.define(ins.operands[0], f"{wide}.astype(u32)", "u32")
+
+
+@emits("sad")
+def absolute_difference(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[type_of(ins)]
+    a, b, c = (e.value(x, kind) for x in ins.operands[1:4])
+    e.define(ins.operands[0], f"np.maximum({a}, {b}) - np.minimum({a}, {b}) + {c}", kind)
+
+
+@emits("slct")
+def select_by_sign(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[next(p for p in ins.parts[1:] if p in TYPE_BITS)]
+    a, b = (e.value(x, kind) for x in ins.operands[1:3])
+    c = e.value(ins.operands[3], KIND_OF_TYPE[ins.parts[-1]])
+    e.define(ins.operands[0], f"where({c} >= 0, {a}, {b})", kind)
 
 
 @emits("and", "or", "xor")
@@ -206,9 +260,10 @@ def bit_scan(e: BlockEmitter, ins: Instruction) -> None:
 
 @emits("prmt")
 def permute(e: BlockEmitter, ins: Instruction) -> None:
-    if len(ins.parts) > 2:
-        raise ValueError("prmt mode")
     a, b, s = (e.value(x, "u32") for x in ins.operands[1:4])
+    if len(ins.parts) > 2:
+        e.define(ins.operands[0], f"select_bytes({a}, {b}, {s}, {ins.parts[2]!r})", "u32")
+        return
     e.define(ins.operands[0], f"permute_bytes({a}, {b}, {s})", "u32")
 
 
@@ -221,12 +276,27 @@ def dot4(e: BlockEmitter, ins: Instruction) -> None:
     e.define(ins.operands[0], f"({a}.astype(i32) * {b}).sum(1, dtype=i32) + {c}", "s32")
 
 
+@emits("dp2a")
+def dot2(e: BlockEmitter, ins: Instruction) -> None:
+    """Two 16-bit values times the low or high two bytes of the second operand."""
+    types = [p for p in ins.parts if p in ("u32", "s32")]
+    a = f"words({e.value(ins.operands[1], 'u32')}, {'i16' if types[0] == 's32' else 'u16'})"
+    b = f"words({e.value(ins.operands[2], 'u32')}, {'i8' if types[1] == 's32' else 'u8'})"
+    half = ":2" if "lo" in ins.parts else "2:"
+    c = e.value(ins.operands[3], "s32")
+    out = f"({a}.astype(i32) * {b}[:, {half}]).sum(1, dtype=i32) + {c}"
+    e.define(ins.operands[0], out, "s32")
+
+
 @emits("neg", "abs")
 def negate(e: BlockEmitter, ins: Instruction) -> None:
     name = type_of(ins)
     kind = KIND_OF_TYPE[name]
     a = e.value(ins.operands[1], kind)
-    if name in ("bf16", "bf16x2", "f16", "f16x2", "f32"):
+    if name == "f32" and "ftz" in ins.parts:
+        sign = "-" if ins.parts[0] == "neg" else "np.abs"
+        e.define(ins.operands[0], f"{sign}(flush({a}))", kind)
+    elif name in ("bf16", "bf16x2", "f16", "f16x2", "f32"):
         unsigned = UNSIGNED[BITS_OF_KIND[kind]]
         sign = {"bf16": 0x8000, "f16": 0x8000, "f32": 0x80000000}.get(name, 0x80008000)
         a = e.value(ins.operands[1], unsigned)
@@ -263,13 +333,19 @@ def _comparison(op: str, a: str, b: str, is_float: bool) -> str:
 def set_predicate(e: BlockEmitter, ins: Instruction) -> None:
     name = type_of(ins)
     kind = KIND_OF_TYPE[name]
+    if name in ("bf16x2", "f16x2"):
+        _compare_pairs(e, ins, name)
+        return
     a, b = (e.value(x, kind) for x in ins.operands[1:3])
     if name in ("bf16", "f16"):
         a, b = (f"f32_of_{name}({e.value(x, 'u16')})" for x in ins.operands[1:3])
-    out = _comparison(ins.parts[1], a, b, name[0] in "bf" and name not in TYPE_B)
+    if "ftz" in ins.parts and name == "f32":
+        a, b = f"flush({a})", f"flush({b})"
+    compared = _comparison(ins.parts[1], a, b, name[0] in "bf" and name not in TYPE_B)
+    combined = ""
     if ins.parts[2] in ("and", "or", "xor"):
-        symbol = _SYMBOLS[ins.parts[2]]
-        out = f"({out} {symbol} {e.value(ins.operands[3], 'p')})"
+        combined = f" {_SYMBOLS[ins.parts[2]]} {e.value(ins.operands[3], 'p')}"
+    out = f"({compared}{combined})"
     if ins.parts[0] == "set":
         result = ins.parts[2] if ins.parts[2] in TYPE_BITS else ins.parts[3]
         one = "f32(1)" if result == "f32" else "u32(0xffffffff)"
@@ -277,11 +353,29 @@ def set_predicate(e: BlockEmitter, ins: Instruction) -> None:
     elif "|" in ins.operands[0]:
         first, second = ins.operands[0].split("|")
         both = e.temporary()
-        e.line(f"{both} = {out}")
-        e.define(first, both, "p")
-        e.define(second, f"~{both}", "p")
+        e.line(f"{both} = {compared}")
+        e.define(second, f"(~{both}){combined}", "p")
+        e.define(first, f"{both}{combined}", "p")
     else:
         e.define(ins.operands[0], out, "p")
+
+
+def _compare_pairs(e: BlockEmitter, ins: Instruction, name: str) -> None:
+    """setp and set of packed halves: a predicate, or 1.0, for each."""
+    if ins.parts[2] in ("and", "or", "xor"):
+        raise ValueError("combined packed comparison")
+    scalar = name.removesuffix("x2")
+    a, b = (f"f32_of_{scalar}(words({e.value(x, 'u32')}, u16))" for x in ins.operands[1:3])
+    out = e.temporary()
+    e.line(f"{out} = {_comparison(ins.parts[1], a, b, True)}")
+    if ins.parts[0] == "set":
+        if ins.parts[2] != name:
+            raise ValueError("packed comparison to integers")
+        one = "0x3c00" if scalar == "f16" else "0x3f80"
+        e.define(ins.operands[0], f"where({out}, u16({one}), u16(0)).view(u32)[:, 0]", "u32")
+        return
+    for k, target in enumerate(ins.operands[0].split("|")):
+        e.define(target, f"contiguous({out}[:, {k}])", "p")
 
 
 TYPE_B = ("b8", "b16", "b32", "b64")
