@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import random
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +78,7 @@ def run_all(model: DeepseekV4, tokenizer, folder: Path, prompt: list[int]) -> It
         yield speculation_changes_nothing(model, prompt)
     yield from held_out_loss(model, tokenizer, folder)
     yield recall_past_the_window(model, tokenizer, folder)
+    yield blackwell_kernel_agrees(model, prompt)
 
 
 def attention_through_op(model: DeepseekV4, prompt: list[int]) -> Check:
@@ -194,6 +197,52 @@ def _recalled(model: DeepseekV4, ids: list[int], answers: list[int]) -> int:
     sequence = torch.tensor([ids], device=model.device)
     guesses = model(sequence)[0].argmax(-1)
     return sum(int(guesses[place - 1]) == ids[place] for place in answers)
+
+
+def blackwell_kernel_agrees(model: DeepseekV4, prompt: list[int]) -> Check:
+    """The compiled sm_100a kernel, simulated on this CPU, repeats one of this model's decode calls.
+
+    The call is the last layer's of the latest decode step. Its output must be the op's, and the
+    simulator's race checker must find nothing.
+    """
+    name = "Blackwell kernel, simulated, equals the op"
+    if importlib.util.find_spec("cutlass") is None or shutil.which("cc") is None:
+        return Check(name, None, "needs nvidia-cutlass-dsl (Linux) and a C compiler")
+    from dsv4.cli.sim_attention import Workload, compile_attention
+    from dsv4.simulator import simulate
+
+    with OpWatch(keep=1) as watch:
+        model.generate([prompt], max_new_tokens=2)
+    (args, kwargs, expected) = watch.kept[-1]
+    *inputs, _, _ = (a.cpu() if isinstance(a, torch.Tensor) else a for a in args[:8])
+    q, compressed_kv, swa_kv = inputs[:3]
+    lens = args[8] if len(args) > 8 else kwargs.get("compressed_lens")
+    workload = Workload(
+        "sm_100a",
+        heads=q.shape[1],
+        top_k=compressed_kv.shape[1],
+        tokens=q.shape[0],
+        head_dim=q.shape[2],
+        window=swa_kv.shape[1],
+        num_splits=1,
+    )
+    o = torch.full_like(q, torch.nan)
+    report = simulate(
+        compile_attention(workload).function,
+        *inputs,
+        o,
+        compressed_lens=torch.empty(0, dtype=torch.int32) if lens is None else lens.cpu(),
+        lse=torch.full(q.shape[:2], torch.nan),
+        workspace=torch.full((4,), torch.nan),
+        num_splits=1,
+        num_ctas=148,
+    )
+    expected = expected.cpu().float()
+    error = ((o.float() - expected).norm() / expected.norm()).item()
+    races = len(report.races)
+    instructions = sum(launch.instructions for launch in report.launches)
+    detail = f"relative error {error:.1e}, {races} races, {instructions} warp instructions"
+    return Check(name, error <= 4e-3 and not races, detail)
 
 
 def _loss(model: DeepseekV4, tokens: torch.Tensor) -> float:
