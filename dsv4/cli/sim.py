@@ -5,18 +5,31 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from dsv4.cli.sim_attention import Accuracy, CompiledKernel, Workload
     from dsv4.simulator import Report
     from dsv4.simulator.report import LaunchReport
+    from dsv4.simulator.timing import LaunchPrediction, Prediction
 
 # Kept here as well as in the simulator, which would import torch: `--help` must be instant.
 ARCHITECTURES = ("sm_100a", "sm_90a")
 SCHEDULES = ("eager", "lazy", "random")
 SHOWN_FINDINGS = 5
 CHECK_FAILED = 1
+
+
+class Outcome(NamedTuple):
+    """All that one run found; `checked` says whether anybody looked for races."""
+
+    workload: Workload
+    compiled: CompiledKernel
+    report: Report
+    accuracy: Accuracy
+    prediction: Prediction
+    checked: bool
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -41,6 +54,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     attention.add_argument("--seed", type=int, default=0, help="of the inputs and of `random`")
     attention.add_argument("--no-races", action="store_true", help="no race check: faster")
     attention.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    attention.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write the modelled timeline for Perfetto"
+    )
+    attention.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw it (PNG; needs the bench extra)"
+    )
+    attention.add_argument(
+        "--model-table",
+        action="store_true",
+        help="only model the time of Pro and Flash at several numbers of tokens (about a minute)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -64,9 +88,13 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate; the exit status is 1 when the result is wrong or the checker found a race."""
     workload = _workload(args)
-    from dsv4.cli import sim_attention
+    from dsv4.cli import sim_attention, sim_table
     from dsv4.simulator import simulate
+    from dsv4.simulator.timing import predict
 
+    if args.model_table:
+        sim_table.print_table(args.arch)
+        return 0
     compiled = sim_attention.compile_attention(workload)
     call = sim_attention.make_call(workload, args.seed)
     report = simulate(
@@ -78,11 +106,13 @@ def run(args: argparse.Namespace) -> int:
         races=not args.no_races,
     )
     accuracy = sim_attention.check(call)
+    prediction = predict(compiled.function, *call.tensors, **call.options)
+    outcome = Outcome(workload, compiled, report, accuracy, prediction, not args.no_races)
     if args.json:
-        summary = _summary(workload, compiled, report, accuracy, not args.no_races)
-        print(json.dumps(summary, indent=2))
+        print(json.dumps(_summary(outcome), indent=2))
     else:
-        _print(workload, compiled, report, accuracy, not args.no_races)
+        _print(outcome)
+    _export(args, prediction)
     return 0 if accuracy.correct and not report.races else CHECK_FAILED
 
 
@@ -118,7 +148,19 @@ def _workload(args: argparse.Namespace) -> Workload:
     )
 
 
-def _kernel_row(compiled: CompiledKernel, launch: LaunchReport) -> dict[str, object]:
+def _export(args: argparse.Namespace, prediction: Prediction) -> None:
+    """Write the timeline of the longest launch where the arguments ask for it."""
+    from dsv4.simulator.timing import timeline
+
+    if args.timeline is not None:
+        timeline.write_perfetto(args.timeline, prediction.longest, prediction.machine)
+    if args.plot is not None:
+        timeline.write_plot(args.plot, prediction.longest, prediction.machine)
+
+
+def _kernel_row(
+    compiled: CompiledKernel, launch: LaunchReport, modelled: LaunchPrediction
+) -> dict[str, object]:
     """What is known about one launch; None where the compiler said nothing."""
     found = [r for r in compiled.reports if f"{r.name}_object_at" in launch.kernel]
     said = found[0] if found else None
@@ -133,54 +175,58 @@ def _kernel_row(compiled: CompiledKernel, launch: LaunchReport) -> dict[str, obj
         "coverage": str(launch.coverage),
         "warp_instructions": launch.instructions,
         "warp_instructions_per_second": round(launch.instructions_per_second),
+        "model_microseconds": round(modelled.microseconds, 2),
+        "model_cycles": round(modelled.cycles),
+        "model_busiest_unit": modelled.bound,
     }
 
 
-def _summary(
-    workload: Workload,
-    compiled: CompiledKernel,
-    report: Report,
-    accuracy: Accuracy,
-    checked: bool,
-) -> dict[str, object]:
+def _kernel_rows(outcome: Outcome) -> list[dict[str, object]]:
+    launches = zip(outcome.report.launches, outcome.prediction.launches)
+    return [_kernel_row(outcome.compiled, launch, modelled) for launch, modelled in launches]
+
+
+def _summary(outcome: Outcome) -> dict[str, object]:
     """Everything the tables say, for machines; `races` is null when nobody looked."""
+    accuracy, report = outcome.accuracy, outcome.report
+    longest = outcome.prediction.longest
     return {
-        "workload": str(workload),
+        "workload": str(outcome.workload),
         "correct": accuracy.correct,
         "relative_error": accuracy.relative,
         "cosine": accuracy.cosine,
         "largest_element_error": accuracy.element,
         "lse_error": accuracy.lse,
-        "races": [str(finding) for finding in report.races] if checked else None,
-        "warnings": [str(finding) for finding in report.warnings] if checked else None,
-        "kernels": [_kernel_row(compiled, launch) for launch in report.launches],
+        "races": [str(finding) for finding in report.races] if outcome.checked else None,
+        "warnings": [str(finding) for finding in report.warnings] if outcome.checked else None,
+        "kernels": _kernel_rows(outcome),
+        "model": outcome.prediction.machine.name,
+        "model_microseconds": outcome.prediction.microseconds,
+        "model_busy_cycles": {name: round(cycles) for name, cycles in longest.busy.items()},
     }
 
 
-def _print(
-    workload: Workload,
-    compiled: CompiledKernel,
-    report: Report,
-    accuracy: Accuracy,
-    checked: bool,
-) -> None:
+def _print(outcome: Outcome) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    console.print(f"[bold]{workload}[/bold], simulated on this CPU")
-    kernels = [_kernel_row(compiled, launch) for launch in report.launches]
+    console.print(f"[bold]{outcome.workload}[/bold], simulated on this CPU")
+    kernels = _kernel_rows(outcome)
     table = Table("", *[str(row["kernel"]) for row in kernels])
     for name in kernels[0]:
         if name != "kernel":
             table.add_row(name.replace("_", " "), *[_text(row[name]) for row in kernels])
     console.print(table)
     checks = Table("check", "result", "bound")
-    for line in _check_rows(accuracy):
+    for line in _check_rows(outcome.accuracy):
         checks.add_row(*line)
-    checks.add_row("races", str(len(report.races)) if checked else "not checked", "0")
+    races = str(len(outcome.report.races)) if outcome.checked else "not checked"
+    checks.add_row("races", races, "0")
     console.print(checks)
-    findings = [*report.races, *report.warnings]
+    machine, time = outcome.prediction.machine.name, outcome.prediction.microseconds
+    console.print(f"{machine} model: {time:.1f} us for all launches, a prediction")
+    findings = [*outcome.report.races, *outcome.report.warnings]
     for finding in findings[:SHOWN_FINDINGS]:
         console.print(str(finding), markup=False)
     if len(findings) > SHOWN_FINDINGS:
@@ -205,4 +251,4 @@ def _text(value: object) -> str:
         return "unknown"
     if isinstance(value, list):
         return " x ".join(str(item) for item in value)
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{value:,}" if isinstance(value, int | float) else str(value)

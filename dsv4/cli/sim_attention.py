@@ -1,4 +1,4 @@
-"""What `dsv4 sim attention` runs: one call of the attention kernel, compiled, simulated, checked."""
+"""What `dsv4 sim attention` runs: one call of the compiled kernel, simulated and checked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -178,20 +178,13 @@ def make_call(workload: Workload, seed: int) -> Call:
     )
 
 
-def make_blank_call(workload: Workload) -> Call:
-    """A call of the right shapes on memory that nobody has written: for timing alone."""
-    tokens, heads, dim = workload.tokens, workload.heads, workload.head_dim
-
-    def blank(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.bfloat16)
-
-    return _call(
-        workload,
-        blank(tokens, heads, dim),
-        blank(tokens, workload.top_k, dim),
-        blank(tokens, workload.window, dim),
-        torch.zeros(heads),
-    )
+def make_timing_call(workload: Workload, seed: int) -> Call:
+    """A call for the time model: every token has the same rows, so that any number of them fits
+    the machine. They count as distinct bytes."""
+    one = make_call(replace(workload, tokens=1, num_splits=1), seed)
+    q, compressed, window, _, sinks, _, _ = one.tensors
+    repeated = [x.expand(workload.tokens, -1, -1) for x in (q, compressed, window)]
+    return _call(workload, *repeated, sinks)
 
 
 def _call(workload: Workload, q: Tensor, compressed: Tensor, window: Tensor, sinks: Tensor) -> Call:
@@ -207,7 +200,7 @@ def _call(workload: Workload, q: Tensor, compressed: Tensor, window: Tensor, sin
         torch.full((tokens,), workload.window, dtype=torch.int32),
         sinks,
         torch.arange(tokens, dtype=torch.int32),
-        torch.full_like(q, torch.nan),
+        torch.full(q.shape, torch.nan, dtype=q.dtype),
     )
     options = {
         "compressed_lens": torch.empty(0, dtype=torch.int32),

@@ -62,14 +62,31 @@ def simulate_ptx(
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    simulation = single_launch(
+        ptx, entry, grid=grid, block=block, params=params, cluster=cluster, shared=shared
+    )
+    tensors = tuple(p for p in params if isinstance(p, torch.Tensor))
+    return simulation.run((), {}, (*tensors, *buffers), schedule, seed, races)
+
+
+def single_launch(
+    ptx: str,
+    entry: str,
+    *,
+    grid: Dimensions,
+    block: Dimensions,
+    params: tuple[Parameter, ...],
+    cluster: Dimensions = (1, 1, 1),
+    shared: int = 0,
+) -> Simulation:
+    """The simulation of one launch of a PTX module; arguments as of `simulate_ptx`."""
     simulation = _simulation(ptx)
     entries = simulation.module.entries
     if entry not in entries:
         raise ValueError(f"entry must be one of {', '.join(entries)}, got {entry!r}")
     values = _packed(entries[entry], params)
     simulation.host.config = LaunchConfig(entry, grid, block, cluster, shared, values)
-    tensors = tuple(p for p in params if isinstance(p, torch.Tensor))
-    return simulation.run((), {}, (*tensors, *buffers), schedule, seed, races)
+    return simulation
 
 
 def _packed(entry: Entry, params: tuple[Parameter, ...]) -> list[bytes]:

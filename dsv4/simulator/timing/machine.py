@@ -1,12 +1,12 @@
 """What a GPU can do per clock: the numbers behind the time model.
 
 Every number is either measured and published (the source is named beside it) or an assumption that
-no public table settles. `ASSUMED` names the assumptions; `dataclasses.replace` adjusts any of them.
+no public table settles. `ASSUMED` names these; `dataclasses.replace` adjusts any of them.
 
-Sources: [MMA] and [MEM] SemiAnalysisAI/microbench-blackwell at 9a068d8, umma_latency/fit_results.csv,
-umma_throughput/tput_results_max.csv and the memory tables; [FA4] the FlashAttention-4 paper's unit
-rates; [H200] this project's own measurements on one H200; [PG] throughput table of the CUDA
-programming guide; [ISCA] "Dissecting the NVIDIA Hopper architecture through microbenchmarking".
+Sources: [MMA] and [MEM] SemiAnalysisAI/microbench-blackwell at 9a068d8 (fit_results.csv of
+umma_latency and tput_results_max.csv of umma_throughput; the memory tables); [FA4] the unit rates
+of the FlashAttention-4 paper; [H200] this project's own measurements on one H200; [PG] the CUDA
+programming guide's tables.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TCGEN05_MMA = {
     (2, 256, 256): (128.0, 298, 128.0, 266),
 }
 
-# N -> cycles of wgmma m64nNk16 (or its like of 32 bytes of K) with A in shared memory; in registers.
+# N -> cycles of wgmma m64nNk16, or its like of 32 bytes of K; A in shared memory, in registers.
 WGMMA_SHARED = {32: 24.2, 64: 32.2, 128: 64.2, 256: 128.4}  # [H200]
 WGMMA_REGISTERS = {32: 16.4, 64: 32.4, 256: 128.8}  # [H200]
 
@@ -45,6 +45,7 @@ class Machine:
     clock_ghz: float
     hbm_bytes_per_second: float
     l2_bytes: float  # one SM's share of L2 bandwidth, all SMs loading
+    l2_capacity: int  # bytes
     shared_bytes: float  # shared-memory port
     shared_memory: int  # bytes per SM
     # --- sub-core issue: cycles that one warp instruction occupies a pipe
@@ -71,6 +72,7 @@ class Machine:
     fence_latency: float
     # --- launches
     launch_us: float  # of a kernel in a graph
+    dependent_launch_us: float  # of one that may start before the one it depends on has ended
     cta_start: float  # a CTA in the place of one that has ended
     port_floor: float  # rate left to ordinary accesses beside operand reads that fill the port
 
@@ -93,8 +95,9 @@ class Machine:
         row = TCGEN05_MMA.get((ctas, m, n))
         if row is not None:
             return row[place], row[place + 1] - row[place]
-        near = min((k[2] for k in TCGEN05_MMA if k[:2] == (ctas, m)), key=lambda k: abs(k - n))
-        row = TCGEN05_MMA[ctas, m, near]
+        rows = m if (ctas, m, 128) in TCGEN05_MMA else 64  # M = 32 exists in one form only
+        near = min((k[2] for k in TCGEN05_MMA if k[:2] == (ctas, rows)), key=lambda k: abs(k - n))
+        row = TCGEN05_MMA[ctas, rows, near]
         scaled = row[2] * n / near
         operands = 32 * ((0 if a_in_tmem else m) + n) / ctas / self.shared_bytes
         return max(scaled, operands), row[place + 1] - row[place]
@@ -116,7 +119,8 @@ ASSUMED_EVERYWHERE = (
 ASSUMED = {
     "B200": (
         *ASSUMED_EVERYWHERE, "l2_bytes", "alu_cycles", "convert_cycles",
-        "cluster_barrier_latency", "launch_us", "port_floor",
+        "cluster_barrier_latency", "launch_us", "dependent_launch_us",
+        "port_floor",
     ),
     "H200": (*ASSUMED_EVERYWHERE, "memory_latency"),
 }  # fmt: skip
@@ -127,6 +131,7 @@ B200 = Machine(
     clock_ghz=1.965,  # [MEM] cycles per nanosecond
     hbm_bytes_per_second=7.1e12,  # [MEM] 7.06-7.26 measured with 64-128 KB in flight per SM
     l2_bytes=48.0,
+    l2_capacity=126 << 20,  # [PG]
     shared_bytes=128.0,  # [FA4], and the operand-bound rows of [MMA]
     shared_memory=228 << 10,  # [PG]
     fma_cycles=1.0,  # [PG] 128 lanes
@@ -138,7 +143,7 @@ B200 = Machine(
     mufu_latency=20.0,
     shuffle_latency=24.0,
     shared_latency=30.0,
-    global_latency=600.0,
+    global_latency=300.0,
     memory_latency=900.0,  # [MEM] 512 bytes by TMA, one in flight
     tensor_drain=0.0,  # in the latencies of [MMA]
     tmem_bytes=128.0,
@@ -149,6 +154,7 @@ B200 = Machine(
     cluster_barrier_latency=400.0,
     fence_latency=20.0,
     launch_us=0.6,
+    dependent_launch_us=0.25,
     cta_start=700.0,
     port_floor=0.05,
 )
@@ -159,6 +165,7 @@ H200 = Machine(
     clock_ghz=1.77,  # [H200] under tensor load, before power throttling sets in
     hbm_bytes_per_second=4.5e12,  # [H200] read ceiling, 64 KB in flight per SM
     l2_bytes=38.0,  # [H200] 8.8 TB/s landed for pairs of CTAs that share tiles
+    l2_capacity=50 << 20,  # [PG]
     shared_bytes=128.0,
     shared_memory=228 << 10,  # [PG]
     fma_cycles=1.0,  # [H200] 115 of 128 per cycle
@@ -170,7 +177,7 @@ H200 = Machine(
     mufu_latency=20.0,
     shuffle_latency=24.0,
     shared_latency=30.0,
-    global_latency=600.0,
+    global_latency=300.0,
     memory_latency=1000.0,
     tensor_drain=32.0,
     tmem_bytes=128.0,
@@ -181,6 +188,7 @@ H200 = Machine(
     cluster_barrier_latency=400.0,  # [H200] 360 to 435
     fence_latency=20.0,
     launch_us=0.6,  # [H200] empty node of a graph
+    dependent_launch_us=0.25,  # [H200] nodes that do little gain 0.36 by programmatic dependence
     cta_start=700.0,
     port_floor=0.05,  # [H200] STS beside SS n = 64: 6 bytes per cycle
 )

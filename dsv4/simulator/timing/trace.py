@@ -113,6 +113,13 @@ class Multiply(Event):
 
 
 @dataclass(slots=True)
+class TmemCopy(Event):
+    """tcgen05.cp of `size` bytes from shared memory, in order with the products."""
+
+    size: int
+
+
+@dataclass(slots=True)
 class Commit(Event):
     """Signals once every earlier tcgen05.mma of the CTA (pair) is complete."""
 
@@ -198,3 +205,16 @@ class LaunchTrace:
         """CTAs of a cluster."""
         x, y, z = self.config.cluster
         return x * y * z
+
+    @property
+    def loaded(self) -> float:
+        """Bytes that all clusters load from global memory, from those recorded."""
+        return self._all(sum(cluster.loaded for cluster in self.clusters))
+
+    @property
+    def stored(self) -> float:
+        """Bytes that all clusters store, from those recorded."""
+        return self._all(sum(cluster.stored for cluster in self.clusters))
+
+    def _all(self, recorded: int) -> float:
+        return recorded / len(self.clusters) * self.ctas / self.cluster_size

@@ -1,0 +1,12 @@
+"""A time model for simulated kernels: what a launch would take on a B200 or an H200.
+
+A simulation is recorded as a trace of blocks and asynchronous operations, which is then replayed
+event by event against modelled units. All times are model figures, never measurements.
+"""
+
+from dsv4.simulator.timing.machine import ASSUMED, B200, H200, MACHINES, Machine
+from dsv4.simulator.timing.prediction import LaunchPrediction, Prediction, predict
+
+__all__ = [
+    "ASSUMED", "B200", "H200", "MACHINES", "LaunchPrediction", "Machine", "Prediction", "predict",
+]  # fmt: skip

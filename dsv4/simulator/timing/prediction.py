@@ -1,0 +1,170 @@
+"""From recorded clusters to the time of a whole launch, and of the launches of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsv4.simulator.api import Simulation
+from dsv4.simulator.timing.engine import Replay, Replayed, Span
+from dsv4.simulator.timing.machine import MACHINES, Machine
+from dsv4.simulator.timing.recorder import Choose, record
+from dsv4.simulator.timing.trace import LaunchTrace
+
+SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes from each CTA
+MAX_THREADS, MAX_CTAS = 2048, 32  # of one SM
+
+
+@dataclass(frozen=True)
+class LaunchPrediction:
+    """Modelled time of one launch.
+
+    Attributes:
+        waves: rounds of CTAs. microseconds: of the whole launch, its start included.
+        cycles: from the first CTA's start to the last one's end.
+        busy: cycles that each unit of an SM works, over all waves.
+        waiting: cycles that the warps of one CTA wait, by what for (longest wave).
+        spans: who did what when, in the first wave.
+    """
+
+    kernel: str
+    ctas: int
+    waves: int
+    cycles: float
+    microseconds: float
+    busy: dict[str, float]
+    waiting: dict[str, float]
+    spans: list[Span]
+
+    @property
+    def critical_unit(self) -> str:
+        """The unit that works longest."""
+        return max(self.busy, key=self.busy.get)
+
+    @property
+    def bound(self) -> str:
+        """The critical unit and how much of the time it works; the rest is latency."""
+        return f"{self.critical_unit} {self.busy[self.critical_unit] / self.cycles:.0%}"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Modelled time of a call: its launches one after another."""
+
+    machine: Machine
+    launches: list[LaunchPrediction]
+
+    @property
+    def microseconds(self) -> float:
+        """Of all launches."""
+        return sum(launch.microseconds for launch in self.launches)
+
+    @property
+    def longest(self) -> LaunchPrediction:
+        """The launch that takes most of the time."""
+        return max(self.launches, key=lambda launch: launch.microseconds)
+
+
+def some_clusters(count: int) -> Sequence[int]:
+    """First, middle and last cluster: the first has most work under the usual schedules."""
+    return sorted({0, count // 2, count - 1})
+
+
+def predict(
+    compiled, *args, machine: Machine | None = None, choose: Choose = some_clusters, **kwargs
+) -> Prediction:
+    """Model the time of one call of a compiled function.
+
+    Args:
+        compiled: as for `simulate`, or a `Simulation` of it.
+        args, kwargs: of the function; CPU tensors. Only the chosen clusters run, so outputs are
+            incomplete afterwards.
+        machine: default: B200 for sm_100a, H200 for sm_90a.
+        choose: clusters to record, given their number; they must not wait for other ones.
+    """
+    simulation = compiled if isinstance(compiled, Simulation) else Simulation.of_compiled(compiled)
+    if machine is None:
+        machine = MACHINES[simulation.module.target]
+    launches, written = [], 0.0
+    for trace in record(simulation, args, kwargs, choose):
+        launches.append(predict_launch(trace, machine, written))
+        written += trace.stored
+    return Prediction(machine, launches)
+
+
+def predict_launch(trace: LaunchTrace, machine: Machine, written: float = 0.0) -> LaunchPrediction:
+    """Model a launch: full waves as long as the mean recorded cluster, the last one as long as
+    the longest, each with its share of L2 and memory bandwidth.
+
+    `written` bytes were stored just before; as far as L2 holds them they come from there.
+    """
+    distinct = _memory_fraction(trace, machine, written)
+    clusters = trace.ctas // trace.cluster_size
+    places = machine.multiprocessors // trace.cluster_size  # clusters side by side
+    depth = _ctas_per_sm(trace, machine)
+    full, rest = divmod(clusters, places * depth)
+    waves: list[tuple[int, Replayed, float]] = []  # how many, longest replay, cycles of each
+    if full:
+        replays = _replays(trace, machine, places, depth, distinct)
+        mean = sum(r.cycles for r in replays) / len(replays)
+        longest = max(replays, key=lambda r: r.cycles)
+        waves.append((full, longest, mean if full > 1 or rest else longest.cycles))
+    if rest:
+        replays = _replays(trace, machine, min(rest, places), -(-rest // places), distinct)
+        longest = max(replays, key=lambda r: r.cycles)
+        waves.append((1, longest, longest.cycles))
+    count = full + bool(rest)
+    cycles = sum(n * each for n, _, each in waves) + (count - 1) * machine.cta_start
+    busy: dict[str, float] = {}
+    for n, replay, _ in waves:
+        for unit, worked in replay.busy.items():
+            busy[unit] = busy.get(unit, 0.0) + n * worked
+    return LaunchPrediction(
+        kernel=trace.config.kernel,
+        ctas=trace.ctas,
+        waves=count,
+        cycles=cycles,
+        microseconds=_launch_us(trace, machine) + machine.microseconds(cycles),
+        busy=busy,
+        waiting=waves[0][1].waiting,
+        spans=waves[0][1].spans,
+    )
+
+
+def _replays(
+    trace: LaunchTrace, machine: Machine, places: int, depth: int, distinct: float
+) -> list[Replayed]:
+    """Each recorded cluster, `depth` copies of it sharing their SMs, while as many run on every
+    other of `places` places; `distinct` of the bytes come from memory."""
+    size = trace.cluster_size
+    share = machine.hbm_bytes / (places * size)
+    rate = min(machine.l2_bytes, share / distinct) if distinct else machine.l2_bytes
+    placement = [list(range(size))] * depth
+    return [
+        Replay(trace.program, [cluster] * depth, placement, machine, rate).run()
+        for cluster in trace.clusters
+    ]
+
+
+def _memory_fraction(trace: LaunchTrace, machine: Machine, written: float) -> float:
+    """Part of the loaded bytes that memory has to deliver.
+
+    CTAs that load the same bytes get them from memory once and from L2 afterwards: memory has to
+    deliver no more than the footprint, and nothing that L2 still holds.
+    """
+    if not trace.loaded:
+        return 0.0
+    held = written if written <= machine.l2_capacity else 0.0
+    return max(0.0, min(trace.loaded, trace.footprint) - held) / trace.loaded
+
+
+def _ctas_per_sm(trace: LaunchTrace, machine: Machine) -> int:
+    """CTAs that fit an SM by shared memory and threads."""
+    x, y, z = trace.config.block
+    by_memory = machine.shared_memory // (trace.shared_bytes + SYSTEM_SHARED)
+    return max(1, min(by_memory, MAX_THREADS // (x * y * z), MAX_CTAS))
+
+
+def _launch_us(trace: LaunchTrace, machine: Machine) -> float:
+    waits = any(ins.opcode == "griddepcontrol.wait" for ins in trace.program.entry.instructions)
+    return machine.dependent_launch_us if waits else machine.launch_us

@@ -1,0 +1,95 @@
+"""Timelines of a modelled launch: Perfetto JSON, and a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsv4.simulator.timing.engine import Span
+from dsv4.simulator.timing.machine import Machine
+from dsv4.simulator.timing.prediction import LaunchPrediction
+
+PICTURE_WIDTH = 16  # inches
+TRACK_HEIGHT = 0.32
+WAIT_COLOUR, UNIT_COLOUR, COPY_COLOUR = "#d9d9d9", "#2a6f97", "#e07a3f"
+
+
+def write_perfetto(path: Path, launch: LaunchPrediction, machine: Machine) -> None:
+    """Write the first wave as trace events that https://ui.perfetto.dev opens; every track says
+    that it is a model."""
+    tracks = {track: i for i, track in enumerate(_tracks(launch.spans))}
+    events: list[dict] = [
+        {
+            "ph": "M",
+            "name": "process_name",
+            "pid": sm,
+            "args": {"name": f"{machine.name} model, SM {sm}"},
+        }
+        for sm in sorted({span.sm for span in launch.spans})
+    ]
+    owner = {span.track: span.sm for span in launch.spans}
+    events += [
+        {"ph": "M", "name": "thread_name", "pid": owner[track], "tid": tid, "args": {"name": track}}
+        for track, tid in tracks.items()
+    ]
+    events += [
+        {
+            "ph": "X",
+            "name": span.name,
+            "cat": "model",
+            "pid": span.sm,
+            "tid": tracks[span.track],
+            "ts": machine.microseconds(span.start),
+            "dur": machine.microseconds(span.stop - span.start),
+        }
+        for span in launch.spans
+    ]
+    other = {"model": machine.name, "kernel": launch.kernel, "microseconds": launch.microseconds}
+    path.write_text(json.dumps({"traceEvents": events, "otherData": other}))
+
+
+def write_plot(path: Path, launch: LaunchPrediction, machine: Machine) -> None:
+    """Draw the first wave: waits of each warp, work of the tensor pipe and of the copies.
+
+    Raises: ImportError naming the extra, when matplotlib is missing.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("a plot needs matplotlib: pip install 'dsv4[bench]'") from error
+    tracks = _tracks(launch.spans)
+    figure = Figure(figsize=(PICTURE_WIDTH, 1.2 + TRACK_HEIGHT * len(tracks)))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for place, track in enumerate(tracks):
+        spans = [span for span in launch.spans if span.track == track]
+        bars = [(machine.microseconds(s.start), machine.microseconds(s.stop - s.start))
+                for s in spans]  # fmt: skip
+        axes.broken_barh(bars, (place + 0.1, 0.8), facecolors=_colour(track))
+    axes.set_yticks([place + 0.5 for place in range(len(tracks))], tracks, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel("µs from the start of the first CTA (model)")
+    axes.set_title(
+        f"{machine.name} model: {launch.microseconds:.1f} µs, {launch.bound}; "
+        "grey: a warp waits, blue: tensor pipe, orange: copies",
+        fontsize=9,
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def _tracks(spans: Sequence[Span]) -> list[str]:
+    """Track names: units first, then warps by number."""
+
+    def order(name: str) -> tuple[bool, list[str]]:
+        return "warp" in name, [word.zfill(6) for word in name.replace(".", " ").split()]
+
+    return sorted({span.track for span in spans}, key=order)
+
+
+def _colour(track: str) -> str:
+    if "warp" in track:
+        return WAIT_COLOUR
+    return COPY_COLOUR if "TMA" in track else UNIT_COLOUR
