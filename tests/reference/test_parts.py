@@ -166,7 +166,7 @@ def test_mixing_splits_pre_post_and_source_major_comb(seed: int) -> None:
 
 def test_router_bias_chooses_but_does_not_weigh(seed: int) -> None:
     x, weight = torch.randn(6, 8), torch.randn(5, 8)
-    scores = (1 + (x @ weight.T).exp()).log().sqrt()
+    scores = (1 + (x.double() @ weight.double().T).exp()).log().sqrt().float()
     bias = torch.tensor([0.0, 100.0, 0.0, 0.0, 50.0])
     ids, weights = route(x, weight, top_k=2, scaling=1.5, bias=bias)
     assert (ids == torch.tensor([1, 4])).all()
@@ -182,7 +182,7 @@ def test_hash_router_reads_the_table_and_still_weighs_by_score(seed: int) -> Non
     args = dict(top_k=2, scaling=2.5, table=table)
     ids, weights = route(x, weight, input_ids=torch.tensor([2, 1, 1]), **args)
     assert ids.tolist() == [[3, 0], [4, 2], [4, 2]]
-    scores = (1 + (x @ weight.T).exp()).log().sqrt()
+    scores = (1 + (x.double() @ weight.double().T).exp()).log().sqrt().float()
     assert weights[0, 0].item() == pytest.approx(
         2.5 * float(scores[0, 3] / (scores[0, 3] + scores[0, 0])), rel=1e-5
     )
