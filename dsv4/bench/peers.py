@@ -27,7 +27,8 @@ def attention(q: Tensor, compressed_kv: Tensor, swa_kv: Tensor, sink_logits: Ten
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    return torch.compile(attention, dynamic=False)
+    # One graph for all shapes: a graph per shape would pass the recompilation limit.
+    return torch.compile(attention, dynamic=True)
 
 
 def _eager(

@@ -40,14 +40,16 @@ class _State:
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.absent = _absent(device.index, config.num_query_heads)
         self.no_lens, self.no_lse, self.no_workspace = self.absent
-        self.splits: dict[tuple[int, int, int], int] = {}
+        self.splits: dict[tuple[int, int], int] = {}
 
     def num_splits(self, tokens: int, rows: int, width: int) -> int:
         """KV splits of a launch: fixed by the configuration, else by the launch's size."""
-        size = (tokens, rows, width)
+        if self.config.num_splits is not None:
+            return self.config.num_splits
+        size = (tokens, fmha_splits.key_blocks(rows, width))
         known = self.splits.get(size)
         if known is None:
-            known = self.splits[size] = self.config.num_splits or fmha_splits.choose(
+            known = self.splits[size] = fmha_splits.choose(
                 self.config, tokens, rows, width, self.multiprocessors
             )
         return known
@@ -75,7 +77,14 @@ def launch(
         ValueError: a length of an optional argument does not fit.
         RuntimeError: a runner or workspace is cold and a graph is being captured.
     """
-    state = _STATES.get((id(config), q.device.index))
+    index = q.device.index
+    if torch.cuda.current_device() != index:
+        # The driver launches on the current device, whatever device the tensors are on.
+        tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
+        with torch.cuda.device(index):
+            launch(config, *tensors, compressed_lens, lse, workspace)
+        return
+    state = _STATES.get((id(config), index))
     if state is None:
         state = _state(config, q.device)
     tokens = q.shape[0]
@@ -116,12 +125,12 @@ def warmup(config: FmhaConfig, max_tokens: int, device: torch.device) -> None:
     """Load the runner and make the workspaces of the current stream and of later captures."""
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    state = _state(config, device)
-    size = fmha_splits.max_workspace_size(config, max_tokens, state.multiprocessors)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    for owner in (stream, None):
-        _grow(device, owner, size)
-    _load_module(state)
+    with torch.cuda.device(device):
+        state = _state(config, device)
+        size = fmha_splits.max_workspace_size(config, max_tokens, state.multiprocessors)
+        for owner in (torch.cuda.current_stream().cuda_stream, None):
+            _grow(device, owner, size)
+        _load_module(state)
 
 
 def bare_launch(config: FmhaConfig, *tensors: Tensor) -> Callable[[], None]:
@@ -175,8 +184,8 @@ def _absent(index: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _load_module(state: _State) -> None:
-    """Launch once on a padding token: the driver loads the module on first use, and a module
-    cannot be loaded during a capture."""
+    """Run both kernels once, on a padding token: the driver loads a kernel on its first launch,
+    which is not allowed during a capture."""
     config, device = state.config, state.device
     shape = (1, config.num_query_heads, config.head_dim)
     q = torch.zeros(shape, dtype=torch.bfloat16, device=device)
@@ -184,4 +193,10 @@ def _load_module(state: _State) -> None:
     lengths = torch.zeros(1, dtype=torch.int32, device=device)
     sink = torch.zeros(config.num_query_heads, dtype=torch.float32, device=device)
     nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
-    launch(config, q, rows, rows, lengths, sink, nobody, torch.empty_like(q), None, None, None)
+    for num_splits in (1, 2):
+        size = fmha_splits.workspace_size(config, 1, num_splits)
+        workspace = torch.empty(size, dtype=torch.float32, device=device)
+        state.run(
+            *(q, rows, rows, lengths, sink, nobody, torch.empty_like(q)),
+            *(state.no_lens, state.no_lse, workspace, num_splits, state.multiprocessors),
+        )

@@ -15,11 +15,16 @@ COMBINE_COST = 3.1  # the second launch
 PARTIAL_COST = 0.024  # writing and reading one CTA's 64 partial rows
 
 
+def key_blocks(rows: int, width: int) -> int:
+    """Blocks of `rows` compressed and `width` window keys."""
+    return -(-rows // BLOCK_KEYS) - (-width // BLOCK_KEYS)
+
+
 def choose(config: FmhaConfig, tokens: int, rows: int, width: int, multiprocessors: int) -> int:
     """Number of splits with the shortest expected time for `tokens` tokens of `rows` compressed
     and `width` window keys."""
     tiles = tokens * -(-config.num_query_heads // TILE_HEADS)
-    blocks = -(-rows // BLOCK_KEYS) - (-width // BLOCK_KEYS)
+    blocks = key_blocks(rows, width)
     most = max(1, min(blocks, multiprocessors // max(tiles, 1), MAX_SPLITS))
 
     def cost(splits: int) -> float:

@@ -17,7 +17,7 @@ MULTIPROCESSORS = 132
 )
 def test_choice_fills_the_gpu_once_at_most(heads, rows, width) -> None:
     config = FmhaConfig(512, heads, 128, 1024)
-    blocks = -(-rows // 64) - (-width // 64)
+    blocks = fmha_splits.key_blocks(rows, width)
     bound = fmha_splits.max_workspace_size(config, 300, MULTIPROCESSORS)
     for tokens in range(1, 300):
         splits = fmha_splits.choose(config, tokens, rows, width, MULTIPROCESSORS)
@@ -75,6 +75,7 @@ def launch(monkeypatch):
     def call(num_splits, compressed_lens=None, lse=None, workspace=None):
         config = FmhaConfig(64, 8, 128, 1024, num_splits=num_splits)
         recorder = Recorder(config)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
         monkeypatch.setitem(fmha_cuda._STATES, (id(config), None), recorder)
         fmha_cuda.launch(config, *tensors, compressed_lens, lse, workspace)
         (arguments,) = recorder.calls
