@@ -13,6 +13,7 @@ from dsv4.simulator.memory import OFFSET_MASK, NamedBarrier
 from dsv4.simulator.warp import ALL, Warp
 
 NAMED_BARRIERS = 16
+_PENDING_SHIFT = 40  # of the pending count in a state token; the phase is below
 
 
 def _named(w: Warp, number: int, count: int | None) -> tuple[NamedBarrier, int]:
@@ -81,7 +82,9 @@ def bar_reduce(w: Warp, op: str, number, count, predicate, mask) -> np.ndarray |
         if barrier.arrived == 0:
             barrier.reduction = []
         barrier.reduction.append(predicate[mask].copy())
-    values = w.cta.named[n].reduction
+        # Kept: the barrier may be in use again when this warp resumes.
+        w.bar_values = barrier.reduction
+    values = w.bar_values
     if not bar_sync(w, number, count, mask):
         return None
     every = np.concatenate(values)
@@ -140,11 +143,11 @@ def mbarrier_inval(w: Warp, address: np.ndarray, mask) -> None:
 
 
 def mbarrier_arrive(w: Warp, address, count, expected, mask, drop: bool = False) -> np.ndarray:
-    """arrive, with the bytes of expect_tx if given; the state token is the phase."""
+    """arrive, with the bytes of expect_tx if given; the token holds phase and pending count."""
     state = np.zeros(32, np.uint64)
     for lane in np.flatnonzero(mask).tolist():
         barrier = w.cluster.barrier(int(address[lane]))
-        state[lane] = barrier.phase
+        state[lane] = barrier.phase | barrier.pending << _PENDING_SHIFT
         if w.launch.monitor is not None:
             w.launch.monitor.release_barrier(w, barrier)
         if expected is not None:
@@ -215,8 +218,9 @@ def mbarrier_test_state(w: Warp, address: np.ndarray, state: np.ndarray, mask) -
     return mbarrier_test(w, address, (state & np.uint64(1)).astype(np.uint32), mask)
 
 
-def mbarrier_pending(w: Warp, state: np.ndarray) -> np.ndarray:
-    raise KernelFault("mbarrier.pending_count is not simulated")
+def mbarrier_pending(state: np.ndarray) -> np.ndarray:
+    """pending_count: what was pending before the arrival that returned the token."""
+    return (state >> np.uint64(_PENDING_SHIFT)).astype(np.uint32)
 
 
 # --- cp.async ------------------------------------------------------------------------------------

@@ -39,8 +39,12 @@ class MemoryBarrier:
         self.arrive(count)
 
     def expect(self, size: int) -> None:
-        """Add bytes that asynchronous copies must complete in this phase."""
+        """Add bytes that asynchronous copies must complete in this phase.
+
+        They may all have arrived before: with no arrival pending, this then completes the phase.
+        """
         self.transactions += size
+        self._check()
 
     def complete(self, size: int) -> None:
         """Bytes arrived. They may come before `expect`, the count is then negative meanwhile."""

@@ -18,7 +18,7 @@ from dsv4.simulator.memory import (
     SHARED_WINDOW,
     Region,
 )
-from dsv4.simulator.numerics import bf16_of_f32, f16_of_f32, f32_of_bf16, f32_of_f16
+from dsv4.simulator.numerics import bf16_of_f32, f16_of_f32, f32_of_bf16, f32_of_f16, flush
 from dsv4.simulator.warp import ALL, Warp
 
 DTYPE = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
@@ -41,12 +41,16 @@ def _fault_if(bad: np.ndarray, text: str, addresses: np.ndarray) -> None:
 
 # --- shared --------------------------------------------------------------------------------------
 def _shared_offsets(w: Warp, address: np.ndarray, mask, size: int):
-    """Offsets into the one CTA's memory that the active lanes address."""
+    """The CTA that the active lanes address and their offsets; (None, None) for several CTAs."""
     offsets = address - w.base if mask is ALL else (address - w.base)[mask]
     cta = w.cta
     top = int(np.maximum.reduce(offsets, initial=0))
     if top > OFFSET_MASK:
-        cta, offsets = _remote(w, address, mask)
+        active = address if mask is ALL else address[mask]
+        ranks = active >> np.uint32(RANK_SHIFT)
+        if (ranks != ranks[0]).any():
+            return None, None
+        cta, offsets = w.cluster.cta_at(int(active[0])), active & np.uint32(OFFSET_MASK)
         top = int(offsets.max())
     if top + size > cta.shared_limit:
         raise KernelFault(
@@ -58,12 +62,10 @@ def _shared_offsets(w: Warp, address: np.ndarray, mask, size: int):
     return cta, offsets
 
 
-def _remote(w: Warp, address: np.ndarray, mask):
-    active = address if mask is ALL else address[mask]
-    ranks = active >> np.uint32(RANK_SHIFT)
-    if (ranks != ranks[0]).any():
-        raise KernelFault("one instruction addresses the shared memory of several CTAs")
-    return w.cluster.cta_at(int(active[0])), active & np.uint32(OFFSET_MASK)
+def _lanes_by_cta(address: np.ndarray, mask) -> list[np.ndarray]:
+    """The active lanes, grouped by the CTA they address."""
+    ranks = address >> np.uint32(RANK_SHIFT)
+    return [mask & (ranks == rank) for rank in np.unique(ranks[mask])]
 
 
 def load_shared(w: Warp, address: np.ndarray, count: int, bits: int, mask) -> list[np.ndarray]:
@@ -71,6 +73,11 @@ def load_shared(w: Warp, address: np.ndarray, count: int, bits: int, mask) -> li
         return [_ZERO[bits]] * count
     dtype, shift = DTYPE[bits], _SHIFT[bits]
     cta, offsets = _shared_offsets(w, address, mask, count * bits // 8)
+    if cta is None:
+        parts = [
+            load_shared(w, address, count, bits, lanes) for lanes in _lanes_by_cta(address, mask)
+        ]
+        return [np.bitwise_or.reduce(values) for values in zip(*parts)]
     if w.launch.monitor is not None:
         w.launch.monitor.shared(w, cta, offsets, mask, count * bits // 8, False)
     rows = cta.views[dtype].reshape(-1, count)[
@@ -87,6 +94,10 @@ def store_shared(w: Warp, address: np.ndarray, values, bits: int, mask) -> None:
     dtype, shift = DTYPE[bits], _SHIFT[bits]
     count = len(values)
     cta, offsets = _shared_offsets(w, address, mask, count * bits // 8)
+    if cta is None:
+        for lanes in _lanes_by_cta(address, mask):
+            store_shared(w, address, values, bits, lanes)
+        return
     if w.launch.monitor is not None:
         w.launch.monitor.shared(w, cta, offsets, mask, count * bits // 8, True)
     rows = cta.views[dtype].reshape(-1, count)
@@ -264,11 +275,17 @@ def atomic(w: Warp, space: str, op: str, dtype: type, address, operands, mask) -
     w.polling = True  # another CTA may be waiting for this, or this may be a spin lock
     if w.launch.monitor is not None:
         w.launch.monitor.atomic(w, space, address, mask, np.dtype(dtype).itemsize)
-    with w.launch.atomics_lock, np.errstate(over="ignore"):
+    # float32 sums flush subnormals in global memory, but not in shared memory.
+    flushes = dtype is np.float32 and op == "add" and space == "global"
+    if flushes:
+        operands = tuple(flush(x) for x in operands)
+    with w.launch.atomics_lock, np.errstate(over="ignore", invalid="ignore"):
         for lane in np.flatnonzero(mask).tolist():
             word = _word(w, space, int(address[lane]), dtype)
             old[lane] = word[0]
-            word[0] = _apply(op, word[0], [x[lane] for x in operands])
+            before = flush(word)[0] if flushes else word[0]
+            after = _apply(op, before, [x[lane] for x in operands])
+            word[0] = flush(after) if flushes else after
     return old
 
 
@@ -383,8 +400,12 @@ def _combine(op: str, scalar: str, word: np.ndarray, value: np.ndarray):
         a, b = decode(word.view(np.uint16)), decode(np.ascontiguousarray(value).view(np.uint16))
     else:
         a, b = word.view(np.float32), np.ascontiguousarray(value).view(np.float32)
-    function = {"add": np.add, "min": np.fmin, "max": np.fmax}[op]
-    out = function(a, b)
+    if op == "add":
+        out = a + b
+    else:
+        out = (np.fmin if op == "min" else np.fmax)(a, b)
+        # A signalling NaN counts as missing too, which numpy's loops do not agree on.
+        out = np.where(np.isnan(a), b, np.where(np.isnan(b), a, out))
     return (encode(out) if scalar in _HALF else out).view(word.dtype)[0]
 
 

@@ -101,6 +101,7 @@ def mbarrier(e: BlockEmitter, ins: Instruction) -> None:
         "arrive_drop": _mbarrier_arrive,
         "expect_tx": _mbarrier_bytes,
         "complete_tx": _mbarrier_bytes,
+        "pending_count": _mbarrier_pending,
         "try_wait": _mbarrier_wait,
         "test_wait": _mbarrier_wait,
     }[operation]
@@ -132,6 +133,11 @@ def _mbarrier_bytes(e: BlockEmitter, ins: Instruction) -> None:
     address, size = _barrier_address(e, ins.operands[0]), e.value(ins.operands[1], "u32")
     name = "mbarrier_expect" if ins.parts[1] == "expect_tx" else "mbarrier_complete"
     e.line(f"{name}(w, {address}, {size}, {e.mask})")
+
+
+def _mbarrier_pending(e: BlockEmitter, ins: Instruction) -> None:
+    state = e.value(ins.operands[1], "u64")
+    e.define(ins.operands[0], f"mbarrier_pending({state})", "u32")
 
 
 def _mbarrier_wait(e: BlockEmitter, ins: Instruction) -> None:

@@ -199,7 +199,7 @@ def reduce_bytes(op: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.nd
         return {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op](old, new)
     if op in ("inc", "dec"):
         return _count(op, old, new)
-    function = {"add": np.add, "min": np.minimum, "max": np.maximum}.get(op)
+    function = {"add": np.add, "min": _minimum, "max": _maximum}.get(op)
     if function is None:
         raise KernelFault(f"reduction {op} of {dtype}")
     if dtype == "bf16":
@@ -210,6 +210,16 @@ def reduce_bytes(op: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.nd
     a, b = (x.reshape(-1).view(numpy_type) for x in (old, new))
     with np.errstate(over="ignore"):
         return function(a, b).view(np.uint8).reshape(old.shape)
+
+
+def _minimum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The smaller; of a number and a NaN, quiet or signalling, the number."""
+    return np.where(a != a, b, np.where((b != b) | (a <= b), a, b))
+
+
+def _maximum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The larger; of a number and a NaN, quiet or signalling, the number."""
+    return np.where(a != a, b, np.where((b != b) | (a >= b), a, b))
 
 
 def _count(op: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:

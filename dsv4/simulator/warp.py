@@ -47,6 +47,7 @@ class Warp:
         self.local: np.ndarray | None = None
         self.carry = np.zeros(32, np.int64)
         self.bar_ticket: tuple[int, int] | None = None
+        self.bar_values: list[np.ndarray] = []
         self.cluster_ticket: int | None = None
         # Asynchronous work tied to the warp.
         self.bulk_open: list = []
