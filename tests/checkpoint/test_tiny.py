@@ -94,7 +94,8 @@ def test_logits_follow_the_oracle_with_every_rounding(model, task: Task) -> None
     with torch.no_grad():
         expected, actual = oracle.forward(rows).logits, model(rows)
         error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
-        assert error.median() < 1e-5, f"median error {error.median():.1e}"
+        equal = (error < 1e-5).float().mean().item()
+        assert equal > 0.85, f"{equal:.0%} of the tokens agree; median error {error.median():.1e}"
         long = task.windows[:1]
         expected, actual = oracle.forward(long).logits, model(long)
     error = (actual - expected).norm(dim=-1) / expected.norm(dim=-1)
