@@ -182,7 +182,7 @@ def _scales(cta: Cta, address: int, rows: int, count: int, first: int, exponents
     column = address & 0xFFFF
     check_owned(cta, column, column + -(-rows // 32))
     r = np.arange(rows)
-    lane = (address >> 16) + r % 32
+    lane = (address >> 16 & 0x7F) + r % 32  # the top bits repeat the position within the word
     words = cta.tmem[column + r // 32, lane]
     codes = np.ascontiguousarray(words).view(u8).reshape(rows, 4)[:, first : first + count]
     if exponents:
