@@ -65,6 +65,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         action="store_true",
         help="only model the time of Pro and Flash at several numbers of tokens (about a minute)",
     )
+    attention.add_argument(
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help="for --model-table: the shapes and times of `dsv4 bench attention --json FILE`",
+    )
     parser.set_defaults(run=run)
 
 
@@ -93,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     from dsv4.simulator.timing import predict
 
     if args.model_table:
-        sim_table.print_table(args.arch)
+        sim_table.print_table(args.arch, args.measured)
         return 0
     compiled = sim_attention.compile_attention(workload)
     call = sim_attention.make_call(workload, args.seed)
@@ -128,6 +134,8 @@ def _workload(args: argparse.Namespace) -> Workload:
             raise ValueError(f"--{name.replace('_', '-')}: got {value}, needs at least 0")
     if args.top_k + args.window == 0:
         raise ValueError("--top-k and --window: got 0 and 0, there is nothing to attend to")
+    if args.measured is not None and not args.model_table:
+        raise ValueError("--measured: needs --model-table")
     if args.num_splits is not None and args.num_splits < 1:
         raise ValueError(f"--num-splits: got {args.num_splits}, needs at least 1")
     if importlib.util.find_spec("cutlass") is None:

@@ -130,7 +130,7 @@ class Replay:
         if self.blocked:
             (_, key), warps = next(iter(self.blocked.items()))
             raise SimulatorError(f"time model: {warps[0].name} waits for {key}, never signalled")
-        end = max([end, *(sm.outbound.free for sm in self.sms)])
+        end = max([end, *(sm.inbound.free for sm in self.sms)])
         count = len(self.sms)
         units = [sm.busy() for sm in self.sms]
         busy = {name: sum(unit[name] for unit in units) / count for name in units[0]}

@@ -81,7 +81,7 @@ class Sm:
         self.port = SharedPort(machine)
         self.tensor = Server()  # of Blackwell
         self.copies = Server()  # TMA instructions
-        self.inbound = Server()
+        self.inbound = Server()  # L2 and memory, with what goes out
         self.loads = Server()  # the ordinary part of what comes in
         self.outbound = Server()
 
@@ -96,8 +96,11 @@ class Sm:
         return self.loads.take(now, cycles) + latency
 
     def send(self, now: float, size: int) -> float:
-        """Bytes to global memory; the time when they have left."""
-        return self.outbound.take(now, size / self.memory_bytes)
+        """Bytes to global memory; the time when they have left. Nobody waits for them on the way,
+        but memory serves loads that much later."""
+        cycles = size / self.memory_bytes
+        self.inbound.take(now, cycles)
+        return self.outbound.take(now, cycles)
 
     def busy(self) -> dict[str, float]:
         """Cycles by unit, a quarter's units averaged."""
@@ -114,6 +117,5 @@ class Sm:
             "SMEM port": self.port.busy + self.port.operands,
             "TMEM": mean(lambda core: core.tmem),
             "TMA issue": self.copies.busy,
-            "memory in": self.inbound.busy,
-            "memory out": self.outbound.busy,
+            "memory": self.inbound.busy,
         }
