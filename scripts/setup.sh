@@ -44,8 +44,12 @@ build_environment() {
   elif [ "$(uname -s)" = Linux ]; then
     install_cpu_torch "$venv/bin/python" || fail "cannot install torch"
   fi
-  (cd "$root" && "$venv/bin/python" -m pip install -q --editable ".$extra" --group dev) ||
+  # Build back-ends are chatty: their words matter only when the installation fails.
+  if ! (cd "$root" && "$venv/bin/python" -m pip install -q --editable ".$extra" --group dev) \
+    >"$venv/install.log" 2>&1; then
+    cat "$venv/install.log" >&2
     fail "cannot install the package; see pip's message above"
+  fi
 }
 
 # One set-up at a time, and again only when what decides it has changed.
