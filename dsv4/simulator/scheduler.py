@@ -17,6 +17,9 @@ from dsv4.simulator.program import Program, check_launchable
 from dsv4.simulator.warp import Warp
 
 SHARED_LIMIT = 227 * 1024
+# Blocks a warp may run before the others get their turn. `eager` keeps warps roughly in step, as
+# hardware does; the other schedules let one run as far ahead as synchronisation permits.
+QUANTUM = {"eager": 8, "lazy": -1, "random": -1}
 IDLE_ROUNDS = 400  # rounds in which every warp only polls, before that counts as a deadlock
 
 
@@ -70,6 +73,7 @@ class Launch:
             raw[offset : offset + size] = value
         self.param_bytes = bytes(raw)
         self.random = random.Random(self.seed)
+        self.quantum = QUANTUM[self.schedule]
         # Clusters not started yet, last first; cluster launch control may cancel them.
         self.waiting: list[tuple[int, tuple[int, int, int]]] = []
 

@@ -177,7 +177,10 @@ class Warp:
         self.frames = [f for f in self.frames if f.mask_bytes != _NONE_BYTES]
 
     def run(self) -> bool:
-        """Run until blocked, polling or done; True if at least one block completed."""
+        """Run one turn: until blocked, polling, done or the quantum of blocks is used up.
+
+        True if at least one block completed.
+        """
         try:
             return self._run()
         except KernelFault as fault:
@@ -197,6 +200,7 @@ class Warp:
     def _run(self) -> bool:
         program, registers = self.program, self.registers
         hits, exit_block = program.hits, program.exit
+        left = self.launch.quantum
         progressed = swapped = False
         self.polling = False
         while self.frames:
@@ -218,7 +222,8 @@ class Warp:
                         frame.block = following
                         break
                     block = following
-                    if self.polling:
+                    left -= 1
+                    if self.polling or not left:
                         frame.block = block
                         return progressed
                 elif following == BLOCKED:
