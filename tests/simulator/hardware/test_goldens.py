@@ -1,0 +1,135 @@
+"""The simulator writes what an H200 wrote, program by program.
+
+`scripts/simulator_goldens.py` records the hardware's side; see goldens.json for the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from dsv4.simulator import KernelFault
+from dsv4.simulator.host import stub_library
+from tests.simulator.hardware import tma
+from tests.simulator.hardware.case import Case, TensorMap
+from tests.simulator.hardware.families import FAMILIES
+from tests.simulator.hardware.goldens import Goldens, differences, map_parameters, rows_of
+from tests.simulator.hardware.replay import replay, simulated
+from tests.simulator.hardware.tensor_maps import ELEMENTS, SWIZZLES, encode
+
+pytestmark = pytest.mark.stage("simulator")
+
+CASES = {case.name: case for make in FAMILIES.values() for case in make()}
+GOLDENS = Goldens()
+RECORDED = GOLDENS.read(list(CASES.values()))
+MAP_CASES = [case for case in CASES.values() if map_parameters(case)]
+# Every third of the many wgmma programs runs by default, and all of everything else.
+_SLOW = {c.name for i, c in enumerate(FAMILIES["wgmma"]()) if i % 3}
+_ASYNCHRONOUS = [c.name for family in ("bulk", "clusters", "tma") for c in FAMILIES[family]()]
+# Its 768 asynchronous stores, performed one per poll, outlast the program's bounded wait.
+_ASYNCHRONOUS.remove("st.async")
+
+
+def _marked(names: list[str], slow: set[str]) -> list:
+    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in names]
+
+
+def _check(case: Case, image: np.ndarray) -> None:
+    found = differences(case, RECORDED[case.name], image)
+    assert not found, "\n".join([f"{case.name}: {len(found)} rows differ", *found[:10]])
+
+
+@pytest.mark.parametrize("name", _marked(list(CASES), _SLOW))
+def test_replay_gives_the_hardwares_memory(name):
+    _check(CASES[name], replay(CASES[name]))
+
+
+@pytest.mark.parametrize("schedule", ["lazy", "random"])
+@pytest.mark.parametrize("name", _marked(_ASYNCHRONOUS, set(_ASYNCHRONOUS[25:])))
+def test_asynchronous_programs_do_not_depend_on_the_schedule(name, schedule, seed):
+    _check(CASES[name], replay(CASES[name], schedule, seed))
+
+
+_CHECKED = ["ldmatrix", "stmatrix", "red shared", "red global", "cp.async", *_ASYNCHRONOUS]
+
+
+@pytest.mark.parametrize("name", _marked(_CHECKED, set(_CHECKED[30:])))
+def test_the_checker_finds_nothing_in_ordered_programs(name):
+    _, report = simulated(CASES[name], races=True)
+    assert not report.races, str(report)
+
+
+def test_the_checker_finds_the_program_that_hardware_happens_to_run_in_order():
+    # Its 4-byte and its 8-byte cells overlap, with no barrier between their uses.
+    _, report = simulated(CASES["atom shared"], races=True)
+    assert any("race" in str(finding) for finding in report.races)
+
+
+def test_goldens_are_of_these_programs():
+    assert GOLDENS.names() == list(CASES)
+    stale = [n for n, case in CASES.items() if case.identity() != RECORDED[n].identity]
+    assert not stale, f"recorded from other programs: {stale}; run scripts/simulator_goldens.py"
+
+
+@pytest.mark.parametrize("name", ["float32", "ldmatrix", "approximate", "bulk reduce"])
+def test_a_wrong_bit_is_found_in_every_row(name):
+    case = CASES[name]
+    image = replay(case)
+    for k, (row, data) in enumerate(rows_of(case, image)):
+        # The highest byte: for approximate rows a change of exponent or sign.
+        data[-1] ^= 0x40
+        found = differences(case, RECORDED[name], image)
+        assert len(found) == 1 and found[0].startswith(f"{row.name}: "), (k, row.name, found)
+        data[-1] ^= 0x40
+
+
+@pytest.mark.parametrize("case", MAP_CASES, ids=lambda c: c.name)
+def test_tensor_maps_are_those_of_the_driver(case):
+    for spec, made in zip(map_parameters(case), RECORDED[case.name].maps):
+        assert encode(spec, 0)[:64] == made[:64]
+        assert _stub_map(spec)[8:64] == made[8:64]
+
+
+def _stub_map(spec: TensorMap) -> bytes:
+    """The map that compiled host code gets from the simulated runtime."""
+    out = (ctypes.c_uint64 * 16)()
+    rank = len(spec.dims)
+    status = ctypes.CDLL(stub_library()).dsv4sim_cuTensorMapEncodeTiled(
+        out,
+        ELEMENTS[spec.dtype][1],
+        rank,
+        ctypes.c_void_p(0x10000),
+        (ctypes.c_uint64 * rank)(*spec.dims),
+        (ctypes.c_uint64 * 5)(*spec.strides),
+        (ctypes.c_uint32 * rank)(*spec.box),
+        (ctypes.c_uint32 * rank)(*spec.element_strides()),
+        0,
+        SWIZZLES[spec.swizzle],
+        0,
+        int(spec.nan_fill),
+    )
+    assert status == 0
+    return bytes(out)
+
+
+_SPEC = TensorMap(3, "bf16", (64, 16), (128,), (32, 8))
+
+
+@pytest.mark.parametrize(
+    ("make", "origin", "message"),
+    [
+        (tma.load, (4, 0), "multiple of 8 elements"),
+        (tma.store, (4, 0), "multiple of 8 elements"),
+        (tma.store, (0, -1), "negative coordinates only load"),
+        (tma.store, (-8, 0), "negative coordinates only load"),
+    ],
+)
+def test_coordinates_that_hardware_refuses(make, origin, message):
+    case = make(_SPEC)
+    coordinates = case.buffers[2].copy()
+    coordinates[:2] = origin
+    refused = Case(**{**vars(case), "buffers": (*case.buffers[:2], coordinates, *case.buffers[3:])})
+    with pytest.raises(KernelFault, match=message):
+        replay(refused)
