@@ -10,6 +10,8 @@ import random
 import threading
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from dsv4.simulator.asynchronous import AsyncEngine
 from dsv4.simulator.errors import Deadlock, KernelFault
 from dsv4.simulator.memory import SYSTEM_SHARED_BYTES, Cluster, Cta, GlobalMemory
@@ -154,6 +156,7 @@ class Resident:
             launch.monitor.finish_cluster(self.cluster, self.warps)
 
 
+@np.errstate(all="ignore")  # overflow and NaN are results, not mishaps
 def run_launch(launch: Launch, mine: list[tuple[int, tuple[int, int, int]]] | None = None) -> None:
     """Run every cluster (or those in `mine`) to completion. Raises Deadlock, KernelFault."""
     waiting = list(enumerate(launch.cluster_origins())) if mine is None else list(mine)
