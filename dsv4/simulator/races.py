@@ -309,6 +309,14 @@ class Monitor:
         where = np.unique(columns * _TMEM_GROUPS + lanes // 16)
         self._tmem(w, cta, where, agent, clock, state.clocks.seen[w.agent], write, kind)
 
+    def tmem_free(self, w, cta: Cta, start: int, columns: int) -> None:
+        """tcgen05.dealloc: everything must be done with the columns."""
+        state = w.cluster.state
+        where = _columns(start, columns, tuple(range(_TMEM_GROUPS)))
+        seen = state.clocks.seen[w.agent]
+        self._tmem(w, cta, where, w.agent, int(seen[w.agent]), seen, True, "tcgen05.dealloc")
+        state.tmem[cta.rank].forget(where)
+
     def tmem_waited(self, w, kind: str) -> None:
         state, name = w.cluster.state, f"tcgen05.{kind}"
         agent = state.clocks.agent((name, w.agent))

@@ -74,6 +74,11 @@ class Shadow:
         self.write_at[where] = at
         self.partial[where] = part
 
+    def forget(self, where) -> None:
+        """The granules hold nothing any more."""
+        self.writer[where] = NOBODY
+        self.write_clock[where] = 0
+
     def first_unwritten(self, where) -> int | None:
         """Index of the first granule nobody ever wrote."""
         missing = self.writer[where] == NOBODY

@@ -45,6 +45,8 @@ def deallocate(w: Warp, address: np.ndarray, columns: np.ndarray) -> None:
     start, n = int(address[0]) & 0xFFFF, int(columns[0])
     if w.cta.tmem_allocations.get(start) != n:
         raise KernelFault(f"tcgen05.dealloc of columns {start}..{start + n}: not an allocation")
+    if w.launch.monitor is not None:
+        w.launch.monitor.tmem_free(w, w.cta, start, n)
     del w.cta.tmem_allocations[start]
     w.cta.tmem_owned[start : start + n] = False
 

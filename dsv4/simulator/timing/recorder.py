@@ -249,6 +249,9 @@ class Recorder:
     def tmem_used(self, w) -> None:
         self._add(w, trace.TmemWait(w.at, False))
 
+    def tmem_free(self, w, cta: Cta, start: int, columns: int) -> None:
+        """Takes no time worth modelling."""
+
     def multiply(self, w, cta: Cta, product: Multiplication) -> None:
         form = product.form
         event = trace.Multiply(w.at, product.group, form.m, form.n, product.a_in_tmem)
