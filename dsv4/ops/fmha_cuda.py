@@ -77,7 +77,7 @@ def launch(
         ValueError: a length of an optional argument does not fit.
         RuntimeError: a runner or workspace is cold and a graph is being captured.
     """
-    index = q.device.index
+    index = q.get_device()
     if torch.cuda.current_device() != index:
         # The driver launches on the current device, whatever device the tensors are on.
         tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)

@@ -75,8 +75,8 @@ def launch(monkeypatch):
     def call(num_splits, compressed_lens=None, lse=None, workspace=None):
         config = FmhaConfig(64, 8, 128, 1024, num_splits=num_splits)
         recorder = Recorder(config)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
-        monkeypatch.setitem(fmha_cuda._STATES, (id(config), None), recorder)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)
+        monkeypatch.setitem(fmha_cuda._STATES, (id(config), -1), recorder)
         fmha_cuda.launch(config, *tensors, compressed_lens, lse, workspace)
         (arguments,) = recorder.calls
         assert arguments[:7] == tensors
