@@ -102,7 +102,7 @@ def test_strided_tensors(seed) -> None:
 def test_a_strided_last_dimension_is_refused_by_name(seed) -> None:
     case = Case.random(2, 8, 64, 64, 64, 1)
     case.q = torch.randn(2, 8, 128, device="cuda").bfloat16()[..., ::2]
-    with pytest.raises(ValueError, match="^q: got strides"):
+    with pytest.raises(ValueError, match=r"^q: got strides"):
         case.run(sink_mode=SINK_MODE)
 
 

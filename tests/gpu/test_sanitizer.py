@@ -29,8 +29,6 @@ def test_clean(tool, head_dim) -> None:
     done = subprocess.run(
         [
             *(sanitizer, "--tool", tool, "--error-exitcode", "9"),
-            # torch's own kernels are not on trial.
-            *("--kernel-name", "kernel_substring=dsv4"),
             *(sys.executable, "-c", SCRIPT.format(head_dim=head_dim)),
         ],
         capture_output=True,
