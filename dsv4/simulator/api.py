@@ -21,7 +21,8 @@ from dsv4.simulator.program import Program
 from dsv4.simulator.ptx.parser import Module, parse_module
 from dsv4.simulator.races import Monitor
 from dsv4.simulator.report import LaunchReport, Report
-from dsv4.simulator.scheduler import Launch, LaunchConfig, run_launch
+from dsv4.simulator.scheduler import Launch, LaunchConfig
+from dsv4.simulator.workers import run_parallel, shared_arguments
 
 MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}
 COMPILE_OPTIONS = "--keep-ptx --generate-line-info"
@@ -80,9 +81,16 @@ class Simulation:
         return self.programs[name]
 
     def run(
-        self, arguments, keywords, buffers, schedule: str, seed: int, races: bool = True
-    ) -> Report:
+        self, arguments, keywords, buffers, schedule: str, seed: int, races: bool = True,
+        workers: int = 1,
+    ) -> Report:  # fmt: skip
         """Run the host function, then each launch it made, in order."""
+        with shared_arguments(arguments, keywords, buffers, workers=workers) as values:
+            return self._run_here(*values, schedule, seed, races, workers)
+
+    def _run_here(
+        self, arguments, keywords, buffers, schedule: str, seed: int, races: bool, workers: int
+    ) -> Report:
         memory = GlobalMemory()
         for i, value in enumerate([*arguments, *keywords.values(), *buffers]):
             _register(memory, value, f"argument {i}")
@@ -93,18 +101,18 @@ class Simulation:
                 memory.add(data.ctypes.data, data.nbytes, f"variable {name}", data)
             monitor = Monitor(program.entry) if races else None
             launch = Launch(config, program, memory, schedule, seed, self.multiprocessors, monitor)
-            report.launches.append(_run(launch))
+            report.launches.append(_run(launch, workers))
             if monitor is not None:
                 report.races += monitor.findings
                 report.warnings += monitor.warnings
         return report
 
 
-def _run(launch: Launch) -> LaunchReport:
+def _run(launch: Launch, workers: int) -> LaunchReport:
     """Run one launch and describe it."""
     program, config = launch.program, launch.config
     before, start = instructions_run(program), time.perf_counter()
-    run_launch(launch)
+    run_parallel(launch, workers)
     return LaunchReport(
         kernel=config.kernel,
         grid=config.grid,
@@ -127,6 +135,7 @@ def simulate(
     schedule: str = "eager",
     seed: int = 0,
     races: bool = True,
+    workers: int = 1,
     buffers: tuple[torch.Tensor, ...] = (),
     **kwargs,
 ) -> Report:
@@ -140,6 +149,7 @@ def simulate(
         schedule: "eager", "lazy" (asynchronous operations complete as late as possible) or
             "random" (seeded by `seed`).
         races: check happens-before of every access (about 3 times slower); see `Report.races`.
+        workers: processes that share a launch's clusters.
         buffers: further tensors the kernel may touch through pointers it gets another way.
 
     Returns: a Report; outputs are written to the tensors.
@@ -148,6 +158,8 @@ def simulate(
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if workers < 1:
+        raise ValueError(f"workers must be at least 1, got {workers}")
     try:
         simulation = _prepared.get(compiled)
     except TypeError:
@@ -156,7 +168,7 @@ def simulate(
         simulation = Simulation.of_compiled(compiled)
         with contextlib.suppress(TypeError):  # not every compiled object can be referred to weakly
             _prepared[compiled] = simulation
-    return simulation.run(args, kwargs, buffers, schedule, seed, races)
+    return simulation.run(args, kwargs, buffers, schedule, seed, races, workers)
 
 
 def _register(memory: GlobalMemory, value, name: str) -> None:

@@ -98,6 +98,13 @@ class Monitor:
         where = tuple(self.entry.instructions[p].where() for p in places)
         self.findings.append(Finding(kind, message, where))
 
+    def adopt(self, findings: list[Finding], warnings: list[Finding]) -> None:
+        """Add what another process found, once each."""
+        for mine, theirs in ((self.findings, findings), (self.warnings, warnings)):
+            mine += [
+                f for f in theirs if all((f.kind, f.places) != (g.kind, g.places) for g in mine)
+            ]
+
     def warn(self, kind: str, message: str, at: int) -> None:
         """A finding of the tolerated class."""
         if (kind, at) not in self._known:

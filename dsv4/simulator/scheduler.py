@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,7 @@ SHARED_LIMIT = 227 * 1024
 # Blocks a warp may run before the others get their turn. `eager` keeps warps roughly in step, as
 # hardware does; the other schedules let one run as far ahead as synchronisation permits.
 QUANTUM = {"eager": 8, "lazy": -1, "random": -1}
+PEER_IDLE_ROUNDS = 30_000  # milliseconds to wait for a flag that another process sets
 IDLE_ROUNDS = 400  # rounds in which every warp only polls, before that counts as a deadlock
 
 
@@ -53,6 +55,7 @@ class Launch:
     last_region: object | None = None
     issued: dict[str, int] = field(default_factory=dict)
     atomics_lock: object = field(default_factory=threading.Lock)
+    has_peers: bool = False  # other clusters run in other processes
 
     def __post_init__(self) -> None:
         config = self.config
@@ -190,7 +193,9 @@ def run_launch(launch: Launch, mine: list[tuple[int, tuple[int, int, int]]] | No
             continue
         idle += 1
         polling = any(warp.polling for cluster in resident for warp in cluster.live)
-        if not polling or idle > IDLE_ROUNDS:
+        if launch.has_peers and polling and idle <= PEER_IDLE_ROUNDS:
+            time.sleep(0.001)
+        elif not polling or idle > IDLE_ROUNDS:
             raise Deadlock(describe_deadlock(resident))
 
 
