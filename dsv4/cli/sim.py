@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # Kept here as well as in the simulator, which would import torch: `--help` must be instant.
 ARCHITECTURES = ("sm_100a", "sm_90a")
 SCHEDULES = ("eager", "lazy", "random")
+HEAD_DIMS = (64, 128, 256, 512)
 SHOWN_FINDINGS = 5
 CHECK_FAILED = 1
 
@@ -124,10 +125,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _workload(args: argparse.Namespace) -> Workload:
     """The shape that the arguments describe; ValueError names the argument that is wrong."""
-    for name in ("tokens", "heads", "head_dim"):
+    if args.head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"--head-dim: got {args.head_dim}, needs one of {', '.join(map(str, HEAD_DIMS))}"
+        )
+    for name in ("tokens", "heads"):
         value = getattr(args, name)
         if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: got {value}, needs at least 1")
+            raise ValueError(f"--{name}: got {value}, needs at least 1")
     for name in ("top_k", "window"):
         value = getattr(args, name)
         if value < 0:

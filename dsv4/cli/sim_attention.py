@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops import fmha_splits
-from dsv4.ops.compile_report import KEEP_IR, REMARKS, KernelReport, kernel_reports
+from dsv4.ops.compile_report import REMARKS, KernelReport, kernel_reports
 from dsv4.reference.attention import sparse_fmha_with_swa
 
 MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}
@@ -122,15 +122,14 @@ def compile_attention(workload: Workload) -> CompiledKernel:
     """Compile the kernel of a workload, with its PTX kept for the simulator."""
     config = workload.config  # a wrong size is an error before the compiler starts
     with tempfile.TemporaryDirectory() as dump:
-        # Read when the compiler is imported.
-        os.environ.update({**KEEP_IR, "CUTE_DSL_DUMP_DIR": dump, "NO_COLOR": "1"})
         name = {"sm_100a": "fmha", "sm_90a": "fmha_sm90"}[workload.arch]
         module = importlib.import_module(f"dsv4.kernels.attention.{name}")
         options = f"--gpu-arch {workload.arch} --keep-ptx --generate-line-info --dump-dir {dump}"
         with _captured_stderr() as remarks:
             function = module.build(config, f"{options} {REMARKS}")
-        ir = "".join(path.read_text() for path in Path(dump).rglob("*.mlir"))
-        reports = tuple(kernel_reports(remarks.read_text(), ir))
+            sys.stderr.flush()
+        # Without the compiler's IR the reports lack shared memory: launches know that themselves.
+        reports = tuple(kernel_reports(remarks.read_text(), ir=""))
         remarks.unlink()
     return CompiledKernel(function, reports, _tmem_columns(workload))
 
@@ -145,20 +144,21 @@ def _tmem_columns(workload: Workload) -> int:
 
 @contextmanager
 def _captured_stderr() -> Iterator[Path]:
-    """Send what the compiler prints, from native code too, to a file; the caller deletes it."""
+    """Send what the compiler prints to stderr, from Python and from native code, to a file; the
+    caller deletes it."""
     sys.stderr.flush()
     descriptor, name = tempfile.mkstemp(suffix=".txt")
     path, saved = Path(name), os.dup(2)
     os.dup2(descriptor, 2)
     try:
-        yield path
+        with open(descriptor, "w") as stream, redirect_stderr(stream):
+            yield path
     except BaseException:
         path.unlink()
         raise
     finally:
         os.dup2(saved, 2)
         os.close(saved)
-        os.close(descriptor)
 
 
 def make_call(workload: Workload, seed: int) -> Call:

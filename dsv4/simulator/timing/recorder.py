@@ -14,6 +14,7 @@ from dsv4.simulator.barriers import mbarrier_test
 from dsv4.simulator.codegen import BLOCKED
 from dsv4.simulator.memory import Cluster, Cta, GlobalMemory
 from dsv4.simulator.program import Program
+from dsv4.simulator.races import Monitor
 from dsv4.simulator.scheduler import Launch, run_launch
 from dsv4.simulator.tensor_core import Multiplication
 from dsv4.simulator.timing import trace
@@ -110,8 +111,16 @@ def _wavefronts(pattern: bytes, size: int) -> int:
     return total
 
 
+def _ignore(*_) -> None:
+    """What only the checker needs to know."""
+
+
 class Recorder:
-    """Receives what the race checker receives, and keeps it as a trace."""
+    """Receives what the race checker receives, and keeps it as a trace.
+
+    Under the eager schedule an asynchronous operation is complete when it has been issued, so
+    the phase of a barrier that it signals is the one at issue.
+    """
 
     def __init__(self) -> None:
         self.clusters: list[ClusterTrace] = []
@@ -119,6 +128,12 @@ class Recorder:
         self._pending: dict[object, list[trace.Event]] = {}
         self._polled: set[tuple] = set()
         self._counts: dict[tuple, int] = {}
+
+    def __getattr__(self, name: str) -> Callable:
+        """Calls that leave no trace: fences, completions, memory that goes away."""
+        if hasattr(Monitor, name):
+            return _ignore
+        raise AttributeError(name)
 
     # --- life of a cluster -----------------------------------------------------------------------
     def start_cluster(self, cluster: Cluster, warps: list) -> None:
@@ -130,9 +145,6 @@ class Recorder:
 
     def finish_cluster(self, cluster: Cluster, warps: list) -> None:
         cluster.state = None
-
-    def exit_outstanding(self, w, groups: int) -> None:
-        """Copies that nobody waits for cost the kernel nothing but bandwidth."""
 
     def completed(self, w, number: int) -> None:
         """A warp has completed block `number`."""
@@ -163,9 +175,6 @@ class Recorder:
     def acquire(self, w, key: Key) -> None:
         self._add(w, trace.Wait(w.at, key))
 
-    def barrier_init(self, w, address: int) -> None:
-        """Phases count from zero: nothing to remember."""
-
     def release_barrier(self, w, barrier) -> None:
         self._signal(w, ("mbarrier", barrier.address, barrier.phase))
 
@@ -185,9 +194,6 @@ class Recorder:
                 return np.zeros(32, np.bool_)
         return mbarrier_test(w, address, parity, mask)
 
-    def fence(self, w, opcode: str) -> None:
-        """Fences cost time where they stand in the program."""
-
     # --- copies ----------------------------------------------------------------------------------
     def bulk_load(self, w, receivers, offsets: np.ndarray) -> None:
         size = 16 * len(offsets)
@@ -198,9 +204,6 @@ class Recorder:
             keys.append(key)
         w.cluster.state.loaded += size
         self._add(w, trace.BulkLoad(w.at, size, keys))
-
-    def bulk_load_done(self, ticket, cta: Cta, barrier) -> None:
-        """Under the eager schedule the phase cannot have moved since the copy was issued."""
 
     def bulk_store(self, w, cta: Cta, offsets: np.ndarray) -> None:
         size = 16 * len(offsets)
@@ -265,9 +268,6 @@ class Recorder:
         w.cluster.state.signals.update(keys)
         ctas = 2 if "cta_group::2" in self._instruction(w).parts else 1
         self._add(w, trace.Commit(w.at, ctas, keys))
-
-    def commit_done(self, ticket, barrier) -> None:
-        """As for copies: the phase is the one at issue."""
 
     def wgmma(self, w, form, a, b: int, majors) -> None:
         event = trace.WarpgroupMultiply(w.at, form[0], isinstance(a, tuple), w.wgmma_issued)

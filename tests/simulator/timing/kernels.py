@@ -1,0 +1,59 @@
+"""Small PTX kernels that keep one unit busy."""
+
+from __future__ import annotations
+
+_HEAD = """.version 8.7
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 smem[];
+"""
+
+
+def bulk_load_kernel(copies: int, size: int) -> str:
+    """Each CTA of one warp loads `copies` times `size` bytes from `source` to shared memory and
+    waits for all of them."""
+    loads = "\n".join(
+        f"""add.u32 %to, %smem, {i * size};
+@%leader cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%to], [%from], """
+        f"""{size}, [%bar];
+add.u64 %from, %from, {size};"""
+        for i in range(copies)
+    )
+    return f"""{_HEAD}
+.visible .entry load(.param .u64 source)
+.reqntid 32
+{{
+.reg .b32 %smem, %bar, %to;
+.reg .b64 %from;
+.reg .pred %leader, %done;
+mov.u32 %smem, smem;
+add.u32 %bar, %smem, {copies * size};
+ld.param.u64 %from, [source];
+elect.sync _|%leader, 0xffffffff;
+@%leader mbarrier.init.shared::cta.b64 [%bar], 1;
+@%leader fence.mbarrier_init.release.cluster;
+@%leader mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {copies * size};
+{loads}
+WAIT:
+mbarrier.try_wait.parity.shared::cta.b64 %done, [%bar], 0, 1000;
+@!%done bra WAIT;
+ret;
+}}
+"""
+
+
+def arithmetic_kernel(instruction: str, count: int, threads: int) -> str:
+    """Every warp runs `count` independent instructions on registers %f0, %f1, ... of floats.
+
+    `instruction` is a format string with {i}, the number of its register.
+    """
+    body = "\n".join(instruction.format(i=i) for i in range(count))
+    return f"""{_HEAD}
+.visible .entry arithmetic()
+.reqntid {threads}
+{{
+.reg .f32 %f<{count}>;
+{body}
+ret;
+}}
+"""

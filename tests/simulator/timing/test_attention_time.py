@@ -1,0 +1,111 @@
+"""The model's time of the attention kernels: against an H200's measurements, and in itself."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from dsv4.cli import sim_table
+from dsv4.cli.sim_attention import Workload, compile_attention, make_timing_call
+from dsv4.simulator.api import Simulation
+from dsv4.simulator.timing import B200, LaunchPrediction, predict, timeline
+from dsv4.simulator.timing.recorder import record
+from dsv4.simulator.timing.trace import BulkLoad, LaunchTrace, Multiply
+
+pytestmark = pytest.mark.stage("simulator")
+
+# `dsv4 bench attention` figures of one H200, as BENCHMARKS.md reports them.
+MEASURED = Path(__file__).parent / "h200_attention.json"
+BOUND = 0.25
+QUICK = (1, 16, 128)  # tokens of Flash that the default suite looks at
+BLACKWELL = Workload("sm_100a", heads=64, top_k=512, tokens=1, num_splits=1)
+
+
+@cache
+def blackwell() -> Simulation:
+    return Simulation.of_compiled(compile_attention(BLACKWELL).function)
+
+
+@cache
+def blackwell_launch() -> LaunchPrediction:
+    call = make_timing_call(BLACKWELL, seed=0)
+    return predict(blackwell(), *call.tensors, **call.options).launches[0]
+
+
+@cache
+def blackwell_trace() -> LaunchTrace:
+    call = make_timing_call(BLACKWELL, seed=0)
+    return record(blackwell(), call.tensors, call.options, lambda count: [0])[0]
+
+
+def check(shapes: list[sim_table.Shape]) -> None:
+    """Every shape within the bound; the message lists all errors."""
+    assert shapes
+    errors = {str(row.shape.workload): row.error for row in sim_table.rows(shapes)}
+    text = "\n".join(f"{error:+.0%} {name}" for name, error in errors.items())
+    assert all(abs(error) <= BOUND for error in errors.values()), f"model errors:\n{text}"
+
+
+def test_h200_quick():
+    shapes = sim_table.measured_shapes("sm_90a", MEASURED)
+    check([s for s in shapes if s.name == "Flash" and s.workload.tokens in QUICK])
+
+
+@pytest.mark.slow
+def test_h200_every_measured_shape():
+    check(sim_table.measured_shapes("sm_90a", MEASURED))
+
+
+def test_trace_counts_what_the_kernel_does():
+    cluster = blackwell_trace().clusters[0]
+    events = [e for warp in cluster.warps for _, events in warp.blocks for e in events]
+    tiles, row = 640 // 64, 2 * 512
+    products = [e for e in events if isinstance(e, Multiply)]
+    # 64 x 64 scores take 32 steps of K = 16, two chunks of 256 columns 4 steps each.
+    assert len([e for e in products if e.n == 64]) == 32 * tiles
+    assert len([e for e in products if e.n == 256]) == 8 * tiles
+    loaded = sum(e.size for e in events if isinstance(e, BulkLoad))
+    assert loaded == (64 + 640) * row  # Q and every key once
+
+
+def test_the_model_accounts_for_the_tensor_pipe():
+    """4096 cycles per 128 keys at M = 64, whatever else happens."""
+    launch = blackwell_launch()
+    assert launch.busy["tensor pipe"] == pytest.approx(4096 * 5)
+    assert launch.cycles > launch.busy[launch.critical_unit]
+
+
+def test_more_tokens_than_multiprocessors_take_another_wave():
+    call = make_timing_call(Workload("sm_100a", 64, 512, tokens=149, num_splits=1), seed=0)
+    launch = predict(blackwell(), *call.tensors, **call.options).launches[0]
+    assert launch.waves == 2
+    assert launch.cycles > 1.3 * blackwell_launch().cycles
+
+
+def test_perfetto_timeline(tmp_path):
+    launch, path = blackwell_launch(), tmp_path / "timeline.json"
+    timeline.write_perfetto(path, launch, B200)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert any("model" in name for name in names)
+    tensor = [e for e in events if e["ph"] == "X" and e["name"].startswith("1 CTA 64x")]
+    busy = sum(e["dur"] for e in tensor)
+    assert busy == pytest.approx(B200.microseconds(launch.busy["tensor pipe"]))
+    assert max(e["ts"] + e["dur"] for e in tensor) <= B200.microseconds(launch.cycles)
+
+
+def test_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "timeline.png"
+    timeline.write_plot(path, blackwell_launch(), B200)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_json_is_refused(tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text('{"results": [{"time": 1}]}')
+    with pytest.raises(ValueError, match="--measured"):
+        sim_table.measured_shapes("sm_90a", path)

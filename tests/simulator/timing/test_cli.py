@@ -1,0 +1,102 @@
+"""`dsv4 sim` as a user meets it."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import pytest
+
+from dsv4.cli import sim, sim_attention
+from dsv4.cli.main import main
+
+pytestmark = pytest.mark.stage("simulator")
+
+
+SMALL = (
+    *("--heads", "8", "--head-dim", "64", "--top-k", "70", "--window", "20"),
+    *("--tokens", "2", "--num-splits", "1"),
+)
+_compile = functools.cache(sim_attention.compile_attention)
+
+
+@pytest.fixture(autouse=True)
+def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compilation serves every test."""
+    monkeypatch.setattr(sim_attention, "compile_attention", _compile)
+
+
+def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
+    capsys.readouterr()  # what fixtures have printed
+    status = main(["sim", "attention", *arguments])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_json_report_with_races_and_timeline(capsys, seed, tmp_path):
+    timeline = tmp_path / "timeline.json"
+    extra = ["--json", "--seed", str(seed), "--timeline", str(timeline)]
+    status, out, _ = run(capsys, *SMALL, *extra)
+    found = json.loads(out)
+    assert status == 0 and found["correct"], (seed, found)
+    assert found["races"] == []
+    kernel = found["kernels"][0]
+    assert kernel["kernel"] == "FmhaKernel" and kernel["grid"] == [2, 1, 1]
+    assert 0 < kernel["registers"] <= 255 and kernel["spill_bytes"] == 0
+    assert kernel["shared_memory"] > 0 and kernel["tmem_columns"] >= 32
+    assert found["model"] == "B200" and found["model_microseconds"] > 1
+    assert json.loads(timeline.read_text())["traceEvents"]
+
+
+def test_table_never_claims_an_unmade_race_check(capsys):
+    status, out, _ = run(capsys, *SMALL, "--no-races", "--schedule", "lazy")
+    assert status == 0
+    line = next(line for line in out.splitlines() if "races" in line)
+    assert "not checked" in line
+    assert "B200 model" in out and "prediction" in out
+
+
+def test_a_wrong_result_fails(capsys, monkeypatch):
+    real = sim_attention.make_call
+
+    def corrupted(workload, seed):
+        """The oracle sees other keys than the kernel did."""
+        call = real(workload, seed)
+        monkeypatch.setattr(
+            sim_attention, "check", lambda c, check=sim_attention.check: check(changed(c))
+        )
+        return call
+
+    def changed(call):
+        tensors = list(call.tensors)
+        tensors[1] = tensors[1].roll(1, -1)
+        return sim_attention.Call(tuple(tensors), call.options)
+
+    monkeypatch.setattr(sim_attention, "make_call", corrupted)
+    status, out, _ = run(capsys, *SMALL, "--no-races")
+    assert status == sim.CHECK_FAILED
+    assert "WRONG" in out
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--heads", "0"], "--heads: got 0"),
+        (["--tokens", "-1"], "--tokens: got -1"),
+        (["--top-k", "0", "--window", "0"], "nothing to attend to"),
+        (["--num-splits", "0"], "--num-splits: got 0"),
+        (["--head-dim", "100"], "--head-dim: got 100"),
+        (["--measured", "x.json"], "--model-table"),
+        (["--model-table", "--measured", "/nowhere.json"], "/nowhere.json"),
+    ],
+)
+def test_errors_are_one_line(capsys, arguments, words):
+    status, _, err = run(capsys, *arguments)
+    assert status == 2
+    assert words in err and len(err.strip().splitlines()) == 1
+
+
+def test_without_the_compiler(capsys, monkeypatch):
+    monkeypatch.setattr(sim.importlib.util, "find_spec", lambda name: None)
+    status, _, err = run(capsys)
+    assert status == 2 and "pip install" in err

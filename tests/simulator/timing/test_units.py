@@ -1,0 +1,107 @@
+"""Kernels that are bound by one unit take the time that unit needs, and the model names it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.simulator.raw import single_launch
+from dsv4.simulator.timing import ASSUMED, B200, H200, MACHINES, LaunchPrediction, predict
+from tests.simulator.timing.kernels import arithmetic_kernel, bulk_load_kernel
+
+pytestmark = pytest.mark.stage("simulator")
+
+
+def load(ctas: int, copies: int, size: int, source: torch.Tensor, machine=H200) -> LaunchPrediction:
+    """Model a launch whose CTAs each load copies * size bytes of `source`."""
+    simulation = single_launch(
+        bulk_load_kernel(copies, size),
+        "load",
+        grid=(ctas, 1, 1),
+        block=(32, 1, 1),
+        shared=copies * size + 64,
+        params=(source,),
+    )
+    return predict(simulation, source, machine=machine).launches[0]
+
+
+def arithmetic(instruction: str, count: int, threads: int) -> LaunchPrediction:
+    simulation = single_launch(
+        arithmetic_kernel(instruction, count, threads),
+        "arithmetic",
+        grid=(1, 1, 1),
+        block=(threads, 1, 1),
+        params=(),
+    )
+    return predict(simulation).launches[0]
+
+
+# An H200 loads 64 or 16 KB per CTA from L2 in one node of a graph, measured: microseconds.
+@pytest.mark.parametrize("copies, measured", [(8, 2.23), (2, 1.39)])
+def test_nodes_that_load_from_l2(copies, measured):
+    source = torch.zeros(8 * 8192, dtype=torch.uint8)
+    node = load(132, copies, 8192, source)
+    assert node.microseconds == pytest.approx(measured, rel=0.25)
+
+
+def test_distinct_bytes_come_at_the_rate_of_memory():
+    size = 27 * 8192
+    # Every CTA its own bytes, as far as the model can tell: it counts the tensor's.
+    source = torch.empty(132 * size, dtype=torch.uint8)
+    node = load(132, 27, 8192, source)
+    streaming = node.cycles - H200.memory_latency
+    rate = 132 * size / (H200.microseconds(streaming) * 1e-6)
+    assert rate == pytest.approx(H200.hbm_bytes_per_second, rel=0.05)
+    assert node.critical_unit == "memory"
+
+
+def test_few_ctas_are_bound_by_their_own_sm():
+    size = 27 * 8192
+    source = torch.empty(size, dtype=torch.uint8)
+    node = load(1, 27, 8192, source)
+    assert node.cycles - H200.memory_latency == pytest.approx(size / H200.l2_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "instruction, threads, unit, cycles",
+    [
+        ("ex2.approx.ftz.f32 %f{i}, %f{i};", 128, "MUFU", 8),
+        ("ex2.approx.ftz.f32 %f{i}, %f{i};", 512, "MUFU", 32),
+        ("fma.rn.f32 %f{i}, %f{i}, %f{i}, %f{i};", 512, "issue", 4),
+        ("max.f32 %f{i}, %f{i}, %f{i};", 256, "ALU", 4),
+    ],
+)
+def test_throughput_of_arithmetic(instruction, threads, unit, cycles):
+    """Cycles per instruction of every warp: an SM has four of each pipe."""
+    few, many = (arithmetic(instruction, count, threads) for count in (64, 320))
+    assert (many.cycles - few.cycles) / 256 == pytest.approx(cycles, rel=0.05)
+    assert many.critical_unit == unit
+
+
+def test_a_dependent_chain_costs_latency():
+    chain = arithmetic("fma.rn.f32 %f0, %f0, %f0, %f0;", 256, 32)
+    independent = arithmetic("fma.rn.f32 %f{i}, %f{i}, %f{i}, %f{i};", 256, 32)
+    assert chain.cycles > 3.5 * independent.cycles
+
+
+def test_a_wave_more_takes_a_wave_longer():
+    source = torch.zeros(25 * 8192, dtype=torch.uint8)
+    one, two = (load(ctas, 25, 8192, source) for ctas in (132, 133))
+    assert (one.waves, two.waves) == (1, 2)
+    assert two.cycles > one.cycles + H200.cta_start
+
+
+def test_assumptions_can_be_adjusted():
+    source = torch.zeros(8192, dtype=torch.uint8)
+    far = replace(H200, memory_latency=H200.memory_latency + 500)
+    assert load(1, 1, 8192, source, far).cycles == pytest.approx(
+        load(1, 1, 8192, source).cycles + 500, abs=1
+    )
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=lambda m: m.name)
+def test_assumptions_are_fields(machine):
+    assert all(hasattr(machine, name) for name in ASSUMED[machine.name])
+    assert B200.multiprocessors == 148
