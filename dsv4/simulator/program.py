@@ -11,6 +11,7 @@ from dsv4.simulator import (
     codegen,
     collectives,
     control,
+    integers,
     launch_control,
     memory,
     memory_access,
@@ -42,6 +43,7 @@ def _namespace() -> dict[str, object]:
     names: dict[str, object] = {"np": np, "where": np.where, "ALL": ALL, "bool_": np.bool_}
     for module in (
         numerics,
+        integers,
         barriers,
         collectives,
         control,
