@@ -250,12 +250,18 @@ def fma_rounded(a: np.ndarray, b: np.ndarray, c: np.ndarray, rounding: str) -> n
 
 def least(function, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """np.fmin or np.minimum of float32, -0 below +0."""
-    return np.where(a == b, (a.view(u32) | b.view(u32)).view(f32), function(a, b))
+    out = function(a, b)
+    if out.all():
+        return out
+    return np.where(a == b, (a.view(u32) | b.view(u32)).view(f32), out)
 
 
 def greatest(function, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """np.fmax or np.maximum of float32, +0 above -0."""
-    return np.where(a == b, (a.view(u32) & b.view(u32)).view(f32), function(a, b))
+    out = function(a, b)
+    if out.all():
+        return out
+    return np.where(a == b, (a.view(u32) & b.view(u32)).view(f32), out)
 
 
 def flush_half(x: np.ndarray) -> np.ndarray:
