@@ -16,8 +16,8 @@ CTAs of such a token are neighbours and share their tiles through L2.
 Roles of the six warps, and what travels between them (`print(FmhaPlan(512))`):
 
     load (5)      Q, then KV chunks by TMA                        -> q, kv
-    mma (4)       S(0); then S(k+1) before O(k), so that the      -> s, o; frees kv, p
-                  softmax of tile k runs beside S(k+1)
+    mma (4)       S(k), then O(k), which frees the tile's chunks  -> s, o; frees kv, p
+                  for a load that waits for them
     softmax (0-3) S from TMEM, mask, weights, P to shared memory, -> p; frees s
                   rescaling of O, output
 
@@ -490,7 +490,11 @@ class FmhaKernel:
     def mma_warp(
         self, operands: Operands, work: Work, pipes: Pipes, smem: Smem, tmem: TmemAllocator
     ):
-        """S of tile k+1 before O of tile k."""
+        """O of tile k before S of tile k+1: a load waits for the stages that O frees.
+
+        Only before the last tile is it the other way round: no load waits any more, and the
+        softmax of tile k runs beside the last S.
+        """
         keys = self._keys(operands, work)
         tiles = keys.last - keys.first
         tmem.wait_for_alloc()
@@ -505,8 +509,12 @@ class FmhaKernel:
             kv_full, s_state = self._qk(pipes, smem, t_s, kv_full, s_state)
             # ---- mainloop
             for tile in cutlass.range(1, tiles, unroll=1):
-                kv_full, s_state = self._qk(pipes, smem, t_s, kv_full, s_state)
+                is_last = tile == tiles - 1
+                if is_last:
+                    kv_full, s_state = self._qk(pipes, smem, t_s, kv_full, s_state)
                 kv_done, p_state = self._pv(pipes, smem, t_o, kv_done, p_state, tile > 1)
+                if not is_last:
+                    kv_full, s_state = self._qk(pipes, smem, t_s, kv_full, s_state)
             # ---- epilogue
             kv_done, p_state = self._pv(pipes, smem, t_o, kv_done, p_state, tiles > 1)
 

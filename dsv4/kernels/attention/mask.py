@@ -11,7 +11,7 @@ rows, 8 apart, and of every 8 columns the pair that starts at `2 * (lane % 4)`.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 
 
 @cute.jit
@@ -99,9 +99,3 @@ def mask_tail(scores: cute.Tensor, valid: Int32) -> None:
         for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             column = first + (8 * (i // 2) + i % 2)
             scores[row, i] = scores[row, i] if column < valid else -Float32.inf
-
-
-@cute.jit
-def is_partial(valid: Int32, tile: cutlass.Constexpr[int]) -> Boolean:
-    """Whether a tile of `tile` keys, `valid` of them of the span, needs a mask."""
-    return valid < tile
