@@ -169,7 +169,7 @@ def _run_family(family: str, folder: Path) -> tuple[dict[str, str], list[tuple[s
     machine, outcomes, status, processes = {}, [], 3, 0
     while status == 3 and processes < LOST_CONTEXTS:
         processes += 1
-        path = folder / f"{family.replace(' ', '_')}-{len(outcomes)}.pickle"
+        path = folder / f"{family}-{len(outcomes)}.pickle"
         command = [sys.executable, __file__, "--worker", family, str(len(outcomes)), str(path)]
         status = subprocess.run(command, timeout=SECONDS_PER_FAMILY, check=False).returncode
         if status not in (0, 3):
