@@ -1,7 +1,7 @@
 """A small sm_90a GEMM with every synchronisation spelled out, for the simulator's tests.
 
-C[M, N] fp32 = A[M, K] B[N, K]^T on one warpgroup per 64 x 128 tile: warp 0 copies two stages by TMA,
-all four warps multiply. The major modes follow the tensors' strides.
+C[M, N] fp32 = A[M, K] B[N, K]^T on one warpgroup per 64 x 128 tile: warp 0 copies two stages by
+TMA, all four warps multiply. The major modes follow the tensors' strides.
 """
 
 import cutlass

@@ -1,4 +1,4 @@
-"""CTAs that hand a token round the grid through global memory, in descending order of their index."""
+"""CTAs that hand a token round the grid through global memory, the last one first."""
 
 import cutlass
 from cutlass import cute
