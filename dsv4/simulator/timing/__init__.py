@@ -2,6 +2,10 @@
 
 A simulation is recorded as a trace of blocks and asynchronous operations, which is then replayed
 event by event against modelled units. All times are model figures, never measurements.
+
+Not modelled: waits through global memory (a recorded cluster must not wait for another one), stores
+to another CTA's shared memory beyond their issue, instruction fetch, power limits, and how unevenly
+a GPU shares its bandwidth.
 """
 
 from dsv4.simulator.timing.machine import ASSUMED, B200, H200, MACHINES, Machine

@@ -274,7 +274,10 @@ class Replay:
         issued = warp.sm.copies.take(warp.time, self.machine.copy_issue)
         for key in event.keys:
             sm = self.sms[self.placement[warp.cluster][key[1] >> RANK_SHIFT]]
-            done = sm.fetch(issued, event.size, self.machine.memory_latency)
+            if event.remote:
+                done = sm.receive(issued, event.size)
+            else:
+                done = sm.fetch(issued, event.size, self.machine.memory_latency)
             self._contribute(warp.cluster, key, done)
         place = self.placement[warp.cluster][warp.trace.cta]
         self._span(warp, f"SM {place} TMA", f"load {event.size} B", issued, done)

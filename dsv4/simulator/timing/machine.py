@@ -48,6 +48,8 @@ class Machine:
     l2_capacity: int  # bytes
     shared_bytes: float  # shared-memory port
     shared_memory: int  # bytes per SM
+    cluster_bytes: float  # from shared memory of another SM
+    cluster_latency: float
     # --- sub-core issue: cycles that one warp instruction occupies a pipe
     fma_cycles: float
     fma_packed_cycles: float  # f32x2
@@ -119,6 +121,7 @@ ASSUMED_EVERYWHERE = (
 ASSUMED = {
     "B200": (
         *ASSUMED_EVERYWHERE, "l2_bytes", "alu_cycles", "convert_cycles",
+        "cluster_bytes", "cluster_latency",
         "cluster_barrier_latency", "launch_us", "dependent_launch_us",
         "port_floor",
     ),
@@ -134,6 +137,8 @@ B200 = Machine(
     l2_capacity=126 << 20,  # [PG]
     shared_bytes=128.0,  # [FA4], and the operand-bound rows of [MMA]
     shared_memory=228 << 10,  # [PG]
+    cluster_bytes=16.0,  # [H200] 15 to 19, whatever the instruction
+    cluster_latency=500.0,  # [H200] half of a remote mbarrier's round trip
     fma_cycles=1.0,  # [PG] 128 lanes
     fma_packed_cycles=2.0,
     alu_cycles=2.0,
@@ -168,6 +173,8 @@ H200 = Machine(
     l2_capacity=50 << 20,  # [PG]
     shared_bytes=128.0,
     shared_memory=228 << 10,  # [PG]
+    cluster_bytes=16.0,  # [H200] 15 to 19, whatever the instruction
+    cluster_latency=500.0,  # [H200] half of a remote mbarrier's round trip
     fma_cycles=1.0,  # [H200] 115 of 128 per cycle
     fma_packed_cycles=2.0,
     alu_cycles=2.0,  # [H200] prmt and max: 62 per cycle

@@ -202,8 +202,13 @@ class Recorder:
             key = ("mbarrier", address, w.cluster.barrier(address).phase)
             w.cluster.state.signals[key] += 1
             keys.append(key)
-        w.cluster.state.loaded += size
-        self._add(w, trace.BulkLoad(w.at, size, keys))
+        remote = "global" not in self._instruction(w).parts  # from another CTA's shared memory
+        if not remote:
+            w.cluster.state.loaded += size
+        self._add(w, trace.BulkLoad(w.at, size, keys, remote))
+
+    def store_async(self, w, cta: Cta, barrier, offset: int, size: int) -> None:
+        self.bulk_load(w, [(cta, barrier.address)], np.arange(offset, offset + size, 16))
 
     def bulk_store(self, w, cta: Cta, offsets: np.ndarray) -> None:
         size = 16 * len(offsets)

@@ -57,10 +57,12 @@ class Wait(Event):
 
 @dataclass(slots=True)
 class BulkLoad(Event):
-    """A copy of `size` bytes into the shared memory of each CTA, which signals that CTA's key."""
+    """A copy of `size` bytes into the shared memory of each CTA, which signals that CTA's key;
+    `remote` when it comes from shared memory of the cluster, else from global memory."""
 
     size: int
     keys: list[Key]
+    remote: bool
 
 
 @dataclass(slots=True)

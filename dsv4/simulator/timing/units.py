@@ -84,10 +84,16 @@ class Sm:
         self.inbound = Server()  # L2 and memory, with what goes out
         self.loads = Server()  # the ordinary part of what comes in
         self.outbound = Server()
+        self.cluster = Server()  # shared memory of other SMs
 
     def fetch(self, now: float, size: int, latency: float) -> float:
         """A bulk copy from global memory, behind those before it; the time when it is here."""
         return self.inbound.take(now, size / self.memory_bytes) + latency
+
+    def receive(self, now: float, size: int) -> float:
+        """A bulk copy from another SM of the cluster; the time when it is here."""
+        machine = self.machine
+        return self.cluster.take(now, size / machine.cluster_bytes) + machine.cluster_latency
 
     def load(self, now: float, size: int, latency: float) -> float:
         """An ordinary load: it shares the bandwidth, but bulk copies do not hold it up."""
@@ -117,5 +123,6 @@ class Sm:
             "SMEM port": self.port.busy + self.port.operands,
             "TMEM": mean(lambda core: core.tmem),
             "TMA issue": self.copies.busy,
+            "cluster": self.cluster.busy,
             "memory": self.inbound.busy,
         }

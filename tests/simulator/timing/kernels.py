@@ -57,3 +57,52 @@ def arithmetic_kernel(instruction: str, count: int, threads: int) -> str:
 ret;
 }}
 """
+
+
+def streaming_kernel(stages: int, size: int, copies: int) -> str:
+    """Each CTA of one warp loads `copies` times `size` bytes, `stages` of them in flight.
+
+    A stage is loaded again as soon as it has arrived.
+    """
+
+    def load(stage: int) -> str:
+        return f"""add.u32 %to, %smem, {stage * size};
+add.u32 %bar, %smem, {stages * size + 8 * stage};
+@%leader mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {size};
+@%leader cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%to], [%from], """ + (
+            f"{size}, [%bar];\nadd.u64 %from, %from, {size};"
+        )
+
+    def wait(copy: int) -> str:
+        return f"""add.u32 %bar, %smem, {stages * size + 8 * (copy % stages)};
+WAIT{copy}:
+mbarrier.try_wait.parity.shared::cta.b64 %done, [%bar], {copy // stages % 2}, 1000;
+@!%done bra WAIT{copy};"""
+
+    initialise = "\n".join(
+        f"add.u32 %bar, %smem, {stages * size + 8 * stage};\n"
+        "@%leader mbarrier.init.shared::cta.b64 [%bar], 1;"
+        for stage in range(stages)
+    )
+    body = [load(stage) for stage in range(stages)]
+    for copy in range(copies):
+        body.append(wait(copy))
+        if copy + stages < copies:
+            body.append(load(copy % stages))
+    lines = "\n".join(body)
+    return f"""{_HEAD}
+.visible .entry stream(.param .u64 source)
+.reqntid 32
+{{
+.reg .b32 %smem, %bar, %to;
+.reg .b64 %from;
+.reg .pred %leader, %done;
+mov.u32 %smem, smem;
+ld.param.u64 %from, [source];
+elect.sync _|%leader, 0xffffffff;
+{initialise}
+@%leader fence.mbarrier_init.release.cluster;
+{lines}
+ret;
+}}
+"""

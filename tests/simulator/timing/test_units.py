@@ -9,7 +9,7 @@ import torch
 
 from dsv4.simulator.raw import single_launch
 from dsv4.simulator.timing import ASSUMED, B200, H200, MACHINES, LaunchPrediction, predict
-from tests.simulator.timing.kernels import arithmetic_kernel, bulk_load_kernel
+from tests.simulator.timing.kernels import arithmetic_kernel, bulk_load_kernel, streaming_kernel
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -55,6 +55,32 @@ def test_distinct_bytes_come_at_the_rate_of_memory():
     rate = 132 * size / (H200.microseconds(streaming) * 1e-6)
     assert rate == pytest.approx(H200.hbm_bytes_per_second, rel=0.05)
     assert node.critical_unit == "memory"
+
+
+# TMA on a B200, all SMs loading: KB in flight per SM -> TB/s. SemiAnalysisAI/microbench-blackwell.
+@pytest.mark.parametrize(
+    "kilobytes, published", [(4, 1.15), (8, 2.1), (16, 3.6), (32, 5.65), (64, 7.1), (128, 7.1)]
+)
+def test_bandwidth_by_bytes_in_flight(kilobytes, published):
+    """In between the model knows no contention before memory is full: up to 30% optimistic."""
+    stages = kilobytes // 4
+
+    def cycles(copies: int) -> float:
+        source = torch.empty(B200.multiprocessors * copies * 4096, dtype=torch.uint8)
+        simulation = single_launch(
+            streaming_kernel(stages, 4096, copies),
+            "stream",
+            grid=(B200.multiprocessors, 1, 1),
+            block=(32, 1, 1),
+            shared=stages * (4096 + 8),
+            params=(source,),
+        )
+        return predict(simulation, source, machine=B200).launches[0].cycles
+
+    few, many = 2 * stages, 6 * stages
+    size = B200.multiprocessors * (many - few) * 4096
+    terabytes = size / B200.microseconds(cycles(many) - cycles(few)) / 1e6
+    assert published * 0.9 < terabytes < published * 1.3
 
 
 def test_few_ctas_are_bound_by_their_own_sm():
