@@ -44,6 +44,7 @@ def generate(
     num_draft_tokens: int = 0,
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
     max_requests: int = DEFAULT_MAX_REQUESTS,
+    use_cuda_graphs: bool | None = None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> GenerateResult:
     """Continue each prompt.
@@ -61,6 +62,7 @@ def generate(
         num_draft_tokens: tokens that MTP drafts ahead per decode forward.
         prefill_chunk: tokens of one prefill forward, padding included.
         max_requests: prompts that run at the same time.
+        use_cuda_graphs: replay decode forwards as CUDA graphs; default on a GPU.
         on_tokens: called as on_tokens(index of the prompt, new tokens) whenever there are some.
 
     Raises:
@@ -97,6 +99,7 @@ def generate(
         num_draft_tokens=num_draft_tokens,
         prefill_chunk=prefill_chunk,
         num_blocks=sum(-(-length // block_size(config)) for length in lengths[:max_requests]),
+        use_cuda_graphs=use_cuda_graphs,
     )
     tokens: list[list[int]] = [[] for _ in prompts]
     index_of = {engine.add(prompt, sampling): index for index, prompt in enumerate(prompts)}

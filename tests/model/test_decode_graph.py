@@ -75,17 +75,9 @@ class Decoding:
         self.stage = InputStage(len(lengths) * (1 + drafts), len(lengths), self.cache.device)
         self.backend = backend()
         self.graphs = DecodeGraphs(model, self.cache, drafts, self.backend)
-        for layer in self.cache.state.layers:
-            for ring in layer.rings():
-                ring.data.normal_()
-        for layer in self.cache.layers:
-            for pages in (layer.entries, layer.index_keys):
-                if pages is not None:
-                    pages.data.normal_()
         for length in lengths:
             slot = self.manager.admit(2 * BLOCK)
-            # Counts as written: what a request has cached is the noise above.
-            self.manager.step([slot], [length], length)
+            self.manager.step([slot], [length], length)  # counts as written
 
     def inputs(self, slots: list[int], rows: int, *sampling: RowSampling) -> ForwardInputs:
         """Random tokens for some slots, whose lengths stay as they are."""
@@ -98,9 +90,9 @@ class Decoding:
         return self.stage.fill(step, sampling or [GREEDY] * len(slots), ids)
 
     def check(self, inputs: ForwardInputs) -> None:
-        """A graph gives what `verify` gives, and writes what it writes."""
+        """On a cache of noise, a graph gives what `verify` gives, and writes what it writes."""
         valid = inputs.step.slots >= 0
-        before = [tensor.clone() for tensor in cache_tensors(self.cache)]
+        before = [tensor.normal_().clone() for tensor in cache_tensors(self.cache)]
         fresh = replace(inputs, step=replace(inputs.step))
         expected = verify(self.model, self.cache, fresh, self.drafts)
         written = [tensor.clone() for tensor in cache_tensors(self.cache)]
@@ -274,6 +266,8 @@ def test_where_graphs_are_used(seed: int, monkeypatch) -> None:
     assert not isinstance(engine._verify, DecodeGraphs), "captured on the CPU"
     with pytest.raises(ValueError, match="use_cuda_graphs: needs a model on a CUDA device"):
         Engine(model, 1, BLOCK, use_cuda_graphs=True)
+    with pytest.raises(ValueError, match="use_cuda_graphs: needs a model on a CUDA device"):
+        model.generate([[1, 2]], max_new_tokens=1, use_cuda_graphs=True)
 
     monkeypatch.setattr(decode_graph, "CudaGraphs", lambda device: Reruns())
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
