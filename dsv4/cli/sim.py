@@ -236,12 +236,14 @@ def _print(outcome: Outcome) -> None:
         checks.add_row(*line)
     races = str(len(outcome.report.races)) if outcome.checked else "not checked"
     checks.add_row("races", races, "0")
+    if outcome.checked:
+        checks.add_row("warnings, tolerated", str(len(outcome.report.warnings)), "")
     console.print(checks)
     machine, time = outcome.prediction.machine.name, outcome.prediction.microseconds
     console.print(f"{machine} model: {time:.1f} us for all launches, a prediction")
     findings = [*outcome.report.races, *outcome.report.warnings]
     for finding in findings[:SHOWN_FINDINGS]:
-        console.print(str(finding), markup=False)
+        console.print(str(finding), markup=False, soft_wrap=True)
     if len(findings) > SHOWN_FINDINGS:
         console.print(f"... and {len(findings) - SHOWN_FINDINGS} more (--json lists all)")
 

@@ -1,0 +1,57 @@
+"""The model on GEMMs of clusters: pairs, multicast, and several CTAs on an SM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.simulator.timing import B200, Prediction, predict
+from tests.simulator.kernels.gemm_sm90 import GemmSm90
+from tests.simulator.kernels.gemm_sm100 import GemmSm100
+from tests.simulator.support import compile_kernel
+
+pytestmark = pytest.mark.stage("simulator")
+
+
+def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+    a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+    return a, b, torch.zeros(m, n)
+
+
+def sm100(two_cta: bool, cluster: tuple[int, int], m: int, n: int, k: int) -> Prediction:
+    tensors = operands(m, n, k)
+    kernel = GemmSm100(two_cta, cluster)
+    return predict(compile_kernel(kernel, "sm_100a", *tensors), *tensors)
+
+
+def products(prediction: Prediction) -> dict[int, list[tuple[float, float]]]:
+    """Intervals of the tensor pipe by SM."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for span in prediction.launches[0].spans:
+        if "tensor pipe" in span.track:
+            found.setdefault(int(span.track.split()[1]), []).append((span.start, span.stop))
+    return found
+
+
+@pytest.mark.parametrize("cluster", [(2, 1), (4, 2)], ids=["pair", "multicast"])
+def test_a_pair_works_in_step(cluster):
+    found = products(sm100(True, cluster, 512, 128, 192))
+    assert len(found) == cluster[0] * cluster[1]
+    for even in range(0, len(found), 2):
+        assert found[even] == found[even + 1]
+
+
+def test_deeper_products_take_the_tensor_pipe_longer():
+    shallow, deep = (sm100(False, (1, 1), 256, 128, k).launches[0] for k in (192, 768))
+    assert deep.busy["tensor pipe"] == pytest.approx(4 * shallow.busy["tensor pipe"])
+    assert deep.cycles > shallow.cycles
+    # 128 x 64 from shared memory: 48 cycles per 16 of K; two CTAs share an SM at most.
+    steps = 768 // 16
+    assert deep.busy["tensor pipe"] % (steps * B200.tcgen05_mma(1, 128, 64, False)[0]) == 0
+
+
+def test_hopper_gemm():
+    tensors = operands(128, 256, 192)
+    launch = predict(compile_kernel(GemmSm90(), "sm_90a", *tensors), *tensors).launches[0]
+    assert launch.busy["tensor pipe"] > 0
+    assert launch.cycles > launch.busy[launch.critical_unit]
