@@ -15,7 +15,7 @@ pytestmark = pytest.mark.stage("D5c")
     ("head_dim", "splits"), [(64, 3), pytest.param(512, 1, marks=pytest.mark.slow)]
 )
 def test_loads(backend: Backend, head_dim: int, splits: int, seed: int) -> None:
-    """64-column boxes that TMA fetches: Q's once per CTA, each KV tile's once per 64 heads."""
+    """Boxes of 64 columns that TMA fetches: Q's once per CTA, KV's half by each CTA of the pair."""
     case = Case(heads=72, head_dim=head_dim, requests=((0, 1), (1, 1)))
     inputs = make_inputs(case, seed)
     result = backend.check(case, seed, splits)
@@ -37,3 +37,18 @@ def test_products(backend: Backend, seed: int) -> None:
         pytest.skip("only the simulator counts instructions")
     tiles = 2 + 1
     assert result.report.launches[0].operations["tcgen05.mma"] == tiles * (64 // 16 + KEYS // 16)
+
+
+def test_a_pair_of_ctas_reads_keys_once(backend: Backend) -> None:
+    """With more than 64 heads every KV load is a multicast to both CTAs, with fewer none is.
+
+    A KV barrier expects the bytes of one chunk and both CTAs signal it: were each to fetch more
+    than its half, the launches of `test_loads` would fault.
+    """
+    if backend.device != "cpu":
+        pytest.skip("reads the PTX that only the simulator keeps")
+    for heads, multicasts in ((64, 0), (72, 2)):
+        ptx = backend.compile(config_of(Case(heads=heads))).artifacts.PTX
+        loads = [line for line in ptx.splitlines() if "cp.async.bulk.tensor.3d.shared" in line]
+        assert len(loads) == 3, "Q, compressed and window chunks"
+        assert sum("multicast::cluster" in line for line in loads) == multicasts

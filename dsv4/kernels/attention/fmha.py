@@ -9,9 +9,11 @@ Why this shape. head_dim 512 decides: O takes rows x 512 fp32 of Tensor Memory, 
 fill all of it and leave S no place. 64 rows fill half, a CTA holds Q (64 KB), two KV tiles (128 KB)
 and P, and every head count from 1 up is served by the same code: missing heads are zero-filled by
 TMA and never stored. tcgen05 runs M = 64 at half rate, 4.1k cycles per 128 keys; but the 128 KB of
-dense bf16 KV that go with them take an SM 5.4k cycles of its share of memory, so memory hides it. A
-CTA pair (cta_group::2, M = 128) would run at full rate and read KV once for 128 heads; here the two
-CTAs of such a token are neighbours and share their tiles through L2.
+dense bf16 KV that go with them take an SM 5.4k cycles of its share of memory, so memory hides it.
+With 65 to 128 heads the two CTAs of a token form a cluster: each fetches half of every tile, for
+both, by TMA multicast, so that KV is read once for all heads. (One pair of tensor cores working
+together, cta_group::2, would run at full rate, but wants K and V cut differently: two loads of the
+tile.)
 
 Roles of the six warps, and what travels between them (`print(FmhaPlan(512))`):
 
@@ -32,7 +34,7 @@ joins them in split order.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, pipeline
+from cutlass import BFloat16, Float32, Int16, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.tensor_utils import LayoutEnum
@@ -113,6 +115,7 @@ class FmhaKernel:
         self.cta_group = cta_group
         self.scale_log2 = self.config.scale * softmax.LOG2_E
         self.head_blocks = -(-num_query_heads // ROWS)
+        self.cluster = 2 if self.head_blocks % 2 == 0 else 1
         self.combine = CombineSm90(head_dim, num_query_heads, sink_mode, o_dtype)
 
         self.plan = FmhaPlan(head_dim)
@@ -223,13 +226,21 @@ class FmhaKernel:
         layouts = self._smem_layouts()
         qk_mma, _ = self._mmas()
         load = cpasync.CopyBulkTensorTileG2SOp(self.cta_group)
+        kv_load = load
+        if cutlass.const_expr(self.cluster == 2):
+            kv_load = cpasync.CopyBulkTensorTileG2SMulticastOp(self.cta_group)
         q_tile = (ROWS, KEYS, self.tiling.head_dim)
         kv_tile = (ROWS, KEYS, self.tiling.chunk_dim)
         q_box = cute.select(layouts["q"], mode=[0, 1, 2])
         kv_box = cute.select(layouts["k"], mode=[0, 1, 2])
         compressed_map, window_map = [
             cute.nvgpu.make_tiled_tma_atom_B(
-                load, self._row_view(kv, q.iterator), kv_box, kv_tile, qk_mma, ONE_CTA
+                kv_load,
+                self._row_view(kv, q.iterator),
+                kv_box,
+                kv_tile,
+                qk_mma,
+                (1, self.cluster, 1, 1),
             )
             for kv in (compressed_kv, swa_kv)
         ]
@@ -259,6 +270,7 @@ class FmhaKernel:
         self.kernel(operands).launch(
             grid=(q.shape[0] * num_splits * self.head_blocks, 1, 1),
             block=(self.warps.threads, 1, 1),
+            cluster=(self.cluster, 1, 1),
             stream=stream,
         )
         if num_splits > 1:
@@ -307,7 +319,7 @@ class FmhaKernel:
             ),
             allocator_warp_id=self.warps.softmax[0],
         )
-        pipeline.pipeline_init_wait()
+        pipeline.pipeline_init_wait(cluster_shape_mn=(self.cluster, 1))
 
         if warp_idx == self.warps.load:
             self.load_warp(operands, work, pipes, smem)
@@ -315,21 +327,27 @@ class FmhaKernel:
             self.mma_warp(operands, work, pipes, smem, tmem)
         else:
             self.softmax_warps(operands, work, pipes, smem, tmem)
+        if cutlass.const_expr(self.cluster == 2):
+            # Shared memory must outlive what the other CTA of the pair sends to it.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
     def _pipes(self, storage) -> Pipes:
         """Initialise every mbarrier."""
         one = pipeline.CooperativeGroup(pipeline.Agent.Thread)
+        # A chunk is filled anew once both CTAs of a pair are done with it.
+        releases = pipeline.CooperativeGroup(pipeline.Agent.Thread, self.cluster)
         softmax_threads = pipeline.CooperativeGroup(
             pipeline.Agent.Thread, self.warps.softmax_threads
         )
 
-        def create(kind, name, producer_group, consumer_group, **tx_count):
+        def create(kind, name, producer_group, consumer_group, ctas=1, **tx_count):
             return kind.create(
                 barrier_storage=getattr(storage, f"{name}_barriers").data_ptr(),
                 num_stages=getattr(self.edges, name).stages,
                 producer_group=producer_group,
                 consumer_group=consumer_group,
-                cta_layout_vmnk=cute.make_layout(ONE_CTA),
+                cta_layout_vmnk=cute.make_layout((1, ctas, 1, 1)),
                 defer_sync=True,
                 **tx_count,
             )
@@ -341,12 +359,12 @@ class FmhaKernel:
         )
         pipes = Pipes(
             q=create(tma, "q", one, one, tx_count=self.edges.q.tx_bytes),
-            kv=create(tma, "kv", one, one, tx_count=self.edges.kv.tx_bytes),
+            kv=create(tma, "kv", one, releases, self.cluster, tx_count=self.edges.kv.tx_bytes),
             s=create(mma, "s", one, softmax_threads),
             p=create(p, "p", softmax_threads, one),
             o=create(mma, "o", one, softmax_threads),
         )
-        pipeline.pipeline_init_arrive()
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.cluster, 1), is_relaxed=True)
         return pipes
 
     def _smem(self, storage) -> Smem:
@@ -417,6 +435,9 @@ class FmhaKernel:
         keys = self._keys(operands, work)
         split_point = cutlass.min(cutlass.max(keys.compressed_tiles, keys.first), keys.last)
         state = pipeline.make_pipeline_state(PRODUCER, self.edges.kv.stages)
+        both_ctas = None
+        if cutlass.const_expr(self.cluster == 2):
+            both_ctas = Int16(0b11)
         source, ring = self._partition_kv(operands.compressed, smem, Int32(0))
         for tile in cutlass.range(keys.first, split_point, unroll=1):
             for chunk in cutlass.range_constexpr(self.tiling.chunks):
@@ -426,6 +447,7 @@ class FmhaKernel:
                     source[(None, chunk, None, work.token)][None, tile],
                     ring[None, state.index],
                     tma_bar_ptr=kv.producer_get_barrier(state),
+                    mcast_mask=both_ctas,
                 )
                 state.advance()
         request = operands.request_ids[work.token]
@@ -439,6 +461,7 @@ class FmhaKernel:
                     source[(None, chunk, None, request)][None, tile],
                     ring[None, state.index],
                     tma_bar_ptr=kv.producer_get_barrier(state),
+                    mcast_mask=both_ctas,
                 )
                 state.advance()
 
@@ -476,8 +499,8 @@ class FmhaKernel:
         tiles = cute.local_tile(rows, (KEYS, self.tiling.chunk_dim), (None, None, None))
         ring, source = cpasync.tma_partition(
             kv.atom,
-            0,
-            cute.make_layout(1),
+            cute.arch.block_idx_in_cluster() % self.cluster,
+            cute.make_layout(self.cluster),
             cute.group_modes(smem.k, 0, 3),
             cute.group_modes(qk_mma.get_slice(0).partition_B(tiles), 0, 3),
         )

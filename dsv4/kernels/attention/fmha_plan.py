@@ -12,11 +12,9 @@ from typing import NamedTuple
 
 SMEM_LIMIT = 227 * 1024  # dynamic shared memory of one CTA on sm_100
 TMEM_COLUMNS = 512
-TMEM_LANE_STRIDE = 1 << 16  # a TMEM address holds the column in bits 0-15, the lane above
 REGISTER_FILE = 64 * 1024
 MAX_REGISTERS = 255
 BF16_BYTES = 2
-FP32_BYTES = 4
 SUPPORTED_HEAD_DIMS = (64, 128, 256, 512)
 
 ROWS = 64  # query heads of one CTA; 64 fp32 rows x 512 columns are half of TMEM
