@@ -37,8 +37,9 @@ BITS_OF_KIND = {
 UNSIGNED = {1: "p", 8: "u8", 16: "u16", 32: "u32", 64: "u64", 128: "u128"}
 ZEROS = {
     "p": np.zeros(32, np.bool_), "u8": np.zeros(32, np.uint8), "u16": np.zeros(32, np.uint16),
-    "u32": np.zeros(32, np.uint32), "f32": np.zeros(32, np.float32), "u64": np.zeros(32, np.uint64),
-    "f32x2": np.zeros(64, np.float32), "u128": np.zeros((32, 2), np.uint64),
+    "u32": np.zeros(32, np.uint32), "f32": np.zeros(32, np.float32),
+    "u64": np.zeros(32, np.uint64), "f32x2": np.zeros(64, np.float32),
+    "u128": np.zeros((32, 2), np.uint64),
 }  # fmt: skip
 EXIT, BLOCKED, DIVERGED = -3, -1, -2
 

@@ -412,12 +412,20 @@ def _combine(op: str, scalar: str, word: np.ndarray, value: np.ndarray):
 def store_async(w: Warp, address, values, bits: int, barrier, mask) -> None:
     """st.async: store to a CTA of the cluster and complete its bytes on an mbarrier there."""
     size = len(values) * bits // 8
+    monitor = w.launch.monitor
     for lane in np.flatnonzero(mask).tolist():
-        one = np.arange(32) == lane
+        where = int(address[lane])
+        cta, offset = w.cluster.cta_at(where), where & OFFSET_MASK
+        if offset + size > cta.shared_limit or offset % size:
+            raise KernelFault(f"st.async of {size} bytes to shared offset {offset:#x}")
+        data = np.array([value[lane] for value in values]).view(np.uint8)
         target = w.cluster.barrier(int(barrier[lane]))
+        ticket = monitor.store_async(w, cta, target, offset, size) if monitor is not None else None
 
-        def perform(one=one, target=target) -> None:
-            store_shared(w, address, values, bits, one)
+        def perform(cta=cta, offset=offset, data=data, target=target, ticket=ticket) -> None:
+            cta.s8[offset : offset + size] = data
+            if monitor is not None:
+                monitor.bulk_load_done(ticket, cta, target)
             target.complete(size)
 
         w.cluster.engine.issue("st.async", None, perform)

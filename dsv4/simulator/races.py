@@ -226,15 +226,22 @@ class Monitor:
     # --- bulk copies -----------------------------------------------------------------------------
     def bulk_load(self, w, receivers, offsets: np.ndarray):
         """A copy into shared memory: its bytes are known once its mbarrier's phase is."""
+        return self._copy_into(w, receivers, _granules(offsets, 16), "bulk copy")
+
+    def store_async(self, w, cta: Cta, barrier, offset: int, size: int):
+        """st.async: a small copy that completes on an mbarrier."""
+        where = _granules(np.array([offset]), size)
+        return self._copy_into(w, [(cta, barrier.address)], where, "st.async")
+
+    def _copy_into(self, w, receivers, where: np.ndarray, what: str):
         state = w.cluster.state
-        where = _granules(offsets, 16)
         agents = {}
         for cta, address in receivers:
             barrier = w.cluster.barrier(address)
             self._check_init(w, barrier, engine=True)
             agent = state.clocks.agent(("copies", address))
             agents[address] = agent
-            self._engine_writes(w, cta, where, agent, barrier.phase + 1, "bulk copy")
+            self._engine_writes(w, cta, where, agent, barrier.phase + 1, what)
         clocks = state.clocks
         ticket = (state, clocks.seen[w.agent].copy(), clocks.fenced[w.agent].copy(), agents)
         clocks.seen[w.agent, w.agent] += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 
 import numpy as np
 
@@ -177,7 +179,7 @@ def bulk_load(w: Warp, source, target, size, barrier, multicast, mask) -> None:
         receivers = _targets(w, a, b, None if multicast is None else int(multicast[lane]), False)
         offsets = (a & OFFSET_MASK) + np.arange(n // 16) * 16
         data = w.cluster.memory.read(s, n).reshape(-1, 16)
-        _issue_bulk(w, data, receivers, offsets)
+        _issue_bulk(w, lambda data=data: data, receivers, offsets)
 
 
 def _check_bulk(bits: int) -> None:
@@ -185,7 +187,7 @@ def _check_bulk(bits: int) -> None:
         raise KernelFault("bulk copy: addresses and size must be multiples of 16 bytes")
 
 
-def _issue_bulk(w: Warp, data: np.ndarray, receivers, offsets) -> None:
+def _issue_bulk(w: Warp, fetch: Callable[[], np.ndarray], receivers, offsets) -> None:
     if not len(offsets):
         return
     monitor = w.launch.monitor
@@ -193,6 +195,7 @@ def _issue_bulk(w: Warp, data: np.ndarray, receivers, offsets) -> None:
     ticket = monitor.bulk_load(w, receivers, offsets) if monitor is not None else None
 
     def perform() -> None:
+        data = fetch()
         for (cta, address), rows in zip(receivers, chunks):
             cta.rows[rows] = data
             target = w.cluster.barrier(address)
@@ -229,8 +232,8 @@ def bulk_to_cluster(w: Warp, target, source, size, barrier, mask) -> None:
         _check_bulk(a | s | n)
         chunk = np.arange(n // 16) * 16
         rows = _chunks(w.cta, (s & OFFSET_MASK) + chunk)
-        data = w.cta.rows[rows].copy()
-        _issue_bulk(w, data, [(w.cluster.cta_at(a), b)], (a & OFFSET_MASK) + chunk)
+        fetch = functools.partial(w.cta.rows.__getitem__, rows)
+        _issue_bulk(w, fetch, [(w.cluster.cta_at(a), b)], (a & OFFSET_MASK) + chunk)
 
 
 # --- emitters ------------------------------------------------------------------------------------

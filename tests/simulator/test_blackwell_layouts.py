@@ -157,6 +157,7 @@ def _product_kernel(group: int, columns: int, stationary: bool) -> str:
     """Copies operand images into shared memory, multiplies twice, dumps `columns` of TMEM."""
     ws = ".ws" if stationary else ""
     cta = f"cta_group::{group}"
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
     commit = (
         f"tcgen05.commit.{cta}.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 "
         "[%r12], %h1;"
@@ -199,7 +200,7 @@ fence.mbarrier_init.release.cluster;
 mbarrier.arrive.expect_tx.shared.b64 _, [%r13], {2 * A_BYTES};
 mul.wide.u32 %d7, %r4, {2 * A_BYTES};
 add.u64 %d8, %d1, %d7;
-cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r5], [%d8], {2 * A_BYTES}, [%r13];
+{copy} [%r5], [%d8], {2 * A_BYTES}, [%r13];
 READY:
 @%p2 bra ALLOCATED;
 tcgen05.alloc.{cta}.sync.aligned.shared::cta.b32 [%r14], 256;

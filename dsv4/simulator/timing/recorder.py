@@ -197,15 +197,15 @@ class Recorder:
     # --- copies ----------------------------------------------------------------------------------
     def bulk_load(self, w, receivers, offsets: np.ndarray) -> None:
         size = 16 * len(offsets)
-        keys = []
-        for _, address in receivers:
+        targets = []
+        for cta, address in receivers:
             key = ("mbarrier", address, w.cluster.barrier(address).phase)
             w.cluster.state.signals[key] += 1
-            keys.append(key)
+            targets.append((cta.rank, key))
         remote = "global" not in self._instruction(w).parts  # from another CTA's shared memory
         if not remote:
             w.cluster.state.loaded += size
-        self._add(w, trace.BulkLoad(w.at, size, keys, remote))
+        self._add(w, trace.BulkLoad(w.at, size, targets, remote))
 
     def store_async(self, w, cta: Cta, barrier, offset: int, size: int) -> None:
         self.bulk_load(w, [(cta, barrier.address)], np.arange(offset, offset + size, 16))
