@@ -272,12 +272,13 @@ class Replay:
     # --- copies ----------------------------------------------------------------------------------
     def _bulk_load(self, warp: _Warp, event: trace.BulkLoad) -> None:
         issued = warp.sm.copies.take(warp.time, self.machine.copy_issue)
-        for key in event.keys:
-            sm = self.sms[self.placement[warp.cluster][key[1] >> RANK_SHIFT]]
+        for rank, key in event.targets:
+            sm = self.sms[self.placement[warp.cluster][rank]]
             if event.remote:
                 done = sm.receive(issued, event.size)
             else:
-                done = sm.fetch(issued, event.size, self.machine.memory_latency)
+                many = len(event.targets) > 1
+                done = sm.fetch(issued, event.size, self.machine.memory_latency, multicast=many)
             self._contribute(warp.cluster, key, done)
         place = self.placement[warp.cluster][warp.trace.cta]
         self._span(warp, f"SM {place} TMA", f"load {event.size} B", issued, done)

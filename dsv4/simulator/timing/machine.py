@@ -45,6 +45,7 @@ class Machine:
     clock_ghz: float
     hbm_bytes_per_second: float
     l2_bytes: float  # one SM's share of L2 bandwidth, all SMs loading
+    multicast_bytes: float  # of it, by multicast copies
     l2_capacity: int  # bytes
     shared_bytes: float  # shared-memory port
     shared_memory: int  # bytes per SM
@@ -120,7 +121,7 @@ ASSUMED_EVERYWHERE = (
 )  # fmt: skip
 ASSUMED = {
     "B200": (
-        *ASSUMED_EVERYWHERE, "l2_bytes", "alu_cycles", "convert_cycles",
+        *ASSUMED_EVERYWHERE, "l2_bytes", "multicast_bytes", "alu_cycles", "convert_cycles",
         "cluster_bytes", "cluster_latency",
         "cluster_barrier_latency", "launch_us", "dependent_launch_us",
         "port_floor",
@@ -134,6 +135,7 @@ B200 = Machine(
     clock_ghz=1.965,  # [MEM] cycles per nanosecond
     hbm_bytes_per_second=7.1e12,  # [MEM] 7.06-7.26 measured with 64-128 KB in flight per SM
     l2_bytes=48.0,
+    multicast_bytes=48.0,
     l2_capacity=126 << 20,  # [PG]
     shared_bytes=128.0,  # [FA4], and the operand-bound rows of [MMA]
     shared_memory=228 << 10,  # [PG]
@@ -170,6 +172,7 @@ H200 = Machine(
     clock_ghz=1.77,  # [H200] under tensor load, before power throttling sets in
     hbm_bytes_per_second=4.5e12,  # [H200] read ceiling, 64 KB in flight per SM
     l2_bytes=38.0,  # [H200] 8.8 TB/s landed for pairs of CTAs that share tiles
+    multicast_bytes=21.0,  # [H200] 2.0 to 2.9 TB/s of distinct bytes for pairs
     l2_capacity=50 << 20,  # [PG]
     shared_bytes=128.0,
     shared_memory=228 << 10,  # [PG]

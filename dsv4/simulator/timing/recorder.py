@@ -204,7 +204,7 @@ class Recorder:
             targets.append((cta.rank, key))
         remote = "global" not in self._instruction(w).parts  # from another CTA's shared memory
         if not remote:
-            w.cluster.state.loaded += size
+            w.cluster.state.loaded += size * len(targets)
         self._add(w, trace.BulkLoad(w.at, size, targets, remote))
 
     def store_async(self, w, cta: Cta, barrier, offset: int, size: int) -> None:

@@ -57,11 +57,12 @@ class Wait(Event):
 
 @dataclass(slots=True)
 class BulkLoad(Event):
-    """A copy of `size` bytes into the shared memory of each CTA, which signals that CTA's key;
-    `remote` when it comes from shared memory of the cluster, else from global memory."""
+    """A copy of `size` bytes into the shared memory of each target, a CTA's rank and the key that
+    its bytes signal; `remote` when it comes from shared memory of the cluster, else from global
+    memory."""
 
     size: int
-    keys: list[Key]
+    targets: list[tuple[int, Key]]
     remote: bool
 
 
@@ -176,7 +177,7 @@ class ClusterTrace:
     number: int
     warps: list[WarpTrace]
     signals: Counter = field(default_factory=Counter)
-    loaded: int = 0  # bytes from global memory
+    loaded: int = 0  # bytes from global memory, counted where they arrive
     stored: int = 0
 
 

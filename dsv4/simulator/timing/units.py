@@ -86,9 +86,12 @@ class Sm:
         self.outbound = Server()
         self.cluster = Server()  # shared memory of other SMs
 
-    def fetch(self, now: float, size: int, latency: float) -> float:
+    def fetch(self, now: float, size: int, latency: float, multicast: bool = False) -> float:
         """A bulk copy from global memory, behind those before it; the time when it is here."""
-        return self.inbound.take(now, size / self.memory_bytes) + latency
+        rate = self.memory_bytes
+        if multicast:
+            rate = min(rate, self.machine.multicast_bytes)
+        return self.inbound.take(now, size / rate) + latency
 
     def receive(self, now: float, size: int) -> float:
         """A bulk copy from another SM of the cluster; the time when it is here."""

@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4.simulator.api import Simulation
+from dsv4.simulator.memory import RANK_SHIFT
 from dsv4.simulator.timing import B200, Prediction, predict
+from dsv4.simulator.timing.recorder import record
+from dsv4.simulator.timing.trace import BulkLoad
 from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm100 import GemmSm100
 from tests.simulator.support import compile_kernel
@@ -39,6 +43,21 @@ def test_a_pair_works_in_step(cluster):
     assert len(found) == cluster[0] * cluster[1]
     for even in range(0, len(found), 2):
         assert found[even] == found[even + 1]
+
+
+def test_each_cta_of_a_pair_receives_its_own_tiles():
+    """Both signal the leader's barrier, but the bytes go through their own SM."""
+    tensors = operands(512, 128, 192)
+    compiled = compile_kernel(GemmSm100(True, (2, 1)), "sm_100a", *tensors)
+    (launch,) = record(Simulation.of_compiled(compiled), tensors, {}, lambda count: [0])
+    size = {0: 0, 1: 0}
+    for warp in launch.clusters[0].warps:
+        for event in (e for _, events in warp.blocks for e in events):
+            if isinstance(event, BulkLoad):
+                assert [rank for rank, _ in event.targets] == [warp.cta]
+                assert {key[1] >> RANK_SHIFT for _, key in event.targets} == {0}
+                size[warp.cta] += event.size
+    assert size[0] == size[1] == (128 + 32) * 192 * 2
 
 
 def test_deeper_products_take_the_tensor_pipe_longer():
