@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     """Simulate; the exit status is 1 when the result is wrong or the checker found a race."""
     workload = _workload(args)
     from dsv4.cli import sim_attention, sim_table
-    from dsv4.simulator import simulate
+    from dsv4.simulator import Deadlock, KernelFault, simulate
     from dsv4.simulator.timing import predict
 
     if args.model_table:
@@ -104,14 +105,19 @@ def run(args: argparse.Namespace) -> int:
         return 0
     compiled = sim_attention.compile_attention(workload)
     call = sim_attention.make_call(workload, args.seed)
-    report = simulate(
-        compiled.function,
-        *call.tensors,
-        **call.options,
-        schedule=args.schedule,
-        seed=args.seed,
-        races=not args.no_races,
-    )
+    try:
+        report = simulate(
+            compiled.function,
+            *call.tensors,
+            **call.options,
+            schedule=args.schedule,
+            seed=args.seed,
+            races=not args.no_races,
+        )
+    except (KernelFault, Deadlock) as fault:
+        # What the kernel did wrong, and where: as many lines as that takes.
+        print(f"dsv4 sim: {type(fault).__name__}: {fault}", file=sys.stderr)
+        return CHECK_FAILED
     accuracy = sim_attention.check(call)
     prediction = predict(compiled.function, *call.tensors, **call.options)
     outcome = Outcome(workload, compiled, report, accuracy, prediction, not args.no_races)
@@ -139,8 +145,7 @@ def _workload(args: argparse.Namespace) -> Workload:
             raise ValueError(f"--{name.replace('_', '-')}: got {value}, needs at least 0")
     if args.top_k + args.window == 0:
         raise ValueError("--top-k and --window: got 0 and 0, there is nothing to attend to")
-    if args.measured is not None and not args.model_table:
-        raise ValueError("--measured: needs --model-table")
+    _check_outputs(args)
     if args.num_splits is not None and args.num_splits < 1:
         raise ValueError(f"--num-splits: got {args.num_splits}, needs at least 1")
     if importlib.util.find_spec("cutlass") is None:
@@ -169,6 +174,16 @@ def _export(args: argparse.Namespace, prediction: Prediction) -> None:
         timeline.write_perfetto(args.timeline, prediction.longest, prediction.machine)
     if args.plot is not None:
         timeline.write_plot(args.plot, prediction.longest, prediction.machine)
+
+
+def _check_outputs(args: argparse.Namespace) -> None:
+    """Outputs that would be lost are an error before the simulation runs."""
+    if args.measured is not None and not args.model_table:
+        raise ValueError("--measured: needs --model-table")
+    if args.model_table and (args.json or args.timeline or args.plot):
+        raise ValueError("--model-table: prints a table alone, no --json, --timeline or --plot")
+    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ImportError("--plot needs matplotlib: pip install 'dsv4[bench]'")
 
 
 def _kernel_row(

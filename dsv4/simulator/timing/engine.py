@@ -21,7 +21,7 @@ STORE_QUEUE = 64  # passes of the shared-memory port that stores may lag behind
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`name` took [start, stop) cycles on `track`; `cluster` and `sm` say where."""
+    """`name` took [start, stop) cycles on `track`, which belongs to an SM."""
 
     track: str
     name: str

@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from dsv4 import simulator
 from dsv4.cli import sim, sim_attention
 from dsv4.cli.main import main
 
@@ -78,6 +79,16 @@ def test_a_wrong_result_fails(capsys, monkeypatch):
     assert "WRONG" in out
 
 
+def test_a_fault_of_the_kernel_fails(capsys, monkeypatch):
+    def deadlock(*_, **__):
+        raise simulator.Deadlock("no warp can make progress:\n  warp 0 waits for barrier 1")
+
+    monkeypatch.setattr(simulator, "simulate", deadlock)
+    status, _, err = run(capsys, *SMALL)
+    assert status == sim.CHECK_FAILED
+    assert "Deadlock" in err and "barrier 1" in err
+
+
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -87,6 +98,7 @@ def test_a_wrong_result_fails(capsys, monkeypatch):
         (["--num-splits", "0"], "--num-splits: got 0"),
         (["--head-dim", "100"], "--head-dim: got 100"),
         (["--measured", "x.json"], "--model-table"),
+        (["--model-table", "--json"], "--model-table"),
         (["--model-table", "--measured", "/nowhere.json"], "/nowhere.json"),
     ],
 )
