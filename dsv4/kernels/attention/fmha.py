@@ -63,12 +63,13 @@ class FmhaKernel:
     """Attention over compressed entries and a sliding window, fused with the sink merge (sm_100a).
 
     Args:
-        head_dim: 64, 128, 256 or 512. num_query_heads: any; computed in blocks of 64.
-        sliding_window: window size of `is_causal=True`; otherwise every row below `swa_lens` is
-        visible. top_k: promised bound of compressed rows; the real capacity is a runtime size.
-        cta_group, cluster_shape_mn: one CTA per 64 heads is the only arrangement. softmax_scale:
-        positive; default head_dim**-0.5. num_splits: fixed number of KV splits, or None where each
-        launch says.
+        head_dim: 64, 128, 256 or 512.
+        num_query_heads: any; computed in blocks of 64.
+        sliding_window: window of `is_causal=True`; otherwise all rows below `swa_lens` are visible.
+        top_k: promised bound of compressed rows; the real capacity is a runtime size.
+        cta_group, cluster_shape_mn: ONE and (1, 1), a CTA per 64 heads; pairs form by themselves.
+        softmax_scale: positive; default head_dim**-0.5.
+        num_splits: fixed number of KV splits, or None where each launch says.
     """
 
     def __init__(
