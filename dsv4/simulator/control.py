@@ -30,7 +30,6 @@ def set_registers(w: Warp, direction: str, count: int) -> None:
     """setmaxnreg: the CTA's warps together must fit the register file."""
     if count % 8 or not 24 <= count <= 256:
         raise KernelFault(f"setmaxnreg {count}: a multiple of 8 in 24..256 is required")
-    w.register_budget = count
     budgets = w.launch.register_budgets.setdefault(id(w.cta), {})
     budgets[w.number] = count
     warps = w.launch.warps

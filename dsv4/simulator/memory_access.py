@@ -25,18 +25,12 @@ DTYPE = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SHIFT = {8: 0, 16: 1, 32: 2, 64: 3}
 _ZERO = {bits: np.zeros(32, dtype) for bits, dtype in DTYPE.items()}
 WINDOW_MASK = ~((1 << 56) - 1)
-LOCAL_BYTES = 512 * 1024
 
 
 def _expand(values: np.ndarray, mask: np.ndarray, dtype: type) -> np.ndarray:
     out = np.zeros(32, dtype)
     out[mask] = values
     return out
-
-
-def _fault_if(bad: np.ndarray, text: str, addresses: np.ndarray) -> None:
-    if bad.any():
-        raise KernelFault(f"{text}: address {int(addresses[bad][0]):#x}")
 
 
 # --- shared --------------------------------------------------------------------------------------

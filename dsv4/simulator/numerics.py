@@ -281,11 +281,6 @@ def saturate(x: np.ndarray) -> np.ndarray:
     return np.fmin(np.fmax(x, f32(0)), f32(1))
 
 
-def max_nan(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Maximum that lets a NaN through."""
-    return np.maximum(a, b)
-
-
 def xorsign_abs(op, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """min or max of magnitudes, signed by the product of signs."""
     sign = (a.view(u32) ^ b.view(u32)) & u32(0x80000000)

@@ -32,6 +32,7 @@ from dsv4.simulator.ptx.blocks import blocks_of
 from dsv4.simulator.ptx.parser import Entry
 from dsv4.simulator.warp import ALL
 
+# Importing a module registers its emitters.
 EMITTER_MODULES = (
     opcodes_control, opcodes_convert, opcodes_float, opcodes_integer, opcodes_memory,
     opcodes_tcgen05, tma, wgmma, launch_control, mma_sync,
@@ -83,7 +84,6 @@ class Program:
         for name, index in self.registers.index.items():
             self.u32_at[index] = self.registers.kind[name] != "f32"
         self.hits = [0] * (len(self.blocks) + 1)
-        self.register_budget = 0
         self.symbols, self.static_shared, self.local_bytes = self._place(global_address)
         self.namespace = _namespace()
         # Guarded synchronisation instructions whose guard has been true: see coverage.py.

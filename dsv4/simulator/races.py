@@ -12,13 +12,18 @@ word.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import numpy as np
 
 from dsv4.simulator.clocks import EVER, Clocks
-from dsv4.simulator.descriptors import MatrixDescriptor, element_index
+from dsv4.simulator.descriptors import MatrixDescriptor
 from dsv4.simulator.global_races import GlobalRaces
+from dsv4.simulator.granules import (
+    TMEM_GROUPS,
+    accumulator_granules,
+    column_granules,
+    granules,
+    tile_granules,
+)
 from dsv4.simulator.memory import SHARED_BYTES, TMEM_COLUMNS, Cluster, Cta
 from dsv4.simulator.report import Finding
 from dsv4.simulator.shadow import Shadow
@@ -26,7 +31,6 @@ from dsv4.simulator.tensor_core import Multiplication, operand_columns, operand_
 from dsv4.simulator.wgmma import operand_sizes as wgmma_sizes
 
 MAX_FINDINGS = 50
-_TMEM_GROUPS = 8  # groups of 16 lanes
 _ENGINES_PER_WARP, _BARRIERS_PER_CTA, _FOREIGN_CLUSTERS = 6, 128, 4096
 
 
@@ -41,7 +45,7 @@ class ClusterState:
         )
         self.clocks = Clocks(len(warps), capacity)
         self.shared = [Shadow(SHARED_BYTES // 4, capacity) for _ in cluster.ctas]
-        self.tmem = [Shadow(TMEM_COLUMNS * _TMEM_GROUPS, capacity) for _ in cluster.ctas]
+        self.tmem = [Shadow(TMEM_COLUMNS * TMEM_GROUPS, capacity) for _ in cluster.ctas]
         # mbarrier address -> (agent, clock) of its init; initialised but not yet fenced.
         self.inits: dict[int, tuple[int, int]] = {}
         self.unfenced: set[int] = set()
@@ -123,7 +127,7 @@ class Monitor:
         """An ordinary load or store of `size` bytes per lane."""
         state = w.cluster.state
         shadow, clock = state.shared[cta.rank], state.clocks.seen[w.agent]
-        where = _granules(offsets, size)
+        where = granules(offsets, size)
         part = size < 4
         earlier = shadow.unordered_write(where, clock, part and write)
         if earlier:
@@ -226,11 +230,11 @@ class Monitor:
     # --- bulk copies -----------------------------------------------------------------------------
     def bulk_load(self, w, receivers, offsets: np.ndarray):
         """A copy into shared memory: its bytes are known once its mbarrier's phase is."""
-        return self._copy_into(w, receivers, _granules(offsets, 16), "bulk copy")
+        return self._copy_into(w, receivers, granules(offsets, 16), "bulk copy")
 
     def store_async(self, w, cta: Cta, barrier, offset: int, size: int):
         """st.async: a small copy that completes on an mbarrier."""
-        where = _granules(np.array([offset]), size)
+        where = granules(np.array([offset]), size)
         return self._copy_into(w, [(cta, barrier.address)], where, "st.async")
 
     def _copy_into(self, w, receivers, where: np.ndarray, what: str):
@@ -257,7 +261,7 @@ class Monitor:
         state = w.cluster.state
         agent = state.clocks.agent(("bulk stores", w.agent))
         clock = state.counts.get(("bulk groups", w.agent), 0) + 1
-        self._engine_reads(w, cta, _granules(offsets, 16), agent, clock, "bulk store")
+        self._engine_reads(w, cta, granules(offsets, 16), agent, clock, "bulk store")
 
     def bulk_committed(self, w) -> None:
         w.cluster.state.count(("bulk groups", w.agent))
@@ -272,7 +276,7 @@ class Monitor:
         state = w.cluster.state
         agent = state.clocks.agent(("cp.async", w.agent))
         clock = state.count(("cp.async", w.agent))
-        where = _granules(np.array([offset for offset, _, _ in moves]), size)
+        where = granules(np.array([offset for offset, _, _ in moves]), size)
         # Copies of one warp into one place are ordered like the instructions.
         self._engine_writes(w, w.cta, where, agent, clock, "cp.async")
         return clock
@@ -299,18 +303,18 @@ class Monitor:
         earlier = shadow.unordered_write(where, seen)
         if earlier:
             kind = "write-write race" if write else "read-write race"
-            column = int(where[earlier[2]]) // _TMEM_GROUPS
+            column = int(where[earlier[2]]) // TMEM_GROUPS
             self._race(w, kind, f"{what} at TMEM column {column}", earlier, state)
         if write:
             earlier = shadow.unordered_read(where, seen, agent)
             if earlier:
-                column = int(where[earlier[2]]) // _TMEM_GROUPS
+                column = int(where[earlier[2]]) // TMEM_GROUPS
                 self._race(w, "read-write race", f"{what} at TMEM column {column}", earlier, state)
             shadow.note_write(where, agent, clock, w.at)
             return
         missing = shadow.first_unwritten(where)
         if missing is not None:
-            column = int(where[missing]) // _TMEM_GROUPS
+            column = int(where[missing]) // TMEM_GROUPS
             message = f"{what} of {cta.name} warp {w.number} at TMEM column {column}"
             self._report("uninitialised read", message, (w.at,), (w.at,))
         shadow.note_read(where, agent, clock, w.at)
@@ -320,13 +324,13 @@ class Monitor:
         state = w.cluster.state
         kind = "tcgen05.st" if write else "tcgen05.ld"
         agent, clock = state.clocks.agent((kind, w.agent)), state.count((kind, w.agent))
-        where = np.unique(columns * _TMEM_GROUPS + lanes // 16)
+        where = np.unique(columns * TMEM_GROUPS + lanes // 16)
         self._tmem(w, cta, where, agent, clock, state.clocks.seen[w.agent], write, kind)
 
     def tmem_free(self, w, cta: Cta, start: int, columns: int) -> None:
         """tcgen05.dealloc: everything must be done with the columns."""
         state = w.cluster.state
-        where = _columns(start, columns, tuple(range(_TMEM_GROUPS)))
+        where = column_granules(start, columns, tuple(range(TMEM_GROUPS)))
         seen = state.clocks.seen[w.agent]
         self._tmem(w, cta, where, w.agent, int(seen[w.agent]), seen, True, "tcgen05.dealloc")
         state.tmem[cta.rank].forget(where)
@@ -361,15 +365,15 @@ class Monitor:
             self._engine_reads(w, c, tile, agent, clock, "tcgen05.mma operand B")
             if product.a_in_tmem:
                 columns = operand_columns(form.depth, form.a)
-                where = _columns(product.a & 0xFFFF, columns, tuple(range(_TMEM_GROUPS)))
+                where = column_granules(product.a & 0xFFFF, columns, tuple(range(TMEM_GROUPS)))
                 self._tmem(w, c, where, agent, clock, seen, False, "tcgen05.mma operand A")
             else:
                 tile = operand_granules(product.a, product.rows, form.depth, form.a, form.a_k_major)
                 self._engine_reads(w, c, tile, agent, clock, "tcgen05.mma operand A")
             for address, rows in zip(product.scales or (), (product.rows, form.n)):
-                where = _columns(address & 0xFFFF, -(-rows // 32), (0, 1))
+                where = column_granules(address & 0xFFFF, -(-rows // 32), (0, 1))
                 self._tmem(w, c, where, agent, clock, seen, False, "tcgen05.mma scales")
-            where = _accumulator(product)
+            where = accumulator_granules(product)
             if product.accumulate:
                 self._tmem(w, c, where, agent, clock, seen, False, "tcgen05.mma accumulator")
             self._tmem(w, c, where, agent, clock, seen, True, "tcgen05.mma accumulator")
@@ -378,7 +382,7 @@ class Monitor:
         """tcgen05.cp: shared memory read, TMEM written, in order with products."""
         agent, clock, seen = self._tensor_core(w)
         self._engine_reads(w, cta, np.unique(index >> 2), agent, clock, "tcgen05.cp")
-        where = _columns(column, columns, tuple(np.unique(lanes // 16).tolist()))
+        where = column_granules(column, columns, tuple(np.unique(lanes // 16).tolist()))
         self._tmem(w, cta, where, agent, clock, seen, True, "tcgen05.cp")
 
     def commit(self, w, barriers: list):
@@ -405,10 +409,10 @@ class Monitor:
         size_a, size_b = wgmma_sizes(a_type, b_type)
         agent = state.clocks.agent(("wgmma", w.cta.rank, w.number // 4))
         clock = w.wgmma_issued
-        tile = _tile(MatrixDescriptor.wgmma(b), n, depth, size_b, not majors[1])
+        tile = tile_granules(MatrixDescriptor.wgmma(b), n, depth, size_b, not majors[1])
         self._engine_reads(w, w.cta, tile, agent, clock, "wgmma operand B")
         if not isinstance(a, tuple):
-            tile = _tile(MatrixDescriptor.wgmma(a), 64, depth, size_a, not majors[0])
+            tile = tile_granules(MatrixDescriptor.wgmma(a), 64, depth, size_a, not majors[0])
             self._engine_reads(w, w.cta, tile, agent, clock, "wgmma operand A")
 
     def wgmma_waited(self, w, clock: int) -> None:
@@ -445,32 +449,3 @@ def _who(name: tuple) -> str:
 
 def _at(cta: Cta, where: np.ndarray, earlier) -> str:
     return f"offset {int(where[earlier[2]]) * 4:#x} of {cta.name}"
-
-
-def _granules(offsets: np.ndarray, size: int) -> np.ndarray:
-    """4-byte granules of `size` bytes at each offset."""
-    first = np.asarray(offsets, np.int64) >> 2
-    if size <= 4:
-        return first
-    return (first[:, None] + np.arange(size // 4)).reshape(-1)
-
-
-@lru_cache(maxsize=1024)
-def _tile(
-    descriptor: MatrixDescriptor, rows: int, depth: int, size: int, k_major: bool
-) -> np.ndarray:
-    index = element_index(descriptor, rows, depth, size, k_major)
-    return np.unique(index * size >> 2)
-
-
-@lru_cache(maxsize=256)
-def _columns(column: int, count: int, groups: tuple[int, ...]) -> np.ndarray:
-    columns = np.arange(column, column + count)[:, None] * _TMEM_GROUPS
-    return (columns + np.array(groups)).reshape(-1)
-
-
-def _accumulator(product: Multiplication) -> np.ndarray:
-    """TMEM granules of an accumulator."""
-    columns = product.form.n // product.copies
-    groups = tuple(np.unique(product.lanes() // 16).tolist())
-    return _columns(product.d & 0xFFFF, columns, groups)

@@ -15,7 +15,6 @@ from dsv4.simulator.ptx.parser import Instruction
 from dsv4.simulator.tensor_map import MAP_BYTES, TensorMap, reduce_bytes
 from dsv4.simulator.warp import Warp
 
-_RANK_BIT = 1 << RANK_SHIFT
 _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 

@@ -35,7 +35,6 @@ class Warp:
         live = ALL if threads >= 32 else threads > LANE
         self.mask, self.mask_bytes = live, live.tobytes()
         self.frames = [Frame(0, live, self.mask_bytes, program.exit)]
-        self.threads = int(live.sum())
         self.done = False
         self.polling = False  # set by instructions that may be part of a spin loop
         self.waiting = ""  # what a blocked warp waits for
@@ -64,7 +63,6 @@ class Warp:
         self.unsettled = False  # registers may still be written by what was issued
         self.unwaited_loads = False
         self.agent = 0  # number in the checker
-        self.register_budget = program.register_budget
         self.ticks = 0
 
     # --- special registers -----------------------------------------------------------------------

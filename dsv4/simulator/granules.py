@@ -1,0 +1,43 @@
+"""Which granules of shadow memory an access touches; shadow.py says what a granule is."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from dsv4.simulator.descriptors import MatrixDescriptor, element_index
+from dsv4.simulator.tensor_core import Multiplication
+
+TMEM_GROUPS = 8  # groups of 16 lanes
+
+
+def granules(offsets: np.ndarray, size: int) -> np.ndarray:
+    """4-byte granules of `size` bytes at each offset."""
+    first = np.asarray(offsets, np.int64) >> 2
+    if size <= 4:
+        return first
+    return (first[:, None] + np.arange(size // 4)).reshape(-1)
+
+
+@lru_cache(maxsize=1024)
+def tile_granules(
+    descriptor: MatrixDescriptor, rows: int, depth: int, size: int, k_major: bool
+) -> np.ndarray:
+    """Granules of shared memory that an operand tile occupies."""
+    index = element_index(descriptor, rows, depth, size, k_major)
+    return np.unique(index * size >> 2)
+
+
+@lru_cache(maxsize=256)
+def column_granules(column: int, count: int, groups: tuple[int, ...]) -> np.ndarray:
+    """TMEM granules of `count` columns, in the given groups of 16 lanes."""
+    columns = np.arange(column, column + count)[:, None] * TMEM_GROUPS
+    return (columns + np.array(groups)).reshape(-1)
+
+
+def accumulator_granules(product: Multiplication) -> np.ndarray:
+    """TMEM granules of an accumulator."""
+    columns = product.form.n // product.copies
+    groups = tuple(np.unique(product.lanes() // 16).tolist())
+    return column_granules(product.d & 0xFFFF, columns, groups)
