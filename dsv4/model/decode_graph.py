@@ -28,13 +28,13 @@ Forward = Callable[[], Tensor]
 
 
 def decode_forward(
-    model: DeepseekV4, cache: ModelCache, num_drafts: int, use_cuda_graphs: bool | None
+    model: DeepseekV4, cache: ModelCache, num_drafts: int, use_cuda_graphs: bool
 ) -> Callable[[ForwardInputs], Tensor]:
     """Return `verify` of a model and its cache, as a function of the inputs alone.
 
     Args:
         num_drafts: draft tokens per forward, k.
-        use_cuda_graphs: capture and replay it; None: where that is possible.
+        use_cuda_graphs: capture and replay it.
 
     Raises:
         ValueError: graphs are asked for and impossible.
@@ -47,8 +47,6 @@ def decode_forward(
         raise ValueError(
             f"num_draft_tokens must be at most {most} with use_cuda_graphs, got {num_drafts}"
         )
-    if use_cuda_graphs is None:
-        use_cuda_graphs = device.type == "cuda" and num_drafts <= most
     if use_cuda_graphs:
         return DecodeGraphs(model, cache, num_drafts, CudaGraphs(device))
     return partial(verify, model, cache, num_drafts=num_drafts)
