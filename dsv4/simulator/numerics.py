@@ -54,14 +54,14 @@ def bf16_of_f32(x: np.ndarray) -> np.ndarray:
     bits = x.view(u32)
     out = ((bits + (u32(0x7FFF) + ((bits >> u32(16)) & u32(1)))) >> u32(16)).astype(u16)
     nan = x != x
-    return np.where(nan, u16(BF16_NAN), out) if nan.any() else out
+    return np.where(nan, u16(BF16_NAN), out) if np.logical_or.reduce(nan, axis=None) else out
 
 
 def bf16_of_f32_truncated(x: np.ndarray) -> np.ndarray:
     """float32 to bf16 bits, round towards zero."""
     out = (x.view(u32) >> u32(16)).astype(u16)
     nan = x != x
-    return np.where(nan, u16(BF16_NAN), out) if nan.any() else out
+    return np.where(nan, u16(BF16_NAN), out) if np.logical_or.reduce(nan, axis=None) else out
 
 
 def f32_of_bf16(bits: np.ndarray) -> np.ndarray:
@@ -251,7 +251,7 @@ def fma_rounded(a: np.ndarray, b: np.ndarray, c: np.ndarray, rounding: str) -> n
 def least(function, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """np.fmin or np.minimum of float32, -0 below +0."""
     out = function(a, b)
-    if out.all():
+    if np.logical_and.reduce(out, axis=None):  # no zero among them
         return out
     return np.where(a == b, (a.view(u32) | b.view(u32)).view(f32), out)
 
@@ -259,7 +259,7 @@ def least(function, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def greatest(function, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """np.fmax or np.maximum of float32, +0 above -0."""
     out = function(a, b)
-    if out.all():
+    if np.logical_and.reduce(out, axis=None):  # no zero among them
         return out
     return np.where(a == b, (a.view(u32) & b.view(u32)).view(f32), out)
 
@@ -273,7 +273,9 @@ def flush(x: np.ndarray) -> np.ndarray:
     """Subnormal float32 to zero of the same sign (.ftz)."""
     small = np.abs(x) < f32(1.17549435e-38)
     # Nearly always there is none (zeros count, and stay what they are).
-    return np.where(small, np.copysign(f32(0), x), x) if small.any() else x
+    return (
+        np.where(small, np.copysign(f32(0), x), x) if np.logical_or.reduce(small, axis=None) else x
+    )
 
 
 def saturate(x: np.ndarray) -> np.ndarray:

@@ -148,7 +148,10 @@ def unary(e: BlockEmitter, ins: Instruction) -> None:
         e.define(ins.operands[0], out, kind)
         return
     kind = KIND_OF_TYPE[name]
-    (a,) = _operands(e, ins, kind)
+    if ins.parts[0] == "ex2":
+        a = e.value(ins.operands[1], kind)  # of a subnormal and of zero it is 1 alike
+    else:
+        (a,) = _operands(e, ins, kind)
     out = _UNARY[ins.parts[0]].format(a)
     if kind == "f64":
         out = out.replace("f32(1)", "1.0")
