@@ -1,22 +1,18 @@
-"""Integer, float32, half-precision, conversion and approximate instructions."""
+"""Integer, float32, half-precision and approximate instructions, and the conversions' programs."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from tests.simulator.hardware import conversions
 from tests.simulator.hardware.case import Case, Tolerance
 from tests.simulator.hardware.elementwise import Op, elementwise, ops
-from tests.simulator.hardware.inputs import crossed, random_words, uniform
+from tests.simulator.hardware.inputs import FLOATS, crossed, random_words, uniform
 
 COUNT = 1024
 _INTEGERS = [
     0, 1, 2, 7, 16, 31, 32, 33, 63, 64, 0xFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0x80000001,
     0xFFFFFFFF, 0xFFFFFFE0, 0x0F0F0808, 0x00FF7F80,
-]  # fmt: skip
-_FLOATS = [
-    0x00000000, 0x80000000, 0x3F800000, 0xBF800000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345,
-    0x7F800001, 0x00000001, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF,
-    0x3FC00000, 0x4B800001, 0x33800000, 0xC0490FDB,
 ]  # fmt: skip
 _HALVES = [
     0x0000, 0x8000, 0x3C00, 0xBC00, 0x7C00, 0xFC00, 0x7E00, 0xFE01, 0x7C01, 0x0001, 0x83FF, 0x0400,
@@ -32,14 +28,14 @@ def _integer_operands() -> tuple[np.ndarray, ...]:
 
 
 def _float_operands() -> tuple[np.ndarray, ...]:
-    n = COUNT - len(_FLOATS) ** 2
+    n = COUNT - len(FLOATS) ** 2
     rest = np.stack([random_words(f"float {k}", n) for k in range(3)])
     for k in range(3):
         rest[k, : n // 2] = uniform(f"moderate {k}", n // 2, -4, 4).view(np.uint32)
     # Sums that cancel, where a second rounding would show.
     a, b = (rest[k, : n // 4].view(np.float32) for k in range(2))
     rest[2, : n // 4] = (-(a.astype(np.float64) * b)).astype(np.float32).view(np.uint32)
-    return crossed(_FLOATS, rest, "floats")
+    return crossed(FLOATS, rest, "floats")
 
 
 def _half_operands() -> tuple[np.ndarray, ...]:
@@ -331,136 +327,6 @@ def _half_of(template: str, scalar: str) -> list[Op]:
     return out
 
 
-_CONVERSIONS = """
-cvt.rn.f16.f32 %oh, %a;
-cvt.rz.f16.f32 %oh, %a;
-cvt.rn.ftz.f16.f32 %oh, %a;
-cvt.rn.sat.f16.f32 %oh, %a;
-cvt.rn.relu.f16.f32 %oh, %a;
-cvt.rn.satfinite.f16.f32 %oh, %a;
-cvt.rn.bf16.f32 %oh, %a;
-cvt.rz.bf16.f32 %oh, %a;
-cvt.rn.relu.bf16.f32 %oh, %a;
-cvt.rz.relu.bf16.f32 %oh, %a;
-cvt.rn.satfinite.bf16.f32 %oh, %a;
-cvt.rn.f16x2.f32 %o, %a, %b;
-cvt.rz.f16x2.f32 %o, %a, %b;
-cvt.rn.relu.f16x2.f32 %o, %a, %b;
-cvt.rz.relu.f16x2.f32 %o, %a, %b;
-cvt.rn.satfinite.f16x2.f32 %o, %a, %b;
-cvt.rn.bf16x2.f32 %o, %a, %b;
-cvt.rz.bf16x2.f32 %o, %a, %b;
-cvt.rn.relu.bf16x2.f32 %o, %a, %b;
-cvt.rz.relu.bf16x2.f32 %o, %a, %b;
-cvt.rn.satfinite.bf16x2.f32 %o, %a, %b;
-cvt.rna.tf32.f32 %o, %a;
-cvt.rn.tf32.f32 %o, %a;
-cvt.rz.tf32.f32 %o, %a;
-cvt.rn.relu.tf32.f32 %o, %a;
-cvt.rn.satfinite.e4m3x2.f32 %oh, %a, %b;
-cvt.rn.satfinite.relu.e4m3x2.f32 %oh, %a, %b;
-cvt.rn.satfinite.e5m2x2.f32 %oh, %a, %b;
-cvt.rn.satfinite.relu.e5m2x2.f32 %oh, %a, %b;
-cvt.rn.satfinite.e4m3x2.f16x2 %oh, %a;
-cvt.rn.satfinite.relu.e4m3x2.f16x2 %oh, %a;
-cvt.rn.satfinite.e5m2x2.f16x2 %oh, %a;
-cvt.rn.f16x2.e4m3x2 %o, %ha;
-cvt.rn.relu.f16x2.e4m3x2 %o, %ha;
-cvt.rn.f16x2.e5m2x2 %o, %ha;
-cvt.rn.relu.f16x2.e5m2x2 %o, %ha;
-cvt.rn.bf16.f16 %oh, %ha;
-cvt.rn.f16.bf16 %oh, %ha;
-cvt.rn.bf16.s32 %oh, %a;
-cvt.rn.bf16.u32 %oh, %a;
-cvt.rn.f16.s32 %oh, %a;
-cvt.rn.f16.u16 %oh, %ha;
-cvt.rn.f16.s64 %oh, %da;
-cvt.rn.f32.s32 %o, %a;
-cvt.rn.f32.u32 %o, %a;
-cvt.rz.f32.u32 %o, %a;
-cvt.rm.f32.s32 %o, %a;
-cvt.rp.f32.s32 %o, %a;
-cvt.rn.f32.s64 %o, %da;
-cvt.rn.f32.u64 %o, %da;
-cvt.rn.f32.s8 %o, %a;
-cvt.rn.f32.u8 %o, %a;
-cvt.rn.f32.s16 %o, %ha;
-cvt.rn.f64.s32 %od, %a;
-cvt.rn.f64.u64 %od, %da;
-cvt.rni.s32.f32 %o, %a;
-cvt.rzi.s32.f32 %o, %a;
-cvt.rmi.s32.f32 %o, %a;
-cvt.rpi.s32.f32 %o, %a;
-cvt.rni.u32.f32 %o, %a;
-cvt.rzi.u32.f32 %o, %a;
-cvt.rzi.ftz.u32.f32 %o, %a;
-cvt.rpi.ftz.s32.f32 %o, %a;
-cvt.rpi.s32.f32 %o, %c;
-cvt.rni.s64.f32 %od, %a;
-cvt.rzi.u64.f32 %od, %a;
-cvt.rzi.s16.f32 %oh, %a;
-cvt.rni.u16.f32 %oh, %a;
-cvt.rzi.s8.f32 %o, %a;
-cvt.rni.u8.f32 %o, %a;
-cvt.rzi.s32.f16 %o, %ha;
-cvt.rni.u16.f16 %oh, %ha;
-cvt.rzi.s32.bf16 %o, %ha;
-cvt.rmi.s64.f16 %od, %ha;
-cvt.rzi.s32.f64 %o, %da;
-cvt.rni.u64.f64 %od, %da;
-"""
-_CONVERSIONS_TO_F32 = """
-cvt.f32.f16 %o, %ha;
-cvt.f32.bf16 %o, %ha;
-cvt.rn.f32.f64 %o, %da;
-"""
-_CONVERSIONS_F16 = """
-cvt.rni.f16.f16 %oh, %ha;
-cvt.rzi.f16.f16 %oh, %ha;
-cvt.rmi.f16.f16 %oh, %ha;
-"""
-
-
-def _conversion_operands() -> tuple[np.ndarray, ...]:
-    """Every 16-bit word somewhere, and float32 around the ties and limits of the small types."""
-    ties = []
-    for mantissa in (2, 3, 7, 10):
-        step = 1 << (23 - mantissa)
-        for exponent in (-26, -25, -17, -16, -15, -14, -10, -9, -7, -6, -1, 0, 7, 8, 9, 15, 16):
-            word = (127 + exponent) << 23
-            for k in (0, 1, 2 ** (mantissa - 1), 2**mantissa - 1):
-                tie = word + k * step + step // 2
-                ties += [tie - 1, tie, tie + 1]
-    edges = [0x4F000000, 0x4EFFFFFF, 0xCF000000, 0xCF000001, 0x4F7FFFFF, 0x4F800000, 0x5EFFFFFF,
-             0x5F000000, 0x5F7FFFFF, 0x5F800000, 0x3F000000, 0xBF000000, 0x3FC00000, 0x40200000,
-             0xC0200000, 0x477FE000, 0x477FF000, 0x43E80000, 0x43E40000, 0x43E00000]  # fmt: skip
-    words = np.array([*_FLOATS, *edges, *ties], np.uint32)
-    count = -(-(len(words) * 2 + 512) // 128) * 128
-    b = random_words("conversion b", count)
-    a = np.concatenate([words, words | np.uint32(0x80000000), random_words("conversion a", 512)])
-    a = np.concatenate([a, random_words("conversion more", count - len(a))])
-    c = uniform("conversion c", count, -300, 300).view(np.uint32)
-    return a, b, c
-
-
-def _small_code_operands() -> tuple[np.ndarray, ...]:
-    """Every pair of equal and of different 8-bit codes, and every f16 pattern with 6 low zeros."""
-    codes = np.arange(256, dtype=np.uint32)
-    pairs = codes | (codes[::-1] << np.uint32(8))
-    halves = np.arange(0, 65536, 64, dtype=np.uint32)
-    a = np.concatenate([pairs, halves | (halves[::-1] << np.uint32(16))])
-    return a, np.roll(a, 5), np.roll(a, 9)
-
-
-_SMALL_CODES = """
-cvt.rn.f16x2.e4m3x2 %o, %ha;
-cvt.rn.f16x2.e5m2x2 %o, %ha;
-cvt.rn.relu.f16x2.e4m3x2 %o, %ha;
-cvt.rn.satfinite.e4m3x2.f16x2 %oh, %a;
-cvt.rn.satfinite.e5m2x2.f16x2 %oh, %a;
-cvt.rn.satfinite.relu.e5m2x2.f16x2 %oh, %a;
-"""
-
 # Errors as the PTX ISA states them, plus half a unit for the reference's own rounding.
 _APPROXIMATE = [
     *ops(
@@ -490,7 +356,7 @@ _APPROXIMATE = [
 
 def _approximate_operands() -> tuple[np.ndarray, ...]:
     n = 256
-    specials = np.array(_FLOATS, np.uint32)
+    specials = np.array(FLOATS, np.uint32)
     a = uniform("approximate a", n, -40, 40)
     a[64:128] = np.abs(a[64:128])
     a[128:192] = uniform("approximate near one", 64, 0.4, 2.1)
@@ -509,12 +375,10 @@ def cases() -> list[Case]:
     half = _half(_HALF_OPS) + _half_of(_F16_OPS, "f16") + _half(_HALF_SIGN_OPS)
     for scalar in ("f16", "bf16"):
         half += ops(_HALF_COMPARISONS.replace("TYPE", scalar))
-    conversions = ops(_CONVERSIONS) + ops(_CONVERSIONS_TO_F32, "f32") + ops(_CONVERSIONS_F16, "f16")
     return [
         elementwise("integer", ops(_INTEGER_OPS), _integer_operands()),
         elementwise("float32", ops(_FLOAT_OPS, "f32") + exact, _float_operands()),
         elementwise("half", half, _half_operands()),
-        elementwise("convert", conversions, _conversion_operands()),
-        elementwise("small codes", ops(_SMALL_CODES), _small_code_operands()),
+        *conversions.programs(),
         elementwise("approximate", _APPROXIMATE, _approximate_operands()),
     ]

@@ -6,6 +6,13 @@ import zlib
 
 import numpy as np
 
+# Words of float32 that rounding, comparing and flushing treat specially.
+FLOATS = [
+    0x00000000, 0x80000000, 0x3F800000, 0xBF800000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345,
+    0x7F800001, 0x00000001, 0x80000001, 0x007FFFFF, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0xFF7FFFFF,
+    0x3FC00000, 0x4B800001, 0x33800000, 0xC0490FDB,
+]  # fmt: skip
+
 
 def random_words(seed: str, count: int) -> np.ndarray:
     """`count` random uint32 (splitmix64 of a counter)."""
