@@ -7,7 +7,7 @@ import torch
 
 from tests.gpu.attention_cases import Case
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.stage("H")]
 
 INF = float("inf")
 

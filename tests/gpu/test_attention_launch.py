@@ -8,7 +8,7 @@ import torch
 from dsv4 import ops
 from tests.gpu.attention_cases import NAN, Case, compare
 
-pytestmark = [pytest.mark.gpu]
+pytestmark = [pytest.mark.gpu, pytest.mark.stage("H")]
 
 SINK_MODE = "softmax"
 

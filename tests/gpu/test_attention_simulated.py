@@ -19,6 +19,8 @@ from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops.fmha_splits import workspace_size
 from tests.gpu.attention_cases import NAN, Case, compare
 
+pytestmark = pytest.mark.stage("H")
+
 cutlass = pytest.importorskip("cutlass")
 
 WINDOW = 20

@@ -21,7 +21,7 @@ from dsv4.model.model import DeepseekV4
 from dsv4.model.sampler import RowSampling, SamplingParams
 from dsv4.ops import fmha_dispatch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.stage("H")]
 
 FOLDER = Path(__file__).parents[2] / "checkpoints" / "tiny"
 DEVICE = torch.device("cuda", 0)

@@ -28,6 +28,8 @@ from tests.accuracy import assert_attention_close
 from tests.gpu.test_attention_simulated import NAN, compiled_kernel
 from tests.gpu.test_model_cuda import NOISE
 
+pytestmark = pytest.mark.stage("H")
+
 FOLDER = Path(__file__).parents[2] / "checkpoints" / "tiny"
 LENGTHS = (135, 30)  # past the window, and within it
 MULTIPROCESSORS = 132  # of an H200

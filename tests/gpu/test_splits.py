@@ -8,6 +8,8 @@ import torch
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops import fmha_splits
 
+pytestmark = pytest.mark.stage("H")
+
 MULTIPROCESSORS = 132
 
 

@@ -11,6 +11,8 @@ import torch
 
 from dsv4.simulator import simulate_ptx
 
+pytestmark = pytest.mark.stage("simulator")
+
 # Fragment figures: for each row of the matrix, (thread, register) of its 32-bit columns, for one
 # repeat.
 FIGURES = {

@@ -19,6 +19,8 @@ from tests.simulator.kernels.gemm_sm100 import GemmSm100
 from tests.simulator.support import compile_kernel
 from tests.simulator.test_races import _run
 
+pytestmark = pytest.mark.stage("simulator")
+
 _HEADER = """
 .version 8.7
 .target sm_90a

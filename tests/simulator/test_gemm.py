@@ -11,6 +11,8 @@ from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm100 import GemmSm100
 from tests.simulator.support import compile_kernel
 
+pytestmark = pytest.mark.stage("simulator")
+
 SCHEDULES = ("eager", "lazy", "random")
 
 

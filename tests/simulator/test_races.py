@@ -15,6 +15,8 @@ from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm100 import GemmSm100
 from tests.simulator.support import compile_kernel
 
+pytestmark = pytest.mark.stage("simulator")
+
 # Work, not order: without these the result is wrong, which is not the checker's business.
 _WORK = ("tcgen05.mma", "wgmma.mma", "tcgen05.ld", "cp.async.bulk.tensor", "mbarrier.init",
          "tcgen05.relinquish")  # fmt: skip

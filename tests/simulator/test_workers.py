@@ -8,6 +8,8 @@ from tests.simulator.kernels.gemm_sm100 import GemmSm100
 from tests.simulator.kernels.ticket import launch_token
 from tests.simulator.support import compile_kernel
 
+pytestmark = pytest.mark.stage("simulator")
+
 
 def test_results_do_not_depend_on_the_number_of_workers(seed):
     a, b = torch.randn(512, 192).bfloat16(), torch.randn(128, 192).bfloat16()
