@@ -22,8 +22,8 @@ needs_compiler = pytest.mark.skipif(
 
 REMARKS = """
 remark[ptxas info]: ptxas output: ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'kernel_cutlass_CombineSm90_object_at__x_1' for 'sm_90a'
-ptxas info    : Function properties for kernel_cutlass_CombineSm90_object_at__x_1
+ptxas info    : Compiling entry function 'kernel_cutlass_Combine_object_at__x_1' for 'sm_90a'
+ptxas info    : Function properties for kernel_cutlass_Combine_object_at__x_1
 ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 43 registers, used 0 barriers
 ptxas info    : Compiling entry function 'kernel_cutlass_scale_0' for 'sm_90a'
@@ -40,14 +40,14 @@ IR = """
       %smem = cute.memref.alloca() {smem.partition_id = 1 : i32} : !memref_smem_i8
       %more = cute.memref.alloca() : !cute.memref<i8, smem, align<16>, "64:1">
       %rmem = cute.memref.alloca() : !memref_rmem
-    cuda.kernel @kernel_cutlass_CombineSm90_object_at__x_1(%arg0: i32) {
+    cuda.kernel @kernel_cutlass_Combine_object_at__x_1(%arg0: i32) {
       %rmem = cute.memref.alloca() : !memref_rmem
 """
 
 
 def test_report_is_read() -> None:
     assert kernel_reports(REMARKS, IR) == [
-        KernelReport("CombineSm90", 43, 0, 0, 0, 0),
+        KernelReport("Combine", 43, 0, 0, 0, 0),
         KernelReport("kernel_cutlass_scale_0", 168, 16, 8, 12, 232448 + 64),
     ]
     assert kernel_reports("nothing of interest", "") == []

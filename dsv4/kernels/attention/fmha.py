@@ -43,9 +43,9 @@ from cutlass.utils import blackwell_helpers as sm100
 from dsv4.kernels.attention import fmha_fragments as fragments
 from dsv4.kernels.attention import mask, merge, softmax
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.fmha_combine import STATS, Combine
 from dsv4.kernels.attention.fmha_fragments import COLUMNS
 from dsv4.kernels.attention.fmha_plan import KEYS, ROWS, FmhaPlan
-from dsv4.kernels.attention.fmha_sm90_combine import STATS, CombineSm90
 from dsv4.kernels.attention.fmha_types import Keys, Operands, Pipes, Smem, Work
 
 WARP_ROWS = ROWS // 4  # rows that one softmax warp owns
@@ -117,7 +117,7 @@ class FmhaKernel:
         self.scale_log2 = self.config.scale * softmax.LOG2_E
         self.head_blocks = -(-num_query_heads // ROWS)
         self.cluster = 2 if self.head_blocks % 2 == 0 else 1
-        self.combine = CombineSm90(head_dim, num_query_heads, sink_mode, o_dtype)
+        self.combine = Combine(head_dim, num_query_heads, sink_mode, o_dtype)
 
         self.plan = FmhaPlan(head_dim)
         self.tiling = self.plan.tiling

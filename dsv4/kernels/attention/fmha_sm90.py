@@ -31,8 +31,8 @@ from cutlass.utils import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from dsv4.kernels.attention.config import SINK_MODES, FmhaConfig
-from dsv4.kernels.attention.fmha_sm90_combine import (
-    CombineSm90,
+from dsv4.kernels.attention.fmha_combine import (
+    Combine,
     output_scale,
     partial_pointer,
     partial_stats,
@@ -117,7 +117,7 @@ class FmhaKernelSm90:
         self.scale_log2 = scale * LOG2_E
         self.num_splits = num_splits
         self.dtype = q_dtype
-        self.combine = CombineSm90(head_dim, num_query_heads, sink_mode, o_dtype)
+        self.combine = Combine(head_dim, num_query_heads, sink_mode, o_dtype)
 
         # ==== tile shape ====
         self.heads = 64  # rows of a tile: the M of a wgmma

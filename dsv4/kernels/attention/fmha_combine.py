@@ -1,4 +1,4 @@
-"""Joins the split-KV partials of the Hopper attention kernel, always in split order."""
+"""Joins the split-KV partials of the attention kernels, always in split order."""
 
 import cutlass
 from cutlass import cute
@@ -15,7 +15,7 @@ BATCH = 4
 STATS = 4
 
 
-class CombineSm90:
+class Combine:
     """o = sum_s 2^(m_s - m) O_s / (sum_s 2^(m_s - m) l_s + sink), a few warps per row."""
 
     def __init__(self, head_dim: int, num_query_heads: int, sink_mode: str, o_dtype):
