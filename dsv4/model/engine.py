@@ -126,6 +126,7 @@ class Engine:
         self._next_id = 0
         self._waiting: deque[_Request] = deque()  # oldest first, all younger than the running
         self._running: list[_Request] = []  # oldest first
+        self._undelivered: list[Output] = []  # of a step whose later forward raised
 
     @property
     def num_requests(self) -> int:
@@ -206,19 +207,33 @@ class Engine:
     def step(self) -> list[Output]:
         """Run one decode and one prefill forward, as far as there is work for them.
 
+        When a forward raises, running requests wait again and are recomputed, to the same tokens:
+        the caller may step on. Tokens that the same step had already found come with the next one.
+
         Returns:
             The requests that got tokens, each once. Empty when a long prompt is still being
             prefilled, or nothing is left to do (`num_requests` is 0).
         """
-        outputs = []
+        if not self._undelivered:
+            try:
+                self._run_forwards()
+            except BaseException:
+                # A forward writes layer by layer, over the oldest entries of the layers' rings, so
+                # after half of one not even the positions cached before it are safe.
+                while self._running:
+                    self._preempt_youngest()
+                raise
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def _run_forwards(self) -> None:
         decoding = self._make_room([r for r in self._running if self._is_decoding(r)])
         if decoding:
-            outputs += self._decode(decoding)
+            self._undelivered += self._decode(decoding)
         self._admit()
         prefilling = [r for r in self._running if not self._is_decoding(r)]
         if prefilling:
-            outputs += self._prefill(prefilling)
-        return outputs
+            self._undelivered += self._prefill(prefilling)
 
     def _is_decoding(self, request: _Request) -> bool:
         """Whether only the newest token is uncached. A request with nothing cached is prefilled."""
@@ -241,9 +256,7 @@ class Engine:
                     self._manager.extend(request.slot, self._verified(request))
                     break
                 except OutOfBlocksError:
-                    youngest = self._running[-1]
-                    self._leave(youngest)
-                    self._waiting.appendleft(youngest)
+                    self._preempt_youngest()
         return [request for request in requests if request.slot is not None]
 
     def _admit(self) -> None:
@@ -255,6 +268,11 @@ class Engine:
             except OutOfBlocksError:
                 return
             self._running.append(self._waiting.popleft())
+
+    def _preempt_youngest(self) -> None:
+        youngest = self._running[-1]
+        self._leave(youngest)
+        self._waiting.appendleft(youngest)
 
     def _leave(self, request: _Request) -> None:
         """Stop running a request: it keeps its tokens alone."""

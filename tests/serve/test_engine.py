@@ -221,6 +221,40 @@ def test_an_idle_engine_does_nothing_and_a_new_request_starts_at_once() -> None:
     assert [len(engine.step()), len(engine.step()), len(engine.step())] == [1, 1, 0]
 
 
+@pytest.mark.parametrize("layer", [0, -1], ids=["first layer", "last layer"])
+def test_a_forward_that_raises_loses_nothing(seed: int, layer: int) -> None:
+    """Out of memory before or after layers wrote to the cache: stepping on gives the same tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    rng = random.Random(seed)
+    model = tiny_model(seed)
+    engine = Engine(model, max_requests=3, max_context=320, num_draft_tokens=1, prefill_chunk=64)
+    lengths = [(5, 12), (140, 9), (70, 6)]
+    requests = [(tokens(generator, n), greedy(m)) for n, m in lengths]
+    for request in requests:
+        engine.add(*request)
+    failing, calls = set(rng.sample(range(12), 4)), 0
+
+    def fail_sometimes(*_) -> None:
+        nonlocal calls
+        calls += 1
+        if calls - 1 in failing:
+            raise torch.OutOfMemoryError("out of memory")
+
+    hook = model.layers[layer].register_forward_pre_hook(fail_sometimes)
+    new, failures = defaultdict(list), 0
+    while engine.num_requests:
+        try:
+            for request, more, _ in engine.step():
+                new[request] += more
+        except torch.OutOfMemoryError:
+            failures += 1
+    hook.remove()
+    assert failures == len(failing)
+    for i, request in enumerate(requests):
+        assert_same_tokens(model, request[0], new[i], alone(model, *request))
+    assert engine.num_free_blocks == 3 * 3
+
+
 def test_random_schedules(seed: int) -> None:
     """Added, stepped and cancelled under a tight budget: each gets its tokens, nothing leaks."""
     rng = random.Random(seed)
