@@ -223,7 +223,7 @@ def test_an_idle_engine_does_nothing_and_a_new_request_starts_at_once() -> None:
 
 @pytest.mark.parametrize("layer", [0, -1], ids=["first layer", "last layer"])
 def test_a_forward_that_raises_loses_nothing(seed: int, layer: int) -> None:
-    """Out of memory before or after layers wrote to the cache: stepping on gives the same tokens."""
+    """Out of memory before or after layers wrote to the cache: stepping on gives equal tokens."""
     generator = torch.Generator().manual_seed(seed)
     rng = random.Random(seed)
     model = tiny_model(seed)
