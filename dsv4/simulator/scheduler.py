@@ -133,7 +133,8 @@ class Resident:
             # May wake a warp that had its turn already: not a sign of a deadlock.
             if engine.maybe_step():
                 progressed = True
-            if warp.run() and not warp.polling:
+            # A warp that ends right after a poll has done more than poll.
+            if warp.run() and (warp.done or not warp.polling):
                 progressed = True
         self.live = [warp for warp in self.live if not warp.done]
         return progressed
