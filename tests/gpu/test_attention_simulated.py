@@ -39,6 +39,15 @@ def compiled_kernel(config: FmhaConfig) -> Any:
 def simulate_case(
     config: FmhaConfig, case: Case, *, num_splits: int, schedule: str, races: bool
 ) -> None:
+    """Compare the kernel with the oracle."""
+    o, lse = run(config, case, num_splits=num_splits, schedule=schedule, races=races)
+    compare(o, lse, *case.expected(config.sink_mode, config.is_causal, config.sliding_window))
+
+
+def run(
+    config: FmhaConfig, case: Case, *, num_splits: int, schedule: str, races: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse of the kernel; all that it writes starts as NaN."""
     from dsv4.simulator import simulate
 
     tokens, heads, _ = case.q.shape
@@ -59,9 +68,9 @@ def simulate_case(
         schedule=schedule,
         races=races,
     )
-    compare(o, lse, *case.expected(config.sink_mode, config.is_causal, config.sliding_window))
     if races:
         report.raise_if_racy()
+    return o, lse
 
 
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
@@ -110,6 +119,22 @@ def test_extreme_sinks(seed, sink, sink_mode) -> None:
     case.sink_logits.fill_(sink)
     for num_splits in (1, 3):
         simulate_case(config, case, num_splits=num_splits, schedule="eager", races=False)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_thousands_under_huge_sinks(seed, sign) -> None:
+    """A score that a huge sink swallows must not give an infinite weight."""
+    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="swa_gate")
+    case = Case.random(3, 8, 64, 130, 70, 2, device="cpu")
+    case.q *= 2000
+    for num_splits in (1, 3):
+        results = []
+        for sink in (float("inf"), 1e38):
+            case.sink_logits.fill_(sign * sink)
+            o, _ = run(config, case, num_splits=num_splits, schedule="eager", races=False)
+            results.append(o)
+        assert results[0].isfinite().all()
+        assert torch.equal(*results)
 
 
 @pytest.mark.slow

@@ -62,6 +62,9 @@ def softmax(
         # A row without a finite score so far: every weight is 2^-inf.
         is_empty = new == -cutlass.Float32.inf
         shift = bias - cutlass.select_(is_empty, cutlass.Float32(0.0), new)
+        # A huge bias swallows the score in `top`: the difference above then forgets it, and a
+        # score of thousands would give an infinite weight, which no later rescaling by 0 removes.
+        shift = cute.arch.fmin(shift, STALE_LIMIT - tops[r] * scale_log2)
         weights = [exp2(s[r, c, j] * scale_log2 + shift) for c, j in columns]
         for (c, j), weight in zip(columns, weights, strict=True):
             s[r, c, j] = weight
