@@ -153,7 +153,7 @@ def warmup(runner_id: int, max_tokens: int, device: torch.device | str | None = 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
     if device.type == "cuda":
-        launcher(device).warmup(config, max_tokens, device)
+        launcher(device.index).warmup(config, max_tokens, device)
 
 
 def _bucket(top_k: int) -> int:
@@ -207,15 +207,12 @@ def _cuda(
         fmha_checks.check_no_grad(q, compressed_kv, swa_kv, sink_logits, o)
     inputs = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids)
     tensors = (*inputs, o, compressed_lens, lse, workspace)
-    if q.numel() == 0:
-        fmha_checks.check_arguments(config, *tensors)
-        return
-    if q.dtype == torch.float32:
+    if q.dtype is torch.float32:
         # Kernels are for bfloat16. A model loaded in float32 is there to be exact, not fast.
         launch_torch(config, *tensors)
         return
     try:
-        launcher(q.device).launch(config, *tensors)
+        launcher(q.get_device()).launch(config, *tensors)
     except Exception:
         # Compiled kernels check their arguments for free but name them tersely; checking here
         # before every launch would cost more than the launch.

@@ -86,12 +86,16 @@ def check_no_grad(
 ) -> None:
     """Refuse inputs that require grad: the operator has no backward pass."""
     tensors = (q, compressed_kv, swa_kv, sink_logits, o)
-    for name, tensor in zip(_DIFFERENTIABLE, tensors):
+    for tensor in tensors:
         if tensor is not None and tensor.requires_grad:
-            raise ValueError(
-                f"{name}: requires grad, but sparse_fmha_with_swa has no backward pass; "
-                "call it under torch.no_grad() or pass a detached tensor"
-            )
+            break
+    else:
+        return
+    name = next(name for name, other in zip(_DIFFERENTIABLE, tensors) if other is tensor)
+    raise ValueError(
+        f"{name}: requires grad, but sparse_fmha_with_swa has no backward pass; "
+        "call it under torch.no_grad() or pass a detached tensor"
+    )
 
 
 def check_kernel_layout(*tensors: Tensor | None) -> None:

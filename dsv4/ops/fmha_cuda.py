@@ -12,8 +12,12 @@ from torch import Tensor
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops import fmha_splits
 from dsv4.ops.compile_cache import RUNNERS, Runner
+from dsv4.ops.fmha_checks import check_arguments
 from dsv4.ops.kernels_table import ARCHITECTURES, runner_key
 from dsv4.ops.runner import refuse_cold_capture
+
+# Launch sizes whose number of splits is remembered.
+MAX_SIZES = 4096
 
 # Per (configuration object, device): what a launch needs. Configurations are few and never freed.
 _STATES: dict[tuple[int, int], _State] = {}
@@ -40,15 +44,17 @@ class _State:
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.absent = _absent(device.index, config.num_query_heads)
         self.no_lens, self.no_lse, self.no_workspace = self.absent
-        self.splits: dict[tuple[int, int], int] = {}
+        self.splits: dict[tuple[int, int, int], int] = {}
 
     def num_splits(self, tokens: int, rows: int, width: int) -> int:
         """KV splits of a launch: fixed by the configuration, else by the launch's size."""
         if self.config.num_splits is not None:
             return self.config.num_splits
-        size = (tokens, fmha_splits.key_blocks(rows, width))
+        size = (tokens, rows, width)
         known = self.splits.get(size)
         if known is None:
+            if len(self.splits) == MAX_SIZES:
+                self.splits.clear()
             known = self.splits[size] = fmha_splits.choose(
                 self.config, tokens, rows, width, self.multiprocessors
             )
@@ -68,7 +74,7 @@ def launch(
     lse: Tensor | None,
     workspace: Tensor | None,
 ) -> None:
-    """Attention on the current stream of q's device; T > 0.
+    """Attention on the current stream of q's device.
 
     The compiled function checks dtypes, ranks, devices, shared sizes and strides. Only what it
     cannot see is checked here.
@@ -78,7 +84,7 @@ def launch(
         RuntimeError: a runner or workspace is cold and a graph is being captured.
     """
     index = q.get_device()
-    if torch.cuda.current_device() != index:
+    if torch._C._cuda_getDevice() != index:
         # The driver launches on the current device, whatever device the tensors are on.
         tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
         with torch.cuda.device(index):
@@ -88,6 +94,10 @@ def launch(
     if state is None:
         state = _state(config, q.device)
     tokens = q.shape[0]
+    if tokens == 0:
+        tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
+        check_arguments(config, *tensors, compressed_lens, lse, workspace)
+        return
     if compressed_lens is None:
         compressed_lens = state.no_lens
     elif compressed_lens.shape[0] != tokens:

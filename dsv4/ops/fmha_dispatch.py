@@ -20,8 +20,8 @@ class Launcher:
 
     Attributes:
         launch: `launch(config, q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o,
-            compressed_lens, lse, workspace) -> None` with T > 0 and unchecked arguments: it must
-            refuse by itself whatever it cannot run. Its exception is replaced by the one of
+            compressed_lens, lse, workspace) -> None` with unchecked arguments: it must refuse by
+            itself whatever it cannot run. Its exception is replaced by the one of
             `check_arguments` where that finds the fault.
         warmup: `warmup(config, max_tokens, device) -> None`.
     """
@@ -33,11 +33,12 @@ class Launcher:
 _LAUNCHERS: dict[int, Launcher] = {}  # by device index
 
 
-def launcher(device: torch.device) -> Launcher:
-    """Launcher of a CUDA device, chosen once; without a kernel it is the torch implementation."""
-    known = _LAUNCHERS.get(device.index)
+def launcher(index: int | None) -> Launcher:
+    """Launcher of the CUDA device `index` (None: the current one), chosen once; without a kernel
+    it is the torch implementation."""
+    known = _LAUNCHERS.get(index)
     if known is None:
-        index = torch.cuda.current_device() if device.index is None else device.index
+        index = torch.cuda.current_device() if index is None else index
         if index not in _LAUNCHERS:
             _LAUNCHERS[index] = _choose(torch.device("cuda", index))
         known = _LAUNCHERS[index]

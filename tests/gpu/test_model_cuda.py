@@ -129,7 +129,7 @@ def assert_same_bits(one: object, other: object, *names: str) -> None:
 
 def test_kernels_are_launched_by_the_graph(model, text, monkeypatch) -> None:
     """One launch per layer while a shape is captured, none from the host in replays."""
-    launcher = fmha_dispatch.launcher(DEVICE)
+    launcher = fmha_dispatch.launcher(DEVICE.index)
     launches = {True: 0, False: 0}
 
     def launch(*arguments: object) -> None:
@@ -150,7 +150,7 @@ def test_kernels_are_launched_by_the_graph(model, text, monkeypatch) -> None:
 def test_the_hopper_kernel_serves_the_model() -> None:
     from dsv4.ops import fmha_cuda
 
-    assert fmha_dispatch.launcher(DEVICE).launch is fmha_cuda.launch
+    assert fmha_dispatch.launcher(DEVICE.index).launch is fmha_cuda.launch
 
 
 def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[Output]]:

@@ -355,13 +355,12 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch):
 
 def test_unknown_gpu_gets_torch_with_one_warning(pretend_gpu, seed: int) -> None:
     pretend_gpu((8, 0))
-    device = torch.device("cuda", 5)
     with pytest.warns(RuntimeWarning, match=r"no kernel for Some GPU \(sm_80\).*torch") as caught:
-        chosen = fmha_dispatch.launcher(device)
+        chosen = fmha_dispatch.launcher(5)
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert fmha_dispatch.launcher(device) is chosen
+        assert fmha_dispatch.launcher(5) is chosen
     inputs = make_inputs(CASE, seed)
     arguments, keywords = op_arguments(inputs)
     chosen.launch(runner.runner_config(arguments[7]), *arguments[:7], *keywords.values())
@@ -375,7 +374,7 @@ def test_missing_kernel_compiler_gets_torch(pretend_gpu, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "dsv4.ops.fmha_cuda", None)
     monkeypatch.delattr("dsv4.ops.fmha_cuda", raising=False)
     with pytest.warns(RuntimeWarning, match="cannot be imported"):
-        fmha_dispatch.launcher(torch.device("cuda", 0))
+        fmha_dispatch.launcher(0)
 
 
 def test_failed_launch_is_explained(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -385,7 +384,7 @@ def test_failed_launch_is_explained(monkeypatch: pytest.MonkeyPatch, seed: int) 
         raise RuntimeError("Mismatched Tensor on argument #3")
 
     refusing = fmha_dispatch.Launcher(launch, lambda *_: None)
-    monkeypatch.setattr(fmha, "launcher", lambda device: refusing)
+    monkeypatch.setattr(fmha, "launcher", lambda index: refusing)
     arguments, keywords = op_arguments(make_inputs(CASE, seed))
     wrong = (*arguments[:3], arguments[3].long(), *arguments[4:])
     with pytest.raises(TypeError, match=r"swa_lens: got torch\.int64, needs torch\.int32"):
@@ -399,7 +398,7 @@ def test_failed_launch_is_explained(monkeypatch: pytest.MonkeyPatch, seed: int) 
 
 def test_float32_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Kernels are for bfloat16: on a GPU, too, float32 is computed by torch."""
-    monkeypatch.setattr(fmha, "launcher", lambda device: pytest.fail("asked for a kernel"))
+    monkeypatch.setattr(fmha, "launcher", lambda index: pytest.fail("asked for a kernel"))
     inputs = make_inputs(CASE, seed, torch.float32)
     arguments, keywords = op_arguments(inputs)
     fmha._cuda(*arguments, **keywords)
