@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from dsv4 import ops
-from dsv4.bench import peers
+from dsv4.bench.peers import Peer, Run
+from dsv4.bench.shapes import Inputs, Shape, make_inputs
 from dsv4.bench.timing import copy_bandwidth, graph_microseconds, host_microseconds, matmul_rate
+from dsv4.ops.runner import runner_config
+from dsv4.reference.attention import sparse_fmha_with_swa as oracle
 
-HEAD_DIM = 512
-WINDOW = 128
 SINK_MODE = "softmax"
-TOKENS = (1, 4, 16, 64, 128, 256, 1024)
-# Inputs rotate over more bytes than any GPU's L2 cache holds.
-ROTATION_BYTES = 256 << 20
-MAX_ROTATION = 64
-
-
-@dataclass(frozen=True)
-class Shape:
-    """T tokens of `heads` heads, each over `top_k` compressed and `window` window keys."""
-
-    name: str
-    tokens: int
-    heads: int
-    top_k: int
-    window: int = WINDOW
-    head_dim: int = HEAD_DIM
-
-    @property
-    def keys(self) -> int:
-        return self.top_k + self.window
-
-    @property
-    def bytes(self) -> int:
-        """Compulsory traffic: KV and q read once, o written once."""
-        return 2 * self.tokens * self.head_dim * (self.keys + 2 * self.heads)
-
-    @property
-    def flops(self) -> int:
-        return 4 * self.tokens * self.heads * self.keys * self.head_dim
+MAX_ERROR = 4e-3  # of our output against the oracle: relative, Frobenius
+CHECKED_TOKENS = 2  # so many of the first, and of the last
 
 
 @dataclass(frozen=True)
@@ -66,12 +40,22 @@ class Machine:
 
 @dataclass(frozen=True)
 class Result:
-    """Times in microseconds; a peer that cannot run the shape is absent."""
+    """Times in microseconds.
+
+    Attributes:
+        num_splits: KV splits of our launch.
+        error: of our output against the oracle, relative.
+        peers: by name; a peer that does not serve the shape is absent.
+        failures: by name, why a peer that should has no time.
+    """
 
     shape: Shape
+    num_splits: int
     microseconds: float
     floor: float
-    peers: dict[str, float]
+    error: float
+    peers: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
     @property
     def teraflops(self) -> float:
@@ -82,59 +66,107 @@ class Result:
         return self.shape.bytes / self.microseconds / 1e3
 
 
-def model_shapes() -> list[Shape]:
-    """Decode and prefill chunks of Pro and Flash, and of a rank that holds few heads."""
-    shapes = [Shape("Pro", tokens, 128, 1024) for tokens in TOKENS]
-    shapes += [Shape("Flash", tokens, 64, 512) for tokens in TOKENS]
-    for heads in (8, 16, 32):
-        shapes += [Shape(f"Pro/{128 // heads}", tokens, heads, 1024) for tokens in (64, 256)]
-    return [*shapes, Shape("Flash/8", 64, 8, 512)]
+@dataclass(frozen=True)
+class HostCost:
+    """Microseconds that one call keeps the host.
+
+    The launch is what the compiled function takes with its arguments at hand: tensor maps,
+    argument checks, and the driver. The operator adds PyTorch's dispatch and ours.
+    """
+
+    operator: float
+    launch: float
+
+    @property
+    def beyond(self) -> float:
+        return self.operator - self.launch
 
 
-def run(
-    shapes: list[Shape], machine: Machine, *, num_splits: int | None, with_peers: bool
+def measure(
+    shapes: list[Shape], machine: Machine, *, num_splits: int | None, peers: list[Peer]
 ) -> Iterator[Result]:
-    """Measure each shape; peers run on the same inputs."""
+    """Measure each shape; peers run on the same inputs. Nothing is timed that is not right.
+
+    Raises:
+        RuntimeError: our own output differs from the oracle.
+    """
     for shape in shapes:
-        inputs = make_inputs(shape)
-        time = graph_microseconds(ours(shape, inputs, num_splits))
-        others = {}
-        if with_peers:
-            for name, make in peers.PEERS.items():
-                # The torch peers write their scores to memory: several copies of all keys.
-                if 8 * shape.bytes < torch.cuda.mem_get_info()[0]:
-                    others[name] = graph_microseconds([make(shape, *each) for each in inputs])
-        yield Result(shape, time, machine.floor(shape), others)
+        yield _measure(shape, machine, num_splits, peers)
+        # The next shape needs the memory, in blocks of other sizes.
+        torch.cuda.empty_cache()
 
 
-def make_inputs(shape: Shape) -> list[tuple[Tensor, ...]]:
-    """Sets of (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o), every token its
-    own request; lengths, ids and sinks are shared, as the layers of a model share them."""
-    count = min(MAX_ROTATION, max(2, math.ceil(ROTATION_BYTES / shape.bytes)))
-    tokens, width = shape.tokens, shape.window
-    swa_lens = torch.full((tokens,), width, dtype=torch.int32, device="cuda")
-    request_ids = torch.arange(tokens, dtype=torch.int32, device="cuda")
-    sink_logits = torch.randn(shape.heads, device="cuda")
+@torch.inference_mode()
+def _measure(shape: Shape, machine: Machine, num_splits: int | None, peers: list[Peer]) -> Result:
+    inputs = make_inputs(shape)
+    runs = our_runs(shape, inputs, num_splits)
+    error = relative_error(runs[0], inputs[0])
+    if not error <= MAX_ERROR:
+        raise RuntimeError(f"{shape}: the output is off by {error:.2e}, allowed are {MAX_ERROR}")
+    time = graph_microseconds([run.call for run in runs])
+    times, failures = {}, {}
+    for peer in peers:
+        if not peer.serves(shape):
+            continue
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                times[peer.name] = _peer_microseconds(peer, shape, inputs)
+        except Exception as failure:
+            # A peer's fault must not end the benchmark.
+            failures[peer.name] = f"{type(failure).__name__}: {failure}"
+    splits = chosen_splits(shape, num_splits)
+    return Result(shape, splits, time, machine.floor(shape), error, times, failures)
 
-    def rows(*size: int) -> Tensor:
-        return torch.randn(tokens, *size, shape.head_dim, dtype=torch.bfloat16, device="cuda")
 
-    sets = []
-    for _ in range(count):
-        q, compressed_kv, swa_kv = rows(shape.heads), rows(shape.top_k), rows(width)
-        output = torch.empty_like(q)
-        sets.append((q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, output))
-    return sets
+def _peer_microseconds(peer: Peer, shape: Shape, inputs: list[Inputs]) -> float:
+    torch.cuda.empty_cache()
+    needed = peer.copies * shape.bytes * len(inputs)
+    available = torch.cuda.mem_get_info()[0]
+    if needed > available:
+        raise MemoryError(f"needs {needed / 1e9:.0f} GB, {available / 1e9:.0f} are free")
+    runs = peer.prepare(shape, inputs)
+    error = relative_error(runs[0], inputs[0], peer)
+    if not error <= peer.error:
+        raise ValueError(f"its output is off by {error:.2e}, allowed are {peer.error}")
+    return graph_microseconds([run.call for run in runs])
 
 
-def ours(
-    shape: Shape, inputs: list[tuple[Tensor, ...]], num_splits: int | None
-) -> list[Callable[[], None]]:
-    """One call of the operator per set of inputs, warmed up."""
+def relative_error(run: Run, inputs: Inputs, peer: Peer | None = None) -> float:
+    """Frobenius error of a run against the oracle, on the first and last tokens; NaN if any is."""
+    every = torch.arange(len(inputs.q), device=inputs.q.device)
+    some = torch.cat((every[:CHECKED_TOKENS], every[-CHECKED_TOKENS:])).unique()
+    keys = (inputs.compressed_kv[some], inputs.swa_kv[some])
+    if peer is not None:
+        keys = tuple(peer.keys(each) for each in keys)
+    expected, _ = oracle(
+        inputs.q[some],
+        *keys,
+        inputs.swa_lens[some],
+        inputs.sink_logits,
+        torch.arange(len(some), dtype=torch.int32, device=some.device),
+        sink_mode=SINK_MODE,
+    )
+    got: Tensor = run.output()[some].float()
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+def our_runs(shape: Shape, inputs: list[Inputs], num_splits: int | None) -> list[Run]:
+    """The operator, warmed up."""
     runner = runner_id(shape, num_splits)
     ops.warmup(runner, shape.tokens)
-    op = torch.ops.dsv4.sparse_fmha_with_swa
-    return [lambda each=each: op(*each, runner) for each in inputs]
+    op = torch.ops.dsv4.sparse_fmha_with_swa.default
+
+    def run(each: Inputs) -> Run:
+        def call() -> None:
+            op(*each, runner)
+
+        def output() -> Tensor:
+            call()
+            return each.o
+
+        return Run(call, output)
+
+    return [run(each) for each in inputs]
 
 
 def runner_id(shape: Shape, num_splits: int | None) -> int:
@@ -148,17 +180,21 @@ def runner_id(shape: Shape, num_splits: int | None) -> int:
     )
 
 
-def host_cost() -> tuple[float, float]:
-    """Microseconds on the host of one call of the operator, and of the launch alone.
-
-    The launch is what the compiled function takes with its arguments at hand: tensor maps,
-    argument checks, and the driver.
-    """
+def chosen_splits(shape: Shape, num_splits: int | None) -> int:
+    """KV splits of our launch."""
     from dsv4.ops import fmha_cuda
-    from dsv4.ops.runner import runner_config
+
+    config = runner_config(runner_id(shape, num_splits))
+    return fmha_cuda.num_splits(config, shape.tokens, shape.top_k, shape.window)
+
+
+@torch.inference_mode()
+def host_cost() -> HostCost:
+    """Host time of the operator and of its launch alone, as a model calls it: in inference mode."""
+    from dsv4.ops import fmha_cuda
 
     shape = Shape("Pro", 1, 128, 1024)
-    arguments = make_inputs(shape)[0]
-    call = ours(shape, [arguments], 1)[0]
-    config = runner_config(runner_id(shape, 1))
-    return host_microseconds(call), host_microseconds(fmha_cuda.bare_launch(config, *arguments))
+    inputs = make_inputs(shape)[:1]
+    (run,) = our_runs(shape, inputs, 1)
+    launch = fmha_cuda.bare_launch(runner_config(runner_id(shape, 1)), *inputs[0])
+    return HostCost(*host_microseconds(run.call, launch))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 
-from dsv4.bench.attention import Machine, Result
+import torch
+
+from dsv4.bench.attention import HostCost, Machine, Result
 
 
 def table_header(peer_names: Sequence[str]) -> str:
-    columns = ["shape", "T", "heads", "keys", "us", "TFLOP/s", "GB/s", "floor us", "of floor"]
+    columns = ["shape", "T", "heads", "keys", "splits", "us", "TFLOP/s", "GB/s", "floor us"]
+    columns.append("of floor")
     return "| " + " | ".join([*columns, *(f"{name} us" for name in peer_names)]) + " |"
 
 
@@ -22,6 +26,7 @@ def table_row(result: Result, peer_names: Sequence[str]) -> str:
         str(shape.tokens),
         str(shape.heads),
         str(shape.keys),
+        str(result.num_splits),
         f"{result.microseconds:.1f}",
         f"{result.teraflops:.0f}",
         f"{result.gigabytes:.0f}",
@@ -33,7 +38,7 @@ def table_row(result: Result, peer_names: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def to_json(machine: Machine, results: Sequence[Result]) -> str:
+def to_json(machine: Machine, results: Sequence[Result], host: HostCost) -> str:
     rows = [
         {
             **asdict(result),
@@ -42,7 +47,18 @@ def to_json(machine: Machine, results: Sequence[Result]) -> str:
         }
         for result in results
     ]
-    return json.dumps({"machine": asdict(machine), "results": rows}, indent=1)
+    software = {
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": asdict(machine),
+        "software": software,
+        "host_microseconds": {**asdict(host), "beyond_the_launch": host.beyond},
+        "results": rows,
+    }
+    return json.dumps(record, indent=1)
 
 
 def plot(machine: Machine, results: Sequence[Result], path: Path) -> None:

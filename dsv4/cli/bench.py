@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4.bench.peers import Peer
 
 # A user shape: tokens, heads, compressed keys, window keys.
 SHAPE_FORMAT = "T,HEADS,TOP_K,WINDOW"
@@ -26,7 +30,14 @@ def add_parser(subparsers) -> None:
         help="measure this shape instead of the model table (repeatable)",
     )
     attention.add_argument("--num-splits", type=int, help="fixed KV splits instead of the choice")
-    attention.add_argument("--no-peers", action="store_true", help="leave the torch peers out")
+    attention.add_argument("--no-peers", action="store_true", help="time our kernel alone")
+    attention.add_argument(
+        "--flashmla",
+        type=Path,
+        metavar="FILE",
+        help="FlashMLA's extension, the file _flashmla_C.abi3.so of a vLLM wheel (default: the "
+        "packages flash_mla and vllm, where they are installed)",
+    )
     attention.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     attention.add_argument("--plot", type=Path, metavar="FILE", help="also draw a roofline (PNG)")
     parser.set_defaults(run=run)
@@ -35,35 +46,50 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
-    from dsv4.bench import attention, peers, report
+    from dsv4.bench import attention, report
+    from dsv4.bench.shapes import Shape, model_shapes
+    from dsv4.ops.kernels_table import ARCHITECTURES
 
     if not torch.cuda.is_available():
         raise RuntimeError("bench needs a CUDA GPU, none is available")
-    shapes = attention.model_shapes()
-    if args.shape:
-        shapes = [attention.Shape("user", *numbers) for numbers in args.shape]
+    if torch.cuda.get_device_capability() not in ARCHITECTURES:
+        raise RuntimeError(f"bench: there is no kernel for {torch.cuda.get_device_name()}")
+    shapes = [Shape("user", *numbers) for numbers in args.shape or ()] or model_shapes()
+    peers = [] if args.no_peers else _peers(args.flashmla)
     machine = attention.Machine.measure()
     print(
         f"{machine.name}: copy {machine.bandwidth / 1e12:.2f} TB/s, "
         f"matmul {machine.rate / 1e12:.0f} TFLOP/s"
     )
-    names = [] if args.no_peers else list(peers.PEERS)
+    names = [peer.name for peer in peers]
     header = report.table_header(names)
     print(header)
     print("|" + "---|" * (header.count("|") - 1))
     results = []
-    for result in attention.run(
-        shapes, machine, num_splits=args.num_splits, with_peers=not args.no_peers
-    ):
+    for result in attention.measure(shapes, machine, num_splits=args.num_splits, peers=peers):
         results.append(result)
         print(report.table_row(result, names), flush=True)
-    op, launch = attention.host_cost()
-    print(f"host: {op:.1f} us per call of the operator, {launch:.1f} us of them the launch itself")
+    for result in results:
+        for name, reason in result.failures.items():
+            print(f"{name} at {result.shape}: {reason.splitlines()[0]}")
+    host = attention.host_cost()
+    print(
+        f"host: {host.operator:.1f} us per call of the operator, {host.launch:.1f} us of them the "
+        f"launch itself, {host.beyond:.1f} us beyond it"
+    )
     if args.json is not None:
-        args.json.write_text(report.to_json(machine, results) + "\n")
+        args.json.write_text(report.to_json(machine, results, host) + "\n")
     if args.plot is not None:
         report.plot(machine, results, args.plot)
     return 0
+
+
+def _peers(flashmla: Path | None) -> list[Peer]:
+    from dsv4.bench import flash_mla
+    from dsv4.bench.peers import torch_peers
+
+    library = flash_mla.find(flashmla)
+    return torch_peers() + (flash_mla.flash_mla_peers(library) if library else [])
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:

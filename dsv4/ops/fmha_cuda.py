@@ -143,6 +143,12 @@ def warmup(config: FmhaConfig, max_tokens: int, device: torch.device) -> None:
         _load_module(state)
 
 
+def num_splits(config: FmhaConfig, tokens: int, rows: int, width: int) -> int:
+    """KV splits of a launch on the current device: `rows` compressed, `width` window keys."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return _state(config, device).num_splits(tokens, rows, width)
+
+
 def bare_launch(config: FmhaConfig, *tensors: Tensor) -> Callable[[], None]:
     """One launch without splits or optional tensors, everything looked up: for measurements.
 

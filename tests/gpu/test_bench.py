@@ -7,10 +7,20 @@ import json
 import pytest
 import torch
 
-from dsv4.bench import report
-from dsv4.bench.attention import Machine, Result, Shape, model_shapes
-from dsv4.bench.peers import attention
+from dsv4.bench import flash_mla, report
+from dsv4.bench.attention import (
+    MAX_ERROR,
+    HostCost,
+    Machine,
+    Result,
+    host_cost,
+    measure,
+    relative_error,
+)
+from dsv4.bench.peers import Peer, attention, torch_peers
+from dsv4.bench.shapes import Inputs, Shape, model_shapes
 from dsv4.cli.main import main
+from dsv4.compat import flash_mla as compat
 from dsv4.reference.attention import sparse_fmha_with_swa as oracle
 
 MACHINE = Machine("GPU", bandwidth=4e12, rate=8e14)
@@ -37,15 +47,20 @@ def test_the_table_holds_every_promised_shape() -> None:
 
 
 def test_table_json_and_plot(tmp_path) -> None:
-    results = [Result(SHAPE, 128.0, 96.7, {"torch eager": 900.0}), Result(SHAPE, 64.0, 48.0, {})]
+    results = [
+        Result(SHAPE, 1, 128.0, 96.7, 2e-3, {"torch eager": 900.0}),
+        Result(SHAPE, 4, 64.0, 48.0, 2e-3, failures={"torch eager": "MemoryError: too large"}),
+    ]
     header = report.table_header(["torch eager"])
     rows = [report.table_row(result, ["torch eager"]) for result in results]
     assert all(row.count("|") == header.count("|") for row in rows)
-    assert "| 128.0 | 604 |" in rows[0]
+    assert "| 1152 | 1 | 128.0 | 604 |" in rows[0]
     assert rows[0].endswith("| 76% | 900.0 |")
     assert rows[1].endswith("| - |")
-    stored = json.loads(report.to_json(MACHINE, results))
+    stored = json.loads(report.to_json(MACHINE, results, HostCost(11.0, 7.0)))
     assert stored["machine"]["rate"] == 8e14
+    assert stored["host_microseconds"]["beyond_the_launch"] == 4.0
+    assert stored["results"][1]["failures"] == {"torch eager": "MemoryError: too large"}
     assert stored["results"][0]["teraflops"] == pytest.approx(SHAPE.flops / 128e6)
     pytest.importorskip("matplotlib")
     report.plot(MACHINE, results, tmp_path / "roofline.png")
@@ -58,6 +73,86 @@ def test_the_torch_peer_computes_the_same_attention(seed) -> None:
     lens, requests = torch.full((3,), 10).int(), torch.arange(3).int()
     expected, _ = oracle(q, compressed_kv, swa_kv, lens, sink, requests, sink_mode="softmax")
     torch.testing.assert_close(attention(q, compressed_kv, swa_kv, sink), expected)
+
+
+def cpu_inputs(shape: Shape) -> Inputs:
+    def rows(*size: int) -> torch.Tensor:
+        return torch.randn(shape.tokens, *size, shape.head_dim).bfloat16()
+
+    q = rows(shape.heads)
+    lens = torch.full((shape.tokens,), shape.window, dtype=torch.int32)
+    requests = torch.arange(shape.tokens, dtype=torch.int32)
+    sink = torch.randn(shape.heads)
+    return Inputs(q, rows(shape.top_k), rows(shape.window), lens, sink, requests, q.new_empty(()))
+
+
+PEERS = [torch_peers()[0], *flash_mla.flash_mla_peers(compat)]
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+@pytest.mark.parametrize("heads", [8, 64])
+def test_peers_are_given_the_same_attention(seed, peer, heads) -> None:
+    """Our own functions of FlashMLA's interface stand for it: they take the same arguments."""
+    shape = Shape("small", 5, heads, 128)
+    assert peer.serves(shape)
+    inputs = [cpu_inputs(shape) for _ in range(2)]
+    runs = peer.prepare(shape, inputs)
+    for run, each in zip(runs, inputs, strict=True):
+        assert relative_error(run, each, peer) <= peer.error
+    assert not relative_error(runs[0], inputs[1], peer) <= 0.5, "the check sees nothing"
+
+
+def test_fp8_keys_are_other_keys(seed) -> None:
+    """The decode kernel is right for the keys it reads, not for those that were rounded to them."""
+    shape = Shape("small", 3, 64, 128)
+    inputs = cpu_inputs(shape)
+    (run,) = PEERS[-1].prepare(shape, [inputs])
+    assert relative_error(run, inputs) > 1e-2
+
+
+def test_peers_refuse_what_they_are_not_made_for() -> None:
+    prefill, decode = flash_mla.flash_mla_peers(compat)
+    assert not prefill.serves(Shape("user", 4, 24, 1024))
+    assert not prefill.serves(Shape("user", 4, 64, 1000))
+    assert not decode.serves(Shape("user", 4, 64, 1024, window=0))
+    assert not decode.serves(Shape("user", 4, 64, 1024, head_dim=128))
+
+
+def test_an_extension_that_is_none_is_one_error(tmp_path) -> None:
+    (tmp_path / "some.so").write_bytes(b"no library")
+    with pytest.raises(ValueError, match=r"flashmla: .*some\.so cannot be used"):
+        flash_mla.find(tmp_path / "some.so")
+
+
+@pytest.mark.gpu
+def test_a_small_measurement(seed) -> None:
+    """Time, error, splits and peers of a shape; a wrong and a failing peer get no time."""
+
+    def fail(shape: Shape, inputs: list[Inputs]) -> list:
+        raise ArithmeticError("cannot")
+
+    eager = torch_peers()[0]
+    wrong = Peer("wrong", lambda shape, inputs: eager.prepare(shape, inputs[::-1]))
+    (result,) = measure(
+        [Shape("user", 3, 64, 128)],
+        MACHINE,
+        num_splits=2,
+        peers=[eager, wrong, Peer("failing", fail)],
+    )
+    assert result.num_splits == 2
+    assert result.error <= MAX_ERROR
+    assert 1 < result.microseconds < 1000
+    assert list(result.peers) == ["torch eager"]
+    assert "off by" in result.failures["wrong"]
+    assert result.failures["failing"] == "ArithmeticError: cannot"
+
+
+@pytest.mark.gpu
+def test_host_cost_beyond_the_launch(seed) -> None:
+    """A bound for any machine; the benchmark prints the figure."""
+    cost = host_cost()
+    assert 0 < cost.launch < cost.operator
+    assert cost.beyond <= 20
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "1,2,3,x", "0,8,64,64", "1,8,0,0", "1,8,-1,64"])
