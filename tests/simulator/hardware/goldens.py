@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.simulator.hardware.case import Case, Row, TensorMap
+from tests.simulator.hardware.case import Case, Row, TensorMap, Tolerance
 
 FOLDER = Path(__file__).parent
 HEAD = 16
@@ -85,7 +85,7 @@ def differences(case: Case, golden: Golden, image: np.ndarray) -> list[str]:
     for k, (row, raw) in enumerate(rows_of(case, image)):
         data = normalised(row, raw)
         if row.tolerance:
-            worst = _outside(row, golden.values[row.name], data)
+            worst = outside(row.floats, row.tolerance, golden.values[row.name], data)
             if worst:
                 out.append(f"{row.name}: {worst}")
         elif _digest(data) != int(golden.digests[k]):
@@ -94,11 +94,10 @@ def differences(case: Case, golden: Golden, image: np.ndarray) -> list[str]:
     return out
 
 
-def _outside(row: Row, want: np.ndarray, got: np.ndarray) -> str:
-    """The worst element outside the row's tolerance, or nothing."""
-    a, b = (_doubles(row.floats, x) for x in (want, got))
-    spacing = _spacing(row.floats, a)
-    allowed = np.maximum(row.tolerance.ulp * spacing, row.tolerance.absolute)
+def outside(kind: str, tolerance: Tolerance, want: np.ndarray, got: np.ndarray) -> str:
+    """What is outside the tolerance between two arrays of bytes of a format, or nothing."""
+    a, b = (_doubles(kind, x) for x in (want, got))
+    allowed = np.maximum(tolerance.ulp * _spacing(kind, a), tolerance.absolute)
     with np.errstate(invalid="ignore"):
         # Sign of zero, infinities and NaN count as values of their own.
         same = (a == b) & (np.signbit(a) == np.signbit(b)) | (np.isnan(a) & np.isnan(b))

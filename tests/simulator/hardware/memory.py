@@ -171,9 +171,9 @@ def _atomics(space: str) -> Case:
         lines.append(loads.format(cell, value, comparand, w=width, b=8 * width))
         lines.append(f"mad.wide.u32 %at, %thread, {width}, %out;")
         if space == "shared":
-            lines.append(
-                f"mad.lo.u32 %r8, %thread, {width}, %smem; st.shared.b{8 * width} [%r8], {cell};"
-            )
+            # Cells of this width overlap those of the other width, which other threads used.
+            lines.append(f"bar.sync 0; mad.lo.u32 %r8, %thread, {width}, %smem;")
+            lines.append(f"st.shared.b{8 * width} [%r8], {cell};")
             lines.append(f"atom.shared.{op} {old}, [%r8], {operands};")
             lines.append(f"ld.shared.b{8 * width} {cell}, [%r8];")
             lines.append(f"st.global.b{8 * width} [%at], {cell};")

@@ -1,0 +1,88 @@
+"""Whole sm_90a kernels give the H200's output in the simulator, up to the order of sums.
+
+`scripts/simulator_kernel_goldens.py` records the hardware's side; see kernels.json for the machine.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass")
+
+from dsv4.simulator import simulate
+from tests.simulator.hardware.kernel_cases import Call, KernelCase, kernel_cases
+from tests.simulator.hardware.kernel_goldens import differences, load
+
+pytestmark = pytest.mark.stage("simulator")
+
+CASES = kernel_cases()
+GOLDENS = load()
+# By default every GEMM and some of the attention shapes, of both sink modes; the other shapes and
+# the other schedules with the slow tests.
+_QUICK = [
+    *(name for name in CASES if "gemm" in name),
+    "attention 512 x 64, swa_gate",
+    "attention 512 x 8, 3 splits, ragged, softmax",
+    "attention 128 x 72, causal, ragged, swa_gate",
+    "attention 64 x 16, 2 splits, causal, ragged, softmax",
+    "attention 64 x 8, sinks inf, softmax",
+]
+_NAMES = [n if n in _QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+
+
+def _run(case: KernelCase, **options) -> Call:
+    call = case.make()
+    simulate(case.compile(), *call.args, **call.options, races=False, **options)
+    return call
+
+
+def _check(case: KernelCase, call: Call) -> None:
+    found = differences(case, GOLDENS[case.name], call.results)
+    assert not found, "\n".join([f"{case.name}:", *found])
+
+
+@pytest.mark.parametrize("name", _NAMES)
+def test_kernel_gives_the_hardwares_output(name):
+    _check(CASES[name], _run(CASES[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["lazy", "random"])
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_do_not_depend_on_the_schedule(name, schedule, seed):
+    _check(CASES[name], _run(CASES[name], schedule=schedule, seed=seed))
+
+
+def test_goldens_are_of_these_inputs():
+    assert list(GOLDENS) == list(CASES)
+    stale = [n for n, case in CASES.items() if case.identity() != GOLDENS[n].identity]
+    assert not stale, f"other inputs: {stale}; run scripts/simulator_kernel_goldens.py"
+
+
+def test_integer_products_are_exact_on_the_hardware():
+    """The golden bits are those of the true product, so neither side hides an error."""
+    for name, case in CASES.items():
+        if name.endswith("integers"):
+            a, b, c = case.make().args
+            torch.matmul(a.float(), b.float().T, out=c)
+            assert not differences(case, GOLDENS[name], {"c": c}), name
+
+
+@pytest.mark.parametrize(
+    "name", ["gemm kk, fractions", "attention 64 x 16, 2 splits, causal, ragged, softmax"]
+)
+def test_wrong_outputs_are_found(name):
+    """One kept element off by 1%, a row from another head: each is a difference."""
+    case = CASES[name]
+    results = _run(case).results
+    first = next(iter(case.outputs))
+    good = results[first].clone()
+    every = case.outputs[first].every
+    kept = good.flatten()[::every].abs().argmax().item() * every
+    results[first].view(-1)[kept] *= 1.01
+    assert differences(case, GOLDENS[name], results)
+    results[first].copy_(good.roll(1, dims=-2))
+    assert differences(case, GOLDENS[name], results)
+    results[first].copy_(good)
+    assert not differences(case, GOLDENS[name], results)
