@@ -6,7 +6,9 @@ Canonical layouts, T = elements in 16 bytes, span = the swizzle's 128, 64 or 32 
 - MN-major, swizzled: runs of `span` bytes along MN, `leading` apart; 8 K rows per group of
   8 * span bytes, groups `stride` apart;
 - MN-major, plain: 16-byte runs along MN `stride` apart, 8 K rows per core matrix, `leading` apart.
-The swizzle XORs bits of the absolute address, so a descriptor may start inside a swizzle atom.
+The swizzle XORs bits of the absolute address, so a descriptor may start inside a swizzle atom. The
+128-byte swizzle that keeps 32 bytes together repeats after 4 rows, which are its group of K rows in
+MN-major operands.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.memory import SHARED_BYTES
 from dsv4.simulator.tensor_map import swizzled
 
-_TCGEN05_SPAN = {0: 0, 2: 128, 4: 64, 6: 32}
+# Swizzle modes: (span, bytes kept together).
+_TCGEN05_SWIZZLE = {0: (0, 16), 1: (128, 32), 2: (128, 16), 4: (64, 16), 6: (32, 16)}
 _WGMMA_SPAN = {0: 0, 1: 128, 2: 64, 3: 32}
 
 
@@ -32,26 +35,31 @@ class MatrixDescriptor:
     leading: int
     stride: int
     span: int
+    atom: int = 16  # bytes the swizzle keeps together
 
     @classmethod
     def tcgen05(cls, bits: int) -> MatrixDescriptor:
         """Decode the 64-bit descriptor of tcgen05.mma."""
         mode = bits >> 61
-        if mode not in _TCGEN05_SPAN:
-            raise KernelFault(f"matrix descriptor {bits:#x}: swizzle mode {mode} is not simulated")
-        return cls._decode(bits, _TCGEN05_SPAN[mode])
+        if mode not in _TCGEN05_SWIZZLE:
+            raise KernelFault(f"matrix descriptor {bits:#x}: there is no swizzle mode {mode}")
+        if bits >> 52 & 1:
+            raise KernelFault(
+                f"matrix descriptor {bits:#x}: absolute leading addresses exist on sm_103a only"
+            )
+        return cls._decode(bits, *_TCGEN05_SWIZZLE[mode])
 
     @classmethod
     def wgmma(cls, bits: int) -> MatrixDescriptor:
         """Decode the 64-bit descriptor of wgmma."""
-        return cls._decode(bits, _WGMMA_SPAN[bits >> 62])
+        return cls._decode(bits, _WGMMA_SPAN[bits >> 62], 16)
 
     @classmethod
-    def _decode(cls, bits: int, span: int) -> MatrixDescriptor:
+    def _decode(cls, bits: int, span: int, atom: int) -> MatrixDescriptor:
         if bits >> 49 & 7:
             raise KernelFault(f"matrix descriptor {bits:#x}: base offset is not simulated")
         return cls(
-            (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, span
+            (bits & 0x3FFF) << 4, (bits >> 16 & 0x3FFF) << 4, (bits >> 32 & 0x3FFF) << 4, span, atom
         )
 
 
@@ -73,11 +81,12 @@ def element_index(
     elif d.span:
         run = d.span // size
         address = d.start + i % run * size + i // run * d.leading
-        address = address + k % 8 * d.span + k // 8 * d.stride
+        group = 128 // d.atom  # K rows
+        address = address + k % group * d.span + k // group * d.stride
     else:
         address = d.start + i % unit * size + i // unit * d.stride
         address = address + k % 8 * 16 + k // 8 * d.leading
-    address = swizzled(address, d.span)
+    address = swizzled(address, d.span, d.atom)
     if int(address.max()) + size > SHARED_BYTES:
         raise KernelFault(
             f"matrix operand reaches shared offset {int(address.max()):#x}, past the end"

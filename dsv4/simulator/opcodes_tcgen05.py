@@ -6,7 +6,7 @@ import re
 
 from dsv4.simulator.codegen import BLOCKED, BlockEmitter, emits
 from dsv4.simulator.ptx.parser import Instruction
-from dsv4.simulator.tcgen05 import REGISTERS_PER_REPEAT
+from dsv4.simulator.tcgen05 import REGISTERS_PER_REPEAT, copy_lanes
 
 
 def _group(ins: Instruction) -> int:
@@ -58,7 +58,7 @@ def _shape(ins: Instruction) -> tuple[str, int]:
 @emits("tcgen05.ld")
 def load(e: BlockEmitter, ins: Instruction) -> None:
     if "red" in ins.parts:
-        raise ValueError("tcgen05.ld.red")
+        raise ValueError("tcgen05.ld.red exists on sm_103a and sm_101a only, not on sm_100a")
     e.mark()
     shape, repeats = _shape(ins)
     registers = e.vector(ins.operands[0])
@@ -113,7 +113,7 @@ def multiply(e: BlockEmitter, ins: Instruction) -> None:
     a = e.address(ins.operands[1], "u32") if a_in_tmem else e.value(ins.operands[1], "u64")
     b, bits = e.value(ins.operands[2], "u64"), e.value(ins.operands[3], "u32")
     rest = ins.operands[4:]
-    disabled, scales, shift = "", "None", None
+    disabled, scales, shift, zero_mask = "", "None", None, "None"
     if "block_scale" in ins.parts:
         places = ", ".join(e.address(x, "u32") for x in rest[:2])
         scales = f"({places}, {_scales_per_row(ins, kind)})"
@@ -125,22 +125,31 @@ def multiply(e: BlockEmitter, ins: Instruction) -> None:
     if len(rest) > 1 and not stationary:
         shift = int(rest[1], 0)
     elif len(rest) > 1:
-        raise ValueError("zero-column mask")
+        zero_mask = e.value(rest[1], "u64")
     e.line(
         f"issue_multiply(w, {_group(ins)}, {kind!r}, {d}, {a}, {a_in_tmem}, {b}, {bits}, "
-        f"{accumulate}, ({disabled}), {stationary}, {scales}, {shift}, {e.mask})"
+        f"{accumulate}, ({disabled}), {stationary}, {scales}, {shift}, {zero_mask}, "
+        f"{'ashift' in ins.parts}, {e.mask})"
     )
 
 
 @emits("tcgen05.cp")
 def copy(e: BlockEmitter, ins: Instruction) -> None:
-    if any(p.startswith(("b6x16", "b4x16")) for p in ins.parts):
-        raise ValueError("decompressing copy")
     e.mark()
-    shape = next(p for p in ins.parts if re.fullmatch(r"\d+x\d+b", p))
-    spread = next((p for p in ins.parts if p.startswith("warpx")), "")
+    form = ".".join(p for p in ins.parts if re.fullmatch(r"\d+x\d+b|warpx.*", p))
+    copy_lanes(form)  # a KeyError, if there is no such form
+    bits = next((_PADDED[p] for p in ins.parts if p in _PADDED), 0)
     target, descriptor = e.address(ins.operands[0], "u32"), e.value(ins.operands[1], "u64")
-    e.line(f"issue_copy(w, {_group(ins)}, {shape!r}, {spread!r}, {target}, {descriptor}, {e.mask})")
+    e.line(f"issue_copy(w, {_group(ins)}, {form!r}, {bits}, {target}, {descriptor}, {e.mask})")
+
+
+_PADDED = {"b6x16_p32": 6, "b4x16_p64": 4}  # bits of the elements that a copy spreads over bytes
+
+
+@emits("tcgen05.shift")
+def shift(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    e.line(f"issue_shift(w, {_group(ins)}, {e.address(ins.operands[0], 'u32')}, {e.mask})")
 
 
 @emits("tcgen05.commit")

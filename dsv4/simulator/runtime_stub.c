@@ -101,17 +101,20 @@ int dsv4sim_cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void 
                                    const uint64_t *dims, const uint64_t *strides,
                                    const uint32_t *box, const uint32_t *steps, int interleave,
                                    int swizzle, int promotion, int fill) {
-  /* Driver type codes to the hardware's, and bytes per element. The two TF32 types are float32
-   * with a rounding bit. */
-  static const uint8_t code[13] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 7, 8};
-  static const uint8_t size[13] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+  /* Driver type codes to the hardware's, and bits per element in shared memory. The two TF32 types
+   * are float32 with a rounding bit; the last three are 4- and 6-bit elements, some padded. */
+  static const uint8_t code[16] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 7, 8, 11, 12, 13};
+  static const uint8_t bits[16] = {8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4, 8, 8};
   uint64_t stride[5] = {0};
-  uint32_t i, inner;
+  uint32_t i, inner, span, atomicity;
   (void)promotion;
-  if (type < 0 || type > 12 || rank < 1 || rank > 5 || interleave) return INVALID_VALUE;
-  if (swizzle < 0 || swizzle > 3 || !address || ((uint64_t)address & 15)) return INVALID_VALUE;
-  inner = box[0] * size[type];
-  if (inner & 15 || (swizzle && inner > 16u << swizzle)) return INVALID_VALUE;
+  if (type < 0 || type > 15 || rank < 1 || rank > 5 || interleave) return INVALID_VALUE;
+  if (swizzle < 0 || swizzle > 6 || !address || ((uint64_t)address & 15)) return INVALID_VALUE;
+  /* Beyond 3 come the 128-byte swizzles that keep 32, 32 (with 8-byte flips) or 64 bytes together. */
+  atomicity = swizzle > 3 ? swizzle - 3 : 0;
+  span = swizzle > 3 ? 3 : swizzle;
+  inner = box[0] * bits[type] / 8;
+  if (inner & 15 || (span && inner > 16u << span)) return INVALID_VALUE;
   for (i = 0; i < rank; i++) {
     if (!dims[i] || dims[i] > 1ull << 32) return INVALID_VALUE;
     if (!box[i] || box[i] > 256 || !steps[i] || steps[i] > 8) return INVALID_VALUE;
@@ -122,8 +125,9 @@ int dsv4sim_cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void 
   }
   memset(map, 0, 128);
   map[0] = (uint64_t)address;
-  map[1] = (rank - 1) << 4 | (uint64_t)code[type] << 7 | (uint64_t)swizzle << 13 |
-           (uint64_t)(fill != 0) << 15 | (uint64_t)(type > 10) << 16 | stride[0] << 32;
+  map[1] = (rank - 1) << 4 | (uint64_t)code[type] << 7 | (uint64_t)span << 13 |
+           (uint64_t)(fill != 0) << 15 | (uint64_t)(type == 11 || type == 12) << 16 |
+           (uint64_t)atomicity << 19 | stride[0] << 32;
   map[2] = (stride[1] & 0xffffffff) | stride[2] << 32;
   map[3] = (stride[3] & 0xffffffff);
   for (i = 0; i < 4; i++) map[3] |= (stride[i] >> 32) << (32 + 4 * i);

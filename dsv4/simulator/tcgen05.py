@@ -9,9 +9,15 @@ import numpy as np
 
 from dsv4.simulator.descriptors import MatrixDescriptor, element_index
 from dsv4.simulator.errors import KernelFault
-from dsv4.simulator.memory import OFFSET_MASK, RANK_SHIFT, TMEM_COLUMNS, Cta
+from dsv4.simulator.memory import OFFSET_MASK, RANK_SHIFT, TMEM_COLUMNS, TMEM_LANES, Cta
 from dsv4.simulator.numerics import f32, u32
-from dsv4.simulator.tensor_core import Multiplication, accumulator_columns, check_owned
+from dsv4.simulator.operand_formats import decompressed
+from dsv4.simulator.tensor_core import (
+    Multiplication,
+    accumulator_columns,
+    check_owned,
+    shift_rows,
+)
 from dsv4.simulator.warp import ALL, Warp
 
 REGISTERS_PER_REPEAT = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
@@ -58,8 +64,14 @@ def relinquish(w: Warp) -> None:
 
 # --- loads and stores ----------------------------------------------------------------------------
 @lru_cache(maxsize=256)
-def lane_pattern(shape: str, repeats: int, half_offset: int) -> tuple[np.ndarray, np.ndarray]:
-    """(column, lane) of each register [registers, 32] of tcgen05.ld/st, relative to its address."""
+def lane_pattern(
+    shape: str, repeats: int, half_offset: int, packed: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """(column, lane) of each register [registers, 32] of tcgen05.ld/st, relative to its address.
+
+    With .pack::16b or .unpack::16b a register holds the low halves of two adjacent columns, and is
+    given as two rows.
+    """
     t = np.arange(32)
     columns, lanes = [], []
     for i in range(repeats):
@@ -72,23 +84,35 @@ def lane_pattern(shape: str, repeats: int, half_offset: int) -> tuple[np.ndarray
         elif shape == "16x256b":
             part = [(8 * i + 2 * (t % 4) + j % 2, t // 4 + 8 * (j // 2)) for j in range(4)]
         else:
-            part = [(i + half_offset * (t // 16), t % 16)]
+            part = [(i + 0 * t, t % 16)]
         columns += [c for c, _ in part]
         lanes += [lane for _, lane in part]
-    return np.array(columns), np.array(lanes)
+    column, lane = np.array(columns), np.array(lanes)
+    if packed:
+        column = np.stack((2 * column, 2 * column + 1), 1).reshape(-1, 32)
+        lane = lane.repeat(2, 0)
+    if shape == "16x32bx2":
+        column = column + half_offset * (t // 16)
+    return column, lane
 
 
-def _locations(w: Warp, address: np.ndarray, repeats: int, shape: str, half: int, mask):
+def _locations(w: Warp, address: np.ndarray, pattern: tuple, mask):
     if mask is not ALL:
         raise KernelFault("tcgen05.ld/st needs all 32 lanes")
     first = int(address[0])
     column, lane = first & 0xFFFF, first >> 16
     if (address != address[0]).any():
         raise KernelFault("tcgen05.ld/st: the TMEM address differs between lanes")
-    allowed = (w.lane0,) if shape == "32x32b" else (w.lane0, w.lane0 + 16)
+    if lane < 32 and w.lane0:
+        # Hardware takes the lane relative to the warp's own 32.
+        lane += w.lane0
+        if w.launch.monitor is not None:
+            message = f"TMEM lane {lane - w.lane0} of warp {w.number}, which reaches {w.lane0}.."
+            w.launch.monitor.warn("tcgen05.ld/st lane of another warp", message, w.at)
+    allowed = (w.lane0,) if pattern[0] == "32x32b" else (w.lane0, w.lane0 + 16)
     if lane not in allowed:
         raise KernelFault(f"TMEM lane {lane}: warp {w.number} reaches lanes {w.lane0}..")
-    columns, lanes = lane_pattern(shape, repeats, half)
+    columns, lanes = lane_pattern(*pattern)
     columns, lanes = columns + column, lanes + lane
     check_owned(w.cta, int(columns.min()), int(columns.max()) + 1)
     return columns, lanes
@@ -101,8 +125,7 @@ def _unpack16(values: np.ndarray) -> np.ndarray:
 
 def tmem_load(w: Warp, address, shape: str, repeats: int, half: int, packed, registers, mask):
     """tcgen05.ld into registers (indices into R)."""
-    count = repeats * (2 if packed else 1)
-    columns, lanes = _locations(w, address, count, shape, half, mask)
+    columns, lanes = _locations(w, address, (shape, repeats, half, packed), mask)
     cta, R, monitor = w.cta, w.registers, w.launch.monitor
     if monitor is not None:
         monitor.tmem_access(w, cta, columns, lanes, False)
@@ -124,7 +147,7 @@ def tmem_load(w: Warp, address, shape: str, repeats: int, half: int, packed, reg
 
 def tmem_store(w: Warp, address, shape: str, repeats: int, half: int, packed, values, mask):
     """tcgen05.st from registers."""
-    columns, lanes = _locations(w, address, repeats * (2 if packed else 1), shape, half, mask)
+    columns, lanes = _locations(w, address, (shape, repeats, half, packed), mask)
     block = np.stack(values)
     if packed:
         wide = np.empty((2 * len(block), 32), u32)
@@ -159,7 +182,7 @@ def tmem_wait(w: Warp, kind: str) -> None:
 # --- issue and commit ----------------------------------------------------------------------------
 def issue_multiply(
     w: Warp, group: int, kind: str, d, a, a_in_tmem, b, bits, accumulate, disabled, stationary,
-    scales, shift, mask,
+    scales, input_shift, zero_mask, a_shift, mask,
 ) -> None:  # fmt: skip
     """tcgen05.mma by each active lane (one, in a correct kernel); see Multiplication."""
     cta, monitor = w.cta, w.launch.monitor
@@ -168,7 +191,8 @@ def issue_multiply(
         product = Multiplication(
             kind, group, int(d[lane]), int(a[lane]), a_in_tmem, int(b[lane]), int(bits[lane]),
             bool(accumulate[lane]), off if any(off) else (), stationary,
-            (int(scales[0][lane]), int(scales[1][lane]), scales[2]) if scales else None, shift,
+            (int(scales[0][lane]), int(scales[1][lane]), scales[2]) if scales else None,
+            input_shift, 0 if zero_mask is None else int(zero_mask[lane]), a_shift,
         )  # fmt: skip
         column = product.d & 0xFFFF
         columns = accumulator_columns(product.form, group, stationary)
@@ -184,36 +208,82 @@ def _pipe(cta: Cta, group: int) -> tuple:
     return ("tensor core", cta.rank & ~(group - 1))
 
 
+def issue_shift(w: Warp, group: int, address, mask) -> None:
+    """tcgen05.shift: 8 columns of one warp's 32 lanes move down by a row, in order with products."""
+    for lane in np.flatnonzero(mask).tolist():
+        column, first = int(address[lane]) & 0xFFFF, int(address[lane]) >> 16
+        if first % 32:
+            raise KernelFault(f"tcgen05.shift of TMEM lane {first}: a multiple of 32 is required")
+        ctas = _pair(w, group)
+        for cta in ctas:
+            check_owned(cta, column, column + _SHIFT_COLUMNS)
+            if w.launch.monitor is not None:
+                lanes = np.arange(first, first + 32)
+                w.launch.monitor.tmem_copy(w, cta, _NOTHING, column, _SHIFT_COLUMNS, lanes)
+        perform = functools.partial(_shift, ctas, column, first)
+        w.cluster.engine.issue("tcgen05.shift", _pipe(w.cta, group), perform)
+
+
+_SHIFT_COLUMNS = 8
+_NOTHING = np.empty(0, np.int64)  # of shared memory
+
+
+def _shift(ctas: list[Cta], column: int, lane: int) -> None:
+    for cta in ctas:
+        shift_rows(cta, column, lane, _SHIFT_COLUMNS)
+
+
+def _pair(w: Warp, group: int) -> list[Cta]:
+    """The CTA, or both CTAs of its pair."""
+    first = w.cta.rank & ~(group - 1)
+    return w.cluster.ctas[first : first + group]
+
+
+# Rows and bytes of each.
 _COPY_SHAPES = {"128x256b": (128, 32), "4x256b": (4, 32), "128x128b": (128, 16),
                 "64x128b": (64, 16), "32x128b": (32, 16)}  # fmt: skip
+# Lanes that row r goes to.
 _COPY_LANES = {
-    "warpx4": lambda r: [r + 32 * k for k in range(4)],
-    "warpx2::02_13": lambda r: [r, r + 64],
-    "warpx2::01_23": lambda r: [r + 32 * (r // 32), r + 32 * (r // 32) + 32],
-    "": lambda r: [r],
+    "128x256b": lambda r: [r],
+    "128x128b": lambda r: [r],
+    "4x256b": lambda r: [32 * r],
+    "32x128b.warpx4": lambda r: [r + 32 * k for k in range(4)],
+    "64x128b.warpx2::02_13": lambda r: [r, r + 64],
+    "64x128b.warpx2::01_23": lambda r: [r + 32 * (r // 32), r + 32 * (r // 32) + 32],
 }
 
 
-def issue_copy(w: Warp, group: int, shape: str, spread: str, target, descriptor, mask) -> None:
-    """tcgen05.cp: rows of shared memory to TMEM lanes, in order with the products."""
-    rows, size = _COPY_SHAPES[shape]
-    first = w.cta.rank & ~(group - 1)
+def copy_lanes(form: str) -> list[np.ndarray]:
+    """TMEM lanes of each row of a tcgen05.cp, relative to its address; `form` is the shape with
+    its multicast. KeyError for a form that does not exist."""
+    return [np.array(_COPY_LANES[form](r)) for r in range(_COPY_SHAPES[form.split(".")[0]][0])]
+
+
+def issue_copy(w: Warp, group: int, form: str, bits: int, target, descriptor, mask) -> None:
+    """tcgen05.cp: rows of shared memory to TMEM lanes, in order with the products.
+
+    `bits` of 4 or 6 spreads padded groups of such elements over bytes; 0 copies as is.
+    """
+    rows, size = _COPY_SHAPES[form.split(".")[0]]
     for lane in np.flatnonzero(mask).tolist():
         column, base = int(target[lane]) & 0xFFFF, int(target[lane]) >> 16
         index = element_index(MatrixDescriptor.tcgen05(int(descriptor[lane])), rows, size, 1, True)
-        lanes = [np.array(_COPY_LANES[spread](r)) + base for r in np.arange(rows)]
-        for cta in w.cluster.ctas[first : first + group]:
+        lanes = [where + base for where in copy_lanes(form)]
+        if max(int(where[-1]) for where in lanes) >= TMEM_LANES:
+            raise KernelFault(f"tcgen05.cp.{form} from TMEM lane {base} leaves the TMEM")
+        ctas = _pair(w, group)
+        for cta in ctas:
             check_owned(cta, column, column + size // 4)
             if w.launch.monitor is not None:
                 w.launch.monitor.tmem_copy(w, cta, index, column, size // 4, np.concatenate(lanes))
-        ctas = w.cluster.ctas[first : first + group]
-        perform = functools.partial(_copy_rows, ctas, index, column, lanes)
+        perform = functools.partial(_copy_rows, ctas, index, bits, column, lanes)
         w.cluster.engine.issue("tcgen05.cp", _pipe(w.cta, group), perform)
 
 
-def _copy_rows(ctas: list[Cta], index: np.ndarray, column: int, lanes: list[np.ndarray]) -> None:
+def _copy_rows(ctas: list[Cta], index, bits: int, column: int, lanes: list[np.ndarray]) -> None:
     for cta in ctas:
-        words = cta.s8.take(index).view(u32)
+        data = cta.s8.take(index)
+        words = (decompressed(data, bits) if bits else data).view(u32)
         for row, where in zip(words, lanes):
             cta.tmem[column : column + len(row), where] = row[:, None]
 

@@ -1,4 +1,4 @@
-"""tcgen05.mma: operand formats, block scales, accumulator layouts, the product itself."""
+"""tcgen05.mma: instruction descriptors, accumulator layouts, block scales, the product itself."""
 
 from __future__ import annotations
 
@@ -11,50 +11,8 @@ from dsv4.simulator.descriptors import MatrixDescriptor, element_index
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.memory import TMEM_COLUMNS, Cta
 from dsv4.simulator.numerics import f32, f64, i32, u8, u16, u32
-
-
-class Format:
-    """An element type of an operand.
-
-    `bits` of data per element, `run` bytes of shared memory per 16 elements (padded formats use
-    16), and a decoder from unsigned codes to float32.
-    """
-
-    def __init__(self, bits: int, run: int, decode):
-        self.bits, self.run, self.decode = bits, run, decode
-
-
-def _small(name: str):
-    return numerics.SMALL_FLOATS[name].decode
-
-
-_BYTE_FLOATS = {0: Format(8, 16, _small("e4m3")), 1: Format(8, 16, _small("e5m2"))}
-# Beside 8-bit types, 6- and 4-bit elements lie in groups of 16 padded to 16 bytes.
-_PADDED_FLOATS = {
-    3: Format(6, 16, _small("e2m3")),
-    4: Format(6, 16, _small("e3m2")),
-    5: Format(4, 16, _small("e2m1")),
-}
-_PACKED_FP4 = {1: Format(4, 8, _small("e2m1"))}
-FORMATS = {
-    "f16": {
-        0: Format(16, 32, numerics.f32_of_f16),
-        1: Format(16, 32, numerics.f32_of_bf16),
-    },
-    "tf32": {2: Format(32, 64, lambda x: (x & u32(0xFFFFE000)).view(f32))},
-    "f8f6f4": _BYTE_FLOATS | _PADDED_FLOATS,
-    "i8": {
-        0: Format(8, 16, lambda x: x.astype(f32)),
-        1: Format(8, 16, lambda x: x.view(np.int8).astype(f32)),
-    },
-    "mxf8f6f4": _BYTE_FLOATS | _PADDED_FLOATS,
-    "mxf4": _PACKED_FP4,
-    "mxf4nvf4": _PACKED_FP4,
-}
-DEPTH = {
-    "f16": 16, "tf32": 8, "f8f6f4": 32, "i8": 32, "mxf8f6f4": 32, "mxf4": 64, "mxf4nvf4": 64,
-}  # fmt: skip
-_UNSIGNED = {8: u8, 16: u16, 32: u32}
+from dsv4.simulator.operand_formats import DEPTH, FORMATS, Format
+from dsv4.simulator.zero_columns import column_shift, zero_columns
 
 
 class InstructionDescriptor:
@@ -76,22 +34,30 @@ class InstructionDescriptor:
                 f"tcgen05.mma kind::{kind}: element formats {a_format} and {b_format}"
             ) from None
         self.f16_accumulator = not self.scaled and kind != "i8" and bits >> 4 & 3 == 0
+        self.saturates = kind == "i8" and bool(bits >> 3 & 1)
         self.exponent_scales = bool(bits >> 23 & 1)  # ue8m0, else ue4m3
         self.a_scale_byte, self.b_scale_byte = bits >> 29 & 3, bits >> 4 & 3
         self.depth = DEPTH[kind]
         if self.scaled and bits >> 31:
-            raise KernelFault("tcgen05.mma with K = 96 is not simulated")
+            raise KernelFault("tcgen05.mma with K = 96 exists on sm_103a only, not on sm_100a")
 
 
 def check_shape(form: InstructionDescriptor, group: int, stationary: bool) -> None:
     """M and N must be ones the instruction has."""
+    m, n = form.m, form.n
     if stationary:
-        steps = {32: 64, 64: 64, 128: 64} if group == 1 else {}
+        valid = group == 1 and m in (32, 64, 128) and n in (64, 128, 256) and not form.scaled
     else:
-        steps = {1: {64: 8, 128: 16}, 2: {128: 16, 256: 16}}[group]
-    step = steps.get(form.m)
-    if step is None or not step <= form.n <= 256 or form.n % step:
-        raise KernelFault(f"tcgen05.mma cta_group::{group} of M={form.m}, N={form.n}")
+        step = 8 * group
+        if form.kind == "i8":
+            step *= 2 if group == 2 or n > 32 else 1
+        if form.b.bits == 8 and not form.b_k_major:
+            step = 16 * group
+        rows = (128, 256) if group == 2 else (128,) if form.scaled else (64, 128)
+        valid = m in rows and step <= n <= 256 and n % step == 0
+    if not valid:
+        ws = ".ws" if stationary else ""
+        raise KernelFault(f"tcgen05.mma{ws} cta_group::{group} kind::{form.kind} of M={m}, N={n}")
 
 
 def check_owned(cta: Cta, start: int, stop: int) -> None:
@@ -116,18 +82,6 @@ def accumulator_columns(form: InstructionDescriptor, group: int, stationary: boo
     return form.n // lane_copies(form, group, stationary)
 
 
-def _unpacked(codes: np.ndarray, form: Format) -> np.ndarray:
-    """Bytes [rows, bytes] of sub-byte elements to float32 [rows, elements]."""
-    if form.bits == 4:
-        pairs = np.stack((codes & u8(15), codes >> u8(4)), -1)
-        return form.decode(pairs.reshape(len(codes), -1))
-    # 6 bits: four elements in three bytes.
-    triples = codes.reshape(len(codes), -1, 3).astype(u32)
-    word = triples[..., 0] | triples[..., 1] << u32(8) | triples[..., 2] << u32(16)
-    parts = np.stack([word >> u32(6 * i) & u32(63) for i in range(4)], -1)
-    return form.decode(parts.reshape(len(codes), -1).astype(u8))
-
-
 @lru_cache(maxsize=4096)
 def _byte_index(descriptor: MatrixDescriptor, rows: int, depth: int, bits: int, run: int):
     """Bytes of a K-major operand of sub-byte elements, padding left out."""
@@ -143,9 +97,9 @@ def shared_operand(cta: Cta, bits: int, rows: int, depth: int, form: Format, k_m
         if not k_major:
             raise KernelFault("sub-byte operands must be K-major")
         index = _byte_index(descriptor, rows, depth, form.bits, form.run)
-        return _unpacked(cta.s8.take(index), form)
+        return form.of_packed(cta.s8.take(index))
     index = element_index(descriptor, rows, depth, form.bits // 8, k_major)
-    return form.decode(cta.views[_UNSIGNED[form.bits]].take(index))
+    return form.decode(cta.views[form.unsigned].take(index))
 
 
 def operand_granules(bits: int, rows: int, depth: int, form: Format, k_major: bool) -> np.ndarray:
@@ -162,19 +116,16 @@ def _granules(descriptor, rows: int, depth: int, bits: int, run: int, k_major: b
 
 def operand_columns(depth: int, form: Format) -> int:
     """TMEM columns of operand A."""
-    return depth // 16 * form.run // 4
+    return depth * form.run // 64
 
 
-def _tmem_operand(cta: Cta, address: int, rows: int, depth: int, form: Format) -> np.ndarray:
-    """[rows, depth] float32 of operand A in TMEM, elements packed along columns."""
-    column, lane = address & 0xFFFF, address >> 16
+def _tmem_operand(cta: Cta, address: int, lanes: np.ndarray, depth: int, form: Format):
+    """[lanes, depth] float32 of operand A in TMEM, elements packed along columns."""
+    column = address & 0xFFFF
     columns = operand_columns(depth, form)
     check_owned(cta, column, column + columns)
-    words = np.ascontiguousarray(cta.tmem[column : column + columns, lane : lane + rows].T)
-    if form.bits < 8:
-        runs = words.view(u8).reshape(rows, -1, form.run)[:, :, : 2 * form.bits]
-        return _unpacked(np.ascontiguousarray(runs).reshape(rows, -1), form)
-    return form.decode(words.view(_UNSIGNED[form.bits]))
+    words = np.ascontiguousarray(cta.tmem[column : column + columns, lanes].T)
+    return form.of_tmem(words)
 
 
 def _scales(cta: Cta, address: int, rows: int, count: int, first: int, exponents: bool):
@@ -201,42 +152,64 @@ class Multiplication:
     """One tcgen05.mma as issued.
 
     Args: operands `d`, `a`, `b` (TMEM addresses or descriptors), the instruction descriptor's
-        `bits`, `accumulate`, the `disabled` output lanes (words of 32), `stationary` for .ws,
-        `scales` the TMEM addresses of A's and B's block scales with the scales per row, and
-        `input_shift` of scale-input-d.
+        `bits`, `accumulate`, the `disabled` output lanes (words of 32, of both CTAs of a pair),
+        `stationary` for .ws, `scales` the TMEM addresses of A's and B's block scales with the
+        scales per row, `input_shift` of scale-input-d, the `zero_mask` descriptor of .ws, and
+        `a_shift` for .ashift, which moves A's rows in TMEM afterwards.
     """
 
     def __init__(self, kind, group, d, a, a_in_tmem, b, bits, accumulate, disabled=(),
-                 stationary=False, scales=None, input_shift=None):  # fmt: skip
+                 stationary=False, scales=None, input_shift=None, zero_mask=0,
+                 a_shift=False):  # fmt: skip
         self.kind, self.group, self.d, self.a, self.b = kind, group, d, a, b
         self.a_in_tmem, self.accumulate, self.disabled = a_in_tmem, accumulate, disabled
         self.stationary, self.scales, self.input_shift = stationary, scales, input_shift
+        self.zero_mask, self.a_shift = zero_mask, a_shift
         self.form = InstructionDescriptor(bits, kind)
         check_shape(self.form, group, stationary)
+        self._check()
         self.rows = self.form.m // group
         self.copies = lane_copies(self.form, group, stationary)
+
+    def _check(self) -> None:
+        if self.a_shift and (not self.a_in_tmem or self.form.m < 128):
+            raise KernelFault(f"tcgen05.mma.ashift needs A in TMEM and M >= 128, M={self.form.m}")
+        if self.input_shift and not (0 <= self.input_shift <= 15 and self.kind in ("f16", "tf32")):
+            raise KernelFault(
+                f"scale-input-d of {self.input_shift} for kind::{self.kind}: 0..15 for f16 and tf32"
+            )
 
     def perform(self, cta: Cta) -> None:
         """Multiply in the issuing CTA, or in both CTAs of its pair."""
         form, group = self.form, self.group
         first = cta.rank & ~(group - 1)
         ctas = cta.cluster.ctas[first : first + group]
-        b_tile = np.concatenate(
-            [
-                shared_operand(c, self.b, form.n // group, form.depth, form.b, form.b_k_major)
-                for c in ctas
-            ]
-        )
+        b_tile = np.concatenate([self._b_share(c) for c in ctas])
         for c in ctas:
-            self._accumulate(c, self._results(c, self._scaled_b(c, b_tile)))
+            self._accumulate(c, self._results(c, b_tile))
+            if self.a_shift:
+                columns = operand_columns(form.depth, form.a)
+                for lane in range(0, 128, 32):
+                    shift_rows(c, self.a & 0xFFFF, lane, columns)
 
-    def _scaled_b(self, cta: Cta, tile: np.ndarray) -> np.ndarray:
-        return tile if self.scales is None else self._scaled(cta, tile, 1)
+    def _b_share(self, cta: Cta) -> np.ndarray:
+        """[N of the CTA, K] of B, after .ws's column shift and zeroed columns."""
+        form = self.form
+        shift = column_shift(self.zero_mask, form.m) if self.zero_mask else 0
+        rows = form.n // self.group + shift
+        tile = shared_operand(cta, self.b, rows, form.depth, form.b, form.b_k_major)[shift:]
+        if self.zero_mask:
+            tile = np.where(zero_columns(self.zero_mask, form.m, form.n)[:, None], f32(0), tile)
+        return tile
 
-    def _scaled(self, cta: Cta, tile: np.ndarray, which: int) -> np.ndarray:
+    def _scaled(self, cta: Cta, tile: np.ndarray, which: int, lane: int = 0) -> np.ndarray:
+        """Rows of A (`which` 0) or B times their block scales, which start `lane` lanes on."""
+        if self.scales is None:
+            return tile
         form, count = self.form, self.scales[2]
         first = form.b_scale_byte if which else form.a_scale_byte
-        values = _scales(cta, self.scales[which], len(tile), count, first, form.exponent_scales)
+        address = self.scales[which] + (lane << 16)
+        values = _scales(cta, address, len(tile), count, first, form.exponent_scales)
         return tile * np.repeat(values, form.depth // count, axis=1)
 
     def _results(self, cta: Cta, b_tile: np.ndarray) -> np.ndarray:
@@ -247,29 +220,37 @@ class Multiplication:
         for k in range(self.copies):
             # With A in TMEM every copy of the rows multiplies what its own lanes hold.
             if self.a_in_tmem:
-                a = self.a + (k * self.rows << 16)
-                tile = _tmem_operand(cta, a, self.rows, form.depth, form.a)
+                lanes = self._lanes_from(self.a >> 16)[k * self.rows : (k + 1) * self.rows]
+                tile = _tmem_operand(cta, self.a, lanes, form.depth, form.a)
             elif k == 0:
                 tile = shared_operand(cta, self.a, self.rows, form.depth, form.a, form.a_k_major)
-            if self.scales is not None and (k == 0 or self.a_in_tmem):
+            if k == 0 or self.a_in_tmem:
                 tile = self._scaled(cta, tile, 0)
-            parts.append(_product(tile, b_tile[k * share : (k + 1) * share], integer))
+            # Each half of the lanes holds the scales of the columns of B that it multiplies.
+            columns = self._scaled(cta, b_tile[k * share : (k + 1) * share], 1, k * self.rows)
+            parts.append(_product(tile, columns, integer))
         result = np.concatenate(parts, axis=1)
         return -result if form.negate else result
 
-    def lanes(self) -> np.ndarray:
-        """TMEM lanes of the accumulator's rows, in order."""
+    def _lanes_from(self, first: int) -> np.ndarray:
+        """TMEM lanes of the rows of an accumulator, or of A beside it, whose address names lane
+        `first`."""
         if self.rows * self.copies == 128:
             return np.arange(128)
         # M = 64 in one CTA: 16 rows in each warp's 32 lanes.
-        return (32 * np.arange(4)[:, None] + np.arange(16)).reshape(-1) + (self.d >> 16)
+        lanes = (32 * np.arange(4)[:, None] + np.arange(16)).reshape(-1) + first
+        if int(lanes[-1]) >= 128:
+            raise KernelFault(f"tcgen05.mma: rows end at TMEM lane {int(lanes[-1])}")
+        return lanes
+
+    def lanes(self) -> np.ndarray:
+        """TMEM lanes of the accumulator's rows, in order."""
+        return self._lanes_from(self.d >> 16)
 
     def _accumulate(self, cta: Cta, result: np.ndarray) -> None:
         column = self.d & 0xFFFF
         check_owned(cta, column, column + len(result))
         lanes = self.lanes()
-        if int(lanes[-1]) >= 128:
-            raise KernelFault(f"tcgen05.mma: accumulator lanes end at {int(lanes[-1])}")
         target = cta.tmem[column : column + len(result)]
         held = target if len(lanes) == 128 else target[:, lanes]
         if self.form.f16_accumulator:
@@ -277,17 +258,31 @@ class Multiplication:
         else:
             old = held.view(i32 if self.kind == "i8" else f32)
         if self.accumulate:
-            if self.input_shift:
-                old = old * f32(2.0**-self.input_shift)
-            result = old + result
-        if self.disabled:
-            off = [bool(self.disabled[i // 32] >> (i % 32) & 1) for i in lanes.tolist()]
-            result = np.where(np.array(off), old, result)
+            result = self._added(old, result)
         if self.form.f16_accumulator:
             bits = numerics.f16_of_f32(result.astype(f32)).astype(u32)
         else:
             bits = np.ascontiguousarray(result, old.dtype).view(u32)
+        if self.disabled:
+            words = self.disabled[4 * (cta.rank % self.group) :]
+            off = [bool(words[i // 32] >> (i % 32) & 1) for i in lanes.tolist()]
+            bits = np.where(np.array(off), held, bits)
         if len(lanes) == 128:
             target[:] = bits
         else:
             target[:, lanes] = bits
+
+    def _added(self, old: np.ndarray, result: np.ndarray) -> np.ndarray:
+        if self.form.saturates:
+            wide = old.astype(np.int64) + result
+            return np.clip(wide, -(1 << 31), (1 << 31) - 1)
+        if self.input_shift:
+            old = old * f32(2.0**-self.input_shift)
+        return old + result
+
+
+def shift_rows(cta: Cta, column: int, lane: int, columns: int) -> None:
+    """Rows of 32 TMEM lanes move down by one: each but the last takes the row of the next lane."""
+    check_owned(cta, column, column + columns)
+    block = cta.tmem[column : column + columns, lane : lane + 32]
+    block[:, :-1] = block[:, 1:].copy()

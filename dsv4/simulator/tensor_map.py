@@ -29,11 +29,21 @@ _NAN_FILL = 0x7FF7  # in every 16 bits of elements outside the tensor
 _TF32_NAN = np.uint32(0x7FFFE000)
 _CHUNK = 16  # bytes; the granularity of the innermost dimension
 _SWIZZLE_SPAN = {0: 0, 1: 32, 2: 64, 3: 128}
+# Of the 128-byte swizzle: bytes kept together, and whether the 8-byte halves of 16 bytes change
+# places in every other line of 128 bytes.
+_ATOMICITY = {0: (16, False), 1: (32, False), 2: (32, True), 3: (64, False)}
 
 
-def swizzled(address: np.ndarray, span: int) -> np.ndarray:
-    """XOR address bits 4.. with bits 7..: the 32-, 64- and 128-byte swizzles; span 0 is none."""
+def swizzled(address: np.ndarray, span: int, atom: int = 16) -> np.ndarray:
+    """XOR address bits 4.. with bits 7..: the 32-, 64- and 128-byte swizzles; span 0 is none.
+
+    The 128-byte swizzle may keep `atom` = 32 or 64 bytes together.
+    """
     if span == 128:
+        if atom == 32:
+            return address ^ (((address >> 7) & 3) << 5)
+        if atom == 64:
+            return address ^ (((address >> 7) & 1) << 6)
         return address ^ (((address >> 7) & 7) << 4)
     if span == 64:
         return address ^ (((address >> 7) & 3) << 4)
@@ -54,7 +64,10 @@ class TensorMap:
         if code not in _ELEMENTS or not 1 <= self.rank <= 5 or not self.address:
             raise KernelFault(f"tensor map is not valid: {raw[:64].hex()}")
         self.dtype, self.element = _ELEMENTS[code]
+        if form >> 11 & 3:
+            raise KernelFault("tensor maps of interleaved tensors are not simulated")
         self.span = _SWIZZLE_SPAN[(form >> 13) & 3]
+        self.atom, self.flips = _ATOMICITY[form >> 19 & 3] if self.span == 128 else (16, False)
         self.fill = _NAN_FILL if form >> 15 & 1 else 0
         self.rounds_to_tf32 = bool(form >> 16 & 1)
         low = [w[1] >> 32, w[2] & 0xFFFFFFFF, w[2] >> 32, w[3] & 0xFFFFFFFF]
@@ -69,6 +82,7 @@ class TensorMap:
         boxes = [w[6] >> 56] + [(w[7] >> (8 * i)) & 255 for i in range(4)]
         self.box = [-(-(b + 1) // s) for b, s in zip(boxes[: self.rank], self.steps)]
         self.bits, self.padded = _SUB_BYTE.get(code, (8, False))
+        self.chunk_bytes = 2 * self.bits if self.padded else _CHUNK  # that a copy transfers
         # Of one box row in shared memory.
         self.row_bytes = self.box[0] * (8 if self.padded else self.bits) // 8 * self.element
         self.dims[0] = self.dims[0] * self.bits // 8
@@ -186,7 +200,14 @@ class TensorMap:
         # Rows shorter than the swizzle's span still start `span` bytes apart.
         row = np.arange(count)[:, None] * max(inner, self.span)
         linear = offset + row + np.arange(0, inner, _CHUNK)
-        return swizzled(linear.reshape(-1), self.span)
+        return swizzled(linear.reshape(-1), self.span, self.atom)
+
+    def in_place(self, data: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """16-byte chunks [chunks, 16] as they lie at shared `offsets`, or back from there."""
+        if not self.flips:
+            return data
+        odd = (offsets >> 7 & 1).astype(np.bool_)
+        return np.where(odd[:, None], np.roll(data, 8, axis=1), data)
 
 
 def reduce_bytes(op: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:

@@ -88,12 +88,12 @@ def _check_tile(m: TensorMap, mode: str, origin: list[int], offset: int, *, stor
 def _issue_load(w: Warp, m: TensorMap, mode: str, origin, receivers, offsets) -> None:
     monitor = w.launch.monitor
     chunks = [_chunks(cta, offsets) for cta, _ in receivers]
-    size = len(offsets) * 16
+    size = len(offsets) * m.chunk_bytes
     ticket = monitor.bulk_load(w, receivers, offsets) if monitor is not None else None
 
     def perform() -> None:
         data = m.load(origin) if mode == "tile" else m.gather(origin[0], origin[1:])
-        data = data.reshape(-1, 16)
+        data = m.in_place(data.reshape(-1, 16), offsets)
         for (cta, address), rows in zip(receivers, chunks):
             cta.rows[rows] = data
             target = w.cluster.barrier(address)
@@ -129,7 +129,7 @@ def _issue_store(w: Warp, m: TensorMap, mode: str, op, origin, rows, offsets) ->
         monitor.bulk_store(w, cta, offsets)
 
     def perform() -> None:
-        data = cta.rows[rows]
+        data = m.in_place(cta.rows[rows], offsets)
         if mode == "tile":
             m.store(origin, data, op)
         else:
