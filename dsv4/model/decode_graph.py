@@ -28,19 +28,21 @@ Forward = Callable[[], Tensor]
 
 
 def decode_forward(
-    model: DeepseekV4, cache: ModelCache, num_drafts: int, use_cuda_graphs: bool
+    model: DeepseekV4, cache: ModelCache, num_drafts: int, use_cuda_graphs: bool | None
 ) -> Callable[[ForwardInputs], Tensor]:
     """Return `verify` of a model and its cache, as a function of the inputs alone.
 
     Args:
         num_drafts: draft tokens per forward, k.
-        use_cuda_graphs: capture and replay it.
+        use_cuda_graphs: capture and replay it; None: wherever that is possible.
 
     Raises:
         ValueError: graphs are asked for and impossible.
     """
     device = cache.device
     most = MAX_STATIC_CHUNK - 1
+    if use_cuda_graphs is None:
+        use_cuda_graphs = device.type == "cuda" and num_drafts <= most
     if use_cuda_graphs and device.type != "cuda":
         raise ValueError(f"use_cuda_graphs: needs a model on a CUDA device, got one on {device}")
     if use_cuda_graphs and num_drafts > most:

@@ -69,7 +69,7 @@ class Engine:
         prefill_chunk: tokens of one prefill forward, padding included; longer prompts take several.
         num_blocks: blocks of the paged cache; default enough for `max_requests` of `max_context`.
         use_cuda_graphs: replay decode forwards as CUDA graphs, which are captured when a shape
-            first occurs; needs a CUDA device and at most 15 drafts.
+            first occurs; needs a CUDA device and at most 15 drafts. None: wherever that holds.
 
     Attributes:
         stats: counts and times since the engine was made.
@@ -86,7 +86,7 @@ class Engine:
         num_draft_tokens: int = 0,
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
         num_blocks: int | None = None,
-        use_cuda_graphs: bool = False,
+        use_cuda_graphs: bool | None = None,
     ) -> None:
         config = model.config
         for name, value, least in (

@@ -44,7 +44,7 @@ def generate(
     num_draft_tokens: int = 0,
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
     max_requests: int = DEFAULT_MAX_REQUESTS,
-    use_cuda_graphs: bool = False,
+    use_cuda_graphs: bool | None = None,
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> GenerateResult:
     """Continue each prompt.
@@ -62,7 +62,8 @@ def generate(
         num_draft_tokens: tokens that MTP drafts ahead per decode forward.
         prefill_chunk: tokens of one prefill forward, padding included.
         max_requests: prompts that run at the same time.
-        use_cuda_graphs: replay decode forwards as CUDA graphs; needs a CUDA device.
+        use_cuda_graphs: replay decode forwards as CUDA graphs; needs a CUDA device and at most 15
+            drafts. None: wherever that holds.
         on_tokens: called as on_tokens(index of the prompt, new tokens) whenever there are some.
 
     Raises:

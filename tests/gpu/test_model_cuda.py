@@ -29,11 +29,14 @@ ROWS = 4
 PROMPT = 100  # tokens; decoding then passes the window (128) and a change of capacity (256)
 LENGTH = 300
 
-# By how much the best logit may lead and still lose to rounding. On this checkpoint two bf16
-# forwards on one CPU, which differ in their shapes alone, part at leads of up to 0.7 among 8192
-# tokens: a rounding may move an FP8 code, an expert or an index entry, and what is cached stays
-# moved. In float32 that is rarer, but not smaller.
-NOISE = 1.0
+# By how much the best logit may lead and still lose to rounding. On one CPU, relative errors of
+# 2e-3 in every linear layer of the bf16 model overturn leads of up to 2.9 among 24,000 tokens of the
+# held-out text, and errors of 3e-7 in the float32 model leads of up to 2.3: a rounding may move an
+# FP8 code, an expert or an index entry, and what is cached stays moved. A quarter of the tokens
+# lead by more than this.
+NOISE = 3.0
+# Leads above this are overturned in at most 1 of 500 tokens by those errors.
+RARELY = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,10 @@ def teacher_forced(
 
 @pytest.mark.parametrize("continuation", ["text", "greedy"])
 def test_greedy_tokens_are_the_cpus(models, text, continuation: str) -> None:
-    """Wherever the CPU's two best logits differ by more than noise; the CPU's tokens are fed."""
+    """Wherever the CPU's two best logits differ by more than noise; the CPU's tokens are fed.
+
+    The GPU decodes with its attention kernel inside captured graphs.
+    """
     on_cpu, on_gpu = models
     starts = range(0, ROWS * 1000, 1000)
     rows = [text[start : start + LENGTH] for start in starts]
@@ -94,7 +100,7 @@ def test_greedy_tokens_are_the_cpus(models, text, continuation: str) -> None:
         logits = on_cpu(torch.tensor(rows))[:, PROMPT - 1 :]
     best = logits.topk(2, dim=-1)
     lead = best.values[..., 0] - best.values[..., 1]
-    predicted, _ = teacher_forced(on_gpu, rows)
+    predicted, _ = teacher_forced(on_gpu, rows, use_cuda_graphs=True)
     differs = predicted != best.indices[..., 0]
     widest = lead[differs].max().item() if differs.any() else 0.0
     print(
@@ -102,8 +108,9 @@ def test_greedy_tokens_are_the_cpus(models, text, continuation: str) -> None:
         f"the widest lead among them is {widest:.3f}; {(lead > NOISE).float().mean():.0%} of all "
         f"tokens lead by more than {NOISE}"
     )
-    assert (lead > NOISE).float().mean() > 0.3, "hardly a token says anything"
+    assert (lead > NOISE).float().mean() > 0.15, "hardly a token says anything"
     assert widest <= NOISE
+    assert (lead[differs] > RARELY).sum() <= 0.01 * lead.numel()
     assert differs.float().mean() < 0.1
 
 

@@ -272,11 +272,12 @@ def test_where_graphs_are_used(seed: int, monkeypatch) -> None:
     monkeypatch.setattr(decode_graph, "CudaGraphs", lambda device: Reruns())
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
 
-    def is_graphed(drafts: int, wanted: bool) -> bool:
+    def is_graphed(drafts: int, wanted: bool | None) -> bool:
         return isinstance(decode_forward(model, on_gpu, drafts, wanted), DecodeGraphs)
 
     assert is_graphed(0, True) and is_graphed(15, True)
     assert not is_graphed(0, False)
+    assert is_graphed(15, None) and not is_graphed(16, None)
     # Longer chunks read their routing back.
     with pytest.raises(ValueError, match="num_draft_tokens must be at most 15"):
         is_graphed(16, True)
