@@ -13,6 +13,25 @@ def is_packed_half(name: str) -> bool:
     return name in ("f16", "f16x2", "bf16", "bf16x2")
 
 
+def is_mixed(ins: Instruction) -> bool:
+    """True for f32 arithmetic whose factors, or first summand, are f16 or bf16."""
+    return ins.parts[-2] == "f32" and ins.parts[-1] in ("f16", "bf16")
+
+
+def mixed_precision(e: BlockEmitter, ins: Instruction) -> None:
+    """add, sub and fma of f32 with operands of f16 or bf16 before the last: widened exactly."""
+    decode = f"f32_of_{ins.parts[-1]}"
+    *narrow, last = ins.operands[1:]
+    values = [f"{decode}({e.value(x, 'u16')})" for x in narrow] + [e.value(last, "f32")]
+    rounding = _directed(ins) or "rn"
+    if ins.parts[0] == "fma":
+        out = f"fma_rounded({', '.join(values)}, {rounding!r})"
+    else:
+        sign = "-" if ins.parts[0] == "sub" else ""
+        out = f"add_rounded({values[0]}, {sign}{values[1]}, {rounding!r})"
+    e.define(ins.operands[0], _modified(e, ins, out), "f32")
+
+
 def _modified(e: BlockEmitter, ins: Instruction, expression: str) -> str:
     if "sat" in ins.parts:
         expression = f"saturate({expression})"
@@ -77,6 +96,9 @@ def _extremum(e: BlockEmitter, ins: Instruction, kind: str) -> None:
 @emits("fma")
 def fused(e: BlockEmitter, ins: Instruction) -> None:
     name = type_of(ins)
+    if is_mixed(ins):
+        mixed_precision(e, ins)
+        return
     if is_packed_half(name):
         packed_half(e, ins)
         return

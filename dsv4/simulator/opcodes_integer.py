@@ -11,7 +11,13 @@ from dsv4.simulator.codegen import (
     emits,
     type_of,
 )
-from dsv4.simulator.opcodes_float import float_binary, is_packed_half, packed_half
+from dsv4.simulator.opcodes_float import (
+    float_binary,
+    is_mixed,
+    is_packed_half,
+    mixed_precision,
+    packed_half,
+)
 from dsv4.simulator.ptx.parser import TYPE_BITS, Instruction
 
 _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
@@ -22,6 +28,9 @@ def binary(e: BlockEmitter, ins: Instruction) -> None:
     stem = ins.parts[0]
     if ins.parts[-1] in ("u16x2", "s16x2"):
         _packed_integer(e, ins)
+        return
+    if is_mixed(ins):
+        mixed_precision(e, ins)
         return
     kind_name = type_of(ins)
     if is_packed_half(kind_name):
