@@ -30,7 +30,7 @@ PROMPT = 100  # tokens; decoding then passes the window (128) and a change of ca
 LENGTH = 300
 
 # By how much the best logit may lead and still lose to rounding. On one CPU, relative errors of
-# 2e-3 in every linear layer of the bf16 model overturn leads of up to 2.9 among 24,000 tokens of the
+# 2e-3 in every linear layer of the bf16 model overturn leads of up to 2.9 among 24,000 tokens of
 # held-out text, and errors of 3e-7 in the float32 model leads of up to 2.3: a rounding may move an
 # FP8 code, an expert or an index entry, and what is cached stays moved. A quarter of the tokens
 # lead by more than this.

@@ -1,0 +1,56 @@
+"""An object compiled where there is no GPU runs where there is no compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.ops.kernels_table import ARCHITECTURES, runner_key
+from dsv4.ops.precompile import precompile
+
+pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.stage("H")]
+
+ROOT = Path(__file__).parents[2]
+
+# Whatever compiles, assembles or links fails.
+RUN = """
+import torch
+from cutlass import cute
+
+def refuse(*args, **options):
+    raise AssertionError("this process has no compiler")
+
+cute.compile = refuse
+from tests.gpu.attention_cases import Case
+Case.random(5, 64, 512, 200, 100, 2, ragged=True).check(sink_mode="softmax", num_splits=2)
+print("right")
+"""
+
+
+def test_a_stored_object_needs_no_compiler(seed, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("cutlass", reason="needs the kernel compiler")
+    arch = ARCHITECTURES[torch.cuda.get_device_capability()]
+    key = runner_key(FmhaConfig(512, 64, 100, 256, sink_mode="softmax"), arch)
+    monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
+
+    def run() -> subprocess.CompletedProcess[str]:
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PATH": "", "PYTHONPATH": paths}
+        command = [sys.executable, "-c", RUN]
+        return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+
+    empty = run()
+    assert "this process has no compiler" in empty.stderr, "nothing would have been compiled"
+    with monkeypatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        (outcome,) = precompile([("Flash", key)], jobs=1, report=False)
+    assert not outcome.error
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "right\n"
