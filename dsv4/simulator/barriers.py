@@ -145,11 +145,13 @@ def mbarrier_inval(w: Warp, address: np.ndarray, mask) -> None:
 def mbarrier_arrive(w: Warp, address, count, expected, mask, drop: bool = False) -> np.ndarray:
     """arrive, with the bytes of expect_tx if given; the token holds phase and pending count."""
     state = np.zeros(32, np.uint64)
+    released = None
     for lane in np.flatnonzero(mask).tolist():
         barrier = w.cluster.barrier(int(address[lane]))
         state[lane] = barrier.phase | barrier.pending << _PENDING_SHIFT
-        if w.launch.monitor is not None:
-            w.launch.monitor.release_barrier(w, barrier)
+        if w.launch.monitor is not None and released != (barrier.address, barrier.phase):
+            released = barrier.address, barrier.phase
+            w.launch.monitor.release_barrier(w, barrier, mask & (address == address[lane]))
         if expected is not None:
             barrier.expect(int(expected[lane]))
         n = 1 if count is None else int(count[lane])
@@ -179,18 +181,18 @@ def _passed(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> tuple[boo
             barrier = w.cluster.barrier(int(address[lane]))
             if not barrier.passed(int(parity[lane])):
                 return False, f"{barrier}, parity {int(parity[lane])}"
-            _acquire(w, barrier)
+            _acquire(w, barrier, mask & (address == address[lane]))
         return True, ""
     barrier = w.cluster.barrier(a)
     if not barrier.passed(p):
         return False, f"{barrier}, parity {p & 1}"
-    _acquire(w, barrier)
+    _acquire(w, barrier, mask)
     return True, ""
 
 
-def _acquire(w: Warp, barrier: MemoryBarrier) -> None:
+def _acquire(w: Warp, barrier: MemoryBarrier, mask: np.ndarray) -> None:
     if w.launch.monitor is not None:
-        w.launch.monitor.acquire_barrier(w, barrier)
+        w.launch.monitor.acquire_barrier(w, barrier, mask)
 
 
 def mbarrier_wait(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> bool:

@@ -7,27 +7,44 @@ from collections.abc import Hashable
 import numpy as np
 
 EVER = np.iinfo(np.int32).max
+# Rows of what a warp knows, and of what is published at a synchronisation object:
+# SEEN     accesses that happened before;
+# FENCED   those of them whose ordinary writes the asynchronous proxy sees;
+# ORDERED  those of them that a tcgen05.fence::before_thread_sync or a commit put in order.
+SEEN, FENCED, ORDERED = range(3)
+_ROWS = 3
 
 
 class Clocks:
     """Clocks by warp, and the clocks published at synchronisation objects.
 
-    `seen[w]` is the vector clock of warp agent w; `fenced[w]` the part of it whose ordinary writes
-    are visible to the asynchronous proxy; `published` maps a synchronisation object to the clocks
-    released there.
+    `know[w]` is [row, agent] of warp agent w. Some lanes may know more than the others, when they
+    alone waited for something: `know` is then theirs and `rest` what the other lanes know, until
+    the warp converges.
     """
 
-    def __init__(self, warps: int, capacity: int):
-        self.capacity = capacity
-        self.seen = np.zeros((warps, capacity), np.int32)
-        self.fenced = np.zeros((warps, capacity), np.int32)
-        # What the warp had seen at its last memory fence: released by relaxed arrivals.
-        self.at_fence = np.zeros((warps, capacity), np.int32)
-        for w in range(warps):
-            self.seen[w, w] = 1
+    def __init__(self, warps: int):
+        self.warps = warps
         self.agents: dict[Hashable, int] = {("warp", w): w for w in range(warps)}
         self.names: list[Hashable] = list(self.agents)
-        self.published: dict[Hashable, tuple[np.ndarray, np.ndarray]] = {}
+        self.published: dict[Hashable, np.ndarray] = {}
+        self.informed: dict[int, np.ndarray] = {}  # warp -> lanes that know more
+        self.rest: dict[int, np.ndarray] = {}
+        # What the warp knew at its last memory fence: released by relaxed arrivals.
+        self.at_fence = np.zeros((warps, _ROWS, 0), np.int32)
+        # tcgen05 work that a tcgen05.fence::after_thread_sync of the warp put in order.
+        self.settled = np.zeros((warps, 0), np.int32)
+        self.know = np.zeros((warps, _ROWS, 0), np.int32)
+        self._widen(8 * warps + 32)
+        for w in range(warps):
+            self.seen[w, w] = 1
+
+    def _widen(self, capacity: int) -> None:
+        self.know, self.at_fence, self.settled = (
+            _wide(x, capacity) for x in (self.know, self.at_fence, self.settled)
+        )
+        self.rest = {w: _wide(x, capacity) for w, x in self.rest.items()}
+        self.seen = self.know[:, SEEN]
 
     def agent(self, key: Hashable) -> int:
         """The number of an agent, assigned at first use."""
@@ -35,40 +52,108 @@ class Clocks:
         if found is None:
             found = self.agents[key] = len(self.names)
             self.names.append(key)
-            if found >= self.capacity:
-                raise MemoryError(f"more than {self.capacity} agents in one cluster")
+            if found >= self.know.shape[-1]:
+                self._widen(2 * found)
         return found
 
-    def release(self, warp: int, key: Hashable, *, relaxed: bool = False) -> None:
-        """Publish what a warp knows; later accesses of the warp are not covered."""
-        source = self.at_fence[warp] if relaxed else self.seen[warp]
-        self.publish(key, source, self.fenced[warp])
-        self.seen[warp, warp] += 1
+    # --- what lanes know -------------------------------------------------------------------------
+    def view(self, warp: int, lanes: np.ndarray | None) -> np.ndarray:
+        """[row, agent] that all of `lanes` (None: the warp) know. Not to be kept."""
+        rest = self.rest.get(warp)
+        if rest is None or self._informed(warp, lanes):
+            return self.know[warp]
+        rest[SEEN, warp] = self.seen[warp, warp]
+        return rest
 
-    def publish(self, key: Hashable, seen: np.ndarray, fenced: np.ndarray) -> None:
+    def _informed(self, warp: int, lanes: np.ndarray | None) -> bool:
+        return lanes is not None and not (lanes & ~self.informed[warp]).any()
+
+    def _targets(self, warp: int, lanes: np.ndarray | None) -> list[np.ndarray]:
+        """What changes when `lanes` learn something. Lanes that differ from those already informed
+        are given the benefit of the doubt: what they learn, all know."""
+        if warp not in self.rest:
+            if lanes is None:
+                return [self.know[warp]]
+            self.rest[warp], self.informed[warp] = self.know[warp].copy(), lanes
+        if self._informed(warp, lanes):
+            return [self.know[warp]]
+        return [self.know[warp], self.rest[warp]]
+
+    def converge(self, warp: int) -> None:
+        """All lanes know what some of them knew."""
+        if self.rest.pop(warp, None) is not None:
+            del self.informed[warp]
+
+    # --- synchronisation objects -----------------------------------------------------------------
+    def advance(self, warp: int) -> int:
+        """Start a new interval of the warp's own accesses; its number."""
+        self.seen[warp, warp] += 1
+        return int(self.seen[warp, warp])
+
+    def release(
+        self, warp: int, key: Hashable, lanes: np.ndarray | None = None, *, relaxed: bool = False
+    ) -> None:
+        """Publish what lanes know; later accesses of the warp are not covered."""
+        self.publish(key, self.at_fence[warp] if relaxed else self.view(warp, lanes))
+        self.advance(warp)
+
+    def publish(self, key: Hashable, know: np.ndarray) -> None:
         """Join clocks into a synchronisation object."""
         held = self.published.get(key)
-        if held is None:
-            self.published[key] = (seen.copy(), fenced.copy())
-        else:
-            np.maximum(held[0], seen, out=held[0])
-            np.maximum(held[1], fenced, out=held[1])
+        self.published[key] = know.copy() if held is None else joined(held, know)
 
-    def acquire(self, warp: int, key: Hashable) -> None:
-        """Learn what was published at a synchronisation object."""
+    def acquire(self, warp: int, key: Hashable, lanes: np.ndarray | None = None) -> int:
+        """Learn what was published at a synchronisation object; the warp's own clock there."""
         held = self.published.get(key)
-        if held is not None:
-            np.maximum(self.seen[warp], held[0], out=self.seen[warp])
-            np.maximum(self.fenced[warp], held[1], out=self.fenced[warp])
+        if held is None:
+            return 0
+        self.join(warp, held, lanes)
+        return int(held[SEEN, warp])
 
+    def join(self, warp: int, held: np.ndarray, lanes: np.ndarray | None = None) -> None:
+        """Learn published clocks."""
+        for know in self._targets(warp, lanes):
+            part = know[:, : held.shape[1]]
+            np.maximum(part, held, out=part)
+
+    def learn(self, warp: int, agent: int, clock: int, lanes: np.ndarray | None = None) -> None:
+        """An engine's work up to `clock` is complete for these lanes."""
+        for know in self._targets(warp, lanes):
+            know[SEEN, agent] = max(know[SEEN, agent], clock)
+
+    # --- fences ----------------------------------------------------------------------------------
     def fence(self, warp: int) -> None:
         """A memory fence: relaxed releases now carry all the warp has seen."""
-        self.at_fence[warp] = self.seen[warp]
+        self.at_fence[warp] = self.know[warp]
 
-    def proxy_fence(self, warp: int) -> None:
-        """fence.proxy.async: ordinary writes the warp knows of become visible to async engines."""
-        np.maximum(self.fenced[warp], self.seen[warp], out=self.fenced[warp])
+    def proxy_fence(self, warp: int, lanes: np.ndarray | None = None) -> None:
+        """fence.proxy.async: ordinary writes the lanes know of become visible to async engines."""
+        views = [self.view(warp, lanes)]
+        if warp in self.rest and lanes is None:
+            views.append(self.know[warp])
+        for know in views:
+            np.maximum(know[FENCED], know[SEEN], out=know[FENCED])
 
-    def learn(self, warp: int, agent: int, clock: int) -> None:
-        """An engine's work up to `clock` is complete for this warp."""
-        self.seen[warp, agent] = max(self.seen[warp, agent], clock)
+    def before_thread_sync(self, warp: int) -> None:
+        """tcgen05.fence::before_thread_sync: releases that follow carry the warp's tcgen05 work."""
+        know = self.know[warp]
+        np.maximum(know[ORDERED], know[SEEN], out=know[ORDERED])
+
+    def after_thread_sync(self, warp: int) -> None:
+        """tcgen05.fence::after_thread_sync: tcgen05 work that follows comes after what is known."""
+        np.maximum(self.settled[warp], self.know[warp, ORDERED], out=self.settled[warp])
+
+
+def joined(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Elementwise maximum of clocks of different widths; `a` is reused if it is wide enough."""
+    if a.shape[-1] < b.shape[-1]:
+        a = _wide(a, b.shape[-1])
+    part = a[..., : b.shape[-1]]
+    np.maximum(part, b, out=part)
+    return a
+
+
+def _wide(x: np.ndarray, capacity: int) -> np.ndarray:
+    out = np.zeros((*x.shape[:-1], capacity), np.int32)
+    out[..., : x.shape[-1]] = x
+    return out

@@ -77,6 +77,11 @@ def is_sync(opcode: str) -> bool:
     return any(opcode == stem or opcode.startswith(stem + ".") for stem in _SYNC)
 
 
+def is_collective(ins: Instruction) -> bool:
+    """True for instructions at which the lanes of a warp wait for each other."""
+    return "sync" in ins.parts or "aligned" in ins.parts
+
+
 REGISTER = re.compile(r"%[\w$]+")
 
 
@@ -191,6 +196,8 @@ class BlockEmitter:
             self.mask, self.guarded = name, True
             if is_sync(ins.opcode):
                 self.line(f"if {name}.any(): guards_taken.add({ins.index})")
+        if is_collective(ins):
+            self.line(self._gathering())
         try:
             emit(self, ins)
         except (KeyError, IndexError, ValueError, AssertionError) as error:
@@ -206,6 +213,14 @@ class BlockEmitter:
     def mark(self) -> None:
         """Note the current instruction in the warp: error reports and checks name it."""
         self.line(f"w.at = {self.current.index}")
+
+    def _gathering(self) -> str:
+        """A statement that counts a collective, if all lanes of the warp take part."""
+        if self.guarded:
+            return f"if {self.mask}.all(): w.collectives += 1"
+        if self.full:
+            return "w.collectives += 1"
+        return "if w.mask_bytes == w.frames[0].mask_bytes: w.collectives += 1"
 
     def temporary(self) -> str:
         """A fresh variable name."""

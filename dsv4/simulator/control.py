@@ -16,14 +16,16 @@ def trap(w: Warp, mask: np.ndarray) -> None:
         raise KernelFault("trap")
 
 
-def fence(w: Warp, opcode: str) -> None:
+def fence(w: Warp, opcode: str, mask: np.ndarray) -> None:
     """Memory is sequentially consistent here; only the checker cares about fences."""
-    if w.launch.monitor is not None:
-        w.launch.monitor.fence(w, opcode)
+    if w.launch.monitor is not None and mask.any():
+        w.launch.monitor.fence(w, opcode, mask)
 
 
 def warp_sync(w: Warp, mask: np.ndarray) -> None:
-    """bar.warp.sync: lanes of a warp run in step already."""
+    """bar.warp.sync: lanes of a warp run in step already; only the checker cares."""
+    if w.launch.monitor is not None and mask.any():
+        w.launch.monitor.warp_sync(w)
 
 
 def set_registers(w: Warp, direction: str, count: int) -> None:

@@ -1,37 +1,112 @@
 """Happens-before over global memory, within and between clusters.
 
-Between clusters, order comes from release and acquire on flags and counters. A cluster counts its
-releases; a write carries the count at which it happened, and another cluster that acquired a later
-release is ordered after it. Strong accesses (atomics, acquire, release, relaxed, volatile)
-synchronise and are not themselves reported. Bulk and tensor copies' global side is not tracked.
+Strong accesses (atomics, acquire, release, relaxed, volatile) synchronise (see flags.py). Strong
+loads are not themselves checked; atomics and strong stores are in conflict with ordinary accesses,
+not with each other. Reads are kept in a list until somebody writes to the allocation: most of them
+are of inputs that nobody writes. Of each cell the last two readers are known.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from typing import NamedTuple
 
 import numpy as np
 
-from dsv4.simulator.memory import SHARED_WINDOW, Region
+from dsv4.simulator.clocks import FENCED, SEEN
+from dsv4.simulator.flags import Flags
+from dsv4.simulator.lanes import CONVERGENCE
+from dsv4.simulator.memory import OFFSET_MASK, SHARED_WINDOW, Region
+from dsv4.simulator.shadow import SEVERAL, Cells, other_lanes, place, place_of
+from dsv4.simulator.shared_races import lanes_of
+from dsv4.simulator.warp import ALL
 
-_STRONG = frozenset(("acquire", "release", "acq_rel", "relaxed", "volatile", "mmio"))
+STRONG = frozenset(("acquire", "release", "acq_rel", "relaxed", "volatile", "mmio"))
 NOBODY = -1
+_AGENT_BITS = 20  # of an owner: cluster number and agent
+_AGENT = (1 << _AGENT_BITS) - 1
+_MAX_READS = 20_000
+_LANES = np.arange(32)
 
 
-class _History:
-    """Last write and last read of each 4-byte granule of one allocation."""
+class _Read(NamedTuple):
+    cells: np.ndarray
+    base: int  # added to the cells
+    owner: int
+    clock: int
+    code: object  # place, or places
 
-    def __init__(self, granules: int):
-        self.tables = {
-            kind: {
-                "cluster": np.full(granules, NOBODY, np.int32),
-                "agent": np.zeros(granules, np.int32),
-                "clock": np.zeros(granules, np.int32),
-                "releases": np.zeros(granules, np.int32),
-                "at": np.zeros(granules, np.int32),
-            }
-            for kind in ("write", "read")
-        }
+
+class History(Cells):
+    """Last write and last two reads of each cell of one allocation."""
+
+    tables = ("writer", "write_clock", "write_at", "reader", "read_clock", "read_at")
+
+    def __init__(self, region: Region):
+        count = (region.stop - region.start + 3) // 4
+        super().__init__(count)
+        self.region = region
+        self.written = False
+        self.writer = np.full(count, NOBODY, np.int64)
+        self.write_clock = np.zeros(count, np.int32)
+        self.write_at = np.zeros(count, np.int32)
+        self.reader = np.full((2, count), NOBODY, np.int64)
+        self.read_clock = np.zeros((2, count), np.int32)
+        self.read_at = np.zeros((2, count), np.int32)
+        self.reads: list[_Read] = []
+        self._atomics: History | None = None
+
+    def atomics(self, *, needed: bool) -> History | None:
+        """The last atomic on each word, as a history of its own; None while there is none."""
+        if self._atomics is None and needed:
+            self._atomics = History(self.region)
+        return self._atomics
+
+    def note_read(self, read: _Read) -> None:
+        """Record a read."""
+        self.reads.append(read)
+        if len(self.reads) > _MAX_READS:
+            self.settle_reads()
+
+    def settle_reads(self) -> None:
+        """Enter the listed reads into the tables."""
+        reads, self.reads = self.reads, []
+        for cells, base, owner, clock, code in reads:
+            where = cells + base if base else cells
+            if self.split is not None:
+                where, code = self._refined_places(where, code)
+            other = where[self.reader[0, where] != owner]
+            for table in (self.reader, self.read_clock, self.read_at):
+                table[1, other] = table[0, other]
+            again = (self.reader[0, where] == owner) & (self.read_clock[0, where] == clock)
+            mixed = again & other_lanes(self.read_at[0, where], code)
+            self.reader[0, where] = owner
+            self.read_clock[0, where] = clock
+            self.read_at[0, where] = code
+            mixed |= self.read_at[0, where] != code
+            several = where[mixed]
+            self.read_at[0, several] = self.read_at[0, several] & ~63 | SEVERAL
+
+    def _refined_places(self, where: np.ndarray, code):
+        pool = where >= self.count
+        whole, lanes = self._refined(where[~pool], code[~pool] if np.ndim(code) else code)
+        if np.ndim(code):
+            return np.concatenate([whole, where[pool]]), np.concatenate([lanes, code[pool]])
+        return np.concatenate([whole, where[pool]]), code
+
+    def note_write(self, where, owner: int, clock: int, code) -> None:
+        """Record a write."""
+        self.written = True
+        self.writer[where] = owner
+        self.write_clock[where] = clock
+        self.write_at[where] = code
+
+    def postpone(self, where, owner: int, since: np.ndarray, clock: int) -> None:
+        """Accesses of `owner` since a clock that depends on the lane count as made at `clock`."""
+        self.settle_reads()
+        late = self.write_clock[where] >= since[self.write_at[where] & 63]
+        self.write_clock[where[late & (self.writer[where] == owner)]] = clock
+        late = self.read_clock[0, where] >= since[self.read_at[0, where] & 63]
+        self.read_clock[0, where[late & (self.reader[0, where] == owner)]] = clock
 
 
 class GlobalRaces:
@@ -39,124 +114,260 @@ class GlobalRaces:
 
     def __init__(self, monitor):
         self.monitor = monitor
-        self.histories: dict[int, _History] = {}
-        self.releases: dict[int, int] = defaultdict(int)
-        # Flag address -> ({cluster: release count}, {cluster: (seen, fenced)}).
-        self.published: dict[int, tuple[dict, dict]] = {}
-        self.pending: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self.flags = Flags()
+        self.histories: dict[int, History] = {}
 
-    # --- data ------------------------------------------------------------------------------------
-    def access(self, w, active: np.ndarray, size: int, write: bool) -> None:
-        """An ordinary or strong load or store."""
-        parts = self.monitor.entry.instructions[w.at].parts
-        strong = _STRONG.intersection(parts)
-        if strong:
-            self._strong(w, active, strong, write)
-            return
-        memory = w.cluster.memory
-        region = memory.find(int(active[0]), int(active[0]) + size)
-        offsets = (active.astype(np.int64) - region.start) >> 2
-        offsets = offsets[(offsets >= 0) & (offsets < (region.stop - region.start + 3) // 4)]
-        if size > 4:
-            offsets = (offsets[:, None] + np.arange(size // 4)).reshape(-1)
-        tables = self._history(region).tables
-        self._check(w, region, tables["write"], offsets, "write" if write else "read", "write")
-        if write:
-            self._check(w, region, tables["read"], offsets, "write", "read")
-        table = tables["write" if write else "read"]
-        state = w.cluster.state
-        table["cluster"][offsets] = w.cluster.number
-        table["agent"][offsets] = w.agent
-        table["clock"][offsets] = state.clocks.seen[w.agent, w.agent]
-        table["releases"][offsets] = self.releases[w.cluster.number] + 1
-        table["at"][offsets] = w.at
-
-    def _history(self, region: Region) -> _History:
+    def history(self, region: Region) -> History:
+        """The history of an allocation."""
         found = self.histories.get(region.start)
         if found is None:
-            found = _History((region.stop - region.start + 3) // 4)
-            self.histories[region.start] = found
+            found = self.histories[region.start] = History(region)
         return found
 
-    def _check(self, w, region: Region, table, offsets, now: str, before: str) -> None:
-        state, mine = w.cluster.state, w.cluster.number
-        seen = state.clocks.seen[w.agent]
-        clusters = table["cluster"][offsets]
-        late = (clusters == mine) & (table["clock"][offsets] > seen[table["agent"][offsets]])
-        others = (clusters != mine) & (clusters != NOBODY)
+    # --- ordinary and strong accesses ------------------------------------------------------------
+    def access(self, w, active: np.ndarray, mask, size: int, write: bool) -> None:
+        """A load or store of `size` bytes at each active lane's address."""
+        strong = STRONG.intersection(self.monitor.entry.instructions[w.at].parts)
+        lanes = lanes_of(w, mask)
+        if strong and not write:
+            self._observe(w, active, bool(strong & {"acquire", "acq_rel", "volatile"}), lanes)
+            return
+        self._touch(w, active, mask, lanes, size, write, bool(strong))
+        if strong:
+            for address in np.unique(active).tolist():
+                self.flags.release(w, ("global", address), "release" in strong, lanes)
+
+    def _touch(self, w, active: np.ndarray, mask, lanes, size: int, write: bool, atomic: bool):
+        memory = w.cluster.memory
+        numbers = _LANES if mask is ALL else np.flatnonzero(mask)
+        region = memory.find(int(active[0]), int(active[0]) + size)
+        offsets = active.astype(np.int64) - region.start
+        inside = (offsets >= 0) & (offsets < region.stop - region.start)
+        if not inside.all():  # a warp's access to several allocations
+            rest = ~inside
+            self._touch_part(w, active[rest], numbers[rest], lanes, size, write, atomic)
+            offsets, numbers = offsets[inside], numbers[inside]
+        self._touch_region(w, region, offsets, numbers, lanes, size, write, atomic)
+
+    def _touch_part(self, w, active, numbers, lanes, size: int, write: bool, atomic: bool) -> None:
+        for address, number in zip(active.tolist(), numbers):
+            region = w.cluster.memory.find(address, address + size)
+            offsets = np.array([address - region.start])
+            one = np.array([number])
+            self._touch_region(w, region, offsets, one, lanes, size, write, atomic)
+
+    def _touch_region(
+        self, w, region: Region, offsets, numbers, lanes, size: int, write: bool, atomic: bool
+    ) -> None:
+        history, state, order = self.history(region), w.cluster.state, w.order
+        know, owner = state.clocks.view(w.agent, lanes), _owner(w, w.agent)
+        clock = int(state.clocks.seen[w.agent, w.agent])
+        where, whose = history.cells(offsets, size, numbers)
+        what = "atomic on" if atomic else "write of" if write else "read of"
+        self._conflicts(w, history, where, whose, know, write, what, owner)
+        others = history.atomics(needed=atomic)
+        if others is not None:
+            words, whose_words = others.cells(offsets & ~3, max(size, 4), numbers)
+            if atomic:
+                others.note_write(words, owner, clock, place(w.at, whose_words))
+                order.note(others, owner, words)
+                return
+            self._conflicts(w, others, words, whose_words, know, False, what, owner)
+        if write:
+            history.note_write(where, owner, clock, place(w.at, whose))
+        else:
+            history.note_read(_Read(where, 0, owner, clock, place(w.at, whose)))
+        order.note(history, owner, where)
+
+    def _conflicts(
+        self, w, history: History, where, whose, know, write: bool, what: str, owner: int
+    ) -> None:
+        if history.written:
+            self._after_writes(w, history, where, know, what)
+        if write:
+            history.settle_reads()
+            self._after_reads(w, history, where, know, what, owner)
+        if w.order.unsettled:
+            self._between_lanes(w, history, where, whose, write, what)
+
+    # --- asynchronous engines --------------------------------------------------------------------
+    def engine_reads(
+        self, w, source, agent: int, clock: int, mask, generic: bool = False
+    ) -> None:  # fmt: skip
+        """A copy reads `source` = (address, offsets in 4-byte cells); unless the engine is a
+        `generic` one, ordinary writes before it need a proxy fence."""
+        lanes = lanes_of(w, mask)
+        history, base, cells = self._source(w, source)
+        if history is None:
+            return
+        if history.written:
+            where = history.refined(cells + base)
+            know = w.cluster.state.clocks.view(w.agent, lanes)
+            raced = self._after_writes(w, history, where, know, "asynchronous read of")
+            if not raced and not generic:
+                self._after_fence(w, history, where, know, "asynchronous read of")
+            if w.order.unsettled:
+                number = SEVERAL if lanes is None else int(lanes.argmax())
+                self._between_lanes(w, history, where, number, False, "asynchronous read of")
+        others = history.atomics(needed=False)
+        if others is not None:
+            know = w.cluster.state.clocks.view(w.agent, lanes)
+            self._after_writes(w, others, cells + base, know, "asynchronous read of")
+        read = _Read(cells, base, _owner(w, agent), clock, place(w.at, SEVERAL))
+        history.note_read(read)
+
+    def engine_writes(
+        self, w, target, agent: int, clock: int, mask, reduction: bool = False
+    ) -> None:  # fmt: skip
+        """A copy or reduction writes `target`; reductions do not conflict with each other."""
+        lanes = lanes_of(w, mask)
+        history, base, cells = self._source(w, target)
+        if history is None:
+            return
+        where = history.refined(cells + base)
+        know = w.cluster.state.clocks.view(w.agent, lanes)
+        what = "asynchronous write of"
+        history.settle_reads()
+        if not self._after_writes(w, history, where, know, what):
+            self._after_fence(w, history, where, know, what)
+        self._after_reads(w, history, where, know, what, NOBODY)
+        if w.order.unsettled:
+            number = SEVERAL if lanes is None else int(lanes.argmax())
+            self._between_lanes(w, history, where, number, True, what)
+        others = history.atomics(needed=reduction)
+        if others is not None and not reduction:
+            self._after_writes(w, others, cells + base, know, what)
+        if reduction:
+            others.note_write(cells + base, _owner(w, agent), clock, place(w.at, SEVERAL))
+        else:
+            history.note_write(where, _owner(w, agent), clock, place(w.at, SEVERAL))
+
+    def _source(self, w, source):
+        address, cells = source
+        if not len(cells):
+            return None, 0, cells
+        region = w.cluster.memory.find(address + 4 * int(cells[0]), address + 4 * int(cells[0]) + 1)
+        return self.history(region), (address - region.start) >> 2, cells
+
+    # --- checks ----------------------------------------------------------------------------------
+    def _late(self, w, owner: np.ndarray, clock: np.ndarray, know: np.ndarray, row: int):
+        """Which accesses of these owners at these clocks are not in a row of `know`."""
+        clusters, agents = owner >> _AGENT_BITS, owner & _AGENT
+        mine = clusters == w.cluster.number
+        late = mine & (clock > know[row][np.where(mine, agents, 0)])
+        others = ~mine & (owner != NOBODY)
         for other in np.unique(clusters[others]).tolist() if others.any() else ():
-            agent = state.clocks.agents.get(("cluster", other))
-            known = 0 if agent is None else int(seen[agent])
-            late |= (clusters == other) & (table["releases"][offsets] > known)
-        if before == "read" and now == "write":
-            # A warp's own reads never conflict with its writes.
-            late &= ~((clusters == mine) & (table["agent"][offsets] == w.agent))
+            known = self.flags.known(w, know, other)[row]
+            theirs = clusters == other
+            padded = np.append(known, 0)  # agents that are not known of at all
+            late |= theirs & (clock > padded[np.minimum(agents, len(known))])
+        return late
+
+    def _after_writes(self, w, history: History, where, know, what: str) -> bool:
+        late = self._late(w, history.writer[where], history.write_clock[where], know, SEEN)
+        if not late.any():
+            return False
+        i = int(late.argmax())
+        kind = "read-write race" if "read" in what else "write-write race"
+        self._report(w, history, kind, what, where, i, int(history.write_at[where][i]), "write")
+        return True
+
+    def _after_fence(self, w, history: History, where, know, what: str) -> None:
+        """Ordinary writes before an asynchronous access need a proxy fence."""
+        writer = history.writer[where]
+        late = self._late(w, writer, history.write_clock[where], know, FENCED)
+        late &= (writer & _AGENT) < w.cluster.state.clocks.warps
         if late.any():
             i = int(late.argmax())
-            offset = int(offsets[i]) * 4
-            self.monitor.global_race(
-                w, f"{now} of {region.name} at byte {offset}", before, int(table["at"][offsets][i])
-            )
+            code = int(history.write_at[where][i])
+            self._report(w, history, "missing proxy fence", what, where, i, code, "write")
+
+    def _after_reads(self, w, history: History, where, know, what: str, owner: int) -> None:
+        for slot in (0, 1):
+            reader = history.reader[slot, where]
+            late = self._late(w, reader, history.read_clock[slot, where], know, SEEN)
+            late &= reader != owner
+            if late.any():
+                i = int(late.argmax())
+                code = int(history.read_at[slot, where][i])
+                self._report(w, history, "read-write race", what, where, i, code, "read")
+                return
+
+    def _between_lanes(self, w, history: History, where, lanes, write: bool, what: str) -> None:
+        """Conflicts with accesses of other lanes of the warp."""
+        owner, order = _owner(w, w.agent), w.order
+        late = (history.writer[where] == owner) & (history.write_clock[where] >= order.synced)
+        late &= other_lanes(history.write_at[where], lanes)
+        clock, code, before = history.write_clock[where], history.write_at[where], "write"
+        if write and not late.any():
+            clock, code, before = history.read_clock[0, where], history.read_at[0, where], "read"
+            late = (history.reader[0, where] == owner) & (clock >= order.synced)
+            late &= other_lanes(code, lanes)
+        if not late.any():
+            return
+        certain = late & (clock >= order.converged)
+        i = int((certain if certain.any() else late).argmax())
+        kind = "write-write race" if write and before == "write" else "read-write race"
+        kind = kind if certain.any() else CONVERGENCE
+        self._report(w, history, kind, what, where, i, int(code[i]), before)
+
+    def _report(
+        self, w, history: History, kind: str, what: str, where, i: int, code: int, before: str
+    ) -> None:
+        at, lane = place_of(code)
+        whose = "" if lane == SEVERAL else f" by lane {lane}"
+        message = (
+            f"{what} {history.region.name} at byte {history.offset(int(where[i]))} by "
+            f"{w.cta.name} warp {w.number} is not ordered after an earlier {before}{whose}"
+        )
+        if kind == CONVERGENCE:
+            self.monitor.warn(kind, message, at, w.at)
+        else:
+            self.monitor.report(kind, message, (at, w.at), (at, w.at))
 
     # --- synchronisation -------------------------------------------------------------------------
-    def _strong(self, w, active: np.ndarray, strong: frozenset, write: bool) -> None:
+    def _observe(self, w, active: np.ndarray, acquires: bool, lanes) -> None:
         for address in np.unique(active).tolist():
-            if write:
-                self._release(w, address, bool(strong & {"release", "acq_rel"}))
-            elif strong & {"acquire", "acq_rel", "volatile"}:
-                self._acquire(w, address)
+            if acquires:
+                self.flags.acquire(w, ("global", address), lanes)
             else:
-                self.pending[w.cluster.number, w.agent].append(address)
+                self.flags.observe(w, ("global", address))
 
-    def atomic(self, w, space: str, addresses: np.ndarray) -> None:
+    def atomic(self, w, space: str, address: np.ndarray, mask, size: int) -> None:
         """atom and red: release and acquire by their qualifiers, or by fences around them."""
         parts = self.monitor.entry.instructions[w.at].parts
-        if space.startswith("shared"):
-            return
+        lanes = lanes_of(w, mask)
         release = bool({"release", "acq_rel"} & set(parts))
         acquire = bool({"acquire", "acq_rel"} & set(parts))
-        for address in np.unique(addresses).tolist():
-            if address >= SHARED_WINDOW:
-                continue
+        active = address[mask]
+        shared = np.full(len(active), space.startswith("shared"))
+        if space == "generic":
+            shared = active >= np.uint64(SHARED_WINDOW)
+        if shared.any():
+            self._shared_atomic(w, active[shared], mask, shared, size)
+        if not shared.all():
+            theirs = np.zeros(32, np.bool_)
+            theirs[np.flatnonzero(mask)[~shared]] = True
+            self._touch(w, active[~shared], theirs, lanes, size, True, True)
+        for where, near in set(zip(active.tolist(), shared.tolist())):
+            flag = ("shared", w.cluster.number, where & 0xFFFFFFFF) if near else ("global", where)
             if acquire:
-                self._acquire(w, address)
+                self.flags.acquire(w, flag, lanes)
             else:
-                self.pending[w.cluster.number, w.agent].append(address)
-            self._release(w, address, release)
+                self.flags.observe(w, flag)
+            self.flags.release(w, flag, release, lanes)
+
+    def _shared_atomic(self, w, active: np.ndarray, mask, shared: np.ndarray, size: int) -> None:
+        for lane, where in zip(np.flatnonzero(mask)[shared].tolist(), active.tolist()):
+            where &= 0xFFFFFFFF
+            one = np.arange(32) == lane
+            offsets = np.array([where & OFFSET_MASK])
+            self.monitor.shared_atomic(w, w.cluster.cta_at(where), offsets, one, size)
 
     def fence(self, w) -> None:
-        """A memory fence: relaxed loads before it now acquire."""
-        for address in self.pending.pop((w.cluster.number, w.agent), ()):
-            self._acquire(w, address)
+        """A memory fence."""
+        self.flags.fence(w)
 
-    def _release(self, w, address: int, full: bool) -> None:
-        """Publish at a flag what the warp has seen, or had seen at its last fence (relaxed)."""
-        clocks, mine = w.cluster.state.clocks, w.cluster.number
-        source = clocks.seen[w.agent] if full else clocks.at_fence[w.agent]
-        if not source.any():
-            return
-        counts, held = self.published.setdefault(address, ({}, {}))
-        for key, agent in clocks.agents.items():
-            if key[0] == "cluster" and source[agent]:
-                counts[key[1]] = max(counts.get(key[1], 0), int(source[agent]))
-        self.releases[mine] += 1
-        counts[mine] = self.releases[mine]
-        seen, fenced = held.get(mine, (source, clocks.fenced[w.agent]))
-        held[mine] = (
-            np.maximum(seen, source),
-            np.maximum(fenced, clocks.fenced[w.agent]),
-        )
-        clocks.seen[w.agent, w.agent] += 1
 
-    def _acquire(self, w, address: int) -> None:
-        found = self.published.get(address)
-        if found is None:
-            return
-        counts, held = found
-        clocks, mine = w.cluster.state.clocks, w.cluster.number
-        for cluster, count in counts.items():
-            if cluster != mine:
-                clocks.learn(w.agent, clocks.agent(("cluster", cluster)), count)
-        if mine in held:
-            np.maximum(clocks.seen[w.agent], held[mine][0], out=clocks.seen[w.agent])
-            np.maximum(clocks.fenced[w.agent], held[mine][1], out=clocks.fenced[w.agent])
+def _owner(w, agent: int) -> int:
+    return w.cluster.number << _AGENT_BITS | agent

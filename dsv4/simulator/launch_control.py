@@ -34,7 +34,7 @@ def try_cancel(w: Warp, target: np.ndarray, barrier: np.ndarray, multicast: bool
         receivers = [(cluster.ctas[r], home | r << RANK_SHIFT) for r in ranks]
         offsets = np.array([offset])
         monitor = w.launch.monitor
-        ticket = monitor.bulk_load(w, receivers, offsets) if monitor is not None else None
+        ticket = monitor.bulk_load(w, receivers, offsets, lane) if monitor is not None else None
 
         def perform(receivers=receivers, offset=offset, response=response, ticket=ticket) -> None:
             for cta, address in receivers:

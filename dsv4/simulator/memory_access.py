@@ -93,7 +93,7 @@ def store_shared(w: Warp, address: np.ndarray, values, bits: int, mask) -> None:
             store_shared(w, address, values, bits, lanes)
         return
     if w.launch.monitor is not None:
-        w.launch.monitor.shared(w, cta, offsets, mask, count * bits // 8, True)
+        w.launch.monitor.shared(w, cta, offsets, mask, count * bits // 8, True, values)
     rows = cta.views[dtype].reshape(-1, count)
     index = offsets >> np.uint32(shift + (count.bit_length() - 1))
     for k, value in enumerate(values):
@@ -319,8 +319,7 @@ def _matrix_rows(w: Warp, address: np.ndarray, count: int, mask, write: bool, si
     if int(np.bitwise_or.reduce(offsets)) & (size - 1):
         raise KernelFault(f"matrix row not {size}-byte aligned")
     if w.launch.monitor is not None:
-        lanes = np.arange(32) < 8 * count
-        w.launch.monitor.shared(w, w.cta, offsets, lanes, size, write)
+        w.launch.monitor.shared(w, w.cta, offsets, None, size, write)
     return offsets
 
 
@@ -414,7 +413,9 @@ def store_async(w: Warp, address, values, bits: int, barrier, mask) -> None:
             raise KernelFault(f"st.async of {size} bytes to shared offset {offset:#x}")
         data = np.array([value[lane] for value in values]).view(np.uint8)
         target = w.cluster.barrier(int(barrier[lane]))
-        ticket = monitor.store_async(w, cta, target, offset, size) if monitor is not None else None
+        ticket = None
+        if monitor is not None:
+            ticket = monitor.store_async(w, cta, target, offset, size, lane)
 
         def perform(cta=cta, offset=offset, data=data, target=target, ticket=ticket) -> None:
             cta.s8[offset : offset + size] = data

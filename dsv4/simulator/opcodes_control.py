@@ -219,7 +219,7 @@ def match(e: BlockEmitter, ins: Instruction) -> None:
 @emits("fence", "membar")
 def fence(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()
-    e.line(f"fence(w, {ins.opcode!r})")
+    e.line(f"fence(w, {ins.opcode!r}, {e.mask})")
 
 
 @emits("prefetch", "prefetchu", "pragma", "applypriority", "discard", "createpolicy", "nop")

@@ -40,7 +40,7 @@ def relinquish(e: BlockEmitter, ins: Instruction) -> None:
 )
 def fence(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()
-    e.line(f"fence(w, {ins.opcode!r})")
+    e.line(f"fence(w, {ins.opcode!r}, {e.mask})")
 
 
 @emits("tcgen05.wait::ld", "tcgen05.wait::st")

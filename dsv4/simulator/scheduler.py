@@ -142,12 +142,12 @@ class Resident:
     def finish(self, launch: Launch) -> None:
         """All warps are done: complete what is outstanding and check what is left behind."""
         for warp in self.warps:
-            outstanding = len(warp.bulk_groups) + bool(warp.bulk_open)
+            outstanding = len(warp.bulk_groups) - warp.bulk_read + bool(warp.bulk_open)
             if outstanding and launch.monitor is not None:
                 launch.monitor.exit_outstanding(warp, outstanding)
             for group in [*warp.bulk_groups, warp.bulk_open]:
-                for operation in group:
-                    operation()
+                for store in group:
+                    store.perform()
         self.cluster.engine.drain()
         for cta in self.cluster.ctas:
             launch.register_budgets.pop(id(cta), None)

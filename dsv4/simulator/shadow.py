@@ -1,85 +1,245 @@
-"""Shadow memory: who last wrote and who read each granule, with logical clocks.
+"""Shadow memory: who last wrote and who read each cell, with logical clocks.
 
-A granule is 4 bytes of shared or global memory, or 16 lanes of one TMEM column. An access is
-ordered after an earlier one by agent `a` at clock `c` if the accessor's vector clock has at least
-`c` at `a`.
+A cell is 4 bytes of shared memory, or 16 lanes of one TMEM column. 4-byte cells that an access of
+fewer bytes touched are split: their four bytes get cells of their own, in a pool behind the others.
+An access is ordered after an earlier one by agent `a` at clock `c` if the accessor's vector clock
+has at least `c` at `a`. Where an access happened is an instruction and a lane, in one number.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
+from dsv4.simulator.granules import granules
+
 NOBODY = -1
+SEVERAL = 32  # in place of a lane: the warp as a whole, or more lanes than one
+LANE_CODES = 64
+_LANE_BITS, _LANE = 6, LANE_CODES - 1
+_POOL = 1024
 
 
-class Shadow:
-    """Access history of one memory.
+class Earlier(NamedTuple):
+    """An access that is in conflict: the agent, its instruction, lane and clock, and which of the
+    cells that were asked about."""
 
-    Args:
-        granules: size of the memory in granules.
-        agents: capacity of vector clocks.
-    """
+    agent: int
+    at: int
+    lane: int
+    clock: int
+    index: int
 
-    def __init__(self, granules: int, agents: int):
-        self.writer = np.full(granules, NOBODY, np.int16)
-        self.write_clock = np.zeros(granules, np.int32)
-        self.write_at = np.zeros(granules, np.int32)
-        self.partial = np.zeros(granules, np.bool_)  # the last write covered part of the granule
-        self.row_of = np.full(agents, -1, np.int32)  # agent -> row of the read tables
+
+def place(at: int, lanes):
+    """Instruction and lane(s) as one number (or an array of them)."""
+    return at << _LANE_BITS | lanes
+
+
+def place_of(code: int) -> tuple[int, int]:
+    """Instruction and lane."""
+    return code >> _LANE_BITS, code & _LANE
+
+
+class Cells:
+    """Numbering of cells, some split into bytes. Subclasses list their arrays in `tables`, whose
+    last axis is the cell."""
+
+    tables: tuple[str, ...] = ()
+
+    def __init__(self, count: int):
+        self.count = count
+        self.split: np.ndarray | None = None  # 4-byte cell -> its first byte's cell
+        self.owners: list[int] = []
+
+    def cells(self, offsets: np.ndarray, size: int, lanes) -> tuple[np.ndarray, object]:
+        """Cells of `size` bytes at each offset, and the lane of each cell."""
+        if size < 4:
+            return self._bytes(offsets, size, lanes)
+        where = granules(offsets, size)
+        if size > 4 and isinstance(lanes, np.ndarray):
+            lanes = np.repeat(lanes, size // 4)
+        if self.split is None:
+            return where, lanes
+        return self._refined(where, lanes)
+
+    def refined(self, where: np.ndarray) -> np.ndarray:
+        """Cells of whole granules."""
+        return where if self.split is None else self._refined(where, 0)[0]
+
+    def _refined(self, where: np.ndarray, lanes):
+        first = self.split[where]
+        divided = first >= 0
+        if not divided.any():
+            return where, lanes
+        fine = (first[divided][:, None] + np.arange(4)).reshape(-1)
+        cells = np.concatenate([where[~divided], fine])
+        if isinstance(lanes, np.ndarray):
+            lanes = np.concatenate([lanes[~divided], np.repeat(lanes[divided], 4)])
+        return cells, lanes
+
+    def _bytes(self, offsets: np.ndarray, size: int, lanes):
+        offsets = np.asarray(offsets, np.int64)
+        if self.split is None:
+            self.split = np.full(self.count, -1, np.int64)
+        whole = offsets >> 2
+        for granule in np.unique(whole[self.split[whole] < 0]).tolist():
+            self._divide(granule)
+        cells = self.split[whole] + (offsets & 3)
+        if size == 1:
+            return cells, lanes
+        cells = (cells[:, None] + np.arange(size)).reshape(-1)
+        return cells, np.repeat(lanes, size) if isinstance(lanes, np.ndarray) else lanes
+
+    def _divide(self, granule: int) -> None:
+        first = self.count + 4 * len(self.owners)
+        self.owners.append(granule)
+        for name in self.tables:
+            table = getattr(self, name)
+            if first >= table.shape[-1]:
+                more = np.zeros((*table.shape[:-1], 4 * _POOL), table.dtype)
+                table = np.concatenate([table, more], -1)
+                setattr(self, name, table)
+            table[..., first : first + 4] = table[..., granule, None]
+        self.split[granule] = first
+
+    def offset(self, cell: int) -> int:
+        """The byte offset of a cell."""
+        if cell < self.count:
+            return 4 * cell
+        pool = cell - self.count
+        return 4 * self.owners[pool // 4] + pool % 4
+
+
+class Shadow(Cells):
+    """Access history of one memory of `count` cells."""
+
+    tables = ("writer", "write_clock", "write_at", "read_clock", "read_at")
+
+    def __init__(self, count: int):
+        super().__init__(count)
+        self.writer = np.full(count, NOBODY, np.int32)
+        self.write_clock = np.zeros(count, np.int32)
+        self.write_at = np.zeros(count, np.int32)
         self.readers: list[int] = []
-        self.read_clock = np.zeros((4, granules), np.int32)
-        self.read_at = np.zeros((4, granules), np.int32)
+        self.row_of: dict[int, int] = {}  # agent -> row of the read tables
+        self.read_clock = np.zeros((4, count), np.int32)
+        self.read_at = np.zeros((4, count), np.int32)
 
-    def unordered_write(self, where, clock: np.ndarray, part: bool = False):
-        """(agent, location, granule) of a last write that `clock` does not cover, or None."""
+    # --- accesses of other agents ----------------------------------------------------------------
+    def unordered_write(self, where, clock: np.ndarray, below: int | None = None):
+        """A last write that `clock` does not cover, by an agent `below` a number, or None."""
         writer = self.writer[where]
         late = self.write_clock[where] > clock[writer]
-        if part:
-            late = late & ~self.partial[where]
+        if not late.any():
+            return None
+        if below is not None:
+            late &= writer < below
+        return self._write(where, late)
+
+    def _write(self, where, late: np.ndarray) -> Earlier | None:
         if not late.any():
             return None
         i = int(late.argmax())
-        return int(writer[i]), int(self.write_at[where][i]), i
+        at, lane = place_of(int(self.write_at[where][i]))
+        return Earlier(int(self.writer[where][i]), at, lane, int(self.write_clock[where][i]), i)
 
     def unordered_read(self, where, clock: np.ndarray, myself: int):
-        """(agent, location, granule) of a read that `clock` does not cover, or None."""
+        """A read that `clock` does not cover, or None."""
         if not self.readers:
             return None
         known = clock[self.readers]
-        row = self.row_of[myself]
         late = self.read_clock[: len(self.readers), where] > known[:, None]
-        if row >= 0:
+        row = self.row_of.get(myself)
+        if row is not None:
             late[row] = False
         if not late.any():
             return None
         row, i = np.unravel_index(int(late.argmax()), late.shape)
-        return self.readers[row], int(self.read_at[row, where][i]), int(i)
+        return self._read(row, where, int(i))
 
-    def note_read(self, where, agent: int, clock: int, at: int) -> None:
-        """Record a read."""
-        row = self.row_of[agent]
-        if row < 0:
+    def _read(self, row: int, where, i: int) -> Earlier:
+        at, lane = place_of(int(self.read_at[row, where][i]))
+        return Earlier(self.readers[row], at, lane, int(self.read_clock[row, where][i]), i)
+
+    # --- accesses of other lanes of the same warp ------------------------------------------------
+    def write_by_other_lane(self, where, lanes, agent: int, since: int):
+        """The last write, if another lane of warp `agent` made it at clock `since` or later."""
+        late = (self.writer[where] == agent) & (self.write_clock[where] >= since)
+        if not late.any():
+            return None
+        late &= other_lanes(self.write_at[where], lanes)
+        return self._write(where, late)
+
+    def read_by_other_lane(self, where, lanes, agent: int, since: int):
+        """A read that another lane of warp `agent` made at clock `since` or later."""
+        row = self.row_of.get(agent)
+        if row is None:
+            return None
+        late = self.read_clock[row, where] >= since
+        if not late.any():
+            return None
+        late &= other_lanes(self.read_at[row, where], lanes)
+        return self._read(row, where, int(late.argmax())) if late.any() else None
+
+    def postpone(self, where, agent: int, since: np.ndarray, clock: int) -> None:
+        """Accesses of `agent` since a clock that depends on the lane count as made at `clock`."""
+        late = self.write_clock[where] >= since[self.write_at[where] & _LANE]
+        self.write_clock[where[late & (self.writer[where] == agent)]] = clock
+        row = self.row_of.get(agent)
+        if row is not None:
+            late = self.read_clock[row, where] >= since[self.read_at[row, where] & _LANE]
+            self.read_clock[row, where[late]] = clock
+
+    # --- recording -------------------------------------------------------------------------------
+    def _row(self, agent: int) -> int:
+        row = self.row_of.get(agent)
+        if row is None:
             row = self.row_of[agent] = len(self.readers)
             self.readers.append(agent)
             if row >= len(self.read_clock):
                 self.read_clock = np.concatenate([self.read_clock, np.zeros_like(self.read_clock)])
                 self.read_at = np.concatenate([self.read_at, np.zeros_like(self.read_at)])
-        self.read_clock[row, where] = clock
-        self.read_at[row, where] = at
+        return row
 
-    def note_write(self, where, agent: int, clock: int, at: int, part: bool = False) -> None:
+    def note_read(self, where, agent: int, clock: int, code) -> None:
+        """Record a read by an engine or a whole warp."""
+        row = self._row(agent)
+        self.read_clock[row, where] = clock
+        self.read_at[row, where] = code
+
+    def note_lane_reads(self, where, agent: int, clock: int, code, since: int) -> None:
+        """Record reads by lanes: cells that several of them read since a clock are marked."""
+        row = self._row(agent)
+        table = self.read_at[row]
+        again = (self.read_clock[row, where] >= since) & other_lanes(table[where], code)
+        table[where] = code
+        again |= table[where] != code
+        if again.any():
+            several = where[again]
+            table[several] = table[several] & ~_LANE | SEVERAL
+        self.read_clock[row, where] = clock
+
+    def note_write(self, where, agent: int, clock: int, code) -> None:
         """Record a write."""
         self.writer[where] = agent
         self.write_clock[where] = clock
-        self.write_at[where] = at
-        self.partial[where] = part
+        self.write_at[where] = code
 
     def forget(self, where) -> None:
-        """The granules hold nothing any more."""
+        """The cells hold nothing any more."""
         self.writer[where] = NOBODY
         self.write_clock[where] = 0
 
     def first_unwritten(self, where) -> int | None:
-        """Index of the first granule nobody ever wrote."""
+        """Index of the first cell nobody ever wrote."""
         missing = self.writer[where] == NOBODY
         return int(missing.argmax()) if missing.any() else None
+
+
+def other_lanes(codes: np.ndarray, lanes) -> np.ndarray:
+    """Which places are not of the given lanes: places or lanes, one for each; SEVERAL is nobody's
+    own."""
+    mine = codes & _LANE
+    return (mine != (lanes & _LANE)) | (mine == SEVERAL)

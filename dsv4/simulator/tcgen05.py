@@ -198,7 +198,7 @@ def issue_multiply(
         columns = accumulator_columns(product.form, group, stationary)
         check_owned(cta, column, column + columns)
         if monitor is not None:
-            monitor.multiply(w, cta, product)
+            monitor.multiply(w, cta, product, lane)
         perform = functools.partial(product.perform, cta)
         w.cluster.engine.issue("tcgen05.mma", _pipe(cta, group), perform)
 
@@ -275,7 +275,8 @@ def issue_copy(w: Warp, group: int, form: str, bits: int, target, descriptor, ma
         for cta in ctas:
             check_owned(cta, column, column + size // 4)
             if w.launch.monitor is not None:
-                w.launch.monitor.tmem_copy(w, cta, index, column, size // 4, np.concatenate(lanes))
+                places = np.concatenate(lanes)
+                w.launch.monitor.tmem_copy(w, cta, index, column, size // 4, places, lane)
         perform = functools.partial(_copy_rows, ctas, index, bits, column, lanes)
         w.cluster.engine.issue("tcgen05.cp", _pipe(w.cta, group), perform)
 

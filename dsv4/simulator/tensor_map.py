@@ -107,7 +107,8 @@ class TensorMap:
         if inner % _CHUNK:
             raise KernelFault(f"box rows of {inner} bytes are not a multiple of 16")
 
-    def _in_bytes(self, origin) -> tuple[int, ...]:
+    def in_bytes(self, origin) -> tuple[int, ...]:
+        """Coordinates with the innermost one in units of its dimension."""
         return (origin[0] * self.bits // 8, *origin[1:])
 
     def check_origin(self, origin, *, stored: bool) -> None:
@@ -124,7 +125,7 @@ class TensorMap:
         if stored and min(origin) < 0:
             raise KernelFault(f"tensor store at {tuple(origin)}: negative coordinates only load")
 
-    def _slices(self, origin, dims: list[int]) -> tuple[tuple, tuple] | None:
+    def slices(self, origin, dims: list[int]) -> tuple[tuple, tuple] | None:
         """(global, box) slices of the part inside `dims`, None when nothing is inside."""
         inside, within = [], []
         for start, count, size, step in zip(origin, self.box, dims, self.steps):
@@ -147,7 +148,7 @@ class TensorMap:
             box = box.reshape(self._box_shape())
         else:
             box = np.zeros(self._box_shape(), np.uint8)
-        slices = self._slices(self._in_bytes(origin), self.dims)
+        slices = self.slices(self.in_bytes(origin), self.dims)
         if slices:
             inside = self.view[slices[0]]
             if self.rounds_to_tf32:
@@ -169,7 +170,7 @@ class TensorMap:
         """
         unit = _CHUNK // self.element
         dims = [-(-self.dims[0] // unit) * unit, *self.dims[1:]]
-        slices = self._slices(origin, dims)
+        slices = self.slices(origin, dims)
         if not slices:
             return
         view = self.view if dims == self.dims else self._view(dims)

@@ -10,6 +10,7 @@ import numpy as np
 
 from dsv4.simulator.codegen import BLOCKED, BlockEmitter, emits
 from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.footprints import run_footprint, tensor_footprint
 from dsv4.simulator.memory import OFFSET_MASK, PARAM_WINDOW, RANK_SHIFT, Cta
 from dsv4.simulator.ptx.parser import Instruction
 from dsv4.simulator.tensor_map import MAP_BYTES, TensorMap, reduce_bytes
@@ -73,7 +74,7 @@ def tensor_load(w: Warp, form, tensor, coordinates, target, barrier, multicast, 
         rows = None if mode == "tile" else 4
         receivers = _targets(w, a, b, None if multicast is None else int(multicast[lane]), pair)
         offsets = m.shared_rows(a & OFFSET_MASK, rows)
-        _issue_load(w, m, mode, origin, receivers, offsets)
+        _issue_load(w, m, mode, origin, receivers, offsets, lane)
 
 
 def _check_tile(m: TensorMap, mode: str, origin: list[int], offset: int, *, stored: bool) -> None:
@@ -85,11 +86,14 @@ def _check_tile(m: TensorMap, mode: str, origin: list[int], offset: int, *, stor
     m.check_origin(origin, stored=stored)
 
 
-def _issue_load(w: Warp, m: TensorMap, mode: str, origin, receivers, offsets) -> None:
+def _issue_load(w: Warp, m: TensorMap, mode: str, origin, receivers, offsets, lane: int) -> None:
     monitor = w.launch.monitor
     chunks = [_chunks(cta, offsets) for cta, _ in receivers]
     size = len(offsets) * m.chunk_bytes
-    ticket = monitor.bulk_load(w, receivers, offsets) if monitor is not None else None
+    ticket = None
+    if monitor is not None:
+        source = tensor_footprint(m, mode, origin)
+        ticket = monitor.bulk_load(w, receivers, offsets, lane, source)
 
     def perform() -> None:
         data = m.load(origin) if mode == "tile" else m.gather(origin[0], origin[1:])
@@ -120,35 +124,45 @@ def tensor_store(w: Warp, form, tensor, coordinates, source, mask) -> None:
         _check_tile(m, mode, origin, a & OFFSET_MASK, stored=True)
         offsets = m.shared_rows(a & OFFSET_MASK, None if mode == "tile" else 4)
         rows = _chunks(w.cta, offsets)
-        _issue_store(w, m, mode, op, origin, rows, offsets)
+        if w.launch.monitor is not None:
+            target = tensor_footprint(m, mode, origin)
+            w.launch.monitor.bulk_store(w, w.cta, offsets, lane, target, op)
+
+        def write(data, m=m, origin=origin, offsets=offsets) -> None:
+            data = m.in_place(data, offsets)
+            if mode == "tile":
+                m.store(origin, data, op)
+            else:
+                m.scatter(origin[0], origin[1:], data)
+
+        _issue_store(w, rows, write, "tensor store")
 
 
-def _issue_store(w: Warp, m: TensorMap, mode: str, op, origin, rows, offsets) -> None:
-    cta, monitor = w.cta, w.launch.monitor
-    if monitor is not None:
-        monitor.bulk_store(w, cta, offsets)
+class BulkStore:
+    """A copy out of shared memory: its source is read, then its target written."""
 
-    def perform() -> None:
-        data = m.in_place(cta.rows[rows], offsets)
-        if mode == "tile":
-            m.store(origin, data, op)
-        else:
-            m.scatter(origin[0], origin[1:], data)
+    def __init__(self, cta: Cta, rows: np.ndarray, write: Callable[[np.ndarray], None]):
+        self.cta, self.rows, self.write = cta, rows, write
+        self.data: np.ndarray | None = None
 
-    _bulk_group(w, perform, "tensor store")
+    def read(self) -> None:
+        """Read the source, once."""
+        if self.data is None:
+            self.data = self.cta.rows[self.rows]
+
+    def perform(self) -> None:
+        """Write the target, once."""
+        if self.write is not None:
+            self.read()
+            self.write(self.data)
+            self.write = None
 
 
-def _bulk_group(w: Warp, perform, kind: str) -> None:
+def _issue_store(w: Warp, rows: np.ndarray, write, kind: str) -> None:
     """Add to the open bulk group: performed now (eager) or when the group must be complete."""
-    done = []
-
-    def once() -> None:
-        if not done:
-            done.append(True)
-            perform()
-
-    w.bulk_open.append(once)
-    w.cluster.engine.issue(kind, None, once)
+    store = BulkStore(w.cta, rows, write)
+    w.bulk_open.append(store)
+    w.cluster.engine.issue(kind, None, store.perform)
 
 
 def bulk_commit(w: Warp, mask) -> None:
@@ -159,14 +173,24 @@ def bulk_commit(w: Warp, mask) -> None:
             w.launch.monitor.bulk_committed(w)
 
 
-def bulk_wait(w: Warp, groups: int, mask) -> bool:
-    """cp.async.bulk.wait_group(.read): complete all but the youngest `groups` groups."""
-    if mask.any():
-        while len(w.bulk_groups) > groups:
-            for operation in w.bulk_groups.popleft():
-                operation()
-            if w.launch.monitor is not None:
-                w.launch.monitor.bulk_waited(w)
+def bulk_wait(w: Warp, groups: int, read: bool, mask) -> bool:
+    """cp.async.bulk.wait_group: complete all but the youngest `groups` groups; with .read they
+    have read their sources, and may write later."""
+    if not mask.any():
+        return True
+    monitor = w.launch.monitor
+    while len(w.bulk_groups) - w.bulk_read > groups:
+        for store in w.bulk_groups[w.bulk_read]:
+            store.read()
+        w.bulk_read += 1
+        if monitor is not None:
+            monitor.bulk_waited(w, mask)
+    while not read and len(w.bulk_groups) > groups:
+        for store in w.bulk_groups.popleft():
+            store.perform()
+        w.bulk_read -= 1
+        if monitor is not None:
+            monitor.bulk_written(w, mask)
     return True
 
 
@@ -178,7 +202,8 @@ def bulk_load(w: Warp, source, target, size, barrier, multicast, mask) -> None:
         receivers = _targets(w, a, b, None if multicast is None else int(multicast[lane]), False)
         offsets = (a & OFFSET_MASK) + np.arange(n // 16) * 16
         data = w.cluster.memory.read(s, n).reshape(-1, 16)
-        _issue_bulk(w, lambda data=data: data, receivers, offsets)
+        source = run_footprint(s, n)
+        _issue_bulk(w, lambda data=data: data, receivers, offsets, lane, source)
 
 
 def _check_bulk(bits: int) -> None:
@@ -186,12 +211,16 @@ def _check_bulk(bits: int) -> None:
         raise KernelFault("bulk copy: addresses and size must be multiples of 16 bytes")
 
 
-def _issue_bulk(w: Warp, fetch: Callable[[], np.ndarray], receivers, offsets) -> None:
+def _issue_bulk(
+    w: Warp, fetch: Callable[[], np.ndarray], receivers, offsets, lane: int, source=None
+) -> None:
     if not len(offsets):
         return
     monitor = w.launch.monitor
     chunks = [_chunks(cta, offsets) for cta, _ in receivers]
-    ticket = monitor.bulk_load(w, receivers, offsets) if monitor is not None else None
+    ticket = None
+    if monitor is not None:
+        ticket = monitor.bulk_load(w, receivers, offsets, lane, source)
 
     def perform() -> None:
         data = fetch()
@@ -215,13 +244,13 @@ def bulk_store(w: Warp, op, dtype, target, source, size, mask) -> None:
         memory = w.cluster.memory.read(a, n)
         monitor = w.launch.monitor
         if monitor is not None:
-            monitor.bulk_store(w, w.cta, offsets)
+            monitor.bulk_store(w, w.cta, offsets, lane, run_footprint(a, n), op)
 
-        def perform(memory=memory, rows=rows) -> None:
-            data = w.cta.rows[rows].reshape(-1)
+        def write(data, memory=memory) -> None:
+            data = data.reshape(-1)
             memory[:] = data if op is None else reduce_bytes(op, dtype, memory.copy(), data)
 
-        _bulk_group(w, perform, "bulk store")
+        _issue_store(w, rows, write, "bulk store")
 
 
 def bulk_to_cluster(w: Warp, target, source, size, barrier, mask) -> None:
@@ -231,8 +260,10 @@ def bulk_to_cluster(w: Warp, target, source, size, barrier, mask) -> None:
         _check_bulk(a | s | n)
         chunk = np.arange(n // 16) * 16
         rows = _chunks(w.cta, (s & OFFSET_MASK) + chunk)
+        if w.launch.monitor is not None:
+            w.launch.monitor.cluster_copy(w, (s & OFFSET_MASK) + chunk, b, lane)
         fetch = functools.partial(w.cta.rows.__getitem__, rows)
-        _issue_bulk(w, fetch, [(w.cluster.cta_at(a), b)], (a & OFFSET_MASK) + chunk)
+        _issue_bulk(w, fetch, [(w.cluster.cta_at(a), b)], (a & OFFSET_MASK) + chunk, lane)
 
 
 # --- emitters ------------------------------------------------------------------------------------
@@ -283,7 +314,8 @@ def emit_commit(e: BlockEmitter, ins: Instruction) -> None:
 @emits("cp.async.bulk.wait_group")
 def emit_wait(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()
-    e.line(f"if not bulk_wait(w, {int(ins.operands[0], 0)}, {e.mask}): return {BLOCKED}")
+    groups, read = int(ins.operands[0], 0), "read" in ins.parts
+    e.line(f"if not bulk_wait(w, {groups}, {read}, {e.mask}): return {BLOCKED}")
 
 
 @emits("cp.async.bulk.prefetch")

@@ -51,6 +51,7 @@ class Warp:
         # Asynchronous work tied to the warp.
         self.bulk_open: list = []
         self.bulk_groups: deque = deque()
+        self.bulk_read = 0  # the oldest of the groups that are known to have read their sources
         self.copy_open: list = []
         self.copy_groups: deque = deque()
         self.wgmma_pending: deque = deque()  # products not known to be complete
@@ -63,6 +64,8 @@ class Warp:
         self.unsettled = False  # registers may still be written by what was issued
         self.unwaited_loads = False
         self.agent = 0  # number in the checker
+        self.order = None  # the checker's, of the warp's lanes
+        self.collectives = 0  # executed by all lanes together
         self.ticks = 0
 
     # --- special registers -----------------------------------------------------------------------

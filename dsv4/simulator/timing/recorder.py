@@ -175,10 +175,10 @@ class Recorder:
     def acquire(self, w, key: Key) -> None:
         self._add(w, trace.Wait(w.at, key))
 
-    def release_barrier(self, w, barrier) -> None:
+    def release_barrier(self, w, barrier, mask=None) -> None:
         self._signal(w, ("mbarrier", barrier.address, barrier.phase))
 
-    def acquire_barrier(self, w, barrier) -> None:
+    def acquire_barrier(self, w, barrier, mask=None) -> None:
         self._add(w, trace.Wait(w.at, ("mbarrier", barrier.address, barrier.phase - 1)))
 
     def poll(self, w, address: np.ndarray, parity: np.ndarray, mask) -> np.ndarray:
@@ -195,7 +195,7 @@ class Recorder:
         return mbarrier_test(w, address, parity, mask)
 
     # --- copies ----------------------------------------------------------------------------------
-    def bulk_load(self, w, receivers, offsets: np.ndarray) -> None:
+    def bulk_load(self, w, receivers, offsets: np.ndarray, lane=None, source=None) -> None:
         size = 16 * len(offsets)
         targets = []
         for cta, address in receivers:
@@ -207,10 +207,10 @@ class Recorder:
             w.cluster.state.loaded += size * len(targets)
         self._add(w, trace.BulkLoad(w.at, size, targets, remote))
 
-    def store_async(self, w, cta: Cta, barrier, offset: int, size: int) -> None:
+    def store_async(self, w, cta: Cta, barrier, offset: int, size: int, lane=None) -> None:
         self.bulk_load(w, [(cta, barrier.address)], np.arange(offset, offset + size, 16))
 
-    def bulk_store(self, w, cta: Cta, offsets: np.ndarray) -> None:
+    def bulk_store(self, w, cta: Cta, offsets: np.ndarray, lane=None, target=None, op=None) -> None:
         size = 16 * len(offsets)
         w.cluster.state.stored += size
         group = self._counts.get(("bulk groups", w), 0)
@@ -219,7 +219,7 @@ class Recorder:
     def bulk_committed(self, w) -> None:
         self._count("bulk groups", w)
 
-    def bulk_waited(self, w) -> None:
+    def bulk_waited(self, w, mask=None) -> None:
         self._add(w, trace.BulkWait(w.at, self._count("bulk waits", w) - 1))
 
     def copy_issue(self, w, moves, size: int) -> int:
@@ -260,12 +260,12 @@ class Recorder:
     def tmem_free(self, w, cta: Cta, start: int, columns: int) -> None:
         """Takes no time worth modelling."""
 
-    def multiply(self, w, cta: Cta, product: Multiplication) -> None:
+    def multiply(self, w, cta: Cta, product: Multiplication, lane=None) -> None:
         form = product.form
         event = trace.Multiply(w.at, product.group, form.m, form.n, product.a_in_tmem)
         self._add(w, event)
 
-    def tmem_copy(self, w, cta: Cta, index, column: int, columns: int, lanes) -> None:
+    def tmem_copy(self, w, cta: Cta, index, column: int, columns: int, lanes, lane=None) -> None:
         self._add(w, trace.TmemCopy(w.at, 4 * columns * len(lanes)))
 
     def commit(self, w, barriers: list) -> None:
@@ -286,7 +286,7 @@ class Recorder:
         return w.program.entry.instructions[w.at]
 
     # --- ordinary accesses -----------------------------------------------------------------------
-    def shared(self, w, cta: Cta, offsets: np.ndarray, mask, size: int, write: bool) -> None:
+    def shared(self, w, cta: Cta, offsets, mask, size: int, write: bool, values=None) -> None:
         places = np.asarray(offsets, np.int64) & 0x1FFFF
         self._add(w, trace.SharedAccess(w.at, _wavefronts(places.tobytes(), size), write))
 

@@ -1,0 +1,300 @@
+"""Happens-before over shared memory, between warps, lanes and asynchronous engines."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsv4.simulator.clocks import FENCED, SEEN, Clocks
+from dsv4.simulator.findings import Findings
+from dsv4.simulator.granules import TMEM_GROUPS
+from dsv4.simulator.lanes import CONVERGENCE, LaneOrder
+from dsv4.simulator.memory import SHARED_BYTES, TMEM_COLUMNS, Cluster, Cta
+from dsv4.simulator.shadow import SEVERAL, Earlier, Shadow, place
+from dsv4.simulator.warp import ALL
+
+_LANES = np.arange(32)
+ONE_LANE = [lane == _LANES for lane in range(32)]
+
+
+class ClusterState:
+    """Clocks and shadows of one cluster."""
+
+    def __init__(self, cluster: Cluster, warps: list):
+        self.clocks = Clocks(len(warps))
+        self.shared = [Shadow(SHARED_BYTES // 4) for _ in cluster.ctas]
+        self.atomics: dict[int, Shadow] = {}  # CTA rank -> the last atomic on each word
+        self._tmem: dict[int, Shadow] = {}
+        # mbarrier address -> (agent, clock) of its init; initialised but not yet fenced.
+        self.inits: dict[int, tuple[int, int]] = {}
+        self.unfenced: set[int] = set()
+        self.counts: dict[tuple, int] = {}
+        for i, warp in enumerate(warps):
+            warp.agent, warp.order = i, LaneOrder(i, self.clocks)
+
+    def tmem(self, cta: Cta) -> Shadow:
+        """The history of a CTA's TMEM."""
+        found = self._tmem.get(cta.rank)
+        if found is None:
+            found = self._tmem[cta.rank] = Shadow(TMEM_COLUMNS * TMEM_GROUPS)
+        return found
+
+    def count(self, key: tuple) -> int:
+        """Next clock of an engine."""
+        self.counts[key] = self.counts.get(key, 0) + 1
+        return self.counts[key]
+
+
+def lanes_of(w, mask) -> np.ndarray | None:
+    """The lanes of a mask, None if they are all the warp still has; settles collectives."""
+    w.order.catch_up(w.collectives)
+    if mask is None or mask is ALL:
+        return None
+    live = w.frames[0].mask if w.frames else w.mask
+    return mask if (live & ~mask).any() else None
+
+
+class SharedRaces(Findings):
+    """Ordinary accesses and atomics, engines' accesses, barriers and fences."""
+
+    # --- ordinary accesses -----------------------------------------------------------------------
+    def shared(
+        self, w, cta: Cta, offsets: np.ndarray, mask, size: int, write: bool, values=None
+    ) -> None:
+        """A load or store of `size` bytes per lane; mask None is the warp acting as one. `values`
+        are those of a store."""
+        state, agent = w.cluster.state, w.agent
+        lanes = lanes_of(w, mask)
+        if mask is None:
+            whose = SEVERAL
+        else:
+            whose = _LANES if mask is ALL else np.flatnonzero(mask)
+        shadow, know = state.shared[cta.rank], state.clocks.view(agent, lanes)
+        where, numbers = shadow.cells(offsets, size, whose)
+        order, seen = w.order, know[SEEN]
+        kind = "write-write race" if write else "read-write race"
+        what = f"{'write' if write else 'read'} of shared memory at"
+        self._against_writes(w, cta, shadow, where, seen, kind, what)
+        if order.unsettled:
+            self._between_lanes(w, cta, shadow, where, numbers, write, what)
+        atomics = state.atomics.get(cta.rank)
+        if atomics is not None:
+            words, whose = atomics.cells(np.asarray(offsets, np.int64) & ~3, max(size, 4), whose)
+            self._against_writes(w, cta, atomics, words, seen, kind, what)
+            self._between_lanes(w, cta, atomics, words, whose, False, what)
+        clock, code = int(seen[agent]), place(w.at, numbers)
+        if write:
+            self._against_reads(w, cta, where, seen, agent, what)
+            if values is not None and isinstance(numbers, np.ndarray) and len(offsets) > 1:
+                self._within_store(w, cta, offsets, mask, values)
+            shadow.note_write(where, agent, clock, code)
+        else:
+            self._initialised(w, cta, where, f"{cta.name} warp {w.number} reads")
+            if isinstance(numbers, np.ndarray):
+                shadow.note_lane_reads(where, agent, clock, code, order.synced)
+            else:
+                shadow.note_read(where, agent, clock, code)
+        order.note(shadow, agent, where)
+
+    def _against_writes(
+        self, w, cta: Cta, shadow: Shadow, where, seen, kind: str, what: str
+    ) -> bool:
+        earlier = shadow.unordered_write(where, seen)
+        if earlier:
+            self.race(w, kind, f"{what} {self._at(w, cta, where, earlier)}", earlier)
+        return earlier is not None
+
+    def _against_reads(self, w, cta: Cta, where, seen, agent: int, what: str) -> None:
+        earlier = w.cluster.state.shared[cta.rank].unordered_read(where, seen, agent)
+        if earlier:
+            text = f"{what} {self._at(w, cta, where, earlier)}"
+            self.race(w, "read-write race", text, earlier)
+
+    @staticmethod
+    def _at(w, cta: Cta, where: np.ndarray, earlier: Earlier) -> str:
+        offset = w.cluster.state.shared[cta.rank].offset(int(where[earlier.index]))
+        return f"offset {offset:#x} of {cta.name}"
+
+    def _initialised(self, w, cta: Cta, where, what: str) -> None:
+        shadow = w.cluster.state.shared[cta.rank]
+        missing = shadow.first_unwritten(where)
+        if missing is not None:
+            message = f"{what} shared offset {shadow.offset(int(where[missing])):#x}"
+            self.report("uninitialised read", message, (w.at,), (w.at,))
+
+    def _within_store(self, w, cta: Cta, offsets: np.ndarray, mask, values) -> None:
+        """Lanes of one store that write different values to one place."""
+        if (offsets[1:] > offsets[:-1]).all():
+            return
+        _, first, again = np.unique(offsets, return_index=True, return_inverse=True)
+        if len(first) == len(offsets):
+            return
+        for value in values:
+            active = value if mask is ALL else value[mask]
+            if (active != active[first][again]).any():
+                message = f"lanes of {cta.name} warp {w.number} write different values to one place"
+                self.report("write-write race", message, (w.at,), (w.at,))
+
+    # --- lanes of one warp -----------------------------------------------------------------------
+    def _between_lanes(
+        self, w, cta: Cta, shadow: Shadow, where, lanes, write: bool, what: str
+    ) -> None:
+        """Conflicts with accesses of other lanes of the warp."""
+        order = w.order
+        for since, warning in ((order.converged, False), (order.synced, True)):
+            earlier = shadow.write_by_other_lane(where, lanes, w.agent, since)
+            kind = "write-write race" if write else "read-write race"
+            if earlier is None and write:
+                earlier = shadow.read_by_other_lane(where, lanes, w.agent, since)
+                kind = "read-write race"
+            if earlier is None:
+                continue
+            text = f"{what} {self._at(w, cta, where, earlier)}"
+            self.race(w, CONVERGENCE if warning else kind, text, earlier, warning=warning)
+            return
+
+    # --- atomics ---------------------------------------------------------------------------------
+    def shared_atomic(self, w, cta: Cta, offsets: np.ndarray, mask, size: int) -> None:
+        """An atomic operation on shared memory: in no race with other atomics."""
+        state, agent = w.cluster.state, w.agent
+        lanes = lanes_of(w, mask)
+        shadow, know = state.shared[cta.rank], state.clocks.view(agent, lanes)
+        atomics = state.atomics.setdefault(cta.rank, Shadow(shadow.count))
+        words, numbers = atomics.cells(
+            np.asarray(offsets, np.int64) & ~3, max(size, 4), np.flatnonzero(mask)
+        )
+        where = shadow.refined(words)
+        if len(where) != len(words):
+            numbers = SEVERAL if len(offsets) > 1 else numbers[0]
+        seen, what = know[SEEN], "atomic on shared memory at"
+        self._against_writes(w, cta, shadow, where, seen, "write-write race", what)
+        self._against_reads(w, cta, where, seen, agent, what)
+        if w.order.unsettled:
+            self._between_lanes(w, cta, shadow, where, numbers, True, what)
+        self._initialised(w, cta, where, f"atomic of {cta.name} warp {w.number} on")
+        atomics.note_write(words, agent, int(seen[agent]), place(w.at, numbers))
+        w.order.note(atomics, agent, words)
+
+    # --- asynchronous engines --------------------------------------------------------------------
+    def _engine_reads(
+        self, w, cta: Cta, where, agent: int, clock: int, what: str, lane: int | None = None
+    ) -> None:
+        """An asynchronous engine started by `w` (one lane of it, or all) reads shared memory."""
+        state = w.cluster.state
+        shadow = state.shared[cta.rank]
+        where = shadow.refined(where)
+        lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
+        know = state.clocks.view(w.agent, lanes)
+        text = f"{what} of shared memory at"
+        if not self._against_writes(w, cta, shadow, where, know[SEEN], "read-write race", text):
+            self._proxy_fenced(w, cta, where, know, text)
+        if w.order.unsettled:
+            self._between_lanes(w, cta, shadow, where, _number(lane), False, text)
+        self._initialised(w, cta, where, f"{what} of {cta.name} reads")
+        shadow.note_read(where, agent, clock, place(w.at, SEVERAL))
+
+    def _proxy_fenced(self, w, cta: Cta, where, know, text: str) -> None:
+        """Ordinary writes, by warps, need the fence; engines' writes do not."""
+        state = w.cluster.state
+        warps = state.clocks.warps
+        earlier = state.shared[cta.rank].unordered_write(where, know[FENCED], below=warps)
+        if earlier:
+            text = f"{text} {self._at(w, cta, where, earlier)}"
+            self.race(w, "missing proxy fence", text, earlier)
+
+    def _engine_writes(
+        self, w, cta: Cta, where, agent: int, clock: int, what: str, lane: int | None = None,
+        generic: bool = False,
+    ) -> None:  # fmt: skip
+        """An engine writes shared memory; `generic` engines need no proxy fence."""
+        state = w.cluster.state
+        shadow = state.shared[cta.rank]
+        where = shadow.refined(where)
+        lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
+        know = state.clocks.view(w.agent, lanes)
+        text = f"{what} into shared memory at"
+        raced = self._against_writes(w, cta, shadow, where, know[SEEN], "write-write race", text)
+        if not raced and not generic:
+            self._proxy_fenced(w, cta, where, know, text)
+        self._against_reads(w, cta, where, know[SEEN], agent, text)
+        if w.order.unsettled:
+            self._between_lanes(w, cta, shadow, where, _number(lane), True, text)
+        shadow.note_write(where, agent, clock, place(w.at, SEVERAL))
+
+    # --- threads and barriers --------------------------------------------------------------------
+    def release(self, w, key: tuple, relaxed: bool = False) -> None:
+        """Arrival of a whole warp at a barrier."""
+        w.order.catch_up(w.collectives)
+        w.order.covers(None)
+        w.cluster.state.clocks.release(w.agent, key, relaxed=relaxed)
+
+    def acquire(self, w, key: tuple) -> None:
+        """A whole warp leaves a barrier, which orders its lanes too."""
+        w.cluster.state.clocks.acquire(w.agent, key)
+        w.order.sync()
+
+    def warp_sync(self, w) -> None:
+        """bar.warp.sync."""
+        w.order.sync()
+
+    def fence(self, w, opcode: str, mask=None) -> None:
+        """Fences of every kind, by some lanes or all."""
+        state, clocks, agent = w.cluster.state, w.cluster.state.clocks, w.agent
+        lanes = lanes_of(w, mask)
+        if opcode.startswith(("fence.proxy.async", "fence.mbarrier_init")):
+            state.unfenced -= {a for a in state.unfenced if state.inits[a][0] == agent}
+        if opcode.startswith("fence.proxy.async"):
+            clocks.proxy_fence(agent, lanes)
+        elif opcode.startswith("tcgen05.fence::before"):
+            clocks.before_thread_sync(agent)
+            return
+        elif opcode.startswith("tcgen05.fence::after"):
+            clocks.after_thread_sync(agent)
+            return
+        elif opcode.startswith(("fence", "membar")):
+            clocks.fence(agent)
+            self.memory.fence(w)
+        # What the warp writes from now on, the fence does not cover.
+        w.order.covers(lanes)
+        clocks.advance(agent)
+        w.order.leave_behind(lanes)
+
+    def barrier_init(self, w, address: int) -> None:
+        """mbarrier.init."""
+        state = w.cluster.state
+        state.inits[address] = (w.agent, int(state.clocks.seen[w.agent, w.agent]))
+        state.unfenced.add(address)
+
+    def _check_init(self, w, barrier, engine: bool = False) -> None:
+        state = w.cluster.state
+        if engine and barrier.address in state.unfenced:
+            message = f"asynchronous arrival on {barrier}, whose init no fence made visible to it"
+            self.report("missing mbarrier_init fence", message, (w.at,), (w.at,))
+        agent, clock = state.inits[barrier.address]
+        if state.clocks.seen[w.agent, agent] < clock:
+            message = f"use of {barrier} by {w.cta.name} warp {w.number}"
+            self.report("barrier used before its init is visible", message, (w.at,), (w.at,))
+
+    def release_barrier(self, w, barrier, mask=None) -> None:
+        """Arrival of some lanes at an mbarrier."""
+        self._check_init(w, barrier)
+        lanes = lanes_of(w, mask)
+        key = ("mbarrier", barrier.address, barrier.phase)
+        w.order.covers(lanes)
+        w.cluster.state.clocks.release(w.agent, key, lanes)
+        w.order.leave_behind(lanes)
+
+    def acquire_barrier(self, w, barrier, mask=None) -> None:
+        """Some lanes waited for the last phase of an mbarrier."""
+        self._check_init(w, barrier)
+        lanes = lanes_of(w, mask)
+        key = ("mbarrier", barrier.address, barrier.phase - 1)
+        own = w.cluster.state.clocks.acquire(w.agent, key, lanes)
+        if lanes is None:
+            w.order.covered(own)
+
+    def _publish_at(self, state: ClusterState, barrier, know: np.ndarray) -> None:
+        state.clocks.publish(("mbarrier", barrier.address, barrier.phase), know)
+
+
+def _number(lane: int | None) -> int:
+    return SEVERAL if lane is None else lane
