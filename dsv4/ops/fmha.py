@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.ops import fmha_checks, fmha_cpu
-from dsv4.ops.fmha_dispatch import launch_torch, launcher
+from dsv4.ops.fmha_dispatch import Launch, bind_torch, launcher
 from dsv4.ops.library import register
 from dsv4.ops.runner import runner_config, runner_id
 
@@ -202,23 +202,45 @@ def _cuda(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
-    config = runner_config(runner_id)
     if torch.is_grad_enabled():
         fmha_checks.check_no_grad(q, compressed_kv, swa_kv, sink_logits, o)
-    inputs = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids)
-    tensors = (*inputs, o, compressed_lens, lse, workspace)
-    if q.dtype is torch.float32:
-        # Kernels are for bfloat16. A model loaded in float32 is there to be exact, not fast.
-        launch_torch(config, *tensors)
-        return
+    launch = _LAUNCHES.get((runner_id, q.get_device(), q.dtype))
+    if launch is None:
+        launch = _bind(runner_id, q)
     try:
-        launcher(q.get_device()).launch(config, *tensors)
+        launch(
+            q,
+            compressed_kv,
+            swa_kv,
+            swa_lens,
+            sink_logits,
+            request_ids,
+            o,
+            compressed_lens,
+            lse,
+            workspace,
+        )
     except Exception:
         # Compiled kernels check their arguments for free but name them tersely; checking here
         # before every launch would cost more than the launch.
-        fmha_checks.check_arguments(config, *tensors)
+        inputs = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids)
+        tensors = (*inputs, o, compressed_lens, lse, workspace)
+        fmha_checks.check_arguments(runner_config(runner_id), *tensors)
         fmha_checks.check_kernel_layout(*tensors)
         raise
+
+
+# By runner id, device index and dtype of q.
+_LAUNCHES: dict[tuple[int, int, torch.dtype], Launch] = {}
+
+
+def _bind(runner_id: int, q: Tensor) -> Launch:
+    """What runs a runner's calls on the device of q, from the first one on."""
+    config, index = runner_config(runner_id), q.get_device()
+    # Kernels are for bfloat16. A model loaded in float32 is there to be exact, not fast.
+    bind = bind_torch if q.dtype == torch.float32 else launcher(index).bind
+    launch = _LAUNCHES[runner_id, index, q.dtype] = bind(config, q.device)
+    return launch
 
 
 def _fake(

@@ -13,6 +13,7 @@ from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops import fmha_splits
 from dsv4.ops.compile_cache import RUNNERS, Runner
 from dsv4.ops.fmha_checks import check_arguments
+from dsv4.ops.fmha_dispatch import Launch
 from dsv4.ops.kernels_table import ARCHITECTURES, runner_key
 from dsv4.ops.runner import refuse_cold_capture
 
@@ -39,7 +40,9 @@ class _State:
         capability = torch.cuda.get_device_capability(device)
         key = runner_key(config, ARCHITECTURES[capability])
         self.config = config
+        self.fixed_splits = config.num_splits
         self.device = device
+        self.index = device.index
         self.run: Runner = RUNNERS.get(key, before_miss=lambda: refuse_cold_capture(config))
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.absent = _absent(device.index, config.num_query_heads)
@@ -50,85 +53,90 @@ class _State:
         """KV splits of a launch: fixed by the configuration, else by the launch's size."""
         if self.config.num_splits is not None:
             return self.config.num_splits
-        size = (tokens, rows, width)
-        known = self.splits.get(size)
+        known = self.splits.get((tokens, rows, width))
         if known is None:
             if len(self.splits) == MAX_SIZES:
                 self.splits.clear()
-            known = self.splits[size] = fmha_splits.choose(
-                self.config, tokens, rows, width, self.multiprocessors
-            )
+            known = fmha_splits.choose(self.config, tokens, rows, width, self.multiprocessors)
+            self.splits[tokens, rows, width] = known
         return known
 
+    def launch(
+        self,
+        q: Tensor,
+        compressed_kv: Tensor,
+        swa_kv: Tensor,
+        swa_lens: Tensor,
+        sink_logits: Tensor,
+        request_ids: Tensor,
+        o: Tensor,
+        compressed_lens: Tensor | None,
+        lse: Tensor | None,
+        workspace: Tensor | None,
+    ) -> None:
+        """Attention on the current stream of this device, where q must be.
 
-def launch(
-    config: FmhaConfig,
-    q: Tensor,
-    compressed_kv: Tensor,
-    swa_kv: Tensor,
-    swa_lens: Tensor,
-    sink_logits: Tensor,
-    request_ids: Tensor,
-    o: Tensor,
-    compressed_lens: Tensor | None,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-) -> None:
-    """Attention on the current stream of q's device.
+        The compiled function checks dtypes, ranks, devices, shared sizes and strides. Only what it
+        cannot see is checked here, and every look at a tensor counts: the host takes longer for a
+        launch than the GPU for a small one.
 
-    The compiled function checks dtypes, ranks, devices, shared sizes and strides. Only what it
-    cannot see is checked here.
+        Raises:
+            ValueError: a length of an optional argument does not fit.
+            RuntimeError: a workspace is cold and a graph is being captured.
+        """
+        if torch._C._cuda_getDevice() != self.index:
+            # The driver launches on the current device, whatever device the tensors are on.
+            tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
+            with torch.cuda.device(self.index):
+                self.launch(*tensors, compressed_lens, lse, workspace)
+            return
+        tokens = request_ids.numel()  # cheaper than a shape
+        if tokens == 0:
+            tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
+            check_arguments(self.config, *tensors, compressed_lens, lse, workspace)
+            return
+        if compressed_lens is None:
+            compressed_lens = self.no_lens
+        elif compressed_lens.shape[0] != tokens:
+            raise ValueError(f"compressed_lens: got {len(compressed_lens)} lengths, needs {tokens}")
+        if lse is None:
+            lse = self.no_lse
+        elif lse.shape[0] != tokens:
+            raise ValueError(f"lse: got {len(lse)} rows, needs {tokens}")
+        splits = self.fixed_splits
+        if splits is None:
+            splits = self.num_splits(tokens, compressed_kv.shape[1], swa_kv.shape[1])
+        if splits == 1:
+            workspace = self.no_workspace
+        else:
+            size = fmha_splits.workspace_size(self.config, tokens, splits)
+            if workspace is None:
+                workspace = _workspace(self, size)
+            elif workspace.numel() < size:
+                raise ValueError(f"workspace: got {workspace.numel()} elements, needs {size}")
+        self.run(
+            q,
+            compressed_kv,
+            swa_kv,
+            swa_lens,
+            sink_logits,
+            request_ids,
+            o,
+            compressed_lens,
+            lse,
+            workspace,
+            splits,
+            self.multiprocessors,
+        )
+
+
+def bind(config: FmhaConfig, device: torch.device) -> Launch:
+    """The launch of a configuration on a device, its runner loaded.
 
     Raises:
-        ValueError: a length of an optional argument does not fit.
-        RuntimeError: a runner or workspace is cold and a graph is being captured.
+        RuntimeError: the runner is cold and a graph is being captured.
     """
-    index = q.get_device()
-    if torch._C._cuda_getDevice() != index:
-        # The driver launches on the current device, whatever device the tensors are on.
-        tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
-        with torch.cuda.device(index):
-            launch(config, *tensors, compressed_lens, lse, workspace)
-        return
-    state = _STATES.get((id(config), index))
-    if state is None:
-        state = _state(config, q.device)
-    tokens = q.shape[0]
-    if tokens == 0:
-        tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
-        check_arguments(config, *tensors, compressed_lens, lse, workspace)
-        return
-    if compressed_lens is None:
-        compressed_lens = state.no_lens
-    elif compressed_lens.shape[0] != tokens:
-        raise ValueError(f"compressed_lens: got {len(compressed_lens)} lengths, needs {tokens}")
-    if lse is None:
-        lse = state.no_lse
-    elif lse.shape[0] != tokens:
-        raise ValueError(f"lse: got {len(lse)} rows, needs {tokens}")
-    num_splits = state.num_splits(tokens, compressed_kv.shape[1], swa_kv.shape[1])
-    if num_splits == 1:
-        workspace = state.no_workspace
-    else:
-        size = fmha_splits.workspace_size(config, tokens, num_splits)
-        if workspace is None:
-            workspace = _workspace(state, size)
-        elif workspace.numel() < size:
-            raise ValueError(f"workspace: got {workspace.numel()} elements, needs {size}")
-    state.run(
-        q,
-        compressed_kv,
-        swa_kv,
-        swa_lens,
-        sink_logits,
-        request_ids,
-        o,
-        compressed_lens,
-        lse,
-        workspace,
-        num_splits,
-        state.multiprocessors,
-    )
+    return _state(config, device).launch
 
 
 def warmup(config: FmhaConfig, max_tokens: int, device: torch.device) -> None:

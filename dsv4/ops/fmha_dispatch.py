@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,20 +15,21 @@ from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops import fmha_checks, fmha_cpu
 from dsv4.ops.kernels_table import ARCHITECTURES
 
+# launch(q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o, compressed_lens, lse,
+# workspace) -> None, with unchecked arguments: it must refuse by itself whatever it cannot run.
+Launch = Callable[..., None]
+
 
 @dataclass(frozen=True)
 class Launcher:
     """One implementation.
 
     Attributes:
-        launch: `launch(config, q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o,
-            compressed_lens, lse, workspace) -> None` with unchecked arguments: it must refuse by
-            itself whatever it cannot run. Its exception is replaced by the one of
-            `check_arguments` where that finds the fault.
+        bind: `bind(config, device) -> Launch`.
         warmup: `warmup(config, max_tokens, device) -> None`.
     """
 
-    launch: Callable[..., None]
+    bind: Callable[[FmhaConfig, torch.device], Launch]
     warmup: Callable[[FmhaConfig, int, torch.device], None]
 
 
@@ -51,11 +54,13 @@ def _choose(device: torch.device) -> Launcher:
     if capability not in ARCHITECTURES:
         return _fallback(f"there is no kernel for {name} (sm_{capability[0]}{capability[1]})")
     try:
-        # Imports the kernel compiler, which takes seconds: only once a GPU is really used.
-        from dsv4.ops import fmha_cuda
+        # What compiles and loads kernels takes seconds to import: only once a GPU is really used.
+        importlib.import_module("cutlass")
     except ImportError as error:
-        return _fallback(f"the kernels for {name} cannot be imported ({error})")
-    return Launcher(fmha_cuda.launch, fmha_cuda.warmup)
+        return _fallback(f"the kernels for {name} cannot be loaded ({error})")
+    from dsv4.ops import fmha_cuda
+
+    return Launcher(fmha_cuda.bind, fmha_cuda.warmup)
 
 
 def _fallback(reason: str) -> Launcher:
@@ -64,11 +69,15 @@ def _fallback(reason: str) -> Launcher:
         RuntimeWarning,
         stacklevel=2,
     )
-    return Launcher(launch_torch, lambda config, max_tokens, device: None)
+    return Launcher(bind_torch, lambda config, max_tokens, device: None)
 
 
-def launch_torch(config: FmhaConfig, *tensors: Tensor | None) -> None:
-    """Check the arguments and run the torch implementation; takes what `Launcher.launch` takes."""
+def bind_torch(config: FmhaConfig, device: torch.device) -> Launch:
+    """The torch implementation, which checks its arguments."""
+    return partial(_launch_torch, config)
+
+
+def _launch_torch(config: FmhaConfig, *tensors: Tensor | None) -> None:
     fmha_checks.check_arguments(config, *tensors)
     # The last tensor is the split-KV workspace, which this implementation does not need.
     fmha_cpu.sparse_fmha(config, *tensors[:-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from dsv4.model.forward import prefill
 from dsv4.model.inputs import InputStage
 from dsv4.model.model import DeepseekV4
 from dsv4.model.sampler import RowSampling, SamplingParams
-from dsv4.ops import fmha_dispatch
+from dsv4.ops import fmha, fmha_dispatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stage("H")]
 
@@ -139,12 +140,18 @@ def test_kernels_are_launched_by_the_graph(model, text, monkeypatch) -> None:
     launcher = fmha_dispatch.launcher(DEVICE.index)
     launches = {True: 0, False: 0}
 
-    def launch(*arguments: object) -> None:
-        launches[torch.cuda.is_current_stream_capturing()] += 1
-        launcher.launch(*arguments)
+    def bind(*arguments: object) -> Callable[..., None]:
+        launch = launcher.bind(*arguments)
 
-    counting = {DEVICE.index: replace(launcher, launch=launch)}
+        def count_and_launch(*tensors: object) -> None:
+            launches[torch.cuda.is_current_stream_capturing()] += 1
+            launch(*tensors)
+
+        return count_and_launch
+
+    counting = {DEVICE.index: replace(launcher, bind=bind)}
     monkeypatch.setattr(fmha_dispatch, "_LAUNCHERS", counting)
+    monkeypatch.setattr(fmha, "_LAUNCHES", {})
     teacher_forced(model, [text[:LENGTH]], use_cuda_graphs=True)
     layers = len(model.layers)
     shapes = 3  # capacities of 128, 256 and 384 tokens
@@ -157,7 +164,7 @@ def test_kernels_are_launched_by_the_graph(model, text, monkeypatch) -> None:
 def test_the_hopper_kernel_serves_the_model() -> None:
     from dsv4.ops import fmha_cuda
 
-    assert fmha_dispatch.launcher(DEVICE.index).launch is fmha_cuda.launch
+    assert fmha_dispatch.launcher(DEVICE.index).bind is fmha_cuda.bind
 
 
 def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[Output]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from dsv4.ops import fmha_splits
 pytestmark = pytest.mark.stage("H")
 
 MULTIPROCESSORS = 132
+ABSENT = (torch.empty(0).int(), torch.empty(0, 8), torch.empty(0))
 
 
 @pytest.mark.parametrize("heads", [8, 64, 128])
@@ -43,27 +46,28 @@ def test_fixed_splits_size_the_workspace() -> None:
 
 
 class Recorder:
-    """Stands for a warmed-up runner on a device of its own."""
+    """Stands for a compiled kernel."""
 
-    def __init__(self, config: FmhaConfig) -> None:
-        self.config = config
+    def __init__(self) -> None:
         self.calls: list[tuple] = []
-        self.multiprocessors = MULTIPROCESSORS
-        self.absent = (torch.empty(0).int(), torch.empty(0, 8), torch.empty(0))
-        self.no_lens, self.no_lse, self.no_workspace = self.absent
 
-    def num_splits(self, tokens: int, rows: int, width: int) -> int:
-        return self.config.num_splits
-
-    def run(self, *arguments) -> None:
+    def __call__(self, *arguments) -> None:
         self.calls.append(arguments)
 
 
 @pytest.fixture
 def launch(monkeypatch):
-    """`launch(num_splits, compressed_lens, lse, workspace)` of three tokens, and its recorder."""
+    """`launch(num_splits, compressed_lens, lse, workspace)` of three tokens; returns what the
+    kernel got after the tensors that every call has."""
     from dsv4.ops import fmha_cuda
 
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    recorder = Recorder()
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(fmha_cuda, "_absent", lambda index, heads: ABSENT)
+    monkeypatch.setattr(fmha_cuda.RUNNERS, "get", lambda *args, **options: recorder)
     tensors = (
         torch.zeros(3, 8, 64),
         torch.zeros(3, 70, 64),
@@ -76,26 +80,22 @@ def launch(monkeypatch):
 
     def call(num_splits, compressed_lens=None, lse=None, workspace=None):
         config = FmhaConfig(64, 8, 128, 1024, num_splits=num_splits)
-        recorder = Recorder(config)
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
-        monkeypatch.setitem(fmha_cuda._STATES, (id(config), -1), recorder)
-        fmha_cuda.launch(config, *tensors, compressed_lens, lse, workspace)
+        state = fmha_cuda._State(config, torch.device("cpu"))
+        state.launch(*tensors, compressed_lens, lse, workspace)
         (arguments,) = recorder.calls
         assert arguments[:7] == tensors
-        return recorder, arguments[7:]
+        return arguments[7:]
 
     return call
 
 
 def test_absent_arguments_are_empty_tensors(launch) -> None:
-    recorder, rest = launch(1)
-    assert rest == (*recorder.absent, 1, MULTIPROCESSORS)
+    assert launch(1) == (*ABSENT, 1, MULTIPROCESSORS)
 
 
 def test_given_arguments_are_passed_on(launch) -> None:
     lens, lse, workspace = torch.zeros(3).int(), torch.zeros(3, 8), torch.zeros(3 * 8 * 2 * 68)
-    _, rest = launch(2, lens, lse, workspace)
-    assert rest == (lens, lse, workspace, 2, MULTIPROCESSORS)
+    assert launch(2, lens, lse, workspace) == (lens, lse, workspace, 2, MULTIPROCESSORS)
 
 
 @pytest.mark.parametrize("name", ["compressed_lens", "lse", "workspace"])

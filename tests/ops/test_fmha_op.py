@@ -363,7 +363,8 @@ def test_unknown_gpu_gets_torch_with_one_warning(pretend_gpu, seed: int) -> None
         assert fmha_dispatch.launcher(5) is chosen
     inputs = make_inputs(CASE, seed)
     arguments, keywords = op_arguments(inputs)
-    chosen.launch(runner.runner_config(arguments[7]), *arguments[:7], *keywords.values())
+    launch = chosen.bind(runner.runner_config(arguments[7]), torch.device("cpu"))
+    launch(*arguments[:7], *keywords.values())
     assert_attention_close(
         arguments[6], inputs.expected()[0], keywords["lse"], inputs.expected()[1]
     )
@@ -371,9 +372,8 @@ def test_unknown_gpu_gets_torch_with_one_warning(pretend_gpu, seed: int) -> None
 
 def test_missing_kernel_compiler_gets_torch(pretend_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu((9, 0))
-    monkeypatch.setitem(sys.modules, "dsv4.ops.fmha_cuda", None)
-    monkeypatch.delattr("dsv4.ops.fmha_cuda", raising=False)
-    with pytest.warns(RuntimeWarning, match="cannot be imported"):
+    monkeypatch.setitem(sys.modules, "cutlass", None)
+    with pytest.warns(RuntimeWarning, match="cannot be loaded"):
         fmha_dispatch.launcher(0)
 
 
@@ -383,7 +383,8 @@ def test_failed_launch_is_explained(monkeypatch: pytest.MonkeyPatch, seed: int) 
     def launch(*_: object) -> None:
         raise RuntimeError("Mismatched Tensor on argument #3")
 
-    refusing = fmha_dispatch.Launcher(launch, lambda *_: None)
+    refusing = fmha_dispatch.Launcher(lambda *_: launch, lambda *_: None)
+    monkeypatch.setattr(fmha, "_LAUNCHES", {})
     monkeypatch.setattr(fmha, "launcher", lambda index: refusing)
     arguments, keywords = op_arguments(make_inputs(CASE, seed))
     wrong = (*arguments[:3], arguments[3].long(), *arguments[4:])
@@ -399,6 +400,7 @@ def test_failed_launch_is_explained(monkeypatch: pytest.MonkeyPatch, seed: int) 
 def test_float32_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Kernels are for bfloat16: on a GPU, too, float32 is computed by torch."""
     monkeypatch.setattr(fmha, "launcher", lambda index: pytest.fail("asked for a kernel"))
+    monkeypatch.setattr(fmha, "_LAUNCHES", {})
     inputs = make_inputs(CASE, seed, torch.float32)
     arguments, keywords = op_arguments(inputs)
     fmha._cuda(*arguments, **keywords)
