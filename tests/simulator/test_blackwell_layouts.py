@@ -1,8 +1,7 @@
-"""Blackwell-only layouts against tables of the PTX ISA, through bare PTX.
+"""Data paths of tcgen05.mma against tables of the PTX ISA, through bare PTX.
 
-The tables here say which thread or lane holds an element, in the ISA's own terms (data paths A to
-G, the fragment figures of tcgen05.ld); operand images are laid out by hand from the canonical
-layouts.
+The tables here say which lane holds a row of the accumulator, in the ISA's own terms (data paths A
+to G); operand images are laid out by hand from the canonical layouts.
 """
 
 import numpy as np
@@ -13,96 +12,7 @@ from dsv4.simulator import simulate_ptx
 
 pytestmark = pytest.mark.stage("simulator")
 
-# Fragment figures: for each row of the matrix, (thread, register) of its 32-bit columns, for one
-# repeat.
-FIGURES = {
-    "32x32b": [[(row, 0)] for row in range(32)],
-    "16x64b": [[(4 * r, 0), (4 * r + 2, 0)] for r in range(8)]
-    + [[(4 * r + 1, 0), (4 * r + 3, 0)] for r in range(8)],
-    "16x128b": [[(4 * r + c, 0) for c in range(4)] for r in range(8)]
-    + [[(4 * r + c, 1) for c in range(4)] for r in range(8)],
-    "16x256b": [[(4 * r + c // 2, c % 2) for c in range(8)] for r in range(8)]
-    + [[(4 * r + c // 2, 2 + c % 2) for c in range(8)] for r in range(8)],
-}
-_REGISTERS = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}
 
-
-def _names(prefix: str, count: int) -> str:
-    return "{" + ", ".join(f"%{prefix}{i}" for i in range(count)) + "}"
-
-
-def _fragment_kernel(shape: str, repeats: int, lane: int) -> str:
-    """Each warp fills 64 TMEM columns with lane * 64 + column, loads a fragment, writes it out."""
-    count = _REGISTERS[shape] * repeats
-    fill = "\n".join(f"add.u32 %v{c}, %r4, {c};" for c in range(64))
-    out = "\n".join(f"st.global.b32 [%d2+{128 * i}], %x{i};" for i in range(count))
-    return f"""
-.version 8.8
-.target sm_100a
-.address_size 64
-.shared .align 16 .b8 place[16];
-.visible .entry k(.param .b64 out)
-{{
-.reg .pred %p<4>; .reg .b32 %r<16>; .reg .b32 %v<64>; .reg .b32 %x<{count}>; .reg .b64 %d<8>;
-ld.param.b64 %d1, [out];
-mov.u32 %r1, %tid.x;
-shr.u32 %r2, %r1, 5;
-and.b32 %r3, %r1, 31;
-mov.b32 %r10, place;
-setp.ne.u32 %p1, %r2, 0;
-@%p1 bra ALLOCATED;
-tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r10], 64;
-ALLOCATED:
-bar.sync 0;
-ld.shared.b32 %r5, [place];
-shl.b32 %r6, %r2, 21;
-add.u32 %r7, %r5, %r6;
-shl.b32 %r4, %r1, 6;
-{fill}
-tcgen05.st.sync.aligned.32x32b.x64.b32 [%r7], {_names("v", 64)};
-tcgen05.wait::st.sync.aligned;
-add.u32 %r8, %r7, {lane << 16};
-tcgen05.ld.sync.aligned.{shape}.x{repeats}.b32 {_names("x", count)}, [%r8];
-tcgen05.wait::ld.sync.aligned;
-mul.lo.u32 %r9, %r2, {count * 128};
-shl.b32 %r11, %r3, 2;
-add.u32 %r9, %r9, %r11;
-cvt.u64.u32 %d3, %r9;
-add.u64 %d2, %d1, %d3;
-{out}
-bar.sync 0;
-@%p1 bra DONE;
-tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r5, 64;
-DONE:
-ret;
-}}
-"""
-
-
-@pytest.mark.parametrize("repeats", [1, 4])
-@pytest.mark.parametrize(
-    ("shape", "lane"),
-    [("32x32b", 0), ("16x64b", 0), ("16x64b", 16), ("16x128b", 16), ("16x256b", 0),
-     ("16x256b", 16)],
-)  # fmt: skip
-def test_load_fragments(shape, lane, repeats):
-    count = _REGISTERS[shape] * repeats
-    out = torch.full((4, count, 32), -1, dtype=torch.int32)
-    simulate_ptx(
-        _fragment_kernel(shape, repeats, lane), "k", grid=(1, 1, 1), block=(128, 1, 1),
-        params=(out,),
-    )  # fmt: skip
-    figure = FIGURES[shape]
-    for warp in range(4):
-        for row, cells in enumerate(figure):
-            for repeat in range(repeats):
-                for c, (thread, register) in enumerate(cells):
-                    value = out[warp, repeat * _REGISTERS[shape] + register, thread]
-                    column = repeat * len(cells) + c
-                    assert value == (32 * warp + lane + row) * 64 + column
-
-
-# --- products ------------------------------------------------------------------------------------
 # Data paths: (rows, columns) held by each quarter of the 128 lanes, as slices of D [M, N] of a CTA.
 def _data_path(path: str, n: int) -> list[tuple[range, range, int]]:
     """(rows, columns, first lane) pieces of an accumulator."""
