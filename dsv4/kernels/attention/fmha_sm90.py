@@ -74,6 +74,10 @@ class FmhaKernelSm90:
         num_splits: fixed number of KV splits, or None where each launch says.
     """
 
+    # Arrivals of a warp on a barrier. One lane speaks for its warp after a warp sync; a race checker
+    # that follows each thread by itself needs all 32.
+    warp_arrivals = 1
+
     # ---- construction ----
 
     def __init__(
@@ -275,15 +279,15 @@ class FmhaKernelSm90:
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(smem.q_full, 1)
-                cute.arch.mbarrier_init(smem.q_empty, 12)
+                cute.arch.mbarrier_init(smem.q_empty, 12 * self.warp_arrivals)
                 for i in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_init(smem.p_full + i, 4)
-                    cute.arch.mbarrier_init(smem.p_empty + i, 8)
-                cute.arch.mbarrier_init(smem.rows_full, 4)
-                cute.arch.mbarrier_init(smem.rows_empty, 8)
+                    cute.arch.mbarrier_init(smem.p_full + i, 4 * self.warp_arrivals)
+                    cute.arch.mbarrier_init(smem.p_empty + i, 8 * self.warp_arrivals)
+                cute.arch.mbarrier_init(smem.rows_full, 4 * self.warp_arrivals)
+                cute.arch.mbarrier_init(smem.rows_empty, 8 * self.warp_arrivals)
                 for i in cutlass.range_constexpr(2 * self.stages):
                     cute.arch.mbarrier_init(smem.kv_full + i, 1)
-                    cute.arch.mbarrier_init(smem.kv_empty + i, 4)
+                    cute.arch.mbarrier_init(smem.kv_empty + i, 4 * self.warp_arrivals)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         works = q.shape[0] * self.head_tiles * num_splits
@@ -798,7 +802,7 @@ class FmhaKernelSm90:
     def _release(self, barrier, lane):
         """One arrival per warp, after every lane's reads and writes."""
         cute.arch.sync_warp()
-        if lane == 0:
+        if lane < self.warp_arrivals:
             cute.arch.mbarrier_arrive(barrier)
 
 
