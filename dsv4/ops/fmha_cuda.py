@@ -30,7 +30,13 @@ _RETIRED: list[Tensor] = []
 
 
 class _State:
-    """A configuration's runner on one device."""
+    """A configuration's runner on one device.
+
+    Attributes:
+        run: the compiled function.
+        absent: empty tensors that stand for the optional arguments.
+        splits: number of KV splits by (tokens, compressed rows, window rows).
+    """
 
     def __init__(self, config: FmhaConfig, device: torch.device) -> None:
         if config.num_splits is not None and config.num_splits > fmha_splits.MAX_SPLITS:
@@ -40,29 +46,33 @@ class _State:
         capability = torch.cuda.get_device_capability(device)
         key = runner_key(config, ARCHITECTURES[capability])
         self.config = config
-        self.fixed_splits = config.num_splits
         self.device = device
-        self.index = device.index
         self.run: Runner = RUNNERS.get(key, before_miss=lambda: refuse_cold_capture(config))
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self.absent = _absent(device.index, config.num_query_heads)
-        self.no_lens, self.no_lse, self.no_workspace = self.absent
         self.splits: dict[tuple[int, int, int], int] = {}
+        self.launch = _launch_of(self)
 
     def num_splits(self, tokens: int, rows: int, width: int) -> int:
         """KV splits of a launch: fixed by the configuration, else by the launch's size."""
-        if self.config.num_splits is not None:
-            return self.config.num_splits
-        known = self.splits.get((tokens, rows, width))
-        if known is None:
-            if len(self.splits) == MAX_SIZES:
-                self.splits.clear()
-            known = fmha_splits.choose(self.config, tokens, rows, width, self.multiprocessors)
-            self.splits[tokens, rows, width] = known
-        return known
+        if len(self.splits) == MAX_SIZES:
+            self.splits.clear()
+        chosen = self.config.num_splits
+        if chosen is None:
+            chosen = fmha_splits.choose(self.config, tokens, rows, width, self.multiprocessors)
+        self.splits[tokens, rows, width] = chosen
+        return chosen
+
+
+def _launch_of(state: _State) -> Launch:
+    """The launch of a state, as a closure: locals are found faster than attributes, and the host
+    takes longer for a launch than the GPU for a small one."""
+    config, index = state.config, state.device.index
+    run, multiprocessors = state.run, state.multiprocessors
+    no_lens, no_lse, no_workspace = state.absent
+    current_device, known_splits = torch._C._cuda_getDevice, state.splits.get
 
     def launch(
-        self,
         q: Tensor,
         compressed_kv: Tensor,
         swa_kv: Tensor,
@@ -74,47 +84,45 @@ class _State:
         lse: Tensor | None,
         workspace: Tensor | None,
     ) -> None:
-        """Attention on the current stream of this device, where q must be.
+        """Attention on the current stream of the state's device, where q must be.
 
         The compiled function checks dtypes, ranks, devices, shared sizes and strides. Only what it
-        cannot see is checked here, and every look at a tensor counts: the host takes longer for a
-        launch than the GPU for a small one.
+        cannot see is checked here.
 
         Raises:
             ValueError: a length of an optional argument does not fit.
             RuntimeError: a workspace is cold and a graph is being captured.
         """
-        if torch._C._cuda_getDevice() != self.index:
+        if current_device() != index:
             # The driver launches on the current device, whatever device the tensors are on.
             tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
-            with torch.cuda.device(self.index):
-                self.launch(*tensors, compressed_lens, lse, workspace)
+            with torch.cuda.device(index):
+                launch(*tensors, compressed_lens, lse, workspace)
             return
         tokens = request_ids.numel()  # cheaper than a shape
         if tokens == 0:
             tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
-            check_arguments(self.config, *tensors, compressed_lens, lse, workspace)
+            check_arguments(config, *tensors, compressed_lens, lse, workspace)
             return
         if compressed_lens is None:
-            compressed_lens = self.no_lens
+            compressed_lens = no_lens
         elif compressed_lens.shape[0] != tokens:
             raise ValueError(f"compressed_lens: got {len(compressed_lens)} lengths, needs {tokens}")
         if lse is None:
-            lse = self.no_lse
+            lse = no_lse
         elif lse.shape[0] != tokens:
             raise ValueError(f"lse: got {len(lse)} rows, needs {tokens}")
-        splits = self.fixed_splits
-        if splits is None:
-            splits = self.num_splits(tokens, compressed_kv.shape[1], swa_kv.shape[1])
+        size = (tokens, compressed_kv.shape[1], swa_kv.shape[1])
+        splits = known_splits(size) or state.num_splits(*size)
         if splits == 1:
-            workspace = self.no_workspace
+            workspace = no_workspace
         else:
-            size = fmha_splits.workspace_size(self.config, tokens, splits)
+            needed = fmha_splits.workspace_size(config, tokens, splits)
             if workspace is None:
-                workspace = _workspace(self, size)
-            elif workspace.numel() < size:
-                raise ValueError(f"workspace: got {workspace.numel()} elements, needs {size}")
-        self.run(
+                workspace = _workspace(state, needed)
+            elif workspace.numel() < needed:
+                raise ValueError(f"workspace: got {workspace.numel()} elements, needs {needed}")
+        run(
             q,
             compressed_kv,
             swa_kv,
@@ -126,8 +134,10 @@ class _State:
             lse,
             workspace,
             splits,
-            self.multiprocessors,
+            multiprocessors,
         )
+
+    return launch
 
 
 def bind(config: FmhaConfig, device: torch.device) -> Launch:
@@ -222,5 +232,5 @@ def _load_module(state: _State) -> None:
         workspace = torch.empty(size, dtype=torch.float32, device=device)
         state.run(
             *(q, rows, rows, lengths, sink, nobody, torch.empty_like(q)),
-            *(state.no_lens, state.no_lse, workspace, num_splits, state.multiprocessors),
+            *(*state.absent[:2], workspace, num_splits, state.multiprocessors),
         )
