@@ -74,7 +74,7 @@ class FmhaKernelSm90:
         num_splits: fixed number of KV splits, or None where each launch says.
     """
 
-    # Arrivals of a warp on a barrier. One lane speaks for its warp after a warp sync; a race checker
+    # Arrivals of a warp on a barrier. One lane speaks for its warp after a warp sync; a checker
     # that follows each thread by itself needs all 32.
     warp_arrivals = 1
 
