@@ -12,7 +12,13 @@ from torch import Tensor
 from dsv4 import ops
 from dsv4.bench.peers import Peer, Run
 from dsv4.bench.shapes import Inputs, Shape, make_inputs
-from dsv4.bench.timing import copy_bandwidth, graph_microseconds, host_microseconds, matmul_rate
+from dsv4.bench.timing import (
+    copy_bandwidth,
+    graph_microseconds,
+    host_microseconds,
+    matmul_rate,
+    read_bandwidth,
+)
 from dsv4.ops.runner import runner_config
 from dsv4.reference.attention import sparse_fmha_with_swa as oracle
 
@@ -23,15 +29,22 @@ CHECKED_TOKENS = 2  # so many of the first, and of the last
 
 @dataclass(frozen=True)
 class Machine:
-    """What this GPU reaches: bytes per second of a copy, FLOP per second of a matrix product."""
+    """What this GPU reaches: bytes per second of a large copy and of a large reduction, FLOP per
+    second of a large matrix product."""
 
     name: str
-    bandwidth: float
+    copy: float
+    read: float
     rate: float
 
     @classmethod
     def measure(cls) -> Machine:
-        return cls(torch.cuda.get_device_name(), copy_bandwidth(), matmul_rate())
+        return cls(torch.cuda.get_device_name(), copy_bandwidth(), read_bandwidth(), matmul_rate())
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second that no kernel exceeds."""
+        return max(self.copy, self.read)
 
     def floor(self, shape: Shape) -> float:
         """Microseconds that no kernel for `shape` beats: the larger of its two times."""

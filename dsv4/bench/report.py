@@ -75,7 +75,7 @@ def plot(machine: Machine, results: Sequence[Result], path: Path) -> None:
     ridge = machine.rate / machine.bandwidth
     ends = [min(*intensities, ridge) / 2, ridge, max(*intensities, ridge) * 2]
     roof = [min(machine.rate, end * machine.bandwidth) / 1e12 for end in ends]
-    axes.plot(ends, roof, color="black", label=f"{machine.name}: copy, matmul")
+    axes.plot(ends, roof, color="black", label=f"{machine.name}: memory, matmul")
     for name in dict.fromkeys(result.shape.name for result in results):
         points = [(i, r) for i, r in zip(intensities, results, strict=True) if r.shape.name == name]
         axes.scatter([i for i, _ in points], [r.teraflops for _, r in points], label=name)

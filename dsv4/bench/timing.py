@@ -85,6 +85,14 @@ def copy_bandwidth() -> float:
     return size / graph_microseconds([lambda: torch.neg(source, out=target)], best=True) * 1e6
 
 
+def read_bandwidth() -> float:
+    """Bytes per second of a large reduction, which only reads, as attention mostly does."""
+    source = torch.randn(1 << 29, device="cuda")
+    return (
+        source.numel() * source.element_size() / graph_microseconds([source.amax], best=True) * 1e6
+    )
+
+
 def matmul_rate() -> float:
     """FLOP per second of a large bf16 matrix product, before the power cap slows it."""
     size = 8192

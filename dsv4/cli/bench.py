@@ -20,7 +20,7 @@ def add_parser(subparsers) -> None:
         "attention",
         help="sparse_fmha_with_swa: microseconds, rates, the GPU's floor, and peers",
         description="CUDA-graph replays over rotating inputs larger than L2, medians. The floor is "
-        "the larger of bytes over copy bandwidth and FLOPs over matmul rate, both measured now.",
+        "the larger of bytes over memory bandwidth and FLOPs over matmul rate, both measured now.",
     )
     attention.add_argument(
         "--shape",
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     peers = [] if args.no_peers else _peers(args.flashmla)
     machine = attention.Machine.measure()
     print(
-        f"{machine.name}: copy {machine.bandwidth / 1e12:.2f} TB/s, "
+        f"{machine.name}: copy {machine.copy / 1e12:.2f} TB/s, read {machine.read / 1e12:.2f} TB/s, "
         f"matmul {machine.rate / 1e12:.0f} TFLOP/s"
     )
     names = [peer.name for peer in peers]

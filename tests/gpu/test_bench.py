@@ -23,7 +23,7 @@ from dsv4.cli.main import main
 from dsv4.compat import flash_mla as compat
 from dsv4.reference.attention import sparse_fmha_with_swa as oracle
 
-MACHINE = Machine("GPU", bandwidth=4e12, rate=8e14)
+MACHINE = Machine("GPU", copy=3.9e12, read=4e12, rate=8e14)
 SHAPE = Shape("Pro", tokens=256, heads=128, top_k=1024)
 
 
