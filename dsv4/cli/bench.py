@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     peers = [] if args.no_peers else _peers(args.flashmla)
     machine = attention.Machine.measure()
     print(
-        f"{machine.name}: copy {machine.copy / 1e12:.2f} TB/s, read {machine.read / 1e12:.2f} TB/s, "
-        f"matmul {machine.rate / 1e12:.0f} TFLOP/s"
+        f"{machine.name}: copy {machine.copy / 1e12:.2f} TB/s, "
+        f"read {machine.read / 1e12:.2f} TB/s, matmul {machine.rate / 1e12:.0f} TFLOP/s"
     )
     names = [peer.name for peer in peers]
     header = report.table_header(names)

@@ -55,6 +55,20 @@ def test_extreme_sinks(seed, sink, sink_mode) -> None:
         case.check(sink_mode=sink_mode, num_splits=num_splits)
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_thousands_under_huge_sinks(seed, sign, num_splits) -> None:
+    """A sink that swallows every score does what an infinite one does, to the bit."""
+    case = Case.random(4, 64, 512, 130, 70, 2)
+    case.q *= 2000
+    results = []
+    for sink in (INF, 1e38):
+        case.sink_logits.fill_(sign * sink)
+        results.append(case.run(sink_mode="swa_gate", num_splits=num_splits)[0])
+    assert results[0].isfinite().all()
+    assert torch.equal(*results)
+
+
 @pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
 @pytest.mark.parametrize(("top_k", "width"), [(0, 128), (192, 0), (0, 0)])
 def test_a_branch_without_rows(seed, top_k, width, sink_mode) -> None:

@@ -150,6 +150,7 @@ def test_a_token_is_the_same_alone_and_in_any_batch(seed, num_splits) -> None:
         assert torch.equal(part_lse, lse[tokens])
 
 
+@pytest.mark.slow
 def test_more_than_two_to_the_31_elements(seed) -> None:
     tokens, top_k = 4200, 1024
     if torch.cuda.mem_get_info()[0] < 3 * tokens * top_k * 512 * 2:
