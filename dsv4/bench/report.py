@@ -83,6 +83,6 @@ def plot(machine: Machine, results: Sequence[Result], path: Path) -> None:
             text = f"T={result.shape.tokens}"
             axes.annotate(text, (intensity, result.teraflops), fontsize=7)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s")
-    axes.legend()
+    axes.legend(loc="lower right")
     figure.savefig(path, dpi=150, bbox_inches="tight")
     pyplot.close(figure)
