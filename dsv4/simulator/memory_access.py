@@ -19,6 +19,7 @@ from dsv4.simulator.memory import (
     Region,
 )
 from dsv4.simulator.numerics import bf16_of_f32, f16_of_f32, f32_of_bf16, f32_of_f16, flush
+from dsv4.simulator.operand_formats import unpacked
 from dsv4.simulator.warp import ALL, Warp
 
 DTYPE = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
@@ -323,6 +324,13 @@ def _matrix_rows(w: Warp, address: np.ndarray, count: int, mask, write: bool, si
     return offsets
 
 
+def load_matrix_padded(w: Warp, address, count: int, bits: int, mask) -> list[np.ndarray]:
+    """ldmatrix m8n16 of 4- or 6-bit elements, padded to 16 bytes a row: one byte for each."""
+    offsets = _matrix_rows(w, address, count, mask, False)
+    rows = unpacked(w.cta.rows[offsets >> np.uint32(4)][:, : 2 * bits], bits)
+    return list(np.ascontiguousarray(rows).view(np.uint32).reshape(count, 32))
+
+
 def load_matrix(w: Warp, address, count: int, transposed: bool, mask) -> list[np.ndarray]:
     """ldmatrix m8n8 b16: one uint32 array per matrix."""
     offsets = _matrix_rows(w, address, count, mask, False)
@@ -342,12 +350,28 @@ def store_matrix(w: Warp, address, values, transposed: bool, mask) -> None:
     w.cta.rows[offsets >> np.uint32(4)] = np.ascontiguousarray(data).view(np.uint8).reshape(-1, 16)
 
 
-def load_matrix_b8(w: Warp, address, count: int, mask) -> list[np.ndarray]:
-    """ldmatrix m16n16 trans b8: two registers per matrix."""
+# Byte j of thread t's register, of a 16 x 8 matrix: (memory row, byte in it). Memory rows are the
+# matrix's columns.
+_LANE, _BYTE = np.arange(32)[:, None], np.arange(4)[None, :]
+_STORED_BYTE = (2 * (_LANE % 4) + _BYTE % 2, _LANE // 4 + 8 * (_BYTE // 2))
+
+
+def store_matrix_b8(w: Warp, address, values, mask) -> None:
+    """stmatrix m16n8 trans b8."""
+    offsets = _matrix_rows(w, address, len(values), mask, True)
+    for k, value in enumerate(values):
+        data = np.empty((8, 16), np.uint8)
+        data[_STORED_BYTE] = np.ascontiguousarray(value).view(np.uint8).reshape(32, 4)
+        w.cta.rows[offsets[8 * k : 8 * k + 8] >> np.uint32(4)] = data
+
+
+def load_matrix_b8(w: Warp, address, count: int, bits: int, mask) -> list[np.ndarray]:
+    """ldmatrix m16n16 trans b8, or of padded elements of `bits`: two registers per matrix."""
     offsets = _matrix_rows_wide(w, address, count, mask)
     out = []
     for k in range(count):
-        tile = w.cta.rows[offsets[16 * k : 16 * k + 16] >> np.uint32(4)].T
+        rows = w.cta.rows[offsets[16 * k : 16 * k + 16] >> np.uint32(4)]
+        tile = (unpacked(rows[:, : 2 * bits], bits) if bits < 8 else rows).T
         words = np.ascontiguousarray(tile).view(np.uint32)  # [16 rows, 4 words]
         out += [words[:8].reshape(32), words[8:].reshape(32)]
     return out

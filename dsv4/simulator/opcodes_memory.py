@@ -135,17 +135,30 @@ def _atomic_vector(e, ins, target: str, operands: list[str], op: str, name: str)
             e.define(register, f"{out}[{i}]", kind)
 
 
+def _padded_bits(ins: Instruction, default: int | None = None) -> int:
+    """Bits of elements that are padded to 16 bytes a row."""
+    for name, bits in (("b4x16_p64", 4), ("b6x16_p32", 6)):
+        if name in ins.parts:
+            return bits
+    if default is None:
+        raise ValueError("ldmatrix shape")
+    return default
+
+
 @emits("ldmatrix")
 def load_matrix(e: BlockEmitter, ins: Instruction) -> None:
     count = next(int(p[1:]) for p in ins.parts if re.fullmatch(r"x[124]", p))
     address = e.address(ins.operands[1], "u32")
     out = e.temporary()
     e.mark()
-    if "m8n8" in ins.parts and type_of(ins) == "b16":
+    if "m8n8" in ins.parts:
         trans = "trans" in ins.parts
         e.line(f"{out} = load_matrix(w, {address}, {count}, {trans}, {e.mask})")
-    elif "m16n16" in ins.parts and type_of(ins) == "b8":
-        e.line(f"{out} = load_matrix_b8(w, {address}, {count}, {e.mask})")
+    elif "m16n16" in ins.parts and "trans" in ins.parts:
+        e.line(f"{out} = load_matrix_b8(w, {address}, {count}, {_padded_bits(ins, 8)}, {e.mask})")
+    elif "m8n16" in ins.parts:
+        bits = _padded_bits(ins)
+        e.line(f"{out} = load_matrix_padded(w, {address}, {count}, {bits}, {e.mask})")
     else:
         raise ValueError("ldmatrix shape")
     for i, target in enumerate(e.vector(ins.operands[0])):
@@ -154,11 +167,14 @@ def load_matrix(e: BlockEmitter, ins: Instruction) -> None:
 
 @emits("stmatrix")
 def store_matrix(e: BlockEmitter, ins: Instruction) -> None:
-    if "m8n8" not in ins.parts or type_of(ins) != "b16":
-        raise ValueError("stmatrix shape")
     values = ", ".join(e.value(v, "u32") for v in e.vector(ins.operands[1]))
     address = e.address(ins.operands[0], "u32")
     e.mark()
+    if "m16n8" in ins.parts and type_of(ins) == "b8" and "trans" in ins.parts:
+        e.line(f"store_matrix_b8(w, {address}, ({values},), {e.mask})")
+        return
+    if "m8n8" not in ins.parts or type_of(ins) != "b16":
+        raise ValueError("stmatrix shape")
     e.line(f"store_matrix(w, {address}, ({values},), {'trans' in ins.parts}, {e.mask})")
 
 

@@ -60,7 +60,7 @@ def unpacked(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def decompressed(rows: np.ndarray, bits: int) -> np.ndarray:
-    """Bytes [rows, bytes] of padded groups of 4- or 6-bit elements to the bytes they get in TMEM."""
+    """Bytes [rows, bytes] of padded groups of 4- or 6-bit elements to their bytes in TMEM."""
     groups = rows.reshape(-1, PADDED_GROUP)[:, : 2 * bits]
     return (unpacked(groups, bits) << u8(_SHIFT_IN_BYTE[bits])).reshape(rows.shape)
 

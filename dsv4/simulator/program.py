@@ -57,6 +57,7 @@ def _namespace() -> dict[str, object]:
         names.update({k: v for k, v in vars(module).items() if not k.startswith("_")})
     names.update(
         mma_sync=mma_sync.multiply,
+        transpose_matrix=mma_sync.transpose,
         wgmma_issue=wgmma.issue,
         wgmma_commit=wgmma.commit,
         wgmma_wait=wgmma.wait,
