@@ -41,18 +41,15 @@ class Peer:
     keys: Callable[[Tensor], Tensor] = lambda keys: keys
 
 
-def attention(q: Tensor, compressed_kv: Tensor, swa_kv: Tensor, sink_logits: Tensor) -> Tensor:
-    """Softmax attention with a sink, in plain torch: batched products around a softmax.
+def attention(q: Tensor, kv: Tensor, sink_logits: Tensor) -> Tensor:
+    """Softmax attention with a sink, in plain torch: two batched products around a softmax.
 
-    q [T, H, D]; compressed_kv [T, K, D]; swa_kv [T, W, D], one row set per token. Keys are not
-    joined, which would copy them all.
+    q [T, H, D]; kv [T, K, D], one row set per token.
     """
-    scale, rows = q.shape[-1] ** -0.5, compressed_kv.shape[1]
-    scores = [torch.bmm(q, kv.mT).float() * scale for kv in (compressed_kv, swa_kv)]
+    scores = torch.bmm(q, kv.mT).float() * q.shape[-1] ** -0.5
     sink = sink_logits[None, :, None].expand(q.shape[0], -1, 1)
-    weights = torch.cat((*scores, sink), -1).softmax(-1).to(q.dtype)
-    output = torch.bmm(weights[..., rows:-1], swa_kv)
-    return output.baddbmm_(weights[..., :rows], compressed_kv)
+    weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return torch.bmm(weights.to(q.dtype), kv)
 
 
 @cache
@@ -60,24 +57,32 @@ def _compiled() -> Callable[..., Tensor]:
     return torch.compile(attention, dynamic=False)
 
 
-def _torch_runs(function: Callable[..., Tensor], inputs: list[Inputs]) -> list[Run]:
-    arguments = [(x.q, x.compressed_kv, x.swa_kv, x.sink_logits) for x in inputs]
-    calls = [lambda each=each: function(*each) for each in arguments]
-    return [Run(call, call) for call in calls]
+def _prepare(
+    function: Callable[..., Tensor], inputs: list[Inputs], dynamic_tokens: bool
+) -> list[Run]:
+    def prepare(each: Inputs) -> Run:
+        # Joined beforehand: these peers get their keys as it suits them.
+        kv = torch.cat((each.compressed_kv, each.swa_kv), 1)
+        if dynamic_tokens:
+            for tensor in (each.q, kv):
+                torch._dynamo.mark_dynamic(tensor, 0)
+
+        def call() -> Tensor:
+            return function(each.q, kv, each.sink_logits)
+
+        return Run(call, call)
+
+    return [prepare(each) for each in inputs]
 
 
 def _prepare_eager(shape: Shape, inputs: list[Inputs]) -> list[Run]:
-    return _torch_runs(attention, inputs)
+    return _prepare(attention, inputs, dynamic_tokens=False)
 
 
 def _prepare_compiled(shape: Shape, inputs: list[Inputs]) -> list[Run]:
     # A graph for one number of heads and keys, whatever the number of tokens; one token is apart.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    for each in inputs:
-        if shape.tokens > 1:
-            for tensor in (each.q, each.compressed_kv, each.swa_kv):
-                torch._dynamo.mark_dynamic(tensor, 0)
-    return _torch_runs(_compiled(), inputs)
+    return _prepare(_compiled(), inputs, dynamic_tokens=shape.tokens > 1)
 
 
 def torch_peers() -> list[Peer]:

@@ -72,7 +72,8 @@ def test_the_torch_peer_computes_the_same_attention(seed) -> None:
     sink = torch.randn(8)
     lens, requests = torch.full((3,), 10).int(), torch.arange(3).int()
     expected, _ = oracle(q, compressed_kv, swa_kv, lens, sink, requests, sink_mode="softmax")
-    torch.testing.assert_close(attention(q, compressed_kv, swa_kv, sink), expected)
+    kv = torch.cat((compressed_kv, swa_kv), 1)
+    torch.testing.assert_close(attention(q, kv, sink), expected)
 
 
 def cpu_inputs(shape: Shape) -> Inputs:
