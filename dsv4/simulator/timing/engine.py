@@ -13,7 +13,7 @@ from dsv4.simulator.timing import trace
 from dsv4.simulator.timing.costs import Segment, make_segment, targets_and_sources
 from dsv4.simulator.timing.machine import Machine
 from dsv4.simulator.timing.trace import ClusterTrace, Key, WarpTrace
-from dsv4.simulator.timing.units import SUBCORES, Sm
+from dsv4.simulator.timing.units import SUBCORES, MemoryRates, Sm
 
 QUANTUM = 24  # issue slots after which another warp of the sub-core may come in between
 STORE_QUEUE = 64  # passes of the shared-memory port that stores may lag behind
@@ -81,7 +81,7 @@ class Replay:
         program: the kernel's blocks.
         clusters: what ran.
         placement: SM of each CTA, by cluster and rank.
-        memory_bytes: bytes per cycle that each SM gets from L2 and memory.
+        rates: of each SM.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class Replay:
         clusters: Sequence[ClusterTrace],
         placement: Sequence[Sequence[int]],
         machine: Machine,
-        memory_bytes: float,
+        rates: MemoryRates,
     ):
         self.program, self.machine = program, machine
         self.placement = placement
-        self.sms = [Sm(machine, memory_bytes) for _ in range(1 + max(max(p) for p in placement))]
+        self.sms = [Sm(machine, rates) for _ in range(1 + max(max(p) for p in placement))]
         self.mma_done = [0.0] * len(self.sms)
         self.signals = [dict(cluster.signals) for cluster in clusters]
         self.completion: dict[tuple[int, Key], float] = {}
@@ -130,7 +130,7 @@ class Replay:
         if self.blocked:
             (_, key), warps = next(iter(self.blocked.items()))
             raise SimulatorError(f"time model: {warps[0].name} waits for {key}, never signalled")
-        end = max([end, *(sm.inbound.free for sm in self.sms)])
+        end = max([end, *(max(sm.inbound.free, sm.outbound.free) for sm in self.sms)])
         count = len(self.sms)
         units = [sm.busy() for sm in self.sms]
         busy = {name: sum(unit[name] for unit in units) / count for name in units[0]}

@@ -44,8 +44,12 @@ class Machine:
     multiprocessors: int
     clock_ghz: float
     hbm_bytes_per_second: float
-    l2_bytes: float  # one SM's share of L2 bandwidth, all SMs loading
-    multicast_bytes: float  # of it, by multicast copies
+    l2_bytes: float  # one SM's share of L2's output, all SMs loading different bytes
+    l2_port_bytes: float  # of different bytes, to one SM of few
+    landing_bytes: float  # into one SM, of bytes that its neighbours want too
+    multicast_bytes: float  # landed by multicast copies of what memory delivers
+    store_bytes: float  # one SM's share of what L2 takes, all SMs storing
+    store_port_bytes: float  # from one SM of few
     l2_capacity: int  # bytes
     shared_bytes: float  # shared-memory port
     shared_memory: int  # bytes per SM
@@ -78,10 +82,17 @@ class Machine:
     dependent_launch_us: float  # of one that may start before the one it depends on has ended
     cta_start: float  # a CTA in the place of one that has ended
     port_floor: float  # rate left to ordinary accesses beside operand reads that fill the port
+    # --- power: the clock sinks with the part of the time that all tensor pipes work
+    boost_ghz: float
+    power_ghz: float  # lost when they work all the time
 
     def microseconds(self, cycles: float) -> float:
         """Cycles as time."""
         return cycles / (1e3 * self.clock_ghz)
+
+    def sustained_ghz(self, load: float) -> float:
+        """The clock that power allows while tensor pipes work for `load` of the time."""
+        return min(self.clock_ghz, self.boost_ghz - self.power_ghz * load)
 
     @property
     def hbm_bytes(self) -> float:
@@ -121,10 +132,10 @@ ASSUMED_EVERYWHERE = (
 )  # fmt: skip
 ASSUMED = {
     "B200": (
-        *ASSUMED_EVERYWHERE, "l2_bytes", "multicast_bytes", "alu_cycles", "convert_cycles",
-        "cluster_bytes", "cluster_latency",
-        "cluster_barrier_latency", "launch_us", "dependent_launch_us",
-        "port_floor",
+        *ASSUMED_EVERYWHERE, "l2_bytes", "l2_port_bytes", "landing_bytes", "multicast_bytes",
+        "store_bytes", "store_port_bytes", "alu_cycles", "convert_cycles", "cluster_bytes",
+        "cluster_latency", "cluster_barrier_latency", "launch_us", "dependent_launch_us",
+        "port_floor", "power_ghz",
     ),
     "H200": (*ASSUMED_EVERYWHERE, "memory_latency"),
 }  # fmt: skip
@@ -135,7 +146,11 @@ B200 = Machine(
     clock_ghz=1.965,  # [MEM] cycles per nanosecond
     hbm_bytes_per_second=7.1e12,  # [MEM] 7.06-7.26 measured with 64-128 KB in flight per SM
     l2_bytes=48.0,
+    l2_port_bytes=64.0,
+    landing_bytes=96.0,
     multicast_bytes=48.0,
+    store_bytes=17.0,
+    store_port_bytes=31.0,
     l2_capacity=126 << 20,  # [PG]
     shared_bytes=128.0,  # [FA4], and the operand-bound rows of [MMA]
     shared_memory=228 << 10,  # [PG]
@@ -164,6 +179,8 @@ B200 = Machine(
     dependent_launch_us=0.25,
     cta_start=700.0,
     port_floor=0.05,
+    boost_ghz=1.965,
+    power_ghz=0.0,
 )
 
 H200 = Machine(
@@ -171,8 +188,12 @@ H200 = Machine(
     multiprocessors=132,
     clock_ghz=1.77,  # [H200] under tensor load, before power throttling sets in
     hbm_bytes_per_second=4.5e12,  # [H200] read ceiling, 64 KB in flight per SM
-    l2_bytes=38.0,  # [H200] 8.8 TB/s landed for pairs of CTAs that share tiles
+    l2_bytes=37.0,  # [H200] 65 bytes per ns: 8.65 TB/s with all SMs
+    l2_port_bytes=56.0,  # [H200] 99 bytes per ns with 33 or 66 SMs
+    landing_bytes=90.0,  # [H200] 159 bytes per ns where 8 neighbours want the same
     multicast_bytes=21.0,  # [H200] 2.0 to 2.9 TB/s of distinct bytes for pairs
+    store_bytes=13.0,  # [H200] GEMM outputs: 3.06 TB/s with all SMs
+    store_port_bytes=31.0,  # [H200] GEMM outputs: 55 bytes per ns with 32 SMs
     l2_capacity=50 << 20,  # [PG]
     shared_bytes=128.0,
     shared_memory=228 << 10,  # [PG]
@@ -201,6 +222,9 @@ H200 = Machine(
     dependent_launch_us=0.25,  # [H200] nodes that do little gain 0.36 by programmatic dependence
     cta_start=700.0,
     port_floor=0.05,  # [H200] STS beside SS n = 64: 6 bytes per cycle
+    # [H200] 1.80, 1.77, 1.61 and 1.55 GHz beside GEMMs of load 0.39, 0.47, 0.70 and 0.80, 10 ms
+    boost_ghz=1.98,
+    power_ghz=0.5,
 )
 
 MACHINES = {"sm_100a": B200, "sm_90a": H200}

@@ -10,6 +10,7 @@ from dsv4.simulator.timing.engine import Replay, Replayed, Span
 from dsv4.simulator.timing.machine import MACHINES, Machine
 from dsv4.simulator.timing.recorder import Choose, record
 from dsv4.simulator.timing.trace import LaunchTrace
+from dsv4.simulator.timing.units import MemoryRates
 
 SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes from each CTA
 MAX_THREADS, MAX_CTAS = 2048, 32  # of one SM
@@ -66,8 +67,10 @@ class Prediction:
 
 
 def some_clusters(count: int) -> Sequence[int]:
-    """First, middle and last cluster: the first has most work under the usual schedules."""
-    return sorted({0, count // 2, count - 1})
+    """First, middle and last cluster, the first having most work under the usual schedules, and the
+    neighbour of the middle one, to see what they share."""
+    middle = count // 2 & ~1
+    return sorted({0, middle, min(middle + 1, count - 1), count - 1})
 
 
 def predict(
@@ -94,7 +97,8 @@ def predict(
 
 def predict_launch(trace: LaunchTrace, machine: Machine, written: float = 0.0) -> LaunchPrediction:
     """Model a launch: full waves as long as the mean recorded cluster, the last one as long as
-    the longest, each with its share of L2 and memory bandwidth.
+    the longest, each with its share of L2 and memory bandwidth, and never shorter than what is
+    stored takes.
 
     `written` bytes were stored just before; as far as L2 holds them they come from there.
     """
@@ -103,28 +107,37 @@ def predict_launch(trace: LaunchTrace, machine: Machine, written: float = 0.0) -
     places = machine.multiprocessors // trace.cluster_size  # clusters side by side
     depth = _ctas_per_sm(trace, machine)
     full, rest = divmod(clusters, places * depth)
+    count = full + bool(rest)
     waves: list[tuple[int, Replayed, float]] = []  # how many, longest replay, cycles of each
+    worked = 0.0  # by the tensor pipes of all SMs
     if full:
-        replays = _replays(trace, machine, places, depth, distinct)
+        rates = _memory_rates(trace, machine, places * trace.cluster_size, distinct, count)
+        replays = _replays(trace, machine, depth, rates)
         mean = sum(r.cycles for r in replays) / len(replays)
         longest = max(replays, key=lambda r: r.cycles)
         waves.append((full, longest, mean if full > 1 or rest else longest.cycles))
+        worked += full * places * trace.cluster_size * longest.busy["tensor pipe"]
     if rest:
-        replays = _replays(trace, machine, min(rest, places), -(-rest // places), distinct)
+        active = min(rest, places) * trace.cluster_size
+        rates = _memory_rates(trace, machine, active, distinct, count)
+        replays = _replays(trace, machine, -(-rest // places), rates)
         longest = max(replays, key=lambda r: r.cycles)
         waves.append((1, longest, longest.cycles))
-    count = full + bool(rest)
+        worked += active * longest.busy["tensor pipe"]
     cycles = sum(n * each for n, _, each in waves) + (count - 1) * machine.cta_start
+    cycles = max(cycles, trace.stored / (machine.store_bytes * machine.multiprocessors))
     busy: dict[str, float] = {}
     for n, replay, _ in waves:
-        for unit, worked in replay.busy.items():
-            busy[unit] = busy.get(unit, 0.0) + n * worked
+        for unit, taken in replay.busy.items():
+            busy[unit] = busy.get(unit, 0.0) + n * taken
     return LaunchPrediction(
         kernel=trace.config.kernel,
         ctas=trace.ctas,
         waves=count,
         cycles=cycles,
-        microseconds=_launch_us(trace, machine) + machine.microseconds(cycles),
+        microseconds=_launch_us(trace, machine)
+        + machine.microseconds(cycles)
+        + _throttling(machine, cycles, worked / machine.multiprocessors),
         busy=busy,
         waiting=waves[0][1].waiting,
         spans=waves[0][1].spans,
@@ -132,18 +145,43 @@ def predict_launch(trace: LaunchTrace, machine: Machine, written: float = 0.0) -
 
 
 def _replays(
-    trace: LaunchTrace, machine: Machine, places: int, depth: int, distinct: float
+    trace: LaunchTrace, machine: Machine, depth: int, rates: MemoryRates
 ) -> list[Replayed]:
-    """Each recorded cluster, `depth` copies of it sharing their SMs, while as many run on every
-    other of `places` places; `distinct` of the bytes come from memory."""
-    size = trace.cluster_size
-    share = machine.hbm_bytes / (places * size)
-    rate = min(machine.l2_bytes, share / distinct) if distinct else machine.l2_bytes
-    placement = [list(range(size))] * depth
+    """Each recorded cluster, `depth` copies of it sharing their SMs."""
+    placement = [list(range(trace.cluster_size))] * depth
     return [
-        Replay(trace.program, [cluster] * depth, placement, machine, rate).run()
+        Replay(trace.program, [cluster] * depth, placement, machine, rates).run()
         for cluster in trace.clusters
     ]
+
+
+def _memory_rates(
+    trace: LaunchTrace, machine: Machine, active: int, distinct: float, waves: int
+) -> MemoryRates:
+    """What each of `active` SMs gets, `distinct` of it from memory.
+
+    The two SMs of a pair ask L2 once for what both load at the same time. CTAs of a single wave
+    store their results at the same time; after that they are out of step, and each has L2 to itself
+    while others load.
+    """
+    part = machine.multiprocessors / active
+    share = machine.hbm_bytes / active
+    l2 = min(machine.l2_port_bytes, machine.l2_bytes * part)
+    loads = min(machine.landing_bytes, l2 / trace.pair_fraction)
+    if distinct:
+        loads = min(loads, share / distinct)
+    multicast = 1 / (distinct / min(loads, machine.multicast_bytes) + (1 - distinct) / loads)
+    stores = machine.store_port_bytes
+    if waves == 1:
+        stores = min(stores, machine.store_bytes * part)
+    return MemoryRates(loads, multicast, stores)
+
+
+def _throttling(machine: Machine, cycles: float, worked: float) -> float:
+    """Microseconds that tensor pipes which work for `worked` of the cycles lose to the power limit:
+    they slow down with the clock, memory does not."""
+    sustained = machine.sustained_ghz(worked / cycles)
+    return 1e-3 * worked * (1 / sustained - 1 / machine.clock_ghz)
 
 
 def _memory_fraction(trace: LaunchTrace, machine: Machine, written: float) -> float:

@@ -205,6 +205,9 @@ class Recorder:
         remote = "global" not in self._instruction(w).parts  # from another CTA's shared memory
         if not remote:
             w.cluster.state.loaded += size * len(targets)
+            address, cells = source
+            place = (address, len(cells))
+            w.cluster.state.sources.update({(rank, place): size for rank, _ in targets})
         self._add(w, trace.BulkLoad(w.at, size, targets, remote))
 
     def store_async(self, w, cta: Cta, barrier, offset: int, size: int, lane=None) -> None:

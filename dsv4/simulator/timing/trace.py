@@ -8,7 +8,7 @@ have arrived as were recorded. Replay therefore needs neither data nor barrier s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
 from dsv4.simulator.program import Program
@@ -179,6 +179,11 @@ class ClusterTrace:
     signals: Counter = field(default_factory=Counter)
     loaded: int = 0  # bytes from global memory, counted where they arrive
     stored: int = 0
+    sources: Counter = field(default_factory=Counter)  # (rank, where from) -> bytes of bulk copies
+
+    def sources_of(self, rank: int) -> Counter:
+        """Bytes that bulk copies bring to one CTA, by where they come from."""
+        return Counter({where: n for (owner, where), n in self.sources.items() if owner == rank})
 
 
 @dataclass
@@ -218,6 +223,29 @@ class LaunchTrace:
     def stored(self) -> float:
         """Bytes that all clusters store, from those recorded."""
         return self._all(sum(cluster.stored for cluster in self.clusters))
+
+    @property
+    def pair_fraction(self) -> float:
+        """Bytes that neighbouring CTAs load, those that both load counted once, over all: from 1/2
+        to 1, which it is where no neighbours were recorded."""
+        wanted, landed = 0, 0
+        for first, second in self._pairs():
+            both = first + second
+            landed += both.total()
+            wanted += (first | second).total()
+        return wanted / landed if landed else 1.0
+
+    def _pairs(self) -> Iterator[tuple[Counter, Counter]]:
+        """Bytes by source of CTAs that share a pair of SMs: an even one and the next."""
+        if self.cluster_size > 1:
+            for cluster in self.clusters:
+                for rank in range(0, self.cluster_size, 2):
+                    yield cluster.sources_of(rank), cluster.sources_of(rank + 1)
+            return
+        by_number = {cluster.number: cluster for cluster in self.clusters}
+        for number, cluster in by_number.items():
+            if number % 2 == 0 and number + 1 in by_number:
+                yield cluster.sources_of(0), by_number[number + 1].sources_of(0)
 
     def _all(self, recorded: int) -> float:
         return recorded / len(self.clusters) * self.ctas / self.cluster_size

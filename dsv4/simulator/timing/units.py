@@ -67,16 +67,25 @@ class SharedPort:
         return self.free
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryRates:
+    """Bytes per cycle that one SM gets from global memory or sends there, through L2."""
+
+    loads: float
+    multicast: float  # landed in one SM
+    stores: float
+
+
 class Sm:
     """All units of one SM.
 
     Args:
-        memory_bytes: bytes per cycle that reach this SM from L2 and memory.
+        rates: bytes per cycle between this SM and global memory.
     """
 
-    def __init__(self, machine: Machine, memory_bytes: float):
+    def __init__(self, machine: Machine, rates: MemoryRates):
         self.machine = machine
-        self.memory_bytes = memory_bytes
+        self.rates = rates
         self.subcores = [SubCore() for _ in range(SUBCORES)]
         self.port = SharedPort(machine)
         self.tensor = Server()  # of Blackwell
@@ -88,9 +97,7 @@ class Sm:
 
     def fetch(self, now: float, size: int, latency: float, multicast: bool = False) -> float:
         """A bulk copy from global memory, behind those before it; the time when it is here."""
-        rate = self.memory_bytes
-        if multicast:
-            rate = min(rate, self.machine.multicast_bytes)
+        rate = self.rates.multicast if multicast else self.rates.loads
         return self.inbound.take(now, size / rate) + latency
 
     def receive(self, now: float, size: int) -> float:
@@ -100,16 +107,15 @@ class Sm:
 
     def load(self, now: float, size: int, latency: float) -> float:
         """An ordinary load: it shares the bandwidth, but bulk copies do not hold it up."""
-        cycles = size / self.memory_bytes
+        cycles = size / self.rates.loads
         self.inbound.take(now, cycles)
         return self.loads.take(now, cycles) + latency
 
     def send(self, now: float, size: int) -> float:
         """Bytes to global memory; the time when they have left. Nobody waits for them on the way,
-        but memory serves loads that much later."""
-        cycles = size / self.memory_bytes
-        self.inbound.take(now, cycles)
-        return self.outbound.take(now, cycles)
+        but memory serves loads later."""
+        self.inbound.take(now, size / self.rates.loads)
+        return self.outbound.take(now, size / self.rates.stores)
 
     def busy(self) -> dict[str, float]:
         """Cycles by unit, a quarter's units averaged."""

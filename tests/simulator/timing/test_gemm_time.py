@@ -1,4 +1,4 @@
-"""The model on GEMMs of clusters: pairs, multicast, and several CTAs on an SM."""
+"""The model on GEMMs: clusters, multicast, neighbours that share tiles, and an H200's times."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from dsv4.simulator.timing import B200, Prediction, predict
 from dsv4.simulator.timing.recorder import record
 from dsv4.simulator.timing.trace import BulkLoad
 from tests.simulator.kernels.gemm_sm90 import GemmSm90
+from tests.simulator.kernels.gemm_sm90_pipelined import PipelinedGemmSm90
 from tests.simulator.kernels.gemm_sm100 import GemmSm100
 from tests.simulator.support import compile_kernel
+from tests.simulator.timing.gemm_cases import Measured, gemms, load
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -74,3 +76,40 @@ def test_hopper_gemm():
     launch = predict(compile_kernel(GemmSm90(), "sm_90a", *tensors), *tensors).launches[0]
     assert launch.busy["tensor pipe"] > 0
     assert launch.cycles > launch.busy[launch.critical_unit]
+
+
+@pytest.mark.parametrize("cluster, chosen", [((1, 1), (0, 1)), ((2, 1), (0,))])
+def test_neighbours_share_the_tile_of_b(cluster, chosen):
+    """Of 128 x 128 tiles half of what a pair loads is the same, copied by each or by multicast."""
+    tensors = operands(512, 256, 192)
+    compiled = compile_kernel(PipelinedGemmSm90((128, 128, 64), cluster), "sm_90a", *tensors)
+    simulation = Simulation.of_compiled(compiled)
+    (launch,) = record(simulation, tensors, {}, lambda count: chosen)
+    assert launch.pair_fraction == 0.75
+    if cluster == (1, 1):
+        (alone,) = record(simulation, tensors, {}, lambda count: [0])
+        assert alone.pair_fraction == 1
+
+
+BOUND = 0.25
+MEASURED = load()
+
+
+def check_times(measured: list[Measured]) -> None:
+    """Every GEMM within the bound of an H200's time; the message lists all errors."""
+    errors = {str(m.gemm): m.gemm.predict().microseconds / m.microseconds - 1 for m in measured}
+    text = "\n".join(f"{error:+.0%} {name}" for name, error in errors.items())
+    assert measured and all(abs(error) <= BOUND for error in errors.values()), text
+
+
+def test_every_gemm_is_measured():
+    assert [m.gemm for m in MEASURED] == list(gemms())
+
+
+def test_h200_quick():
+    check_times([m for m in MEASURED if m.gemm.m == 1024])
+
+
+@pytest.mark.slow
+def test_h200_every_measured_gemm():
+    check_times(MEASURED)

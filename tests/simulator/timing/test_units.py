@@ -8,14 +8,25 @@ import pytest
 import torch
 
 from dsv4.simulator.raw import single_launch
-from dsv4.simulator.timing import ASSUMED, B200, H200, MACHINES, LaunchPrediction, predict
+from dsv4.simulator.timing import ASSUMED, B200, H200, MACHINES, LaunchPrediction, Machine, predict
+from dsv4.simulator.timing.prediction import predict_launch, some_clusters
+from dsv4.simulator.timing.recorder import Choose, record
+from dsv4.simulator.timing.trace import LaunchTrace
 from tests.simulator.timing.kernels import arithmetic_kernel, bulk_load_kernel, streaming_kernel
 
 pytestmark = pytest.mark.stage("simulator")
 
 
-def load(ctas: int, copies: int, size: int, source: torch.Tensor, machine=H200) -> LaunchPrediction:
-    """Model a launch whose CTAs each load copies * size bytes of `source`."""
+def load(
+    ctas: int,
+    copies: int,
+    size: int,
+    source: torch.Tensor,
+    machine: Machine = H200,
+    choose: Choose = lambda count: [0],
+) -> LaunchPrediction:
+    """Model a launch whose CTAs each load copies * size bytes of `source`: without a neighbour to
+    compare with, the model takes them for different bytes."""
     simulation = single_launch(
         bulk_load_kernel(copies, size),
         "load",
@@ -24,7 +35,7 @@ def load(ctas: int, copies: int, size: int, source: torch.Tensor, machine=H200) 
         shared=copies * size + 64,
         params=(source,),
     )
-    return predict(simulation, source, machine=machine).launches[0]
+    return predict(simulation, source, machine=machine, choose=choose).launches[0]
 
 
 def arithmetic(instruction: str, count: int, threads: int) -> LaunchPrediction:
@@ -87,7 +98,54 @@ def test_few_ctas_are_bound_by_their_own_sm():
     size = 27 * 8192
     source = torch.empty(size, dtype=torch.uint8)
     node = load(1, 27, 8192, source)
-    assert node.cycles - H200.memory_latency == pytest.approx(size / H200.l2_bytes, rel=0.05)
+    assert node.cycles - H200.memory_latency == pytest.approx(size / H200.l2_port_bytes, rel=0.05)
+
+
+# L2 hits of an H200, bulk copies of 16 KB, 12 in flight: CTAs, whether pairs load the same -> bytes
+# per ns and SM.
+@pytest.mark.parametrize(
+    "ctas, shared, measured",
+    [(33, False, 99.4), (66, False, 99.1), (132, False, 65.4), (132, True, 117.1)],
+)
+def test_rates_of_l2(ctas, shared, measured):
+    def cycles(copies: int) -> float:
+        source = torch.zeros(copies * 16384, dtype=torch.uint8)
+        choose = some_clusters if shared else (lambda count: [0])
+        return load(ctas, copies, 16384, source, choose=choose).cycles
+
+    few, many = 4, 12
+    rate = (many - few) * 16384 / (1e3 * H200.microseconds(cycles(many) - cycles(few)))
+    assert rate == pytest.approx(measured, rel=0.15)
+
+
+def test_what_is_stored_bounds_a_launch():
+    """3.06 TB/s of results, measured beside GEMMs on an H200, however short the rest is."""
+    stored = 132 * 4096 * 16
+    trace = replace(_load_trace(), clusters=[replace(_load_trace().clusters[0], stored=stored)])
+    launch = predict_launch(trace, H200)
+    assert launch.cycles >= stored / (H200.store_bytes * 132)
+
+
+def _load_trace() -> LaunchTrace:
+    source = torch.zeros(8192, dtype=torch.uint8)
+    simulation = single_launch(
+        bulk_load_kernel(1, 8192),
+        "load",
+        grid=(1, 1, 1),
+        block=(32, 1, 1),
+        shared=8192 + 64,
+        params=(source,),
+    )
+    return record(simulation, (source,), {}, lambda count: [0])[0]
+
+
+# GHz beside GEMMs on an H200 after 2 to 10 ms -> part of the time that all tensor pipes work.
+@pytest.mark.parametrize(
+    "clock, tensor_load", [(1.80, 0.39), (1.77, 0.47), (1.61, 0.70), (1.55, 0.80)]
+)
+def test_clock_under_tensor_load(clock, tensor_load):
+    assert H200.sustained_ghz(tensor_load) == pytest.approx(clock, rel=0.05)
+    assert B200.sustained_ghz(tensor_load) == B200.clock_ghz
 
 
 @pytest.mark.parametrize(
