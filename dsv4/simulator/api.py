@@ -94,17 +94,20 @@ class Simulation:
         memory = GlobalMemory()
         for i, value in enumerate([*arguments, *keywords.values(), *buffers]):
             _register(memory, value, f"argument {i}")
-        report = Report()
+        report, before = Report(), None
         for config in self.host.run(list(arguments), keywords):
             program = self.program(config.kernel)
             for name, (_, data) in self.variables.items():
                 memory.add(data.ctypes.data, data.nbytes, f"variable {name}", data)
-            monitor = Monitor(program.entry) if races else None
+            monitor = None
+            if races:
+                monitor = Monitor(program.entry, before if config.programmatic else None)
             launch = Launch(config, program, memory, schedule, seed, self.multiprocessors, monitor)
             report.launches.append(_run(launch, workers))
             if monitor is not None:
                 report.races += monitor.findings
                 report.warnings += monitor.warnings
+            before = monitor
         return report
 
 

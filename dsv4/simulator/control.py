@@ -28,6 +28,12 @@ def warp_sync(w: Warp, mask: np.ndarray) -> None:
         w.launch.monitor.warp_sync(w)
 
 
+def grid_wait(w: Warp, mask: np.ndarray) -> None:
+    """griddepcontrol.wait: launches run one after another, so only the checker cares."""
+    if w.launch.monitor is not None and mask.any():
+        w.launch.monitor.grid_waited(w, mask)
+
+
 def set_registers(w: Warp, direction: str, count: int) -> None:
     """setmaxnreg: the CTA's warps together must fit the register file."""
     if count % 8 or not 24 <= count <= 256:

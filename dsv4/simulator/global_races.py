@@ -15,13 +15,14 @@ import numpy as np
 from dsv4.simulator.clocks import FENCED, SEEN
 from dsv4.simulator.flags import Flags
 from dsv4.simulator.lanes import CONVERGENCE
-from dsv4.simulator.memory import OFFSET_MASK, SHARED_WINDOW, Region
+from dsv4.simulator.memory import OFFSET_MASK, SHARED_WINDOW, GlobalMemory, Region
 from dsv4.simulator.shadow import SEVERAL, Cells, other_lanes, place, place_of
 from dsv4.simulator.shared_races import lanes_of
 from dsv4.simulator.warp import ALL
 
 STRONG = frozenset(("acquire", "release", "acq_rel", "relaxed", "volatile", "mmio"))
-NOBODY = -1
+NOBODY, EARLIER_LAUNCH = -1, -2
+LAUNCH_BEFORE = ("launch before",)  # an agent: clock 1 is its end
 _AGENT_BITS = 20  # of an owner: cluster number and agent
 _AGENT = (1 << _AGENT_BITS) - 1
 _MAX_READS = 20_000
@@ -34,6 +35,20 @@ class _Read(NamedTuple):
     owner: int
     clock: int
     code: object  # place, or places
+
+
+class Footprint(NamedTuple):
+    """Words of an allocation, one bool each."""
+
+    written: np.ndarray
+    read: np.ndarray
+    atomic: np.ndarray
+
+    def conflicts(self, other: Footprint) -> bool:
+        """Whether somebody writes what the other one touches."""
+        touched = self.written | self.read | self.atomic
+        theirs = other.written | other.read | other.atomic
+        return bool((self.written & theirs | other.written & touched).any())
 
 
 class History(Cells):
@@ -60,6 +75,28 @@ class History(Cells):
         if self._atomics is None and needed:
             self._atomics = History(self.region)
         return self._atomics
+
+    def footprint(self) -> Footprint:
+        """Words that ordinary and asynchronous accesses wrote, that they read, and that atomics
+        touched."""
+        self.settle_reads()
+        others = self.atomics(needed=False)
+        written = self._words(self.writer)
+        touched = np.zeros_like(written) if others is None else others._words(others.writer)
+        return Footprint(written, self._words(self.reader[0]), touched)
+
+    def _words(self, table: np.ndarray) -> np.ndarray:
+        words = (table[: self.count] != NOBODY).copy()
+        bytes_of = table[self.count : self.count + 4 * len(self.owners)] != NOBODY
+        if len(bytes_of):
+            words[self.owners] = bytes_of.reshape(-1, 4).any(1)
+        return words
+
+    def follow(self, done: Footprint, owner: int) -> None:
+        """Take over what was done to the allocation elsewhere."""
+        self.writer[: self.count][done.written | done.atomic] = owner
+        self.reader[0, : self.count][done.read] = owner
+        self.written = bool((self.writer != NOBODY).any())
 
     def note_read(self, read: _Read) -> None:
         """Record a read."""
@@ -112,8 +149,8 @@ class History(Cells):
 class GlobalRaces:
     """Checks one launch's accesses to global memory; reports through the monitor."""
 
-    def __init__(self, monitor):
-        self.monitor = monitor
+    def __init__(self, monitor, before: GlobalRaces | None):
+        self.monitor, self.before = monitor, before
         self.flags = Flags()
         self.histories: dict[int, History] = {}
 
@@ -122,7 +159,18 @@ class GlobalRaces:
         found = self.histories.get(region.start)
         if found is None:
             found = self.histories[region.start] = History(region)
+            if self.before is not None and region.start in self.before.histories:
+                found.follow(self.before.histories[region.start].footprint(), EARLIER_LAUNCH)
         return found
+
+    def footprints(self) -> dict[int, Footprint]:
+        """What this launch touched, by the start of the allocation."""
+        return {start: history.footprint() for start, history in self.histories.items()}
+
+    def adopt(self, memory: GlobalMemory, footprints: dict[int, Footprint]) -> None:
+        """Take over what another process's clusters touched, for the launch that follows."""
+        for start, footprint in footprints.items():
+            self.history(memory.find(start, start + 1)).follow(footprint, 0)
 
     # --- ordinary and strong accesses ------------------------------------------------------------
     def access(self, w, active: np.ndarray, mask, size: int, write: bool) -> None:
@@ -255,7 +303,9 @@ class GlobalRaces:
         clusters, agents = owner >> _AGENT_BITS, owner & _AGENT
         mine = clusters == w.cluster.number
         late = mine & (clock > know[row][np.where(mine, agents, 0)])
-        others = ~mine & (owner != NOBODY)
+        if self.before is not None and not know[SEEN, w.cluster.state.clocks.agent(LAUNCH_BEFORE)]:
+            late |= owner == EARLIER_LAUNCH
+        others = ~mine & (owner >= 0)
         for other in np.unique(clusters[others]).tolist() if others.any() else ():
             known = self.flags.known(w, know, other)[row]
             theirs = clusters == other
@@ -269,14 +319,18 @@ class GlobalRaces:
             return False
         i = int(late.argmax())
         kind = "read-write race" if "read" in what else "write-write race"
-        self._report(w, history, kind, what, where, i, int(history.write_at[where][i]), "write")
+        owner, code = int(history.writer[where][i]), int(history.write_at[where][i])
+        if owner == EARLIER_LAUNCH:
+            self._report_launch(w, history, what, int(where[i]), "writes")
+        else:
+            self._report(w, history, kind, what, where, i, code, "write")
         return True
 
     def _after_fence(self, w, history: History, where, know, what: str) -> None:
         """Ordinary writes before an asynchronous access need a proxy fence."""
         writer = history.writer[where]
         late = self._late(w, writer, history.write_clock[where], know, FENCED)
-        late &= (writer & _AGENT) < w.cluster.state.clocks.warps
+        late &= (writer >= 0) & ((writer & _AGENT) < w.cluster.state.clocks.warps)
         if late.any():
             i = int(late.argmax())
             code = int(history.write_at[where][i])
@@ -290,7 +344,10 @@ class GlobalRaces:
             if late.any():
                 i = int(late.argmax())
                 code = int(history.read_at[slot, where][i])
-                self._report(w, history, "read-write race", what, where, i, code, "read")
+                if reader[i] == EARLIER_LAUNCH:
+                    self._report_launch(w, history, what, int(where[i]), "reads")
+                else:
+                    self._report(w, history, "read-write race", what, where, i, code, "read")
                 return
 
     def _between_lanes(self, w, history: History, where, lanes, write: bool, what: str) -> None:
@@ -310,6 +367,13 @@ class GlobalRaces:
         kind = "write-write race" if write and before == "write" else "read-write race"
         kind = kind if certain.any() else CONVERGENCE
         self._report(w, history, kind, what, where, i, int(code[i]), before)
+
+    def _report_launch(self, w, history: History, what: str, cell: int, does: str) -> None:
+        message = (
+            f"{what} {history.region.name} at byte {history.offset(cell)} by {w.cta.name} warp "
+            f"{w.number} before griddepcontrol.wait: the launch before {does} it"
+        )
+        self.monitor.report("race with the launch before", message, (w.at,), (w.at,))
 
     def _report(
         self, w, history: History, kind: str, what: str, where, i: int, code: int, before: str

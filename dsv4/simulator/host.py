@@ -29,7 +29,7 @@ from dsv4.simulator.scheduler import LaunchConfig
 SUPPORTED_DSL = "4.8"
 _RUNTIME_SYMBOL = re.compile(r"^(_cu|cuda_dialect_|CuteDSLRT_)")
 _ATTRIBUTE_BYTES = 72
-_CLUSTER_ATTRIBUTE = 4
+_CLUSTER_ATTRIBUTE, _PROGRAMMATIC_ATTRIBUTE = 4, 6
 _CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32),
     ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.POINTER(ctypes.c_void_p),
@@ -191,19 +191,25 @@ class HostRunner:
             entry = self.module.entries.get(kernel)
             if entry is None:
                 raise SimulatorError(f"launched kernel {kernel} is not in the PTX")
-            cluster = (1, 1, 1)
+            cluster, programmatic = (1, 1, 1), False
             for i in range(count):
                 raw = ctypes.string_at(attributes + _ATTRIBUTE_BYTES * i, _ATTRIBUTE_BYTES)
-                if int.from_bytes(raw[:4], "little") == _CLUSTER_ATTRIBUTE:
-                    cluster = tuple(
-                        int.from_bytes(raw[8 + 4 * j : 12 + 4 * j], "little") for j in range(3)
-                    )
+                kind = int.from_bytes(raw[:4], "little")
+                words = tuple(
+                    int.from_bytes(raw[8 + 4 * j : 12 + 4 * j], "little") for j in range(3)
+                )
+                if kind == _CLUSTER_ATTRIBUTE:
+                    cluster = words
+                elif kind == _PROGRAMMATIC_ATTRIBUTE:
+                    programmatic = bool(words[0])
             params = [
                 ctypes.string_at(arguments[i], size)
                 for i, (_, size) in enumerate(entry.params.values())
             ]
             self.launches.append(
-                LaunchConfig(kernel, tuple(grid[:3]), tuple(block[:3]), cluster, shared, params)
+                LaunchConfig(
+                    kernel, tuple(grid[:3]), tuple(block[:3]), cluster, shared, params, programmatic
+                )
             )
             return 0
         except Exception as error:  # must not cross the C frame

@@ -236,7 +236,10 @@ def sleep(e: BlockEmitter, ins: Instruction) -> None:
 
 @emits("griddepcontrol")
 def grid_dependency(e: BlockEmitter, ins: Instruction) -> None:
-    """Launches run one after another, so the dependency is always met."""
+    """Launches run one after another: the dependency is always met, dependents start anyway."""
+    if ins.parts[1] == "wait":
+        e.mark()
+        e.line(f"grid_wait(w, {e.mask})")
 
 
 @emits("setmaxnreg")

@@ -14,18 +14,23 @@ from __future__ import annotations
 import numpy as np
 
 from dsv4.simulator.copy_races import CopyRaces
-from dsv4.simulator.global_races import GlobalRaces
+from dsv4.simulator.global_races import LAUNCH_BEFORE, GlobalRaces
 from dsv4.simulator.memory import Cluster
-from dsv4.simulator.shared_races import ClusterState
+from dsv4.simulator.shared_races import ClusterState, lanes_of
 from dsv4.simulator.tensor_races import TensorRaces
 
 
 class Monitor(CopyRaces, TensorRaces):
-    """Receives every access and synchronisation of a launch; collects findings."""
+    """Receives every access and synchronisation of a launch; collects findings.
 
-    def __init__(self, entry):
+    Args:
+        entry: the kernel.
+        before: of the launch before, if this one may start while that one runs.
+    """
+
+    def __init__(self, entry, before: Monitor | None = None):
         super().__init__(entry)
-        self.memory = GlobalRaces(self)
+        self.memory = GlobalRaces(self, before.memory if before is not None else None)
 
     # --- life of a cluster -----------------------------------------------------------------------
     def start_cluster(self, cluster: Cluster, warps: list) -> None:
@@ -48,6 +53,11 @@ class Monitor(CopyRaces, TensorRaces):
             f"{warp.cta.name} warp {warp.number} exits with {groups} bulk store groups "
             "not waited for: their shared memory may be gone before it is read"
         )
+
+    def grid_waited(self, w, mask) -> None:
+        """griddepcontrol.wait: the launch before is complete."""
+        clocks = w.cluster.state.clocks
+        clocks.learn(w.agent, clocks.agent(LAUNCH_BEFORE), 1, lanes_of(w, mask))
 
     # --- global memory ---------------------------------------------------------------------------
     def global_access(self, w, active: np.ndarray, mask, size: int, write: bool) -> None:

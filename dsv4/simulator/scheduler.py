@@ -37,6 +37,7 @@ class LaunchConfig:
     cluster: tuple[int, int, int]
     shared: int
     params: list[bytes]
+    programmatic: bool = False  # may start before the launch before it is complete
 
 
 @dataclass
@@ -136,6 +137,10 @@ class Resident:
             # A warp that ends right after a poll has done more than poll.
             if warp.run() and (warp.done or not warp.polling):
                 progressed = True
+        if launch.monitor is not None:
+            for warp in self.live:
+                if warp.done:
+                    launch.monitor.exited(warp)
         self.live = [warp for warp in self.live if not warp.done]
         return progressed
 

@@ -28,6 +28,9 @@ class ClusterState:
         self.inits: dict[int, tuple[int, int]] = {}
         self.unfenced: set[int] = set()
         self.counts: dict[tuple, int] = {}
+        # CTA rank -> warp of another CTA, or engine that copies into it -> (clock, instruction) of
+        # its last access there.
+        self.remote: dict[int, dict[int, tuple[int, int]]] = {}
         for i, warp in enumerate(warps):
             warp.agent, warp.order = i, LaneOrder(i, self.clocks)
 
@@ -64,6 +67,7 @@ class SharedRaces(Findings):
         are those of a store."""
         state, agent = w.cluster.state, w.agent
         lanes = lanes_of(w, mask)
+        self._remote(w, cta)
         if mask is None:
             whose = SEVERAL
         else:
@@ -157,6 +161,7 @@ class SharedRaces(Findings):
         """An atomic operation on shared memory: in no race with other atomics."""
         state, agent = w.cluster.state, w.agent
         lanes = lanes_of(w, mask)
+        self._remote(w, cta)
         shadow, know = state.shared[cta.rank], state.clocks.view(agent, lanes)
         atomics = state.atomics.setdefault(cta.rank, Shadow(shadow.count))
         words, numbers = atomics.cells(
@@ -180,6 +185,7 @@ class SharedRaces(Findings):
     ) -> None:
         """An asynchronous engine started by `w` (one lane of it, or all) reads shared memory."""
         state = w.cluster.state
+        self._remote(w, cta)
         shadow = state.shared[cta.rank]
         where = shadow.refined(where)
         lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
@@ -207,6 +213,7 @@ class SharedRaces(Findings):
     ) -> None:  # fmt: skip
         """An engine writes shared memory; `generic` engines need no proxy fence."""
         state = w.cluster.state
+        self._remote(w, cta)
         shadow = state.shared[cta.rank]
         where = shadow.refined(where)
         lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
@@ -218,7 +225,35 @@ class SharedRaces(Findings):
         self._against_reads(w, cta, where, know[SEEN], agent, text)
         if w.order.unsettled:
             self._between_lanes(w, cta, shadow, where, _number(lane), True, text)
+        if not generic:
+            state.remote.setdefault(cta.rank, {})[agent] = (clock, w.at)
         shadow.note_write(where, agent, clock, place(w.at, SEVERAL))
+
+    # --- other CTAs of the cluster ---------------------------------------------------------------
+    def _remote(self, w, cta: Cta) -> None:
+        """A warp reaches into another CTA, which must not have exited."""
+        if cta is w.cta:
+            return
+        state = w.cluster.state
+        clock = int(state.clocks.seen[w.agent, w.agent])
+        state.remote.setdefault(cta.rank, {})[w.agent] = (clock, w.at)
+        if all(warp.done for warp in cta.warps):
+            self._gone(cta, w.at)
+
+    def exited(self, w) -> None:
+        """A warp is done. By the last one, its CTA must know of every access from other CTAs and
+        of every copy into it."""
+        state, cta = w.cluster.state, w.cta
+        if not all(warp.done for warp in cta.warps):
+            return
+        agents = [warp.agent for warp in cta.warps]
+        for other, (clock, at) in state.remote.get(cta.rank, {}).items():
+            if (state.clocks.seen[agents, other] < clock).all():
+                self._gone(cta, at)
+
+    def _gone(self, cta: Cta, at: int) -> None:
+        message = f"nothing makes {cta.name} wait for this before it exits"
+        self.report("access to a CTA that may have exited", message, (at,), (at,))
 
     # --- threads and barriers --------------------------------------------------------------------
     def release(self, w, key: tuple, relaxed: bool = False) -> None:
@@ -277,6 +312,7 @@ class SharedRaces(Findings):
     def release_barrier(self, w, barrier, mask=None) -> None:
         """Arrival of some lanes at an mbarrier."""
         self._check_init(w, barrier)
+        self._remote(w, w.cluster.cta_at(barrier.address))
         lanes = lanes_of(w, mask)
         key = ("mbarrier", barrier.address, barrier.phase)
         w.order.covers(lanes)

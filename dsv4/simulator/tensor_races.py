@@ -142,6 +142,7 @@ class TensorRaces(SharedRaces):
         state = w.cluster.state
         for barrier in barriers:
             self._check_init(w, barrier, engine=True)
+            self._remote(w, w.cluster.cta_at(barrier.address))
         w.order.catch_up(w.collectives)
         know = state.clocks.know[w.agent].copy()
         know[SEEN, state.clocks.agent(("mma", w.agent))] = state.counts.get(("mma", w.agent), 0)

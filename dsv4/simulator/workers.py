@@ -1,19 +1,26 @@
 """Spreading the clusters of a launch over processes.
 
 Tensors move to shared memory for the run, so CTAs in different processes still communicate through
-global memory; atomics take a lock. The checker sees each process alone: races between clusters that
-run in different workers are not found.
+global memory; atomics take a lock. The checker sees each process alone. Where clusters of different
+workers touch the same words, one of them writing, only a run in one process can tell whether they
+are ordered: the launch is then run again like that, from the same memory.
 """
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dsv4.simulator import errors
+from dsv4.simulator.global_races import Footprint
+from dsv4.simulator.memory import Region
+from dsv4.simulator.report import Finding
 from dsv4.simulator.scheduler import Launch, run_launch
 
 
@@ -68,27 +75,57 @@ def run_parallel(launch: Launch, workers: int) -> None:
     if workers < 2:
         run_launch(launch)
         return
+    before = None
+    if launch.monitor is not None:
+        before = [(region, region.bytes.copy()) for region in launch.memory.regions]
+    results = _run_workers(launch, [origins[k::workers] for k in range(workers)])
+    for result in results:
+        if result.error is not None:
+            raise getattr(errors, result.error[0])(result.error[1])
+    if before is None:
+        return
+    footprints = [result.footprints for result in results]
+    if any(_meet(a, b) for a, b in itertools.combinations(footprints, 2)):
+        _run_again(launch, before)
+        return
+    for result in results:
+        launch.monitor.adopt(*result.found)
+        launch.monitor.memory.adopt(launch.memory, result.footprints)
+
+
+class _Result(NamedTuple):
+    """What one worker learnt."""
+
+    error: tuple[str, str] | None  # class and message
+    hits: list[int]
+    guards: set[int]
+    issued: dict[str, int]
+    found: tuple[list[Finding], list[Finding]]
+    footprints: dict[int, Footprint]
+
+
+def _run_workers(launch: Launch, shares: list[list]) -> list[_Result]:
     context = multiprocessing.get_context("fork")
     launch.atomics_lock = context.Lock()
     launch.has_peers = True
     started = []
-    for k in range(workers):
+    for share in shares:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(launch, origins[k::workers], theirs))
+        process = context.Process(target=_work, args=(launch, share, theirs))
         process.start()
         theirs.close()
         started.append((process, ours))
-    failure = None
+    results = []
     for process, connection in started:
-        failure = _collect(launch, connection) or failure
+        results.append(_collect(launch, connection))
         process.join()
-    if failure is not None:
-        raise failure
+    launch.has_peers = False
+    return results
 
 
 def _work(launch: Launch, mine: list, connection: Connection) -> None:
     """In a worker: run its clusters and report what the launch learnt."""
-    program = launch.program
+    program, monitor = launch.program, launch.monitor
     before = list(program.hits)
     error = None
     try:
@@ -96,23 +133,36 @@ def _work(launch: Launch, mine: list, connection: Connection) -> None:
     except errors.SimulatorError as caught:
         error = (type(caught).__name__, str(caught))
     hits = [after - start for after, start in zip(program.hits, before)]
-    monitor = launch.monitor
-    found = (monitor.findings, monitor.warnings) if monitor is not None else ([], [])
-    connection.send((error, hits, program.guards_taken, launch.issued, found))
+    found, footprints = ([], []), {}
+    if monitor is not None:
+        found, footprints = (monitor.findings, monitor.warnings), monitor.memory.footprints()
+    connection.send(_Result(error, hits, program.guards_taken, launch.issued, found, footprints))
     connection.close()
 
 
-def _collect(launch: Launch, connection: Connection) -> errors.SimulatorError | None:
-    """Add one worker's report to the launch; the error it ended with, if any."""
+def _collect(launch: Launch, connection: Connection) -> _Result:
+    """Add one worker's counts to the launch; its result."""
     try:
-        error, hits, guards, issued, found = connection.recv()
+        result = connection.recv()
     except EOFError:
-        return errors.SimulatorError("a worker process died")
+        died = ("SimulatorError", "a worker process died")
+        return _Result(died, [], set(), {}, ([], []), {})
     program = launch.program
-    program.hits[:] = [a + b for a, b in zip(program.hits, hits)]
-    program.guards_taken |= guards
-    for kind, count in issued.items():
+    program.hits[:] = [a + b for a, b in zip(program.hits, result.hits)]
+    program.guards_taken |= result.guards
+    for kind, count in result.issued.items():
         launch.issued[kind] = launch.issued.get(kind, 0) + count
-    if launch.monitor is not None:
-        launch.monitor.adopt(*found)
-    return getattr(errors, error[0])(error[1]) if error else None
+    return result
+
+
+def _meet(a: dict[int, Footprint], b: dict[int, Footprint]) -> bool:
+    return any(start in b and a[start].conflicts(b[start]) for start in a)
+
+
+def _run_again(launch: Launch, before: list[tuple[Region, np.ndarray]]) -> None:
+    """Run all clusters here, for the checker; what ran is counted already."""
+    hits, issued = list(launch.program.hits), dict(launch.issued)
+    for region, data in before:
+        region.bytes[:] = data
+    run_launch(launch)
+    launch.program.hits[:], launch.issued = hits, issued

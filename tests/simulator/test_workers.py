@@ -1,9 +1,14 @@
 """Several processes simulate one launch."""
 
+import functools
+
 import pytest
 import torch
 
 from dsv4.simulator import simulate
+from dsv4.simulator.api import Simulation
+from dsv4.simulator.host import HostRunner
+from dsv4.simulator.ptx.parser import parse_module
 from tests.simulator.kernels.gemm_sm100 import GemmSm100
 from tests.simulator.kernels.ticket import launch_token
 from tests.simulator.support import compile_kernel
@@ -30,14 +35,44 @@ def test_results_do_not_depend_on_the_number_of_workers(seed):
     assert not reports[1].races
 
 
+@functools.cache
+def _token_kernel():
+    tensors = torch.zeros(1, dtype=torch.int32), torch.zeros(6, dtype=torch.int32)
+    return compile_kernel(launch_token, "sm_90a", *tensors, torch.zeros(1, dtype=torch.int32))
+
+
+def _pass_token(ptx: str, workers: int, schedule: str):
+    """The report, the order in which CTAs had the token, and the sum of their numbers."""
+    compiled = _token_kernel()
+    token, order, total = (torch.zeros(n, dtype=torch.int32) for n in (1, 6, 1))
+    simulation = Simulation(parse_module(ptx), functools.partial(HostRunner, compiled))
+    report = simulation.run((token, order, total), {}, (), schedule, 0, workers=workers)
+    return report, order.tolist(), int(total)
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("schedule", ["eager", "random"])
 def test_ctas_communicate_through_global_memory(workers, schedule):
-    token, order = torch.zeros(1, dtype=torch.int32), torch.full((6,), -1, dtype=torch.int32)
-    compiled = compile_kernel(launch_token, "sm_90a", token, order)
-    report = simulate(compiled, token, order, workers=workers, schedule=schedule)
-    assert order.tolist() == [5, 4, 3, 2, 1, 0]
+    ptx = _token_kernel().artifacts.PTX
+    report, order, total = _pass_token(ptx, workers, schedule)
+    assert order == [5, 4, 3, 2, 1, 0]
+    assert total == sum(order)
     assert not report.races
+
+
+@pytest.mark.parametrize("workers", [1, 2, 6])
+@pytest.mark.parametrize("weakened", ["release", "acquire"])
+def test_races_between_workers_are_found(workers, weakened):
+    """Whatever process a cluster ran in: without its half of the order, `total` is a race."""
+    ptx = _token_kernel().artifacts.PTX
+    changed = ptx.replace(f".{weakened}.", ".relaxed.")
+    assert changed != ptx
+    report, order, total = _pass_token(changed, workers, "eager")
+    assert {f.kind for f in report.races} == {"read-write race", "write-write race"}
+    # Run twice where workers met, counted and written once.
+    assert total == sum(order) == 15
+    one = _pass_token(ptx, 1, "eager")[0].launches[0]
+    assert report.launches[0].operations == one.operations
 
 
 def test_workers_must_be_positive():

@@ -5,8 +5,9 @@ from cutlass import cute
 
 
 @cute.kernel
-def pass_token(token: cute.Tensor, order: cute.Tensor):
-    """The CTA whose turn it is writes its index to `order[turn]` and lets the next one go."""
+def pass_token(token: cute.Tensor, order: cute.Tensor, total: cute.Tensor):
+    """The CTA whose turn it is writes its index to `order[turn]`, adds it to `total` and lets the
+    next one go."""
     thread, _, _ = cute.arch.thread_idx()
     block, _, _ = cute.arch.block_idx()
     blocks, _, _ = cute.arch.grid_dim()
@@ -18,10 +19,12 @@ def pass_token(token: cute.Tensor, order: cute.Tensor):
                 token.iterator, cutlass.Int32(0), sem="acquire", scope="gpu"
             )
         order[turn] = block
+        total[0] = total[0] + block
         cute.arch.atomic_add(token.iterator, cutlass.Int32(1), sem="release", scope="gpu")
 
 
 @cute.jit
-def launch_token(token: cute.Tensor, order: cute.Tensor, stream):
+def launch_token(token: cute.Tensor, order: cute.Tensor, total: cute.Tensor, stream):
     """One CTA per element of `order`."""
-    pass_token(token, order).launch(grid=(cute.size(order), 1, 1), block=(32, 1, 1), stream=stream)
+    grid = (cute.size(order), 1, 1)
+    pass_token(token, order, total).launch(grid=grid, block=(32, 1, 1), stream=stream)
