@@ -52,6 +52,38 @@ def multiply_high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.array([(x * y) >> 64 for x, y in zip(a.tolist(), b.tolist())], a.dtype)
 
 
+def find_nth_set(mask: np.ndarray, base: np.ndarray, offset: np.ndarray) -> np.ndarray:
+    """fns: the `offset`-th set bit of mask from bit `base` on, downwards for negative offsets."""
+    out = []
+    for bits, start, nth in zip(mask.tolist(), base.tolist(), offset.tolist()):
+        upwards = range(start, 32) if nth > 0 else range(start, -1, -1)
+        places = [start] if nth == 0 else upwards
+        found = [p for p in places if bits >> p & 1]
+        index = max(abs(nth) - 1, 0)
+        out.append(found[index] if index < len(found) else 0xFFFFFFFF)
+    return np.array(out, u32)
+
+
+def bit_mask(position: np.ndarray, width: np.ndarray, clamp: bool) -> np.ndarray:
+    """bmsk: `width` ones from `position`; both modulo 32, or clamped to 32."""
+    p, n = position.astype(u64), width.astype(u64)
+    if clamp:
+        p, n = np.minimum(p, u64(32)), np.minimum(n, u64(32))
+    else:
+        p, n = p & u64(31), n & u64(31)
+    return (((u64(1) << n) - u64(1)) << p).astype(u32)
+
+
+def extend_bits(x: np.ndarray, width: np.ndarray, clamp: bool) -> np.ndarray:
+    """szext: the low `width` bits of 32-bit x, sign or zero extended as x is signed or not."""
+    n = np.minimum(width, u32(32)) if clamp else width & u32(31)
+    shift = (u32(32) - n).astype(i64)
+    wide = x.astype(i64) << i64(32) << shift
+    if x.dtype.kind == "u":
+        wide = wide.view(u64)
+    return (wide >> shift.astype(wide.dtype) >> wide.dtype.type(32)).astype(x.dtype)
+
+
 def find_highest(x: np.ndarray) -> np.ndarray:
     """Index of the highest set bit of unsigned x, as uint32; 0xffffffff for 0."""
     wide = x.astype(u64)

@@ -426,15 +426,16 @@ def _combine(op: str, scalar: str, word: np.ndarray, value: np.ndarray):
     return (encode(out) if scalar in _HALF else out).view(word.dtype)[0]
 
 
-def store_async(w: Warp, address, values, bits: int, barrier, mask) -> None:
-    """st.async: store to a CTA of the cluster and complete its bytes on an mbarrier there."""
+def store_async(w: Warp, op, dtype, address, values, bits: int, barrier, mask) -> None:
+    """st.async, red.async: store to a CTA of the cluster, or combine by `op` with the value of
+    `dtype` there, and complete its bytes on an mbarrier there."""
     size = len(values) * bits // 8
     monitor = w.launch.monitor
     for lane in np.flatnonzero(mask).tolist():
         where = int(address[lane])
         cta, offset = w.cluster.cta_at(where), where & OFFSET_MASK
         if offset + size > cta.shared_limit or offset % size:
-            raise KernelFault(f"st.async of {size} bytes to shared offset {offset:#x}")
+            raise KernelFault(f"asynchronous store of {size} bytes to shared offset {offset:#x}")
         data = np.array([value[lane] for value in values]).view(np.uint8)
         target = w.cluster.barrier(int(barrier[lane]))
         ticket = None
@@ -442,9 +443,46 @@ def store_async(w: Warp, address, values, bits: int, barrier, mask) -> None:
             ticket = monitor.store_async(w, cta, target, offset, size, lane)
 
         def perform(cta=cta, offset=offset, data=data, target=target, ticket=ticket) -> None:
-            cta.s8[offset : offset + size] = data
+            held = cta.s8[offset : offset + size]
+            held[:] = data if op is None else _combined(op, held.view(dtype), data.view(dtype))
             if monitor is not None:
                 monitor.bulk_load_done(ticket, cta, target)
             target.complete(size)
 
         w.cluster.engine.issue("st.async", None, perform)
+
+
+def _combined(op: str, held: np.ndarray, data: np.ndarray) -> np.ndarray:
+    """Bytes of one word after an atomic operation."""
+    with np.errstate(over="ignore"):
+        return np.array([_apply(op, held[0], [data[0]])], held.dtype).view(np.uint8)
+
+
+def clear_shared(w: Warp, address, size, mask) -> None:
+    """st.bulk: zeros."""
+    for lane in np.flatnonzero(mask).tolist():
+        offset, n = int(address[lane]) - int(w.base), int(size[lane])
+        if (offset | n) & 7 or not 0 <= offset <= offset + n <= w.cta.shared_limit:
+            raise KernelFault(f"st.bulk of {n} bytes to shared offset {offset:#x}")
+        if n and w.launch.monitor is not None:
+            lanes = np.arange(32) == lane
+            w.launch.monitor.shared(w, w.cta, np.array([offset], np.uint32), lanes, n, True)
+        w.cta.s8[offset : offset + n] = 0
+
+
+def atomic_wide(w: Warp, op: str, address, operands, mask) -> np.ndarray:
+    """atom of 16 bytes in global or generic space: exch and cas; the old values [32, 2]."""
+    old = np.zeros((32, 2), np.uint64)
+    w.polling = True
+    if w.launch.monitor is not None:
+        w.launch.monitor.atomic(w, "generic", address, mask, 16)
+    with w.launch.atomics_lock:
+        for lane in np.flatnonzero(mask).tolist():
+            where = int(address[lane])
+            if where & 15 or where >= SHARED_WINDOW:
+                raise KernelFault(f"16-byte atomic at {where:#x}")
+            word = w.cluster.memory.read(where, 16).view(np.uint64)
+            old[lane] = word
+            if op == "exch" or (old[lane] == operands[0][lane]).all():
+                word[:] = operands[-1][lane]
+    return old

@@ -102,16 +102,19 @@ def bf16x2_of_f32(high: np.ndarray, low: np.ndarray) -> np.ndarray:
     return bf16_of_f32(pair).view(u32)[:, 0]
 
 
-def tf32_of_f32(x: np.ndarray, rounding: str, relu: bool) -> np.ndarray:
-    """float32 to tf32 bits; `rounding` is rna, rn or rz."""
+def tf32_of_f32(x: np.ndarray, rounding: str, relu: bool, saturate: bool) -> np.ndarray:
+    """float32 to tf32 bits; `rounding` is rna, rn or rz; `saturate` leaves no infinity."""
     if relu:
         x = np.maximum(x, f32(0)) + f32(0)
     bits = x.view(u32)
     if rounding == "rna":
-        return tf32_nearest(bits)
-    if rounding == "rn":
-        bits = bits + u32(0xFFF) + ((bits >> u32(13)) & u32(1))
-    return np.where(x != x, u32(0x7FFFE000), bits & u32(0xFFFFE000))
+        out = tf32_nearest(bits)
+    else:
+        if rounding == "rn":
+            bits = bits + u32(0xFFF) + ((bits >> u32(13)) & u32(1))
+        out = np.where(x != x, u32(0x7FFFE000), bits & u32(0xFFFFE000))
+    infinite = (out & u32(0x7FFFFFFF)) == u32(0x7F800000)
+    return np.where(infinite, out - u32(0x2000), out) if saturate else out
 
 
 def tf32_nearest(bits: np.ndarray) -> np.ndarray:
@@ -187,14 +190,14 @@ def f32_of_ue8m0(codes: np.ndarray) -> np.ndarray:
     return np.where(wide == 255, u32(F32_NAN), bits).astype(u32).view(f32)
 
 
-def ue8m0_of_f32(x: np.ndarray, *, round_up: bool) -> np.ndarray:
-    """float32 to exponent-only scale, towards zero or up, saturating to 254."""
+def ue8m0_of_f32(x: np.ndarray, *, round_up: bool, saturate: bool) -> np.ndarray:
+    """float32 to exponent-only scale, towards zero or up; what is too large to 254 or NaN."""
     bits = np.abs(x).view(u32)
     exponent = (bits >> u32(23)).astype(i32)
     if round_up:
         exponent += ((bits & u32(0x7FFFFF)) != 0) & (exponent > 0)
         exponent += (exponent == 0) & (bits > u32(0x00400000))
-    return np.where(x != x, 255, np.minimum(exponent, 254)).astype(u8)
+    return np.where(x != x, 255, np.minimum(exponent, 254 if saturate else 255)).astype(u8)
 
 
 # --- arithmetic ----------------------------------------------------------------------------------

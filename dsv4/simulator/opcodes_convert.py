@@ -25,8 +25,6 @@ def convert(e: BlockEmitter, ins: Instruction) -> None:
         return
     types = [p for p in ins.parts[1:] if p in _TYPES]
     target, source = types[0], types[1]
-    if "rs" in ins.parts:
-        raise ValueError("stochastic rounding")
     if target in _SMALL_PAIRS or target == "ue8m0x2":
         _to_small(e, ins, target, source)
     elif source in _SMALL_PAIRS or source == "ue8m0x2":
@@ -38,7 +36,8 @@ def convert(e: BlockEmitter, ins: Instruction) -> None:
     elif target == "tf32":
         rounding = next(p for p in ins.parts if p in ("rna", "rn", "rz"))
         value = e.value(ins.operands[1], "f32")
-        out = f"tf32_of_f32({value}, {rounding!r}, {'relu' in ins.parts})"
+        flags = f"{'relu' in ins.parts}, {'satfinite' in ins.parts}"
+        out = f"tf32_of_f32({value}, {rounding!r}, {flags})"
         e.define(ins.operands[0], out, "u32")
     else:
         _plain(e, ins, target, source)
@@ -59,6 +58,8 @@ def _plain(e: BlockEmitter, ins: Instruction, target: str, source: str) -> None:
             out = f"saturate({out})"
         if target == "f16" and source == "f32":
             out = f"{_half_of(ins, 'f16', out)}.view(f16)"
+        elif directed and (source, target) == ("f64", "f32"):
+            out = f"narrow({out}, {directed!r})"
         elif directed and target != source:
             raise ValueError("rounding mode")
         elif target != source:
@@ -126,8 +127,8 @@ def _to_small(e: BlockEmitter, ins: Instruction, target: str, source: str) -> No
         e.line(f"{pair} = f32_of_{scalar}(words({e.value(ins.operands[1], 'u32')}, u16))")
         high, low = f"{pair}[:, 1]", f"{pair}[:, 0]"
     if target == "ue8m0x2":
-        up = "rp" in ins.parts
-        codes = [f"ue8m0_of_f32({v}, round_up={up})" for v in (low, high)]
+        flags = f"round_up={'rp' in ins.parts}, saturate={'satfinite' in ins.parts}"
+        codes = [f"ue8m0_of_f32({v}, {flags})" for v in (low, high)]
     else:
         name, relu = _SMALL_PAIRS[target], "relu" in ins.parts
         codes = [f"SMALL_FLOATS[{name!r}].encode({v}, relu={relu})" for v in (low, high)]

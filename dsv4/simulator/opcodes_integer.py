@@ -69,12 +69,13 @@ def binary(e: BlockEmitter, ins: Instruction) -> None:
 
 def _packed_integer(e: BlockEmitter, ins: Instruction) -> None:
     """add, min and max of two 16-bit integers per register."""
-    if "relu" in ins.parts:
-        raise ValueError("packed relu")
     dtype = "i16" if ins.parts[-1] == "s16x2" else "u16"
     a, b = (f"words({e.value(x, 'u32')}, {dtype})" for x in ins.operands[1:3])
     name = {"add": "np.add", "min": "np.minimum", "max": "np.maximum"}[ins.parts[0]]
-    e.define(ins.operands[0], f"{name}({a}, {b}).view(u32)[:, 0]", "u32")
+    out = f"{name}({a}, {b})"
+    if "relu" in ins.parts:
+        out = f"np.maximum({out}, i16(0))"
+    e.define(ins.operands[0], f"{out}.view(u32)[:, 0]", "u32")
 
 
 def _wide(kind: str) -> str:
@@ -195,7 +196,17 @@ def logical_not(e: BlockEmitter, ins: Instruction) -> None:
 @emits("lop3")
 def lookup(e: BlockEmitter, ins: Instruction) -> None:
     a, b, c = (e.value(x, "u32") for x in ins.operands[1:4])
-    e.define(ins.operands[0], f"lookup3({a}, {b}, {c}, {int(ins.operands[4], 0)})", "u32")
+    out = f"lookup3({a}, {b}, {c}, {int(ins.operands[4], 0)})"
+    if ins.parts[1] == "b32":
+        e.define(ins.operands[0], out, "u32")
+        return
+    # lop3.or and .and also give a predicate: the result is not zero, or / and another one.
+    target, predicate = ins.operands[0].split("|")
+    result = e.temporary()
+    other = e.value(ins.operands[5], "p")
+    e.line(f"{result} = {out}")
+    e.define(predicate, f"(({result} != 0) {_SYMBOLS[ins.parts[1]]} {other})", "p")
+    e.define(target, result, "u32")
 
 
 @emits("shl")
@@ -265,6 +276,39 @@ def bit_scan(e: BlockEmitter, ins: Instruction) -> None:
         if "shiftamt" in ins.parts:
             out = f"where({out} == u32(0xffffffff), {out}, u32({bits - 1}) - {out})"
         e.define(ins.operands[0], out, "u32")
+
+
+@emits("fns")
+def find_nth_set(e: BlockEmitter, ins: Instruction) -> None:
+    mask, base = (e.value(x, "u32") for x in ins.operands[1:3])
+    offset = e.value(ins.operands[3], "s32")
+    e.define(ins.operands[0], f"find_nth_set({mask}, {base}, {offset})", "u32")
+
+
+@emits("bmsk")
+def bit_mask(e: BlockEmitter, ins: Instruction) -> None:
+    a, b = (e.value(x, "u32") for x in ins.operands[1:3])
+    e.define(ins.operands[0], f"bit_mask({a}, {b}, {'clamp' in ins.parts})", "u32")
+
+
+@emits("szext")
+def extend(e: BlockEmitter, ins: Instruction) -> None:
+    kind = KIND_OF_TYPE[type_of(ins)]
+    a, b = e.value(ins.operands[1], kind), e.value(ins.operands[2], "u32")
+    e.define(ins.operands[0], f"extend_bits({a}, {b}, {'clamp' in ins.parts})", kind)
+
+
+@emits("mul24", "mad24")
+def multiply_24(e: BlockEmitter, ins: Instruction) -> None:
+    """Low or high 32 of the 48 bits of a product of 24-bit integers, plus an addend."""
+    kind = KIND_OF_TYPE[type_of(ins)]
+    if "sat" in ins.parts:
+        raise ValueError("mad24.hi.sat")
+    a, b = (f"extend_bits({e.value(x, kind)}, u32(24), True)" for x in ins.operands[1:3])
+    out = f"(({a}.astype(i64) * {b}) >> {16 if 'hi' in ins.parts else 0}).astype(u32)"
+    if ins.parts[0] == "mad24":
+        out = f"{out} + {e.value(ins.operands[3], 'u32')}"
+    e.define(ins.operands[0], out, "u32")
 
 
 @emits("prmt")
@@ -378,9 +422,10 @@ def _compare_pairs(e: BlockEmitter, ins: Instruction, name: str) -> None:
     out = e.temporary()
     e.line(f"{out} = {_comparison(ins.parts[1], a, b, True)}")
     if ins.parts[0] == "set":
-        if ins.parts[2] != name:
-            raise ValueError("packed comparison to integers")
-        one = "0x3c00" if scalar == "f16" else "0x3f80"
+        if ins.parts[2] == name:
+            one = "0x3c00" if scalar == "f16" else "0x3f80"
+        else:
+            one = {"u32": "0xffff", "s32": "0xffff"}[ins.parts[2]]
         e.define(ins.operands[0], f"where({out}, u16({one}), u16(0)).view(u32)[:, 0]", "u32")
         return
     for k, target in enumerate(ins.operands[0].split("|")):

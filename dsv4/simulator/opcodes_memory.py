@@ -80,32 +80,48 @@ def store(e: BlockEmitter, ins: Instruction) -> None:
         _store_async(e, ins)
         return
     space = _space(ins)
+    e.mark()
+    if "bulk" in ins.parts:
+        address, size = e.address(ins.operands[0], "u32"), e.value(ins.operands[1], "u64")
+        if space != "shared" or int(ins.operands[2], 0):
+            raise ValueError("st.bulk of anything but zeros to shared memory")
+        e.line(f"clear_shared(w, {address}, {size}, {e.mask})")
+        return
     kind = UNSIGNED[BITS_OF_KIND[KIND_OF_TYPE[type_of(ins)]]]
     bits = BITS_OF_KIND[kind]
-    e.mark()
     values = ", ".join(e.value(v, kind) for v in e.vector(ins.operands[1]))
+    if kind == "u128":
+        values, bits = f"*contiguous({values}.T)", 64
     address = e.address(ins.operands[0], "u32" if space == "shared" else "u64")
     e.line(f"store_{space}(w, {address}, ({values},), {bits}, {e.mask})")
 
 
 def _store_async(e: BlockEmitter, ins: Instruction) -> None:
-    """st.async: a remote store that completes bytes on an mbarrier."""
-    kind = UNSIGNED[BITS_OF_KIND[KIND_OF_TYPE[type_of(ins)]]]
-    values = ", ".join(e.value(v, kind) for v in e.vector(ins.operands[1]))
+    """st.async and red.async: remote writes that complete bytes on an mbarrier."""
+    kind = KIND_OF_TYPE[type_of(ins)]
+    op = next((p for p in ins.parts if p in _ATOMIC), None)
+    unsigned = UNSIGNED[BITS_OF_KIND[kind]]
+    values = ", ".join(e.value(v, unsigned) for v in e.vector(ins.operands[1]))
     address, barrier = e.address(ins.operands[0], "u32"), e.address(ins.operands[2], "u32")
     e.mark()
-    e.line(f"store_async(w, {address}, ({values},), {BITS_OF_KIND[kind]}, {barrier}, {e.mask})")
+    e.line(
+        f"store_async(w, {op!r}, {DTYPES[kind]}, {address}, ({values},), {BITS_OF_KIND[kind]}, "
+        f"{barrier}, {e.mask})"
+    )
+
+
+_ATOMIC = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
 
 
 @emits("atom", "red")
 def atomic(e: BlockEmitter, ins: Instruction) -> None:
-    if "async" in ins.parts:
-        raise ValueError("red.async")
+    if "async" in ins.parts and len(ins.operands) > 2:
+        _store_async(e, ins)
+        return
     returns = ins.parts[0] == "atom"
     target = ins.operands[0] if returns else "_"
     operands = ins.operands[1:] if returns else ins.operands
-    op = next(p for p in ins.parts if p in
-              ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"))  # fmt: skip
+    op = next(p for p in ins.parts if p in _ATOMIC)
     name = type_of(ins)
     kind = KIND_OF_TYPE[name]
     space = _space(ins)
@@ -115,6 +131,11 @@ def atomic(e: BlockEmitter, ins: Instruction) -> None:
     address = e.address(operands[0], "u32" if space == "shared" else "u64")
     values = ", ".join(e.value(x, kind) for x in operands[1:])
     e.mark()
+    if kind == "u128":
+        if space == "shared":
+            raise ValueError("16-byte atomics of shared memory")
+        e.define(target, f"atomic_wide(w, {op!r}, {address}, ({values},), {e.mask})", kind)
+        return
     out = f"atomic(w, {space!r}, {op!r}, {DTYPES[kind]}, {address}, ({values},), {e.mask})"
     e.define(target, out, kind)
 
@@ -143,6 +164,16 @@ def _padded_bits(ins: Instruction, default: int | None = None) -> int:
     if default is None:
         raise ValueError("ldmatrix shape")
     return default
+
+
+@emits("multimem")
+def several_devices(e: BlockEmitter, ins: Instruction) -> None:
+    raise ValueError("multimem addresses name several GPUs, one is simulated")
+
+
+@emits("wmma")
+def opaque_fragments(e: BlockEmitter, ins: Instruction) -> None:
+    raise ValueError("wmma's fragments are opaque: mma.sync and ldmatrix are simulated")
 
 
 @emits("ldmatrix")

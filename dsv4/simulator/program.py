@@ -28,6 +28,7 @@ from dsv4.simulator import (
     wgmma,
 )
 from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.modifiers import check_modifiers
 from dsv4.simulator.ptx.blocks import blocks_of
 from dsv4.simulator.ptx.parser import Entry
 from dsv4.simulator.warp import ALL
@@ -78,6 +79,7 @@ class Program:
         self.entry = entry
         for ins in entry.instructions:
             codegen.emitter_of(ins)  # unknown opcodes are an error before anything runs
+            check_modifiers(ins)
         self.blocks = blocks_of(entry)
         self.exit = len(self.blocks)
         self.registers = codegen.RegisterMap(entry, self.blocks)

@@ -202,8 +202,7 @@ def bulk_load(w: Warp, source, target, size, barrier, multicast, mask) -> None:
         receivers = _targets(w, a, b, None if multicast is None else int(multicast[lane]), False)
         offsets = (a & OFFSET_MASK) + np.arange(n // 16) * 16
         data = w.cluster.memory.read(s, n).reshape(-1, 16)
-        source = run_footprint(s, n)
-        _issue_bulk(w, lambda data=data: data, receivers, offsets, lane, source)
+        _issue_bulk(w, lambda data=data: data, receivers, offsets, lane, source=run_footprint(s, n))
 
 
 def _check_bulk(bits: int) -> None:
@@ -212,8 +211,10 @@ def _check_bulk(bits: int) -> None:
 
 
 def _issue_bulk(
-    w: Warp, fetch: Callable[[], np.ndarray], receivers, offsets, lane: int, source=None
-) -> None:
+    w: Warp, fetch: Callable[[], np.ndarray], receivers, offsets, lane: int, source=None,
+    reduction: tuple[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Copy what `fetch` gives, or combine it by `reduction` = (operation, type)."""
     if not len(offsets):
         return
     monitor = w.launch.monitor
@@ -225,6 +226,9 @@ def _issue_bulk(
     def perform() -> None:
         data = fetch()
         for (cta, address), rows in zip(receivers, chunks):
+            if reduction is not None:
+                old = cta.rows[rows].reshape(-1)
+                data = reduce_bytes(*reduction, old, data.reshape(-1)).reshape(-1, 16)
             cta.rows[rows] = data
             target = w.cluster.barrier(address)
             if monitor is not None:
@@ -234,8 +238,11 @@ def _issue_bulk(
     w.cluster.engine.issue("bulk load", None, perform)
 
 
-def bulk_store(w: Warp, op, dtype, target, source, size, mask) -> None:
-    """cp(.reduce).async.bulk shared -> global (1-D)."""
+def bulk_store(w: Warp, op, dtype, target, source, size, bytes_of_16, mask) -> None:
+    """cp(.reduce).async.bulk shared -> global (1-D).
+
+    Bit i of `bytes_of_16` says whether byte i of each 16 is written; None writes all.
+    """
     for lane in np.flatnonzero(mask).tolist():
         a, s, n = int(target[lane]), int(source[lane]), int(size[lane])
         _check_bulk(a | s | n)
@@ -246,15 +253,27 @@ def bulk_store(w: Warp, op, dtype, target, source, size, mask) -> None:
         if monitor is not None:
             monitor.bulk_store(w, w.cta, offsets, lane, run_footprint(a, n), op)
 
-        def write(data, memory=memory) -> None:
+        kept = _kept_bytes(bytes_of_16, lane, n)
+
+        def write(data, memory=memory, kept=kept) -> None:
             data = data.reshape(-1)
-            memory[:] = data if op is None else reduce_bytes(op, dtype, memory.copy(), data)
+            if op is not None:
+                data = reduce_bytes(op, dtype, memory.copy(), data)
+            memory[:] = data if kept is None else np.where(kept, memory, data)
 
         _issue_store(w, rows, write, "bulk store")
 
 
-def bulk_to_cluster(w: Warp, target, source, size, barrier, mask) -> None:
-    """cp.async.bulk shared::cta -> shared::cluster."""
+def _kept_bytes(bytes_of_16, lane: int, size: int) -> np.ndarray | None:
+    """bool [size]: the bytes a masked copy leaves alone."""
+    if bytes_of_16 is None:
+        return None
+    written = np.unpackbits(np.array([bytes_of_16[lane]], "<u2").view(np.uint8), bitorder="little")
+    return np.tile(written == 0, size // 16)
+
+
+def bulk_to_cluster(w: Warp, reduction, target, source, size, barrier, mask) -> None:
+    """cp(.reduce).async.bulk shared::cta -> shared::cluster."""
     for lane in np.flatnonzero(mask).tolist():
         a, s, n, b = int(target[lane]), int(source[lane]), int(size[lane]), int(barrier[lane])
         _check_bulk(a | s | n)
@@ -263,7 +282,8 @@ def bulk_to_cluster(w: Warp, target, source, size, barrier, mask) -> None:
         if w.launch.monitor is not None:
             w.launch.monitor.cluster_copy(w, (s & OFFSET_MASK) + chunk, b, lane)
         fetch = functools.partial(w.cta.rows.__getitem__, rows)
-        _issue_bulk(w, fetch, [(w.cluster.cta_at(a), b)], (a & OFFSET_MASK) + chunk, lane)
+        receivers = [(w.cluster.cta_at(a), b)]
+        _issue_bulk(w, fetch, receivers, (a & OFFSET_MASK) + chunk, lane, reduction=reduction)
 
 
 # --- emitters ------------------------------------------------------------------------------------
@@ -328,15 +348,15 @@ def emit_bulk(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()
     spaces = [p for p in ins.parts if p.startswith(("shared", "global"))]
     size = e.value(ins.operands[2], "u32")
-    reduction = ins.parts[1] == "reduce"
+    op = None
+    if ins.parts[1] == "reduce":
+        op = next(p for p in ins.parts if p in _REDUCTIONS)
+    dtype = ins.parts[-1]
     if spaces[0] == "global":
-        op = next((p for p in ins.parts if p in _REDUCTIONS), None) if reduction else None
-        dtype = ins.parts[-1]
         target, source = e.address(ins.operands[0], "u64"), e.address(ins.operands[1], "u32")
-        e.line(f"bulk_store(w, {op!r}, {dtype!r}, {target}, {source}, {size}, {e.mask})")
+        written = e.value(ins.operands[-1], "u16") if "cp_mask" in ins.parts else "None"
+        e.line(f"bulk_store(w, {op!r}, {dtype!r}, {target}, {source}, {size}, {written}, {e.mask})")
         return
-    if reduction:
-        raise ValueError("bulk reduction into shared memory")
     target, barrier = e.address(ins.operands[0], "u32"), e.address(ins.operands[3], "u32")
     if spaces[1] == "global":
         multicast = "None"
@@ -346,4 +366,5 @@ def emit_bulk(e: BlockEmitter, ins: Instruction) -> None:
         e.line(f"bulk_load(w, {source}, {target}, {size}, {barrier}, {multicast}, {e.mask})")
     else:
         source = e.address(ins.operands[1], "u32")
-        e.line(f"bulk_to_cluster(w, {target}, {source}, {size}, {barrier}, {e.mask})")
+        form = (op, dtype) if op else None
+        e.line(f"bulk_to_cluster(w, {form!r}, {target}, {source}, {size}, {barrier}, {e.mask})")
