@@ -1,4 +1,4 @@
-"""Asynchronous reductions and stores into shared memory of a peer, masked copies, 16-byte atomics."""
+"""Asynchronous reductions and stores into a peer, masked copies, 16-byte atomics."""
 
 import numpy as np
 import pytest
@@ -93,8 +93,11 @@ def _reduced(op: str, kind: str, old: np.ndarray, new: np.ndarray) -> np.ndarray
     return out.astype(a.dtype).view(np.uint32)
 
 
-REDUCTIONS = [("add", "u32"), ("add", "s32"), ("add", "u64"), ("min", "s32"), ("max", "u32"),
-              ("and", "b32"), ("or", "b32"), ("xor", "b32"), ("inc", "u32"), ("dec", "u32")]  # fmt: skip
+REDUCTIONS = [
+    *(("add", kind) for kind in ("u32", "s32", "u64")),
+    *((op, "b32") for op in ("and", "or", "xor")),
+    ("min", "s32"), ("max", "u32"), ("inc", "u32"), ("dec", "u32"),
+]  # fmt: skip
 NUMPY = {"u32": np.uint32, "s32": np.int32, "b32": np.uint32, "u64": np.uint64}
 
 

@@ -4,6 +4,9 @@ One entry per operation of CuTeDSL's NVVM dialect: PTX lines the simulator execu
 why it refuses. Here lines are only translated; other tests check what they compute.
 """
 
+# The table keeps a PTX line on a line.
+# ruff: noqa: E501
+
 import pytest
 
 from dsv4.simulator import UnsupportedInstruction
