@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.timing.engine import Replay, Replayed, Span
 from dsv4.simulator.timing.machine import MACHINES, Machine
@@ -74,7 +76,12 @@ def some_clusters(count: int) -> Sequence[int]:
 
 
 def predict(
-    compiled, *args, machine: Machine | None = None, choose: Choose = some_clusters, **kwargs
+    compiled,
+    *args,
+    machine: Machine | None = None,
+    choose: Choose = some_clusters,
+    buffers: Sequence[torch.Tensor] = (),
+    **kwargs,
 ) -> Prediction:
     """Model the time of one call of a compiled function.
 
@@ -84,12 +91,13 @@ def predict(
             incomplete afterwards.
         machine: default: B200 for sm_100a, H200 for sm_90a.
         choose: clusters to record, given their number; they must not wait for other ones.
+        buffers: further tensors that the kernels may touch through pointers they get another way.
     """
     simulation = compiled if isinstance(compiled, Simulation) else Simulation.of_compiled(compiled)
     if machine is None:
         machine = MACHINES[simulation.module.target]
     launches, written = [], 0.0
-    for trace in record(simulation, args, kwargs, choose):
+    for trace in record(simulation, args, kwargs, choose, buffers):
         launches.append(predict_launch(trace, machine, written))
         written += trace.stored
     return Prediction(machine, launches)

@@ -25,7 +25,11 @@ Choose = Callable[[int], Sequence[int]]  # number of clusters -> those to record
 
 
 def record(
-    simulation: Simulation, arguments: Sequence, keywords: dict, choose: Choose
+    simulation: Simulation,
+    arguments: Sequence,
+    keywords: dict,
+    choose: Choose,
+    buffers: Sequence[torch.Tensor] = (),
 ) -> list[LaunchTrace]:
     """Run a host function and record some clusters of each of its launches.
 
@@ -34,8 +38,10 @@ def record(
         arguments, keywords: of the host function; CPU tensors. Clusters that are not recorded do
             not run, so outputs are incomplete.
         choose: which clusters of a launch with n of them to record. They must not wait for others.
+        buffers: further tensors that the kernels may touch.
     """
     tensors = [x for x in (*arguments, *keywords.values()) if isinstance(x, torch.Tensor)]
+    tensors += buffers
     memory = GlobalMemory()
     for i, tensor in enumerate(tensors):
         storage = tensor.untyped_storage()

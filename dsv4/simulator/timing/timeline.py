@@ -16,9 +16,9 @@ WAIT_COLOUR, UNIT_COLOUR, COPY_COLOUR = "#d9d9d9", "#2a6f97", "#e07a3f"
 
 
 def write_perfetto(path: Path, launch: LaunchPrediction, machine: Machine) -> None:
-    """Write the first wave as trace events that https://ui.perfetto.dev opens; every track says
-    that it is a model."""
-    tracks = {track: i for i, track in enumerate(_tracks(launch.spans))}
+    """Write the first wave as trace events that https://ui.perfetto.dev opens; every process says
+    that it is a model. Work that overlaps on a unit gets rows of its own, because the viewer drops
+    slices of a row that overlap."""
     events: list[dict] = [
         {
             "ph": "M",
@@ -28,25 +28,48 @@ def write_perfetto(path: Path, launch: LaunchPrediction, machine: Machine) -> No
         }
         for sm in sorted({span.sm for span in launch.spans})
     ]
-    owner = {span.track: span.sm for span in launch.spans}
-    events += [
-        {"ph": "M", "name": "thread_name", "pid": owner[track], "tid": tid, "args": {"name": track}}
-        for track, tid in tracks.items()
-    ]
-    events += [
+    row = 0
+    for track in _tracks(launch.spans):
+        spans = [span for span in launch.spans if span.track == track]
+        for number, lane in enumerate(_lanes(spans)):
+            name = f"{track} ({number + 1})" if number else track
+            events += _row_events(row, name, lane, machine)
+            row += 1
+    other = {"model": machine.name, "kernel": launch.kernel, "microseconds": launch.microseconds}
+    path.write_text(json.dumps({"traceEvents": events, "otherData": other}))
+
+
+def _lanes(spans: Sequence[Span]) -> list[list[Span]]:
+    """Spans of one track in as few rows without overlaps as they need."""
+    lanes: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: span.start):
+        free = next((lane for lane in lanes if lane[-1].stop <= span.start), None)
+        if free is None:
+            lanes.append([span])
+        else:
+            free.append(span)
+    return lanes
+
+
+def _row_events(row: int, name: str, spans: Sequence[Span], machine: Machine) -> list[dict]:
+    """The trace events of one row: its name, its place, its slices."""
+    place = {"pid": spans[0].sm, "tid": row}
+    slices = [
         {
             "ph": "X",
             "name": span.name,
             "cat": "model",
-            "pid": span.sm,
-            "tid": tracks[span.track],
+            **place,
             "ts": machine.microseconds(span.start),
             "dur": machine.microseconds(span.stop - span.start),
         }
-        for span in launch.spans
+        for span in spans
     ]
-    other = {"model": machine.name, "kernel": launch.kernel, "microseconds": launch.microseconds}
-    path.write_text(json.dumps({"traceEvents": events, "otherData": other}))
+    return [
+        {"ph": "M", "name": "thread_name", **place, "args": {"name": name}},
+        {"ph": "M", "name": "thread_sort_index", **place, "args": {"sort_index": row}},
+        *slices,
+    ]
 
 
 def write_plot(path: Path, launch: LaunchPrediction, machine: Machine) -> None:

@@ -88,20 +88,42 @@ def test_more_tokens_than_multiprocessors_take_another_wave():
 def test_perfetto_timeline(tmp_path):
     launch, path = blackwell_launch(), tmp_path / "timeline.json"
     timeline.write_perfetto(path, launch, B200)
-    events = json.loads(path.read_text())["traceEvents"]
-    names = {e["args"]["name"] for e in events if e["ph"] == "M"}
-    assert any("model" in name for name in names)
-    tensor = [e for e in events if e["ph"] == "X" and e["name"].startswith("1 CTA 64x")]
+    trace = json.loads(path.read_text())
+    assert trace["otherData"]["model"] == "B200"
+    events = trace["traceEvents"]
+    check_trace_events(events)
+    processes = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert processes and all("model" in name for name in processes)
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == len(launch.spans)
+    tensor = [e for e in slices if e["name"].startswith("1 CTA 64x")]
     busy = sum(e["dur"] for e in tensor)
     assert busy == pytest.approx(B200.microseconds(launch.busy["tensor pipe"]))
     assert max(e["ts"] + e["dur"] for e in tensor) <= B200.microseconds(launch.cycles)
+
+
+def check_trace_events(events: list[dict]) -> None:
+    """What the viewer needs of the trace event format: named rows, and slices of a row that do not
+    overlap, which it would drop."""
+    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    ends: dict[tuple, float] = {}
+    for event in sorted((e for e in events if e["ph"] == "X"), key=lambda e: e["ts"]):
+        row = event["pid"], event["tid"]
+        assert row in named and all(isinstance(number, int) for number in row)
+        assert event["cat"] == "model" and event["name"]
+        assert event["ts"] >= ends.get(row, 0) - 1e-6 and event["dur"] >= 0, event
+        ends[row] = event["ts"] + event["dur"]
+    assert {e["ph"] for e in events} == {"M", "X"}
 
 
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "timeline.png"
     timeline.write_plot(path, blackwell_launch(), B200)
-    assert path.read_bytes().startswith(b"\x89PNG")
+    written = path.read_bytes()
+    assert written.startswith(b"\x89PNG\r\n\x1a\n") and written.endswith(b"IEND\xaeB`\x82")
+    width, height = (int.from_bytes(written[at : at + 4], "big") for at in (16, 20))
+    assert width > 1000 and height > 300
 
 
 def test_other_json_is_refused(tmp_path):
