@@ -3,6 +3,7 @@ no allocation after warm-up, no synchronisation."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache
 
@@ -71,6 +72,9 @@ def _launch_of(state: _State) -> Launch:
     run, multiprocessors = state.run, state.multiprocessors
     no_lens, no_lse, no_workspace = state.absent
     current_device, known_splits = torch._C._cuda_getDevice, state.splits.get
+    unsplit_from = fmha_splits.unsplit_from(config, multiprocessors)
+    if config.num_splits is not None:
+        unsplit_from = sys.maxsize
 
     def launch(
         q: Tensor,
@@ -112,8 +116,10 @@ def _launch_of(state: _State) -> Launch:
             lse = no_lse
         elif lse.shape[0] != tokens:
             raise ValueError(f"lse: got {len(lse)} rows, needs {tokens}")
-        size = (tokens, compressed_kv.shape[1], swa_kv.shape[1])
-        splits = known_splits(size) or state.num_splits(*size)
+        splits = 1
+        if tokens < unsplit_from:
+            size = (tokens, compressed_kv.shape[1], swa_kv.shape[1])
+            splits = known_splits(size) or state.num_splits(*size)
         if splits == 1:
             workspace = no_workspace
         else:

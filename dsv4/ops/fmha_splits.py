@@ -37,6 +37,12 @@ def choose(config: FmhaConfig, tokens: int, rows: int, width: int, multiprocesso
     return min(range(1, most + 1), key=cost)
 
 
+def unsplit_from(config: FmhaConfig, multiprocessors: int) -> int:
+    """Number of tokens from which `choose` gives 1, whatever the keys: two splits would need more
+    CTAs than there are multiprocessors."""
+    return multiprocessors // 2 // -(-config.num_query_heads // TILE_HEADS) + 1
+
+
 def workspace_size(config: FmhaConfig, tokens: int, num_splits: int) -> int:
     """fp32 elements of the partials of a launch with several splits."""
     return tokens * config.num_query_heads * num_splits * (config.head_dim + STATS)

@@ -38,6 +38,15 @@ def test_one_token_is_split_and_a_full_gpu_is_not() -> None:
     assert fmha_splits.choose(config, 66, 1024, 128, MULTIPROCESSORS) == 1
 
 
+@pytest.mark.parametrize("heads", [8, 64, 72, 128])
+@pytest.mark.parametrize("multiprocessors", [1, 78, 132, 148])
+def test_from_some_number_of_tokens_nothing_is_split(heads, multiprocessors) -> None:
+    config = FmhaConfig(512, heads, 128, 1024)
+    first = fmha_splits.unsplit_from(config, multiprocessors)
+    for tokens in range(first, first + 200):
+        assert fmha_splits.choose(config, tokens, 8192, 128, multiprocessors) == 1
+
+
 def test_fixed_splits_size_the_workspace() -> None:
     config = FmhaConfig(64, 8, 128, 1024, num_splits=3)
     assert fmha_splits.max_workspace_size(config, 10, MULTIPROCESSORS) == 10 * 8 * 3 * (64 + 4)
@@ -82,7 +91,7 @@ def launch(monkeypatch):
         config = FmhaConfig(64, 8, 128, 1024, num_splits=num_splits)
         state = fmha_cuda._State(config, torch.device("cpu"))
         state.launch(*tensors, compressed_lens, lse, workspace)
-        (arguments,) = recorder.calls
+        arguments = recorder.calls.pop()
         assert arguments[:7] == tensors
         return arguments[7:]
 
@@ -91,6 +100,12 @@ def launch(monkeypatch):
 
 def test_absent_arguments_are_empty_tensors(launch) -> None:
     assert launch(1) == (*ABSENT, 1, MULTIPROCESSORS)
+
+
+def test_a_fixed_number_of_splits_holds_for_any_number_of_tokens(launch, monkeypatch) -> None:
+    monkeypatch.setattr(fmha_splits, "unsplit_from", lambda config, multiprocessors: 1)
+    assert launch(2, workspace=torch.zeros(3 * 8 * 2 * 68))[3] == 2
+    assert launch(None)[3] == 1
 
 
 def test_given_arguments_are_passed_on(launch) -> None:
