@@ -4,47 +4,12 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
-from dsv4.simulator import simulate_ptx
+from tests.simulator.lane_kernel import run_lanes
 
 pytestmark = pytest.mark.stage("simulator")
 
 _ONES = 0xFFFFFFFF
-
-
-def _run(line: str, operands: list[np.ndarray], result: np.dtype) -> np.ndarray:
-    """`line` with %x0, %x1, .. (of the operands' sizes) on 32 lanes; what it leaves in %y."""
-    sizes = [x.dtype.itemsize for x in operands]
-    loads = "\n".join(
-        f"mul.wide.u32 %d4, %r1, {size};\nadd.u64 %d4, %d1, %d4;\n"
-        f"ld.global.b{8 * size} %x{i}, [%d4+{32 * sum(sizes[:i])}];"
-        for i, size in enumerate(sizes)
-    )
-    declared = " ".join(f".reg .b{8 * size} %x{i};" for i, size in enumerate(sizes))
-    width = np.dtype(result).itemsize
-    text = f"""
-.version 8.7
-.target sm_100a
-.address_size 64
-.visible .entry k(.param .b64 in, .param .b64 out)
-{{
-.reg .pred %p<4>; .reg .b32 %r<4>; .reg .b64 %d<8>; .reg .b{8 * width} %y; {declared}
-ld.param.b64 %d1, [in];
-ld.param.b64 %d2, [out];
-mov.u32 %r1, %tid.x;
-{loads}
-{line}
-mul.wide.u32 %d4, %r1, {width};
-add.u64 %d4, %d2, %d4;
-st.global.b{8 * width} [%d4], %y;
-ret;
-}}
-"""
-    data = np.concatenate([np.ascontiguousarray(x).view(np.uint8) for x in operands])
-    out = torch.zeros(32 * width, dtype=torch.uint8)
-    simulate_ptx(text, "k", grid=(1, 1, 1), block=(32, 1, 1), params=(torch.from_numpy(data), out))
-    return out.numpy().view(result)
 
 
 def _fns(mask: int, base: int, offset: int) -> int:
@@ -65,7 +30,7 @@ def test_fns(seed):
     mask = generator.integers(0, 1 << 32, 32, np.uint32)
     base = generator.integers(0, 32, 32, np.uint32)
     offset = generator.integers(-6, 7, 32, np.int32)
-    found = _run("fns.b32 %y, %x0, %x1, %x2;", [mask, base, offset], np.uint32)
+    found = run_lanes("fns.b32 %y, %x0, %x1, %x2;", [mask, base, offset], np.uint32)
     expected = [_fns(*v) for v in zip(mask.tolist(), base.tolist(), offset.tolist())]
     np.testing.assert_array_equal(found, expected)
 
@@ -74,7 +39,7 @@ def test_fns(seed):
 def test_bmsk(mode):
     a = np.repeat(np.array([0, 1, 5, 31, 32, 37, 63, 200], np.uint32), 4)
     b = np.tile(np.array([0, 3, 31, 32], np.uint32), 8)
-    found = _run(f"bmsk.{mode}.b32 %y, %x0, %x1;", [a, b], np.uint32)
+    found = run_lanes(f"bmsk.{mode}.b32 %y, %x0, %x1;", [a, b], np.uint32)
     for i, (p, n) in enumerate(zip(a.tolist(), b.tolist())):
         mask0 = _ONES << (p & 31) & _ONES
         total = (p & 31) + (n & 31)
@@ -93,7 +58,7 @@ def test_bmsk(mode):
 def test_szext(mode, kind, seed):
     a = np.random.default_rng(seed).integers(0, 1 << 32, 32, np.uint32)
     b = np.arange(4, 36, dtype=np.uint32)
-    found = _run(f"szext.{mode}.{kind} %y, %x0, %x1;", [a, b], np.uint32)
+    found = run_lanes(f"szext.{mode}.{kind} %y, %x0, %x1;", [a, b], np.uint32)
     for i, (value, n) in enumerate(zip(a.tolist(), b.tolist())):
         width = min(n, 32) if mode == "clamp" else n & 31
         low = value & (1 << width) - 1
@@ -114,9 +79,9 @@ def test_24_bit_products(kind, half, seed):
 
     products = [low24(x) * low24(y) for x, y in zip(a.tolist(), b.tolist())]
     words = [(p >> (16 if half == "hi" else 0)) & _ONES for p in products]
-    found = _run(f"mul24.{half}.{kind} %y, %x0, %x1;", [a, b], np.uint32)
+    found = run_lanes(f"mul24.{half}.{kind} %y, %x0, %x1;", [a, b], np.uint32)
     np.testing.assert_array_equal(found, words)
-    found = _run(f"mad24.{half}.{kind} %y, %x0, %x1, %x2;", [a, b, c], np.uint32)
+    found = run_lanes(f"mad24.{half}.{kind} %y, %x0, %x1, %x2;", [a, b, c], np.uint32)
     np.testing.assert_array_equal(found, [(w + z) & _ONES for w, z in zip(words, c.tolist())])
 
 
@@ -124,7 +89,7 @@ def test_24_bit_products(kind, half, seed):
 def test_lop3_with_a_predicate(combine, seed):
     generator = np.random.default_rng(seed)
     a, b, c = (generator.integers(0, 4, 32, np.uint32) for _ in range(3))
-    found = _run(
+    found = run_lanes(
         f"setp.gt.u32 %p1, %x0, 1;\nlop3.{combine}.b32 %r2|%p2, %x0, %x1, %x2, {0x96}, %p1;\n"
         "selp.b32 %y, 256, 0, %p2;\nor.b32 %y, %y, %r2;",
         [a, b, c], np.uint32,
@@ -140,7 +105,7 @@ def test_lop3_with_a_predicate(combine, seed):
 def test_packed_16_bit_extrema(op, relu, seed):
     generator = np.random.default_rng(seed)
     a, b = (generator.integers(-(1 << 15), 1 << 15, 64, np.int16) for _ in range(2))
-    found = _run(
+    found = run_lanes(
         f"{op}{relu}.s16x2 %y, %x0, %x1;", [a.view(np.uint32), b.view(np.uint32)], np.uint32
     )
     expected = np.minimum(a, b) if op == "min" else np.maximum(a, b)
@@ -168,14 +133,14 @@ def test_mixed_precision_arithmetic(seed):
     a_bits, a = _halves(seed)
     b_bits, b = _halves(seed + 1)
     c = np.random.default_rng(seed).standard_normal(32).astype(np.float32)
-    found = _run("fma.rn.f32.bf16 %y, %x0, %x1, %x2;", [a_bits, b_bits, c], np.float32)
+    found = run_lanes("fma.rn.f32.bf16 %y, %x0, %x1, %x2;", [a_bits, b_bits, c], np.float32)
     wide = a.astype(float) * b + c
     expected = wide.astype(np.float32)
     finite = np.isfinite(expected)
     np.testing.assert_allclose(found[finite], expected[finite], rtol=1e-7)
     np.testing.assert_array_equal(np.isnan(found), np.isnan(expected))
-    _close(_run("add.rn.f32.bf16 %y, %x0, %x1;", [a_bits, c], np.float32), a + c)
-    _close(_run("sub.rn.f32.bf16 %y, %x0, %x1;", [a_bits, c], np.float32), a - c)
+    _close(run_lanes("add.rn.f32.bf16 %y, %x0, %x1;", [a_bits, c], np.float32), a + c)
+    _close(run_lanes("sub.rn.f32.bf16 %y, %x0, %x1;", [a_bits, c], np.float32), a - c)
 
 
 @pytest.mark.parametrize("saturate", ["", ".satfinite"])
@@ -187,7 +152,9 @@ def test_exponent_scales(rounding, saturate):
          -6, 2.0**-149, 0.9, 448, 1e-3] * 2, np.float32,
     )  # fmt: skip
     high = np.roll(values, 5)
-    found = _run(f"cvt.{rounding}{saturate}.ue8m0x2.f32 %y, %x0, %x1;", [high, values], np.uint16)
+    found = run_lanes(
+        f"cvt.{rounding}{saturate}.ue8m0x2.f32 %y, %x0, %x1;", [high, values], np.uint16
+    )
     codes = found.view(np.uint8).reshape(32, 2)
     for column, source in ((0, values), (1, high)):
         for code, value in zip(codes[:, column].tolist(), np.abs(source.astype(float)).tolist()):
@@ -207,7 +174,7 @@ def test_exponent_scales(rounding, saturate):
 def test_tf32_without_infinity(rounding):
     largest = np.float32(np.finfo(np.float32).max)
     values = np.array([np.inf, -np.inf, largest, -largest, 1.0, np.nan, 0, -2.5] * 4, np.float32)
-    found = _run(f"cvt.{rounding}.satfinite.tf32.f32 %y, %x0;", [values], np.uint32)
+    found = run_lanes(f"cvt.{rounding}.satfinite.tf32.f32 %y, %x0;", [values], np.uint32)
     for bits, value in zip(found.tolist(), values.tolist()):
         if math.isnan(value):
             assert bits & 0x7FFFFFFF > 0x7F800000
@@ -220,7 +187,7 @@ def test_tf32_without_infinity(rounding):
 @pytest.mark.parametrize("rounding", ["rn", "rz", "rm", "rp"])
 def test_double_to_single(rounding, seed):
     values = np.random.default_rng(seed).standard_normal(32) * 10.0 ** np.arange(-16, 16)
-    found = _run(f"cvt.{rounding}.f32.f64 %y, %x0;", [values], np.float32)
+    found = run_lanes(f"cvt.{rounding}.f32.f64 %y, %x0;", [values], np.float32)
     nearest = values.astype(np.float32)
     up = np.where(nearest >= values, nearest, np.nextafter(nearest, np.float32(np.inf)))
     down = np.where(nearest <= values, nearest, np.nextafter(nearest, np.float32(-np.inf)))
@@ -234,7 +201,7 @@ def test_packed_comparisons(kind, seed):
     b_bits = np.roll(a_bits, 3)
     b = np.roll(a, 3)
     pairs = [np.stack((x, np.roll(x, 7)), 1).reshape(-1).view(np.uint32) for x in (a_bits, b_bits)]
-    found = _run(f"set.lt.{kind}.bf16x2 %y, %x0, %x1;", pairs, np.uint32).view(np.uint16)
+    found = run_lanes(f"set.lt.{kind}.bf16x2 %y, %x0, %x1;", pairs, np.uint32).view(np.uint16)
     with np.errstate(invalid="ignore"):
         less = a < b
     wanted = np.stack((less, np.roll(less, 7)), 1).reshape(-1)
