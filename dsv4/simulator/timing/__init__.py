@@ -4,8 +4,8 @@ A simulation is recorded as a trace of blocks and asynchronous operations, which
 event by event against modelled units. All times are model figures, never measurements.
 
 Not modelled: waits through global memory (a recorded cluster must not wait for another one), stores
-to another CTA's shared memory beyond their issue, instruction fetch, power limits, and how unevenly
-a GPU shares its bandwidth.
+to another CTA's shared memory beyond their issue, the fetch of instructions and tensor maps, power
+limits of a B200, and how unevenly a GPU shares its bandwidth.
 """
 
 from dsv4.simulator.timing.machine import ASSUMED, B200, H200, MACHINES, Machine
