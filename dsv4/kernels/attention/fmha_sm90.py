@@ -457,37 +457,14 @@ class FmhaKernelSm90:
         works: cutlass.Int32,
     ):
         """S = Q K^T and the softmax of every block; the row statistics of every work item."""
-        thread = cute.arch.thread_idx()[0] % 128
-        lane = cute.arch.lane_idx()
-        row = thread // 32 * 16 + lane // 4
-
-        mma, register_mma = self._qk_mma(), self._qk_register_mma()
-        mma_slice = mma.get_slice(0)
-        tile = frozen(
-            lane=lane,
-            row=row,
-            q=mma_slice.make_fragment_A(mma_slice.partition_A(smem.q)),
-            q_registers=register_mma.make_fragment_A(
-                register_mma.partition_shape_A((self.heads, max(self.q_register_dim, 16)))
-            ),
-            k=mma_slice.make_fragment_B(mma_slice.partition_B(smem.k)),
-            s=mma.make_fragment_C(mma.partition_shape_C((self.heads, self.keys))),
-            rows=Rows.make(),
-        )
-        p = cute.make_rmem_tensor_like(tile.s, self.dtype)
-        store = cute.make_tiled_copy_C(
-            cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma
-        )
-        store_slice = store.get_slice(thread)
-        p_source, p_target = store_slice.retile(p), store_slice.partition_D(smem.p)
-
+        tile = self._score_fragments(smem)
+        lane = tile.lane
         index = cute.arch.block_idx()[0]
         q_phase, rows_phase = cutlass.Int32(0), cutlass.Int32(1)
-        stage, phase = cutlass.Int32(0), cutlass.Int32(0)
-        blocks = cutlass.Int32(0)
+        stage, phase, blocks = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         while index < works:
             head_tile, split, token = self._coordinates(index, num_splits)
-            head = head_tile * self.heads + row
+            head = head_tile * self.heads + tile.row
 
             # ---- prologue ----
             cute.arch.mbarrier_wait(smem.q_full, q_phase)
@@ -496,7 +473,7 @@ class FmhaKernelSm90:
             gate_offset = self._set_bias(tile, smem.work[1], sink_logits, head)
             tile.rows.reset()
             if count > 0:
-                stage, phase = self._take_q_registers(smem, tile, thread, stage, phase)
+                stage, phase = self._take_q_registers(smem, tile, stage, phase)
 
             # ---- blocks ----
             # P waits for the next block's QK, so that PV fills the tensor cores during the softmax
@@ -514,21 +491,15 @@ class FmhaKernelSm90:
                 warpgroup.wait_group(0)
                 if n == count - 1:
                     self._release(smem.q_empty, lane)
-                valid = smem.block[stage]
-                is_window = valid >= WINDOW_FLAG
-                valid = valid % WINDOW_FLAG
+                is_window = smem.block[stage] >= WINDOW_FLAG
+                valid = smem.block[stage] % WINDOW_FLAG
                 if valid < self.keys:
                     mask(tile.s, valid, lane)
-                    self._zero_rows(smem, stage, valid, thread)
+                    self._zero_rows(smem, stage, valid, tile.thread)
                 softmax(tile.s, tile.rows, is_window, self.scale_log2)
-                p.store(tile.s.load().to(self.dtype))
-
+                tile.p.store(tile.s.load().to(self.dtype))
                 cute.arch.mbarrier_wait(smem.p_empty + buffer, 1 - blocks // 2 % 2)
-                cute.copy(store, p_source, p_target[None, None, None, buffer])
-                if lane % 4 == 0:
-                    for r in cutlass.range_constexpr(2):
-                        smem.rescale[row + 8 * r, buffer] = tile.rows.rescale[r]
-                cute.arch.fence_view_async_shared()
+                self._store_weights(smem, tile, buffer)
                 is_held = cutlass.Boolean(True)
                 blocks += 1
                 stage, phase = self._advance(stage, phase)
@@ -555,15 +526,53 @@ class FmhaKernelSm90:
             self._release(smem.rows_full, lane)
             index += cute.arch.grid_dim()[0]
 
+    def _score_fragments(self, smem):
+        """Operands and state of a thread of the score warpgroup."""
+        thread = cute.arch.thread_idx()[0] % 128
+        lane = cute.arch.lane_idx()
+        mma, register_mma = self._qk_mma(), self._qk_register_mma()
+        mma_slice = mma.get_slice(0)
+        q_shape = register_mma.partition_shape_A((self.heads, max(self.q_register_dim, 16)))
+        s = mma.make_fragment_C(mma.partition_shape_C((self.heads, self.keys)))
+        p = cute.make_rmem_tensor_like(s, self.dtype)
+        p_slice = self._p_store().get_slice(thread)
+        return frozen(
+            thread=thread,
+            lane=lane,
+            row=thread // 32 * 16 + lane // 4,
+            q=mma_slice.make_fragment_A(mma_slice.partition_A(smem.q)),
+            q_registers=register_mma.make_fragment_A(q_shape),
+            k=mma_slice.make_fragment_B(mma_slice.partition_B(smem.k)),
+            s=s,
+            p=p,
+            p_source=p_slice.retile(p),
+            p_target=p_slice.partition_D(smem.p),
+            rows=Rows.make(),
+        )
+
+    def _p_store(self):
+        """How the score warpgroup's fragment of P goes to shared memory."""
+        atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
+        return cute.make_tiled_copy_C(atom, self._qk_mma())
+
     @cute.jit
-    def _take_q_registers(self, smem, tile, thread, stage: cutlass.Int32, phase: cutlass.Int32):
+    def _store_weights(self, smem, tile, buffer: cutlass.Int32):
+        """Write P, and what the older accumulators are to be scaled by, where PV reads them."""
+        cute.copy(self._p_store(), tile.p_source, tile.p_target[None, None, None, buffer])
+        if tile.lane % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                smem.rescale[tile.row + 8 * r, buffer] = tile.rows.rescale[r]
+        cute.arch.fence_view_async_shared()
+
+    @cute.jit
+    def _take_q_registers(self, smem, tile, stage: cutlass.Int32, phase: cutlass.Int32):
         """Read the register columns of Q from the ring stage that brought them, and free it."""
         if cutlass.const_expr(self.q_register_dim > 0):
             mma = self._qk_register_mma()
             load = cute.make_tiled_copy_A(
                 cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma
             )
-            load_slice = load.get_slice(thread)
+            load_slice = load.get_slice(tile.thread)
             source = load_slice.partition_S(smem.k)
             target = load_slice.retile(tile.q_registers)
             first = self.q_smem_dim // 16
