@@ -31,7 +31,7 @@ def _named(w: Warp, number: int, count: int | None) -> tuple[NamedBarrier, int]:
             f"barrier {number} used with {expected} threads while {barrier.arrived} of "
             f"{barrier.expected} have arrived"
         )
-    barrier.expected = expected
+    barrier.expected, barrier.everyone = expected, count is None
     return barrier, expected
 
 
@@ -44,13 +44,21 @@ def _arrive_named(w: Warp, number: int, barrier: NamedBarrier, expected: int) ->
     if w.launch.monitor is not None:
         w.launch.monitor.release(w, ("bar", w.cta.rank, number, barrier.generation))
     if barrier.arrived == expected:
-        barrier.arrived = 0
-        barrier.generation += 1
+        barrier.complete()
+
+
+def _others_exited(w: Warp, barrier: NamedBarrier) -> bool:
+    """True if all that a barrier of the whole CTA still waits for are threads that have exited."""
+    if not barrier.everyone or barrier.detached:
+        return False
+    exited = 32 * sum(warp.done for warp in w.cta.warps)
+    return barrier.arrived + exited == barrier.expected
 
 
 def bar_arrive(w: Warp, number: np.ndarray, count: np.ndarray, mask) -> None:
     n = int(number[mask.argmax()])
     barrier, expected = _named(w, n, int(count[mask.argmax()]))
+    barrier.detached += 32
     _arrive_named(w, n, barrier, expected)
 
 
@@ -64,6 +72,8 @@ def bar_sync(w: Warp, number: np.ndarray, count: np.ndarray | None, mask) -> boo
         w.bar_ticket = (n, barrier.generation)
         _arrive_named(w, n, barrier, expected)
     barrier = w.cta.named[n]
+    if barrier.generation == w.bar_ticket[1] and _others_exited(w, barrier):
+        barrier.complete()
     if barrier.generation == w.bar_ticket[1]:
         w.waiting = f"barrier {n} ({barrier.arrived} of {barrier.expected} threads arrived)"
         return False
@@ -101,7 +111,19 @@ def cluster_arrive(w: Warp, release: bool = True) -> None:
     if w.launch.monitor is not None:
         w.launch.monitor.release(w, ("cluster", cluster.barrier_generation), relaxed=not release)
     cluster.barrier_arrived += 1
-    if cluster.barrier_arrived == cluster.warps_total:
+    _complete_cluster(w)
+
+
+def _complete_cluster(w: Warp) -> None:
+    """Pass the cluster barrier if every warp has arrived, or has exited without."""
+    cluster = w.cluster
+    missing = cluster.warps_total - cluster.barrier_arrived
+    if missing:
+        warps = (warp for cta in cluster.ctas for warp in cta.warps)
+        missing -= sum(
+            warp.done and warp.cluster_ticket != cluster.barrier_generation for warp in warps
+        )
+    if not missing:
         cluster.barrier_arrived = 0
         cluster.barrier_generation += 1
 
@@ -110,6 +132,8 @@ def cluster_wait(w: Warp) -> bool:
     if w.cluster_ticket is None:
         raise KernelFault("barrier.cluster.wait without an arrive")
     cluster = w.cluster
+    if cluster.barrier_generation == w.cluster_ticket:
+        _complete_cluster(w)
     if cluster.barrier_generation == w.cluster_ticket:
         w.waiting = f"cluster barrier ({cluster.barrier_arrived} of {cluster.warps_total} warps)"
         return False

@@ -117,13 +117,23 @@ class Cta:
 
 
 class NamedBarrier:
-    """A `bar`: threads arrived in this generation, the count expected, and the generation."""
+    """A `bar`: threads arrived in this generation, the count expected, and the generation.
 
-    __slots__ = ("arrived", "expected", "generation", "reduction")
+    `everyone` is True for a barrier of all threads of the CTA, which does not wait for those that
+    have exited; `detached` are the threads that arrived without waiting.
+    """
+
+    __slots__ = ("arrived", "detached", "everyone", "expected", "generation", "reduction")
 
     def __init__(self) -> None:
         self.arrived, self.expected, self.generation = 0, None, 0
+        self.everyone, self.detached = False, 0
         self.reduction: list[int] = []
+
+    def complete(self) -> None:
+        """Let the waiting threads pass."""
+        self.arrived = self.detached = 0
+        self.generation += 1
 
 
 class Cluster:

@@ -211,3 +211,18 @@ DESCRIPTOR = 2 << 61 | 1 << 46 | (1024 >> 4) << 32 | 1 << 16
 def test_wrong_descriptor_is_noticed(blackwell, wrong):
     kinds, correct = _mutated(blackwell, rf"\b{DESCRIPTOR}\b", str(wrong))
     assert kinds or not correct
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+def test_barriers_do_not_wait_for_threads_that_have_exited(schedule):
+    body = """
+    shr.u32 %r4, %r1, 5;
+    setp.eq.u32 %p2, %r4, 1;
+    @%p2 exit;
+    bar.sync 0;
+    barrier.cluster.arrive.aligned;
+    barrier.cluster.wait.aligned;
+    bar.sync 0;
+    @%p1 st.global.b32 [%d1], 7;
+    """
+    _simulate(body, threads=96, schedule=schedule)
