@@ -26,7 +26,10 @@ _QUICK = [
     "attention 128 x 72, causal, ragged, swa_gate",
     "attention 64 x 16, 2 splits, causal, ragged, softmax",
 ]
-_NAMES = [n if n in _QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+
+
+def _marked(names: list[str], slow: set[str]) -> list:
+    return [pytest.param(n, marks=pytest.mark.slow) if n in slow else n for n in names]
 
 
 def _run(case: KernelCase, **options) -> Call:
@@ -40,7 +43,7 @@ def _check(case: KernelCase, call: Call) -> None:
     assert not found, "\n".join([f"{case.name}:", *found])
 
 
-@pytest.mark.parametrize("name", _NAMES)
+@pytest.mark.parametrize("name", _marked(list(CASES), set(CASES) - set(_QUICK)))
 def test_kernel_gives_the_hardwares_output(name):
     _check(CASES[name], _run(CASES[name]))
 
@@ -50,6 +53,20 @@ def test_kernel_gives_the_hardwares_output(name):
 @pytest.mark.parametrize("name", CASES)
 def test_outputs_do_not_depend_on_the_schedule(name, schedule, seed):
     _check(CASES[name], _run(CASES[name], schedule=schedule, seed=seed))
+
+
+_PIPELINED = [n for n in CASES if n.startswith("pipelined") and n.endswith("integers")]
+
+
+@pytest.mark.parametrize("schedule", ["eager", pytest.param("random", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", _marked(_PIPELINED, set(_PIPELINED[:-1])))
+def test_pipelined_gemms_are_free_of_races(name, schedule, seed):
+    case = CASES[name]
+    call = case.make()
+    report = simulate(case.compile(), *call.args, schedule=schedule, seed=seed, races=True)
+    _check(case, call)
+    report.raise_if_racy()
+    assert report.launches[0].coverage.complete, report.launches[0].coverage.missed
 
 
 def test_goldens_are_of_these_inputs():
