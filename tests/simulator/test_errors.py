@@ -56,6 +56,11 @@ def test_unknown_opcode_names_itself_and_both_lines():
     assert "/somewhere/kernel.py:77" in text
 
 
+def test_a_call_names_itself_and_both_lines():
+    with pytest.raises(UnsupportedInstruction, match=r"printf.*PTX line \d+ .*kernel\.py:77"):
+        _simulate("{ .param .b64 param0;\ncall.uni vprintf, (param0);\n}")
+
+
 def test_unknown_form_of_a_known_opcode():
     with pytest.raises(UnsupportedInstruction, match=r"wgmma\.mma_async\.sp.*kernel\.py:77"):
         _simulate("wgmma.mma_async.sp.sync.aligned.m64n8k32.f32.bf16.bf16 {%r3}, %d1, %d1, %p1;")

@@ -73,7 +73,7 @@ FORMS = [
 @pytest.mark.parametrize(
     ("m", "n", "group"),
     [(128, 64, 1), *(pytest.param(*p, marks=pytest.mark.slow) for p in
-     [(128, 8, 1), (256, 128, 2), (128, 96, 2)])],
+     [(128, 8, 1), (128, 128, 1), (256, 128, 2), (128, 96, 2)])],
 )  # fmt: skip
 @pytest.mark.parametrize(("kind", "a_name", "b_name", "size", "count", "exponents", "a_id", "b_id"),
                          FORMS)  # fmt: skip
@@ -82,6 +82,7 @@ def test_block_scaled_products(
 ):
     generator = np.random.default_rng(seed)
     four_bits = kind != "mxf8f6f4"
+    layout = "mn" if size == ".block32" and m == n else "plain"
     depth = 64 if four_bits else 32
     a_codes, a = draw(generator, a_name, m, depth)
     b_codes, b = draw(generator, b_name, n, depth)
@@ -95,7 +96,7 @@ def test_block_scaled_products(
         if four_bits:
             images = [_packed_image(p) for p in parts]
         else:
-            images = [LAYOUTS["plain"](p, name) for p, name in zip(parts, (a_name, b_name))]
+            images = [LAYOUTS[layout](p, name) for p, name in zip(parts, (a_name, b_name))]
         shared[cta, :B_PLACE], shared[cta, B_PLACE:] = images[0].data, images[1].data
         _place_scales(tmem[cta], SCALES_A, sa_codes[cta * rows : (cta + 1) * rows], a_id)
         if group == 2 and m == 128:
@@ -106,7 +107,7 @@ def test_block_scaled_products(
             _place_scales(tmem[cta], SCALES_B, sb_codes, b_id)
     codes = (1, 1) if four_bits else (CODE[a_name], CODE[b_name])
     idesc = (
-        b_id << 4 | codes[0] << 7 | codes[1] << 10 | n >> 3 << 17 | exponents << 23 | m >> 7 << 27
+        b_id << 4 | codes[0] << 7 | codes[1] << 10 | n >> 3 << 17 | exponents << 23 | (layout == "mn") * 3 << 15 | m >> 7 << 27
         | a_id << 29
     )  # fmt: skip
     after = run_tcgen05(

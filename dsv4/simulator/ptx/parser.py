@@ -258,8 +258,8 @@ class _EntryReader:
                 self.source = (self.files.get(file, "?"), line)
             self.at = text.index("\n", self.at)
             return
-        end = text.index(";", self.at)
-        statement = " ".join(text[self.at : end].split())
+        start, end = self.at, text.index(";", self.at)
+        statement = " ".join(text[start:end].split())
         self.at = end + 1
         if statement.startswith(".reg"):
             if len(self.scopes) == 1:
@@ -270,7 +270,12 @@ class _EntryReader:
                 raise UnsupportedInstruction(f"declaration `{statement}`")
             self.entry.symbols[symbol.name] = symbol
         elif not statement.startswith(".pragma"):
-            raise UnsupportedInstruction(f"directive `{statement}` inside a kernel")
+            what = "calls, such as of printf, are" if statement.startswith(".param") else "it is"
+            python = "{}:{}".format(*self.source) if self.source else "no line information"
+            raise UnsupportedInstruction(
+                f"directive `{statement}` inside a kernel: {what} not simulated: PTX line "
+                f"{bisect.bisect_left(self.newlines, start) + 1} ({python})"
+            )
 
     def _registers(self, statement: str) -> None:
         kind, declared = re.match(r"\.reg\s+\.(\w+)\s+(.*)", statement).groups()
