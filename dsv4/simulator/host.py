@@ -35,6 +35,7 @@ _CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.POINTER(ctypes.c_void_p),
 )  # fmt: skip
 _CUDA_DEVICE = 2  # DLPack's kDLCUDA
+_NOT_SUPPORTED = 801
 
 
 class CudaView:
@@ -126,7 +127,10 @@ class HostRunner:
         self._call(arguments, keywords)
         if self.error is not None:
             raise self.error
-        if self.stub.dsv4sim_failure():
+        failure = self.stub.dsv4sim_failure()
+        if failure == _NOT_SUPPORTED:
+            raise SimulatorError("tensor maps of interleaved tensors are not simulated")
+        if failure:
             raise SimulatorError("the host function could not make a tensor map: see its arguments")
         return self.launches
 

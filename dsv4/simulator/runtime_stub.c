@@ -6,6 +6,7 @@
 #include <string.h>
 
 #define INVALID_VALUE 1
+#define NOT_SUPPORTED 801
 
 typedef int (*launch_callback)(const char *kernel, const uint32_t *grid, const uint32_t *block,
                                uint64_t shared, const void *attributes, uint32_t count,
@@ -108,7 +109,8 @@ int dsv4sim_cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void 
   uint64_t stride[5] = {0};
   uint32_t i, inner, span, atomicity;
   (void)promotion;
-  if (type < 0 || type > 15 || rank < 1 || rank > 5 || interleave) return INVALID_VALUE;
+  if (interleave) return NOT_SUPPORTED;
+  if (type < 0 || type > 15 || rank < 1 || rank > 5) return INVALID_VALUE;
   if (swizzle < 0 || swizzle > 6 || !address || ((uint64_t)address & 15)) return INVALID_VALUE;
   /* Beyond 3 come the 128-byte swizzles that keep 32, 32 (with 8-byte flips) or 64 bytes together. */
   atomicity = swizzle > 3 ? swizzle - 3 : 0;
