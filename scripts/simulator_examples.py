@@ -257,8 +257,10 @@ class Launcher:
         return 0
 
 
-def run_example(cutlass: Path, arch: str, path: str, arguments: list[str], options) -> None:
-    """Run one example as `__main__` in this process."""
+def run_script(
+    cutlass: Path, arch: str, path: str, arguments: list[str], launcher: Launcher
+) -> None:
+    """Run one example as `__main__` in this process; its launches go to `launcher`."""
     folder = tempfile.mkdtemp(prefix="dsv4-simulator-examples-")
     os.environ.update(
         CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP="ptx", CUTE_DSL_LINEINFO="1", CUTE_DSL_DUMP_DIR=folder,
@@ -266,17 +268,22 @@ def run_example(cutlass: Path, arch: str, path: str, arguments: list[str], optio
     )  # fmt: skip
     environment = CpuOnly(arch)
     environment.install()
-    launcher = Launcher(options.schedule, options.races)
     launcher.install(environment.multiprocessors)
     script = (cutlass / EXAMPLES / path).resolve()
     sys.path[:0] = [str(script.parent), str((cutlass / EXAMPLES).resolve())]
     sys.argv = [str(script), *arguments]
-    start = time.perf_counter()
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise
+
+
+def run_example(cutlass: Path, arch: str, path: str, arguments: list[str], options) -> None:
+    """Simulate one example in this process and report what it did."""
+    launcher = Launcher(options.schedule, options.races)
+    start = time.perf_counter()
+    run_script(cutlass, arch, path, arguments, launcher)
     seconds = time.perf_counter() - start
     if not launcher.instructions:
         sys.exit(f"{path} launched no kernel")
