@@ -23,8 +23,9 @@ class LaunchPrediction:
     """Modelled time of one launch.
 
     Attributes:
-        waves: rounds of CTAs. microseconds: of the whole launch, its start included.
-        cycles: from the first CTA's start to the last one's end.
+        waves: rounds of CTAs.
+        microseconds: of the whole launch, its start and what the power limit costs included.
+        cycles: from the first CTA's start to the last one's end, at the machine's clock.
         busy: cycles that each unit of an SM works, over all waves.
         waiting: cycles that the warps of one CTA wait, by what for (longest wave).
         spans: who did what when, in the first wave.
