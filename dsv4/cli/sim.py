@@ -119,7 +119,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"dsv4 sim: {type(fault).__name__}: {fault}", file=sys.stderr)
         return CHECK_FAILED
     accuracy = sim_attention.check(call)
-    prediction = predict(compiled.function, *call.tensors, **call.options)
+    sim_attention.let_others_arrive(workload, call)
+    clusters = sim_attention.timed_clusters(workload)
+    prediction = predict(compiled.function, *call.tensors, **call.options, choose=clusters)
     outcome = Outcome(workload, compiled, report, accuracy, prediction, not args.no_races)
     if args.json:
         print(json.dumps(_summary(outcome), indent=2))

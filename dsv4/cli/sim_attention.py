@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.fmha_workspace import counter_words
 from dsv4.ops import fmha_splits
 from dsv4.ops.compile_report import REMARKS, KernelReport, kernel_reports
 from dsv4.reference.attention import sparse_fmha_with_swa
@@ -184,7 +185,31 @@ def make_timing_call(workload: Workload, seed: int) -> Call:
     one = make_call(replace(workload, tokens=1, num_splits=1), seed)
     q, compressed, window, _, sinks, _, _ = one.tensors
     repeated = [x.expand(workload.tokens, -1, -1) for x in (q, compressed, window)]
-    return _call(workload, *repeated, sinks)
+    call = _call(workload, *repeated, sinks)
+    let_others_arrive(workload, call)
+    return call
+
+
+def let_others_arrive(workload: Workload, call: Call) -> None:
+    """Make the workspace look as if all splits but one had arrived: that one need not wait."""
+    if waits_for_splits(workload):
+        workspace = call.options["workspace"]
+        # One more arrival completes a group, whichever split it is of.
+        workspace[: counter_words(len(workspace))].view(torch.int64).fill_((2**31 - 1) << 32)
+
+
+def timed_clusters(workload: Workload) -> Callable[[int], Sequence[int]]:
+    """Which clusters of a launch the time model records: one that waits for others runs alone."""
+    from dsv4.simulator.timing.prediction import some_clusters
+
+    # The last split has as many keys as any.
+    return (lambda count: [count - 1]) if waits_for_splits(workload) else some_clusters
+
+
+def waits_for_splits(workload: Workload) -> bool:
+    """Whether CTAs that share a token wait for each other, instead of leaving the rest to a second
+    launch."""
+    return workload.arch == "sm_90a" and workload.splits > 1
 
 
 def _call(workload: Workload, q: Tensor, compressed: Tensor, window: Tensor, sinks: Tensor) -> Call:
@@ -205,7 +230,7 @@ def _call(workload: Workload, q: Tensor, compressed: Tensor, window: Tensor, sin
     options = {
         "compressed_lens": torch.empty(0, dtype=torch.int32),
         "lse": torch.full((tokens, heads), torch.nan),
-        "workspace": torch.full((max(partials, 4),), torch.nan),
+        "workspace": torch.zeros(max(partials, 4)),
         "num_splits": splits,
         "num_ctas": MULTIPROCESSORS[workload.arch],
     }

@@ -7,7 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dsv4.cli.sim_attention import Workload, compile_attention, make_timing_call
+from dsv4.cli.sim_attention import (
+    Workload,
+    compile_attention,
+    make_timing_call,
+    timed_clusters,
+)
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.timing import MACHINES, Machine, Prediction, predict
 
@@ -119,7 +124,9 @@ def rows(shapes: Iterable[Shape]) -> Iterator[Row]:
             compiled = compile_attention(replace(work, tokens=1))
             simulations[key] = Simulation.of_compiled(compiled.function)
         call = make_timing_call(work, seed=0)
-        prediction = predict(simulations[key], *call.tensors, **call.options)
+        prediction = predict(
+            simulations[key], *call.tensors, **call.options, choose=timed_clusters(work)
+        )
         yield Row(shape, prediction, floor(work, MACHINES[work.arch]))
 
 

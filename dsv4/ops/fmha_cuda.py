@@ -208,7 +208,11 @@ def _grow(device: torch.device, stream: int | None, size: int) -> Tensor:
     if known is None or known.numel() < size:
         if stream is None and known is not None:
             _RETIRED.append(known)
-        known = _WORKSPACES[key] = torch.empty(size, dtype=torch.float32, device=device)
+        # Counters start at 0, once: launches leave them as they found them.
+        known = _WORKSPACES[key] = torch.zeros(size, dtype=torch.float32, device=device)
+        if stream is None:
+            # A graph may be replayed on any stream: the zeros must not be on their way on this one.
+            torch.cuda.current_stream(device).synchronize()
     return known
 
 
@@ -235,7 +239,7 @@ def _load_module(state: _State) -> None:
     nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
     for num_splits in (1, 2):
         size = fmha_splits.workspace_size(config, 1, num_splits)
-        workspace = torch.empty(size, dtype=torch.float32, device=device)
+        workspace = torch.zeros(size, dtype=torch.float32, device=device)
         state.run(
             *(q, rows, rows, lengths, sink, nobody, torch.empty_like(q)),
             *(*state.absent[:2], workspace, num_splits, state.multiprocessors),

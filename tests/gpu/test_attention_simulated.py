@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import shutil
+import sys
 import tempfile
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.fmha_workspace import counter_words
 from dsv4.ops.fmha_splits import workspace_size
 from tests.gpu.attention_cases import NAN, Case, compare
 
@@ -44,8 +46,24 @@ def simulate_case(
     compare(o, lse, *case.expected(config.sink_mode, config.is_causal, config.sliding_window))
 
 
+def new_workspace(config: FmhaConfig, tokens: int, num_splits: int) -> torch.Tensor:
+    """Counters of 0, and NaN in the place of partial rows."""
+    size = workspace_size(config, tokens, num_splits) if num_splits > 1 else 0
+    workspace = torch.full((size,), NAN)
+    workspace[: counter_words(size)] = 0
+    return workspace
+
+
 def run(
-    config: FmhaConfig, case: Case, *, num_splits: int, schedule: str, races: bool
+    config: FmhaConfig,
+    case: Case,
+    *,
+    num_splits: int,
+    schedule: str,
+    races: bool,
+    workspace: torch.Tensor | None = None,
+    # Fewer CTAs than work items: each goes through several.
+    num_ctas: int = 3,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """o and lse of the kernel; all that it writes starts as NaN."""
     from dsv4.simulator import simulate
@@ -53,7 +71,8 @@ def run(
     tokens, heads, _ = case.q.shape
     o = torch.full_like(case.q, NAN)
     lse = torch.full((tokens, heads), NAN)
-    size = workspace_size(config, tokens, num_splits) if num_splits > 1 else 0
+    if workspace is None:
+        workspace = new_workspace(config, tokens, num_splits)
     lens = case.compressed_lens
     report = simulate(
         compiled_kernel(config),
@@ -61,10 +80,9 @@ def run(
         o,
         compressed_lens=torch.empty(0, dtype=torch.int32) if lens is None else lens,
         lse=lse,
-        workspace=torch.full((size,), NAN),
+        workspace=workspace,
         num_splits=num_splits,
-        # Fewer CTAs than work items: each goes through several.
-        num_ctas=3,
+        num_ctas=num_ctas,
         schedule=schedule,
         races=races,
     )
@@ -135,6 +153,65 @@ def test_scores_of_thousands_under_huge_sinks(seed, sign) -> None:
             results.append(o)
         assert results[0].isfinite().all()
         assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "sink_mode"), [(128, 64, "softmax"), (16, 128, "swa_gate")]
+)
+def test_splits_that_run_together(seed, heads, head_dim, sink_mode, schedule) -> None:
+    """Every split has a CTA, and tiles get fewer heads. Launches with different numbers of splits
+    follow each other on one workspace, whose counters nobody resets."""
+    config = FmhaConfig(head_dim, heads, WINDOW, 1024, sink_mode=sink_mode)
+    case = Case.random(2, heads, head_dim, 300, 100, 2, ragged=True, device="cpu")
+    expected = case.expected(sink_mode)
+    workspace = new_workspace(config, 2, 7)
+    for num_splits in (7, 2, 5):
+        options = {"workspace": workspace, "num_ctas": 132}
+        got = run(config, case, num_splits=num_splits, schedule=schedule, races=True, **options)
+        compare(*got, *expected)
+        counters = workspace[: counter_words(len(workspace))].view(torch.int64)
+        # All but the generation is 0 again.
+        assert not (counters & (2**63 - 1)).any()
+
+
+@pytest.mark.parametrize("num_splits", [2, 5, 9, 18, 32])
+def test_who_joins_the_splits_does_not_matter(seed, num_splits) -> None:
+    """One CTA for each split; fewer CTAs, where the last to arrive joins all; a full head tile, and
+    tiles of 16 heads; a token alone: the same, bit for bit."""
+    config = FmhaConfig(64, 64, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(3, 64, 64, 500, 100, 2, ragged=True, device="cpu")
+    options = {"num_splits": num_splits, "schedule": "random", "races": False}
+    first = run(config, case, num_ctas=4 * 3 * num_splits, **options)
+    compare(*first, *case.expected("softmax"))
+    for num_ctas in (3 * num_splits, 5, 1):
+        again = run(config, case, num_ctas=num_ctas, **options)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    alone = Case(
+        *(x[2:] for x in (case.q, case.compressed_kv)),
+        case.swa_kv,
+        case.swa_lens,
+        case.sink_logits,
+        case.request_ids[2:],
+        case.compressed_lens[2:],
+    )
+    o, lse = run(config, alone, num_ctas=132, **options)
+    assert torch.equal(o[0], first[0][2])
+    assert torch.equal(lse[0], first[1][2])
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+def test_a_cta_that_loses_patience(seed, schedule, monkeypatch) -> None:
+    """CTAs that do not run together: whoever comes last joins what the others left."""
+    from dsv4.kernels.attention import fmha_sm90_join
+
+    monkeypatch.setattr(fmha_sm90_join, "PATIENCE", 1)
+    # Compile with the changed constant, for this test alone.
+    monkeypatch.setattr(sys.modules[__name__], "compiled_kernel", compiled_kernel.__wrapped__)
+    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, 8, 64, 300, 100, 2, ragged=True, device="cpu")
+    got = run(config, case, num_splits=6, schedule=schedule, races=True, num_ctas=132)
+    compare(*got, *case.expected("softmax"))
 
 
 @pytest.mark.slow

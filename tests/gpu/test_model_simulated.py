@@ -67,7 +67,7 @@ class SimulatedOperator:
             o.fill_(NAN),
             compressed_lens=torch.empty(0, dtype=torch.int32) if lens is None else lens,
             lse=lse,
-            workspace=torch.full((size,), NAN),
+            workspace=torch.zeros(size),
             num_splits=splits,
             num_ctas=MULTIPROCESSORS,
         )

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.fmha_workspace import counter_words
 from dsv4.ops import fmha_splits
 
 pytestmark = pytest.mark.stage("H")
 
 MULTIPROCESSORS = 132
+# Of three tokens of 8 heads in two splits.
+WORKSPACE_SIZE = fmha_splits.workspace_size(FmhaConfig(64, 8, 128, 1024), 3, 2)
 ABSENT = (torch.empty(0).int(), torch.empty(0, 8), torch.empty(0))
 
 
@@ -49,9 +52,25 @@ def test_from_some_number_of_tokens_nothing_is_split(heads, multiprocessors) -> 
 
 def test_fixed_splits_size_the_workspace() -> None:
     config = FmhaConfig(64, 8, 128, 1024, num_splits=3)
-    assert fmha_splits.max_workspace_size(config, 10, MULTIPROCESSORS) == 10 * 8 * 3 * (64 + 4)
+    # Head tiles are padded to 16 rows; counters and alignment are the rest.
+    partials = 10 * 16 * 3 * (64 + 2)
+    assert partials < fmha_splits.max_workspace_size(config, 10, MULTIPROCESSORS) < 1.1 * partials
     single = FmhaConfig(64, 8, 128, 1024, num_splits=1)
     assert fmha_splits.max_workspace_size(single, 10, MULTIPROCESSORS) == 0
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64, 72, 128])
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_counters_and_partials_do_not_overlap(heads, head_dim) -> None:
+    config = FmhaConfig(head_dim, heads, 128, 1024)
+    rows = -(-heads // 16) * 16 if heads <= 64 else -(-heads // 64) * 64
+    for tokens, splits in ((1, 2), (1, 32), (7, 3), (1000, 2)):
+        size = fmha_splits.workspace_size(config, tokens, splits)
+        counters = counter_words(size)
+        # The smallest tiles have 16 heads, and a tile has a counter of two words for each half.
+        assert tokens * rows // 16 * 4 <= counters
+        assert counters + tokens * rows * splits * (head_dim + 2) <= size
+        assert counters % 32 == 0
 
 
 class Recorder:
@@ -104,12 +123,12 @@ def test_absent_arguments_are_empty_tensors(launch) -> None:
 
 def test_a_fixed_number_of_splits_holds_for_any_number_of_tokens(launch, monkeypatch) -> None:
     monkeypatch.setattr(fmha_splits, "unsplit_from", lambda config, multiprocessors: 1)
-    assert launch(2, workspace=torch.zeros(3 * 8 * 2 * 68))[3] == 2
+    assert launch(2, workspace=torch.zeros(WORKSPACE_SIZE))[3] == 2
     assert launch(None)[3] == 1
 
 
 def test_given_arguments_are_passed_on(launch) -> None:
-    lens, lse, workspace = torch.zeros(3).int(), torch.zeros(3, 8), torch.zeros(3 * 8 * 2 * 68)
+    lens, lse, workspace = torch.zeros(3).int(), torch.zeros(3, 8), torch.zeros(WORKSPACE_SIZE)
     assert launch(2, lens, lse, workspace) == (lens, lse, workspace, 2, MULTIPROCESSORS)
 
 
@@ -118,7 +137,7 @@ def test_an_argument_of_the_wrong_size_is_named(launch, name) -> None:
     good = {
         "compressed_lens": torch.zeros(3).int(),
         "lse": torch.zeros(3, 8),
-        "workspace": torch.zeros(3 * 8 * 2 * 68),
+        "workspace": torch.zeros(WORKSPACE_SIZE),
     }
     bad = good | {name: good[name][:-1]}
     with pytest.raises(ValueError, match=name):

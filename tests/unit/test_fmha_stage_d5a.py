@@ -25,7 +25,8 @@ def partials_of(workspace: Tensor, case: Case, splits: int) -> tuple[Tensor, ...
     """o [T, n_h, split, d], and maximum, total and lse offset [T, n_h, split] of a workspace."""
     rows = case.tokens * case.heads
     o = workspace[: rows * splits * case.head_dim]
-    stats = workspace[o.numel() :].reshape(case.tokens, case.heads, splits, 4)
+    stats = workspace[o.numel() :][: rows * splits * 4]
+    stats = stats.reshape(case.tokens, case.heads, splits, 4)
     o = o.reshape(case.tokens, case.heads, splits, case.head_dim)
     return o, *stats[..., :3].unbind(-1)
 

@@ -4,7 +4,7 @@ import cutlass
 from cutlass import cute
 from cutlass.utils import SmemAllocator
 
-from dsv4.kernels.attention.fmha_sm90_device import LN_2, LOG2_E, exp2
+from dsv4.kernels.attention.fmha_sm90_device import LN_2, LOG2_E, exp2, row_pointer
 
 THREADS = 128
 # One lane weighs one split.
@@ -125,17 +125,6 @@ def partial_stats(workspace: cute.Tensor, rows, num_splits, head_dim: int) -> cu
     count = cutlass.Int64(rows) * num_splits
     pointer = partial_pointer(workspace, count, head_dim)
     return cute.make_tensor(pointer, cute.make_layout((STATS, count)))
-
-
-def row_pointer(tensor: cute.Tensor, token, head) -> cute.Pointer:
-    """16-byte aligned address of tensor[token, head, 0], which may be past 2^31 elements."""
-    offset = cutlass.Int64(token) * tensor.stride[0] + cutlass.Int64(head) * tensor.stride[1]
-    return cute.make_ptr(
-        tensor.element_type,
-        (tensor.iterator + offset).toint(),
-        cute.AddressSpace.gmem,
-        assumed_align=16,
-    )
 
 
 def output_scale(top, total, sink, is_softmax_sink: bool):

@@ -31,24 +31,26 @@ from cutlass.utils import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from dsv4.kernels.attention.config import SINK_MODES, FmhaConfig
-from dsv4.kernels.attention.fmha_combine import (
-    Combine,
-    output_scale,
-    partial_pointer,
-    partial_stats,
-    row_lse,
-    row_pointer,
-)
+from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
 from dsv4.kernels.attention.fmha_sm90_device import (
     LOG2_E,
     by_row,
     gemm,
+    make_q_map,
     make_row_tile_map,
     quad_sum,
-    quad_transpose,
+    store_rows,
     tma_load,
+    tma_prefetch,
 )
-from dsv4.kernels.attention.fmha_sm90_lengths import Lengths, key_range
+from dsv4.kernels.attention.fmha_sm90_join import SplitJoin, Tiling, make_tiling
+from dsv4.kernels.attention.fmha_sm90_lengths import (
+    Lengths,
+    key_range,
+    likely_first_block,
+    request_of,
+    window_of,
+)
 from dsv4.kernels.attention.fmha_sm90_softmax import Rows, mask, softmax
 
 SMEM_CAPACITY = 232448
@@ -56,6 +58,8 @@ REGISTERS_PER_SM = 65536
 # K steps of QK that are left when the previous block's P is handed over.
 EARLY_STEPS = 8
 WINDOW_FLAG = 128
+# Flags of a work item: both branches have keys; the ring brings a block first that is none of its.
+BOTH_BRANCHES, WRONG_GUESS = 1, 2
 
 
 def frozen(**fields):
@@ -72,6 +76,9 @@ class FmhaKernelSm90:
         sliding_window: window of `is_causal=True`; else every row below `swa_lens` is visible.
         top_k: promised bound of compressed rows; the real capacity is a runtime size.
         num_splits: fixed number of KV splits, or None where each launch says.
+
+    With splits, CTAs meet in the workspace (`fmha_sm90_join`): launches that may run at the same
+    time need workspaces of their own.
     """
 
     # Arrivals of a warp on a barrier. One lane speaks for its warp after a warp sync; a checker
@@ -121,7 +128,7 @@ class FmhaKernelSm90:
         self.scale_log2 = scale * LOG2_E
         self.num_splits = num_splits
         self.dtype = q_dtype
-        self.combine = Combine(head_dim, num_query_heads, sink_mode, o_dtype)
+        self.join = SplitJoin(head_dim, num_query_heads, sink_mode)
 
         # ==== tile shape ====
         self.heads = 64  # rows of a tile: the M of a wgmma
@@ -130,7 +137,8 @@ class FmhaKernelSm90:
         self.pv_dim = min(128, self.half_dim)  # columns of a PV product: the N of a wgmma
         self.pieces = self.half_dim // self.pv_dim
         self.chunk = min(64, self.half_dim)  # columns of a swizzle span
-        self.head_tiles = -(-num_query_heads // self.heads)
+        # Tiles of fewer heads are possible where they divide the heads evenly.
+        self.has_even_tiles = num_query_heads <= self.heads or num_query_heads % self.heads == 0
         # Columns of Q in shared memory; the rest passes through the KV ring into registers.
         self.q_smem_dim = 128 if head_dim == 512 else head_dim
         self.q_register_dim = head_dim - self.q_smem_dim
@@ -159,11 +167,14 @@ class FmhaKernelSm90:
             kv: cute.struct.Align[cute.struct.MemRange[self.dtype, kv_ring], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_tile], 1024]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * p_tile], 1024]
-            # Factor of the older accumulators that goes with P; final scale of each row.
+            # Factor of the older accumulators that goes with P; final scale of each row, or with
+            # splits the gate's offset of its lse.
             rescale: cute.struct.MemRange[cutlass.Float32, 2 * rows]
             row_scale: cute.struct.MemRange[cutlass.Float32, rows]
-            # Number of blocks of the work item, whether both branches have keys.
+            # Number of blocks of the work item; BOTH_BRANCHES, WRONG_GUESS.
             work: cute.struct.MemRange[cutlass.Int32, 2]
+            # Shares of the split tile that each output warpgroup joins.
+            shares: cute.struct.MemRange[cutlass.Int32, 2]
             # Valid keys of the block in each stage, plus WINDOW_FLAG in the window.
             block: cute.struct.MemRange[cutlass.Int32, self.stages]
             q_full: cute.struct.MemRange[cutlass.Int64, 1]
@@ -220,15 +231,19 @@ class FmhaKernelSm90:
         *,
         compressed_lens: cute.Tensor,  # [T] int32, or [0]: every row counts
         lse: cute.Tensor,  # [T, n_h] fp32, written, or [0, n_h]: not wanted
-        workspace: cute.Tensor,  # [>= workspace_size] fp32 when num_splits > 1
+        workspace: cute.Tensor,  # [>= workspace_size] fp32 when num_splits > 1, zeros when new
         num_splits: cutlass.Int32,
         num_ctas: cutlass.Int32,  # persistent CTAs at most: the number of SMs
     ):
-        q_map = make_row_tile_map(q, q.iterator, self.chunk, (self.heads, self.chunk))
+        tiling = make_tiling(
+            *(self.num_query_heads, self.heads, self.has_even_tiles),
+            *(q.shape[0], num_splits, num_ctas),
+        )
+        tile_rows = tiling.tile_heads if self.has_even_tiles else self.num_query_heads
+        q_map = make_q_map(q, tile_rows, self.chunk, self.heads)
         box = (self.keys, self.half_dim)
         compressed_map = make_row_tile_map(compressed_kv, q.iterator, self.chunk, box)
         window_map = make_row_tile_map(swa_kv, q.iterator, self.chunk, box)
-        works = q.shape[0] * self.head_tiles * num_splits
         self.kernel(
             (q_map, compressed_map, window_map),
             q,
@@ -241,15 +256,14 @@ class FmhaKernelSm90:
             compressed_lens,
             lse,
             workspace,
-            num_splits,
+            tiling,
         ).launch(
-            grid=[cutlass.min(works, num_ctas), 1, 1],
+            grid=[cutlass.min(tiling.works, num_ctas), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=True,
         )
-        if num_splits > 1:
-            self.combine(workspace, sink_logits, o, lse, num_splits, stream)
 
     # ---- device: dispatch ----
 
@@ -271,14 +285,14 @@ class FmhaKernelSm90:
         compressed_lens: cute.Tensor,
         lse: cute.Tensor,
         workspace: cute.Tensor,
-        num_splits: cutlass.Int32,
+        tiling: Tiling,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp // 4
         smem = self._shared_views()
         if warp == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(smem.q_full, 1)
+                cute.arch.mbarrier_init(smem.q_full, 2)
                 cute.arch.mbarrier_init(smem.q_empty, 12 * self.warp_arrivals)
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(smem.p_full + i, 4 * self.warp_arrivals)
@@ -290,28 +304,20 @@ class FmhaKernelSm90:
                     cute.arch.mbarrier_init(smem.kv_empty + i, 4 * self.warp_arrivals)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        works = q.shape[0] * self.head_tiles * num_splits
         if group == self.load_group:
             cute.arch.setmaxregister_decrease(self.load_registers)
             if warp == 4 * self.load_group:
                 cute.arch.griddepcontrol_launch_dependents()
-                lengths = Lengths(
-                    tokens=q.shape[0],
-                    compressed_rows=compressed_rows,
-                    batch=window_shape[0],
-                    window_rows=window_shape[1],
-                    swa_lens=swa_lens,
-                    request_ids=request_ids,
-                    compressed_lens=compressed_lens,
-                )
-                self.load(smem, maps, lengths, num_splits, works)
+                tensors = (swa_lens, request_ids, compressed_lens)
+                lengths = Lengths(q.shape[0], compressed_rows, *window_shape, *tensors)
+                self.load(smem, maps, lengths, tiling)
         elif group == self.score_group:
             cute.arch.setmaxregister_increase(self.score_registers)
-            self.score(smem, q, sink_logits, lse, workspace, num_splits, works)
+            self.score(smem, sink_logits, lse, workspace, tiling)
         else:
             cute.arch.setmaxregister_increase(self.output_registers)
             half = group - self.output_group
-            self.output(smem, half, o, workspace, num_splits, works)
+            self.output(smem, half, sink_logits, o, lse, workspace, tiling)
 
     def _shared_views(self):
         storage = SmemAllocator().allocate(self.storage)
@@ -337,6 +343,7 @@ class FmhaKernelSm90:
             rescale=storage.rescale.get_tensor(cute.make_layout((self.heads, 2))),
             row_scale=storage.row_scale.get_tensor(row),
             work=storage.work.get_tensor(cute.make_layout(2)),
+            shares=storage.shares.get_tensor(cute.make_layout(2)),
             block=storage.block.get_tensor(cute.make_layout(self.stages)),
             q_full=storage.q_full.data_ptr(),
             q_empty=storage.q_empty.data_ptr(),
@@ -351,78 +358,79 @@ class FmhaKernelSm90:
     # ---- device: load warp ----
 
     @cute.jit
-    def load(self, smem, maps, lengths, num_splits: cutlass.Int32, works: cutlass.Int32):
+    def load(self, smem, maps, lengths, tiling):
         """Find each work item's key range, publish it, and keep Q and the KV ring full."""
-        q_map, compressed_map, window_map = maps
+        q_map, compressed_map, _ = maps
         lane = cute.arch.lane_idx()
         for tensor_map in maps:
             prefetch_tensormap(tensor_map.get_ptr())
-        q_bytes = self.heads * self.q_smem_dim * self.dtype.width // 8
-        half_bytes = self.keys * self.half_dim * self.dtype.width // 8
-        half_chunks = self.half_dim // self.chunk
         index = cute.arch.block_idx()[0]
+        _, split, _ = tiling.coordinates(index)
+        guess = likely_first_block(lengths, split, tiling.num_splits, self.keys)
+        if lane == 0:
+            self._prefetch(q_map, compressed_map, tiling, index, guess)
+        # Whatever ran before may still be writing the inputs, or reading what this launch writes.
+        # The other warps touch memory only after data that this one has fetched.
+        cute.arch.griddepcontrol_wait()
+        q_bytes = self.heads * self.q_smem_dim * self.dtype.width // 8
         q_phase = cutlass.Int32(1)
         stage, phase = cutlass.Int32(0), cutlass.Int32(1)
-        while index < works:
-            head_tile, split, token = self._coordinates(index, num_splits)
-
-            # ---- the keys of this work item ----
-            compressed_len, window_begin, window_end, request = key_range(
-                lengths, token, self.is_causal, self.sliding_window
-            )
-            compressed_blocks = cute.ceil_div(compressed_len, self.keys)
-            blocks = compressed_blocks + cute.ceil_div(window_end - window_begin, self.keys)
-            first = blocks * split // num_splits
-            count = blocks * (split + 1) // num_splits - first
+        while index < tiling.works:
+            head_tile, split, token = tiling.coordinates(index)
 
             # ---- Q: one part passes through the ring, the other needs the last QK to be over ----
-            head = head_tile * self.heads
-            if count > 0:
-                stage, phase = self._load_q_registers(smem, q_map, head, token, lane, stage, phase)
+            # Where the keys are is read meanwhile: two loads, one for the address of the other.
+            request, compressed_len = request_of(lengths, token)
+            stage, phase = self._load_q_registers(smem, q_map, head_tile, token, lane, stage, phase)
+            has_guess = guess >= 0
+            if has_guess:
+                self._load_guess(smem, compressed_map, guess, token, lane, stage)
+            window_len = window_of(lengths, request)
             cute.arch.mbarrier_wait(smem.q_empty, q_phase)
             q_phase ^= 1
             if lane == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full, q_bytes)
+                for chunk in cutlass.range_constexpr(self.q_smem_dim // self.chunk):
+                    target = smem.q_raw + chunk * self.heads * self.chunk
+                    self._load_q(q_map, target, head_tile, chunk, token, smem.q_full)
+
+            # ---- the keys of this work item ----
+            seen = key_range(
+                *(lengths, token, request, compressed_len, window_len),
+                *(self.is_causal, self.sliding_window),
+            )
+            compressed_blocks = cute.ceil_div(seen.compressed_len, self.keys)
+            window_keys = seen.window_end - seen.window_begin
+            blocks = compressed_blocks + cute.ceil_div(window_keys, self.keys)
+            first = blocks * split // tiling.num_splits
+            count = blocks * (split + 1) // tiling.num_splits - first
+            is_hit = has_guess and count > 0 and first == guess and first < compressed_blocks
+            if lane == 0:
                 smem.work[0] = count
-                has_both = compressed_len > 0 and window_end > window_begin
-                smem.work[1] = cutlass.select_(has_both, cutlass.Int32(1), cutlass.Int32(0))
-                if count > 0:
-                    cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full, q_bytes)
-                    for chunk in cutlass.range_constexpr(self.q_smem_dim // self.chunk):
-                        target = smem.q_raw + chunk * self.heads * self.chunk
-                        tma_load(q_map, target, head, chunk, token, smem.q_full)
-                else:
-                    cute.arch.mbarrier_arrive(smem.q_full)
+                flags = cutlass.Int32(0)
+                if seen.compressed_len > 0 and seen.window_end > seen.window_begin:
+                    flags |= BOTH_BRANCHES
+                if has_guess and not is_hit:
+                    flags |= WRONG_GUESS
+                smem.work[1] = flags
+                if is_hit:
+                    valid = seen.compressed_len - first * self.keys
+                    smem.block[stage] = cutlass.min(valid, self.keys)
+                cute.arch.mbarrier_arrive(smem.q_full)
+            if has_guess:
+                stage, phase = self._advance(stage, phase)
+            guess = cutlass.Int32(-1)
 
             # ---- KV blocks ----
-            for n in cutlass.range(count, unroll=1):
-                is_window = first + n >= compressed_blocks
-                compressed_row = (first + n) * self.keys
-                window_row = window_begin + (first + n - compressed_blocks) * self.keys
-                valid = cutlass.select_(
-                    is_window,
-                    cutlass.min(window_end - window_row, self.keys) + WINDOW_FLAG,
-                    cutlass.min(compressed_len - compressed_row, self.keys),
-                )
-                for half in cutlass.range_constexpr(2):
-                    slot = stage * 2 + half
-                    full = smem.kv_full + slot
-                    target = smem.kv_raw + slot * self.keys * self.half_dim
-                    chunk = half * half_chunks
-                    cute.arch.mbarrier_wait(smem.kv_empty + slot, phase)
-                    if lane == 0:
-                        if cutlass.const_expr(half == 0):
-                            smem.block[stage] = valid
-                        cute.arch.mbarrier_arrive_and_expect_tx(full, half_bytes)
-                        if is_window:
-                            tma_load(window_map, target, window_row, chunk, request, full)
-                        else:
-                            tma_load(compressed_map, target, compressed_row, chunk, token, full)
+            done = cutlass.select_(is_hit, cutlass.Int32(1), cutlass.Int32(0))
+            for n in cutlass.range(done, count, unroll=1):
+                self._load_block(smem, maps, seen, first + n, token, request, lane, stage, phase)
                 stage, phase = self._advance(stage, phase)
             index += cute.arch.grid_dim()[0]
 
     @cute.jit
     def _load_q_registers(
-        self, smem, q_map, head, token, lane, stage: cutlass.Int32, phase: cutlass.Int32
+        self, smem, q_map, head_tile, token, lane, stage: cutlass.Int32, phase: cutlass.Int32
     ):
         """Send the register columns of Q through a stage of the KV ring, in the place of K's."""
         if cutlass.const_expr(self.q_register_dim > 0):
@@ -439,41 +447,101 @@ class FmhaKernelSm90:
                     cute.arch.mbarrier_arrive_and_expect_tx(full, bytes)
                     for chunk in cutlass.range_constexpr(begin, end):
                         target = smem.kv_raw + (stage * chunks + chunk) * chunk_elements
-                        tma_load(q_map, target, head, chunk, token, full)
+                        self._load_q(q_map, target, head_tile, chunk, token, full)
             stage, phase = self._advance(stage, phase)
         return stage, phase
+
+    @cute.jit
+    def _load_block(self, smem, maps, seen, block, token, request, lane, stage, phase):
+        """Fetch a block of a token's keys into a stage, each half when it is free."""
+        _, compressed_map, window_map = maps
+        compressed_blocks = cute.ceil_div(seen.compressed_len, self.keys)
+        is_window = block >= compressed_blocks
+        compressed_row = block * self.keys
+        window_row = seen.window_begin + (block - compressed_blocks) * self.keys
+        valid = cutlass.select_(
+            is_window,
+            cutlass.min(seen.window_end - window_row, self.keys) + WINDOW_FLAG,
+            cutlass.min(seen.compressed_len - compressed_row, self.keys),
+        )
+        half_bytes = self.keys * self.half_dim * self.dtype.width // 8
+        for half in cutlass.range_constexpr(2):
+            slot = stage * 2 + half
+            full = smem.kv_full + slot
+            target = smem.kv_raw + slot * self.keys * self.half_dim
+            chunk = half * (self.half_dim // self.chunk)
+            cute.arch.mbarrier_wait(smem.kv_empty + slot, phase)
+            if lane == 0:
+                if cutlass.const_expr(half == 0):
+                    smem.block[stage] = valid
+                cute.arch.mbarrier_arrive_and_expect_tx(full, half_bytes)
+                if is_window:
+                    tma_load(window_map, target, [0, window_row, chunk, request], full)
+                else:
+                    tma_load(compressed_map, target, [0, compressed_row, chunk, token], full)
+
+    @cute.jit
+    def _load_guess(self, smem, compressed_map, block, token, lane, stage: cutlass.Int32):
+        """Fetch a block into a stage that has not been used before: nobody has to free it."""
+        half_bytes = self.keys * self.half_dim * self.dtype.width // 8
+        if lane == 0:
+            for half in cutlass.range_constexpr(2):
+                slot = stage * 2 + half
+                target = smem.kv_raw + slot * self.keys * self.half_dim
+                chunk = half * (self.half_dim // self.chunk)
+                coordinates = [0, block * self.keys, chunk, token]
+                cute.arch.mbarrier_arrive_and_expect_tx(smem.kv_full + slot, half_bytes)
+                tma_load(compressed_map, target, coordinates, smem.kv_full + slot)
+
+    @cute.jit
+    def _prefetch(self, q_map, compressed_map, tiling, index, guess):
+        """Bring Q and the block that is likely to come first into L2.
+
+        This may overlap whatever runs before and writes them: L2 is where all writes meet, so that
+        a line fetched too early is not a stale one.
+        """
+        head_tile, _, token = tiling.coordinates(index)
+        for chunk in cutlass.range_constexpr(self.head_dim // self.chunk):
+            tma_prefetch(q_map, self._q_coordinates(head_tile, chunk, token))
+        if guess >= 0:
+            for half in cutlass.range_constexpr(2):
+                chunk = half * (self.half_dim // self.chunk)
+                tma_prefetch(compressed_map, [0, guess * self.keys, chunk, token])
+
+    def _load_q(self, q_map, target, head_tile, chunk, token, barrier):
+        tma_load(q_map, target, self._q_coordinates(head_tile, chunk, token), barrier)
+
+    def _q_coordinates(self, head_tile, chunk, token):
+        row, tile = (0, head_tile) if self.has_even_tiles else (head_tile * self.heads, 0)
+        return [0, row, chunk, tile, token]
 
     # ---- device: score warpgroup ----
 
     @cute.jit
-    def score(
-        self,
-        smem,
-        q,
-        sink_logits,
-        lse,
-        workspace,
-        num_splits: cutlass.Int32,
-        works: cutlass.Int32,
-    ):
+    def score(self, smem, sink_logits, lse, workspace, tiling):
         """S = Q K^T and the softmax of every block; the row statistics of every work item."""
         tile = self._score_fragments(smem)
         lane = tile.lane
         index = cute.arch.block_idx()[0]
         q_phase, rows_phase = cutlass.Int32(0), cutlass.Int32(1)
         stage, phase, blocks = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        while index < works:
-            head_tile, split, token = self._coordinates(index, num_splits)
-            head = head_tile * self.heads + tile.row
+        while index < tiling.works:
+            member = self.join.member(workspace, tiling, index)
+            head = member.head + tile.row
 
             # ---- prologue ----
             cute.arch.mbarrier_wait(smem.q_full, q_phase)
             q_phase ^= 1
             count = smem.work[0]
-            gate_offset = self._set_bias(tile, smem.work[1], sink_logits, head)
+            gate_offset = self._set_bias(tile, smem.work[1] & BOTH_BRANCHES, sink_logits, head)
             tile.rows.reset()
-            if count > 0:
-                stage, phase = self._take_q_registers(smem, tile, stage, phase)
+            is_miss = smem.work[1] & WRONG_GUESS != 0
+            stage, phase = self._take_q_registers(smem, tile, stage, phase)
+            if is_miss:
+                for half in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_wait(smem.kv_full + (stage * 2 + half), phase)
+                    self._release(smem.kv_empty + (stage * 2 + half), lane)
+                stage, phase = self._advance(stage, phase)
 
             # ---- blocks ----
             # P waits for the next block's QK, so that PV fills the tensor cores during the softmax
@@ -514,15 +582,9 @@ class FmhaKernelSm90:
             cute.arch.mbarrier_wait(smem.rows_empty, rows_phase)
             rows_phase ^= 1
             if lane % 4 == 0:
-                place = frozen(
-                    tokens=q.shape[0],
-                    token=token,
-                    head=head,
-                    split=split,
-                    num_splits=num_splits,
-                    gate_offset=gate_offset,
+                self._finish_rows(
+                    smem, tile, member, tiling, gate_offset, sink_logits, lse, workspace
                 )
-                self._finish_rows(smem, tile, place, sink_logits, lse, workspace)
             self._release(smem.rows_full, lane)
             index += cute.arch.grid_dim()[0]
 
@@ -652,39 +714,28 @@ class FmhaKernelSm90:
                 cute.autovec_copy(zero, vectors[None, i, chunk])
 
     @cute.jit
-    def _finish_rows(self, smem, tile, place, sink_logits, lse, workspace):
-        """Statistics of a work item's rows: output scale and lse, or those of a split's partial."""
+    def _finish_rows(self, smem, tile, member, tiling, gate_offset, sink_logits, lse, workspace):
+        """What a work item's rows need: output scale and lse, or a partial row's statistics."""
         for r in cutlass.range_constexpr(2):
-            head = place.head + 8 * r
+            row = tile.row + 8 * r
+            head = member.head + row
             ref, total = tile.rows.ref[r], tile.rows.sum[r]
-            scale = cutlass.Float32(0.0)
-            if head < self.num_query_heads:
-                if place.num_splits > 1:
-                    rows = place.tokens * self.num_query_heads
-                    stats = partial_stats(workspace, rows, place.num_splits, self.head_dim)
-                    row = place.token * self.num_query_heads + head
-                    index = row * place.num_splits + place.split
-                    stats[0, index] = ref
-                    stats[1, index] = total
-                    stats[2, index] = place.gate_offset[r]
-                else:
+            if tiling.num_splits > 1:
+                smem.row_scale[row] = gate_offset[r]
+                if row < tiling.tile_heads:
+                    self.join.store_statistics(workspace, tiling, member, row, ref, total)
+            else:
+                scale = cutlass.Float32(0.0)
+                if head < self.num_query_heads:
                     scale = output_scale(ref, total, sink_logits[head], not self.is_gate)
-                    if place.token < lse.shape[0]:
-                        lse[place.token, head] = row_lse(ref, total, place.gate_offset[r])
-            smem.row_scale[tile.row + 8 * r] = scale
+                    if member.token < lse.shape[0]:
+                        lse[member.token, head] = row_lse(ref, total, gate_offset[r])
+                smem.row_scale[row] = scale
 
     # ---- device: output warpgroups ----
 
     @cute.jit
-    def output(
-        self,
-        smem,
-        half: cutlass.Int32,
-        o,
-        workspace,
-        num_splits: cutlass.Int32,
-        works: cutlass.Int32,
-    ):
+    def output(self, smem, half: cutlass.Int32, sink_logits, o, lse, workspace, tiling):
         """O += P V over half of the columns, and the output rows."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = cute.arch.lane_idx()
@@ -705,16 +756,18 @@ class FmhaKernelSm90:
         index = cute.arch.block_idx()[0]
         work_phase, blocks = cutlass.Int32(0), cutlass.Int32(0)
         stage, phase = cutlass.Int32(0), cutlass.Int32(0)
-        while index < works:
+        while index < tiling.works:
             # ---- prologue ----
             cute.arch.mbarrier_wait(smem.q_full, work_phase)
             count = smem.work[0]
+            is_miss = smem.work[1] & WRONG_GUESS != 0
             self._release(smem.q_empty, lane)
             acc.fill(0.0)
-            if cutlass.const_expr(self.q_register_dim > 0):  # noqa: SIM102 static, then dynamic
-                if count > 0:
-                    # The stage that brought Q belongs to the score warpgroup.
-                    stage, phase = self._advance(stage, phase)
+            # Stages with Q, or with nothing of use, belong to the score warpgroup.
+            if cutlass.const_expr(self.q_register_dim > 0):
+                stage, phase = self._advance(stage, phase)
+            if is_miss:
+                stage, phase = self._advance(stage, phase)
 
             # ---- blocks ----
             for _ in cutlass.range(count, unroll=1):
@@ -738,16 +791,27 @@ class FmhaKernelSm90:
                 stage, phase = self._advance(stage, phase)
 
             # ---- epilogue ----
-            cute.arch.mbarrier_wait(smem.rows_full, work_phase)
-            work_phase ^= 1
-            scales = [smem.row_scale[row], smem.row_scale[row + 8]]
-            self._release(smem.rows_empty, lane)
-            head_tile, split, token = self._coordinates(index, num_splits)
-            head = head_tile * self.heads + row
-            if num_splits == 1:
-                self._store_output(acc, o, scales, token, head, half, lane)
+            member = self.join.member(workspace, tiling, index)
+            warp = thread // 32
+            if tiling.num_splits > 1:
+                generation = self.join.generation(workspace, member, half, thread)
+                self.join.store_accumulators(acc, workspace, tiling, member, half, warp, lane)
+                cute.arch.mbarrier_wait(smem.rows_full, work_phase)
+                shares = self.join.arrive(
+                    workspace, tiling, member, half, generation, smem.shares, thread
+                )
+                self.join.join(
+                    *(workspace, tiling, member, half, shares, warp, lane),
+                    *(sink_logits, smem.row_scale, o, lse),
+                )
+                self._release(smem.rows_empty, lane)
             else:
-                self._store_partial(acc, workspace, num_splits, token, head, split, half, lane)
+                cute.arch.mbarrier_wait(smem.rows_full, work_phase)
+                scales = [smem.row_scale[row], smem.row_scale[row + 8]]
+                self._release(smem.rows_empty, lane)
+                head, column = member.head + row, half * self.half_dim
+                store_rows(acc, o, scales, member.token, head, column, lane, self.num_query_heads)
+            work_phase ^= 1
             index += cute.arch.grid_dim()[0]
 
     @cute.jit
@@ -758,45 +822,7 @@ class FmhaKernelSm90:
                 for r in cutlass.range_constexpr(2):
                     rows[r, c, j] *= factors[r]
 
-    @cute.jit
-    def _store_output(self, acc, o, scales, token, head, half, lane):
-        """Scale, round, and write 16 bytes per thread: a quad transposes four 8-column groups."""
-        rows = by_row(acc)
-        lane_in_quad = lane % 4
-        for r in cutlass.range_constexpr(2):
-            target = row_pointer(o, token, head + 8 * r) + half * self.half_dim + lane_in_quad * 8
-            for group in cutlass.range_constexpr(self.half_dim // 32):
-                values = cute.make_rmem_tensor(8, self.dtype)
-                for j in cutlass.range_constexpr(4):
-                    for c in cutlass.range_constexpr(2):
-                        value = rows[r, c, group * 4 + j] * scales[r]
-                        values[2 * j + c] = value.to(self.dtype)
-                quad_transpose(cute.recast_tensor(values, cutlass.Int32), lane_in_quad)
-                if head + 8 * r < self.num_query_heads:
-                    vector = cute.make_tensor(target + group * 32, cute.make_layout(8))
-                    cute.autovec_copy(values, vector)
-
-    @cute.jit
-    def _store_partial(self, acc, workspace, num_splits, token, head, split, half, lane):
-        """Write the unnormalised rows for the combine kernel."""
-        rows = by_row(acc)
-        for r in cutlass.range_constexpr(2):
-            if head + 8 * r < self.num_query_heads:
-                index = token * self.num_query_heads + head + 8 * r
-                target = partial_pointer(workspace, index * num_splits + split, self.head_dim)
-                target += half * self.half_dim + lane % 4 * 2
-                for j in cutlass.range_constexpr(self.half_dim // 8):
-                    pair = cute.make_rmem_tensor(2, cutlass.Float32)
-                    for c in cutlass.range_constexpr(2):
-                        pair[c] = rows[r, c, j]
-                    cute.autovec_copy(pair, cute.make_tensor(target + j * 8, cute.make_layout(2)))
-
     # ---- device: shared by the roles ----
-
-    def _coordinates(self, index, num_splits):
-        """Head tile, split and token of a work item; the head tiles of a token are neighbours."""
-        rest = index // self.head_tiles
-        return index % self.head_tiles, rest % num_splits, rest // num_splits
 
     @cute.jit
     def _advance(self, stage: cutlass.Int32, phase: cutlass.Int32):

@@ -47,11 +47,37 @@ def make_row_tile_map(
     )
 
 
-def tma_load(tensor_map, smem: cute.Pointer, row, chunk, batch, barrier: cute.Pointer):
+@cute.jit
+def make_q_map(
+    q: cute.Tensor, tile_rows: cutlass.Int32, chunk: cutlass.Constexpr, box_rows: cutlass.Constexpr
+):
+    """Tensor map of q [token, head, d] seen as (d % chunk, head % tile_rows, d // chunk,
+    head // tile_rows, token): heads of other tiles are out of bounds, and read as zeros."""
+    tokens, heads, dim = q.shape
+    token_stride, row_stride = cutlass.Int64(q.stride[0]), cutlass.Int64(q.stride[1])
+    rows = cutlass.min(tile_rows, heads)
+    units = 128 // q.element_type.width
+    return create_tensor_map_tiled(
+        q.iterator.toint(),
+        q.element_type,
+        [chunk, rows, dim // chunk, (heads + rows - 1) // rows, tokens],
+        [row_stride // units, chunk // units, rows * row_stride // units, token_stride // units],
+        [chunk, box_rows, 1, 1, 1],
+        swizzle=SWIZZLE_OF_BYTES[chunk * q.element_type.width // 8],
+        l2_promotion=TensorMapL2Promotion.none,
+    )
+
+
+def tma_load(tensor_map, smem: cute.Pointer, coordinates, barrier: cute.Pointer):
     """One elected thread fetches a box into `smem`; its bytes are counted on `barrier`."""
     primitives.cp_async_bulk_tensor_shared_cta_global(
-        smem.to_llvm_ptr(), tensor_map.get_ptr(), [0, row, chunk, batch], barrier.to_llvm_ptr()
+        smem.to_llvm_ptr(), tensor_map.get_ptr(), coordinates, barrier.to_llvm_ptr()
     )
+
+
+def tma_prefetch(tensor_map, coordinates):
+    """One elected thread asks for a box to be brought into L2; out of bounds there is nothing."""
+    primitives.cp_async_bulk_tensor_prefetch(tensor_map.get_ptr(), coordinates, [])
 
 
 def gemm(make_mma, acc, a, b, steps, first_step_of_a: int, accumulate):
@@ -111,3 +137,41 @@ def quad_transpose(words: cute.Tensor, lane_in_quad):
                     cutlass.select_(is_upper, got, words[low]),
                     cutlass.select_(is_upper, words[high], got),
                 )
+
+
+def row_pointer(tensor: cute.Tensor, token, head) -> cute.Pointer:
+    """16-byte aligned address of tensor[token, head, 0], which may be past 2^31 elements."""
+    offset = cutlass.Int64(token) * tensor.stride[0] + cutlass.Int64(head) * tensor.stride[1]
+    return cute.make_ptr(
+        tensor.element_type,
+        (tensor.iterator + offset).toint(),
+        cute.AddressSpace.gmem,
+        assumed_align=16,
+    )
+
+
+@cute.jit
+def store_rows(acc: cute.Tensor, o, scales, token, head, column, lane, heads: cutlass.Constexpr):
+    """Scale, round and write an accumulator fragment, two rows of a thread from `head` on; 16 bytes
+    per thread where a quad can transpose four 8-column groups.
+
+    Rows from `heads` on are padding.
+    """
+    rows = by_row(acc)
+    groups = cute.size(rows, mode=[2])
+    together = 4 if groups % 4 == 0 else 1
+    lane_in_quad = lane % 4
+    first = lane_in_quad * (2 * together)
+    for r in cutlass.range_constexpr(2):
+        target = row_pointer(o, token, head + 8 * r) + column + first
+        for group in cutlass.range_constexpr(0, groups, together):
+            values = cute.make_rmem_tensor(2 * together, o.element_type)
+            for j in cutlass.range_constexpr(together):
+                for c in cutlass.range_constexpr(2):
+                    value = rows[r, c, group + j] * scales[r]
+                    values[2 * j + c] = value.to(o.element_type)
+            if cutlass.const_expr(together == 4):
+                quad_transpose(cute.recast_tensor(values, cutlass.Int32), lane_in_quad)
+            if head + 8 * r < heads:
+                vector = cute.make_tensor(target + group * 8, cute.make_layout(2 * together))
+                cute.autovec_copy(values, vector)

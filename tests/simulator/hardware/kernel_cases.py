@@ -187,7 +187,7 @@ class Shape:
         options = {
             "compressed_lens": compressed_lens,
             "lse": lse,
-            "workspace": torch.full((partials,), NAN),
+            "workspace": torch.zeros(partials),
             "num_splits": self.splits,
             "num_ctas": 3,  # fewer than work items: each CTA goes through several
         }

@@ -1,0 +1,327 @@
+"""Split-KV on Hopper: the CTAs that share the keys of a head tile join their partial rows.
+
+Every CTA of a group (token, head tile) writes its accumulators and row statistics to the workspace,
+arrives at the group's counter, waits for the others, and then joins its share of the tile, always
+in split order: the result does not depend on who joins what. Nobody has to wait: a CTA whose
+patience ends leaves its share to the last one to arrive. So the kernel needs no CTA to run beside
+another one, whatever else the GPU does.
+
+Workspace, in words of 32 bits; `counter_words` says where the groups begin:
+
+    counters  [group][half] 64 bits, 0 before the first launch
+    groups    [group] of
+        accumulators  [half][16 rows][8 columns][split][lane][4] fp32, as their threads hold them
+        statistics    [row][split][reference, sum] fp32
+"""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import cute
+
+from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
+from dsv4.kernels.attention.fmha_sm90_device import (
+    exp2,
+    quad_max,
+    quad_sum,
+    store_rows,
+    tree,
+)
+from dsv4.kernels.attention.fmha_workspace import MAX_SPLITS, counter_words
+
+STATS = 2  # per row
+# Reads of the counter, 0.4 us each, before a CTA leaves its share to the last one.
+PATIENCE = 256
+# 8-column groups that a warp joins at a time, for up to so many splits: their loads are all under
+# way together, and fill the registers that the accumulators have left.
+BATCHES = ((8, 4), (4, 8), (2, 12), (1, 20), (1, 32))
+ARRIVAL = 32  # first bit of the arrivals in a counter
+
+
+class Tiling(NamedTuple):
+    """How work items map to heads, splits and tokens."""
+
+    num_splits: cutlass.Int32
+    head_tiles: cutlass.Int32
+    tile_heads: cutlass.Int32  # rows of a tile in use, a multiple of 16
+    works: cutlass.Int32
+
+    def coordinates(self, index):
+        """Head tile, split and token of a work item; the head tiles of a token are neighbours."""
+        rest = index // self.head_tiles
+        return index % self.head_tiles, rest % self.num_splits, rest // self.num_splits
+
+
+@cute.jit
+def make_tiling(
+    num_query_heads: cutlass.Constexpr,
+    most_heads: cutlass.Constexpr,
+    has_even_tiles: cutlass.Constexpr,
+    tokens,
+    num_splits: cutlass.Int32,
+    num_ctas: cutlass.Int32,
+):
+    """Choose the heads of a tile.
+
+    Few tokens leave multiprocessors idle: then tiles have fewer heads, load less of Q and leave
+    less to join, at the price of reading the keys more often.
+    """
+    heads = cutlass.Int32(min(most_heads, -(-num_query_heads // 16) * 16))
+    for fewer in (32, 16):
+        if cutlass.const_expr(has_even_tiles and num_query_heads % fewer == 0):
+            tiles = num_query_heads // fewer
+            if num_splits > 1 and tokens * num_splits * tiles <= num_ctas:
+                heads = cutlass.Int32(fewer)
+    head_tiles = (num_query_heads + heads - 1) // heads
+    return Tiling(num_splits, head_tiles, heads, tokens * head_tiles * num_splits)
+
+
+class Member(NamedTuple):
+    """A split of a head tile of a token, and its group's part of the workspace."""
+
+    token: cutlass.Int32
+    head: cutlass.Int32  # first of the tile
+    split: cutlass.Int32
+    group: cutlass.Int32
+    start: cutlass.Int64  # of the group, in words
+
+
+class SplitJoin:
+    """Partial rows of one kernel configuration: how they are left, and how they are joined."""
+
+    def __init__(self, head_dim: int, num_query_heads: int, sink_mode: str):
+        self.head_dim = head_dim
+        self.num_query_heads = num_query_heads
+        self.is_softmax_sink = sink_mode == "softmax"
+        self.half_dim = head_dim // 2
+        self.column_groups = self.half_dim // 8
+
+    @cute.jit
+    def member(self, workspace: cute.Tensor, tiling: Tiling, index: cutlass.Int32):
+        head_tile, split, token = tiling.coordinates(index)
+        group = token * tiling.head_tiles + head_tile
+        # Words of one split of a group.
+        size = tiling.tile_heads * (self.head_dim + STATS)
+        start = counter_words(workspace.shape[0]) + cutlass.Int64(group) * (
+            size * tiling.num_splits
+        )
+        return Member(token, head_tile * tiling.tile_heads, split, group, start)
+
+    # ---- one CTA's part ----
+
+    @cute.jit
+    def store_statistics(self, workspace, tiling, member, row, ref, total):
+        """Leave the statistics of a row."""
+        stats = cute.make_rmem_tensor(STATS, cutlass.Float32)
+        stats[0], stats[1] = ref, total
+        target = self._statistics(workspace, tiling, member, row)
+        cute.autovec_copy(stats, target[None, member.split])
+
+    @cute.jit
+    def store_accumulators(self, acc, workspace, tiling, member, half, warp, lane):
+        """Leave a warp's 16 rows of half of the columns."""
+        if warp * 16 < tiling.tile_heads:
+            first = self._accumulators(workspace, tiling, member, half, warp, 0)
+            start = first[None, lane, member.split].iterator
+            # A shuffle stays where it is: the compiler would take the products with this out of the
+            # loop over work items, and spill them.
+            step = cute.arch.make_warp_uniform(tiling.num_splits * 128)
+            for i in cutlass.range_constexpr(self.column_groups):
+                source = cute.make_tensor(acc.iterator + i * 4, cute.make_layout(4))
+                target = cute.make_tensor(_at(start, i * step), cute.make_layout(4))
+                cute.autovec_copy(source, target)
+
+    @cute.jit
+    def generation(self, workspace, member, half, thread):
+        """What `arrive` compares with, read before it: thread 0's alone has a meaning."""
+        before = cutlass.Int64(0)
+        if thread == 0:
+            counter = self._counter(workspace, member, half)
+            before = cute.arch.load(counter, cutlass.Int64, sem="relaxed", scope="gpu")
+        return before
+
+    @cute.jit
+    def arrive(self, workspace, tiling, member, half, before, shares: cute.Tensor, thread):
+        """Say that this CTA's half is there, and wait for the other splits.
+
+        Returns the shares of the half that the calling warpgroup must join, one bit each: usually
+        its own alone. `shares` is the warpgroup's word in shared memory.
+
+        The counter holds a generation (bit 63), arrivals (bits 32..62) and abandoned shares (bits
+        0..31). The arrivals of a group add up to 2^31, which flips the generation and leaves 0 for
+        the next launch, whatever its number of splits. A share abandoned before the flip is there
+        for all who see the flip, and the last to arrive always does; who clears its bit joins it.
+
+        Order: the barrier puts the stores of all threads before the atomic of one, whose release at
+        GPU scope is cumulative. Read-modify-writes continue a release sequence, so an acquire that
+        reads the flip synchronises with all arrivals; the second barrier extends that to the
+        warpgroup. All accesses are of the generic proxy.
+        """
+        cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+        if thread == 0:
+            counter = self._counter(workspace, member, half)
+            first = cutlass.Int32(2**31 - 1) - (tiling.num_splits - 2)
+            arrivals = cutlass.select_(member.split == 0, first, cutlass.Int32(1))
+            arrival = cutlass.Int64(arrivals) << ARRIVAL
+            cute.arch.red(counter, arrival, op="add", dtype="u64", sem="release", scope="gpu")
+
+            # With work items left to start, some may be what the others wait for: go on at once.
+            is_one_round = tiling.works <= cute.arch.grid_dim()[0]
+            reads = cutlass.select_(is_one_round, cutlass.Int32(0), cutlass.Int32(PATIENCE))
+            now = before
+            while reads < PATIENCE and now ^ before >= 0:
+                now = cute.arch.load(counter, cutlass.Int64, sem="acquire", scope="gpu")
+                reads += 1
+            taken = cutlass.Int32(1) << member.split
+            if now ^ before >= 0:
+                mine = cutlass.Int64(cutlass.Uint32(taken))
+                now = mine | cute.arch.atomic_or(counter, mine, sem="acq_rel", scope="gpu")
+                taken = cutlass.Int32(0)
+            abandoned = cutlass.Int32(now)
+            if now ^ before < 0 and abandoned != 0:
+                rest = ~cutlass.Int64(cutlass.Uint32(abandoned))
+                found = cute.arch.atomic_and(counter, rest, sem="relaxed", scope="gpu")
+                taken |= cutlass.Int32(found) & abandoned
+            shares[half] = taken
+        cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+        return shares[half]
+
+    # ---- the join ----
+
+    @cute.jit
+    def join(
+        self, workspace, tiling, member, half, shares, warp, lane, sink_logits, gate_offset, o, lse
+    ):
+        """Join the shares, given as bits, of half of a tile's columns; a warpgroup calls this.
+
+        `gate_offset` [row]: what the sink gate takes off the log of a row's denominator.
+        """
+        while shares != 0:
+            share = cute.arch.popc(~shares & (shares - 1))
+            shares &= shares - 1
+            first = share * 4 + warp
+            fewer = 1
+            for groups, splits in BATCHES:
+                if tiling.num_splits > fewer and tiling.num_splits <= splits:
+                    self._join(
+                        *(workspace, tiling, member, half, first, lane),
+                        *(sink_logits, gate_offset, o, lse),
+                        min(groups, self.column_groups),
+                        splits,
+                    )
+                fewer = splits
+
+    @cute.jit
+    def _join(
+        self,
+        workspace,
+        tiling,
+        member,
+        half,
+        first,
+        lane,
+        sink_logits,
+        gate_offset,
+        o,
+        lse,
+        groups: cutlass.Constexpr,
+        most_splits: cutlass.Constexpr,
+    ):
+        """Join every so many-th piece of a tile: 16 rows of `groups` 8-column groups."""
+        pieces = self.column_groups // groups
+        piece = cutlass.Int32(first)
+        while piece < tiling.tile_heads // 16 * pieces:
+            block, column_group = piece // pieces, piece % pieces * groups
+            row = block * 16 + lane // 4
+
+            # ---- loads, all under way together ----
+            sinks = cute.make_rmem_tensor(2, cutlass.Float32)
+            sinks.fill(0.0)
+            stats = cute.make_rmem_tensor((STATS, most_splits // 4, 2), cutlass.Float32)
+            values = cute.make_rmem_tensor((4, groups, most_splits), cutlass.Float32)
+            for r in cutlass.range_constexpr(2):
+                if cutlass.const_expr(self.is_softmax_sink):  # noqa: SIM102 static, then dynamic
+                    if member.head + row + 8 * r < self.num_query_heads:
+                        sinks[r] = sink_logits[member.head + row + 8 * r]
+                source = self._statistics(workspace, tiling, member, row + 8 * r)
+                for i in cutlass.range_constexpr(most_splits // 4):
+                    # A lane weighs every fourth split of its quad's two rows.
+                    split = i * 4 + lane % 4
+                    stats[0, i, r], stats[1, i, r] = -cutlass.Float32.inf, cutlass.Float32(0.0)
+                    if split < tiling.num_splits:
+                        cute.autovec_copy(source[None, split], stats[None, i, r])
+            values.fill(0.0)
+            for g in cutlass.range_constexpr(groups):
+                rows = self._accumulators(workspace, tiling, member, half, block, column_group + g)
+                for s in cutlass.range_constexpr(most_splits):
+                    if s < tiling.num_splits:
+                        cute.autovec_copy(rows[None, lane, s], values[None, g, s])
+
+            scales, tops, totals = self._weigh(stats, sinks)
+
+            # ---- rows, in split order ----
+            acc = cute.make_rmem_tensor(4 * groups, cutlass.Float32)
+            acc.fill(0.0)
+            for s in cutlass.range_constexpr(most_splits):
+                for r in cutlass.range_constexpr(2):
+                    weight = cute.arch.shuffle_sync(stats[0, s // 4, r], lane // 4 * 4 + s % 4)
+                    for g in cutlass.range_constexpr(groups):
+                        for c in cutlass.range_constexpr(2):
+                            acc[4 * g + 2 * r + c] += weight * values[2 * r + c, g, s]
+            column = half * self.half_dim + column_group * 8
+            store_rows(
+                acc, o, scales, member.token, member.head + row, column, lane, self.num_query_heads
+            )
+            if member.token < lse.shape[0] and column == 0 and lane % 4 == 0:
+                for r in cutlass.range_constexpr(2):
+                    head = member.head + row + 8 * r
+                    if head < self.num_query_heads:
+                        lse[member.token, head] = row_lse(
+                            tops[r], totals[r], gate_offset[row + 8 * r]
+                        )
+            piece += tiling.num_splits * 4
+
+    def _weigh(self, stats: cute.Tensor, sinks: cute.Tensor):
+        """Replace the references [0, splits / 4, row] by weights; returns the output scale, the
+        reference and the total of both rows."""
+        scales, tops, totals = [], [], []
+        for r in range(2):
+            splits = range(cute.size(stats, mode=[1]))
+            top = quad_max(tree(cute.arch.fmax, [stats[0, i, r] for i in splits]))
+            origin = cutlass.select_(top == -cutlass.Float32.inf, cutlass.Float32(0.0), top)
+            total = cutlass.Float32(0.0)
+            for i in splits:
+                weight = exp2(stats[0, i, r] - origin)
+                total += weight * stats[1, i, r]
+                stats[0, i, r] = weight
+            total = quad_sum(total)
+            tops.append(top)
+            totals.append(total)
+            scales.append(output_scale(top, total, sinks[r], self.is_softmax_sink))
+        return scales, tops, totals
+
+    # ---- the workspace ----
+
+    def _counter(self, workspace, member, half) -> cute.Pointer:
+        address = (workspace.iterator + cutlass.Int64(member.group * 4 + half * 2)).toint()
+        return cute.make_ptr(cutlass.Int64, address, cute.AddressSpace.gmem, assumed_align=8)
+
+    def _accumulators(self, workspace, tiling, member, half, block, column_group) -> cute.Tensor:
+        """[4, lane, split] of 16 rows and 8 columns."""
+        blocks = half * (tiling.tile_heads // 16) + block
+        offset = (blocks * self.column_groups + column_group) * (tiling.num_splits * 128)
+        layout = cute.make_layout((4, 32, MAX_SPLITS))
+        return cute.make_tensor(_at(workspace.iterator, member.start + offset), layout)
+
+    def _statistics(self, workspace, tiling, member, row) -> cute.Tensor:
+        """[4, split] of a row."""
+        rows = tiling.num_splits * tiling.tile_heads * self.head_dim
+        offset = rows + row * tiling.num_splits * STATS
+        layout = cute.make_layout((STATS, MAX_SPLITS))
+        return cute.make_tensor(_at(workspace.iterator, member.start + offset, 8), layout)
+
+
+def _at(pointer: cute.Pointer, offset, align: int = 16) -> cute.Pointer:
+    """`pointer` + offset words, which is aligned to so many bytes."""
+    address = (pointer + offset).toint()
+    return cute.make_ptr(cutlass.Float32, address, cute.AddressSpace.gmem, assumed_align=align)
