@@ -46,6 +46,16 @@ def trap(e: BlockEmitter, ins: Instruction) -> None:
     e.line(f"trap(w, {e.mask})")
 
 
+@emits("vprintf")
+def device_print(e: BlockEmitter, ins: Instruction) -> None:
+    """A call of printf, as the parser writes it: result, format, packed arguments."""
+    form, arguments = (e.value(operand, "u64") for operand in ins.operands[1:])
+    e.mark()
+    out = e.temporary()
+    e.line(f"{out} = vprintf(w, {form}, {arguments}, {e.mask})")
+    e.define(ins.operands[0], out, "u32")
+
+
 def _park_unless(e: BlockEmitter, condition: str) -> None:
     e.line(f"if not {condition}: return {BLOCKED}")
 

@@ -57,8 +57,8 @@ def test_unknown_opcode_names_itself_and_both_lines():
 
 
 def test_a_call_names_itself_and_both_lines():
-    with pytest.raises(UnsupportedInstruction, match=r"printf.*PTX line \d+ .*kernel\.py:77"):
-        _simulate("{ .param .b64 param0;\ncall.uni vprintf, (param0);\n}")
+    with pytest.raises(UnsupportedInstruction, match=r"printf.*f, .*PTX line \d+ .*kernel\.py:77"):
+        _simulate("{ .param .b64 param0;\ncall.uni f, (param0);\n}")
 
 
 def test_unknown_form_of_a_known_opcode():

@@ -20,7 +20,9 @@ TYPE_BITS = {
 
 _IDENTIFIER = re.compile(r"(?<![\w%$.])[A-Za-z_$][\w$]*")
 _LABEL = re.compile(r"([$\w%]+)\s*:(?!:)")
-_SCOPED_REGISTER = re.compile(r"\.reg\s+\.(\w+)\s+([^;]+);")
+# A call's parameters behave as registers of its scope.
+_SCOPED_REGISTER = re.compile(r"\.(?:reg|param)\s+\.(?!align)(\w+)\s+([^;\[]+);")
+_CALL_PARAMETER = re.compile(r"\[(%s\d+_[\w$]+)(?:\+0)?\]")
 _SCOPED_LABEL = re.compile(r"(?:^|[;{}\n])\s*([$A-Za-z_][\w$]*)\s*:(?!:)")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
 
@@ -269,13 +271,36 @@ class _EntryReader:
             if symbol is None:
                 raise UnsupportedInstruction(f"declaration `{statement}`")
             self.entry.symbols[symbol.name] = symbol
+        elif statement.startswith(".param") and len(self.scopes) > 1 and "[" not in statement:
+            pass  # declared when its scope was opened
         elif not statement.startswith(".pragma"):
-            what = "calls, such as of printf, are" if statement.startswith(".param") else "it is"
-            python = "{}:{}".format(*self.source) if self.source else "no line information"
             raise UnsupportedInstruction(
-                f"directive `{statement}` inside a kernel: {what} not simulated: PTX line "
-                f"{bisect.bisect_left(self.newlines, start) + 1} ({python})"
+                f"directive `{statement}` inside a kernel is not simulated: {self._where(start)}"
             )
+
+    def _where(self, position: int) -> str:
+        """PTX line and Python line of a position in the text."""
+        python = "{}:{}".format(*self.source) if self.source else "no line information"
+        return f"PTX line {bisect.bisect_left(self.newlines, position) + 1} ({python})"
+
+    def _call(self, rest: str, position: int) -> str:
+        """A statement that is part of a call, as one over registers; any other unchanged."""
+        if rest.startswith(("st.param", "ld.param")):
+            found = _CALL_PARAMETER.search(rest)
+            if found is None:
+                return rest
+            opcode, _, operands = rest.partition(" ")
+            kind = opcode.rpartition(".")[2]
+            return f"mov.{kind} {_CALL_PARAMETER.sub(found.group(1), operands)}"
+        if rest.partition(" ")[0] in ("call", "call.uni"):
+            m = re.match(r"\S+ \((\S+)\), vprintf, \((\S+), (\S+)\)$", rest)
+            if m is None:
+                raise UnsupportedInstruction(
+                    f"call of a function other than printf is not simulated: `{rest}`: "
+                    f"{self._where(position)}"
+                )
+            return "vprintf {}, {}, {}".format(*m.groups())
+        return rest
 
     def _registers(self, statement: str) -> None:
         kind, declared = re.match(r"\.reg\s+\.(\w+)\s+(.*)", statement).groups()
@@ -305,7 +330,7 @@ class _EntryReader:
         m = re.match(r"@(!?)(\S+)\s+(.*)", statement)
         if m:
             negated, guard, rest = bool(m.group(1)), m.group(2), m.group(3)
-        opcode, _, operands = rest.partition(" ")
+        opcode, _, operands = self._call(rest, position).partition(" ")
         self.entry.instructions.append(
             Instruction(
                 index=len(self.entry.instructions),
