@@ -70,7 +70,7 @@ def _matrix(registers, kind: str, rows: int, depth: int, halves: int) -> np.ndar
 
 def _product(form, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """[rows, 8] of A B, in the accumulator's type or float32."""
-    _, _, d_type, a_type, _, bitwise = form
+    d_type, bitwise = form[2], form[5]
     if d_type != "s32":
         return left @ right.T
     total = left.astype(f64) @ right.T.astype(f64)

@@ -19,8 +19,8 @@ _MODIFIERS: dict[str, set[str]] = {
     "max": _EXTREMUM,
     "abs": {"ftz"},
     "neg": {"ftz"},
-    **dict.fromkeys(("ex2", "lg2", "sin", "cos", "tanh"), {"approx", "ftz"}),
-    **dict.fromkeys(("rcp", "sqrt", "rsqrt"), {"approx", "ftz", "rn"}),
+    **{name: {"approx", "ftz"} for name in ("ex2", "lg2", "sin", "cos", "tanh")},
+    **{name: {"approx", "ftz", "rn"} for name in ("rcp", "sqrt", "rsqrt")},
     "cvt": _FLOAT | {"rna", "rni", "rzi", "rmi", "rpi", "satfinite", "pack"},
 }
 # Of conversions only.

@@ -107,8 +107,8 @@ def test_block_scaled_products(
             _place_scales(tmem[cta], SCALES_B, sb_codes, b_id)
     codes = (1, 1) if four_bits else (CODE[a_name], CODE[b_name])
     idesc = (
-        b_id << 4 | codes[0] << 7 | codes[1] << 10 | n >> 3 << 17 | exponents << 23 | (layout == "mn") * 3 << 15 | m >> 7 << 27
-        | a_id << 29
+        b_id << 4 | codes[0] << 7 | codes[1] << 10 | (layout == "mn") * 3 << 15
+        | n >> 3 << 17 | exponents << 23 | m >> 7 << 27 | a_id << 29
     )  # fmt: skip
     after = run_tcgen05(
         f"add.u64 %a, %smem, {images[0].descriptor};\n"
