@@ -16,7 +16,7 @@ from dsv4.cli.sim_attention import (
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.timing import MACHINES, Machine, Prediction, predict
 
-TOKENS = (1, 4, 16, 64, 128, 256, 1024)
+TOKENS = (1, 4, 16, 64, 128, 148, 256, 1024)
 MODELS = {"Pro": (128, 1024), "Flash": (64, 512)}  # heads, compressed rows per token
 
 # FLOP per cycle and SM of bf16 products: m64n256 and larger, both sources of machine.py.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.kernels.attention import fmha
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops.fmha_splits import workspace_size as workspace_elements
 from dsv4.simulator import Report, simulate
@@ -19,6 +19,7 @@ from tests.attention_cases import Case, Inputs, make_inputs
 
 SCHEDULES = ("eager", "lazy", "random")
 MULTIPROCESSORS = 148  # of a B200
+NEEDS_COMPILER = "compiles kernels: needs CuTeDSL"
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,10 @@ class Backend:
         """Orders in which asynchronous work may complete; a GPU has its own."""
         return SCHEDULES if self.device == "cpu" else ("hardware",)
 
-    def compile(self, config: FmhaConfig, build: Callable = fmha.build):
-        """The kernel that `build` makes of `config`."""
+    def compile(self, config: FmhaConfig, build: Callable | None = None):
+        """The kernel that `build` makes of `config`; by default the product's."""
+        if build is None:
+            build = importlib.import_module("dsv4.kernels.attention.fmha").build
         key = (build, config)
         if key not in self.compiled:
             self.compiled[key] = build(config, self.options)
@@ -60,8 +63,12 @@ class Backend:
         seed: int = 0,
         workspace_size: int | None = None,
         o: Tensor | None = None,
+        ctas: int = MULTIPROCESSORS,
     ) -> Result:
-        """Launch a compiled kernel; by default with the workspace that `splits` needs."""
+        """Launch a compiled kernel; by default with the workspace that `splits` needs.
+
+        `ctas` are said to run at a time: with fewer, persistent ones take several items each.
+        """
         there = inputs.to(self.device)
         q, lens = there.tensors[0], there.options["compressed_lens"]
         tokens, heads, head_dim = q.shape
@@ -76,7 +83,7 @@ class Backend:
         if lens is None:
             lens = torch.empty(0, dtype=torch.int32, device=self.device)
         options = {"compressed_lens": lens, "lse": lse, "workspace": workspace}
-        options |= {"num_splits": splits, "num_ctas": MULTIPROCESSORS}
+        options |= {"num_splits": splits, "num_ctas": ctas}
         report = None
         if self.device == "cpu":
             arguments = (*there.tensors, o)
@@ -86,9 +93,13 @@ class Backend:
             kernel(*there.tensors, o, **options)
         return Result(o.cpu(), lse.cpu(), workspace.cpu(), report)
 
-    def run_all(self, kernel, inputs: Inputs, splits: int = 1, seed: int = 0) -> Result:
+    def run_all(
+        self, kernel, inputs: Inputs, splits: int = 1, seed: int = 0, ctas: int = MULTIPROCESSORS
+    ) -> Result:
         """Launch in every schedule; the results must agree bit for bit."""
-        results = [self.run(kernel, inputs, splits, name, seed) for name in self.schedules]
+        results = [
+            self.run(kernel, inputs, splits, name, seed, ctas=ctas) for name in self.schedules
+        ]
         for name, result in zip(self.schedules, results):
             for what in ("o", "lse"):
                 first, other = getattr(results[0], what), getattr(result, what)
@@ -96,10 +107,10 @@ class Backend:
                 assert same, f"{what} depends on the schedule: {self.schedules[0]}, {name}"
         return results[-1]
 
-    def check(self, case: Case, seed: int, splits: int = 1) -> Result:
+    def check(self, case: Case, seed: int, splits: int = 1, ctas: int = MULTIPROCESSORS) -> Result:
         """Run a case in every schedule and compare it with the oracle."""
         inputs = make_inputs(case, seed)
-        result = self.run_all(self.compile(config_of(case)), inputs, splits, seed)
+        result = self.run_all(self.compile(config_of(case)), inputs, splits, seed, ctas)
         expected_o, expected_lse = inputs.expected()
         assert_attention_close(result.o, expected_o, result.lse, expected_lse)
         return result
@@ -120,7 +131,8 @@ def config_of(case: Case) -> FmhaConfig:
 
 @pytest.fixture(scope="session", params=["sim", pytest.param("cuda", marks=pytest.mark.sm100)])
 def backend(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Backend:
-    """The simulator, and a B200 where there is one."""
+    """The simulator, and a B200 where there is one; both need the kernel compiler."""
+    pytest.importorskip("cutlass", reason=NEEDS_COMPILER)
     if request.param == "cuda":
         return Backend("cuda", "")
     dump = tmp_path_factory.mktemp("ptx")

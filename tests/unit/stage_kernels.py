@@ -3,25 +3,29 @@
 Both write what they compute into the workspace, [T, n_h, columns] fp32.
 """
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import pipeline
+from cutlass import Float32, pipeline
 
 from dsv4.kernels.attention import fmha_fragments as fragments
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.fmha import CONSUMER, PRODUCER, TMEM_UNUSED, FmhaKernel
+from dsv4.kernels.attention.fmha import FmhaKernel
 from dsv4.kernels.attention.fmha_plan import KEYS
+from dsv4.kernels.attention.fmha_single import FmhaSingle
+from dsv4.kernels.attention.fmha_work import COLUMNS, CONSUMER, PRODUCER, TMEM_UNUSED, keys_of
 
 
-class StageKernel(FmhaKernel):
+class StageKernel(FmhaSingle):
     """Gives the softmax warps what they share: TMEM views, and a way to write 64 columns."""
 
     @cute.jit
     def softmax_warps(self, operands, work, pipes, smem, tmem):
-        keys = self._keys(operands, work)
+        keys = keys_of(self.config, operands, work)
         tmem.allocate(self.tmem.allocated_columns)
         tmem.wait_for_alloc()
-        address = tmem.retrieve_ptr(self.acc_dtype)
+        address = tmem.retrieve_ptr(Float32)
         t_s, t_o = self._tmem_views(address)
         copies = fragments.make_copies(t_s[(None, None), 0, 0, 0])
         self.stage(operands, work, keys, pipes, smem, copies, t_s, t_o)
@@ -48,9 +52,9 @@ class ScoresKernel(StageKernel):
     @cute.jit
     def mma_warp(self, operands, work, pipes, smem, tmem):
         kv = pipes.kv
-        keys = self._keys(operands, work)
+        keys = keys_of(self.config, operands, work)
         tmem.wait_for_alloc()
-        t_s, _ = self._tmem_views(tmem.retrieve_ptr(self.acc_dtype))
+        t_s, _ = self._tmem_views(tmem.retrieve_ptr(Float32))
         kv_full = pipeline.make_pipeline_state(CONSUMER, self.edges.kv.stages)
         kv_done = pipeline.make_pipeline_state(CONSUMER, self.edges.kv.stages)
         s_state = pipeline.make_pipeline_state(PRODUCER, self.edges.s.stages)
@@ -94,14 +98,15 @@ class IdentityKernel(StageKernel):
         for i in cutlass.range(cute.size(o_columns, mode=[2]), unroll=1):
             fragment = fragments.load_columns(copies, o_columns[None, None, i])
             head_dim = self.tiling.head_dim
-            self.write(operands, work, copies, fragment, head_dim, i * fragments.COLUMNS)
+            self.write(operands, work, copies, fragment, head_dim, i * COLUMNS)
 
 
-def build_scores(config: FmhaConfig, options: str):
-    """Compile stage A."""
-    return ScoresKernel.from_config(config).compile(options)
+def build_with(arrangement: type, config: FmhaConfig, options: str):
+    """Compile an arrangement in the place of the product's own."""
+    kernel = FmhaKernel.from_config(config)
+    kernel.arrangement = arrangement(config)
+    return kernel.compile(options)
 
 
-def build_identity(config: FmhaConfig, options: str):
-    """Compile stage B."""
-    return IdentityKernel.from_config(config).compile(options)
+build_scores = partial(build_with, ScoresKernel)  # stage A
+build_identity = partial(build_with, IdentityKernel)  # stage B

@@ -8,6 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+
+from cutlass.cute.nvgpu.tcgen05 import CtaGroup
+
 from dsv4.kernels.attention import fmha
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.fmha import FmhaKernel
@@ -75,12 +79,16 @@ def test_many_tokens(backend: Backend, case: Case, seed: int) -> None:
 
 
 @pytest.mark.parametrize("sink_mode", ["swa_gate", pytest.param("softmax", marks=pytest.mark.slow)])
-def test_every_instruction_runs(backend: Backend, sink_mode: str, seed: int) -> None:
-    """Two launches reach every basic block and every synchronisation of both kernels."""
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_every_instruction_runs(backend: Backend, head_dim: int, sink_mode: str, seed: int) -> None:
+    """Two launches reach every basic block and every synchronisation: of single CTAs, of pairs and
+    of the combine.
+    """
     if backend.device != "cpu":
         pytest.skip("only the simulator knows what ran")
     case = Case(
         heads=72,
+        head_dim=head_dim,
         requests=((0, 2), (1, 1), (-1, 1), (2, 1)),
         top_k=600,
         growing=True,
@@ -91,7 +99,7 @@ def test_every_instruction_runs(backend: Backend, sink_mode: str, seed: int) -> 
     # A compilation of its own: coverage adds up over all launches of a compiled function.
     kernel = fmha.build(config_of(case), backend.options)
     for splits in (1, 9):
-        result = backend.run(kernel, inputs, splits)
+        result = backend.run(kernel, inputs, splits, ctas=4)
         expected = inputs.expected()
         assert_attention_close(result.o, expected[0], result.lse, expected[1])
     for coverage in result.report.coverage:
@@ -108,8 +116,14 @@ def test_constructor_refuses_what_it_cannot_compute() -> None:
         FmhaKernel(**sizes, o_dtype=float)
     with pytest.raises(ValueError, match="accumulators must be Float32"):
         FmhaKernel(**sizes, pv_acc_dtype=float)
-    with pytest.raises(ValueError, match=r"cluster_shape_mn \(1, 1\), got .* and \(2, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"cluster_shape_mn must be None or \(1, 1\) .*got \(2, 1\)"
+    ):
         FmhaKernel(**sizes, cluster_shape_mn=(2, 1))
+    with pytest.raises(ValueError, match="TWO needs head_dim 512 and more than 64 query heads"):
+        FmhaKernel(**sizes, cta_group=CtaGroup.TWO)
+    with pytest.raises(ValueError, match="cta_group must be None, ONE or TWO, got 2"):
+        FmhaKernel(**sizes, cta_group=2)
     with pytest.raises(ValueError, match="dtype must be bfloat16 on sm_100a, got float32"):
         fmha.build(FmhaConfig(512, 64, 128, 512, dtype="float32"))
 
@@ -161,11 +175,12 @@ def test_compiler_report(configurations: dict[str, FmhaConfig], monkeypatch, tmp
     for outcome in precompile(keys, jobs=1, report=True):
         assert not outcome.error, f"{outcome.label}: {outcome.error}"
         kernels = {kernel.name: kernel for kernel in outcome.kernels}
-        plan = FmhaKernel.from_config(configurations[outcome.label]).plan
+        arrangement = FmhaKernel.from_config(configurations[outcome.label]).arrangement
+        plan = arrangement.plan
         for kernel in kernels.values():
             unwanted = (kernel.stack, kernel.spill_stores, kernel.spill_loads)
             assert unwanted == (0, 0, 0), f"{outcome.label}: {kernel}"
-        main = kernels["FmhaKernel"]
+        main = kernels[type(arrangement).__name__]
         assert main.registers <= plan.warps.register_limit
         assert main.shared_memory == plan.smem.total_bytes <= 227 * 1024
         assert plan.tmem.allocated_columns <= 512

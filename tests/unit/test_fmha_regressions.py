@@ -47,7 +47,7 @@ class Bug:
 BUGS = {
     # TMA reads tile 0 for every tile: the tile mode is pinned, the chunk mode left free.
     "tile mode pinned": Bug(
-        "fmha.py",
+        "fmha_single.py",
         "source[(None, chunk, None, work.token)][None, tile]",
         "source[(None, None, 0, work.token)][None, chunk]",
         exposed_by=THREE_TILES,
@@ -55,7 +55,7 @@ BUGS = {
     ),
     # P is read where the first P was written.
     "P offset missing": Bug(
-        "fmha.py",
+        "fmha_single.py",
         "p_block = f_p[None, None, k, p_state.index]",
         "p_block = f_p[None, None, k, 0]",
         exposed_by=THREE_TILES,
@@ -63,7 +63,7 @@ BUGS = {
     ),
     # S and O share TMEM columns.
     "S offset missing": Bug(
-        "fmha.py",
+        "fmha_single.py",
         "cute.make_tensor(address + self.tmem.s_column, s.layout)",
         "cute.make_tensor(address, s.layout)",
         exposed_by=THREE_TILES,
@@ -71,14 +71,14 @@ BUGS = {
     ),
     # The first product adds what TMEM happened to hold.
     "first PV accumulates": Bug(
-        "fmha.py",
+        "fmha_single.py",
         "pv_mma.set(tcgen05.Field.ACCUMULATE, accumulate)",
         "pv_mma.set(tcgen05.Field.ACCUMULATE, True)",
         exposed_by=ONE_TILE,
     ),
     # Only the first chunk of O is overwritten by the first product.
     "second chunk accumulates": Bug(
-        "fmha.py",
+        "fmha_single.py",
         "pv_mma.set(tcgen05.Field.ACCUMULATE, accumulate)",
         "pv_mma.set(tcgen05.Field.ACCUMULATE, accumulate if chunk == 0 else True)",
         exposed_by=WIDE_TWO_TILES,
@@ -99,7 +99,7 @@ BUGS = {
     ),
     # The ring of KV chunks does not turn: the third tile of head_dim 512 finds no free stage.
     "KV stage does not wrap": Bug(
-        "fmha.py",
+        "fmha_single.py",
         "pipes.kv.consumer_release(kv_done)",
         "pass",
         exposed_by=WIDE_THREE_TILES,
@@ -107,7 +107,7 @@ BUGS = {
     ),
     # V is taken as it lies in memory: on a square tile that compiles, and transposes it.
     "layout of V trusted": Bug(
-        "fmha.py",
+        "fmha_single.py",
         "make(mn_major, (ROWS, self.tiling.chunk_dim))",
         "make(k_major, (ROWS, self.tiling.chunk_dim))",
         exposed_by=ONE_TILE,
@@ -121,7 +121,7 @@ BUGS = {
     ),
     # A wait that skips phases returns at once: the output is read before the last product.
     "O not waited for in order": Bug(
-        "fmha.py",
+        "fmha_single.py",
         "if tile > keys.first:\n                o_pipe.consumer_wait(o_state)\n"
         "                o_state.advance()",
         "if tile > keys.first:\n                o_state.advance()",
@@ -130,7 +130,7 @@ BUGS = {
     ),
     # TMEM is given back while other warps still read O from it.
     "TMEM freed too early": Bug(
-        "fmha.py",
+        "fmha_single.py",
         "pipeline.NamedBarrier(TMEM_UNUSED, self.warps.softmax_threads).arrive_and_wait()",
         "pass",
         exposed_by=ONE_TILE,
@@ -138,7 +138,7 @@ BUGS = {
     ),
     # 0 * NaN: masked rows of the tile reach O through P V.
     "masked rows kept": Bug(
-        "fmha.py",
+        "fmha_single.py",
         "self._clear_rows(smem, tile - keys.first, valid, copies.thread)",
         "pass",
         exposed_by=PARTIAL,
@@ -154,7 +154,7 @@ BUGS = {
     ),
     # The output of a token without keys is staged over a Q that is still arriving.
     "output over an unfinished Q": Bug(
-        "fmha.py",
+        "fmha_single.py",
         "q_pipe.consumer_wait(pipeline.make_pipeline_state(CONSUMER, 1))",
         "pass",
         exposed_by=PADDING,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+
 from tests.attention_cases import Case, Inputs, make_inputs
 from tests.unit.conftest import Backend, config_of
 from tests.unit.stage_kernels import build_identity

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+
 from dsv4.kernels.attention import fmha, softmax
 from dsv4.kernels.attention.config import FmhaConfig
 from tests.accuracy import assert_attention_close

@@ -51,3 +51,28 @@ class FmhaConfig:
     def scale(self) -> float:
         """Factor applied to q . k before the softmax."""
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+
+def check_kernel_config(
+    config: FmhaConfig, operand_types: tuple[type, ...], accumulator_types: tuple[type, ...]
+) -> None:
+    """What the GPU kernels refuse beyond `FmhaConfig`'s own checks; types are told by name.
+
+    Args:
+        operand_types: of q, KV and o.
+        accumulator_types: of both products.
+    """
+    if any(_name(kind) != "BFloat16" for kind in operand_types):
+        raise ValueError(f"q, KV and o must be BFloat16, got {_names(operand_types)}")
+    if any(_name(kind) != "Float32" for kind in accumulator_types):
+        raise ValueError(f"accumulators must be Float32, got {_names(accumulator_types)}")
+    if config.scale <= 0:
+        raise ValueError(f"softmax_scale must be positive, got {config.scale}")
+
+
+def _name(kind: type) -> str:
+    return getattr(kind, "__name__", str(kind))
+
+
+def _names(kinds: tuple[type, ...]) -> str:
+    return ", ".join(map(_name, kinds))

@@ -4,7 +4,8 @@ import cutlass
 from cutlass import cute
 from cutlass.utils import SmemAllocator
 
-from dsv4.kernels.attention.fmha_sm90_device import LN_2, LOG2_E, exp2, row_pointer
+from dsv4.kernels.attention.fmha_sm90_device import row_pointer
+from dsv4.kernels.attention.softmax import LN_2, LOG2_E, exp2
 
 THREADS = 128
 # One lane weighs one split.

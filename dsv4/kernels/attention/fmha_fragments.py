@@ -15,8 +15,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers as sm100
 
 from dsv4.kernels.attention.fmha_plan import ROWS
-
-COLUMNS = 64  # of one access: a 128-byte swizzle row of bf16
+from dsv4.kernels.attention.fmha_work import COLUMNS
 
 
 class Copies(NamedTuple):

@@ -183,6 +183,12 @@ class Pipeline:
     def mbarriers(self) -> int:
         return 2 * self.stages
 
+    def __str__(self) -> str:
+        return (
+            f"pipeline {self.name:<3}{self.stages} stages, {self.producer} -> {self.consumer} "
+            f"({self.payload}), {self.arrivals} arrivals, {self.tx_bytes} bytes"
+        )
+
 
 class Pipelines(NamedTuple):
     """The graph: every tile runs load -> mma -> softmax -> mma -> softmax."""
@@ -246,9 +252,4 @@ class FmhaPlan:
             f"P {smem.p_bytes}, barriers {smem.barrier_bytes}: "
             f"{smem.total_bytes} of {SMEM_LIMIT} bytes",
         ]
-        lines += [
-            f"pipeline {p.name:<3}{p.stages} stages, {p.producer} -> {p.consumer} ({p.payload}), "
-            f"{p.arrivals} arrivals, {p.tx_bytes} bytes"
-            for p in self.pipelines
-        ]
-        return "\n".join(lines)
+        return "\n".join(lines + [str(edge) for edge in self.pipelines])

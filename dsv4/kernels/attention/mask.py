@@ -99,3 +99,10 @@ def mask_tail(scores: cute.Tensor, valid: Int32) -> None:
         for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             column = first + (8 * (i // 2) + i % 2)
             scores[row, i] = scores[row, i] if column < valid else -Float32.inf
+
+
+@cute.jit
+def mask_from(scores: cute.Tensor, first: Int32, valid: Int32) -> None:
+    """`mask_tail` for a thread that holds consecutive columns of one row, from `first` on."""
+    for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        scores[0, i] = scores[0, i] if first + i < valid else -Float32.inf

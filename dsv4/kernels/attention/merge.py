@@ -35,7 +35,7 @@ def window_gate(
 
 
 class RowState(NamedTuple):
-    """Softmax state of a thread's two rows, each a register tensor of 2 fp32."""
+    """Softmax state of a thread's rows, each a register tensor of one fp32 a row."""
 
     maximum: cute.Tensor  # reference: compressed scale, window scale once the window is entered
     total: cute.Tensor  # this thread's part of the weights, relative to `maximum`
@@ -50,11 +50,11 @@ def new_rows(
     sink: cute.Tensor, both_branches: Boolean, sink_mode: cutlass.Constexpr[str]
 ) -> RowState:
     """State before the first tile."""
-    rows = RowState(*[cute.make_rmem_tensor(2, Float32) for _ in range(6)])
+    rows = RowState(*[cute.make_rmem_tensor(cute.size(sink), Float32) for _ in range(6)])
     for tensor in (rows.maximum, rows.left_compressed_at, rows.entered_window_at):
         tensor.fill(-Float32.inf)
     rows.total.fill(0.0)
-    for row in cutlass.range_constexpr(2):
+    for row in cutlass.range_constexpr(cute.size(sink)):
         rows.sink[row] = sink[row]
         rows.gate[row] = window_gate(sink[row], both_branches, sink_mode)
     return rows
@@ -63,7 +63,7 @@ def new_rows(
 @cute.jit
 def enter_window(rows: RowState) -> None:
     """Take the references from compressed to window scale, after at least one compressed tile."""
-    for row in cutlass.range_constexpr(2):
+    for row in cutlass.range_constexpr(cute.size(rows.maximum)):
         rows.left_compressed_at[row] = rows.maximum[row]
         rows.maximum[row] = rows.maximum[row] - rows.gate[row]
         rows.entered_window_at[row] = rows.maximum[row]

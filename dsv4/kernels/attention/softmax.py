@@ -27,6 +27,16 @@ def exp2(x: Float32) -> Float32:
 
 
 @cute.jit
+def exp2_of_some(x: Float32) -> Float32:
+    """`exp2` inside a branch, for the lanes that take it: the compiler does not move this one out
+    of the branch, where all lanes would compute it.
+    """
+    return cute.arch.inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+@cute.jit
 def quad_max(x: Float32) -> Float32:
     """Maximum over the four lanes that hold a row."""
     x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
@@ -41,40 +51,73 @@ def quad_sum(x: Float32) -> Float32:
 
 
 @cute.jit
-def row_maxima(scores: cute.Tensor, maxima: cute.Tensor, scale_log2: Float32) -> None:
-    """maxima[row] = largest logit of the row in this tile, in base 2. `scale_log2` is positive."""
+def quad_first(x: Float32) -> Float32:
+    """The value of the first of the four lanes that hold a row."""
+    return cute.arch.shuffle_sync(x, cute.arch.lane_idx() // 4 * 4)
+
+
+@cute.jit
+def thread_maxima(scores: cute.Tensor, maxima: cute.Tensor) -> None:
+    """maxima[row] = largest of this thread's scores of the row."""
     for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         largest = scores[row, 0]
         for i in cutlass.range_constexpr(1, cute.size(scores, mode=[1])):
             largest = cute.arch.fmax(largest, scores[row, i])
-        maxima[row] = quad_max(largest) * scale_log2
+        maxima[row] = largest
+
+
+@cute.jit
+def row_maxima(scores: cute.Tensor, maxima: cute.Tensor, scale_log2: Float32) -> None:
+    """maxima[row] = largest logit of the row in this tile, in base 2. `scale_log2` is positive."""
+    thread_maxima(scores, maxima)
+    for row in cutlass.range_constexpr(cute.size(maxima)):
+        maxima[row] = quad_max(maxima[row]) * scale_log2
+
+
+@cute.jit
+def outgrew(maximum: cute.Tensor, tile_maximum: cute.Tensor) -> Boolean:
+    """Whether one of the thread's rows exceeds its reference by more than the threshold."""
+    found = tile_maximum[0] - maximum[0] > RESCALE_THRESHOLD
+    for row in cutlass.range_constexpr(1, cute.size(maximum)):
+        found = found or tile_maximum[row] - maximum[row] > RESCALE_THRESHOLD
+    return found
 
 
 @cute.jit
 def any_row_outgrew(maximum: cute.Tensor, tile_maximum: cute.Tensor) -> Boolean:
-    """Whether some row of the warp exceeds its reference by more than the threshold. Uniform
-    in the warp.
-    """
-    outgrew = tile_maximum[0] - maximum[0] > RESCALE_THRESHOLD
-    for row in cutlass.range_constexpr(1, cute.size(maximum)):
-        outgrew = outgrew or tile_maximum[row] - maximum[row] > RESCALE_THRESHOLD
-    return cute.arch.vote_any_sync(outgrew)
+    """`outgrew` for some thread of the warp."""
+    return cute.arch.vote_any_sync(outgrew(maximum, tile_maximum))
 
 
 @cute.jit
 def raise_maxima(
-    maximum: cute.Tensor, total: cute.Tensor, tile_maximum: cute.Tensor, factor: cute.Tensor
+    maximum: cute.Tensor,
+    total: cute.Tensor,
+    tile_maximum: cute.Tensor,
+    factor: cute.Tensor,
+    has_weights: Boolean,
 ) -> None:
     """Move the references up to this tile's maxima; `factor` is what the accumulated rows must be
-    scaled by.
+    scaled by, 1 before there are any.
 
-    An unmoved reference scales by 1 even when it is infinite, where the difference would be NaN.
+    Lane r of a quad computes the exponential of row r for all four. An unmoved reference scales by
+    1 even when it is infinite, where the difference would be NaN.
     """
+    place = cute.arch.lane_idx() % 4
+    difference = Float32(0.0)
     for row in cutlass.range_constexpr(cute.size(maximum)):
         raised = cute.arch.fmax(maximum[row], tile_maximum[row])
-        factor[row] = exp2(maximum[row] - raised) if raised > maximum[row] else Float32(1.0)
+        if place == row and raised > maximum[row]:
+            difference = maximum[row] - raised
         maximum[row] = raised
-        total[row] = total[row] * factor[row]
+        factor[row] = Float32(1.0)
+    if has_weights:
+        own = Float32(1.0)
+        if place < cute.size(maximum):
+            own = exp2_of_some(difference)
+        for row in cutlass.range_constexpr(cute.size(maximum)):
+            factor[row] = cute.arch.shuffle_sync(own, cute.arch.lane_idx() - place + row)
+            total[row] = total[row] * factor[row]
 
 
 @cute.jit
