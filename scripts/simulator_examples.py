@@ -262,10 +262,12 @@ def run_script(
 ) -> None:
     """Run one example as `__main__` in this process; its launches go to `launcher`."""
     folder = tempfile.mkdtemp(prefix="dsv4-simulator-examples-")
-    os.environ.update(
-        CUTE_DSL_ARCH=arch, CUTE_DSL_KEEP="ptx", CUTE_DSL_LINEINFO="1", CUTE_DSL_DUMP_DIR=folder,
-        CUTE_DSL_DISABLE_FILE_CACHING="1",
-    )  # fmt: skip
+    for compiler in ("CUTE_DSL", "CUTE_EXPERIMENTAL_DSL"):
+        for name, value in {
+            "ARCH": arch, "KEEP": "ptx", "LINEINFO": "1", "DUMP_DIR": folder,
+            "DISABLE_FILE_CACHING": "1",
+        }.items():  # fmt: skip
+            os.environ[f"{compiler}_{name}"] = value
     environment = CpuOnly(arch)
     environment.install()
     launcher.install(environment.multiprocessors)
