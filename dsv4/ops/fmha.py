@@ -12,8 +12,8 @@ from dsv4.ops.fmha_dispatch import Launch, bind_torch, launcher
 from dsv4.ops.library import register
 from dsv4.ops.runner import runner_config, runner_id
 
-# `workspace` is what `fmha_splits.workspace_size` says, float32 and zeros when new; launches that may
-# run at the same time need one each.
+# `workspace` has the size that `fmha_splits.workspace_size` says, float32, zeros when new; launches
+# that may run at the same time need one each.
 SCHEMA = (
     "sparse_fmha_with_swa(Tensor q, Tensor compressed_kv, Tensor swa_kv, Tensor swa_lens, "
     "Tensor sink_logits, Tensor request_ids, Tensor(a!) o, int runner_id, "
