@@ -197,11 +197,11 @@ def mbarrier_complete(w: Warp, address: np.ndarray, size: np.ndarray, mask) -> N
 
 
 def _passed(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> tuple[bool, str]:
-    lanes = np.flatnonzero(mask).tolist()
-    first = lanes[0]
-    a, p = int(address[first]), int(parity[first])
-    if len(lanes) > 1 and ((address[mask] != a).any() or (parity[mask] != p).any()):
-        for lane in lanes:
+    lane = 0 if mask is ALL else int(mask.argmax())
+    a, p = int(address[lane]), int(parity[lane])
+    others = (address != a) | (parity != p)
+    if np.logical_or.reduce(others if mask is ALL else others & mask):
+        for lane in np.flatnonzero(mask).tolist():
             barrier = w.cluster.barrier(int(address[lane]))
             if not barrier.passed(int(parity[lane])):
                 return False, f"{barrier}, parity {int(parity[lane])}"

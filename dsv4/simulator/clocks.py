@@ -134,6 +134,12 @@ class Clocks:
         for know in views:
             np.maximum(know[FENCED], know[SEEN], out=know[FENCED])
 
+    def keep_fenced(self, warp: int, since: int) -> None:
+        """What the warp fenced since a clock stays fenced though it now counts as later."""
+        know = self.know[warp]
+        if know[FENCED, warp] >= since:
+            know[FENCED, warp] = know[SEEN, warp]
+
     def before_thread_sync(self, warp: int) -> None:
         """tcgen05.fence::before_thread_sync: releases that follow carry the warp's tcgen05 work."""
         know = self.know[warp]

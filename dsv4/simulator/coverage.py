@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4.simulator.codegen import is_sync
 from dsv4.simulator.program import Program
 from dsv4.simulator.ptx.blocks import Block, may_block
 
@@ -38,16 +37,15 @@ def coverage_of(program: Program) -> Coverage:
         total += 1
         hit = program.hits[block.number] > 0
         run += hit
-        instructions = program.entry.instructions[block.start : block.stop]
-        for ins in instructions:
-            if is_sync(ins.opcode):
-                sync += 1
-                ran = hit and (ins.guard is None or ins.index in program.guards_taken)
-                sync_run += ran
-                if hit and not ran:
-                    missed.append(f"guard never true: {ins.where()}")
+        for ins in program.sync[block.number]:
+            sync += 1
+            ran = hit and (ins.guard is None or ins.index in program.guards_taken)
+            sync_run += ran
+            if hit and not ran:
+                missed.append(f"guard never true: {ins.where()}")
         if not hit:
-            missed.append(f"block never ran: {instructions[0].where()}")
+            first = program.entry.instructions[block.start]
+            missed.append(f"block never ran: {first.where()}")
     return Coverage(program.entry.name, total, run, sync, sync_run, missed)
 
 

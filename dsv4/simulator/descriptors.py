@@ -38,6 +38,7 @@ class MatrixDescriptor:
     atom: int = 16  # bytes the swizzle keeps together
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def tcgen05(cls, bits: int) -> MatrixDescriptor:
         """Decode the 64-bit descriptor of tcgen05.mma."""
         mode = bits >> 61
@@ -50,6 +51,7 @@ class MatrixDescriptor:
         return cls._decode(bits, *_TCGEN05_SWIZZLE[mode])
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def wgmma(cls, bits: int) -> MatrixDescriptor:
         """Decode the 64-bit descriptor of wgmma."""
         return cls._decode(bits, _WGMMA_SPAN[bits >> 62], 16)

@@ -6,6 +6,7 @@ from dsv4.simulator.report import Finding
 from dsv4.simulator.shadow import SEVERAL, Earlier
 
 MAX_FINDINGS = 50
+CONVERGENCE = "lanes ordered by convergence alone"
 
 
 class Findings:
@@ -64,6 +65,8 @@ class Findings:
             who = "accesses of other lanes of the warp"
         message = f"{what} by {w.cta.name} warp {w.number} is not ordered after {who}"
         places = (earlier.at, w.at)
+        if earlier.weak:
+            kind, warning = CONVERGENCE, True
         if warning:
             self._add(self.warnings, kind, message, () if once else places, places)
         else:

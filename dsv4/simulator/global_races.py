@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dsv4.simulator.clocks import FENCED, SEEN
+from dsv4.simulator.findings import CONVERGENCE
 from dsv4.simulator.flags import Flags
-from dsv4.simulator.lanes import CONVERGENCE
 from dsv4.simulator.memory import OFFSET_MASK, SHARED_WINDOW, GlobalMemory, Region
 from dsv4.simulator.shadow import SEVERAL, Cells, other_lanes, place, place_of
 from dsv4.simulator.shared_races import lanes_of
@@ -144,6 +144,10 @@ class History(Cells):
         self.write_clock[where[late & (self.writer[where] == owner)]] = clock
         late = self.read_clock[0, where] >= since[self.read_at[0, where] & 63]
         self.read_clock[0, where[late & (self.reader[0, where] == owner)]] = clock
+
+    def postpone_weakly(self, where, owner: int, since: np.ndarray, clock: int) -> None:
+        """A collective before a release counts as order here: few kernels hand over global memory
+        warp by warp."""
 
 
 class GlobalRaces:

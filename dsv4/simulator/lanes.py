@@ -14,7 +14,6 @@ import numpy as np
 from dsv4.simulator.clocks import EVER, Clocks
 from dsv4.simulator.shadow import LANE_CODES, SEVERAL
 
-CONVERGENCE = "lanes ordered by convergence alone"
 _MERGE = 64
 
 
@@ -26,13 +25,16 @@ class LaneOrder:
     or a History of global memory), the warp's number there, and the cells.
     """
 
-    __slots__ = ("agent", "clocks", "collectives", "converged", "recent", "released", "synced")
+    __slots__ = (
+        "agent", "clocks", "collectives", "converged", "gathered", "recent", "released", "synced",
+    )  # fmt: skip
 
     def __init__(self, agent: int, clocks: Clocks):
         self.agent, self.clocks = agent, clocks
         self.synced = self.converged = 1
         self.collectives = 0
         self.recent: list[tuple[object, int, np.ndarray]] = []
+        self.gathered: list[tuple[object, int, np.ndarray]] = []  # of before the last collective
         self.released = np.zeros(LANE_CODES, np.int64)  # by lane: its last release or fence
 
     @property
@@ -47,13 +49,14 @@ class LaneOrder:
         self.collectives = collectives
         self.clocks.converge(self.agent)
         if self.recent:
-            self.recent.clear()
+            self.gathered = _merged(self.gathered + self.recent)
+            self.recent = []
             self.converged = self.clocks.advance(self.agent)
 
     def sync(self) -> None:
         """All lanes are together and see each other's accesses."""
         self.clocks.converge(self.agent)
-        self.recent.clear()
+        self.recent, self.gathered = [], []
         self.synced = self.converged = self.clocks.advance(self.agent)
 
     def covered(self, clock: int) -> None:
@@ -65,28 +68,38 @@ class LaneOrder:
     def note(self, memory, owner: int, cells: np.ndarray) -> None:
         """Lanes accessed cells."""
         self.recent.append((memory, owner, cells))
-        if len(self.recent) > _MERGE:
-            parts: dict[tuple, list[np.ndarray]] = {}
-            for known, number, where in self.recent:
-                parts.setdefault((known, number), []).append(where)
-            self.recent = [(*key, np.unique(np.concatenate(w))) for key, w in parts.items()]
+        self.recent = _merged(self.recent)
 
     def covers(self, lanes: np.ndarray | None) -> None:
-        """Some lanes (None: all) are about to release, or to fence, what they did so far."""
+        """Some lanes (None: all) are about to release what they did so far."""
         clock = int(self.clocks.seen[self.agent, self.agent])
         if lanes is None:
             self.released[:] = clock
         else:
             self.released[:32][lanes] = clock
-            self.released[SEVERAL] = clock
+            self.released[SEVERAL] = self.released[:32].min()
 
     def leave_behind(self, lanes: np.ndarray | None) -> None:
         """Some lanes released something: what the others did and have not released themselves is
         not covered, as if it came later."""
-        if lanes is None or not self.recent:
+        if lanes is None or not (self.recent or self.gathered):
             return
-        since = np.maximum(self.released + 1, self.converged)
+        since = np.maximum(self.released + 1, self.synced)
         since[:32][lanes] = EVER
         clock = int(self.clocks.seen[self.agent, self.agent])
+        for memory, owner, cells in self.gathered:
+            memory.postpone_weakly(cells, owner, since, clock)
+        since = np.maximum(since, self.converged)
         for memory, owner, cells in self.recent:
             memory.postpone(cells, owner, since, clock)
+        self.clocks.keep_fenced(self.agent, self.synced)
+
+
+def _merged(accesses: list[tuple[object, int, np.ndarray]]) -> list:
+    """The same accesses, in few entries."""
+    if len(accesses) <= _MERGE:
+        return accesses
+    parts: dict[tuple, list[np.ndarray]] = {}
+    for memory, owner, cells in accesses:
+        parts.setdefault((memory, owner), []).append(cells)
+    return [(*key, np.unique(np.concatenate(cells))) for key, cells in parts.items()]

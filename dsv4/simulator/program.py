@@ -89,6 +89,11 @@ class Program:
         for name, index in self.registers.index.items():
             self.u32_at[index] = self.registers.kind[name] != "f32"
         self.hits = [0] * (len(self.blocks) + 1)
+        # Instructions that synchronise, by block.
+        self.sync = [
+            [i for i in entry.instructions[b.start : b.stop] if codegen.is_sync(i.opcode)]
+            for b in self.blocks
+        ]
         self.symbols, self.static_shared, self.local_bytes = self._place(global_address)
         self.namespace = _namespace()
         # Guarded synchronisation instructions whose guard has been true: see coverage.py.

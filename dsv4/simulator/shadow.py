@@ -23,13 +23,14 @@ _POOL = 1024
 
 class Earlier(NamedTuple):
     """An access that is in conflict: the agent, its instruction, lane and clock, and which of the
-    cells that were asked about."""
+    cells that were asked about. `weak`: only the lanes' convergence orders it."""
 
     agent: int
     at: int
     lane: int
     clock: int
     index: int
+    weak: bool = False
 
 
 def place(at: int, lanes):
@@ -97,6 +98,8 @@ class Cells:
         self.owners.append(granule)
         for name in self.tables:
             table = getattr(self, name)
+            if table is None:
+                continue
             if first >= table.shape[-1]:
                 more = np.zeros((*table.shape[:-1], 4 * _POOL), table.dtype)
                 table = np.concatenate([table, more], -1)
@@ -115,7 +118,9 @@ class Cells:
 class Shadow(Cells):
     """Access history of one memory of `count` cells."""
 
-    tables = ("writer", "write_clock", "write_at", "read_clock", "read_at")
+    tables = (
+        "writer", "write_clock", "write_at", "read_clock", "read_at", "weak_write", "weak_read",
+    )  # fmt: skip
 
     def __init__(self, count: int):
         super().__init__(count)
@@ -123,45 +128,68 @@ class Shadow(Cells):
         self.write_clock = np.zeros(count, np.int32)
         self.write_at = np.zeros(count, np.int32)
         self.readers: list[int] = []
+        self.last_read: list[int] = []  # of each reader, the highest clock anywhere
         self.row_of: dict[int, int] = {}  # agent -> row of the read tables
         self.read_clock = np.zeros((4, count), np.int32)
         self.read_at = np.zeros((4, count), np.int32)
+        # Clocks of accesses by lanes that were only brought together with a lane that released,
+        # were they to count as later; 0 for others. None until there is one.
+        self.weak_write: np.ndarray | None = None
+        self.weak_read: np.ndarray | None = None
+
+    def settled(self, where, seen: np.ndarray, other: np.ndarray, engines: int | None) -> bool:
+        """The common case, quickly: one agent wrote all of the cells last, and both clocks cover
+        it (`other` does not matter for engines, agents from that number on)."""
+        writer, clock = self.writer[where], int(np.maximum.reduce(self.write_clock[where]))
+        first = int(writer[0])
+        if first < 0 or np.logical_or.reduce(writer != first) or clock > seen[first]:
+            return False
+        covered = clock <= other[first] or (engines is not None and first >= engines)
+        if covered and self.weak_write is not None:
+            covered = np.maximum.reduce(self.weak_write[where]) <= seen[first]
+        return bool(covered)
 
     # --- accesses of other agents ----------------------------------------------------------------
     def unordered_write(self, where, clock: np.ndarray, below: int | None = None):
         """A last write that `clock` does not cover, by an agent `below` a number, or None."""
         writer = self.writer[where]
         late = self.write_clock[where] > clock[writer]
-        if not late.any():
-            return None
         if below is not None:
             late &= writer < below
-        return self._write(where, late)
+        found = self._write(where, late)
+        if found is None and self.weak_write is not None and below is None:
+            found = self._write(where, self.weak_write[where] > clock[writer], weak=True)
+        return found
 
-    def _write(self, where, late: np.ndarray) -> Earlier | None:
+    def _write(self, where, late: np.ndarray, weak: bool = False) -> Earlier | None:
         if not late.any():
             return None
         i = int(late.argmax())
         at, lane = place_of(int(self.write_at[where][i]))
-        return Earlier(int(self.writer[where][i]), at, lane, int(self.write_clock[where][i]), i)
+        clock = int(self.write_clock[where][i])
+        return Earlier(int(self.writer[where][i]), at, lane, clock, i, weak)
 
     def unordered_read(self, where, clock: np.ndarray, myself: int):
         """A read that `clock` does not cover, or None."""
         if not self.readers:
             return None
-        known = clock[self.readers]
-        late = self.read_clock[: len(self.readers), where] > known[:, None]
-        row = self.row_of.get(myself)
-        if row is not None:
-            late[row] = False
-        if not late.any():
-            return None
-        row, i = np.unravel_index(int(late.argmax()), late.shape)
-        return self._read(row, where, int(i))
+        for table, weak in ((self.read_clock, False), (self.weak_read, True)):
+            if table is None:
+                continue
+            for row, agent in enumerate(self.readers):
+                known = clock[agent]
+                # Most readers are known of as a whole.
+                if known >= self.last_read[row] or agent == myself:
+                    continue
+                late = table[row, where] > known
+                if np.logical_or.reduce(late):
+                    return self._read(row, where, int(late.argmax()), weak)
+        return None
 
-    def _read(self, row: int, where, i: int) -> Earlier:
+    def _read(self, row: int, where, i: int, weak: bool = False) -> Earlier:
         at, lane = place_of(int(self.read_at[row, where][i]))
-        return Earlier(self.readers[row], at, lane, int(self.read_clock[row, where][i]), i)
+        clock = int(self.read_clock[row, where][i])
+        return Earlier(self.readers[row], at, lane, clock, i, weak)
 
     # --- accesses of other lanes of the same warp ------------------------------------------------
     def write_by_other_lane(self, where, lanes, agent: int, since: int):
@@ -191,6 +219,25 @@ class Shadow(Cells):
         if row is not None:
             late = self.read_clock[row, where] >= since[self.read_at[row, where] & _LANE]
             self.read_clock[row, where[late]] = clock
+            self.last_read[row] = max(self.last_read[row], clock)
+
+    def postpone_weakly(self, where, agent: int, since: np.ndarray, clock: int) -> None:
+        """As `postpone`, for lanes that were brought together with those that released."""
+        late = self.write_clock[where] >= since[self.write_at[where] & _LANE]
+        late &= self.writer[where] == agent
+        if late.any():
+            if self.weak_write is None:
+                self.weak_write = np.zeros_like(self.write_clock)
+            self.weak_write[where[late]] = clock
+        row = self.row_of.get(agent)
+        if row is None:
+            return
+        late = self.read_clock[row, where] >= since[self.read_at[row, where] & _LANE]
+        if late.any():
+            if self.weak_read is None:
+                self.weak_read = np.zeros_like(self.read_clock)
+            self.weak_read[row, where[late]] = clock
+            self.last_read[row] = max(self.last_read[row], clock)
 
     # --- recording -------------------------------------------------------------------------------
     def _row(self, agent: int) -> int:
@@ -198,20 +245,30 @@ class Shadow(Cells):
         if row is None:
             row = self.row_of[agent] = len(self.readers)
             self.readers.append(agent)
+            self.last_read.append(0)
             if row >= len(self.read_clock):
                 self.read_clock = np.concatenate([self.read_clock, np.zeros_like(self.read_clock)])
                 self.read_at = np.concatenate([self.read_at, np.zeros_like(self.read_at)])
+                if self.weak_read is not None:
+                    more = np.zeros_like(self.weak_read)
+                    self.weak_read = np.concatenate([self.weak_read, more])
         return row
 
     def note_read(self, where, agent: int, clock: int, code) -> None:
         """Record a read by an engine or a whole warp."""
         row = self._row(agent)
+        self.last_read[row] = max(self.last_read[row], clock)
+        if self.weak_read is not None:
+            self.weak_read[row, where] = 0
         self.read_clock[row, where] = clock
         self.read_at[row, where] = code
 
     def note_lane_reads(self, where, agent: int, clock: int, code, since: int) -> None:
         """Record reads by lanes: cells that several of them read since a clock are marked."""
         row = self._row(agent)
+        self.last_read[row] = max(self.last_read[row], clock)
+        if self.weak_read is not None:
+            self.weak_read[row, where] = 0
         table = self.read_at[row]
         again = (self.read_clock[row, where] >= since) & other_lanes(table[where], code)
         table[where] = code
@@ -226,6 +283,8 @@ class Shadow(Cells):
         self.writer[where] = agent
         self.write_clock[where] = clock
         self.write_at[where] = code
+        if self.weak_write is not None:
+            self.weak_write[where] = 0
 
     def forget(self, where) -> None:
         """The cells hold nothing any more."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from dsv4.simulator.clocks import FENCED, SEEN, Clocks
-from dsv4.simulator.findings import Findings
+from dsv4.simulator.findings import CONVERGENCE, Findings
 from dsv4.simulator.granules import TMEM_GROUPS
-from dsv4.simulator.lanes import CONVERGENCE, LaneOrder
+from dsv4.simulator.lanes import LaneOrder
 from dsv4.simulator.memory import SHARED_BYTES, TMEM_COLUMNS, Cluster, Cta
 from dsv4.simulator.shadow import SEVERAL, Earlier, Shadow, place
 from dsv4.simulator.warp import ALL
@@ -105,7 +105,7 @@ class SharedRaces(Findings):
         earlier = shadow.unordered_write(where, seen)
         if earlier:
             self.race(w, kind, f"{what} {self._at(w, cta, where, earlier)}", earlier)
-        return earlier is not None
+        return earlier is not None and not earlier.weak
 
     def _against_reads(self, w, cta: Cta, where, seen, agent: int, what: str) -> None:
         earlier = w.cluster.state.shared[cta.rank].unordered_read(where, seen, agent)
@@ -191,11 +191,12 @@ class SharedRaces(Findings):
         lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
         know = state.clocks.view(w.agent, lanes)
         text = f"{what} of shared memory at"
-        if not self._against_writes(w, cta, shadow, where, know[SEEN], "read-write race", text):
-            self._proxy_fenced(w, cta, where, know, text)
+        if not shadow.settled(where, know[SEEN], know[FENCED], state.clocks.warps):
+            if not self._against_writes(w, cta, shadow, where, know[SEEN], "read-write race", text):
+                self._proxy_fenced(w, cta, where, know, text)
+            self._initialised(w, cta, where, f"{what} of {cta.name} reads")
         if w.order.unsettled:
             self._between_lanes(w, cta, shadow, where, _number(lane), False, text)
-        self._initialised(w, cta, where, f"{what} of {cta.name} reads")
         shadow.note_read(where, agent, clock, place(w.at, SEVERAL))
 
     def _proxy_fenced(self, w, cta: Cta, where, know, text: str) -> None:
@@ -219,9 +220,11 @@ class SharedRaces(Findings):
         lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
         know = state.clocks.view(w.agent, lanes)
         text = f"{what} into shared memory at"
-        raced = self._against_writes(w, cta, shadow, where, know[SEEN], "write-write race", text)
-        if not raced and not generic:
-            self._proxy_fenced(w, cta, where, know, text)
+        if not shadow.settled(where, know[SEEN], know[FENCED], state.clocks.warps):
+            kind = "write-write race"
+            raced = self._against_writes(w, cta, shadow, where, know[SEEN], kind, text)
+            if not raced and not generic:
+                self._proxy_fenced(w, cta, where, know, text)
         self._against_reads(w, cta, where, know[SEEN], agent, text)
         if w.order.unsettled:
             self._between_lanes(w, cta, shadow, where, _number(lane), True, text)
@@ -288,10 +291,7 @@ class SharedRaces(Findings):
         elif opcode.startswith(("fence", "membar")):
             clocks.fence(agent)
             self.memory.fence(w)
-        # What the warp writes from now on, the fence does not cover.
-        w.order.covers(lanes)
-        clocks.advance(agent)
-        w.order.leave_behind(lanes)
+        clocks.advance(agent)  # what the warp writes from now on, the fence does not cover
 
     def barrier_init(self, w, address: int) -> None:
         """mbarrier.init."""

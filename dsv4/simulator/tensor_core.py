@@ -9,10 +9,12 @@ import numpy as np
 from dsv4.simulator import numerics
 from dsv4.simulator.descriptors import MatrixDescriptor, element_index
 from dsv4.simulator.errors import KernelFault
-from dsv4.simulator.memory import TMEM_COLUMNS, Cta
+from dsv4.simulator.memory import TMEM_COLUMNS, TMEM_LANES, Cta
 from dsv4.simulator.numerics import f32, f64, i32, u8, u16, u32
 from dsv4.simulator.operand_formats import DEPTH, FORMATS, Format
 from dsv4.simulator.zero_columns import column_shift, zero_columns
+
+_ALL_LANES = np.arange(TMEM_LANES)
 
 
 class InstructionDescriptor:
@@ -148,6 +150,13 @@ def _product(a: np.ndarray, b: np.ndarray, integer: bool) -> np.ndarray:
     return b @ a.T
 
 
+@lru_cache(maxsize=256)
+def _checked_form(bits: int, kind: str, group: int, stationary: bool) -> InstructionDescriptor:
+    form = InstructionDescriptor(bits, kind)
+    check_shape(form, group, stationary)
+    return form
+
+
 class Multiplication:
     """One tcgen05.mma as issued.
 
@@ -165,8 +174,7 @@ class Multiplication:
         self.a_in_tmem, self.accumulate, self.disabled = a_in_tmem, accumulate, disabled
         self.stationary, self.scales, self.input_shift = stationary, scales, input_shift
         self.zero_mask, self.a_shift = zero_mask, a_shift
-        self.form = InstructionDescriptor(bits, kind)
-        check_shape(self.form, group, stationary)
+        self.form = _checked_form(bits, kind, group, stationary)
         self._check()
         self.rows = self.form.m // group
         self.copies = lane_copies(self.form, group, stationary)
@@ -179,12 +187,20 @@ class Multiplication:
                 f"scale-input-d of {self.input_shift} for kind::{self.kind}: 0..15 for f16 and tf32"
             )
 
+    @property
+    def is_plain(self) -> bool:
+        """A float32 accumulator that takes the sum as it is."""
+        form = self.form
+        special = form.f16_accumulator or self.kind == "i8" or self.disabled or self.input_shift
+        return not special
+
     def perform(self, cta: Cta) -> None:
         """Multiply in the issuing CTA, or in both CTAs of its pair."""
         form, group = self.form, self.group
         first = cta.rank & ~(group - 1)
         ctas = cta.cluster.ctas[first : first + group]
-        b_tile = np.concatenate([self._b_share(c) for c in ctas])
+        shares = [self._b_share(c) for c in ctas]
+        b_tile = shares[0] if group == 1 else np.concatenate(shares)
         for c in ctas:
             self._accumulate(c, self._results(c, b_tile))
             if self.a_shift:
@@ -229,14 +245,14 @@ class Multiplication:
             # Each half of the lanes holds the scales of the columns of B that it multiplies.
             columns = self._scaled(cta, b_tile[k * share : (k + 1) * share], 1, k * self.rows)
             parts.append(_product(tile, columns, integer))
-        result = np.concatenate(parts, axis=1)
+        result = parts[0] if self.copies == 1 else np.concatenate(parts, axis=1)
         return -result if form.negate else result
 
     def _lanes_from(self, first: int) -> np.ndarray:
         """TMEM lanes of the rows of an accumulator, or of A beside it, whose address names lane
         `first`."""
-        if self.rows * self.copies == 128:
-            return np.arange(128)
+        if self.rows * self.copies == TMEM_LANES:
+            return _ALL_LANES
         # M = 64 in one CTA: 16 rows in each warp's 32 lanes.
         lanes = (32 * np.arange(4)[:, None] + np.arange(16)).reshape(-1) + first
         if int(lanes[-1]) >= 128:
@@ -252,6 +268,13 @@ class Multiplication:
         check_owned(cta, column, column + len(result))
         lanes = self.lanes()
         target = cta.tmem[column : column + len(result)]
+        if lanes is _ALL_LANES and self.is_plain:
+            held = target.view(f32)
+            if self.accumulate:
+                held += result
+            else:
+                held[:] = result
+            return
         held = target if len(lanes) == 128 else target[:, lanes]
         if self.form.f16_accumulator:
             old = numerics.f32_of_f16(held.astype(u16))

@@ -89,6 +89,7 @@ class TensorMap:
         self.box[0] = self.box[0] * self.bits // 8
         self._check()
         self.memory = memory
+        self._laid_down: dict[tuple[int, int | None], np.ndarray] = {}
         self.view = self._view(self.dims)
 
     def _view(self, dims: list[int]) -> np.ndarray:
@@ -196,6 +197,12 @@ class TensorMap:
 
     def shared_rows(self, offset: int, rows: int | None = None) -> np.ndarray:
         """Shared offsets of every 16-byte chunk of the box laid down at `offset`, [chunks]."""
+        found = self._laid_down.get((offset, rows))
+        if found is None:
+            found = self._laid_down[offset, rows] = self._chunks_at(offset, rows)
+        return found
+
+    def _chunks_at(self, offset: int, rows: int | None) -> np.ndarray:
         inner = self.row_bytes
         count = int(np.prod(self.box[1:])) if rows is None else rows
         # Rows shorter than the swizzle's span still start `span` bytes apart.

@@ -36,11 +36,12 @@ class TensorRaces(SharedRaces):
         state = w.cluster.state
         shadow, settled = state.tmem(cta), state.clocks.settled[w.agent]
         settled[agent] = EVER  # a warp's own work needs no fence
-        earlier = shadow.unordered_write(where, seen)
+        plain = shadow.settled(where, seen, settled, None)
+        earlier = None if plain else shadow.unordered_write(where, seen)
         if earlier:
             kind = "write-write race" if write else "read-write race"
             self.race(w, kind, f"{what} at {_column(where, earlier)}", earlier)
-        else:
+        elif not plain:
             self._settled(w, where, shadow.unordered_write(where, settled), what)
         if write:
             earlier = shadow.unordered_read(where, seen, agent)
@@ -51,7 +52,7 @@ class TensorRaces(SharedRaces):
                 self._settled(w, where, shadow.unordered_read(where, settled, agent), what)
             shadow.note_write(where, agent, clock, place(w.at, SEVERAL))
             return
-        missing = shadow.first_unwritten(where)
+        missing = None if plain else shadow.first_unwritten(where)
         if missing is not None:
             column = int(where[missing]) // TMEM_GROUPS
             message = f"{what} of {cta.name} warp {w.number} at TMEM column {column}"

@@ -137,8 +137,9 @@ def _released(sync: str) -> str:
 
 
 def test_one_lane_arrives_for_the_warp():
-    assert kinds(_released(SYNC)) == []
-    assert kinds(_released(ELECT)) == []
+    assert not run_body(_released(SYNC)).warnings
+    assert kinds(_released(SYNC)) == kinds(_released(ELECT)) == []
+    assert [f.kind for f in run_body(_released(ELECT)).warnings] == [CONVERGENCE]
     assert kinds(_released("")) == ["read-write race"]
 
 

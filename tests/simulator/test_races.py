@@ -6,20 +6,21 @@ import re
 import pytest
 import torch
 
-from dsv4.simulator import Report, SimulatorError, simulate_ptx
-from dsv4.simulator.api import Simulation
-from dsv4.simulator.codegen import is_sync
-from dsv4.simulator.host import HostRunner
-from dsv4.simulator.ptx.parser import Instruction, parse_module
+from dsv4.simulator import Report
 from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm100 import GemmSm100
+from tests.simulator.mutations import (
+    Run,
+    known_warnings,
+    noticed,
+    simulate_text,
+    sync_instructions,
+    without,
+)
+from tests.simulator.ptx import kinds
 from tests.simulator.support import compile_kernel
 
 pytestmark = pytest.mark.stage("simulator")
-
-# Work, not order: without these the result is wrong, which is not the checker's business.
-_WORK = ("tcgen05.mma", "wgmma.mma", "tcgen05.ld", "cp.async.bulk.tensor", "mbarrier.init",
-         "tcgen05.relinquish")  # fmt: skip
 
 
 @functools.cache
@@ -31,44 +32,17 @@ def _kernel(name: str):
     return compile_kernel(kernel, arch, *operands), operands
 
 
-def _sync_instructions(ptx: str) -> list[Instruction]:
-    (entry,) = parse_module(ptx).entries.values()
-    return [i for i in entry.instructions if is_sync(i.opcode) and not i.opcode.startswith(_WORK)]
-
-
-def _without(ptx: str, ins: Instruction) -> str:
-    """The module without one instruction; a wait succeeds at once."""
-    lines = ptx.split("\n")
-    line = lines[ins.ptx_line - 1]
-    opcode = re.escape(ins.opcode)
-    if "try_wait" in ins.opcode:
-        changed = re.sub(opcode + r"\s+(\S+), .*?;", r"setp.eq.u32 \1, 0, 0;", line, count=1)
-    else:
-        changed = re.sub(r"(@!?\S+\s+)?" + opcode + r"[^;]*;", "", line, count=1)
-    assert changed != line
-    lines[ins.ptx_line - 1] = changed
-    return "\n".join(lines)
-
-
 def _run(compiled, ptx: str, operands, schedule: str) -> Report:
-    simulation = Simulation(parse_module(ptx), functools.partial(HostRunner, compiled))
-    return simulation.run(operands, {}, (), schedule, 0)
+    return simulate_text(compiled, ptx, Run(lambda: (operands, {}), schedule=schedule))[0]
 
 
 @pytest.mark.parametrize("name", ["one", "pair", "sm90"])
 def test_deleting_any_synchronisation_is_noticed(name):
     compiled, operands = _kernel(name)
-    ptx = compiled.artifacts.PTX
-    assert not _run(compiled, ptx, operands, "eager").races
-    missed = []
-    for ins in _sync_instructions(ptx):
-        try:
-            report = _run(compiled, _without(ptx, ins), operands, "eager")
-        except SimulatorError:
-            continue
-        noticed = report.races or report.warnings
-        if not noticed:
-            missed.append(ins.opcode)
+    runs = [Run(lambda: (operands, {}))]
+    known = known_warnings(compiled, runs)
+    instructions = sync_instructions(compiled.artifacts.PTX)
+    missed = [i.opcode for i in instructions if not noticed(compiled, i, runs, known)]
     # Warp 0 alone waits for an empty stage, and only after it waited for the wgmmas that read it:
     # one operation of the whole warpgroup. The wait is redundant in a kernel of one warpgroup.
     redundant = ["mbarrier.try_wait.parity.shared.b64"] if name == "sm90" else []
@@ -78,8 +52,8 @@ def test_deleting_any_synchronisation_is_noticed(name):
 def test_a_race_names_both_places():
     compiled, operands = _kernel("sm90")
     ptx = compiled.artifacts.PTX
-    (wait,) = (i for i in _sync_instructions(ptx) if i.opcode.startswith("wgmma.wait_group"))
-    report = _run(compiled, _without(ptx, wait), operands, "eager")
+    (wait,) = (i for i in sync_instructions(ptx) if i.opcode.startswith("wgmma.wait_group"))
+    report = _run(compiled, without(ptx, wait), operands, "eager")
     race = next(f for f in report.races if f.kind == "read-write race")
     assert len(race.places) == 2
     assert "wgmma.mma_async" in race.places[0]
@@ -87,35 +61,6 @@ def test_a_race_names_both_places():
     assert all(re.search(r"gemm_sm90\.py:\d+", place) for place in race.places)
     with pytest.raises(AssertionError, match="read-write race"):
         report.raise_if_racy()
-
-
-_HEADER = """
-.version 8.7
-.target sm_90a
-.address_size 64
-.extern .shared .align 1024 .b8 smem[];
-.visible .entry k(.param .b64 out)
-{
-.reg .pred %p<8>; .reg .b32 %r<32>; .reg .b64 %d<8>;
-ld.param.b64 %d1, [out];
-mov.u32 %r1, %tid.x;
-mov.u32 %r2, smem;
-shl.b32 %r3, %r1, 2;
-add.s32 %r4, %r2, %r3;
-shr.u32 %r5, %r1, 5;
-setp.eq.u32 %p1, %r5, 0;
-setp.eq.u32 %p2, %r1, 0;
-"""
-
-
-def _kinds(body: str, *, threads: int = 64, out: int = 256, **options) -> list[str]:
-    text = _HEADER + body + "\nret;\n}\n"
-    tensor = torch.zeros(out, dtype=torch.int32)
-    report = simulate_ptx(
-        text, "k", grid=(options.pop("grid", 1), 1, 1), block=(threads, 1, 1), params=(tensor,),
-        shared=1024, **options,
-    )  # fmt: skip
-    return sorted({f.kind for f in report.races})
 
 
 def test_exchange_through_shared_memory_needs_a_barrier():
@@ -126,8 +71,8 @@ def test_exchange_through_shared_memory_needs_a_barrier():
     add.s32 %r7, %r2, %r6;
     ld.shared.b32 %r8, [%r7];
     """
-    assert _kinds(exchange.format(barrier="bar.sync 0;")) == []
-    assert _kinds(exchange.format(barrier="")) != []
+    assert kinds(exchange.format(barrier="bar.sync 0;")) == []
+    assert kinds(exchange.format(barrier="")) != []
 
 
 def test_reuse_of_shared_memory_needs_a_barrier():
@@ -140,8 +85,8 @@ def test_reuse_of_shared_memory_needs_a_barrier():
     {barrier}
     st.shared.b32 [%r4], %r8;
     """
-    assert _kinds(reuse.format(barrier="bar.sync 0;")) == []
-    assert _kinds(reuse.format(barrier="")) == ["read-write race"]
+    assert kinds(reuse.format(barrier="bar.sync 0;")) == []
+    assert kinds(reuse.format(barrier="")) == ["read-write race"]
 
 
 def test_bar_arrive_orders_what_came_before_it_alone():
@@ -156,17 +101,17 @@ def test_bar_arrive_orders_what_came_before_it_alone():
     ld.shared.b32 %r8, [%r4+128];
     DONE:
     """
-    assert _kinds(producer.format(after="")) == []
-    assert _kinds(producer.format(after="st.shared.b32 [%r4], %r1;")) == ["read-write race"]
+    assert kinds(producer.format(after="")) == []
+    assert kinds(producer.format(after="st.shared.b32 [%r4], %r1;")) == ["read-write race"]
 
 
 def test_uninitialised_read():
-    assert _kinds("ld.shared.b32 %r8, [%r4];") == ["uninitialised read"]
+    assert kinds("ld.shared.b32 %r8, [%r4];") == ["uninitialised read"]
 
 
 def test_neighbouring_bytes_do_not_race():
     body = "cvt.u16.u32 %h1, %r1; add.s32 %r9, %r2, %r1; st.shared.b8 [%r9], %h1;"
-    assert _kinds(".reg .b16 %h1; " + body) == []
+    assert kinds(".reg .b16 %h1; " + body) == []
 
 
 def test_bulk_store_needs_a_proxy_fence_and_a_wait():
@@ -181,9 +126,9 @@ def test_bulk_store_needs_a_proxy_fence_and_a_wait():
     DONE:
     """
     fence, wait = "fence.proxy.async.shared::cta;", "cp.async.bulk.wait_group.read 0;"
-    assert _kinds(store.format(fence=fence, wait=wait)) == []
-    assert _kinds(store.format(fence="", wait=wait)) == ["missing proxy fence"]
-    assert _kinds(store.format(fence=fence, wait="")) == ["leak"]
+    assert kinds(store.format(fence=fence, wait=wait)) == []
+    assert kinds(store.format(fence="", wait=wait)) == ["missing proxy fence"]
+    assert kinds(store.format(fence=fence, wait="")) == ["leak"]
 
 
 def test_mbarrier_carries_order():
@@ -206,8 +151,8 @@ def test_mbarrier_carries_order():
     wait = """
     W: mbarrier.try_wait.parity.shared.b64 %p3, [%r10], 0, 1000;
     @!%p3 bra W;"""
-    assert _kinds(pingpong.format(wait=wait)) == []
-    assert _kinds(pingpong.format(wait="")) != []
+    assert kinds(pingpong.format(wait=wait)) == []
+    assert kinds(pingpong.format(wait="")) != []
 
 
 @pytest.mark.parametrize(
@@ -234,5 +179,5 @@ def test_order_between_ctas_comes_from_release_and_acquire(store, load, clean):
     ld.global.b32 %r12, [%d1+64];
     DONE:
     """
-    kinds = _kinds(flag, grid=2)
-    assert kinds == ([] if clean else ["read-write race"])
+    found = kinds(flag, grid=2)
+    assert found == ([] if clean else ["read-write race"])
