@@ -84,6 +84,7 @@ class CpuOnly:
             record=lambda *_: None, synchronize=lambda: None, elapsed_time=lambda other: 1.0
         )
         torch.cuda.Event, torch.cuda.Stream = (lambda **_: event), (lambda **_: stream)
+        torch.cuda.stream = lambda _: contextlib.nullcontext()
         table = types.SimpleNamespace(table=lambda **_: "nothing was profiled")
         profile = types.SimpleNamespace(key_averages=lambda: table)
         torch.profiler.profile = lambda **_: contextlib.nullcontext(profile)
