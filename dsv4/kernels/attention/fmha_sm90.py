@@ -30,10 +30,9 @@ from cutlass.experimental.primitives import prefetch_tensormap
 from cutlass.utils import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
-from dsv4.kernels.attention.config import SINK_MODES, FmhaConfig
+from dsv4.kernels.attention.config import FmhaConfig, check_kernel_config
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
 from dsv4.kernels.attention.fmha_sm90_device import (
-    LOG2_E,
     by_row,
     gemm,
     make_q_map,
@@ -52,6 +51,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     window_of,
 )
 from dsv4.kernels.attention.fmha_sm90_softmax import Rows, mask, softmax
+from dsv4.kernels.attention.softmax import LOG2_E
 
 SMEM_CAPACITY = 232448
 REGISTERS_PER_SM = 65536
@@ -110,22 +110,24 @@ class FmhaKernelSm90:
             raise ValueError(
                 f"num_query_heads must be a multiple of 8 in 8..128, got {num_query_heads}"
             )
-        if sink_mode not in SINK_MODES:
-            raise ValueError(f"sink_mode must be one of {SINK_MODES}, got {sink_mode!r}")
-        if (q_dtype, kv_dtype, o_dtype) != (cutlass.BFloat16,) * 3:
-            raise ValueError(f"q, KV and o must be BFloat16, got {q_dtype}, {kv_dtype}, {o_dtype}")
-        if (qk_acc_dtype, pv_acc_dtype) != (cutlass.Float32,) * 2:
-            raise ValueError(f"accumulators must be Float32, got {qk_acc_dtype}, {pv_acc_dtype}")
-        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        if scale <= 0:
-            raise ValueError(f"softmax_scale must be positive, got {scale}")
+        config = FmhaConfig(
+            head_dim,
+            num_query_heads,
+            sliding_window,
+            top_k,
+            is_causal,
+            sink_mode,
+            softmax_scale,
+            num_splits,
+        )
+        check_kernel_config(config, (q_dtype, kv_dtype, o_dtype), (qk_acc_dtype, pv_acc_dtype))
         self.head_dim = head_dim
         self.num_query_heads = num_query_heads
         self.sliding_window = sliding_window
         self.top_k = top_k
         self.is_causal = is_causal
         self.is_gate = sink_mode == "swa_gate"
-        self.scale_log2 = scale * LOG2_E
+        self.scale_log2 = config.scale * LOG2_E
         self.num_splits = num_splits
         self.dtype = q_dtype
         self.join = SplitJoin(head_dim, num_query_heads, sink_mode)

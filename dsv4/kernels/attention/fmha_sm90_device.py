@@ -9,9 +9,6 @@ from cutlass.experimental.cuda.tensor_map import (
     create_tensor_map_tiled,
 )
 
-LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
-
 SWIZZLE_OF_BYTES = {64: TensorMapSwizzle.s64b, 128: TensorMapSwizzle.s128b}
 
 
@@ -109,10 +106,6 @@ def quad_max(value):
 def quad_sum(value):
     """Sum over the four threads that share an accumulator row."""
     return cute.arch.warp_reduction_sum(value, threads_in_group=4)
-
-
-def exp2(value):
-    return cute.math.exp2(value, fastmath=True)
 
 
 def tree(operation, values):

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.fmha_sm90_device import by_row, exp2, quad_max, tree
+from dsv4.kernels.attention.fmha_sm90_device import by_row, quad_max, tree
+from dsv4.kernels.attention.softmax import exp2
 
 # log2 of how far a score may exceed its row's reference before the reference moves.
 STALE_LIMIT = 8.0
