@@ -230,8 +230,11 @@ class Replay:
         if event.write:
             warp.sm.send(warp.time, event.size)
         else:
-            done = warp.sm.load(warp.time, event.size, self.machine.global_latency)
-            self._arrive_late(warp, event.at, done)
+            start, latency = warp.time, self.machine.global_latency
+            if "acquire" in self.program.entry.instructions[event.at].parts:
+                # What it waits for is released when the peers' stores have left, as its own have.
+                start, latency = max(start, warp.sm.outbound.free), self.machine.flag_latency
+            self._arrive_late(warp, event.at, warp.sm.load(start, event.size, latency))
 
     # --- barriers --------------------------------------------------------------------------------
     def _contribute(self, cluster: int, key: Key, time: float, count: int = 1) -> None:

@@ -77,6 +77,7 @@ class Machine:
     named_barrier_latency: float
     cluster_barrier_latency: float
     fence_latency: float
+    flag_latency: float  # from a release at GPU scope to the CTAs that wait for it
     # --- launches
     launch_us: float  # of a kernel in a graph
     dependent_launch_us: float  # of one that may start before the one it depends on has ended
@@ -135,7 +136,7 @@ ASSUMED = {
         *ASSUMED_EVERYWHERE, "l2_bytes", "l2_port_bytes", "landing_bytes", "multicast_bytes",
         "store_bytes", "store_port_bytes", "alu_cycles", "convert_cycles", "cluster_bytes",
         "cluster_latency", "cluster_barrier_latency", "launch_us", "dependent_launch_us",
-        "port_floor", "power_ghz",
+        "port_floor", "power_ghz", "flag_latency",
     ),
     "H200": (*ASSUMED_EVERYWHERE, "memory_latency"),
 }  # fmt: skip
@@ -175,6 +176,7 @@ B200 = Machine(
     named_barrier_latency=20.0,
     cluster_barrier_latency=400.0,
     fence_latency=20.0,
+    flag_latency=1850.0,
     launch_us=0.6,
     dependent_launch_us=0.25,
     cta_start=700.0,
@@ -218,6 +220,7 @@ H200 = Machine(
     named_barrier_latency=20.0,
     cluster_barrier_latency=400.0,  # [H200] 360 to 435
     fence_latency=20.0,
+    flag_latency=1660.0,  # [H200] 0.94 us, release add and acquire spin of all CTAs at once
     launch_us=0.6,  # [H200] empty node of a graph
     dependent_launch_us=0.25,  # [H200] nodes that do little gain 0.36 by programmatic dependence
     cta_start=700.0,
