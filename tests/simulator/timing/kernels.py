@@ -106,3 +106,20 @@ elect.sync _|%leader, 0xffffffff;
 ret;
 }}
 """
+
+
+def flag_kernel(load: str) -> str:
+    """A warp that reads a word by the given instruction and stores what it read plus one."""
+    return f"""{_HEAD}
+.visible .entry wait(.param .u64 flag)
+.reqntid 32
+{{
+.reg .b32 %value;
+.reg .b64 %at;
+ld.param.u64 %at, [flag];
+{load} %value, [%at];
+add.u32 %value, %value, 1;
+st.global.b32 [%at+4], %value;
+ret;
+}}
+"""

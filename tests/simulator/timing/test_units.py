@@ -12,7 +12,12 @@ from dsv4.simulator.timing import ASSUMED, B200, H200, MACHINES, LaunchPredictio
 from dsv4.simulator.timing.prediction import predict_launch, some_clusters
 from dsv4.simulator.timing.recorder import Choose, record
 from dsv4.simulator.timing.trace import LaunchTrace
-from tests.simulator.timing.kernels import arithmetic_kernel, bulk_load_kernel, streaming_kernel
+from tests.simulator.timing.kernels import (
+    arithmetic_kernel,
+    bulk_load_kernel,
+    flag_kernel,
+    streaming_kernel,
+)
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -168,6 +173,23 @@ def test_a_dependent_chain_costs_latency():
     chain = arithmetic("fma.rn.f32 %f0, %f0, %f0, %f0;", 256, 32)
     independent = arithmetic("fma.rn.f32 %f{i}, %f{i}, %f{i}, %f{i};", 256, 32)
     assert chain.cycles > 3.5 * independent.cycles
+
+
+def test_a_flag_costs_more_than_a_load():
+    flag = torch.zeros(4, dtype=torch.int32)
+
+    def cycles(load_instruction: str) -> float:
+        simulation = single_launch(
+            flag_kernel(load_instruction),
+            "wait",
+            grid=(1, 1, 1),
+            block=(32, 1, 1),
+            params=(flag,),
+        )
+        return predict(simulation, flag).launches[0].cycles
+
+    difference = cycles("ld.acquire.gpu.global.b32") - cycles("ld.global.b32")
+    assert difference == pytest.approx(H200.flag_latency - H200.global_latency, rel=0.05)
 
 
 def test_a_wave_more_takes_a_wave_longer():
