@@ -79,7 +79,7 @@ def test_many_tokens(backend: Backend, case: Case, seed: int) -> None:
 
 
 @pytest.mark.parametrize("sink_mode", ["swa_gate", pytest.param("softmax", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("head_dim", [64, 512])
+@pytest.mark.parametrize("head_dim", [512, pytest.param(64, marks=pytest.mark.slow)])
 def test_every_instruction_runs(backend: Backend, head_dim: int, sink_mode: str, seed: int) -> None:
     """Two launches reach every basic block and every synchronisation: of single CTAs, of pairs and
     of the combine.
