@@ -2,7 +2,7 @@
 
 import cutlass
 from cutlass import cute
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.attention.fmha_sm90_device import row_pointer
 from dsv4.kernels.attention.softmax import LN_2, LOG2_E, exp2

@@ -466,7 +466,7 @@ class FmhaSingle:
             scores = fragments.by_rows(fragment)
             s_state.advance()
             if valid < KEYS:
-                mask.mask_tail(scores, valid)
+                mask.mask_tail(scores, valid, cute.arch.lane_idx())
                 self._clear_rows(smem, tile - keys.first, valid, copies.thread)
             tile_maximum = cute.make_rmem_tensor(2, Float32)
             softmax.row_maxima(scores, tile_maximum, self.scale_log2)

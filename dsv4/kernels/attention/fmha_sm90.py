@@ -20,24 +20,22 @@ min(sink, 0) on window scores. The branch with the larger weight keeps bias 0, w
 any size, infinities included, exact.
 """
 
-from collections import namedtuple
-
 import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental.cuda.tensor_map import TensorMap
 from cutlass.experimental.primitives import prefetch_tensormap
-from cutlass.utils import SmemAllocator
+from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from dsv4.kernels.attention.config import FmhaConfig, check_kernel_config
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
 from dsv4.kernels.attention.fmha_sm90_device import (
     by_row,
+    frozen,
     gemm,
     make_q_map,
     make_row_tile_map,
-    quad_sum,
     store_rows,
     tma_load,
     tma_prefetch,
@@ -50,8 +48,9 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     request_of,
     window_of,
 )
-from dsv4.kernels.attention.fmha_sm90_softmax import Rows, mask, softmax
-from dsv4.kernels.attention.softmax import LOG2_E
+from dsv4.kernels.attention.fmha_sm90_softmax import Rows, softmax
+from dsv4.kernels.attention.mask import mask_tail
+from dsv4.kernels.attention.softmax import LOG2_E, quad_sum
 
 SMEM_CAPACITY = 232448
 REGISTERS_PER_SM = 65536
@@ -60,11 +59,6 @@ EARLY_STEPS = 8
 WINDOW_FLAG = 128
 # Flags of a work item: both branches have keys; the ring brings a block first that is none of its.
 BOTH_BRANCHES, WRONG_GUESS = 1, 2
-
-
-def frozen(**fields):
-    """An immutable record: of a mutable object the tracer carries every field through all loops."""
-    return namedtuple("Record", fields)(**fields)
 
 
 class FmhaKernelSm90:
@@ -564,7 +558,7 @@ class FmhaKernelSm90:
                 is_window = smem.block[stage] >= WINDOW_FLAG
                 valid = smem.block[stage] % WINDOW_FLAG
                 if valid < self.keys:
-                    mask(tile.s, valid, lane)
+                    mask_tail(cute.group_modes(by_row(tile.s), 1, 3), valid, lane)
                     self._zero_rows(smem, stage, valid, tile.thread)
                 softmax(tile.s, tile.rows, is_window, self.scale_log2)
                 tile.p.store(tile.s.load().to(self.dtype))

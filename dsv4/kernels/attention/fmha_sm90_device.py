@@ -1,4 +1,6 @@
-"""Device helpers of the Hopper attention kernel: TMA, fragments, row reductions."""
+"""Device helpers of the Hopper attention kernel: records, TMA, fragments."""
+
+from collections import namedtuple
 
 import cutlass
 from cutlass import cute
@@ -10,6 +12,11 @@ from cutlass.experimental.cuda.tensor_map import (
 )
 
 SWIZZLE_OF_BYTES = {64: TensorMapSwizzle.s64b, 128: TensorMapSwizzle.s128b}
+
+
+def frozen(**fields):
+    """An immutable record: of a mutable object the tracer carries every field through all loops."""
+    return namedtuple("Record", fields)(**fields)
 
 
 @cute.jit
@@ -96,16 +103,6 @@ def by_row(acc: cute.Tensor) -> cute.Tensor:
     return cute.make_tensor(
         acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4), stride=(2, 1, 4))
     )
-
-
-def quad_max(value):
-    """Maximum over the four threads that share an accumulator row."""
-    return cute.arch.warp_reduction_max(value, threads_in_group=4)
-
-
-def quad_sum(value):
-    """Sum over the four threads that share an accumulator row."""
-    return cute.arch.warp_reduction_sum(value, threads_in_group=4)
 
 
 def tree(operation, values):

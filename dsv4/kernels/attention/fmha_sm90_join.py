@@ -21,13 +21,11 @@ from cutlass import cute
 
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
 from dsv4.kernels.attention.fmha_sm90_device import (
-    quad_max,
-    quad_sum,
     store_rows,
     tree,
 )
 from dsv4.kernels.attention.fmha_workspace import MAX_SPLITS, counter_words
-from dsv4.kernels.attention.softmax import exp2
+from dsv4.kernels.attention.softmax import exp2, quad_max, quad_sum
 
 STATS = 2  # per row
 # Reads of the counter, 0.4 us each, before a CTA leaves its share to the last one.

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
+from dsv4.kernels.attention.mask import clamp_length
+
 
 class Lengths(NamedTuple):
     """Everything that says how many keys there are."""
@@ -59,8 +61,8 @@ def key_range(
     The lengths are as given; the whole warp calls this.
     """
     is_real = request >= 0 and request < lengths.batch
-    compressed_len = cutlass.max(cutlass.min(compressed_len, lengths.compressed_rows), 0)
-    window_end = cutlass.max(cutlass.min(window_len, lengths.window_rows), 0)
+    compressed_len = clamp_length(compressed_len, lengths.compressed_rows)
+    window_end = clamp_length(window_len, lengths.window_rows)
     window_begin = cutlass.Int32(0)
     if cutlass.const_expr(is_causal):
         # The token sits as far from the window's end as from its request's last token.

@@ -6,11 +6,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.fmha_sm90_device import by_row, quad_max, tree
-from dsv4.kernels.attention.softmax import exp2
-
-# log2 of how far a score may exceed its row's reference before the reference moves.
-STALE_LIMIT = 8.0
+from dsv4.kernels.attention.fmha_sm90_device import by_row, tree
+from dsv4.kernels.attention.softmax import RESCALE_THRESHOLD, exp2, quad_max
 
 
 class Rows(NamedTuple):
@@ -32,19 +29,6 @@ class Rows(NamedTuple):
 
 
 @cute.jit
-def mask(scores: cute.Tensor, valid: cutlass.Int32, lane: cutlass.Int32):
-    """Take the columns from `valid` on out of a score fragment."""
-    s = by_row(scores)
-    column = lane % 4 * 2
-    for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
-        for c in cutlass.range_constexpr(2):
-            for r in cutlass.range_constexpr(2):
-                s[r, c, j] = cutlass.select_(
-                    column + j * 8 + c < valid, s[r, c, j], -cutlass.Float32.inf
-                )
-
-
-@cute.jit
 def softmax(
     scores: cute.Tensor, rows: Rows, is_window: cutlass.Boolean, scale_log2: cutlass.Constexpr
 ):
@@ -57,7 +41,7 @@ def softmax(
         bias = cutlass.select_(is_window, rows.bias[r, 1], rows.bias[r, 0])
         top = tops[r] * scale_log2 + bias
         old = rows.ref[r]
-        is_raised = top > old + STALE_LIMIT
+        is_raised = top > old + RESCALE_THRESHOLD
         new = cutlass.select_(is_raised, top, old)
         rescale = cutlass.select_(is_raised, exp2(old - new), cutlass.Float32(1.0))
         # A row without a finite score so far: every weight is 2^-inf.
@@ -65,7 +49,7 @@ def softmax(
         shift = bias - cutlass.select_(is_empty, cutlass.Float32(0.0), new)
         # A huge bias swallows the score in `top`: the difference above then forgets it, and a
         # score of thousands would give an infinite weight, which no later rescaling by 0 removes.
-        shift = cute.arch.fmin(shift, STALE_LIMIT - tops[r] * scale_log2)
+        shift = cute.arch.fmin(shift, RESCALE_THRESHOLD - tops[r] * scale_log2)
         weights = [exp2(s[r, c, j] * scale_log2 + shift) for c, j in columns]
         for (c, j), weight in zip(columns, weights, strict=True):
             s[r, c, j] = weight

@@ -17,7 +17,7 @@ from cutlass import Float32, Int32
 @cute.jit
 def clamp_length(length: Int32, capacity: Int32) -> Int32:
     """A length outside 0..capacity is taken to the nearer end of the range."""
-    return cutlass.min(cutlass.max(length, Int32(0)), capacity)
+    return cutlass.max(cutlass.min(length, capacity), 0)
 
 
 @cute.jit
@@ -85,7 +85,7 @@ def window_span(
 
 
 @cute.jit
-def mask_tail(scores: cute.Tensor, valid: Int32) -> None:
+def mask_tail(scores: cute.Tensor, valid: Int32, lane: Int32) -> None:
     """Set the scores of columns at and past `valid` to -inf.
 
     A select, not an addition: the masked rows of a tile may hold NaN.
@@ -93,12 +93,13 @@ def mask_tail(scores: cute.Tensor, valid: Int32) -> None:
     Args:
         scores: (2, columns / 4) fragment of one thread.
         valid: columns of the tile that are keys of the span.
+        lane: of the thread in its warp.
     """
-    first = 2 * (cute.arch.lane_idx() % 4)
-    for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
-        for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            column = first + (8 * (i // 2) + i % 2)
-            scores[row, i] = scores[row, i] if column < valid else -Float32.inf
+    column = lane % 4 * 2
+    for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            is_key = column + i // 2 * 8 + i % 2 < valid
+            scores[row, i] = cutlass.select_(is_key, scores[row, i], -Float32.inf)
 
 
 @cute.jit

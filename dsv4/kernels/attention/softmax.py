@@ -39,15 +39,13 @@ def exp2_of_some(x: Float32) -> Float32:
 @cute.jit
 def quad_max(x: Float32) -> Float32:
     """Maximum over the four lanes that hold a row."""
-    x = cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=1))
-    return cute.arch.fmax(x, cute.arch.shuffle_sync_bfly(x, offset=2))
+    return cute.arch.warp_reduction_max(x, threads_in_group=4)
 
 
 @cute.jit
 def quad_sum(x: Float32) -> Float32:
     """Sum over the four lanes that hold a row."""
-    x = x + cute.arch.shuffle_sync_bfly(x, offset=1)
-    return x + cute.arch.shuffle_sync_bfly(x, offset=2)
+    return cute.arch.warp_reduction_sum(x, threads_in_group=4)
 
 
 @cute.jit
