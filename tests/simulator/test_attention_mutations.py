@@ -55,6 +55,12 @@ REDUNDANT = {
     },
     "hopper": {
         ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+        ("griddepcontrol.wait", "load"): (
+            1,
+            "orders the launch after the one before it, and each run here is one launch alone; "
+            "test_launches.py has launches that overlap",
+        ),
+        ("cp.async", "tma_prefetch"): (4, "a hint, which moves nothing but lines of L2"),
         ("mbarrier.test_wait", "_has_landed"): (1, "a hint when to hand over P: the wait follows"),
         ("wgmma.commit_group", "_issue_scores"): (1, "with the next wait_group: when P may go"),
         ("wgmma.wait_group", "score"): (1, "P may go a little later; all is waited for after it"),
@@ -63,8 +69,9 @@ REDUNDANT = {
             "V: P of a block was made from its scores, whose warpgroup waited for the same rows",
         ),
         ("bar.warp", "_release"): (
-            2,
-            "two releases follow each other: either one's barrier orders the lanes for both",
+            4,
+            "two releases follow each other: either one's barrier orders the lanes for both; and "
+            "nobody has read the two halves of a block that a wrong guess fetched",
         ),
     },
 }
