@@ -38,6 +38,8 @@ def kernel_reports(remarks: str, ir: str) -> list[KernelReport]:
         remarks: what the compiler printed under the option `REMARKS`.
         ir: the kept IR; empty counts as no shared memory.
     """
+    # A kernel that spills is reported in a paragraph, wrapped in the middle of what we look for.
+    remarks = " ".join(remarks.split())
     shared = _shared_memory(ir)
     starts = list(_ENTRY.finditer(remarks))
     ends = [start.start() for start in starts[1:]] + [len(remarks)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,13 @@ def test_report_is_read() -> None:
         KernelReport("kernel_cutlass_scale_0", 168, 16, 8, 12, 232448 + 64),
     ]
     assert kernel_reports("nothing of interest", "") == []
+
+
+def test_reports_of_wrapped_remarks():
+    """As the compiler prints them when a kernel spills: indented, and wrapped at spaces."""
+    wrapped = textwrap.fill(REMARKS, 48, subsequent_indent=" " * 10, break_long_words=False)
+    assert "entry function\n" in wrapped
+    assert kernel_reports(wrapped, IR) == kernel_reports(REMARKS, IR)
 
 
 def parse(*arguments: str) -> argparse.Namespace:
