@@ -4,16 +4,12 @@ import cutlass
 from cutlass import cute
 from cutlass.memory import SmemAllocator
 
-from dsv4.kernels.attention.fmha_sm90_device import row_pointer
+from dsv4.kernels.attention.fmha_workspace import MAX_SPLITS, STATS
 from dsv4.kernels.attention.softmax import LN_2, LOG2_E, exp2
 
 THREADS = 128
-# One lane weighs one split.
-MAX_SPLITS = 32
 # Splits of a thread: their loads are under way together.
 BATCH = 4
-# Partials carry [max, sum, gate offset of the lse, 0] per row: one 16-byte store.
-STATS = 4
 
 
 class Combine:
@@ -115,6 +111,17 @@ class Combine:
                 lse[token, head] = row_lse(top, total, stats[2, row * num_splits])
 
 
+def row_pointer(tensor: cute.Tensor, token, head) -> cute.Pointer:
+    """16-byte aligned address of tensor[token, head, 0], which may be past 2^31 elements."""
+    offset = cutlass.Int64(token) * tensor.stride[0] + cutlass.Int64(head) * tensor.stride[1]
+    return cute.make_ptr(
+        tensor.element_type,
+        (tensor.iterator + offset).toint(),
+        cute.AddressSpace.gmem,
+        assumed_align=16,
+    )
+
+
 def partial_pointer(workspace: cute.Tensor, index, head_dim: int) -> cute.Pointer:
     """16-byte aligned address of partial row `index` = row * num_splits + split."""
     address = (workspace.iterator + cutlass.Int64(index) * head_dim).toint()
@@ -122,7 +129,10 @@ def partial_pointer(workspace: cute.Tensor, index, head_dim: int) -> cute.Pointe
 
 
 def partial_stats(workspace: cute.Tensor, rows, num_splits, head_dim: int) -> cute.Tensor:
-    """Statistics [4, row * num_splits + split], behind the partial rows."""
+    """Statistics [STATS, row * num_splits + split], behind the partial rows.
+
+    Max, sum, gate offset of the lse, and a 0 that makes them one 16-byte store.
+    """
     count = cutlass.Int64(rows) * num_splits
     pointer = partial_pointer(workspace, count, head_dim)
     return cute.make_tensor(pointer, cute.make_layout((STATS, count)))

@@ -11,6 +11,8 @@ from cutlass.experimental.cuda.tensor_map import (
     create_tensor_map_tiled,
 )
 
+from dsv4.kernels.attention.fmha_combine import row_pointer
+
 SWIZZLE_OF_BYTES = {64: TensorMapSwizzle.s64b, 128: TensorMapSwizzle.s128b}
 
 
@@ -127,17 +129,6 @@ def quad_transpose(words: cute.Tensor, lane_in_quad):
                     cutlass.select_(is_upper, got, words[low]),
                     cutlass.select_(is_upper, words[high], got),
                 )
-
-
-def row_pointer(tensor: cute.Tensor, token, head) -> cute.Pointer:
-    """16-byte aligned address of tensor[token, head, 0], which may be past 2^31 elements."""
-    offset = cutlass.Int64(token) * tensor.stride[0] + cutlass.Int64(head) * tensor.stride[1]
-    return cute.make_ptr(
-        tensor.element_type,
-        (tensor.iterator + offset).toint(),
-        cute.AddressSpace.gmem,
-        assumed_align=16,
-    )
 
 
 @cute.jit

@@ -11,9 +11,9 @@ from cutlass.utils import blackwell_helpers as sm100
 
 from dsv4.kernels.attention import mask
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.fmha_combine import STATS
 from dsv4.kernels.attention.fmha_plan import KEYS
 from dsv4.kernels.attention.fmha_types import Keys, Operands, Work
+from dsv4.kernels.attention.fmha_workspace import STATS
 
 PRODUCER = pipeline.PipelineUserType.Producer
 CONSUMER = pipeline.PipelineUserType.Consumer
