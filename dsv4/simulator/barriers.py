@@ -16,6 +16,12 @@ NAMED_BARRIERS = 16
 _PENDING_SHIFT = 40  # of the pending count in a state token; the phase is below
 
 
+def _whole(w: Warp, mask: np.ndarray, instruction: str) -> None:
+    """All threads of the warp that have not exited must take part."""
+    if mask is not ALL and (w.frames[0].mask & ~mask).any():
+        raise KernelFault(f"{instruction} in a part of a warp: all its threads must take it")
+
+
 def _named(w: Warp, number: int, count: int | None) -> tuple[NamedBarrier, int]:
     if not 0 <= number < NAMED_BARRIERS:
         raise KernelFault(f"named barrier {number}, there are {NAMED_BARRIERS}")
@@ -56,6 +62,9 @@ def _others_exited(w: Warp, barrier: NamedBarrier) -> bool:
 
 
 def bar_arrive(w: Warp, number: np.ndarray, count: np.ndarray, mask) -> None:
+    if not mask.any():
+        return
+    _whole(w, mask, "bar.arrive")
     n = int(number[mask.argmax()])
     barrier, expected = _named(w, n, int(count[mask.argmax()]))
     barrier.detached += 32
@@ -65,6 +74,7 @@ def bar_arrive(w: Warp, number: np.ndarray, count: np.ndarray, mask) -> None:
 def bar_sync(w: Warp, number: np.ndarray, count: np.ndarray | None, mask) -> bool:
     if not mask.any():
         return True
+    _whole(w, mask, "bar.sync")
     lane = int(mask.argmax())
     n = int(number[lane])
     if w.bar_ticket is None:
@@ -103,43 +113,57 @@ def bar_reduce(w: Warp, op: str, number, count, predicate, mask) -> np.ndarray |
     return np.full(32, every.all() if op == "and" else every.any(), np.bool_)
 
 
-def cluster_arrive(w: Warp, release: bool = True) -> None:
-    cluster = w.cluster
-    if w.cluster_ticket is not None:
+def cluster_arrive(w: Warp, release: bool, aligned: bool, mask: np.ndarray) -> None:
+    """Every thread of the cluster arrives for itself."""
+    if not mask.any():
+        return
+    if aligned:
+        _whole(w, mask, "barrier.cluster.arrive.aligned")
+    if (w.cluster_tickets[mask] >= 0).any():
         raise KernelFault("barrier.cluster.arrive twice without a wait")
-    w.cluster_ticket = cluster.barrier_generation
+    cluster = w.cluster
+    w.cluster_tickets[mask] = cluster.barrier_generation
     if w.launch.monitor is not None:
-        w.launch.monitor.release(w, ("cluster", cluster.barrier_generation), relaxed=not release)
-    cluster.barrier_arrived += 1
+        key = ("cluster", cluster.barrier_generation)
+        w.launch.monitor.release(w, key, mask, relaxed=not release)
+    cluster.barrier_arrived += int(mask.sum())
     _complete_cluster(w)
 
 
 def _complete_cluster(w: Warp) -> None:
-    """Pass the cluster barrier if every warp has arrived, or has exited without."""
+    """Pass the cluster barrier if every thread has arrived, or has exited without."""
     cluster = w.cluster
-    missing = cluster.warps_total - cluster.barrier_arrived
+    missing = 32 * cluster.warps_total - cluster.barrier_arrived
     if missing:
-        warps = (warp for cta in cluster.ctas for warp in cta.warps)
-        missing -= sum(
-            warp.done and warp.cluster_ticket != cluster.barrier_generation for warp in warps
-        )
+        for warp in (warp for cta in cluster.ctas for warp in cta.warps):
+            exited = ~warp.frames[0].mask if warp.frames else ALL
+            missing -= int((exited & (warp.cluster_tickets != cluster.barrier_generation)).sum())
     if not missing:
         cluster.barrier_arrived = 0
         cluster.barrier_generation += 1
 
 
-def cluster_wait(w: Warp) -> bool:
-    if w.cluster_ticket is None:
+def cluster_wait(w: Warp, aligned: bool, mask: np.ndarray) -> bool:
+    """Wait for the generation in which each thread arrived."""
+    if not mask.any():
+        return True
+    if aligned:
+        _whole(w, mask, "barrier.cluster.wait.aligned")
+    tickets = w.cluster_tickets[mask]
+    if (tickets < 0).any():
         raise KernelFault("barrier.cluster.wait without an arrive")
     cluster = w.cluster
-    if cluster.barrier_generation == w.cluster_ticket:
+    if (tickets == cluster.barrier_generation).any():
         _complete_cluster(w)
-    if cluster.barrier_generation == w.cluster_ticket:
-        w.waiting = f"cluster barrier ({cluster.barrier_arrived} of {cluster.warps_total} warps)"
+    if (tickets == cluster.barrier_generation).any():
+        threads = 32 * cluster.warps_total
+        w.waiting = f"cluster barrier ({cluster.barrier_arrived} of {threads} threads arrived)"
         return False
     if w.launch.monitor is not None:
-        w.launch.monitor.acquire(w, ("cluster", w.cluster_ticket))
-    w.cluster_ticket = None
+        for generation in np.unique(tickets).tolist():
+            lanes = mask & (w.cluster_tickets == generation)
+            w.launch.monitor.acquire(w, ("cluster", generation), lanes)
+    w.cluster_tickets[mask] = -1
     return True
 
 

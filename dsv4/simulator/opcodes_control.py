@@ -66,10 +66,11 @@ def barrier(e: BlockEmitter, ins: Instruction) -> None:
     parts = [p for p in ins.parts if p not in ("cta", "aligned")]
     e.mark()
     if parts[1] == "cluster":
+        aligned = "aligned" in ins.parts
         if parts[2] == "arrive":
-            e.line(f"cluster_arrive(w, {'relaxed' not in parts})")
+            e.line(f"cluster_arrive(w, {'relaxed' not in parts}, {aligned}, {e.mask})")
         else:
-            _park_unless(e, "cluster_wait(w)")
+            _park_unless(e, f"cluster_wait(w, {aligned}, {e.mask})")
     elif parts[1] == "warp":
         e.line(f"warp_sync(w, {e.mask})")
     elif parts[1] == "arrive":

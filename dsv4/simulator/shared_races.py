@@ -259,16 +259,19 @@ class SharedRaces(Findings):
         self.report("access to a CTA that may have exited", message, (at,), (at,))
 
     # --- threads and barriers --------------------------------------------------------------------
-    def release(self, w, key: tuple, relaxed: bool = False) -> None:
-        """Arrival of a whole warp at a barrier."""
-        w.order.catch_up(w.collectives)
-        w.order.covers(None)
-        w.cluster.state.clocks.release(w.agent, key, relaxed=relaxed)
+    def release(self, w, key: tuple, mask=None, relaxed: bool = False) -> None:
+        """Arrival of a warp, or some lanes of it, at a barrier."""
+        lanes = lanes_of(w, mask)
+        w.order.covers(lanes)
+        w.cluster.state.clocks.release(w.agent, key, lanes, relaxed=relaxed)
+        w.order.leave_behind(lanes)
 
-    def acquire(self, w, key: tuple) -> None:
-        """A whole warp leaves a barrier, which orders its lanes too."""
-        w.cluster.state.clocks.acquire(w.agent, key)
-        w.order.sync()
+    def acquire(self, w, key: tuple, mask=None) -> None:
+        """A warp, or some lanes of it, leave a barrier; a whole warp's lanes are then ordered."""
+        lanes = lanes_of(w, mask)
+        w.cluster.state.clocks.acquire(w.agent, key, lanes)
+        if lanes is None:
+            w.order.sync()
 
     def warp_sync(self, w) -> None:
         """bar.warp.sync."""

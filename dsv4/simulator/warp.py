@@ -47,7 +47,8 @@ class Warp:
         self.carry = np.zeros(32, np.int64)
         self.bar_ticket: tuple[int, int] | None = None
         self.bar_values: list[np.ndarray] = []
-        self.cluster_ticket: int | None = None
+        # Generation of the cluster barrier at which each thread arrived and has not waited, or -1.
+        self.cluster_tickets = np.full(32, -1, np.int64)
         # Asynchronous work tied to the warp.
         self.bulk_open: list = []
         self.bulk_groups: deque = deque()

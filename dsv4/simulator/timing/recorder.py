@@ -175,10 +175,10 @@ class Recorder:
         else:
             events.append(trace.Signal(w.at, key, count))
 
-    def release(self, w, key: Key, relaxed: bool = False) -> None:
+    def release(self, w, key: Key, mask=None, relaxed: bool = False) -> None:
         self._signal(w, key)
 
-    def acquire(self, w, key: Key) -> None:
+    def acquire(self, w, key: Key, mask=None) -> None:
         self._add(w, trace.Wait(w.at, key))
 
     def release_barrier(self, w, barrier, mask=None) -> None:
