@@ -140,7 +140,10 @@ class Shadow(Cells):
     def settled(self, where, seen: np.ndarray, other: np.ndarray, engines: int | None) -> bool:
         """The common case, quickly: one agent wrote all of the cells last, and both clocks cover
         it (`other` does not matter for engines, agents from that number on)."""
-        writer, clock = self.writer[where], int(np.maximum.reduce(self.write_clock[where]))
+        writer = self.writer[where]
+        if not len(writer):
+            return True
+        clock = int(np.maximum.reduce(self.write_clock[where]))
         first = int(writer[0])
         if first < 0 or np.logical_or.reduce(writer != first) or clock > seen[first]:
             return False

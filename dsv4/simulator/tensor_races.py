@@ -134,8 +134,7 @@ class TensorRaces(SharedRaces):
     ) -> None:
         """tcgen05.cp: shared memory read, TMEM written, in order with products."""
         agent, clock, seen = self._tensor_core(w)
-        if len(index):  # tcgen05.shift reads none
-            self._engine_reads(w, cta, np.unique(index >> 2), agent, clock, "tcgen05.cp", lane)
+        self._engine_reads(w, cta, np.unique(index >> 2), agent, clock, "tcgen05.cp", lane)
         where = column_granules(column, columns, tuple(np.unique(lanes // 16).tolist()))
         self._tmem(w, cta, where, agent, clock, seen, True, "tcgen05.cp")
 
