@@ -13,6 +13,7 @@ from dsv4.simulator.memory import OFFSET_MASK, NamedBarrier
 from dsv4.simulator.warp import ALL, Warp
 
 NAMED_BARRIERS = 16
+_MISSED = 0.25  # of the completions that a test in the `random` schedule may miss
 _PENDING_SHIFT = 40  # of the pending count in a state token; the phase is below
 
 
@@ -50,7 +51,7 @@ def _arrive_named(w: Warp, number: int, barrier: NamedBarrier, expected: int) ->
     if w.launch.monitor is not None:
         w.launch.monitor.release(w, ("bar", w.cta.rank, number, barrier.generation))
     if barrier.arrived == expected:
-        barrier.complete()
+        barrier.complete(w.turn)
 
 
 def _others_exited(w: Warp, barrier: NamedBarrier) -> bool:
@@ -83,13 +84,14 @@ def bar_sync(w: Warp, number: np.ndarray, count: np.ndarray | None, mask) -> boo
         _arrive_named(w, n, barrier, expected)
     barrier = w.cta.named[n]
     if barrier.generation == w.bar_ticket[1] and _others_exited(w, barrier):
-        barrier.complete()
+        barrier.complete(w.turn)
     if barrier.generation == w.bar_ticket[1]:
         w.waiting = f"barrier {n} ({barrier.arrived} of {barrier.expected} threads arrived)"
         return False
     if w.launch.monitor is not None:
         w.launch.monitor.acquire(w, ("bar", w.cta.rank, n, w.bar_ticket[1]))
     w.bar_ticket = None
+    w.informed_in = max(w.informed_in, barrier.completed_in)
     return True
 
 
@@ -141,6 +143,7 @@ def _complete_cluster(w: Warp) -> None:
     if not missing:
         cluster.barrier_arrived = 0
         cluster.barrier_generation += 1
+        cluster.barrier_completed_in = w.turn
 
 
 def cluster_wait(w: Warp, aligned: bool, mask: np.ndarray) -> bool:
@@ -164,6 +167,7 @@ def cluster_wait(w: Warp, aligned: bool, mask: np.ndarray) -> bool:
             lanes = mask & (w.cluster_tickets == generation)
             w.launch.monitor.acquire(w, ("cluster", generation), lanes)
     w.cluster_tickets[mask] = -1
+    w.informed_in = max(w.informed_in, cluster.barrier_completed_in)
     return True
 
 
@@ -177,7 +181,7 @@ def mbarrier_init(w: Warp, address: np.ndarray, count: np.ndarray, mask) -> None
         offset = a & OFFSET_MASK
         if offset + 8 > cta.shared_limit:
             raise KernelFault(f"mbarrier at offset {offset:#x} is outside shared memory")
-        w.cluster.barriers[a] = MemoryBarrier(a, int(count[lane]))
+        w.cluster.barriers[a] = MemoryBarrier(a, int(count[lane]), w.launch)
         cta.s8[offset : offset + 8] = 0
         if w.launch.monitor is not None:
             w.launch.monitor.barrier_init(w, a)
@@ -195,6 +199,7 @@ def mbarrier_arrive(w: Warp, address, count, expected, mask, drop: bool = False)
     state = np.zeros(32, np.uint64)
     released = None
     for lane in np.flatnonzero(mask).tolist():
+        w.informed_in = w.turn
         barrier = w.cluster.barrier(int(address[lane]))
         state[lane] = barrier.phase | barrier.pending << _PENDING_SHIFT
         if w.launch.monitor is not None and released != (barrier.address, barrier.phase):
@@ -212,11 +217,13 @@ def mbarrier_arrive(w: Warp, address, count, expected, mask, drop: bool = False)
 
 def mbarrier_expect(w: Warp, address: np.ndarray, size: np.ndarray, mask) -> None:
     for lane in np.flatnonzero(mask).tolist():
+        w.informed_in = w.turn
         w.cluster.barrier(int(address[lane])).expect(int(size[lane]))
 
 
 def mbarrier_complete(w: Warp, address: np.ndarray, size: np.ndarray, mask) -> None:
     for lane in np.flatnonzero(mask).tolist():
+        w.informed_in = w.turn
         w.cluster.barrier(int(address[lane])).complete(int(size[lane]))
 
 
@@ -239,6 +246,7 @@ def _passed(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> tuple[boo
 
 
 def _acquire(w: Warp, barrier: MemoryBarrier, mask: np.ndarray) -> None:
+    w.informed_in = max(w.informed_in, barrier.completed_in)
     if w.launch.monitor is not None:
         w.launch.monitor.acquire_barrier(w, barrier, mask)
 
@@ -256,11 +264,26 @@ def mbarrier_test(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> np.
     out = np.zeros(32, np.bool_)
     if not mask.any():
         return out
+    if w.launch.schedule == "random" and _tested_before(w, address[mask]):
+        w.polling = True
+        return out
     passed, waiting = _passed(w, address, parity, mask)
     if passed:
         return ALL
     w.polling, w.waiting = True, waiting
     return out
+
+
+def _tested_before(w: Warp, addresses: np.ndarray) -> bool:
+    """Let a test miss a completion now and then, as if the warp had been here a little earlier.
+
+    It may, as long as nothing it did or waited for since then comes after the completion.
+    """
+    if w.polling or w.launch.random.random() >= _MISSED:
+        return False
+    return all(
+        w.cluster.barrier(a).completed_in > w.informed_in for a in np.unique(addresses).tolist()
+    )
 
 
 def mbarrier_test_state(w: Warp, address: np.ndarray, state: np.ndarray, mask) -> np.ndarray:

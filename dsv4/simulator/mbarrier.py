@@ -10,18 +10,20 @@ MAX_COUNT = (1 << 20) - 1
 class MemoryBarrier:
     """State of one mbarrier. A phase completes when no arrival and no byte is pending."""
 
-    __slots__ = ("address", "count", "pending", "phase", "transactions")
+    __slots__ = ("address", "completed_in", "count", "launch", "pending", "phase", "transactions")
 
-    def __init__(self, address: int, count: int):
+    def __init__(self, address: int, count: int, launch):
         if not 1 <= count <= MAX_COUNT:
             raise KernelFault(f"mbarrier.init with count {count}, allowed 1..{MAX_COUNT}")
         self.address, self.count, self.pending = address, count, count
         self.transactions, self.phase = 0, 0
+        self.launch, self.completed_in = launch, launch.turn  # the turn of the last completion
 
     def _check(self) -> None:
         if self.pending == 0 and self.transactions == 0:
             self.phase += 1
             self.pending = self.count
+            self.completed_in = self.launch.turn
 
     def arrive(self, count: int = 1) -> None:
         """Count arrivals; more than the phase expects is a fault."""

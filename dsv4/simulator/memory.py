@@ -108,6 +108,9 @@ class Cta:
         self.name = f"CTA {index}"
         self.warps: list = []
         self.products: dict[tuple[int, int], object] = {}  # wgmmas some warp has yet to issue
+        # Of instructions that some warps of a warpgroup have yet to reach: (warpgroup, number) ->
+        # (instruction, first warp, warps that have).
+        self.wgmma_steps: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def tensor_memory(self) -> np.ndarray:
         """TMEM as [column, lane] of 32-bit words."""
@@ -120,19 +123,23 @@ class NamedBarrier:
     """A `bar`: threads arrived in this generation, the count expected, and the generation.
 
     `everyone` is True for a barrier of all threads of the CTA, which does not wait for those that
-    have exited; `detached` are the threads that arrived without waiting.
+    have exited; `detached` are the threads that arrived without waiting; `completed_in` is the turn
+    of the last completion.
     """
 
-    __slots__ = ("arrived", "detached", "everyone", "expected", "generation", "reduction")
+    __slots__ = (
+        "arrived", "completed_in", "detached", "everyone", "expected", "generation", "reduction",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.arrived, self.expected, self.generation = 0, None, 0
-        self.everyone, self.detached = False, 0
+        self.everyone, self.detached, self.completed_in = False, 0, 0
         self.reduction: list[int] = []
 
-    def complete(self) -> None:
+    def complete(self, turn: int) -> None:
         """Let the waiting threads pass."""
         self.arrived = self.detached = 0
+        self.completed_in = turn
         self.generation += 1
 
 
@@ -145,7 +152,7 @@ class Cluster:
         self.engine = launch.engine_for(self)
         self.ctas: list[Cta] = []
         self.barriers: dict[int, MemoryBarrier] = {}
-        self.barrier_arrived, self.barrier_generation = 0, 0
+        self.barrier_arrived, self.barrier_generation, self.barrier_completed_in = 0, 0, 0
         self.warps_total = 0
         self.state = None  # the checker's
 

@@ -47,8 +47,8 @@ def load(e: BlockEmitter, ins: Instruction) -> None:
     else:
         address = e.address(ins.operands[1], "u32" if space == "shared" else "u64")
         e.line(f"{out} = load_{space}(w, {address}, {count}, {bits}, {e.mask})")
-    if space in ("global", "generic") and any(p in ins.parts for p in _STRONG):
-        # A flag another CTA may set: give the others a turn before the next block.
+    if space in ("global", "generic", "shared") and any(p in ins.parts for p in _STRONG):
+        # A flag that another warp may set: give the others a turn before the next block.
         e.line("w.polling = True")
     for i, target in enumerate(targets):
         if target != "_":

@@ -62,6 +62,7 @@ def _namespace() -> dict[str, object]:
         mma_sync=mma_sync.multiply,
         transpose_matrix=mma_sync.transpose,
         wgmma_issue=wgmma.issue,
+        wgmma_in_step=wgmma.in_step,
         wgmma_commit=wgmma.commit,
         wgmma_wait=wgmma.wait,
     )

@@ -80,6 +80,7 @@ class Launch:
         self.param_bytes = bytes(raw)
         self.random = random.Random(self.seed)
         self.quantum = QUANTUM[self.schedule]
+        self.turn = 0  # number of warps' turns so far
         # Clusters not started yet, last first; cluster launch control may cancel them.
         self.waiting: list[tuple[int, tuple[int, int, int]]] = []
 
@@ -131,6 +132,7 @@ class Resident:
         if launch.schedule != "eager":
             launch.random.shuffle(self.live)
         for warp in self.live:
+            launch.turn += 1
             # May wake a warp that had its turn already: not a sign of a deadlock.
             if engine.maybe_step():
                 progressed = True

@@ -45,6 +45,8 @@ class Warp:
         self.special_registers: dict[str, np.ndarray] = {}
         self.local: np.ndarray | None = None
         self.carry = np.zeros(32, np.int64)
+        self.turn = 0  # the last turn it had, of all warps' turns
+        self.informed_in = 0  # the last turn in which the warp may have learnt of others' progress
         self.bar_ticket: tuple[int, int] | None = None
         self.bar_values: list[np.ndarray] = []
         # Generation of the cluster barrier at which each thread arrived and has not waited, or -1.
@@ -57,7 +59,7 @@ class Warp:
         self.copy_groups: deque = deque()
         self.wgmma_pending: deque = deque()  # products not known to be complete
         self.wgmma_results: dict[tuple, tuple] = {}  # accumulators -> their last values
-        self.wgmma_issued = 0
+        self.wgmma_issued = self.wgmma_steps = 0
         self.wgmma_fenced = False  # no register of wgmma touched since the last wgmma.fence
         self.wgmma_groups: deque[int] = deque()  # last product of each committed group
         self.tmem_loads: list = []
@@ -204,7 +206,9 @@ class Warp:
         hits, exit_block = program.hits, program.exit
         left = self.launch.quantum
         progressed = swapped = False
-        self.polling = False
+        if self.polling:
+            self.informed_in = self.turn
+        self.turn, self.polling = self.launch.turn, False
         while self.frames:
             frame = self.frames[-1]
             if frame.block == frame.rejoin or frame.block == exit_block:

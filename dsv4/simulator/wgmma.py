@@ -138,10 +138,28 @@ def _store(part: Part, d_type: str, values: np.ndarray) -> None:
     w.wgmma_results[part.accumulators] = (rows, block)
 
 
+def in_step(w: Warp) -> None:
+    """The warps of a warpgroup must come to the same wgmma.fence, .mma_async and .commit_group:
+    on hardware those in different branches would wait for each other for ever."""
+    w.wgmma_steps += 1
+    steps, key = w.cta.wgmma_steps, (w.number // 4, w.wgmma_steps)
+    at, first, passed = steps.get(key, (w.at, w.number, 0))
+    if at != w.at:
+        there, here = (w.program.entry.instructions[i].where() for i in (at, w.at))
+        raise KernelFault(
+            f"warps {first} and {w.number} of one warpgroup take different wgmma instructions:\n"
+            f"  warp {first}: {there}\n  warp {w.number}: {here}"
+        )
+    steps[key] = at, first, passed + 1
+    if passed + 1 == len(_warpgroup(w)):
+        del steps[key]
+
+
 def issue(w: Warp, form, accumulators, a, b, scale_d, signs, majors, mask) -> None:
     """wgmma.mma_async: the warp must be whole, its operands uniform."""
     if mask is not ALL:
         raise KernelFault("wgmma.mma_async needs all lanes of the warp")
+    in_step(w)
     a = a if isinstance(a, tuple) else int(a[0])
     b = int(b[0])
     w.wgmma_issued += 1
@@ -171,6 +189,7 @@ def _warpgroup(w: Warp) -> list[Warp]:
 
 def commit(w: Warp) -> None:
     """wgmma.commit_group."""
+    in_step(w)
     w.wgmma_groups.append(w.wgmma_issued)
 
 
@@ -231,6 +250,7 @@ def emit_multiply(e: BlockEmitter, ins: Instruction) -> None:
 @emits("wgmma.fence")
 def emit_fence(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()
+    e.line("wgmma_in_step(w)")
     e.line("w.wgmma_fenced = True")
 
 
