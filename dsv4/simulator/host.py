@@ -29,7 +29,7 @@ from dsv4.simulator.scheduler import LaunchConfig
 SUPPORTED_DSL = "4.8"
 _RUNTIME_SYMBOL = re.compile(r"^(_cu|cuda_dialect_|CuteDSLRT_)")
 _ATTRIBUTE_BYTES = 72
-_CLUSTER_ATTRIBUTE, _PROGRAMMATIC_ATTRIBUTE = 4, 6
+_COOPERATIVE_ATTRIBUTE, _CLUSTER_ATTRIBUTE, _PROGRAMMATIC_ATTRIBUTE = 2, 4, 6
 _CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32),
     ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.POINTER(ctypes.c_void_p),
@@ -195,7 +195,7 @@ class HostRunner:
             entry = self.module.entries.get(kernel)
             if entry is None:
                 raise SimulatorError(f"launched kernel {kernel} is not in the PTX")
-            cluster, programmatic = (1, 1, 1), False
+            cluster, programmatic, cooperative = (1, 1, 1), False, False
             for i in range(count):
                 raw = ctypes.string_at(attributes + _ATTRIBUTE_BYTES * i, _ATTRIBUTE_BYTES)
                 kind = int.from_bytes(raw[:4], "little")
@@ -206,13 +206,22 @@ class HostRunner:
                     cluster = words
                 elif kind == _PROGRAMMATIC_ATTRIBUTE:
                     programmatic = bool(words[0])
+                elif kind == _COOPERATIVE_ATTRIBUTE:
+                    cooperative = bool(words[0])
             params = [
                 ctypes.string_at(arguments[i], size)
                 for i, (_, size) in enumerate(entry.params.values())
             ]
             self.launches.append(
                 LaunchConfig(
-                    kernel, tuple(grid[:3]), tuple(block[:3]), cluster, shared, params, programmatic
+                    kernel,
+                    tuple(grid[:3]),
+                    tuple(block[:3]),
+                    cluster,
+                    shared,
+                    params,
+                    programmatic,
+                    cooperative,
                 )
             )
             return 0

@@ -16,6 +16,7 @@ import numpy as np
 from dsv4.simulator.asynchronous import AsyncEngine
 from dsv4.simulator.errors import Deadlock, KernelFault
 from dsv4.simulator.memory import SYSTEM_SHARED_BYTES, Cluster, Cta, GlobalMemory
+from dsv4.simulator.occupancy import ctas_per_multiprocessor
 from dsv4.simulator.program import Program, check_launchable
 from dsv4.simulator.warp import Warp
 
@@ -38,6 +39,7 @@ class LaunchConfig:
     shared: int
     params: list[bytes]
     programmatic: bool = False  # may start before the launch before it is complete
+    cooperative: bool = False  # all of its CTAs must fit the GPU at once
 
 
 @dataclass
@@ -74,6 +76,7 @@ class Launch:
                 f"{config.shared + self.static_shared} bytes of shared memory, "
                 f"a CTA can have {SHARED_LIMIT}"
             )
+        self.resident_clusters = self._resident_clusters()
         raw = bytearray(self.program.entry.param_bytes)
         for (offset, size), value in zip(self.program.entry.params.values(), config.params):
             raw[offset : offset + size] = value
@@ -83,6 +86,22 @@ class Launch:
         self.turn = 0  # number of warps' turns so far
         # Clusters not started yet, last first; cluster launch control may cancel them.
         self.waiting: list[tuple[int, tuple[int, int, int]]] = []
+
+    def _resident_clusters(self) -> int:
+        """Clusters that are on the GPU at once, at most. Only a cooperative launch may count on
+        more than one CTA for each multiprocessor.
+        """
+        ctas = self.multiprocessors
+        if self.config.cooperative:
+            used = self.config.shared + self.static_shared
+            ctas *= ctas_per_multiprocessor(self.threads, used)
+            wanted = self.grid[0] * self.grid[1] * self.grid[2]
+            if wanted > ctas:
+                raise KernelFault(
+                    f"cooperative launch of {wanted} CTAs, {ctas} fit {self.multiprocessors} "
+                    "multiprocessors at once (CUDA error 720: cooperative launch too large)"
+                )
+        return max(1, ctas // self.cluster_size)
 
     def engine_for(self, cluster: Cluster) -> AsyncEngine:
         """The asynchronous engine of a new cluster."""
@@ -174,7 +193,6 @@ def run_launch(launch: Launch, mine: list[tuple[int, tuple[int, int, int]]] | No
     waiting.reverse()
     launch.waiting = waiting
     width = 1 if launch.schedule == "eager" else 2
-    limit = max(1, launch.multiprocessors // launch.cluster_size)
     resident: list[Resident] = []
     idle = 0
     while resident or waiting:
@@ -195,7 +213,7 @@ def run_launch(launch: Launch, mine: list[tuple[int, tuple[int, int, int]]] | No
         if any(cluster.cluster.engine.step() for cluster in resident):
             idle = 0
             continue
-        if waiting and len(resident) < limit:
+        if waiting and len(resident) < launch.resident_clusters:
             resident.append(launch.start(*waiting.pop()))
             idle = 0
             continue

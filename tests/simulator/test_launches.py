@@ -7,6 +7,7 @@ import pytest
 import torch
 from cutlass import cute
 
+from dsv4.simulator import KernelFault, simulate
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.host import HostRunner
 from dsv4.simulator.ptx.parser import parse_module
@@ -89,3 +90,34 @@ def test_a_cta_outlives_its_own_copies():
     wait = "W: mbarrier.try_wait.parity.shared.b64 %p6, [%r30], 0, 1000;\n@!%p6 bra W;"
     assert kinds(body.format(wait=wait)) == []
     assert kinds(body.format(wait="")) == ["access to a CTA that may have exited"]
+
+
+@cute.kernel
+def _meet(flags: cute.Tensor):
+    """Every CTA waits for the last one."""
+    block, _, _ = cute.arch.block_idx()
+    last, _, _ = cute.arch.grid_dim()
+    flag = flags.iterator + last - 1
+    cute.arch.store(flags.iterator + block, cutlass.Int32(1), sem="release", scope="gpu")
+    while cute.arch.load(flag, cutlass.Int32, sem="acquire", scope="gpu") == 0:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("shared", "fit"), [(0, 32 * 132), (76 * 1024, 2 * 132), (227 * 1024, 132)]
+)
+def test_a_cooperative_launch_fits_the_gpu(shared, fit):
+    def launch(ctas):
+        @cute.jit
+        def call(flags: cute.Tensor, stream):
+            _meet(flags).launch(
+                grid=(ctas, 1, 1), block=(32, 1, 1), smem=shared, stream=stream, cooperative=True
+            )
+
+        flags = torch.zeros(ctas, dtype=torch.int32)
+        return simulate(compile_kernel(call, "sm_90a", flags), flags, races=False)
+
+    if shared:
+        launch(fit)
+    with pytest.raises(KernelFault, match=rf"{fit + 1} CTAs, {fit} fit 132 .* error 720"):
+        launch(fit + 1)

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.simulator.api import Simulation
+from dsv4.simulator.occupancy import ctas_per_multiprocessor
 from dsv4.simulator.timing.engine import Replay, Replayed, Span
 from dsv4.simulator.timing.machine import MACHINES, Machine
 from dsv4.simulator.timing.recorder import Choose, record
 from dsv4.simulator.timing.trace import LaunchTrace
 from dsv4.simulator.timing.units import MemoryRates
-
-SYSTEM_SHARED = 1024  # bytes of shared memory that the system takes from each CTA
-MAX_THREADS, MAX_CTAS = 2048, 32  # of one SM
 
 
 @dataclass(frozen=True)
@@ -208,8 +206,7 @@ def _memory_fraction(trace: LaunchTrace, machine: Machine, written: float) -> fl
 def _ctas_per_sm(trace: LaunchTrace, machine: Machine) -> int:
     """CTAs that fit an SM by shared memory and threads."""
     x, y, z = trace.config.block
-    by_memory = machine.shared_memory // (trace.shared_bytes + SYSTEM_SHARED)
-    return max(1, min(by_memory, MAX_THREADS // (x * y * z), MAX_CTAS))
+    return ctas_per_multiprocessor(x * y * z, trace.shared_bytes, machine.shared_memory)
 
 
 def _launch_us(trace: LaunchTrace, machine: Machine) -> float:
