@@ -150,11 +150,17 @@ class BlockEmitter:
     # --- driver ----------------------------------------------------------------------------------
     def source(self) -> str:
         """The Python source of the block's function."""
-        if self.needs_settling():
+        first, *others = self.entry.instructions[self.block.start : self.block.stop]
+        pending = self.touches_asynchronous()
+        synchronises = first.opcode.startswith(("wgmma.", "tcgen05.wait", "tcgen05.ld"))
+        if pending and not synchronises:
             self.line("if w.unsettled: w.settle()")
         if self.touches_wgmma():
             self.line("w.wgmma_fenced = False")
-        for ins in self.entry.instructions[self.block.start : self.block.stop]:
+        self.instruction(first)
+        if pending and others and first.parts[0] == "wgmma":
+            self.line("w.accumulators.write()")
+        for ins in others:
             self.instruction(ins)
         if not self.ended:
             self.flush()
@@ -163,13 +169,10 @@ class BlockEmitter:
         head = [f"def {name}(w, R):"] + ([] if self.full else [" m = w.mask"])
         return "\n".join(head + [" " + line for line in self.lines]) + "\n"
 
-    def needs_settling(self) -> bool:
+    def touches_asynchronous(self) -> bool:
         """True if the block touches registers that an asynchronous instruction may still write."""
         pending = self.symbols["asynchronous registers"]
-        if not pending or self.registers.by_block[self.block.number].isdisjoint(pending):
-            return False
-        first = self.entry.instructions[self.block.start]
-        return not first.opcode.startswith(("wgmma.", "tcgen05.wait", "tcgen05.ld"))
+        return not self.registers.by_block[self.block.number].isdisjoint(pending)
 
     def touches_wgmma(self) -> bool:
         """True if an ordinary instruction, other than a copy, uses registers of wgmma."""

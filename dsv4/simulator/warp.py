@@ -6,6 +6,7 @@ from collections import deque
 
 import numpy as np
 
+from dsv4.simulator.accumulators import Accumulators
 from dsv4.simulator.codegen import BLOCKED, DIVERGED
 from dsv4.simulator.errors import KernelFault, SimulatorError
 from dsv4.simulator.memory import SYSTEM_SHARED_BYTES, Cta
@@ -58,7 +59,7 @@ class Warp:
         self.copy_open: list = []
         self.copy_groups: deque = deque()
         self.wgmma_pending: deque = deque()  # products not known to be complete
-        self.wgmma_results: dict[tuple, tuple] = {}  # accumulators -> their last values
+        self.accumulators = Accumulators(self.registers)  # of wgmma
         self.wgmma_issued = self.wgmma_steps = 0
         self.wgmma_fenced = False  # no register of wgmma touched since the last wgmma.fence
         self.wgmma_groups: deque[int] = deque()  # last product of each committed group
@@ -267,6 +268,7 @@ class Warp:
             self.launch.monitor.tmem_used(self)
         self.unwaited_loads = False
         self.perform_wgmma(self.wgmma_issued)
+        self.accumulators.write()
         self.unsettled = False
 
     def perform_wgmma(self, last: int) -> None:

@@ -6,14 +6,13 @@ product happens at issue; otherwise when its group is waited for, or when the re
 
 from __future__ import annotations
 
-import operator
 import re
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from dsv4.simulator import numerics
+from dsv4.simulator.accumulators import ROWS, RegisterGroup, add_product, register_group
 from dsv4.simulator.codegen import BLOCKED, BlockEmitter, emits
 from dsv4.simulator.descriptors import MatrixDescriptor, element_index
 from dsv4.simulator.errors import KernelFault
@@ -33,16 +32,7 @@ _TYPES = {
     "s8": (1, lambda x: x.view(np.int8).astype(f32)),
 }
 _UNSIGNED = {1: u8, 2: u16, 4: u32}
-
-
-@lru_cache(maxsize=8)
-def _fragment_index(size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, column) of the elements [4, 32, per register] of an A fragment in registers."""
-    per = 4 // size
-    r = np.arange(4)[:, None, None]
-    t = np.arange(32)[None, :, None]
-    j = np.arange(per)[None, None, :]
-    return t // 4 + 8 * (r % 2) + 0 * j, t % 4 * per + 4 * per * (r // 2) + j
+WARPGROUP = 4  # warps
 
 
 def _shared_tile(cta: Cta, bits: int, rows: int, depth: int, kind: str, k_major: bool):
@@ -52,20 +42,24 @@ def _shared_tile(cta: Cta, bits: int, rows: int, depth: int, kind: str, k_major:
     return decode(cta.views[_UNSIGNED[size]].take(index))
 
 
-def _fragment_tile(registers, depth: int, kind: str) -> np.ndarray:
-    """[16, depth] float32 of one warp's A fragment, four uint32 arrays."""
+def _fragment_tile(fragments, depth: int, kind: str) -> np.ndarray:
+    """[16 * warps, depth] float32 of the warps' A fragments, four uint32 arrays each.
+
+    Element j of register r of lane t is at row t // 4 + 8 * (r % 2) and column
+    (t % 4 + 4 * (r // 2)) * elements per register + j.
+    """
     size, decode = _TYPES[kind]
-    rows, columns = _fragment_index(size)
-    tile = np.empty((16, depth), f32)
-    tile[rows, columns] = decode(np.stack([numerics.words(x, _UNSIGNED[size]) for x in registers]))
-    return tile
+    words = np.concatenate([x for fragment in fragments for x in fragment])
+    elements = decode(words.view(_UNSIGNED[size]))
+    places = elements.reshape(len(fragments), 2, 2, 8, 4, 4 // size)
+    return places.transpose(0, 2, 3, 1, 4, 5).reshape(-1, depth)
 
 
 class Part(NamedTuple):
-    """One warp's share of a product: accumulators are indices into its registers."""
+    """One warp's share of a product."""
 
     warp: Warp
-    accumulators: tuple[int, ...]
+    accumulators: RegisterGroup
     a: int | tuple
     accumulate: bool
 
@@ -79,6 +73,7 @@ class Product:
     def __init__(self, number: int, form, b: int, signs, majors):
         self.number, self.form, self.b, self.majors = number, form, b, majors
         self.negative = signs[0] * signs[1] < 0
+        self.issues = 0  # warps that have issued it
         self.waiting: list[Part] = []
 
     def perform(self) -> None:
@@ -86,63 +81,35 @@ class Product:
         parts, self.waiting = self.waiting, []
         if not parts:
             return
-        n, depth, d_type, a_type, b_type = self.form
-        cta = parts[0].warp.cta
-        b_tile = _shared_tile(cta, self.b, n, depth, b_type, not self.majors[1])
-        tiles = []
-        whole = None
-        for part in parts:
-            if isinstance(part.a, tuple):
-                tiles.append(_fragment_tile(part.a, depth, a_type))
-                continue
-            if whole is None:
-                whole = _shared_tile(cta, part.a, 64, depth, a_type, not self.majors[0])
-            first = 16 * (part.warp.number % 4)
-            tiles.append(whole[first : first + 16])
-        a_tile = np.concatenate(tiles)
+        parts.sort(key=lambda part: part.warp.number)
+        n, depth, d_type, _, b_type = self.form
+        b_tile = _shared_tile(parts[0].warp.cta, self.b, n, depth, b_type, not self.majors[1])
+        a_tile = self._a_tile(parts)
         if d_type == "s32":
             product = (a_tile.astype(np.float64) @ b_tile.T.astype(np.float64)).astype(i32)
         else:
             product = a_tile @ b_tile.T
-        if self.negative:
-            product = -product
-        # Register 4j + 2h + e of lane 4r + q holds row r + 8h, column 8j + 2q + e.
-        by_register = product.reshape(len(parts), 2, 8, n // 8, 4, 2).transpose(0, 3, 1, 5, 2, 4)
-        for part, values in zip(parts, by_register.reshape(len(parts), n // 2, 32)):
-            _store(part, d_type, values)
+        add_product(parts, d_type, -product if self.negative else product)
 
-
-def _store(part: Part, d_type: str, values: np.ndarray) -> None:
-    w, R = part.warp, part.warp.registers
-    if d_type == "f16":
-        for k, index in enumerate(part.accumulators):
-            pair = values[2 * k : 2 * k + 2]
-            if part.accumulate:
-                old = numerics.words(R[index], u16)
-                pair = pair + numerics.f32_of_f16(np.ascontiguousarray(old.T))
-            bits = numerics.f16_of_f32(pair)
-            R[index] = numerics.pack32(bits[0], bits[1])
-        return
-    held = [R[index] for index in part.accumulators]
-    dtype = held[0].dtype
-    if part.accumulate:
-        # Rows of the last result of these accumulators, if nothing touched them since.
-        rows, block = w.wgmma_results.get(part.accumulators, ((), None))
-        if len(rows) != len(held) or not all(map(operator.is_, rows, held)):
-            block = np.stack(held)
-        values = block.view(i32 if d_type == "s32" else f32) + values
-    block = np.ascontiguousarray(values).view(dtype)
-    rows = list(block)
-    for index, row in zip(part.accumulators, rows):
-        R[index] = row
-    w.wgmma_results[part.accumulators] = (rows, block)
+    def _a_tile(self, parts: list[Part]) -> np.ndarray:
+        """[16 * warps, K] float32: the warps' rows of A."""
+        _, depth, _, a_type, _ = self.form
+        if isinstance(parts[0].a, tuple):
+            return _fragment_tile([part.a for part in parts], depth, a_type)
+        cta = parts[0].warp.cta
+        whole = _shared_tile(cta, parts[0].a, WARPGROUP * ROWS, depth, a_type, not self.majors[0])
+        if len(parts) == WARPGROUP:
+            return whole
+        return whole.reshape(WARPGROUP, ROWS, depth)[
+            [part.warp.number % WARPGROUP for part in parts]
+        ].reshape(-1, depth)
 
 
 def in_step(w: Warp) -> None:
     """The warps of a warpgroup must come to the same wgmma.fence, .mma_async and .commit_group:
     on hardware those in different branches would wait for each other for ever."""
     w.wgmma_steps += 1
-    steps, key = w.cta.wgmma_steps, (w.number // 4, w.wgmma_steps)
+    steps, key = w.cta.wgmma_steps, (w.number // WARPGROUP, w.wgmma_steps)
     at, first, passed = steps.get(key, (w.at, w.number, 0))
     if at != w.at:
         there, here = (w.program.entry.instructions[i].where() for i in (at, w.at))
@@ -163,7 +130,7 @@ def issue(w: Warp, form, accumulators, a, b, scale_d, signs, majors, mask) -> No
     a = a if isinstance(a, tuple) else int(a[0])
     b = int(b[0])
     w.wgmma_issued += 1
-    number, group = w.wgmma_issued, w.number // 4
+    number, group = w.wgmma_issued, w.number // WARPGROUP
     if w.launch.monitor is not None:
         w.launch.monitor.wgmma(w, form, a, b, majors)
     engine = w.cluster.engine
@@ -174,17 +141,18 @@ def issue(w: Warp, form, accumulators, a, b, scale_d, signs, majors, mask) -> No
     elif (product.form, product.b, product.majors) != (form, b, majors):
         raise KernelFault(f"the warps of warpgroup {group} disagree about wgmma number {number}")
     product.waiting.append(Part(w, accumulators, a, bool(scale_d[0])))
+    product.issues += 1
     w.wgmma_pending.append(product)
     w.unsettled = True
-    if number == min(p.wgmma_issued for p in _warpgroup(w)):
+    if product.issues == len(_warpgroup(w)):
         del w.cta.products[group, number]
         if engine.eager:
             product.perform()
 
 
 def _warpgroup(w: Warp) -> list[Warp]:
-    first = w.number & ~3
-    return w.cta.warps[first : first + 4]
+    first = w.number & -WARPGROUP
+    return w.cta.warps[first : first + WARPGROUP]
 
 
 def commit(w: Warp) -> None:
@@ -208,7 +176,7 @@ def wait(w: Warp, groups: int) -> bool:
     w.perform_wgmma(last)
     while len(w.wgmma_groups) > groups:
         w.wgmma_groups.popleft()
-    w.unsettled = bool(w.tmem_loads or w.wgmma_pending)
+    w.unsettled = bool(w.tmem_loads or w.wgmma_pending or w.accumulators.unwritten)
     if w.launch.monitor is not None:
         w.launch.monitor.wgmma_waited(w, last)
     return True
@@ -228,9 +196,15 @@ def emit_multiply(e: BlockEmitter, ins: Instruction) -> None:
     m = re.fullmatch(r"m64n(\d+)k(\d+)", next(p for p in ins.parts if p.startswith("m64n")))
     n, depth = int(m.group(1)), int(m.group(2))
     d_type, a_type, b_type = (p for p in ins.parts[4:] if p in (*_TYPES, "f32", "s32"))
-    accumulators = tuple(e.registers.index[r] for r in e.vector(ins.operands[0]))
+    accumulators = f"accumulators_{ins.index}"
+    e.constants[accumulators] = register_group(
+        tuple(e.registers.index[r] for r in e.vector(ins.operands[0]))
+    )
     if ins.operands[1].startswith("{"):
-        a = "(" + ", ".join(e.value(r, "u32") for r in e.vector(ins.operands[1])) + ",)"
+        fragment = e.vector(ins.operands[1])
+        if not e.symbols["asynchronous registers"].isdisjoint(fragment):
+            e.line("if w.unsettled: w.settle()")
+        a = "(" + ", ".join(e.value(r, "u32") for r in fragment) + ",)"
     else:
         a = e.value(ins.operands[1], "u64")
     b, scale_d = e.value(ins.operands[2], "u64"), e.value(ins.operands[3], "p")
