@@ -35,7 +35,6 @@ _CALLBACK = ctypes.CFUNCTYPE(
     ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint32, ctypes.POINTER(ctypes.c_void_p),
 )  # fmt: skip
 _CUDA_DEVICE = 2  # DLPack's kDLCUDA
-_NOT_SUPPORTED = 801
 
 
 class CudaView:
@@ -128,8 +127,6 @@ class HostRunner:
         if self.error is not None:
             raise self.error
         failure = self.stub.dsv4sim_failure()
-        if failure == _NOT_SUPPORTED:
-            raise SimulatorError("tensor maps of interleaved tensors are not simulated")
         if failure:
             raise SimulatorError("the host function could not make a tensor map: see its arguments")
         return self.launches

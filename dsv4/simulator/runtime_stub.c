@@ -6,7 +6,6 @@
 #include <string.h>
 
 #define INVALID_VALUE 1
-#define NOT_SUPPORTED 801
 
 typedef int (*launch_callback)(const char *kernel, const uint32_t *grid, const uint32_t *block,
                                uint64_t shared, const void *attributes, uint32_t count,
@@ -97,7 +96,8 @@ int dsv4sim_cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *k, int b
 }
 
 /* The tensor map of TMA, as the driver encodes it; tensor_map.py reads it back. Rejects what the
- * driver rejects: unaligned addresses, strides and box rows, boxes wider than the swizzle. */
+ * driver rejects: unaligned addresses, strides and box rows, boxes wider than the swizzle or larger
+ * than shared memory, NaN for integers, and on sm_90 what only Blackwell has. */
 int dsv4sim_cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void *address,
                                    const uint64_t *dims, const uint64_t *strides,
                                    const uint32_t *box, const uint32_t *steps, int interleave,
@@ -106,29 +106,35 @@ int dsv4sim_cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void 
    * are float32 with a rounding bit; the last three are 4- and 6-bit elements, some padded. */
   static const uint8_t code[16] = {0, 1, 2, 3, 4, 5, 6, 7, 9, 10, 8, 7, 8, 11, 12, 13};
   static const uint8_t bits[16] = {8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4, 8, 8};
-  uint64_t stride[5] = {0};
-  uint32_t i, inner, span, atomicity;
-  (void)promotion;
-  if (interleave) return NOT_SUPPORTED;
-  if (type < 0 || type > 15 || rank < 1 || rank > 5) return INVALID_VALUE;
-  if (swizzle < 0 || swizzle > 6 || !address || ((uint64_t)address & 15)) return INVALID_VALUE;
+  const int newest = capability_major >= 10;
+  uint64_t stride[5] = {0}, volume;
+  uint32_t i, inner, span, atomicity, unit = interleave == 2 ? 32 : 16;
+  if (interleave < 0 || interleave > 2 || (interleave && rank < 3)) return INVALID_VALUE;
+  if (type < 0 || type > (newest ? 15 : 12) || rank < 1 || rank > 5) return INVALID_VALUE;
+  if (swizzle < 0 || swizzle > (newest ? 6 : 3)) return INVALID_VALUE;
+  if ((uint64_t)address & (unit - 1)) return INVALID_VALUE;
+  if (fill && (type < 6 || type > 12)) return INVALID_VALUE;
   /* Beyond 3 come the 128-byte swizzles that keep 32, 32 (with 8-byte flips) or 64 bytes together. */
   atomicity = swizzle > 3 ? swizzle - 3 : 0;
   span = swizzle > 3 ? 3 : swizzle;
   inner = box[0] * bits[type] / 8;
-  if (inner & 15 || (span && inner > 16u << span)) return INVALID_VALUE;
+  if (inner & 15 || (span && !interleave && inner > 16u << span)) return INVALID_VALUE;
+  volume = bits[type] / 8;
   for (i = 0; i < rank; i++) {
     if (!dims[i] || dims[i] > 1ull << 32) return INVALID_VALUE;
     if (!box[i] || box[i] > 256 || !steps[i] || steps[i] > 8) return INVALID_VALUE;
+    volume *= box[i] / steps[i];
     if (i + 1 < rank) {
-      if (strides[i] & 15 || strides[i] >= 1ull << 40) return INVALID_VALUE;
+      if (strides[i] & (unit - 1) || strides[i] >= 1ull << 40) return INVALID_VALUE;
       stride[i] = strides[i] >> 4;
     }
   }
+  if (volume > (uint64_t)shared_limit) return INVALID_VALUE;
   memset(map, 0, 128);
   map[0] = (uint64_t)address;
-  map[1] = (rank - 1) << 4 | (uint64_t)code[type] << 7 | (uint64_t)span << 13 |
-           (uint64_t)(fill != 0) << 15 | (uint64_t)(type == 11 || type == 12) << 16 |
+  map[1] = (rank - 1) << 4 | (uint64_t)code[type] << 7 | (uint64_t)interleave << 11 |
+           (uint64_t)span << 13 | (uint64_t)(fill != 0) << 15 |
+           (uint64_t)(type == 11 || type == 12) << 16 | (uint64_t)(promotion & 3) << 17 |
            (uint64_t)atomicity << 19 | stride[0] << 32;
   map[2] = (stride[1] & 0xffffffff) | stride[2] << 32;
   map[3] = (stride[3] & 0xffffffff);

@@ -3,6 +3,11 @@
 Layout of the map (64-bit words): 0 address; 1 format and the first stride; 2, 3 strides (in units
 of 16 bytes, 36 bits each: low words first, the high nibbles together); 4..6 sizes minus one, then
 element strides; 6, 7 box sizes minus one.
+
+Interleaved tensors (NC/8HWC8 and the like) keep 16 or 32 bytes of channels together. As an H200
+does it, these are the units of dimension 0 (its size, box, coordinates and element stride),
+whatever the element type, and a box holds one slice of the last but one dimension, C/8. Without
+interleave dimension 0 has no element stride: the map's is ignored.
 """
 
 from __future__ import annotations
@@ -28,6 +33,7 @@ _SUB_BYTE = {11: (4, False), 12: (4, True), 13: (6, True)}
 _NAN_FILL = 0x7FF7  # in every 16 bits of elements outside the tensor
 _TF32_NAN = np.uint32(0x7FFFE000)
 _CHUNK = 16  # bytes; the granularity of the innermost dimension
+_SLICE = 16  # bytes of the channels kept together by the first kind of interleave; the second: 32
 _SWIZZLE_SPAN = {0: 0, 1: 32, 2: 64, 3: 128}
 # Of the 128-byte swizzle: bytes kept together, and whether the 8-byte halves of 16 bytes change
 # places in every other line of 128 bytes.
@@ -64,8 +70,11 @@ class TensorMap:
         if code not in _ELEMENTS or not 1 <= self.rank <= 5 or not self.address:
             raise KernelFault(f"tensor map is not valid: {raw[:64].hex()}")
         self.dtype, self.element = _ELEMENTS[code]
-        if form >> 11 & 3:
-            raise KernelFault("tensor maps of interleaved tensors are not simulated")
+        self.interleaved = form >> 11 & 3
+        if self.interleaved == 3 or (self.interleaved and code in _SUB_BYTE):
+            raise KernelFault(f"tensor map is not valid: {raw[:64].hex()}")
+        if self.interleaved:
+            self.element = _SLICE * self.interleaved
         self.span = _SWIZZLE_SPAN[(form >> 13) & 3]
         self.atom, self.flips = _ATOMICITY[form >> 19 & 3] if self.span == 128 else (16, False)
         self.fill = _NAN_FILL if form >> 15 & 1 else 0
@@ -80,6 +89,10 @@ class TensorMap:
         steps = (w[6] >> 32) & 0x7FFF
         self.steps = [((steps >> (3 * i)) & 7) + 1 for i in range(self.rank)]
         boxes = [w[6] >> 56] + [(w[7] >> (8 * i)) & 255 for i in range(4)]
+        if self.interleaved:
+            boxes[self.rank - 2] = 0
+        else:
+            self.steps[0] = 1
         self.box = [-(-(b + 1) // s) for b, s in zip(boxes[: self.rank], self.steps)]
         self.bits, self.padded = _SUB_BYTE.get(code, (8, False))
         self.chunk_bytes = 2 * self.bits if self.padded else _CHUNK  # that a copy transfers
@@ -103,7 +116,7 @@ class TensorMap:
 
     def _check(self) -> None:
         inner = self.row_bytes
-        if self.span and inner > self.span:
+        if self.span and inner > self.span and not self.interleaved:
             raise KernelFault(f"box rows of {inner} bytes exceed the {self.span}-byte swizzle")
         if inner % _CHUNK:
             raise KernelFault(f"box rows of {inner} bytes are not a multiple of 16")
@@ -169,7 +182,7 @@ class TensorMap:
         Hardware ends the innermost dimension at the next 16 bytes only: a store over the edge of a
         tensor whose rows are not a multiple of 16 bytes also writes the bytes behind them.
         """
-        unit = _CHUNK // self.element
+        unit = max(1, _CHUNK // self.element)
         dims = [-(-self.dims[0] // unit) * unit, *self.dims[1:]]
         slices = self.slices(origin, dims)
         if not slices:

@@ -40,6 +40,8 @@ def _signed(value) -> int:
 
 def _chunks(cta: Cta, offsets: np.ndarray) -> np.ndarray:
     """Row numbers of 16-byte chunks, after the bounds check."""
+    if not len(offsets):
+        return offsets
     if int(offsets.max()) + 16 > cta.shared_limit:
         raise KernelFault(
             f"copy reaches shared offset {int(offsets.max()) + 16:#x}, "

@@ -1,4 +1,5 @@
-"""Tensor copies only Blackwell has: swizzle atomicities, 4- and 6-bit elements, gather and scatter.
+"""Tensor copies: what only Blackwell has (swizzle atomicities, 4- and 6-bit elements, gather and
+scatter), and interleaved tensors.
 
 Expected layouts are the ISA's tables of 16-byte cells, written out.
 """
@@ -86,7 +87,7 @@ ret;
 
 _FILL = 0xEE
 _LOAD = (
-    "cp.async.bulk.tensor.2d.shared::cta.global.{mode}.mbarrier::complete_tx::bytes "
+    "cp.async.bulk.tensor.{rank}d.shared::cta.global.{mode}.mbarrier::complete_tx::bytes "
     "[%smem], [%d0, {{{at}}}], [%bar];"
 )
 
@@ -95,7 +96,8 @@ def _load(tensor: torch.Tensor, raw: bytes, at, size: int, transferred: int, mod
     """Shared memory [size] after a load of the box at `at`."""
     fill = torch.full((size,), _FILL, dtype=torch.uint8)
     out = torch.zeros(size, dtype=torch.uint8)
-    statement = _LOAD.format(mode=mode, at=", ".join(map(str, at)))
+    rank = len(at) if mode == "tile" else 2
+    statement = _LOAD.format(rank=rank, mode=mode, at=", ".join(map(str, at)))
     report = simulate_ptx(
         _kernel(statement, size, transferred), "k", grid=(1, 1, 1), block=(32, 1, 1),
         shared=size + 64, params=(raw, fill, out), buffers=(tensor,),
@@ -211,9 +213,28 @@ def test_scatter_four_rows(seed):
     np.testing.assert_array_equal(target.numpy(), expected)
 
 
-def test_interleaved_maps_are_refused(seed):
+@pytest.mark.parametrize("kind", [1, 2], ids=["16", "32"])
+def test_interleaved_boxes(seed, kind):
+    size = 16 * kind
+    tensor = _noise(seed, 2, 3, 6, 5, size)  # [N, slices of channels, H, W, bytes of channels]
+    n, slices, h, w, _ = tensor.shape
+    strides = [stride >> 4 for stride in tensor.stride()[2::-1]]
+    form = 3 << 4 | BYTES << 7 | kind << 11
+    words = [
+        tensor.data_ptr(), form | strides[0] << 32, strides[1] | strides[2] << 32, 0,
+        w - 1 | h - 1 << 32, slices - 1 | n - 1 << 32, (16 - 1) << 56, 2 | 0 << 8 | 1 << 16,
+    ]  # fmt: skip
+    raw = struct.pack("<16Q", *words, *[0] * 8)
+    count = 2 * 3 * 16 * size
+    got = _load(tensor, raw, (-1, 4, 2, 0), count, count).reshape(2, 3, 16, size)
+    expected = np.zeros((2, 3, 16, size), np.uint8)
+    expected[:, :2, 1:6] = tensor[:, 2, 4:]
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_a_fourth_kind_of_interleave_is_refused(seed):
     tensor = _noise(seed, 16, 128)
     raw = bytearray(_map(tensor.data_ptr(), BYTES, (128, 16), 128, (128, 16)))
-    raw[9] |= 1 << 3  # the field of the interleave
-    with pytest.raises(KernelFault, match="interleaved"):
+    raw[9] |= 3 << 3  # the field of the interleave
+    with pytest.raises(KernelFault, match="not valid"):
         _load(tensor, bytes(raw), (0, 0), 2048, 2048)
