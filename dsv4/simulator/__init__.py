@@ -10,8 +10,8 @@ schedules; races, missing fences, uninitialised reads and leaks (`Report.races`)
 test data reached (`Report.coverage`); deadlocks that say who waits for what.
 
 What it does not execute is an error that names the opcode and both lines: sparse products, im2col
-copies, stochastic rounding, decompressing tcgen05.cp, multimem, integer MMA shapes
-other than m16n8, textures. Time has no meaning here; see `dsv4.simulator.timing`.
+copies, stochastic rounding, multimem, wmma, textures. Time has no meaning here; see
+`dsv4.simulator.timing`.
 """
 
 from dsv4.simulator.api import simulate
