@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops.fmha_splits import workspace_size as workspace_elements
 from dsv4.simulator import Report, simulate
+from dsv4.simulator.tensor_races import MISSING_FENCE
 from tests.accuracy import assert_attention_close
 from tests.attention_cases import Case, Inputs, make_inputs
 
@@ -89,6 +90,9 @@ class Backend:
             arguments = (*there.tensors, o)
             report = simulate(kernel, *arguments, **options, schedule=schedule, seed=seed)
             report.raise_if_racy()
+            # Not a race by the order of barriers, but PTX promises tcgen05 no order without fences.
+            unfenced = [str(found) for found in report.warnings if found.kind == MISSING_FENCE]
+            assert not unfenced, "\n".join(unfenced)
         else:
             kernel(*there.tensors, o, **options)
         return Result(o.cpu(), lse.cpu(), workspace.cpu(), report)

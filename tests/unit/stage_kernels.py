@@ -14,7 +14,15 @@ from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.fmha import FmhaKernel
 from dsv4.kernels.attention.fmha_plan import KEYS
 from dsv4.kernels.attention.fmha_single import FmhaSingle
-from dsv4.kernels.attention.fmha_work import COLUMNS, CONSUMER, PRODUCER, TMEM_UNUSED, keys_of
+from dsv4.kernels.attention.fmha_work import (
+    COLUMNS,
+    CONSUMER,
+    PRODUCER,
+    TMEM_UNUSED,
+    hand_over_tmem,
+    keys_of,
+    take_over_tmem,
+)
 
 
 class StageKernel(FmhaSingle):
@@ -29,7 +37,9 @@ class StageKernel(FmhaSingle):
         t_s, t_o = self._tmem_views(address)
         copies = fragments.make_copies(t_s[(None, None), 0, 0, 0])
         self.stage(operands, work, keys, pipes, smem, copies, t_s, t_o)
+        hand_over_tmem()
         pipeline.NamedBarrier(TMEM_UNUSED, self.warps.softmax_threads).arrive_and_wait()
+        take_over_tmem()
         tmem.relinquish_alloc_permit()
         tmem.free(address)
 
@@ -91,9 +101,11 @@ class IdentityKernel(StageKernel):
             if tile > 0:
                 o_pipe.consumer_wait(o_state)
                 o_state.advance()
+            hand_over_tmem()
             p_pipe.producer_commit(p_state)
             p_state.advance()
         o_pipe.consumer_wait(o_state)
+        take_over_tmem()
         o_columns = self._output_columns(t_o)
         for i in cutlass.range(cute.size(o_columns, mode=[2]), unroll=1):
             fragment = fragments.load_columns(copies, o_columns[None, None, i])

@@ -65,6 +65,20 @@ def test_one_token_split_over_many_ctas(backend: Backend, seed: int) -> None:
     assert_attention_close(result.o, expected[0], result.lse, expected[1])
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(512, marks=pytest.mark.slow)])
+def test_nan_in_a_key_shows(backend: Backend, head_dim: int, splits: int, seed: int) -> None:
+    """A NaN that a token sees is its output and lse; no other token's."""
+    case = Case(72, head_dim, top_k=150, requests=((0, 1), (1, 1), (-1, 1)), ragged=False)
+    inputs = make_inputs(case, seed)
+    inputs.tensors[1][0, 70, 3] = torch.nan
+    result = backend.run_all(backend.compile(config_of(case)), inputs, splits, seed)
+    assert result.o[0].isnan().all() and result.lse[0].isnan().all()
+    expected_o, expected_lse = inputs.expected()
+    assert expected_o[0].isnan().all() and expected_lse[0].isnan().all()
+    assert_attention_close(result.o[1:], expected_o[1:], result.lse[1:], expected_lse[1:])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("case", GRID, ids=str)

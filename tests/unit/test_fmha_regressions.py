@@ -114,9 +114,9 @@ BUGS = {
     ),
     # The maximum is in base 2: it counts ln 2 a unit.
     "lse in mixed bases": Bug(
-        "softmax.py",
-        "lse = (maximum + cute.math.log2(total, fastmath=True)) * LN_2",
-        "lse = maximum + cute.math.log2(total, fastmath=True) * LN_2",
+        "merge.py",
+        "value = (maximum + cute.math.log2(total, fastmath=True)) * LN_2",
+        "value = maximum + cute.math.log2(total, fastmath=True) * LN_2",
         exposed_by=ONE_TILE,
     ),
     # A wait that skips phases returns at once: the output is read before the last product.
@@ -151,6 +151,13 @@ BUGS = {
         "pass",
         exposed_by=ONE_TILE,
         is_slow=True,
+    ),
+    # The tensor core may start on S before its scores have been read out.
+    "TMEM handed over without a fence": Bug(
+        "fmha_work.py",
+        'cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")',
+        "pass",
+        exposed_by=THREE_TILES,
     ),
     # The output of a token without keys is staged over a Q that is still arriving.
     "output over an unfinished Q": Bug(

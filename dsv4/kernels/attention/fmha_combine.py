@@ -5,7 +5,8 @@ from cutlass import cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.attention.fmha_workspace import MAX_SPLITS, STATS
-from dsv4.kernels.attention.softmax import LN_2, LOG2_E, exp2
+from dsv4.kernels.attention.merge import output_scale, row_lse
+from dsv4.kernels.attention.softmax import exp2
 
 THREADS = 128
 # Splits of a thread: their loads are under way together.
@@ -136,17 +137,3 @@ def partial_stats(workspace: cute.Tensor, rows, num_splits, head_dim: int) -> cu
     count = cutlass.Int64(rows) * num_splits
     pointer = partial_pointer(workspace, count, head_dim)
     return cute.make_tensor(pointer, cute.make_layout((STATS, count)))
-
-
-def output_scale(top, total, sink, is_softmax_sink: bool):
-    """1 / (sum + sink), what turns an accumulated row into the output; 0 for a row without keys."""
-    denominator = total
-    if is_softmax_sink:
-        denominator = total + exp2(sink * LOG2_E - top)
-    return cutlass.select_(total > 0.0, cute.arch.rcp_approx(denominator), cutlass.Float32(0.0))
-
-
-def row_lse(top, total, gate_offset):
-    """Natural log of the weight that formed the row; -inf for a row without keys."""
-    value = (top + cute.math.log2(total, fastmath=True)) * LN_2 + gate_offset
-    return cutlass.select_(total > 0.0, value, -cutlass.Float32.inf)

@@ -40,6 +40,7 @@ from cutlass.utils import blackwell_helpers as sm100
 from dsv4.kernels.attention import fmha_pair_fragments as fragments
 from dsv4.kernels.attention import mask, merge, softmax
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.fmha_combine import partial_pointer, row_pointer
 from dsv4.kernels.attention.fmha_pair_fragments import WARP_ROWS, Thread
 from dsv4.kernels.attention.fmha_pair_plan import HALF_DIM, HALF_KEYS, HEAD_DIM, HEADS, PairPlan
 from dsv4.kernels.attention.fmha_plan import KEYS, ROWS
@@ -60,19 +61,21 @@ from dsv4.kernels.attention.fmha_work import (
     TMEM_ALLOCATED,
     TMEM_UNUSED,
     clear_rows,
+    finish_row,
     hand_over_tmem,
     keys_of,
     output_map,
-    partials,
+    partial_index,
     row_layout,
     row_view,
+    store_pairs,
     take_over_tmem,
     valid_keys,
 )
 
 TWO = tcgen05.CtaGroup.TWO
 BLOCKS = HALF_DIM // COLUMNS  # of columns of O that a thread holds
-CHUNK = 32  # columns of O in registers at a time, beside the scores
+CHUNK = 32  # TMEM columns in registers at a time: of O beside the scores, of Q beside another 32
 
 
 class FmhaPair:
@@ -350,12 +353,14 @@ class FmhaPair:
         """
         q_pipe = pipes.q
         thread = fragments.this_thread(self.warps.query[0])
-        values = cute.make_rmem_tensor(COLUMNS, Float32)
+        pieces = tuple(cute.make_rmem_tensor(CHUNK, Float32) for _ in range(2))
 
         # ---- prologue: the first Q is under way while TMEM is being allocated
         state = pipeline.make_pipeline_state(PRODUCER, self.edges.q.stages)
         self._pair_ready()
-        self._load_q(operands, self._work(operands, items, items.first), thread, 0, values)
+        work = self._work(operands, items, items.first)
+        for i in cutlass.range_constexpr(2):
+            self._load_q(operands, work, thread, i, pieces[i])
         tmem.wait_for_alloc()
         address = tmem.retrieve_ptr(Float32) + self.tmem.q_column
 
@@ -363,16 +368,19 @@ class FmhaPair:
         for item in cutlass.range(items.first, items.count, items.step, unroll=1):
             q_pipe.producer_acquire(state)
             take_over_tmem()
-            fragments.store_rows(address, thread, values)
-            self._load_q(operands, self._work(operands, items, item), thread, COLUMNS, values)
-            fragments.store_rows(address + COLUMNS, thread, values)
+            work = self._work(operands, items, item)
+            for i in cutlass.range_constexpr(self.tmem.q_columns // CHUNK):
+                fragments.store_rows(address + i * CHUNK, thread, pieces[i % 2])
+                if cutlass.const_expr(i < 2):
+                    self._load_q(operands, work, thread, i + 2, pieces[i])
             cute.arch.fence_view_async_tmem_store()
             hand_over_tmem()
             q_pipe.producer_commit(state)
             state.advance()
             if item + items.step < items.count:
-                following = self._work(operands, items, item + items.step)
-                self._load_q(operands, following, thread, 0, values)
+                work = self._work(operands, items, item + items.step)
+                for i in cutlass.range_constexpr(2):
+                    self._load_q(operands, work, thread, i, pieces[i])
 
         # ---- epilogue: the last Q has been read
         q_pipe.producer_acquire(state)
@@ -391,23 +399,21 @@ class FmhaPair:
         operands: Operands,
         work: Work,
         thread: Thread,
-        first_column: cutlass.Constexpr[int],
+        piece: cutlass.Constexpr[int],
         values: cute.Tensor,
     ):
-        """64 TMEM columns of the CTA's 64 query rows; rows past the last head become zeros."""
-        q = operands.q
-        values.fill(0.0)
+        """32 TMEM columns of the CTA's 64 query rows; rows past the last head repeat it."""
         rows = fragments.by_rows(values)
         for r in cutlass.range_constexpr(4):
             row, column = fragments.first_of(thread, r)
-            head = work.head_block * ROWS + row
-            if head < self.config.num_query_heads:
-                offset = Int64(work.token) * q.stride[0] + Int64(head) * q.stride[1]
-                start = q.iterator + (offset + thread.half * HALF_DIM + 2 * (first_column + column))
-                source = cute.recast_ptr(start.align(8), dtype=Float32)
-                for i in cutlass.range_constexpr(cute.size(rows, mode=[1])):
-                    pair = cute.make_tensor((source + 8 * i).align(8), cute.make_layout(2))
-                    cute.autovec_copy(pair, rows[r, i, None])
+            head = cutlass.min(work.head_block * ROWS + row, self.config.num_query_heads - 1)
+            # 4 bytes a TMEM column.
+            columns = thread.half * (HALF_DIM // 2) + piece * CHUNK + column
+            start = cute.recast_ptr(row_pointer(operands.q, work.token, head), dtype=Float32)
+            start = start + cute.assume(columns, divby=2)
+            for i in cutlass.range_constexpr(cute.size(rows, mode=[1, 1])):
+                pair = cute.make_tensor(start + 8 * i, cute.make_layout(2))
+                cute.autovec_copy(pair, rows[r, (None, i)])
 
     # ---- MMA warp ------------------------------------------------------------------------------
 
@@ -661,25 +667,16 @@ class FmhaPair:
         rows: merge.RowState,
     ):
         """Write the CTA's rows: the output and lse, or with several splits its partial result."""
-        heads, values = self.config.num_query_heads, smem.row_values
+        values = smem.row_values
         head = work.head_block * ROWS + thread.row
-        reference, offset = merge.reference(rows, 0, keys.last > keys.compressed_tiles)
+        reference = merge.reference(rows, 0, keys.last > keys.compressed_tiles)
         values[thread.index, 0] = rows.total[0]
         thread.partners().arrive_and_wait()
         if thread.half == 0:
             total = rows.total[0] + values[thread.index ^ ROWS, 0]
-            factor = Float32(1.0)
-            if operands.num_splits == 1:
-                factor = merge.output_factor(reference, total, rows.sink[0], self.config.sink_mode)
-                if head < heads and work.token < operands.lse.shape[0]:
-                    operands.lse[work.token, head] = softmax.natural_lse(reference, total) + offset
-            elif head < heads:
-                _, stats = partials(self.config, operands)
-                index = work.token * heads + head
-                stats[0, work.split, index] = reference
-                stats[1, work.split, index] = total
-                stats[2, work.split, index] = offset
-            values[thread.row, 1] = factor
+            values[thread.row, 1] = finish_row(
+                self.config, operands, work, head, reference, total, rows.sink[0]
+            )
         thread.partners().arrive_and_wait()
         has_keys = keys.last > keys.first
         if operands.num_splits == 1:
@@ -753,8 +750,7 @@ class FmhaPair:
         self, operands: Operands, work: Work, address: cute.Pointer, thread: Thread, has_keys
     ):
         """Write the unnormalised rows to the workspace; a quad writes 32 contiguous bytes."""
-        heads = self.config.num_query_heads
-        partial_rows, _ = partials(self.config, operands)
+        config = self.config
         coordinates = cute.make_identity_tensor((fragments.LANES, COLUMNS))
         for i in cutlass.range(BLOCKS, unroll=1):
             columns = address + cute.assume(self.tmem.o_column + i * COLUMNS, divby=COLUMNS)
@@ -770,9 +766,8 @@ class FmhaPair:
             for r in cutlass.range_constexpr(4):
                 row, column = fragments.first_of(thread, r)
                 head = work.head_block * ROWS + row
-                if head < heads:
-                    target = partial_rows[None, work.split, work.token * heads + head].iterator
-                    target = target + (thread.half * HALF_DIM + i * COLUMNS + column)
-                    for j in cutlass.range_constexpr(COLUMNS // 8):
-                        pair = cute.make_tensor((target + 8 * j).align(8), cute.make_layout(2))
-                        cute.autovec_copy(values[r, j, None], pair)
+                if head < config.num_query_heads:
+                    index = partial_index(config, operands, work, head)
+                    target = partial_pointer(operands.workspace, index, HEAD_DIM)
+                    column = thread.half * HALF_DIM + i * COLUMNS + column
+                    store_pairs(target + cute.assume(column, divby=2), values, r)

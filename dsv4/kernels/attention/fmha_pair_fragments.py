@@ -107,9 +107,9 @@ def store_rows(address: cute.Pointer, thread: Thread, values: cute.Tensor):
 
 
 def by_rows(fragment: cute.Tensor) -> cute.Tensor:
-    """(4, pairs, 2) view of a 16x256b fragment: rows 8 apart, then pairs of columns 8 apart."""
+    """(4, (2, pairs)) view of a 16x256b fragment: rows 8 apart, pairs of columns 8 apart."""
     pairs = cute.size(fragment) // 8
-    layout = cute.make_layout(((2, 2), pairs, 2), stride=((2, 4 * pairs), 4, 1))
+    layout = cute.make_layout(((2, 2), (2, pairs)), stride=((2, 4 * pairs), (1, 4)))
     return cute.make_tensor(fragment.iterator, layout)
 
 
@@ -130,7 +130,7 @@ def store_units(tile: cute.Pointer, row: Int32, first_unit: Int32, values: cute.
     rounded.store(by_unit.load().to(BFloat16))
     for i in cutlass.range_constexpr(units):
         unit = row * ROW_UNITS + ((first_unit + i) ^ (row % ROW_UNITS))
-        pointer = cute.recast_ptr((tile + unit * UNIT).align(16), dtype=BFloat16)
+        pointer = cute.recast_ptr(tile + cute.assume(unit * UNIT, divby=UNIT), dtype=BFloat16)
         cute.autovec_copy(rounded[None, i], cute.make_tensor(pointer, cute.make_layout(UNIT)))
     # The tensor core and TMA read through another proxy: without the fence they see old bytes.
     cute.arch.fence_view_async_shared()

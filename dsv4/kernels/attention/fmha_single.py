@@ -36,6 +36,7 @@ from cutlass.utils import blackwell_helpers as sm100
 from dsv4.kernels.attention import fmha_fragments as fragments
 from dsv4.kernels.attention import mask, merge, softmax
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.fmha_combine import partial_pointer
 from dsv4.kernels.attention.fmha_plan import KEYS, ROWS, FmhaPlan
 from dsv4.kernels.attention.fmha_types import Arguments, Keys, Operands, Pipes, Smem, Work
 from dsv4.kernels.attention.fmha_work import (
@@ -45,11 +46,15 @@ from dsv4.kernels.attention.fmha_work import (
     TMEM_ALLOCATED,
     TMEM_UNUSED,
     clear_rows,
+    finish_row,
+    hand_over_tmem,
     keys_of,
     output_map,
-    partials,
+    partial_index,
     row_layout,
     row_view,
+    store_pairs,
+    take_over_tmem,
     valid_keys,
 )
 
@@ -399,6 +404,7 @@ class FmhaSingle:
         f_q, f_k = qk_mma.make_fragment_A(smem.q), qk_mma.make_fragment_B(smem.k)
         k_blocks = cute.size(f_k, mode=[2])
         pipes.s.producer_acquire(s_state)
+        take_over_tmem()
         s = t_s[None, None, None, s_state.index]
         qk_mma.set(tcgen05.Field.ACCUMULATE, False)
         for chunk in cutlass.range_constexpr(self.tiling.chunks):
@@ -418,6 +424,7 @@ class FmhaSingle:
         _, pv_mma = self._mmas()
         f_p, f_v = pv_mma.make_fragment_A(smem.p), pv_mma.make_fragment_B(smem.v)
         pipes.p.consumer_wait(p_state)
+        take_over_tmem()
         for chunk in cutlass.range_constexpr(self.tiling.chunks):
             o = t_o[None, None, None, chunk]
             # Allocation does not clear TMEM: the first tile overwrites, in every chunk.
@@ -476,6 +483,7 @@ class FmhaSingle:
                 softmax.raise_maxima(rows.maximum, rows.total, tile_maximum, factor, has_o)
                 if has_o:
                     o_pipe.consumer_wait(o_state)
+                    take_over_tmem()
                     self._rescale(copies, t_o, factor)
             softmax.accumulate_weights(scores, rows.maximum, rows.total, self.scale_log2)
             p_pipe.producer_acquire(p_state)
@@ -486,18 +494,22 @@ class FmhaSingle:
             if tile > keys.first:
                 o_pipe.consumer_wait(o_state)
                 o_state.advance()
+            hand_over_tmem()
             p_pipe.producer_commit(p_state)
             p_state.advance()
 
         # ---- epilogue
         if keys.last > keys.first:
             o_pipe.consumer_wait(o_state)
+            take_over_tmem()
         else:
             # The output is staged over Q, which no score has shown to be there.
             q_pipe.consumer_wait(pipeline.make_pipeline_state(CONSUMER, 1))
         self._finish(operands, work, keys, smem, copies, t_o, rows)
         # Freed while another warp still reads, O would belong to the next CTA of this SM.
+        hand_over_tmem()
         pipeline.NamedBarrier(TMEM_UNUSED, self.warps.softmax_threads).arrive_and_wait()
+        take_over_tmem()
         tmem.relinquish_alloc_permit()
         tmem.free(address)
 
@@ -523,7 +535,9 @@ class FmhaSingle:
         """Scores of the next tile; the TMEM stage goes back at once."""
         columns = t_s[(None, None), 0, 0, s_state.index]
         pipes.s.consumer_wait(s_state)
+        take_over_tmem()
         fragment = fragments.load_columns(copies, columns)
+        hand_over_tmem()
         pipes.s.consumer_release(s_state)
         return fragment
 
@@ -574,25 +588,14 @@ class FmhaSingle:
         factor = cute.make_rmem_tensor(2, Float32)
         sees_window = keys.last > keys.compressed_tiles
         for row in cutlass.range_constexpr(2):
-            reference, offset = merge.reference(rows, row, sees_window)
+            reference = merge.reference(rows, row, sees_window)
             total = softmax.quad_sum(rows.total[row])
             scale = Float32(1.0)
-            in_row = heads[row] < self.config.num_query_heads
             # One lane of the quad does what concerns the row, for all four.
             if copies.thread % 4 == 0:
-                if operands.num_splits == 1:
-                    scale = merge.output_factor(
-                        reference, total, rows.sink[row], self.config.sink_mode
-                    )
-                    if in_row and work.token < operands.lse.shape[0]:
-                        lse = softmax.natural_lse(reference, total) + offset
-                        operands.lse[work.token, heads[row]] = lse
-                elif in_row:
-                    _, stats = partials(self.config, operands)
-                    index = work.token * self.config.num_query_heads + heads[row]
-                    stats[0, work.split, index] = reference
-                    stats[1, work.split, index] = total
-                    stats[2, work.split, index] = offset
+                scale = finish_row(
+                    self.config, operands, work, heads[row], reference, total, rows.sink[row]
+                )
             factor[row] = softmax.quad_first(scale)
         has_keys = keys.last > keys.first
         if operands.num_splits == 1:
@@ -665,18 +668,15 @@ class FmhaSingle:
         has_keys,
     ):
         """Write the unnormalised rows to the workspace; a quad writes 32 contiguous bytes."""
-        partial_rows, _ = partials(self.config, operands)
+        config = self.config
         heads = self._rows_of_thread(work)
         o_columns = self._output_columns(t_o)
         for i in cutlass.range(cute.size(o_columns, mode=[2]), unroll=1):
             fragment = self._finished_columns(copies, o_columns[None, None, i], factor, has_keys)
             values = fragments.by_rows(fragment)
+            column = i * COLUMNS + copies.thread % 4 * 2
             for row in cutlass.range_constexpr(2):
-                if heads[row] < self.config.num_query_heads:
-                    index = work.token * self.config.num_query_heads + heads[row]
-                    target = partial_rows[None, work.split, index].iterator
-                    for group in cutlass.range_constexpr(COLUMNS // 8):
-                        column = i * COLUMNS + group * 8 + copies.thread % 4 * 2
-                        pair = cute.make_tensor((target + column).align(8), cute.make_layout(2))
-                        pair[0] = values[row, 2 * group]
-                        pair[1] = values[row, 2 * group + 1]
+                if heads[row] < config.num_query_heads:
+                    index = partial_index(config, operands, work, heads[row])
+                    target = partial_pointer(operands.workspace, index, config.head_dim)
+                    store_pairs(target + cute.assume(column, divby=2), values, row)

@@ -4,13 +4,14 @@ of a work item, tiles in shared memory.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, Int64, pipeline
+from cutlass import BFloat16, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers as sm100
 
-from dsv4.kernels.attention import mask
+from dsv4.kernels.attention import mask, merge
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.fmha_combine import partial_stats
 from dsv4.kernels.attention.fmha_plan import KEYS
 from dsv4.kernels.attention.fmha_types import Keys, Operands, Work
 from dsv4.kernels.attention.fmha_workspace import STATS
@@ -65,7 +66,9 @@ def output_map(
 def keys_of(config: FmhaConfig, operands: Operands, work: Work) -> Keys:
     """What a work item attends to. Every role works it out: cheaper than handing it over."""
     token = work.token
-    request = operands.request_ids[token]
+    # Told that all lanes have the same, the compiler keeps the warp together in what depends on it.
+    # Unsure of that it prepares each vote of a search for absent lanes, and runs out of registers.
+    request = cute.arch.make_warp_uniform(operands.request_ids[token])
     compressed = Int32(0)
     if request >= 0:
         compressed = operands.compressed_rows
@@ -101,19 +104,58 @@ def valid_keys(keys: Keys, tile: Int32) -> Int32:
     return valid
 
 
-def partials(config: FmhaConfig, operands: Operands) -> tuple[cute.Tensor, cute.Tensor]:
-    """The workspace as the combine reads it: rows (head_dim, split, row), then their stats."""
-    rows = operands.request_ids.shape[0] * config.num_query_heads
-    splits, head_dim = Int64(operands.num_splits), config.head_dim
-    layout = cute.make_layout(
-        (head_dim, operands.num_splits, rows), stride=(1, head_dim, splits * head_dim)
-    )
-    stats = cute.make_layout((STATS, operands.num_splits, rows), stride=(1, STATS, splits * STATS))
-    start = operands.workspace.iterator
-    return (
-        cute.make_tensor(start, layout),
-        cute.make_tensor(start + rows * splits * head_dim, stats),
-    )
+@cute.jit
+def finish_row(
+    config: FmhaConfig,
+    operands: Operands,
+    work: Work,
+    head: Int32,
+    reference: tuple[Float32, Float32],
+    total: Float32,
+    sink: Float32,
+) -> Float32:
+    """Write the lse of a row, or with several splits its statistics; the factor that turns the
+    accumulated row into what is written of it.
+
+    Args:
+        head: query head of the row; past the last one nothing is written.
+        reference: of `merge.reference`, with the offset.
+        total: weights of the row relative to the reference.
+        sink: of the head, natural log.
+    """
+    maximum, offset = reference
+    factor = Float32(1.0)
+    if operands.num_splits == 1:
+        factor = merge.output_scale(maximum, total, sink, config.sink_mode == "softmax")
+        if head < config.num_query_heads and work.token < operands.lse.shape[0]:
+            operands.lse[work.token, head] = merge.row_lse(maximum, total, offset)
+    elif head < config.num_query_heads:
+        rows = operands.request_ids.shape[0] * config.num_query_heads
+        stats = partial_stats(operands.workspace, rows, operands.num_splits, config.head_dim)
+        values = cute.make_rmem_tensor(STATS, Float32)
+        for i, value in enumerate((maximum, total, offset, Float32(0.0))):
+            values[i] = value
+        cute.autovec_copy(values, stats[None, partial_index(config, operands, work, head)])
+    return factor
+
+
+def partial_index(config: FmhaConfig, operands: Operands, work: Work, head: Int32) -> Int32:
+    """Place of a row's partial result in the workspace."""
+    row = work.token * config.num_query_heads + head
+    return row * operands.num_splits + work.split
+
+
+@cute.jit
+def store_pairs(target: cute.Pointer, rows: cute.Tensor, row: cutlass.Constexpr[int]):
+    """Write a row of (row, (2, pairs)) values to every fourth pair of fp32: a quad fills 32 bytes
+    at a time.
+
+    Args:
+        target: address of the first pair, a multiple of 8 bytes.
+    """
+    for i in cutlass.range_constexpr(cute.size(rows, mode=[1, 1])):
+        pair = cute.make_tensor(target + 8 * i, cute.make_layout(2))
+        cute.autovec_copy(rows[row, (None, i)], pair)
 
 
 @cute.jit
@@ -145,7 +187,8 @@ def clear_rows(tile: cute.Pointer, columns: cutlass.Constexpr[int], valid: Int32
     unit, first_row = thread % units, valid + thread // units
     zeros = cute.make_rmem_tensor(8, BFloat16)
     zeros.fill(0.0)
-    start = tile + unit // 8 * 64 * KEYS + unit % 8 * 8
+    start = unit // 8 * 64 * KEYS + unit % 8 * 8
     for row in cutlass.range(first_row, KEYS, 128 // units, unroll=1):
-        pointer = cute.recast_ptr((start + row * 64).align(16), dtype=BFloat16)
+        pointer = tile + cute.assume(start + row * 64, divby=8)
+        pointer = cute.recast_ptr(pointer, dtype=BFloat16)
         cute.autovec_copy(zeros, cute.make_tensor(pointer, cute.make_layout(8)))

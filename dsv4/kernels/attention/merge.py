@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
-from dsv4.kernels.attention.softmax import LOG2_E, exp2
+from dsv4.kernels.attention.softmax import LN_2, LOG2_E, exp2
 
 
 @cute.jit
@@ -98,25 +98,29 @@ def reference(
     return result, offset
 
 
-@cute.jit
-def output_factor(
-    maximum: Float32,
-    total: Float32,
-    sink: Float32,
-    sink_mode: cutlass.Constexpr[str],
-) -> Float32:
-    """Factor that turns an accumulated row into the output; 0 for a row without keys.
+def output_scale(maximum: Float32, total: Float32, sink: Float32, is_softmax_sink: bool) -> Float32:
+    """1 / (total + sink), what turns an accumulated row into the output; 0 for a row without keys.
 
-    The sink of "softmax" mode joins the denominator; the lse is without it.
+    The sink of "softmax" mode joins the denominator; the lse is without it. A total of NaN, from a
+    key or query that holds NaN or infinities, is no row without keys: the output is NaN.
 
     Args:
         maximum, total: final reference, and weights relative to it, of the whole row.
         sink: natural log, may be infinite.
     """
-    factor = Float32(0.0)
-    if total != 0.0:
-        denominator = total
-        if cutlass.const_expr(sink_mode == "softmax"):
-            denominator = total + exp2(sink * LOG2_E - maximum)
-        factor = cute.arch.rcp_approx(denominator)
-    return factor
+    denominator = total
+    if is_softmax_sink:
+        denominator = total + exp2(sink * LOG2_E - maximum)
+    return cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))
+
+
+def row_lse(maximum: Float32, total: Float32, offset: Float32) -> Float32:
+    """Natural log of the weight that formed a row; -inf for a row without keys, NaN for a total of
+    NaN.
+
+    Args:
+        maximum, total: as in `output_scale`.
+        offset: what `reference` gives with `maximum`.
+    """
+    value = (maximum + cute.math.log2(total, fastmath=True)) * LN_2 + offset
+    return cutlass.select_(total != 0.0, value, -Float32.inf)

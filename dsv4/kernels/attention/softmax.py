@@ -130,14 +130,3 @@ def accumulate_weights(
             weight = exp2(scores[row, i] * scale_log2 - maximum[row])
             scores[row, i] = weight
             total[row] = total[row] + weight
-
-
-@cute.jit
-def natural_lse(maximum: Float32, total: Float32) -> Float32:
-    """ln of the sum of exp(logit), from a base-2 reference and the total relative to it; -inf
-    when empty.
-    """
-    lse = -Float32.inf
-    if total != 0.0:
-        lse = (maximum + cute.math.log2(total, fastmath=True)) * LN_2
-    return lse
