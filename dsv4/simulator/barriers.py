@@ -181,7 +181,7 @@ def mbarrier_init(w: Warp, address: np.ndarray, count: np.ndarray, mask) -> None
         offset = a & OFFSET_MASK
         if offset + 8 > cta.shared_limit:
             raise KernelFault(f"mbarrier at offset {offset:#x} is outside shared memory")
-        w.cluster.barriers[a] = MemoryBarrier(a, int(count[lane]), w.launch)
+        w.cluster.barriers[a] = MemoryBarrier(a, int(count[lane]), w.launch, w.at)
         cta.s8[offset : offset + 8] = 0
         if w.launch.monitor is not None:
             w.launch.monitor.barrier_init(w, a)
@@ -206,7 +206,7 @@ def mbarrier_arrive(w: Warp, address, count, expected, mask, drop: bool = False)
             released = barrier.address, barrier.phase
             w.launch.monitor.release_barrier(w, barrier, mask & (address == address[lane]))
         if expected is not None:
-            barrier.expect(int(expected[lane]))
+            barrier.expect(int(expected[lane]), w.at)
         n = 1 if count is None else int(count[lane])
         if drop:
             barrier.drop(n)
@@ -218,7 +218,7 @@ def mbarrier_arrive(w: Warp, address, count, expected, mask, drop: bool = False)
 def mbarrier_expect(w: Warp, address: np.ndarray, size: np.ndarray, mask) -> None:
     for lane in np.flatnonzero(mask).tolist():
         w.informed_in = w.turn
-        w.cluster.barrier(int(address[lane])).expect(int(size[lane]))
+        w.cluster.barrier(int(address[lane])).expect(int(size[lane]), w.at)
 
 
 def mbarrier_complete(w: Warp, address: np.ndarray, size: np.ndarray, mask) -> None:

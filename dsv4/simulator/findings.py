@@ -18,8 +18,8 @@ class Findings:
         self.warnings: list[Finding] = []
         self._known: set[tuple] = set()
 
-    def _leak(self, message: str) -> None:
-        self.report("leak", message, (), ())
+    def _leak(self, message: str, *places: int) -> None:
+        self.report("leak", message, (), places)
 
     def report(self, kind: str, message: str, key: tuple, places: tuple[int, ...]) -> None:
         """A finding; one of each kind and key."""

@@ -10,14 +10,18 @@ MAX_COUNT = (1 << 20) - 1
 class MemoryBarrier:
     """State of one mbarrier. A phase completes when no arrival and no byte is pending."""
 
-    __slots__ = ("address", "completed_in", "count", "launch", "pending", "phase", "transactions")
+    __slots__ = (
+        "address", "completed_in", "count", "launch", "pending", "phase", "places", "transactions",
+    )  # fmt: skip
 
-    def __init__(self, address: int, count: int, launch):
+    def __init__(self, address: int, count: int, launch, at: int):
         if not 1 <= count <= MAX_COUNT:
             raise KernelFault(f"mbarrier.init with count {count}, allowed 1..{MAX_COUNT}")
         self.address, self.count, self.pending = address, count, count
         self.transactions, self.phase = 0, 0
         self.launch, self.completed_in = launch, launch.turn  # the turn of the last completion
+        # The instructions that initialised it and last expected bytes.
+        self.places: tuple[int, ...] = (at,)
 
     def _check(self) -> None:
         if self.pending == 0 and self.transactions == 0:
@@ -40,12 +44,13 @@ class MemoryBarrier:
         self.count -= count
         self.arrive(count)
 
-    def expect(self, size: int) -> None:
+    def expect(self, size: int, at: int) -> None:
         """Add bytes that asynchronous copies must complete in this phase.
 
         They may all have arrived before: with no arrival pending, this then completes the phase.
         """
         self.transactions += size
+        self.places = self.places[0], at
         self._check()
 
     def complete(self, size: int) -> None:

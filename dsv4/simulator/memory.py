@@ -102,7 +102,7 @@ class Cta:
         self.rows = self.s8.reshape(-1, 16)
         self.tmem: np.ndarray | None = None
         self.tmem_owned = np.zeros(TMEM_COLUMNS, np.bool_)
-        self.tmem_allocations: dict[int, int] = {}
+        self.tmem_allocations: dict[int, tuple[int, int]] = {}  # columns, allocating instruction
         self.tmem_relinquished = False
         self.named: dict[int, NamedBarrier] = {}
         self.name = f"CTA {index}"

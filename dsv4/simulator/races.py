@@ -41,17 +41,19 @@ class Monitor(CopyRaces, TensorRaces):
         """What is left behind when every warp has exited."""
         for barrier in cluster.barriers.values():
             if barrier.transactions:
-                self._leak(f"transaction count of {barrier} at exit")
+                self._leak(f"transaction count of {barrier} at exit", *barrier.places)
         for warp in warps:
             if warp.wgmma_pending:
-                self._leak(f"{warp.cta.name} warp {warp.number} exits with wgmma outstanding")
+                message = f"{warp.cta.name} warp {warp.number} exits with wgmma outstanding"
+                self._leak(message, warp.wgmma_pending[0].at)
         cluster.state = None
 
-    def exit_outstanding(self, warp, groups: int) -> None:
+    def exit_outstanding(self, warp, stores: list) -> None:
         """A warp that issued bulk stores has exited without waiting for their reads."""
         self._leak(
-            f"{warp.cta.name} warp {warp.number} exits with {groups} bulk store groups "
-            "not waited for: their shared memory may be gone before it is read"
+            f"{warp.cta.name} warp {warp.number} exits with {len(stores)} bulk stores "
+            "not waited for: their shared memory may be gone before it is read",
+            *dict.fromkeys(store.at for store in stores),
         )
 
     def grid_waited(self, w, mask) -> None:

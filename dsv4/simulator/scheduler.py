@@ -168,18 +168,22 @@ class Resident:
     def finish(self, launch: Launch) -> None:
         """All warps are done: complete what is outstanding and check what is left behind."""
         for warp in self.warps:
-            outstanding = len(warp.bulk_groups) - warp.bulk_read + bool(warp.bulk_open)
-            if outstanding and launch.monitor is not None:
-                launch.monitor.exit_outstanding(warp, outstanding)
+            outstanding = [*warp.bulk_groups, warp.bulk_open][warp.bulk_read :]
+            stores = [store for group in outstanding for store in group]
+            if stores and launch.monitor is not None:
+                launch.monitor.exit_outstanding(warp, stores)
             for group in [*warp.bulk_groups, warp.bulk_open]:
                 for store in group:
                     store.perform()
         self.cluster.engine.drain()
         for cta in self.cluster.ctas:
             launch.register_budgets.pop(id(cta), None)
-            if cta.tmem_allocations:
-                held = ", ".join(f"{s}..{s + n}" for s, n in sorted(cta.tmem_allocations.items()))
-                raise KernelFault(f"{cta.name} exits with TMEM columns {held} allocated")
+            for start, (columns, at) in sorted(cta.tmem_allocations.items()):
+                where = launch.program.entry.instructions[at].where()
+                raise KernelFault(
+                    f"{cta.name} exits with TMEM columns {start}..{start + columns} allocated\n"
+                    f"  at {where}"
+                )
         for kind, count in self.cluster.engine.issued.items():
             launch.issued[kind] = launch.issued.get(kind, 0) + count
         if launch.monitor is not None:

@@ -39,7 +39,7 @@ def allocate(w: Warp, target: np.ndarray, columns: np.ndarray, group: int, store
         w.waiting = f"tcgen05.alloc of {n} columns"
         return False
     cta.tmem_owned[start : start + n] = True
-    cta.tmem_allocations[start] = n
+    cta.tmem_allocations[start] = n, w.at
     cta.tensor_memory()
     lane = np.arange(32) == 0
     store(w, target, (np.full(32, start, u32),), 32, lane)
@@ -49,7 +49,7 @@ def allocate(w: Warp, target: np.ndarray, columns: np.ndarray, group: int, store
 def deallocate(w: Warp, address: np.ndarray, columns: np.ndarray) -> None:
     """tcgen05.dealloc of exactly one allocation."""
     start, n = int(address[0]) & 0xFFFF, int(columns[0])
-    if w.cta.tmem_allocations.get(start) != n:
+    if w.cta.tmem_allocations.get(start, (0, 0))[0] != n:
         raise KernelFault(f"tcgen05.dealloc of columns {start}..{start + n}: not an allocation")
     if w.launch.monitor is not None:
         w.launch.monitor.tmem_free(w, w.cta, start, n)

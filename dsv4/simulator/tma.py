@@ -143,8 +143,8 @@ def tensor_store(w: Warp, form, tensor, coordinates, source, mask) -> None:
 class BulkStore:
     """A copy out of shared memory: its source is read, then its target written."""
 
-    def __init__(self, cta: Cta, rows: np.ndarray, write: Callable[[np.ndarray], None]):
-        self.cta, self.rows, self.write = cta, rows, write
+    def __init__(self, cta: Cta, rows: np.ndarray, write: Callable[[np.ndarray], None], at: int):
+        self.cta, self.rows, self.write, self.at = cta, rows, write, at
         self.data: np.ndarray | None = None
 
     def read(self) -> None:
@@ -162,7 +162,7 @@ class BulkStore:
 
 def _issue_store(w: Warp, rows: np.ndarray, write, kind: str) -> None:
     """Add to the open bulk group: performed now (eager) or when the group must be complete."""
-    store = BulkStore(w.cta, rows, write)
+    store = BulkStore(w.cta, rows, write, w.at)
     w.bulk_open.append(store)
     w.cluster.engine.issue(kind, None, store.perform)
 

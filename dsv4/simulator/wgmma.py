@@ -70,8 +70,8 @@ class Product:
     `form` = (N, K, D type, A type, B type); `majors` = (A, B) transposed flags.
     """
 
-    def __init__(self, number: int, form, b: int, signs, majors):
-        self.number, self.form, self.b, self.majors = number, form, b, majors
+    def __init__(self, number: int, at: int, form, b: int, signs, majors):
+        self.number, self.at, self.form, self.b, self.majors = number, at, form, b, majors
         self.negative = signs[0] * signs[1] < 0
         self.issues = 0  # warps that have issued it
         self.waiting: list[Part] = []
@@ -137,7 +137,7 @@ def issue(w: Warp, form, accumulators, a, b, scale_d, signs, majors, mask) -> No
     engine.issued["wgmma"] = engine.issued.get("wgmma", 0) + 1
     product = w.cta.products.get((group, number))
     if product is None:
-        product = w.cta.products[group, number] = Product(number, form, b, signs, majors)
+        product = w.cta.products[group, number] = Product(number, w.at, form, b, signs, majors)
     elif (product.form, product.b, product.majors) != (form, b, majors):
         raise KernelFault(f"the warps of warpgroup {group} disagree about wgmma number {number}")
     product.waiting.append(Part(w, accumulators, a, bool(scale_d[0])))
