@@ -26,9 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from tests.simulator.hardware.case import Buffer, Case, TensorMap  # noqa: E402
+from tests.simulator.hardware.encodings import Encoding, outcomes  # noqa: E402
 from tests.simulator.hardware.families import FAMILIES  # noqa: E402
 from tests.simulator.hardware.goldens import FOLDER, Golden, golden_of, save  # noqa: E402
-from tests.simulator.hardware.tensor_maps import ELEMENTS, SWIZZLES  # noqa: E402
+from tests.simulator.hardware.tensor_maps import ELEMENTS, SWIZZLES, slice_bytes  # noqa: E402
 
 SECONDS_PER_FAMILY = 120
 LOST_CONTEXTS = 6  # per family, before its remaining programs are given up
@@ -123,6 +124,25 @@ class Gpu:
             config.attrs, config.numAttrs = [attribute], 1
         _call(driver.cuLaunchKernelEx, config, function, params, 0)
 
+    def encode(self, call: Encoding) -> list[int] | None:
+        """The words of a tensor map, None if the driver refuses its parameters."""
+        driver = self.driver
+        wide, narrow = driver.cuuint64_t, driver.cuuint32_t
+        error, made = driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType(call.dtype),
+            call.rank,
+            call.address,
+            [wide(x) for x in call.dims],
+            [wide(x) for x in call.strides],
+            [narrow(x) for x in call.box],
+            [narrow(x) for x in call.steps],
+            driver.CUtensorMapInterleave(call.interleave),
+            driver.CUtensorMapSwizzle(call.swizzle),
+            driver.CUtensorMapL2promotion(call.promotion),
+            driver.CUtensorMapFloatOOBfill(call.fill),
+        )
+        return None if int(error) else [int(word) for word in made.opaque]
+
     def _tensor_map(self, spec: TensorMap, address: int) -> bytes:
         driver = self.driver
         wide, narrow = driver.cuuint64_t, driver.cuuint32_t
@@ -136,7 +156,7 @@ class Gpu:
             [wide(s) for s in spec.strides or (16,)],
             [narrow(b) for b in spec.box],
             [narrow(s) for s in spec.element_strides()],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapInterleave(slice_bytes(spec) // 16),
             driver.CUtensorMapSwizzle(SWIZZLES[spec.swizzle]),
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
             fill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NAN_REQUEST_ZERO_FMA
@@ -147,37 +167,37 @@ class Gpu:
 
 
 def _worker(family: str, skip: int, path: Path) -> int:
-    """Run a family's cases from number `skip` on; pickles outcomes to `path`. 3: context lost."""
+    """Run a family's cases from number `skip` on; pickles results to `path`. 3: context lost."""
     gpu = Gpu()
-    outcomes: list[tuple[str, object]] = []
+    results: list[tuple[str, object]] = []
     status = 0
     for case in FAMILIES[family]()[skip:]:
         try:
-            outcomes.append((case.name, gpu.run(case)))
+            results.append((case.name, gpu.run(case)))
         except RuntimeError as error:
-            outcomes.append((case.name, str(error)))
+            results.append((case.name, str(error)))
             if "cuCtxSynchronize" in str(error):
                 status = 3
                 break
     with open(path, "wb") as file:
-        pickle.dump((gpu.machine(), outcomes), file)
+        pickle.dump((gpu.machine(), results), file)
     return status
 
 
 def _run_family(family: str, folder: Path) -> tuple[dict[str, str], list[tuple[str, object]]]:
-    """All outcomes of a family, over as many processes as its failures need."""
-    machine, outcomes, status, processes = {}, [], 3, 0
+    """All results of a family, over as many processes as its failures need."""
+    machine, results, status, processes = {}, [], 3, 0
     while status == 3 and processes < LOST_CONTEXTS:
         processes += 1
-        path = folder / f"{family}-{len(outcomes)}.pickle"
-        command = [sys.executable, __file__, "--worker", family, str(len(outcomes)), str(path)]
+        path = folder / f"{family}-{len(results)}.pickle"
+        command = [sys.executable, __file__, "--worker", family, str(len(results)), str(path)]
         status = subprocess.run(command, timeout=SECONDS_PER_FAMILY, check=False).returncode
         if status not in (0, 3):
             raise RuntimeError(f"family {family}: worker ended with status {status}")
         with open(path, "rb") as file:
             machine, more = pickle.load(file)
-        outcomes += more
-    return machine, outcomes
+        results += more
+    return machine, results
 
 
 def main() -> int:
@@ -198,10 +218,10 @@ def main() -> int:
     goldens: dict[str, Golden] = {}
     images: dict[str, np.ndarray] = {}
     failed: list[str] = []
-    for family, (_, outcomes) in zip(FAMILIES, results):
+    for family, (_, found) in zip(FAMILIES, results):
         cases = FAMILIES[family]()
-        failed += [f"{case.name}: not run" for case in cases[len(outcomes) :]]
-        for case, (name, outcome) in zip(cases, outcomes):
+        failed += [f"{case.name}: not run" for case in cases[len(found) :]]
+        for case, (name, outcome) in zip(cases, found):
             if isinstance(outcome, str):
                 failed.append(f"{name}: {outcome}")
                 continue
@@ -209,7 +229,7 @@ def main() -> int:
             goldens[name] = golden_of(case, *outcome)
     arguments.output.mkdir(parents=True, exist_ok=True)
     machine = results[0][0]
-    save(arguments.output, machine, goldens)
+    save(arguments.output, machine, outcomes(Gpu().encode), goldens)
     if arguments.images:
         np.savez_compressed(arguments.images, **images)
     print(f"{len(goldens)} programs recorded on {machine}")

@@ -138,6 +138,9 @@ int dsv4sim_cuTensorMapEncodeTiled(uint64_t *map, int type, uint32_t rank, void 
            (uint64_t)atomicity << 19 | stride[0] << 32;
   map[2] = (stride[1] & 0xffffffff) | stride[2] << 32;
   map[3] = (stride[3] & 0xffffffff);
+  /* Beyond what the hardware reads: bytes of a box and the alignment it wants. */
+  map[8] = volume;
+  map[9] = span ? 128u << span : 16;
   for (i = 0; i < 4; i++) map[3] |= (stride[i] >> 32) << (32 + 4 * i);
   for (i = 0; i < rank; i++) {
     map[4 + i / 2] |= (dims[i] - 1) << (32 * (i & 1));

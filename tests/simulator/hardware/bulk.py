@@ -227,6 +227,32 @@ def _pipeline() -> Case:
     )
 
 
+def _nothing() -> Case:
+    """Copies of no bytes: nothing moves, the barrier's count stays."""
+    test = (
+        "mbarrier.test_wait.parity.shared::cta.b64 %p0, [%bar], 0;\nselp.u32 %r1, 1, 0, %p0;\n"
+        "st.global.b32 [%out+{0}], %r1;\n"
+    )
+    lines = [PROLOGUE, _POINTERS, _BARRIER, initialise("%bar"), "@!%leader bra FINISHED;"]
+    lines.append("ld.global.b32 %r0, [%in];\nmov.u32 %r1, 7;\nst.shared.b32 [%smem], %r1;")
+    lines.append(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%smem], [%in], %r0, "
+        f"[%bar];\n{test.format(0)}mbarrier.arrive.shared::cta.b64 _, [%bar];\n{test.format(4)}"
+        "ld.shared.b32 %r1, [%smem];\nst.global.b32 [%out+8], %r1;\n"
+        "cp.async.bulk.global.shared::cta.bulk_group [%out], [%smem], %r0;\n"
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.u32 [%out], [%smem], %r0;\n"
+        "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;\nFINISHED:"
+    )
+    return Case(
+        "bulk copy of nothing",
+        module("\n".join(lines), "u64 out, u64 in"),
+        (Row("tests and memory", 12), Row("untouched", 4)),
+        (poisoned(16), np.zeros(16, np.uint8)),
+        (Buffer(0), Buffer(1)),
+        shared=2048,
+    )
+
+
 def _named_barriers() -> Case:
     """bar.red, and bar.sync / bar.arrive between two pairs of warps."""
     lines = [PROLOGUE, _POINTERS, "mad.wide.u32 %at, %thread, 4, %in;\nld.global.b32 %r0, [%at];"]
@@ -263,4 +289,6 @@ def _named_barriers() -> Case:
 
 def cases() -> list[Case]:
     """The bulk-copy and barrier programs."""
-    return [_copies(), _reductions(), _phases(), _pending(), _pipeline(), _named_barriers()]
+    return [
+        _copies(), _nothing(), _reductions(), _phases(), _pending(), _pipeline(), _named_barriers(),
+    ]  # fmt: skip

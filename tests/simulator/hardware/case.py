@@ -70,6 +70,14 @@ class TensorMap:
 
 
 @dataclass(frozen=True)
+class InterleavedMap(TensorMap):
+    """A tensor map over slices of channels: dimension 0 counts slices of `slice_bytes` (16 or 32),
+    the last but one dimension is the slices' own."""
+
+    slice_bytes: int = 16
+
+
+@dataclass(frozen=True)
 class Case:
     """One launch of an entry named `kernel`; `buffers[0]` is the output image, row after row."""
 

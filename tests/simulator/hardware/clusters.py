@@ -218,6 +218,38 @@ add.u32 %r0, %smem, {size // 2};
     )
 
 
+_REDUCTIONS = (
+    "add.u32", "min.u32", "max.u32", "inc.u32", "dec.u32", "add.s32", "min.s32", "max.s32",
+    "and.b32", "or.b32", "xor.b32", "add.u64",
+)  # fmt: skip
+
+
+def _bulk_reductions() -> Case:
+    """cp.reduce.async.bulk into the next CTA's shared memory, each operation on its own bytes."""
+    each = 256
+    size = each * len(_REDUCTIONS)
+    copies = "\n".join(
+        "@%leader cp.reduce.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+        f".{op} [%remote+{each * k}], [%r0+{each * k}], {each}, [%remotebar];"
+        for k, op in enumerate(_REDUCTIONS)
+    )
+    return _case(
+        "bulk reduce to a peer",
+        f"""
+{copy_in("%in", "%smem", 2 * size, THREADS)}
+fence.proxy.async.shared::cta;
+{initialise("%bar")}
+@%leader mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {size};
+{_SYNC}
+add.u32 %r0, %smem, {size};
+{copies}
+{wait("%bar", "0")}
+{copy_out("%smem", "%out", 2 * size, THREADS)}
+{_SYNC}""",
+        2 * size,
+    )
+
+
 def _multicast(tensor: bool) -> Case:
     """Each CTA multicasts its piece to itself and to CTA 0 and 3; all wait for all their bytes."""
     piece, cluster = 1024, 4
@@ -273,6 +305,6 @@ def cases() -> list[Case]:
     """The cluster programs."""
     return [
         _specials(), _remote_access(), _generic_access(), _remote_atomics(),
-        _asynchronous_stores(), _remote_arrivals(), _bulk_between(), _multicast(False),
-        _multicast(True),
+        _asynchronous_stores(), _remote_arrivals(), _bulk_between(), _bulk_reductions(),
+        _multicast(False), _multicast(True),
     ]  # fmt: skip

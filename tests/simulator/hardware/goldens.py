@@ -130,10 +130,12 @@ def map_parameters(case: Case) -> list[TensorMap]:
     return [p for p in case.params if isinstance(p, TensorMap)]
 
 
-def save(folder: Path, machine: dict[str, str], cases: dict[str, Golden]) -> None:
-    """Write goldens.json and goldens.npz."""
+def save(
+    folder: Path, machine: dict[str, str], encodings: dict[str, int | str], cases: dict[str, Golden]
+) -> None:
+    """Write goldens.json and goldens.npz; `encodings` is what encodings.outcomes gives."""
     listed = {name: {"identity": g.identity, "rows": len(g.digests)} for name, g in cases.items()}
-    text = json.dumps({"machine": machine, "cases": listed}, indent=1)
+    text = json.dumps({"machine": machine, "encodings": encodings, "cases": listed}, indent=1)
     (folder / "goldens.json").write_text(text + "\n")
     empty = np.zeros(0, np.uint8)
     values = [v for g in cases.values() for v in g.values.values()]
@@ -153,6 +155,7 @@ class Goldens:
     def __init__(self, folder: Path = FOLDER):
         listed = json.loads((folder / "goldens.json").read_text())
         self.machine: dict[str, str] = listed["machine"]
+        self.encodings: dict[str, int | str] = listed["encodings"]
         self._listed: dict[str, dict] = listed["cases"]
         with np.load(folder / "goldens.npz") as stored:
             self._stored = dict(stored)

@@ -7,13 +7,21 @@ other stores (or reduces) random tiles into a tensor.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 
-from tests.simulator.hardware.case import Buffer, Case, Row, TensorMap, module
+from tests.simulator.hardware.case import (
+    Buffer,
+    Case,
+    InterleavedMap,
+    Row,
+    TensorMap,
+    module,
+)
 from tests.simulator.hardware.inputs import random_bytes, random_words, uniform
 from tests.simulator.hardware.snippets import PROLOGUE, copy_in, copy_out, initialise, wait
-from tests.simulator.hardware.tensor_maps import ELEMENTS
+from tests.simulator.hardware.tensor_maps import ELEMENTS, box_shape, slice_bytes, unit
 
 THREADS = 128
 _BARRIER = "mov.u32 %bar, %smem;\nadd.u32 %smem, %smem, 1024;\n"
@@ -33,13 +41,14 @@ cvta.param.u64 %map, %map;
 
 def box_bytes(spec: TensorMap) -> int:
     """Bytes of one box, what a barrier counts."""
-    kept = [-(-b // s) for b, s in zip(spec.box, spec.element_strides())]
-    return int(np.prod(kept)) * ELEMENTS[spec.dtype][0]
+    return int(np.prod(box_shape(spec))) * unit(spec)
 
 
 def tile_bytes(spec: TensorMap) -> int:
     """Bytes of shared memory a box covers: rows shorter than the swizzle's span have gaps."""
-    row = spec.box[0] * ELEMENTS[spec.dtype][0]
+    if slice_bytes(spec):
+        return box_bytes(spec)
+    row = spec.box[0] * unit(spec)
     return box_bytes(spec) // row * max(row, spec.swizzle)
 
 
@@ -120,15 +129,13 @@ def _coordinates(spec: TensorMap, seed: str, count: int, *, stored: bool) -> np.
     spread = np.array([d + 2 * b for d, b in zip(spec.dims, spec.box)], np.uint32)
     random = (words % spread).astype(np.int64) - np.array(spec.box)
     out = np.concatenate([np.array(fixed), random])
-    unit = 16 // ELEMENTS[spec.dtype][0]
-    out[:, 0] = out[:, 0] // unit * unit
+    step = max(1, 16 // unit(spec))
+    out[:, 0] = out[:, 0] // step * step
     return (np.maximum(out, 0) if stored else out).astype(np.int32)
 
 
 def _footprint(spec: TensorMap) -> int:
-    return ELEMENTS[spec.dtype][0] + sum(
-        (d - 1) * s for d, s in zip(spec.dims, (ELEMENTS[spec.dtype][0], *spec.strides))
-    )
+    return unit(spec) + sum((d - 1) * s for d, s in zip(spec.dims, (unit(spec), *spec.strides)))
 
 
 def _tensor(
@@ -146,11 +153,26 @@ def _tensor(
     )
 
 
+def _interleaved(
+    size: int, dtype: str, dims, box, swizzle: int = 0, steps=(), nan_fill: bool = False
+) -> InterleavedMap:
+    """A map over slices of `size` bytes; the dimensions lie one slice further apart than needed."""
+    strides, stride = [], dims[0] * size
+    for dim in dims[1:]:
+        strides.append(stride + size)
+        stride = strides[-1] * dim
+    return InterleavedMap(
+        3, dtype, tuple(dims), tuple(strides), tuple(box), tuple(steps), swizzle, nan_fill, size
+    )
+
+
 def _name(spec: TensorMap) -> str:
     box, dims = ("x".join(map(str, x)) for x in (spec.box, spec.dims))
     text = f"{spec.dtype} {box} of {dims} swizzle {spec.swizzle}"
     if spec.steps:
         text += f" steps {'x'.join(map(str, spec.steps))}"
+    if slice_bytes(spec):
+        text += f" slices of {slice_bytes(spec)}"
     return text + (" nan" if spec.nan_fill else "")
 
 
@@ -194,9 +216,7 @@ def load(spec: TensorMap, count: int = 12, contents: np.ndarray | None = None) -
 
 def store(spec: TensorMap, op: str | None = None, count: int = 12) -> Case:
     """Stores or reductions of random boxes; the output is the whole tensor with its padding."""
-    spec = TensorMap(
-        0, *(getattr(spec, f) for f in ("dtype", "dims", "strides", "box", "steps", "swizzle"))
-    )
+    spec = replace(spec, buffer=0, nan_fill=False)
     name, size = f"{op or 'store'} {_name(spec)}", tile_bytes(spec)
     coordinates = _coordinates(spec, name, count, stored=True)
     footprint = _footprint(spec)
@@ -238,13 +258,34 @@ def _specs() -> list[TensorMap]:
 
 
 def _strided_specs() -> list[TensorMap]:
-    """Element strides; the innermost dimension cannot have one."""
+    """Element strides; that of the innermost dimension is ignored."""
     return [
         _tensor("bf16", (64, 21), (32, 8), 0, steps=(1, 2)),
         _tensor("bf16", (64, 33), (32, 9), 64, steps=(1, 3)),
         _tensor("f32", (64, 21, 5), (8, 4, 3), 32, steps=(1, 2, 2)),
         _tensor("u8", (120, 21, 7, 9), (64, 8, 5, 7), 64, steps=(1, 3, 2, 8)),
+        _tensor("f32", (64, 21), (16, 8), 64, steps=(3, 2)),
     ]
+
+
+def _interleaved_specs() -> list[InterleavedMap]:
+    """Slices of both sizes at every rank, with every swizzle, element type size and fill."""
+    dims = {3: (21, 9, 5), 4: (21, 9, 7, 3), 5: (21, 9, 5, 7, 3)}
+    box = {3: (16, 1, 3), 4: (16, 5, 1, 2), 5: (16, 3, 2, 1, 2)}
+    out = [_interleaved(16, "u16", dims[rank], box[rank]) for rank in (3, 4, 5)]
+    out += [_interleaved(32, "u16", dims[rank], box[rank], 32) for rank in (3, 4, 5)]
+    out += [_interleaved(16, "bf16", dims[4], box[4], swizzle) for swizzle in (32, 64, 128)]
+    out += [_interleaved(32, "bf16", dims[4], box[4], swizzle) for swizzle in (0, 64, 128)]
+    out += [
+        _interleaved(16, "u8", dims[4], (32, 4, 1, 2)),
+        _interleaved(16, "f64", dims[4], box[4]),
+    ]
+    out += [_interleaved(16, "f32", dims[4], box[4], nan_fill=True)]
+    out += [_interleaved(32, "tf32", dims[4], (8, 3, 1, 3), 32)]
+    # More than one channel in the box's slice dimension is still one slice.
+    out += [_interleaved(16, "u16", dims[4], (8, 5, 3, 2))]
+    out += [_interleaved(16, "u16", dims[4], (24, 5, 1, 3), steps=(2, 3, 1, 2))]
+    return out
 
 
 _REDUCTIONS = (
@@ -270,6 +311,10 @@ def cases() -> list[Case]:
     stored += [_tensor("u8", (300,), (256,)), _tensor("f32", (30, 5, 4, 3, 3), (20, 4, 2, 2, 2))]
     stored += [_tensor("bf16", (64, 21), (32, 8), 0, steps=(1, 2))]
     out += [store(spec) for spec in stored]
+    interleaved = _interleaved_specs()
+    out += [load(spec) for spec in interleaved]
+    out += [store(spec) for spec in (*interleaved[:8], interleaved[-1])]
+    out += [store(_interleaved(16, "f32", (21, 9, 7, 3), (16, 5, 1, 2), 64), "add")]
     for dtype, op in _REDUCTIONS:
         inner = 64 // ELEMENTS[dtype][0]
         out.append(store(_tensor(dtype, (inner + 3, 11), (inner, 8), 64), op))
