@@ -40,6 +40,7 @@ from dsv4.kernels.attention.fmha_sm90_device import (
     tma_load,
     tma_prefetch,
 )
+from dsv4.kernels.attention.fmha_sm90_fragments import scale_rows, weight_steps, zero_rows
 from dsv4.kernels.attention.fmha_sm90_join import SplitJoin, Tiling, make_tiling
 from dsv4.kernels.attention.fmha_sm90_lengths import (
     Lengths,
@@ -48,12 +49,14 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     request_of,
     window_of,
 )
-from dsv4.kernels.attention.fmha_sm90_softmax import Rows, softmax
+from dsv4.kernels.attention.fmha_sm90_softmax import Rows, set_bias, softmax
 from dsv4.kernels.attention.mask import mask_tail
 from dsv4.kernels.attention.softmax import LOG2_E, quad_sum
 
 SMEM_CAPACITY = 232448
 REGISTERS_PER_SM = 65536
+# K steps of P that fit the registers of an output thread: the last one takes the first one's place.
+P_PLACES = 3
 # K steps of QK that are left when the previous block's P is handed over.
 EARLY_STEPS = 8
 WINDOW_FLAG = 128
@@ -136,13 +139,13 @@ class FmhaKernelSm90:
         # Tiles of fewer heads are possible where they divide the heads evenly.
         self.has_even_tiles = num_query_heads <= self.heads or num_query_heads % self.heads == 0
         # Columns of Q in shared memory; the rest passes through the KV ring into registers.
-        self.q_smem_dim = 128 if head_dim == 512 else head_dim
+        self.q_smem_dim = 192 if head_dim == 512 else head_dim
         self.q_register_dim = head_dim - self.q_smem_dim
 
         # ==== warp schedule ====
         self.score_group, self.output_group, self.load_group = 0, 1, 3
         self.threads = 128 * 4
-        self.score_registers, self.output_registers, self.load_registers = 168, 160, 24
+        self.score_registers, self.output_registers, self.load_registers = 152, 168, 24
         used = 128 * (self.score_registers + 2 * self.output_registers + self.load_registers)
         assert used <= REGISTERS_PER_SM, f"registers: {used} of {REGISTERS_PER_SM}"
 
@@ -162,10 +165,10 @@ class FmhaKernelSm90:
         class Storage:
             kv: cute.struct.Align[cute.struct.MemRange[self.dtype, kv_ring], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_tile], 1024]
-            p: cute.struct.Align[cute.struct.MemRange[self.dtype, 2 * p_tile], 1024]
-            # Factor of the older accumulators that goes with P; final scale of each row, or with
-            # splits the gate's offset of its lse.
-            rescale: cute.struct.MemRange[cutlass.Float32, 2 * rows]
+            p: cute.struct.Align[cute.struct.MemRange[self.dtype, p_tile], 1024]
+            # Factors of a thread's older accumulators that go with P; final scale of each row, or
+            # with splits the gate's offset of its lse.
+            rescale: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, 2 * 128], 8]
             row_scale: cute.struct.MemRange[cutlass.Float32, rows]
             # Number of blocks of the work item; BOTH_BRANCHES, WRONG_GUESS.
             work: cute.struct.MemRange[cutlass.Int32, 2]
@@ -175,8 +178,10 @@ class FmhaKernelSm90:
             block: cute.struct.MemRange[cutlass.Int32, self.stages]
             q_full: cute.struct.MemRange[cutlass.Int64, 1]
             q_empty: cute.struct.MemRange[cutlass.Int64, 1]
-            p_full: cute.struct.MemRange[cutlass.Int64, 2]
-            p_empty: cute.struct.MemRange[cutlass.Int64, 2]
+            p_full: cute.struct.MemRange[cutlass.Int64, 1]
+            p_empty: cute.struct.MemRange[cutlass.Int64, 1]
+            # PV may take the tensor cores: with even and with odd blocks.
+            pv_turn: cute.struct.MemRange[cutlass.Int64, 2]
             rows_full: cute.struct.MemRange[cutlass.Int64, 1]
             rows_empty: cute.struct.MemRange[cutlass.Int64, 1]
             # One barrier per half block: the PV products of the two output warpgroups free theirs.
@@ -209,6 +214,7 @@ class FmhaKernelSm90:
             cutlass.Float32,
             (1, 1, 1),
             (self.heads, self.pv_dim),
+            warpgroup.OperandSource.RMEM,
         )
 
     # ---- host ----
@@ -290,9 +296,10 @@ class FmhaKernelSm90:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(smem.q_full, 2)
                 cute.arch.mbarrier_init(smem.q_empty, 12 * self.warp_arrivals)
+                cute.arch.mbarrier_init(smem.p_full, 4 * self.warp_arrivals)
+                cute.arch.mbarrier_init(smem.p_empty, 8 * self.warp_arrivals)
                 for i in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_init(smem.p_full + i, 4 * self.warp_arrivals)
-                    cute.arch.mbarrier_init(smem.p_empty + i, 8 * self.warp_arrivals)
+                    cute.arch.mbarrier_init(smem.pv_turn + i, 4 * self.warp_arrivals)
                 cute.arch.mbarrier_init(smem.rows_full, 4 * self.warp_arrivals)
                 cute.arch.mbarrier_init(smem.rows_empty, 8 * self.warp_arrivals)
                 for i in cutlass.range_constexpr(2 * self.stages):
@@ -321,22 +328,22 @@ class FmhaKernelSm90:
         kinds = warpgroup.SmemLayoutAtomKind
         k_major = warpgroup.make_smem_layout_atom(getattr(kinds, f"K_{span}"), self.dtype)
         mn_major = warpgroup.make_smem_layout_atom(getattr(kinds, f"MN_{span}"), self.dtype)
-        p_major = warpgroup.make_smem_layout_atom(kinds.K_SW128, self.dtype)
         q = cute.tile_to_shape(k_major, (self.heads, self.q_smem_dim), order=(0, 1))
         k = cute.tile_to_shape(k_major, (self.keys, self.head_dim, self.stages), order=(0, 1, 2))
         # The same bytes as K, seen as the transposed tiles that the PV products read.
         v_shape = (self.pv_dim, self.keys, self.stages * 2 * self.pieces)
         v = cute.tile_to_shape(mn_major, v_shape, order=(1, 0, 2))
-        p = cute.tile_to_shape(p_major, (self.heads, self.keys, 2), order=(0, 1, 2))
+        # As the threads hold it: [8, thread, K step].
+        p = cute.make_layout((8, 128, self.keys // 16))
         row = cute.make_layout(self.heads)
         return frozen(
             q=storage.q.get_tensor(q.outer, swizzle=q.inner),
             k=storage.kv.get_tensor(k.outer, swizzle=k.inner),
             v=storage.kv.get_tensor(v.outer, swizzle=v.inner),
-            p=storage.p.get_tensor(p.outer, swizzle=p.inner),
+            p=storage.p.get_tensor(p),
             q_raw=storage.q.data_ptr(),
             kv_raw=storage.kv.data_ptr(),
-            rescale=storage.rescale.get_tensor(cute.make_layout((self.heads, 2))),
+            rescale=storage.rescale.get_tensor(cute.make_layout((2, 128))),
             row_scale=storage.row_scale.get_tensor(row),
             work=storage.work.get_tensor(cute.make_layout(2)),
             shares=storage.shares.get_tensor(cute.make_layout(2)),
@@ -345,6 +352,7 @@ class FmhaKernelSm90:
             q_empty=storage.q_empty.data_ptr(),
             p_full=storage.p_full.data_ptr(),
             p_empty=storage.p_empty.data_ptr(),
+            pv_turn=storage.pv_turn.data_ptr(),
             rows_full=storage.rows_full.data_ptr(),
             rows_empty=storage.rows_empty.data_ptr(),
             kv_full=storage.kv_full.data_ptr(),
@@ -529,7 +537,10 @@ class FmhaKernelSm90:
             cute.arch.mbarrier_wait(smem.q_full, q_phase)
             q_phase ^= 1
             count = smem.work[0]
-            gate_offset = self._set_bias(tile, smem.work[1] & BOTH_BRANCHES, sink_logits, head)
+            has_both = smem.work[1] & BOTH_BRANCHES != 0
+            gate_offset = set_bias(
+                tile.rows, self.is_gate, has_both, sink_logits, head, self.num_query_heads
+            )
             tile.rows.reset()
             is_miss = smem.work[1] & WRONG_GUESS != 0
             stage, phase = self._take_q_registers(smem, tile, stage, phase)
@@ -542,33 +553,19 @@ class FmhaKernelSm90:
             # ---- blocks ----
             # P waits for the next block's QK, so that PV fills the tensor cores during the softmax
             # instead of slowing QK down; unless that block is not there yet.
-            is_held = cutlass.Boolean(False)
+            is_held, is_here = cutlass.Boolean(False), cutlass.Boolean(False)
             for n in cutlass.range(count, unroll=1):
-                buffer = blocks % 2
-                if is_held and not self._has_landed(smem, stage, phase):
-                    self._release(smem.p_full + (1 - buffer), lane)
-                    is_held = cutlass.Boolean(False)
-                self._issue_scores(smem, tile, stage, phase)
-                warpgroup.wait_group(1)
-                if is_held:
-                    self._release(smem.p_full + (1 - buffer), lane)
-                warpgroup.wait_group(0)
+                keys, is_here = self._multiply_keys(
+                    smem, tile, blocks, stage, phase, is_held, is_here
+                )
                 if n == count - 1:
                     self._release(smem.q_empty, lane)
-                is_window = smem.block[stage] >= WINDOW_FLAG
-                valid = smem.block[stage] % WINDOW_FLAG
-                if valid < self.keys:
-                    mask_tail(cute.group_modes(by_row(tile.s), 1, 3), valid, lane)
-                    self._zero_rows(smem, stage, valid, tile.thread)
-                softmax(tile.s, tile.rows, is_window, self.scale_log2)
-                tile.p.store(tile.s.load().to(self.dtype))
-                cute.arch.mbarrier_wait(smem.p_empty + buffer, 1 - blocks // 2 % 2)
-                self._store_weights(smem, tile, buffer)
+                self._weigh_keys(smem, tile, blocks, stage, keys)
                 is_held = cutlass.Boolean(True)
                 blocks += 1
                 stage, phase = self._advance(stage, phase)
             if is_held:
-                self._release(smem.p_full + (1 - blocks % 2), lane)
+                self._release(smem.pv_turn + (1 - blocks % 2), lane)
             if count == 0:
                 self._release(smem.q_empty, lane)
 
@@ -584,6 +581,46 @@ class FmhaKernelSm90:
             self._release(smem.rows_full, lane)
             index += cute.arch.grid_dim()[0]
 
+    @cute.jit
+    def _multiply_keys(self, smem, tile, blocks, stage, phase, is_held, is_here):
+        """S of a block; returns its word in `smem.block`, and whether the next block is there.
+
+        PV of the previous block gets its turn meanwhile, if it is held back.
+        """
+        turn = smem.pv_turn + (1 - blocks % 2)
+        if not is_here:
+            if is_held and not self._has_landed(smem, stage, phase):
+                self._release(turn, tile.lane)
+                is_held = cutlass.Boolean(False)
+            for half in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_wait(smem.kv_full + (stage * 2 + half), phase)
+        self._issue_scores(tile, stage)
+
+        # Beside PV shared memory answers late: the softmax must not wait for it.
+        keys = smem.block[stage]
+        is_next_here = self._has_landed(smem, *self._advance(stage, phase))
+        warpgroup.wait_group(1)
+        if is_held:
+            self._release(turn, tile.lane)
+        warpgroup.wait_group(0)
+        return keys, is_next_here
+
+    @cute.jit
+    def _weigh_keys(self, smem, tile, blocks, stage, keys):
+        """P of a block, and what the older accumulators are to be scaled by, for PV to read."""
+        valid = keys % WINDOW_FLAG
+        if valid < self.keys:
+            mask_tail(cute.group_modes(by_row(tile.s), 1, 3), valid, tile.lane)
+            self._zero_rows(smem, stage, valid, tile.thread)
+        softmax(tile.s, tile.rows, keys >= WINDOW_FLAG, self.scale_log2)
+        tile.p.store(tile.s.load().to(self.dtype))
+        cute.arch.mbarrier_wait(smem.p_empty, 1 - blocks % 2)
+        p = weight_steps(tile.p)
+        for i in cutlass.range_constexpr(self.keys // 16):
+            cute.autovec_copy(p[None, i], smem.p[None, tile.thread, i])
+        cute.autovec_copy(tile.rows.rescale, smem.rescale[None, tile.thread])
+        self._release(smem.p_full, tile.lane)
+
     def _score_fragments(self, smem):
         """Operands and state of a thread of the score warpgroup."""
         thread = cute.arch.thread_idx()[0] % 128
@@ -592,8 +629,6 @@ class FmhaKernelSm90:
         mma_slice = mma.get_slice(0)
         q_shape = register_mma.partition_shape_A((self.heads, max(self.q_register_dim, 16)))
         s = mma.make_fragment_C(mma.partition_shape_C((self.heads, self.keys)))
-        p = cute.make_rmem_tensor_like(s, self.dtype)
-        p_slice = self._p_store().get_slice(thread)
         return frozen(
             thread=thread,
             lane=lane,
@@ -602,25 +637,9 @@ class FmhaKernelSm90:
             q_registers=register_mma.make_fragment_A(q_shape),
             k=mma_slice.make_fragment_B(mma_slice.partition_B(smem.k)),
             s=s,
-            p=p,
-            p_source=p_slice.retile(p),
-            p_target=p_slice.partition_D(smem.p),
+            p=cute.make_rmem_tensor_like(s, self.dtype),
             rows=Rows.make(),
         )
-
-    def _p_store(self):
-        """How the score warpgroup's fragment of P goes to shared memory."""
-        atom = cute.make_copy_atom(cute.nvgpu.warp.StMatrix8x8x16bOp(False, 4), self.dtype)
-        return cute.make_tiled_copy_C(atom, self._qk_mma())
-
-    @cute.jit
-    def _store_weights(self, smem, tile, buffer: cutlass.Int32):
-        """Write P, and what the older accumulators are to be scaled by, where PV reads them."""
-        cute.copy(self._p_store(), tile.p_source, tile.p_target[None, None, None, buffer])
-        if tile.lane % 4 == 0:
-            for r in cutlass.range_constexpr(2):
-                smem.rescale[tile.row + 8 * r, buffer] = tile.rows.rescale[r]
-        cute.arch.fence_view_async_shared()
 
     @cute.jit
     def _take_q_registers(self, smem, tile, stage: cutlass.Int32, phase: cutlass.Int32):
@@ -638,6 +657,8 @@ class FmhaKernelSm90:
                 cute.arch.mbarrier_wait(smem.kv_full + (stage * 2 + half), phase)
             for i in cutlass.range_constexpr(self.q_register_dim // 16):
                 cute.copy(load, source[None, None, first + i, stage], target[None, None, i])
+            # An arrival overtakes loads on their way: the next TMA would then be what they read.
+            cute.arch.fence_view_async_shared()
             for half in cutlass.range_constexpr(2):
                 self._release(smem.kv_empty + (stage * 2 + half), tile.lane)
             stage, phase = self._advance(stage, phase)
@@ -645,69 +666,40 @@ class FmhaKernelSm90:
 
     @cute.jit
     def _has_landed(self, smem, stage: cutlass.Int32, phase: cutlass.Int32):
-        landed = cute.arch.mbarrier_test_wait(smem.kv_full + (stage * 2 + 1), phase)
-        return cute.arch.vote_all_sync(landed)
+        full = smem.kv_full + stage * 2
+        first = cute.arch.mbarrier_test_wait(full, phase)
+        second = cute.arch.mbarrier_test_wait(full + 1, phase)
+        return cute.arch.vote_all_sync(first and second)
 
-    @cute.jit
-    def _issue_scores(self, smem, tile, stage: cutlass.Int32, phase: cutlass.Int32):
-        """S = Q K^T in two groups, first the columns of Q in shared memory.
+    def _issue_scores(self, tile, stage: cutlass.Int32):
+        """S = Q K^T in two groups.
 
-        When the first group is over, P of the previous block may go: the output warpgroups take
-        about as long to start as the second group takes to end.
+        When the first group is over, PV of the previous block may start: the output warpgroups
+        take about as long to do so as the second group takes to end.
         """
-        steps = self.head_dim // 16
-        smem_steps = self.q_smem_dim // 16
-        k = tile.k[None, None, None, stage]
-        # A wait between the products would make ptxas serialise them: it is a divergent loop.
-        for half in cutlass.range_constexpr(2):
-            cute.arch.mbarrier_wait(smem.kv_full + (stage * 2 + half), phase)
-        warpgroup.fence()
+        steps, smem_steps = self.head_dim // 16, self.q_smem_dim // 16
+        # Products with Q in registers first: the others queue up, and leave the warps free.
+        order = [*range(smem_steps, steps), *range(smem_steps)]
         early = steps - min(EARLY_STEPS, steps // 2)
-        gemm(self._qk_mma, tile.s, tile.q, k, range(min(smem_steps, early)), 0, False)
-        if cutlass.const_expr(self.q_register_dim > 0):
-            in_registers = range(smem_steps, early)
-            gemm(self._qk_register_mma, tile.s, tile.q_registers, k, in_registers, smem_steps, True)
-            warpgroup.commit_group()
-            in_registers = range(early, steps)
-            gemm(self._qk_register_mma, tile.s, tile.q_registers, k, in_registers, smem_steps, True)
-        else:
-            warpgroup.commit_group()
-            gemm(self._qk_mma, tile.s, tile.q, k, range(early, steps), 0, True)
+        k = tile.k[None, None, None, stage]
+        warpgroup.fence()
+        for i, step in enumerate(order):
+            if i == early:
+                warpgroup.commit_group()
+            if step < smem_steps:
+                gemm(self._qk_mma, tile.s, tile.q, k, [step], 0, i > 0)
+            else:
+                gemm(self._qk_register_mma, tile.s, tile.q_registers, k, [step], smem_steps, i > 0)
         warpgroup.commit_group()
 
     @cute.jit
-    def _set_bias(self, tile, has_both, sink_logits, head):
-        """Score biases of the sink gate; returns what they take off the log of the denominator."""
-        offset = cute.make_rmem_tensor(2, cutlass.Float32)
-        offset.fill(0.0)
-        tile.rows.bias.fill(0.0)
-        if cutlass.const_expr(self.is_gate):
-            # An empty branch leaves the other alone: the sink then counts as 0.
-            for r in cutlass.range_constexpr(2):
-                sink = cutlass.Float32(0.0)
-                if has_both != 0 and head + 8 * r < self.num_query_heads:
-                    sink = sink_logits[head + 8 * r]
-                offset[r] = cute.arch.fmax(sink, 0.0)
-                tile.rows.bias[r, 0] = -offset[r] * LOG2_E
-                tile.rows.bias[r, 1] = cute.arch.fmin(sink, 0.0) * LOG2_E
-        return offset
-
-    @cute.jit
     def _zero_rows(self, smem, stage, valid: cutlass.Int32, thread):
-        """Clear the masked rows of a block, which is V next: P is 0 there, but 0 * NaN is NaN."""
+        """Clear the rows of a block from `valid` on."""
         vectors_per_row = self.chunk // 8
-        chunk_vectors = self.keys * vectors_per_row
-        chunks = self.head_dim // self.chunk
-        zero = cute.make_rmem_tensor(8, self.dtype)
-        zero.fill(0.0)
-        vectors = cute.make_tensor(
-            smem.kv_raw + stage * self.keys * self.head_dim,
-            cute.make_layout((8, chunk_vectors, chunks)),
-        )
-        begin = valid * vectors_per_row + thread
-        for i in cutlass.range(begin, chunk_vectors, 128, unroll=1):
-            for chunk in cutlass.range_constexpr(chunks):
-                cute.autovec_copy(zero, vectors[None, i, chunk])
+        shape = (8, self.keys * vectors_per_row, self.head_dim // self.chunk)
+        start = smem.kv_raw + stage * self.keys * self.head_dim
+        vectors = cute.make_tensor(start, cute.make_layout(shape))
+        zero_rows(vectors, valid * vectors_per_row + thread, self.dtype)
 
     @cute.jit
     def _finish_rows(self, smem, tile, member, tiling, gate_offset, sink_logits, lse, workspace):
@@ -739,7 +731,8 @@ class FmhaKernelSm90:
 
         mma = self._pv_mma()
         mma_slice = mma.get_slice(0)
-        p = mma_slice.make_fragment_A(mma_slice.partition_A(smem.p))
+        p = mma.make_fragment_A(mma.partition_shape_A((self.heads, 16 * P_PLACES)))
+        factors = cute.make_rmem_tensor(2, cutlass.Float32)
         v = mma_slice.make_fragment_B(mma_slice.partition_B(smem.v))
         piece = mma.make_fragment_C(mma.partition_shape_C((self.heads, self.pv_dim)))
         acc = cute.make_rmem_tensor(self.pieces * cute.size(piece), cutlass.Float32)
@@ -747,7 +740,6 @@ class FmhaKernelSm90:
             cute.make_tensor(acc.iterator + i * cute.size(piece), piece.layout)
             for i in range(self.pieces)
         )
-        steps = range(self.keys // 16)
 
         index = cute.arch.block_idx()[0]
         work_phase, blocks = cutlass.Int32(0), cutlass.Int32(0)
@@ -768,21 +760,16 @@ class FmhaKernelSm90:
             # ---- blocks ----
             for _ in cutlass.range(count, unroll=1):
                 slot = stage * 2 + half
-                buffer = blocks % 2
-                cute.arch.mbarrier_wait(smem.p_full + buffer, blocks // 2 % 2)
-                factors = [smem.rescale[row, buffer], smem.rescale[row + 8, buffer]]
+                cute.arch.mbarrier_wait(smem.p_full, blocks % 2)
+                for step in cutlass.range_constexpr(P_PLACES):
+                    self._take_weights(smem, p, thread, step, step)
+                cute.autovec_copy(smem.rescale[None, thread], factors)
                 if cute.arch.vote_any_sync(factors[0] != 1.0 or factors[1] != 1.0):
-                    self._scale_rows(acc, factors)
+                    scale_rows(acc, factors)
                 cute.arch.mbarrier_wait(smem.kv_full + slot, phase)
-                warpgroup.fence()
-                for i in cutlass.range_constexpr(self.pieces):
-                    v_piece = v[None, None, None, slot * self.pieces + i]
-                    p_stage = p[None, None, None, buffer]
-                    gemm(self._pv_mma, pieces[i], p_stage, v_piece, steps, 0, True)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
+                cute.arch.mbarrier_wait(smem.pv_turn + blocks % 2, blocks // 2 % 2)
+                self._multiply_values(smem, pieces, p, v, slot, thread, lane)
                 self._release(smem.kv_empty + slot, lane)
-                self._release(smem.p_empty + buffer, lane)
                 blocks += 1
                 stage, phase = self._advance(stage, phase)
 
@@ -811,12 +798,29 @@ class FmhaKernelSm90:
             index += cute.arch.grid_dim()[0]
 
     @cute.jit
-    def _scale_rows(self, acc, factors):
-        rows = by_row(acc)
-        for j in cutlass.range_constexpr(cute.size(rows, mode=[2])):
-            for c in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(2):
-                    rows[r, c, j] *= factors[r]
+    def _multiply_values(self, smem, pieces, p, v, slot, thread, lane):
+        """O += P V of half of a block's columns; frees P.
+
+        Three quarters of P wait in registers. When the products with the first quarter are over,
+        the last one takes its place.
+        """
+        warpgroup.fence()
+        for step in cutlass.range_constexpr(self.keys // 16):
+            place = step % P_PLACES
+            if cutlass.const_expr(step == P_PLACES):
+                warpgroup.wait_group(P_PLACES - 1)
+                self._take_weights(smem, p, thread, step, place)
+                self._release(smem.p_empty, lane)
+                warpgroup.fence()
+            for i in cutlass.range_constexpr(self.pieces):
+                v_piece = v[None, None, None, slot * self.pieces + i]
+                gemm(self._pv_mma, pieces[i], p, v_piece, [step], step - place, True)
+            warpgroup.commit_group()
+        warpgroup.wait_group(0)
+
+    def _take_weights(self, smem, p, thread, step: int, place: int):
+        """Read a K step of P into a place of the registers."""
+        cute.autovec_copy(smem.p[None, thread, step], weight_steps(p)[None, place])
 
     # ---- device: shared by the roles ----
 

@@ -7,7 +7,7 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.fmha_sm90_device import by_row, tree
-from dsv4.kernels.attention.softmax import RESCALE_THRESHOLD, exp2, quad_max
+from dsv4.kernels.attention.softmax import LOG2_E, RESCALE_THRESHOLD, exp2, quad_max
 
 
 class Rows(NamedTuple):
@@ -29,30 +29,74 @@ class Rows(NamedTuple):
 
 
 @cute.jit
+def set_bias(
+    rows: Rows,
+    is_gate: cutlass.Constexpr,
+    has_both,
+    sink_logits,
+    head,
+    num_heads: cutlass.Constexpr,
+):
+    """Score biases of the sink gate; returns what they take off the log of the denominator."""
+    offset = cute.make_rmem_tensor(2, cutlass.Float32)
+    offset.fill(0.0)
+    rows.bias.fill(0.0)
+    if cutlass.const_expr(is_gate):
+        # An empty branch leaves the other alone: the sink then counts as 0.
+        for r in cutlass.range_constexpr(2):
+            sink = cutlass.Float32(0.0)
+            if has_both and head + 8 * r < num_heads:
+                sink = sink_logits[head + 8 * r]
+            offset[r] = cute.arch.fmax(sink, 0.0)
+            rows.bias[r, 0] = -offset[r] * LOG2_E
+            rows.bias[r, 1] = cute.arch.fmin(sink, 0.0) * LOG2_E
+    return offset
+
+
+@cute.jit
 def softmax(
     scores: cute.Tensor, rows: Rows, is_window: cutlass.Boolean, scale_log2: cutlass.Constexpr
 ):
     """Turn scores into weights in place; `rows.rescale` is what older weights must be scaled by."""
     s = by_row(scores)
     columns = [(c, j) for j in range(cute.size(s, mode=[2])) for c in range(2)]
-    tops = [tree(cute.arch.fmax, [s[r, c, j] for c, j in columns]) for r in range(2)]
-    tops = [quad_max(top) for top in tops]
+    bias = [cutlass.select_(is_window, rows.bias[r, 1], rows.bias[r, 0]) for r in range(2)]
+    # Of this thread's columns: most blocks raise no reference, and then nobody needs the row's.
+    tops = cute.make_rmem_tensor(2, cutlass.Float32)
     for r in cutlass.range_constexpr(2):
-        bias = cutlass.select_(is_window, rows.bias[r, 1], rows.bias[r, 0])
-        top = tops[r] * scale_log2 + bias
+        tops[r] = tree(cute.arch.fmax, [s[r, c, j] for c, j in columns]) * scale_log2
+    rows.rescale.fill(1.0)
+    excess = [tops[r] + bias[r] - rows.ref[r] for r in range(2)]
+    # NaN - of rows and blocks without a score, -inf - (-inf) - is no excess.
+    if cute.arch.vote_any_sync(cute.arch.fmax(excess[0], excess[1]) > RESCALE_THRESHOLD):
+        raise_references(tops, bias, rows)
+    for r in cutlass.range_constexpr(2):
+        # A row without a finite score so far: every weight is 2^-inf.
+        is_empty = rows.ref[r] == -cutlass.Float32.inf
+        shift = bias[r] - cutlass.select_(is_empty, cutlass.Float32(0.0), rows.ref[r])
+        # A huge bias swallows the score in the difference above, and the reference then forgets it:
+        # a score of thousands would give an infinite weight, which no later rescaling by 0 removes.
+        shift = cute.arch.fmin(shift, RESCALE_THRESHOLD - tops[r])
+        weights = [exp2(s[r, c, j] * scale_log2 + shift) for c, j in columns]
+        for (c, j), weight in zip(columns, weights, strict=True):
+            s[r, c, j] = weight
+        rows.sum[r] += tree(operator.add, weights)
+
+
+@cute.jit
+def raise_references(tops: cute.Tensor, bias, rows: Rows):
+    """Move the references of the rows whose log2 scores exceed them by too much.
+
+    Args:
+        tops: [2] largest log2 scores among this thread's columns, without bias.
+        rows: their `ref`, `sum` and `rescale` change.
+    """
+    for r in cutlass.range_constexpr(2):
+        top = quad_max(tops[r]) + bias[r]
         old = rows.ref[r]
         is_raised = top > old + RESCALE_THRESHOLD
         new = cutlass.select_(is_raised, top, old)
         rescale = cutlass.select_(is_raised, exp2(old - new), cutlass.Float32(1.0))
-        # A row without a finite score so far: every weight is 2^-inf.
-        is_empty = new == -cutlass.Float32.inf
-        shift = bias - cutlass.select_(is_empty, cutlass.Float32(0.0), new)
-        # A huge bias swallows the score in `top`: the difference above then forgets it, and a
-        # score of thousands would give an infinite weight, which no later rescaling by 0 removes.
-        shift = cute.arch.fmin(shift, RESCALE_THRESHOLD - tops[r] * scale_log2)
-        weights = [exp2(s[r, c, j] * scale_log2 + shift) for c, j in columns]
-        for (c, j), weight in zip(columns, weights, strict=True):
-            s[r, c, j] = weight
-        rows.sum[r] = rows.sum[r] * rescale + tree(operator.add, weights)
         rows.ref[r] = new
         rows.rescale[r] = rescale
+        rows.sum[r] *= rescale
