@@ -6,12 +6,14 @@ import numpy as np
 
 from dsv4.simulator.clocks import FENCED, SEEN, Clocks
 from dsv4.simulator.findings import CONVERGENCE, Findings
-from dsv4.simulator.granules import TMEM_GROUPS
+from dsv4.simulator.granules import TMEM_GROUPS, granules
 from dsv4.simulator.lanes import LaneOrder
 from dsv4.simulator.memory import SHARED_BYTES, TMEM_COLUMNS, Cluster, Cta
+from dsv4.simulator.reads_in_flight import ReadsInFlight, incomplete_loads
 from dsv4.simulator.shadow import SEVERAL, Earlier, Shadow, place
 from dsv4.simulator.warp import ALL
 
+IN_FLIGHT = "copy over a read in flight"
 _LANES = np.arange(32)
 ONE_LANE = [lane == _LANES for lane in range(32)]
 
@@ -31,6 +33,7 @@ class ClusterState:
         # CTA rank -> warp of another CTA, or engine that copies into it -> (clock, instruction) of
         # its last access there.
         self.remote: dict[int, dict[int, tuple[int, int]]] = {}
+        self.flights = ReadsInFlight(SHARED_BYTES // 4)
         for i, warp in enumerate(warps):
             warp.agent, warp.order = i, LaneOrder(i, self.clocks)
 
@@ -58,6 +61,11 @@ def lanes_of(w, mask) -> np.ndarray | None:
 
 class SharedRaces(Findings):
     """Ordinary accesses and atomics, engines' accesses, barriers and fences."""
+
+    def __init__(self, entry):
+        super().__init__(entry)
+        self.loads_at_release = incomplete_loads(entry)
+        self.watched_loads = frozenset(at for ats in self.loads_at_release.values() for at in ats)
 
     # --- ordinary accesses -----------------------------------------------------------------------
     def shared(
@@ -93,6 +101,9 @@ class SharedRaces(Findings):
             shadow.note_write(where, agent, clock, code)
         else:
             self._initialised(w, cta, where, f"{cta.name} warp {w.number} reads")
+            if w.at in self.watched_loads:
+                cells = granules(np.asarray(offsets, np.int64) & ~3, max(size, 4))
+                state.flights.read(agent, w.at, cta.rank, cells)
             if isinstance(numbers, np.ndarray):
                 shadow.note_lane_reads(where, agent, clock, code, order.synced)
             else:
@@ -216,10 +227,12 @@ class SharedRaces(Findings):
         state = w.cluster.state
         self._remote(w, cta)
         shadow = state.shared[cta.rank]
-        where = shadow.refined(where)
         lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
         know = state.clocks.view(w.agent, lanes)
         text = f"{what} into shared memory at"
+        if state.flights.late and not generic:
+            self._against_flights(w, cta, where, know[SEEN], text)
+        where = shadow.refined(where)
         if not shadow.settled(where, know[SEEN], know[FENCED], state.clocks.warps):
             kind = "write-write race"
             raced = self._against_writes(w, cta, shadow, where, know[SEEN], kind, text)
@@ -231,6 +244,14 @@ class SharedRaces(Findings):
         if not generic:
             state.remote.setdefault(cta.rank, {})[agent] = (clock, w.at)
         shadow.note_write(where, agent, clock, place(w.at, SEVERAL))
+
+    def _against_flights(self, w, cta: Cta, where: np.ndarray, seen: np.ndarray, text: str) -> None:
+        found = w.cluster.state.flights.under(cta.rank, where, seen)
+        if found is not None:
+            agent, at, clock, index = found
+            earlier = Earlier(agent, at, SEVERAL, clock, index)
+            text = f"{text} {self._at(w, cta, where, earlier)}"
+            self.race(w, IN_FLIGHT, text, earlier)
 
     # --- other CTAs of the cluster ---------------------------------------------------------------
     def _remote(self, w, cta: Cta) -> None:
@@ -265,6 +286,15 @@ class SharedRaces(Findings):
         w.order.covers(lanes)
         w.cluster.state.clocks.release(w.agent, key, lanes, relaxed=relaxed)
         w.order.leave_behind(lanes)
+        self._leave_loads(w)
+
+    def _leave_loads(self, w) -> None:
+        """Loads that are still under way are not covered by the release just made."""
+        loads = self.loads_at_release.get(w.at)
+        if loads is not None:
+            state = w.cluster.state
+            clock = int(state.clocks.seen[w.agent, w.agent])
+            state.flights.released(w.agent, loads, clock)
 
     def acquire(self, w, key: tuple, mask=None) -> None:
         """A warp, or some lanes of it, leave a barrier; a whole warp's lanes are then ordered."""
@@ -321,6 +351,7 @@ class SharedRaces(Findings):
         w.order.covers(lanes)
         w.cluster.state.clocks.release(w.agent, key, lanes)
         w.order.leave_behind(lanes)
+        self._leave_loads(w)
 
     def acquire_barrier(self, w, barrier, mask=None) -> None:
         """Some lanes waited for the last phase of an mbarrier."""
