@@ -49,14 +49,22 @@ class MemoryBarrier:
 
         They may all have arrived before: with no arrival pending, this then completes the phase.
         """
-        self.transactions += size
+        self._count(size)
         self.places = self.places[0], at
         self._check()
 
     def complete(self, size: int) -> None:
         """Bytes arrived. They may come before `expect`, the count is then negative meanwhile."""
-        self.transactions -= size
+        self._count(-size)
         self._check()
+
+    def _count(self, size: int) -> None:
+        self.transactions += size
+        if abs(self.transactions) > MAX_COUNT:
+            raise KernelFault(
+                f"mbarrier at {self.address:#x}: {self.transactions} bytes pending, the count "
+                f"holds {-MAX_COUNT}..{MAX_COUNT}"
+            )
 
     def passed(self, parity: int) -> bool:
         """try_wait.parity: has the phase of this parity completed?"""

@@ -94,6 +94,23 @@ def test_over_arrival():
         _simulate(f"@!%p1 bra DONE;\n{body}\nDONE:")
 
 
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "expect_tx 1048576",
+        "complete_tx 524288; complete_tx 524288",
+        "expect_tx 1048575; expect_tx 1",
+    ],
+)
+def test_transaction_counts_have_a_range(steps):
+    body = "mbarrier.init.shared.b64 [%r2], 1;\n"
+    for step in steps.split("; "):
+        operation, size = step.split()
+        body += f"mbarrier.{operation}.relaxed.cta.shared::cta.b64 [%r2], {size};\n"
+    with pytest.raises(KernelFault, match=r"1048576 bytes pending, the count holds -1048575\.\."):
+        _simulate(f"@!%p1 bra DONE;\n{body}\nDONE:")
+
+
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
 def test_deadlock_says_who_waits_for_what(schedule):
     body = """
