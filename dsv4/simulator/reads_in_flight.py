@@ -1,9 +1,10 @@
 """Loads from shared memory that are not complete when their warp hands the memory over.
 
-A release (an arrival at a barrier) does not wait for a load whose registers nobody has used yet:
-the load stands in a queue of the warp's multiprocessor. Ordinary stores by others come behind it in
-that queue, but a bulk or tensor copy does not: an H200 then loads what the copy wrote. Using the
-registers first, or fence.proxy.async, makes the load complete.
+An arrival at an mbarrier (released to the CTA) or a named barrier does not wait for a load whose
+registers nobody has used yet: the load stands in a queue of the multiprocessor. Ordinary stores by
+others come behind it in that queue, but a bulk or tensor copy does not: an H200 then loads what the
+copy wrote. What makes a load complete there: a use of its registers, fence.proxy.async or another
+fence of memory, a release to the cluster; not the use of a later load's registers.
 """
 
 from __future__ import annotations
@@ -14,15 +15,11 @@ from dsv4.simulator.codegen import REGISTER
 from dsv4.simulator.ptx.blocks import blocks_of
 from dsv4.simulator.ptx.parser import Entry, Instruction
 
-_ROUNDS = 40  # of the data flow; more only for loops nested deeper than that
 _COPIES = ("cp.async.bulk", "cp.reduce.async.bulk")
 
 
 def incomplete_loads(entry: Entry) -> dict[int, tuple[int, ...]]:
-    """For each release, the loads that may be under way there, by instruction numbers.
-
-    Using a register of a load completes it and those before it: they come back in order.
-    """
+    """For each release, the loads that may be under way there, by instruction numbers."""
     instructions = entry.instructions
     loads = [ins.index for ins in instructions if _loads_shared(ins)]
     if not loads or not any(_copies_into_shared(ins) for ins in instructions):
@@ -36,15 +33,14 @@ def incomplete_loads(entry: Entry) -> dict[int, tuple[int, ...]]:
         for successor in block.successors:
             before[successor].append(block.number)
     leaving = [0] * len(blocks)
-    for _ in range(_ROUNDS):
+    last = None
+    while leaving != last:
         last = leaving.copy()
         for block in blocks:
             state = 0
             for number_before in before[block.number]:
                 state |= leaving[number_before]
             leaving[block.number] = flow.through(block, state)
-        if leaving == last:
-            break
     return {
         at: tuple(index for index, k in number.items() if pending >> k & 1)
         for at, pending in flow.at_release.items()
@@ -66,8 +62,17 @@ def _copies_into_shared(ins: Instruction) -> bool:
 
 def _releases(ins: Instruction) -> bool:
     if ins.parts[0] == "mbarrier":
-        return ins.parts[1] in ("arrive", "arrive_drop")
-    return ins.parts[0] in ("bar", "barrier") and "warp" not in ins.parts
+        return ins.parts[1] in ("arrive", "arrive_drop") and "cluster" not in ins.parts
+    return ins.parts[0] in ("bar", "barrier") and not {"warp", "cluster"} & set(ins.parts)
+
+
+def _completes(ins: Instruction) -> bool:
+    """Fences of memory and releases to the cluster, which begin with one."""
+    if ins.parts[0] in ("mbarrier", "barrier"):
+        return "cluster" in ins.parts and "relaxed" not in ins.parts
+    return ins.opcode.startswith(
+        ("fence.proxy.async", "fence.acq_rel", "fence.sc", "fence.release", "membar")
+    )
 
 
 def _mentioned_loads(instructions: list[Instruction], number: dict[int, int]) -> list[int]:
@@ -108,25 +113,18 @@ class _Flow:
 
     def __init__(self, instructions: list[Instruction], number: dict[int, int], mentioned):
         self.instructions, self.number, self.mentioned = instructions, number, mentioned
-        self.older = [0] * len(number)  # loads under way when each was issued
         self.at_release: dict[int, int] = {}
 
     def through(self, block, state: int) -> int:
         """The loads under way at the block's end."""
         for ins in self.instructions[block.start : block.stop]:
-            done = state & self.mentioned[ins.index]
-            while done:
-                k = done.bit_length() - 1
-                state &= ~(self.older[k] | 1 << k)
-                done &= state
-            if ins.opcode.startswith("fence.proxy.async"):
+            state &= ~self.mentioned[ins.index]
+            if _completes(ins):
                 state = 0
             elif _releases(ins):
                 self.at_release[ins.index] = self.at_release.get(ins.index, 0) | state
             elif ins.index in self.number:
-                k = self.number[ins.index]
-                self.older[k] |= state
-                state |= 1 << k
+                state |= 1 << self.number[ins.index]
         return state
 
 

@@ -43,7 +43,7 @@ _READS = {
 _USE = "add.u32 %r12, %r10, 1;"
 
 
-def _kinds(read: str, after: str = "", **options) -> list[str]:
+def _kinds(read: str, after: str = "", handover: str = _HANDOVER, **options) -> list[str]:
     # What the tile holds first came by a copy too: nothing else needs a fence.
     fill = (
         "@%p2 mbarrier.init.shared.b64 [%r2+3072], 1;\n@%p2 fence.mbarrier_init.release.cluster;\n"
@@ -51,7 +51,7 @@ def _kinds(read: str, after: str = "", **options) -> list[str]:
         "@%p2 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%d1], 256, "
         "[%r2+3072];\nF: mbarrier.try_wait.parity.shared.b64 %p6, [%r2+3072], 0;\n@!%p6 bra F;\n"
     )
-    return kinds(fill + _HANDOVER.format(read=read, after=after), **options)
+    return kinds(fill + handover.format(read=read, after=after), **options)
 
 
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
@@ -64,11 +64,18 @@ def test_a_load_whose_registers_nobody_used(read, schedule):
 @pytest.mark.parametrize("read", _READS.values(), ids=_READS)
 def test_what_completes_a_load(read):
     assert _kinds(f"{read}\n{_USE}") == []
-    assert _kinds(f"{read}\nfence.proxy.async.shared::cta;") == []
-    later = f"{read}\nld.shared.b32 %r14, [%r2+4];\nadd.u32 %r12, %r14, 1;"
-    assert _kinds(later) == []
-    earlier = f"ld.shared.b32 %r14, [%r2+4];\n{read}\nadd.u32 %r12, %r14, 1;"
-    assert _kinds(earlier) == [RACE]
+    for fence in ("fence.proxy.async.shared::cta;", "fence.acq_rel.cta;", "membar.cta;"):
+        assert _kinds(f"{read}\n{fence}") == []
+    # Loads need not come back in order.
+    other = "ld.shared.b32 %r14, [%r2+4];"
+    assert _kinds(f"{read}\n{other}\nadd.u32 %r12, %r14, 1;") == [RACE]
+
+
+@pytest.mark.parametrize("read", _READS.values(), ids=_READS)
+def test_a_release_to_the_cluster_waits(read):
+    arrive = "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%r30];"
+    body = _HANDOVER.replace("mbarrier.arrive.shared.b64 %d5, [%r30];", arrive)
+    assert _kinds(read, _USE, handover=body) == []
 
 
 def test_both_places_are_named():
