@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from dsv4.simulator.errors import KernelFault
-from dsv4.simulator.memory import SHARED_BYTES
+from dsv4.simulator.memory import SHARED_BYTES, Cta
 from dsv4.simulator.tensor_map import swizzled
 
 # Swizzle modes: (span, bytes kept together).
@@ -94,3 +94,29 @@ def element_index(
             f"matrix operand reaches shared offset {int(address.max()):#x}, past the end"
         )
     return np.ascontiguousarray(address // size)
+
+
+@lru_cache(maxsize=4096)
+def _chunk_index(
+    descriptor: MatrixDescriptor, rows: int, depth: int, size: int, k_major: bool
+) -> np.ndarray | None:
+    """The 16-byte chunks of an operand, [rows, chunks of K] or, MN-major, [depth, chunks of rows];
+    None if it does not fill its last ones."""
+    unit = 16 // size
+    if (depth if k_major else rows) % unit:
+        return None
+    index = element_index(descriptor, rows, depth, size, k_major)
+    first = index[:, ::unit] if k_major else index[::unit].T
+    return np.ascontiguousarray(first * size >> 4)
+
+
+def operand_elements(
+    cta: Cta, descriptor: MatrixDescriptor, rows: int, depth: int, dtype: type, size: int,
+    k_major: bool,
+) -> np.ndarray:  # fmt: skip
+    """[rows, depth] of an operand in shared memory, as unsigned integers of `size` bytes."""
+    index = _chunk_index(descriptor, rows, depth, size, k_major)
+    if index is None:
+        return cta.views[dtype].take(element_index(descriptor, rows, depth, size, k_major))
+    elements = cta.chunks[index].view(dtype)
+    return elements if k_major else np.ascontiguousarray(elements.T)

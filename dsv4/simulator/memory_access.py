@@ -11,6 +11,7 @@ import numpy as np
 
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.memory import (
+    CHUNK,
     LOCAL_WINDOW,
     OFFSET_MASK,
     PARAM_WINDOW,
@@ -334,7 +335,7 @@ def load_matrix_padded(w: Warp, address, count: int, bits: int, mask) -> list[np
 def load_matrix(w: Warp, address, count: int, transposed: bool, mask) -> list[np.ndarray]:
     """ldmatrix m8n8 b16: one uint32 array per matrix."""
     offsets = _matrix_rows(w, address, count, mask, False)
-    data = w.cta.rows[offsets >> np.uint32(4)].view(np.uint16).reshape(count, 8, 8)
+    data = w.cta.chunks[offsets >> np.uint32(4)].view(np.uint16).reshape(count, 8, 8)
     if transposed:
         data = data.transpose(0, 2, 1)
     data = np.ascontiguousarray(data).view(np.uint32).reshape(count, 32)
@@ -344,10 +345,10 @@ def load_matrix(w: Warp, address, count: int, transposed: bool, mask) -> list[np
 def store_matrix(w: Warp, address, values, transposed: bool, mask) -> None:
     """stmatrix m8n8 b16."""
     offsets = _matrix_rows(w, address, len(values), mask, True)
-    data = np.ascontiguousarray(np.stack(values)).view(np.uint16).reshape(-1, 8, 8)
+    data = np.concatenate(values).view(np.uint16).reshape(-1, 8, 8)
     if transposed:
         data = data.transpose(0, 2, 1)
-    w.cta.rows[offsets >> np.uint32(4)] = np.ascontiguousarray(data).view(np.uint8).reshape(-1, 16)
+    w.cta.chunks[offsets >> np.uint32(4)] = np.ascontiguousarray(data).view(CHUNK).reshape(-1)
 
 
 # Byte j of thread t's register, of a 16 x 8 matrix: (memory row, byte in it). Memory rows are the

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from dsv4.simulator import numerics
-from dsv4.simulator.descriptors import MatrixDescriptor, element_index
+from dsv4.simulator.descriptors import MatrixDescriptor, element_index, operand_elements
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.memory import TMEM_COLUMNS, TMEM_LANES, Cta
 from dsv4.simulator.numerics import f32, f64, i32, u8, u16, u32
@@ -100,8 +100,10 @@ def shared_operand(cta: Cta, bits: int, rows: int, depth: int, form: Format, k_m
             raise KernelFault("sub-byte operands must be K-major")
         index = _byte_index(descriptor, rows, depth, form.bits, form.run)
         return form.of_packed(cta.s8.take(index))
-    index = element_index(descriptor, rows, depth, form.bits // 8, k_major)
-    return form.decode(cta.views[form.unsigned].take(index))
+    elements = operand_elements(
+        cta, descriptor, rows, depth, form.unsigned, form.bits // 8, k_major
+    )
+    return form.decode(elements)
 
 
 def operand_granules(bits: int, rows: int, depth: int, form: Format, k_major: bool) -> np.ndarray:

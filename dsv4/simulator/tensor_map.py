@@ -17,7 +17,7 @@ import struct
 import numpy as np
 
 from dsv4.simulator.errors import KernelFault
-from dsv4.simulator.memory import GlobalMemory
+from dsv4.simulator.memory import CHUNK, GlobalMemory
 from dsv4.simulator.numerics import bf16_of_f32, f32_of_bf16, tf32_nearest
 
 MAP_BYTES = 128
@@ -104,15 +104,68 @@ class TensorMap:
         self.memory = memory
         self._laid_down: dict[tuple[int, int | None], np.ndarray] = {}
         self.view = self._view(self.dims)
+        self.chunks = self._chunk_view()
+
+    def _extent(self, dims: list[int]) -> int:
+        """Bytes from the first element to the end of the last."""
+        return self.element + sum((d - 1) * s for d, s in zip(dims, self.strides))
 
     def _view(self, dims: list[int]) -> np.ndarray:
         """The tensor's bytes as [.., dims[0], element bytes]."""
-        extent = self.element + sum((d - 1) * s for d, s in zip(dims, self.strides))
         return np.lib.stride_tricks.as_strided(
-            self.memory.read(self.address, extent),
+            self.memory.read(self.address, self._extent(dims)),
             shape=(*reversed(dims), self.element),
             strides=(*reversed(self.strides), 1),
         )
+
+    def _chunk_view(self) -> np.ndarray | None:
+        """The tensor's whole 16-byte chunks as [.., chunks of the innermost dimension]; None if
+        boxes are more than a copy of them."""
+        if self.bits < 8 or self.rounds_to_tf32 or max(self.steps) > 1:
+            return None
+        shape = (*reversed(self.dims[1:]), self.dims[0] * self.element // _CHUNK)
+        strides = (*reversed(self.strides[1:]), _CHUNK)
+        data = self.memory.read(self.address, self._extent(self.dims))
+        return np.ndarray(shape, CHUNK, data, strides=strides) if shape[-1] else None
+
+    def _box_chunks(self, origin) -> np.ndarray | None:
+        """The box at `origin` as a view of chunks; None if parts of it are outside the tensor."""
+        if self.chunks is None:
+            return None
+        inside = []
+        for start, count, size in zip(origin, self.box, self.dims):
+            if start < 0 or start + count > size:
+                return None
+            inside.append(slice(start, start + count))
+        first = origin[0] * self.element // _CHUNK
+        inside[0] = slice(first, first + self.row_bytes // _CHUNK)
+        if inside[0].stop > self.chunks.shape[-1]:
+            return None
+        return self.chunks[tuple(reversed(inside))]
+
+    def load_chunks(self, mode: str, origin) -> np.ndarray:
+        """The box or the gathered rows at `origin`, in 16-byte chunks [chunks]."""
+        if mode == "tile":
+            box = self._box_chunks(origin)
+            return self._in_chunks(self.load(origin)) if box is None else box.reshape(-1)
+        rows = [self._row_box()._box_chunks((origin[0], row)) for row in origin[1:]]
+        if any(row is None for row in rows):
+            return self._in_chunks(self.gather(origin[0], origin[1:]))
+        return np.concatenate([row[0] for row in rows])
+
+    @staticmethod
+    def _in_chunks(data: np.ndarray) -> np.ndarray:
+        return data.view(CHUNK).reshape(-1)
+
+    def store_chunks(self, mode: str, origin, data: np.ndarray, op: str | None) -> None:
+        """Write chunks to the box or the scattered rows at `origin`, or reduce a box by `op`."""
+        box = self._box_chunks(origin) if mode == "tile" and op is None else None
+        if box is not None:
+            box[:] = data.reshape(box.shape)
+        elif mode == "tile":
+            self.store(origin, data.view(np.uint8), op)
+        else:
+            self.scatter(origin[0], origin[1:], data.view(np.uint8))
 
     def _check(self) -> None:
         inner = self.row_bytes
@@ -224,11 +277,12 @@ class TensorMap:
         return swizzled(linear.reshape(-1), self.span, self.atom)
 
     def in_place(self, data: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """16-byte chunks [chunks, 16] as they lie at shared `offsets`, or back from there."""
+        """16-byte chunks as they lie at shared `offsets`, or back from there."""
         if not self.flips:
             return data
         odd = (offsets >> 7 & 1).astype(np.bool_)
-        return np.where(odd[:, None], np.roll(data, 8, axis=1), data)
+        halves = data.view(np.uint64).reshape(-1, 2)
+        return self._in_chunks(np.where(odd[:, None], halves[:, ::-1], halves))
 
 
 def reduce_bytes(op: str, dtype: str, old: np.ndarray, new: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from dsv4.simulator.codegen import BLOCKED, BlockEmitter, emits
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.footprints import run_footprint, tensor_footprint
-from dsv4.simulator.memory import OFFSET_MASK, PARAM_WINDOW, RANK_SHIFT, Cta
+from dsv4.simulator.memory import CHUNK, OFFSET_MASK, PARAM_WINDOW, RANK_SHIFT, Cta
 from dsv4.simulator.ptx.parser import Instruction
 from dsv4.simulator.tensor_map import MAP_BYTES, TensorMap, reduce_bytes
 from dsv4.simulator.warp import Warp
@@ -35,7 +35,8 @@ def _map(w: Warp, address: int) -> TensorMap:
 
 
 def _signed(value) -> int:
-    return int(np.int32(np.uint32(value)))
+    bits = int(value)
+    return bits - (bits >> 31 << 32)
 
 
 def _chunks(cta: Cta, offsets: np.ndarray) -> np.ndarray:
@@ -98,10 +99,9 @@ def _issue_load(w: Warp, m: TensorMap, mode: str, origin, receivers, offsets, la
         ticket = monitor.bulk_load(w, receivers, offsets, lane, source)
 
     def perform() -> None:
-        data = m.load(origin) if mode == "tile" else m.gather(origin[0], origin[1:])
-        data = m.in_place(data.reshape(-1, 16), offsets)
+        data = m.in_place(m.load_chunks(mode, origin), offsets)
         for (cta, address), rows in zip(receivers, chunks):
-            cta.rows[rows] = data
+            cta.chunks[rows] = data
             target = w.cluster.barrier(address)
             if monitor is not None:
                 monitor.bulk_load_done(ticket, cta, target)
@@ -131,11 +131,7 @@ def tensor_store(w: Warp, form, tensor, coordinates, source, mask) -> None:
             w.launch.monitor.bulk_store(w, w.cta, offsets, lane, target, op)
 
         def write(data, m=m, origin=origin, offsets=offsets) -> None:
-            data = m.in_place(data, offsets)
-            if mode == "tile":
-                m.store(origin, data, op)
-            else:
-                m.scatter(origin[0], origin[1:], data)
+            m.store_chunks(mode, origin, m.in_place(data, offsets), op)
 
         _issue_store(w, rows, write, "tensor store")
 
@@ -150,7 +146,7 @@ class BulkStore:
     def read(self) -> None:
         """Read the source, once."""
         if self.data is None:
-            self.data = self.cta.rows[self.rows]
+            self.data = self.cta.chunks[self.rows]
 
     def perform(self) -> None:
         """Write the target, once."""
@@ -203,7 +199,7 @@ def bulk_load(w: Warp, source, target, size, barrier, multicast, mask) -> None:
         _check_bulk(a | s | n)
         receivers = _targets(w, a, b, None if multicast is None else int(multicast[lane]), False)
         offsets = (a & OFFSET_MASK) + np.arange(n // 16) * 16
-        data = w.cluster.memory.read(s, n).reshape(-1, 16)
+        data = w.cluster.memory.read(s, n).view(CHUNK)
         _issue_bulk(w, lambda data=data: data, receivers, offsets, lane, source=run_footprint(s, n))
 
 
@@ -229,13 +225,13 @@ def _issue_bulk(
         data = fetch()
         for (cta, address), rows in zip(receivers, chunks):
             if reduction is not None:
-                old = cta.rows[rows].reshape(-1)
-                data = reduce_bytes(*reduction, old, data.reshape(-1)).reshape(-1, 16)
-            cta.rows[rows] = data
+                old = cta.chunks[rows].view(np.uint8)
+                data = reduce_bytes(*reduction, old, data.view(np.uint8)).view(CHUNK)
+            cta.chunks[rows] = data
             target = w.cluster.barrier(address)
             if monitor is not None:
                 monitor.bulk_load_done(ticket, cta, target)
-            target.complete(data.size)
+            target.complete(data.nbytes)
 
     w.cluster.engine.issue("bulk load", None, perform)
 
@@ -258,7 +254,7 @@ def bulk_store(w: Warp, op, dtype, target, source, size, bytes_of_16, mask) -> N
         kept = _kept_bytes(bytes_of_16, lane, n)
 
         def write(data, memory=memory, kept=kept) -> None:
-            data = data.reshape(-1)
+            data = data.view(np.uint8)
             if op is not None:
                 data = reduce_bytes(op, dtype, memory.copy(), data)
             memory[:] = data if kept is None else np.where(kept, memory, data)
@@ -283,7 +279,7 @@ def bulk_to_cluster(w: Warp, reduction, target, source, size, barrier, mask) -> 
         rows = _chunks(w.cta, (s & OFFSET_MASK) + chunk)
         if w.launch.monitor is not None:
             w.launch.monitor.cluster_copy(w, (s & OFFSET_MASK) + chunk, b, lane)
-        fetch = functools.partial(w.cta.rows.__getitem__, rows)
+        fetch = functools.partial(w.cta.chunks.__getitem__, rows)
         receivers = [(w.cluster.cta_at(a), b)]
         _issue_bulk(w, fetch, receivers, (a & OFFSET_MASK) + chunk, lane, reduction=reduction)
 

@@ -14,7 +14,7 @@ import numpy as np
 from dsv4.simulator import numerics
 from dsv4.simulator.accumulators import ROWS, RegisterGroup, add_product, register_group
 from dsv4.simulator.codegen import BLOCKED, BlockEmitter, emits
-from dsv4.simulator.descriptors import MatrixDescriptor, element_index
+from dsv4.simulator.descriptors import MatrixDescriptor, operand_elements
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.memory import Cta
 from dsv4.simulator.numerics import f32, i32, u8, u16, u32
@@ -38,8 +38,8 @@ WARPGROUP = 4  # warps
 def _shared_tile(cta: Cta, bits: int, rows: int, depth: int, kind: str, k_major: bool):
     """[rows, depth] float32 of an operand in shared memory."""
     size, decode = _TYPES[kind]
-    index = element_index(MatrixDescriptor.wgmma(bits), rows, depth, size, k_major)
-    return decode(cta.views[_UNSIGNED[size]].take(index))
+    descriptor = MatrixDescriptor.wgmma(bits)
+    return decode(operand_elements(cta, descriptor, rows, depth, _UNSIGNED[size], size, k_major))
 
 
 def _fragment_tile(fragments, depth: int, kind: str) -> np.ndarray:
