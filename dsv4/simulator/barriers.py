@@ -5,6 +5,8 @@ Functions that may have to wait return False when the warp must park; the block 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from dsv4.simulator.errors import KernelFault
@@ -138,6 +140,8 @@ def _complete_cluster(w: Warp) -> None:
     missing = 32 * cluster.warps_total - cluster.barrier_arrived
     if missing:
         for warp in (warp for cta in cluster.ctas for warp in cta.warps):
+            if warp.frames and warp.frames[0].mask is ALL:
+                continue  # nobody has exited: the common case
             exited = ~warp.frames[0].mask if warp.frames else ALL
             missing -= int((exited & (warp.cluster_tickets != cluster.barrier_generation)).sum())
     if not missing:
@@ -197,8 +201,10 @@ def mbarrier_inval(w: Warp, address: np.ndarray, mask) -> None:
 def mbarrier_arrive(w: Warp, address, count, expected, mask, drop: bool = False) -> np.ndarray:
     """arrive, with the bytes of expect_tx if given; the token holds phase and pending count."""
     state = np.zeros(32, np.uint64)
+    if expected is None and not drop and _arrive_together(w, address, count, mask, state):
+        return state
     released = None
-    for lane in np.flatnonzero(mask).tolist():
+    for lane in mask.nonzero()[0].tolist():
         w.informed_in = w.turn
         barrier = w.cluster.barrier(int(address[lane]))
         state[lane] = barrier.phase | barrier.pending << _PENDING_SHIFT
@@ -215,6 +221,28 @@ def mbarrier_arrive(w: Warp, address, count, expected, mask, drop: bool = False)
     return state
 
 
+def _arrive_together(w: Warp, address, count, mask, state: np.ndarray) -> bool:
+    """Let several lanes arrive at one barrier at once, if they do not complete its phase halfway;
+    False if nothing was done."""
+    lanes = mask.nonzero()[0]
+    if len(lanes) < 2:
+        return False
+    first = address[lanes[0]]
+    barrier = w.cluster.barrier(int(first))
+    counts = np.ones(len(lanes), np.int64) if count is None else count[lanes].astype(np.int64)
+    before = np.add.accumulate(counts)
+    total = int(before[-1])
+    if total > barrier.pending or np.logical_or.reduce(address[lanes] != first):
+        return False
+    w.informed_in = w.turn
+    pending = barrier.pending + counts - before
+    state[lanes] = barrier.phase | pending << _PENDING_SHIFT
+    if w.launch.monitor is not None:
+        w.launch.monitor.release_barrier(w, barrier, mask & (address == first))
+    barrier.arrive(total)
+    return True
+
+
 def mbarrier_expect(w: Warp, address: np.ndarray, size: np.ndarray, mask) -> None:
     for lane in np.flatnonzero(mask).tolist():
         w.informed_in = w.turn
@@ -227,7 +255,17 @@ def mbarrier_complete(w: Warp, address: np.ndarray, size: np.ndarray, mask) -> N
         w.cluster.barrier(int(address[lane])).complete(int(size[lane]))
 
 
-def _passed(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> tuple[bool, str]:
+class _Awaited(NamedTuple):
+    """What a warp waits for; described only if somebody asks, as polls are many."""
+
+    barrier: MemoryBarrier
+    parity: int
+
+    def __str__(self) -> str:
+        return f"{self.barrier}, parity {self.parity & 1}"
+
+
+def _passed(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> tuple[bool, object]:
     lane = 0 if mask is ALL else int(mask.argmax())
     a, p = int(address[lane]), int(parity[lane])
     others = (address != a) | (parity != p)
@@ -235,12 +273,12 @@ def _passed(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> tuple[boo
         for lane in np.flatnonzero(mask).tolist():
             barrier = w.cluster.barrier(int(address[lane]))
             if not barrier.passed(int(parity[lane])):
-                return False, f"{barrier}, parity {int(parity[lane])}"
+                return False, _Awaited(barrier, int(parity[lane]))
             _acquire(w, barrier, mask & (address == address[lane]))
         return True, ""
     barrier = w.cluster.barrier(a)
     if not barrier.passed(p):
-        return False, f"{barrier}, parity {p & 1}"
+        return False, _Awaited(barrier, p)
     _acquire(w, barrier, mask)
     return True, ""
 

@@ -10,37 +10,17 @@ written back.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 
 from dsv4.simulator import numerics
+from dsv4.simulator.batches import Argument, Batches
 from dsv4.simulator.errors import UnsupportedInstruction
 from dsv4.simulator.ptx.blocks import EXIT_OPCODES, Block
 from dsv4.simulator.ptx.parser import TYPE_BITS, Entry, Instruction
+from dsv4.simulator.registers import BITS_OF_KIND, DTYPES, REGISTER, UNSIGNED, RegisterMap
 
-DTYPES = {
-    "p": "bool_", "u8": "u8", "s8": "i8", "u16": "u16", "s16": "i16", "f16": "f16", "u32": "u32",
-    "s32": "i32", "f32": "f32", "u64": "u64", "s64": "i64", "f64": "f64", "f32x2": "f32",
-}  # fmt: skip
-KIND_OF_TYPE = {
-    "pred": "p", "b8": "u8", "u8": "u8", "s8": "s8", "b16": "u16", "u16": "u16", "s16": "s16",
-    "f16": "f16", "bf16": "u16", "b32": "u32", "u32": "u32", "s32": "s32", "f32": "f32",
-    "f16x2": "u32", "bf16x2": "u32", "b64": "u64", "u64": "u64", "s64": "s64", "f64": "f64",
-    "f32x2": "f32x2", "b128": "u128",
-}  # fmt: skip
-BITS_OF_KIND = {
-    "p": 1, "u8": 8, "s8": 8, "u16": 16, "s16": 16, "f16": 16, "u32": 32, "s32": 32, "f32": 32,
-    "u64": 64, "s64": 64, "f64": 64, "f32x2": 64, "u128": 128,
-}  # fmt: skip
-UNSIGNED = {1: "p", 8: "u8", 16: "u16", 32: "u32", 64: "u64", 128: "u128"}
-ZEROS = {
-    "p": np.zeros(32, np.bool_), "u8": np.zeros(32, np.uint8), "u16": np.zeros(32, np.uint16),
-    "u32": np.zeros(32, np.uint32), "f32": np.zeros(32, np.float32),
-    "u64": np.zeros(32, np.uint64), "f32x2": np.zeros(64, np.float32),
-    "u128": np.zeros((32, 2), np.uint64),
-}  # fmt: skip
 EXIT, BLOCKED, DIVERGED = -3, -1, -2
 
 _SYNC = (
@@ -82,55 +62,6 @@ def is_collective(ins: Instruction) -> bool:
     return "sync" in ins.parts or "aligned" in ins.parts
 
 
-REGISTER = re.compile(r"%[\w$]+")
-
-
-class RegisterMap:
-    """Where each register of an entry lives in `R`, its canonical kind, and which blocks use it."""
-
-    def __init__(self, entry: Entry, blocks: list[Block]):
-        users: dict[str, set[int]] = {}
-        floats: Counter[str] = Counter()
-        self.by_block: list[set[str]] = []
-        for block in blocks:
-            names: set[str] = set()
-            for ins in entry.instructions[block.start : block.stop]:
-                used = [
-                    r
-                    for r in REGISTER.findall(" ".join(ins.operands) + " " + (ins.guard or ""))
-                    if entry.width(r)
-                ]
-                names.update(used)
-                weight = _float_weight(ins)
-                if weight:
-                    for r in used:
-                        floats[r] += weight
-            self.by_block.append(names)
-            for r in names:
-                users.setdefault(r, set()).add(block.number)
-        self.index = {r: i for i, r in enumerate(sorted(users))}
-        self.shared = {r for r, where in users.items() if len(where) > 1}
-        self.kind = {}
-        for r in users:
-            bits = entry.width(r)
-            kind = UNSIGNED[bits]
-            if floats[r] > 0:
-                kind = {32: "f32", 64: "f32x2"}.get(bits, kind)
-            self.kind[r] = kind
-        self.initial = [ZEROS[self.kind[r]] for r in sorted(users)]
-
-
-def _float_weight(ins: Instruction) -> int:
-    last = ins.parts[-1]
-    if ins.parts[0] in ("mov", "ld", "st", "selp", "cvt", "shfl", "tcgen05"):
-        return 0
-    if ins.parts[0] == "wgmma":
-        return 1 if "f32" in ins.parts else 0
-    if last in ("f32", "f32x2"):
-        return 1
-    return -1
-
-
 class BlockEmitter:
     """State while one block is turned into source: variables by register and kind, lines so far."""
 
@@ -146,6 +77,7 @@ class BlockEmitter:
         self.ended = False
         self.temporaries = 0
         self.uses_mask = not full
+        self.batches = Batches(self.line, self.temporary)
 
     # --- driver ----------------------------------------------------------------------------------
     def source(self) -> str:
@@ -236,6 +168,8 @@ class BlockEmitter:
 
     def kinds(self, operand: str) -> dict[str, str]:
         """The variables that hold a register now, by kind (loading it from R when needed)."""
+        if self.batches.holds(operand):
+            self.batches.fetch(operand)
         held = self.variables.get(operand)
         if held is None:
             kind = self.registers.kind[operand]
@@ -351,11 +285,51 @@ class BlockEmitter:
                 expression, kind = f"({expression}).view(u64)", "u64"
             mask = f"{self.mask}[:, None]" if kind == "u128" else self.mask
             expression = f"where({mask}, {expression}, {self.value(register, kind)})"
+        self.batches.changes(register)
         name = self.variable(register, kind)
         self.line(f"{name} = {expression}")
+        self._holds(register, kind, name)
+
+    def _holds(self, register: str, kind: str, name: str) -> None:
         self.variables[register] = {kind: name}
         if register not in self.defined:
             self.defined.append(register)
+
+    def elementwise(
+        self, register: str, template: str, operands: list[str], kinds: tuple[str, str], *,
+        broadcasts: bool = True,
+    ) -> None:  # fmt: skip
+        """Assign an expression with {} for each operand, whose lanes are those of the operands'
+        last axis; perhaps together with others like it. `kinds` = (of the operands, of the result);
+        `broadcasts` is False if the operands must have one shape."""
+        register, (kind, out) = register.strip(), kinds
+        arguments = None
+        if self.full and not self.guarded and self.entry.width(register) == BITS_OF_KIND[out]:
+            arguments = tuple(self._argument(operand.strip(), kind) for operand in operands)
+        ahead = self.batches
+        if arguments is None or register in {*ahead.level, *ahead.sources, *operands}:
+            values = [self.value(operand, kind) for operand in operands]
+            self.define(register, template.format(*values), out)
+            return
+        ahead.changes(register)
+        name = self.variable(register, out)
+        ahead.put_off(register, name, template, arguments, out, broadcasts)
+        self._holds(register, out, name)
+
+    def _argument(self, operand: str, kind: str) -> Argument:
+        """An operand of an operation that may be put off."""
+        if self.batches.holds(operand):
+            held_kind, name = next(iter(self.variables[operand].items()))
+            if held_kind == kind:
+                return Argument(operand, name)
+            if BITS_OF_KIND[held_kind] == BITS_OF_KIND[kind] and "f32x2" not in (held_kind, kind):
+                return Argument(operand, name, f".view({DTYPES[kind]})")
+        value = self.value(operand, kind)
+        if not value.isidentifier():
+            name = self.temporary()
+            self.line(f"{name} = {value}")
+            return Argument(None, name)
+        return Argument(operand if self.entry.width(operand) else None, value)
 
     @staticmethod
     def _resized(expression: str, kind: str, bits: int) -> str:

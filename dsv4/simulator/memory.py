@@ -19,6 +19,11 @@ SHARED_WINDOW = 1 << 56  # generic addresses of shared memory start here
 PARAM_WINDOW = 1 << 57
 LOCAL_WINDOW = 1 << 58
 CHUNK = np.dtype("V16")  # numpy moves such elements about ten times as fast as rows of 16 bytes
+# What a lane accesses at once, by its bytes.
+ELEMENT = {
+    1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64),
+    16: CHUNK, 32: np.dtype("V32"),
+}  # fmt: skip
 UNINITIALISED_BYTE = 0xCD
 UNINITIALISED_TMEM = 0x7FFFDEAD  # a NaN
 
@@ -28,6 +33,7 @@ class Region:
 
     def __init__(self, start: int, size: int, name: str):
         self.start, self.stop, self.name = start, start + size, name
+        self.size, self.base = size, np.uint64(start)
         self.bytes = np.frombuffer((ctypes.c_uint8 * size).from_address(start), np.uint8)
         self._views: dict[object, np.ndarray] = {}
 
@@ -101,7 +107,8 @@ class Cta:
         }
         self.s16, self.s32 = self.views[np.uint16], self.views[np.uint32]
         self.rows = self.s8.reshape(-1, 16)
-        self.chunks = self.s8.view(CHUNK)
+        self.elements = {size: self.s8.view(dtype) for size, dtype in ELEMENT.items()}
+        self.chunks = self.elements[16]
         self.tmem: np.ndarray | None = None
         self.tmem_owned = np.zeros(TMEM_COLUMNS, np.bool_)
         self.tmem_allocations: dict[int, tuple[int, int]] = {}  # columns, allocating instruction

@@ -24,18 +24,18 @@ BF16_NAN = 0x7FFF
 # --- packing -------------------------------------------------------------------------------------
 def pack64(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """{low, high} 32-bit registers to one 64-bit register."""
-    out = np.empty((len(low), 2), u32)
-    out[:, 0] = low
-    out[:, 1] = high
-    return out.view(u64)[:, 0]
+    out = np.empty((*low.shape, 2), u32)
+    out[..., 0] = low
+    out[..., 1] = high
+    return out.view(u64)[..., 0]
 
 
 def pack32(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     """{low, high} 16-bit registers to one 32-bit register."""
-    out = np.empty((len(low), 2), u16)
-    out[:, 0] = low
-    out[:, 1] = high
-    return out.view(u32)[:, 0]
+    out = np.empty((*low.shape, 2), u16)
+    out[..., 0] = low
+    out[..., 1] = high
+    return out.view(u32)[..., 0]
 
 
 def contiguous(a: np.ndarray) -> np.ndarray:
@@ -95,11 +95,11 @@ def f32_of_f16(bits: np.ndarray) -> np.ndarray:
 
 
 def bf16x2_of_f32(high: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """Two float32 arrays [32] to packed bf16, the first operand in the high half."""
-    pair = np.empty((len(low), 2), f32)
-    pair[:, 0] = low
-    pair[:, 1] = high
-    return bf16_of_f32(pair).view(u32)[:, 0]
+    """Two float32 arrays [..] to packed bf16, the first operand in the high half."""
+    pair = np.empty((*low.shape, 2), f32)
+    pair[..., 0] = low
+    pair[..., 1] = high
+    return bf16_of_f32(pair).view(u32)[..., 0]
 
 
 def tf32_of_f32(x: np.ndarray, rounding: str, relu: bool, saturate: bool) -> np.ndarray:

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from dsv4.simulator.codegen import (
-    BLOCKED,
-    DTYPES,
-    KIND_OF_TYPE,
-    BlockEmitter,
-    emits,
-    type_of,
-)
+from dsv4.simulator.codegen import BLOCKED, BlockEmitter, emits, type_of
 from dsv4.simulator.ptx.blocks import may_block
 from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.registers import DTYPES, KIND_OF_TYPE
 
 
 @emits("bra")

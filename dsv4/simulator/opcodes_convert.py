@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from dsv4.simulator.codegen import (
-    BITS_OF_KIND,
-    DTYPES,
-    KIND_OF_TYPE,
-    UNSIGNED,
-    BlockEmitter,
-    emits,
-)
+from dsv4.simulator.codegen import BlockEmitter, emits
 from dsv4.simulator.numerics import SMALL_FLOATS
 from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.registers import BITS_OF_KIND, DTYPES, KIND_OF_TYPE, UNSIGNED
 
 _SMALL_PAIRS = {f"{name}x2": name for name in SMALL_FLOATS}
 _TYPES = {*KIND_OF_TYPE, *_SMALL_PAIRS, "ue8m0x2", "tf32"}
@@ -108,12 +102,13 @@ def _bf16(e: BlockEmitter, ins: Instruction, target: str, source: str) -> None:
 
 
 def _to_half_pair(e: BlockEmitter, ins: Instruction, target: str) -> None:
-    high, low = (e.value(x, "f32") for x in ins.operands[1:3])
     if target == "bf16x2" and not {"rz", "relu", "satfinite"} & set(ins.parts):
-        out = f"bf16x2_of_f32({high}, {low})"
-    else:
-        scalar = target.removesuffix("x2")
-        out = f"pack32({_half_of(ins, scalar, low)}, {_half_of(ins, scalar, high)})"
+        pair, kinds = ins.operands[1:3], ("f32", "u32")
+        e.elementwise(ins.operands[0], "bf16x2_of_f32({}, {})", pair, kinds, broadcasts=False)
+        return
+    high, low = (e.value(x, "f32") for x in ins.operands[1:3])
+    scalar = target.removesuffix("x2")
+    out = f"pack32({_half_of(ins, scalar, low)}, {_half_of(ins, scalar, high)})"
     e.define(ins.operands[0], out, "u32")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dsv4.simulator.codegen import KIND_OF_TYPE, BlockEmitter, emits, type_of
+from dsv4.simulator.codegen import BlockEmitter, emits, type_of
 from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.registers import KIND_OF_TYPE
 
 _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
 
@@ -45,6 +46,11 @@ def _operands(e: BlockEmitter, ins: Instruction, kind: str) -> list[str]:
     return [f"flush({v})" for v in values] if "ftz" in ins.parts else values
 
 
+def _template(ins: Instruction) -> str:
+    """An operand of an elementwise operation."""
+    return "flush({})" if "ftz" in ins.parts else "{}"
+
+
 def _directed(ins: Instruction) -> str | None:
     """The rounding mode if it is not to nearest."""
     return next((p for p in ins.parts if p in ("rz", "rm", "rp")), None)
@@ -57,9 +63,9 @@ def float_binary(e: BlockEmitter, ins: Instruction) -> None:
     if stem in ("min", "max"):
         _extremum(e, ins, kind)
         return
-    a, b = _operands(e, ins, kind)
     rounding = _directed(ins)
     if rounding:
+        a, b = _operands(e, ins, kind)
         if stem == "div" or kind != "f32":
             raise ValueError("rounding mode")
         second = f"-{b}" if stem == "sub" else b
@@ -67,7 +73,9 @@ def float_binary(e: BlockEmitter, ins: Instruction) -> None:
         out = f"{name}({a}, {second}, {rounding!r})"
         e.define(ins.operands[0], _modified(e, ins, out), kind)
         return
-    e.define(ins.operands[0], _modified(e, ins, f"{a} {_SYMBOLS[stem]} {b}"), kind)
+    value = _template(ins)
+    out = _modified(e, ins, f"{value} {_SYMBOLS[stem]} {value}")
+    e.elementwise(ins.operands[0], out, ins.operands[1:], (kind, kind))
 
 
 def _ordered(ins: Instruction, name: str, a: str, b: str) -> str:
@@ -81,7 +89,7 @@ def _extremum(e: BlockEmitter, ins: Instruction, kind: str) -> None:
         if "NaN" in ins.parts
         else ("fmax" if ins.parts[0] == "max" else "fmin")
     )
-    values = _operands(e, ins, kind)
+    values = [_template(ins)] * len(ins.operands[1:])
     if "xorsign" in ins.parts:
         out = f"xorsign_abs(np.{name}, {values[0]}, {values[1]})"
     else:
@@ -90,7 +98,7 @@ def _extremum(e: BlockEmitter, ins: Instruction, kind: str) -> None:
         out = values[0]
         for value in values[1:]:
             out = f"np.{name}({out}, {value})" if kind == "f64" else _ordered(ins, name, out, value)
-    e.define(ins.operands[0], _modified(e, ins, out), kind)
+    e.elementwise(ins.operands[0], _modified(e, ins, out), ins.operands[1:], (kind, kind))
 
 
 @emits("fma")
@@ -103,15 +111,15 @@ def fused(e: BlockEmitter, ins: Instruction) -> None:
         packed_half(e, ins)
         return
     kind = KIND_OF_TYPE[name]
-    a, b, c = _operands(e, ins, kind)
+    x = _template(ins)
     rounding = _directed(ins)
     if rounding and kind != "f32":
         raise ValueError("rounding mode")
     if rounding:
-        out = f"fma_rounded({a}, {b}, {c}, {rounding!r})"
+        out = f"fma_rounded({x}, {x}, {x}, {rounding!r})"
     else:
-        out = f"{a} * {b} + {c}" if kind == "f64" else f"fma({a}, {b}, {c})"
-    e.define(ins.operands[0], _modified(e, ins, out), kind)
+        out = f"{x} * {x} + {x}" if kind == "f64" else f"fma({x}, {x}, {x})"
+    e.elementwise(ins.operands[0], _modified(e, ins, out), ins.operands[1:], (kind, kind))
 
 
 def packed_half(e: BlockEmitter, ins: Instruction) -> None:
@@ -170,14 +178,11 @@ def unary(e: BlockEmitter, ins: Instruction) -> None:
         e.define(ins.operands[0], out, kind)
         return
     kind = KIND_OF_TYPE[name]
-    if ins.parts[0] == "ex2":
-        a = e.value(ins.operands[1], kind)  # of a subnormal and of zero it is 1 alike
-    else:
-        (a,) = _operands(e, ins, kind)
-    out = _UNARY[ins.parts[0]].format(a)
+    # ex2 of a subnormal and of zero is 1 alike.
+    out = _UNARY[ins.parts[0]].format("{}" if ins.parts[0] == "ex2" else _template(ins))
     if kind == "f64":
         out = out.replace("f32(1)", "1.0")
-    e.define(ins.operands[0], _modified(e, ins, out), kind)
+    e.elementwise(ins.operands[0], _modified(e, ins, out), ins.operands[1:2], (kind, kind))
 
 
 @emits("copysign")

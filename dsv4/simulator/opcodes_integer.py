@@ -1,16 +1,8 @@
-"""Emitters for integer, logic, comparison and data-movement instructions."""
+"""Emitters for integer and logic instructions."""
 
 from __future__ import annotations
 
-from dsv4.simulator.codegen import (
-    BITS_OF_KIND,
-    DTYPES,
-    KIND_OF_TYPE,
-    UNSIGNED,
-    BlockEmitter,
-    emits,
-    type_of,
-)
+from dsv4.simulator.codegen import BlockEmitter, emits, type_of
 from dsv4.simulator.opcodes_float import (
     float_binary,
     is_mixed,
@@ -19,6 +11,7 @@ from dsv4.simulator.opcodes_float import (
     packed_half,
 )
 from dsv4.simulator.ptx.parser import TYPE_BITS, Instruction
+from dsv4.simulator.registers import BITS_OF_KIND, DTYPES, KIND_OF_TYPE, UNSIGNED
 
 _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
 
@@ -359,134 +352,3 @@ def negate(e: BlockEmitter, ins: Instruction) -> None:
             e.define(ins.operands[0], f"{a} & {e.constant(~sign, unsigned)}", unsigned)
     else:
         e.define(ins.operands[0], f"-{a}" if ins.parts[0] == "neg" else f"np.abs({a})", kind)
-
-
-_COMPARE = {
-    "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
-    "lo": "<", "ls": "<=", "hi": ">", "hs": ">=",
-}  # fmt: skip
-_UNORDERED = {"equ": "!=", "neu": "==", "ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}
-
-
-def _comparison(op: str, a: str, b: str, is_float: bool) -> str:
-    if op == "num":
-        return f"(({a} == {a}) & ({b} == {b}))"
-    if op == "nan":
-        return f"(({a} != {a}) | ({b} != {b}))"
-    if op == "equ":
-        return f"(({a} == {b}) | ({a} != {a}) | ({b} != {b}))"
-    if op in _UNORDERED:
-        return f"(~({a} {_UNORDERED[op]} {b}))"
-    if op == "ne" and is_float:
-        return f"(({a} != {b}) & ({a} == {a}) & ({b} == {b}))"
-    return f"({a} {_COMPARE[op]} {b})"
-
-
-@emits("setp", "set")
-def set_predicate(e: BlockEmitter, ins: Instruction) -> None:
-    name = type_of(ins)
-    kind = KIND_OF_TYPE[name]
-    if name in ("bf16x2", "f16x2"):
-        _compare_pairs(e, ins, name)
-        return
-    a, b = (e.value(x, kind) for x in ins.operands[1:3])
-    if name in ("bf16", "f16"):
-        a, b = (f"f32_of_{name}({e.value(x, 'u16')})" for x in ins.operands[1:3])
-    if "ftz" in ins.parts and name == "f32":
-        a, b = f"flush({a})", f"flush({b})"
-    compared = _comparison(ins.parts[1], a, b, name[0] in "bf" and name not in TYPE_B)
-    combined = ""
-    if ins.parts[2] in ("and", "or", "xor"):
-        combined = f" {_SYMBOLS[ins.parts[2]]} {e.value(ins.operands[3], 'p')}"
-    out = f"({compared}{combined})"
-    if ins.parts[0] == "set":
-        result = ins.parts[2] if ins.parts[2] in TYPE_BITS else ins.parts[3]
-        one = "f32(1)" if result == "f32" else "u32(0xffffffff)"
-        e.define(ins.operands[0], f"where({out}, {one}, {one[:3]}(0))", KIND_OF_TYPE[result])
-    elif "|" in ins.operands[0]:
-        first, second = ins.operands[0].split("|")
-        both = e.temporary()
-        e.line(f"{both} = {compared}")
-        e.define(second, f"(~{both}){combined}", "p")
-        e.define(first, f"{both}{combined}", "p")
-    else:
-        e.define(ins.operands[0], out, "p")
-
-
-def _compare_pairs(e: BlockEmitter, ins: Instruction, name: str) -> None:
-    """setp and set of packed halves: a predicate, or 1.0, for each."""
-    if ins.parts[2] in ("and", "or", "xor"):
-        raise ValueError("combined packed comparison")
-    scalar = name.removesuffix("x2")
-    a, b = (f"f32_of_{scalar}(words({e.value(x, 'u32')}, u16))" for x in ins.operands[1:3])
-    out = e.temporary()
-    e.line(f"{out} = {_comparison(ins.parts[1], a, b, True)}")
-    if ins.parts[0] == "set":
-        if ins.parts[2] == name:
-            one = "0x3c00" if scalar == "f16" else "0x3f80"
-        else:
-            one = {"u32": "0xffff", "s32": "0xffff"}[ins.parts[2]]
-        e.define(ins.operands[0], f"where({out}, u16({one}), u16(0)).view(u32)[:, 0]", "u32")
-        return
-    for k, target in enumerate(ins.operands[0].split("|")):
-        e.define(target, f"contiguous({out}[:, {k}])", "p")
-
-
-TYPE_B = ("b8", "b16", "b32", "b64")
-
-
-@emits("selp")
-def select(e: BlockEmitter, ins: Instruction) -> None:
-    kind = _move_kind(e, ins.operands[1:3], KIND_OF_TYPE[type_of(ins)])
-    a, b = (e.value(x, kind) for x in ins.operands[1:3])
-    e.define(ins.operands[0], f"where({e.value(ins.operands[3], 'p')}, {a}, {b})", kind)
-
-
-def _move_kind(e: BlockEmitter, sources: list[str], kind: str) -> str:
-    """Keep float registers float when bits are only moved: fewer views."""
-    if kind == "u32" and any(e.entry.width(s) and "f32" in e.kinds(s) for s in sources):
-        return "f32"
-    return kind
-
-
-@emits("mov")
-def move(e: BlockEmitter, ins: Instruction) -> None:
-    target, source = ins.operands
-    name = type_of(ins)
-    bits = TYPE_BITS[name]
-    if name == "b128":
-        _move_128(e, target, source)
-    elif target.startswith("{"):
-        parts = e.vector(target)
-        unsigned = UNSIGNED[bits // len(parts)]
-        split = e.temporary()
-        e.line(f"{split} = words({e.value(source, UNSIGNED[bits])}, {DTYPES[unsigned]})")
-        for i, register in enumerate(parts):
-            if register != "_":
-                e.define(register, f"{split}[:, {i}]", unsigned)
-    elif source.startswith("{"):
-        parts = e.vector(source)
-        unsigned = UNSIGNED[bits // len(parts)]
-        if len(parts) == 2:
-            low, high = (e.value(p, unsigned) for p in parts)
-            e.define(target, f"pack{bits}({low}, {high})", UNSIGNED[bits])
-        else:
-            stacked = ", ".join(e.value(p, unsigned) for p in parts)
-            dtype = DTYPES[UNSIGNED[bits]]
-            e.define(target, f"np.stack(({stacked}), 1).view({dtype})[:, 0]", UNSIGNED[bits])
-    else:
-        kind = _move_kind(e, [source], KIND_OF_TYPE[name])
-        e.define(target, e.value(source, kind), kind)
-
-
-def _move_128(e: BlockEmitter, target: str, source: str) -> None:
-    if target.startswith("{"):
-        value = e.value(source, "u128")
-        for i, register in enumerate(e.vector(target)):
-            if register != "_":
-                e.define(register, f"contiguous({value}[:, {i}])", "u64")
-    elif source.startswith("{"):
-        low, high = (e.value(p, "u64") for p in e.vector(source))
-        e.define(target, f"np.stack(({low}, {high}), 1)", "u128")
-    else:
-        e.define(target, e.value(source, "u128"), "u128")

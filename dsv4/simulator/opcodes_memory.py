@@ -4,16 +4,9 @@ from __future__ import annotations
 
 import re
 
-from dsv4.simulator.codegen import (
-    BITS_OF_KIND,
-    DTYPES,
-    KIND_OF_TYPE,
-    UNSIGNED,
-    BlockEmitter,
-    emits,
-    type_of,
-)
+from dsv4.simulator.codegen import BlockEmitter, emits, type_of
 from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.registers import BITS_OF_KIND, DTYPES, KIND_OF_TYPE, UNSIGNED
 
 _SPACES = ("param", "shared", "global", "local", "const")
 _STRONG = ("acquire", "relaxed", "volatile", "mmio")

@@ -7,22 +7,27 @@ from collections.abc import Callable
 import numpy as np
 
 from dsv4.simulator import (
+    atomics,
     barriers,
+    batches,
     codegen,
     collectives,
     control,
     device_print,
     integers,
     launch_control,
+    matrix_access,
     memory,
     memory_access,
     mma_sync,
     numerics,
+    opcodes_compare,
     opcodes_control,
     opcodes_convert,
     opcodes_float,
     opcodes_integer,
     opcodes_memory,
+    opcodes_move,
     opcodes_tcgen05,
     tcgen05,
     tma,
@@ -32,12 +37,13 @@ from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.modifiers import check_modifiers
 from dsv4.simulator.ptx.blocks import blocks_of
 from dsv4.simulator.ptx.parser import Entry
+from dsv4.simulator.registers import RegisterMap
 from dsv4.simulator.warp import ALL
 
 # Importing a module registers its emitters.
 EMITTER_MODULES = (
-    opcodes_control, opcodes_convert, opcodes_float, opcodes_integer, opcodes_memory,
-    opcodes_tcgen05, tma, wgmma, launch_control, mma_sync,
+    opcodes_compare, opcodes_control, opcodes_convert, opcodes_float, opcodes_integer,
+    opcodes_memory, opcodes_move, opcodes_tcgen05, tma, wgmma, launch_control, mma_sync,
 )  # fmt: skip
 
 
@@ -47,6 +53,9 @@ def _namespace() -> dict[str, object]:
     for module in (
         numerics,
         integers,
+        atomics,
+        batches,
+        matrix_access,
         barriers,
         collectives,
         control,
@@ -85,7 +94,7 @@ class Program:
             check_modifiers(ins)
         self.blocks = blocks_of(entry)
         self.exit = len(self.blocks)
-        self.registers = codegen.RegisterMap(entry, self.blocks)
+        self.registers = RegisterMap(entry, self.blocks)
         self.u32_at = [True] * len(self.registers.index)
         for name, index in self.registers.index.items():
             self.u32_at[index] = self.registers.kind[name] != "f32"

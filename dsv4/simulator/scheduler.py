@@ -55,7 +55,7 @@ class Launch:
     monitor: object | None = None
     register_budgets: dict[int, dict[int, int]] = field(default_factory=dict)
     tensor_maps: dict[bytes, object] = field(default_factory=dict)
-    last_region: object | None = None
+    regions: dict[int, object] = field(default_factory=dict)  # instruction -> allocation it was in
     issued: dict[str, int] = field(default_factory=dict)
     atomics_lock: object = field(default_factory=threading.Lock)
     has_peers: bool = False  # other clusters run in other processes

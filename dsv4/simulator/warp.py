@@ -13,6 +13,14 @@ from dsv4.simulator.memory import SYSTEM_SHARED_BYTES, Cta
 
 ALL = np.ones(32, np.bool_)
 LANE = np.arange(32, dtype=np.uint32)
+_PER_LANE = {
+    "%laneid": LANE,
+    "%lanemask_eq": np.uint32(1) << LANE,
+    "%lanemask_lt": (np.uint32(1) << LANE) - np.uint32(1),
+    "%lanemask_le": (np.uint32(2) << LANE) - np.uint32(1),
+    "%lanemask_gt": ~((np.uint32(2) << LANE) - np.uint32(1)),
+    "%lanemask_ge": ~((np.uint32(1) << LANE) - np.uint32(1)),
+}
 _ALL_BYTES, _NONE_BYTES = ALL.tobytes(), bytes(32)
 
 
@@ -81,24 +89,17 @@ class Warp:
         return value
 
     def _special(self, name: str) -> np.ndarray:
-        launch, cta = self.launch, self.cta
+        launch, cta, number = self.launch, self.cta, self.number
+        stem, _, axis = name.partition(".")
+        if stem in _PER_LANE:
+            return _PER_LANE[stem]
         x, y, _ = launch.block
-        linear = LANE + np.uint32(32 * self.number)
-        per_lane = {
-            "%tid.x": linear % np.uint32(x),
-            "%tid.y": linear // np.uint32(x) % np.uint32(y),
-            "%tid.z": linear // np.uint32(x * y),
-            "%laneid": LANE,
-            "%lanemask_eq": np.uint32(1) << LANE,
-            "%lanemask_lt": (np.uint32(1) << LANE) - np.uint32(1),
-            "%lanemask_le": (np.uint32(2) << LANE) - np.uint32(1),
-            "%lanemask_gt": ~((np.uint32(2) << LANE) - np.uint32(1)),
-            "%lanemask_ge": ~((np.uint32(1) << LANE) - np.uint32(1)),
-        }
-        if name in per_lane:
-            return per_lane[name]
         cluster = launch.cluster
         size = cluster[0] * cluster[1] * cluster[2]
+        if stem == "%tid":
+            linear = LANE + np.uint32(32 * number)
+            before = {"x": 1, "y": x, "z": x * y}[axis]
+            return linear // np.uint32(before) % np.uint32(launch.block["xyz".index(axis)])
         vectors = {
             "%ntid": launch.block,
             "%nctaid": launch.grid,
@@ -112,7 +113,7 @@ class Warp:
             "%cluster_ctarank": cta.rank,
             "%cluster_nctarank": size,
             "%is_explicit_cluster": int(size > 1),
-            "%warpid": self.number,
+            "%warpid": number,
             "%nwarpid": 64,
             "%smid": (cta.cluster.number * size + cta.rank) % launch.multiprocessors,
             "%nsmid": launch.multiprocessors,
@@ -120,7 +121,6 @@ class Warp:
             "%dynamic_smem_size": launch.shared,
             "%total_smem_size": launch.shared + launch.static_shared,
         }
-        stem, _, axis = name.partition(".")
         if stem in vectors and axis in ("x", "y", "z"):
             value = vectors[stem]["xyz".index(axis)]
         elif name in scalars:

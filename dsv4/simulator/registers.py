@@ -1,0 +1,81 @@
+"""Registers: the kinds of arrays that hold them, and where each register of an entry lives."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import numpy as np
+
+from dsv4.simulator.ptx.blocks import Block
+from dsv4.simulator.ptx.parser import Entry, Instruction
+
+DTYPES = {
+    "p": "bool_", "u8": "u8", "s8": "i8", "u16": "u16", "s16": "i16", "f16": "f16", "u32": "u32",
+    "s32": "i32", "f32": "f32", "u64": "u64", "s64": "i64", "f64": "f64", "f32x2": "f32",
+}  # fmt: skip
+KIND_OF_TYPE = {
+    "pred": "p", "b8": "u8", "u8": "u8", "s8": "s8", "b16": "u16", "u16": "u16", "s16": "s16",
+    "f16": "f16", "bf16": "u16", "b32": "u32", "u32": "u32", "s32": "s32", "f32": "f32",
+    "f16x2": "u32", "bf16x2": "u32", "b64": "u64", "u64": "u64", "s64": "s64", "f64": "f64",
+    "f32x2": "f32x2", "b128": "u128",
+}  # fmt: skip
+BITS_OF_KIND = {
+    "p": 1, "u8": 8, "s8": 8, "u16": 16, "s16": 16, "f16": 16, "u32": 32, "s32": 32, "f32": 32,
+    "u64": 64, "s64": 64, "f64": 64, "f32x2": 64, "u128": 128,
+}  # fmt: skip
+UNSIGNED = {1: "p", 8: "u8", 16: "u16", 32: "u32", 64: "u64", 128: "u128"}
+ZEROS = {
+    "p": np.zeros(32, np.bool_), "u8": np.zeros(32, np.uint8), "u16": np.zeros(32, np.uint16),
+    "u32": np.zeros(32, np.uint32), "f32": np.zeros(32, np.float32),
+    "u64": np.zeros(32, np.uint64), "f32x2": np.zeros(64, np.float32),
+    "u128": np.zeros((32, 2), np.uint64),
+}  # fmt: skip
+
+REGISTER = re.compile(r"%[\w$]+")
+
+
+class RegisterMap:
+    """Where each register of an entry lives in `R`, its canonical kind, and which blocks use it."""
+
+    def __init__(self, entry: Entry, blocks: list[Block]):
+        users: dict[str, set[int]] = {}
+        floats: Counter[str] = Counter()
+        self.by_block: list[set[str]] = []
+        for block in blocks:
+            names: set[str] = set()
+            for ins in entry.instructions[block.start : block.stop]:
+                used = [
+                    r
+                    for r in REGISTER.findall(" ".join(ins.operands) + " " + (ins.guard or ""))
+                    if entry.width(r)
+                ]
+                names.update(used)
+                weight = _float_weight(ins)
+                if weight:
+                    for r in used:
+                        floats[r] += weight
+            self.by_block.append(names)
+            for r in names:
+                users.setdefault(r, set()).add(block.number)
+        self.index = {r: i for i, r in enumerate(sorted(users))}
+        self.shared = {r for r, where in users.items() if len(where) > 1}
+        self.kind = {}
+        for r in users:
+            bits = entry.width(r)
+            kind = UNSIGNED[bits]
+            if floats[r] > 0:
+                kind = {32: "f32", 64: "f32x2"}.get(bits, kind)
+            self.kind[r] = kind
+        self.initial = [ZEROS[self.kind[r]] for r in sorted(users)]
+
+
+def _float_weight(ins: Instruction) -> int:
+    last = ins.parts[-1]
+    if ins.parts[0] in ("mov", "ld", "st", "selp", "cvt", "shfl", "tcgen05"):
+        return 0
+    if ins.parts[0] == "wgmma":
+        return 1 if "f32" in ins.parts else 0
+    if last in ("f32", "f32x2"):
+        return 1
+    return -1
