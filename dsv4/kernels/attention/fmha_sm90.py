@@ -29,6 +29,7 @@ from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from dsv4.kernels.attention.config import FmhaConfig, check_kernel_config
+from dsv4.kernels.attention.fmha_arguments import fake_arguments
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
 from dsv4.kernels.attention.fmha_sm90_device import (
     by_row,
@@ -842,42 +843,6 @@ class FmhaKernelSm90:
 
 
 # ---- compilation ----
-
-
-def fake_arguments(config: FmhaConfig) -> tuple[tuple, dict]:
-    """Arguments of the kernel's call without data: every size and outer stride is symbolic."""
-    tokens, rows, batch, width = (cute.sym_int() for _ in range(4))
-    heads, dim = config.num_query_heads, config.head_dim
-
-    def rows_of(*shape):
-        strides = (*(cute.sym_int64(divisibility=8) for _ in shape), 1)
-        return cute.runtime.make_fake_tensor(
-            cutlass.BFloat16, (*shape, dim), strides, assumed_align=16
-        )
-
-    def vector(dtype, size):
-        return cute.runtime.make_fake_tensor(dtype, (size,), (1,), assumed_align=4)
-
-    args = (
-        rows_of(tokens, heads),
-        rows_of(tokens, rows),
-        rows_of(batch, width),
-        vector(cutlass.Int32, batch),
-        vector(cutlass.Float32, heads),
-        vector(cutlass.Int32, tokens),
-        rows_of(tokens, heads),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-    optional = {
-        "compressed_lens": vector(cutlass.Int32, cute.sym_int()),
-        "lse": cute.runtime.make_fake_tensor(
-            cutlass.Float32, (cute.sym_int(), heads), (cute.sym_int64(), 1), assumed_align=4
-        ),
-        "workspace": vector(cutlass.Float32, cute.sym_int64()),
-        "num_splits": cutlass.Int32(1),
-        "num_ctas": cutlass.Int32(1),
-    }
-    return args, optional
 
 
 def build(config: FmhaConfig, options: str = ""):
