@@ -240,6 +240,8 @@ def _print(outcome: Outcome) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from dsv4.simulator.timing import timeline
+
     console = Console()
     console.print(f"[bold]{outcome.workload}[/bold], simulated on this CPU")
     kernels = _kernel_rows(outcome)
@@ -258,6 +260,8 @@ def _print(outcome: Outcome) -> None:
     console.print(checks)
     machine, time = outcome.prediction.machine.name, outcome.prediction.microseconds
     console.print(f"{machine} model: {time:.1f} us for all launches, a prediction")
+    for line in timeline.text_lines(outcome.prediction.longest, outcome.prediction.machine):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     findings = [*outcome.report.races, *outcome.report.warnings]
     for finding in findings[:SHOWN_FINDINGS]:
         console.print(str(finding), markup=False, soft_wrap=True)

@@ -1,8 +1,9 @@
-"""Timelines of a modelled launch: Perfetto JSON, and a picture."""
+"""Timelines of a modelled launch: lines of text, Perfetto JSON, and a picture."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,35 @@ from dsv4.simulator.timing.prediction import LaunchPrediction
 
 PICTURE_WIDTH = 16  # inches
 TRACK_HEIGHT = 0.32
+TEXT_WIDTH = 64  # steps of a line
+SHADES = " ░▒▓█"  # none, up to a quarter ... of a step
 WAIT_COLOUR, UNIT_COLOUR, COPY_COLOUR = "#d9d9d9", "#2a6f97", "#e07a3f"
+
+
+def text_lines(launch: LaunchPrediction, machine: Machine) -> list[str]:
+    """The first wave in `TEXT_WIDTH` steps: how much of each a unit works or a warp waits."""
+    end = max((span.stop for span in launch.spans), default=0.0)
+    if not end:
+        return []
+    step = end / TEXT_WIDTH
+    tracks = _tracks(launch.spans)
+    margin = max(map(len, tracks))
+    title = f"{machine.microseconds(step):.3f} us a column; dark where a unit works or a warp waits"
+    lines = [title]
+    for track in tracks:
+        spans = [span for span in launch.spans if span.track == track]
+        # Spans of one track overlap where several copies are under way: at most all of a step.
+        shares = [
+            min(sum(_overlap(span, i * step, (i + 1) * step) for span in spans) / step, 1.0)
+            for i in range(TEXT_WIDTH)
+        ]
+        shades = "".join(SHADES[math.ceil(share * (len(SHADES) - 1) - 1e-6)] for share in shares)
+        lines.append(f"{track:<{margin}} |{shades}|")
+    return lines
+
+
+def _overlap(span: Span, start: float, stop: float) -> float:
+    return max(min(span.stop, stop) - max(span.start, start), 0.0)
 
 
 def write_perfetto(path: Path, launch: LaunchPrediction, machine: Machine) -> None:

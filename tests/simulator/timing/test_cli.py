@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 
 import pytest
 
 from dsv4 import simulator
 from dsv4.cli import sim, sim_attention
 from dsv4.cli.main import main
+from dsv4.simulator.timing import MACHINES, LaunchPrediction, timeline
+from dsv4.simulator.timing.engine import Span
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -55,6 +58,26 @@ def test_table_never_claims_an_unmade_race_check(capsys):
     line = next(line for line in out.splitlines() if "races" in line)
     assert "not checked" in line
     assert "B200 model" in out and "prediction" in out
+    assert "dark where a unit works or a warp waits" in out
+    assert any("tensor pipe" in line and "█" in line for line in out.splitlines()), out
+
+
+def test_lines_of_the_timeline():
+    """Units first; a step is as dark as the part of it that spans cover."""
+    spans = [
+        Span("SM 0 CTA 0 warp 4", "wait for kv", 0.0, 16.0, 0),
+        Span("SM 0 TMA", "copy", 0.0, 32.0, 0),
+        Span("SM 0 TMA", "copy", 16.0, 48.0, 0),
+        Span("SM 0 tensor pipe", "mma", 63.75, 64.0, 0),
+    ]
+    launch = LaunchPrediction("kernel", 1, 1, 64.0, 1.0, {}, {}, spans)
+    _, *lines = timeline.text_lines(launch, MACHINES["sm_100a"])
+    assert lines == [
+        "SM 0 TMA          |" + "█" * 48 + " " * 16 + "|",
+        "SM 0 tensor pipe  |" + " " * 63 + "░|",
+        "SM 0 CTA 0 warp 4 |" + "█" * 16 + " " * 48 + "|",
+    ]
+    assert timeline.text_lines(replace(launch, spans=[]), MACHINES["sm_100a"]) == []
 
 
 def test_a_wrong_result_fails(capsys, monkeypatch):
