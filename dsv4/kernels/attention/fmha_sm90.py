@@ -3,6 +3,7 @@
 One CTA computes 64 heads of one token (or one split of its keys). Keys come in blocks of 64,
 compressed rows first, then the window; a block is fetched once and serves as K and as V:
 
+    length warp        finds where the keys of the next work items are
     load warp          Q, KV blocks -> shared memory (TMA)
     score warpgroup    S = Q K^T, softmax, P -> shared memory, one block ahead of
     output warpgroups  O += P V, each over half of the columns
@@ -44,11 +45,15 @@ from dsv4.kernels.attention.fmha_sm90_device import (
 from dsv4.kernels.attention.fmha_sm90_fragments import scale_rows, weight_steps, zero_rows
 from dsv4.kernels.attention.fmha_sm90_join import SplitJoin, Tiling, make_tiling
 from dsv4.kernels.attention.fmha_sm90_lengths import (
+    BOTH_BRANCHES,
+    RIGHT_GUESS,
+    WORK_WORDS,
+    WRONG_GUESS,
+    Guess,
     Lengths,
-    key_range,
-    likely_first_block,
-    request_of,
-    window_of,
+    Work,
+    find_work,
+    guess_first_block,
 )
 from dsv4.kernels.attention.fmha_sm90_softmax import Rows, set_bias, softmax
 from dsv4.kernels.attention.mask import mask_tail
@@ -61,8 +66,6 @@ P_PLACES = 3
 # K steps of QK that are left when the previous block's P is handed over.
 EARLY_STEPS = 8
 WINDOW_FLAG = 128
-# Flags of a work item: both branches have keys; the ring brings a block first that is none of its.
-BOTH_BRANCHES, WRONG_GUESS = 1, 2
 
 
 class FmhaKernelSm90:
@@ -171,14 +174,16 @@ class FmhaKernelSm90:
             # with splits the gate's offset of its lse.
             rescale: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, 2 * 128], 8]
             row_scale: cute.struct.MemRange[cutlass.Float32, rows]
-            # Number of blocks of the work item; BOTH_BRANCHES, WRONG_GUESS.
-            work: cute.struct.MemRange[cutlass.Int32, 2]
+            # Where the keys of the work item are.
+            work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORK_WORDS], 16]
             # Shares of the split tile that each output warpgroup joins.
             shares: cute.struct.MemRange[cutlass.Int32, 2]
             # Valid keys of the block in each stage, plus WINDOW_FLAG in the window.
             block: cute.struct.MemRange[cutlass.Int32, self.stages]
             q_full: cute.struct.MemRange[cutlass.Int64, 1]
             q_empty: cute.struct.MemRange[cutlass.Int64, 1]
+            work_full: cute.struct.MemRange[cutlass.Int64, 1]
+            work_empty: cute.struct.MemRange[cutlass.Int64, 1]
             p_full: cute.struct.MemRange[cutlass.Int64, 1]
             p_empty: cute.struct.MemRange[cutlass.Int64, 1]
             # PV may take the tensor cores: with even and with odd blocks.
@@ -295,8 +300,10 @@ class FmhaKernelSm90:
         smem = self._shared_views()
         if warp == 0:
             with cute.arch.elect_one():
-                cute.arch.mbarrier_init(smem.q_full, 2)
-                cute.arch.mbarrier_init(smem.q_empty, 12 * self.warp_arrivals)
+                cute.arch.mbarrier_init(smem.q_full, 1)
+                cute.arch.mbarrier_init(smem.q_empty, 4 * self.warp_arrivals)
+                cute.arch.mbarrier_init(smem.work_full, 1)
+                cute.arch.mbarrier_init(smem.work_empty, 13 * self.warp_arrivals)
                 cute.arch.mbarrier_init(smem.p_full, 4 * self.warp_arrivals)
                 cute.arch.mbarrier_init(smem.p_empty, 8 * self.warp_arrivals)
                 for i in cutlass.range_constexpr(2):
@@ -310,11 +317,13 @@ class FmhaKernelSm90:
         cute.arch.sync_threads()
         if group == self.load_group:
             cute.arch.setmaxregister_decrease(self.load_registers)
+            tensors = (swa_lens, request_ids, compressed_lens)
+            lengths = Lengths(q.shape[0], compressed_rows, *window_shape, *tensors)
             if warp == 4 * self.load_group:
                 cute.arch.griddepcontrol_launch_dependents()
-                tensors = (swa_lens, request_ids, compressed_lens)
-                lengths = Lengths(q.shape[0], compressed_rows, *window_shape, *tensors)
                 self.load(smem, maps, lengths, tiling)
+            elif warp == 4 * self.load_group + 1:
+                self.find_keys(smem, lengths, tiling)
         elif group == self.score_group:
             cute.arch.setmaxregister_increase(self.score_registers)
             self.score(smem, sink_logits, lse, workspace, tiling)
@@ -346,11 +355,13 @@ class FmhaKernelSm90:
             kv_raw=storage.kv.data_ptr(),
             rescale=storage.rescale.get_tensor(cute.make_layout((2, 128))),
             row_scale=storage.row_scale.get_tensor(row),
-            work=storage.work.get_tensor(cute.make_layout(2)),
+            work=storage.work.get_tensor(cute.make_layout(WORK_WORDS)),
             shares=storage.shares.get_tensor(cute.make_layout(2)),
             block=storage.block.get_tensor(cute.make_layout(self.stages)),
             q_full=storage.q_full.data_ptr(),
             q_empty=storage.q_empty.data_ptr(),
+            work_full=storage.work_full.data_ptr(),
+            work_empty=storage.work_empty.data_ptr(),
             p_full=storage.p_full.data_ptr(),
             p_empty=storage.p_empty.data_ptr(),
             pv_turn=storage.pv_turn.data_ptr(),
@@ -360,37 +371,70 @@ class FmhaKernelSm90:
             kv_empty=storage.kv_empty.data_ptr(),
         )
 
-    # ---- device: load warp ----
+    # ---- device: load warps ----
+
+    @cute.jit
+    def find_keys(self, smem, lengths, tiling):
+        """Find and publish each work item's keys; in a warp of its own, because the load warp would
+        have to wait for the lengths where it has other things to ask for."""
+        lane = cute.arch.lane_idx()
+        index = cute.arch.block_idx()[0]
+        _, split, token = tiling.coordinates(index)
+        guess = guess_first_block(lengths, token, split, tiling.num_splits, self.keys)
+        phase = cutlass.Int32(1)
+        cute.arch.griddepcontrol_wait()
+        while index < tiling.works:
+            work = find_work(
+                *(lengths, token, split, tiling.num_splits, guess),
+                *(self.keys, self.is_causal, self.sliding_window),
+            )
+            cute.arch.mbarrier_wait(smem.work_empty, phase)
+            phase ^= 1
+            if lane == 0:
+                work.store(smem.work)
+                if work.has(RIGHT_GUESS):
+                    self._describe_block(smem, work, work.first, 1 if self.q_register_dim else 0)
+                cute.arch.mbarrier_arrive(smem.work_full)
+            index += cute.arch.grid_dim()[0]
+            _, split, token = tiling.coordinates(index)
+            guess = guess._replace(block=cutlass.Int32(-1))
+
+    @cute.jit
+    def _describe_block(self, smem, work, block, stage):
+        """Say how many keys of the block in a stage are valid, and of which branch they are."""
+        is_window, _, valid = work.place(block, self.keys)
+        smem.block[stage] = valid + cutlass.select_(
+            is_window, cutlass.Int32(WINDOW_FLAG), cutlass.Int32(0)
+        )
 
     @cute.jit
     def load(self, smem, maps, lengths, tiling):
-        """Find each work item's key range, publish it, and keep Q and the KV ring full."""
-        q_map, compressed_map, _ = maps
+        """Keep Q and the KV ring full."""
+        q_map, _, _ = maps
         lane = cute.arch.lane_idx()
         for tensor_map in maps:
             prefetch_tensormap(tensor_map.get_ptr())
         index = cute.arch.block_idx()[0]
-        _, split, _ = tiling.coordinates(index)
-        guess = likely_first_block(lengths, split, tiling.num_splits, self.keys)
-        if lane == 0:
-            self._prefetch(q_map, compressed_map, tiling, index, guess)
+        head_tile, split, token = tiling.coordinates(index)
+        guess = guess_first_block(lengths, token, split, tiling.num_splits, self.keys)
+        # A CTA that starts when the launch before it is over would only load everything twice.
+        if tiling.leaves_room and lane == 0:
+            self._prefetch(maps, head_tile, token, guess)
         # Whatever ran before may still be writing the inputs, or reading what this launch writes.
-        # The other warps touch memory only after data that this one has fetched.
+        # The warps that compute touch memory only after data that this one and `find_keys` fetch.
         cute.arch.griddepcontrol_wait()
         q_bytes = self.heads * self.q_smem_dim * self.dtype.width // 8
-        q_phase = cutlass.Int32(1)
+        q_phase, work_phase = cutlass.Int32(1), cutlass.Int32(0)
         stage, phase = cutlass.Int32(0), cutlass.Int32(1)
         while index < tiling.works:
-            head_tile, split, token = tiling.coordinates(index)
-
             # ---- Q: one part passes through the ring, the other needs the last QK to be over ----
-            # Where the keys are is read meanwhile: two loads, one for the address of the other.
-            request, compressed_len = request_of(lengths, token)
             stage, phase = self._load_q_registers(smem, q_map, head_tile, token, lane, stage, phase)
-            has_guess = guess >= 0
-            if has_guess:
-                self._load_guess(smem, compressed_map, guess, token, lane, stage)
-            window_len = window_of(lengths, request)
+            if guess.exists():
+                # Nobody has to free this stage: it has not been used before.
+                if lane == 0:
+                    for half in cutlass.range_constexpr(2):
+                        self._load_half(smem, maps, guess, token, stage, half)
+                stage, phase = self._advance(stage, phase)
             cute.arch.mbarrier_wait(smem.q_empty, q_phase)
             q_phase ^= 1
             if lane == 0:
@@ -399,39 +443,18 @@ class FmhaKernelSm90:
                     target = smem.q_raw + chunk * self.heads * self.chunk
                     self._load_q(q_map, target, head_tile, chunk, token, smem.q_full)
 
-            # ---- the keys of this work item ----
-            seen = key_range(
-                *(lengths, token, request, compressed_len, window_len),
-                *(self.is_causal, self.sliding_window),
-            )
-            compressed_blocks = cute.ceil_div(seen.compressed_len, self.keys)
-            window_keys = seen.window_end - seen.window_begin
-            blocks = compressed_blocks + cute.ceil_div(window_keys, self.keys)
-            first = blocks * split // tiling.num_splits
-            count = blocks * (split + 1) // tiling.num_splits - first
-            is_hit = has_guess and count > 0 and first == guess and first < compressed_blocks
-            if lane == 0:
-                smem.work[0] = count
-                flags = cutlass.Int32(0)
-                if seen.compressed_len > 0 and seen.window_end > seen.window_begin:
-                    flags |= BOTH_BRANCHES
-                if has_guess and not is_hit:
-                    flags |= WRONG_GUESS
-                smem.work[1] = flags
-                if is_hit:
-                    valid = seen.compressed_len - first * self.keys
-                    smem.block[stage] = cutlass.min(valid, self.keys)
-                cute.arch.mbarrier_arrive(smem.q_full)
-            if has_guess:
-                stage, phase = self._advance(stage, phase)
-            guess = cutlass.Int32(-1)
-
             # ---- KV blocks ----
-            done = cutlass.select_(is_hit, cutlass.Int32(1), cutlass.Int32(0))
-            for n in cutlass.range(done, count, unroll=1):
-                self._load_block(smem, maps, seen, first + n, token, request, lane, stage, phase)
+            cute.arch.mbarrier_wait(smem.work_full, work_phase)
+            work_phase ^= 1
+            work = Work.load(smem.work)
+            self._release(smem.work_empty, lane)
+            guess = guess._replace(block=cutlass.Int32(-1))
+            done = cutlass.select_(work.has(RIGHT_GUESS), cutlass.Int32(1), cutlass.Int32(0))
+            for n in cutlass.range(done, work.count, unroll=1):
+                self._load_block(smem, maps, work, work.first + n, token, lane, stage, phase)
                 stage, phase = self._advance(stage, phase)
             index += cute.arch.grid_dim()[0]
+            head_tile, split, token = tiling.coordinates(index)
 
     @cute.jit
     def _load_q_registers(
@@ -457,61 +480,49 @@ class FmhaKernelSm90:
         return stage, phase
 
     @cute.jit
-    def _load_block(self, smem, maps, seen, block, token, request, lane, stage, phase):
+    def _load_block(self, smem, maps, work, block, token, lane, stage, phase):
         """Fetch a block of a token's keys into a stage, each half when it is free."""
-        _, compressed_map, window_map = maps
-        compressed_blocks = cute.ceil_div(seen.compressed_len, self.keys)
-        is_window = block >= compressed_blocks
-        compressed_row = block * self.keys
-        window_row = seen.window_begin + (block - compressed_blocks) * self.keys
-        valid = cutlass.select_(
-            is_window,
-            cutlass.min(seen.window_end - window_row, self.keys) + WINDOW_FLAG,
-            cutlass.min(seen.compressed_len - compressed_row, self.keys),
-        )
-        half_bytes = self.keys * self.half_dim * self.dtype.width // 8
+        is_window, row, _ = work.place(block, self.keys)
+        place = Guess(block, is_window, row, work.request)
         for half in cutlass.range_constexpr(2):
-            slot = stage * 2 + half
-            full = smem.kv_full + slot
-            target = smem.kv_raw + slot * self.keys * self.half_dim
-            chunk = half * (self.half_dim // self.chunk)
-            cute.arch.mbarrier_wait(smem.kv_empty + slot, phase)
+            cute.arch.mbarrier_wait(smem.kv_empty + (stage * 2 + half), phase)
             if lane == 0:
                 if cutlass.const_expr(half == 0):
-                    smem.block[stage] = valid
-                cute.arch.mbarrier_arrive_and_expect_tx(full, half_bytes)
-                if is_window:
-                    tma_load(window_map, target, [0, window_row, chunk, request], full)
-                else:
-                    tma_load(compressed_map, target, [0, compressed_row, chunk, token], full)
+                    self._describe_block(smem, work, block, stage)
+                self._load_half(smem, maps, place, token, stage, half)
 
     @cute.jit
-    def _load_guess(self, smem, compressed_map, block, token, lane, stage: cutlass.Int32):
-        """Fetch a block into a stage that has not been used before: nobody has to free it."""
+    def _load_half(self, smem, maps, place, token, stage, half: cutlass.Constexpr):
+        """Fetch half of the columns of a block; one thread calls this."""
+        _, compressed_map, window_map = maps
+        slot = stage * 2 + half
+        full = smem.kv_full + slot
+        target = smem.kv_raw + slot * self.keys * self.half_dim
+        chunk = half * (self.half_dim // self.chunk)
         half_bytes = self.keys * self.half_dim * self.dtype.width // 8
-        if lane == 0:
-            for half in cutlass.range_constexpr(2):
-                slot = stage * 2 + half
-                target = smem.kv_raw + slot * self.keys * self.half_dim
-                chunk = half * (self.half_dim // self.chunk)
-                coordinates = [0, block * self.keys, chunk, token]
-                cute.arch.mbarrier_arrive_and_expect_tx(smem.kv_full + slot, half_bytes)
-                tma_load(compressed_map, target, coordinates, smem.kv_full + slot)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, half_bytes)
+        if place.is_window:
+            tma_load(window_map, target, [0, place.row, chunk, place.request], full)
+        else:
+            tma_load(compressed_map, target, [0, place.row, chunk, token], full)
 
     @cute.jit
-    def _prefetch(self, q_map, compressed_map, tiling, index, guess):
-        """Bring Q and the block that is likely to come first into L2.
+    def _prefetch(self, maps, head_tile, token, guess):
+        """Bring Q and the block that is likely to come first into L2; one thread calls this.
 
         This may overlap whatever runs before and writes them: L2 is where all writes meet, so that
         a line fetched too early is not a stale one.
         """
-        head_tile, _, token = tiling.coordinates(index)
+        q_map, compressed_map, window_map = maps
         for chunk in cutlass.range_constexpr(self.head_dim // self.chunk):
             tma_prefetch(q_map, self._q_coordinates(head_tile, chunk, token))
-        if guess >= 0:
+        if guess.exists():
             for half in cutlass.range_constexpr(2):
                 chunk = half * (self.half_dim // self.chunk)
-                tma_prefetch(compressed_map, [0, guess * self.keys, chunk, token])
+                if guess.is_window:
+                    tma_prefetch(window_map, [0, guess.row, chunk, guess.request])
+                else:
+                    tma_prefetch(compressed_map, [0, guess.row, chunk, token])
 
     def _load_q(self, q_map, target, head_tile, chunk, token, barrier):
         tma_load(q_map, target, self._q_coordinates(head_tile, chunk, token), barrier)
@@ -535,16 +546,18 @@ class FmhaKernelSm90:
             head = member.head + tile.row
 
             # ---- prologue ----
-            cute.arch.mbarrier_wait(smem.q_full, q_phase)
-            q_phase ^= 1
-            count = smem.work[0]
-            has_both = smem.work[1] & BOTH_BRANCHES != 0
+            cute.arch.mbarrier_wait(smem.work_full, q_phase)
+            work = Work.load(smem.work)
+            self._release(smem.work_empty, lane)
+            count, is_miss = work.count, work.has(WRONG_GUESS)
+            has_both = work.has(BOTH_BRANCHES)
             gate_offset = set_bias(
                 tile.rows, self.is_gate, has_both, sink_logits, head, self.num_query_heads
             )
             tile.rows.reset()
-            is_miss = smem.work[1] & WRONG_GUESS != 0
             stage, phase = self._take_q_registers(smem, tile, stage, phase)
+            cute.arch.mbarrier_wait(smem.q_full, q_phase)
+            q_phase ^= 1
             if is_miss:
                 for half in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_wait(smem.kv_full + (stage * 2 + half), phase)
@@ -747,10 +760,11 @@ class FmhaKernelSm90:
         stage, phase = cutlass.Int32(0), cutlass.Int32(0)
         while index < tiling.works:
             # ---- prologue ----
-            cute.arch.mbarrier_wait(smem.q_full, work_phase)
-            count = smem.work[0]
-            is_miss = smem.work[1] & WRONG_GUESS != 0
-            self._release(smem.q_empty, lane)
+            member = self.join.member(workspace, tiling, index)
+            cute.arch.mbarrier_wait(smem.work_full, work_phase)
+            work = Work.load(smem.work)
+            self._release(smem.work_empty, lane)
+            count, is_miss = work.count, work.has(WRONG_GUESS)
             acc.fill(0.0)
             # Stages with Q, or with nothing of use, belong to the score warpgroup.
             if cutlass.const_expr(self.q_register_dim > 0):
@@ -775,7 +789,6 @@ class FmhaKernelSm90:
                 stage, phase = self._advance(stage, phase)
 
             # ---- epilogue ----
-            member = self.join.member(workspace, tiling, index)
             warp = thread // 32
             if tiling.num_splits > 1:
                 generation = self.join.generation(workspace, member, half, thread)

@@ -43,6 +43,8 @@ class Tiling(NamedTuple):
     head_tiles: cutlass.Int32
     tile_heads: cutlass.Int32  # rows of a tile in use, a multiple of 16
     works: cutlass.Int32
+    # Whether most CTAs of the next launch find a multiprocessor while this one runs.
+    leaves_room: cutlass.Boolean
 
     def coordinates(self, index):
         """Head tile, split and token of a work item; the head tiles of a token are neighbours."""
@@ -71,7 +73,8 @@ def make_tiling(
             if num_splits > 1 and tokens * num_splits * tiles <= num_ctas:
                 heads = cutlass.Int32(fewer)
     head_tiles = (num_query_heads + heads - 1) // heads
-    return Tiling(num_splits, head_tiles, heads, tokens * head_tiles * num_splits)
+    works = tokens * head_tiles * num_splits
+    return Tiling(num_splits, head_tiles, heads, works, 4 * works <= 3 * num_ctas)
 
 
 class Member(NamedTuple):
@@ -96,7 +99,9 @@ class SplitJoin:
 
     @cute.jit
     def member(self, workspace: cute.Tensor, tiling: Tiling, index: cutlass.Int32):
-        head_tile, split, token = tiling.coordinates(index)
+        # Shuffles stay where they are: the divisions would move down to where they are waited for.
+        uniform = cute.arch.make_warp_uniform
+        head_tile, split, token = (uniform(x) for x in tiling.coordinates(index))
         group = token * tiling.head_tiles + head_tile
         # Words of one split of a group.
         size = tiling.tile_heads * (self.head_dim + STATS)

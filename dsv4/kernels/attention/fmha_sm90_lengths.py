@@ -1,4 +1,4 @@
-"""Which keys a token sees: the lengths of its branches, clamped, as the load warp finds them."""
+"""Which keys a token sees, and which of them a work item takes: from the lengths, clamped."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,10 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.mask import clamp_length
+
+# Flags of a work item: both branches have keys; the block that the guess brings into the ring is
+# its first one, or none of its.
+BOTH_BRANCHES, RIGHT_GUESS, WRONG_GUESS = 1, 2, 4
 
 
 class Lengths(NamedTuple):
@@ -20,21 +24,71 @@ class Lengths(NamedTuple):
     compressed_lens: cute.Tensor  # [T] int32, or [0]: every row counts
 
 
-class KeyRange(NamedTuple):
-    """The keys that a token sees."""
+class Guess(NamedTuple):
+    """A split's first block if all lengths are full and all requests have equally many tokens,
+    as is likely in a decoding batch: known without a load."""
 
+    block: cutlass.Int32  # or -1
+    is_window: cutlass.Boolean
+    row: cutlass.Int32
+    request: cutlass.Int32
+
+    def exists(self):
+        return self.block >= 0
+
+
+class Work(NamedTuple):
+    """The keys of a work item, as words in shared memory: eight, because neighbouring loads become
+    loads of four."""
+
+    count: cutlass.Int32  # of blocks
+    flags: cutlass.Int32
+    first: cutlass.Int32  # block
     compressed_len: cutlass.Int32
+    compressed_blocks: cutlass.Int32
     window_begin: cutlass.Int32
     window_end: cutlass.Int32  # exclusive
+    request: cutlass.Int32
+
+    @classmethod
+    def load(cls, words: cute.Tensor):
+        return cls(*(words[i] for i in range(len(cls._fields))))
+
+    def store(self, words: cute.Tensor) -> None:
+        for i, word in enumerate(self):
+            words[i] = word
+
+    def has(self, flag: int):
+        return self.flags & flag != 0
+
+    def place(self, block, keys: int):
+        """Whether a block is of the window, its first row, and how many of its keys are valid."""
+        is_window = block >= self.compressed_blocks
+        window_row = self.window_begin + (block - self.compressed_blocks) * keys
+        row = cutlass.select_(is_window, window_row, block * keys)
+        end = cutlass.select_(is_window, self.window_end, self.compressed_len)
+        return is_window, row, cutlass.min(end - row, keys)
+
+
+WORK_WORDS = len(Work._fields)
 
 
 @cute.jit
-def request_of(lengths: Lengths, token: cutlass.Int32):
-    """Request and given compressed length of a token: the loads that depend on no other."""
-    compressed_len = cutlass.Int32(lengths.compressed_rows)
-    if token < lengths.compressed_lens.shape[0]:
-        compressed_len = lengths.compressed_lens[token]
-    return lengths.request_ids[token], compressed_len
+def guess_first_block(
+    lengths: Lengths,
+    token: cutlass.Int32,
+    split: cutlass.Int32,
+    num_splits: cutlass.Int32,
+    keys: cutlass.Constexpr,
+):
+    """Guess where a split's keys begin."""
+    compressed_blocks = cute.ceil_div(lengths.compressed_rows, keys)
+    blocks = compressed_blocks + cute.ceil_div(lengths.window_rows, keys)
+    block = blocks * split // num_splits
+    is_window = block >= compressed_blocks
+    row = cutlass.select_(is_window, block - compressed_blocks, block) * keys
+    request = token // cute.ceil_div(lengths.tokens, cutlass.max(lengths.batch, 1))
+    return Guess(cutlass.select_(block < blocks, block, cutlass.Int32(-1)), is_window, row, request)
 
 
 @cute.jit
@@ -47,20 +101,25 @@ def window_of(lengths: Lengths, request: cutlass.Int32):
 
 
 @cute.jit
-def key_range(
+def find_work(
     lengths: Lengths,
     token: cutlass.Int32,
-    request: cutlass.Int32,
-    compressed_len: cutlass.Int32,
-    window_len: cutlass.Int32,
+    split: cutlass.Int32,
+    num_splits: cutlass.Int32,
+    guess: Guess,
+    keys: cutlass.Constexpr,
     is_causal: cutlass.Constexpr,
     sliding_window: cutlass.Constexpr,
 ):
-    """The keys of a token; a padding token has none.
-
-    The lengths are as given; the whole warp calls this.
-    """
-    is_real = request >= 0 and request < lengths.batch
+    """The keys of a split of a token; a padding token has none. The whole warp calls this."""
+    # The window's length is loaded for the guessed request, beside the request itself.
+    window_len = window_of(lengths, guess.request)
+    compressed_len = cutlass.Int32(lengths.compressed_rows)
+    if token < lengths.compressed_lens.shape[0]:
+        compressed_len = lengths.compressed_lens[token]
+    request = lengths.request_ids[token]
+    if request != guess.request:
+        window_len = window_of(lengths, request)
     compressed_len = clamp_length(compressed_len, lengths.compressed_rows)
     window_end = clamp_length(window_len, lengths.window_rows)
     window_begin = cutlass.Int32(0)
@@ -69,28 +128,28 @@ def key_range(
         window_end -= tokens_after(lengths, token, request)
         window_end = cutlass.max(window_end, 0)
         window_begin = cutlass.max(window_end - sliding_window, 0)
-    nothing = cutlass.Int32(0)
-    return KeyRange(
-        cutlass.select_(is_real, compressed_len, nothing),
-        cutlass.select_(is_real, window_begin, nothing),
-        cutlass.select_(is_real, window_end, nothing),
-    )
+    if request < 0 or request >= lengths.batch:
+        compressed_len = cutlass.Int32(0)
+        window_begin = cutlass.Int32(0)
+        window_end = cutlass.Int32(0)
 
-
-@cute.jit
-def likely_first_block(
-    lengths: Lengths,
-    split: cutlass.Int32,
-    num_splits: cutlass.Int32,
-    keys: cutlass.Constexpr,
-):
-    """First block of a split if all lengths are full, which they mostly are; -1 for a block of the
-    window, whose request is not known without a load."""
-    blocks = cute.ceil_div(lengths.compressed_rows, keys)
-    blocks += cute.ceil_div(lengths.window_rows, keys)
-    block = blocks * split // num_splits
-    is_compressed = block * keys < lengths.compressed_rows
-    return cutlass.select_(is_compressed, block, cutlass.Int32(-1))
+    compressed_blocks = cute.ceil_div(compressed_len, keys)
+    blocks = compressed_blocks + cute.ceil_div(window_end - window_begin, keys)
+    first = blocks * split // num_splits
+    count = blocks * (split + 1) // num_splits - first
+    window = (window_begin, window_end, request)
+    work = Work(count, cutlass.Int32(0), first, compressed_len, compressed_blocks, *window)
+    is_window, row, _ = work.place(first, keys)
+    flags = cutlass.Int32(0)
+    if compressed_len > 0 and window_end > window_begin:
+        flags |= BOTH_BRANCHES
+    if guess.exists():
+        is_right = count > 0 and is_window == guess.is_window and row == guess.row
+        if is_right and not (is_window and request != guess.request):
+            flags |= RIGHT_GUESS
+        else:
+            flags |= WRONG_GUESS
+    return work._replace(flags=flags)
 
 
 @cute.jit
