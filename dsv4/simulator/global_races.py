@@ -60,7 +60,7 @@ class History(Cells):
         count = (region.stop - region.start + 3) // 4
         super().__init__(count)
         self.region = region
-        self.written = False
+        self.written = self.read = False
         self.writer = np.full(count, NOBODY, np.int64)
         self.write_clock = np.zeros(count, np.int32)
         self.write_at = np.zeros(count, np.int32)
@@ -97,6 +97,16 @@ class History(Cells):
         self.writer[: self.count][done.written | done.atomic] = owner
         self.reader[0, : self.count][done.read] = owner
         self.written = bool((self.writer != NOBODY).any())
+        self.read = self.read or bool(done.read.any())
+
+    def untouched(self, where, write: bool) -> bool:
+        """Nobody wrote any of the cells, nor (for a `write`) read anything of the allocation; the
+        reads are settled."""
+        if write and self.read:
+            return False
+        return not self.written or int(np.maximum.reduce(self.writer[where])) == NOBODY == int(
+            np.minimum.reduce(self.writer[where])
+        )
 
     def note_read(self, read: _Read) -> None:
         """Record a read."""
@@ -107,6 +117,7 @@ class History(Cells):
     def settle_reads(self) -> None:
         """Enter the listed reads into the tables."""
         reads, self.reads = self.reads, []
+        self.read = self.read or bool(reads)
         for cells, base, owner, clock, code in reads:
             where = cells + base if base else cells
             if self.split is not None:
@@ -234,10 +245,13 @@ class GlobalRaces:
     def _conflicts(
         self, w, history: History, where, whose, know, write: bool, what: str, owner: int
     ) -> None:
+        if write:
+            history.settle_reads()
+        if history.untouched(where, write):
+            return
         if history.written:
             self._after_writes(w, history, where, know, what)
         if write:
-            history.settle_reads()
             self._after_reads(w, history, where, know, what, owner)
         if w.order.unsettled:
             self._between_lanes(w, history, where, whose, write, what)

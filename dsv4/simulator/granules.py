@@ -7,9 +7,11 @@ from functools import lru_cache
 import numpy as np
 
 from dsv4.simulator.descriptors import MatrixDescriptor, element_index
+from dsv4.simulator.memory import TMEM_LANES
 from dsv4.simulator.tensor_core import Multiplication
 
 TMEM_GROUPS = 8  # groups of 16 lanes
+_ALL_GROUPS = tuple(range(TMEM_GROUPS))
 
 
 def granules(offsets: np.ndarray, size: int) -> np.ndarray:
@@ -38,6 +40,6 @@ def column_granules(column: int, count: int, groups: tuple[int, ...]) -> np.ndar
 
 def accumulator_granules(product: Multiplication) -> np.ndarray:
     """TMEM granules of an accumulator."""
-    columns = product.form.n // product.copies
-    groups = tuple(np.unique(product.lanes() // 16).tolist())
+    columns, lanes = product.form.n // product.copies, product.lanes()
+    groups = _ALL_GROUPS if len(lanes) == TMEM_LANES else tuple(np.unique(lanes // 16).tolist())
     return column_granules(product.d & 0xFFFF, columns, groups)

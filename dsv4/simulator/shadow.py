@@ -127,6 +127,7 @@ class Shadow(Cells):
         self.writer = np.full(count, NOBODY, np.int32)
         self.write_clock = np.zeros(count, np.int32)
         self.write_at = np.zeros(count, np.int32)
+        self.last_write: dict[int, int] = {}  # of each agent, the highest clock anywhere
         self.readers: list[int] = []
         self.last_read: list[int] = []  # of each reader, the highest clock anywhere
         self.row_of: dict[int, int] = {}  # agent -> row of the read tables
@@ -184,7 +185,7 @@ class Shadow(Cells):
                 # Most readers are known of as a whole.
                 if known >= self.last_read[row] or agent == myself:
                     continue
-                late = table[row, where] > known
+                late = table[row][where] > known
                 if np.logical_or.reduce(late):
                     return self._read(row, where, int(late.argmax()), weak)
         return None
@@ -195,8 +196,17 @@ class Shadow(Cells):
         return Earlier(self.readers[row], at, lane, clock, i, weak)
 
     # --- accesses of other lanes of the same warp ------------------------------------------------
+    def touched_by(self, agent: int, since: int, write: bool) -> bool:
+        """Whether an agent wrote anything at clock `since` or later; for a `write`, or read it."""
+        if self.last_write.get(agent, 0) >= since:
+            return True
+        row = self.row_of.get(agent) if write else None
+        return row is not None and self.last_read[row] >= since
+
     def write_by_other_lane(self, where, lanes, agent: int, since: int):
         """The last write, if another lane of warp `agent` made it at clock `since` or later."""
+        if self.last_write.get(agent, 0) < since:
+            return None
         late = (self.writer[where] == agent) & (self.write_clock[where] >= since)
         if not late.any():
             return None
@@ -206,9 +216,9 @@ class Shadow(Cells):
     def read_by_other_lane(self, where, lanes, agent: int, since: int):
         """A read that another lane of warp `agent` made at clock `since` or later."""
         row = self.row_of.get(agent)
-        if row is None:
+        if row is None or self.last_read[row] < since:
             return None
-        late = self.read_clock[row, where] >= since
+        late = self.read_clock[row][where] >= since
         if not late.any():
             return None
         late &= other_lanes(self.read_at[row, where], lanes)
@@ -218,6 +228,7 @@ class Shadow(Cells):
         """Accesses of `agent` since a clock that depends on the lane count as made at `clock`."""
         late = self.write_clock[where] >= since[self.write_at[where] & _LANE]
         self.write_clock[where[late & (self.writer[where] == agent)]] = clock
+        self.last_write[agent] = max(self.last_write.get(agent, 0), clock)
         row = self.row_of.get(agent)
         if row is not None:
             late = self.read_clock[row, where] >= since[self.read_at[row, where] & _LANE]
@@ -263,8 +274,8 @@ class Shadow(Cells):
         self.last_read[row] = max(self.last_read[row], clock)
         if self.weak_read is not None:
             self.weak_read[row, where] = 0
-        self.read_clock[row, where] = clock
-        self.read_at[row, where] = code
+        self.read_clock[row][where] = clock
+        self.read_at[row][where] = code
 
     def note_lane_reads(self, where, agent: int, clock: int, code, since: int) -> None:
         """Record reads by lanes: cells that several of them read since a clock are marked."""
@@ -273,16 +284,17 @@ class Shadow(Cells):
         if self.weak_read is not None:
             self.weak_read[row, where] = 0
         table = self.read_at[row]
-        again = (self.read_clock[row, where] >= since) & other_lanes(table[where], code)
+        again = (self.read_clock[row][where] >= since) & other_lanes(table[where], code)
         table[where] = code
         again |= table[where] != code
         if again.any():
             several = where[again]
             table[several] = table[several] & ~_LANE | SEVERAL
-        self.read_clock[row, where] = clock
+        self.read_clock[row][where] = clock
 
     def note_write(self, where, agent: int, clock: int, code) -> None:
         """Record a write."""
+        self.last_write[agent] = max(self.last_write.get(agent, 0), clock)
         self.writer[where] = agent
         self.write_clock[where] = clock
         self.write_at[where] = code

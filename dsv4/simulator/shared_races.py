@@ -55,8 +55,8 @@ def lanes_of(w, mask) -> np.ndarray | None:
     w.order.catch_up(w.collectives)
     if mask is None or mask is ALL:
         return None
-    live = w.frames[0].mask if w.frames else w.mask
-    return mask if (live & ~mask).any() else None
+    live = w.frames[0].mask_bytes if w.frames else w.mask_bytes
+    return None if mask.tobytes() == live else mask
 
 
 class SharedRaces(Findings):
@@ -155,6 +155,8 @@ class SharedRaces(Findings):
     ) -> None:
         """Conflicts with accesses of other lanes of the warp."""
         order = w.order
+        if not shadow.touched_by(w.agent, order.synced, write):
+            return
         for since, warning in ((order.converged, False), (order.synced, True)):
             earlier = shadow.write_by_other_lane(where, lanes, w.agent, since)
             kind = "write-write race" if write else "read-write race"
