@@ -8,157 +8,22 @@ are of inputs that nobody writes. Of each cell the last two readers are known.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from dsv4.simulator.clocks import FENCED, SEEN
 from dsv4.simulator.findings import CONVERGENCE
 from dsv4.simulator.flags import Flags
+from dsv4.simulator.histories import EARLIER_LAUNCH, NOBODY, Footprint, History, Read
 from dsv4.simulator.memory import OFFSET_MASK, SHARED_WINDOW, GlobalMemory, Region
-from dsv4.simulator.shadow import SEVERAL, Cells, other_lanes, place, place_of
+from dsv4.simulator.shadow import SEVERAL, other_lanes, place, place_of
 from dsv4.simulator.shared_races import lanes_of
 from dsv4.simulator.warp import ALL
 
 STRONG = frozenset(("acquire", "release", "acq_rel", "relaxed", "volatile", "mmio"))
-NOBODY, EARLIER_LAUNCH = -1, -2
 LAUNCH_BEFORE = ("launch before",)  # an agent: clock 1 is its end
 _AGENT_BITS = 20  # of an owner: cluster number and agent
 _AGENT = (1 << _AGENT_BITS) - 1
-_MAX_READS = 20_000
 _LANES = np.arange(32)
-
-
-class _Read(NamedTuple):
-    cells: np.ndarray
-    base: int  # added to the cells
-    owner: int
-    clock: int
-    code: object  # place, or places
-
-
-class Footprint(NamedTuple):
-    """Words of an allocation, one bool each."""
-
-    written: np.ndarray
-    read: np.ndarray
-    atomic: np.ndarray
-
-    def conflicts(self, other: Footprint) -> bool:
-        """Whether somebody writes what the other one touches."""
-        touched = self.written | self.read | self.atomic
-        theirs = other.written | other.read | other.atomic
-        return bool((self.written & theirs | other.written & touched).any())
-
-
-class History(Cells):
-    """Last write and last two reads of each cell of one allocation."""
-
-    tables = ("writer", "write_clock", "write_at", "reader", "read_clock", "read_at")
-
-    def __init__(self, region: Region):
-        count = (region.stop - region.start + 3) // 4
-        super().__init__(count)
-        self.region = region
-        self.written = self.read = False
-        self.writer = np.full(count, NOBODY, np.int64)
-        self.write_clock = np.zeros(count, np.int32)
-        self.write_at = np.zeros(count, np.int32)
-        self.reader = np.full((2, count), NOBODY, np.int64)
-        self.read_clock = np.zeros((2, count), np.int32)
-        self.read_at = np.zeros((2, count), np.int32)
-        self.reads: list[_Read] = []
-        self._atomics: History | None = None
-
-    def atomics(self, *, needed: bool) -> History | None:
-        """The last atomic on each word, as a history of its own; None while there is none."""
-        if self._atomics is None and needed:
-            self._atomics = History(self.region)
-        return self._atomics
-
-    def footprint(self) -> Footprint:
-        """Words that ordinary and asynchronous accesses wrote, that they read, and that atomics
-        touched."""
-        self.settle_reads()
-        others = self.atomics(needed=False)
-        written = self._words(self.writer)
-        touched = np.zeros_like(written) if others is None else others._words(others.writer)
-        return Footprint(written, self._words(self.reader[0]), touched)
-
-    def _words(self, table: np.ndarray) -> np.ndarray:
-        words = (table[: self.count] != NOBODY).copy()
-        bytes_of = table[self.count : self.count + 4 * len(self.owners)] != NOBODY
-        if len(bytes_of):
-            words[self.owners] = bytes_of.reshape(-1, 4).any(1)
-        return words
-
-    def follow(self, done: Footprint, owner: int) -> None:
-        """Take over what was done to the allocation elsewhere."""
-        self.writer[: self.count][done.written | done.atomic] = owner
-        self.reader[0, : self.count][done.read] = owner
-        self.written = bool((self.writer != NOBODY).any())
-        self.read = self.read or bool(done.read.any())
-
-    def untouched(self, where, write: bool) -> bool:
-        """Nobody wrote any of the cells, nor (for a `write`) read anything of the allocation; the
-        reads are settled."""
-        if write and self.read:
-            return False
-        return not self.written or int(np.maximum.reduce(self.writer[where])) == NOBODY == int(
-            np.minimum.reduce(self.writer[where])
-        )
-
-    def note_read(self, read: _Read) -> None:
-        """Record a read."""
-        self.reads.append(read)
-        if len(self.reads) > _MAX_READS:
-            self.settle_reads()
-
-    def settle_reads(self) -> None:
-        """Enter the listed reads into the tables."""
-        reads, self.reads = self.reads, []
-        self.read = self.read or bool(reads)
-        for cells, base, owner, clock, code in reads:
-            where = cells + base if base else cells
-            if self.split is not None:
-                where, code = self._refined_places(where, code)
-            other = where[self.reader[0, where] != owner]
-            for table in (self.reader, self.read_clock, self.read_at):
-                table[1, other] = table[0, other]
-            again = (self.reader[0, where] == owner) & (self.read_clock[0, where] == clock)
-            mixed = again & other_lanes(self.read_at[0, where], code)
-            self.reader[0, where] = owner
-            self.read_clock[0, where] = clock
-            self.read_at[0, where] = code
-            mixed |= self.read_at[0, where] != code
-            several = where[mixed]
-            self.read_at[0, several] = self.read_at[0, several] & ~63 | SEVERAL
-
-    def _refined_places(self, where: np.ndarray, code):
-        pool = where >= self.count
-        whole, lanes = self._refined(where[~pool], code[~pool] if np.ndim(code) else code)
-        if np.ndim(code):
-            return np.concatenate([whole, where[pool]]), np.concatenate([lanes, code[pool]])
-        return np.concatenate([whole, where[pool]]), code
-
-    def note_write(self, where, owner: int, clock: int, code) -> None:
-        """Record a write."""
-        self.written = True
-        self.writer[where] = owner
-        self.write_clock[where] = clock
-        self.write_at[where] = code
-
-    def postpone(self, where, owner: int, since: np.ndarray, clock: int) -> None:
-        """Accesses of `owner` since a clock that depends on the lane count as made at `clock`."""
-        self.settle_reads()
-        late = self.write_clock[where] >= since[self.write_at[where] & 63]
-        self.write_clock[where[late & (self.writer[where] == owner)]] = clock
-        late = self.read_clock[0, where] >= since[self.read_at[0, where] & 63]
-        self.read_clock[0, where[late & (self.reader[0, where] == owner)]] = clock
-
-    def postpone_weakly(self, where, owner: int, since: np.ndarray, clock: int) -> None:
-        """A collective before a release counts as order here: few kernels hand over global memory
-        warp by warp."""
 
 
 class GlobalRaces:
@@ -180,7 +45,8 @@ class GlobalRaces:
 
     def footprints(self) -> dict[int, Footprint]:
         """What this launch touched, by the start of the allocation."""
-        return {start: history.footprint() for start, history in self.histories.items()}
+        histories = self.histories.items()
+        return {start: history.footprint(earlier=False) for start, history in histories}
 
     def adopt(self, memory: GlobalMemory, footprints: dict[int, Footprint]) -> None:
         """Take over what another process's clusters touched, for the launch that follows."""
@@ -239,7 +105,7 @@ class GlobalRaces:
         if write:
             history.note_write(where, owner, clock, place(w.at, whose))
         else:
-            history.note_read(_Read(where, 0, owner, clock, place(w.at, whose)))
+            history.note_read(Read(where, 0, owner, clock, place(w.at, whose)))
         order.note(history, owner, where)
 
     def _conflicts(
@@ -279,7 +145,7 @@ class GlobalRaces:
         if others is not None:
             know = w.cluster.state.clocks.view(w.agent, lanes)
             self._after_writes(w, others, cells + base, know, "asynchronous read of")
-        read = _Read(cells, base, _owner(w, agent), clock, place(w.at, SEVERAL))
+        read = Read(cells, base, _owner(w, agent), clock, place(w.at, SEVERAL))
         history.note_read(read)
 
     def engine_writes(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dsv4.simulator import errors
-from dsv4.simulator.global_races import Footprint
+from dsv4.simulator.histories import Footprint
 from dsv4.simulator.memory import Region
 from dsv4.simulator.report import Finding
 from dsv4.simulator.scheduler import Launch, run_launch
