@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Measures how fast the simulator runs: warp instructions per CPU second, checker off and on.
 
-    scripts/simulator_speed.py [--rounds 3] [--launch]
+    scripts/simulator_speed.py [--rounds 3] [--rates]
 
 Each kernel runs once to compile its blocks, then `--rounds` times; the fastest counts. CPU seconds
-of one process, so that other work on the machine matters little. `--launch` also times a decode
-step of 4 tokens, 128 heads and 1024 + 128 keys of 512 with two worker processes, in wall time.
+of one process, so that other work on the machine matters little. Then, unless `--rates` asks for
+this table alone, a decode step of 4 tokens, 128 heads and 1024 + 128 keys of 512 with two worker
+processes, on each architecture: wall time, and the CPU time of all processes together.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import resource
 import sys
 import time
 from collections.abc import Callable
@@ -73,23 +75,29 @@ def instructions_per_second(subject: Subject, races: bool, rounds: int) -> tuple
     return count, count / best
 
 
-def time_launch() -> None:
-    """Wall seconds of one whole decode step with two workers."""
-    work = Workload("sm_100a", heads=128, top_k=1024, tokens=4)
+def cpu_seconds() -> float:
+    """Of this process and of the workers that have ended."""
+    workers = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + workers.ru_utime + workers.ru_stime
+
+
+def time_step(arch: str) -> None:
+    """One whole decode step with two workers, blocks compiled on the way."""
+    work = Workload(arch, heads=128, top_k=1024, tokens=4)
     compiled, call = compile_attention(work), make_call(work, seed=0)
     for races in (False, True):
-        start = time.perf_counter()
-        simulate(compiled.function, *call.tensors, **call.options, races=races, workers=2)
-        seconds = time.perf_counter() - start
-        print(
-            f"{work}, 2 workers, checker {'on' if races else 'off'}: {seconds:.1f} s of wall time"
-        )
+        wall, cpu = time.perf_counter(), cpu_seconds()
+        report = simulate(compiled.function, *call.tensors, **call.options, races=races, workers=2)
+        wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
+        count = sum(launch.instructions for launch in report.launches)
+        checker = "on" if races else "off"
+        print(f"| {work} | {count:,} | {checker} | {wall:.1f} | {cpu:.1f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3, help="timed runs of each (default: 3)")
-    parser.add_argument("--launch", action="store_true", help="also time a whole launch")
+    parser.add_argument("--rates", action="store_true", help="the first table alone")
     args = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
@@ -101,8 +109,12 @@ def main() -> None:
         print(
             f"| {subject.name} | {count:,} | {plain / 1e3:.0f} | {checked / 1e3:.0f} |", flush=True
         )
-    if args.launch:
-        time_launch()
+    if args.rates:
+        return
+    print("\n| decode step, 2 workers | warp instructions | checker | wall s | CPU s |")
+    print("|---|---|---|---|---|")
+    for arch in ("sm_100a", "sm_90a"):
+        time_step(arch)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 
 from dsv4.simulator import simulate
 from dsv4.simulator.api import Simulation
+from dsv4.simulator.histories import EARLIER_LAUNCH, History
 from dsv4.simulator.host import HostRunner
+from dsv4.simulator.memory import Region
 from dsv4.simulator.ptx.parser import parse_module
 from tests.simulator.kernels.gemm_sm100 import GemmSm100
 from tests.simulator.kernels.ticket import launch_token
@@ -73,6 +76,22 @@ def test_races_between_workers_are_found(workers, weakened):
     assert total == sum(order) == 15
     one = _pass_token(ptx, 1, "eager")[0].launches[0]
     assert report.launches[0].operations == one.operations
+
+
+def test_what_the_launch_before_did_is_no_conflict():
+    """Both workers of a launch that may start early know of it; neither of them did it."""
+    data = torch.zeros(64, dtype=torch.uint8)
+    region = Region(data.data_ptr(), 64, "data")
+    before, launch = History(region), History(region)
+    before.note_write(np.arange(4), owner=0, clock=1, code=0)
+    launch.follow(before.footprint(), EARLIER_LAUNCH)
+    own = launch.footprint(earlier=False)
+    assert not own.conflicts(own)
+    launch.note_write(np.arange(3, 5), owner=0, clock=1, code=0)
+    own = launch.footprint(earlier=False)
+    assert own.written.nonzero()[0].tolist() == [3, 4]
+    assert own.conflicts(own)
+    assert launch.footprint().written.nonzero()[0].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_workers_must_be_positive():
