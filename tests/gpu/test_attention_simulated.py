@@ -129,6 +129,21 @@ def test_a_branch_without_rows(seed, top_k, width) -> None:
     simulate_case(config, case, num_splits=1, schedule="random", races=True)
 
 
+@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("requests", [(0, 0, 1, 1, 2, 2), (2, -1, 0, 1, 1, 0)])
+def test_first_blocks_and_window_lengths_that_are_guessed(seed, requests, num_splits) -> None:
+    """Full lengths and equally many tokens of each request, as guessed; and requests in another
+    order, with windows of their own."""
+    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="swa_gate")
+    case = Case.random(6, 8, 64, 130, 100, 3, device="cpu")
+    case.request_ids = torch.tensor(requests, dtype=torch.int32)
+    if requests[0] != 0:
+        case.swa_lens = torch.tensor([100, 3, 70], dtype=torch.int32)
+    options = {"schedule": "random", "races": True, "num_ctas": 24}
+    got = run(config, case, num_splits=num_splits, **options)
+    compare(*got, *case.expected("swa_gate"))
+
+
 @pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
 @pytest.mark.parametrize("sink", [float("inf"), -float("inf"), 1e4, -1e4])
 def test_extreme_sinks(seed, sink, sink_mode) -> None:
