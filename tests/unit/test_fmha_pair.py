@@ -266,6 +266,8 @@ def test_products(backend: Backend, seed: int) -> None:
 
 PAIR, FRAGMENTS = "fmha_pair.py", "fmha_pair_fragments.py"
 TWO_TOKENS = Case(**{**vars(ONE_TOKEN), "top_k": 192, "requests": ((0, 2),)})
+# Maxima pass the threshold every other tile or so, in one half of it or the other.
+CLIMBING = Case(**{**vars(ONE_TOKEN), "top_k": 640, "growing": True, "softmax_scale": 0.125})
 BUGS = {
     # Each thread weighs what half of the columns say.
     "partial scores not exchanged": (
@@ -315,7 +317,7 @@ BUGS = {
         FRAGMENTS,
         "return found != 0",
         "return cute.arch.vote_any_sync(condition)",
-        MIXED,
+        CLIMBING,
     ),
     # The first product of a token adds to the last token's.
     "first PV accumulates": (
