@@ -265,11 +265,20 @@ class _Awaited(NamedTuple):
         return f"{self.barrier}, parity {self.parity & 1}"
 
 
+def _uniform(values: np.ndarray) -> bool:
+    """Whether all lanes hold one value; quicker than comparing arrays."""
+    raw = values.tobytes()
+    return raw == raw[: values.itemsize] * len(values)
+
+
 def _passed(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> tuple[bool, object]:
     lane = 0 if mask is ALL else int(mask.argmax())
     a, p = int(address[lane]), int(parity[lane])
-    others = (address != a) | (parity != p)
-    if np.logical_or.reduce(others if mask is ALL else others & mask):
+    if mask is ALL and _uniform(address) and _uniform(parity):
+        differ = False
+    else:
+        differ = np.logical_or.reduce(((address != a) | (parity != p)) & mask)
+    if differ:
         for lane in np.flatnonzero(mask).tolist():
             barrier = w.cluster.barrier(int(address[lane]))
             if not barrier.passed(int(parity[lane])):

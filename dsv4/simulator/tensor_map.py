@@ -13,6 +13,7 @@ interleave dimension 0 has no element stride: the map's is ignored.
 from __future__ import annotations
 
 import struct
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,6 +57,14 @@ def swizzled(address: np.ndarray, span: int, atom: int = 16) -> np.ndarray:
     if span == 32:
         return address ^ (((address >> 7) & 1) << 4)
     return address
+
+
+class Placement(NamedTuple):
+    """16-byte chunks of shared memory: their offsets, their numbers, and the end of the last."""
+
+    offsets: np.ndarray
+    chunks: np.ndarray
+    stop: int
 
 
 class TensorMap:
@@ -102,7 +111,7 @@ class TensorMap:
         self.box[0] = self.box[0] * self.bits // 8
         self._check()
         self.memory = memory
-        self._laid_down: dict[tuple[int, int | None], np.ndarray] = {}
+        self._laid_down: dict[tuple[int, int | None], Placement] = {}
         self.view = self._view(self.dims)
         self.chunks = self._chunk_view()
 
@@ -261,11 +270,14 @@ class TensorMap:
             raise KernelFault("gather4 and scatter4 need a 2-D map with a box of one row")
         return self
 
-    def shared_rows(self, offset: int, rows: int | None = None) -> np.ndarray:
-        """Shared offsets of every 16-byte chunk of the box laid down at `offset`, [chunks]."""
+    def placement(self, offset: int, rows: int | None = None) -> Placement:
+        """Where the box, or so many rows of it, lies when laid down at a shared offset."""
         found = self._laid_down.get((offset, rows))
         if found is None:
-            found = self._laid_down[offset, rows] = self._chunks_at(offset, rows)
+            offsets = self._chunks_at(offset, rows)
+            stop = int(offsets.max()) + _CHUNK if len(offsets) else 0
+            found = Placement(offsets, offsets >> 4, stop)
+            self._laid_down[offset, rows] = found
         return found
 
     def _chunks_at(self, offset: int, rows: int | None) -> np.ndarray:

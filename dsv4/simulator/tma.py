@@ -13,7 +13,7 @@ from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.footprints import run_footprint, tensor_footprint
 from dsv4.simulator.memory import CHUNK, OFFSET_MASK, PARAM_WINDOW, RANK_SHIFT, Cta
 from dsv4.simulator.ptx.parser import Instruction
-from dsv4.simulator.tensor_map import MAP_BYTES, TensorMap, reduce_bytes
+from dsv4.simulator.tensor_map import MAP_BYTES, Placement, TensorMap, reduce_bytes
 from dsv4.simulator.warp import Warp
 
 _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
@@ -39,15 +39,18 @@ def _signed(value) -> int:
     return bits - (bits >> 31 << 32)
 
 
+def _check_room(cta: Cta, stop: int) -> None:
+    if stop > cta.shared_limit:
+        raise KernelFault(
+            f"copy reaches shared offset {stop:#x}, the CTA has {cta.shared_limit:#x} bytes"
+        )
+
+
 def _chunks(cta: Cta, offsets: np.ndarray) -> np.ndarray:
     """Row numbers of 16-byte chunks, after the bounds check."""
     if not len(offsets):
         return offsets
-    if int(offsets.max()) + 16 > cta.shared_limit:
-        raise KernelFault(
-            f"copy reaches shared offset {int(offsets.max()) + 16:#x}, "
-            f"the CTA has {cta.shared_limit:#x} bytes"
-        )
+    _check_room(cta, int(offsets.max()) + 16)
     return offsets >> 4
 
 
@@ -76,8 +79,7 @@ def tensor_load(w: Warp, form, tensor, coordinates, target, barrier, multicast, 
         _check_tile(m, mode, origin, a & OFFSET_MASK, stored=False)
         rows = None if mode == "tile" else 4
         receivers = _targets(w, a, b, None if multicast is None else int(multicast[lane]), pair)
-        offsets = m.shared_rows(a & OFFSET_MASK, rows)
-        _issue_load(w, m, mode, origin, receivers, offsets, lane)
+        _issue_load(w, m, mode, origin, receivers, m.placement(a & OFFSET_MASK, rows), lane)
 
 
 def _check_tile(m: TensorMap, mode: str, origin: list[int], offset: int, *, stored: bool) -> None:
@@ -89,9 +91,13 @@ def _check_tile(m: TensorMap, mode: str, origin: list[int], offset: int, *, stor
     m.check_origin(origin, stored=stored)
 
 
-def _issue_load(w: Warp, m: TensorMap, mode: str, origin, receivers, offsets, lane: int) -> None:
+def _issue_load(
+    w: Warp, m: TensorMap, mode: str, origin, receivers, place: Placement, lane: int
+) -> None:
     monitor = w.launch.monitor
-    chunks = [_chunks(cta, offsets) for cta, _ in receivers]
+    for cta, _ in receivers:
+        _check_room(cta, place.stop)
+    offsets, chunks, _ = place
     size = len(offsets) * m.chunk_bytes
     ticket = None
     if monitor is not None:
@@ -100,8 +106,8 @@ def _issue_load(w: Warp, m: TensorMap, mode: str, origin, receivers, offsets, la
 
     def perform() -> None:
         data = m.in_place(m.load_chunks(mode, origin), offsets)
-        for (cta, address), rows in zip(receivers, chunks):
-            cta.chunks[rows] = data
+        for cta, address in receivers:
+            cta.chunks[chunks] = data
             target = w.cluster.barrier(address)
             if monitor is not None:
                 monitor.bulk_load_done(ticket, cta, target)
@@ -124,8 +130,8 @@ def tensor_store(w: Warp, form, tensor, coordinates, source, mask) -> None:
             continue
         seen.add(key)
         _check_tile(m, mode, origin, a & OFFSET_MASK, stored=True)
-        offsets = m.shared_rows(a & OFFSET_MASK, None if mode == "tile" else 4)
-        rows = _chunks(w.cta, offsets)
+        offsets, rows, stop = m.placement(a & OFFSET_MASK, None if mode == "tile" else 4)
+        _check_room(w.cta, stop)
         if w.launch.monitor is not None:
             target = tensor_footprint(m, mode, origin)
             w.launch.monitor.bulk_store(w, w.cta, offsets, lane, target, op)
