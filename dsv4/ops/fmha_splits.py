@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.fmha_workspace import MAX_SPLITS, STATS, with_counters
+from dsv4.kernels.attention.fmha_workspace import (
+    JOIN_BATCHES,
+    MAX_SPLITS,
+    STATS,
+    with_counters,
+)
 
 TILE_HEADS = 64  # heads of a CTA
 BLOCK_KEYS = 64  # keys of a step
 
-# Costs in units of one block of keys (1.3 us), fitted to 49 measurements on an H200 with an error
-# of 0.8 us: 1 to 64 tokens of 8, 64 and 128 heads.
+# Costs in units of one block of keys (1.3 us), fitted to measurements on an H200 of 1 to 64 tokens
+# of 8 to 128 heads, so that the fastest number of splits of those measured is chosen.
 WORK_COST = 3.3  # start and epilogue of a CTA's work item
 JOIN_COST = 1.9  # waiting for the other splits
 PARTIAL_COST = 3.8  # writing and reading 64 partial rows on every multiprocessor
+ROUND_COST = 1.0  # each time that warps join another piece after their first
 
 
 def key_blocks(rows: int, width: int) -> int:
@@ -31,9 +37,26 @@ def choose(config: FmhaConfig, tokens: int, rows: int, width: int, multiprocesso
         rounds = -(-tiles * splits // multiprocessors)
         time = rounds * (-(-blocks // splits) + WORK_COST)
         partials = tokens * splits * _tile_rows(config) / TILE_HEADS / multiprocessors
-        return time if splits == 1 else time + JOIN_COST + PARTIAL_COST * partials
+        if splits == 1:
+            return time
+        further_rounds = _join_rounds(config, tokens, splits, multiprocessors) - 1
+        return time + JOIN_COST + PARTIAL_COST * partials + ROUND_COST * further_rounds
 
     return min(range(1, most + 1), key=cost)
+
+
+def _join_rounds(config: FmhaConfig, tokens: int, splits: int, multiprocessors: int) -> int:
+    """Pieces of a head tile that a warp of the Hopper kernel joins at most."""
+    heads = config.num_query_heads
+    tile_heads = min(_tile_rows(config), TILE_HEADS)
+    for fewer in (32, 16):  # as the kernel does, where all these tiles run at once
+        is_even = heads % fewer == 0 and (heads < TILE_HEADS or heads % TILE_HEADS == 0)
+        if is_even and tokens * splits * (heads // fewer) <= multiprocessors:
+            tile_heads = fewer
+    groups = next(groups for groups, most in JOIN_BATCHES if splits <= most)
+    column_groups = config.head_dim // 16  # of a half
+    pieces = tile_heads // 16 * (column_groups // min(groups, column_groups))
+    return -(-pieces // (4 * splits))
 
 
 def unsplit_from(config: FmhaConfig, multiprocessors: int) -> int:

@@ -41,6 +41,23 @@ def test_one_token_is_split_and_a_full_gpu_is_not() -> None:
     assert fmha_splits.choose(config, 66, 1024, 128, MULTIPROCESSORS) == 1
 
 
+@pytest.mark.parametrize(
+    ("heads", "rows", "fastest"),
+    [
+        (128, 1024, {1: 18, 2: 9, 4: 6, 8: 8, 16: 4, 32: 2, 64: 1}),
+        (64, 512, {1: 10, 4: 10, 8: 5, 16: 4, 32: 4, 64: 1}),
+        (8, 1024, {1: 18, 4: 18, 16: 6, 64: 2, 256: 1}),
+        (32, 1024, {64: 2}),
+        (8, 512, {64: 2}),
+    ],
+)
+def test_choice_is_the_fastest_that_was_measured(heads, rows, fastest) -> None:
+    """On an H200, with 128 window keys."""
+    config = FmhaConfig(512, heads, 128, rows)
+    for tokens, splits in fastest.items():
+        assert fmha_splits.choose(config, tokens, rows, 128, MULTIPROCESSORS) == splits
+
+
 @pytest.mark.parametrize("heads", [8, 64, 72, 128])
 @pytest.mark.parametrize("multiprocessors", [1, 78, 132, 148])
 def test_from_some_number_of_tokens_nothing_is_split(heads, multiprocessors) -> None:

@@ -24,15 +24,12 @@ from dsv4.kernels.attention.fmha_sm90_device import (
     store_rows,
     tree,
 )
-from dsv4.kernels.attention.fmha_workspace import MAX_SPLITS, counter_words
+from dsv4.kernels.attention.fmha_workspace import JOIN_BATCHES, MAX_SPLITS, counter_words
 from dsv4.kernels.attention.softmax import exp2, quad_max, quad_sum
 
 STATS = 2  # per row
 # Reads of the counter, 0.4 us each, before a CTA leaves its share to the last one.
 PATIENCE = 256
-# 8-column groups that a warp joins at a time, for up to so many splits: their loads are all under
-# way together, and fill the registers that the accumulators have left.
-BATCHES = ((8, 4), (4, 8), (2, 12), (1, 20), (1, 32))
 ARRIVAL = 32  # first bit of the arrivals in a counter
 
 
@@ -204,7 +201,7 @@ class SplitJoin:
             shares &= shares - 1
             first = share * 4 + warp
             fewer = 1
-            for groups, splits in BATCHES:
+            for groups, splits in JOIN_BATCHES:
                 if tiling.num_splits > fewer and tiling.num_splits <= splits:
                     self._join(
                         *(workspace, tiling, member, half, first, lane),

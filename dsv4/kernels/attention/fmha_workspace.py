@@ -2,6 +2,10 @@
 
 STATS = 4  # fp32 words beside each partial row, at most
 MAX_SPLITS = 32  # one lane, or one bit, each
+# 8-column groups of 16 rows that a warp of the Hopper kernel joins at a time, for up to so many
+# splits: their loads are all under way together, and fill the registers that the accumulators have
+# left.
+JOIN_BATCHES = ((8, 4), (4, 8), (2, 12), (1, 20), (1, 32))
 
 
 def counter_words(size):
