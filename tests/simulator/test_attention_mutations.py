@@ -52,6 +52,10 @@ KERNELS = {
 
 # What is not missed, by instruction and the kernel's function: how many of them, and why.
 LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what orders"
+LAUNCHES_IN_ORDER = (
+    "orders the launch after the one before it, and each run here is one launch alone; "
+    "test_launches.py has launches that overlap"
+)
 HANDED_OVER_WITH_P = "S: the next product into this stage waits for the P made of it, and its fence"
 USED_BEFORE_WAIT = (
     "tolerated: the compiler moves uses of the registers before the wait, which the unchanged "
@@ -123,23 +127,35 @@ REDUNDANT = {
     },
     "hopper": {
         ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
-        ("griddepcontrol.wait", "load"): (
+        ("griddepcontrol.wait", "load"): (1, LAUNCHES_IN_ORDER),
+        ("griddepcontrol.wait", "find_keys"): (1, LAUNCHES_IN_ORDER),
+        ("cp.async", "tma_prefetch"): (6, "a hint, which moves nothing but lines of L2"),
+        ("mbarrier.test_wait", "_has_landed"): (2, "a hint when PV may go: the waits follow"),
+        ("wgmma.commit_group", "_issue_scores"): (1, "with the next wait_group: when PV may go"),
+        ("wgmma.wait_group", "_multiply_keys"): (
             1,
-            "orders the launch after the one before it, and each run here is one launch alone; "
-            "test_launches.py has launches that overlap",
+            "PV may go a little later; all is waited for after it",
         ),
-        ("cp.async", "tma_prefetch"): (4, "a hint, which moves nothing but lines of L2"),
-        ("mbarrier.test_wait", "_has_landed"): (1, "a hint when to hand over P: the wait follows"),
-        ("wgmma.commit_group", "_issue_scores"): (1, "with the next wait_group: when P may go"),
-        ("wgmma.wait_group", "score"): (1, "P may go a little later; all is waited for after it"),
-        ("mbarrier.try_wait", "output"): (
+        ("wgmma.commit_group", "_multiply_values"): (
+            3,
+            "all products are then of the last group, which is waited for; these say when a part "
+            "of P may be replaced in registers",
+        ),
+        ("wgmma.wait_group", "_multiply_values"): (
             1,
-            "V: P of a block was made from its scores, whose warpgroup waited for the same rows",
+            "when a part of P may be replaced in registers: products have read them when issued "
+            "here, which is earlier than on hardware",
+        ),
+        ("mbarrier.try_wait", "output"): (
+            2,
+            "V: P of a block was made from its scores, whose warpgroup waited for the same rows; "
+            "and PV's turn, which only keeps it out of QK's way",
         ),
         ("bar.warp", "_release"): (
-            4,
-            "two releases follow each other: either one's barrier orders the lanes for both; and "
-            "nobody has read the two halves of a block that a wrong guess fetched",
+            8,
+            "nobody has read the two halves of a block that a wrong guess fetched; PV's turn (3) "
+            "hands nothing over; what was read of Q (2) and of V (1) was read by products, which "
+            "the whole warpgroup has waited for",
         ),
     },
 }
