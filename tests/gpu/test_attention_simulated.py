@@ -108,6 +108,24 @@ def test_ragged_lengths(seed, heads, head_dim, num_splits, is_causal, sink_mode,
     simulate_case(config, case, num_splits=num_splits, schedule=schedule, races=True)
 
 
+@pytest.mark.parametrize("schedule", ["lazy", "random"])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "is_causal", "sink_mode"),
+    [(1, 72, True, "swa_gate"), (2, 8, False, "softmax")],
+)
+def test_ctas_that_share_columns(seed, tokens, heads, is_causal, sink_mode, schedule) -> None:
+    """Two CTAs halve the columns of a tile where there are enough for all; no bit depends on it."""
+    config = FmhaConfig(512, heads, WINDOW, 1024, is_causal, sink_mode)
+    case = Case.random(tokens, heads, 512, 300, 100, 2, ragged=True, device="cpu")
+    shared, alone = (
+        run(config, case, num_splits=1, schedule=schedule, races=True, num_ctas=ctas)
+        for ctas in (4, 3)
+    )
+    compare(*shared, *case.expected(config.sink_mode, config.is_causal, config.sliding_window))
+    for with_others, without in zip(shared, alone, strict=True):
+        assert torch.equal(with_others.nan_to_num(), without.nan_to_num())
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("head_dim", [64, 512])
 def test_row_maxima_that_grow_with_every_block(seed, head_dim, num_splits) -> None:

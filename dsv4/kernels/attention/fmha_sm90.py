@@ -12,6 +12,10 @@ Most of Q lives in the score warpgroup's registers, which leaves shared memory f
 of head_dim 512: a block's successor-but-two is in flight while it is used, and the softmax of one
 block runs beside the PV products of the previous one.
 
+Where a launch has work for at most half of the multiprocessors, and no splits, two CTAs compute
+a tile: both the weights, each half of the output columns. The warpgroups then take a quarter each,
+and blocks are free, and outputs written, sooner.
+
 The softmax keeps a stale reference per row instead of the running maximum: P = 2^(s - ref), and
 ref moves only when a block exceeds it by more than 2^8; then the accumulators are rescaled. All
 weights stay relative to one reference, so the final division is exact and nothing overflows.
@@ -26,7 +30,6 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental.cuda.tensor_map import TensorMap
 from cutlass.experimental.primitives import prefetch_tensormap
-from cutlass.memory import SmemAllocator
 from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from dsv4.kernels.attention.config import FmhaConfig, check_kernel_config
@@ -47,7 +50,6 @@ from dsv4.kernels.attention.fmha_sm90_join import SplitJoin, Tiling, make_tiling
 from dsv4.kernels.attention.fmha_sm90_lengths import (
     BOTH_BRANCHES,
     RIGHT_GUESS,
-    WORK_WORDS,
     WRONG_GUESS,
     Guess,
     Lengths,
@@ -56,6 +58,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     guess_first_block,
 )
 from dsv4.kernels.attention.fmha_sm90_softmax import Rows, set_bias, softmax
+from dsv4.kernels.attention.fmha_sm90_storage import shared_views, storage_type
 from dsv4.kernels.attention.mask import mask_tail
 from dsv4.kernels.attention.softmax import LOG2_E, quad_sum
 
@@ -155,46 +158,9 @@ class FmhaKernelSm90:
 
         # ==== shared memory ====
         self.stages = 3  # KV ring
-        self.storage = self._shared_storage()
+        self.storage = storage_type(self)
         size = self.storage.size_in_bytes()
         assert size <= SMEM_CAPACITY, f"shared memory: {size} of {SMEM_CAPACITY} bytes"
-
-    def _shared_storage(self):
-        q_tile = self.heads * self.q_smem_dim
-        kv_ring = self.stages * self.keys * self.head_dim
-        p_tile = self.heads * self.keys
-        rows, barriers = self.heads, 2 * self.stages
-
-        @cute.struct
-        class Storage:
-            kv: cute.struct.Align[cute.struct.MemRange[self.dtype, kv_ring], 1024]
-            q: cute.struct.Align[cute.struct.MemRange[self.dtype, q_tile], 1024]
-            p: cute.struct.Align[cute.struct.MemRange[self.dtype, p_tile], 1024]
-            # Factors of a thread's older accumulators that go with P; final scale of each row, or
-            # with splits the gate's offset of its lse.
-            rescale: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, 2 * 128], 8]
-            row_scale: cute.struct.MemRange[cutlass.Float32, rows]
-            # Where the keys of the work item are.
-            work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORK_WORDS], 16]
-            # Shares of the split tile that each output warpgroup joins.
-            shares: cute.struct.MemRange[cutlass.Int32, 2]
-            # Valid keys of the block in each stage, plus WINDOW_FLAG in the window.
-            block: cute.struct.MemRange[cutlass.Int32, self.stages]
-            q_full: cute.struct.MemRange[cutlass.Int64, 1]
-            q_empty: cute.struct.MemRange[cutlass.Int64, 1]
-            work_full: cute.struct.MemRange[cutlass.Int64, 1]
-            work_empty: cute.struct.MemRange[cutlass.Int64, 1]
-            p_full: cute.struct.MemRange[cutlass.Int64, 1]
-            p_empty: cute.struct.MemRange[cutlass.Int64, 1]
-            # PV may take the tensor cores: with even and with odd blocks.
-            pv_turn: cute.struct.MemRange[cutlass.Int64, 2]
-            rows_full: cute.struct.MemRange[cutlass.Int64, 1]
-            rows_empty: cute.struct.MemRange[cutlass.Int64, 1]
-            # One barrier per half block: the PV products of the two output warpgroups free theirs.
-            kv_full: cute.struct.MemRange[cutlass.Int64, barriers]
-            kv_empty: cute.struct.MemRange[cutlass.Int64, barriers]
-
-        return Storage
 
     def _qk_mma(self, q_source=warpgroup.OperandSource.SMEM):
         return make_trivial_tiled_mma(
@@ -245,7 +211,7 @@ class FmhaKernelSm90:
     ):
         tiling = make_tiling(
             *(self.num_query_heads, self.heads, self.has_even_tiles),
-            *(q.shape[0], num_splits, num_ctas),
+            *(q.shape[0], num_splits, num_ctas, self.pieces == 2),
         )
         tile_rows = tiling.tile_heads if self.has_even_tiles else self.num_query_heads
         q_map = make_q_map(q, tile_rows, self.chunk, self.heads)
@@ -297,7 +263,7 @@ class FmhaKernelSm90:
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp // 4
-        smem = self._shared_views()
+        smem = shared_views(self)
         if warp == 0:
             with cute.arch.elect_one():
                 cute.arch.mbarrier_init(smem.q_full, 1)
@@ -312,7 +278,8 @@ class FmhaKernelSm90:
                 cute.arch.mbarrier_init(smem.rows_empty, 8 * self.warp_arrivals)
                 for i in cutlass.range_constexpr(2 * self.stages):
                     cute.arch.mbarrier_init(smem.kv_full + i, 1)
-                    cute.arch.mbarrier_init(smem.kv_empty + i, 4 * self.warp_arrivals)
+                    warps = 4 * tiling.column_shares
+                    cute.arch.mbarrier_init(smem.kv_empty + i, warps * self.warp_arrivals)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         if group == self.load_group:
@@ -331,45 +298,6 @@ class FmhaKernelSm90:
             cute.arch.setmaxregister_increase(self.output_registers)
             half = group - self.output_group
             self.output(smem, half, sink_logits, o, lse, workspace, tiling)
-
-    def _shared_views(self):
-        storage = SmemAllocator().allocate(self.storage)
-        span = {32: "SW64", 64: "SW128"}[self.chunk]
-        kinds = warpgroup.SmemLayoutAtomKind
-        k_major = warpgroup.make_smem_layout_atom(getattr(kinds, f"K_{span}"), self.dtype)
-        mn_major = warpgroup.make_smem_layout_atom(getattr(kinds, f"MN_{span}"), self.dtype)
-        q = cute.tile_to_shape(k_major, (self.heads, self.q_smem_dim), order=(0, 1))
-        k = cute.tile_to_shape(k_major, (self.keys, self.head_dim, self.stages), order=(0, 1, 2))
-        # The same bytes as K, seen as the transposed tiles that the PV products read.
-        v_shape = (self.pv_dim, self.keys, self.stages * 2 * self.pieces)
-        v = cute.tile_to_shape(mn_major, v_shape, order=(1, 0, 2))
-        # As the threads hold it: [8, thread, K step].
-        p = cute.make_layout((8, 128, self.keys // 16))
-        row = cute.make_layout(self.heads)
-        return frozen(
-            q=storage.q.get_tensor(q.outer, swizzle=q.inner),
-            k=storage.kv.get_tensor(k.outer, swizzle=k.inner),
-            v=storage.kv.get_tensor(v.outer, swizzle=v.inner),
-            p=storage.p.get_tensor(p),
-            q_raw=storage.q.data_ptr(),
-            kv_raw=storage.kv.data_ptr(),
-            rescale=storage.rescale.get_tensor(cute.make_layout((2, 128))),
-            row_scale=storage.row_scale.get_tensor(row),
-            work=storage.work.get_tensor(cute.make_layout(WORK_WORDS)),
-            shares=storage.shares.get_tensor(cute.make_layout(2)),
-            block=storage.block.get_tensor(cute.make_layout(self.stages)),
-            q_full=storage.q_full.data_ptr(),
-            q_empty=storage.q_empty.data_ptr(),
-            work_full=storage.work_full.data_ptr(),
-            work_empty=storage.work_empty.data_ptr(),
-            p_full=storage.p_full.data_ptr(),
-            p_empty=storage.p_empty.data_ptr(),
-            pv_turn=storage.pv_turn.data_ptr(),
-            rows_full=storage.rows_full.data_ptr(),
-            rows_empty=storage.rows_empty.data_ptr(),
-            kv_full=storage.kv_full.data_ptr(),
-            kv_empty=storage.kv_empty.data_ptr(),
-        )
 
     # ---- device: load warps ----
 
@@ -442,6 +370,15 @@ class FmhaKernelSm90:
                 for chunk in cutlass.range_constexpr(self.q_smem_dim // self.chunk):
                     target = smem.q_raw + chunk * self.heads * self.chunk
                     self._load_q(q_map, target, head_tile, chunk, token, smem.q_full)
+
+            if cutlass.const_expr(self.q_register_dim > 0):
+                # All CTAs start at once. Where neighbours fetch the same keys, Q is much of what
+                # they fetch first, and blocks beside it would make it late.
+                has_neighbours = tiling.head_tiles * tiling.column_shares > 1
+                is_first = index == cute.arch.block_idx()[0]
+                if is_first and has_neighbours and not tiling.leaves_room:
+                    cute.arch.mbarrier_wait(smem.kv_full + 1, cutlass.Int32(0))
+                    cute.arch.mbarrier_wait(smem.q_full, cutlass.Int32(0))
 
             # ---- KV blocks ----
             cute.arch.mbarrier_wait(smem.work_full, work_phase)
@@ -555,13 +492,13 @@ class FmhaKernelSm90:
                 tile.rows, self.is_gate, has_both, sink_logits, head, self.num_query_heads
             )
             tile.rows.reset()
-            stage, phase = self._take_q_registers(smem, tile, stage, phase)
+            stage, phase = self._take_q_registers(smem, tile, tiling, stage, phase)
             cute.arch.mbarrier_wait(smem.q_full, q_phase)
             q_phase ^= 1
             if is_miss:
                 for half in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_wait(smem.kv_full + (stage * 2 + half), phase)
-                    self._release(smem.kv_empty + (stage * 2 + half), lane)
+                    self._release(smem.kv_empty + (stage * 2 + half), lane, tiling.column_shares)
                 stage, phase = self._advance(stage, phase)
 
             # ---- blocks ----
@@ -656,7 +593,7 @@ class FmhaKernelSm90:
         )
 
     @cute.jit
-    def _take_q_registers(self, smem, tile, stage: cutlass.Int32, phase: cutlass.Int32):
+    def _take_q_registers(self, smem, tile, tiling, stage: cutlass.Int32, phase: cutlass.Int32):
         """Read the register columns of Q from the ring stage that brought them, and free it."""
         if cutlass.const_expr(self.q_register_dim > 0):
             mma = self._qk_register_mma()
@@ -674,7 +611,7 @@ class FmhaKernelSm90:
             # An arrival overtakes loads on their way: the next TMA would then be what they read.
             cute.arch.fence_view_async_shared()
             for half in cutlass.range_constexpr(2):
-                self._release(smem.kv_empty + (stage * 2 + half), tile.lane)
+                self._release(smem.kv_empty + (stage * 2 + half), tile.lane, tiling.column_shares)
             stage, phase = self._advance(stage, phase)
         return stage, phase
 
@@ -730,7 +667,8 @@ class FmhaKernelSm90:
                 scale = cutlass.Float32(0.0)
                 if head < self.num_query_heads:
                     scale = output_scale(ref, total, sink_logits[head], not self.is_gate)
-                    if member.token < lse.shape[0]:
+                    is_first = tiling.column_share(cute.arch.block_idx()[0]) == 0
+                    if member.token < lse.shape[0] and is_first:
                         lse[member.token, head] = row_lse(ref, total, gate_offset[r])
                 smem.row_scale[row] = scale
 
@@ -746,7 +684,6 @@ class FmhaKernelSm90:
         mma = self._pv_mma()
         mma_slice = mma.get_slice(0)
         p = mma.make_fragment_A(mma.partition_shape_A((self.heads, 16 * P_PLACES)))
-        factors = cute.make_rmem_tensor(2, cutlass.Float32)
         v = mma_slice.make_fragment_B(mma_slice.partition_B(smem.v))
         piece = mma.make_fragment_C(mma.partition_shape_C((self.heads, self.pv_dim)))
         acc = cute.make_rmem_tensor(self.pieces * cute.size(piece), cutlass.Float32)
@@ -755,7 +692,15 @@ class FmhaKernelSm90:
             for i in range(self.pieces)
         )
 
+        # Half of the columns for each, or a piece each of the CTA's half.
         index = cute.arch.block_idx()[0]
+        is_shared = cutlass.Boolean(False)
+        if cutlass.const_expr(self.pieces == 2):
+            is_shared = tiling.column_shares > 1
+        column_half = cutlass.select_(is_shared, tiling.column_share(index), half)
+        # A shuffle stays where it is, outside of the loops.
+        column_half = cute.arch.make_warp_uniform(column_half)
+        first_piece = column_half * self.pieces + cutlass.select_(is_shared, half, cutlass.Int32(0))
         work_phase, blocks = cutlass.Int32(0), cutlass.Int32(0)
         stage, phase = cutlass.Int32(0), cutlass.Int32(0)
         while index < tiling.works:
@@ -773,47 +718,95 @@ class FmhaKernelSm90:
                 stage, phase = self._advance(stage, phase)
 
             # ---- blocks ----
-            for _ in cutlass.range(count, unroll=1):
-                slot = stage * 2 + half
-                cute.arch.mbarrier_wait(smem.p_full, blocks % 2)
-                for step in cutlass.range_constexpr(P_PLACES):
-                    self._take_weights(smem, p, thread, step, step)
-                cute.autovec_copy(smem.rescale[None, thread], factors)
-                if cute.arch.vote_any_sync(factors[0] != 1.0 or factors[1] != 1.0):
-                    scale_rows(acc, factors)
-                cute.arch.mbarrier_wait(smem.kv_full + slot, phase)
-                cute.arch.mbarrier_wait(smem.pv_turn + blocks % 2, blocks // 2 % 2)
-                self._multiply_values(smem, pieces, p, v, slot, thread, lane)
-                self._release(smem.kv_empty + slot, lane)
-                blocks += 1
-                stage, phase = self._advance(stage, phase)
+            # Two loops: what is not known of the columns when the products start makes them late.
+            if is_shared:
+                blocks, stage, phase = self._multiply_blocks(
+                    *(smem, p, v, pieces[:1], column_half, first_piece, count),
+                    *(blocks, stage, phase),
+                )
+            else:
+                blocks, stage, phase = self._multiply_blocks(
+                    *(smem, p, v, pieces, half, half * self.pieces, count),
+                    *(blocks, stage, phase),
+                )
 
             # ---- epilogue ----
-            warp = thread // 32
             if tiling.num_splits > 1:
-                generation = self.join.generation(workspace, member, half, thread)
-                self.join.store_accumulators(acc, workspace, tiling, member, half, warp, lane)
-                cute.arch.mbarrier_wait(smem.rows_full, work_phase)
-                shares = self.join.arrive(
-                    workspace, tiling, member, half, generation, smem.shares, thread
-                )
-                self.join.join(
-                    *(workspace, tiling, member, half, shares, warp, lane),
-                    *(sink_logits, smem.row_scale, o, lse),
+                self._join_splits(
+                    *(smem, acc, workspace, tiling, member, half, work_phase),
+                    *(sink_logits, o, lse),
                 )
                 self._release(smem.rows_empty, lane)
             else:
                 cute.arch.mbarrier_wait(smem.rows_full, work_phase)
                 scales = [smem.row_scale[row], smem.row_scale[row + 8]]
                 self._release(smem.rows_empty, lane)
-                head, column = member.head + row, half * self.half_dim
-                store_rows(acc, o, scales, member.token, head, column, lane, self.num_query_heads)
+                head, column = member.head + row, first_piece * self.pv_dim
+                place = (o, scales, member.token, head, column, lane, self.num_query_heads)
+                if is_shared:
+                    store_rows(pieces[0], *place)
+                else:
+                    store_rows(acc, *place)
             work_phase ^= 1
             index += cute.arch.grid_dim()[0]
 
     @cute.jit
-    def _multiply_values(self, smem, pieces, p, v, slot, thread, lane):
-        """O += P V of half of a block's columns; frees P.
+    def _join_splits(
+        self, smem, acc, workspace, tiling, member, half, work_phase, sink_logits, o, lse
+    ):
+        """Leave the partial rows of a split, and join some of all of them."""
+        thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
+        warp = thread // 32
+        generation = self.join.generation(workspace, member, half, thread)
+        self.join.store_accumulators(acc, workspace, tiling, member, half, warp, lane)
+        cute.arch.mbarrier_wait(smem.rows_full, work_phase)
+        shares = self.join.arrive(workspace, tiling, member, half, generation, smem.shares, thread)
+        self.join.join(
+            *(workspace, tiling, member, half, shares, warp, lane),
+            *(sink_logits, smem.row_scale, o, lse),
+        )
+
+    @cute.jit
+    def _multiply_blocks(
+        self,
+        smem,
+        p,
+        v,
+        pieces,
+        column_half,
+        first_piece,
+        count,
+        blocks: cutlass.Int32,
+        stage: cutlass.Int32,
+        phase: cutlass.Int32,
+    ):
+        """O += P V of all blocks, over all pieces of half of the columns, or over one of them."""
+        thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
+        factors = cute.make_rmem_tensor(2, cutlass.Float32)
+        for _ in cutlass.range(count, unroll=1):
+            slot = stage * 2 + column_half
+            cute.arch.mbarrier_wait(smem.p_full, blocks % 2)
+            for step in cutlass.range_constexpr(P_PLACES):
+                self._take_weights(smem, p, thread, step, step)
+            cute.autovec_copy(smem.rescale[None, thread], factors)
+            if cutlass.const_expr(len(pieces) < self.pieces):
+                # Columns that only QK reads, which is over.
+                self._release(smem.kv_empty + (stage * 2 + 1 - column_half), lane)
+            if cute.arch.vote_any_sync(factors[0] != 1.0 or factors[1] != 1.0):
+                for piece in pieces:
+                    scale_rows(piece, factors)
+            cute.arch.mbarrier_wait(smem.kv_full + slot, phase)
+            cute.arch.mbarrier_wait(smem.pv_turn + blocks % 2, blocks // 2 % 2)
+            first = stage * (2 * self.pieces) + first_piece
+            self._multiply_values(smem, pieces, p, v, first, thread, lane)
+            self._release(smem.kv_empty + slot, lane)
+            blocks += 1
+            stage, phase = self._advance(stage, phase)
+        return blocks, stage, phase
+
+    @cute.jit
+    def _multiply_values(self, smem, pieces, p, v, first, thread, lane):
+        """O += P V of a block's pieces from `first` on; frees P.
 
         Three quarters of P wait in registers. When the products with the first quarter are over,
         the last one takes its place.
@@ -826,8 +819,8 @@ class FmhaKernelSm90:
                 self._take_weights(smem, p, thread, step, place)
                 self._release(smem.p_empty, lane)
                 warpgroup.fence()
-            for i in cutlass.range_constexpr(self.pieces):
-                v_piece = v[None, None, None, slot * self.pieces + i]
+            for i in cutlass.range_constexpr(len(pieces)):
+                v_piece = v[None, None, None, first + i]
                 gemm(self._pv_mma, pieces[i], p, v_piece, [step], step - place, True)
             warpgroup.commit_group()
         warpgroup.wait_group(0)
@@ -848,11 +841,11 @@ class FmhaKernelSm90:
         return stage, phase
 
     @cute.jit
-    def _release(self, barrier, lane):
-        """One arrival per warp, after every lane's reads and writes."""
+    def _release(self, barrier, lane, arrivals=1):
+        """Arrivals of a warp, usually one, after every lane's reads and writes."""
         cute.arch.sync_warp()
         if lane < self.warp_arrivals:
-            cute.arch.mbarrier_arrive(barrier)
+            cute.arch.mbarrier_arrive(barrier, arrive_count=arrivals)
 
 
 # ---- compilation ----

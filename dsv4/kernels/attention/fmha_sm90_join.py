@@ -42,9 +42,16 @@ class Tiling(NamedTuple):
     works: cutlass.Int32
     # Whether most CTAs of the next launch find a multiprocessor while this one runs.
     leaves_room: cutlass.Boolean
+    # 2 where neighbouring CTAs, with one work item each, halve a head tile's columns; else 1.
+    column_shares: cutlass.Int32
+
+    def column_share(self, index):
+        """Which half of the columns, where they are shared."""
+        return index & (self.column_shares - 1)
 
     def coordinates(self, index):
         """Head tile, split and token of a work item; the head tiles of a token are neighbours."""
+        index = index >> (self.column_shares - 1)
         rest = index // self.head_tiles
         return index % self.head_tiles, rest % self.num_splits, rest // self.num_splits
 
@@ -57,11 +64,13 @@ def make_tiling(
     tokens,
     num_splits: cutlass.Int32,
     num_ctas: cutlass.Int32,
+    can_share: cutlass.Constexpr,
 ):
     """Choose the heads of a tile.
 
     Few tokens leave multiprocessors idle: then tiles have fewer heads, load less of Q and leave
-    less to join, at the price of reading the keys more often.
+    less to join, at the price of reading the keys more often. Without splits, two CTAs share a tile
+    instead: both compute the weights, and each its half of the output's columns.
     """
     heads = cutlass.Int32(min(most_heads, -(-num_query_heads // 16) * 16))
     for fewer in (32, 16):
@@ -71,7 +80,12 @@ def make_tiling(
                 heads = cutlass.Int32(fewer)
     head_tiles = (num_query_heads + heads - 1) // heads
     works = tokens * head_tiles * num_splits
-    return Tiling(num_splits, head_tiles, heads, works, 4 * works <= 3 * num_ctas)
+    shares = cutlass.Int32(1)
+    if cutlass.const_expr(can_share):  # noqa: SIM102 static, then dynamic
+        if num_splits == 1 and 2 * works <= num_ctas:
+            shares = cutlass.Int32(2)
+    works *= shares
+    return Tiling(num_splits, head_tiles, heads, works, 4 * works <= 3 * num_ctas, shares)
 
 
 class Member(NamedTuple):
