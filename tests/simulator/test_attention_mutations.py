@@ -146,7 +146,7 @@ REDUNDANT = {
             "when a part of P may be replaced in registers: products have read them when issued "
             "here, which is earlier than on hardware",
         ),
-        ("mbarrier.try_wait", "output"): (
+        ("mbarrier.try_wait", "_multiply_blocks"): (
             2,
             "V: P of a block was made from its scores, whose warpgroup waited for the same rows; "
             "and PV's turn, which only keeps it out of QK's way",
