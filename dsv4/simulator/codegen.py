@@ -89,7 +89,12 @@ class BlockEmitter:
             self.line("if w.unsettled: w.settle()")
         if self.touches_wgmma():
             self.line("w.wgmma_fenced = False")
+        waits = first.opcode.startswith("wgmma.wait_group")
+        if not waits:
+            self._check_products()
         self.instruction(first)
+        if waits:
+            self._check_products()
         if pending and others and first.parts[0] == "wgmma":
             self.line("w.accumulators.write()")
         for ins in others:
@@ -116,6 +121,18 @@ class BlockEmitter:
             for ins in self.entry.instructions[self.block.start : self.block.stop]
         )
 
+    def _check_products(self) -> None:
+        """Check the block's registers against products under way; guarded instructions do it
+        themselves. Only a wait for them or a product changes what is, and it begins a block."""
+        conflicts: dict[int, tuple[int, str]] = {}
+        for ins in self.entry.instructions[self.block.start : self.block.stop]:
+            if not ins.guard:
+                conflicts = self.symbols["wgmma conflicts"](ins) | conflicts
+        if conflicts:
+            name = f"in_flight_block_{self.block.number}"
+            self.constants[name] = conflicts
+            self.line(f"if w.wgmma_pending: check_products(w, {name})")
+
     def instruction(self, ins: Instruction) -> None:
         """Emit one instruction under its guard."""
         emit = emitter_of(ins)
@@ -131,6 +148,12 @@ class BlockEmitter:
             self.mask, self.guarded = name, True
             if is_sync(ins.opcode):
                 self.line(f"if {name}.any(): guards_taken.add({ins.index})")
+            conflicts = self.symbols["wgmma conflicts"](ins)
+            if conflicts:
+                self.constants[f"in_flight_{ins.index}"] = conflicts
+                self.line(
+                    f"if w.wgmma_pending and {name}.any(): check_products(w, in_flight_{ins.index})"
+                )
         if is_collective(ins):
             self.line(self._gathering())
         try:

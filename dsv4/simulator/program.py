@@ -32,6 +32,7 @@ from dsv4.simulator import (
     tcgen05,
     tma,
     wgmma,
+    wgmma_registers,
 )
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.modifiers import check_modifiers
@@ -74,6 +75,7 @@ def _namespace() -> dict[str, object]:
         wgmma_in_step=wgmma.in_step,
         wgmma_commit=wgmma.commit,
         wgmma_wait=wgmma.wait,
+        check_products=wgmma_registers.check_products,
     )
     return names
 
@@ -140,6 +142,7 @@ class Program:
             symbols[symbol.name] = ("shared", start)
             shared = start
         symbols["asynchronous registers"] = self._registers_of("tcgen05.ld", "wgmma.mma_async")
+        symbols["wgmma conflicts"] = wgmma_registers.WgmmaRegisters(self.entry).conflicts
         symbols["wgmma registers"] = self._registers_of("wgmma.mma_async", operands=2)
         return symbols, shared, -(-local // 16) * 16
 

@@ -66,7 +66,7 @@ class Warp:
         self.bulk_read = 0  # the oldest of the groups that are known to have read their sources
         self.copy_open: list = []
         self.copy_groups: deque = deque()
-        self.wgmma_pending: deque = deque()  # products not known to be complete
+        self.wgmma_pending: deque = deque()  # products not waited for
         self.accumulators = Accumulators(self.registers)  # of wgmma
         self.wgmma_issued = self.wgmma_steps = 0
         self.wgmma_fenced = False  # no register of wgmma touched since the last wgmma.fence
@@ -267,11 +267,12 @@ class Warp:
         if self.unwaited_loads and self.launch.monitor is not None:
             self.launch.monitor.tmem_used(self)
         self.unwaited_loads = False
-        self.perform_wgmma(self.wgmma_issued)
+        for product in self.wgmma_pending:
+            product.perform()
         self.accumulators.write()
         self.unsettled = False
 
-    def perform_wgmma(self, last: int) -> None:
-        """Perform the wgmmas up to number `last`."""
+    def complete_wgmma(self, last: int) -> None:
+        """The wgmmas up to number `last` are waited for."""
         while self.wgmma_pending and self.wgmma_pending[0].number <= last:
             self.wgmma_pending.popleft().perform()

@@ -173,7 +173,7 @@ def wait(w: Warp, groups: int) -> bool:
     if behind:
         w.waiting = f"warps {behind} of its warpgroup to issue wgmma number {last}"
         return False
-    w.perform_wgmma(last)
+    w.complete_wgmma(last)
     while len(w.wgmma_groups) > groups:
         w.wgmma_groups.popleft()
     w.unsettled = bool(w.tmem_loads or w.wgmma_pending or w.accumulators.unwritten)

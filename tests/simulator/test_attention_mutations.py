@@ -61,7 +61,6 @@ USED_BEFORE_WAIT = (
     "tolerated: the compiler moves uses of the registers before the wait, which the unchanged "
     "kernel is warned of"
 )
-LEFT = "needed, but the simulator does not take from the peer of a CTA that has left "
 REDUNDANT = {
     "single": {
         ("griddepcontrol.launch_dependents", "load_warp"): (1, LAUNCH),
@@ -121,9 +120,6 @@ REDUNDANT = {
             "after half of a block: the next one is for all of it",
         ),
         ("bar.sync", "kernel"): (1, "the combine's: two splits are one group, it sums alone"),
-        # TmemAllocator.free, which softmax_warps ends with.
-        ("mbarrier.try_wait", "_row_sink"): (1, LEFT + "its Tensor Memory"),
-        ("barrier.cluster", "kernel"): (1, LEFT + "its shared memory"),
     },
     "hopper": {
         ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
@@ -138,13 +134,13 @@ REDUNDANT = {
         ),
         ("wgmma.commit_group", "_multiply_values"): (
             3,
-            "all products are then of the last group, which is waited for; these say when a part "
-            "of P may be replaced in registers",
+            "all products are then of the last group, which is waited for; these are for the wait "
+            "before it, which is not missed itself",
         ),
         ("wgmma.wait_group", "_multiply_values"): (
             1,
-            "when a part of P may be replaced in registers: products have read them when issued "
-            "here, which is earlier than on hardware",
+            "when a part of P may take another's place: in PTX it has registers of its own, so "
+            "nothing is rewritten; ptxas, which places them, goes by the waits",
         ),
         ("mbarrier.try_wait", "_multiply_blocks"): (
             2,
