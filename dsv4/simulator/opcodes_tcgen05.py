@@ -25,7 +25,8 @@ def allocate(e: BlockEmitter, ins: Instruction) -> None:
 @emits("tcgen05.dealloc")
 def deallocate(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()
-    e.line(f"deallocate(w, {e.value(ins.operands[0], 'u32')}, {e.value(ins.operands[1], 'u32')})")
+    start, columns = (e.value(operand, "u32") for operand in ins.operands[:2])
+    e.line(f"deallocate(w, {start}, {columns}, {_group(ins)})")
 
 
 @emits("tcgen05.relinquish_alloc_permit")

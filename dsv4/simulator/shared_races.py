@@ -30,9 +30,15 @@ class ClusterState:
         self.inits: dict[int, tuple[int, int]] = {}
         self.unfenced: set[int] = set()
         self.counts: dict[tuple, int] = {}
-        # CTA rank -> warp of another CTA, or engine that copies into it -> (clock, instruction) of
-        # its last access there.
+        # CTA rank -> warp of another CTA, engine of one or engine that copies into it -> (clock,
+        # instruction) of its last access there.
         self.remote: dict[int, dict[int, tuple[int, int]]] = {}
+        # Warp -> agent of its commits to a barrier of another CTA -> how many: told on by what the
+        # warp releases next.
+        self.commits: dict[int, dict[int, int]] = {}
+        # CTA rank and first column of an allocation that the peer of the CTA has freed, but not yet
+        # the CTA itself -> (columns, instruction).
+        self.freed: dict[tuple[int, int], tuple[int, int]] = {}
         self.flights = ReadsInFlight(SHARED_BYTES // 4)
         for i, warp in enumerate(warps):
             warp.agent, warp.order = i, LaneOrder(i, self.clocks)
@@ -198,7 +204,7 @@ class SharedRaces(Findings):
     ) -> None:
         """An asynchronous engine started by `w` (one lane of it, or all) reads shared memory."""
         state = w.cluster.state
-        self._remote(w, cta)
+        self._remote(w, cta, agent, clock)
         shadow = state.shared[cta.rank]
         where = shadow.refined(where)
         lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
@@ -256,13 +262,14 @@ class SharedRaces(Findings):
             self.race(w, IN_FLIGHT, text, earlier)
 
     # --- other CTAs of the cluster ---------------------------------------------------------------
-    def _remote(self, w, cta: Cta) -> None:
-        """A warp reaches into another CTA, which must not have exited."""
+    def _remote(self, w, cta: Cta, agent: int | None = None, clock: int = 0) -> None:
+        """A warp, or an engine it started, reaches into another CTA, which must not have exited."""
         if cta is w.cta:
             return
         state = w.cluster.state
-        clock = int(state.clocks.seen[w.agent, w.agent])
-        state.remote.setdefault(cta.rank, {})[w.agent] = (clock, w.at)
+        if agent is None:
+            agent, clock = w.agent, int(state.clocks.seen[w.agent, w.agent])
+        state.remote.setdefault(cta.rank, {})[agent] = (clock, w.at)
         if all(warp.done for warp in cta.warps):
             self._gone(cta, w.at)
 
@@ -286,9 +293,16 @@ class SharedRaces(Findings):
         """Arrival of a warp, or some lanes of it, at a barrier."""
         lanes = lanes_of(w, mask)
         w.order.covers(lanes)
+        self._tell_commits(w)
         w.cluster.state.clocks.release(w.agent, key, lanes, relaxed=relaxed)
         w.order.leave_behind(lanes)
         self._leave_loads(w)
+
+    def _tell_commits(self, w) -> None:
+        """Who is told anything by a warp after its commits counts as told of their arrivals."""
+        state = w.cluster.state
+        for agent, clock in state.commits.pop(w.agent, {}).items():
+            state.clocks.learn(w.agent, agent, clock)
 
     def _leave_loads(self, w) -> None:
         """Loads that are still under way are not covered by the release just made."""
@@ -351,6 +365,7 @@ class SharedRaces(Findings):
         lanes = lanes_of(w, mask)
         key = ("mbarrier", barrier.address, barrier.phase)
         w.order.covers(lanes)
+        self._tell_commits(w)
         w.cluster.state.clocks.release(w.agent, key, lanes)
         w.order.leave_behind(lanes)
         self._leave_loads(w)

@@ -46,13 +46,13 @@ def allocate(w: Warp, target: np.ndarray, columns: np.ndarray, group: int, store
     return True
 
 
-def deallocate(w: Warp, address: np.ndarray, columns: np.ndarray) -> None:
+def deallocate(w: Warp, address: np.ndarray, columns: np.ndarray, group: int) -> None:
     """tcgen05.dealloc of exactly one allocation."""
     start, n = int(address[0]) & 0xFFFF, int(columns[0])
     if w.cta.tmem_allocations.get(start, (0, 0))[0] != n:
         raise KernelFault(f"tcgen05.dealloc of columns {start}..{start + n}: not an allocation")
     if w.launch.monitor is not None:
-        w.launch.monitor.tmem_free(w, w.cta, start, n)
+        w.launch.monitor.tmem_free(w, _pair(w, group), start, n)
     del w.cta.tmem_allocations[start]
     w.cta.tmem_owned[start : start + n] = False
 

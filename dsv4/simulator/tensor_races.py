@@ -19,6 +19,7 @@ from dsv4.simulator.tensor_core import Multiplication, operand_columns, operand_
 from dsv4.simulator.wgmma import operand_sizes as wgmma_sizes
 
 MISSING_FENCE = "missing tcgen05.fence"
+FREED = "use of TMEM that a pair may have freed"
 
 
 class TensorRaces(SharedRaces):
@@ -34,6 +35,9 @@ class TensorRaces(SharedRaces):
     # --- TMEM ------------------------------------------------------------------------------------
     def _tmem(self, w, cta: Cta, where, agent: int, clock: int, seen, write: bool, what: str):
         state = w.cluster.state
+        self._remote(w, cta, agent, clock)
+        if state.freed:
+            self._still_held(w, cta, where, what)
         shadow, settled = state.tmem(cta), state.clocks.settled[w.agent]
         settled[agent] = EVER  # a warp's own work needs no fence
         plain = shadow.settled(where, seen, settled, None)
@@ -75,14 +79,39 @@ class TensorRaces(SharedRaces):
         where = np.unique(columns * TMEM_GROUPS + lanes // 16)
         self._tmem(w, cta, where, agent, clock, state.clocks.seen[w.agent], write, kind)
 
-    def tmem_free(self, w, cta: Cta, start: int, columns: int) -> None:
-        """tcgen05.dealloc: everything must be done with the columns."""
-        state = w.cluster.state
+    def tmem_free(self, w, ctas: list[Cta], start: int, columns: int) -> None:
+        """tcgen05.dealloc: everything must be done with the columns, in both CTAs of a pair."""
+        state, cta = w.cluster.state, w.cta
         w.order.catch_up(w.collectives)
         where = column_granules(start, columns, tuple(range(TMEM_GROUPS)))
         seen = state.clocks.seen[w.agent]
+        state.freed.pop((cta.rank, start), None)
         self._tmem(w, cta, where, w.agent, int(seen[w.agent]), seen, True, "tcgen05.dealloc")
         state.tmem(cta).forget(where)
+        for peer in ctas:
+            if peer is not cta:
+                self._free_of_peer(w, peer, start, columns, where)
+
+    def _free_of_peer(self, w, peer: Cta, start: int, columns: int, where) -> None:
+        """The other CTA of a pair must be done, too. Its own dealloc need not be ordered."""
+        state = w.cluster.state
+        shadow, seen = state.tmem(peer), state.clocks.seen[w.agent]
+        earlier = shadow.unordered_write(where, seen)
+        earlier = earlier or shadow.unordered_read(where, seen, w.agent)
+        if earlier:
+            text = f"tcgen05.dealloc, for {peer.name} too, at {_column(where, earlier)}"
+            self.race(w, FREED, text, earlier)
+        if start in peer.tmem_allocations:
+            state.freed[peer.rank, start] = columns, w.at
+
+    def _still_held(self, w, cta: Cta, where, what: str) -> None:
+        """An access to columns that the other CTA of the pair has freed for both."""
+        column = where // TMEM_GROUPS
+        for (rank, start), (columns, at) in w.cluster.state.freed.items():
+            inside = (column >= start) & (column < start + columns)
+            if rank == cta.rank and inside.any():
+                message = f"{what} of {cta.name} warp {w.number} after its peer's tcgen05.dealloc"
+                self.report(FREED, message, (w.at, at), (w.at, at))
 
     def tmem_waited(self, w, kind: str) -> None:
         """tcgen05.wait."""
@@ -139,21 +168,35 @@ class TensorRaces(SharedRaces):
         self._tmem(w, cta, where, agent, clock, seen, True, "tcgen05.cp")
 
     def commit(self, w, barriers: list):
-        """tcgen05.commit: what it will publish; it acts as a fence::before_thread_sync."""
-        state = w.cluster.state
+        """tcgen05.commit: what it will publish; it acts as a fence::before_thread_sync.
+
+        Arrivals in other CTAs come in no certain order: who has seen one need not have the others,
+        and the CTA must be told of each, by its barrier or by the warp.
+        """
+        state, remote = w.cluster.state, {}
         for barrier in barriers:
             self._check_init(w, barrier, engine=True)
-            self._remote(w, w.cluster.cta_at(barrier.address))
+            cta = w.cluster.cta_at(barrier.address)
+            if cta is not w.cta:
+                key = ("commits", barrier.address)
+                agent, clock = state.clocks.agent(key), state.count(key)
+                remote[barrier.address] = agent, clock
+                self._remote(w, cta, agent, clock)
+        state.commits.setdefault(w.agent, {}).update(remote.values())
         w.order.catch_up(w.collectives)
         know = state.clocks.know[w.agent].copy()
         know[SEEN, state.clocks.agent(("mma", w.agent))] = state.counts.get(("mma", w.agent), 0)
         np.maximum(know[ORDERED], know[SEEN], out=know[ORDERED])
         state.clocks.advance(w.agent)
-        return state, know
+        return state, know, remote
 
-    def commit_done(self, ticket: tuple[ClusterState, np.ndarray], barrier) -> None:
+    def commit_done(self, ticket: tuple[ClusterState, np.ndarray, dict], barrier) -> None:
         """The commit arrives at one barrier."""
-        state, know = ticket
+        state, know, remote = ticket
+        if barrier.address in remote:
+            agent, clock = remote[barrier.address]
+            know = know.copy()
+            know[SEEN, agent] = clock
         self._publish_at(state, barrier, know)
 
     # --- wgmma -----------------------------------------------------------------------------------
