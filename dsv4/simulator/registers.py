@@ -67,7 +67,18 @@ class RegisterMap:
             if floats[r] > 0:
                 kind = {32: "f32", 64: "f32x2"}.get(bits, kind)
             self.kind[r] = kind
+        self.kind.update(_accumulators(entry))
         self.initial = [ZEROS[self.kind[r]] for r in sorted(users)]
+
+
+def _accumulators(entry: Entry) -> dict[str, str]:
+    """The kinds of wgmma's accumulators, whatever else uses them: a product moves all as one array."""
+    return {
+        register: "f32" if ins.parts[5] == "f32" else "u32"
+        for ins in entry.instructions
+        if ins.opcode.startswith("wgmma.mma_async")
+        for register in REGISTER.findall(ins.operands[0])
+    }
 
 
 def _float_weight(ins: Instruction) -> int:

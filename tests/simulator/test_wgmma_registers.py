@@ -1,6 +1,8 @@
 """Registers that a wgmma still reads or writes must wait for its wgmma.wait_group."""
 
+import numpy as np
 import pytest
+import torch
 
 from tests.simulator.ptx import kinds, run_body
 
@@ -26,6 +28,7 @@ _OTHER = f"{_FORM} {{%r50, %r51, %r52, %r53}}, {{%r54, %r55, %r56, %r57}}, %d8, 
 _COMMIT = "wgmma.commit_group.sync.aligned;"
 _WAIT = "wgmma.wait_group.sync.aligned {};"
 _LAST = _WAIT.format(0)
+_FENCE = "wgmma.fence.sync.aligned;"
 SCHEDULES = pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
 
 
@@ -53,7 +56,7 @@ WRITES = {
 def test_a_fragment_is_rewritten(write, schedule):
     product = (_FROM_REGISTERS, _COMMIT)
     assert _kinds(*product, write, _LAST, schedule=schedule) == [IN_FLIGHT]
-    fenced = (_LAST, "wgmma.fence.sync.aligned;", write, _LAST)
+    fenced = (_LAST, _FENCE, write, _LAST)
     assert _kinds(*product, *fenced, schedule=schedule) == []
 
 
@@ -78,7 +81,7 @@ def test_accumulators_are_used(use, product, schedule):
 def test_what_may_be_done_meanwhile(schedule):
     """Read the fragment, use it and the accumulators in another product, change nothing."""
     meanwhile = (
-        "add.u32 %r10, %r46, 1;", "st.shared.b32 [%r4+1024], %r47;", "wgmma.fence.sync.aligned;",
+        "add.u32 %r10, %r46, 1;", "st.shared.b32 [%r4+1024], %r47;", _FENCE,
         _FROM_REGISTERS, "@%p9 mov.b32 %r46, 0;", "@%p9 mov.b32 %r41, 0;", _COMMIT,
     )  # fmt: skip
     assert _kinds(_FROM_REGISTERS, _COMMIT, *meanwhile, _LAST, schedule=schedule) == []
@@ -97,6 +100,22 @@ def test_the_wait_must_be_for_the_product(schedule):
     # A product that no group holds is not waited for.
     loose = (_FROM_REGISTERS, _LAST, first, _COMMIT, _LAST)
     assert _kinds(*loose, schedule=schedule) == [IN_FLIGHT]
+
+
+@SCHEDULES
+def test_a_sum_is_used_as_an_integer(schedule, seed):
+    """One register of several; the others are only used as floating point numbers."""
+    out = torch.zeros(256, dtype=torch.int32)
+    ones = "mov.b32 %r{}, 0x3F803F80;"  # bfloat16, twice
+    fill = ("st.shared.b32 [%r4], 0x3F803F80;", *(ones.format(r) for r in range(44, 48)))
+    product = (_FENCE, _FROM_REGISTERS, _COMMIT, _LAST)
+    body = _SETUP.replace("st.shared.b32 [%r4], %r1;", "\n".join(fill)) + "\n".join(
+        ("mov.b32 %r41, 0x40000000;", *product, f"add.u32 %r10, %r41, {seed & 0xFF};",
+         "st.global.b32 [%d2], %r10;")
+    )  # fmt: skip
+    run_body(body, threads=128, out=out, schedule=schedule).raise_if_racy()
+    expected = np.array(18, np.float32).view(np.int32) + (seed & 0xFF)  # 2 + 16 ones
+    assert (out[:128] == int(expected)).all()
 
 
 def test_both_places_are_named():
