@@ -72,7 +72,7 @@ class RegisterMap:
 
 
 def _accumulators(entry: Entry) -> dict[str, str]:
-    """The kinds of wgmma's accumulators, whatever else uses them: a product moves all as one array."""
+    """Kinds of wgmma's accumulators: one for all of a product, which takes them as one array."""
     return {
         register: "f32" if ins.parts[5] == "f32" else "u32"
         for ins in entry.instructions
