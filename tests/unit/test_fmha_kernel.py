@@ -44,6 +44,12 @@ def parity_inputs(tokens: int, seed: int) -> Inputs:
 
 
 PARITY = FmhaConfig(512, 128, 128, 1024)
+# What users compile ahead of time, and the grid.
+CONFIGURATIONS = {
+    "parity": PARITY,
+    **kernels_table.model_configurations(),
+    **{str(case): config_of(case) for case in GRID},
+}
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(64, marks=pytest.mark.slow)])
@@ -165,39 +171,23 @@ def test_runner_is_compiled_once(backend: Backend, tmp_path: Path, seed: int) ->
     assert_attention_close(result.o, expected[0], result.lse, expected[1])
 
 
-@pytest.mark.parametrize(
-    "configurations",
-    [
-        pytest.param({"Pro": PARITY}, id="Pro"),
-        pytest.param(
-            {
-                **kernels_table.model_configurations(),
-                **{str(case): config_of(case) for case in GRID},
-            },
-            id="all",
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_compiler_report(configurations: dict[str, FmhaConfig], monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize("label", CONFIGURATIONS)
+def test_compiler_report(label: str, monkeypatch, tmp_path) -> None:
     """No spill, no local memory, shared memory as planned: for the models and the test grid."""
     monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
-    keys = [
-        (label, kernels_table.runner_key(config, "sm_100a"))
-        for label, config in configurations.items()
-    ]
-    for outcome in precompile(keys, jobs=1, report=True):
-        assert not outcome.error, f"{outcome.label}: {outcome.error}"
-        kernels = {kernel.name: kernel for kernel in outcome.kernels}
-        arrangement = FmhaKernel.from_config(configurations[outcome.label]).arrangement
-        plan = arrangement.plan
-        for kernel in kernels.values():
-            unwanted = (kernel.stack, kernel.spill_stores, kernel.spill_loads)
-            assert unwanted == (0, 0, 0), f"{outcome.label}: {kernel}"
-        main = kernels[type(arrangement).__name__]
-        assert main.registers <= plan.warps.register_limit
-        assert main.shared_memory == plan.smem.total_bytes <= 227 * 1024
-        assert plan.tmem.allocated_columns <= 512
+    config = CONFIGURATIONS[label]
+    key = kernels_table.runner_key(config, "sm_100a")
+    (outcome,) = precompile([(label, key)], jobs=1, report=True)
+    assert not outcome.error, outcome.error
+    kernels = {kernel.name: kernel for kernel in outcome.kernels}
+    arrangement = FmhaKernel.from_config(config).arrangement
+    plan = arrangement.plan
+    for kernel in kernels.values():
+        assert (kernel.stack, kernel.spill_stores, kernel.spill_loads) == (0, 0, 0), kernel
+    main = kernels[type(arrangement).__name__]
+    assert main.registers <= plan.warps.register_limit
+    assert main.shared_memory == plan.smem.total_bytes <= 227 * 1024
+    assert plan.tmem.allocated_columns <= 512
 
 
 @pytest.mark.sm100
