@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsv4.simulator.codegen import REGISTER
 from dsv4.simulator.ptx.blocks import blocks_of
 from dsv4.simulator.ptx.parser import Entry, Instruction
+from dsv4.simulator.registers import REGISTER
 
 _COPIES = ("cp.async.bulk", "cp.reduce.async.bulk")
 

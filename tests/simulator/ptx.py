@@ -30,6 +30,13 @@ setp.eq.u32 %p3, %r7, 0;
 cvt.u64.u32 %d2, %r3;
 add.u64 %d2, %d1, %d2;
 """
+# An mbarrier at %r30, 2048 bytes into shared memory, which one arrival completes.
+INIT_BARRIER = """
+add.s32 %r30, %r2, 2048;
+@%p2 mbarrier.init.shared.b64 [%r30], 1;
+@%p2 fence.mbarrier_init.release.cluster;
+bar.sync 0;
+"""
 
 
 def run_body(

@@ -5,16 +5,10 @@ import re
 import pytest
 
 from dsv4.simulator import KernelFault
-from tests.simulator.ptx import run_body
+from tests.simulator.ptx import INIT_BARRIER, run_body
 
 pytestmark = pytest.mark.stage("simulator")
 
-_BARRIER = """
-add.s32 %r30, %r2, 2048;
-@%p2 mbarrier.init.shared.b64 [%r30], 1;
-@%p2 fence.mbarrier_init.release.cluster;
-bar.sync 0;
-"""
 _WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p6, [%r30], 0, 1000;\n@!%p6 bra W;"
 _LOAD = (
     "@%p2 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%d1], {0}, "
@@ -29,9 +23,9 @@ def _leaks(body: str, **options) -> list[tuple[str, ...]]:
 def test_bytes_that_nothing_copies():
     expect = "@%p2 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r30], {0};\n"
     arrive = "@%p2 mbarrier.arrive.expect_tx.shared.b64 %d5, [%r30], {0};\n"
-    assert _leaks(_BARRIER + arrive.format(256) + _LOAD.format(256) + _WAIT) == []
+    assert _leaks(INIT_BARRIER + arrive.format(256) + _LOAD.format(256) + _WAIT) == []
     more = arrive.format(256) + _LOAD.format(256) + _WAIT + "\nbar.sync 0;\n" + expect.format(64)
-    ((made, expected),) = _leaks(_BARRIER + more)
+    ((made, expected),) = _leaks(INIT_BARRIER + more)
     assert "mbarrier.init" in made and "mbarrier.expect_tx" in expected
 
 

@@ -4,17 +4,14 @@ import pytest
 import torch
 
 from dsv4.simulator import KernelFault, barriers
-from tests.simulator.ptx import run_body
+from tests.simulator.ptx import INIT_BARRIER, run_body
 
 pytestmark = pytest.mark.stage("simulator")
 
 # A copy lands while four warps wait at a barrier; then each tests once whether it has landed.
-_TESTS = """
-add.s32 %r30, %r2, 2048;
-@%p2 mbarrier.init.shared.b64 [%r30], 1;
-@%p2 fence.mbarrier_init.release.cluster;
-bar.sync 0;
-@%p2 mbarrier.arrive.expect_tx.shared.b64 %d5, [%r30], 256;
+_TESTS = (
+    INIT_BARRIER
+    + """@%p2 mbarrier.arrive.expect_tx.shared.b64 %d5, [%r30], 256;
 @%p2 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2], [%d1], 256, [%r30];
 {between}
 mbarrier.{test}.parity.shared.b64 %p6, [%r30], 0;
@@ -24,6 +21,7 @@ W: mbarrier.try_wait.parity.shared.b64 %p7, [%r30], 0;
 selp.u32 %r8, 1, 0, %p6;
 st.global.b32 [%d2], %r8;
 """
+)
 
 
 def _landed(seed: int, test: str = "test_wait", between: str = "", after: str = "") -> list[bool]:
