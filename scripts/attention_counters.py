@@ -26,10 +26,11 @@ import torch  # noqa: E402
 
 from dsv4.bench.attention import our_runs  # noqa: E402
 from dsv4.bench.shapes import Shape, make_inputs  # noqa: E402
+from dsv4.cli.bench import SHAPE_FORMAT, parse_shape  # noqa: E402
 
 SHAPES = (
-    *("1,128,1024,128", "16,128,1024,128", "64,128,1024,128", "256,128,1024,128"),
-    *("16,64,512,128", "128,64,512,128", "1024,64,512,128", "64,8,1024,128"),
+    *((1, 128, 1024, 128), (16, 128, 1024, 128), (64, 128, 1024, 128), (256, 128, 1024, 128)),
+    *((16, 64, 512, 128), (128, 64, 512, 128), (1024, 64, 512, 128), (64, 8, 1024, 128)),
 )
 PERCENT = ".avg.pct_of_peak_sustained_elapsed"
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -62,16 +63,22 @@ def launch(shape: Shape) -> None:
     torch.cuda.cudart().cudaProfilerStop()
 
 
-def profile(ncu: str, shapes: list[str]) -> list[dict[str, float]]:
+def profile(ncu: str, shapes: list[Shape]) -> list[dict[str, float]]:
     """One dict of counters per shape."""
     metrics = ",".join(counter for counter, _ in COUNTERS.values())
     command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv"]
     command += ["--page", "raw", "--print-units", "base", "--metrics", metrics]
-    child = [sys.executable, str(Path(__file__).resolve()), "--launch", "--shape", *shapes]
-    done = subprocess.run(command + child, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
+    child = [sys.executable, str(Path(__file__).resolve()), "--launch", "--shape"]
+    child += [f"{x.tokens},{x.heads},{x.top_k},{x.window}" for x in shapes]
+    options = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
+    try:
+        done = subprocess.run(command + child, **options)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"ncu did not end within {TIMEOUT_SECONDS} seconds") from None
     start = done.stdout.find('"ID"')
     if done.returncode or start < 0:
-        raise SystemExit(f"ncu failed:\n{(done.stdout + done.stderr)[-2000:]}")
+        said = (done.stdout + done.stderr).strip().splitlines() or ["nothing"]
+        raise SystemExit(f"ncu failed with status {done.returncode} and said last: {said[-1]}")
     header, _units, *rows = csv.reader(io.StringIO(done.stdout[start:]))
     rows = [dict(zip(header, row, strict=True)) for row in rows]
     if len(rows) != len(shapes):
@@ -80,20 +87,14 @@ def profile(ncu: str, shapes: list[str]) -> list[dict[str, float]]:
     return [{name: float(row[name].replace(",", "")) for name in names} for row in rows]
 
 
-def parse_shape(text: str) -> Shape:
-    try:
-        tokens, heads, top_k, window = (int(part) for part in text.split(","))
-    except ValueError:
-        raise SystemExit(f"--shape must be T,HEADS,TOP_K,WINDOW, got {text!r}") from None
-    return Shape("", tokens, heads, top_k, window)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", nargs="+", default=list(SHAPES), metavar="T,HEADS,TOP_K,WINDOW")
+    parser.add_argument(
+        "--shape", nargs="+", type=parse_shape, default=SHAPES, metavar=SHAPE_FORMAT
+    )
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shapes = [parse_shape(text) for text in args.shape]
+    shapes = [Shape("user", *numbers) for numbers in args.shape]
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: the counters are those of a GPU")
     if args.launch:
@@ -107,7 +108,7 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}: stalls are warps waiting per instruction issued\n")
     titles = ["T", "heads", "keys", *COUNTERS]
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
-    for shape, counters in zip(shapes, profile(ncu, args.shape), strict=True):
+    for shape, counters in zip(shapes, profile(ncu, shapes), strict=True):
         values = [counters[counter] / unit for counter, unit in COUNTERS.values()]
         cells = [shape.tokens, shape.heads, shape.keys, *(f"{value:.4g}" for value in values)]
         print(f"| {' | '.join(str(cell) for cell in cells)} |")

@@ -25,7 +25,7 @@ def add_parser(subparsers) -> None:
     attention.add_argument(
         "--shape",
         action="append",
-        type=_shape,
+        type=parse_shape,
         metavar=SHAPE_FORMAT,
         help="measure this shape instead of the model table (repeatable)",
     )
@@ -92,7 +92,8 @@ def _peers(flashmla: Path | None) -> list[Peer]:
     return torch_peers() + (flash_mla.flash_mla_peers(library) if library else [])
 
 
-def _shape(text: str) -> tuple[int, int, int, int]:
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    """Tokens, heads, compressed and window keys of a `SHAPE_FORMAT`, for argparse."""
     try:
         tokens, heads, top_k, window = (int(number) for number in text.split(","))
     except ValueError:
