@@ -56,6 +56,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     Work,
     find_work,
     guess_first_block,
+    request_divisor,
 )
 from dsv4.kernels.attention.fmha_sm90_softmax import Rows, set_bias, softmax
 from dsv4.kernels.attention.fmha_sm90_storage import shared_views, storage_type
@@ -231,6 +232,7 @@ class FmhaKernelSm90:
             lse,
             workspace,
             tiling,
+            request_divisor(q.shape[0], swa_kv.shape[0]),
         ).launch(
             grid=[cutlass.min(tiling.works, num_ctas), 1, 1],
             block=[self.threads, 1, 1],
@@ -260,6 +262,7 @@ class FmhaKernelSm90:
         lse: cute.Tensor,
         workspace: cute.Tensor,
         tiling: Tiling,
+        by_request_tokens: cute.FastDivmodDivisorV2,
     ):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp // 4
@@ -285,7 +288,8 @@ class FmhaKernelSm90:
         if group == self.load_group:
             cute.arch.setmaxregister_decrease(self.load_registers)
             tensors = (swa_lens, request_ids, compressed_lens)
-            lengths = Lengths(q.shape[0], compressed_rows, *window_shape, *tensors)
+            sizes = (q.shape[0], compressed_rows, *window_shape)
+            lengths = Lengths(*sizes, *tensors, by_request_tokens)
             if warp == 4 * self.load_group:
                 cute.arch.griddepcontrol_launch_dependents()
                 self.load(smem, maps, lengths, tiling)
@@ -308,12 +312,12 @@ class FmhaKernelSm90:
         lane = cute.arch.lane_idx()
         index = cute.arch.block_idx()[0]
         _, split, token = tiling.coordinates(index)
-        guess = guess_first_block(lengths, token, split, tiling.num_splits, self.keys)
+        guess = guess_first_block(lengths, token, split, tiling.by_splits, self.keys)
         phase = cutlass.Int32(1)
         cute.arch.griddepcontrol_wait()
         while index < tiling.works:
             work = find_work(
-                *(lengths, token, split, tiling.num_splits, guess),
+                *(lengths, token, split, tiling.by_splits, guess),
                 *(self.keys, self.is_causal, self.sliding_window),
             )
             cute.arch.mbarrier_wait(smem.work_empty, phase)
@@ -344,7 +348,7 @@ class FmhaKernelSm90:
             prefetch_tensormap(tensor_map.get_ptr())
         index = cute.arch.block_idx()[0]
         head_tile, split, token = tiling.coordinates(index)
-        guess = guess_first_block(lengths, token, split, tiling.num_splits, self.keys)
+        guess = guess_first_block(lengths, token, split, tiling.by_splits, self.keys)
         # A CTA that starts when the launch before it is over would only load everything twice.
         if tiling.leaves_room and lane == 0:
             self._prefetch(maps, head_tile, token, guess)

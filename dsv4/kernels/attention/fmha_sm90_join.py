@@ -44,6 +44,9 @@ class Tiling(NamedTuple):
     leaves_room: cutlass.Boolean
     # 2 where neighbouring CTAs, with one work item each, halve a head tile's columns; else 1.
     column_shares: cutlass.Int32
+    # Divisors made by the host: a launch starts with these divisions.
+    by_head_tiles: cute.FastDivmodDivisorV2
+    by_splits: cute.FastDivmodDivisorV2
 
     def column_share(self, index):
         """Which half of the columns, where they are shared."""
@@ -51,9 +54,9 @@ class Tiling(NamedTuple):
 
     def coordinates(self, index):
         """Head tile, split and token of a work item; the head tiles of a token are neighbours."""
-        index = index >> (self.column_shares - 1)
-        rest = index // self.head_tiles
-        return index % self.head_tiles, rest % self.num_splits, rest // self.num_splits
+        rest, head_tile = divmod(index >> (self.column_shares - 1), self.by_head_tiles)
+        token, split = divmod(rest, self.by_splits)
+        return cutlass.Int32(head_tile), cutlass.Int32(split), cutlass.Int32(token)
 
 
 @cute.jit
@@ -85,7 +88,9 @@ def make_tiling(
         if num_splits == 1 and 2 * works <= num_ctas:
             shares = cutlass.Int32(2)
     works *= shares
-    return Tiling(num_splits, head_tiles, heads, works, 4 * works <= 3 * num_ctas, shares)
+    divisors = (cute.fast_divmod_create_divisor_v2(x) for x in (head_tiles, num_splits))
+    leaves_room = 4 * works <= 3 * num_ctas
+    return Tiling(num_splits, head_tiles, heads, works, leaves_room, shares, *divisors)
 
 
 class Member(NamedTuple):

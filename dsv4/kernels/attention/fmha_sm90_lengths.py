@@ -22,6 +22,7 @@ class Lengths(NamedTuple):
     swa_lens: cute.Tensor  # [batch] int32
     request_ids: cute.Tensor  # [T] int32
     compressed_lens: cute.Tensor  # [T] int32, or [0]: every row counts
+    by_request_tokens: cute.FastDivmodDivisorV2
 
 
 class Guess(NamedTuple):
@@ -73,21 +74,27 @@ class Work(NamedTuple):
 WORK_WORDS = len(Work._fields)
 
 
+def request_divisor(tokens, batch) -> cute.FastDivmodDivisorV2:
+    """Divisor by the tokens of a request, if all have equally many; host code."""
+    request_tokens = cute.ceil_div(tokens, cutlass.max(batch, 1))
+    return cute.fast_divmod_create_divisor_v2(cutlass.max(request_tokens, 1))
+
+
 @cute.jit
 def guess_first_block(
     lengths: Lengths,
     token: cutlass.Int32,
     split: cutlass.Int32,
-    num_splits: cutlass.Int32,
+    by_splits: cute.FastDivmodDivisorV2,
     keys: cutlass.Constexpr,
 ):
     """Guess where a split's keys begin."""
     compressed_blocks = cute.ceil_div(lengths.compressed_rows, keys)
     blocks = compressed_blocks + cute.ceil_div(lengths.window_rows, keys)
-    block = blocks * split // num_splits
+    block = cutlass.Int32(blocks * split // by_splits)
     is_window = block >= compressed_blocks
     row = cutlass.select_(is_window, block - compressed_blocks, block) * keys
-    request = token // cute.ceil_div(lengths.tokens, cutlass.max(lengths.batch, 1))
+    request = cutlass.Int32(token // lengths.by_request_tokens)
     return Guess(cutlass.select_(block < blocks, block, cutlass.Int32(-1)), is_window, row, request)
 
 
@@ -105,7 +112,7 @@ def find_work(
     lengths: Lengths,
     token: cutlass.Int32,
     split: cutlass.Int32,
-    num_splits: cutlass.Int32,
+    by_splits: cute.FastDivmodDivisorV2,
     guess: Guess,
     keys: cutlass.Constexpr,
     is_causal: cutlass.Constexpr,
@@ -135,8 +142,8 @@ def find_work(
 
     compressed_blocks = cute.ceil_div(compressed_len, keys)
     blocks = compressed_blocks + cute.ceil_div(window_end - window_begin, keys)
-    first = blocks * split // num_splits
-    count = blocks * (split + 1) // num_splits - first
+    first = cutlass.Int32(blocks * split // by_splits)
+    count = cutlass.Int32(blocks * (split + 1) // by_splits) - first
     window = (window_begin, window_end, request)
     work = Work(count, cutlass.Int32(0), first, compressed_len, compressed_blocks, *window)
     is_window, row, _ = work.place(first, keys)
