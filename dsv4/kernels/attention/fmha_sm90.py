@@ -30,22 +30,26 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental.cuda.tensor_map import TensorMap
 from cutlass.experimental.primitives import prefetch_tensormap
-from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from dsv4.kernels.attention.config import FmhaConfig, check_kernel_config
 from dsv4.kernels.attention.fmha_arguments import fake_arguments
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
 from dsv4.kernels.attention.fmha_sm90_device import (
     by_row,
-    frozen,
     gemm,
+    make_mma,
     make_q_map,
     make_row_tile_map,
     store_rows,
     tma_load,
     tma_prefetch,
 )
-from dsv4.kernels.attention.fmha_sm90_fragments import scale_rows, weight_steps, zero_rows
+from dsv4.kernels.attention.fmha_sm90_fragments import (
+    scale_rows,
+    score_fragments,
+    weight_steps,
+    zero_rows,
+)
 from dsv4.kernels.attention.fmha_sm90_join import SplitJoin, Tiling, make_tiling
 from dsv4.kernels.attention.fmha_sm90_lengths import (
     BOTH_BRANCHES,
@@ -58,7 +62,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     guess_first_block,
     request_divisor,
 )
-from dsv4.kernels.attention.fmha_sm90_softmax import Rows, set_bias, softmax
+from dsv4.kernels.attention.fmha_sm90_softmax import set_bias, softmax
 from dsv4.kernels.attention.fmha_sm90_storage import shared_views, storage_type
 from dsv4.kernels.attention.mask import mask_tail
 from dsv4.kernels.attention.softmax import LOG2_E, quad_sum
@@ -67,8 +71,12 @@ SMEM_CAPACITY = 232448
 REGISTERS_PER_SM = 65536
 # K steps of P that fit the registers of an output thread: the last one takes the first one's place.
 P_PLACES = 3
-# K steps of QK that are left when the previous block's P is handed over.
+# K steps of QK that are left when the previous block's PV gets its turn.
 EARLY_STEPS = 8
+# K step of QK at which the previous block's P is stored.
+STORE_STEP = 3
+# K steps between asking a barrier and needing its answer.
+ANSWER_STEPS = 2
 WINDOW_FLAG = 128
 
 
@@ -163,32 +171,14 @@ class FmhaKernelSm90:
         size = self.storage.size_in_bytes()
         assert size <= SMEM_CAPACITY, f"shared memory: {size} of {SMEM_CAPACITY} bytes"
 
-    def _qk_mma(self, q_source=warpgroup.OperandSource.SMEM):
-        return make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.K,
-            cutlass.Float32,
-            (1, 1, 1),
-            (self.heads, self.keys),
-            q_source,
-        )
+    def qk_mma(self):
+        return make_mma(self.dtype, (self.heads, self.keys), OperandMajorMode.K)
 
-    def _qk_register_mma(self):
-        return self._qk_mma(warpgroup.OperandSource.RMEM)
+    def qk_register_mma(self):
+        return make_mma(self.dtype, (self.heads, self.keys), OperandMajorMode.K, True)
 
-    def _pv_mma(self):
-        return make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            OperandMajorMode.K,
-            OperandMajorMode.MN,
-            cutlass.Float32,
-            (1, 1, 1),
-            (self.heads, self.pv_dim),
-            warpgroup.OperandSource.RMEM,
-        )
+    def pv_mma(self):
+        return make_mma(self.dtype, (self.heads, self.pv_dim), OperandMajorMode.MN, True)
 
     # ---- host ----
 
@@ -219,7 +209,7 @@ class FmhaKernelSm90:
         box = (self.keys, self.half_dim)
         compressed_map = make_row_tile_map(compressed_kv, q.iterator, self.chunk, box)
         window_map = make_row_tile_map(swa_kv, q.iterator, self.chunk, box)
-        self.kernel(
+        arguments = (
             (q_map, compressed_map, window_map),
             q,
             compressed_kv.shape[1],
@@ -233,13 +223,20 @@ class FmhaKernelSm90:
             workspace,
             tiling,
             request_divisor(q.shape[0], swa_kv.shape[0]),
-        ).launch(
-            grid=[cutlass.min(tiling.works, num_ctas), 1, 1],
-            block=[self.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
         )
+        launch = {
+            "grid": [cutlass.min(tiling.works, num_ctas), 1, 1],
+            "block": [self.threads, 1, 1],
+            "stream": stream,
+            "min_blocks_per_mp": 1,
+            "use_pdl": True,
+        }
+        # Two kernels: what splits and shared columns need costs the others instructions and
+        # registers at every change of tiles.
+        if num_splits == 1 and tiling.column_shares == 1:
+            self.kernel(*arguments, True).launch(**launch)
+        else:
+            self.kernel(*arguments, False).launch(**launch)
 
     # ---- device: dispatch ----
 
@@ -263,7 +260,10 @@ class FmhaKernelSm90:
         workspace: cute.Tensor,
         tiling: Tiling,
         by_request_tokens: cute.FastDivmodDivisorV2,
+        is_plain: cutlass.Constexpr,  # neither splits nor shared columns
     ):
+        if cutlass.const_expr(is_plain):
+            tiling = tiling.plain(self.num_query_heads, self.heads)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp // 4
         smem = shared_views(self)
@@ -422,13 +422,14 @@ class FmhaKernelSm90:
 
     @cute.jit
     def _load_block(self, smem, maps, work, block, token, lane, stage, phase):
-        """Fetch a block of a token's keys into a stage, each half when it is free."""
+        """Fetch a block of a token's keys into a stage, each half when it is free; the one that QK
+        reads first comes first."""
         is_window, row, _ = work.place(block, self.keys)
         place = Guess(block, is_window, row, work.request)
-        for half in cutlass.range_constexpr(2):
+        for half in cutlass.range_constexpr(1, -1, -1):
             cute.arch.mbarrier_wait(smem.kv_empty + (stage * 2 + half), phase)
             if lane == 0:
-                if cutlass.const_expr(half == 0):
+                if cutlass.const_expr(half == 1):
                     self._describe_block(smem, work, block, stage)
                 self._load_half(smem, maps, place, token, stage, half)
 
@@ -477,7 +478,7 @@ class FmhaKernelSm90:
     @cute.jit
     def score(self, smem, sink_logits, lse, workspace, tiling):
         """S = Q K^T and the softmax of every block; the row statistics of every work item."""
-        tile = self._score_fragments(smem)
+        tile = score_fragments(self, smem)
         lane = tile.lane
         index = cute.arch.block_idx()[0]
         q_phase, rows_phase = cutlass.Int32(0), cutlass.Int32(1)
@@ -506,8 +507,9 @@ class FmhaKernelSm90:
                 stage, phase = self._advance(stage, phase)
 
             # ---- blocks ----
-            # P waits for the next block's QK, so that PV fills the tensor cores during the softmax
-            # instead of slowing QK down; unless that block is not there yet.
+            # P waits in registers until the next block's QK is under way, and PV until it is over:
+            # so PV fills the tensor cores during the softmax, and storing P delays nobody. Unless
+            # that block is not there yet.
             is_held, is_here = cutlass.Boolean(False), cutlass.Boolean(False)
             for n in cutlass.range(count, unroll=1):
                 keys, is_here = self._multiply_keys(
@@ -515,11 +517,13 @@ class FmhaKernelSm90:
                 )
                 if n == count - 1:
                     self._release(smem.q_empty, lane)
-                self._weigh_keys(smem, tile, blocks, stage, keys)
+                self._weigh_keys(smem, tile, stage, keys)
                 is_held = cutlass.Boolean(True)
                 blocks += 1
                 stage, phase = self._advance(stage, phase)
             if is_held:
+                cute.arch.mbarrier_wait(smem.p_empty, blocks % 2)
+                self._store_weights(smem, tile)
                 self._release(smem.pv_turn + (1 - blocks % 2), lane)
             if count == 0:
                 self._release(smem.q_empty, lane)
@@ -540,16 +544,17 @@ class FmhaKernelSm90:
     def _multiply_keys(self, smem, tile, blocks, stage, phase, is_held, is_here):
         """S of a block; returns its word in `smem.block`, and whether the next block is there.
 
-        PV of the previous block gets its turn meanwhile, if it is held back.
+        P of the previous block is stored meanwhile, and its PV gets its turn, if it is held back.
         """
         turn = smem.pv_turn + (1 - blocks % 2)
         if not is_here:
             if is_held and not self._has_landed(smem, stage, phase):
+                cute.arch.mbarrier_wait(smem.p_empty, blocks % 2)
+                self._store_weights(smem, tile)
                 self._release(turn, tile.lane)
                 is_held = cutlass.Boolean(False)
-            for half in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_wait(smem.kv_full + (stage * 2 + half), phase)
-        self._issue_scores(tile, stage)
+            cute.arch.mbarrier_wait(smem.kv_full + (stage * 2 + 1), phase)
+        is_held = self._issue_scores(smem, tile, blocks, stage, phase, is_held)
 
         # Beside PV shared memory answers late: the softmax must not wait for it.
         keys = smem.block[stage]
@@ -561,46 +566,29 @@ class FmhaKernelSm90:
         return keys, is_next_here
 
     @cute.jit
-    def _weigh_keys(self, smem, tile, blocks, stage, keys):
-        """P of a block, and what the older accumulators are to be scaled by, for PV to read."""
+    def _weigh_keys(self, smem, tile, stage, keys):
+        """P of a block, and what the older accumulators are to be scaled by, in registers."""
         valid = keys % WINDOW_FLAG
         if valid < self.keys:
             mask_tail(cute.group_modes(by_row(tile.s), 1, 3), valid, tile.lane)
             self._zero_rows(smem, stage, valid, tile.thread)
         softmax(tile.s, tile.rows, keys >= WINDOW_FLAG, self.scale_log2)
         tile.p.store(tile.s.load().to(self.dtype))
-        cute.arch.mbarrier_wait(smem.p_empty, 1 - blocks % 2)
+
+    @cute.jit
+    def _store_weights(self, smem, tile):
+        """Leave P, and its factors, for PV to read."""
         p = weight_steps(tile.p)
         for i in cutlass.range_constexpr(self.keys // 16):
             cute.autovec_copy(p[None, i], smem.p[None, tile.thread, i])
         cute.autovec_copy(tile.rows.rescale, smem.rescale[None, tile.thread])
         self._release(smem.p_full, tile.lane)
 
-    def _score_fragments(self, smem):
-        """Operands and state of a thread of the score warpgroup."""
-        thread = cute.arch.thread_idx()[0] % 128
-        lane = cute.arch.lane_idx()
-        mma, register_mma = self._qk_mma(), self._qk_register_mma()
-        mma_slice = mma.get_slice(0)
-        q_shape = register_mma.partition_shape_A((self.heads, max(self.q_register_dim, 16)))
-        s = mma.make_fragment_C(mma.partition_shape_C((self.heads, self.keys)))
-        return frozen(
-            thread=thread,
-            lane=lane,
-            row=thread // 32 * 16 + lane // 4,
-            q=mma_slice.make_fragment_A(mma_slice.partition_A(smem.q)),
-            q_registers=register_mma.make_fragment_A(q_shape),
-            k=mma_slice.make_fragment_B(mma_slice.partition_B(smem.k)),
-            s=s,
-            p=cute.make_rmem_tensor_like(s, self.dtype),
-            rows=Rows.make(),
-        )
-
     @cute.jit
     def _take_q_registers(self, smem, tile, tiling, stage: cutlass.Int32, phase: cutlass.Int32):
         """Read the register columns of Q from the ring stage that brought them, and free it."""
         if cutlass.const_expr(self.q_register_dim > 0):
-            mma = self._qk_register_mma()
+            mma = self.qk_register_mma()
             load = cute.make_tiled_copy_A(
                 cute.make_copy_atom(cute.nvgpu.warp.LdMatrix8x8x16bOp(False, 4), self.dtype), mma
             )
@@ -621,31 +609,53 @@ class FmhaKernelSm90:
 
     @cute.jit
     def _has_landed(self, smem, stage: cutlass.Int32, phase: cutlass.Int32):
-        full = smem.kv_full + stage * 2
-        first = cute.arch.mbarrier_test_wait(full, phase)
-        second = cute.arch.mbarrier_test_wait(full + 1, phase)
-        return cute.arch.vote_all_sync(first and second)
+        """Whether the half of a block is there that QK reads first."""
+        full = smem.kv_full + (stage * 2 + 1)
+        return cute.arch.vote_all_sync(cute.arch.mbarrier_test_wait(full, phase))
 
-    def _issue_scores(self, tile, stage: cutlass.Int32):
-        """S = Q K^T in two groups.
+    @cute.jit
+    def _issue_scores(
+        self, smem, tile, blocks, stage: cutlass.Int32, phase, is_held: cutlass.Boolean
+    ):
+        """S = Q K^T in two groups; returns whether PV of the previous block still waits.
 
         When the first group is over, PV of the previous block may start: the output warpgroups
-        take about as long to do so as the second group takes to end.
+        take about as long to do so as the second group takes to end. The second half of the
+        columns comes first: it is loaded first, and the other may still be on its way.
         """
         steps, smem_steps = self.head_dim // 16, self.q_smem_dim // 16
+        middle, early = steps // 2, steps - min(EARLY_STEPS, steps // 2)
+        store = min(STORE_STEP, early - 1)
         # Products with Q in registers first: the others queue up, and leave the warps free.
-        order = [*range(smem_steps, steps), *range(smem_steps)]
-        early = steps - min(EARLY_STEPS, steps // 2)
+        order = [*range(middle, steps), *range(smem_steps, middle), *range(min(smem_steps, middle))]
+        rest_full = smem.kv_full + stage * 2
         k = tile.k[None, None, None, stage]
         warpgroup.fence()
-        for i, step in enumerate(order):
-            if i == early:
+        for i in cutlass.range_constexpr(steps):
+            if cutlass.const_expr(i == early):
                 warpgroup.commit_group()
-            if step < smem_steps:
-                gemm(self._qk_mma, tile.s, tile.q, k, [step], 0, i > 0)
+            if cutlass.const_expr(i == max(store - ANSWER_STEPS, 0)):
+                is_free = cute.arch.mbarrier_test_wait(smem.p_empty, blocks % 2)
+            if cutlass.const_expr(i == store):  # noqa: SIM102 static, then dynamic
+                if is_held:
+                    if not cute.arch.vote_all_sync(is_free):
+                        cute.arch.mbarrier_wait(smem.p_empty, blocks % 2)
+                    self._store_weights(smem, tile)
+            if cutlass.const_expr(i == max(middle - ANSWER_STEPS, 0)):
+                is_rest_here = cute.arch.mbarrier_test_wait(rest_full, phase)
+            if cutlass.const_expr(i == middle):  # noqa: SIM102 static, then dynamic
+                if not cute.arch.vote_all_sync(is_rest_here):
+                    if is_held:
+                        self._release(smem.pv_turn + (1 - blocks % 2), tile.lane)
+                        is_held = cutlass.Boolean(False)
+                    cute.arch.mbarrier_wait(rest_full, phase)
+            step = order[i]
+            if cutlass.const_expr(step < smem_steps):
+                gemm(self.qk_mma, tile.s, tile.q, k, [step], 0, i > 0)
             else:
-                gemm(self._qk_register_mma, tile.s, tile.q_registers, k, [step], smem_steps, i > 0)
+                gemm(self.qk_register_mma, tile.s, tile.q_registers, k, [step], smem_steps, i > 0)
         warpgroup.commit_group()
+        return is_held
 
     @cute.jit
     def _zero_rows(self, smem, stage, valid: cutlass.Int32, thread):
@@ -685,7 +695,7 @@ class FmhaKernelSm90:
         lane = cute.arch.lane_idx()
         row = thread // 32 * 16 + lane // 4
 
-        mma = self._pv_mma()
+        mma = self.pv_mma()
         mma_slice = mma.get_slice(0)
         p = mma.make_fragment_A(mma.partition_shape_A((self.heads, 16 * P_PLACES)))
         v = mma_slice.make_fragment_B(mma_slice.partition_B(smem.v))
@@ -825,7 +835,7 @@ class FmhaKernelSm90:
                 warpgroup.fence()
             for i in cutlass.range_constexpr(len(pieces)):
                 v_piece = v[None, None, None, first + i]
-                gemm(self._pv_mma, pieces[i], p, v_piece, [step], step - place, True)
+                gemm(self.pv_mma, pieces[i], p, v_piece, [step], step - place, True)
             warpgroup.commit_group()
         warpgroup.wait_group(0)
 

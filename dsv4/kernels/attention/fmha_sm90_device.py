@@ -4,12 +4,14 @@ from collections import namedtuple
 
 import cutlass
 from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental import primitives
 from cutlass.experimental.cuda.tensor_map import (
     TensorMapL2Promotion,
     TensorMapSwizzle,
     create_tensor_map_tiled,
 )
+from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from dsv4.kernels.attention.fmha_combine import row_pointer
 
@@ -86,13 +88,23 @@ def tma_prefetch(tensor_map, coordinates):
     primitives.cp_async_bulk_tensor_prefetch(tensor_map.get_ptr(), coordinates, [])
 
 
-def gemm(make_mma, acc, a, b, steps, first_step_of_a: int, accumulate):
+def make_mma(dtype, tile, b_major: OperandMajorMode, is_a_in_registers: bool = False):
+    """wgmma of one warpgroup with fp32 accumulators; tile: M, N."""
+    source = warpgroup.OperandSource
+    a_source = source.RMEM if is_a_in_registers else source.SMEM
+    a_major, warpgroups = OperandMajorMode.K, (1, 1, 1)
+    return make_trivial_tiled_mma(
+        dtype, dtype, a_major, b_major, cutlass.Float32, warpgroups, tile, a_source
+    )
+
+
+def gemm(mma_of, acc, a, b, steps, first_step_of_a: int, accumulate):
     """Issue acc (+)= a @ b over the given 16-wide K steps; the caller fences, commits and waits.
 
     The MMA is made here: setting ACCUMULATE changes the object, and a change inside a staged loop
     must not be seen outside it.
     """
-    tiled_mma = make_mma()
+    tiled_mma = mma_of()
     for step in steps:
         tiled_mma.set(cute.nvgpu.warpgroup.Field.ACCUMULATE, accumulate)
         a_step = a[None, None, step - first_step_of_a]

@@ -8,7 +8,29 @@ it passes through shared memory as it is, between threads of the same number.
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.fmha_sm90_device import by_row
+from dsv4.kernels.attention.fmha_sm90_device import by_row, frozen
+from dsv4.kernels.attention.fmha_sm90_softmax import Rows
+
+
+def score_fragments(kernel, smem):
+    """Operands and state of a thread of the score warpgroup."""
+    thread = cute.arch.thread_idx()[0] % 128
+    lane = cute.arch.lane_idx()
+    mma, register_mma = kernel.qk_mma(), kernel.qk_register_mma()
+    mma_slice = mma.get_slice(0)
+    q_shape = register_mma.partition_shape_A((kernel.heads, max(kernel.q_register_dim, 16)))
+    s = mma.make_fragment_C(mma.partition_shape_C((kernel.heads, kernel.keys)))
+    return frozen(
+        thread=thread,
+        lane=lane,
+        row=thread // 32 * 16 + lane // 4,
+        q=mma_slice.make_fragment_A(mma_slice.partition_A(smem.q)),
+        q_registers=register_mma.make_fragment_A(q_shape),
+        k=mma_slice.make_fragment_B(mma_slice.partition_B(smem.k)),
+        s=s,
+        p=cute.make_rmem_tensor_like(s, kernel.dtype),
+        rows=Rows.make(),
+    )
 
 
 def weight_steps(p: cute.Tensor) -> cute.Tensor:

@@ -48,6 +48,18 @@ class Tiling(NamedTuple):
     by_head_tiles: cute.FastDivmodDivisorV2
     by_splits: cute.FastDivmodDivisorV2
 
+    def plain(self, num_query_heads: int, most_heads: int):
+        """The same, for a compiler that shall know that there are neither splits nor shares."""
+        one = cutlass.Int32(1)
+        head_tiles = cutlass.Int32(-(-num_query_heads // most_heads))
+        return self._replace(
+            num_splits=one,
+            column_shares=one,
+            head_tiles=head_tiles,
+            by_head_tiles=cute.fast_divmod_create_divisor_v2(head_tiles),
+            by_splits=cute.fast_divmod_create_divisor_v2(one),
+        )
+
     def column_share(self, index):
         """Which half of the columns, where they are shared."""
         return index & (self.column_shares - 1)
