@@ -277,6 +277,7 @@ class FmhaKernelSm90:
                 cute.arch.mbarrier_init(smem.p_empty, 8 * self.warp_arrivals)
                 for i in cutlass.range_constexpr(2):
                     cute.arch.mbarrier_init(smem.pv_turn + i, 4 * self.warp_arrivals)
+                cute.arch.mbarrier_init(smem.pv_next, 4 * self.warp_arrivals)
                 cute.arch.mbarrier_init(smem.rows_full, 4 * self.warp_arrivals)
                 cute.arch.mbarrier_init(smem.rows_empty, 8 * self.warp_arrivals)
                 for i in cutlass.range_constexpr(2 * self.stages):
@@ -810,20 +811,31 @@ class FmhaKernelSm90:
                 for piece in pieces:
                     scale_rows(piece, factors)
             cute.arch.mbarrier_wait(smem.kv_full + slot, phase)
-            cute.arch.mbarrier_wait(smem.pv_turn + blocks % 2, blocks // 2 % 2)
             first = stage * (2 * self.pieces) + first_piece
-            self._multiply_values(smem, pieces, p, v, first, thread, lane)
+            # The half of the columns that QK reads first goes first: its stage is free, and filled
+            # again, that much sooner.
+            is_first = cutlass.Boolean(False)
+            if cutlass.const_expr(len(pieces) == self.pieces):
+                is_first = column_half == 1
+                if is_first:
+                    cute.arch.mbarrier_wait(smem.pv_turn + blocks % 2, blocks // 2 % 2)
+                else:
+                    cute.arch.mbarrier_wait(smem.pv_next, blocks % 2)
+            else:
+                cute.arch.mbarrier_wait(smem.pv_turn + blocks % 2, blocks // 2 % 2)
+            self._multiply_values(smem, pieces, p, v, first, thread, lane, is_first)
             self._release(smem.kv_empty + slot, lane)
             blocks += 1
             stage, phase = self._advance(stage, phase)
         return blocks, stage, phase
 
     @cute.jit
-    def _multiply_values(self, smem, pieces, p, v, first, thread, lane):
+    def _multiply_values(self, smem, pieces, p, v, first, thread, lane, is_first):
         """O += P V of a block's pieces from `first` on; frees P.
 
         Three quarters of P wait in registers. When the products with the first quarter are over,
-        the last one takes its place.
+        the last one takes its place. The warpgroup that goes first lets the other one follow when
+        the products with the last quarter are all that is left.
         """
         warpgroup.fence()
         for step in cutlass.range_constexpr(self.keys // 16):
@@ -837,6 +849,9 @@ class FmhaKernelSm90:
                 v_piece = v[None, None, None, first + i]
                 gemm(self.pv_mma, pieces[i], p, v_piece, [step], step - place, True)
             warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        if is_first:
+            self._release(smem.pv_next, lane)
         warpgroup.wait_group(0)
 
     def _take_weights(self, smem, p, thread, step: int, place: int):

@@ -39,6 +39,8 @@ def storage_type(kernel):
         p_empty: cute.struct.MemRange[cutlass.Int64, 1]
         # PV may take the tensor cores: with even and with odd blocks.
         pv_turn: cute.struct.MemRange[cutlass.Int64, 2]
+        # PV over the first half of the columns may follow that over the second half.
+        pv_next: cute.struct.MemRange[cutlass.Int64, 1]
         rows_full: cute.struct.MemRange[cutlass.Int64, 1]
         rows_empty: cute.struct.MemRange[cutlass.Int64, 1]
         # One barrier per half block: the PV products of the two output warpgroups free theirs.
@@ -82,6 +84,7 @@ def shared_views(kernel):
         p_full=storage.p_full.data_ptr(),
         p_empty=storage.p_empty.data_ptr(),
         pv_turn=storage.pv_turn.data_ptr(),
+        pv_next=storage.pv_next.data_ptr(),
         rows_full=storage.rows_full.data_ptr(),
         rows_empty=storage.rows_empty.data_ptr(),
         kv_full=storage.kv_full.data_ptr(),
