@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.fmha_workspace import (
-    JOIN_BATCHES,
     MAX_SPLITS,
     STATS,
+    join_sizes,
     with_counters,
 )
 
 TILE_HEADS = 64  # heads of a CTA
 BLOCK_KEYS = 64  # keys of a step
 
-# Costs in units of one block of keys (1.3 us), fitted to measurements on an H200 of 1 to 64 tokens
-# of 8 to 128 heads, so that the fastest number of splits of those measured is chosen.
-WORK_COST = 3.3  # start and epilogue of a CTA's work item
-JOIN_COST = 1.9  # waiting for the other splits
-PARTIAL_COST = 3.8  # writing and reading 64 partial rows on every multiprocessor
-ROUND_COST = 1.0  # each time that warps join another piece after their first
+# Costs in microseconds, fitted to measurements on an H200 of 1 to 64 tokens of 64 and 128 heads, so
+# that the number of splits that is chosen is the fastest of those measured, or nearly so.
+LAUNCH_COST = 4.4  # start and end
+BLOCK_COST = 1.65  # of a block of keys
+SHARED_BLOCK_COST = 1.23  # where two CTAs halve the columns of the output
+PARTIAL_COST = 2.8  # writing and reading 64 whole partial rows
+BUSY_PARTIAL_COST = 1.04  # the same, while all multiprocessors do so
+ROUND_COST = 1.27  # each time that warps join another piece after their first
+BUSY_COST = 1.09  # if all multiprocessors are at work
 
 
 def key_blocks(rows: int, width: int) -> int:
@@ -34,28 +37,41 @@ def choose(config: FmhaConfig, tokens: int, rows: int, width: int, multiprocesso
     most = max(1, min(blocks, multiprocessors // max(tiles, 1), MAX_SPLITS))
 
     def cost(splits: int) -> float:
-        rounds = -(-tiles * splits // multiprocessors)
-        time = rounds * (-(-blocks // splits) + WORK_COST)
-        partials = tokens * splits * _tile_rows(config) / TILE_HEADS / multiprocessors
-        if splits == 1:
-            return time
-        further_rounds = _join_rounds(config, tokens, splits, multiprocessors) - 1
-        return time + JOIN_COST + PARTIAL_COST * partials + ROUND_COST * further_rounds
+        tile_heads, shares = _tile(config, tokens, splits, multiprocessors)
+        works = tokens * -(-config.num_query_heads // tile_heads) * splits * shares
+        load = works / multiprocessors
+        block_cost = BLOCK_COST if shares == 1 else SHARED_BLOCK_COST
+        time = LAUNCH_COST + BUSY_COST * load
+        time += -(-works // multiprocessors) * -(-blocks // splits) * block_cost
+        if splits > 1:
+            partials = tile_heads / TILE_HEADS / shares
+            time += partials * (PARTIAL_COST + BUSY_PARTIAL_COST * load)
+            time += ROUND_COST * (_join_rounds(config, splits, tile_heads, shares) - 1)
+        return time
 
     return min(range(1, most + 1), key=cost)
 
 
-def _join_rounds(config: FmhaConfig, tokens: int, splits: int, multiprocessors: int) -> int:
-    """Pieces of a head tile that a warp of the Hopper kernel joins at most."""
+def _tile(config: FmhaConfig, tokens: int, splits: int, multiprocessors: int) -> tuple[int, int]:
+    """Heads of a tile, and how many CTAs share its columns, as in the Hopper kernel."""
     heads = config.num_query_heads
     tile_heads = min(_tile_rows(config), TILE_HEADS)
-    for fewer in (32, 16):  # as the kernel does, where all these tiles run at once
-        is_even = heads % fewer == 0 and (heads < TILE_HEADS or heads % TILE_HEADS == 0)
-        if is_even and tokens * splits * (heads // fewer) <= multiprocessors:
+    works = tokens * -(-heads // tile_heads) * splits
+    shares = 2 if config.head_dim == 512 and 2 * works <= multiprocessors else 1
+    is_even = heads < TILE_HEADS or heads % TILE_HEADS == 0
+    for fewer in (32, 16):
+        if splits == 1 or not is_even or heads % fewer or (fewer == 16 and shares == 2):
+            continue
+        if tokens * splits * (heads // fewer) * shares <= multiprocessors:
             tile_heads = fewer
-    groups = next(groups for groups, most in JOIN_BATCHES if splits <= most)
+    return tile_heads, shares
+
+
+def _join_rounds(config: FmhaConfig, splits: int, tile_heads: int, shares: int) -> int:
+    """Pieces of a tile that a warp of the Hopper kernel joins at most."""
     column_groups = config.head_dim // 16  # of a half
-    pieces = tile_heads // 16 * (column_groups // min(groups, column_groups))
+    largest = next(size for size, most, _ in join_sizes(column_groups) if splits <= most)
+    pieces = tile_heads // 16 * (column_groups // largest) // shares
     return -(-pieces // (4 * splits))
 
 

@@ -70,6 +70,12 @@ class Case:
             compressed_lens,
         )
 
+    def scale_columns(self, factors: Tensor) -> None:
+        """Multiply the columns of all keys; those of q are divided, so that the scores remain."""
+        self.q = (self.q / factors).bfloat16()
+        self.compressed_kv = (self.compressed_kv * factors).bfloat16()
+        self.swa_kv = (self.swa_kv * factors).bfloat16()
+
     def tensors(self) -> tuple[Tensor, ...]:
         """The six positional arguments."""
         return (

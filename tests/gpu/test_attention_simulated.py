@@ -110,16 +110,18 @@ def test_ragged_lengths(seed, heads, head_dim, num_splits, is_causal, sink_mode,
 
 @pytest.mark.parametrize("schedule", ["lazy", "random"])
 @pytest.mark.parametrize(
-    ("tokens", "heads", "is_causal", "sink_mode"),
-    [(1, 72, True, "swa_gate"), (2, 8, False, "softmax")],
+    ("tokens", "heads", "num_splits", "is_causal", "sink_mode"),
+    [(1, 72, 1, True, "swa_gate"), (2, 8, 1, False, "softmax"), (1, 48, 3, False, "swa_gate")],
 )
-def test_ctas_that_share_columns(seed, tokens, heads, is_causal, sink_mode, schedule) -> None:
+def test_ctas_that_share_columns(
+    seed, tokens, heads, num_splits, is_causal, sink_mode, schedule
+) -> None:
     """Two CTAs halve the columns of a tile where there are enough for all; no bit depends on it."""
     config = FmhaConfig(512, heads, WINDOW, 1024, is_causal, sink_mode)
     case = Case.random(tokens, heads, 512, 300, 100, 2, ragged=True, device="cpu")
     shared, alone = (
-        run(config, case, num_splits=1, schedule=schedule, races=True, num_ctas=ctas)
-        for ctas in (4, 3)
+        run(config, case, num_splits=num_splits, schedule=schedule, races=True, num_ctas=ctas)
+        for ctas in (6, 3)
     )
     compare(*shared, *case.expected(config.sink_mode, config.is_causal, config.sliding_window))
     for with_others, without in zip(shared, alone, strict=True):
@@ -247,6 +249,56 @@ def test_a_cta_that_loses_patience(seed, schedule, monkeypatch) -> None:
     case = Case.random(2, 8, 64, 300, 100, 2, ragged=True, device="cpu")
     got = run(config, case, num_splits=6, schedule=schedule, races=True, num_ctas=132)
     compare(*got, *case.expected("softmax"))
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "magnitude"), [(64, "tiny"), (64, "huge"), (64, "columns"), (512, "pieces")]
+)
+def test_partial_rows_of_any_magnitude(seed, head_dim, magnitude) -> None:
+    """Splits pass through the workspace in 16 bits: what shares a scale is right to the largest's
+    rounding, and what does not is independent."""
+    config = FmhaConfig(head_dim, 8, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, 8, head_dim, 300, 100, 2, ragged=True, device="cpu")
+    factors = {
+        "tiny": torch.full((head_dim,), 2.0**-100),
+        "huge": torch.full((head_dim,), 2.0**100),
+        "columns": 2.0 ** torch.randint(-12, 13, (head_dim,)),
+        "pieces": (2.0 ** torch.randint(-60, 61, (head_dim // 128,))).repeat_interleave(128),
+    }[magnitude]
+    case.scale_columns(factors)
+    o, lse = run(config, case, num_splits=3, schedule="eager", races=False)
+    expected_o, expected_lse = case.expected("softmax")
+    compare(o.float() / factors, lse, expected_o / factors, expected_lse)
+
+
+def test_partial_rows_of_different_magnitudes(seed) -> None:
+    """Every split is as large as its keys; the sum is as right as the largest."""
+    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, 8, 64, 320, 64, 2, device="cpu")
+    case.q.zero_()  # equal weights
+    magnitudes = (2.0 ** torch.randint(-30, 31, (2, 5))).repeat_interleave(64, 1)
+    case.compressed_kv *= magnitudes[..., None]
+    case.compressed_kv[0, :128] = 0
+    o, lse = run(config, case, num_splits=6, schedule="eager", races=False)
+    expected_o, expected_lse = case.expected("softmax")
+    largest = expected_o.abs().amax(-1, keepdim=True)
+    compare(o.float() / largest, lse, expected_o / largest, expected_lse)
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_a_column_that_overflows_leaves_the_others_alone(seed, num_splits) -> None:
+    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, 8, 64, 300, 100, 2, device="cpu")
+    case.q[..., 5] = 0
+    for keys in (case.compressed_kv, case.swa_kv):
+        keys[..., 5] = 0
+    expected = case.expected("softmax")
+    for keys in (case.compressed_kv, case.swa_kv):
+        keys[..., 5] = 3e38
+    o, lse = run(config, case, num_splits=num_splits, schedule="eager", races=False)
+    assert (o[..., 5] == float("inf")).all()
+    o[..., 5] = 0
+    compare(o, lse, *expected)
 
 
 @pytest.mark.slow

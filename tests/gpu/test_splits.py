@@ -41,21 +41,35 @@ def test_one_token_is_split_and_a_full_gpu_is_not() -> None:
     assert fmha_splits.choose(config, 66, 1024, 128, MULTIPROCESSORS) == 1
 
 
-@pytest.mark.parametrize(
-    ("heads", "rows", "fastest"),
-    [
-        (128, 1024, {1: 18, 2: 9, 4: 6, 8: 8, 16: 4, 32: 2, 64: 1}),
-        (64, 512, {1: 10, 4: 10, 8: 5, 16: 4, 32: 4, 64: 1}),
-        (8, 1024, {1: 18, 4: 18, 16: 6, 64: 2, 256: 1}),
-        (32, 1024, {64: 2}),
-        (8, 512, {64: 2}),
-    ],
-)
-def test_choice_is_the_fastest_that_was_measured(heads, rows, fastest) -> None:
-    """On an H200, with 128 window keys."""
+# [heads, compressed rows, tokens][splits], in microseconds on an H200, with 128 window keys.
+MEASURED = {
+    (128, 1024, 1): {9: 8.26, 12: 9.03, 16: 9.36, 18: 7.88},
+    (128, 1024, 2): {6: 10.53, 8: 10.02, 9: 8.72, 16: 9.38, 18: 10.20},
+    (128, 1024, 3): {6: 9.74, 9: 9.75, 12: 10.76, 18: 11.67},
+    (128, 1024, 4): {4: 12.60, 5: 10.92, 6: 10.54, 8: 10.53, 9: 11.57, 16: 12.19},
+    (128, 1024, 6): {5: 11.90, 6: 13.15, 8: 12.39, 9: 12.88},
+    (128, 1024, 8): {3: 14.32, 4: 13.24, 6: 13.36, 8: 12.93},
+    (128, 1024, 12): {3: 18.07, 4: 15.57, 5: 15.02},
+    (128, 1024, 16): {2: 18.77, 3: 18.01, 4: 16.23},
+    (128, 1024, 24): {1: 27.50, 2: 22.67},
+    (64, 512, 1): {5: 7.91, 10: 6.83},
+    (64, 512, 2): {5: 8.62, 10: 7.34},
+    (64, 512, 4): {5: 8.72, 8: 8.93, 10: 7.90},
+    (64, 512, 8): {3: 11.37, 4: 10.36, 5: 9.39, 8: 9.59, 10: 11.23},
+    (64, 512, 12): {4: 10.93, 5: 10.03, 10: 11.44},
+    (64, 512, 16): {2: 13.01, 3: 12.11, 4: 11.18, 5: 13.47, 8: 11.97},
+    (64, 512, 24): {2: 14.06, 4: 13.73, 5: 13.51},
+    (64, 512, 32): {2: 14.81, 3: 15.95, 4: 14.68},
+    (64, 512, 64): {1: 20.45, 2: 22.19},
+}
+
+
+@pytest.mark.parametrize("launch", MEASURED)
+def test_choice_is_close_to_the_fastest_that_was_measured(launch) -> None:
+    heads, rows, tokens = launch
     config = FmhaConfig(512, heads, 128, rows)
-    for tokens, splits in fastest.items():
-        assert fmha_splits.choose(config, tokens, rows, 128, MULTIPROCESSORS) == splits
+    splits = fmha_splits.choose(config, tokens, rows, 128, MULTIPROCESSORS)
+    assert MEASURED[launch][splits] <= 1.03 * min(MEASURED[launch].values())
 
 
 @pytest.mark.parametrize("heads", [8, 64, 72, 128])
@@ -84,8 +98,10 @@ def test_counters_and_partials_do_not_overlap(heads, head_dim) -> None:
     for tokens, splits in ((1, 2), (1, 32), (7, 3), (1000, 2)):
         size = fmha_splits.workspace_size(config, tokens, splits)
         counters = counter_words(size)
-        # The smallest tiles have 16 heads, and a tile has a counter of two words for each half.
-        assert tokens * rows // 16 * 4 <= counters
+        # The smallest tiles have 16 heads, and up to two shares of their columns. Each has a
+        # counter of two words for each half.
+        shares = 2 if head_dim == 512 else 1
+        assert tokens * rows // 16 * shares * 4 <= counters
         assert counters + tokens * rows * splits * (head_dim + 2) <= size
         assert counters % 32 == 0
 

@@ -12,9 +12,9 @@ Most of Q lives in the score warpgroup's registers, which leaves shared memory f
 of head_dim 512: a block's successor-but-two is in flight while it is used, and the softmax of one
 block runs beside the PV products of the previous one.
 
-Where a launch has work for at most half of the multiprocessors, and no splits, two CTAs compute
-a tile: both the weights, each half of the output columns. The warpgroups then take a quarter each,
-and blocks are free, and outputs written, sooner.
+Where a launch has work for at most half of the multiprocessors, two CTAs compute a tile: both the
+weights, each half of the output columns. The warpgroups then take a quarter each, and blocks are
+free, and outputs or partial rows written, sooner.
 
 The softmax keeps a stale reference per row instead of the running maximum: P = 2^(s - ref), and
 ref moves only when a block exceeds it by more than 2^8; then the accumulators are rescaled. All
@@ -143,7 +143,6 @@ class FmhaKernelSm90:
         self.scale_log2 = config.scale * LOG2_E
         self.num_splits = num_splits
         self.dtype = q_dtype
-        self.join = SplitJoin(head_dim, num_query_heads, sink_mode)
 
         # ==== tile shape ====
         self.heads = 64  # rows of a tile: the M of a wgmma
@@ -151,6 +150,7 @@ class FmhaKernelSm90:
         self.half_dim = head_dim // 2  # output columns of an output warpgroup
         self.pv_dim = min(128, self.half_dim)  # columns of a PV product: the N of a wgmma
         self.pieces = self.half_dim // self.pv_dim
+        self.join = SplitJoin(head_dim, num_query_heads, sink_mode, self.pv_dim)
         self.chunk = min(64, self.half_dim)  # columns of a swizzle span
         # Tiles of fewer heads are possible where they divide the heads evenly.
         self.has_even_tiles = num_query_heads <= self.heads or num_query_heads % self.heads == 0
@@ -202,7 +202,8 @@ class FmhaKernelSm90:
     ):
         tiling = make_tiling(
             *(self.num_query_heads, self.heads, self.has_even_tiles),
-            *(q.shape[0], num_splits, num_ctas, self.pieces == 2),
+            *(q.shape[0], num_splits, num_ctas, self.pieces == 2, self.join.column_groups),
+            workspace.shape[0],
         )
         tile_rows = tiling.tile_heads if self.has_even_tiles else self.num_query_heads
         q_map = make_q_map(q, tile_rows, self.chunk, self.heads)
@@ -485,7 +486,7 @@ class FmhaKernelSm90:
         q_phase, rows_phase = cutlass.Int32(0), cutlass.Int32(1)
         stage, phase, blocks = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         while index < tiling.works:
-            member = self.join.member(workspace, tiling, index)
+            member = self.join.member(tiling, index)
             head = member.head + tile.row
 
             # ---- prologue ----
@@ -720,7 +721,7 @@ class FmhaKernelSm90:
         stage, phase = cutlass.Int32(0), cutlass.Int32(0)
         while index < tiling.works:
             # ---- prologue ----
-            member = self.join.member(workspace, tiling, index)
+            member = self.join.member(tiling, index)
             cute.arch.mbarrier_wait(smem.work_full, work_phase)
             work = Work.load(smem.work)
             self._release(smem.work_empty, lane)
@@ -748,7 +749,7 @@ class FmhaKernelSm90:
             # ---- epilogue ----
             if tiling.num_splits > 1:
                 self._join_splits(
-                    *(smem, acc, workspace, tiling, member, half, work_phase),
+                    *(smem, pieces, workspace, tiling, member, half, work_phase),
                     *(sink_logits, o, lse),
                 )
                 self._release(smem.rows_empty, lane)
@@ -767,13 +768,13 @@ class FmhaKernelSm90:
 
     @cute.jit
     def _join_splits(
-        self, smem, acc, workspace, tiling, member, half, work_phase, sink_logits, o, lse
+        self, smem, pieces, workspace, tiling, member, half, work_phase, sink_logits, o, lse
     ):
         """Leave the partial rows of a split, and join some of all of them."""
         thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         warp = thread // 32
         generation = self.join.generation(workspace, member, half, thread)
-        self.join.store_accumulators(acc, workspace, tiling, member, half, warp, lane)
+        self.join.store_accumulators(pieces, workspace, tiling, member, half, warp, lane)
         cute.arch.mbarrier_wait(smem.rows_full, work_phase)
         shares = self.join.arrive(workspace, tiling, member, half, generation, smem.shares, thread)
         self.join.join(

@@ -1,17 +1,18 @@
 """Split-KV on Hopper: the CTAs that share the keys of a head tile join their partial rows.
 
-Every CTA of a group (token, head tile) writes its accumulators and row statistics to the workspace,
-arrives at the group's counter, waits for the others, and then joins its share of the tile, always
-in split order: the result does not depend on who joins what. Nobody has to wait: a CTA whose
-patience ends leaves its share to the last one to arrive. So the kernel needs no CTA to run beside
-another one, whatever else the GPU does.
+Every CTA of a group (token, head tile, share of its columns) writes its accumulators in 16 bits
+(`fmha_sm90_partials`) and its row statistics to the workspace, arrives at the group's counter,
+waits for the others, and then joins its share of the rows, always in split order: the result does
+not depend on who joins what. Nobody has to wait: a CTA whose patience ends leaves its share to the
+last one to arrive. So the kernel needs no CTA to run beside another one, whatever else the GPU
+does.
 
 Workspace, in words of 32 bits; `counter_words` says where the groups begin:
 
     counters  [group][half] 64 bits, 0 before the first launch
     groups    [group] of
-        accumulators  [half][16 rows][8 columns][split][lane][4] fp32, as their threads hold them
-        statistics    [row][split][reference, sum] fp32
+        accumulators  [half][16 rows][16 columns][split][lane][8] fp16, as their threads hold them
+        statistics    [row][split][reference, sum, scale of each piece of the accumulators] fp32
 """
 
 from typing import NamedTuple
@@ -24,10 +25,12 @@ from dsv4.kernels.attention.fmha_sm90_device import (
     store_rows,
     tree,
 )
-from dsv4.kernels.attention.fmha_workspace import JOIN_BATCHES, MAX_SPLITS, counter_words
+from dsv4.kernels.attention.fmha_sm90_partials import store_piece
+from dsv4.kernels.attention.fmha_workspace import MAX_SPLITS, counter_words, join_sizes
 from dsv4.kernels.attention.softmax import exp2, quad_max, quad_sum
 
-STATS = 2  # per row
+STATS = 2  # reference and sum of a row
+UNIT_WORDS = 128  # of a split's 16 rows and 16 columns
 # Reads of the counter, 0.4 us each, before a CTA leaves its share to the last one.
 PATIENCE = 256
 ARRIVAL = 32  # first bit of the arrivals in a counter
@@ -42,8 +45,12 @@ class Tiling(NamedTuple):
     works: cutlass.Int32
     # Whether most CTAs of the next launch find a multiprocessor while this one runs.
     leaves_room: cutlass.Boolean
-    # 2 where neighbouring CTAs, with one work item each, halve a head tile's columns; else 1.
+    # 2 where neighbouring CTAs, with one work item each, halve the columns of a head tile, or of a
+    # split of it; else 1.
     column_shares: cutlass.Int32
+    # 8-column groups that a warp joins at a time.
+    join_groups: cutlass.Int32
+    counters: cutlass.Int32  # words of the workspace before the groups
     # Divisors made by the host: a launch starts with these divisions.
     by_head_tiles: cute.FastDivmodDivisorV2
     by_splits: cute.FastDivmodDivisorV2
@@ -64,6 +71,14 @@ class Tiling(NamedTuple):
         """Which half of the columns, where they are shared."""
         return index & (self.column_shares - 1)
 
+    def of_share(self, amount):
+        """What a CTA has of a head tile's `amount`, in proportion to the columns."""
+        return amount >> (self.column_shares - 1)
+
+    def has_piece(self, i: int):
+        """Whether the output warpgroups compute their piece i, of one or two."""
+        return i == 0 or self.column_shares == 1
+
     def coordinates(self, index):
         """Head tile, split and token of a work item; the head tiles of a token are neighbours."""
         rest, head_tile = divmod(index >> (self.column_shares - 1), self.by_head_tiles)
@@ -80,29 +95,42 @@ def make_tiling(
     num_splits: cutlass.Int32,
     num_ctas: cutlass.Int32,
     can_share: cutlass.Constexpr,
+    half_groups: cutlass.Constexpr,
+    workspace_size,
 ):
     """Choose the heads of a tile.
 
-    Few tokens leave multiprocessors idle: then tiles have fewer heads, load less of Q and leave
-    less to join, at the price of reading the keys more often. Without splits, two CTAs share a tile
-    instead: both compute the weights, and each its half of the output's columns.
+    Few tokens leave multiprocessors idle. Then two CTAs share a tile: both compute the weights, and
+    each its half of the output's columns. With splits, tiles may also have fewer heads, load less
+    of Q and leave less to join, at the price of reading the keys more often.
     """
     heads = cutlass.Int32(min(most_heads, -(-num_query_heads // 16) * 16))
-    for fewer in (32, 16):
-        if cutlass.const_expr(has_even_tiles and num_query_heads % fewer == 0):
-            tiles = num_query_heads // fewer
-            if num_splits > 1 and tokens * num_splits * tiles <= num_ctas:
-                heads = cutlass.Int32(fewer)
-    head_tiles = (num_query_heads + heads - 1) // heads
-    works = tokens * head_tiles * num_splits
     shares = cutlass.Int32(1)
     if cutlass.const_expr(can_share):  # noqa: SIM102 static, then dynamic
-        if num_splits == 1 and 2 * works <= num_ctas:
+        if 2 * tokens * ((num_query_heads + heads - 1) // heads) * num_splits <= num_ctas:
             shares = cutlass.Int32(2)
-    works *= shares
+    for fewer in (32, 16):
+        if cutlass.const_expr(has_even_tiles and num_query_heads % fewer == 0):
+            # Half a tile's columns are little work for two CTAs: of less than 32 heads, too little.
+            is_worth_it = num_splits > 1 and (fewer > 16 or shares == 1)
+            if (
+                is_worth_it
+                and tokens * num_splits * (num_query_heads // fewer) * shares <= num_ctas
+            ):
+                heads = cutlass.Int32(fewer)
+    head_tiles = (num_query_heads + heads - 1) // heads
+    works = tokens * head_tiles * num_splits * shares
+    # Pieces that are joined at a time: as small as leaves each warp one, if any size does.
+    groups = cutlass.Int32(0)
+    for size, most, _ in join_sizes(half_groups):
+        pieces = heads // 16 * (half_groups // size) // shares
+        if num_splits <= most and (groups == 0 or pieces <= 4 * num_splits):
+            groups = cutlass.Int32(size)
+    leaves_room = 3 * works <= 2 * num_ctas
+    counters = cutlass.Int32(counter_words(workspace_size))
     divisors = (cute.fast_divmod_create_divisor_v2(x) for x in (head_tiles, num_splits))
-    leaves_room = 4 * works <= 3 * num_ctas
-    return Tiling(num_splits, head_tiles, heads, works, leaves_room, shares, *divisors)
+    sizes = (num_splits, head_tiles, heads, works)
+    return Tiling(*sizes, leaves_room, shares, groups, counters, *divisors)
 
 
 class Member(NamedTuple):
@@ -111,6 +139,7 @@ class Member(NamedTuple):
     token: cutlass.Int32
     head: cutlass.Int32  # first of the tile
     split: cutlass.Int32
+    column_group: cutlass.Int32  # first of the share
     group: cutlass.Int32
     start: cutlass.Int64  # of the group, in words
 
@@ -118,25 +147,29 @@ class Member(NamedTuple):
 class SplitJoin:
     """Partial rows of one kernel configuration: how they are left, and how they are joined."""
 
-    def __init__(self, head_dim: int, num_query_heads: int, sink_mode: str):
+    def __init__(self, head_dim: int, num_query_heads: int, sink_mode: str, piece_dim: int):
         self.head_dim = head_dim
         self.num_query_heads = num_query_heads
         self.is_softmax_sink = sink_mode == "softmax"
         self.half_dim = head_dim // 2
         self.column_groups = self.half_dim // 8
+        # Columns of a warpgroup's pieces, each with scales of its own.
+        self.piece_dim = piece_dim
+        self.row_words = STATS + head_dim // piece_dim  # of statistics
+        self.joins = join_sizes(self.column_groups)
 
     @cute.jit
-    def member(self, workspace: cute.Tensor, tiling: Tiling, index: cutlass.Int32):
+    def member(self, tiling: Tiling, index: cutlass.Int32):
         # Shuffles stay where they are: the divisions would move down to where they are waited for.
         uniform = cute.arch.make_warp_uniform
         head_tile, split, token = (uniform(x) for x in tiling.coordinates(index))
-        group = token * tiling.head_tiles + head_tile
+        share = uniform(tiling.column_share(index))
+        group = (token * tiling.head_tiles + head_tile) * tiling.column_shares + share
         # Words of one split of a group.
-        size = tiling.tile_heads * (self.head_dim + STATS)
-        start = counter_words(workspace.shape[0]) + cutlass.Int64(group) * (
-            size * tiling.num_splits
-        )
-        return Member(token, head_tile * tiling.tile_heads, split, group, start)
+        size = tiling.tile_heads * (tiling.of_share(self.head_dim // 2) + self.row_words)
+        start = tiling.counters + cutlass.Int64(group) * (size * tiling.num_splits)
+        head, column_group = head_tile * tiling.tile_heads, share * self.column_groups
+        return Member(token, head, split, column_group, group, start)
 
     # ---- one CTA's part ----
 
@@ -145,22 +178,29 @@ class SplitJoin:
         """Leave the statistics of a row."""
         stats = cute.make_rmem_tensor(STATS, cutlass.Float32)
         stats[0], stats[1] = ref, total
-        target = self._statistics(workspace, tiling, member, row)
-        cute.autovec_copy(stats, target[None, member.split])
+        target = self._statistics(workspace, tiling, member, row, member.split)
+        cute.autovec_copy(stats, cute.make_tensor(target.iterator, stats.layout))
 
     @cute.jit
-    def store_accumulators(self, acc, workspace, tiling, member, half, warp, lane):
-        """Leave a warp's 16 rows of half of the columns."""
+    def store_accumulators(self, pieces, workspace, tiling, member, half, warp, lane):
+        """Leave a warp's 16 rows of half of the columns, given in pieces; these may be changed."""
         if warp * 16 < tiling.tile_heads:
-            first = self._accumulators(workspace, tiling, member, half, warp, 0)
-            start = first[None, lane, member.split].iterator
+            start = self._accumulators(workspace, tiling, member, half, warp, 0)
+            start = start[None, lane, member.split].iterator
+            start = cute.make_ptr(cutlass.Float32, start.toint(), cute.AddressSpace.gmem)
             # A shuffle stays where it is: the compiler would take the products with this out of the
             # loop over work items, and spill them.
-            step = cute.arch.make_warp_uniform(tiling.num_splits * 128)
-            for i in cutlass.range_constexpr(self.column_groups):
-                source = cute.make_tensor(acc.iterator + i * 4, cute.make_layout(4))
-                target = cute.make_tensor(_at(start, i * step), cute.make_layout(4))
-                cute.autovec_copy(source, target)
+            step = cute.arch.make_warp_uniform(tiling.num_splits * UNIT_WORDS)
+            scales = cute.make_rmem_tensor(2, cutlass.Float32)
+            for i, piece in enumerate(pieces):
+                if tiling.has_piece(i):
+                    first = i * (self.piece_dim // 16) * step
+                    store_piece(piece, start + first, step, scales)
+                    if lane % 4 == 0:
+                        for r in cutlass.range_constexpr(2):
+                            row = warp * 16 + lane // 4 + 8 * r
+                            stats = self._statistics(workspace, tiling, member, row, member.split)
+                            stats[STATS + half * len(pieces) + i] = scales[r]
 
     @cute.jit
     def generation(self, workspace, member, half, thread):
@@ -230,17 +270,21 @@ class SplitJoin:
         while shares != 0:
             share = cute.arch.popc(~shares & (shares - 1))
             shares &= shares - 1
-            first = share * 4 + warp
-            fewer = 1
-            for groups, splits in JOIN_BATCHES:
-                if tiling.num_splits > fewer and tiling.num_splits <= splits:
+            # The pieces of a tile are dealt out: no CTA gets a second one before all have one.
+            # Warps of a number have a scheduler in common: the halves begin with different ones.
+            first = share + (warp + 2 * half) % 4 * tiling.num_splits
+            for groups, most, least in self.joins:
+                if (
+                    tiling.join_groups == groups
+                    and tiling.num_splits >= least
+                    and tiling.num_splits <= most
+                ):
                     self._join(
                         *(workspace, tiling, member, half, first, lane),
                         *(sink_logits, gate_offset, o, lse),
-                        min(groups, self.column_groups),
-                        splits,
+                        groups,
+                        most,
                     )
-                fewer = splits
 
     @cute.jit
     def _join(
@@ -259,49 +303,60 @@ class SplitJoin:
         most_splits: cutlass.Constexpr,
     ):
         """Join every so many-th piece of a tile: 16 rows of `groups` 8-column groups."""
-        pieces = self.column_groups // groups
+        # Pieces of a block of 16 rows: a power of two.
+        pieces = tiling.of_share(cutlass.Int32(self.column_groups // groups))
+        shift = (self.column_groups // groups).bit_length() - tiling.column_shares
         piece = cutlass.Int32(first)
-        while piece < tiling.tile_heads // 16 * pieces:
-            block, column_group = piece // pieces, piece % pieces * groups
+        while piece < tiling.tile_heads >> 4 << shift:
+            block, column_group = piece >> shift, (piece & (pieces - 1)) * groups
             row = block * 16 + lane // 4
+            scale = STATS + half * (self.half_dim // self.piece_dim)
+            scale += column_group * 8 // self.piece_dim
+            # A multiple of 8 for all to see, as wide stores need.
+            first_group = member.column_group + half * tiling.of_share(self.column_groups)
+            column = (first_group + column_group) * 8
 
             # ---- loads, all under way together ----
             sinks = cute.make_rmem_tensor(2, cutlass.Float32)
             sinks.fill(0.0)
             stats = cute.make_rmem_tensor((STATS, most_splits // 4, 2), cutlass.Float32)
-            values = cute.make_rmem_tensor((4, groups, most_splits), cutlass.Float32)
+            scales = cute.make_rmem_tensor((most_splits // 4, 2), cutlass.Float32)
+            values = cute.make_rmem_tensor((8, groups // 2, most_splits), cutlass.Float16)
+            scales.fill(0.0)
             for r in cutlass.range_constexpr(2):
                 if cutlass.const_expr(self.is_softmax_sink):  # noqa: SIM102 static, then dynamic
                     if member.head + row + 8 * r < self.num_query_heads:
                         sinks[r] = sink_logits[member.head + row + 8 * r]
-                source = self._statistics(workspace, tiling, member, row + 8 * r)
                 for i in cutlass.range_constexpr(most_splits // 4):
                     # A lane weighs every fourth split of its quad's two rows.
                     split = i * 4 + lane % 4
+                    source = self._statistics(workspace, tiling, member, row + 8 * r, split)
                     stats[0, i, r], stats[1, i, r] = -cutlass.Float32.inf, cutlass.Float32(0.0)
                     if split < tiling.num_splits:
-                        cute.autovec_copy(source[None, split], stats[None, i, r])
+                        head = cute.make_tensor(source.iterator, cute.make_layout(STATS))
+                        cute.autovec_copy(head, stats[None, i, r])
+                        scales[i, r] = source[scale]
             values.fill(0.0)
-            for g in cutlass.range_constexpr(groups):
-                rows = self._accumulators(workspace, tiling, member, half, block, column_group + g)
+            for g in cutlass.range_constexpr(groups // 2):
+                unit = column_group // 2 + g
+                rows = self._accumulators(workspace, tiling, member, half, block, unit)
                 for s in cutlass.range_constexpr(most_splits):
                     if s < tiling.num_splits:
                         cute.autovec_copy(rows[None, lane, s], values[None, g, s])
 
-            scales, tops, totals = self._weigh(stats, sinks)
+            factors, tops, totals = self._weigh(stats, scales, sinks)
 
             # ---- rows, in split order ----
-            acc = cute.make_rmem_tensor(4 * groups, cutlass.Float32)
+            acc = cute.make_rmem_tensor((8, groups // 2), cutlass.Float32)
             acc.fill(0.0)
             for s in cutlass.range_constexpr(most_splits):
                 for r in cutlass.range_constexpr(2):
                     weight = cute.arch.shuffle_sync(stats[0, s // 4, r], lane // 4 * 4 + s % 4)
-                    for g in cutlass.range_constexpr(groups):
-                        for c in cutlass.range_constexpr(2):
-                            acc[4 * g + 2 * r + c] += weight * values[2 * r + c, g, s]
-            column = half * self.half_dim + column_group * 8
+                    for g in cutlass.range_constexpr(groups // 2):
+                        for i in (2 * r, 2 * r + 1, 2 * r + 4, 2 * r + 5):
+                            acc[i, g] += weight * values[i, g, s].to(cutlass.Float32)
             store_rows(
-                acc, o, scales, member.token, member.head + row, column, lane, self.num_query_heads
+                acc, o, factors, member.token, member.head + row, column, lane, self.num_query_heads
             )
             if member.token < lse.shape[0] and column == 0 and lane % 4 == 0:
                 for r in cutlass.range_constexpr(2):
@@ -312,10 +367,10 @@ class SplitJoin:
                         )
             piece += tiling.num_splits * 4
 
-    def _weigh(self, stats: cute.Tensor, sinks: cute.Tensor):
-        """Replace the references [0, splits / 4, row] by weights; returns the output scale, the
-        reference and the total of both rows."""
-        scales, tops, totals = [], [], []
+    def _weigh(self, stats: cute.Tensor, scales: cute.Tensor, sinks: cute.Tensor):
+        """Replace the references [0, splits / 4, row] by what stored values are to be multiplied
+        by; returns the output scale, the reference and the total of both rows."""
+        factors, tops, totals = [], [], []
         for r in range(2):
             splits = range(cute.size(stats, mode=[1]))
             top = quad_max(tree(cute.arch.fmax, [stats[0, i, r] for i in splits]))
@@ -324,12 +379,12 @@ class SplitJoin:
             for i in splits:
                 weight = exp2(stats[0, i, r] - origin)
                 total += weight * stats[1, i, r]
-                stats[0, i, r] = weight
+                stats[0, i, r] = weight * scales[i, r]
             total = quad_sum(total)
             tops.append(top)
             totals.append(total)
-            scales.append(output_scale(top, total, sinks[r], self.is_softmax_sink))
-        return scales, tops, totals
+            factors.append(output_scale(top, total, sinks[r], self.is_softmax_sink))
+        return factors, tops, totals
 
     # ---- the workspace ----
 
@@ -337,22 +392,24 @@ class SplitJoin:
         address = (workspace.iterator + cutlass.Int64(member.group * 4 + half * 2)).toint()
         return cute.make_ptr(cutlass.Int64, address, cute.AddressSpace.gmem, assumed_align=8)
 
-    def _accumulators(self, workspace, tiling, member, half, block, column_group) -> cute.Tensor:
-        """[4, lane, split] of 16 rows and 8 columns."""
-        blocks = half * (tiling.tile_heads // 16) + block
-        offset = (blocks * self.column_groups + column_group) * (tiling.num_splits * 128)
-        layout = cute.make_layout((4, 32, MAX_SPLITS))
-        return cute.make_tensor(_at(workspace.iterator, member.start + offset), layout)
+    def _accumulators(self, workspace, tiling, member, half, block, unit) -> cute.Tensor:
+        """[8, lane, split] of 16 rows and 16 columns."""
+        blocks = half * (tiling.tile_heads >> 4) + block
+        units = tiling.of_share(self.column_groups // 2)
+        offset = (blocks * units + unit) * (tiling.num_splits * UNIT_WORDS)
+        layout = cute.make_layout((8, 32, MAX_SPLITS))
+        pointer = _at(workspace.iterator, member.start + offset, cutlass.Float16)
+        return cute.make_tensor(pointer, layout)
 
-    def _statistics(self, workspace, tiling, member, row) -> cute.Tensor:
-        """[4, split] of a row."""
-        rows = tiling.num_splits * tiling.tile_heads * self.head_dim
-        offset = rows + row * tiling.num_splits * STATS
-        layout = cute.make_layout((STATS, MAX_SPLITS))
-        return cute.make_tensor(_at(workspace.iterator, member.start + offset, 8), layout)
+    def _statistics(self, workspace, tiling, member, row, split) -> cute.Tensor:
+        """[reference, sum, scale of each piece] of a row of a split."""
+        rows = tiling.num_splits * tiling.tile_heads * tiling.of_share(self.head_dim // 2)
+        offset = rows + (row * tiling.num_splits + split) * self.row_words
+        pointer = _at(workspace.iterator, member.start + offset, cutlass.Float32, 8)
+        return cute.make_tensor(pointer, cute.make_layout(self.row_words))
 
 
-def _at(pointer: cute.Pointer, offset, align: int = 16) -> cute.Pointer:
-    """`pointer` + offset words, which is aligned to so many bytes."""
+def _at(pointer: cute.Pointer, offset, dtype, align: int = 16) -> cute.Pointer:
+    """A pointer to `dtype`, so many words from `pointer` and aligned to so many bytes."""
     address = (pointer + offset).toint()
-    return cute.make_ptr(cutlass.Float32, address, cute.AddressSpace.gmem, assumed_align=align)
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)

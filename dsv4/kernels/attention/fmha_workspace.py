@@ -1,11 +1,23 @@
 """The split-KV workspace: what the kernels, and those who allocate it, must agree on."""
 
-STATS = 4  # fp32 words beside each partial row, at most
+# fp32 words beside each partial row of head_dim words, at most. A row in 16 bits takes less.
+STATS = 4
 MAX_SPLITS = 32  # one lane, or one bit, each
-# 8-column groups of 16 rows that a warp of the Hopper kernel joins at a time, for up to so many
-# splits: their loads are all under way together, and fill the registers that the accumulators have
-# left.
-JOIN_BATCHES = ((8, 4), (4, 8), (2, 12), (1, 20), (1, 32))
+# Sizes of the pieces that a warp of the Hopper kernel joins at a time, 8-column groups of 16 rows,
+# and for how many splits: the loads of a piece are all under way together, and fill the registers
+# that the accumulators have left.
+JOIN_SIZES = ((8, 4), (8, 8), (4, 8), (4, 16), (2, 12), (2, 20), (2, 32))
+
+
+def join_sizes(column_groups: int) -> list[tuple[int, int, int]]:
+    """Sizes, most and least splits of the pieces of so many 8-column groups, largest first."""
+    sizes: list[tuple[int, int, int]] = []
+    for groups, most in JOIN_SIZES:
+        groups = min(groups, column_groups)
+        least = max((m + 1 for g, m, _ in sizes if g == groups), default=2)
+        if least <= most:
+            sizes.append((groups, most, least))
+    return sizes
 
 
 def counter_words(size):
