@@ -12,7 +12,8 @@ Workspace, in words of 32 bits; `counter_words` says where the groups begin:
     counters  [group][half] 64 bits, 0 before the first launch
     groups    [group] of
         accumulators  [half][16 rows][16 columns][split][lane][8] fp16, as their threads hold them
-        statistics    [row][split][reference, sum, scale of each piece of the accumulators] fp32
+        statistics    [split][row][reference, sum] fp32
+        scales        [piece of the columns][split][row] fp32
 """
 
 from typing import NamedTuple
@@ -179,7 +180,7 @@ class SplitJoin:
         stats = cute.make_rmem_tensor(STATS, cutlass.Float32)
         stats[0], stats[1] = ref, total
         target = self._statistics(workspace, tiling, member, row, member.split)
-        cute.autovec_copy(stats, cute.make_tensor(target.iterator, stats.layout))
+        cute.autovec_copy(stats, cute.make_tensor(target, stats.layout))
 
     @cute.jit
     def store_accumulators(self, pieces, workspace, tiling, member, half, warp, lane):
@@ -197,10 +198,11 @@ class SplitJoin:
                     first = i * (self.piece_dim // 16) * step
                     store_piece(piece, start + first, step, scales)
                     if lane % 4 == 0:
+                        row, part = warp * 16 + lane // 4, half * len(pieces) + i
+                        place = (workspace, tiling, member, part, row, member.split)
+                        target = self._scales(*place)
                         for r in cutlass.range_constexpr(2):
-                            row = warp * 16 + lane // 4 + 8 * r
-                            stats = self._statistics(workspace, tiling, member, row, member.split)
-                            stats[STATS + half * len(pieces) + i] = scales[r]
+                            target[8 * r] = scales[r]
 
     @cute.jit
     def generation(self, workspace, member, half, thread):
@@ -310,8 +312,7 @@ class SplitJoin:
         while piece < tiling.tile_heads >> 4 << shift:
             block, column_group = piece >> shift, (piece & (pieces - 1)) * groups
             row = block * 16 + lane // 4
-            scale = STATS + half * (self.half_dim // self.piece_dim)
-            scale += column_group * 8 // self.piece_dim
+            part = half * (self.half_dim // self.piece_dim) + column_group * 8 // self.piece_dim
             # A multiple of 8 for all to see, as wide stores need.
             first_group = member.column_group + half * tiling.of_share(self.column_groups)
             column = (first_group + column_group) * 8
@@ -319,23 +320,14 @@ class SplitJoin:
             # ---- loads, all under way together ----
             sinks = cute.make_rmem_tensor(2, cutlass.Float32)
             sinks.fill(0.0)
-            stats = cute.make_rmem_tensor((STATS, most_splits // 4, 2), cutlass.Float32)
-            scales = cute.make_rmem_tensor((most_splits // 4, 2), cutlass.Float32)
             values = cute.make_rmem_tensor((8, groups // 2, most_splits), cutlass.Float16)
-            scales.fill(0.0)
             for r in cutlass.range_constexpr(2):
                 if cutlass.const_expr(self.is_softmax_sink):  # noqa: SIM102 static, then dynamic
                     if member.head + row + 8 * r < self.num_query_heads:
                         sinks[r] = sink_logits[member.head + row + 8 * r]
-                for i in cutlass.range_constexpr(most_splits // 4):
-                    # A lane weighs every fourth split of its quad's two rows.
-                    split = i * 4 + lane % 4
-                    source = self._statistics(workspace, tiling, member, row + 8 * r, split)
-                    stats[0, i, r], stats[1, i, r] = -cutlass.Float32.inf, cutlass.Float32(0.0)
-                    if split < tiling.num_splits:
-                        head = cute.make_tensor(source.iterator, cute.make_layout(STATS))
-                        cute.autovec_copy(head, stats[None, i, r])
-                        scales[i, r] = source[scale]
+            stats, scales = self._load_statistics(
+                workspace, tiling, member, part, row, lane % 4, most_splits
+            )
             values.fill(0.0)
             for g in cutlass.range_constexpr(groups // 2):
                 unit = column_group // 2 + g
@@ -344,7 +336,11 @@ class SplitJoin:
                     if s < tiling.num_splits:
                         cute.autovec_copy(rows[None, lane, s], values[None, g, s])
 
-            factors, tops, totals = self._weigh(stats, scales, sinks)
+            no_bits = cutlass.Int32(0)
+            # Statistics of many splits leave no registers for all loads at once.
+            if cutlass.const_expr(most_splits <= 20):
+                no_bits = _zero_after(values, tiling.tile_heads >> 16)
+            factors, tops, totals = self._weigh(stats, scales, sinks, no_bits)
 
             # ---- rows, in split order ----
             acc = cute.make_rmem_tensor((8, groups // 2), cutlass.Float32)
@@ -367,13 +363,39 @@ class SplitJoin:
                         )
             piece += tiling.num_splits * 4
 
-    def _weigh(self, stats: cute.Tensor, scales: cute.Tensor, sinks: cute.Tensor):
+    @cute.jit
+    def _load_statistics(
+        self, workspace, tiling, member, part, row, first, most_splits: cutlass.Constexpr
+    ):
+        """Statistics [2, splits / 4, row] of every fourth split of a thread's two rows, and the
+        scales [splits / 4, row] of a part of their columns."""
+        stats = cute.make_rmem_tensor((STATS, most_splits // 4, 2), cutlass.Float32)
+        scales = cute.make_rmem_tensor((most_splits // 4, 2), cutlass.Float32)
+        scales.fill(0.0)
+        source = self._statistics(workspace, tiling, member, row, first)
+        source_scales = self._scales(workspace, tiling, member, part, row, first)
+        step = 4 * tiling.tile_heads
+        for i in cutlass.range_constexpr(most_splits // 4):
+            from_stats = _at(source, i * STATS * step, cutlass.Float32, 8)
+            from_scales = source_scales + i * step
+            for r in cutlass.range_constexpr(2):
+                stats[0, i, r], stats[1, i, r] = -cutlass.Float32.inf, cutlass.Float32(0.0)
+                if i * 4 + first < tiling.num_splits:
+                    pair = cute.make_tensor(from_stats + 8 * r * STATS, cute.make_layout(STATS))
+                    cute.autovec_copy(pair, stats[None, i, r])
+                    scales[i, r] = from_scales[8 * r]
+        return stats, scales
+
+    def _weigh(self, stats: cute.Tensor, scales: cute.Tensor, sinks: cute.Tensor, no_bits):
         """Replace the references [0, splits / 4, row] by what stored values are to be multiplied
         by; returns the output scale, the reference and the total of both rows."""
         factors, tops, totals = [], [], []
         for r in range(2):
             splits = range(cute.size(stats, mode=[1]))
-            top = quad_max(tree(cute.arch.fmax, [stats[0, i, r] for i in splits]))
+            top = cute.make_rmem_tensor(1, cutlass.Float32)
+            top[0] = tree(cute.arch.fmax, [stats[0, i, r] for i in splits])
+            cute.recast_tensor(top, cutlass.Int32)[0] |= no_bits
+            top = quad_max(top[0])
             origin = cutlass.select_(top == -cutlass.Float32.inf, cutlass.Float32(0.0), top)
             total = cutlass.Float32(0.0)
             for i in splits:
@@ -401,15 +423,34 @@ class SplitJoin:
         pointer = _at(workspace.iterator, member.start + offset, cutlass.Float16)
         return cute.make_tensor(pointer, layout)
 
-    def _statistics(self, workspace, tiling, member, row, split) -> cute.Tensor:
-        """[reference, sum, scale of each piece] of a row of a split."""
+    def _statistics(self, workspace, tiling, member, row, split) -> cute.Pointer:
+        """Reference and sum of a row of a split; the next rows' follow."""
         rows = tiling.num_splits * tiling.tile_heads * tiling.of_share(self.head_dim // 2)
-        offset = rows + (row * tiling.num_splits + split) * self.row_words
-        pointer = _at(workspace.iterator, member.start + offset, cutlass.Float32, 8)
-        return cute.make_tensor(pointer, cute.make_layout(self.row_words))
+        offset = rows + (split * tiling.tile_heads + row) * STATS
+        return _at(workspace.iterator, member.start + offset, cutlass.Float32, 8)
+
+    def _scales(self, workspace, tiling, member, part, row, split) -> cute.Pointer:
+        """Scale of a part of a row of a split; the next rows' follow."""
+        rows = tiling.num_splits * tiling.tile_heads
+        offset = rows * (tiling.of_share(self.head_dim // 2) + STATS + part)
+        offset += split * tiling.tile_heads + row
+        return _at(workspace.iterator, member.start + offset, cutlass.Float32, 4)
 
 
 def _at(pointer: cute.Pointer, offset, dtype, align: int = 16) -> cute.Pointer:
     """A pointer to `dtype`, so many words from `pointer` and aligned to so many bytes."""
     address = (pointer + offset).toint()
     return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+
+
+def _zero_after(values: cute.Tensor, zero):
+    """0, as `zero` is, once values [8, groups, splits] are loaded.
+
+    The compiler likes to load some splits, use them, and load the next: a way to memory each time.
+    What depends on a 0 that it cannot know comes after all loads.
+    """
+    words, bits = cute.recast_tensor(values, cutlass.Int32), cutlass.Int32(0)
+    for group in range(cute.size(words, mode=[1])):
+        for split in range(cute.size(words, mode=[2])):
+            bits |= words[0, group, split]
+    return bits & zero
