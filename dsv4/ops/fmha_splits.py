@@ -5,6 +5,7 @@ from __future__ import annotations
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.fmha_workspace import (
     MAX_SPLITS,
+    MOST_FEW_HEADS,
     STATS,
     join_sizes,
     with_counters,
@@ -22,6 +23,12 @@ PARTIAL_COST = 2.8  # writing and reading 64 whole partial rows
 BUSY_PARTIAL_COST = 1.04  # the same, while all multiprocessors do so
 ROUND_COST = 1.27  # each time that warps join another piece after their first
 BUSY_COST = 1.09  # if all multiprocessors are at work
+
+# The same of the kernel for few heads, of 8 to 24 of them.
+FEW_BLOCK_COST, FEW_BLOCK_HEAD_COST = 0.82, 0.026  # of a block of keys; the second for each head
+FEW_MEMORY_COST = 1.97  # of a block on all multiprocessors
+FEW_LATE_COST = 0.5  # where CTAs of the next launch wait for a multiprocessor
+FEW_JOIN_COST, FEW_PARTIAL_COST = 1.0, 0.001  # the second for each head of each work item
 
 
 def key_blocks(rows: int, width: int) -> int:
@@ -49,7 +56,19 @@ def choose(config: FmhaConfig, tokens: int, rows: int, width: int, multiprocesso
             time += ROUND_COST * (_join_rounds(config, splits, tile_heads, shares) - 1)
         return time
 
-    return min(range(1, most + 1), key=cost)
+    def few_heads_cost(splits: int) -> float:
+        heads, works = config.num_query_heads, tokens * splits
+        rounds, load = -(-works // multiprocessors), min(works / multiprocessors, 1)
+        block_cost = FEW_BLOCK_COST + FEW_BLOCK_HEAD_COST * heads
+        time = rounds * -(-blocks // splits) * max(block_cost, FEW_MEMORY_COST * load)
+        if 2 * works > multiprocessors:
+            time += FEW_LATE_COST
+        if splits > 1:
+            time += FEW_JOIN_COST + FEW_PARTIAL_COST * heads * works
+        return time
+
+    is_few = config.num_query_heads <= MOST_FEW_HEADS
+    return min(range(1, most + 1), key=few_heads_cost if is_few else cost)
 
 
 def _tile(config: FmhaConfig, tokens: int, splits: int, multiprocessors: int) -> tuple[int, int]:

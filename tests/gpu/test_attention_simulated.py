@@ -26,6 +26,8 @@ pytestmark = pytest.mark.stage("H")
 cutlass = pytest.importorskip("cutlass")
 
 WINDOW = 20
+# Query heads of each of the two kernels.
+FEW, MANY = 24, 40
 
 
 @cache
@@ -96,9 +98,11 @@ def run(
     ("heads", "head_dim", "num_splits", "is_causal", "sink_mode"),
     [
         (8, 64, 1, True, "softmax"),
+        (40, 64, 1, True, "softmax"),
         (72, 64, 3, False, "swa_gate"),
         (16, 128, 2, True, "swa_gate"),
         (8, 512, 1, False, "softmax"),
+        (24, 512, 2, True, "swa_gate"),
         (72, 512, 2, True, "swa_gate"),
     ],
 )
@@ -111,7 +115,7 @@ def test_ragged_lengths(seed, heads, head_dim, num_splits, is_causal, sink_mode,
 @pytest.mark.parametrize("schedule", ["lazy", "random"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "num_splits", "is_causal", "sink_mode"),
-    [(1, 72, 1, True, "swa_gate"), (2, 8, 1, False, "softmax"), (1, 48, 3, False, "swa_gate")],
+    [(1, 72, 1, True, "swa_gate"), (2, 40, 1, False, "softmax"), (1, 48, 3, False, "swa_gate")],
 )
 def test_ctas_that_share_columns(
     seed, tokens, heads, num_splits, is_causal, sink_mode, schedule
@@ -130,9 +134,10 @@ def test_ctas_that_share_columns(
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("head_dim", [64, 512])
-def test_row_maxima_that_grow_with_every_block(seed, head_dim, num_splits) -> None:
-    config = FmhaConfig(head_dim, 64, WINDOW, 1024, sink_mode="swa_gate")
-    case = Case.random(2, 64, head_dim, 384, 64, 2, growing=True, device="cpu")
+@pytest.mark.parametrize("heads", [16, 64])
+def test_row_maxima_that_grow_with_every_block(seed, heads, head_dim, num_splits) -> None:
+    config = FmhaConfig(head_dim, heads, WINDOW, 1024, sink_mode="swa_gate")
+    case = Case.random(2, heads, head_dim, 384, 64, 2, growing=True, device="cpu")
     # Scores far beyond the stale limit: every block moves the references. From q alone: few keys
     # then share the weight, and the bf16 rounding of P times keys of full size would pass the
     # bound of an element, which is meant for many keys.
@@ -142,20 +147,24 @@ def test_row_maxima_that_grow_with_every_block(seed, head_dim, num_splits) -> No
     simulate_case(config, case, num_splits=num_splits, schedule="lazy", races=False)
 
 
+@pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize(("top_k", "width"), [(0, 64), (70, 0), (0, 0)])
-def test_a_branch_without_rows(seed, top_k, width) -> None:
-    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="swa_gate")
-    case = Case.random(3, 8, 64, top_k, width, 2, device="cpu")
+def test_a_branch_without_rows(seed, top_k, width, heads) -> None:
+    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="swa_gate")
+    case = Case.random(3, heads, 64, top_k, width, 2, device="cpu")
     simulate_case(config, case, num_splits=1, schedule="random", races=True)
 
 
+@pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("requests", [(0, 0, 1, 1, 2, 2), (2, -1, 0, 1, 1, 0)])
-def test_first_blocks_and_window_lengths_that_are_guessed(seed, requests, num_splits) -> None:
+def test_first_blocks_and_window_lengths_that_are_guessed(
+    seed, requests, num_splits, heads
+) -> None:
     """Full lengths and equally many tokens of each request, as guessed; and requests in another
     order, with windows of their own."""
-    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="swa_gate")
-    case = Case.random(6, 8, 64, 130, 100, 3, device="cpu")
+    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="swa_gate")
+    case = Case.random(6, heads, 64, 130, 100, 3, device="cpu")
     case.request_ids = torch.tensor(requests, dtype=torch.int32)
     if requests[0] != 0:
         case.swa_lens = torch.tensor([100, 3, 70], dtype=torch.int32)
@@ -164,21 +173,23 @@ def test_first_blocks_and_window_lengths_that_are_guessed(seed, requests, num_sp
     compare(*got, *case.expected("swa_gate"))
 
 
+@pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
 @pytest.mark.parametrize("sink", [float("inf"), -float("inf"), 1e4, -1e4])
-def test_extreme_sinks(seed, sink, sink_mode) -> None:
-    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode=sink_mode)
-    case = Case.random(3, 8, 64, 130, 70, 2, ragged=True, device="cpu")
+def test_extreme_sinks(seed, sink, sink_mode, heads) -> None:
+    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode=sink_mode)
+    case = Case.random(3, heads, 64, 130, 70, 2, ragged=True, device="cpu")
     case.sink_logits.fill_(sink)
     for num_splits in (1, 3):
         simulate_case(config, case, num_splits=num_splits, schedule="eager", races=False)
 
 
+@pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_scores_of_thousands_under_huge_sinks(seed, sign) -> None:
+def test_scores_of_thousands_under_huge_sinks(seed, sign, heads) -> None:
     """A score that a huge sink swallows must not give an infinite weight."""
-    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="swa_gate")
-    case = Case.random(3, 8, 64, 130, 70, 2, device="cpu")
+    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="swa_gate")
+    case = Case.random(3, heads, 64, 130, 70, 2, device="cpu")
     case.q *= 2000
     for num_splits in (1, 3):
         results = []
@@ -213,11 +224,12 @@ def test_splits_that_run_together(seed, heads, head_dim, sink_mode, schedule) ->
 @pytest.mark.parametrize(
     "num_splits", [3, 9, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 18, 32))]
 )
-def test_who_joins_the_splits_does_not_matter(seed, num_splits) -> None:
+@pytest.mark.parametrize("heads", [FEW, 64])
+def test_who_joins_the_splits_does_not_matter(seed, num_splits, heads) -> None:
     """One CTA for each split; fewer CTAs, where the last to arrive joins all; a full head tile, and
     tiles of 16 heads; a token alone: the same, bit for bit."""
-    config = FmhaConfig(64, 64, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(3, 64, 64, 500, 100, 2, ragged=True, device="cpu")
+    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(3, heads, 64, 500, 100, 2, ragged=True, device="cpu")
     options = {"num_splits": num_splits, "schedule": "random", "races": False}
     first = run(config, case, num_ctas=4 * 3 * num_splits, **options)
     compare(*first, *case.expected("softmax"))
@@ -237,16 +249,17 @@ def test_who_joins_the_splits_does_not_matter(seed, num_splits) -> None:
     assert torch.equal(lse[0], first[1][2])
 
 
+@pytest.mark.parametrize("heads", [8, MANY])
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
-def test_a_cta_that_loses_patience(seed, schedule, monkeypatch) -> None:
+def test_a_cta_that_loses_patience(seed, schedule, heads, monkeypatch) -> None:
     """CTAs that do not run together: whoever comes last joins what the others left."""
-    from dsv4.kernels.attention import fmha_sm90_join
+    from dsv4.kernels.attention import fmha_sm90_meeting
 
-    monkeypatch.setattr(fmha_sm90_join, "PATIENCE", 1)
+    monkeypatch.setattr(fmha_sm90_meeting, "PATIENCE", 1)
     # Compile with the changed constant, for this test alone.
     monkeypatch.setattr(sys.modules[__name__], "compiled_kernel", compiled_kernel.__wrapped__)
-    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, 8, 64, 300, 100, 2, ragged=True, device="cpu")
+    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, heads, 64, 300, 100, 2, ragged=True, device="cpu")
     got = run(config, case, num_splits=6, schedule=schedule, races=True, num_ctas=132)
     compare(*got, *case.expected("softmax"))
 

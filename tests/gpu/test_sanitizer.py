@@ -16,14 +16,16 @@ ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import torch
-from dsv4.kernels.attention.fmha_sm90 import FmhaKernelSm90
+from dsv4.kernels.attention.fmha_sm90_few import FmhaFewHeads
+from dsv4.kernels.attention.fmha_sm90_many import FmhaManyHeads
 from tests.gpu.attention_cases import Case
 
-FmhaKernelSm90.warp_arrivals = {warp_arrivals}
+FmhaFewHeads.warp_arrivals = FmhaManyHeads.warp_arrivals = {warp_arrivals}
 torch.manual_seed(0)
-case = Case.random(3, 72, {head_dim}, 150, 70, 2, ragged=True, padding=1)
-for num_splits in (1, 3):
-    case.check(sink_mode="softmax", num_splits=num_splits)
+for heads in (24, 72):
+    case = Case.random(3, heads, {head_dim}, 150, 70, 2, ragged=True, padding=1)
+    for num_splits in (1, 3):
+        case.check(sink_mode="softmax", num_splits=num_splits)
 """
 
 

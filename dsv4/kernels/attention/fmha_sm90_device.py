@@ -88,11 +88,17 @@ def tma_prefetch(tensor_map, coordinates):
     primitives.cp_async_bulk_tensor_prefetch(tensor_map.get_ptr(), coordinates, [])
 
 
-def make_mma(dtype, tile, b_major: OperandMajorMode, is_a_in_registers: bool = False):
+def make_mma(
+    dtype,
+    tile,
+    b_major: OperandMajorMode,
+    is_a_in_registers: bool = False,
+    a_major: OperandMajorMode = OperandMajorMode.K,
+):
     """wgmma of one warpgroup with fp32 accumulators; tile: M, N."""
     source = warpgroup.OperandSource
     a_source = source.RMEM if is_a_in_registers else source.SMEM
-    a_major, warpgroups = OperandMajorMode.K, (1, 1, 1)
+    warpgroups = (1, 1, 1)
     return make_trivial_tiled_mma(
         dtype, dtype, a_major, b_major, cutlass.Float32, warpgroups, tile, a_source
     )

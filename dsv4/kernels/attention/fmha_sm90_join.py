@@ -1,11 +1,9 @@
 """Split-KV on Hopper: the CTAs that share the keys of a head tile join their partial rows.
 
 Every CTA of a group (token, head tile, share of its columns) writes its accumulators in 16 bits
-(`fmha_sm90_partials`) and its row statistics to the workspace, arrives at the group's counter,
-waits for the others, and then joins its share of the rows, always in split order: the result does
-not depend on who joins what. Nobody has to wait: a CTA whose patience ends leaves its share to the
-last one to arrive. So the kernel needs no CTA to run beside another one, whatever else the GPU
-does.
+(`fmha_sm90_partials`) and its row statistics to the workspace, meets the others
+(`fmha_sm90_meeting`), and then joins its share of the rows, always in split order: the result does
+not depend on who joins what.
 
 Workspace, in words of 32 bits; `counter_words` says where the groups begin:
 
@@ -26,15 +24,13 @@ from dsv4.kernels.attention.fmha_sm90_device import (
     store_rows,
     tree,
 )
+from dsv4.kernels.attention.fmha_sm90_meeting import Meeting
 from dsv4.kernels.attention.fmha_sm90_partials import store_piece
 from dsv4.kernels.attention.fmha_workspace import MAX_SPLITS, counter_words, join_sizes
 from dsv4.kernels.attention.softmax import exp2, quad_max, quad_sum
 
 STATS = 2  # reference and sum of a row
 UNIT_WORDS = 128  # of a split's 16 rows and 16 columns
-# Reads of the counter, 0.4 us each, before a CTA leaves its share to the last one.
-PATIENCE = 256
-ARRIVAL = 32  # first bit of the arrivals in a counter
 
 
 class Tiling(NamedTuple):
@@ -145,7 +141,7 @@ class Member(NamedTuple):
     start: cutlass.Int64  # of the group, in words
 
 
-class SplitJoin:
+class SplitJoin(Meeting):
     """Partial rows of one kernel configuration: how they are left, and how they are joined."""
 
     def __init__(self, head_dim: int, num_query_heads: int, sink_mode: str, piece_dim: int):
@@ -203,61 +199,6 @@ class SplitJoin:
                         target = self._scales(*place)
                         for r in cutlass.range_constexpr(2):
                             target[8 * r] = scales[r]
-
-    @cute.jit
-    def generation(self, workspace, member, half, thread):
-        """What `arrive` compares with, read before it: thread 0's alone has a meaning."""
-        before = cutlass.Int64(0)
-        if thread == 0:
-            counter = self._counter(workspace, member, half)
-            before = cute.arch.load(counter, cutlass.Int64, sem="relaxed", scope="gpu")
-        return before
-
-    @cute.jit
-    def arrive(self, workspace, tiling, member, half, before, shares: cute.Tensor, thread):
-        """Say that this CTA's half is there, and wait for the other splits.
-
-        Returns the shares of the half that the calling warpgroup must join, one bit each: usually
-        its own alone. `shares` is the warpgroup's word in shared memory.
-
-        The counter holds a generation (bit 63), arrivals (bits 32..62) and abandoned shares (bits
-        0..31). The arrivals of a group add up to 2^31, which flips the generation and leaves 0 for
-        the next launch, whatever its number of splits. A share abandoned before the flip is there
-        for all who see the flip, and the last to arrive always does; who clears its bit joins it.
-
-        Order: the barrier puts the stores of all threads before the atomic of one, whose release at
-        GPU scope is cumulative. Read-modify-writes continue a release sequence, so an acquire that
-        reads the flip synchronises with all arrivals; the second barrier extends that to the
-        warpgroup. All accesses are of the generic proxy.
-        """
-        cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
-        if thread == 0:
-            counter = self._counter(workspace, member, half)
-            first = cutlass.Int32(2**31 - 1) - (tiling.num_splits - 2)
-            arrivals = cutlass.select_(member.split == 0, first, cutlass.Int32(1))
-            arrival = cutlass.Int64(arrivals) << ARRIVAL
-            cute.arch.red(counter, arrival, op="add", dtype="u64", sem="release", scope="gpu")
-
-            # With work items left to start, some may be what the others wait for: go on at once.
-            is_one_round = tiling.works <= cute.arch.grid_dim()[0]
-            reads = cutlass.select_(is_one_round, cutlass.Int32(0), cutlass.Int32(PATIENCE))
-            now = before
-            while reads < PATIENCE and now ^ before >= 0:
-                now = cute.arch.load(counter, cutlass.Int64, sem="acquire", scope="gpu")
-                reads += 1
-            taken = cutlass.Int32(1) << member.split
-            if now ^ before >= 0:
-                mine = cutlass.Int64(cutlass.Uint32(taken))
-                now = mine | cute.arch.atomic_or(counter, mine, sem="acq_rel", scope="gpu")
-                taken = cutlass.Int32(0)
-            abandoned = cutlass.Int32(now)
-            if now ^ before < 0 and abandoned != 0:
-                rest = ~cutlass.Int64(cutlass.Uint32(abandoned))
-                found = cute.arch.atomic_and(counter, rest, sem="relaxed", scope="gpu")
-                taken |= cutlass.Int32(found) & abandoned
-            shares[half] = taken
-        cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
-        return shares[half]
 
     # ---- the join ----
 
@@ -409,10 +350,6 @@ class SplitJoin:
         return factors, tops, totals
 
     # ---- the workspace ----
-
-    def _counter(self, workspace, member, half) -> cute.Pointer:
-        address = (workspace.iterator + cutlass.Int64(member.group * 4 + half * 2)).toint()
-        return cute.make_ptr(cutlass.Int64, address, cute.AddressSpace.gmem, assumed_align=8)
 
     def _accumulators(self, workspace, tiling, member, half, block, unit) -> cute.Tensor:
         """[8, lane, split] of 16 rows and 16 columns."""

@@ -3,6 +3,8 @@
 # fp32 words beside each partial row of head_dim words, at most. A row in 16 bits takes less.
 STATS = 4
 MAX_SPLITS = 32  # one lane, or one bit, each
+# Query heads up to which Hopper has a kernel of its own.
+MOST_FEW_HEADS = 24
 # Sizes of the pieces that a warp of the Hopper kernel joins at a time, 8-column groups of 16 rows,
 # and for how many splits: the loads of a piece are all under way together, and fill the registers
 # that the accumulators have left.

@@ -1,0 +1,69 @@
+"""Shared memory of the Hopper kernel for few heads: what is in it, and how its roles see it."""
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.memory import SmemAllocator
+
+from dsv4.kernels.attention.fmha_sm90_device import frozen
+from dsv4.kernels.attention.fmha_sm90_lengths import WORK_WORDS
+
+
+def storage_type(kernel):
+    """The struct of everything that a kernel of this configuration keeps in shared memory."""
+    heads, keys = kernel.heads, kernel.keys
+    kv_ring = kernel.slots * keys * kernel.part_dim
+
+    @cute.struct
+    class Storage:
+        kv: cute.struct.Align[cute.struct.MemRange[kernel.dtype, kv_ring], 1024]
+        q: cute.struct.Align[cute.struct.MemRange[kernel.dtype, heads * kernel.head_dim], 1024]
+        p: cute.struct.Align[cute.struct.MemRange[kernel.dtype, heads * keys], 1024]
+        # What the warps tell each other of each head.
+        board: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, heads * 4], 16]
+        sinks: cute.struct.MemRange[cutlass.Float32, heads]
+        # Where the keys of the work item are.
+        work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORK_WORDS], 16]
+        shares: cute.struct.MemRange[cutlass.Int32, 1]
+        q_full: cute.struct.MemRange[cutlass.Int64, 1]
+        q_empty: cute.struct.MemRange[cutlass.Int64, 1]
+        work_full: cute.struct.MemRange[cutlass.Int64, 1]
+        work_empty: cute.struct.MemRange[cutlass.Int64, 1]
+        # The ring holds parts of the columns: the products with V free one after the other.
+        kv_full: cute.struct.MemRange[cutlass.Int64, kernel.slots]
+        kv_empty: cute.struct.MemRange[cutlass.Int64, kernel.slots]
+
+    return Storage
+
+
+def shared_views(kernel):
+    """Allocate the storage; its tensors, as the roles see them, and its barriers."""
+    storage = SmemAllocator().allocate(kernel.storage)
+    kinds = warpgroup.SmemLayoutAtomKind
+    k_major = warpgroup.make_smem_layout_atom(kinds.K_SW128, kernel.dtype)
+    mn_major = warpgroup.make_smem_layout_atom(kinds.MN_SW128, kernel.dtype)
+    parts, part_dim = kernel.parts, kernel.part_dim
+    q = cute.tile_to_shape(k_major, (kernel.heads, part_dim, parts), order=(0, 1, 2))
+    k = cute.tile_to_shape(k_major, (kernel.keys, part_dim, kernel.slots), order=(0, 1, 2))
+    # The same bytes as K, seen as the transposed tiles that the PV products read.
+    v_shape = (kernel.tile, kernel.keys, kernel.slots * kernel.part_tiles)
+    v = cute.tile_to_shape(mn_major, v_shape, order=(1, 0, 2))
+    p = cute.tile_to_shape(k_major, (kernel.heads, kernel.keys), order=(0, 1))
+    return frozen(
+        q=storage.q.get_tensor(q.outer, swizzle=q.inner),
+        k=storage.kv.get_tensor(k.outer, swizzle=k.inner),
+        v=storage.kv.get_tensor(v.outer, swizzle=v.inner),
+        p=storage.p.get_tensor(p.outer, swizzle=p.inner),
+        q_raw=storage.q.data_ptr(),
+        kv_raw=storage.kv.data_ptr(),
+        board=storage.board.get_tensor(cute.make_layout((kernel.heads, 4))),
+        sinks=storage.sinks.get_tensor(cute.make_layout(kernel.heads)),
+        work=storage.work.get_tensor(cute.make_layout(WORK_WORDS)),
+        shares=storage.shares.get_tensor(cute.make_layout(1)),
+        q_full=storage.q_full.data_ptr(),
+        q_empty=storage.q_empty.data_ptr(),
+        work_full=storage.work_full.data_ptr(),
+        work_empty=storage.work_empty.data_ptr(),
+        kv_full=storage.kv_full.data_ptr(),
+        kv_empty=storage.kv_empty.data_ptr(),
+    )
