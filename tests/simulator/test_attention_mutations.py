@@ -31,6 +31,8 @@ CASE = Case(
 SINGLE_CASE = replace(CASE, softmax_scale=0.5)
 # The ring goes on from token to token: fewer tiles of each turn it as far.
 PAIR_CASE = replace(CASE, head_dim=512, top_k=200, window_rows=128, softmax_scale=0.125)
+# Few heads have a kernel of their own: two parts of columns, more blocks than its ring holds.
+FEW_CASE = replace(CASE, heads=24, head_dim=128)
 SAMPLE = 2
 
 
@@ -48,6 +50,7 @@ KERNELS = {
     "single": Kernel("fmha", "sm_100a", SINGLE_CASE, (1, 9)),
     "pair": Kernel("fmha", "sm_100a", PAIR_CASE, (1, 2)),
     "hopper": Kernel("fmha_sm90", "sm_90a", CASE, (1, 9)),
+    "few": Kernel("fmha_sm90", "sm_90a", FEW_CASE, (1, 9)),
 }
 
 # What is not missed, by instruction and the kernel's function: how many of them, and why.
@@ -154,6 +157,24 @@ REDUNDANT = {
             "the whole warpgroup has waited for",
         ),
     },
+    "few": {
+        ("griddepcontrol.launch_dependents", "load"): (1, LAUNCH),
+        ("griddepcontrol.wait", "load"): (1, LAUNCHES_IN_ORDER),
+        ("mbarrier.try_wait", "compute"): (1, "the first one: " + LAUNCHES_IN_ORDER),
+        ("cp.async", "tma_prefetch"): (5, "a hint, which moves nothing but lines of L2"),
+        ("mbarrier.try_wait", "load"): (
+            1,
+            "where the keys are: Q, which is waited for before it, is freed after these words are "
+            "read for the last time",
+        ),
+        ("fence.proxy", "zero_rows"): (2, "V: the fence after P, before the same barrier, follows"),
+        ("bar.warp", "_release"): (
+            7,
+            "nobody has read the two parts that a wrong guess fetched, or Q of a token without "
+            "keys; Q and V were read by products, which the whole warpgroup has waited for; where "
+            "the keys are was read before a barrier that all lanes take part in",
+        ),
+    },
 }
 
 
@@ -231,7 +252,9 @@ def _function_of(ins: Instruction) -> str:
     return names[-1] if names else ""
 
 
-@pytest.mark.parametrize("name", ["single", "pair", pytest.param("hopper", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["single", "pair", "few", pytest.param("hopper", marks=pytest.mark.slow)]
+)
 def test_some_deletions_are_noticed(name, seed):
     compiled, runs = kernel(name)
     instructions = sync_instructions(compiled.artifacts.PTX)
