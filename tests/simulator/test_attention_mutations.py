@@ -33,6 +33,8 @@ SINGLE_CASE = replace(CASE, softmax_scale=0.5)
 PAIR_CASE = replace(CASE, head_dim=512, top_k=200, window_rows=128, softmax_scale=0.125)
 # Few heads have a kernel of their own: two parts of columns, more blocks than its ring holds.
 FEW_CASE = replace(CASE, heads=24, head_dim=128)
+# CTAs have work to do after a token without keys.
+HOPPER_CASE = replace(CASE, requests=((0, 2), (-1, 1), (1, 2)))
 SAMPLE = 2
 
 
@@ -49,7 +51,7 @@ class Kernel:
 KERNELS = {
     "single": Kernel("fmha", "sm_100a", SINGLE_CASE, (1, 9)),
     "pair": Kernel("fmha", "sm_100a", PAIR_CASE, (1, 2)),
-    "hopper": Kernel("fmha_sm90", "sm_90a", CASE, (1, 9)),
+    "hopper": Kernel("fmha_sm90", "sm_90a", HOPPER_CASE, (1, 2, 9)),
     "few": Kernel("fmha_sm90", "sm_90a", FEW_CASE, (1, 9)),
 }
 
@@ -64,6 +66,7 @@ USED_BEFORE_WAIT = (
     "tolerated: the compiler moves uses of the registers before the wait, which the unchanged "
     "kernel is warned of"
 )
+UNSHARED = "shared columns without splits, which no launch here has"
 REDUNDANT = {
     "single": {
         ("griddepcontrol.launch_dependents", "load_warp"): (1, LAUNCH),
@@ -124,38 +127,42 @@ REDUNDANT = {
         ),
         ("bar.sync", "kernel"): (1, "the combine's: two splits are one group, it sums alone"),
     },
+    # Two kernels: without splits, and with splits or shared columns.
     "hopper": {
-        ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
-        ("griddepcontrol.wait", "load"): (1, LAUNCHES_IN_ORDER),
-        ("griddepcontrol.wait", "find_keys"): (1, LAUNCHES_IN_ORDER),
-        ("cp.async", "tma_prefetch"): (6, "a hint, which moves nothing but lines of L2"),
-        ("mbarrier.test_wait", "_has_landed"): (2, "a hint when PV may go: the waits follow"),
-        ("wgmma.commit_group", "_issue_scores"): (1, "with the next wait_group: when PV may go"),
+        ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
+        ("griddepcontrol.wait", "load"): (2, LAUNCHES_IN_ORDER),
+        ("griddepcontrol.wait", "find_keys"): (2, LAUNCHES_IN_ORDER),
+        ("cp.async", "tma_prefetch"): (12, "a hint, which moves nothing but lines of L2"),
+        ("mbarrier.test_wait", "_has_landed"): (2, "a hint when PV may go: the wait follows"),
+        ("wgmma.commit_group", "_issue_scores"): (2, "with the next wait_group: when PV may go"),
         ("wgmma.wait_group", "_multiply_keys"): (
-            1,
+            2,
             "PV may go a little later; all is waited for after it",
         ),
         ("wgmma.commit_group", "_multiply_values"): (
-            3,
-            "all products are then of the last group, which is waited for; these are for the wait "
-            "before it, which is not missed itself",
+            6,
+            "all products are then of the last group, which is waited for; these are for the waits "
+            "before it, which are not missed themselves",
         ),
         ("wgmma.wait_group", "_multiply_values"): (
-            1,
+            4,
             "when a part of P may take another's place: in PTX it has registers of its own, so "
-            "nothing is rewritten; ptxas, which places them, goes by the waits",
+            "nothing is rewritten; ptxas, which places them, goes by the waits; and when the other "
+            "warpgroup may go",
         ),
         ("mbarrier.try_wait", "_multiply_blocks"): (
-            2,
+            6,
             "V: P of a block was made from its scores, whose warpgroup waited for the same rows; "
-            "and PV's turn, which only keeps it out of QK's way",
+            "and the turns of PV (2), which only keep it out of the way of other products",
         ),
         ("bar.warp", "_release"): (
-            8,
-            "nobody has read the two halves of a block that a wrong guess fetched; PV's turn (3) "
-            "hands nothing over; what was read of Q (2) and of V (1) was read by products, which "
-            "the whole warpgroup has waited for",
+            21,
+            "nobody has read the two halves of a block that a wrong guess fetched; PV's turns (5) "
+            "hand nothing over; what was read of Q (2) and of V (1) was read by products, which "
+            "the whole warpgroup has waited for; one more as the next two",
         ),
+        ("mbarrier.try_wait", "output"): (1, UNSHARED),
+        ("mbarrier.arrive", "_release"): (1, UNSHARED),
     },
     "few": {
         ("griddepcontrol.launch_dependents", "load"): (1, LAUNCH),
