@@ -270,8 +270,8 @@ def test_a_cta_that_loses_patience(seed, schedule, heads, monkeypatch) -> None:
 def test_partial_rows_of_any_magnitude(seed, head_dim, magnitude) -> None:
     """Splits pass through the workspace in 16 bits: what shares a scale is right to the largest's
     rounding, and what does not is independent."""
-    config = FmhaConfig(head_dim, 8, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, 8, head_dim, 300, 100, 2, ragged=True, device="cpu")
+    config = FmhaConfig(head_dim, 40, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, 40, head_dim, 300, 100, 2, ragged=True, device="cpu")
     factors = {
         "tiny": torch.full((head_dim,), 2.0**-100),
         "huge": torch.full((head_dim,), 2.0**100),
@@ -286,8 +286,8 @@ def test_partial_rows_of_any_magnitude(seed, head_dim, magnitude) -> None:
 
 def test_partial_rows_of_different_magnitudes(seed) -> None:
     """Every split is as large as its keys; the sum is as right as the largest."""
-    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, 8, 64, 320, 64, 2, device="cpu")
+    config = FmhaConfig(64, 40, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, 40, 64, 320, 64, 2, device="cpu")
     case.q.zero_()  # equal weights
     magnitudes = (2.0 ** torch.randint(-30, 31, (2, 5))).repeat_interleave(64, 1)
     case.compressed_kv *= magnitudes[..., None]
@@ -300,8 +300,8 @@ def test_partial_rows_of_different_magnitudes(seed) -> None:
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_a_column_that_overflows_leaves_the_others_alone(seed, num_splits) -> None:
-    config = FmhaConfig(64, 8, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, 8, 64, 300, 100, 2, device="cpu")
+    config = FmhaConfig(64, 40, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, 40, 64, 300, 100, 2, device="cpu")
     case.q[..., 5] = 0
     for keys in (case.compressed_kv, case.swa_kv):
         keys[..., 5] = 0
