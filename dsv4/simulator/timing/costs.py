@@ -44,6 +44,7 @@ class Segment:
         length: cycles until the last one issues, if every register they start from is ready.
         uses: earliest cycle at which each such register is needed.
         results: cycle at which each register is ready, for those ready after `length`.
+        copies: registers that copy some it starts from: theirs is the time when they are ready.
     """
 
     issue: int
@@ -51,6 +52,7 @@ class Segment:
     length: float
     uses: dict[str, float]
     results: dict[str, float]
+    copies: dict[str, tuple[str, ...]]
 
 
 def _is_free(ins: Instruction) -> bool:
@@ -124,22 +126,33 @@ def make_segment(entry: Entry, start: int, stop: int, machine: Machine) -> Segme
     pipes: dict[str, float] = {}
     uses: dict[str, float] = {}
     ready: dict[str, float] = {}
+    copies: dict[str, tuple[str, ...]] = {}
     for ins in entry.instructions[start:stop]:
         cost = cost_of(ins, machine)
         targets, sources = targets_and_sources(ins, entry)
-        begin = 0.0
-        for register in sources:
-            if register in ready:
-                begin = max(begin, ready[register])
-        for register in sources:
-            if register not in ready:
-                uses[register] = min(uses.get(register, begin), begin)
+        inside = [register for register in sources if register in ready]
+        outside = [
+            origin
+            for register in sources
+            if register not in ready
+            for origin in copies.get(register, (register,))
+        ]
+        if ins.parts[0] == "mov" and outside and not inside and not ins.guard:
+            # Another name: nothing waits for the value here.
+            for register in targets:
+                ready.pop(register, None)
+                copies[register] = tuple(outside)
+            continue
+        begin = max((ready[register] for register in inside), default=0.0)
+        for register in outside:
+            uses[register] = min(uses.get(register, begin), begin)
         for register in targets:
             ready[register] = begin + cost.latency
+            copies.pop(register, None)
         issue += cost.issue
         if cost.pipe:
             pipes[cost.pipe] = pipes.get(cost.pipe, 0.0) + cost.cycles
         length = max(length, begin + cost.issue)
     length = max(length, issue)
     results = {register: t for register, t in ready.items() if t > length}
-    return Segment(issue, pipes, length, uses, results)
+    return Segment(issue, pipes, length, uses, results, copies)

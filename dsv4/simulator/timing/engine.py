@@ -186,7 +186,11 @@ class Replay:
                 begin = max(begin, warp.late[register] - segment.uses[register])
             if begin > warp.time:
                 self._waited(warp, "registers", begin)
-            warp.late = {r: t for r, t in warp.late.items() if t > begin}
+            copies = {
+                register: max(warp.late.get(origin, begin) for origin in origins)
+                for register, origins in segment.copies.items()
+            }
+            warp.late = {r: t for r, t in (warp.late | copies).items() if t > begin}
         for register, offset in segment.results.items():
             warp.late[register] = warp.time + offset
         warp.segment, warp.part = segment, max(1, -(-segment.issue // QUANTUM))

@@ -123,3 +123,27 @@ st.global.b32 [%at+4], %value;
 ret;
 }}
 """
+
+
+def copied_loads_kernel(count: int, copies: str) -> str:
+    """A warp that loads `count` words, 128 bytes apart, and adds them when all are under way.
+
+    `copies` is what follows each load: it makes %c{i} of the loaded %v{i}.
+    """
+    loads = "\n".join(
+        f"ld.global.b32 %v{i}, [%at+{128 * i}];\n{copies.format(i=i)}" for i in range(count)
+    )
+    sums = "\n".join(f"add.u32 %c0, %c0, %c{i};" for i in range(1, count))
+    return f"""{_HEAD}
+.visible .entry copied(.param .u64 words)
+.reqntid 32
+{{
+.reg .b32 %v<{count}>, %c<{count}>;
+.reg .b64 %at;
+ld.param.u64 %at, [words];
+{loads}
+{sums}
+st.global.b32 [%at], %c0;
+ret;
+}}
+"""

@@ -15,6 +15,7 @@ from dsv4.simulator.timing.trace import LaunchTrace
 from tests.simulator.timing.kernels import (
     arithmetic_kernel,
     bulk_load_kernel,
+    copied_loads_kernel,
     flag_kernel,
     streaming_kernel,
 )
@@ -190,6 +191,22 @@ def test_a_flag_costs_more_than_a_load():
 
     difference = cycles("ld.acquire.gpu.global.b32") - cycles("ld.global.b32")
     assert difference == pytest.approx(H200.flag_latency - H200.global_latency, rel=0.05)
+
+
+def test_nothing_waits_to_copy_a_register():
+    """The machine code has no such copies: loads beside them are under way together."""
+    words = torch.zeros(8 * 32, dtype=torch.int32)
+
+    def cycles(count: int, copies: str) -> float:
+        kernel = copied_loads_kernel(count, copies)
+        simulation = single_launch(
+            kernel, "copied", grid=(1, 1, 1), block=(32, 1, 1), params=(words,)
+        )
+        return predict(simulation, words).launches[0].cycles
+
+    copy, use = "mov.b32 %c{i}, %v{i};", "add.u32 %c{i}, %v{i}, 1;"
+    assert cycles(8, copy) - cycles(1, copy) < 0.5 * H200.global_latency
+    assert cycles(8, use) - cycles(1, use) > 6.5 * H200.global_latency
 
 
 def test_a_wave_more_takes_a_wave_longer():
