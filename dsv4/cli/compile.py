@@ -103,6 +103,7 @@ def _print(outcomes: list[Outcome], report: bool) -> None:
         for kernel in outcome.kernels:
             spilled = kernel.spill_stores + kernel.spill_loads
             details = (kernel.registers, f"{spilled} B", f"{kernel.shared_memory} B")
-            table.add_row(*row, kernel.name, *(str(value) for value in details))
+            name = f"{kernel.name}, wgmma serialised" if kernel.serialized else kernel.name
+            table.add_row(*row, name, *(str(value) for value in details))
             row = [""] * len(row)
     Console().print(table)

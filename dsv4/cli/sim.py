@@ -192,7 +192,7 @@ def _kernel_row(
     compiled: CompiledKernel, launch: LaunchReport, modelled: LaunchPrediction
 ) -> dict[str, object]:
     """What is known about one launch; None where the compiler said nothing."""
-    found = [r for r in compiled.reports if f"{r.name}_object_at" in launch.kernel]
+    found = [r for r in compiled.reports if r.entry == launch.kernel]
     said = found[0] if found else None
     return {
         "kernel": said.name if said else launch.kernel,

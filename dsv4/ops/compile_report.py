@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Options and settings that make the compiler say it.
 REMARKS = "remarks{ptx}"
@@ -11,6 +11,8 @@ KEEP_IR = {"CUTE_DSL_KEEP": "ir"}  # together with CUTE_DSL_DUMP_DIR
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+# Products whose registers the compiler cannot follow wait for each other: twice the time.
+_SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized .*?function '(\w+)'")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _ALIAS = re.compile(r"^(!\w+) = (!cute\.memref<.*>)$", re.MULTILINE)
 _KERNEL = re.compile(r"cuda\.kernel @(\w+)\(")
@@ -21,7 +23,12 @@ _CLASS = re.compile(r"([A-Z][A-Za-z0-9]*)_object_at")
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One GPU kernel of a compiled runner; sizes in bytes, registers per thread at launch."""
+    """One GPU kernel of a compiled runner; sizes in bytes, registers per thread at launch.
+
+    Attributes:
+        serialized: whether wgmma products that could overlap wait for each other.
+        entry: the kernel's name in the machine code.
+    """
 
     name: str
     registers: int
@@ -29,6 +36,8 @@ class KernelReport:
     spill_stores: int
     spill_loads: int
     shared_memory: int
+    serialized: bool = False
+    entry: str = field(default="", compare=False)
 
 
 def kernel_reports(remarks: str, ir: str) -> list[KernelReport]:
@@ -41,6 +50,7 @@ def kernel_reports(remarks: str, ir: str) -> list[KernelReport]:
     # A kernel that spills is reported in a paragraph, wrapped in the middle of what we look for.
     remarks = " ".join(remarks.split())
     shared = _shared_memory(ir)
+    serialized = set(_SERIALIZED.findall(remarks))
     starts = list(_ENTRY.finditer(remarks))
     ends = [start.start() for start in starts[1:]] + [len(remarks)]
     reports = []
@@ -57,6 +67,8 @@ def kernel_reports(remarks: str, ir: str) -> list[KernelReport]:
                 spill_stores=stores,
                 spill_loads=loads,
                 shared_memory=shared.get(name, 0),
+                serialized=name in serialized,
+                entry=name,
             )
         )
     return reports

@@ -22,7 +22,11 @@ needs_compiler = pytest.mark.skipif(
 )
 
 REMARKS = """
-remark[ptxas info]: ptxas output: ptxas info    : 0 bytes gmem
+remark[ptxas info]: ptxas output: ptxas info    : (C7519) warpgroup.arrive is injected in around \
+line 1041 by compiler to allow use of registers in GMMA in function 'kernel_cutlass_Combine_1'
+ptxas info    : (C7520) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+due to divergent path in the function 'kernel_cutlass_scale_0'
+ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'kernel_cutlass_Combine_object_at__x_1' for 'sm_90a'
 ptxas info    : Function properties for kernel_cutlass_Combine_object_at__x_1
 ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
@@ -49,7 +53,7 @@ IR = """
 def test_report_is_read() -> None:
     assert kernel_reports(REMARKS, IR) == [
         KernelReport("Combine", 43, 0, 0, 0, 0),
-        KernelReport("kernel_cutlass_scale_0", 168, 16, 8, 12, 232448 + 64),
+        KernelReport("kernel_cutlass_scale_0", 168, 16, 8, 12, 232448 + 64, serialized=True),
     ]
     assert kernel_reports("nothing of interest", "") == []
 
@@ -88,7 +92,7 @@ def test_command_reports(
         assert (jobs, report) == (3, True)
         labels = [label for label, _ in keys]
         assert len(labels) == len(set(labels)) == 20
-        kernel = KernelReport("FmhaKernelSm90", 168, 0, 4, 8, 231000)
+        kernel = KernelReport("FmhaKernelSm90", 168, 0, 4, 8, 231000, serialized=True)
         yield Outcome(labels[1], 2.0, error="ValueError: out of tensor memory")
         yield Outcome(labels[0], 1.0, kernels=(kernel,))
 
@@ -96,7 +100,7 @@ def test_command_reports(
     arguments = ("--arch", "sm_90a", "--arch", "sm_100a", "--report", "--jobs", "3")
     assert command.run(parse(*arguments)) == 1
     printed = capsys.readouterr()
-    assert "FmhaKernelSm90" in printed.out
+    assert "FmhaKernelSm90, wgmma serialised" in printed.out
     assert "168" in printed.out and "12 B" in printed.out and "231000 B" in printed.out
     assert f"1 of 2 runners are in {tmp_path}" in printed.out
     assert "dsv4 compile: sm_90a, 128 heads, causal: ValueError: out of tensor" in printed.err
@@ -149,3 +153,19 @@ def test_kernels_compile_without_spills(
         assert kernel.shared_memory <= 227 * 1024
     (stored,) = tmp_path.rglob("*.o")
     assert stored.name.startswith(kernels_table.KERNELS[arch][0])
+
+
+@needs_compiler
+@pytest.mark.parametrize("heads", [24, pytest.param(128, marks=pytest.mark.slow)])
+def test_hopper_products_overlap(
+    heads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No product waits for one before it, no register is spilled, in any kernel of a runner."""
+    monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
+    key = runner_key(FmhaConfig(512, heads, 128, 1024, sink_mode="softmax"), "sm_90a")
+    (outcome,) = precompile.precompile([("runner", key)], jobs=1, report=True)
+    assert outcome.error == ""
+    # Many heads: launches without splits have a kernel of their own.
+    assert len({kernel.entry for kernel in outcome.kernels}) == (1 if heads == 24 else 2)
+    for kernel in outcome.kernels:
+        assert not kernel.serialized and kernel.spill_stores == 0, kernel
