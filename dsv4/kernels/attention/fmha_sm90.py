@@ -9,8 +9,8 @@ share lengths, the split-KV protocol and the merge:
 - `FmhaManyHeads`: 64 heads of a token in one CTA, heads as the rows of the products.
 
 Either way a block of keys is read from global memory once for both products. With several splits of
-the keys, CTAs meet in the workspace (`fmha_sm90_join`): launches that may run at the same time need
-workspaces of their own.
+the keys, CTAs meet in the workspace (`fmha_sm90_meeting`): launches that may run at the same time
+need workspaces of their own.
 
 The softmax keeps one reference per head that all weights are relative to, so that the final
 division is exact and nothing overflows. The `swa_gate` sink is a bias on one branch's scores:

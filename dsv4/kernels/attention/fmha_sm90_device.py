@@ -15,6 +15,7 @@ from cutlass.utils.hopper_helpers import make_trivial_tiled_mma
 
 from dsv4.kernels.attention.fmha_combine import row_pointer
 
+SMEM_CAPACITY = 232448  # bytes a CTA can have
 SWIZZLE_OF_BYTES = {64: TensorMapSwizzle.s64b, 128: TensorMapSwizzle.s128b}
 
 
@@ -74,6 +75,12 @@ def make_q_map(
         swizzle=SWIZZLE_OF_BYTES[chunk * q.element_type.width // 8],
         l2_promotion=TensorMapL2Promotion.none,
     )
+
+
+def pointer_at(base: cute.Pointer, offset, dtype, align: int = 16) -> cute.Pointer:
+    """A global pointer to `dtype`, so many elements of `base` from it, aligned to so many bytes."""
+    address = (base + offset).toint()
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
 
 
 def tma_load(tensor_map, smem: cute.Pointer, coordinates, barrier: cute.Pointer):
@@ -174,3 +181,8 @@ def store_rows(acc: cute.Tensor, o, scales, token, head, column, lane, heads: cu
             if head + 8 * r < heads:
                 vector = cute.make_tensor(target + group * 8, cute.make_layout(2 * together))
                 cute.autovec_copy(values, vector)
+
+
+def data_pointers(storage, *names: str) -> dict[str, cute.Pointer]:
+    """Pointers to fields of a kernel's shared memory, by name."""
+    return {name: getattr(storage, name).data_ptr() for name in names}

@@ -21,6 +21,7 @@ from cutlass.experimental.primitives import prefetch_tensormap
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
 from dsv4.kernels.attention.fmha_sm90_device import (
+    SMEM_CAPACITY,
     frozen,
     gemm,
     make_mma,
@@ -57,8 +58,6 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     request_divisor,
 )
 from dsv4.kernels.attention.softmax import LOG2_E
-
-SMEM_CAPACITY = 232448
 
 
 class FmhaFewHeads:

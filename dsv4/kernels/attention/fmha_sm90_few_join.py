@@ -14,11 +14,10 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse, row_pointer
-from dsv4.kernels.attention.fmha_sm90_device import quad_transpose, tree
+from dsv4.kernels.attention.fmha_sm90_device import pointer_at, quad_transpose
 from dsv4.kernels.attention.fmha_sm90_few_softmax import PAIR, Heads, over_keys
-from dsv4.kernels.attention.fmha_sm90_meeting import Meeting
+from dsv4.kernels.attention.fmha_sm90_meeting import Meeting, weigh_splits
 from dsv4.kernels.attention.fmha_workspace import MAX_SPLITS, counter_words
-from dsv4.kernels.attention.softmax import exp2
 
 # 16-column units of 8 heads that a warp joins at a time, for up to so many splits: their loads are
 # all under way together.
@@ -181,15 +180,11 @@ class FewHeadsJoin(Meeting):
         reference and the total of both heads."""
         scales, tops, totals = [], [], []
         for c in range(PAIR):
-            splits = range(cute.size(stats, mode=[1]))
-            top = over_keys(cute.arch.fmax, tree(cute.arch.fmax, [stats[0, i, c] for i in splits]))
-            origin = cutlass.select_(top == -cutlass.Float32.inf, cutlass.Float32(0.0), top)
-            total = cutlass.Float32(0.0)
-            for i in splits:
-                weight = exp2(stats[0, i, c] - origin)
-                total += weight * stats[1, i, c]
-                stats[0, i, c] = weight
-            total = over_keys(operator.add, total)
+            top, total = weigh_splits(
+                stats[None, None, c],
+                lambda x: over_keys(cute.arch.fmax, x),
+                lambda x: over_keys(operator.add, x),
+            )
             tops.append(top)
             totals.append(total)
             scales.append(output_scale(top, total, sinks[c], self.is_softmax_sink))
@@ -201,19 +196,15 @@ class FewHeadsJoin(Meeting):
         """[4, lane, split] of a unit."""
         layout = cute.make_layout((4, 32, MAX_SPLITS))
         offset = unit * (tiling.num_splits * UNIT_WORDS)
-        return cute.make_tensor(_at(workspace, member.start + offset, 16), layout)
+        pointer = pointer_at(workspace.iterator, member.start + offset, cutlass.Float32)
+        return cute.make_tensor(pointer, layout)
 
     def _statistics(self, workspace, tiling, member, head) -> cute.Tensor:
         """[reference and sum, split] of a head."""
         layout = cute.make_layout((STATS, MAX_SPLITS))
         offset = tiling.num_splits * (self.num_query_heads * self.head_dim + head * STATS)
-        return cute.make_tensor(_at(workspace, member.start + offset, 8), layout)
-
-
-def _at(workspace: cute.Tensor, offset, align: int) -> cute.Pointer:
-    """A word of the workspace, aligned to so many bytes."""
-    address = (workspace.iterator + offset).toint()
-    return cute.make_ptr(cutlass.Float32, address, cute.AddressSpace.gmem, assumed_align=align)
+        pointer = pointer_at(workspace.iterator, member.start + offset, cutlass.Float32, 8)
+        return cute.make_tensor(pointer, layout)
 
 
 def gate_offset(sink: cutlass.Float32, has_both, is_gate: bool) -> cutlass.Float32:

@@ -16,7 +16,7 @@ from dsv4.kernels.attention.fmha_sm90_device import by_row
 from dsv4.kernels.attention.softmax import LOG2_E, exp2
 
 WARPS = 4
-# Other barriers than those of `SplitJoin.arrive`.
+# Another barrier than those of `Meeting.arrive`.
 MATH_BARRIER = 3
 PAIR = 2  # heads of a thread that are neighbours
 

@@ -5,8 +5,13 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from dsv4.kernels.attention.fmha_sm90_device import frozen
+from dsv4.kernels.attention.fmha_sm90_device import data_pointers, frozen
 from dsv4.kernels.attention.fmha_sm90_lengths import WORK_WORDS
+
+BARRIERS = (
+    "q_full", "q_empty", "work_full", "work_empty",
+    "kv_full", "kv_empty",
+)  # fmt: skip
 
 
 def storage_type(kernel):
@@ -60,10 +65,5 @@ def shared_views(kernel):
         sinks=storage.sinks.get_tensor(cute.make_layout(kernel.heads)),
         work=storage.work.get_tensor(cute.make_layout(WORK_WORDS)),
         shares=storage.shares.get_tensor(cute.make_layout(1)),
-        q_full=storage.q_full.data_ptr(),
-        q_empty=storage.q_empty.data_ptr(),
-        work_full=storage.work_full.data_ptr(),
-        work_empty=storage.work_empty.data_ptr(),
-        kv_full=storage.kv_full.data_ptr(),
-        kv_empty=storage.kv_empty.data_ptr(),
+        **data_pointers(storage, *BARRIERS),
     )

@@ -20,14 +20,11 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
-from dsv4.kernels.attention.fmha_sm90_device import (
-    store_rows,
-    tree,
-)
-from dsv4.kernels.attention.fmha_sm90_meeting import Meeting
+from dsv4.kernels.attention.fmha_sm90_device import pointer_at, store_rows
+from dsv4.kernels.attention.fmha_sm90_meeting import Meeting, weigh_splits
 from dsv4.kernels.attention.fmha_sm90_partials import store_piece
 from dsv4.kernels.attention.fmha_workspace import MAX_SPLITS, counter_words, join_sizes
-from dsv4.kernels.attention.softmax import exp2, quad_max, quad_sum
+from dsv4.kernels.attention.softmax import quad_max, quad_sum
 
 STATS = 2  # reference and sum of a row
 UNIT_WORDS = 128  # of a split's 16 rows and 16 columns
@@ -317,7 +314,7 @@ class SplitJoin(Meeting):
         source_scales = self._scales(workspace, tiling, member, part, row, first)
         step = 4 * tiling.tile_heads
         for i in cutlass.range_constexpr(most_splits // 4):
-            from_stats = _at(source, i * STATS * step, cutlass.Float32, 8)
+            from_stats = pointer_at(source, i * STATS * step, cutlass.Float32, 8)
             from_scales = source_scales + i * step
             for r in cutlass.range_constexpr(2):
                 stats[0, i, r], stats[1, i, r] = -cutlass.Float32.inf, cutlass.Float32(0.0)
@@ -330,20 +327,16 @@ class SplitJoin(Meeting):
     def _weigh(self, stats: cute.Tensor, scales: cute.Tensor, sinks: cute.Tensor, no_bits):
         """Replace the references [0, splits / 4, row] by what stored values are to be multiplied
         by; returns the output scale, the reference and the total of both rows."""
+
+        def top_of_quad(x):
+            top = cute.make_rmem_tensor(1, cutlass.Float32)
+            top[0] = x
+            cute.recast_tensor(top, cutlass.Int32)[0] |= no_bits
+            return quad_max(top[0])
+
         factors, tops, totals = [], [], []
         for r in range(2):
-            splits = range(cute.size(stats, mode=[1]))
-            top = cute.make_rmem_tensor(1, cutlass.Float32)
-            top[0] = tree(cute.arch.fmax, [stats[0, i, r] for i in splits])
-            cute.recast_tensor(top, cutlass.Int32)[0] |= no_bits
-            top = quad_max(top[0])
-            origin = cutlass.select_(top == -cutlass.Float32.inf, cutlass.Float32(0.0), top)
-            total = cutlass.Float32(0.0)
-            for i in splits:
-                weight = exp2(stats[0, i, r] - origin)
-                total += weight * stats[1, i, r]
-                stats[0, i, r] = weight * scales[i, r]
-            total = quad_sum(total)
+            top, total = weigh_splits(stats[None, None, r], top_of_quad, quad_sum, scales[None, r])
             tops.append(top)
             totals.append(total)
             factors.append(output_scale(top, total, sinks[r], self.is_softmax_sink))
@@ -357,27 +350,21 @@ class SplitJoin(Meeting):
         units = tiling.of_share(self.column_groups // 2)
         offset = (blocks * units + unit) * (tiling.num_splits * UNIT_WORDS)
         layout = cute.make_layout((8, 32, MAX_SPLITS))
-        pointer = _at(workspace.iterator, member.start + offset, cutlass.Float16)
+        pointer = pointer_at(workspace.iterator, member.start + offset, cutlass.Float16)
         return cute.make_tensor(pointer, layout)
 
     def _statistics(self, workspace, tiling, member, row, split) -> cute.Pointer:
         """Reference and sum of a row of a split; the next rows' follow."""
         rows = tiling.num_splits * tiling.tile_heads * tiling.of_share(self.head_dim // 2)
         offset = rows + (split * tiling.tile_heads + row) * STATS
-        return _at(workspace.iterator, member.start + offset, cutlass.Float32, 8)
+        return pointer_at(workspace.iterator, member.start + offset, cutlass.Float32, 8)
 
     def _scales(self, workspace, tiling, member, part, row, split) -> cute.Pointer:
         """Scale of a part of a row of a split; the next rows' follow."""
         rows = tiling.num_splits * tiling.tile_heads
         offset = rows * (tiling.of_share(self.head_dim // 2) + STATS + part)
         offset += split * tiling.tile_heads + row
-        return _at(workspace.iterator, member.start + offset, cutlass.Float32, 4)
-
-
-def _at(pointer: cute.Pointer, offset, dtype, align: int = 16) -> cute.Pointer:
-    """A pointer to `dtype`, so many words from `pointer` and aligned to so many bytes."""
-    address = (pointer + offset).toint()
-    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+        return pointer_at(workspace.iterator, member.start + offset, cutlass.Float32, 4)
 
 
 def _zero_after(values: cute.Tensor, zero):

@@ -19,10 +19,6 @@ free, and outputs or partial rows written, sooner.
 The softmax keeps a stale reference per row instead of the running maximum: P = 2^(s - ref), and
 ref moves only when a block exceeds it by more than 2^8; then the accumulators are rescaled. All
 weights stay relative to one reference, so the final division is exact and nothing overflows.
-
-The `swa_gate` sink is a bias on one branch's scores: -max(sink, 0) on compressed scores,
-min(sink, 0) on window scores. The branch with the larger weight keeps bias 0, which makes sinks of
-any size, infinities included, exact.
 """
 
 import cutlass
@@ -34,6 +30,7 @@ from cutlass.experimental.primitives import prefetch_tensormap
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
 from dsv4.kernels.attention.fmha_sm90_device import (
+    SMEM_CAPACITY,
     by_row,
     gemm,
     make_mma,
@@ -66,7 +63,6 @@ from dsv4.kernels.attention.fmha_sm90_storage import shared_views, storage_type
 from dsv4.kernels.attention.mask import mask_tail
 from dsv4.kernels.attention.softmax import LOG2_E, quad_sum
 
-SMEM_CAPACITY = 232448
 REGISTERS_PER_SM = 65536
 # K steps of P that fit the registers of an output thread: the last one takes the first one's place.
 P_PLACES = 3

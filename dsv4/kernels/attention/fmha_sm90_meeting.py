@@ -8,6 +8,9 @@ beside another one, whatever else the GPU does.
 import cutlass
 from cutlass import cute
 
+from dsv4.kernels.attention.fmha_sm90_device import pointer_at, tree
+from dsv4.kernels.attention.softmax import exp2
+
 # Reads of the counter, 0.4 us each, before a CTA leaves its share to the last one.
 PATIENCE = 256
 ARRIVAL = 32  # first bit of the arrivals in a counter
@@ -73,5 +76,27 @@ class Meeting:
         return shares[half]
 
     def _counter(self, workspace, member, half) -> cute.Pointer:
-        address = (workspace.iterator + cutlass.Int64(member.group * 4 + half * 2)).toint()
-        return cute.make_ptr(cutlass.Int64, address, cute.AddressSpace.gmem, assumed_align=8)
+        offset = cutlass.Int64(member.group * 4 + half * 2)
+        return pointer_at(workspace.iterator, offset, cutlass.Int64, 8)
+
+
+def weigh_splits(stats: cute.Tensor, top_of_lanes, sum_of_lanes, scales=None):
+    """Weights of splits whose statistics several lanes hold, some each.
+
+    Args:
+        stats: [2, splits of this lane] references and sums; the references become weights.
+        top_of_lanes, sum_of_lanes: reduce a value over these lanes.
+        scales: [splits of this lane] of the stored values, a part of their weights.
+
+    Returns:
+        The reference that all weights are relative to, and the total of the weighted sums.
+    """
+    splits = range(cute.size(stats, mode=[1]))
+    top = top_of_lanes(tree(cute.arch.fmax, [stats[0, i] for i in splits]))
+    origin = cutlass.select_(top == -cutlass.Float32.inf, cutlass.Float32(0.0), top)
+    total = cutlass.Float32(0.0)
+    for i in splits:
+        weight = exp2(stats[0, i] - origin)
+        total += weight * stats[1, i]
+        stats[0, i] = weight if scales is None else weight * scales[i]
+    return top, sum_of_lanes(total)

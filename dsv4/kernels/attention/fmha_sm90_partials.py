@@ -10,7 +10,7 @@ and NaN remain what they are, and leave the other elements alone.
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.fmha_sm90_device import by_row, tree
+from dsv4.kernels.attention.fmha_sm90_device import by_row, pointer_at, tree
 from dsv4.kernels.attention.fmha_sm90_fragments import scale_rows
 from dsv4.kernels.attention.softmax import quad_max
 
@@ -62,12 +62,7 @@ def _store(piece: cute.Tensor, start: cute.Pointer, step):
         values = cute.make_rmem_tensor(8, cutlass.Float16)
         source = cute.make_tensor(piece.iterator + unit * 8, cute.make_layout(8))
         values.store(source.load().to(cutlass.Float16))
-        target = cute.make_ptr(
-            cutlass.Float16,
-            (start + unit * step).toint(),
-            cute.AddressSpace.gmem,
-            assumed_align=16,
-        )
+        target = pointer_at(start, unit * step, cutlass.Float16)
         cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(8)))
 
 

@@ -5,8 +5,14 @@ from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.memory import SmemAllocator
 
-from dsv4.kernels.attention.fmha_sm90_device import frozen
+from dsv4.kernels.attention.fmha_sm90_device import data_pointers, frozen
 from dsv4.kernels.attention.fmha_sm90_lengths import WORK_WORDS
+
+BARRIERS = (
+    "q_full", "q_empty", "work_full", "work_empty",
+    "p_full", "p_empty", "pv_turn", "pv_next",
+    "rows_full", "rows_empty", "kv_full", "kv_empty",
+)  # fmt: skip
 
 
 def storage_type(kernel):
@@ -77,16 +83,5 @@ def shared_views(kernel):
         work=storage.work.get_tensor(cute.make_layout(WORK_WORDS)),
         shares=storage.shares.get_tensor(cute.make_layout(2)),
         block=storage.block.get_tensor(cute.make_layout(kernel.stages)),
-        q_full=storage.q_full.data_ptr(),
-        q_empty=storage.q_empty.data_ptr(),
-        work_full=storage.work_full.data_ptr(),
-        work_empty=storage.work_empty.data_ptr(),
-        p_full=storage.p_full.data_ptr(),
-        p_empty=storage.p_empty.data_ptr(),
-        pv_turn=storage.pv_turn.data_ptr(),
-        pv_next=storage.pv_next.data_ptr(),
-        rows_full=storage.rows_full.data_ptr(),
-        rows_empty=storage.rows_empty.data_ptr(),
-        kv_full=storage.kv_full.data_ptr(),
-        kv_empty=storage.kv_empty.data_ptr(),
+        **data_pointers(storage, *BARRIERS),
     )
