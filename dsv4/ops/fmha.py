@@ -5,10 +5,10 @@ from __future__ import annotations
 from operator import index
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
 from dsv4.ops import fmha_checks, fmha_cpu
-from dsv4.ops.fmha_dispatch import Launch, bind_torch, launcher
+from dsv4.ops.fmha_dispatch import Launch, launch_for, launcher
 from dsv4.ops.library import register
 from dsv4.ops.runner import runner_config, runner_id
 
@@ -204,9 +204,9 @@ def _cuda(
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
 ) -> None:
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         fmha_checks.check_no_grad(q, compressed_kv, swa_kv, sink_logits, o)
-    launch = _LAUNCHES.get((runner_id, q.get_device(), q.dtype))
+    launch = _LAUNCHES.get(runner_id)
     if launch is None:
         launch = _bind(runner_id, q)
     try:
@@ -232,16 +232,15 @@ def _cuda(
         raise
 
 
-# By runner id, device index and dtype of q.
-_LAUNCHES: dict[tuple[int, int, torch.dtype], Launch] = {}
+# By runner id; launches that pass on what is not theirs, so that nothing else need be looked up.
+_LAUNCHES: dict[int, Launch] = {}
 
 
 def _bind(runner_id: int, q: Tensor) -> Launch:
-    """What runs a runner's calls on the device of q, from the first one on."""
-    config, index = runner_config(runner_id), q.get_device()
-    # Kernels are for bfloat16. A model loaded in float32 is there to be exact, not fast.
-    bind = bind_torch if q.dtype == torch.float32 else launcher(index).bind
-    launch = _LAUNCHES[runner_id, index, q.dtype] = bind(config, q.device)
+    """What runs a runner's calls with tensors like q; remembered where it serves all others."""
+    launch = launch_for(runner_config(runner_id), q)
+    if q.dtype != torch.float32 and launcher(q.get_device()).passes_on:
+        _LAUNCHES[runner_id] = launch
     return launch
 
 

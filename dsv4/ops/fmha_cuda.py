@@ -14,7 +14,7 @@ from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops import fmha_splits
 from dsv4.ops.compile_cache import RUNNERS, Runner
 from dsv4.ops.fmha_checks import check_arguments
-from dsv4.ops.fmha_dispatch import Launch
+from dsv4.ops.fmha_dispatch import Launch, launch_for
 from dsv4.ops.kernels_table import ARCHITECTURES, runner_key
 from dsv4.ops.runner import refuse_cold_capture
 
@@ -72,6 +72,7 @@ def _launch_of(state: _State) -> Launch:
     run, multiprocessors = state.run, state.multiprocessors
     no_lens, no_lse, no_workspace = state.absent
     current_device, known_splits = torch._C._cuda_getDevice, state.splits.get
+    float32, has_others = torch.float32, torch.cuda.device_count() > 1
     unsplit_from = fmha_splits.unsplit_from(config, multiprocessors)
     if config.num_splits is not None:
         unsplit_from = sys.maxsize
@@ -88,7 +89,7 @@ def _launch_of(state: _State) -> Launch:
         lse: Tensor | None,
         workspace: Tensor | None,
     ) -> None:
-        """Attention on the current stream of the state's device, where q must be.
+        """Attention on the current stream of the device of q.
 
         The compiled function checks dtypes, ranks, devices, shared sizes and strides. Only what it
         cannot see is checked here.
@@ -97,11 +98,13 @@ def _launch_of(state: _State) -> Launch:
             ValueError: a length of an optional argument does not fit.
             RuntimeError: a workspace is cold and a graph is being captured.
         """
-        if current_device() != index:
+        if q.dtype is float32 or (
+            has_others and (current_device() != index or q.get_device() != index)
+        ):
             # The driver launches on the current device, whatever device the tensors are on.
             tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
-            with torch.cuda.device(index):
-                launch(*tensors, compressed_lens, lse, workspace)
+            with torch.cuda.device(q.device):
+                launch_for(config, q)(*tensors, compressed_lens, lse, workspace)
             return
         tokens = request_ids.numel()  # cheaper than a shape
         if tokens == 0:

@@ -27,10 +27,13 @@ class Launcher:
     Attributes:
         bind: `bind(config, device) -> Launch`.
         warmup: `warmup(config, max_tokens, device) -> None`.
+        passes_on: whether its launches serve every call of their configuration: they give tensors
+            of another device, or of float32, to `launch_for`.
     """
 
     bind: Callable[[FmhaConfig, torch.device], Launch]
     warmup: Callable[[FmhaConfig, int, torch.device], None]
+    passes_on: bool = False
 
 
 _LAUNCHERS: dict[int, Launcher] = {}  # by device index
@@ -48,6 +51,13 @@ def launcher(index: int | None) -> Launcher:
     return known
 
 
+def launch_for(config: FmhaConfig, q: Tensor) -> Launch:
+    """What runs a configuration's calls with a q of this device and dtype."""
+    # Kernels are for bfloat16. A model loaded in float32 is there to be exact, not fast.
+    bind = bind_torch if q.dtype == torch.float32 else launcher(q.get_device()).bind
+    return bind(config, q.device)
+
+
 def _choose(device: torch.device) -> Launcher:
     capability = torch.cuda.get_device_capability(device)
     name = torch.cuda.get_device_name(device)
@@ -60,7 +70,7 @@ def _choose(device: torch.device) -> Launcher:
         return _fallback(f"the kernels for {name} cannot be loaded ({error})")
     from dsv4.ops import fmha_cuda
 
-    return Launcher(fmha_cuda.bind, fmha_cuda.warmup)
+    return Launcher(fmha_cuda.bind, fmha_cuda.warmup, passes_on=True)
 
 
 def _fallback(reason: str) -> Launcher:

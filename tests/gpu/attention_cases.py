@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from dsv4.ops import sparse_fmha_with_swa
 from dsv4.reference.attention import sparse_fmha_with_swa as oracle
 
 NAN = float("nan")
+MAGNITUDES = ("tiny", "huge", "columns", "pieces")
 
 
 @dataclass
@@ -75,6 +77,36 @@ class Case:
         self.q = (self.q / factors).bfloat16()
         self.compressed_kv = (self.compressed_kv * factors).bfloat16()
         self.swa_kv = (self.swa_kv * factors).bfloat16()
+
+    def check_scaled(
+        self, magnitude: str, attention: Callable[[Case], tuple[Tensor, Tensor]]
+    ) -> None:
+        """Compare o and lse of `attention` with the oracle on columns of a magnitude, each column
+        relative to its own."""
+        head_dim, device = self.q.shape[2], self.q.device
+        factors = {
+            "tiny": torch.full((head_dim,), 2.0**-100),
+            "huge": torch.full((head_dim,), 2.0**100),
+            "columns": 2.0 ** torch.randint(-12, 13, (head_dim,)),
+            "pieces": (2.0 ** torch.randint(-60, 61, (head_dim // 128,))).repeat_interleave(128),
+        }[magnitude].to(device)
+        self.scale_columns(factors)
+        o, lse = attention(self)
+        expected_o, expected_lse = self.expected("softmax")
+        compare(o.float() / factors, lse, expected_o / factors, expected_lse)
+
+    def check_unequal(self, attention: Callable[[Case], tuple[Tensor, Tensor]]) -> None:
+        """Compare o and lse of `attention` with the oracle on compressed rows of which every 64 are
+        of another magnitude, and equally weighted; o relative to the largest of its row."""
+        self.q.zero_()
+        tokens, rows, _ = self.compressed_kv.shape
+        magnitudes = 2.0 ** torch.randint(-30, 31, (tokens, -(-rows // 64)), device=self.q.device)
+        self.compressed_kv *= magnitudes.repeat_interleave(64, 1)[:, :rows, None]
+        self.compressed_kv[0, :128] = 0
+        o, lse = attention(self)
+        expected_o, expected_lse = self.expected("softmax")
+        largest = expected_o.abs().amax(-1, keepdim=True)
+        compare(o.float() / largest, lse, expected_o / largest, expected_lse)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The six positional arguments."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.gpu.attention_cases import Case
+from tests.gpu.attention_cases import MAGNITUDES, Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stage("H")]
 
@@ -67,6 +67,21 @@ def test_scores_of_thousands_under_huge_sinks(seed, sign, num_splits) -> None:
         results.append(case.run(sink_mode="swa_gate", num_splits=num_splits)[0])
     assert results[0].isfinite().all()
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("magnitude", MAGNITUDES)
+def test_partial_rows_of_any_magnitude(seed, magnitude, heads) -> None:
+    """Splits may pass through the workspace in fewer bits than the accumulators have."""
+    case = Case.random(3, heads, 512, 1024, 128, 2, ragged=True)
+    case.check_scaled(magnitude, lambda case: case.run(sink_mode="softmax", num_splits=4))
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_partial_rows_of_different_magnitudes(seed, heads) -> None:
+    """Every split is as large as its keys; the sum is as right as the largest."""
+    case = Case.random(3, heads, 512, 1024, 128, 2)
+    case.check_unequal(lambda case: case.run(sink_mode="softmax", num_splits=4))
 
 
 @pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])

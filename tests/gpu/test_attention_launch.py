@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -104,6 +106,36 @@ def test_a_strided_last_dimension_is_refused_by_name(seed) -> None:
     case.q = torch.randn(2, 8, 128, device="cuda").bfloat16()[..., ::2]
     with pytest.raises(ValueError, match=r"^q: got strides"):
         case.run(sink_mode=SINK_MODE)
+
+
+def test_float32_and_bfloat16_share_a_runner(seed) -> None:
+    """A kernel that has been launched passes float32 on to the torch implementation."""
+    case = Case.random(3, 128, 512, 300, 100, 2, ragged=True)
+    runner = runner_of(case)
+    out = torch.full_like(case.q, NAN)
+    torch.ops.dsv4.sparse_fmha_with_swa(*case.tensors(), out, runner, case.compressed_lens)
+    exact = replace(
+        case,
+        q=case.q.float(),
+        compressed_kv=case.compressed_kv.float(),
+        swa_kv=case.swa_kv.float(),
+    )
+    exact_out = torch.full_like(exact.q, NAN)
+    torch.ops.dsv4.sparse_fmha_with_swa(*exact.tensors(), exact_out, runner, case.compressed_lens)
+    expected, _ = exact.expected(SINK_MODE)
+    torch.testing.assert_close(exact_out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out.float(), expected, atol=5e-3, rtol=5e-3)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_tensors_of_a_device_that_is_not_current(seed) -> None:
+    """A runner serves every device, whatever device is current, and whichever came first."""
+    for num_splits in (1, 4):
+        for device in (1, 0, 1):
+            case = Case.random(3, 128, 512, 300, 100, 2, ragged=True, device=f"cuda:{device}")
+            for current in (0, 1):
+                with torch.cuda.device(current):
+                    case.check(sink_mode=SINK_MODE, num_splits=num_splits)
 
 
 def test_no_tokens(seed) -> None:

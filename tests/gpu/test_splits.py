@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -132,24 +133,26 @@ def launch(monkeypatch):
 
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     recorder = Recorder()
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    # Several devices: of CPU tensors, and the current one, the index is -1.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: -1, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(fmha_cuda, "_absent", lambda index, heads: ABSENT)
     monkeypatch.setattr(fmha_cuda.RUNNERS, "get", lambda *args, **options: recorder)
     tensors = (
-        torch.zeros(3, 8, 64),
-        torch.zeros(3, 70, 64),
-        torch.zeros(2, 20, 64),
+        torch.zeros(3, 8, 64).bfloat16(),
+        torch.zeros(3, 70, 64).bfloat16(),
+        torch.zeros(2, 20, 64).bfloat16(),
         torch.zeros(2).int(),
         torch.zeros(8),
         torch.zeros(3).int(),
-        torch.zeros(3, 8, 64),
+        torch.zeros(3, 8, 64).bfloat16(),
     )
 
     def call(num_splits, compressed_lens=None, lse=None, workspace=None):
         config = FmhaConfig(64, 8, 128, 1024, num_splits=num_splits)
-        state = fmha_cuda._State(config, torch.device("cpu"))
+        state = fmha_cuda._State(config, SimpleNamespace(index=-1))
         state.launch(*tensors, compressed_lens, lse, workspace)
         arguments = recorder.calls.pop()
         assert arguments[:7] == tensors
@@ -183,3 +186,34 @@ def test_an_argument_of_the_wrong_size_is_named(launch, name) -> None:
     bad = good | {name: good[name][:-1]}
     with pytest.raises(ValueError, match=name):
         launch(2, **bad)
+
+
+@pytest.mark.parametrize("other", ["dtype", "current device", "device of q"])
+def test_a_launch_passes_on_what_is_not_its_own(other, launch, monkeypatch) -> None:
+    """float32 and tensors of another device go where they belong, with that device current."""
+    from dsv4.ops import fmha_cuda
+
+    config = FmhaConfig(64, 8, 128, 1024, num_splits=1)
+    q = torch.zeros(3, 8, 64, dtype=torch.float32 if other == "dtype" else torch.bfloat16)
+    rest = tuple(range(9))
+    passed_on, entered = Recorder(), []
+
+    def launch_for(*asked):
+        passed_on.calls.append(asked)
+        return passed_on
+
+    monkeypatch.setattr(fmha_cuda, "launch_for", launch_for)
+
+    @contextmanager
+    def enter(where):
+        entered.append(where)
+        yield
+        entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    if other == "current device":
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
+    state = fmha_cuda._State(config, SimpleNamespace(index=3 if other == "device of q" else -1))
+    state.launch(q, *rest)
+    assert passed_on.calls == [(config, q), (q, *rest)]
+    assert entered == [q.device, None]

@@ -385,7 +385,8 @@ def test_failed_launch_is_explained(monkeypatch: pytest.MonkeyPatch, seed: int) 
 
     refusing = fmha_dispatch.Launcher(lambda *_: launch, lambda *_: None)
     monkeypatch.setattr(fmha, "_LAUNCHES", {})
-    monkeypatch.setattr(fmha, "launcher", lambda index: refusing)
+    for module in (fmha, fmha_dispatch):
+        monkeypatch.setattr(module, "launcher", lambda index: refusing)
     arguments, keywords = op_arguments(make_inputs(CASE, seed))
     wrong = (*arguments[:3], arguments[3].long(), *arguments[4:])
     with pytest.raises(TypeError, match=r"swa_lens: got torch\.int64, needs torch\.int32"):
@@ -399,7 +400,8 @@ def test_failed_launch_is_explained(monkeypatch: pytest.MonkeyPatch, seed: int) 
 
 def test_float32_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Kernels are for bfloat16: on a GPU, too, float32 is computed by torch."""
-    monkeypatch.setattr(fmha, "launcher", lambda index: pytest.fail("asked for a kernel"))
+    for module in (fmha, fmha_dispatch):
+        monkeypatch.setattr(module, "launcher", lambda index: pytest.fail("asked for a kernel"))
     monkeypatch.setattr(fmha, "_LAUNCHES", {})
     inputs = make_inputs(CASE, seed, torch.float32)
     arguments, keywords = op_arguments(inputs)
