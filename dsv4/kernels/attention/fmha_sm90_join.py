@@ -275,8 +275,8 @@ class SplitJoin(Meeting):
                         cute.autovec_copy(rows[None, lane, s], values[None, g, s])
 
             no_bits = cutlass.Int32(0)
-            # Statistics of many splits leave no registers for all loads at once.
-            if cutlass.const_expr(most_splits <= 20):
+            # Of many splits, some may well be waited for before the last ones are asked for.
+            if cutlass.const_expr(most_splits <= 12):
                 no_bits = _zero_after(values, tiling.tile_heads >> 16)
             factors, tops, totals = self._weigh(stats, scales, sinks, no_bits)
 

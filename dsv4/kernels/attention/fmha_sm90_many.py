@@ -315,12 +315,6 @@ class FmhaManyHeads:
         while index < tiling.works:
             # ---- Q: one part passes through the ring, the other needs the last QK to be over ----
             stage, phase = self._load_q_registers(smem, q_map, head_tile, token, lane, stage, phase)
-            if guess.exists():
-                # Nobody has to free this stage: it has not been used before.
-                if lane == 0:
-                    for half in cutlass.range_constexpr(2):
-                        self._load_half(smem, maps, guess, token, stage, half)
-                stage, phase = self._advance(stage, phase)
             cute.arch.mbarrier_wait(smem.q_empty, q_phase)
             q_phase ^= 1
             if lane == 0:
@@ -328,6 +322,13 @@ class FmhaManyHeads:
                 for chunk in cutlass.range_constexpr(self.q_smem_dim // self.chunk):
                     target = smem.q_raw + chunk * self.heads * self.chunk
                     self._load_q(q_map, target, head_tile, chunk, token, smem.q_full)
+            if guess.exists():
+                # Nobody has to free this stage: it has not been used before. The half that QK
+                # reads first comes first, and behind Q: QK starts before the other one is there.
+                if lane == 0:
+                    for half in cutlass.range_constexpr(1, -1, -1):
+                        self._load_half(smem, maps, guess, token, stage, half)
+                stage, phase = self._advance(stage, phase)
 
             if cutlass.const_expr(self.q_register_dim > 0):
                 # All CTAs start at once. Where neighbours fetch the same keys, Q is much of what
@@ -413,7 +414,7 @@ class FmhaManyHeads:
         for chunk in cutlass.range_constexpr(self.head_dim // self.chunk):
             tma_prefetch(q_map, self._q_coordinates(head_tile, chunk, token))
         if guess.exists():
-            for half in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(1, -1, -1):
                 chunk = half * (self.half_dim // self.chunk)
                 if guess.is_window:
                     tma_prefetch(window_map, [0, guess.row, chunk, guess.request])
