@@ -25,10 +25,10 @@ ROUND_COST = 1.27  # each time that warps join another piece after their first
 BUSY_COST = 1.09  # if all multiprocessors are at work
 
 # The same of the kernel for few heads, of 8 to 24 of them.
-FEW_BLOCK_COST, FEW_BLOCK_HEAD_COST = 0.82, 0.026  # of a block of keys; the second for each head
-FEW_MEMORY_COST = 1.97  # of a block on all multiprocessors
-FEW_LATE_COST = 0.5  # where CTAs of the next launch wait for a multiprocessor
-FEW_JOIN_COST, FEW_PARTIAL_COST = 1.0, 0.001  # the second for each head of each work item
+FEW_BLOCK_COST, FEW_BLOCK_HEAD_COST = 0.901, 0.0072  # of a block of keys; the second for each head
+FEW_MEMORY_COST = 1.9  # of a block on all multiprocessors
+FEW_LATE_COST = 0.344  # where CTAs of the next launch wait for a multiprocessor
+FEW_JOIN_COST, FEW_PARTIAL_COST = 0.902, 0.0011  # the second for each head of each work item
 
 
 def key_blocks(rows: int, width: int) -> int:

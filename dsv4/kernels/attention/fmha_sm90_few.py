@@ -39,10 +39,14 @@ from dsv4.kernels.attention.fmha_sm90_few_softmax import (
     PAIR,
     Board,
     Heads,
+    add_weights,
+    gate_biases,
     mask_keys,
+    raise_references,
     scale_heads,
-    softmax,
+    store_weights,
     total_sums,
+    weigh_keys,
 )
 from dsv4.kernels.attention.fmha_sm90_few_storage import shared_views, storage_type
 from dsv4.kernels.attention.fmha_sm90_fragments import zero_rows
@@ -181,7 +185,6 @@ class FmhaFewHeads:
                 cute.arch.mbarrier_init(smem.q_full, 1)
                 cute.arch.mbarrier_init(smem.q_empty, warps)
                 cute.arch.mbarrier_init(smem.work_full, 1)
-                cute.arch.mbarrier_init(smem.work_empty, warps)
                 for slot in cutlass.range_constexpr(self.slots):
                     cute.arch.mbarrier_init(smem.kv_full + slot, 1)
                     cute.arch.mbarrier_init(smem.kv_empty + slot, warps)
@@ -235,8 +238,8 @@ class FmhaFewHeads:
                 *(self.keys, self.is_causal, self.sliding_window),
             )
             guess = guess._replace(block=cutlass.Int32(-1))
-            cute.arch.mbarrier_wait(smem.work_empty, work_phase)
             work_phase ^= 1
+            # The words of the work item before were read before its Q was freed.
             if lane == 0:
                 work.store(smem.work)
                 cute.arch.mbarrier_arrive(smem.work_full)
@@ -290,34 +293,33 @@ class FmhaFewHeads:
         cute.arch.mbarrier_wait(smem.work_full, cutlass.Int32(0))
         if state.thread < self.heads:
             smem.sinks[state.thread] = sink_logits[state.thread]
+        state.board.sync()
         slot, phase, work_phase = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         while index < tiling.works:
             # ---- prologue ----
             cute.arch.mbarrier_wait(smem.work_full, work_phase)
-            count, flags = smem.work[0], smem.work[1]
-            has_both = flags & BOTH_BRANCHES != 0
+            work = Work.load(smem.work)
+            has_both = work.has(BOTH_BRANCHES)
             state.heads.reset()
             state.acc.fill(0.0)
             cute.arch.mbarrier_wait(smem.q_full, work_phase)
-            if flags & WRONG_GUESS != 0:
+            if work.has(WRONG_GUESS):
                 for part in cutlass.range_constexpr(self.parts):
                     cute.arch.mbarrier_wait(smem.kv_full + part, phase)
                     self._release(smem.kv_empty + part, lane)
                 slot, phase = self._advance(slot, phase, self.parts)
 
             # ---- blocks ----
-            for n in cutlass.range(count, unroll=1):
-                work = Work.load(smem.work)
+            for n in cutlass.range(work.count, unroll=1):
                 is_window, _, valid = work.place(work.first + n, self.keys)
                 self._multiply_keys(smem, state, slot, phase)
-                if n == count - 1:
+                if n == work.count - 1:
                     self._release(smem.q_empty, lane)
-                self._weigh_keys(smem, state, is_window, has_both, valid, slot)
-                self._multiply_values(smem, state, slot)
+                self._weigh_keys(smem, state, n, is_window, has_both, valid, slot)
+                self._multiply_values(smem, state, n, slot)
                 slot, phase = self._advance(slot, phase, self.parts)
-            if count == 0:
+            if work.count == 0:
                 self._release(smem.q_empty, lane)
-            self._release(smem.work_empty, lane)
 
             # ---- epilogue ----
             total_sums(state.heads, state.board)
@@ -342,13 +344,15 @@ class FmhaFewHeads:
         acc = cute.make_rmem_tensor((4, self.heads // 8, self.tiles), cutlass.Float32)
         return frozen(
             thread=thread,
+            warp=cute.arch.make_warp_uniform(cute.arch.warp_idx()),
             lane=cute.arch.lane_idx(),
-            board=Board(smem.board, smem.sinks, thread),
+            board=Board(smem.board, smem.totals, smem.sinks, thread),
             k=qk_slice.make_fragment_A(qk_slice.partition_A(smem.k)),
             q=qk_slice.make_fragment_B(qk_slice.partition_B(smem.q)),
             v=pv_slice.make_fragment_A(pv_slice.partition_A(smem.v)),
             p=pv_slice.make_fragment_B(pv_slice.partition_B(smem.p)),
             s=s,
+            weights=cute.make_rmem_tensor_like(s),
             acc=acc,
             tiles=tuple(
                 cute.make_tensor(acc.iterator + i * size, tile.layout) for i in range(self.tiles)
@@ -370,50 +374,55 @@ class FmhaFewHeads:
         warpgroup.wait_group(0)
 
     @cute.jit
-    def _weigh_keys(self, smem, state, is_window, has_both, valid: cutlass.Int32, slot):
-        """P^T of a block into shared memory; accumulators and V become what PV wants."""
-        thread, lane = state.thread, state.lane
-        is_ragged = valid < self.keys
-        if is_ragged:
-            mask_keys(state.s, valid, thread)
-        softmax(
-            *(state.s, state.heads, state.board),
-            *(is_window, has_both, self.scale_log2, self.is_gate),
-        )
-        # All warps have multiplied this block's keys, and the weights of the one before.
-        if is_ragged:
+    def _weigh_keys(self, smem, state, n, is_window, has_both, valid: cutlass.Int32, slot):
+        """P^T of a block into shared memory; accumulators and V become what PV wants.
+
+        Weights are stored before anybody knows whether the references may stay: they nearly always
+        may, and then this takes one barrier. Shared memory is slow beside products, so that the
+        chain has as few accesses and barriers as it can.
+        """
+        heads, board, place = state.heads, state.board, (state.warp, state.lane, self.dtype)
+        if valid < self.keys:
+            mask_keys(state.s, valid, state.thread)
+            # All warps have multiplied this block's keys.
+            board.sync()
             shape = (8, self.keys * self.tile // 8, self.part_tiles)
             for _ in cutlass.range_constexpr(self.parts):
                 start = smem.kv_raw + slot * self.keys * self.part_dim
                 vectors = cute.make_tensor(start, cute.make_layout(shape))
-                zero_rows(vectors, valid * (self.tile // 8) + thread, self.dtype)
+                zero_rows(vectors, valid * (self.tile // 8) + state.thread, self.dtype)
                 slot, _ = self._advance(slot, slot, 1)
-        key, head = thread // 32 * 16 + lane // 4, lane % 4 * 2
-        for c, j in state.heads.columns():
-            for r in cutlass.range_constexpr(2):
-                weight = state.s[4 * j + 2 * r + c]
-                smem.p[8 * j + head + c, key + 8 * r] = weight.to(self.dtype)
-        cute.arch.fence_view_async_shared()
-        factors = [state.heads.rescale[c, j] != 1.0 for c, j in state.heads.columns()]
-        is_raised = factors[0]
-        for factor in factors[1:]:
-            is_raised = is_raised or factor
-        if cute.arch.vote_any_sync(is_raised):
+        # Slower warps may still multiply by the weights of the block before: they are elsewhere.
+        p = smem.p_raw + n % 2 * self.heads * self.keys
+        heads.rescale.fill(1.0)
+        biases = gate_biases(heads, board, is_window, has_both, self.is_gate)
+        are_stale = cutlass.Boolean(True)
+        if n > 0:
+            are_right = weigh_keys(state.s, state.weights, heads, biases, self.scale_log2)
+            store_weights(state.weights, p, *place)
+            cute.arch.fence_view_async_shared()
+            are_stale = board.any(not are_right)
+        if are_stale:
+            raise_references(state.s, state.weights, heads, board, biases, self.scale_log2)
+            store_weights(state.weights, p, *place)
+            cute.arch.fence_view_async_shared()
+            board.sync()
+        add_weights(state.weights, heads)
+        if heads.are_raised():
             for tile in state.tiles:
-                scale_heads(tile, state.heads)
-        state.board.sync()
+                scale_heads(tile, heads)
 
     @cute.jit
-    def _multiply_values(self, smem, state, slot):
+    def _multiply_values(self, smem, state, n, slot):
         """O^T += V^T P^T of a block; frees its columns part by part."""
         steps = range(self.keys // 16)
-        first = slot
+        first, p = slot, state.p[None, None, None, n % 2]
         warpgroup.fence()
         for part in cutlass.range_constexpr(self.parts):
             for i in cutlass.range_constexpr(self.part_tiles):
                 v = state.v[None, None, None, slot * self.part_tiles + i]
                 acc = state.tiles[part * self.part_tiles + i]
-                gemm(self._pv_mma, acc, v, state.p, steps, 0, True)
+                gemm(self._pv_mma, acc, v, p, steps, 0, True)
             warpgroup.commit_group()
             slot, _ = self._advance(slot, slot, 1)
         slot = first
@@ -425,7 +434,7 @@ class FmhaFewHeads:
     @cute.jit
     def _join_splits(self, smem, state, workspace, tiling, member, has_both, sink_logits, o, lse):
         """Leave the partial rows of a split, and join some of all of them."""
-        thread, lane, warp = state.thread, state.lane, state.thread // 32
+        thread, lane, warp = state.thread, state.lane, state.warp
         generation = self.join.generation(workspace, member, 0, thread)
         self.join.store_partials(state.acc, state.heads, workspace, tiling, member, warp, lane)
         shares = self.join.arrive(workspace, tiling, member, 0, generation, smem.shares, thread)
@@ -437,7 +446,7 @@ class FmhaFewHeads:
     @cute.jit
     def _store_heads(self, state, member, has_both, o, lse):
         """Output and lse of a work item that has all of a token's keys."""
-        heads, lane, warp = state.heads, state.lane, state.thread // 32
+        heads, lane, warp = state.heads, state.lane, state.warp
         for j in cutlass.range_constexpr(self.heads // 8):
             sinks = [state.board.sink(c, j) for c in range(PAIR)]
             scales = [
