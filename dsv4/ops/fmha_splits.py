@@ -7,6 +7,8 @@ from dsv4.kernels.attention.fmha_workspace import (
     MAX_SPLITS,
     MOST_FEW_HEADS,
     STATS,
+    TILE_OF_HEADS,
+    TILED_HEADS,
     join_sizes,
     with_counters,
 )
@@ -24,7 +26,7 @@ BUSY_PARTIAL_COST = 1.04  # the same, while all multiprocessors do so
 ROUND_COST = 1.27  # each time that warps join another piece after their first
 BUSY_COST = 1.09  # if all multiprocessors are at work
 
-# The same of the kernel for few heads, of 8 to 24 of them.
+# The same of the kernel for few heads, of tiles of 8 to 24 of them.
 FEW_BLOCK_COST, FEW_BLOCK_HEAD_COST = 0.901, 0.0072  # of a block of keys; the second for each head
 FEW_MEMORY_COST = 1.9  # of a block on all multiprocessors
 FEW_LATE_COST = 0.344  # where CTAs of the next launch wait for a multiprocessor
@@ -39,7 +41,8 @@ def key_blocks(rows: int, width: int) -> int:
 def choose(config: FmhaConfig, tokens: int, rows: int, width: int, multiprocessors: int) -> int:
     """Number of splits with the shortest expected time for `tokens` tokens of `rows` compressed
     and `width` window keys."""
-    tiles = tokens * -(-config.num_query_heads // TILE_HEADS)
+    few_heads = _few_tile_heads(config, tokens, multiprocessors)
+    tiles = tokens * -(-config.num_query_heads // (few_heads or TILE_HEADS))
     blocks = key_blocks(rows, width)
     most = max(1, min(blocks, multiprocessors // max(tiles, 1), MAX_SPLITS))
 
@@ -57,18 +60,27 @@ def choose(config: FmhaConfig, tokens: int, rows: int, width: int, multiprocesso
         return time
 
     def few_heads_cost(splits: int) -> float:
-        heads, works = config.num_query_heads, tokens * splits
-        rounds, load = -(-works // multiprocessors), min(works / multiprocessors, 1)
-        block_cost = FEW_BLOCK_COST + FEW_BLOCK_HEAD_COST * heads
+        works = tiles * splits
+        rounds = -(-works // multiprocessors)
+        # Tiles of a token's heads read the same keys: memory sees them once.
+        load = min(tokens * splits / multiprocessors, 1)
+        block_cost = FEW_BLOCK_COST + FEW_BLOCK_HEAD_COST * few_heads
         time = rounds * -(-blocks // splits) * max(block_cost, FEW_MEMORY_COST * load)
         if 2 * works > multiprocessors:
             time += FEW_LATE_COST
         if splits > 1:
-            time += FEW_JOIN_COST + FEW_PARTIAL_COST * heads * works
+            time += FEW_JOIN_COST + FEW_PARTIAL_COST * few_heads * works
         return time
 
-    is_few = config.num_query_heads <= MOST_FEW_HEADS
-    return min(range(1, most + 1), key=few_heads_cost if is_few else cost)
+    return min(range(1, most + 1), key=few_heads_cost if few_heads else cost)
+
+
+def _few_tile_heads(config: FmhaConfig, tokens: int, multiprocessors: int) -> int:
+    """Heads of a tile of the Hopper kernel for few heads, or 0 where the other kernel serves."""
+    heads = config.num_query_heads
+    if heads == TILED_HEADS and tokens * (heads // TILE_OF_HEADS) <= multiprocessors:
+        return TILE_OF_HEADS
+    return heads if heads <= MOST_FEW_HEADS else 0
 
 
 def _tile(config: FmhaConfig, tokens: int, splits: int, multiprocessors: int) -> tuple[int, int]:

@@ -132,6 +132,16 @@ def test_ctas_that_share_columns(
         assert torch.equal(with_others.nan_to_num(), without.nan_to_num())
 
 
+@pytest.mark.parametrize("schedule", ["lazy", "random"])
+@pytest.mark.parametrize(("num_splits", "num_ctas"), [(1, 6), (3, 18), (3, 5)])
+def test_ctas_that_share_heads(seed, num_splits, num_ctas, schedule) -> None:
+    """32 heads are two tiles where there is a CTA for each, and the other kernel's where not."""
+    config = FmhaConfig(128, 32, WINDOW, 1024, True, "swa_gate")
+    case = Case.random(3, 32, 128, 300, 100, 2, ragged=True, padding=1, device="cpu")
+    options = {"num_splits": num_splits, "schedule": schedule, "races": True, "num_ctas": num_ctas}
+    compare(*run(config, case, **options), *case.expected("swa_gate", True, WINDOW))
+
+
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("head_dim", [64, 512])
 @pytest.mark.parametrize("heads", [16, 64])

@@ -167,19 +167,19 @@ REDUNDANT = {
     "few": {
         ("griddepcontrol.launch_dependents", "load"): (1, LAUNCH),
         ("griddepcontrol.wait", "load"): (1, LAUNCHES_IN_ORDER),
+        ("griddepcontrol.wait", "find_keys"): (1, LAUNCHES_IN_ORDER),
         ("mbarrier.try_wait", "compute"): (1, "the first one: " + LAUNCHES_IN_ORDER),
         ("cp.async", "tma_prefetch"): (5, "a hint, which moves nothing but lines of L2"),
-        ("mbarrier.try_wait", "load"): (
-            1,
-            "where the keys are: Q, which is waited for before it, is freed after these words are "
-            "read for the last time",
-        ),
         ("fence.proxy", "zero_rows"): (2, "V: the fence after P, before the same barrier, follows"),
+        ("bar.sync", "sync"): (
+            1,
+            "before masked keys are cleared: products that one warp has waited for are over for "
+            "all here, while PTX promises each warp its own part alone",
+        ),
         ("bar.warp", "_release"): (
-            7,
+            6,
             "nobody has read the two parts that a wrong guess fetched, or Q of a token without "
-            "keys; Q and V were read by products, which the whole warpgroup has waited for; where "
-            "the keys are was read before a barrier that all lanes take part in",
+            "keys; Q and V were read by products, which the whole warpgroup has waited for",
         ),
     },
 }

@@ -4,8 +4,9 @@ launch.
 `FmhaKernelSm90` is what callers construct, compile and call. It picks one of two kernels, which
 share lengths, the split-KV protocol and the merge:
 
-- `FmhaFewHeads`: all heads of a token in one CTA, keys as the rows of the products; up to 24 heads,
-  where the time goes into reading keys.
+- `FmhaFewHeads`: keys as the rows of the products; up to 24 heads, where the time goes into reading
+  keys, all in one CTA. And 32 heads, in two tiles, while there is a multiprocessor for each: more
+  of these tiles would wait for each other's reads of the same keys.
 - `FmhaManyHeads`: 64 heads of a token in one CTA, heads as the rows of the products.
 
 Either way a block of keys is read from global memory once for both products. With several splits of
@@ -25,7 +26,7 @@ from dsv4.kernels.attention.config import FmhaConfig, check_kernel_config
 from dsv4.kernels.attention.fmha_arguments import fake_arguments
 from dsv4.kernels.attention.fmha_sm90_few import FmhaFewHeads
 from dsv4.kernels.attention.fmha_sm90_many import FmhaManyHeads
-from dsv4.kernels.attention.fmha_workspace import MOST_FEW_HEADS
+from dsv4.kernels.attention.fmha_workspace import MOST_FEW_HEADS, TILE_OF_HEADS, TILED_HEADS
 
 
 class FmhaKernelSm90:
@@ -74,8 +75,13 @@ class FmhaKernelSm90:
             num_splits,
         )
         check_kernel_config(config, (q_dtype, kv_dtype, o_dtype), (qk_acc_dtype, pv_acc_dtype))
-        kernel = FmhaFewHeads if num_query_heads <= MOST_FEW_HEADS else FmhaManyHeads
-        self.arrangement = kernel(config, q_dtype)
+        self.few = self.many = None
+        if num_query_heads <= MOST_FEW_HEADS:
+            self.few = FmhaFewHeads(config, num_query_heads, q_dtype)
+        else:
+            self.many = FmhaManyHeads(config, q_dtype)
+            if num_query_heads == TILED_HEADS:
+                self.few = FmhaFewHeads(config, TILE_OF_HEADS, q_dtype)
 
     @cute.jit
     def __call__(
@@ -96,21 +102,22 @@ class FmhaKernelSm90:
         num_ctas: cutlass.Int32,  # persistent CTAs at most: the number of SMs
     ):
         """Launch the attention."""
-        self.arrangement(
-            q,
-            compressed_kv,
-            swa_kv,
-            swa_lens,
-            sink_logits,
-            request_ids,
-            o,
-            stream,
-            compressed_lens=compressed_lens,
-            lse=lse,
-            workspace=workspace,
-            num_splits=num_splits,
-            num_ctas=num_ctas,
-        )
+        tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o, stream)
+        options = {
+            "compressed_lens": compressed_lens,
+            "lse": lse,
+            "workspace": workspace,
+            "num_splits": num_splits,
+            "num_ctas": num_ctas,
+        }
+        if cutlass.const_expr(self.many is None):
+            self.few(*tensors, **options)
+        elif cutlass.const_expr(self.few is None):
+            self.many(*tensors, **options)
+        elif q.shape[0] * self.few.head_tiles * num_splits <= num_ctas:
+            self.few(*tensors, **options)
+        else:
+            self.many(*tensors, **options)
 
 
 # ---- compilation ----

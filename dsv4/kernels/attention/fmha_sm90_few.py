@@ -1,9 +1,10 @@
 """Hopper kernel of `sparse_fmha_with_swa` for few query heads: transposed products.
 
-With up to 24 heads the time goes into reading keys, and the tiles of `fmha_sm90_many`, 64 heads
-high, would be mostly padding. So the products are transposed: keys, then columns of the output, are
-the 64 rows of a wgmma, and all heads of a token its N:
+With few heads the time goes into reading keys, and the tiles of `fmha_sm90_many`, 64 heads high,
+would be mostly padding. So the products are transposed: keys, then columns of the output, are the
+64 rows of a wgmma, and a tile of a token's heads, usually all of them, its N:
 
+    find warp       where the keys of a token are
     load warp       Q and blocks of 64 keys -> shared memory (TMA)
     math warpgroup  S^T = K Q^T, softmax, P^T -> shared memory, O^T += V^T P^T
 
@@ -31,7 +32,7 @@ from dsv4.kernels.attention.fmha_sm90_device import (
 )
 from dsv4.kernels.attention.fmha_sm90_few_join import (
     FewHeadsJoin,
-    TokenTiling,
+    HeadTiling,
     gate_offset,
     store_units,
 )
@@ -65,7 +66,11 @@ from dsv4.kernels.attention.softmax import LOG2_E
 
 
 class FmhaFewHeads:
-    """Attention of up to 24 query heads over compressed entries and a sliding window (sm_90a)."""
+    """Attention of few query heads over compressed entries and a sliding window (sm_90a).
+
+    Args:
+        tile_heads: heads of a CTA, 8, 16 or 24; those of a token go to CTAs side by side.
+    """
 
     # Arrivals of a warp on a barrier. One lane speaks for its warp after a warp sync; a checker
     # that follows each thread by itself needs all 32.
@@ -73,15 +78,16 @@ class FmhaFewHeads:
 
     # ---- construction ----
 
-    def __init__(self, config: FmhaConfig, dtype=cutlass.BFloat16):
+    def __init__(self, config: FmhaConfig, tile_heads: int, dtype=cutlass.BFloat16):
         self.head_dim = config.head_dim
-        self.heads = config.num_query_heads  # the N of both products
+        self.heads = tile_heads  # the N of both products
+        self.head_tiles = config.num_query_heads // tile_heads
         self.sliding_window = config.sliding_window
         self.is_causal = config.is_causal
         self.is_gate = config.sink_mode == "swa_gate"
         self.scale_log2 = config.scale * LOG2_E
         self.dtype = dtype
-        self.join = FewHeadsJoin(config.head_dim, config.num_query_heads, config.sink_mode)
+        self.join = FewHeadsJoin(config.head_dim, tile_heads, config.sink_mode)
 
         # ==== tile shape ====
         self.keys = 64  # of a block: the M of QK
@@ -92,7 +98,7 @@ class FmhaFewHeads:
         self.part_dim = self.head_dim // self.parts
 
         # ==== warps, shared memory ====
-        self.math_threads, self.threads = 128, 160
+        self.math_threads, self.threads = 128, 192
         # Parts in the ring: three blocks, or what is left beside Q.
         self.slots = 3 * self.parts
         while storage_type(self).size_in_bytes() > SMEM_CAPACITY:
@@ -130,7 +136,7 @@ class FmhaFewHeads:
         box = (self.keys, self.part_dim)
         compressed_map = make_row_tile_map(compressed_kv, q.iterator, self.tile, box)
         window_map = make_row_tile_map(swa_kv, q.iterator, self.tile, box)
-        works = q.shape[0] * num_splits
+        works = q.shape[0] * self.head_tiles * num_splits
         self.kernel(
             (q_map, compressed_map, window_map),
             compressed_kv.shape[1],
@@ -176,7 +182,7 @@ class FmhaFewHeads:
         by_splits: cute.FastDivmodDivisorV2,
         by_request_tokens: cute.FastDivmodDivisorV2,
     ):
-        tiling = TokenTiling(*splits_and_works, by_splits)
+        tiling = HeadTiling(*splits_and_works, self.heads, self.head_tiles, by_splits)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem = shared_views(self)
         if warp == 0:
@@ -185,40 +191,66 @@ class FmhaFewHeads:
                 cute.arch.mbarrier_init(smem.q_full, 1)
                 cute.arch.mbarrier_init(smem.q_empty, warps)
                 cute.arch.mbarrier_init(smem.work_full, 1)
+                cute.arch.mbarrier_init(smem.work_empty, warps + self.warp_arrivals)
                 for slot in cutlass.range_constexpr(self.slots):
                     cute.arch.mbarrier_init(smem.kv_full + slot, 1)
                     cute.arch.mbarrier_init(smem.kv_empty + slot, warps)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
+        tensors = (swa_lens, request_ids, compressed_lens)
+        sizes = (o.shape[0], compressed_rows, *window_shape)
+        lengths = Lengths(*sizes, *tensors, by_request_tokens)
         if warp == self.math_threads // 32:
-            tensors = (swa_lens, request_ids, compressed_lens)
-            sizes = (o.shape[0], compressed_rows, *window_shape)
-            lengths = Lengths(*sizes, *tensors, by_request_tokens)
             self.load(smem, maps, lengths, tiling)
+        elif warp > self.math_threads // 32:
+            self.find_keys(smem, lengths, tiling)
         else:
             self.compute(smem, sink_logits, o, lse, workspace, tiling)
 
-    # ---- device: load warp ----
+    # ---- device: find and load warps ----
+
+    @cute.jit
+    def find_keys(self, smem, lengths, tiling):
+        """Find and publish each work item's keys; in a warp of its own, because its loads take
+        their time behind the blocks that the load warp asks for."""
+        lane = cute.arch.lane_idx()
+        index = cute.arch.block_idx()[0]
+        _, split, token = tiling.coordinates(index)
+        guess = guess_first_block(lengths, token, split, tiling.by_splits, self.keys)
+        phase = cutlass.Int32(1)
+        cute.arch.griddepcontrol_wait()
+        while index < tiling.works:
+            work = find_work(
+                *(lengths, token, split, tiling.by_splits, guess),
+                *(self.keys, self.is_causal, self.sliding_window),
+            )
+            cute.arch.mbarrier_wait(smem.work_empty, phase)
+            phase ^= 1
+            if lane == 0:
+                work.store(smem.work)
+                cute.arch.mbarrier_arrive(smem.work_full)
+            index += cute.arch.grid_dim()[0]
+            _, split, token = tiling.coordinates(index)
+            guess = guess._replace(block=cutlass.Int32(-1))
 
     @cute.jit
     def load(self, smem, maps, lengths, tiling):
-        """Bring Q and the blocks of keys of every work item, and say where its keys are."""
+        """Bring Q and the blocks of keys of every work item."""
         q_map, _, _ = maps
         lane = cute.arch.lane_idx()
         for tensor_map in maps:
             prefetch_tensormap(tensor_map.get_ptr())
         index = cute.arch.block_idx()[0]
-        split, token = tiling.coordinates(index)
+        head, split, token = tiling.coordinates(index)
         guess = guess_first_block(lengths, token, split, tiling.by_splits, self.keys)
         # This may overlap whatever runs before and writes the inputs: L2 is where all writes meet,
         # so that a line fetched too early is not a stale one.
         if lane == 0:
-            tma_prefetch(q_map, [0, 0, 0, token])
+            tma_prefetch(q_map, [0, head, 0, token])
             if guess.exists():
                 for part in cutlass.range_constexpr(self.parts):
                     self._prefetch_part(maps, guess, token, part)
         # Whatever ran before may still be writing the inputs, or reading what this launch writes.
-        # The warps that compute touch memory only after data that this one fetches.
         cute.arch.griddepcontrol_wait()
         q_bytes = self.heads * self.head_dim * self.dtype.width // 8
         slot, phase, work_phase = cutlass.Int32(0), cutlass.Int32(1), cutlass.Int32(1)
@@ -226,23 +258,18 @@ class FmhaFewHeads:
             cute.arch.mbarrier_wait(smem.q_empty, work_phase)
             if lane == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(smem.q_full, q_bytes)
-                tma_load(q_map, smem.q_raw, [0, 0, 0, token], smem.q_full)
+                tma_load(q_map, smem.q_raw, [0, head, 0, token], smem.q_full)
                 if guess.exists():
                     # Nobody has to free these slots: they have not been used before.
                     for part in cutlass.range_constexpr(self.parts):
                         self._load_part(smem, maps, guess, token, part, part)
             if guess.exists():
                 slot, phase = self._advance(slot, phase, self.parts)
-            work = find_work(
-                *(lengths, token, split, tiling.by_splits, guess),
-                *(self.keys, self.is_causal, self.sliding_window),
-            )
             guess = guess._replace(block=cutlass.Int32(-1))
             work_phase ^= 1
-            # The words of the work item before were read before its Q was freed.
-            if lane == 0:
-                work.store(smem.work)
-                cute.arch.mbarrier_arrive(smem.work_full)
+            cute.arch.mbarrier_wait(smem.work_full, work_phase)
+            work = Work.load(smem.work)
+            self._release(smem.work_empty, lane)
             done = cutlass.select_(work.has(RIGHT_GUESS), cutlass.Int32(1), cutlass.Int32(0))
             for n in cutlass.range(done, work.count, unroll=1):
                 is_window, row, _ = work.place(work.first + n, self.keys)
@@ -253,7 +280,7 @@ class FmhaFewHeads:
                         self._load_part(smem, maps, place, token, part, slot)
                     slot, phase = self._advance(slot, phase, 1)
             index += cute.arch.grid_dim()[0]
-            split, token = tiling.coordinates(index)
+            head, _, token = tiling.coordinates(index)
         # Now memory has time for what the next launch fetches ahead.
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -289,16 +316,18 @@ class FmhaFewHeads:
         state = self._fragments(smem)
         lane = state.lane
         index = cute.arch.block_idx()[0]
-        # What the load warp says first comes after the launch before.
+        # What the find warp says first comes after the launch before.
         cute.arch.mbarrier_wait(smem.work_full, cutlass.Int32(0))
-        if state.thread < self.heads:
+        if state.thread < self.heads * self.head_tiles:
             smem.sinks[state.thread] = sink_logits[state.thread]
         state.board.sync()
         slot, phase, work_phase = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
         while index < tiling.works:
             # ---- prologue ----
+            board = state.board.of_heads(tiling.coordinates(index)[0])
             cute.arch.mbarrier_wait(smem.work_full, work_phase)
             work = Work.load(smem.work)
+            self._release(smem.work_empty, lane)
             has_both = work.has(BOTH_BRANCHES)
             state.heads.reset()
             state.acc.fill(0.0)
@@ -315,7 +344,7 @@ class FmhaFewHeads:
                 self._multiply_keys(smem, state, slot, phase)
                 if n == work.count - 1:
                     self._release(smem.q_empty, lane)
-                self._weigh_keys(smem, state, n, is_window, has_both, valid, slot)
+                self._weigh_keys(smem, state, board, n, is_window, has_both, valid, slot)
                 self._multiply_values(smem, state, n, slot)
                 slot, phase = self._advance(slot, phase, self.parts)
             if work.count == 0:
@@ -329,7 +358,7 @@ class FmhaFewHeads:
                     smem, state, workspace, tiling, member, has_both, sink_logits, o, lse
                 )
             else:
-                self._store_heads(state, member, has_both, o, lse)
+                self._store_heads(state, board, member, has_both, o, lse)
             work_phase ^= 1
             index += cute.arch.grid_dim()[0]
 
@@ -346,7 +375,7 @@ class FmhaFewHeads:
             thread=thread,
             warp=cute.arch.make_warp_uniform(cute.arch.warp_idx()),
             lane=cute.arch.lane_idx(),
-            board=Board(smem.board, smem.totals, smem.sinks, thread),
+            board=Board(smem.board, smem.totals, smem.sinks, thread, cutlass.Int32(0)),
             k=qk_slice.make_fragment_A(qk_slice.partition_A(smem.k)),
             q=qk_slice.make_fragment_B(qk_slice.partition_B(smem.q)),
             v=pv_slice.make_fragment_A(pv_slice.partition_A(smem.v)),
@@ -374,14 +403,14 @@ class FmhaFewHeads:
         warpgroup.wait_group(0)
 
     @cute.jit
-    def _weigh_keys(self, smem, state, n, is_window, has_both, valid: cutlass.Int32, slot):
+    def _weigh_keys(self, smem, state, board, n, is_window, has_both, valid: cutlass.Int32, slot):
         """P^T of a block into shared memory; accumulators and V become what PV wants.
 
         Weights are stored before anybody knows whether the references may stay: they nearly always
         may, and then this takes one barrier. Shared memory is slow beside products, so that the
         chain has as few accesses and barriers as it can.
         """
-        heads, board, place = state.heads, state.board, (state.warp, state.lane, self.dtype)
+        heads, place = state.heads, (state.warp, state.lane, self.dtype)
         if valid < self.keys:
             mask_keys(state.s, valid, state.thread)
             # All warps have multiplied this block's keys.
@@ -444,16 +473,16 @@ class FmhaFewHeads:
         )
 
     @cute.jit
-    def _store_heads(self, state, member, has_both, o, lse):
+    def _store_heads(self, state, board, member, has_both, o, lse):
         """Output and lse of a work item that has all of a token's keys."""
         heads, lane, warp = state.heads, state.lane, state.warp
         for j in cutlass.range_constexpr(self.heads // 8):
-            sinks = [state.board.sink(c, j) for c in range(PAIR)]
+            sinks = [board.sink(c, j) for c in range(PAIR)]
             scales = [
                 output_scale(heads.ref[c, j], heads.sum[c, j], sinks[c], not self.is_gate)
                 for c in range(PAIR)
             ]
-            head = 8 * j
+            head = member.head + 8 * j
             place = (member.token, head, warp * 16, self.tile, lane)
             store_units(state.acc[None, j, None], scales, o, *place)
             if member.token < lse.shape[0] and warp == 0 and lane < 4:

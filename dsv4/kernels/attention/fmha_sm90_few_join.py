@@ -1,7 +1,7 @@
 """Split-KV of the Hopper kernel for few heads: the CTAs of a token join transposed partial rows.
 
 Each writes its accumulators and statistics to the workspace, meets the others, and joins its share
-of the units, always in split order. A group of the workspace is a token's:
+of the units, always in split order. A group of the workspace is a head tile's:
 
     accumulators  [8 heads][16 columns][split][lane][4] fp32, as their threads hold them
     statistics    [head][split][reference, sum] fp32
@@ -27,23 +27,28 @@ STATS = 2  # reference and sum of a head
 UNIT_WORDS = 128
 
 
-class TokenTiling(NamedTuple):
-    """How work items map to splits and tokens."""
+class HeadTiling(NamedTuple):
+    """How work items map to head tiles, splits and tokens."""
 
     num_splits: cutlass.Int32
     works: cutlass.Int32
+    tile_heads: int
+    head_tiles: int  # of a token
     by_splits: cute.FastDivmodDivisorV2
 
     def coordinates(self, index):
-        """Split and token of a work item."""
-        token, split = divmod(index, self.by_splits)
-        return cutlass.Int32(split), cutlass.Int32(token)
+        """First head, split and token of a work item; head tiles with the same keys are
+        neighbours."""
+        token, split = divmod(index // self.head_tiles, self.by_splits)
+        head = index % self.head_tiles * self.tile_heads
+        return cutlass.Int32(head), cutlass.Int32(split), cutlass.Int32(token)
 
 
 class Member(NamedTuple):
-    """A split of a token, and its group's part of the workspace."""
+    """A split of a head tile, and its group's part of the workspace."""
 
     token: cutlass.Int32
+    head: cutlass.Int32  # first one of the tile
     split: cutlass.Int32
     group: cutlass.Int32
     start: cutlass.Int64  # in words
@@ -52,18 +57,19 @@ class Member(NamedTuple):
 class FewHeadsJoin(Meeting):
     """Partial rows of one kernel configuration: how they are left, and how they are joined."""
 
-    def __init__(self, head_dim: int, num_query_heads: int, sink_mode: str):
+    def __init__(self, head_dim: int, tile_heads: int, sink_mode: str):
         self.head_dim = head_dim
-        self.num_query_heads = num_query_heads
+        self.tile_heads = tile_heads
         self.is_softmax_sink = sink_mode == "softmax"
         self.units = head_dim // 16  # of 8 heads
 
     @cute.jit
-    def member(self, workspace: cute.Tensor, tiling: TokenTiling, index: cutlass.Int32):
-        split, token = tiling.coordinates(index)
-        size = self.num_query_heads * (self.head_dim + STATS) * tiling.num_splits
-        start = counter_words(workspace.shape[0]) + cutlass.Int64(token) * size
-        return Member(token, split, token, start)
+    def member(self, workspace: cute.Tensor, tiling: HeadTiling, index: cutlass.Int32):
+        head, split, token = tiling.coordinates(index)
+        group = token * tiling.head_tiles + head // tiling.tile_heads
+        size = self.tile_heads * (self.head_dim + STATS) * tiling.num_splits
+        start = counter_words(workspace.shape[0]) + cutlass.Int64(group) * size
+        return Member(token, head, split, group, start)
 
     @cute.jit
     def store_partials(self, acc, heads: Heads, workspace, tiling, member, warp, lane):
@@ -119,7 +125,7 @@ class FewHeadsJoin(Meeting):
         """Join every so many-th batch of units that are neighbours."""
         batches = self.units // together
         batch = cutlass.Int32(first)
-        while batch < self.num_query_heads // 8 * batches:
+        while batch < self.tile_heads // 8 * batches:
             unit = batch % batches * together
             first_head = batch // batches * 8
             head = first_head + lane % 4 * 2
@@ -128,7 +134,7 @@ class FewHeadsJoin(Meeting):
             sinks = cute.make_rmem_tensor(PAIR, cutlass.Float32)
             stats = cute.make_rmem_tensor((STATS, -(-most_splits // 8), PAIR), cutlass.Float32)
             for c in cutlass.range_constexpr(PAIR):
-                sinks[c] = sink_logits[head + c]
+                sinks[c] = sink_logits[member.head + head + c]
                 rows = self._statistics(workspace, tiling, member, head + c)
                 for i in cutlass.range_constexpr(cute.size(stats, mode=[1])):
                     # A lane weighs every eighth split of its heads.
@@ -156,11 +162,12 @@ class FewHeadsJoin(Meeting):
                             for r in cutlass.range_constexpr(2):
                                 value = values[2 * r + c, u, s - begin]
                                 acc[2 * r + c, u] += weight * value
-            store_units(acc, scales, o, member.token, first_head, unit * 16, 16, lane)
+            out_head = member.head + first_head
+            store_units(acc, scales, o, member.token, out_head, unit * 16, 16, lane)
             if member.token < lse.shape[0] and unit == 0 and lane < 4:
                 for c in cutlass.range_constexpr(PAIR):
                     offset = gate_offset(sinks[c], has_both, not self.is_softmax_sink)
-                    lse[member.token, head + c] = row_lse(tops[c], totals[c], offset)
+                    lse[member.token, member.head + head + c] = row_lse(tops[c], totals[c], offset)
             batch += tiling.num_splits * 4
 
     @cute.jit
@@ -202,7 +209,7 @@ class FewHeadsJoin(Meeting):
     def _statistics(self, workspace, tiling, member, head) -> cute.Tensor:
         """[reference and sum, split] of a head."""
         layout = cute.make_layout((STATS, MAX_SPLITS))
-        offset = tiling.num_splits * (self.num_query_heads * self.head_dim + head * STATS)
+        offset = tiling.num_splits * (self.tile_heads * self.head_dim + head * STATS)
         pointer = pointer_at(workspace.iterator, member.start + offset, cutlass.Float32, 8)
         return cute.make_tensor(pointer, layout)
 

@@ -57,10 +57,15 @@ class Board(NamedTuple):
     totals: cute.Tensor  # the same
     sinks: cute.Tensor  # [head] natural log, in shared memory
     thread: cutlass.Int32  # of the warpgroup
+    head: cutlass.Int32  # first one of the work item
+
+    def of_heads(self, head):
+        """The board for a work item of heads from `head` on."""
+        return self._replace(head=head)
 
     def sink(self, c: int, j: int) -> cutlass.Float32:
         """Of one of a thread's heads."""
-        return self.sinks[8 * j + self.thread % 4 * 2 + c]
+        return self.sinks[self.head + 8 * j + self.thread % 4 * 2 + c]
 
     def sync(self) -> None:
         cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=32 * WARPS)

@@ -10,7 +10,7 @@ from dsv4.kernels.attention.fmha_sm90_few_softmax import PAIR, WARPS
 from dsv4.kernels.attention.fmha_sm90_lengths import WORK_WORDS
 
 BARRIERS = (
-    "q_full", "q_empty", "work_full",
+    "q_full", "q_empty", "work_full", "work_empty",
     "kv_full", "kv_empty",
 )  # fmt: skip
 
@@ -29,13 +29,14 @@ def storage_type(kernel):
         # What the warps tell each other of each head, of a block and in the end.
         board: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, heads * 4], 16]
         totals: cute.struct.Align[cute.struct.MemRange[cutlass.Float32, heads * 4], 16]
-        sinks: cute.struct.MemRange[cutlass.Float32, heads]
+        sinks: cute.struct.MemRange[cutlass.Float32, heads * kernel.head_tiles]
         # Where the keys of the work item are.
         work: cute.struct.Align[cute.struct.MemRange[cutlass.Int32, WORK_WORDS], 16]
         shares: cute.struct.MemRange[cutlass.Int32, 1]
         q_full: cute.struct.MemRange[cutlass.Int64, 1]
         q_empty: cute.struct.MemRange[cutlass.Int64, 1]
         work_full: cute.struct.MemRange[cutlass.Int64, 1]
+        work_empty: cute.struct.MemRange[cutlass.Int64, 1]
         # The ring holds parts of the columns: the products with V free one after the other.
         kv_full: cute.struct.MemRange[cutlass.Int64, kernel.slots]
         kv_empty: cute.struct.MemRange[cutlass.Int64, kernel.slots]
@@ -67,7 +68,7 @@ def shared_views(kernel):
         kv_raw=storage.kv.data_ptr(),
         board=storage.board.get_tensor(board),
         totals=storage.totals.get_tensor(board),
-        sinks=storage.sinks.get_tensor(cute.make_layout(kernel.heads)),
+        sinks=storage.sinks.get_tensor(cute.make_layout(kernel.heads * kernel.head_tiles)),
         work=storage.work.get_tensor(cute.make_layout(WORK_WORDS)),
         shares=storage.shares.get_tensor(cute.make_layout(1)),
         **data_pointers(storage, *BARRIERS),
