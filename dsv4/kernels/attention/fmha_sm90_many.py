@@ -4,6 +4,7 @@ One CTA computes 64 heads of one token (or one split of its keys). Keys come in 
 compressed rows first, then the window; a block is fetched once and serves as K and as V:
 
     length warp        finds where the keys of the next work items are
+    prefetch warp      asks L2 for what comes first while the launch before ends
     load warp          Q, KV blocks -> shared memory (TMA)
     score warpgroup    S = Q K^T, softmax, P -> shared memory, one block ahead of
     output warpgroups  O += P V, each over half of the columns
@@ -25,7 +26,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental.cuda.tensor_map import TensorMap
-from cutlass.experimental.primitives import prefetch_tensormap
+from cutlass.experimental.primitives import mbarrier_try_wait_parity, prefetch_tensormap
 
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
@@ -58,6 +59,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     guess_first_block,
     request_divisor,
 )
+from dsv4.kernels.attention.fmha_sm90_rounds import Rounds, Turns, make_rounds
 from dsv4.kernels.attention.fmha_sm90_softmax import set_bias, softmax
 from dsv4.kernels.attention.fmha_sm90_storage import shared_views, storage_type
 from dsv4.kernels.attention.mask import mask_tail
@@ -73,6 +75,8 @@ STORE_STEP = 3
 # K steps between asking a barrier and needing its answer.
 ANSWER_STEPS = 2
 WINDOW_FLAG = 128
+# Pause between two prefetches of a CTA that waits for the launch before, in nanoseconds.
+PREFETCH_PAUSE = 100
 
 
 class FmhaManyHeads:
@@ -106,6 +110,9 @@ class FmhaManyHeads:
         # Tiles of fewer heads are possible where they divide the heads evenly.
         heads = self.num_query_heads
         self.has_even_tiles = heads <= self.heads or heads % self.heads == 0
+        # One CTA reads a token's keys, in blocks of 64 KB: where there are CTAs for all
+        # multiprocessors, they wait for DRAM.
+        self.is_read_bound = heads <= self.heads and self.head_dim == 512
         # Columns of Q in shared memory; the rest passes through the KV ring into registers.
         self.q_smem_dim = 192 if self.head_dim == 512 else self.head_dim
         self.q_register_dim = self.head_dim - self.q_smem_dim
@@ -177,8 +184,8 @@ class FmhaManyHeads:
             tiling,
             request_divisor(q.shape[0], swa_kv.shape[0]),
         )
+        rounds = make_rounds(tiling.works, num_ctas, self.is_read_bound)
         launch = {
-            "grid": [cutlass.min(tiling.works, num_ctas), 1, 1],
             "block": [self.threads, 1, 1],
             "stream": stream,
             "min_blocks_per_mp": 1,
@@ -187,9 +194,10 @@ class FmhaManyHeads:
         # Two kernels: what splits and shared columns need costs the others instructions and
         # registers at every change of tiles.
         if num_splits == 1 and tiling.column_shares == 1:
-            self.kernel(*arguments, True).launch(**launch)
+            grid = rounds.grid(tiling.works)
+            self.kernel(*arguments, *rounds, True).launch(grid=[grid, 1, 1], **launch)
         else:
-            self.kernel(*arguments, False).launch(**launch)
+            self.kernel(*arguments, *rounds, False).launch(grid=[rounds.ctas, 1, 1], **launch)
 
     # ---- device: dispatch ----
 
@@ -213,15 +221,24 @@ class FmhaManyHeads:
         workspace: cute.Tensor,
         tiling: Tiling,
         by_request_tokens: cute.FastDivmodDivisorV2,
+        ctas: cutlass.Int32,
+        regular_works: cutlass.Int32,
         is_plain: cutlass.Constexpr,  # neither splits nor shared columns
     ):
         if cutlass.const_expr(is_plain):
             tiling = tiling.plain(self.num_query_heads, self.heads)
+        is_streaming = is_plain and self.is_read_bound
+        if cutlass.const_expr(is_streaming):
+            turns = Rounds(ctas, regular_works)
+        else:
+            turns = Turns(tiling.works)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp // 4
         smem = shared_views(self)
         if warp == 0:
             with cute.arch.elect_one():
+                if cutlass.const_expr(is_streaming):
+                    cute.arch.mbarrier_init(smem.inputs_ready, 1)
                 cute.arch.mbarrier_init(smem.q_full, 1)
                 cute.arch.mbarrier_init(smem.q_empty, 4 * self.warp_arrivals)
                 cute.arch.mbarrier_init(smem.work_full, 1)
@@ -246,30 +263,33 @@ class FmhaManyHeads:
             lengths = Lengths(*sizes, *tensors, by_request_tokens)
             if warp == 4 * self.load_group:
                 cute.arch.griddepcontrol_launch_dependents()
-                self.load(smem, maps, lengths, tiling)
+                self.load(smem, maps, lengths, tiling, turns, is_streaming)
             elif warp == 4 * self.load_group + 1:
-                self.find_keys(smem, lengths, tiling)
+                self.find_keys(smem, lengths, tiling, turns)
+            elif warp == 4 * self.load_group + 2:  # noqa: SIM102 dynamic, then static
+                if cutlass.const_expr(is_streaming):
+                    self.fetch_ahead(smem, maps, tiling, turns)
         elif group == self.score_group:
             cute.arch.setmaxregister_increase(self.score_registers)
-            self.score(smem, sink_logits, lse, workspace, tiling)
+            self.score(smem, sink_logits, lse, workspace, tiling, turns)
         else:
             cute.arch.setmaxregister_increase(self.output_registers)
             half = group - self.output_group
-            self.output(smem, half, sink_logits, o, lse, workspace, tiling)
+            self.output(smem, half, sink_logits, o, lse, workspace, tiling, turns)
 
     # ---- device: load warps ----
 
     @cute.jit
-    def find_keys(self, smem, lengths, tiling):
+    def find_keys(self, smem, lengths, tiling, turns):
         """Find and publish each work item's keys; in a warp of its own, because the load warp would
         have to wait for the lengths where it has other things to ask for."""
         lane = cute.arch.lane_idx()
-        index = cute.arch.block_idx()[0]
+        index, stop, step = turns.of_cta(cute.arch.block_idx()[0])
         _, split, token = tiling.coordinates(index)
         guess = guess_first_block(lengths, token, split, tiling.by_splits, self.keys)
         phase = cutlass.Int32(1)
         cute.arch.griddepcontrol_wait()
-        while index < tiling.works:
+        while index < stop:
             work = find_work(
                 *(lengths, token, split, tiling.by_splits, guess),
                 *(self.keys, self.is_causal, self.sliding_window),
@@ -281,9 +301,34 @@ class FmhaManyHeads:
                 if work.has(RIGHT_GUESS):
                     self._describe_block(smem, work, work.first, 1 if self.q_register_dim else 0)
                 cute.arch.mbarrier_arrive(smem.work_full)
-            index += cute.arch.grid_dim()[0]
+            index += step
             _, split, token = tiling.coordinates(index)
             guess = guess._replace(block=cutlass.Int32(-1))
+
+    @cute.jit
+    def fetch_ahead(self, smem, maps, tiling, turns):
+        """Bring what comes first into L2, piece by piece, until the launch before is over.
+
+        A CTA that starts early finds DRAM idle; one that starts late soon stops: all that it asks
+        for twice is in the way of its loads. `_prefetch` says why this may overlap writes.
+        """
+        q_map, compressed_map, _ = maps
+        lane = cute.arch.lane_idx()
+        index, _, _ = turns.of_cta(cute.arch.block_idx()[0])
+        head_tile, _, token = tiling.coordinates(index)
+        chunks, half_chunks = self.head_dim // self.chunk, self.half_dim // self.chunk
+        is_over = cutlass.Boolean(tiling.leaves_room)
+        piece = cutlass.Int32(0)
+        while piece < 2 + chunks and not is_over:
+            if lane == 0:
+                if piece < 2:
+                    tma_prefetch(compressed_map, [0, 0, piece * half_chunks, token])
+                else:
+                    tma_prefetch(q_map, self._q_coordinates(head_tile, piece - 2, token))
+            piece += 1
+            is_over = cute.arch.vote_any_sync(
+                mbarrier_try_wait_parity(smem.inputs_ready, 0, time_limit=PREFETCH_PAUSE)
+            )
 
     @cute.jit
     def _describe_block(self, smem, work, block, stage):
@@ -294,13 +339,13 @@ class FmhaManyHeads:
         )
 
     @cute.jit
-    def load(self, smem, maps, lengths, tiling):
+    def load(self, smem, maps, lengths, tiling, turns, is_streaming: cutlass.Constexpr):
         """Keep Q and the KV ring full."""
         q_map, _, _ = maps
         lane = cute.arch.lane_idx()
         for tensor_map in maps:
             prefetch_tensormap(tensor_map.get_ptr())
-        index = cute.arch.block_idx()[0]
+        index, stop, step = turns.of_cta(cute.arch.block_idx()[0])
         head_tile, split, token = tiling.coordinates(index)
         guess = guess_first_block(lengths, token, split, tiling.by_splits, self.keys)
         # A CTA that starts when the launch before it is over would only load everything twice.
@@ -309,10 +354,13 @@ class FmhaManyHeads:
         # Whatever ran before may still be writing the inputs, or reading what this launch writes.
         # The warps that compute touch memory only after data that this one and `find_keys` fetch.
         cute.arch.griddepcontrol_wait()
+        if cutlass.const_expr(is_streaming):  # noqa: SIM102 static, then dynamic
+            if lane == 0:
+                cute.arch.mbarrier_arrive(smem.inputs_ready)
         q_bytes = self.heads * self.q_smem_dim * self.dtype.width // 8
         q_phase, work_phase = cutlass.Int32(1), cutlass.Int32(0)
         stage, phase = cutlass.Int32(0), cutlass.Int32(1)
-        while index < tiling.works:
+        while index < stop:
             # ---- Q: one part passes through the ring, the other needs the last QK to be over ----
             stage, phase = self._load_q_registers(smem, q_map, head_tile, token, lane, stage, phase)
             cute.arch.mbarrier_wait(smem.q_empty, q_phase)
@@ -347,9 +395,11 @@ class FmhaManyHeads:
             guess = guess._replace(block=cutlass.Int32(-1))
             done = cutlass.select_(work.has(RIGHT_GUESS), cutlass.Int32(1), cutlass.Int32(0))
             for n in cutlass.range(done, work.count, unroll=1):
-                self._load_block(smem, maps, work, work.first + n, token, lane, stage, phase)
+                self._load_block(
+                    smem, maps, work, work.first + n, token, lane, stage, phase, is_streaming
+                )
                 stage, phase = self._advance(stage, phase)
-            index += cute.arch.grid_dim()[0]
+            index += step
             head_tile, split, token = tiling.coordinates(index)
 
     @cute.jit
@@ -376,13 +426,20 @@ class FmhaManyHeads:
         return stage, phase
 
     @cute.jit
-    def _load_block(self, smem, maps, work, block, token, lane, stage, phase):
+    def _load_block(
+        self, smem, maps, work, block, token, lane, stage, phase, is_streaming: cutlass.Constexpr
+    ):
         """Fetch a block of a token's keys into a stage, each half when it is free; the one that QK
         reads first comes first."""
         is_window, row, _ = work.place(block, self.keys)
         place = Guess(block, is_window, row, work.request)
+        before, before_phase = self._retreat(stage, phase ^ 1)
         for half in cutlass.range_constexpr(1, -1, -1):
             cute.arch.mbarrier_wait(smem.kv_empty + (stage * 2 + half), phase)
+            if cutlass.const_expr(is_streaming):
+                # The longer the queues in front of DRAM, the less evenly they serve the
+                # multiprocessors, and the last one ends the launch. Two halves keep DRAM busy.
+                cute.arch.mbarrier_wait(smem.kv_full + (before * 2 + half), before_phase)
             if lane == 0:
                 if cutlass.const_expr(half == 1):
                     self._describe_block(smem, work, block, stage)
@@ -431,14 +488,14 @@ class FmhaManyHeads:
     # ---- device: score warpgroup ----
 
     @cute.jit
-    def score(self, smem, sink_logits, lse, workspace, tiling):
+    def score(self, smem, sink_logits, lse, workspace, tiling, turns):
         """S = Q K^T and the softmax of every block; the row statistics of every work item."""
         tile = score_fragments(self, smem)
         lane = tile.lane
-        index = cute.arch.block_idx()[0]
+        index, stop, step = turns.of_cta(cute.arch.block_idx()[0])
         q_phase, rows_phase = cutlass.Int32(0), cutlass.Int32(1)
         stage, phase, blocks = cutlass.Int32(0), cutlass.Int32(0), cutlass.Int32(0)
-        while index < tiling.works:
+        while index < stop:
             member = self.join.member(tiling, index)
             head = member.head + tile.row
 
@@ -493,7 +550,7 @@ class FmhaManyHeads:
                     smem, tile, member, tiling, gate_offset, sink_logits, lse, workspace
                 )
             self._release(smem.rows_full, lane)
-            index += cute.arch.grid_dim()[0]
+            index += step
 
     @cute.jit
     def _multiply_keys(self, smem, tile, blocks, stage, phase, is_held, is_here):
@@ -644,7 +701,7 @@ class FmhaManyHeads:
     # ---- device: output warpgroups ----
 
     @cute.jit
-    def output(self, smem, half: cutlass.Int32, sink_logits, o, lse, workspace, tiling):
+    def output(self, smem, half: cutlass.Int32, sink_logits, o, lse, workspace, tiling, turns):
         """O += P V over half of the columns, and the output rows."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = cute.arch.lane_idx()
@@ -662,7 +719,7 @@ class FmhaManyHeads:
         )
 
         # Half of the columns for each, or a piece each of the CTA's half.
-        index = cute.arch.block_idx()[0]
+        index, stop, step = turns.of_cta(cute.arch.block_idx()[0])
         is_shared = cutlass.Boolean(False)
         if cutlass.const_expr(self.pieces == 2):
             is_shared = tiling.column_shares > 1
@@ -672,7 +729,7 @@ class FmhaManyHeads:
         first_piece = column_half * self.pieces + cutlass.select_(is_shared, half, cutlass.Int32(0))
         work_phase, blocks = cutlass.Int32(0), cutlass.Int32(0)
         stage, phase = cutlass.Int32(0), cutlass.Int32(0)
-        while index < tiling.works:
+        while index < stop:
             # ---- prologue ----
             member = self.join.member(tiling, index)
             cute.arch.mbarrier_wait(smem.work_full, work_phase)
@@ -717,7 +774,7 @@ class FmhaManyHeads:
                 else:
                     store_rows(acc, *place)
             work_phase ^= 1
-            index += cute.arch.grid_dim()[0]
+            index += step
 
     @cute.jit
     def _join_splits(
@@ -820,6 +877,15 @@ class FmhaManyHeads:
         stage += 1
         if stage == self.stages:
             stage = cutlass.Int32(0)
+            phase ^= 1
+        return stage, phase
+
+    @cute.jit
+    def _retreat(self, stage: cutlass.Int32, phase: cutlass.Int32):
+        """Previous place in the KV ring."""
+        stage -= 1
+        if stage < 0:
+            stage = cutlass.Int32(self.stages - 1)
             phase ^= 1
         return stage, phase
 

@@ -11,7 +11,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import WORK_WORDS
 BARRIERS = (
     "q_full", "q_empty", "work_full", "work_empty",
     "p_full", "p_empty", "pv_turn", "pv_next",
-    "rows_full", "rows_empty", "kv_full", "kv_empty",
+    "rows_full", "rows_empty", "kv_full", "kv_empty", "inputs_ready",
 )  # fmt: skip
 
 
@@ -52,6 +52,8 @@ def storage_type(kernel):
         # One barrier per half block: the PV products of the two output warpgroups free theirs.
         kv_full: cute.struct.MemRange[cutlass.Int64, barriers]
         kv_empty: cute.struct.MemRange[cutlass.Int64, barriers]
+        # What the launch before writes may be read.
+        inputs_ready: cute.struct.MemRange[cutlass.Int64, 1]
 
     return Storage
 
