@@ -202,8 +202,8 @@ def timed_clusters(workload: Workload) -> Callable[[int], Sequence[int]]:
     """Which clusters of a launch the time model records: one that waits for others runs alone."""
     from dsv4.simulator.timing.prediction import some_clusters
 
-    # The last split has as many keys as any.
-    return (lambda count: [count - 1]) if waits_for_splits(workload) else some_clusters
+    # The first split has as many keys as any.
+    return (lambda count: [0]) if waits_for_splits(workload) else some_clusters
 
 
 def waits_for_splits(workload: Workload) -> bool:

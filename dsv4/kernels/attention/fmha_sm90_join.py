@@ -48,6 +48,7 @@ class Tiling(NamedTuple):
     # Divisors made by the host: a launch starts with these divisions.
     by_head_tiles: cute.FastDivmodDivisorV2
     by_splits: cute.FastDivmodDivisorV2
+    by_tokens: cute.FastDivmodDivisorV2 | None  # None without splits
 
     def plain(self, num_query_heads: int, most_heads: int):
         """The same, for a compiler that shall know that there are neither splits nor shares."""
@@ -59,6 +60,7 @@ class Tiling(NamedTuple):
             head_tiles=head_tiles,
             by_head_tiles=cute.fast_divmod_create_divisor_v2(head_tiles),
             by_splits=cute.fast_divmod_create_divisor_v2(one),
+            by_tokens=None,
         )
 
     def column_share(self, index):
@@ -74,9 +76,14 @@ class Tiling(NamedTuple):
         return i == 0 or self.column_shares == 1
 
     def coordinates(self, index):
-        """Head tile, split and token of a work item; the head tiles of a token are neighbours."""
+        """Head tile, split and token of a work item; the head tiles of a token are neighbours.
+
+        Splits with more blocks than others come first: CTAs start in order, some of them late.
+        """
         rest, head_tile = divmod(index >> (self.column_shares - 1), self.by_head_tiles)
-        token, split = divmod(rest, self.by_splits)
+        split, token = 0, rest
+        if self.by_tokens is not None:
+            split, token = divmod(rest, self.by_tokens)
         return cutlass.Int32(head_tile), cutlass.Int32(split), cutlass.Int32(token)
 
 
@@ -122,7 +129,8 @@ def make_tiling(
             groups = cutlass.Int32(size)
     leaves_room = 3 * works <= 2 * num_ctas
     counters = cutlass.Int32(counter_words(workspace_size))
-    divisors = (cute.fast_divmod_create_divisor_v2(x) for x in (head_tiles, num_splits))
+    tokens = cutlass.max(cutlass.Int32(tokens), 1)
+    divisors = (cute.fast_divmod_create_divisor_v2(x) for x in (head_tiles, num_splits, tokens))
     sizes = (num_splits, head_tiles, heads, works)
     return Tiling(*sizes, leaves_room, shares, groups, counters, *divisors)
 

@@ -80,6 +80,14 @@ def request_divisor(tokens, batch) -> cute.FastDivmodDivisorV2:
     return cute.fast_divmod_create_divisor_v2(cutlass.max(request_tokens, 1))
 
 
+def blocks_of_split(blocks, split, by_splits: cute.FastDivmodDivisorV2):
+    """First block of a split, and how many it has: the first splits have one more, if not all have
+    equally many."""
+    each, more = (cutlass.Int32(x) for x in divmod(cutlass.Int32(blocks), by_splits))
+    count = each + cutlass.select_(split < more, cutlass.Int32(1), cutlass.Int32(0))
+    return each * split + cutlass.min(split, more), count
+
+
 @cute.jit
 def guess_first_block(
     lengths: Lengths,
@@ -91,7 +99,7 @@ def guess_first_block(
     """Guess where a split's keys begin."""
     compressed_blocks = cute.ceil_div(lengths.compressed_rows, keys)
     blocks = compressed_blocks + cute.ceil_div(lengths.window_rows, keys)
-    block = cutlass.Int32(blocks * split // by_splits)
+    block, _ = blocks_of_split(blocks, split, by_splits)
     is_window = block >= compressed_blocks
     row = cutlass.select_(is_window, block - compressed_blocks, block) * keys
     request = cutlass.Int32(token // lengths.by_request_tokens)
@@ -142,8 +150,7 @@ def find_work(
 
     compressed_blocks = cute.ceil_div(compressed_len, keys)
     blocks = compressed_blocks + cute.ceil_div(window_end - window_begin, keys)
-    first = cutlass.Int32(blocks * split // by_splits)
-    count = cutlass.Int32(blocks * (split + 1) // by_splits) - first
+    first, count = blocks_of_split(blocks, split, by_splits)
     window = (window_begin, window_end, request)
     work = Work(count, cutlass.Int32(0), first, compressed_len, compressed_blocks, *window)
     is_window, row, _ = work.place(first, keys)
