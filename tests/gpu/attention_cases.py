@@ -150,8 +150,8 @@ class Case:
 
 
 def compare(o: Tensor, lse: Tensor, expected_o: Tensor, expected_lse: Tensor) -> None:
-    """Frobenius error, cosine and every element of o; lse within 1e-4, or fp32's last bit where that
-    is more, infinities exact."""
+    """Frobenius error, cosine and every element of o; lse within 1e-4, or fp32's last bit where
+    that is more, infinities exact."""
     o = o.float()
     assert not o.isnan().any(), f"{int(o.isnan().sum())} elements of o are NaN"
     norm = expected_o.norm()
