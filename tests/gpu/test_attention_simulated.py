@@ -143,6 +143,20 @@ def test_ctas_that_share_heads(seed, num_splits, num_ctas, schedule) -> None:
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
+def test_at_fixed_splits_bits_do_not_depend_on_how_many_ctas_there_are(seed, num_splits) -> None:
+    """Nor on the number of tokens: where 32 heads might be two tiles, one kernel serves all."""
+    config = FmhaConfig(64, 32, WINDOW, 1024, sink_mode="softmax", num_splits=num_splits)
+    case = Case.random(3, 32, 64, 300, 100, 2, ragged=True, device="cpu")
+    many, few = (
+        run(config, case, num_splits=num_splits, schedule="eager", races=False, num_ctas=ctas)
+        for ctas in (6 * num_splits, 3 * num_splits)
+    )
+    compare(*many, *case.expected("softmax"))
+    for one, other in zip(many, few, strict=True):
+        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("head_dim", [64, 512])
 @pytest.mark.parametrize("heads", [16, 64])
 def test_row_maxima_that_grow_with_every_block(seed, heads, head_dim, num_splits) -> None:

@@ -80,7 +80,8 @@ class FmhaKernelSm90:
             self.few = FmhaFewHeads(config, num_query_heads, q_dtype)
         else:
             self.many = FmhaManyHeads(config, q_dtype)
-            if num_query_heads == TILED_HEADS:
+            # A fixed number of splits promises that a token's bits do not depend on the batch.
+            if num_query_heads == TILED_HEADS and num_splits is None:
                 self.few = FmhaFewHeads(config, TILE_OF_HEADS, q_dtype)
 
     @cute.jit
