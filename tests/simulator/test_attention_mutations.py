@@ -34,7 +34,7 @@ PAIR_CASE = replace(CASE, head_dim=512, top_k=200, window_rows=128, softmax_scal
 # CTAs have work to do after a token without keys.
 HOPPER_CASE = replace(CASE, requests=((0, 2), (-1, 1), (1, 2)))
 # Few heads have a kernel of their own: two parts of columns, more blocks than its ring holds.
-FEW_CASE = replace(HOPPER_CASE, heads=24, head_dim=128)
+FEW_CASE = replace(CASE, heads=24, head_dim=128)
 # Part of Q passes through the ring; a CTA has tokens without keys first and between others.
 STREAMING_CASE = replace(
     PAIR_CASE, heads=64, requests=((-1, 1), (0, 5), (-1, 1), (1, 3)), is_causal=True

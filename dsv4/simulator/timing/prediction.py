@@ -12,7 +12,7 @@ from dsv4.simulator.occupancy import ctas_per_multiprocessor
 from dsv4.simulator.timing.engine import Replay, Replayed, Span
 from dsv4.simulator.timing.machine import MACHINES, Machine
 from dsv4.simulator.timing.recorder import Choose, record
-from dsv4.simulator.timing.trace import LaunchTrace
+from dsv4.simulator.timing.trace import ClusterTrace, LaunchTrace
 from dsv4.simulator.timing.units import MemoryRates
 
 
@@ -98,41 +98,39 @@ def predict(
     launches, written = [], 0.0
     for trace in record(simulation, args, kwargs, choose, buffers):
         launches.append(predict_launch(trace, machine, written))
-        written += trace.stored
+        written += trace.stored(_side_by_side(trace, machine))
     return Prediction(machine, launches)
 
 
 def predict_launch(trace: LaunchTrace, machine: Machine, written: float = 0.0) -> LaunchPrediction:
-    """Model a launch: full waves as long as the mean recorded cluster, the last one as long as
-    the longest, each with its share of L2 and memory bandwidth, and never shorter than what is
+    """Model a launch: full waves as long as the mean cluster recorded of them, the last one as long
+    as its longest, each with its share of L2 and memory bandwidth, and never shorter than what is
     stored takes.
 
     `written` bytes were stored just before; as far as L2 holds them they come from there.
     """
+    side_by_side = _side_by_side(trace, machine)
+    stored = trace.stored(side_by_side)
     distinct = _memory_fraction(trace, machine, written)
-    clusters = trace.ctas // trace.cluster_size
-    places = machine.multiprocessors // trace.cluster_size  # clusters side by side
-    depth = _ctas_per_sm(trace, machine)
-    full, rest = divmod(clusters, places * depth)
-    count = full + bool(rest)
+    places = machine.multiprocessors // trace.cluster_size  # multiprocessors, or groups of them
+    count = -(-(trace.ctas // trace.cluster_size) // side_by_side)
     waves: list[tuple[int, Replayed, float]] = []  # how many, longest replay, cycles of each
     worked = 0.0  # by the tensor pipes of all SMs
-    if full:
-        rates = _memory_rates(trace, machine, places * trace.cluster_size, distinct, count)
-        replays = _replays(trace, machine, depth, rates)
-        mean = sum(r.cycles for r in replays) / len(replays)
-        longest = max(replays, key=lambda r: r.cycles)
-        waves.append((full, longest, mean if full > 1 or rest else longest.cycles))
-        worked += full * places * trace.cluster_size * longest.busy["tensor pipe"]
-    if rest:
-        active = min(rest, places) * trace.cluster_size
+    groups = trace.waves(side_by_side)
+    for clusters, recorded in groups:
+        n = max(clusters // side_by_side, 1)
+        active = min(clusters, places) * trace.cluster_size
         rates = _memory_rates(trace, machine, active, distinct, count)
-        replays = _replays(trace, machine, -(-rest // places), rates)
+        depth = -(-min(clusters, side_by_side) // places)
+        replays = _replays(trace, recorded, machine, depth, rates)
         longest = max(replays, key=lambda r: r.cycles)
-        waves.append((1, longest, longest.cycles))
-        worked += active * longest.busy["tensor pipe"]
+        cycles = sum(r.cycles for r in replays) / len(replays)
+        if n == 1 and recorded is groups[-1][1]:
+            cycles = longest.cycles
+        waves.append((n, longest, cycles))
+        worked += n * active * longest.busy["tensor pipe"]
     cycles = sum(n * each for n, _, each in waves) + (count - 1) * machine.cta_start
-    cycles = max(cycles, trace.stored / (machine.store_bytes * machine.multiprocessors))
+    cycles = max(cycles, stored / (machine.store_bytes * machine.multiprocessors))
     busy: dict[str, float] = {}
     for n, replay, _ in waves:
         for unit, taken in replay.busy.items():
@@ -152,13 +150,17 @@ def predict_launch(trace: LaunchTrace, machine: Machine, written: float = 0.0) -
 
 
 def _replays(
-    trace: LaunchTrace, machine: Machine, depth: int, rates: MemoryRates
+    trace: LaunchTrace,
+    recorded: Sequence[ClusterTrace],
+    machine: Machine,
+    depth: int,
+    rates: MemoryRates,
 ) -> list[Replayed]:
-    """Each recorded cluster, `depth` copies of it sharing their SMs."""
+    """Each of some recorded clusters, `depth` copies of it sharing their SMs."""
     placement = [list(range(trace.cluster_size))] * depth
     return [
         Replay(trace.program, [cluster] * depth, placement, machine, rates).run()
-        for cluster in trace.clusters
+        for cluster in recorded
     ]
 
 
@@ -197,10 +199,16 @@ def _memory_fraction(trace: LaunchTrace, machine: Machine, written: float) -> fl
     CTAs that load the same bytes get them from memory once and from L2 afterwards: memory has to
     deliver no more than the footprint, and nothing that L2 still holds.
     """
-    if not trace.loaded:
+    loaded = trace.loaded(_side_by_side(trace, machine))
+    if not loaded:
         return 0.0
     held = written if written <= machine.l2_capacity else 0.0
-    return max(0.0, min(trace.loaded, trace.footprint) - held) / trace.loaded
+    return max(0.0, min(loaded, trace.footprint) - held) / loaded
+
+
+def _side_by_side(trace: LaunchTrace, machine: Machine) -> int:
+    """Clusters that run at the same time."""
+    return machine.multiprocessors // trace.cluster_size * _ctas_per_sm(trace, machine)
 
 
 def _ctas_per_sm(trace: LaunchTrace, machine: Machine) -> int:

@@ -214,15 +214,23 @@ class LaunchTrace:
         x, y, z = self.config.cluster
         return x * y * z
 
-    @property
-    def loaded(self) -> float:
-        """Bytes that all clusters load from global memory, from those recorded."""
-        return self._all(sum(cluster.loaded for cluster in self.clusters))
+    def waves(self, side_by_side: int) -> list[tuple[int, list[ClusterTrace]]]:
+        """Clusters of the full waves of so many, and of the last one: their number, and those
+        recorded of them, or all recorded ones where none of theirs was."""
+        count = self.ctas // self.cluster_size
+        first_of_last = count - count % side_by_side
+        early = [cluster for cluster in self.clusters if cluster.number < first_of_last]
+        late = [cluster for cluster in self.clusters if cluster.number >= first_of_last]
+        groups = ((first_of_last, early), (count - first_of_last, late))
+        return [(n, recorded or self.clusters) for n, recorded in groups if n]
 
-    @property
-    def stored(self) -> float:
-        """Bytes that all clusters store, from those recorded."""
-        return self._all(sum(cluster.stored for cluster in self.clusters))
+    def loaded(self, side_by_side: int) -> float:
+        """Bytes that all clusters load from global memory, from those recorded of their waves."""
+        return self._sum("loaded", side_by_side)
+
+    def stored(self, side_by_side: int) -> float:
+        """Bytes that all clusters store, from those recorded of their waves."""
+        return self._sum("stored", side_by_side)
 
     @property
     def pair_fraction(self) -> float:
@@ -247,5 +255,8 @@ class LaunchTrace:
             if number % 2 == 0 and number + 1 in by_number:
                 yield cluster.sources_of(0), by_number[number + 1].sources_of(0)
 
-    def _all(self, recorded: int) -> float:
-        return recorded / len(self.clusters) * self.ctas / self.cluster_size
+    def _sum(self, name: str, side_by_side: int) -> float:
+        return sum(
+            count * sum(getattr(cluster, name) for cluster in recorded) / len(recorded)
+            for count, recorded in self.waves(side_by_side)
+        )

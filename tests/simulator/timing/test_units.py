@@ -132,14 +132,14 @@ def test_what_is_stored_bounds_a_launch():
     assert launch.cycles >= stored / (H200.store_bytes * 132)
 
 
-def _load_trace() -> LaunchTrace:
-    source = torch.zeros(8192, dtype=torch.uint8)
+def _load_trace(copies: int = 1) -> LaunchTrace:
+    source = torch.zeros(copies * 8192, dtype=torch.uint8)
     simulation = single_launch(
-        bulk_load_kernel(1, 8192),
+        bulk_load_kernel(copies, 8192),
         "load",
         grid=(1, 1, 1),
         block=(32, 1, 1),
-        shared=8192 + 64,
+        shared=copies * 8192 + 64,
         params=(source,),
     )
     return record(simulation, (source,), {}, lambda count: [0])[0]
@@ -214,6 +214,21 @@ def test_a_wave_more_takes_a_wave_longer():
     one, two = (load(ctas, 25, 8192, source) for ctas in (132, 133))
     assert (one.waves, two.waves) == (1, 2)
     assert two.cycles > one.cycles + H200.cta_start
+
+
+def test_a_last_wave_of_short_ctas_is_short():
+    """CTAs that get the work left over by whole rounds: what was recorded of the full wave says
+    nothing of them, neither how long they take nor what they load."""
+    busy, quick = (_load_trace(copies).clusters[0] for copies in (25, 1))
+    recorded = [replace(busy, number=0), replace(busy, number=66), replace(quick, number=231)]
+    base = _load_trace(25)
+    trace, full = (
+        replace(base, clusters=clusters, config=replace(base.config, grid=(ctas, 1, 1)))
+        for clusters, ctas in ((recorded, 232), (recorded[:2], 132))
+    )
+    assert trace.loaded(132) == 132 * busy.loaded + 100 * quick.loaded
+    launch, first = (predict_launch(each, H200) for each in (trace, full))
+    assert first.cycles < launch.cycles < 1.5 * first.cycles
 
 
 def test_assumptions_can_be_adjusted():
