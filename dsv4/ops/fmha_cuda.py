@@ -101,10 +101,8 @@ def _launch_of(state: _State) -> Launch:
         if q.dtype is float32 or (
             has_others and (current_device() != index or q.get_device() != index)
         ):
-            # The driver launches on the current device, whatever device the tensors are on.
             tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
-            with torch.cuda.device(q.device):
-                launch_for(config, q)(*tensors, compressed_lens, lse, workspace)
+            _pass_on(config, *tensors, compressed_lens, lse, workspace)
             return
         tokens = request_ids.numel()  # cheaper than a shape
         if tokens == 0:
@@ -147,6 +145,13 @@ def _launch_of(state: _State) -> Launch:
         )
 
     return launch
+
+
+def _pass_on(config: FmhaConfig, q: Tensor, *rest: Tensor | None) -> None:
+    """Launch what is for q's dtype on q's device."""
+    # The driver launches on the current device, whatever device the tensors are on.
+    with torch.cuda.device(q.device):
+        launch_for(config, q)(q, *rest)
 
 
 def bind(config: FmhaConfig, device: torch.device) -> Launch:

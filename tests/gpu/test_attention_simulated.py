@@ -199,15 +199,15 @@ def test_first_blocks_and_window_lengths_that_are_guessed(
 
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
 def test_tiles_beyond_whole_rounds(seed, schedule) -> None:
-    """Six rounds of two tiles, and one that is a CTA of its own; tokens without keys, and tokens of
-    three blocks after and before tokens of one."""
+    """Six rounds of three tiles, and two that are CTAs of their own; tokens without keys, and some
+    of three blocks after and before some of one."""
     config = FmhaConfig(512, MANY, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(13, MANY, 512, 100, 20, 3, device="cpu")
-    requests = [0, -1, 1, 2, -1, 1, 0, -1, 2, 0, 1, 1, 2]
-    lengths = [100, 3, 0, 64, 9, 65, 100, 1, 100, 0, 2, 64, 100]
+    case = Case.random(20, MANY, 512, 100, 20, 3, device="cpu")
+    requests = [0, -1, 1, 2, -1, 1, 0, -1, 2, 0, 1, 1, 2, 1, 0, -1, 2, 0, 1, 2]
+    lengths = [100, 3, 0, 64, 9, 65, 100, 1, 100, 0, 2, 64, 100, 5, 0, 2, 70, 1, 65, 100]
     case.request_ids = torch.tensor(requests, dtype=torch.int32)
     case.compressed_lens = torch.tensor(lengths, dtype=torch.int32)
-    got = run(config, case, num_splits=1, schedule=schedule, races=True, num_ctas=2)
+    got = run(config, case, num_splits=1, schedule=schedule, races=True, num_ctas=3)
     compare(*got, *case.expected("softmax"))
 
 

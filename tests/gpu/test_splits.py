@@ -219,9 +219,9 @@ def test_a_launch_passes_on_what_is_not_its_own(other, launch, monkeypatch) -> N
         entered.append(None)
 
     monkeypatch.setattr(torch.cuda, "device", enter)
-    if other == "current device":
-        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1)
-    state = fmha_cuda._State(config, SimpleNamespace(index=3 if other == "device of q" else -1))
-    state.launch(q, *rest)
+    index = 3 if other == "device of q" else q.get_device()
+    current = 1 if other == "current device" else index
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current)
+    fmha_cuda._State(config, SimpleNamespace(index=index)).launch(q, *rest)
     assert passed_on.calls == [(config, q), (q, *rest)]
     assert entered == [q.device, None]

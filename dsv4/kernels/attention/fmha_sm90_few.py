@@ -58,10 +58,11 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     Guess,
     Lengths,
     Work,
-    find_work,
+    find_keys,
     guess_first_block,
     request_divisor,
 )
+from dsv4.kernels.attention.fmha_sm90_rounds import Turns
 from dsv4.kernels.attention.softmax import LOG2_E
 
 
@@ -203,35 +204,14 @@ class FmhaFewHeads:
         if warp == self.math_threads // 32:
             self.load(smem, maps, lengths, tiling)
         elif warp > self.math_threads // 32:
-            self.find_keys(smem, lengths, tiling)
+            find_keys(
+                *(smem, lengths, tiling, Turns(tiling.works)),
+                *(self.keys, self.is_causal, self.sliding_window, None),
+            )
         else:
             self.compute(smem, sink_logits, o, lse, workspace, tiling)
 
-    # ---- device: find and load warps ----
-
-    @cute.jit
-    def find_keys(self, smem, lengths, tiling):
-        """Find and publish each work item's keys; in a warp of its own, because its loads take
-        their time behind the blocks that the load warp asks for."""
-        lane = cute.arch.lane_idx()
-        index = cute.arch.block_idx()[0]
-        _, split, token = tiling.coordinates(index)
-        guess = guess_first_block(lengths, token, split, tiling.by_splits, self.keys)
-        phase = cutlass.Int32(1)
-        cute.arch.griddepcontrol_wait()
-        while index < tiling.works:
-            work = find_work(
-                *(lengths, token, split, tiling.by_splits, guess),
-                *(self.keys, self.is_causal, self.sliding_window),
-            )
-            cute.arch.mbarrier_wait(smem.work_empty, phase)
-            phase ^= 1
-            if lane == 0:
-                work.store(smem.work)
-                cute.arch.mbarrier_arrive(smem.work_full)
-            index += cute.arch.grid_dim()[0]
-            _, split, token = tiling.coordinates(index)
-            guess = guess._replace(block=cutlass.Int32(-1))
+    # ---- device: load warp ----
 
     @cute.jit
     def load(self, smem, maps, lengths, tiling):

@@ -183,3 +183,48 @@ def tokens_after(lengths: Lengths, token: cutlass.Int32, request: cutlass.Int32)
         count += run
         searching = run == 32
     return count
+
+
+@cute.jit
+def find_keys(
+    smem,
+    lengths: Lengths,
+    tiling,
+    turns,
+    keys: cutlass.Constexpr,
+    is_causal: cutlass.Constexpr,
+    sliding_window: cutlass.Constexpr,
+    describe_first_block: cutlass.Constexpr,
+):
+    """Find and publish the keys of each of a CTA's work items; for a warp of its own, because the
+    loads take their time behind the blocks that the load warp asks for.
+
+    Args:
+        smem: has `work`, `work_full` and `work_empty`.
+        tiling, turns: which work items there are, and which of them this CTA has.
+        keys: of a block.
+        describe_first_block: called with a work item whose first block was guessed right, before
+            the item is published; or None.
+    """
+    lane = cute.arch.lane_idx()
+    index, stop, step = turns.of_cta(cute.arch.block_idx()[0])
+    _, split, token = tiling.coordinates(index)
+    guess = guess_first_block(lengths, token, split, tiling.by_splits, keys)
+    phase = cutlass.Int32(1)
+    cute.arch.griddepcontrol_wait()
+    while index < stop:
+        work = find_work(
+            *(lengths, token, split, tiling.by_splits, guess),
+            *(keys, is_causal, sliding_window),
+        )
+        cute.arch.mbarrier_wait(smem.work_empty, phase)
+        phase ^= 1
+        if lane == 0:
+            work.store(smem.work)
+            if cutlass.const_expr(describe_first_block is not None):  # noqa: SIM102 static, dynamic
+                if work.has(RIGHT_GUESS):
+                    describe_first_block(work)
+            cute.arch.mbarrier_arrive(smem.work_full)
+        index += step
+        _, split, token = tiling.coordinates(index)
+        guess = guess._replace(block=cutlass.Int32(-1))

@@ -55,7 +55,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     Guess,
     Lengths,
     Work,
-    find_work,
+    find_keys,
     guess_first_block,
     request_divisor,
 )
@@ -265,7 +265,12 @@ class FmhaManyHeads:
                 cute.arch.griddepcontrol_launch_dependents()
                 self.load(smem, maps, lengths, tiling, turns, is_streaming)
             elif warp == 4 * self.load_group + 1:
-                self.find_keys(smem, lengths, tiling, turns)
+                q_stages = 1 if self.q_register_dim else 0
+                find_keys(
+                    *(smem, lengths, tiling, turns),
+                    *(self.keys, self.is_causal, self.sliding_window),
+                    lambda work: self._describe_block(smem, work, work.first, q_stages),
+                )
             elif warp == 4 * self.load_group + 2:  # noqa: SIM102 dynamic, then static
                 if cutlass.const_expr(is_streaming):
                     self.fetch_ahead(smem, maps, tiling, turns)
@@ -278,32 +283,6 @@ class FmhaManyHeads:
             self.output(smem, half, sink_logits, o, lse, workspace, tiling, turns)
 
     # ---- device: load warps ----
-
-    @cute.jit
-    def find_keys(self, smem, lengths, tiling, turns):
-        """Find and publish each work item's keys; in a warp of its own, because the load warp would
-        have to wait for the lengths where it has other things to ask for."""
-        lane = cute.arch.lane_idx()
-        index, stop, step = turns.of_cta(cute.arch.block_idx()[0])
-        _, split, token = tiling.coordinates(index)
-        guess = guess_first_block(lengths, token, split, tiling.by_splits, self.keys)
-        phase = cutlass.Int32(1)
-        cute.arch.griddepcontrol_wait()
-        while index < stop:
-            work = find_work(
-                *(lengths, token, split, tiling.by_splits, guess),
-                *(self.keys, self.is_causal, self.sliding_window),
-            )
-            cute.arch.mbarrier_wait(smem.work_empty, phase)
-            phase ^= 1
-            if lane == 0:
-                work.store(smem.work)
-                if work.has(RIGHT_GUESS):
-                    self._describe_block(smem, work, work.first, 1 if self.q_register_dim else 0)
-                cute.arch.mbarrier_arrive(smem.work_full)
-            index += step
-            _, split, token = tiling.coordinates(index)
-            guess = guess._replace(block=cutlass.Int32(-1))
 
     @cute.jit
     def fetch_ahead(self, smem, maps, tiling, turns):

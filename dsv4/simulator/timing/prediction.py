@@ -111,7 +111,7 @@ def predict_launch(trace: LaunchTrace, machine: Machine, written: float = 0.0) -
     """
     side_by_side = _side_by_side(trace, machine)
     stored = trace.stored(side_by_side)
-    distinct = _memory_fraction(trace, machine, written)
+    distinct = _memory_fraction(trace.loaded(side_by_side), trace.footprint, machine, written)
     places = machine.multiprocessors // trace.cluster_size  # multiprocessors, or groups of them
     count = -(-(trace.ctas // trace.cluster_size) // side_by_side)
     waves: list[tuple[int, Replayed, float]] = []  # how many, longest replay, cycles of each
@@ -124,10 +124,10 @@ def predict_launch(trace: LaunchTrace, machine: Machine, written: float = 0.0) -
         depth = -(-min(clusters, side_by_side) // places)
         replays = _replays(trace, recorded, machine, depth, rates)
         longest = max(replays, key=lambda r: r.cycles)
-        cycles = sum(r.cycles for r in replays) / len(replays)
+        each = sum(r.cycles for r in replays) / len(replays)
         if n == 1 and recorded is groups[-1][1]:
-            cycles = longest.cycles
-        waves.append((n, longest, cycles))
+            each = longest.cycles
+        waves.append((n, longest, each))
         worked += n * active * longest.busy["tensor pipe"]
     cycles = sum(n * each for n, _, each in waves) + (count - 1) * machine.cta_start
     cycles = max(cycles, stored / (machine.store_bytes * machine.multiprocessors))
@@ -193,17 +193,16 @@ def _throttling(machine: Machine, cycles: float, worked: float) -> float:
     return 1e-3 * worked * (1 / sustained - 1 / machine.clock_ghz)
 
 
-def _memory_fraction(trace: LaunchTrace, machine: Machine, written: float) -> float:
+def _memory_fraction(loaded: float, footprint: int, machine: Machine, written: float) -> float:
     """Part of the loaded bytes that memory has to deliver.
 
     CTAs that load the same bytes get them from memory once and from L2 afterwards: memory has to
     deliver no more than the footprint, and nothing that L2 still holds.
     """
-    loaded = trace.loaded(_side_by_side(trace, machine))
     if not loaded:
         return 0.0
     held = written if written <= machine.l2_capacity else 0.0
-    return max(0.0, min(loaded, trace.footprint) - held) / loaded
+    return max(0.0, min(loaded, footprint) - held) / loaded
 
 
 def _side_by_side(trace: LaunchTrace, machine: Machine) -> int:
