@@ -71,9 +71,9 @@ def _matrix(registers, kind: str, rows: int, depth: int, halves: int) -> np.ndar
 def _product(form, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """[rows, 8] of A B, in the accumulator's type or float32."""
     d_type, bitwise = form[2], form[5]
+    total = numerics.product(left, right)
     if d_type != "s32":
-        return left @ right.T
-    total = left.astype(f64) @ right.T.astype(f64)
+        return total.astype(left.dtype)
     if bitwise == "xor":  # bits that differ
         total = left.sum(1)[:, None] + right.sum(1)[None, :] - 2 * total
     return total.astype(i64)

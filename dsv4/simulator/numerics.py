@@ -312,6 +312,16 @@ def to_integer(x: np.ndarray, rounding: str, dtype: type) -> np.ndarray:
     return low.astype(dtype)
 
 
+def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """A B^T in float64.
+
+    The host's matrix product sums an element in an order that depends on its place and on the
+    host's processor. In float64 that does not show in what is rounded to float32: an element has
+    the same bits in any row of any tile, on any machine, as it has on a GPU.
+    """
+    return a.astype(f64) @ b.T.astype(f64)
+
+
 def tanh(x: np.ndarray) -> np.ndarray:
     """float32 tanh."""
     return np.tanh(x.astype(f64)).astype(f32)

@@ -10,7 +10,7 @@ from dsv4.simulator import numerics
 from dsv4.simulator.descriptors import MatrixDescriptor, element_index, operand_elements
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.memory import TMEM_COLUMNS, TMEM_LANES, Cta
-from dsv4.simulator.numerics import f32, f64, i32, u8, u16, u32
+from dsv4.simulator.numerics import f32, i32, u8, u16, u32
 from dsv4.simulator.operand_formats import DEPTH, FORMATS, Format
 from dsv4.simulator.zero_columns import column_shift, zero_columns
 
@@ -148,9 +148,7 @@ def _scales(cta: Cta, address: int, rows: int, count: int, first: int, exponents
 
 def _product(a: np.ndarray, b: np.ndarray, integer: bool) -> np.ndarray:
     """[N, M] of B A^T: float32, or exact integers."""
-    if integer:
-        return (b.astype(f64) @ a.T.astype(f64)).astype(i32)
-    return b @ a.T
+    return numerics.product(b, a).astype(i32 if integer else f32)
 
 
 @lru_cache(maxsize=256)

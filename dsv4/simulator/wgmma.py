@@ -85,10 +85,7 @@ class Product:
         n, depth, d_type, _, b_type = self.form
         b_tile = _shared_tile(parts[0].warp.cta, self.b, n, depth, b_type, not self.majors[1])
         a_tile = self._a_tile(parts)
-        if d_type == "s32":
-            product = (a_tile.astype(np.float64) @ b_tile.T.astype(np.float64)).astype(i32)
-        else:
-            product = a_tile @ b_tile.T
+        product = numerics.product(a_tile, b_tile).astype(i32 if d_type == "s32" else f32)
         add_product(parts, d_type, -product if self.negative else product)
 
     def _a_tile(self, parts: list[Part]) -> np.ndarray:

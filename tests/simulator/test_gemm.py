@@ -78,3 +78,18 @@ def test_launch_configuration_is_the_compiled_one():
     # Two stages of 128 x 64 A and 32 x 64 B per CTA, barriers, alignment.
     operands = 2 * (128 + 32) * 64 * 2
     assert operands < launch.shared_bytes < operands + 2048
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_a_result_does_not_depend_on_its_place(arch):
+    """As on a GPU: the same rows and columns give the same bits, wherever in a tile they are."""
+    a, b, c = _operands(128, 256, 192)
+    if arch == "sm_90a":
+        compiled = _compiled_sm90(torch.bfloat16, "k", "k")
+    else:
+        compiled = _compiled_sm100(False, (1, 1), 128, 256)
+    rows, columns = torch.randperm(128), torch.randperm(256)
+    moved = torch.full_like(c, float("nan"))
+    simulate(compiled, a, b, c)
+    simulate(compiled, a[rows], b[columns], moved)
+    assert torch.equal(moved, c[rows][:, columns])
