@@ -62,6 +62,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     guess_first_block,
     request_divisor,
 )
+from dsv4.kernels.attention.fmha_sm90_pace import CLUSTER, even_grid
 from dsv4.kernels.attention.fmha_sm90_rounds import Turns
 from dsv4.kernels.attention.softmax import LOG2_E
 
@@ -138,6 +139,9 @@ class FmhaFewHeads:
         compressed_map = make_row_tile_map(compressed_kv, q.iterator, self.tile, box)
         window_map = make_row_tile_map(swa_kv, q.iterator, self.tile, box)
         works = q.shape[0] * self.head_tiles * num_splits
+        grid = {"grid": [cutlass.min(works, num_ctas), 1, 1]}
+        if cutlass.const_expr(self.head_tiles % 2 == 0):
+            grid = {"grid": [even_grid(works, num_ctas), 1, 1], "cluster": CLUSTER}
         self.kernel(
             (q_map, compressed_map, window_map),
             compressed_kv.shape[1],
@@ -153,7 +157,7 @@ class FmhaFewHeads:
             cute.fast_divmod_create_divisor_v2(num_splits),
             request_divisor(q.shape[0], swa_kv.shape[0]),
         ).launch(
-            grid=[cutlass.min(works, num_ctas), 1, 1],
+            **grid,
             block=[self.threads, 1, 1],
             stream=stream,
             min_blocks_per_mp=1,

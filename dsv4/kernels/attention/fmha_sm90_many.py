@@ -59,6 +59,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
     guess_first_block,
     request_divisor,
 )
+from dsv4.kernels.attention.fmha_sm90_pace import CLUSTER, Pace, even_grid, keep_step, meet
 from dsv4.kernels.attention.fmha_sm90_rounds import Rounds, Turns, make_rounds
 from dsv4.kernels.attention.fmha_sm90_softmax import set_bias, softmax
 from dsv4.kernels.attention.fmha_sm90_storage import shared_views, storage_type
@@ -113,6 +114,8 @@ class FmhaManyHeads:
         # One CTA reads a token's keys, in blocks of 64 KB: where there are CTAs for all
         # multiprocessors, they wait for DRAM.
         self.is_read_bound = heads <= self.heads and self.head_dim == 512
+        # Two CTAs read a token's keys, one for each head tile.
+        self.has_neighbours = heads > self.heads
         # Columns of Q in shared memory; the rest passes through the KV ring into registers.
         self.q_smem_dim = 192 if self.head_dim == 512 else self.head_dim
         self.q_register_dim = self.head_dim - self.q_smem_dim
@@ -185,6 +188,9 @@ class FmhaManyHeads:
             request_divisor(q.shape[0], swa_kv.shape[0]),
         )
         rounds = make_rounds(tiling.works, num_ctas, self.is_read_bound)
+        alone = {"grid": [rounds.grid(tiling.works), 1, 1]}
+        pairs = {"grid": [even_grid(tiling.works, num_ctas), 1, 1], "cluster": CLUSTER}
+        plain_grid = pairs if self.has_neighbours else alone
         launch = {
             "block": [self.threads, 1, 1],
             "stream": stream,
@@ -194,10 +200,9 @@ class FmhaManyHeads:
         # Two kernels: what splits and shared columns need costs the others instructions and
         # registers at every change of tiles.
         if num_splits == 1 and tiling.column_shares == 1:
-            grid = rounds.grid(tiling.works)
-            self.kernel(*arguments, *rounds, True).launch(grid=[grid, 1, 1], **launch)
+            self.kernel(*arguments, *rounds, True).launch(**plain_grid, **launch)
         else:
-            self.kernel(*arguments, *rounds, False).launch(grid=[rounds.ctas, 1, 1], **launch)
+            self.kernel(*arguments, *rounds, False).launch(**pairs, **launch)
 
     # ---- device: dispatch ----
 
@@ -227,8 +232,12 @@ class FmhaManyHeads:
     ):
         if cutlass.const_expr(is_plain):
             tiling = tiling.plain(self.num_query_heads, self.heads)
-        is_streaming = is_plain and self.is_read_bound
-        if cutlass.const_expr(is_streaming):
+        pace = Pace.FREE
+        if cutlass.const_expr(is_plain and self.is_read_bound):
+            pace = Pace.TWO_HALVES
+        elif cutlass.const_expr(is_plain and self.has_neighbours):
+            pace = Pace.IN_STEP
+        if cutlass.const_expr(pace is Pace.TWO_HALVES):
             turns = Rounds(ctas, regular_works)
         else:
             turns = Turns(tiling.works)
@@ -237,7 +246,7 @@ class FmhaManyHeads:
         smem = shared_views(self)
         if warp == 0:
             with cute.arch.elect_one():
-                if cutlass.const_expr(is_streaming):
+                if cutlass.const_expr(pace is Pace.TWO_HALVES):
                     cute.arch.mbarrier_init(smem.inputs_ready, 1)
                 cute.arch.mbarrier_init(smem.q_full, 1)
                 cute.arch.mbarrier_init(smem.q_empty, 4 * self.warp_arrivals)
@@ -254,8 +263,14 @@ class FmhaManyHeads:
                     cute.arch.mbarrier_init(smem.kv_full + i, 1)
                     warps = 4 * tiling.column_shares
                     cute.arch.mbarrier_init(smem.kv_empty + i, warps * self.warp_arrivals)
+                if cutlass.const_expr(pace is Pace.IN_STEP):
+                    for i in cutlass.range_constexpr(self.stages):
+                        cute.arch.mbarrier_init(smem.in_step + i, 1)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if cutlass.const_expr(pace is Pace.IN_STEP):
+            meet()
+        else:
+            cute.arch.sync_threads()
         if group == self.load_group:
             cute.arch.setmaxregister_decrease(self.load_registers)
             tensors = (swa_lens, request_ids, compressed_lens)
@@ -263,7 +278,9 @@ class FmhaManyHeads:
             lengths = Lengths(*sizes, *tensors, by_request_tokens)
             if warp == 4 * self.load_group:
                 cute.arch.griddepcontrol_launch_dependents()
-                self.load(smem, maps, lengths, tiling, turns, is_streaming)
+                self.load(smem, maps, lengths, tiling, turns, pace)
+                if cutlass.const_expr(pace is Pace.IN_STEP):
+                    meet()
             elif warp == 4 * self.load_group + 1:
                 q_stages = 1 if self.q_register_dim else 0
                 find_keys(
@@ -272,7 +289,7 @@ class FmhaManyHeads:
                     lambda work: self._describe_block(smem, work, work.first, q_stages),
                 )
             elif warp == 4 * self.load_group + 2:  # noqa: SIM102 dynamic, then static
-                if cutlass.const_expr(is_streaming):
+                if cutlass.const_expr(pace is Pace.TWO_HALVES):
                     self.fetch_ahead(smem, maps, tiling, turns)
         elif group == self.score_group:
             cute.arch.setmaxregister_increase(self.score_registers)
@@ -318,7 +335,7 @@ class FmhaManyHeads:
         )
 
     @cute.jit
-    def load(self, smem, maps, lengths, tiling, turns, is_streaming: cutlass.Constexpr):
+    def load(self, smem, maps, lengths, tiling, turns, pace: cutlass.Constexpr):
         """Keep Q and the KV ring full."""
         q_map, _, _ = maps
         lane = cute.arch.lane_idx()
@@ -333,7 +350,7 @@ class FmhaManyHeads:
         # Whatever ran before may still be writing the inputs, or reading what this launch writes.
         # The warps that compute touch memory only after data that this one and `find_keys` fetch.
         cute.arch.griddepcontrol_wait()
-        if cutlass.const_expr(is_streaming):  # noqa: SIM102 static, then dynamic
+        if cutlass.const_expr(pace is Pace.TWO_HALVES):  # noqa: SIM102 static, then dynamic
             if lane == 0:
                 cute.arch.mbarrier_arrive(smem.inputs_ready)
         q_bytes = self.heads * self.q_smem_dim * self.dtype.width // 8
@@ -341,7 +358,9 @@ class FmhaManyHeads:
         stage, phase = cutlass.Int32(0), cutlass.Int32(1)
         while index < stop:
             # ---- Q: one part passes through the ring, the other needs the last QK to be over ----
-            stage, phase = self._load_q_registers(smem, q_map, head_tile, token, lane, stage, phase)
+            stage, phase = self._load_q_registers(
+                smem, q_map, head_tile, token, lane, stage, phase, pace
+            )
             cute.arch.mbarrier_wait(smem.q_empty, q_phase)
             q_phase ^= 1
             if lane == 0:
@@ -352,6 +371,8 @@ class FmhaManyHeads:
             if guess.exists():
                 # Nobody has to free this stage: it has not been used before. The half that QK
                 # reads first comes first, and behind Q: QK starts before the other one is there.
+                if cutlass.const_expr(pace is Pace.IN_STEP):
+                    keep_step(smem.in_step, stage, phase, lane)
                 if lane == 0:
                     for half in cutlass.range_constexpr(1, -1, -1):
                         self._load_half(smem, maps, guess, token, stage, half)
@@ -374,16 +395,14 @@ class FmhaManyHeads:
             guess = guess._replace(block=cutlass.Int32(-1))
             done = cutlass.select_(work.has(RIGHT_GUESS), cutlass.Int32(1), cutlass.Int32(0))
             for n in cutlass.range(done, work.count, unroll=1):
-                self._load_block(
-                    smem, maps, work, work.first + n, token, lane, stage, phase, is_streaming
-                )
+                self._load_block(smem, maps, work, work.first + n, token, lane, stage, phase, pace)
                 stage, phase = self._advance(stage, phase)
             index += step
             head_tile, split, token = tiling.coordinates(index)
 
     @cute.jit
     def _load_q_registers(
-        self, smem, q_map, head_tile, token, lane, stage: cutlass.Int32, phase: cutlass.Int32
+        self, smem, q_map, head_tile, token, lane, stage, phase, pace: cutlass.Constexpr
     ):
         """Send the register columns of Q through a stage of the KV ring, in the place of K's."""
         if cutlass.const_expr(self.q_register_dim > 0):
@@ -395,6 +414,8 @@ class FmhaManyHeads:
                 full = smem.kv_full + slot
                 chunk_elements = self.heads * self.chunk
                 cute.arch.mbarrier_wait(smem.kv_empty + slot, phase)
+                if cutlass.const_expr(pace is Pace.IN_STEP and half == 0):
+                    keep_step(smem.in_step, stage, phase, lane)
                 if lane == 0:
                     bytes = (end - begin) * chunk_elements * self.dtype.width // 8
                     cute.arch.mbarrier_arrive_and_expect_tx(full, bytes)
@@ -406,7 +427,7 @@ class FmhaManyHeads:
 
     @cute.jit
     def _load_block(
-        self, smem, maps, work, block, token, lane, stage, phase, is_streaming: cutlass.Constexpr
+        self, smem, maps, work, block, token, lane, stage, phase, pace: cutlass.Constexpr
     ):
         """Fetch a block of a token's keys into a stage, each half when it is free; the one that QK
         reads first comes first."""
@@ -415,9 +436,9 @@ class FmhaManyHeads:
         before, before_phase = self._retreat(stage, phase ^ 1)
         for half in cutlass.range_constexpr(1, -1, -1):
             cute.arch.mbarrier_wait(smem.kv_empty + (stage * 2 + half), phase)
-            if cutlass.const_expr(is_streaming):
-                # The longer the queues in front of DRAM, the less evenly they serve the
-                # multiprocessors, and the last one ends the launch. Two halves keep DRAM busy.
+            if cutlass.const_expr(pace is Pace.IN_STEP and half == 1):
+                keep_step(smem.in_step, stage, phase, lane)
+            if cutlass.const_expr(pace is Pace.TWO_HALVES):
                 cute.arch.mbarrier_wait(smem.kv_full + (before * 2 + half), before_phase)
             if lane == 0:
                 if cutlass.const_expr(half == 1):

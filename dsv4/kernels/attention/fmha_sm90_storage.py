@@ -11,7 +11,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import WORK_WORDS
 BARRIERS = (
     "q_full", "q_empty", "work_full", "work_empty",
     "p_full", "p_empty", "pv_turn", "pv_next",
-    "rows_full", "rows_empty", "kv_full", "kv_empty", "inputs_ready",
+    "rows_full", "rows_empty", "kv_full", "kv_empty", "inputs_ready", "in_step",
 )  # fmt: skip
 
 
@@ -54,6 +54,8 @@ def storage_type(kernel):
         kv_empty: cute.struct.MemRange[cutlass.Int64, barriers]
         # What the launch before writes may be read.
         inputs_ready: cute.struct.MemRange[cutlass.Int64, 1]
+        # The neighbour's load warp is about to fill the same stage.
+        in_step: cute.struct.MemRange[cutlass.Int64, kernel.stages]
 
     return Storage
 
