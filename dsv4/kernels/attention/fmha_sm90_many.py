@@ -29,7 +29,6 @@ from cutlass.experimental.cuda.tensor_map import TensorMap
 from cutlass.experimental.primitives import mbarrier_try_wait_parity, prefetch_tensormap
 
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
 from dsv4.kernels.attention.fmha_sm90_device import (
     SMEM_CAPACITY,
     by_row,
@@ -61,6 +60,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
 )
 from dsv4.kernels.attention.fmha_sm90_pace import CLUSTER, Pace, even_grid, keep_step, meet
 from dsv4.kernels.attention.fmha_sm90_rounds import Rounds, Turns, make_rounds
+from dsv4.kernels.attention.fmha_sm90_rows import FinishedRows, load_sinks
 from dsv4.kernels.attention.fmha_sm90_softmax import set_bias, softmax
 from dsv4.kernels.attention.fmha_sm90_storage import shared_views, storage_type
 from dsv4.kernels.attention.mask import mask_tail
@@ -80,7 +80,7 @@ WINDOW_FLAG = 128
 PREFETCH_PAUSE = 100
 
 
-class FmhaManyHeads:
+class FmhaManyHeads(FinishedRows):
     """Attention of any number of heads over compressed entries and a sliding window (sm_90a)."""
 
     # Arrivals of a warp on a barrier. One lane speaks for its warp after a warp sync; a checker
@@ -509,6 +509,8 @@ class FmhaManyHeads:
                 tile.rows, self.is_gate, has_both, sink_logits, head, self.num_query_heads
             )
             tile.rows.reset()
+            # Asked for at the end, they would hold up the output, and the next work item with it.
+            sinks = load_sinks(sink_logits, head, self.num_query_heads)
             stage, phase = self._take_q_registers(smem, tile, tiling, stage, phase)
             cute.arch.mbarrier_wait(smem.q_full, q_phase)
             q_phase ^= 1
@@ -546,9 +548,7 @@ class FmhaManyHeads:
             cute.arch.mbarrier_wait(smem.rows_empty, rows_phase)
             rows_phase ^= 1
             if lane % 4 == 0:
-                self._finish_rows(
-                    smem, tile, member, tiling, gate_offset, sink_logits, lse, workspace
-                )
+                self.finish_rows(smem, tile, member, tiling, gate_offset, sinks, lse, workspace)
             self._release(smem.rows_full, lane)
             index += step
 
@@ -677,26 +677,6 @@ class FmhaManyHeads:
         start = smem.kv_raw + stage * self.keys * self.head_dim
         vectors = cute.make_tensor(start, cute.make_layout(shape))
         zero_rows(vectors, valid * vectors_per_row + thread, self.dtype)
-
-    @cute.jit
-    def _finish_rows(self, smem, tile, member, tiling, gate_offset, sink_logits, lse, workspace):
-        """What a work item's rows need: output scale and lse, or a partial row's statistics."""
-        for r in cutlass.range_constexpr(2):
-            row = tile.row + 8 * r
-            head = member.head + row
-            ref, total = tile.rows.ref[r], tile.rows.sum[r]
-            if tiling.num_splits > 1:
-                smem.row_scale[row] = gate_offset[r]
-                if row < tiling.tile_heads:
-                    self.join.store_statistics(workspace, tiling, member, row, ref, total)
-            else:
-                scale = cutlass.Float32(0.0)
-                if head < self.num_query_heads:
-                    scale = output_scale(ref, total, sink_logits[head], not self.is_gate)
-                    is_first = tiling.column_share(cute.arch.block_idx()[0]) == 0
-                    if member.token < lse.shape[0] and is_first:
-                        lse[member.token, head] = row_lse(ref, total, gate_offset[r])
-                smem.row_scale[row] = scale
 
     # ---- device: output warpgroups ----
 
