@@ -90,6 +90,13 @@ def tma_load(tensor_map, smem: cute.Pointer, coordinates, barrier: cute.Pointer)
     )
 
 
+def tma_store(tensor_map, smem: cute.Pointer, coordinates):
+    """One elected thread writes a box from `smem`, and commits and waits for it."""
+    primitives.cp_async_bulk_tensor_global_shared_cta(
+        tensor_map.get_ptr(), smem.to_llvm_ptr(), coordinates
+    )
+
+
 def tma_prefetch(tensor_map, coordinates):
     """One elected thread asks for a box to be brought into L2; out of bounds there is nothing."""
     primitives.cp_async_bulk_tensor_prefetch(tensor_map.get_ptr(), coordinates, [])

@@ -60,7 +60,7 @@ from dsv4.kernels.attention.fmha_sm90_lengths import (
 )
 from dsv4.kernels.attention.fmha_sm90_pace import CLUSTER, Pace, even_grid, keep_step, meet
 from dsv4.kernels.attention.fmha_sm90_rounds import Rounds, Turns, make_rounds
-from dsv4.kernels.attention.fmha_sm90_rows import FinishedRows, load_sinks
+from dsv4.kernels.attention.fmha_sm90_rows import SPAN, WARP_ROWS, FinishedRows, load_sinks
 from dsv4.kernels.attention.fmha_sm90_softmax import set_bias, softmax
 from dsv4.kernels.attention.fmha_sm90_storage import shared_views, storage_type
 from dsv4.kernels.attention.mask import mask_tail
@@ -108,6 +108,8 @@ class FmhaManyHeads(FinishedRows):
             config.head_dim, config.num_query_heads, config.sink_mode, self.pv_dim
         )
         self.chunk = min(64, self.half_dim)  # columns of a swizzle span
+        # Whether rows leave in the boxes of a tensor map.
+        self.can_stage = self.chunk * dtype.width // 8 == SPAN
         # Tiles of fewer heads are possible where they divide the heads evenly.
         heads = self.num_query_heads
         self.has_even_tiles = heads <= self.heads or heads % self.heads == 0
@@ -172,8 +174,10 @@ class FmhaManyHeads(FinishedRows):
         box = (self.keys, self.half_dim)
         compressed_map = make_row_tile_map(compressed_kv, q.iterator, self.chunk, box)
         window_map = make_row_tile_map(swa_kv, q.iterator, self.chunk, box)
+        o_map = make_row_tile_map(o, q.iterator, self.chunk, (WARP_ROWS, self.chunk))
         arguments = (
             (q_map, compressed_map, window_map),
+            o_map,
             q,
             compressed_kv.shape[1],
             (swa_kv.shape[0], swa_kv.shape[1]),
@@ -214,6 +218,7 @@ class FmhaManyHeads(FinishedRows):
             cutlass.GridConstant[TensorMap],
             cutlass.GridConstant[TensorMap],
         ],
+        o_map: cutlass.GridConstant[TensorMap],
         q: cute.Tensor,
         compressed_rows: cutlass.Int32,
         window_shape: tuple,  # batch, W
@@ -297,7 +302,8 @@ class FmhaManyHeads(FinishedRows):
         else:
             cute.arch.setmaxregister_increase(self.output_registers)
             half = group - self.output_group
-            self.output(smem, half, sink_logits, o, lse, workspace, tiling, turns)
+            output_maps = (o_map,) if is_plain and self.can_stage else ()
+            self.output(smem, half, sink_logits, o, output_maps, lse, workspace, tiling, turns)
 
     # ---- device: load warps ----
 
@@ -681,11 +687,15 @@ class FmhaManyHeads(FinishedRows):
     # ---- device: output warpgroups ----
 
     @cute.jit
-    def output(self, smem, half: cutlass.Int32, sink_logits, o, lse, workspace, tiling, turns):
+    def output(
+        self, smem, half: cutlass.Int32, sink_logits, o, o_maps, lse, workspace, tiling, turns
+    ):
         """O += P V over half of the columns, and the output rows."""
         thread = cute.arch.thread_idx()[0] % 128
         lane = cute.arch.lane_idx()
         row = thread // 32 * 16 + lane // 4
+        for o_map in o_maps:
+            prefetch_tensormap(o_map.get_ptr())
 
         mma = self.pv_mma()
         mma_slice = mma.get_slice(0)
@@ -749,10 +759,21 @@ class FmhaManyHeads(FinishedRows):
                 self._release(smem.rows_empty, lane)
                 head, column = member.head + row, first_piece * self.pv_dim
                 place = (o, scales, member.token, head, column, lane, self.num_query_heads)
+                is_last = cutlass.Boolean(False)
+                if cutlass.const_expr(len(o_maps) > 0):
+                    is_last = index + step >= stop
                 if is_shared:
                     store_rows(pieces[0], *place)
-                else:
+                elif not is_last:
                     store_rows(acc, *place)
+                if cutlass.const_expr(len(o_maps) > 0):  # noqa: SIM102 static, then dynamic
+                    if is_last:
+                        # Nothing is loaded any more: the stage after the last block's is free.
+                        target = smem.kv_raw + (stage * 2 + half) * self.keys * self.half_dim
+                        self.store_staged(
+                            *(acc, scales, o_maps[0], target),
+                            *(member.head, column, member.token, lane),
+                        )
             work_phase ^= 1
             index += step
 

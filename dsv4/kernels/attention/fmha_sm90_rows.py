@@ -4,6 +4,10 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
+from dsv4.kernels.attention.fmha_sm90_device import by_row, tma_store
+
+WARP_ROWS = 16  # of an accumulator fragment
+SPAN = 128  # bytes of a row in a tensor map's box, swizzled by 16 bytes
 
 
 @cute.jit
@@ -15,6 +19,27 @@ def load_sinks(sink_logits, head, heads: cutlass.Constexpr):
         if head + 8 * r < heads:
             sinks[r] = sink_logits[head + 8 * r]
     return sinks
+
+
+@cute.jit
+def stage_rows(acc: cute.Tensor, scales, target: cute.Pointer, lane, dtype: cutlass.Constexpr):
+    """Scale, round and write a span of a warp's rows where a tensor map expects them."""
+    rows = by_row(acc)
+    row = lane % WARP_ROWS
+    address = target.toint() + row * SPAN
+    # Four 8 x 8 matrices at a time; a lane says where a row of one of them goes.
+    for pair in cutlass.range_constexpr(cute.size(rows, mode=[2]) // 2):
+        values = cute.make_rmem_tensor(8, dtype)
+        for i in cutlass.range_constexpr(4):
+            for c in cutlass.range_constexpr(2):
+                value = rows[i % 2, c, 2 * pair + i // 2] * scales[i % 2]
+                values[2 * i + c] = value.to(dtype)
+        words = cute.recast_tensor(values, cutlass.Int32)
+        unit = (2 * pair + lane // WARP_ROWS) ^ (row % 8)
+        cute.arch.inline_ptx(
+            "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[address + unit * 16, *(words[i] for i in range(4))],
+        )
 
 
 class FinishedRows:
@@ -39,3 +64,28 @@ class FinishedRows:
                     if member.token < lse.shape[0] and is_first:
                         lse[member.token, head] = row_lse(ref, total, gate_offset[r])
                 smem.row_scale[row] = scale
+
+    @cute.jit
+    def store_staged(self, acc, scales, o_map, target: cute.Pointer, head, column, token, lane):
+        """Write a warp's rows from `head` on through shared memory: with less to do for the warps
+        than `store_rows`, they are on their way sooner. Rows of no head are out of bounds.
+
+        Args:
+            target: where nobody reads or writes any more; half of a block is enough for all warps.
+        """
+        warp = cute.arch.thread_idx()[0] % 128 // 32
+        size = cute.size(acc) * self.chunk // self.half_dim
+        for i in cutlass.range_constexpr(self.half_dim // self.chunk):
+            part = cute.make_tensor(acc.iterator + i * size, cute.make_layout(size))
+            spans = self.half_dim // self.chunk * warp + i
+            span = target + spans * WARP_ROWS * self.chunk
+            stage_rows(part, scales, span, lane, self.dtype)
+            cute.arch.fence_view_async_shared()
+            cute.arch.sync_warp()
+            if lane == 0:
+                place = [0, head + warp * WARP_ROWS, column // self.chunk + i, token]
+                tma_store(o_map, span, place)
+                cute.arch.cp_async_bulk_commit_group()
+        if lane == 0:
+            # Shared memory must outlive the reads of the stores.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
