@@ -14,8 +14,8 @@ of head_dim 512: a block's successor-but-two is in flight while it is used, and 
 block runs beside the PV products of the previous one.
 
 Where a launch has work for at most half of the multiprocessors, two CTAs compute a tile: both the
-weights, each half of the output columns. The warpgroups then take a quarter each, and blocks are
-free, and outputs or partial rows written, sooner.
+weights, each half of the output columns. Blocks are then free, and rows written, sooner. CTAs that
+read the same keys are neighbours in a cluster, and load in step (`fmha_sm90_pace`).
 
 The softmax keeps a stale reference per row instead of the running maximum: P = 2^(s - ref), and
 ref moves only when a block exceeds it by more than 2^8; then the accumulators are rescaled. All
