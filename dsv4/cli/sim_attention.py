@@ -56,9 +56,8 @@ class Workload:
         """KV splits of the launch."""
         if self.num_splits is not None:
             return self.num_splits
-        return fmha_splits.choose(
-            self.config, self.tokens, self.top_k, self.window, MULTIPROCESSORS[self.arch]
-        )
+        size = (self.tokens, self.top_k, self.window, MULTIPROCESSORS[self.arch])
+        return fmha_splits.choose(self.config, *size, self.arch)
 
     @property
     def flops(self) -> int:

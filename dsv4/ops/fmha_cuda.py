@@ -45,7 +45,8 @@ class _State:
                 f"num_splits: got {config.num_splits}, at most {fmha_splits.MAX_SPLITS} on a GPU"
             )
         capability = torch.cuda.get_device_capability(device)
-        key = runner_key(config, ARCHITECTURES[capability])
+        self.arch = ARCHITECTURES[capability]
+        key = runner_key(config, self.arch)
         self.config = config
         self.device = device
         self.run: Runner = RUNNERS.get(key, before_miss=lambda: refuse_cold_capture(config))
@@ -60,7 +61,8 @@ class _State:
             self.splits.clear()
         chosen = self.config.num_splits
         if chosen is None:
-            chosen = fmha_splits.choose(self.config, tokens, rows, width, self.multiprocessors)
+            size = (tokens, rows, width)
+            chosen = fmha_splits.choose(self.config, *size, self.multiprocessors, self.arch)
         self.splits[tokens, rows, width] = chosen
         return chosen
 

@@ -18,7 +18,7 @@ BLOCK_KEYS = 64  # keys of a step
 
 # Costs in microseconds, fitted to measurements on an H200 of 1 to 64 tokens of 64 and 128 heads, so
 # that the number of splits that is chosen is the fastest of those measured, or nearly so.
-LAUNCH_COST = 4.4  # start and end
+LAUNCH_COST = 3.85  # start and end
 BLOCK_COST = 1.65  # of a block of keys
 SHARED_BLOCK_COST = 1.23  # where two CTAs halve the columns of the output
 PARTIAL_COST = 2.8  # writing and reading 64 whole partial rows
@@ -26,11 +26,12 @@ BUSY_PARTIAL_COST = 1.04  # the same, while all multiprocessors do so
 ROUND_COST = 1.27  # each time that warps join another piece after their first
 BUSY_COST = 1.09  # if all multiprocessors are at work
 
-# The same of the kernel for few heads, of tiles of 8 to 24 of them.
-FEW_BLOCK_COST, FEW_BLOCK_HEAD_COST = 0.901, 0.0072  # of a block of keys; the second for each head
-FEW_MEMORY_COST = 1.9  # of a block on all multiprocessors
-FEW_LATE_COST = 0.344  # where CTAs of the next launch wait for a multiprocessor
-FEW_JOIN_COST, FEW_PARTIAL_COST = 0.902, 0.0011  # the second for each head of each work item
+# The same of the kernel for few heads, of tiles of 8 to 24 of them, with 8 to 128 heads.
+FEW_LAUNCH_COST = 3.28
+FEW_BLOCK_COST, FEW_BLOCK_HEAD_COST = 0.89, 0.0068  # of a block of keys; the second for each head
+FEW_MEMORY_COST = 1.92  # of a block on all multiprocessors
+FEW_LATE_COST = 0.33  # where CTAs of the next launch wait for a multiprocessor
+FEW_JOIN_COST, FEW_PARTIAL_COST = 0.95, 0.0006  # the second for each head of each work item
 
 
 def key_blocks(rows: int, width: int) -> int:
@@ -38,49 +39,77 @@ def key_blocks(rows: int, width: int) -> int:
     return -(-rows // BLOCK_KEYS) - (-width // BLOCK_KEYS)
 
 
-def choose(config: FmhaConfig, tokens: int, rows: int, width: int, multiprocessors: int) -> int:
+def choose(
+    config: FmhaConfig,
+    tokens: int,
+    rows: int,
+    width: int,
+    multiprocessors: int,
+    arch: str = "sm_90a",
+) -> int:
     """Number of splits with the shortest expected time for `tokens` tokens of `rows` compressed
     and `width` window keys."""
-    few_heads = _few_tile_heads(config, tokens, multiprocessors)
-    tiles = tokens * -(-config.num_query_heads // (few_heads or TILE_HEADS))
     blocks = key_blocks(rows, width)
+    tiles = tokens * -(-config.num_query_heads // TILE_HEADS)
     most = max(1, min(blocks, multiprocessors // max(tiles, 1), MAX_SPLITS))
 
     def cost(splits: int) -> float:
-        tile_heads, shares = _tile(config, tokens, splits, multiprocessors)
-        works = tokens * -(-config.num_query_heads // tile_heads) * splits * shares
-        load = works / multiprocessors
-        block_cost = BLOCK_COST if shares == 1 else SHARED_BLOCK_COST
-        time = LAUNCH_COST + BUSY_COST * load
-        time += -(-works // multiprocessors) * -(-blocks // splits) * block_cost
-        if splits > 1:
-            partials = tile_heads / TILE_HEADS / shares
-            time += partials * (PARTIAL_COST + BUSY_PARTIAL_COST * load)
-            time += ROUND_COST * (_join_rounds(config, splits, tile_heads, shares) - 1)
-        return time
+        few_heads = _few_tile_heads(config, tokens * splits, multiprocessors, arch)
+        if few_heads:
+            return _few_cost(config, tokens, splits, blocks, multiprocessors, few_heads)
+        return _many_cost(config, tokens, splits, blocks, multiprocessors)
 
-    def few_heads_cost(splits: int) -> float:
-        works = tiles * splits
-        rounds = -(-works // multiprocessors)
-        # Tiles of a token's heads read the same keys: memory sees them once.
-        load = min(tokens * splits / multiprocessors, 1)
-        block_cost = FEW_BLOCK_COST + FEW_BLOCK_HEAD_COST * few_heads
-        time = rounds * -(-blocks // splits) * max(block_cost, FEW_MEMORY_COST * load)
-        if 2 * works > multiprocessors:
-            time += FEW_LATE_COST
-        if splits > 1:
-            time += FEW_JOIN_COST + FEW_PARTIAL_COST * few_heads * works
-        return time
-
-    return min(range(1, most + 1), key=few_heads_cost if few_heads else cost)
+    return min(range(1, most + 1), key=cost)
 
 
-def _few_tile_heads(config: FmhaConfig, tokens: int, multiprocessors: int) -> int:
-    """Heads of a tile of the Hopper kernel for few heads, or 0 where the other kernel serves."""
+def _many_cost(
+    config: FmhaConfig, tokens: int, splits: int, blocks: int, multiprocessors: int
+) -> float:
+    """Microseconds of a launch of the kernel for many heads."""
+    tile_heads, shares = _tile(config, tokens, splits, multiprocessors)
+    works = tokens * -(-config.num_query_heads // tile_heads) * splits * shares
+    load = works / multiprocessors
+    block_cost = BLOCK_COST if shares == 1 else SHARED_BLOCK_COST
+    time = LAUNCH_COST + BUSY_COST * load
+    time += -(-works // multiprocessors) * -(-blocks // splits) * block_cost
+    if splits > 1:
+        partials = tile_heads / TILE_HEADS / shares
+        time += partials * (PARTIAL_COST + BUSY_PARTIAL_COST * load)
+        time += ROUND_COST * (_join_rounds(config, splits, tile_heads, shares) - 1)
+    return time
+
+
+def _few_cost(
+    config: FmhaConfig,
+    tokens: int,
+    splits: int,
+    blocks: int,
+    multiprocessors: int,
+    tile_heads: int,
+) -> float:
+    """The same of the kernel for few heads, in tiles of `tile_heads` of them."""
+    works = tokens * (config.num_query_heads // tile_heads) * splits
+    # Tiles of a token's heads read the same keys: memory sees them once.
+    load = min(tokens * splits / multiprocessors, 1)
+    block_cost = max(FEW_BLOCK_COST + FEW_BLOCK_HEAD_COST * tile_heads, FEW_MEMORY_COST * load)
+    time = FEW_LAUNCH_COST
+    time += -(-works // multiprocessors) * -(-blocks // splits) * block_cost
+    if 2 * works > multiprocessors:
+        time += FEW_LATE_COST
+    if splits > 1:
+        time += FEW_JOIN_COST + FEW_PARTIAL_COST * tile_heads * works
+    return time
+
+
+def _few_tile_heads(config: FmhaConfig, token_splits: int, multiprocessors: int, arch: str) -> int:
+    """Heads of a tile of the kernel for few heads, or 0 where the other kernel serves."""
     heads = config.num_query_heads
-    if heads == TILED_HEADS and tokens * (heads // TILE_OF_HEADS) <= multiprocessors:
+    if heads <= MOST_FEW_HEADS:
+        return heads
+    is_tiled = arch == "sm_90a" and heads in TILED_HEADS
+    if is_tiled and token_splits * (heads // TILE_OF_HEADS) <= multiprocessors:
         return TILE_OF_HEADS
-    return heads if heads <= MOST_FEW_HEADS else 0
+    return 0
 
 
 def _tile(config: FmhaConfig, tokens: int, splits: int, multiprocessors: int) -> tuple[int, int]:

@@ -22,6 +22,14 @@ def test_ragged_lengths_match_the_oracle(seed, heads, head_dim, num_splits, sink
     case.check(sink_mode=sink_mode, num_splits=num_splits)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 5, 16, 40, 70])
+@pytest.mark.parametrize("heads", [32, 64, 128])
+def test_launches_of_every_size_match_the_oracle(seed, heads, tokens) -> None:
+    """Which kernel serves them, and in how many splits, depends on the size."""
+    case = Case.random(tokens, heads, 512, 512, 128, 3, ragged=True)
+    case.check(sink_mode="softmax")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
 @pytest.mark.parametrize("is_causal", [False, True])

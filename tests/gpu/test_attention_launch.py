@@ -162,7 +162,7 @@ def test_run_to_run_bitwise(seed, num_splits) -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("heads", [32, 128])
+@pytest.mark.parametrize("heads", [32, 64, 128])
 @pytest.mark.parametrize("num_splits", [1, 4])
 def test_a_token_is_the_same_alone_and_in_any_batch(seed, num_splits, heads) -> None:
     """Bit for bit, at a fixed number of splits."""

@@ -133,23 +133,38 @@ def test_ctas_that_share_columns(
 
 
 @pytest.mark.parametrize("schedule", ["lazy", "random"])
-@pytest.mark.parametrize(("num_splits", "num_ctas"), [(1, 6), (3, 18), (3, 5)])
-def test_ctas_that_share_heads(seed, num_splits, num_ctas, schedule) -> None:
-    """32 heads are two tiles where there is a CTA for each, and the other kernel's where not."""
-    config = FmhaConfig(128, 32, WINDOW, 1024, True, "swa_gate")
-    case = Case.random(3, 32, 128, 300, 100, 2, ragged=True, padding=1, device="cpu")
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "num_splits", "num_ctas"),
+    [
+        (32, 128, 1, 6),
+        (32, 128, 3, 18),
+        (32, 128, 3, 5),
+        (64, 512, 3, 36),
+        (64, 512, 3, 35),
+        (128, 64, 1, 24),
+        (128, 64, 7, 168),
+    ],
+)
+def test_ctas_that_share_heads(seed, heads, head_dim, num_splits, num_ctas, schedule) -> None:
+    """Tiles of 16 heads where there is a CTA for each, and the other kernel's where not."""
+    config = FmhaConfig(head_dim, heads, WINDOW, 1024, True, "swa_gate")
+    case = Case.random(3, heads, head_dim, 300, 100, 2, ragged=True, padding=1, device="cpu")
     options = {"num_splits": num_splits, "schedule": schedule, "races": True, "num_ctas": num_ctas}
     compare(*run(config, case, **options), *case.expected("swa_gate", True, WINDOW))
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_at_fixed_splits_bits_do_not_depend_on_how_many_ctas_there_are(seed, num_splits) -> None:
-    """Nor on the number of tokens: where 32 heads might be two tiles, one kernel serves all."""
-    config = FmhaConfig(64, 32, WINDOW, 1024, sink_mode="softmax", num_splits=num_splits)
-    case = Case.random(3, 32, 64, 300, 100, 2, ragged=True, device="cpu")
+@pytest.mark.parametrize("heads", [32, 64, 128])
+def test_at_fixed_splits_bits_do_not_depend_on_how_many_ctas_there_are(
+    seed, heads, num_splits
+) -> None:
+    """Nor on the number of tokens: where others launch tiles of 16 heads, one kernel serves all."""
+    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax", num_splits=num_splits)
+    case = Case.random(3, heads, 64, 300, 100, 2, ragged=True, device="cpu")
+    tiles = heads // 16 * 3 * num_splits
     many, few = (
         run(config, case, num_splits=num_splits, schedule="eager", races=False, num_ctas=ctas)
-        for ctas in (6 * num_splits, 3 * num_splits)
+        for ctas in (tiles, tiles - 1)
     )
     compare(*many, *case.expected("softmax"))
     for one, other in zip(many, few, strict=True):
@@ -241,7 +256,8 @@ def test_scores_of_thousands_under_huge_sinks(seed, sign, heads) -> None:
 
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "sink_mode"), [(128, 64, "softmax"), (16, 128, "swa_gate")]
+    ("heads", "head_dim", "sink_mode"),
+    [(48, 64, "softmax"), (16, 128, "swa_gate"), (64, 64, "softmax")],
 )
 def test_splits_that_run_together(seed, heads, head_dim, sink_mode, schedule) -> None:
     """Every split has a CTA, and tiles get fewer heads. Launches with different numbers of splits
@@ -266,7 +282,7 @@ def test_splits_that_run_together(seed, heads, head_dim, sink_mode, schedule) ->
 def test_who_joins_the_splits_does_not_matter(seed, num_splits, heads) -> None:
     """One CTA for each split; fewer CTAs, where the last to arrive joins all; a full head tile, and
     tiles of 16 heads; a token alone: the same, bit for bit."""
-    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax")
+    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax", num_splits=num_splits)
     case = Case.random(3, heads, 64, 500, 100, 2, ragged=True, device="cpu")
     options = {"num_splits": num_splits, "schedule": "random", "races": False}
     first = run(config, case, num_ctas=4 * 3 * num_splits, **options)
@@ -302,31 +318,34 @@ def test_a_cta_that_loses_patience(seed, schedule, heads, monkeypatch) -> None:
     compare(*got, *case.expected("softmax"))
 
 
+@pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize(
     ("head_dim", "magnitude"), [(64, "tiny"), (64, "huge"), (64, "columns"), (512, "pieces")]
 )
-def test_partial_rows_of_any_magnitude(seed, head_dim, magnitude) -> None:
+def test_partial_rows_of_any_magnitude(seed, head_dim, magnitude, heads) -> None:
     """Splits pass through the workspace in 16 bits: what shares a scale is right to the largest's
     rounding, and what does not is independent."""
-    config = FmhaConfig(head_dim, 40, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, 40, head_dim, 300, 100, 2, ragged=True, device="cpu")
+    config = FmhaConfig(head_dim, heads, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, heads, head_dim, 300, 100, 2, ragged=True, device="cpu")
     case.check_scaled(
         magnitude,
         lambda case: run(config, case, num_splits=3, schedule="eager", races=False),
     )
 
 
-def test_partial_rows_of_different_magnitudes(seed) -> None:
+@pytest.mark.parametrize("heads", [FEW, MANY])
+def test_partial_rows_of_different_magnitudes(seed, heads) -> None:
     """Every split is as large as its keys; the sum is as right as the largest."""
-    config = FmhaConfig(64, 40, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, 40, 64, 320, 64, 2, device="cpu")
+    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, heads, 64, 320, 64, 2, device="cpu")
     case.check_unequal(lambda case: run(config, case, num_splits=6, schedule="eager", races=False))
 
 
+@pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_a_column_that_overflows_leaves_the_others_alone(seed, num_splits) -> None:
-    config = FmhaConfig(64, 40, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, 40, 64, 300, 100, 2, device="cpu")
+def test_a_column_that_overflows_leaves_the_others_alone(seed, num_splits, heads) -> None:
+    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, heads, 64, 300, 100, 2, device="cpu")
     case.q[..., 5] = 0
     for keys in (case.compressed_kv, case.swa_kv):
         keys[..., 5] = 0

@@ -249,7 +249,7 @@ def kernel(name: str):
     options = f"--keep-ptx --generate-line-info --gpu-arch {chosen.arch} --dump-dir {dump_folder()}"
     config = FmhaConfig(
         case.head_dim, case.heads, case.sliding_window, 1024, case.is_causal, case.sink_mode,
-        case.softmax_scale,
+        case.softmax_scale, num_splits=1 if chosen.smallest_only else None,
     )  # fmt: skip
     compiled = import_module(f"dsv4.kernels.attention.{chosen.module}").build(config, options)
     runs = [_run(case, n, schedule) for schedule in ("eager", "lazy") for n in chosen.splits]

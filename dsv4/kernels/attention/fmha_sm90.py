@@ -5,8 +5,8 @@ launch.
 share lengths, the split-KV protocol and the merge:
 
 - `FmhaFewHeads`: keys as the rows of the products; up to 24 heads, where the time goes into reading
-  keys, all in one CTA. And 32 heads, in two tiles, while there is a multiprocessor for each: more
-  of these tiles would wait for each other's reads of the same keys.
+  keys, all in one CTA. And 32, 64 or 128 heads, in tiles of 16, while there is a multiprocessor for
+  each: more of these tiles would wait for each other's reads of the same keys.
 - `FmhaManyHeads`: 64 heads of a token in one CTA, heads as the rows of the products.
 
 Either way a block of keys is read from global memory once for both products. With several splits of
@@ -80,8 +80,9 @@ class FmhaKernelSm90:
             self.few = FmhaFewHeads(config, num_query_heads, q_dtype)
         else:
             self.many = FmhaManyHeads(config, q_dtype)
-            # A fixed number of splits promises that a token's bits do not depend on the batch.
-            if num_query_heads == TILED_HEADS and num_splits is None:
+            # A fixed number of splits promises that a token's bits do not depend on the batch: it
+            # has one kernel.
+            if num_query_heads in TILED_HEADS and num_splits is None:
                 self.few = FmhaFewHeads(config, TILE_OF_HEADS, q_dtype)
 
     @cute.jit

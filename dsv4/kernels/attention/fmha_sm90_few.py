@@ -71,7 +71,8 @@ class FmhaFewHeads:
     """Attention of few query heads over compressed entries and a sliding window (sm_90a).
 
     Args:
-        tile_heads: heads of a CTA, 8, 16 or 24; those of a token go to CTAs side by side.
+        tile_heads: heads of a CTA, 8, 16 or 24; those of a token, up to 128, go to CTAs side by
+            side.
     """
 
     # Arrivals of a warp on a barrier. One lane speaks for its warp after a warp sync; a checker
@@ -335,13 +336,13 @@ class FmhaFewHeads:
                 self._release(smem.q_empty, lane)
 
             # ---- epilogue ----
-            total_sums(state.heads, state.board)
             member = self.join.member(workspace, tiling, index)
             if tiling.num_splits > 1:
                 self._join_splits(
                     smem, state, workspace, tiling, member, has_both, sink_logits, o, lse
                 )
             else:
+                total_sums(state.heads, state.board)
                 self._store_heads(state, board, member, has_both, o, lse)
             work_phase ^= 1
             index += cute.arch.grid_dim()[0]
@@ -449,7 +450,10 @@ class FmhaFewHeads:
         """Leave the partial rows of a split, and join some of all of them."""
         thread, lane, warp = state.thread, state.lane, state.warp
         generation = self.join.generation(workspace, member, 0, thread)
-        self.join.store_partials(state.acc, state.heads, workspace, tiling, member, warp, lane)
+        # The sums are exchanged while these stores are under way.
+        self.join.store_accumulators(state.acc, workspace, tiling, member, warp, lane)
+        total_sums(state.heads, state.board)
+        self.join.store_statistics(state.heads, workspace, tiling, member, warp, lane)
         shares = self.join.arrive(workspace, tiling, member, 0, generation, smem.shares, thread)
         self.join.join_shares(
             *(workspace, tiling, member, shares, warp, lane),

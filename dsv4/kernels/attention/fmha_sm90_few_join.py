@@ -19,12 +19,32 @@ from dsv4.kernels.attention.fmha_sm90_few_softmax import PAIR, Heads, over_keys
 from dsv4.kernels.attention.fmha_sm90_meeting import Meeting, weigh_splits
 from dsv4.kernels.attention.fmha_workspace import MAX_SPLITS, counter_words
 
-# 16-column units of 8 heads that a warp joins at a time, for up to so many splits: their loads are
-# all under way together.
-BATCHES = ((4, 4), (2, 8), (1, 20), (1, 32))
-MOST_LOADS = 20
+# Loads of a lane that are under way together, at most: of some units and splits.
+MOST_LOADS = 24
+MOST_UNITS = 4
+FEWER_SPLITS = 20  # up to which one unit is joined without loads for the splits beyond
 STATS = 2  # reference and sum of a head
 UNIT_WORDS = 128
+
+
+def batch_sizes(units: int, groups: int) -> list[tuple[int, int]]:
+    """How many 16-column units of 8 heads a warp joins at a time, and of up to how many splits: as
+    few as let every warp of a tile's splits have one turn, if the registers hold what it loads.
+
+    Args:
+        units: of 8 heads.
+        groups: of 8 heads, in a tile.
+    """
+    sizes: dict[int, int] = {}
+    for splits in range(2, MAX_SPLITS + 1):
+        together = 1
+        while together * 4 * splits < units * groups:
+            if 2 * together > min(units, MOST_UNITS) or 2 * together * splits > MOST_LOADS:
+                break
+            together *= 2
+        sizes[together] = splits
+    # One unit of many splits is loaded in several goes.
+    return sorted({*sizes.items(), (1, FEWER_SPLITS)}, key=lambda size: size[1])
 
 
 class HeadTiling(NamedTuple):
@@ -62,6 +82,7 @@ class FewHeadsJoin(Meeting):
         self.tile_heads = tile_heads
         self.is_softmax_sink = sink_mode == "softmax"
         self.units = head_dim // 16  # of 8 heads
+        self.batches = batch_sizes(self.units, tile_heads // 8)
 
     @cute.jit
     def member(self, workspace: cute.Tensor, tiling: HeadTiling, index: cutlass.Int32):
@@ -72,14 +93,17 @@ class FewHeadsJoin(Meeting):
         return Member(token, head, split, group, start)
 
     @cute.jit
-    def store_partials(self, acc, heads: Heads, workspace, tiling, member, warp, lane):
-        """Leave a warp's part of the accumulators [4, 8 heads, 64-column tile]; the first warp
-        leaves the heads' statistics, whose sums are total."""
+    def store_accumulators(self, acc, workspace, tiling, member, warp, lane):
+        """Leave a warp's part of the accumulators [4, 8 heads, 64-column tile]."""
         for j in cutlass.range_constexpr(cute.size(acc, mode=[1])):
             for t in cutlass.range_constexpr(cute.size(acc, mode=[2])):
                 unit = j * self.units + t * 4 + warp
                 target = self._accumulators(workspace, tiling, member, unit)
                 cute.autovec_copy(acc[None, j, t], target[None, lane, member.split])
+
+    @cute.jit
+    def store_statistics(self, heads: Heads, workspace, tiling, member, warp, lane):
+        """Leave the heads' statistics, whose sums are total; the first warp does."""
         if warp == 0 and lane < 4:
             for c, j in heads.columns():
                 stats = cute.make_rmem_tensor(STATS, cutlass.Float32)
@@ -97,13 +121,11 @@ class FewHeadsJoin(Meeting):
             shares &= shares - 1
             first = share * 4 + warp
             fewer = 1
-            for units, splits in BATCHES:
+            for together, splits in self.batches:
                 if tiling.num_splits > fewer and tiling.num_splits <= splits:
                     self._join_units(
                         *(workspace, tiling, member, first, lane, has_both),
-                        *(sink_logits, o, lse),
-                        min(units, self.units),
-                        splits,
+                        *(sink_logits, o, lse, together, splits),
                     )
                 fewer = splits
 

@@ -6,7 +6,8 @@ MAX_SPLITS = 32  # one lane, or one bit, each
 # Query heads up to which Hopper has a kernel of its own.
 MOST_FEW_HEADS = 24
 # With so many it has both: where launches are small, CTAs side by side take a tile of them each.
-TILED_HEADS, TILE_OF_HEADS = 32, 16
+TILED_HEADS = (32, 64, 128)
+TILE_OF_HEADS = 16
 # Sizes of the pieces that a warp of the Hopper kernel joins at a time, 8-column groups of 16 rows,
 # and for how many splits: the loads of a piece are all under way together, and fill the registers
 # that the accumulators have left.
