@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.fmha_workspace import TILED_HEADS
 
 # Compute capability of a device -> architecture its kernels are compiled for.
 ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
@@ -30,6 +31,8 @@ MODEL_WINDOW = 128
 
 # Stands for "any": compiled code takes the number of compressed rows at run time.
 _ANY_TOP_K = 1024
+# The same for "any, but fixed".
+_ANY_FIXED_SPLITS = 1
 
 
 @dataclass(frozen=True)
@@ -45,17 +48,20 @@ def runner_key(config: FmhaConfig, arch: str) -> RunnerKey:
     """Key of the kernel that serves `config` on `arch`.
 
     Fields that the kernel takes at run time are blanked: a growing context, another number of
-    splits or, without a causal mask, another window does not compile again.
+    splits or, without a causal mask, another window does not compile again. Of a fixed number of
+    splits remains that it is fixed, where the kernel is otherwise one of two, by the launch's size.
 
     Raises:
         ValueError: no kernel for `arch`.
     """
     if arch not in KERNELS:
         raise ValueError(f"arch: got {arch!r}, needs one of {', '.join(KERNELS)}")
+    is_fixed = config.num_splits is not None
+    has_two_kernels = arch == "sm_90a" and config.num_query_heads in TILED_HEADS
     compiled = replace(
         config,
         top_k=_ANY_TOP_K,
-        num_splits=None,
+        num_splits=_ANY_FIXED_SPLITS if is_fixed and has_two_kernels else None,
         softmax_scale=config.scale,
         sliding_window=config.sliding_window if config.is_causal else 0,
     )

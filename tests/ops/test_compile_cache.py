@@ -96,7 +96,6 @@ def test_key_blanks_what_is_known_at_run_time() -> None:
     """A growing context, another split count or an unused window must not compile again."""
     same = [
         replace(CONFIG, top_k=1024),
-        replace(CONFIG, num_splits=4),
         replace(CONFIG, sliding_window=64),
         replace(CONFIG, softmax_scale=512**-0.5),
     ]
@@ -114,6 +113,27 @@ def test_key_blanks_what_is_known_at_run_time() -> None:
         KEY.arch = "sm_100a"
     with pytest.raises(ValueError, match="arch: got 'sm_80', needs one of sm_90a"):
         runner_key(CONFIG, "sm_80")
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads", "kernels"),
+    [
+        ("sm_90a", 64, 2),
+        ("sm_90a", 128, 2),
+        ("sm_90a", 16, 1),
+        ("sm_90a", 40, 1),
+        ("sm_100a", 64, 1),
+    ],
+)
+def test_fixed_splits_have_one_kernel(arch, heads, kernels) -> None:
+    """Where the size of a launch picks one of two, a token's bits would depend on the batch."""
+    config = replace(CONFIG, num_query_heads=heads)
+    chosen, *fixed = (
+        runner_key(replace(config, num_splits=splits), arch) for splits in (None, 1, 4, 9)
+    )
+    assert len(set(fixed)) == 1
+    assert len({chosen, *fixed}) == kernels
+    assert chosen.config.num_splits is None
 
 
 def damage_truncated(path: Path) -> None:

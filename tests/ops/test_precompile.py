@@ -165,7 +165,8 @@ def test_hopper_products_overlap(
     key = runner_key(FmhaConfig(512, heads, 128, 1024, sink_mode="softmax"), "sm_90a")
     (outcome,) = precompile.precompile([("runner", key)], jobs=1, report=True)
     assert outcome.error == ""
-    # Many heads: launches without splits have a kernel of their own.
-    assert len({kernel.entry for kernel in outcome.kernels}) == (1 if heads == 24 else 2)
+    # Many heads: launches without splits have a kernel of their own, and small ones have that for
+    # few heads.
+    assert len({kernel.entry for kernel in outcome.kernels}) == (1 if heads == 24 else 3)
     for kernel in outcome.kernels:
         assert not kernel.serialized and kernel.spill_stores == 0, kernel
