@@ -102,6 +102,9 @@ class FmhaFewHeads:
 
         # ==== warps, shared memory ====
         self.math_threads, self.threads = 128, 192
+        # The sums of a split are exchanged while its accumulators are on their way to the
+        # workspace. With 24 heads the compiler would then serialise the products.
+        self.sums_last = tile_heads <= 16
         # Parts in the ring: three blocks, or what is left beside Q.
         self.slots = 3 * self.parts
         while storage_type(self).size_in_bytes() > SMEM_CAPACITY:
@@ -336,13 +339,16 @@ class FmhaFewHeads:
                 self._release(smem.q_empty, lane)
 
             # ---- epilogue ----
+            if cutlass.const_expr(not self.sums_last):
+                total_sums(state.heads, state.board)
             member = self.join.member(workspace, tiling, index)
             if tiling.num_splits > 1:
                 self._join_splits(
                     smem, state, workspace, tiling, member, has_both, sink_logits, o, lse
                 )
             else:
-                total_sums(state.heads, state.board)
+                if cutlass.const_expr(self.sums_last):
+                    total_sums(state.heads, state.board)
                 self._store_heads(state, board, member, has_both, o, lse)
             work_phase ^= 1
             index += cute.arch.grid_dim()[0]
@@ -450,9 +456,9 @@ class FmhaFewHeads:
         """Leave the partial rows of a split, and join some of all of them."""
         thread, lane, warp = state.thread, state.lane, state.warp
         generation = self.join.generation(workspace, member, 0, thread)
-        # The sums are exchanged while these stores are under way.
         self.join.store_accumulators(state.acc, workspace, tiling, member, warp, lane)
-        total_sums(state.heads, state.board)
+        if cutlass.const_expr(self.sums_last):
+            total_sums(state.heads, state.board)
         self.join.store_statistics(state.heads, workspace, tiling, member, warp, lane)
         shares = self.join.arrive(workspace, tiling, member, 0, generation, smem.shares, thread)
         self.join.join_shares(
