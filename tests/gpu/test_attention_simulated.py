@@ -173,9 +173,13 @@ def test_at_fixed_splits_bits_do_not_depend_on_how_many_ctas_there_are(
 
 @pytest.mark.parametrize("num_splits", [1, 3])
 @pytest.mark.parametrize("head_dim", [64, 512])
-@pytest.mark.parametrize("heads", [16, 64])
-def test_row_maxima_that_grow_with_every_block(seed, heads, head_dim, num_splits) -> None:
-    config = FmhaConfig(head_dim, heads, WINDOW, 1024, sink_mode="swa_gate")
+@pytest.mark.parametrize(
+    ("heads", "sink_mode"), [(16, "swa_gate"), (64, "swa_gate"), (64, "softmax")]
+)
+def test_row_maxima_that_grow_with_every_block(
+    seed, heads, sink_mode, head_dim, num_splits
+) -> None:
+    config = FmhaConfig(head_dim, heads, WINDOW, 1024, sink_mode=sink_mode)
     case = Case.random(2, heads, head_dim, 384, 64, 2, growing=True, device="cpu")
     # Scores far beyond the stale limit: every block moves the references. From q alone: few keys
     # then share the weight, and the bf16 rounding of P times keys of full size would pass the
@@ -184,6 +188,21 @@ def test_row_maxima_that_grow_with_every_block(seed, heads, head_dim, num_splits
     case.compressed_kv *= 0.5
     case.swa_kv *= 0.5
     simulate_case(config, case, num_splits=num_splits, schedule="lazy", races=False)
+
+
+@pytest.mark.parametrize("heads", [FEW, MANY])
+@pytest.mark.parametrize("outlier", [None, 150])
+def test_rows_whose_scores_are_all_far_below_0(seed, heads, outlier) -> None:
+    """References are then below 0, too, and one key near 0 has to raise them: its weight relative
+    to the old ones would be infinite."""
+    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax")
+    case = Case.random(2, heads, 64, 384, 64, 2, device="cpu")
+    case.compressed_kv, case.swa_kv = -case.compressed_kv.abs() / 2, -case.swa_kv.abs() / 2
+    case.q = 64 * case.q.abs()
+    if outlier is not None:
+        case.compressed_kv[:, outlier] *= 0.1
+    case.sink_logits.fill_(-float("inf"))
+    simulate_case(config, case, num_splits=1, schedule="eager", races=False)
 
 
 @pytest.mark.parametrize("heads", [FEW, MANY])

@@ -590,7 +590,7 @@ class FmhaManyHeads(FinishedRows):
         if valid < self.keys:
             mask_tail(cute.group_modes(by_row(tile.s), 1, 3), valid, tile.lane)
             self._zero_rows(smem, stage, valid, tile.thread)
-        softmax(tile.s, tile.rows, keys >= WINDOW_FLAG, self.scale_log2)
+        softmax(tile.s, tile.rows, keys >= WINDOW_FLAG, self.scale_log2, self.is_gate)
         tile.p.store(tile.s.load().to(self.dtype))
 
     @cute.jit
