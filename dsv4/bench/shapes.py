@@ -63,11 +63,12 @@ class Inputs(NamedTuple):
     o: Tensor
 
 
-def make_inputs(shape: Shape) -> list[Inputs]:
-    """Sets of inputs larger than the L2 cache together, every token its own request; lengths, ids
-    and sinks are shared, as the layers of a model share them. Outputs start as NaN."""
+def make_inputs(shape: Shape, rotation: float = ROTATION) -> list[Inputs]:
+    """Sets of inputs `rotation` times as large as the L2 cache together, every token its own
+    request; lengths, ids and sinks are shared, as the layers of a model share them. Outputs start
+    as NaN."""
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    count = min(MAX_SETS, max(2, math.ceil(ROTATION * cache / shape.bytes)))
+    count = min(MAX_SETS, max(2, math.ceil(rotation * cache / shape.bytes)))
     tokens, width = shape.tokens, shape.window
     swa_lens = torch.full((tokens,), width, dtype=torch.int32, device="cuda")
     request_ids = torch.arange(tokens, dtype=torch.int32, device="cuda")

@@ -1,0 +1,184 @@
+#!/usr/bin/env python3
+"""Times the Hopper attention kernels of several source trees side by side.
+
+    scripts/attention_compare.py --tree before=../other --shape 64,128,1024,128 [--shape ...]
+    scripts/attention_compare.py --tree a=../a --tree b=../b --splits 4 --splits 6 --rounds 9
+
+Machines of one kind differ by several percent, and one machine from minute to minute: only kernels
+that take turns can be compared. This tree is "here"; `--tree NAME=FOLDER` adds one that holds
+another `dsv4/`. Every kernel is compiled in a process of its own, checked against the oracle, and
+timed by turns: medians of CUDA-graph replays that go through a gigabyte of inputs, after a rest.
+"=" says that a kernel's output has the bits of the first one's, "~" that it has not. With
+`--splits` each kernel runs with every number of splits given, else with what this tree chooses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from dsv4.bench import shapes  # noqa: E402
+from dsv4.bench.attention import MAX_ERROR, SINK_MODE, relative_error  # noqa: E402
+from dsv4.bench.peers import Run  # noqa: E402
+from dsv4.bench.timing import REST_SECONDS  # noqa: E402
+from dsv4.cli.bench import SHAPE_FORMAT, parse_shape  # noqa: E402
+from dsv4.kernels.attention.config import FmhaConfig  # noqa: E402
+from dsv4.ops import fmha_splits  # noqa: E402
+from dsv4.ops.toolchain import CuteToolchain  # noqa: E402
+
+HERE = "here"
+SHAPES = ((64, 128, 1024, 128), (256, 128, 1024, 128), (128, 64, 512, 128))
+ROTATING_BYTES = 1e9
+MIN_CALLS = 20
+REPLAYS = 5  # of a turn
+# Runs in the tree that is compiled: everything it imports is of that tree.
+COMPILE = """
+import sys
+from pathlib import Path
+from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.ops.kernels_table import build, runner_key
+from dsv4.ops.toolchain import CuteToolchain
+heads, head_dim, window, sink_mode, path = sys.argv[1:]
+config = FmhaConfig(int(head_dim), int(heads), int(window), 1024, sink_mode=sink_mode)
+CuteToolchain().export(build(runner_key(config, "sm_90a")), Path(path))
+"""
+
+
+def compile_all(trees: dict[str, Path], heads: list[int], folder: Path) -> dict:
+    """Runners by tree and heads; compiled at the same time."""
+    jobs = {}
+    for name, tree in trees.items():
+        for count in heads:
+            path = folder / f"{name}-{count}.o"
+            numbers = [count, shapes.HEAD_DIM, shapes.WINDOW, SINK_MODE, path]
+            environment = os.environ | {
+                "CUTE_DSL_ARCH": "sm_90a",
+                "PYTHONPATH": f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+            }
+            jobs[name, count, path] = subprocess.Popen(
+                [sys.executable, "-c", COMPILE, *map(str, numbers)],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+    runners = {}
+    for (name, count, path), job in jobs.items():
+        said, _ = job.communicate()
+        if job.returncode:
+            raise SystemExit(f"{name}: {count} heads do not compile:\n{said[-2000:]}")
+        runners[name, count] = CuteToolchain().load(path)
+    return runners
+
+
+def elapsed_microseconds(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e3
+
+
+def make_call(runner, config: FmhaConfig, tokens: int, splits: int) -> Callable:
+    """One launch on given inputs, with everything else at hand."""
+    size = fmha_splits.workspace_size(config, tokens, splits) if splits > 1 else 0
+    # Twice as much as this tree needs: another one may need more.
+    workspace = torch.zeros(2 * size, device="cuda")
+    lengths = torch.empty(0, dtype=torch.int32, device="cuda")
+    lse = torch.empty((0, config.num_query_heads), device="cuda")
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    return lambda inputs: runner(*inputs, lengths, lse, workspace, splits, count)
+
+
+def capture(call: Callable, inputs: list) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph that goes through all inputs, and how many calls it has."""
+    count = -(-max(MIN_CALLS, len(inputs)) // len(inputs)) * len(inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            call(inputs[i % len(inputs)])
+    return graph, count
+
+
+@torch.inference_mode()
+def compare(shape: shapes.Shape, runners: dict, splits: list[int], rounds: int) -> dict[str, str]:
+    """Microseconds of each kernel at a shape, with a mark, by name."""
+    cache = torch.cuda.get_device_properties(0).L2_cache_size
+    inputs = shapes.make_inputs(shape, ROTATING_BYTES / cache)
+    config = FmhaConfig(shape.head_dim, shape.heads, shape.window, shape.top_k, sink_mode=SINK_MODE)
+    count = torch.cuda.get_device_properties(0).multi_processor_count
+    size = (shape.tokens, shape.top_k, shape.window, count)
+    graphs, marks, first = {}, {}, None
+    for (name, heads), runner in runners.items():
+        if heads != shape.heads:
+            continue
+        for number in splits or [fmha_splits.choose(config, *size)]:
+            call = make_call(runner, config, shape.tokens, number)
+            for each in inputs:
+                each.o.fill_(float("nan"))
+                call(each)
+            title = f"{name}, {number} splits"
+            error = relative_error(Run(lambda: None, lambda: inputs[0].o), inputs[0])
+            if not error <= MAX_ERROR or any(each.o.isnan().any() for each in inputs):
+                raise SystemExit(f"{title}: wrong at {shape}, error {error:.1e}")
+            outputs = [inputs[0].o.clone(), inputs[-1].o.clone()]
+            first = first or outputs
+            marks[title] = "=" if all(map(torch.equal, first, outputs)) else "~"
+            graphs[title] = capture(call, inputs)
+    times: dict[str, list[float]] = {title: [] for title in graphs}
+    titles = list(graphs)
+    for turn in range(rounds):
+        for i in range(len(titles)):
+            title = titles[(i + turn) % len(titles)]
+            graph, calls = graphs[title]
+            torch.cuda.synchronize()
+            time.sleep(REST_SECONDS)
+            graph.replay()
+            taken = statistics.median(elapsed_microseconds(graph) for _ in range(REPLAYS))
+            times[title].append(taken / calls)
+    return {title: f"{statistics.median(times[title]):.2f}{marks[title]}" for title in titles}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tree", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--shape", action="append", type=parse_shape, metavar=SHAPE_FORMAT)
+    parser.add_argument("--splits", action="append", type=int, default=[])
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each kernel")
+    args = parser.parse_args()
+    trees = {HERE: ROOT}
+    for item in args.tree:
+        name, _, folder = item.partition("=")
+        if not (Path(folder) / "dsv4").is_dir() or name in trees:
+            raise SystemExit(f"--tree: got {item!r}, needs NAME=FOLDER, and FOLDER/dsv4")
+        trees[name] = Path(folder).resolve()
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise SystemExit("needs a Hopper GPU: an H100 or H200")
+    wanted = [shapes.Shape("user", *numbers) for numbers in args.shape or SHAPES]
+    with tempfile.TemporaryDirectory() as folder:
+        heads = sorted({shape.heads for shape in wanted})
+        runners = compile_all(trees, heads, Path(folder))
+        for shape in wanted:
+            found = compare(shape, runners, args.splits, args.rounds)
+            torch.cuda.empty_cache()
+            numbers = "  ".join(f"{title}: {value}" for title, value in found.items())
+            print(f"T={shape.tokens} {shape.heads} heads {shape.keys} keys  {numbers}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
