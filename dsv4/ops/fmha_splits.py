@@ -25,11 +25,11 @@ PARTIAL_COST = 2.8  # writing and reading 64 whole partial rows
 BUSY_PARTIAL_COST = 1.04  # the same, while all multiprocessors do so
 ROUND_COST = 1.27  # each time that warps join another piece after their first
 BUSY_COST = 1.09  # if all multiprocessors are at work
+MEMORY_COST = 1.92  # of a block of keys on all multiprocessors, at least
 
 # The same of the kernel for few heads, of tiles of 8 to 24 of them, with 8 to 128 heads.
 FEW_LAUNCH_COST = 3.28
 FEW_BLOCK_COST, FEW_BLOCK_HEAD_COST = 0.89, 0.0068  # of a block of keys; the second for each head
-FEW_MEMORY_COST = 1.92  # of a block on all multiprocessors
 FEW_LATE_COST = 0.33  # where CTAs of the next launch wait for a multiprocessor
 FEW_JOIN_COST, FEW_PARTIAL_COST = 0.95, 0.0006  # the second for each head of each work item
 
@@ -70,6 +70,7 @@ def _many_cost(
     works = tokens * -(-config.num_query_heads // tile_heads) * splits * shares
     load = works / multiprocessors
     block_cost = BLOCK_COST if shares == 1 else SHARED_BLOCK_COST
+    block_cost = max(block_cost, _memory_cost(tokens * splits, multiprocessors))
     time = LAUNCH_COST + BUSY_COST * load
     time += -(-works // multiprocessors) * -(-blocks // splits) * block_cost
     if splits > 1:
@@ -89,9 +90,8 @@ def _few_cost(
 ) -> float:
     """The same of the kernel for few heads, in tiles of `tile_heads` of them."""
     works = tokens * (config.num_query_heads // tile_heads) * splits
-    # Tiles of a token's heads read the same keys: memory sees them once.
-    load = min(tokens * splits / multiprocessors, 1)
-    block_cost = max(FEW_BLOCK_COST + FEW_BLOCK_HEAD_COST * tile_heads, FEW_MEMORY_COST * load)
+    block_cost = FEW_BLOCK_COST + FEW_BLOCK_HEAD_COST * tile_heads
+    block_cost = max(block_cost, _memory_cost(tokens * splits, multiprocessors))
     time = FEW_LAUNCH_COST
     time += -(-works // multiprocessors) * -(-blocks // splits) * block_cost
     if 2 * works > multiprocessors:
@@ -99,6 +99,12 @@ def _few_cost(
     if splits > 1:
         time += FEW_JOIN_COST + FEW_PARTIAL_COST * tile_heads * works
     return time
+
+
+def _memory_cost(readers: int, multiprocessors: int) -> float:
+    """Of a block of keys, if so many splits of tokens have different ones: the tiles of a token's
+    heads read the same, and memory sees them once."""
+    return MEMORY_COST * min(readers / multiprocessors, 1)
 
 
 def _few_tile_heads(config: FmhaConfig, token_splits: int, multiprocessors: int, arch: str) -> int:
