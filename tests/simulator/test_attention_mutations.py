@@ -35,6 +35,8 @@ PAIR_CASE = replace(CASE, head_dim=512, top_k=200, window_rows=128, softmax_scal
 HOPPER_CASE = replace(CASE, requests=((0, 2), (-1, 1), (1, 2)))
 # Few heads have a kernel of their own: two parts of columns, more blocks than its ring holds.
 FEW_CASE = replace(CASE, heads=24, head_dim=128)
+# Up to 16 of them, a split's sums are exchanged after its accumulators have been stored.
+SUMS_LAST_CASE = replace(FEW_CASE, heads=16)
 # Part of Q passes through the ring; a CTA has tokens without keys first and between others.
 STREAMING_CASE = replace(
     PAIR_CASE, heads=64, requests=((-1, 1), (0, 5), (-1, 1), (1, 3)), is_causal=True
@@ -51,14 +53,17 @@ class Kernel:
     case: Case
     splits: tuple[int, ...]
     smallest_only: bool = False  # the launches reach the smallest of the module's entries
+    num_ctas: int = 3  # fewer than there is work for: a CTA goes on to more
 
 
 KERNELS = {
     "single": Kernel("fmha", "sm_100a", SINGLE_CASE, (1, 9)),
     "pair": Kernel("fmha", "sm_100a", PAIR_CASE, (1, 2)),
-    "hopper": Kernel("fmha_sm90", "sm_90a", HOPPER_CASE, (1, 2, 9)),
+    # Two clusters: the guess of one is right, that of the other wrong.
+    "hopper": Kernel("fmha_sm90", "sm_90a", HOPPER_CASE, (1, 2, 9), num_ctas=4),
     "streaming": Kernel("fmha_sm90", "sm_90a", STREAMING_CASE, (1,), smallest_only=True),
     "few": Kernel("fmha_sm90", "sm_90a", FEW_CASE, (1, 2, 9)),
+    "sums_last": Kernel("fmha_sm90", "sm_90a", SUMS_LAST_CASE, (1, 2, 9)),
 }
 
 # What is not missed, by instruction and the kernel's function: how many of them, and why.
@@ -169,6 +174,16 @@ REDUNDANT = {
             "hand nothing over; what was read of Q (2) and of V (1) was read by products, which "
             "the whole warpgroup has waited for; one more as the next two",
         ),
+        ("mbarrier.try_wait", "keep_step"): (
+            1,
+            "the guessed block's: more blocks follow here, and the wait for the neighbour's next "
+            "arrival is one for this, too",
+        ),
+        ("barrier.cluster", "meet"): (
+            1,
+            "the last meeting's wait: all that the neighbour does to this CTA is to arrive, and "
+            "each of its arrivals has been waited for in `keep_step`",
+        ),
         ("mbarrier.try_wait", "output"): (1, UNSHARED),
         ("mbarrier.arrive", "_release"): (1, UNSHARED),
     },
@@ -191,6 +206,7 @@ REDUNDANT = {
             "as above, and the two halves of Q's stage: each other's sync follows the same reads, "
             "and the load warp waits for both",
         ),
+        ("cp.async", "store_staged"): (3, "all but the last: its group has their stores, too"),
     },
     "few": {
         ("griddepcontrol.launch_dependents", "load"): (1, LAUNCH),
@@ -211,9 +227,18 @@ REDUNDANT = {
         ),
     },
 }
+# The kernel for few heads, but for the order of a split's last steps.
+REDUNDANT["sums_last"] = {
+    **REDUNDANT["few"],
+    ("bar.sync", "sync"): (
+        2,
+        "as above; with splits, before the sums: between them and those of the work item before "
+        "the splits have met, with two barriers",
+    ),
+}
 
 
-def _run(case: Case, splits: int, schedule: str) -> Run:
+def _run(case: Case, splits: int, schedule: str, num_ctas: int) -> Run:
     inputs = make_inputs(case, 1)
     expected_o, expected_lse = inputs.expected()
     q = inputs.tensors[0]
@@ -227,7 +252,7 @@ def _run(case: Case, splits: int, schedule: str) -> Run:
             "lse": torch.full(q.shape[:2], torch.nan),
             "workspace": workspace,
             "num_splits": splits,
-            "num_ctas": 3,  # fewer than there is work for: a CTA goes on to more
+            "num_ctas": num_ctas,
         }
         return (*(x.clone() for x in inputs.tensors), torch.full_like(q, torch.nan)), options
 
@@ -252,7 +277,11 @@ def kernel(name: str):
         case.softmax_scale, num_splits=1 if chosen.smallest_only else None,
     )  # fmt: skip
     compiled = import_module(f"dsv4.kernels.attention.{chosen.module}").build(config, options)
-    runs = [_run(case, n, schedule) for schedule in ("eager", "lazy") for n in chosen.splits]
+    runs = [
+        _run(case, n, schedule, chosen.num_ctas)
+        for schedule in ("eager", "lazy")
+        for n in chosen.splits
+    ]
     return compiled, runs
 
 
@@ -302,7 +331,10 @@ def _synchronisation(name: str, ptx: str) -> list[Instruction]:
     "name",
     [
         *("single", "pair", "few"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hopper", "streaming")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("hopper", "streaming", "sums_last")
+        ),
     ],
 )
 def test_some_deletions_are_noticed(name, seed):
