@@ -214,7 +214,7 @@ def store_weights(weights: cute.Tensor, p: cute.Pointer, warp, lane, dtype) -> N
 @cute.jit
 def total_sums(heads: Heads, board: Board):
     """Sum every head's weights over all keys, in place."""
-    # The slowest warp may still read what the others said of the last block.
+    # If this work item has no keys, the slowest warp may still read the totals of the one before.
     board.sync()
     exchange(operator.add, heads.sum, board.totals, board)
 

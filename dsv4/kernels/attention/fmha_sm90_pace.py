@@ -31,7 +31,8 @@ def even_grid(works: cutlass.Int32, num_ctas: cutlass.Int32):
 @cute.jit
 def meet():
     """Wait for all threads of both neighbours that have not ended. At the start, no arrival may
-    come to a barrier that is not there yet; at the end, to one of a CTA that has gone."""
+    come to a barrier that is not there yet. At the end nothing depends on it as long as `keep_step`
+    waits for every arrival of the neighbour: it keeps a CTA's memory until both are through."""
     cute.arch.cluster_arrive_relaxed()
     cute.arch.cluster_wait()
 
