@@ -8,13 +8,13 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import dsv4
 from dsv4.cli.demo import Check
 
 if TYPE_CHECKING:
@@ -25,9 +25,6 @@ WINDOWS = 4
 EXERCISES = 4
 # More tokens than the sliding window holds: what was stated before them is out of its reach.
 FILLER_TOKENS = 200
-# Logits that are this close are equal: how many tokens a step has decides how products round to
-# bf16, and that may swap nearly equal candidates.
-TIE = 0.25
 NAMES = ("Abraham", "Isaac", "Jacob", "Moses", "David", "Ruth", "Noah", "Mary")
 GOODS = ("gold", "silver", "bread", "wine", "oil", "water", "sword", "corn", "salt", "honey")
 
@@ -79,7 +76,7 @@ def run_all(model: DeepseekV4, tokenizer, folder: Path, prompt: list[int]) -> It
     yield op_against_oracle(model, prompt)
     yield decode_equals_prefill(model, prompt)
     if model.config.num_nextn_predict_layers:
-        yield speculation_changes_nothing(model, prompt)
+        yield speculation_changes_nothing(folder, prompt)
     yield from held_out_loss(model, tokenizer, folder)
     yield recall_past_the_window(model, tokenizer, folder)
     yield blackwell_kernel_agrees(model, prompt)
@@ -131,35 +128,31 @@ def op_against_oracle(model: DeepseekV4, prompt: list[int]) -> Check:
 def decode_equals_prefill(model: DeepseekV4, prompt: list[int]) -> Check:
     """One prefill over prompt and continuation predicts the tokens that decode chose one by one."""
     new = model.generate([prompt], max_new_tokens=48).tokens[0]
-    same, gap = _distance_from_greedy(model, prompt, new)
-    detail = f"{same} of {len(new)} tokens the same; worst logit gap {gap:.3f} (bound {TIE})"
-    return Check("decode equals prefill", gap <= TIE, detail)
-
-
-def speculation_changes_nothing(model: DeepseekV4, prompt: list[int]) -> Check:
-    """Greedy decoding with MTP drafts yields the tokens of greedy decoding without, until two
-    candidates tie; after that, the greedy ones of its own text."""
-    plain = model.generate([prompt], max_new_tokens=48).tokens[0]
-    drafted = model.generate([prompt], max_new_tokens=48, num_draft_tokens=1)
-    stats, new = drafted.stats, drafted.tokens[0]
-    share = stats.drafts_accepted / max(1, stats.drafts_proposed)
-    detail = f"drafts accepted {stats.drafts_accepted}/{stats.drafts_proposed} ({share:.0%})"
-    if new != plain:
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(plain, new)))
-        _, gap = _distance_from_greedy(model, prompt, new)
-        detail += f"; tie after {same} tokens, worst logit gap {gap:.3f} (bound {TIE})"
-        return Check("MTP speculation yields the same tokens", gap <= TIE, detail)
-    return Check("MTP speculation yields the same tokens", True, detail)
-
-
-def _distance_from_greedy(model: DeepseekV4, prompt: list[int], new: list[int]):
-    """How many new tokens are those that one prefill over prompt and continuation predicts, and by
-    how much the others' logits are below the best ones."""
     sequence = torch.tensor([prompt + new], device=model.device)
     logits = model(sequence)[0, len(prompt) - 1 : -1]
     chosen = torch.tensor(new, device=model.device)
-    gaps = logits.amax(-1) - logits.gather(1, chosen[:, None])[:, 0]
-    return int((logits.argmax(-1) == chosen).sum()), gaps.max().item()
+    best = logits.amax(-1)
+    gap = (best - logits.gather(1, chosen[:, None])[:, 0]).max().item()
+    same = int((logits.argmax(-1) == chosen).sum())
+    # The two differ only by bf16 roundings, which may swap nearly equal candidates.
+    detail = f"{same} of {len(new)} tokens the same; worst logit gap {gap:.3f} (bound 0.25)"
+    return Check("decode equals prefill", gap <= 0.25, detail)
+
+
+def speculation_changes_nothing(folder: Path, prompt: list[int]) -> Check:
+    """Greedy decoding with MTP drafts yields the tokens of greedy decoding without.
+
+    In float32, on the CPU: how many tokens a step has decides on some processors how products round
+    to bf16, and that moves logits further than the best two are sometimes apart.
+    """
+    model = dsv4.load(folder, device="cpu", dtype=torch.float32)
+    plain = model.generate([prompt], max_new_tokens=48)
+    drafted = model.generate([prompt], max_new_tokens=48, num_draft_tokens=1)
+    same = plain.tokens == drafted.tokens
+    stats = drafted.stats
+    share = stats.drafts_accepted / max(1, stats.drafts_proposed)
+    detail = f"drafts accepted {stats.drafts_accepted}/{stats.drafts_proposed} ({share:.0%})"
+    return Check("MTP speculation yields the same tokens", same, detail)
 
 
 def held_out_loss(model: DeepseekV4, tokenizer, folder: Path) -> Iterator[Check]:
