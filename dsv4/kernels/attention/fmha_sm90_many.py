@@ -36,7 +36,6 @@ from dsv4.kernels.attention.fmha_sm90_device import (
     make_mma,
     make_q_map,
     make_row_tile_map,
-    store_rows,
     tma_load,
     tma_prefetch,
 )
@@ -62,7 +61,7 @@ from dsv4.kernels.attention.fmha_sm90_pace import CLUSTER, Pace, even_grid, keep
 from dsv4.kernels.attention.fmha_sm90_rounds import Rounds, Turns, make_rounds
 from dsv4.kernels.attention.fmha_sm90_rows import SPAN, WARP_ROWS, FinishedRows, load_sinks
 from dsv4.kernels.attention.fmha_sm90_softmax import set_bias, softmax
-from dsv4.kernels.attention.fmha_sm90_storage import shared_views, storage_type
+from dsv4.kernels.attention.fmha_sm90_storage import init_barriers, shared_views, storage_type
 from dsv4.kernels.attention.mask import mask_tail
 from dsv4.kernels.attention.softmax import LOG2_E, quad_sum
 
@@ -251,26 +250,7 @@ class FmhaManyHeads(FinishedRows):
         smem = shared_views(self)
         if warp == 0:
             with cute.arch.elect_one():
-                if cutlass.const_expr(pace is Pace.TWO_HALVES):
-                    cute.arch.mbarrier_init(smem.inputs_ready, 1)
-                cute.arch.mbarrier_init(smem.q_full, 1)
-                cute.arch.mbarrier_init(smem.q_empty, 4 * self.warp_arrivals)
-                cute.arch.mbarrier_init(smem.work_full, 1)
-                cute.arch.mbarrier_init(smem.work_empty, 13 * self.warp_arrivals)
-                cute.arch.mbarrier_init(smem.p_full, 4 * self.warp_arrivals)
-                cute.arch.mbarrier_init(smem.p_empty, 8 * self.warp_arrivals)
-                for i in cutlass.range_constexpr(2):
-                    cute.arch.mbarrier_init(smem.pv_turn + i, 4 * self.warp_arrivals)
-                cute.arch.mbarrier_init(smem.pv_next, 4 * self.warp_arrivals)
-                cute.arch.mbarrier_init(smem.rows_full, 4 * self.warp_arrivals)
-                cute.arch.mbarrier_init(smem.rows_empty, 8 * self.warp_arrivals)
-                for i in cutlass.range_constexpr(2 * self.stages):
-                    cute.arch.mbarrier_init(smem.kv_full + i, 1)
-                    warps = 4 * tiling.column_shares
-                    cute.arch.mbarrier_init(smem.kv_empty + i, warps * self.warp_arrivals)
-                if cutlass.const_expr(pace is Pace.IN_STEP):
-                    for i in cutlass.range_constexpr(self.stages):
-                        cute.arch.mbarrier_init(smem.in_step + i, 1)
+                init_barriers(self, smem, tiling.column_shares, pace)
             cute.arch.mbarrier_init_fence()
         if cutlass.const_expr(pace is Pace.IN_STEP):
             meet()
@@ -757,23 +737,12 @@ class FmhaManyHeads(FinishedRows):
                 cute.arch.mbarrier_wait(smem.rows_full, work_phase)
                 scales = [smem.row_scale[row], smem.row_scale[row + 8]]
                 self._release(smem.rows_empty, lane)
-                head, column = member.head + row, first_piece * self.pv_dim
-                place = (o, scales, member.token, head, column, lane, self.num_query_heads)
-                is_last = cutlass.Boolean(False)
-                if cutlass.const_expr(len(o_maps) > 0):
-                    is_last = index + step >= stop
-                if is_shared:
-                    store_rows(pieces[0], *place)
-                elif not is_last:
-                    store_rows(acc, *place)
-                if cutlass.const_expr(len(o_maps) > 0):  # noqa: SIM102 static, then dynamic
-                    if is_last:
-                        # Nothing is loaded any more: the stage after the last block's is free.
-                        target = smem.kv_raw + (stage * 2 + half) * self.keys * self.half_dim
-                        self.store_staged(
-                            *(acc, scales, o_maps[0], target),
-                            *(member.head, column, member.token, lane),
-                        )
+                # The stage after the last block's: free when nothing is loaded any more.
+                target = smem.kv_raw + (stage * 2 + half) * self.keys * self.half_dim
+                self.store_output(
+                    *(pieces[0], acc, scales, o, o_maps, target, member),
+                    *(first_piece * self.pv_dim, is_shared, index + step >= stop),
+                )
             work_phase ^= 1
             index += step
 

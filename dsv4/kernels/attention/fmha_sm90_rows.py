@@ -4,7 +4,7 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.fmha_combine import output_scale, row_lse
-from dsv4.kernels.attention.fmha_sm90_device import by_row, tma_store
+from dsv4.kernels.attention.fmha_sm90_device import by_row, store_rows, tma_store
 
 WARP_ROWS = 16  # of an accumulator fragment
 SPAN = 128  # bytes of a row in a tensor map's box, swizzled by 16 bytes
@@ -64,6 +64,34 @@ class FinishedRows:
                     if member.token < lse.shape[0] and is_first:
                         lse[member.token, head] = row_lse(ref, total, gate_offset[r])
                 smem.row_scale[row] = scale
+
+    @cute.jit
+    def store_output(
+        self, piece, acc, scales, o, o_maps, target, member, column, is_shared, is_last
+    ):
+        """Write a warp's rows from `column` on: a piece of them where two CTAs share the columns,
+        else all that are accumulated. With a tensor map the last ones of a CTA are staged.
+
+        Args:
+            o_maps: the tensor map of o, or nothing.
+            target: of staged rows, free after the CTA's last block.
+            is_last: whether this is the CTA's last work item.
+        """
+        lane = cute.arch.lane_idx()
+        row = cute.arch.thread_idx()[0] % 128 // 32 * WARP_ROWS + lane // 4
+        place = (o, scales, member.token, member.head + row, column, lane, self.num_query_heads)
+        is_staged = cutlass.Boolean(False)
+        if cutlass.const_expr(len(o_maps) > 0):
+            is_staged = is_last
+        if is_shared:
+            store_rows(piece, *place)
+        elif not is_staged:
+            store_rows(acc, *place)
+        if cutlass.const_expr(len(o_maps) > 0):  # noqa: SIM102 static, then dynamic
+            if is_staged:
+                self.store_staged(
+                    *(acc, scales, o_maps[0], target, member.head, column, member.token, lane)
+                )
 
     @cute.jit
     def store_staged(self, acc, scales, o_map, target: cute.Pointer, head, column, token, lane):

@@ -7,6 +7,7 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.attention.fmha_sm90_device import data_pointers, frozen
 from dsv4.kernels.attention.fmha_sm90_lengths import WORK_WORDS
+from dsv4.kernels.attention.fmha_sm90_pace import Pace
 
 BARRIERS = (
     "q_full", "q_empty", "work_full", "work_empty",
@@ -89,3 +90,31 @@ def shared_views(kernel):
         block=storage.block.get_tensor(cute.make_layout(kernel.stages)),
         **data_pointers(storage, *BARRIERS),
     )
+
+
+def init_barriers(kernel, smem, column_shares, pace: Pace) -> None:
+    """Give every barrier its number of arrivals; one thread calls this.
+
+    Args:
+        column_shares: CTAs that share a tile's columns, each with all warps on a half of a stage.
+    """
+    init, arrivals = cute.arch.mbarrier_init, kernel.warp_arrivals
+    if pace is Pace.TWO_HALVES:
+        init(smem.inputs_ready, 1)
+    init(smem.q_full, 1)
+    init(smem.q_empty, 4 * arrivals)
+    init(smem.work_full, 1)
+    init(smem.work_empty, 13 * arrivals)
+    init(smem.p_full, 4 * arrivals)
+    init(smem.p_empty, 8 * arrivals)
+    for i in range(2):
+        init(smem.pv_turn + i, 4 * arrivals)
+    init(smem.pv_next, 4 * arrivals)
+    init(smem.rows_full, 4 * arrivals)
+    init(smem.rows_empty, 8 * arrivals)
+    for i in range(2 * kernel.stages):
+        init(smem.kv_full + i, 1)
+        init(smem.kv_empty + i, 4 * column_shares * arrivals)
+    if pace is Pace.IN_STEP:
+        for i in range(kernel.stages):
+            init(smem.in_step + i, 1)
