@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +33,12 @@ import torch  # noqa: E402
 from dsv4.bench import shapes  # noqa: E402
 from dsv4.bench.attention import MAX_ERROR, SINK_MODE, relative_error  # noqa: E402
 from dsv4.bench.peers import Run  # noqa: E402
-from dsv4.bench.timing import REST_SECONDS  # noqa: E402
+from dsv4.bench.timing import (  # noqa: E402
+    MIN_REPLAY_CALLS,
+    REST_SECONDS,
+    capture,
+    elapsed_microseconds,
+)
 from dsv4.cli.bench import SHAPE_FORMAT, parse_shape  # noqa: E402
 from dsv4.kernels.attention.config import FmhaConfig  # noqa: E402
 from dsv4.ops import fmha_splits  # noqa: E402
@@ -41,7 +47,6 @@ from dsv4.ops.toolchain import CuteToolchain  # noqa: E402
 HERE = "here"
 SHAPES = ((64, 128, 1024, 128), (256, 128, 1024, 128), (128, 64, 512, 128))
 ROTATING_BYTES = 1e9
-MIN_CALLS = 20
 REPLAYS = 5  # of a turn
 # Runs in the tree that is compiled: everything it imports is of that tree.
 COMPILE = """
@@ -84,15 +89,6 @@ def compile_all(trees: dict[str, Path], heads: list[int], folder: Path) -> dict:
     return runners
 
 
-def elapsed_microseconds(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e3
-
-
 def make_call(runner, config: FmhaConfig, tokens: int, splits: int) -> Callable:
     """One launch on given inputs, with everything else at hand."""
     size = fmha_splits.workspace_size(config, tokens, splits) if splits > 1 else 0
@@ -104,24 +100,14 @@ def make_call(runner, config: FmhaConfig, tokens: int, splits: int) -> Callable:
     return lambda inputs: runner(*inputs, lengths, lse, workspace, splits, count)
 
 
-def capture(call: Callable, inputs: list) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph that goes through all inputs, and how many calls it has."""
-    count = -(-max(MIN_CALLS, len(inputs)) // len(inputs)) * len(inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(count):
-            call(inputs[i % len(inputs)])
-    return graph, count
-
-
 @torch.inference_mode()
 def compare(shape: shapes.Shape, runners: dict, splits: list[int], rounds: int) -> dict[str, str]:
     """Microseconds of each kernel at a shape, with a mark, by name."""
     cache = torch.cuda.get_device_properties(0).L2_cache_size
     inputs = shapes.make_inputs(shape, ROTATING_BYTES / cache)
     config = FmhaConfig(shape.head_dim, shape.heads, shape.window, shape.top_k, sink_mode=SINK_MODE)
-    count = torch.cuda.get_device_properties(0).multi_processor_count
-    size = (shape.tokens, shape.top_k, shape.window, count)
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    size = (shape.tokens, shape.top_k, shape.window, multiprocessors)
     graphs, marks, first = {}, {}, None
     for (name, heads), runner in runners.items():
         if heads != shape.heads:
@@ -138,18 +124,19 @@ def compare(shape: shapes.Shape, runners: dict, splits: list[int], rounds: int) 
             outputs = [inputs[0].o.clone(), inputs[-1].o.clone()]
             first = first or outputs
             marks[title] = "=" if all(map(torch.equal, first, outputs)) else "~"
-            graphs[title] = capture(call, inputs)
+            calls = [partial(call, each) for each in inputs]
+            graphs[title] = capture(calls, MIN_REPLAY_CALLS)
     times: dict[str, list[float]] = {title: [] for title in graphs}
     titles = list(graphs)
     for turn in range(rounds):
         for i in range(len(titles)):
             title = titles[(i + turn) % len(titles)]
-            graph, calls = graphs[title]
+            graph, count = graphs[title]
             torch.cuda.synchronize()
             time.sleep(REST_SECONDS)
             graph.replay()
-            taken = statistics.median(elapsed_microseconds(graph) for _ in range(REPLAYS))
-            times[title].append(taken / calls)
+            taken = statistics.median(elapsed_microseconds(graph.replay) for _ in range(REPLAYS))
+            times[title].append(taken / count)
     return {title: f"{statistics.median(times[title]):.2f}{marks[title]}" for title in titles}
 
 

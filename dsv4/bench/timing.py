@@ -32,22 +32,29 @@ def graph_microseconds(calls: Sequence[Callable[[], object]], *, best: bool = Fa
     with torch.cuda.stream(stream):
         for call in calls[:2]:
             call()
-        once = _elapsed_microseconds(calls[0])
+        once = elapsed_microseconds(calls[0])
     torch.cuda.current_stream().wait_stream(stream)
     enough = min(MIN_REPLAY_CALLS, math.ceil(MIN_REPLAY_MICROSECONDS / once))
+    graph, count = capture(calls, enough)
+    torch.cuda.synchronize()
+    time.sleep(REST_SECONDS)
+    graph.replay()
+    times = [elapsed_microseconds(graph.replay) / count for _ in range(REPLAYS)]
+    return min(times) if best else statistics.median(times)
+
+
+def capture(calls: Sequence[Callable[[], object]], enough: int) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A CUDA graph that goes through all calls in turn, `enough` times at least, and how many it
+    has."""
     count = len(calls) * math.ceil(enough / len(calls))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(count):
             calls[i % len(calls)]()
-    torch.cuda.synchronize()
-    time.sleep(REST_SECONDS)
-    graph.replay()
-    times = [_elapsed_microseconds(graph.replay) / count for _ in range(REPLAYS)]
-    return min(times) if best else statistics.median(times)
+    return graph, count
 
 
-def _elapsed_microseconds(work: Callable[[], object]) -> float:
+def elapsed_microseconds(work: Callable[[], object]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     work()

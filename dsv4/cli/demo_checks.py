@@ -25,6 +25,7 @@ WINDOWS = 4
 EXERCISES = 4
 # More tokens than the sliding window holds: what was stated before them is out of its reach.
 FILLER_TOKENS = 200
+MOST_WIDENED = 2**30  # bytes of a checkpoint that is loaded once more, in float32
 NAMES = ("Abraham", "Isaac", "Jacob", "Moses", "David", "Ruth", "Noah", "Mary")
 GOODS = ("gold", "silver", "bread", "wine", "oil", "water", "sword", "corn", "salt", "honey")
 
@@ -145,6 +146,12 @@ def speculation_changes_nothing(folder: Path, prompt: list[int]) -> Check:
     In float32, on the CPU: how many tokens a step has decides on some processors how products round
     to bf16, and that moves logits further than the best two are sometimes apart.
     """
+    name = "MTP speculation yields the same tokens"
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if size > MOST_WIDENED:
+        return Check(
+            name, None, f"a float32 copy of {size / 2**30:.0f} GiB of weights is too large"
+        )
     model = dsv4.load(folder, device="cpu", dtype=torch.float32)
     plain = model.generate([prompt], max_new_tokens=48)
     drafted = model.generate([prompt], max_new_tokens=48, num_draft_tokens=1)
@@ -152,7 +159,7 @@ def speculation_changes_nothing(folder: Path, prompt: list[int]) -> Check:
     stats = drafted.stats
     share = stats.drafts_accepted / max(1, stats.drafts_proposed)
     detail = f"drafts accepted {stats.drafts_accepted}/{stats.drafts_proposed} ({share:.0%})"
-    return Check("MTP speculation yields the same tokens", same, detail)
+    return Check(name, same, detail)
 
 
 def held_out_loss(model: DeepseekV4, tokenizer, folder: Path) -> Iterator[Check]:

@@ -8,10 +8,10 @@ from dsv4.kernels.attention.fmha_workspace import (
     MOST_FEW_HEADS,
     STATS,
     TILE_OF_HEADS,
-    TILED_HEADS,
     join_sizes,
     with_counters,
 )
+from dsv4.ops.kernels_table import has_two_kernels
 
 TILE_HEADS = 64  # heads of a CTA
 BLOCK_KEYS = 64  # keys of a step
@@ -112,8 +112,8 @@ def _few_tile_heads(config: FmhaConfig, token_splits: int, multiprocessors: int,
     heads = config.num_query_heads
     if heads <= MOST_FEW_HEADS:
         return heads
-    is_tiled = arch == "sm_90a" and heads in TILED_HEADS
-    if is_tiled and token_splits * (heads // TILE_OF_HEADS) <= multiprocessors:
+    tiles = token_splits * (heads // TILE_OF_HEADS)
+    if has_two_kernels(heads, arch) and tiles <= multiprocessors:
         return TILE_OF_HEADS
     return 0
 

@@ -44,6 +44,11 @@ class RunnerKey:
     config: FmhaConfig
 
 
+def has_two_kernels(heads: int, arch: str) -> bool:
+    """Whether the size of a launch decides which kernel serves so many heads."""
+    return arch == "sm_90a" and heads in TILED_HEADS
+
+
 def runner_key(config: FmhaConfig, arch: str) -> RunnerKey:
     """Key of the kernel that serves `config` on `arch`.
 
@@ -56,12 +61,11 @@ def runner_key(config: FmhaConfig, arch: str) -> RunnerKey:
     """
     if arch not in KERNELS:
         raise ValueError(f"arch: got {arch!r}, needs one of {', '.join(KERNELS)}")
-    is_fixed = config.num_splits is not None
-    has_two_kernels = arch == "sm_90a" and config.num_query_heads in TILED_HEADS
+    is_fixed = config.num_splits is not None and has_two_kernels(config.num_query_heads, arch)
     compiled = replace(
         config,
         top_k=_ANY_TOP_K,
-        num_splits=_ANY_FIXED_SPLITS if is_fixed and has_two_kernels else None,
+        num_splits=_ANY_FIXED_SPLITS if is_fixed else None,
         softmax_scale=config.scale,
         sliding_window=config.sliding_window if config.is_causal else 0,
     )

@@ -61,6 +61,7 @@ MEASURED = {
     (64, 512, 8): {3: 9.08, 4: 8.84, 5: 8.58, 8: 8.88, 10: 11.23},
     (64, 512, 12): {2: 11.66, 5: 9.42, 10: 11.44},
     (64, 512, 16): {1: 13.20, 2: 11.81, 3: 10.96, 4: 10.35, 5: 13.47, 8: 11.97},
+    (64, 512, 24): {2: 12.45, 5: 13.39},
     (64, 512, 32): {1: 14.66, 2: 13.39},
     (64, 512, 64): {1: 20.45, 2: 22.19},
     (8, 1024, 1): {9: 5.69, 18: 5.00},
@@ -83,7 +84,14 @@ MEASURED = {
 }
 
 
-@pytest.mark.parametrize("launch", MEASURED)
+# A choice that costs 8%, and why it stands: splits that are right here are wrong at 32 heads.
+MISSED = pytest.mark.xfail(strict=True, reason="5 splits, where 2 have been faster since clusters")
+
+
+@pytest.mark.parametrize(
+    "launch",
+    [pytest.param(x, marks=MISSED) if x == (64, 512, 24) else x for x in MEASURED],
+)
 def test_choice_is_close_to_the_fastest_that_was_measured(launch) -> None:
     heads, rows, tokens = launch
     config = FmhaConfig(512, heads, 128, rows)

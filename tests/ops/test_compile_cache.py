@@ -93,7 +93,7 @@ def test_every_part_of_the_key_counts(tmp_path: Path, builder: Builder) -> None:
 
 
 def test_key_blanks_what_is_known_at_run_time() -> None:
-    """A growing context, another split count or an unused window must not compile again."""
+    """A growing context or an unused window must not compile again."""
     same = [
         replace(CONFIG, top_k=1024),
         replace(CONFIG, sliding_window=64),

@@ -91,7 +91,7 @@ def tma_load(tensor_map, smem: cute.Pointer, coordinates, barrier: cute.Pointer)
 
 
 def tma_store(tensor_map, smem: cute.Pointer, coordinates):
-    """One elected thread writes a box from `smem`, and commits and waits for it."""
+    """One elected thread writes a box from `smem`; it commits, and waits, by itself."""
     primitives.cp_async_bulk_tensor_global_shared_cta(
         tensor_map.get_ptr(), smem.to_llvm_ptr(), coordinates
     )

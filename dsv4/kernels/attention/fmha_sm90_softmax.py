@@ -68,8 +68,7 @@ def softmax(
     # Of this thread's columns: most blocks raise no reference, and then nobody needs the row's.
     tops = cute.make_rmem_tensor(2, cutlass.Float32)
     if cutlass.const_expr(is_gate):
-        for r in cutlass.range_constexpr(2):
-            tops[r] = tree(cute.arch.fmax, [s[r, c, j] for c, j in columns]) * scale_log2
+        find_tops(s, columns, tops, scale_log2)
     else:
         bound_tops(scores, tops, scale_log2)
     rows.rescale.fill(1.0)
@@ -77,8 +76,7 @@ def softmax(
     # NaN - of rows and blocks without a score, -inf - (-inf) - is no excess.
     if cute.arch.vote_any_sync(cute.arch.fmax(excess[0], excess[1]) > RESCALE_THRESHOLD):
         if cutlass.const_expr(not is_gate):
-            for r in cutlass.range_constexpr(2):
-                tops[r] = tree(cute.arch.fmax, [s[r, c, j] for c, j in columns]) * scale_log2
+            find_tops(s, columns, tops, scale_log2)
         raise_references(tops, bias, rows)
     for r in cutlass.range_constexpr(2):
         # A row without a finite score so far: every weight is 2^-inf.
@@ -92,6 +90,12 @@ def softmax(
         for (c, j), weight in zip(columns, weights, strict=True):
             s[r, c, j] = weight
         rows.sum[r] += tree(operator.add, weights)
+
+
+def find_tops(s: cute.Tensor, columns, tops: cute.Tensor, scale_log2) -> None:
+    """Largest log2 score of a thread's columns in each row."""
+    for r in range(2):
+        tops[r] = tree(cute.arch.fmax, [s[r, c, j] for c, j in columns]) * scale_log2
 
 
 @cute.jit
