@@ -109,6 +109,7 @@ def compare(shape: shapes.Shape, runners: dict, splits: list[int], rounds: int) 
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     size = (shape.tokens, shape.top_k, shape.window, multiprocessors)
     graphs, marks, first = {}, {}, None
+    kept = []  # A graph does not own what its launches read and write.
     for (name, heads), runner in runners.items():
         if heads != shape.heads:
             continue
@@ -125,6 +126,7 @@ def compare(shape: shapes.Shape, runners: dict, splits: list[int], rounds: int) 
             first = first or outputs
             marks[title] = "=" if all(map(torch.equal, first, outputs)) else "~"
             calls = [partial(call, each) for each in inputs]
+            kept.append(calls)
             graphs[title] = capture(calls, MIN_REPLAY_CALLS)
     times: dict[str, list[float]] = {title: [] for title in graphs}
     titles = list(graphs)
