@@ -460,7 +460,10 @@ class FmhaFewHeads:
         if cutlass.const_expr(self.sums_last):
             total_sums(state.heads, state.board)
         self.join.store_statistics(state.heads, workspace, tiling, member, warp, lane)
-        shares = self.join.arrive(workspace, tiling, member, 0, generation, smem.shares, thread)
+        self.join.arrive(workspace, tiling, member, 0, thread)
+        shares = self.join.await_others(
+            workspace, tiling, member, 0, generation, smem.shares, thread
+        )
         self.join.join_shares(
             *(workspace, tiling, member, shares, warp, lane),
             *(has_both, sink_logits, o, lse),

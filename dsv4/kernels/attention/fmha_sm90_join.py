@@ -28,6 +28,7 @@ from dsv4.kernels.attention.softmax import quad_max, quad_sum
 
 STATS = 2  # reference and sum of a row
 UNIT_WORDS = 128  # of a split's 16 rows and 16 columns
+LANE_WORDS = UNIT_WORDS // 32
 
 
 class Tiling(NamedTuple):
@@ -42,8 +43,11 @@ class Tiling(NamedTuple):
     # 2 where neighbouring CTAs, with one work item each, halve the columns of a head tile, or of a
     # split of it; else 1.
     column_shares: cutlass.Int32
-    # 8-column groups that a warp joins at a time.
+    # How the rows are joined: an index of `join_sizes`, 8-column groups that a warp joins at a time,
+    # and the power of two of such pieces in a warpgroup's columns.
+    join_size: cutlass.Int32
     join_groups: cutlass.Int32
+    join_shift: cutlass.Int32
     counters: cutlass.Int32  # words of the workspace before the groups
     # Divisors made by the host: a launch starts with these divisions.
     by_head_tiles: cute.FastDivmodDivisorV2
@@ -122,17 +126,20 @@ def make_tiling(
     head_tiles = (num_query_heads + heads - 1) // heads
     works = tokens * head_tiles * num_splits * shares
     # Pieces that are joined at a time: as small as leaves each warp one, if any size does.
-    groups = cutlass.Int32(0)
-    for size, most, _ in join_sizes(half_groups):
+    join_size, groups, shift = cutlass.Int32(-1), cutlass.Int32(0), cutlass.Int32(0)
+    for i, (size, most, least) in enumerate(join_sizes(half_groups)):
         pieces = heads // 16 * (half_groups // size) // shares
-        if num_splits <= most and (groups == 0 or pieces <= 4 * num_splits):
-            groups = cutlass.Int32(size)
+        if num_splits >= least and num_splits <= most:  # noqa: SIM102 two reasons
+            if groups == 0 or pieces <= 4 * num_splits:
+                join_size, groups = cutlass.Int32(i), cutlass.Int32(size)
+                shift = (half_groups // size).bit_length() - shares
     leaves_room = 3 * works <= 2 * num_ctas
     counters = cutlass.Int32(counter_words(workspace_size))
     tokens = cutlass.max(cutlass.Int32(tokens), 1)
     divisors = (cute.fast_divmod_create_divisor_v2(x) for x in (head_tiles, num_splits, tokens))
     sizes = (num_splits, head_tiles, heads, works)
-    return Tiling(*sizes, leaves_room, shares, groups, counters, *divisors)
+    join = (join_size, groups, shift)
+    return Tiling(*sizes, leaves_room, shares, *join, counters, *divisors)
 
 
 class Member(NamedTuple):
@@ -146,6 +153,18 @@ class Member(NamedTuple):
     start: cutlass.Int64  # of the group, in words
 
 
+class Piece(NamedTuple):
+    """What a warp joins at a time: 16 rows of some columns. Places are words of the group's part of
+    the workspace, of split 0 and the warp's first lane."""
+
+    index: cutlass.Int32  # among those of a half
+    row: cutlass.Int32  # first of the tile
+    column_group: cutlass.Int32  # first of the half
+    accumulators: cutlass.Int32
+    statistics: cutlass.Int32
+    scales: cutlass.Int32
+
+
 class SplitJoin(Meeting):
     """Partial rows of one kernel configuration: how they are left, and how they are joined."""
 
@@ -157,6 +176,7 @@ class SplitJoin(Meeting):
         self.column_groups = self.half_dim // 8
         # Columns of a warpgroup's pieces, each with scales of its own.
         self.piece_dim = piece_dim
+        self.part_shift = (piece_dim // 8).bit_length() - 1  # of 8-column groups to pieces
         self.row_words = STATS + head_dim // piece_dim  # of statistics
         self.joins = join_sizes(self.column_groups)
 
@@ -180,16 +200,23 @@ class SplitJoin(Meeting):
         """Leave the statistics of a row."""
         stats = cute.make_rmem_tensor(STATS, cutlass.Float32)
         stats[0], stats[1] = ref, total
-        target = self._statistics(workspace, tiling, member, row, member.split)
+        offset = self._statistics(tiling, row, member.split)
+        target = self._pointer(workspace, member, offset, cutlass.Float32, 8)
         cute.autovec_copy(stats, cute.make_tensor(target, stats.layout))
 
     @cute.jit
-    def store_accumulators(self, pieces, workspace, tiling, member, half, warp, lane):
-        """Leave a warp's 16 rows of half of the columns, given in pieces; these may be changed."""
+    def warp_place(self, tiling, member, half, warp):
+        """Where a warp leaves its accumulators, in words of the group's part of the workspace."""
+        place = self._accumulators(tiling, half, warp, 0) + member.split * UNIT_WORDS
+        return cute.arch.make_warp_uniform(place)
+
+    @cute.jit
+    def store_accumulators(self, pieces, workspace, tiling, member, place, half, warp, lane):
+        """Leave a warp's 16 rows of half of the columns, given in pieces; these may be changed.
+        `place` is what `warp_place` says."""
         if warp * 16 < tiling.tile_heads:
-            start = self._accumulators(workspace, tiling, member, half, warp, 0)
-            start = start[None, lane, member.split].iterator
-            start = cute.make_ptr(cutlass.Float32, start.toint(), cute.AddressSpace.gmem)
+            offset = place + lane * LANE_WORDS
+            start = self._pointer(workspace, member, offset, cutlass.Float32)
             # A shuffle stays where it is: the compiler would take the products with this out of the
             # loop over work items, and spill them.
             step = cute.arch.make_warp_uniform(tiling.num_splits * UNIT_WORDS)
@@ -200,35 +227,69 @@ class SplitJoin(Meeting):
                     store_piece(piece, start + first, step, scales)
                     if lane % 4 == 0:
                         row, part = warp * 16 + lane // 4, half * len(pieces) + i
-                        place = (workspace, tiling, member, part, row, member.split)
-                        target = self._scales(*place)
+                        offset = self._scales(tiling, part, row, member.split)
+                        target = self._pointer(workspace, member, offset, cutlass.Float32, 4)
                         for r in cutlass.range_constexpr(2):
                             target[8 * r] = scales[r]
 
     # ---- the join ----
 
     @cute.jit
+    def first_piece(self, tiling, half, share, warp):
+        """The first piece of a share that a warp joins.
+
+        The pieces of a tile are dealt out: no CTA gets a second one before all have one. Warps of a
+        number have a scheduler in common: the halves begin with different ones.
+        """
+        return self._piece(tiling, half, share + (warp + 2 * half) % 4 * tiling.num_splits)
+
+    @cute.jit
+    def _piece(self, tiling, half, index):
+        # Shuffles stay where they are: before the wait for other CTAs, not behind it.
+        uniform = cute.arch.make_warp_uniform
+        block = index >> tiling.join_shift
+        column_group = (index - (block << tiling.join_shift)) * tiling.join_groups
+        part = half * (self.half_dim // self.piece_dim) + (column_group >> self.part_shift)
+        return Piece(
+            uniform(index),
+            uniform(block * 16),
+            uniform(column_group),
+            uniform(self._accumulators(tiling, half, block, column_group >> 1)),
+            uniform(self._statistics(tiling, block * 16, 0)),
+            uniform(self._scales(tiling, part, block * 16, 0)),
+        )
+
+    @cute.jit
     def join(
-        self, workspace, tiling, member, half, shares, warp, lane, sink_logits, gate_offset, o, lse
+        self,
+        workspace,
+        tiling,
+        member,
+        half,
+        shares,
+        piece: Piece,
+        warp,
+        lane,
+        sink_logits,
+        gate_offset,
+        o,
+        lse,
     ):
         """Join the shares, given as bits, of half of a tile's columns; a warpgroup calls this.
 
-        `gate_offset` [row]: what the sink gate takes off the log of a row's denominator.
+        Args:
+            piece: the first one of this CTA's own share that the warp joins.
+            gate_offset: [row] what the sink gate takes off the log of a row's denominator.
         """
         while shares != 0:
             share = cute.arch.popc(~shares & (shares - 1))
             shares &= shares - 1
-            # The pieces of a tile are dealt out: no CTA gets a second one before all have one.
-            # Warps of a number have a scheduler in common: the halves begin with different ones.
-            first = share + (warp + 2 * half) % 4 * tiling.num_splits
-            for groups, most, least in self.joins:
-                if (
-                    tiling.join_groups == groups
-                    and tiling.num_splits >= least
-                    and tiling.num_splits <= most
-                ):
+            if share != member.split:
+                piece = self.first_piece(tiling, half, share, warp)
+            for i, (groups, most, _) in enumerate(self.joins):
+                if tiling.join_size == i:
                     self._join(
-                        *(workspace, tiling, member, half, first, lane),
+                        *(workspace, tiling, member, half, piece, lane),
                         *(sink_logits, gate_offset, o, lse),
                         groups,
                         most,
@@ -241,7 +302,7 @@ class SplitJoin(Meeting):
         tiling,
         member,
         half,
-        first,
+        piece,
         lane,
         sink_logits,
         gate_offset,
@@ -251,17 +312,12 @@ class SplitJoin(Meeting):
         most_splits: cutlass.Constexpr,
     ):
         """Join every so many-th piece of a tile: 16 rows of `groups` 8-column groups."""
-        # Pieces of a block of 16 rows: a power of two.
-        pieces = tiling.of_share(cutlass.Int32(self.column_groups // groups))
-        shift = (self.column_groups // groups).bit_length() - tiling.column_shares
-        piece = cutlass.Int32(first)
-        while piece < tiling.tile_heads >> 4 << shift:
-            block, column_group = piece >> shift, (piece & (pieces - 1)) * groups
-            row = block * 16 + lane // 4
-            part = half * (self.half_dim // self.piece_dim) + column_group * 8 // self.piece_dim
+        pieces = tiling.tile_heads >> 4 << tiling.join_shift
+        while piece.index < pieces:
+            row = piece.row + lane // 4
             # A multiple of 8 for all to see, as wide stores need.
             first_group = member.column_group + half * tiling.of_share(self.column_groups)
-            column = (first_group + column_group) * 8
+            column = (first_group + piece.column_group) * 8
 
             # ---- loads, all under way together ----
             sinks = cute.make_rmem_tensor(2, cutlass.Float32)
@@ -272,15 +328,17 @@ class SplitJoin(Meeting):
                     if member.head + row + 8 * r < self.num_query_heads:
                         sinks[r] = sink_logits[member.head + row + 8 * r]
             stats, scales = self._load_statistics(
-                workspace, tiling, member, part, row, lane % 4, most_splits
+                workspace, tiling, member, piece, lane, most_splits
             )
             values.fill(0.0)
+            layout = cute.make_layout((8, MAX_SPLITS), stride=(1, 2 * UNIT_WORDS))
             for g in cutlass.range_constexpr(groups // 2):
-                unit = column_group // 2 + g
-                rows = self._accumulators(workspace, tiling, member, half, block, unit)
+                offset = piece.accumulators + g * tiling.num_splits * UNIT_WORDS + lane * LANE_WORDS
+                rows = self._pointer(workspace, member, offset, cutlass.Float16)
+                rows = cute.make_tensor(rows, layout)
                 for s in cutlass.range_constexpr(most_splits):
                     if s < tiling.num_splits:
-                        cute.autovec_copy(rows[None, lane, s], values[None, g, s])
+                        cute.autovec_copy(rows[None, s], values[None, g, s])
 
             no_bits = cutlass.Int32(0)
             # Of many splits, some may well be waited for before the last ones are asked for.
@@ -307,20 +365,26 @@ class SplitJoin(Meeting):
                         lse[member.token, head] = row_lse(
                             tops[r], totals[r], gate_offset[row + 8 * r]
                         )
-            piece += tiling.num_splits * 4
+            index = piece.index + tiling.num_splits * 4
+            if index < pieces:
+                piece = self._piece(tiling, half, index)
+            else:
+                piece = piece._replace(index=index)
 
     @cute.jit
     def _load_statistics(
-        self, workspace, tiling, member, part, row, first, most_splits: cutlass.Constexpr
+        self, workspace, tiling, member, piece, lane, most_splits: cutlass.Constexpr
     ):
         """Statistics [2, splits / 4, row] of every fourth split of a thread's two rows, and the
         scales [splits / 4, row] of a part of their columns."""
         stats = cute.make_rmem_tensor((STATS, most_splits // 4, 2), cutlass.Float32)
         scales = cute.make_rmem_tensor((most_splits // 4, 2), cutlass.Float32)
         scales.fill(0.0)
-        source = self._statistics(workspace, tiling, member, row, first)
-        source_scales = self._scales(workspace, tiling, member, part, row, first)
-        step = 4 * tiling.tile_heads
+        first, step = lane % 4, 4 * tiling.tile_heads
+        row = first * tiling.tile_heads + lane // 4
+        offset = piece.statistics + row * STATS
+        source = self._pointer(workspace, member, offset, cutlass.Float32, 8)
+        source_scales = self._pointer(workspace, member, piece.scales + row, cutlass.Float32, 4)
         for i in cutlass.range_constexpr(most_splits // 4):
             from_stats = pointer_at(source, i * STATS * step, cutlass.Float32, 8)
             from_scales = source_scales + i * step
@@ -350,29 +414,27 @@ class SplitJoin(Meeting):
             factors.append(output_scale(top, total, sinks[r], self.is_softmax_sink))
         return factors, tops, totals
 
-    # ---- the workspace ----
+    # ---- a group's part of the workspace, in words ----
 
-    def _accumulators(self, workspace, tiling, member, half, block, unit) -> cute.Tensor:
-        """[8, lane, split] of 16 rows and 16 columns."""
+    def _accumulators(self, tiling, half, block, unit):
+        """Of split 0 of 16 rows and 16 columns, 4 words a lane; the next splits' follow."""
         blocks = half * (tiling.tile_heads >> 4) + block
         units = tiling.of_share(self.column_groups // 2)
-        offset = (blocks * units + unit) * (tiling.num_splits * UNIT_WORDS)
-        layout = cute.make_layout((8, 32, MAX_SPLITS))
-        pointer = pointer_at(workspace.iterator, member.start + offset, cutlass.Float16)
-        return cute.make_tensor(pointer, layout)
+        return (blocks * units + unit) * (tiling.num_splits * UNIT_WORDS)
 
-    def _statistics(self, workspace, tiling, member, row, split) -> cute.Pointer:
+    def _statistics(self, tiling, row, split):
         """Reference and sum of a row of a split; the next rows' follow."""
         rows = tiling.num_splits * tiling.tile_heads * tiling.of_share(self.head_dim // 2)
-        offset = rows + (split * tiling.tile_heads + row) * STATS
-        return pointer_at(workspace.iterator, member.start + offset, cutlass.Float32, 8)
+        return rows + (split * tiling.tile_heads + row) * STATS
 
-    def _scales(self, workspace, tiling, member, part, row, split) -> cute.Pointer:
+    def _scales(self, tiling, part, row, split):
         """Scale of a part of a row of a split; the next rows' follow."""
         rows = tiling.num_splits * tiling.tile_heads
         offset = rows * (tiling.of_share(self.head_dim // 2) + STATS + part)
-        offset += split * tiling.tile_heads + row
-        return pointer_at(workspace.iterator, member.start + offset, cutlass.Float32, 4)
+        return offset + split * tiling.tile_heads + row
+
+    def _pointer(self, workspace, member, offset, dtype, align: int = 16) -> cute.Pointer:
+        return pointer_at(workspace.iterator, member.start + offset, dtype, align)
 
 
 def _zero_after(values: cute.Tensor, zero):

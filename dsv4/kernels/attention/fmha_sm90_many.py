@@ -706,6 +706,10 @@ class FmhaManyHeads(FinishedRows):
             work = Work.load(smem.work)
             self._release(smem.work_empty, lane)
             count, is_miss = work.count, work.has(WRONG_GUESS)
+            # Found before the products, not between the last one and the rows.
+            place = cutlass.Int32(0)
+            if tiling.num_splits > 1:
+                place = self.join.warp_place(tiling, member, half, thread // 32)
             acc.fill(0.0)
             # Stages with Q, or with nothing of use, belong to the score warpgroup.
             if cutlass.const_expr(self.q_register_dim > 0):
@@ -729,7 +733,7 @@ class FmhaManyHeads(FinishedRows):
             # ---- epilogue ----
             if tiling.num_splits > 1:
                 self._join_splits(
-                    *(smem, pieces, workspace, tiling, member, half, work_phase),
+                    *(smem, pieces, workspace, tiling, member, place, half, work_phase),
                     *(sink_logits, o, lse),
                 )
                 self._release(smem.rows_empty, lane)
@@ -748,17 +752,22 @@ class FmhaManyHeads(FinishedRows):
 
     @cute.jit
     def _join_splits(
-        self, smem, pieces, workspace, tiling, member, half, work_phase, sink_logits, o, lse
+        self, smem, pieces, workspace, tiling, member, place, half, work_phase, sink_logits, o, lse
     ):
         """Leave the partial rows of a split, and join some of all of them."""
         thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         warp = thread // 32
         generation = self.join.generation(workspace, member, half, thread)
-        self.join.store_accumulators(pieces, workspace, tiling, member, half, warp, lane)
+        self.join.store_accumulators(pieces, workspace, tiling, member, place, half, warp, lane)
         cute.arch.mbarrier_wait(smem.rows_full, work_phase)
-        shares = self.join.arrive(workspace, tiling, member, half, generation, smem.shares, thread)
+        self.join.arrive(workspace, tiling, member, half, thread)
+        # Found meanwhile: a warp that knows what to load may load it at once.
+        piece = self.join.first_piece(tiling, half, member.split, warp)
+        shares = self.join.await_others(
+            workspace, tiling, member, half, generation, smem.shares, thread
+        )
         self.join.join(
-            *(workspace, tiling, member, half, shares, warp, lane),
+            *(workspace, tiling, member, half, shares, piece, warp, lane),
             *(sink_logits, smem.row_scale, o, lse),
         )
 

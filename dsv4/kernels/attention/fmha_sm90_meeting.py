@@ -30,8 +30,19 @@ class Meeting:
         return before
 
     @cute.jit
-    def arrive(self, workspace, tiling, member, half, before, shares: cute.Tensor, thread):
-        """Say that this CTA's half is there, and wait for the other splits.
+    def arrive(self, workspace, tiling, member, half, thread):
+        """Say that this CTA's half is there."""
+        cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
+        if thread == 0:
+            counter = self._counter(workspace, member, half)
+            first = cutlass.Int32(2**31 - 1) - (tiling.num_splits - 2)
+            arrivals = cutlass.select_(member.split == 0, first, cutlass.Int32(1))
+            arrival = cutlass.Int64(arrivals) << ARRIVAL
+            cute.arch.red(counter, arrival, op="add", dtype="u64", sem="release", scope="gpu")
+
+    @cute.jit
+    def await_others(self, workspace, tiling, member, half, before, shares: cute.Tensor, thread):
+        """Wait for the other splits, after `arrive`.
 
         Returns the shares of the half that the calling warpgroup must join, one bit each: usually
         its own alone. `shares` is the warpgroup's word in shared memory.
@@ -41,19 +52,13 @@ class Meeting:
         the next launch, whatever its number of splits. A share abandoned before the flip is there
         for all who see the flip, and the last to arrive always does; who clears its bit joins it.
 
-        Order: the barrier puts the stores of all threads before the atomic of one, whose release at
-        GPU scope is cumulative. Read-modify-writes continue a release sequence, so an acquire that
-        reads the flip synchronises with all arrivals; the second barrier extends that to the
+        Order: the barrier of `arrive` puts the stores of all threads before the atomic of one, whose
+        release at GPU scope is cumulative. Read-modify-writes continue a release sequence, so an acquire that
+        reads the flip synchronises with all arrivals; the barrier here extends that to the
         warpgroup. All accesses are of the generic proxy.
         """
-        cute.arch.barrier(barrier_id=1 + half, number_of_threads=128)
         if thread == 0:
             counter = self._counter(workspace, member, half)
-            first = cutlass.Int32(2**31 - 1) - (tiling.num_splits - 2)
-            arrivals = cutlass.select_(member.split == 0, first, cutlass.Int32(1))
-            arrival = cutlass.Int64(arrivals) << ARRIVAL
-            cute.arch.red(counter, arrival, op="add", dtype="u64", sem="release", scope="gpu")
-
             # With work items left to start, some may be what the others wait for: go on at once.
             is_one_round = tiling.works <= cute.arch.grid_dim()[0]
             reads = cutlass.select_(is_one_round, cutlass.Int32(0), cutlass.Int32(PATIENCE))

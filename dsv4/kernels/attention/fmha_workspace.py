@@ -11,7 +11,7 @@ TILE_OF_HEADS = 16
 # Sizes of the pieces that a warp of the Hopper kernel joins at a time, 8-column groups of 16 rows,
 # and for how many splits: the loads of a piece are all under way together, and fill the registers
 # that the accumulators have left.
-JOIN_SIZES = ((8, 4), (8, 8), (4, 8), (4, 16), (2, 12), (2, 20), (2, 32))
+JOIN_SIZES = ((8, 4), (8, 8), (4, 4), (4, 8), (4, 16), (2, 12), (2, 20), (2, 32))
 
 
 def join_sizes(column_groups: int) -> list[tuple[int, int, int]]:
