@@ -43,8 +43,8 @@ class Tiling(NamedTuple):
     # 2 where neighbouring CTAs, with one work item each, halve the columns of a head tile, or of a
     # split of it; else 1.
     column_shares: cutlass.Int32
-    # How the rows are joined: an index of `join_sizes`, 8-column groups that a warp joins at a time,
-    # and the power of two of such pieces in a warpgroup's columns.
+    # How rows are joined: an index of `join_sizes`, 8-column groups that a warp joins at a time, and
+    # the power of two of such pieces in a warpgroup's columns.
     join_size: cutlass.Int32
     join_groups: cutlass.Int32
     join_shift: cutlass.Int32
@@ -267,7 +267,7 @@ class SplitJoin(Meeting):
         member,
         half,
         shares,
-        piece: Piece,
+        own_piece: Piece,
         warp,
         lane,
         sink_logits,
@@ -278,18 +278,19 @@ class SplitJoin(Meeting):
         """Join the shares, given as bits, of half of a tile's columns; a warpgroup calls this.
 
         Args:
-            piece: the first one of this CTA's own share that the warp joins.
+            own_piece: the first one of this CTA's own share that the warp joins.
             gate_offset: [row] what the sink gate takes off the log of a row's denominator.
         """
         while shares != 0:
             share = cute.arch.popc(~shares & (shares - 1))
             shares &= shares - 1
+            first = own_piece
             if share != member.split:
-                piece = self.first_piece(tiling, half, share, warp)
+                first = self.first_piece(tiling, half, share, warp)
             for i, (groups, most, _) in enumerate(self.joins):
                 if tiling.join_size == i:
                     self._join(
-                        *(workspace, tiling, member, half, piece, lane),
+                        *(workspace, tiling, member, half, first, lane),
                         *(sink_logits, gate_offset, o, lse),
                         groups,
                         most,

@@ -52,10 +52,10 @@ class Meeting:
         the next launch, whatever its number of splits. A share abandoned before the flip is there
         for all who see the flip, and the last to arrive always does; who clears its bit joins it.
 
-        Order: the barrier of `arrive` puts the stores of all threads before the atomic of one, whose
-        release at GPU scope is cumulative. Read-modify-writes continue a release sequence, so an acquire that
-        reads the flip synchronises with all arrivals; the barrier here extends that to the
-        warpgroup. All accesses are of the generic proxy.
+        Order: the barrier of `arrive` puts the stores of all threads before the atomic of one,
+        whose release at GPU scope is cumulative. Read-modify-writes continue a release sequence, so
+        an acquire that reads the flip synchronises with all arrivals; the barrier here extends that
+        to the warpgroup. All accesses are of the generic proxy.
         """
         if thread == 0:
             counter = self._counter(workspace, member, half)
