@@ -129,10 +129,10 @@ def make_tiling(
     join_size, groups, shift = cutlass.Int32(-1), cutlass.Int32(0), cutlass.Int32(0)
     for i, (size, most, least) in enumerate(join_sizes(half_groups)):
         pieces = heads // 16 * (half_groups // size) // shares
-        if num_splits >= least and num_splits <= most:  # noqa: SIM102 two reasons
-            if groups == 0 or pieces <= 4 * num_splits:
-                join_size, groups = cutlass.Int32(i), cutlass.Int32(size)
-                shift = (half_groups // size).bit_length() - shares
+        is_possible = num_splits >= least and num_splits <= most
+        if is_possible and (groups == 0 or pieces <= 4 * num_splits):
+            join_size, groups = cutlass.Int32(i), cutlass.Int32(size)
+            shift = (half_groups // size).bit_length() - shares
     leaves_room = 3 * works <= 2 * num_ctas
     counters = cutlass.Int32(counter_words(workspace_size))
     tokens = cutlass.max(cutlass.Int32(tokens), 1)
