@@ -43,8 +43,8 @@ class Tiling(NamedTuple):
     # 2 where neighbouring CTAs, with one work item each, halve the columns of a head tile, or of a
     # split of it; else 1.
     column_shares: cutlass.Int32
-    # How rows are joined: an index of `join_sizes`, 8-column groups that a warp joins at a time, and
-    # the power of two of such pieces in a warpgroup's columns.
+    # How rows are joined: an index of `join_sizes`, 8-column groups that a warp joins at a time,
+    # and the power of two of such pieces in a warpgroup's columns.
     join_size: cutlass.Int32
     join_groups: cutlass.Int32
     join_shift: cutlass.Int32
