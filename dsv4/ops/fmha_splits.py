@@ -18,13 +18,13 @@ BLOCK_KEYS = 64  # keys of a step
 
 # Costs in microseconds, fitted to measurements on an H200 of 1 to 64 tokens of 64 and 128 heads, so
 # that the number of splits that is chosen is the fastest of those measured, or nearly so.
-LAUNCH_COST = 3.67  # start and end
-BLOCK_COST = 1.31  # of a block of keys
-SHARED_BLOCK_COST = 1.03  # where two CTAs halve the columns of the output
-PARTIAL_COST = 2.82  # writing and reading 64 whole partial rows
-BUSY_PARTIAL_COST = 1.81  # the same, while all multiprocessors do so
-ROUND_COST = 1.51  # each time that warps join another piece after their first
-BUSY_COST = 1.55  # if all multiprocessors are at work
+LAUNCH_COST = 3.6  # start and end
+BLOCK_COST = 1.45  # of a block of keys
+SHARED_BLOCK_COST = 1.14  # where two CTAs halve the columns of the output
+PARTIAL_COST = 2.52  # writing and reading 64 whole partial rows
+BUSY_PARTIAL_COST = 1.9  # the same, while all multiprocessors do so
+ROUND_COST = 1.37  # each time that warps join another piece after their first
+BUSY_COST = 1.51  # if all multiprocessors are at work
 MEMORY_COST = 1.92  # of a block of keys on all multiprocessors, at least
 
 # The same of the kernel for few heads, of tiles of 8 to 24 of them, with 8 to 128 heads.
