@@ -206,7 +206,8 @@ class SplitJoin(Meeting):
 
     @cute.jit
     def warp_place(self, tiling, member, half, warp):
-        """Where a warp leaves its accumulators, in words of the group's part of the workspace."""
+        """Where a warp leaves its accumulators, in words of the group's part of the workspace; to
+        be found before the products, not between the last one and the rows."""
         place = self._accumulators(tiling, half, warp, 0) + member.split * UNIT_WORDS
         return cute.arch.make_warp_uniform(place)
 
@@ -367,6 +368,7 @@ class SplitJoin(Meeting):
                             tops[r], totals[r], gate_offset[row + 8 * r]
                         )
             index = piece.index + tiling.num_splits * 4
+            # Most warps have one piece: they shall not look for another before they end.
             if index < pieces:
                 piece = self._piece(tiling, half, index)
             else:

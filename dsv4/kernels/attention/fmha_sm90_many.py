@@ -671,8 +671,7 @@ class FmhaManyHeads(FinishedRows):
         self, smem, half: cutlass.Int32, sink_logits, o, o_maps, lse, workspace, tiling, turns
     ):
         """O += P V over half of the columns, and the output rows."""
-        thread = cute.arch.thread_idx()[0] % 128
-        lane = cute.arch.lane_idx()
+        thread, lane = cute.arch.thread_idx()[0] % 128, cute.arch.lane_idx()
         row = thread // 32 * 16 + lane // 4
         for o_map in o_maps:
             prefetch_tensormap(o_map.get_ptr())
@@ -706,7 +705,6 @@ class FmhaManyHeads(FinishedRows):
             work = Work.load(smem.work)
             self._release(smem.work_empty, lane)
             count, is_miss = work.count, work.has(WRONG_GUESS)
-            # Found before the products, not between the last one and the rows.
             place = cutlass.Int32(0)
             if tiling.num_splits > 1:
                 place = self.join.warp_place(tiling, member, half, thread // 32)
