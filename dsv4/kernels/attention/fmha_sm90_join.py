@@ -346,7 +346,11 @@ class SplitJoin(Meeting):
             # Of many splits, some may well be waited for before the last ones are asked for.
             if cutlass.const_expr(most_splits <= 12):
                 no_bits = _zero_after(values, tiling.tile_heads >> 16)
-            factors, tops, totals = self._weigh(stats, scales, sinks, no_bits)
+            factors, tops, totals = self._weigh(stats, scales, sinks)
+            words = cute.recast_tensor(stats, cutlass.Int32)
+            for i in cutlass.range_constexpr(most_splits // 4):
+                for r in cutlass.range_constexpr(2):
+                    words[0, i, r] |= no_bits
 
             # ---- rows, in split order ----
             acc = cute.make_rmem_tensor((8, groups // 2), cutlass.Float32)
@@ -399,14 +403,13 @@ class SplitJoin(Meeting):
                     scales[i, r] = from_scales[8 * r]
         return stats, scales
 
-    def _weigh(self, stats: cute.Tensor, scales: cute.Tensor, sinks: cute.Tensor, no_bits):
+    def _weigh(self, stats: cute.Tensor, scales: cute.Tensor, sinks: cute.Tensor):
         """Replace the references [0, splits / 4, row] by what stored values are to be multiplied
         by; returns the output scale, the reference and the total of both rows."""
 
         def top_of_quad(x):
             top = cute.make_rmem_tensor(1, cutlass.Float32)
             top[0] = x
-            cute.recast_tensor(top, cutlass.Int32)[0] |= no_bits
             return quad_max(top[0])
 
         factors, tops, totals = [], [], []
