@@ -90,11 +90,11 @@ def profile(ncu: str, shapes: list[Shape]) -> list[dict[str, float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--shape", nargs="+", type=parse_shape, default=SHAPES, metavar=SHAPE_FORMAT
+        "--shape", nargs="+", action="extend", type=parse_shape, metavar=SHAPE_FORMAT
     )
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shapes = [Shape("user", *numbers) for numbers in args.shape]
+    shapes = [Shape("user", *numbers) for numbers in args.shape or SHAPES]
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: the counters are those of a GPU")
     if args.launch:

@@ -214,6 +214,19 @@ def test_a_branch_without_rows(seed, top_k, width, heads) -> None:
 
 
 @pytest.mark.parametrize("heads", [FEW, MANY])
+@pytest.mark.parametrize(("top_k", "num_splits"), [(0, 1), (100, 1), (100, 4)])
+def test_no_requests(seed, top_k, num_splits, heads) -> None:
+    """A first block that is guessed to be in the window of a request that is not there is not read
+    from where other tensors are."""
+    config = FmhaConfig(64, heads, 128, 1024, sink_mode="softmax")
+    case = Case.random(2, heads, 64, top_k, 130, 1, padding=2, device="cpu")
+    case.swa_kv, case.swa_lens = case.swa_kv[:0], case.swa_lens[:0]
+    o, lse = run(config, case, num_splits=num_splits, schedule="random", races=True)
+    assert (o == 0).all()
+    assert (lse == -float("inf")).all()
+
+
+@pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("requests", [(0, 0, 1, 1, 2, 2), (2, -1, 0, 1, 1, 0)])
 def test_first_blocks_and_window_lengths_that_are_guessed(

@@ -92,6 +92,17 @@ def test_grid(backend: Backend, case: Case, splits: int, seed: int) -> None:
     backend.check(replace(case, requests=((0, 2), (1, 1), (-1, 1), (2, 1))), seed, splits)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_no_requests(backend: Backend, head_dim: int, splits: int, seed: int) -> None:
+    """Padding tokens beside windows that are not there: nothing is read, and nothing weighs."""
+    case = Case(72, head_dim, top_k=150, requests=((-1, 2),), batch=0, ragged=False)
+    inputs = make_inputs(case, seed)
+    result = backend.run(backend.compile(config_of(case)), inputs, splits)
+    assert (result.o == 0).all()
+    assert (result.lse == -torch.inf).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [PREFILL, DECODE], ids=["prefill", "decode"])
 def test_many_tokens(backend: Backend, case: Case, seed: int) -> None:

@@ -34,21 +34,23 @@ def make_row_tile_map(
     separate dimensions so that a ragged tile is filled with zeros instead of the next batch's rows.
     L2 promotion is off: 256 B costs 10% of the read bandwidth.
 
-    An empty tensor has no address that a map may hold: it is mapped as one row at `fallback`,
-    which nobody loads.
+    An empty tensor has no address that a map may hold: it is mapped as one row at `fallback`. A
+    guessed block may be loaded from there, though nobody reads it.
     """
     batch, rows, dim = tensor.shape
     address = tensor.iterator.toint()
     batch_stride, row_stride = cutlass.Int64(tensor.stride[0]), cutlass.Int64(tensor.stride[1])
-    if batch * rows == 0:
+    batch, rows = cutlass.Int32(batch), cutlass.Int32(rows)
+    if cutlass.min(batch, rows) == 0:
         address = fallback.toint()
+        batch, rows = cutlass.Int32(1), cutlass.Int32(1)
         batch_stride = cutlass.Int64(dim)
         row_stride = cutlass.Int64(dim)
     units = 128 // tensor.element_type.width
     return create_tensor_map_tiled(
         address,
         tensor.element_type,
-        [chunk, cutlass.max(rows, 1), dim // chunk, cutlass.max(batch, 1)],
+        [chunk, rows, dim // chunk, batch],
         [row_stride // units, chunk // units, batch_stride // units],
         [chunk, box[0], box[1] // chunk, 1],
         swizzle=SWIZZLE_OF_BYTES[chunk * tensor.element_type.width // 8],
