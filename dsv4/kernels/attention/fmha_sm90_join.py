@@ -347,6 +347,7 @@ class SplitJoin(Meeting):
             if cutlass.const_expr(most_splits <= 12):
                 no_bits = _zero_after(values, tiling.tile_heads >> 16)
             factors, tops, totals = self._weigh(stats, scales, sinks)
+            # The weights are found meanwhile; only what uses the rows comes after all loads.
             words = cute.recast_tensor(stats, cutlass.Int32)
             for i in cutlass.range_constexpr(most_splits // 4):
                 for r in cutlass.range_constexpr(2):
@@ -406,15 +407,9 @@ class SplitJoin(Meeting):
     def _weigh(self, stats: cute.Tensor, scales: cute.Tensor, sinks: cute.Tensor):
         """Replace the references [0, splits / 4, row] by what stored values are to be multiplied
         by; returns the output scale, the reference and the total of both rows."""
-
-        def top_of_quad(x):
-            top = cute.make_rmem_tensor(1, cutlass.Float32)
-            top[0] = x
-            return quad_max(top[0])
-
         factors, tops, totals = [], [], []
         for r in range(2):
-            top, total = weigh_splits(stats[None, None, r], top_of_quad, quad_sum, scales[None, r])
+            top, total = weigh_splits(stats[None, None, r], quad_max, quad_sum, scales[None, r])
             tops.append(top)
             totals.append(total)
             factors.append(output_scale(top, total, sinks[r], self.is_softmax_sink))
