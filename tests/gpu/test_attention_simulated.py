@@ -216,8 +216,8 @@ def test_a_branch_without_rows(seed, top_k, width, heads) -> None:
 @pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize(("top_k", "num_splits"), [(0, 1), (100, 1), (100, 4)])
 def test_no_requests(seed, top_k, num_splits, heads) -> None:
-    """A first block that is guessed to be in the window of a request that is not there is not read
-    from where other tensors are."""
+    """A first block that is guessed to be in a window, of which there is none, is not loaded from
+    past the end of q."""
     config = FmhaConfig(64, heads, 128, 1024, sink_mode="softmax")
     case = Case.random(2, heads, 64, top_k, 130, 1, padding=2, device="cpu")
     case.swa_kv, case.swa_lens = case.swa_kv[:0], case.swa_lens[:0]

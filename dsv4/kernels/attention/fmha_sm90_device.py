@@ -35,7 +35,8 @@ def make_row_tile_map(
     L2 promotion is off: 256 B costs 10% of the read bandwidth.
 
     An empty tensor has no address that a map may hold: it is mapped as one row at `fallback`. A
-    guessed block may be loaded from there, though nobody reads it.
+    guessed block may be loaded from there, though nobody reads it; more rows would reach past what
+    is there.
     """
     batch, rows, dim = tensor.shape
     address = tensor.iterator.toint()

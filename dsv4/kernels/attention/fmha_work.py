@@ -41,13 +41,12 @@ def row_view(x: cute.Tensor, fallback: cute.Pointer) -> cute.Tensor:
     loads it.
     """
     batch, rows, dim = x.shape
+    batch, rows = Int32(batch), Int32(rows)
     address = x.iterator.toint()
-    if batch * rows == 0:
+    if cutlass.min(batch, rows) == 0:
         address = fallback.toint()
-    layout = cute.make_layout(
-        (cutlass.max(rows, 1), dim, cutlass.max(batch, 1)),
-        stride=(x.stride[1], 1, x.stride[0]),
-    )
+        batch, rows = Int32(1), Int32(1)
+    layout = cute.make_layout((rows, dim, batch), stride=(x.stride[1], 1, x.stride[0]))
     pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
     return cute.make_tensor(pointer, layout)
 
