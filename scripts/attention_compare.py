@@ -41,8 +41,8 @@ from dsv4.bench.timing import (  # noqa: E402
 )
 from dsv4.cli.bench import SHAPE_FORMAT, parse_shape  # noqa: E402
 from dsv4.kernels.attention.config import FmhaConfig  # noqa: E402
-from dsv4.ops import fmha_splits  # noqa: E402
-from dsv4.ops.toolchain import CuteToolchain  # noqa: E402
+from dsv4.ops.attention import splits as fmha_splits  # noqa: E402
+from dsv4.ops.runtime.toolchain import CuteToolchain  # noqa: E402
 
 HERE = "here"
 SHAPES = ((64, 128, 1024, 128), (256, 128, 1024, 128), (128, 64, 512, 128))
@@ -53,8 +53,8 @@ COMPILE = """
 import sys
 from pathlib import Path
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.ops.kernels_table import build, runner_key
-from dsv4.ops.toolchain import CuteToolchain
+from dsv4.ops.runtime.registry import build, runner_key
+from dsv4.ops.runtime.toolchain import CuteToolchain
 heads, head_dim, window, sink_mode, path = sys.argv[1:]
 config = FmhaConfig(int(head_dim), int(heads), int(window), 1024, sink_mode=sink_mode)
 CuteToolchain().export(build(runner_key(config, "sm_90a")), Path(path))

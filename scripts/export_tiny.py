@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dsv4.config.model_config import ModelConfig
 from dsv4.loader import inventory, load_tensors, save
-from dsv4.model.config import ModelConfig
 from dsv4.reference.model import ReferenceModel
 from dsv4.reference.weights import encode_fp4, encode_fp8
 from scripts import tiny_evaluate

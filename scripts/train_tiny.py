@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
+from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.loader import TensorSpec, inventory
-from dsv4.model.config import ModelConfig, RopeScaling
 from dsv4.reference.model import IndexTrace, ReferenceModel, RouteTrace, Traces
 from scripts import export_tiny, tiny_corpus
 

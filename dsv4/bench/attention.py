@@ -19,7 +19,7 @@ from dsv4.bench.timing import (
     matmul_rate,
     read_bandwidth,
 )
-from dsv4.ops.runner import runner_config
+from dsv4.ops.runtime.runner import runner_config
 from dsv4.reference.attention import sparse_fmha_with_swa as oracle
 
 SINK_MODE = "softmax"
@@ -195,7 +195,7 @@ def runner_id(shape: Shape, num_splits: int | None) -> int:
 
 def chosen_splits(shape: Shape, num_splits: int | None) -> int:
     """KV splits of our launch."""
-    from dsv4.ops import fmha_cuda
+    from dsv4.ops.attention import launch as fmha_cuda
 
     config = runner_config(runner_id(shape, num_splits))
     return fmha_cuda.num_splits(config, shape.tokens, shape.top_k, shape.window)
@@ -206,7 +206,7 @@ def host_cost() -> HostCost:
     """Host time of the operator and of its launch alone, as a model calls it: in inference mode,
     the number of splits left to the launcher. A shape that it does not split, or a second kernel
     would be in both times."""
-    from dsv4.ops import fmha_cuda
+    from dsv4.ops.attention import launch as fmha_cuda
 
     shape = Shape("Pro", 128, 128, 1024)
     inputs = make_inputs(shape)[:1]

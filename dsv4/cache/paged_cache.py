@@ -13,7 +13,7 @@ from dsv4.cache.state_cache import LayerState, Ring, StateCache
 from dsv4.cache.step import Step
 
 if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig
+    from dsv4.config.model_config import ModelConfig
 
 MIN_BLOCK_TOKENS = 128
 

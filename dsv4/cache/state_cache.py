@@ -11,8 +11,8 @@ from torch import Tensor
 from dsv4.cache.step import Step
 
 if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig
-    from dsv4.model.layer_schedule import LayerSpec
+    from dsv4.config.layer_schedule import LayerSpec
+    from dsv4.config.model_config import ModelConfig
 
 
 class Ring:

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
 
     from dsv4.bench import attention, report
     from dsv4.bench.shapes import Shape, model_shapes
-    from dsv4.ops.kernels_table import ARCHITECTURES
+    from dsv4.ops.runtime.registry import ARCHITECTURES
 
     if not torch.cuda.is_available():
         raise RuntimeError("bench needs a CUDA GPU, none is available")

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dsv4.ops.precompile import Outcome
+    from dsv4.ops.runtime.precompile import Outcome
 
 # Kept here as well as in the kernels' table, which would import torch: `--help` must be instant.
 ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
@@ -57,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from dsv4.ops.compile_cache import cache_root
-    from dsv4.ops.kernels_table import model_configurations, runner_key
-    from dsv4.ops.precompile import precompile
+    from dsv4.ops.runtime.cache import cache_root
+    from dsv4.ops.runtime.precompile import precompile
+    from dsv4.ops.runtime.registry import model_configurations, runner_key
 
     keys = [
         (f"{arch}, {label}", runner_key(config, arch))

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def describe(model: DeepseekV4, folder: Path, device: str, seconds: float) -> str:
     """One paragraph: what was loaded, in which formats, where it runs."""
-    from dsv4.model.layer_schedule import layer_schedule
+    from dsv4.config.layer_schedule import layer_schedule
 
     config = model.config
     kinds = [spec.kind.name for spec in layer_schedule(config)]

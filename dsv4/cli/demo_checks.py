@@ -98,7 +98,7 @@ def attention_through_op(model: DeepseekV4, prompt: list[int]) -> Check:
 
 def op_against_oracle(model: DeepseekV4, prompt: list[int]) -> Check:
     """The op's output in the model's last forward equals the FP32 oracle on the same inputs."""
-    from dsv4.ops.runner import runner_config
+    from dsv4.ops.runtime.runner import runner_config
     from dsv4.reference.attention import sparse_fmha_with_swa as oracle
 
     with OpWatch(keep=model.config.num_hidden_layers) as watch:

@@ -173,7 +173,7 @@ def _simulator() -> list[Finding]:
 
 
 def _compile_cache() -> list[Finding]:
-    from dsv4.ops.compile_cache import cache_root
+    from dsv4.ops.runtime.cache import cache_root
 
     root = Path(cache_root())
     existing = next(parent for parent in (root, *root.parents) if parent.exists())

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.fmha_workspace import counter_words
-from dsv4.ops import fmha_splits
-from dsv4.ops.compile_report import REMARKS, KernelReport, kernel_reports
+from dsv4.kernels.attention.split_kv import counter_words
+from dsv4.ops.attention import splits as fmha_splits
+from dsv4.ops.runtime.report import REMARKS, KernelReport, kernel_reports
 from dsv4.reference.attention import sparse_fmha_with_swa
 
 MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}
@@ -137,7 +137,7 @@ def compile_attention(workload: Workload) -> CompiledKernel:
 def _tmem_columns(workload: Workload) -> int:
     if workload.arch != "sm_100a":
         return 0
-    from dsv4.kernels.attention.fmha_plan import FmhaPlan
+    from dsv4.kernels.attention.sm100.plan_1cta import FmhaPlan
 
     return FmhaPlan(workload.head_dim).tmem.allocated_columns
 

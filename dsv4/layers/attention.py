@@ -19,8 +19,8 @@ from dsv4.layers.rounding import round_kv_
 from dsv4.ops import sparse_fmha_with_swa
 
 if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig
-    from dsv4.model.layer_schedule import LayerSpec
+    from dsv4.config.layer_schedule import LayerSpec
+    from dsv4.config.model_config import ModelConfig
 
 MAX_KEY_ELEMENTS = 1 << 28
 """Bound on the gathered compressed keys alive at once: a longer chunk attends in parts."""

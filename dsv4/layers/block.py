@@ -19,8 +19,8 @@ from dsv4.layers.moe import MoE
 from dsv4.layers.norm import RMSNorm
 
 if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig
-    from dsv4.model.layer_schedule import LayerSpec
+    from dsv4.config.layer_schedule import LayerSpec
+    from dsv4.config.model_config import ModelConfig
 
 
 class Block(nn.Module):

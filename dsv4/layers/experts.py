@@ -12,7 +12,7 @@ from dsv4.layers.linear import ACTIVATION_BLOCK, SCALE_DTYPES, frozen
 from dsv4.ops.quantize import dequantize_e2m1, dequantize_e4m3_blocks, qdq_e4m3
 
 if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig
+    from dsv4.config.model_config import ModelConfig
 
 FP4_GROUP = 32
 MAX_GATHERED_ELEMENTS = 1 << 27

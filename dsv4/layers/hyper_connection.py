@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig
+    from dsv4.config.model_config import ModelConfig
 
 
 class Mix(NamedTuple):

@@ -16,8 +16,8 @@ from dsv4.layers.rounding import round_index
 from dsv4.ops.topk import topk_stable
 
 if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig
-    from dsv4.model.layer_schedule import LayerSpec
+    from dsv4.config.layer_schedule import LayerSpec
+    from dsv4.config.model_config import ModelConfig
 
 MAX_SCORE_ELEMENTS = 1 << 26
 """Bound on the products [tokens, heads, entries] alive at once: longer chunks go in parts."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
 
 if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig
+    from dsv4.config.model_config import ModelConfig
 
 ACTIVATION_BLOCK = 128
 SCALE_DTYPES = {"e8m0": torch.float8_e8m0fnu, "float32": torch.float32}

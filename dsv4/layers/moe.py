@@ -12,8 +12,8 @@ from dsv4.layers.linear import Linear, linear_options
 from dsv4.layers.router import Router
 
 if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig
-    from dsv4.model.layer_schedule import LayerSpec
+    from dsv4.config.layer_schedule import LayerSpec
+    from dsv4.config.model_config import ModelConfig
 
 MAX_STATIC_CHUNK = 16
 """Longest chunk that is routed without reading the routing back: decode and draft verification."""

@@ -13,8 +13,8 @@ from torch import Tensor
 from dsv4.cache.step import Step
 
 if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig, RopeScaling
-    from dsv4.model.layer_schedule import LayerSpec
+    from dsv4.config.layer_schedule import LayerSpec
+    from dsv4.config.model_config import ModelConfig, RopeScaling
 
 
 @dataclass(frozen=True)

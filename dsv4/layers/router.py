@@ -12,8 +12,8 @@ from dsv4.layers.linear import frozen
 from dsv4.ops.topk import topk_stable
 
 if TYPE_CHECKING:
-    from dsv4.model.config import ModelConfig
-    from dsv4.model.layer_schedule import LayerSpec
+    from dsv4.config.layer_schedule import LayerSpec
+    from dsv4.config.model_config import ModelConfig
 
 
 class Router(nn.Module):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dsv4.model.config import ModelConfig
-from dsv4.model.layer_schedule import LayerKind, LayerSpec, layer_schedule
+from dsv4.config.layer_schedule import LayerKind, LayerSpec, layer_schedule
+from dsv4.config.model_config import ModelConfig
 
 EXPERT_MATRICES = ("w1", "w2", "w3")
 

@@ -14,10 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dsv4.config.model_config import ModelConfig
 from dsv4.loader.convert import Index, released_name, split_fused_experts
 from dsv4.loader.errors import CheckpointError, brief, refuse
 from dsv4.loader.layout import TensorSpec, expert_name, inventory
-from dsv4.model.config import ModelConfig
 
 INDEX_FILE = "model.safetensors.index.json"
 

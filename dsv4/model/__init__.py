@@ -1,1 +1,1 @@
-"""Configuration, assembled model, sampling and generation."""
+"""The network: assembled DeepSeek-V4 and its multi-token prediction block."""

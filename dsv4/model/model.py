@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from dsv4.cache.paged_cache import ModelCache, block_size
 from dsv4.cache.step import Step
+from dsv4.config.model_config import ModelConfig
 from dsv4.layers.block import Block
 from dsv4.layers.head import Embedding, logits_of
 from dsv4.layers.hyper_connection import (
@@ -18,13 +19,12 @@ from dsv4.layers.hyper_connection import (
 )
 from dsv4.layers.linear import Linear
 from dsv4.layers.norm import RMSNorm
-from dsv4.model.config import ModelConfig
 from dsv4.model.mtp import MTPBlock
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dsv4.model.generate import GenerateResult
+    from dsv4.engine.generate import GenerateResult
 
 
 class DeepseekV4(nn.Module):
@@ -146,8 +146,8 @@ class DeepseekV4(nn.Module):
         )
 
     def generate(self, prompts: Sequence[Sequence[int]] | Tensor, **options: Any) -> GenerateResult:
-        """Continue prompts; see `dsv4.model.generate.generate` for the options."""
-        from dsv4.model.generate import generate
+        """Continue prompts; see `dsv4.engine.generate.generate` for the options."""
+        from dsv4.engine.generate import generate
 
         return generate(self, prompts, **options)
 

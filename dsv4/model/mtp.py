@@ -7,13 +7,13 @@ from torch import Tensor
 
 from dsv4.cache.paged_cache import ModelCache
 from dsv4.cache.step import Step
+from dsv4.config.layer_schedule import LayerSpec
+from dsv4.config.model_config import ModelConfig
 from dsv4.layers.block import Block
 from dsv4.layers.head import Embedding, logits_of
 from dsv4.layers.hyper_connection import hyper_parameters, register_hyper_parameters
 from dsv4.layers.linear import Linear, linear_options
 from dsv4.layers.norm import RMSNorm
-from dsv4.model.config import ModelConfig
-from dsv4.model.layer_schedule import LayerSpec
 
 
 class MTPBlock(Block):

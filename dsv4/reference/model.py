@@ -83,7 +83,7 @@ class ReferenceModel:
     """The model of `config` with `tensors`.
 
     Args:
-        config: any object with the fields of `dsv4.model.config.ModelConfig`. What can be read off
+        config: any object with the fields of `dsv4.config.ModelConfig`. What can be read off
             the tensors is: compression rates and overlap from `ape`, hash routing from `tid2eid`,
             the indexer from its weights.
         tensors: official names. Weights with a `.scale` sibling (or `.weight_scale`: NVFP4) are

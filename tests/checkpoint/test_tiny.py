@@ -15,9 +15,9 @@ from torch import Tensor
 
 import dsv4
 from dsv4.cli.demo_checks import OpWatch
+from dsv4.config.layer_schedule import LayerKind, layer_schedule
 from dsv4.loader import inventory, load_tensors
 from dsv4.loader.tokenizer import load_tokenizer
-from dsv4.model.layer_schedule import LayerKind, layer_schedule
 from dsv4.reference.model import ReferenceModel
 from scripts.tiny_evaluate import Task, recall, window_losses
 

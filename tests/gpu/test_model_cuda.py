@@ -13,14 +13,15 @@ from torch import Tensor
 import dsv4
 from dsv4.cache.manager import CacheManager
 from dsv4.cache.paged_cache import ModelCache
+from dsv4.engine.engine import Engine, Output
+from dsv4.engine.forward import prefill
+from dsv4.engine.graphs import DecodeGraphs, decode_forward
+from dsv4.engine.inputs import InputStage
+from dsv4.engine.sampler import RowSampling, SamplingParams
 from dsv4.loader.tokenizer import load_tokenizer
-from dsv4.model.decode_graph import DecodeGraphs, decode_forward
-from dsv4.model.engine import Engine, Output
-from dsv4.model.forward import prefill
-from dsv4.model.inputs import InputStage
 from dsv4.model.model import DeepseekV4
-from dsv4.model.sampler import RowSampling, SamplingParams
-from dsv4.ops import fmha, fmha_dispatch
+from dsv4.ops.attention import backend as fmha_dispatch
+from dsv4.ops.attention import sparse_fmha as fmha
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stage("H")]
 
@@ -162,7 +163,7 @@ def test_kernels_are_launched_by_the_graph(model, text, monkeypatch) -> None:
 
 @pytest.mark.sm90
 def test_the_hopper_kernel_serves_the_model() -> None:
-    from dsv4.ops import fmha_cuda
+    from dsv4.ops.attention import launch as fmha_cuda
 
     assert fmha_dispatch.launcher(DEVICE.index).bind is fmha_cuda.bind
 

@@ -16,17 +16,18 @@ from torch import Tensor
 
 import dsv4
 from dsv4.cache.manager import CacheManager
+from dsv4.engine.forward import prefill, verify
+from dsv4.engine.inputs import InputStage
+from dsv4.engine.sampler import RowSampling
 from dsv4.loader.tokenizer import load_tokenizer
-from dsv4.model.forward import prefill, verify
-from dsv4.model.inputs import InputStage
-from dsv4.model.sampler import RowSampling
-from dsv4.ops import fmha, fmha_splits
-from dsv4.ops.kernels_table import runner_key
-from dsv4.ops.runner import runner_config
+from dsv4.ops.attention import sparse_fmha as fmha
+from dsv4.ops.attention import splits as fmha_splits
+from dsv4.ops.runtime.registry import runner_key
+from dsv4.ops.runtime.runner import runner_config
 from dsv4.reference.attention import sparse_fmha_with_swa as oracle
 from tests.accuracy import assert_attention_close
-from tests.gpu.test_attention_simulated import NAN, compiled_kernel
 from tests.gpu.test_model_cuda import NOISE
+from tests.kernels.attention.sm90.test_attention_simulated import NAN, compiled_kernel
 
 pytestmark = pytest.mark.stage("H")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.ops.kernels_table import ARCHITECTURES, runner_key
-from dsv4.ops.precompile import precompile
+from dsv4.ops.runtime.precompile import precompile
+from dsv4.ops.runtime.registry import ARCHITECTURES, runner_key
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.stage("H")]
 

@@ -16,8 +16,8 @@ ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import torch
-from dsv4.kernels.attention.fmha_sm90_few import FmhaFewHeads
-from dsv4.kernels.attention.fmha_sm90_many import FmhaManyHeads
+from dsv4.kernels.attention.sm90.swap_ab import FmhaFewHeads
+from dsv4.kernels.attention.sm90.heads_m import FmhaManyHeads
 from tests.gpu.attention_cases import Case
 
 FmhaFewHeads.warp_arrivals = FmhaManyHeads.warp_arrivals = {warp_arrivals}

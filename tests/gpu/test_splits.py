@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.fmha_workspace import TILE_OF_HEADS, counter_words
-from dsv4.ops import fmha_splits
+from dsv4.kernels.attention.split_kv import TILE_OF_HEADS, counter_words
+from dsv4.ops.attention import splits as fmha_splits
 
 pytestmark = pytest.mark.stage("H")
 
@@ -106,7 +106,7 @@ def test_only_hopper_has_tiles_of_few_heads() -> None:
 def test_every_warp_has_one_turn_to_join() -> None:
     """As few units at a time as that takes, of a tile of 16 heads, and at most four."""
     pytest.importorskip("cutlass")
-    from dsv4.kernels.attention.fmha_sm90_few_join import MOST_LOADS, batch_sizes
+    from dsv4.kernels.attention.sm90.swap_ab_combine import MOST_LOADS, batch_sizes
 
     sizes = batch_sizes(32, 2)
     assert [most for _, most in sizes][-1] == fmha_splits.MAX_SPLITS
@@ -165,7 +165,7 @@ class Recorder:
 def launch(monkeypatch):
     """`launch(num_splits, compressed_lens, lse, workspace)` of three tokens; returns what the
     kernel got after the tensors that every call has."""
-    from dsv4.ops import fmha_cuda
+    from dsv4.ops.attention import launch as fmha_cuda
 
     properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     recorder = Recorder()
@@ -227,7 +227,7 @@ def test_an_argument_of_the_wrong_size_is_named(launch, name) -> None:
 @pytest.mark.parametrize("other", ["dtype", "current device", "device of q"])
 def test_a_launch_passes_on_what_is_not_its_own(other, launch, monkeypatch) -> None:
     """float32 and tensors of another device go where they belong, with that device current."""
-    from dsv4.ops import fmha_cuda
+    from dsv4.ops.attention import launch as fmha_cuda
 
     config = FmhaConfig(64, 8, 128, 1024, num_splits=1)
     q = torch.zeros(3, 8, 64, dtype=torch.float32 if other == "dtype" else torch.bfloat16)

@@ -7,9 +7,9 @@ from collections import Counter
 import pytest
 import torch
 
+from dsv4.config.model_config import ModelConfig
 from dsv4.loader import inventory
 from dsv4.loader.assemble import model_tensors
-from dsv4.model.config import ModelConfig
 from dsv4.model.model import DeepseekV4
 from tests.loader.tiny import FORMATS
 

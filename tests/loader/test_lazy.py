@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import dsv4
+from dsv4.config.model_config import ModelConfig
 from dsv4.loader import inventory, save
 from dsv4.loader.reader import Checkpoint
-from dsv4.model.config import ModelConfig
 from tests.loader.tiny import FORMATS, random_tensors
 
 pytestmark = pytest.mark.stage("loader")

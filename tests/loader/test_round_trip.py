@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dsv4
+from dsv4.config.model_config import ModelConfig
 from dsv4.loader import inventory, load_tensors, save
 from dsv4.loader.assemble import model_tensors
-from dsv4.model.config import ModelConfig
 from dsv4.reference.weights import decode_fp4, decode_nvfp4
 from tests.loader.tiny import FORMATS, random_tensors, same_bytes
 

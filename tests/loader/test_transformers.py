@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import dsv4
+from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.loader import load_tensors
 from dsv4.loader.assemble import model_tensors
-from dsv4.model.config import ModelConfig, RopeScaling
 
 pytestmark = pytest.mark.stage("loader")
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.loader import TensorSpec, inventory
-from dsv4.model.config import ModelConfig, RopeScaling
 
 # Output sizes of 64 and 192 leave ragged FP8 blocks.
 CONFIG = ModelConfig(

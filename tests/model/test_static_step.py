@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4.cache.step import Step
-from dsv4.model.config import ModelConfig
+from dsv4.config.model_config import ModelConfig
 from tests.model.tiny import Session, quantized_config, random_model, tiny_config, with_mtp
 
 # What synchronises with a device, or gives an output whose shape depends on values.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4.model.config import ModelConfig
+from dsv4.config.model_config import ModelConfig
 from dsv4.model.model import DeepseekV4
 from tests.model.tiny import ids_away_from_ties, random_model, relative_error, tiny_config
 from tests.reference.hf_names import official_tensors

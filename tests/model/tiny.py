@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dsv4.cache.paged_cache import ModelCache
 from dsv4.cache.step import Step
+from dsv4.config.layer_schedule import LayerKind
+from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.layers import indexer, router
-from dsv4.model.config import ModelConfig, RopeScaling
-from dsv4.model.layer_schedule import LayerKind
 from dsv4.model.model import DeepseekV4
 from dsv4.ops.topk import topk_stable
 from dsv4.reference.model import ReferenceModel

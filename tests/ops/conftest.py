@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.ops import fmha_checks, kernels_table, sparse_fmha_with_swa
+from dsv4.ops import sparse_fmha_with_swa
+from dsv4.ops.attention import checks
+from dsv4.ops.runtime import registry
 from tests.attention_cases import Inputs
 
 SIMULATED_MULTIPROCESSORS = 148  # of a B200
@@ -48,7 +50,7 @@ class Simulator:
         window = options.pop("sliding_window")
         config = FmhaConfig(q.shape[2], q.shape[1], window, compressed_kv.shape[1], **options)
         o, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
-        fmha_checks.check_arguments(config, *inputs.tensors, o, lens, lse, None)
+        checks.check_arguments(config, *inputs.tensors, o, lens, lse, None)
         if q.shape[0] == 0:
             return o, lse
         absent = torch.empty(0, dtype=torch.int32)
@@ -66,10 +68,10 @@ class Simulator:
         return o, lse
 
     def _compile(self, config: FmhaConfig):
-        key = kernels_table.runner_key(config, "sm_100a")
+        key = registry.runner_key(config, "sm_100a")
         if key not in self.compiled:
             options = f"--gpu-arch sm_100a --keep-ptx --generate-line-info --dump-dir {self.folder}"
-            self.compiled[key] = kernels_table.build(key, options)
+            self.compiled[key] = registry.build(key, options)
         return self.compiled[key]
 
 

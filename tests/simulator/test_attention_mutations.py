@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.fmha_workspace import counter_words
-from dsv4.ops.fmha_splits import workspace_size
+from dsv4.kernels.attention.split_kv import counter_words
+from dsv4.ops.attention.splits import workspace_size
 from dsv4.simulator.ptx.parser import Instruction, parse_module
 from tests.accuracy import assert_attention_close
 from tests.attention_cases import Case, make_inputs

@@ -1,1 +1,1 @@
-"""Attention kernels: `fmha` (sm_100a), `fmha_sm90` (sm_90a), and what they share."""
+"""Sparse attention kernels: `sm100.fmha` (Blackwell), `sm90.fmha` (Hopper), and what they share."""

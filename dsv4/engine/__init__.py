@@ -1,0 +1,1 @@
+"""Serving: scheduler, captured forwards, sampling, generation."""

@@ -1,0 +1,393 @@
+"""Continuous batching: requests of any length join, share forwards, and leave."""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.allocator import OutOfBlocksError
+from dsv4.cache.manager import CacheManager
+from dsv4.cache.paged_cache import block_size
+from dsv4.engine.forward import prefill
+from dsv4.engine.graphs import decode_forward
+from dsv4.engine.inputs import SAMPLED_HERE, InputStage
+from dsv4.engine.sampler import RowSampling, SamplingParams
+from dsv4.engine.stats import GenerationStats
+
+if TYPE_CHECKING:
+    from dsv4.model.model import DeepseekV4
+
+DEFAULT_PREFILL_CHUNK = 512
+
+
+class Output(NamedTuple):
+    """What one engine step did for one request."""
+
+    request: int
+    tokens: list[int]  # new tokens, in order, the stop token included
+    finished: bool  # no more will come
+
+
+@dataclass
+class _Request:
+    """A request's tokens and, while it runs, its place in the cache.
+
+    Whatever is not cached can be computed again from `tokens`, which is all that a request keeps
+    when it has to give up its blocks.
+    """
+
+    id: int
+    tokens: list[int]  # prompt and continuation
+    end: int  # length of `tokens` at which it is finished
+    stop_tokens: frozenset[int]
+    sampling: RowSampling
+    slot: int | None = None
+    drafts: list[int] = field(default_factory=list)  # guesses of the tokens after `tokens`
+
+
+class Engine:
+    """Runs requests through a model over one paged cache.
+
+    A step is at most one decode forward over the requests whose known tokens are all cached but
+    the newest, and one prefill forward over others. Requests start in the order they came, as
+    slots and blocks allow. Blocks are taken as a request grows; when none is left the youngest
+    request waits again and is recomputed later, to the same tokens. The oldest therefore always
+    proceeds, and `add` refuses what could not finish alone.
+
+    Args:
+        model: the model; its MTP block drafts.
+        max_requests: requests that run at the same time.
+        max_context: prompt and new tokens of one request, at most.
+        num_draft_tokens: drafts per decode forward, k; a forward has 1 + k positions per request.
+        prefill_chunk: tokens of one prefill forward, padding included; longer prompts take several.
+        num_blocks: blocks of the paged cache; default enough for `max_requests` of `max_context`.
+        use_cuda_graphs: replay decode forwards as CUDA graphs, which are captured when a shape
+            first occurs; needs a CUDA device and at most 15 drafts. None: wherever that holds.
+
+    Attributes:
+        stats: counts and times since the engine was made.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        model: DeepseekV4,
+        max_requests: int,
+        max_context: int,
+        num_draft_tokens: int = 0,
+        prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+        num_blocks: int | None = None,
+        use_cuda_graphs: bool | None = None,
+    ) -> None:
+        config = model.config
+        for name, value, least in (
+            ("max_requests", max_requests, 1),
+            ("max_context", max_context, 2),
+            ("num_draft_tokens", num_draft_tokens, 0),
+            ("prefill_chunk", prefill_chunk, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if max_context > config.max_position_embeddings:
+            raise ValueError(
+                f"max_context must be at most the model's {config.max_position_embeddings} "
+                f"positions, got {max_context}"
+            )
+        if num_draft_tokens and not config.num_nextn_predict_layers:
+            raise ValueError(
+                f"num_draft_tokens must be 0: the model has no MTP layer, got {num_draft_tokens}"
+            )
+        self.model = model
+        self.max_context = max_context
+        self.num_draft_tokens = num_draft_tokens
+        self.prefill_chunk = prefill_chunk
+        self.stats = GenerationStats()
+
+        size = block_size(config)
+        if num_blocks is None:
+            num_blocks = max_requests * -(-max_context // size)
+        # Drafts are chained past the last position a request may have: into a column without block.
+        columns = -(-(max_context + num_draft_tokens) // size)
+        self._cache = model.new_cache(max_requests, num_blocks, columns, max_draft=num_draft_tokens)
+        self._manager = CacheManager(self._cache)
+        positions = max(prefill_chunk, max_requests * (1 + num_draft_tokens))
+        self._stage = InputStage(positions, max_requests, self._cache.device)
+        self._verify = decode_forward(model, self._cache, num_draft_tokens, use_cuda_graphs)
+
+        self._next_id = 0
+        self._waiting: deque[_Request] = deque()  # oldest first, all younger than the running
+        self._running: list[_Request] = []  # oldest first
+        self._undelivered: list[Output] = []  # of a step whose later forward raised
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that wait or run."""
+        return len(self._waiting) + len(self._running)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Cache blocks that no request holds."""
+        return self._manager.allocator.num_free
+
+    def add(self, prompt_ids: Sequence[int] | Tensor, sampling: SamplingParams) -> int:
+        """Queue a request.
+
+        Args:
+            prompt_ids: at least one token id, or a 1-D integer tensor of them.
+
+        Returns:
+            The request's id: 0, 1, 2 ...
+
+        Raises:
+            TypeError: `prompt_ids` does not consist of integers.
+            ValueError: it is empty, an id is outside the vocabulary, or prompt and new tokens
+                exceed the context or what the whole cache could hold.
+        """
+        tokens = check_prompt(prompt_ids, self.model.config.vocab_size, "prompt_ids")
+        end = len(tokens) + sampling.max_new_tokens
+        if end > self.max_context:
+            raise ValueError(
+                f"prompt_ids: {len(tokens)} tokens and max_new_tokens = {sampling.max_new_tokens} "
+                f"exceed the context of {self.max_context}"
+            )
+        blocks = -(-end // self._cache.block_size)
+        if blocks > self._cache.num_blocks:
+            raise ValueError(
+                f"prompt_ids: {len(tokens)} tokens and max_new_tokens = {sampling.max_new_tokens} "
+                f"need {blocks} cache blocks, the cache has {self._cache.num_blocks}"
+            )
+        stop_tokens = sampling.stop_tokens
+        if stop_tokens is None:
+            stop_tokens = _end_of_sequence(self.model.config.eos_token_id)
+        seed = sampling.seed
+        if seed is None:
+            seed = int(torch.randint(1 << 62, ()))
+        request = _Request(
+            id=self._next_id,
+            tokens=tokens,
+            end=end,
+            stop_tokens=frozenset(stop_tokens),
+            sampling=RowSampling(sampling.temperature, sampling.top_p, seed),
+        )
+        self._next_id += 1
+        self._waiting.append(request)
+        return request.id
+
+    def cancel(self, request_id: int) -> bool:
+        """Drop a request, whatever it is doing, and free what it holds.
+
+        Returns:
+            Whether it was still waiting or running.
+
+        Raises:
+            ValueError: no such request was ever added.
+        """
+        if not 0 <= request_id < self._next_id:
+            raise ValueError(f"request_id must be one that add() returned, got {request_id}")
+        for request in self._running:
+            if request.id == request_id:
+                self._leave(request)
+                return True
+        for request in self._waiting:
+            if request.id == request_id:
+                self._waiting.remove(request)
+                return True
+        return False
+
+    @torch.inference_mode()
+    def step(self) -> list[Output]:
+        """Run one decode and one prefill forward, as far as there is work for them.
+
+        When a forward raises, running requests wait again and are recomputed, to the same tokens:
+        the caller may step on. Tokens that the same step had already found come with the next one.
+
+        Returns:
+            The requests that got tokens, each once. Empty when a long prompt is still being
+            prefilled, or nothing is left to do (`num_requests` is 0).
+        """
+        if not self._undelivered:
+            try:
+                self._run_forwards()
+            except BaseException:
+                # A forward writes layer by layer, over the oldest entries of the layers' rings, so
+                # after half of one not even the positions cached before it are safe.
+                while self._running:
+                    self._preempt_youngest()
+                raise
+        outputs, self._undelivered = self._undelivered, []
+        return outputs
+
+    def _run_forwards(self) -> None:
+        decoding = self._make_room([r for r in self._running if self._is_decoding(r)])
+        if decoding:
+            self._undelivered += self._decode(decoding)
+        self._admit()
+        prefilling = [r for r in self._running if not self._is_decoding(r)]
+        if prefilling:
+            self._undelivered += self._prefill(prefilling)
+
+    def _is_decoding(self, request: _Request) -> bool:
+        """Whether only the newest token is uncached. A request with nothing cached is prefilled."""
+        length = self._manager.length(request.slot)
+        return 0 < length == len(request.tokens) - 1
+
+    def _verified(self, request: _Request) -> int:
+        """Positions of the request's next decode forward: no more than the tokens it may get."""
+        return min(1 + len(request.drafts), request.end - len(request.tokens))
+
+    def _make_room(self, requests: list[_Request]) -> list[_Request]:
+        """Take the blocks for a decode forward, oldest request first, from the youngest if need be.
+
+        Returns:
+            The requests that still run.
+        """
+        for request in requests:
+            while request.slot is not None:
+                try:
+                    self._manager.extend(request.slot, self._verified(request))
+                    break
+                except OutOfBlocksError:
+                    self._preempt_youngest()
+        return [request for request in requests if request.slot is not None]
+
+    def _admit(self) -> None:
+        """Start waiting requests in order, while there are a slot and blocks for their tokens."""
+        while self._waiting and self._manager.num_free_slots:
+            request = self._waiting[0]
+            try:
+                request.slot = self._manager.admit(len(request.tokens))
+            except OutOfBlocksError:
+                return
+            self._running.append(self._waiting.popleft())
+
+    def _preempt_youngest(self) -> None:
+        youngest = self._running[-1]
+        self._leave(youngest)
+        self._waiting.appendleft(youngest)
+
+    def _leave(self, request: _Request) -> None:
+        """Stop running a request: it keeps its tokens alone."""
+        self._manager.release(request.slot)
+        self._running.remove(request)
+        request.slot = None
+        request.drafts = []
+
+    def _decode(self, requests: list[_Request]) -> list[Output]:
+        """Verify each request's newest token and drafts; one batched forward of static shape."""
+        started = perf_counter()
+        chunk = 1 + self.num_draft_tokens
+        rows = min(1 << (len(requests) - 1).bit_length(), self._cache.max_requests)
+        counts = [self._verified(request) for request in requests]
+        step = self._manager.step([r.slot for r in requests], counts, chunk, rows)
+        tokens = [[request.tokens[-1], *request.drafts] for request in requests]
+        inputs = self._stage.fill(step, [r.sampling for r in requests], tokens)
+        result = self._verify(inputs).tolist()
+
+        outputs = []
+        for request, count, row in zip(requests, counts, result):
+            sampled, accepted, drafts = row[:chunk], row[chunk], row[chunk + 1 :]
+            outputs.append(self._grow(request, sampled[: accepted + 1], drafts))
+            self.stats.drafts_proposed += count - 1
+            self.stats.drafts_accepted += accepted
+            self.stats.decode_tokens += len(outputs[-1].tokens)
+        self.stats.decode_seconds += perf_counter() - started
+        return outputs
+
+    def _prefill(self, requests: list[_Request]) -> list[Output]:
+        """Cache the next tokens of the oldest requests that fit in one forward."""
+        started = perf_counter()
+        spans = self._prefill_spans(requests)
+        requests = requests[: len(spans)]
+        tokens = [r.tokens[span] for r, span in zip(requests, spans)]
+        ends = [span.stop == len(r.tokens) for r, span in zip(requests, spans)]
+        following = [
+            [*row[1:], SAMPLED_HERE if end else r.tokens[span.stop]]
+            for r, span, row, end in zip(requests, spans, tokens, ends)
+        ]
+        counts = [len(row) for row in tokens]
+        step = self._manager.step([r.slot for r in requests], counts, max(counts))
+        inputs = self._stage.fill(step, [r.sampling for r in requests], tokens, following)
+        result = prefill(self.model, self._cache, inputs, self.num_draft_tokens, any(ends))
+
+        outputs = []
+        if result is not None:
+            for request, end, (token, *drafts) in zip(requests, ends, result.tolist()):
+                if end:
+                    outputs.append(self._grow(request, [token], drafts))
+        elif self._cache.device.type != "cpu":
+            # Nothing was read back: without waiting, this time would count as the next forward's.
+            torch.accelerator.synchronize(self._cache.device)
+        self.stats.prefill_tokens += sum(counts)
+        self.stats.prefill_seconds += perf_counter() - started
+        return outputs
+
+    def _prefill_spans(self, requests: list[_Request]) -> list[slice]:
+        """The tokens that the first of `requests` prefill together, padding included."""
+        spans: list[slice] = []
+        chunk = 0
+        for request in requests:
+            start = self._manager.length(request.slot)
+            count = min(len(request.tokens) - start, self.prefill_chunk)
+            chunk = max(chunk, count)
+            if spans and (len(spans) + 1) * chunk > self.prefill_chunk:
+                break
+            spans.append(slice(start, start + count))
+        return spans
+
+    def _grow(self, request: _Request, tokens: list[int], drafts: list[int]) -> Output:
+        """Append new tokens up to a stop token; the cache keeps all positions but the last."""
+        stop = next((i for i, token in enumerate(tokens) if token in request.stop_tokens), None)
+        if stop is not None:
+            tokens = tokens[: stop + 1]
+        request.tokens += tokens
+        finished = stop is not None or len(request.tokens) == request.end
+        if finished:
+            self._leave(request)
+        else:
+            self._manager.truncate(request.slot, len(request.tokens) - 1)
+            request.drafts = drafts
+        return Output(request.id, tokens, finished)
+
+
+def check_prompt(prompt_ids: Sequence[int] | Tensor, vocab_size: int, name: str) -> list[int]:
+    """Return a prompt as a list of ints.
+
+    Raises:
+        TypeError: it does not consist of integers.
+        ValueError: it is empty, or an id is outside the vocabulary.
+    """
+    values = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else prompt_ids
+    try:
+        tokens = [operator.index(token) for token in values]
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a list or 1-D tensor of integers, got {_describe(prompt_ids)}"
+        ) from None
+    if not tokens:
+        raise ValueError(f"{name} must hold at least one token, got none")
+    for index, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name}[{index}] must be in [0, {vocab_size}), got {token}")
+    return tokens
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {list(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _end_of_sequence(eos_token_id: int | Iterable[int] | None) -> tuple[int, ...]:
+    if eos_token_id is None:
+        return ()
+    return (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)

@@ -1,0 +1,1 @@
+"""Sparse attention on Blackwell (sm_100a): tcgen05 MMA, TMEM, TMA."""

@@ -1,0 +1,139 @@
+"""Joins the split-KV partials of the attention kernels, always in split order."""
+
+import cutlass
+from cutlass import cute
+from cutlass.memory import SmemAllocator
+
+from dsv4.kernels.attention.sink_merge import output_scale, row_lse
+from dsv4.kernels.attention.softmax import exp2
+from dsv4.kernels.attention.split_kv import MAX_SPLITS, STATS
+
+THREADS = 128
+# Splits of a thread: their loads are under way together.
+BATCH = 4
+
+
+class Combine:
+    """o = sum_s 2^(m_s - m) O_s / (sum_s 2^(m_s - m) l_s + sink), a few warps per row."""
+
+    def __init__(self, head_dim: int, num_query_heads: int, sink_mode: str, o_dtype):
+        self.head_dim = head_dim
+        self.num_query_heads = num_query_heads
+        self.is_softmax_sink = sink_mode == "softmax"
+        self.o_dtype = o_dtype
+        # A warp never holds two rows, because its lanes weigh the splits of one.
+        self.vector = min(4, head_dim // 32)
+        self.threads_per_row = head_dim // self.vector
+        self.rows_per_block = THREADS // self.threads_per_row
+        assert self.rows_per_block * self.threads_per_row == THREADS
+
+    @cute.jit
+    def __call__(
+        self,
+        workspace: cute.Tensor,  # [>= T * n_h * splits * (head_dim + STATS)] fp32
+        sink_logits: cute.Tensor,  # [n_h] fp32
+        o: cute.Tensor,  # [T, n_h, head_dim]
+        lse: cute.Tensor,  # [T or 0, n_h] fp32
+        num_splits: cutlass.Int32,
+        stream,
+    ):
+        rows = o.shape[0] * self.num_query_heads
+        self.kernel(workspace, sink_logits, o, lse, num_splits).launch(
+            grid=[cute.ceil_div(rows, self.rows_per_block), 1, 1],
+            block=[THREADS, cute.ceil_div(num_splits, BATCH), 1],
+            stream=stream,
+            # The number of threads is known at run time only: bound it for the compiler.
+            max_number_threads=[THREADS, MAX_SPLITS // BATCH, 1],
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        workspace: cute.Tensor,
+        sink_logits: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        num_splits: cutlass.Int32,
+    ):
+        thread, group, _ = cute.arch.thread_idx()
+        lane = cute.arch.lane_idx()
+        rows = o.shape[0] * self.num_query_heads
+        row = cute.arch.block_idx()[0] * self.rows_per_block + thread // self.threads_per_row
+        column = thread % self.threads_per_row * self.vector
+        sums = SmemAllocator().allocate_tensor(
+            cutlass.Float32,
+            cute.make_layout((self.vector, THREADS, MAX_SPLITS // BATCH)),
+            byte_alignment=16,
+        )
+        acc = cute.make_rmem_tensor(self.vector, cutlass.Float32)
+        acc.fill(0.0)
+        top, total = cutlass.Float32(0.0), cutlass.Float32(0.0)
+        cute.arch.griddepcontrol_wait()
+        stats = partial_stats(workspace, rows, num_splits, self.head_dim)
+        if row < rows:
+            # ---- weights: one lane per split ----
+            first_partial = row * num_splits
+            mine = first_partial + cutlass.min(lane, num_splits - 1)
+            ref = stats[0, mine]
+            top = cute.arch.warp_reduction_max(ref)
+            origin = cutlass.select_(top == -cutlass.Float32.inf, cutlass.Float32(0.0), top)
+            weight = exp2(ref - origin)
+            weight = cutlass.select_(lane < num_splits, weight, cutlass.Float32(0.0))
+            total = cute.arch.warp_reduction_sum(weight * stats[1, mine])
+
+            # ---- the splits of this group of threads ----
+            for i in cutlass.range_constexpr(BATCH):
+                # Past the last split its weight is 0.
+                split = group * BATCH + i
+                factor = cute.arch.shuffle_sync(weight, split)
+                index = first_partial + cutlass.min(split, num_splits - 1)
+                source = partial_pointer(workspace, index, self.head_dim) + column
+                values = cute.make_rmem_tensor(self.vector, cutlass.Float32)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.vector)), values)
+                for c in cutlass.range_constexpr(self.vector):
+                    acc[c] += factor * values[c]
+
+        # ---- sum of the groups, in split order ----
+        cute.autovec_copy(acc, sums[None, thread, group])
+        cute.arch.sync_threads()
+        if group == 0 and row < rows:
+            for other in cutlass.range(1, cute.ceil_div(num_splits, BATCH), unroll=1):
+                for c in cutlass.range_constexpr(self.vector):
+                    acc[c] += sums[c, thread, other]
+            token, head = row // self.num_query_heads, row % self.num_query_heads
+            scale = output_scale(top, total, sink_logits[head], self.is_softmax_sink)
+            out = cute.make_rmem_tensor(self.vector, self.o_dtype)
+            for c in cutlass.range_constexpr(self.vector):
+                out[c] = (acc[c] * scale).to(self.o_dtype)
+            target = row_pointer(o, token, head) + column
+            cute.autovec_copy(out, cute.make_tensor(target, cute.make_layout(self.vector)))
+            if token < lse.shape[0] and column == 0:
+                lse[token, head] = row_lse(top, total, stats[2, row * num_splits])
+
+
+def row_pointer(tensor: cute.Tensor, token, head) -> cute.Pointer:
+    """16-byte aligned address of tensor[token, head, 0], which may be past 2^31 elements."""
+    offset = cutlass.Int64(token) * tensor.stride[0] + cutlass.Int64(head) * tensor.stride[1]
+    return cute.make_ptr(
+        tensor.element_type,
+        (tensor.iterator + offset).toint(),
+        cute.AddressSpace.gmem,
+        assumed_align=16,
+    )
+
+
+def partial_pointer(workspace: cute.Tensor, index, head_dim: int) -> cute.Pointer:
+    """16-byte aligned address of partial row `index` = row * num_splits + split."""
+    address = (workspace.iterator + cutlass.Int64(index) * head_dim).toint()
+    return cute.make_ptr(cutlass.Float32, address, cute.AddressSpace.gmem, assumed_align=16)
+
+
+def partial_stats(workspace: cute.Tensor, rows, num_splits, head_dim: int) -> cute.Tensor:
+    """Statistics [STATS, row * num_splits + split], behind the partial rows.
+
+    Max, sum, gate offset of the lse, and a 0 that makes them one 16-byte store.
+    """
+    count = cutlass.Int64(rows) * num_splits
+    pointer = partial_pointer(workspace, count, head_dim)
+    return cute.make_tensor(pointer, cute.make_layout((STATS, count)))

@@ -1,0 +1,136 @@
+"""A thread's part of 128 lanes of TMEM in a CTA of a pair, and rows of bf16 in shared memory.
+
+In a pair every lane of TMEM holds half a row, so that a thread reads its own lane in one piece
+(32x32b) and row state is a register. What goes between TMEM and global memory goes by 16x256b
+instead: four threads have 32 consecutive bytes of a row, a whole sector.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float32, Int32, pipeline
+from cutlass.cute.nvgpu import tcgen05
+
+from dsv4.kernels.attention.sm100.plan_1cta import ROWS
+
+LANES = 128
+LANE_STEP = 1 << 16  # TMEM address of the next lane
+WARP_ROWS = 32  # rows of which one warp holds a half
+UNIT = 8  # bf16 elements of 16 bytes
+ROW_UNITS = 8  # of a 128-byte swizzle row
+ROW_PARTNERS = 3  # named barriers 3 and 4: the two warps that hold the halves of the same rows
+
+
+class Thread(NamedTuple):
+    """Place of a softmax or query thread in its warpgroup: TMEM lane `index`, half a row."""
+
+    index: Int32
+    warp: Int32
+    lane: Int32
+    half: Int32  # 0: columns below 256 of O and Q, keys below 32 of S; 1: the others
+
+    @property
+    def row(self) -> Int32:
+        """Row of the CTA's 64 heads."""
+        return self.index % ROWS
+
+    def partners(self) -> pipeline.NamedBarrier:
+        """Where the two threads of a row meet, with the others of their warps."""
+        return pipeline.NamedBarrier(ROW_PARTNERS + self.warp % 2, 2 * cute.arch.WARP_SIZE)
+
+
+def this_thread(first_warp: int) -> Thread:
+    """The calling thread, of the warpgroup that starts at a warp."""
+    tidx, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(tidx // 32) - first_warp
+    return Thread(tidx - 32 * first_warp, warp, tidx % 32, warp // 2)
+
+
+@cute.jit
+def either_warp(thread: Thread, condition: Boolean) -> Boolean:
+    """Whether the condition holds for any thread of two partner warps; they meet here."""
+    mine = Int32(1) if condition else Int32(0)
+    found = cute.arch.inline_ptx(
+        "{\n.reg .pred mine, any;\nsetp.ne.s32 mine, {$r1}, 0;\n"
+        "barrier.cta.red.or.pred any, {$r0}, 64, mine;\nselp.s32 {$w0}, 1, 0, any;\n}",
+        write_only_types=[Int32],
+        read_only_args=[ROW_PARTNERS + thread.warp % 2, mine],
+    )
+    return found != 0
+
+
+def make_copy(op, repetitions: int, columns: int, address: cute.Pointer, thread: Thread):
+    """Copy of `columns` TMEM columns at an address, and the columns as (lane, column)."""
+    layout = cute.make_layout((LANES, columns), stride=(LANE_STEP, 1))
+    tensor = cute.make_tensor(address, layout)
+    atom = cute.make_copy_atom(op(tcgen05.Repetition(repetitions)), Float32)
+    return tcgen05.make_tmem_copy(atom, tensor).get_slice(thread.index), tensor
+
+
+@cute.jit
+def load_lane(
+    address: cute.Pointer, columns: cutlass.Constexpr[int], thread: Thread
+) -> cute.Tensor:
+    """(1, columns) of the thread's lane. Not there before `fence_view_async_tmem_load`."""
+    copy, tensor = make_copy(tcgen05.Ld32x32bOp, columns, columns, address, thread)
+    coordinates = cute.make_identity_tensor((LANES, columns))
+    fragment = cute.make_rmem_tensor(copy.partition_D(coordinates).shape, Float32)
+    cute.copy(copy, copy.partition_S(tensor), fragment)
+    return cute.make_tensor(fragment.iterator, cute.make_layout((1, columns)))
+
+
+@cute.jit
+def scale_lane(
+    address: cute.Pointer, columns: cutlass.Constexpr[int], thread: Thread, factor: Float32
+):
+    """Multiply columns of the thread's lane in place; the caller fences the stores."""
+    values = load_lane(address, columns, thread)
+    cute.arch.fence_view_async_tmem_load()
+    copy, tensor = make_copy(tcgen05.St32x32bOp, columns, columns, address, thread)
+    target = copy.partition_D(tensor)
+    coordinates = cute.make_identity_tensor((LANES, columns))
+    scaled = cute.make_rmem_tensor(copy.partition_S(coordinates).shape, Float32)
+    for c in cutlass.range_constexpr(columns):
+        scaled[c] = values[0, c] * factor
+    cute.copy(copy, scaled, target)
+
+
+@cute.jit
+def store_rows(address: cute.Pointer, thread: Thread, values: cute.Tensor):
+    """Write values, as `by_rows` views them, to TMEM columns; the caller fences."""
+    columns = cute.size(values)
+    copy, tensor = make_copy(tcgen05.St16x256bOp, columns // 8, columns, address, thread)
+    coordinates = cute.make_identity_tensor((LANES, columns))
+    layout = cute.make_layout(copy.partition_S(coordinates).shape)
+    cute.copy(copy, cute.make_tensor(values.iterator, layout), copy.partition_D(tensor))
+
+
+def by_rows(fragment: cute.Tensor) -> cute.Tensor:
+    """(4, (2, pairs)) view of a 16x256b fragment: rows 8 apart, pairs of columns 8 apart."""
+    pairs = cute.size(fragment) // 8
+    layout = cute.make_layout(((2, 2), (2, pairs)), stride=((2, 4 * pairs), (1, 4)))
+    return cute.make_tensor(fragment.iterator, layout)
+
+
+def first_of(thread: Thread, row: int) -> tuple[Int32, Int32]:
+    """Row of the CTA's 64 and fp32 column, within its half, where `by_rows(...)[row, 0]` lies."""
+    return thread.warp % 2 * WARP_ROWS + thread.lane // 4 + 8 * row, thread.lane % 4 * 2
+
+
+@cute.jit
+def store_units(tile: cute.Pointer, row: Int32, first_unit: Int32, values: cute.Tensor):
+    """Round values to bf16 into a row of a 128-byte swizzled tile, 16 bytes at a time.
+
+    Swizzling puts unit u of row r at u ^ (r % 8), so 8 rows fill all banks.
+    """
+    units = cute.size(values) // UNIT
+    rounded = cute.make_rmem_tensor(cute.make_layout((UNIT, units)), BFloat16)
+    by_unit = cute.make_tensor(values.iterator, cute.make_layout((UNIT, units)))
+    rounded.store(by_unit.load().to(BFloat16))
+    for i in cutlass.range_constexpr(units):
+        unit = row * ROW_UNITS + ((first_unit + i) ^ (row % ROW_UNITS))
+        pointer = cute.recast_ptr(tile + cute.assume(unit * UNIT, divby=UNIT), dtype=BFloat16)
+        cute.autovec_copy(rounded[None, i], cute.make_tensor(pointer, cute.make_layout(UNIT)))
+    # The tensor core and TMA read through another proxy: without the fence they see old bytes.
+    cute.arch.fence_view_async_shared()

@@ -1,0 +1,193 @@
+"""What both arrangements of the Blackwell attention kernel share: views of global memory, the keys
+of a work item, tiles in shared memory.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, pipeline
+from cutlass.cute.nvgpu import cpasync
+from cutlass.tensor_utils import LayoutEnum
+from cutlass.utils import blackwell_helpers as sm100
+
+from dsv4.kernels.attention import mask, sink_merge
+from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.sm100.combine import partial_stats
+from dsv4.kernels.attention.sm100.context import Keys, Operands, Work
+from dsv4.kernels.attention.sm100.plan_1cta import KEYS
+from dsv4.kernels.attention.split_kv import STATS
+
+PRODUCER = pipeline.PipelineUserType.Producer
+CONSUMER = pipeline.PipelineUserType.Consumer
+
+COLUMNS = 64  # of one access: a 128-byte swizzle row of bf16
+# Named barriers; 0 is the barrier of the whole CTA.
+TMEM_ALLOCATED = 1  # the warps that use TMEM
+TMEM_UNUSED = 2  # softmax warps
+
+
+def row_layout(tile: tuple[int, int], stages: int) -> cute.ComposedLayout:
+    """(rows, columns, stages) as a K-major operand lies in shared memory: boxes of 64 columns,
+    128-byte swizzled, one behind the other.
+    """
+    return sm100.make_smem_layout_epi(BFloat16, LayoutEnum.ROW_MAJOR, tile, stages)
+
+
+@cute.jit
+def row_view(x: cute.Tensor, fallback: cute.Pointer) -> cute.Tensor:
+    """[batch, row, d] seen as (row, d, batch): three dimensions in the tensor map.
+
+    A ragged tile then ends at the last row of its batch, it cannot run into the next one. A map
+    must not describe an empty tensor: it claims one row, at an address that exists, and nobody
+    loads it.
+    """
+    batch, rows, dim = x.shape
+    batch, rows = Int32(batch), Int32(rows)
+    address = x.iterator.toint()
+    if cutlass.min(batch, rows) == 0:
+        address = fallback.toint()
+        batch, rows = Int32(1), Int32(1)
+    layout = cute.make_layout((rows, dim, batch), stride=(x.stride[1], 1, x.stride[0]))
+    pointer = cute.make_ptr(BFloat16, address, cute.AddressSpace.gmem, assumed_align=16)
+    return cute.make_tensor(pointer, layout)
+
+
+def output_map(
+    o: cute.Tensor, fallback: cute.Pointer, rows: cutlass.Constexpr[int]
+) -> cpasync.TmaInfo:
+    """Stores of `rows` heads x `COLUMNS` columns of a token."""
+    tile = (rows, COLUMNS)
+    box = cute.select(row_layout(tile, 1), mode=[0, 1])
+    store = cpasync.CopyBulkTensorTileS2GOp()
+    return cpasync.make_tiled_tma_atom(store, row_view(o, fallback), box, tile)
+
+
+@cute.jit
+def keys_of(config: FmhaConfig, operands: Operands, work: Work) -> Keys:
+    """What a work item attends to. Every role works it out: cheaper than handing it over."""
+    token = work.token
+    # Told that all lanes have the same, the compiler keeps the warp together in what depends on it.
+    # Unsure of that it prepares each vote of a search for absent lanes, and runs out of registers.
+    request = cute.arch.make_warp_uniform(operands.request_ids[token])
+    compressed = Int32(0)
+    if request >= 0:
+        compressed = operands.compressed_rows
+        if token < operands.compressed_lens.shape[0]:
+            compressed = mask.clamp_length(operands.compressed_lens[token], compressed)
+    window_first, window = mask.window_span(
+        operands.request_ids,
+        operands.swa_lens,
+        token,
+        request,
+        operands.window_rows,
+        config.sliding_window,
+        config.is_causal,
+    )
+    compressed_tiles = mask.tile_count(compressed, KEYS)
+    tiles = compressed_tiles + mask.tile_count(window, KEYS)
+    return Keys(
+        compressed,
+        window,
+        window_first,
+        compressed_tiles,
+        first=tiles * work.split // operands.num_splits,
+        last=tiles * (work.split + 1) // operands.num_splits,
+    )
+
+
+@cute.jit
+def valid_keys(keys: Keys, tile: Int32) -> Int32:
+    """Keys of the span from a tile on; fewer than `KEYS` in the last tile of a branch."""
+    valid = keys.compressed - tile * KEYS
+    if tile >= keys.compressed_tiles:
+        valid = keys.window - (tile - keys.compressed_tiles) * KEYS
+    return valid
+
+
+@cute.jit
+def finish_row(
+    config: FmhaConfig,
+    operands: Operands,
+    work: Work,
+    head: Int32,
+    reference: tuple[Float32, Float32],
+    total: Float32,
+    sink: Float32,
+) -> Float32:
+    """Write the lse of a row, or with several splits its statistics; the factor that turns the
+    accumulated row into what is written of it.
+
+    Args:
+        head: query head of the row; past the last one nothing is written.
+        reference: of `sink_merge.reference`, with the offset.
+        total: weights of the row relative to the reference.
+        sink: of the head, natural log.
+    """
+    maximum, offset = reference
+    factor = Float32(1.0)
+    if operands.num_splits == 1:
+        factor = sink_merge.output_scale(maximum, total, sink, config.sink_mode == "softmax")
+        if head < config.num_query_heads and work.token < operands.lse.shape[0]:
+            operands.lse[work.token, head] = sink_merge.row_lse(maximum, total, offset)
+    elif head < config.num_query_heads:
+        rows = operands.request_ids.shape[0] * config.num_query_heads
+        stats = partial_stats(operands.workspace, rows, operands.num_splits, config.head_dim)
+        values = cute.make_rmem_tensor(STATS, Float32)
+        for i, value in enumerate((maximum, total, offset, Float32(0.0))):
+            values[i] = value
+        cute.autovec_copy(values, stats[None, partial_index(config, operands, work, head)])
+    return factor
+
+
+def partial_index(config: FmhaConfig, operands: Operands, work: Work, head: Int32) -> Int32:
+    """Place of a row's partial result in the workspace."""
+    row = work.token * config.num_query_heads + head
+    return row * operands.num_splits + work.split
+
+
+@cute.jit
+def store_pairs(target: cute.Pointer, rows: cute.Tensor, row: cutlass.Constexpr[int]):
+    """Write a row of (row, (2, pairs)) values to every fourth pair of fp32: a quad fills 32 bytes
+    at a time.
+
+    Args:
+        target: address of the first pair, a multiple of 8 bytes.
+    """
+    for i in cutlass.range_constexpr(cute.size(rows, mode=[1, 1])):
+        pair = cute.make_tensor(target + 8 * i, cute.make_layout(2))
+        cute.autovec_copy(rows[row, (None, i)], pair)
+
+
+@cute.jit
+def hand_over_tmem():
+    """Before telling other threads that this one is done with TMEM: puts what it did in order."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+@cute.jit
+def take_over_tmem():
+    """After being told so: keeps what follows behind it."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
+
+
+@cute.jit
+def clear_rows(tile: cute.Pointer, columns: cutlass.Constexpr[int], valid: Int32, thread: Int32):
+    """Zero the rows of a partial KV tile past its keys, with the 128 softmax threads: they may hold
+    NaN, and 0 * NaN is NaN in P V.
+
+    Swizzling permutes 16-byte units within the 128-byte row of a 64-column box, so rows can be
+    cleared by address.
+
+    Args:
+        tile: boxes of `KEYS` rows x 64 columns in shared memory, one behind the other.
+        columns: of the tile.
+        valid: rows that are keys.
+    """
+    units = columns // 8
+    unit, first_row = thread % units, valid + thread // units
+    zeros = cute.make_rmem_tensor(8, BFloat16)
+    zeros.fill(0.0)
+    start = unit // 8 * 64 * KEYS + unit % 8 * 8
+    for row in cutlass.range(first_row, KEYS, 128 // units, unroll=1):
+        pointer = tile + cute.assume(start + row * 64, divby=8)
+        pointer = cute.recast_ptr(pointer, dtype=BFloat16)
+        cute.autovec_copy(zeros, cute.make_tensor(pointer, cute.make_layout(8)))

@@ -1,0 +1,1 @@
+"""Sparse attention over compressed entries and a sliding window, as torch operators."""

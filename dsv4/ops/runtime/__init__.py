@@ -1,0 +1,1 @@
+"""Operator runtime: compiled-kernel cache, registry, compilation ahead of time, op registration."""

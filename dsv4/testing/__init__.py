@@ -1,0 +1,1 @@
+"""Shared by tests, benchmarks, the simulator command and the demo."""

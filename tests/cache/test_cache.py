@@ -1,0 +1,124 @@
+"""Rings and pages by themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.cache.paged_cache import ModelCache, Pages, block_size
+from dsv4.cache.state_cache import Ring
+from dsv4.cache.step import Step
+from dsv4.config.model_config import ModelConfig
+from tests.model.tiny import tiny_config
+
+pytestmark = pytest.mark.stage("cache")
+
+
+def _step(slots: list[int], starts: list[int], lens: list[int], chunk: int, table=None) -> Step:
+    table = torch.full((len(slots), 1), -1) if table is None else torch.tensor(table)
+    slots, starts, lens = (torch.tensor(v) for v in (slots, starts, lens))
+    return Step(slots, starts, lens, table, chunk, 1 << 20)
+
+
+def _positions(step: Step) -> torch.Tensor:
+    """Values that tell position and slot: [B, C, 2]."""
+    slots = step.slots[:, None].expand_as(step.positions)
+    return torch.stack((step.positions, slots), -1).float()
+
+
+def test_step_marks_padding() -> None:
+    step = _step([2, -1, 0], [5, 0, 9], [2, 0, 3], 3)
+    assert step.positions.tolist() == [[5, 6, 7], [0, 1, 2], [9, 10, 11]]
+    assert step.valid.tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    assert step.request_ids.tolist() == [0, 0, -1, -1, -1, -1, 2, 2, 2]
+    assert step.request_ids.dtype == torch.int32
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 11])
+def test_ring_returns_the_positions_before_the_start(chunk: int, seed: int) -> None:
+    """Against a dictionary of what was written, with cuts, padding rows and rollback."""
+    ring, written = Ring(3, 8, (2,), torch.float32, "cpu"), {}
+    ring.data.fill_(float("nan"))
+    lengths = [0, 0, 0]
+    for _ in range(30):
+        slots = [*torch.randperm(3)[:2].tolist(), -1]
+        lens = [int(torch.randint(0, chunk + 1, ())) for _ in slots[:2]] + [0]
+        starts = [lengths[s] for s in slots[:2]] + [4]
+        step = _step(slots, starts, lens, chunk)
+        reach = 8 - chunk if chunk < 8 else 3
+        past = ring.history(step, reach)
+        for row, slot in enumerate(slots[:2]):
+            for i, p in enumerate(range(starts[row] - reach, starts[row])):
+                if p >= 0:
+                    assert past[row, i].tolist() == [p, slot], (p, slot)
+        ring.append(step, _positions(step))
+        for row, slot in enumerate(slots[:2]):
+            lengths[slot] += lens[row]
+            written[slot] = lengths[slot]
+            if chunk < 8 and lens[row] > 1:
+                lengths[slot] -= int(torch.randint(0, lens[row], ()))
+    assert max(written.values()) > 8
+
+
+def test_a_ring_refuses_more_history_than_it_keeps() -> None:
+    ring = Ring(1, 4, (), torch.float32, "cpu")
+    with pytest.raises(ValueError, match="ring of 4"):
+        ring.history(_step([0], [9], [1], 1), 5)
+
+
+def test_pages_keep_requests_apart_and_drop_what_is_invalid() -> None:
+    pages = Pages(6, 2, 1, torch.float32, "cpu")
+    pages.data.fill_(-1)
+    step = _step([0, 1, -1], [0, 0, 0], [1, 1, 0], 1, table=[[4, 1], [0, -1], [-1, -1]])
+    values = torch.arange(9.0).view(3, 3, 1)
+    valid = torch.tensor([[True, True, True], [True, False, True], [True] * 3])
+    pages.write(step, torch.tensor([1, 0, 0]), values, valid)
+    # Request 0: entries 1, 2, 3. Request 1: entry 0; entry 2 has no block. Row 2 has none at all.
+    assert pages.data[4].flatten().tolist() == [-1, 0]
+    assert pages.data[1].flatten().tolist() == [1, 2]
+    assert pages.data[0].flatten().tolist() == [3, -1]
+    assert (pages.data[[2, 3, 5]] == -1).all()
+    everything = pages.all(step, 4)[..., 0]
+    assert everything[0].tolist() == [-1, 0, 1, 2] and everything[1, 0] == 3
+    picked = pages.gather(step, torch.tensor([[[3, 1]], [[0, 0]], [[1, 0]]]))[..., 0]
+    assert picked[0, 0].tolist() == [2, 0] and picked[1, 0].tolist() == [3, 3]
+    with pytest.raises(ValueError, match="block_table has 2"):
+        pages.all(step, 5)
+
+
+@pytest.mark.parametrize(
+    "kinds, rates, expected",
+    [("SCH", (4, 128), 128), ("SCH", (3, 7), 147), ("CH", (4, 200), 200), ("SS", (4, 16), 128)],
+)
+def test_a_block_holds_whole_entries_of_every_rate(
+    kinds: str, rates: tuple[int, int], expected: int
+) -> None:
+    assert block_size(tiny_config(kinds, rates=rates)) == expected
+
+
+def test_model_cache_gives_every_layer_what_it_needs() -> None:
+    config = replace(tiny_config("SCH", rates=(4, 16)), num_nextn_predict_layers=1)
+    cache = ModelCache(config, 3, 10, 4, torch.bfloat16, "cpu", max_draft=2)
+    swa, csa, hca, mtp = cache.layers
+    assert cache.block_size == 128 and cache.max_context == 512
+    for layer in (swa, mtp):
+        assert layer.window.data.shape == (4, 9 + 2, 32) and layer.entries is None
+        assert layer.state.compressor is None and layer.index_keys is None
+    assert csa.entries.data.shape == (11, 32, 32) and csa.index_keys.data.shape == (11, 32, 16)
+    assert csa.state.compressor.data.shape == (4, 8 + 2, 2, 64)
+    assert csa.state.indexer.data.shape == (4, 8 + 2, 2, 32)
+    assert hca.entries.data.shape == (11, 8, 32) and hca.index_keys is None
+    assert hca.state.compressor.data.shape == (4, 16 + 2, 2, 32)
+    assert csa.entries.data.dtype == torch.bfloat16
+    assert hca.state.compressor.data.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["max_requests", "num_blocks", "max_blocks_per_request"])
+def test_impossible_cache_sizes_are_refused(name: str) -> None:
+    sizes = dict(max_requests=1, num_blocks=1, max_blocks_per_request=1)
+    with pytest.raises(ValueError, match=name):
+        ModelCache(ModelConfig.flash(), **{**sizes, name: 0}, dtype=torch.float32, device="meta")
+    with pytest.raises(ValueError, match="max_draft"):
+        ModelCache(ModelConfig.flash(), 1, 1, 1, torch.float32, "meta", max_draft=-1)

@@ -1,0 +1,352 @@
+"""Pairs of CTAs (head_dim 512, more than 64 heads): layouts, pipelines and the whole contract.
+
+What the ladder of stages shows for single CTAs is shown here for pairs, from the layouts up. Few
+CTAs are said to run at a time, so that each pair takes several items one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+
+from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.sm100.fmha import ONE, FmhaKernel
+from dsv4.kernels.attention.sm100.plan_1cta import KEYS
+from dsv4.simulator import Deadlock, KernelFault
+from dsv4.simulator.api import Simulation
+from dsv4.simulator.timing import trace
+from dsv4.simulator.timing.recorder import record
+from tests.accuracy import assert_attention_close
+from tests.attention_cases import Case, Inputs, make_inputs
+from tests.kernels.attention.sm100.conftest import Backend, config_of
+from tests.kernels.attention.sm100.patching import build_from_changed_source
+
+ONE_TOKEN = Case(heads=128, head_dim=512, top_k=64, requests=((0, 1),), ragged=False)
+# Branches of every kind, a padding token, ragged ends; growing scores raise references late.
+MIXED = Case(
+    heads=72,
+    head_dim=512,
+    top_k=150,
+    window_rows=128,
+    requests=((0, 2), (-1, 1), (1, 1)),
+    sink_mode="swa_gate",
+    growing=True,
+    is_causal=True,
+)
+ONE_PAIR = 2  # CTAs: one pair takes every item
+
+
+def slow(*values):
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def without_window(inputs: Inputs) -> Inputs:
+    return inputs.replaced(swa_lens=torch.zeros_like(inputs.tensors[3]))
+
+
+def assert_close(result, inputs: Inputs) -> None:
+    expected_o, expected_lse = inputs.expected()
+    assert_attention_close(result.o, expected_o, result.lse, expected_lse)
+
+
+# ---- A, B: where scores and values are ----------------------------------------------------------
+
+
+@pytest.mark.stage("A")
+def test_each_column_of_q_meets_its_column_of_k(backend: Backend, seed: int) -> None:
+    """512 one-hot queries and one key: the lse of query d is element d of the key."""
+    case = Case(**{**vars(ONE_TOKEN), "top_k": 1, "requests": ((0, 4),), "softmax_scale": 1.0})
+    inputs = make_inputs(case, seed)
+    key = torch.randn(512).bfloat16()
+    inputs = without_window(inputs).replaced(
+        q=torch.eye(512).reshape(4, 128, 512).bfloat16(),
+        compressed_kv=key.expand(4, 1, 512).contiguous(),
+    )
+    result = backend.run_all(backend.compile(config_of(case)), inputs, seed=seed, ctas=ONE_PAIR)
+    torch.testing.assert_close(result.lse.flatten(), key.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.stage("B")
+def test_each_value_has_its_place(backend: Backend, seed: int) -> None:
+    """Head h selects key h of 128, by a column of its own: its output is that key, bit for bit."""
+    case = Case(**{**vars(ONE_TOKEN), "top_k": 128})
+    inputs = without_window(make_inputs(case, seed))
+    heads = torch.arange(128)
+    column = (4 * heads + heads % 4 + 256) % 512
+    keys, q = torch.randn(128, 512), torch.zeros(128, 512)
+    keys[heads, column], q[heads, column] = 64.0, 256.0
+    keys = keys.bfloat16()
+    inputs = inputs.replaced(q=q.bfloat16()[None], compressed_kv=keys[None])
+    result = backend.run_all(backend.compile(config_of(case)), inputs, seed=seed)
+    assert torch.equal(result.o[0], keys)
+
+
+# ---- C, D: the contract -------------------------------------------------------------------------
+
+
+@pytest.mark.stage("D5d")
+@pytest.mark.parametrize("splits", [3, *slow(1)])
+def test_mixed_batch(backend: Backend, splits: int, seed: int) -> None:
+    backend.check(MIXED, seed, splits, ONE_PAIR)
+
+
+@pytest.mark.stage("C")
+@pytest.mark.parametrize("tiles", [3, *slow(1, 2, 7, 18)])
+def test_tiles(backend: Backend, tiles: int, seed: int) -> None:
+    """Full tiles, of two tokens by one pair; the ring of six stages wraps at different places."""
+    case = Case(**{**vars(ONE_TOKEN), "top_k": KEYS * tiles, "requests": ((0, 2),)})
+    inputs = without_window(make_inputs(case, seed))
+    result = backend.run_all(backend.compile(config_of(case)), inputs, seed=seed, ctas=ONE_PAIR)
+    assert_close(result, inputs)
+
+
+@pytest.mark.stage("C")
+@pytest.mark.parametrize("keys", [33, *slow(1, 31, 63, 65, 200)])
+def test_ragged_last_tile(backend: Backend, keys: int, seed: int) -> None:
+    """The rows behind the last key hold NaN, in the columns of both CTAs."""
+    case = Case(**{**vars(ONE_TOKEN), "top_k": 256, "requests": ((0, 2),)})
+    inputs = without_window(make_inputs(case, seed))
+    inputs.tensors[1][:, keys:] = torch.nan
+    inputs = inputs.replaced(compressed_lens=torch.full((2,), keys, dtype=torch.int32))
+    result = backend.run_all(backend.compile(config_of(case)), inputs, seed=seed, ctas=ONE_PAIR)
+    assert_close(result, inputs)
+
+
+@pytest.mark.stage("C")
+@pytest.mark.parametrize("order", ["rising", *slow("falling")])
+def test_maxima_that_move(backend: Backend, order: str, seed: int) -> None:
+    """O is rescaled in every tile, or in none after the first."""
+    case = Case(**{**vars(ONE_TOKEN), "top_k": 256})
+    inputs = without_window(make_inputs(case, seed))
+    q, keys = inputs.tensors[0], inputs.tensors[1]
+    q[..., 300] = 16.0
+    keys[..., 300] = 64 * torch.linspace(-1, 1, 256) * (1 if order == "rising" else -1)
+    result = backend.run_all(backend.compile(config_of(case)), inputs, seed=seed)
+    expected_o, expected_lse = inputs.expected()
+    # The moving column is not of unit scale: bounds are relative to the largest value.
+    scale = expected_o.abs().max()
+    o = (result.o / scale).bfloat16()
+    assert_attention_close(o, expected_o / scale, result.lse, expected_lse)
+
+
+@pytest.mark.stage("D5d")
+@pytest.mark.parametrize("splits", [1, *slow(2)])
+@pytest.mark.parametrize("sink_mode", ["swa_gate", *slow("softmax")])
+def test_sinks(backend: Backend, sink_mode: str, splits: int, seed: int) -> None:
+    """Infinite and huge sinks among ordinary ones, over every combination of empty branches."""
+    extreme = (torch.inf, -torch.inf, 1e8, -1e8, 3e38, -3e38, 200.0, -200.0)
+    case = Case(
+        heads=72,
+        head_dim=512,
+        top_k=150,
+        window_rows=128,
+        sink_mode=sink_mode,
+        requests=((0, 1), (1, 1), (2, 2), (-1, 1)),
+    )
+    inputs = make_inputs(case, seed)
+    inputs = inputs.replaced(
+        sink_logits=torch.tensor(extreme).repeat(9),
+        swa_kv=torch.randn(4, 128, 512).bfloat16(),
+        compressed_kv=torch.randn(5, 150, 512).bfloat16(),
+        swa_lens=torch.tensor([128, 70, 0, 0], dtype=torch.int32),
+        compressed_lens=torch.tensor([150, 0, 64, 0, 150], dtype=torch.int32),
+    )
+    kernel = backend.compile(config_of(case))
+    assert_close(backend.run_all(kernel, inputs, splits, seed, ONE_PAIR), inputs)
+
+
+@pytest.mark.stage("D5d")
+@pytest.mark.slow
+@pytest.mark.parametrize("sink", [1e38, -1e38])
+def test_scores_of_thousands_under_huge_sinks(backend: Backend, sink: float, seed: int) -> None:
+    """A sink that swallows every score leaves one branch, whatever the other's scores are."""
+    case = Case(**{**vars(MIXED), "requests": ((0, 1),), "growing": False, "ragged": False})
+    inputs = make_inputs(case, seed)
+    q = inputs.tensors[0] * 2000
+    results = [
+        backend.run(
+            backend.compile(config_of(case)),
+            inputs.replaced(q=q, sink_logits=torch.full((72,), value)),
+        )
+        for value in (sink, sink * torch.inf)
+    ]
+    assert results[0].o.isfinite().all()
+    assert torch.equal(results[0].o, results[1].o)
+
+
+@pytest.mark.stage("D1")
+def test_no_compressed_rows(backend: Backend, seed: int) -> None:
+    """top_k = 0: the window alone, and a padding token."""
+    case = Case(**{**vars(MIXED), "top_k": 0, "requests": ((0, 1), (-1, 1), (1, 1))})
+    backend.check(case, seed, ctas=ONE_PAIR)
+
+
+@pytest.mark.stage("D2")
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [80, 88, 96, 104, 112, 120, 192, 256])
+def test_head_counts(backend: Backend, heads: int, seed: int) -> None:
+    """Rows past the last head are neither read nor written; 192 and 256 take two pairs."""
+    case = Case(**{**vars(MIXED), "heads": heads, "top_k": 70, "requests": ((0, 1), (1, 1))})
+    backend.check(case, seed, ctas=ONE_PAIR)
+
+
+@pytest.mark.stage("D5d")
+@pytest.mark.slow
+def test_pairs_and_single_ctas_agree(backend: Backend, seed: int) -> None:
+    """Both arrangements, to the rounding of the output."""
+
+    def build(config: FmhaConfig, options: str):
+        return FmhaKernel(
+            config.head_dim,
+            config.num_query_heads,
+            config.sliding_window,
+            config.top_k,
+            is_causal=config.is_causal,
+            sink_mode=config.sink_mode,
+            cta_group=ONE,
+        ).compile(options)
+
+    inputs = make_inputs(MIXED, seed)
+    pair, single = (
+        backend.run(backend.compile(config_of(MIXED), builder), inputs) for builder in (None, build)
+    )
+    torch.testing.assert_close(pair.o, single.o, rtol=2**-7, atol=1e-3)
+    torch.testing.assert_close(pair.lse, single.lse, rtol=1e-5, atol=1e-5)
+
+
+# ---- what it costs ------------------------------------------------------------------------------
+
+
+@pytest.mark.stage("D5c")
+def test_each_element_is_loaded_once_per_pair(backend: Backend, seed: int) -> None:
+    """TMA brings every tile of keys into one CTA or the other, and nothing else."""
+    if backend.device != "cpu":
+        pytest.skip("only the simulator counts bytes")
+    case = Case(**{**vars(MIXED), "requests": ((0, 1), (1, 1))})
+    inputs = make_inputs(case, seed)
+    kernel = backend.compile(config_of(case))
+    result = backend.run(kernel, inputs, ctas=ONE_PAIR)
+    rows = [*inputs.options["compressed_lens"].tolist(), *inputs.tensors[3][:2].tolist()]
+    tile_bytes = sum(-(-keys // KEYS) for keys in rows) * KEYS * case.head_dim * 2
+    box_bytes = KEYS * 64 * 2
+    assert result.report.launches[0].operations["tensor load"] * box_bytes == tile_bytes
+    # The same from the trace, which knows where the bytes land.
+    q, lens = inputs.tensors[0], inputs.options["compressed_lens"]
+    options = {"compressed_lens": lens, "lse": torch.empty(2, 72), "workspace": torch.empty(4)}
+    options |= {"num_splits": 1, "num_ctas": ONE_PAIR}
+    arguments = (*inputs.tensors, torch.empty_like(q))
+    traces = record(Simulation.of_compiled(kernel), arguments, options, range)
+    loads = [
+        event
+        for warp in traces[0].clusters[0].warps
+        for _, events in warp.blocks
+        for event in events
+        if isinstance(event, trace.BulkLoad)
+    ]
+    assert all(len(load.targets) == 1 for load in loads), "no multicast"
+    assert sum(load.size for load in loads) == tile_bytes
+
+
+@pytest.mark.stage("D5c")
+def test_products(backend: Backend, seed: int) -> None:
+    """16 instructions of 16 columns in both halves for S, 2 of 16 keys each for O, a tile."""
+    if backend.device != "cpu":
+        pytest.skip("only the simulator counts instructions")
+    inputs = without_window(make_inputs(ONE_TOKEN, seed))
+    result = backend.run(backend.compile(config_of(ONE_TOKEN)), inputs)
+    assert result.report.launches[0].operations["tcgen05.mma"] == 256 // 16 + 2 * (KEYS // 16)
+
+
+# ---- bugs put in --------------------------------------------------------------------------------
+
+PAIR, FRAGMENTS = "fmha_pair.py", "fmha_pair_fragments.py"
+TWO_TOKENS = Case(**{**vars(ONE_TOKEN), "top_k": 192, "requests": ((0, 2),)})
+# Maxima pass the threshold every other tile or so, in one half of it or the other.
+CLIMBING = Case(**{**vars(ONE_TOKEN), "top_k": 640, "growing": True, "softmax_scale": 0.125})
+BUGS = {
+    # Each thread weighs what half of the columns say.
+    "partial scores not exchanged": (
+        PAIR,
+        "scores[0, i] = scores[0, i] + received[i]",
+        "scores[0, i] = scores[0, i]",
+        ONE_TOKEN,
+    ),
+    # Every CTA loads the columns of the first one.
+    "one half loaded twice": (
+        PAIR,
+        "source[None, tile, items.rank, work.token]",
+        "source[None, tile, 0, work.token]",
+        ONE_TOKEN,
+    ),
+    # Only the first CTA's masked rows are cleared: NaN from the other's.
+    "rows of the second CTA kept": (
+        PAIR,
+        "clear_rows(kv_tile, HALF_DIM, valid, thread.index)",
+        "clear_rows(kv_tile, HALF_DIM, valid + 64 * items.rank, thread.index)",
+        MIXED,
+    ),
+    # A new token's Q lands while scores of the last one are still computed.
+    "Q not waited for": (
+        PAIR,
+        "        for item in cutlass.range(items.first, items.count, items.step, unroll=1):\n"
+        "            q_pipe.producer_acquire(state)\n",
+        "        for item in cutlass.range(items.first, items.count, items.step, unroll=1):\n",
+        TWO_TOKENS,
+    ),
+    # The output is staged where the exchange of the next token writes.
+    "stores not waited for": (
+        PAIR,
+        "            self._wait_for_stores()\n\n            # ---- mainloop",
+        "            # ---- mainloop",
+        TWO_TOKENS,
+    ),
+    # O of the last tile is read while it is being computed.
+    "O not waited for": (
+        PAIR,
+        "            if keys.last > keys.first:\n                self._wait_for_o(p_pipe",
+        "            if keys.first > keys.last:\n                self._wait_for_o(p_pipe",
+        TWO_TOKENS,
+    ),
+    # The two threads of a row keep references of their own.
+    "references not agreed": (
+        FRAGMENTS,
+        "return found != 0",
+        "return cute.arch.vote_any_sync(condition)",
+        CLIMBING,
+    ),
+    # The first product of a token adds to the last token's.
+    "first PV accumulates": (
+        PAIR,
+        "pv_mma.set(tcgen05.Field.ACCUMULATE, accumulate)",
+        "pv_mma.set(tcgen05.Field.ACCUMULATE, True)",
+        TWO_TOKENS,
+    ),
+}
+QUICK = "stores not waited for"
+
+
+def noticed(backend: Backend, build: Callable | None, case: Case, seed: int) -> bool:
+    """Whether the checks that every test makes fail on what `build` compiles."""
+    inputs = make_inputs(case, seed)
+    try:
+        kernel = backend.compile(config_of(case), build)
+        assert_close(backend.run_all(kernel, inputs, seed=seed, ctas=ONE_PAIR), inputs)
+    except (AssertionError, Deadlock, KernelFault):
+        return True
+    return False
+
+
+@pytest.mark.stage("E")
+@pytest.mark.parametrize("name", [QUICK, *slow(*(name for name in BUGS if name != QUICK))])
+def test_bug_is_noticed(backend: Backend, tmp_path: Path, name: str, seed: int) -> None:
+    if backend.device != "cpu":
+        pytest.skip("a broken kernel may hang a GPU")
+    file, old, new, case = BUGS[name]
+    build = build_from_changed_source(tmp_path, {file: (old, new)})
+    assert noticed(backend, build, case, seed), f"{name}: passes {case}"
+    assert not noticed(backend, None, case, seed), f"{case} fails without the bug"

@@ -1,0 +1,206 @@
+"""Each bug of the kernel's history, put back: the tests must see it, and only they.
+
+Every row is one edit of the source, a case that exposes it, and where it matters a case that does
+not: single tiles and square shapes hid these bugs for days.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from dsv4.simulator import Deadlock, KernelFault
+from tests.accuracy import assert_attention_close
+from tests.attention_cases import Case, make_inputs
+from tests.kernels.attention.sm100.conftest import Backend, config_of
+from tests.kernels.attention.sm100.patching import build_from_changed_source
+
+pytestmark = pytest.mark.stage("E")
+
+SMALL = {"heads": 64, "head_dim": 64, "requests": ((0, 1),), "ragged": False}
+ONE_TILE = Case(**SMALL, top_k=64, window_rows=0, batch=1)
+THREE_TILES = Case(**SMALL, top_k=192, window_rows=0, batch=1)
+# Scores rise by more than the threshold below which O is left alone, in steps so small that what is
+# rescaled still counts.
+GROWING = Case(**SMALL, top_k=640, window_rows=0, batch=1, growing=True)
+WIDE_TWO_TILES = Case(**{**SMALL, "head_dim": 512}, top_k=128, window_rows=0, batch=1)
+WIDE_THREE_TILES = Case(**{**SMALL, "head_dim": 512}, top_k=192, window_rows=0, batch=1)
+# Request 1 has 3 window rows; the others hold NaN.
+PARTIAL = Case(heads=64, head_dim=64, requests=((1, 1),), top_k=100, window_rows=100)
+PADDING = Case(heads=64, head_dim=64, top_k=64, requests=((0, 1), (-1, 1)), ragged=False)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """One edit of one file: what it breaks, and a case that is too small to notice."""
+
+    file: str
+    old: str
+    new: str
+    exposed_by: Case
+    hidden_from: Case | None = None
+    is_slow: bool = False
+
+
+BUGS = {
+    # TMA reads tile 0 for every tile: the tile mode is pinned, the chunk mode left free.
+    "tile mode pinned": Bug(
+        "fmha_single.py",
+        "source[(None, chunk, None, work.token)][None, tile]",
+        "source[(None, None, 0, work.token)][None, chunk]",
+        exposed_by=THREE_TILES,
+        hidden_from=ONE_TILE,
+    ),
+    # P is read where the first P was written.
+    "P offset missing": Bug(
+        "fmha_single.py",
+        "p_block = f_p[None, None, k, p_state.index]",
+        "p_block = f_p[None, None, k, 0]",
+        exposed_by=THREE_TILES,
+        hidden_from=ONE_TILE,
+    ),
+    # S and O share TMEM columns.
+    "S offset missing": Bug(
+        "fmha_single.py",
+        "cute.make_tensor(address + self.tmem.s_column, s.layout)",
+        "cute.make_tensor(address, s.layout)",
+        exposed_by=THREE_TILES,
+        is_slow=True,
+    ),
+    # The first product adds what TMEM happened to hold.
+    "first PV accumulates": Bug(
+        "fmha_single.py",
+        "pv_mma.set(tcgen05.Field.ACCUMULATE, accumulate)",
+        "pv_mma.set(tcgen05.Field.ACCUMULATE, True)",
+        exposed_by=ONE_TILE,
+    ),
+    # Only the first chunk of O is overwritten by the first product.
+    "second chunk accumulates": Bug(
+        "fmha_single.py",
+        "pv_mma.set(tcgen05.Field.ACCUMULATE, accumulate)",
+        "pv_mma.set(tcgen05.Field.ACCUMULATE, accumulate if chunk == 0 else True)",
+        exposed_by=WIDE_TWO_TILES,
+        hidden_from=ONE_TILE,
+        is_slow=True,
+    ),
+    # O goes back into TMEM through an atom of another shape.
+    "TMEM round trip by hand": Bug(
+        "fmha_fragments.py",
+        "cute.copy(copies.store, fragment, copies.store.partition_D(columns))",
+        "atom = cute.make_copy_atom(tcgen05.St16x128bOp(tcgen05.Repetition(16)), Float32)\n"
+        "    store = tcgen05.make_tmem_copy(atom, columns).get_slice(copies.thread)\n"
+        "    target = store.partition_D(columns)\n"
+        "    source = store.partition_S(cute.make_identity_tensor((ROWS, COLUMNS)))\n"
+        "    cute.copy(store, cute.make_tensor(fragment.iterator, "
+        "cute.make_layout(source.shape)), target)",
+        exposed_by=GROWING,
+    ),
+    # The ring of KV chunks does not turn: the third tile of head_dim 512 finds no free stage.
+    "KV stage does not wrap": Bug(
+        "fmha_single.py",
+        "pipes.kv.consumer_release(kv_done)",
+        "pass",
+        exposed_by=WIDE_THREE_TILES,
+        hidden_from=WIDE_TWO_TILES,
+    ),
+    # V is taken as it lies in memory: on a square tile that compiles, and transposes it.
+    "layout of V trusted": Bug(
+        "fmha_single.py",
+        "make(mn_major, (ROWS, self.tiling.chunk_dim))",
+        "make(k_major, (ROWS, self.tiling.chunk_dim))",
+        exposed_by=ONE_TILE,
+    ),
+    # The maximum is in base 2: it counts ln 2 a unit.
+    "lse in mixed bases": Bug(
+        "merge.py",
+        "value = (maximum + cute.math.log2(total, fastmath=True)) * LN_2",
+        "value = maximum + cute.math.log2(total, fastmath=True) * LN_2",
+        exposed_by=ONE_TILE,
+    ),
+    # A wait that skips phases returns at once: the output is read before the last product.
+    "O not waited for in order": Bug(
+        "fmha_single.py",
+        "if tile > keys.first:\n                o_pipe.consumer_wait(o_state)\n"
+        "                o_state.advance()",
+        "if tile > keys.first:\n                o_state.advance()",
+        exposed_by=THREE_TILES,
+        hidden_from=ONE_TILE,
+    ),
+    # TMEM is given back while other warps still read O from it.
+    "TMEM freed too early": Bug(
+        "fmha_single.py",
+        "pipeline.NamedBarrier(TMEM_UNUSED, self.warps.softmax_threads).arrive_and_wait()",
+        "pass",
+        exposed_by=ONE_TILE,
+        is_slow=True,
+    ),
+    # 0 * NaN: masked rows of the tile reach O through P V.
+    "masked rows kept": Bug(
+        "fmha_single.py",
+        "self._clear_rows(smem, tile - keys.first, valid, copies.thread)",
+        "pass",
+        exposed_by=PARTIAL,
+        hidden_from=THREE_TILES,
+    ),
+    # The tensor core reads P before the fence makes it visible.
+    "P without a proxy fence": Bug(
+        "fmha_fragments.py",
+        "cute.arch.fence_view_async_shared()",
+        "pass",
+        exposed_by=ONE_TILE,
+        is_slow=True,
+    ),
+    # The tensor core may start on S before its scores have been read out.
+    "TMEM handed over without a fence": Bug(
+        "fmha_work.py",
+        'cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")',
+        "pass",
+        exposed_by=THREE_TILES,
+    ),
+    # The output of a token without keys is staged over a Q that is still arriving.
+    "output over an unfinished Q": Bug(
+        "fmha_single.py",
+        "q_pipe.consumer_wait(pipeline.make_pipeline_state(CONSUMER, 1))",
+        "pass",
+        exposed_by=PADDING,
+        hidden_from=ONE_TILE,
+    ),
+}
+
+
+def noticed(backend: Backend, build: Callable, case: Case, seed: int) -> bool:
+    """Whether the checks that every stage makes fail on what `build` compiles."""
+    inputs = make_inputs(case, seed)
+    expected = inputs.expected()
+    try:
+        result = backend.run_all(backend.compile(config_of(case), build), inputs, seed=seed)
+        assert_attention_close(result.o, expected[0], result.lse, expected[1])
+    except (AssertionError, Deadlock, KernelFault):
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * bug.is_slow) for n, bug in BUGS.items()],
+)
+def test_bug_is_noticed(backend: Backend, tmp_path: Path, name: str, seed: int) -> None:
+    if backend.device != "cpu":
+        pytest.skip("a broken kernel may hang a GPU")
+    bug = BUGS[name]
+    build = build_from_changed_source(tmp_path, {bug.file: (bug.old, bug.new)})
+    assert noticed(backend, build, bug.exposed_by, seed), f"{name}: passes {bug.exposed_by}"
+    if bug.hidden_from is not None:
+        assert not noticed(backend, build, bug.hidden_from, seed), (
+            f"{name}: {bug.hidden_from} sees it too; the note is out of date"
+        )
+
+
+@pytest.mark.parametrize("case", [ONE_TILE, PARTIAL, PADDING], ids=str)
+def test_unchanged_source_passes(backend: Backend, tmp_path: Path, case: Case, seed: int) -> None:
+    """The copy itself is not what fails."""
+    build = build_from_changed_source(tmp_path, {})
+    assert not noticed(backend, build, case, seed)

@@ -1,0 +1,58 @@
+"""Stage D2: tokens times query heads; fewer or more heads than the 64 rows of a CTA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.attention_cases import Case, make_inputs
+from tests.kernels.attention.sm100.conftest import Backend, config_of
+
+pytestmark = pytest.mark.stage("D2")
+
+REQUESTS = ((0, 2), (-1, 1), (2, 1))
+
+
+@pytest.mark.parametrize(
+    "heads", [8, 64, 128, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16, 80))]
+)
+def test_heads(backend: Backend, heads: int, seed: int) -> None:
+    backend.check(Case(heads=heads, requests=REQUESTS), seed)
+
+
+def test_padded_rows_change_nothing(backend: Backend, seed: int) -> None:
+    """The first 8 heads of 64 come out bit for bit as 8 heads alone."""
+    case = Case(heads=64, requests=REQUESTS)
+    inputs = make_inputs(case, seed)
+    few = inputs.replaced(
+        q=inputs.tensors[0][:, :8].contiguous(), sink_logits=inputs.tensors[4][:8].clone()
+    )
+    all_heads = backend.run(backend.compile(config_of(case)), inputs)
+    alone = backend.run(backend.compile(config_of(Case(heads=8, requests=REQUESTS))), few)
+    assert torch.equal(all_heads.o[:, :8], alone.o)
+    assert torch.equal(all_heads.lse[:, :8], alone.lse)
+
+
+def test_neighbours_are_untouched(backend: Backend, seed: int) -> None:
+    """Strided views: q, KV and o may be slices of wider tensors, and only the slice is written."""
+    case = Case(heads=8, requests=REQUESTS)
+    inputs = make_inputs(case, seed)
+    expected = backend.run(backend.compile(config_of(case)), inputs)
+
+    def widen(x: torch.Tensor) -> torch.Tensor:
+        wide = torch.full((x.shape[0], x.shape[1] + 2, x.shape[2] + 64), torch.nan, dtype=x.dtype)
+        view = wide[:, 1:-1, :-64]
+        view.copy_(x)
+        return view
+
+    strided = inputs.replaced(
+        q=widen(inputs.tensors[0]),
+        compressed_kv=widen(inputs.tensors[1]),
+        swa_kv=widen(inputs.tensors[2]),
+    )
+    o = widen(torch.full_like(inputs.tensors[0], torch.nan)).to(backend.device)
+    result = backend.run(backend.compile(config_of(case)), strided, o=o)
+    assert torch.equal(result.o, expected.o)
+    whole = o._base
+    whole[:, 1:-1, :-64] = torch.nan
+    assert whole.isnan().all(), "a row or column beside the slice was written"

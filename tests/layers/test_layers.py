@@ -1,0 +1,352 @@
+"""The layers one by one: against the reference, and the rules that a whole model would blur."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.cache.paged_cache import LayerCache, ModelCache
+from dsv4.cache.step import Step
+from dsv4.config.layer_schedule import LayerKind, LayerSpec
+from dsv4.config.model_config import ModelConfig, RopeScaling
+from dsv4.layers.compressor import Compressor
+from dsv4.layers.experts import Experts, swiglu
+from dsv4.layers.head import Embedding
+from dsv4.layers.hyper_connection import HyperConnection, HyperParameters
+from dsv4.layers.indexer import Indexer
+from dsv4.layers.linear import GroupedLinear, Linear
+from dsv4.layers.norm import RMSNorm, rms_normalize
+from dsv4.layers.rope import Rope, rotate_
+from dsv4.layers.router import Router
+from dsv4.model.model import DeepseekV4
+from dsv4.reference import compressor as oracle_compressor
+from dsv4.reference import mhc as oracle_mhc
+from dsv4.reference import moe as oracle_moe
+from dsv4.reference import rope as oracle_rope
+from dsv4.reference import router as oracle_router
+from tests.model.tiny import random_model, relative_error, tiny_config
+
+YARN = RopeScaling(factor=16.0, original_max_position_embeddings=65536)
+
+
+def _fill(module: torch.nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.dtype.is_floating_point:
+            parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
+
+
+@pytest.mark.stage("embedding")
+def test_embedding_looks_up_rows_and_starts_equal_streams(seed: int) -> None:
+    embed, ids = Embedding(11, 6, torch.float32), torch.tensor([[3, 0], [10, 3]])
+    _fill(embed)
+    streams = HyperConnection(3, 20, 1e-6, 1e-6).start(embed(ids))
+    assert streams.shape == (2, 2, 3, 6)
+    for stream in streams.unbind(2):
+        assert torch.equal(stream, embed.weight[ids])
+
+
+def test_norm_multiplies_its_weight_before_the_only_rounding(seed: int) -> None:
+    x = torch.randn(5, 64).bfloat16() * 3
+    norm = RMSNorm(64, 1e-6)
+    norm.weight.data.uniform_(0.5, 1.5)
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(norm(x), (exact * norm.weight.double()).bfloat16())
+    torch.testing.assert_close(rms_normalize(x, 1e-6), exact.bfloat16())
+
+
+@pytest.mark.stage("rope")
+@pytest.mark.parametrize("scaling", [None, YARN], ids=["plain", "yarn"])
+@pytest.mark.parametrize("dim", [8, 64])
+def test_rotation_equals_the_reference(dim: int, scaling: RopeScaling | None, seed: int) -> None:
+    rope = Rope(160000.0, dim, scaling)
+    positions = torch.randint(0, 200_000, (2, 7))
+    x = torch.randn(2, 7, 3, 80)
+    freqs = oracle_rope.frequencies(dim, 160000.0, scaling)
+    expected = oracle_rope.rotate(x, positions[..., None], freqs)
+    turned = rotate_(x.clone(), rope.at(positions).unsqueeze(-2))
+    # An angle of 2e5 radians has a spacing of 1.6e-2 in fp32: both sides must multiply alike.
+    torch.testing.assert_close(turned, expected, atol=2e-2, rtol=0)
+    near = positions % 1000
+    turned = rotate_(x.clone(), rope.at(near).unsqueeze(-2))
+    expected = oracle_rope.rotate(x, near[..., None], freqs)
+    torch.testing.assert_close(turned, expected, atol=2e-4, rtol=0)
+    back = rotate_(turned, rope.at(near).unsqueeze(-2), inverse=True)
+    torch.testing.assert_close(back, x, atol=1e-5, rtol=0)
+
+
+@pytest.mark.stage("rope")
+def test_published_yarn_leaves_fast_pairs_and_divides_slow_ones() -> None:
+    plain, yarn = (Rope(160000.0, 64, s).at(torch.tensor(1)).angle() for s in (None, YARN))
+    ratio = plain / yarn
+    torch.testing.assert_close(ratio[:16], torch.ones(16))
+    torch.testing.assert_close(ratio[25:], torch.full((7,), 16.0))
+    assert (ratio[16:25].diff() > 0).all()
+
+
+@pytest.mark.stage("rope")
+def test_only_layers_with_a_compressor_use_its_base_and_yarn() -> None:
+    config = ModelConfig.flash()
+    ropes = {spec.kind: Rope.of_layer(config, spec) for spec in config.schedule}
+    assert ropes[LayerKind.SWA] == Rope(10000.0, 64, None)
+    assert ropes[LayerKind.CSA] == ropes[LayerKind.HCA] == Rope(160000.0, 64, config.rope_scaling)
+
+
+@pytest.mark.stage("rope")
+def test_rotation_touches_the_last_channels_only(seed: int) -> None:
+    x = torch.randn(4, 20)
+    turned = rotate_(x.clone(), Rope(10000.0, 8).at(torch.arange(1, 5)))
+    assert torch.equal(turned[:, :12], x[:, :12])
+    assert (turned[:, 12:] != x[:, 12:]).all()
+
+
+@pytest.mark.stage("mhc")
+@pytest.mark.parametrize("mult", [2, 4])
+def test_streams_equal_the_reference(mult: int, seed: int) -> None:
+    hyper, rows = HyperConnection(mult, 20, 1e-6, 1e-6), (2 + mult) * mult
+    parameters = HyperParameters(
+        torch.randn(rows, mult * 32) * 0.2, torch.randn(rows), torch.randn(3)
+    )
+    streams, y = torch.randn(2, 5, mult, 32), torch.randn(2, 5, 32)
+    mix = oracle_mhc.mixing(streams, *parameters, iterations=20, eps=1e-6, norm_eps=1e-6)
+    x, kept = hyper.collapse(streams, parameters)
+    torch.testing.assert_close(x, oracle_mhc.contract(streams, mix.pre))
+    torch.testing.assert_close(kept.comb, mix.comb)
+    expected = oracle_mhc.expand(y, streams, mix.post, mix.comb)
+    torch.testing.assert_close(hyper.expand(y, kept), expected)
+    head = HyperParameters(parameters.fn[:mult], parameters.base[:mult], parameters.scale[:1])
+    torch.testing.assert_close(
+        hyper.collapse_head(streams, head),
+        oracle_mhc.head(streams, *head, eps=1e-6, norm_eps=1e-6),
+    )
+
+
+@pytest.mark.stage("mhc")
+def test_streams_are_mixed_from_their_sources(seed: int) -> None:
+    """Doubly stochastic mixing; the first index of `comb` is the source stream."""
+    hyper = HyperConnection(4, 20, 1e-6, 1e-6)
+    # Of the size that 20 passes make doubly stochastic: more extreme logits converge later.
+    parameters = HyperParameters(torch.randn(24, 64) / 8, torch.randn(24), torch.rand(3))
+    streams = torch.randn(3, 4, 16)
+    _, mix = hyper.collapse(streams, parameters)
+    ones = torch.ones(3, 4)
+    torch.testing.assert_close(mix.comb.sum(-2), ones, atol=1e-4, rtol=0)
+    torch.testing.assert_close(mix.comb.sum(-1), ones, atol=5e-2, rtol=0)
+    moved = hyper.expand(torch.zeros(3, 16), mix)
+    by_hand = sum(mix.comb[:, j, 2, None] * streams[:, j] for j in range(4))
+    torch.testing.assert_close(moved[:, 2], by_hand)
+
+
+@pytest.mark.stage("projections")
+def test_grouped_linear_is_one_linear_per_group(seed: int) -> None:
+    grouped = GroupedLinear(6, 5, 3)
+    _fill(grouped)
+    x = torch.randn(2, 4, 3, 6)
+    y = grouped(x)
+    assert y.shape == (2, 4, 3, 5)
+    for g in range(3):
+        torch.testing.assert_close(y[:, :, g], x[:, :, g] @ grouped.weight[5 * g : 5 * g + 5].T)
+
+
+@pytest.mark.stage("projections")
+@pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float32])
+def test_fp8_linear_with_a_ragged_last_block(scale_dtype: torch.dtype, seed: int) -> None:
+    linear = Linear(256, 200, scheme="fp8", scale_dtype=scale_dtype)
+    linear.weight.data.copy_(torch.randn(200, 256))
+    linear.scale.data.copy_(torch.tensor([[0.5, 2.0], [1.0, 0.25]]))
+    # Inputs of few bits pass the rounding unchanged.
+    x = torch.randint(-8, 9, (3, 256)).float()
+    weight = linear.weight.double()
+    weight[:128, :128] *= 0.5
+    weight[:128, 128:] *= 2
+    weight[128:, 128:] *= 0.25
+    torch.testing.assert_close(linear(x), (x.double() @ weight.T).float())
+
+
+def _step(start: int, chunk: int, capacity: int = 1024) -> Step:
+    one = torch.zeros(1, dtype=torch.int64)
+    table = torch.arange(8)[None]
+    return Step(one, one + start, one + chunk, table, chunk, capacity)
+
+
+def _cache(config: ModelConfig) -> LayerCache:
+    return ModelCache(config, 1, 8, 8, torch.float32, "cpu").layers[0]
+
+
+@pytest.mark.stage("compressor")
+@pytest.mark.parametrize("kind, ratio", [("C", 4), ("C", 16), ("H", 4), ("H", 128)])
+@pytest.mark.parametrize("cuts", [(300,), (1, 2, 5, 120, 3, 1, 1, 167)], ids=["whole", "cut"])
+def test_entries_equal_the_reference(
+    kind: str, ratio: int, cuts: tuple[int, ...], seed: int
+) -> None:
+    """The kind decides overlap, whatever the rate; cuts may fall anywhere."""
+    config = tiny_config(kind, rates=(ratio, ratio))
+    spec, cache = config.schedule[0], _cache(config)
+    rope = Rope.of_layer(config, spec)
+    module = Compressor(64, 32, ratio, spec.overlap, rope, 1e-6)
+    _fill(module)
+    x, done = torch.randn(1, sum(cuts), 64), 0
+    for cut in cuts:
+        module(x[:, done : done + cut], cache.state.compressor, cache.entries, _step(done, cut))
+        done += cut
+    pooled = oracle_compressor.compress(
+        x, module.wkv.weight, module.wgate.weight, module.ape, overlap=kind == "C"
+    )
+    count = done // ratio
+    expected = rotate_(module.norm(pooled), rope.at(torch.arange(count) * ratio))
+    stored = cache.entries.all(_step(done, 1), count)
+    assert relative_error(stored, expected) < 1e-5
+
+
+def _indexer(config: ModelConfig) -> Indexer:
+    spec = config.schedule[0]
+    indexer = Indexer(config, spec, Rope.of_layer(config, spec), torch.float32)
+    _fill(indexer)
+    return indexer
+
+
+@pytest.mark.stage("indexer")
+def test_equal_scores_choose_the_earlier_entries(seed: int) -> None:
+    """Weights of zero give every entry the score 0, also as -0: the first ones are taken."""
+    config = tiny_config("C", index_topk=3)
+    indexer, cache = _indexer(config), _cache(config)
+    indexer.weights_proj.weight.data.zero_()
+    x, latent = torch.randn(1, 40, 64), torch.randn(1, 40, 24)
+    indexer.update(x, cache, _step(0, 40))
+    visible = (torch.arange(1, 41) // 4)[None]
+    chosen = indexer.select(x, latent, cache, _step(0, 40), visible, 10)
+    for t in range(40):
+        count = min(int(visible[0, t]), 3)
+        assert chosen[0, t, :count].tolist() == list(range(count))
+
+
+@pytest.mark.stage("indexer")
+def test_long_chunks_are_scored_in_parts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config("C", index_topk=3)
+    indexer, cache = _indexer(config), _cache(config)
+    x, latent, step = torch.randn(1, 40, 64), torch.randn(1, 40, 24), _step(0, 40)
+    indexer.update(x, cache, step)
+    visible = (torch.arange(1, 41) // 4)[None]
+    whole = indexer.select(x, latent, cache, step, visible, 10)
+    monkeypatch.setattr("dsv4.layers.indexer.MAX_SCORE_ELEMENTS", 3 * 24 * 10)
+    assert torch.equal(indexer.select(x, latent, cache, step, visible, 10)[0, 12:], whole[0, 12:])
+
+
+def _router(hash_routed: bool) -> tuple[Router, ModelConfig]:
+    config = tiny_config("S")
+    router = Router(config, LayerSpec(LayerKind.SWA, 0, hash_routed, 0, "layers.0"))
+    _fill(router)
+    if hash_routed:
+        router.tid2eid.data.copy_(torch.rand(97, 8).argsort(-1)[:, :3])
+    return router, config
+
+
+@pytest.mark.stage("router")
+@pytest.mark.parametrize("hash_routed", [False, True], ids=["scores", "hash"])
+def test_routing_equals_the_reference(hash_routed: bool, seed: int) -> None:
+    router, config = _router(hash_routed)
+    x, ids = torch.randn(9, 64), torch.randint(0, 97, (9,))
+    experts, weights = router(x, ids)
+    choice = dict(table=router.tid2eid, input_ids=ids) if hash_routed else dict(bias=router.bias)
+    expected = oracle_router.route(x, router.weight, top_k=3, scaling=1.7, **choice)
+    assert torch.equal(experts, expected[0])
+    torch.testing.assert_close(weights, expected[1])
+    torch.testing.assert_close(weights.sum(-1), torch.full((9,), config.routed_scaling_factor))
+
+
+@pytest.mark.stage("router")
+def test_bias_selects_but_does_not_weigh(seed: int) -> None:
+    router, _ = _router(hash_routed=False)
+    x = torch.randn(6, 64)
+    router.bias.data.zero_()
+    router.bias.data[[1, 4, 6]] = 100.0
+    experts, weights = router(x, torch.zeros(6, dtype=torch.int64))
+    assert (experts.sort(-1).values == torch.tensor([1, 4, 6])).all()
+    scores = torch.nn.functional.softplus(x @ router.weight.T).sqrt().gather(-1, experts)
+    torch.testing.assert_close(weights, 1.7 * scores / scores.sum(-1, keepdim=True))
+
+
+@pytest.mark.stage("router")
+def test_equal_scores_choose_the_lower_experts() -> None:
+    router, _ = _router(hash_routed=False)
+    for parameter in router.parameters():
+        parameter.data.zero_()
+    experts, _ = router(torch.randn(4, 64), torch.zeros(4, dtype=torch.int64))
+    assert (experts == torch.arange(3)).all()
+
+
+@pytest.mark.stage("moe")
+def test_clamps_bind_the_gate_above_and_the_other_factor_on_both_sides() -> None:
+    gate = torch.tensor([-20.0, -1.0, 2.0, 20.0])
+    up = torch.tensor([-20.0, -1.0, 2.0, 20.0])
+    expected = torch.nn.functional.silu(torch.tensor([-20.0, -1.0, 2.0, 3.0]))
+    torch.testing.assert_close(swiglu(gate, torch.ones(4), 3.0), expected)
+    torch.testing.assert_close(
+        swiglu(torch.ones(4), up, 3.0), up.clamp(-3, 3) * torch.tensor(1.0).sigmoid()
+    )
+
+
+@pytest.mark.stage("moe")
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_both_expert_paths_equal_the_reference(
+    tokens: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("S")
+    experts = Experts(config, scheme=None, dtype=torch.float32)
+    _fill(experts)
+    x = torch.randn(tokens, 64)
+    ids = torch.stack([torch.randperm(8)[:3] for _ in range(tokens)])
+    weights = torch.rand(tokens, 3)
+    expected = oracle_moe.routed_experts(
+        x,
+        experts.w1.weight,
+        experts.w2.weight,
+        experts.w3.weight,
+        oracle_moe.dense_weights(ids, weights, 8),
+        config.swiglu_limit,
+    )
+    # Few enough that five tokens already need several parts.
+    monkeypatch.setattr("dsv4.layers.experts.MAX_GATHERED_ELEMENTS", 2 * 3 * 64 * 48)
+    for static in (False, True):
+        actual = experts(x, ids, weights, static)
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.stage("head")
+def test_logits_are_fp32_products_of_the_normalised_mixture(seed: int) -> None:
+    model = random_model(tiny_config("S"), torch.bfloat16)
+    streams = torch.randn(1, 3, 4, 64).bfloat16()
+    head = (model.hc_head_fn, model.hc_head_base, model.hc_head_scale)
+    mixed = oracle_mhc.head(streams, *head, eps=1e-6, norm_eps=1e-6).bfloat16()
+    expected = model.norm(mixed).float() @ model.head.weight.T
+    logits = model.logits(streams)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("config", [ModelConfig.flash(), ModelConfig.pro()], ids=["flash", "pro"])
+def test_released_sizes_fit_on_the_meta_device(config: ModelConfig) -> None:
+    model = DeepseekV4(config, device="meta")
+    assert all(p.is_meta and not p.requires_grad for p in model.parameters())
+    assert len(model.layers) == config.num_hidden_layers and len(model.mtp) == 1
+
+
+def test_a_model_can_be_moved() -> None:
+    model = random_model(tiny_config("SCH")).to("meta")
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "ids, named",
+    [
+        (torch.zeros(4, dtype=torch.int64), r"\[B, S\]"),
+        (torch.zeros(1, 0, dtype=torch.int64), "at least one token"),
+        (torch.zeros(1, 2), "int64"),
+        (torch.tensor([[0, 97]]), "0 .. 96"),
+        (torch.tensor([[-1, 3]]), "0 .. 96"),
+    ],
+)
+def test_bad_input_ids_are_refused(ids: torch.Tensor, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        random_model(tiny_config("S"))(ids)
