@@ -40,7 +40,7 @@ def test_cuda_is_not_initialised_by_import() -> None:
 
 
 def test_layers_depend_one_way() -> None:
-    """The contracts of pyproject.toml: kernels <- ops <- cache <- layers <- model <- engine, and sidecars."""
+    """The contracts of pyproject.toml: kernels <- ops <- ... <- model <- engine, and sidecars."""
     importlinter = pytest.importorskip(
         "importlinter.cli", reason="import-linter is a dev dependency"
     )
