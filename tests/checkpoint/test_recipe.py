@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from dsv4.loader import load_tensors, save
 from dsv4.reference.model import ReferenceModel
-from scripts import tiny_corpus, train_tiny
-from scripts.export_tiny import released_tensors
+from scripts.tools import tiny_corpus, train_tiny
+from scripts.tools.export_tiny import released_tensors
 
 pytestmark = pytest.mark.stage("checkpoint")
 

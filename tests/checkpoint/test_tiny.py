@@ -19,7 +19,7 @@ from dsv4.config.layer_schedule import LayerKind, layer_schedule
 from dsv4.loader import inventory, load_tensors
 from dsv4.loader.tokenizer import load_tokenizer
 from dsv4.reference.model import ReferenceModel
-from scripts.tiny_evaluate import Task, recall, window_losses
+from scripts.tools.tiny_evaluate import Task, recall, window_losses
 
 pytestmark = pytest.mark.stage("checkpoint")
 

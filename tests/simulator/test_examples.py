@@ -1,7 +1,7 @@
 """NVIDIA's CuTeDSL examples, unmodified, against their own references in PyTorch.
 
 The examples are not part of this repository. With DSV4_CUTLASS naming a clone of
-github.com/NVIDIA/cutlass, each case of scripts/simulator_examples.py runs here.
+github.com/NVIDIA/cutlass, each case of scripts/tools/simulator_examples.py runs here.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "simulator_examples.py"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "tools" / "simulator_examples.py"
 CUTLASS = os.environ.get("DSV4_CUTLASS", "")
 SECONDS = 1800
 

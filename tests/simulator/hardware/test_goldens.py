@@ -1,6 +1,6 @@
 """The simulator writes what an H200 wrote, program by program.
 
-`scripts/simulator_goldens.py` records the hardware's side; see goldens.json for the machine.
+`scripts/tools/simulator_goldens.py` records the hardware's side; see goldens.json for the machine.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def test_the_checker_finds_that_overlapping_cells_need_a_barrier():
 def test_goldens_are_of_these_programs():
     assert GOLDENS.names() == list(CASES)
     stale = [n for n, case in CASES.items() if case.identity() != RECORDED[n].identity]
-    assert not stale, f"recorded from other programs: {stale}; run scripts/simulator_goldens.py"
+    assert not stale, f"of other programs: {stale}; run scripts/tools/simulator_goldens.py"
 
 
 @pytest.mark.parametrize("name", ["float32", "ldmatrix", "approximate", "bulk reduce"])

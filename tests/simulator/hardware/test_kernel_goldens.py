@@ -1,6 +1,7 @@
 """Whole sm_90a kernels give the H200's output in the simulator, up to the order of sums.
 
-`scripts/simulator_kernel_goldens.py` records the hardware's side; see kernels.json for the machine.
+`scripts/tools/simulator_kernel_goldens.py` records the hardware's side;
+kernels.json names the machine.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def test_pipelined_gemms_are_free_of_races(name, schedule, seed):
 def test_goldens_are_of_these_inputs():
     assert list(GOLDENS) == list(CASES)
     stale = [n for n, case in CASES.items() if case.identity() != GOLDENS[n].identity]
-    assert not stale, f"other inputs: {stale}; run scripts/simulator_kernel_goldens.py"
+    assert not stale, f"other inputs: {stale}; run scripts/tools/simulator_kernel_goldens.py"
 
 
 def test_integer_products_are_exact_on_the_hardware():

@@ -16,7 +16,7 @@ from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm90_pipelined import PipelinedGemmSm90
 from tests.simulator.support import compile_kernel
 
-# What an H200 took; `scripts/simulator_gemm_times.py --measure` writes it.
+# What an H200 took; `scripts/tools/simulator_gemm_times.py --measure` writes it.
 MEASURED = Path(__file__).parent / "h200_gemm.json"
 
 # Name -> kernel: one warpgroup and two stages that waits for every k block; warp-specialised ones,

@@ -1,4 +1,4 @@
-"""`scripts/simulator_gemm_times.py` as a user meets it."""
+"""`scripts/tools/simulator_gemm_times.py` as a user meets it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.simulator.timing.gemm_cases import MEASURED
 
 pytestmark = pytest.mark.stage("simulator")
-SCRIPT = Path(__file__).parents[3] / "scripts" / "simulator_gemm_times.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "tools" / "simulator_gemm_times.py"
 
 
 def test_table_says_model_and_sums_up(tmp_path):

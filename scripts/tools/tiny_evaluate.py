@@ -1,7 +1,7 @@
-"""What the tiny checkpoint is judged by: `python -m scripts.tiny_evaluate` measures it again.
+"""What the tiny checkpoint is judged by: `python -m scripts.tools.tiny_evaluate` measures it again.
 
 Loss on the held-out text that ships with the checkpoint, and recall: exercises whose filler is
-longer than the sliding window, made from that text with a fixed seed (see scripts/tiny_corpus.py).
+longer than the sliding window, made from that text with a fixed seed (`tiny_corpus`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from dsv4.loader import load_tensors
 from dsv4.reference.model import ReferenceModel
-from scripts import tiny_corpus
+from scripts.tools import tiny_corpus
 
 LENGTH = 512
 FILLERS = (160, 420)

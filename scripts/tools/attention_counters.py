@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Prints hardware counters of the attention kernel, read by Nsight Compute, as a Markdown table.
 
-    scripts/attention_counters.py                       # the shapes below; needs a GPU and ncu
-    scripts/attention_counters.py --shape T,HEADS,TOP_K,WINDOW ...
+    scripts/tools/attention_counters.py  # the shapes below; needs a GPU and ncu
+    scripts/tools/attention_counters.py --shape T,HEADS,TOP_K,WINDOW ...
 
 Each shape is launched once to warm up and once more, which is counted. ncu repeats that launch for
 every group of counters and leaves the clocks alone; a launch on its own starts cold, so that its
@@ -19,7 +19,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Prints the time model's GEMM times beside those of an H200, or measures the latter.
 
-    scripts/simulator_gemm_times.py                  # the table; needs no GPU
-    scripts/simulator_gemm_times.py --measure FILE   # times the same kernels on this GPU (sm_90a)
+    scripts/tools/simulator_gemm_times.py  # the table; needs no GPU
+    scripts/tools/simulator_gemm_times.py --measure FILE  # times the same kernels on a GPU (sm_90a)
 
 Measured is as in `dsv4 bench`: replays of a CUDA graph over operands that do not fit L2 together.
 """
@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402

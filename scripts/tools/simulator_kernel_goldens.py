@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the simulator's whole-kernel cases on a Hopper GPU and records what they wrote.
 
-    scripts/simulator_kernel_goldens.py [--output tests/simulator/hardware]
+    scripts/tools/simulator_kernel_goldens.py [--output tests/simulator/hardware]
 
 The kernels are compiled where they run (sm_90a, nvidia-cutlass-dsl). Each runs twice: a case whose
 two runs differ in a bit is not recorded and ends the script with status 1.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.simulator.hardware.goldens import FOLDER  # noqa: E402

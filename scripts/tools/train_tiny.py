@@ -1,6 +1,6 @@
-"""Make the tiny checkpoint: `python -m scripts.train_tiny prepare | train | export`.
+"""Make the tiny checkpoint: `python -m scripts.tools.train_tiny prepare | train | export`.
 
-prepare   text -> build/tiny/data.pt and tokenizer.json (see scripts/tiny_corpus.py for the text)
+prepare   text -> build/tiny/data.pt and tokenizer.json (`tiny_corpus` has the text)
 train     data.pt -> original.pt, FP32 weights; four minutes on one H200 (--scale shortens it)
 export    -> checkpoints/tiny in the released layout, with its tokenizer, held-out text and metrics
 
@@ -26,7 +26,7 @@ from torch.nn.functional import cross_entropy, one_hot
 from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.loader import TensorSpec, inventory
 from dsv4.reference.model import IndexTrace, ReferenceModel, RouteTrace, Traces
-from scripts import export_tiny, tiny_corpus
+from scripts.tools import export_tiny, tiny_corpus
 
 BUILD = Path("build/tiny")
 LENGTH = 512

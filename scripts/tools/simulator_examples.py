@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Run NVIDIA's CuTeDSL examples, unmodified, in the simulator.
 
-    scripts/simulator_examples.py CUTLASS                 # every case, one process each
-    scripts/simulator_examples.py CUTLASS mla-fp8 fmha    # some of them
-    scripts/simulator_examples.py CUTLASS --run sm_100a FILE [argument ...]   # any example
+    scripts/tools/simulator_examples.py CUTLASS                 # every case, one process each
+    scripts/tools/simulator_examples.py CUTLASS mla-fp8 fmha    # some of them
+    scripts/tools/simulator_examples.py CUTLASS --run sm_100a FILE [argument ...]   # any example
 
 CUTLASS is a clone of github.com/NVIDIA/cutlass. An example makes its inputs, compiles, launches and
 checks its own outputs against PyTorch; here "cuda" tensors stay on the CPU and a launch is a

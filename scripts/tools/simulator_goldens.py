@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Runs the simulator's hardware programs on a Hopper GPU and records what they wrote.
 
-    scripts/simulator_goldens.py [--output tests/simulator/hardware] [--images images.npz]
+    scripts/tools/simulator_goldens.py [--output tests/simulator/hardware] [--images images.npz]
 
 Each family runs in its own process, restarted after a program that kills its CUDA context. Programs
 that fail are listed at the end (exit status 1) and are not recorded. `--images` also keeps the
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.simulator.hardware.case import Buffer, Case, TensorMap  # noqa: E402

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Holds the B200 time model against published times: NVIDIA's CuTeDSL examples at their sizes.
 
-    scripts/simulator_published.py CUTLASS           # all of them, a few minutes, no GPU
-    scripts/simulator_published.py CUTLASS fmha      # some
+    scripts/tools/simulator_published.py CUTLASS           # all of them, a few minutes, no GPU
+    scripts/tools/simulator_published.py CUTLASS fmha      # some
 
 CUTLASS is a clone of github.com/NVIDIA/cutlass. The examples run unmodified, as
-scripts/simulator_examples.py runs them, but their launches are modelled instead of simulated.
+scripts/tools/simulator_examples.py runs them, but their launches are modelled instead of simulated.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.simulator_examples import Launcher, run_script  # noqa: E402
+from scripts.tools.simulator_examples import Launcher, run_script  # noqa: E402
 
 ARCH = "sm_100a"
 HEADER = (

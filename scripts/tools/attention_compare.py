@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Times the Hopper attention kernels of several source trees side by side.
 
-    scripts/attention_compare.py --tree before=../other --shape 64,128,1024,128 [--shape ...]
-    scripts/attention_compare.py --tree a=../a --tree b=../b --splits 4 --splits 6 --rounds 9
+    scripts/tools/attention_compare.py --tree before=../other --shape 64,128,1024,128 [--shape ...]
+    scripts/tools/attention_compare.py --tree a=../a --tree b=../b --splits 4 --splits 6 --rounds 9
 
 Machines of one kind differ by several percent, and one machine from minute to minute: only kernels
 that take turns can be compared. This tree is "here"; `--tree NAME=FOLDER` adds one that holds
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402

@@ -15,7 +15,7 @@ from dsv4.config.model_config import ModelConfig
 from dsv4.loader import inventory, load_tensors, save
 from dsv4.reference.model import ReferenceModel
 from dsv4.reference.weights import encode_fp4, encode_fp8
-from scripts import tiny_evaluate
+from scripts.tools import tiny_evaluate
 
 CHECKPOINT = Path("checkpoints/tiny")
 

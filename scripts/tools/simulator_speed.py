@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures how fast the simulator runs: warp instructions per CPU second, checker off and on.
 
-    scripts/simulator_speed.py [--rounds 3] [--rates]
+    scripts/tools/simulator_speed.py [--rounds 3] [--rates]
 
 Each kernel runs once to compile its blocks, then `--rounds` times; the fastest counts. CPU seconds
 of one process, so that other work on the machine matters little. Then, unless `--rates` asks for
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
