@@ -1,0 +1,185 @@
+"""Lists and compiles the kernel configurations of the source tree that PYTHONPATH names.
+
+    code_probe.py list                  {"configurations": [[arch, label, identity], ...]}
+    code_probe.py compile ARCH LABEL    {"ptx": ..., "host": ..., "files": [...], "absent": [...]}
+
+The answer is JSON on stdout: the above, or {"error": one line}. `scripts/same_code` runs this
+inside trees of other commits, where modules may have other names: it imports nothing of the project
+but what a layout says, and layouts are tried in order. To teach it a new one, add a function to
+LAYOUTS. CUTE_DSL_ARCH must be ARCH when something is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ARCHITECTURES = ("sm_90a", "sm_100a")
+FIXED_SPLITS_HEADS = (128, 64, 32)  # Hopper's kernel depends on whether the number is fixed
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One kernel that a tree can compile.
+
+    Attributes:
+        identity: everything of the configuration its code depends on, as text.
+        build: compiles it with the compiler options given.
+    """
+
+    arch: str
+    label: str
+    identity: str
+    build: Callable[[str], object]
+
+
+# ---- layouts: each returns None for a tree that is not laid out so ----
+
+
+def _runtime_registry() -> list[Configuration] | None:
+    return _from_table("dsv4.ops.runtime.registry")
+
+
+def _kernels_table() -> list[Configuration] | None:
+    return _from_table("dsv4.ops.kernels_table")
+
+
+LAYOUTS = (_runtime_registry, _kernels_table)
+_absent: list[str] = []  # modules that layouts looked for in vain
+
+
+def _from_table(name: str) -> list[Configuration] | None:
+    """A module with `model_configurations()`, `runner_key(config, arch)`, `build(key, options)`."""
+    table = _import(name)
+    if table is None:
+        return None
+    models = table.model_configurations()
+    wanted = {(arch, label): config for arch in ARCHITECTURES for label, config in models.items()}
+    for label, config in models.items():
+        if config.num_query_heads in FIXED_SPLITS_HEADS:
+            wanted["sm_90a", f"{label}, fixed splits"] = replace(config, num_splits=4)
+    example = next(iter(models.values()))
+    for label, changes in _OTHERS.items():
+        for arch in ARCHITECTURES:
+            wanted[arch, label] = replace(example, **changes)
+    found = []
+    for (arch, label), config in wanted.items():
+        key = table.runner_key(config, arch)
+        found.append(Configuration(arch, label, repr(key), functools.partial(table.build, key)))
+    return found
+
+
+# What tests rely on beside the released models: the other sizes of head_dim, a number of heads that
+# fills no tile, and the other sink.
+def _other(head_dim: int, heads: int, window: str, sink_mode: str) -> tuple[str, dict]:
+    label = f"{heads} heads of {head_dim}, {window}, {sink_mode}"
+    causal = window == "causal"
+    changes = {"head_dim": head_dim, "num_query_heads": heads}
+    return label, changes | {"is_causal": causal, "sink_mode": sink_mode}
+
+
+_OTHERS = dict(
+    (
+        _other(64, 64, "ring", "swa_gate"),
+        _other(64, 16, "causal", "softmax"),
+        _other(128, 128, "causal", "swa_gate"),
+        _other(256, 64, "ring", "softmax"),
+        _other(512, 72, "causal", "swa_gate"),
+        _other(512, 24, "ring", "swa_gate"),
+        _other(512, 8, "ring", "swa_gate"),
+        _other(512, 128, "ring", "swa_gate"),
+    )
+)
+
+
+def _import(name: str):
+    """The module, or None where the tree has none of that name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(error.name + ".")):
+            _absent.append(name)
+            return None
+        raise
+
+
+def configurations() -> list[Configuration]:
+    """What the tree can build.
+
+    Raises:
+        LookupError: no layout fits.
+    """
+    for layout in LAYOUTS:
+        found = layout()
+        if found is not None:
+            return found
+    raise LookupError(
+        f"no list of kernel configurations in this tree (looked for {', '.join(_absent)}); a new "
+        f"layout is taught to {Path(__file__).name}"
+    )
+
+
+def compile_one(arch: str, label: str) -> dict:
+    """PTX and host module of one configuration, and the source files that made them."""
+    chosen = next(c for c in configurations() if (c.arch, c.label) == (arch, label))
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = chosen.build(f"--keep-ptx --dump-dir {folder}")
+        ptx, host = compiled.artifacts.PTX, str(compiled.ir_module)
+    absent = [name.replace(".", "/") + ".py" for name in _absent]
+    return {"ptx": ptx, "host": host, "files": _imported_files(), "absent": absent}
+
+
+def _imported_files() -> list[str]:
+    """Modules of the project that were imported, relative to the tree."""
+    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "dsv4"]
+    files = (getattr(module, "__file__", None) for module in modules)
+    return sorted(str(Path(file).resolve().relative_to(_tree())) for file in files if file)
+
+
+def _forget_editable_installs() -> None:
+    """Leave the tree as the only place of `dsv4`.
+
+    An editable install gives the modules of its own checkout for those that the tree has not: a
+    module that was moved away would still be found there under its old name.
+    """
+    sys.meta_path[:] = [
+        finder
+        for finder in sys.meta_path
+        if not getattr(finder, "__module__", "").startswith("__editable__")
+    ]
+
+
+def _tree() -> Path:
+    return Path(os.environ["PYTHONPATH"].split(os.pathsep)[0]).resolve()
+
+
+def main() -> int:
+    """One JSON object on stdout, whatever the compiler prints there; an error is one line."""
+    _forget_editable_installs()
+    try:
+        import dsv4
+
+        if not Path(dsv4.__file__).resolve().is_relative_to(_tree()):
+            raise RuntimeError(f"dsv4 comes from {dsv4.__file__}, not from {_tree()}")
+        with contextlib.redirect_stdout(sys.stderr):
+            if sys.argv[1] == "list":
+                found = [(c.arch, c.label, c.identity) for c in configurations()]
+                answer = {"configurations": found}
+            else:
+                answer = compile_one(*sys.argv[2:])
+    except Exception as error:
+        answer = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:1000]}
+    json.dump(answer, sys.stdout)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
