@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from dsv4.config.fields import FIELDS, QUANTISATION_FIELDS, YARN_FIELDS, Object, check_value, shown
 from dsv4.config.layer_schedule import LayerKind, LayerSpec, layer_schedule
 
 # The released files name a layer's attention by its rate alone.
@@ -93,11 +96,16 @@ class ModelConfig:
     fp8_block: tuple[int, int] = (128, 128)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "compress_ratios", tuple(self.compress_ratios))
-        kinds = tuple(self.layer_types) or _kinds_of_ratios(self.compress_ratios)
+        for name in ("compress_ratios", "layer_types", "fp8_block"):
+            value = getattr(self, name)
+            _require(isinstance(value, (tuple, list)), name, value, "a tuple")
+            object.__setattr__(self, name, tuple(value))
+        check_value("compress_ratios", self.compress_ratios, FIELDS["compress_ratios"].kind)
+        kinds = self.layer_types or _kinds_of_ratios(self.compress_ratios)
         object.__setattr__(self, "layer_types", tuple(str(kind) for kind in kinds))
-        object.__setattr__(self, "fp8_block", tuple(self.fp8_block))
         _check_ranges(self)
+        _check_rope(self)
+        _check_tokens(self)
         _check_layers(self)
         _check_shapes(self)
         _check_quantisation(self)
@@ -170,10 +178,12 @@ class ModelConfig:
     def from_json(cls, source: str | PathLike[str] | Mapping[str, Any]) -> ModelConfig:
         """Read `config.json` as released, or as transformers' `DeepseekV4Config` writes it.
 
-        Unknown keys are ignored. A quantised file without `expert_dtype` (the first release) reads
-        as FP4 experts; the loader decides from the tensors. transformers drops the MTP tensors, so
-        its files read as having no MTP layers. DSpark drafts are another module than MTP: their
-        presence is warned about and no MTP layer is declared.
+        Unknown keys are ignored; a key that the form must have is never filled in. A quantised file
+        without `expert_dtype` (the first release) reads as FP4 experts; the loader decides from the
+        tensors. transformers drops the MTP tensors, so its files read as having no MTP layers.
+        DSpark drafts are another module than MTP: their presence is warned about and no MTP layer
+        is declared. Other engines tabulate the rotation over the stretched context: a table shorter
+        than the positions is warned about.
 
         Args:
             source: path of the file, of its folder, or the parsed object.
@@ -182,10 +192,17 @@ class ModelConfig:
             ValueError: not a JSON object, a key is missing or its value is not one this model has.
             OSError: the file cannot be read.
         """
-        from dsv4.config.config_json import fields_from_json, read_object
+        from dsv4.config.config_json import fields_from_json
+        from dsv4.config.json_file import read_object
 
-        data = source if isinstance(source, Mapping) else read_object(source)
-        return cls(**fields_from_json(data))
+        if isinstance(source, Mapping):
+            data = source
+        else:
+            folder = Path(source)
+            data = read_object(folder / "config.json" if folder.is_dir() else folder)
+        config = cls(**fields_from_json(data))
+        _warn_of_short_rope(config)
+        return config
 
     def to_json(self) -> dict[str, Any]:
         """Return the released `config.json` form; `from_json` reads it back to an equal config."""
@@ -194,35 +211,18 @@ class ModelConfig:
         return fields_to_json(self)
 
 
-_COUNTS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "head_dim",
-    "qk_rope_head_dim",
-    "q_lora_rank",
-    "o_groups",
-    "o_lora_rank",
-    "sliding_window",
-    "index_n_heads",
-    "index_head_dim",
-    "index_topk",
-    "n_routed_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "vocab_size",
-    "hc_mult",
-    "hc_sinkhorn_iters",
-    "max_position_embeddings",
-)
-_POSITIVE = (
-    "routed_scaling_factor",
-    "swiglu_limit",
-    "hc_eps",
-    "rms_norm_eps",
-    "rope_theta",
-    "compress_rope_theta",
-)
+def _warn_of_short_rope(config: ModelConfig) -> None:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return
+    length = scaling.factor * scaling.original_max_position_embeddings
+    if length < config.max_position_embeddings:
+        warnings.warn(
+            f"config rope_scaling covers {length:,.0f} positions (factor x "
+            "original_max_position_embeddings), max_position_embeddings is "
+            f"{config.max_position_embeddings:,}: engines that tabulate the rotation read past it",
+            stacklevel=3,
+        )
 
 
 def _kinds_of_ratios(ratios: tuple[int, ...]) -> tuple[LayerKind, ...]:
@@ -235,40 +235,38 @@ def _kinds_of_ratios(ratios: tuple[int, ...]) -> tuple[LayerKind, ...]:
     return tuple(RATIO_KINDS[ratio] for ratio in ratios)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, float) or _is_int(value)
-
-
 def _require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
-        raise ValueError(f"config {name} must be {expected}, got {value!r}")
+        raise ValueError(f"config {name} must be {expected}, got {shown(value)}")
 
 
 def _check_ranges(config: ModelConfig) -> None:
-    least = dict.fromkeys(_COUNTS, 1) | {"num_hash_layers": 0, "num_nextn_predict_layers": 0}
-    for name, bound in least.items():
-        value = getattr(config, name)
-        valid = _is_int(value) and value >= bound
-        _require(valid, name, value, f"an integer of at least {bound}")
-    for name in _POSITIVE:
-        value = getattr(config, name)
-        _require(_is_number(value) and 0 < value < float("inf"), name, value, "a positive number")
-    _require(config.n_shared_experts == 1, "n_shared_experts", config.n_shared_experts, "1")
+    """Check every field by itself against the declaration of the file format."""
+    for field in fields(config):
+        declared, value = FIELDS.get(field.name), getattr(config, field.name)
+        if declared is None or isinstance(declared.kind, Object):
+            continue
+        if value is not None or not declared.nullable:
+            check_value(field.name, value, declared.kind)
+
+
+def _check_rope(config: ModelConfig) -> None:
     scaling = config.rope_scaling
-    if scaling is not None:
-        for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
-            value = getattr(scaling, name)
-            valid = _is_number(value) and value > 0
-            _require(valid, f"rope_scaling.{name}", value, "a positive number")
-    stops = (
-        config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
-    )
-    for name, ids in (("bos_token_id", (config.bos_token_id,)), ("eos_token_id", stops)):
-        valid = all(i is None or (_is_int(i) and 0 <= i < config.vocab_size) for i in ids)
+    if scaling is None:
+        return
+    _require(isinstance(scaling, RopeScaling), "rope_scaling", scaling, "a RopeScaling or None")
+    for name, value in vars(scaling).items():
+        check_value(f"rope_scaling.{name}", value, YARN_FIELDS[name].kind)
+    expected = f"at least beta_slow ({scaling.beta_slow})"
+    valid = scaling.beta_fast >= scaling.beta_slow
+    _require(valid, "rope_scaling.beta_fast", scaling.beta_fast, expected)
+
+
+def _check_tokens(config: ModelConfig) -> None:
+    eos = config.eos_token_id
+    ends = eos if isinstance(eos, (tuple, list)) else (eos,)
+    for name, ids in (("bos_token_id", (config.bos_token_id,)), ("eos_token_id", ends)):
+        valid = all(i is None or i < config.vocab_size for i in ids)
         _require(valid, name, getattr(config, name), f"below vocab_size ({config.vocab_size})")
 
 
@@ -276,19 +274,19 @@ def _check_layers(config: ModelConfig) -> None:
     layers, ratios, types = config.num_hidden_layers, config.compress_ratios, config.layer_types
     for name, entries in (("compress_ratios", ratios), ("layer_types", types)):
         expected = f"one entry per layer ({layers})"
-        _require(len(entries) == layers, name, f"{len(entries)} entries", expected)
-    kinds = [kind.value for kind in LayerKind]
-    unknown = sorted(set(types).difference(kinds))
-    _require(not unknown, "layer_types", unknown, f"among {kinds}")
+        _require(len(entries) == layers, name, len(entries), expected)
     for kind in LayerKind:
         rates = sorted({ratio for ratio, name in zip(ratios, types) if name == kind})
         if kind is LayerKind.SWA:
             _require(rates in ([], [0]), "compress_ratios", rates, f"0 in {kind} layers")
         else:
-            valid = len(rates) <= 1 and all(_is_int(rate) and rate > 0 for rate in rates)
+            valid = len(rates) <= 1 and 0 not in rates
             _require(valid, "compress_ratios", rates, f"one positive rate in all {kind} layers")
     hashed = config.num_hash_layers
     _require(hashed <= layers, "num_hash_layers", hashed, f"at most num_hidden_layers ({layers})")
+    window, most = config.sliding_window, config.max_position_embeddings
+    expected = f"at most max_position_embeddings ({most})"
+    _require(window <= most, "sliding_window", window, expected)
 
 
 def _check_shapes(config: ModelConfig) -> None:
@@ -314,7 +312,7 @@ def _check_quantisation(config: ModelConfig) -> None:
         value = getattr(config, name)
         _require(value in allowed, name, value, f"one of {allowed}")
     block, linear, expert = config.fp8_block, config.linear_scheme, config.expert_scheme
-    valid = len(block) == 2 and all(_is_int(size) and size > 0 for size in block)
+    valid = len(block) == 2 and QUANTISATION_FIELDS["weight_block_size"].kind.accepts(block)
     _require(valid, "fp8_block", block, "two positive integers")
     valid = linear is not None or expert is None
     _require(valid, "expert_scheme", expert, "None where linear_scheme is None")

@@ -203,7 +203,7 @@ def test_no_config(folder: Path) -> None:
         ("{", "is not valid JSON"),
         ("[1]", "must hold a JSON object, got list"),
         ("{}", "config lacks hidden_size"),
-        ('{"model_type": "llama"}', "config model_type is 'llama', DeepSeek-V4 has 'deepseek_v4'"),
+        ('{"model_type": "llama"}', "config model_type must be 'deepseek_v4', got 'llama'"),
     ],
 )
 def test_bad_config_is_named(text: str, message: str, folder: Path) -> None:

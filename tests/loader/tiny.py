@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
     vocab_size=40,
     compress_ratios=(0, 4, 128),
     num_hash_layers=1,
-    rope_scaling=RopeScaling(factor=4.0, original_max_position_embeddings=64),
+    rope_scaling=RopeScaling(factor=16.0, original_max_position_embeddings=64),
     max_position_embeddings=1024,
     num_nextn_predict_layers=1,
 )
