@@ -15,16 +15,17 @@ import torch
 pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.sm100 import fmha
 from dsv4.kernels.attention.sm100.fmha import ONE, FmhaKernel
 from dsv4.kernels.attention.sm100.plan_1cta import KEYS
 from dsv4.simulator import Deadlock, KernelFault
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.timing import trace
 from dsv4.simulator.timing.recorder import record
+from dsv4.testing.mutate import Edit, at, check, mutated
 from tests.accuracy import assert_attention_close
 from tests.attention_cases import Case, Inputs, make_inputs
 from tests.kernels.attention.sm100.conftest import Backend, config_of
-from tests.kernels.attention.sm100.patching import build_from_changed_source
 
 ONE_TOKEN = Case(heads=128, head_dim=512, top_k=64, requests=((0, 1),), ragged=False)
 # Branches of every kind, a padding token, ragged ends; growing scores raise references late.
@@ -264,66 +265,54 @@ def test_products(backend: Backend, seed: int) -> None:
 
 # ---- bugs put in --------------------------------------------------------------------------------
 
-PAIR, FRAGMENTS = "fmha_pair.py", "fmha_pair_fragments.py"
 TWO_TOKENS = Case(**{**vars(ONE_TOKEN), "top_k": 192, "requests": ((0, 2),)})
 # Maxima pass the threshold every other tile or so, in one half of it or the other.
 CLIMBING = Case(**{**vars(ONE_TOKEN), "top_k": 640, "growing": True, "softmax_scale": 0.125})
-BUGS = {
+SOFTMAX_WARPS = at("FmhaPair.softmax_warps")
+# What is put in, and a case that exposes it.
+BUGS: dict[str, tuple[Edit, Case]] = {
     # Each thread weighs what half of the columns say.
     "partial scores not exchanged": (
-        PAIR,
-        "scores[0, i] = scores[0, i] + received[i]",
-        "scores[0, i] = scores[0, i]",
+        at("FmhaPair._load_scores").assignment("scores[0, i]").value.replace("scores[0, i]"),
         ONE_TOKEN,
     ),
     # Every CTA loads the columns of the first one.
     "one half loaded twice": (
-        PAIR,
-        "source[None, tile, items.rank, work.token]",
-        "source[None, tile, 0, work.token]",
+        at("FmhaPair.load_warp")
+        .call("cute.copy", nth=0)
+        .argument(1)
+        .expression("items.rank")
+        .replace("0"),
         ONE_TOKEN,
     ),
     # Only the first CTA's masked rows are cleared: NaN from the other's.
     "rows of the second CTA kept": (
-        PAIR,
-        "clear_rows(kv_tile, HALF_DIM, valid, thread.index)",
-        "clear_rows(kv_tile, HALF_DIM, valid + 64 * items.rank, thread.index)",
+        SOFTMAX_WARPS.call("clear_rows").argument(2).replace("{} + 64 * items.rank"),
         MIXED,
     ),
     # A new token's Q lands while scores of the last one are still computed.
     "Q not waited for": (
-        PAIR,
-        "        for item in cutlass.range(items.first, items.count, items.step, unroll=1):\n"
-        "            q_pipe.producer_acquire(state)\n",
-        "        for item in cutlass.range(items.first, items.count, items.step, unroll=1):\n",
+        at("FmhaPair.query_warps").call("q_pipe.producer_acquire", nth=0).delete(),
         TWO_TOKENS,
     ),
     # The output is staged where the exchange of the next token writes.
     "stores not waited for": (
-        PAIR,
-        "            self._wait_for_stores()\n\n            # ---- mainloop",
-        "            # ---- mainloop",
+        SOFTMAX_WARPS.call("self._wait_for_stores", nth=0).delete(),
         TWO_TOKENS,
     ),
     # O of the last tile is read while it is being computed.
     "O not waited for": (
-        PAIR,
-        "            if keys.last > keys.first:\n                self._wait_for_o(p_pipe",
-        "            if keys.first > keys.last:\n                self._wait_for_o(p_pipe",
+        SOFTMAX_WARPS.branch("keys.last > keys.first").test.replace("keys.first > keys.last"),
         TWO_TOKENS,
     ),
     # The two threads of a row keep references of their own.
     "references not agreed": (
-        FRAGMENTS,
-        "return found != 0",
-        "return cute.arch.vote_any_sync(condition)",
+        at("either_warp").expression("found != 0").replace("cute.arch.vote_any_sync(condition)"),
         CLIMBING,
     ),
     # The first product of a token adds to the last token's.
     "first PV accumulates": (
-        PAIR,
-        "pv_mma.set(tcgen05.Field.ACCUMULATE, accumulate)",
-        "pv_mma.set(tcgen05.Field.ACCUMULATE, True)",
+        at("FmhaPair._pv").call("pv_mma.set", nth=0).argument(1).replace("True"),
         TWO_TOKENS,
     ),
 }
@@ -341,12 +330,18 @@ def noticed(backend: Backend, build: Callable | None, case: Case, seed: int) -> 
     return False
 
 
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_has_its_place(name: str) -> None:
+    """What is renamed in a kernel is found here at once, in the slow rows too."""
+    check(BUGS[name][0])
+
+
 @pytest.mark.stage("E")
 @pytest.mark.parametrize("name", [QUICK, *slow(*(name for name in BUGS if name != QUICK))])
 def test_bug_is_noticed(backend: Backend, tmp_path: Path, name: str, seed: int) -> None:
     if backend.device != "cpu":
         pytest.skip("a broken kernel may hang a GPU")
-    file, old, new, case = BUGS[name]
-    build = build_from_changed_source(tmp_path, {file: (old, new)})
+    edit, case = BUGS[name]
+    build = mutated(fmha.build, tmp_path, edit)
     assert noticed(backend, build, case, seed), f"{name}: passes {case}"
     assert not noticed(backend, None, case, seed), f"{case} fails without the bug"

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+
+from dsv4.kernels.attention.sm100 import fmha
 from dsv4.simulator import Deadlock, KernelFault
+from dsv4.testing.mutate import Edit, at, check, mutated
 from tests.accuracy import assert_attention_close
 from tests.attention_cases import Case, make_inputs
 from tests.kernels.attention.sm100.conftest import Backend, config_of
-from tests.kernels.attention.sm100.patching import build_from_changed_source
 
 pytestmark = pytest.mark.stage("E")
 
@@ -35,136 +38,112 @@ PADDING = Case(heads=64, head_dim=64, top_k=64, requests=((0, 1), (-1, 1)), ragg
 
 @dataclass(frozen=True)
 class Bug:
-    """One edit of one file: what it breaks, and a case that is too small to notice."""
+    """One edit of one function: what it breaks, and a case that is too small to notice."""
 
-    file: str
-    old: str
-    new: str
+    edit: Edit
     exposed_by: Case
     hidden_from: Case | None = None
     is_slow: bool = False
 
 
+SOFTMAX_WARPS = at("FmhaSingle.softmax_warps")
+PV = at("FmhaSingle._pv")
+PV_ACCUMULATE = PV.call("pv_mma.set", nth=0).argument(1)
 BUGS = {
     # TMA reads tile 0 for every tile: the tile mode is pinned, the chunk mode left free.
     "tile mode pinned": Bug(
-        "fmha_single.py",
-        "source[(None, chunk, None, work.token)][None, tile]",
-        "source[(None, None, 0, work.token)][None, chunk]",
+        at("FmhaSingle.load_warp")
+        .call("cute.copy", nth=0)
+        .argument(1)
+        .replace("source[(None, None, 0, work.token)][None, chunk]"),
         exposed_by=THREE_TILES,
         hidden_from=ONE_TILE,
     ),
     # P is read where the first P was written.
     "P offset missing": Bug(
-        "fmha_single.py",
-        "p_block = f_p[None, None, k, p_state.index]",
-        "p_block = f_p[None, None, k, 0]",
+        PV.assignment("p_block").expression("p_state.index").replace("0"),
         exposed_by=THREE_TILES,
         hidden_from=ONE_TILE,
     ),
     # S and O share TMEM columns.
     "S offset missing": Bug(
-        "fmha_single.py",
-        "cute.make_tensor(address + self.tmem.s_column, s.layout)",
-        "cute.make_tensor(address, s.layout)",
+        at("FmhaSingle._tmem_views").expression("address + self.tmem.s_column").replace("address"),
         exposed_by=THREE_TILES,
         is_slow=True,
     ),
     # The first product adds what TMEM happened to hold.
-    "first PV accumulates": Bug(
-        "fmha_single.py",
-        "pv_mma.set(tcgen05.Field.ACCUMULATE, accumulate)",
-        "pv_mma.set(tcgen05.Field.ACCUMULATE, True)",
-        exposed_by=ONE_TILE,
-    ),
+    "first PV accumulates": Bug(PV_ACCUMULATE.replace("True"), exposed_by=ONE_TILE),
     # Only the first chunk of O is overwritten by the first product.
     "second chunk accumulates": Bug(
-        "fmha_single.py",
-        "pv_mma.set(tcgen05.Field.ACCUMULATE, accumulate)",
-        "pv_mma.set(tcgen05.Field.ACCUMULATE, accumulate if chunk == 0 else True)",
+        PV_ACCUMULATE.replace("{} if chunk == 0 else True"),
         exposed_by=WIDE_TWO_TILES,
         hidden_from=ONE_TILE,
         is_slow=True,
     ),
     # O goes back into TMEM through an atom of another shape.
     "TMEM round trip by hand": Bug(
-        "fmha_fragments.py",
-        "cute.copy(copies.store, fragment, copies.store.partition_D(columns))",
-        "atom = cute.make_copy_atom(tcgen05.St16x128bOp(tcgen05.Repetition(16)), Float32)\n"
-        "    store = tcgen05.make_tmem_copy(atom, columns).get_slice(copies.thread)\n"
-        "    target = store.partition_D(columns)\n"
-        "    source = store.partition_S(cute.make_identity_tensor((ROWS, COLUMNS)))\n"
-        "    cute.copy(store, cute.make_tensor(fragment.iterator, "
-        "cute.make_layout(source.shape)), target)",
+        at("store_columns")
+        .call("cute.copy")
+        .replace(
+            "atom = cute.make_copy_atom(tcgen05.St16x128bOp(tcgen05.Repetition(16)), Float32)\n"
+            "store = tcgen05.make_tmem_copy(atom, columns).get_slice(copies.thread)\n"
+            "target = store.partition_D(columns)\n"
+            "source = store.partition_S(cute.make_identity_tensor((ROWS, COLUMNS)))\n"
+            "layout = cute.make_layout(source.shape)\n"
+            "cute.copy(store, cute.make_tensor(fragment.iterator, layout), target)"
+        ),
         exposed_by=GROWING,
     ),
     # The ring of KV chunks does not turn: the third tile of head_dim 512 finds no free stage.
     "KV stage does not wrap": Bug(
-        "fmha_single.py",
-        "pipes.kv.consumer_release(kv_done)",
-        "pass",
+        PV.call("kv.consumer_release").delete(),
         exposed_by=WIDE_THREE_TILES,
         hidden_from=WIDE_TWO_TILES,
     ),
     # V is taken as it lies in memory: on a square tile that compiles, and transposes it.
     "layout of V trusted": Bug(
-        "fmha_single.py",
-        "make(mn_major, (ROWS, self.tiling.chunk_dim))",
-        "make(k_major, (ROWS, self.tiling.chunk_dim))",
+        at("FmhaSingle._mmas").call("make", nth=1).argument(0).replace("k_major"),
         exposed_by=ONE_TILE,
     ),
     # The maximum is in base 2: it counts ln 2 a unit.
     "lse in mixed bases": Bug(
-        "merge.py",
-        "value = (maximum + cute.math.log2(total, fastmath=True)) * LN_2",
-        "value = maximum + cute.math.log2(total, fastmath=True) * LN_2",
+        at("row_lse")
+        .assignment("value")
+        .value.replace("maximum + cute.math.log2(total, fastmath=True) * LN_2 + offset"),
         exposed_by=ONE_TILE,
     ),
     # A wait that skips phases returns at once: the output is read before the last product.
     "O not waited for in order": Bug(
-        "fmha_single.py",
-        "if tile > keys.first:\n                o_pipe.consumer_wait(o_state)\n"
-        "                o_state.advance()",
-        "if tile > keys.first:\n                o_state.advance()",
+        SOFTMAX_WARPS.branch("tile > keys.first").call("consumer_wait").delete(),
         exposed_by=THREE_TILES,
         hidden_from=ONE_TILE,
     ),
     # TMEM is given back while other warps still read O from it.
     "TMEM freed too early": Bug(
-        "fmha_single.py",
-        "pipeline.NamedBarrier(TMEM_UNUSED, self.warps.softmax_threads).arrive_and_wait()",
-        "pass",
+        SOFTMAX_WARPS.call("NamedBarrier().arrive_and_wait").delete(),
         exposed_by=ONE_TILE,
         is_slow=True,
     ),
     # 0 * NaN: masked rows of the tile reach O through P V.
     "masked rows kept": Bug(
-        "fmha_single.py",
-        "self._clear_rows(smem, tile - keys.first, valid, copies.thread)",
-        "pass",
+        SOFTMAX_WARPS.call("self._clear_rows").delete(),
         exposed_by=PARTIAL,
         hidden_from=THREE_TILES,
     ),
     # The tensor core reads P before the fence makes it visible.
     "P without a proxy fence": Bug(
-        "fmha_fragments.py",
-        "cute.arch.fence_view_async_shared()",
-        "pass",
+        at("store_rows").call("fence_view_async_shared").delete(),
         exposed_by=ONE_TILE,
         is_slow=True,
     ),
     # The tensor core may start on S before its scores have been read out.
     "TMEM handed over without a fence": Bug(
-        "fmha_work.py",
-        'cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")',
-        "pass",
+        at("hand_over_tmem").call("inline_ptx").delete(),
         exposed_by=THREE_TILES,
     ),
     # The output of a token without keys is staged over a Q that is still arriving.
     "output over an unfinished Q": Bug(
-        "fmha_single.py",
-        "q_pipe.consumer_wait(pipeline.make_pipeline_state(CONSUMER, 1))",
-        "pass",
+        SOFTMAX_WARPS.call("q_pipe.consumer_wait").delete(),
         exposed_by=PADDING,
         hidden_from=ONE_TILE,
     ),
@@ -183,6 +162,12 @@ def noticed(backend: Backend, build: Callable, case: Case, seed: int) -> bool:
     return False
 
 
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_has_its_place(name: str) -> None:
+    """What is renamed in a kernel is found here at once, in the slow rows too."""
+    check(BUGS[name].edit)
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * bug.is_slow) for n, bug in BUGS.items()],
@@ -191,7 +176,7 @@ def test_bug_is_noticed(backend: Backend, tmp_path: Path, name: str, seed: int) 
     if backend.device != "cpu":
         pytest.skip("a broken kernel may hang a GPU")
     bug = BUGS[name]
-    build = build_from_changed_source(tmp_path, {bug.file: (bug.old, bug.new)})
+    build = mutated(fmha.build, tmp_path, bug.edit)
     assert noticed(backend, build, bug.exposed_by, seed), f"{name}: passes {bug.exposed_by}"
     if bug.hidden_from is not None:
         assert not noticed(backend, build, bug.hidden_from, seed), (
@@ -202,5 +187,5 @@ def test_bug_is_noticed(backend: Backend, tmp_path: Path, name: str, seed: int) 
 @pytest.mark.parametrize("case", [ONE_TILE, PARTIAL, PADDING], ids=str)
 def test_unchanged_source_passes(backend: Backend, tmp_path: Path, case: Case, seed: int) -> None:
     """The copy itself is not what fails."""
-    build = build_from_changed_source(tmp_path, {})
+    build = mutated(fmha.build, tmp_path)
     assert not noticed(backend, build, case, seed)
