@@ -2,8 +2,8 @@
 
     <root>/<digest of configuration and compiler>/<digest of sources>.json.gz
 
-A record says which files of the tree were imported to make it, with their digests, and which were
-looked for in vain. It serves every tree where that is so.
+A record says which files of the tree were imported to make it, and which were looked at in vain for
+a list of configurations, with their digests. It serves every tree where these files are the same.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class CodeCache:
         return None
 
     def put(self, tree: Tree, arch: str, label: str, identity: str, code: dict) -> None:
-        """Keep `code`, whose "files" were imported and whose "absent" ones were looked for."""
-        files = {file: tree.digest(file) for file in [*code["files"], *code["absent"]]}
+        """Keep `code`, whose "files" were imported and whose "unfit" ones were looked at."""
+        files = {file: tree.digest(file) for file in [*code["files"], *code["unfit"]]}
         folder = self._folder(arch, label, identity)
         folder.mkdir(parents=True, exist_ok=True)
         record = {"arch": arch, "label": label, "files": files}

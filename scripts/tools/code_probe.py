@@ -1,7 +1,7 @@
 """Lists and compiles the kernel configurations of the source tree that PYTHONPATH names.
 
     code_probe.py list                  {"configurations": [[arch, label, identity], ...]}
-    code_probe.py compile ARCH LABEL    {"ptx": ..., "host": ..., "files": [...], "absent": [...]}
+    code_probe.py compile ARCH LABEL    {"ptx": ..., "host": ..., "files": [...], "unfit": [...]}
 
 The answer is JSON on stdout: the above, or {"error": one line}. `scripts/same_code` runs this
 inside trees of other commits, where modules may have other names: it imports nothing of the project
@@ -53,13 +53,15 @@ def _kernels_table() -> list[Configuration] | None:
 
 
 LAYOUTS = (_runtime_registry, _kernels_table)
-_absent: list[str] = []  # modules that layouts looked for in vain
+_unfit: list[str] = []  # modules that layouts looked for, and that are absent or something else
 
 
 def _from_table(name: str) -> list[Configuration] | None:
     """A module with `model_configurations()`, `runner_key(config, arch)`, `build(key, options)`."""
     table = _import(name)
-    if table is None:
+    functions = ("model_configurations", "runner_key", "build")
+    if not all(hasattr(table, function) for function in functions):
+        _unfit.append(name)
         return None
     models = table.model_configurations()
     wanted = {(arch, label): config for arch in ARCHITECTURES for label, config in models.items()}
@@ -106,7 +108,6 @@ def _import(name: str):
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name and (name == error.name or name.startswith(error.name + ".")):
-            _absent.append(name)
             return None
         raise
 
@@ -122,7 +123,7 @@ def configurations() -> list[Configuration]:
         if found is not None:
             return found
     raise LookupError(
-        f"no list of kernel configurations in this tree (looked for {', '.join(_absent)}); a new "
+        f"no list of kernel configurations in this tree (looked for {', '.join(_unfit)}); a new "
         f"layout is taught to {Path(__file__).name}"
     )
 
@@ -133,8 +134,8 @@ def compile_one(arch: str, label: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         compiled = chosen.build(f"--keep-ptx --dump-dir {folder}")
         ptx, host = compiled.artifacts.PTX, str(compiled.ir_module)
-    absent = [name.replace(".", "/") + ".py" for name in _absent]
-    return {"ptx": ptx, "host": host, "files": _imported_files(), "absent": absent}
+    unfit = [name.replace(".", "/") + ".py" for name in _unfit]
+    return {"ptx": ptx, "host": host, "files": _imported_files(), "unfit": unfit}
 
 
 def _imported_files() -> list[str]:

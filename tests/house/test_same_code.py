@@ -301,6 +301,18 @@ def test_tree_without_configurations_is_refused(project: Project) -> None:
     assert "no list of kernel configurations" in done.stderr and "kernels_table" in done.stderr
 
 
+def test_module_of_a_known_name_with_other_contents_is_passed_over(project: Project) -> None:
+    base = project.commit(PTX)
+    registry = project.folder / NEW
+    registry.parent.mkdir()
+    registry.write_text("ENTRIES = ()\n")
+    assert project.run(base, *ONE).returncode == 0
+    (project.folder / OLD).unlink()
+    done = project.run(base, *ONE)
+    assert done.returncode == 2
+    assert "worktree: LookupError: no list of kernel configurations" in done.stderr
+
+
 @pytest.mark.slow
 def test_this_project_against_itself_and_against_a_changed_constant(tmp_path: Path) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
