@@ -124,7 +124,7 @@ def configurations() -> list[Configuration]:
             return found
     raise LookupError(
         f"no list of kernel configurations in this tree (looked for {', '.join(_unfit)}); a new "
-        f"layout is taught to {Path(__file__).name}"
+        "layout is taught to scripts/tools/code_probe.py"
     )
 
 

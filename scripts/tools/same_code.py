@@ -29,6 +29,8 @@ from scripts.tools.code_text import (
 )
 
 WORKTREE = "worktree"
+# As it was when this process started: a run takes minutes, and may not change its mind meanwhile.
+_PROBE = Path(code_probe.__file__).read_text()
 DIFF_LINES = 40
 LINE_LENGTH = 150  # of a differing line in the report
 
@@ -234,7 +236,7 @@ def _probe(tree: Tree, arch: str, *command: str) -> dict:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CUTE_DSL_")}
     environment |= {"CUTE_DSL_ARCH": arch, "PYTHONPATH": str(tree.folder), "NO_COLOR": "1"}
     child = subprocess.run(
-        [sys.executable, code_probe.__file__, *command],
+        [sys.executable, "-c", _PROBE, *command],
         cwd=tree.folder,
         env={"OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
