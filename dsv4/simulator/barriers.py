@@ -117,7 +117,7 @@ def bar_reduce(w: Warp, op: str, number, count, predicate, mask) -> np.ndarray |
     return np.full(32, every.all() if op == "and" else every.any(), np.bool_)
 
 
-def cluster_arrive(w: Warp, release: bool, aligned: bool, mask: np.ndarray) -> None:
+def cluster_arrive(w: Warp, aligned: bool, mask: np.ndarray) -> None:
     """Every thread of the cluster arrives for itself."""
     if not mask.any():
         return
@@ -128,8 +128,7 @@ def cluster_arrive(w: Warp, release: bool, aligned: bool, mask: np.ndarray) -> N
     cluster = w.cluster
     w.cluster_tickets[mask] = cluster.barrier_generation
     if w.launch.monitor is not None:
-        key = ("cluster", cluster.barrier_generation)
-        w.launch.monitor.release(w, key, mask, relaxed=not release)
+        w.launch.monitor.cluster_arrive(w, cluster.barrier_generation, mask)
     cluster.barrier_arrived += int(mask.sum())
     _complete_cluster(w)
 
@@ -169,7 +168,7 @@ def cluster_wait(w: Warp, aligned: bool, mask: np.ndarray) -> bool:
     if w.launch.monitor is not None:
         for generation in np.unique(tickets).tolist():
             lanes = mask & (w.cluster_tickets == generation)
-            w.launch.monitor.acquire(w, ("cluster", generation), lanes)
+            w.launch.monitor.cluster_wait(w, generation, lanes)
     w.cluster_tickets[mask] = -1
     w.informed_in = max(w.informed_in, cluster.barrier_completed_in)
     return True

@@ -6,13 +6,18 @@ from collections.abc import Hashable
 
 import numpy as np
 
+from dsv4.simulator.ptx.qualifiers import Order, Scope
+
 EVER = np.iinfo(np.int32).max
 # Rows of what a warp knows, and of what is published at a synchronisation object:
-# SEEN     accesses that happened before;
-# FENCED   those of them whose ordinary writes the asynchronous proxy sees;
-# ORDERED  those of them that a tcgen05.fence::before_thread_sync or a commit put in order.
-SEEN, FENCED, ORDERED = range(3)
-_ROWS = 3
+# SEEN           accesses that happened before;
+# FENCED_SHARED  those of them whose ordinary writes to shared memory the asynchronous proxy sees;
+# FENCED_GLOBAL  the same of global memory;
+# ORDERED        those that a tcgen05.fence::before_thread_sync or a commit put in order;
+# INITIALISED    initialisations of mbarriers that a fence.mbarrier_init made visible.
+SEEN, FENCED_SHARED, FENCED_GLOBAL, ORDERED, INITIALISED = range(5)
+_ROWS = 5
+_FENCED = slice(FENCED_SHARED, FENCED_GLOBAL + 1)
 
 
 class Clocks:
@@ -30,8 +35,12 @@ class Clocks:
         self.published: dict[Hashable, np.ndarray] = {}
         self.informed: dict[int, np.ndarray] = {}  # warp -> lanes that know more
         self.rest: dict[int, np.ndarray] = {}
-        # What the warp knew at its last memory fence: released by relaxed arrivals.
-        self.at_fence = np.zeros((warps, _ROWS, 0), np.int32)
+        # What the warp knew at its last fence of each scope or wider: relaxed operations hand it to
+        # threads within that scope. `restricted` is for mbarriers alone.
+        self.at_fence = np.zeros((warps, len(Scope), _ROWS, 0), np.int32)
+        self.restricted = np.zeros((warps, _ROWS, 0), np.int32)
+        # What relaxed waits of a warp saw, and how far away it was published: for its next fence.
+        self.pending: dict[int, list[tuple[Scope, np.ndarray]]] = {}
         # tcgen05 work that a tcgen05.fence::after_thread_sync of the warp put in order.
         self.settled = np.zeros((warps, 0), np.int32)
         self.know = np.zeros((warps, _ROWS, 0), np.int32)
@@ -40,8 +49,8 @@ class Clocks:
             self.seen[w, w] = 1
 
     def _widen(self, capacity: int) -> None:
-        self.know, self.at_fence, self.settled = (
-            _wide(x, capacity) for x in (self.know, self.at_fence, self.settled)
+        self.know, self.at_fence, self.restricted, self.settled = (
+            _wide(x, capacity) for x in (self.know, self.at_fence, self.restricted, self.settled)
         )
         self.rest = {w: _wide(x, capacity) for w, x in self.rest.items()}
         self.seen = self.know[:, SEEN]
@@ -90,12 +99,21 @@ class Clocks:
         self.seen[warp, warp] += 1
         return int(self.seen[warp, warp])
 
-    def release(
-        self, warp: int, key: Hashable, lanes: np.ndarray | None = None, *, relaxed: bool = False
-    ) -> None:
+    def release(self, warp: int, key: Hashable, lanes: np.ndarray | None = None) -> None:
         """Publish what lanes know; later accesses of the warp are not covered."""
-        self.publish(key, self.at_fence[warp] if relaxed else self.view(warp, lanes))
+        self.publish(key, self.view(warp, lanes))
         self.advance(warp)
+
+    def told(
+        self, warp: int, lanes: np.ndarray | None, order: Order, distance: Scope
+    ) -> np.ndarray | None:
+        """What an arrival at an mbarrier or cluster barrier tells threads at a distance: None if
+        its scope does not reach them, what was fenced for them if it is relaxed."""
+        if distance > order.scope:
+            return None
+        if order.releases:
+            return self.view(warp, lanes)
+        return np.maximum(self.at_fence[warp, distance], self.restricted[warp])
 
     def publish(self, key: Hashable, know: np.ndarray) -> None:
         """Join clocks into a synchronisation object."""
@@ -122,23 +140,50 @@ class Clocks:
             know[SEEN, agent] = max(know[SEEN, agent], clock)
 
     # --- fences ----------------------------------------------------------------------------------
-    def fence(self, warp: int) -> None:
-        """A memory fence: relaxed releases now carry all the warp has seen."""
-        self.at_fence[warp] = self.know[warp]
+    def observe(self, warp: int, key: Hashable, distance: Scope) -> None:
+        """A relaxed wait for something published at a distance: the next fence acquires it."""
+        held = self.published.get(key)
+        if held is not None:
+            self.pending.setdefault(warp, []).append((distance, held.copy()))
 
-    def proxy_fence(self, warp: int, lanes: np.ndarray | None = None) -> None:
-        """fence.proxy.async: ordinary writes the lanes know of become visible to async engines."""
+    def fence(self, warp: int, order: Order) -> None:
+        """A fence between threads within a scope."""
+        if order.acquires:
+            kept = []
+            for distance, held in self.pending.pop(warp, ()):
+                if distance <= order.scope:
+                    self.join(warp, held)
+                else:
+                    kept.append((distance, held))
+            if kept:
+                self.pending[warp] = kept
+        if order.releases and order.restricted:
+            self.restricted[warp] = self.know[warp]
+        elif order.releases:
+            self.at_fence[warp, : order.scope + 1] = self.know[warp]
+
+    def init_fence(self, warp: int) -> None:
+        """fence.mbarrier_init: relaxed arrivals now tell of the mbarriers the warp initialised."""
+        clock = self.seen[warp, warp]
+        self.know[warp, INITIALISED, warp] = clock
+        self.at_fence[warp, : Scope.CLUSTER + 1, INITIALISED, warp] = clock
+
+    def proxy_fence(self, warp: int, lanes: np.ndarray | None, row: int | None) -> None:
+        """fence.proxy.async: ordinary writes the lanes know of become visible to async engines;
+        `row` is that of one state space, None of both."""
         views = [self.view(warp, lanes)]
         if warp in self.rest and lanes is None:
             views.append(self.know[warp])
         for know in views:
-            np.maximum(know[FENCED], know[SEEN], out=know[FENCED])
+            fenced = know[_FENCED if row is None else slice(row, row + 1)]
+            np.maximum(fenced, know[SEEN], out=fenced)
 
     def keep_fenced(self, warp: int, since: int) -> None:
         """What the warp fenced since a clock stays fenced though it now counts as later."""
         know = self.know[warp]
-        if know[FENCED, warp] >= since:
-            know[FENCED, warp] = know[SEEN, warp]
+        for row in (FENCED_SHARED, FENCED_GLOBAL):
+            if know[row, warp] >= since:
+                know[row, warp] = know[SEEN, warp]
 
     def before_thread_sync(self, warp: int) -> None:
         """tcgen05.fence::before_thread_sync: releases that follow carry the warp's tcgen05 work."""

@@ -1,25 +1,27 @@
 """Happens-before over global memory, within and between clusters.
 
 Strong accesses (atomics, acquire, release, relaxed, volatile) synchronise (see flags.py). Strong
-loads are not themselves checked; atomics and strong stores are in conflict with ordinary accesses,
-not with each other. Reads are kept in a list until somebody writes to the allocation: most of them
-are of inputs that nobody writes. Of each cell the last two readers are known.
+loads are not checked against ordinary writes; atomics and strong stores are in conflict with
+ordinary accesses. With each other strong accesses are in conflict only where the scope of one of
+them does not include the other thread. Reads are kept in a list until there is a write to the
+allocation: most of them are of inputs. Of each cell the last two readers are known.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from dsv4.simulator.clocks import FENCED, SEEN
+from dsv4.simulator.clocks import FENCED_GLOBAL, SEEN
 from dsv4.simulator.findings import CONVERGENCE
 from dsv4.simulator.flags import Flags
 from dsv4.simulator.histories import EARLIER_LAUNCH, NOBODY, Footprint, History, Read
-from dsv4.simulator.memory import OFFSET_MASK, SHARED_WINDOW, GlobalMemory, Region
+from dsv4.simulator.memory import OFFSET_MASK, SHARED_WINDOW, Cta, GlobalMemory, Region
+from dsv4.simulator.ptx.qualifiers import Order, Scope
 from dsv4.simulator.shadow import SEVERAL, other_lanes, place, place_of
 from dsv4.simulator.shared_races import lanes_of
 from dsv4.simulator.warp import ALL
 
-STRONG = frozenset(("acquire", "release", "acq_rel", "relaxed", "volatile", "mmio"))
+NARROW = "scope too narrow"
 LAUNCH_BEFORE = ("launch before",)  # an agent: clock 1 is its end
 _AGENT_BITS = 20  # of an owner: cluster number and agent
 _AGENT = (1 << _AGENT_BITS) - 1
@@ -32,6 +34,12 @@ class GlobalRaces:
     def __init__(self, monitor, before: GlobalRaces | None):
         self.monitor, self.before = monitor, before
         self.flags = Flags()
+        # Whether any access has a scope that other CTAs may be outside of.
+        self.narrow = any(
+            ins.order.strong and ins.order.scope < Scope.GPU
+            for ins in monitor.entry.instructions
+            if ins.parts[0] in ("ld", "st", "atom", "red")
+        )
         self.histories: dict[int, History] = {}
 
     def history(self, region: Region) -> History:
@@ -56,15 +64,28 @@ class GlobalRaces:
     # --- ordinary and strong accesses ------------------------------------------------------------
     def access(self, w, active: np.ndarray, mask, size: int, write: bool) -> None:
         """A load or store of `size` bytes at each active lane's address."""
-        strong = STRONG.intersection(self.monitor.entry.instructions[w.at].parts)
+        order = self.monitor.entry.instructions[w.at].order
         lanes = lanes_of(w, mask)
-        if strong and not write:
-            self._observe(w, active, bool(strong & {"acquire", "acq_rel", "volatile"}), lanes)
-            return
-        self._touch(w, active, mask, lanes, size, write, bool(strong))
-        if strong:
+        if order.strong and not write:
+            if self.narrow:
+                self._strong_load(w, active, mask, lanes, size, order)
             for address in np.unique(active).tolist():
-                self.flags.release(w, ("global", address), "release" in strong, lanes)
+                self.flags.read(w, ("global", address), order, lanes)
+            return
+        self._touch(w, active, mask, lanes, size, write, order.strong)
+        if order.strong:
+            for address in np.unique(active).tolist():
+                self.flags.write(w, ("global", address), order, False, lanes)
+
+    def _strong_load(self, w, active, mask, lanes, size: int, order: Order) -> None:
+        know = w.cluster.state.clocks.view(w.agent, lanes)
+        for number, address in zip(np.flatnonzero(mask), active.tolist()):
+            history = self.history(w.cluster.memory.find(address, address + size))
+            others = history.atomics(needed=False)
+            if others is not None:
+                offsets = np.array([address - history.region.start]) & ~3
+                words, _ = others.cells(offsets, max(size, 4), np.array([number]))
+                self._within_scope(w, others, words, know, order, "strong read of")
 
     def _touch(self, w, active: np.ndarray, mask, lanes, size: int, write: bool, atomic: bool):
         memory = w.cluster.memory
@@ -98,6 +119,10 @@ class GlobalRaces:
         if others is not None:
             words, whose_words = others.cells(offsets & ~3, max(size, 4), numbers)
             if atomic:
+                if self.narrow:
+                    self._within_scope(
+                        w, others, words, know, self.monitor.entry.instructions[w.at].order, what
+                    )
                 others.note_write(words, owner, clock, place(w.at, whose_words))
                 order.note(others, owner, words)
                 return
@@ -107,6 +132,20 @@ class GlobalRaces:
         else:
             history.note_read(Read(where, 0, owner, clock, place(w.at, whose)))
         order.note(history, owner, where)
+
+    def _within_scope(
+        self, w, others: History, words, know, order: Order, what: str
+    ) -> None:  # fmt: skip
+        """Strong accesses that nothing orders must include each other in their scopes."""
+        late = self._late(w, others.writer[words], others.write_clock[words], know, SEEN)
+        for i in np.flatnonzero(late & (others.writer[words] >= 0)).tolist():
+            owner, code = int(others.writer[words][i]), int(others.write_at[words][i])
+            earlier = self.monitor.entry.instructions[place_of(code)[0]].order
+            distance = _distance(w, owner)
+            # The reductions of asynchronous copies are of the GPU's scope.
+            if distance > min(order.scope, earlier.scope if earlier.strong else Scope.GPU):
+                self._report(w, others, NARROW, what, words, i, code, "access")
+                return
 
     def _conflicts(
         self, w, history: History, where, whose, know, write: bool, what: str, owner: int
@@ -213,7 +252,7 @@ class GlobalRaces:
     def _after_fence(self, w, history: History, where, know, what: str) -> None:
         """Ordinary writes before an asynchronous access need a proxy fence."""
         writer = history.writer[where]
-        late = self._late(w, writer, history.write_clock[where], know, FENCED)
+        late = self._late(w, writer, history.write_clock[where], know, FENCED_GLOBAL)
         late &= (writer >= 0) & ((writer & _AGENT) < w.cluster.state.clocks.warps)
         if late.any():
             i = int(late.argmax())
@@ -274,19 +313,10 @@ class GlobalRaces:
             self.monitor.report(kind, message, (at, w.at), (at, w.at))
 
     # --- synchronisation -------------------------------------------------------------------------
-    def _observe(self, w, active: np.ndarray, acquires: bool, lanes) -> None:
-        for address in np.unique(active).tolist():
-            if acquires:
-                self.flags.acquire(w, ("global", address), lanes)
-            else:
-                self.flags.observe(w, ("global", address))
-
     def atomic(self, w, space: str, address: np.ndarray, mask, size: int) -> None:
         """atom and red: release and acquire by their qualifiers, or by fences around them."""
-        parts = self.monitor.entry.instructions[w.at].parts
+        ins = self.monitor.entry.instructions[w.at]
         lanes = lanes_of(w, mask)
-        release = bool({"release", "acq_rel"} & set(parts))
-        acquire = bool({"acquire", "acq_rel"} & set(parts))
         active = address[mask]
         shared = np.full(len(active), space.startswith("shared"))
         if space == "generic":
@@ -298,12 +328,14 @@ class GlobalRaces:
             theirs[np.flatnonzero(mask)[~shared]] = True
             self._touch(w, active[~shared], theirs, lanes, size, True, True)
         for where, near in set(zip(active.tolist(), shared.tolist())):
-            flag = ("shared", w.cluster.number, where & 0xFFFFFFFF) if near else ("global", where)
-            if acquire:
-                self.flags.acquire(w, flag, lanes)
-            else:
-                self.flags.observe(w, flag)
-            self.flags.release(w, flag, release, lanes)
+            flag = self._shared_flag(w, where) if near else ("global", where)
+            if ins.parts[0] == "atom":  # red does not say what it read
+                self.flags.read(w, flag, ins.order, lanes)
+            self.flags.write(w, flag, ins.order, True, lanes)
+
+    @staticmethod
+    def _shared_flag(w, address: int) -> tuple:
+        return "shared", w.cluster.number, address & 0xFFFFFFFF
 
     def _shared_atomic(self, w, active: np.ndarray, mask, shared: np.ndarray, size: int) -> None:
         for lane, where in zip(np.flatnonzero(mask)[shared].tolist(), active.tolist()):
@@ -312,10 +344,29 @@ class GlobalRaces:
             offsets = np.array([where & OFFSET_MASK])
             self.monitor.shared_atomic(w, w.cluster.cta_at(where), offsets, one, size)
 
-    def fence(self, w) -> None:
-        """A memory fence."""
-        self.flags.fence(w)
+    def shared_flag(
+        self, w, cta: Cta, offsets: np.ndarray, write: bool, order: Order, lanes
+    ) -> None:  # fmt: skip
+        """A strong load or store of shared memory."""
+        for offset in np.unique(offsets).tolist():
+            flag = self._shared_flag(w, cta.base | offset)
+            if write:
+                self.flags.write(w, flag, order, False, lanes)
+            else:
+                self.flags.read(w, flag, order, lanes)
+
+    def fence(self, w, order: Order) -> None:
+        """A fence between threads."""
+        self.flags.fence(w, order)
 
 
 def _owner(w, agent: int) -> int:
     return w.cluster.number << _AGENT_BITS | agent
+
+
+def _distance(w, owner: int) -> Scope:
+    """How far a warp and the owner of an access are apart; engines count as of their cluster."""
+    cluster, agent = owner >> _AGENT_BITS, owner & _AGENT
+    if cluster != w.cluster.number:
+        return Scope.GPU
+    return Scope.CTA if agent // w.launch.warps == w.cta.rank else Scope.CLUSTER

@@ -62,7 +62,7 @@ def barrier(e: BlockEmitter, ins: Instruction) -> None:
     if parts[1] == "cluster":
         aligned = "aligned" in ins.parts
         if parts[2] == "arrive":
-            e.line(f"cluster_arrive(w, {'relaxed' not in parts}, {aligned}, {e.mask})")
+            e.line(f"cluster_arrive(w, {aligned}, {e.mask})")
         else:
             _park_unless(e, f"cluster_wait(w, {aligned}, {e.mask})")
     elif parts[1] == "warp":

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsv4.simulator.clocks import FENCED, SEEN, Clocks
+from dsv4.simulator.clocks import FENCED_GLOBAL, FENCED_SHARED, INITIALISED, SEEN, Clocks
 from dsv4.simulator.findings import CONVERGENCE, Findings
 from dsv4.simulator.granules import TMEM_GROUPS, granules
 from dsv4.simulator.lanes import LaneOrder
 from dsv4.simulator.memory import SHARED_BYTES, TMEM_COLUMNS, Cluster, Cta
+from dsv4.simulator.ptx.qualifiers import Scope
 from dsv4.simulator.reads_in_flight import ReadsInFlight, incomplete_loads
 from dsv4.simulator.shadow import SEVERAL, Earlier, Shadow, place
 from dsv4.simulator.warp import ALL
 
 IN_FLIGHT = "copy over a read in flight"
+_OTHER_CTAS = "other CTAs"  # where arrivals from other CTAs at an mbarrier are published
 _LANES = np.arange(32)
 ONE_LANE = [lane == _LANES for lane in range(32)]
 
@@ -71,6 +73,10 @@ class SharedRaces(Findings):
     def __init__(self, entry):
         super().__init__(entry)
         self.loads_at_release = incomplete_loads(entry)
+        self.strong_accesses = frozenset(
+            ins.index for ins in entry.instructions
+            if ins.order.strong and ins.parts[0] in ("ld", "st")
+        )  # fmt: skip
         self.watched_loads = frozenset(at for ats in self.loads_at_release.values() for at in ats)
 
     # --- ordinary accesses -----------------------------------------------------------------------
@@ -81,6 +87,9 @@ class SharedRaces(Findings):
         are those of a store."""
         state, agent = w.cluster.state, w.agent
         lanes = lanes_of(w, mask)
+        if w.at in self.strong_accesses:
+            self._strong(w, cta, offsets, mask, size, write, lanes)
+            return
         self._remote(w, cta)
         if mask is None:
             whose = SEVERAL
@@ -115,6 +124,15 @@ class SharedRaces(Findings):
             else:
                 shadow.note_read(where, agent, clock, code)
         order.note(shadow, agent, where)
+
+    def _strong(self, w, cta: Cta, offsets, mask, size: int, write: bool, lanes) -> None:
+        """A strong load or store, which synchronises: in conflict with ordinary accesses alone."""
+        if write:
+            self.shared_atomic(w, cta, offsets, mask, size)
+        else:
+            self._remote(w, cta)
+        order = self.entry.instructions[w.at].order
+        self.memory.shared_flag(w, cta, offsets, write, order, lanes)
 
     def _against_writes(
         self, w, cta: Cta, shadow: Shadow, where, seen, kind: str, what: str
@@ -210,7 +228,7 @@ class SharedRaces(Findings):
         lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
         know = state.clocks.view(w.agent, lanes)
         text = f"{what} of shared memory at"
-        if not shadow.settled(where, know[SEEN], know[FENCED], state.clocks.warps):
+        if not shadow.settled(where, know[SEEN], know[FENCED_SHARED], state.clocks.warps):
             if not self._against_writes(w, cta, shadow, where, know[SEEN], "read-write race", text):
                 self._proxy_fenced(w, cta, where, know, text)
             self._initialised(w, cta, where, f"{what} of {cta.name} reads")
@@ -222,7 +240,7 @@ class SharedRaces(Findings):
         """Ordinary writes, by warps, need the fence; engines' writes do not."""
         state = w.cluster.state
         warps = state.clocks.warps
-        earlier = state.shared[cta.rank].unordered_write(where, know[FENCED], below=warps)
+        earlier = state.shared[cta.rank].unordered_write(where, know[FENCED_SHARED], below=warps)
         if earlier:
             text = f"{text} {self._at(w, cta, where, earlier)}"
             self.race(w, "missing proxy fence", text, earlier)
@@ -241,7 +259,7 @@ class SharedRaces(Findings):
         if state.flights.late and not generic:
             self._against_flights(w, cta, where, know[SEEN], text)
         where = shadow.refined(where)
-        if not shadow.settled(where, know[SEEN], know[FENCED], state.clocks.warps):
+        if not shadow.settled(where, know[SEEN], know[FENCED_SHARED], state.clocks.warps):
             kind = "write-write race"
             raced = self._against_writes(w, cta, shadow, where, know[SEEN], kind, text)
             if not raced and not generic:
@@ -289,14 +307,40 @@ class SharedRaces(Findings):
         self.report("access to a CTA that may have exited", message, (at,), (at,))
 
     # --- threads and barriers --------------------------------------------------------------------
-    def release(self, w, key: tuple, mask=None, relaxed: bool = False) -> None:
-        """Arrival of a warp, or some lanes of it, at a barrier."""
+    def release(self, w, key: tuple, mask=None) -> None:
+        """Arrival of a warp, or some lanes of it, at a barrier of the CTA."""
         lanes = lanes_of(w, mask)
         w.order.covers(lanes)
         self._tell_commits(w)
-        w.cluster.state.clocks.release(w.agent, key, lanes, relaxed=relaxed)
+        w.cluster.state.clocks.release(w.agent, key, lanes)
         w.order.leave_behind(lanes)
         self._leave_loads(w)
+
+    def _arrive(self, w, mask, keys: dict[Scope, tuple]) -> None:
+        """Arrival of some lanes at an mbarrier or the cluster barrier: what it tells threads at
+        each distance is published under the key given for it."""
+        clocks, order = w.cluster.state.clocks, self.entry.instructions[w.at].order
+        lanes = lanes_of(w, mask)
+        w.order.covers(lanes)
+        self._tell_commits(w)
+        for distance, key in keys.items():
+            know = clocks.told(w.agent, lanes, order, distance)
+            if know is not None:
+                clocks.publish(key, know)
+        clocks.advance(w.agent)
+        w.order.leave_behind(lanes)
+        self._leave_loads(w)
+
+    def cluster_arrive(self, w, generation: int, mask) -> None:
+        """barrier.cluster.arrive."""
+        key = ("cluster", generation)
+        self._arrive(w, mask, {Scope.CLUSTER: key, Scope.CTA: (*key, w.cta.rank)})
+
+    def cluster_wait(self, w, generation: int, mask) -> None:
+        """barrier.cluster.wait."""
+        key = ("cluster", generation)
+        w.cluster.state.clocks.acquire(w.agent, (*key, w.cta.rank), lanes_of(w, mask))
+        self.acquire(w, key, mask)
 
     def _tell_commits(self, w) -> None:
         """Who is told anything by a warp after its commits counts as told of their arrivals."""
@@ -326,20 +370,22 @@ class SharedRaces(Findings):
     def fence(self, w, opcode: str, mask=None) -> None:
         """Fences of every kind, by some lanes or all."""
         state, clocks, agent = w.cluster.state, w.cluster.state.clocks, w.agent
-        lanes = lanes_of(w, mask)
+        lanes, order = lanes_of(w, mask), self.entry.instructions[w.at].order
         if opcode.startswith(("fence.proxy.async", "fence.mbarrier_init")):
             state.unfenced -= {a for a in state.unfenced if state.inits[a][0] == agent}
-        if opcode.startswith("fence.proxy.async"):
-            clocks.proxy_fence(agent, lanes)
+        if opcode.startswith("fence.mbarrier_init"):
+            clocks.init_fence(agent)
+        elif opcode.startswith("fence.proxy.async"):
+            clocks.proxy_fence(agent, lanes, _fenced_row(opcode))
         elif opcode.startswith("tcgen05.fence::before"):
             clocks.before_thread_sync(agent)
             return
         elif opcode.startswith("tcgen05.fence::after"):
             clocks.after_thread_sync(agent)
             return
-        elif opcode.startswith(("fence", "membar")):
-            clocks.fence(agent)
-            self.memory.fence(w)
+        if order.strong:
+            self.memory.fence(w, order)
+            clocks.fence(agent, order)
         clocks.advance(agent)  # what the warp writes from now on, the fence does not cover
 
     def barrier_init(self, w, address: int) -> None:
@@ -354,28 +400,34 @@ class SharedRaces(Findings):
             message = f"asynchronous arrival on {barrier}, whose init no fence made visible to it"
             self.report("missing mbarrier_init fence", message, (w.at,), (w.at,))
         agent, clock = state.inits[barrier.address]
-        if state.clocks.seen[w.agent, agent] < clock:
+        know = state.clocks.know[w.agent]
+        if max(know[SEEN, agent], know[INITIALISED, agent]) < clock:
             message = f"use of {barrier} by {w.cta.name} warp {w.number}"
             self.report("barrier used before its init is visible", message, (w.at,), (w.at,))
 
     def release_barrier(self, w, barrier, mask=None) -> None:
         """Arrival of some lanes at an mbarrier."""
         self._check_init(w, barrier)
-        self._remote(w, w.cluster.cta_at(barrier.address))
-        lanes = lanes_of(w, mask)
+        cta = w.cluster.cta_at(barrier.address)
+        self._remote(w, cta)
         key = ("mbarrier", barrier.address, barrier.phase)
-        w.order.covers(lanes)
-        self._tell_commits(w)
-        w.cluster.state.clocks.release(w.agent, key, lanes)
-        w.order.leave_behind(lanes)
-        self._leave_loads(w)
+        # Only threads of its own CTA wait for an mbarrier.
+        keys = {Scope.CTA: key} if cta is w.cta else {Scope.CLUSTER: (*key, _OTHER_CTAS)}
+        self._arrive(w, mask, keys)
 
     def acquire_barrier(self, w, barrier, mask=None) -> None:
         """Some lanes waited for the last phase of an mbarrier."""
         self._check_init(w, barrier)
+        clocks, order = w.cluster.state.clocks, self.entry.instructions[w.at].order
         lanes = lanes_of(w, mask)
         key = ("mbarrier", barrier.address, barrier.phase - 1)
-        own = w.cluster.state.clocks.acquire(w.agent, key, lanes)
+        if not order.acquires:
+            clocks.observe(w.agent, key, Scope.CTA)
+            clocks.observe(w.agent, (*key, _OTHER_CTAS), Scope.CLUSTER)
+            return
+        own = clocks.acquire(w.agent, key, lanes)
+        if order.scope >= Scope.CLUSTER:
+            own = max(own, clocks.acquire(w.agent, (*key, _OTHER_CTAS), lanes))
         if lanes is None:
             w.order.covered(own)
 
@@ -385,3 +437,10 @@ class SharedRaces(Findings):
 
 def _number(lane: int | None) -> int:
     return SEVERAL if lane is None else lane
+
+
+def _fenced_row(opcode: str) -> int | None:
+    """The row of clocks that a fence.proxy.async is for; None for both state spaces."""
+    if ".global" in opcode:
+        return FENCED_GLOBAL
+    return FENCED_SHARED if ".shared" in opcode or "sync_restrict" in opcode else None

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, field
 
 from dsv4.simulator.errors import UnsupportedInstruction
+from dsv4.simulator.ptx.qualifiers import Order, order_of
 
 TYPE_BITS = {
     "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16,
@@ -29,7 +30,7 @@ _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
 
 @dataclass(slots=True)
 class Instruction:
-    """One PTX instruction: `@guard opcode operands` and where it came from."""
+    """One PTX instruction: `@guard opcode operands`, its memory order and where it came from."""
 
     index: int
     opcode: str
@@ -40,6 +41,7 @@ class Instruction:
     text: str
     ptx_line: int
     source: tuple[str, int] | None
+    order: Order
 
     def where(self) -> str:
         """Both places a reader wants: the PTX line and the kernel's Python line."""
@@ -331,16 +333,18 @@ class _EntryReader:
         if m:
             negated, guard, rest = bool(m.group(1)), m.group(2), m.group(3)
         opcode, _, operands = self._call(rest, position).partition(" ")
+        parts = tuple(opcode.split("."))
         self.entry.instructions.append(
             Instruction(
                 index=len(self.entry.instructions),
                 opcode=opcode,
-                parts=tuple(opcode.split(".")),
+                parts=parts,
                 operands=split_operands(operands),
                 guard=guard,
                 negated=negated,
                 text=statement,
                 ptx_line=bisect.bisect_left(self.newlines, position) + 1,
                 source=self.source,
+                order=order_of(parts),
             )
         )

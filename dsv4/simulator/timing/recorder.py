@@ -175,11 +175,17 @@ class Recorder:
         else:
             events.append(trace.Signal(w.at, key, count))
 
-    def release(self, w, key: Key, mask=None, relaxed: bool = False) -> None:
+    def release(self, w, key: Key, mask=None) -> None:
         self._signal(w, key)
 
     def acquire(self, w, key: Key, mask=None) -> None:
         self._add(w, trace.Wait(w.at, key))
+
+    def cluster_arrive(self, w, generation: int, mask) -> None:
+        self._signal(w, ("cluster", generation))
+
+    def cluster_wait(self, w, generation: int, mask) -> None:
+        self._add(w, trace.Wait(w.at, ("cluster", generation)))
 
     def release_barrier(self, w, barrier, mask=None) -> None:
         self._signal(w, ("mbarrier", barrier.address, barrier.phase))

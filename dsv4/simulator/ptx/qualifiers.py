@@ -1,0 +1,86 @@
+"""Memory order of an instruction: its semantics and scope, as PTX defines them or defaults to."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import cache
+from typing import NamedTuple
+
+
+class Scope(IntEnum):
+    """Threads that an operation synchronises with; also how far two threads are apart."""
+
+    CTA = 0
+    CLUSTER = 1
+    GPU = 2
+    SYS = 3
+
+
+class Order(NamedTuple):
+    """What an instruction does to the order of memory accesses.
+
+    Args:
+        strong: a synchronising access, or a fence between threads.
+        scope: of a strong operation.
+        restricted: a fence that concerns mbarriers alone (`.sync_restrict`).
+    """
+
+    strong: bool = False
+    releases: bool = False
+    acquires: bool = False
+    scope: Scope = Scope.SYS
+    restricted: bool = False
+
+
+WEAK = Order()
+_SEMANTICS = ("relaxed", "acquire", "release", "acq_rel", "sc", "volatile", "mmio")
+_RELEASES, _ACQUIRES = ("release", "acq_rel", "sc"), ("acquire", "acq_rel", "sc")
+_SCOPES = {scope.name.lower(): scope for scope in Scope} | {"gl": Scope.GPU}
+_ARRIVALS, _WAITS = ("arrive", "arrive_drop"), ("test_wait", "try_wait")
+
+
+@cache
+def order_of(parts: tuple[str, ...]) -> Order:
+    """The memory order of an opcode, given its dotted parts.
+
+    An mbarrier operation without a scope counts as of the cluster, although PTX defaults to the
+    CTA: NVIDIA's own pipelines arrive at other CTAs' barriers like that, and its hardware runs them
+    so.
+    """
+    stem = parts[0]
+    if stem in ("ld", "st"):
+        return _ordered(parts, "weak", Scope.SYS)
+    if stem in ("atom", "red"):
+        return _ordered(parts, "relaxed", Scope.GPU)
+    if stem == "membar":
+        return _ordered((*parts, "sc"), "sc", Scope.SYS) if parts[1] in _SCOPES else WEAK
+    if stem == "fence":
+        return _fence(parts)
+    if stem == "mbarrier":
+        semantics = "release" if parts[1] in _ARRIVALS else "relaxed"
+        if parts[1] in _WAITS:
+            semantics = "acquire"
+        return _ordered(parts, semantics, Scope.CLUSTER)
+    if parts[:2] == ("barrier", "cluster"):
+        return _ordered(parts, "release" if parts[2] == "arrive" else "acquire", Scope.CLUSTER)
+    return WEAK
+
+
+def _fence(parts: tuple[str, ...]) -> Order:
+    restricted = any(part.startswith("sync_restrict") for part in parts)
+    if parts[1] in ("proxy", "mbarrier_init") and not restricted:
+        return WEAK
+    return _ordered(parts, "acq_rel", Scope.SYS)._replace(restricted=restricted)
+
+
+def _ordered(parts: tuple[str, ...], semantics: str, scope: Scope) -> Order:
+    """An order with the given defaults."""
+    found = [part for part in parts[1:] if part in _SEMANTICS]
+    if found:
+        semantics = found[0]
+    scope = next((_SCOPES[part] for part in parts[1:] if part in _SCOPES), scope)
+    if semantics == "weak":
+        return WEAK
+    if semantics in ("volatile", "mmio"):
+        scope = Scope.SYS
+    return Order(True, semantics in _RELEASES, semantics in _ACQUIRES, scope)
