@@ -19,7 +19,7 @@ _MISSED = 0.25  # of the completions that a test in the `random` schedule may mi
 _PENDING_SHIFT = 40  # of the pending count in a state token; the phase is below
 
 
-def _whole(w: Warp, mask: np.ndarray, instruction: str) -> None:
+def whole_warp(w: Warp, mask: np.ndarray, instruction: str) -> None:
     """All threads of the warp that have not exited must take part."""
     if mask is not ALL and (w.frames[0].mask & ~mask).any():
         raise KernelFault(f"{instruction} in a part of a warp: all its threads must take it")
@@ -67,7 +67,7 @@ def _others_exited(w: Warp, barrier: NamedBarrier) -> bool:
 def bar_arrive(w: Warp, number: np.ndarray, count: np.ndarray, mask) -> None:
     if not mask.any():
         return
-    _whole(w, mask, "bar.arrive")
+    whole_warp(w, mask, "bar.arrive")
     n = int(number[mask.argmax()])
     barrier, expected = _named(w, n, int(count[mask.argmax()]))
     barrier.detached += 32
@@ -77,7 +77,7 @@ def bar_arrive(w: Warp, number: np.ndarray, count: np.ndarray, mask) -> None:
 def bar_sync(w: Warp, number: np.ndarray, count: np.ndarray | None, mask) -> bool:
     if not mask.any():
         return True
-    _whole(w, mask, "bar.sync")
+    whole_warp(w, mask, "bar.sync")
     lane = int(mask.argmax())
     n = int(number[lane])
     if w.bar_ticket is None:
@@ -122,7 +122,7 @@ def cluster_arrive(w: Warp, aligned: bool, mask: np.ndarray) -> None:
     if not mask.any():
         return
     if aligned:
-        _whole(w, mask, "barrier.cluster.arrive.aligned")
+        whole_warp(w, mask, "barrier.cluster.arrive.aligned")
     if (w.cluster_tickets[mask] >= 0).any():
         raise KernelFault("barrier.cluster.arrive twice without a wait")
     cluster = w.cluster
@@ -154,7 +154,7 @@ def cluster_wait(w: Warp, aligned: bool, mask: np.ndarray) -> bool:
     if not mask.any():
         return True
     if aligned:
-        _whole(w, mask, "barrier.cluster.wait.aligned")
+        whole_warp(w, mask, "barrier.cluster.wait.aligned")
     tickets = w.cluster_tickets[mask]
     if (tickets < 0).any():
         raise KernelFault("barrier.cluster.wait without an arrive")

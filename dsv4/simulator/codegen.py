@@ -30,6 +30,7 @@ _SYNC = (
 
 Emit = Callable[["BlockEmitter", Instruction], None]
 EMITTERS: dict[str, Emit] = {}
+ELEMENTWISE: set[Emit] = set()
 
 
 def emits(*stems: str) -> Callable[[Emit], Emit]:
@@ -39,6 +40,17 @@ def emits(*stems: str) -> Callable[[Emit], Emit]:
         for stem in stems:
             EMITTERS[stem] = function
         return function
+
+    return register
+
+
+def computes(*stems: str) -> Callable[[Emit], Emit]:
+    """Register an emitter of instructions that only compute registers, lane by lane: those that do
+    not count may hold garbage."""
+
+    def register(function: Emit) -> Emit:
+        ELEMENTWISE.add(function)
+        return emits(*stems)(function)
 
     return register
 
@@ -70,6 +82,8 @@ class BlockEmitter:
         self.symbols = symbols
         self.constants: dict[str, object] = {}
         self.lines: list[str] = []
+        # Of a guarded instruction with effects: lines that run only if a lane's guard is true.
+        self.effects: list[str] | None = None
         self.variables: dict[str, dict[str, str]] = {}
         self.defined: list[str] = []
         self.mask = "ALL" if full else "m"
@@ -77,7 +91,7 @@ class BlockEmitter:
         self.ended = False
         self.temporaries = 0
         self.uses_mask = not full
-        self.batches = Batches(self.line, self.temporary)
+        self.batches = Batches(self.early, self.temporary)
 
     # --- driver ----------------------------------------------------------------------------------
     def source(self) -> str:
@@ -137,35 +151,65 @@ class BlockEmitter:
         """Emit one instruction under its guard."""
         emit = emitter_of(ins)
         control = ins.parts[0] == "bra" or ins.parts[0] in EXIT_OPCODES
-        previous = self.mask
         self.current = ins
-        if ins.guard and not control:
-            guard = self.value(ins.guard, "p")
-            sign = "~" if ins.negated else ""
-            name = self.temporary()
-            rest = "" if self.full else " & m"
-            self.line(f"{name} = {sign}{guard}{rest}")
-            self.mask, self.guarded = name, True
-            if is_sync(ins.opcode):
-                self.line(f"if {name}.any(): guards_taken.add({ins.index})")
-            conflicts = self.symbols["wgmma conflicts"](ins)
-            if conflicts:
-                self.constants[f"in_flight_{ins.index}"] = conflicts
-                self.line(
-                    f"if w.wgmma_pending and {name}.any(): check_products(w, in_flight_{ins.index})"
-                )
+        if not ins.guard or control:
+            if is_collective(ins):
+                self.line(self._gathering())
+            self._emit(emit, ins)
+            return
+        previous = self.mask
+        guard = self.value(ins.guard, "p")
+        self.mask, self.guarded = self.temporary(), True
+        sign, rest = "~" if ins.negated else "", "" if self.full else " & m"
+        self.line(f"{self.mask} = {sign}{guard}{rest}")
+        if emit in ELEMENTWISE:
+            self._check_guarded(ins, f"if w.wgmma_pending and {self.mask}.any()")
+            self._emit(emit, ins)
+        else:
+            self._guarded_effects(emit, ins)
+        self.mask, self.guarded = previous, False
+
+    def _guarded_effects(self, emit: Emit, ins: Instruction) -> None:
+        """Emit an instruction that does more than compute registers: not at all if no lane's guard
+        is true, and as if unguarded if all lanes' are."""
+        self.effects = []
+        if is_sync(ins.opcode):
+            self.line(f"guards_taken.add({ins.index})")
+        self._check_guarded(ins, "if w.wgmma_pending")
+        if "aligned" in ins.parts:
+            self.mark()
+            self.line(f"whole_warp(w, {self.mask}, {ins.opcode!r})")
         if is_collective(ins):
             self.line(self._gathering())
+        self._emit(emit, ins)
+        effects, self.effects = self.effects, None
+        if effects:
+            self.line(f"if {self.mask}.any():")
+            if self.full:
+                self.line(f" if {self.mask}.all(): {self.mask} = ALL")
+            self.lines += [" " + text for text in effects]
+
+    def _check_guarded(self, ins: Instruction, condition: str) -> None:
+        """Check a guarded instruction's registers against products under way."""
+        conflicts = self.symbols["wgmma conflicts"](ins)
+        if conflicts:
+            self.constants[f"in_flight_{ins.index}"] = conflicts
+            self.line(f"{condition}: check_products(w, in_flight_{ins.index})")
+
+    def _emit(self, emit: Emit, ins: Instruction) -> None:
         try:
             emit(self, ins)
         except (KeyError, IndexError, ValueError, AssertionError) as error:
             raise UnsupportedInstruction(
                 f"form of {ins.opcode} not simulated ({error!r}): {ins.where()}"
             ) from error
-        self.mask, self.guarded = previous, False
 
     def line(self, text: str) -> None:
         """Append one line of Python."""
+        (self.lines if self.effects is None else self.effects).append(text)
+
+    def early(self, text: str) -> None:
+        """Append a line without effects, which runs whatever the guard of the instruction is."""
         self.lines.append(text)
 
     def mark(self) -> None:
@@ -197,7 +241,7 @@ class BlockEmitter:
         if held is None:
             kind = self.registers.kind[operand]
             name = self.variable(operand, kind)
-            self.line(f"{name} = R[{self.registers.index[operand]}]")
+            self.early(f"{name} = R[{self.registers.index[operand]}]")
             held = self.variables[operand] = {kind: name}
         return held
 
@@ -218,7 +262,7 @@ class BlockEmitter:
                 view = f"{source}.view({DTYPES[kind]})"
                 if "f32x2" in (kind, source_kind):
                     view = f"contiguous({source}).view({DTYPES[kind]})"
-                self.line(f"{name} = {view}")
+                self.early(f"{name} = {view}")
                 held[kind] = name
                 return name
             if wanted < bits:
@@ -248,7 +292,7 @@ class BlockEmitter:
         if space == "shared":
             name = self.temporary()
             cast = "" if kind == "u32" else ".astype(u64)"
-            self.line(f"{name} = (w.shared_base + {self.constant(address, 'u32')}){cast}")
+            self.early(f"{name} = (w.shared_base + {self.constant(address, 'u32')}){cast}")
             return name
         return self.constant(address, kind)
 
@@ -291,6 +335,12 @@ class BlockEmitter:
         return [operand]
 
     # --- results ---------------------------------------------------------------------------------
+    def carry(self, expression: str) -> None:
+        """Assign the carry flag, in the active lanes only."""
+        if self.guarded or not self.full:
+            expression = f"where({self.mask}, {expression}, w.carry)"
+        self.line(f"w.carry = {expression}")
+
     def define(self, register: str, expression: str, kind: str) -> None:
         """Assign an expression of `kind` to a register, in the active lanes only."""
         register = register.strip()
@@ -307,9 +357,12 @@ class BlockEmitter:
             if kind == "f32x2":
                 expression, kind = f"({expression}).view(u64)", "u64"
             mask = f"{self.mask}[:, None]" if kind == "u128" else self.mask
-            expression = f"where({mask}, {expression}, {self.value(register, kind)})"
+            old = self.value(register, kind)
+            expression = f"where({mask}, {expression}, {old})"
         self.batches.changes(register)
         name = self.variable(register, kind)
+        if self.effects is not None and old != name:
+            self.early(f"{name} = {old}")  # stays, if the effects do not happen
         self.line(f"{name} = {expression}")
         self._holds(register, kind, name)
 
@@ -350,7 +403,7 @@ class BlockEmitter:
         value = self.value(operand, kind)
         if not value.isidentifier():
             name = self.temporary()
-            self.line(f"{name} = {value}")
+            self.early(f"{name} = {value}")
             return Argument(None, name)
         return Argument(operand if self.entry.width(operand) else None, value)
 

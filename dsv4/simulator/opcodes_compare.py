@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsv4.simulator.codegen import BlockEmitter, emits, type_of
+from dsv4.simulator.codegen import BlockEmitter, computes, type_of
 from dsv4.simulator.ptx.parser import TYPE_BITS, Instruction
 from dsv4.simulator.registers import KIND_OF_TYPE
 
@@ -29,7 +29,7 @@ def _comparison(op: str, a: str, b: str, is_float: bool) -> str:
     return f"({a} {_COMPARE[op]} {b})"
 
 
-@emits("setp", "set")
+@computes("setp", "set")
 def set_predicate(e: BlockEmitter, ins: Instruction) -> None:
     name = type_of(ins)
     kind = KIND_OF_TYPE[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsv4.simulator.codegen import BlockEmitter, emits
+from dsv4.simulator.codegen import BlockEmitter, computes
 from dsv4.simulator.numerics import SMALL_FLOATS
 from dsv4.simulator.ptx.parser import Instruction
 from dsv4.simulator.registers import BITS_OF_KIND, DTYPES, KIND_OF_TYPE, UNSIGNED
@@ -12,7 +12,7 @@ _TYPES = {*KIND_OF_TYPE, *_SMALL_PAIRS, "ue8m0x2", "tf32"}
 _ROUNDINGS = {"rni": "np.rint", "rzi": "np.trunc", "rmi": "np.floor", "rpi": "np.ceil"}
 
 
-@emits("cvt")
+@computes("cvt")
 def convert(e: BlockEmitter, ins: Instruction) -> None:
     if ins.parts[1] == "pack":
         _pack_saturated(e, ins)
@@ -164,7 +164,7 @@ def _pack_saturated(e: BlockEmitter, ins: Instruction) -> None:
         e.define(ins.operands[0], f"{packed}{rest}", "u32")
 
 
-@emits("cvta")
+@computes("cvta")
 def convert_address(e: BlockEmitter, ins: Instruction) -> None:
     """Windows: shared and local addresses sit in their own ranges of the generic space."""
     to_space = ins.parts[1] == "to"
@@ -178,7 +178,7 @@ def convert_address(e: BlockEmitter, ins: Instruction) -> None:
     e.define(ins.operands[0], value, UNSIGNED[BITS_OF_KIND["u64"]])
 
 
-@emits("isspacep")
+@computes("isspacep")
 def is_space(e: BlockEmitter, ins: Instruction) -> None:
     address = e.value(ins.operands[1], "u64")
     e.define(ins.operands[0], f"in_space({address}, {ins.parts[1]!r})", "p")

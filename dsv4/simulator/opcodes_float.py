@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsv4.simulator.codegen import BlockEmitter, emits, type_of
+from dsv4.simulator.codegen import BlockEmitter, computes, type_of
 from dsv4.simulator.ptx.parser import Instruction
 from dsv4.simulator.registers import KIND_OF_TYPE
 
@@ -101,7 +101,7 @@ def _extremum(e: BlockEmitter, ins: Instruction, kind: str) -> None:
     e.elementwise(ins.operands[0], _modified(e, ins, out), ins.operands[1:], (kind, kind))
 
 
-@emits("fma")
+@computes("fma")
 def fused(e: BlockEmitter, ins: Instruction) -> None:
     name = type_of(ins)
     if is_mixed(ins):
@@ -166,7 +166,7 @@ _UNARY = {
 }  # fmt: skip
 
 
-@emits(*_UNARY)
+@computes(*_UNARY)
 def unary(e: BlockEmitter, ins: Instruction) -> None:
     name = type_of(ins)
     if is_packed_half(name):
@@ -185,14 +185,14 @@ def unary(e: BlockEmitter, ins: Instruction) -> None:
     e.elementwise(ins.operands[0], _modified(e, ins, out), ins.operands[1:2], (kind, kind))
 
 
-@emits("copysign")
+@computes("copysign")
 def copy_sign(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     a, b = (e.value(x, kind) for x in ins.operands[1:3])
     e.define(ins.operands[0], f"np.copysign({b}, {a})", kind)
 
 
-@emits("testp")
+@computes("testp")
 def test_property(e: BlockEmitter, ins: Instruction) -> None:
     a = e.value(ins.operands[1], KIND_OF_TYPE[type_of(ins)])
     tests = {

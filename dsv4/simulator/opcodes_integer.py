@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsv4.simulator.codegen import BlockEmitter, emits, type_of
+from dsv4.simulator.codegen import BlockEmitter, computes, type_of
 from dsv4.simulator.opcodes_float import (
     float_binary,
     is_mixed,
@@ -16,7 +16,7 @@ from dsv4.simulator.registers import BITS_OF_KIND, DTYPES, KIND_OF_TYPE, UNSIGNE
 _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
 
 
-@emits("add", "sub", "mul", "min", "max", "div")
+@computes("add", "sub", "mul", "min", "max", "div")
 def binary(e: BlockEmitter, ins: Instruction) -> None:
     stem = ins.parts[0]
     if ins.parts[-1] in ("u16x2", "s16x2"):
@@ -91,7 +91,7 @@ def _carry_out(e: BlockEmitter, ins: Instruction, kind: str) -> None:
     wide = e.temporary()
     e.line(f"{wide} = {a} {sign} {b}{carry}")
     if "cc" in ins.parts:
-        e.line(f"w.carry = ({wide} >> 32) & 1")
+        e.carry(f"({wide} >> 32) & 1")
     e.define(ins.operands[0], f"{wide}.astype(u32)", "u32")
 
 
@@ -101,23 +101,23 @@ def _wide_carry(e: BlockEmitter, ins: Instruction) -> None:
     out, over = e.temporary(), e.temporary()
     e.line(f"{out}, {over} = add_wide({a}, {b}, {carry}, {ins.parts[0].startswith('sub')})")
     if "cc" in ins.parts:
-        e.line(f"w.carry = {over}")
+        e.carry(f"{over}")
     e.define(ins.operands[0], out, "u64")
 
 
-@emits("addc", "subc")
+@computes("addc", "subc")
 def carry_in(e: BlockEmitter, ins: Instruction) -> None:
     _carry_out(e, ins, KIND_OF_TYPE[type_of(ins)])
 
 
-@emits("rem")
+@computes("rem")
 def remainder(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     a, b = (e.value(x, kind) for x in ins.operands[1:3])
     e.define(ins.operands[0], f"remainder({a}, {b})", kind)
 
 
-@emits("mad", "madc")
+@computes("mad", "madc")
 def multiply_add(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     if ins.parts[0] == "madc" or "cc" in ins.parts:
@@ -148,18 +148,18 @@ def _multiply_carry(e: BlockEmitter, ins: Instruction, kind: str) -> None:
     c = e.value(ins.operands[3], "u32")
     e.line(f"{wide} = {product}.view(u32).astype(i64) + {c}{carry}")
     if "cc" in ins.parts:
-        e.line(f"w.carry = {wide} >> 32")
+        e.carry(f"{wide} >> 32")
     e.define(ins.operands[0], f"{wide}.astype(u32)", "u32")
 
 
-@emits("sad")
+@computes("sad")
 def absolute_difference(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     a, b, c = (e.value(x, kind) for x in ins.operands[1:4])
     e.define(ins.operands[0], f"np.maximum({a}, {b}) - np.minimum({a}, {b}) + {c}", kind)
 
 
-@emits("slct")
+@computes("slct")
 def select_by_sign(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[next(p for p in ins.parts[1:] if p in TYPE_BITS)]
     a, b = (e.value(x, kind) for x in ins.operands[1:3])
@@ -167,26 +167,26 @@ def select_by_sign(e: BlockEmitter, ins: Instruction) -> None:
     e.define(ins.operands[0], f"where({c} >= 0, {a}, {b})", kind)
 
 
-@emits("and", "or", "xor")
+@computes("and", "or", "xor")
 def logic(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     a, b = (e.value(x, kind) for x in ins.operands[1:3])
     e.define(ins.operands[0], f"{a} {_SYMBOLS[ins.parts[0]]} {b}", kind)
 
 
-@emits("not")
+@computes("not")
 def invert(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     e.define(ins.operands[0], f"~{e.value(ins.operands[1], kind)}", kind)
 
 
-@emits("cnot")
+@computes("cnot")
 def logical_not(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     e.define(ins.operands[0], f"({e.value(ins.operands[1], kind)} == 0).astype({kind})", kind)
 
 
-@emits("lop3")
+@computes("lop3")
 def lookup(e: BlockEmitter, ins: Instruction) -> None:
     a, b, c = (e.value(x, "u32") for x in ins.operands[1:4])
     out = f"lookup3({a}, {b}, {c}, {int(ins.operands[4], 0)})"
@@ -202,7 +202,7 @@ def lookup(e: BlockEmitter, ins: Instruction) -> None:
     e.define(target, result, "u32")
 
 
-@emits("shl")
+@computes("shl")
 def shift_left(e: BlockEmitter, ins: Instruction) -> None:
     kind = UNSIGNED[TYPE_BITS[type_of(ins)]]
     bits = BITS_OF_KIND[kind]
@@ -214,7 +214,7 @@ def shift_left(e: BlockEmitter, ins: Instruction) -> None:
         e.define(ins.operands[0], f"shift_left({a}, {e.value(count, 'u32')}, {bits})", kind)
 
 
-@emits("shr")
+@computes("shr")
 def shift_right(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     bits = BITS_OF_KIND[kind]
@@ -227,14 +227,14 @@ def shift_right(e: BlockEmitter, ins: Instruction) -> None:
         e.define(ins.operands[0], f"{name}({a}, {e.value(count, 'u32')}, {bits})", kind)
 
 
-@emits("shf")
+@computes("shf")
 def funnel_shift(e: BlockEmitter, ins: Instruction) -> None:
     low, high, count = (e.value(x, "u32") for x in ins.operands[1:4])
     left, clamp = ins.parts[1] == "l", ins.parts[2] == "clamp"
     e.define(ins.operands[0], f"funnel_shift({low}, {high}, {count}, {left}, {clamp})", "u32")
 
 
-@emits("bfe")
+@computes("bfe")
 def bit_field_extract(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     a = e.value(ins.operands[1], kind)
@@ -242,7 +242,7 @@ def bit_field_extract(e: BlockEmitter, ins: Instruction) -> None:
     e.define(ins.operands[0], f"extract_bits({a}, {p}, {n})", kind)
 
 
-@emits("bfi")
+@computes("bfi")
 def bit_field_insert(e: BlockEmitter, ins: Instruction) -> None:
     kind = UNSIGNED[TYPE_BITS[type_of(ins)]]
     a, b = (e.value(x, kind) for x in ins.operands[1:3])
@@ -250,7 +250,7 @@ def bit_field_insert(e: BlockEmitter, ins: Instruction) -> None:
     e.define(ins.operands[0], f"insert_bits({a}, {b}, {p}, {n})", kind)
 
 
-@emits("brev", "popc", "clz", "bfind")
+@computes("brev", "popc", "clz", "bfind")
 def bit_scan(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     bits = BITS_OF_KIND[kind]
@@ -271,27 +271,27 @@ def bit_scan(e: BlockEmitter, ins: Instruction) -> None:
         e.define(ins.operands[0], out, "u32")
 
 
-@emits("fns")
+@computes("fns")
 def find_nth_set(e: BlockEmitter, ins: Instruction) -> None:
     mask, base = (e.value(x, "u32") for x in ins.operands[1:3])
     offset = e.value(ins.operands[3], "s32")
     e.define(ins.operands[0], f"find_nth_set({mask}, {base}, {offset})", "u32")
 
 
-@emits("bmsk")
+@computes("bmsk")
 def bit_mask(e: BlockEmitter, ins: Instruction) -> None:
     a, b = (e.value(x, "u32") for x in ins.operands[1:3])
     e.define(ins.operands[0], f"bit_mask({a}, {b}, {'clamp' in ins.parts})", "u32")
 
 
-@emits("szext")
+@computes("szext")
 def extend(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[type_of(ins)]
     a, b = e.value(ins.operands[1], kind), e.value(ins.operands[2], "u32")
     e.define(ins.operands[0], f"extend_bits({a}, {b}, {'clamp' in ins.parts})", kind)
 
 
-@emits("mul24", "mad24")
+@computes("mul24", "mad24")
 def multiply_24(e: BlockEmitter, ins: Instruction) -> None:
     """Low or high 32 of the 48 bits of a product of 24-bit integers, plus an addend."""
     kind = KIND_OF_TYPE[type_of(ins)]
@@ -304,7 +304,7 @@ def multiply_24(e: BlockEmitter, ins: Instruction) -> None:
     e.define(ins.operands[0], out, "u32")
 
 
-@emits("prmt")
+@computes("prmt")
 def permute(e: BlockEmitter, ins: Instruction) -> None:
     a, b, s = (e.value(x, "u32") for x in ins.operands[1:4])
     if len(ins.parts) > 2:
@@ -313,7 +313,7 @@ def permute(e: BlockEmitter, ins: Instruction) -> None:
     e.define(ins.operands[0], f"permute_bytes({a}, {b}, {s})", "u32")
 
 
-@emits("dp4a")
+@computes("dp4a")
 def dot4(e: BlockEmitter, ins: Instruction) -> None:
     types = [p for p in ins.parts if p in ("u32", "s32")]
     a = f"words({e.value(ins.operands[1], 'u32')}, {'i8' if types[0] == 's32' else 'u8'})"
@@ -322,7 +322,7 @@ def dot4(e: BlockEmitter, ins: Instruction) -> None:
     e.define(ins.operands[0], f"({a}.astype(i32) * {b}).sum(1, dtype=i32) + {c}", "s32")
 
 
-@emits("dp2a")
+@computes("dp2a")
 def dot2(e: BlockEmitter, ins: Instruction) -> None:
     """Two 16-bit values times the low or high two bytes of the second operand."""
     types = [p for p in ins.parts if p in ("u32", "s32")]
@@ -334,7 +334,7 @@ def dot2(e: BlockEmitter, ins: Instruction) -> None:
     e.define(ins.operands[0], out, "s32")
 
 
-@emits("neg", "abs")
+@computes("neg", "abs")
 def negate(e: BlockEmitter, ins: Instruction) -> None:
     name = type_of(ins)
     kind = KIND_OF_TYPE[name]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dsv4.simulator.codegen import BlockEmitter, emits, type_of
+from dsv4.simulator.codegen import BlockEmitter, computes, type_of
 from dsv4.simulator.ptx.parser import TYPE_BITS, Instruction
 from dsv4.simulator.registers import DTYPES, KIND_OF_TYPE, UNSIGNED
 
 
-@emits("selp")
+@computes("selp")
 def select(e: BlockEmitter, ins: Instruction) -> None:
     kind = _move_kind(e, ins.operands[1:3], KIND_OF_TYPE[type_of(ins)])
     a, b = (e.value(x, kind) for x in ins.operands[1:3])
@@ -21,7 +21,7 @@ def _move_kind(e: BlockEmitter, sources: list[str], kind: str) -> str:
     return kind
 
 
-@emits("mov")
+@computes("mov")
 def move(e: BlockEmitter, ins: Instruction) -> None:
     target, source = ins.operands
     name = type_of(ins)

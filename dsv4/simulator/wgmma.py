@@ -200,7 +200,7 @@ def emit_multiply(e: BlockEmitter, ins: Instruction) -> None:
     if ins.operands[1].startswith("{"):
         fragment = e.vector(ins.operands[1])
         if not e.symbols["asynchronous registers"].isdisjoint(fragment):
-            e.line("if w.unsettled: w.settle()")
+            e.early("if w.unsettled: w.settle()")
         a = "(" + ", ".join(e.value(r, "u32") for r in fragment) + ",)"
     else:
         a = e.value(ins.operands[1], "u64")

@@ -1,4 +1,4 @@
-"""Deleting synchronisation from a compiled kernel, and asking whether the simulator notices."""
+"""Deleting or weakening the synchronisation of a compiled kernel: does the simulator notice?"""
 
 from __future__ import annotations
 
@@ -57,6 +57,74 @@ def without(ptx: str, ins: Instruction) -> str:
     return "\n".join(lines)
 
 
+_SCOPES = ("cta", "cluster", "gpu", "sys")
+_WEAKER = {
+    "sc": ("acq_rel",), "acq_rel": ("release", "acquire"), "release": ("relaxed",),
+    "acquire": ("relaxed",),
+}  # fmt: skip
+_OTHER_PROXIES = {
+    "fence.proxy.async": ("fence.proxy.async.shared::cta", "fence.proxy.async.global"),
+    "fence.proxy.async.shared::cta": ("fence.proxy.async.global",),
+    "fence.proxy.async.shared::cluster": ("fence.proxy.async.global",),
+    "fence.proxy.async.global": ("fence.proxy.async.shared::cta",),
+}
+
+
+def weakenings(ins: Instruction) -> list[str]:
+    """The opcode with one qualifier weakened by one step, each way: semantics, scope, the proxy
+    that a fence is for, a wait for writes that becomes one for reads."""
+    if ins.opcode in _OTHER_PROXIES:
+        return list(_OTHER_PROXIES[ins.opcode])
+    if ins.opcode == "cp.async.bulk.wait_group":
+        return [ins.opcode + ".read"]
+    if not ins.order.strong:
+        return []
+    parts = _explicit(ins)
+    out = []
+    for i, part in enumerate(parts):
+        out += [_joined(parts, i, weaker) for weaker in _WEAKER.get(part, ())]
+        if part in _SCOPES[1:]:
+            out.append(_joined(parts, i, _SCOPES[_SCOPES.index(part) - 1]))
+    if parts[:2] == ["barrier", "cluster"]:
+        # Its scope is its name, and only its arrival can be relaxed.
+        return ["barrier.cluster.arrive.relaxed"] if "release" in parts else []
+    if parts[0] == "mbarrier" and "shared::cluster" not in parts and "arrive" in parts[1]:
+        # At the CTA's own barrier, the CTA's scope is all there is.
+        out = [opcode for opcode in out if ".relaxed" in opcode]
+    return out
+
+
+def _explicit(ins: Instruction) -> list[str]:
+    """The parts of an opcode with its default semantics and scope written out."""
+    parts = list(ins.parts)
+    if parts[0] in ("mbarrier", "atom", "red", "barrier"):
+        semantics = next((p for p in parts if p in ("relaxed", *_WEAKER)), None)
+        scope = next((p for p in parts[1:] if p in _SCOPES), ins.order.scope.name.lower())
+        if semantics is None:
+            semantics = "release" if ins.order.releases else "relaxed"
+            semantics = "acquire" if ins.order.acquires else semantics
+        plain = [p for p in parts if p not in (semantics, scope)]
+        if parts[:2] == ["barrier", "cluster"]:
+            return [*parts[:3], semantics]
+        at = next(i for i, p in enumerate(plain) if p.startswith(("shared", "global", "b64")))
+        return [*plain[:at], semantics, scope, *plain[at:]]
+    return parts
+
+
+def _joined(parts: list[str], i: int, replacement: str) -> str:
+    return ".".join([*parts[:i], replacement, *parts[i + 1 :]])
+
+
+def weakened(ptx: str, ins: Instruction, opcode: str) -> str:
+    """The module with another opcode for one instruction."""
+    lines = ptx.split("\n")
+    line = lines[ins.ptx_line - 1]
+    changed = re.sub(re.escape(ins.opcode) + r"(?=[\s;])", opcode, line, count=1)
+    assert changed != line, f"cannot weaken {ins.where()}"
+    lines[ins.ptx_line - 1] = changed
+    return "\n".join(lines)
+
+
 _hosts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -87,9 +155,8 @@ def known_warnings(compiled, runs: Iterable[Run]) -> set[tuple]:
     return known
 
 
-def noticed(compiled, ins: Instruction, runs: Iterable[Run], known: set[tuple]) -> str:
-    """How the first run that notices the deletion does so; "" if none does."""
-    text = without(compiled.artifacts.PTX, ins)
+def noticed(compiled, text: str, runs: Iterable[Run], known: set[tuple]) -> str:
+    """How the first run that notices a change of the PTX does so; "" if none does."""
     for run in runs:
         try:
             report, correct = simulate_text(compiled, text, run)

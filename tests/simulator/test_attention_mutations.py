@@ -17,7 +17,13 @@ from dsv4.ops.attention.splits import workspace_size
 from dsv4.simulator.ptx.parser import Instruction, parse_module
 from tests.accuracy import assert_attention_close
 from tests.attention_cases import Case, make_inputs
-from tests.simulator.mutations import Run, known_warnings, noticed, sync_instructions
+from tests.simulator.mutations import (
+    Run,
+    known_warnings,
+    noticed,
+    sync_instructions,
+    without,
+)
 from tests.simulator.support import dump_folder
 
 pytestmark = pytest.mark.stage("simulator")
@@ -57,13 +63,13 @@ class Kernel:
 
 
 KERNELS = {
-    "single": Kernel("fmha", "sm_100a", SINGLE_CASE, (1, 9)),
-    "pair": Kernel("fmha", "sm_100a", PAIR_CASE, (1, 2)),
+    "single": Kernel("sm100.fmha", "sm_100a", SINGLE_CASE, (1, 9)),
+    "pair": Kernel("sm100.fmha", "sm_100a", PAIR_CASE, (1, 2)),
     # Two clusters: the guess of one is right, that of the other wrong.
-    "hopper": Kernel("fmha_sm90", "sm_90a", HOPPER_CASE, (1, 2, 9), num_ctas=4),
-    "streaming": Kernel("fmha_sm90", "sm_90a", STREAMING_CASE, (1,), smallest_only=True),
-    "few": Kernel("fmha_sm90", "sm_90a", FEW_CASE, (1, 2, 9)),
-    "sums_last": Kernel("fmha_sm90", "sm_90a", SUMS_LAST_CASE, (1, 2, 9)),
+    "hopper": Kernel("sm90.fmha", "sm_90a", HOPPER_CASE, (1, 2, 9), num_ctas=4),
+    "streaming": Kernel("sm90.fmha", "sm_90a", STREAMING_CASE, (1,), smallest_only=True),
+    "few": Kernel("sm90.fmha", "sm_90a", FEW_CASE, (1, 2, 9)),
+    "sums_last": Kernel("sm90.fmha", "sm_90a", SUMS_LAST_CASE, (1, 2, 9)),
 }
 
 # What is not missed, by instruction and the kernel's function: how many of them, and why.
@@ -339,12 +345,13 @@ def _synchronisation(name: str, ptx: str) -> list[Instruction]:
 )
 def test_some_deletions_are_noticed(name, seed):
     compiled, runs = kernel(name)
-    instructions = _synchronisation(name, compiled.artifacts.PTX)
+    ptx = compiled.artifacts.PTX
+    instructions = _synchronisation(name, ptx)
     placed = zip(instructions, places(instructions))
     needed = [ins for ins, place in placed if place not in REDUNDANT[name]]
     known = known_warnings(compiled, runs[:1])
     for ins in random.Random(seed).sample(needed, SAMPLE):
-        assert noticed(compiled, ins, runs, known), f"seed {seed}: {ins.where()}"
+        assert noticed(compiled, without(ptx, ins), runs, known), f"seed {seed}: {ins.where()}"
 
 
 @pytest.mark.slow
@@ -352,11 +359,12 @@ def test_some_deletions_are_noticed(name, seed):
 def test_all_deletions_are_noticed(name):
     compiled, runs = kernel(name)
     known = known_warnings(compiled, runs)
-    instructions = _synchronisation(name, compiled.artifacts.PTX)
+    ptx = compiled.artifacts.PTX
+    instructions = _synchronisation(name, ptx)
     missed = [
         (ins, place)
         for ins, place in zip(instructions, places(instructions))
-        if not noticed(compiled, ins, runs, known)
+        if not noticed(compiled, without(ptx, ins), runs, known)
     ]
     expected = {place: count for place, (count, _) in REDUNDANT[name].items()}
     found = Counter(place for _, place in missed)

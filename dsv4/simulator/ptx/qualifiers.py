@@ -56,7 +56,7 @@ def order_of(parts: tuple[str, ...]) -> Order:
         return _ordered((*parts, "sc"), "sc", Scope.SYS) if parts[1] in _SCOPES else WEAK
     if stem == "fence":
         return _fence(parts)
-    if stem == "mbarrier":
+    if stem == "mbarrier" and parts[1] not in ("init", "inval", "pending_count"):
         semantics = "release" if parts[1] in _ARRIVALS else "relaxed"
         if parts[1] in _WAITS:
             semantics = "acquire"
