@@ -418,6 +418,34 @@ def test_refused_with_a_reason(line, reason):
     assert "PTX line 9" in str(caught.value)
 
 
+def _with_modifier(line: str) -> str:
+    """The line with a modifier that does not exist, behind its opcode."""
+    opcode, *rest = line.partition(" ") if " " in line else (line.rstrip(";"), ";")
+    return "".join((opcode, ".bogus", *rest))
+
+
+@pytest.mark.parametrize("line", sorted({line for _, line in LINES}))
+def test_an_unknown_modifier_is_refused(line):
+    with pytest.raises(UnsupportedInstruction, match=r"modifier \.bogus of"):
+        translate(_with_modifier(line))
+
+
+@pytest.mark.parametrize(
+    ("line", "modifier"),
+    [
+        ("ld.release.gpu.global.b32 %r0, [%d0];", "release"),
+        ("st.acquire.gpu.global.b32 [%d0], %r0;", "acquire"),
+        ("red.acq_rel.gpu.global.add.u32 [%d0], %r0;", "acq_rel"),
+        ("mbarrier.arrive.release.gpu.shared.b64 %d0, [%r0];", "gpu"),
+        ("bar.sync.gpu 0;", "gpu"),
+        ("shl.wrap.b32 %r0, %r1, %r2;", "wrap"),
+    ],
+)
+def test_a_modifier_of_other_opcodes_is_refused(line, modifier):
+    with pytest.raises(UnsupportedInstruction, match=rf"modifier \.{modifier} of"):
+        translate(line)
+
+
 def test_every_operation_of_the_dialect_is_in_the_table():
     from cutlass._mlir.dialects import nvvm
 
