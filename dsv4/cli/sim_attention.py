@@ -122,8 +122,8 @@ def compile_attention(workload: Workload) -> CompiledKernel:
     """Compile the kernel of a workload, with its PTX kept for the simulator."""
     config = workload.config  # a wrong size is an error before the compiler starts
     with tempfile.TemporaryDirectory() as dump:
-        name = {"sm_100a": "fmha", "sm_90a": "fmha_sm90"}[workload.arch]
-        module = importlib.import_module(f"dsv4.kernels.attention.{name}")
+        folder = workload.arch.removesuffix("a").replace("_", "")
+        module = importlib.import_module(f"dsv4.kernels.attention.{folder}.fmha")
         options = f"--gpu-arch {workload.arch} --keep-ptx --generate-line-info --dump-dir {dump}"
         with _captured_stderr() as remarks:
             function = module.build(config, f"{options} {REMARKS}")
