@@ -137,9 +137,9 @@ def compile_attention(workload: Workload) -> CompiledKernel:
 def _tmem_columns(workload: Workload) -> int:
     if workload.arch != "sm_100a":
         return 0
-    from dsv4.kernels.attention.sm100.plan_1cta import FmhaPlan
+    from dsv4.kernels.attention.sm100.plan_1cta import Plan1Cta
 
-    return FmhaPlan(workload.head_dim).tmem.allocated_columns
+    return Plan1Cta(workload.head_dim).tmem.allocated_columns
 
 
 @contextmanager

@@ -1,13 +1,13 @@
-"""Joining the two branches and the sink. Nothing here depends on the architecture.
+"""Merge of the two branches and the sink. Nothing here depends on the architecture.
 
 `"swa_gate"` weighs the window by e^sink, which is the same as adding the sink to every window
 logit. Doing that literally loses the logits when the sink is large, and gives inf - inf when it is
 infinite. So nothing is ever added to a logit: window logits stay as they are, and the compressed
-branch's reference moves by -sink into the window's scale instead ("window scale": logits of the
+branch's row maximum moves by -sink into the window's scale instead ("window scale": logits of the
 window as they are; "compressed scale": the same plus the sink). A branch that dominates keeps its
-own reference exactly; one that vanishes gets a weight of 0 from an infinite difference.
+own row maximum exactly; one that vanishes gets a factor of 0 from an infinite difference.
 
-All references and sinks here are in base 2.
+All row maxima and gates here are in base 2.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from dsv4.kernels.attention.softmax import LN_2, LOG2_E, exp2
 def window_gate(
     sink_logit: Float32, both_branches: Boolean, sink_mode: cutlass.Constexpr[str]
 ) -> Float32:
-    """Log2 of the factor on the window's weights.
+    """Log2 of the factor on P of the window.
 
     1 in "softmax" mode, and when a branch is empty: what is left is then that branch alone, for lse
     too.
@@ -37,12 +37,12 @@ def window_gate(
 class RowState(NamedTuple):
     """Softmax state of a thread's rows, each a register tensor of one fp32 a row."""
 
-    maximum: cute.Tensor  # reference: compressed scale, window scale once the window is entered
-    total: cute.Tensor  # this thread's part of the weights, relative to `maximum`
+    row_max: cute.Tensor  # stale; compressed scale, window scale once the window is entered
+    row_sum: cute.Tensor  # this thread's part of the sum of P, relative to `row_max`
     sink: cute.Tensor  # natural log
     gate: cute.Tensor  # see `window_gate`
-    left_compressed_at: cute.Tensor  # `maximum` when the window was entered, compressed scale
-    entered_window_at: cute.Tensor  # the same in window scale
+    compressed_row_max: cute.Tensor  # `row_max` where the window was entered, compressed scale
+    window_row_max: cute.Tensor  # the same in window scale
 
 
 @cute.jit
@@ -51,9 +51,9 @@ def new_rows(
 ) -> RowState:
     """State before the first tile."""
     rows = RowState(*[cute.make_rmem_tensor(cute.size(sink), Float32) for _ in range(6)])
-    for tensor in (rows.maximum, rows.left_compressed_at, rows.entered_window_at):
+    for tensor in (rows.row_max, rows.compressed_row_max, rows.window_row_max):
         tensor.fill(-Float32.inf)
-    rows.total.fill(0.0)
+    rows.row_sum.fill(0.0)
     for row in cutlass.range_constexpr(cute.size(sink)):
         rows.sink[row] = sink[row]
         rows.gate[row] = window_gate(sink[row], both_branches, sink_mode)
@@ -62,65 +62,68 @@ def new_rows(
 
 @cute.jit
 def enter_window(rows: RowState) -> None:
-    """Take the references from compressed to window scale, after at least one compressed tile."""
-    for row in cutlass.range_constexpr(cute.size(rows.maximum)):
-        rows.left_compressed_at[row] = rows.maximum[row]
-        rows.maximum[row] = rows.maximum[row] - rows.gate[row]
-        rows.entered_window_at[row] = rows.maximum[row]
+    """Take the row maxima from compressed to window scale, after at least one compressed tile."""
+    for row in cutlass.range_constexpr(cute.size(rows.row_max)):
+        rows.compressed_row_max[row] = rows.row_max[row]
+        rows.row_max[row] = rows.row_max[row] - rows.gate[row]
+        rows.window_row_max[row] = rows.row_max[row]
 
 
 @cute.jit
-def reference(
+def final_row_max(
     rows: RowState, row: cutlass.Constexpr[int], sees_window: Boolean
 ) -> tuple[Float32, Float32]:
-    """Final reference of a row, in a scale that all splits of the row share, and its offset.
+    """Row maximum in a scale that all splits of the row share, and its offset.
 
     The scale is the window's if the gate favours it, else the compressed one: the branch that an
-    infinite gate leaves standing keeps its reference, the other's becomes -inf.
+    infinite gate leaves standing keeps its maximum, the other's becomes -inf.
 
     Args:
         sees_window: whether any of the tiles was one of the window.
 
     Returns:
-        reference, base 2; and what makes an lse in that scale one in compressed scale, natural log.
+        row maximum, base 2; and what makes an lse in that scale one in compressed scale, natural
+        log.
     """
-    gate, maximum = rows.gate[row], rows.maximum[row]
-    result, offset = maximum, Float32(0.0)
+    gate, row_max = rows.gate[row], rows.row_max[row]
+    result, offset = row_max, Float32(0.0)
     if gate > 0.0:
         # The sink itself: in base 2 it may have overflowed.
         offset = rows.sink[row]
         if not sees_window:
-            result = maximum - gate
+            result = row_max - gate
     elif sees_window:
-        result = maximum + gate
-        if maximum == rows.entered_window_at[row]:
-            result = rows.left_compressed_at[row]
+        result = row_max + gate
+        if row_max == rows.window_row_max[row]:
+            result = rows.compressed_row_max[row]
     return result, offset
 
 
-def output_scale(maximum: Float32, total: Float32, sink: Float32, is_softmax_sink: bool) -> Float32:
-    """1 / (total + sink), what turns an accumulated row into the output; 0 for a row without keys.
+def output_scale(
+    row_max: Float32, row_sum: Float32, sink: Float32, is_softmax_sink: bool
+) -> Float32:
+    """1 / (row_sum + sink), the factor from accumulated row to output; 0 for a row without keys.
 
-    The sink of "softmax" mode joins the denominator; the lse is without it. A total of NaN, from a
+    The sink of "softmax" mode joins the denominator; the lse is without it. A sum of NaN, from a
     key or query that holds NaN or infinities, is no row without keys: the output is NaN.
 
     Args:
-        maximum, total: final reference, and weights relative to it, of the whole row.
+        row_max, row_sum: final row maximum, and sum of P relative to it, of the whole row.
         sink: natural log, may be infinite.
     """
-    denominator = total
+    denominator = row_sum
     if is_softmax_sink:
-        denominator = total + exp2(sink * LOG2_E - maximum)
-    return cutlass.select_(total != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))
+        denominator = row_sum + exp2(sink * LOG2_E - row_max)
+    return cutlass.select_(row_sum != 0.0, cute.arch.rcp_approx(denominator), Float32(0.0))
 
 
-def row_lse(maximum: Float32, total: Float32, offset: Float32) -> Float32:
-    """Natural log of the weight that formed a row; -inf for a row without keys, NaN for a total of
-    NaN.
+def row_lse(row_max: Float32, row_sum: Float32, offset: Float32) -> Float32:
+    """Natural log of the sum of exponentials of a row; -inf for a row without keys, NaN for a sum
+    of NaN.
 
     Args:
-        maximum, total: as in `output_scale`.
-        offset: what `reference` gives with `maximum`.
+        row_max, row_sum: as in `output_scale`.
+        offset: what `final_row_max` gives with `row_max`.
     """
-    value = (maximum + cute.math.log2(total, fastmath=True)) * LN_2 + offset
-    return cutlass.select_(total != 0.0, value, -Float32.inf)
+    value = (row_max + cute.math.log2(row_sum, fastmath=True)) * LN_2 + offset
+    return cutlass.select_(row_sum != 0.0, value, -Float32.inf)

@@ -2,13 +2,12 @@
 
 A thread holds two rows of a tile of scores, and a quad of lanes holds a row together: the fragment
 of wgmma and of the 16x256b TMEM load. `scores[row, i]` is row `row` of the two; the running state
-is one `maximum` and one partial `total` a row.
+is one `row_max` and one partial `row_sum` a row.
 
-Logits live in base 2: `x = score * scale * log2(e)`, so that ex2 is the only exponential. `maximum`
-is the reference that the accumulated weights are relative to. It follows the true maximum lazily:
-weights may reach 2**RESCALE_THRESHOLD before the accumulator is rescaled. The result is exact all
-the same, because numerator and denominator share the reference, and rescaling almost stops after
-the first tiles.
+Logits live in base 2: `x = score * scale * log2(e)`, so that ex2 is the only exponential. `row_max`
+is what P is relative to: P = 2**(x - row_max). It is stale, it follows the true maximum lazily: P
+may reach 2**RESCALE_THRESHOLD before O is rescaled. The result is exact all the same, because O and
+`row_sum` share it, and rescaling almost stops after the first tiles.
 """
 
 import cutlass
@@ -27,9 +26,9 @@ def exp2(x: Float32) -> Float32:
 
 
 @cute.jit
-def exp2_of_some(x: Float32) -> Float32:
-    """`exp2` inside a branch, for the lanes that take it: the compiler does not move this one out
-    of the branch, where all lanes would compute it.
+def exp2_in_branch(x: Float32) -> Float32:
+    """`exp2` that stays in its branch: the compiler would move the other one out of it, where all
+    lanes compute it.
     """
     return cute.arch.inline_ptx(
         "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
@@ -55,78 +54,76 @@ def quad_first(x: Float32) -> Float32:
 
 
 @cute.jit
-def thread_maxima(scores: cute.Tensor, maxima: cute.Tensor) -> None:
-    """maxima[row] = largest of this thread's scores of the row."""
+def thread_max(scores: cute.Tensor, tile_max: cute.Tensor) -> None:
+    """tile_max[row] = largest of this thread's scores of the row."""
     for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         largest = scores[row, 0]
         for i in cutlass.range_constexpr(1, cute.size(scores, mode=[1])):
             largest = cute.arch.fmax(largest, scores[row, i])
-        maxima[row] = largest
+        tile_max[row] = largest
 
 
 @cute.jit
-def row_maxima(scores: cute.Tensor, maxima: cute.Tensor, scale_log2: Float32) -> None:
-    """maxima[row] = largest logit of the row in this tile, in base 2. `scale_log2` is positive."""
-    thread_maxima(scores, maxima)
-    for row in cutlass.range_constexpr(cute.size(maxima)):
-        maxima[row] = quad_max(maxima[row]) * scale_log2
+def quad_tile_max(scores: cute.Tensor, tile_max: cute.Tensor, scale_log2: Float32) -> None:
+    """tile_max[row] = largest logit of the row in this tile, base 2; `scale_log2` is positive."""
+    thread_max(scores, tile_max)
+    for row in cutlass.range_constexpr(cute.size(tile_max)):
+        tile_max[row] = quad_max(tile_max[row]) * scale_log2
 
 
 @cute.jit
-def outgrew(maximum: cute.Tensor, tile_maximum: cute.Tensor) -> Boolean:
-    """Whether one of the thread's rows exceeds its reference by more than the threshold."""
-    found = tile_maximum[0] - maximum[0] > RESCALE_THRESHOLD
-    for row in cutlass.range_constexpr(1, cute.size(maximum)):
-        found = found or tile_maximum[row] - maximum[row] > RESCALE_THRESHOLD
+def exceeds_rescale_threshold(row_max: cute.Tensor, tile_max: cute.Tensor) -> Boolean:
+    """Whether one of the thread's tile maxima is too far above the stale row maximum."""
+    found = tile_max[0] - row_max[0] > RESCALE_THRESHOLD
+    for row in cutlass.range_constexpr(1, cute.size(row_max)):
+        found = found or tile_max[row] - row_max[row] > RESCALE_THRESHOLD
     return found
 
 
 @cute.jit
-def any_row_outgrew(maximum: cute.Tensor, tile_maximum: cute.Tensor) -> Boolean:
-    """`outgrew` for some thread of the warp."""
-    return cute.arch.vote_any_sync(outgrew(maximum, tile_maximum))
+def warp_exceeds_rescale_threshold(row_max: cute.Tensor, tile_max: cute.Tensor) -> Boolean:
+    """`exceeds_rescale_threshold` for some thread of the warp."""
+    return cute.arch.vote_any_sync(exceeds_rescale_threshold(row_max, tile_max))
 
 
 @cute.jit
-def raise_maxima(
-    maximum: cute.Tensor,
-    total: cute.Tensor,
-    tile_maximum: cute.Tensor,
+def update_row_max(
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    tile_max: cute.Tensor,
     factor: cute.Tensor,
-    has_weights: Boolean,
+    has_o: Boolean,
 ) -> None:
-    """Move the references up to this tile's maxima; `factor` is what the accumulated rows must be
-    scaled by, 1 before there are any.
+    """Raise `row_max` to this tile's maxima and rescale `row_sum`; `factor` is what O must be
+    scaled by, 1 before there is any.
 
-    Lane r of a quad computes the exponential of row r for all four. An unmoved reference scales by
-    1 even when it is infinite, where the difference would be NaN.
+    Lane r of a quad computes the exponential of row r for all four. A row whose maximum stays is
+    scaled by 1 even when the maximum is infinite, where the difference would be NaN.
     """
-    place = cute.arch.lane_idx() % 4
+    quad_lane = cute.arch.lane_idx() % 4
     difference = Float32(0.0)
-    for row in cutlass.range_constexpr(cute.size(maximum)):
-        raised = cute.arch.fmax(maximum[row], tile_maximum[row])
-        if place == row and raised > maximum[row]:
-            difference = maximum[row] - raised
-        maximum[row] = raised
+    for row in cutlass.range_constexpr(cute.size(row_max)):
+        raised = cute.arch.fmax(row_max[row], tile_max[row])
+        if quad_lane == row and raised > row_max[row]:
+            difference = row_max[row] - raised
+        row_max[row] = raised
         factor[row] = Float32(1.0)
-    if has_weights:
+    if has_o:
         own = Float32(1.0)
-        if place < cute.size(maximum):
-            own = exp2_of_some(difference)
-        for row in cutlass.range_constexpr(cute.size(maximum)):
-            factor[row] = cute.arch.shuffle_sync(own, cute.arch.lane_idx() - place + row)
-            total[row] = total[row] * factor[row]
+        if quad_lane < cute.size(row_max):
+            own = exp2_in_branch(difference)
+        for row in cutlass.range_constexpr(cute.size(row_max)):
+            factor[row] = cute.arch.shuffle_sync(own, cute.arch.lane_idx() - quad_lane + row)
+            row_sum[row] = row_sum[row] * factor[row]
 
 
 @cute.jit
-def accumulate_weights(
-    scores: cute.Tensor, maximum: cute.Tensor, total: cute.Tensor, scale_log2: Float32
+def exponentiate(
+    scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32
 ) -> None:
-    """Replace scores by their weights 2**(x - maximum) and add them, unrounded, to this
-    thread's totals.
-    """
+    """Replace scores by P = 2**(x - row_max) and add P, unrounded, to this thread's row sums."""
     for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            weight = exp2(scores[row, i] * scale_log2 - maximum[row])
-            scores[row, i] = weight
-            total[row] = total[row] + weight
+            p = exp2(scores[row, i] * scale_log2 - row_max[row])
+            scores[row, i] = p
+            row_sum[row] = row_sum[row] + p

@@ -45,7 +45,7 @@ def test_json_report_with_races_and_timeline(capsys, seed, tmp_path):
     assert status == 0 and found["correct"], (seed, found)
     assert found["races"] == []
     kernel = found["kernels"][0]
-    assert kernel["kernel"] == "FmhaSingle" and kernel["grid"] == [2, 1, 1]
+    assert kernel["kernel"] == "Fmha1Cta" and kernel["grid"] == [2, 1, 1]
     assert 0 < kernel["registers"] <= 255 and kernel["spill_bytes"] == 0
     assert kernel["shared_memory"] > 0 and kernel["tmem_columns"] >= 32
     assert found["model"] == "B200" and found["model_microseconds"] > 1

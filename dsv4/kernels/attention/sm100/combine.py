@@ -1,4 +1,4 @@
-"""Joins the split-KV partials of the attention kernels, always in split order."""
+"""Combine kernel of split-KV: merges the partial rows of all splits, always in split order."""
 
 import cutlass
 from cutlass import cute
@@ -9,7 +9,7 @@ from dsv4.kernels.attention.softmax import exp2
 from dsv4.kernels.attention.split_kv import MAX_SPLITS, STATS
 
 THREADS = 128
-# Splits of a thread: their loads are under way together.
+# Splits of a thread: their loads are in flight together.
 BATCH = 4
 
 
@@ -21,7 +21,7 @@ class Combine:
         self.num_query_heads = num_query_heads
         self.is_softmax_sink = sink_mode == "softmax"
         self.o_dtype = o_dtype
-        # A warp never holds two rows, because its lanes weigh the splits of one.
+        # A warp never holds two rows, because its lanes hold the weights of one row's splits.
         self.vector = min(4, head_dim // 32)
         self.threads_per_row = head_dim // self.vector
         self.rows_per_block = THREADS // self.threads_per_row

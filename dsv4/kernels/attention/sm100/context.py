@@ -1,13 +1,14 @@
-"""What the roles of the Blackwell attention kernel hand each other while it is traced."""
+"""Typed contexts of the Blackwell attention kernels: call arguments, kernel parameters, views."""
 
 from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import TmemAllocator
 
 
-class Arguments(NamedTuple):
+class FmhaArguments(NamedTuple):
     """Arguments of the kernel's call, see `FmhaKernel.__call__`."""
 
     q: cute.Tensor
@@ -24,7 +25,7 @@ class Arguments(NamedTuple):
     num_ctas: Int32
 
     def tables(self) -> dict:
-        """What `Operands` takes over as it is."""
+        """What `KernelParams` takes over as it is."""
         names = ("swa_lens", "sink_logits", "request_ids", "compressed_lens", "lse", "workspace")
         return {
             **{name: getattr(self, name) for name in (*names, "num_splits")},
@@ -33,14 +34,14 @@ class Arguments(NamedTuple):
         }
 
 
-class Operands(NamedTuple):
-    """What a launch works on: tensor maps and small tables."""
+class KernelParams(NamedTuple):
+    """Parameters of a launch: TMA descriptors and small tables."""
 
-    q: cpasync.TmaInfo | cute.Tensor  # [n_h, head_dim, T]; [T, n_h, head_dim] for a pair
+    q: cpasync.TmaInfo | cute.Tensor  # [n_h, head_dim, T]; with 2 CTAs [T, n_h, head_dim]
     compressed: cpasync.TmaInfo  # [top_k, head_dim, T]
     window: cpasync.TmaInfo  # [W, head_dim, batch]
     o: cpasync.TmaInfo  # [n_h, head_dim, T]
-    compressed_rows: Int32  # top_k, W: a map of an empty tensor claims one row
+    compressed_rows: Int32  # top_k, W: the descriptor of an empty tensor claims one row
     window_rows: Int32
     swa_lens: cute.Tensor
     sink_logits: cute.Tensor
@@ -49,19 +50,19 @@ class Operands(NamedTuple):
     lse: cute.Tensor
     workspace: cute.Tensor
     num_splits: Int32
-    items: Int32  # tokens x splits x blocks of heads
+    work_tiles: Int32  # tokens x splits x blocks of heads
 
 
-class Work(NamedTuple):
-    """What a CTA computes."""
+class WorkTile(NamedTuple):
+    """Output tile of a CTA, and which split of its keys."""
 
     token: Int32
     head_block: Int32  # of 64
     split: Int32
 
 
-class Keys(NamedTuple):
-    """What a CTA attends to: tiles [first, last) of the token's compressed tiles, then window
+class KeySpan(NamedTuple):
+    """Keys of a work tile: tiles [first, last) of the token's compressed tiles, then window
     tiles.
     """
 
@@ -73,8 +74,11 @@ class Keys(NamedTuple):
     last: Int32
 
 
-class Pipes(NamedTuple):
-    """The edges of `FmhaPlan.pipelines`."""
+# ---- 1 CTA ---------------------------------------------------------------------------------------
+
+
+class Pipelines1Cta(NamedTuple):
+    """The edges of `Plan1Cta.barriers`."""
 
     q: pipeline.PipelineTmaUmma
     kv: pipeline.PipelineTmaUmma
@@ -83,7 +87,7 @@ class Pipes(NamedTuple):
     o: pipeline.PipelineUmmaAsync
 
 
-class Smem(NamedTuple):
+class Smem1Cta(NamedTuple):
     """Views of shared memory; `k` and `v` are one buffer, `o` is staged over `q`."""
 
     q: cute.Tensor  # (MMA, 1, MMA_K, 1)
@@ -94,17 +98,29 @@ class Smem(NamedTuple):
     o_rows: cute.Tensor  # (64, head_dim, 1)
 
 
-class Items(NamedTuple):
-    """Items of work that a pair takes: first, first + step, ... below count."""
+class Context1Cta(NamedTuple):
+    """What every role of the 1-CTA kernel works with."""
+
+    params: KernelParams
+    work: WorkTile
+    pipelines: Pipelines1Cta
+    smem: Smem1Cta
+    tmem: TmemAllocator
+
+
+# ---- 2 CTAs --------------------------------------------------------------------------------------
+
+
+class TileScheduler(NamedTuple):
+    """Static persistent schedule: work tiles first, first + step, ... below count of a cluster."""
 
     first: Int32
     step: Int32
     count: Int32
-    rank: Int32  # of this CTA in its pair
 
 
-class PairPipes(NamedTuple):
-    """The edges of `PairPlan.pipelines`."""
+class Pipelines2Cta(NamedTuple):
+    """The edges of `Plan2Cta.barriers`."""
 
     q: pipeline.PipelineAsyncUmma
     kv: pipeline.PipelineTmaUmma
@@ -112,7 +128,7 @@ class PairPipes(NamedTuple):
     p: pipeline.PipelineAsyncUmma
 
 
-class PairSmem(NamedTuple):
+class Smem2Cta(NamedTuple):
     """Views of shared memory; `k`, `v` and `kv_rows` are one buffer, `staged` lies over `p` and
     over `exchange`.
     """
@@ -126,9 +142,20 @@ class PairSmem(NamedTuple):
     row_values: cute.Tensor  # (thread, 2) fp32
 
 
-class PairTmemViews(NamedTuple):
+class Tmem2Cta(NamedTuple):
     """Tensor Memory as the tensor core addresses it."""
 
     q: cute.Tensor  # (MMA, 1, MMA_K)
     s: cute.Tensor  # (MMA, 1, 1, stage)
     o: cute.Tensor  # (MMA, 1, 2)
+
+
+class Context2Cta(NamedTuple):
+    """What every role of the 2-CTA kernel works with."""
+
+    params: KernelParams
+    scheduler: TileScheduler
+    cta_rank: Int32  # in the cluster
+    pipelines: Pipelines2Cta
+    smem: Smem2Cta
+    tmem: TmemAllocator

@@ -1,16 +1,16 @@
 """Sparse decode attention for Blackwell (sm_100a): compressed keys, sliding window and sink in one
 launch.
 
-`FmhaKernel` is what callers construct, compile and call. It picks one of two arrangements of CTAs,
-which share masks, softmax, merge and plan:
+`FmhaKernel` is what callers construct, compile and call. It picks one of two variants, which share
+masks, softmax and merge:
 
-- `FmhaSingle`: one CTA computes 64 query heads of one token; any head_dim, any number of heads.
-- `FmhaPair`: the two CTAs of a cluster compute 128 heads of one token with one pair of tensor cores
+- `Fmha1Cta`: one CTA computes 64 query heads of one token; any head_dim, any number of heads.
+- `Fmha2Cta`: the two CTAs of a cluster compute 128 heads of one token with one pair of tensor cores
   (cta_group::2); head_dim 512 and more than 64 heads.
 
-Either way a KV tile is read from global memory once for all heads of a CTA or pair, and once for
-both products. With several splits of the keys the arrangements leave partial results, and a second
-kernel joins them in split order.
+Either way a KV tile is read from global memory once for all heads of a CTA or cluster, and once for
+both products. With several splits of the keys the variants leave partial results, which a second
+kernel combines in split order.
 """
 
 import cutlass.cute as cute
@@ -20,11 +20,11 @@ from cutlass.cute.nvgpu import tcgen05
 from dsv4.kernels.attention.args import fake_arguments
 from dsv4.kernels.attention.config import FmhaConfig, check_kernel_config
 from dsv4.kernels.attention.sm100.combine import Combine
-from dsv4.kernels.attention.sm100.context import Arguments
-from dsv4.kernels.attention.sm100.fmha_1cta import FmhaSingle
-from dsv4.kernels.attention.sm100.fmha_2cta import FmhaPair
+from dsv4.kernels.attention.sm100.context import FmhaArguments
+from dsv4.kernels.attention.sm100.fmha_1cta import Fmha1Cta
+from dsv4.kernels.attention.sm100.fmha_2cta import Fmha2Cta
 from dsv4.kernels.attention.sm100.plan_1cta import ROWS
-from dsv4.kernels.attention.sm100.plan_2cta import HEAD_DIM as PAIR_HEAD_DIM
+from dsv4.kernels.attention.sm100.plan_2cta import HEAD_DIM as HEAD_DIM_2CTA
 
 ONE, TWO = tcgen05.CtaGroup.ONE, tcgen05.CtaGroup.TWO
 
@@ -39,8 +39,8 @@ class FmhaKernel:
         top_k: promised bound of compressed rows; the real capacity is a runtime size.
         cta_group: CTAs that one tensor core instruction spans. None chooses: TWO for head_dim 512
             and more than 64 heads, which is all that TWO can do, else ONE.
-        cluster_shape_mn: None, or the cluster of the arrangement: (2, 1) where two CTAs of a token
-            share the loads of its keys, else (1, 1), which is also taken for "as it comes".
+        cluster_shape_mn: None, or the cluster of the variant: (2, 1) where two CTAs of a token
+            share the loads of its keys, else (1, 1), which is also taken for None.
         softmax_scale: positive; default head_dim**-0.5.
         num_splits: fixed number of KV splits, or None where each launch says.
     """
@@ -75,8 +75,8 @@ class FmhaKernel:
             num_splits,
         )
         check_kernel_config(self.config, (q_dtype, kv_dtype, o_dtype), (qk_acc_dtype, pv_acc_dtype))
-        self.arrangement = _arrange(self.config, cta_group)
-        cluster = self.arrangement.cluster
+        self.variant = _choose_variant(self.config, cta_group)
+        cluster = self.variant.cluster
         if cluster_shape_mn not in (None, (1, 1), cluster[:2]):
             raise ValueError(
                 f"cluster_shape_mn must be None or {cluster[:2]} here, got {cluster_shape_mn}"
@@ -101,8 +101,8 @@ class FmhaKernel:
 
     @property
     def plan(self):
-        """Budgets of the arrangement; prints."""
-        return self.arrangement.plan
+        """Budgets of the variant; prints."""
+        return self.variant.plan
 
     def compile(self, options: str = ""):
         """Compile from fake tensors, to be called through tvm-ffi."""
@@ -126,10 +126,10 @@ class FmhaKernel:
         lse: cute.Tensor,  # [T, n_h] fp32, written, or [0, n_h]: not wanted
         workspace: cute.Tensor,  # [T * n_h * num_splits * (head_dim + 4)] fp32 if num_splits > 1
         num_splits: Int32,
-        num_ctas: Int32,  # that run at a time: multiprocessors of the device
+        num_ctas: Int32,  # persistent CTAs at most: the number of SMs
     ):
         """Launch the attention, then with several splits the combine."""
-        arguments = Arguments(
+        arguments = FmhaArguments(
             q,
             compressed_kv,
             swa_kv,
@@ -143,24 +143,24 @@ class FmhaKernel:
             num_splits,
             num_ctas,
         )
-        self.arrangement.launch(arguments, stream)
+        self.variant.launch(arguments, stream)
         if num_splits > 1:
             self.combine(workspace, sink_logits, o, lse, num_splits, stream)
 
 
-def _arrange(config: FmhaConfig, cta_group: tcgen05.CtaGroup | None) -> FmhaSingle | FmhaPair:
-    """The CTAs of a configuration; ValueError for a `cta_group` that does not suit it."""
-    can_pair = config.head_dim == PAIR_HEAD_DIM and config.num_query_heads > ROWS
+def _choose_variant(config: FmhaConfig, cta_group: tcgen05.CtaGroup | None) -> Fmha1Cta | Fmha2Cta:
+    """The variant of a configuration; ValueError for a `cta_group` that does not suit it."""
+    has_2cta = config.head_dim == HEAD_DIM_2CTA and config.num_query_heads > ROWS
     if cta_group not in (None, ONE, TWO):
         raise ValueError(f"cta_group must be None, ONE or TWO, got {cta_group}")
-    if cta_group == TWO and not can_pair:
+    if cta_group == TWO and not has_2cta:
         raise ValueError(
-            f"cta_group TWO needs head_dim {PAIR_HEAD_DIM} and more than {ROWS} query heads, "
+            f"cta_group TWO needs head_dim {HEAD_DIM_2CTA} and more than {ROWS} query heads, "
             f"got {config.head_dim} and {config.num_query_heads}"
         )
-    if can_pair and cta_group != ONE:
-        return FmhaPair(config)
-    return FmhaSingle(config)
+    if has_2cta and cta_group != ONE:
+        return Fmha2Cta(config)
+    return Fmha1Cta(config)
 
 
 def build(config: FmhaConfig, options: str = ""):

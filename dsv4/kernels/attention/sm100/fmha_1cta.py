@@ -1,7 +1,7 @@
-"""Attention on Blackwell by single CTAs: 64 query heads of one token over one range of its keys.
+"""Attention on Blackwell, 1 CTA: 64 query heads of one token over one range of its keys.
 
-It fetches every KV tile of 64 rows once and reads it twice: as K (K-major) for S = Q K^T and as V
-(MN-major) for O = P V; the two swizzled operand layouts are the same bytes.
+A CTA fetches every KV tile of 64 rows once and reads it twice: as K (K-major) for S = Q K^T and as
+V (MN-major) for O = P V; the two swizzled operand layouts are the same bytes.
 
 Why this shape. head_dim 512 decides: O takes rows x 512 fp32 of Tensor Memory, so 128 rows would
 fill all of it and leave S no place. 64 rows fill half, a CTA holds Q (64 KB), two KV tiles (128 KB)
@@ -9,27 +9,27 @@ and P, and every head count from 1 up is served by the same code: missing heads 
 TMA and never stored. tcgen05 runs M = 64 at half rate, 4.1k cycles per 128 keys; but the 128 KB of
 dense bf16 KV that go with them take an SM 5.4k cycles of its share of memory, so memory hides it.
 With 65 to 128 heads the two CTAs of a token form a cluster: each fetches half of every tile, for
-both, by TMA multicast, so that KV is read once for all heads. (At head_dim 512 `fmha_pair` does
+both, by TMA multicast, so that KV is read once for all heads. (At head_dim 512 `fmha_2cta` does
 better.)
 
-Roles of the six warps, and what travels between them (`print(FmhaPlan(512))`):
+Roles of the six warps, and what travels between them (`print(Plan1Cta(512))`):
 
     load (5)      Q, then KV chunks by TMA                        -> q, kv
     mma (4)       S(k), then O(k), which frees the tile's chunks  -> s, o; frees kv, p
                   for a load that waits for them
-    softmax (0-3) S from TMEM, mask, weights, P to shared memory, -> p; frees s
-                  rescaling of O, output
+    softmax (0-3) S from TMEM, mask, P to shared memory,          -> p; frees s
+                  rescaling of O, epilogue
 
-The softmax keeps a lazy reference (`softmax`), so O is rescaled in the first tiles only; the sink
-of "swa_gate" moves that reference where the window begins (`sink_merge`), so that one accumulator
-serves both branches and no logit is ever biased. Only the last tile of a branch can be partial
-(`mask`): its masked scores become -inf and its rows are zeroed in shared memory, where they may
-hold NaN.
+The softmax keeps a stale row maximum (`softmax`), so O is rescaled in the first tiles only; the
+sink of "swa_gate" moves that maximum where the window begins (`sink_merge`), so that one
+accumulator serves both branches and no logit is ever biased. Only the last tile of a branch can be
+partial (`mask`): its masked scores become -inf and its rows are zeroed in shared memory, where they
+may hold NaN.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int16, Int32, pipeline
+from cutlass import BFloat16, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.utils import blackwell_helpers as sm100
@@ -38,25 +38,37 @@ from dsv4.kernels.attention import mask, sink_merge, softmax
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.sm100 import fragments_1cta as fragments
 from dsv4.kernels.attention.sm100.combine import partial_pointer
-from dsv4.kernels.attention.sm100.context import Arguments, Keys, Operands, Pipes, Smem, Work
-from dsv4.kernels.attention.sm100.plan_1cta import KEYS, ROWS, FmhaPlan
+from dsv4.kernels.attention.sm100.context import (
+    Context1Cta,
+    FmhaArguments,
+    KernelParams,
+    KeySpan,
+    Pipelines1Cta,
+    Smem1Cta,
+    WorkTile,
+)
+from dsv4.kernels.attention.sm100.kv_source import DenseKv1Cta, KvBranch
+from dsv4.kernels.attention.sm100.plan_1cta import KEYS, ROWS, NamedBarriers, Plan1Cta
 from dsv4.kernels.attention.sm100.work_tile import (
     COLUMNS,
     CONSUMER,
     PRODUCER,
-    TMEM_ALLOCATED,
-    TMEM_UNUSED,
-    clear_rows,
-    finish_row,
-    hand_over_tmem,
-    keys_of,
-    output_map,
+    find_keys,
+    make_output_tma,
     partial_index,
+    row_epilogue,
     row_layout,
-    row_view,
     store_pairs,
-    take_over_tmem,
+    tma_row_view,
     valid_keys,
+    zero_rows,
+)
+from dsv4.kernels.kit.storage import storage_struct
+from dsv4.kernels.kit.tcgen05 import (
+    create_pipeline,
+    fence_after_thread_sync,
+    fence_before_thread_sync,
+    make_mma,
 )
 
 WARP_ROWS = ROWS // 4  # rows that one softmax warp owns
@@ -64,48 +76,41 @@ ONE = tcgen05.CtaGroup.ONE
 ONE_CTA = (1, 1, 1, 1)  # (V, M, N, K) shape of the cluster
 
 
-class FmhaSingle:
-    """A CTA per token, 64 heads and split."""
+class Fmha1Cta:
+    """Attention kernel of one CTA per token, 64 heads and split."""
 
     def __init__(self, config: FmhaConfig):
         self.config = config
         self.scale_log2 = config.scale * softmax.LOG2_E
         self.head_blocks = -(-config.num_query_heads // ROWS)
         # CTAs of a cluster: neighbours that share the loads of a token's keys.
-        self.sharers = 2 if self.head_blocks % 2 == 0 else 1
+        self.multicast_ctas = 2 if self.head_blocks % 2 == 0 else 1
 
-        self.plan = FmhaPlan(config.head_dim)
+        self.plan = Plan1Cta(config.head_dim, self.multicast_ctas)
         self.tiling = self.plan.tiling
         self.warps = self.plan.warps
         self.tmem = self.plan.tmem
-        self.edges = self.plan.pipelines
+        self.barriers = self.plan.barriers
+        self.kv_source = DenseKv1Cta(self.plan)
 
     @property
     def cluster(self) -> tuple[int, int, int]:
         """Shape of a cluster."""
-        return self.sharers, 1, 1
+        return self.multicast_ctas, 1, 1
 
     # ---- layouts -------------------------------------------------------------------------------
 
     def _mmas(self) -> tuple[cute.TiledMma, cute.TiledMma]:
-        """S = Q K^T with the tile as stored, O = P V with the same tile read the other way round.
-
-        Made anew wherever they are used: setting ACCUMULATE changes the object, which must not be
-        seen outside the loop that does it.
-        """
+        """S = Q K^T with the tile as stored, O = P V with the same tile read as MN-major."""
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
-
-        def make(b_major, shape):
-            types = (BFloat16, BFloat16, k_major, b_major, Float32)
-            return sm100.make_trivial_tiled_mma(*types, ONE, shape)
-
-        return make(k_major, (ROWS, KEYS)), make(mn_major, (ROWS, self.tiling.chunk_dim))
+        qk_mma = make_mma(ONE, (ROWS, KEYS), k_major)
+        return qk_mma, make_mma(ONE, (ROWS, self.tiling.chunk_dim), mn_major)
 
     def _smem_layouts(self) -> dict[str, cute.ComposedLayout]:
-        """Layouts of `Smem`, all of them 128-byte swizzled."""
+        """Layouts of `Smem1Cta`, all of them 128-byte swizzled."""
         qk_mma, pv_mma = self._mmas()
         head_dim, chunk_dim = self.tiling.head_dim, self.tiling.chunk_dim
-        kv_stages, p_stages = self.edges.kv.stages, self.edges.p.stages
+        kv_stages, p_stages = self.plan.kv_stages, self.plan.p_stages
         pv_tile = (ROWS, chunk_dim, KEYS)
         return {
             "q": sm100.make_smem_layout_a(qk_mma, (ROWS, KEYS, head_dim), BFloat16, 1),
@@ -116,64 +121,34 @@ class FmhaSingle:
             "o_rows": row_layout((ROWS, head_dim), 1),
         }
 
-    def _shared_storage(self):
-        edges, smem = self.edges, self.plan.smem
-
-        @cute.struct
-        class SharedStorage:
-            q_barriers: cute.struct.MemRange[cutlass.Int64, edges.q.mbarriers]
-            kv_barriers: cute.struct.MemRange[cutlass.Int64, edges.kv.mbarriers]
-            s_barriers: cute.struct.MemRange[cutlass.Int64, edges.s.mbarriers]
-            p_barriers: cute.struct.MemRange[cutlass.Int64, edges.p.mbarriers]
-            o_barriers: cute.struct.MemRange[cutlass.Int64, edges.o.mbarriers]
-            tmem_address: Int32
-            q: cute.struct.Align[cute.struct.MemRange[BFloat16, smem.q_elements], 1024]
-            kv: cute.struct.Align[cute.struct.MemRange[BFloat16, smem.kv_elements], 1024]
-            p: cute.struct.Align[cute.struct.MemRange[BFloat16, smem.p_elements], 1024]
-
-        size = SharedStorage.size_in_bytes()
-        assert size == smem.total_bytes, f"SMEM: storage {size}, plan {smem.total_bytes} bytes"
-        return SharedStorage
-
     # ---- host ----------------------------------------------------------------------------------
 
     @cute.jit
-    def launch(self, arguments: Arguments, stream):
-        """Build the tensor maps and launch one CTA per token, 64 heads and split."""
+    def launch(self, arguments: FmhaArguments, stream):
+        """Make the TMA descriptors and launch one CTA per token, 64 heads and split."""
         q = arguments.q
         layouts = self._smem_layouts()
         qk_mma, _ = self._mmas()
-        load = cpasync.CopyBulkTensorTileG2SOp(ONE)
-        kv_load = load
-        if cutlass.const_expr(self.sharers == 2):
-            kv_load = cpasync.CopyBulkTensorTileG2SMulticastOp(ONE)
         q_tile = (ROWS, KEYS, self.tiling.head_dim)
-        kv_tile = (ROWS, KEYS, self.tiling.chunk_dim)
         q_box = cute.select(layouts["q"], mode=[0, 1, 2])
         kv_box = cute.select(layouts["k"], mode=[0, 1, 2])
-        compressed_map, window_map = [
-            cute.nvgpu.make_tiled_tma_atom_B(
-                kv_load,
-                row_view(kv, q.iterator),
-                kv_box,
-                kv_tile,
-                qk_mma,
-                (1, self.sharers, 1, 1),
-            )
+        compressed, window = [
+            self.kv_source.descriptor(kv, q.iterator, kv_box)
             for kv in (arguments.compressed_kv, arguments.swa_kv)
         ]
-        operands = Operands(
+        load = cpasync.CopyBulkTensorTileG2SOp(ONE)
+        params = KernelParams(
             q=cute.nvgpu.make_tiled_tma_atom_A(
-                load, row_view(q, q.iterator), q_box, q_tile, qk_mma, ONE_CTA
+                load, tma_row_view(q, q.iterator), q_box, q_tile, qk_mma, ONE_CTA
             ),
-            compressed=compressed_map,
-            window=window_map,
-            o=output_map(arguments.o, q.iterator, WARP_ROWS),
-            items=q.shape[0] * arguments.num_splits * self.head_blocks,
+            compressed=compressed,
+            window=window,
+            o=make_output_tma(arguments.o, q.iterator, WARP_ROWS),
+            work_tiles=q.shape[0] * arguments.num_splits * self.head_blocks,
             **arguments.tables(),
         )
-        self.kernel(operands).launch(
-            grid=(operands.items, 1, 1),
+        self.kernel(params).launch(
+            grid=(params.work_tiles, 1, 1),
             block=(self.warps.threads, 1, 1),
             cluster=self.cluster,
             stream=stream,
@@ -182,80 +157,60 @@ class FmhaSingle:
     # ---- device --------------------------------------------------------------------------------
 
     @cute.kernel
-    def kernel(self, operands: Operands):
+    def kernel(self, params: KernelParams):
         """Allocate, then send every warp to its role."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # Splits and head blocks of a token are neighbours: they share KV rows in L2.
         block, _, _ = cute.arch.block_idx()
         row_block = block // self.head_blocks
-        work = Work(
-            token=row_block // operands.num_splits,
+        work = WorkTile(
+            token=row_block // params.num_splits,
             head_block=block % self.head_blocks,
-            split=row_block % operands.num_splits,
+            split=row_block % params.num_splits,
         )
-        storage = SmemAllocator().allocate(self._shared_storage())
-        pipes = self._pipes(storage)
+        storage = SmemAllocator().allocate(storage_struct(self.plan.smem))
+        pipelines = self._create_pipelines(storage)
         smem = self._smem(storage)
+        warps = self.warps
+        users = warps["softmax"].threads + warps["mma"].threads
         tmem = TmemAllocator(
-            storage.tmem_address.ptr,
-            barrier_for_retrieve=pipeline.NamedBarrier(
-                TMEM_ALLOCATED, self.warps.softmax_threads + cute.arch.WARP_SIZE
-            ),
-            allocator_warp_id=self.warps.softmax[0],
+            storage.tmem_address.data_ptr(),
+            barrier_for_retrieve=pipeline.NamedBarrier(NamedBarriers.TMEM_ALLOCATED, users),
+            allocator_warp_id=warps["softmax"].first,
         )
-        pipeline.pipeline_init_wait(cluster_shape_mn=(self.sharers, 1))
+        pipeline.pipeline_init_wait(cluster_shape_mn=(self.multicast_ctas, 1))
 
-        if warp_idx == self.warps.load:
-            self.load_warp(operands, work, pipes, smem)
-        elif warp_idx == self.warps.mma:
-            self.mma_warp(operands, work, pipes, smem, tmem)
+        ctx = Context1Cta(params, work, pipelines, smem, tmem)
+        if warp_idx == warps["load"].first:
+            self.load_warp(ctx)
+        elif warp_idx == warps["mma"].first:
+            self.mma_warp(ctx)
         else:
-            self.softmax_warps(operands, work, pipes, smem, tmem)
-        if cutlass.const_expr(self.sharers == 2):
-            # Shared memory must outlive what the other CTA of the pair sends to it.
+            self.softmax_warps(ctx)
+        if cutlass.const_expr(self.multicast_ctas == 2):
+            # Shared memory must outlive what the other CTA of the cluster sends to it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
-    def _pipes(self, storage) -> Pipes:
-        """Initialise every mbarrier."""
-        one = pipeline.CooperativeGroup(pipeline.Agent.Thread)
-        # A chunk is filled anew once both CTAs of a pair are done with it.
-        releases = pipeline.CooperativeGroup(pipeline.Agent.Thread, self.sharers)
-        softmax_threads = pipeline.CooperativeGroup(
-            pipeline.Agent.Thread, self.warps.softmax_threads
+    def _create_pipelines(self, storage) -> Pipelines1Cta:
+        """Pipelines of the barrier graph, their mbarriers initialised."""
+        alone = cute.make_layout(ONE_CTA)
+        multicast = cute.make_layout((1, self.multicast_ctas, 1, 1))
+        pipelines = Pipelines1Cta(
+            q=create_pipeline(self.barriers, "q", storage, alone),
+            kv=create_pipeline(self.barriers, "kv", storage, multicast),
+            s=create_pipeline(self.barriers, "s", storage, alone),
+            p=create_pipeline(self.barriers, "p", storage, alone),
+            o=create_pipeline(self.barriers, "o", storage, alone),
         )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.multicast_ctas, 1), is_relaxed=True)
+        return pipelines
 
-        def create(kind, name, producer_group, consumer_group, ctas=1, **tx_count):
-            return kind.create(
-                barrier_storage=getattr(storage, f"{name}_barriers").data_ptr(),
-                num_stages=getattr(self.edges, name).stages,
-                producer_group=producer_group,
-                consumer_group=consumer_group,
-                cta_layout_vmnk=cute.make_layout((1, ctas, 1, 1)),
-                defer_sync=True,
-                **tx_count,
-            )
-
-        tma, mma, p = (
-            pipeline.PipelineTmaUmma,
-            pipeline.PipelineUmmaAsync,
-            pipeline.PipelineAsyncUmma,
-        )
-        pipes = Pipes(
-            q=create(tma, "q", one, one, tx_count=self.edges.q.tx_bytes),
-            kv=create(tma, "kv", one, releases, self.sharers, tx_count=self.edges.kv.tx_bytes),
-            s=create(mma, "s", one, softmax_threads),
-            p=create(p, "p", softmax_threads, one),
-            o=create(mma, "o", one, softmax_threads),
-        )
-        pipeline.pipeline_init_arrive(cluster_shape_mn=(self.sharers, 1), is_relaxed=True)
-        return pipes
-
-    def _smem(self, storage) -> Smem:
+    def _smem(self, storage) -> Smem1Cta:
         """Views of the shared buffers."""
         buffers = {"q": storage.q, "k": storage.kv, "v": storage.kv, "p": storage.p}
         buffers |= {"p_rows": storage.p, "o_rows": storage.q}
-        return Smem(
+        return Smem1Cta(
             **{
                 name: buffers[name].get_tensor(layout.outer, swizzle=layout.inner)
                 for name, layout in self._smem_layouts().items()
@@ -266,166 +221,135 @@ class FmhaSingle:
         """S (MMA, 1, 1, stage) and O (MMA, 1, 1, chunk) in Tensor Memory."""
         qk_mma, pv_mma = self._mmas()
         s_shape = qk_mma.partition_shape_C((ROWS, KEYS))
-        s = qk_mma.make_fragment_C(cute.append(s_shape, self.edges.s.stages))
+        s = qk_mma.make_fragment_C(cute.append(s_shape, self.plan.s_stages))
         o_shape = pv_mma.partition_shape_C((ROWS, self.tiling.chunk_dim))
         o = pv_mma.make_fragment_C(cute.append(o_shape, self.tiling.chunks))
         return (
-            cute.make_tensor(address + self.tmem.s_column, s.layout),
-            cute.make_tensor(address + self.tmem.o_column, o.layout),
+            cute.make_tensor(address + self.tmem.column("s"), s.layout),
+            cute.make_tensor(address + self.tmem.column("o"), o.layout),
         )
 
     # ---- load warp -----------------------------------------------------------------------------
 
     @cute.jit
-    def load_warp(self, operands: Operands, work: Work, pipes: Pipes, smem: Smem):
+    def load_warp(self, ctx: Context1Cta):
         """Q once, then the chunks of every tile, each once."""
-        kv = pipes.kv
+        params, work = ctx.params, ctx.work
         cute.arch.griddepcontrol_launch_dependents()
 
         # ---- prologue: Q, which needs no table
-        self._load_q(operands.q, work, pipes, smem)
+        self._load_q(ctx)
 
         # ---- mainloop: compressed tiles, then window tiles
-        keys = keys_of(self.config, operands, work)
+        keys = find_keys(self.config, params, work)
         split_point = cutlass.min(cutlass.max(keys.compressed_tiles, keys.first), keys.last)
-        state = pipeline.make_pipeline_state(PRODUCER, self.edges.kv.stages)
-        both_ctas = None
-        if cutlass.const_expr(self.sharers == 2):
-            both_ctas = Int16(0b11)
-        source, ring = self._partition_kv(operands.compressed, smem, Int32(0))
-        for tile in cutlass.range(keys.first, split_point, unroll=1):
-            for chunk in cutlass.range_constexpr(self.tiling.chunks):
-                kv.producer_acquire(state)
-                cute.copy(
-                    operands.compressed.atom,
-                    source[(None, chunk, None, work.token)][None, tile],
-                    ring[None, state.index],
-                    tma_bar_ptr=kv.producer_get_barrier(state),
-                    mcast_mask=both_ctas,
-                )
-                state.advance()
-        request = operands.request_ids[work.token]
-        source, ring = self._partition_kv(operands.window, smem, keys.window_first)
-        for index in cutlass.range(split_point, keys.last, unroll=1):
-            tile = index - keys.compressed_tiles
-            for chunk in cutlass.range_constexpr(self.tiling.chunks):
-                kv.producer_acquire(state)
-                cute.copy(
-                    operands.window.atom,
-                    source[(None, chunk, None, request)][None, tile],
-                    ring[None, state.index],
-                    tma_bar_ptr=kv.producer_get_barrier(state),
-                    mcast_mask=both_ctas,
-                )
-                state.advance()
+        state = pipeline.make_pipeline_state(PRODUCER, self.plan.kv_stages)
+        branch = self.kv_source.branch(params.compressed, ctx.smem.k, Int32(0), work.token)
+        state = self._load_tiles(ctx, branch, keys.first, split_point, Int32(0), state)
+        request = params.request_ids[work.token]
+        branch = self.kv_source.branch(params.window, ctx.smem.k, keys.window_first, request)
+        self._load_tiles(ctx, branch, split_point, keys.last, keys.compressed_tiles, state)
 
     @cute.jit
-    def _load_q(self, q: cpasync.TmaInfo, work: Work, pipes: Pipes, smem: Smem):
+    def _load_tiles(
+        self, ctx: Context1Cta, branch: KvBranch, first: Int32, last: Int32, origin: Int32, state
+    ):
+        """Fetch tiles [first, last), of which the branch's own count starts at `origin`."""
+        kv = ctx.pipelines.kv
+        for index in cutlass.range(first, last, unroll=1):
+            for chunk in cutlass.range_constexpr(self.tiling.chunks):
+                kv.producer_acquire(state)
+                self.kv_source.copy(branch, index - origin, chunk, kv, state)
+                state.advance()
+        return state
+
+    @cute.jit
+    def _load_q(self, ctx: Context1Cta):
         """Fetch the CTA's query rows; rows past the last head arrive as zeros."""
+        q, q_pipeline = ctx.params.q, ctx.pipelines.q
         qk_mma, _ = self._mmas()
         tiles = cute.local_tile(q.tma_tensor, (ROWS, self.tiling.head_dim), (None, None, None))
         target, source = cpasync.tma_partition(
             q.atom,
             0,
             cute.make_layout(1),
-            cute.group_modes(smem.q, 0, 3),
+            cute.group_modes(ctx.smem.q, 0, 3),
             cute.group_modes(qk_mma.get_slice(0).partition_A(tiles), 0, 3),
         )
         state = pipeline.make_pipeline_state(PRODUCER, 1)
-        pipes.q.producer_acquire(state)
+        q_pipeline.producer_acquire(state)
         cute.copy(
             q.atom,
-            source[None, work.head_block, 0, work.token],
+            source[None, ctx.work.head_block, 0, ctx.work.token],
             target[None, 0],
-            tma_bar_ptr=pipes.q.producer_get_barrier(state),
+            tma_bar_ptr=q_pipeline.producer_get_barrier(state),
         )
-
-    def _partition_kv(
-        self, kv: cpasync.TmaInfo, smem: Smem, first_row: Int32
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """TMA views of a KV tensor (box, chunk, tile, batch) and of the ring (box, stage).
-
-        The tile is mode 2: slicing with (None, chunk, None, batch) keeps it free. Pinning it
-        instead loads tile 0 for every tile, which no single-tile shape shows.
-        """
-        qk_mma, _ = self._mmas()
-        rows = cute.domain_offset((first_row, 0, 0), kv.tma_tensor)
-        tiles = cute.local_tile(rows, (KEYS, self.tiling.chunk_dim), (None, None, None))
-        ring, source = cpasync.tma_partition(
-            kv.atom,
-            cute.arch.block_idx_in_cluster() % self.sharers,
-            cute.make_layout(self.sharers),
-            cute.group_modes(smem.k, 0, 3),
-            cute.group_modes(qk_mma.get_slice(0).partition_B(tiles), 0, 3),
-        )
-        by_chunk = cute.select(source.layout, mode=[0, 2, 1, 3])
-        return cute.make_tensor(source.iterator, by_chunk), ring
 
     # ---- MMA warp ------------------------------------------------------------------------------
 
     @cute.jit
-    def mma_warp(
-        self, operands: Operands, work: Work, pipes: Pipes, smem: Smem, tmem: TmemAllocator
-    ):
+    def mma_warp(self, ctx: Context1Cta):
         """O of tile k before S of tile k+1: a load waits for the stages that O frees.
 
         Only before the last tile is it the other way round: no load waits any more, and the
         softmax of tile k runs beside the last S.
         """
-        keys = keys_of(self.config, operands, work)
+        keys = find_keys(self.config, ctx.params, ctx.work)
         tiles = keys.last - keys.first
-        tmem.wait_for_alloc()
-        t_s, t_o = self._tmem_views(tmem.retrieve_ptr(Float32))
-        kv_full = pipeline.make_pipeline_state(CONSUMER, self.edges.kv.stages)
-        kv_done = pipeline.make_pipeline_state(CONSUMER, self.edges.kv.stages)
-        s_state = pipeline.make_pipeline_state(PRODUCER, self.edges.s.stages)
-        p_state = pipeline.make_pipeline_state(CONSUMER, self.edges.p.stages)
-        pipes.q.consumer_wait(pipeline.make_pipeline_state(CONSUMER, 1))
+        ctx.tmem.wait_for_alloc()
+        t_s, t_o = self._tmem_views(ctx.tmem.retrieve_ptr(Float32))
+        kv_full = pipeline.make_pipeline_state(CONSUMER, self.plan.kv_stages)
+        kv_done = pipeline.make_pipeline_state(CONSUMER, self.plan.kv_stages)
+        s_state = pipeline.make_pipeline_state(PRODUCER, self.plan.s_stages)
+        p_state = pipeline.make_pipeline_state(CONSUMER, self.plan.p_stages)
+        ctx.pipelines.q.consumer_wait(pipeline.make_pipeline_state(CONSUMER, 1))
         if tiles > 0:
             # ---- prologue
-            kv_full, s_state = self._qk(pipes, smem, t_s, kv_full, s_state)
+            kv_full, s_state = self._qk(ctx, t_s, kv_full, s_state)
             # ---- mainloop
             for tile in cutlass.range(1, tiles, unroll=1):
                 is_last = tile == tiles - 1
                 if is_last:
-                    kv_full, s_state = self._qk(pipes, smem, t_s, kv_full, s_state)
-                kv_done, p_state = self._pv(pipes, smem, t_o, kv_done, p_state, tile > 1)
+                    kv_full, s_state = self._qk(ctx, t_s, kv_full, s_state)
+                kv_done, p_state = self._pv(ctx, t_o, kv_done, p_state, tile > 1)
                 if not is_last:
-                    kv_full, s_state = self._qk(pipes, smem, t_s, kv_full, s_state)
+                    kv_full, s_state = self._qk(ctx, t_s, kv_full, s_state)
             # ---- epilogue
-            kv_done, p_state = self._pv(pipes, smem, t_o, kv_done, p_state, tiles > 1)
+            kv_done, p_state = self._pv(ctx, t_o, kv_done, p_state, tiles > 1)
 
     @cute.jit
-    def _qk(self, pipes: Pipes, smem: Smem, t_s: cute.Tensor, kv_full, s_state):
+    def _qk(self, ctx: Context1Cta, t_s: cute.Tensor, kv_full, s_state):
         """S = Q K^T of the next tile.
 
         States are returned, because a staged loop carries only what its own body assigns.
         """
+        pipelines, smem = ctx.pipelines, ctx.smem
         qk_mma, _ = self._mmas()
         f_q, f_k = qk_mma.make_fragment_A(smem.q), qk_mma.make_fragment_B(smem.k)
         k_blocks = cute.size(f_k, mode=[2])
-        pipes.s.producer_acquire(s_state)
-        take_over_tmem()
+        pipelines.s.producer_acquire(s_state)
+        fence_after_thread_sync()
         s = t_s[None, None, None, s_state.index]
         qk_mma.set(tcgen05.Field.ACCUMULATE, False)
         for chunk in cutlass.range_constexpr(self.tiling.chunks):
-            pipes.kv.consumer_wait(kv_full)
+            pipelines.kv.consumer_wait(kv_full)
             for k in cutlass.range_constexpr(k_blocks):
                 q_block = f_q[None, None, chunk * k_blocks + k, 0]
                 cute.gemm(qk_mma, s, q_block, f_k[None, None, k, kv_full.index], s)
                 qk_mma.set(tcgen05.Field.ACCUMULATE, True)
             kv_full.advance()
-        pipes.s.producer_commit(s_state)
+        pipelines.s.producer_commit(s_state)
         s_state.advance()
         return kv_full, s_state
 
     @cute.jit
-    def _pv(self, pipes: Pipes, smem: Smem, t_o: cute.Tensor, kv_done, p_state, accumulate):
+    def _pv(self, ctx: Context1Cta, t_o: cute.Tensor, kv_done, p_state, accumulate):
         """O += P V of the next tile; its chunks go back to the load warp one by one."""
+        pipelines, smem = ctx.pipelines, ctx.smem
         _, pv_mma = self._mmas()
         f_p, f_v = pv_mma.make_fragment_A(smem.p), pv_mma.make_fragment_B(smem.v)
-        pipes.p.consumer_wait(p_state)
-        take_over_tmem()
+        pipelines.p.consumer_wait(p_state)
+        fence_after_thread_sync()
         for chunk in cutlass.range_constexpr(self.tiling.chunks):
             o = t_o[None, None, None, chunk]
             # Allocation does not clear TMEM: the first tile overwrites, in every chunk.
@@ -434,35 +358,33 @@ class FmhaSingle:
                 p_block = f_p[None, None, k, p_state.index]
                 cute.gemm(pv_mma, o, p_block, f_v[None, None, k, kv_done.index], o)
                 pv_mma.set(tcgen05.Field.ACCUMULATE, True)
-            pipes.kv.consumer_release(kv_done)
+            pipelines.kv.consumer_release(kv_done)
             kv_done.advance()
-        pipes.p.consumer_release(p_state)
-        # Never acquired: the softmax hands O back with the next P.
-        pipes.o.producer_commit(pipeline.make_pipeline_state(PRODUCER, 1))
+        pipelines.p.consumer_release(p_state)
+        # Never acquired: the next P of the softmax also says that O may be written again.
+        pipelines.o.producer_commit(pipeline.make_pipeline_state(PRODUCER, 1))
         p_state.advance()
         return kv_done, p_state
 
     # ---- softmax warps -------------------------------------------------------------------------
 
     @cute.jit
-    def softmax_warps(
-        self, operands: Operands, work: Work, pipes: Pipes, smem: Smem, tmem: TmemAllocator
-    ):
-        """Scores to weights, the rescaling of O, and the output; a warp owns 16 rows throughout."""
-        q_pipe, p_pipe, o_pipe = pipes.q, pipes.p, pipes.o
-        keys = keys_of(self.config, operands, work)
-        tmem.allocate(self.tmem.allocated_columns)
-        tmem.wait_for_alloc()
-        address = tmem.retrieve_ptr(Float32)
+    def softmax_warps(self, ctx: Context1Cta):
+        """Scores to P, the rescaling of O, and the epilogue; a warp owns 16 rows throughout."""
+        q_pipe, p_pipe, o_pipe = ctx.pipelines.q, ctx.pipelines.p, ctx.pipelines.o
+        keys = find_keys(self.config, ctx.params, ctx.work)
+        ctx.tmem.allocate(self.tmem.allocated_columns)
+        ctx.tmem.wait_for_alloc()
+        address = ctx.tmem.retrieve_ptr(Float32)
         t_s, t_o = self._tmem_views(address)
         copies = fragments.make_copies(t_s[(None, None), 0, 0, 0])
 
         # ---- prologue: row state
-        row_sinks = self._row_sinks(operands, work)
+        row_sinks = self._row_sinks(ctx)
         both = keys.compressed > 0 and keys.window > 0
         rows = sink_merge.new_rows(row_sinks, both, self.config.sink_mode)
-        s_state = pipeline.make_pipeline_state(CONSUMER, self.edges.s.stages)
-        p_state = pipeline.make_pipeline_state(PRODUCER, self.edges.p.stages)
+        s_state = pipeline.make_pipeline_state(CONSUMER, self.plan.s_stages)
+        p_state = pipeline.make_pipeline_state(PRODUCER, self.plan.p_stages)
         o_state = pipeline.make_pipeline_state(CONSUMER, 1)
 
         # ---- mainloop
@@ -470,80 +392,83 @@ class FmhaSingle:
             if tile == keys.compressed_tiles and tile > keys.first:
                 sink_merge.enter_window(rows)
             valid = valid_keys(keys, tile)
-            fragment = self._load_scores(pipes, copies, t_s, s_state)
+            fragment = self._load_scores(ctx, copies, t_s, s_state)
             scores = fragments.by_rows(fragment)
             s_state.advance()
             if valid < KEYS:
                 mask.mask_tail(scores, valid, cute.arch.lane_idx())
-                self._clear_rows(smem, tile - keys.first, valid, copies.thread)
-            tile_maximum = cute.make_rmem_tensor(2, Float32)
-            softmax.row_maxima(scores, tile_maximum, self.scale_log2)
-            if softmax.any_row_outgrew(rows.maximum, tile_maximum):
+                self._zero_rows(ctx, tile - keys.first, valid, copies.thread)
+            tile_max = cute.make_rmem_tensor(2, Float32)
+            softmax.quad_tile_max(scores, tile_max, self.scale_log2)
+            if softmax.warp_exceeds_rescale_threshold(rows.row_max, tile_max):
                 factor = cute.make_rmem_tensor(2, Float32)
                 has_o = tile > keys.first
-                softmax.raise_maxima(rows.maximum, rows.total, tile_maximum, factor, has_o)
+                softmax.update_row_max(rows.row_max, rows.row_sum, tile_max, factor, has_o)
                 if has_o:
                     o_pipe.consumer_wait(o_state)
-                    take_over_tmem()
+                    fence_after_thread_sync()
                     self._rescale(copies, t_o, factor)
-            softmax.accumulate_weights(scores, rows.maximum, rows.total, self.scale_log2)
+            softmax.exponentiate(scores, rows.row_max, rows.row_sum, self.scale_log2)
             p_pipe.producer_acquire(p_state)
-            fragments.store_rows(copies, fragment, smem.p_rows[None, None, p_state.index])
+            fragments.store_rows(copies, fragment, ctx.smem.p_rows[None, None, p_state.index])
             # Every O is waited for, in order, before the next one may start: a parity wait that
             # skips a phase returns at once, one that lags two phases never does. S of the next
             # tile runs meanwhile.
             if tile > keys.first:
                 o_pipe.consumer_wait(o_state)
                 o_state.advance()
-            hand_over_tmem()
+            fence_before_thread_sync()
             p_pipe.producer_commit(p_state)
             p_state.advance()
 
         # ---- epilogue
         if keys.last > keys.first:
             o_pipe.consumer_wait(o_state)
-            take_over_tmem()
+            fence_after_thread_sync()
         else:
             # The output is staged over Q, which no score has shown to be there.
             q_pipe.consumer_wait(pipeline.make_pipeline_state(CONSUMER, 1))
-        self._finish(operands, work, keys, smem, copies, t_o, rows)
+        self._epilogue(ctx, keys, copies, t_o, rows)
         # Freed while another warp still reads, O would belong to the next CTA of this SM.
-        hand_over_tmem()
-        pipeline.NamedBarrier(TMEM_UNUSED, self.warps.softmax_threads).arrive_and_wait()
-        take_over_tmem()
-        tmem.relinquish_alloc_permit()
-        tmem.free(address)
+        fence_before_thread_sync()
+        threads = self.warps["softmax"].threads
+        pipeline.NamedBarrier(NamedBarriers.TMEM_UNUSED, threads).arrive_and_wait()
+        fence_after_thread_sync()
+        ctx.tmem.relinquish_alloc_permit()
+        ctx.tmem.free(address)
 
-    def _rows_of_thread(self, work: Work) -> tuple[Int32, Int32]:
+    def _rows_of_thread(self, work: WorkTile) -> tuple[Int32, Int32]:
         """Query heads of a softmax thread's two rows."""
         tidx, _, _ = cute.arch.thread_idx()
         head = work.head_block * ROWS + tidx // 32 * WARP_ROWS + tidx % 32 // 4
         return head, head + 8
 
     @cute.jit
-    def _row_sinks(self, operands: Operands, work: Work) -> cute.Tensor:
+    def _row_sinks(self, ctx: Context1Cta) -> cute.Tensor:
         """Sinks of the two rows; rows past the last head get 0."""
-        heads = self._rows_of_thread(work)
+        heads = self._rows_of_thread(ctx.work)
         sinks = cute.make_rmem_tensor(2, Float32)
         for row in cutlass.range_constexpr(2):
             sinks[row] = Float32(0.0)
             if heads[row] < self.config.num_query_heads:
-                sinks[row] = operands.sink_logits[heads[row]]
+                sinks[row] = ctx.params.sink_logits[heads[row]]
         return sinks
 
     @cute.jit
-    def _load_scores(self, pipes: Pipes, copies: fragments.Copies, t_s: cute.Tensor, s_state):
+    def _load_scores(
+        self, ctx: Context1Cta, copies: fragments.Copies, t_s: cute.Tensor, s_state
+    ) -> cute.Tensor:
         """Scores of the next tile; the TMEM stage goes back at once."""
         columns = t_s[(None, None), 0, 0, s_state.index]
-        pipes.s.consumer_wait(s_state)
-        take_over_tmem()
+        ctx.pipelines.s.consumer_wait(s_state)
+        fence_after_thread_sync()
         fragment = fragments.load_columns(copies, columns)
-        hand_over_tmem()
-        pipes.s.consumer_release(s_state)
+        fence_before_thread_sync()
+        ctx.pipelines.s.consumer_release(s_state)
         return fragment
 
     @cute.jit
-    def _clear_rows(self, smem: Smem, index: Int32, valid: Int32, tidx: Int32):
+    def _zero_rows(self, ctx: Context1Cta, index: Int32, valid: Int32, tidx: Int32):
         """Zero the rows of a partial tile past its keys.
 
         S of the tile is complete and P V waits for this thread's P: the softmax warps own the tile.
@@ -553,9 +478,9 @@ class FmhaSingle:
             valid: keys of the tile.
         """
         for chunk in cutlass.range_constexpr(self.tiling.chunks):
-            stage = (index * self.tiling.chunks + chunk) % self.edges.kv.stages
+            stage = (index * self.tiling.chunks + chunk) % self.plan.kv_stages
             columns = self.tiling.chunk_dim
-            clear_rows(smem.k.iterator + stage * columns * KEYS, columns, valid, tidx)
+            zero_rows(ctx.smem.k.iterator + stage * columns * KEYS, columns, valid, tidx)
 
     def _output_columns(self, t_o: cute.Tensor) -> cute.Tensor:
         """O as (64, 64, block): its column blocks in the order of head_dim."""
@@ -573,39 +498,40 @@ class FmhaSingle:
             fragments.store_columns(copies, fragment, columns)
         cute.arch.fence_view_async_tmem_store()
 
+    # ---- epilogue ------------------------------------------------------------------------------
+
     @cute.jit
-    def _finish(
+    def _epilogue(
         self,
-        operands: Operands,
-        work: Work,
-        keys: Keys,
-        smem: Smem,
+        ctx: Context1Cta,
+        keys: KeySpan,
         copies: fragments.Copies,
         t_o: cute.Tensor,
         rows: sink_merge.RowState,
     ):
         """Write the CTA's rows: the output and lse, or with several splits its partial result."""
-        heads = self._rows_of_thread(work)
+        heads = self._rows_of_thread(ctx.work)
         factor = cute.make_rmem_tensor(2, Float32)
         sees_window = keys.last > keys.compressed_tiles
         for row in cutlass.range_constexpr(2):
-            reference = sink_merge.reference(rows, row, sees_window)
-            total = softmax.quad_sum(rows.total[row])
+            final_max = sink_merge.final_row_max(rows, row, sees_window)
+            row_sum = softmax.quad_sum(rows.row_sum[row])
             scale = Float32(1.0)
-            # One lane of the quad does what concerns the row, for all four.
+            # One lane of the quad computes and writes what is one value per row.
             if copies.thread % 4 == 0:
-                scale = finish_row(
-                    self.config, operands, work, heads[row], reference, total, rows.sink[row]
-                )
+                scale = row_epilogue(
+                    self.config, ctx.params, ctx.work, heads[row], final_max, row_sum,
+                    rows.sink[row],
+                )  # fmt: skip
             factor[row] = softmax.quad_first(scale)
         has_keys = keys.last > keys.first
-        if operands.num_splits == 1:
-            self._store_output(operands.o, work, smem, copies, t_o, factor, has_keys)
+        if ctx.params.num_splits == 1:
+            self._store_output(ctx, copies, t_o, factor, has_keys)
         else:
-            self._store_partial(operands, work, copies, t_o, factor, has_keys)
+            self._store_partial(ctx, copies, t_o, factor, has_keys)
 
     @cute.jit
-    def _finished_columns(
+    def _scaled_columns(
         self, copies: fragments.Copies, columns: cute.Tensor, factor: cute.Tensor, has_keys
     ) -> cute.Tensor:
         """(64, 64) columns of the result; without keys nothing was written to O, and they are 0."""
@@ -619,9 +545,7 @@ class FmhaSingle:
     @cute.jit
     def _store_output(
         self,
-        o: cpasync.TmaInfo,
-        work: Work,
-        smem: Smem,
+        ctx: Context1Cta,
         copies: fragments.Copies,
         t_o: cute.Tensor,
         factor: cute.Tensor,
@@ -630,9 +554,10 @@ class FmhaSingle:
         """Stage o in shared memory; each warp stores its 16 rows, 64 columns as soon as they
         are there.
         """
+        o, work = ctx.params.o, ctx.work
         warp_idx = cute.arch.make_warp_uniform(copies.thread // 32)
         tile = (WARP_ROWS, COLUMNS)
-        staged = smem.o_rows[None, None, 0]
+        staged = ctx.smem.o_rows[None, None, 0]
         source, target = cpasync.tma_partition(
             o.atom,
             0,
@@ -640,10 +565,10 @@ class FmhaSingle:
             cute.group_modes(cute.flat_divide(staged, tile), 0, 2),
             cute.group_modes(cute.local_tile(o.tma_tensor, tile, (None, None, None)), 0, 2),
         )
-        row_tile = work.head_block * len(self.warps.softmax) + warp_idx
+        row_tile = work.head_block * (ROWS // WARP_ROWS) + warp_idx
         o_columns = self._output_columns(t_o)
         for i in cutlass.range(cute.size(o_columns, mode=[2]), unroll=1):
-            fragment = self._finished_columns(copies, o_columns[None, None, i], factor, has_keys)
+            fragment = self._scaled_columns(copies, o_columns[None, None, i], factor, has_keys)
             tile_columns = cute.local_tile(staged, (ROWS, COLUMNS), (0, i))
             fragments.store_rows(copies, fragment, tile_columns)
             cute.arch.sync_warp()
@@ -661,8 +586,7 @@ class FmhaSingle:
     @cute.jit
     def _store_partial(
         self,
-        operands: Operands,
-        work: Work,
+        ctx: Context1Cta,
         copies: fragments.Copies,
         t_o: cute.Tensor,
         factor: cute.Tensor,
@@ -670,14 +594,14 @@ class FmhaSingle:
     ):
         """Write the unnormalised rows to the workspace; a quad writes 32 contiguous bytes."""
         config = self.config
-        heads = self._rows_of_thread(work)
+        heads = self._rows_of_thread(ctx.work)
         o_columns = self._output_columns(t_o)
         for i in cutlass.range(cute.size(o_columns, mode=[2]), unroll=1):
-            fragment = self._finished_columns(copies, o_columns[None, None, i], factor, has_keys)
+            fragment = self._scaled_columns(copies, o_columns[None, None, i], factor, has_keys)
             values = fragments.by_rows(fragment)
             column = i * COLUMNS + copies.thread % 4 * 2
             for row in cutlass.range_constexpr(2):
                 if heads[row] < config.num_query_heads:
-                    index = partial_index(config, operands, work, heads[row])
-                    target = partial_pointer(operands.workspace, index, config.head_dim)
+                    index = partial_index(config, ctx.params, ctx.work, heads[row])
+                    target = partial_pointer(ctx.params.workspace, index, config.head_dim)
                     store_pairs(target + cute.assume(column, divby=2), values, row)

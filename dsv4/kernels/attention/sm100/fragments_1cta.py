@@ -1,4 +1,4 @@
-"""A softmax thread's part of 64 accumulator columns: out of and into TMEM, and to shared memory.
+"""Accumulator fragments of the 1-CTA kernel: 64 columns from and to TMEM, and to shared memory.
 
 TMEM is read and written in one shape, 16x256b, the one that matches a 64-row accumulator (16 of
 every 32 lanes). It gives a thread 2 rows x 16 columns. Mixing shapes, or writing back with an atom

@@ -1,8 +1,8 @@
-"""A thread's part of 128 lanes of TMEM in a CTA of a pair, and rows of bf16 in shared memory.
+"""Fragments of the 2-CTA kernel: 128 lanes of TMEM by thread, and rows of bf16 in shared memory.
 
-In a pair every lane of TMEM holds half a row, so that a thread reads its own lane in one piece
-(32x32b) and row state is a register. What goes between TMEM and global memory goes by 16x256b
-instead: four threads have 32 consecutive bytes of a row, a whole sector.
+Every lane of TMEM holds half a row, so that a thread reads its own lane in one load (32x32b) and
+row state is a register. What goes between TMEM and global memory goes by 16x256b instead: four
+threads have 32 consecutive bytes of a row, a whole sector.
 """
 
 from typing import NamedTuple
@@ -13,17 +13,16 @@ from cutlass import BFloat16, Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import tcgen05
 
 from dsv4.kernels.attention.sm100.plan_1cta import ROWS
+from dsv4.kernels.attention.sm100.plan_2cta import NamedBarriers
+from dsv4.kernels.kit.tcgen05 import TMEM_LANES, make_tmem_copy
 
-LANES = 128
-LANE_STEP = 1 << 16  # TMEM address of the next lane
 WARP_ROWS = 32  # rows of which one warp holds a half
 UNIT = 8  # bf16 elements of 16 bytes
 ROW_UNITS = 8  # of a 128-byte swizzle row
-ROW_PARTNERS = 3  # named barriers 3 and 4: the two warps that hold the halves of the same rows
 
 
 class Thread(NamedTuple):
-    """Place of a softmax or query thread in its warpgroup: TMEM lane `index`, half a row."""
+    """Softmax or query thread in its warpgroup: TMEM lane `index`, half a row."""
 
     index: Int32
     warp: Int32
@@ -35,9 +34,12 @@ class Thread(NamedTuple):
         """Row of the CTA's 64 heads."""
         return self.index % ROWS
 
-    def partners(self) -> pipeline.NamedBarrier:
-        """Where the two threads of a row meet, with the others of their warps."""
-        return pipeline.NamedBarrier(ROW_PARTNERS + self.warp % 2, 2 * cute.arch.WARP_SIZE)
+    def row_pair_barrier(self) -> pipeline.NamedBarrier:
+        """Barrier of the two warps that hold the halves of the same rows."""
+        return pipeline.NamedBarrier(self.row_pair_barrier_id(), 2 * cute.arch.WARP_SIZE)
+
+    def row_pair_barrier_id(self) -> Int32:
+        return NamedBarriers.EVEN_WARPS + self.warp % 2
 
 
 def this_thread(first_warp: int) -> Thread:
@@ -48,24 +50,18 @@ def this_thread(first_warp: int) -> Thread:
 
 
 @cute.jit
-def either_warp(thread: Thread, condition: Boolean) -> Boolean:
-    """Whether the condition holds for any thread of two partner warps; they meet here."""
+def any_in_row_pair(thread: Thread, condition: Boolean) -> Boolean:
+    """Whether the condition holds for any thread of the two warps of a row pair; synchronises
+    them.
+    """
     mine = Int32(1) if condition else Int32(0)
     found = cute.arch.inline_ptx(
         "{\n.reg .pred mine, any;\nsetp.ne.s32 mine, {$r1}, 0;\n"
         "barrier.cta.red.or.pred any, {$r0}, 64, mine;\nselp.s32 {$w0}, 1, 0, any;\n}",
         write_only_types=[Int32],
-        read_only_args=[ROW_PARTNERS + thread.warp % 2, mine],
+        read_only_args=[thread.row_pair_barrier_id(), mine],
     )
     return found != 0
-
-
-def make_copy(op, repetitions: int, columns: int, address: cute.Pointer, thread: Thread):
-    """Copy of `columns` TMEM columns at an address, and the columns as (lane, column)."""
-    layout = cute.make_layout((LANES, columns), stride=(LANE_STEP, 1))
-    tensor = cute.make_tensor(address, layout)
-    atom = cute.make_copy_atom(op(tcgen05.Repetition(repetitions)), Float32)
-    return tcgen05.make_tmem_copy(atom, tensor).get_slice(thread.index), tensor
 
 
 @cute.jit
@@ -73,8 +69,8 @@ def load_lane(
     address: cute.Pointer, columns: cutlass.Constexpr[int], thread: Thread
 ) -> cute.Tensor:
     """(1, columns) of the thread's lane. Not there before `fence_view_async_tmem_load`."""
-    copy, tensor = make_copy(tcgen05.Ld32x32bOp, columns, columns, address, thread)
-    coordinates = cute.make_identity_tensor((LANES, columns))
+    copy, tensor = make_tmem_copy(tcgen05.Ld32x32bOp, columns, columns, address, thread.index)
+    coordinates = cute.make_identity_tensor((TMEM_LANES, columns))
     fragment = cute.make_rmem_tensor(copy.partition_D(coordinates).shape, Float32)
     cute.copy(copy, copy.partition_S(tensor), fragment)
     return cute.make_tensor(fragment.iterator, cute.make_layout((1, columns)))
@@ -87,9 +83,9 @@ def scale_lane(
     """Multiply columns of the thread's lane in place; the caller fences the stores."""
     values = load_lane(address, columns, thread)
     cute.arch.fence_view_async_tmem_load()
-    copy, tensor = make_copy(tcgen05.St32x32bOp, columns, columns, address, thread)
+    copy, tensor = make_tmem_copy(tcgen05.St32x32bOp, columns, columns, address, thread.index)
     target = copy.partition_D(tensor)
-    coordinates = cute.make_identity_tensor((LANES, columns))
+    coordinates = cute.make_identity_tensor((TMEM_LANES, columns))
     scaled = cute.make_rmem_tensor(copy.partition_S(coordinates).shape, Float32)
     for c in cutlass.range_constexpr(columns):
         scaled[c] = values[0, c] * factor
@@ -100,8 +96,8 @@ def scale_lane(
 def store_rows(address: cute.Pointer, thread: Thread, values: cute.Tensor):
     """Write values, as `by_rows` views them, to TMEM columns; the caller fences."""
     columns = cute.size(values)
-    copy, tensor = make_copy(tcgen05.St16x256bOp, columns // 8, columns, address, thread)
-    coordinates = cute.make_identity_tensor((LANES, columns))
+    copy, tensor = make_tmem_copy(tcgen05.St16x256bOp, columns // 8, columns, address, thread.index)
+    coordinates = cute.make_identity_tensor((TMEM_LANES, columns))
     layout = cute.make_layout(copy.partition_S(coordinates).shape)
     cute.copy(copy, cute.make_tensor(values.iterator, layout), copy.partition_D(tensor))
 

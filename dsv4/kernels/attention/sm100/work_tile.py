@@ -1,5 +1,5 @@
-"""What both arrangements of the Blackwell attention kernel share: views of global memory, the keys
-of a work item, tiles in shared memory.
+"""Steps that both variants of the Blackwell attention kernel share: views of global memory, the
+keys of a work tile, the epilogue of a row, tiles in shared memory.
 """
 
 import cutlass
@@ -12,7 +12,7 @@ from cutlass.utils import blackwell_helpers as sm100
 from dsv4.kernels.attention import mask, sink_merge
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.sm100.combine import partial_stats
-from dsv4.kernels.attention.sm100.context import Keys, Operands, Work
+from dsv4.kernels.attention.sm100.context import KernelParams, KeySpan, WorkTile
 from dsv4.kernels.attention.sm100.plan_1cta import KEYS
 from dsv4.kernels.attention.split_kv import STATS
 
@@ -20,9 +20,6 @@ PRODUCER = pipeline.PipelineUserType.Producer
 CONSUMER = pipeline.PipelineUserType.Consumer
 
 COLUMNS = 64  # of one access: a 128-byte swizzle row of bf16
-# Named barriers; 0 is the barrier of the whole CTA.
-TMEM_ALLOCATED = 1  # the warps that use TMEM
-TMEM_UNUSED = 2  # softmax warps
 
 
 def row_layout(tile: tuple[int, int], stages: int) -> cute.ComposedLayout:
@@ -33,12 +30,12 @@ def row_layout(tile: tuple[int, int], stages: int) -> cute.ComposedLayout:
 
 
 @cute.jit
-def row_view(x: cute.Tensor, fallback: cute.Pointer) -> cute.Tensor:
-    """[batch, row, d] seen as (row, d, batch): three dimensions in the tensor map.
+def tma_row_view(x: cute.Tensor, fallback: cute.Pointer) -> cute.Tensor:
+    """[batch, row, d] seen as (row, d, batch): three dimensions in the TMA descriptor.
 
-    A ragged tile then ends at the last row of its batch, it cannot run into the next one. A map
-    must not describe an empty tensor: it claims one row, at an address that exists, and nobody
-    loads it.
+    A ragged tile then ends at the last row of its batch, it cannot run into the next one. A
+    descriptor of an empty tensor is invalid: it claims one row, at an address that exists, which no
+    tile reads.
     """
     batch, rows, dim = x.shape
     batch, rows = Int32(batch), Int32(rows)
@@ -51,52 +48,52 @@ def row_view(x: cute.Tensor, fallback: cute.Pointer) -> cute.Tensor:
     return cute.make_tensor(pointer, layout)
 
 
-def output_map(
+def make_output_tma(
     o: cute.Tensor, fallback: cute.Pointer, rows: cutlass.Constexpr[int]
 ) -> cpasync.TmaInfo:
-    """Stores of `rows` heads x `COLUMNS` columns of a token."""
+    """TMA descriptor of stores of `rows` heads x `COLUMNS` columns of a token."""
     tile = (rows, COLUMNS)
     box = cute.select(row_layout(tile, 1), mode=[0, 1])
     store = cpasync.CopyBulkTensorTileS2GOp()
-    return cpasync.make_tiled_tma_atom(store, row_view(o, fallback), box, tile)
+    return cpasync.make_tiled_tma_atom(store, tma_row_view(o, fallback), box, tile)
 
 
 @cute.jit
-def keys_of(config: FmhaConfig, operands: Operands, work: Work) -> Keys:
-    """What a work item attends to. Every role works it out: cheaper than handing it over."""
+def find_keys(config: FmhaConfig, params: KernelParams, work: WorkTile) -> KeySpan:
+    """Keys of a work tile. Every role finds them by itself: cheaper than sending them."""
     token = work.token
-    # Told that all lanes have the same, the compiler keeps the warp together in what depends on it.
-    # Unsure of that it prepares each vote of a search for absent lanes, and runs out of registers.
-    request = cute.arch.make_warp_uniform(operands.request_ids[token])
+    # With a uniform request the compiler keeps the warp converged in what depends on it. Otherwise
+    # it prepares each vote of the search for absent lanes, and runs out of registers.
+    request = cute.arch.make_warp_uniform(params.request_ids[token])
     compressed = Int32(0)
     if request >= 0:
-        compressed = operands.compressed_rows
-        if token < operands.compressed_lens.shape[0]:
-            compressed = mask.clamp_length(operands.compressed_lens[token], compressed)
+        compressed = params.compressed_rows
+        if token < params.compressed_lens.shape[0]:
+            compressed = mask.clamp_length(params.compressed_lens[token], compressed)
     window_first, window = mask.window_span(
-        operands.request_ids,
-        operands.swa_lens,
+        params.request_ids,
+        params.swa_lens,
         token,
         request,
-        operands.window_rows,
+        params.window_rows,
         config.sliding_window,
         config.is_causal,
     )
     compressed_tiles = mask.tile_count(compressed, KEYS)
     tiles = compressed_tiles + mask.tile_count(window, KEYS)
-    return Keys(
+    return KeySpan(
         compressed,
         window,
         window_first,
         compressed_tiles,
-        first=tiles * work.split // operands.num_splits,
-        last=tiles * (work.split + 1) // operands.num_splits,
+        first=tiles * work.split // params.num_splits,
+        last=tiles * (work.split + 1) // params.num_splits,
     )
 
 
 @cute.jit
-def valid_keys(keys: Keys, tile: Int32) -> Int32:
-    """Keys of the span from a tile on; fewer than `KEYS` in the last tile of a branch."""
+def valid_keys(keys: KeySpan, tile: Int32) -> Int32:
+    """KeySpan of the span from a tile on; fewer than `KEYS` in the last tile of a branch."""
     valid = keys.compressed - tile * KEYS
     if tile >= keys.compressed_tiles:
         valid = keys.window - (tile - keys.compressed_tiles) * KEYS
@@ -104,44 +101,44 @@ def valid_keys(keys: Keys, tile: Int32) -> Int32:
 
 
 @cute.jit
-def finish_row(
+def row_epilogue(
     config: FmhaConfig,
-    operands: Operands,
-    work: Work,
+    params: KernelParams,
+    work: WorkTile,
     head: Int32,
-    reference: tuple[Float32, Float32],
-    total: Float32,
+    final_max: tuple[Float32, Float32],
+    row_sum: Float32,
     sink: Float32,
 ) -> Float32:
-    """Write the lse of a row, or with several splits its statistics; the factor that turns the
-    accumulated row into what is written of it.
+    """Write the lse of a row, or with several splits its statistics; the factor from accumulated
+    row to what is written of it.
 
     Args:
         head: query head of the row; past the last one nothing is written.
-        reference: of `sink_merge.reference`, with the offset.
-        total: weights of the row relative to the reference.
+        final_max: of `sink_merge.final_row_max`, with the offset.
+        row_sum: sum of P of the row relative to its maximum.
         sink: of the head, natural log.
     """
-    maximum, offset = reference
+    row_max, offset = final_max
     factor = Float32(1.0)
-    if operands.num_splits == 1:
-        factor = sink_merge.output_scale(maximum, total, sink, config.sink_mode == "softmax")
-        if head < config.num_query_heads and work.token < operands.lse.shape[0]:
-            operands.lse[work.token, head] = sink_merge.row_lse(maximum, total, offset)
+    if params.num_splits == 1:
+        factor = sink_merge.output_scale(row_max, row_sum, sink, config.sink_mode == "softmax")
+        if head < config.num_query_heads and work.token < params.lse.shape[0]:
+            params.lse[work.token, head] = sink_merge.row_lse(row_max, row_sum, offset)
     elif head < config.num_query_heads:
-        rows = operands.request_ids.shape[0] * config.num_query_heads
-        stats = partial_stats(operands.workspace, rows, operands.num_splits, config.head_dim)
+        rows = params.request_ids.shape[0] * config.num_query_heads
+        stats = partial_stats(params.workspace, rows, params.num_splits, config.head_dim)
         values = cute.make_rmem_tensor(STATS, Float32)
-        for i, value in enumerate((maximum, total, offset, Float32(0.0))):
+        for i, value in enumerate((row_max, row_sum, offset, Float32(0.0))):
             values[i] = value
-        cute.autovec_copy(values, stats[None, partial_index(config, operands, work, head)])
+        cute.autovec_copy(values, stats[None, partial_index(config, params, work, head)])
     return factor
 
 
-def partial_index(config: FmhaConfig, operands: Operands, work: Work, head: Int32) -> Int32:
-    """Place of a row's partial result in the workspace."""
+def partial_index(config: FmhaConfig, params: KernelParams, work: WorkTile, head: Int32) -> Int32:
+    """Index of a row's partial result in the workspace."""
     row = work.token * config.num_query_heads + head
-    return row * operands.num_splits + work.split
+    return row * params.num_splits + work.split
 
 
 @cute.jit
@@ -158,19 +155,7 @@ def store_pairs(target: cute.Pointer, rows: cute.Tensor, row: cutlass.Constexpr[
 
 
 @cute.jit
-def hand_over_tmem():
-    """Before telling other threads that this one is done with TMEM: puts what it did in order."""
-    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
-
-
-@cute.jit
-def take_over_tmem():
-    """After being told so: keeps what follows behind it."""
-    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
-
-
-@cute.jit
-def clear_rows(tile: cute.Pointer, columns: cutlass.Constexpr[int], valid: Int32, thread: Int32):
+def zero_rows(tile: cute.Pointer, columns: cutlass.Constexpr[int], valid: Int32, thread: Int32):
     """Zero the rows of a partial KV tile past its keys, with the 128 softmax threads: they may hold
     NaN, and 0 * NaN is NaN in P V.
 

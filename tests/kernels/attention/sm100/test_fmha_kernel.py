@@ -192,12 +192,12 @@ def test_compiler_report(label: str, monkeypatch, tmp_path) -> None:
     (outcome,) = precompile([(label, key)], jobs=1, report=True)
     assert not outcome.error, outcome.error
     kernels = {kernel.name: kernel for kernel in outcome.kernels}
-    arrangement = FmhaKernel.from_config(config).arrangement
-    plan = arrangement.plan
+    variant = FmhaKernel.from_config(config).variant
+    plan = variant.plan
     for kernel in kernels.values():
         assert (kernel.stack, kernel.spill_stores, kernel.spill_loads) == (0, 0, 0), kernel
-    main = kernels[type(arrangement).__name__]
-    assert main.registers <= plan.warps.register_limit
+    main = kernels[type(variant).__name__]
+    assert main.registers <= plan.registers.at_launch
     assert main.shared_memory == plan.smem.total_bytes <= 227 * 1024
     assert plan.tmem.allocated_columns <= 512
 
