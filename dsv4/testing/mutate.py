@@ -1,6 +1,6 @@
 """Mutations of a package's source, addressed by function and syntax.
 
-    release = at("FmhaSingle._pv").call("kv.consumer_release").delete()
+    release = at("Fmha1Cta._pv").call("kv.consumer_release").delete()
     build = mutated(build, tmp_path, release)          # twin of `build`, from the changed copy
 
 An address is the qualified name of a function and a way down its syntax tree (`places`). Modules

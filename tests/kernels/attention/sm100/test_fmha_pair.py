@@ -268,31 +268,27 @@ def test_products(backend: Backend, seed: int) -> None:
 TWO_TOKENS = Case(**{**vars(ONE_TOKEN), "top_k": 192, "requests": ((0, 2),)})
 # Maxima pass the threshold every other tile or so, in one half of it or the other.
 CLIMBING = Case(**{**vars(ONE_TOKEN), "top_k": 640, "growing": True, "softmax_scale": 0.125})
-SOFTMAX_WARPS = at("FmhaPair.softmax_warps")
+SOFTMAX_WARPS = at("Fmha2Cta.softmax_warps")
 # What is put in, and a case that exposes it.
 BUGS: dict[str, tuple[Edit, Case]] = {
-    # Each thread weighs what half of the columns say.
+    # Each thread exponentiates the partial scores of half of the columns.
     "partial scores not exchanged": (
-        at("FmhaPair._load_scores").assignment("scores[0, i]").value.replace("scores[0, i]"),
+        at("Fmha2Cta._load_scores").assignment("scores[0, i]").value.replace("scores[0, i]"),
         ONE_TOKEN,
     ),
     # Every CTA loads the columns of the first one.
     "one half loaded twice": (
-        at("FmhaPair.load_warp")
-        .call("cute.copy", nth=0)
-        .argument(1)
-        .expression("items.rank")
-        .replace("0"),
+        at("DenseKv2Cta.copy").call("cute.copy").argument(1).expression("half").replace("0"),
         ONE_TOKEN,
     ),
     # Only the first CTA's masked rows are cleared: NaN from the other's.
     "rows of the second CTA kept": (
-        SOFTMAX_WARPS.call("clear_rows").argument(2).replace("{} + 64 * items.rank"),
+        SOFTMAX_WARPS.call("zero_rows").argument(2).replace("{} + 64 * ctx.cta_rank"),
         MIXED,
     ),
     # A new token's Q lands while scores of the last one are still computed.
     "Q not waited for": (
-        at("FmhaPair.query_warps").call("q_pipe.producer_acquire", nth=0).delete(),
+        at("Fmha2Cta.query_warps").call("q_pipe.producer_acquire", nth=0).delete(),
         TWO_TOKENS,
     ),
     # The output is staged where the exchange of the next token writes.
@@ -305,14 +301,16 @@ BUGS: dict[str, tuple[Edit, Case]] = {
         SOFTMAX_WARPS.branch("keys.last > keys.first").test.replace("keys.first > keys.last"),
         TWO_TOKENS,
     ),
-    # The two threads of a row keep references of their own.
-    "references not agreed": (
-        at("either_warp").expression("found != 0").replace("cute.arch.vote_any_sync(condition)"),
+    # The two threads of a row keep maxima of their own.
+    "row maxima not agreed": (
+        at("any_in_row_pair")
+        .expression("found != 0")
+        .replace("cute.arch.vote_any_sync(condition)"),
         CLIMBING,
     ),
     # The first product of a token adds to the last token's.
     "first PV accumulates": (
-        at("FmhaPair._pv").call("pv_mma.set", nth=0).argument(1).replace("True"),
+        at("Fmha2Cta._pv").call("pv_mma.set", nth=0).argument(1).replace("True"),
         TWO_TOKENS,
     ),
 }

@@ -46,16 +46,16 @@ class Bug:
     is_slow: bool = False
 
 
-SOFTMAX_WARPS = at("FmhaSingle.softmax_warps")
-PV = at("FmhaSingle._pv")
+SOFTMAX_WARPS = at("Fmha1Cta.softmax_warps")
+PV = at("Fmha1Cta._pv")
 PV_ACCUMULATE = PV.call("pv_mma.set", nth=0).argument(1)
 BUGS = {
     # TMA reads tile 0 for every tile: the tile mode is pinned, the chunk mode left free.
     "tile mode pinned": Bug(
-        at("FmhaSingle.load_warp")
-        .call("cute.copy", nth=0)
+        at("DenseKv1Cta.copy")
+        .call("cute.copy")
         .argument(1)
-        .replace("source[(None, None, 0, work.token)][None, chunk]"),
+        .replace("branch.source[(None, None, 0, branch.batch)][None, chunk]"),
         exposed_by=THREE_TILES,
         hidden_from=ONE_TILE,
     ),
@@ -67,7 +67,7 @@ BUGS = {
     ),
     # S and O share TMEM columns.
     "S offset missing": Bug(
-        at("FmhaSingle._tmem_views").expression("address + self.tmem.s_column").replace("address"),
+        at("Fmha1Cta._tmem_views").expression('address + self.tmem.column("s")').replace("address"),
         exposed_by=THREE_TILES,
         is_slow=True,
     ),
@@ -102,7 +102,7 @@ BUGS = {
     ),
     # V is taken as it lies in memory: on a square tile that compiles, and transposes it.
     "layout of V trusted": Bug(
-        at("FmhaSingle._mmas").call("make", nth=1).argument(0).replace("k_major"),
+        at("Fmha1Cta._mmas").call("make_mma", nth=1).argument(2).replace("k_major"),
         exposed_by=ONE_TILE,
     ),
     # The maximum is in base 2: it counts ln 2 a unit.
@@ -126,7 +126,7 @@ BUGS = {
     ),
     # 0 * NaN: masked rows of the tile reach O through P V.
     "masked rows kept": Bug(
-        SOFTMAX_WARPS.call("self._clear_rows").delete(),
+        SOFTMAX_WARPS.call("self._zero_rows").delete(),
         exposed_by=PARTIAL,
         hidden_from=THREE_TILES,
     ),
@@ -137,8 +137,8 @@ BUGS = {
         is_slow=True,
     ),
     # The tensor core may start on S before its scores have been read out.
-    "TMEM handed over without a fence": Bug(
-        at("hand_over_tmem").call("inline_ptx").delete(),
+    "S released without a TMEM fence": Bug(
+        at("fence_before_thread_sync").call("inline_ptx").delete(),
         exposed_by=THREE_TILES,
     ),
     # The output of a token without keys is staged over a Q that is still arriving.
