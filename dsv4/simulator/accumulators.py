@@ -129,6 +129,38 @@ def add_product(parts, d_type: str, product: np.ndarray) -> None:
         part.warp.accumulators.keep(part.accumulators, product, ROWS * k, d_type)
 
 
+def replace_sum(parts, d_type: str, add) -> None:
+    """Give the parts' accumulators what `add` makes of their contents: float32 [16 * parts, N] to
+    the same; accumulators that a product overwrites count as zeros. Arguments as of
+    `add_product`, float accumulators alone."""
+    columns = len(parts[0].accumulators.indices) * (4 if d_type == "f16" else 2)
+    before = []
+    for part in parts:
+        if not part.accumulate:
+            before.append(np.zeros((ROWS, columns), f32))
+        elif d_type == "f16":
+            before.append(_f16_tile(part))
+        else:
+            before.append(part.warp.accumulators.tile(part.accumulators, f32))
+    tile = add(np.concatenate(before))
+    for k, part in enumerate(parts):
+        if d_type == "f16":
+            _write_f16(part, _by_register(tile[ROWS * k : ROWS * (k + 1)]))
+        else:
+            part.warp.accumulators.keep(part.accumulators, tile, ROWS * k, d_type)
+
+
+def _f16_tile(part) -> np.ndarray:
+    """float32 [16, N] of packed float16 registers."""
+    R = part.warp.registers
+    pairs = [
+        numerics.f32_of_f16(np.ascontiguousarray(numerics.words(R[index], u16).T))
+        for index in part.accumulators.indices
+    ]
+    block = np.concatenate(pairs)  # registers of a float32 accumulator
+    return block.reshape(-1, 2, 2, 8, 4).transpose(1, 3, 0, 4, 2).reshape(ROWS, -1)
+
+
 def _common_tile(parts) -> np.ndarray | None:
     """The tile that all parts hold their rows of, in order, if there is one."""
     tile = None
@@ -161,5 +193,16 @@ def _add_f16(part, values: np.ndarray) -> None:
         if part.accumulate:
             old = numerics.words(R[index], u16)
             pair = pair + numerics.f32_of_f16(np.ascontiguousarray(old.T))
-        bits = numerics.f16_of_f32(pair)
-        R[index] = numerics.pack32(bits[0], bits[1])
+        R[index] = _packed(pair)
+
+
+def _write_f16(part, values: np.ndarray) -> None:
+    """float32 [registers, lanes] to packed float16 registers."""
+    R = part.warp.registers
+    for k, index in enumerate(part.accumulators.indices):
+        R[index] = _packed(values[2 * k : 2 * k + 2])
+
+
+def _packed(pair: np.ndarray) -> np.ndarray:
+    bits = numerics.f16_of_f32(pair)
+    return numerics.pack32(bits[0], bits[1])

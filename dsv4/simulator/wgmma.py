@@ -12,10 +12,17 @@ from typing import NamedTuple
 import numpy as np
 
 from dsv4.simulator import numerics
-from dsv4.simulator.accumulators import ROWS, RegisterGroup, add_product, register_group
+from dsv4.simulator.accumulators import (
+    ROWS,
+    RegisterGroup,
+    add_product,
+    register_group,
+    replace_sum,
+)
 from dsv4.simulator.codegen import BLOCKED, BlockEmitter, emits
 from dsv4.simulator.descriptors import MatrixDescriptor, operand_elements
 from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.fp8_sums import fp8_sum
 from dsv4.simulator.memory import Cta
 from dsv4.simulator.numerics import f32, i32, u8, u16, u32
 from dsv4.simulator.ptx.parser import Instruction
@@ -82,9 +89,14 @@ class Product:
         if not parts:
             return
         parts.sort(key=lambda part: part.warp.number)
-        n, depth, d_type, _, b_type = self.form
+        n, depth, d_type, a_type, b_type = self.form
         b_tile = _shared_tile(parts[0].warp.cta, self.b, n, depth, b_type, not self.majors[1])
         a_tile = self._a_tile(parts)
+        if b_type in ("e4m3", "e5m2"):
+            a_tile = -a_tile if self.negative else a_tile
+            kinds, whole = (a_type, b_type), d_type == "f16"
+            replace_sum(parts, d_type, lambda c: fp8_sum(a_tile, b_tile, kinds, c, keep_all=whole))
+            return
         product = numerics.product(a_tile, b_tile).astype(i32 if d_type == "s32" else f32)
         add_product(parts, d_type, -product if self.negative else product)
 

@@ -9,6 +9,7 @@ from tests.simulator.hardware import (
     bulk,
     clusters,
     collectives,
+    fp8_sums,
     memory,
     tma,
     wgmma,
@@ -23,4 +24,5 @@ FAMILIES: dict[str, Callable[[], list[Case]]] = {
     "clusters": clusters.cases,
     "tma": tma.cases,
     "wgmma": wgmma.cases,
+    "fp8": fp8_sums.cases,
 }

@@ -234,12 +234,13 @@ def _type_cases() -> list[Case]:
 
 
 def _random_cases() -> list[Case]:
-    """Sums that round: hardware adds the products of one instruction in fewer bits than float32."""
+    """Sums that round: hardware adds the products of one instruction in fewer bits than float32;
+    of FP8 it is known in which."""
     tolerances = {
         "bf16": Tolerance(absolute=2.0**-17),
         "f16": Tolerance(absolute=2.0**-17),
         "tf32": Tolerance(absolute=2.0**-17),
-        "e4m3": Tolerance(absolute=2.0**-9),
+        "e4m3": None,
     }
     out = []
     for kind, tolerance in tolerances.items():
