@@ -19,6 +19,7 @@ from dsv4.cli.demo import Check
 
 if TYPE_CHECKING:
     from dsv4.model.model import DeepseekV4
+    from dsv4.testing.attention import Inputs
 
 WINDOW_TOKENS = 512
 WINDOWS = 4
@@ -98,32 +99,33 @@ def attention_through_op(model: DeepseekV4, prompt: list[int]) -> Check:
 
 def op_against_oracle(model: DeepseekV4, prompt: list[int]) -> Check:
     """The op's output in the model's last forward equals the FP32 oracle on the same inputs."""
-    from dsv4.ops.runtime.runner import runner_config
-    from dsv4.reference.attention import sparse_fmha_with_swa as oracle
+    from dsv4.testing.accuracy import BFLOAT16, Accuracy
 
     with OpWatch(keep=model.config.num_hidden_layers) as watch:
         model.generate([prompt], max_new_tokens=2)
     worst = 0.0
     for args, kwargs, out in watch.kept:
-        q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, _, runner_id = args[:8]
-        config = runner_config(runner_id)
-        compressed_lens = args[8] if len(args) > 8 else kwargs.get("compressed_lens")
-        expected, _ = oracle(
-            q.float(),
-            compressed_kv.float(),
-            swa_kv.float(),
-            swa_lens,
-            sink_logits,
-            request_ids,
-            sink_mode=config.sink_mode,
-            is_causal=config.is_causal,
-            sliding_window=config.sliding_window,
-            compressed_lens=compressed_lens,
-        )
-        difference = (out.float() - expected).norm() / expected.norm()
-        worst = max(worst, difference.item())
-    detail = f"worst relative error {worst:.1e} over {len(watch.kept)} layers (bound 4e-3)"
-    return Check("op equals the FP32 oracle", worst <= 4e-3, detail)
+        expected, _ = _inputs_of(args, kwargs).expected()
+        worst = max(worst, Accuracy.of(out, expected).relative)
+    bound = BFLOAT16.relative
+    detail = f"worst relative error {worst:.1e} over {len(watch.kept)} layers (bound {bound:.0e})"
+    return Check("op equals the FP32 oracle", worst <= bound, detail)
+
+
+def _inputs_of(args: tuple, kwargs: dict) -> Inputs:
+    """The inputs of a call of the attention op."""
+    from dsv4.ops.runtime.runner import runner_config
+    from dsv4.testing.attention import Inputs
+
+    config = runner_config(args[7])
+    return Inputs(
+        *args[:6],
+        compressed_lens=args[8] if len(args) > 8 else kwargs.get("compressed_lens"),
+        sink_mode=config.sink_mode,
+        is_causal=config.is_causal,
+        sliding_window=config.sliding_window,
+        softmax_scale=config.softmax_scale,
+    )
 
 
 def decode_equals_prefill(model: DeepseekV4, prompt: list[int]) -> Check:
@@ -221,41 +223,24 @@ def blackwell_kernel_agrees(model: DeepseekV4, prompt: list[int]) -> Check:
     name = "Blackwell kernel, simulated, equals the op"
     if importlib.util.find_spec("cutlass") is None or shutil.which("cc") is None:
         return Check(name, None, "needs nvidia-cutlass-dsl (Linux) and a C compiler")
-    from dsv4.cli.sim_attention import Workload, compile_attention
-    from dsv4.simulator import simulate
+    from dsv4.testing.accuracy import BFLOAT16, Accuracy
+    from dsv4.testing.attention_kernel import AttentionKernels, config_of
+    from dsv4.testing.harness import Simulator
 
     with OpWatch(keep=1) as watch:
         model.generate([prompt], max_new_tokens=2)
     (args, kwargs, expected) = watch.kept[-1]
-    *inputs, _, _ = (a.cpu() if isinstance(a, torch.Tensor) else a for a in args[:8])
-    q, compressed_kv, swa_kv = inputs[:3]
-    lens = args[8] if len(args) > 8 else kwargs.get("compressed_lens")
-    workload = Workload(
-        "sm_100a",
-        heads=q.shape[1],
-        top_k=compressed_kv.shape[1],
-        tokens=q.shape[0],
-        head_dim=q.shape[2],
-        window=swa_kv.shape[1],
-        num_splits=1,
-    )
-    o = torch.full_like(q, torch.nan)
-    report = simulate(
-        compile_attention(workload).function,
-        *inputs,
-        o,
-        compressed_lens=torch.empty(0, dtype=torch.int32) if lens is None else lens.cpu(),
-        lse=torch.full(q.shape[:2], torch.nan),
-        workspace=torch.full((4,), torch.nan),
-        num_splits=1,
-        num_ctas=148,
-    )
-    expected = expected.cpu().float()
-    error = ((o.float() - expected).norm() / expected.norm()).item()
+    inputs = _inputs_of(args, kwargs).to("cpu")
+    target = Simulator("sm_100a")
+    kernels = AttentionKernels(target)
+    call = kernels.call(inputs)
+    outcome = target.simulate(kernels.compile(config_of(inputs)), call)
+    report = outcome.report
+    error = Accuracy.of(outcome["o"], expected.cpu()).relative
     races = len(report.races)
     instructions = sum(launch.instructions for launch in report.launches)
     detail = f"relative error {error:.1e}, {races} races, {instructions} warp instructions"
-    return Check(name, error <= 4e-3 and not races, detail)
+    return Check(name, error <= BFLOAT16.relative and not races, detail)
 
 
 def _loss(model: DeepseekV4, tokens: torch.Tensor) -> float:

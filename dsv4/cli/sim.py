@@ -6,32 +6,42 @@ import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from dsv4.cli.sim_attention import Accuracy, CompiledKernel, Workload
+    from dsv4.cli.sim_attention import CompiledKernel, Verdict, Workload
     from dsv4.simulator import Report
-    from dsv4.simulator.report import LaunchReport
+    from dsv4.simulator.report import Finding, LaunchReport
     from dsv4.simulator.timing import LaunchPrediction, Prediction
 
 # Kept here as well as in the simulator, which would import torch: `--help` must be instant.
 ARCHITECTURES = ("sm_100a", "sm_90a")
 SCHEDULES = ("eager", "lazy", "random")
+INPUTS = ("decode", "mixed")
 HEAD_DIMS = (64, 128, 256, 512)
 SHOWN_FINDINGS = 5
 CHECK_FAILED = 1
+NOT_COVERED = 2
 
 
 class Outcome(NamedTuple):
-    """All that one run found; `checked` says whether anybody looked for races."""
+    """All that one run found.
+
+    Attributes:
+        report: of the last launch, whose coverage is that of all, with the findings of all.
+        checked: whether races were looked for.
+        missed: how much synchronisation of which kernel never ran.
+    """
 
     workload: Workload
     compiled: CompiledKernel
     report: Report
-    accuracy: Accuracy
+    verdict: Verdict
     prediction: Prediction
     checked: bool
+    missed: list[str]
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -39,14 +49,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "sim", help="run a kernel in the GPU simulator, no GPU needed", description=__doc__
     )
-    kernels = parser.add_subparsers(dest="kernel", required=True, metavar="KERNEL")
+    # Without a kernel: which there are.
+    parser.set_defaults(run=_list_kernels)
+    kernels = parser.add_subparsers(dest="kernel", metavar="KERNEL")
     attention = kernels.add_parser(
         "attention",
         help="one decode step of sparse_fmha_with_swa",
         description="Compile the attention kernel, simulate one decode step on random inputs, and "
-        "compare the result with the FP32 oracle. Exit status 1 when it is wrong or racy.",
+        "compare the result with the FP32 oracle. Exit status 1 when it is wrong or racy, 2 when "
+        "these inputs leave synchronisation unchecked, which `--inputs mixed` does not.",
     )
     _add_shape(attention)
+    attention.add_argument(
+        "--inputs",
+        choices=INPUTS,
+        default=INPUTS[0],
+        help="one decode step, or mixed requests that reach every synchronisation",
+    )
     attention.add_argument(
         "--schedule",
         choices=SCHEDULES,
@@ -73,7 +92,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         metavar="FILE",
         help="for --model-table: the shapes and times of `dsv4 bench attention --json FILE`",
     )
-    parser.set_defaults(run=run)
+    attention.set_defaults(run=run)
+
+
+def _list_kernels(args: argparse.Namespace) -> int:
+    from dsv4.cli.sim_kernels import print_kernels
+
+    print_kernels()
+    return 0
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
@@ -97,38 +123,58 @@ def run(args: argparse.Namespace) -> int:
     """Simulate; the exit status is 1 when the result is wrong or the checker found a race."""
     workload = _workload(args)
     from dsv4.cli import sim_attention, sim_table
-    from dsv4.simulator import Deadlock, KernelFault, simulate
+    from dsv4.simulator import Deadlock, KernelFault
     from dsv4.simulator.timing import predict
+    from dsv4.testing.harness import Simulator, missed_synchronisation
 
     if args.model_table:
         sim_table.print_table(args.arch, args.measured)
         return 0
     compiled = sim_attention.compile_attention(workload)
-    call = sim_attention.make_call(workload, args.seed)
+    inputs = workload.inputs(args.seed)
+    target = Simulator(workload.arch)
+    options = (args.schedule, args.seed, not args.no_races)
+    reports, verdicts = [], []
     try:
-        report = simulate(
-            compiled.function,
-            *call.tensors,
-            **call.options,
-            schedule=args.schedule,
-            seed=args.seed,
-            races=not args.no_races,
-        )
+        for splits, ctas in workload.launches:
+            call = workload.call(inputs, splits, ctas)
+            reports.append(target.simulate(compiled.function, call, *options).report)
+            verdicts.append(sim_attention.Verdict.of(call, inputs))
     except (KernelFault, Deadlock) as fault:
         # What the kernel did wrong, and where: as many lines as that takes.
         print(f"dsv4 sim: {type(fault).__name__}: {fault}", file=sys.stderr)
         return CHECK_FAILED
-    accuracy = sim_attention.check(call)
+    report = _last_with_all_findings(reports)
+    missed = [
+        f"{left} of {total} in {compiled.name_of(entry)}"
+        for entry, (left, total) in missed_synchronisation(reports).items()
+    ]
+    verdict = sim_attention.Verdict.worst(verdicts)
     sim_attention.let_others_arrive(workload, call)
     clusters = sim_attention.timed_clusters(workload)
-    prediction = predict(compiled.function, *call.tensors, **call.options, choose=clusters)
-    outcome = Outcome(workload, compiled, report, accuracy, prediction, not args.no_races)
+    prediction = predict(compiled.function, *call.args, **call.options, choose=clusters)
+    outcome = Outcome(workload, compiled, report, verdict, prediction, not args.no_races, missed)
     if args.json:
         print(json.dumps(_summary(outcome), indent=2))
     else:
         _print(outcome)
     _export(args, prediction)
-    return 0 if accuracy.correct and not report.races else CHECK_FAILED
+    if not verdict.correct or report.races:
+        return CHECK_FAILED
+    # Without a race check nothing is said about synchronisation, covered or not.
+    return NOT_COVERED if outcome.checked and outcome.missed else 0
+
+
+def _last_with_all_findings(reports: list[Report]) -> Report:
+    """The last launches, whose coverage is that of all, with what was found in any."""
+    last = reports[-1]
+    last.races = _distinct(found for report in reports for found in report.races)
+    last.warnings = _distinct(found for report in reports for found in report.warnings)
+    return last
+
+
+def _distinct(findings: Iterable[Finding]) -> list[Finding]:
+    return list({(found.kind, found.places): found for found in findings}.values())
 
 
 def _workload(args: argparse.Namespace) -> Workload:
@@ -156,16 +202,13 @@ def _workload(args: argparse.Namespace) -> Workload:
             "pip install 'nvidia-cutlass-dsl>=4.8,<4.9' apache-tvm-ffi"
         )
     from dsv4.cli.sim_attention import Workload
+    from dsv4.testing.attention import Case
 
-    return Workload(
-        arch=args.arch,
-        heads=args.heads,
-        top_k=args.top_k,
-        tokens=args.tokens,
-        head_dim=args.head_dim,
-        window=args.window,
-        num_splits=args.num_splits,
-    )
+    if args.inputs == "mixed":
+        sizes = (args.heads, args.head_dim, args.top_k)
+        return Workload.mixed(args.arch, *sizes, args.num_splits)
+    sizes = (args.tokens, args.heads, args.top_k, args.window, args.head_dim)
+    return Workload(args.arch, Case.decode(*sizes), args.num_splits)
 
 
 def _export(args: argparse.Namespace, prediction: Prediction) -> None:
@@ -192,10 +235,9 @@ def _kernel_row(
     compiled: CompiledKernel, launch: LaunchReport, modelled: LaunchPrediction
 ) -> dict[str, object]:
     """What is known about one launch; None where the compiler said nothing."""
-    found = [r for r in compiled.reports if r.entry == launch.kernel]
-    said = found[0] if found else None
+    said = compiled.report_of(launch.kernel)
     return {
-        "kernel": said.name if said else launch.kernel,
+        "kernel": compiled.name_of(launch.kernel),
         "grid": list(launch.grid),
         "threads": launch.block[0] * launch.block[1] * launch.block[2],
         "registers": said.registers if said else None,
@@ -218,17 +260,18 @@ def _kernel_rows(outcome: Outcome) -> list[dict[str, object]]:
 
 def _summary(outcome: Outcome) -> dict[str, object]:
     """Everything the tables say, for machines; `races` is null when nobody looked."""
-    accuracy, report = outcome.accuracy, outcome.report
+    verdict, report = outcome.verdict, outcome.report
     longest = outcome.prediction.longest
     return {
         "workload": str(outcome.workload),
-        "correct": accuracy.correct,
-        "relative_error": accuracy.relative,
-        "cosine": accuracy.cosine,
-        "largest_element_error": accuracy.element,
-        "lse_error": accuracy.lse,
+        "correct": verdict.correct,
+        "relative_error": verdict.o.relative,
+        "cosine": verdict.o.cosine,
+        "largest_element_error": verdict.o.element,
+        "lse_error": verdict.lse,
         "races": [str(finding) for finding in report.races] if outcome.checked else None,
         "warnings": [str(finding) for finding in report.warnings] if outcome.checked else None,
+        "synchronisation_never_reached": outcome.missed,
         "kernels": _kernel_rows(outcome),
         "model": outcome.prediction.machine.name,
         "model_microseconds": outcome.prediction.microseconds,
@@ -251,12 +294,13 @@ def _print(outcome: Outcome) -> None:
             table.add_row(name.replace("_", " "), *[_text(row[name]) for row in kernels])
     console.print(table)
     checks = Table("check", "result", "bound")
-    for line in _check_rows(outcome.accuracy):
+    for line in _check_rows(outcome.verdict):
         checks.add_row(*line)
     races = str(len(outcome.report.races)) if outcome.checked else "not checked"
     checks.add_row("races", races, "0")
     if outcome.checked:
         checks.add_row("warnings, tolerated", str(len(outcome.report.warnings)), "")
+    checks.add_row("synchronisation never reached", "\n".join(outcome.missed) or "0", "0")
     console.print(checks)
     machine, time = outcome.prediction.machine.name, outcome.prediction.microseconds
     console.print(f"{machine} model: {time:.1f} us for all launches, a prediction")
@@ -269,16 +313,18 @@ def _print(outcome: Outcome) -> None:
         console.print(f"... and {len(findings) - SHOWN_FINDINGS} more (--json lists all)")
 
 
-def _check_rows(accuracy: Accuracy) -> list[tuple[str, str, str]]:
-    from dsv4.cli import sim_attention as bounds
+def _check_rows(verdict: Verdict) -> list[tuple[str, str, str]]:
+    from dsv4.testing.accuracy import BFLOAT16
+    from dsv4.testing.attention import LSE_BOUND
 
-    verdict = "[green]correct[/green]" if accuracy.correct else "[red]WRONG[/red]"
+    said = "[green]correct[/green]" if verdict.correct else "[red]WRONG[/red]"
+    o = verdict.o
     return [
-        ("output against the FP32 oracle", verdict, ""),
-        ("relative error", f"{accuracy.relative:.2e}", f"{bounds.MAX_RELATIVE:.0e}"),
-        ("1 - cosine", f"{1 - accuracy.cosine:.1e}", f"{1 - bounds.MIN_COSINE:.0e}"),
-        ("largest error of an element", f"{accuracy.element:.1e}", f"{bounds.MAX_ELEMENT:.0e}"),
-        ("largest error of lse", f"{accuracy.lse:.1e}", f"{bounds.MAX_LSE:.0e}"),
+        ("output against the FP32 oracle", said, ""),
+        ("relative error", f"{o.relative:.2e}", f"{BFLOAT16.relative:.0e}"),
+        ("1 - cosine", f"{1 - o.cosine:.1e}", f"{1 - BFLOAT16.cosine:.0e}"),
+        ("largest error of an element", f"{o.element:.1e}", f"{BFLOAT16.element:.0e}"),
+        ("largest error of lse", f"{verdict.lse:.1e}", f"{LSE_BOUND:.0e}"),
     ]
 
 

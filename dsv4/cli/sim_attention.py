@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import tempfile
@@ -13,100 +12,121 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.split_kv import counter_words
 from dsv4.ops.attention import splits as fmha_splits
+from dsv4.ops.runtime.registry import build, runner_key
 from dsv4.ops.runtime.report import REMARKS, KernelReport, kernel_reports
-from dsv4.reference.attention import sparse_fmha_with_swa
+from dsv4.simulator.api import MULTIPROCESSORS
+from dsv4.testing.accuracy import BFLOAT16, Accuracy
+from dsv4.testing.attention import LSE_BOUND, Case, Inputs, lse_error, make_inputs
+from dsv4.testing.attention_kernel import config_of, has_counters, make_call
+from dsv4.testing.harness import Call, compiler_options
 
-MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}
-SINK_MODE = "softmax"
-
-# What counts as equal to the FP32 oracle, for bf16 inputs of unit scale.
-MAX_RELATIVE, MIN_COSINE, MAX_ELEMENT, MAX_LSE = 4e-3, 0.99999, 5e-3, 1e-4
+# Launches of mixed requests: unsplit, of two splits, and of more splits than some tokens have keys.
+MIXED_SPLITS = (1, 2, 9)
+FEW_CTAS = 4  # fewer than there is work for: each goes on to more
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`tokens` requests that decode one token each, over full windows.
+    """A case on an architecture.
 
     Attributes:
         arch: sm_100a or sm_90a.
-        top_k, window: compressed rows and window rows per token.
         num_splits: CTAs that share a token's keys; None leaves the choice to the package.
+        is_mixed: not one step of a model, but what reaches every synchronisation of the kernel.
     """
 
     arch: str
-    heads: int
-    top_k: int
-    tokens: int = 1
-    head_dim: int = 512
-    window: int = 128
+    case: Case
     num_splits: int | None = None
+    is_mixed: bool = False
+
+    @classmethod
+    def mixed(
+        cls, arch: str, heads: int, head_dim: int, top_k: int, num_splits: int | None = None
+    ) -> Workload:
+        """Causal windows, requests of several tokens, padding, ragged lengths and growing maxima,
+        in launches of several numbers of splits and of CTAs."""
+        case = Case(
+            heads=heads,
+            head_dim=head_dim,
+            top_k=top_k,
+            requests=((-1, 1), (0, 2), (-1, 1), (1, 1), (2, 2)),
+            sink_mode="swa_gate",
+            is_causal=True,
+            growing=True,
+        )
+        return cls(arch, case, num_splits, is_mixed=True)
 
     @property
     def config(self) -> FmhaConfig:
         """What the kernel is compiled for; ValueError for sizes that no kernel takes."""
-        return FmhaConfig(self.head_dim, self.heads, self.window, self.top_k, sink_mode=SINK_MODE)
+        return config_of(self.case)
 
     @property
     def splits(self) -> int:
         """KV splits of the launch."""
         if self.num_splits is not None:
             return self.num_splits
-        size = (self.tokens, self.top_k, self.window, MULTIPROCESSORS[self.arch])
+        case = self.case
+        size = (case.tokens, case.top_k, case.window_rows, MULTIPROCESSORS[self.arch])
         return fmha_splits.choose(self.config, *size, self.arch)
 
     @property
-    def flops(self) -> int:
-        """Operations of both matrix products."""
-        return 4 * self.tokens * self.heads * (self.top_k + self.window) * self.head_dim
+    def launches(self) -> Sequence[tuple[int, int]]:
+        """Splits, and CTAs that run at a time, of the launches that are made."""
+        everywhere = MULTIPROCESSORS[self.arch]
+        if self.is_mixed and self.num_splits is None:
+            return [(splits, ctas) for splits in MIXED_SPLITS for ctas in (FEW_CTAS, everywhere)]
+        return [(self.splits, FEW_CTAS if self.is_mixed else everywhere)]
 
-    @property
-    def bytes(self) -> int:
-        """Compulsory traffic: KV and q read once, o written once."""
-        return 2 * self.tokens * self.head_dim * (self.top_k + self.window + 2 * self.heads)
+    def inputs(self, seed: int) -> Inputs:
+        """Unit-scale random inputs."""
+        return make_inputs(self.case, seed)
+
+    def call(self, inputs: Inputs, splits: int | None = None, ctas: int | None = None) -> Call:
+        """Arguments of the compiled kernel; by default those of a decode step."""
+        splits = self.splits if splits is None else splits
+        ctas = MULTIPROCESSORS[self.arch] if ctas is None else ctas
+        return make_call(self.arch, inputs, splits, ctas)
 
     def __str__(self) -> str:
+        case = self.case
         return (
-            f"T={self.tokens}, {self.heads} heads, {self.top_k} + {self.window} keys, "
-            f"head_dim {self.head_dim}, {self.splits} splits, {self.arch}"
+            f"T={case.tokens}, {case.heads} heads, {case.top_k} + {case.window_rows} keys, "
+            f"head_dim {case.head_dim}, {self.splits} splits, {self.arch}"
+            + (", mixed requests" if self.is_mixed else "")
         )
 
 
 @dataclass(frozen=True)
-class Call:
-    """Arguments of the compiled function: `tensors` in order, `options` by name."""
+class Verdict:
+    """o and lse of a call against the FP32 oracle."""
 
-    tensors: tuple[Tensor, ...]
-    options: dict[str, Any]
-
-    @property
-    def output(self) -> Tensor:
-        """o [T, n_h, head_dim], bf16."""
-        return self.tensors[-1]
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """The kernel's output against the FP32 oracle."""
-
-    relative: float  # Frobenius norm of the difference over that of the oracle
-    cosine: float
-    element: float  # largest |difference| over 1 + |oracle|
+    o: Accuracy
     lse: float  # largest absolute difference
+
+    @classmethod
+    def of(cls, call: Call, inputs: Inputs) -> Verdict:
+        """Compare the outputs of a call that has run."""
+        expected_o, expected_lse = inputs.expected()
+        return cls(
+            Accuracy.of(call.outputs["o"], expected_o),
+            lse_error(call.outputs["lse"], expected_lse),
+        )
+
+    @classmethod
+    def worst(cls, verdicts: Sequence[Verdict]) -> Verdict:
+        """One that is wrong, if there is one; else the one that is off most."""
+        return max(verdicts, key=lambda verdict: (not verdict.correct, verdict.o.relative))
 
     @property
     def correct(self) -> bool:
         """Within the package's bounds; NaN is not."""
-        return (
-            self.relative <= MAX_RELATIVE
-            and self.cosine >= MIN_COSINE
-            and self.element <= MAX_ELEMENT
-            and self.lse <= MAX_LSE
-        )
+        return not self.o.faults(BFLOAT16) and self.lse <= LSE_BOUND
 
 
 @dataclass(frozen=True)
@@ -117,20 +137,25 @@ class CompiledKernel:
     reports: tuple[KernelReport, ...]
     tmem_columns: int  # of the attention kernel; 0 where there is no TMEM
 
+    def report_of(self, entry: str) -> KernelReport | None:
+        """What the compiler said about an entry; None where it said nothing."""
+        return next((report for report in self.reports if report.entry == entry), None)
+
+    def name_of(self, entry: str) -> str:
+        """The class an entry is compiled from, or the entry itself."""
+        said = self.report_of(entry)
+        return said.name if said else entry
+
 
 def compile_attention(workload: Workload) -> CompiledKernel:
     """Compile the kernel of a workload, with its PTX kept for the simulator."""
-    config = workload.config  # a wrong size is an error before the compiler starts
-    with tempfile.TemporaryDirectory() as dump:
-        folder = workload.arch.removesuffix("a").replace("_", "")
-        module = importlib.import_module(f"dsv4.kernels.attention.{folder}.fmha")
-        options = f"--gpu-arch {workload.arch} --keep-ptx --generate-line-info --dump-dir {dump}"
-        with _captured_stderr() as remarks:
-            function = module.build(config, f"{options} {REMARKS}")
-            sys.stderr.flush()
-        # Without the compiler's IR the reports lack shared memory: launches know that themselves.
-        reports = tuple(kernel_reports(remarks.read_text(), ir=""))
-        remarks.unlink()
+    key = runner_key(workload.config, workload.arch)  # a wrong size is an error before it starts
+    with _captured_stderr() as remarks:
+        function = build(key, f"{compiler_options(workload.arch)} {REMARKS}")
+        sys.stderr.flush()
+    # Without the compiler's IR the reports lack shared memory: launches know that themselves.
+    reports = tuple(kernel_reports(remarks.read_text(), ir=""))
+    remarks.unlink()
     return CompiledKernel(function, reports, _tmem_columns(workload))
 
 
@@ -139,7 +164,7 @@ def _tmem_columns(workload: Workload) -> int:
         return 0
     from dsv4.kernels.attention.sm100.plan_1cta import Plan1Cta
 
-    return Plan1Cta(workload.head_dim).tmem.allocated_columns
+    return Plan1Cta(workload.case.head_dim).tmem.allocated_columns
 
 
 @contextmanager
@@ -161,30 +186,22 @@ def _captured_stderr() -> Iterator[Path]:
         os.close(saved)
 
 
-def make_call(workload: Workload, seed: int) -> Call:
-    """Unit-scale random inputs and poisoned outputs of a workload."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).bfloat16()
-
-    tokens, heads, dim = workload.tokens, workload.heads, workload.head_dim
-    return _call(
-        workload,
-        normal(tokens, heads, dim),
-        normal(tokens, workload.top_k, dim),
-        normal(tokens, workload.window, dim),
-        torch.randn(heads, generator=generator),
-    )
-
-
 def make_timing_call(workload: Workload, seed: int) -> Call:
-    """A call for the time model: every token has the same rows, so that any number of them fits
-    the machine. They count as distinct bytes."""
-    one = make_call(replace(workload, tokens=1, num_splits=1), seed)
-    q, compressed, window, _, sinks, _, _ = one.tensors
-    repeated = [x.expand(workload.tokens, -1, -1) for x in (q, compressed, window)]
-    call = _call(workload, *repeated, sinks)
+    """A decode step for the time model: every token has the same rows, so that any number of them
+    fits the machine. They count as distinct bytes."""
+    case = workload.case
+    one = make_inputs(replace(case, requests=((0, 1),), batch=1), seed)
+    tokens = case.tokens
+    repeated = {
+        name: getattr(one, name).expand(tokens, -1, -1) for name in ("q", "compressed_kv", "swa_kv")
+    }
+    call = workload.call(
+        one.replaced(
+            **repeated,
+            swa_lens=one.swa_lens.repeat(tokens),
+            request_ids=torch.arange(tokens, dtype=torch.int32),
+        )
+    )
     let_others_arrive(workload, call)
     return call
 
@@ -208,43 +225,4 @@ def timed_clusters(workload: Workload) -> Callable[[int], Sequence[int]]:
 def waits_for_splits(workload: Workload) -> bool:
     """Whether CTAs that share a token wait for each other, instead of leaving the rest to a second
     launch."""
-    return workload.arch == "sm_90a" and workload.splits > 1
-
-
-def _call(workload: Workload, q: Tensor, compressed: Tensor, window: Tensor, sinks: Tensor) -> Call:
-    tokens, heads = workload.tokens, workload.heads
-    splits = workload.splits
-    partials = 0
-    if splits > 1:
-        partials = fmha_splits.workspace_size(workload.config, tokens, splits)
-    tensors = (
-        q,
-        compressed,
-        window,
-        torch.full((tokens,), workload.window, dtype=torch.int32),
-        sinks,
-        torch.arange(tokens, dtype=torch.int32),
-        torch.full(q.shape, torch.nan, dtype=q.dtype),
-    )
-    options = {
-        "compressed_lens": torch.empty(0, dtype=torch.int32),
-        "lse": torch.full((tokens, heads), torch.nan),
-        "workspace": torch.zeros(max(partials, 4)),
-        "num_splits": splits,
-        "num_ctas": MULTIPROCESSORS[workload.arch],
-    }
-    return Call(tensors, options)
-
-
-def check(call: Call) -> Accuracy:
-    """Compare the outputs of a call that has run with the oracle on the same inputs."""
-    inputs = [x.float() if x.is_floating_point() else x for x in call.tensors[:-1]]
-    expected_o, expected_lse = sparse_fmha_with_swa(*inputs, sink_mode=SINK_MODE)
-    actual, expected = call.output.double(), expected_o.double()
-    difference = actual - expected
-    return Accuracy(
-        relative=(difference.norm() / expected.norm()).item(),
-        cosine=torch.cosine_similarity(actual.flatten(), expected.flatten(), dim=0).item(),
-        element=(difference.abs() / (1 + expected.abs())).max().item(),
-        lse=(call.options["lse"].double() - expected_lse.double()).abs().max().item(),
-    )
+    return has_counters(workload.arch) and workload.splits > 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dsv4.cli.sim_attention import (
@@ -15,6 +15,7 @@ from dsv4.cli.sim_attention import (
 )
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.timing import MACHINES, Machine, Prediction, predict
+from dsv4.testing.attention import Case
 
 TOKENS = (1, 4, 16, 64, 128, 148, 256, 1024)
 MODELS = {"Pro": (128, 1024), "Flash": (64, 512)}  # heads, compressed rows per token
@@ -35,8 +36,8 @@ HEADER = (
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A row to make: what it is called, the work, and what a GPU or other kernels take for it."""
+class Subject:
+    """Work to model: what it is called, and what a GPU or other kernels take for it."""
 
     name: str
     workload: Workload
@@ -46,9 +47,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Row:
-    """One shape with its modelled time, and the floor that bytes and FLOPs set."""
+    """Work with its modelled time, and the floor that bytes and FLOPs set."""
 
-    shape: Shape
+    subject: Subject
     prediction: Prediction
     floor: float  # microseconds
 
@@ -56,94 +57,92 @@ class Row:
     def error(self) -> float | None:
         """Relative error of the model, positive when it is too slow; None if nothing was
         measured."""
-        if self.shape.measured is None:
+        if self.subject.measured is None:
             return None
-        return self.prediction.microseconds / self.shape.measured - 1
+        return self.prediction.microseconds / self.subject.measured - 1
 
     @property
     def columns(self) -> list[str]:
         """As text, in the order of `HEADER`, then what is known of the truth."""
-        work, time = self.shape.workload, self.prediction.microseconds
-        numbers = (work.tokens, work.heads, work.top_k + work.window, work.splits)
-        known = self.shape.published
+        work, time = self.subject.workload, self.prediction.microseconds
+        case = work.case
+        numbers = (case.tokens, case.heads, case.keys, work.splits)
+        known = self.subject.published
         if self.error is not None:
-            known = f"{self.shape.measured:.1f} measured, model {self.error:+.0%}"
+            known = f"{self.subject.measured:.1f} measured, model {self.error:+.0%}"
         return [
-            self.shape.name,
+            self.subject.name,
             *map(str, numbers),
             f"{time:.1f}",
             f"{self.floor:.1f}",
             f"{self.floor / time:.0%}",
-            f"{work.flops / time / 1e6:.0f}",
+            f"{case.flops / time / 1e6:.0f}",
             self.prediction.longest.bound,
             known,
         ]
 
 
-def model_shapes(arch: str) -> list[Shape]:
+def model_subjects(arch: str) -> list[Subject]:
     """Pro and Flash at the usual numbers of tokens, and at those that others have published."""
-    shapes = []
+    subjects = []
     for name, (heads, top_k) in MODELS.items():
         listed = {key[2] for key in PUBLISHED if key[:2] == (arch, name)}
         for tokens in sorted({*TOKENS, *listed}):
             published = PUBLISHED.get((arch, name, tokens), "")
-            workload = Workload(arch, heads, top_k, tokens)
-            shapes.append(Shape(name, workload, published=published))
-    return shapes
+            workload = Workload(arch, Case.decode(tokens, heads, top_k))
+            subjects.append(Subject(name, workload, published=published))
+    return subjects
 
 
-def measured_shapes(arch: str, path: Path) -> list[Shape]:
+def measured_subjects(arch: str, path: Path) -> list[Subject]:
     """The shapes that `dsv4 bench attention --json` measured; ValueError for another file."""
     try:
         results = json.loads(path.read_text())["results"]
         return [
-            Shape(
+            Subject(
                 result["shape"]["name"],
-                Workload(
-                    arch,
-                    **{name: result["shape"][name]
-                       for name in ("heads", "top_k", "tokens", "head_dim", "window")},
-                ),
+                Workload(arch, Case.decode(**result["shape"])),
                 measured=result["microseconds"],
             )
             for result in results
-        ]  # fmt: skip
+        ]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"--measured: {path} is not what `dsv4 bench attention --json` writes ({error!r})"
         ) from None
 
 
-def rows(shapes: Iterable[Shape]) -> Iterator[Row]:
-    """Model each shape; kernels that differ in run-time sizes alone are compiled once."""
+def rows(subjects: Iterable[Subject]) -> Iterator[Row]:
+    """Model each of them; kernels that differ in run-time sizes alone are compiled once."""
     simulations: dict[tuple, Simulation] = {}
-    for shape in shapes:
-        work = shape.workload
-        key = (work.arch, work.heads, work.head_dim)
+    for subject in subjects:
+        work = subject.workload
+        key = (work.arch, work.config)
         if key not in simulations:
-            compiled = compile_attention(replace(work, tokens=1))
+            compiled = compile_attention(work)
             simulations[key] = Simulation.of_compiled(compiled.function)
         call = make_timing_call(work, seed=0)
         prediction = predict(
-            simulations[key], *call.tensors, **call.options, choose=timed_clusters(work)
+            simulations[key], *call.args, **call.options, choose=timed_clusters(work)
         )
-        yield Row(shape, prediction, floor(work, MACHINES[work.arch]))
+        yield Row(subject, prediction, floor(work, MACHINES[work.arch]))
 
 
 def floor(workload: Workload, machine: Machine) -> float:
     """Microseconds that no kernel beats: bytes over bandwidth or FLOPs over rate, as measured."""
+    case = workload.case
     rate = PEAK[workload.arch] * machine.multiprocessors * machine.clock_ghz * 1e9
-    return 1e6 * max(workload.bytes / machine.hbm_bytes_per_second, workload.flops / rate)
+    return 1e6 * max(case.bytes / machine.hbm_bytes_per_second, case.flops / rate)
 
 
 def print_table(arch: str, measured: Path | None) -> None:
     """Print the rows as Markdown while they come; with measurements, the mean error last."""
-    shapes = model_shapes(arch) if measured is None else measured_shapes(arch, measured)
+    subjects = model_subjects(arch) if measured is None else measured_subjects(arch, measured)
     print(f"{MACHINES[arch].name} model, {arch}: predictions, not measurements")
     print(_line([*HEADER, "published us" if measured is None else "measured us"]))
     print(_line(["---"] * (len(HEADER) + 1)))
     errors = []
-    for row in rows(shapes):
+    for row in rows(subjects):
         print(_line(row.columns), flush=True)
         if row.error is not None:
             errors.append(abs(row.error))

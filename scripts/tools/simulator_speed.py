@@ -27,8 +27,9 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from dsv4.cli.sim_attention import Workload, compile_attention, make_call  # noqa: E402
+from dsv4.cli.sim_attention import Workload, compile_attention  # noqa: E402
 from dsv4.simulator import Report, simulate  # noqa: E402
+from dsv4.testing.attention import Case  # noqa: E402
 from tests.simulator.kernels.gemm_sm90 import GemmSm90  # noqa: E402
 from tests.simulator.kernels.gemm_sm100 import GemmSm100  # noqa: E402
 from tests.simulator.support import compile_kernel  # noqa: E402
@@ -45,11 +46,11 @@ class Subject(NamedTuple):
 
 def attention(arch: str, tokens: int = 2, splits: int | None = 1) -> Subject:
     """A decode step of the attention kernel."""
-    work = Workload(arch, heads=128, top_k=512, tokens=tokens, num_splits=splits)
-    compiled, call = compile_attention(work), make_call(work, seed=0)
+    work = Workload(arch, Case.decode(tokens, heads=128, top_k=512), splits)
+    compiled, call = compile_attention(work), work.call(work.inputs(seed=0)).poisoned()
 
     def run(**options) -> Report:
-        return simulate(compiled.function, *call.tensors, **call.options, **options)
+        return simulate(compiled.function, *call.args, **call.options, **options)
 
     name = {"sm_100a": "Blackwell", "sm_90a": "Hopper"}[arch]
     return Subject(f"{name} attention, {work}", run)
@@ -83,11 +84,11 @@ def cpu_seconds() -> float:
 
 def time_step(arch: str) -> None:
     """One whole decode step with two workers, blocks compiled on the way."""
-    work = Workload(arch, heads=128, top_k=1024, tokens=4)
-    compiled, call = compile_attention(work), make_call(work, seed=0)
+    work = Workload(arch, Case.decode(4, heads=128, top_k=1024))
+    compiled, call = compile_attention(work), work.call(work.inputs(seed=0)).poisoned()
     for races in (False, True):
         wall, cpu = time.perf_counter(), cpu_seconds()
-        report = simulate(compiled.function, *call.tensors, **call.options, races=races, workers=2)
+        report = simulate(compiled.function, *call.args, **call.options, races=races, workers=2)
         wall, cpu = time.perf_counter() - wall, cpu_seconds() - cpu
         count = sum(launch.instructions for launch in report.launches)
         checker = "on" if races else "off"

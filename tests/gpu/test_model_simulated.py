@@ -22,18 +22,17 @@ from dsv4.engine.sampler import RowSampling
 from dsv4.loader.tokenizer import load_tokenizer
 from dsv4.ops.attention import sparse_fmha as fmha
 from dsv4.ops.attention import splits as fmha_splits
-from dsv4.ops.runtime.registry import runner_key
 from dsv4.ops.runtime.runner import runner_config
-from dsv4.reference.attention import sparse_fmha_with_swa as oracle
-from tests.accuracy import assert_attention_close
+from dsv4.testing.attention import Inputs, assert_attention_close
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
+from dsv4.testing.harness import Simulator
 from tests.gpu.test_model_cuda import NOISE
-from tests.kernels.attention.sm90.test_attention_simulated import NAN, compiled_kernel
 
 pytestmark = pytest.mark.stage("H")
 
 FOLDER = Path(__file__).parents[2] / "checkpoints" / "tiny"
 LENGTHS = (135, 30)  # past the window, and within it
-MULTIPROCESSORS = 132  # of an H200
+KERNELS = AttentionKernels(Simulator("sm_90a"))
 GREEDY = RowSampling(0.0, 1.0, 0)
 STEPS = 24
 
@@ -54,36 +53,25 @@ class SimulatedOperator:
         self.calls: list[Call] = []
 
     def __call__(self, *arguments: Tensor | int | None) -> None:
-        from dsv4.simulator import simulate
-
-        *inputs, o, runner, lens, _ = arguments
-        q, keys, window = inputs[:3]
+        *tensors, o, runner, lens, _ = arguments
         config = runner_config(runner)
-        splits = fmha_splits.choose(config, len(q), keys.shape[1], window.shape[1], MULTIPROCESSORS)
-        size = fmha_splits.workspace_size(config, len(q), splits) if splits > 1 else 0
-        lse = torch.full(q.shape[:2], NAN)
-        report = simulate(
-            compiled_kernel(runner_key(config, "sm_90a").config),
-            *inputs,
-            o.fill_(NAN),
-            compressed_lens=torch.empty(0, dtype=torch.int32) if lens is None else lens,
-            lse=lse,
-            workspace=torch.zeros(size),
-            num_splits=splits,
-            num_ctas=MULTIPROCESSORS,
-        )
-        report.raise_if_racy()
-        expected = oracle(
-            *(x.float() if x.dtype == torch.bfloat16 else x for x in inputs),
+        inputs = Inputs(
+            *tensors,
             compressed_lens=lens,
             sink_mode=config.sink_mode,
             is_causal=config.is_causal,
             sliding_window=config.sliding_window,
+            softmax_scale=config.softmax_scale,
         )
+        q, keys, window = tensors[:3]
+        size = (len(q), keys.shape[1], window.shape[1], KERNELS.ctas)
+        splits = fmha_splits.choose(config, *size)
+        found = KERNELS.run(KERNELS.compile(config_of(inputs)), inputs, splits, o=o)
+        expected_o, expected_lse = inputs.expected()
         # The bounds are for unit-scale inputs, values below about 5. A power of two is exact.
         largest = max(x.abs().max().item() for x in (keys, window) if x.numel())
         scale = 2.0 ** max(0, math.ceil(math.log2(largest / 5)))
-        assert_attention_close(o / scale, expected[0] / scale, lse, expected[1])
+        assert_attention_close(o / scale, expected_o / scale, found.lse, expected_lse)
         is_shared = len(q) > 1 and keys.stride(0) == 0
         self.calls.append(Call(len(q), keys.shape[1], is_shared, config.is_causal))
 

@@ -27,8 +27,10 @@ def refuse(*args, **options):
     raise AssertionError("this process has no compiler")
 
 cute.compile = refuse
-from tests.gpu.attention_cases import Case
-Case.random(5, 64, 512, 200, 100, 2, ragged=True).check(sink_mode="softmax", num_splits=2)
+from dsv4.testing.attention import Case, make_inputs
+from dsv4.testing.attention_op import check_op
+case = Case.random(5, 64, 512, 200, 100, 2, 0, ragged=True, sliding_window=100)
+check_op(make_inputs(case, 0, device="cuda"), num_splits=2)
 print("right")
 """
 

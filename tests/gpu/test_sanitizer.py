@@ -18,14 +18,15 @@ SCRIPT = """
 import torch
 from dsv4.kernels.attention.sm90.swap_ab import FmhaFewHeads
 from dsv4.kernels.attention.sm90.heads_m import FmhaManyHeads
-from tests.gpu.attention_cases import Case
+from dsv4.testing.attention import Case, make_inputs
+from dsv4.testing.attention_op import check_op
 
 FmhaFewHeads.warp_arrivals = FmhaManyHeads.warp_arrivals = {warp_arrivals}
-torch.manual_seed(0)
 for heads in (24, 72):
-    case = Case.random(3, heads, {head_dim}, 150, 70, 2, ragged=True, padding=1)
+    case = Case.random(3, heads, {head_dim}, 150, 70, 2, 0, ragged=True, padding=1)
+    inputs = make_inputs(case, 0, device="cuda")
     for num_splits in (1, 3):
-        case.check(sink_mode="softmax", num_splits=num_splits)
+        check_op(inputs, num_splits)
 """
 
 

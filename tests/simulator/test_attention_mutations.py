@@ -15,8 +15,7 @@ from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.split_kv import counter_words
 from dsv4.ops.attention.splits import workspace_size
 from dsv4.simulator.ptx.parser import Instruction, parse_module
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import Case, make_inputs
+from dsv4.testing.attention import Case, assert_attention_close, make_inputs
 from tests.simulator.mutations import (
     Run,
     known_warnings,
@@ -247,14 +246,14 @@ REDUNDANT["sums_last"] = {
 def _run(case: Case, splits: int, schedule: str, num_ctas: int) -> Run:
     inputs = make_inputs(case, 1)
     expected_o, expected_lse = inputs.expected()
-    q = inputs.tensors[0]
+    q = inputs.q
     config = FmhaConfig(case.head_dim, case.heads, 0, 0)
 
     def prepare() -> tuple[tuple, dict]:
         workspace = torch.full((max(4, workspace_size(config, len(q), splits)),), torch.nan)
         workspace[: counter_words(len(workspace))] = 0
         options = {
-            "compressed_lens": inputs.options["compressed_lens"],
+            "compressed_lens": inputs.compressed_lens,
             "lse": torch.full(q.shape[:2], torch.nan),
             "workspace": workspace,
             "num_splits": splits,

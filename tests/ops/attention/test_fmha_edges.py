@@ -8,8 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.accuracy import assert_attention_close, assert_lse_close
-from tests.attention_cases import Case, Inputs, make_inputs
+from dsv4.testing.attention import (
+    Case,
+    Inputs,
+    assert_attention_close,
+    assert_lse_close,
+    make_inputs,
+)
 from tests.ops.conftest import Backend
 
 pytestmark = pytest.mark.stage("op")
@@ -41,7 +46,7 @@ def test_without_compressed_keys(
     inputs = make_inputs(case, seed)
     lens = torch.zeros(case.tokens, dtype=torch.int32)
     o_len, lse_len = check(backend, inputs.replaced(compressed_lens=lens))
-    no_rows = inputs.tensors[1][:, :0]
+    no_rows = inputs.compressed_kv[:, :0]
     o_top, lse_top = check(backend, inputs.replaced(compressed_kv=no_rows))
     # Not the same bits: a launch with rows to spare may split its keys otherwise.
     assert_attention_close(o_len, o_top, lse_len, lse_top)
@@ -54,7 +59,7 @@ def test_without_compressed_keys(
 def test_without_window(backend: Backend, sink_mode: str, seed: int) -> None:
     inputs = make_inputs(replace(BASE, sink_mode=sink_mode), seed)
     o, lse = check(backend, inputs.replaced(swa_lens=int32(0, 0, 0, 0)))
-    o_w0, lse_w0 = check(backend, inputs.replaced(swa_kv=inputs.tensors[2][:, :0]))
+    o_w0, lse_w0 = check(backend, inputs.replaced(swa_kv=inputs.swa_kv[:, :0]))
     assert_attention_close(o, o_w0, lse, lse_w0)
 
 
@@ -102,7 +107,7 @@ def test_nothing_overflows(backend: Backend, sink_mode: str, is_causal: bool, se
     inputs = make_inputs(case, seed)
     sinks = torch.tensor([1e38, -1e38, 2e4, -2e4, 150.0, -150.0, 0.0, 90.0])
     check(backend, inputs.replaced(sink_logits=sinks))
-    q = inputs.tensors[0] * 2000
+    q = inputs.q * 2000
     o, lse = backend.run(inputs.replaced(q=q, sink_logits=sinks))
     assert o.isfinite().all()
     assert not lse.isnan().any()
@@ -116,7 +121,7 @@ def test_lengths_are_clamped(backend: Backend, sink_mode: str, is_causal: bool, 
     outside = inputs.replaced(
         swa_lens=int32(-3, 10**9, 7, 7), compressed_lens=int32(-1, 201, 10**9, -(2**31), 200)
     )
-    clean = inputs.tensors[2].nan_to_num(0.5, 0.5, 0.5)
+    clean = inputs.swa_kv.nan_to_num(0.5, 0.5, 0.5)
     inside = inputs.replaced(
         swa_lens=int32(0, 200, 7, 7), compressed_lens=int32(0, 200, 200, 0, 200), swa_kv=clean
     )
@@ -132,7 +137,7 @@ def test_padding_tokens(backend: Backend, sink_mode: str, seed: int) -> None:
     case = replace(BASE, sink_mode=sink_mode, requests=((-1, 2), (3, 2), (-1, 3)))
     inputs = make_inputs(case, seed)
     q, compressed_kv = (x.clone() for x in inputs.tensors[:2])
-    padding = inputs.tensors[5] < 0
+    padding = inputs.request_ids < 0
     q[padding], compressed_kv[padding] = torch.nan, torch.nan
     o, lse = check(backend, inputs.replaced(q=q, compressed_kv=compressed_kv))
     assert (o[padding] == 0).all()
@@ -170,7 +175,7 @@ def test_causal_window_position(backend: Backend, rows: int, seed: int) -> None:
     index = torch.arange(rows, dtype=torch.float32)
     table = torch.zeros(1, rows, case.head_dim)
     table[0, :, 0], table[0, :, 1] = index % 16, index // 16
-    zero_q = torch.zeros_like(inputs.tensors[0])
+    zero_q = torch.zeros_like(inputs.q)
     o, lse = backend.run(inputs.replaced(q=zero_q, swa_kv=table.bfloat16()))
     for j in range(count):
         position = rows - count + j
@@ -194,7 +199,7 @@ def test_ring_order_does_not_matter(backend: Backend, sink_mode: str, seed: int)
     case = replace(BASE, sink_mode=sink_mode)
     inputs = make_inputs(case, seed).replaced(swa_lens=int32(200, 200, 200, 200))
     inputs = inputs.replaced(swa_kv=torch.randn(4, 200, 64).bfloat16())
-    turned = inputs.replaced(swa_kv=inputs.tensors[2].roll(77, 1).contiguous())
+    turned = inputs.replaced(swa_kv=inputs.swa_kv.roll(77, 1).contiguous())
     for first, second in zip(backend.run(inputs), backend.run(turned)):
         torch.testing.assert_close(first, second, atol=1e-2, rtol=1e-2)
 
@@ -209,4 +214,4 @@ def test_float16_stays_out(backend: Backend, seed: int) -> None:
     """A dtype the kernels do not take is refused by name, not converted."""
     inputs = make_inputs(BASE, seed)
     with pytest.raises(TypeError, match=r"q: got torch\.float16"):
-        backend.run(inputs.replaced(q=inputs.tensors[0].half()))
+        backend.run(inputs.replaced(q=inputs.q.half()))

@@ -11,22 +11,21 @@ import torch
 
 from dsv4.ops import fmha_runner_id, sparse_fmha_with_swa
 from dsv4.ops.attention import checks
-from tests.attention_cases import Case, Inputs, make_inputs
+from dsv4.testing.attention import Case, Inputs, make_inputs
 
 pytestmark = pytest.mark.stage("op")
 
 CASE = Case(top_k=40, window_rows=30, sliding_window=20)  # 9 tokens, 8 heads of 64, 4 requests
 
 
-def change(name: str, how: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Inputs], Inputs]:
-    names = ("q", "compressed_kv", "swa_kv", "swa_lens", "sink_logits", "request_ids")
-
-    def apply(inputs: Inputs) -> Inputs:
-        if name in names:
-            return inputs.replaced(**{name: how(inputs.tensors[names.index(name)])})
-        return inputs.replaced(**{name: how(inputs.options.get(name))})
-
-    return apply
+def call_with(inputs: Inputs, name: str, how: Callable) -> None:
+    """Call the public function with one argument changed."""
+    options = {}
+    if hasattr(inputs, name):
+        inputs = inputs.replaced(**{name: how(getattr(inputs, name))})
+    else:
+        options[name] = how(None)
+    sparse_fmha_with_swa(*inputs.tensors, **inputs.options, **options)
 
 
 def scattered(x: torch.Tensor) -> torch.Tensor:
@@ -67,9 +66,9 @@ WRONG = [
     ("name", "how", "kind", "message"), WRONG, ids=[f"{w[0]}-{i}" for i, w in enumerate(WRONG)]
 )
 def test_message(name: str, how: Callable, kind: type, message: str, seed: int) -> None:
-    inputs = change(name, how)(make_inputs(CASE, seed))
+    inputs = make_inputs(CASE, seed)
     with pytest.raises(kind, match=message):
-        sparse_fmha_with_swa(*inputs.tensors, **inputs.options)
+        call_with(inputs, name, how)
 
 
 def test_sink_mode_has_no_default(seed: int) -> None:
@@ -87,7 +86,7 @@ def test_causal_tokens_must_be_consecutive(seed: int) -> None:
 
 
 def op_call(inputs: Inputs, identity: int, **keywords: torch.Tensor) -> None:
-    o = torch.empty_like(inputs.tensors[0])
+    o = torch.empty_like(inputs.q)
     torch.ops.dsv4.sparse_fmha_with_swa(*inputs.tensors, o, identity, **keywords)
 
 

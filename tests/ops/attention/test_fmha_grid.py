@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import FULL_GRID, GRID, SHAPES, Case, make_inputs
+from dsv4.testing.attention import Case, assert_attention_close, make_inputs
+from tests.attention_cases import FULL_GRID, GRID, SHAPES
 from tests.ops.conftest import Backend
 
 pytestmark = pytest.mark.stage("op")

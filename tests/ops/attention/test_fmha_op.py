@@ -19,8 +19,7 @@ from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops import fmha_runner_id, sparse_fmha_with_swa, warmup
 from dsv4.ops.attention import backend, checks, sparse_fmha, torch_path
 from dsv4.ops.runtime import runner
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import Case, Inputs, make_inputs
+from dsv4.testing.attention import Case, Inputs, assert_attention_close, make_inputs
 
 pytestmark = pytest.mark.stage("op")
 
@@ -30,13 +29,13 @@ OP = torch.ops.dsv4.sparse_fmha_with_swa
 
 def op_arguments(inputs: Inputs, *, extras: bool = True) -> tuple[tuple, dict]:
     """Arguments of the raw operator."""
-    q = inputs.tensors[0]
+    q = inputs.q
     options = inputs.options
     identity = fmha_runner_id(
         q.shape[2],
         q.shape[1],
         options["sliding_window"],
-        inputs.tensors[1].shape[1],
+        inputs.compressed_kv.shape[1],
         is_causal=options["is_causal"],
         sink_mode=options["sink_mode"],
     )
@@ -209,7 +208,7 @@ def test_memory_does_not_grow_with_keys() -> None:
 def test_expanded_keys(seed: int) -> None:
     """A row set shared by all tokens (stride 0) needs no copy."""
     inputs = make_inputs(Case(top_k=300, ragged=False), seed)
-    shared = inputs.tensors[1][:1].expand(CASE.tokens, -1, -1)
+    shared = inputs.compressed_kv[:1].expand(CASE.tokens, -1, -1)
     inputs = inputs.replaced(compressed_kv=shared)
     o = sparse_fmha_with_swa(*inputs.tensors, **inputs.options)
     assert_attention_close(o, inputs.expected()[0])
@@ -228,9 +227,9 @@ def test_strided_tensors(seed: int) -> None:
         return view
 
     strided = inputs.replaced(
-        q=widened(inputs.tensors[0]),
-        compressed_kv=widened(inputs.tensors[1]),
-        swa_kv=widened(inputs.tensors[2]),
+        q=widened(inputs.q),
+        compressed_kv=widened(inputs.compressed_kv),
+        swa_kv=widened(inputs.swa_kv),
     )
     buffer = torch.full((CASE.tokens + 2, 8, 192), 3.0).bfloat16()
     out = buffer[1:-1, :, 64:128]
@@ -256,10 +255,10 @@ def test_more_than_2_to_31_elements(seed: int) -> None:
         return view.copy_(tensor)
 
     far = inputs.replaced(
-        compressed_kv=spread(inputs.tensors[1], step // 2 + 64),
-        swa_kv=spread(inputs.tensors[2], step + 64),
+        compressed_kv=spread(inputs.compressed_kv, step // 2 + 64),
+        swa_kv=spread(inputs.swa_kv, step + 64),
     )
-    assert far.tensors[1].stride(0) * 2 > step
+    assert far.compressed_kv.stride(0) * 2 > step
     o = sparse_fmha_with_swa(*far.tensors, **far.options)
     assert_attention_close(o, inputs.expected()[0])
 
@@ -270,7 +269,7 @@ def test_token_alone_equals_token_in_batch(seed: int) -> None:
     q, compressed_kv, swa_kv, swa_lens, sinks, ids = inputs.tensors
     for t in range(3):
         own = slice(t, t + 1)
-        options = {**inputs.options, "compressed_lens": inputs.options["compressed_lens"][own]}
+        options = {**inputs.options, "compressed_lens": inputs.compressed_lens[own]}
         alone = sparse_fmha_with_swa(
             q[own], compressed_kv[own], swa_kv, swa_lens, sinks, ids[own], **options
         )

@@ -14,6 +14,7 @@ from dsv4.simulator.api import Simulation
 from dsv4.simulator.timing import B200, LaunchPrediction, predict, timeline
 from dsv4.simulator.timing.recorder import record
 from dsv4.simulator.timing.trace import BulkLoad, LaunchTrace, Multiply
+from dsv4.testing.attention import Case
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.stage("simulator")
 MEASURED = Path(__file__).parent / "h200_attention.json"
 BOUND = 0.25
 QUICK = (1, 16, 128)  # tokens of Flash that the default suite looks at
-BLACKWELL = Workload("sm_100a", heads=64, top_k=512, tokens=1, num_splits=1)
+BLACKWELL = Workload("sm_100a", Case.decode(1, heads=64, top_k=512), num_splits=1)
 
 
 @cache
@@ -32,31 +33,31 @@ def blackwell() -> Simulation:
 @cache
 def blackwell_launch() -> LaunchPrediction:
     call = make_timing_call(BLACKWELL, seed=0)
-    return predict(blackwell(), *call.tensors, **call.options).launches[0]
+    return predict(blackwell(), *call.args, **call.options).launches[0]
 
 
 @cache
 def blackwell_trace() -> LaunchTrace:
     call = make_timing_call(BLACKWELL, seed=0)
-    return record(blackwell(), call.tensors, call.options, lambda count: [0])[0]
+    return record(blackwell(), call.args, call.options, lambda count: [0])[0]
 
 
-def check(shapes: list[sim_table.Shape]) -> None:
+def check(subjects: list[sim_table.Subject]) -> None:
     """Every shape within the bound; the message lists all errors."""
-    assert shapes
-    errors = {str(row.shape.workload): row.error for row in sim_table.rows(shapes)}
+    assert subjects
+    errors = {str(row.subject.workload): row.error for row in sim_table.rows(subjects)}
     text = "\n".join(f"{error:+.0%} {name}" for name, error in errors.items())
     assert all(abs(error) <= BOUND for error in errors.values()), f"model errors:\n{text}"
 
 
 def test_h200_quick():
-    shapes = sim_table.measured_shapes("sm_90a", MEASURED)
-    check([s for s in shapes if s.name == "Flash" and s.workload.tokens in QUICK])
+    subjects = sim_table.measured_subjects("sm_90a", MEASURED)
+    check([s for s in subjects if s.name == "Flash" and s.workload.case.tokens in QUICK])
 
 
 @pytest.mark.slow
 def test_h200_every_measured_shape():
-    check(sim_table.measured_shapes("sm_90a", MEASURED))
+    check(sim_table.measured_subjects("sm_90a", MEASURED))
 
 
 def test_trace_counts_what_the_kernel_does():
@@ -79,8 +80,8 @@ def test_the_model_accounts_for_the_tensor_pipe():
 
 
 def test_more_tokens_than_multiprocessors_take_another_wave():
-    call = make_timing_call(Workload("sm_100a", 64, 512, tokens=149, num_splits=1), seed=0)
-    launch = predict(blackwell(), *call.tensors, **call.options).launches[0]
+    call = make_timing_call(Workload("sm_100a", Case.decode(149, 64, 512), num_splits=1), seed=0)
+    launch = predict(blackwell(), *call.args, **call.options).launches[0]
     assert launch.waves == 2
     assert launch.cycles > 1.3 * blackwell_launch().cycles
 
@@ -130,4 +131,4 @@ def test_other_json_is_refused(tmp_path):
     path = tmp_path / "other.json"
     path.write_text('{"results": [{"time": 1}]}')
     with pytest.raises(ValueError, match="--measured"):
-        sim_table.measured_shapes("sm_90a", path)
+        sim_table.measured_subjects("sm_90a", path)

@@ -11,8 +11,8 @@ from dsv4.kernels.attention.sm100.plan_1cta import KEYS, ROWS
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.codegen import BLOCKED
 from dsv4.simulator.program import Program
-from tests.attention_cases import Case, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 
 pytestmark = pytest.mark.stage("C")
 
@@ -66,7 +66,7 @@ def exponentials(kernel, arguments: tuple, options: dict) -> int:
     ],
 )
 def test_exponentials(
-    backend: Backend, heads: int, head_dim: int, sink_mode: str, splits: int, seed: int
+    backend: AttentionKernels, heads: int, head_dim: int, sink_mode: str, splits: int, seed: int
 ) -> None:
     """At most padded rows x padded keys and one per row and tile, though every tile rescales."""
     if backend.device != "cpu":

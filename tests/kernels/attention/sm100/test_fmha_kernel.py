@@ -20,9 +20,9 @@ from dsv4.ops.runtime import registry
 from dsv4.ops.runtime.cache import CompileCache
 from dsv4.ops.runtime.precompile import precompile
 from dsv4.ops.runtime.toolchain import CuteToolchain
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import DECODE, GRID, PREFILL, Case, Inputs, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, Inputs, assert_attention_close, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
+from tests.attention_cases import DECODE, GRID, PREFILL
 
 pytestmark = pytest.mark.stage("E")
 
@@ -54,7 +54,7 @@ CONFIGURATIONS = {
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(64, marks=pytest.mark.slow)])
-def test_sparse_fmha_matches_spec(backend: Backend, tokens: int, seed: int) -> None:
+def test_sparse_fmha_matches_spec(backend: AttentionKernels, tokens: int, seed: int) -> None:
     inputs = parity_inputs(tokens, seed)
     kernel = backend.compile(PARITY)
     # Schedules are compared on a token; at full size one of them is enough.
@@ -64,7 +64,7 @@ def test_sparse_fmha_matches_spec(backend: Backend, tokens: int, seed: int) -> N
     assert_attention_close(result.o, expected[0], result.lse, expected[1])
 
 
-def test_one_token_split_over_many_ctas(backend: Backend, seed: int) -> None:
+def test_one_token_split_over_many_ctas(backend: AttentionKernels, seed: int) -> None:
     """Decode of one token: 9 splits of 2 tiles for each half of the heads."""
     inputs = parity_inputs(1, seed)
     result = backend.run_all(backend.compile(PARITY), inputs, splits=9, seed=seed)
@@ -74,11 +74,13 @@ def test_one_token_split_over_many_ctas(backend: Backend, seed: int) -> None:
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("head_dim", [64, pytest.param(512, marks=pytest.mark.slow)])
-def test_nan_in_a_key_shows(backend: Backend, head_dim: int, splits: int, seed: int) -> None:
+def test_nan_in_a_key_shows(
+    backend: AttentionKernels, head_dim: int, splits: int, seed: int
+) -> None:
     """A NaN that a token sees is its output and lse; no other token's."""
     case = Case(72, head_dim, top_k=150, requests=((0, 1), (1, 1), (-1, 1)), ragged=False)
     inputs = make_inputs(case, seed)
-    inputs.tensors[1][0, 70, 3] = torch.nan
+    inputs.compressed_kv[0, 70, 3] = torch.nan
     result = backend.run_all(backend.compile(config_of(case)), inputs, splits, seed)
     assert result.o[0].isnan().all() and result.lse[0].isnan().all()
     expected_o, expected_lse = inputs.expected()
@@ -89,13 +91,13 @@ def test_nan_in_a_key_shows(backend: Backend, head_dim: int, splits: int, seed: 
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("case", GRID, ids=str)
-def test_grid(backend: Backend, case: Case, splits: int, seed: int) -> None:
+def test_grid(backend: AttentionKernels, case: Case, splits: int, seed: int) -> None:
     backend.check(replace(case, requests=((0, 2), (1, 1), (-1, 1), (2, 1))), seed, splits)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("head_dim", [64, 512])
-def test_no_requests(backend: Backend, head_dim: int, splits: int, seed: int) -> None:
+def test_no_requests(backend: AttentionKernels, head_dim: int, splits: int, seed: int) -> None:
     """Padding tokens beside windows that are not there: nothing is read, and nothing weighs."""
     case = Case(72, head_dim, top_k=150, requests=((-1, 2),), batch=0, ragged=False)
     inputs = make_inputs(case, seed)
@@ -106,13 +108,15 @@ def test_no_requests(backend: Backend, head_dim: int, splits: int, seed: int) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [PREFILL, DECODE], ids=["prefill", "decode"])
-def test_many_tokens(backend: Backend, case: Case, seed: int) -> None:
+def test_many_tokens(backend: AttentionKernels, case: Case, seed: int) -> None:
     backend.check(case, seed)
 
 
 @pytest.mark.parametrize("sink_mode", ["swa_gate", pytest.param("softmax", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("head_dim", [512, pytest.param(64, marks=pytest.mark.slow)])
-def test_every_instruction_runs(backend: Backend, head_dim: int, sink_mode: str, seed: int) -> None:
+def test_every_instruction_runs(
+    backend: AttentionKernels, head_dim: int, sink_mode: str, seed: int
+) -> None:
     """Two launches reach every basic block and every synchronisation: of single CTAs, of pairs and
     of the combine.
     """
@@ -129,7 +133,7 @@ def test_every_instruction_runs(backend: Backend, head_dim: int, sink_mode: str,
     )
     inputs = make_inputs(case, seed)
     # A compilation of its own: coverage adds up over all launches of a compiled function.
-    kernel = fmha.build(config_of(case), backend.options)
+    kernel = backend.compile(config_of(case), lambda config, options: fmha.build(config, options))
     for splits in (1, 9):
         result = backend.run(kernel, inputs, splits, ctas=4)
         expected = inputs.expected()
@@ -160,7 +164,7 @@ def test_constructor_refuses_what_it_cannot_compute() -> None:
         fmha.build(FmhaConfig(512, 64, 128, 512, dtype="float32"))
 
 
-def test_runner_is_compiled_once(backend: Backend, tmp_path: Path, seed: int) -> None:
+def test_runner_is_compiled_once(backend: AttentionKernels, tmp_path: Path, seed: int) -> None:
     """A second process of the same cache loads what the first one stored, for any top_k."""
     arch = CuteToolchain().arch
     if not arch.startswith("sm_10"):

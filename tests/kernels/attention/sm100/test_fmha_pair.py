@@ -22,10 +22,9 @@ from dsv4.simulator import Deadlock, KernelFault
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.timing import trace
 from dsv4.simulator.timing.recorder import record
+from dsv4.testing.attention import Case, assert_attention_close, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, assert_right, config_of
 from dsv4.testing.mutate import Edit, at, check, mutated
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import Case, Inputs, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
 
 ONE_TOKEN = Case(heads=128, head_dim=512, top_k=64, requests=((0, 1),), ragged=False)
 # Branches of every kind, a padding token, ragged ends; growing scores raise references late.
@@ -46,25 +45,16 @@ def slow(*values):
     return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
-def without_window(inputs: Inputs) -> Inputs:
-    return inputs.replaced(swa_lens=torch.zeros_like(inputs.tensors[3]))
-
-
-def assert_close(result, inputs: Inputs) -> None:
-    expected_o, expected_lse = inputs.expected()
-    assert_attention_close(result.o, expected_o, result.lse, expected_lse)
-
-
 # ---- A, B: where scores and values are ----------------------------------------------------------
 
 
 @pytest.mark.stage("A")
-def test_each_column_of_q_meets_its_column_of_k(backend: Backend, seed: int) -> None:
+def test_each_column_of_q_meets_its_column_of_k(backend: AttentionKernels, seed: int) -> None:
     """512 one-hot queries and one key: the lse of query d is element d of the key."""
     case = Case(**{**vars(ONE_TOKEN), "top_k": 1, "requests": ((0, 4),), "softmax_scale": 1.0})
     inputs = make_inputs(case, seed)
     key = torch.randn(512).bfloat16()
-    inputs = without_window(inputs).replaced(
+    inputs = inputs.without_window().replaced(
         q=torch.eye(512).reshape(4, 128, 512).bfloat16(),
         compressed_kv=key.expand(4, 1, 512).contiguous(),
     )
@@ -73,10 +63,10 @@ def test_each_column_of_q_meets_its_column_of_k(backend: Backend, seed: int) -> 
 
 
 @pytest.mark.stage("B")
-def test_each_value_has_its_place(backend: Backend, seed: int) -> None:
+def test_each_value_has_its_place(backend: AttentionKernels, seed: int) -> None:
     """Head h selects key h of 128, by a column of its own: its output is that key, bit for bit."""
     case = Case(**{**vars(ONE_TOKEN), "top_k": 128})
-    inputs = without_window(make_inputs(case, seed))
+    inputs = make_inputs(case, seed).without_window()
     heads = torch.arange(128)
     column = (4 * heads + heads % 4 + 256) % 512
     keys, q = torch.randn(128, 512), torch.zeros(128, 512)
@@ -92,39 +82,39 @@ def test_each_value_has_its_place(backend: Backend, seed: int) -> None:
 
 @pytest.mark.stage("D5d")
 @pytest.mark.parametrize("splits", [3, *slow(1)])
-def test_mixed_batch(backend: Backend, splits: int, seed: int) -> None:
+def test_mixed_batch(backend: AttentionKernels, splits: int, seed: int) -> None:
     backend.check(MIXED, seed, splits, ONE_PAIR)
 
 
 @pytest.mark.stage("C")
 @pytest.mark.parametrize("tiles", [3, *slow(1, 2, 7, 18)])
-def test_tiles(backend: Backend, tiles: int, seed: int) -> None:
+def test_tiles(backend: AttentionKernels, tiles: int, seed: int) -> None:
     """Full tiles, of two tokens by one pair; the ring of six stages wraps at different places."""
     case = Case(**{**vars(ONE_TOKEN), "top_k": KEYS * tiles, "requests": ((0, 2),)})
-    inputs = without_window(make_inputs(case, seed))
+    inputs = make_inputs(case, seed).without_window()
     result = backend.run_all(backend.compile(config_of(case)), inputs, seed=seed, ctas=ONE_PAIR)
-    assert_close(result, inputs)
+    assert_right(result, inputs)
 
 
 @pytest.mark.stage("C")
 @pytest.mark.parametrize("keys", [33, *slow(1, 31, 63, 65, 200)])
-def test_ragged_last_tile(backend: Backend, keys: int, seed: int) -> None:
+def test_ragged_last_tile(backend: AttentionKernels, keys: int, seed: int) -> None:
     """The rows behind the last key hold NaN, in the columns of both CTAs."""
     case = Case(**{**vars(ONE_TOKEN), "top_k": 256, "requests": ((0, 2),)})
-    inputs = without_window(make_inputs(case, seed))
-    inputs.tensors[1][:, keys:] = torch.nan
+    inputs = make_inputs(case, seed).without_window()
+    inputs.compressed_kv[:, keys:] = torch.nan
     inputs = inputs.replaced(compressed_lens=torch.full((2,), keys, dtype=torch.int32))
     result = backend.run_all(backend.compile(config_of(case)), inputs, seed=seed, ctas=ONE_PAIR)
-    assert_close(result, inputs)
+    assert_right(result, inputs)
 
 
 @pytest.mark.stage("C")
 @pytest.mark.parametrize("order", ["rising", *slow("falling")])
-def test_maxima_that_move(backend: Backend, order: str, seed: int) -> None:
+def test_maxima_that_move(backend: AttentionKernels, order: str, seed: int) -> None:
     """O is rescaled in every tile, or in none after the first."""
     case = Case(**{**vars(ONE_TOKEN), "top_k": 256})
-    inputs = without_window(make_inputs(case, seed))
-    q, keys = inputs.tensors[0], inputs.tensors[1]
+    inputs = make_inputs(case, seed).without_window()
+    q, keys = inputs.q, inputs.compressed_kv
     q[..., 300] = 16.0
     keys[..., 300] = 64 * torch.linspace(-1, 1, 256) * (1 if order == "rising" else -1)
     result = backend.run_all(backend.compile(config_of(case)), inputs, seed=seed)
@@ -138,7 +128,7 @@ def test_maxima_that_move(backend: Backend, order: str, seed: int) -> None:
 @pytest.mark.stage("D5d")
 @pytest.mark.parametrize("splits", [1, *slow(2)])
 @pytest.mark.parametrize("sink_mode", ["swa_gate", *slow("softmax")])
-def test_sinks(backend: Backend, sink_mode: str, splits: int, seed: int) -> None:
+def test_sinks(backend: AttentionKernels, sink_mode: str, splits: int, seed: int) -> None:
     """Infinite and huge sinks among ordinary ones, over every combination of empty branches."""
     extreme = (torch.inf, -torch.inf, 1e8, -1e8, 3e38, -3e38, 200.0, -200.0)
     case = Case(
@@ -158,17 +148,19 @@ def test_sinks(backend: Backend, sink_mode: str, splits: int, seed: int) -> None
         compressed_lens=torch.tensor([150, 0, 64, 0, 150], dtype=torch.int32),
     )
     kernel = backend.compile(config_of(case))
-    assert_close(backend.run_all(kernel, inputs, splits, seed, ONE_PAIR), inputs)
+    assert_right(backend.run_all(kernel, inputs, splits, seed, ONE_PAIR), inputs)
 
 
 @pytest.mark.stage("D5d")
 @pytest.mark.slow
 @pytest.mark.parametrize("sink", [1e38, -1e38])
-def test_scores_of_thousands_under_huge_sinks(backend: Backend, sink: float, seed: int) -> None:
+def test_scores_of_thousands_under_huge_sinks(
+    backend: AttentionKernels, sink: float, seed: int
+) -> None:
     """A sink that swallows every score leaves one branch, whatever the other's scores are."""
     case = Case(**{**vars(MIXED), "requests": ((0, 1),), "growing": False, "ragged": False})
     inputs = make_inputs(case, seed)
-    q = inputs.tensors[0] * 2000
+    q = inputs.q * 2000
     results = [
         backend.run(
             backend.compile(config_of(case)),
@@ -181,7 +173,7 @@ def test_scores_of_thousands_under_huge_sinks(backend: Backend, sink: float, see
 
 
 @pytest.mark.stage("D1")
-def test_no_compressed_rows(backend: Backend, seed: int) -> None:
+def test_no_compressed_rows(backend: AttentionKernels, seed: int) -> None:
     """top_k = 0: the window alone, and a padding token."""
     case = Case(**{**vars(MIXED), "top_k": 0, "requests": ((0, 1), (-1, 1), (1, 1))})
     backend.check(case, seed, ctas=ONE_PAIR)
@@ -190,7 +182,7 @@ def test_no_compressed_rows(backend: Backend, seed: int) -> None:
 @pytest.mark.stage("D2")
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [80, 88, 96, 104, 112, 120, 192, 256])
-def test_head_counts(backend: Backend, heads: int, seed: int) -> None:
+def test_head_counts(backend: AttentionKernels, heads: int, seed: int) -> None:
     """Rows past the last head are neither read nor written; 192 and 256 take two pairs."""
     case = Case(**{**vars(MIXED), "heads": heads, "top_k": 70, "requests": ((0, 1), (1, 1))})
     backend.check(case, seed, ctas=ONE_PAIR)
@@ -198,7 +190,7 @@ def test_head_counts(backend: Backend, heads: int, seed: int) -> None:
 
 @pytest.mark.stage("D5d")
 @pytest.mark.slow
-def test_pairs_and_single_ctas_agree(backend: Backend, seed: int) -> None:
+def test_pairs_and_single_ctas_agree(backend: AttentionKernels, seed: int) -> None:
     """Both arrangements, to the rounding of the output."""
 
     def build(config: FmhaConfig, options: str):
@@ -224,7 +216,7 @@ def test_pairs_and_single_ctas_agree(backend: Backend, seed: int) -> None:
 
 
 @pytest.mark.stage("D5c")
-def test_each_element_is_loaded_once_per_pair(backend: Backend, seed: int) -> None:
+def test_each_element_is_loaded_once_per_pair(backend: AttentionKernels, seed: int) -> None:
     """TMA brings every tile of keys into one CTA or the other, and nothing else."""
     if backend.device != "cpu":
         pytest.skip("only the simulator counts bytes")
@@ -232,12 +224,12 @@ def test_each_element_is_loaded_once_per_pair(backend: Backend, seed: int) -> No
     inputs = make_inputs(case, seed)
     kernel = backend.compile(config_of(case))
     result = backend.run(kernel, inputs, ctas=ONE_PAIR)
-    rows = [*inputs.options["compressed_lens"].tolist(), *inputs.tensors[3][:2].tolist()]
+    rows = [*inputs.compressed_lens.tolist(), *inputs.swa_lens[:2].tolist()]
     tile_bytes = sum(-(-keys // KEYS) for keys in rows) * KEYS * case.head_dim * 2
     box_bytes = KEYS * 64 * 2
     assert result.report.launches[0].operations["tensor load"] * box_bytes == tile_bytes
     # The same from the trace, which knows where the bytes land.
-    q, lens = inputs.tensors[0], inputs.options["compressed_lens"]
+    q, lens = inputs.q, inputs.compressed_lens
     options = {"compressed_lens": lens, "lse": torch.empty(2, 72), "workspace": torch.empty(4)}
     options |= {"num_splits": 1, "num_ctas": ONE_PAIR}
     arguments = (*inputs.tensors, torch.empty_like(q))
@@ -254,11 +246,11 @@ def test_each_element_is_loaded_once_per_pair(backend: Backend, seed: int) -> No
 
 
 @pytest.mark.stage("D5c")
-def test_products(backend: Backend, seed: int) -> None:
+def test_products(backend: AttentionKernels, seed: int) -> None:
     """16 instructions of 16 columns in both halves for S, 2 of 16 keys each for O, a tile."""
     if backend.device != "cpu":
         pytest.skip("only the simulator counts instructions")
-    inputs = without_window(make_inputs(ONE_TOKEN, seed))
+    inputs = make_inputs(ONE_TOKEN, seed).without_window()
     result = backend.run(backend.compile(config_of(ONE_TOKEN)), inputs)
     assert result.report.launches[0].operations["tcgen05.mma"] == 256 // 16 + 2 * (KEYS // 16)
 
@@ -317,12 +309,12 @@ BUGS: dict[str, tuple[Edit, Case]] = {
 QUICK = "stores not waited for"
 
 
-def noticed(backend: Backend, build: Callable | None, case: Case, seed: int) -> bool:
+def noticed(backend: AttentionKernels, build: Callable | None, case: Case, seed: int) -> bool:
     """Whether the checks that every test makes fail on what `build` compiles."""
     inputs = make_inputs(case, seed)
     try:
         kernel = backend.compile(config_of(case), build)
-        assert_close(backend.run_all(kernel, inputs, seed=seed, ctas=ONE_PAIR), inputs)
+        assert_right(backend.run_all(kernel, inputs, seed=seed, ctas=ONE_PAIR), inputs)
     except (AssertionError, Deadlock, KernelFault):
         return True
     return False
@@ -336,7 +328,7 @@ def test_bug_has_its_place(name: str) -> None:
 
 @pytest.mark.stage("E")
 @pytest.mark.parametrize("name", [QUICK, *slow(*(name for name in BUGS if name != QUICK))])
-def test_bug_is_noticed(backend: Backend, tmp_path: Path, name: str, seed: int) -> None:
+def test_bug_is_noticed(backend: AttentionKernels, tmp_path: Path, name: str, seed: int) -> None:
     if backend.device != "cpu":
         pytest.skip("a broken kernel may hang a GPU")
     edit, case = BUGS[name]

@@ -16,10 +16,9 @@ pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 
 from dsv4.kernels.attention.sm100 import fmha
 from dsv4.simulator import Deadlock, KernelFault
+from dsv4.testing.attention import Case, assert_attention_close, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 from dsv4.testing.mutate import Edit, at, check, mutated
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import Case, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
 
 pytestmark = pytest.mark.stage("E")
 
@@ -150,7 +149,7 @@ BUGS = {
 }
 
 
-def noticed(backend: Backend, build: Callable, case: Case, seed: int) -> bool:
+def noticed(backend: AttentionKernels, build: Callable, case: Case, seed: int) -> bool:
     """Whether the checks that every stage makes fail on what `build` compiles."""
     inputs = make_inputs(case, seed)
     expected = inputs.expected()
@@ -172,7 +171,7 @@ def test_bug_has_its_place(name: str) -> None:
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * bug.is_slow) for n, bug in BUGS.items()],
 )
-def test_bug_is_noticed(backend: Backend, tmp_path: Path, name: str, seed: int) -> None:
+def test_bug_is_noticed(backend: AttentionKernels, tmp_path: Path, name: str, seed: int) -> None:
     if backend.device != "cpu":
         pytest.skip("a broken kernel may hang a GPU")
     bug = BUGS[name]
@@ -185,7 +184,9 @@ def test_bug_is_noticed(backend: Backend, tmp_path: Path, name: str, seed: int) 
 
 
 @pytest.mark.parametrize("case", [ONE_TILE, PARTIAL, PADDING], ids=str)
-def test_unchanged_source_passes(backend: Backend, tmp_path: Path, case: Case, seed: int) -> None:
+def test_unchanged_source_passes(
+    backend: AttentionKernels, tmp_path: Path, case: Case, seed: int
+) -> None:
     """The copy itself is not what fails."""
     build = mutated(fmha.build, tmp_path)
     assert not noticed(backend, build, case, seed)

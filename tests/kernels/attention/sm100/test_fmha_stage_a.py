@@ -7,21 +7,22 @@ import torch
 
 pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 
-from tests.attention_cases import Case, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 from tests.kernels.attention.sm100.stage_kernels import build_scores
 
 pytestmark = pytest.mark.stage("A")
 
 
-def scores_of(backend: Backend, case: Case, inputs) -> list[torch.Tensor]:
+def scores_of(backend: AttentionKernels, case: Case, inputs) -> list[torch.Tensor]:
     """The kernel's scores [T, n_h, top_k] in every schedule."""
     kernel = backend.compile(config_of(case), build_scores)
     size = case.tokens * case.heads * case.top_k
     results = []
     for schedule in backend.schedules:
-        workspace = backend.run(kernel, inputs, schedule=schedule, workspace_size=size).workspace
-        results.append(workspace.reshape(case.tokens, case.heads, case.top_k))
+        workspace = torch.full((size,), torch.nan, device=backend.device)
+        found = backend.run(kernel, inputs, schedule=schedule, workspace=workspace).workspace
+        results.append(found.reshape(case.tokens, case.heads, case.top_k))
     return results
 
 
@@ -34,7 +35,7 @@ def scores_of(backend: Backend, case: Case, inputs) -> list[torch.Tensor]:
     ],
     ids=str,
 )
-def test_scores(backend: Backend, case: Case, seed: int) -> None:
+def test_scores(backend: AttentionKernels, case: Case, seed: int) -> None:
     """Every score, over one tile and over more tiles than the KV ring holds."""
     inputs = make_inputs(case, seed).replaced(swa_lens=torch.zeros(case.batch, dtype=torch.int32))
     q, keys = (x.float() for x in inputs.tensors[:2])
@@ -44,7 +45,7 @@ def test_scores(backend: Backend, case: Case, seed: int) -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4 * case.head_dim**0.5)
 
 
-def test_each_score_has_its_place(backend: Backend) -> None:
+def test_each_score_has_its_place(backend: AttentionKernels) -> None:
     """One-hot queries against keys of small integers: every score is exact, wherever it lands."""
     case = Case(heads=64, head_dim=64, top_k=192, requests=((0, 1),), ragged=False)
     inputs = make_inputs(case, 0).replaced(
@@ -52,6 +53,6 @@ def test_each_score_has_its_place(backend: Backend) -> None:
         compressed_kv=(torch.arange(192 * 64) % 251).reshape(1, 192, 64).bfloat16(),
         swa_lens=torch.zeros(case.batch, dtype=torch.int32),
     )
-    expected = inputs.tensors[1].float().transpose(1, 2)
+    expected = inputs.compressed_kv.float().transpose(1, 2)
     for actual in scores_of(backend, case, inputs):
         assert torch.equal(actual, expected)

@@ -7,24 +7,24 @@ import torch
 
 pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 
-from tests.attention_cases import Case, Inputs, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, Inputs, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 from tests.kernels.attention.sm100.stage_kernels import build_identity
 
 pytestmark = pytest.mark.stage("B")
 
 
-def products_of(backend: Backend, case: Case, inputs: Inputs) -> list[torch.Tensor]:
+def products_of(backend: AttentionKernels, case: Case, inputs: Inputs) -> list[torch.Tensor]:
     """bf16(Q K^T) K of the kernel, [T, n_h, d], in every schedule."""
     kernel = backend.compile(config_of(case), build_identity)
     inputs = inputs.replaced(swa_lens=torch.zeros(case.batch, dtype=torch.int32))
     shape = (case.tokens, case.heads, case.head_dim)
-    return [
-        backend.run(
-            kernel, inputs, schedule=schedule, workspace_size=case.tokens * shape[1] * shape[2]
-        ).workspace.reshape(shape)
-        for schedule in backend.schedules
-    ]
+    results = []
+    for schedule in backend.schedules:
+        workspace = torch.full((torch.Size(shape).numel(),), torch.nan, device=backend.device)
+        found = backend.run(kernel, inputs, schedule=schedule, workspace=workspace).workspace
+        results.append(found.reshape(shape))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def products_of(backend: Backend, case: Case, inputs: Inputs) -> list[torch.Tens
     ],
     ids=str,
 )
-def test_identity_softmax(backend: Backend, case: Case, seed: int) -> None:
+def test_identity_softmax(backend: AttentionKernels, case: Case, seed: int) -> None:
     inputs = make_inputs(case, seed)
     q, keys = (x.float() for x in inputs.tensors[:2])
     scores = torch.einsum("thd,tkd->thk", q, keys)
@@ -48,7 +48,7 @@ def test_identity_softmax(backend: Backend, case: Case, seed: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 512])
-def test_each_value_has_its_place(backend: Backend, head_dim: int) -> None:
+def test_each_value_has_its_place(backend: AttentionKernels, head_dim: int) -> None:
     """Row h selects key h alone, among 128: its output must be that key, bit for bit."""
     case = Case(heads=64, head_dim=head_dim, top_k=128, requests=((0, 1),), ragged=False)
     # Key k is the unit vector k % d scaled by 1 + k / 128, so no two keys are equal.
@@ -57,7 +57,7 @@ def test_each_value_has_its_place(backend: Backend, head_dim: int) -> None:
     q = torch.zeros(1, 64, head_dim)
     q[0, torch.arange(64), torch.arange(64)] = 1.0
     inputs = make_inputs(case, 0).replaced(q=q.bfloat16(), compressed_kv=keys.bfloat16())
-    exact = inputs.tensors[1].double()
+    exact = inputs.compressed_kv.double()
     scores = torch.einsum("thd,tkd->thk", q.double(), exact).bfloat16().double()
     expected = torch.einsum("thk,tkd->thd", scores, exact).float()
     for actual in products_of(backend, case, inputs):

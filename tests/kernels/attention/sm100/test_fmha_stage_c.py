@@ -10,17 +10,12 @@ pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 from dsv4.kernels.attention import softmax
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.sm100 import fmha
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import Case, Inputs, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, Inputs, assert_attention_close, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 
 pytestmark = pytest.mark.stage("C")
 
 CASE = Case(heads=64, head_dim=64, requests=((0, 1),), ragged=False)
-
-
-def without_window(inputs: Inputs) -> Inputs:
-    return inputs.replaced(swa_lens=torch.zeros_like(inputs.tensors[3]))
 
 
 def rising(keys: int, seed: int) -> Inputs:
@@ -30,10 +25,10 @@ def rising(keys: int, seed: int) -> Inputs:
     q[..., 0], k[..., 0] = 16.0, 30 * torch.linspace(-1, 1, keys)
     case = Case(**{**vars(CASE), "top_k": keys})
     changed = {"q": q.bfloat16(), "compressed_kv": k.bfloat16()}
-    return without_window(make_inputs(case, seed).replaced(**changed))
+    return make_inputs(case, seed).replaced(**changed).without_window()
 
 
-def check(backend: Backend, kernel, inputs: Inputs, seed: int) -> torch.Tensor:
+def check(backend: AttentionKernels, kernel, inputs: Inputs, seed: int) -> torch.Tensor:
     result = backend.run_all(kernel, inputs, seed=seed)
     expected_o, expected_lse = inputs.expected()
     # The rising keys are not of unit scale: bounds are relative to the largest value.
@@ -44,16 +39,16 @@ def check(backend: Backend, kernel, inputs: Inputs, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 3, 5, 10, 18])
-def test_tiles(backend: Backend, tiles: int, seed: int) -> None:
+def test_tiles(backend: AttentionKernels, tiles: int, seed: int) -> None:
     """Full tiles; from the third on, pipeline stages and phases wrap."""
     inputs = make_inputs(Case(**{**vars(CASE), "top_k": 64 * tiles}), seed)
-    check(backend, backend.compile(config_of(CASE)), without_window(inputs), seed)
+    check(backend, backend.compile(config_of(CASE)), inputs.without_window(), seed)
 
 
 @pytest.mark.parametrize("keys", [1, 63, 65, 200, 333])
-def test_ragged_last_tile(backend: Backend, keys: int, seed: int) -> None:
+def test_ragged_last_tile(backend: AttentionKernels, keys: int, seed: int) -> None:
     inputs = make_inputs(Case(**{**vars(CASE), "top_k": keys}), seed)
-    check(backend, backend.compile(config_of(CASE)), without_window(inputs), seed)
+    check(backend, backend.compile(config_of(CASE)), inputs.without_window(), seed)
 
 
 def build_rescaling_always(config: FmhaConfig, options: str):
@@ -64,7 +59,7 @@ def build_rescaling_always(config: FmhaConfig, options: str):
 
 
 @pytest.mark.parametrize("keys", [64, 256, 640])
-def test_rising_maxima(backend: Backend, keys: int, seed: int) -> None:
+def test_rising_maxima(backend: AttentionKernels, keys: int, seed: int) -> None:
     """O is rescaled in every tile, and the lazy reference changes nothing but rounding."""
     inputs = rising(keys, seed)
     lazy, always = (
@@ -74,8 +69,8 @@ def test_rising_maxima(backend: Backend, keys: int, seed: int) -> None:
     torch.testing.assert_close(lazy, always, rtol=1e-2, atol=1e-2)
 
 
-def test_falling_maxima(backend: Backend, seed: int) -> None:
+def test_falling_maxima(backend: AttentionKernels, seed: int) -> None:
     """The first tile holds the maximum: later weights vanish, and nothing is rescaled."""
     inputs = rising(256, seed)
-    inputs = inputs.replaced(compressed_kv=inputs.tensors[1].flip(1).contiguous())
+    inputs = inputs.replaced(compressed_kv=inputs.compressed_kv.flip(1).contiguous())
     check(backend, backend.compile(config_of(CASE)), inputs, seed)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.attention_cases import Case
-from tests.kernels.attention.sm100.conftest import Backend
+from dsv4.testing.attention import Case
+from dsv4.testing.attention_kernel import AttentionKernels
 
 pytestmark = pytest.mark.stage("D1")
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.stage("D1")
         pytest.param(512, False, marks=pytest.mark.slow),
     ],
 )
-def test_head_dim(backend: Backend, head_dim: int, growing: bool, seed: int) -> None:
+def test_head_dim(backend: AttentionKernels, head_dim: int, growing: bool, seed: int) -> None:
     case = Case(
         heads=64,
         head_dim=head_dim,

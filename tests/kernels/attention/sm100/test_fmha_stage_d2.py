@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention_cases import Case, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 
 pytestmark = pytest.mark.stage("D2")
 
@@ -16,16 +16,16 @@ REQUESTS = ((0, 2), (-1, 1), (2, 1))
 @pytest.mark.parametrize(
     "heads", [8, 64, 128, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 16, 80))]
 )
-def test_heads(backend: Backend, heads: int, seed: int) -> None:
+def test_heads(backend: AttentionKernels, heads: int, seed: int) -> None:
     backend.check(Case(heads=heads, requests=REQUESTS), seed)
 
 
-def test_padded_rows_change_nothing(backend: Backend, seed: int) -> None:
+def test_padded_rows_change_nothing(backend: AttentionKernels, seed: int) -> None:
     """The first 8 heads of 64 come out bit for bit as 8 heads alone."""
     case = Case(heads=64, requests=REQUESTS)
     inputs = make_inputs(case, seed)
     few = inputs.replaced(
-        q=inputs.tensors[0][:, :8].contiguous(), sink_logits=inputs.tensors[4][:8].clone()
+        q=inputs.q[:, :8].contiguous(), sink_logits=inputs.sink_logits[:8].clone()
     )
     all_heads = backend.run(backend.compile(config_of(case)), inputs)
     alone = backend.run(backend.compile(config_of(Case(heads=8, requests=REQUESTS))), few)
@@ -33,7 +33,7 @@ def test_padded_rows_change_nothing(backend: Backend, seed: int) -> None:
     assert torch.equal(all_heads.lse[:, :8], alone.lse)
 
 
-def test_neighbours_are_untouched(backend: Backend, seed: int) -> None:
+def test_neighbours_are_untouched(backend: AttentionKernels, seed: int) -> None:
     """Strided views: q, KV and o may be slices of wider tensors, and only the slice is written."""
     case = Case(heads=8, requests=REQUESTS)
     inputs = make_inputs(case, seed)
@@ -46,11 +46,11 @@ def test_neighbours_are_untouched(backend: Backend, seed: int) -> None:
         return view
 
     strided = inputs.replaced(
-        q=widen(inputs.tensors[0]),
-        compressed_kv=widen(inputs.tensors[1]),
-        swa_kv=widen(inputs.tensors[2]),
+        q=widen(inputs.q),
+        compressed_kv=widen(inputs.compressed_kv),
+        swa_kv=widen(inputs.swa_kv),
     )
-    o = widen(torch.full_like(inputs.tensors[0], torch.nan)).to(backend.device)
+    o = widen(torch.full_like(inputs.q, torch.nan)).to(backend.device)
     result = backend.run(backend.compile(config_of(case)), strided, o=o)
     assert torch.equal(result.o, expected.o)
     whole = o._base

@@ -5,21 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import Case, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, assert_attention_close, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 
 pytestmark = pytest.mark.stage("D3")
 
 
 @pytest.mark.parametrize("rows", [1, 150, pytest.param(300, marks=pytest.mark.slow)])
-def test_window_lengths(backend: Backend, rows: int, seed: int) -> None:
+def test_window_lengths(backend: AttentionKernels, rows: int, seed: int) -> None:
     """Requests at every fill level; the rows past it hold NaN and infinities."""
     requests = ((0, 1), (1, 1), (2, 2), (3, 1))
     backend.check(Case(heads=16, top_k=70, window_rows=rows, requests=requests), seed)
 
 
-def test_lengths_are_clamped(backend: Backend, seed: int) -> None:
+def test_lengths_are_clamped(backend: AttentionKernels, seed: int) -> None:
     """Lengths below 0 count as 0, beyond the rows as all rows."""
     case = Case(heads=16, top_k=100, window_rows=70, requests=((0, 1), (1, 1), (2, 1)), batch=3)
     inputs = make_inputs(case, seed)
@@ -41,14 +40,14 @@ def test_lengths_are_clamped(backend: Backend, seed: int) -> None:
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-def test_no_compressed_rows(backend: Backend, splits: int, seed: int) -> None:
+def test_no_compressed_rows(backend: AttentionKernels, splits: int, seed: int) -> None:
     """top_k = 0: the compressed tensor is empty and has no address."""
     case = Case(heads=16, top_k=0, ragged=False)
     result = backend.check(case, seed, splits)
     assert torch.isneginf(result.lse[4]).all(), "token 4 is padding"
 
 
-def test_no_keys_at_all(backend: Backend, seed: int) -> None:
+def test_no_keys_at_all(backend: AttentionKernels, seed: int) -> None:
     case = Case(heads=16, top_k=0, ragged=False, requests=((0, 2),))
     inputs = make_inputs(case, seed).replaced(swa_lens=torch.zeros(4, dtype=torch.int32))
     result = backend.run_all(backend.compile(config_of(case)), inputs, seed=seed)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import Case, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, assert_attention_close, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 
 pytestmark = pytest.mark.stage("D4")
 
@@ -15,7 +14,7 @@ pytestmark = pytest.mark.stage("D4")
 @pytest.mark.parametrize(
     "sliding_window", [100, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 128))]
 )
-def test_causal_window(backend: Backend, sliding_window: int, seed: int) -> None:
+def test_causal_window(backend: AttentionKernels, sliding_window: int, seed: int) -> None:
     case = Case(
         heads=8,
         top_k=70,
@@ -27,7 +26,7 @@ def test_causal_window(backend: Backend, sliding_window: int, seed: int) -> None
     backend.check(case, seed)
 
 
-def test_many_tokens_of_one_request(backend: Backend, seed: int) -> None:
+def test_many_tokens_of_one_request(backend: AttentionKernels, seed: int) -> None:
     """More tokens than one step of the search for a request's last token covers."""
     case = Case(
         heads=8,
@@ -42,7 +41,7 @@ def test_many_tokens_of_one_request(backend: Backend, seed: int) -> None:
     backend.check(case, seed)
 
 
-def test_tokens_before_the_window(backend: Backend, seed: int) -> None:
+def test_tokens_before_the_window(backend: AttentionKernels, seed: int) -> None:
     """More tokens than rows: the first ones sit at negative positions and see nothing."""
     case = Case(
         heads=8, top_k=0, requests=((0, 5),), is_causal=True, ragged=False, sliding_window=100

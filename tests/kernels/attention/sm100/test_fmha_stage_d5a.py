@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from dsv4.reference.attention import attention_with_lse
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import Case, Inputs, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, Inputs, assert_attention_close, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 
 pytestmark = pytest.mark.stage("D5a")
 
@@ -41,7 +40,7 @@ def branches(inputs: Inputs) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tenso
     return tuple((o.squeeze(1), lse.squeeze(1)) for o, lse in results)
 
 
-def test_partials(backend: Backend, seed: int) -> None:
+def test_partials(backend: AttentionKernels, seed: int) -> None:
     """o / total is the branch's output; lse = ln 2 * maximum + ln total, the maximum in base 2."""
     inputs = make_inputs(CASE, seed)
     kernel = backend.compile(config_of(CASE))
@@ -55,7 +54,7 @@ def test_partials(backend: Backend, seed: int) -> None:
         assert (offset == 0).all(), "without a gate every split is in the same scale"
 
 
-def test_rows_are_not_normalised(backend: Backend, seed: int) -> None:
+def test_rows_are_not_normalised(backend: AttentionKernels, seed: int) -> None:
     """The total is what the rows were not divided by: a sum of weights relative to the maximum."""
     inputs = make_inputs(CASE, seed)
     result = backend.run(backend.compile(config_of(CASE)), inputs, 2)
@@ -65,7 +64,7 @@ def test_rows_are_not_normalised(backend: Backend, seed: int) -> None:
     assert total.std() > 0.1
 
 
-def test_empty_split(backend: Backend, seed: int) -> None:
+def test_empty_split(backend: AttentionKernels, seed: int) -> None:
     """More splits than tiles: an empty one has maximum -inf, total 0 and rows of 0."""
     inputs = make_inputs(CASE, seed)
     kernel = backend.compile(config_of(CASE))

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.attention.config import SINK_MODES
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import Case, Inputs, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, Inputs, assert_attention_close, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 
 pytestmark = pytest.mark.stage("D5b")
 
@@ -26,12 +25,12 @@ def merged(o_c, lse_c, o_w, lse_w, sink: Tensor, sink_mode: str) -> tuple[Tensor
 
 
 @pytest.mark.parametrize("sink_mode", SINK_MODES)
-def test_two_passes(backend: Backend, sink_mode: str, seed: int) -> None:
+def test_two_passes(backend: AttentionKernels, sink_mode: str, seed: int) -> None:
     """The kernel with one branch empty, twice; merged they equal one launch and the oracle."""
     case = Case(heads=16, sink_mode=sink_mode, requests=((0, 1), (1, 1)), ragged=False)
     inputs = make_inputs(case, seed)
     kernel = backend.compile(config_of(case))
-    no_sink = torch.full_like(inputs.tensors[4], -torch.inf)
+    no_sink = torch.full_like(inputs.sink_logits, -torch.inf)
 
     def branch(inputs: Inputs) -> tuple[Tensor, Tensor]:
         # In "softmax" mode the sink belongs to the merge, not to a branch.
@@ -40,9 +39,9 @@ def test_two_passes(backend: Backend, sink_mode: str, seed: int) -> None:
         result = backend.run_all(kernel, inputs, seed=seed)
         return result.o, result.lse
 
-    compressed = branch(inputs.replaced(swa_lens=torch.zeros_like(inputs.tensors[3])))
+    compressed = branch(inputs.replaced(swa_lens=torch.zeros_like(inputs.swa_lens)))
     window = branch(inputs.replaced(compressed_lens=torch.zeros(case.tokens, dtype=torch.int32)))
-    o, lse = merged(*compressed, *window, inputs.tensors[4], sink_mode)
+    o, lse = merged(*compressed, *window, inputs.sink_logits, sink_mode)
     expected = inputs.expected()
     assert_attention_close(o.bfloat16(), expected[0], lse, expected[1])
     single = backend.run(kernel, inputs)

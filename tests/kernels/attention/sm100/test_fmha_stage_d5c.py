@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dsv4.kernels.attention.sm100.plan_1cta import KEYS, Tiling
-from tests.attention_cases import Case, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 
 pytestmark = pytest.mark.stage("D5c")
 
@@ -14,22 +14,22 @@ pytestmark = pytest.mark.stage("D5c")
 @pytest.mark.parametrize(
     ("head_dim", "splits"), [(64, 3), pytest.param(256, 1, marks=pytest.mark.slow)]
 )
-def test_loads(backend: Backend, head_dim: int, splits: int, seed: int) -> None:
+def test_loads(backend: AttentionKernels, head_dim: int, splits: int, seed: int) -> None:
     """Boxes of 64 columns that TMA fetches: Q's once per CTA, KV's half by each CTA of the pair."""
     case = Case(heads=72, head_dim=head_dim, requests=((0, 1), (1, 1)))
     inputs = make_inputs(case, seed)
     result = backend.check(case, seed, splits)
     if result.report is None:
         pytest.skip("only the simulator counts loads")
-    lens = inputs.options["compressed_lens"].tolist()
-    windows = inputs.tensors[3][:2].tolist()
+    lens = inputs.compressed_lens.tolist()
+    windows = inputs.swa_lens[:2].tolist()
     tiles = sum(-(-keys // KEYS) for keys in (*lens, *windows))
     head_blocks, boxes = 2, Tiling(head_dim).head_dim // 64
     loads = head_blocks * boxes * (case.tokens * splits + tiles)
     assert result.report.launches[0].operations["tensor load"] == loads
 
 
-def test_products(backend: Backend, seed: int) -> None:
+def test_products(backend: AttentionKernels, seed: int) -> None:
     """Two MMAs of 64 x 64 x 16 per 16 columns of head_dim, one of 64 x 64 x 16 per 16 keys."""
     case = Case(heads=64, head_dim=64, top_k=128, window_rows=64, requests=((0, 1),), ragged=False)
     result = backend.run(backend.compile(config_of(case)), make_inputs(case, seed))
@@ -39,7 +39,7 @@ def test_products(backend: Backend, seed: int) -> None:
     assert result.report.launches[0].operations["tcgen05.mma"] == tiles * (64 // 16 + KEYS // 16)
 
 
-def test_a_pair_of_ctas_reads_keys_once(backend: Backend) -> None:
+def test_a_pair_of_ctas_reads_keys_once(backend: AttentionKernels) -> None:
     """With more than 64 heads every KV load is a multicast to both CTAs, with fewer none is.
 
     A KV barrier expects the bytes of one chunk and both CTAs signal it: were each to fetch more

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from dsv4.kernels.attention.config import SINK_MODES
-from tests.accuracy import assert_attention_close
-from tests.attention_cases import Case, make_inputs
-from tests.kernels.attention.sm100.conftest import Backend, config_of
+from dsv4.testing.attention import Case, assert_attention_close, make_inputs
+from dsv4.testing.attention_kernel import AttentionKernels, config_of
 
 pytestmark = pytest.mark.stage("D5d")
 
@@ -19,7 +18,7 @@ REQUESTS = ((0, 1), (1, 1), (2, 2), (-1, 1))
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
 @pytest.mark.parametrize("sink_mode", SINK_MODES)
-def test_sinks(backend: Backend, sink_mode: str, splits: int, seed: int) -> None:
+def test_sinks(backend: AttentionKernels, sink_mode: str, splits: int, seed: int) -> None:
     """Infinite and huge sinks among ordinary ones, over every combination of empty branches."""
     case = Case(heads=16, top_k=150, window_rows=128, sink_mode=sink_mode, requests=REQUESTS)
     inputs = make_inputs(case, seed)
@@ -37,7 +36,7 @@ def test_sinks(backend: Backend, sink_mode: str, splits: int, seed: int) -> None
 
 
 @pytest.mark.parametrize("sink_mode", SINK_MODES)
-def test_infinite_sinks_by_definition(backend: Backend, sink_mode: str, seed: int) -> None:
+def test_infinite_sinks_by_definition(backend: AttentionKernels, sink_mode: str, seed: int) -> None:
     """What the contract says in words: one branch alone, or nothing."""
     case = Case(heads=16, requests=((0, 1),), ragged=False, sink_mode=sink_mode)
     inputs = make_inputs(case, seed)
@@ -57,7 +56,7 @@ def test_infinite_sinks_by_definition(backend: Backend, sink_mode: str, seed: in
     torch.testing.assert_close(run(-torch.inf), compressed, rtol=1e-2, atol=1e-3)
 
 
-def test_splits_are_combined_in_order(backend: Backend, seed: int) -> None:
+def test_splits_are_combined_in_order(backend: AttentionKernels, seed: int) -> None:
     """The same launch twice is the same to the bit; another number of splits to the rounding."""
     case = Case(heads=16, requests=((0, 1),), ragged=False, sink_mode="swa_gate", growing=True)
     inputs = make_inputs(case, seed)

@@ -1,25 +1,26 @@
-"""The sm_90a kernel, compiled and run on the CPU by the simulator, against the FP32 oracle.
+"""The Hopper kernels, simulated: what depends on how many CTAs run, and how splits are combined.
 
 The schedules complete asynchronous work at once, as late as possible, or at random; the race
-checker watches every one of them.
+checker watches every one of them. Clauses of the contract are in tests/kernels/attention.
 """
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import sys
-import tempfile
-from functools import cache
-from typing import Any
-
 import pytest
 import torch
 
-from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.split_kv import counter_words
-from dsv4.ops.attention.splits import workspace_size
-from tests.gpu.attention_cases import NAN, Case, compare
+from dsv4.testing.accuracy import assert_same_bits
+from dsv4.testing.attention import Case, Inputs, assert_attention_close, make_inputs
+from dsv4.testing.attention_kernel import (
+    AttentionKernels,
+    AttentionOutcome,
+    assert_right,
+    config_of,
+    new_workspace,
+)
+from dsv4.testing.harness import Simulator
+from dsv4.testing.magnitudes import check_columns, check_rows
 
 pytestmark = pytest.mark.stage("H")
 
@@ -28,69 +29,47 @@ cutlass = pytest.importorskip("cutlass")
 WINDOW = 20
 # Query heads of each of the two kernels.
 FEW, MANY = 24, 40
-
-
-@cache
-def compiled_kernel(config: FmhaConfig) -> Any:
-    from dsv4.kernels.attention.sm90.fmha import build
-
-    folder = tempfile.mkdtemp(prefix="dsv4-ptx-")
-    # The simulator reads the PTX that it finds there.
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return build(config, f"--gpu-arch sm_90a --keep-ptx --dump-dir {folder}")
-
-
-def simulate_case(
-    config: FmhaConfig, case: Case, *, num_splits: int, schedule: str, races: bool
-) -> None:
-    """Compare the kernel with the oracle."""
-    o, lse = run(config, case, num_splits=num_splits, schedule=schedule, races=races)
-    compare(o, lse, *case.expected(config.sink_mode, config.is_causal, config.sliding_window))
-
-
-def new_workspace(config: FmhaConfig, tokens: int, num_splits: int) -> torch.Tensor:
-    """Counters of 0, and NaN in the place of partial rows."""
-    size = workspace_size(config, tokens, num_splits) if num_splits > 1 else 0
-    workspace = torch.full((size,), NAN)
-    workspace[: counter_words(size)] = 0
-    return workspace
+# Fewer CTAs than work items: each goes through several.
+CTAS = 3
+KERNELS = AttentionKernels(Simulator("sm_90a"), CTAS)
 
 
 def run(
-    config: FmhaConfig,
-    case: Case,
-    *,
-    num_splits: int,
+    inputs: Inputs,
+    splits: int,
     schedule: str,
-    races: bool,
+    *,
+    races: bool = True,
+    fixed: bool = False,
+    ctas: int = CTAS,
     workspace: torch.Tensor | None = None,
-    # Fewer CTAs than work items: each goes through several.
-    num_ctas: int = 3,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """o and lse of the kernel; all that it writes starts as NaN."""
-    from dsv4.simulator import simulate
-
-    tokens, heads, _ = case.q.shape
-    o = torch.full_like(case.q, NAN)
-    lse = torch.full((tokens, heads), NAN)
-    if workspace is None:
-        workspace = new_workspace(config, tokens, num_splits)
-    lens = case.compressed_lens
-    report = simulate(
-        compiled_kernel(config),
-        *case.tensors(),
-        o,
-        compressed_lens=torch.empty(0, dtype=torch.int32) if lens is None else lens,
-        lse=lse,
-        workspace=workspace,
-        num_splits=num_splits,
-        num_ctas=num_ctas,
-        schedule=schedule,
-        races=races,
+) -> AttentionOutcome:
+    """Launch the kernel; `fixed`: compiled for a fixed number of splits."""
+    kernel = KERNELS.compile(config_of(inputs, splits if fixed else None))
+    return KERNELS.run(
+        kernel, inputs, splits, schedule, races=races, ctas=ctas, workspace=workspace
     )
-    if races:
-        report.raise_if_racy()
-    return o, lse
+
+
+def check(inputs: Inputs, splits: int, schedule: str, **options) -> AttentionOutcome:
+    """Launch the kernel and compare it with the oracle."""
+    outcome = run(inputs, splits, schedule, **options)
+    assert_right(outcome, inputs)
+    return outcome
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def attention(splits: int):
+    """o and lse of the kernel, as a function of the inputs."""
+
+    def compute(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+        outcome = run(inputs, splits, "eager", races=False)
+        return outcome.o, outcome.lse
+
+    return compute
 
 
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
@@ -107,9 +86,15 @@ def run(
     ],
 )
 def test_ragged_lengths(seed, heads, head_dim, num_splits, is_causal, sink_mode, schedule) -> None:
-    config = FmhaConfig(head_dim, heads, WINDOW, 1024, is_causal, sink_mode)
-    case = Case.random(4, heads, head_dim, 300, 100, 2, ragged=True, padding=1, device="cpu")
-    simulate_case(config, case, num_splits=num_splits, schedule=schedule, races=True)
+    case = Case.random(
+        *(4, heads, head_dim, 300, 100, 2, seed),
+        ragged=True,
+        padding=1,
+        is_causal=is_causal,
+        sliding_window=WINDOW,
+        sink_mode=sink_mode,
+    )
+    check(make_inputs(case, seed), num_splits, schedule)
 
 
 @pytest.mark.parametrize("schedule", ["lazy", "random"])
@@ -121,15 +106,17 @@ def test_ctas_that_share_columns(
     seed, tokens, heads, num_splits, is_causal, sink_mode, schedule
 ) -> None:
     """Two CTAs halve the columns of a tile where there are enough for all; no bit depends on it."""
-    config = FmhaConfig(512, heads, WINDOW, 1024, is_causal, sink_mode)
-    case = Case.random(tokens, heads, 512, 300, 100, 2, ragged=True, device="cpu")
-    shared, alone = (
-        run(config, case, num_splits=num_splits, schedule=schedule, races=True, num_ctas=ctas)
-        for ctas in (6, 3)
+    case = Case.random(
+        *(tokens, heads, 512, 300, 100, 2, seed),
+        ragged=True,
+        is_causal=is_causal,
+        sliding_window=WINDOW,
+        sink_mode=sink_mode,
     )
-    compare(*shared, *case.expected(config.sink_mode, config.is_causal, config.sliding_window))
-    for with_others, without in zip(shared, alone, strict=True):
-        assert torch.equal(with_others.nan_to_num(), without.nan_to_num())
+    inputs = make_inputs(case, seed)
+    shared = check(inputs, num_splits, schedule, ctas=6)
+    alone = run(inputs, num_splits, schedule, ctas=3)
+    shared.assert_same_bits(alone, "columns shared against alone")
 
 
 @pytest.mark.parametrize("schedule", ["lazy", "random"])
@@ -147,10 +134,15 @@ def test_ctas_that_share_columns(
 )
 def test_ctas_that_share_heads(seed, heads, head_dim, num_splits, num_ctas, schedule) -> None:
     """Tiles of 16 heads where there is a CTA for each, and the other kernel's where not."""
-    config = FmhaConfig(head_dim, heads, WINDOW, 1024, True, "swa_gate")
-    case = Case.random(3, heads, head_dim, 300, 100, 2, ragged=True, padding=1, device="cpu")
-    options = {"num_splits": num_splits, "schedule": schedule, "races": True, "num_ctas": num_ctas}
-    compare(*run(config, case, **options), *case.expected("swa_gate", True, WINDOW))
+    case = Case.random(
+        *(3, heads, head_dim, 300, 100, 2, seed),
+        ragged=True,
+        padding=1,
+        is_causal=True,
+        sliding_window=WINDOW,
+        sink_mode="swa_gate",
+    )
+    check(make_inputs(case, seed), num_splits, schedule, ctas=num_ctas)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -159,16 +151,11 @@ def test_at_fixed_splits_bits_do_not_depend_on_how_many_ctas_there_are(
     seed, heads, num_splits
 ) -> None:
     """Nor on the number of tokens: where others launch tiles of 16 heads, one kernel serves all."""
-    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax", num_splits=num_splits)
-    case = Case.random(3, heads, 64, 300, 100, 2, ragged=True, device="cpu")
+    inputs = make_inputs(Case.random(3, heads, 64, 300, 100, 2, seed, ragged=True), seed)
     tiles = heads // 16 * 3 * num_splits
-    many, few = (
-        run(config, case, num_splits=num_splits, schedule="eager", races=False, num_ctas=ctas)
-        for ctas in (tiles, tiles - 1)
-    )
-    compare(*many, *case.expected("softmax"))
-    for one, other in zip(many, few, strict=True):
-        assert torch.equal(one.nan_to_num(), other.nan_to_num())
+    many = check(inputs, num_splits, "eager", races=False, fixed=True, ctas=tiles)
+    few = run(inputs, num_splits, "eager", races=False, fixed=True, ctas=tiles - 1)
+    many.assert_same_bits(few, f"{tiles} CTAs against one fewer")
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -179,15 +166,15 @@ def test_at_fixed_splits_bits_do_not_depend_on_how_many_ctas_there_are(
 def test_row_maxima_that_grow_with_every_block(
     seed, heads, sink_mode, head_dim, num_splits
 ) -> None:
-    config = FmhaConfig(head_dim, heads, WINDOW, 1024, sink_mode=sink_mode)
-    case = Case.random(2, heads, head_dim, 384, 64, 2, growing=True, device="cpu")
-    # Scores far beyond the stale limit: every block moves the references. From q alone: few keys
+    case = Case.random(2, heads, head_dim, 384, 64, 2, seed, sink_mode=sink_mode)
+    inputs = make_inputs(case, seed).with_larger_later_keys()
+    # Scores far beyond the stale limit: every block moves the row maxima. From q alone: few keys
     # then share the weight, and the bf16 rounding of P times keys of full size would pass the
     # bound of an element, which is meant for many keys.
-    case.q *= 16
-    case.compressed_kv *= 0.5
-    case.swa_kv *= 0.5
-    simulate_case(config, case, num_splits=num_splits, schedule="lazy", races=False)
+    inputs = inputs.replaced(
+        q=inputs.q * 16, compressed_kv=inputs.compressed_kv * 0.5, swa_kv=inputs.swa_kv * 0.5
+    )
+    check(inputs, num_splits, "lazy", races=False)
 
 
 @pytest.mark.parametrize("heads", [FEW, MANY])
@@ -195,22 +182,23 @@ def test_row_maxima_that_grow_with_every_block(
 def test_rows_whose_scores_are_all_far_below_0(seed, heads, outlier) -> None:
     """References are then below 0, too, and one key near 0 has to raise them: its weight relative
     to the old ones would be infinite."""
-    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, heads, 64, 384, 64, 2, device="cpu")
-    case.compressed_kv, case.swa_kv = -case.compressed_kv.abs() / 2, -case.swa_kv.abs() / 2
-    case.q = 64 * case.q.abs()
+    inputs = make_inputs(Case.random(2, heads, 64, 384, 64, 2, seed), seed)
+    inputs = inputs.replaced(
+        q=64 * inputs.q.abs(),
+        compressed_kv=-inputs.compressed_kv.abs() / 2,
+        swa_kv=-inputs.swa_kv.abs() / 2,
+        sink_logits=torch.full((heads,), -torch.inf),
+    )
     if outlier is not None:
-        case.compressed_kv[:, outlier] *= 0.1
-    case.sink_logits.fill_(-float("inf"))
-    simulate_case(config, case, num_splits=1, schedule="eager", races=False)
+        inputs.compressed_kv[:, outlier] *= 0.1
+    check(inputs, 1, "eager", races=False)
 
 
 @pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize(("top_k", "width"), [(0, 64), (70, 0), (0, 0)])
 def test_a_branch_without_rows(seed, top_k, width, heads) -> None:
-    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="swa_gate")
-    case = Case.random(3, heads, 64, top_k, width, 2, device="cpu")
-    simulate_case(config, case, num_splits=1, schedule="random", races=True)
+    case = Case.random(3, heads, 64, top_k, width, 2, seed, sink_mode="swa_gate")
+    check(make_inputs(case, seed), 1, "random")
 
 
 @pytest.mark.parametrize("heads", [FEW, MANY])
@@ -218,12 +206,10 @@ def test_a_branch_without_rows(seed, top_k, width, heads) -> None:
 def test_no_requests(seed, top_k, num_splits, heads) -> None:
     """A first block that is guessed to be in a window, of which there is none, is not loaded from
     past the end of q."""
-    config = FmhaConfig(64, heads, 128, 1024, sink_mode="softmax")
-    case = Case.random(2, heads, 64, top_k, 130, 1, padding=2, device="cpu")
-    case.swa_kv, case.swa_lens = case.swa_kv[:0], case.swa_lens[:0]
-    o, lse = run(config, case, num_splits=num_splits, schedule="random", races=True)
-    assert (o == 0).all()
-    assert (lse == -float("inf")).all()
+    case = Case.random(2, heads, 64, top_k, 130, 0, seed, padding=2)
+    found = run(make_inputs(case, seed), num_splits, "random")
+    assert (found.o == 0).all()
+    assert (found.lse == -torch.inf).all()
 
 
 @pytest.mark.parametrize("heads", [FEW, MANY])
@@ -234,54 +220,46 @@ def test_first_blocks_and_window_lengths_that_are_guessed(
 ) -> None:
     """Full lengths and equally many tokens of each request, as guessed; and requests in another
     order, with windows of their own."""
-    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="swa_gate")
-    case = Case.random(6, heads, 64, 130, 100, 3, device="cpu")
-    case.request_ids = torch.tensor(requests, dtype=torch.int32)
+    case = Case.random(6, heads, 64, 130, 100, 3, seed, sink_mode="swa_gate")
+    inputs = make_inputs(case, seed).replaced(request_ids=int32(*requests))
     if requests[0] != 0:
-        case.swa_lens = torch.tensor([100, 3, 70], dtype=torch.int32)
-    options = {"schedule": "random", "races": True, "num_ctas": 24}
-    got = run(config, case, num_splits=num_splits, **options)
-    compare(*got, *case.expected("swa_gate"))
+        inputs = inputs.replaced(swa_lens=int32(100, 3, 70))
+    check(inputs, num_splits, "random", ctas=24)
 
 
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
 def test_tiles_beyond_whole_rounds(seed, schedule) -> None:
     """Six rounds of three tiles, and two that are CTAs of their own; tokens without keys, and some
     of three blocks after and before some of one."""
-    config = FmhaConfig(512, MANY, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(20, MANY, 512, 100, 20, 3, device="cpu")
+    inputs = make_inputs(Case.random(20, MANY, 512, 100, 20, 3, seed), seed)
     requests = [0, -1, 1, 2, -1, 1, 0, -1, 2, 0, 1, 1, 2, 1, 0, -1, 2, 0, 1, 2]
     lengths = [100, 3, 0, 64, 9, 65, 100, 1, 100, 0, 2, 64, 100, 5, 0, 2, 70, 1, 65, 100]
-    case.request_ids = torch.tensor(requests, dtype=torch.int32)
-    case.compressed_lens = torch.tensor(lengths, dtype=torch.int32)
-    got = run(config, case, num_splits=1, schedule=schedule, races=True, num_ctas=3)
-    compare(*got, *case.expected("softmax"))
+    inputs = inputs.replaced(request_ids=int32(*requests), compressed_lens=int32(*lengths))
+    check(inputs, 1, schedule)
 
 
 @pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
 @pytest.mark.parametrize("sink", [float("inf"), -float("inf"), 1e4, -1e4])
 def test_extreme_sinks(seed, sink, sink_mode, heads) -> None:
-    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode=sink_mode)
-    case = Case.random(3, heads, 64, 130, 70, 2, ragged=True, device="cpu")
-    case.sink_logits.fill_(sink)
+    case = Case.random(3, heads, 64, 130, 70, 2, seed, ragged=True, sink_mode=sink_mode)
+    inputs = make_inputs(case, seed).replaced(sink_logits=torch.full((heads,), sink))
     for num_splits in (1, 3):
-        simulate_case(config, case, num_splits=num_splits, schedule="eager", races=False)
+        check(inputs, num_splits, "eager", races=False)
 
 
 @pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_of_thousands_under_huge_sinks(seed, sign, heads) -> None:
     """A score that a huge sink swallows must not give an infinite weight."""
-    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="swa_gate")
-    case = Case.random(3, heads, 64, 130, 70, 2, device="cpu")
-    case.q *= 2000
+    inputs = make_inputs(Case.random(3, heads, 64, 130, 70, 2, seed, sink_mode="swa_gate"), seed)
     for num_splits in (1, 3):
         results = []
-        for sink in (float("inf"), 1e38):
-            case.sink_logits.fill_(sign * sink)
-            o, _ = run(config, case, num_splits=num_splits, schedule="eager", races=False)
-            results.append(o)
+        for sink in (torch.inf, 1e38):
+            changed = inputs.replaced(
+                q=inputs.q * 2000, sink_logits=torch.full((heads,), sign * sink)
+            )
+            results.append(run(changed, num_splits, "eager", races=False).o)
         assert results[0].isfinite().all()
         assert torch.equal(*results)
 
@@ -294,14 +272,11 @@ def test_scores_of_thousands_under_huge_sinks(seed, sign, heads) -> None:
 def test_splits_that_run_together(seed, heads, head_dim, sink_mode, schedule) -> None:
     """Every split has a CTA, and tiles get fewer heads. Launches with different numbers of splits
     follow each other on one workspace, whose counters nobody resets."""
-    config = FmhaConfig(head_dim, heads, WINDOW, 1024, sink_mode=sink_mode)
-    case = Case.random(2, heads, head_dim, 300, 100, 2, ragged=True, device="cpu")
-    expected = case.expected(sink_mode)
-    workspace = new_workspace(config, 2, 5)
+    case = Case.random(2, heads, head_dim, 300, 100, 2, seed, ragged=True, sink_mode=sink_mode)
+    inputs = make_inputs(case, seed)
+    workspace = new_workspace("sm_90a", config_of(case), 2, 5)
     for num_splits in (5, 2):
-        options = {"workspace": workspace, "num_ctas": 132}
-        got = run(config, case, num_splits=num_splits, schedule=schedule, races=True, **options)
-        compare(*got, *expected)
+        check(inputs, num_splits, schedule, ctas=132, workspace=workspace)
         counters = workspace[: counter_words(len(workspace))].view(torch.int64)
         # All but the generation is 0 again.
         assert not (counters & (2**63 - 1)).any()
@@ -314,40 +289,28 @@ def test_splits_that_run_together(seed, heads, head_dim, sink_mode, schedule) ->
 def test_who_joins_the_splits_does_not_matter(seed, num_splits, heads) -> None:
     """One CTA for each split; fewer CTAs, where the last to arrive joins all; a full head tile, and
     tiles of 16 heads; a token alone: the same, bit for bit."""
-    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax", num_splits=num_splits)
-    case = Case.random(3, heads, 64, 500, 100, 2, ragged=True, device="cpu")
-    options = {"num_splits": num_splits, "schedule": "random", "races": False}
-    first = run(config, case, num_ctas=4 * 3 * num_splits, **options)
-    compare(*first, *case.expected("softmax"))
-    for num_ctas in (3 * num_splits, 5, 1):
-        again = run(config, case, num_ctas=num_ctas, **options)
-        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    alone = Case(
-        *(x[2:] for x in (case.q, case.compressed_kv)),
-        case.swa_kv,
-        case.swa_lens,
-        case.sink_logits,
-        case.request_ids[2:],
-        case.compressed_lens[2:],
-    )
-    o, lse = run(config, alone, num_ctas=132, **options)
-    assert torch.equal(o[0], first[0][2])
-    assert torch.equal(lse[0], first[1][2])
+    inputs = make_inputs(Case.random(3, heads, 64, 500, 100, 2, seed, ragged=True), seed)
+    options = {"races": False, "fixed": True}
+    first = check(inputs, num_splits, "random", ctas=4 * 3 * num_splits, **options)
+    for ctas in (3 * num_splits, 5, 1):
+        again = run(inputs, num_splits, "random", ctas=ctas, **options)
+        first.assert_same_bits(again, f"{ctas} CTAs")
+    alone = run(inputs.of_tokens(slice(2, 3)), num_splits, "random", ctas=132, **options)
+    assert_same_bits("o", alone.o[0], first.o[2])
+    assert_same_bits("lse", alone.lse[0], first.lse[2])
 
 
 @pytest.mark.parametrize("heads", [8, MANY])
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
 def test_a_cta_that_loses_patience(seed, schedule, heads, monkeypatch) -> None:
     """CTAs that do not run together: whoever comes last joins what the others left."""
-    from dsv4.kernels.attention.sm90 import semaphore as fmha_sm90_meeting
+    from dsv4.kernels.attention.sm90 import semaphore
 
-    monkeypatch.setattr(fmha_sm90_meeting, "PATIENCE", 1)
-    # Compile with the changed constant, for this test alone.
-    monkeypatch.setattr(sys.modules[__name__], "compiled_kernel", compiled_kernel.__wrapped__)
-    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, heads, 64, 300, 100, 2, ragged=True, device="cpu")
-    got = run(config, case, num_splits=6, schedule=schedule, races=True, num_ctas=132)
-    compare(*got, *case.expected("softmax"))
+    monkeypatch.setattr(semaphore, "PATIENCE", 1)
+    # Compiled with the changed constant, for this test alone.
+    kernels = AttentionKernels(Simulator("sm_90a"))
+    case = Case.random(2, heads, 64, 300, 100, 2, seed, ragged=True)
+    kernels.check(case, seed, 6, schedules=(schedule,))
 
 
 @pytest.mark.parametrize("heads", [FEW, MANY])
@@ -357,37 +320,30 @@ def test_a_cta_that_loses_patience(seed, schedule, heads, monkeypatch) -> None:
 def test_partial_rows_of_any_magnitude(seed, head_dim, magnitude, heads) -> None:
     """Splits pass through the workspace in 16 bits: what shares a scale is right to the largest's
     rounding, and what does not is independent."""
-    config = FmhaConfig(head_dim, heads, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, heads, head_dim, 300, 100, 2, ragged=True, device="cpu")
-    case.check_scaled(
-        magnitude,
-        lambda case: run(config, case, num_splits=3, schedule="eager", races=False),
-    )
+    inputs = make_inputs(Case.random(2, heads, head_dim, 300, 100, 2, seed, ragged=True), seed)
+    check_columns(inputs, magnitude, seed, attention(splits=3))
 
 
 @pytest.mark.parametrize("heads", [FEW, MANY])
 def test_partial_rows_of_different_magnitudes(seed, heads) -> None:
     """Every split is as large as its keys; the sum is as right as the largest."""
-    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, heads, 64, 320, 64, 2, device="cpu")
-    case.check_unequal(lambda case: run(config, case, num_splits=6, schedule="eager", races=False))
+    inputs = make_inputs(Case.random(2, heads, 64, 320, 64, 2, seed), seed)
+    check_rows(inputs, seed, attention(splits=6))
 
 
 @pytest.mark.parametrize("heads", [FEW, MANY])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_a_column_that_overflows_leaves_the_others_alone(seed, num_splits, heads) -> None:
-    config = FmhaConfig(64, heads, WINDOW, 1024, sink_mode="softmax")
-    case = Case.random(2, heads, 64, 300, 100, 2, device="cpu")
-    case.q[..., 5] = 0
-    for keys in (case.compressed_kv, case.swa_kv):
-        keys[..., 5] = 0
-    expected = case.expected("softmax")
-    for keys in (case.compressed_kv, case.swa_kv):
+    inputs = make_inputs(Case.random(2, heads, 64, 300, 100, 2, seed), seed)
+    for tensor in (inputs.q, inputs.compressed_kv, inputs.swa_kv):
+        tensor[..., 5] = 0
+    expected_o, expected_lse = inputs.expected()
+    for keys in (inputs.compressed_kv, inputs.swa_kv):
         keys[..., 5] = 3e38
-    o, lse = run(config, case, num_splits=num_splits, schedule="eager", races=False)
-    assert (o[..., 5] == float("inf")).all()
-    o[..., 5] = 0
-    compare(o, lse, *expected)
+    found = run(inputs, num_splits, "eager", races=False)
+    assert (found.o[..., 5] == torch.inf).all()
+    found.o[..., 5] = 0
+    assert_attention_close(found.o, expected_o, found.lse, expected_lse)
 
 
 @pytest.mark.slow
@@ -396,9 +352,13 @@ def test_a_column_that_overflows_leaves_the_others_alone(seed, num_splits, heads
 @pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("heads", [8, 64, 128])
 def test_grid(seed, heads, head_dim, is_causal, sink_mode) -> None:
-    config = FmhaConfig(head_dim, heads, WINDOW, 1024, is_causal, sink_mode)
     for tokens, top_k, width, num_splits in ((1, 1024, 128, 18), (6, 250, 150, 1), (3, 64, 9, 5)):
         case = Case.random(
-            tokens, heads, head_dim, top_k, width, 3, ragged=True, growing=True, device="cpu"
+            *(tokens, heads, head_dim, top_k, width, 3, seed),
+            ragged=True,
+            growing=True,
+            is_causal=is_causal,
+            sliding_window=WINDOW,
+            sink_mode=sink_mode,
         )
-        simulate_case(config, case, num_splits=num_splits, schedule="random", races=False)
+        check(make_inputs(case, seed), num_splits, "random", races=False)

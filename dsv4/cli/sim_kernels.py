@@ -1,0 +1,58 @@
+"""The kernels of the package that `dsv4 sim` runs: what they are, and how to run them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SimulatedKernel(NamedTuple):
+    """A kernel of an architecture; `command` reaches every synchronisation of it."""
+
+    name: str
+    arch: str
+    serves: str
+    command: str
+
+
+_ATTENTION = "dsv4 sim attention --inputs mixed --top-k 600"
+KERNELS = (
+    SimulatedKernel(
+        "attention, 1-CTA",
+        "sm_100a",
+        "sparse_fmha_with_swa, up to 64 heads, or head_dim below 512",
+        f"{_ATTENTION} --heads 64 --head-dim 64",
+    ),
+    SimulatedKernel(
+        "attention, 2-CTA",
+        "sm_100a",
+        "sparse_fmha_with_swa, more than 64 heads of head_dim 512",
+        f"{_ATTENTION} --heads 72",
+    ),
+    SimulatedKernel(
+        "attention, heads in M",
+        "sm_90a",
+        "sparse_fmha_with_swa, more than 24 heads",
+        f"{_ATTENTION} --arch sm_90a --heads 72 --head-dim 64",
+    ),
+    SimulatedKernel(
+        "attention, swap-AB",
+        "sm_90a",
+        "sparse_fmha_with_swa, up to 24 heads, or small launches of 32, 64 and 128",
+        f"{_ATTENTION} --arch sm_90a --heads 24 --head-dim 64",
+    ),
+)
+
+
+def print_kernels() -> None:
+    """All kernels, each with a command that reaches every synchronisation."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("kernel", "architecture", "serves")
+    for kernel in KERNELS:
+        table.add_row(kernel.name, kernel.arch, kernel.serves)
+    console.print(table)
+    console.print("Every synchronisation of a kernel, checked for races, no GPU needed:")
+    for kernel in KERNELS:
+        console.print(f"  {kernel.command}", soft_wrap=True, highlight=False)
