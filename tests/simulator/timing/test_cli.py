@@ -46,7 +46,7 @@ def test_json_report_with_races_and_timeline(capsys, seed, tmp_path):
     # Correct and free of races, but one decode step does not reach all synchronisation.
     assert status == sim.NOT_COVERED and found["correct"], (seed, found)
     assert found["races"] == []
-    assert [line.endswith("in FmhaSingle") for line in found["synchronisation_never_reached"]] == [
+    assert [line.endswith("in Fmha1Cta") for line in found["synchronisation_never_reached"]] == [
         True
     ]
     kernel = found["kernels"][0]
