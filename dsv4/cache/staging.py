@@ -17,7 +17,7 @@ class StagedTensor:
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self._source = torch.zeros(size, dtype=dtype, pin_memory=pinned)
+        self._source = torch.zeros(size, dtype=dtype, device="cpu", pin_memory=pinned)
         self._array = self._source.numpy()
         self._copied = torch.cuda.Event() if pinned else None
         self._device: Tensor = self._source

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
     import dsv4
     from dsv4.cli import demo_checks
-    from dsv4.cli.generate import TextStream
+    from dsv4.cli.generate import TextPrinter
     from dsv4.loader.tokenizer import load_tokenizer
 
     console = Console(highlight=False)
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("prompt: it encodes to no tokens; give some text")
     console.rule("[bold]prompt[/] | continuation")
     console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
-    printer = TextStream(tokenizer)
+    printer = TextPrinter(tokenizer)
     result = model.generate(
         [token_ids],
         max_new_tokens=args.max_new_tokens,

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dsv4.loader.tokenizer import Tokenizer
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -34,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     import dsv4
     from dsv4.loader.tokenizer import load_tokenizer
 
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    prompt = _read_standard_input() if args.prompt == "-" else _as_utf8(args.prompt)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     tokenizer = load_tokenizer(args.checkpoint)
     token_ids = tokenizer.encode(prompt)
@@ -46,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=getattr(torch, args.dtype),
         progress=sys.stderr.isatty(),
     )
-    printer = TextStream(tokenizer)
+    printer = TextPrinter(tokenizer)
     result = model.generate(
         [token_ids],
         max_new_tokens=args.max_new_tokens,
@@ -61,25 +66,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-class TextStream:
+def _read_standard_input() -> str:
+    if sys.stdin is None:
+        raise ValueError("prompt: standard input is closed")
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError:
+        raise ValueError("prompt: standard input is not valid UTF-8") from None
+
+
+def _as_utf8(argument: str) -> str:
+    """Return a command-line argument as the UTF-8 that it is, whatever the locale took it for."""
+    try:
+        return os.fsencode(argument).decode("utf-8")
+    except UnicodeError:
+        raise ValueError("prompt is not valid UTF-8") from None
+
+
+class TextPrinter:
     """Prints one request's tokens as they come, holding back unfinished characters."""
 
-    def __init__(self, tokenizer) -> None:
-        self.tokenizer = tokenizer
-        self.token_ids: list[int] = []
-        self.printed = 0
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._stream = tokenizer.stream()
 
     def feed(self, request: int, token_ids: list[int]) -> None:
         """Take new tokens of the request and print what has become whole text."""
-        self.token_ids.extend(token_ids)
-        text = self.tokenizer.decode(self.token_ids)
-        whole = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-        sys.stdout.write(text[self.printed : whole])
+        sys.stdout.write(self._stream.feed(token_ids))
         sys.stdout.flush()
-        self.printed = max(self.printed, whole)
 
     def finish(self) -> None:
         """Print what was held back, and end the line."""
-        text = self.tokenizer.decode(self.token_ids)
-        sys.stdout.write(text[self.printed :] + "\n")
+        sys.stdout.write(self._stream.finish() + "\n")
         sys.stdout.flush()

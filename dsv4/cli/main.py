@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import io
 import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TextIO
 
 from dsv4 import __version__
 from dsv4.cli import bench, compile, demo, doctor, generate, sim
@@ -47,16 +50,20 @@ def _add_debug(subparsers: argparse._SubParsersAction) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; an error is one line on stderr and status 2."""
+    _repair_streams()
     args = build_parser().parse_args(argv)
     try:
-        return args.run(args)
+        if sys.stdout is None:
+            raise OSError("standard output is closed")
+        status = args.run(args)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("dsv4: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # `dsv4 doctor | head`: the reader left. Point stdout at nothing, or the flush at exit
-        # complains again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # `dsv4 doctor | head`: the reader left.
+        _point_at_nothing(sys.stdout)
         return 0
     except Exception as error:
         if getattr(args, "debug", False):
@@ -69,9 +76,31 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"dsv4: internal error: {name}: {_one_line(error)} (--debug shows where)",
                 file=sys.stderr,
             )
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EIO, errno.EBADF):
+            _point_at_nothing(sys.stdout)
         return USAGE_ERROR
+
+
+def _repair_streams() -> None:
+    """Make every later write to a standard stream possible.
+
+    A closed stderr is None in Python, and print() would write errors to stdout. Text that the
+    locale cannot express is replaced: it may be a model's.
+    """
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def _point_at_nothing(stream: TextIO | None) -> None:
+    """Drop what a stream that cannot be written still holds: the flush at exit would fail again."""
+    if stream is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _one_line(error: Exception) -> str:
     text = " ".join(str(error).split())
+    # Names of files and tensors are foreign: an escape sequence would command the terminal.
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text or type(error).__name__

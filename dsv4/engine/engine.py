@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,41 +13,20 @@ from torch import Tensor
 from dsv4.cache.allocator import OutOfBlocksError
 from dsv4.cache.manager import CacheManager
 from dsv4.cache.paged_cache import block_size
+from dsv4.config.fields import shown
+from dsv4.engine.arguments import check_drafts, check_integer, check_prompt, check_token_ids
 from dsv4.engine.forward import prefill
 from dsv4.engine.graphs import decode_forward
 from dsv4.engine.inputs import SAMPLED_HERE, InputStage
+from dsv4.engine.request import Output, Request
 from dsv4.engine.sampler import RowSampling, SamplingParams
 from dsv4.engine.stats import GenerationStats
+from dsv4.model.model import DEFAULT_PREFILL_CHUNK
 
 if TYPE_CHECKING:
     from dsv4.model.model import DeepseekV4
 
-DEFAULT_PREFILL_CHUNK = 512
-
-
-class Output(NamedTuple):
-    """What one engine step did for one request."""
-
-    request: int
-    tokens: list[int]  # new tokens, in order, the stop token included
-    finished: bool  # no more will come
-
-
-@dataclass
-class _Request:
-    """A request's tokens and, while it runs, its place in the cache.
-
-    Whatever is not cached can be computed again from `tokens`, which is all that a request keeps
-    when it has to give up its blocks.
-    """
-
-    id: int
-    tokens: list[int]  # prompt and continuation
-    end: int  # length of `tokens` at which it is finished
-    stop_tokens: frozenset[int]
-    sampling: RowSampling
-    slot: int | None = None
-    drafts: list[int] = field(default_factory=list)  # guesses of the tokens after `tokens`
+MAX_REQUESTS = 1 << 16
 
 
 class Engine:
@@ -58,8 +35,15 @@ class Engine:
     A step is at most one decode forward over the requests whose known tokens are all cached but
     the newest, and one prefill forward over others. Requests start in the order they came, as
     slots and blocks allow. Blocks are taken as a request grows; when none is left the youngest
-    request waits again and is recomputed later, to the same tokens. The oldest therefore always
-    proceeds, and `add` refuses what could not finish alone.
+    request waits again and is recomputed later. The oldest therefore always proceeds, and `add`
+    refuses what could not finish alone.
+
+    A forward of another shape sums in another order. What a request gets is therefore the same
+    beside other requests, in other chunks and when it is recomputed as far as the dtype of the
+    model tells numbers apart; where two candidates are closer than that, another token can win. In
+    a quantised model the rounding of activations amplifies such differences (logits moved by 0.6 at
+    the 99th percentile, in 1 of 30 continuations of 24 tokens one was another). With
+    `batch_invariant` every token is computed by itself, in one shape, and nothing can differ.
 
     Args:
         model: the model; its MTP block drafts.
@@ -70,11 +54,14 @@ class Engine:
         num_blocks: blocks of the paged cache; default enough for `max_requests` of `max_context`.
         use_cuda_graphs: replay decode forwards as CUDA graphs, which are captured when a shape
             first occurs; needs a CUDA device and at most 15 drafts. None: wherever that holds.
+        batch_invariant: a request's tokens depend on nothing but the request, bit for bit: forwards
+            have one position of one request each. Many times slower; without drafts.
 
     Attributes:
         stats: counts and times since the engine was made.
 
     Raises:
+        TypeError: an argument is of another type; the message names it.
         ValueError: an argument is out of range; the message names it.
     """
 
@@ -87,29 +74,31 @@ class Engine:
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
         num_blocks: int | None = None,
         use_cuda_graphs: bool | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         config = model.config
-        for name, value, least in (
-            ("max_requests", max_requests, 1),
-            ("max_context", max_context, 2),
-            ("num_draft_tokens", num_draft_tokens, 0),
-            ("prefill_chunk", prefill_chunk, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+        max_requests = check_integer("max_requests", max_requests, 1, MAX_REQUESTS)
+        max_context = check_integer("max_context", max_context, 2)
+        prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1)
+        num_draft_tokens = check_drafts(config, num_draft_tokens)
+        if num_blocks is not None:
+            num_blocks = check_integer("num_blocks", num_blocks, 1)
+        if not isinstance(batch_invariant, bool):
+            raise TypeError(f"batch_invariant must be a bool, got {shown(batch_invariant)}")
         if max_context > config.max_position_embeddings:
             raise ValueError(
                 f"max_context must be at most the model's {config.max_position_embeddings} "
                 f"positions, got {max_context}"
             )
-        if num_draft_tokens and not config.num_nextn_predict_layers:
+        if num_draft_tokens and batch_invariant:
             raise ValueError(
-                f"num_draft_tokens must be 0: the model has no MTP layer, got {num_draft_tokens}"
+                f"num_draft_tokens must be 0 with batch_invariant, got {num_draft_tokens}"
             )
         self.model = model
         self.max_context = max_context
         self.num_draft_tokens = num_draft_tokens
         self.prefill_chunk = prefill_chunk
+        self.batch_invariant = batch_invariant
         self.stats = GenerationStats()
 
         size = block_size(config)
@@ -119,19 +108,21 @@ class Engine:
         columns = -(-(max_context + num_draft_tokens) // size)
         self._cache = model.new_cache(max_requests, num_blocks, columns, max_draft=num_draft_tokens)
         self._manager = CacheManager(self._cache)
-        positions = max(prefill_chunk, max_requests * (1 + num_draft_tokens))
+        prefilled = min(prefill_chunk, max_requests * max_context)
+        positions = max(prefilled, max_requests * (1 + num_draft_tokens))
         self._stage = InputStage(positions, max_requests, self._cache.device)
         self._verify = decode_forward(model, self._cache, num_draft_tokens, use_cuda_graphs)
 
         self._next_id = 0
-        self._waiting: deque[_Request] = deque()  # oldest first, all younger than the running
-        self._running: list[_Request] = []  # oldest first
+        self._waiting: deque[Request] = deque()  # oldest first, all younger than the running
+        self._running: list[Request] = []  # oldest first
         self._undelivered: list[Output] = []  # of a step whose later forward raised
 
     @property
     def num_requests(self) -> int:
-        """Requests that wait or run."""
-        return len(self._waiting) + len(self._running)
+        """Requests that wait or run, or whose last tokens the next step delivers."""
+        unfinished = {request.id for request in (*self._waiting, *self._running)}
+        return len(unfinished | {output.request for output in self._undelivered})
 
     @property
     def num_free_blocks(self) -> int:
@@ -148,11 +139,14 @@ class Engine:
             The request's id: 0, 1, 2 ...
 
         Raises:
-            TypeError: `prompt_ids` does not consist of integers.
-            ValueError: it is empty, an id is outside the vocabulary, or prompt and new tokens
-                exceed the context or what the whole cache could hold.
+            TypeError: `prompt_ids` does not consist of integers, or `sampling` is something else.
+            ValueError: the prompt is empty, an id is outside the vocabulary, or prompt and new
+                tokens exceed the context or what the whole cache could hold.
         """
-        tokens = check_prompt(prompt_ids, self.model.config.vocab_size, "prompt_ids")
+        if not isinstance(sampling, SamplingParams):
+            raise TypeError(f"sampling must be SamplingParams, got {shown(sampling)}")
+        vocab_size = self.model.config.vocab_size
+        tokens = check_prompt(prompt_ids, vocab_size, "prompt_ids")
         end = len(tokens) + sampling.max_new_tokens
         if end > self.max_context:
             raise ValueError(
@@ -168,10 +162,11 @@ class Engine:
         stop_tokens = sampling.stop_tokens
         if stop_tokens is None:
             stop_tokens = _end_of_sequence(self.model.config.eos_token_id)
+        stop_tokens = check_token_ids("stop_tokens", stop_tokens, vocab_size)
         seed = sampling.seed
         if seed is None:
-            seed = int(torch.randint(1 << 62, ()))
-        request = _Request(
+            seed = int(torch.randint(1 << 62, (), device="cpu"))
+        request = Request(
             id=self._next_id,
             tokens=tokens,
             end=end,
@@ -186,13 +181,19 @@ class Engine:
         """Drop a request, whatever it is doing, and free what it holds.
 
         Returns:
-            Whether it was still waiting or running.
+            Whether it was still waiting or running, or had tokens that no step had delivered. Then
+            no step returns anything for it any more.
 
         Raises:
+            TypeError: `request_id` is no integer.
             ValueError: no such request was ever added.
         """
-        if not 0 <= request_id < self._next_id:
+        request_id = check_integer("request_id", request_id, 0)
+        if request_id >= self._next_id:
             raise ValueError(f"request_id must be one that add() returned, got {request_id}")
+        delivered = [output for output in self._undelivered if output.request != request_id]
+        found = len(delivered) < len(self._undelivered)
+        self._undelivered = delivered
         for request in self._running:
             if request.id == request_id:
                 self._leave(request)
@@ -201,14 +202,15 @@ class Engine:
             if request.id == request_id:
                 self._waiting.remove(request)
                 return True
-        return False
+        return found
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
         """Run one decode and one prefill forward, as far as there is work for them.
 
-        When a forward raises, running requests wait again and are recomputed, to the same tokens:
-        the caller may step on. Tokens that the same step had already found come with the next one.
+        When a forward raises, running requests wait again and are recomputed: the caller may step
+        on. Tokens that the same step had already found come with the next one, and `num_requests`
+        counts the requests that they belong to.
 
         Returns:
             The requests that got tokens, each once. Empty when a long prompt is still being
@@ -228,23 +230,39 @@ class Engine:
 
     def _run_forwards(self) -> None:
         decoding = self._make_room([r for r in self._running if self._is_decoding(r)])
-        if decoding:
-            self._undelivered += self._decode(decoding)
+        for group in self._sharing(decoding):
+            self._decode(group)
         self._admit()
         prefilling = [r for r in self._running if not self._is_decoding(r)]
-        if prefilling:
-            self._undelivered += self._prefill(prefilling)
+        if self.batch_invariant:
+            self._prefill_singly(prefilling)
+        elif prefilling:
+            self._prefill(prefilling, self.prefill_chunk)
 
-    def _is_decoding(self, request: _Request) -> bool:
+    def _sharing(self, requests: list[Request]) -> list[list[Request]]:
+        """The requests that share a decode forward: all, or each with itself."""
+        if self.batch_invariant:
+            return [[request] for request in requests]
+        return [requests] if requests else []
+
+    def _prefill_singly(self, requests: list[Request]) -> None:
+        """Cache the next tokens of the oldest requests one by one, a prefill chunk in all."""
+        left = self.prefill_chunk
+        for request in requests:
+            while left and request.slot is not None and not self._is_decoding(request):
+                self._prefill([request], 1)
+                left -= 1
+
+    def _is_decoding(self, request: Request) -> bool:
         """Whether only the newest token is uncached. A request with nothing cached is prefilled."""
         length = self._manager.length(request.slot)
         return 0 < length == len(request.tokens) - 1
 
-    def _verified(self, request: _Request) -> int:
+    def _verified(self, request: Request) -> int:
         """Positions of the request's next decode forward: no more than the tokens it may get."""
         return min(1 + len(request.drafts), request.end - len(request.tokens))
 
-    def _make_room(self, requests: list[_Request]) -> list[_Request]:
+    def _make_room(self, requests: list[Request]) -> list[Request]:
         """Take the blocks for a decode forward, oldest request first, from the youngest if need be.
 
         Returns:
@@ -274,14 +292,14 @@ class Engine:
         self._leave(youngest)
         self._waiting.appendleft(youngest)
 
-    def _leave(self, request: _Request) -> None:
+    def _leave(self, request: Request) -> None:
         """Stop running a request: it keeps its tokens alone."""
         self._manager.release(request.slot)
         self._running.remove(request)
         request.slot = None
         request.drafts = []
 
-    def _decode(self, requests: list[_Request]) -> list[Output]:
+    def _decode(self, requests: list[Request]) -> None:
         """Verify each request's newest token and drafts; one batched forward of static shape."""
         started = perf_counter()
         chunk = 1 + self.num_draft_tokens
@@ -292,20 +310,17 @@ class Engine:
         inputs = self._stage.fill(step, [r.sampling for r in requests], tokens)
         result = self._verify(inputs).tolist()
 
-        outputs = []
         for request, count, row in zip(requests, counts, result):
             sampled, accepted, drafts = row[:chunk], row[chunk], row[chunk + 1 :]
-            outputs.append(self._grow(request, sampled[: accepted + 1], drafts))
+            self.stats.decode_tokens += self._grow(request, sampled[: accepted + 1], drafts)
             self.stats.drafts_proposed += count - 1
             self.stats.drafts_accepted += accepted
-            self.stats.decode_tokens += len(outputs[-1].tokens)
         self.stats.decode_seconds += perf_counter() - started
-        return outputs
 
-    def _prefill(self, requests: list[_Request]) -> list[Output]:
-        """Cache the next tokens of the oldest requests that fit in one forward."""
+    def _prefill(self, requests: list[Request], limit: int) -> None:
+        """Cache the next tokens of the oldest requests that fit in a forward of `limit` tokens."""
         started = perf_counter()
-        spans = self._prefill_spans(requests)
+        spans = self._prefill_spans(requests, limit)
         requests = requests[: len(spans)]
         tokens = [r.tokens[span] for r, span in zip(requests, spans)]
         ends = [span.stop == len(r.tokens) for r, span in zip(requests, spans)]
@@ -318,73 +333,48 @@ class Engine:
         inputs = self._stage.fill(step, [r.sampling for r in requests], tokens, following)
         result = prefill(self.model, self._cache, inputs, self.num_draft_tokens, any(ends))
 
-        outputs = []
         if result is not None:
             for request, end, (token, *drafts) in zip(requests, ends, result.tolist()):
                 if end:
-                    outputs.append(self._grow(request, [token], drafts))
+                    self._grow(request, [token], drafts)
         elif self._cache.device.type != "cpu":
             # Nothing was read back: without waiting, this time would count as the next forward's.
             torch.accelerator.synchronize(self._cache.device)
         self.stats.prefill_tokens += sum(counts)
         self.stats.prefill_seconds += perf_counter() - started
-        return outputs
 
-    def _prefill_spans(self, requests: list[_Request]) -> list[slice]:
-        """The tokens that the first of `requests` prefill together, padding included."""
+    def _prefill_spans(self, requests: list[Request], limit: int) -> list[slice]:
+        """The tokens that the first of `requests` prefill together: `limit`, padding included."""
         spans: list[slice] = []
         chunk = 0
         for request in requests:
             start = self._manager.length(request.slot)
-            count = min(len(request.tokens) - start, self.prefill_chunk)
+            count = min(len(request.tokens) - start, limit)
             chunk = max(chunk, count)
-            if spans and (len(spans) + 1) * chunk > self.prefill_chunk:
+            if spans and (len(spans) + 1) * chunk > limit:
                 break
             spans.append(slice(start, start + count))
         return spans
 
-    def _grow(self, request: _Request, tokens: list[int], drafts: list[int]) -> Output:
-        """Append new tokens up to a stop token; the cache keeps all positions but the last."""
+    def _grow(self, request: Request, tokens: list[int], drafts: list[int]) -> int:
+        """Append new tokens up to a stop token; the cache keeps all positions but the last.
+
+        Returns:
+            The number of tokens appended.
+        """
         stop = next((i for i, token in enumerate(tokens) if token in request.stop_tokens), None)
         if stop is not None:
             tokens = tokens[: stop + 1]
+        finished = stop is not None or len(request.tokens) + len(tokens) == request.end
+        # From here on the tokens are the request's: whatever is raised later, they are delivered.
+        self._undelivered.append(Output(request.id, tokens, finished))
         request.tokens += tokens
-        finished = stop is not None or len(request.tokens) == request.end
         if finished:
             self._leave(request)
         else:
             self._manager.truncate(request.slot, len(request.tokens) - 1)
             request.drafts = drafts
-        return Output(request.id, tokens, finished)
-
-
-def check_prompt(prompt_ids: Sequence[int] | Tensor, vocab_size: int, name: str) -> list[int]:
-    """Return a prompt as a list of ints.
-
-    Raises:
-        TypeError: it does not consist of integers.
-        ValueError: it is empty, or an id is outside the vocabulary.
-    """
-    values = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else prompt_ids
-    try:
-        tokens = [operator.index(token) for token in values]
-    except TypeError:
-        raise TypeError(
-            f"{name} must be a list or 1-D tensor of integers, got {_describe(prompt_ids)}"
-        ) from None
-    if not tokens:
-        raise ValueError(f"{name} must hold at least one token, got none")
-    for index, token in enumerate(tokens):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{name}[{index}] must be in [0, {vocab_size}), got {token}")
-    return tokens
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a {value.dtype} tensor of shape {list(value.shape)}"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        return len(tokens)
 
 
 def _end_of_sequence(eos_token_id: int | Iterable[int] | None) -> tuple[int, ...]:

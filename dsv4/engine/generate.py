@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from dsv4.cache.paged_cache import block_size
-from dsv4.engine.engine import DEFAULT_PREFILL_CHUNK, Engine, check_prompt
+from dsv4.config.fields import shown
+from dsv4.engine.arguments import check_drafts, check_integer, check_prompt, check_token_ids
+from dsv4.engine.engine import Engine
 from dsv4.engine.sampler import SamplingParams
 from dsv4.engine.stats import GenerationStats
+from dsv4.model.model import DEFAULT_MAX_REQUESTS, DEFAULT_PREFILL_CHUNK
 
 if TYPE_CHECKING:
     from dsv4.model.model import DeepseekV4
-
-DEFAULT_MAX_REQUESTS = 32
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,15 @@ def generate(
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
     max_requests: int = DEFAULT_MAX_REQUESTS,
     use_cuda_graphs: bool | None = None,
+    batch_invariant: bool = False,
     on_tokens: Callable[[int, list[int]], None] | None = None,
 ) -> GenerateResult:
     """Continue each prompt.
 
-    A prompt's continuation does not depend on the prompts beside it; neither does it depend on
-    `num_draft_tokens`, `prefill_chunk` and `max_requests`, up to the rounding of the model's dtype.
+    With `batch_invariant` a prompt's continuation depends on nothing but the prompt and how it is
+    sampled. Without, the prompts beside it, `num_draft_tokens`, `prefill_chunk` and `max_requests`
+    change the shapes of forwards and so the order of sums: it is the same up to the rounding of the
+    model's dtype, which quantised models amplify (see `Engine`).
 
     Args:
         prompts: a list of token lists, or an integer tensor [B, S].
@@ -59,27 +63,41 @@ def generate(
         top_p: sample from the smallest set of tokens with at least this mass, in (0, 1].
         seed: repeats the samples; every prompt uses it. None draws a fresh one per prompt.
         eos_token_id: id or ids that end a continuation; None means the model's, () none at all.
-        num_draft_tokens: tokens that MTP drafts ahead per decode forward.
+        num_draft_tokens: tokens that MTP drafts ahead per decode forward, at most 64; drafts past
+            `max_new_tokens` are not made.
         prefill_chunk: tokens of one prefill forward, padding included.
         max_requests: prompts that run at the same time.
         use_cuda_graphs: replay decode forwards as CUDA graphs; needs a CUDA device and at most 15
             drafts. None: wherever that holds.
+        batch_invariant: compute every token by itself, in one shape: the same bits whatever runs
+            beside it. Many times slower; without drafts.
         on_tokens: called as on_tokens(index of the prompt, new tokens) whenever there are some.
 
     Raises:
-        TypeError: a prompt does not consist of integers.
+        TypeError: a prompt does not consist of integers, or another argument is of another type;
+            the message names it.
         ValueError: a prompt is empty, holds an id outside the vocabulary or is too long for the
             model's context, or another argument is out of range; the message names it.
     """
     config = model.config
-    stop_tokens = (eos_token_id,) if isinstance(eos_token_id, int) else eos_token_id
+    if eos_token_id is not None:
+        ids = eos_token_id if isinstance(eos_token_id, Collection) else (eos_token_id,)
+        eos_token_id = check_token_ids("eos_token_id", ids, config.vocab_size)
     sampling = SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
         seed=seed,
-        stop_tokens=None if stop_tokens is None else tuple(stop_tokens),
+        stop_tokens=eos_token_id,
     )
+    max_requests = check_integer("max_requests", max_requests, 1)
+    num_draft_tokens = check_drafts(config, num_draft_tokens)
+    if on_tokens is not None and not callable(on_tokens):
+        raise TypeError(f"on_tokens must be callable, got {shown(on_tokens)}")
+    if not isinstance(prompts, (Sequence, Tensor)) or isinstance(prompts, (str, bytes)):
+        raise TypeError(f"prompts must be a list of token lists, got {shown(prompts)}")
+    if isinstance(prompts, Tensor) and prompts.dim() != 2:
+        raise TypeError(f"prompts must be [B, S], got a tensor of shape {list(prompts.shape)}")
     prompts = [
         check_prompt(prompt, config.vocab_size, f"prompts[{index}]")
         for index, prompt in enumerate(prompts)
@@ -97,10 +115,11 @@ def generate(
         model,
         max_requests,
         max_context=lengths[0],
-        num_draft_tokens=num_draft_tokens,
+        num_draft_tokens=min(num_draft_tokens, max_new_tokens - 1),
         prefill_chunk=prefill_chunk,
         num_blocks=sum(-(-length // block_size(config)) for length in lengths[:max_requests]),
         use_cuda_graphs=use_cuda_graphs,
+        batch_invariant=batch_invariant,
     )
     tokens: list[list[int]] = [[] for _ in prompts]
     index_of = {engine.add(prompt, sampling): index for index, prompt in enumerate(prompts)}

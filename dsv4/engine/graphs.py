@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsv4.config.fields import shown
 from dsv4.engine.forward import verify
 from dsv4.engine.inputs import ForwardInputs
 from dsv4.layers.moe import MAX_STATIC_CHUNK
@@ -37,8 +38,11 @@ def decode_forward(
         use_cuda_graphs: capture and replay it; None: wherever that is possible.
 
     Raises:
+        TypeError: `use_cuda_graphs` is neither a bool nor None.
         ValueError: graphs are asked for and impossible.
     """
+    if use_cuda_graphs is not None and not isinstance(use_cuda_graphs, bool):
+        raise TypeError(f"use_cuda_graphs must be a bool or None, got {shown(use_cuda_graphs)}")
     device = cache.device
     most = MAX_STATIC_CHUNK - 1
     if use_cuda_graphs is None:

@@ -15,7 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.engine.arguments import check_integer, check_number, check_token_ids
+
 TEMPERATURE_FLOOR = 1e-5  # official inference/generate.py
+MAX_TEMPERATURE = 1e6  # far beyond what leaves anything of the logits; finite in float32
 
 
 def _int64(value: int) -> int:
@@ -36,7 +39,7 @@ class SamplingParams:
     Attributes:
         max_new_tokens: tokens to generate, at most.
         temperature: 0 takes the likeliest token; above 0 samples, values under 1e-5 counting as
-            1e-5.
+            1e-5; at most 1e6.
         top_p: sample from the smallest set of tokens whose probabilities sum to at least this much;
             in (0, 1].
         seed: repeats a sampled continuation; None draws a fresh one from torch's default generator.
@@ -44,7 +47,7 @@ class SamplingParams:
             end-of-sequence ids.
 
     Raises:
-        TypeError: a count or seed is no integer; the message names it.
+        TypeError: a field is of another type; the message names it.
         ValueError: a field is out of range; the message names it.
     """
 
@@ -55,18 +58,15 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "seed"):
-            value = getattr(self, name)
-            if not isinstance(value, int) and not (name == "seed" and value is None):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 63:
-            raise ValueError(f"seed must fit in 64 bits, got {self.seed}")
+        check_integer("max_new_tokens", self.max_new_tokens, 1)
+        check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
+        check_number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            raise ValueError(f"top_p must be above 0, got {self.top_p}")
+        if self.seed is not None:
+            check_integer("seed", self.seed, -(1 << 63), (1 << 63) - 1)
+        if self.stop_tokens is not None:
+            check_token_ids("stop_tokens", self.stop_tokens)
 
 
 class RowSampling(NamedTuple):

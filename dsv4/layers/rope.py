@@ -65,7 +65,7 @@ def rotate_(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _frequencies(rope: Rope, device: torch.device) -> Tensor:
     """[dim / 2] fp32 on `device`. Kept, so that a decode step copies nothing from the host."""
-    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim
+    exponents = torch.arange(0, rope.dim, 2, dtype=torch.float32, device="cpu") / rope.dim
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.scaling is not None:
         keep = 1 - _yarn_ramp(rope, rope.scaling)
@@ -82,6 +82,6 @@ def _yarn_ramp(rope: Rope, scaling: RopeScaling) -> Tensor:
 
     low = max(math.floor(pair_turning(scaling.beta_fast)), 0)
     high = min(math.ceil(pair_turning(scaling.beta_slow)), rope.dim - 1)
-    pairs = torch.arange(rope.dim // 2, dtype=torch.float32)
+    pairs = torch.arange(rope.dim // 2, dtype=torch.float32, device="cpu")
     # Equal bounds would divide 0 by 0.
     return ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)

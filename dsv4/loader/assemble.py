@@ -44,14 +44,25 @@ def load(
     Raises:
         CheckpointError: the folder does not hold a complete and sound DeepSeek-V4 checkpoint; the
             message names the files or tensors. Nothing half-loaded is left behind.
+        TypeError: `path` is no path.
         ValueError: `dtype` is neither bfloat16 nor float32, or `device` is not one of this machine.
     """
     dtype = torch.bfloat16 if dtype is None else dtype
     if dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"dtype must be torch.bfloat16 or torch.float32, got {dtype}")
+        raise ValueError(f"dtype must be torch.bfloat16 or torch.float32, got {dtype!r}")
     device = _usable("cpu" if device is None else device)
-    checkpoint = Checkpoint(path)
-    model = DeepseekV4(checkpoint.model_config, dtype=dtype, device=device)
+    # The files are read on the CPU, whatever `torch.set_default_device` says.
+    with torch.device("cpu"):
+        return _filled(Checkpoint(path), dtype, device, progress)
+
+
+def _filled(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, progress: bool
+) -> DeepseekV4:
+    try:
+        model = DeepseekV4(checkpoint.model_config, dtype=dtype, device=device)
+    except ValueError as error:  # sizes that no kernel of a quantised model takes
+        raise CheckpointError(f"checkpoint {checkpoint.path}: {brief(error)}") from error
     targets = dict(model_tensors(model))
     total = sum(checkpoint.stored[name].nbytes for name in targets)
     with _progress_bar(progress, total) as advance:
@@ -63,10 +74,13 @@ def load(
 
 def _usable(device: torch.device | str) -> torch.device:
     try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        found = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
         reason = f"which cannot be used: {brief(error)}"
         raise ValueError(f"device: got {str(device)!r}, {reason}") from None
+    if found.type == "meta":
+        raise ValueError("device: got 'meta', which holds no data; give a device with memory")
+    return found
 
 
 def model_tensors(model: DeepseekV4) -> Iterator[tuple[str, Tensor]]:

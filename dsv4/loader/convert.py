@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dsv4.config.model_config import ModelConfig
 from dsv4.loader.layout import expert_name
 from dsv4.ops.quantize import dequantize_e2m1, dequantize_e4m3_blocks
 
@@ -73,28 +75,41 @@ def released_name(name: str) -> str:
     return f"{layer}.{_LAYER.get(rest, rest)}"
 
 
-def split_fused_experts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, Index]]:
-    """Yield the experts inside one of transformers' fused tensors; nothing for other tensors.
+@dataclass(frozen=True)
+class FusedExperts:
+    """One of transformers' tensors that hold a matrix, or two, of every expert of a layer.
 
-    Args:
-        name: a name that `released_name` returned.
-        shape: `gate_up_proj` is [experts, 2 * inner, width] with the gate (w1) rows first,
-            `down_proj` [experts, width, inner].
-
-    Yields:
-        The released name of one matrix of one expert, and its index into the fused tensor.
+    Attributes:
+        layer: prefix of the layer in the released layout.
+        kind: `gate_up_proj`, [experts, 2 * inner, width] with the gate (w1) rows first; or
+            `down_proj`, [experts, width, inner].
     """
-    match = _FUSED.fullmatch(name)
-    if match is None or len(shape) != 3:
-        return
-    layer, kind = match.groups()
-    for expert in range(shape[0]):
-        if kind == "down_proj":
-            yield expert_name(layer, expert, "w2", "weight"), (expert,)
-        else:
-            inner = shape[1] // 2
-            yield expert_name(layer, expert, "w1", "weight"), (expert, slice(0, inner))
-            yield expert_name(layer, expert, "w3", "weight"), (expert, slice(inner, shape[1]))
+
+    layer: str
+    kind: str
+
+    @classmethod
+    def of(cls, name: str) -> FusedExperts | None:
+        """Recognise a name that `released_name` returned; None for any other tensor."""
+        match = _FUSED.fullmatch(name)
+        return None if match is None else cls(*match.groups())
+
+    def shape(self, config: ModelConfig) -> tuple[int, int, int]:
+        """Return the shape it must have."""
+        inner, width = config.moe_intermediate_size, config.hidden_size
+        matrices = (width, inner) if self.kind == "down_proj" else (2 * inner, width)
+        return (config.n_routed_experts, *matrices)
+
+    def parts(self, config: ModelConfig) -> Iterator[tuple[str, Index]]:
+        """Yield the released name of every matrix in it, and the index of the matrix."""
+        inner = config.moe_intermediate_size
+        for expert in range(config.n_routed_experts):
+            if self.kind == "down_proj":
+                yield expert_name(self.layer, expert, "w2", "weight"), (expert,)
+            else:
+                gate, up = (expert, slice(0, inner)), (expert, slice(inner, 2 * inner))
+                yield expert_name(self.layer, expert, "w1", "weight"), gate
+                yield expert_name(self.layer, expert, "w3", "weight"), up
 
 
 def dequantize(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -14,12 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dsv4.config.fields import shown
 from dsv4.config.model_config import ModelConfig
-from dsv4.loader.convert import Index, released_name, split_fused_experts
-from dsv4.loader.errors import CheckpointError, brief, refuse
-from dsv4.loader.layout import TensorSpec, expert_name, inventory
-
-INDEX_FILE = "model.safetensors.index.json"
+from dsv4.loader.convert import FusedExperts, Index, released_name
+from dsv4.loader.errors import CheckpointError, brief, brief_name, refuse
+from dsv4.loader.files import check_folder, read_config, weight_files
+from dsv4.loader.layout import TensorSpec, expert_name, tensor_specs
 
 # Stored dtypes that carry what the layout asks for. Plain floats may be wider or narrower than in
 # the releases; E8M0 and e2m1 may be declared as raw bytes: they are reinterpreted, never converted.
@@ -34,6 +33,8 @@ _STORED_AS = {
     torch.int64: frozenset({"I64"}),
 }
 _ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "I64": 8}
+
+_MISSING = 1000  # missing tensors that are still counted where the files hold none
 
 # Files may repeat the embedding and the head inside an MTP layer, which shares the main model's.
 _SHARED_WITH_MTP = re.compile(r"mtp\.\d+\.(embed|head)\.weight")
@@ -79,16 +80,19 @@ class Checkpoint:
         Raises:
             CheckpointError: the folder, its configuration or a file cannot be read, or tensors are
                 missing, unexpected, mis-shaped or mis-typed.
+            TypeError: `path` is no path.
         """
-        self.path = Path(path)
-        declared = _read_config(self.path)
-        self._handles = {file: _open_shard(file) for file in _shards(self.path)}
-        stored = _index_tensors(self.path, self._handles)
-        self.config, self._mtp_scheme = _detect_formats(declared, stored)
-        specs = inventory(self.config, mtp_expert_scheme=self._mtp_scheme)
+        self.path = check_folder(path)
+        declared = read_config(self.path)
+        self._handles = {file: _open_shard(file) for file in weight_files(self.path)}
+        stored = _index_tensors(self.path, self._handles, declared)
+        try:
+            self.config, self._mtp_scheme = _detect_formats(declared, stored)
+        except ValueError as error:
+            raise CheckpointError(f"checkpoint {self.path}: {brief(error)}") from error
+        specs = tensor_specs(self.config, mtp_expert_scheme=self._mtp_scheme)
         self.stored = {name: t for name, t in stored.items() if not _ignored(name, self.config)}
-        _check(self.path, specs, self.stored)
-        self.specs = {name: spec for name, spec in specs.items() if name in self.stored}
+        self.specs = _check(self.path, specs, self.stored)
 
     @property
     def model_config(self) -> ModelConfig:
@@ -129,38 +133,6 @@ def load_tensors(path: str | PathLike[str]) -> tuple[ModelConfig, dict[str, Tens
     return checkpoint.config, {name: checkpoint.read(name) for name in checkpoint.specs}
 
 
-def _read_config(folder: Path) -> ModelConfig:
-    if not folder.is_dir():
-        raise CheckpointError(f"checkpoint {folder}: no such folder")
-    file = folder / "config.json"
-    try:
-        return ModelConfig.from_json(file)
-    except FileNotFoundError:
-        raise CheckpointError(f"checkpoint {folder}: config.json is missing") from None
-    except (OSError, ValueError) as error:
-        prefix = "" if str(file) in str(error) else f"{file}: "
-        raise CheckpointError(f"{prefix}{brief(error)}") from error
-
-
-def _shards(folder: Path) -> list[Path]:
-    """Return the weight files: those the index names, else every `.safetensors` file."""
-    index = folder / INDEX_FILE
-    if not index.exists():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"checkpoint {folder}: no .safetensors file")
-        return files
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({str(file) for file in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index} is not a valid index: {brief(error)}") from error
-    outside = [name for name in names if Path(name).name != name]
-    missing = [name for name in names if not (folder / name).exists()]
-    refuse(folder, {"shard names outside the folder": outside, "missing shards": missing})
-    return [folder / name for name in names]
-
-
 def _open_shard(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", device="cpu")
@@ -168,21 +140,31 @@ def _open_shard(file: Path) -> Any:
         raise CheckpointError(f"{file} is truncated or corrupt: {brief(error)}") from error
 
 
-def _index_tensors(folder: Path, handles: Mapping[Path, Any]) -> dict[str, StoredTensor]:
+def _index_tensors(
+    folder: Path, handles: Mapping[Path, Any], config: ModelConfig
+) -> dict[str, StoredTensor]:
     """Read every shard's header and name what it holds as the releases do."""
     stored: dict[str, StoredTensor] = {}
     repeated: list[str] = []
+    mis_shaped: list[str] = []
     for file, handle in handles.items():
         for key in handle.keys():  # noqa: SIM118 (not a mapping)
             view = handle.get_slice(key)
             shape, dtype, name = tuple(view.get_shape()), view.get_dtype(), released_name(key)
-            parts = list(split_fused_experts(name, shape)) or [(name, None)]
+            fused = FusedExperts.of(name)
+            parts: Iterable[tuple[str, Index | None]] = [(name, None)]
+            if fused is not None:
+                if shape != fused.shape(config):
+                    # Before it is taken apart: an empty tensor may claim any number of experts.
+                    mis_shaped.append(_mis_shaped(name, shape, fused.shape(config)))
+                    continue
+                parts = fused.parts(config)
             for part, index in parts:
                 if part in stored:
                     repeated.append(part)
                 size = shape if index is None else _indexed_shape(shape, index)
                 stored[part] = StoredTensor(file, key, dtype, size, index)
-    refuse(folder, {"tensors stored twice": repeated})
+    refuse(folder, {"tensors stored twice": repeated, "mis-shaped tensors": mis_shaped})
     return stored
 
 
@@ -228,26 +210,43 @@ def _ignored(name: str, config: ModelConfig) -> bool:
 
 
 def _check(
-    folder: Path, specs: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor]
-) -> None:
-    mis_shaped, mis_typed = [], []
-    for name, spec in specs.items():
+    folder: Path, specs: Iterable[tuple[str, TensorSpec]], stored: Mapping[str, StoredTensor]
+) -> dict[str, TensorSpec]:
+    """Compare what should be stored with what is; return the specs of what is.
+
+    Stops at the first tensors that are missing beyond any doubt: a configuration may name more than
+    could ever be counted.
+    """
+    missing: list[str] = []
+    mis_shaped: list[str] = []
+    mis_typed: list[str] = []
+    present: dict[str, TensorSpec] = {}
+    for name, spec in specs:
         found = stored.get(name)
         if found is None:
+            if spec.required:
+                missing.append(name)
+            if len(missing) > len(stored) + _MISSING:
+                beyond = "missing tensors or more, since config.json names more than the files hold"
+                refuse(folder, {beyond: missing})
             continue
+        present[name] = spec
         if found.shape != spec.shape:
-            mis_shaped.append(f"{name} {list(found.shape)} instead of {list(spec.shape)}")
+            mis_shaped.append(_mis_shaped(name, found.shape, spec.shape))
         if found.dtype not in _STORED_AS[spec.dtype]:
             wanted = " or ".join(sorted(_STORED_AS[spec.dtype]))
-            mis_typed.append(f"{name} {found.dtype} instead of {wanted}")
+            mis_typed.append(f"{brief_name(name)} {found.dtype} instead of {wanted}")
     refuse(
         folder,
         {
-            "missing tensors": [
-                n for n, spec in specs.items() if spec.required and n not in stored
-            ],
-            "unexpected tensors": sorted(stored.keys() - specs.keys()),
+            "missing tensors": missing,
+            "unexpected tensors": sorted(stored.keys() - present.keys()),
             "mis-shaped tensors": mis_shaped,
             "mis-typed tensors": mis_typed,
         },
     )
+    return present
+
+
+def _mis_shaped(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    return f"{brief_name(name)} {shown(list(found))} instead of {list(wanted)}"

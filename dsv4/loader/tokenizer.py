@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
+from typing import TypeVar
 
 from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.decoders import DecodeStream
 
+from dsv4.config.json_file import check_regular_file
 from dsv4.loader.errors import CheckpointError, brief
+from dsv4.loader.files import check_folder
+
+T = TypeVar("T")
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -16,6 +21,7 @@ USER = "<｜User｜>"
 ASSISTANT = "<｜Assistant｜>"
 THINK = "<think>"
 THINK_END = "</think>"
+_MAX_IDS = 1 << 32  # the library's ids are unsigned 32-bit integers
 _CHAT_TOKENS = (BOS, EOS, USER, ASSISTANT, THINK, THINK_END)
 
 
@@ -23,15 +29,34 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
     """Read the `tokenizer.json` of a checkpoint folder.
 
     Raises:
-        CheckpointError: `tokenizer.json` is missing or not a tokenizer.
+        CheckpointError: there is no such folder; `tokenizer.json` is missing or not a tokenizer.
+        TypeError: `path` is no path.
     """
-    file = Path(path) / "tokenizer.json"
-    if not file.is_file():
-        raise CheckpointError(f"checkpoint {path}: tokenizer.json is missing")
+    file = check_folder(path) / "tokenizer.json"
     try:
-        return Tokenizer(RawTokenizer.from_file(str(file)))
-    except Exception as error:  # the library raises plain Exception for every bad file
-        raise CheckpointError(f"{file} is not a tokenizer: {brief(error)}") from error
+        check_regular_file(file)
+        raw = _library(RawTokenizer.from_file, str(file))
+    except FileNotFoundError:
+        raise CheckpointError(f"checkpoint {path}: tokenizer.json is missing") from None
+    except (OSError, ValueError) as error:
+        prefix = "" if str(file) in str(error) else f"{file} is not a tokenizer: "
+        raise CheckpointError(f"{prefix}{brief(error)}") from error
+    return Tokenizer(raw)
+
+
+def _library(call: Callable[..., T], *args: object, **options: object) -> T:
+    """Call the `tokenizers` library.
+
+    Raises:
+        ValueError: it failed. It raises plain Exception for every reason, and BaseException where
+            its own code panics.
+    """
+    try:
+        return call(*args, **options)
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise ValueError(brief(error)) from error
 
 
 class Tokenizer:
@@ -55,12 +80,34 @@ class Tokenizer:
         return all(self.raw.token_to_id(token) is not None for token in _CHAT_TOKENS)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; nothing is added, special tokens spelt out are recognised."""
-        return self.raw.encode(text, add_special_tokens=False).ids
+        """Return the ids of a text; nothing is added, special tokens spelt out are recognised.
+
+        Raises:
+            CheckpointError: the vocabulary cannot express the text.
+            TypeError: `text` is no str.
+            ValueError: `text` is not valid Unicode: it holds half a surrogate pair.
+        """
+        if not isinstance(text, str):
+            raise TypeError(f"text must be a str, got {type(text).__name__}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ValueError("text is not valid Unicode: it cannot be encoded as UTF-8") from None
+        try:
+            return _library(self.raw.encode, text, add_special_tokens=False).ids
+        except ValueError as error:
+            raise CheckpointError(
+                f"tokenizer.json cannot encode this text: {brief(error)}"
+            ) from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids."""
-        return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """Return the text of token ids; ids outside the vocabulary have none."""
+        known = [token for token in ids if 0 <= token < _MAX_IDS]
+        return self.raw.decode(known, skip_special_tokens=skip_special_tokens)
+
+    def stream(self) -> TextStream:
+        """Return a decoder for one continuation, token by token."""
+        return TextStream(self)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]], *, thinking: bool = False) -> str:
         """Lay out a conversation for the model to answer (official encoding/encoding_dsv4.py).
@@ -92,3 +139,34 @@ class Tokenizer:
                 raise ValueError(f"role must be one of {', '.join(layouts)}, got {role!r}")
             parts.append(layouts[role].replace("{}", content))
         return "".join([*parts, THINK if thinking else THINK_END])
+
+
+class TextStream:
+    """Text of a continuation as its tokens come, whole characters only.
+
+    Each token costs the same, however long the continuation has become.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._held: list[int] = []  # tokens since the last text
+
+    def feed(self, ids: Sequence[int]) -> str:
+        """Take new tokens; return the text that they complete."""
+        parts = []
+        for token in ids:
+            if not 0 <= token < _MAX_IDS:
+                continue
+            self._held.append(token)
+            text = self._decoder.step(self._tokenizer.raw, token)
+            if text is not None:
+                parts.append(text)
+                self._held.clear()
+        return "".join(parts)
+
+    def finish(self) -> str:
+        """Return the text that was held back: tokens that end in the middle of a character."""
+        text = self._tokenizer.decode(self._held)
+        self._held.clear()
+        return text

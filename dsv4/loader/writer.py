@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dsv4.config.model_config import ModelConfig
 from dsv4.loader.errors import CheckpointError, refuse
+from dsv4.loader.files import INDEX_FILE
 from dsv4.loader.layout import TensorSpec, expert_name, inventory
-from dsv4.loader.reader import INDEX_FILE
 
 if TYPE_CHECKING:
     from dsv4.model.model import DeepseekV4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,12 @@ from dsv4.layers.norm import RMSNorm
 from dsv4.model.mtp import MTPBlock
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from dsv4.engine.generate import GenerateResult
+
+DEFAULT_PREFILL_CHUNK = 512
+DEFAULT_MAX_REQUESTS = 32
 
 
 class DeepseekV4(nn.Module):
@@ -74,16 +77,20 @@ class DeepseekV4(nn.Module):
         """Return the logits of whole sequences.
 
         Args:
-            input_ids: [B, S] int64, every token valid.
+            input_ids: [B, S] int64, every token valid, where the model is.
             chunk: tokens per request that are processed at once; bounds the memory in between.
 
         Returns:
             [B, S, vocab_size] fp32.
 
         Raises:
-            ValueError: the ids have another shape or dtype, or are not in the vocabulary.
+            TypeError: an argument is of another type; the message names it.
+            ValueError: the ids have another shape, dtype or device, are not in the vocabulary, or
+                exceed the model's context.
         """
         self._check_ids(input_ids)
+        if isinstance(chunk, bool) or not isinstance(chunk, int):
+            raise TypeError(f"chunk must be an integer, got {chunk!r}")
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk}")
         batch, length = input_ids.shape
@@ -145,19 +152,57 @@ class DeepseekV4(nn.Module):
             max_draft,
         )
 
-    def generate(self, prompts: Sequence[Sequence[int]] | Tensor, **options: Any) -> GenerateResult:
-        """Continue prompts; see `dsv4.engine.generate.generate` for the options."""
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]] | Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        num_draft_tokens: int = 0,
+        prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
+        max_requests: int = DEFAULT_MAX_REQUESTS,
+        use_cuda_graphs: bool | None = None,
+        batch_invariant: bool = False,
+        on_tokens: Callable[[int, list[int]], None] | None = None,
+    ) -> GenerateResult:
+        """Continue prompts; `dsv4.engine.generate.generate` describes the arguments."""
         from dsv4.engine.generate import generate
 
-        return generate(self, prompts, **options)
+        return generate(
+            self,
+            prompts,
+            max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            eos_token_id=eos_token_id,
+            num_draft_tokens=num_draft_tokens,
+            prefill_chunk=prefill_chunk,
+            max_requests=max_requests,
+            use_cuda_graphs=use_cuda_graphs,
+            batch_invariant=batch_invariant,
+            on_tokens=on_tokens,
+        )
 
     def _check_ids(self, input_ids: Tensor) -> None:
+        if not isinstance(input_ids, Tensor):
+            raise TypeError(f"input_ids must be a tensor, got {type(input_ids).__name__}")
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise ValueError(
                 f"input_ids must be [B, S] with at least one token, got {list(input_ids.shape)}"
             )
         if input_ids.dtype != torch.int64:
             raise ValueError(f"input_ids must be int64, got {input_ids.dtype}")
+        if input_ids.device != self.device:
+            raise ValueError(f"input_ids must be on {self.device}, got {input_ids.device}")
+        longest = self.config.max_position_embeddings
+        if input_ids.shape[1] > longest:
+            raise ValueError(
+                f"input_ids must have at most {longest} positions, got {input_ids.shape[1]}"
+            )
         low, high = input_ids.aminmax()
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(

@@ -155,15 +155,17 @@ def _look_up(table: Tensor, codes: Tensor) -> Tensor:
 @functools.cache
 def _e4m3_values() -> Tensor:
     """[256] float32."""
-    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
 
 @functools.cache
 def _e2m1_pairs(device: torch.device) -> Tensor:
     """[256, 2] float32: both values of every packed byte, copied to a GPU only once."""
-    magnitudes = torch.tensor(E2M1_VALUES)
+    magnitudes = torch.tensor(E2M1_VALUES, device="cpu")
     values = torch.cat((magnitudes, -magnitudes))
-    return values[unpack_e2m1(torch.arange(256, dtype=torch.uint8)[:, None]).int()].to(device)
+    return values[
+        unpack_e2m1(torch.arange(256, dtype=torch.uint8, device="cpu")[:, None]).int()
+    ].to(device)
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:

@@ -11,29 +11,10 @@ import torch
 from dsv4.engine.engine import Engine
 from dsv4.engine.generate import generate
 from dsv4.engine.sampler import SamplingParams
-from tests.engine.tiny_model import BLOCK, VOCAB, WINDOW, assert_same_tokens, tiny_model, tokens
+from tests.engine.driving import alone, drain, greedy
+from tests.engine.tiny_model import BLOCK, WINDOW, assert_same_tokens, tiny_model, tokens
 
 pytestmark = pytest.mark.stage("cache")
-
-
-def greedy(count: int, **options) -> SamplingParams:
-    return SamplingParams(max_new_tokens=count, **options)
-
-
-def alone(model, prompt: list[int], sampling: SamplingParams) -> list[int]:
-    """What the request gets from an engine of its own, one token per forward."""
-    engine = Engine(model, 1, len(prompt) + sampling.max_new_tokens)
-    engine.add(prompt, sampling)
-    return drain(engine)[0]
-
-
-def drain(engine: Engine) -> dict[int, list[int]]:
-    """Step until nothing is left; the tokens of each request."""
-    new = defaultdict(list)
-    while engine.num_requests:
-        for output in engine.step():
-            new[output.request] += output.tokens
-    return dict(new)
 
 
 def test_requests_that_join_and_leave_at_different_times(seed: int) -> None:
@@ -255,6 +236,70 @@ def test_a_forward_that_raises_loses_nothing(seed: int, layer: int) -> None:
     assert engine.num_free_blocks == 3 * 3
 
 
+def _engine_that_failed_after_a_result(model) -> tuple[Engine, int, int]:
+    """Two requests; the second's prefill raises in the step in which the first ends by decoding."""
+    engine = Engine(model, 2, BLOCK)
+    first = engine.add([1, 2, 3], greedy(2))
+    engine.step()
+    second = engine.add([4, 5], greedy(5))
+
+    def fail(*_) -> None:
+        raise MemoryError("prefill")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_prefill", fail)
+        with pytest.raises(MemoryError):
+            engine.step()
+    return engine, first, second
+
+
+def test_a_result_of_a_step_that_raised_is_counted_until_it_is_delivered(seed: int) -> None:
+    engine, first, second = _engine_that_failed_after_a_result(tiny_model(seed))
+    assert engine.num_requests == 2
+    assert engine.cancel(second)
+    assert engine.num_requests == 1, "the last tokens of the first request would never be fetched"
+    [output] = engine.step()
+    assert (output.request, len(output.tokens), output.finished) == (first, 1, True)
+    assert engine.num_requests == 0
+    assert engine.step() == []
+
+
+def test_nothing_is_delivered_after_a_cancel(seed: int) -> None:
+    engine, first, second = _engine_that_failed_after_a_result(tiny_model(seed))
+    assert engine.cancel(first), "its tokens had not been delivered"
+    assert not engine.cancel(first)
+    delivered = drain(engine)
+    assert list(delivered) == [second]
+    assert engine.num_free_blocks == 2
+
+
+def test_tokens_found_before_an_interrupt_are_delivered(seed: int, monkeypatch) -> None:
+    """Also where the interrupt comes between the requests of one forward."""
+    model = tiny_model(seed)
+    engine = Engine(model, 2, BLOCK)
+    prompts = [[1, 2, 3], [4, 5]]
+    for prompt in prompts:
+        engine.add(prompt, greedy(6))
+    truncate, calls = engine._manager.truncate, []
+
+    def interrupt(slot: int, length: int) -> None:
+        calls.append(slot)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        truncate(slot, length)
+
+    monkeypatch.setattr(engine._manager, "truncate", interrupt)
+    new = defaultdict(list)
+    while engine.num_requests:
+        try:
+            for request, more, _ in engine.step():
+                new[request] += more
+        except KeyboardInterrupt:
+            continue
+    for i, prompt in enumerate(prompts):
+        assert_same_tokens(model, prompt, new[i], alone(model, prompt, greedy(6)))
+
+
 def test_random_schedules(seed: int) -> None:
     """Added, stepped and cancelled under a tight budget: each gets its tokens, nothing leaks."""
     rng = random.Random(seed)
@@ -301,53 +346,3 @@ def test_random_schedules(seed: int) -> None:
     assert engine.num_free_blocks == blocks
     for request, (prompt, sampling) in requests.items():
         assert_same_tokens(model, prompt, new[request], alone(model, prompt, sampling), sampling)
-
-
-class TestRefusals:
-    @pytest.mark.parametrize(
-        "options, message",
-        [
-            ({"max_requests": 0}, "max_requests must be at least 1, got 0"),
-            ({"max_context": 1}, "max_context must be at least 2, got 1"),
-            ({"max_context": 4097}, "max_context must be at most the model's 4096"),
-            ({"num_draft_tokens": -1}, "num_draft_tokens must be at least 0, got -1"),
-            ({"prefill_chunk": 0}, "prefill_chunk must be at least 1, got 0"),
-            ({"num_blocks": 0}, "num_blocks must be at least 1, got 0"),
-        ],
-    )
-    def test_engine(self, options: dict[str, int], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            Engine(tiny_model(0), **({"max_requests": 1, "max_context": 8} | options))
-
-    def test_drafts_without_mtp(self) -> None:
-        model = tiny_model(0, num_nextn_predict_layers=0)
-        with pytest.raises(ValueError, match=r"num_draft_tokens must be 0: .* no MTP layer, got 1"):
-            Engine(model, 1, 8, num_draft_tokens=1)
-
-    @pytest.mark.parametrize(
-        "prompt, error, message",
-        [
-            ([], ValueError, "prompt_ids must hold at least one token, got none"),
-            ([1, VOCAB], ValueError, rf"prompt_ids\[1\] must be in \[0, {VOCAB}\), got {VOCAB}"),
-            ([-1], ValueError, r"prompt_ids\[0\] must be in"),
-            ([1.0], TypeError, r"prompt_ids must be a list or 1-D tensor .* got \[1.0\]"),
-            ("ab", TypeError, r"prompt_ids must be .* got 'ab'"),
-            (3, TypeError, r"prompt_ids must be .* got 3"),
-            (torch.zeros(2, 2, dtype=torch.long), TypeError, r"torch.int64 .* shape \[2, 2\]"),
-            (torch.zeros(2), TypeError, r"torch.float32 tensor of shape \[2\]"),
-            ([1] * 250, ValueError, "250 tokens and max_new_tokens = 7 exceed the context of 256"),
-            ([1] * 122, ValueError, "need 2 cache blocks, the cache has 1"),
-        ],
-    )
-    def test_request(self, prompt, error: type[Exception], message: str) -> None:
-        engine = Engine(tiny_model(0), 1, 256, num_blocks=1)
-        with pytest.raises(error, match=message):
-            engine.add(prompt, greedy(7))
-        assert engine.num_requests == 0
-
-    def test_a_tensor_is_a_prompt(self, seed: int) -> None:
-        model = tiny_model(seed)
-        prompt = [3, 1, 4, 1, 5]
-        engine = Engine(model, 1, 16)
-        engine.add(torch.tensor(prompt), greedy(4))
-        assert drain(engine)[0] == alone(model, prompt, greedy(4))

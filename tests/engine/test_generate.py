@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
+from dsv4.engine import forward
 from dsv4.engine.generate import generate
 from dsv4.engine.stats import GenerationStats
+from dsv4.model.model import DeepseekV4
 from tests.engine.tiny_model import VOCAB, assert_same_tokens, tiny_model, tokens
 
 
@@ -96,6 +100,23 @@ def test_stats_count_what_ran(seed: int) -> None:
     assert drafted.drafts_proposed > 0
 
 
+def test_the_method_has_the_signature_of_the_function() -> None:
+    method = inspect.signature(DeepseekV4.generate).parameters
+    function = inspect.signature(generate).parameters
+    assert list(method)[1:] == list(function)[1:]
+    for name in list(function)[1:]:
+        assert method[name].default == function[name].default, name
+        assert method[name].annotation == function[name].annotation, name
+
+
+def test_drafts_that_could_not_count_are_not_made(seed: int, monkeypatch) -> None:
+    made = []
+    draft = forward._draft
+    monkeypatch.setattr(forward, "_draft", lambda *args: made.append(args[-1]) or draft(*args))
+    generate(tiny_model(seed), [[1, 2]], 3, num_draft_tokens=60)
+    assert set(made) == {2}
+
+
 def test_stats_as_text() -> None:
     assert str(GenerationStats()) == (
         "prefill 0 tokens, 0.0 tokens/s; decode 0 tokens, 0.0 tokens/s"
@@ -114,7 +135,23 @@ def test_stats_as_text() -> None:
         ([[1], [2, VOCAB]], {}, ValueError, rf"prompts\[1\]\[1\] must be in .* got {VOCAB}"),
         ([1, 2], {}, TypeError, r"prompts\[0\] must be a list or 1-D tensor .*, got 1"),
         (torch.ones(2, 2), {}, TypeError, r"prompts\[0\] must be .*torch.float32"),
-        (torch.ones(2).long(), {}, TypeError, r"prompts\[0\] must be .*shape \[\]"),
+        (torch.ones(2).long(), {}, TypeError, r"prompts must be \[B, S\], got .* shape \[2\]"),
+        (5, {}, TypeError, "prompts must be a list of token lists, got 5"),
+        ("ab", {}, TypeError, "prompts must be a list of token lists, got 'ab'"),
+        ([[True]], {}, TypeError, r"prompts\[0\] must be a list or 1-D tensor of integers"),
+        ([[1]], {"max_new_tokens": 2.5}, TypeError, "max_new_tokens must be an integer, got 2.5"),
+        ([[1]], {"temperature": "1"}, TypeError, "temperature must be a number, got '1'"),
+        ([[1]], {"eos_token_id": "1"}, TypeError, "eos_token_id must be a tuple of integers"),
+        ([[1]], {"eos_token_id": 1.5}, TypeError, r"eos_token_id\[0\] must be an integer, got 1.5"),
+        ([[1]], {"eos_token_id": -1}, ValueError, r"eos_token_id\[0\] must be at least 0, got -1"),
+        ([[1]], {"eos_token_id": [VOCAB]}, ValueError, r"eos_token_id\[0\] must be at most"),
+        ([[1]], {"num_draft_tokens": 1.0}, TypeError, "num_draft_tokens must be an integer"),
+        ([[1]], {"num_draft_tokens": 5000}, ValueError, "num_draft_tokens must be at most 64"),
+        ([[1]], {"prefill_chunk": 2.5}, TypeError, "prefill_chunk must be an integer, got 2.5"),
+        ([[1]], {"max_requests": 1.5}, TypeError, "max_requests must be an integer, got 1.5"),
+        ([[1]], {"use_cuda_graphs": 1}, TypeError, "use_cuda_graphs must be a bool or None, got 1"),
+        ([[1]], {"batch_invariant": 1}, TypeError, "batch_invariant must be a bool, got 1"),
+        ([[1]], {"on_tokens": 3}, TypeError, "on_tokens must be callable, got 3"),
         ([[1]], {"max_new_tokens": 0}, ValueError, "max_new_tokens must be at least 1, got 0"),
         ([[1] * 4000], {"max_new_tokens": 97}, ValueError, "4000 tokens, .* 97 .* context of 4096"),
         ([[1]], {"temperature": -1}, ValueError, "temperature must be"),

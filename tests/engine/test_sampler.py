@@ -194,7 +194,9 @@ def test_masked_tokens_are_never_drawn(seed: int) -> None:
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("top_p", math.nan),
+        ("temperature", 1e300),
         ("seed", 2**63),
+        ("stop_tokens", (3, -1)),
     ],
 )
 def test_parameters_out_of_range_are_named(field: str, value: float) -> None:
@@ -202,7 +204,25 @@ def test_parameters_out_of_range_are_named(field: str, value: float) -> None:
         SamplingParams(**{field: value})
 
 
-@pytest.mark.parametrize("field, value", [("max_new_tokens", 2.5), ("seed", 1.0), ("seed", "1")])
+@pytest.mark.parametrize("value", ["1", None, True, [0.5]])
+@pytest.mark.parametrize("field", ["temperature", "top_p"])
+def test_what_is_no_number_is_named(field: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{field} must be a number, got "):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "value, named", [(3, ""), ("ab", ""), (("a",), r"\[0\]"), ((1, 2.0), r"\[1\]")]
+)
+def test_stop_tokens_are_integers(value: object, named: str) -> None:
+    with pytest.raises(TypeError, match=f"stop_tokens{named} must be a"):
+        SamplingParams(stop_tokens=value)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("max_new_tokens", True), ("max_new_tokens", 2.5), ("seed", 1.0), ("seed", "1")],
+)
 def test_counts_that_are_no_integers_are_named(field: str, value: object) -> None:
     with pytest.raises(TypeError, match=f"{field} must be an integer, got {value!r}"):
         SamplingParams(**{field: value})

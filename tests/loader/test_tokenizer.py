@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,57 @@ def test_chat_prompt_needs_its_tokens_and_roles(tmp_path: Path) -> None:
     for messages in ([], [question, {"role": "assistant", "content": "!"}]):
         with pytest.raises(ValueError, match="last message must have role 'user'"):
             tokenizer.chat_prompt(messages)
+
+
+def test_a_stream_gives_the_text_of_all_tokens(tmp_path: Path, seed: int) -> None:
+    """Bytes of broken characters included: what comes out is what decoding at once gives."""
+    tokenizer = _tokenizer(tmp_path, CHAT)
+    dice = random.Random(seed)
+    ids = tokenizer.encode("hello wörld, 你好 🎉") + [dice.randrange(-2, 300) for _ in range(200)]
+    ids += [10**12]  # no id of any tokenizer
+    stream = tokenizer.stream()
+    pieces = [stream.feed([token]) for token in ids] + [stream.finish()]
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert "你" in "".join(pieces) and "\N{REPLACEMENT CHARACTER}" not in "".join(pieces[:20])
+
+
+def test_a_stream_does_not_decode_what_it_has_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = _tokenizer(tmp_path, CHAT)
+    monkeypatch.setattr(Tokenizer, "decode", lambda *_: pytest.fail("decoded everything again"))
+    stream = tokenizer.stream()
+    assert (
+        "".join(stream.feed([token]) for token in tokenizer.encode("hello " * 40)) == "hello " * 40
+    )
+
+
+@pytest.mark.parametrize(
+    "text, error, message",
+    [
+        (b"bytes", TypeError, "text must be a str, got bytes"),
+        (None, TypeError, "text must be a str, got NoneType"),
+        ("\udcff", ValueError, "text is not valid Unicode"),
+    ],
+)
+def test_text_that_is_none(text: object, error: type, message: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=message):
+        _tokenizer(tmp_path, CHAT).encode(text)
+
+
+def test_a_vocabulary_that_cannot_express_the_text(tmp_path: Path) -> None:
+    model = {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
+    with pytest.raises(
+        CheckpointError, match=r"tokenizer\.json cannot encode this text: "
+    ) as caught:
+        load_tokenizer(tmp_path).encode("b")
+    assert "\n" not in str(caught.value)
+
+
+def test_no_folder_is_said_as_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such folder"):
+        load_tokenizer(tmp_path / "nope")
 
 
 def test_missing_or_bad_tokenizer_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,112 @@
+"""Checks of what callers hand to the engine; every message names the argument."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from numbers import Real
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from dsv4.config.fields import shown
+
+if TYPE_CHECKING:
+    from dsv4.config.model_config import ModelConfig
+
+MAX_DRAFT_TOKENS = 64
+"""Most drafts per decode forward. All are computed, and far fewer are ever accepted in a row."""
+
+
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> int:
+    """Return an integer in `low .. high`.
+
+    Raises:
+        TypeError: no integer; a bool is none.
+        ValueError: out of range.
+    """
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise TypeError(f"{name} must be an integer, got {shown(value)}")
+    number = operator.index(value)
+    if number < low:
+        raise ValueError(f"{name} must be at least {low}, got {shown(number)}")
+    if high is not None and number > high:
+        raise ValueError(f"{name} must be at most {high}, got {shown(number)}")
+    return number
+
+
+def check_number(name: str, value: object, low: float, high: float) -> float:
+    """Return a number in `low .. high`.
+
+    Raises:
+        TypeError: no real number; a bool is none.
+        ValueError: out of range, or NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {shown(value)}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be in {low:g} .. {high:g}, got {shown(value)}")
+    return value
+
+
+def check_token_ids(name: str, ids: object, vocab_size: int | None = None) -> tuple[int, ...]:
+    """Return a collection of token ids, which may be empty.
+
+    Args:
+        vocab_size: ids are below it; None: not known yet.
+
+    Raises:
+        TypeError: no collection of integers.
+        ValueError: an id is negative or outside the vocabulary, which no token would ever equal.
+    """
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Collection):
+        raise TypeError(f"{name} must be a tuple of integers, got {shown(ids)}")
+    high = None if vocab_size is None else vocab_size - 1
+    return tuple(check_integer(f"{name}[{i}]", token, 0, high) for i, token in enumerate(ids))
+
+
+def check_drafts(config: ModelConfig, num_draft_tokens: int) -> int:
+    """Return a number of drafts per decode forward that the model can make.
+
+    Raises:
+        TypeError: no integer.
+        ValueError: out of range, or the model has no MTP layer to draft with.
+    """
+    count = check_integer("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS)
+    if count and not config.num_nextn_predict_layers:
+        raise ValueError(f"num_draft_tokens must be 0: the model has no MTP layer, got {count}")
+    return count
+
+
+def check_prompt(prompt_ids: Sequence[int] | Tensor, vocab_size: int, name: str) -> list[int]:
+    """Return a prompt as a list of ints.
+
+    Raises:
+        TypeError: it does not consist of integers.
+        ValueError: it is empty, or an id is outside the vocabulary.
+    """
+    values = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else prompt_ids
+    try:
+        tokens = [_index(token) for token in values]
+    except TypeError:
+        raise TypeError(
+            f"{name} must be a list or 1-D tensor of integers, got {_describe(prompt_ids)}"
+        ) from None
+    if not tokens:
+        raise ValueError(f"{name} must hold at least one token, got none")
+    for index, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"{name}[{index}] must be in [0, {vocab_size}), got {shown(token)}")
+    return tokens
+
+
+def _index(token: object) -> int:
+    if isinstance(token, bool):
+        raise TypeError
+    return operator.index(token)
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {list(value.shape)}"
+    return shown(value)

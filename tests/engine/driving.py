@@ -1,0 +1,28 @@
+"""Requests through an engine, step by step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from dsv4.engine.engine import Engine
+from dsv4.engine.sampler import SamplingParams
+
+
+def greedy(count: int, **options) -> SamplingParams:
+    return SamplingParams(max_new_tokens=count, **options)
+
+
+def alone(model, prompt: list[int], sampling: SamplingParams) -> list[int]:
+    """What the request gets from an engine of its own, one token per forward."""
+    engine = Engine(model, 1, len(prompt) + sampling.max_new_tokens)
+    engine.add(prompt, sampling)
+    return drain(engine)[0]
+
+
+def drain(engine: Engine) -> dict[int, list[int]]:
+    """Step until nothing is left; the tokens of each request."""
+    new = defaultdict(list)
+    while engine.num_requests:
+        for output in engine.step():
+            new[output.request] += output.tokens
+    return dict(new)
