@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsv4.cache.paged_cache import LayerCache, Pages
 from dsv4.cache.state_cache import Ring
 from dsv4.cache.step import Step
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.indexer import Indexer
-from dsv4.layers.linear import GroupedLinear, Linear, frozen, linear_options
+from dsv4.layers.linear import GroupedLinear, Linear, linear_options
+from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm, rms_normalize
 from dsv4.layers.rope import Rope, rotate_
 from dsv4.layers.rounding import round_kv_
@@ -26,7 +27,7 @@ MAX_KEY_ELEMENTS = 1 << 28
 """Bound on the gathered compressed keys alive at once: a longer chunk attends in parts."""
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Multi-query attention over one latent that is key and value at once.
 
     Every query sees the `sliding_window` latest tokens, itself included, and the compressed entries
@@ -57,7 +58,7 @@ class Attention(nn.Module):
         self.wq_b = Linear(config.q_lora_rank, self.heads * head_dim, **options)
         self.wkv = Linear(hidden, head_dim, **options)
         self.kv_norm = RMSNorm(head_dim, self.norm_eps, device)
-        self.attn_sink = frozen((self.heads,), torch.float32, device)
+        self.attn_sink = empty_parameter((self.heads,), torch.float32, device)
         self.wo_a = GroupedLinear(
             self.heads // self.groups * head_dim, config.o_lora_rank, self.groups, **options
         )

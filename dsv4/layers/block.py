@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsv4.cache.paged_cache import LayerCache
 from dsv4.cache.step import Step
@@ -15,6 +15,7 @@ from dsv4.layers.hyper_connection import (
     hyper_parameters,
     register_hyper_parameters,
 )
+from dsv4.layers.module import Module
 from dsv4.layers.moe import MoE
 from dsv4.layers.norm import RMSNorm
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
 
 
-class Block(nn.Module):
+class Block(Module):
     """A decoder layer. Each sublayer reads one mixture of the streams and writes to all of them."""
 
     def __init__(

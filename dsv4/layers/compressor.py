@@ -6,17 +6,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsv4.cache.paged_cache import Pages
 from dsv4.cache.state_cache import Ring
 from dsv4.cache.step import Step
 from dsv4.layers.linear import Linear
+from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm
 from dsv4.layers.rope import Rope, rotate_
 
 
-class Compressor(nn.Module):
+class Compressor(Module):
     """Softmax-weighted mean of the projections of a block of tokens, per channel.
 
     Entry n covers tokens n * ratio .. (n + 1) * ratio - 1. With `overlap` the projections are two
@@ -51,11 +52,9 @@ class Compressor(nn.Module):
         self.rope = rope
         self.finish = finish
         width = 2 * dim if overlap else dim
-        self.ape = nn.Parameter(
-            torch.empty(ratio, width, dtype=torch.float32, device=device), requires_grad=False
-        )
-        self.wkv = Linear(hidden_size, width, dtype=torch.float32, device=device)
-        self.wgate = Linear(hidden_size, width, dtype=torch.float32, device=device)
+        self.ape = empty_parameter((ratio, width), torch.float32, device)
+        self.wkv = Linear(hidden_size, width, device=device)
+        self.wgate = Linear(hidden_size, width, device=device)
         self.norm = RMSNorm(dim, norm_eps, device)
 
     def forward(self, x: Tensor, ring: Ring, pages: Pages, step: Step) -> None:

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from dsv4.layers.linear import ACTIVATION_BLOCK, SCALE_DTYPES, frozen
+from dsv4.layers.linear import ACTIVATION_BLOCK, SCALE_DTYPES
+from dsv4.layers.module import Module, empty_parameter
 from dsv4.ops.quantize import dequantize_e2m1, dequantize_e4m3_blocks, qdq_e4m3
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return F.silu(gate.float().clamp(max=limit)) * up.float().clamp(-limit, limit)
 
 
-class ExpertWeight(nn.Module):
+class ExpertWeight(Module):
     """One linear of every expert.
 
     Attributes:
@@ -48,16 +49,21 @@ class ExpertWeight(nn.Module):
         self.scheme = scheme
         self.block = block
         if scheme == "fp4":
-            self.weight = frozen((experts, out_features, in_features // 2), torch.int8, device)
+            self.weight = empty_parameter(
+                (experts, out_features, in_features // 2), torch.int8, device
+            )
             groups = in_features // FP4_GROUP
-            self.scale = frozen((experts, out_features, groups), torch.float8_e8m0fnu, device)
+            self.scale = empty_parameter(
+                (experts, out_features, groups), torch.float8_e8m0fnu, device
+            )
         elif scheme == "fp8":
             shape = (experts, out_features, in_features)
-            self.weight = frozen(shape, torch.float8_e4m3fn, device)
+            self.weight = empty_parameter(shape, torch.float8_e4m3fn, device)
             blocks = (-(-out_features // block[0]), -(-in_features // block[1]))
-            self.scale = frozen((experts, *blocks), scale_dtype, device)
+            self.scale = empty_parameter((experts, *blocks), scale_dtype, device)
         else:
-            self.weight = frozen((experts, out_features, in_features), dtype, device)
+            self.weight = empty_parameter((experts, out_features, in_features), dtype, device)
+            self.plain = ("weight",)
 
     def dense(self, experts: Tensor | int, dtype: torch.dtype) -> Tensor:
         """Return the weights of the given experts, [..., out, in] in `dtype`."""
@@ -76,7 +82,7 @@ class ExpertWeight(nn.Module):
         return self.scheme is not None and self.scale.dtype == torch.float8_e8m0fnu
 
 
-class Experts(nn.Module):
+class Experts(Module):
     """E gated units w2(silu(w1 x) * w3 x * routing weight); the weight is applied before w2.
 
     Quantised experts round their inputs to FP8 per 128 elements, both before w1, w3 and before w2

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsv4.layers.hyper_connection import HyperConnection, HyperParameters
-from dsv4.layers.linear import Linear, frozen
+from dsv4.layers.linear import Linear
+from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm
 
 
-class Embedding(nn.Module):
+class Embedding(Module):
     """Row lookup. `weight` [vocab_size, hidden_size]."""
+
+    plain = ("weight",)
 
     def __init__(
         self,
@@ -22,7 +25,7 @@ class Embedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.weight = frozen((vocab_size, hidden_size), dtype, device)
+        self.weight = empty_parameter((vocab_size, hidden_size), dtype, device)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[...] int64 -> [..., hidden_size]."""

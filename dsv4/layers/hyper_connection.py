@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dsv4.layers.module import empty_parameter
+
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
 
@@ -123,8 +125,8 @@ def register_hyper_parameters(
 ) -> None:
     """Give `module` the parameters `{name}_fn`, `{name}_base` and `{name}_scale`."""
     for suffix, shape in (("fn", (rows, columns)), ("base", (rows,)), ("scale", (scales,))):
-        value = torch.empty(shape, dtype=torch.float32, device=device)
-        module.register_parameter(f"{name}_{suffix}", nn.Parameter(value, requires_grad=False))
+        parameter = empty_parameter(shape, torch.float32, device)
+        module.register_parameter(f"{name}_{suffix}", parameter)
 
 
 def hyper_parameters(module: nn.Module, name: str) -> HyperParameters:

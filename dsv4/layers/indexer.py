@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsv4.cache.paged_cache import LayerCache
 from dsv4.cache.step import Step
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.linear import Linear, linear_options
+from dsv4.layers.module import Module
 from dsv4.layers.rope import Rope, rotate_
 from dsv4.layers.rounding import round_index
 from dsv4.ops.topk import topk_stable
@@ -23,7 +24,7 @@ MAX_SCORE_ELEMENTS = 1 << 26
 """Bound on the products [tokens, heads, entries] alive at once: longer chunks go in parts."""
 
 
-class Indexer(nn.Module):
+class Indexer(Module):
     """Scores I[t, n] = sum over heads of w[t, h] * relu(q[t, h] . k[n]) and keeps the best.
 
     Keys are entries of a compressor of its own. Equal scores: the earlier entry wins.

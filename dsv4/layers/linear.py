@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
+from dsv4.layers.module import Module, empty_parameter
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def linear_options(
     }
 
 
-class Linear(nn.Module):
+class Linear(Module):
     """y = x W^T.
 
     With scheme "fp8" the weight stays e4m3 with one scale per block, and the input is rounded to
@@ -38,7 +39,8 @@ class Linear(nn.Module):
     inference/model.py, `linear`).
 
     Attributes:
-        weight: [out, in], in `dtype` or float8_e4m3fn.
+        weight: [out, in], in `dtype` or float8_e4m3fn. Without a `dtype`: float32, whatever the
+            model is converted to.
         scale: [ceil(out / block[0]), ceil(in / block[1])]; only with scheme "fp8".
 
     Raises:
@@ -53,7 +55,7 @@ class Linear(nn.Module):
         scheme: str | None = None,
         block: tuple[int, int] = (128, 128),
         scale_dtype: torch.dtype = torch.float8_e8m0fnu,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -63,8 +65,9 @@ class Linear(nn.Module):
         self.out_features = out_features
         self.scheme = scheme
         self.block = block
-        stored = torch.float8_e4m3fn if scheme else dtype
-        self.weight = frozen((out_features, in_features), stored, device)
+        stored = torch.float8_e4m3fn if scheme else dtype or torch.float32
+        self.plain = ("weight",) if scheme is None and dtype is not None else ()
+        self.weight = empty_parameter((out_features, in_features), stored, device)
         if scheme:
             if in_features % ACTIVATION_BLOCK:
                 raise ValueError(
@@ -72,7 +75,7 @@ class Linear(nn.Module):
                     f"got {in_features}"
                 )
             blocks = (-(-out_features // block[0]), -(-in_features // block[1]))
-            self.scale = frozen(blocks, scale_dtype, device)
+            self.scale = empty_parameter(blocks, scale_dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out] in the dtype of `x`."""
@@ -112,10 +115,3 @@ class GroupedLinear(Linear):
         weight = self.dense_weight(x.dtype).view(self.groups, -1, self.in_features)
         flat = x.reshape(-1, self.groups, self.in_features).transpose(0, 1)
         return torch.bmm(flat, weight.mT).transpose(0, 1).unflatten(0, x.shape[:-2])
-
-
-def frozen(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | None
-) -> nn.Parameter:
-    """Return an uninitialised parameter that takes no gradient, as attention has no backward."""
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

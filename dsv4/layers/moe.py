@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dsv4.layers.experts import Experts, swiglu
 from dsv4.layers.linear import Linear, linear_options
+from dsv4.layers.module import Module
 from dsv4.layers.router import Router
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ MAX_STATIC_CHUNK = 16
 """Longest chunk that is routed without reading the routing back: decode and draft verification."""
 
 
-class SharedExpert(nn.Module):
+class SharedExpert(Module):
     """w2(silu(w1 x) * w3 x), with the clamps of the routed experts."""
 
     def __init__(
@@ -37,7 +38,7 @@ class SharedExpert(nn.Module):
         return self.w2(swiglu(self.w1(x), self.w3(x), self.limit).to(x.dtype))
 
 
-class MoE(nn.Module):
+class MoE(Module):
     """The feed-forward part of a layer."""
 
     def __init__(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from dsv4.layers.module import Module, empty_parameter
 
 
 def rms_normalize(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
@@ -18,15 +20,13 @@ def rms_normalize(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor
     return (wide if weight is None else wide * weight).to(x.dtype)
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Module):
     """RMS normalisation with a weight; the weight is fp32 and multiplied in fp32."""
 
     def __init__(self, dim: int, eps: float, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(
-            torch.empty(dim, dtype=torch.float32, device=device), requires_grad=False
-        )
+        self.weight = empty_parameter((dim,), torch.float32, device)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim] in the dtype of `x`."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from dsv4.layers.linear import frozen
+from dsv4.layers.module import Module, empty_parameter
 from dsv4.ops.topk import topk_stable
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
 
 
-class Router(nn.Module):
+class Router(Module):
     """Scores sqrt(softplus(W x)), computed in fp32.
 
     Experts are the best by score + bias (the lower id of equals), or, in hash-routed layers, those
@@ -36,12 +36,12 @@ class Router(nn.Module):
         self.topk = config.num_experts_per_tok
         self.scaling = config.routed_scaling_factor
         experts = config.n_routed_experts
-        self.weight = frozen((experts, config.hidden_size), torch.float32, device)
+        self.weight = empty_parameter((experts, config.hidden_size), torch.float32, device)
         self.hash_routed = spec.hash_routed
         if spec.hash_routed:
-            self.tid2eid = frozen((config.vocab_size, self.topk), torch.int64, device)
+            self.tid2eid = empty_parameter((config.vocab_size, self.topk), torch.int64, device)
         else:
-            self.bias = frozen((experts,), torch.float32, device)
+            self.bias = empty_parameter((experts,), torch.float32, device)
 
     def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Route tokens.

@@ -18,6 +18,7 @@ from dsv4.layers.hyper_connection import (
     register_hyper_parameters,
 )
 from dsv4.layers.linear import Linear
+from dsv4.layers.module import Module
 from dsv4.layers.norm import RMSNorm
 from dsv4.model.mtp import MTPBlock
 
@@ -30,12 +31,14 @@ DEFAULT_PREFILL_CHUNK = 512
 DEFAULT_MAX_REQUESTS = 32
 
 
-class DeepseekV4(nn.Module):
+class DeepseekV4(Module):
     """A complete DeepSeek-V4 for inference. Parameters are named as in the official checkpoints.
 
     Parameters are left uninitialised: `dsv4.load` fills them. Routed experts are stacked along a
     leading dimension; everything else has the checkpoint's shape. Norms, routers, compressors,
-    hyper-connections, sinks and the language-model head are fp32 whatever `dtype` is.
+    hyper-connections, sinks and the language-model head are fp32 whatever `dtype` is, and
+    `to(dtype)` converts what has the dtype of the activations alone: codes and scales are no
+    numbers.
 
     Args:
         config: shapes, layer schedule and quantisation.
@@ -52,11 +55,10 @@ class DeepseekV4(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.dtype = dtype
         self.hyper = HyperConnection.of(config)
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embed = Embedding(vocab, hidden, dtype, device)
-        self.head = Linear(hidden, vocab, dtype=torch.float32, device=device)
+        self.head = Linear(hidden, vocab, device=device)
         main = [spec for spec in config.schedule if not spec.is_mtp]
         drafts = [spec for spec in config.schedule if spec.is_mtp]
         self.layers = nn.ModuleList(Block(config, spec, dtype, device) for spec in main)
@@ -67,6 +69,11 @@ class DeepseekV4(nn.Module):
         register_hyper_parameters(
             self, "hc_head", config.hc_mult, config.hc_mult * hidden, 1, device
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations, caches and unquantised weights."""
+        return self.embed.weight.dtype
 
     @property
     def device(self) -> torch.device:
