@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
 
 MAX_SCORE_ELEMENTS = 1 << 26
-"""Bound on the products [tokens, heads, entries] alive at once: longer chunks go in parts."""
+"""Bound on the products [rows, tokens, heads, entries] alive at once: more goes in parts."""
 
 
 class Indexer(Module):
@@ -83,12 +83,35 @@ class Indexer(Module):
             queries = round_index(queries)
         weights = self.weights_proj(x) * self.scale
         keys = cache.index_keys.all(step, n)
-        causal = torch.arange(n, device=x.device) < visible.unsqueeze(-1)
-        per_token = len(x) * self.heads * n
-        size = max(1, MAX_SCORE_ELEMENTS // per_token)
-        parts = zip(queries.split(size, 1), weights.split(size, 1), causal.split(size, 1))
-        chosen = [topk_stable(_scores(q, w, keys), self.topk, seen)[0] for q, w, seen in parts]
-        return torch.cat(chosen, dim=1)
+        rows, tokens = _parts(len(x), x.shape[1], self.heads * n)
+        chosen = [
+            [
+                self._best(q, w, keys[row], seen)
+                for q, w, seen in zip(
+                    queries[row].split(tokens, 1),
+                    weights[row].split(tokens, 1),
+                    visible[row].split(tokens, 1),
+                )
+            ]
+            for row in rows
+        ]
+        return torch.cat([torch.cat(parts, dim=1) for parts in chosen])
+
+    def _best(self, queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+        entries = torch.arange(keys.shape[1], device=keys.device)
+        causal = entries < visible.unsqueeze(-1)
+        return topk_stable(_scores(queries, weights, keys), self.topk, causal)[0]
+
+
+def _parts(batch: int, chunk: int, per_token: int) -> tuple[list[slice], int]:
+    """Rows of the batch and tokens per row that are scored at once, within the bound.
+
+    A batch whose tokens do not fit side by side, one per row, is taken apart by rows too.
+    """
+    at_once = max(1, MAX_SCORE_ELEMENTS // per_token)
+    rows = min(batch, at_once)
+    tokens = min(chunk, max(1, at_once // rows))
+    return [slice(row, row + rows) for row in range(0, batch, rows)], tokens
 
 
 def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from dsv4.layers.hyper_connection import (
 from dsv4.layers.linear import Linear
 from dsv4.layers.module import Module
 from dsv4.layers.norm import RMSNorm
+from dsv4.layers.reductions import full_precision_sums
 from dsv4.model.mtp import MTPBlock
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class DeepseekV4(Module):
             logits.append(self.logits(self.streams(ids, cache, step)))
         return torch.cat(logits, dim=1)
 
+    @full_precision_sums
     def streams(self, input_ids: Tensor, cache: ModelCache, step: Step) -> Tensor:
         """Run the layers over the step's tokens and extend the cache.
 
@@ -135,6 +137,7 @@ class DeepseekV4(Module):
             streams = layer(streams, input_ids, layer_cache, step)
         return streams
 
+    @full_precision_sums
     def logits(self, streams: Tensor) -> Tensor:
         """Return the logits of the next token, [B, C, vocab_size] fp32."""
         return logits_of(

@@ -14,6 +14,7 @@ from dsv4.layers.head import Embedding, logits_of
 from dsv4.layers.hyper_connection import hyper_parameters, register_hyper_parameters
 from dsv4.layers.linear import Linear, linear_options
 from dsv4.layers.norm import RMSNorm
+from dsv4.layers.reductions import full_precision_sums
 
 
 class MTPBlock(Block):
@@ -51,6 +52,7 @@ class MTPBlock(Block):
         # In a tuple, so that the state dict does not list the shared parameters a second time.
         self._shared = (embed, head)
 
+    @full_precision_sums
     def forward(self, streams: Tensor, next_ids: Tensor, cache: ModelCache, step: Step) -> Tensor:
         """Predict from the streams of the step's positions.
 
@@ -68,6 +70,7 @@ class MTPBlock(Block):
         mixed = token.unsqueeze(-2) + self.h_proj(self.hnorm(streams))
         return super().forward(mixed, next_ids, cache.layers[self.index], step)
 
+    @full_precision_sums
     def logits(self, streams: Tensor) -> Tensor:
         """Return the logits of token t + 2, [B, C, vocab_size] fp32, of the block's streams."""
         _, head = self._shared

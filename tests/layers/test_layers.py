@@ -9,6 +9,7 @@ from dsv4.cache.paged_cache import LayerCache, ModelCache
 from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerKind, LayerSpec
 from dsv4.config.model_config import ModelConfig, RopeScaling
+from dsv4.layers import indexer as indexer_module
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.experts import Experts, swiglu
 from dsv4.layers.head import Embedding
@@ -221,15 +222,40 @@ def test_equal_scores_choose_the_earlier_entries(seed: int) -> None:
 
 
 @pytest.mark.stage("indexer")
-def test_long_chunks_are_scored_in_parts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batch, chunk", [(1, 40), (5, 12), (7, 1)])
+@pytest.mark.parametrize("tokens", [1, 3, 6, 14])
+def test_scores_alive_at_once_are_bounded(
+    batch: int, chunk: int, tokens: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the batch: a bound of some tokens is kept by every product, and changes nothing."""
     config = tiny_config("C", index_topk=3)
-    indexer, cache = _indexer(config), _cache(config)
-    x, latent, step = torch.randn(1, 40, 64), torch.randn(1, 40, 24), _step(0, 40)
-    indexer.update(x, cache, step)
-    visible = (torch.arange(1, 41) // 4)[None]
-    whole = indexer.select(x, latent, cache, step, visible, 10)
-    monkeypatch.setattr("dsv4.layers.indexer.MAX_SCORE_ELEMENTS", 3 * 24 * 10)
-    assert torch.equal(indexer.select(x, latent, cache, step, visible, 10)[0, 12:], whole[0, 12:])
+    indexer = _indexer(config)
+    cache = ModelCache(config, batch, batch, 1, torch.float32, "cpu")
+    rows = torch.arange(batch)
+    lens = torch.full_like(rows, 40)
+    history = Step(rows, torch.zeros_like(rows), lens, rows[:, None], chunk=40, capacity=128)
+    indexer.update(torch.randn(batch, 40, 64), cache.layers[0], history)
+    step = Step(rows, lens - chunk, lens.clamp(max=chunk), rows[:, None], chunk, capacity=128)
+    x, latent = torch.randn(batch, chunk, 64), torch.randn(batch, chunk, 24)
+    visible = (step.positions + 1) // 4
+    whole = indexer.select(x, latent, cache.layers[0], step, visible, 10)
+    assert whole.shape == (batch, chunk, 3)
+
+    bound, sizes, scores = tokens * 24 * 10, [], indexer_module._scores
+
+    def measured(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        sizes.append(queries[..., 0].numel() * keys.shape[1])
+        return scores(queries, weights, keys)
+
+    monkeypatch.setattr(indexer_module, "MAX_SCORE_ELEMENTS", bound)
+    monkeypatch.setattr(indexer_module, "_scores", measured)
+    parts = indexer.select(x, latent, cache.layers[0], step, visible, 10)
+    counts = visible.clamp(max=3)[..., None]
+    assert torch.equal(
+        parts.where(torch.arange(3) < counts, -1), whole.where(torch.arange(3) < counts, -1)
+    )
+    assert max(sizes) <= bound
+    assert sum(sizes) == batch * chunk * 240
 
 
 def _router(hash_routed: bool) -> tuple[Router, ModelConfig]:
