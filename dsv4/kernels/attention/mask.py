@@ -1,5 +1,4 @@
-"""Which keys a token sees, as spans of rows, and the mask of the one tile of a span that is not
-full.
+"""Spans of rows that a token sees, and the mask of the one tile of a span that is not full.
 
 Every branch of the attention contract is one contiguous span of rows. Tiles start at the first row
 of the span, wherever that is, so that a tile is either full or a prefix: there is no mask at its
@@ -11,7 +10,7 @@ rows, 8 apart, and of every 8 columns the pair that starts at `2 * (lane % 4)`.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32, Uint32
 
 
 @cute.jit
@@ -24,6 +23,15 @@ def clamp_length(length: Int32, capacity: Int32) -> Int32:
 def tile_count(keys: Int32, tile: cutlass.Constexpr[int]) -> Int32:
     """Tiles of `tile` keys that cover `keys` keys."""
     return (keys + (tile - 1)) // tile
+
+
+@cute.jit
+def is_padding(request: Int32, batch: Int32) -> Boolean:
+    """Whether a request id names none of the `batch` requests: its token is a padding token.
+
+    As unsigned numbers, negative ids are past every batch.
+    """
+    return Uint32(request) >= Uint32(batch)
 
 
 @cute.jit
@@ -68,14 +76,14 @@ def window_span(
     n others of its request sits at p = length - 1 - n and sees p - sliding_window < row <= p.
 
     Args:
-        request_ids: [T] int32, -1 for a padding token.
+        request_ids: [T] int32, see `is_padding`.
         swa_lens: [batch] int32, clamped to 0..capacity.
-        request: request_ids[token].
+        request: request_ids[token]; a padding token sees nothing, and no length is read for it.
         capacity: rows of a request's window tensor.
     """
     first = Int32(0)
     count = Int32(0)
-    if request >= 0:
+    if not is_padding(request, Int32(swa_lens.shape[0])):
         count = clamp_length(swa_lens[request], capacity)
         if cutlass.const_expr(is_causal):
             end = count - tokens_after(request_ids, token, request)

@@ -66,7 +66,7 @@ def find_keys(config: FmhaConfig, params: KernelParams, work: WorkTile) -> KeySp
     # it prepares each vote of the search for absent lanes, and runs out of registers.
     request = cute.arch.make_warp_uniform(params.request_ids[token])
     compressed = Int32(0)
-    if request >= 0:
+    if not mask.is_padding(request, Int32(params.swa_lens.shape[0])):
         compressed = params.compressed_rows
         if token < params.compressed_lens.shape[0]:
             compressed = mask.clamp_length(params.compressed_lens[token], compressed)
