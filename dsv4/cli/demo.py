@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dsv4.model.model import DeepseekV4
 
-SHIPPED = Path(__file__).resolve().parents[2] / "checkpoints" / "tiny"
 MARKS = {True: "[green]ok     [/]", False: "[red]FAILED [/]", None: "[yellow]not run[/]"}
 
 
@@ -29,12 +28,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "demo", help="generate with the shipped checkpoint and check it", description=__doc__
     )
-    parser.add_argument("--checkpoint", default=str(SHIPPED), metavar="FOLDER")
+    parser.add_argument("--checkpoint", default=str(shipped_checkpoint()), metavar="FOLDER")
     parser.add_argument("--prompt", default=None, help="text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.set_defaults(run=run)
+
+
+def shipped_checkpoint() -> Path:
+    """The trained checkpoint: inside an installed package, or at the top of a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "checkpoints" / "tiny"
+    return installed if installed.is_dir() else package.parent / "checkpoints" / "tiny"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.checkpoint)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"no checkpoint in {folder}: the demo needs the repository's checkpoints/tiny, "
+            f"no checkpoint in {folder}: the demo needs the one that ships with dsv4, "
             "or --checkpoint FOLDER"
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
