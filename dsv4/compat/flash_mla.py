@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -61,12 +62,15 @@ def flash_mla_sparse_fwd(
         ValueError, TypeError: an argument does not fit; the message names it.
     """
     _check_sparse(q, d_v, "d_v", dims=3)
-    _check_shape("kv", kv, (None, 1, q.shape[2]))
+    if sm_scale is None:
+        raise TypeError("sm_scale: got NoneType, needs a float")
+    _check_scale("sm_scale", sm_scale)
+    _check("kv", kv, q.dtype, q, (None, 1, q.shape[2]))
     if kv.shape[0] == 0:
         raise ValueError("kv: got no rows, needs at least one")
-    _check_shape("indices", indices, (q.shape[0], 1, None))
+    _check("indices", indices, torch.int32, q, (q.shape[0], 1, None))
     if topk_length is not None:
-        _check_shape("topk_length", topk_length, (q.shape[0],))
+        _check("topk_length", topk_length, torch.int32, q, (q.shape[0],))
     rows, counts = _front(indices.squeeze(1), kv.shape[0], topk_length)
     out = q.new_empty(q.shape)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -151,6 +155,9 @@ def flash_mla_with_kvcache(
         raise ValueError("indices: got None, only sparse attention is offered")
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
         raise ValueError("extra_k_cache and extra_indices_in_kvcache: got one without the other")
+    if extra_topk_length is not None and extra_k_cache is None:
+        raise ValueError("extra_topk_length: got one without extra_k_cache")
+    _check_scale("softmax_scale", softmax_scale)
     batch, length, heads, head_dim = q.shape
     window = _Keys(q, k_cache, indices, topk_length, ("k_cache", "indices", "topk_length"))
     if extra_k_cache is None:
@@ -193,11 +200,11 @@ class _Keys:
     ) -> None:
         batch, length = q.shape[:2]
         self.name, indices_name, lengths_name = names
-        _check_shape(indices_name, indices, (batch, length, None))
+        _check(indices_name, indices, torch.int32, q, (batch, length, None))
         if lengths is not None:
-            _check_shape(lengths_name, lengths, (batch,))
+            _check(lengths_name, lengths, torch.int32, q, (batch,))
             lengths = lengths[:, None].expand(batch, length).flatten()
-        check_cache(self.name, cache)
+        check_cache(self.name, cache, q.device)
         self.cache = cache
         entries = cache.shape[0] * cache.shape[1]
         self.rows, self.counts = _front(indices.flatten(0, 1), entries, lengths)
@@ -243,11 +250,14 @@ def _max_logits(q: Tensor, keys: Tensor, counts: Tensor, scale: float) -> Tensor
 
 def _sink(attn_sink: Tensor | None, q: Tensor) -> Tensor:
     if attn_sink is not None:
+        _check("attn_sink", attn_sink, torch.float32, q, (q.shape[-2],))
         return attn_sink
     return q.new_full((q.shape[-2],), -math.inf, dtype=torch.float32)
 
 
 def _check_sparse(q: Tensor, value_dim: int, name: str, *, dims: int) -> None:
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q: got {type(q).__name__}, needs a tensor")
     if q.dim() != dims:
         raise ValueError(f"q: got shape {tuple(q.shape)}, needs {dims} dimensions")
     if value_dim != q.shape[-1]:
@@ -257,10 +267,24 @@ def _check_sparse(q: Tensor, value_dim: int, name: str, *, dims: int) -> None:
         )
 
 
-def _check_shape(name: str, tensor: Tensor, shape: tuple[int | None, ...]) -> None:
+def _check(
+    name: str, tensor: Tensor, dtype: torch.dtype, q: Tensor, shape: tuple[int | None, ...]
+) -> None:
+    """Check an argument beside q; None in `shape` is any size."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, needs a tensor")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name}: got {tensor.dtype}, needs {dtype}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name}: got a tensor on {tensor.device}, q is on {q.device}")
     matches = tensor.dim() == len(shape) and all(
         need is None or got == need for got, need in zip(tensor.shape, shape)
     )
     if not matches:
         wanted = ", ".join("any" if need is None else str(need) for need in shape)
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, needs [{wanted}]")
+
+
+def _check_scale(name: str, scale: float | None) -> None:
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
+        raise TypeError(f"{name}: got {type(scale).__name__}, needs a float")

@@ -18,12 +18,16 @@ SCALE_BYTES = 8
 ENTRY_BYTES = DATA_BYTES + SCALE_BYTES
 
 
-def check_cache(name: str, cache: Tensor) -> None:
+def check_cache(name: str, cache: Tensor, device: torch.device) -> None:
     """Refuse, by the name of the argument, a cache that is not [pages, P, 1, 584] packed entries.
 
     Raises:
-        ValueError, TypeError: the cache has another layout, or no page.
+        ValueError, TypeError: the cache has another layout, no page, or is on another device.
     """
+    if not isinstance(cache, Tensor):
+        raise TypeError(f"{name}: got {type(cache).__name__}, needs a tensor")
+    if cache.device != device:
+        raise ValueError(f"{name}: got a tensor on {cache.device}, q is on {device}")
     if cache.dtype.itemsize != 1:
         raise TypeError(f"{name}: got {cache.dtype}, needs a one-byte dtype (packed FP8 entries)")
     if cache.dim() != 4 or cache.shape[2:] != (1, ENTRY_BYTES) or cache.numel() == 0:

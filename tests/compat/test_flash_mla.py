@@ -222,6 +222,36 @@ def _decode_arguments() -> dict:
             ValueError,
             "extra_k_cache: got shape",
         ),
+        (
+            {"extra_topk_length": torch.ones(2).int()},
+            ValueError,
+            "extra_topk_length: got one without extra_k_cache",
+        ),
+        *(
+            ({name: tensor}, error, f"{name}: got {message}")
+            for name, shape in (("indices", (2, 1, 64)), ("topk_length", (2,)))
+            for tensor, error, message in (
+                (torch.zeros(shape, dtype=torch.bool), TypeError, "torch.bool, needs torch.int32"),
+                (torch.full(shape, math.nan), TypeError, "torch.float32, needs torch.int32"),
+                (torch.zeros(shape, dtype=torch.int64), TypeError, "torch.int64"),
+                (
+                    torch.zeros(shape, dtype=torch.int32, device="meta"),
+                    ValueError,
+                    "a tensor on meta, q is on cpu",
+                ),
+                ([0, 1], TypeError, "list, needs a tensor"),
+            )
+        ),
+        (
+            {"k_cache": torch.zeros(2, 64, 1, 584, dtype=torch.uint8, device="meta")},
+            ValueError,
+            "k_cache: got a tensor on meta",
+        ),
+        ({"k_cache": None}, TypeError, "k_cache: got NoneType, needs a tensor"),
+        ({"q": [1.0]}, TypeError, "q: got list, needs a tensor"),
+        ({"attn_sink": torch.zeros(HEADS, dtype=torch.float64)}, TypeError, "attn_sink: got"),
+        ({"attn_sink": torch.zeros(HEADS + 1)}, ValueError, r"attn_sink: got shape \(9,\)"),
+        ({"softmax_scale": torch.ones(2)}, TypeError, "softmax_scale: got Tensor, needs a float"),
     ],
 )
 def test_bad_decode_arguments_are_named(changes: dict, error: type, message: str) -> None:
@@ -230,21 +260,26 @@ def test_bad_decode_arguments_are_named(changes: dict, error: type, message: str
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "changes, error, message",
     [
-        ({"d_v": 256}, "d_v: got 256"),
-        ({"kv": torch.zeros(5, 2, DIM).bfloat16()}, "kv: got shape"),
-        ({"kv": torch.zeros(0, 1, DIM).bfloat16()}, "kv: got no rows"),
-        ({"indices": torch.zeros(2, 4).int()}, "indices: got shape"),
-        ({"topk_length": torch.zeros(5).int()}, "topk_length: got shape"),
+        ({"d_v": 256}, ValueError, "d_v: got 256"),
+        ({"kv": torch.zeros(5, 2, DIM).bfloat16()}, ValueError, "kv: got shape"),
+        ({"kv": torch.zeros(0, 1, DIM).bfloat16()}, ValueError, "kv: got no rows"),
+        ({"kv": torch.zeros(5, 1, DIM)}, TypeError, "kv: got torch.float32, needs torch.bfloat16"),
+        ({"indices": torch.zeros(2, 4).int()}, ValueError, "indices: got shape"),
+        ({"indices": torch.tensor([[[True, False]]] * 2)}, TypeError, "indices: got torch.bool"),
+        ({"indices": torch.tensor([[[1.9, 0.2]]] * 2)}, TypeError, "indices: got torch.float32"),
+        ({"topk_length": torch.zeros(5).int()}, ValueError, "topk_length: got shape"),
+        ({"topk_length": torch.full((2,), math.nan)}, TypeError, "topk_length: got torch.float32"),
+        ({"sm_scale": None}, TypeError, "sm_scale: got NoneType, needs a float"),
     ],
 )
-def test_bad_prefill_arguments_are_named(changes: dict, message: str) -> None:
+def test_bad_prefill_arguments_are_named(changes: dict, error: type, message: str) -> None:
     arguments = dict(
         q=torch.zeros(2, HEADS, DIM).bfloat16(),
         kv=torch.zeros(5, 1, DIM).bfloat16(),
         indices=torch.zeros(2, 1, 4, dtype=torch.int32),
         sm_scale=0.1,
     )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         flash_mla_sparse_fwd(**(arguments | changes))
