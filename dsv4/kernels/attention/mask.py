@@ -10,7 +10,7 @@ rows, 8 apart, and of every 8 columns the pair that starts at `2 * (lane % 4)`.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Uint32
+from cutlass import Boolean, Float32, Int32
 
 
 @cute.jit
@@ -27,11 +27,9 @@ def tile_count(keys: Int32, tile: cutlass.Constexpr[int]) -> Int32:
 
 @cute.jit
 def is_padding(request: Int32, batch: Int32) -> Boolean:
-    """Whether a request id names none of the `batch` requests: its token is a padding token.
-
-    As unsigned numbers, negative ids are past every batch.
-    """
-    return Uint32(request) >= Uint32(batch)
+    """Whether a request id names none of the `batch` requests: its token is a padding token."""
+    # One unsigned comparison would do, but the compiler makes it a signed one.
+    return (request < 0) | (request >= batch)
 
 
 @cute.jit

@@ -101,7 +101,7 @@ def test_request_ids_past_the_batch_are_padding(
     backend: Backend, head_dim: int, is_causal: bool, seed: int
 ) -> None:
     """A request id that names no request is that of a padding token: no length is read for it."""
-    requests = ((0, 1), (-1, 2), (1, 1))
+    requests = ((0, 1), (-1, 3), (1, 1))
     case = Case(72, head_dim, top_k=150, requests=requests, batch=2, is_causal=is_causal)
     inputs = make_inputs(case, seed)
     ids = inputs.tensors[5].clone()
