@@ -1,12 +1,14 @@
 """DeepSeek-V4 attention kernels for Blackwell and Hopper, and the model around them.
 
 Importing the package needs torch alone: no GPU, no CUDA libraries, no kernel compiler. Heavier
-parts load on use.
+parts load on use. It registers the operators, `torch.ops.dsv4.*`.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,3 +37,26 @@ def load(path: str, *, device: Any = None, dtype: Any = None, progress: bool = F
     from dsv4.loader import load as load_checkpoint
 
     return load_checkpoint(path, device=device, dtype=dtype, progress=progress)
+
+
+def _is_command_line() -> bool:
+    """Whether this process is the `dsv4` command, whose help and completion need no torch."""
+    if sys.argv[0] == "-m":  # while Python looks for the module that it was asked to run
+        return "dsv4" in sys.orig_argv[1:3]
+    return Path(sys.argv[0]).stem == "dsv4"
+
+
+if not _is_command_line():
+    import dsv4.ops
+
+
+def _is_command_line() -> bool:
+    """Whether this process is the `dsv4` command, whose help and completion need no torch."""
+    started = sys.argv[0] if sys.argv else ""
+    if started == "-m":  # Python is looking for the module that it was asked to run
+        return sys.orig_argv[sys.orig_argv.index("-m") + 1] == "dsv4"
+    return Path(started).stem == "dsv4"
+
+
+if not _is_command_line():
+    import dsv4.ops  # noqa: F401  (registers the operators)

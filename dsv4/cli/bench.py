@@ -46,13 +46,13 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     import torch
 
+    from dsv4.arch import of_capability
     from dsv4.bench import attention, report
     from dsv4.bench.shapes import Shape, model_shapes
-    from dsv4.ops.runtime.registry import ARCHITECTURES
 
     if not torch.cuda.is_available():
         raise RuntimeError("bench needs a CUDA GPU, none is available")
-    if torch.cuda.get_device_capability() not in ARCHITECTURES:
+    if of_capability(torch.cuda.get_device_capability()) is None:
         raise RuntimeError(f"bench: there is no kernel for {torch.cuda.get_device_name()}")
     shapes = [Shape("user", *numbers) for numbers in args.shape or ()] or model_shapes()
     peers = [] if args.no_peers else _peers(args.flashmla)

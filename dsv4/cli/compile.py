@@ -8,15 +8,15 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from dsv4.arch import ARCHS
+
 if TYPE_CHECKING:
     from dsv4.ops.runtime.precompile import Outcome
-
-# Kept here as well as in the kernels' table, which would import torch: `--help` must be instant.
-ARCHITECTURES = ("sm_90a", "sm_100a", "sm_103a")
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     """Declare `dsv4 compile`."""
+    products = ", ".join(f"{arch.products} {arch.name}" for arch in ARCHS.values())
     parser = subparsers.add_parser(
         "compile", help="compile kernels ahead of time, no GPU needed", description=__doc__
     )
@@ -24,8 +24,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--arch",
         action="append",
         required=True,
-        choices=ARCHITECTURES,
-        help="GPU architecture: H100/H200 sm_90a, B200/GB200 sm_100a, B300 sm_103a; repeatable",
+        choices=tuple(ARCHS),
+        help=f"GPU architecture: {products}; repeatable",
     )
     parser.add_argument(
         "--report",
@@ -43,9 +43,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what Flash (64 heads) and Pro (128) need, whole or split over GPUs.
+    """Compile what Flash and Pro need of every operator, whole or split over GPUs.
 
-    Returns 1 when any kernel failed to compile.
+    Returns 1 when any kernel failed to compile, or could not be stored.
     """
     if args.jobs is not None and args.jobs < 1:
         raise ValueError(f"--jobs: got {args.jobs}, needs at least 1")
@@ -59,13 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
     from dsv4.ops.runtime.cache import cache_root
     from dsv4.ops.runtime.precompile import precompile
-    from dsv4.ops.runtime.registry import model_configurations, runner_key
+    from dsv4.ops.runtime.registry import ahead_of_time
 
-    keys = [
-        (f"{arch}, {label}", runner_key(config, arch))
-        for arch in dict.fromkeys(args.arch)
-        for label, config in model_configurations().items()
-    ]
+    keys = [labelled for arch in dict.fromkeys(args.arch) for labelled in ahead_of_time(arch)]
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -84,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     failures = [outcome for outcome in outcomes if outcome.error]
     for outcome in failures:
         print(f"dsv4 compile: {outcome.label}: {outcome.error}", file=sys.stderr)
-    print(f"{len(outcomes) - len(failures)} of {len(outcomes)} runners are in {cache_root()}")
+    print(f"{len(outcomes) - len(failures)} of {len(outcomes)} kernels are in {cache_root()}")
     return 1 if failures else 0
 
 
@@ -92,7 +88,7 @@ def _print(outcomes: list[Outcome], report: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("runner", "seconds", "")
+    table = Table("kernel of", "seconds", "")
     if report:
         for heading in ("kernel", "registers", "spills", "SMEM"):
             table.add_column(heading)

@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -105,6 +106,8 @@ def _torch() -> list[Finding]:
 def _gpus() -> list[Finding]:
     import torch
 
+    from dsv4.arch import of_capability
+
     if not torch.cuda.is_available():
         remedy = (
             "install a CUDA build of torch"
@@ -112,19 +115,18 @@ def _gpus() -> list[Finding]:
             else "sm_90a and sm_100a kernels need an H100, H200, B200 or GB200"
         )
         return [Finding("backend cuda", MISSING, "torch sees no CUDA GPU", remedy)]
-    backends = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
     findings = []
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         capability = (properties.major, properties.minor)
         memory = properties.total_memory >> 30
         detail = f"{properties.name}, {memory} GiB, cc {capability[0]}.{capability[1]}"
-        backend = backends.get(capability)
+        backend = of_capability(capability)
         findings.append(
             Finding(
                 f"gpu {index}",
                 OK if backend else INFO,
-                f"{detail}: " + (f"backend {backend}" if backend else "torch path, no kernel"),
+                f"{detail}: " + (f"backend {backend.name}" if backend else "torch path, no kernel"),
             )
         )
     return findings
@@ -176,18 +178,30 @@ def _compile_cache() -> list[Finding]:
     from dsv4.ops.runtime.cache import cache_root
 
     root = Path(cache_root())
-    existing = next(parent for parent in (root, *root.parents) if parent.exists())
-    writable = os.access(existing, os.W_OK)
+    problem = _cannot_keep(root)
+    if problem:
+        remedy = "set DSV4_CACHE_DIR to a folder you can write, with room for compiled kernels"
+        return [Finding("compile cache", BROKEN, f"{root}: {problem}", remedy)]
     objects = list(root.rglob("*.o")) if root.exists() else []
     size = sum(path.stat().st_size for path in objects) / 2**20
-    return [
-        Finding(
-            "compile cache",
-            OK if writable else BROKEN,
-            f"{root}: {len(objects)} objects, {size:.1f} MiB",
-            "" if writable else "set DSV4_CACHE_DIR to a folder you can write",
-        )
-    ]
+    detail = f"{root}: {len(objects)} objects, {size:.1f} MiB"
+    return [Finding("compile cache", OK, detail)]
+
+
+def _cannot_keep(root: Path) -> str:
+    """Why files cannot be kept under a folder that may not exist yet; empty if they can.
+
+    Tried, not asked: root may write wherever permissions are read, and yet not into /proc.
+    """
+    existing = next(parent for parent in (root, *root.parents) if parent.exists())
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    try:
+        with tempfile.TemporaryDirectory(dir=existing) as folder:
+            (Path(folder) / "probe").write_bytes(bytes(4096))
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _libraries() -> list[Finding]:

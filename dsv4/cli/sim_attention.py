@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from dsv4.kernels.attention import launch_plan
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.split_kv import counter_words
-from dsv4.ops.attention import splits as fmha_splits
-from dsv4.ops.runtime.registry import build, runner_key
+from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
+from dsv4.ops.runtime.registry import build
 from dsv4.ops.runtime.report import REMARKS, KernelReport, kernel_reports
 from dsv4.simulator.api import MULTIPROCESSORS
 from dsv4.testing.accuracy import BFLOAT16, Accuracy
@@ -73,7 +74,7 @@ class Workload:
             return self.num_splits
         case = self.case
         size = (case.tokens, case.top_k, case.window_rows, MULTIPROCESSORS[self.arch])
-        return fmha_splits.choose(self.config, *size, self.arch)
+        return launch_plan.num_splits(self.config, *size, self.arch)
 
     @property
     def launches(self) -> Sequence[tuple[int, int]]:
@@ -149,7 +150,8 @@ class CompiledKernel:
 
 def compile_attention(workload: Workload) -> CompiledKernel:
     """Compile the kernel of a workload, with its PTX kept for the simulator."""
-    key = runner_key(workload.config, workload.arch)  # a wrong size is an error before it starts
+    # A wrong size is an error before the compiler starts.
+    key = SPARSE_FMHA.compile_key(workload.config, workload.arch)
     with _captured_stderr() as remarks:
         function = build(key, f"{compiler_options(workload.arch)} {REMARKS}")
         sys.stderr.flush()

@@ -1,5 +1,10 @@
-"""torch <-> kernels: argument checks, runners, and the `torch.ops.dsv4` operators."""
+"""torch <-> kernels: the `torch.ops.dsv4` operators, and the functions that people call.
 
-from dsv4.ops.attention.sparse_fmha import fmha_runner_id, sparse_fmha_with_swa, warmup
+Importing this registers every operator and loads no kernel compiler. A new family is one import
+here: its module declares a `KernelOp`.
+"""
+
+from dsv4.ops.attention.sparse_fmha import fmha_runner_id, sparse_fmha_with_swa
+from dsv4.ops.runtime.warmup import warmup
 
 __all__ = ["fmha_runner_id", "sparse_fmha_with_swa", "warmup"]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.launch_plan import workspace_size
 from dsv4.kernels.attention.split_kv import counter_words
-from dsv4.ops.attention.splits import workspace_size
-from dsv4.ops.runtime.registry import build, runner_key
+from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
+from dsv4.ops.runtime.registry import build
 from dsv4.testing.attention import Case, Inputs, assert_attention_close, make_inputs
 from dsv4.testing.harness import Build, Call, Outcome, Target, run_all
 
@@ -130,7 +131,7 @@ class AttentionKernels:
         return self.target.compile(self._build if build is None else build, config)
 
     def _build(self, config: FmhaConfig, options: str) -> Any:
-        return build(runner_key(config, self.target.arch), options)
+        return build(SPARSE_FMHA.compile_key(config, self.target.arch), options)
 
     def call(
         self,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from dsv4.arch import of_capability
 from dsv4.testing.accuracy import assert_same_bits
 
 if TYPE_CHECKING:
@@ -182,9 +183,7 @@ class Device:
     schedules = ("first run", "second run")
 
     def __init__(self) -> None:
-        from dsv4.ops.runtime.registry import ARCHITECTURES
-
-        self.arch = ARCHITECTURES[torch.cuda.get_device_capability()]
+        self.arch = of_capability(torch.cuda.get_device_capability()).name
         self._compiled: dict[tuple[Build, Any], Any] = {}
 
     @property

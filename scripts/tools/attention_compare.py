@@ -40,8 +40,8 @@ from dsv4.bench.timing import (  # noqa: E402
     elapsed_microseconds,
 )
 from dsv4.cli.bench import SHAPE_FORMAT, parse_shape  # noqa: E402
+from dsv4.kernels.attention import launch_plan  # noqa: E402
 from dsv4.kernels.attention.config import FmhaConfig  # noqa: E402
-from dsv4.ops.attention import splits as fmha_splits  # noqa: E402
 from dsv4.ops.runtime.toolchain import CuteToolchain  # noqa: E402
 
 HERE = "here"
@@ -53,11 +53,15 @@ COMPILE = """
 import sys
 from pathlib import Path
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.ops.runtime.registry import build, runner_key
+from dsv4.ops.runtime import registry
 from dsv4.ops.runtime.toolchain import CuteToolchain
 heads, head_dim, window, sink_mode, path = sys.argv[1:]
 config = FmhaConfig(int(head_dim), int(heads), int(window), 1024, sink_mode=sink_mode)
-CuteToolchain().export(build(runner_key(config, "sm_90a")), Path(path))
+if hasattr(registry, "runner_key"):  # a tree from before operators were declared
+    key = registry.runner_key(config, "sm_90a")
+else:
+    key = registry.OPS["sparse_fmha_with_swa"].compile_key(config, "sm_90a")
+CuteToolchain().export(registry.build(key), Path(path))
 """
 
 
@@ -91,7 +95,7 @@ def compile_all(trees: dict[str, Path], heads: list[int], folder: Path) -> dict:
 
 def make_call(runner, config: FmhaConfig, tokens: int, splits: int) -> Callable:
     """One launch on given inputs, with everything else at hand."""
-    size = fmha_splits.workspace_size(config, tokens, splits) if splits > 1 else 0
+    size = launch_plan.workspace_size(config, tokens, splits) if splits > 1 else 0
     # Twice as much as this tree needs: another one may need more.
     workspace = torch.zeros(2 * size, device="cuda")
     lengths = torch.empty(0, dtype=torch.int32, device="cuda")
@@ -113,7 +117,7 @@ def compare(shape: shapes.Shape, runners: dict, splits: list[int], rounds: int) 
     for (name, heads), runner in runners.items():
         if heads != shape.heads:
             continue
-        for number in splits or [fmha_splits.choose(config, *size)]:
+        for number in splits or [launch_plan.num_splits(config, *size)]:
             call = make_call(runner, config, shape.tokens, number)
             for each in inputs:
                 each.o.fill_(float("nan"))

@@ -18,9 +18,10 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ARCHITECTURES = ("sm_90a", "sm_100a")
 FIXED_SPLITS_HEADS = (128, 64, 32)  # Hopper's kernel depends on whether the number is fixed
@@ -44,6 +45,22 @@ class Configuration:
 # ---- layouts: each returns None for a tree that is not laid out so ----
 
 
+def _operators() -> list[Configuration] | None:
+    """Every operator of a tree whose operators are declared; attention's with `_OTHERS`."""
+    table = _import("dsv4.ops.runtime.registry")
+    if not hasattr(table, "OPS"):
+        return None
+    attention = table.OPS["sparse_fmha_with_swa"]
+    found = _attention(attention.aot(), attention.compile_key, table.build)
+    for op in table.OPS.values():
+        for arch in ARCHITECTURES if op is not attention else ():
+            for label, config in op.aot().items() if arch in op.kernels else ():
+                key = op.compile_key(config, arch)
+                build = functools.partial(table.build, key)
+                found.append(Configuration(arch, f"{op.name}: {label}", repr(key), build))
+    return found
+
+
 def _runtime_registry() -> list[Configuration] | None:
     return _from_table("dsv4.ops.runtime.registry")
 
@@ -52,7 +69,7 @@ def _kernels_table() -> list[Configuration] | None:
     return _from_table("dsv4.ops.kernels_table")
 
 
-LAYOUTS = (_runtime_registry, _kernels_table)
+LAYOUTS = (_operators, _runtime_registry, _kernels_table)
 _unfit: list[str] = []  # modules that layouts looked for, and that are absent or something else
 
 
@@ -63,7 +80,15 @@ def _from_table(name: str) -> list[Configuration] | None:
     if not all(hasattr(table, function) for function in functions):
         _unfit.append(name)
         return None
-    models = table.model_configurations()
+    return _attention(table.model_configurations(), table.runner_key, table.build)
+
+
+def _attention(
+    models: Mapping[str, Any],
+    key_of: Callable[[Any, str], Any],
+    build: Callable[[Any, str], object],
+) -> list[Configuration]:
+    """The attention kernels of the released models, and what tests rely on beside them."""
     wanted = {(arch, label): config for arch in ARCHITECTURES for label, config in models.items()}
     for label, config in models.items():
         if config.num_query_heads in FIXED_SPLITS_HEADS:
@@ -74,8 +99,8 @@ def _from_table(name: str) -> list[Configuration] | None:
             wanted[arch, label] = replace(example, **changes)
     found = []
     for (arch, label), config in wanted.items():
-        key = table.runner_key(config, arch)
-        found.append(Configuration(arch, label, repr(key), functools.partial(table.build, key)))
+        key = key_of(config, arch)
+        found.append(Configuration(arch, label, repr(key), functools.partial(build, key)))
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,8 @@ from dsv4.engine.inputs import InputStage
 from dsv4.engine.sampler import RowSampling, SamplingParams
 from dsv4.loader.tokenizer import load_tokenizer
 from dsv4.model.model import DeepseekV4
-from dsv4.ops.attention import backend as fmha_dispatch
-from dsv4.ops.attention import sparse_fmha as fmha
+from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
+from dsv4.ops.runtime import backend, dispatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stage("H")]
 
@@ -138,21 +137,21 @@ def assert_same_bits(one: object, other: object, *names: str) -> None:
 
 def test_kernels_are_launched_by_the_graph(model, text, monkeypatch) -> None:
     """One launch per layer while a shape is captured, none from the host in replays."""
-    launcher = fmha_dispatch.launcher(DEVICE.index)
+    launch_for = dispatch.launch_for
     launches = {True: 0, False: 0}
 
-    def bind(*arguments: object) -> Callable[..., None]:
-        launch = launcher.bind(*arguments)
+    def counting(*arguments: object) -> tuple[Callable[..., None], bool]:
+        launch, is_kernel = launch_for(*arguments)
 
         def count_and_launch(*tensors: object) -> None:
             launches[torch.cuda.is_current_stream_capturing()] += 1
             launch(*tensors)
 
-        return count_and_launch
+        return count_and_launch, is_kernel
 
-    counting = {DEVICE.index: replace(launcher, bind=bind)}
-    monkeypatch.setattr(fmha_dispatch, "_LAUNCHERS", counting)
-    monkeypatch.setattr(fmha, "_LAUNCHES", {})
+    monkeypatch.setattr(dispatch, "launch_for", counting)
+    for runner_id in tuple(SPARSE_FMHA.launches):
+        monkeypatch.delitem(SPARSE_FMHA.launches, runner_id)
     teacher_forced(model, [text[:LENGTH]], use_cuda_graphs=True)
     layers = len(model.layers)
     shapes = 3  # capacities of 128, 256 and 384 tokens
@@ -163,9 +162,8 @@ def test_kernels_are_launched_by_the_graph(model, text, monkeypatch) -> None:
 
 @pytest.mark.sm90
 def test_the_hopper_kernel_serves_the_model() -> None:
-    from dsv4.ops.attention import launch as fmha_cuda
-
-    assert fmha_dispatch.launcher(DEVICE.index).bind is fmha_cuda.bind
+    device = backend.find_kernel(SPARSE_FMHA.name, SPARSE_FMHA.kernels, DEVICE.index)
+    assert device.arch == "sm_90a"
 
 
 def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[Output]]:

@@ -19,9 +19,9 @@ from dsv4.cache.manager import CacheManager
 from dsv4.engine.forward import prefill, verify
 from dsv4.engine.inputs import InputStage
 from dsv4.engine.sampler import RowSampling
+from dsv4.kernels.attention import launch_plan
 from dsv4.loader.tokenizer import load_tokenizer
 from dsv4.ops.attention import sparse_fmha as fmha
-from dsv4.ops.attention import splits as fmha_splits
 from dsv4.ops.runtime.runner import runner_config
 from dsv4.testing.attention import Inputs, assert_attention_close
 from dsv4.testing.attention_kernel import AttentionKernels, config_of
@@ -65,7 +65,7 @@ class SimulatedOperator:
         )
         q, keys, window = tensors[:3]
         size = (len(q), keys.shape[1], window.shape[1], KERNELS.ctas)
-        splits = fmha_splits.choose(config, *size)
+        splits = launch_plan.num_splits(config, *size)
         found = KERNELS.run(KERNELS.compile(config_of(inputs)), inputs, splits, o=o)
         expected_o, expected_lse = inputs.expected()
         # The bounds are for unit-scale inputs, values below about 5. A power of two is exact.

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from dsv4.arch import of_capability
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
 from dsv4.ops.runtime.precompile import precompile
-from dsv4.ops.runtime.registry import ARCHITECTURES, runner_key
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.stage("H")]
 
@@ -37,8 +38,9 @@ print("right")
 
 def test_a_stored_object_needs_no_compiler(seed, tmp_path, monkeypatch) -> None:
     pytest.importorskip("cutlass", reason="needs the kernel compiler")
-    arch = ARCHITECTURES[torch.cuda.get_device_capability()]
-    key = runner_key(FmhaConfig(512, 64, 100, 256, sink_mode="softmax", num_splits=2), arch)
+    arch = of_capability(torch.cuda.get_device_capability()).name
+    config = FmhaConfig(512, 64, 100, 256, sink_mode="softmax", num_splits=2)
+    key = SPARSE_FMHA.compile_key(config, arch)
     monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
 
     def run() -> subprocess.CompletedProcess[str]:

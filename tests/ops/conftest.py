@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.ops.attention import checks
+from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
 from dsv4.testing.attention import Inputs
 from dsv4.testing.attention_kernel import AttentionKernels, config_of
 from dsv4.testing.attention_op import run_op
 from dsv4.testing.harness import Simulator
+from tests.ops.fake_cuda import fake_cuda  # noqa: F401  (a fixture)
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Simulated:
         q, lens = inputs.q, inputs.compressed_lens
         o, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:2], torch.nan)
         config = replace(config_of(inputs), top_k=inputs.compressed_kv.shape[1])
-        checks.check_arguments(config, *inputs.tensors, o, lens, lse, None)
+        SPARSE_FMHA.check(config, (*inputs.tensors, o, lens, lse, None))
         if q.shape[0] == 0:
             return o, lse
         outcome = self.kernels.run(self.kernels.compile(config_of(inputs)), inputs)

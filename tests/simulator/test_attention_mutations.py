@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.launch_plan import workspace_size
 from dsv4.kernels.attention.split_kv import counter_words
-from dsv4.ops.attention.splits import workspace_size
 from dsv4.simulator.ptx.parser import Instruction, parse_module
 from dsv4.testing.attention import Case, assert_attention_close, make_inputs
 from tests.simulator.mutations import (

@@ -1,37 +1,38 @@
-"""The attention kernels' arguments, as the compiler sees them."""
+"""Arguments of `sparse_fmha_with_swa` and of its kernels.
+
+T tokens of n_h query heads, top_k compressed rows per token, batch requests of W window rows.
+"""
 
 from __future__ import annotations
 
-from cutlass import BFloat16, Float32, Int32, cute
-
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.kit import args
+from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Workspace
+
+# Rows are loaded by TMA and by 128-bit loads. float32 is for the torch implementation.
+_ROWS = {"dtype": "bfloat16", "also": ("float32",), "align": 16}
+
+ARGS = (
+    In("q", "T n_h head_dim", **_ROWS),
+    In("compressed_kv", "T top_k head_dim", **_ROWS),
+    In("swa_kv", "batch W head_dim", **_ROWS),
+    In("swa_lens", "batch", "int32"),
+    In("sink_logits", "n_h", "float32"),
+    In("request_ids", "T", "int32"),
+    Out("o", "T n_h head_dim", **_ROWS, public="out"),
+    OptIn("compressed_lens", "T", "int32"),
+    OptOut("lse", "T n_h", "float32"),
+    Workspace(),
+    Scalar("num_splits"),
+    Scalar("num_ctas"),
+)
+
+
+def sizes(config: FmhaConfig) -> dict[str, int]:
+    """The sizes that a kernel is compiled for."""
+    return {"n_h": config.num_query_heads, "head_dim": config.head_dim}
 
 
 def fake_arguments(config: FmhaConfig) -> tuple[tuple, dict]:
     """Arguments of a kernel's call without data: every size and outer stride is symbolic."""
-    tokens, rows, batch, width = (cute.sym_int() for _ in range(4))
-    heads = config.num_query_heads
-    fake = cute.runtime.make_fake_tensor
-
-    def rows_of(*shape):
-        strides = (*(cute.sym_int64(divisibility=8) for _ in shape), 1)
-        return fake(BFloat16, (*shape, config.head_dim), strides, assumed_align=16)
-
-    args = (
-        rows_of(tokens, heads),
-        rows_of(tokens, rows),
-        rows_of(batch, width),
-        fake(Int32, (batch,), (1,), assumed_align=4),
-        fake(Float32, (heads,), (1,), assumed_align=4),
-        fake(Int32, (tokens,), (1,), assumed_align=4),
-        rows_of(tokens, heads),
-        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-    )
-    optional = {
-        "compressed_lens": fake(Int32, (cute.sym_int(),), (1,), assumed_align=4),
-        "lse": fake(Float32, (cute.sym_int(), heads), (cute.sym_int64(), 1), assumed_align=4),
-        "workspace": fake(Float32, (cute.sym_int64(),), (1,), assumed_align=16),
-        "num_splits": Int32(1),
-        "num_ctas": Int32(1),
-    }
-    return args, optional
+    return args.fake_arguments(ARGS, sizes(config))

@@ -2,23 +2,138 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from operator import index
+from typing import ClassVar
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
+from torch.autograd import forward_ad
 
-from dsv4.ops.attention import checks, torch_path
-from dsv4.ops.attention.backend import Launch, launch_for, launcher
-from dsv4.ops.runtime.library import register
-from dsv4.ops.runtime.runner import runner_config, runner_id
+from dsv4.kernels.attention import launch_plan
+from dsv4.kernels.attention.args import ARGS, sizes
+from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.ops.attention import checks, launch, torch_path
+from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
+from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+from dsv4.ops.runtime.launch import Launch
+from dsv4.ops.runtime.state import State, smallest_call
 
-# `workspace` has the size that `fmha_splits.workspace_size` says, float32, zeros when new; launches
-# that may run at the same time need one each.
-SCHEMA = (
-    "sparse_fmha_with_swa(Tensor q, Tensor compressed_kv, Tensor swa_kv, Tensor swa_lens, "
-    "Tensor sink_logits, Tensor request_ids, Tensor(a!) o, int runner_id, "
-    "Tensor? compressed_lens=None, Tensor(b!)? lse=None, Tensor(c!)? workspace=None) -> ()"
-)
+# What the released models ask for: Flash has 64 heads, Pro 128, and the ranks of a tensor-parallel
+# engine hold a part of them.
+MODEL_HEADS = (128, 64, 32, 16, 8)
+MODEL_HEAD_DIM = 512
+MODEL_WINDOW = 128
+
+# Stands for "any": compiled code takes the number of compressed rows at run time.
+_ANY_TOP_K = 1024
+# The same for "any, but fixed".
+_ANY_FIXED_SPLITS = 1
+
+
+class SparseFmha(KernelOp):
+    """Attention over compressed entries and a sliding window of keys, with a sink."""
+
+    name = "sparse_fmha_with_swa"
+    config = FmhaConfig
+    args = ARGS
+    kernels: ClassVar = {
+        "sm_90a": "dsv4.kernels.attention.sm90.fmha",
+        "sm_100a": "dsv4.kernels.attention.sm100.fmha",
+        "sm_103a": "dsv4.kernels.attention.sm100.fmha",
+    }
+
+    def values(self, config: FmhaConfig) -> Mapping[str, int]:
+        return sizes(config)
+
+    def compiled_config(self, config: FmhaConfig, arch: str) -> FmhaConfig:
+        """Blank what the kernel takes at run time.
+
+        A growing context, another number of splits or, without a causal mask, another window does
+        not compile again. Of a fixed number of splits remains that it is fixed, where the kernel is
+        otherwise one of two, by the launch's size.
+        """
+        has_two = launch_plan.has_two_kernels(config.num_query_heads, arch)
+        is_fixed = config.num_splits is not None and has_two
+        return replace(
+            config,
+            top_k=_ANY_TOP_K,
+            num_splits=_ANY_FIXED_SPLITS if is_fixed else None,
+            softmax_scale=config.scale,
+            sliding_window=config.sliding_window if config.is_causal else 0,
+        )
+
+    def plan(self, config: FmhaConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
+        """Number of KV splits, and of SMs."""
+        size = (sizes["T"], sizes["top_k"], sizes["W"])
+        splits = launch_plan.num_splits(config, *size, device.num_sms, device.arch)
+        return splits, device.num_sms
+
+    def workspace_size(self, config: FmhaConfig, sizes: Sizes, scalars: tuple[int, ...]) -> int:
+        splits = scalars[0]
+        return 0 if splits == 1 else launch_plan.workspace_size(config, sizes["T"], splits)
+
+    def max_workspace_size(self, config: FmhaConfig, rows: int, device: Device) -> int:
+        return launch_plan.max_workspace_size(config, rows, device.num_sms)
+
+    def check_sizes(self, config: FmhaConfig, q: Tensor, compressed_kv: Tensor, *_: object) -> None:
+        checks.check_top_k(config, compressed_kv)
+
+    def check_values(self, config: FmhaConfig, *tensors: Tensor | None) -> None:
+        checks.check_requests(config, swa_kv=tensors[2], request_ids=tensors[5])
+
+    def torch(self, config: FmhaConfig, *tensors: Tensor | None) -> None:
+        torch_path.sparse_fmha(config, *tensors)
+
+    def make_launch(self, state: State) -> Launch:
+        launch_plan.check_splits(state.config)
+        return launch.make_launch(state)
+
+    def probes(
+        self, config: FmhaConfig, target: Device, device: torch.device
+    ) -> Iterator[tuple[Tensor | int, ...]]:
+        """A padding token without and with splits: a configuration has a kernel for each."""
+        for num_splits in (1, 2):
+            call = smallest_call(self, config, (num_splits, target.num_sms), device)
+            call[5].fill_(-1)
+            yield call
+
+    def aot(self) -> Mapping[str, FmhaConfig]:
+        """What Flash and Pro need on one GPU and under tensor parallelism.
+
+        Decoding reads the window as a ring, prefill and drafts read it causally.
+        """
+        return {
+            f"{heads} heads, {window}": FmhaConfig(
+                head_dim=MODEL_HEAD_DIM,
+                num_query_heads=heads,
+                sliding_window=MODEL_WINDOW,
+                top_k=_ANY_TOP_K,
+                is_causal=window == "causal",
+                sink_mode="softmax",
+            )
+            for heads in MODEL_HEADS
+            for window in ("ring", "causal")
+        }
+
+    def warmup_hint(self, config: FmhaConfig) -> str:
+        """The Python expression that warms up `config`."""
+        optional = "".join(
+            f", {name}={getattr(config, name)!r}"
+            for name in ("is_causal", "sink_mode", "softmax_scale", "num_splits")
+        )
+        return (
+            "call the operator once with tensors of these sizes, or "
+            f"dsv4.ops.warmup(dsv4.ops.fmha_runner_id({config.head_dim}, "
+            f"{config.num_query_heads}, {config.sliding_window}, {config.top_k}{optional}), "
+            "max_tokens)"
+        )
+
+
+SPARSE_FMHA = SparseFmha()
+_op = SPARSE_FMHA.overload
 
 
 def sparse_fmha_with_swa(
@@ -78,37 +193,47 @@ def sparse_fmha_with_swa(
     Raises:
         ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
     """
-    checks.check_ranks(q, compressed_kv, swa_kv)
-    if torch.is_grad_enabled():
-        checks.check_no_grad(q, compressed_kv, swa_kv, sink_logits, out)
-    tokens, heads, head_dim = q.shape
-    # index(): under torch.compile sizes may be symbolic, and a runner's are constants.
-    identity = fmha_runner_id(
-        index(head_dim),
-        index(heads),
-        index(swa_kv.shape[1] if sliding_window is None else sliding_window),
-        _bucket(compressed_kv.shape[1]),
-        is_causal=is_causal,
-        sink_mode=sink_mode,
-        softmax_scale=softmax_scale,
-        num_splits=None if num_splits is None else index(num_splits),
-    )
-    if out is None:
-        out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device) if return_lse else None
-    _op(
-        q,
-        compressed_kv,
-        swa_kv,
-        swa_lens,
-        sink_logits,
-        request_ids,
-        out,
-        identity,
-        compressed_lens,
-        lse,
-    )
+    tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids)
+    try:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            SPARSE_FMHA.check_no_gradients(*tensors, out)
+        tokens, heads, head_dim = q.shape
+        # index(): under torch.compile sizes may be symbolic, and a runner's are constants.
+        identity = fmha_runner_id(
+            index(head_dim),
+            index(heads),
+            index(swa_kv.shape[1] if sliding_window is None else sliding_window),
+            _bucket(compressed_kv.shape[1]),
+            is_causal=is_causal,
+            sink_mode=sink_mode,
+            softmax_scale=softmax_scale,
+            num_splits=None if num_splits is None else index(num_splits),
+        )
+        if out is None:
+            out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+        lse = None
+        if return_lse:
+            lse = torch.empty((tokens, heads), dtype=torch.float32, device=q.device)
+        _op(*tensors, out, identity, compressed_lens, lse)
+    except Exception:
+        _explain((*tensors, out, compressed_lens), sliding_window, num_splits)
+        raise
     return out if lse is None else (out, lse)
+
+
+def _explain(tensors: tuple, sliding_window: object, num_splits: object) -> None:
+    """Name the argument of a failed call that is of the wrong type or rank.
+
+    Only after a failure: looking at each of eight tensors costs as much as the rest of the call.
+    """
+    names = [arg for arg in SPARSE_FMHA.tensors if arg.name != "lse"]
+    given = [(arg, x) for arg, x in zip(names, tensors) if x is not None or arg.name != "o"]
+    args, tensors = zip(*given)
+    check_are_tensors(args, tensors)
+    check_ranks(args, tensors)
+    for name, value in (("sliding_window", sliding_window), ("num_splits", num_splits)):
+        if value is not None and not hasattr(value, "__index__"):
+            raise TypeError(f"{name}: got {value!r}, needs an integer or None")
 
 
 @torch.compiler.assume_constant_result
@@ -128,7 +253,7 @@ def fmha_runner_id(
     The same configuration gives the same id, in every process. `top_k` is the most compressed rows
     per token that calls will bring; other arguments as in `sparse_fmha_with_swa`. Compiles nothing.
     """
-    return runner_id(
+    return SPARSE_FMHA.runner_id(
         head_dim,
         num_query_heads,
         sliding_window,
@@ -138,24 +263,6 @@ def fmha_runner_id(
         softmax_scale,
         num_splits,
     )
-
-
-def warmup(runner_id: int, max_tokens: int, device: torch.device | str | None = None) -> None:
-    """Compile or load a runner and allocate its workspace, as a CUDA graph capture requires.
-
-    Args:
-        runner_id: from `fmha_runner_id`.
-        max_tokens: largest T that calls will bring.
-        device: default the current CUDA device, or the CPU (nothing to do) where there is none.
-    """
-    config = runner_config(runner_id)
-    if max_tokens < 0:
-        raise ValueError(f"max_tokens: must not be negative, got {max_tokens}")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
-    if device.type == "cuda":
-        launcher(device.index).warmup(config, max_tokens, device)
 
 
 def _bucket(top_k: int) -> int:
@@ -169,97 +276,3 @@ def _bucket(top_k: int) -> int:
     while capacity < top_k:
         capacity *= 2
     return capacity
-
-
-def _cpu(
-    q: Tensor,
-    compressed_kv: Tensor,
-    swa_kv: Tensor,
-    swa_lens: Tensor,
-    sink_logits: Tensor,
-    request_ids: Tensor,
-    o: Tensor,
-    runner_id: int,
-    compressed_lens: Tensor | None = None,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    config = runner_config(runner_id)
-    tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
-    checks.check_arguments(config, *tensors, compressed_lens, lse, workspace)
-    checks.check_values(config, swa_kv, request_ids)
-    torch_path.sparse_fmha(config, *tensors, compressed_lens, lse)
-
-
-def _cuda(
-    q: Tensor,
-    compressed_kv: Tensor,
-    swa_kv: Tensor,
-    swa_lens: Tensor,
-    sink_logits: Tensor,
-    request_ids: Tensor,
-    o: Tensor,
-    runner_id: int,
-    compressed_lens: Tensor | None = None,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    if is_grad_enabled():
-        checks.check_no_grad(q, compressed_kv, swa_kv, sink_logits, o)
-    launch = _LAUNCHES.get(runner_id)
-    if launch is None:
-        launch = _bind(runner_id, q)
-    try:
-        launch(
-            q,
-            compressed_kv,
-            swa_kv,
-            swa_lens,
-            sink_logits,
-            request_ids,
-            o,
-            compressed_lens,
-            lse,
-            workspace,
-        )
-    except Exception:
-        # Compiled kernels check their arguments for free but name them tersely; checking here
-        # before every launch would cost more than the launch.
-        inputs = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids)
-        tensors = (*inputs, o, compressed_lens, lse, workspace)
-        checks.check_arguments(runner_config(runner_id), *tensors)
-        checks.check_kernel_layout(*tensors)
-        raise
-
-
-# By runner id; launches that pass on what is not theirs, so that nothing else need be looked up.
-_LAUNCHES: dict[int, Launch] = {}
-
-
-def _bind(runner_id: int, q: Tensor) -> Launch:
-    """What runs a runner's calls with tensors like q; remembered where it serves all others."""
-    launch = launch_for(runner_config(runner_id), q)
-    if q.dtype != torch.float32 and launcher(q.get_device()).passes_on:
-        _LAUNCHES[runner_id] = launch
-    return launch
-
-
-def _fake(
-    q: Tensor,
-    compressed_kv: Tensor,
-    swa_kv: Tensor,
-    swa_lens: Tensor,
-    sink_logits: Tensor,
-    request_ids: Tensor,
-    o: Tensor,
-    runner_id: int,
-    compressed_lens: Tensor | None = None,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    config = runner_config(runner_id)
-    tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o)
-    checks.check_arguments(config, *tensors, compressed_lens, lse, workspace)
-
-
-_op = register(SCHEMA, cpu=_cpu, cuda=_cuda, fake=_fake)

@@ -1,8 +1,10 @@
 """Compiled kernels: in memory, else on disk, else compiled and stored.
 
-    <root>/v1/<arch>-<cuda flavour>-<digest of compiler versions and kernel sources>/
-        <kernel>-<digest of key>.o        the object
-        <kernel>-<digest of key>.json     what it is, readable, and the checksum of the object
+    <root>/v2/<arch>-<cuda flavour>-<digest of compiler versions>/
+        <kernel>-<digest of key and sources>.o        the object
+        <kernel>-<digest of key and sources>.json     what it is, and the checksum of the object
+
+The sources of a kernel are its module and all that this imports, directly or not.
 
 The root is $DSV4_CACHE_DIR or the user's cache folder. Writers hold a lock per object, and files
 appear by renaming: any number of processes may share a folder, also over a network.
@@ -21,10 +23,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dsv4.ops.runtime.registry import RunnerKey, build
+from dsv4.ops.runtime.registry import CompileKey, build
 from dsv4.ops.runtime.toolchain import CuteToolchain
 
-FORMAT = "v1"
+FORMAT = "v2"
 LOCK_SECONDS = 600  # far longer than a compilation takes
 _COMPILING = threading.Lock()  # the kernel compiler is not thread-safe
 
@@ -41,8 +43,12 @@ def cache_root() -> Path:
     return Path(platformdirs.user_cache_dir("dsv4"))
 
 
+class NotKept(RuntimeWarning):
+    """A compiled kernel could not be stored: every process will compile it again."""
+
+
 class CompileCache:
-    """Runners by key.
+    """Compiled kernels by key.
 
     Args:
         root: folder of objects; default `cache_root()` at the time of use.
@@ -52,12 +58,12 @@ class CompileCache:
     def __init__(self, root: Path | None = None, toolchain: Any = None) -> None:
         self._root = root
         self._toolchain = CuteToolchain() if toolchain is None else toolchain
-        self._runners: dict[RunnerKey, Runner] = {}
+        self._runners: dict[CompileKey, Runner] = {}
 
     def get(
         self,
-        key: RunnerKey,
-        build: Callable[[RunnerKey], Any] = build,
+        key: CompileKey,
+        build: Callable[[CompileKey], Any] = build,
         *,
         before_miss: Callable[[], None] | None = None,
     ) -> Runner:
@@ -76,14 +82,15 @@ class CompileCache:
             runner = self._runners[key] = self._load_or_build(key, build)
         return runner
 
-    def path(self, key: RunnerKey) -> Path:
-        """Where the object of `key` belongs, for this compiler and these kernel sources."""
+    def path(self, key: CompileKey) -> Path:
+        """Where the object of `key` belongs, for this compiler and the kernel's sources."""
         versions = self._toolchain.versions
         folder = f"{key.arch}-{versions['cuda']}-{_digest(versions)}"
+        identity = (key, self._toolchain.source_digest(key.kernel))
         root = cache_root() if self._root is None else self._root
-        return root / FORMAT / folder / f"{key.kernel}-{_digest(key)}.o"
+        return root / FORMAT / folder / f"{key.stem}-{_digest(identity)}.o"
 
-    def _load_or_build(self, key: RunnerKey, build: Callable[[RunnerKey], Any]) -> Runner:
+    def _load_or_build(self, key: CompileKey, build: Callable[[CompileKey], Any]) -> Runner:
         from filelock import FileLock
 
         path = self.path(key)
@@ -96,22 +103,28 @@ class CompileCache:
             path.parent.mkdir(parents=True, exist_ok=True)
             lock.acquire()
         except OSError as error:
-            warnings.warn(
-                f"compiled kernels cannot be kept in {path.parent} ({error}), every process will "
-                "compile them again; set DSV4_CACHE_DIR to a folder you can write",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-            with tempfile.TemporaryDirectory() as folder:
-                return self._build(key, Path(folder) / path.name, build)
+            _warn_not_kept(path, error)
+            return self._pass_through(key, self._compile(key, build), path.name)
         try:
             # Another process may have written it while this one waited for the lock.
             runner = self._load(key, path, warn=True)
-            return self._build(key, path, build) if runner is None else runner
+            if runner is not None:
+                return runner
+            compiled = self._compile(key, build)
+            try:
+                return self._store(key, compiled, path)
+            except OSError as error:  # a full disk
+                _warn_not_kept(path, error)
+            return self._pass_through(key, compiled, path.name)
         finally:
             lock.release()
 
-    def _load(self, key: RunnerKey, path: Path, *, warn: bool) -> Runner | None:
+    def _pass_through(self, key: CompileKey, compiled: Any, name: str) -> Runner:
+        """Load what was compiled by way of a temporary folder."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self._store(key, compiled, Path(folder) / name)
+
+    def _load(self, key: CompileKey, path: Path, *, warn: bool) -> Runner | None:
         """Runner stored at `path`; None when there is none that can be trusted."""
         try:
             record = json.loads(path.with_suffix(".json").read_text())
@@ -131,12 +144,7 @@ class CompileCache:
                 )
             return None
 
-    def _build(self, key: RunnerKey, path: Path, build: Callable[[RunnerKey], Any]) -> Runner:
-        """Compile `key`, store object and record at `path`, and load what was stored.
-
-        What `build` returns would run too, but through a slower wrapper; and loading proves here
-        and now that the stored object works.
-        """
+    def _compile(self, key: CompileKey, build: Callable[[CompileKey], Any]) -> Any:
         if self._toolchain.arch != key.arch:
             raise RuntimeError(
                 f"this process compiles kernels for {self._toolchain.arch}, asked for one for "
@@ -144,7 +152,14 @@ class CompileCache:
                 f"CUTE_DSL_ARCH={key.arch}"
             )
         with _COMPILING:
-            compiled = build(key)
+            return build(key)
+
+    def _store(self, key: CompileKey, compiled: Any, path: Path) -> Runner:
+        """Store object and record at `path`, and load what was stored.
+
+        What was compiled would run too, but through a slower wrapper; and loading proves here and
+        now that the stored object works.
+        """
         # The folder is on the same file system, so that a rename is atomic, and disappears with
         # whatever a crash leaves in it.
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -157,17 +172,27 @@ class CompileCache:
             os.replace(fresh.with_suffix(".json"), path.with_suffix(".json"))
         return self._toolchain.load(path)
 
-    def _record(self, key: RunnerKey, content: bytes) -> dict[str, Any]:
+    def _record(self, key: CompileKey, content: bytes) -> dict[str, Any]:
         return {
             "key": asdict(key),
             "versions": self._toolchain.versions,
+            "sources": self._toolchain.source_digest(key.kernel),
             "sha256": hashlib.sha256(content).hexdigest(),
         }
+
+
+def _warn_not_kept(path: Path, error: OSError) -> None:
+    warnings.warn(
+        f"compiled kernels cannot be kept in {path.parent} ({error}), every process will compile "
+        "them again; set DSV4_CACHE_DIR to a folder you can write, with room for them",
+        NotKept,
+        stacklevel=5,
+    )
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-# The runners of this process.
+# The compiled kernels of this process.
 RUNNERS = CompileCache()

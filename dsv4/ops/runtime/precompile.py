@@ -7,19 +7,19 @@ when it is imported, and is not thread-safe. That process is
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.ops.runtime.registry import RunnerKey
+from dsv4.ops.runtime.registry import CompileKey
 from dsv4.ops.runtime.report import KEEP_IR, REMARKS, KernelReport, kernel_reports
 
 ERROR_LENGTH = 500  # compiler errors go on for pages
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def precompile(
-    keys: Iterable[tuple[str, RunnerKey]], *, jobs: int, report: bool
+    keys: Iterable[tuple[str, CompileKey]], *, jobs: int, report: bool
 ) -> Iterator[Outcome]:
     """Compile labelled keys into the cache, `jobs` at a time; yields outcomes as they come.
 
@@ -55,7 +55,7 @@ def precompile(
             yield future.result()
 
 
-def _in_child(label: str, key: RunnerKey, report: bool) -> Outcome:
+def _in_child(label: str, key: CompileKey, report: bool) -> Outcome:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as dump:
         settings = {"CUTE_DSL_ARCH": key.arch, "NO_COLOR": "1"}
@@ -63,10 +63,9 @@ def _in_child(label: str, key: RunnerKey, report: bool) -> Outcome:
             settings |= {**KEEP_IR, "CUTE_DSL_DUMP_DIR": dump}
         child = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=json.dumps({"key": asdict(key), "report": report}),
+            input=pickle.dumps((key, report)),
             env={**os.environ, **settings},
             capture_output=True,
-            text=True,
         )
         seconds = time.perf_counter() - begin
         if child.returncode:
@@ -74,29 +73,30 @@ def _in_child(label: str, key: RunnerKey, report: bool) -> Outcome:
         if not report:
             return Outcome(label, seconds)
         ir = "".join(path.read_text() for path in Path(dump).rglob("*.mlir"))
-        kernels = tuple(kernel_reports(child.stderr, ir))
+        kernels = tuple(kernel_reports(child.stderr.decode(errors="replace"), ir))
         return Outcome(label, seconds, "" if kernels else "the compiler reported nothing", kernels)
 
 
 def _reason(child: subprocess.CompletedProcess) -> str:
     """What a failed process printed as its error, else its last words (a crash)."""
-    lines = (child.stdout.strip() or child.stderr.strip()).splitlines()
+    said = child.stdout.strip() or child.stderr.strip()
+    lines = said.decode(errors="replace").splitlines()
     return lines[-1] if lines else f"the compiler ended with status {child.returncode}"
 
 
 def main() -> int:
-    """Compile the key that stdin names; CUTE_DSL_ARCH must already be its architecture.
+    """Compile the key that stdin holds; CUTE_DSL_ARCH must already be its architecture.
 
     An error is one line on stdout, apart from what the compiler prints on stderr.
     """
-    from dsv4.ops.runtime.cache import RUNNERS
+    from dsv4.ops.runtime.cache import RUNNERS, NotKept
     from dsv4.ops.runtime.registry import build
 
-    request = json.load(sys.stdin)
-    fields = request["key"]
-    key = RunnerKey(fields["kernel"], fields["arch"], FmhaConfig(**fields["config"]))
+    # A kernel that is in no folder afterwards was not compiled ahead of time.
+    warnings.simplefilter("error", NotKept)
+    key, report = pickle.load(sys.stdin.buffer)
     try:
-        if request["report"]:
+        if report:
             compiled = build(key, REMARKS)
             RUNNERS.get(key, lambda _: compiled)
         else:

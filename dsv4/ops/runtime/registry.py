@@ -1,97 +1,66 @@
-"""Which kernel serves which GPU architecture, and how to compile it.
+"""Every operator of the process by name, and what is compiled for them.
 
-A kernel module offers `build(config: FmhaConfig, options: str) -> compiled`; it imports the kernel
-compiler, so it is loaded only when something has to be compiled.
+A kernel module offers `build(config, options: str) -> compiled`; it imports the kernel compiler, so
+it is loaded only when something has to be compiled.
 """
 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.split_kv import TILED_HEADS
+from dsv4 import arch as archs
 
-# Compute capability of a device -> architecture its kernels are compiled for.
-ARCHITECTURES = {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}
+if TYPE_CHECKING:
+    from dsv4.ops.runtime.kernel_op import KernelOp
 
-# Architecture -> (name in the cache, module with `build`).
-KERNELS = {
-    "sm_90a": ("fmha_sm90", "dsv4.kernels.attention.sm90.fmha"),
-    "sm_100a": ("fmha", "dsv4.kernels.attention.sm100.fmha"),
-    "sm_103a": ("fmha", "dsv4.kernels.attention.sm100.fmha"),
-}
-
-# What the released models ask for: Flash has 64 heads, Pro 128, and the ranks of a tensor-parallel
-# engine hold a part of them.
-MODEL_HEADS = (128, 64, 32, 16, 8)
-MODEL_HEAD_DIM = 512
-MODEL_WINDOW = 128
-
-# Stands for "any": compiled code takes the number of compressed rows at run time.
-_ANY_TOP_K = 1024
-# The same for "any, but fixed".
-_ANY_FIXED_SPLITS = 1
+# By name. A family's module fills it when `dsv4.ops`, which lists the families, imports it; and
+# importing anything below `dsv4.ops` imports that first.
+OPS: dict[str, KernelOp] = {}
 
 
 @dataclass(frozen=True)
-class RunnerKey:
-    """Identity of one compiled kernel: everything its machine code depends on but its sources."""
+class CompileKey:
+    """Identity of one compiled kernel: everything its machine code depends on but its sources.
+
+    Attributes:
+        kernel: module with `build`.
+        arch: architecture it is compiled for.
+        config: configuration without what is known at run time.
+    """
 
     kernel: str
     arch: str
-    config: FmhaConfig
+    config: Any
+
+    @property
+    def stem(self) -> str:
+        """Readable part of the names of stored objects."""
+        return "-".join(self.kernel.removeprefix("dsv4.kernels.").split("."))
 
 
-def has_two_kernels(heads: int, arch: str) -> bool:
-    """Whether the size of a launch decides which kernel serves so many heads."""
-    return arch == "sm_90a" and heads in TILED_HEADS
-
-
-def runner_key(config: FmhaConfig, arch: str) -> RunnerKey:
-    """Key of the kernel that serves `config` on `arch`.
-
-    Fields that the kernel takes at run time are blanked: a growing context, another number of
-    splits or, without a causal mask, another window does not compile again. Of a fixed number of
-    splits remains that it is fixed, where the kernel is otherwise one of two, by the launch's size.
+def compile_key(op: KernelOp, config: Any, arch: str) -> CompileKey:
+    """Key of the kernel that serves an operator's `config` on `arch`.
 
     Raises:
         ValueError: no kernel for `arch`.
     """
-    if arch not in KERNELS:
-        raise ValueError(f"arch: got {arch!r}, needs one of {', '.join(KERNELS)}")
-    is_fixed = config.num_splits is not None and has_two_kernels(config.num_query_heads, arch)
-    compiled = replace(
-        config,
-        top_k=_ANY_TOP_K,
-        num_splits=_ANY_FIXED_SPLITS if is_fixed else None,
-        softmax_scale=config.scale,
-        sliding_window=config.sliding_window if config.is_causal else 0,
-    )
-    return RunnerKey(KERNELS[arch][0], arch, compiled)
+    if arch not in op.kernels:
+        raise ValueError(f"arch: got {arch!r}, needs one of {', '.join(op.kernels)}")
+    return CompileKey(op.kernels[arch], arch, op.compiled_config(config, arch))
 
 
-def build(key: RunnerKey, options: str = "") -> Any:
+def build(key: CompileKey, options: str = "") -> Any:
     """Compile the kernel of `key`; the process must target `key.arch`. Needs no GPU."""
-    module = importlib.import_module(KERNELS[key.arch][1])
-    return module.build(key.config, options)
+    return importlib.import_module(key.kernel).build(key.config, options)
 
 
-def model_configurations() -> dict[str, FmhaConfig]:
-    """What Flash and Pro need on one GPU and under tensor parallelism, by readable label.
-
-    Decoding reads the window as a ring, prefill and drafts read it causally.
-    """
-    return {
-        f"{heads} heads, {window}": FmhaConfig(
-            head_dim=MODEL_HEAD_DIM,
-            num_query_heads=heads,
-            sliding_window=MODEL_WINDOW,
-            top_k=_ANY_TOP_K,
-            is_causal=window == "causal",
-            sink_mode="softmax",
-        )
-        for heads in MODEL_HEADS
-        for window in ("ring", "causal")
-    }
+def ahead_of_time(arch: str) -> Iterator[tuple[str, CompileKey]]:
+    """Labelled keys of everything the released models need on an architecture."""
+    archs.of_name(arch)
+    for op in OPS.values():
+        if arch in op.kernels:
+            for label, config in op.aot().items():
+                yield f"{arch}, {op.name}: {label}", compile_key(op, config, arch)

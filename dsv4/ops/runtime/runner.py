@@ -1,67 +1,58 @@
-"""Runner ids: the integers by which `torch.ops.dsv4.sparse_fmha_with_swa` names a configuration."""
+"""Runner ids: the integers by which operators of `torch.ops.dsv4` name a configuration."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import astuple
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    from dsv4.ops.runtime.kernel_op import KernelOp
 
-from dsv4.kernels.attention.config import FmhaConfig
-
-_CONFIGS: dict[int, FmhaConfig] = {}
+_RUNNERS: dict[int, tuple[KernelOp, Any]] = {}
 _IDS: dict[tuple, int] = {}
 
 
-def runner_id(*fields) -> int:
-    """Id of `FmhaConfig(*fields)`.
+def runner_id(op: KernelOp, *fields: Any) -> int:
+    """Id of an operator's configuration `op.config(*fields)`.
 
-    A hash of the configuration: the same in every process, so that a graph which holds the id as a
-    constant stays valid wherever the configuration has been registered.
+    A hash: the same in every process, so that a graph which holds the id as a constant stays valid
+    wherever the configuration has been registered. One configuration has one object.
     """
-    known = _IDS.get(fields)
+    try:
+        known = _IDS.get((op.name, *fields))
+    except TypeError:  # a field that cannot be hashed: the configuration names it
+        op.config(*fields)
+        raise
     if known is not None:
         return known
-    config = FmhaConfig(*fields)
-    digest = hashlib.sha256(repr(astuple(config)).encode()).digest()
+    config = op.config(*fields)
+    digest = hashlib.sha256(repr((op.name, astuple(config))).encode()).digest()
     identity = int.from_bytes(digest[:7], "big")
-    # The first object stays: launchers keep state by its identity.
-    _CONFIGS.setdefault(identity, config)
-    _IDS[fields] = identity
+    _RUNNERS.setdefault(identity, (op, config))
+    _IDS[op.name, *fields] = identity
     return identity
 
 
-def runner_config(identity: int) -> FmhaConfig:
-    """Configuration behind an id; ValueError when `fmha_runner_id` never gave it."""
+def find_runner(identity: int) -> tuple[KernelOp, Any]:
+    """Operator and configuration behind an id; ValueError when `runner_id` never gave it."""
     try:
-        return _CONFIGS[identity]
-    except KeyError:
+        return _RUNNERS[identity]
+    except (KeyError, TypeError):
         raise ValueError(
-            f"runner_id: {identity} names no runner of this process; "
-            "get one from dsv4.ops.fmha_runner_id(...)"
+            f"runner_id: {identity} names no runner of this process; get one from the operator's "
+            "own function, dsv4.ops.fmha_runner_id(...) for sparse_fmha_with_swa"
         ) from None
 
 
-def warmup_call(config: FmhaConfig) -> str:
-    """The Python expression that warms up `config`, for error messages."""
-    optional = "".join(
-        f", {name}={getattr(config, name)!r}"
-        for name in ("is_causal", "sink_mode", "softmax_scale", "num_splits")
-    )
-    return (
-        f"dsv4.ops.warmup(dsv4.ops.fmha_runner_id({config.head_dim}, {config.num_query_heads}, "
-        f"{config.sliding_window}, {config.top_k}{optional}), max_tokens)"
-    )
+def runner_config(identity: int) -> Any:
+    """Configuration behind an id; ValueError when there is none."""
+    return find_runner(identity)[1]
 
 
-def refuse_cold_capture(config: FmhaConfig) -> None:
-    """Raise when the current stream is being captured: a cold runner cannot start then.
-
-    Compiling, loading a module and allocating a workspace are all illegal during a capture, and
-    would end in an opaque CUDA error or an empty graph.
-    """
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "sparse_fmha_with_swa: this runner is cold and a CUDA graph is being captured; "
-            f"call {warmup_call(config)} before the capture"
-        )
+def config_of(op: KernelOp, identity: int) -> Any:
+    """Configuration of an operator; ValueError for an id that is unknown or another operator's."""
+    owner, config = find_runner(identity)
+    if owner is not op:
+        raise ValueError(f"runner_id: {identity} is a runner of {owner.name}, not of {op.name}")
+    return config

@@ -5,7 +5,6 @@ Importing this module imports nothing of the compiler; the methods do.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import os
 import platform
@@ -16,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import dsv4.kernels
+from dsv4.ops.runtime import sources
 
 _ENTRY = "dsv4_runner"
 # Settings of the compiler that change the code it makes.
@@ -49,7 +48,6 @@ class CuteToolchain:
             **dict(packages),
             "cuda": self.cuda_flavour,
             "host": platform.machine(),
-            "kernels": self.source_digest,
             **{name: os.environ[name] for name in _CODE_SETTINGS if os.environ.get(name)},
         }
 
@@ -62,14 +60,9 @@ class CuteToolchain:
         found = re.search(r"\.(cu\d+)\.", Path(library).name)
         return found[1] if found else "cu"
 
-    @cached_property
-    def source_digest(self) -> str:
-        """Digest of every source file under dsv4/kernels."""
-        root = Path(dsv4.kernels.__file__).parent
-        digest = hashlib.sha256()
-        for path in sorted(root.rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-        return digest.hexdigest()[:16]
+    def source_digest(self, module: str) -> str:
+        """Digest of a kernel module and of all sources that it imports, directly or not."""
+        return sources.digest(module)
 
     def export(self, compiled: Any, path: Path) -> None:
         """Write a compiled function as an object file."""

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops import fmha_runner_id, sparse_fmha_with_swa, warmup
-from dsv4.ops.attention import backend, checks, sparse_fmha, torch_path
-from dsv4.ops.runtime import runner
+from dsv4.ops.attention import sparse_fmha, torch_path
+from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
+from dsv4.ops.runtime import backend, launch, runner, state
 from dsv4.testing.attention import Case, Inputs, assert_attention_close, make_inputs
+from tests.ops.fake_cuda import FakeCuda
 
 pytestmark = pytest.mark.stage("op")
 
@@ -156,6 +161,26 @@ def test_gradients_are_refused(seed: int) -> None:
             OP(*arguments, **keywords)
         with torch.no_grad():
             sparse_fmha_with_swa(*wanting.tensors, **wanting.options)
+
+
+def test_tangents_are_refused(seed: int) -> None:
+    """Nor has it a forward-mode derivative: silence would be a tangent of zeros."""
+    inputs = make_inputs(CASE, seed)
+    q, *rest = inputs.tensors
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return sparse_fmha_with_swa(q, *rest, **inputs.options)
+
+    with pytest.raises(ValueError, match="q: carries a tangent"):
+        torch.func.jvp(attend, (q,), (torch.ones_like(q),))
+    with forward_ad.dual_level():
+        attend(q)
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(ValueError, match="q: carries a tangent"):
+            attend(dual)
+        arguments, keywords = op_arguments(inputs.replaced(q=dual))
+        with pytest.raises(ValueError, match="q: carries a tangent"):
+            OP(*arguments, **keywords)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -310,13 +335,12 @@ def test_growing_context_keeps_its_runner(monkeypatch: pytest.MonkeyPatch, seed:
 def test_cold_capture_names_the_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error during a CUDA graph capture contains the call that would have prevented it."""
     config = FmhaConfig(128, 16, 64, 256, is_causal=True, sink_mode="softmax", num_splits=4)
-    runner.refuse_cold_capture(config)
+    state.refuse_cold_capture(SPARSE_FMHA, config)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="CUDA graph") as caught:
-        runner.refuse_cold_capture(config)
-    call = runner.warmup_call(config)
-    assert call in str(caught.value)
+        state.refuse_cold_capture(SPARSE_FMHA, config)
+    call = re.search(r"dsv4\.ops\.warmup\(.*max_tokens\)", str(caught.value))[0]
     warmed = []
     monkeypatch.setattr("dsv4.ops.warmup", lambda identity, tokens: warmed.append(identity))
     import dsv4.ops
@@ -335,28 +359,43 @@ def test_warmup_on_the_cpu() -> None:
 
 @pytest.fixture
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch):
-    """Make torch report a GPU of a given capability, and start with no launcher chosen."""
+    """Make torch report a GPU of a given capability, and forget what was found before."""
 
     def pretend(capability: tuple[int, int]) -> None:
+        properties = SimpleNamespace(multi_processor_count=132)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
-    monkeypatch.setattr(backend, "_LAUNCHERS", {})
-    return pretend
+    for cached in (backend.device_of, backend._fall_back):
+        cached.cache_clear()
+    yield pretend
+    for cached in (backend.device_of, backend._fall_back):
+        cached.cache_clear()
+
+
+def find_kernel() -> backend.Device | None:
+    return backend.find_kernel(SPARSE_FMHA.name, SPARSE_FMHA.kernels, 5)
 
 
 def test_unknown_gpu_gets_torch_with_one_warning(pretend_gpu, seed: int) -> None:
     pretend_gpu((8, 0))
     with pytest.warns(RuntimeWarning, match=r"no kernel for Some GPU \(sm_80\).*torch") as caught:
-        chosen = backend.launcher(5)
+        assert find_kernel() is None
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert backend.launcher(5) is chosen
+        assert find_kernel() is None
+    check_torch_launch(seed)
+
+
+def check_torch_launch(seed: int) -> None:
+    """What is bound where no kernel serves computes the right result."""
     inputs = make_inputs(CASE, seed)
     arguments, keywords = op_arguments(inputs)
-    launch = chosen.bind(runner.runner_config(arguments[7]), torch.device("cpu"))
-    launch(*arguments[:7], *keywords.values())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "find_kernel", lambda *_: None)
+        SPARSE_FMHA.cuda(*arguments, *keywords.values())
     assert_attention_close(
         arguments[6], inputs.expected()[0], keywords["lse"], inputs.expected()[1]
     )
@@ -366,42 +405,74 @@ def test_missing_kernel_compiler_gets_torch(pretend_gpu, monkeypatch: pytest.Mon
     pretend_gpu((9, 0))
     monkeypatch.setitem(sys.modules, "cutlass", None)
     with pytest.warns(RuntimeWarning, match="cannot be loaded"):
-        backend.launcher(0)
+        assert find_kernel() is None
 
 
-def test_failed_launch_is_explained(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_a_variable_selects_torch(pretend_gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DSV4_OPS=torch: the plain path on a GPU that has a kernel, without a warning."""
+    pretend_gpu((9, 0))
+    monkeypatch.setitem(sys.modules, "cutlass", SimpleNamespace())
+    assert find_kernel() == ("sm_90a", 132)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setenv("DSV4_OPS", "torch")
+        assert find_kernel() is None
+    monkeypatch.setenv("DSV4_OPS", "cpu")
+    with pytest.raises(ValueError, match="DSV4_OPS: got 'cpu', needs 'torch'"):
+        find_kernel()
+
+
+def test_failed_launch_is_explained(fake_cuda: FakeCuda, seed: int) -> None:
     """A kernel's terse complaint about an argument becomes the named error; others pass through."""
 
-    def launch(*_: object) -> None:
+    def run(*_: object) -> None:
         raise RuntimeError("Mismatched Tensor on argument #3")
 
-    refusing = backend.Launcher(lambda *_: launch, lambda *_: None)
-    monkeypatch.setattr(sparse_fmha, "_LAUNCHES", {})
-    for module in (sparse_fmha, backend):
-        monkeypatch.setattr(module, "launcher", lambda index: refusing)
+    fake_cuda.kernel = run
     arguments, keywords = op_arguments(make_inputs(CASE, seed))
+    options, cuda = tuple(keywords.values()), SPARSE_FMHA.cuda
     wrong = (*arguments[:3], arguments[3].long(), *arguments[4:])
     with pytest.raises(TypeError, match=r"swa_lens: got torch\.int64, needs torch\.int32"):
-        sparse_fmha._cuda(*wrong, **keywords)
+        cuda(*wrong, *options)
     strided = torch.zeros(8, dtype=torch.int32)[::2]
     with pytest.raises(ValueError, match=r"swa_lens: got strides"):
-        sparse_fmha._cuda(*arguments[:3], strided, *arguments[4:], **keywords)
+        cuda(*arguments[:3], strided, *arguments[4:], *options)
     with pytest.raises(RuntimeError, match="argument #3"):
-        sparse_fmha._cuda(*arguments, **keywords)
+        cuda(*arguments, *options)
 
 
-def test_float32_reaches_no_kernel(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_float32_reaches_no_kernel(fake_cuda: FakeCuda, seed: int) -> None:
     """Kernels are for bfloat16: on a GPU, too, float32 is computed by torch."""
-    for module in (sparse_fmha, backend):
-        monkeypatch.setattr(module, "launcher", lambda index: pytest.fail("asked for a kernel"))
-    monkeypatch.setattr(sparse_fmha, "_LAUNCHES", {})
+    fake_cuda.kernel = lambda *_: pytest.fail("launched a kernel")
     inputs = make_inputs(CASE, seed, torch.float32)
     arguments, keywords = op_arguments(inputs)
-    sparse_fmha._cuda(*arguments, **keywords)
+    options, cuda = tuple(keywords.values()), SPARSE_FMHA.cuda
+    cuda(*arguments, *options)
     for actual, expected in zip((arguments[6], keywords["lse"]), inputs.expected()):
         torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
     with pytest.raises(TypeError, match=r"swa_lens: got torch\.int64, needs torch\.int32"):
-        sparse_fmha._cuda(*arguments[:3], arguments[3].long(), *arguments[4:], **keywords)
+        cuda(*arguments[:3], arguments[3].long(), *arguments[4:], *options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype: torch.dtype, seed: int) -> None:
+    """The operator's precision is its tensors', also inside a model under autocast."""
+    inputs = make_inputs(CASE, seed, dtype)
+    expected = sparse_fmha_with_swa(*inputs.tensors, **inputs.options, return_lse=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = sparse_fmha_with_swa(*inputs.tensors, **inputs.options, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected))
+
+
+def test_import_of_the_package_registers_the_operators() -> None:
+    """`torch.ops.dsv4.*` is there after `import dsv4`, and no kernel compiler with it."""
+    code = (
+        "import sys, dsv4, torch; print(torch.ops.dsv4.sparse_fmha_with_swa.default); "
+        "raise SystemExit('cutlass' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "dsv4.sparse_fmha_with_swa.default" in done.stdout
 
 
 def test_checks_read_no_values(seed: int) -> None:
@@ -409,4 +480,4 @@ def test_checks_read_no_values(seed: int) -> None:
     arguments, keywords = op_arguments(make_inputs(CASE, seed))
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in (*arguments[:7], *keywords.values())]
-        checks.check_arguments(runner.runner_config(arguments[7]), *fakes)
+        SPARSE_FMHA.check(runner.runner_config(arguments[7]), tuple(fakes))

@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
 from dsv4.ops.runtime import registry
 from dsv4.ops.runtime.cache import CompileCache, cache_root
-from dsv4.ops.runtime.registry import RunnerKey, model_configurations, runner_key
+from dsv4.ops.runtime.registry import CompileKey
 
 CONFIG = FmhaConfig(512, 64, 128, 512, sink_mode="softmax")
-KEY = runner_key(CONFIG, "sm_90a")
+KEY = SPARSE_FMHA.compile_key(CONFIG, "sm_90a")
 
 
 class FakeToolchain:
@@ -32,7 +33,11 @@ class FakeToolchain:
     arch = "sm_90a"
 
     def __init__(self, **versions: str) -> None:
+        self.sources = versions.pop("sources", "1")
         self.versions = {"compiler": "1", "cuda": "cu12", **versions}
+
+    def source_digest(self, module: str) -> str:
+        return f"{module} {self.sources}"
 
     def export(self, compiled: str, path: Path) -> None:
         path.write_text(compiled)
@@ -48,9 +53,9 @@ class Builder:
     """Counts compilations."""
 
     def __init__(self) -> None:
-        self.built: list[RunnerKey] = []
+        self.built: list[CompileKey] = []
 
-    def __call__(self, key: RunnerKey) -> str:
+    def __call__(self, key: CompileKey) -> str:
         self.built.append(key)
         return f"object {len(self.built)}"
 
@@ -76,14 +81,14 @@ def test_memory_then_disk_then_compile(tmp_path: Path, builder: Builder) -> None
 
 def test_every_part_of_the_key_counts(tmp_path: Path, builder: Builder) -> None:
     """Another configuration, compiler, toolkit or architecture is another object."""
-    other = runner_key(replace(CONFIG, num_query_heads=8), "sm_90a")
+    other = SPARSE_FMHA.compile_key(replace(CONFIG, num_query_heads=8), "sm_90a")
     paths = {
         cache(tmp_path).path(KEY),
         cache(tmp_path).path(other),
         cache(tmp_path, compiler="2").path(KEY),
         cache(tmp_path, cuda="cu13").path(KEY),
-        cache(tmp_path, kernels="changed").path(KEY),
-        cache(tmp_path).path(runner_key(CONFIG, "sm_100a")),
+        cache(tmp_path, sources="changed").path(KEY),
+        cache(tmp_path).path(SPARSE_FMHA.compile_key(CONFIG, "sm_100a")),
     }
     assert len(paths) == 6
     cache(tmp_path).get(KEY, builder)
@@ -99,7 +104,7 @@ def test_key_blanks_what_is_known_at_run_time() -> None:
         replace(CONFIG, sliding_window=64),
         replace(CONFIG, softmax_scale=512**-0.5),
     ]
-    assert {runner_key(config, "sm_90a") for config in same} == {KEY}
+    assert {SPARSE_FMHA.compile_key(config, "sm_90a") for config in same} == {KEY}
     causal = replace(CONFIG, is_causal=True)
     different = [
         causal,
@@ -108,11 +113,11 @@ def test_key_blanks_what_is_known_at_run_time() -> None:
         replace(CONFIG, softmax_scale=0.1),
         replace(CONFIG, head_dim=128),
     ]
-    assert len({runner_key(config, "sm_90a") for config in different} | {KEY}) == 6
+    assert len({SPARSE_FMHA.compile_key(config, "sm_90a") for config in different} | {KEY}) == 6
     with pytest.raises(FrozenInstanceError):
         KEY.arch = "sm_100a"
     with pytest.raises(ValueError, match="arch: got 'sm_80', needs one of sm_90a"):
-        runner_key(CONFIG, "sm_80")
+        SPARSE_FMHA.compile_key(CONFIG, "sm_80")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +134,8 @@ def test_fixed_splits_have_one_kernel(arch, heads, kernels) -> None:
     """Where the size of a launch picks one of two, a token's bits would depend on the batch."""
     config = replace(CONFIG, num_query_heads=heads)
     chosen, *fixed = (
-        runner_key(replace(config, num_splits=splits), arch) for splits in (None, 1, 4, 9)
+        SPARSE_FMHA.compile_key(replace(config, num_splits=splits), arch)
+        for splits in (None, 1, 4, 9)
     )
     assert len(set(fixed)) == 1
     assert len({chosen, *fixed}) == kernels
@@ -202,7 +208,7 @@ def test_half_an_entry_is_a_miss(tmp_path: Path, builder: Builder, missing: str)
 def test_record_is_readable(tmp_path: Path, builder: Builder) -> None:
     cache(tmp_path).get(KEY, builder)
     record = json.loads(cache(tmp_path).path(KEY).with_suffix(".json").read_text())
-    assert record["key"]["kernel"] == "fmha_sm90"
+    assert record["key"]["kernel"] == "dsv4.kernels.attention.sm90.fmha"
     assert record["key"]["arch"] == "sm_90a"
     assert record["key"]["config"]["num_query_heads"] == 64
     assert record["versions"]["compiler"] == "1"
@@ -210,7 +216,7 @@ def test_record_is_readable(tmp_path: Path, builder: Builder) -> None:
 
 
 def test_failed_compilation_leaves_nothing(tmp_path: Path, builder: Builder) -> None:
-    def failing(key: RunnerKey) -> str:
+    def failing(key: CompileKey) -> str:
         raise ValueError("no such instruction")
 
     with pytest.raises(ValueError, match="no such instruction"):
@@ -223,7 +229,7 @@ def test_failed_compilation_leaves_nothing(tmp_path: Path, builder: Builder) -> 
 def test_foreign_architecture_is_refused(tmp_path: Path, builder: Builder) -> None:
     """Code for another architecture compiles without complaint and fails only when it is called."""
     with pytest.raises(RuntimeError, match=r"for sm_90a, .*dsv4 compile --arch sm_100a"):
-        cache(tmp_path).get(runner_key(CONFIG, "sm_100a"), builder)
+        cache(tmp_path).get(SPARSE_FMHA.compile_key(CONFIG, "sm_100a"), builder)
     assert builder.built == []
 
 
@@ -241,7 +247,7 @@ def test_threads_compile_once(tmp_path: Path) -> None:
     results = []
 
     def work() -> None:
-        def slow(key: RunnerKey) -> str:
+        def slow(key: CompileKey) -> str:
             time.sleep(0.1)
             return builder(key)
 
@@ -258,7 +264,7 @@ def test_threads_compile_once(tmp_path: Path) -> None:
 
 
 def _compile_in_process(root: Path, start, results) -> None:
-    def slow(key: RunnerKey) -> str:
+    def slow(key: CompileKey) -> str:
         time.sleep(0.2)
         return f"object of {os.getpid()}"
 
@@ -306,10 +312,12 @@ def test_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_configurations_of_the_models() -> None:
-    configurations = model_configurations().values()
+    configurations = SPARSE_FMHA.aot().values()
     assert {config.num_query_heads for config in configurations} == {8, 16, 32, 64, 128}
     assert {config.sink_mode for config in configurations} == {"softmax"}
-    assert len({runner_key(config, "sm_90a") for config in configurations}) == len(configurations)
+    assert len({SPARSE_FMHA.compile_key(config, "sm_90a") for config in configurations}) == len(
+        configurations
+    )
 
 
 def test_build_goes_to_the_kernel_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +341,7 @@ CHILD = textwrap.dedent(
     import torch
     from dsv4.kernels.attention.config import FmhaConfig
     from dsv4.ops.runtime.cache import CompileCache
-    from dsv4.ops.runtime.registry import runner_key
+    from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
 
     arch, root, mode = sys.argv[1:]
 
@@ -344,7 +352,7 @@ CHILD = textwrap.dedent(
     def forbid(key):
         raise AssertionError("compiled again")
 
-    key = runner_key(FmhaConfig(512, 64, 128, 512), arch)
+    key = SPARSE_FMHA.compile_key(FmhaConfig(512, 64, 128, 512), arch)
     double = CompileCache(Path(root)).get(key, compile_it if mode == "compile" else forbid)
     # The object checks its arguments; with a GPU it would go on and launch.
     try:

@@ -12,9 +12,9 @@ import pytest
 
 from dsv4.cli import compile as command
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.ops.runtime import precompile, registry
+from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
+from dsv4.ops.runtime import precompile
 from dsv4.ops.runtime.precompile import Outcome
-from dsv4.ops.runtime.registry import KERNELS, runner_key
 from dsv4.ops.runtime.report import KernelReport, kernel_reports
 
 needs_compiler = pytest.mark.skipif(
@@ -72,7 +72,6 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 def test_command_offers_every_architecture() -> None:
-    assert set(command.ARCHITECTURES) == set(KERNELS)
     with pytest.raises(SystemExit):
         parse()
     with pytest.raises(SystemExit):
@@ -86,7 +85,7 @@ def test_command_reports(
 ) -> None:
     """One row per kernel, failures in full on stderr and in the exit status."""
     monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "160")
 
     def pretend(keys, *, jobs: int, report: bool):
         assert (jobs, report) == (3, True)
@@ -102,8 +101,11 @@ def test_command_reports(
     printed = capsys.readouterr()
     assert "FmhaKernelSm90, wgmma serialised" in printed.out
     assert "168" in printed.out and "12 B" in printed.out and "231000 B" in printed.out
-    assert f"1 of 2 runners are in {tmp_path}" in printed.out
-    assert "dsv4 compile: sm_90a, 128 heads, causal: ValueError: out of tensor" in printed.err
+    assert f"1 of 2 kernels are in {tmp_path}" in printed.out
+    assert (
+        "dsv4 compile: sm_90a, sparse_fmha_with_swa: 128 heads, causal: ValueError: out of tensor"
+        in printed.err
+    )
 
 
 def test_missing_compiler_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +118,7 @@ def test_missing_compiler_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A kernel that does not exist for these sizes: the child's error, not its traceback."""
     monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
-    key = runner_key(FmhaConfig(63, 8, 128, 64), "sm_90a")
+    key = SPARSE_FMHA.compile_key(FmhaConfig(63, 8, 128, 64), "sm_90a")
     (outcome,) = precompile.precompile([("odd", key)], jobs=1, report=False)
     assert outcome.label == "odd"
     assert outcome.error.startswith("ValueError: head_dim")
@@ -126,17 +128,17 @@ def test_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 def test_crash_is_reported() -> None:
     """A child that dies without a word still has a reason."""
-    killed = subprocess.CompletedProcess([], -9, stdout="", stderr="")
+    killed = subprocess.CompletedProcess([], -9, stdout=b"", stderr=b"")
     assert precompile._reason(killed) == "the compiler ended with status -9"
     aborted = subprocess.CompletedProcess(
-        [], -6, stdout="", stderr="x\nLLVM ERROR: out of memory\n"
+        [], -6, stdout=b"", stderr=b"x\nLLVM ERROR: out of memory\n"
     )
     assert precompile._reason(aborted) == "LLVM ERROR: out of memory"
 
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("arch", sorted(KERNELS))
+@pytest.mark.parametrize("arch", sorted(SPARSE_FMHA.kernels))
 @pytest.mark.parametrize("head_dim", [64, 512])
 def test_kernels_compile_without_spills(
     arch: str, head_dim: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -144,7 +146,7 @@ def test_kernels_compile_without_spills(
     """The real kernels, cross-compiled: in the cache afterwards, no register spilled."""
     monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
     config = FmhaConfig(head_dim, 64, 128, 512, is_causal=True, sink_mode="softmax")
-    key = runner_key(config, arch)
+    key = SPARSE_FMHA.compile_key(config, arch)
     (outcome,) = precompile.precompile([("runner", key)], jobs=1, report=True)
     assert outcome.error == ""
     assert outcome.kernels
@@ -152,7 +154,8 @@ def test_kernels_compile_without_spills(
         assert (kernel.spill_stores, kernel.spill_loads) == (0, 0), kernel
         assert kernel.shared_memory <= 227 * 1024
     (stored,) = tmp_path.rglob("*.o")
-    assert stored.name.startswith(registry.KERNELS[arch][0])
+    kernel = SPARSE_FMHA.kernels[arch]
+    assert stored.name.startswith(kernel.removeprefix("dsv4.kernels.").replace(".", "-"))
 
 
 @needs_compiler
@@ -162,7 +165,7 @@ def test_hopper_products_overlap(
 ) -> None:
     """No product waits for one before it, no register is spilled, in any kernel of a runner."""
     monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
-    key = runner_key(FmhaConfig(512, heads, 128, 1024, sink_mode="softmax"), "sm_90a")
+    key = SPARSE_FMHA.compile_key(FmhaConfig(512, heads, 128, 1024, sink_mode="softmax"), "sm_90a")
     (outcome,) = precompile.precompile([("runner", key)], jobs=1, report=True)
     assert outcome.error == ""
     # Many heads: launches without splits have a kernel of their own, and small ones have that for

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.launch_plan import workspace_size
 from dsv4.kernels.attention.sm90.fmha import build
-from dsv4.ops.attention.splits import workspace_size
 from tests.simulator.hardware.case import Tolerance
 from tests.simulator.hardware.inputs import random_words, small_integers, uniform
 from tests.simulator.kernels.gemm_sm90 import GemmSm90

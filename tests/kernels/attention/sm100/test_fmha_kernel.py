@@ -16,6 +16,7 @@ from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.sm100 import fmha
 from dsv4.kernels.attention.sm100.fmha import FmhaKernel
 from dsv4.ops import sparse_fmha_with_swa
+from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
 from dsv4.ops.runtime import registry
 from dsv4.ops.runtime.cache import CompileCache
 from dsv4.ops.runtime.precompile import precompile
@@ -48,7 +49,7 @@ PARITY = FmhaConfig(512, 128, 128, 1024)
 # What users compile ahead of time, and the grid.
 CONFIGURATIONS = {
     "parity": PARITY,
-    **registry.model_configurations(),
+    **SPARSE_FMHA.aot(),
     **{str(case): config_of(case) for case in GRID},
 }
 
@@ -189,12 +190,12 @@ def test_runner_is_compiled_once(backend: AttentionKernels, tmp_path: Path, seed
     case = Case(heads=16, requests=((0, 1),), sink_mode="softmax")
     builds = []
 
-    def build(key: registry.RunnerKey):
+    def build(key: registry.CompileKey):
         builds.append(key)
         return registry.build(key)
 
     for top_k in (200, 4096):
-        key = registry.runner_key(replace(config_of(case), top_k=top_k), arch)
+        key = SPARSE_FMHA.compile_key(replace(config_of(case), top_k=top_k), arch)
         assert CompileCache(tmp_path).get(key, build) is not None
     assert len(builds) == 1
     # What the cache compiles is the kernel of the tests: the blanked sizes are runtime sizes.
@@ -209,7 +210,7 @@ def test_compiler_report(label: str, monkeypatch, tmp_path) -> None:
     """No spill, no local memory, shared memory as planned: for the models and the test grid."""
     monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))
     config = CONFIGURATIONS[label]
-    key = registry.runner_key(config, "sm_100a")
+    key = SPARSE_FMHA.compile_key(config, "sm_100a")
     (outcome,) = precompile([(label, key)], jobs=1, report=True)
     assert not outcome.error, outcome.error
     kernels = {kernel.name: kernel for kernel in outcome.kernels}

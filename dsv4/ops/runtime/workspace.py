@@ -1,0 +1,66 @@
+"""Workspaces of launches: one per (device, stream), and one per device for captured graphs.
+
+A workspace is zeros when new, and every launch leaves its counters as it found them. Launches of a
+stream run one after the other, so they share one. A graph keeps the address that it was captured
+with and may be replayed on any stream: graphs of a device share the device's capture workspace, so
+replays that may overlap need workspaces of their own, passed to the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_EAGER: dict[tuple[int, int], Tensor] = {}  # by device and stream
+_CAPTURE: dict[int, Tensor] = {}  # by device
+# Devices whose capture workspace is in a graph.
+_CAPTURED: set[int] = set()
+# Outgrown workspaces of captures: graphs hold their addresses.
+_RETIRED: list[Tensor] = []
+
+
+def workspace(
+    device: torch.device, size: int, most: int, refuse_cold: Callable[[], None]
+) -> Tensor:
+    """Workspace of at least `size` elements for a launch on the current stream.
+
+    A launch outside a capture also makes the workspace that a capture of the same launch needs, on
+    whatever stream: memory cannot be zeroed during a capture without doing so in every replay.
+
+    Args:
+        device: of the launch; with an index.
+        size: fp32 elements that this launch needs.
+        most: elements that all launches like this one need at most, so that it grows once.
+        refuse_cold: raises; called during a capture that finds no workspace.
+    """
+    index = device.index
+    if torch.cuda.is_current_stream_capturing():
+        known = _CAPTURE.get(index)
+        if known is None or known.numel() < size:
+            refuse_cold()
+        _CAPTURED.add(index)
+        return known
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    known = _EAGER.get((index, stream))
+    if known is None or known.numel() < size:
+        known = reserve(device, stream, max(size, most))
+    return known
+
+
+def reserve(device: torch.device, stream: int, size: int) -> Tensor:
+    """Make or grow the workspaces of a stream and of the device's captures; return the first."""
+    index = device.index
+    known = _EAGER.get((index, stream))
+    if known is None or known.numel() < size:
+        known = _EAGER[index, stream] = torch.zeros(size, dtype=torch.float32, device=device)
+    captured = _CAPTURE.get(index)
+    if captured is None or captured.numel() < size:
+        if index in _CAPTURED:
+            _RETIRED.append(captured)
+            _CAPTURED.remove(index)
+        _CAPTURE[index] = torch.zeros(size, dtype=torch.float32, device=device)
+        # A graph may be replayed on any stream: the zeros must not be on their way on this one.
+        torch.cuda.current_stream(device).synchronize()
+    return known
