@@ -34,12 +34,14 @@ class Configuration:
     Attributes:
         identity: everything of the configuration its code depends on, as text.
         build: compiles it with the compiler options given.
+        sources: packages and modules whose files its code is made from.
     """
 
     arch: str
     label: str
     identity: str
     build: Callable[[str], object]
+    sources: tuple[str, ...] = ("dsv4",)
 
 
 # ---- layouts: each returns None for a tree that is not laid out so ----
@@ -58,7 +60,8 @@ def _operators() -> list[Configuration] | None:
                 key = op.compile_key(config, arch)
                 build = functools.partial(table.build, key)
                 found.append(Configuration(arch, f"{op.name}: {label}", repr(key), build))
-    return found
+    # Operators say what is compiled, in the identity, and have no part in how.
+    return [replace(one, sources=("dsv4.kernels", "dsv4.arch")) for one in found]
 
 
 def _runtime_registry() -> list[Configuration] | None:
@@ -160,12 +163,13 @@ def compile_one(arch: str, label: str) -> dict:
         compiled = chosen.build(f"--keep-ptx --dump-dir {folder}")
         ptx, host = compiled.artifacts.PTX, str(compiled.ir_module)
     unfit = [name.replace(".", "/") + ".py" for name in _unfit]
-    return {"ptx": ptx, "host": host, "files": _imported_files(), "unfit": unfit}
+    return {"ptx": ptx, "host": host, "files": _imported_files(chosen.sources), "unfit": unfit}
 
 
-def _imported_files() -> list[str]:
-    """Modules of the project that were imported, relative to the tree."""
-    modules = [module for name, module in sys.modules.items() if name.split(".")[0] == "dsv4"]
+def _imported_files(sources: tuple[str, ...]) -> list[str]:
+    """Files of the modules that were imported of some packages, relative to the tree."""
+    below = tuple(name + "." for name in sources)
+    modules = [m for name, m in sys.modules.items() if name in sources or name.startswith(below)]
     files = (getattr(module, "__file__", None) for module in modules)
     return sorted(str(Path(file).resolve().relative_to(_tree())) for file in files if file)
 
