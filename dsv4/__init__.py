@@ -41,17 +41,6 @@ def load(path: str, *, device: Any = None, dtype: Any = None, progress: bool = F
 
 def _is_command_line() -> bool:
     """Whether this process is the `dsv4` command, whose help and completion need no torch."""
-    if sys.argv[0] == "-m":  # while Python looks for the module that it was asked to run
-        return "dsv4" in sys.orig_argv[1:3]
-    return Path(sys.argv[0]).stem == "dsv4"
-
-
-if not _is_command_line():
-    import dsv4.ops
-
-
-def _is_command_line() -> bool:
-    """Whether this process is the `dsv4` command, whose help and completion need no torch."""
     started = sys.argv[0] if sys.argv else ""
     if started == "-m":  # Python is looking for the module that it was asked to run
         return sys.orig_argv[sys.orig_argv.index("-m") + 1] == "dsv4"
