@@ -51,22 +51,41 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
     report = yield
     stages = [name for mark in item.iter_markers("stage") for name in mark.args]
     report.user_properties.append(("stages", stages))
+    report.user_properties.append(("machine", machine_of(item)))
     return report
 
 
+def machine_of(item: pytest.Item) -> str:
+    """What a test proves something about: the CPU code, the simulated kernels, or a GPU by name.
+
+    A test for any GPU counts for the one that is there; without one, for the H200, on which such
+    tests are run.
+    """
+    if item.get_closest_marker("sm100"):
+        return "B200"
+    if item.get_closest_marker("gpu") or item.get_closest_marker("sm90"):
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        return "B200" if capability == (10, 0) else "H200"
+    parts = item.path.relative_to(item.config.rootpath).parts
+    is_simulated = parts[1] in ("kernels", "simulator") or "simulated" in item.path.stem
+    return "simulator" if is_simulated else "cpu"
+
+
 class StageResults:
-    """Collects outcomes by stage and writes them as JSON: {stage: {test: outcome}}."""
+    """Collects outcomes and writes them as JSON: {stage: {machine: {test: outcome}}}."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.outcomes: dict[str, dict[str, str]] = {}
+        self.outcomes: dict[str, dict[str, dict[str, str]]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         # Setup reports matter only when they skip or fail: the call phase then never comes.
         if report.when == "teardown" or (report.when == "setup" and report.passed):
             return
-        for stage in next((v for k, v in report.user_properties if k == "stages"), []):
-            self.outcomes.setdefault(stage, {})[report.nodeid] = report.outcome
+        found = dict(report.user_properties)
+        for stage in found.get("stages", []):
+            machines = self.outcomes.setdefault(stage, {})
+            machines.setdefault(found["machine"], {})[report.nodeid] = report.outcome
 
     def pytest_sessionfinish(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
@@ -57,21 +59,42 @@ def run_stages(results: dict, folder: Path) -> subprocess.CompletedProcess:
 
 
 def test_a_failing_stage_fails_the_table(tmp_path: Path) -> None:
-    assert run_stages({"op": {"tests/x.py::test": "passed"}}, tmp_path).returncode == 0
-    failing = run_stages({"op": {"tests/x.py::test": "failed"}}, tmp_path)
+    assert run_stages({"op": {"cpu": {"tests/x.py::test": "passed"}}}, tmp_path).returncode == 0
+    failing = run_stages({"op": {"cpu": {"tests/x.py::test": "failed"}}}, tmp_path)
     assert failing.returncode == 1
     assert "op" in failing.stderr
 
 
+def test_runs_on_several_machines_are_merged() -> None:
+    """A test that one machine skips and another runs counts as run; a failure anywhere counts."""
+    stages = load_script("stages")
+    here = {"op": {"cpu": {"a": "passed"}, "H200": {"b": "skipped", "c": "skipped"}}}
+    there = {"op": {"H200": {"b": "passed", "c": "failed", "gone": "passed"}}}
+    merged = stages.merge([here, stages.without_stale(there, here)])
+    assert merged == {"op": {"cpu": {"a": "passed"}, "H200": {"b": "passed", "c": "failed"}}}
+    assert stages.failing_stages(merged) == ["op"]
+    assert stages.cell(merged["op"]["H200"]) == "1, 1 failed"
+    assert stages.cell(here["op"]["H200"]) == "0 of 2"
+    assert stages.cell({}) == "-"
+
+
+def load_script(name: str):
+    """A script without a suffix, as a module."""
+    loader = SourceFileLoader(f"script_{name}", str(ROOT / "scripts" / name))
+    module = module_from_spec(spec_from_loader(loader.name, loader))
+    loader.exec_module(module)
+    return module
+
+
 def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
-    result = run_stages({"Z9": {"tests/x.py::test": "passed"}}, tmp_path)
+    result = run_stages({"Z9": {"cpu": {"tests/x.py::test": "passed"}}}, tmp_path)
     assert result.returncode == 1
     assert "Z9" in result.stderr
 
 
 def test_stages_names_only_existing_tests() -> None:
-    """STAGES.md is generated; a row naming a file that is gone was edited or is stale."""
+    """STAGES.md is generated; a row naming a file or folder that is gone is stale."""
     named = re.findall(r"`(tests/[^`]+)`", (ROOT / "STAGES.md").read_text())
     assert named
-    missing = [name for name in named if not (ROOT / name).is_file()]
+    missing = [name for name in named if not (ROOT / name).exists()]
     assert not missing
