@@ -99,13 +99,13 @@ def test_grid(backend: AttentionKernels, case: Case, splits: int, seed: int) -> 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("head_dim", [64, pytest.param(512, marks=pytest.mark.slow)])
 def test_request_ids_past_the_batch_are_padding(
-    backend: Backend, head_dim: int, is_causal: bool, seed: int
+    backend: AttentionKernels, head_dim: int, is_causal: bool, seed: int
 ) -> None:
     """A request id that names no request is that of a padding token: no length is read for it."""
     requests = ((0, 1), (-1, 3), (1, 1))
     case = Case(72, head_dim, top_k=150, requests=requests, batch=2, is_causal=is_causal)
     inputs = make_inputs(case, seed)
-    ids = inputs.tensors[5].clone()
+    ids = inputs.request_ids.clone()
     ids[1], ids[2] = 2, torch.iinfo(torch.int32).max
     kernel = backend.compile(config_of(case))
     result = backend.run_all(kernel, inputs.replaced(request_ids=ids), seed=seed)
