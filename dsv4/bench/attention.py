@@ -10,45 +10,18 @@ import torch
 from torch import Tensor
 
 from dsv4 import ops
+from dsv4.bench.machine import Machine
 from dsv4.bench.peers import Peer, Run
-from dsv4.bench.shapes import Inputs, Shape, make_inputs
-from dsv4.bench.timing import (
-    copy_bandwidth,
-    graph_microseconds,
-    host_microseconds,
-    matmul_rate,
-    read_bandwidth,
-)
+from dsv4.bench.shapes import Arguments, rotating_arguments
+from dsv4.bench.timing import graph_microseconds, host_microseconds
 from dsv4.ops.runtime.runner import runner_config
 from dsv4.reference.attention import sparse_fmha_with_swa as oracle
+from dsv4.testing.accuracy import BFLOAT16, Accuracy
+from dsv4.testing.attention import Case
 
 SINK_MODE = "softmax"
-MAX_ERROR = 4e-3  # of our output against the oracle: relative, Frobenius
+MAX_ERROR = BFLOAT16.relative  # of our output against the oracle
 CHECKED_TOKENS = 2  # so many of the first, and of the last
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What this GPU reaches: bytes per second of a large copy and of a large reduction, FLOP per
-    second of a large matrix product."""
-
-    name: str
-    copy: float
-    read: float
-    rate: float
-
-    @classmethod
-    def measure(cls) -> Machine:
-        return cls(torch.cuda.get_device_name(), copy_bandwidth(), read_bandwidth(), matmul_rate())
-
-    @property
-    def bandwidth(self) -> float:
-        """Bytes per second that no kernel exceeds."""
-        return max(self.copy, self.read)
-
-    def floor(self, shape: Shape) -> float:
-        """Microseconds that no kernel for `shape` beats: the larger of its two times."""
-        return max(shape.bytes / self.bandwidth, shape.flops / self.rate) * 1e6
 
 
 @dataclass(frozen=True)
@@ -62,7 +35,7 @@ class Result:
         failures: by name, why a peer that should has no time.
     """
 
-    shape: Shape
+    case: Case
     num_splits: int
     microseconds: float
     floor: float
@@ -72,11 +45,11 @@ class Result:
 
     @property
     def teraflops(self) -> float:
-        return self.shape.flops / self.microseconds / 1e6
+        return self.case.flops / self.microseconds / 1e6
 
     @property
     def gigabytes(self) -> float:
-        return self.shape.bytes / self.microseconds / 1e3
+        return self.case.bytes / self.microseconds / 1e3
 
 
 @dataclass(frozen=True)
@@ -96,55 +69,63 @@ class HostCost:
 
 
 def measure(
-    shapes: list[Shape], machine: Machine, *, num_splits: int | None, peers: list[Peer]
+    cases: list[Case], machine: Machine, *, num_splits: int | None, peers: list[Peer]
 ) -> Iterator[Result]:
-    """Measure each shape; peers run on the same inputs. Nothing is timed that is not right.
+    """Measure each case; peers run on the same inputs. Nothing is timed that is not right.
 
     Raises:
         RuntimeError: our own output differs from the oracle.
     """
-    for shape in shapes:
-        yield _measure(shape, machine, num_splits, peers)
-        # The next shape needs the memory, in blocks of other sizes.
+    for case in cases:
+        yield _measure(case, machine, num_splits, peers)
+        # The next case needs the memory, in blocks of other sizes.
         torch.cuda.empty_cache()
 
 
 @torch.inference_mode()
-def _measure(shape: Shape, machine: Machine, num_splits: int | None, peers: list[Peer]) -> Result:
-    inputs = make_inputs(shape)
-    runs = our_runs(shape, inputs, num_splits)
+def _measure(case: Case, machine: Machine, num_splits: int | None, peers: list[Peer]) -> Result:
+    inputs = rotating_arguments(case)
+    runs = our_runs(case, inputs, num_splits)
     error = relative_error(runs[0], inputs[0])
     if not error <= MAX_ERROR:
-        raise RuntimeError(f"{shape}: the output is off by {error:.2e}, allowed are {MAX_ERROR}")
+        raise RuntimeError(
+            f"{described(case)}: the output is off by {error:.2e}, allowed are {MAX_ERROR}"
+        )
     time = graph_microseconds([run.call for run in runs])
     times, failures = {}, {}
     for peer in peers:
-        if not peer.serves(shape):
+        if not peer.serves(case):
             continue
         try:
             with warnings.catch_warnings(action="ignore"):
-                times[peer.name] = _peer_microseconds(peer, shape, inputs)
+                times[peer.name] = _peer_microseconds(peer, case, inputs)
         except Exception as failure:
             # A peer's fault must not end the benchmark.
             failures[peer.name] = f"{type(failure).__name__}: {failure}"
-    splits = chosen_splits(shape, num_splits)
-    return Result(shape, splits, time, machine.floor(shape), error, times, failures)
+    splits = chosen_splits(case, num_splits)
+    floor = machine.floor(case.bytes, case.flops)
+    return Result(case, splits, time, floor, error, times, failures)
 
 
-def _peer_microseconds(peer: Peer, shape: Shape, inputs: list[Inputs]) -> float:
+def described(case: Case) -> str:
+    """A case in a message."""
+    return f"T={case.tokens}, {case.heads} heads, {case.top_k} + {case.window_rows} keys"
+
+
+def _peer_microseconds(peer: Peer, case: Case, inputs: list[Arguments]) -> float:
     torch.cuda.empty_cache()
-    needed = peer.copies * shape.bytes * len(inputs)
+    needed = peer.copies * case.bytes * len(inputs)
     available = torch.cuda.mem_get_info()[0]
     if needed > available:
         raise MemoryError(f"needs {needed / 1e9:.0f} GB, {available / 1e9:.0f} are free")
-    runs = peer.prepare(shape, inputs)
+    runs = peer.prepare(case, inputs)
     error = relative_error(runs[0], inputs[0], peer)
     if not error <= peer.error:
         raise ValueError(f"its output is off by {error:.2e}, allowed are {peer.error}")
     return graph_microseconds([run.call for run in runs])
 
 
-def relative_error(run: Run, inputs: Inputs, peer: Peer | None = None) -> float:
+def relative_error(run: Run, inputs: Arguments, peer: Peer | None = None) -> float:
     """Frobenius error of a run against the oracle, on the first and last tokens; NaN if any is."""
     every = torch.arange(len(inputs.q), device=inputs.q.device)
     some = torch.cat((every[:CHECKED_TOKENS], every[-CHECKED_TOKENS:])).unique()
@@ -159,17 +140,16 @@ def relative_error(run: Run, inputs: Inputs, peer: Peer | None = None) -> float:
         torch.arange(len(some), dtype=torch.int32, device=some.device),
         sink_mode=SINK_MODE,
     )
-    got: Tensor = run.output()[some].float()
-    return ((got - expected).norm() / expected.norm()).item()
+    return Accuracy.of(run.output()[some], expected).relative
 
 
-def our_runs(shape: Shape, inputs: list[Inputs], num_splits: int | None) -> list[Run]:
+def our_runs(case: Case, inputs: list[Arguments], num_splits: int | None) -> list[Run]:
     """The operator, warmed up."""
-    runner = runner_id(shape, num_splits)
-    ops.warmup(runner, shape.tokens)
+    runner = runner_id(case, num_splits)
+    ops.warmup(runner, case.tokens)
     op = torch.ops.dsv4.sparse_fmha_with_swa.default
 
-    def run(each: Inputs) -> Run:
+    def run(each: Arguments) -> Run:
         def call() -> None:
             op(*each, runner)
 
@@ -182,23 +162,23 @@ def our_runs(shape: Shape, inputs: list[Inputs], num_splits: int | None) -> list
     return [run(each) for each in inputs]
 
 
-def runner_id(shape: Shape, num_splits: int | None) -> int:
+def runner_id(case: Case, num_splits: int | None) -> int:
     return ops.fmha_runner_id(
-        shape.head_dim,
-        shape.heads,
-        shape.window,
-        shape.top_k,
+        case.head_dim,
+        case.heads,
+        case.window_rows,
+        case.top_k,
         sink_mode=SINK_MODE,
         num_splits=num_splits,
     )
 
 
-def chosen_splits(shape: Shape, num_splits: int | None) -> int:
+def chosen_splits(case: Case, num_splits: int | None) -> int:
     """KV splits of our launch."""
     from dsv4.ops.attention import launch as fmha_cuda
 
-    config = runner_config(runner_id(shape, num_splits))
-    return fmha_cuda.num_splits(config, shape.tokens, shape.top_k, shape.window)
+    config = runner_config(runner_id(case, num_splits))
+    return fmha_cuda.num_splits(config, case.tokens, case.top_k, case.window_rows)
 
 
 @torch.inference_mode()
@@ -208,8 +188,8 @@ def host_cost() -> HostCost:
     would be in both times."""
     from dsv4.ops.attention import launch as fmha_cuda
 
-    shape = Shape("Pro", 128, 128, 1024)
-    inputs = make_inputs(shape)[:1]
-    (run,) = our_runs(shape, inputs, None)
-    launch = fmha_cuda.bare_launch(runner_config(runner_id(shape, None)), *inputs[0])
+    case = Case.decode(128, 128, 1024)
+    inputs = rotating_arguments(case)[:1]
+    (run,) = our_runs(case, inputs, None)
+    launch = fmha_cuda.bare_launch(runner_config(runner_id(case, None)), *inputs[0])
     return HostCost(*host_microseconds(run.call, launch))

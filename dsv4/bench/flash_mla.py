@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from dsv4.bench.peers import Peer, Run
-from dsv4.bench.shapes import HEAD_DIM, Inputs, Shape
+from dsv4.bench.shapes import HEAD_DIM, Arguments
 from dsv4.reference.cache_entry import ENTRY_BYTES, pack_pages, unpack_pages
+from dsv4.testing.attention import Case
 
 # vLLM ships FlashMLA as this file, which needs nothing else of vLLM.
 EXTENSION = "_flashmla_C.abi3.so"
@@ -106,35 +107,33 @@ def flash_mla_peers(library: Library) -> list[Peer]:
     return [
         Peer(
             "FlashMLA",
-            lambda shape, inputs: [_prefill_run(library, shape, each) for each in inputs],
-            lambda shape: (
-                shape.head_dim == HEAD_DIM
-                and shape.heads in PREFILL_HEADS
-                and shape.keys % PREFILL_KEYS == 0
+            lambda case, inputs: [_prefill_run(library, case, each) for each in inputs],
+            lambda case: (
+                case.head_dim == HEAD_DIM
+                and case.heads in PREFILL_HEADS
+                and case.keys % PREFILL_KEYS == 0
             ),
             copies=1.5,
         ),
         Peer(
             "FlashMLA fp8",
-            lambda shape, inputs: _decode_runs(library, shape, inputs),
-            lambda shape: (
-                shape.head_dim == HEAD_DIM
-                and shape.heads <= max(DECODE_HEADS)
-                and min(shape.top_k, shape.window) > 0
-                and shape.top_k % DECODE_KEYS == shape.window % DECODE_KEYS == 0
+            lambda case, inputs: _decode_runs(library, case, inputs),
+            lambda case: (
+                case.head_dim == HEAD_DIM
+                and case.heads <= max(DECODE_HEADS)
+                and min(case.top_k, case.window_rows) > 0
+                and case.top_k % DECODE_KEYS == case.window_rows % DECODE_KEYS == 0
             ),
             copies=4.0,
-            keys=lambda keys: unpack_pages(pack_pages(keys.reshape(-1, PAGE, HEAD_DIM)), PAGE).view(
-                keys.shape
-            ),
+            keys=_rounded,
         ),
     ]
 
 
-def _prefill_run(library: Library, shape: Shape, inputs: Inputs) -> Run:
-    pool = torch.cat((inputs.compressed_kv, inputs.swa_kv), 1).view(-1, 1, shape.head_dim)
-    indices = _rows(shape.tokens, shape.keys, pool.device)
-    arguments = (inputs.q, pool, indices, shape.head_dim**-0.5, shape.head_dim, inputs.sink_logits)
+def _prefill_run(library: Library, case: Case, inputs: Arguments) -> Run:
+    pool = torch.cat((inputs.compressed_kv, inputs.swa_kv), 1).view(-1, 1, case.head_dim)
+    indices = _rows(case.tokens, case.keys, pool.device)
+    arguments = (inputs.q, pool, indices, case.head_dim**-0.5, case.head_dim, inputs.sink_logits)
 
     def call() -> Tensor:
         return library.flash_mla_sparse_fwd(*arguments)[0]
@@ -142,21 +141,21 @@ def _prefill_run(library: Library, shape: Shape, inputs: Inputs) -> Run:
     return Run(call, call)
 
 
-def _decode_runs(library: Library, shape: Shape, inputs: list[Inputs]) -> list[Run]:
-    heads = min(heads for heads in DECODE_HEADS if heads >= shape.heads)
+def _decode_runs(library: Library, case: Case, inputs: list[Arguments]) -> list[Run]:
+    heads = min(heads for heads in DECODE_HEADS if heads >= case.heads)
     schedule = library.get_mla_metadata()[0]
     device = inputs[0].q.device
-    missing = heads - shape.heads
+    missing = heads - case.heads
     options = {
-        "softmax_scale": shape.head_dim**-0.5,
+        "softmax_scale": case.head_dim**-0.5,
         "is_fp8_kvcache": True,
-        "indices": _rows(shape.tokens, shape.window, device),
-        "extra_indices_in_kvcache": _rows(shape.tokens, shape.top_k, device),
+        "indices": _rows(case.tokens, case.window_rows, device),
+        "extra_indices_in_kvcache": _rows(case.tokens, case.top_k, device),
     }
 
-    def prepare(each: Inputs) -> Run:
+    def prepare(each: Arguments) -> Run:
         window, compressed = (
-            _as_cache(pack_pages(kv.reshape(-1, PAGE, shape.head_dim)))
+            _as_cache(pack_pages(kv.reshape(-1, PAGE, case.head_dim)))
             for kv in (each.swa_kv, each.compressed_kv)
         )
         q = torch.nn.functional.pad(each.q, (0, 0, 0, missing)).unsqueeze(1)
@@ -164,13 +163,13 @@ def _decode_runs(library: Library, shape: Shape, inputs: list[Inputs]) -> list[R
 
         def call() -> Tensor:
             return library.flash_mla_with_kvcache(
-                *(q, window, None, None, shape.head_dim, schedule),
+                *(q, window, None, None, case.head_dim, schedule),
                 attn_sink=sink,
                 extra_k_cache=compressed,
                 **options,
             )[0]
 
-        return Run(call, lambda: call()[:, 0, : shape.heads])
+        return Run(call, lambda: call()[:, 0, : case.heads])
 
     return [prepare(each) for each in inputs]
 

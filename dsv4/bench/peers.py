@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.bench.shapes import Inputs, Shape
+from dsv4.bench.shapes import Arguments
+from dsv4.testing.attention import Case
 
 
 class Run(NamedTuple):
@@ -27,15 +28,15 @@ class Peer:
     Attributes:
         name: heading of its column.
         prepare: one `Run` per set of inputs, everything but the attention itself done.
-        serves: whether it can run a shape.
+        serves: whether it can run a case.
         error: relative Frobenius error that its arithmetic may have against the oracle.
         copies: bytes it needs beside the inputs, as a multiple of theirs.
         keys: what its keys are for the oracle, given the inputs' keys [rows, head_dim].
     """
 
     name: str
-    prepare: Callable[[Shape, list[Inputs]], list[Run]]
-    serves: Callable[[Shape], bool] = lambda shape: True
+    prepare: Callable[[Case, list[Arguments]], list[Run]]
+    serves: Callable[[Case], bool] = lambda case: True
     error: float = 6e-3
     copies: float = 4.0
     keys: Callable[[Tensor], Tensor] = lambda keys: keys
@@ -58,9 +59,9 @@ def _compiled() -> Callable[..., Tensor]:
 
 
 def _prepare(
-    function: Callable[..., Tensor], inputs: list[Inputs], dynamic_tokens: bool
+    function: Callable[..., Tensor], inputs: list[Arguments], dynamic_tokens: bool
 ) -> list[Run]:
-    def prepare(each: Inputs) -> Run:
+    def prepare(each: Arguments) -> Run:
         # Joined beforehand: these peers get their keys as it suits them.
         kv = torch.cat((each.compressed_kv, each.swa_kv), 1)
         if dynamic_tokens:
@@ -75,14 +76,14 @@ def _prepare(
     return [prepare(each) for each in inputs]
 
 
-def _prepare_eager(shape: Shape, inputs: list[Inputs]) -> list[Run]:
+def _prepare_eager(case: Case, inputs: list[Arguments]) -> list[Run]:
     return _prepare(attention, inputs, dynamic_tokens=False)
 
 
-def _prepare_compiled(shape: Shape, inputs: list[Inputs]) -> list[Run]:
+def _prepare_compiled(case: Case, inputs: list[Arguments]) -> list[Run]:
     # A graph for one number of heads and keys, whatever the number of tokens; one token is apart.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-    return _prepare(_compiled(), inputs, dynamic_tokens=shape.tokens > 1)
+    return _prepare(_compiled(), inputs, dynamic_tokens=case.tokens > 1)
 
 
 def torch_peers() -> list[Peer]:

@@ -1,68 +1,62 @@
-"""Benchmark results as a table, as JSON, and as a roofline plot."""
+"""Benchmark results as Markdown tables, as JSON records, and as a roofline plot."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
-import torch
-
-from dsv4.bench.attention import HostCost, Machine, Result
-
-
-def table_header(peer_names: Sequence[str]) -> str:
-    columns = ["shape", "T", "heads", "keys", "splits", "us", "TFLOP/s", "GB/s", "floor us"]
-    columns.append("of floor")
-    return "| " + " | ".join([*columns, *(f"{name} us" for name in peer_names)]) + " |"
+from dsv4.bench.machine import Machine, circumstances
 
 
-def table_row(result: Result, peer_names: Sequence[str]) -> str:
-    shape = result.shape
-    cells = [
-        shape.name,
-        str(shape.tokens),
-        str(shape.heads),
-        str(shape.keys),
-        str(result.num_splits),
-        f"{result.microseconds:.1f}",
-        f"{result.teraflops:.0f}",
-        f"{result.gigabytes:.0f}",
-        f"{result.floor:.1f}",
-        f"{result.floor / result.microseconds:.0%}",
-    ]
-    for name in peer_names:
-        cells.append(f"{result.peers[name]:.1f}" if name in result.peers else "-")
+def table_line(cells: Sequence[str]) -> str:
+    """A line of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
-def to_json(machine: Machine, results: Sequence[Result], host: HostCost) -> str:
-    rows = [
-        {
-            **asdict(result),
-            "teraflops": result.teraflops,
-            "gigabytes_per_second": result.gigabytes,
-        }
-        for result in results
-    ]
-    software = {
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+def table_head(columns: Sequence[str]) -> str:
+    """The first two lines of a Markdown table."""
+    return table_line(columns) + "\n|" + "---|" * len(columns)
+
+
+def record(
+    family: str, machine: Machine, results: Sequence[Mapping[str, Any]], **extra: Any
+) -> dict[str, Any]:
+    """What a run measured, on which machine, by which command and commit."""
+    return {
+        "family": family,
+        **circumstances(),
         "machine": asdict(machine),
-        "software": software,
-        "host_microseconds": {**asdict(host), "beyond_the_launch": host.beyond},
-        "results": rows,
+        **extra,
+        "results": list(results),
     }
-    return json.dumps(record, indent=1)
 
 
-def plot(machine: Machine, results: Sequence[Result], path: Path) -> None:
-    """Roofline: FLOP/s over FLOP per byte, one point per shape."""
+def write_record(path: Path, found: Mapping[str, Any]) -> None:
+    """Write a record as JSON, one result a line."""
+    lines = [
+        f" {json.dumps(name)}: {json.dumps(value)}"
+        for name, value in found.items()
+        if name != "results"
+    ]
+    rows = ",\n".join(f"  {json.dumps(row)}" for row in found["results"])
+    lines.append(f' "results": [\n{rows}\n ]')
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+class RooflinePoint(NamedTuple):
+    """A measurement under the roof."""
+
+    name: str  # of its series
+    label: str
+    intensity: float  # FLOP per byte
+    teraflops: float
+
+
+def plot(machine: Machine, points: Sequence[RooflinePoint], path: Path) -> None:
+    """FLOP/s over FLOP per byte, one point per shape."""
     try:
         import matplotlib
     except ImportError:
@@ -71,17 +65,16 @@ def plot(machine: Machine, results: Sequence[Result], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    intensities = [result.shape.flops / result.shape.bytes for result in results]
+    intensities = [point.intensity for point in points]
     ridge = machine.rate / machine.bandwidth
     ends = [min(*intensities, ridge) / 2, ridge, max(*intensities, ridge) * 2]
     roof = [min(machine.rate, end * machine.bandwidth) / 1e12 for end in ends]
     axes.plot(ends, roof, color="black", label=f"{machine.name}: memory, matmul")
-    for name in dict.fromkeys(result.shape.name for result in results):
-        points = [(i, r) for i, r in zip(intensities, results, strict=True) if r.shape.name == name]
-        axes.scatter([i for i, _ in points], [r.teraflops for _, r in points], label=name)
-        for intensity, result in points:
-            text = f"T={result.shape.tokens}"
-            axes.annotate(text, (intensity, result.teraflops), fontsize=7)
+    for name in dict.fromkeys(point.name for point in points):
+        series = [point for point in points if point.name == name]
+        axes.scatter([x.intensity for x in series], [x.teraflops for x in series], label=name)
+        for point in series:
+            axes.annotate(point.label, (point.intensity, point.teraflops), fontsize=7)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s")
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150, bbox_inches="tight")

@@ -1,13 +1,14 @@
-"""The shapes that are timed, what they cost at least, and their inputs."""
+"""The decode steps that are timed, and their inputs."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from dsv4.testing.attention import Case, make_inputs
 
 HEAD_DIM = 512
 WINDOW = 128
@@ -17,41 +18,32 @@ ROTATION = 3
 MAX_SETS = 1024
 
 
-@dataclass(frozen=True)
-class Shape:
-    """T tokens of `heads` heads, each over `top_k` compressed and `window` window keys."""
-
-    name: str
-    tokens: int
-    heads: int
-    top_k: int
-    window: int = WINDOW
-    head_dim: int = HEAD_DIM
-
-    @property
-    def keys(self) -> int:
-        return self.top_k + self.window
-
-    @property
-    def bytes(self) -> int:
-        """Compulsory traffic: KV and q read once, o written once."""
-        return 2 * self.tokens * self.head_dim * (self.keys + 2 * self.heads)
-
-    @property
-    def flops(self) -> int:
-        return 4 * self.tokens * self.heads * self.keys * self.head_dim
-
-
-def model_shapes() -> list[Shape]:
+def model_cases() -> list[Case]:
     """Decode and prefill chunks of Pro and Flash, and of a rank that holds few heads."""
-    shapes = [Shape("Pro", tokens, 128, 1024) for tokens in TOKENS]
-    shapes += [Shape("Flash", tokens, 64, 512) for tokens in TOKENS]
+
+    def case(name: str, tokens: int, heads: int, top_k: int) -> Case:
+        return Case.decode(tokens, heads, top_k, WINDOW, HEAD_DIM, name)
+
+    cases = [case("Pro", tokens, 128, 1024) for tokens in TOKENS]
+    cases += [case("Flash", tokens, 64, 512) for tokens in TOKENS]
     for heads in (8, 16, 32):
-        shapes += [Shape(f"Pro/{128 // heads}", tokens, heads, 1024) for tokens in (64, 256)]
-    return [*shapes, Shape("Flash/8", 64, 8, 512)]
+        cases += [case(f"Pro/{128 // heads}", tokens, heads, 1024) for tokens in (64, 256)]
+    return [*cases, case("Flash/8", 64, 8, 512)]
 
 
-class Inputs(NamedTuple):
+def sizes_of(case: Case) -> dict[str, str | int]:
+    """The sizes of a decode step as records keep them: what `Case.decode` takes."""
+    return {
+        "name": case.name,
+        "tokens": case.tokens,
+        "heads": case.heads,
+        "top_k": case.top_k,
+        "window": case.window_rows,
+        "head_dim": case.head_dim,
+    }
+
+
+class Arguments(NamedTuple):
     """Arguments of the operator, in its order."""
 
     q: Tensor
@@ -63,23 +55,16 @@ class Inputs(NamedTuple):
     o: Tensor
 
 
-def make_inputs(shape: Shape, rotation: float = ROTATION) -> list[Inputs]:
-    """Sets of inputs `rotation` times as large as the L2 cache together, every token its own
-    request; lengths, ids and sinks are shared, as the layers of a model share them. Outputs start
-    as NaN."""
+def rotating_arguments(case: Case, rotation: float = ROTATION) -> list[Arguments]:
+    """Sets of arguments on the GPU, `rotation` times as large as its L2 cache together. Lengths,
+    ids and sinks are shared, as the layers of a model share them; outputs start as NaN."""
     cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    count = min(MAX_SETS, max(2, math.ceil(rotation * cache / shape.bytes)))
-    tokens, width = shape.tokens, shape.window
-    swa_lens = torch.full((tokens,), width, dtype=torch.int32, device="cuda")
-    request_ids = torch.arange(tokens, dtype=torch.int32, device="cuda")
-    sink_logits = torch.randn(shape.heads, device="cuda")
-
-    def rows(*size: int) -> Tensor:
-        return torch.randn(tokens, *size, shape.head_dim, dtype=torch.bfloat16, device="cuda")
-
+    count = min(MAX_SETS, max(2, math.ceil(rotation * cache / case.bytes)))
+    first = make_inputs(case, 0, device="cuda")
     sets = []
-    for _ in range(count):
-        q, compressed_kv, swa_kv = rows(shape.heads), rows(shape.top_k), rows(width)
-        output = torch.full_like(q, float("nan"))
-        sets.append(Inputs(q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, output))
+    for seed in range(count):
+        inputs = make_inputs(case, seed, device="cuda") if seed else first
+        shared = (first.swa_lens, first.sink_logits, first.request_ids)
+        output = torch.full_like(inputs.q, torch.nan)
+        sets.append(Arguments(inputs.q, inputs.compressed_kv, inputs.swa_kv, *shared, output))
     return sets

@@ -40,47 +40,52 @@ def add_parser(subparsers) -> None:
     )
     attention.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     attention.add_argument("--plot", type=Path, metavar="FILE", help="also draw a roofline (PNG)")
-    parser.set_defaults(run=run)
+    attention.set_defaults(run=run_attention)
 
 
-def run(args: argparse.Namespace) -> int:
+def check_gpu() -> None:
+    """Raise RuntimeError unless this machine has a GPU with a kernel of ours."""
     import torch
 
     from dsv4.arch import of_capability
-    from dsv4.bench import attention, report
-    from dsv4.bench.shapes import Shape, model_shapes
 
     if not torch.cuda.is_available():
         raise RuntimeError("bench needs a CUDA GPU, none is available")
     if of_capability(torch.cuda.get_device_capability()) is None:
         raise RuntimeError(f"bench: there is no kernel for {torch.cuda.get_device_name()}")
-    shapes = [Shape("user", *numbers) for numbers in args.shape or ()] or model_shapes()
+
+
+def run_attention(args: argparse.Namespace) -> int:
+    """Time attention and its peers; print the table while it grows."""
+    check_gpu()
+    from dsv4.bench import attention, attention_report, report
+    from dsv4.bench.machine import Machine
+    from dsv4.bench.shapes import model_cases
+    from dsv4.testing.attention import Case
+
+    cases = [Case.decode(*numbers, name="user") for numbers in args.shape or ()] or model_cases()
     peers = [] if args.no_peers else _peers(args.flashmla)
-    machine = attention.Machine.measure()
-    print(
-        f"{machine.name}: copy {machine.copy / 1e12:.2f} TB/s, "
-        f"read {machine.read / 1e12:.2f} TB/s, matmul {machine.rate / 1e12:.0f} TFLOP/s"
-    )
+    machine = Machine.measure()
+    print(machine)
     names = [peer.name for peer in peers]
-    header = report.table_header(names)
-    print(header)
-    print("|" + "---|" * (header.count("|") - 1))
+    print(report.table_head(attention_report.columns(names)))
     results = []
-    for result in attention.measure(shapes, machine, num_splits=args.num_splits, peers=peers):
+    for result in attention.measure(cases, machine, num_splits=args.num_splits, peers=peers):
         results.append(result)
-        print(report.table_row(result, names), flush=True)
+        row = attention_report.as_row(result)
+        print(report.table_line(attention_report.cells(row, names)), flush=True)
     for result in results:
         for name, reason in result.failures.items():
-            print(f"{name} at {result.shape}: {reason.splitlines()[0]}")
+            print(f"{name} at {attention.described(result.case)}: {reason.splitlines()[0]}")
     host = attention.host_cost()
     print(
         f"host: {host.operator:.1f} us per call of the operator, {host.launch:.1f} us of them the "
         f"launch itself, {host.beyond:.1f} us beyond it"
     )
     if args.json is not None:
-        args.json.write_text(report.to_json(machine, results, host) + "\n")
+        report.write_record(args.json, attention_report.to_record(machine, results, host))
     if args.plot is not None:
-        report.plot(machine, results, args.plot)
+        report.plot(machine, attention_report.roofline(results), args.plot)
     return 0
 
 

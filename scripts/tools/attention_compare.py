@@ -30,9 +30,14 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from dsv4.bench import shapes  # noqa: E402
-from dsv4.bench.attention import MAX_ERROR, SINK_MODE, relative_error  # noqa: E402
+from dsv4.bench.attention import (  # noqa: E402
+    MAX_ERROR,
+    SINK_MODE,
+    described,
+    relative_error,
+)
 from dsv4.bench.peers import Run  # noqa: E402
+from dsv4.bench.shapes import HEAD_DIM, WINDOW, rotating_arguments  # noqa: E402
 from dsv4.bench.timing import (  # noqa: E402
     MIN_REPLAY_CALLS,
     REST_SECONDS,
@@ -43,6 +48,7 @@ from dsv4.cli.bench import SHAPE_FORMAT, parse_shape  # noqa: E402
 from dsv4.kernels.attention import launch_plan  # noqa: E402
 from dsv4.kernels.attention.config import FmhaConfig  # noqa: E402
 from dsv4.ops.runtime.toolchain import CuteToolchain  # noqa: E402
+from dsv4.testing.attention import Case  # noqa: E402
 
 HERE = "here"
 SHAPES = ((64, 128, 1024, 128), (256, 128, 1024, 128), (128, 64, 512, 128))
@@ -71,7 +77,7 @@ def compile_all(trees: dict[str, Path], heads: list[int], folder: Path) -> dict:
     for name, tree in trees.items():
         for count in heads:
             path = folder / f"{name}-{count}.o"
-            numbers = [count, shapes.HEAD_DIM, shapes.WINDOW, SINK_MODE, path]
+            numbers = [count, HEAD_DIM, WINDOW, SINK_MODE, path]
             environment = os.environ | {
                 "CUTE_DSL_ARCH": "sm_90a",
                 "PYTHONPATH": f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -105,27 +111,27 @@ def make_call(runner, config: FmhaConfig, tokens: int, splits: int) -> Callable:
 
 
 @torch.inference_mode()
-def compare(shape: shapes.Shape, runners: dict, splits: list[int], rounds: int) -> dict[str, str]:
-    """Microseconds of each kernel at a shape, with a mark, by name."""
+def compare(case: Case, runners: dict, splits: list[int], rounds: int) -> dict[str, str]:
+    """Microseconds of each kernel in a case, with a mark, by name."""
     cache = torch.cuda.get_device_properties(0).L2_cache_size
-    inputs = shapes.make_inputs(shape, ROTATING_BYTES / cache)
-    config = FmhaConfig(shape.head_dim, shape.heads, shape.window, shape.top_k, sink_mode=SINK_MODE)
+    inputs = rotating_arguments(case, ROTATING_BYTES / cache)
+    config = FmhaConfig(case.head_dim, case.heads, WINDOW, case.top_k, sink_mode=SINK_MODE)
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
-    size = (shape.tokens, shape.top_k, shape.window, multiprocessors)
+    size = (case.tokens, case.top_k, case.window_rows, multiprocessors)
     graphs, marks, first = {}, {}, None
     kept = []  # A graph does not own what its launches read and write.
     for (name, heads), runner in runners.items():
-        if heads != shape.heads:
+        if heads != case.heads:
             continue
         for number in splits or [launch_plan.num_splits(config, *size)]:
-            call = make_call(runner, config, shape.tokens, number)
+            call = make_call(runner, config, case.tokens, number)
             for each in inputs:
                 each.o.fill_(float("nan"))
                 call(each)
             title = f"{name}, {number} splits"
             error = relative_error(Run(lambda: None, lambda: inputs[0].o), inputs[0])
             if not error <= MAX_ERROR or any(each.o.isnan().any() for each in inputs):
-                raise SystemExit(f"{title}: wrong at {shape}, error {error:.1e}")
+                raise SystemExit(f"{title}: wrong at {described(case)}, error {error:.1e}")
             outputs = [inputs[0].o.clone(), inputs[-1].o.clone()]
             first = first or outputs
             marks[title] = "=" if all(map(torch.equal, first, outputs)) else "~"
@@ -161,15 +167,15 @@ def main() -> int:
         trees[name] = Path(folder).resolve()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("needs a Hopper GPU: an H100 or H200")
-    wanted = [shapes.Shape("user", *numbers) for numbers in args.shape or SHAPES]
+    wanted = [Case.decode(*numbers) for numbers in args.shape or SHAPES]
     with tempfile.TemporaryDirectory() as folder:
-        heads = sorted({shape.heads for shape in wanted})
+        heads = sorted({case.heads for case in wanted})
         runners = compile_all(trees, heads, Path(folder))
-        for shape in wanted:
-            found = compare(shape, runners, args.splits, args.rounds)
+        for case in wanted:
+            found = compare(case, runners, args.splits, args.rounds)
             torch.cuda.empty_cache()
             numbers = "  ".join(f"{title}: {value}" for title, value in found.items())
-            print(f"T={shape.tokens} {shape.heads} heads {shape.keys} keys  {numbers}", flush=True)
+            print(f"T={case.tokens} {case.heads} heads {case.keys} keys  {numbers}", flush=True)
     return 0
 
 

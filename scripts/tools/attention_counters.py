@@ -25,8 +25,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from dsv4.bench.attention import our_runs  # noqa: E402
-from dsv4.bench.shapes import Shape, make_inputs  # noqa: E402
+from dsv4.bench.shapes import rotating_arguments  # noqa: E402
 from dsv4.cli.bench import SHAPE_FORMAT, parse_shape  # noqa: E402
+from dsv4.testing.attention import Case  # noqa: E402
 
 SHAPES = (
     *((1, 128, 1024, 128), (16, 128, 1024, 128), (64, 128, 1024, 128), (256, 128, 1024, 128)),
@@ -52,9 +53,9 @@ COUNTERS: dict[str, tuple[str, float]] = {
 TIMEOUT_SECONDS = 300
 
 
-def launch(shape: Shape) -> None:
+def launch(case: Case) -> None:
     """A warm-up and the launch that is counted, which a marker of the profiler surrounds."""
-    (run, *_) = our_runs(shape, make_inputs(shape)[:2], None)
+    (run, *_) = our_runs(case, rotating_arguments(case)[:2], None)
     run.call()
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaProfilerStart()
@@ -63,13 +64,13 @@ def launch(shape: Shape) -> None:
     torch.cuda.cudart().cudaProfilerStop()
 
 
-def profile(ncu: str, shapes: list[Shape]) -> list[dict[str, float]]:
-    """One dict of counters per shape."""
+def profile(ncu: str, cases: list[Case]) -> list[dict[str, float]]:
+    """One dict of counters per case."""
     metrics = ",".join(counter for counter, _ in COUNTERS.values())
     command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv"]
     command += ["--page", "raw", "--print-units", "base", "--metrics", metrics]
     child = [sys.executable, str(Path(__file__).resolve()), "--launch", "--shape"]
-    child += [f"{x.tokens},{x.heads},{x.top_k},{x.window}" for x in shapes]
+    child += [f"{x.tokens},{x.heads},{x.top_k},{x.window_rows}" for x in cases]
     options = {"capture_output": True, "text": True, "timeout": TIMEOUT_SECONDS}
     try:
         done = subprocess.run(command + child, **options)
@@ -81,8 +82,8 @@ def profile(ncu: str, shapes: list[Shape]) -> list[dict[str, float]]:
         raise SystemExit(f"ncu failed with status {done.returncode} and said last: {said[-1]}")
     header, _units, *rows = csv.reader(io.StringIO(done.stdout[start:]))
     rows = [dict(zip(header, row, strict=True)) for row in rows]
-    if len(rows) != len(shapes):
-        raise SystemExit(f"ncu saw {len(rows)} launches, expected {len(shapes)}: one per shape")
+    if len(rows) != len(cases):
+        raise SystemExit(f"ncu saw {len(rows)} launches, expected {len(cases)}: one per shape")
     names = [counter for counter, _ in COUNTERS.values()]
     return [{name: float(row[name].replace(",", "")) for name in names} for row in rows]
 
@@ -94,13 +95,13 @@ def main() -> int:
     )
     parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shapes = [Shape("user", *numbers) for numbers in args.shape or SHAPES]
+    cases = [Case.decode(*numbers) for numbers in args.shape or SHAPES]
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device: the counters are those of a GPU")
     if args.launch:
         with torch.inference_mode():
-            for shape in shapes:
-                launch(shape)
+            for case in cases:
+                launch(case)
         return 0
     ncu = shutil.which("ncu") or "/usr/local/cuda/bin/ncu"
     if not Path(ncu).exists():
@@ -108,9 +109,9 @@ def main() -> int:
     print(f"{torch.cuda.get_device_name()}: stalls are warps waiting per instruction issued\n")
     titles = ["T", "heads", "keys", *COUNTERS]
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
-    for shape, counters in zip(shapes, profile(ncu, shapes), strict=True):
+    for case, counters in zip(cases, profile(ncu, cases), strict=True):
         values = [counters[counter] / unit for counter, unit in COUNTERS.values()]
-        cells = [shape.tokens, shape.heads, shape.keys, *(f"{value:.4g}" for value in values)]
+        cells = [case.tokens, case.heads, case.keys, *(f"{value:.4g}" for value in values)]
         print(f"| {' | '.join(str(cell) for cell in cells)} |")
     return 0
 

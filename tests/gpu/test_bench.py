@@ -7,40 +7,42 @@ import json
 import pytest
 import torch
 
-from dsv4.bench import flash_mla, report
+from dsv4.bench import attention_report, flash_mla, report
 from dsv4.bench.attention import (
     MAX_ERROR,
     HostCost,
-    Machine,
     Result,
     host_cost,
     measure,
     relative_error,
 )
+from dsv4.bench.machine import Machine
 from dsv4.bench.peers import Peer, attention, torch_peers
-from dsv4.bench.shapes import Inputs, Shape, model_shapes
+from dsv4.bench.shapes import Arguments, model_cases
 from dsv4.cli.main import main
 from dsv4.compat import flash_mla as compat
 from dsv4.reference.attention import sparse_fmha_with_swa as oracle
+from dsv4.testing.attention import Case, make_inputs
 
 MACHINE = Machine("GPU", copy=3.9e12, read=4e12, rate=8e14)
-SHAPE = Shape("Pro", tokens=256, heads=128, top_k=1024)
+CASE = Case.decode(256, heads=128, top_k=1024, name="Pro")
 
 
 def test_counts_of_a_shape() -> None:
     """Each KV row, q and o once; two products of 2 * heads * keys * dim operations per token."""
-    assert SHAPE.bytes == 256 * 2 * 512 * (1024 + 128 + 128 + 128)
-    assert SHAPE.flops == 256 * 2 * 2 * 128 * 1152 * 512
+    assert CASE.bytes == 256 * 2 * 512 * (1024 + 128 + 128 + 128)
+    assert CASE.flops == 256 * 2 * 2 * 128 * 1152 * 512
 
 
 def test_floor_is_the_larger_of_the_two_times() -> None:
-    assert MACHINE.floor(SHAPE) == pytest.approx(SHAPE.flops / 8e14 * 1e6)
-    few_heads = Shape("user", 256, 8, 1024)
-    assert MACHINE.floor(few_heads) == pytest.approx(few_heads.bytes / 4e12 * 1e6)
+    assert MACHINE.floor(CASE.bytes, CASE.flops) == pytest.approx(CASE.flops / 8e14 * 1e6)
+    few_heads = Case.decode(256, 8, 1024)
+    floor = MACHINE.floor(few_heads.bytes, few_heads.flops)
+    assert floor == pytest.approx(few_heads.bytes / 4e12 * 1e6)
 
 
 def test_the_table_holds_every_promised_shape() -> None:
-    shapes = {(shape.name, shape.tokens) for shape in model_shapes()}
+    shapes = {(case.name, case.tokens) for case in model_cases()}
     assert {
         (name, t) for name in ("Pro", "Flash") for t in (1, 4, 16, 64, 128, 256, 1024)
     } <= shapes
@@ -48,22 +50,30 @@ def test_the_table_holds_every_promised_shape() -> None:
 
 def test_table_json_and_plot(tmp_path) -> None:
     results = [
-        Result(SHAPE, 1, 128.0, 96.7, 2e-3, {"torch eager": 900.0}),
-        Result(SHAPE, 4, 64.0, 48.0, 2e-3, failures={"torch eager": "MemoryError: too large"}),
+        Result(CASE, 1, 128.0, 96.7, 2e-3, {"torch eager": 900.0}),
+        Result(CASE, 4, 64.0, 48.0, 2e-3, failures={"torch eager": "MemoryError: too large"}),
     ]
-    header = report.table_header(["torch eager"])
-    rows = [report.table_row(result, ["torch eager"]) for result in results]
+    peers = ["torch eager"]
+    header = report.table_head(attention_report.columns(peers)).splitlines()[0]
+    rows = [
+        report.table_line(attention_report.cells(attention_report.as_row(result), peers))
+        for result in results
+    ]
     assert all(row.count("|") == header.count("|") for row in rows)
     assert "| 1152 | 1 | 128.0 | 604 |" in rows[0]
     assert rows[0].endswith("| 76% | 900.0 |")
     assert rows[1].endswith("| - |")
-    stored = json.loads(report.to_json(MACHINE, results, HostCost(11.0, 7.0)))
+    path = tmp_path / "record.json"
+    record = attention_report.to_record(MACHINE, results, HostCost(11.0, 7.0))
+    report.write_record(path, record)
+    stored = json.loads(path.read_text())
     assert stored["machine"]["rate"] == 8e14
     assert stored["host_microseconds"]["beyond_the_launch"] == 4.0
     assert stored["results"][1]["failures"] == {"torch eager": "MemoryError: too large"}
-    assert stored["results"][0]["teraflops"] == pytest.approx(SHAPE.flops / 128e6)
+    assert stored["results"][0]["teraflops"] == pytest.approx(CASE.flops / 128e6)
     pytest.importorskip("matplotlib")
-    report.plot(MACHINE, results, tmp_path / "roofline.png")
+    points = attention_report.roofline(results)
+    report.plot(MACHINE, points, tmp_path / "roofline.png")
     assert (tmp_path / "roofline.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -76,15 +86,9 @@ def test_the_torch_peer_computes_the_same_attention(seed) -> None:
     torch.testing.assert_close(attention(q, kv, sink), expected)
 
 
-def cpu_inputs(shape: Shape) -> Inputs:
-    def rows(*size: int) -> torch.Tensor:
-        return torch.randn(shape.tokens, *size, shape.head_dim).bfloat16()
-
-    q = rows(shape.heads)
-    lens = torch.full((shape.tokens,), shape.window, dtype=torch.int32)
-    requests = torch.arange(shape.tokens, dtype=torch.int32)
-    sink = torch.randn(shape.heads)
-    return Inputs(q, rows(shape.top_k), rows(shape.window), lens, sink, requests, q.new_empty(()))
+def cpu_arguments(case: Case, seed: int = 0) -> Arguments:
+    inputs = make_inputs(case, seed)
+    return Arguments(*inputs.tensors, inputs.q.new_empty(()))
 
 
 PEERS = [torch_peers()[0], *flash_mla.flash_mla_peers(compat)]
@@ -94,10 +98,10 @@ PEERS = [torch_peers()[0], *flash_mla.flash_mla_peers(compat)]
 @pytest.mark.parametrize("heads", [8, 64])
 def test_peers_are_given_the_same_attention(seed, peer, heads) -> None:
     """Our own functions of FlashMLA's interface stand for it: they take the same arguments."""
-    shape = Shape("small", 5, heads, 128)
-    assert peer.serves(shape)
-    inputs = [cpu_inputs(shape) for _ in range(2)]
-    runs = peer.prepare(shape, inputs)
+    case = Case.decode(5, heads, 128)
+    assert peer.serves(case)
+    inputs = [cpu_arguments(case, seed + i) for i in range(2)]
+    runs = peer.prepare(case, inputs)
     for run, each in zip(runs, inputs, strict=True):
         assert relative_error(run, each, peer) <= peer.error
     assert not relative_error(runs[0], inputs[1], peer) <= 0.5, "the check sees nothing"
@@ -105,18 +109,18 @@ def test_peers_are_given_the_same_attention(seed, peer, heads) -> None:
 
 def test_fp8_keys_are_other_keys(seed) -> None:
     """The decode kernel is right for the keys it reads, not for those that were rounded to them."""
-    shape = Shape("small", 3, 64, 128)
-    inputs = cpu_inputs(shape)
-    (run,) = PEERS[-1].prepare(shape, [inputs])
+    case = Case.decode(3, 64, 128)
+    inputs = cpu_arguments(case, seed)
+    (run,) = PEERS[-1].prepare(case, [inputs])
     assert relative_error(run, inputs) > 1e-2
 
 
 def test_peers_refuse_what_they_are_not_made_for() -> None:
     prefill, decode = flash_mla.flash_mla_peers(compat)
-    assert not prefill.serves(Shape("user", 4, 24, 1024))
-    assert not prefill.serves(Shape("user", 4, 64, 1000))
-    assert not decode.serves(Shape("user", 4, 64, 1024, window=0))
-    assert not decode.serves(Shape("user", 4, 64, 1024, head_dim=128))
+    assert not prefill.serves(Case.decode(4, 24, 1024))
+    assert not prefill.serves(Case.decode(4, 64, 1000))
+    assert not decode.serves(Case.decode(4, 64, 1024, window=0))
+    assert not decode.serves(Case.decode(4, 64, 1024, head_dim=128))
 
 
 def test_an_extension_that_is_none_is_one_error(tmp_path) -> None:
@@ -129,13 +133,13 @@ def test_an_extension_that_is_none_is_one_error(tmp_path) -> None:
 def test_a_small_measurement(seed) -> None:
     """Time, error, splits and peers of a shape; a wrong and a failing peer get no time."""
 
-    def fail(shape: Shape, inputs: list[Inputs]) -> list:
+    def fail(case: Case, inputs: list[Arguments]) -> list:
         raise ArithmeticError("cannot")
 
     eager = torch_peers()[0]
-    wrong = Peer("wrong", lambda shape, inputs: eager.prepare(shape, inputs[::-1]))
+    wrong = Peer("wrong", lambda case, inputs: eager.prepare(case, inputs[::-1]))
     (result,) = measure(
-        [Shape("user", 3, 64, 128)],
+        [Case.decode(3, 64, 128)],
         MACHINE,
         num_splits=2,
         peers=[eager, wrong, Peer("failing", fail)],

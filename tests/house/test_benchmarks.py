@@ -1,0 +1,79 @@
+"""The tables of BENCHMARKS.md are those of the records in benchmarks/*.json."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsv4.bench.machine import Machine
+from dsv4.bench.pages import TARGETS, rendered
+from dsv4.bench.report import record, write_record
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "benchmarks"
+
+
+def test_page_is_up_to_date() -> None:
+    """Else: `scripts/benchmarks --write`."""
+    page = (ROOT / "BENCHMARKS.md").read_text()
+    assert page == rendered(page, FOLDER)
+
+
+def test_script_notices_a_figure_that_is_no_record(tmp_path: Path) -> None:
+    """A copy of the page with one changed figure fails the check and is mended by --write."""
+    page = (ROOT / "BENCHMARKS.md").read_text()
+    changed = page.replace("**457.4**", "**357.4**")
+    assert changed != page
+    copy = tmp_path / "BENCHMARKS.md"
+    copy.write_text(changed)
+    command = [sys.executable, ROOT / "scripts" / "benchmarks", "--page", copy]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and "not up to date" in done.stderr
+    assert subprocess.run([*command, "--write"]).returncode == 0
+    assert copy.read_text() == page
+
+
+def test_every_record_is_shown() -> None:
+    page = (ROOT / "BENCHMARKS.md").read_text()
+    records = {path.name for path in FOLDER.glob("*.json")} - {TARGETS}
+    assert records and all(name in page for name in records), records
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*_h*.json")), ids=lambda path: path.stem)
+def test_a_record_says_how_it_came_about(path: Path) -> None:
+    found = json.loads(path.read_text())
+    assert found["command"].startswith("dsv4 bench ") and found["date"] and found["commit"]
+    assert found["machine"]["name"] and found["machine"]["copy"] > 1e12
+    assert all(row["microseconds"] > 0 for row in found["results"])
+
+
+@pytest.mark.parametrize(
+    ("marker", "message"),
+    [
+        ("<!-- benchmarks: speed attention_h100.json -->\n<!-- /benchmarks -->", "table 'speed'"),
+        ("<!-- benchmarks: attention nowhere.json -->\n<!-- /benchmarks -->", "nowhere.json"),
+        (
+            "<!-- benchmarks: attention attention_h100.json -->\n",
+            "of which 0 are closed",
+        ),
+    ],
+)
+def test_markers_that_name_nothing_are_errors(marker: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        rendered(marker, FOLDER)
+
+
+def test_record_of_this_run(tmp_path: Path) -> None:
+    """Command, commit and software are those of the process that measures."""
+    machine = Machine("GPU", copy=3.9e12, read=4e12, rate=8e14)
+    path = tmp_path / "record.json"
+    write_record(path, record("some", machine, [{"microseconds": 1.5}], host={"launch": 7.0}))
+    found = json.loads(path.read_text())
+    assert found["command"].startswith("dsv4 ") and found["software"]["torch"]
+    assert found["commit"] is None or len(found["commit"].removesuffix("-dirty")) == 40
+    assert found["machine"]["rate"] == 8e14 and found["host"] == {"launch": 7.0}
+    assert found["results"] == [{"microseconds": 1.5}]
