@@ -7,7 +7,7 @@ over 32-lane numpy vectors. A compiled object must carry its PTX (`--keep-ptx`);
 
 What it is for: the right answer without the GPU; results under the `eager`, `lazy` and `random`
 schedules; races, missing fences, uninitialised reads and leaks (`Report.races`); which code the
-test data reached (`Report.coverage`); deadlocks that say who waits for what.
+test data reached (`Report.coverage`); deadlocks that name their root cause; loops that never end.
 
 What it does not execute is an error that names the opcode and both lines: sparse products, im2col
 copies, stochastic rounding, multimem, wmma, textures. Time has no meaning here; see
@@ -15,12 +15,18 @@ copies, stochastic rounding, multimem, wmma, textures. Time has no meaning here;
 """
 
 from dsv4.simulator.api import simulate
-from dsv4.simulator.errors import Deadlock, KernelFault, SimulatorError, UnsupportedInstruction
+from dsv4.simulator.errors import (
+    Deadlock,
+    Endless,
+    KernelFault,
+    SimulatorError,
+    UnsupportedInstruction,
+)
 from dsv4.simulator.host import CudaView
 from dsv4.simulator.raw import simulate_ptx
 from dsv4.simulator.report import Finding, LaunchReport, Report
 
 __all__ = [
-    "CudaView", "Deadlock", "Finding", "KernelFault", "LaunchReport", "Report", "SimulatorError",
-    "UnsupportedInstruction", "simulate", "simulate_ptx",
+    "CudaView", "Deadlock", "Endless", "Finding", "KernelFault", "LaunchReport", "Report",
+    "SimulatorError", "UnsupportedInstruction", "simulate", "simulate_ptx",
 ]  # fmt: skip

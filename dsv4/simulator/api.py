@@ -21,7 +21,7 @@ from dsv4.simulator.program import Program
 from dsv4.simulator.ptx.parser import Module, parse_module
 from dsv4.simulator.races import Monitor
 from dsv4.simulator.report import LaunchReport, Report
-from dsv4.simulator.scheduler import Launch, LaunchConfig
+from dsv4.simulator.scheduler import INSTRUCTIONS_PER_WARP, Launch, LaunchConfig
 from dsv4.simulator.workers import run_parallel, shared_arguments
 
 MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}
@@ -82,15 +82,16 @@ class Simulation:
 
     def run(
         self, arguments, keywords, buffers, schedule: str, seed: int, races: bool = True,
-        workers: int = 1,
+        workers: int = 1, instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
     ) -> Report:  # fmt: skip
         """Run the host function, then each launch it made, in order."""
         with shared_arguments(arguments, keywords, buffers, workers=workers) as values:
-            return self._run_here(*values, schedule, seed, races, workers)
+            return self._run_here(*values, schedule, seed, races, workers, instructions_per_warp)
 
     def _run_here(
-        self, arguments, keywords, buffers, schedule: str, seed: int, races: bool, workers: int
-    ) -> Report:
+        self, arguments, keywords, buffers, schedule: str, seed: int, races: bool, workers: int,
+        instructions_per_warp: int,
+    ) -> Report:  # fmt: skip
         memory = GlobalMemory()
         for i, value in enumerate([*arguments, *keywords.values(), *buffers]):
             _register(memory, value, f"argument {i}")
@@ -103,6 +104,7 @@ class Simulation:
             if races:
                 monitor = Monitor(program.entry, before if config.programmatic else None)
             launch = Launch(config, program, memory, schedule, seed, self.multiprocessors, monitor)
+            launch.instructions_per_warp = instructions_per_warp
             report.launches.append(_run(launch, workers))
             if monitor is not None:
                 report.races += monitor.findings
@@ -139,6 +141,7 @@ def simulate(
     seed: int = 0,
     races: bool = True,
     workers: int = 1,
+    instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
     buffers: tuple[torch.Tensor, ...] = (),
     **kwargs,
 ) -> Report:
@@ -153,10 +156,11 @@ def simulate(
             "random" (seeded by `seed`).
         races: check happens-before of every access (about 3 times slower); see `Report.races`.
         workers: processes that share a launch's clusters.
+        instructions_per_warp: what a warp may run in one launch before it counts as endless.
         buffers: further tensors the kernel may touch through pointers it gets another way.
 
     Returns: a Report; outputs are written to the tensors.
-    Raises: UnsupportedInstruction, KernelFault, Deadlock; SimulatorError for a missing C
+    Raises: UnsupportedInstruction, KernelFault, Deadlock, Endless; SimulatorError for a missing C
         compiler or an unsupported compiler version; ValueError for a bad argument.
     """
     if schedule not in SCHEDULES:
@@ -171,7 +175,9 @@ def simulate(
         simulation = Simulation.of_compiled(compiled)
         with contextlib.suppress(TypeError):  # not every compiled object can be referred to weakly
             _prepared[compiled] = simulation
-    return simulation.run(args, kwargs, buffers, schedule, seed, races, workers)
+    return simulation.run(
+        args, kwargs, buffers, schedule, seed, races, workers, instructions_per_warp
+    )
 
 
 def _register(memory: GlobalMemory, value, name: str) -> None:

@@ -254,7 +254,7 @@ def mbarrier_complete(w: Warp, address: np.ndarray, size: np.ndarray, mask) -> N
         w.cluster.barrier(int(address[lane])).complete(int(size[lane]))
 
 
-class _Awaited(NamedTuple):
+class Awaited(NamedTuple):
     """What a warp waits for; described only if somebody asks, as polls are many."""
 
     barrier: MemoryBarrier
@@ -281,12 +281,12 @@ def _passed(w: Warp, address: np.ndarray, parity: np.ndarray, mask) -> tuple[boo
         for lane in np.flatnonzero(mask).tolist():
             barrier = w.cluster.barrier(int(address[lane]))
             if not barrier.passed(int(parity[lane])):
-                return False, _Awaited(barrier, int(parity[lane]))
+                return False, Awaited(barrier, int(parity[lane]))
             _acquire(w, barrier, mask & (address == address[lane]))
         return True, ""
     barrier = w.cluster.barrier(a)
     if not barrier.passed(p):
-        return False, _Awaited(barrier, p)
+        return False, Awaited(barrier, p)
     _acquire(w, barrier, mask)
     return True, ""
 

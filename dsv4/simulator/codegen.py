@@ -101,6 +101,11 @@ class BlockEmitter:
         synchronises = first.opcode.startswith(("wgmma.", "tcgen05.wait", "tcgen05.ld"))
         if pending and not synchronises:
             self.line("if w.unsettled: w.settle()")
+        steps = self.symbols["tcgen05.ld registers"].steps(self.block)
+        if steps:
+            name = f"loaded_block_{self.block.number}"
+            self.constants[name] = steps
+            self.line(f"if w.pending_loads: check_loads(w, {name})")
         if self.touches_wgmma():
             self.line("w.wgmma_fenced = False")
         waits = first.opcode.startswith("wgmma.wait_group")

@@ -17,3 +17,7 @@ class KernelFault(SimulatorError):
 
 class Deadlock(SimulatorError):
     """No warp can run and nothing asynchronous is under way."""
+
+
+class Endless(SimulatorError):
+    """A warp ran more instructions than a launch is allowed: most likely it never ends."""

@@ -39,6 +39,7 @@ from dsv4.simulator.modifiers import check_modifiers
 from dsv4.simulator.ptx.blocks import blocks_of
 from dsv4.simulator.ptx.parser import Entry
 from dsv4.simulator.registers import RegisterMap
+from dsv4.simulator.tmem_registers import TmemRegisters, check_loads
 from dsv4.simulator.warp import ALL
 
 # Importing a module registers its emitters.
@@ -76,6 +77,7 @@ def _namespace() -> dict[str, object]:
         wgmma_commit=wgmma.commit,
         wgmma_wait=wgmma.wait,
         check_products=wgmma_registers.check_products,
+        check_loads=check_loads,
     )
     return names
 
@@ -85,7 +87,6 @@ class Program:
 
     Args:
         entry: the parsed kernel.
-        shared_address: where its static shared variables and the dynamic area start, by name.
         global_address: addresses of module-level variables in host memory.
     """
 
@@ -101,6 +102,7 @@ class Program:
         for name, index in self.registers.index.items():
             self.u32_at[index] = self.registers.kind[name] != "f32"
         self.hits = [0] * (len(self.blocks) + 1)
+        self.sizes = [block.stop - block.start for block in self.blocks]
         # Instructions that synchronise, by block.
         self.sync = [
             [i for i in entry.instructions[b.start : b.stop] if codegen.is_sync(i.opcode)]
@@ -142,6 +144,7 @@ class Program:
             symbols[symbol.name] = ("shared", start)
             shared = start
         symbols["asynchronous registers"] = self._registers_of("tcgen05.ld", "wgmma.mma_async")
+        symbols["tcgen05.ld registers"] = TmemRegisters(self.entry, self.registers)
         symbols["wgmma conflicts"] = wgmma_registers.WgmmaRegisters(self.entry).conflicts
         symbols["wgmma registers"] = self._registers_of("wgmma.mma_async", operands=2)
         return symbols, shared, -(-local // 16) * 16

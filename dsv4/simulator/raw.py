@@ -10,7 +10,7 @@ from dsv4.simulator.api import Simulation
 from dsv4.simulator.asynchronous import SCHEDULES
 from dsv4.simulator.ptx.parser import Entry, Module, parse_module
 from dsv4.simulator.report import Report
-from dsv4.simulator.scheduler import LaunchConfig
+from dsv4.simulator.scheduler import INSTRUCTIONS_PER_WARP, LaunchConfig
 
 Dimensions = tuple[int, int, int]
 Parameter = torch.Tensor | int | bytes
@@ -43,6 +43,7 @@ def simulate_ptx(
     schedule: str = "eager",
     seed: int = 0,
     races: bool = True,
+    instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
     buffers: tuple[torch.Tensor, ...] = (),
 ) -> Report:
     """Run one kernel of a PTX module on CPU tensors, in place.
@@ -54,7 +55,7 @@ def simulate_ptx(
         params: one value per kernel parameter: a CPU tensor (its address), an integer, or the
             parameter's bytes (a tensor map, a struct).
         shared: bytes of dynamic shared memory.
-        schedule, seed, races: as of `simulate`.
+        schedule, seed, races, instructions_per_warp: as of `simulate`.
         buffers: further tensors the kernel may touch, for example through tensor maps.
 
     Returns: a Report with one launch.
@@ -66,7 +67,10 @@ def simulate_ptx(
         ptx, entry, grid=grid, block=block, params=params, cluster=cluster, shared=shared
     )
     tensors = tuple(p for p in params if isinstance(p, torch.Tensor))
-    return simulation.run((), {}, (*tensors, *buffers), schedule, seed, races)
+    return simulation.run(
+        (), {}, (*tensors, *buffers), schedule, seed, races,
+        instructions_per_warp=instructions_per_warp,
+    )  # fmt: skip
 
 
 def single_launch(

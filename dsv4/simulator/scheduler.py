@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dsv4.simulator.asynchronous import AsyncEngine
-from dsv4.simulator.errors import Deadlock, KernelFault
+from dsv4.simulator.deadlock import describe_deadlock
+from dsv4.simulator.errors import Deadlock, Endless, KernelFault
 from dsv4.simulator.memory import SYSTEM_SHARED_BYTES, Cluster, Cta, GlobalMemory
 from dsv4.simulator.occupancy import ctas_per_multiprocessor
 from dsv4.simulator.program import Program, check_launchable
@@ -23,7 +24,8 @@ from dsv4.simulator.warp import Warp
 SHARED_LIMIT = 227 * 1024
 # Blocks a warp may run before the others get their turn. `eager` keeps warps roughly in step, as
 # hardware does; the other schedules let one run as far ahead as synchronisation permits.
-QUANTUM = {"eager": 8, "lazy": -1, "random": -1}
+QUANTUM = {"eager": 8, "lazy": 1 << 16, "random": 1 << 16}
+INSTRUCTIONS_PER_WARP = 20_000_000  # of one launch, before a warp counts as endless
 PEER_IDLE_ROUNDS = 30_000  # milliseconds to wait for a flag that another process sets
 IDLE_ROUNDS = 400  # rounds in which every warp only polls, before that counts as a deadlock
 
@@ -59,6 +61,7 @@ class Launch:
     issued: dict[str, int] = field(default_factory=dict)
     atomics_lock: object = field(default_factory=threading.Lock)
     has_peers: bool = False  # other clusters run in other processes
+    instructions_per_warp: int = INSTRUCTIONS_PER_WARP
 
     def __post_init__(self) -> None:
         config = self.config
@@ -83,6 +86,7 @@ class Launch:
         self.param_bytes = bytes(raw)
         self.random = random.Random(self.seed)
         self.quantum = QUANTUM[self.schedule]
+        self.hits_before = list(self.program.hits)
         self.turn = 0  # number of warps' turns so far
         # Clusters not started yet, last first; cluster launch control may cancel them.
         self.waiting: list[tuple[int, tuple[int, int, int]]] = []
@@ -102,6 +106,21 @@ class Launch:
                     "multiprocessors at once (CUDA error 720: cooperative launch too large)"
                 )
         return max(1, ctas // self.cluster_size)
+
+    def describe_endless(self, warp: Warp) -> str:
+        """Which warp, and the block that this launch ran most."""
+        program = self.program
+        hits = [after - before for after, before in zip(program.hits, self.hits_before)]
+        hottest = max(
+            program.blocks, key=lambda block: hits[block.number] * (block.stop - block.start)
+        )
+        first, last = (program.entry.instructions[i] for i in (hottest.start, hottest.stop - 1))
+        return (
+            f"{warp.cta.name} warp {warp.number} ran {warp.executed:,} instructions, the limit is "
+            f"{self.instructions_per_warp:,} (`instructions_per_warp`): most likely it never ends\n"
+            f"  hottest block, run {hits[hottest.number]:,} times: from {first.where()}\n"
+            f"  to {last.where()}"
+        )
 
     def engine_for(self, cluster: Cluster) -> AsyncEngine:
         """The asynchronous engine of a new cluster."""
@@ -157,7 +176,9 @@ class Resident:
                 progressed = True
             # A warp that ends right after a poll has done more than poll.
             if warp.run() and (warp.done or not warp.polling):
-                progressed = True
+                progressed, warp.moved_in = True, launch.turn
+            if warp.executed > launch.instructions_per_warp:
+                raise Endless(launch.describe_endless(warp))
         if launch.monitor is not None:
             for warp in self.live:
                 if warp.done:
@@ -212,7 +233,6 @@ def run_launch(launch: Launch, mine: list[tuple[int, tuple[int, int, int]]] | No
                 progressed = True
         if progressed:
             idle = 0
-            width = max(width, 1)
             continue
         if any(cluster.cluster.engine.step() for cluster in resident):
             idle = 0
@@ -226,22 +246,5 @@ def run_launch(launch: Launch, mine: list[tuple[int, tuple[int, int, int]]] | No
         if launch.has_peers and polling and idle <= PEER_IDLE_ROUNDS:
             time.sleep(0.001)
         elif not polling or idle > IDLE_ROUNDS:
-            raise Deadlock(describe_deadlock(resident))
-
-
-def describe_deadlock(resident: list[Resident]) -> str:
-    """Who waits for what."""
-    lines = ["no warp can make progress:"]
-    for cluster in resident:
-        for warp in cluster.live:
-            ins = _blocked_at(warp)
-            lines.append(
-                f"  {warp.cta.name} warp {warp.number} waits for {warp.waiting or 'nothing known'}"
-                f"\n    at {ins.where()}"
-            )
-    return "\n".join(lines)
-
-
-def _blocked_at(warp: Warp):
-    block = warp.program.blocks[min(warp.frames[-1].block, warp.program.exit - 1)]
-    return warp.program.entry.instructions[block.start]
+            warps = [warp for cluster in resident for warp in cluster.live]
+            raise Deadlock(describe_deadlock(warps))

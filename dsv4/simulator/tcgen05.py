@@ -133,6 +133,7 @@ def tmem_load(w: Warp, address, shape: str, repeats: int, half: int, packed, reg
     cta, R, monitor = w.cta, w.registers, w.launch.monitor
     if monitor is not None:
         monitor.tmem_access(w, cta, columns, lanes, False)
+        w.pending_loads.update(dict.fromkeys(registers, w.at))
 
     def perform() -> None:
         values = cta.tmem[columns, lanes]
@@ -174,6 +175,7 @@ def tmem_wait(w: Warp, kind: str) -> None:
     """tcgen05.wait::ld / ::st."""
     if kind == "ld":
         w.unwaited_loads = False
+        w.pending_loads.clear()
         w.settle()
     else:
         for operation in w.tmem_stores:

@@ -120,9 +120,7 @@ class TensorRaces(SharedRaces):
         state.clocks.learn(w.agent, agent, state.counts.get((name, w.agent), 0))
 
     def tmem_used(self, w) -> None:
-        """Loaded registers used before tcgen05.wait::ld: the scoreboard covers it in practice."""
-        self.warn("tcgen05.ld without wait", "registers used before tcgen05.wait::ld", w.at)
-        self.tmem_waited(w, "ld")
+        """Loaded registers are touched before tcgen05.wait::ld: tmem_registers.py judges how."""
 
     # --- tcgen05.mma -----------------------------------------------------------------------------
     def _tensor_core(self, w) -> tuple[int, int, np.ndarray]:

@@ -55,6 +55,8 @@ class Warp:
         self.local: np.ndarray | None = None
         self.carry = np.zeros(32, np.int64)
         self.turn = 0  # the last turn it had, of all warps' turns
+        self.moved_in = 0  # the last turn in which it did more than wait
+        self.executed = 0  # instructions
         self.informed_in = 0  # the last turn in which the warp may have learnt of others' progress
         self.bar_ticket: tuple[int, int] | None = None
         self.bar_values: list[np.ndarray] = []
@@ -75,6 +77,7 @@ class Warp:
         self.tmem_stores: list = []
         self.unsettled = False  # registers may still be written by what was issued
         self.unwaited_loads = False
+        self.pending_loads: dict[int, int] = {}  # register -> its tcgen05.ld; for the checker
         self.agent = 0  # number in the checker
         self.order = None  # the checker's, of the warp's lanes
         self.collectives = 0  # executed by all lanes together
@@ -186,6 +189,7 @@ class Warp:
 
         True if at least one block completed.
         """
+        self.waiting = ""
         try:
             return self._run()
         except KernelFault as fault:
@@ -204,7 +208,7 @@ class Warp:
 
     def _run(self) -> bool:
         program, registers = self.program, self.registers
-        hits, exit_block = program.hits, program.exit
+        hits, sizes, exit_block = program.hits, program.sizes, program.exit
         left = self.launch.quantum
         progressed = swapped = False
         if self.polling:
@@ -224,6 +228,7 @@ class Warp:
                 following = table[block](self, registers)
                 if following >= 0:
                     hits[block] += 1
+                    self.executed += sizes[block]
                     progressed, swapped = True, False
                     if following in (rejoin, exit_block):
                         frame.block = following

@@ -78,10 +78,6 @@ LAUNCHES_IN_ORDER = (
     "test_launches.py has launches that overlap"
 )
 HANDED_OVER_WITH_P = "S: the next product into this stage waits for the P made of it, and its fence"
-USED_BEFORE_WAIT = (
-    "tolerated: the compiler moves uses of the registers before the wait, which the unchanged "
-    "kernel is warned of"
-)
 PV_MAY_GO = "when PV of the block before may go; a wait for all follows"
 ALL_WAITED_FOR = "when P's place or the other warpgroup's turn is free; a wait for all follows"
 UNSHARED = "shared columns without splits, which no launch here has"
@@ -104,7 +100,6 @@ REDUNDANT = {
         ),
         ("tcgen05.fence::after_thread_sync", "_qk"): (3, "S: as the wait it follows"),
         ("tcgen05.fence::before_thread_sync", "_load_scores"): (1, HANDED_OVER_WITH_P),
-        ("tcgen05.wait::ld", "load_columns"): (4, USED_BEFORE_WAIT),
     },
     "pair": {
         ("fence.mbarrier_init", "kernel"): (2, "two in a row: either one is for all barriers"),
@@ -130,10 +125,6 @@ REDUNDANT = {
             "read this stage of P is among them",
         ),
         ("tcgen05.fence::before_thread_sync", "_load_scores"): (1, HANDED_OVER_WITH_P),
-        ("tcgen05.wait::ld", "_load_scores"): (1, USED_BEFORE_WAIT),
-        ("tcgen05.wait::ld", "scale_lane"): (1, USED_BEFORE_WAIT),
-        ("tcgen05.wait::ld", "_store_output"): (8, USED_BEFORE_WAIT),
-        ("tcgen05.wait::ld", "_store_partial"): (1, USED_BEFORE_WAIT),
         ("bar.warp", "_wait_for_stores"): (
             2,
             "before a token and after the last one: whatever the warp writes next to these places "
