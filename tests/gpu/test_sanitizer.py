@@ -16,12 +16,12 @@ ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 import torch
-from dsv4.kernels.attention.sm90.swap_ab import FmhaFewHeads
-from dsv4.kernels.attention.sm90.heads_m import FmhaManyHeads
+from dsv4.kernels.attention.sm90.swap_ab import FmhaSwapAB
+from dsv4.kernels.attention.sm90.heads_m import FmhaHeadsM
 from dsv4.testing.attention import Case, make_inputs
 from dsv4.testing.attention_op import check_op
 
-FmhaFewHeads.warp_arrivals = FmhaManyHeads.warp_arrivals = {warp_arrivals}
+FmhaSwapAB.lanes_per_warp = FmhaHeadsM.lanes_per_warp = {lanes_per_warp}
 for heads in (24, 72):
     case = Case.random(3, heads, {head_dim}, 150, 70, 2, 0, ragged=True, padding=1)
     inputs = make_inputs(case, 0, device="cuda")
@@ -30,7 +30,7 @@ for heads in (24, 72):
 """
 
 
-def sanitize(tool: str, head_dim: int, warp_arrivals: int, cache: Path) -> tuple[int, str]:
+def sanitize(tool: str, head_dim: int, lanes_per_warp: int, cache: Path) -> tuple[int, str]:
     """Exit status and output of compute-sanitizer; 9 where it found something."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
@@ -38,7 +38,7 @@ def sanitize(tool: str, head_dim: int, warp_arrivals: int, cache: Path) -> tuple
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     # A cache of its own: the number of arrivals is no part of a stored kernel's key.
     environment = {**os.environ, "PYTHONPATH": paths, "DSV4_CACHE_DIR": str(cache)}
-    script = SCRIPT.format(head_dim=head_dim, warp_arrivals=warp_arrivals)
+    script = SCRIPT.format(head_dim=head_dim, lanes_per_warp=lanes_per_warp)
 
     def run(*prefix: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

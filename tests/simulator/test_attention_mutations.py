@@ -38,7 +38,7 @@ SINGLE_CASE = replace(CASE, softmax_scale=0.5)
 PAIR_CASE = replace(CASE, head_dim=512, top_k=200, window_rows=128, softmax_scale=0.125)
 # CTAs have work to do after a token without keys.
 HOPPER_CASE = replace(CASE, requests=((0, 2), (-1, 1), (1, 2)))
-# Few heads have a kernel of their own: two parts of columns, more blocks than its ring holds.
+# Swap-AB: two slots a key tile, more key tiles than its ring holds.
 FEW_CASE = replace(CASE, heads=24, head_dim=128)
 # Up to 16 of them, a split's sums are exchanged after its accumulators have been stored.
 SUMS_LAST_CASE = replace(FEW_CASE, heads=16)
@@ -64,7 +64,7 @@ class Kernel:
 KERNELS = {
     "single": Kernel("sm100.fmha", "sm_100a", SINGLE_CASE, (1, 9)),
     "pair": Kernel("sm100.fmha", "sm_100a", PAIR_CASE, (1, 2)),
-    # Two clusters: the guess of one is right, that of the other wrong.
+    # Two clusters: the speculative first tile of one is a hit, that of the other a miss.
     "hopper": Kernel("sm90.fmha", "sm_90a", HOPPER_CASE, (1, 2, 9), num_ctas=4),
     "streaming": Kernel("sm90.fmha", "sm_90a", STREAMING_CASE, (1,), smallest_only=True),
     "few": Kernel("sm90.fmha", "sm_90a", FEW_CASE, (1, 2, 9)),
@@ -136,11 +136,11 @@ REDUNDANT = {
         ),
         ("bar.sync", "kernel"): (1, "the combine's: two splits are one group, it sums alone"),
     },
-    # Two kernels: without splits, and with splits or shared columns.
+    # Two kernels: without splits, and with splits or column slices.
     "hopper": {
         ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
         ("griddepcontrol.wait", "load"): (2, LAUNCHES_IN_ORDER),
-        ("griddepcontrol.wait", "find_keys"): (2, LAUNCHES_IN_ORDER),
+        ("griddepcontrol.wait", "schedule"): (2, LAUNCHES_IN_ORDER),
         ("cp.async", "tma_prefetch"): (12, "a hint, which moves nothing but lines of L2"),
         ("mbarrier.test_wait", "_has_landed"): (2, "a hint when PV may go: the wait follows"),
         ("wgmma.commit_group", "_issue_scores"): (2, "with the next wait_group: when PV may go"),
@@ -159,77 +159,83 @@ REDUNDANT = {
             "nothing is rewritten; ptxas, which places them, goes by the waits; and when the other "
             "warpgroup may go",
         ),
-        ("mbarrier.try_wait", "_multiply_blocks"): (
+        ("mbarrier.try_wait", "_multiply_tiles"): (
             6,
-            "V: P of a block was made from its scores, whose warpgroup waited for the same rows; "
-            "and the turns of PV (2), which only keep it out of the way of other products",
+            "V: P of a key tile was made from its scores, whose warpgroup waited for the same "
+            "rows; and the turns of PV (2), which only keep it out of the way of other products",
         ),
-        ("bar.warp", "_release"): (
+        ("bar.warp", "arrive_warp"): (
             21,
-            "nobody has read the two halves of a block that a wrong guess fetched; PV's turns (5) "
+            "a miss: the two halves of a speculative tile are released unread; PV's turns (5) "
             "hand nothing over; what was read of Q (2) and of V (1) was read by products, which "
             "the whole warpgroup has waited for; one more as the next two",
         ),
-        ("mbarrier.try_wait", "keep_step"): (
+        ("mbarrier.try_wait", "lockstep"): (
             1,
-            "the guessed block's: more blocks follow here, and the wait for the neighbour's next "
-            "arrival is one for this, too",
+            "the speculative tile's: more key tiles follow here, and the wait for the other CTA's "
+            "next arrival is one for this, too",
         ),
-        ("barrier.cluster", "meet"): (
+        ("barrier.cluster", "cluster_sync"): (
             1,
-            "the last meeting's wait: all that the neighbour does to this CTA is to arrive, and "
-            "each of its arrivals has been waited for in `keep_step`",
+            "the last cluster sync: all that the other CTA does to this one is to arrive, and "
+            "each of its arrivals has been waited for in `lockstep`",
         ),
         ("mbarrier.try_wait", "output"): (1, UNSHARED),
-        ("mbarrier.arrive", "_release"): (1, UNSHARED),
+        ("mbarrier.arrive", "arrive_warp"): (1, UNSHARED),
     },
     # The kernel without splits at 64 heads of 512: what it shares with the one above, and more.
     "streaming": {
         ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
         ("griddepcontrol.wait", "load"): (1, LAUNCHES_IN_ORDER),
-        ("griddepcontrol.wait", "find_keys"): (1, LAUNCHES_IN_ORDER),
+        ("griddepcontrol.wait", "schedule"): (1, LAUNCHES_IN_ORDER),
         ("cp.async", "tma_prefetch"): (14, "a hint, which moves nothing but lines of L2"),
-        ("mbarrier.try_wait", "fetch_ahead"): (1, "a hint when there is nothing left to gain"),
-        ("mbarrier.try_wait", "_load_block"): (2, "keeps the queues in front of DRAM short"),
+        ("mbarrier.try_wait", "prefetch_until_ready"): (
+            1,
+            "a hint when there is nothing left to gain",
+        ),
+        ("mbarrier.try_wait", "_load_tile"): (2, "keeps the queues in front of DRAM short"),
         ("mbarrier.test_wait", "_has_landed"): (1, PV_MAY_GO),
         ("wgmma.commit_group", "_issue_scores"): (1, PV_MAY_GO),
         ("wgmma.wait_group", "_multiply_keys"): (1, PV_MAY_GO),
         ("wgmma.commit_group", "_multiply_values"): (3, ALL_WAITED_FOR),
         ("wgmma.wait_group", "_multiply_values"): (2, ALL_WAITED_FOR),
-        ("mbarrier.try_wait", "_multiply_blocks"): (3, "V, and the turns of PV (2), as above"),
-        ("bar.warp", "_release"): (
+        ("mbarrier.try_wait", "_multiply_tiles"): (3, "V, and the turns of PV (2), as above"),
+        ("bar.warp", "arrive_warp"): (
             12,
             "as above, and the two halves of Q's stage: each other's sync follows the same reads, "
             "and the load warp waits for both",
         ),
-        ("cp.async", "store_staged"): (3, "all but the last: its group has their stores, too"),
+        ("cp.async", "_store_staged"): (3, "all but the last: its group has their stores, too"),
     },
     "few": {
         ("griddepcontrol.launch_dependents", "load"): (1, LAUNCH),
         ("griddepcontrol.wait", "load"): (1, LAUNCHES_IN_ORDER),
-        ("griddepcontrol.wait", "find_keys"): (1, LAUNCHES_IN_ORDER),
+        ("griddepcontrol.wait", "schedule"): (1, LAUNCHES_IN_ORDER),
         ("mbarrier.try_wait", "compute"): (1, "the first one: " + LAUNCHES_IN_ORDER),
         ("cp.async", "tma_prefetch"): (5, "a hint, which moves nothing but lines of L2"),
-        ("fence.proxy", "zero_rows"): (2, "V: the fence after P, before the same barrier, follows"),
+        ("fence.proxy", "clear_rows"): (
+            2,
+            "V: the fence after P, before the same barrier, follows",
+        ),
         ("bar.sync", "sync"): (
             1,
             "before masked keys are cleared: products that one warp has waited for are over for "
             "all here, while PTX promises each warp its own part alone",
         ),
-        ("bar.warp", "_release"): (
+        ("bar.warp", "arrive_warp"): (
             6,
-            "nobody has read the two parts that a wrong guess fetched, or Q of a token without "
-            "keys; Q and V were read by products, which the whole warpgroup has waited for",
+            "a miss: the two slots of a speculative tile are released unread, as is Q of a token "
+            "without keys; Q and V were read by products, which the whole warpgroup has waited for",
         ),
     },
 }
-# The kernel for few heads, but for the order of a split's last steps.
+# The swap-AB kernel, but for the order of a split's last steps.
 REDUNDANT["sums_last"] = {
     **REDUNDANT["few"],
     ("bar.sync", "sync"): (
         2,
-        "as above; with splits, before the sums: between them and those of the work item before "
-        "the splits have met, with two barriers",
+        "as above; with splits, before the sums: between them and those of the work tile before "
+        "lies the semaphore, with two barriers",
     ),
 }
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.split_kv import (
     MAX_SPLITS,
-    MOST_FEW_HEADS,
+    MOST_SWAP_AB_HEADS,
     STATS,
-    TILE_OF_HEADS,
+    SWAP_AB_TILE_HEADS,
     TILED_HEADS,
-    join_sizes,
+    combine_sizes,
     with_counters,
 )
 
@@ -194,10 +194,10 @@ def _swap_ab_heads(heads: int, token_splits: int, num_sms: int, arch: str) -> in
     It serves few heads, which would leave most of a 64-row product empty; and small launches, whose
     CTAs take tiles of 16 heads side by side while there is an SM for each.
     """
-    if heads <= MOST_FEW_HEADS:
+    if heads <= MOST_SWAP_AB_HEADS:
         return heads
-    tiles = token_splits * (heads // TILE_OF_HEADS)
-    return TILE_OF_HEADS if has_two_kernels(heads, arch) and tiles <= num_sms else 0
+    tiles = token_splits * (heads // SWAP_AB_TILE_HEADS)
+    return SWAP_AB_TILE_HEADS if has_two_kernels(heads, arch) and tiles <= num_sms else 0
 
 
 def _heads_m_tile(config: FmhaConfig, tokens: int, splits: int, num_sms: int) -> tuple[int, int]:
@@ -259,7 +259,7 @@ def _memory_cost(memory_tile: float, plan: LaunchPlan, tokens: int, num_sms: int
 def _combine_rounds(config: FmhaConfig, plan: LaunchPlan) -> int:
     """Fragments of a tile that a warp of the Hopper kernel combines at most."""
     column_groups = config.head_dim // 16  # of a half
-    sizes = join_sizes(column_groups)
+    sizes = combine_sizes(column_groups)
     largest = next(size for size, most, _ in sizes if plan.num_splits <= most)
     fragments = plan.tile_heads // 16 * (column_groups // largest) // plan.column_slices
     return -(-fragments // (4 * plan.num_splits))

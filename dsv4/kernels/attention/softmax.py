@@ -14,6 +14,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32
 
+from dsv4.kernels.kit.reduce import quad_max
+
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
 RESCALE_THRESHOLD = 8.0  # log2; 2**8 times a sum of at most 2**20 keys is far from the end of fp32
@@ -33,18 +35,6 @@ def exp2_in_branch(x: Float32) -> Float32:
     return cute.arch.inline_ptx(
         "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
     )
-
-
-@cute.jit
-def quad_max(x: Float32) -> Float32:
-    """Maximum over the four lanes that hold a row."""
-    return cute.arch.warp_reduction_max(x, threads_in_group=4)
-
-
-@cute.jit
-def quad_sum(x: Float32) -> Float32:
-    """Sum over the four lanes that hold a row."""
-    return cute.arch.warp_reduction_sum(x, threads_in_group=4)
 
 
 @cute.jit

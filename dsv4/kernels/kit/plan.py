@@ -307,6 +307,12 @@ class Edge:
         """Storage of the mbarriers: the full ones, then the empty ones."""
         return Buffer(f"{self.name}_barriers", "Int64", self.mbarriers)
 
+    @property
+    def split_buffers(self) -> tuple[Buffer, ...]:
+        """Storage of the mbarriers in two arrays, as `kit.mbarrier` addresses them."""
+        sides = ("full",) if self.is_signal else ("full", "empty")
+        return tuple(Buffer(f"{self.name}_{side}", "Int64", self.stages) for side in sides)
+
 
 @dataclass(frozen=True)
 class BarrierGraph:
@@ -345,6 +351,11 @@ class BarrierGraph:
     def buffers(self) -> tuple[Buffer, ...]:
         """Storage of all mbarriers, one buffer an edge."""
         return tuple(edge.buffer for edge in self.edges)
+
+    @property
+    def split_buffers(self) -> tuple[Buffer, ...]:
+        """Storage of all mbarriers, full and empty ones of an edge in arrays of their own."""
+        return tuple(buffer for edge in self.edges for buffer in edge.split_buffers)
 
     def _count(self, arrivals: tuple[Arrival, ...], factors: dict):
         counts = [a.count(self.warps, self.lanes_per_warp, factors) for a in arrivals]

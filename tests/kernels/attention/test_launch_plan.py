@@ -6,7 +6,7 @@ import pytest
 
 from dsv4.kernels.attention import launch_plan
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.split_kv import TILE_OF_HEADS, counter_words
+from dsv4.kernels.attention.split_kv import SWAP_AB_TILE_HEADS, counter_words
 
 pytestmark = pytest.mark.stage("H")
 
@@ -92,7 +92,7 @@ def test_only_hopper_has_tiles_of_few_heads() -> None:
         launch_plan.num_splits(config, 4, 512, 128, MULTIPROCESSORS, arch)
         for arch in ("sm_90a", "sm_100a")
     )
-    tiles = 4 * 64 // TILE_OF_HEADS
+    tiles = 4 * 64 // SWAP_AB_TILE_HEADS
     assert tiles * hopper <= MULTIPROCESSORS < tiles * blackwell
 
 

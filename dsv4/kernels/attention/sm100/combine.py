@@ -7,6 +7,7 @@ from cutlass.memory import SmemAllocator
 from dsv4.kernels.attention.sink_merge import output_scale, row_lse
 from dsv4.kernels.attention.softmax import exp2
 from dsv4.kernels.attention.split_kv import MAX_SPLITS, STATS
+from dsv4.kernels.kit.pointers import row_pointer
 
 THREADS = 128
 # Splits of a thread: their loads are in flight together.
@@ -110,17 +111,6 @@ class Combine:
             cute.autovec_copy(out, cute.make_tensor(target, cute.make_layout(self.vector)))
             if token < lse.shape[0] and column == 0:
                 lse[token, head] = row_lse(top, total, stats[2, row * num_splits])
-
-
-def row_pointer(tensor: cute.Tensor, token, head) -> cute.Pointer:
-    """16-byte aligned address of tensor[token, head, 0], which may be past 2^31 elements."""
-    offset = cutlass.Int64(token) * tensor.stride[0] + cutlass.Int64(head) * tensor.stride[1]
-    return cute.make_ptr(
-        tensor.element_type,
-        (tensor.iterator + offset).toint(),
-        cute.AddressSpace.gmem,
-        assumed_align=16,
-    )
 
 
 def partial_pointer(workspace: cute.Tensor, index, head_dim: int) -> cute.Pointer:

@@ -1,4 +1,4 @@
-"""Typed contexts of the Blackwell attention kernels: call arguments, kernel parameters, views."""
+"""Typed contexts of the Blackwell attention kernels: kernel parameters, work tiles, views."""
 
 from typing import NamedTuple
 
@@ -6,32 +6,6 @@ import cutlass.cute as cute
 from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import TmemAllocator
-
-
-class FmhaArguments(NamedTuple):
-    """Arguments of the kernel's call, see `FmhaKernel.__call__`."""
-
-    q: cute.Tensor
-    compressed_kv: cute.Tensor
-    swa_kv: cute.Tensor
-    swa_lens: cute.Tensor
-    sink_logits: cute.Tensor
-    request_ids: cute.Tensor
-    o: cute.Tensor
-    compressed_lens: cute.Tensor
-    lse: cute.Tensor
-    workspace: cute.Tensor
-    num_splits: Int32
-    num_ctas: Int32
-
-    def tables(self) -> dict:
-        """What `KernelParams` takes over as it is."""
-        names = ("swa_lens", "sink_logits", "request_ids", "compressed_lens", "lse", "workspace")
-        return {
-            **{name: getattr(self, name) for name in (*names, "num_splits")},
-            "compressed_rows": self.compressed_kv.shape[1],
-            "window_rows": self.swa_kv.shape[1],
-        }
 
 
 class KernelParams(NamedTuple):

@@ -19,8 +19,8 @@ from cutlass.cute.nvgpu import tcgen05
 
 from dsv4.kernels.attention.args import fake_arguments
 from dsv4.kernels.attention.config import FmhaConfig, check_kernel_config
+from dsv4.kernels.attention.context import FmhaArguments
 from dsv4.kernels.attention.sm100.combine import Combine
-from dsv4.kernels.attention.sm100.context import FmhaArguments
 from dsv4.kernels.attention.sm100.fmha_1cta import Fmha1Cta
 from dsv4.kernels.attention.sm100.fmha_2cta import Fmha2Cta
 from dsv4.kernels.attention.sm100.plan_1cta import ROWS

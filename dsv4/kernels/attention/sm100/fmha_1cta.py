@@ -36,11 +36,11 @@ from cutlass.utils import blackwell_helpers as sm100
 
 from dsv4.kernels.attention import mask, sink_merge, softmax
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.context import FmhaArguments
 from dsv4.kernels.attention.sm100 import fragments_1cta as fragments
 from dsv4.kernels.attention.sm100.combine import partial_pointer
 from dsv4.kernels.attention.sm100.context import (
     Context1Cta,
-    FmhaArguments,
     KernelParams,
     KeySpan,
     Pipelines1Cta,
@@ -63,6 +63,7 @@ from dsv4.kernels.attention.sm100.work_tile import (
     valid_keys,
     zero_rows,
 )
+from dsv4.kernels.kit.reduce import quad_sum
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.tcgen05 import (
     create_pipeline,
@@ -515,7 +516,7 @@ class Fmha1Cta:
         sees_window = keys.last > keys.compressed_tiles
         for row in cutlass.range_constexpr(2):
             final_max = sink_merge.final_row_max(rows, row, sees_window)
-            row_sum = softmax.quad_sum(rows.row_sum[row])
+            row_sum = quad_sum(rows.row_sum[row])
             scale = Float32(1.0)
             # One lane of the quad computes and writes what is one value per row.
             if copies.thread % 4 == 0:

@@ -38,11 +38,11 @@ from cutlass.utils import blackwell_helpers as sm100
 
 from dsv4.kernels.attention import mask, sink_merge, softmax
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.context import FmhaArguments
 from dsv4.kernels.attention.sm100 import fragments_2cta as fragments
-from dsv4.kernels.attention.sm100.combine import partial_pointer, row_pointer
+from dsv4.kernels.attention.sm100.combine import partial_pointer
 from dsv4.kernels.attention.sm100.context import (
     Context2Cta,
-    FmhaArguments,
     KernelParams,
     KeySpan,
     Pipelines2Cta,
@@ -75,6 +75,7 @@ from dsv4.kernels.attention.sm100.work_tile import (
     valid_keys,
     zero_rows,
 )
+from dsv4.kernels.kit.pointers import row_pointer
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.tcgen05 import (
     TMEM_LANES,
@@ -147,7 +148,7 @@ class Fmha2Cta:
             work_tiles=q.shape[0] * arguments.num_splits * self.head_blocks,
             **arguments.tables(),
         )
-        clusters = cutlass.min(params.work_tiles, cutlass.max(arguments.num_ctas // 2, 1))
+        clusters = cutlass.min(params.work_tiles, cutlass.max(arguments.num_sms // 2, 1))
         self.kernel(params).launch(
             grid=(2 * clusters, 1, 1),
             block=(self.warps.threads, 1, 1),

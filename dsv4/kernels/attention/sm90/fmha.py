@@ -2,21 +2,19 @@
 launch.
 
 `FmhaKernelSm90` is what callers construct, compile and call. It picks one of two kernels, which
-share lengths, the split-KV protocol and the merge:
+share key spans, the split-KV semaphore and the merge:
 
-- `FmhaFewHeads`: keys as the rows of the products; up to 24 heads, where the time goes into reading
-  keys, all in one CTA. And 32, 64 or 128 heads, in tiles of 16, while there is a multiprocessor for
-  each: more of these tiles would wait for each other's reads of the same keys.
-- `FmhaManyHeads`: 64 heads of a token in one CTA, heads as the rows of the products.
+- `FmhaSwapAB`: keys as the rows of the products; up to 24 heads, where the time goes into reading
+  keys, all in one CTA. And 32, 64 or 128 heads, in tiles of 16, while there is an SM for each: more
+  of these tiles would wait for each other's reads of the same keys.
+- `FmhaHeadsM`: 64 heads of a token in one CTA, heads as the rows of the products.
 
-Either way a block of keys is read from global memory once for both products. With several splits of
-the keys, CTAs meet in the workspace (`fmha_sm90_meeting`): launches that may run at the same time
-need workspaces of their own.
+Either way a key tile is read from global memory once for both products. With several splits of the
+keys, CTAs combine them through the workspace (`kit.semaphore`): launches that may run at the same
+time need workspaces of their own.
 
-The softmax keeps one reference per head that all weights are relative to, so that the final
-division is exact and nothing overflows. The `swa_gate` sink is a bias on one branch's scores:
--max(sink, 0) on compressed scores, min(sink, 0) on window scores. The branch with the larger weight
-keeps bias 0, which makes sinks of any size, infinities included, exact.
+The softmax keeps one maximum per row that all of P is relative to, so that the final division is
+exact and nothing overflows. `sink_gate` says what the sink of `swa_gate` does to it.
 """
 
 import cutlass
@@ -24,9 +22,10 @@ from cutlass import cute
 
 from dsv4.kernels.attention.args import fake_arguments
 from dsv4.kernels.attention.config import FmhaConfig, check_kernel_config
-from dsv4.kernels.attention.sm90.heads_m import FmhaManyHeads
-from dsv4.kernels.attention.sm90.swap_ab import FmhaFewHeads
-from dsv4.kernels.attention.split_kv import MOST_FEW_HEADS, TILE_OF_HEADS, TILED_HEADS
+from dsv4.kernels.attention.context import FmhaArguments
+from dsv4.kernels.attention.sm90.heads_m import FmhaHeadsM
+from dsv4.kernels.attention.sm90.swap_ab import FmhaSwapAB
+from dsv4.kernels.attention.split_kv import MOST_SWAP_AB_HEADS, SWAP_AB_TILE_HEADS, TILED_HEADS
 
 
 class FmhaKernelSm90:
@@ -75,15 +74,15 @@ class FmhaKernelSm90:
             num_splits,
         )
         check_kernel_config(config, (q_dtype, kv_dtype, o_dtype), (qk_acc_dtype, pv_acc_dtype))
-        self.few = self.many = None
-        if num_query_heads <= MOST_FEW_HEADS:
-            self.few = FmhaFewHeads(config, num_query_heads, q_dtype)
+        self.swap_ab = self.heads_m = None
+        if num_query_heads <= MOST_SWAP_AB_HEADS:
+            self.swap_ab = FmhaSwapAB(config, num_query_heads)
         else:
-            self.many = FmhaManyHeads(config, q_dtype)
+            self.heads_m = FmhaHeadsM(config)
             # A fixed number of splits promises that a token's bits do not depend on the batch: it
             # has one kernel.
             if num_query_heads in TILED_HEADS and num_splits is None:
-                self.few = FmhaFewHeads(config, TILE_OF_HEADS, q_dtype)
+                self.swap_ab = FmhaSwapAB(config, SWAP_AB_TILE_HEADS)
 
     @cute.jit
     def __call__(
@@ -104,22 +103,28 @@ class FmhaKernelSm90:
         num_ctas: cutlass.Int32,  # persistent CTAs at most: the number of SMs
     ):
         """Launch the attention."""
-        tensors = (q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o, stream)
-        options = {
-            "compressed_lens": compressed_lens,
-            "lse": lse,
-            "workspace": workspace,
-            "num_splits": num_splits,
-            "num_ctas": num_ctas,
-        }
-        if cutlass.const_expr(self.many is None):
-            self.few(*tensors, **options)
-        elif cutlass.const_expr(self.few is None):
-            self.many(*tensors, **options)
-        elif q.shape[0] * self.few.head_tiles * num_splits <= num_ctas:
-            self.few(*tensors, **options)
+        arguments = FmhaArguments(
+            q,
+            compressed_kv,
+            swa_kv,
+            swa_lens,
+            sink_logits,
+            request_ids,
+            o,
+            compressed_lens,
+            lse,
+            workspace,
+            num_splits,
+            num_ctas,
+        )
+        if cutlass.const_expr(self.heads_m is None):
+            self.swap_ab.launch(arguments, stream)
+        elif cutlass.const_expr(self.swap_ab is None):
+            self.heads_m.launch(arguments, stream)
+        elif q.shape[0] * self.swap_ab.head_tiles * num_splits <= num_ctas:
+            self.swap_ab.launch(arguments, stream)
         else:
-            self.many(*tensors, **options)
+            self.heads_m.launch(arguments, stream)
 
 
 # ---- compilation ----

@@ -1,18 +1,18 @@
 """Partial rows in 16 bits: accumulators of a split on their way through the workspace.
 
-A row of a piece of the accumulators is stored as fp16 times a power of two. That is 1 where the
-values lie well within the range of fp16; if not, the row's largest finite value is brought just
-below the top of it. Either way an element loses at most 2^-11 of itself, or 2^-15 of the row's
-largest, whatever the magnitudes; the rounding of the output to bf16 takes up to 2^-8. Infinities
-and NaN remain what they are, and leave the other elements alone.
+A row of an accumulator sub-tile is stored as fp16 times a power of two. That is 1 where the values
+lie well within the range of fp16; if not, the row's largest finite value is brought just below the
+top of it. Either way an element loses at most 2^-11 of itself, or 2^-15 of the row's largest,
+whatever the magnitudes; the rounding of the output to bf16 takes up to 2^-8. Infinities and NaN
+remain what they are, and leave the other elements alone.
 """
 
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.sm90.device import by_row, pointer_at, tree
-from dsv4.kernels.attention.sm90.heads_m_fragments import scale_rows
-from dsv4.kernels.attention.softmax import quad_max
+from dsv4.kernels.kit.pointers import pointer_at
+from dsv4.kernels.kit.reduce import quad_max, tree
+from dsv4.kernels.kit.wgmma import by_row, scale_rows
 
 # Sums of the magnitudes of a thread's part of a row, between which the scale is 1: none of up to 32
 # values then exceeds the largest fp16, and one at least is far above the smallest normal one.
@@ -22,18 +22,19 @@ TOP_EXPONENT = 14  # of the largest value, where it is scaled
 
 
 @cute.jit
-def store_piece(piece: cute.Tensor, start: cute.Pointer, step, scales: cute.Tensor):
-    """Store an accumulator fragment of 16-column units in fp16, 16 bytes a thread; all 32 lanes.
+def store_subtile(subtile: cute.Tensor, start: cute.Pointer, step, scales: cute.Tensor):
+    """Store an accumulator sub-tile by 16-column fragments in fp16, 16 bytes a thread; all 32
+    lanes call this.
 
     Args:
-        piece: [4, 8-column group] fp32 of this thread; may be changed.
-        start: where this thread's part of the first unit belongs.
-        step: fp32 words from a unit to the next.
+        subtile: [4, 8-column group] fp32 of this thread; may be changed.
+        start: of this thread's part of the first fragment.
+        step: fp32 words from a fragment to the next.
         scales: [2], what the stored values of the thread's two rows must be multiplied by.
     """
-    _store(piece, start, step)
+    _store(subtile, start, step)
     scales.fill(1.0)
-    rows = by_row(piece)
+    rows = by_row(subtile)
     is_fit = cutlass.Boolean(True)
     for r in cutlass.range_constexpr(2):
         sum = _tree_sum(_magnitudes(rows, r))
@@ -42,8 +43,8 @@ def store_piece(piece: cute.Tensor, start: cute.Pointer, step, scales: cute.Tens
         factors = cute.make_rmem_tensor(2, cutlass.Float32)
         for r in cutlass.range_constexpr(2):
             _scale_of(_magnitudes(rows, r), scales, factors, r)
-        scale_rows(piece, factors)
-        _store(piece, start, step)
+        scale_rows(subtile, factors)
+        _store(subtile, start, step)
 
 
 def _magnitudes(rows: cute.Tensor, r: int):
@@ -57,12 +58,12 @@ def _tree_sum(values):
 
 
 @cute.jit
-def _store(piece: cute.Tensor, start: cute.Pointer, step):
-    for unit in cutlass.range_constexpr(cute.size(piece) // 8):
+def _store(subtile: cute.Tensor, start: cute.Pointer, step):
+    for fragment in cutlass.range_constexpr(cute.size(subtile) // 8):
         values = cute.make_rmem_tensor(8, cutlass.Float16)
-        source = cute.make_tensor(piece.iterator + unit * 8, cute.make_layout(8))
+        source = cute.make_tensor(subtile.iterator + fragment * 8, cute.make_layout(8))
         values.store(source.load().to(cutlass.Float16))
-        target = pointer_at(start, unit * step, cutlass.Float16)
+        target = pointer_at(start, fragment * step, cutlass.Float16)
         cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(8)))
 
 

@@ -7,26 +7,26 @@ does: a head's keys are spread over all warps.
 """
 
 import operator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.sm90.device import by_row, tree
-from dsv4.kernels.attention.softmax import LOG2_E, RESCALE_THRESHOLD, exp2
-
-WARPS = 4
-# Another barrier than those of `Meeting.arrive`.
-MATH_BARRIER = 3
-PAIR = 2  # heads of a thread that are neighbours
+from dsv4.kernels.attention.sm90.named_barriers import SwapAbBarrier
+from dsv4.kernels.attention.sm90.sink_gate import branch_bias
+from dsv4.kernels.attention.sm90.swap_ab_context import PAIR, WARPS, Smem
+from dsv4.kernels.attention.softmax import RESCALE_THRESHOLD, exp2
+from dsv4.kernels.kit.reduce import across_quads, tree
+from dsv4.kernels.kit.wgmma import by_row
 
 
 class Heads(NamedTuple):
     """Softmax state of a thread's heads, each [pair, 8-head group] in registers."""
 
-    ref: cute.Tensor  # log2 of what the weights are relative to
-    sum: cute.Tensor  # of this thread's weights
-    rescale: cute.Tensor  # factor of the accumulators, 1 unless a reference has risen
+    row_max: cute.Tensor  # log2, what P is relative to; stale
+    row_sum: cute.Tensor  # of this thread's P
+    rescale: cute.Tensor  # factor of the accumulators, 1 unless a row maximum was updated
 
     @classmethod
     def make(cls, heads: int):
@@ -34,11 +34,11 @@ class Heads(NamedTuple):
         return cls(*(cute.make_rmem_tensor(shape, cutlass.Float32) for _ in cls._fields))
 
     def reset(self) -> None:
-        self.ref.fill(-cutlass.Float32.inf)
-        self.sum.fill(0.0)
+        self.row_max.fill(-cutlass.Float32.inf)
+        self.row_sum.fill(0.0)
 
-    def are_raised(self) -> cutlass.Boolean:
-        """Whether a reference of this warp's heads has risen.
+    def are_updated(self) -> cutlass.Boolean:
+        """Whether a row maximum of this warp's heads was updated.
 
         From the factors, and by a vote: where the compiler cannot see that all lanes go the same
         way it serialises the products around the branch.
@@ -47,60 +47,64 @@ class Heads(NamedTuple):
         return cute.arch.vote_any_sync(tree(lambda a, b: a | b, factors))
 
     def columns(self) -> list[tuple[int, int]]:
-        return [(c, j) for j in range(cute.size(self.ref, mode=[1])) for c in range(PAIR)]
+        return [(c, j) for j in range(cute.size(self.row_max, mode=[1])) for c in range(PAIR)]
 
 
-class Board(NamedTuple):
-    """Where the warps of a warpgroup tell each other what they know of their heads."""
+@dataclass(frozen=True)
+class ReductionScratch:
+    """Shared memory and named barrier by which the warps of a warpgroup reduce over keys."""
 
-    tops: cute.Tensor  # [pair, heads / 2, warp] fp32 in shared memory
-    totals: cute.Tensor  # the same
-    sinks: cute.Tensor  # [head] natural log, in shared memory
+    tile_max: cute.Tensor  # [pair, heads / 2, warp] fp32
+    row_sums: cute.Tensor  # the same
+    sinks: cute.Tensor  # [head] natural log
     thread: cutlass.Int32  # of the warpgroup
-    head: cutlass.Int32  # first one of the work item
+    head: cutlass.Int32  # first one of the work tile
+
+    @classmethod
+    def of(cls, smem: Smem, thread):
+        return cls(smem.tile_max, smem.row_sums, smem.sinks, thread, cutlass.Int32(0))
 
     def of_heads(self, head):
-        """The board for a work item of heads from `head` on."""
-        return self._replace(head=head)
+        """The scratch of a work tile of heads from `head` on."""
+        return replace(self, head=head)
 
     def sink(self, c: int, j: int) -> cutlass.Float32:
         """Of one of a thread's heads."""
         return self.sinks[self.head + 8 * j + self.thread % 4 * 2 + c]
 
     def sync(self) -> None:
-        cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=32 * WARPS)
+        cute.arch.barrier(barrier_id=SwapAbBarrier.MATH, number_of_threads=32 * WARPS)
 
     def any(self, condition: cutlass.Boolean) -> cutlass.Boolean:
         """Whether it is true of any thread; a barrier like `sync`."""
+        barrier = int(SwapAbBarrier.MATH)
         count = cute.arch.inline_ptx(
-            f"barrier.cta.red.popc.aligned.u32 {{$w0}}, {MATH_BARRIER}, {32 * WARPS}, {{$r0}};",
+            f"barrier.cta.red.popc.aligned.u32 {{$w0}}, {barrier}, {32 * WARPS}, {{$r0}};",
             write_only_types=[cutlass.Int32],
             read_only_args=[condition],
         )
         return count != 0
 
 
-def over_keys(operation, x: cutlass.Float32) -> cutlass.Float32:
-    """Reduce over the lanes of a warp that hold the same heads."""
-    for offset in (4, 8, 16):
-        x = operation(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
-    return x
-
-
 @cute.jit
-def exchange(operation: cutlass.Constexpr, values: cute.Tensor, words: cute.Tensor, board: Board):
+def reduce_over_keys(
+    operation: cutlass.Constexpr,
+    values: cute.Tensor,
+    words: cute.Tensor,
+    scratch: ReductionScratch,
+):
     """Reduce [pair, 8-head group] values over all keys, in place.
 
-    A barrier must lie between this call and the last readers of `words`, a part of the board.
+    A barrier must lie between this call and the last readers of `words`, a part of the scratch.
     """
-    lane, warp = board.thread % 32, board.thread // 32
+    lane, warp = scratch.thread % 32, scratch.thread // 32
     groups = cute.size(values, mode=[1])
     for j in cutlass.range_constexpr(groups):
         for c in cutlass.range_constexpr(PAIR):
-            values[c, j] = over_keys(operation, values[c, j])
+            values[c, j] = across_quads(operation, values[c, j])
         if lane < 4:
             cute.autovec_copy(values[None, j], words[None, 4 * j + lane, warp])
-    board.sync()
+    scratch.sync()
     parts = cute.make_rmem_tensor((PAIR, WARPS), cutlass.Float32)
     for j in cutlass.range_constexpr(groups):
         cute.autovec_copy(words[None, 4 * j + lane % 4, None], parts)
@@ -110,7 +114,7 @@ def exchange(operation: cutlass.Constexpr, values: cute.Tensor, words: cute.Tens
 
 @cute.jit
 def mask_keys(scores: cute.Tensor, valid: cutlass.Int32, thread):
-    """No key from `valid` on has a weight."""
+    """Set the scores of keys from `valid` on to -inf."""
     s = by_row(scores)
     key = thread // 32 * 16 + thread % 32 // 4
     for r in cutlass.range_constexpr(2):
@@ -120,87 +124,82 @@ def mask_keys(scores: cute.Tensor, valid: cutlass.Int32, thread):
                     s[r, c, j] = -cutlass.Float32.inf
 
 
-def gate_biases(heads: Heads, board: Board, is_window, has_both, is_gate: bool) -> list:
-    """The sink gate as a bias on the log2 scores of one branch; see `fmha_sm90`. An empty branch
-    leaves the other alone: the gate's sink then counts as 0.
-
-    Returns:
-        The bias of each of `heads.columns()`.
-    """
+def gate_biases(
+    heads: Heads, scratch: ReductionScratch, is_window, has_both, is_gate: bool
+) -> list:
+    """The bias of the sink gate on the log2 scores of each of `heads.columns()`."""
     biases = []
     for c, j in heads.columns():
         bias = cutlass.Float32(0.0)
         if is_gate:
-            sink = board.sink(c, j)
-            low, high = cute.arch.fmin(sink, 0.0), -cute.arch.fmax(sink, 0.0)
-            gate = cutlass.select_(is_window, low, high) * LOG2_E
+            gate = branch_bias(scratch.sink(c, j), is_window)
             bias = cutlass.select_(has_both, gate, bias)
         biases.append(bias)
     return biases
 
 
-def weigh_keys(scores: cute.Tensor, weights: cute.Tensor, heads: Heads, biases, scale_log2):
-    """Weights relative to the references as they are. Returns whether they may stay so: none is too
-    large, or of a head without a reference."""
-    s, w = by_row(scores), by_row(weights)
-    is_right = cutlass.Boolean(True)
+def exponentiate(scores: cute.Tensor, p: cute.Tensor, heads: Heads, biases, scale_log2):
+    """P relative to the row maxima as they are. Returns whether these may stay so: none of P is too
+    large, or of a head without a maximum."""
+    s, w = by_row(scores), by_row(p)
+    may_stay = cutlass.Boolean(True)
     for (c, j), bias in zip(heads.columns(), biases, strict=True):
-        shift = bias - heads.ref[c, j]
+        shift = bias - heads.row_max[c, j]
         for r in range(2):
-            weight = exp2(s[r, c, j] * scale_log2 + shift)
-            is_right = is_right & (weight <= 2.0**RESCALE_THRESHOLD)
-            w[r, c, j] = weight
-    return is_right
+            value = exp2(s[r, c, j] * scale_log2 + shift)
+            may_stay = may_stay & (value <= 2.0**RESCALE_THRESHOLD)
+            w[r, c, j] = value
+    return may_stay
 
 
 @cute.jit
-def raise_references(
+def update_row_max(
     scores: cute.Tensor,
-    weights: cute.Tensor,
+    p: cute.Tensor,
     heads: Heads,
-    board: Board,
+    scratch: ReductionScratch,
     biases,
     scale_log2: cutlass.Constexpr,
 ):
-    """Move the references up to the largest scores, and weigh the keys by the new ones;
-    `heads.rescale` is what the accumulators must be scaled by."""
-    s, w = by_row(scores), by_row(weights)
-    tops = cute.make_rmem_tensor_like(heads.ref)
+    """Update the row maxima to the largest scores, and P to the new ones; `heads.rescale` is what
+    the accumulators must be scaled by."""
+    s, w = by_row(scores), by_row(p)
+    tile_max = cute.make_rmem_tensor_like(heads.row_max)
     for c, j in heads.columns():
-        tops[c, j] = cute.arch.fmax(s[0, c, j], s[1, c, j])
-    exchange(cute.arch.fmax, tops, board.tops, board)
+        tile_max[c, j] = cute.arch.fmax(s[0, c, j], s[1, c, j])
+    reduce_over_keys(cute.arch.fmax, tile_max, scratch.tile_max, scratch)
     for (c, j), bias in zip(heads.columns(), biases):
-        top, old = tops[c, j] * scale_log2, heads.ref[c, j]
-        ref = cute.arch.fmax(old, top + bias)
-        # A head without a finite score so far: every weight is 2^-inf.
-        origin = cutlass.select_(ref == -cutlass.Float32.inf, cutlass.Float32(0.0), ref)
-        # A huge bias swallows the score in the reference, which would give an infinite weight.
+        top, old = tile_max[c, j] * scale_log2, heads.row_max[c, j]
+        row_max = cute.arch.fmax(old, top + bias)
+        # A head without a finite score so far: all of P is 2^-inf.
+        origin = cutlass.select_(row_max == -cutlass.Float32.inf, cutlass.Float32(0.0), row_max)
+        # A huge bias swallows the score in the row maximum, which would give an infinite P.
         shift = cute.arch.fmin(bias - origin, -top)
         rescale = exp2(old - origin)
         for r in cutlass.range_constexpr(2):
             w[r, c, j] = exp2(s[r, c, j] * scale_log2 + shift)
-        heads.ref[c, j], heads.rescale[c, j] = ref, rescale
-        heads.sum[c, j] *= rescale
+        heads.row_max[c, j], heads.rescale[c, j] = row_max, rescale
+        heads.row_sum[c, j] *= rescale
 
 
-def add_weights(weights: cute.Tensor, heads: Heads) -> None:
-    """Add a block's weights to the sums."""
-    w = by_row(weights)
+def add_to_row_sums(p: cute.Tensor, heads: Heads) -> None:
+    """Add a key tile's P to the row sums."""
+    w = by_row(p)
     for c, j in heads.columns():
-        heads.sum[c, j] += w[0, c, j] + w[1, c, j]
+        heads.row_sum[c, j] += w[0, c, j] + w[1, c, j]
 
 
-def store_weights(weights: cute.Tensor, p: cute.Pointer, warp, lane, dtype) -> None:
-    """Write weights, transposed, into P [head, key]: rows of 128 bytes in the swizzle of that span,
-    16 keys of each warp."""
-    groups = cute.size(weights) // 4
-    values = cute.make_rmem_tensor(cute.size(weights), dtype)
-    for i in range(cute.size(weights)):
-        values[i] = weights[i].to(dtype)
+def store_p(p: cute.Tensor, target: cute.Pointer, warp, lane, dtype) -> None:
+    """Write P, transposed, as [head, key]: rows of 128 bytes in the swizzle of that span, 16 keys
+    of each warp."""
+    groups = cute.size(p) // 4
+    values = cute.make_rmem_tensor(cute.size(p), dtype)
+    for i in range(cute.size(p)):
+        values[i] = p[i].to(dtype)
     words = cute.recast_tensor(values, cutlass.Int32)
     # Two 8 x 8 matrices of a group of heads. A lane says where a row of one of them goes.
     chunk = 2 * warp + lane // 8 % 2
-    row = p.toint() + lane % 8 * 128 + (chunk ^ lane % 8) * 16
+    row = target.toint() + lane % 8 * 128 + (chunk ^ lane % 8) * 16
     for j in range(0, groups, 2):
         count = 2 * min(groups - j, 2)
         head = 8 * (j + lane // 16 % (count // 2))
@@ -212,11 +211,11 @@ def store_weights(weights: cute.Tensor, p: cute.Pointer, warp, lane, dtype) -> N
 
 
 @cute.jit
-def total_sums(heads: Heads, board: Board):
-    """Sum every head's weights over all keys, in place."""
-    # If this work item has no keys, the slowest warp may still read the totals of the one before.
-    board.sync()
-    exchange(operator.add, heads.sum, board.totals, board)
+def reduce_row_sums(heads: Heads, scratch: ReductionScratch):
+    """Sum every head's P over all keys, in place."""
+    # If this work tile has no keys, the slowest warp may still read the sums of the one before.
+    scratch.sync()
+    reduce_over_keys(operator.add, heads.row_sum, scratch.row_sums, scratch)
 
 
 @cute.jit

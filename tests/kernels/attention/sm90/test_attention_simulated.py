@@ -28,7 +28,7 @@ cutlass = pytest.importorskip("cutlass")
 
 WINDOW = 20
 # Query heads of each of the two kernels.
-FEW, MANY = 24, 40
+SWAP_AB, HEADS_M = 24, 40
 # Fewer CTAs than work items: each goes through several.
 CTAS = 3
 KERNELS = AttentionKernels(Simulator("sm_90a"), CTAS)
@@ -102,7 +102,7 @@ def test_ragged_lengths(seed, heads, head_dim, num_splits, is_causal, sink_mode,
     ("tokens", "heads", "num_splits", "is_causal", "sink_mode"),
     [(1, 72, 1, True, "swa_gate"), (2, 40, 1, False, "softmax"), (1, 48, 3, False, "swa_gate")],
 )
-def test_ctas_that_share_columns(
+def test_ctas_that_slice_columns(
     seed, tokens, heads, num_splits, is_causal, sink_mode, schedule
 ) -> None:
     """Two CTAs halve the columns of a tile where there are enough for all; no bit depends on it."""
@@ -114,9 +114,9 @@ def test_ctas_that_share_columns(
         sink_mode=sink_mode,
     )
     inputs = make_inputs(case, seed)
-    shared = check(inputs, num_splits, schedule, ctas=6)
+    sliced = check(inputs, num_splits, schedule, ctas=6)
     alone = run(inputs, num_splits, schedule, ctas=3)
-    shared.assert_same_bits(alone, "columns shared against alone")
+    sliced.assert_same_bits(alone, "columns sliced against whole")
 
 
 @pytest.mark.parametrize("schedule", ["lazy", "random"])
@@ -163,13 +163,13 @@ def test_at_fixed_splits_bits_do_not_depend_on_how_many_ctas_there_are(
 @pytest.mark.parametrize(
     ("heads", "sink_mode"), [(16, "swa_gate"), (64, "swa_gate"), (64, "softmax")]
 )
-def test_row_maxima_that_grow_with_every_block(
+def test_row_maxima_that_grow_with_every_key_tile(
     seed, heads, sink_mode, head_dim, num_splits
 ) -> None:
     case = Case.random(2, heads, head_dim, 384, 64, 2, seed, sink_mode=sink_mode)
     inputs = make_inputs(case, seed).with_larger_later_keys()
-    # Scores far beyond the stale limit: every block moves the row maxima. From q alone: few keys
-    # then share the weight, and the bf16 rounding of P times keys of full size would pass the
+    # Scores far beyond the stale limit: every key tile updates the row maxima. From q alone: few
+    # keys then share the weight, and the bf16 rounding of P times keys of full size would pass the
     # bound of an element, which is meant for many keys.
     inputs = inputs.replaced(
         q=inputs.q * 16, compressed_kv=inputs.compressed_kv * 0.5, swa_kv=inputs.swa_kv * 0.5
@@ -177,7 +177,7 @@ def test_row_maxima_that_grow_with_every_block(
     check(inputs, num_splits, "lazy", races=False)
 
 
-@pytest.mark.parametrize("heads", [FEW, MANY])
+@pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
 @pytest.mark.parametrize("outlier", [None, 150])
 def test_rows_whose_scores_are_all_far_below_0(seed, heads, outlier) -> None:
     """References are then below 0, too, and one key near 0 has to raise them: its weight relative
@@ -194,32 +194,30 @@ def test_rows_whose_scores_are_all_far_below_0(seed, heads, outlier) -> None:
     check(inputs, 1, "eager", races=False)
 
 
-@pytest.mark.parametrize("heads", [FEW, MANY])
+@pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
 @pytest.mark.parametrize(("top_k", "width"), [(0, 64), (70, 0), (0, 0)])
 def test_a_branch_without_rows(seed, top_k, width, heads) -> None:
     case = Case.random(3, heads, 64, top_k, width, 2, seed, sink_mode="swa_gate")
     check(make_inputs(case, seed), 1, "random")
 
 
-@pytest.mark.parametrize("heads", [FEW, MANY])
+@pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
 @pytest.mark.parametrize(("top_k", "num_splits"), [(0, 1), (100, 1), (100, 4)])
 def test_no_requests(seed, top_k, num_splits, heads) -> None:
-    """A first block that is guessed to be in a window, of which there is none, is not loaded from
-    past the end of q."""
+    """A speculative first tile in a window, of which there is none, is not loaded from past the end
+    of q."""
     case = Case.random(2, heads, 64, top_k, 130, 0, seed, padding=2)
     found = run(make_inputs(case, seed), num_splits, "random")
     assert (found.o == 0).all()
     assert (found.lse == -torch.inf).all()
 
 
-@pytest.mark.parametrize("heads", [FEW, MANY])
+@pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("requests", [(0, 0, 1, 1, 2, 2), (2, -1, 0, 1, 1, 0)])
-def test_first_blocks_and_window_lengths_that_are_guessed(
-    seed, requests, num_splits, heads
-) -> None:
-    """Full lengths and equally many tokens of each request, as guessed; and requests in another
-    order, with windows of their own."""
+def test_speculative_first_tiles_and_window_lengths(seed, requests, num_splits, heads) -> None:
+    """Full lengths and equally many tokens of each request, a hit; and requests in another order,
+    with windows of their own."""
     case = Case.random(6, heads, 64, 130, 100, 3, seed, sink_mode="swa_gate")
     inputs = make_inputs(case, seed).replaced(request_ids=int32(*requests))
     if requests[0] != 0:
@@ -228,17 +226,17 @@ def test_first_blocks_and_window_lengths_that_are_guessed(
 
 
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
-def test_tiles_beyond_whole_rounds(seed, schedule) -> None:
-    """Six rounds of three tiles, and two that are CTAs of their own; tokens without keys, and some
-    of three blocks after and before some of one."""
-    inputs = make_inputs(Case.random(20, MANY, 512, 100, 20, 3, seed), seed)
+def test_work_tiles_beyond_whole_grids(seed, schedule) -> None:
+    """Six grids of three work tiles, and two that are CTAs of their own; tokens without keys, and
+    some of three key tiles after and before some of one."""
+    inputs = make_inputs(Case.random(20, HEADS_M, 512, 100, 20, 3, seed), seed)
     requests = [0, -1, 1, 2, -1, 1, 0, -1, 2, 0, 1, 1, 2, 1, 0, -1, 2, 0, 1, 2]
     lengths = [100, 3, 0, 64, 9, 65, 100, 1, 100, 0, 2, 64, 100, 5, 0, 2, 70, 1, 65, 100]
     inputs = inputs.replaced(request_ids=int32(*requests), compressed_lens=int32(*lengths))
     check(inputs, 1, schedule)
 
 
-@pytest.mark.parametrize("heads", [FEW, MANY])
+@pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
 @pytest.mark.parametrize("sink_mode", ["swa_gate", "softmax"])
 @pytest.mark.parametrize("sink", [float("inf"), -float("inf"), 1e4, -1e4])
 def test_extreme_sinks(seed, sink, sink_mode, heads) -> None:
@@ -248,7 +246,7 @@ def test_extreme_sinks(seed, sink, sink_mode, heads) -> None:
         check(inputs, num_splits, "eager", races=False)
 
 
-@pytest.mark.parametrize("heads", [FEW, MANY])
+@pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_scores_of_thousands_under_huge_sinks(seed, sign, heads) -> None:
     """A score that a huge sink swallows must not give an infinite weight."""
@@ -285,10 +283,10 @@ def test_splits_that_run_together(seed, heads, head_dim, sink_mode, schedule) ->
 @pytest.mark.parametrize(
     "num_splits", [3, 9, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 18, 32))]
 )
-@pytest.mark.parametrize("heads", [FEW, 64])
-def test_who_joins_the_splits_does_not_matter(seed, num_splits, heads) -> None:
-    """One CTA for each split; fewer CTAs, where the last to arrive joins all; a full head tile, and
-    tiles of 16 heads; a token alone: the same, bit for bit."""
+@pytest.mark.parametrize("heads", [SWAP_AB, 64])
+def test_which_cta_combines_the_splits_does_not_matter(seed, num_splits, heads) -> None:
+    """One CTA for each split; fewer CTAs, where the last to arrive combines all; a full head tile,
+    and tiles of 16 heads; a token alone: the same, bit for bit."""
     inputs = make_inputs(Case.random(3, heads, 64, 500, 100, 2, seed, ragged=True), seed)
     options = {"races": False, "fixed": True}
     first = check(inputs, num_splits, "random", ctas=4 * 3 * num_splits, **options)
@@ -300,20 +298,20 @@ def test_who_joins_the_splits_does_not_matter(seed, num_splits, heads) -> None:
     assert_same_bits("lse", alone.lse[0], first.lse[2])
 
 
-@pytest.mark.parametrize("heads", [8, MANY])
+@pytest.mark.parametrize("heads", [8, HEADS_M])
 @pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
-def test_a_cta_that_loses_patience(seed, schedule, heads, monkeypatch) -> None:
-    """CTAs that do not run together: whoever comes last joins what the others left."""
-    from dsv4.kernels.attention.sm90 import semaphore
+def test_a_cta_that_stops_polling(seed, schedule, heads, monkeypatch) -> None:
+    """CTAs that do not run together: the last to arrive combines the slices of the others."""
+    from dsv4.kernels.kit import semaphore
 
-    monkeypatch.setattr(semaphore, "PATIENCE", 1)
+    monkeypatch.setattr(semaphore, "MAX_POLLS", 1)
     # Compiled with the changed constant, for this test alone.
     kernels = AttentionKernels(Simulator("sm_90a"))
     case = Case.random(2, heads, 64, 300, 100, 2, seed, ragged=True)
     kernels.check(case, seed, 6, schedules=(schedule,))
 
 
-@pytest.mark.parametrize("heads", [FEW, MANY])
+@pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
 @pytest.mark.parametrize(
     ("head_dim", "magnitude"), [(64, "tiny"), (64, "huge"), (64, "columns"), (512, "pieces")]
 )
@@ -324,14 +322,14 @@ def test_partial_rows_of_any_magnitude(seed, head_dim, magnitude, heads) -> None
     check_columns(inputs, magnitude, seed, attention(splits=3))
 
 
-@pytest.mark.parametrize("heads", [FEW, MANY])
+@pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
 def test_partial_rows_of_different_magnitudes(seed, heads) -> None:
     """Every split is as large as its keys; the sum is as right as the largest."""
     inputs = make_inputs(Case.random(2, heads, 64, 320, 64, 2, seed), seed)
     check_rows(inputs, seed, attention(splits=6))
 
 
-@pytest.mark.parametrize("heads", [FEW, MANY])
+@pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_a_column_that_overflows_leaves_the_others_alone(seed, num_splits, heads) -> None:
     inputs = make_inputs(Case.random(2, heads, 64, 300, 100, 2, seed), seed)

@@ -1,0 +1,218 @@
+"""mbarriers by their purpose: rings of stages, buffers of one stage, signals; parities by cursor.
+
+A producer `acquire`s a stage (waits until it is empty) and fills it: by TMA, whose bytes `expect`
+announces, or by the warps of a role, which `commit`. A consumer `wait`s until it is full and
+`release`s it. Waits are attributed to their callers in line information: a race report, or a test
+that deletes one of them, names the role.
+
+The arrival counts come from the `BarrierGraph` of a plan: `init` initialises what it derives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cutlass import Boolean, Int32, cute
+from cutlass.cutlass_dsl import dsl_user_op
+
+from dsv4.kernels.kit.plan import BarrierGraph
+
+
+class Cursor(NamedTuple):
+    """A role's place in a ring: the stage, and the parity of the phase that it waits for next."""
+
+    stage: Int32
+    phase: Int32
+
+
+@cute.jit
+def arrive_warp(barrier: cute.Pointer, lane, lanes_per_warp, count=1):
+    """Arrivals of a warp, usually one, after every lane's reads and writes.
+
+    One lane speaks for its warp after a warp sync; a checker that follows every thread by itself
+    needs all 32.
+    """
+    cute.arch.sync_warp()
+    if lane < lanes_per_warp:
+        cute.arch.mbarrier_arrive(barrier, arrive_count=count)
+
+
+@dataclass(frozen=True)
+class Signal:
+    """`stages` mbarriers without a way back: another edge keeps the producer from running ahead."""
+
+    full: cute.Pointer
+    lanes_per_warp: int = 1
+
+    def at(self, stage) -> Signal:
+        """The mbarrier of a stage."""
+        return Signal(self.full + stage, self.lanes_per_warp)
+
+    def arrive(self, lane) -> None:
+        """The arrival of a warp."""
+        arrive_warp(self.full, lane, self.lanes_per_warp)
+
+    @dsl_user_op
+    def wait(self, phase, *, loc=None, ip=None) -> None:
+        cute.arch.mbarrier_wait(self.full, phase, loc=loc, ip=ip)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One stage between a producer and its consumers; its phases are the roles' own."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    lanes_per_warp: int = 1
+
+    @dsl_user_op
+    def acquire(self, phase, *, loc=None, ip=None) -> None:
+        """Wait until the buffer is empty."""
+        cute.arch.mbarrier_wait(self.empty, phase, loc=loc, ip=ip)
+
+    @dsl_user_op
+    def is_empty(self, phase, *, loc=None, ip=None) -> Boolean:
+        """What `acquire` would wait for, in this thread's view."""
+        return cute.arch.mbarrier_test_wait(self.empty, phase, loc=loc, ip=ip)
+
+    @dsl_user_op
+    def expect(self, tx_bytes: int, *, loc=None, ip=None) -> None:
+        """The producer's arrival, with the bytes that TMA adds; one thread calls this."""
+        cute.arch.mbarrier_arrive_and_expect_tx(self.full, tx_bytes, loc=loc, ip=ip)
+
+    def commit(self, lane) -> None:
+        """The arrival of a producing warp."""
+        arrive_warp(self.full, lane, self.lanes_per_warp)
+
+    @dsl_user_op
+    def wait(self, phase, *, loc=None, ip=None) -> None:
+        """Wait until the buffer is full."""
+        cute.arch.mbarrier_wait(self.full, phase, loc=loc, ip=ip)
+
+    @dsl_user_op
+    def is_full(self, phase, *, loc=None, ip=None) -> Boolean:
+        """What `wait` would wait for, in this thread's view."""
+        return cute.arch.mbarrier_test_wait(self.full, phase, loc=loc, ip=ip)
+
+    def release(self, lane) -> None:
+        """The arrival of a consuming warp."""
+        arrive_warp(self.empty, lane, self.lanes_per_warp)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """`stages` buffers in turn, each of `parts` with mbarriers of their own."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    stages: int
+    parts: int = 1
+    lanes_per_warp: int = 1
+
+    def producer(self) -> Cursor:
+        """Where a producer begins: every stage is empty."""
+        return Cursor(Int32(0), Int32(1))
+
+    def consumer(self) -> Cursor:
+        """Where a consumer begins."""
+        return Cursor(Int32(0), Int32(0))
+
+    def slot(self, cursor: Cursor, part=0):
+        """Index of a part of a stage among all of the ring's."""
+        if self.parts == 1:
+            return cursor.stage
+        return cursor.stage * self.parts + part
+
+    def at(self, slot) -> Buffer:
+        """The mbarriers of a slot, for a role that computes its index or address early."""
+        return Buffer(self.full + slot, self.empty + slot, self.lanes_per_warp)
+
+    @cute.jit
+    def next(self, cursor: Cursor) -> Cursor:
+        """The stage after; the parity flips where the ring wraps."""
+        stage, phase = cursor
+        stage += 1
+        if stage == self.stages:
+            stage = Int32(0)
+            phase ^= 1
+        return Cursor(stage, phase)
+
+    @cute.jit
+    def previous(self, cursor: Cursor) -> Cursor:
+        """The stage before."""
+        stage, phase = cursor
+        stage -= 1
+        if stage < 0:
+            stage = Int32(self.stages - 1)
+            phase ^= 1
+        return Cursor(stage, phase)
+
+    @cute.jit
+    def skip(self, cursor: Cursor, count) -> Cursor:
+        """Some stages further on, at most once around the ring."""
+        stage, phase = cursor
+        stage += count
+        if stage >= self.stages:
+            stage -= self.stages
+            phase ^= 1
+        return Cursor(stage, phase)
+
+    @dsl_user_op
+    def acquire(self, cursor: Cursor, part=0, *, loc=None, ip=None) -> None:
+        """Wait until a part of a stage is empty."""
+        cute.arch.mbarrier_wait(self.empty + self.slot(cursor, part), cursor.phase, loc=loc, ip=ip)
+
+    @dsl_user_op
+    def expect(self, slot, tx_bytes: int, *, loc=None, ip=None) -> None:
+        """The producer's arrival, with the bytes that TMA adds; one thread calls this."""
+        cute.arch.mbarrier_arrive_and_expect_tx(self.full + slot, tx_bytes, loc=loc, ip=ip)
+
+    @dsl_user_op
+    def wait(self, cursor: Cursor, part=0, *, loc=None, ip=None) -> None:
+        """Wait until a part of a stage is full."""
+        cute.arch.mbarrier_wait(self.full + self.slot(cursor, part), cursor.phase, loc=loc, ip=ip)
+
+    @dsl_user_op
+    def is_full(self, cursor: Cursor, part=0, *, loc=None, ip=None) -> Boolean:
+        """What `wait` would wait for, in this thread's view."""
+        return cute.arch.mbarrier_test_wait(
+            self.full + self.slot(cursor, part), cursor.phase, loc=loc, ip=ip
+        )
+
+    def release(self, cursor: Cursor, lane, part=0, arrivals=1) -> None:
+        """Arrivals of a consuming warp, usually one."""
+        arrive_warp(self.empty + self.slot(cursor, part), lane, self.lanes_per_warp, arrivals)
+
+
+def pipeline(graph: BarrierGraph, storage, name: str, parts: int = 1) -> Ring | Buffer | Signal:
+    """The mbarriers of an edge: a signal, the buffer of one stage, or a ring.
+
+    Args:
+        storage: shared memory with the graph's `split_buffers`.
+        parts: of a ring's stage, each a stage of the edge.
+    """
+    edge, lanes = graph[name], graph.lanes_per_warp
+    full = getattr(storage, f"{name}_full").data_ptr()
+    if edge.is_signal:
+        return Signal(full, lanes)
+    empty = getattr(storage, f"{name}_empty").data_ptr()
+    if edge.stages == 1:
+        return Buffer(full, empty, lanes)
+    return Ring(full, empty, edge.stages // parts, parts, lanes)
+
+
+def init(graph: BarrierGraph, pipelines: dict[str, Ring | Buffer | Signal], **factors) -> None:
+    """Initialise mbarriers with the arrivals that the graph derives; one thread calls this, and
+    fences.
+
+    Args:
+        pipelines: by the names of their edges.
+        factors: runtime factors of the arrivals, by name.
+    """
+    for name, pipe in pipelines.items():
+        stages = graph[name].stages
+        for index, arrivals in graph.initial_counts(name, **factors):
+            is_full = index < stages
+            barriers = pipe.full + index if is_full else pipe.empty + (index - stages)
+            cute.arch.mbarrier_init(barriers, arrivals)

@@ -1,0 +1,40 @@
+"""Reductions: of the values of a thread, and over lanes that hold the same row or column."""
+
+import cutlass
+from cutlass import cute
+
+
+def tree(operation, values):
+    """Reduce a list pairwise: the dependent chain is as short as it can be."""
+    while len(values) > 1:
+        pairs = [operation(a, b) for a, b in zip(values[::2], values[1::2])]
+        values = pairs + values[len(values) // 2 * 2 :]
+    return values[0]
+
+
+def largest(values):
+    """The largest of integers: the machine compares three at a time."""
+    while len(values) > 2:
+        whole = len(values) // 3 * 3
+        triples = zip(*(values[i:whole:3] for i in range(3)))
+        values = [cutlass.max(cutlass.max(a, b), c) for a, b, c in triples] + values[whole:]
+    return values[0] if len(values) == 1 else cutlass.max(*values)
+
+
+@cute.jit
+def quad_max(x: cutlass.Float32) -> cutlass.Float32:
+    """Maximum over the four lanes that hold a row of an accumulator fragment."""
+    return cute.arch.warp_reduction_max(x, threads_in_group=4)
+
+
+@cute.jit
+def quad_sum(x: cutlass.Float32) -> cutlass.Float32:
+    """Sum over the four lanes that hold a row of an accumulator fragment."""
+    return cute.arch.warp_reduction_sum(x, threads_in_group=4)
+
+
+def across_quads(operation, x: cutlass.Float32) -> cutlass.Float32:
+    """Reduce over the eight lanes of a warp that hold the same columns of a fragment."""
+    for offset in (4, 8, 16):
+        x = operation(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+    return x
