@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -20,7 +21,7 @@ import pytest
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
 from dsv4.ops.runtime import registry
-from dsv4.ops.runtime.cache import CompileCache, cache_root
+from dsv4.ops.runtime.cache import CompileCache, NotKept, cache_root
 from dsv4.ops.runtime.registry import CompileKey
 
 CONFIG = FmhaConfig(512, 64, 128, 512, sink_mode="softmax")
@@ -237,8 +238,25 @@ def test_folder_that_cannot_be_written(tmp_path: Path, builder: Builder) -> None
     """Compiles with a warning instead of failing."""
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
-    with pytest.warns(RuntimeWarning, match="cannot be kept.*DSV4_CACHE_DIR"):
+    with pytest.warns(NotKept, match=r"cannot be kept.*DSV4_CACHE_DIR"):
         assert cache(blocked).get(KEY, builder)() == "object 1"
+
+
+def test_full_disk(tmp_path: Path, builder: Builder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiles once, warns, and goes on by way of a temporary folder, as in a read-only one."""
+    full = cache(tmp_path)
+    export = FakeToolchain.export
+
+    def export_if_there_is_room(self, compiled: str, path: Path) -> None:
+        if tmp_path in path.parents:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        export(self, compiled, path)
+
+    monkeypatch.setattr(FakeToolchain, "export", export_if_there_is_room)
+    with pytest.warns(NotKept, match=r"cannot be kept in .*No space left.*DSV4_CACHE_DIR"):
+        assert full.get(KEY, builder)() == "object 1"
+    assert builder.built == [KEY]
+    assert not list(tmp_path.rglob("*.o"))
 
 
 def test_threads_compile_once(tmp_path: Path) -> None:

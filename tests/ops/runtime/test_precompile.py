@@ -13,7 +13,7 @@ import pytest
 from dsv4.cli import compile as command
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
-from dsv4.ops.runtime import precompile
+from dsv4.ops.runtime import precompile, registry
 from dsv4.ops.runtime.precompile import Outcome
 from dsv4.ops.runtime.report import KernelReport, kernel_reports
 
@@ -124,6 +124,23 @@ def test_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert outcome.error.startswith("ValueError: head_dim")
     assert "\n" not in outcome.error
     assert not list(tmp_path.rglob("*.o"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("folder", ["/proc/nope", "a file"])
+def test_what_was_not_stored_has_failed(
+    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A cache folder that cannot be written: each kernel failed, with the reason; exit status 1."""
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path / folder))
+    key = SPARSE_FMHA.compile_key(FmhaConfig(512, 8, 128, 64), "sm_90a")
+    monkeypatch.setattr(registry, "ahead_of_time", lambda arch: [("one", key)])
+    assert command.run(parse("--arch", "sm_90a")) == 1
+    printed = capsys.readouterr()
+    assert f"0 of 1 kernels are in {tmp_path / folder}" in printed.out
+    assert "dsv4 compile: one: NotKept: compiled kernels cannot be kept in" in printed.err
+    assert "DSV4_CACHE_DIR" in printed.err
 
 
 def test_crash_is_reported() -> None:
