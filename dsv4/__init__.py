@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,5 +48,6 @@ def _is_command_line() -> bool:
     return Path(started).stem == "dsv4"
 
 
-if not _is_command_line():
+# Plans of kernels print without torch, too.
+if not _is_command_line() and find_spec("torch") is not None:
     import dsv4.ops  # noqa: F401  (registers the operators)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from dsv4 import arch
 from dsv4.ops.runtime.registry import OPS
 
-PACKAGE = Path(arch.__file__).parent
-
 
 def test_lookups() -> None:
     assert arch.of_name("sm_90a").capability == (9, 0)
     assert arch.of_capability((10, 3)) is arch.SM_103A
     assert arch.of_capability((8, 0)) is None
-    with pytest.raises(ValueError, match="arch: got 'sm_80', needs one of sm_90a, sm_100a, sm_103a"):
+    with pytest.raises(
+        ValueError, match="arch: got 'sm_80', needs one of sm_90a, sm_100a, sm_103a"
+    ):
         arch.of_name("sm_80")
 
 
@@ -41,17 +39,3 @@ def test_it_needs_nothing() -> None:
     code = "import sys; sys.argv = ['dsv4']; import dsv4.arch; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"torch", "cutlass"}.isdisjoint(done.stdout.split())
-
-
-def test_there_is_one_table() -> None:
-    """Nobody else lists capabilities or the bytes of shared memory. The simulator, which stands
-    alone, has its own."""
-    copies = re.compile(r"\(9, 0\)|\(10, 0\)|232448|227 \* 1024|REGISTERS_PER_SM = \d")
-    found = [
-        f"{path.relative_to(PACKAGE)}:{number}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if path.name != "arch.py" and path.relative_to(PACKAGE).parts[0] != "simulator"
-        for number, line in enumerate(path.read_text().splitlines(), 1)
-        if copies.search(line)
-    ]
-    assert found == []

@@ -12,11 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
+from dsv4.arch import SM_100A
+
 WARP_THREADS = 32
 WARPGROUP_WARPS = 4
-SMEM_CAPACITY = 227 * 1024  # bytes of one CTA, sm_90 and sm_100
-TMEM_COLUMNS = 512
-REGISTER_FILE = 64 * 1024  # of an SM, in four quarters: warp w has registers of quarter w % 4
+# Shared memory and registers are those of sm_90a, too. Warp w has registers of quarter w % 4.
+SMEM_CAPACITY = SM_100A.smem_per_cta
+TMEM_COLUMNS = SM_100A.tmem_columns
+REGISTER_FILE = SM_100A.registers_per_sm
 MAX_REGISTERS = 255  # of a thread at launch
 MBARRIER_BYTES = 8
 MAX_ARRIVALS = (1 << 20) - 1  # of one phase of an mbarrier
