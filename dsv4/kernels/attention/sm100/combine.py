@@ -15,14 +15,18 @@ BATCH = 4
 
 
 class Combine:
-    """o = sum_s 2^(m_s - m) O_s / (sum_s 2^(m_s - m) l_s + sink), a few warps per row."""
+    """Combine of splits: o = sum_s 2^(m_s - m) O_s / (sum_s 2^(m_s - m) l_s + sink).
+
+    A few warps compute a row: every warp the weights of all splits, a lane each, every group of
+    threads the sum of `BATCH` splits.
+    """
 
     def __init__(self, head_dim: int, num_query_heads: int, sink_mode: str, o_dtype):
         self.head_dim = head_dim
         self.num_query_heads = num_query_heads
         self.is_softmax_sink = sink_mode == "softmax"
         self.o_dtype = o_dtype
-        # A warp never holds two rows, because its lanes hold the weights of one row's splits.
+        # A warp never holds two rows: its lanes hold the weights of one row's splits.
         self.vector = min(4, head_dim // 32)
         self.threads_per_row = head_dim // self.vector
         self.rows_per_block = THREADS // self.threads_per_row
@@ -69,21 +73,23 @@ class Combine:
         )
         acc = cute.make_rmem_tensor(self.vector, cutlass.Float32)
         acc.fill(0.0)
-        top, total = cutlass.Float32(0.0), cutlass.Float32(0.0)
+        row_max, row_sum = cutlass.Float32(0.0), cutlass.Float32(0.0)
         cute.arch.griddepcontrol_wait()
         stats = partial_stats(workspace, rows, num_splits, self.head_dim)
         if row < rows:
-            # ---- weights: one lane per split ----
+            # ---- weights of the splits, one lane each
             first_partial = row * num_splits
-            mine = first_partial + cutlass.min(lane, num_splits - 1)
-            ref = stats[0, mine]
-            top = cute.arch.warp_reduction_max(ref)
-            origin = cutlass.select_(top == -cutlass.Float32.inf, cutlass.Float32(0.0), top)
-            weight = exp2(ref - origin)
+            partial = first_partial + cutlass.min(lane, num_splits - 1)
+            split_max = stats[0, partial]
+            row_max = cute.arch.warp_reduction_max(split_max)
+            # -inf - -inf is NaN: without any key the weights are relative to 0.
+            is_empty = row_max == -cutlass.Float32.inf
+            origin = cutlass.select_(is_empty, cutlass.Float32(0.0), row_max)
+            weight = exp2(split_max - origin)
             weight = cutlass.select_(lane < num_splits, weight, cutlass.Float32(0.0))
-            total = cute.arch.warp_reduction_sum(weight * stats[1, mine])
+            row_sum = cute.arch.warp_reduction_sum(weight * stats[1, partial])
 
-            # ---- the splits of this group of threads ----
+            # ---- partial rows of this group of threads
             for i in cutlass.range_constexpr(BATCH):
                 # Past the last split its weight is 0.
                 split = group * BATCH + i
@@ -95,7 +101,7 @@ class Combine:
                 for c in cutlass.range_constexpr(self.vector):
                     acc[c] += factor * values[c]
 
-        # ---- sum of the groups, in split order ----
+        # ---- sum of the groups, in split order
         cute.autovec_copy(acc, sums[None, thread, group])
         cute.arch.sync_threads()
         if group == 0 and row < rows:
@@ -103,14 +109,14 @@ class Combine:
                 for c in cutlass.range_constexpr(self.vector):
                     acc[c] += sums[c, thread, other]
             token, head = row // self.num_query_heads, row % self.num_query_heads
-            scale = output_scale(top, total, sink_logits[head], self.is_softmax_sink)
+            scale = output_scale(row_max, row_sum, sink_logits[head], self.is_softmax_sink)
             out = cute.make_rmem_tensor(self.vector, self.o_dtype)
             for c in cutlass.range_constexpr(self.vector):
                 out[c] = (acc[c] * scale).to(self.o_dtype)
             target = row_pointer(o, token, head) + column
             cute.autovec_copy(out, cute.make_tensor(target, cute.make_layout(self.vector)))
             if token < lse.shape[0] and column == 0:
-                lse[token, head] = row_lse(top, total, stats[2, row * num_splits])
+                lse[token, head] = row_lse(row_max, row_sum, stats[2, row * num_splits])
 
 
 def partial_pointer(workspace: cute.Tensor, index, head_dim: int) -> cute.Pointer:

@@ -4,7 +4,7 @@ A CTA fetches every KV tile of 64 rows once and reads it twice: as K (K-major) f
 V (MN-major) for O = P V; the two swizzled operand layouts are the same bytes.
 
 Why this shape. head_dim 512 decides: O takes rows x 512 fp32 of Tensor Memory, so 128 rows would
-fill all of it and leave S no place. 64 rows fill half, a CTA holds Q (64 KB), two KV tiles (128 KB)
+fill all of it and leave S no room. 64 rows fill half, a CTA holds Q (64 KB), two KV tiles (128 KB)
 and P, and every head count from 1 up is served by the same code: missing heads are zero-filled by
 TMA and never stored. tcgen05 runs M = 64 at half rate, 4.1k cycles per 128 keys; but the 128 KB of
 dense bf16 KV that go with them take an SM 5.4k cycles of its share of memory, so memory hides it.

@@ -544,7 +544,7 @@ class Fmha2Cta:
             slot = smem.exchange[None, thread.lane, i, thread.warp]
             cute.autovec_copy(by_4[None, i], slot)
         thread.row_pair_barrier().arrive_and_wait()
-        # Every load is under way before the first addition waits for one.
+        # All loads are in flight before the first addition waits for one.
         received = cute.make_rmem_tensor(cute.make_layout((4, HALF_KEYS // 4)), Float32)
         for i in cutlass.range_constexpr(HALF_KEYS // 4):
             slot = smem.exchange[None, thread.lane, i, thread.warp ^ 2]
