@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.sm100 import costs as sm100_costs
 from dsv4.kernels.attention.split_kv import (
     MAX_SPLITS,
     MOST_SWAP_AB_HEADS,
@@ -92,7 +93,7 @@ class SwapAbCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of an architecture's kernels."""
+    """Costs of the Hopper kernels; Blackwell's are in `sm100.costs`."""
 
     heads_m: HeadsMCosts
     swap_ab: SwapAbCosts
@@ -121,10 +122,6 @@ H200 = Costs(
         combine_head=0.0006,
     ),
 )
-# Blackwell's kernels have not been measured. Their splits are chosen as if they were the Hopper
-# kernels, without the small head tiles that a small launch has there: same keys per step, same
-# order of partials, so that the shape of the cost is right where its scale is not.
-COSTS = {"sm_90a": H200, "sm_100a": H200, "sm_103a": H200}
 
 
 def has_two_kernels(heads: int, arch: str) -> bool:
@@ -150,11 +147,10 @@ def make_plan(
     splits = num_splits(config, tokens, rows, width, num_sms, arch)
     if arch == "sm_90a":
         return _arrange(config, tokens, splits, num_sms, arch)
-    # Heads of the two CTAs of a cluster, in one pair of tensor cores, or of one.
-    is_pair = config.head_dim == SLICED_HEAD_DIM and config.num_query_heads > TILE_HEADS
-    kernel, tile_heads = ("2cta", 2 * TILE_HEADS) if is_pair else ("1cta", TILE_HEADS)
-    tiles = tokens * -(-config.num_query_heads // tile_heads) * splits
-    return LaunchPlan(kernel, splits, tile_heads, 1, tiles * (2 if is_pair else 1))
+    heads = config.num_query_heads
+    kernel, tile_heads, cluster = sm100_costs.variant_of(config.head_dim, heads)
+    tiles = tokens * -(-heads // tile_heads) * splits * cluster
+    return LaunchPlan(kernel, splits, tile_heads, 1, tiles)
 
 
 def num_splits(
@@ -169,10 +165,13 @@ def num_splits(
     most = max(1, min(tiles, num_sms // max(head_tiles, 1), MAX_SPLITS))
 
     def cost(splits: int) -> float:
+        if arch != "sm_90a":
+            size = (config.head_dim, config.num_query_heads, tokens)
+            return sm100_costs.microseconds(*size, splits, tiles, num_sms)
         plan = _arrange(config, tokens, splits, num_sms, arch)
         if plan.kernel == "swap_ab":
-            return _swap_ab_cost(COSTS[arch].swap_ab, plan, tokens, tiles, num_sms)
-        return _heads_m_cost(COSTS[arch].heads_m, plan, config, tokens, tiles, num_sms)
+            return _swap_ab_cost(H200.swap_ab, plan, tokens, tiles, num_sms)
+        return _heads_m_cost(H200.heads_m, plan, config, tokens, tiles, num_sms)
 
     return min(range(1, most + 1), key=cost)
 

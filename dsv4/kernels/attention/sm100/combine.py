@@ -5,13 +5,10 @@ from cutlass import cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.attention.sink_merge import output_scale, row_lse
+from dsv4.kernels.attention.sm100.plan_combine import BATCH, THREADS, PlanCombine
 from dsv4.kernels.attention.softmax import exp2
-from dsv4.kernels.attention.split_kv import MAX_SPLITS, STATS
+from dsv4.kernels.attention.split_kv import STATS
 from dsv4.kernels.kit.pointers import row_pointer
-
-THREADS = 128
-# Splits of a thread: their loads are in flight together.
-BATCH = 4
 
 
 class Combine:
@@ -26,11 +23,7 @@ class Combine:
         self.num_query_heads = num_query_heads
         self.is_softmax_sink = sink_mode == "softmax"
         self.o_dtype = o_dtype
-        # A warp never holds two rows: its lanes hold the weights of one row's splits.
-        self.vector = min(4, head_dim // 32)
-        self.threads_per_row = head_dim // self.vector
-        self.rows_per_block = THREADS // self.threads_per_row
-        assert self.rows_per_block * self.threads_per_row == THREADS
+        self.plan = PlanCombine(head_dim)
 
     @cute.jit
     def __call__(
@@ -44,11 +37,11 @@ class Combine:
     ):
         rows = o.shape[0] * self.num_query_heads
         self.kernel(workspace, sink_logits, o, lse, num_splits).launch(
-            grid=[cute.ceil_div(rows, self.rows_per_block), 1, 1],
+            grid=[cute.ceil_div(rows, self.plan.rows_per_block), 1, 1],
             block=[THREADS, cute.ceil_div(num_splits, BATCH), 1],
             stream=stream,
             # The number of threads is known at run time only: bound it for the compiler.
-            max_number_threads=[THREADS, MAX_SPLITS // BATCH, 1],
+            max_number_threads=[THREADS, self.plan.groups, 1],
             use_pdl=True,
         )
 
@@ -64,14 +57,17 @@ class Combine:
         thread, group, _ = cute.arch.thread_idx()
         lane = cute.arch.lane_idx()
         rows = o.shape[0] * self.num_query_heads
-        row = cute.arch.block_idx()[0] * self.rows_per_block + thread // self.threads_per_row
-        column = thread % self.threads_per_row * self.vector
+        row = (
+            cute.arch.block_idx()[0] * self.plan.rows_per_block
+            + thread // self.plan.threads_per_row
+        )
+        column = thread % self.plan.threads_per_row * self.plan.vector
         sums = SmemAllocator().allocate_tensor(
             cutlass.Float32,
-            cute.make_layout((self.vector, THREADS, MAX_SPLITS // BATCH)),
+            cute.make_layout((self.plan.vector, THREADS, self.plan.groups)),
             byte_alignment=16,
         )
-        acc = cute.make_rmem_tensor(self.vector, cutlass.Float32)
+        acc = cute.make_rmem_tensor(self.plan.vector, cutlass.Float32)
         acc.fill(0.0)
         row_max, row_sum = cutlass.Float32(0.0), cutlass.Float32(0.0)
         cute.arch.griddepcontrol_wait()
@@ -96,9 +92,11 @@ class Combine:
                 factor = cute.arch.shuffle_sync(weight, split)
                 index = first_partial + cutlass.min(split, num_splits - 1)
                 source = partial_pointer(workspace, index, self.head_dim) + column
-                values = cute.make_rmem_tensor(self.vector, cutlass.Float32)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(self.vector)), values)
-                for c in cutlass.range_constexpr(self.vector):
+                values = cute.make_rmem_tensor(self.plan.vector, cutlass.Float32)
+                cute.autovec_copy(
+                    cute.make_tensor(source, cute.make_layout(self.plan.vector)), values
+                )
+                for c in cutlass.range_constexpr(self.plan.vector):
                     acc[c] += factor * values[c]
 
         # ---- sum of the groups, in split order
@@ -106,15 +104,15 @@ class Combine:
         cute.arch.sync_threads()
         if group == 0 and row < rows:
             for other in cutlass.range(1, cute.ceil_div(num_splits, BATCH), unroll=1):
-                for c in cutlass.range_constexpr(self.vector):
+                for c in cutlass.range_constexpr(self.plan.vector):
                     acc[c] += sums[c, thread, other]
             token, head = row // self.num_query_heads, row % self.num_query_heads
             scale = output_scale(row_max, row_sum, sink_logits[head], self.is_softmax_sink)
-            out = cute.make_rmem_tensor(self.vector, self.o_dtype)
-            for c in cutlass.range_constexpr(self.vector):
+            out = cute.make_rmem_tensor(self.plan.vector, self.o_dtype)
+            for c in cutlass.range_constexpr(self.plan.vector):
                 out[c] = (acc[c] * scale).to(self.o_dtype)
             target = row_pointer(o, token, head) + column
-            cute.autovec_copy(out, cute.make_tensor(target, cute.make_layout(self.vector)))
+            cute.autovec_copy(out, cute.make_tensor(target, cute.make_layout(self.plan.vector)))
             if token < lse.shape[0] and column == 0:
                 lse[token, head] = row_lse(row_max, row_sum, stats[2, row * num_splits])
 
