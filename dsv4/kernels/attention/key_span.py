@@ -11,6 +11,8 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
+from dsv4.kernels.attention.mask import clamp_length, is_padding, tokens_after
+
 # Flags of a key span: both branches have keys; the tile that was loaded speculatively is its first
 # one (hit), or none of its (miss), and the stage that holds it is released unread.
 BOTH_BRANCHES, HIT, MISS = 1, 2, 4
@@ -78,3 +80,62 @@ def tiles_of_split(tiles, split, by_splits: cute.FastDivmodDivisorV2):
     each, more = (cutlass.Int32(x) for x in divmod(cutlass.Int32(tiles), by_splits))
     count = each + cutlass.select_(split < more, cutlass.Int32(1), cutlass.Int32(0))
     return each * split + cutlass.min(split, more), count
+
+
+@cute.jit
+def window_len_of(seqlens: SeqlenInfo, request: cutlass.Int32):
+    """Given window length of a request, or 0 for that of a padding token."""
+    window_len = cutlass.Int32(0)
+    if not is_padding(request, seqlens.batch):
+        window_len = seqlens.swa_lens[request]
+    return window_len
+
+
+@cute.jit
+def key_span(
+    seqlens: SeqlenInfo,
+    token: cutlass.Int32,
+    split: cutlass.Int32,
+    by_splits: cute.FastDivmodDivisorV2,
+    likely_request: cutlass.Int32,
+    keys: cutlass.Constexpr,
+    is_causal: cutlass.Constexpr,
+    sliding_window: cutlass.Constexpr,
+) -> KeySpan:
+    """The keys of a split of a token, without flags; a padding token has none. The whole warp calls
+    this.
+
+    Without `is_causal` a token sees the rows below its request's length, in whatever order they
+    are. With it rows are chronological, and the last token of a request sits at its last row: a
+    token followed by n others of its request sits at p = length - 1 - n and sees
+    p - sliding_window < row <= p.
+
+    Args:
+        likely_request: of the token; where it is, one load waits less for another.
+        keys: of a key tile.
+    """
+    # The window's length is loaded for the likely request, beside the request itself.
+    window_len = window_len_of(seqlens, likely_request)
+    compressed_len = cutlass.Int32(seqlens.compressed_rows)
+    if token < seqlens.compressed_lens.shape[0]:
+        compressed_len = seqlens.compressed_lens[token]
+    request = seqlens.request_ids[token]
+    if request != likely_request:
+        window_len = window_len_of(seqlens, request)
+    compressed_len = clamp_length(compressed_len, seqlens.compressed_rows)
+    window_end = clamp_length(window_len, seqlens.window_rows)
+    window_begin = cutlass.Int32(0)
+    if cutlass.const_expr(is_causal):
+        window_end -= tokens_after(seqlens.request_ids, token, request)
+        window_end = cutlass.max(window_end, 0)
+        window_begin = cutlass.max(window_end - sliding_window, 0)
+    if is_padding(request, seqlens.batch):
+        compressed_len = cutlass.Int32(0)
+        window_begin = cutlass.Int32(0)
+        window_end = cutlass.Int32(0)
+
+    compressed_tiles = cute.ceil_div(compressed_len, keys)
+    tiles = compressed_tiles + cute.ceil_div(window_end - window_begin, keys)
+    first, count = tiles_of_split(tiles, split, by_splits)
+    window = (window_begin, window_end, request)
+    return KeySpan(count, cutlass.Int32(0), first, compressed_len, compressed_tiles, *window)

@@ -37,6 +37,7 @@ def tokens_after(request_ids: cute.Tensor, token: Int32, request: Int32) -> Int3
     """How many tokens of `request` follow `token`; the tokens of a request are consecutive.
 
     A search with 32 probes a step: a scan would cost a long prefill more than the attention itself.
+    The first step probes the next 32 tokens, which is all where requests are short, as in decode.
     All lanes of the warp must call it.
 
     Args:
@@ -46,14 +47,17 @@ def tokens_after(request_ids: cute.Tensor, token: Int32, request: Int32) -> Int3
     lane = cute.arch.lane_idx()
     low = Int32(0)
     high = request_ids.shape[0] - Int32(1) - token
+    step = Int32(1)
     while low < high:
-        step = (high - low + 31) // 32
         probe = cutlass.min(low + (lane + 1) * step, high)
-        hits = cute.arch.popc(cute.arch.vote_ballot_sync(request_ids[token + probe] == request))
+        ballot = cute.arch.vote_ballot_sync(request_ids[token + probe] == request)
+        # The run of ones from bit 0 on: a request that comes again later does not count.
+        hits = cute.arch.popc(ballot & ~(ballot + 1))
         last_hit = cutlass.min(low + hits * step, high)
         if hits < 32:
             high = cutlass.min(low + (hits + 1) * step - 1, high)
         low = last_hit
+        step = (high - low + 31) // 32
     return low
 
 
