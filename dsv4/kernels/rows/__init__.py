@@ -1,0 +1,1 @@
+"""Row kernels: one pass over rows of activations, bound by memory, one source for all GPUs."""

@@ -1,0 +1,122 @@
+"""What a row kernel is compiled for, and how it divides rows among threads.
+
+Imports neither cutlass nor torch, so that every layer may use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GROUP = 128  # elements that share a scale
+VECTOR = 8  # bf16 elements of a 16-byte load
+WARP = 32
+MAX_DIM = 16384
+WEIGHT_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class RmsNormFp8Config:
+    """Identity of a compiled `rms_norm_fp8`.
+
+    Attributes:
+        dim: elements of a row, a multiple of 128 up to 16,384.
+        eps: added to the mean square; positive.
+        weight_dtype: "float32", "bfloat16", or None without a weight.
+    """
+
+    dim: int
+    eps: float
+    weight_dtype: str | None = "float32"
+
+    def __post_init__(self) -> None:
+        if self.dim % GROUP or not GROUP <= self.dim <= MAX_DIM:
+            raise ValueError(f"dim must be a multiple of {GROUP} up to {MAX_DIM}, got {self.dim}")
+        if not 0 < self.eps < float("inf"):
+            raise ValueError(f"eps must be positive, got {self.eps}")
+        if self.weight_dtype not in (*WEIGHT_DTYPES, None):
+            raise ValueError(
+                f"weight_dtype must be one of {WEIGHT_DTYPES} or None, got {self.weight_dtype!r}"
+            )
+
+    @property
+    def groups(self) -> int:
+        """Scales of a row."""
+        return self.dim // GROUP
+
+
+@dataclass(frozen=True)
+class RowTiling:
+    """How the threads of a CTA divide rows. No bit of a result depends on it.
+
+    A team of `team` neighbouring lanes holds a group of 128 elements, in 16-byte vectors that the
+    lanes take in turns; the teams of a row take its groups in turns.
+
+    Attributes:
+        groups: groups of a row.
+        row_warps: warps that share a row.
+        rows: rows that a CTA works on at a time.
+        team: lanes that share a group: 4, 8 or 16.
+        prefetch: whether the next row is loaded while this one is computed.
+        min_ctas: CTAs of an SM that the registers must suffice for.
+    """
+
+    groups: int
+    row_warps: int
+    rows: int
+    team: int = 8
+    prefetch: bool = True
+    min_ctas: int = 1
+
+    def __post_init__(self) -> None:
+        if self.team not in (4, 8, 16):
+            raise ValueError(f"team must be 4, 8 or 16, got {self.team}")
+        if not 1 <= self.threads <= 1024:
+            raise ValueError(f"a CTA has 1 to 1024 threads, got {self.threads}")
+
+    @property
+    def row_threads(self) -> int:
+        return self.row_warps * WARP
+
+    @property
+    def threads(self) -> int:
+        return self.rows * self.row_threads
+
+    @property
+    def teams(self) -> int:
+        """Teams of a row."""
+        return self.row_threads // self.team
+
+    @property
+    def rounds(self) -> int:
+        """Groups that a team takes, the last of which may not exist."""
+        return -(-self.groups // self.teams)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether some teams have no group in the last round."""
+        return self.groups % self.teams != 0
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of a group that a lane holds."""
+        return GROUP // VECTOR // self.team
+
+    @property
+    def elements(self) -> int:
+        """Elements of a row that a thread holds."""
+        return self.rounds * self.vectors * VECTOR
+
+    @property
+    def sums(self) -> int:
+        """Group sums, padded to the power of two that their tree needs."""
+        return 1 << (self.groups - 1).bit_length()
+
+
+def choose_tiling(dim: int) -> RowTiling:
+    """The tiling of rows of `dim` elements: 16 elements a thread, 64 where 1,024 threads are few."""
+    groups = dim // GROUP
+    rounds = 1
+    while -(-groups // (4 * rounds)) > 16:
+        rounds += 1
+    warps = -(-groups // (4 * rounds))
+    return RowTiling(groups, warps, max(1, 4 // warps))
