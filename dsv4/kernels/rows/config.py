@@ -11,6 +11,7 @@ GROUP = 128  # elements that share a scale
 VECTOR = 8  # bf16 elements of a 16-byte load
 WARP = 32
 MAX_DIM = 16384
+SM_MEMORY = 228 * 1024  # shared memory of an SM at most, sm_90 and sm_100
 WEIGHT_DTYPES = ("float32", "bfloat16")
 
 
@@ -56,16 +57,16 @@ class RowTiling:
         row_warps: warps that share a row.
         rows: rows that a CTA works on at a time.
         team: lanes that share a group: 4, 8 or 16.
-        prefetch: whether the next row is loaded while this one is computed.
-        min_ctas: CTAs of an SM that the registers must suffice for.
+        stages: rows under way or at work in shared memory, per row that a CTA works on.
+        ctas_per_sm: CTAs that an SM holds, which bounds their registers.
     """
 
     groups: int
     row_warps: int
     rows: int
     team: int = 8
-    prefetch: bool = True
-    min_ctas: int = 1
+    stages: int = 3
+    ctas_per_sm: int = 1
 
     def __post_init__(self) -> None:
         if self.team not in (4, 8, 16):
@@ -105,6 +106,16 @@ class RowTiling:
     def elements(self) -> int:
         """Elements of a row that a thread holds."""
         return self.rounds * self.vectors * VECTOR
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a CTA: rows, and two sets of group sums."""
+        return 2 * self.elements * self.threads * self.stages + 2 * 4 * self.rows * self.groups
+
+    @property
+    def carveout(self) -> int:
+        """Percent of an SM's memory that its CTAs need as shared memory; the rest is L1."""
+        return min(100, -(-100 * self.ctas_per_sm * (self.smem_bytes + 1024) // SM_MEMORY))
 
     @property
     def sums(self) -> int:

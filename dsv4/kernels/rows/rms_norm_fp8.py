@@ -1,8 +1,9 @@
 """RMSNorm of bf16 rows with FP8 quantisation of its output, for sm_90a and sm_100a.
 
 y = bf16(x / sqrt(mean(x^2) + eps) * weight), then e4m3 codes of y and one E8M0 scale per 128
-elements. A CTA takes blocks of rows one after another; a row stays in registers between its two
-passes, and crosses warps only as one sum of squares per group.
+elements. A CTA takes blocks of rows one after another. Rows on their way lie in shared memory, where
+each thread waits for its own elements alone and reads them twice; warps exchange only one sum of
+squares per group.
 
 The sum of squares is a fixed binary tree, whatever the tiling: halves are added, first within the 8
 elements of a vector, then among the 16 vectors of a group, then among the groups, padded with zeros
@@ -14,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.math import RoundingMode
+from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import quant
@@ -55,7 +57,8 @@ class RmsNormFp8:
             grid=[cutlass.min(blocks, num_ctas), 1, 1],
             block=[tiling.threads, 1, 1],
             stream=stream,
-            min_blocks_per_mp=tiling.min_ctas,
+            min_blocks_per_mp=tiling.ctas_per_sm,
+            preferred_smem_carveout=tiling.carveout,
             use_pdl=True,
         )
 
@@ -70,67 +73,72 @@ class RmsNormFp8:
     ):
         tiling = self.tiling
         thread = cute.arch.thread_idx()[0]
-        slot, thread = thread // tiling.row_threads, thread % tiling.row_threads
-        team, lane = thread // tiling.team, thread % tiling.team
+        slot, column = thread // tiling.row_threads, thread % tiling.row_threads
+        team, lane = column // tiling.team, column % tiling.team
         tokens = x.shape[0]
         step = cute.arch.grid_dim()[0] * tiling.rows
-        row = cute.arch.block_idx()[0] * tiling.rows + slot
+        first = cute.arch.block_idx()[0] * tiling.rows
+        smem = SmemAllocator()
+        shape = (VECTOR, tiling.threads, tiling.vectors, tiling.rounds, tiling.stages)
+        rows = smem.allocate_tensor(BFloat16, cute.make_layout(shape), byte_alignment=16)
         # Two sets: warps may begin with the next row while others still read the sums of this one.
-        sums = SmemAllocator().allocate_tensor(
-            Float32, cute.make_layout((tiling.groups, tiling.rows, 2)), byte_alignment=16
-        )
+        shape = (tiling.groups, tiling.rows, 2)
+        sums = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
 
         cute.arch.griddepcontrol_launch_dependents()
         # The weight is not an output of the launch before.
         gains = self.load_weight(weight, team, lane)
         cute.arch.griddepcontrol_wait()
 
-        here = cute.make_rmem_tensor((PAIRS, tiling.vectors, tiling.rounds), Uint32)
-        here.fill(0)
-        ahead = cute.make_rmem_tensor_like(here)
-        ahead.fill(0)
-        self.load_row(x, row, row < tokens, team, lane, here)
-        turn = Int32(0)
-        first = row - slot
+        for stage in cutlass.range_constexpr(tiling.stages):
+            row = first + slot + stage * step
+            self.load_row(x, row, row < tokens, team, lane, rows[None, thread, None, None, stage])
+        stage, turn = Int32(0), Int32(0)
         while first < tokens:
-            if cutlass.const_expr(tiling.prefetch):
-                self.load_row(x, row + step, row + step < tokens, team, lane, ahead)
-            self.add_squares(here, sums[None, slot, turn], team, lane)
+            row = first + slot
+            own = rows[None, thread, None, None, stage]
+            cute.arch.cp_async_wait_group(tiling.stages - 1)
+            if row < tokens:
+                self.add_squares(own, sums[None, slot, turn], team, lane)
             if cutlass.const_expr(tiling.threads == WARP):
                 cute.arch.sync_warp()
             else:
                 cute.arch.sync_threads()
-            factor = self.inverse_rms(sums[None, slot, turn])
             if row < tokens:
-                outputs = (row, codes, scales, norm_out)
-                self.normalize(here, gains, factor, outputs, team, lane)
-            row, first, turn = row + step, first + step, 1 - turn
-            if cutlass.const_expr(tiling.prefetch):
-                cute.autovec_copy(ahead, here)
-            else:
-                self.load_row(x, row, row < tokens, team, lane, here)
+                factor = self.inverse_rms(sums[None, slot, turn])
+                self.normalize(own, gains, factor, (row, codes, scales, norm_out), team, lane)
+            row += tiling.stages * step
+            self.load_row(x, row, row < tokens, team, lane, own)
+            first, turn = first + step, 1 - turn
+            stage = cutlass.select_(stage == tiling.stages - 1, Int32(0), stage + 1)
 
     # ---- global memory ---------------------------------------------------------------------------
 
     def group_of(self, team: Int32, round: int) -> tuple[Int32, Boolean | bool]:
-        """Group that a team holds in a round, and whether it exists."""
-        group = team + round * self.tiling.teams
-        is_last = round == self.tiling.rounds - 1
-        return group, group < self.tiling.groups if self.tiling.is_ragged and is_last else True
+        """Group that a team holds in a round, and whether it is its own.
+
+        A team without one computes the last group too, since its warp shuffles, and stores nothing.
+        """
+        group, last = team + round * self.tiling.teams, self.tiling.groups - 1
+        if self.tiling.is_ragged and round == self.tiling.rounds - 1:
+            return cutlass.min(group, last), group <= last
+        return group, True
 
     def column(self, group: Int32, lane: Int32, vector: int) -> Int32:
         """First element of a vector of a lane."""
         return group * GROUP + (lane + vector * self.tiling.team) * VECTOR
 
     @cute.jit
-    def load_row(self, x: cute.Tensor, row, is_row, team, lane, pairs: cute.Tensor) -> None:
-        """pairs[:, vector, round] = this thread's elements of a row; unchanged past the last."""
+    def load_row(self, x: cute.Tensor, row, is_row, team, lane, target: cute.Tensor) -> None:
+        """Begin to load target[:, vector, round], this thread's elements of a row, as one group of
+        asynchronous copies, which is empty past the last row."""
         for r in cutlass.range_constexpr(self.tiling.rounds):
-            group, exists = self.group_of(team, r)
-            if is_row and exists:
+            group, _ = self.group_of(team, r)
+            if is_row:
                 for v in cutlass.range_constexpr(self.tiling.vectors):
                     source = row_vector(x, row, self.column(group, lane, v))
-                    cute.autovec_copy(cute.recast_tensor(source, Uint32), pairs[None, v, r])
+                    cute.copy(copy_async(), source, target[None, v, r])
+        cute.arch.cp_async_commit_group()
 
     @cute.jit
     def load_weight(self, weight: cute.Tensor, team, lane) -> cute.Tensor:
@@ -139,26 +147,23 @@ class RmsNormFp8:
         gains = cute.make_rmem_tensor((VECTOR, tiling.vectors, tiling.rounds), weight.element_type)
         if cutlass.const_expr(self.config.weight_dtype is not None):
             for r in cutlass.range_constexpr(tiling.rounds):
-                group, exists = self.group_of(team, r)
-                if exists:
-                    for v in cutlass.range_constexpr(tiling.vectors):
-                        source = vector_at(weight, self.column(group, lane, v))
-                        cute.autovec_copy(source, gains[None, v, r])
+                group, _ = self.group_of(team, r)
+                for v in cutlass.range_constexpr(tiling.vectors):
+                    source = vector_at(weight, self.column(group, lane, v))
+                    cute.autovec_copy(source, gains[None, v, r])
         return gains
 
     # ---- first pass: sum of squares --------------------------------------------------------------
 
     @cute.jit
-    def add_squares(self, pairs: cute.Tensor, sums: cute.Tensor, team, lane) -> None:
+    def add_squares(self, own: cute.Tensor, sums: cute.Tensor, team, lane) -> None:
         """sums[group] = sum of squares of each group of this thread's team."""
         tiling = self.tiling
         for r in cutlass.range_constexpr(tiling.rounds):
-            total = tree_sum(
-                [vector_squares(pairs[None, v, r]) for v in range(tiling.vectors)]
-            )
+            total = tree_sum([vector_squares(own[None, v, r]) for v in range(tiling.vectors)])
             total = cute.arch.warp_reduction_sum(total, threads_in_group=tiling.team)
-            group, exists = self.group_of(team, r)
-            if lane == 0 and exists:
+            group, is_own = self.group_of(team, r)
+            if lane == 0 and is_own:
                 sums[group] = total
 
     def inverse_rms(self, sums: cute.Tensor) -> Float32:
@@ -181,26 +186,26 @@ class RmsNormFp8:
     # ---- second pass: normalise, quantise, store -------------------------------------------------
 
     @cute.jit
-    def normalize(self, pairs, gains, factor: Float32, outputs, team, lane) -> None:
+    def normalize(self, own, gains, factor: Float32, outputs, team, lane) -> None:
         """Write codes and scales of a row, and the normalised row where it is wanted."""
         row, codes, scales, norm_out = outputs
         tiling = self.tiling
         for r in cutlass.range_constexpr(tiling.rounds):
-            group, exists = self.group_of(team, r)
+            group, is_own = self.group_of(team, r)
             words = []
             for v in cutlass.range_constexpr(tiling.vectors):
-                words += normalized(pairs[None, v, r], gains[None, v, r], factor, self.has_weight)
+                words += normalized(own[None, v, r], gains[None, v, r], factor, self.has_weight)
             scale = quant.e8m0_scale_e4m3(quant.amax_bf16(words, tiling.team))
             reciprocal = quant.reciprocal_e8m0(scale)
-            if exists:
+            if is_own:
                 for v in cutlass.range_constexpr(tiling.vectors):
                     column = self.column(group, lane, v)
-                    own = words[v * PAIRS : (v + 1) * PAIRS]
-                    values = [y * reciprocal for word in own for y in quant.unpack_bf16(word)]
+                    part = words[v * PAIRS : (v + 1) * PAIRS]
+                    values = [y * reciprocal for word in part for y in quant.unpack_bf16(word)]
                     cute.autovec_copy(quant.to_e4m3(values), row_vector(codes, row, column))
                     if row < norm_out.shape[0]:
                         target = cute.recast_tensor(row_vector(norm_out, row, column), Uint32)
-                        cute.autovec_copy(in_registers(own), target)
+                        cute.autovec_copy(in_registers(part), target)
                 if lane == 0:
                     cute.recast_tensor(scales, cutlass.Uint8)[row, group] = cutlass.Uint8(scale)
 
@@ -218,18 +223,30 @@ def tree_sum(values: Sequence[Float32]) -> Float32:
     return values[0]
 
 
-def vector_squares(pairs: cute.Tensor) -> Float32:
-    """Sum of squares of a vector of bf16."""
-    elements = [x for i in range(PAIRS) for x in quant.unpack_bf16(pairs[i])]
-    return tree_sum([quant.exact_square(x) for x in elements])
+def vector_squares(vector: cute.Tensor) -> Float32:
+    """Sum of squares of a vector of bf16 in shared memory."""
+    return tree_sum([quant.exact_square(x) for x in elements_of(vector)])
 
 
-def normalized(pairs: cute.Tensor, gains: cute.Tensor, factor: Float32, has_weight: bool) -> list:
-    """x * factor [* weight] of a vector, rounded to bf16 pairs."""
-    elements = [x * factor for i in range(PAIRS) for x in quant.unpack_bf16(pairs[i])]
+def normalized(vector: cute.Tensor, gains: cute.Tensor, factor: Float32, has_weight: bool) -> list:
+    """x * factor [* weight] of a vector in shared memory, rounded to bf16 pairs."""
+    elements = [x * factor for x in elements_of(vector)]
     if has_weight:
         elements = [x * Float32(gains[i]) for i, x in enumerate(elements)]
     return [quant.pack_bf16(*elements[i : i + 2]) for i in range(0, VECTOR, 2)]
+
+
+def elements_of(vector: cute.Tensor) -> list[Float32]:
+    """A vector of bf16 in fp32."""
+    pairs = cute.make_rmem_tensor(PAIRS, Uint32)
+    cute.autovec_copy(cute.recast_tensor(vector, Uint32), pairs)
+    return [x for i in range(PAIRS) for x in quant.unpack_bf16(pairs[i])]
+
+
+def copy_async() -> cute.CopyAtom:
+    """Asynchronous copy of a vector to shared memory, past L1."""
+    operation = cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL)
+    return cute.make_copy_atom(operation, BFloat16, num_bits_per_copy=128)
 
 
 def in_registers(values: Sequence[Uint32]) -> cute.Tensor:
