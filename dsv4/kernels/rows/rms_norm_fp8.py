@@ -43,17 +43,17 @@ class RmsNormFp8:
     def __call__(
         self,
         x: cute.Tensor,  # [T, dim] bf16
+        weight: cute.Tensor,  # [dim] fp32 or bf16, or [0]
         codes: cute.Tensor,  # [T, dim] e4m3, written
         scales: cute.Tensor,  # [T, dim / 128] e8m0, written
         stream,
         *,
-        weight: cute.Tensor,  # [dim] fp32 or bf16, or [0]
         norm_out: cute.Tensor,  # [T, dim] bf16, written, or [0, dim]: not wanted
         num_ctas: Int32,  # at most; more rows are taken in turns
     ):
         tiling = self.tiling
         blocks = cute.ceil_div(x.shape[0], tiling.rows)
-        self.kernel(x, codes, scales, weight, norm_out).launch(
+        self.kernel(x, weight, codes, scales, norm_out).launch(
             grid=[cutlass.min(blocks, num_ctas), 1, 1],
             block=[tiling.threads, 1, 1],
             stream=stream,
@@ -66,9 +66,9 @@ class RmsNormFp8:
     def kernel(
         self,
         x: cute.Tensor,
+        weight: cute.Tensor,
         codes: cute.Tensor,
         scales: cute.Tensor,
-        weight: cute.Tensor,
         norm_out: cute.Tensor,
     ):
         tiling = self.tiling
