@@ -20,6 +20,7 @@ from dsv4.reference import indexer, mhc, moe, rope
 from dsv4.reference.attention import attention_with_lse, merge
 from dsv4.reference.compressor import compress, visible_entries
 from dsv4.reference.hadamard import hadamard
+from dsv4.reference.norm import rms_norm
 from dsv4.reference.quantize import fake_quantize_e2m1, fake_quantize_e4m3
 from dsv4.reference.router import route
 from dsv4.reference.weights import decode_fp4, decode_fp8, decode_nvfp4
@@ -70,13 +71,6 @@ class RouteTrace(NamedTuple):
 
 
 Traces = list[IndexTrace | RouteTrace]
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x / rms(x) over the last dimension, times the weight if there is one. FP32."""
-    x = x.float()
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return x if weight is None else x * weight.float()
 
 
 class ReferenceModel:

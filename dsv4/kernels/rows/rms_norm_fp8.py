@@ -21,6 +21,8 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import quant
+from dsv4.kernels.kit.args import compile_kernel
+from dsv4.kernels.rows.args import ARGS, values
 from dsv4.kernels.rows.config import GROUP, VECTOR, WARP, RmsNormFp8Config, RowTiling, choose_tiling
 
 PAIRS = VECTOR // 2  # registers of a vector
@@ -276,3 +278,8 @@ def aligned_vector(tensor: cute.Tensor, offset: Int64) -> cute.Tensor:
         assumed_align=min(16, VECTOR * tensor.element_type.width // 8),
     )
     return cute.make_tensor(pointer, cute.make_layout(VECTOR))
+
+
+def build(config: RmsNormFp8Config, options: str = "", tiling: RowTiling | None = None):
+    """Compile the kernel of `config` for the architecture of `CUTE_DSL_ARCH`; needs no GPU."""
+    return compile_kernel(RmsNormFp8(config, tiling), ARGS, values(config), options)
