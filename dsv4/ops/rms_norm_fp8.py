@@ -1,13 +1,145 @@
-"""`rms_norm_fp8`: RMSNorm of rows with FP8 quantisation of its output."""
+"""`rms_norm_fp8`: RMSNorm of rows with FP8 quantisation of its output, as function and operator."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import index
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from dsv4.kernels.rows.config import GROUP, VECTOR
+from dsv4.kernels.rows.args import ARGS, values
+from dsv4.kernels.rows.config import GROUP, VECTOR, RmsNormFp8Config, choose_tiling
 from dsv4.ops.quantize import quantize_e4m3
+from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
+from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+
+# Rows that the released models normalise and then quantise: hidden states and query latents.
+MODEL_DIMS = {"Flash hidden": 4096, "Flash q": 1024, "Pro hidden": 7168, "Pro q": 1536}
+MODEL_EPS = 1e-6
+
+
+class RmsNormFp8(KernelOp):
+    """RMSNorm, then e4m3 codes with one power-of-two scale per 128 elements."""
+
+    name = "rms_norm_fp8"
+    config = RmsNormFp8Config
+    args = ARGS
+    kernels: ClassVar = dict.fromkeys(
+        ("sm_90a", "sm_100a", "sm_103a"), "dsv4.kernels.rows.rms_norm_fp8"
+    )
+
+    def values(self, config: RmsNormFp8Config) -> Mapping[str, int | str]:
+        return values(config)
+
+    def plan(self, config: RmsNormFp8Config, sizes: Sizes, device: Device) -> tuple[int, ...]:
+        """Number of CTAs that run at a time."""
+        return (choose_tiling(config.dim).ctas_per_sm * device.num_sms,)
+
+    def torch(
+        self,
+        config: RmsNormFp8Config,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        scale_out: Tensor,
+        norm_out: Tensor | None,
+    ) -> None:
+        gains = None if config.weight_dtype is None else weight
+        norm = rms_norm_rows(x, gains, config.eps)
+        codes, scales = quantize_e4m3(norm, GROUP)
+        out.copy_(codes)
+        scale_out.copy_(scales)
+        if norm_out is not None:
+            norm_out.copy_(norm)
+
+    def aot(self) -> Mapping[str, RmsNormFp8Config]:
+        """Norms of Flash and Pro before FP8 linears; the model holds their weights in fp32."""
+        return {
+            f"{label}, {dim}": RmsNormFp8Config(dim, MODEL_EPS)
+            for label, dim in MODEL_DIMS.items()
+        }
+
+
+RMS_NORM_FP8 = RmsNormFp8()
+_op = RMS_NORM_FP8.overload
+
+
+def rms_norm_fp8(
+    x: Tensor,
+    weight: Tensor | None,
+    *,
+    eps: float,
+    out: Tensor | None = None,
+    scale_out: Tensor | None = None,
+    norm_out: Tensor | None = None,
+    return_norm: bool = False,
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """Normalise T rows and quantise them for FP8 linears: what these round their input to.
+
+    y = x / sqrt(mean(x^2) + eps) * weight in fp32, rounded once to the dtype of x; then, for each
+    128 elements of y, the scale 2^ceil(log2(max(amax, 1e-4) / 448)) and the codes e4m3(y / scale).
+    A row's bits depend on nothing but the row: not on T, nor on the device.
+
+    A group with a NaN or Inf in y has the scale NaN (255), codes of NaN for its NaN and Inf, and
+    codes of 0 for the rest; other rows never notice. A row with an Inf is 0 but for the Inf itself,
+    which becomes NaN, and one whose squares overflow fp32 (|x| > 1.8e19) is 0. So padding rows may
+    hold anything.
+
+    Args:
+        x: [T, d] bfloat16; or float32, on GPUs too by the torch implementation. d is a multiple of
+            128 up to 16,384. Rows are contiguous and start at multiples of 16 bytes.
+        weight: [d] float32 or bfloat16; None: no weight.
+        eps: added to the mean square; positive.
+        out: [T, d] float8_e4m3fn to write codes into; default a new tensor.
+        scale_out: [T, d / 128] float8_e8m0fnu to write scales into; default a new tensor.
+        norm_out: [T, d] in the dtype of x, to write y into.
+        return_norm: also return y, in `norm_out` or a new tensor.
+
+    Returns:
+        (codes, scales), or (codes, scales, y).
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
+    """
+    gains = weight
+    try:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            RMS_NORM_FP8.check_no_gradients(x, weight, out, scale_out, norm_out)
+        tokens, dim = x.shape
+        if weight is None:
+            gains, dtype = torch.empty(0, device=x.device), None
+        else:
+            dtype = _WEIGHT_DTYPES.get(weight.dtype, "float32")
+        identity = rms_norm_fp8_runner_id(index(dim), eps, dtype)
+        if out is None:
+            out = torch.empty((tokens, dim), dtype=torch.float8_e4m3fn, device=x.device)
+        if scale_out is None:
+            shape = (tokens, dim // GROUP)
+            scale_out = torch.empty(shape, dtype=torch.float8_e8m0fnu, device=x.device)
+        if return_norm and norm_out is None:
+            norm_out = torch.empty((tokens, dim), dtype=x.dtype, device=x.device)
+        _op(x, gains, out, scale_out, identity, norm_out)
+    except Exception:
+        _explain(x, gains, out, scale_out, norm_out)
+        raise
+    return (out, scale_out, norm_out) if return_norm else (out, scale_out)
+
+
+@torch.compiler.assume_constant_result
+def rms_norm_fp8_runner_id(dim: int, eps: float, weight_dtype: str | None = "float32") -> int:
+    """Id of a configuration: what `torch.ops.dsv4.rms_norm_fp8` takes.
+
+    Args:
+        dim: elements of a row.
+        eps: added to the mean square.
+        weight_dtype: "float32", "bfloat16", or None: the operator then ignores its `weight`.
+    """
+    return RMS_NORM_FP8.runner_id(dim, eps, weight_dtype)
 
 
 def rms_norm_rows(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -42,9 +174,13 @@ def _add_halves(x: Tensor) -> Tensor:
     return x.squeeze(-1)
 
 
-def rms_norm_fp8_torch(
-    x: Tensor, weight: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and normalised rows, in plain torch, on any device."""
-    norm = rms_norm_rows(x, weight, eps)
-    return *quantize_e4m3(norm, GROUP), norm
+_WEIGHT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def _explain(*tensors: object) -> None:
+    """Name the argument of a failed call that is of the wrong type or rank."""
+    given = [(arg, x) for arg, x in zip(RMS_NORM_FP8.tensors, tensors) if x is not None]
+    if given:
+        args, found = zip(*given)
+        check_are_tensors(args, found)
+        check_ranks(args, found)

@@ -1,9 +1,10 @@
 """FP8 quantisation with power-of-two scales: amax of a group, E8M0 scale rounded up, e4m3 codes.
 
-The arithmetic of `dsv4.ops.quantize`, bit for bit. A group whose amax is not finite gets the scale
-255 (NaN), the code NaN for every NaN or Inf in it, and 0 for the rest.
+The arithmetic of `dsv4.ops.quantize` on bf16 values, bit for bit, two of them in a register. A
+group whose amax is not finite gets the scale 255 (NaN), the code NaN for every NaN or Inf in it, and
+0 for the rest.
 
-The functions run while a kernel is traced: `values` are Python sequences of registers.
+The functions run while a kernel is traced: sequences are Python's, of registers.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Sequence
 
 import cutlass
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32, cute
-from cutlass.cute.math import RoundingMode
 
 E4M3_MAX = 448.0
 E4M3_AMAX_FLOOR = 1e-4  # of a group: the scale of zeros is not zero
-MANTISSA_BITS = 23  # of fp32
 E8M0_NAN = 255
+FP32_MANTISSA = 23  # bits
+# 1.0 as an exponent of bf16, once in each half of a register.
+_BF16X2_EXPONENT = 0x00800080
 
 
 def pack_bf16(low: Float32, high: Float32) -> Uint32:
@@ -39,20 +41,23 @@ def amax_bf16(pairs: Sequence[Uint32], lanes: int) -> Float32:
 
     A NaN wins.
     """
-    largest = pairs[0] & 0x7FFF7FFF
+    largest = pairs[0]
     for pair in pairs[1:]:
-        largest = _max_bf16x2(largest, pair & 0x7FFF7FFF)
+        largest = _amax_bf16x2(largest, pair)
     offset = lanes // 2
     while offset:
-        largest = _max_bf16x2(largest, cute.arch.shuffle_sync_bfly(largest, offset))
+        largest = _amax_bf16x2(largest, cute.arch.shuffle_sync_bfly(largest, offset))
         offset //= 2
-    low, high = unpack_bf16(largest)
+    low, high = unpack_bf16(largest & 0x7FFF7FFF)
     return cute.arch.fmax(low, high, nan=True)
 
 
-def _max_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+def _amax_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+    """max(|a|, |b|) in each half, with the product of their signs: one instruction."""
     return cute.arch.inline_ptx(
-        "max.NaN.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
+        "max.NaN.xorsign.abs.bf16x2 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Uint32],
+        read_only_args=[a, b],
     )
 
 
@@ -63,25 +68,27 @@ def e8m0_scale_e4m3(amax: Float32) -> Int32:
     """
     ratio = cute.arch.fmax(amax, Float32(E4M3_AMAX_FLOOR), nan=True) * Float32(1 / E4M3_MAX)
     # A mantissa that is not zero carries into the exponent; a NaN carries to 256.
-    exponent = (ratio.bitcast(Uint32) + ((1 << MANTISSA_BITS) - 1)) >> MANTISSA_BITS
+    exponent = (ratio.bitcast(Uint32) + ((1 << FP32_MANTISSA) - 1)) >> FP32_MANTISSA
     return cutlass.min(Int32(exponent), Int32(E8M0_NAN))
 
 
-def reciprocal_e8m0(scale: Int32) -> Float32:
-    """1 / 2^(scale - 127), exactly; 0 for NaN. Scales of fp32 values divided by 448 are < 254."""
-    return (cutlass.max(254 - scale, Int32(0)) << MANTISSA_BITS).bitcast(Float32)
+def quantize_e4m3(pairs: Sequence[Uint32], scale: Int32) -> cute.Tensor:
+    """e4m3 codes in registers of bf16 pairs over an E8M0 scale, an even number of pairs.
 
-
-def to_e4m3(values: Sequence[Float32]) -> cute.Tensor:
-    """e4m3 codes in registers, rounded to nearest even, saturating; a multiple of four."""
-    wide = cute.make_rmem_tensor(len(values), Float32)
-    for i, value in enumerate(values):
-        wide[i] = value
-    codes = cute.make_rmem_tensor(len(values), Float8E4M3FN)
+    The quotient is exact, or so small that its code is 0.
+    """
+    # Scales of bf16 values lie far below 254; that of NaN is divided by as if it were infinite.
+    reciprocal = Uint32(cutlass.max(254 - scale, Int32(0)) * _BF16X2_EXPONENT)
+    quotients = [x for pair in pairs for x in unpack_bf16(_multiply_bf16x2(pair, reciprocal))]
+    wide = cute.make_rmem_tensor(len(quotients), Float32)
+    for i, quotient in enumerate(quotients):
+        wide[i] = quotient
+    codes = cute.make_rmem_tensor(len(quotients), Float8E4M3FN)
     codes.store(wide.load().to(Float8E4M3FN))
     return codes
 
 
-def exact_square(x: Float32) -> Float32:
-    """x * x, rounded: a plain product may be contracted with the addition that follows."""
-    return cute.math.mul(x, x, rounding=RoundingMode.NEAREST_EVEN)
+def _multiply_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+    return cute.arch.inline_ptx(
+        "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
+    )

@@ -59,6 +59,7 @@ class RowTiling:
         team: lanes that share a group: 4, 8 or 16.
         stages: rows under way or at work in shared memory, per row that a CTA works on.
         ctas_per_sm: CTAs that an SM holds, which bounds their registers.
+        holds_weight: whether the weight stays in registers, or is loaded for each row.
     """
 
     groups: int
@@ -67,6 +68,7 @@ class RowTiling:
     team: int = 8
     stages: int = 3
     ctas_per_sm: int = 1
+    holds_weight: bool = True
 
     def __post_init__(self) -> None:
         if self.team not in (4, 8, 16):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.cute.math import RoundingMode
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
@@ -26,6 +26,7 @@ from dsv4.kernels.rows.args import ARGS, values
 from dsv4.kernels.rows.config import GROUP, VECTOR, WARP, RmsNormFp8Config, RowTiling, choose_tiling
 
 PAIRS = VECTOR // 2  # registers of a vector
+NEAREST = RoundingMode.NEAREST_EVEN
 
 
 class RmsNormFp8:
@@ -38,6 +39,7 @@ class RmsNormFp8:
 
     def __init__(self, config: RmsNormFp8Config, tiling: RowTiling | None = None):
         self.config = config
+        self.has_weight = config.weight_dtype is not None
         self.tiling = choose_tiling(config.dim) if tiling is None else tiling
         assert self.tiling.groups == config.groups
 
@@ -45,7 +47,7 @@ class RmsNormFp8:
     def __call__(
         self,
         x: cute.Tensor,  # [T, dim] bf16
-        weight: cute.Tensor,  # [dim] fp32 or bf16, or [0]
+        weight: cute.Tensor,  # [dim] fp32 or bf16; any size where there is none
         codes: cute.Tensor,  # [T, dim] e4m3, written
         scales: cute.Tensor,  # [T, dim / 128] e8m0, written
         stream,
@@ -75,11 +77,12 @@ class RmsNormFp8:
     ):
         tiling = self.tiling
         thread = cute.arch.thread_idx()[0]
-        slot, column = thread // tiling.row_threads, thread % tiling.row_threads
-        team, lane = column // tiling.team, column % tiling.team
+        slot, place = thread // tiling.row_threads, thread % tiling.row_threads
+        team, lane = place // tiling.team, place % tiling.team
+        column = team * GROUP + lane * VECTOR
         tokens = x.shape[0]
         step = cute.arch.grid_dim()[0] * tiling.rows
-        first = cute.arch.block_idx()[0] * tiling.rows
+        row = cute.arch.block_idx()[0] * tiling.rows + slot
         smem = SmemAllocator()
         shape = (VECTOR, tiling.threads, tiling.vectors, tiling.rounds, tiling.stages)
         rows = smem.allocate_tensor(BFloat16, cute.make_layout(shape), byte_alignment=16)
@@ -89,15 +92,22 @@ class RmsNormFp8:
 
         cute.arch.griddepcontrol_launch_dependents()
         # The weight is not an output of the launch before.
-        gains = self.load_weight(weight, team, lane)
+        gains_at = address_of(weight, Int64(column))
+        gains = self.load_weight(weight, gains_at, team, tiling.holds_weight)
         cute.arch.griddepcontrol_wait()
 
+        # Addresses advance by a constant from row to row: products of 64 bits are expensive.
+        ahead, ahead_step = row_cursor(x, row, column, step)
+        codes_at, codes_step = row_cursor(codes, row, column, step)
+        scales_at, scales_step = row_cursor(scales, row, team, step)
+        norm_at, norm_step = row_cursor(norm_out, row, column, step)
         for stage in cutlass.range_constexpr(tiling.stages):
-            row = first + slot + stage * step
-            self.load_row(x, row, row < tokens, team, lane, rows[None, thread, None, None, stage])
+            own = rows[None, thread, None, None, stage]
+            self.load_row(ahead, row + stage * step < tokens, team, own)
+            ahead += ahead_step
         stage, turn = Int32(0), Int32(0)
-        while first < tokens:
-            row = first + slot
+        # The rows of a CTA end together, since its warps meet at a barrier.
+        while row - slot < tokens:
             own = rows[None, thread, None, None, stage]
             cute.arch.cp_async_wait_group(tiling.stages - 1)
             if row < tokens:
@@ -107,66 +117,73 @@ class RmsNormFp8:
             else:
                 cute.arch.sync_threads()
             if row < tokens:
+                if cutlass.const_expr(not tiling.holds_weight):
+                    gains = self.load_weight(weight, gains_at, team, True)
                 factor = self.inverse_rms(sums[None, slot, turn])
-                self.normalize(own, gains, factor, (row, codes, scales, norm_out), team, lane)
-            row += tiling.stages * step
-            self.load_row(x, row, row < tokens, team, lane, own)
-            first, turn = first + step, 1 - turn
+                targets = (codes_at, scales_at, norm_at)
+                self.normalize(own, gains, factor, targets, row < norm_out.shape[0], team, lane)
+            self.load_row(ahead, row + tiling.stages * step < tokens, team, own)
+            row, turn = row + step, 1 - turn
             stage = cutlass.select_(stage == tiling.stages - 1, Int32(0), stage + 1)
+            ahead, codes_at = ahead + ahead_step, codes_at + codes_step
+            scales_at, norm_at = scales_at + scales_step, norm_at + norm_step
 
     # ---- global memory ---------------------------------------------------------------------------
 
-    def group_of(self, team: Int32, round: int) -> tuple[Int32, Boolean | bool]:
-        """Group that a team holds in a round, and whether it is its own.
+    def round_of(self, team: Int32, r: int) -> tuple[int | Int32, Boolean | bool]:
+        """Groups between a team's first one and that of a round, and whether that is its own.
 
-        A team without one computes the last group too, since its warp shuffles, and stores nothing.
+        A team without a group in the last round computes the last group too, since its warp
+        shuffles, and stores nothing.
         """
-        group, last = team + round * self.tiling.teams, self.tiling.groups - 1
-        if self.tiling.is_ragged and round == self.tiling.rounds - 1:
-            return cutlass.min(group, last), group <= last
-        return group, True
+        tiling = self.tiling
+        skip, last = r * tiling.teams, tiling.groups - 1
+        if tiling.is_ragged and r == tiling.rounds - 1:
+            return cutlass.min(team + skip, last) - team, team + skip <= last
+        return skip, True
 
-    def column(self, group: Int32, lane: Int32, vector: int) -> Int32:
-        """First element of a vector of a lane."""
-        return group * GROUP + (lane + vector * self.tiling.team) * VECTOR
+    def element(self, skip: int | Int32, vector: int) -> int | Int32:
+        """Elements between a thread's first one and a vector of the group that is `skip` on."""
+        return skip * GROUP + vector * self.tiling.team * VECTOR
 
     @cute.jit
-    def load_row(self, x: cute.Tensor, row, is_row, team, lane, target: cute.Tensor) -> None:
+    def load_row(self, address: Int64, is_row: Boolean, team: Int32, target: cute.Tensor) -> None:
         """Begin to load target[:, vector, round], this thread's elements of a row, as one group of
         asynchronous copies, which is empty past the last row."""
-        for r in cutlass.range_constexpr(self.tiling.rounds):
-            group, _ = self.group_of(team, r)
-            if is_row:
+        if is_row:
+            for r in cutlass.range_constexpr(self.tiling.rounds):
+                skip, _ = self.round_of(team, r)
                 for v in cutlass.range_constexpr(self.tiling.vectors):
-                    source = row_vector(x, row, self.column(group, lane, v))
+                    source = vector_at(address, BFloat16, self.element(skip, v))
                     cute.copy(copy_async(), source, target[None, v, r])
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def load_weight(self, weight: cute.Tensor, team, lane) -> cute.Tensor:
-        """[VECTOR, vector, round]: this thread's elements of the weight."""
+    def load_weight(self, weight: cute.Tensor, address: Int64, team: Int32, is_now: bool):
+        """[VECTOR, vector, round]: this thread's elements of the weight, loaded now or not."""
         tiling = self.tiling
-        gains = cute.make_rmem_tensor((VECTOR, tiling.vectors, tiling.rounds), weight.element_type)
-        if cutlass.const_expr(self.config.weight_dtype is not None):
+        dtype = weight.element_type
+        gains = cute.make_rmem_tensor((VECTOR, tiling.vectors, tiling.rounds), dtype)
+        if cutlass.const_expr(self.has_weight and is_now):
             for r in cutlass.range_constexpr(tiling.rounds):
-                group, _ = self.group_of(team, r)
+                skip, _ = self.round_of(team, r)
                 for v in cutlass.range_constexpr(tiling.vectors):
-                    source = vector_at(weight, self.column(group, lane, v))
+                    source = vector_at(address, dtype, self.element(skip, v))
                     cute.autovec_copy(source, gains[None, v, r])
         return gains
 
     # ---- first pass: sum of squares --------------------------------------------------------------
 
     @cute.jit
-    def add_squares(self, own: cute.Tensor, sums: cute.Tensor, team, lane) -> None:
+    def add_squares(self, own: cute.Tensor, sums: cute.Tensor, team: Int32, lane: Int32) -> None:
         """sums[group] = sum of squares of each group of this thread's team."""
         tiling = self.tiling
         for r in cutlass.range_constexpr(tiling.rounds):
             total = tree_sum([vector_squares(own[None, v, r]) for v in range(tiling.vectors)])
             total = cute.arch.warp_reduction_sum(total, threads_in_group=tiling.team)
-            group, is_own = self.group_of(team, r)
+            skip, is_own = self.round_of(team, r)
             if lane == 0 and is_own:
-                sums[group] = total
+                sums[team + skip] = total
 
     def inverse_rms(self, sums: cute.Tensor) -> Float32:
         """1 / sqrt(mean + eps) of a row, from the sums of its groups; the same in every lane."""
@@ -180,54 +197,69 @@ class RmsNormFp8:
                 value = cutlass.select_(group < groups, value, Float32(0.0))
             found.append(value)
         total = cute.arch.warp_reduction_sum(tree_sum(found), threads_in_group=width)
-        mean = cute.math.div(total, Float32(self.config.dim), rounding=RoundingMode.NEAREST_EVEN)
+        mean = exact_quotient(total, self.config.dim)
         # Not rsqrt: the GPU has only an approximate one.
-        root = cute.math.sqrt(mean + Float32(self.config.eps), rounding=RoundingMode.NEAREST_EVEN)
-        return cute.math.rcp(root, rounding=RoundingMode.NEAREST_EVEN)
+        root = cute.math.sqrt(mean + Float32(self.config.eps), rounding=NEAREST)
+        return cute.math.rcp(root, rounding=NEAREST)
 
     # ---- second pass: normalise, quantise, store -------------------------------------------------
 
     @cute.jit
-    def normalize(self, own, gains, factor: Float32, outputs, team, lane) -> None:
+    def normalize(
+        self, own: cute.Tensor, gains: cute.Tensor, factor: Float32, targets, wants_norm, team, lane
+    ) -> None:
         """Write codes and scales of a row, and the normalised row where it is wanted."""
-        row, codes, scales, norm_out = outputs
+        codes_at, scales_at, norm_at = targets
         tiling = self.tiling
         for r in cutlass.range_constexpr(tiling.rounds):
-            group, is_own = self.group_of(team, r)
-            words = []
+            skip, is_own = self.round_of(team, r)
+            pairs = []
             for v in cutlass.range_constexpr(tiling.vectors):
-                words += normalized(own[None, v, r], gains[None, v, r], factor, self.has_weight)
-            scale = quant.e8m0_scale_e4m3(quant.amax_bf16(words, tiling.team))
-            reciprocal = quant.reciprocal_e8m0(scale)
+                pairs += normalized(own[None, v, r], gains[None, v, r], factor, self.has_weight)
+            scale = quant.e8m0_scale_e4m3(quant.amax_bf16(pairs, tiling.team))
+            codes = [
+                quant.quantize_e4m3(pairs[v * PAIRS : (v + 1) * PAIRS], scale)
+                for v in range(tiling.vectors)
+            ]
             if is_own:
                 for v in cutlass.range_constexpr(tiling.vectors):
-                    column = self.column(group, lane, v)
-                    part = words[v * PAIRS : (v + 1) * PAIRS]
-                    values = [y * reciprocal for word in part for y in quant.unpack_bf16(word)]
-                    cute.autovec_copy(quant.to_e4m3(values), row_vector(codes, row, column))
-                    if row < norm_out.shape[0]:
-                        target = cute.recast_tensor(row_vector(norm_out, row, column), Uint32)
-                        cute.autovec_copy(in_registers(part), target)
+                    cute.autovec_copy(
+                        codes[v], vector_at(codes_at, codes[v].element_type, self.element(skip, v))
+                    )
                 if lane == 0:
-                    cute.recast_tensor(scales, cutlass.Uint8)[row, group] = cutlass.Uint8(scale)
+                    pointer_to(scales_at + skip, Uint8, 1).store(Uint8(scale))
+                if wants_norm:
+                    for v in cutlass.range_constexpr(tiling.vectors):
+                        target = vector_at(norm_at, BFloat16, self.element(skip, v))
+                        part = in_registers(pairs[v * PAIRS : (v + 1) * PAIRS])
+                        cute.autovec_copy(part, cute.recast_tensor(target, Uint32))
 
-    @property
-    def has_weight(self) -> bool:
-        return self.config.weight_dtype is not None
 
-
-def tree_sum(values: Sequence[Float32]) -> Float32:
-    """Sum of a power of two of values: the halves are added until one is left."""
-    values = list(values)
-    while len(values) > 1:
-        half = len(values) // 2
-        values = [a + b for a, b in zip(values[:half], values[half:])]
-    return values[0]
+def tree_sum(terms: Sequence[Float32]) -> Float32:
+    """Sum of a power of two of terms: the halves are added until one is left."""
+    terms = list(terms)
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [a + b for a, b in zip(terms[:half], terms[half:])]
+    return terms[0]
 
 
 def vector_squares(vector: cute.Tensor) -> Float32:
     """Sum of squares of a vector of bf16 in shared memory."""
-    return tree_sum([quant.exact_square(x) for x in elements_of(vector)])
+    # Rounded by itself: a plain product may be contracted with the addition that follows.
+    return tree_sum([cute.math.mul(x, x, rounding=NEAREST) for x in elements_of(vector)])
+
+
+def exact_quotient(total: Float32, divisor: int) -> Float32:
+    """total / divisor, rounded to nearest even, for totals that are 0 or normal, Inf or NaN."""
+    inverse = 1 / divisor
+    quotient = total * Float32(inverse)
+    if divisor & (divisor - 1) == 0:
+        return quotient
+    # One step of Newton's, which is exact because the inverse is rounded to nearest (Markstein).
+    rest = cute.math.fma(quotient, Float32(-divisor), total)
+    corrected = cute.math.fma(rest, Float32(inverse), quotient)
+    return cutlass.select_(quotient == Float32.inf, quotient, corrected)
 
 
 def normalized(vector: cute.Tensor, gains: cute.Tensor, factor: Float32, has_weight: bool) -> list:
@@ -245,38 +277,46 @@ def elements_of(vector: cute.Tensor) -> list[Float32]:
     return [x for i in range(PAIRS) for x in quant.unpack_bf16(pairs[i])]
 
 
+def in_registers(words: Sequence[Uint32]) -> cute.Tensor:
+    """The words as a tensor."""
+    tensor = cute.make_rmem_tensor(len(words), Uint32)
+    for i, word in enumerate(words):
+        tensor[i] = word
+    return tensor
+
+
 def copy_async() -> cute.CopyAtom:
     """Asynchronous copy of a vector to shared memory, past L1."""
     operation = cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL)
     return cute.make_copy_atom(operation, BFloat16, num_bits_per_copy=128)
 
 
-def in_registers(values: Sequence[Uint32]) -> cute.Tensor:
-    """The values as a tensor."""
-    tensor = cute.make_rmem_tensor(len(values), Uint32)
-    for i, value in enumerate(values):
-        tensor[i] = value
-    return tensor
+# ---- addresses -----------------------------------------------------------------------------------
 
 
-def row_vector(tensor: cute.Tensor, row, column) -> cute.Tensor:
-    """VECTOR elements from tensor[row, column] on; the row may begin past 2^31 elements."""
-    offset = Int64(row) * tensor.stride[0] + column
-    return aligned_vector(tensor, offset)
+def address_of(tensor: cute.Tensor, offset: Int64) -> Int64:
+    """Address of an element."""
+    return (tensor.iterator + offset).toint()
 
 
-def vector_at(tensor: cute.Tensor, column) -> cute.Tensor:
-    """VECTOR elements from tensor[column] on."""
-    return aligned_vector(tensor, Int64(column))
+def row_cursor(tensor: cute.Tensor, row: Int32, column: Int32, step: Int32) -> tuple[Int64, Int64]:
+    """Address of tensor[row, column], and the bytes between there and `step` rows on.
+
+    Rows may begin past 2^31 elements.
+    """
+    size = tensor.element_type.width // 8
+    address = address_of(tensor, Int64(row) * tensor.stride[0] + column)
+    return address, Int64(step) * tensor.stride[0] * size
 
 
-def aligned_vector(tensor: cute.Tensor, offset: Int64) -> cute.Tensor:
-    pointer = cute.make_ptr(
-        tensor.element_type,
-        (tensor.iterator + offset).toint(),
-        cute.AddressSpace.gmem,
-        assumed_align=min(16, VECTOR * tensor.element_type.width // 8),
-    )
+def pointer_to(address: Int64, dtype: type, align: int) -> cute.Pointer:
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
+
+
+def vector_at(address: Int64, dtype: type, element: int | Int32) -> cute.Tensor:
+    """VECTOR elements, `element` elements past an address."""
+    size = dtype.width // 8
+    pointer = pointer_to(address + element * size, dtype, min(16, VECTOR * size))
     return cute.make_tensor(pointer, cute.make_layout(VECTOR))
 
 

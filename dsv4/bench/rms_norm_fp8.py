@@ -1,0 +1,125 @@
+"""`rms_norm_fp8` on a GPU: time beside the byte floor, and beside the same in plain torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+import torch
+from torch import Tensor
+
+from dsv4 import ops
+from dsv4.bench.attention import Machine
+from dsv4.bench.timing import graph_microseconds
+from dsv4.ops.quantize import quantize_e4m3
+from dsv4.ops.rms_norm_fp8 import MODEL_EPS, rms_norm_rows
+
+GROUP = 128
+TOKENS = (1, 16, 64, 1024, 8192)
+DIMS = (4096, 7168)  # hidden sizes of Flash and Pro
+# Bytes that the inputs and outputs of one replay have together at least, and how many sets at most.
+REPLAY_BYTES = 400e6
+MOST_SETS = 20
+HEADER = "| T | d | us | GB/s | floor us | of floor | torch us |"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows and their elements."""
+
+    tokens: int
+    dim: int
+
+    @property
+    def bytes(self) -> int:
+        """x and the weight are read, codes and scales written."""
+        return self.tokens * (3 * self.dim + self.dim // GROUP) + 4 * self.dim
+
+
+@dataclass(frozen=True)
+class Result:
+    """Times in microseconds; `torch` is that of the operator's torch implementation."""
+
+    shape: Shape
+    microseconds: float
+    floor: float
+    torch: float
+
+    @property
+    def gigabytes(self) -> float:
+        """GB/s."""
+        return self.shape.bytes / self.microseconds / 1e3
+
+    def row(self) -> str:
+        """Row of a table under `HEADER`."""
+        cells = (
+            f"{self.shape.tokens}",
+            f"{self.shape.dim}",
+            f"{self.microseconds:.2f}",
+            f"{self.gigabytes:.0f}",
+            f"{self.floor:.2f}",
+            f"{self.floor / self.microseconds:.0%}",
+            f"{self.torch:.1f}",
+        )
+        return "| " + " | ".join(cells) + " |"
+
+
+def model_shapes() -> list[Shape]:
+    """Hidden states of Flash and Pro, from one token to a prefill."""
+    return [Shape(tokens, dim) for dim in DIMS for tokens in TOKENS]
+
+
+@torch.inference_mode()
+def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
+    """Measure each shape; nothing is timed that is not right.
+
+    Raises:
+        RuntimeError: the kernel's bits are not those of the torch implementation.
+    """
+    for shape in shapes:
+        sets = max(2, min(MOST_SETS, round(REPLAY_BYTES / shape.bytes)))
+        weight = torch.randn(shape.dim, device="cuda")
+        rows = [
+            torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
+            for _ in range(sets)
+        ]
+        outputs = [ops.rms_norm_fp8(x, weight, eps=MODEL_EPS) for x in rows]
+        check(shape, outputs[0], plain(rows[0], weight))
+        ours = [
+            lambda x=x, out=out, scale_out=scale_out: ops.rms_norm_fp8(
+                x, weight, eps=MODEL_EPS, out=out, scale_out=scale_out
+            )
+            for x, (out, scale_out) in zip(rows, outputs, strict=True)
+        ]
+        theirs = [lambda x=x: plain(x, weight) for x in rows]
+        floor = shape.bytes / machine.bandwidth * 1e6
+        yield Result(shape, graph_microseconds(ours), floor, graph_microseconds(theirs))
+        torch.cuda.empty_cache()
+
+
+def plain(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales by the torch implementation."""
+    return quantize_e4m3(rms_norm_rows(x, weight, MODEL_EPS), GROUP)
+
+
+def check(shape: Shape, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Compare codes and scales bit for bit."""
+    for name, got, wanted in zip(("codes", "scales"), actual, expected, strict=True):
+        wrong = int((got.view(torch.uint8) != wanted.view(torch.uint8)).sum())
+        if wrong:
+            raise RuntimeError(f"{shape}: {wrong} of {got.numel()} {name} are not torch's")
+
+
+def to_json(machine: Machine, results: Sequence[Result]) -> str:
+    """Record of a run."""
+    record = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": asdict(machine),
+        "software": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "results": [
+            {**asdict(result), "gigabytes_per_second": result.gigabytes} for result in results
+        ],
+    }
+    return json.dumps(record, indent=1)
