@@ -111,10 +111,9 @@ def rms_norm_fp8(
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             RMS_NORM_FP8.check_no_gradients(x, weight, out, scale_out, norm_out)
         tokens, dim = x.shape
+        dtype = None if weight is None else _WEIGHT_DTYPES.get(weight.dtype, "float32")
         if weight is None:
-            gains, dtype = torch.empty(0, device=x.device), None
-        else:
-            dtype = _WEIGHT_DTYPES.get(weight.dtype, "float32")
+            gains = torch.empty(0, device=x.device)
         identity = rms_norm_fp8_runner_id(index(dim), eps, dtype)
         if out is None:
             out = torch.empty((tokens, dim), dtype=torch.float8_e4m3fn, device=x.device)
@@ -140,6 +139,24 @@ def rms_norm_fp8_runner_id(dim: int, eps: float, weight_dtype: str | None = "flo
         weight_dtype: "float32", "bfloat16", or None: the operator then ignores its `weight`.
     """
     return RMS_NORM_FP8.runner_id(dim, eps, weight_dtype)
+
+
+_WEIGHT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def _explain(*tensors: object) -> None:
+    """Name the argument of a failed call that is of the wrong type or rank."""
+    given = [
+        (arg, tensor)
+        for arg, tensor in zip(RMS_NORM_FP8.tensors, tensors)
+        if tensor is not None or arg.name == "x"
+    ]
+    args, found = zip(*given)
+    check_are_tensors(args, found)
+    check_ranks(args, found)
+
+
+# ---- torch implementation ------------------------------------------------------------------------
 
 
 def rms_norm_rows(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -172,15 +189,3 @@ def _add_halves(x: Tensor) -> Tensor:
         low, high = x.chunk(2, -1)
         x = low + high
     return x.squeeze(-1)
-
-
-_WEIGHT_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-
-
-def _explain(*tensors: object) -> None:
-    """Name the argument of a failed call that is of the wrong type or rank."""
-    given = [(arg, x) for arg, x in zip(RMS_NORM_FP8.tensors, tensors) if x is not None]
-    if given:
-        args, found = zip(*given)
-        check_are_tensors(args, found)
-        check_ranks(args, found)
