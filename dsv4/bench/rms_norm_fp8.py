@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -71,7 +72,6 @@ def model_shapes() -> list[Shape]:
     return [Shape(tokens, dim) for dim in DIMS for tokens in TOKENS]
 
 
-@torch.inference_mode()
 def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
     """Measure each shape; nothing is timed that is not right.
 
@@ -79,24 +79,30 @@ def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
         RuntimeError: the kernel's bits are not those of the torch implementation.
     """
     for shape in shapes:
-        sets = max(2, min(MOST_SETS, round(REPLAY_BYTES / shape.bytes)))
-        weight = torch.randn(shape.dim, device="cuda")
-        rows = [
-            torch.randn(shape.tokens, shape.dim, device="cuda", dtype=torch.bfloat16)
-            for _ in range(sets)
-        ]
-        outputs = [ops.rms_norm_fp8(x, weight, eps=MODEL_EPS) for x in rows]
-        check(shape, outputs[0], plain(rows[0], weight))
-        ours = [
-            lambda x=x, out=out, scale_out=scale_out: ops.rms_norm_fp8(
-                x, weight, eps=MODEL_EPS, out=out, scale_out=scale_out
-            )
-            for x, (out, scale_out) in zip(rows, outputs, strict=True)
-        ]
-        theirs = [lambda x=x: plain(x, weight) for x in rows]
-        floor = shape.bytes / machine.bandwidth * 1e6
-        yield Result(shape, graph_microseconds(ours), floor, graph_microseconds(theirs))
+        yield _measure(shape, machine)
+        # The next shape needs the memory, in blocks of other sizes.
         torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def _measure(shape: Shape, machine: Machine) -> Result:
+    sets = max(2, min(MOST_SETS, round(REPLAY_BYTES / shape.bytes)))
+    weight = torch.randn(shape.dim, device="cuda")
+    size = (shape.tokens, shape.dim)
+    rows = [torch.randn(size, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+    outputs = [ops.rms_norm_fp8(x, weight, eps=MODEL_EPS) for x in rows]
+    check(shape, outputs[0], plain(rows[0], weight))
+
+    def ours(x: Tensor, out: Tensor, scale_out: Tensor) -> None:
+        ops.rms_norm_fp8(x, weight, eps=MODEL_EPS, out=out, scale_out=scale_out)
+
+    calls = [partial(ours, x, *out) for x, out in zip(rows, outputs, strict=True)]
+    return Result(
+        shape,
+        graph_microseconds(calls),
+        floor=shape.bytes / machine.bandwidth * 1e6,
+        torch=graph_microseconds([partial(plain, x, weight) for x in rows]),
+    )
 
 
 def plain(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -60,8 +60,7 @@ class RmsNormFp8(KernelOp):
     def aot(self) -> Mapping[str, RmsNormFp8Config]:
         """Norms of Flash and Pro before FP8 linears; the model holds their weights in fp32."""
         return {
-            f"{label}, {dim}": RmsNormFp8Config(dim, MODEL_EPS)
-            for label, dim in MODEL_DIMS.items()
+            f"{label}, {dim}": RmsNormFp8Config(dim, MODEL_EPS) for label, dim in MODEL_DIMS.items()
         }
 
 
@@ -165,7 +164,9 @@ def rms_norm_rows(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     The mean has one order of additions on every device, for any number of rows.
     """
     wide = x.float()
-    mean = sum_in_order(wide.square()) / x.shape[1]
+    total = sum_in_order(wide.square())
+    # By a tensor: CUDA divides by a number as if it multiplied by its rounded reciprocal.
+    mean = total / torch.full_like(total, x.shape[1])
     # Through fp64: of torch's fp32 functions neither sqrt on the CPU nor rsqrt on CUDA is rounded
     # correctly.
     rms = (mean + eps).double().sqrt().float()

@@ -28,9 +28,7 @@ def outputs_like(x: torch.Tensor) -> dict[str, torch.Tensor]:
 def run(inputs: Inputs, outputs: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Codes, scales and normalised rows by name."""
     options = outputs_like(inputs.x) if outputs is None else outputs
-    found = ops.rms_norm_fp8(
-        inputs.x, inputs.optional_weight, eps=EPS, return_norm=True, **options
-    )
+    found = ops.rms_norm_fp8(inputs.x, inputs.optional_weight, eps=EPS, return_norm=True, **options)
     return dict(zip(NAMES, found, strict=True))
 
 

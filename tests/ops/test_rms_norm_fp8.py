@@ -8,7 +8,7 @@ import torch
 from dsv4.layers.norm import rms_normalize
 from dsv4.ops import rms_norm_fp8, rms_norm_fp8_runner_id
 from dsv4.ops.quantize import qdq_e4m3, quantize_e4m3
-from dsv4.ops.rms_norm_fp8 import rms_norm_rows, sum_in_order
+from dsv4.ops.rms_norm_fp8 import sum_in_order
 from dsv4.reference.norm import rms_norm_fp8 as oracle
 from dsv4.testing.rms_norm_fp8 import EPS, KINDS, Case, Inputs, assert_same_codes
 

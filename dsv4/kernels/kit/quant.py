@@ -1,8 +1,8 @@
 """FP8 quantisation with power-of-two scales: amax of a group, E8M0 scale rounded up, e4m3 codes.
 
 The arithmetic of `dsv4.ops.quantize` on bf16 values, bit for bit, two of them in a register. A
-group whose amax is not finite gets the scale 255 (NaN), the code NaN for every NaN or Inf in it, and
-0 for the rest.
+group whose amax is not finite gets the scale 255 (NaN), the code NaN for every NaN or Inf in it,
+and 0 for the rest.
 
 The functions run while a kernel is traced: sequences are Python's, of registers.
 """

@@ -12,6 +12,9 @@ VECTOR = 8  # bf16 elements of a 16-byte load
 WARP = 32
 MAX_DIM = 16384
 SM_MEMORY = 228 * 1024  # shared memory of an SM at most, sm_90 and sm_100
+# Of the chosen tilings: lanes of a group, warps of a row at most, of a CTA where rows are short, and
+# of an SM, whose threads then have 64 registers each.
+TEAM, MOST_ROW_WARPS, CTA_WARPS, SM_WARPS = 8, 16, 8, 32
 WEIGHT_DTYPES = ("float32", "bfloat16")
 
 
@@ -126,10 +129,23 @@ class RowTiling:
 
 
 def choose_tiling(dim: int) -> RowTiling:
-    """The tiling of rows of `dim` elements: 16 elements a thread, 64 where 1,024 threads are few."""
+    """The tiling of rows of `dim` elements.
+
+    Measured on an H200 at 4,096 and 7,168 elements, T = 8,192: a thread with 16 elements of a row
+    beats those with 8 and 32, and one more row on its way beats none and two.
+    """
     groups = dim // GROUP
-    rounds = 1
-    while -(-groups // (4 * rounds)) > 16:
-        rounds += 1
-    warps = -(-groups // (4 * rounds))
-    return RowTiling(groups, warps, max(1, 4 // warps))
+    teams = WARP // TEAM  # of a warp
+    rounds = 1 if groups <= MOST_ROW_WARPS * teams else 2
+    warps = -(-groups // (teams * rounds))
+    rows = max(1, CTA_WARPS // warps)
+    return RowTiling(
+        groups,
+        warps,
+        rows,
+        team=TEAM,
+        stages=2,
+        ctas_per_sm=SM_WARPS // (warps * rows),
+        # Where the last round is ragged, its addresses take the registers.
+        holds_weight=rounds == 1 and groups % (teams * warps) == 0,
+    )

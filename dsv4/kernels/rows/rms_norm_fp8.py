@@ -1,9 +1,9 @@
 """RMSNorm of bf16 rows with FP8 quantisation of its output, for sm_90a and sm_100a.
 
 y = bf16(x / sqrt(mean(x^2) + eps) * weight), then e4m3 codes of y and one E8M0 scale per 128
-elements. A CTA takes blocks of rows one after another. Rows on their way lie in shared memory, where
-each thread waits for its own elements alone and reads them twice; warps exchange only one sum of
-squares per group.
+elements. A CTA takes blocks of rows one after another. Rows on their way lie in shared memory,
+where each thread waits for its own elements alone and reads them twice; warps exchange only one sum
+of squares per group.
 
 The sum of squares is a fixed binary tree, whatever the tiling: halves are added, first within the 8
 elements of a vector, then among the 16 vectors of a group, then among the groups, padded with zeros

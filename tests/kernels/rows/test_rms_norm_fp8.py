@@ -31,10 +31,17 @@ def run(
     seed: int,
     num_ctas: int = FEW_CTAS,
     tiling: RowTiling | None = None,
+    schedules: int | None = None,
 ) -> Outcome:
-    """Run in every schedule and compare with the torch implementation on the CPU."""
+    """Run in every schedule, or the first few, and compare with the torch implementation."""
     compiled = target.compile(build_tiled, (inputs.case.config, tiling))
-    outcome = run_all(target, compiled, lambda: inputs.call(num_ctas).to(target.device), seed)
+    outcome = run_all(
+        target,
+        compiled,
+        lambda: inputs.call(num_ctas).to(target.device),
+        seed,
+        target.schedules[:schedules],
+    )
     for name, tensor in inputs.expected().items():
         assert_same_codes(name, outcome[name], tensor)
     return outcome
@@ -54,9 +61,9 @@ def build_tiled(key: tuple[RmsNormFp8Config, RowTiling | None], options: str):
         Case(13, 512, None),
         Case(9, 1024, "bfloat16", wants_norm=False),
         Case(5, 1536, is_strided=True),
-        Case(9, 4096, kind="growing"),
-        Case(7, 7168, wants_norm=False),
-        Case(3, 16384, "bfloat16", "growing", is_strided=True),
+        Case(7, 4096, kind="growing"),
+        Case(3, 7168, wants_norm=False),
+        pytest.param(Case(3, 16384, "bfloat16", "growing", True, True), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -94,22 +101,20 @@ def test_sums_that_are_exact_give_the_bits_of_the_reference(target, seed) -> Non
     "tiling",
     [
         RowTiling(groups=12, row_warps=1, rows=1, team=4, stages=2),
-        RowTiling(groups=12, row_warps=1, rows=3, team=8, stages=3),
+        RowTiling(groups=12, row_warps=1, rows=3, team=8, stages=3, holds_weight=False),
         RowTiling(groups=12, row_warps=2, rows=2, team=8, stages=1),
         RowTiling(groups=12, row_warps=5, rows=1, team=16, stages=4),
-        RowTiling(groups=12, row_warps=16, rows=1, team=16, stages=2),
     ],
     ids=str,
 )
 def test_no_bit_depends_on_the_tiling(target, tiling, seed) -> None:
     """Nor on how many rows there are, and CTAs to share them."""
-    inputs = Inputs.make(Case(11, 1536, kind="growing"), seed)
-    first = run(target, inputs, seed, tiling=tiling)
-    for num_ctas in (1, 100):
-        run(target, inputs, seed, num_ctas, tiling)
-    last = Inputs(replace(inputs.case, tokens=1), inputs.x[10:], inputs.weight)
-    for name, tensor in run(target, last, seed, tiling=tiling).outputs.items():
-        assert_same_codes(name, tensor, first[name][10:])
+    inputs = Inputs.make(Case(7, 1536, kind="growing"), seed)
+    first = run(target, inputs, seed, 1, tiling)
+    run(target, inputs, seed, 100, tiling, schedules=1)
+    last = Inputs(replace(inputs.case, tokens=1), inputs.x[6:], inputs.weight)
+    for name, tensor in run(target, last, seed, 1, tiling, schedules=1).outputs.items():
+        assert_same_codes(name, tensor, first[name][6:])
 
 
 def test_nothing_is_written_beside_the_outputs(target, seed) -> None:
