@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsv4.bench import attention_report
+from dsv4.bench import attention_report, rms_norm_fp8
 from dsv4.bench.report import table_head, table_line
 
 Record = Mapping[str, Any]
@@ -132,20 +132,9 @@ def attention_machines_table(records: Sequence[Record], folder: Path) -> str:
 def rms_norm_table(records: Sequence[Record], folder: Path) -> str:
     """What one run of the benchmark of `rms_norm_fp8` measured."""
     (record,) = records
-    columns = ["T", "d", "us", "GB/s", "floor us", "of floor", "torch us"]
-    lines = [circumstances(record), "", table_head(columns)]
+    lines = [circumstances(record), "", table_head(rms_norm_fp8.COLUMNS)]
     for row in record["results"]:
-        time = row["microseconds"]
-        cells = [
-            f"{row['shape']['tokens']}",
-            f"{row['shape']['dim']}",
-            f"**{time:.2f}**",
-            f"{row['gigabytes_per_second']:.0f}",
-            f"{row['floor']:.2f}",
-            f"{row['floor'] / time:.0%}",
-            f"{row['torch']:.1f}",
-        ]
-        lines.append(table_line(cells))
+        lines.append(table_line(rms_norm_fp8.cells(row, is_bold=True)))
     return "\n".join(lines)
 
 

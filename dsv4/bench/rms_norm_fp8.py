@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsv4 import ops
-from dsv4.bench.attention import Machine
+from dsv4.bench.machine import Machine
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops.quantize import quantize_e4m3
 from dsv4.ops.rms_norm_fp8 import MODEL_EPS, rms_norm_rows
@@ -23,7 +22,7 @@ DIMS = (4096, 7168)  # hidden sizes of Flash and Pro
 # Bytes that the inputs and outputs of one replay have together at least, and how many sets at most.
 REPLAY_BYTES = 400e6
 MOST_SETS = 20
-HEADER = "| T | d | us | GB/s | floor us | of floor | torch us |"
+COLUMNS = ("T", "d", "us", "GB/s", "floor us", "of floor", "torch us")
 
 
 @dataclass(frozen=True)
@@ -52,19 +51,6 @@ class Result:
     def gigabytes(self) -> float:
         """GB/s."""
         return self.shape.bytes / self.microseconds / 1e3
-
-    def row(self) -> str:
-        """Row of a table under `HEADER`."""
-        cells = (
-            f"{self.shape.tokens}",
-            f"{self.shape.dim}",
-            f"{self.microseconds:.2f}",
-            f"{self.gigabytes:.0f}",
-            f"{self.floor:.2f}",
-            f"{self.floor / self.microseconds:.0%}",
-            f"{self.torch:.1f}",
-        )
-        return "| " + " | ".join(cells) + " |"
 
 
 def model_shapes() -> list[Shape]:
@@ -100,7 +86,7 @@ def _measure(shape: Shape, machine: Machine) -> Result:
     return Result(
         shape,
         graph_microseconds(calls),
-        floor=shape.bytes / machine.bandwidth * 1e6,
+        floor=machine.floor(shape.bytes),
         torch=graph_microseconds([partial(plain, x, weight) for x in rows]),
     )
 
@@ -118,14 +104,20 @@ def check(shape: Shape, actual: Sequence[Tensor], expected: Sequence[Tensor]) ->
             raise RuntimeError(f"{shape}: {wrong} of {got.numel()} {name} are not torch's")
 
 
-def to_json(machine: Machine, results: Sequence[Result]) -> str:
-    """Record of a run."""
-    record = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": asdict(machine),
-        "software": {"torch": torch.__version__, "cuda": torch.version.cuda},
-        "results": [
-            {**asdict(result), "gigabytes_per_second": result.gigabytes} for result in results
-        ],
-    }
-    return json.dumps(record, indent=1)
+def as_row(result: Result) -> dict[str, Any]:
+    """A result as records keep it."""
+    return {**asdict(result), "gigabytes_per_second": result.gigabytes}
+
+
+def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
+    """A row of a record under `COLUMNS`."""
+    time = row["microseconds"]
+    return [
+        f"{row['shape']['tokens']}",
+        f"{row['shape']['dim']}",
+        f"**{time:.2f}**" if is_bold else f"{time:.2f}",
+        f"{row['gigabytes_per_second']:.0f}",
+        f"{row['floor']:.2f}",
+        f"{row['floor'] / time:.0%}",
+        f"{row['torch']:.1f}",
+    ]

@@ -6,6 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsv4.cli import bench_rms_norm_fp8
+
 if TYPE_CHECKING:
     from dsv4.bench.peers import Peer
 
@@ -41,6 +43,7 @@ def add_parser(subparsers) -> None:
     attention.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
     attention.add_argument("--plot", type=Path, metavar="FILE", help="also draw a roofline (PNG)")
     attention.set_defaults(run=run_attention)
+    bench_rms_norm_fp8.add_parser(benchmarks)
 
 
 def check_gpu() -> None:

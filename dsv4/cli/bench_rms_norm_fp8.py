@@ -28,26 +28,25 @@ def add_parser(benchmarks) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Time the operator; print the table while it grows."""
     import torch
 
+    from dsv4.bench import report
     from dsv4.bench import rms_norm_fp8 as bench
-    from dsv4.bench.attention import Machine
+    from dsv4.bench.machine import Machine
 
     if not torch.cuda.is_available():
         raise RuntimeError("bench needs a CUDA GPU, none is available")
     shapes = [bench.Shape(*numbers) for numbers in args.shape or ()] or bench.model_shapes()
     machine = Machine.measure()
-    print(
-        f"{machine.name}: copy {machine.copy / 1e12:.2f} TB/s, read {machine.read / 1e12:.2f} TB/s"
-    )
-    print(bench.HEADER)
-    print("|" + "---|" * (bench.HEADER.count("|") - 1))
-    results = []
+    print(machine)
+    print(report.table_head(bench.COLUMNS))
+    rows = []
     for result in bench.measure(shapes, machine):
-        results.append(result)
-        print(result.row(), flush=True)
+        rows.append(bench.as_row(result))
+        print(report.table_line(bench.cells(rows[-1])), flush=True)
     if args.json is not None:
-        args.json.write_text(bench.to_json(machine, results) + "\n")
+        report.write_record(args.json, report.record("rms_norm_fp8", machine, rows))
     return 0
 
 

@@ -1,15 +1,14 @@
-"""`dsv4 bench rms_norm_fp8`: its arguments, table and record."""
+"""`dsv4 bench rms_norm_fp8`: its arguments and its table."""
 
 from __future__ import annotations
 
 import argparse
-import json
 
 import pytest
 import torch
 
 from dsv4.bench import rms_norm_fp8 as bench
-from dsv4.bench.attention import Machine
+from dsv4.bench.machine import Machine
 from dsv4.cli.bench_rms_norm_fp8 import parse_shape
 
 pytestmark = pytest.mark.stage("op")
@@ -23,15 +22,14 @@ def test_bytes_are_those_of_every_tensor() -> None:
     assert shape.bytes == x + codes + scales + weight
 
 
-def test_rows_and_record() -> None:
+def test_rows_of_the_table() -> None:
     shape = bench.Shape(8192, 4096)
-    result = bench.Result(shape, 25.0, shape.bytes / MACHINE.bandwidth * 1e6, torch=500.0)
-    cells = result.row().split(" | ")
-    assert len(cells) == len(bench.HEADER.split(" | "))
-    assert cells[5] == "92%"
-    record = json.loads(bench.to_json(MACHINE, [result]))
-    assert record["results"][0]["shape"] == {"tokens": 8192, "dim": 4096}
-    assert record["machine"]["name"] == "a GPU"
+    row = bench.as_row(bench.Result(shape, 25.0, MACHINE.floor(shape.bytes), torch=500.0))
+    assert row["shape"] == {"tokens": 8192, "dim": 4096}
+    cells = bench.cells(row)
+    assert len(cells) == len(bench.COLUMNS)
+    assert cells[2:] == ["25.00", "4038", "22.94", "92%", "500.0"]
+    assert bench.cells(row, is_bold=True)[2] == "**25.00**"
 
 
 def test_wrong_bits_are_not_timed() -> None:
