@@ -12,8 +12,8 @@ VECTOR = 8  # bf16 elements of a 16-byte load
 WARP = 32
 MAX_DIM = 16384
 SM_MEMORY = 228 * 1024  # shared memory of an SM at most, sm_90 and sm_100
-# Of the chosen tilings: lanes of a group, warps of a row at most, of a CTA where rows are short, and
-# of an SM, whose threads then have 64 registers each.
+# Of the chosen tilings: lanes of a group, warps of a row at most, of a CTA where rows are short,
+# and of an SM, whose threads then have 64 registers each.
 TEAM, MOST_ROW_WARPS, CTA_WARPS, SM_WARPS = 8, 16, 8, 32
 WEIGHT_DTYPES = ("float32", "bfloat16")
 
