@@ -8,7 +8,7 @@ import torch
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.block_table import NO_BLOCK, BlockTable
-from dsv4.cache.paged_cache import ModelCache
+from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.staging import StagedTensor
 from dsv4.cache.step import Step
 

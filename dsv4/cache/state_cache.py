@@ -1,4 +1,4 @@
-"""Fixed-size state of every request: rings over its latest positions."""
+"""Fixed-size state of every request: the rings of each layer, and of the model."""
 
 from __future__ import annotations
 
@@ -8,76 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dsv4.cache.step import Step
+from dsv4.cache.rings import Ring
 
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
     from dsv4.config.model_config import ModelConfig
-
-
-class Ring:
-    """The last `size` positions of every request: position p lives at index p mod size.
-
-    Writing a position again overwrites it, so a rejected draft is rolled back by continuing at an
-    earlier start; reading n positions after drafts of d tokens needs size >= n + d + 1. A reader
-    asks for positions, never for "what is there": what an earlier request left is never looked at.
-
-    Attributes:
-        data: [rows + 1, size, *dims]; the last row swallows the writes of padding.
-    """
-
-    def __init__(
-        self,
-        rows: int,
-        size: int,
-        dims: tuple[int, ...],
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        self.size = size
-        self.data = torch.zeros(rows + 1, size, *dims, dtype=dtype, device=device)
-
-    def history(self, step: Step, n: int) -> Tensor:
-        """Return the `n` positions before every request's start, oldest first: [B, n, *dims].
-
-        Entries of negative positions are undefined, NaN included: the caller masks them.
-
-        Raises:
-            ValueError: the ring holds fewer than `n` positions.
-        """
-        if n > self.size:
-            raise ValueError(f"history of {n} positions asked of a ring of {self.size}")
-        rows, index = step.once(
-            ("ring history", len(self.data), self.size, n), lambda: self._history_index(step, n)
-        )
-        return self.data[rows, index]
-
-    def append(self, step: Step, values: Tensor) -> None:
-        """Write the valid tokens of `values` [B, C, *dims], the last `size` of them."""
-        rows, index = step.once(
-            ("ring append", len(self.data), self.size), lambda: self._append_index(step)
-        )
-        self.data[rows, index] = values.to(self.data.dtype)
-
-    def reset(self, rows: Tensor | list[int]) -> None:
-        """Zero the given rows."""
-        self.data[rows] = 0
-
-    @property
-    def _trash(self) -> int:
-        return len(self.data) - 1
-
-    def _history_index(self, step: Step, n: int) -> tuple[Tensor, Tensor]:
-        rows = torch.where(step.slots < 0, self._trash, step.slots)[:, None]
-        back = torch.arange(-n, 0, device=rows.device)
-        return rows, (step.starts[:, None] + back) % self.size
-
-    def _append_index(self, step: Step) -> tuple[Tensor, Tensor]:
-        # Of two tokens with the same index only the later may write: index_put leaves their order
-        # open.
-        kept = step.valid & (step.offsets >= step.lens[:, None] - self.size)
-        rows = torch.where(kept, step.slots[:, None], self._trash)
-        return rows, step.positions % self.size
 
 
 @dataclass(frozen=True)

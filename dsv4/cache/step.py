@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -44,7 +45,7 @@ class Step:
     block_table: Tensor
     chunk: int
     capacity: int
-    _memo: dict[Hashable, object] = field(
+    _derived: dict[Hashable, object] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
@@ -94,8 +95,20 @@ class Step:
         rows = torch.arange(self.batch, device=self.starts.device)[:, None]
         return torch.where(self.valid, rows, -1).flatten().to(torch.int32)
 
-    def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return `make()`, computed once per `key`: layers of one kind share index arithmetic."""
-        if key not in self._memo:
-            self._memo[key] = make()
-        return self._memo[key]
+    def derive(
+        self, function: Callable[Concatenate[Step, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Return `function(self, ...)`, computed once: layers of one kind share index arithmetic.
+
+        What is shared is known by the function and its arguments together, so that nothing is ever
+        taken for the result of other arithmetic.
+
+        Args:
+            function: of a module, not a lambda or a bound method: a new object each time would
+                share nothing.
+            args, kwargs: hashable; the result depends on them and on the step alone.
+        """
+        key = (function, args, tuple(sorted(kwargs.items())))
+        if key not in self._derived:
+            self._derived[key] = function(self, *args, **kwargs)
+        return self._derived[key]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4.cache.allocator import OutOfBlocksError
 from dsv4.cache.manager import CacheManager
-from dsv4.cache.paged_cache import block_size
+from dsv4.cache.model_cache import block_size
 from dsv4.config.fields import shown
 from dsv4.engine.arguments import check_drafts, check_integer, check_prompt, check_token_ids
 from dsv4.engine.forward import prefill

@@ -20,7 +20,7 @@ from dsv4.engine.inputs import SAMPLED_HERE, ForwardInputs
 from dsv4.engine.sampler import sample
 
 if TYPE_CHECKING:
-    from dsv4.cache.paged_cache import ModelCache
+    from dsv4.cache.model_cache import ModelCache
     from dsv4.model.model import DeepseekV4
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dsv4.cache.paged_cache import block_size
+from dsv4.cache.model_cache import block_size
 from dsv4.config.fields import shown
 from dsv4.engine.arguments import check_drafts, check_integer, check_prompt, check_token_ids
 from dsv4.engine.engine import Engine

@@ -22,7 +22,7 @@ from dsv4.layers.moe import MAX_STATIC_CHUNK
 from dsv4.ops import warmup
 
 if TYPE_CHECKING:
-    from dsv4.cache.paged_cache import ModelCache
+    from dsv4.cache.model_cache import ModelCache
     from dsv4.model.model import DeepseekV4
 
 Forward = Callable[[], Tensor]

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.cache.paged_cache import LayerCache, Pages
-from dsv4.cache.state_cache import Ring
+from dsv4.cache.layer_cache import LayerCache
+from dsv4.cache.pages import Pages
+from dsv4.cache.rings import Ring
 from dsv4.cache.step import Step
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.indexer import Indexer
@@ -128,13 +129,11 @@ class Attention(Module):
         """Bring the window of every query into the operator's form and store the new keys."""
         if step.chunk == 1 and ring.size == self.window:
             ring.append(step, kv)
-            lens, rows = step.once(("ring window", self.window), lambda: _ring_view(step, ring))
+            lens, rows = step.derive(_ring_view, len(ring.data), ring.size)
             return _WindowKeys(ring.data, lens, rows, before=None)
         past = ring.history(step, self.window - 1)
         ring.append(step, kv)
-        batch, rows, before = step.once(
-            ("chunk window", self.window), lambda: _chunk_view(step, self.window)
-        )
+        batch, rows, before = step.derive(_chunk_view, self.window)
         keys = torch.cat((past, kv), dim=1)[batch, rows]
         return _WindowKeys(keys, step.lens, step.request_ids, before)
 
@@ -149,7 +148,7 @@ class Attention(Module):
         if self.indexer is not None:
             self.indexer.update(x, cache, step)
         entries = step.capacity // self.ratio
-        visible = step.once(("visible", self.ratio), lambda: (step.positions + 1) // self.ratio)
+        visible = step.derive(_visible_entries, self.ratio)
         if self.indexer is None or entries <= self.indexer.topk:
             shared = cache.entries.all(step, entries)
             return _CompressedKeys(shared, None, None, visible, step)
@@ -179,7 +178,8 @@ class _WindowKeys(NamedTuple):
             return self.lens, self.request_ids
         lens = self.before + self.lens.clamp(max=part.stop)
         request_ids = self.request_ids.view(len(self.keys), -1)[:, part]
-        return lens.to(torch.int32), request_ids.flatten()
+        # A part of one token leaves a strided vector, which the operator refuses.
+        return lens.to(torch.int32), request_ids.flatten().contiguous()
 
 
 class _CompressedKeys(NamedTuple):
@@ -218,13 +218,18 @@ class _CompressedKeys(NamedTuple):
         return keys.flatten(0, 1), self.visible[:, part].flatten().to(torch.int32)
 
 
-def _ring_view(step: Step, ring: Ring) -> tuple[Tensor, Tensor]:
-    """Lengths [rows + 1] and rows [B] int32 to attend to the ring where it lies, after the write.
+def _visible_entries(step: Step, ratio: int) -> Tensor:
+    """[B, C]: compressed entries that are complete at each token."""
+    return (step.positions + 1) // ratio
+
+
+def _ring_view(step: Step, ring_rows: int, size: int) -> tuple[Tensor, Tensor]:
+    """Lengths [ring_rows] and rows [B] int32 to attend to a ring where it lies, after the write.
 
     Exact for one token per request and a ring of just the window: what it holds is what is seen.
     """
-    filled = (step.starts + 1).clamp(max=ring.size).to(torch.int32)
-    lens = torch.zeros(len(ring.data), dtype=torch.int32, device=filled.device)
+    filled = (step.starts + 1).clamp(max=size).to(torch.int32)
+    lens = torch.zeros(ring_rows, dtype=torch.int32, device=filled.device)
     # Padding (slot -1) lands in the last row, which belongs to no request.
     lens[step.slots] = filled
     return lens, step.slots.masked_fill(step.lens == 0, -1).to(torch.int32)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dsv4.cache.paged_cache import Pages
-from dsv4.cache.state_cache import Ring
+from dsv4.cache.pages import Pages
+from dsv4.cache.rings import Ring
 from dsv4.cache.step import Step
 from dsv4.layers.linear import Linear
 from dsv4.layers.module import Module, empty_parameter
@@ -71,29 +71,12 @@ class Compressor(Module):
         past = ring.history(step, (2 if self.overlap else 1) * self.ratio - 1)
         ring.append(step, tokens)
 
-        blocks = step.once((self.rope, self.ratio, self.overlap), lambda: self._blocks(step))
+        blocks = step.derive(_blocks, self.rope, self.ratio, self.overlap)
         mean = self._mean(torch.cat((past, tokens), dim=1), blocks).to(x.dtype)
         entries = rotate_(self.norm(mean), blocks.rotation)
         if self.finish is not None:
             entries = self.finish(entries)
         pages.write(step, blocks.first, entries, blocks.complete)
-
-    def _blocks(self, step: Step) -> _Blocks:
-        count = -(-step.chunk // self.ratio)
-        first = step.starts // self.ratio
-        numbers = first[:, None] + torch.arange(count, device=first.device)
-        begins = numbers * self.ratio
-        history = (2 if self.overlap else 1) * self.ratio - 1
-        within = torch.arange(self.ratio, device=first.device)
-        rows = (begins - step.starts[:, None] + history)[..., None] + within
-        return _Blocks(
-            first=first,
-            complete=begins + self.ratio <= (step.starts + step.lens)[:, None],
-            # Rows past the chunk belong to blocks that are not complete: any row will do.
-            rows=rows.clamp(max=history + step.chunk - 1),
-            has_previous=(numbers > 0)[..., None, None],
-            rotation=self.rope.at(begins),
-        )
 
     def _mean(self, tokens: Tensor, blocks: _Blocks) -> Tensor:
         """[B, history + C, 2, width] -> [B, K, dim]."""
@@ -126,3 +109,22 @@ class _Blocks(NamedTuple):
     rows: Tensor
     has_previous: Tensor
     rotation: Tensor
+
+
+def _blocks(step: Step, rope: Rope, ratio: int, overlap: bool) -> _Blocks:
+    """Find the blocks that the step's tokens may complete."""
+    count = -(-step.chunk // ratio)
+    first = step.starts // ratio
+    numbers = first[:, None] + torch.arange(count, device=first.device)
+    begins = numbers * ratio
+    history = (2 if overlap else 1) * ratio - 1
+    within = torch.arange(ratio, device=first.device)
+    rows = (begins - step.starts[:, None] + history)[..., None] + within
+    return _Blocks(
+        first=first,
+        complete=begins + ratio <= (step.starts + step.lens)[:, None],
+        # Rows past the chunk belong to blocks that are not complete: any row will do.
+        rows=rows.clamp(max=history + step.chunk - 1),
+        has_previous=(numbers > 0)[..., None, None],
+        rotation=rope.at(begins),
+    )

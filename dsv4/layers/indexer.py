@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dsv4.cache.paged_cache import LayerCache
+from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.step import Step
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.linear import Linear, linear_options

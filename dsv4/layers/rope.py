@@ -44,7 +44,7 @@ class Rope:
 
     def tokens(self, step: Step) -> Tensor:
         """Return the rotation of the step's tokens, [B, C, dim / 2]."""
-        return step.once((self, "tokens"), lambda: self.at(step.positions))
+        return step.derive(_token_rotation, self)
 
 
 def rotate_(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
@@ -60,6 +60,10 @@ def rotate_(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
     turned = pairs * (rotation.conj() if inverse else rotation)
     tail.copy_(torch.view_as_real(turned).flatten(-2))
     return x
+
+
+def _token_rotation(step: Step, rope: Rope) -> Tensor:
+    return rope.at(step.positions)
 
 
 @functools.lru_cache(maxsize=64)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from dsv4.cache.paged_cache import ModelCache, block_size
+from dsv4.cache.model_cache import ModelCache, block_size
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
 from dsv4.layers.block import Block

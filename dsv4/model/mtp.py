@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.cache.paged_cache import ModelCache
+from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerSpec
 from dsv4.config.model_config import ModelConfig

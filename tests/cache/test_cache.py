@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.cache.paged_cache import ModelCache, Pages, block_size
-from dsv4.cache.state_cache import Ring
+from dsv4.cache.model_cache import ModelCache, block_size
+from dsv4.cache.pages import Pages
+from dsv4.cache.rings import Ring
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
 from tests.model.tiny import tiny_config
@@ -34,6 +35,27 @@ def test_step_marks_padding() -> None:
     assert step.valid.tolist() == [[True, True, False], [False] * 3, [True] * 3]
     assert step.request_ids.tolist() == [0, 0, -1, -1, -1, -1, 2, 2, 2]
     assert step.request_ids.dtype == torch.int32
+
+
+def _starts_plus(step: Step, more: int) -> torch.Tensor:
+    return step.starts + more
+
+
+def _starts_times(step: Step, factor: int) -> torch.Tensor:
+    return step.starts * factor
+
+
+def test_a_step_derives_once_per_function_and_arguments() -> None:
+    step = _step([0], [5], [1], 1)
+    first = step.derive(_starts_plus, 3)
+    assert first.tolist() == [8]
+    assert step.derive(_starts_plus, 3) is first
+    assert step.derive(_starts_plus, 4).tolist() == [9]
+    # Equal arguments of another function are other arithmetic: nothing can be mistaken for it.
+    assert step.derive(_starts_times, 3).tolist() == [15]
+    assert step.derive(_starts_times, factor=3).tolist() == [15]
+    later = replace(step, starts=step.starts + 1)
+    assert later.derive(_starts_plus, 3).tolist() == [9]
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 11])

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsv4.cache.manager import CacheManager
-from dsv4.cache.paged_cache import ModelCache
+from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
 from dsv4.engine import graphs

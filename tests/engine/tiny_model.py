@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dsv4.cache.paged_cache import ModelCache
+from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
 from dsv4.engine.sampler import SamplingParams, _exponential

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dsv4
 from dsv4.cache.manager import CacheManager
-from dsv4.cache.paged_cache import ModelCache
+from dsv4.cache.model_cache import ModelCache
 from dsv4.engine.engine import Engine, Output
 from dsv4.engine.forward import prefill
 from dsv4.engine.graphs import DecodeGraphs, decode_forward

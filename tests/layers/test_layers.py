@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4.cache.paged_cache import LayerCache, ModelCache
+from dsv4.cache.layer_cache import LayerCache
+from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerKind, LayerSpec
 from dsv4.config.model_config import ModelConfig, RopeScaling

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.paged_cache import ModelCache
+from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerKind
 from dsv4.config.model_config import ModelConfig, RopeScaling

@@ -1,0 +1,97 @@
+"""The cache of a whole model: device memory for every layer, and the size of its blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dsv4.cache.layer_cache import LayerCache
+from dsv4.cache.pages import Pages
+from dsv4.cache.state_cache import StateCache
+
+if TYPE_CHECKING:
+    from dsv4.config.model_config import ModelConfig
+
+MIN_BLOCK_TOKENS = 128
+
+
+class ModelCache:
+    """State and pages of every layer, MTP layers included. Device memory only: who owns what is the
+    manager's.
+
+    Args:
+        config: the model.
+        max_requests: requests that can be cached at the same time (rows of the state cache).
+        num_blocks: blocks that all requests share; each holds the entries of `block_size` original
+            tokens.
+        max_blocks_per_request: columns of a block table, hence the longest context.
+        dtype: of keys and entries; compressor state is always fp32.
+        max_draft: tokens a step may write past the last accepted one.
+
+    Attributes:
+        block_size: original tokens per block: the smallest multiple of every compression rate that
+            is >= 128.
+
+    Raises:
+        ValueError: a size is out of range.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        max_requests: int,
+        num_blocks: int,
+        max_blocks_per_request: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        max_draft: int = 0,
+    ) -> None:
+        sizes = {
+            "max_requests": max_requests,
+            "num_blocks": num_blocks,
+            "max_blocks_per_request": max_blocks_per_request,
+        }
+        for name, value in sizes.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if max_draft < 0:
+            raise ValueError(f"max_draft must be at least 0, got {max_draft}")
+        self.config = config
+        self.max_requests = max_requests
+        self.num_blocks = num_blocks
+        self.max_blocks_per_request = max_blocks_per_request
+        self.max_draft = max_draft
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.block_size = block_size(config)
+        self.state = StateCache(config, max_requests, dtype, device, max_draft)
+
+        def pages(ratio: int, dim: int) -> Pages:
+            return Pages(num_blocks, self.block_size // ratio, dim, dtype, device)
+
+        self.layers = tuple(
+            LayerCache(
+                state,
+                entries=pages(spec.ratio, config.head_dim) if spec.ratio else None,
+                index_keys=pages(spec.ratio, config.index_head_dim) if spec.overlap else None,
+            )
+            for spec, state in zip(config.schedule, self.state.layers, strict=True)
+        )
+
+    @property
+    def max_context(self) -> int:
+        """Positions one request can have."""
+        return self.block_size * self.max_blocks_per_request
+
+    def reset(self, rows: Tensor | list[int]) -> None:
+        """Zero the rings of the given slots. Nothing needs it: readers mask by position."""
+        self.state.reset(rows)
+
+
+def block_size(config: ModelConfig) -> int:
+    """Return the original tokens per cache block: whole entries of every layer fit in it."""
+    unit = math.lcm(*(spec.ratio for spec in config.schedule if spec.ratio))
+    return unit * -(-MIN_BLOCK_TOKENS // unit)
