@@ -137,16 +137,17 @@ def _span(tensor: Tensor) -> tuple[int, int] | None:
 
 def check_no_gradients(name: str, args: Sequence[TensorArg], tensors: Tensors) -> None:
     """Refuse tensors that require grad or carry a tangent: operators have no derivative."""
-    has_tangents = forward_ad._current_level >= 0
+    if torch.is_grad_enabled():
+        for place, tensor in enumerate(tensors):
+            if tensor is not None and tensor.requires_grad and args[place].has_gradient:
+                raise ValueError(
+                    f"{args[place].label}: requires grad, but {name} has no backward pass; "
+                    "call it under torch.no_grad() or pass a detached tensor"
+                )
+    if forward_ad._current_level < 0:
+        return
     for arg, tensor in zip(args, tensors):
-        if tensor is None or not arg.has_gradient:
-            continue
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"{arg.label}: requires grad, but {name} has no backward pass; "
-                "call it under torch.no_grad() or pass a detached tensor"
-            )
-        if has_tangents and forward_ad.unpack_dual(tensor).tangent is not None:
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
             raise ValueError(
                 f"{arg.label}: carries a tangent, but {name} has no forward-mode derivative; "
                 "pass a detached tensor"

@@ -39,10 +39,15 @@ def _cuda(op: KernelOp) -> Callable[..., None]:
     place = op.num_required
     launches = op.launches
     known_launch = launches.get
+    differentiable = [i for i, arg in enumerate(op.tensors[:place]) if arg.has_gradient]
 
     def cuda(*arguments: Any) -> None:
         if is_grad_enabled() or forward_ad._current_level >= 0:
-            op.check_no_gradients(*tensors_of_call(op, arguments))
+            if len(arguments) > place + 1 or forward_ad._current_level >= 0:
+                op.check_no_gradients(*tensors_of_call(op, arguments))
+            for i in differentiable:
+                if arguments[i].requires_grad:
+                    op.check_no_gradients(*tensors_of_call(op, arguments))
         launch = known_launch(arguments[place])
         try:
             if launch is None:

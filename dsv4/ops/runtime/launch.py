@@ -4,12 +4,12 @@ first call of a shape, no synchronisation."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.kernels.kit.args import Workspace, optional_of, scalars_of
+from dsv4.kernels.kit.args import Workspace, optional_of
 from dsv4.ops.runtime.backend import find_kernel
 from dsv4.ops.runtime.calls import tensors_of_call
 from dsv4.ops.runtime.state import State, sized_dimensions, state_of
@@ -64,14 +64,16 @@ def make_launch(state: State) -> Launch:
     """The launch that follows from an operator's table.
 
     A closure: locals are found faster than attributes, and the host takes longer for a launch than
-    the GPU for a small one.
+    the GPU for a small one. What follows from the sizes of a launch is remembered by them.
     """
     op, config, run, index = state.op, state.config, state.run, state.device.index
     place, others = op.num_required, other_dtypes(op)
-    output = next(i for i, arg in enumerate(op.tensors) if arg.is_output)
-    sized = sized_dimensions(op, config)
-    plan = _plans(state, sized) if scalars_of(op.args) else None
-    options = _options(state, sized) if op.num_optional else None
+    places = tuple(sized_dimensions(op, config).values())
+    plan, options = _planner(state), _options(state)
+    has_one_size = len(places) == 1
+    first_place, first_dimension = places[0] if places else (0, 0)
+    plans: dict[tuple[int, ...] | int, _Plan] = {}
+    known_plan = plans.get
     current_device, has_others = torch._C._cuda_getDevice, torch.cuda.device_count() > 1
 
     def launch(*arguments: Any) -> None:
@@ -81,67 +83,86 @@ def make_launch(state: State) -> Launch:
         ):
             pass_on(op, config, arguments)
             return
-        if arguments[output].numel() == 0:
-            op.check(config, tensors_of_call(op, arguments))
-            return
-        scalars = () if plan is None else plan(arguments)
-        if options is None:
-            run(*arguments[:place], *scalars)
+        if has_one_size:  # most operators: the number of tokens
+            size = arguments[first_place].size(first_dimension)
         else:
-            run(*arguments[:place], *options(arguments, scalars), *scalars)
+            size = tuple([arguments[i].size(j) for i, j in places])
+        planned = known_plan(size)
+        if planned is None:
+            if len(plans) == MAX_SIZES:
+                plans.clear()
+            planned = plans[size] = plan((size,) if has_one_size else size)
+        if planned.is_empty:
+            op.check(config, tensors_of_call(op, arguments))
+        elif planned.workspace or len(arguments) > place + 1:
+            run(*arguments[:place], *options(arguments, planned), *planned.scalars)
+        else:
+            run(*arguments[:place], *planned.tail)
 
     return launch
 
 
-def _plans(state: State, sized: dict[str, tuple[int, int]]) -> Callable[..., tuple[int, ...]]:
-    """The scalars of a launch by its arguments, remembered by sizes."""
-    op, config, target = state.op, state.config, state.target
-    plans: dict[tuple[int, ...], tuple[int, ...]] = {}
-    places = tuple(sized.values())
+class _Plan(NamedTuple):
+    """What follows from the sizes of a launch.
 
-    def plan(arguments: tuple) -> tuple[int, ...]:
-        size = tuple([arguments[i].shape[j] for i, j in places])
-        scalars = plans.get(size)
-        if scalars is None:
-            if len(plans) == MAX_SIZES:
-                plans.clear()
-            scalars = plans[size] = op.plan(config, dict(zip(sized, size)), target)
-        return scalars
+    Attributes:
+        sizes: by name.
+        is_empty: whether nothing is to be written.
+        scalars: of the kernel's call.
+        workspace: fp32 elements.
+        tail: arguments after the required ones where no optional one is given.
+    """
+
+    sizes: dict[str, int]
+    is_empty: bool
+    scalars: tuple[int, ...] = ()
+    workspace: int = 0
+    tail: tuple = ()
+
+
+def _planner(state: State) -> Callable[[tuple[int, ...]], _Plan]:
+    op, config = state.op, state.config
+    values = op.values(config)
+    names = tuple(sized_dimensions(op, config))
+    output = next(arg for arg in op.tensors if arg.is_output)
+
+    def plan(size: tuple[int, ...]) -> _Plan:
+        sizes = dict(zip(names, size))
+        if not all(values.get(name, sizes.get(name)) for name in output.shape):
+            return _Plan(sizes, is_empty=True)
+        scalars = op.plan(config, sizes, state.target)
+        workspace = op.workspace_size(config, sizes, scalars)
+        return _Plan(sizes, False, scalars, workspace, (*state.absent, *scalars))
 
     return plan
 
 
-def _options(state: State, sized: dict[str, tuple[int, int]]) -> Callable[..., list[Tensor]]:
-    """The optional tensors of a launch by its arguments and scalars, each absent one replaced."""
-    op, config, start = state.op, state.config, state.op.num_required + 1
-    table = [
-        (start + i, arg, state.absent[i], sized.get(arg.shape[0]))
-        for i, arg in enumerate(optional_of(op.args))
-    ]
+def _options(state: State) -> Callable[[tuple, _Plan], list[Tensor]]:
+    """The optional tensors of a launch, each absent one replaced."""
+    op, start = state.op, state.op.num_required + 1
+    table = tuple(enumerate(zip(optional_of(op.args), state.absent), start))
 
-    def workspace(given: Tensor | None, absent: Tensor, arguments: tuple, scalars: tuple) -> Tensor:
-        sizes = {name: arguments[i].shape[j] for name, (i, j) in sized.items()}
-        needed = op.workspace_size(config, sizes, scalars)
-        if not needed:
-            return absent
+    def workspace(given: Tensor | None, rows: int, needed: int) -> Tensor:
         if given is None:
-            return state.workspace(needed, arguments[0].shape[0])
+            return state.workspace(needed, rows)
         if given.numel() < needed:
             raise ValueError(f"workspace: got {given.numel()} elements, needs {needed}")
         return given
 
-    def options(arguments: tuple, scalars: tuple[int, ...]) -> list[Tensor]:
+    def options(arguments: tuple, planned: _Plan) -> list[Tensor]:
         chosen, count = [], len(arguments)
-        for i, arg, absent, rows in table:
+        for i, (arg, absent) in table:
             tensor = arguments[i] if i < count else None
             if isinstance(arg, Workspace):
-                tensor = workspace(tensor, absent, arguments, scalars)
+                needed = planned.workspace
+                tensor = workspace(tensor, arguments[0].shape[0], needed) if needed else absent
             elif tensor is None:
                 tensor = absent
-            elif rows is not None and tensor.shape[0] != arguments[rows[0]].shape[rows[1]]:
+            else:
                 # The compiled function takes any number of rows, for none means absent.
-                need = arguments[rows[0]].shape[rows[1]]
-                raise ValueError(f"{arg.label}: got {tensor.shape[0]} rows, needs {need}")
+                need = planned.sizes.get(arg.shape[0])
+                if need is not None and tensor.shape[0] != need:
+                    raise ValueError(f"{arg.label}: got {tensor.shape[0]} rows, needs {need}")
             chosen.append(tensor)
         return chosen
 
