@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dsv4.config.fields import shown
 from dsv4.engine.forward import verify
@@ -126,11 +125,11 @@ class DecodeGraphs:
         return graph.replay()
 
     def _capture(self, inputs: ForwardInputs) -> Forward:
-        watch = _RunnerWatch()
-        with watch:
-            self._backend.warm_up(partial(self._verify, _padding_like(inputs)))
-        for runner_id, tokens in watch.tokens.items():
-            warmup(runner_id, tokens, self._cache.device)
+        step, cache = inputs.step, self._cache
+        runners = self._model.runners(cache, step.batch, step.chunk, step.capacity)
+        for runner_id, tokens in runners.items():
+            warmup(runner_id, tokens, cache.device)
+        self._backend.warm_up(partial(self._verify, _padding_like(inputs)))
         return self._backend.capture(partial(self._verify, inputs))
 
     def _verify(self, inputs: ForwardInputs) -> Tensor:
@@ -185,25 +184,6 @@ class CudaGraphs:
 class _Graph:
     replay: Forward
     addresses: tuple[int, ...]
-
-
-class _RunnerWatch(TorchDispatchMode):
-    """Notes the attention runners that are called and their largest number of tokens.
-
-    Attributes:
-        tokens: by runner id. Runners of float32 tensors are left out: no kernel serves them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens: dict[int, int] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.dsv4.sparse_fmha_with_swa.default:
-            q, runner_id = args[0], args[7]
-            if q.dtype == torch.bfloat16:
-                self.tokens[runner_id] = max(len(q), self.tokens.get(runner_id, 0))
-        return func(*args, **(kwargs or {}))
 
 
 def _addresses(inputs: ForwardInputs) -> tuple[int, ...]:

@@ -18,12 +18,13 @@ from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm, rms_normalize
 from dsv4.layers.rope import Rope, rotate_
 from dsv4.layers.rounding import round_kv_
-from dsv4.ops import sparse_fmha_with_swa
+from dsv4.ops import fmha_capacity, fmha_runner_id, sparse_fmha_with_swa
 
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
     from dsv4.config.model_config import ModelConfig
 
+SINK_MODE = "softmax"  # what released checkpoints mean (technical report, section 2.3.3)
 MAX_KEY_ELEMENTS = 1 << 28
 """Bound on the gathered compressed keys alive at once: a longer chunk attends in parts."""
 
@@ -102,6 +103,33 @@ class Attention(Module):
         o = rotate_(o, rotation.unsqueeze(-2), inverse=True)
         return self.wo_b(self.wo_a(o.unflatten(2, (self.groups, -1)).flatten(3)).flatten(2))
 
+    def runner_id(self, chunk: int, capacity: int, ring_size: int) -> int:
+        """Return the runner of the operator that a step of this shape calls.
+
+        Args:
+            chunk, capacity: of the step.
+            ring_size: of the layer's window ring.
+        """
+        return fmha_runner_id(
+            self.head_dim,
+            self.heads,
+            self.window,
+            fmha_capacity(self._entries_per_token(capacity)),
+            is_causal=not self._attends_to_ring(chunk, ring_size),
+            sink_mode=SINK_MODE,
+        )
+
+    def _attends_to_ring(self, chunk: int, ring_size: int) -> bool:
+        """Whether single tokens find in the ring just what they see, and attend to it in place."""
+        return chunk == 1 and ring_size == self.window
+
+    def _entries_per_token(self, capacity: int) -> int:
+        """Compressed entries that are brought for every token of a step."""
+        if self.compressor is None:
+            return 0
+        entries = capacity // self.ratio
+        return entries if self.indexer is None else min(entries, self.indexer.topk)
+
     def _attend(
         self, q: Tensor, window: _WindowKeys, compressed: _CompressedKeys, part: slice
     ) -> Tensor:
@@ -116,7 +144,7 @@ class Attention(Module):
             lens,
             self.attn_sink,
             request_ids,
-            sink_mode="softmax",
+            sink_mode=SINK_MODE,
             compressed_lens=compressed_lens,
             is_causal=window.before is not None,
             sliding_window=self.window,
@@ -127,7 +155,7 @@ class Attention(Module):
 
     def _window_keys(self, kv: Tensor, ring: Ring, step: Step) -> _WindowKeys:
         """Bring the window of every query into the operator's form and store the new keys."""
-        if step.chunk == 1 and ring.size == self.window:
+        if self._attends_to_ring(step.chunk, ring.size):
             ring.append(step, kv)
             lens, rows = step.derive(_ring_view, len(ring.data), ring.size)
             return _WindowKeys(ring.data, lens, rows, before=None)
@@ -149,7 +177,7 @@ class Attention(Module):
             self.indexer.update(x, cache, step)
         entries = step.capacity // self.ratio
         visible = step.derive(_visible_entries, self.ratio)
-        if self.indexer is None or entries <= self.indexer.topk:
+        if entries == self._entries_per_token(step.capacity):
             shared = cache.entries.all(step, entries)
             return _CompressedKeys(shared, None, None, visible, step)
         chosen = self.indexer.select(x, latent, cache, step, visible, entries)

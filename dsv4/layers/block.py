@@ -35,6 +35,7 @@ class Block(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.index = spec.index
         self.hyper = HyperConnection.of(config)
         self.attn = Attention(config, spec, dtype, device)
         self.ffn = MoE(config, spec, dtype, device)

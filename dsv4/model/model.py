@@ -144,6 +144,28 @@ class DeepseekV4(Module):
             streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, self.head
         )
 
+    def runners(self, cache: ModelCache, rows: int, chunk: int, capacity: int) -> dict[int, int]:
+        """Return the attention runners of a step with drafts, and the tokens each is called with.
+
+        For `dsv4.ops.warmup`, before a CUDA graph of such steps is captured. Models in float32 have
+        none: no kernel serves them.
+
+        Args:
+            cache: the step's; its `max_draft` says whether single tokens are drafted after it.
+            rows, chunk, capacity: B, C and capacity of the step.
+        """
+        if self.dtype != torch.bfloat16:
+            return {}
+        calls = [(layer, chunk) for layer in self.layers]
+        if cache.max_draft:
+            calls += [(self.mtp[0], chunk), (self.mtp[0], 1)]
+        most: dict[int, int] = {}
+        for layer, size in calls:
+            ring = cache.layers[layer.index].window
+            runner = layer.attn.runner_id(size, capacity, ring.size)
+            most[runner] = max(rows * size, most.get(runner, 0))
+        return most
+
     def new_cache(
         self,
         max_requests: int,

@@ -40,7 +40,6 @@ class MTPBlock(Block):
         super().__init__(config, spec, dtype, device)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         options = linear_options(config, dtype, device)
-        self.index = spec.index
         self.e_proj = Linear(hidden, hidden, **options)
         self.h_proj = Linear(hidden, hidden, **options)
         self.enorm = RMSNorm(hidden, eps, device)

@@ -4,11 +4,12 @@ Importing this registers every operator and loads no kernel compiler. A new fami
 here: its module declares a `KernelOp`.
 """
 
-from dsv4.ops.attention.sparse_fmha import fmha_runner_id, sparse_fmha_with_swa
+from dsv4.ops.attention.sparse_fmha import fmha_capacity, fmha_runner_id, sparse_fmha_with_swa
 from dsv4.ops.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_runner_id
 from dsv4.ops.runtime.warmup import warmup
 
 __all__ = [
+    "fmha_capacity",
     "fmha_runner_id",
     "rms_norm_fp8",
     "rms_norm_fp8_runner_id",

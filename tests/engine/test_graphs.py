@@ -70,13 +70,14 @@ class Decoding:
         backend: type[Reruns] = Reruns,
     ) -> None:
         self.model, self.drafts = model, drafts
-        self.cache = model.new_cache(len(lengths), 2 * len(lengths), 2, max_draft=drafts)
+        blocks = 1 + max(lengths) // BLOCK + 1
+        self.cache = model.new_cache(len(lengths), blocks * len(lengths), blocks, max_draft=drafts)
         self.manager = CacheManager(self.cache)
         self.stage = InputStage(len(lengths) * (1 + drafts), len(lengths), self.cache.device)
         self.backend = backend()
         self.graphs = DecodeGraphs(model, self.cache, drafts, self.backend)
         for length in lengths:
-            slot = self.manager.admit(2 * BLOCK)
+            slot = self.manager.admit(blocks * BLOCK)
             self.manager.step([slot], [length], length)  # counts as written
 
     def inputs(self, slots: list[int], rows: int, *sampling: RowSampling) -> ForwardInputs:
@@ -202,24 +203,56 @@ def test_warm_up_leaves_no_trace(seed: int) -> None:
     assert contents == (inputs.step.slots.tolist(), inputs.tokens.tolist())
 
 
-@pytest.mark.parametrize("drafts", [0, 1])
+class CalledRunners(TorchDispatchMode):
+    """Notes the attention runners that are called, and their largest number of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.dsv4.sparse_fmha_with_swa.default:
+            q, runner_id = args[0], args[7]
+            self.tokens[runner_id] = max(len(q), self.tokens.get(runner_id, 0))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 2])
 def test_every_runner_is_warm_before_the_capture(seed: int, drafts: int, monkeypatch) -> None:
+    """The runners that the model declares are those that a forward calls."""
     model = random_model(TINY, torch.bfloat16)
     decoding = Decoding(model, (10, 140), drafts)
     warm = {}
 
     def warmup(runner_id: int, max_tokens: int, device: torch.device) -> None:
-        assert decoding.backend.events == ["warm-up"]
+        assert decoding.backend.events == []
         assert device == decoding.cache.device
-        warm[runner_config(runner_id)] = max_tokens
+        warm[runner_id] = max_tokens
 
     monkeypatch.setattr(graphs, "warmup", warmup)
-    decoding.graphs(decoding.inputs([0, 1], 2))
+    called = CalledRunners()
+    with called:
+        decoding.graphs(decoding.inputs([0, 1], 2))
     assert decoding.backend.events == ["warm-up", "capture"]
+    assert called.tokens == warm
     # Window only; 8 of the indexer; 2 entries of 128 tokens, within the smallest capacity.
-    assert {config.top_k for config in warm} == {0, 64}
-    assert {config.is_causal for config in warm} == {drafts > 0}
+    configs = [runner_config(runner_id) for runner_id in warm]
+    assert {config.top_k for config in configs} == {0, 64}
+    assert {config.is_causal for config in configs} == {drafts > 0}
     assert set(warm.values()) == {2 * (1 + drafts)}
+
+
+@pytest.mark.parametrize("topk", [3, 500])
+def test_declared_runners_of_every_shape_are_those_called(seed: int, topk: int) -> None:
+    model = random_model(replace(TINY, index_topk=topk), torch.bfloat16)
+    for lengths, drafts in (((10,), 0), ((10, 130, 9), 1), ((1000, 5), 0), ((1000, 5), 3)):
+        decoding = Decoding(model, lengths, drafts)
+        inputs = decoding.inputs(list(range(len(lengths))), len(lengths))
+        step, called = inputs.step, CalledRunners()
+        with called:
+            decoding.graphs._verify(inputs)
+        declared = model.runners(decoding.cache, step.batch, step.chunk, step.capacity)
+        assert called.tokens == declared
 
 
 def test_float32_needs_no_kernel(seed: int, monkeypatch) -> None:

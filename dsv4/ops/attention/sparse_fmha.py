@@ -203,7 +203,7 @@ def sparse_fmha_with_swa(
             index(head_dim),
             index(heads),
             index(swa_kv.shape[1] if sliding_window is None else sliding_window),
-            _bucket(compressed_kv.shape[1]),
+            fmha_capacity(compressed_kv.shape[1]),
             is_causal=is_causal,
             sink_mode=sink_mode,
             softmax_scale=softmax_scale,
@@ -265,8 +265,10 @@ def fmha_runner_id(
     )
 
 
-def _bucket(top_k: int) -> int:
-    """Capacity promised for `top_k` rows, a power of two: a growing context keeps its runner.
+def fmha_capacity(top_k: int) -> int:
+    """Capacity of the runner that `sparse_fmha_with_swa` takes for `top_k` rows per token.
+
+    A power of two, so that a growing context keeps its runner.
 
     Found by comparing, so that torch.compile guards on the range of a dynamic size, not its value.
     """
