@@ -88,10 +88,20 @@ def weakenings(ins: Instruction) -> list[str]:
     if parts[:2] == ["barrier", "cluster"]:
         # Its scope is its name, and only its arrival can be relaxed.
         return ["barrier.cluster.arrive.relaxed"] if "release" in parts else []
-    if parts[0] == "mbarrier" and "shared::cluster" not in parts and "arrive" in parts[1]:
-        # At the CTA's own barrier, the CTA's scope is all there is.
+    if parts[0] == "mbarrier" and "shared::cluster" not in parts:
+        # Most of these are handed over within a CTA; between CTAs, it is the arrival that tells.
         out = [opcode for opcode in out if ".relaxed" in opcode]
     return out
+
+
+def weakened_instructions(ptx: str) -> list[tuple[Instruction, str]]:
+    """Every way to weaken one instruction of any entry: the instruction and its new opcode."""
+    return [
+        (ins, opcode)
+        for entry in parse_module(ptx).entries.values()
+        for ins in entry.instructions
+        for opcode in weakenings(ins)
+    ]
 
 
 def _explicit(ins: Instruction) -> list[str]:

@@ -1,4 +1,5 @@
-"""Deleting any one synchronisation instruction of the attention kernels is noticed."""
+"""Deleting any one synchronisation instruction of the attention kernels, or weakening any one of
+their qualifiers by a step, is noticed."""
 
 import ast
 import functools
@@ -21,6 +22,8 @@ from tests.simulator.mutations import (
     known_warnings,
     noticed,
     sync_instructions,
+    weakened,
+    weakened_instructions,
     without,
 )
 from tests.simulator.support import dump_folder
@@ -348,6 +351,82 @@ def test_some_deletions_are_noticed(name, seed):
     known = known_warnings(compiled, runs[:1])
     for ins in random.Random(seed).sample(needed, SAMPLE):
         assert noticed(compiled, without(ptx, ins), runs, known), f"seed {seed}: {ins.where()}"
+
+
+# What may be weaker, by instruction, the kernel's function and the new qualifier: how many of them,
+# and why.
+EXPECTS = "the copies it expects complete with a release of their own, and are all it hands over"
+HARMLESS = {
+    "few": {
+        ("mbarrier.arrive", "load", "relaxed"): (1, EXPECTS),
+        ("mbarrier.arrive", "_load_part", "relaxed"): (4, EXPECTS),
+        ("mbarrier.try_wait", "compute", "relaxed"): (1, "the first one: " + LAUNCHES_IN_ORDER),
+        ("fence.proxy", "zero_rows", "global"): (2, "V: as without it"),
+        ("atom.global", "__init__", "acquire"): (
+            1,
+            "the counter's `or`: the arrival before it has released all that the CTA stored",
+        ),
+        ("atom.global", "__init__", "cluster"): (
+            1,
+            "the counter's `and`: only the last to arrive makes it here, after it has acquired "
+            "every other access",
+        ),
+    },
+}
+ONE_ROUND = 132  # CTAs: all work has started, and splits wait for each other
+
+
+def _weakened_runs(name: str, runs: list[Run]) -> list[Run]:
+    """The launches that must notice a weaker qualifier."""
+    if KERNELS[name].arch != "sm_90a":
+        return runs
+    case = KERNELS[name].case
+    return [_run(case, 2, schedule, ONE_ROUND) for schedule in ("eager", "lazy")] + runs
+
+
+def _weakenings(ptx: str) -> list[tuple[Instruction, str, tuple[str, str, str]]]:
+    """Instructions to weaken, their new opcodes, and where: stem, function, new qualifier."""
+    changes = weakened_instructions(ptx)
+    placed = places([ins for ins, _ in changes])
+    return [
+        (ins, opcode, (*place, next(p for p in opcode.split(".") if p not in _qualifiers(ins))))
+        for (ins, opcode), place in zip(changes, placed)
+    ]
+
+
+def _qualifiers(ins: Instruction) -> set[str]:
+    """The parts of an opcode and what it has by default."""
+    semantics = {"acquire"} if ins.order.acquires else set()
+    semantics |= {"release"} if ins.order.releases else set()
+    if ins.order.strong and len(semantics) != 1:
+        semantics = set() if semantics else {"relaxed"}
+    return {*ins.parts, ins.order.scope.name.lower(), *semantics}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_some_weaker_qualifiers_are_noticed(name, seed):
+    compiled, runs = kernel(name)
+    ptx, runs = compiled.artifacts.PTX, _weakened_runs(name, runs)
+    needed = [change for change in _weakenings(ptx) if change[2] not in HARMLESS[name]]
+    known = known_warnings(compiled, runs[:1])
+    for ins, opcode, _ in random.Random(seed).sample(needed, SAMPLE):
+        found = noticed(compiled, weakened(ptx, ins, opcode), runs, known)
+        assert found, f"seed {seed}: {opcode}: {ins.where()}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HARMLESS)
+def test_all_weaker_qualifiers_are_noticed(name):
+    compiled, runs = kernel(name)
+    ptx, runs = compiled.artifacts.PTX, _weakened_runs(name, runs)
+    known = known_warnings(compiled, runs)
+    missed = [
+        (place, f"{opcode}: {ins.where()}")
+        for ins, opcode, place in _weakenings(ptx)
+        if not noticed(compiled, weakened(ptx, ins, opcode), runs, known)
+    ]
+    expected = {place: count for place, (count, _) in HARMLESS[name].items()}
+    assert Counter(place for place, _ in missed) == expected, "\n".join(x for _, x in missed)
 
 
 @pytest.mark.slow
