@@ -83,14 +83,19 @@ class Simulation:
     def run(
         self, arguments, keywords, buffers, schedule: str, seed: int, races: bool = True,
         workers: int = 1, instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
+        uninitialised=(),
     ) -> Report:  # fmt: skip
         """Run the host function, then each launch it made, in order."""
-        with shared_arguments(arguments, keywords, buffers, workers=workers) as values:
-            return self._run_here(*values, schedule, seed, races, workers, instructions_per_warp)
+        held = (arguments, keywords, buffers, uninitialised)
+        with shared_arguments(*held, workers=workers) as (*values, empty):
+            undefined = tuple((x.data_ptr(), x.data_ptr() + x.nbytes) for x in empty)
+            return self._run_here(
+                *values, schedule, seed, races, workers, instructions_per_warp, undefined
+            )
 
     def _run_here(
         self, arguments, keywords, buffers, schedule: str, seed: int, races: bool, workers: int,
-        instructions_per_warp: int,
+        instructions_per_warp: int, undefined: tuple[tuple[int, int], ...],
     ) -> Report:  # fmt: skip
         memory = GlobalMemory()
         for i, value in enumerate([*arguments, *keywords.values(), *buffers]):
@@ -102,7 +107,8 @@ class Simulation:
                 memory.add(data.ctypes.data, data.nbytes, f"variable {name}", data)
             monitor = None
             if races:
-                monitor = Monitor(program.entry, before if config.programmatic else None)
+                earlier = before if config.programmatic else None
+                monitor = Monitor(program.entry, earlier, undefined)
             launch = Launch(config, program, memory, schedule, seed, self.multiprocessors, monitor)
             launch.instructions_per_warp = instructions_per_warp
             report.launches.append(_run(launch, workers))
@@ -143,6 +149,7 @@ def simulate(
     workers: int = 1,
     instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
     buffers: tuple[torch.Tensor, ...] = (),
+    uninitialised: tuple[torch.Tensor, ...] = (),
     **kwargs,
 ) -> Report:
     """Run a function compiled by `cute.compile` on CPU tensors, in place.
@@ -158,6 +165,8 @@ def simulate(
         workers: processes that share a launch's clusters.
         instructions_per_warp: what a warp may run in one launch before it counts as endless.
         buffers: further tensors the kernel may touch through pointers it gets another way.
+        uninitialised: contiguous tensors, among the arguments or buffers, that hold nothing yet: a
+            read of what no launch of this call has written is a finding.
 
     Returns: a Report; outputs are written to the tensors.
     Raises: UnsupportedInstruction, KernelFault, Deadlock, Endless; SimulatorError for a missing C
@@ -176,7 +185,7 @@ def simulate(
         with contextlib.suppress(TypeError):  # not every compiled object can be referred to weakly
             _prepared[compiled] = simulation
     return simulation.run(
-        args, kwargs, buffers, schedule, seed, races, workers, instructions_per_warp
+        args, kwargs, buffers, schedule, seed, races, workers, instructions_per_warp, uninitialised
     )
 
 

@@ -195,6 +195,8 @@ def mbarrier_inval(w: Warp, address: np.ndarray, mask) -> None:
         a = int(address[lane])
         w.cluster.barrier(a)
         del w.cluster.barriers[a]
+        if w.launch.monitor is not None:
+            w.launch.monitor.barrier_inval(w, a)
 
 
 def mbarrier_arrive(w: Warp, address, count, expected, mask, drop: bool = False) -> np.ndarray:

@@ -22,6 +22,7 @@ from dsv4.simulator.shared_races import lanes_of
 from dsv4.simulator.warp import ALL
 
 NARROW = "scope too narrow"
+INCOHERENT = "non-coherent read of data written in the launch"
 LAUNCH_BEFORE = ("launch before",)  # an agent: clock 1 is its end
 _AGENT_BITS = 20  # of an owner: cluster number and agent
 _AGENT = (1 << _AGENT_BITS) - 1
@@ -31,8 +32,8 @@ _LANES = np.arange(32)
 class GlobalRaces:
     """Checks one launch's accesses to global memory; reports through the monitor."""
 
-    def __init__(self, monitor, before: GlobalRaces | None):
-        self.monitor, self.before = monitor, before
+    def __init__(self, monitor, before: GlobalRaces | None, undefined: tuple = ()):
+        self.monitor, self.before, self.undefined = monitor, before, undefined
         self.flags = Flags()
         # Whether any access has a scope that other CTAs may be outside of.
         self.narrow = any(
@@ -47,6 +48,9 @@ class GlobalRaces:
         found = self.histories.get(region.start)
         if found is None:
             found = self.histories[region.start] = History(region)
+            for start, stop in self.undefined:
+                if region.start <= start < region.stop:
+                    found.declare_undefined(start - region.start, stop - region.start)
             if self.before is not None and region.start in self.before.histories:
                 found.follow(self.before.histories[region.start].footprint(), EARLIER_LAUNCH)
         return found
@@ -127,11 +131,46 @@ class GlobalRaces:
                 order.note(others, owner, words)
                 return
             self._conflicts(w, others, words, whose_words, know, False, what, owner)
+        code = place(w.at, whose)
         if write:
-            history.note_write(where, owner, clock, place(w.at, whose))
+            history.note_write(where, owner, clock, code)
         else:
-            history.note_read(Read(where, 0, owner, clock, place(w.at, whose)))
+            self._defined(w, history, where, what)
+            if "nc" in self.monitor.entry.instructions[w.at].parts:
+                self._incoherent_read(w, history, where, code)
+            history.note_read(Read(where, 0, owner, clock, code))
         order.note(history, owner, where)
+
+    def _defined(self, w, history: History, where, what: str) -> None:
+        """Reads of allocations that held nothing come after writes."""
+        missing = history.first_undefined(where) if history.undefined is not None else None
+        if missing is not None:
+            message = (
+                f"{what} {history.region.name} at byte {history.offset(int(where[missing]))} by "
+                f"{w.cta.name} warp {w.number}: nothing was written there"
+            )
+            self.monitor.report("uninitialised read", message, (w.at,), (w.at,))
+
+    def _incoherent_read(self, w, history: History, where, code) -> None:
+        """ld.global.nc: of words that nothing in the launch writes, before or after."""
+        history.note_incoherent(where, code)
+        for table in (history, history.atomics(needed=False)):
+            written = table.writer[where] >= 0 if table is not None else np.zeros(1, np.bool_)
+            if written.any():
+                i = int(written.argmax())
+                earlier = int(table.write_at[where][i])
+                what = "non-coherent read of"
+                self._report(w, history, INCOHERENT, what, where, i, earlier, "write")
+                return
+
+    def _after_incoherent(self, w, history: History, where, what: str) -> None:
+        if history.incoherent is None:
+            return
+        codes = history.incoherent[where]
+        if codes.any():
+            i = int(codes.argmax())
+            code = int(codes[i]) - 1
+            self._report(w, history, INCOHERENT, what, where, i, code, "non-coherent read")
 
     def _within_scope(
         self, w, others: History, words, know, order: Order, what: str
@@ -152,6 +191,7 @@ class GlobalRaces:
     ) -> None:
         if write:
             history.settle_reads()
+            self._after_incoherent(w, history, where, what)
         if history.untouched(where, write):
             return
         if history.written:
@@ -184,6 +224,8 @@ class GlobalRaces:
         if others is not None:
             know = w.cluster.state.clocks.view(w.agent, lanes)
             self._after_writes(w, others, cells + base, know, "asynchronous read of")
+        if history.undefined is not None:
+            self._defined(w, history, history.refined(cells + base), "asynchronous read of")
         read = Read(cells, base, _owner(w, agent), clock, place(w.at, SEVERAL))
         history.note_read(read)
 
@@ -199,6 +241,7 @@ class GlobalRaces:
         know = w.cluster.state.clocks.view(w.agent, lanes)
         what = "asynchronous write of"
         history.settle_reads()
+        self._after_incoherent(w, history, where, what)
         if not self._after_writes(w, history, where, know, what):
             self._after_fence(w, history, where, know, what)
         self._after_reads(w, history, where, know, what, NOBODY)

@@ -38,7 +38,10 @@ class Footprint(NamedTuple):
 class History(Cells):
     """Last write and last two reads of each cell of one allocation."""
 
-    tables = ("writer", "write_clock", "write_at", "reader", "read_clock", "read_at")
+    tables = (
+        "writer", "write_clock", "write_at", "reader", "read_clock", "read_at", "incoherent",
+        "undefined",
+    )  # fmt: skip
 
     def __init__(self, region: Region):
         count = (region.stop - region.start + 3) // 4
@@ -52,6 +55,10 @@ class History(Cells):
         self.read_clock = np.zeros((2, count), np.int32)
         self.read_at = np.zeros((2, count), np.int32)
         self.reads: list[Read] = []
+        # Place of a non-coherent read of the cell, plus one; None until there is one.
+        self.incoherent: np.ndarray | None = None
+        # Cells whose contents before the launch mean nothing; None if there are none.
+        self.undefined: np.ndarray | None = None
         self._atomics: History | None = None
 
     def atomics(self, *, needed: bool) -> History | None:
@@ -127,6 +134,23 @@ class History(Cells):
         if np.ndim(code):
             return np.concatenate([whole, where[pool]]), np.concatenate([lanes, code[pool]])
         return np.concatenate([whole, where[pool]]), code
+
+    def note_incoherent(self, where, code) -> None:
+        """Record a non-coherent read."""
+        if self.incoherent is None:
+            self.incoherent = np.zeros_like(self.write_at)
+        self.incoherent[where] = code + 1
+
+    def declare_undefined(self, start: int, stop: int) -> None:
+        """Bytes [start, stop) of the allocation hold nothing yet."""
+        if self.undefined is None:
+            self.undefined = np.zeros(self.writer.shape, np.bool_)
+        self.undefined[-(-start // 4) : stop // 4] = True
+
+    def first_undefined(self, where) -> int | None:
+        """Index of the first cell that was never written and held nothing before."""
+        missing = self.undefined[where] & (self.writer[where] == NOBODY)
+        return int(missing.argmax()) if missing.any() else None
 
     def note_write(self, where, owner: int, clock: int, code) -> None:
         """Record a write."""

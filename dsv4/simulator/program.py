@@ -82,6 +82,9 @@ def _namespace() -> dict[str, object]:
     return names
 
 
+MOST_THREADS = 1024  # of a CTA
+
+
 class Program:
     """One entry function, compiled block by block as warps first reach them.
 
@@ -180,6 +183,9 @@ class Program:
 
 
 def check_launchable(entry: Entry, block: tuple[int, int, int]) -> None:
-    """The block size must be the one the kernel was compiled for."""
+    """The block size must be one that a GPU takes, and the one the kernel was compiled for."""
+    threads = block[0] * block[1] * block[2]
+    if threads > MOST_THREADS:
+        raise KernelFault(f"launched with block {block}: {threads} threads, of {MOST_THREADS}")
     if entry.threads is not None and entry.threads != tuple(block):
         raise KernelFault(f"launched with block {block}, compiled for {entry.threads}")

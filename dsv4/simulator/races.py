@@ -26,11 +26,13 @@ class Monitor(CopyRaces, TensorRaces):
     Args:
         entry: the kernel.
         before: of the launch before, if this one may start while that one runs.
+        undefined: addresses [start, stop) of allocations that hold nothing before the launches.
     """
 
-    def __init__(self, entry, before: Monitor | None = None):
+    def __init__(self, entry, before: Monitor | None = None, undefined: tuple = ()):
         super().__init__(entry)
-        self.memory = GlobalRaces(self, before.memory if before is not None else None)
+        earlier = before.memory if before is not None else None
+        self.memory = GlobalRaces(self, earlier, undefined)
 
     # --- life of a cluster -----------------------------------------------------------------------
     def start_cluster(self, cluster: Cluster, warps: list) -> None:

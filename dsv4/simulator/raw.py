@@ -45,6 +45,7 @@ def simulate_ptx(
     races: bool = True,
     instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
     buffers: tuple[torch.Tensor, ...] = (),
+    uninitialised: tuple[torch.Tensor, ...] = (),
 ) -> Report:
     """Run one kernel of a PTX module on CPU tensors, in place.
 
@@ -57,6 +58,7 @@ def simulate_ptx(
         shared: bytes of dynamic shared memory.
         schedule, seed, races, instructions_per_warp: as of `simulate`.
         buffers: further tensors the kernel may touch, for example through tensor maps.
+        uninitialised: as of `simulate`.
 
     Returns: a Report with one launch.
     Raises: as `simulate`; ValueError for an entry or parameters the module does not have.
@@ -69,7 +71,7 @@ def simulate_ptx(
     tensors = tuple(p for p in params if isinstance(p, torch.Tensor))
     return simulation.run(
         (), {}, (*tensors, *buffers), schedule, seed, races,
-        instructions_per_warp=instructions_per_warp,
+        instructions_per_warp=instructions_per_warp, uninitialised=uninitialised,
     )  # fmt: skip
 
 

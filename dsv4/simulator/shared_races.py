@@ -8,12 +8,13 @@ from dsv4.simulator.clocks import FENCED_GLOBAL, FENCED_SHARED, INITIALISED, SEE
 from dsv4.simulator.findings import CONVERGENCE, Findings
 from dsv4.simulator.granules import TMEM_GROUPS, granules
 from dsv4.simulator.lanes import LaneOrder
-from dsv4.simulator.memory import SHARED_BYTES, TMEM_COLUMNS, Cluster, Cta
+from dsv4.simulator.memory import OFFSET_MASK, SHARED_BYTES, TMEM_COLUMNS, Cluster, Cta
 from dsv4.simulator.ptx.qualifiers import Scope
 from dsv4.simulator.reads_in_flight import ReadsInFlight, incomplete_loads
 from dsv4.simulator.shadow import SEVERAL, Earlier, Shadow, place
 from dsv4.simulator.warp import ALL
 
+OVERWRITTEN = "mbarrier overwritten"
 IN_FLIGHT = "copy over a read in flight"
 _OTHER_CTAS = "other CTAs"  # where arrivals from other CTAs at an mbarrier are published
 _LANES = np.arange(32)
@@ -31,6 +32,8 @@ class ClusterState:
         # mbarrier address -> (agent, clock) of its init; initialised but not yet fenced.
         self.inits: dict[int, tuple[int, int]] = {}
         self.unfenced: set[int] = set()
+        # CTA rank -> which 4-byte granules are live mbarriers.
+        self.barriers: dict[int, np.ndarray] = {}
         self.counts: dict[tuple, int] = {}
         # CTA rank -> warp of another CTA, engine of one or engine that copies into it -> (clock,
         # instruction) of its last access there.
@@ -110,6 +113,7 @@ class SharedRaces(Findings):
             self._between_lanes(w, cta, atomics, words, whose, False, what)
         clock, code = int(seen[agent]), place(w.at, numbers)
         if write:
+            self._against_barriers(w, cta, offsets, size, "write of")
             self._against_reads(w, cta, where, seen, agent, what)
             if values is not None and isinstance(numbers, np.ndarray) and len(offsets) > 1:
                 self._within_store(w, cta, offsets, mask, values)
@@ -152,6 +156,21 @@ class SharedRaces(Findings):
     def _at(w, cta: Cta, where: np.ndarray, earlier: Earlier) -> str:
         offset = w.cluster.state.shared[cta.rank].offset(int(where[earlier.index]))
         return f"offset {offset:#x} of {cta.name}"
+
+    def _against_barriers(self, w, cta: Cta, offsets, size: int, what: str) -> None:
+        """A write to live mbarriers: only mbarrier instructions may touch them until .inval."""
+        live = w.cluster.state.barriers.get(cta.rank)
+        if live is None:
+            return
+        places = np.asarray(offsets, np.int64)
+        hit = live[places >> 2] | live[(places + (size - 1)) >> 2]
+        if size > 16:  # st.bulk
+            first, last = int(places[0]) >> 2, int(places[0] + size - 1) >> 2
+            hit = live[first : last + 1].any(keepdims=True)
+        if hit.any():
+            offset = int(places[int(hit.argmax())])
+            message = f"{what} offset {offset:#x} of {cta.name}, a live mbarrier"
+            self.report(OVERWRITTEN, message, (w.at,), (w.at,))
 
     def _initialised(self, w, cta: Cta, where, what: str) -> None:
         shadow = w.cluster.state.shared[cta.rank]
@@ -256,6 +275,8 @@ class SharedRaces(Findings):
         lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
         know = state.clocks.view(w.agent, lanes)
         text = f"{what} into shared memory at"
+        if len(where):
+            self._against_barriers(w, cta, where << 2, 4, f"{what} into")
         if state.flights.late and not generic:
             self._against_flights(w, cta, where, know[SEEN], text)
         where = shadow.refined(where)
@@ -391,8 +412,19 @@ class SharedRaces(Findings):
     def barrier_init(self, w, address: int) -> None:
         """mbarrier.init."""
         state = w.cluster.state
+        cta, first = w.cluster.cta_at(address), (address & OFFSET_MASK) >> 2
+        live = state.barriers.setdefault(cta.rank, np.zeros(SHARED_BYTES // 4, np.bool_))
+        if live[first]:
+            message = f"mbarrier at offset {4 * first:#x} of {cta.name}, live and not invalidated"
+            self.report("mbarrier initialised again", message, (w.at,), (w.at,))
+        live[first : first + 2] = True
         state.inits[address] = (w.agent, int(state.clocks.seen[w.agent, w.agent]))
         state.unfenced.add(address)
+
+    def barrier_inval(self, w, address: int) -> None:
+        """mbarrier.inval."""
+        cta, first = w.cluster.cta_at(address), (address & OFFSET_MASK) >> 2
+        w.cluster.state.barriers[cta.rank][first : first + 2] = False
 
     def _check_init(self, w, barrier, engine: bool = False) -> None:
         state = w.cluster.state
