@@ -17,6 +17,7 @@ from dsv4.simulator.coverage import coverage_of, instructions_run
 from dsv4.simulator.errors import SimulatorError
 from dsv4.simulator.host import HostRunner
 from dsv4.simulator.memory import GlobalMemory
+from dsv4.simulator.overlap import OVERLAPS, run_chain
 from dsv4.simulator.program import Program
 from dsv4.simulator.ptx.parser import Module, parse_module
 from dsv4.simulator.races import Monitor
@@ -83,28 +84,66 @@ class Simulation:
     def run(
         self, arguments, keywords, buffers, schedule: str, seed: int, races: bool = True,
         workers: int = 1, instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
-        uninitialised=(),
+        uninitialised=(), overlap: str = "none",
     ) -> Report:  # fmt: skip
         """Run the host function, then each launch it made, in order."""
+        if overlap not in OVERLAPS:
+            raise ValueError(f"overlap must be one of {', '.join(OVERLAPS)}, got {overlap!r}")
+        if overlap != "none" and (races or workers > 1):
+            raise ValueError(
+                "overlap needs races=False and one worker: the checker finds what is missing "
+                "between launches by running them one after another"
+            )
         held = (arguments, keywords, buffers, uninitialised)
         with shared_arguments(*held, workers=workers) as (*values, empty):
             undefined = tuple((x.data_ptr(), x.data_ptr() + x.nbytes) for x in empty)
+            if overlap != "none":
+                return self._run_overlapped(*values, schedule, seed, instructions_per_warp, overlap)
             return self._run_here(
                 *values, schedule, seed, races, workers, instructions_per_warp, undefined
             )
+
+    def _launches(self, arguments, keywords: dict, buffers) -> tuple[GlobalMemory, list]:
+        """The memory that kernels may touch, and what the host code launches."""
+        memory = GlobalMemory()
+        for i, value in enumerate([*arguments, *keywords.values(), *buffers]):
+            _register(memory, value, f"argument {i}")
+        configs = self.host.run(list(arguments), keywords)
+        for config in configs:
+            self.program(config.kernel)
+            for name, (_, data) in self.variables.items():
+                memory.add(data.ctypes.data, data.nbytes, f"variable {name}", data)
+        return memory, configs
+
+    def _run_overlapped(
+        self, arguments, keywords, buffers, schedule: str, seed: int, instructions_per_warp: int,
+        overlap: str,
+    ) -> Report:  # fmt: skip
+        memory, configs = self._launches(arguments, keywords, buffers)
+        launches = [
+            Launch(
+                config, self.program(config.kernel), memory, schedule, seed, self.multiprocessors,
+                instructions_per_warp=instructions_per_warp,
+            )
+            for config in configs
+        ]  # fmt: skip
+        before, start = [instructions_run(x.program) for x in launches], time.perf_counter()
+        early = run_chain(launches, overlap, seed)
+        seconds = time.perf_counter() - start
+        described = [
+            _described(launch, instructions_run(launch.program) - count, seconds)
+            for launch, count in zip(launches, before)
+        ]
+        return Report(described, early_starts=early)
 
     def _run_here(
         self, arguments, keywords, buffers, schedule: str, seed: int, races: bool, workers: int,
         instructions_per_warp: int, undefined: tuple[tuple[int, int], ...],
     ) -> Report:  # fmt: skip
-        memory = GlobalMemory()
-        for i, value in enumerate([*arguments, *keywords.values(), *buffers]):
-            _register(memory, value, f"argument {i}")
+        memory, configs = self._launches(arguments, keywords, buffers)
         report, before = Report(), None
-        for config in self.host.run(list(arguments), keywords):
+        for config in configs:
             program = self.program(config.kernel)
-            for name, (_, data) in self.variables.items():
-                memory.add(data.ctypes.data, data.nbytes, f"variable {name}", data)
             monitor = None
             if races:
                 earlier = before if config.programmatic else None
@@ -121,18 +160,24 @@ class Simulation:
 
 def _run(launch: Launch, workers: int) -> LaunchReport:
     """Run one launch and describe it."""
-    program, config = launch.program, launch.config
+    program = launch.program
     before, start = instructions_run(program), time.perf_counter()
     run_parallel(launch, workers)
+    seconds = time.perf_counter() - start
+    return _described(launch, instructions_run(program) - before, seconds)
+
+
+def _described(launch: Launch, instructions: int, seconds: float) -> LaunchReport:
+    program, config = launch.program, launch.config
     return LaunchReport(
         kernel=config.kernel,
         grid=config.grid,
         block=config.block,
         cluster=config.cluster,
         shared_bytes=config.shared + program.static_shared,
-        instructions=instructions_run(program) - before,
+        instructions=instructions,
         operations=dict(launch.issued),
-        seconds=time.perf_counter() - start,
+        seconds=seconds,
         coverage=coverage_of(program),
     )
 
@@ -150,6 +195,7 @@ def simulate(
     instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
     buffers: tuple[torch.Tensor, ...] = (),
     uninitialised: tuple[torch.Tensor, ...] = (),
+    overlap: str = "none",
     **kwargs,
 ) -> Report:
     """Run a function compiled by `cute.compile` on CPU tensors, in place.
@@ -167,6 +213,9 @@ def simulate(
         buffers: further tensors the kernel may touch through pointers it gets another way.
         uninitialised: contiguous tensors, among the arguments or buffers, that hold nothing yet: a
             read of what no launch of this call has written is a finding.
+        overlap: launches that programmatic dependent launch lets start early: "none", "all", or a
+            "random" choice in a random order (seeded by `seed`); `Report.early_starts` counts them.
+            Other than "none" it shows what results depend on, and needs races=False.
 
     Returns: a Report; outputs are written to the tensors.
     Raises: UnsupportedInstruction, KernelFault, Deadlock, Endless; SimulatorError for a missing C
@@ -185,8 +234,9 @@ def simulate(
         with contextlib.suppress(TypeError):  # not every compiled object can be referred to weakly
             _prepared[compiled] = simulation
     return simulation.run(
-        args, kwargs, buffers, schedule, seed, races, workers, instructions_per_warp, uninitialised
-    )
+        args, kwargs, buffers, schedule, seed, races, workers, instructions_per_warp, uninitialised,
+        overlap,
+    )  # fmt: skip
 
 
 def _register(memory: GlobalMemory, value, name: str) -> None:

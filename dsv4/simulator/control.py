@@ -28,10 +28,23 @@ def warp_sync(w: Warp, mask: np.ndarray) -> None:
         w.launch.monitor.warp_sync(w)
 
 
-def grid_wait(w: Warp, mask: np.ndarray) -> None:
-    """griddepcontrol.wait: launches run one after another, so only the checker cares."""
-    if w.launch.monitor is not None and mask.any():
+def grid_wait(w: Warp, mask: np.ndarray) -> bool:
+    """griddepcontrol.wait: only a launch that has started early has to wait; False if it must."""
+    if not mask.any():
+        return True
+    if not w.launch.launch_before_done:
+        w.waiting = "the launch before to complete"
+        return False
+    if w.launch.monitor is not None:
         w.launch.monitor.grid_waited(w, mask)
+    return True
+
+
+def let_dependents_go(w: Warp, mask: np.ndarray) -> None:
+    """griddepcontrol.launch_dependents, by any thread of the CTA."""
+    if mask.any() and not w.cta.let_go:
+        w.cta.let_go = True
+        w.launch.ctas_let_go += 1
 
 
 def set_registers(w: Warp, direction: str, count: int) -> None:

@@ -14,7 +14,14 @@ import numpy as np
 from dsv4.simulator.clocks import FENCED_GLOBAL, SEEN
 from dsv4.simulator.findings import CONVERGENCE
 from dsv4.simulator.flags import Flags
-from dsv4.simulator.histories import EARLIER_LAUNCH, NOBODY, Footprint, History, Read
+from dsv4.simulator.histories import (
+    EARLIER_LAUNCH,
+    NOBODY,
+    UNAWAITED_LAUNCH,
+    Footprint,
+    History,
+    Read,
+)
 from dsv4.simulator.memory import OFFSET_MASK, SHARED_WINDOW, Cta, GlobalMemory, Region
 from dsv4.simulator.ptx.qualifiers import Order, Scope
 from dsv4.simulator.shadow import SEVERAL, other_lanes, place, place_of
@@ -34,6 +41,7 @@ class GlobalRaces:
 
     def __init__(self, monitor, before: GlobalRaces | None, undefined: tuple = ()):
         self.monitor, self.before, self.undefined = monitor, before, undefined
+        self.waited = before is None  # for the launches before, by some thread
         self.flags = Flags()
         # Whether any access has a scope that other CTAs may be outside of.
         self.narrow = any(
@@ -51,14 +59,26 @@ class GlobalRaces:
             for start, stop in self.undefined:
                 if region.start <= start < region.stop:
                     found.declare_undefined(start - region.start, stop - region.start)
-            if self.before is not None and region.start in self.before.histories:
-                found.follow(self.before.histories[region.start].footprint(), EARLIER_LAUNCH)
+            if self.before is not None:
+                self._follow(found, self.before)
         return found
+
+    @staticmethod
+    def _follow(history: History, before: GlobalRaces) -> None:
+        """Take over what the launches before did to an allocation."""
+        held = before.histories.get(history.region.start)
+        if held is None and before.before is not None:
+            held = before.history(history.region)
+        if held is not None:
+            # The launch before is complete only after those that it waited for.
+            older = EARLIER_LAUNCH if before.waited else UNAWAITED_LAUNCH
+            history.follow(held.footprint(earlier=True), older)
+            history.follow(held.footprint(), EARLIER_LAUNCH)
 
     def footprints(self) -> dict[int, Footprint]:
         """What this launch touched, by the start of the allocation."""
         histories = self.histories.items()
-        return {start: history.footprint(earlier=False) for start, history in histories}
+        return {start: history.footprint() for start, history in histories}
 
     def adopt(self, memory: GlobalMemory, footprints: dict[int, Footprint]) -> None:
         """Take over what another process's clusters touched, for the launch that follows."""
@@ -271,6 +291,7 @@ class GlobalRaces:
         late = mine & (clock > know[row][np.where(mine, agents, 0)])
         if self.before is not None and not know[SEEN, w.cluster.state.clocks.agent(LAUNCH_BEFORE)]:
             late |= owner == EARLIER_LAUNCH
+        late |= owner == UNAWAITED_LAUNCH
         others = ~mine & (owner >= 0)
         for other in np.unique(clusters[others]).tolist() if others.any() else ():
             known = self.flags.known(w, know, other)[row]
@@ -286,8 +307,8 @@ class GlobalRaces:
         i = int(late.argmax())
         kind = "read-write race" if "read" in what else "write-write race"
         owner, code = int(history.writer[where][i]), int(history.write_at[where][i])
-        if owner == EARLIER_LAUNCH:
-            self._report_launch(w, history, what, int(where[i]), "writes")
+        if owner < NOBODY:
+            self._report_launch(w, history, what, int(where[i]), "writes", owner)
         else:
             self._report(w, history, kind, what, where, i, code, "write")
         return True
@@ -310,8 +331,9 @@ class GlobalRaces:
             if late.any():
                 i = int(late.argmax())
                 code = int(history.read_at[slot, where][i])
-                if reader[i] == EARLIER_LAUNCH:
-                    self._report_launch(w, history, what, int(where[i]), "reads")
+                if reader[i] < NOBODY:
+                    owner = int(reader[i])
+                    self._report_launch(w, history, what, int(where[i]), "reads", owner)
                 else:
                     self._report(w, history, "read-write race", what, where, i, code, "read")
                 return
@@ -334,10 +356,18 @@ class GlobalRaces:
         kind = kind if certain.any() else CONVERGENCE
         self._report(w, history, kind, what, where, i, int(code[i]), before)
 
-    def _report_launch(self, w, history: History, what: str, cell: int, does: str) -> None:
+    def _report_launch(
+        self, w, history: History, what: str, cell: int, does: str, owner: int
+    ) -> None:  # fmt: skip
+        when = f"before griddepcontrol.wait: the launch before {does} it"
+        if owner == UNAWAITED_LAUNCH:
+            when = (
+                f"while a launch that {does} it may still run: the launch between them has not "
+                "waited for it"
+            )
         message = (
             f"{what} {history.region.name} at byte {history.offset(cell)} by {w.cta.name} warp "
-            f"{w.number} before griddepcontrol.wait: the launch before {does} it"
+            f"{w.number} {when}"
         )
         self.monitor.report("race with the launch before", message, (w.at,), (w.at,))
 

@@ -9,7 +9,9 @@ import numpy as np
 from dsv4.simulator.memory import Region
 from dsv4.simulator.shadow import SEVERAL, Cells, other_lanes
 
-NOBODY, EARLIER_LAUNCH = -1, -2  # in place of an owner
+# In place of an owner: EARLIER_LAUNCH is complete after griddepcontrol.wait; UNAWAITED_LAUNCH, one
+# before it that it did not wait for, may be running all the time.
+NOBODY, EARLIER_LAUNCH, UNAWAITED_LAUNCH = -1, -2, -3
 _MAX_READS = 20_000
 
 
@@ -67,9 +69,9 @@ class History(Cells):
             self._atomics = History(self.region)
         return self._atomics
 
-    def footprint(self, *, earlier: bool = True) -> Footprint:
+    def footprint(self, *, earlier: bool = False) -> Footprint:
         """Words that ordinary and asynchronous accesses wrote, that they read, and that atomics
-        touched; with those of the launch before, if `earlier`."""
+        touched; those of `earlier` launches instead of those of this one, if asked for."""
         self.settle_reads()
         others = self.atomics(needed=False)
         written = self._words(self.writer, earlier)
@@ -79,7 +81,7 @@ class History(Cells):
         return Footprint(written, self._words(self.reader[0], earlier), touched)
 
     def _words(self, table: np.ndarray, earlier: bool) -> np.ndarray:
-        known = table != NOBODY if earlier else table >= 0
+        known = table < NOBODY if earlier else table >= 0
         words = known[: self.count].copy()
         bytes_of = known[self.count : self.count + 4 * len(self.owners)]
         if len(bytes_of):

@@ -116,6 +116,7 @@ class Cta:
         self.named: dict[int, NamedBarrier] = {}
         self.name = f"CTA {index}"
         self.warps: list = []
+        self.let_go = False  # griddepcontrol.launch_dependents was executed
         self.products: dict[tuple[int, int], object] = {}  # wgmmas some warp has yet to issue
         # Of instructions that some warps of a warpgroup have yet to reach: (warpgroup, number) ->
         # (instruction, first warp, warps that have).

@@ -243,10 +243,11 @@ def sleep(e: BlockEmitter, ins: Instruction) -> None:
 
 @emits("griddepcontrol")
 def grid_dependency(e: BlockEmitter, ins: Instruction) -> None:
-    """Launches run one after another: the dependency is always met, dependents start anyway."""
+    e.mark()
     if ins.parts[1] == "wait":
-        e.mark()
-        e.line(f"grid_wait(w, {e.mask})")
+        _park_unless(e, f"grid_wait(w, {e.mask})")
+    else:
+        e.line(f"let_dependents_go(w, {e.mask})")
 
 
 @emits("setmaxnreg")

@@ -60,6 +60,7 @@ class Monitor(CopyRaces, TensorRaces):
 
     def grid_waited(self, w, mask) -> None:
         """griddepcontrol.wait: the launch before is complete."""
+        self.memory.waited = True
         clocks = w.cluster.state.clocks
         clocks.learn(w.agent, clocks.agent(LAUNCH_BEFORE), 1, lanes_of(w, mask))
 

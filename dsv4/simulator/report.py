@@ -46,6 +46,7 @@ class Report:
     launches: list[LaunchReport] = field(default_factory=list)
     races: list[Finding] = field(default_factory=list)
     warnings: list[Finding] = field(default_factory=list)
+    early_starts: int = 0  # launches that started while the one before them ran
 
     @property
     def coverage(self) -> list[Coverage]:

@@ -62,6 +62,8 @@ class Launch:
     atomics_lock: object = field(default_factory=threading.Lock)
     has_peers: bool = False  # other clusters run in other processes
     instructions_per_warp: int = INSTRUCTIONS_PER_WARP
+    launch_before_done: bool = True  # or it has started early: griddepcontrol.wait waits
+    ctas_let_go: int = 0  # that let the next launch start, or have exited
 
     def __post_init__(self) -> None:
         config = self.config
@@ -106,6 +108,11 @@ class Launch:
                     "multiprocessors at once (CUDA error 720: cooperative launch too large)"
                 )
         return max(1, ctas // self.cluster_size)
+
+    @property
+    def lets_go(self) -> bool:
+        """Every CTA has let the next launch start, or has exited."""
+        return self.ctas_let_go == self.grid[0] * self.grid[1] * self.grid[2]
 
     def describe_endless(self, warp: Warp) -> str:
         """Which warp, and the block that this launch ran most."""
@@ -207,44 +214,66 @@ class Resident:
                 )
         for kind, count in self.cluster.engine.issued.items():
             launch.issued[kind] = launch.issued.get(kind, 0) + count
+        launch.ctas_let_go += sum(not cta.let_go for cta in self.cluster.ctas)
         if launch.monitor is not None:
             launch.monitor.finish_cluster(self.cluster, self.warps)
+
+
+class LaunchRun:
+    """A launch under way: its clusters that wait, and those that are resident."""
+
+    def __init__(self, launch: Launch, mine: list[tuple[int, tuple[int, int, int]]] | None = None):
+        self.launch = launch
+        self.waiting = list(enumerate(launch.cluster_origins())) if mine is None else list(mine)
+        self.waiting.reverse()
+        launch.waiting = self.waiting
+        self.width = 1 if launch.schedule == "eager" else 2
+        self.resident: list[Resident] = []
+
+    @property
+    def done(self) -> bool:
+        """Every cluster has run to its end."""
+        return not self.resident and not self.waiting
+
+    def step(self) -> bool:
+        """Give every live warp a turn; or, if none did anything, let one asynchronous operation
+        complete or one more cluster start. False if there was nothing of this either."""
+        while self.waiting and len(self.resident) < self.width:
+            self._start()
+        progressed = False
+        for cluster in list(self.resident):
+            if cluster.round(self.launch):
+                progressed = True
+            if not cluster.live:
+                cluster.finish(self.launch)
+                self.resident.remove(cluster)
+                progressed = True
+        if progressed or any(cluster.cluster.engine.step() for cluster in self.resident):
+            return True
+        if self.waiting and len(self.resident) < self.launch.resident_clusters:
+            self._start()
+            return True
+        return False
+
+    def _start(self) -> None:
+        self.resident.append(self.launch.start(*self.waiting.pop()))
+
+    def live(self) -> list[Warp]:
+        """The warps of resident clusters that have not exited."""
+        return [warp for cluster in self.resident for warp in cluster.live]
 
 
 @np.errstate(all="ignore")  # overflow and NaN are results, not mishaps
 def run_launch(launch: Launch, mine: list[tuple[int, tuple[int, int, int]]] | None = None) -> None:
     """Run every cluster (or those in `mine`) to completion. Raises Deadlock, KernelFault."""
-    waiting = list(enumerate(launch.cluster_origins())) if mine is None else list(mine)
-    waiting.reverse()
-    launch.waiting = waiting
-    width = 1 if launch.schedule == "eager" else 2
-    resident: list[Resident] = []
-    idle = 0
-    while resident or waiting:
-        while waiting and len(resident) < width:
-            resident.append(launch.start(*waiting.pop()))
-        progressed = False
-        for cluster in list(resident):
-            if cluster.round(launch):
-                progressed = True
-            if not cluster.live:
-                cluster.finish(launch)
-                resident.remove(cluster)
-                progressed = True
-        if progressed:
-            idle = 0
-            continue
-        if any(cluster.cluster.engine.step() for cluster in resident):
-            idle = 0
-            continue
-        if waiting and len(resident) < launch.resident_clusters:
-            resident.append(launch.start(*waiting.pop()))
+    run, idle = LaunchRun(launch, mine), 0
+    while not run.done:
+        if run.step():
             idle = 0
             continue
         idle += 1
-        polling = any(warp.polling for cluster in resident for warp in cluster.live)
+        polling = any(warp.polling for warp in run.live())
         if launch.has_peers and polling and idle <= PEER_IDLE_ROUNDS:
             time.sleep(0.001)
         elif not polling or idle > IDLE_ROUNDS:
-            warps = [warp for cluster in resident for warp in cluster.live]
-            raise Deadlock(describe_deadlock(warps))
+            raise Deadlock(describe_deadlock(run.live()))

@@ -91,6 +91,7 @@ def run_parallel(launch: Launch, workers: int) -> None:
     for result in results:
         launch.monitor.adopt(*result.found)
         launch.monitor.memory.adopt(launch.memory, result.footprints)
+        launch.monitor.memory.waited |= result.waited
 
 
 class _Result(NamedTuple):
@@ -102,6 +103,7 @@ class _Result(NamedTuple):
     issued: dict[str, int]
     found: tuple[list[Finding], list[Finding]]
     footprints: dict[int, Footprint]
+    waited: bool  # for the launches before
 
 
 def _run_workers(launch: Launch, shares: list[list]) -> list[_Result]:
@@ -133,10 +135,13 @@ def _work(launch: Launch, mine: list, connection: Connection) -> None:
     except errors.SimulatorError as caught:
         error = (type(caught).__name__, str(caught))
     hits = [after - start for after, start in zip(program.hits, before)]
-    found, footprints = ([], []), {}
+    found, footprints, waited = ([], []), {}, True
     if monitor is not None:
         found, footprints = (monitor.findings, monitor.warnings), monitor.memory.footprints()
-    connection.send(_Result(error, hits, program.guards_taken, launch.issued, found, footprints))
+        waited = monitor.memory.waited
+    connection.send(
+        _Result(error, hits, program.guards_taken, launch.issued, found, footprints, waited)
+    )
     connection.close()
 
 
@@ -146,7 +151,7 @@ def _collect(launch: Launch, connection: Connection) -> _Result:
         result = connection.recv()
     except EOFError:
         died = ("SimulatorError", "a worker process died")
-        return _Result(died, [], set(), {}, ([], []), {})
+        return _Result(died, [], set(), {}, ([], []), {}, True)
     program = launch.program
     program.hits[:] = [a + b for a, b in zip(program.hits, result.hits)]
     program.guards_taken |= result.guards

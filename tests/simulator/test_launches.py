@@ -57,6 +57,80 @@ def test_a_launch_that_may_start_early_waits(overlapping, workers):
         assert {f.kind for f in report.races} == expected
 
 
+@cute.kernel
+def _add_one(source: cute.Tensor, target: cute.Tensor, wait: cutlass.Constexpr):
+    """target = source + 1, in 4 CTAs."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    cute.arch.griddepcontrol_launch_dependents()
+    if cutlass.const_expr(wait):
+        cute.arch.griddepcontrol_wait()
+    i = 32 * block + thread
+    target[i] = source[127 - i] + 1
+
+
+_TOUCHES_NOTHING = 1  # a launch that neither waits nor touches what the others do
+
+
+def _chain(waits: tuple[bool, ...]):
+    """Launches that hand 128 words on, forwards and backwards."""
+
+    @cute.jit
+    def launch(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor, d: cute.Tensor, stream):
+        for i, wait in enumerate(waits):
+            source, target = (a, b) if i % 2 == 0 else (b, a)
+            if cutlass.const_expr(not wait and i == _TOUCHES_NOTHING):
+                source, target = c, d
+            _add_one(source, target, wait).launch(
+                grid=(4, 1, 1), block=(32, 1, 1), stream=stream, use_pdl=True
+            )
+
+    return launch
+
+
+def _run_chain(waits: tuple[bool, ...], **options):
+    tensors = [torch.zeros(128, dtype=torch.int32) for _ in range(4)]
+    compiled = compile_kernel(_chain(waits), "sm_90a", *tensors)
+    return tensors, simulate(compiled, *tensors, **options)
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+@pytest.mark.parametrize("overlap", ["none", "all", "random"])
+def test_overlapped_launches_that_wait_give_one_result(overlap, schedule, seed):
+    early = []
+    for k in range(4 if overlap == "random" else 1):
+        options = {"overlap": overlap, "schedule": schedule, "seed": seed + k, "races": False}
+        (a, b, *_), report = _run_chain((True,) * 4, **options)
+        early.append(report.early_starts)
+        assert a.tolist() == [4] * 128 and b.tolist() == [3] * 128
+        assert len(report.launches) == 4
+    assert {"none": early == [0], "all": early == [3], "random": sum(early) > 0}[overlap]
+
+
+def test_an_early_launch_that_does_not_wait_reads_too_early():
+    results = set()
+    for overlap in ("none", "all"):
+        (a, *_), _ = _run_chain((True, True, True, False), overlap=overlap, races=False)
+        results.add(tuple(a.tolist()))
+    assert len(results) == 2
+
+
+def test_overlap_and_the_checker_are_apart():
+    with pytest.raises(ValueError, match="overlap needs races=False"):
+        _run_chain((True, True), overlap="all")
+    with pytest.raises(ValueError, match="overlap must be one of none, all, random"):
+        _run_chain((True, True), overlap="some", races=False)
+
+
+def test_a_launch_that_did_not_wait_hides_the_one_before_it():
+    """The third launch waits for the second alone, which is complete before the first may be."""
+    _, report = _run_chain((True, True, True))
+    assert not report.races
+    _, report = _run_chain((True, False, True))
+    assert {f.kind for f in report.races} == {"race with the launch before"}
+    assert "the launch between them has not waited for it" in report.races[0].message
+
+
 _CLUSTER_SYNC = "barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;"
 
 
