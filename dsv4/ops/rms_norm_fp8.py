@@ -92,8 +92,9 @@ def rms_norm_fp8(
     Args:
         x: [T, d] bfloat16; or float32, on GPUs too by the torch implementation. d is a multiple of
             128 up to 16,384. Rows are contiguous and start at multiples of 16 bytes.
-        weight: [d] float32 or bfloat16; None: no weight.
-        eps: added to the mean square; positive.
+        weight: [d] float32 or bfloat16; None: no weight. GPUs read it while the launch before may
+            still run: it must not be what a kernel with programmatic dependent launch just writes.
+        eps: added to the mean square; at least 1e-18.
         out: [T, d] float8_e4m3fn to write codes into; default a new tensor.
         scale_out: [T, d / 128] float8_e8m0fnu to write scales into; default a new tensor.
         norm_out: [T, d] in the dtype of x, to write y into.

@@ -11,7 +11,7 @@ from dsv4.bench import rms_norm_fp8 as bench
 from dsv4.bench.machine import Machine
 from dsv4.cli.bench_rms_norm_fp8 import parse_shape
 
-pytestmark = pytest.mark.stage("op")
+pytestmark = pytest.mark.stage("rows")
 
 MACHINE = Machine("a GPU", copy=4e12, read=4.4e12, rate=1e15)
 

@@ -8,7 +8,7 @@ import torch
 from dsv4 import ops
 from dsv4.testing.rms_norm_fp8 import EPS, Case, Inputs, assert_same_codes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.stage("op")]
+pytestmark = [pytest.mark.gpu, pytest.mark.stage("rows")]
 
 NAMES = ("codes", "scales", "norm")
 

@@ -11,6 +11,7 @@ GROUP = 128  # elements that share a scale
 VECTOR = 8  # bf16 elements of a 16-byte load
 WARP = 32
 MAX_DIM = 16384
+MIN_EPS = 1e-18
 SM_MEMORY = 228 * 1024  # shared memory of an SM at most, sm_90 and sm_100
 # Of the chosen tilings: lanes of a group, warps of a row at most, of a CTA where rows are short,
 # and of an SM, whose threads then have 64 registers each.
@@ -24,7 +25,8 @@ class RmsNormFp8Config:
 
     Attributes:
         dim: elements of a row, a multiple of 128 up to 16,384.
-        eps: added to the mean square; positive.
+        eps: added to the mean square; at least 1e-18, beside which a mean square that fp32 holds
+            with fewer bits is nothing.
         weight_dtype: "float32", "bfloat16", or None without a weight.
     """
 
@@ -35,8 +37,8 @@ class RmsNormFp8Config:
     def __post_init__(self) -> None:
         if self.dim % GROUP or not GROUP <= self.dim <= MAX_DIM:
             raise ValueError(f"dim must be a multiple of {GROUP} up to {MAX_DIM}, got {self.dim}")
-        if not 0 < self.eps < float("inf"):
-            raise ValueError(f"eps must be positive, got {self.eps}")
+        if not MIN_EPS <= self.eps < float("inf"):
+            raise ValueError(f"eps must be at least {MIN_EPS}, got {self.eps}")
         if self.weight_dtype not in (*WEIGHT_DTYPES, None):
             raise ValueError(
                 f"weight_dtype must be one of {WEIGHT_DTYPES} or None, got {self.weight_dtype!r}"

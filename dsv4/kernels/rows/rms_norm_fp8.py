@@ -251,7 +251,8 @@ def vector_squares(vector: cute.Tensor) -> Float32:
 
 
 def exact_quotient(total: Float32, divisor: int) -> Float32:
-    """total / divisor, rounded to nearest even, for totals that are 0 or normal, Inf or NaN."""
+    """total / divisor of a total >= 0 or NaN, rounded to nearest even; of totals below 2^-100 and
+    divisors that are no powers of two it may miss the last bit."""
     inverse = 1 / divisor
     quotient = total * Float32(inverse)
     if divisor & (divisor - 1) == 0:

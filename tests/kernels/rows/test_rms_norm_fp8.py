@@ -158,7 +158,7 @@ def test_chosen_tilings_cover_rows_and_fit() -> None:
     [
         ({"dim": 100}, "dim must be a multiple of 128 up to 16384, got 100"),
         ({"dim": 16512}, "dim must be a multiple of 128 up to 16384, got 16512"),
-        ({"eps": 0.0}, "eps must be positive, got 0.0"),
+        ({"eps": 0.0}, "eps must be at least 1e-18, got 0.0"),
         ({"weight_dtype": "float16"}, "weight_dtype must be one of .* got 'float16'"),
     ],
 )
