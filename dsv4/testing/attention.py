@@ -255,8 +255,8 @@ def make_inputs(
     )
     rows = case.window_rows
     swa_lens = _lengths(rows, (rows, min(3, rows)), case.batch, not case.full_windows, generator)
-    _poison(compressed_kv, lens)
-    _poison(swa_kv, swa_lens)
+    poison_rows(compressed_kv, lens)
+    poison_rows(swa_kv, swa_lens)
     ids = [request for request, count in case.requests for _ in range(count)]
     return Inputs(
         q.to(dtype),
@@ -298,8 +298,8 @@ def _let_grow(q: Tensor, all_keys: Sequence[Tensor], direction: Tensor) -> None:
         keys.clamp_(-1.25, 1.25)
 
 
-def _poison(keys: Tensor, lens: Tensor) -> None:
-    """Fill rows at and past their length with NaN and infinities."""
+def poison_rows(keys: Tensor, lens: Tensor) -> None:
+    """Fill rows [n, rows, d] at and past their length [n] with NaN and infinities."""
     values = torch.tensor(MASKED, device=keys.device)
     masked = torch.arange(keys.shape[1], device=keys.device) >= lens[:, None]
     kinds = torch.arange(int(masked.sum()), device=keys.device) % len(MASKED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -106,6 +107,16 @@ class AttentionOutcome(Outcome):
         return self.scratch["workspace"]
 
 
+@dataclass(frozen=True)
+class _Product:
+    """Compiles the kernel of the package; equal for one architecture, so that it is done once."""
+
+    arch: str
+
+    def __call__(self, config: FmhaConfig, options: str) -> Any:
+        return build(SPARSE_FMHA.compile_key(config, self.arch), options)
+
+
 class AttentionKernels:
     """The attention kernels of a target's architecture.
 
@@ -128,10 +139,8 @@ class AttentionKernels:
 
     def compile(self, config: FmhaConfig, build: Build | None = None) -> Any:
         """The kernel that `build` makes of `config`; by default the product's."""
-        return self.target.compile(self._build if build is None else build, config)
-
-    def _build(self, config: FmhaConfig, options: str) -> Any:
-        return build(SPARSE_FMHA.compile_key(config, self.target.arch), options)
+        product = _Product(self.target.arch)
+        return self.target.compile(product if build is None else build, config)
 
     def call(
         self,

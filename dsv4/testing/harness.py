@@ -8,6 +8,7 @@ schedule, those on a GPU for equal bits from run to run, in graphs and on stream
 from __future__ import annotations
 
 import atexit
+import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -174,6 +175,12 @@ class Simulator:
         if races:
             assert_clean(outcome.report)
         return outcome
+
+
+@functools.cache
+def simulator(arch: str) -> Simulator:
+    """The simulator that the tests of a process share, and with it what has been compiled."""
+    return Simulator(arch)
 
 
 class Device:

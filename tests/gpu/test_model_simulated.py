@@ -25,14 +25,14 @@ from dsv4.ops.attention import sparse_fmha as fmha
 from dsv4.ops.runtime.runner import runner_config
 from dsv4.testing.attention import Inputs, assert_attention_close
 from dsv4.testing.attention_kernel import AttentionKernels, config_of
-from dsv4.testing.harness import Simulator
+from dsv4.testing.harness import simulator
 from tests.gpu.test_model_cuda import NOISE
 
 pytestmark = pytest.mark.stage("H")
 
 FOLDER = Path(__file__).parents[2] / "checkpoints" / "tiny"
 LENGTHS = (135, 30)  # past the window, and within it
-KERNELS = AttentionKernels(Simulator("sm_90a"))
+KERNELS = AttentionKernels(simulator("sm_90a"))
 GREEDY = RowSampling(0.0, 1.0, 0)
 STEPS = 24
 

@@ -12,7 +12,7 @@ from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
 from dsv4.testing.attention import Inputs
 from dsv4.testing.attention_kernel import AttentionKernels, config_of
 from dsv4.testing.attention_op import run_op
-from dsv4.testing.harness import Simulator
+from dsv4.testing.harness import simulator
 from tests.ops.fake_cuda import fake_cuda  # noqa: F401  (a fixture)
 
 
@@ -32,7 +32,7 @@ class Simulated:
     """Runs the compiled Blackwell kernel in the simulator, behind the op's own checks."""
 
     def __init__(self) -> None:
-        self.kernels = AttentionKernels(Simulator("sm_100a"))
+        self.kernels = AttentionKernels(simulator("sm_100a"))
 
     def run(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """o and lse of a launch without split keys, into poisoned outputs."""

@@ -125,60 +125,6 @@ def test_maxima_that_move(backend: AttentionKernels, order: str, seed: int) -> N
     assert_attention_close(o, expected_o / scale, result.lse, expected_lse)
 
 
-@pytest.mark.stage("D5d")
-@pytest.mark.parametrize("splits", [1, *slow(2)])
-@pytest.mark.parametrize("sink_mode", ["swa_gate", *slow("softmax")])
-def test_sinks(backend: AttentionKernels, sink_mode: str, splits: int, seed: int) -> None:
-    """Infinite and huge sinks among ordinary ones, over every combination of empty branches."""
-    extreme = (torch.inf, -torch.inf, 1e8, -1e8, 3e38, -3e38, 200.0, -200.0)
-    case = Case(
-        heads=72,
-        head_dim=512,
-        top_k=150,
-        window_rows=128,
-        sink_mode=sink_mode,
-        requests=((0, 1), (1, 1), (2, 2), (-1, 1)),
-    )
-    inputs = make_inputs(case, seed)
-    inputs = inputs.replaced(
-        sink_logits=torch.tensor(extreme).repeat(9),
-        swa_kv=torch.randn(4, 128, 512).bfloat16(),
-        compressed_kv=torch.randn(5, 150, 512).bfloat16(),
-        swa_lens=torch.tensor([128, 70, 0, 0], dtype=torch.int32),
-        compressed_lens=torch.tensor([150, 0, 64, 0, 150], dtype=torch.int32),
-    )
-    kernel = backend.compile(config_of(case))
-    assert_right(backend.run_all(kernel, inputs, splits, seed, ONE_PAIR), inputs)
-
-
-@pytest.mark.stage("D5d")
-@pytest.mark.slow
-@pytest.mark.parametrize("sink", [1e38, -1e38])
-def test_scores_of_thousands_under_huge_sinks(
-    backend: AttentionKernels, sink: float, seed: int
-) -> None:
-    """A sink that swallows every score leaves one branch, whatever the other's scores are."""
-    case = Case(**{**vars(MIXED), "requests": ((0, 1),), "growing": False, "ragged": False})
-    inputs = make_inputs(case, seed)
-    q = inputs.q * 2000
-    results = [
-        backend.run(
-            backend.compile(config_of(case)),
-            inputs.replaced(q=q, sink_logits=torch.full((72,), value)),
-        )
-        for value in (sink, sink * torch.inf)
-    ]
-    assert results[0].o.isfinite().all()
-    assert torch.equal(results[0].o, results[1].o)
-
-
-@pytest.mark.stage("D1")
-def test_no_compressed_rows(backend: AttentionKernels, seed: int) -> None:
-    """top_k = 0: the window alone, and a padding token."""
-    case = Case(**{**vars(MIXED), "top_k": 0, "requests": ((0, 1), (-1, 1), (1, 1))})
-    backend.check(case, seed, ctas=ONE_PAIR)
-
-
 @pytest.mark.stage("D2")
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [80, 88, 96, 104, 112, 120, 192, 256])
