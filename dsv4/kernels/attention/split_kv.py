@@ -1,8 +1,33 @@
-"""The split-KV workspace: what the kernels, and those who allocate it, must agree on."""
+"""Split-KV workspace: layout of counters, partial rows and their statistics, in words of 32 bits.
+
+Plain Python, for kernels, which pass runtime integers, and for those who allocate a workspace.
+Every split of a row leaves accumulators that are relative to its row max, and statistics of the
+row: row max, base 2, and row sum. The combine weighs the splits by them (`split_reduce`), always in
+split order, so that no bit depends on the CTA that does it.
+
+Where the layouts differ, and why:
+
+- Hopper: counters, then a group for each output tile (`SplitKv`). The CTAs of a group combine it in
+  the same launch, as soon as its semaphore says that all splits are there: they write and read the
+  accumulators as their threads hold them, a fragment of 16 columns at a time, with the splits of a
+  fragment behind each other.
+- Blackwell (`sm100.combine`): no counters; rows [token, head][split][head_dim] in fp32, then
+  [token, head][split][4] statistics. The accumulator fragments of its two kernels differ from each
+  other, and a launch of its own combines them: rows are what they have in common. The third
+  statistic is the gate's offset of the lse, which Hopper's CTAs still know, and the fourth makes
+  them one store of 16 bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
 
 # fp32 words beside each partial row of head_dim words, at most. A row in 16 bits takes less.
 STATS = 4
 MAX_SPLITS = 32  # one lane, or one bit, each
+SPLIT_STATS = 2  # of Hopper: row max and row sum
+FRAGMENT_WORDS = 128  # of a split: 16 rows and 16 columns in 16 bits, or 8 heads and 16 in fp32
+LANE_WORDS = FRAGMENT_WORDS // 32
 # Query heads up to which Hopper's kernel is swap-AB.
 MOST_SWAP_AB_HEADS = 24
 # With so many it has both: where launches are small, CTAs side by side take a head tile each.
@@ -23,6 +48,57 @@ def combine_sizes(column_groups: int) -> list[tuple[int, int, int]]:
         if least <= most:
             sizes.append((groups, most, least))
     return sizes
+
+
+@dataclass(frozen=True)
+class SplitKv:
+    """Layout of a Hopper group: offsets in words from its start, for Python and runtime integers.
+
+        accumulators  [fragment][split][lane][4 words]
+        statistics    [split][row][2], or [row][split][2]
+        scales        [sub-tile of the columns][split][row]
+
+    The order of the statistics is that of the lanes that read them: for heads in M a quad reads the
+    splits of a row, and its eight rows are neighbours; swap-AB has eight splits of a head side by
+    side in a warp. Scales are those of accumulators in 16 bits; fp32 ones have none.
+
+    Attributes:
+        num_splits: of the group.
+        tile_rows: heads of the output tile.
+        row_words: of the accumulators of a row and split.
+    """
+
+    num_splits: int
+    tile_rows: int
+    row_words: int
+
+    def fragment(self, index):
+        """Accumulators of split 0 of a fragment, `LANE_WORDS` a lane; those of the next splits
+        follow."""
+        return index * (self.num_splits * FRAGMENT_WORDS)
+
+    def statistics_by_split(self, row, split):
+        """Statistics of a row of a split; those of the next rows follow."""
+        accumulators = self.num_splits * self.tile_rows * self.row_words
+        return accumulators + (split * self.tile_rows + row) * SPLIT_STATS
+
+    def statistics_by_row(self, row):
+        """Statistics of split 0 of a row; those of the next splits follow."""
+        return self.num_splits * (self.tile_rows * self.row_words + row * SPLIT_STATS)
+
+    def scale(self, subtile, row, split):
+        """Scale of a row of a sub-tile of the columns of a split; those of the next rows follow."""
+        rows = self.num_splits * self.tile_rows
+        offset = rows * (self.row_words + SPLIT_STATS + subtile)
+        return offset + split * self.tile_rows + row
+
+    def split_words(self, subtiles=0):
+        """Words of one split of the group.
+
+        Args:
+            subtiles: of the columns, with scales of their own.
+        """
+        return self.tile_rows * (self.row_words + (SPLIT_STATS + subtiles))
 
 
 def counter_words(size):

@@ -6,8 +6,8 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.attention.sink_merge import output_scale, row_lse
 from dsv4.kernels.attention.sm100.plan_combine import BATCH, THREADS, PlanCombine
-from dsv4.kernels.attention.softmax import exp2
 from dsv4.kernels.attention.split_kv import STATS
+from dsv4.kernels.attention.split_reduce import split_weights
 from dsv4.kernels.kit.pointers import row_pointer
 
 
@@ -76,14 +76,15 @@ class Combine:
             # ---- weights of the splits, one lane each
             first_partial = row * num_splits
             partial = first_partial + cutlass.min(lane, num_splits - 1)
-            split_max = stats[0, partial]
-            row_max = cute.arch.warp_reduction_max(split_max)
-            # -inf - -inf is NaN: without any key the weights are relative to 0.
-            is_empty = row_max == -cutlass.Float32.inf
-            origin = cutlass.select_(is_empty, cutlass.Float32(0.0), row_max)
-            weight = exp2(split_max - origin)
-            weight = cutlass.select_(lane < num_splits, weight, cutlass.Float32(0.0))
-            row_sum = cute.arch.warp_reduction_sum(weight * stats[1, partial])
+            own = cute.make_rmem_tensor((2, 1), cutlass.Float32)
+            own[0, 0], own[1, 0] = stats[0, partial], stats[1, partial]
+            row_max, row_sum = split_weights(
+                own,
+                cute.arch.warp_reduction_max,
+                cute.arch.warp_reduction_sum,
+                is_split=lane < num_splits,
+            )
+            weight = own[0, 0]
 
             # ---- partial rows of this group of threads
             for i in cutlass.range_constexpr(BATCH):

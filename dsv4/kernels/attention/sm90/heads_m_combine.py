@@ -6,7 +6,7 @@ Every split of a group (token, head tile, slice of its columns) writes its accum
 combines its slice of the rows, always in split order: the result does not depend on which CTA
 combines what.
 
-Workspace, in words of 32 bits; `counter_words` says where the groups begin:
+Workspace (`SplitKv`; `counter_words` says where the groups begin):
 
     counters  [group][half] 64 bits, 0 before the first launch
     groups    [group] of
@@ -28,16 +28,19 @@ from dsv4.kernels.attention.sm90.heads_m_tiling import HeadsMTiling
 from dsv4.kernels.attention.sm90.named_barriers import HeadsMBarrier
 from dsv4.kernels.attention.sm90.partials import store_subtile
 from dsv4.kernels.attention.sm90.plan import HeadsMPlan
-from dsv4.kernels.attention.split_kv import MAX_SPLITS, combine_sizes
+from dsv4.kernels.attention.split_kv import (
+    FRAGMENT_WORDS,
+    LANE_WORDS,
+    MAX_SPLITS,
+    SPLIT_STATS,
+    SplitKv,
+    combine_sizes,
+)
 from dsv4.kernels.attention.split_reduce import split_weights
 from dsv4.kernels.kit.epilogue import store_rows
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.reduce import quad_max, quad_sum
 from dsv4.kernels.kit.semaphore import Semaphore
-
-STATS = 2  # row max and row sum
-FRAGMENT_WORDS = 128  # of a split's 16 rows and 16 columns
-LANE_WORDS = FRAGMENT_WORDS // 32
 
 
 class SplitCoord(NamedTuple):
@@ -84,7 +87,7 @@ class HeadsMCombine:
         # Columns of an accumulator sub-tile, each of which has scales of its own.
         self.pv_dim = plan.pv_dim
         self.subtile_shift = (plan.pv_dim // 8).bit_length() - 1  # of 8-column groups to sub-tiles
-        self.row_words = STATS + self.head_dim // plan.pv_dim  # of statistics
+        self.column_tiles = self.head_dim // plan.pv_dim
         self.sizes = combine_sizes(self.column_groups)
 
     @cute.jit
@@ -97,7 +100,7 @@ class HeadsMCombine:
         column_slice = uniform(tiling.column_slice(index))
         group = (token * tiling.head_tiles + head_tile) * tiling.column_slices + column_slice
         # Words of one split of a group.
-        size = tiling.tile_heads * (tiling.of_slice(self.head_dim // 2) + self.row_words)
+        size = self._layout(tiling).split_words(self.column_tiles)
         start = tiling.counters + cutlass.Int64(group) * (size * tiling.num_splits)
         head, column_group = head_tile * tiling.tile_heads, column_slice * self.column_groups
         return SplitCoord(token, head, split, column_group, group, start)
@@ -118,9 +121,9 @@ class HeadsMCombine:
     @cute.jit
     def store_statistics(self, ctx: HeadsMContext, coord, row, row_max, row_sum):
         """Store the statistics of a row."""
-        stats = cute.make_rmem_tensor(STATS, cutlass.Float32)
+        stats = cute.make_rmem_tensor(SPLIT_STATS, cutlass.Float32)
         stats[0], stats[1] = row_max, row_sum
-        offset = self._statistics(ctx.tiling, row, coord.split)
+        offset = self._layout(ctx.tiling).statistics_by_split(row, coord.split)
         target = self._pointer(ctx, coord, offset, cutlass.Float32, 8)
         cute.autovec_copy(stats, cute.make_tensor(target, stats.layout))
 
@@ -128,7 +131,7 @@ class HeadsMCombine:
     def warp_offset(self, tiling, coord, half, warp):
         """Where a warp stores its accumulators, in words of the group's part of the workspace; to
         be computed before the products, not between the last one and the rows."""
-        offset = self._accumulators(tiling, half, warp, 0) + coord.split * FRAGMENT_WORDS
+        offset = self._fragment(tiling, half, warp, 0) + coord.split * FRAGMENT_WORDS
         return cute.arch.make_warp_uniform(offset)
 
     @cute.jit
@@ -148,7 +151,7 @@ class HeadsMCombine:
                     store_subtile(subtile, start + first, step, scales)
                     if w.lane % 4 == 0:
                         row, column_tile = w.warp * 16 + w.lane // 4, w.half * len(subtiles) + i
-                        offset = self._scales(ctx.tiling, column_tile, row, coord.split)
+                        offset = self._layout(ctx.tiling).scale(column_tile, row, coord.split)
                         target = self._pointer(ctx, coord, offset, cutlass.Float32, 4)
                         for r in cutlass.range_constexpr(2):
                             target[8 * r] = scales[r]
@@ -173,13 +176,14 @@ class HeadsMCombine:
         block = index >> tiling.combine_shift
         column_group = (index - (block << tiling.combine_shift)) * tiling.combine_groups
         column_tile = half * (self.half_dim // self.pv_dim) + (column_group >> self.subtile_shift)
+        layout = self._layout(tiling)
         return SubTile(
             uniform(index),
             uniform(block * 16),
             uniform(column_group),
-            uniform(self._accumulators(tiling, half, block, column_group >> 1)),
-            uniform(self._statistics(tiling, block * 16, 0)),
-            uniform(self._scales(tiling, column_tile, block * 16, 0)),
+            uniform(self._fragment(tiling, half, block, column_group >> 1)),
+            uniform(layout.statistics_by_split(block * 16, 0)),
+            uniform(layout.scale(column_tile, block * 16, 0)),
         )
 
     @cute.jit
@@ -286,22 +290,24 @@ class HeadsMCombine:
     def _load_statistics(self, ctx, coord, subtile, lane, most_splits: cutlass.Constexpr):
         """Statistics [2, splits / 4, row] of every fourth split of a thread's two rows, and the
         scales [splits / 4, row] of a sub-tile of their columns."""
-        stats = cute.make_rmem_tensor((STATS, most_splits // 4, 2), cutlass.Float32)
+        stats = cute.make_rmem_tensor((SPLIT_STATS, most_splits // 4, 2), cutlass.Float32)
         scales = cute.make_rmem_tensor((most_splits // 4, 2), cutlass.Float32)
         scales.fill(0.0)
         tile_heads, num_splits = ctx.tiling.tile_heads, ctx.tiling.num_splits
         first, step = lane % 4, 4 * tile_heads
         row = first * tile_heads + lane // 4
-        offset = subtile.statistics + row * STATS
+        offset = subtile.statistics + row * SPLIT_STATS
         source = self._pointer(ctx, coord, offset, cutlass.Float32, 8)
         source_scales = self._pointer(ctx, coord, subtile.scales + row, cutlass.Float32, 4)
         for i in cutlass.range_constexpr(most_splits // 4):
-            from_stats = pointer_at(source, i * STATS * step, cutlass.Float32, 8)
+            from_stats = pointer_at(source, i * SPLIT_STATS * step, cutlass.Float32, 8)
             from_scales = source_scales + i * step
             for r in cutlass.range_constexpr(2):
                 stats[0, i, r], stats[1, i, r] = -cutlass.Float32.inf, cutlass.Float32(0.0)
                 if i * 4 + first < num_splits:
-                    pair = cute.make_tensor(from_stats + 8 * r * STATS, cute.make_layout(STATS))
+                    pair = cute.make_tensor(
+                        from_stats + 8 * r * SPLIT_STATS, cute.make_layout(SPLIT_STATS)
+                    )
                     cute.autovec_copy(pair, stats[None, i, r])
                     scales[i, r] = from_scales[8 * r]
         return stats, scales
@@ -319,24 +325,18 @@ class HeadsMCombine:
             factors.append(output_scale(row_max, row_sum, sinks[r], self.is_softmax_sink))
         return factors, row_maxima, row_sums
 
-    # ---- a group's part of the workspace, in words ----
+    # ---- a group's part of the workspace ----
 
-    def _accumulators(self, tiling, half, block, fragment):
-        """Of split 0 of 16 rows and 16 columns, 4 words a lane; the next splits' follow."""
+    def _layout(self, tiling: HeadsMTiling) -> SplitKv:
+        """Of a group; two values share a word."""
+        row_words = tiling.of_slice(self.head_dim // 2)
+        return SplitKv(tiling.num_splits, tiling.tile_heads, row_words)
+
+    def _fragment(self, tiling: HeadsMTiling, half, block, fragment):
+        """Accumulators of split 0 of 16 rows and 16 columns."""
         blocks = half * (tiling.tile_heads >> 4) + block
         fragments = tiling.of_slice(self.column_groups // 2)
-        return (blocks * fragments + fragment) * (tiling.num_splits * FRAGMENT_WORDS)
-
-    def _statistics(self, tiling, row, split):
-        """Row max and row sum of a row of a split; the next rows' follow."""
-        rows = tiling.num_splits * tiling.tile_heads * tiling.of_slice(self.head_dim // 2)
-        return rows + (split * tiling.tile_heads + row) * STATS
-
-    def _scales(self, tiling, column_tile, row, split):
-        """Scale of a row of an accumulator sub-tile of a split; the next rows' follow."""
-        rows = tiling.num_splits * tiling.tile_heads
-        offset = rows * (tiling.of_slice(self.head_dim // 2) + STATS + column_tile)
-        return offset + split * tiling.tile_heads + row
+        return self._layout(tiling).fragment(blocks * fragments + fragment)
 
     def _pointer(self, ctx, coord, offset, dtype, align: int = 16) -> cute.Pointer:
         return pointer_at(ctx.operands.workspace.iterator, coord.start + offset, dtype, align)

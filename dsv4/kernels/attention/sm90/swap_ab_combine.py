@@ -25,7 +25,7 @@ from dsv4.kernels.attention.sm90.plan import SwapAbPlan
 from dsv4.kernels.attention.sm90.sink_gate import gate_offset
 from dsv4.kernels.attention.sm90.swap_ab_context import PAIR, SwapAbContext, SwapAbTiling
 from dsv4.kernels.attention.sm90.swap_ab_softmax import Heads
-from dsv4.kernels.attention.split_kv import MAX_SPLITS, counter_words
+from dsv4.kernels.attention.split_kv import MAX_SPLITS, SPLIT_STATS, SplitKv, counter_words
 from dsv4.kernels.attention.split_reduce import split_weights
 from dsv4.kernels.kit.epilogue import quad_transpose, transpose
 from dsv4.kernels.kit.pointers import pointer_at, row_pointer
@@ -36,8 +36,6 @@ from dsv4.kernels.kit.semaphore import Semaphore
 MOST_LOADS = 24
 MOST_FRAGMENTS = 4
 FEWER_SPLITS = 20  # up to which one fragment is combined without loads for the splits beyond
-STATS = 2  # row max and row sum of a head
-FRAGMENT_WORDS = 128
 
 
 def batch_sizes(fragments: int, groups: int) -> list[tuple[int, int]]:
@@ -94,7 +92,7 @@ class SwapAbCombine:
         """The split that a work tile computes."""
         head, split, token = tiling.coordinates(index)
         group = token * tiling.head_tiles + head // tiling.tile_heads
-        size = self.tile_heads * (self.head_dim + STATS) * tiling.num_splits
+        size = self._layout(tiling).split_words() * tiling.num_splits
         start = counter_words(workspace.shape[0]) + cutlass.Int64(group) * size
         return SplitCoord(token, head, split, group, start)
 
@@ -123,7 +121,7 @@ class SwapAbCombine:
         """Store the heads' statistics, whose sums are over all keys; the first warp does."""
         if w.warp == 0 and w.lane < 4:
             for c, j in heads.columns():
-                stats = cute.make_rmem_tensor(STATS, cutlass.Float32)
+                stats = cute.make_rmem_tensor(SPLIT_STATS, cutlass.Float32)
                 stats[0], stats[1] = heads.row_max[c, j], heads.row_sum[c, j]
                 row = self._statistics(ctx, coord, 8 * j + 2 * w.lane + c)
                 cute.autovec_copy(stats, row[None, coord.split])
@@ -163,7 +161,9 @@ class SwapAbCombine:
 
             # ---- loads, all under way together ----
             sinks = cute.make_rmem_tensor(PAIR, cutlass.Float32)
-            stats = cute.make_rmem_tensor((STATS, -(-most_splits // 8), PAIR), cutlass.Float32)
+            stats = cute.make_rmem_tensor(
+                (SPLIT_STATS, -(-most_splits // 8), PAIR), cutlass.Float32
+            )
             for c in cutlass.range_constexpr(PAIR):
                 sinks[c] = operands.sink_logits[coord.head + head + c]
                 rows = self._statistics(ctx, coord, head + c)
@@ -231,17 +231,20 @@ class SwapAbCombine:
 
     # ---- the workspace ----
 
+    def _layout(self, tiling: SwapAbTiling) -> SplitKv:
+        return SplitKv(tiling.num_splits, self.tile_heads, self.head_dim)
+
     def _accumulators(self, ctx, coord, fragment) -> cute.Tensor:
         """[4, lane, split] of a fragment."""
         layout = cute.make_layout((4, 32, MAX_SPLITS))
-        offset = coord.start + fragment * (ctx.tiling.num_splits * FRAGMENT_WORDS)
+        offset = coord.start + self._layout(ctx.tiling).fragment(fragment)
         pointer = pointer_at(ctx.operands.workspace.iterator, offset, cutlass.Float32)
         return cute.make_tensor(pointer, layout)
 
     def _statistics(self, ctx, coord, head) -> cute.Tensor:
         """[row max and row sum, split] of a head."""
-        layout = cute.make_layout((STATS, MAX_SPLITS))
-        offset = ctx.tiling.num_splits * (self.tile_heads * self.head_dim + head * STATS)
+        layout = cute.make_layout((SPLIT_STATS, MAX_SPLITS))
+        offset = self._layout(ctx.tiling).statistics_by_row(head)
         workspace = ctx.operands.workspace.iterator
         pointer = pointer_at(workspace, coord.start + offset, cutlass.Float32, 8)
         return cute.make_tensor(pointer, layout)
