@@ -1,0 +1,1 @@
+"""Our operators inside other packages' models."""
