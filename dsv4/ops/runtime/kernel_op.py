@@ -118,6 +118,21 @@ class KernelOp:
         """Refuse inputs that require grad or carry a tangent; in the order of the table."""
         checks.check_no_gradients(self.name, self.tensors, tensors)
 
+    def explain(self, *tensors: Any) -> None:
+        """Name the argument of a public function's failed call that is of the wrong type or rank.
+
+        In the order of the table, workspaces left out; None for what was not given. After a failure
+        only: looking at every tensor costs as much as the rest of the call.
+        """
+        given = [
+            (arg, tensor)
+            for arg, tensor in zip(self.tensors, tensors)
+            if tensor is not None or not (arg.is_output or arg.is_optional)
+        ]
+        args, found = zip(*given)
+        checks.check_are_tensors(args, found)
+        checks.check_ranks(args, found)
+
     def warmup(self, config: Any, rows: int, device: torch.device) -> None:
         """Load the kernel and make the workspaces of launches of up to `rows` rows."""
         states.warm_up(self, config, rows, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -163,6 +164,23 @@ def test_wrong_arguments_are_named(op: Scale, name, value, kind, message) -> Non
     given = {"x": x, "rows": rows, "y": y, "runner_id": runner_id} | {name: value}
     with pytest.raises(kind, match=message):
         op.overload(**given)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ((None, None, None), "x: got None, needs a torch.Tensor"),
+        ((torch.zeros(3, 64), [1, 2], None), "rows: got a list, needs a torch.Tensor"),
+        ((torch.zeros(3, 64), torch.zeros(3), "y"), "y (out): got a str, needs a torch.Tensor"),
+        ((torch.zeros(3, 64).to_sparse(), None), "x: got layout torch.sparse_coo"),
+        ((torch.zeros(3), torch.zeros(3)), "x: got shape (3,), needs [T, d]"),
+    ],
+)
+def test_failed_public_calls_are_explained(op: Scale, tensors: tuple, message: str) -> None:
+    """What torch says of no tensor at all names nothing."""
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        op.explain(*tensors)
+    op.explain(torch.zeros(3, 64), torch.zeros(3), None, None)
 
 
 def test_outputs_have_memory_of_their_own(op: Scale) -> None:
