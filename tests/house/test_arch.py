@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +41,18 @@ def test_it_needs_nothing() -> None:
     code = "import sys; sys.argv = ['dsv4']; import dsv4.arch; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"torch", "cutlass"}.isdisjoint(done.stdout.split())
+
+
+def test_there_is_one_table() -> None:
+    """Nothing else lists capabilities or the bytes of shared memory. The simulator, which stands
+    alone, has its own."""
+    copies = re.compile(r"\(9, 0\)|\(10, 0\)|232448|227 \* 1024|REGISTERS_PER_SM = \d|65536 *#")
+    package = Path(arch.__file__).parent
+    found = [
+        f"{path.relative_to(package)}:{number}"
+        for path in sorted(package.rglob("*.py"))
+        if path.name != "arch.py" and path.relative_to(package).parts[0] != "simulator"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if copies.search(line)
+    ]
+    assert found == []

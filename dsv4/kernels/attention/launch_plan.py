@@ -143,8 +143,14 @@ def key_tiles(rows: int, width: int) -> int:
 def make_plan(
     config: FmhaConfig, tokens: int, rows: int, width: int, num_sms: int, arch: str = "sm_90a"
 ) -> LaunchPlan:
-    """Plan of a launch of `tokens` tokens of `rows` compressed and `width` window keys."""
-    splits = num_splits(config, tokens, rows, width, num_sms, arch)
+    """Plan of a launch of `tokens` tokens of `rows` compressed and `width` window keys.
+
+    The number of splits is the configuration's, else the one with the shortest expected time.
+    """
+    if config.num_splits is None:
+        splits = _choose_splits(config, tokens, rows, width, num_sms, arch)
+    else:
+        splits = config.num_splits
     if arch == "sm_90a":
         return _arrange(config, tokens, splits, num_sms, arch)
     heads = config.num_query_heads
@@ -156,10 +162,13 @@ def make_plan(
 def num_splits(
     config: FmhaConfig, tokens: int, rows: int, width: int, num_sms: int, arch: str = "sm_90a"
 ) -> int:
-    """KV splits of a launch: fixed by the configuration, else those with the shortest expected
-    time for `tokens` tokens of `rows` compressed and `width` window keys."""
-    if config.num_splits is not None:
-        return config.num_splits
+    """KV splits of a launch: what the host tells the compiled function."""
+    return make_plan(config, tokens, rows, width, num_sms, arch).num_splits
+
+
+def _choose_splits(
+    config: FmhaConfig, tokens: int, rows: int, width: int, num_sms: int, arch: str
+) -> int:
     tiles = key_tiles(rows, width)
     head_tiles = tokens * -(-config.num_query_heads // TILE_HEADS)
     most = max(1, min(tiles, num_sms // max(head_tiles, 1), MAX_SPLITS))
@@ -179,7 +188,7 @@ def num_splits(
 def _arrange(config: FmhaConfig, tokens: int, splits: int, num_sms: int, arch: str) -> LaunchPlan:
     """Kernel and tile of a launch of so many splits, as the Hopper kernels choose them."""
     heads = config.num_query_heads
-    few = _swap_ab_heads(heads, tokens * splits, num_sms, arch)
+    few = _swap_ab_heads(config, tokens * splits, num_sms, arch)
     if few:
         return LaunchPlan("swap_ab", splits, few, 1, tokens * (heads // few) * splits)
     tile_heads, slices = _heads_m_tile(config, tokens, splits, num_sms)
@@ -187,16 +196,19 @@ def _arrange(config: FmhaConfig, tokens: int, splits: int, num_sms: int, arch: s
     return LaunchPlan("heads_m", splits, tile_heads, slices, tiles)
 
 
-def _swap_ab_heads(heads: int, token_splits: int, num_sms: int, arch: str) -> int:
+def _swap_ab_heads(config: FmhaConfig, token_splits: int, num_sms: int, arch: str) -> int:
     """Heads of a tile of the swap-AB kernel, or 0 where the other one serves.
 
     It serves few heads, which would leave most of a 64-row product empty; and small launches, whose
-    CTAs take tiles of 16 heads side by side while there is an SM for each.
+    CTAs take tiles of 16 heads side by side while there is an SM for each. A fixed number of splits
+    promises that a token's bits do not depend on the batch: it has one kernel.
     """
+    heads = config.num_query_heads
     if heads <= MOST_SWAP_AB_HEADS:
         return heads
-    tiles = token_splits * (heads // SWAP_AB_TILE_HEADS)
-    return SWAP_AB_TILE_HEADS if has_two_kernels(heads, arch) and tiles <= num_sms else 0
+    has_both = has_two_kernels(heads, arch) and config.num_splits is None
+    is_small = token_splits * (heads // SWAP_AB_TILE_HEADS) <= num_sms
+    return SWAP_AB_TILE_HEADS if has_both and is_small else 0
 
 
 def _heads_m_tile(config: FmhaConfig, tokens: int, splits: int, num_sms: int) -> tuple[int, int]:

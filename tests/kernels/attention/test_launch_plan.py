@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 
 from dsv4.kernels.attention import launch_plan
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.split_kv import SWAP_AB_TILE_HEADS, counter_words
+from dsv4.kernels.attention.split_kv import SWAP_AB_TILE_HEADS, combine_sizes, counter_words
 
 pytestmark = pytest.mark.stage("H")
 
@@ -108,6 +112,77 @@ def test_every_warp_has_one_turn_to_join() -> None:
         assert together == 1 or together * splits <= MOST_LOADS
         turns = 2 * 32 / together / (4 * splits)
         assert turns <= 1 or 2 * together * splits > MOST_LOADS
+
+
+@pytest.fixture(scope="module")
+def make_tiling():
+    """`make_tiling` of the heads-in-M kernel as plain Python: its source, on integers."""
+    tree = ast.parse((Path(launch_plan.__file__).parent / "sm90/heads_m_tiling.py").read_text())
+    (function,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "make_tiling"
+    )
+    function.decorator_list = []
+    for argument in function.args.args:
+        argument.annotation = None
+    names = {
+        "cutlass": SimpleNamespace(Int32=int, const_expr=bool, max=max),
+        "cute": SimpleNamespace(fast_divmod_create_divisor_v2=lambda x: x),
+        "combine_sizes": combine_sizes,
+        "counter_words": counter_words,
+        "HeadsMTiling": lambda *fields: fields,
+    }
+    exec(compile(ast.Module([function], []), "heads_m_tiling", "exec"), names)
+    return names["make_tiling"]
+
+
+@pytest.mark.parametrize("heads", [32, 40, 64, 72, 128])
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_plans_are_what_the_hopper_kernel_makes_of_them(heads, head_dim, make_tiling) -> None:
+    """The compiled host function divides a launch by the same rules as the plan of its costs."""
+    is_even = heads <= 64 or heads % 64 == 0
+    shape = (heads, 64, is_even)
+    for tokens in (1, 2, 3, 4, 7, 8, 16, 33, 66, 132, 133):
+        for splits in (1, 2, 3, 4, 8, 16, 32):
+            config = FmhaConfig(head_dim, heads, 128, 1024, num_splits=splits)
+            plan = launch_plan.make_plan(config, tokens, 1024, 128, MULTIPROCESSORS)
+            sizes = (tokens, splits, MULTIPROCESSORS, head_dim == 512, head_dim // 16)
+            _, _, tile_heads, work_tiles, _, slices, *_ = make_tiling(*shape, *sizes, 0)
+            assert plan == launch_plan.LaunchPlan(
+                "heads_m", splits, tile_heads, slices, work_tiles
+            ), (tokens, splits)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "num_splits", "kernel", "tile_heads"),
+    [
+        (16, 64, None, "swap_ab", 16),
+        (24, 1, None, "swap_ab", 24),
+        (64, 1, None, "swap_ab", 16),
+        (64, 33, None, "swap_ab", 16),
+        (64, 34, None, "heads_m", 64),
+        (64, 1, 10, "heads_m", 32),
+        (40, 1, None, "heads_m", 48),
+    ],
+)
+def test_kernel_of_a_hopper_launch(heads, tokens, num_splits, kernel, tile_heads) -> None:
+    """Swap-AB serves few heads, and small launches whose number of splits is free."""
+    config = FmhaConfig(512, heads, 128, 1024, num_splits=num_splits)
+    plan = launch_plan.make_plan(config, tokens, 100, 30, MULTIPROCESSORS)
+    assert (plan.kernel, plan.tile_heads) == (kernel, tile_heads)
+
+
+def test_kernel_of_a_blackwell_launch() -> None:
+    """The constructor's choice: 128 heads of 512 are one pair of CTAs, all else one CTA each."""
+    pytest.importorskip("cutlass")
+    from dsv4.kernels.attention.sm100.fmha import Fmha1Cta, Fmha2Cta, FmhaKernel
+
+    kinds = {"1cta": Fmha1Cta, "2cta": Fmha2Cta}
+    for heads, head_dim in ((8, 512), (64, 512), (72, 512), (128, 512), (128, 256), (64, 64)):
+        config = FmhaConfig(head_dim, heads, 128, 1024)
+        plan = launch_plan.make_plan(config, 4, 1024, 128, 148, "sm_100a")
+        assert type(FmhaKernel.from_config(config).variant) is kinds[plan.kernel]
 
 
 @pytest.mark.parametrize("heads", [8, 64, 72, 128])
