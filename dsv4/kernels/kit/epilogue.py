@@ -61,7 +61,7 @@ def stage_rows(acc: cute.Tensor, scales, target: cute.Pointer, lane, dtype: cutl
     rows = by_row(acc)
     row = lane % WARP_ROWS
     address = target.toint() + row * SPAN_BYTES
-    # Four 8 x 8 matrices at a time; a lane says where a row of one of them goes.
+    # Four 8 x 8 matrices at a time; each lane holds the address of a row of one of them.
     for pair in cutlass.range_constexpr(cute.size(rows, mode=[2]) // 2):
         values = cute.make_rmem_tensor(8, dtype)
         for i in cutlass.range_constexpr(4):

@@ -30,7 +30,7 @@ class Cursor(NamedTuple):
 def arrive_warp(barrier: cute.Pointer, lane, lanes_per_warp, count=1):
     """Arrivals of a warp, usually one, after every lane's reads and writes.
 
-    One lane speaks for its warp after a warp sync; a checker that follows every thread by itself
+    One lane arrives for its warp after a warp sync; a checker that follows every thread by itself
     needs all 32.
     """
     cute.arch.sync_warp()

@@ -4,7 +4,7 @@ One CTA computes 64 heads of one token (or one split of its keys). Keys come in 
 compressed rows first, then the window; a key tile is fetched once and serves as K and as V:
 
     scheduler warp     key spans of the next work tiles
-    prefetch warp      asks L2 for what comes first while the launch before ends
+    prefetch warp      first boxes -> L2, while the launch before ends
     load warp          Q, key tiles -> shared memory (TMA)
     score warpgroup    S = Q K^T, softmax, P -> shared memory, one key tile ahead of
     output warpgroups  O += P V, each over half of the columns

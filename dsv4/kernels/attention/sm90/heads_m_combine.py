@@ -264,7 +264,7 @@ class HeadsMCombine:
                             row_max[r], row_sum[r], ctx.smem.row_scale[row + 8 * r]
                         )
             index = subtile.index + tiling.num_splits * 4
-            # Most warps have one sub-tile: they shall not look for another before they end.
+            # Most warps have one sub-tile: the address arithmetic of another would delay their end.
             if index < subtiles:
                 subtile = self._subtile(tiling, w.half, index)
             else:
@@ -345,7 +345,7 @@ class HeadsMCombine:
 def _zero_after(values: cute.Tensor, zero):
     """0, as `zero` is, once values [8, groups, splits] are loaded.
 
-    The compiler likes to load some splits, use them, and load the next: a way to memory each time.
+    The compiler would load some splits, use them, and load the next: a memory latency each time.
     What depends on a 0 that it cannot know comes after all loads.
     """
     words, bits = cute.recast_tensor(values, cutlass.Int32), cutlass.Int32(0)

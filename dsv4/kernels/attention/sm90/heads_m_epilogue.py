@@ -1,5 +1,7 @@
 """Epilogue of the heads-in-M kernel: output scale, lse, store."""
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import cute
 
@@ -55,6 +57,14 @@ class RowStatistics:
                 row_scale[row] = scale
 
 
+class Staging(NamedTuple):
+    """What the rows of a CTA's last work tile need to go through shared memory."""
+
+    o_maps: tuple  # the TMA descriptor of o, or nothing: rows are never staged
+    target: cute.Pointer  # free after the CTA's last key tile
+    is_last: cutlass.Boolean  # whether this is the CTA's last work tile
+
+
 class Epilogue:
     """Stores the rows of a work tile that has all of a token's keys.
 
@@ -69,17 +79,10 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, ctx: HeadsMContext, coord, o_maps, subtile, acc, scales, target, column, is_sliced,
-        is_last,
-    ):  # fmt: skip
+        self, ctx: HeadsMContext, coord, subtile, acc, scales, column, is_sliced, staging: Staging
+    ):
         """Write a warp's rows from `column` on: one accumulator sub-tile of them where two CTAs
-        slice the columns, else all that are accumulated. With a TMA descriptor the rows of a CTA's
-        last work tile are staged.
-
-        Args:
-            o_maps: the descriptor of o, or nothing.
-            target: of staged rows, free after the CTA's last key tile.
-            is_last: whether this is the CTA's last work tile.
+        slice the columns, else all that are accumulated.
         """
         lane = cute.arch.lane_idx()
         row = cute.arch.thread_idx()[0] % 128 // 32 * WARP_ROWS + lane // 4
@@ -87,16 +90,17 @@ class Epilogue:
             *(ctx.operands.o, scales, coord.token, coord.head + row, column, lane),
             self.num_query_heads,
         )
+        o_maps = staging.o_maps
         is_staged = cutlass.Boolean(False)
         if cutlass.const_expr(len(o_maps) > 0):
-            is_staged = is_last
+            is_staged = staging.is_last
         if is_sliced:
             store_rows(subtile, *place)
         elif not is_staged:
             store_rows(acc, *place)
         if cutlass.const_expr(len(o_maps) > 0):  # noqa: SIM102 static, then dynamic
             if is_staged:
-                self._store_staged(acc, scales, o_maps[0], target, coord, column, lane)
+                self._store_staged(acc, scales, o_maps[0], staging.target, coord, column, lane)
 
     @cute.jit
     def _store_staged(self, acc, scales, o_map, target: cute.Pointer, coord, column, lane):

@@ -9,7 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from dsv4.kernels.attention.key_span import MISS, KeySpan
 from dsv4.kernels.attention.sm90.heads_m_combine import HeadsMCombine, OutputWarp
 from dsv4.kernels.attention.sm90.heads_m_context import DTYPE, HeadsMContext
-from dsv4.kernels.attention.sm90.heads_m_epilogue import Epilogue
+from dsv4.kernels.attention.sm90.heads_m_epilogue import Epilogue, Staging
 from dsv4.kernels.attention.sm90.plan import HALVES, HEADS, KEYS, HeadsMPlan
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.tma import prefetch_descriptors
@@ -102,7 +102,7 @@ class OutputWarpgroups:
                 kv = ctx.pipes.kv.next(kv)
 
             # ---- key tiles ----
-            # Two loops: what is not known of the columns when the products start makes them late.
+            # Two loops: column offsets that are selected at run time would delay the products.
             if is_sliced:
                 columns = Columns(column_half, first_subtile)
                 tiles, kv = self._multiply_tiles(ctx, f, f.subtiles[:1], columns, count, tiles, kv)
@@ -120,9 +120,10 @@ class OutputWarpgroups:
                 ctx.pipes.rows.release(lane)
                 # The stage after the last key tile's: free when nothing is loaded any more.
                 target = ctx.smem.kv_start + ctx.pipes.kv.slot(kv, half) * KEYS * self.plan.half_dim
+                staging = Staging(o_maps, target, index + step >= stop)
+                column = first_subtile * self.plan.pv_dim
                 self.epilogue.store(
-                    *(ctx, coord, o_maps, f.subtiles[0], f.acc, scales, target),
-                    *(first_subtile * self.plan.pv_dim, is_sliced, index + step >= stop),
+                    ctx, coord, f.subtiles[0], f.acc, scales, column, is_sliced, staging
                 )
             phase ^= 1
             index += step

@@ -103,7 +103,7 @@ class ScoreWarpgroup:
                 self.num_query_heads,
             )  # fmt: skip
             f.rows.reset()
-            # Asked for at the end, they would hold up the output, and the next work tile with it.
+            # Loaded at the end, they would delay the output, and the next work tile with it.
             sinks = load_sinks(ctx.operands.sink_logits, head, self.num_query_heads)
             kv = self._load_q_registers(ctx, f, kv)
             ctx.pipes.q.wait(phase)
@@ -163,7 +163,8 @@ class ScoreWarpgroup:
             ctx.pipes.kv.wait(kv, 1)
         is_held = self._issue_scores(ctx, f, tiles, kv, is_held)
 
-        # Beside PV shared memory answers late: the softmax must not wait for it.
+        # Beside PV, loads from shared memory take long: this one is under way before the softmax
+        # needs it.
         tile_info = ctx.smem.tile_info[kv.stage]
         is_next_here = self._has_landed(ctx, ctx.pipes.kv.next(kv))
         warpgroup.wait_group(1)
@@ -237,7 +238,7 @@ class ScoreWarpgroup:
         steps, smem_steps = self.plan.head_dim // 16, self.plan.q_smem_dim // 16
         middle, early = steps // 2, steps - min(EARLY_STEPS, steps // 2)
         store = min(STORE_STEP, early - 1)
-        # Products with Q in registers first: the others queue up, and leave the warps free.
+        # Products with Q in registers first: those with Q in shared memory queue up without a warp.
         order = [*range(middle, steps), *range(smem_steps, middle), *range(min(smem_steps, middle))]
         rest = ctx.pipes.kv.at(ctx.pipes.kv.slot(kv, 0))
         k = f.k[None, None, None, kv.stage]

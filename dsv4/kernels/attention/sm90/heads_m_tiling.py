@@ -32,7 +32,7 @@ class HeadsMTiling(NamedTuple):
     by_tokens: cute.FastDivmodDivisorV2 | None  # None without splits
 
     def plain(self, num_query_heads: int, most_heads: int):
-        """The same with what the compiler shall know: neither splits nor slices."""
+        """The same as compile-time constants where there are neither splits nor slices."""
         one = cutlass.Int32(1)
         head_tiles = cutlass.Int32(-(-num_query_heads // most_heads))
         return self._replace(

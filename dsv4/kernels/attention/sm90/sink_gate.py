@@ -5,10 +5,10 @@ min(sink, 0) to window scores: the branch with the larger weight keeps bias 0, w
 any size, infinities included, exact. An empty branch leaves the other one alone: the sink then
 counts as 0.
 
-Blackwell moves the row maximum where the window begins instead (`sink_merge`), which spares a
-register a row and branch, but needs to know when the first window tile comes. Here the softmax
-does not: a split may begin anywhere, and the maximum is updated only when a tile exceeds it by far,
-which a move of the maximum would have to go through. The bias is one select a row and tile.
+Blackwell moves the row maximum where the window begins instead (`sink_merge`): as exact, with four
+values a row to keep (sink, gate, maxima on both sides of the boundary) where a bias needs two. The
+score warpgroup of `heads_m` has no registers for them beside Q, and a tile's branch comes with the
+tile: the bias is one select a row.
 """
 
 import cutlass

@@ -9,9 +9,8 @@ would be mostly padding. So the products are transposed: keys, then columns of t
     math warpgroup  S^T = K Q^T, softmax, P^T -> shared memory, O^T += V^T P^T
 
 A key tile serves as K and as V. It is loaded, and freed, in slots of its columns: the ring of slots
-holds two to three key tiles, so that memory has always something to fetch while the warpgroup goes
-through its chain of products and softmax. `print(SwapAbPlan(512, 16, 1))` shows the budgets and the
-barrier graph.
+holds two to three key tiles, so that loads are in flight throughout the warpgroup's chain of
+products and softmax. `print(SwapAbPlan(512, 16, 1))` shows the budgets and the barrier graph.
 """
 
 import cutlass

@@ -61,7 +61,7 @@ class LoadWarp:
                     kv = ctx.pipes.kv.skip(kv, 1)
             index += step
             head, _, token = ctx.tiling.coordinates(index)
-        # Now memory has time for what the next launch prefetches.
+        # Not earlier: the next launch's prefetches would delay these loads.
         pdl.launch_dependents()
 
     @cute.jit

@@ -197,7 +197,7 @@ def store_p(p: cute.Tensor, target: cute.Pointer, warp, lane, dtype) -> None:
     for i in range(cute.size(p)):
         values[i] = p[i].to(dtype)
     words = cute.recast_tensor(values, cutlass.Int32)
-    # Two 8 x 8 matrices of a group of heads. A lane says where a row of one of them goes.
+    # Two 8 x 8 matrices of a group of heads. Each lane holds the address of a row of one of them.
     chunk = 2 * warp + lane // 8 % 2
     row = target.toint() + lane % 8 * 128 + (chunk ^ lane % 8) * 16
     for j in range(0, groups, 2):
