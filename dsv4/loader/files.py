@@ -19,9 +19,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
         CheckpointError: there is no such folder, or it cannot be looked up.
         TypeError: `path` is no path.
     """
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path must be a str or os.PathLike, got {type(path).__name__}")
-    folder = Path(path)
+    folder = as_path("path", path)
     try:
         is_folder = folder.is_dir()
     except (OSError, ValueError) as error:  # a name that is too long, a folder without permission
@@ -29,6 +27,17 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     if not is_folder:
         raise CheckpointError(f"checkpoint {folder}: no such folder")
     return folder
+
+
+def as_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """Return an argument as a path.
+
+    Raises:
+        TypeError: it is none; the message has its name.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a str or os.PathLike, got {type(path).__name__}")
+    return Path(path)
 
 
 def read_config(folder: Path) -> ModelConfig:

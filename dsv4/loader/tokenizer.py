@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from os import PathLike
 from typing import TypeVar
 
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 
+from dsv4.config.fields import shown
 from dsv4.config.json_file import check_regular_file
 from dsv4.loader.errors import CheckpointError, brief
 from dsv4.loader.files import check_folder
@@ -101,8 +103,15 @@ class Tokenizer:
             ) from error
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; ids outside the vocabulary have none."""
-        known = [token for token in ids if 0 <= token < _MAX_IDS]
+        """Return the text of token ids; ids outside the vocabulary have none.
+
+        Raises:
+            TypeError: `ids` does not consist of integers.
+        """
+        try:
+            known = [index(token) for token in ids if 0 <= token < _MAX_IDS]
+        except TypeError:
+            raise TypeError(f"ids must be a list of integers, got {shown(ids)}") from None
         return self.raw.decode(known, skip_special_tokens=skip_special_tokens)
 
     def stream(self) -> TextStream:
@@ -120,9 +129,19 @@ class Tokenizer:
             thinking: let the model reason before it answers.
 
         Raises:
+            TypeError: a message is no mapping of strings.
             ValueError: the tokenizer has no chat tokens, a role is unknown or the last message is
                 not the user's.
         """
+        for number, message in enumerate(messages):
+            texts = isinstance(message, Mapping) and {
+                type(message.get(key)) for key in ("role", "content")
+            }
+            if texts != {str}:
+                raise TypeError(
+                    f"messages[{number}] must have a role and a content, both str, "
+                    f"got {shown(message)}"
+                )
         if not self.has_chat_tokens:
             raise ValueError("this checkpoint's tokenizer has no chat tokens: give a plain prompt")
         if not messages or messages[-1]["role"] != "user":

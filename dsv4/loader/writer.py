@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dsv4.config.model_config import ModelConfig
-from dsv4.loader.errors import CheckpointError, refuse
-from dsv4.loader.files import INDEX_FILE
+from dsv4.loader.errors import CheckpointError, brief, refuse
+from dsv4.loader.files import INDEX_FILE, as_path
 from dsv4.loader.layout import TensorSpec, expert_name, inventory
 
 if TYPE_CHECKING:
@@ -47,16 +48,20 @@ def save(
         shards: number of files, cut at equal bytes.
 
     Raises:
-        CheckpointError: tensors are missing, unexpected, mis-shaped or mis-typed, or `folder` is a
-            file; nothing is written.
+        CheckpointError: tensors are missing, unexpected, mis-shaped, mis-typed or on the meta
+            device, or `folder` is a file; nothing is written.
+        OSError: a file cannot be written; a new folder is not left behind.
+        TypeError: an argument is of another type; the message names it.
         ValueError: `shards` is not at least 1.
     """
-    if shards < 1:
-        raise ValueError(f"shards must be at least 1, got {shards}")
-    specs = inventory(config)
-    folder = Path(folder).resolve()
+    _check_arguments(config, weights, shards)
+    folder = as_path("folder", folder).resolve()
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"checkpoint {folder}: is a file, expected a folder")
+    specs = inventory(config)
+    named = weights.state_dict() if isinstance(weights, torch.nn.Module) else weights
+    empty = [name for name, tensor in named.items() if tensor.is_meta]
+    refuse(folder, {"tensors without data (on the meta device)": empty})
     if isinstance(weights, torch.nn.Module):
         tensors = _released_tensors(weights, specs)
     else:
@@ -71,6 +76,22 @@ def save(
         _publish(staging, folder, files)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check_arguments(config: ModelConfig, weights: object, shards: int) -> None:
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"config must be a ModelConfig, got {type(config).__name__}")
+    if isinstance(shards, bool) or not isinstance(shards, int):
+        raise TypeError(f"shards must be an integer, got {shards!r}")
+    if shards < 1:
+        raise ValueError(f"shards must be at least 1, got {shards}")
+    if isinstance(weights, torch.nn.Module):
+        return
+    if not isinstance(weights, Mapping):
+        raise TypeError(f"weights must be a model or a mapping, got {type(weights).__name__}")
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"weights[{name!r}] must be a tensor, got {type(tensor).__name__}")
 
 
 def _released_tensors(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
@@ -140,7 +161,10 @@ def _write(folder: Path, config: ModelConfig, runs: list[dict[str, Tensor]]) -> 
     for file, run in zip(names, runs):
         # Rows of stacked experts share memory, which safetensors refuses: each gets its own.
         own = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in run.items()}
-        save_file(own, folder / file, metadata={"format": "pt"})
+        try:
+            save_file(own, folder / file, metadata={"format": "pt"})
+        except SafetensorError as error:  # its name for a full disk
+            raise OSError(f"{folder / file} cannot be written: {brief(error)}") from error
     files = list(names)
     if len(runs) > 1:
         size = sum(tensor.nbytes for run in runs for tensor in run.values())

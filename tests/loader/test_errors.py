@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 import dsv4
 from dsv4.loader import CheckpointError, load_tensors, save
 from dsv4.loader.reader import Checkpoint
+from dsv4.model.model import DeepseekV4
 from tests.loader.tiny import FORMATS, random_tensors
 
 pytestmark = pytest.mark.stage("loader")
@@ -271,6 +273,42 @@ def test_saving_over_a_file(tensors: dict[str, Tensor], tmp_path: Path) -> None:
     (tmp_path / "c").write_text("")
     with pytest.raises(CheckpointError, match="is a file, expected a folder"):
         save(tmp_path / "c", CONFIG, tensors)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"folder": 3}, "folder must be a str or os.PathLike, got int"),
+        ({"config": {}}, "config must be a ModelConfig, got dict"),
+        ({"weights": [1]}, "weights must be a model or a mapping, got list"),
+        ({"weights": {"norm.weight": 3}}, r"weights\['norm.weight'\] must be a tensor, got int"),
+        ({"shards": 1.5}, "shards must be an integer, got 1.5"),
+        ({"shards": True}, "shards must be an integer, got True"),
+    ],
+)
+def test_types_of_what_is_saved(changes: dict, message: str, tmp_path: Path) -> None:
+    arguments = dict(folder=tmp_path / "c", config=CONFIG, weights={}) | changes
+    with pytest.raises(TypeError, match=message):
+        save(**arguments)
+
+
+def test_a_model_without_data_is_not_saved(tmp_path: Path) -> None:
+    model = DeepseekV4(CONFIG, device="meta")
+    with pytest.raises(CheckpointError, match=r"tensors without data \(on the meta device\): "):
+        save(tmp_path / "c", CONFIG, model)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_an_os_error(
+    tensors: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr("dsv4.loader.writer.save_file", full_disk)
+    with pytest.raises(OSError, match=r"model.safetensors cannot be written: .* No space left"):
+        save(tmp_path / "c", CONFIG, tensors)
+    assert not list(tmp_path.iterdir())
 
 
 def test_number_of_shards(tensors: dict[str, Tensor], tmp_path: Path) -> None:

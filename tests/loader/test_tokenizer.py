@@ -114,6 +114,20 @@ def test_text_that_is_none(text: object, error: type, message: str, tmp_path: Pa
         _tokenizer(tmp_path, CHAT).encode(text)
 
 
+@pytest.mark.parametrize("ids", [3, [1.5], ["a"], None])
+def test_ids_that_are_none(ids: object, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="ids must be a list of integers, got "):
+        _tokenizer(tmp_path, CHAT).decode(ids)
+
+
+@pytest.mark.parametrize(
+    "message", [{"role": "user"}, {"role": "user", "content": 3}, "user", None]
+)
+def test_messages_that_are_none(message: object, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"messages\[0\] must have a role and a content, both str"):
+        _tokenizer(tmp_path, CHAT).chat_prompt([message])
+
+
 def test_a_vocabulary_that_cannot_express_the_text(tmp_path: Path) -> None:
     model = {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": None}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
