@@ -10,6 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from dsv4.cli import sim_rms_norm_fp8
+from dsv4.cli.sim_status import CHECK_FAILED, NOT_COVERED
+
 if TYPE_CHECKING:
     from dsv4.cli.sim_attention import CompiledKernel, Verdict, Workload
     from dsv4.simulator import Report
@@ -22,8 +25,6 @@ SCHEDULES = ("eager", "lazy", "random")
 INPUTS = ("decode", "mixed")
 HEAD_DIMS = (64, 128, 256, 512)
 SHOWN_FINDINGS = 5
-CHECK_FAILED = 1
-NOT_COVERED = 2
 
 
 class Outcome(NamedTuple):
@@ -93,6 +94,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="for --model-table: the shapes and times of `dsv4 bench attention --json FILE`",
     )
     attention.set_defaults(run=run)
+    sim_rms_norm_fp8.add_parser(kernels)
 
 
 def _list_kernels(args: argparse.Namespace) -> int:

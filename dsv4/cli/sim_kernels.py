@@ -40,6 +40,15 @@ KERNELS = (
         "sparse_fmha_with_swa, up to 24 heads, or small launches of 32, 64 and 128",
         f"{_ATTENTION} --arch sm_90a --heads 24 --head-dim 64",
     ),
+    *(
+        SimulatedKernel(
+            "RMSNorm with FP8 output",
+            arch,
+            "rms_norm_fp8, rows of up to 16,384 elements",
+            f"dsv4 sim rms_norm_fp8 --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
+    ),
 )
 
 

@@ -12,6 +12,7 @@ from dsv4.compat import flash_mla
 from dsv4.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from dsv4.compat.kv_entry import ENTRY_BYTES, gather_entries
 from dsv4.reference.cache_entry import pack_pages, unpack_pages
+from dsv4.testing.accuracy import assert_close
 
 HEADS, DIM = 8, 512
 
@@ -31,12 +32,6 @@ def _oracle(
         highest.append(top)
         lses.append(torch.where(lse == -math.inf, math.inf, lse))
     return torch.stack(outs), torch.stack(highest), torch.stack(lses)
-
-
-def _assert_close(actual: Tensor, expected: Tensor) -> None:
-    assert not actual.isnan().any()
-    error = (actual.float() - expected).norm() / expected.norm()
-    assert error < 4e-3, f"relative error {error}"
 
 
 def _assert_same_lse(actual: Tensor, expected: Tensor) -> None:
@@ -65,7 +60,7 @@ def test_prefill(sink: Tensor | None, with_lengths: bool, seed: int) -> None:
         q, kv, indices, scale, attn_sink=sink, topk_length=lengths
     )
     expected = _oracle(q, keys, sink, scale)
-    _assert_close(out, expected[0])
+    assert_close("out", out, expected[0])
     _assert_same_lse(highest, expected[1])
     _assert_same_lse(lse, expected[2])
     assert out[3].count_nonzero() == 0
@@ -91,7 +86,7 @@ def test_prefill_in_parts_equals_the_whole(monkeypatch: pytest.MonkeyPatch, seed
     parts = flash_mla_sparse_fwd(q, kv, indices, 0.05)
     for a, b in zip(whole, parts):
         torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
-    _assert_close(parts[0], whole[0].float())
+    assert_close("out", parts[0], whole[0].float())
 
 
 def _cache(pages: int, entries: int) -> tuple[Tensor, Tensor]:
@@ -154,7 +149,7 @@ def test_decode(sink: Tensor | None, extra_page: int | None, with_lengths: bool,
     expected = _oracle(q.flatten(0, 1), listed, sink, DIM**-0.5)
     assert out.shape == q.shape
     assert lse.shape == (batch, HEADS, length)
-    _assert_close(out.flatten(0, 1), expected[0])
+    assert_close("out", out.flatten(0, 1), expected[0])
     _assert_same_lse(lse.transpose(1, 2).flatten(0, 1), expected[2])
     assert out[1, 0].count_nonzero() == 0
 
@@ -169,7 +164,7 @@ def test_nan_in_entries_that_are_not_chosen_stays_there(seed: int) -> None:
         q, cache, None, None, DIM, None, is_fp8_kvcache=True, indices=indices
     )
     expected = _oracle(q[0], [keys[70:80]], None, DIM**-0.5)
-    _assert_close(out[0], expected[0])
+    assert_close("out", out[0], expected[0])
     _assert_same_lse(lse[0].T, expected[2])
 
 

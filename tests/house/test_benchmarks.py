@@ -67,6 +67,22 @@ def test_markers_that_name_nothing_are_errors(marker: str, message: str) -> None
         rendered(marker, FOLDER)
 
 
+def test_table_of_another_family(tmp_path: Path) -> None:
+    row = {
+        "shape": {"tokens": 8192, "dim": 4096},
+        "microseconds": 25.0,
+        "floor": 22.94,
+        "torch": 500.0,
+        "gigabytes_per_second": 4038.0,
+    }
+    machine = Machine("a GPU", copy=3.9e12, read=4e12, rate=8e14)
+    write_record(tmp_path / "rows.json", record("rms_norm_fp8", machine, [row]))
+    page = "<!-- benchmarks: rms_norm_fp8 rows.json -->\n<!-- /benchmarks -->\n"
+    made = rendered(page, tmp_path)
+    assert "| 8192 | 4096 | **25.00** | 4038 | 22.94 | 92% | 500.0 |" in made
+    assert "a GPU" in made and rendered(made, tmp_path) == made
+
+
 def test_record_of_this_run(tmp_path: Path) -> None:
     """Command, commit and software are those of the process that measures."""
     machine = Machine("GPU", copy=3.9e12, read=4e12, rate=8e14)
