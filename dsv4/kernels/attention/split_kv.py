@@ -26,6 +26,7 @@ from dataclasses import dataclass
 STATS = 4
 MAX_SPLITS = 32  # one lane, or one bit, each
 SPLIT_STATS = 2  # of Hopper: row max and row sum
+GROUP_COUNTER_WORDS = 4  # of Hopper: a counter of 64 bits for each half of the columns
 FRAGMENT_WORDS = 128  # of a split: 16 rows and 16 columns in 16 bits, or 8 heads and 16 in fp32
 LANE_WORDS = FRAGMENT_WORDS // 32
 # Query heads up to which Hopper's kernel is swap-AB.

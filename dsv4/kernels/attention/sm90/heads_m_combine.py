@@ -30,6 +30,7 @@ from dsv4.kernels.attention.sm90.partials import store_subtile
 from dsv4.kernels.attention.sm90.plan import HeadsMPlan
 from dsv4.kernels.attention.split_kv import (
     FRAGMENT_WORDS,
+    GROUP_COUNTER_WORDS,
     LANE_WORDS,
     MAX_SPLITS,
     SPLIT_STATS,
@@ -40,7 +41,7 @@ from dsv4.kernels.attention.split_reduce import split_weights
 from dsv4.kernels.kit.epilogue import store_rows
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.reduce import quad_max, quad_sum
-from dsv4.kernels.kit.semaphore import Semaphore
+from dsv4.kernels.kit.semaphore import COUNTER_WORDS, Semaphore
 
 
 class SplitCoord(NamedTuple):
@@ -109,7 +110,7 @@ class HeadsMCombine:
         """That of an output warpgroup: halves of a group wait each for their own splits."""
         return Semaphore(
             workspace=ctx.operands.workspace.iterator,
-            offset=coord.group * 4 + half * 2,
+            offset=coord.group * GROUP_COUNTER_WORDS + half * COUNTER_WORDS,
             split=coord.split,
             num_splits=ctx.tiling.num_splits,
             barrier=HeadsMBarrier.COMBINE + half,

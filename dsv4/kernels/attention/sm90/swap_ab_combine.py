@@ -25,7 +25,13 @@ from dsv4.kernels.attention.sm90.plan import SwapAbPlan
 from dsv4.kernels.attention.sm90.sink_gate import gate_offset
 from dsv4.kernels.attention.sm90.swap_ab_context import PAIR, SwapAbContext, SwapAbTiling
 from dsv4.kernels.attention.sm90.swap_ab_softmax import Heads
-from dsv4.kernels.attention.split_kv import MAX_SPLITS, SPLIT_STATS, SplitKv, counter_words
+from dsv4.kernels.attention.split_kv import (
+    GROUP_COUNTER_WORDS,
+    MAX_SPLITS,
+    SPLIT_STATS,
+    SplitKv,
+    counter_words,
+)
 from dsv4.kernels.attention.split_reduce import split_weights
 from dsv4.kernels.kit.epilogue import quad_transpose, transpose
 from dsv4.kernels.kit.pointers import pointer_at, row_pointer
@@ -100,7 +106,7 @@ class SwapAbCombine:
         """That of a head tile."""
         return Semaphore(
             workspace=ctx.operands.workspace.iterator,
-            offset=coord.group * 4,
+            offset=coord.group * GROUP_COUNTER_WORDS,
             split=coord.split,
             num_splits=ctx.tiling.num_splits,
             barrier=int(SwapAbBarrier.COMBINE),
