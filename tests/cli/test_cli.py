@@ -29,6 +29,32 @@ def test_doctor_json_names_the_backends(capsys: pytest.CaptureFixture) -> None:
     assert "backend cuda" in findings or "gpu 0" in findings
 
 
+@pytest.mark.parametrize(
+    ("folder", "reason"),
+    [
+        ("a file", "is not a folder"),
+        ("a file/below", "is not a folder"),
+        pytest.param(
+            "/proc/nope", "/proc", marks=pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+        ),
+    ],
+)
+def test_doctor_tries_the_cache_folder(
+    folder: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Permissions alone say nothing: root may write everywhere, and yet not into /proc."""
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path / folder))
+    (finding,) = doctor._compile_cache()
+    assert finding.status == "broken"
+    assert reason in finding.detail
+    assert "DSV4_CACHE_DIR" in finding.remedy
+    monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path / "new" / "folder"))
+    (finding,) = doctor._compile_cache()
+    assert (finding.status, finding.remedy) == ("ok", "")
+    assert not (tmp_path / "new").exists()
+
+
 def test_doctor_survives_a_broken_probe(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4.kernels.kit.args import Workspace, optional_of
 from dsv4.ops.runtime.backend import find_kernel
 from dsv4.ops.runtime.calls import tensors_of_call
+from dsv4.ops.runtime.checks import check_aliasing
 from dsv4.ops.runtime.state import State, sized_dimensions, state_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def launch_for(op: KernelOp, config: Any, first: Tensor) -> tuple[Launch, bool]:
     def launch(*arguments: Any) -> None:
         tensors = tensors_of_call(op, arguments)
         op.check(config, tensors)
+        check_aliasing(op.tensors, tensors)
         run_torch(op, config, tensors)
 
     return launch, False
