@@ -96,7 +96,7 @@ def test_replays_beside_eager_launches(seed, no_workspaces) -> None:
 
 def test_a_graph_keeps_its_workspace(seed, no_workspaces) -> None:
     """Larger calls come later and need a larger workspace: earlier graphs stay valid."""
-    small, large = random_inputs(2, seed), random_inputs(40, seed + 1)
+    small, large = random_inputs(2, seed), random_inputs(20, seed + 1)
     runner = cold_runner(small, 8)
     graphs = []
     for inputs in (small, large):
@@ -109,6 +109,25 @@ def test_a_graph_keeps_its_workspace(seed, no_workspaces) -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert torch.equal(out, eager)
+
+
+def test_a_large_workspace_is_the_graphs_own(seed, no_workspaces) -> None:
+    """Zeroed by every replay, between two launches that share it."""
+    inputs = random_inputs(60, seed)
+    runner = cold_runner(inputs, 8)
+    eager = torch.empty_like(inputs.q)
+    torch.ops.dsv4.sparse_fmha_with_swa(*inputs.tensors, eager, runner)
+    outs = [torch.full_like(inputs.q, torch.nan) for _ in range(2)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outs:
+            torch.ops.dsv4.sparse_fmha_with_swa(*inputs.tensors, out, runner)
+    assert workspace._CAPTURE[0].numel() == 0
+    for _ in range(3):
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(out, eager) for out in outs)
 
 
 def test_a_variable_selects_torch(seed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """How a launch of sparse attention is divided: kernel, KV splits, head tiles, column slices.
 
 Plain Python for the host that launches; decided by the launch's size and the GPU, never by values.
-On Hopper the compiled host function repeats `arrange` for the number of splits that it is given
-(`sm90/fmha.py` the kernel, `make_tiling` the tile), because it has to compile its grid from it.
+On Hopper the compiled host function makes the same of the number of splits that it is given
+(`sm90/fmha.py` the kernel, `make_tiling` the tile): its grid is made from it.
 """
 
 from __future__ import annotations

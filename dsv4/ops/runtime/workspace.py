@@ -13,6 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+# Elements (64 MiB) up to which a workspace is made with room to grow, and once more for captures.
+MOST_SPARE = 1 << 24
+
 _EAGER: dict[tuple[int, int], Tensor] = {}  # by device and stream
 _CAPTURE: dict[int, Tensor] = {}  # by device
 # Devices whose capture workspace is in a graph.
@@ -26,26 +29,29 @@ def workspace(
 ) -> Tensor:
     """Workspace of at least `size` elements for a launch on the current stream.
 
-    A launch outside a capture also makes the workspace that a capture of the same launch needs, on
-    whatever stream: memory cannot be zeroed during a capture without doing so in every replay.
+    A launch outside a capture also makes what a capture of the same launch needs, on whatever
+    stream. Only where that would take much memory, a captured launch takes its workspace from the
+    graph's own memory, which every replay zeroes again.
 
     Args:
         device: of the launch; with an index.
         size: fp32 elements that this launch needs.
         most: elements that all launches like this one need at most, so that it grows once.
-        refuse_cold: raises; called during a capture that finds no workspace.
+        refuse_cold: raises; called during a capture before which nothing was launched.
     """
     index = device.index
     if torch.cuda.is_current_stream_capturing():
         known = _CAPTURE.get(index)
-        if known is None or known.numel() < size:
+        if known is None:
             refuse_cold()
+        if known.numel() < size:
+            return torch.zeros(size, dtype=torch.float32, device=device)
         _CAPTURED.add(index)
         return known
     stream = torch._C._cuda_getCurrentRawStream(index)
     known = _EAGER.get((index, stream))
     if known is None or known.numel() < size:
-        known = reserve(device, stream, max(size, most))
+        known = reserve(device, stream, max(size, min(most, MOST_SPARE)))
     return known
 
 
@@ -55,12 +61,13 @@ def reserve(device: torch.device, stream: int, size: int) -> Tensor:
     known = _EAGER.get((index, stream))
     if known is None or known.numel() < size:
         known = _EAGER[index, stream] = torch.zeros(size, dtype=torch.float32, device=device)
+    spare = size if size <= MOST_SPARE else 0
     captured = _CAPTURE.get(index)
-    if captured is None or captured.numel() < size:
+    if captured is None or captured.numel() < spare:
         if index in _CAPTURED:
             _RETIRED.append(captured)
             _CAPTURED.remove(index)
-        _CAPTURE[index] = torch.zeros(size, dtype=torch.float32, device=device)
+        _CAPTURE[index] = torch.zeros(spare, dtype=torch.float32, device=device)
         # A graph may be replayed on any stream: the zeros must not be on their way on this one.
         torch.cuda.current_stream(device).synchronize()
     return known

@@ -179,6 +179,19 @@ def test_what_a_graph_holds_stays_alive(fake_cuda: FakeCuda) -> None:
     assert [first] == workspaces._RETIRED
 
 
+def test_large_workspaces_are_not_kept_twice(fake_cuda: FakeCuda) -> None:
+    """A captured launch takes a large workspace from the graph's memory: zeros, every time."""
+    config = FmhaConfig(512, 64, 128, 1024, num_splits=4)
+    eager = call(fake_cuda, 150, config)
+    size = launch_plan.workspace_size(config, 150, 4)
+    assert eager.numel() == size > workspaces.MOST_SPARE
+    with fake_cuda.capture(3):
+        one, other = call(fake_cuda, 150, config), call(fake_cuda, 150, config)
+    assert one.numel() == other.numel() == size
+    assert one is not other and one is not eager
+    assert workspaces._CAPTURE[None].numel() == 0
+
+
 def test_a_growing_batch_outgrows_few_workspaces(fake_cuda: FakeCuda) -> None:
     """One token more at a time, with a fixed number of splits: sizes double."""
     config = FmhaConfig(512, 64, 128, 1024, num_splits=4)
