@@ -278,7 +278,7 @@ class Replay:
 
     # --- copies ----------------------------------------------------------------------------------
     def _bulk_load(self, warp: _Warp, event: trace.BulkLoad) -> None:
-        issued = warp.sm.copies.take(warp.time, self.machine.copy_issue)
+        issued = warp.sm.copies.take(warp.time, event.rows * self.machine.copy_issue)
         for rank, key in event.targets:
             sm = self.sms[self.placement[warp.cluster][rank]]
             if event.remote:
@@ -291,7 +291,7 @@ class Replay:
         self._span(warp, f"SM {place} TMA", f"load {event.size} B", issued, done)
 
     def _bulk_store(self, warp: _Warp, event: trace.BulkStore) -> None:
-        issued = warp.sm.copies.take(warp.time, self.machine.copy_issue)
+        issued = warp.sm.copies.take(warp.time, event.rows * self.machine.copy_issue)
         done = warp.sm.send(issued, event.size)
         warp.bulk_groups[event.group] = max(warp.bulk_groups.get(event.group, 0.0), done)
         place = self.placement[warp.cluster][warp.trace.cta]

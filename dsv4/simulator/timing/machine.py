@@ -11,7 +11,7 @@ programming guide's tables.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 # (CTAs, M, N) -> cycles per instruction and latency of a single one, A in shared memory, then
 # both with A in TMEM. The same for every format; K is 32 bytes of A. [MMA]
@@ -94,6 +94,11 @@ class Machine:
     def sustained_ghz(self, load: float) -> float:
         """The clock that power allows while tensor pipes work for `load` of the time."""
         return min(self.clock_ghz, self.boost_ghz - self.power_ghz * load)
+
+    @property
+    def figures(self) -> int:
+        """How many numbers the model of this GPU rests on, beside the table of products."""
+        return sum(field.type in ("float", "int") for field in fields(self))
 
     @property
     def hbm_bytes(self) -> float:

@@ -117,6 +117,11 @@ def _wavefronts(pattern: bytes, size: int) -> int:
     return total
 
 
+def _rows(parts: tuple[str, ...]) -> int:
+    """Places of global memory that a bulk copy goes to, each a request of its own."""
+    return 4 if "tile::gather4" in parts or "tile::scatter4" in parts else 1
+
+
 def _ignore(*_) -> None:
     """What only the checker needs to know."""
 
@@ -214,13 +219,14 @@ class Recorder:
             key = ("mbarrier", address, w.cluster.barrier(address).phase)
             w.cluster.state.signals[key] += 1
             targets.append((cta.rank, key))
-        remote = "global" not in self._instruction(w).parts  # from another CTA's shared memory
+        parts = self._instruction(w).parts
+        remote = "global" not in parts  # from another CTA's shared memory
         if not remote:
             w.cluster.state.loaded += size * len(targets)
             address, cells = source
             place = (address, len(cells))
             w.cluster.state.sources.update({(rank, place): size for rank, _ in targets})
-        self._add(w, trace.BulkLoad(w.at, size, targets, remote))
+        self._add(w, trace.BulkLoad(w.at, size, targets, remote, _rows(parts)))
 
     def store_async(self, w, cta: Cta, barrier, offset: int, size: int, lane=None) -> None:
         self.bulk_load(w, [(cta, barrier.address)], np.arange(offset, offset + size, 16))
@@ -229,7 +235,7 @@ class Recorder:
         size = 16 * len(offsets)
         w.cluster.state.stored += size
         group = self._counts.get(("bulk groups", w), 0)
-        self._add(w, trace.BulkStore(w.at, size, group))
+        self._add(w, trace.BulkStore(w.at, size, group, _rows(self._instruction(w).parts)))
 
     def bulk_committed(self, w) -> None:
         self._count("bulk groups", w)

@@ -59,19 +59,22 @@ class Wait(Event):
 class BulkLoad(Event):
     """A copy of `size` bytes into the shared memory of each target, a CTA's rank and the key that
     its bytes signal; `remote` when it comes from shared memory of the cluster, else from global
-    memory."""
+    memory. `rows` that a gather takes from different places are requests of their own."""
 
     size: int
     targets: list[tuple[int, Key]]
     remote: bool
+    rows: int = 1
 
 
 @dataclass(slots=True)
 class BulkStore(Event):
-    """A copy of `size` bytes out of shared memory, part of bulk group number `group`."""
+    """A copy of `size` bytes out of shared memory, part of bulk group number `group`; `rows` as of
+    BulkLoad."""
 
     size: int
     group: int
+    rows: int = 1
 
 
 @dataclass(slots=True)

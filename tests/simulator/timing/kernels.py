@@ -147,3 +147,34 @@ st.global.b32 [%at], %c0;
 ret;
 }}
 """
+
+
+def tensor_load_kernel(copies: int, mode: str, size: int) -> str:
+    """One thread loads `copies` boxes of `size` bytes in a mode, all to one place, and waits."""
+    at = "{0, 0, 1, 2, 3}" if mode == "tile::gather4" else "{0, 0}"
+    loads = "\n".join(
+        f"@%leader cp.async.bulk.tensor.2d.shared::cta.global.{mode}.mbarrier::complete_tx::bytes "
+        f"[%smem], [%map, {at}], [%bar];"
+        for _ in range(copies)
+    )
+    return f"""{_HEAD.replace("sm_90a", "sm_100a")}
+.visible .entry load(.param .align 64 .b8 tensor[128])
+.reqntid 32
+{{
+.reg .b32 %smem, %bar;
+.reg .b64 %map;
+.reg .pred %leader, %done;
+mov.u32 %smem, smem;
+add.u32 %bar, %smem, 1024;
+mov.b64 %map, tensor;
+elect.sync _|%leader, 0xffffffff;
+@%leader mbarrier.init.shared::cta.b64 [%bar], 1;
+@%leader fence.mbarrier_init.release.cluster;
+@%leader mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], {copies * size};
+{loads}
+WAIT:
+mbarrier.try_wait.parity.shared::cta.b64 %done, [%bar], 0, 1000;
+@!%done bra WAIT;
+ret;
+}}
+"""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import struct
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
+from dsv4.cli import sim_table
 from dsv4.simulator.raw import single_launch
 from dsv4.simulator.timing import ASSUMED, B200, H200, MACHINES, LaunchPrediction, Machine, predict
 from dsv4.simulator.timing.prediction import predict_launch, some_clusters
@@ -18,6 +20,7 @@ from tests.simulator.timing.kernels import (
     copied_loads_kernel,
     flag_kernel,
     streaming_kernel,
+    tensor_load_kernel,
 )
 
 pytestmark = pytest.mark.stage("simulator")
@@ -229,6 +232,38 @@ def test_a_last_wave_of_short_ctas_is_short():
     assert trace.loaded(132) == 132 * busy.loaded + 100 * quick.loaded
     launch, first = (predict_launch(each, H200) for each in (trace, full))
     assert first.cycles < launch.cycles < 1.5 * first.cycles
+
+
+def tensor_load(mode: str, box: tuple[int, int], copies: int) -> LaunchPrediction:
+    """Model boxes of 4 rows of 32 bytes, as one tile each or gathered."""
+    source = torch.zeros((8, 32), dtype=torch.uint8)
+    words = [source.data_ptr(), 1 << 4 | 2 << 32, 0, 0, 31 | 7 << 32, 0, (box[0] - 1) << 56,
+             box[1] - 1, *[0] * 8]  # fmt: skip
+    simulation = single_launch(
+        tensor_load_kernel(copies, mode, 128),
+        "load",
+        grid=(1, 1, 1),
+        block=(32, 1, 1),
+        shared=2048,
+        params=(struct.pack("<16Q", *words),),
+    )
+    return predict(simulation, buffers=(source,)).launches[0]
+
+
+def test_gathered_rows_are_requests_of_their_own():
+    tiles, rows = tensor_load("tile", (32, 4), 64), tensor_load("tile::gather4", (32, 1), 64)
+    assert tiles.busy["TMA issue"] == 64 * B200.copy_issue
+    assert rows.busy["TMA issue"] == 4 * 64 * B200.copy_issue
+    assert rows.busy["memory"] == tiles.busy["memory"]
+    assert rows.cycles - tiles.cycles == pytest.approx(3 * 64 * B200.copy_issue, rel=0.1)
+
+
+def test_the_table_says_how_much_is_assumed(capsys, monkeypatch):
+    monkeypatch.setattr(sim_table, "model_subjects", lambda arch: [])
+    sim_table.print_table("sm_100a", None)
+    first = capsys.readouterr().out.splitlines()[0]
+    numbers = [f.name for f in fields(Machine) if f.type in ("float", "int")]
+    assert f"{len(ASSUMED['B200'])} of its {len(numbers)} figures are assumptions" in first
 
 
 def test_assumptions_can_be_adjusted():
