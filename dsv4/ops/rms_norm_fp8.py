@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dsv4.arch import ARCHS
 from dsv4.kernels.rows.args import ARGS, values
 from dsv4.kernels.rows.config import GROUP, VECTOR, RmsNormFp8Config, choose_tiling
 from dsv4.ops.quantize import quantize_e4m3
@@ -29,9 +30,7 @@ class RmsNormFp8(KernelOp):
     name = "rms_norm_fp8"
     config = RmsNormFp8Config
     args = ARGS
-    kernels: ClassVar = dict.fromkeys(
-        ("sm_90a", "sm_100a", "sm_103a"), "dsv4.kernels.rows.rms_norm_fp8"
-    )
+    kernels: ClassVar = dict.fromkeys(ARCHS, "dsv4.kernels.rows.rms_norm_fp8")
 
     def values(self, config: RmsNormFp8Config) -> Mapping[str, int | str]:
         return values(config)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4.arch import ARCHS, KIB
+
 GROUP = 128  # elements that share a scale
 VECTOR = 8  # bf16 elements of a 16-byte load
 WARP = 32
 MAX_DIM = 16384
 MIN_EPS = 1e-18
-SM_MEMORY = 228 * 1024  # shared memory of an SM at most, sm_90 and sm_100
 # Of the chosen tilings: lanes of a group, warps of a row at most, of a CTA where rows are short,
 # and of an SM, whose threads then have 64 registers each.
 TEAM, MOST_ROW_WARPS, CTA_WARPS, SM_WARPS = 8, 16, 8, 32
@@ -122,7 +123,9 @@ class RowTiling:
     @property
     def carveout(self) -> int:
         """Percent of an SM's memory that its CTAs need as shared memory; the rest is L1."""
-        return min(100, -(-100 * self.ctas_per_sm * (self.smem_bytes + 1024) // SM_MEMORY))
+        # The driver keeps 1 KiB of every CTA for itself.
+        needed = self.ctas_per_sm * (self.smem_bytes + KIB)
+        return min(100, -(-100 * needed // min(arch.smem_per_sm for arch in ARCHS.values())))
 
     @property
     def sums(self) -> int:

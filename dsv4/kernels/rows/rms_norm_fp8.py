@@ -93,7 +93,9 @@ class RmsNormFp8:
         cute.arch.griddepcontrol_launch_dependents()
         # The weight is not an output of the launch before.
         gains_at = address_of(weight, Int64(column))
-        gains = self.load_weight(weight, gains_at, team, tiling.holds_weight)
+        held = ()
+        if cutlass.const_expr(tiling.holds_weight):
+            held = self.load_weight(weight, gains_at, team)
         cute.arch.griddepcontrol_wait()
 
         # Addresses advance by a constant from row to row: products of 64 bits are expensive.
@@ -117,10 +119,9 @@ class RmsNormFp8:
             else:
                 cute.arch.sync_threads()
             if row < tokens:
-                if cutlass.const_expr(not tiling.holds_weight):
-                    gains = self.load_weight(weight, gains_at, team, True)
                 factor = self.inverse_rms(sums[None, slot, turn])
                 targets = (codes_at, scales_at, norm_at)
+                gains = (weight, gains_at, held)
                 self.normalize(own, gains, factor, targets, row < norm_out.shape[0], team, lane)
             self.load_row(ahead, row + tiling.stages * step < tokens, team, own)
             row, turn = row + step, 1 - turn
@@ -158,18 +159,19 @@ class RmsNormFp8:
                     cute.copy(copy_async(), source, target[None, v, r])
         cute.arch.cp_async_commit_group()
 
-    @cute.jit
-    def load_weight(self, weight: cute.Tensor, address: Int64, team: Int32, is_now: bool):
-        """[VECTOR, vector, round]: this thread's elements of the weight, loaded now or not."""
-        tiling = self.tiling
-        dtype = weight.element_type
-        gains = cute.make_rmem_tensor((VECTOR, tiling.vectors, tiling.rounds), dtype)
-        if cutlass.const_expr(self.has_weight and is_now):
-            for r in cutlass.range_constexpr(tiling.rounds):
-                skip, _ = self.round_of(team, r)
-                for v in cutlass.range_constexpr(tiling.vectors):
-                    source = vector_at(address, dtype, self.element(skip, v))
-                    cute.autovec_copy(source, gains[None, v, r])
+    def load_weight(self, weight: cute.Tensor, address: Int64, team: Int32) -> tuple:
+        """This thread's elements of the weight, a tensor [VECTOR, vector] for each round."""
+        rounds = range(self.tiling.rounds)
+        return tuple(self.load_gains(weight, address, team, r) for r in rounds)
+
+    def load_gains(self, weight: cute.Tensor, address: Int64, team: Int32, r: int) -> cute.Tensor:
+        """[VECTOR, vector]: this thread's elements of the weight in a round; not loaded if none."""
+        dtype, vectors = weight.element_type, self.tiling.vectors
+        gains = cute.make_rmem_tensor((VECTOR, vectors), dtype)
+        skip, _ = self.round_of(team, r)
+        for v in range(vectors if self.has_weight else 0):
+            source = vector_at(address, dtype, self.element(skip, v))
+            cute.autovec_copy(source, gains[None, v])
         return gains
 
     # ---- first pass: sum of squares --------------------------------------------------------------
@@ -206,16 +208,28 @@ class RmsNormFp8:
 
     @cute.jit
     def normalize(
-        self, own: cute.Tensor, gains: cute.Tensor, factor: Float32, targets, wants_norm, team, lane
+        self,
+        own: cute.Tensor,
+        gains,
+        factor: Float32,
+        targets,
+        wants_norm,
+        team: Int32,
+        lane: Int32,
     ) -> None:
         """Write codes and scales of a row, and the normalised row where it is wanted."""
+        weight, gains_at, held = gains
         codes_at, scales_at, norm_at = targets
         tiling = self.tiling
         for r in cutlass.range_constexpr(tiling.rounds):
             skip, is_own = self.round_of(team, r)
+            if cutlass.const_expr(tiling.holds_weight):
+                mine = held[r]
+            else:
+                mine = self.load_gains(weight, gains_at, team, r)
             pairs = []
             for v in cutlass.range_constexpr(tiling.vectors):
-                pairs += normalized(own[None, v, r], gains[None, v, r], factor, self.has_weight)
+                pairs += normalized(own[None, v, r], mine[None, v], factor, self.has_weight)
             scale = quant.e8m0_scale_e4m3(quant.amax_bf16(pairs, tiling.team))
             codes = [
                 quant.quantize_e4m3(pairs[v * PAIRS : (v + 1) * PAIRS], scale)
