@@ -41,7 +41,7 @@ def run(case: KernelCase) -> dict[str, torch.Tensor]:
     call = case.make().to("cuda")
     case.compile()(*call.args, **call.options)
     torch.cuda.synchronize()
-    return {name: result.cpu() for name, result in call.results.items()}
+    return {name: result.cpu() for name, result in call.outputs.items()}
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -14,16 +14,19 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.launch_plan import workspace_size
 from dsv4.kernels.attention.sm90.fmha import build
+from dsv4.testing.attention import Inputs
+from dsv4.testing.attention_kernel import make_call
+from dsv4.testing.harness import Call
 from tests.simulator.hardware.case import Tolerance
 from tests.simulator.hardware.inputs import random_words, small_integers, uniform
 from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm90_pipelined import PipelinedGemmSm90
 from tests.simulator.support import OPTIONS, compile_kernel
 
-NAN = float("nan")
 UNIT = 3**0.5  # uniform numbers up to this have variance 1
+REQUESTS = 2
+FEW_CTAS = 3  # fewer than work items: each CTA goes through several
 
 
 @dataclass(frozen=True)
@@ -37,36 +40,6 @@ class Output:
 
     tolerance: Tolerance | None = None
     every: int = 1
-
-
-@dataclass(frozen=True)
-class Call:
-    """Arguments of a compiled function; `results` are those of them that it writes."""
-
-    args: tuple
-    options: dict[str, Any]
-    results: dict[str, Tensor]
-
-    def to(self, device: str) -> Call:
-        """The same call on copies of the tensors on a device."""
-        copies: dict[int, Tensor] = {}
-
-        def moved(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if id(value) not in copies:
-                # As strided as the original: an operand's major is in its strides.
-                copy = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=device
-                )
-                copies[id(value)] = copy.copy_(value)
-            return copies[id(value)]
-
-        return Call(
-            tuple(moved(x) for x in self.args),
-            {name: moved(x) for name, x in self.options.items()},
-            {name: moved(x) for name, x in self.results.items()},
-        )
 
 
 @dataclass(frozen=True)
@@ -116,8 +89,8 @@ def _gemm_call(sizes: tuple[int, int, int], exact: bool, majors: str, dtype: tor
     m, n, k = sizes
     a = _operand("gemm a", m, k, exact, majors[0], dtype)
     b = _operand("gemm b", n, k, exact, majors[1], dtype)
-    c = torch.full((m, n), NAN)
-    return Call((a, b, c), {}, {"c": c})
+    c = torch.empty(m, n)
+    return Call((a, b, c), outputs={"c": c}).poisoned()
 
 
 def _gemm(name: str, kernel: Any, sizes, majors: str = "kk", dtype=torch.bfloat16):
@@ -143,58 +116,52 @@ def _gemms() -> Iterator[KernelCase]:
 
 
 # --- attention -----------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class Shape:
-    """One call of the attention kernel. Windows and compressed rows are ragged, and the last token
-    is padding, where `ragged`; otherwise all rows are visible."""
+def _attention_call(
+    config: FmhaConfig,
+    tokens: int,
+    rows: int,
+    width: int,
+    splits: int,
+    ragged: bool,
+    scale: float = 1.0,
+    sink: float | None = None,
+) -> Call:
+    """One call, the same on every machine, with poisoned outputs.
 
-    config: FmhaConfig
-    tokens: int
-    rows: int
-    width: int
-    splits: int
-    ragged: bool
-    every: int  # elements of o between those that are kept
-    requests: int = 2
-    scale: float = 1.0  # of q
-    sink: float | None = None  # of all heads
+    Args:
+        rows, width: compressed rows of a token, window rows of each of two requests.
+        ragged: lengths of every kind, and the last token is padding; else all rows are visible.
+        scale: of q.
+        sink: of all heads, instead of one each.
+    """
+    heads, dim = config.num_query_heads, config.head_dim
 
-    def call(self) -> Call:
-        """Inputs, the same on every machine, and poisoned outputs."""
-        heads, dim = self.config.num_query_heads, self.config.head_dim
+    def normal(seed: str, *shape: int) -> Tensor:
+        count = torch.Size(shape).numel()
+        return torch.from_numpy(uniform(seed, count, -UNIT, UNIT)).reshape(shape)
 
-        def normal(seed: str, *shape: int) -> Tensor:
-            count = torch.Size(shape).numel()
-            return torch.from_numpy(uniform(seed, count, -UNIT, UNIT)).reshape(shape)
-
-        q = (normal("q", self.tokens, heads, dim) * self.scale).bfloat16()
-        compressed = normal("compressed", self.tokens, self.rows, dim).bfloat16()
-        window = normal("window", self.requests, self.width, dim).bfloat16()
-        sinks = normal("sinks", heads)
-        if self.sink is not None:
-            sinks.fill_(self.sink)
-        requests = torch.arange(self.tokens, dtype=torch.int32) % self.requests
-        lens = torch.full((self.requests,), self.width, dtype=torch.int32)
-        compressed_lens = torch.full((self.tokens,), self.rows, dtype=torch.int32)
-        if self.ragged:
-            requests[-1] = -1
-            lens = _lengths("lens", self.requests, self.width)
-            compressed_lens = _lengths("compressed lens", self.tokens, self.rows)
-            compressed[torch.arange(self.rows) >= compressed_lens[:, None]] = NAN
-            window[torch.arange(self.width) >= lens[:, None]] = NAN
-        partials = 0
-        if self.splits > 1:
-            partials = workspace_size(self.config, self.tokens, self.splits)
-        o, lse = torch.full_like(q, NAN), torch.full((self.tokens, heads), NAN)
-        options = {
-            "compressed_lens": compressed_lens,
-            "lse": lse,
-            "workspace": torch.zeros(partials),
-            "num_splits": self.splits,
-            "num_ctas": 3,  # fewer than work items: each CTA goes through several
-        }
-        args = (q, compressed, window, lens, sinks, requests, o)
-        return Call(args, options, {"o": o, "lse": lse})
+    inputs = Inputs(
+        q=(normal("q", tokens, heads, dim) * scale).bfloat16(),
+        compressed_kv=normal("compressed", tokens, rows, dim).bfloat16(),
+        swa_kv=normal("window", REQUESTS, width, dim).bfloat16(),
+        swa_lens=torch.full((REQUESTS,), width, dtype=torch.int32),
+        sink_logits=normal("sinks", heads),
+        request_ids=torch.arange(tokens, dtype=torch.int32) % REQUESTS,
+        compressed_lens=torch.full((tokens,), rows, dtype=torch.int32),
+        sink_mode=config.sink_mode,
+        is_causal=config.is_causal,
+        sliding_window=config.sliding_window,
+    )
+    if sink is not None:
+        inputs.sink_logits.fill_(sink)
+    if ragged:
+        inputs.request_ids[-1] = -1
+        inputs.swa_lens.copy_(_lengths("lens", REQUESTS, width))
+        inputs.compressed_lens.copy_(_lengths("compressed lens", tokens, rows))
+        masked = torch.arange(rows) >= inputs.compressed_lens[:, None]
+        inputs.compressed_kv[masked] = torch.nan
+        inputs.swa_kv[torch.arange(width) >= inputs.swa_lens[:, None]] = torch.nan
+    return make_call("sm_90a", inputs, splits, FEW_CTAS).poisoned()
 
 
 def _lengths(seed: str, count: int, most: int) -> Tensor:
@@ -213,12 +180,13 @@ _ATTENTION_TOLERANCE = Tolerance(ulp=1, absolute=2.0**-12)
 _LSE_TOLERANCE = Tolerance(absolute=2.0**-17)
 
 
-def _attention(name: str, shape: Shape) -> KernelCase:
+def _attention(name: str, config: FmhaConfig, *sizes: int, every: int, **options) -> KernelCase:
+    """A case of `_attention_call`; `every`: elements of o between those that are kept."""
     return KernelCase(
         f"attention {name}",
-        partial(_attention_kernel, shape.config),
-        shape.call,
-        {"o": Output(_ATTENTION_TOLERANCE, shape.every), "lse": Output(_LSE_TOLERANCE)},
+        partial(_attention_kernel, config),
+        partial(_attention_call, config, *sizes, **options),
+        {"o": Output(_ATTENTION_TOLERANCE, every), "lse": Output(_LSE_TOLERANCE)},
     )
 
 
@@ -227,19 +195,24 @@ def _attentions() -> Iterator[KernelCase]:
         return FmhaConfig(dim, heads, 20, 1024, is_causal, mode)
 
     for mode in ("swa_gate", "softmax"):
-        flash = Shape(config(512, 64, mode), 2, 512, 128, 1, ragged=False, every=29)
-        yield _attention(f"512 x 64, {mode}", flash)
-        split = Shape(config(512, 8, mode), 3, 300, 100, 3, ragged=True, every=7)
-        yield _attention(f"512 x 8, 3 splits, ragged, {mode}", split)
-        causal = Shape(config(128, 72, mode, True), 4, 130, 70, 1, ragged=True, every=17)
-        yield _attention(f"128 x 72, causal, ragged, {mode}", causal)
-        small = Shape(config(64, 16, mode, True), 5, 200, 90, 2, ragged=True, every=3)
-        yield _attention(f"64 x 16, 2 splits, causal, ragged, {mode}", small)
-        steep = Shape(config(256, 8, mode), 2, 320, 64, 1, ragged=False, every=3, scale=8.0)
-        yield _attention(f"256 x 8, steep, {mode}", steep)
+        flash = config(512, 64, mode)
+        yield _attention(f"512 x 64, {mode}", flash, 2, 512, 128, 1, ragged=False, every=29)
+        few = config(512, 8, mode)
+        name = f"512 x 8, 3 splits, ragged, {mode}"
+        yield _attention(name, few, 3, 300, 100, 3, ragged=True, every=7)
+        causal = config(128, 72, mode, True)
+        name = f"128 x 72, causal, ragged, {mode}"
+        yield _attention(name, causal, 4, 130, 70, 1, ragged=True, every=17)
+        small = config(64, 16, mode, True)
+        name = f"64 x 16, 2 splits, causal, ragged, {mode}"
+        yield _attention(name, small, 5, 200, 90, 2, ragged=True, every=3)
+        wide = config(256, 8, mode)
+        name = f"256 x 8, steep, {mode}"
+        yield _attention(name, wide, 2, 320, 64, 1, ragged=False, every=3, scale=8.0)
         for sink in (float("inf"), -float("inf")):
-            extreme = Shape(config(64, 8, mode), 3, 130, 70, 3, ragged=True, every=1, sink=sink)
-            yield _attention(f"64 x 8, sinks {sink}, {mode}", extreme)
+            name = f"64 x 8, sinks {sink}, {mode}"
+            extreme = config(64, 8, mode)
+            yield _attention(name, extreme, 3, 130, 70, 3, ragged=True, every=1, sink=sink)
 
 
 @cache

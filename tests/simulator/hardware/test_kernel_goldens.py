@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("cutlass")
 
 from dsv4.simulator import simulate
-from tests.simulator.hardware.kernel_cases import Call, KernelCase, kernel_cases
+from dsv4.testing.harness import Call
+from tests.simulator.hardware.kernel_cases import KernelCase, kernel_cases
 from tests.simulator.hardware.kernel_goldens import differences, load
 
 pytestmark = pytest.mark.stage("simulator")
@@ -40,7 +41,7 @@ def _run(case: KernelCase, **options) -> Call:
 
 
 def _check(case: KernelCase, call: Call) -> None:
-    found = differences(case, GOLDENS[case.name], call.results)
+    found = differences(case, GOLDENS[case.name], call.outputs)
     assert not found, "\n".join([f"{case.name}:", *found])
 
 
@@ -91,7 +92,7 @@ def test_integer_products_are_exact_on_the_hardware():
 def test_wrong_outputs_are_found(name):
     """One kept element off by 1%, a row from another head: each is a difference."""
     case = CASES[name]
-    results = _run(case).results
+    results = _run(case).outputs
     first = next(iter(case.outputs))
     good = results[first].clone()
     every = case.outputs[first].every
