@@ -28,11 +28,11 @@ class SeqlenInfo(NamedTuple):
     swa_lens: cute.Tensor  # [batch] int32
     request_ids: cute.Tensor  # [T] int32
     compressed_lens: cute.Tensor  # [T] int32, or [0]: every row counts
-    by_request_tokens: cute.FastDivmodDivisorV2
+    by_request_tokens: cute.FastDivmodDivisorV2 | None = None  # None: no request is likely
 
 
 class KeySpan(NamedTuple):
-    """The keys of a work tile, as words in shared memory: eight, because neighbouring loads become
+    """The keys of a work tile: eight words, because neighbouring loads from shared memory become
     loads of four."""
 
     count: cutlass.Int32  # of key tiles
@@ -54,6 +54,15 @@ class KeySpan(NamedTuple):
 
     def has(self, flag: int):
         return self.flags & flag != 0
+
+    @property
+    def last(self):
+        """Key tile after the last one."""
+        return self.first + self.count
+
+    def has_both_branches(self):
+        """What `BOTH_BRANCHES` says, for those who have no flags."""
+        return (self.compressed_len > 0) & (self.window_end > self.window_begin)
 
     def tile(self, i, keys: int):
         """Key tile i of the token, of `keys` rows: whether it is of the window, its first row, and
@@ -122,6 +131,27 @@ def key_span(
     request = seqlens.request_ids[token]
     if request != likely_request:
         window_len = window_len_of(seqlens, request)
+    return span_of_lengths(
+        seqlens,
+        *(token, request, compressed_len, window_len, split, by_splits),
+        *(keys, is_causal, sliding_window),
+    )
+
+
+@cute.jit
+def span_of_lengths(
+    seqlens: SeqlenInfo,
+    token: cutlass.Int32,
+    request: cutlass.Int32,
+    compressed_len: cutlass.Int32,
+    window_len: cutlass.Int32,
+    split: cutlass.Int32,
+    by_splits: cute.FastDivmodDivisorV2,
+    keys: cutlass.Constexpr,
+    is_causal: cutlass.Constexpr,
+    sliding_window: cutlass.Constexpr,
+) -> KeySpan:
+    """`key_span` of a token whose request and given lengths have been loaded."""
     compressed_len = clamp_length(compressed_len, seqlens.compressed_rows)
     window_end = clamp_length(window_len, seqlens.window_rows)
     window_begin = cutlass.Int32(0)

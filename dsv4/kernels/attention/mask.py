@@ -1,8 +1,10 @@
-"""Spans of rows that a token sees, and the mask of the one tile of a span that is not full.
+"""Masks of attention: which tokens are padding, how many of a request follow, and the mask of the
+one key tile of a span that is not full.
 
-Every branch of the attention contract is one contiguous span of rows. Tiles start at the first row
-of the span, wherever that is, so that a tile is either full or a prefix: there is no mask at its
-head, and tiles past the span are never loaded. Nothing here depends on the architecture.
+Every branch of the attention contract is one contiguous span of rows (`key_span`). Tiles start at
+the first row of the span, wherever that is, so that a tile is either full or a prefix: there is no
+mask at its head, and tiles past the span are never loaded. Nothing here depends on the
+architecture.
 
 Per-thread scores come as the accumulator fragment that wgmma and the 16x256b TMEM load share: two
 rows, 8 apart, and of every 8 columns the pair that starts at `2 * (lane % 4)`.
@@ -17,12 +19,6 @@ from cutlass import Boolean, Float32, Int32
 def clamp_length(length: Int32, capacity: Int32) -> Int32:
     """A length outside 0..capacity is taken to the nearer end of the range."""
     return cutlass.max(cutlass.min(length, capacity), 0)
-
-
-@cute.jit
-def tile_count(keys: Int32, tile: cutlass.Constexpr[int]) -> Int32:
-    """Tiles of `tile` keys that cover `keys` keys."""
-    return (keys + (tile - 1)) // tile
 
 
 @cute.jit
@@ -59,39 +55,6 @@ def tokens_after(request_ids: cute.Tensor, token: Int32, request: Int32) -> Int3
         low = last_hit
         step = (high - low + 31) // 32
     return low
-
-
-@cute.jit
-def window_span(
-    request_ids: cute.Tensor,
-    swa_lens: cute.Tensor,
-    token: Int32,
-    request: Int32,
-    capacity: Int32,
-    sliding_window: cutlass.Constexpr[int],
-    is_causal: cutlass.Constexpr[bool],
-) -> tuple[Int32, Int32]:
-    """First row and number of rows of its request's window that `token` sees.
-
-    Without `is_causal` the rows below the request's length, in whatever order they are. With it
-    rows are chronological and the last token of a request sits at its last row: a token followed by
-    n others of its request sits at p = length - 1 - n and sees p - sliding_window < row <= p.
-
-    Args:
-        request_ids: [T] int32, see `is_padding`.
-        swa_lens: [batch] int32, clamped to 0..capacity.
-        request: request_ids[token]; a padding token sees nothing, and no length is read for it.
-        capacity: rows of a request's window tensor.
-    """
-    first = Int32(0)
-    count = Int32(0)
-    if not is_padding(request, Int32(swa_lens.shape[0])):
-        count = clamp_length(swa_lens[request], capacity)
-        if cutlass.const_expr(is_causal):
-            end = count - tokens_after(request_ids, token, request)
-            first = cutlass.max(end - sliding_window, Int32(0))
-            count = cutlass.max(end - first, Int32(0))
-    return first, count
 
 
 @cute.jit

@@ -7,6 +7,8 @@ from cutlass import Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import TmemAllocator
 
+from dsv4.kernels.attention.key_span import SeqlenInfo
+
 
 class KernelParams(NamedTuple):
     """Parameters of a launch: TMA descriptors and small tables."""
@@ -24,7 +26,20 @@ class KernelParams(NamedTuple):
     lse: cute.Tensor
     workspace: cute.Tensor
     num_splits: Int32
+    by_splits: cute.FastDivmodDivisorV2
     work_tiles: Int32  # tokens x splits x blocks of heads
+
+    def seqlens(self) -> SeqlenInfo:
+        """What says how many keys there are."""
+        return SeqlenInfo(
+            self.request_ids.shape[0],
+            self.compressed_rows,
+            self.swa_lens.shape[0],
+            self.window_rows,
+            self.swa_lens,
+            self.request_ids,
+            self.compressed_lens,
+        )
 
 
 class WorkTile(NamedTuple):
@@ -33,19 +48,6 @@ class WorkTile(NamedTuple):
     token: Int32
     head_block: Int32  # of 64
     split: Int32
-
-
-class KeySpan(NamedTuple):
-    """Keys of a work tile: tiles [first, last) of the token's compressed tiles, then window
-    tiles.
-    """
-
-    compressed: Int32  # keys of the token
-    window: Int32
-    window_first: Int32  # row of its first window key
-    compressed_tiles: Int32  # tiles of the token
-    first: Int32
-    last: Int32
 
 
 # ---- 1 CTA ---------------------------------------------------------------------------------------

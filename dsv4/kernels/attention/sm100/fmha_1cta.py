@@ -37,12 +37,12 @@ from cutlass.utils import blackwell_helpers as sm100
 from dsv4.kernels.attention import mask, sink_merge, softmax
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.context import FmhaArguments
+from dsv4.kernels.attention.key_span import KeySpan
 from dsv4.kernels.attention.sm100 import fragments_1cta as fragments
 from dsv4.kernels.attention.sm100.combine import partial_pointer
 from dsv4.kernels.attention.sm100.context import (
     Context1Cta,
     KernelParams,
-    KeySpan,
     Pipelines1Cta,
     Smem1Cta,
     WorkTile,
@@ -60,7 +60,6 @@ from dsv4.kernels.attention.sm100.work_tile import (
     row_layout,
     store_pairs,
     tma_row_view,
-    valid_keys,
     zero_rows,
 )
 from dsv4.kernels.kit.reduce import quad_sum
@@ -146,6 +145,7 @@ class Fmha1Cta:
             window=window,
             o=make_output_tma(arguments.o, q.iterator, WARP_ROWS),
             work_tiles=q.shape[0] * arguments.num_splits * self.head_blocks,
+            by_splits=cute.fast_divmod_create_divisor_v2(arguments.num_splits),
             **arguments.tables(),
         )
         self.kernel(params).launch(
@@ -247,8 +247,7 @@ class Fmha1Cta:
         state = pipeline.make_pipeline_state(PRODUCER, self.plan.kv_stages)
         branch = self.kv_source.branch(params.compressed, ctx.smem.k, Int32(0), work.token)
         state = self._load_tiles(ctx, branch, keys.first, split_point, Int32(0), state)
-        request = params.request_ids[work.token]
-        branch = self.kv_source.branch(params.window, ctx.smem.k, keys.window_first, request)
+        branch = self.kv_source.branch(params.window, ctx.smem.k, keys.window_begin, keys.request)
         self._load_tiles(ctx, branch, split_point, keys.last, keys.compressed_tiles, state)
 
     @cute.jit
@@ -382,7 +381,7 @@ class Fmha1Cta:
 
         # ---- prologue: row state
         row_sinks = self._row_sinks(ctx)
-        both = keys.compressed > 0 and keys.window > 0
+        both = keys.has_both_branches()
         rows = sink_merge.new_rows(row_sinks, both, self.config.sink_mode)
         s_state = pipeline.make_pipeline_state(CONSUMER, self.plan.s_stages)
         p_state = pipeline.make_pipeline_state(PRODUCER, self.plan.p_stages)
@@ -392,7 +391,7 @@ class Fmha1Cta:
         for tile in cutlass.range(keys.first, keys.last, unroll=1):
             if tile == keys.compressed_tiles and tile > keys.first:
                 sink_merge.enter_window(rows)
-            valid = valid_keys(keys, tile)
+            _, _, valid = keys.tile(tile, KEYS)
             fragment = self._load_scores(ctx, copies, t_s, s_state)
             scores = fragments.by_rows(fragment)
             s_state.advance()

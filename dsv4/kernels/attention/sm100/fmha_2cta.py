@@ -39,12 +39,12 @@ from cutlass.utils import blackwell_helpers as sm100
 from dsv4.kernels.attention import mask, sink_merge, softmax
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.context import FmhaArguments
+from dsv4.kernels.attention.key_span import KeySpan
 from dsv4.kernels.attention.sm100 import fragments_2cta as fragments
 from dsv4.kernels.attention.sm100.combine import partial_pointer
 from dsv4.kernels.attention.sm100.context import (
     Context2Cta,
     KernelParams,
-    KeySpan,
     Pipelines2Cta,
     Smem2Cta,
     TileScheduler,
@@ -72,7 +72,6 @@ from dsv4.kernels.attention.sm100.work_tile import (
     row_epilogue,
     row_layout,
     store_pairs,
-    valid_keys,
     zero_rows,
 )
 from dsv4.kernels.kit.pointers import row_pointer
@@ -146,6 +145,7 @@ class Fmha2Cta:
             window=window,
             o=make_output_tma(arguments.o, q.iterator, WARP_ROWS),
             work_tiles=q.shape[0] * arguments.num_splits * self.head_blocks,
+            by_splits=cute.fast_divmod_create_divisor_v2(arguments.num_splits),
             **arguments.tables(),
         )
         clusters = cutlass.min(params.work_tiles, cutlass.max(arguments.num_sms // 2, 1))
@@ -274,8 +274,7 @@ class Fmha2Cta:
             split_point = cutlass.min(cutlass.max(keys.compressed_tiles, keys.first), keys.last)
             branch = self.kv_source.branch(params.compressed, rows, Int32(0), work.token)
             state = self._load_tiles(ctx, branch, keys.first, split_point, Int32(0), state)
-            request = params.request_ids[work.token]
-            branch = self.kv_source.branch(params.window, rows, keys.window_first, request)
+            branch = self.kv_source.branch(params.window, rows, keys.window_begin, keys.request)
             origin = keys.compressed_tiles
             state = self._load_tiles(ctx, branch, split_point, keys.last, origin, state)
             keys = self._find_keys(ctx, index + scheduler.step)
@@ -459,7 +458,7 @@ class Fmha2Cta:
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.step, unroll=1):
             # ---- prologue: row state
             work = self._work_tile(ctx, index)
-            both = keys.compressed > 0 and keys.window > 0
+            both = keys.has_both_branches()
             sink = self._row_sink(ctx, work, thread)
             rows = sink_merge.new_rows(sink, both, self.config.sink_mode)
             self._wait_for_stores()
@@ -468,7 +467,7 @@ class Fmha2Cta:
             for tile in cutlass.range(keys.first, keys.last, unroll=1):
                 if tile == keys.compressed_tiles and tile > keys.first:
                     sink_merge.enter_window(rows)
-                valid = valid_keys(keys, tile)
+                _, _, valid = keys.tile(tile, KEYS)
                 scores = self._load_scores(ctx, address, thread, s_state)
                 s_state.advance()
                 if valid < KEYS:

@@ -9,10 +9,11 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import blackwell_helpers as sm100
 
-from dsv4.kernels.attention import mask, sink_merge
+from dsv4.kernels.attention import sink_merge
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.key_span import KeySpan, span_of_lengths, window_len_of
 from dsv4.kernels.attention.sm100.combine import partial_stats
-from dsv4.kernels.attention.sm100.context import KernelParams, KeySpan, WorkTile
+from dsv4.kernels.attention.sm100.context import KernelParams, WorkTile
 from dsv4.kernels.attention.sm100.plan_1cta import KEYS
 from dsv4.kernels.attention.split_kv import STATS
 
@@ -65,39 +66,16 @@ def find_keys(config: FmhaConfig, params: KernelParams, work: WorkTile) -> KeySp
     # With a uniform request the compiler keeps the warp converged in what depends on it. Otherwise
     # it prepares each vote of the search for absent lanes, and runs out of registers.
     request = cute.arch.make_warp_uniform(params.request_ids[token])
-    compressed = Int32(0)
-    if not mask.is_padding(request, Int32(params.swa_lens.shape[0])):
-        compressed = params.compressed_rows
-        if token < params.compressed_lens.shape[0]:
-            compressed = mask.clamp_length(params.compressed_lens[token], compressed)
-    window_first, window = mask.window_span(
-        params.request_ids,
-        params.swa_lens,
-        token,
-        request,
-        params.window_rows,
-        config.sliding_window,
-        config.is_causal,
+    seqlens = params.seqlens()
+    compressed_len = Int32(params.compressed_rows)
+    if token < params.compressed_lens.shape[0]:
+        compressed_len = params.compressed_lens[token]
+    window_len = window_len_of(seqlens, request)
+    return span_of_lengths(
+        seqlens,
+        *(token, request, compressed_len, window_len, work.split, params.by_splits),
+        *(KEYS, config.is_causal, config.sliding_window),
     )
-    compressed_tiles = mask.tile_count(compressed, KEYS)
-    tiles = compressed_tiles + mask.tile_count(window, KEYS)
-    return KeySpan(
-        compressed,
-        window,
-        window_first,
-        compressed_tiles,
-        first=tiles * work.split // params.num_splits,
-        last=tiles * (work.split + 1) // params.num_splits,
-    )
-
-
-@cute.jit
-def valid_keys(keys: KeySpan, tile: Int32) -> Int32:
-    """KeySpan of the span from a tile on; fewer than `KEYS` in the last tile of a branch."""
-    valid = keys.compressed - tile * KEYS
-    if tile >= keys.compressed_tiles:
-        valid = keys.window - (tile - keys.compressed_tiles) * KEYS
-    return valid
 
 
 @cute.jit
