@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsv4.cli import bench_rms_norm_fp8
+from dsv4.cli import bench_fp8_linear, bench_rms_norm_fp8
 
 if TYPE_CHECKING:
     from dsv4.bench.peers import Peer
@@ -44,6 +44,7 @@ def add_parser(subparsers) -> None:
     attention.add_argument("--plot", type=Path, metavar="FILE", help="also draw a roofline (PNG)")
     attention.set_defaults(run=run_attention)
     bench_rms_norm_fp8.add_parser(benchmarks)
+    bench_fp8_linear.add_parser(benchmarks)
 
 
 def check_gpu() -> None:

@@ -92,3 +92,12 @@ def _multiply_bf16x2(a: Uint32, b: Uint32) -> Uint32:
     return cute.arch.inline_ptx(
         "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
     )
+
+
+def unpack_e8m0(byte: Int32) -> Float32:
+    """2^(byte - 127), and NaN for 255, exactly."""
+    bits = byte << FP32_MANTISSA
+    # 2^-127 is subnormal in fp32.
+    bits = cutlass.select_(byte == 0, Int32(1 << (FP32_MANTISSA - 1)), bits)
+    bits = cutlass.select_(byte == E8M0_NAN, Int32(0x7FC00000), bits)
+    return Int32(bits).bitcast(Float32)

@@ -1,0 +1,1 @@
+"""Linear layers that stream weights: FP8 with block scales."""

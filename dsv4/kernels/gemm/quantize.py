@@ -1,0 +1,81 @@
+"""e4m3 codes and E8M0 scales of bf16 activations, 16 lanes a group of 128; any architecture."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, Int64, Uint8, Uint32, cute
+
+from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.kit import pdl, quant
+from dsv4.kernels.kit.pointers import pointer_at
+
+TEAM = 16  # lanes that share a group
+VECTOR = K_BLOCK // TEAM  # elements of a lane
+PAIRS = VECTOR // 2  # registers that hold them
+BATCH = 4  # loads of a thread under way
+
+
+@cute.jit
+def load_vectors(x: cute.Tensor, token, k_block, lane, words: cute.Tensor) -> None:
+    """words[pair] = this lane's elements of x[token, k_block * 128:]."""
+    offset = Int64(token) * x.stride[0] + (k_block * K_BLOCK + lane * VECTOR)
+    source = pointer_at(x.iterator, offset, Uint32)
+    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(PAIRS)), words)
+
+
+def quantize_vector(words: cute.Tensor) -> tuple[cute.Tensor, Int32]:
+    """Codes of a lane's pairs, as two words, and the E8M0 byte of the team's group."""
+    pairs = [words[i] for i in range(PAIRS)]
+    scale = quant.e8m0_scale_e4m3(quant.amax_bf16(pairs, TEAM))
+    return cute.recast_tensor(quant.quantize_e4m3(pairs, scale), Uint32), scale
+
+
+class QuantizeRows:
+    """Kernel: codes [T, K] and scales [T, K / 128] of x [T, K] bf16."""
+
+    threads = 256
+
+    def __init__(self, in_features: int):
+        self.k_blocks = in_features // K_BLOCK
+
+    @cute.jit
+    def launch(self, x, codes, scales, stream, num_ctas):
+        """At most `num_ctas` CTAs."""
+        teams = self.threads // TEAM
+        ctas = cute.ceil_div(x.shape[0] * self.k_blocks, teams)
+        self.kernel(x, codes, scales).launch(
+            grid=[cutlass.min(ctas, num_ctas), 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, codes: cute.Tensor, scales: cute.Tensor):
+        thread = cute.arch.thread_idx()[0]
+        lane, teams = thread % TEAM, self.threads // TEAM
+        step = cute.arch.grid_dim()[0] * teams
+        first = cute.arch.block_idx()[0] * teams + thread // TEAM
+        groups = x.shape[0] * self.k_blocks
+        pdl.launch_dependents()
+        pdl.wait_for_previous_launch()
+        # An even number: both teams of a warp, whose lanes shuffle, take as many turns.
+        for start in cutlass.range(first, groups, step * BATCH, unroll=1):
+            words = cute.make_rmem_tensor((PAIRS, BATCH), Uint32)
+            words.fill(0)
+            for i in cutlass.range_constexpr(BATCH):
+                group = start + i * step
+                if group < groups:
+                    token, k_block = group // self.k_blocks, group % self.k_blocks
+                    load_vectors(x, token, k_block, lane, words[None, i])
+            for i in cutlass.range_constexpr(BATCH):
+                group = start + i * step
+                vector, scale = quantize_vector(words[None, i])
+                if group < groups:
+                    token, k_block = group // self.k_blocks, group % self.k_blocks
+                    offset = Int64(token) * codes.stride[0] + (k_block * K_BLOCK + lane * VECTOR)
+                    target = pointer_at(codes.iterator, offset, Uint32, align=VECTOR)
+                    cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(2)))
+                    if lane == 0:
+                        offset = Int64(token) * scales.stride[0] + k_block
+                        pointer_at(scales.iterator, offset, Uint8, align=1).store(Uint8(scale))

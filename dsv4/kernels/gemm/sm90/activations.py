@@ -1,0 +1,106 @@
+"""Activations of a token tile: quantised into shared memory, or the scales of streamed ones."""
+
+import cutlass
+from cutlass import Float32, Int32, Uint32, cute
+
+from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LinearPlan
+from dsv4.kernels.gemm.quantize import BATCH, PAIRS, TEAM, load_vectors, quantize_vector
+from dsv4.kernels.gemm.sm90.context import LinearContext
+from dsv4.kernels.kit import quant
+from dsv4.kernels.kit.swizzle import VECTOR_BYTES
+
+CONSUMERS = 32 * CONSUMER_WARPS
+ALL_CONSUMERS = 1  # named barrier
+
+
+def sync_consumers() -> None:
+    """Named barrier of both warpgroups."""
+    cute.arch.barrier(barrier_id=ALL_CONSUMERS, number_of_threads=CONSUMERS)
+
+
+def scale_value(stored):
+    """A scale in fp32, of an E8M0 byte or of fp32."""
+    if stored.dtype is Float32:
+        return stored
+    # A byte of a recast tensor has no sign of its own.
+    return quant.unpack_e8m0(Int32(stored) & 0xFF)
+
+
+class Activations:
+    """What the consumers do for a token tile before its first product."""
+
+    def __init__(self, plan: LinearPlan):
+        self.plan = plan
+
+    @cute.jit
+    def clear(self, ctx: LinearContext):
+        """Zero resident activations and their scales: tokens past the last one stay unwritten."""
+        plan, smem = self.plan, ctx.smem
+        thread = cute.arch.thread_idx()[0]
+        zeros = cute.make_rmem_tensor(4, Uint32)
+        zeros.fill(0)
+        base = cute.recast_ptr(smem.x_start, dtype=Uint32)
+        vectors = plan.cta_blocks * plan.tokens * K_BLOCK // VECTOR_BYTES
+        for i in cutlass.range(thread, vectors, CONSUMERS, unroll=1):
+            target = base + cute.assume(i * 4, divby=4)
+            cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+        for i in cutlass.range(thread, plan.tokens * plan.cta_blocks, CONSUMERS, unroll=1):
+            smem.scales[i % plan.tokens, i // plan.tokens] = Float32(0.0)
+
+    @cute.jit
+    def take(self, ctx: LinearContext, token_tile):
+        """Scales of a token tile, and codes where they are resident."""
+        plan, smem = self.plan, ctx.smem
+        thread = cute.arch.thread_idx()[0]
+        first_token = token_tile * plan.tokens
+        first_block = ctx.rank * plan.cta_blocks
+        # All are done with the tile before.
+        sync_consumers()
+        if cutlass.const_expr(plan.tiling.is_streamed):
+            x_scale = ctx.operands.x_scale
+            for i in cutlass.range(thread, plan.tokens * plan.cta_blocks, CONSUMERS, unroll=1):
+                token, block = i // plan.cta_blocks, i % plan.cta_blocks
+                value = Float32(0.0)
+                if first_token + token < x_scale.shape[0]:
+                    value = scale_value(x_scale[first_token + token, first_block + block])
+                smem.scales[token, block] = value
+        else:
+            self._quantize(ctx, first_token, first_block, thread)
+            # wgmma reads codes through the async proxy, those that `clear` wrote, too.
+            cute.arch.fence_view_async_shared()
+        sync_consumers()
+
+    @cute.jit
+    def _quantize(self, ctx: LinearContext, first_token, first_block, thread):
+        """Codes and scales of the CTA's k blocks of bf16 activations."""
+        plan, x = self.plan, ctx.operands.x
+        team, lane, teams = thread // TEAM, thread % TEAM, CONSUMERS // TEAM
+        # An even number: both teams of a warp, whose lanes shuffle, take as many turns.
+        groups = cutlass.min(x.shape[0] - first_token, plan.tokens) * plan.cta_blocks
+        for start in cutlass.range(team, groups, teams * BATCH, unroll=1):
+            words = cute.make_rmem_tensor((PAIRS, BATCH), Uint32)
+            words.fill(0)
+            for i in cutlass.range_constexpr(BATCH):
+                group = start + i * teams
+                if group < groups:
+                    token, block = group // plan.cta_blocks, group % plan.cta_blocks
+                    load_vectors(x, first_token + token, first_block + block, lane, words[None, i])
+            for i in cutlass.range_constexpr(BATCH):
+                group = start + i * teams
+                codes, scale = quantize_vector(words[None, i])
+                if group < groups:
+                    token, block = group // plan.cta_blocks, group % plan.cta_blocks
+                    self._store(ctx, token, block, lane, codes, scale)
+
+    @cute.jit
+    def _store(self, ctx: LinearContext, token, block, lane, codes, scale):
+        """Write a lane's codes where the swizzle has them, and the scale of their group."""
+        smem = ctx.smem
+        vector = (lane // 2) ^ (token % 8)
+        offset = (block * self.plan.tokens + token) * K_BLOCK
+        offset += vector * VECTOR_BYTES + lane % 2 * (VECTOR_BYTES // 2)
+        target = cute.recast_ptr(smem.x_start + cute.assume(offset, divby=8), dtype=Uint32)
+        cute.autovec_copy(codes, cute.make_tensor(target, cute.make_layout(2)))
+        if lane == 0:
+            smem.scales[token, block] = quant.unpack_e8m0(scale)

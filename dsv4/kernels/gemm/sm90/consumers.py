@@ -1,0 +1,143 @@
+"""Consumer warpgroups of the weight-streaming kernel: products, promotion, sums of slices."""
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.gemm.plan import M_TILE, LinearPlan
+from dsv4.kernels.gemm.sm90.activations import Activations, scale_value
+from dsv4.kernels.gemm.sm90.context import LinearContext, tile_mma
+from dsv4.kernels.gemm.sm90.epilogue import Epilogue
+from dsv4.kernels.kit import pdl
+from dsv4.kernels.kit.mbarrier import Cursor
+from dsv4.kernels.kit.wgmma import gemm
+
+WARP = 32
+WARPGROUP_WARPS = 4
+WGMMA_K = 32  # e4m3 elements
+
+
+class Consumers:
+    """Both warpgroups: 64 rows each of a streamed tile, half of a resident tile's slices each."""
+
+    def __init__(self, plan: LinearPlan):
+        self.plan = plan
+        self.activations = Activations(plan)
+        self.epilogue = Epilogue(plan)
+        # Weight scales of a tile in a warp: its lanes hold some each.
+        self.scale_words = -(-plan.ring_blocks // WARP)
+
+    @cute.jit
+    def compute(self, ctx: LinearContext, warp):
+        """Every tile of the CTA: activations, slices, sum of the parts, output."""
+        plan, scheduler = self.plan, ctx.scheduler
+        lane = cute.arch.lane_idx()
+        group, unit = warp // WARPGROUP_WARPS, warp % WARPGROUP_WARPS
+        part, ring_part = ctx.rank, Int32(0)
+        if cutlass.const_expr(plan.tiling.is_streamed):
+            unit = warp
+        else:
+            part, ring_part = ctx.rank * plan.rings + group, group
+        first_block = part * plan.ring_blocks
+        mma = tile_mma(plan)
+        acc = mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.tokens)))
+        stack = [
+            cute.make_rmem_tensor(cute.size(acc), Float32)
+            for _ in range(plan.own_slices.bit_length())
+        ]
+        here = cute.make_rmem_tensor(self.scale_words, Float32)
+        ahead = cute.make_rmem_tensor(self.scale_words, Float32)
+        cursor, turn = ctx.pipes.ring.consumer(), Int32(0)
+        index, last_token_tile = scheduler.index(0), Int32(-1)
+        # Scales of the weight, as the weight itself, are not what the launch before writes.
+        self._load_scales(ctx, index, first_block, lane, ahead)
+        if cutlass.const_expr(not plan.tiling.is_streamed):
+            self.activations.clear(ctx)
+        pdl.wait_for_previous_launch()
+        if cutlass.const_expr(plan.tiling.cluster > 1):
+            cute.arch.cluster_wait()
+        while scheduler.exists(index):
+            # ---- prologue ----
+            tile = scheduler.coordinates(index)
+            for i in cutlass.range_constexpr(self.scale_words):
+                here[i] = ahead[i]
+            index += scheduler.clusters
+            if scheduler.exists(index):
+                self._load_scales(ctx, index, first_block, lane, ahead)
+            if tile.token_tile != last_token_tile:
+                self.activations.take(ctx, tile.token_tile)
+                last_token_tile = tile.token_tile
+            self.epilogue.expect_parts(ctx)
+            # ---- slices, added as a balanced tree: a subtree has one sum, wherever it is held ----
+            for s in cutlass.range_constexpr(plan.own_slices):
+                level, merges = plan.tree[s]
+                cursor = self._sum_slice(
+                    ctx, stack[level], acc, here, s, ring_part, group, lane, cursor
+                )
+                for m in cutlass.range_constexpr(len(merges)):
+                    left, right = stack[merges[m]], stack[merges[m] + 1]
+                    for i in cutlass.range_constexpr(cute.size(left)):
+                        left[i] = left[i] + right[i]
+            # ---- epilogue ----
+            self.epilogue.store(ctx, stack[0], tile, part, unit, warp, lane, turn)
+            turn ^= 1
+
+    @cute.jit
+    def _sum_slice(
+        self, ctx: LinearContext, sums: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor,
+        s: cutlass.Constexpr, ring_part, group, lane, cursor: Cursor,
+    ):  # fmt: skip
+        """sums = the products of a slice; returns the next place in the ring."""
+        plan, ring = self.plan, ctx.pipes.ring
+        mma = tile_mma(plan)
+        mma_slice = mma.get_slice(0)
+        a = mma.make_fragment_A(mma_slice.partition_A(ctx.smem.weight))
+        b = mma.make_fragment_B(mma_slice.partition_B(ctx.smem.x))
+        sums.fill(0.0)
+        for step in cutlass.range(plan.slice_blocks, unroll=1):
+            ring.wait(cursor, ring_part)
+            block = s * plan.slice_blocks + step
+            own_block = ring_part * plan.ring_blocks + block
+            weight_tile = x_tile = ring.slot(cursor, ring_part)
+            if cutlass.const_expr(plan.tiling.is_streamed):
+                weight_tile = x_tile * 2 + group
+            else:
+                x_tile = own_block
+            warpgroup.fence()
+            a_block, b_block = a[None, None, None, weight_tile], b[None, None, None, x_tile]
+            steps = range(K_BLOCK // WGMMA_K)
+            gemm(lambda: tile_mma(plan), acc, a_block, b_block, steps, 0, False)
+            warpgroup.commit_group()
+            scale = self._scale(scales, block)
+            warpgroup.wait_group(0)
+            ring.release(cursor, lane, ring_part)
+            self._promote(ctx, sums, acc, scale, own_block, lane)
+            cursor = ring.next(cursor)
+        return cursor
+
+    @cute.jit
+    def _promote(self, ctx: LinearContext, sums, acc, weight_scale, block, lane):
+        """sums += acc * (activation scale of the column * weight scale)."""
+        for n in cutlass.range_constexpr(self.plan.column_groups):
+            for c in cutlass.range_constexpr(2):
+                factor = ctx.smem.scales[n * 8 + lane % 4 * 2 + c, block] * weight_scale
+                for r in cutlass.range_constexpr(2):
+                    i = n * 4 + r * 2 + c
+                    sums[i] = sums[i] + acc[i] * factor
+
+    @cute.jit
+    def _load_scales(self, ctx: LinearContext, index, first_block, lane, words: cute.Tensor):
+        """words[i] of a lane = weight scale of k block 32 i + lane of this warpgroup."""
+        plan = self.plan
+        row = ctx.scheduler.coordinates(index).row_tile * plan.rows // K_BLOCK
+        for i in cutlass.range_constexpr(self.scale_words):
+            block = cutlass.min(i * WARP + lane, plan.ring_blocks - 1)
+            words[i] = scale_value(ctx.operands.scale[row, first_block + block])
+
+    def _scale(self, words: cute.Tensor, block):
+        """Weight scale of a k block of this warpgroup, from the lane that holds it."""
+        word = words[0]
+        for i in range(1, self.scale_words):
+            word = cutlass.select_(block >= i * WARP, words[i], word)
+        return cute.arch.shuffle_sync(word, block % WARP)

@@ -1,0 +1,80 @@
+"""FP8 linear for Hopper (sm_90a): y = x W^T with block scales, one arithmetic for any number of
+tokens.
+
+`Fp8LinearSm90` is what callers construct, compile and call. It has one kernel for each of its
+tilings (`streaming`), and one that quantises bf16 activations for those that stream them.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, Uint8, cute
+
+from dsv4.kernels.gemm.args import ARGS, values
+from dsv4.kernels.gemm.config import Fp8LinearConfig
+from dsv4.kernels.gemm.plan import tilings
+from dsv4.kernels.gemm.quantize import QuantizeRows
+from dsv4.kernels.gemm.sm90.context import Operands
+from dsv4.kernels.gemm.sm90.streaming import StreamingLinear
+from dsv4.kernels.kit.args import compile_kernel
+
+
+class Fp8LinearSm90:
+    """Kernels of one configuration, in the order of `plan.tilings`."""
+
+    streaming = StreamingLinear
+
+    def __init__(self, config: Fp8LinearConfig):
+        self.config = config
+        self.linears = [self.streaming(config.in_features, t) for t in tilings(config)]
+        self.quantizer = QuantizeRows(config.in_features)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # [T, K] bf16 or e4m3
+        weight: cute.Tensor,  # [M, K] e4m3
+        scale: cute.Tensor,  # [ceil(M / 128), K / 128] E8M0 or fp32
+        x_scale: cute.Tensor,  # [T, K / 128] E8M0, or [0, K / 128] beside bf16
+        y: cute.Tensor,  # [T, M] bf16 or fp32, written
+        stream,
+        *,
+        codes: cute.Tensor,  # [T, K] e4m3 scratch of bf16 activations that are streamed, or [0, K]
+        code_scales: cute.Tensor,  # [T, K / 128] E8M0, the same
+        tiling: Int32,  # index
+        num_sms: Int32,
+    ):
+        """Launch one tiling's kernel, after the quantisation where it streams bf16 activations."""
+        tokens = x.shape[0]
+        if cutlass.const_expr(self.config.quantizes):
+            # Without scratch, token tiles of the resident tiling follow each other.
+            has_scratch = cutlass.min(codes.shape[0], code_scales.shape[0]) >= tokens
+            if tiling == 0 or not has_scratch:
+                operands = Operands(as_bytes(scale), x, as_bytes(x_scale), y)
+                self.linears[0].launch(weight, x, operands, stream, num_sms)
+            else:
+                self.quantizer.launch(x, codes, code_scales, stream, num_sms)
+                operands = Operands(as_bytes(scale), x, as_bytes(code_scales), y)
+                self._launch_streamed(weight, codes, operands, stream, tiling, num_sms)
+        else:
+            operands = Operands(as_bytes(scale), x, as_bytes(x_scale), y)
+            self._launch_streamed(weight, x, operands, stream, tiling, num_sms)
+
+    @cute.jit
+    def _launch_streamed(self, weight, codes, operands, stream, tiling, num_sms):
+        for i in cutlass.range_constexpr(len(self.linears)):
+            if cutlass.const_expr(self.linears[i].plan.tiling.is_streamed):  # noqa: SIM102 static
+                if tiling == i:
+                    self.linears[i].launch(weight, codes, operands, stream, num_sms)
+
+
+def as_bytes(scale: cute.Tensor) -> cute.Tensor:
+    """E8M0 scales as bytes; fp32 ones as they are."""
+    if scale.element_type is cutlass.Float32:
+        return scale
+    return cute.make_tensor(cute.recast_ptr(scale.iterator, dtype=Uint8), scale.layout)
+
+
+def build(config: Fp8LinearConfig, options: str = ""):
+    """Compile the kernels of `config` for sm_90a; needs no GPU."""
+    return compile_kernel(Fp8LinearSm90(config), ARGS, values(config), options)

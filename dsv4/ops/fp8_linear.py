@@ -1,0 +1,241 @@
+"""`fp8_linear`: linear layer with FP8 weights in blocks, as function and operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import index
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dsv4.kernels.gemm import plan as plans
+from dsv4.kernels.gemm.args import ARGS, values
+from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig, has_kernel
+from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
+from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
+from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+from dsv4.ops.runtime.state import smallest_call
+
+# (M, K) of the FP8 linears of Flash and Pro.
+MODEL_LAYERS = {
+    "Flash wq_a": (1024, 4096),
+    "Flash wq_b": (32768, 1024),
+    "Flash wkv": (512, 4096),
+    "Flash wo_b": (4096, 8192),
+    "Flash shared w1": (2048, 4096),
+    "Flash shared w2": (4096, 2048),
+    "Flash indexer wq_b": (8192, 1024),
+    "Pro wq_a": (1536, 7168),
+    "Pro wq_b": (65536, 1536),
+    "Pro wkv": (512, 7168),
+    "Pro wo_b": (7168, 16384),
+    "Pro shared w1": (3072, 7168),
+    "Pro shared w2": (7168, 3072),
+    "Pro indexer wq_b": (8192, 1536),
+}
+
+
+class Fp8Linear(KernelOp):
+    """y = x W^T, both in e4m3 with a scale per 128 elements of K."""
+
+    name = "fp8_linear"
+    config = Fp8LinearConfig
+    args = ARGS
+    kernels: ClassVar = {"sm_90a": "dsv4.kernels.gemm.sm90.fp8_linear"}
+
+    def values(self, config: Fp8LinearConfig) -> Mapping[str, int | str]:
+        return values(config)
+
+    def compiled_config(self, config: Fp8LinearConfig, arch: str) -> Fp8LinearConfig:
+        """M is known at run time; what remains of it is which tilings there are."""
+        return plans.representative(config)
+
+    def plan(self, config: Fp8LinearConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
+        """Index of the tiling, and number of SMs; refuses scales that the kernel would read past
+        the end of."""
+        check_scale_rows(config, **{name: sizes[name] for name in ("T", "M", "G", "S")})
+        return plans.choose(config, sizes["T"], device.num_sms), device.num_sms
+
+    def check_sizes(self, config: Fp8LinearConfig, *tensors: Tensor | None) -> None:
+        x, weight, scale, x_scale = tensors[:4]
+        check_scale_rows(
+            config, T=x.shape[0], M=weight.shape[0], G=scale.shape[0], S=x_scale.shape[0]
+        )
+
+    def torch(
+        self,
+        config: Fp8LinearConfig,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        x_scale: Tensor,
+        out: Tensor,
+        codes: Tensor | None,
+        code_scales: Tensor | None,
+    ) -> None:
+        if config.quantizes:
+            rounded = qdq_e4m3(x, K_BLOCK)
+        else:
+            rounded = (x.float().unflatten(1, (-1, K_BLOCK)) * x_scale.float()[..., None]).flatten(
+                1
+            )
+        # e4m3 times a power of two is exact in bf16; times an arbitrary fp32 scale it is not. And
+        # bf16 products are rounded to bf16.
+        is_exact = out.dtype == torch.bfloat16 and config.scale_dtype == "float8_e8m0fnu"
+        compute = torch.bfloat16 if is_exact else torch.float32
+        dense = dequantize_e4m3_blocks(weight, scale, (K_BLOCK, K_BLOCK), compute)
+        out.copy_(F.linear(rounded.to(compute), dense))
+
+    def probes(
+        self, config: Fp8LinearConfig, target: Device, device: torch.device
+    ) -> Iterator[tuple[Tensor | int, ...]]:
+        """One token through every tiling, with the scratch that leads to the quantisation."""
+        for tiling in range(len(plans.tilings(config))):
+            call = list(smallest_call(self, config, (tiling, target.num_sms), device))
+            call[-4:-2] = scratch(1, config.in_features, device)
+            yield tuple(call)
+
+    def aot(self) -> Mapping[str, Fp8LinearConfig]:
+        """Linears of Flash and Pro, their inputs in bf16; each compiled configuration once."""
+        found: dict[Fp8LinearConfig, str] = {}
+        for label, (rows, width) in MODEL_LAYERS.items():
+            found.setdefault(plans.representative(Fp8LinearConfig(width, rows)), label)
+        return {
+            f"{label}, {MODEL_LAYERS[label][0]} x {config.in_features}": config
+            for config, label in found.items()
+        }
+
+
+FP8_LINEAR = Fp8Linear()
+_op = FP8_LINEAR.overload
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    x_scale: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply T tokens with a weight as FP8 checkpoints store it, without preparation.
+
+    y[t, m] = sum over k of x[t, k] * weight[m, k] * scale[m // 128, k // 128], where x was rounded
+    to e4m3 with one power-of-two scale per 128 elements: as `dsv4.ops.quantize.quantize_e4m3` does
+    it here for bf16, or before, for codes with `x_scale`. On Hopper a k block of 128 is summed by
+    the tensor core, then scaled, and added in fp32 in an order that K alone decides: the bits of a
+    token depend on neither T nor the other tokens, which may hold anything. Elsewhere torch
+    multiplies the decoded weight.
+
+    Launches may begin while the one before ends: `weight` and `scale` must not be what a kernel of
+    this package wrote just before.
+
+    Args:
+        x: [T, K] bfloat16, or float8_e4m3fn with `x_scale`; or float32, on GPUs too by the torch
+            implementation. K is a multiple of 512 up to 16,384.
+        weight: [M, K] float8_e4m3fn.
+        scale: [ceil(M / 128), K / 128] float8_e8m0fnu, or float32 as in the Base checkpoints.
+        x_scale: [T, K / 128] float8_e8m0fnu.
+        out: [T, M] to write into; default a new tensor.
+        out_dtype: bfloat16 or float32; default that of `out`, else of x, bfloat16 for codes.
+
+    Returns:
+        y [T, M].
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
+    """
+    given = x_scale
+    try:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            FP8_LINEAR.check_no_gradients(x, weight, scale, x_scale, out)
+        tokens, width = x.shape
+        rows = weight.shape[0]
+        has_codes = x.dtype == torch.float8_e4m3fn
+        if out_dtype is None:
+            out_dtype = torch.bfloat16 if has_codes else x.dtype
+            out_dtype = out_dtype if out is None else out.dtype
+        identity = fp8_linear_runner_id(
+            index(width),
+            index(rows),
+            "float8_e4m3fn" if has_codes else "bfloat16",
+            _name(scale.dtype),
+            _name(out_dtype),
+        )
+        if x_scale is None:
+            x_scale = torch.empty(
+                (0, width // K_BLOCK), dtype=torch.float8_e8m0fnu, device=x.device
+            )
+        if out is None:
+            out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
+        if x.dtype == torch.bfloat16 and x.is_cuda and tokens > plans.RESIDENT_TOKENS:
+            _op(x, weight, scale, x_scale, out, identity, *scratch(tokens, width, x.device))
+        else:
+            _op(x, weight, scale, x_scale, out, identity)
+    except Exception:
+        _explain(x, weight, scale, given, out)
+        raise
+    return out
+
+
+@torch.compiler.assume_constant_result
+def fp8_linear_runner_id(
+    in_features: int,
+    out_features: int,
+    x_dtype: str = "bfloat16",
+    scale_dtype: str = "float8_e8m0fnu",
+    out_dtype: str = "bfloat16",
+) -> int:
+    """Id of a configuration: what `torch.ops.dsv4.fp8_linear` takes.
+
+    Args:
+        in_features, out_features: K and M of the weight.
+        x_dtype: "bfloat16", also for float32, or "float8_e4m3fn".
+        scale_dtype: of the weight's scales, "float8_e8m0fnu" or "float32".
+        out_dtype: "bfloat16" or "float32".
+    """
+    return FP8_LINEAR.runner_id(in_features, out_features, x_dtype, scale_dtype, out_dtype)
+
+
+def takes(in_features: int, block: tuple[int, int]) -> bool:
+    """Whether `fp8_linear` takes weights of this width with scales of these blocks."""
+    return has_kernel(in_features) and tuple(block) == (K_BLOCK, K_BLOCK)
+
+
+def scratch(tokens: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Codes and scales that a launch quantises many bf16 tokens into before it streams them."""
+    codes = torch.empty((tokens, width), dtype=torch.float8_e4m3fn, device=device)
+    shape = (tokens, width // K_BLOCK)
+    return codes, torch.empty(shape, dtype=torch.float8_e8m0fnu, device=device)
+
+
+def check_scale_rows(config: Fp8LinearConfig, *, T: int, M: int, G: int, S: int) -> None:
+    """Refuse scales with other rows than x and the weight need: ValueError."""
+    needed = -(-M // K_BLOCK)
+    if needed != G:
+        raise ValueError(f"scale: got {G} rows, a weight of {M} rows needs {needed}")
+    if config.quantizes and S:
+        raise ValueError(f"x_scale: got {S} rows, x that is not in float8_e4m3fn has no scales")
+    if not config.quantizes and S != T:
+        raise ValueError(f"x_scale: got {S} rows, float8_e4m3fn codes of {T} tokens need {T}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _explain(*tensors: object) -> None:
+    """Name the argument of a failed call that is of the wrong type or rank."""
+    given = [
+        (arg, tensor)
+        for arg, tensor in zip(FP8_LINEAR.tensors, tensors)
+        if tensor is not None or arg.name in ("x", "weight", "scale")
+    ]
+    args, found = zip(*given)
+    check_are_tensors(args, found)
+    check_ranks(args, found)

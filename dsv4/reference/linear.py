@@ -1,0 +1,31 @@
+"""Linear layers with quantised weights and inputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4.reference.quantize import quantize_e4m3
+from dsv4.reference.weights import decode_e8m0, decode_fp8
+
+
+def fp8_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, x_scale: Tensor | None = None, block: int = 128
+) -> Tensor:
+    """y = x W^T with sums in FP64, of the quantised input.
+
+    Args:
+        x: [..., K], quantised here with one power-of-two scale per `block`; or codes of e4m3.
+        weight: [M, K] codes of e4m3.
+        scale: [ceil(M / block), K / block] e8m0 or FP32.
+        x_scale: [..., K / block] e8m0, of codes.
+
+    Returns:
+        [..., M] FP64.
+    """
+    if x_scale is None:
+        values, scales = quantize_e4m3(x, block)
+    else:
+        values, scales = x.float(), decode_e8m0(x_scale)
+    rounded = values.double() * scales.double().repeat_interleave(block, -1)
+    return torch.matmul(rounded, decode_fp8(weight, scale, (block, block)).double().mT)

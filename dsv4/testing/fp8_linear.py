@@ -1,0 +1,179 @@
+"""`fp8_linear` under test: inputs, what they must give, and the comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig
+from dsv4.ops.fp8_linear import scratch
+from dsv4.ops.quantize import quantize_e4m3
+from dsv4.reference import linear as oracle
+from dsv4.testing.harness import Call
+
+# Elements between the end of a row and the next, in strided cases: every row stays aligned.
+PADDING = 16
+# Rounding of the output, relative to it: half a unit of the last place.
+ROUNDING = {"bfloat16": 2**-8, "float32": 2**-24}
+# Error of a sum relative to the sum of its terms' magnitudes. Hopper's FP8 accumulator cuts the
+# terms of a k block off 13 bits below the largest one: up to 1e-4 was seen with normal values.
+SUM_ERROR = 2**-12
+MAX_RELATIVE_ERROR = 4e-3  # of all of y, by the Frobenius norm
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of a call.
+
+    Attributes:
+        tokens, in_features, out_features: T, K and M.
+        x_dtype, scale_dtype, out_dtype: as in `Fp8LinearConfig`.
+        has_special_rows: whether some tokens are not ordinary: see `make_x`.
+        is_strided: whether rows lie apart, in a wider tensor each.
+    """
+
+    tokens: int
+    in_features: int
+    out_features: int
+    x_dtype: str = "bfloat16"
+    scale_dtype: str = "float8_e8m0fnu"
+    out_dtype: str = "bfloat16"
+    has_special_rows: bool = False
+    is_strided: bool = False
+
+    @property
+    def config(self) -> Fp8LinearConfig:
+        return Fp8LinearConfig(
+            self.in_features, self.out_features, self.x_dtype, self.scale_dtype, self.out_dtype
+        )
+
+
+def make_x(case: Case, generator: torch.Generator) -> Tensor:
+    """[T, K] bf16 normal values, rows and groups of different magnitude.
+
+    Special rows, every fifth each: NaN, one Inf, zeros, one large value.
+    """
+    x = torch.randn(case.tokens, case.in_features, generator=generator)
+    groups = (case.tokens, case.in_features // K_BLOCK)
+    exponents = torch.randint(-6, 6, groups, generator=generator)
+    exponents += torch.randint(-8, 8, (case.tokens, 1), generator=generator)
+    x *= torch.exp2(exponents.float()).repeat_interleave(K_BLOCK, 1)
+    if case.has_special_rows:
+        x[0::5] = torch.nan
+        x[1::5, 1] = torch.inf
+        x[2::5] = 0
+        x[3::5, -1] = 2.0**60
+    return x.bfloat16()
+
+
+def make_scale(case: Case, generator: torch.Generator) -> Tensor:
+    """Scales of the weight's blocks, powers of two or arbitrary."""
+    shape = (-(-case.out_features // K_BLOCK), case.in_features // K_BLOCK)
+    if case.scale_dtype == "float32":
+        return torch.rand(shape, generator=generator) * 1e-2 + 1e-3
+    exponents = torch.randint(112, 124, shape, generator=generator, dtype=torch.uint8)
+    return exponents.view(torch.float8_e8m0fnu)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a case: x and x_scale as the operator takes them, and x in bf16."""
+
+    case: Case
+    x: Tensor
+    weight: Tensor
+    scale: Tensor
+    x_scale: Tensor
+    wide: Tensor
+
+    @classmethod
+    def make(cls, case: Case, seed: int, device: torch.device | str = "cpu") -> Inputs:
+        generator = torch.Generator().manual_seed(seed)
+        wide = make_x(case, generator)
+        shape = (case.out_features, case.in_features)
+        weight = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+        scale = make_scale(case, generator)
+        x, x_scale = wide, torch.empty(
+            (0, case.in_features // K_BLOCK), dtype=torch.float8_e8m0fnu
+        )  # fmt: skip
+        if case.x_dtype == "float8_e4m3fn":
+            x, x_scale = quantize_e4m3(wide, K_BLOCK)
+        tensors = [t.to(device) for t in (x, weight, scale, x_scale, wide)]
+        if case.is_strided:
+            tensors[:2] = [spread_rows(t) for t in tensors[:2]]
+        return cls(case, *tensors)
+
+    def first(self, tokens: int) -> Inputs:
+        """The same with the first tokens alone."""
+        part = replace(self.case, tokens=tokens)
+        tensors = self.x[:tokens], self.weight, self.scale, self.x_scale[:tokens]
+        return Inputs(part, *tensors, self.wide[:tokens])
+
+    def call(self, tiling: int, num_sms: int, has_scratch: bool = True) -> Call:
+        """A call of the compiled kernels."""
+        case, device = self.case, self.x.device
+        shape, dtype = (case.tokens, case.out_features), getattr(torch, case.out_dtype)
+        y = torch.empty(shape, dtype=dtype, device=device)
+        if case.is_strided:
+            y = spread_rows(y)
+        codes, code_scales = scratch(case.tokens * has_scratch, case.in_features, device)
+        return Call(
+            (self.x, self.weight, self.scale, self.x_scale, y),
+            {
+                "codes": codes,
+                "code_scales": code_scales,
+                "tiling": tiling,
+                "num_sms": num_sms,
+            },
+            {"y": y},
+            {"codes": codes, "code_scales": code_scales},
+        )
+
+    @property
+    def optional_x_scale(self) -> Tensor | None:
+        return self.x_scale if self.case.x_dtype == "float8_e4m3fn" else None
+
+    def expected(self) -> Tensor:
+        """y [T, M] in fp64, on the CPU."""
+        scale = self.optional_x_scale
+        return oracle.fp8_linear(
+            self.x.cpu(),
+            self.weight.cpu(),
+            self.scale.cpu(),
+            None if scale is None else scale.cpu(),
+        )
+
+    def magnitude(self) -> Tensor:
+        """Sum of the magnitudes of each element's terms, fp64, on the CPU."""
+        values, scales = quantize_e4m3(self.wide.cpu(), K_BLOCK)
+        weight = self.weight.cpu().float().abs().to(torch.float8_e4m3fn)
+        values = values.float().abs().to(torch.float8_e4m3fn)
+        return oracle.fp8_linear(values, weight, self.scale.cpu(), scales)
+
+
+def spread_rows(rows: Tensor) -> Tensor:
+    """The same rows, each in a wider one."""
+    frame = rows.new_empty((rows.shape[0], rows.shape[1] + PADDING))
+    frame[:, : rows.shape[1]].copy_(rows)
+    return frame[:, : rows.shape[1]]
+
+
+def assert_linear_close(actual: Tensor, inputs: Inputs) -> None:
+    """Fail where y is further from the oracle than rounding and the accumulator allow."""
+    expected, actual = inputs.expected(), actual.cpu().double()
+    lost = actual.isfinite() != expected.isfinite()
+    assert not lost.any(), f"y: {int(lost.sum())} elements are not finite where y is, or reverse"
+    finite = expected.isfinite()
+    error = torch.where(finite, actual - expected, 0.0).abs()
+    allowed = expected.abs() * ROUNDING[inputs.case.out_dtype] + inputs.magnitude() * SUM_ERROR
+    worst = torch.where(finite, error - allowed * (1 + 1e-6), -1.0)
+    where = divmod(int(worst.argmax()), worst.shape[1])
+    assert worst.max() <= 0, (
+        f"y{list(where)}: got {actual[where]:.6g}, needs {expected[where]:.6g} "
+        f"within {allowed[where]:.2g}"
+    )
+    norm = torch.where(finite, expected, 0.0).norm(dim=1).clamp(min=1e-30)
+    relative = float((error.norm(dim=1) / norm).max())
+    assert relative <= MAX_RELATIVE_ERROR, f"y: relative error {relative:.2e} of a token"

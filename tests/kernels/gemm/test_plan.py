@@ -1,0 +1,122 @@
+"""Plans of the FP8 linear: order of the sums, budgets, and which tiling a launch takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4.arch import SM_90A
+from dsv4.kernels.gemm.config import MAX_IN_FEATURES, Fp8LinearConfig, num_slices
+from dsv4.kernels.gemm.plan import (
+    LinearPlan,
+    Tiling,
+    choose,
+    representative,
+    spread,
+    tilings,
+)
+from dsv4.ops.fp8_linear import MODEL_LAYERS
+
+pytestmark = pytest.mark.stage("projections")
+
+WIDTHS = range(512, MAX_IN_FEATURES + 1, 512)
+ROWS = (1, 64, 512, 1536, 2048, 2049, 4096, 7168, 8192, 8449, 65536)
+X_DTYPES = ("bfloat16", "float8_e4m3fn")
+
+
+def test_slices_of_the_models() -> None:
+    found = {width: num_slices(width) for _, width in MODEL_LAYERS.values()}
+    assert found == {
+        1024: 2, 1536: 2, 2048: 4, 3072: 4, 4096: 8, 7168: 8, 8192: 8, 16384: 8,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("x_dtype", X_DTYPES)
+def test_every_tiling_fits_and_covers_k(x_dtype) -> None:
+    for width in WIDTHS:
+        for rows in ROWS:
+            config = Fp8LinearConfig(width, rows, x_dtype)
+            for tiling in tilings(config):
+                plan = LinearPlan(width, tiling)
+                assert plan.slices * plan.slice_blocks * 128 == width
+                assert plan.smem.total_bytes <= plan.capacity
+                assert plan.capacity * tiling.ctas_per_sm < SM_90A.smem_per_sm
+                assert plan.stages >= 2
+
+
+def test_the_stack_of_sums_is_a_balanced_tree() -> None:
+    for cluster in (1, 2, 4, 8):
+        plan = LinearPlan(4096, Tiling(64, True, cluster))
+        stack: list[object] = []
+        for s, (level, merges) in enumerate(plan.tree):
+            assert level == len(stack)
+            stack.append(s)
+            for merge in merges:
+                right = stack.pop()
+                assert merge == len(stack) - 1
+                stack[merge] = (stack[merge], right)
+
+        def balanced(first: int, count: int) -> object:
+            if count == 1:
+                return first
+            half = count // 2
+            return balanced(first, half), balanced(first + half, half)
+
+        assert stack == [balanced(0, plan.own_slices)]
+
+
+def test_configurations_with_the_same_tilings_share_kernels() -> None:
+    for width in (512, 1024, 4096, 16384):
+        for rows in ROWS:
+            config = Fp8LinearConfig(width, rows)
+            compiled = representative(config)
+            assert tilings(compiled) == tilings(config)
+            assert representative(compiled) == compiled
+    assert [spread(rows) for rows in (512, 2048, 4096, 8192, 32768)] == [8, 8, 4, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "expected"),
+    [
+        # The fastest of the tilings measured on an H200, by tokens.
+        (32768, 1024, {1: (8, 1), 16: (16, 1), 64: (64, 1), 256: (64, 1)}),
+        (4096, 8192, {1: (8, 2), 16: (16, 4), 64: (64, 2), 256: (64, 1)}),
+        (8192, 4096, {1: (8, 1), 16: (16, 2), 64: (64, 2), 256: (64, 1)}),
+        (1536, 4096, {1: (8, 4), 16: (16, 8), 64: (64, 8), 256: (64, 2)}),
+        (7168, 16384, {1: (8, 2), 16: (16, 2), 64: (64, 2), 256: (64, 1)}),
+    ],
+)
+def test_choice(rows, width, expected) -> None:
+    config = Fp8LinearConfig(width, rows)
+    found = {tokens: tilings(config)[choose(config, tokens, 132)] for tokens in expected}
+    assert {tokens: (t.tokens, t.cluster) for tokens, t in found.items()} == expected
+
+
+def test_a_choice_exists_for_any_number_of_tokens() -> None:
+    for x_dtype in X_DTYPES:
+        for rows in ROWS:
+            config = Fp8LinearConfig(4096, rows, x_dtype)
+            for tokens in (1, 8, 9, 16, 17, 64, 65, 1000, 100_000):
+                assert 0 <= choose(config, tokens, 132) < len(tilings(config))
+
+
+def test_a_plan_shows_its_budgets() -> None:
+    text = str(LinearPlan(4096, Tiling(8, False, 2)))
+    for part in ("K 4096 in 8 slices", "288 threads", "of 115712 bytes", "ring", "partials"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_features": 768}, "in_features must be a multiple of 512 up to 16384, got 768"),
+        ({"in_features": 0}, "in_features must be .* got 0"),
+        ({"in_features": 32768}, "in_features must be .* got 32768"),
+        ({"out_features": 0}, "out_features must be positive, got 0"),
+        ({"x_dtype": "float16"}, "x_dtype must be one of .* got 'float16'"),
+        ({"scale_dtype": "bfloat16"}, "scale_dtype must be one of .* got 'bfloat16'"),
+        ({"out_dtype": "float16"}, "out_dtype must be one of .* got 'float16'"),
+    ],
+)
+def test_configurations_that_are_refused(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Fp8LinearConfig(**{"in_features": 512, "out_features": 64, **options})
