@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4.layers.module import Module, empty_parameter
+from dsv4.ops.fp8_linear import fp8_linear, takes
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
 
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
 
 ACTIVATION_BLOCK = 128
+OPERATOR_DTYPES = (torch.bfloat16, torch.float32)  # of the input of `fp8_linear`
 SCALE_DTYPES = {"e8m0": torch.float8_e8m0fnu, "float32": torch.float32}
 
 
@@ -81,6 +83,9 @@ class Linear(Module):
         """[..., in] -> [..., out] in the dtype of `x`."""
         if self.scheme is None:
             return F.linear(x, self.weight)
+        if x.dtype in OPERATOR_DTYPES and takes(self.in_features, self.block):
+            rows = x.reshape(-1, self.in_features)
+            return fp8_linear(rows, self.weight, self.scale).view(*x.shape[:-1], self.out_features)
         rounded = qdq_e4m3(x, ACTIVATION_BLOCK)
         compute = self._exact_dtype(x.dtype)
         return F.linear(rounded.to(compute), self.dense_weight(compute)).to(x.dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.model_cache import ModelCache
@@ -21,6 +22,7 @@ from dsv4.layers.norm import RMSNorm, rms_normalize
 from dsv4.layers.rope import Rope, rotate_
 from dsv4.layers.router import Router
 from dsv4.model.model import DeepseekV4
+from dsv4.ops.quantize import qdq_e4m3
 from dsv4.reference import compressor as oracle_compressor
 from dsv4.reference import mhc as oracle_mhc
 from dsv4.reference import moe as oracle_moe
@@ -163,6 +165,23 @@ def test_fp8_linear_with_a_ragged_last_block(scale_dtype: torch.dtype, seed: int
     weight[:128, 128:] *= 2
     weight[128:, 128:] *= 0.25
     torch.testing.assert_close(linear(x), (x.double() @ weight.T).float())
+
+
+@pytest.mark.stage("projections")
+@pytest.mark.parametrize("scale_dtype", [torch.float8_e8m0fnu, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_linear_by_the_operator(dtype, scale_dtype, seed: int) -> None:
+    """Wide layers call the operator; on the CPU it has the bits of the narrow ones' formula."""
+    linear = Linear(512, 200, scheme="fp8", scale_dtype=scale_dtype)
+    linear.weight.data.copy_(torch.randn(200, 512))
+    linear.scale.data.copy_(torch.exp2(torch.randint(-6, 3, (2, 4)).float()))
+    x = torch.randn(2, 3, 512).to(dtype)
+    compute = dtype if scale_dtype == torch.float8_e8m0fnu else torch.float32
+    expected = F.linear(qdq_e4m3(x, 128).to(compute), linear.dense_weight(compute)).to(dtype)
+    found = linear(x)
+    assert found.dtype == dtype
+    assert torch.equal(found, expected)
+    assert linear(x[1, 2]).shape == (200,)
 
 
 def _step(start: int, chunk: int, capacity: int = 1024) -> Step:
