@@ -121,7 +121,8 @@ class Checkpoint:
 def load_tensors(path: str | PathLike[str]) -> tuple[ModelConfig, dict[str, Tensor]]:
     """Read a checkpoint of any layout as tensors with released names, in their stored dtypes.
 
-    The tensors are mapped from the files: memory fills as they are used.
+    The tensors are mapped from the files: memory fills as they are used, and the system ends the
+    process (SIGBUS) if somebody truncates a file meanwhile. `dsv4.load` copies.
 
     Returns:
         The configuration and the tensors, routed experts one by one.

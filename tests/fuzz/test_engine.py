@@ -153,7 +153,11 @@ def test_random_use_with_failures(sessions: int, seed: int) -> None:
     for number in range(sessions):
         dice = random.Random(seed + number)
         session = Session(dice, seed + number)
-        session.failures.rate = (0.01, 0.1, 0.0)[number % 3]
+        session.failures.rate = (0.01, 0.3, 0.0)[number % 3]
+        session.add()
+        session.add_wrongly()
+        session.cancel()
+        session.add()
         actions = [session.step] * 6 + [session.add] * 3 + [session.add_wrongly, session.cancel]
         for _ in range(20):
             dice.choice(actions)()

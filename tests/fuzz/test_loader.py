@@ -182,9 +182,16 @@ def test_every_damaged_tokenizer_works_or_is_refused(
     dice, outcomes = random.Random(seed), Counter()
     data = json.loads(TOKENIZER.read_text())
     for _ in range(rounds):
-        changed = mutated(dice, data)
-        if isinstance(changed.get("model"), dict) and dice.random() < 0.5:
-            changed["model"] = mutated(dice, changed["model"])
+        changed = dict(data)
+        part = dice.choice(("", "model", "vocab", "vocab"))
+        if part == "vocab":
+            vocabulary = dict(data["model"]["vocab"])
+            vocabulary[dice.choice(list(vocabulary))] = dice.choice((0, 7, 10**6, 2**32 - 1, -1))
+            changed["model"] = data["model"] | {"vocab": vocabulary}
+        elif part:
+            changed[part] = mutated(dice, data[part])
+        else:
+            changed = mutated(dice, data)
         (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
         try:
             tokenizer = load_tokenizer(tmp_path)
