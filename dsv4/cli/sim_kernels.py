@@ -49,6 +49,12 @@ KERNELS = (
         )
         for arch in ("sm_100a", "sm_90a")
     ),
+    SimulatedKernel(
+        "FP8 linear",
+        "sm_90a",
+        "fp8_linear, every tiling",
+        "dsv4 sim fp8_linear",
+    ),
 )
 
 

@@ -55,10 +55,10 @@ def make_x(case: Case, generator: torch.Generator) -> Tensor:
 
     Special rows, every fifth each: NaN, one Inf, zeros, one large value.
     """
-    x = torch.randn(case.tokens, case.in_features, generator=generator)
-    groups = (case.tokens, case.in_features // K_BLOCK)
-    exponents = torch.randint(-6, 6, groups, generator=generator)
-    exponents += torch.randint(-8, 8, (case.tokens, 1), generator=generator)
+    options = {"generator": generator, "device": generator.device}
+    x = torch.randn(case.tokens, case.in_features, **options)
+    exponents = torch.randint(-6, 6, (case.tokens, case.in_features // K_BLOCK), **options)
+    exponents += torch.randint(-8, 8, (case.tokens, 1), **options)
     x *= torch.exp2(exponents.float()).repeat_interleave(K_BLOCK, 1)
     if case.has_special_rows:
         x[0::5] = torch.nan
@@ -71,9 +71,10 @@ def make_x(case: Case, generator: torch.Generator) -> Tensor:
 def make_scale(case: Case, generator: torch.Generator) -> Tensor:
     """Scales of the weight's blocks, powers of two or arbitrary."""
     shape = (-(-case.out_features // K_BLOCK), case.in_features // K_BLOCK)
+    options = {"generator": generator, "device": generator.device}
     if case.scale_dtype == "float32":
-        return torch.rand(shape, generator=generator) * 1e-2 + 1e-3
-    exponents = torch.randint(112, 124, shape, generator=generator, dtype=torch.uint8)
+        return torch.rand(shape, **options) * 1e-2 + 1e-3
+    exponents = torch.randint(112, 124, shape, dtype=torch.uint8, **options)
     return exponents.view(torch.float8_e8m0fnu)
 
 
@@ -90,17 +91,15 @@ class Inputs:
 
     @classmethod
     def make(cls, case: Case, seed: int, device: torch.device | str = "cpu") -> Inputs:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         wide = make_x(case, generator)
         shape = (case.out_features, case.in_features)
-        weight = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
+        weight = torch.randn(shape, generator=generator, device=device).to(torch.float8_e4m3fn)
         scale = make_scale(case, generator)
-        x, x_scale = wide, torch.empty(
-            (0, case.in_features // K_BLOCK), dtype=torch.float8_e8m0fnu
-        )  # fmt: skip
+        x, x_scale = wide, scale.new_empty((0, case.in_features // K_BLOCK))
         if case.x_dtype == "float8_e4m3fn":
             x, x_scale = quantize_e4m3(wide, K_BLOCK)
-        tensors = [t.to(device) for t in (x, weight, scale, x_scale, wide)]
+        tensors = [x, weight, scale, x_scale.to(torch.float8_e8m0fnu), wide]
         if case.is_strided:
             tensors[:2] = [spread_rows(t) for t in tensors[:2]]
         return cls(case, *tensors)
@@ -136,21 +135,14 @@ class Inputs:
         return self.x_scale if self.case.x_dtype == "float8_e4m3fn" else None
 
     def expected(self) -> Tensor:
-        """y [T, M] in fp64, on the CPU."""
-        scale = self.optional_x_scale
-        return oracle.fp8_linear(
-            self.x.cpu(),
-            self.weight.cpu(),
-            self.scale.cpu(),
-            None if scale is None else scale.cpu(),
-        )
+        """y [T, M] in fp64."""
+        return oracle.fp8_linear(self.x, self.weight, self.scale, self.optional_x_scale)
 
     def magnitude(self) -> Tensor:
-        """Sum of the magnitudes of each element's terms, fp64, on the CPU."""
-        values, scales = quantize_e4m3(self.wide.cpu(), K_BLOCK)
-        weight = self.weight.cpu().float().abs().to(torch.float8_e4m3fn)
-        values = values.float().abs().to(torch.float8_e4m3fn)
-        return oracle.fp8_linear(values, weight, self.scale.cpu(), scales)
+        """Sum of the magnitudes of each element's terms, fp64."""
+        codes, scales = quantize_e4m3(self.wide, K_BLOCK)
+        x, weight = (t.float().abs().to(torch.float8_e4m3fn) for t in (codes, self.weight))
+        return oracle.fp8_linear(x, weight, self.scale, scales)
 
 
 def spread_rows(rows: Tensor) -> Tensor:
@@ -162,7 +154,8 @@ def spread_rows(rows: Tensor) -> Tensor:
 
 def assert_linear_close(actual: Tensor, inputs: Inputs) -> None:
     """Fail where y is further from the oracle than rounding and the accumulator allow."""
-    expected, actual = inputs.expected(), actual.cpu().double()
+    expected = inputs.expected()
+    actual = actual.to(expected.device).double()
     lost = actual.isfinite() != expected.isfinite()
     assert not lost.any(), f"y: {int(lost.sum())} elements are not finite where y is, or reverse"
     finite = expected.isfinite()
