@@ -22,7 +22,7 @@ class Step:
     tokens that follow `starts` cached ones. Nothing is read back to the host and no shape depends
     on the contents, so a step of fixed (B, C, capacity) can be captured in a CUDA graph. Values
     derived from the tensors are computed once
-    per Step object: whoever refills the tensors in place builds a new Step over them.
+    per Step object: after the tensors are refilled in place, a new Step is built over them.
 
     Attributes:
         slots: [B] int64, row of the request in the state cache; -1 = padding row. No two rows share

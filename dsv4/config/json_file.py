@@ -1,4 +1,4 @@
-"""Reading of JSON objects from files that somebody else wrote."""
+"""Reading of JSON objects from foreign files: regular, bounded, valid."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class InputStage:
     """
 
     def __init__(self, positions: int, rows: int, device: torch.device) -> None:
-        self._integers = StagedTensor(2 * positions + rows, torch.int64, device)
-        self._reals = StagedTensor(2 * rows, torch.float32, device)
+        self._ints = StagedTensor(2 * positions + rows, torch.int64, device)
+        self._floats = StagedTensor(2 * rows, torch.float32, device)
 
     def fill(
         self,
@@ -63,20 +63,20 @@ class InputStage:
         """
         rows, chunk = step.batch, step.chunk
         size = 2 * rows * chunk + rows
-        integers = self._integers.writable()[:size]
-        integers[:] = 0
-        grids, seeds = _split(integers, rows, chunk)
+        ints = self._ints.writable()[:size]
+        ints[:] = 0
+        grids, seeds = _split(ints, rows, chunk)
         for grid, lines in zip(grids, (tokens, next_tokens)):
             for row, line in zip(grid, lines):
                 row[: len(line)] = line
-        reals = self._reals.writable()[: 2 * rows].reshape(2, rows)
-        reals[:] = [[0.0], [1.0]]
+        floats = self._floats.writable()[: 2 * rows].reshape(2, rows)
+        floats[:] = [[0.0], [1.0]]
         for row, (temperature, top_p, seed) in enumerate(sampling):
-            reals[:, row] = temperature, top_p
+            floats[:, row] = temperature, top_p
             seeds[row] = seed
 
-        grids, seeds = _split(self._integers.upload(size), rows, chunk)
-        temperature, top_p = self._reals.upload(2 * rows).view(2, rows)
+        grids, seeds = _split(self._ints.upload(size), rows, chunk)
+        temperature, top_p = self._floats.upload(2 * rows).view(2, rows)
         batch = SamplingBatch(
             temperature,
             top_p,

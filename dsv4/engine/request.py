@@ -21,7 +21,7 @@ class Request:
     """A request's tokens and, while it runs, its place in the cache.
 
     Whatever is not cached can be computed again from `tokens`, which is all that a request keeps
-    when it has to give up its blocks.
+    when it gives up its blocks.
     """
 
     id: int
@@ -30,4 +30,4 @@ class Request:
     stop_tokens: frozenset[int]
     sampling: RowSampling
     slot: int | None = None
-    drafts: list[int] = field(default_factory=list)  # guesses of the tokens after `tokens`
+    drafts: list[int] = field(default_factory=list)  # candidates for the tokens after `tokens`

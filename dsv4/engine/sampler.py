@@ -2,7 +2,7 @@
 
 Sampling draws `argmax(p / e)` with `e ~ Exp(1)` per candidate, the exponential form of the Gumbel
 trick that the official inference/generate.py uses. Here `e` is a pure function of (seed, position,
-candidate) instead of a generator's state: a request draws the same tokens whoever shares its batch,
+candidate) instead of a generator's state: a request draws the same tokens in any batch,
 whether or not it was speculated, and after being recomputed, and the whole step stays free of host
 work.
 """

@@ -122,7 +122,7 @@ def load_tensors(path: str | PathLike[str]) -> tuple[ModelConfig, dict[str, Tens
     """Read a checkpoint of any layout as tensors with released names, in their stored dtypes.
 
     The tensors are mapped from the files: memory fills as they are used, and the system ends the
-    process (SIGBUS) if somebody truncates a file meanwhile. `dsv4.load` copies.
+    process (SIGBUS) if a file is truncated meanwhile. `dsv4.load` copies.
 
     Returns:
         The configuration and the tensors, routed experts one by one.
