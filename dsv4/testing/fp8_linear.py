@@ -18,9 +18,12 @@ PADDING = 16
 # Rounding of the output, relative to it: half a unit of the last place.
 ROUNDING = {"bfloat16": 2**-8, "float32": 2**-24}
 # Error of a sum relative to the sum of its terms' magnitudes. Hopper's FP8 accumulator cuts the
-# terms of a k block off 13 bits below the largest one: up to 1e-4 was seen with normal values.
-SUM_ERROR = 2**-12
-MAX_RELATIVE_ERROR = 4e-3  # of all of y, by the Frobenius norm
+# terms of a k block off 13 bits below the largest one: up to 2.6e-4 was seen where the groups of a
+# row differ in magnitude.
+SUM_ERROR = 2**-11
+MAX_RELATIVE_ERROR = 4e-3  # of a token's y, by the norm
+# Features from which a norm says something: one sum alone may cancel to nothing.
+MIN_NORM_FEATURES = 64
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,8 @@ def assert_linear_close(actual: Tensor, inputs: Inputs) -> None:
         f"y{list(where)}: got {actual[where]:.6g}, needs {expected[where]:.6g} "
         f"within {allowed[where]:.2g}"
     )
+    if expected.shape[1] < MIN_NORM_FEATURES:
+        return
     norm = torch.where(finite, expected, 0.0).norm(dim=1).clamp(min=1e-30)
     relative = float((error.norm(dim=1) / norm).max())
     assert relative <= MAX_RELATIVE_ERROR, f"y: relative error {relative:.2e} of a token"
