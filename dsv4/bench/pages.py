@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from dsv4.bench import attention_report, rms_norm_fp8
+from dsv4.bench import attention_report, fp8_linear, rms_norm_fp8
 from dsv4.bench.report import table_head, table_line
 
 Record = Mapping[str, Any]
@@ -129,19 +131,20 @@ def attention_machines_table(records: Sequence[Record], folder: Path) -> str:
     return "\n".join(lines)
 
 
-def rms_norm_table(records: Sequence[Record], folder: Path) -> str:
-    """What one run of the benchmark of `rms_norm_fp8` measured."""
+def rows_table(family: ModuleType, records: Sequence[Record], folder: Path) -> str:
+    """What one run of a family's benchmark measured; the family has `COLUMNS` and `cells`."""
     (record,) = records
-    lines = [circumstances(record), "", table_head(rms_norm_fp8.COLUMNS)]
+    lines = [circumstances(record), "", table_head(family.COLUMNS)]
     for row in record["results"]:
-        lines.append(table_line(rms_norm_fp8.cells(row, is_bold=True)))
+        lines.append(table_line(family.cells(row, is_bold=True)))
     return "\n".join(lines)
 
 
 TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "attention": attention_table,
     "attention-machines": attention_machines_table,
-    "rms_norm_fp8": rms_norm_table,
+    "fp8_linear": partial(rows_table, fp8_linear),
+    "rms_norm_fp8": partial(rows_table, rms_norm_fp8),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ def test_page_is_up_to_date() -> None:
 def test_script_notices_a_figure_that_is_no_record(tmp_path: Path) -> None:
     """A copy of the page with one changed figure fails the check and is mended by --write."""
     page = (ROOT / "BENCHMARKS.md").read_text()
-    changed = page.replace("**457.4**", "**357.4**")
+    # The first figure of the first table: in bold, as all of ours.
+    changed = re.sub(r"\*\*[\d.]+\*\*", "**357.4**", page, count=1)
     assert changed != page
     copy = tmp_path / "BENCHMARKS.md"
     copy.write_text(changed)
