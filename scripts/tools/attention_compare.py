@@ -61,8 +61,10 @@ from pathlib import Path
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops.runtime import registry
 from dsv4.ops.runtime.toolchain import CuteToolchain
-heads, head_dim, window, sink_mode, path = sys.argv[1:]
-config = FmhaConfig(int(head_dim), int(heads), int(window), 1024, sink_mode=sink_mode)
+heads, head_dim, window, sink_mode, causal, path = sys.argv[1:]
+config = FmhaConfig(
+    int(head_dim), int(heads), int(window), 1024, is_causal=causal == "True", sink_mode=sink_mode
+)
 if hasattr(registry, "runner_key"):  # a tree from before operators were declared
     key = registry.runner_key(config, "sm_90a")
 else:
@@ -71,13 +73,15 @@ CuteToolchain().export(registry.build(key), Path(path))
 """
 
 
-def compile_all(trees: dict[str, Path], heads: list[int], folder: Path) -> dict:
+def compile_all(
+    trees: dict[str, Path], heads: list[int], folder: Path, is_causal: bool = False
+) -> dict:
     """Runners by tree and heads; compiled at the same time."""
     jobs = {}
     for name, tree in trees.items():
         for count in heads:
             path = folder / f"{name}-{count}.o"
-            numbers = [count, HEAD_DIM, WINDOW, SINK_MODE, path]
+            numbers = [count, HEAD_DIM, WINDOW, SINK_MODE, is_causal, path]
             environment = os.environ | {
                 "CUTE_DSL_ARCH": "sm_90a",
                 "PYTHONPATH": f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
@@ -158,6 +162,12 @@ def main() -> int:
     parser.add_argument("--shape", action="append", type=parse_shape, metavar=SHAPE_FORMAT)
     parser.add_argument("--splits", action="append", type=int, default=[])
     parser.add_argument("--rounds", type=int, default=7, help="turns of each kernel")
+    parser.add_argument(
+        "--causal",
+        action="store_true",
+        help="the kernels of the causal window; every token is its request's last, so that it sees "
+        "the same keys",
+    )
     args = parser.parse_args()
     trees = {HERE: ROOT}
     for item in args.tree:
@@ -170,7 +180,7 @@ def main() -> int:
     wanted = [Case.decode(*numbers) for numbers in args.shape or SHAPES]
     with tempfile.TemporaryDirectory() as folder:
         heads = sorted({case.heads for case in wanted})
-        runners = compile_all(trees, heads, Path(folder))
+        runners = compile_all(trees, heads, Path(folder), args.causal)
         for case in wanted:
             found = compare(case, runners, args.splits, args.rounds)
             torch.cuda.empty_cache()
