@@ -85,13 +85,14 @@ def test_table_of_another_family(tmp_path: Path) -> None:
     assert "a GPU" in made and rendered(made, tmp_path) == made
 
 
-def test_record_of_this_run(tmp_path: Path) -> None:
+def test_record_of_this_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Command, commit and software are those of the process that measures."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/dsv4", "bench", "some"])
     machine = Machine("GPU", copy=3.9e12, read=4e12, rate=8e14)
     path = tmp_path / "record.json"
     write_record(path, record("some", machine, [{"microseconds": 1.5}], host={"launch": 7.0}))
     found = json.loads(path.read_text())
-    assert found["command"].startswith("dsv4 ") and found["software"]["torch"]
+    assert found["command"] == "dsv4 bench some" and found["software"]["torch"]
     assert found["commit"] is None or len(found["commit"].removesuffix("-dirty")) == 40
     assert found["machine"]["rate"] == 8e14 and found["host"] == {"launch": 7.0}
     assert found["results"] == [{"microseconds": 1.5}]

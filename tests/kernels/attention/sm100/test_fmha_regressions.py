@@ -108,7 +108,7 @@ BUGS = {
     "lse in mixed bases": Bug(
         at("row_lse")
         .assignment("value")
-        .value.replace("maximum + cute.math.log2(total, fastmath=True) * LN_2 + offset"),
+        .value.replace("row_max + cute.math.log2(row_sum, fastmath=True) * LN_2 + offset"),
         exposed_by=ONE_TILE,
     ),
     # A wait that skips phases returns at once: the output is read before the last product.
