@@ -82,7 +82,7 @@ def attention(splits: int):
         (16, 128, 2, True, "swa_gate"),
         (8, 512, 1, False, "softmax"),
         (24, 512, 2, True, "swa_gate"),
-        (72, 512, 2, True, "swa_gate"),
+        pytest.param(72, 512, 2, True, "swa_gate", marks=pytest.mark.slow),
     ],
 )
 def test_ragged_lengths(seed, heads, head_dim, num_splits, is_causal, sink_mode, schedule) -> None:
@@ -100,7 +100,11 @@ def test_ragged_lengths(seed, heads, head_dim, num_splits, is_causal, sink_mode,
 @pytest.mark.parametrize("schedule", ["lazy", "random"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "num_splits", "is_causal", "sink_mode"),
-    [(1, 72, 1, True, "swa_gate"), (2, 40, 1, False, "softmax"), (1, 48, 3, False, "swa_gate")],
+    [
+        (1, 72, 1, True, "swa_gate"),
+        (2, 40, 1, False, "softmax"),
+        pytest.param(1, 48, 3, False, "swa_gate", marks=pytest.mark.slow),
+    ],
 )
 def test_ctas_that_slice_columns(
     seed, tokens, heads, num_splits, is_causal, sink_mode, schedule
@@ -126,10 +130,10 @@ def test_ctas_that_slice_columns(
         (32, 128, 1, 6),
         (32, 128, 3, 18),
         (32, 128, 3, 5),
-        (64, 512, 3, 36),
-        (64, 512, 3, 35),
+        pytest.param(64, 512, 3, 36, marks=pytest.mark.slow),
+        pytest.param(64, 512, 3, 35, marks=pytest.mark.slow),
         (128, 64, 1, 24),
-        (128, 64, 7, 168),
+        pytest.param(128, 64, 7, 168, marks=pytest.mark.slow),
     ],
 )
 def test_ctas_that_share_heads(seed, heads, head_dim, num_splits, num_ctas, schedule) -> None:
@@ -146,7 +150,9 @@ def test_ctas_that_share_heads(seed, heads, head_dim, num_splits, num_ctas, sche
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("heads", [32, 64, 128])
+@pytest.mark.parametrize(
+    "heads", [32, *(pytest.param(heads, marks=pytest.mark.slow) for heads in (64, 128))]
+)
 def test_at_fixed_splits_bits_do_not_depend_on_how_many_ctas_there_are(
     seed, heads, num_splits
 ) -> None:
@@ -159,9 +165,14 @@ def test_at_fixed_splits_bits_do_not_depend_on_how_many_ctas_there_are(
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("head_dim", [64, 512])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("heads", "sink_mode"), [(16, "swa_gate"), (64, "swa_gate"), (64, "softmax")]
+    ("heads", "sink_mode"),
+    [
+        (16, "swa_gate"),
+        (64, "swa_gate"),
+        pytest.param(64, "softmax", marks=pytest.mark.slow),
+    ],
 )
 def test_row_maxima_that_grow_with_every_key_tile(
     seed, heads, sink_mode, head_dim, num_splits
