@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+
+from dsv4.cli import bench_rows
 
 SHAPE_FORMAT = "T,D"
 
@@ -16,38 +17,16 @@ def add_parser(benchmarks) -> None:
         "floor is bytes over memory bandwidth, measured now. Codes and scales are compared with "
         "the torch implementation, bit for bit, before anything is timed.",
     )
-    parser.add_argument(
-        "--shape",
-        action="append",
-        type=parse_shape,
-        metavar=SHAPE_FORMAT,
-        help="measure rows of this size instead of the models' (repeatable)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    more = "measure rows of this size instead of the models' (repeatable)"
+    bench_rows.add_options(parser, parse_shape, SHAPE_FORMAT, more)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Time the operator; print the table while it grows."""
-    import torch
+    from dsv4.bench import rms_norm_fp8
 
-    from dsv4.bench import report
-    from dsv4.bench import rms_norm_fp8 as bench
-    from dsv4.bench.machine import Machine
-
-    if not torch.cuda.is_available():
-        raise RuntimeError("bench needs a CUDA GPU, none is available")
-    shapes = [bench.Shape(*numbers) for numbers in args.shape or ()] or bench.model_shapes()
-    machine = Machine.measure()
-    print(machine)
-    print(report.table_head(bench.COLUMNS))
-    rows = []
-    for result in bench.measure(shapes, machine):
-        rows.append(bench.as_row(result))
-        print(report.table_line(bench.cells(rows[-1])), flush=True)
-    if args.json is not None:
-        report.write_record(args.json, report.record("rms_norm_fp8", machine, rows))
-    return 0
+    return bench_rows.measure(args, "rms_norm_fp8", rms_norm_fp8)
 
 
 def parse_shape(text: str) -> tuple[int, int]:
