@@ -122,15 +122,30 @@ class Target(Protocol):
     ) -> Outcome: ...
 
 
-class Simulator:
-    """Target `sim`: compiles for an architecture and runs instruction by instruction on the CPU."""
-
-    device = "cpu"
-    schedules = SCHEDULES
+class _Compiler:
+    """What both targets share: an architecture, and each kernel compiled once for it."""
 
     def __init__(self, arch: str) -> None:
         self.arch = arch
         self._compiled: dict[tuple[Build, Any], Any] = {}
+
+    def compile(self, build: Build, config: Any) -> Any:
+        """What `build` makes of a configuration, once."""
+        key = (build, config)
+        if key not in self._compiled:
+            self._compiled[key] = build(config, self.compiler_options())
+        return self._compiled[key]
+
+    def compiler_options(self) -> str:
+        """Options of one compilation."""
+        return ""
+
+
+class Simulator(_Compiler):
+    """Target `sim`: compiles for an architecture and runs instruction by instruction on the CPU."""
+
+    device = "cpu"
+    schedules = SCHEDULES
 
     @property
     def multiprocessors(self) -> int:
@@ -139,12 +154,8 @@ class Simulator:
 
         return MULTIPROCESSORS[self.arch]
 
-    def compile(self, build: Build, config: Any) -> Any:
-        """What `build` makes of a configuration, once."""
-        key = (build, config)
-        if key not in self._compiled:
-            self._compiled[key] = build(config, compiler_options(self.arch))
-        return self._compiled[key]
+    def compiler_options(self) -> str:
+        return compiler_options(self.arch)
 
     def simulate(
         self,
@@ -183,27 +194,19 @@ def simulator(arch: str) -> Simulator:
     return Simulator(arch)
 
 
-class Device:
+class Device(_Compiler):
     """Target `cuda`: compiles for the GPU of this machine and runs there."""
 
     device = "cuda"
     schedules = ("first run", "second run")
 
     def __init__(self) -> None:
-        self.arch = of_capability(torch.cuda.get_device_capability()).name
-        self._compiled: dict[tuple[Build, Any], Any] = {}
+        super().__init__(of_capability(torch.cuda.get_device_capability()).name)
 
     @property
     def multiprocessors(self) -> int:
         """SMs of the GPU."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count
-
-    def compile(self, build: Build, config: Any) -> Any:
-        """What `build` makes of a configuration, once."""
-        key = (build, config)
-        if key not in self._compiled:
-            self._compiled[key] = build(config, "")
-        return self._compiled[key]
 
     def run(
         self,
