@@ -22,8 +22,8 @@ from dsv4.simulator.errors import (
     SimulatorError,
     UnsupportedInstruction,
 )
-from dsv4.simulator.host import CudaView
-from dsv4.simulator.raw import simulate_ptx
+from dsv4.simulator.frontend.cutedsl import CudaView
+from dsv4.simulator.frontend.ptx_text import simulate_ptx
 from dsv4.simulator.report import Finding, LaunchReport, Report
 
 __all__ = [

@@ -12,18 +12,18 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from dsv4.simulator.asynchronous import SCHEDULES
+from dsv4.simulator.compile.program import Program
 from dsv4.simulator.coverage import coverage_of, instructions_run
 from dsv4.simulator.errors import SimulatorError
-from dsv4.simulator.host import HostRunner
-from dsv4.simulator.memory import GlobalMemory
-from dsv4.simulator.overlap import OVERLAPS, run_chain
-from dsv4.simulator.program import Program
+from dsv4.simulator.frontend.cutedsl import HostRunner
+from dsv4.simulator.machine.asynchronous import SCHEDULES
+from dsv4.simulator.machine.memory import GlobalMemory
+from dsv4.simulator.machine.overlap import OVERLAPS, run_chain
+from dsv4.simulator.machine.scheduler import INSTRUCTIONS_PER_WARP, Launch, LaunchConfig
+from dsv4.simulator.machine.workers import run_parallel, shared_arguments
 from dsv4.simulator.ptx.parser import Module, parse_module
-from dsv4.simulator.races import Monitor
+from dsv4.simulator.races.monitor import Monitor
 from dsv4.simulator.report import LaunchReport, Report
-from dsv4.simulator.scheduler import INSTRUCTIONS_PER_WARP, Launch, LaunchConfig
-from dsv4.simulator.workers import run_parallel, shared_arguments
 
 MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}
 COMPILE_OPTIONS = "--keep-ptx --generate-line-info"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4.simulator.program import Program
+from dsv4.simulator.compile.program import Program
 from dsv4.simulator.ptx.blocks import Block, may_block
 
 

@@ -277,7 +277,7 @@ def compiler_options(arch: str) -> str:
 def assert_clean(report: Report) -> None:
     """Fail with every race of a simulation, and with every fence of Tensor Memory that is missing:
     not a race by the order of barriers, but PTX promises tcgen05 no order without them."""
-    from dsv4.simulator.tensor_races import MISSING_FENCE
+    from dsv4.simulator.races.tensor_memory import MISSING_FENCE
 
     report.raise_if_racy()
     unfenced = [str(found) for found in report.warnings if found.kind == MISSING_FENCE]

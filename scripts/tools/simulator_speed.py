@@ -30,9 +30,9 @@ import torch  # noqa: E402
 from dsv4.cli.sim_attention import Workload, compile_attention  # noqa: E402
 from dsv4.simulator import Report, simulate  # noqa: E402
 from dsv4.testing.attention import Case  # noqa: E402
+from tests.simulator.helpers.support import compile_kernel  # noqa: E402
 from tests.simulator.kernels.gemm_sm90 import GemmSm90  # noqa: E402
 from tests.simulator.kernels.gemm_sm100 import GemmSm100  # noqa: E402
-from tests.simulator.support import compile_kernel  # noqa: E402
 
 Run = Callable[..., Report]
 

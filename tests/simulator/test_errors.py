@@ -10,14 +10,14 @@ from dsv4.simulator import (
     KernelFault,
     SimulatorError,
     UnsupportedInstruction,
-    host,
     simulate,
     simulate_ptx,
 )
+from dsv4.simulator.frontend import cutedsl as host
+from tests.simulator.helpers.support import compile_kernel
 from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm100 import GemmSm100
-from tests.simulator.support import compile_kernel
-from tests.simulator.test_races import _run
+from tests.simulator.races.test_races import _run
 
 pytestmark = pytest.mark.stage("simulator")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from dsv4.simulator import simulate
+from tests.simulator.helpers.support import compile_kernel
 from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm100 import GemmSm100
-from tests.simulator.support import compile_kernel
 
 pytestmark = pytest.mark.stage("simulator")
 

@@ -6,9 +6,9 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from dsv4.simulator.compile.program import Program
 from dsv4.simulator.errors import SimulatorError
-from dsv4.simulator.memory import RANK_SHIFT
-from dsv4.simulator.program import Program
+from dsv4.simulator.machine.memory import RANK_SHIFT
 from dsv4.simulator.timing import trace
 from dsv4.simulator.timing.costs import Segment, make_segment, targets_and_sources
 from dsv4.simulator.timing.machine import Machine

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from dsv4.simulator.api import Simulation
-from dsv4.simulator.occupancy import ctas_per_multiprocessor
+from dsv4.simulator.machine.occupancy import ctas_per_multiprocessor
 from dsv4.simulator.timing.engine import Replay, Replayed, Span
 from dsv4.simulator.timing.machine import MACHINES, Machine
 from dsv4.simulator.timing.recorder import Choose, record

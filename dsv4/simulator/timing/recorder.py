@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from dsv4.simulator.api import Simulation
-from dsv4.simulator.barriers import mbarrier_test
-from dsv4.simulator.codegen import BLOCKED
-from dsv4.simulator.memory import Cluster, Cta, GlobalMemory
-from dsv4.simulator.program import Program
-from dsv4.simulator.races import Monitor
-from dsv4.simulator.scheduler import Launch, run_launch
-from dsv4.simulator.tensor_core import Multiplication
+from dsv4.simulator.compile.codegen import BLOCKED
+from dsv4.simulator.compile.program import Program
+from dsv4.simulator.instructions.barriers import mbarrier_test
+from dsv4.simulator.instructions.operands.tensor_core import Multiplication
+from dsv4.simulator.machine.memory import Cluster, Cta, GlobalMemory
+from dsv4.simulator.machine.scheduler import Launch, run_launch
+from dsv4.simulator.races.monitor import Monitor
 from dsv4.simulator.timing import trace
 from dsv4.simulator.timing.trace import ClusterTrace, Key, LaunchTrace, WarpTrace
 

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from dsv4.simulator.program import Program
-from dsv4.simulator.scheduler import LaunchConfig
+from dsv4.simulator.compile.program import Program
+from dsv4.simulator.machine.scheduler import LaunchConfig
 
 Key = Hashable  # ("mbarrier", address, phase), ("bar", CTA, number, generation), ("cluster", n)
 

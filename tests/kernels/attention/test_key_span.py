@@ -19,7 +19,7 @@ from dsv4.kernels.attention.key_span import (  # noqa: E402
 )
 from dsv4.kernels.attention.sm90.plan import SPAN_WORDS  # noqa: E402
 from dsv4.simulator import simulate  # noqa: E402
-from tests.simulator.support import compile_kernel  # noqa: E402
+from tests.simulator.helpers.support import compile_kernel  # noqa: E402
 
 pytestmark = pytest.mark.stage("H")
 

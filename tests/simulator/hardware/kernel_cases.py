@@ -20,9 +20,9 @@ from dsv4.testing.attention_kernel import make_call
 from dsv4.testing.harness import Call
 from tests.simulator.hardware.case import Tolerance
 from tests.simulator.hardware.inputs import random_words, small_integers, uniform
+from tests.simulator.helpers.support import OPTIONS, compile_kernel
 from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm90_pipelined import PipelinedGemmSm90
-from tests.simulator.support import OPTIONS, compile_kernel
 
 UNIT = 3**0.5  # uniform numbers up to this have variance 1
 REQUESTS = 2

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dsv4.simulator.timing import Prediction, predict
+from tests.simulator.helpers.support import compile_kernel
 from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm90_pipelined import PipelinedGemmSm90
-from tests.simulator.support import compile_kernel
 
 # What an H200 took; `scripts/tools/simulator_gemm_times.py --measure` writes it.
 MEASURED = Path(__file__).parent / "h200_gemm.json"

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from dsv4.simulator.api import Simulation
-from dsv4.simulator.memory import RANK_SHIFT
+from dsv4.simulator.machine.memory import RANK_SHIFT
 from dsv4.simulator.timing import B200, Prediction, predict
 from dsv4.simulator.timing.recorder import record
 from dsv4.simulator.timing.trace import BulkLoad
+from tests.simulator.helpers.support import compile_kernel
 from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm90_pipelined import PipelinedGemmSm90
 from tests.simulator.kernels.gemm_sm100 import GemmSm100
-from tests.simulator.support import compile_kernel
 from tests.simulator.timing.gemm_cases import Measured, gemms, load
 
 pytestmark = pytest.mark.stage("simulator")

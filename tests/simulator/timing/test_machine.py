@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4.simulator.raw import single_launch
+from dsv4.simulator.frontend.ptx_text import single_launch
 from dsv4.simulator.timing import B200, predict
 from dsv4.simulator.timing.machine import TCGEN05_MMA
 from tests.simulator.timing.mma_kernel import SHARED_BYTES, mma_kernel

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4.cli import sim_table
-from dsv4.simulator.raw import single_launch
+from dsv4.simulator.frontend.ptx_text import single_launch
 from dsv4.simulator.timing import ASSUMED, B200, H200, MACHINES, LaunchPrediction, Machine, predict
 from dsv4.simulator.timing.prediction import predict_launch, some_clusters
 from dsv4.simulator.timing.recorder import Choose, record

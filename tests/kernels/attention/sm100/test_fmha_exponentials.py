@@ -9,8 +9,8 @@ import torch
 
 from dsv4.kernels.attention.sm100.plan_1cta import KEYS, ROWS
 from dsv4.simulator.api import Simulation
-from dsv4.simulator.codegen import BLOCKED
-from dsv4.simulator.program import Program
+from dsv4.simulator.compile.codegen import BLOCKED
+from dsv4.simulator.compile.program import Program
 from dsv4.testing.attention import Case, make_inputs
 from dsv4.testing.attention_kernel import AttentionKernels, config_of
 

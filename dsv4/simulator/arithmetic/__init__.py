@@ -1,0 +1,1 @@
+"""Number formats and arithmetic on numpy vectors, bit for bit."""

@@ -1,0 +1,1 @@
+"""Basic blocks of PTX to Python functions over 32-lane vectors."""

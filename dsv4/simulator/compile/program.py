@@ -1,0 +1,188 @@
+"""A kernel ready to run: blocks, register map and lazily compiled block functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from dsv4.simulator.arithmetic import integers, numerics
+from dsv4.simulator.compile import codegen, vectorise, wgmma_registers
+from dsv4.simulator.compile.registers import RegisterMap
+from dsv4.simulator.compile.tmem_registers import TmemRegisters, check_loads
+from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.instructions import (
+    atomics,
+    barriers,
+    collectives,
+    control,
+    device_print,
+    launch_control,
+    matrix_access,
+    memory_access,
+    mma_sync,
+    opcodes_control,
+    opcodes_memory,
+    opcodes_tcgen05,
+    tcgen05,
+    tma,
+    wgmma,
+)
+from dsv4.simulator.instructions import compare as opcodes_compare
+from dsv4.simulator.instructions import convert as opcodes_convert
+from dsv4.simulator.instructions import floats as opcodes_float
+from dsv4.simulator.instructions import integers as opcodes_integer
+from dsv4.simulator.instructions import move as opcodes_move
+from dsv4.simulator.machine import memory
+from dsv4.simulator.machine.warp import ALL
+from dsv4.simulator.ptx.blocks import blocks_of
+from dsv4.simulator.ptx.modifiers import check_modifiers
+from dsv4.simulator.ptx.parser import Entry
+
+# Importing a module registers its emitters.
+EMITTER_MODULES = (
+    opcodes_compare, opcodes_control, opcodes_convert, opcodes_float, opcodes_integer,
+    opcodes_memory, opcodes_move, opcodes_tcgen05, tma, wgmma, launch_control, mma_sync,
+)  # fmt: skip
+
+
+def _namespace() -> dict[str, object]:
+    """What generated code may call."""
+    names: dict[str, object] = {"np": np, "where": np.where, "ALL": ALL, "bool_": np.bool_}
+    for module in (
+        numerics,
+        integers,
+        atomics,
+        vectorise,
+        matrix_access,
+        barriers,
+        collectives,
+        control,
+        device_print,
+        memory,
+        memory_access,
+        tma,
+        tcgen05,
+        launch_control,
+    ):
+        names.update({k: v for k, v in vars(module).items() if not k.startswith("_")})
+    names.update(
+        mma_sync=mma_sync.multiply,
+        transpose_matrix=mma_sync.transpose,
+        wgmma_issue=wgmma.issue,
+        wgmma_in_step=wgmma.in_step,
+        wgmma_commit=wgmma.commit,
+        wgmma_wait=wgmma.wait,
+        check_products=wgmma_registers.check_products,
+        check_loads=check_loads,
+    )
+    return names
+
+
+MOST_THREADS = 1024  # of a CTA
+
+
+class Program:
+    """One entry function, compiled block by block as warps first reach them.
+
+    Args:
+        entry: the parsed kernel.
+        global_address: addresses of module-level variables in host memory.
+    """
+
+    def __init__(self, entry: Entry, global_address: dict[str, int]):
+        self.entry = entry
+        for ins in entry.instructions:
+            codegen.emitter_of(ins)  # unknown opcodes are an error before anything runs
+            check_modifiers(ins)
+        self.blocks = blocks_of(entry)
+        self.exit = len(self.blocks)
+        self.registers = RegisterMap(entry, self.blocks)
+        self.u32_at = [True] * len(self.registers.index)
+        for name, index in self.registers.index.items():
+            self.u32_at[index] = self.registers.kind[name] != "f32"
+        self.hits = [0] * (len(self.blocks) + 1)
+        self.sizes = [block.stop - block.start for block in self.blocks]
+        # Instructions that synchronise, by block.
+        self.sync = [
+            [i for i in entry.instructions[b.start : b.stop] if codegen.is_sync(i.opcode)]
+            for b in self.blocks
+        ]
+        self.symbols, self.static_shared, self.local_bytes = self._place(global_address)
+        self.namespace = _namespace()
+        # Guarded synchronisation instructions whose guard has been true: see coverage.py.
+        self.guards_taken: set[int] = set()
+        self.namespace["guards_taken"] = self.guards_taken
+        self.full: list[Callable] = [self._compiler(i, True) for i in range(self.exit)]
+        self.masked: list[Callable] = [self._compiler(i, False) for i in range(self.exit)]
+
+    def _place(self, global_address: dict[str, int]):
+        """Addresses of every symbol: (space, address) by name, static shared and local sizes."""
+        symbols: dict[str, object] = {
+            name: ("param", memory.PARAM_WINDOW + offset)
+            for name, (offset, _) in self.entry.params.items()
+        }
+        shared = local = 0
+        dynamic = []
+        for symbol in self.entry.symbols.values():
+            if symbol.space == "shared" and symbol.size is None:
+                dynamic.append(symbol)
+            elif symbol.space == "shared":
+                shared = -(-shared // symbol.align) * symbol.align
+                symbols[symbol.name] = ("shared", shared)
+                shared += symbol.size
+            elif symbol.space == "local":
+                local = -(-local // symbol.align) * symbol.align
+                symbols[symbol.name] = ("local", local)
+                local += symbol.size or 0
+            else:
+                symbols[symbol.name] = ("global", global_address[symbol.name])
+        # The dynamic area follows the static variables, at its own alignment within the window.
+        base = memory.SYSTEM_SHARED_BYTES
+        for symbol in dynamic:
+            start = -(-(base + shared) // symbol.align) * symbol.align - base
+            symbols[symbol.name] = ("shared", start)
+            shared = start
+        symbols["asynchronous registers"] = self._registers_of("tcgen05.ld", "wgmma.mma_async")
+        symbols["tcgen05.ld registers"] = TmemRegisters(self.entry, self.registers)
+        symbols["wgmma conflicts"] = wgmma_registers.WgmmaRegisters(self.entry).conflicts
+        symbols["wgmma registers"] = self._registers_of("wgmma.mma_async", operands=2)
+        return symbols, shared, -(-local // 16) * 16
+
+    def _registers_of(self, *opcodes: str, operands: int = 1) -> frozenset[str]:
+        """Registers in the first operands of some opcodes."""
+        out: set[str] = set()
+        for ins in self.entry.instructions:
+            if ins.opcode.startswith(opcodes):
+                for operand in ins.operands[:operands]:
+                    if operand.startswith("{"):
+                        out.update(codegen.BlockEmitter.vector(operand))
+        return frozenset(out)
+
+    def _compiler(self, number: int, full: bool) -> Callable:
+        def compile_and_run(w, R):
+            function = self._compile(number, full)
+            (self.full if full else self.masked)[number] = function
+            return function(w, R)
+
+        return compile_and_run
+
+    def _compile(self, number: int, full: bool) -> Callable:
+        emitter = codegen.BlockEmitter(
+            self.entry, self.registers, self.blocks[number], full, self.symbols
+        )
+        source = emitter.source()
+        for name, value in emitter.constants.items():
+            self.namespace.setdefault(name, value)
+        code = compile(source, f"<{self.entry.name[:40]} block {number}>", "exec")
+        exec(code, self.namespace)
+        return self.namespace[codegen.function_name(number, full)]
+
+
+def check_launchable(entry: Entry, block: tuple[int, int, int]) -> None:
+    """The block size must be one that a GPU takes, and the one the kernel was compiled for."""
+    threads = block[0] * block[1] * block[2]
+    if threads > MOST_THREADS:
+        raise KernelFault(f"launched with block {block}: {threads} threads, of {MOST_THREADS}")
+    if entry.threads is not None and entry.threads != tuple(block):
+        raise KernelFault(f"launched with block {block}, compiled for {entry.threads}")

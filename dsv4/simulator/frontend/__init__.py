@@ -1,0 +1,1 @@
+"""Where kernels come from: compiled CuTeDSL functions and PTX text."""

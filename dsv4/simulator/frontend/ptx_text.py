@@ -1,0 +1,113 @@
+"""`simulate_ptx`: run one kernel given as PTX text, without a kernel compiler or host code."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from dsv4.simulator.api import Simulation
+from dsv4.simulator.machine.asynchronous import SCHEDULES
+from dsv4.simulator.machine.scheduler import INSTRUCTIONS_PER_WARP, LaunchConfig
+from dsv4.simulator.ptx.parser import Entry, Module, parse_module
+from dsv4.simulator.report import Report
+
+Dimensions = tuple[int, int, int]
+Parameter = torch.Tensor | int | bytes
+
+
+class _OneLaunch:
+    """The host side of a single launch whose configuration is set before each run."""
+
+    def __init__(self, module: Module, multiprocessors: int):
+        self.config: LaunchConfig | None = None
+
+    def run(self, arguments: list, keywords: dict) -> list[LaunchConfig]:
+        return [self.config]
+
+
+@functools.lru_cache(maxsize=64)
+def _simulation(ptx: str) -> Simulation:
+    return Simulation(parse_module(ptx), _OneLaunch)
+
+
+def simulate_ptx(
+    ptx: str,
+    entry: str,
+    *,
+    grid: Dimensions,
+    block: Dimensions,
+    params: tuple[Parameter, ...],
+    cluster: Dimensions = (1, 1, 1),
+    shared: int = 0,
+    schedule: str = "eager",
+    seed: int = 0,
+    races: bool = True,
+    instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
+    buffers: tuple[torch.Tensor, ...] = (),
+    uninitialised: tuple[torch.Tensor, ...] = (),
+) -> Report:
+    """Run one kernel of a PTX module on CPU tensors, in place.
+
+    Args:
+        ptx: a PTX module for sm_90a or sm_100a.
+        entry: name of the `.entry` to launch.
+        grid, block, cluster: CTAs of the grid, threads of a CTA, CTAs of a cluster, (x, y, z).
+        params: one value per kernel parameter: a CPU tensor (its address), an integer, or the
+            parameter's bytes (a tensor map, a struct).
+        shared: bytes of dynamic shared memory.
+        schedule, seed, races, instructions_per_warp: as of `simulate`.
+        buffers: further tensors the kernel may touch, for example through tensor maps.
+        uninitialised: as of `simulate`.
+
+    Returns: a Report with one launch.
+    Raises: as `simulate`; ValueError for an entry or parameters the module does not have.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    simulation = single_launch(
+        ptx, entry, grid=grid, block=block, params=params, cluster=cluster, shared=shared
+    )
+    tensors = tuple(p for p in params if isinstance(p, torch.Tensor))
+    return simulation.run(
+        (), {}, (*tensors, *buffers), schedule, seed, races,
+        instructions_per_warp=instructions_per_warp, uninitialised=uninitialised,
+    )  # fmt: skip
+
+
+def single_launch(
+    ptx: str,
+    entry: str,
+    *,
+    grid: Dimensions,
+    block: Dimensions,
+    params: tuple[Parameter, ...],
+    cluster: Dimensions = (1, 1, 1),
+    shared: int = 0,
+) -> Simulation:
+    """The simulation of one launch of a PTX module; arguments as of `simulate_ptx`."""
+    simulation = _simulation(ptx)
+    entries = simulation.module.entries
+    if entry not in entries:
+        raise ValueError(f"entry must be one of {', '.join(entries)}, got {entry!r}")
+    values = _packed(entries[entry], params)
+    simulation.host.config = LaunchConfig(entry, grid, block, cluster, shared, values)
+    return simulation
+
+
+def _packed(entry: Entry, params: tuple[Parameter, ...]) -> list[bytes]:
+    """Parameters as the bytes of the entry's parameter space."""
+    if len(params) != len(entry.params):
+        raise ValueError(
+            f"params must hold {len(entry.params)} values for {entry.name}, got {len(params)}"
+        )
+    out = []
+    for (name, (_, size)), value in zip(entry.params.items(), params):
+        if isinstance(value, torch.Tensor):
+            value = value.data_ptr()
+        if isinstance(value, int):
+            value = (value % (1 << 8 * size)).to_bytes(size, "little")
+        if len(value) != size:
+            raise ValueError(f"parameter {name} must have {size} bytes, got {len(value)}")
+        out.append(value)
+    return out

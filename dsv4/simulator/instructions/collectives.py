@@ -1,0 +1,105 @@
+"""Warp collectives: shuffle, vote, match, reduce, elect."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsv4.simulator.machine.warp import ALL, LANE, Warp
+
+_LANE = LANE.astype(np.int32)
+_BROADCAST = [np.full(32, lane, np.uint32) for lane in range(32)]
+_ONE_LANE = [lane == LANE for lane in range(32)]
+_NONE = np.zeros(32, np.bool_)
+_shuffle_sources: dict[tuple[str, int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+
+def shuffle(w: Warp, mode: str, value, b, c, mask) -> tuple[np.ndarray, np.ndarray]:
+    """shfl.sync: values and the predicate of lanes in range."""
+    b0, c0 = int(b[0]), int(c[0])
+    if (b == b0).all():
+        source, inside = _shuffle_source(mode, b0 & 31, c0)
+    else:
+        source, inside = _source(mode, (b & np.uint32(31)).astype(np.int32), c0)
+    return value[source], inside
+
+
+def _shuffle_source(mode: str, b: int, c: int):
+    key = (mode, b, c)
+    found = _shuffle_sources.get(key)
+    if found is None:
+        found = _shuffle_sources[key] = _source(mode, np.full(32, b, np.int32), c)
+    return found
+
+
+def _source(mode: str, b: np.ndarray, c: int) -> tuple[np.ndarray, np.ndarray]:
+    clamp, segment = c & 31, (c >> 8) & 31
+    low = _LANE & segment
+    high = low | (clamp & ~segment)
+    if mode == "idx":
+        source = low | (b & ~segment)
+    elif mode == "bfly":
+        source = _LANE ^ b
+    elif mode == "down":
+        source = _LANE + b
+    else:
+        source = _LANE - b
+    inside = source >= high if mode == "up" else source <= high
+    return np.where(inside, source, _LANE), inside
+
+
+def elect(mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """elect.sync: the lowest active lane, and its predicate."""
+    lane = int(mask.argmax())
+    return _BROADCAST[lane], _ONE_LANE[lane]
+
+
+def ballot(predicate: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """vote.ballot: bit per lane."""
+    bits = np.packbits(predicate & mask, bitorder="little").view(np.uint32)[0]
+    return np.full(32, bits, np.uint32)
+
+
+def vote(mode: str, predicate: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """vote.any, all, uni."""
+    active = predicate[mask]
+    result = {
+        "any": active.any(),
+        "all": active.all(),
+        "uni": active.all() or not active.any(),
+    }[mode]
+    return ALL if result else _NONE
+
+
+def reduce(op: str, value: np.ndarray, mask: np.ndarray, nan: bool = False) -> np.ndarray:
+    """redux.sync over the active lanes; `value` has the dtype of the operation."""
+    active = value[mask]
+    if op == "add":
+        result = active.sum(dtype=value.dtype)
+    elif op in ("min", "max"):
+        if value.dtype.kind == "f":
+            function = getattr(np, op + "imum") if nan else getattr(np, "f" + op)
+            result = function.reduce(active)
+        else:
+            result = getattr(active, op)()
+    else:
+        result = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[op].reduce(
+            active
+        )
+    return np.full(32, result, value.dtype)
+
+
+def match_any(value: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """match.any: the lanes holding the same value."""
+    out = np.zeros(32, np.uint32)
+    for v in np.unique(value[mask]):
+        same = mask & (value == v)
+        out[same] = ballot(same, mask)[0]
+    return out
+
+
+def match_all(value: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """match.all: the active mask if all hold one value, else 0; and the predicate."""
+    active = value[mask]
+    same = bool((active == active[0]).all())
+    bits = ballot(mask, mask) if same else np.zeros(32, np.uint32)
+    return bits, ALL if same else _NONE

@@ -1,0 +1,145 @@
+"""Cluster launch control and run-time edits of tensor maps."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from dsv4.simulator.compile.codegen import BlockEmitter, emits
+from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.instructions.operands.tensor_map import MAP_BYTES
+from dsv4.simulator.machine.memory import OFFSET_MASK, RANK_SHIFT
+from dsv4.simulator.machine.warp import Warp
+from dsv4.simulator.ptx.parser import Instruction
+
+RESPONSE_BYTES = 16
+
+
+# --- cluster launch control -----------------------------------------------------------------------
+def try_cancel(w: Warp, target: np.ndarray, barrier: np.ndarray, multicast: bool, mask) -> None:
+    """Take over a cluster that has not started; the response completes 16 bytes on an mbarrier.
+
+    The response holds the first CTA's index in words 0..2 and whether there is one in word 3.
+    """
+    cluster = w.cluster
+    for lane in np.flatnonzero(mask).tolist():
+        response = np.zeros(4, np.uint32)
+        if w.launch.waiting:
+            _, origin = w.launch.waiting.pop()
+            response[:] = (*origin, 1)
+        ranks = range(len(cluster.ctas)) if multicast else (int(target[lane]) >> RANK_SHIFT,)
+        offset = int(target[lane]) & OFFSET_MASK
+        home = int(barrier[lane]) & OFFSET_MASK
+        receivers = [(cluster.ctas[r], home | r << RANK_SHIFT) for r in ranks]
+        offsets = np.array([offset])
+        monitor = w.launch.monitor
+        ticket = monitor.bulk_load(w, receivers, offsets, lane) if monitor is not None else None
+
+        def perform(receivers=receivers, offset=offset, response=response, ticket=ticket) -> None:
+            for cta, address in receivers:
+                cta.s8[offset : offset + RESPONSE_BYTES] = response.view(np.uint8)
+                found = cluster.barrier(address)
+                if ticket is not None:
+                    w.launch.monitor.bulk_load_done(ticket, cta, found)
+                found.complete(RESPONSE_BYTES)
+
+        cluster.engine.issue("try_cancel", None, perform)
+
+
+@emits("clusterlaunchcontrol.try_cancel")
+def emit_try_cancel(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    target, barrier = (e.address(x, "u32") for x in ins.operands[:2])
+    multicast = any(p.startswith("multicast::cluster") for p in ins.parts)
+    e.line(f"try_cancel(w, {target}, {barrier}, {multicast}, {e.mask})")
+
+
+@emits("clusterlaunchcontrol.query_cancel")
+def emit_query_cancel(e: BlockEmitter, ins: Instruction) -> None:
+    words = e.temporary()
+    e.line(f"{words} = words({e.value(ins.operands[1], 'u128')}, u32)")
+    if ins.parts[2] == "is_canceled":
+        e.define(ins.operands[0], f"{words}[:, 3] != 0", "p")
+        return
+    axis = ins.parts[2].split("::")
+    first = "xyz".index(axis[1]) if len(axis) > 1 else 0
+    for i, register in enumerate(e.vector(ins.operands[0])[:3]):
+        if register != "_":
+            e.define(register, f"{words}[:, {first + i}]", "u32")
+
+
+# --- tensor maps edited in memory -----------------------------------------------------------------
+def _field(raw: bytearray, name: str, index: int, value: int) -> None:
+    """Set one field of a 128-byte map; tensor_map.py describes the layout."""
+    w = list(struct.unpack("<16Q", raw))
+
+    def put(word: int, shift: int, bits: int, number: int) -> None:
+        mask = (1 << bits) - 1
+        w[word] = w[word] & ~(mask << shift) | (number & mask) << shift
+
+    if name == "global_address":
+        w[0] = value
+    elif name == "rank":
+        put(1, 4, 3, value)
+    elif name == "global_dim":
+        put(4 + index // 2, 32 * (index & 1), 32, value - 1)
+    elif name == "global_stride":
+        if value & 15:
+            raise KernelFault(f"tensormap.replace: stride {value} is not a multiple of 16")
+        put(1 + (index + 1) // 2, 32 * ((index + 1) & 1), 32, value >> 4)
+        put(3, 32 + 4 * index, 4, value >> 36)
+    elif name == "box_dim":
+        put(*((6, 56) if index == 0 else (7, 8 * (index - 1))), 8, value - 1)
+    elif name == "element_stride":
+        put(6, 32 + 3 * index, 3, value - 1)
+    elif name == "elemtype":
+        put(1, 7, 4, value)
+    elif name == "swizzle_mode":
+        put(1, 13, 2, value)
+    else:
+        raise KernelFault(f"tensormap.replace of {name} is not simulated")
+    raw[:] = struct.pack("<16Q", *w)
+
+
+def _map_bytes(w: Warp, shared: bool, address: int) -> np.ndarray:
+    if not shared:
+        return w.cluster.memory.read(address, MAP_BYTES)
+    cta = w.cluster.cta_at(address)
+    offset = address & OFFSET_MASK
+    return cta.s8[offset : offset + MAP_BYTES]
+
+
+def replace_field(w: Warp, shared: bool, name: str, index: int, address, value, mask) -> None:
+    """tensormap.replace by each active lane."""
+    for lane in np.flatnonzero(mask).tolist():
+        place = _map_bytes(w, shared, int(address[lane]))
+        raw = bytearray(place.tobytes())
+        _field(raw, name, index, int(value[lane]))
+        place[:] = np.frombuffer(raw, np.uint8)
+
+
+def publish_map(w: Warp, target, source, mask) -> None:
+    """tensormap.cp_fenceproxy: the whole warp copies one map from shared to global memory."""
+    lane = int(mask.argmax())
+    data = _map_bytes(w, True, int(source[lane])).copy()
+    w.cluster.memory.read(int(target[lane]), MAP_BYTES)[:] = data
+
+
+@emits("tensormap.replace")
+def emit_replace(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    shared = any(p.startswith("shared") for p in ins.parts)
+    address = e.address(ins.operands[0], "u32" if shared else "u64")
+    index = int(ins.operands[1], 0) if len(ins.operands) > 2 else 0
+    kind = "u64" if ins.parts[-1] == "b64" else "u32"
+    value = e.value(ins.operands[-1], kind)
+    field = ins.parts[3]  # tensormap.replace.tile.<field>
+    e.line(f"replace_field(w, {shared}, {field!r}, {index}, {address}, {value}, {e.mask})")
+
+
+@emits("tensormap.cp_fenceproxy")
+def emit_publish(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    target, source = e.address(ins.operands[0], "u64"), e.address(ins.operands[1], "u32")
+    e.line(f"publish_map(w, {target}, {source}, {e.mask})")

@@ -1,0 +1,1 @@
+"""Operands of copies and matrix products: descriptors, layouts, formats, accumulators."""

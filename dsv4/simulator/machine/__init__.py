@@ -1,0 +1,1 @@
+"""The simulated GPU: memory, warps, barriers, the scheduler, asynchronous engines."""

@@ -1,0 +1,1 @@
+"""The race checker: who may touch what, and what orders it."""

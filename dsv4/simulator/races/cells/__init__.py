@@ -1,0 +1,1 @@
+"""What each piece of memory remembers of the accesses to it."""

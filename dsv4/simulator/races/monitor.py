@@ -1,0 +1,74 @@
+"""The happens-before checker: every access of a launch against the accesses before it.
+
+Agents are warps and asynchronous engines (a warp's bulk stores, cp.async copies, TMEM loads and
+stores, MMAs; a warpgroup's wgmmas; the copies that complete on one mbarrier). An engine's clock
+counts its operations (or the barrier's phases); a warp learns it by waiting. Named barriers,
+mbarriers and the cluster barrier carry clocks from arrivals to waits, flags in memory those of
+releases to acquires. Ordinary writes before an asynchronous engine's access also need a proxy fence
+on the way, and tcgen05 work of another warp its fences (only warned of: CuTeDSL's own pipelines
+leave them out). Lanes of one warp: see lanes.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsv4.simulator.machine.memory import Cluster
+from dsv4.simulator.races.copies import CopyRaces
+from dsv4.simulator.races.global_memory import LAUNCH_BEFORE, GlobalRaces
+from dsv4.simulator.races.shared_memory import ClusterState, lanes_of
+from dsv4.simulator.races.tensor_memory import TensorRaces
+
+
+class Monitor(CopyRaces, TensorRaces):
+    """Receives every access and synchronisation of a launch; collects findings.
+
+    Args:
+        entry: the kernel.
+        before: of the launch before, if this one may start while that one runs.
+        undefined: addresses [start, stop) of allocations that hold nothing before the launches.
+    """
+
+    def __init__(self, entry, before: Monitor | None = None, undefined: tuple = ()):
+        super().__init__(entry)
+        earlier = before.memory if before is not None else None
+        self.memory = GlobalRaces(self, earlier, undefined)
+
+    # --- life of a cluster -----------------------------------------------------------------------
+    def start_cluster(self, cluster: Cluster, warps: list) -> None:
+        """A cluster becomes resident."""
+        cluster.state = ClusterState(cluster, warps)
+
+    def finish_cluster(self, cluster: Cluster, warps: list) -> None:
+        """What is left behind when every warp has exited."""
+        for barrier in cluster.barriers.values():
+            if barrier.transactions:
+                self._leak(f"transaction count of {barrier} at exit", *barrier.places)
+        for warp in warps:
+            if warp.wgmma_pending:
+                message = f"{warp.cta.name} warp {warp.number} exits with wgmma outstanding"
+                self._leak(message, warp.wgmma_pending[0].at)
+        cluster.state = None
+
+    def exit_outstanding(self, warp, stores: list) -> None:
+        """A warp that issued bulk stores has exited without waiting for their reads."""
+        self._leak(
+            f"{warp.cta.name} warp {warp.number} exits with {len(stores)} bulk stores "
+            "not waited for: their shared memory may be gone before it is read",
+            *dict.fromkeys(store.at for store in stores),
+        )
+
+    def grid_waited(self, w, mask) -> None:
+        """griddepcontrol.wait: the launch before is complete."""
+        self.memory.waited = True
+        clocks = w.cluster.state.clocks
+        clocks.learn(w.agent, clocks.agent(LAUNCH_BEFORE), 1, lanes_of(w, mask))
+
+    # --- global memory ---------------------------------------------------------------------------
+    def global_access(self, w, active: np.ndarray, mask, size: int, write: bool) -> None:
+        """A load or store of global memory."""
+        self.memory.access(w, active, mask, size, write)
+
+    def atomic(self, w, space: str, address: np.ndarray, mask, size: int) -> None:
+        """An atomic operation in any state space."""
+        self.memory.atomic(w, space, address, mask, size)

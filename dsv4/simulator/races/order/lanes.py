@@ -1,0 +1,105 @@
+"""Order between the lanes of one warp.
+
+Lanes of a warp run in step here, and mostly so on hardware, but nothing promises it: memory
+accesses of different lanes are ordered by bar.warp.sync, by barriers that all lanes take part in,
+or through other synchronisation. Collectives (shuffles, votes, elect, everything `.aligned`) bring
+the lanes together without ordering memory. Compiled code relies on that, and hardware issues a
+warp's accesses in order, so conflicts that a collective lies between are only warned of.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsv4.simulator.races.cells.shadow import LANE_CODES, SEVERAL
+from dsv4.simulator.races.order.clocks import EVER, Clocks
+
+_MERGE = 64
+
+
+class LaneOrder:
+    """How far one warp's own accesses are ordered among its lanes, in its own clock.
+
+    Accesses at `synced` or later are not ordered between lanes; those before `converged` have at
+    least a collective behind them. `recent` holds what lanes accessed since: the memory (a Shadow,
+    or a History of global memory), the warp's number there, and the cells.
+    """
+
+    __slots__ = (
+        "agent", "clocks", "collectives", "converged", "gathered", "recent", "released", "synced",
+    )  # fmt: skip
+
+    def __init__(self, agent: int, clocks: Clocks):
+        self.agent, self.clocks = agent, clocks
+        self.synced = self.converged = 1
+        self.collectives = 0
+        self.recent: list[tuple[object, int, np.ndarray]] = []
+        self.gathered: list[tuple[object, int, np.ndarray]] = []  # of before the last collective
+        self.released = np.zeros(LANE_CODES, np.int64)  # by lane: its last release or fence
+
+    @property
+    def unsettled(self) -> bool:
+        """Some accesses of the warp are not ordered between its lanes."""
+        return bool(self.recent) or self.synced < self.converged
+
+    def catch_up(self, collectives: int) -> None:
+        """The warp has executed this many collectives."""
+        if collectives == self.collectives:
+            return
+        self.collectives = collectives
+        self.clocks.converge(self.agent)
+        if self.recent:
+            self.gathered = _merged(self.gathered + self.recent)
+            self.recent = []
+            self.converged = self.clocks.advance(self.agent)
+
+    def sync(self) -> None:
+        """All lanes are together and see each other's accesses."""
+        self.clocks.converge(self.agent)
+        self.recent, self.gathered = [], []
+        self.synced = self.converged = self.clocks.advance(self.agent)
+
+    def covered(self, clock: int) -> None:
+        """All lanes have acquired what the warp released at a clock."""
+        if clock >= self.synced:
+            self.synced = clock + 1
+            self.converged = max(self.converged, self.synced)
+
+    def note(self, memory, owner: int, cells: np.ndarray) -> None:
+        """Lanes accessed cells."""
+        self.recent.append((memory, owner, cells))
+        self.recent = _merged(self.recent)
+
+    def covers(self, lanes: np.ndarray | None) -> None:
+        """Some lanes (None: all) are about to release what they did so far."""
+        clock = int(self.clocks.seen[self.agent, self.agent])
+        if lanes is None:
+            self.released[:] = clock
+        else:
+            self.released[:32][lanes] = clock
+            self.released[SEVERAL] = self.released[:32].min()
+
+    def leave_behind(self, lanes: np.ndarray | None) -> None:
+        """Some lanes released something: what the others did and have not released themselves is
+        not covered, as if it came later."""
+        if lanes is None or not (self.recent or self.gathered):
+            return
+        since = np.maximum(self.released + 1, self.synced)
+        since[:32][lanes] = EVER
+        clock = int(self.clocks.seen[self.agent, self.agent])
+        for memory, owner, cells in self.gathered:
+            memory.postpone_weakly(cells, owner, since, clock)
+        since = np.maximum(since, self.converged)
+        for memory, owner, cells in self.recent:
+            memory.postpone(cells, owner, since, clock)
+        self.clocks.keep_fenced(self.agent, self.synced)
+
+
+def _merged(accesses: list[tuple[object, int, np.ndarray]]) -> list:
+    """The same accesses, in few entries."""
+    if len(accesses) <= _MERGE:
+        return accesses
+    parts: dict[tuple, list[np.ndarray]] = {}
+    for memory, owner, cells in accesses:
+        parts.setdefault((memory, owner), []).append(cells)
+    return [(*key, np.unique(np.concatenate(cells))) for key, cells in parts.items()]

@@ -1,0 +1,484 @@
+"""Happens-before over shared memory, between warps, lanes and asynchronous engines."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dsv4.simulator.machine.memory import OFFSET_MASK, SHARED_BYTES, TMEM_COLUMNS, Cluster, Cta
+from dsv4.simulator.machine.warp import ALL
+from dsv4.simulator.ptx.qualifiers import Scope
+from dsv4.simulator.races.cells.granules import TMEM_GROUPS, granules
+from dsv4.simulator.races.cells.shadow import SEVERAL, Earlier, Shadow, place
+from dsv4.simulator.races.findings import CONVERGENCE, Findings
+from dsv4.simulator.races.order.clocks import (
+    FENCED_GLOBAL,
+    FENCED_SHARED,
+    INITIALISED,
+    SEEN,
+    Clocks,
+)
+from dsv4.simulator.races.order.lanes import LaneOrder
+from dsv4.simulator.races.reads_in_flight import ReadsInFlight, incomplete_loads
+
+OVERWRITTEN = "mbarrier overwritten"
+IN_FLIGHT = "copy over a read in flight"
+_OTHER_CTAS = "other CTAs"  # where arrivals from other CTAs at an mbarrier are published
+_LANES = np.arange(32)
+ONE_LANE = [lane == _LANES for lane in range(32)]
+
+
+class ClusterState:
+    """Clocks and shadows of one cluster."""
+
+    def __init__(self, cluster: Cluster, warps: list):
+        self.clocks = Clocks(len(warps))
+        self.shared = [Shadow(SHARED_BYTES // 4) for _ in cluster.ctas]
+        self.atomics: dict[int, Shadow] = {}  # CTA rank -> the last atomic on each word
+        self._tmem: dict[int, Shadow] = {}
+        # mbarrier address -> (agent, clock) of its init; initialised but not yet fenced.
+        self.inits: dict[int, tuple[int, int]] = {}
+        self.unfenced: set[int] = set()
+        # CTA rank -> which 4-byte granules are live mbarriers.
+        self.barriers: dict[int, np.ndarray] = {}
+        self.counts: dict[tuple, int] = {}
+        # CTA rank -> warp of another CTA, engine of one or engine that copies into it -> (clock,
+        # instruction) of its last access there.
+        self.remote: dict[int, dict[int, tuple[int, int]]] = {}
+        # Warp -> agent of its commits to a barrier of another CTA -> how many: told on by what the
+        # warp releases next.
+        self.commits: dict[int, dict[int, int]] = {}
+        # CTA rank and first column of an allocation that the peer of the CTA has freed, but not yet
+        # the CTA itself -> (columns, instruction).
+        self.freed: dict[tuple[int, int], tuple[int, int]] = {}
+        self.flights = ReadsInFlight(SHARED_BYTES // 4)
+        for i, warp in enumerate(warps):
+            warp.agent, warp.order = i, LaneOrder(i, self.clocks)
+
+    def tmem(self, cta: Cta) -> Shadow:
+        """The history of a CTA's TMEM."""
+        found = self._tmem.get(cta.rank)
+        if found is None:
+            found = self._tmem[cta.rank] = Shadow(TMEM_COLUMNS * TMEM_GROUPS)
+        return found
+
+    def count(self, key: tuple) -> int:
+        """Next clock of an engine."""
+        self.counts[key] = self.counts.get(key, 0) + 1
+        return self.counts[key]
+
+
+def lanes_of(w, mask) -> np.ndarray | None:
+    """The lanes of a mask, None if they are all the warp still has; settles collectives."""
+    w.order.catch_up(w.collectives)
+    if mask is None or mask is ALL:
+        return None
+    live = w.frames[0].mask_bytes if w.frames else w.mask_bytes
+    return None if mask.tobytes() == live else mask
+
+
+class SharedRaces(Findings):
+    """Ordinary accesses and atomics, engines' accesses, barriers and fences."""
+
+    def __init__(self, entry):
+        super().__init__(entry)
+        self.loads_at_release = incomplete_loads(entry)
+        self.strong_accesses = frozenset(
+            ins.index for ins in entry.instructions
+            if ins.order.strong and ins.parts[0] in ("ld", "st")
+        )  # fmt: skip
+        self.watched_loads = frozenset(at for ats in self.loads_at_release.values() for at in ats)
+
+    # --- ordinary accesses -----------------------------------------------------------------------
+    def shared(
+        self, w, cta: Cta, offsets: np.ndarray, mask, size: int, write: bool, values=None
+    ) -> None:
+        """A load or store of `size` bytes per lane; mask None is the warp acting as one. `values`
+        are those of a store."""
+        state, agent = w.cluster.state, w.agent
+        lanes = lanes_of(w, mask)
+        if w.at in self.strong_accesses:
+            self._strong(w, cta, offsets, mask, size, write, lanes)
+            return
+        self._remote(w, cta)
+        if mask is None:
+            whose = SEVERAL
+        else:
+            whose = _LANES if mask is ALL else np.flatnonzero(mask)
+        shadow, know = state.shared[cta.rank], state.clocks.view(agent, lanes)
+        where, numbers = shadow.cells(offsets, size, whose)
+        order, seen = w.order, know[SEEN]
+        kind = "write-write race" if write else "read-write race"
+        what = f"{'write' if write else 'read'} of shared memory at"
+        self._against_writes(w, cta, shadow, where, seen, kind, what)
+        if order.unsettled:
+            self._between_lanes(w, cta, shadow, where, numbers, write, what)
+        atomics = state.atomics.get(cta.rank)
+        if atomics is not None:
+            words, whose = atomics.cells(np.asarray(offsets, np.int64) & ~3, max(size, 4), whose)
+            self._against_writes(w, cta, atomics, words, seen, kind, what)
+            self._between_lanes(w, cta, atomics, words, whose, False, what)
+        clock, code = int(seen[agent]), place(w.at, numbers)
+        if write:
+            self._against_barriers(w, cta, offsets, size, "write of")
+            self._against_reads(w, cta, where, seen, agent, what)
+            if values is not None and isinstance(numbers, np.ndarray) and len(offsets) > 1:
+                self._within_store(w, cta, offsets, mask, values)
+            shadow.note_write(where, agent, clock, code)
+        else:
+            self._initialised(w, cta, where, f"{cta.name} warp {w.number} reads")
+            if w.at in self.watched_loads:
+                cells = granules(np.asarray(offsets, np.int64) & ~3, max(size, 4))
+                state.flights.read(agent, w.at, cta.rank, cells)
+            if isinstance(numbers, np.ndarray):
+                shadow.note_lane_reads(where, agent, clock, code, order.synced)
+            else:
+                shadow.note_read(where, agent, clock, code)
+        order.note(shadow, agent, where)
+
+    def _strong(self, w, cta: Cta, offsets, mask, size: int, write: bool, lanes) -> None:
+        """A strong load or store, which synchronises: in conflict with ordinary accesses alone."""
+        if write:
+            self.shared_atomic(w, cta, offsets, mask, size)
+        else:
+            self._remote(w, cta)
+        order = self.entry.instructions[w.at].order
+        self.memory.shared_flag(w, cta, offsets, write, order, lanes)
+
+    def _against_writes(
+        self, w, cta: Cta, shadow: Shadow, where, seen, kind: str, what: str
+    ) -> bool:
+        earlier = shadow.unordered_write(where, seen)
+        if earlier:
+            self.race(w, kind, f"{what} {self._at(w, cta, where, earlier)}", earlier)
+        return earlier is not None and not earlier.weak
+
+    def _against_reads(self, w, cta: Cta, where, seen, agent: int, what: str) -> None:
+        earlier = w.cluster.state.shared[cta.rank].unordered_read(where, seen, agent)
+        if earlier:
+            text = f"{what} {self._at(w, cta, where, earlier)}"
+            self.race(w, "read-write race", text, earlier)
+
+    @staticmethod
+    def _at(w, cta: Cta, where: np.ndarray, earlier: Earlier) -> str:
+        offset = w.cluster.state.shared[cta.rank].offset(int(where[earlier.index]))
+        return f"offset {offset:#x} of {cta.name}"
+
+    def _against_barriers(self, w, cta: Cta, offsets, size: int, what: str) -> None:
+        """A write to live mbarriers: only mbarrier instructions may touch them until .inval."""
+        live = w.cluster.state.barriers.get(cta.rank)
+        if live is None:
+            return
+        places = np.asarray(offsets, np.int64)
+        hit = live[places >> 2] | live[(places + (size - 1)) >> 2]
+        if size > 16:  # st.bulk
+            first, last = int(places[0]) >> 2, int(places[0] + size - 1) >> 2
+            hit = live[first : last + 1].any(keepdims=True)
+        if hit.any():
+            offset = int(places[int(hit.argmax())])
+            message = f"{what} offset {offset:#x} of {cta.name}, a live mbarrier"
+            self.report(OVERWRITTEN, message, (w.at,), (w.at,))
+
+    def _initialised(self, w, cta: Cta, where, what: str) -> None:
+        shadow = w.cluster.state.shared[cta.rank]
+        missing = shadow.first_unwritten(where)
+        if missing is not None:
+            message = f"{what} shared offset {shadow.offset(int(where[missing])):#x}"
+            self.report("uninitialised read", message, (w.at,), (w.at,))
+
+    def _within_store(self, w, cta: Cta, offsets: np.ndarray, mask, values) -> None:
+        """Lanes of one store that write different values to one place."""
+        if (offsets[1:] > offsets[:-1]).all():
+            return
+        _, first, again = np.unique(offsets, return_index=True, return_inverse=True)
+        if len(first) == len(offsets):
+            return
+        for value in values:
+            active = value if mask is ALL else value[mask]
+            if (active != active[first][again]).any():
+                message = f"lanes of {cta.name} warp {w.number} write different values to one place"
+                self.report("write-write race", message, (w.at,), (w.at,))
+
+    # --- lanes of one warp -----------------------------------------------------------------------
+    def _between_lanes(
+        self, w, cta: Cta, shadow: Shadow, where, lanes, write: bool, what: str
+    ) -> None:
+        """Conflicts with accesses of other lanes of the warp."""
+        order = w.order
+        if not shadow.touched_by(w.agent, order.synced, write):
+            return
+        for since, warning in ((order.converged, False), (order.synced, True)):
+            earlier = shadow.write_by_other_lane(where, lanes, w.agent, since)
+            kind = "write-write race" if write else "read-write race"
+            if earlier is None and write:
+                earlier = shadow.read_by_other_lane(where, lanes, w.agent, since)
+                kind = "read-write race"
+            if earlier is None:
+                continue
+            text = f"{what} {self._at(w, cta, where, earlier)}"
+            self.race(w, CONVERGENCE if warning else kind, text, earlier, warning=warning)
+            return
+
+    # --- atomics ---------------------------------------------------------------------------------
+    def shared_atomic(self, w, cta: Cta, offsets: np.ndarray, mask, size: int) -> None:
+        """An atomic operation on shared memory: in no race with other atomics."""
+        state, agent = w.cluster.state, w.agent
+        lanes = lanes_of(w, mask)
+        self._remote(w, cta)
+        shadow, know = state.shared[cta.rank], state.clocks.view(agent, lanes)
+        atomics = state.atomics.setdefault(cta.rank, Shadow(shadow.count))
+        words, numbers = atomics.cells(
+            np.asarray(offsets, np.int64) & ~3, max(size, 4), np.flatnonzero(mask)
+        )
+        where = shadow.refined(words)
+        if len(where) != len(words):
+            numbers = SEVERAL if len(offsets) > 1 else numbers[0]
+        seen, what = know[SEEN], "atomic on shared memory at"
+        self._against_writes(w, cta, shadow, where, seen, "write-write race", what)
+        self._against_reads(w, cta, where, seen, agent, what)
+        if w.order.unsettled:
+            self._between_lanes(w, cta, shadow, where, numbers, True, what)
+        self._initialised(w, cta, where, f"atomic of {cta.name} warp {w.number} on")
+        atomics.note_write(words, agent, int(seen[agent]), place(w.at, numbers))
+        w.order.note(atomics, agent, words)
+
+    # --- asynchronous engines --------------------------------------------------------------------
+    def _engine_reads(
+        self, w, cta: Cta, where, agent: int, clock: int, what: str, lane: int | None = None
+    ) -> None:
+        """An asynchronous engine started by `w` (one lane of it, or all) reads shared memory."""
+        state = w.cluster.state
+        self._remote(w, cta, agent, clock)
+        shadow = state.shared[cta.rank]
+        where = shadow.refined(where)
+        lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
+        know = state.clocks.view(w.agent, lanes)
+        text = f"{what} of shared memory at"
+        if not shadow.settled(where, know[SEEN], know[FENCED_SHARED], state.clocks.warps):
+            if not self._against_writes(w, cta, shadow, where, know[SEEN], "read-write race", text):
+                self._proxy_fenced(w, cta, where, know, text)
+            self._initialised(w, cta, where, f"{what} of {cta.name} reads")
+        if w.order.unsettled:
+            self._between_lanes(w, cta, shadow, where, _number(lane), False, text)
+        shadow.note_read(where, agent, clock, place(w.at, SEVERAL))
+
+    def _proxy_fenced(self, w, cta: Cta, where, know, text: str) -> None:
+        """Ordinary writes, by warps, need the fence; engines' writes do not."""
+        state = w.cluster.state
+        warps = state.clocks.warps
+        earlier = state.shared[cta.rank].unordered_write(where, know[FENCED_SHARED], below=warps)
+        if earlier:
+            text = f"{text} {self._at(w, cta, where, earlier)}"
+            self.race(w, "missing proxy fence", text, earlier)
+
+    def _engine_writes(
+        self, w, cta: Cta, where, agent: int, clock: int, what: str, lane: int | None = None,
+        generic: bool = False,
+    ) -> None:  # fmt: skip
+        """An engine writes shared memory; `generic` engines need no proxy fence."""
+        state = w.cluster.state
+        self._remote(w, cta)
+        shadow = state.shared[cta.rank]
+        lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
+        know = state.clocks.view(w.agent, lanes)
+        text = f"{what} into shared memory at"
+        if len(where):
+            self._against_barriers(w, cta, where << 2, 4, f"{what} into")
+        if state.flights.late and not generic:
+            self._against_flights(w, cta, where, know[SEEN], text)
+        where = shadow.refined(where)
+        if not shadow.settled(where, know[SEEN], know[FENCED_SHARED], state.clocks.warps):
+            kind = "write-write race"
+            raced = self._against_writes(w, cta, shadow, where, know[SEEN], kind, text)
+            if not raced and not generic:
+                self._proxy_fenced(w, cta, where, know, text)
+        self._against_reads(w, cta, where, know[SEEN], agent, text)
+        if w.order.unsettled:
+            self._between_lanes(w, cta, shadow, where, _number(lane), True, text)
+        if not generic:
+            state.remote.setdefault(cta.rank, {})[agent] = (clock, w.at)
+        shadow.note_write(where, agent, clock, place(w.at, SEVERAL))
+
+    def _against_flights(self, w, cta: Cta, where: np.ndarray, seen: np.ndarray, text: str) -> None:
+        found = w.cluster.state.flights.under(cta.rank, where, seen)
+        if found is not None:
+            agent, at, clock, index = found
+            earlier = Earlier(agent, at, SEVERAL, clock, index)
+            text = f"{text} {self._at(w, cta, where, earlier)}"
+            self.race(w, IN_FLIGHT, text, earlier)
+
+    # --- other CTAs of the cluster ---------------------------------------------------------------
+    def _remote(self, w, cta: Cta, agent: int | None = None, clock: int = 0) -> None:
+        """A warp, or an engine it started, reaches into another CTA, which must not have exited."""
+        if cta is w.cta:
+            return
+        state = w.cluster.state
+        if agent is None:
+            agent, clock = w.agent, int(state.clocks.seen[w.agent, w.agent])
+        state.remote.setdefault(cta.rank, {})[agent] = (clock, w.at)
+        if all(warp.done for warp in cta.warps):
+            self._gone(cta, w.at)
+
+    def exited(self, w) -> None:
+        """A warp is done. By the last one, its CTA must know of every access from other CTAs and
+        of every copy into it."""
+        state, cta = w.cluster.state, w.cta
+        if not all(warp.done for warp in cta.warps):
+            return
+        agents = [warp.agent for warp in cta.warps]
+        for other, (clock, at) in state.remote.get(cta.rank, {}).items():
+            if (state.clocks.seen[agents, other] < clock).all():
+                self._gone(cta, at)
+
+    def _gone(self, cta: Cta, at: int) -> None:
+        message = f"nothing makes {cta.name} wait for this before it exits"
+        self.report("access to a CTA that may have exited", message, (at,), (at,))
+
+    # --- threads and barriers --------------------------------------------------------------------
+    def release(self, w, key: tuple, mask=None) -> None:
+        """Arrival of a warp, or some lanes of it, at a barrier of the CTA."""
+        lanes = lanes_of(w, mask)
+        w.order.covers(lanes)
+        self._tell_commits(w)
+        w.cluster.state.clocks.release(w.agent, key, lanes)
+        w.order.leave_behind(lanes)
+        self._leave_loads(w)
+
+    def _arrive(self, w, mask, keys: dict[Scope, tuple]) -> None:
+        """Arrival of some lanes at an mbarrier or the cluster barrier: what it tells threads at
+        each distance is published under the key given for it."""
+        clocks, order = w.cluster.state.clocks, self.entry.instructions[w.at].order
+        lanes = lanes_of(w, mask)
+        w.order.covers(lanes)
+        self._tell_commits(w)
+        for distance, key in keys.items():
+            know = clocks.told(w.agent, lanes, order, distance)
+            if know is not None:
+                clocks.publish(key, know)
+        clocks.advance(w.agent)
+        w.order.leave_behind(lanes)
+        self._leave_loads(w)
+
+    def cluster_arrive(self, w, generation: int, mask) -> None:
+        """barrier.cluster.arrive."""
+        key = ("cluster", generation)
+        self._arrive(w, mask, {Scope.CLUSTER: key, Scope.CTA: (*key, w.cta.rank)})
+
+    def cluster_wait(self, w, generation: int, mask) -> None:
+        """barrier.cluster.wait."""
+        key = ("cluster", generation)
+        w.cluster.state.clocks.acquire(w.agent, (*key, w.cta.rank), lanes_of(w, mask))
+        self.acquire(w, key, mask)
+
+    def _tell_commits(self, w) -> None:
+        """Who is told anything by a warp after its commits counts as told of their arrivals."""
+        state = w.cluster.state
+        for agent, clock in state.commits.pop(w.agent, {}).items():
+            state.clocks.learn(w.agent, agent, clock)
+
+    def _leave_loads(self, w) -> None:
+        """Loads that are still under way are not covered by the release just made."""
+        loads = self.loads_at_release.get(w.at)
+        if loads is not None:
+            state = w.cluster.state
+            clock = int(state.clocks.seen[w.agent, w.agent])
+            state.flights.released(w.agent, loads, clock)
+
+    def acquire(self, w, key: tuple, mask=None) -> None:
+        """A warp, or some lanes of it, leave a barrier; a whole warp's lanes are then ordered."""
+        lanes = lanes_of(w, mask)
+        w.cluster.state.clocks.acquire(w.agent, key, lanes)
+        if lanes is None:
+            w.order.sync()
+
+    def warp_sync(self, w) -> None:
+        """bar.warp.sync."""
+        w.order.sync()
+
+    def fence(self, w, opcode: str, mask=None) -> None:
+        """Fences of every kind, by some lanes or all."""
+        state, clocks, agent = w.cluster.state, w.cluster.state.clocks, w.agent
+        lanes, order = lanes_of(w, mask), self.entry.instructions[w.at].order
+        if opcode.startswith(("fence.proxy.async", "fence.mbarrier_init")):
+            state.unfenced -= {a for a in state.unfenced if state.inits[a][0] == agent}
+        if opcode.startswith("fence.mbarrier_init"):
+            clocks.init_fence(agent)
+        elif opcode.startswith("fence.proxy.async"):
+            clocks.proxy_fence(agent, lanes, _fenced_row(opcode))
+        elif opcode.startswith("tcgen05.fence::before"):
+            clocks.before_thread_sync(agent)
+            return
+        elif opcode.startswith("tcgen05.fence::after"):
+            clocks.after_thread_sync(agent)
+            return
+        if order.strong:
+            self.memory.fence(w, order)
+            clocks.fence(agent, order)
+        clocks.advance(agent)  # what the warp writes from now on, the fence does not cover
+
+    def barrier_init(self, w, address: int) -> None:
+        """mbarrier.init."""
+        state = w.cluster.state
+        cta, first = w.cluster.cta_at(address), (address & OFFSET_MASK) >> 2
+        live = state.barriers.setdefault(cta.rank, np.zeros(SHARED_BYTES // 4, np.bool_))
+        if live[first]:
+            message = f"mbarrier at offset {4 * first:#x} of {cta.name}, live and not invalidated"
+            self.report("mbarrier initialised again", message, (w.at,), (w.at,))
+        live[first : first + 2] = True
+        state.inits[address] = (w.agent, int(state.clocks.seen[w.agent, w.agent]))
+        state.unfenced.add(address)
+
+    def barrier_inval(self, w, address: int) -> None:
+        """mbarrier.inval."""
+        cta, first = w.cluster.cta_at(address), (address & OFFSET_MASK) >> 2
+        w.cluster.state.barriers[cta.rank][first : first + 2] = False
+
+    def _check_init(self, w, barrier, engine: bool = False) -> None:
+        state = w.cluster.state
+        if engine and barrier.address in state.unfenced:
+            message = f"asynchronous arrival on {barrier}, whose init no fence made visible to it"
+            self.report("missing mbarrier_init fence", message, (w.at,), (w.at,))
+        agent, clock = state.inits[barrier.address]
+        know = state.clocks.know[w.agent]
+        if max(know[SEEN, agent], know[INITIALISED, agent]) < clock:
+            message = f"use of {barrier} by {w.cta.name} warp {w.number}"
+            self.report("barrier used before its init is visible", message, (w.at,), (w.at,))
+
+    def release_barrier(self, w, barrier, mask=None) -> None:
+        """Arrival of some lanes at an mbarrier."""
+        self._check_init(w, barrier)
+        cta = w.cluster.cta_at(barrier.address)
+        self._remote(w, cta)
+        key = ("mbarrier", barrier.address, barrier.phase)
+        # Only threads of its own CTA wait for an mbarrier.
+        keys = {Scope.CTA: key} if cta is w.cta else {Scope.CLUSTER: (*key, _OTHER_CTAS)}
+        self._arrive(w, mask, keys)
+
+    def acquire_barrier(self, w, barrier, mask=None) -> None:
+        """Some lanes waited for the last phase of an mbarrier."""
+        self._check_init(w, barrier)
+        clocks, order = w.cluster.state.clocks, self.entry.instructions[w.at].order
+        lanes = lanes_of(w, mask)
+        key = ("mbarrier", barrier.address, barrier.phase - 1)
+        if not order.acquires:
+            clocks.observe(w.agent, key, Scope.CTA)
+            clocks.observe(w.agent, (*key, _OTHER_CTAS), Scope.CLUSTER)
+            return
+        own = clocks.acquire(w.agent, key, lanes)
+        if order.scope >= Scope.CLUSTER:
+            own = max(own, clocks.acquire(w.agent, (*key, _OTHER_CTAS), lanes))
+        if lanes is None:
+            w.order.covered(own)
+
+    def _publish_at(self, state: ClusterState, barrier, know: np.ndarray) -> None:
+        state.clocks.publish(("mbarrier", barrier.address, barrier.phase), know)
+
+
+def _number(lane: int | None) -> int:
+    return SEVERAL if lane is None else lane
+
+
+def _fenced_row(opcode: str) -> int | None:
+    """The row of clocks that a fence.proxy.async is for; None for both state spaces."""
+    if ".global" in opcode:
+        return FENCED_GLOBAL
+    return FENCED_SHARED if ".shared" in opcode or "sync_restrict" in opcode else None

@@ -1,0 +1,130 @@
+"""Deleting any one synchronisation instruction of the FP8 linear is noticed."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+
+from dsv4.kernels.gemm.config import Fp8LinearConfig
+from dsv4.simulator import Report
+from dsv4.simulator.ptx.parser import Instruction, parse_module
+from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
+from dsv4.testing.harness import SCHEDULES, compiler_options
+from tests.simulator.helpers.mutations import (
+    Run,
+    known_warnings,
+    noticed,
+    simulate_text,
+    sync_instructions,
+    without,
+)
+from tests.simulator.races.test_attention_mutations import places
+
+pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
+
+pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A tiling, and the case that must notice a deletion: several tiles of rows and of tokens, more
+    k blocks than its ring has stages."""
+
+    case: Case
+    tiling: int
+    rows: int  # that decide the clusters
+
+    @property
+    def config(self) -> Fp8LinearConfig:
+        return replace(self.case.config, out_features=self.rows)
+
+
+KERNELS = {
+    "resident": Kernel(Case(11, 1024, 136), 0, 136),
+    "resident_clusters": Kernel(Case(11, 2048, 136), 0, 136),
+    "streamed": Kernel(Case(19, 1024, 136), 1, 32768),
+    "streamed_clusters": Kernel(Case(19, 1024, 136), 1, 136),
+}
+
+# What is not missed, by instruction and the kernel's function: how many of them, and why.
+LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what orders"
+FIRST = "orders a launch after the one before it, and each run here begins with this one"
+NO_ACTIVATIONS = "this warp loads weights alone, which no launch writes"
+PRODUCTS = "what was read of a stage was read by products, which the whole warpgroup has waited for"
+RESIDENT = {
+    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    ("griddepcontrol.wait", "compute"): (1, FIRST),
+    ("griddepcontrol.wait", "load"): (1, NO_ACTIVATIONS),
+    ("bar.warp", "arrive_warp"): (1, PRODUCTS),
+}
+# Behind the launch that quantises: its wait is the first.
+STREAMED = {
+    ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (1, FIRST),
+    ("bar.warp", "arrive_warp"): (1, PRODUCTS),
+}
+REDUNDANT = {
+    "resident": RESIDENT,
+    "resident_clusters": RESIDENT,
+    # Once for each slice.
+    "streamed": {**STREAMED, ("bar.warp", "arrive_warp"): (2, PRODUCTS)},
+    "streamed_clusters": STREAMED,
+}
+
+
+def make_run(inputs: Inputs, tiling: int, schedule: str) -> Run:
+    def prepare() -> tuple[tuple, dict]:
+        call = inputs.call(tiling, 1).poisoned()
+        return call.args, dict(call.options)
+
+    def correct(positional: tuple, keywords: dict) -> bool:
+        try:
+            assert_linear_close(positional[4], inputs)
+        except AssertionError:
+            return False
+        return True
+
+    return Run(prepare, correct, schedule)
+
+
+@functools.cache
+def kernel(name: str):
+    """The compiled kernels, and the launches that must notice a deletion."""
+    from dsv4.kernels.gemm.sm90.fp8_linear import build
+
+    chosen = KERNELS[name]
+    inputs = Inputs.make(chosen.case, 1)
+    runs = [make_run(inputs, chosen.tiling, schedule) for schedule in SCHEDULES[:2]]
+    return build(chosen.config, compiler_options("sm_90a")), runs
+
+
+def reached(report: Report, instructions: list[Instruction], ptx: str) -> list[Instruction]:
+    """The instructions of the entries that a launch ran."""
+    ran = {found.kernel for found in report.coverage if found.sync_run}
+    lines = {
+        ins.ptx_line
+        for name, entry in parse_module(ptx).entries.items()
+        if name in ran
+        for ins in entry.instructions
+    }
+    return [ins for ins in instructions if ins.ptx_line in lines]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_deletions_are_noticed(name) -> None:
+    compiled, runs = kernel(name)
+    ptx = compiled.artifacts.PTX
+    known = known_warnings(compiled, runs)
+    report, _ = simulate_text(compiled, ptx, runs[0])
+    instructions = reached(report, sync_instructions(ptx), ptx)
+    missed = [
+        (ins, place)
+        for ins, place in zip(instructions, places(instructions))
+        if not noticed(compiled, without(ptx, ins), runs, known)
+    ]
+    expected = {place: count for place, (count, _) in REDUNDANT[name].items()}
+    found = Counter(place for _, place in missed)
+    assert found == expected, "\n".join(ins.where() for ins, _ in missed)

@@ -1,0 +1,92 @@
+"""Rules of memory that are no races: read-only loads, mbarriers, what was never written."""
+
+import pytest
+import torch
+
+from dsv4.simulator import KernelFault
+from tests.simulator.helpers.ptx import kinds, run_body
+
+pytestmark = pytest.mark.stage("simulator")
+
+NC = "ld.global.nc.b32 %r8, [%d2];"
+INCOHERENT = ["non-coherent read of data written in the launch"]
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        (NC, []),
+        (f"{NC}\nst.global.b32 [%d2+512], %r8;", []),
+        (f"st.global.b32 [%d2], %r1;\nbar.sync 0;\n{NC}", INCOHERENT),
+        (f"{NC}\nbar.sync 0;\nst.global.b32 [%d2], %r1;", INCOHERENT),
+        (f"{NC}\nbar.sync 0;\nred.relaxed.gpu.global.add.u32 [%d2], 1;", INCOHERENT),
+        (f"red.relaxed.gpu.global.add.u32 [%d2], 1;\nbar.sync 0;\n{NC}", INCOHERENT),
+        ("st.global.b32 [%d2], %r1;\nbar.sync 0;\nld.global.b32 %r8, [%d2];", []),
+    ],
+)
+def test_read_only_loads_are_of_what_the_launch_does_not_write(body, found):
+    assert kinds(body) == found
+
+
+_BARRIER = """
+add.s32 %r30, %r2, 2048;
+@%p2 mbarrier.init.shared.b64 [%r30], 1;
+@%p2 fence.mbarrier_init.release.cluster;
+bar.sync 0;
+"""
+_COPY = """
+@!%p2 bra SKIP;
+add.s32 %r31, %r2, 1024;
+mbarrier.init.shared.b64 [%r31], 1;
+fence.mbarrier_init.release.cluster;
+mbarrier.arrive.expect_tx.shared.b64 %d5, [%r31], 64;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r2+{offset}], [%d1], 64, [%r31];
+W: mbarrier.try_wait.parity.shared.b64 %p6, [%r31], 0, 1000;
+@!%p6 bra W;
+SKIP:
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("@%p2 st.shared.b32 [%r30], %r1;", ["mbarrier overwritten"]),
+        ("@%p2 st.shared.b32 [%r30+4], %r1;", ["mbarrier overwritten"]),
+        ("@%p2 st.shared.b32 [%r30+8], %r1;", []),
+        ("@%p2 st.shared.v4.b32 [%r30+-16], {%r1, %r1, %r1, %r1};", []),
+        ("@%p2 mbarrier.inval.shared.b64 [%r30];\n@%p2 st.shared.b32 [%r30], %r1;", []),
+        (_COPY.format(offset=2048), ["mbarrier overwritten"]),
+        (_COPY.format(offset=1984), []),
+        ("@%p2 mbarrier.init.shared.b64 [%r30], 2;", ["mbarrier initialised again"]),
+        (
+            "@%p2 mbarrier.inval.shared.b64 [%r30];\n@%p2 mbarrier.init.shared.b64 [%r30], 2;", [],
+        ),
+    ],
+)  # fmt: skip
+def test_live_mbarriers_are_left_alone(body, found):
+    assert kinds(_BARRIER + body) == found
+
+
+def _uninitialised(body: str, **options) -> list[str]:
+    out = torch.zeros(256, dtype=torch.int32)
+    return kinds(body, out=out, uninitialised=(out[64:128],), **options)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("ld.global.b32 %r8, [%d2];", []),
+        ("ld.global.b32 %r8, [%d2+256];", ["uninitialised read"]),
+        ("st.global.b32 [%d2+256], 1;\nld.global.b32 %r8, [%d2+256];", []),
+        (_COPY.format(offset=0).replace("[%d1]", "[%d1+256]"), ["uninitialised read"]),
+        (_COPY.format(offset=0), []),
+    ],
+)
+def test_reads_of_what_holds_nothing(body, found):
+    assert _uninitialised(body) == found
+
+
+def test_a_block_has_at_most_1024_threads():
+    run_body("", threads=1024)
+    with pytest.raises(KernelFault, match="1056 threads, of 1024"):
+        run_body("", threads=1056)
