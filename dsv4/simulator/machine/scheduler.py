@@ -18,6 +18,7 @@ from dsv4.simulator.errors import Deadlock, Endless, KernelFault
 from dsv4.simulator.machine.asynchronous import AsyncEngine
 from dsv4.simulator.machine.deadlock import describe_deadlock
 from dsv4.simulator.machine.memory import SYSTEM_SHARED_BYTES, Cluster, Cta, GlobalMemory
+from dsv4.simulator.machine.observer import Observer
 from dsv4.simulator.machine.occupancy import ctas_per_multiprocessor
 from dsv4.simulator.machine.warp import Warp
 
@@ -54,7 +55,7 @@ class Launch:
     schedule: str
     seed: int
     multiprocessors: int
-    monitor: object | None = None
+    monitor: Observer | None = None
     register_budgets: dict[int, dict[int, int]] = field(default_factory=dict)
     tensor_maps: dict[bytes, object] = field(default_factory=dict)
     regions: dict[int, object] = field(default_factory=dict)  # instruction -> allocation it was in

@@ -92,7 +92,7 @@ class CopyRaces(SharedRaces):
         state.clocks.learn(w.agent, agent, done, lanes_of(w, mask))
 
     # --- cp.async --------------------------------------------------------------------------------
-    def copy_issue(self, w, moves, size: int, lanes=None):
+    def copy_issue(self, w, moves, size: int) -> int:
         """cp.async by some lanes: `moves` holds (shared offset, address, bytes) of each."""
         state = w.cluster.state
         agent = state.clocks.agent(("cp.async", w.agent))

@@ -14,13 +14,14 @@ from __future__ import annotations
 import numpy as np
 
 from dsv4.simulator.machine.memory import Cluster
+from dsv4.simulator.machine.observer import Observer
 from dsv4.simulator.races.copies import CopyRaces
 from dsv4.simulator.races.global_memory import LAUNCH_BEFORE, GlobalRaces
 from dsv4.simulator.races.shared_memory import ClusterState, lanes_of
 from dsv4.simulator.races.tensor_memory import TensorRaces
 
 
-class Monitor(CopyRaces, TensorRaces):
+class Monitor(CopyRaces, TensorRaces, Observer):
     """Receives every access and synchronisation of a launch; collects findings.
 
     Args:
@@ -50,10 +51,10 @@ class Monitor(CopyRaces, TensorRaces):
                 self._leak(message, warp.wgmma_pending[0].at)
         cluster.state = None
 
-    def exit_outstanding(self, warp, stores: list) -> None:
+    def exit_outstanding(self, w, stores: list) -> None:
         """A warp that issued bulk stores has exited without waiting for their reads."""
         self._leak(
-            f"{warp.cta.name} warp {warp.number} exits with {len(stores)} bulk stores "
+            f"{w.cta.name} warp {w.number} exits with {len(stores)} bulk stores "
             "not waited for: their shared memory may be gone before it is read",
             *dict.fromkeys(store.at for store in stores),
         )

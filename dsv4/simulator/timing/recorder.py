@@ -15,8 +15,8 @@ from dsv4.simulator.compile.program import Program
 from dsv4.simulator.instructions.barriers import mbarrier_test
 from dsv4.simulator.instructions.operands.tensor_core import Multiplication
 from dsv4.simulator.machine.memory import Cluster, Cta, GlobalMemory
+from dsv4.simulator.machine.observer import Observer
 from dsv4.simulator.machine.scheduler import Launch, run_launch
-from dsv4.simulator.races.monitor import Monitor
 from dsv4.simulator.timing import trace
 from dsv4.simulator.timing.trace import ClusterTrace, Key, LaunchTrace, WarpTrace
 
@@ -122,16 +122,22 @@ def _rows(parts: tuple[str, ...]) -> int:
     return 4 if "tile::gather4" in parts or "tile::scatter4" in parts else 1
 
 
-def _ignore(*_) -> None:
-    """What only the checker needs to know."""
+def _no_time(*_, **__) -> None:
+    """A hook that leaves no trace."""
 
 
-class Recorder:
+class Recorder(Observer):
     """Receives what the race checker receives, and keeps it as a trace.
 
     Under the eager schedule an asynchronous operation is complete when it has been issued, so
     the phase of a barrier that it signals is the one at issue.
     """
+
+    # A completion is in the signals of its issue; a fence costs what its instruction does.
+    exited = exit_outstanding = grid_waited = _no_time
+    bulk_load_done = bulk_written = cluster_copy = commit_done = _no_time
+    barrier_init = barrier_inval = fence = warp_sync = tmem_free = _no_time
+    report = warn = _no_time
 
     def __init__(self) -> None:
         self.clusters: list[ClusterTrace] = []
@@ -139,12 +145,6 @@ class Recorder:
         self._pending: dict[object, list[trace.Event]] = {}
         self._polled: set[tuple] = set()
         self._counts: dict[tuple, int] = {}
-
-    def __getattr__(self, name: str) -> Callable:
-        """Calls that leave no trace: fences, completions, memory that goes away."""
-        if hasattr(Monitor, name):
-            return _ignore
-        raise AttributeError(name)
 
     # --- life of a cluster -----------------------------------------------------------------------
     def start_cluster(self, cluster: Cluster, warps: list) -> None:
@@ -277,9 +277,6 @@ class Recorder:
 
     def tmem_used(self, w) -> None:
         self._add(w, trace.TmemWait(w.at, False))
-
-    def tmem_free(self, w, cta: Cta, start: int, columns: int) -> None:
-        """Takes no time worth modelling."""
 
     def multiply(self, w, cta: Cta, product: Multiplication, lane=None) -> None:
         form = product.form
