@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv4.cli import bench_fp8_linear, bench_rms_norm_fp8
+from dsv4.cli.output_file import output_file
 
 if TYPE_CHECKING:
     from dsv4.bench.peers import Peer
@@ -40,8 +41,12 @@ def add_parser(subparsers) -> None:
         help="FlashMLA's extension, the file _flashmla_C.abi3.so of a vLLM wheel (default: the "
         "packages flash_mla and vllm, where they are installed)",
     )
-    attention.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
-    attention.add_argument("--plot", type=Path, metavar="FILE", help="also draw a roofline (PNG)")
+    attention.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write the results here"
+    )
+    attention.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="also draw a roofline (PNG)"
+    )
     attention.set_defaults(run=run_attention)
     bench_rms_norm_fp8.add_parser(benchmarks)
     bench_fp8_linear.add_parser(benchmarks)

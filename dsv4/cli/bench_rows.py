@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
+
+from dsv4.cli.output_file import output_file
 
 
 def add_options(
@@ -13,7 +14,9 @@ def add_options(
 ) -> None:
     """`--shape`, read by `parse_shape`, and `--json`."""
     parser.add_argument("--shape", action="append", type=parse_shape, metavar=metavar, help=help)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write the results here"
+    )
 
 
 def measure(args: argparse.Namespace, family: str, bench: ModuleType) -> int:

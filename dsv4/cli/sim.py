@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dsv4.cli import sim_fp8_linear, sim_rms_norm_fp8
+from dsv4.cli.output_file import output_file
 from dsv4.cli.sim_status import CHECK_FAILED, NOT_COVERED
 
 if TYPE_CHECKING:
@@ -77,10 +78,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     attention.add_argument("--no-races", action="store_true", help="no race check: faster")
     attention.add_argument("--json", action="store_true", help="print JSON instead of tables")
     attention.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="write the modelled timeline for Perfetto"
+        "--timeline",
+        type=output_file,
+        metavar="FILE",
+        help="write the modelled timeline for Perfetto",
     )
     attention.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw it (PNG; needs the bench extra)"
+        "--plot", type=output_file, metavar="FILE", help="draw it (PNG; needs the bench extra)"
     )
     attention.add_argument(
         "--model-table",
