@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
 
 from dsv4.compat.kv_entry import HEAD_DIM, check_cache, gather_entries
+from dsv4.kernels.kit.fields import MAX_FLOAT
 from dsv4.ops import sparse_fmha_with_swa
+from dsv4.ops.runtime.checks import check_flag, check_is_tensor
 
 _GATHERED_BYTES = 1 << 28
 """Bound on the keys that are gathered at once: more query tokens are processed in parts."""
@@ -65,6 +67,7 @@ def flash_mla_sparse_fwd(
     if sm_scale is None:
         raise TypeError("sm_scale: got NoneType, needs a float")
     _check_scale("sm_scale", sm_scale)
+    check_flag("return_max_logits", return_max_logits)
     _check("kv", kv, q.dtype, q, (None, 1, q.shape[2]))
     if kv.shape[0] == 0:
         raise ValueError("kv: got no rows, needs at least one")
@@ -251,15 +254,17 @@ def _max_logits(q: Tensor, keys: Tensor, counts: Tensor, scale: float) -> Tensor
 def _sink(attn_sink: Tensor | None, q: Tensor) -> Tensor:
     if attn_sink is not None:
         _check("attn_sink", attn_sink, torch.float32, q, (q.shape[-2],))
-        return attn_sink
+        return attn_sink.contiguous()
     return q.new_full((q.shape[-2],), -math.inf, dtype=torch.float32)
 
 
 def _check_sparse(q: Tensor, value_dim: int, name: str, *, dims: int) -> None:
-    if not isinstance(q, Tensor):
-        raise TypeError(f"q: got {type(q).__name__}, needs a tensor")
+    check_is_tensor("q", q)
+    _check_no_gradient("q", q)
     if q.dim() != dims:
         raise ValueError(f"q: got shape {tuple(q.shape)}, needs {dims} dimensions")
+    if isinstance(value_dim, bool) or not isinstance(value_dim, Integral):
+        raise TypeError(f"{name}: got {type(value_dim).__name__}, needs an integer")
     if value_dim != q.shape[-1]:
         raise ValueError(
             f"{name}: got {value_dim}, needs the head dimension of q ({q.shape[-1]}): the values "
@@ -271,8 +276,8 @@ def _check(
     name: str, tensor: Tensor, dtype: torch.dtype, q: Tensor, shape: tuple[int | None, ...]
 ) -> None:
     """Check an argument beside q; None in `shape` is any size."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: got {type(tensor).__name__}, needs a tensor")
+    check_is_tensor(name, tensor)
+    _check_no_gradient(name, tensor)
     if tensor.dtype != dtype:
         raise TypeError(f"{name}: got {tensor.dtype}, needs {dtype}")
     if tensor.device != q.device:
@@ -285,6 +290,18 @@ def _check(
         raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, needs [{wanted}]")
 
 
+def _check_no_gradient(name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: requires grad, but there is no backward pass; call it under torch.no_grad() "
+            "or pass a detached tensor"
+        )
+
+
 def _check_scale(name: str, scale: float | None) -> None:
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"{name}: got {type(scale).__name__}, needs a float")
+    if not abs(scale) <= MAX_FLOAT:
+        raise ValueError(f"{name}: got {scale}, needs a finite number")

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4.ops.runtime.checks import check_is_tensor
+
 HEAD_DIM = 512
 NOPE_DIM = 448
 GROUP = 64
@@ -24,8 +26,7 @@ def check_cache(name: str, cache: Tensor, device: torch.device) -> None:
     Raises:
         ValueError, TypeError: the cache has another layout, no page, or is on another device.
     """
-    if not isinstance(cache, Tensor):
-        raise TypeError(f"{name}: got {type(cache).__name__}, needs a tensor")
+    check_is_tensor(name, cache)
     if cache.device != device:
         raise ValueError(f"{name}: got a tensor on {cache.device}, q is on {device}")
     if cache.dtype.itemsize != 1:

@@ -179,6 +179,8 @@ def fp8_linear(
             _op(x, weight, scale, x_scale, out, identity)
     except Exception:
         _explain(x, weight, scale, given, out)
+        if not isinstance(out_dtype, torch.dtype | None):
+            raise TypeError(f"out_dtype: got {out_dtype!r}, needs a torch.dtype") from None
         raise
     return out
 

@@ -16,7 +16,7 @@ from dsv4.kernels.rows.args import ARGS, values
 from dsv4.kernels.rows.config import GROUP, VECTOR, RmsNormFp8Config, choose_tiling
 from dsv4.ops.quantize import quantize_e4m3
 from dsv4.ops.runtime.backend import Device
-from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
+from dsv4.ops.runtime.checks import check_are_tensors, check_flag, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 
 # Rows that the released models normalise and then quantise: hidden states and query latents.
@@ -124,6 +124,7 @@ def rms_norm_fp8(
         _op(x, gains, out, scale_out, identity, norm_out)
     except Exception:
         _explain(x, gains, out, scale_out, norm_out)
+        check_flag("return_norm", return_norm)
         raise
     return (out, scale_out, norm_out) if return_norm else (out, scale_out)
 

@@ -16,6 +16,7 @@ from dsv4.kernels.attention.args import ARGS, sizes
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.ops.attention import checks, launch, torch_path
 from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.checks import check_flag
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.launch import Launch
 from dsv4.ops.runtime.state import State, smallest_call
@@ -218,13 +219,18 @@ def sparse_fmha_with_swa(
         SPARSE_FMHA.explain(*tensors, out, compressed_lens)
         _check_integer("sliding_window", sliding_window)
         _check_integer("num_splits", num_splits)
+        check_flag("return_lse", return_lse)
         raise
     return out if lse is None else (out, lse)
 
 
 def _check_integer(name: str, value: object) -> None:
-    if value is not None and not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: got {value!r}, needs an integer or None")
+    if value is None:
+        return
+    try:
+        index(value)
+    except TypeError:
+        raise TypeError(f"{name}: got {value!r}, needs an integer or None") from None
 
 
 @torch.compiler.assume_constant_result

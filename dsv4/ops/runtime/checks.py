@@ -20,15 +20,19 @@ Tensors = Sequence[Tensor | None]
 def check_are_tensors(args: Sequence[TensorArg], tensors: Tensors) -> None:
     """Refuse what is no tensor, or none with strides: TypeError."""
     for arg, tensor in zip(args, tensors, strict=True):
-        if tensor is None and arg.is_optional:
-            continue
-        if not isinstance(tensor, Tensor):
-            kind = "None" if tensor is None else f"a {type(tensor).__name__}"
-            raise TypeError(f"{arg.label}: got {kind}, needs a torch.Tensor")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{arg.label}: got layout {tensor.layout}, needs torch.strided")
-        if tensor.is_quantized:
-            raise TypeError(f"{arg.label}: got {tensor.dtype}, needs a tensor without quantiser")
+        if tensor is not None or not arg.is_optional:
+            check_is_tensor(arg.label, tensor)
+
+
+def check_is_tensor(name: str, tensor: object) -> None:
+    """Refuse what is no tensor, or none with strides: TypeError."""
+    if not isinstance(tensor, Tensor):
+        kind = "None" if tensor is None else f"a {type(tensor).__name__}"
+        raise TypeError(f"{name}: got {kind}, needs a torch.Tensor")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name}: got layout {tensor.layout}, needs torch.strided")
+    if tensor.is_quantized:
+        raise TypeError(f"{name}: got {tensor.dtype}, needs a tensor without quantiser")
 
 
 def check_ranks(args: Sequence[TensorArg], tensors: Tensors) -> None:
@@ -38,6 +42,12 @@ def check_ranks(args: Sequence[TensorArg], tensors: Tensors) -> None:
             raise ValueError(
                 f"{arg.label}: got shape {tuple(tensor.shape)}, needs [{', '.join(arg.shape)}]"
             )
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False: TypeError."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got a {type(value).__name__}, needs True or False")
 
 
 def check_arguments(args: Sequence[TensorArg], values: Values, tensors: Tensors) -> None:

@@ -6,6 +6,8 @@ import hashlib
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
+from dsv4.kernels.kit.fields import checked_fields
+
 if TYPE_CHECKING:
     from dsv4.ops.runtime.kernel_op import KernelOp
 
@@ -21,12 +23,11 @@ def runner_id(op: KernelOp, *fields: Any) -> int:
     """
     try:
         known = _IDS.get((op.name, *fields))
-    except TypeError:  # a field that cannot be hashed: the configuration names it
-        op.config(*fields)
-        raise
+    except TypeError:  # a field that cannot be hashed: named below
+        known = None
     if known is not None:
         return known
-    config = op.config(*fields)
+    config = op.config(*checked_fields(op.config, fields))
     digest = hashlib.sha256(repr((op.name, astuple(config))).encode()).digest()
     identity = int.from_bytes(digest[:7], "big")
     _RUNNERS.setdefault(identity, (op, config))
