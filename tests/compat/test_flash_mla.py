@@ -234,7 +234,7 @@ def _decode_arguments() -> dict:
                     ValueError,
                     "a tensor on meta, q is on cpu",
                 ),
-                ([0, 1], TypeError, "list, needs a tensor"),
+                ([0, 1], TypeError, "a list, needs a torch.Tensor"),
             )
         ),
         (
