@@ -60,3 +60,28 @@ def shared_expert(
     x = quantize(x.float())
     hidden = clamped_swiglu(x @ w1.float().T, x @ w3.float().T, limit)
     return quantize(hidden) @ w2.float().T
+
+
+def group_pairs(ids: Tensor, experts: int, group_tokens: int) -> tuple[Tensor, Tensor]:
+    """(token, slot) pairs sorted by expert, and the groups of equal experts they fall into.
+
+    Args:
+        ids: [T, k]; -1 = no expert.
+        experts: their number.
+        group_tokens: rows of a group at most.
+
+    Returns:
+        pairs [n] int64, token * k + slot, by expert, then in order; groups [.., 4] int64: expert,
+        first place in `pairs`, number of rows, 0.
+    """
+    flat = ids.flatten().tolist()
+    pairs: list[int] = []
+    groups: list[list[int]] = []
+    for expert in range(experts):
+        own = [place for place, found in enumerate(flat) if found == expert]
+        for start in range(0, len(own), group_tokens):
+            rows = min(group_tokens, len(own) - start)
+            groups.append([expert, len(pairs) + start, rows, 0])
+        pairs += own
+    shape = (len(groups), 4)
+    return torch.tensor(pairs, dtype=torch.int64), torch.tensor(groups).long().reshape(shape)

@@ -1,0 +1,1 @@
+"""Mixture of experts: routed experts and the shared one, weights in M, tokens in N."""

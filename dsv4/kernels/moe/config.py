@@ -1,0 +1,66 @@
+"""What the experts of a layer are compiled for.
+
+Imports neither cutlass nor torch, so that every layer may use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+K_BLOCK = 128  # elements of a token that share a scale
+FP4_GROUP = 32  # e2m1 weights of a row that share a scale
+MAX_TOP_K = 16
+EXPERT_DTYPES = ("fp4", "fp8")
+SCALE_FORMS = ("packed", "raw")
+SCALE_DTYPES = ("float8_e8m0fnu", "float32")
+OUT_DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """Identity of a layer's experts.
+
+    Attributes:
+        hidden: D, width of a token; a multiple of 128.
+        inner: I, width between the two products; a multiple of 128.
+        top_k: experts of a token.
+        expert_dtype: of the routed experts: "fp4" (E2M1 with an E8M0 scale per 32) or "fp8" (E4M3
+            with a scale per 128 x 128).
+        scale_form: of FP4 scales. "packed": the four groups of a row's k block are exponents of at
+            most `layout.MAX_SPREAD` above a common one, and fold into the e4m3 codes. "raw": any,
+            and every 32 elements are summed by themselves.
+        scale_dtype: of FP8 experts.
+        shared_scale_dtype: of the shared expert, which is FP8.
+        limit: gate is at most that, up within plus and minus that.
+        out_dtype: of the result.
+    """
+
+    hidden: int
+    inner: int
+    top_k: int = 6
+    expert_dtype: str = "fp4"
+    scale_form: str = "packed"
+    scale_dtype: str = "float8_e8m0fnu"
+    shared_scale_dtype: str = "float8_e8m0fnu"
+    limit: float = 10.0
+    out_dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "inner"):
+            value = getattr(self, name)
+            if value < K_BLOCK or value % K_BLOCK:
+                raise ValueError(f"{name} must be a multiple of {K_BLOCK}, got {value}")
+        if not 1 <= self.top_k <= MAX_TOP_K:
+            raise ValueError(f"top_k must be 1 to {MAX_TOP_K}, got {self.top_k}")
+        if not self.limit > 0:
+            raise ValueError(f"limit must be positive, got {self.limit}")
+        for name, allowed in (
+            ("expert_dtype", EXPERT_DTYPES),
+            ("scale_form", SCALE_FORMS),
+            ("scale_dtype", SCALE_DTYPES),
+            ("shared_scale_dtype", SCALE_DTYPES),
+            ("out_dtype", OUT_DTYPES),
+        ):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")

@@ -1,0 +1,91 @@
+"""Router: gate, selection of experts, and sort of tokens by expert, in two launches.
+
+By itself for tests and measurements; inside `moe` the same launches lead the experts'.
+"""
+
+from __future__ import annotations
+
+from cutlass import Int32, Uint8, cute
+
+from dsv4.kernels.kit.args import In, OptIn, Out, Scalar, compile_kernel
+from dsv4.kernels.moe.gate import Gate, GateTensors
+from dsv4.kernels.moe.routing import RoutingConfig
+from dsv4.kernels.moe.select import Lists, Select
+
+# S splits, T tokens, E experts of D elements, k of them a token, P = T * k pairs, G groups.
+ARGS = (
+    In("x", "T D", align=16),
+    In("weight", "E D", align=16),
+    Out("partials", "S T E", "float32", align=16),
+    Out("codes", "T D", "float8_e4m3fn", align=16),
+    Out("scales", "T g", "float8_e8m0fnu"),
+    Out("ids", "T k", "int32"),
+    Out("weights", "T k", "float32"),
+    Out("pairs", "P", "int32"),
+    Out("groups", "G four", "int32", align=16),
+    Out("counts", "two", "int32"),
+    Out("arrivals", "one", "int32"),
+    OptIn("bias", "B", "float32", align=16),
+    OptIn("table", "V k", "int64"),
+    OptIn("input_ids", "I", "int64"),
+    OptIn("live_tokens", "L", "int32"),
+    Scalar("token_tiles"),
+    Scalar("group_tokens"),
+)
+
+
+def values(config: RoutingConfig) -> dict[str, int | str]:
+    """What the kernels are compiled for."""
+    sizes = {"D": config.hidden, "E": config.experts, "k": config.top_k, "g": config.hidden // 128}
+    return {**sizes, "four": 4, "two": 2, "one": 1}
+
+
+class Router:
+    """Both launches."""
+
+    def __init__(self, config: RoutingConfig):
+        self.config = config
+        self.gate = Gate(config)
+        self.select = Select(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # [T, D] bf16
+        weight: cute.Tensor,  # [E, D] bf16
+        partials: cute.Tensor,  # [S, T, E] fp32, written; S is 1 or D / 512
+        codes: cute.Tensor,  # [T, D] e4m3, written
+        scales: cute.Tensor,  # [T, D / 128] E8M0, written
+        ids: cute.Tensor,  # [T, k] int32, written
+        weights: cute.Tensor,  # [T, k] fp32, written
+        pairs: cute.Tensor,  # [T * k] int32, written
+        groups: cute.Tensor,  # [G, 4] int32, written
+        counts: cute.Tensor,  # [2] int32, written
+        arrivals: cute.Tensor,  # [1] int32, scratch
+        stream,
+        *,
+        bias: cute.Tensor,  # [E] fp32, or no rows
+        table: cute.Tensor,  # [V, k] int64, or no rows
+        input_ids: cute.Tensor,  # [T] int64, or no rows
+        live_tokens: cute.Tensor,  # [1] int32, or no rows
+        token_tiles: Int32,
+        group_tokens: Int32,
+    ):
+        """Launch the gate, then the selection."""
+        tensors = GateTensors(x, weight, partials, codes, as_bytes(scales), arrivals)
+        self.gate.launch(tensors, stream, token_tiles)
+        lists = Lists(
+            partials, bias, table, input_ids, live_tokens, ids, weights, pairs, groups, counts,
+            arrivals,
+        )  # fmt: skip
+        self.select.launch(lists, stream, group_tokens)
+
+
+def as_bytes(scales: cute.Tensor) -> cute.Tensor:
+    """E8M0 scales as bytes."""
+    return cute.make_tensor(cute.recast_ptr(scales.iterator, dtype=Uint8), scales.layout)
+
+
+def build(config: RoutingConfig, options: str = ""):
+    """Compile the router for the architecture of `CUTE_DSL_ARCH`; needs no GPU."""
+    return compile_kernel(Router(config), ARGS, values(config), options)

@@ -1,0 +1,422 @@
+"""Selection of experts and sort of tokens by expert, for sm_90a and sm_100a.
+
+A warp takes a token: it adds the gate's partial sums in order, turns logits into scores
+sqrt(softplus), and finds the k best by score + bias, the lower id of equals, in k rounds of a
+maximum over keys that order as the scores do. The ids of a token are stored in ascending order,
+their weights beside them.
+
+The last CTA to finish then sorts all (token, slot) pairs by expert, stably: each warp counts the
+experts of a run of pairs, the counts are added up over warps and experts, and each warp puts its
+pairs in their places. Nothing is read back by the host; every shape is that of the launch.
+
+What is not a number: a NaN score ranks below every other. An id of the table outside 0 .. E - 1, a
+token id outside the table and padding tokens have no expert: id -1, weight 0, no pair.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.math import RoundingMode
+from cutlass.memory import SmemAllocator
+
+from dsv4.kernels.kit import pdl
+from dsv4.kernels.kit.pointers import pointer_at
+from dsv4.kernels.moe.routing import (
+    GROUP_WORDS,
+    SELECT_THREADS,
+    SELECT_WARPS,
+    VECTOR,
+    RoutingConfig,
+)
+
+NEAREST = RoundingMode.NEAREST_EVEN
+SIGN = 1 << 31
+TAKEN, NAN_KEY = 0, 1  # below the key of -inf
+NO_EXPERT = -1
+LAST_ID = 1 << 30  # sorts behind every expert
+FULL_MASK = 0xFFFFFFFF
+BATCH = 8  # loads of a thread under way in the sort
+SOFTPLUS_THRESHOLD = 20.0
+
+
+class Lists(NamedTuple):
+    """Tensors that the selection reads and writes."""
+
+    partials: cute.Tensor  # [splits, T, E] fp32
+    bias: cute.Tensor  # [E] fp32; no rows where a table routes
+    table: cute.Tensor  # [V, k] int64; no rows where scores do
+    input_ids: cute.Tensor  # [T] int64; the same
+    live_tokens: cute.Tensor  # [1] int32, or no rows: all are live
+    ids: cute.Tensor  # [T, k] int32, written
+    weights: cute.Tensor  # [T, k] fp32, written
+    pairs: cute.Tensor  # [T * k] int32, written
+    groups: cute.Tensor  # [.., 4] int32, written
+    counts: cute.Tensor  # [2] int32, written
+    arrivals: cute.Tensor  # [1] int32, 0
+
+
+class Select:
+    """Kernel: experts and weights of each token, and the list of pairs by expert."""
+
+    def __init__(self, config: RoutingConfig):
+        self.config = config
+
+    @cute.jit
+    def launch(self, lists: Lists, stream, group_tokens: Int32):
+        """A warp for each token; groups have up to `group_tokens` rows."""
+        ctas = cute.ceil_div(lists.ids.shape[0], SELECT_WARPS)
+        self.kernel(lists, group_tokens).launch(
+            grid=[ctas, 1, 1], block=[SELECT_THREADS, 1, 1], stream=stream, use_pdl=True
+        )
+
+    @cute.kernel
+    def kernel(self, lists: Lists, group_tokens: Int32):
+        config = self.config
+        smem = SmemAllocator()
+        scores = smem.allocate_tensor(
+            Float32, cute.make_layout((config.experts, SELECT_WARPS)), byte_alignment=16
+        )
+        counts = smem.allocate_tensor(
+            Int32, cute.make_layout((config.experts, SELECT_WARPS)), byte_alignment=16
+        )
+        board = smem.allocate_tensor(Int32, cute.make_layout((SELECT_WARPS, 2)), byte_alignment=16)
+        is_last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        pdl.launch_dependents()
+        # The bias is not an output of the launch before.
+        bias = None
+        if cutlass.const_expr(not config.is_hashed):
+            bias = load_bias(lists.bias, config)
+        pdl.wait_for_previous_launch()
+        tokens = lists.ids.shape[0]
+        live = live_count(lists.live_tokens, tokens)
+        token = cute.arch.block_idx()[0] * SELECT_WARPS + warp
+        if token < tokens:
+            self.select(lists, scores[None, warp], bias, token, token < live)
+        cute.arch.sync_threads()
+        if thread == 0:
+            is_last[0] = Int32(arrive(lists.arrivals, cute.arch.grid_dim()[0]))
+        cute.arch.sync_threads()
+        if is_last[0] != 0:
+            self.sort(lists, counts, board, group_tokens, live)
+
+    # ---- one token, one warp ---------------------------------------------------------------------
+
+    @cute.jit
+    def select(
+        self, lists: Lists, scores: cute.Tensor, bias, token: Int32, is_live: Boolean
+    ) -> None:
+        """Write ids[token] and weights[token]."""
+        config = self.config
+        lane = cute.arch.lane_idx()
+        logits = add_partials(lists.partials, token, config)
+        values = [score(logits[i]) for i in range(config.lane_vectors * VECTOR)]
+        for v in cutlass.range_constexpr(config.lane_vectors):
+            expert = (v * 32 + lane) * VECTOR
+            if expert < config.experts:
+                for i in cutlass.range_constexpr(VECTOR):
+                    scores[expert + i] = values[v * VECTOR + i]
+        cute.arch.sync_warp()
+        mine = Int32(LAST_ID)
+        if cutlass.const_expr(config.is_hashed):
+            if is_live and lane < config.top_k:
+                mine = table_entry(lists, token, lane, config.experts)
+        else:
+            keys = keys_of(values, bias, config)
+            for slot in cutlass.range_constexpr(config.top_k):
+                winner = self.take_best(keys)
+                if is_live and lane == slot:
+                    mine = winner
+        chosen = Float32(0.0)
+        if mine != LAST_ID:
+            chosen = scores[mine]
+        self.store(lists, token, mine, chosen)
+
+    @cute.jit
+    def take_best(self, keys: cute.Tensor) -> Int32:
+        """The expert of the largest key in the warp, the lowest of equals; its key becomes
+        TAKEN."""
+        config = self.config
+        lane = cute.arch.lane_idx()
+        best, place = keys[0], Int32(0)
+        for i in cutlass.range_constexpr(1, config.lane_vectors * VECTOR):
+            if keys[i] > best:
+                best, place = keys[i], Int32(i)
+        largest = cute.arch.warp_redux_sync(best, "max")
+        expert = (place // VECTOR * 32 + lane) * VECTOR + place % VECTOR
+        candidate = cutlass.select_(best == largest, expert, Int32(LAST_ID))
+        winner = cute.arch.warp_redux_sync(candidate, "min")
+        for i in cutlass.range_constexpr(config.lane_vectors * VECTOR):
+            if (i // VECTOR * 32 + lane) * VECTOR + i % VECTOR == winner:
+                keys[i] = Uint32(TAKEN)
+        return winner
+
+    @cute.jit
+    def store(self, lists: Lists, token: Int32, mine: Int32, score: Float32) -> None:
+        """Normalise the scores of the first lanes, and write them in ascending order of ids."""
+        config = self.config
+        lane = cute.arch.lane_idx()
+        total, place = Float32(0.0), Int32(0)
+        for slot in cutlass.range_constexpr(config.top_k):
+            total += cute.arch.shuffle_sync(score, slot)
+            other = cute.arch.shuffle_sync(mine, slot)
+            if other < mine or (other == mine and slot < lane):
+                place += 1
+        factor = cute.math.div(Float32(config.scaling), total, rounding=NEAREST)
+        if lane < config.top_k:
+            has_expert = mine != LAST_ID
+            lists.ids[token, place] = cutlass.select_(has_expert, mine, Int32(NO_EXPERT))
+            lists.weights[token, place] = cutlass.select_(has_expert, score * factor, Float32(0.0))
+
+    # ---- all pairs, one CTA ----------------------------------------------------------------------
+
+    @cute.jit
+    def sort(
+        self,
+        lists: Lists,
+        counts: cute.Tensor,
+        board: cute.Tensor,
+        group_tokens: Int32,
+        live: Int32,
+    ) -> None:
+        """Write `pairs`, `groups` and `counts`."""
+        config = self.config
+        thread = cute.arch.thread_idx()[0]
+        warp = cute.arch.make_warp_uniform(thread // 32)
+        for i in cutlass.range(thread, config.experts * SELECT_WARPS, SELECT_THREADS, unroll=1):
+            counts[i % config.experts, i // config.experts] = Int32(0)
+        cute.arch.sync_threads()
+        total = lists.ids.shape[0] * config.top_k
+        run = cute.ceil_div(cute.ceil_div(total, SELECT_WARPS), 32) * 32
+        begin = warp * run
+        end = cutlass.min(begin + run, total)
+        own = counts[None, warp]
+        for start in cutlass.range(begin, end, 32 * BATCH, unroll=1):
+            ids = load_ids(lists.ids, config.top_k, start, end)
+            for i in cutlass.range_constexpr(BATCH):
+                count_pairs(own, ids[i])
+        cute.arch.sync_threads()
+        self.add_counts(lists, counts, board, group_tokens, live)
+        cute.arch.sync_threads()
+        for start in cutlass.range(begin, end, 32 * BATCH, unroll=1):
+            ids = load_ids(lists.ids, config.top_k, start, end)
+            for i in cutlass.range_constexpr(BATCH):
+                place = next_place(own, ids[i])
+                if ids[i] >= 0:
+                    lists.pairs[place] = start + i * 32 + cute.arch.lane_idx()
+
+    @cute.jit
+    def add_counts(
+        self,
+        lists: Lists,
+        counts: cute.Tensor,
+        board: cute.Tensor,
+        group_tokens: Int32,
+        live: Int32,
+    ) -> None:
+        """counts[expert, warp] = first place of a warp's pairs of an expert; write `groups`."""
+        config = self.config
+        thread = cute.arch.thread_idx()[0]
+        first = thread * config.scanned
+        found = cute.make_rmem_tensor(config.scanned, Int32)
+        found.fill(0)
+        rows, entries = Int32(0), Int32(0)
+        for i in cutlass.range_constexpr(config.scanned):
+            if first + i < config.experts:
+                for warp in cutlass.range_constexpr(SELECT_WARPS):
+                    found[i] += counts[first + i, warp]
+            rows += found[i]
+            entries += cute.ceil_div(found[i], group_tokens)
+        row, entry = exclusive_sums(rows, entries, board)
+        if thread == SELECT_THREADS - 1:
+            lists.counts[0] = entry + entries
+            lists.counts[1] = live
+        for i in cutlass.range_constexpr(config.scanned):
+            for start in cutlass.range(0, found[i], group_tokens, unroll=1):
+                group = (first + i, row + start, cutlass.min(found[i] - start, group_tokens), 0)
+                for word in cutlass.range_constexpr(GROUP_WORDS):
+                    lists.groups[entry, word] = Int32(group[word])
+                entry += 1
+            if first + i < config.experts:
+                for warp in cutlass.range_constexpr(SELECT_WARPS):
+                    count = counts[first + i, warp]
+                    counts[first + i, warp] = row
+                    row += count
+
+
+# ---- scores ----------------------------------------------------------------------------------
+
+
+@cute.jit
+def add_partials(partials: cute.Tensor, token: Int32, config: RoutingConfig) -> cute.Tensor:
+    """Logits of this lane's experts: partial sums added in order."""
+    lane = cute.arch.lane_idx()
+    sums = cute.make_rmem_tensor((VECTOR, config.lane_vectors), Float32)
+    sums.fill(0.0)
+    if partials.shape[0] == 1:
+        add_partial(partials, 0, token, lane, config, sums)
+    else:
+        # All loads of a slice are under way before the sums of the first are needed.
+        for s in cutlass.range_constexpr(config.slices):
+            add_partial(partials, s, token, lane, config, sums)
+    return sums
+
+
+@cute.jit
+def add_partial(
+    partials: cute.Tensor, split, token: Int32, lane: Int32, config: RoutingConfig, sums
+) -> None:
+    """sums += partials[split, token]."""
+    row = (Int64(split) * partials.shape[1] + token) * config.experts
+    for v in cutlass.range_constexpr(config.lane_vectors):
+        expert = (v * 32 + lane) * VECTOR
+        if expert < config.experts:
+            source = pointer_at(partials.iterator, row + expert, Float32)
+            found = cute.make_rmem_tensor(VECTOR, Float32)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), found)
+            for i in cutlass.range_constexpr(VECTOR):
+                sums[i, v] += found[i]
+
+
+def score(logit: Float32) -> Float32:
+    """sqrt(softplus(logit)); from the threshold on, softplus is the identity, as in torch."""
+    soft = cute.math.log1p(cute.math.exp(logit))
+    soft = cutlass.select_(logit > SOFTPLUS_THRESHOLD, logit, soft)
+    return cute.math.sqrt(soft, rounding=NEAREST)
+
+
+@cute.jit
+def load_bias(bias: cute.Tensor, config: RoutingConfig) -> cute.Tensor:
+    """The biases of this lane's experts."""
+    lane = cute.arch.lane_idx()
+    found = cute.make_rmem_tensor((VECTOR, config.lane_vectors), Float32)
+    found.fill(0.0)
+    for v in cutlass.range_constexpr(config.lane_vectors):
+        expert = (v * 32 + lane) * VECTOR
+        if expert < config.experts:
+            for i in cutlass.range_constexpr(VECTOR):
+                found[i, v] = bias[expert + i]
+    return found
+
+
+def order_key(value: Float32) -> Uint32:
+    """A key that orders as values do, -0 as 0; that of NaN is below all others."""
+    bits = (value + Float32(0.0)).bitcast(Uint32)
+    flipped = cutlass.select_(bits >= Uint32(SIGN), ~bits, bits | Uint32(SIGN))
+    return cutlass.select_(value == value, flipped, Uint32(NAN_KEY))
+
+
+@cute.jit
+def keys_of(values: list, bias: cute.Tensor, config: RoutingConfig) -> cute.Tensor:
+    """Keys of this lane's scores with their biases; TAKEN past the last expert."""
+    lane = cute.arch.lane_idx()
+    keys = cute.make_rmem_tensor(config.lane_vectors * VECTOR, Uint32)
+    for i in cutlass.range_constexpr(config.lane_vectors * VECTOR):
+        expert = (i // VECTOR * 32 + lane) * VECTOR + i % VECTOR
+        key = order_key(values[i] + bias[i])
+        keys[i] = cutlass.select_(expert < config.experts, key, Uint32(TAKEN))
+    return keys
+
+
+@cute.jit
+def table_entry(lists: Lists, token: Int32, slot: Int32, experts: int) -> Int32:
+    """The expert that the table has for a slot of a token; LAST_ID where there is none."""
+    found = Int32(LAST_ID)
+    row = lists.input_ids[token]
+    if row >= 0 and row < lists.table.shape[0]:
+        expert = lists.table[row, slot]
+        if expert >= 0 and expert < experts:
+            found = Int32(expert)
+    return found
+
+
+# ---- sort ------------------------------------------------------------------------------------
+
+
+@cute.jit
+def live_count(live_tokens: cute.Tensor, tokens: Int32) -> Int32:
+    """Number of tokens that are not padding."""
+    live = Int32(tokens)
+    if live_tokens.shape[0] > 0:
+        live = cutlass.max(cutlass.min(live_tokens[0], live), Int32(0))
+    return live
+
+
+@cute.jit
+def arrive(arrivals: cute.Tensor, ctas: Int32) -> Boolean:
+    """Publish what the CTA wrote before its last barrier; whether all others have done so.
+
+    The atomic releases and acquires at GPU scope; the CTA's next barrier extends that to its other
+    threads.
+    """
+    before = ctas - 1
+    if ctas > 1:
+        pointer = pointer_at(arrivals.iterator, Int64(0), Int32, align=4)
+        before = cute.arch.atomic_add(pointer, Int32(1), sem="acq_rel", scope="gpu")
+    return before == ctas - 1
+
+
+@cute.jit
+def load_ids(ids: cute.Tensor, top_k: int, start: Int32, end: Int32) -> cute.Tensor:
+    """Experts of this lane's pairs, every 32nd from `start`; NO_EXPERT past `end`."""
+    found = cute.make_rmem_tensor(BATCH, Int32)
+    flat = cute.make_tensor(ids.iterator, cute.make_layout(ids.shape[0] * top_k))
+    for i in cutlass.range_constexpr(BATCH):
+        pair = start + i * 32 + cute.arch.lane_idx()
+        found[i] = Int32(NO_EXPERT)
+        if pair < end:
+            found[i] = flat[pair]
+    return found
+
+
+@cute.jit
+def count_pairs(counts: cute.Tensor, expert: Int32) -> None:
+    """counts[expert] += lanes of the warp that have it."""
+    same = cute.arch.match_sync(FULL_MASK, expert)
+    if expert >= 0 and same & cute.arch.lanemask_lt() == 0:
+        counts[expert] += Int32(cute.arch.popc(same))
+    cute.arch.sync_warp()
+
+
+@cute.jit
+def next_place(places: cute.Tensor, expert: Int32) -> Int32:
+    """Place of this lane's pair: `places` of its expert, which then counts the lanes that have
+    it."""
+    same = cute.arch.match_sync(FULL_MASK, expert)
+    before = same & cute.arch.lanemask_lt()
+    first = Int32(0)
+    if expert >= 0:
+        first = places[expert]
+    cute.arch.sync_warp()
+    if expert >= 0 and before == 0:
+        places[expert] = first + Int32(cute.arch.popc(same))
+    cute.arch.sync_warp()
+    return first + Int32(cute.arch.popc(before))
+
+
+@cute.jit
+def exclusive_sums(rows: Int32, entries: Int32, board: cute.Tensor) -> tuple[Int32, Int32]:
+    """Sums of both over the threads of the CTA before this one."""
+    thread = cute.arch.thread_idx()[0]
+    lane, warp = thread % 32, thread // 32
+    row_sum, entry_sum = rows, entries
+    for step in cutlass.range_constexpr(5):
+        row_below = cute.arch.shuffle_sync_up(row_sum, 1 << step, mask_and_clamp=0)
+        entry_below = cute.arch.shuffle_sync_up(entry_sum, 1 << step, mask_and_clamp=0)
+        if lane >= 1 << step:
+            row_sum += row_below
+            entry_sum += entry_below
+    if lane == 31:
+        board[warp, 0] = row_sum
+        board[warp, 1] = entry_sum
+    cute.arch.sync_threads()
+    row, entry = row_sum - rows, entry_sum - entries
+    for other in cutlass.range_constexpr(SELECT_WARPS - 1):
+        if other < warp:
+            row += board[other, 0]
+            entry += board[other, 1]
+    return row, entry

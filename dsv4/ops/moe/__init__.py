@@ -1,0 +1,1 @@
+"""Mixture of experts: operator, weights and their layouts, torch implementation."""

@@ -1,0 +1,154 @@
+"""Layouts of expert weights: as checkpoints store them, and in the order of the kernels' reads.
+
+A prepared tensor has the shape, the dtype and the bytes of the released one, in another order
+(`dsv4/kernels/moe/layout.py` says which), so that it takes the released one's place in memory, and
+its inverse gives back every byte. Scales of FP4 groups have two forms:
+
+* "packed": the least exponent of a row's four groups of a k block, and how far each is above it;
+  only where no group is more than `MAX_SPREAD` above, and every exponent is of a normal number;
+* "raw": the four exponents, whatever they are; the kernels then sum every 32 elements by
+  themselves.
+
+All functions take any leading dimensions, run on CPU and CUDA, and never synchronise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.moe.layout import K_BLOCK, MAX_SPREAD, PANEL_ROWS, STEPS, UNIT_ROWS, UNITS
+from dsv4.ops.quantize import pack_e2m1, unpack_e2m1
+
+QUAD = 4  # lanes that share a row, and elements or bytes of a lane that lie side by side
+HALVES = 2  # of a step's k, 16 elements each
+FP4_GROUPS = 4  # of a k block
+LEAST_EXPONENT, LARGEST_EXPONENT = 1, 254  # of normal numbers
+FORMS = ("packed", "raw")
+
+# Axes of a weight [panel, unit, row, k block, step, half, lane of the quad, element], and the order
+# in which prepared FP4 and FP8 codes have them. FP8 steps are cut once more: [.., pair, step, ..].
+_FP4_ORDER = (0, 3, 1, 2, 6, 4, 5, 7)
+_FP8_ORDER = (0, 3, 1, 4, 2, 7, 5, 6, 8)
+
+
+def prepare_fp4_codes(codes: Tensor) -> Tensor:
+    """Prepared form of e2m1 codes [..., M, K / 2], two in a byte."""
+    nibbles = _cut(unpack_e2m1(codes), _fp4_axes(codes.shape[-2], 2 * codes.shape[-1]))
+    ordered = _reorder(nibbles, _FP4_ORDER, 8).flatten(-2)
+    magnitudes, signs = ordered & 7, ordered >> 3
+    low = magnitudes[..., 0::2] | signs[..., :QUAD] << 3
+    high = magnitudes[..., 1::2] | signs[..., QUAD:] << 3
+    return (low | high << 4).reshape(codes.shape).view(codes.dtype)
+
+
+def restore_fp4_codes(prepared: Tensor) -> Tensor:
+    """Inverse of `prepare_fp4_codes`."""
+    rows, columns = prepared.shape[-2], 2 * prepared.shape[-1]
+    axes = _fp4_axes(rows, columns)
+    ordered = [axes[i] for i in _FP4_ORDER]
+    bytes_ = prepared.contiguous().view(torch.uint8)
+    bytes_ = bytes_.reshape(*prepared.shape[:-2], *ordered[:-2], QUAD)
+    low, high = bytes_ & 0xF, bytes_ >> 4
+    magnitudes = torch.stack((low & 7, high & 7), -1).flatten(-2)
+    signs = torch.cat((low >> 3, high >> 3), -1)
+    nibbles = (magnitudes | signs << 3).unflatten(-1, (HALVES, QUAD))
+    nibbles = _reorder(nibbles, _inverse(_FP4_ORDER), 8)
+    return pack_e2m1(nibbles.reshape(*prepared.shape[:-2], rows, columns)).view(prepared.dtype)
+
+
+def prepare_fp8_codes(codes: Tensor) -> Tensor:
+    """Prepared form of e4m3 codes [..., M, K]."""
+    axes = _fp8_axes(*codes.shape[-2:])
+    ordered = _reorder(_cut(codes.contiguous().view(torch.uint8), axes), _FP8_ORDER, 9)
+    return ordered.reshape(codes.shape).view(codes.dtype)
+
+
+def restore_fp8_codes(prepared: Tensor) -> Tensor:
+    """Inverse of `prepare_fp8_codes`."""
+    axes = _fp8_axes(*prepared.shape[-2:])
+    ordered = tuple(axes[i] for i in _FP8_ORDER)
+    cut = _cut(prepared.contiguous().view(torch.uint8), ordered)
+    cut = _reorder(cut, _inverse(_FP8_ORDER), 9)
+    return cut.reshape(prepared.shape).view(prepared.dtype)
+
+
+def fits_packed(scale: Tensor) -> Tensor:
+    """Whether E8M0 scales [..., M, K / 32] of a tensor can be packed: a boolean, on its device."""
+    groups = scale.view(torch.uint8).unflatten(-1, (-1, FP4_GROUPS)).int()
+    low, high = groups.aminmax(dim=-1)
+    is_normal = (low >= LEAST_EXPONENT) & (high <= LARGEST_EXPONENT)
+    return (is_normal & (high - low <= MAX_SPREAD)).all()
+
+
+def prepare_fp4_scales(scale: Tensor, form: str) -> Tensor:
+    """Prepared form of E8M0 scales [..., M, K / 32]; "packed" only if `fits_packed` says so."""
+    ordered = _reorder(_cut(scale.contiguous().view(torch.uint8), _scale_axes(scale)), _SCALE, 4)
+    if form == "packed":
+        low = ordered.amin(-1)
+        above = ordered - low[..., None]
+        even, odd = above[..., 0::2], above[..., 1::2]
+        ordered = torch.stack(
+            (*(even | odd << 4).unbind(-1), torch.zeros_like(low), low), -1
+        )  # fmt: skip
+    return ordered.reshape(scale.shape).view(scale.dtype)
+
+
+def restore_fp4_scales(prepared: Tensor, form: str) -> Tensor:
+    """Inverse of `prepare_fp4_scales`."""
+    axes = _scale_axes(prepared)
+    ordered = _cut(prepared.contiguous().view(torch.uint8), tuple(axes[i] for i in _SCALE))
+    if form == "packed":
+        pairs, low = ordered[..., :2], ordered[..., 3:]
+        ordered = torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(-2) + low
+    return _reorder(ordered, _SCALE, 4).reshape(prepared.shape).view(prepared.dtype)
+
+
+_SCALE = (0, 2, 1, 3)  # [panel, row, k block, group] and back
+
+
+def why_not_prepared(rows: int, columns: int) -> str:
+    """What keeps a weight [rows, columns] from being prepared; an empty string if nothing."""
+    if rows % PANEL_ROWS:
+        return f"rows must be a multiple of {PANEL_ROWS}, got {rows}"
+    if columns % K_BLOCK:
+        return f"columns must be a multiple of {K_BLOCK}, got {columns}"
+    return ""
+
+
+def _fp4_axes(rows: int, columns: int) -> tuple[int, ...]:
+    _check(rows, columns)
+    panels, blocks = rows // PANEL_ROWS, columns // K_BLOCK
+    return (panels, UNITS, UNIT_ROWS, blocks, STEPS, HALVES, QUAD, QUAD)
+
+
+def _fp8_axes(rows: int, columns: int) -> tuple[int, ...]:
+    _check(rows, columns)
+    panels, blocks = rows // PANEL_ROWS, columns // K_BLOCK
+    return (panels, UNITS, UNIT_ROWS, blocks, STEPS // 2, 2, HALVES, QUAD, QUAD)
+
+
+def _scale_axes(scale: Tensor) -> tuple[int, ...]:
+    rows, groups = scale.shape[-2:]
+    _check(rows, groups * K_BLOCK // FP4_GROUPS)
+    return (rows // PANEL_ROWS, PANEL_ROWS, groups // FP4_GROUPS, FP4_GROUPS)
+
+
+def _check(rows: int, columns: int) -> None:
+    reason = why_not_prepared(rows, columns)
+    if reason:
+        raise ValueError(f"weight: {reason}")
+
+
+def _cut(matrix: Tensor, axes: tuple[int, ...]) -> Tensor:
+    return matrix.reshape(*matrix.shape[:-2], *axes)
+
+
+def _reorder(tensor: Tensor, order: tuple[int, ...], count: int) -> Tensor:
+    """Permute the last `count` axes."""
+    lead = tensor.dim() - count
+    return tensor.permute(*range(lead), *(lead + axis for axis in order))
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(axis) for axis in range(len(order)))

@@ -1,0 +1,118 @@
+"""The router's kernels: in the simulator of both architectures, with races and schedules, and on a
+GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.kernels.moe.routing import RoutingConfig
+from dsv4.testing.harness import (
+    Device,
+    Outcome,
+    Target,
+    missed_synchronisation,
+    run_all,
+    simulator,
+)
+from dsv4.testing.moe_router import RouterCase, RouterInputs, assert_routed
+
+pytestmark = pytest.mark.stage("router")
+
+RESULTS = ("codes", "scales", "ids", "weights")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sm_90a",
+        pytest.param("sm_100a", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+def target(request: pytest.FixtureRequest) -> Target:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    return Device() if request.param == "cuda" else simulator(request.param)
+
+
+def build(config: RoutingConfig, options: str):
+    from dsv4.kernels.moe.router import build
+
+    return build(config, options)
+
+
+def run(target: Target, inputs: RouterInputs, seed: int, schedules: int | None = 1, tiling=None):
+    compiled = target.compile(build, inputs.case.config)
+    return run_all(
+        target,
+        compiled,
+        lambda: inputs.call(tiling).to(target.device),
+        seed,
+        target.schedules[:schedules],
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        RouterCase(13, live=11),
+        RouterCase(18, is_hashed=True, live=17),
+        pytest.param(RouterCase(1), marks=pytest.mark.slow),
+        pytest.param(RouterCase(3, 4096, 256, 6), marks=pytest.mark.slow),
+        pytest.param(RouterCase(9, 7168, 384, 6), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_schedule(target, case, seed) -> None:
+    inputs = RouterInputs.make(case, seed)
+    assert_routed(run(target, inputs, seed, schedules=None), inputs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(ties=True, live=99),
+        dict(one_expert=True, group_tokens=16),
+        dict(live=0),
+        dict(live=-3),
+        pytest.param(dict(experts=160, top_k=7), marks=pytest.mark.slow),
+        pytest.param(dict(top_k=1), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_edges(target, changes, seed) -> None:
+    inputs = RouterInputs.make(replace(RouterCase(21), **changes), seed)
+    assert_routed(run(target, inputs, seed), inputs)
+
+
+def same(first: Outcome, other: Outcome, tokens: int, what: str) -> None:
+    for name in RESULTS:
+        left, right = (o[name][:tokens].view(torch.uint8) for o in (first, other))
+        assert torch.equal(left, right), f"{name}: {what}"
+
+
+def test_a_token_has_the_same_bits_in_any_tiling_and_number(target, seed) -> None:
+    inputs = RouterInputs.make(RouterCase(19, 1024), seed)
+    alone = run(target, inputs, seed, tiling=(2, 1))
+    for tiling in ((1, 1), (1, 2), (2, 4)):
+        same(alone, run(target, inputs, seed, tiling=tiling), 19, str(tiling))
+    for tokens in (1, 9):
+        same(alone, run(target, inputs.first(tokens), seed), tokens, f"T = {tokens}")
+
+
+def test_scores_that_are_not_numbers_come_last(target, seed) -> None:
+    inputs = RouterInputs.make(RouterCase(4), seed)
+    inputs.weight[::2, 0] = torch.nan
+    inputs.x[3, 1] = torch.nan
+    ids = run(target, inputs, seed)["ids"]
+    assert (ids[:3] % 2 == 1).all()
+    assert (ids[3] == torch.arange(3)).all()
+
+
+def test_every_barrier_and_fence_is_reached(seed) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    inputs = RouterInputs.make(RouterCase(64), seed)
+    outcome = run(simulator("sm_90a"), inputs, seed, tiling=(1, 8))
+    assert not missed_synchronisation([outcome.report])

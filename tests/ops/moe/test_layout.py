@@ -1,0 +1,101 @@
+"""Prepared weights: where each element lies, and that every byte comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.ops.moe import layout
+from dsv4.ops.quantize import unpack_e2m1
+
+pytestmark = pytest.mark.stage("moe")
+
+ROWS, COLUMNS = 128, 384
+
+
+def random_bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def words_of(prepared: torch.Tensor, *shape: int) -> torch.Tensor:
+    return prepared.contiguous().view(torch.uint8).view(-1, 4).view(torch.int32).view(shape)
+
+
+def test_fp4_codes_lie_where_lanes_read_them(seed) -> None:
+    codes = random_bytes(ROWS, COLUMNS // 2).view(torch.int8)
+    nibbles = unpack_e2m1(codes).int()
+    words = words_of(layout.prepare_fp4_codes(codes), ROWS // 64, COLUMNS // 128, 8, 32, 4)
+    for _ in range(300):
+        panel, block, unit, lane, step = (int(torch.randint(n, ())) for n in words.shape)
+        word = int(words[panel, block, unit, lane, step]) & 0xFFFFFFFF
+        row = 64 * panel + 8 * unit + lane // 4
+        for j in range(8):
+            k = 128 * block + 32 * step + 4 * (lane % 4) + j % 4 + 16 * (j // 4)
+            sign = 8 * j + 3 if j < 4 else 8 * (j - 4) + 7
+            assert word >> 4 * j & 7 == nibbles[row, k] & 7
+            assert word >> sign & 1 == nibbles[row, k] >> 3
+
+
+def test_fp8_codes_lie_where_lanes_read_them(seed) -> None:
+    codes = random_bytes(ROWS, COLUMNS)
+    words = words_of(layout.prepare_fp8_codes(codes), ROWS // 64, COLUMNS // 128, 8, 2, 32, 2, 2)
+    for _ in range(300):
+        panel, block, unit, half, lane, step, q = (int(torch.randint(n, ())) for n in words.shape)
+        word = int(words[panel, block, unit, half, lane, step, q]) & 0xFFFFFFFF
+        row = 64 * panel + 8 * unit + lane // 4
+        k = 128 * block + 32 * (2 * half + step) + 16 * q + 4 * (lane % 4)
+        assert word == int.from_bytes(bytes(codes[row, k : k + 4].tolist()), "little")
+
+
+@pytest.mark.parametrize("form", layout.FORMS)
+def test_fp4_scales_lie_by_row_of_a_block(form, seed) -> None:
+    low = torch.randint(1, 244, (ROWS, COLUMNS // 128, 1), dtype=torch.uint8)
+    above = torch.randint(0, 12, (ROWS, COLUMNS // 128, 4), dtype=torch.uint8)
+    scale = (low + above).view(ROWS, -1).view(torch.float8_e8m0fnu)
+    assert layout.fits_packed(scale)
+    words = words_of(layout.prepare_fp4_scales(scale, form), ROWS // 64, COLUMNS // 128, 64)
+    exponents = scale.view(torch.uint8).view(ROWS, -1, 4).int()
+    for row in range(ROWS):
+        for block in range(COLUMNS // 128):
+            word = int(words[row // 64, block, row % 64]) & 0xFFFFFFFF
+            e = exponents[row, block].tolist()
+            least = min(e) if form == "packed" else 0
+            fields = [x - least for x in e]
+            width = 4 if form == "packed" else 8
+            wanted = sum(x << width * i for i, x in enumerate(fields)) | least << 24
+            assert word == wanted
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 2)])
+def test_every_byte_comes_back(lead, seed) -> None:
+    fp4 = random_bytes(*lead, ROWS, COLUMNS // 2).view(torch.int8)
+    fp8 = random_bytes(*lead, ROWS, COLUMNS).view(torch.float8_e4m3fn)
+    scale = random_bytes(*lead, ROWS, COLUMNS // 32).view(torch.float8_e8m0fnu)
+    narrow = (scale.view(torch.uint8) % 12 + 100).view(torch.float8_e8m0fnu)
+    for there, back, tensor in (
+        (layout.prepare_fp4_codes, layout.restore_fp4_codes, fp4),
+        (layout.prepare_fp8_codes, layout.restore_fp8_codes, fp8),
+        (lambda x: layout.prepare_fp4_scales(x, "raw"),
+         lambda x: layout.restore_fp4_scales(x, "raw"), scale),
+        (lambda x: layout.prepare_fp4_scales(x, "packed"),
+         lambda x: layout.restore_fp4_scales(x, "packed"), narrow),
+    ):  # fmt: skip
+        moved = there(tensor)
+        assert (moved.shape, moved.dtype) == (tensor.shape, tensor.dtype)
+        assert not torch.equal(moved.view(torch.uint8), tensor.view(torch.uint8))
+        assert torch.equal(back(moved).view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("exponents", [(100, 112, 100, 100), (0, 1, 2, 3), (255, 250, 250, 250)])
+def test_what_does_not_fit_the_packed_form(exponents) -> None:
+    scale = torch.full((64, 8), 120, dtype=torch.uint8)
+    assert layout.fits_packed(scale.view(torch.float8_e8m0fnu))
+    scale[17, 4:] = torch.tensor(exponents, dtype=torch.uint8)
+    assert not layout.fits_packed(scale.view(torch.float8_e8m0fnu))
+
+
+def test_weights_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows must be a multiple of 64, got 72"):
+        layout.prepare_fp8_codes(torch.zeros(72, 128, dtype=torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match="columns must be a multiple of 128, got 192"):
+        layout.prepare_fp4_codes(torch.zeros(64, 96, dtype=torch.int8))
