@@ -1,0 +1,305 @@
+"""The experts of a layer under test: inputs, what they must give, and the comparison."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.moe.config import FP4_GROUP, K_BLOCK, ExpertsConfig
+from dsv4.kernels.moe.layout import MAX_SPREAD
+from dsv4.ops.moe import layout
+from dsv4.ops.quantize import dequantize_e2m1, dequantize_e4m3_blocks, quantize_e4m3
+from dsv4.reference.moe import group_pairs
+from dsv4.testing.fp8_linear import ROUNDING, SUM_ERROR
+from dsv4.testing.harness import Call, Outcome
+
+MAX_RELATIVE_ERROR = 4e-3  # of a product's rows, each by its norm
+# Derivative of silu, and of a product of two factors that are both off: more than enough.
+SILU_SLOPE = 1.1
+# silu by fast exponential and division, relative.
+SILU_ERROR = 2**-18
+E2M1_DEVIATION, E4M3_DEVIATION = 2.6, 1.0  # of random codes
+MATRICES = ("w1", "w3", "w2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of a call.
+
+    Attributes:
+        tokens, hidden, inner, experts, top_k: T, D, I, E and k.
+        expert_dtype: "fp4" or "fp8".
+        scale_dtype: of FP8 scales, those of the shared expert too.
+        spread: largest distance of the exponents of a row's FP4 groups.
+        live: tokens that are not padding; None: all. Padding rows are NaN.
+        one_expert: whether all tokens go to expert E - 1, and to others.
+        has_missing: whether some tokens lack some experts, or all.
+        has_special_rows: whether some live tokens are NaN, Inf in one place, zero, or huge in one.
+        limit: of gate and up; small enough to bind.
+        out_dtype: of the result.
+    """
+
+    tokens: int
+    hidden: int = 512
+    inner: int = 256
+    experts: int = 8
+    top_k: int = 3
+    expert_dtype: str = "fp4"
+    scale_dtype: str = "float8_e8m0fnu"
+    spread: int = MAX_SPREAD
+    live: int | None = None
+    one_expert: bool = False
+    has_missing: bool = False
+    has_special_rows: bool = False
+    limit: float = 4.0
+    out_dtype: str = "bfloat16"
+
+    @property
+    def num_live(self) -> int:
+        return self.tokens if self.live is None else min(max(self.live, 0), self.tokens)
+
+    @property
+    def scale_form(self) -> str:
+        return "packed" if self.spread <= MAX_SPREAD else "raw"
+
+    @property
+    def config(self) -> ExpertsConfig:
+        return ExpertsConfig(
+            self.hidden, self.inner, self.top_k, self.expert_dtype, self.scale_form,
+            self.scale_dtype, self.scale_dtype, self.limit, self.out_dtype,
+        )  # fmt: skip
+
+    def shape(self, matrix: str) -> tuple[int, int]:
+        """Rows and columns of a weight."""
+        sizes = (self.inner, self.hidden)
+        return sizes[::-1] if matrix == "w2" else sizes
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as checkpoints store it, of all experts or of the shared one."""
+
+    codes: Tensor
+    scale: Tensor
+
+    def dense(self, expert: int | None = None) -> Tensor:
+        """[out, in] fp64, of one expert."""
+        codes, scale = self.codes, self.scale
+        if expert is not None:
+            codes, scale = codes[expert], scale[expert]
+        if codes.dtype == torch.int8:
+            return dequantize_e2m1(codes, scale, torch.float32).double()
+        return dequantize_e4m3_blocks(codes, scale, (K_BLOCK, K_BLOCK), torch.float32).double()
+
+    def prepared(self, form: str) -> Weight:
+        """The same in the order of the kernels' reads."""
+        if self.codes.dtype == torch.int8:
+            codes = layout.prepare_fp4_codes(self.codes)
+            return Weight(codes, layout.prepare_fp4_scales(self.scale, form))
+        return Weight(layout.prepare_fp8_codes(self.codes), self.scale)
+
+
+def make_weight(
+    shape: tuple[int, ...], dtype: str, scale_dtype: str, spread: int, generator: torch.Generator
+) -> Weight:
+    """Random codes [..., out, in] and scales; products with unit inputs are of unit size."""
+    options = {"generator": generator, "device": generator.device}
+    *lead, rows, columns = shape
+    deviation = E2M1_DEVIATION if dtype == "fp4" else E4M3_DEVIATION
+    top = 127 - round(math.log2(deviation * columns**0.5)) + 1
+    if dtype == "fp4":
+        codes = torch.randint(0, 256, (*lead, rows, columns // 2), dtype=torch.uint8, **options)
+        groups = (*lead, rows, columns // FP4_GROUP)
+        # Most groups are near the largest, as in checkpoints; every row has one far below.
+        below = torch.randint(0, 3, groups, **options)
+        below[..., :: K_BLOCK // FP4_GROUP] = spread
+        return Weight(codes.view(torch.int8), (top - below).byte().view(torch.float8_e8m0fnu))
+    codes = torch.randn(shape, **options).to(torch.float8_e4m3fn)
+    blocks = (*lead, -(-rows // K_BLOCK), -(-columns // K_BLOCK))
+    if scale_dtype == "float32":
+        return Weight(codes, (torch.rand(blocks, **options) + 0.5) * 2.0 ** (top - 127))
+    below = torch.randint(0, 3, blocks, **options)
+    return Weight(codes, (top - below).byte().view(torch.float8_e8m0fnu))
+
+
+def make_x(case: Case, generator: torch.Generator) -> Tensor:
+    """[T, D] bf16 normal values, rows and groups of different magnitude; padding is NaN."""
+    options = {"generator": generator, "device": generator.device}
+    x = torch.randn(case.tokens, case.hidden, **options)
+    exponents = torch.randint(-2, 2, (case.tokens, case.hidden // K_BLOCK), **options)
+    x *= torch.exp2(exponents.float()).repeat_interleave(K_BLOCK, 1)
+    if case.has_special_rows:
+        x[0::5], x[1::5, 1], x[2::5], x[3::5, -1] = torch.nan, torch.inf, 0, 2.0**60
+    x[case.num_live :] = torch.nan
+    return x.bfloat16()
+
+
+def make_ids(case: Case, generator: torch.Generator) -> Tensor:
+    """[T, k] int32: experts of each token, ascending, then -1."""
+    options = {"generator": generator, "device": generator.device}
+    order = torch.rand(case.tokens, case.experts, **options)
+    if case.one_expert:
+        order[:, -1] = -1.0
+    ids = order.argsort(1)[:, : case.top_k].sort(1).values
+    if case.has_missing:
+        keep = torch.randint(0, case.top_k + 1, (case.tokens, 1), **options)
+        ids = torch.where(torch.arange(case.top_k, device=ids.device) < keep, ids, -1)
+    ids[case.num_live :] = -1
+    return ids.int()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a case: activations, released weights by matrix, and routing."""
+
+    case: Case
+    x: Tensor
+    routed: dict[str, Weight]
+    shared: dict[str, Weight]
+    ids: Tensor
+    weights: Tensor
+
+    @classmethod
+    def make(cls, case: Case, seed: int, device: torch.device | str = "cpu") -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+        x = make_x(case, generator)
+        options = (case.scale_dtype, case.spread, generator)
+        routed = {
+            name: make_weight((case.experts, *case.shape(name)), case.expert_dtype, *options)
+            for name in MATRICES
+        }
+        shared = {name: make_weight(case.shape(name), "fp8", *options) for name in MATRICES}
+        ids = make_ids(case, generator)
+        shape = (case.tokens, case.top_k)
+        weights = torch.rand(shape, generator=generator, device=device) + 0.1
+        return cls(case, x, routed, shared, ids, weights * (ids >= 0))
+
+    def first(self, tokens: int) -> Inputs:
+        """The same with the first tokens alone."""
+        case = replace(self.case, tokens=tokens)
+        rows = {name: getattr(self, name)[:tokens] for name in ("x", "ids", "weights")}
+        return replace(self, case=case, **rows)
+
+    def experts_call(self, tiling: int, num_sms: int, group_tokens: int) -> Call:
+        """A call of the experts' kernels, with weights prepared and lists made here."""
+        case, device = self.case, self.x.device
+        codes, scales = quantize_e4m3(self.x, K_BLOCK)
+        pairs, groups = group_pairs(self.ids.cpu(), case.experts, group_tokens)
+        all_pairs = torch.full((case.tokens * case.top_k,), -1, dtype=torch.int32)
+        all_pairs[: len(pairs)] = pairs
+        all_groups = torch.full((max(len(groups), 1), 4), -1, dtype=torch.int32)
+        all_groups[: len(groups)] = groups
+        counts = torch.tensor([len(groups), case.num_live], dtype=torch.int32)
+        rows = case.tokens * (case.top_k + 1)
+        outputs = {
+            "h": torch.empty(rows, case.inner, dtype=torch.bfloat16, device=device),
+            "rows": torch.empty(
+                (case.tokens, case.top_k + 1, case.hidden), dtype=torch.bfloat16, device=device
+            ),
+            "y": torch.empty(
+                (case.tokens, case.hidden), dtype=getattr(torch, case.out_dtype), device=device
+            ),
+        }
+        weights = [
+            tensor
+            for part in (self.routed, self.shared)
+            for name in MATRICES
+            for tensor in _tensors_of(part[name].prepared(case.scale_form))
+        ]
+        lists = [t.to(device) for t in (all_groups, counts, all_pairs)]
+        args = (codes, scales, *weights, *lists, self.ids, self.weights, *outputs.values())
+        options = {"tiling": tiling, "num_sms": num_sms}
+        return Call(args, options, outputs)
+
+
+def _tensors_of(weight: Weight) -> tuple[Tensor, Tensor]:
+    return weight.codes, weight.scale
+
+
+# ---- what the products must give -----------------------------------------------------------------
+
+
+def rounded(x: Tensor) -> Tensor:
+    """x [.., K] in e4m3 with one scale per 128, and back, fp64."""
+    codes, scales = quantize_e4m3(x, K_BLOCK)
+    return codes.double() * scales.double().repeat_interleave(K_BLOCK, -1)
+
+
+def gated(x: Tensor, w1: Tensor, w3: Tensor, weights: Tensor, limit: float) -> tuple:
+    """h [n, I] = silu(min(x w1, limit)) * clamp(x w3) * weights, fp64, and how far off it may be
+    for errors of both sums."""
+    gate, up = x @ w1.T, x @ w3.T
+    gate_error = x.abs() @ w1.abs().T * SUM_ERROR
+    up_error = x.abs() @ w3.abs().T * SUM_ERROR
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    silu = torch.nn.functional.silu(gate)
+    error = SILU_SLOPE * gate_error * (up.abs() + up_error) + silu.abs() * up_error
+    h = silu * up * weights
+    return h, error * weights.abs() + h.abs() * SILU_ERROR
+
+
+def assert_experts_close(outcome: Outcome, inputs: Inputs) -> None:
+    """Fail where h, the rows of the second product, or their sums are further from the oracle than
+    rounding and the accumulator allow; each is compared for what the kernel had before it."""
+    case = inputs.case
+    ids = inputs.ids.cpu().long()
+    pairs, _ = group_pairs(ids, case.experts, 1)
+    device = inputs.x.device
+    h, rows = (outcome[name].to(device) for name in ("h", "rows"))
+    x = rounded(inputs.x)
+    found = rows.new_zeros(rows.shape[:2], dtype=torch.bool)
+    positions = torch.arange(len(pairs), device=device)
+    tokens, slots = (pairs // case.top_k).to(device), (pairs % case.top_k).to(device)
+    experts = ids.flatten()[pairs].to(device)
+    for expert in experts.unique().tolist():
+        own = experts == expert
+        at = tokens[own], slots[own]
+        weight = {name: inputs.routed[name].dense(expert) for name in MATRICES}
+        factors = inputs.weights[at].double().unsqueeze(1)
+        _check_products(h[positions[own]], rows[at], x[at[0]], weight, factors, case, f"{expert}")
+        found[at] = True
+    live = case.num_live
+    shared = {name: inputs.shared[name].dense() for name in MATRICES}
+    begin = case.tokens * case.top_k
+    ones = torch.ones(live, 1, dtype=torch.float64, device=device)
+    own = h[begin : begin + live]
+    _check_products(own, rows[:live, -1], x[:live], shared, ones, case, "shared")
+    found[:live, -1] = True
+    total = torch.zeros(case.tokens, case.hidden, device=device)
+    for slot in range(case.top_k + 1):
+        total = torch.where(found[:, slot, None], total + rows[:, slot].float(), total)
+    wanted = total.to(getattr(torch, case.out_dtype)).cpu()
+    same = (outcome["y"] == wanted) | (outcome["y"].isnan() & wanted.isnan())
+    assert same.all(), f"y: {int((~same).sum())} elements are not the sums of their rows"
+
+
+def _check_products(h, rows, x, weight, factors, case: Case, name: str) -> None:
+    """Compare one expert's h with its inputs, and its rows with its h."""
+    wanted, error = gated(x, weight["w1"], weight["w3"], factors, case.limit)
+    _check(f"h of expert {name}", h, wanted, error)
+    codes = rounded(h)
+    wanted, error = codes @ weight["w2"].T, codes.abs() @ weight["w2"].abs().T * SUM_ERROR
+    _check(f"rows of expert {name}", rows, wanted, error)
+
+
+def _check(name: str, actual: Tensor, wanted: Tensor, error: Tensor) -> None:
+    actual = actual.double()
+    lost = actual.isfinite() != wanted.isfinite()
+    assert not lost.any(), f"{name}: {int(lost.sum())} elements are finite where they should not be"
+    finite = wanted.isfinite()
+    off = torch.where(finite, actual - wanted, 0.0).abs()
+    allowed = error + (wanted.abs() + error) * ROUNDING["bfloat16"] + 2.0**-133
+    worst = torch.where(finite, off - allowed * (1 + 1e-6), -1.0)
+    if worst.numel() == 0:
+        return
+    where = divmod(int(worst.argmax()), worst.shape[1])
+    assert worst.max() <= 0, (
+        f"{name}{list(where)}: got {actual[where]:.6g}, needs {wanted[where]:.6g} "
+        f"within {allowed[where]:.2g}"
+    )
+    norm = torch.where(finite, wanted, 0.0).norm(dim=1).clamp(min=1e-30)
+    relative = float((off.norm(dim=1) / norm).max())
+    assert relative <= MAX_RELATIVE_ERROR, f"{name}: relative error {relative:.2e} of a row"
