@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 import random
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,9 +219,16 @@ def blackwell_kernel_agrees(model: DeepseekV4, prompt: list[int]) -> Check:
     The call is the last layer's of the latest decode step. Its output must be the op's, and the
     simulator's race checker must find nothing.
     """
+    from dsv4.simulator import SimulatorError
+    from dsv4.simulator.frontend.stub_library import c_compiler
+
     name = "Blackwell kernel, simulated, equals the op"
-    if importlib.util.find_spec("cutlass") is None or shutil.which("cc") is None:
-        return Check(name, None, "needs nvidia-cutlass-dsl (Linux) and a C compiler")
+    if importlib.util.find_spec("cutlass") is None:
+        return Check(name, None, "needs nvidia-cutlass-dsl, which is there for Linux")
+    try:
+        c_compiler()
+    except SimulatorError as error:
+        return Check(name, None, str(error))
     from dsv4.testing.accuracy import BFLOAT16, Accuracy
     from dsv4.testing.attention_kernel import AttentionKernels, config_of
     from dsv4.testing.harness import Simulator

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import sys
 import tempfile
@@ -164,14 +165,18 @@ def _kernel_compiler() -> list[Finding]:
 
 
 def _simulator() -> list[Finding]:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    has_dsl = importlib.util.find_spec("cutlass") is not None
-    if compiler and has_dsl:
-        return [Finding("backend sim", OK, f"C compiler {compiler}")]
-    lacks = [
-        what for what, there in (("a C compiler", compiler), ("cutlass-dsl", has_dsl)) if not there
-    ]
-    return [Finding("backend sim", MISSING, f"needs {' and '.join(lacks)}", "apt install gcc")]
+    from dsv4.simulator.errors import SimulatorError
+    from dsv4.simulator.frontend.stub_library import c_compiler
+
+    name = "backend sim"
+    if importlib.util.find_spec("cutlass") is None:
+        return [Finding(name, MISSING, "needs cutlass-dsl", "pip install nvidia-cutlass-dsl")]
+    try:
+        return [Finding(name, OK, f"C compiler {shlex.join(c_compiler())}")]
+    except SimulatorError as error:
+        is_chosen = bool(os.environ.get("CC"))
+        remedy = "set CC to a C compiler, or unset it" if is_chosen else "apt install gcc"
+        return [Finding(name, BROKEN if is_chosen else MISSING, str(error), remedy)]
 
 
 def _compile_cache() -> list[Finding]:

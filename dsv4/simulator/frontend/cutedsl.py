@@ -9,20 +9,14 @@ The layout of launch attributes is undocumented, hence the pinned compiler versi
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import io
-import os
 import re
-import shutil
-import subprocess
-import tempfile
 from importlib import metadata
-from pathlib import Path
 
-import platformdirs
 import torch
 
 from dsv4.simulator.errors import SimulatorError
+from dsv4.simulator.frontend.stub_library import stub_library
 from dsv4.simulator.machine.scheduler import LaunchConfig
 from dsv4.simulator.ptx.parser import Module
 
@@ -59,32 +53,6 @@ class CudaView:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (_CUDA_DEVICE, 0)
-
-
-def stub_library() -> str:
-    """Path of the stub runtime library, compiled at first use into the user's cache folder."""
-    source = Path(__file__).with_name("runtime_stub.c")
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    folder = Path(os.environ.get("DSV4_CACHE_DIR") or platformdirs.user_cache_dir("dsv4"))
-    target = folder / "simulator" / f"runtime_stub_{digest}.so"
-    if target.exists():
-        return str(target)
-    compiler = os.environ.get("CC") or next(
-        filter(None, map(shutil.which, ("cc", "gcc", "clang"))), ""
-    )
-    if not compiler:
-        raise SimulatorError(
-            "the simulator needs a C compiler (cc, gcc, clang, or set CC): none found"
-        )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".so", delete=False) as out:
-        command = [compiler, "-shared", "-fPIC", "-O1", "-o", out.name, str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        os.unlink(out.name)
-        raise SimulatorError(f"`{' '.join(command)}` failed: {done.stderr.strip()[:400]}")
-    os.replace(out.name, target)
-    return str(target)
 
 
 def check_version() -> None:

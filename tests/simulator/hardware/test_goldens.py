@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dsv4.simulator import KernelFault
-from dsv4.simulator.frontend.cutedsl import stub_library
+from dsv4.simulator.frontend.stub_library import stub_library
 from tests.simulator.hardware import tma
 from tests.simulator.hardware.case import Case, TensorMap
 from tests.simulator.hardware.encodings import Encoding, outcomes
