@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsv4.bench.peers import Peer, Run
 from dsv4.bench.shapes import HEAD_DIM, Arguments
-from dsv4.reference.cache_entry import ENTRY_BYTES, pack_pages, unpack_pages
+from dsv4.reference.cache_entry import entry_bytes, pack_pages, unpack_pages
 from dsv4.testing.attention import Case
 
 # vLLM ships FlashMLA as this file, which needs nothing else of vLLM.
@@ -186,4 +186,4 @@ def _rounded(keys: Tensor) -> Tensor:
 
 def _as_cache(pages: Tensor) -> Tensor:
     """Packed pages as the [pages, PAGE, 1, bytes] that FlashMLA takes."""
-    return pages[:, : PAGE * ENTRY_BYTES].view(len(pages), PAGE, 1, ENTRY_BYTES)
+    return pages[:, : PAGE * entry_bytes()].view(len(pages), PAGE, 1, entry_bytes())

@@ -5,6 +5,10 @@ here: its module declares a `KernelOp`.
 """
 
 from dsv4.ops.attention.sparse_fmha import fmha_capacity, fmha_runner_id, sparse_fmha_with_swa
+from dsv4.ops.attention.sparse_fmha_paged import (
+    sparse_fmha_paged,
+    sparse_fmha_paged_runner_id,
+)
 from dsv4.ops.fp8_linear import fp8_linear, fp8_linear_runner_id
 from dsv4.ops.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_runner_id
 from dsv4.ops.runtime.warmup import warmup
@@ -16,6 +20,8 @@ __all__ = [
     "fp8_linear_runner_id",
     "rms_norm_fp8",
     "rms_norm_fp8_runner_id",
+    "sparse_fmha_paged",
+    "sparse_fmha_paged_runner_id",
     "sparse_fmha_with_swa",
     "warmup",
 ]

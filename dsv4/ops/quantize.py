@@ -82,7 +82,7 @@ def dequantize_e4m3_blocks(
             f"scale: got shape {tuple(scale.shape)}, a weight of shape {tuple(weight.shape)} in "
             f"blocks of {block} needs {expected} in its last two dimensions"
         )
-    values, scale = _decode_e4m3(weight), scale.float()
+    values, scale = decode_e4m3(weight), scale.float()
     if rows % block[0] or columns % block[1]:
         per_row = scale.repeat_interleave(block[0], -2)[..., :rows, :]
         values.mul_(per_row.repeat_interleave(block[1], -1)[..., :columns])
@@ -139,7 +139,7 @@ def hadamard(x: Tensor) -> Tensor:
     return (y * size**-0.5).to(x.dtype)
 
 
-def _decode_e4m3(codes: Tensor) -> Tensor:
+def decode_e4m3(codes: Tensor) -> Tensor:
     """Float32 values of float8_e4m3fn codes, a new tensor."""
     if codes.device.type != "cpu":
         return codes.float()

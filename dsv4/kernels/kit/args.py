@@ -55,8 +55,12 @@ class TensorArg:
         also: further dtypes, which the torch implementation takes; arguments that have some share
             one dtype.
         align: bytes that every row starts at a multiple of; default the size of an element.
+        inner_align: the same of the strides of inner dimensions, a number or a name that `values`
+            resolves; default `align`. Packed entries are less aligned than their pages.
         differentiable: whether a gradient could be asked for, and must be refused.
         public: name in the public function, where that is another.
+        nullable: whether a required tensor may be None: it has a place among the positional
+            arguments, and kernels get a tensor with no elements.
     """
 
     name: str
@@ -64,8 +68,10 @@ class TensorArg:
     dtype: str = "bfloat16"
     also: tuple[str, ...] = ()
     align: int | None = None
+    inner_align: int | str | None = None
     differentiable: bool | None = None
     public: str = ""
+    nullable: bool = False
 
     is_output = False
     is_optional = False
@@ -74,6 +80,11 @@ class TensorArg:
     def shape(self) -> tuple[str, ...]:
         """Names of the dimensions."""
         return tuple(self.dims.split())
+
+    @property
+    def may_be_none(self) -> bool:
+        """Whether None may stand for it, so that kernels may get it without elements."""
+        return self.is_optional or self.nullable
 
     @property
     def label(self) -> str:
@@ -95,6 +106,13 @@ class TensorArg:
         """Bytes that every row starts at a multiple of."""
         size = DTYPES[self.dtype_in(values)]
         return size if self.align is None else self.align
+
+    def stride_alignments(self, values: Values) -> tuple[int, ...]:
+        """Bytes that the stride of each dimension but the last is a multiple of."""
+        align = self.row_alignment(values)
+        inner = align if self.inner_align is None else self.inner_align
+        inner = int(values[inner]) if isinstance(inner, str) else inner
+        return (align, *(inner,) * (len(self.shape) - 2))[: len(self.shape) - 1]
 
 
 class In(TensorArg):
@@ -147,7 +165,7 @@ def tensors_of(table: Table) -> tuple[TensorArg, ...]:
 
 
 def required_of(table: Table) -> tuple[TensorArg, ...]:
-    """The tensors that are always there."""
+    """The tensors with a place before the runner id; None may stand for nullable ones alone."""
     return tuple(arg for arg in tensors_of(table) if not arg.is_optional)
 
 
@@ -175,8 +193,8 @@ def fake_arguments(table: Table, values: Values) -> tuple[tuple[Any, ...], dict[
     """Arguments of a kernel's call for `cute.compile`, without data.
 
     Sizes that `values` does not fix are symbolic, and one symbol per name among the required
-    tensors; an optional tensor may have no rows, so its leading size is its own. Outer strides are
-    symbolic multiples of the alignment.
+    tensors; one that may be None may have no rows, so its leading size is its own. Outer strides
+    are symbolic multiples of the alignment.
 
     Returns:
         Positional arguments, the required tensors and the stream, and keywords, the others.
@@ -195,12 +213,15 @@ def fake_arguments(table: Table, values: Values) -> tuple[tuple[Any, ...], dict[
         shape = tuple(size(name) for name in arg.shape[1:])
         shape = (size(arg.shape[0]) if leading is None else leading, *shape)
         align = arg.row_alignment(values)
-        step = max(1, align // DTYPES[arg.dtype_in(values)])
-        strides = (*(cute.sym_int64(divisibility=step) for _ in shape[1:]), 1)
+        size_of = DTYPES[arg.dtype_in(values)]
+        steps = (max(1, bound // size_of) for bound in arg.stride_alignments(values))
+        strides = (*(cute.sym_int64(divisibility=step) for step in steps), 1)
         dtype = getattr(cutlass, _CUTLASS_NAMES[arg.dtype_in(values)])
         return cute.runtime.make_fake_tensor(dtype, shape, strides, assumed_align=align)
 
-    required = tuple(fake(arg) for arg in required_of(table))
+    required = tuple(
+        fake(arg, cute.sym_int() if arg.nullable else None) for arg in required_of(table)
+    )
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
     keywords: dict[str, Any] = {}
     for arg in optional_of(table):

@@ -8,6 +8,7 @@ not synchronise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ def sparse_fmha(
     product, the normaliser from unrounded ones (official inference/kernel.py, sparse_attn).
     float32 inputs: no rounding.
     """
-    tokens, _, head_dim = q.shape
+    tokens = q.shape[0]
     if tokens == 0:
         return
     top_k = compressed_kv.shape[1]
@@ -98,8 +99,7 @@ def sparse_fmha(
     entry = request_ids.clamp(min=0).long()
     count = active * top_k if compressed_lens is None else compressed_lens.clamp(0, top_k) * active
     window_first, window_count = _window(config, swa_kv, swa_lens, entry, active)
-    elements = _CPU_TILE_ELEMENTS if q.device.type == "cpu" else _GPU_TILE_ELEMENTS
-    chunk = max(1, elements // (head_dim * TILE))
+    chunk = tokens_at_once(q)
     for begin in range(0, tokens, chunk):
         part = slice(begin, begin + chunk)
         first = None if window_first is None else window_first[part]
@@ -107,15 +107,18 @@ def sparse_fmha(
         window = Keys.of(swa_kv, entry[part], first, window_count[part])
         scaled_q = q[part].float() * config.scale
         round_p = q.dtype == torch.bfloat16
-        part_o, part_lse = _merge(
-            config.sink_mode,
-            *_attend(scaled_q, compressed, round_p),
-            *_attend(scaled_q, window, round_p),
-            sink_logits,
-        )
+        o_c, lse_c, _ = attend(scaled_q, compressed, round_p)
+        o_w, lse_w, _ = attend(scaled_q, window, round_p)
+        part_o, part_lse = merge(config.sink_mode, o_c, lse_c, o_w, lse_w, sink_logits)
         o[part] = part_o
         if lse is not None:
             lse[part] = part_lse
+
+
+def tokens_at_once(q: Tensor) -> int:
+    """Tokens whose tiles of keys are held at the same time."""
+    elements = _CPU_TILE_ELEMENTS if q.device.type == "cpu" else _GPU_TILE_ELEMENTS
+    return max(1, elements // (q.shape[-1] * TILE))
 
 
 def _window(
@@ -138,11 +141,20 @@ def _window(
     return first, end - first
 
 
-def _attend(q: Tensor, keys: Keys, round_p: bool) -> tuple[Tensor, Tensor]:
+class KeyTiles(Protocol):
+    """Keys of one branch for a chunk of c tokens: `hi` at most for a token, taken in tiles."""
+
+    hi: int
+
+    def tile(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]: ...
+
+
+def attend(q: Tensor, keys: KeyTiles, round_p: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Attention of scaled queries [c, n_h, d] over one branch.
 
     Returns:
-        The normalised output [c, n_h, d] and lse [c, n_h]; 0 and -inf for a token without keys.
+        The normalised output [c, n_h, d], lse [c, n_h] and the largest logit [c, n_h]; 0, -inf and
+        -inf for a token without keys.
     """
     maximum = q.new_full((*q.shape[:2], 1), _LOWEST)
     total = torch.zeros_like(maximum)
@@ -161,10 +173,11 @@ def _attend(q: Tensor, keys: Keys, round_p: bool) -> tuple[Tensor, Tensor]:
         output.mul_(decay).baddbmm_(weights, tile)
     empty = total == 0
     output.div_(total.masked_fill(empty, 1.0)).masked_fill_(empty, 0.0)
-    return output, (maximum + total.log_()).squeeze(-1)
+    lse = (maximum + total.log_()).squeeze(-1)
+    return output, lse, maximum.masked_fill(empty, -torch.inf).squeeze(-1)
 
 
-def _merge(
+def merge(
     sink_mode: str, o_c: Tensor, lse_c: Tensor, o_w: Tensor, lse_w: Tensor, sink: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Combine both branches and the sink [n_h]: output [c, n_h, d] and lse [c, n_h].

@@ -20,7 +20,7 @@ Tensors = Sequence[Tensor | None]
 def check_are_tensors(args: Sequence[TensorArg], tensors: Tensors) -> None:
     """Refuse what is no tensor, or none with strides: TypeError."""
     for arg, tensor in zip(args, tensors, strict=True):
-        if tensor is not None or not arg.is_optional:
+        if tensor is not None or not arg.may_be_none:
             check_is_tensor(arg.label, tensor)
 
 
@@ -174,11 +174,19 @@ def check_kernel_layout(args: Sequence[TensorArg], values: Values, tensors: Tens
             raise TypeError(f"{arg.label}: got {tensor.dtype}, the kernel needs {needed}")
         _check_contiguous_rows(arg, tensor)
         align, size = arg.row_alignment(values), tensor.element_size()
-        steps = [n * size for n, extent in zip(tensor.stride()[:-1], tensor.shape) if extent > 1]
-        if any(n % align for n in (tensor.data_ptr(), *steps)):
+        bounds = arg.stride_alignments(values)
+        steps = [
+            (n * size, bound)
+            for n, extent, bound in zip(tensor.stride(), tensor.shape, bounds)
+            if extent > 1
+        ]
+        if any(n % bound for n, bound in ((tensor.data_ptr(), align), *steps)):
+            needs = f"every row must start at a multiple of {align} bytes"
+            if set(bounds) - {align}:
+                needs = f"strides must be multiples of {bounds} bytes, the address of {align}"
             raise ValueError(
                 f"{arg.label}: got strides {tuple(tensor.stride())} at address "
-                f"{tensor.data_ptr():#x}, every row must start at a multiple of {align} bytes"
+                f"{tensor.data_ptr():#x}, {needs}"
             )
 
 

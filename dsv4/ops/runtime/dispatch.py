@@ -46,7 +46,7 @@ def _cuda(op: KernelOp) -> Callable[..., None]:
             if len(arguments) > place + 1 or forward_ad._current_level >= 0:
                 op.check_no_gradients(*tensors_of_call(op, arguments))
             for i in differentiable:
-                if arguments[i].requires_grad:
+                if arguments[i] is not None and arguments[i].requires_grad:
                     op.check_no_gradients(*tensors_of_call(op, arguments))
         launch = known_launch(arguments[place])
         try:

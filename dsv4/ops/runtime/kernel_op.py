@@ -127,7 +127,7 @@ class KernelOp:
         given = [
             (arg, tensor)
             for arg, tensor in zip(self.tensors, tensors)
-            if tensor is not None or not (arg.is_output or arg.is_optional)
+            if tensor is not None or not (arg.is_output or arg.may_be_none)
         ]
         args, found = zip(*given)
         checks.check_are_tensors(args, found)

@@ -8,14 +8,16 @@ from dsv4.kernels.kit.args import TensorArg, optional_of, required_of
 def schema_of(name: str, table: tuple) -> str:
     """Schema of an operator that writes its outputs and returns nothing.
 
-    Required tensors, the runner's id, then optional tensors, None where they are not given.
+    Required tensors, nullable ones among them, the runner's id, then optional tensors, None where
+    they are not given.
     """
     aliases = iter("abcdefghijklmnopqrstuvwxyz")
 
     def tensor(arg: TensorArg) -> str:
         alias = f"({next(aliases)}!)" if arg.is_output else ""
-        optional = ("?", "=None") if arg.is_optional else ("", "")
-        return f"Tensor{alias}{optional[0]} {arg.name}{optional[1]}"
+        mark = "?" if arg.may_be_none else ""
+        default = "=None" if arg.is_optional else ""
+        return f"Tensor{alias}{mark} {arg.name}{default}"
 
     parts = [tensor(arg) for arg in required_of(table)]
     parts += ["int runner_id"]

@@ -94,10 +94,15 @@ def warm_up(op: KernelOp, config: Any, rows: int, device: torch.device) -> None:
 
 
 def sized_dimensions(op: KernelOp, config: Any) -> dict[str, tuple[int, int]]:
-    """Where the sizes that are known at run time are read: tensor and dimension, by name."""
+    """Where the sizes that are known at run time are read: tensor and dimension, by name.
+
+    Those of nullable tensors are not among them.
+    """
     values = op.values(config)
     found: dict[str, tuple[int, int]] = {}
     for place, arg in enumerate(required_of(op.args)):
+        if arg.nullable:
+            continue
         for dimension, name in enumerate(arg.shape):
             if name not in values:
                 found.setdefault(name, (place, dimension))
@@ -110,7 +115,12 @@ def smallest_call(
     """Arguments of a compiled call of size 1 in every dimension, zeros, no optional tensors."""
     values = op.values(config)
     sizes = dict.fromkeys(sized_dimensions(op, config), 1)
-    required = [make.empty(arg, values, sizes, device).zero_() for arg in required_of(op.args)]
+    required = [
+        make.absent(arg, values, device)
+        if arg.nullable
+        else make.empty(arg, values, sizes, device).zero_()
+        for arg in required_of(op.args)
+    ]
     optional = [make.absent(arg, values, device) for arg in optional_of(op.args)]
     for place, arg in enumerate(optional_of(op.args)):
         if isinstance(arg, Workspace):

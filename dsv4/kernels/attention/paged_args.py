@@ -1,0 +1,67 @@
+"""Arguments of `sparse_fmha_paged` and of its kernels.
+
+T tokens of n_h query heads; a window pool of pages_w pages of P_w keys and a compressed pool of
+pages_c pages of P_c. A pool's keys are named by index lists [T, k], or by a table of B requests and
+c columns.
+"""
+
+from __future__ import annotations
+
+from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.kit import args
+from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Workspace
+from dsv4.kernels.kit.kv_entry import ALIGNMENT
+
+_ROWS = {"dtype": "bfloat16", "also": ("float32",), "align": 16}
+_POOL = {
+    "dtype": "kv_dtype",
+    "align": ALIGNMENT,
+    "inner_align": "entry_align",
+    "differentiable": True,
+}
+# Bytes. The records of FP8 entries are aligned to 16, the entries that the tensor's shape speaks of
+# are not.
+_FP8_ENTRY_ALIGNMENT = 8
+_KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp8": "uint8"}
+
+ARGS = (
+    In("q", "T n_h d", **_ROWS),
+    In("window_pool", "pages_w P_w row", **_POOL),
+    In("window_indices", "T k_w", "int32", nullable=True),
+    In("window_lens", "T", "int32", nullable=True),
+    In("compressed_pool", "pages_c P_c row", **_POOL, nullable=True),
+    In("compressed_indices", "T k_c", "int32", nullable=True),
+    In("compressed_lens", "T", "int32", nullable=True),
+    In("sink_logits", "n_h", "float32"),
+    Out("o", "T n_h d", **_ROWS, public="out"),
+    OptIn("q_factor", "T n_h", "float32"),
+    OptIn("rope", "R rope_dim", "float32", align=16),
+    OptIn("positions", "T", "int32"),
+    OptIn("block_table", "B_c c_c", "int32"),
+    OptIn("request_ids", "T", "int32"),
+    OptIn("window_table", "B_w c_w", "int32"),
+    OptOut("lse", "T n_h", "float32"),
+    OptOut("max_logits", "T n_h", "float32"),
+    Workspace(),
+    Scalar("num_splits"),
+    Scalar("num_ctas"),
+    Scalar("sliding_window"),
+    Scalar("ratio"),
+)
+
+
+def values(config: PagedFmhaConfig) -> dict[str, int | str]:
+    """The sizes and dtypes that a kernel is compiled for."""
+    return {
+        "n_h": config.num_query_heads,
+        "d": config.head_dim,
+        "row": config.row,
+        "rope_dim": config.rope_dim,
+        "kv_dtype": _KV_DTYPES[config.kv_format],
+        "entry_align": _FP8_ENTRY_ALIGNMENT if config.kv_format == "fp8" else ALIGNMENT,
+    }
+
+
+def fake_arguments(config: PagedFmhaConfig) -> tuple[tuple, dict]:
+    """Arguments of a kernel's call without data: every size and outer stride is symbolic."""
+    return args.fake_arguments(ARGS, values(config))

@@ -1,0 +1,95 @@
+"""What the argument table of `sparse_fmha_paged` cannot say about its tensors."""
+
+from __future__ import annotations
+
+from torch import Tensor, float32
+
+from dsv4.kernels.attention.paged_config import MAX_TOP_K, PagedFmhaConfig
+
+MAX_SLOTS = 2**31 - 1
+
+
+def check_sizes(
+    config: PagedFmhaConfig,
+    q: Tensor,
+    window_pool: Tensor,
+    window_indices: Tensor | None,
+    window_lens: Tensor | None,
+    compressed_pool: Tensor | None,
+    compressed_indices: Tensor | None,
+    compressed_lens: Tensor | None,
+    sink_logits: Tensor,
+    o: Tensor,
+    q_factor: Tensor | None = None,
+    rope: Tensor | None = None,
+    positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    request_ids: Tensor | None = None,
+    window_table: Tensor | None = None,
+    *_: Tensor | None,
+) -> None:
+    """Check which arguments are given, and the pools: metadata alone."""
+    for name, pool in (("window_pool", window_pool), ("compressed_pool", compressed_pool)):
+        if pool is not None:
+            check_pool(config, name, pool, q)
+    check_form("window", window_indices, window_lens, window_table)
+    if (window_indices is None) == (window_table is None):
+        raise ValueError("window_indices and window_table: needs exactly one of both")
+    check_form("compressed", compressed_indices, compressed_lens, block_table)
+    named = compressed_indices is not None or block_table is not None
+    if named != (compressed_pool is not None):
+        raise ValueError(
+            "compressed_pool: needs compressed_indices or block_table beside it, and these need it"
+        )
+    if config.sliding_window == 0 and window_table is not None:
+        raise ValueError("sliding_window: got 0, window_table needs at least 1")
+    if config.ratio == 0 and block_table is not None:
+        raise ValueError("ratio: got 0, block_table needs at least 1")
+    uses = [
+        name
+        for name, tensor in (("window_table", window_table), ("block_table", block_table))
+        if tensor is not None
+    ]
+    if uses and request_ids is None:
+        raise ValueError(f"request_ids: got None, {uses[0]} needs them")
+    if rope is not None:
+        uses.append("rope")
+        if rope.shape[0] == 0:
+            raise ValueError("rope: got no rows, needs one per position")
+    if uses and positions is None:
+        raise ValueError(f"positions: got None, {uses[0]} needs them")
+
+
+def check_form(
+    branch: str, indices: Tensor | None, lens: Tensor | None, table: Tensor | None
+) -> None:
+    """Check that a branch names its keys in one way."""
+    table_name = "window_table" if branch == "window" else "block_table"
+    if indices is not None and table is not None:
+        raise ValueError(f"{branch}_indices and {table_name}: got both, needs one")
+    if lens is not None and indices is None:
+        raise ValueError(f"{branch}_lens: got lengths without {branch}_indices")
+    if table is not None and table.numel() == 0:
+        raise ValueError(f"{table_name}: got shape {tuple(table.shape)}, needs a row and a column")
+    if indices is not None and indices.shape[1] > MAX_TOP_K:
+        raise ValueError(
+            f"{branch}_indices: got {indices.shape[1]} columns, needs at most {MAX_TOP_K}"
+        )
+
+
+def check_pool(config: PagedFmhaConfig, name: str, pool: Tensor, q: Tensor) -> None:
+    """Check the layout of a pool."""
+    pages, size, row = pool.shape
+    if pages and not size:
+        raise ValueError(f"{name}: got shape {tuple(pool.shape)}, a page needs an entry")
+    if pages * size > MAX_SLOTS:
+        raise ValueError(f"{name}: got {pages * size} entries, needs at most {MAX_SLOTS}")
+    if config.kv_format == "fp8" and size > 1 and pool.stride(1) != row:
+        raise ValueError(
+            f"{name}: got strides {tuple(pool.stride())}, each page of FP8 entries must be "
+            f"contiguous: [any, {row}, 1]"
+        )
+    if config.kv_format == "fp32" and q.dtype != float32:
+        raise TypeError(f"{name}: got {pool.dtype}, {q.dtype} queries need bfloat16 or FP8 keys")
+    if config.kv_format == "bf16" and q.dtype == float32:
+        raise TypeError(f"{name}: got {pool.dtype}, {q.dtype} queries need float32 or FP8 keys")

@@ -1,0 +1,495 @@
+"""Seeded inputs of `sparse_fmha_paged`, its FP32 oracle, and the comparison with it.
+
+Every entry that no token names is NaN, and so are bytes between entries and pages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.kit.kv_entry import ROPE_DIM, Fp8Entry
+from dsv4.reference.cache_entry import pack_pages
+from dsv4.reference.paged_attention import sparse_fmha_paged as oracle
+from dsv4.testing.attention import assert_attention_close
+from dsv4.testing.harness import Call
+
+# What index lists hold beside slots: none of these is a key, and no memory lies there.
+WILD = (-1, -(2**31), -123456, 2**31 - 1)
+# FlashMLA's bounds: of an output absolutely or relatively, and of the angle between the tensors; of
+# lse the same.
+OUT_ABSOLUTE, OUT_RELATIVE, OUT_COSINE = 1e-3, 2.01 / 128, 5e-6
+LSE_ABSOLUTE, LSE_RELATIVE = 1e-6, 8.01 / 65536
+FLASH_MLA_DEVIATION = 0.1
+MAX_LOGITS_BOUND = 1e-4  # relative to the larger of 1 and the score
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of one call.
+
+    Attributes:
+        requests, queries: tokens are `queries` for each of `requests`.
+        heads, head_dim, kv_format, sink_mode, compute: as in `PagedFmhaConfig`.
+        window, entries: keys of a token in the window and among the compressed entries, at most.
+        window_page, entry_page: entries of a page of each pool.
+        form: "list": index lists; "table": tables; "mixed": a table for the window alone.
+        ragged: lengths (positions, with tables) of every kind, else full.
+        wild: index lists hold values that are no slots, and some tokens nothing else.
+        growing: later keys score higher, so that the running maximum moves.
+        padded: pages and index rows lie apart.
+        uniform: FP8 entries have one scale for all groups.
+        has_rope, has_factor: the optional inputs.
+        ratio: positions per compressed entry of a table.
+        deviation: of queries and keys; FlashMLA's tests take 0.1, which its bounds are meant for.
+        name: what a table calls it.
+    """
+
+    requests: int = 3
+    queries: int = 1
+    heads: int = 8
+    head_dim: int = 512
+    kv_format: str = "bf16"
+    window: int = 128
+    entries: int = 192
+    window_page: int = 64
+    entry_page: int = 64
+    form: str = "list"
+    sink_mode: str = "softmax"
+    compute: str = "bf16"
+    ragged: bool = False
+    wild: bool = False
+    growing: bool = False
+    padded: bool = False
+    uniform: bool = False
+    has_rope: bool = False
+    has_factor: bool = False
+    ratio: int = 4
+    softmax_scale: float | None = None
+    batch_invariant: bool = False
+    num_splits: int | None = None
+    deviation: float = 1.0
+    name: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """T of the call."""
+        return self.requests * self.queries
+
+    @property
+    def rope_dim(self) -> int:
+        return min(ROPE_DIM, self.head_dim)
+
+    @property
+    def config(self) -> PagedFmhaConfig:
+        """What a kernel of the case is asked for."""
+        return PagedFmhaConfig(
+            self.head_dim,
+            self.heads,
+            self.kv_format,
+            self.sink_mode,
+            self.softmax_scale,
+            0 if self.form == "list" else self.window,
+            self.ratio if self.form == "table" else 0,
+            self.num_splits,
+            self.batch_invariant,
+            self.compute,
+            self.rope_dim,
+        )
+
+    def __str__(self) -> str:
+        names = ("ragged", "wild", "growing", "padded", "uniform", "has_rope", "has_factor")
+        flags = [name for name in names if getattr(self, name)]
+        sizes = (
+            f"{self.kv_format}-h{self.heads}-d{self.head_dim}-b{self.requests}x{self.queries}"
+            f"-w{self.window}p{self.window_page}-k{self.entries}p{self.entry_page}"
+        )
+        return "-".join([sizes, self.form, self.sink_mode, *flags])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Arguments of one call, by name; the tensors are as in the operator."""
+
+    q: Tensor
+    window_pool: Tensor
+    window_indices: Tensor | None
+    window_lens: Tensor | None
+    compressed_pool: Tensor | None
+    compressed_indices: Tensor | None
+    compressed_lens: Tensor | None
+    sink_logits: Tensor
+    q_factor: Tensor | None = None
+    rope: Tensor | None = None
+    positions: Tensor | None = None
+    block_table: Tensor | None = None
+    request_ids: Tensor | None = None
+    window_table: Tensor | None = None
+    case: Case | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The positional arguments."""
+        return tuple(getattr(self, field.name) for field in fields(self)[:8])
+
+    @property
+    def optional(self) -> dict[str, Tensor | None]:
+        """The tensors among the keyword arguments."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[8:-1]}
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The keyword arguments that the public function and the oracle share."""
+        config = self.case.config
+        return {
+            **self.optional,
+            "sink_mode": config.sink_mode,
+            "softmax_scale": config.softmax_scale,
+            "sliding_window": config.sliding_window,
+            "ratio": config.ratio,
+            "rope_dim": config.rope_dim,
+        }
+
+    @property
+    def kernel_options(self) -> dict[str, object]:
+        """Further keyword arguments of the public function."""
+        config = self.case.config
+        return {
+            "num_splits": config.num_splits,
+            "batch_invariant": config.batch_invariant,
+            "compute": config.compute,
+        }
+
+    def to(self, device: torch.device | str) -> Inputs:
+        """The same inputs on a device, as strided as these."""
+        moved = {name: _moved(x, device) for name, x in vars(self).items() if torch.is_tensor(x)}
+        return replace(self, **moved)
+
+    def of_tokens(self, tokens: slice) -> Inputs:
+        """Some of the tokens alone."""
+        names = ("q", "window_indices", "window_lens", "compressed_indices", "compressed_lens")
+        names += ("q_factor", "positions", "request_ids")
+        values = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: x[tokens] for name, x in values.items() if x is not None})
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The FP32 oracle's o, lse and largest scores."""
+        return oracle(*self.tensors, **self.options)
+
+    def call(self, scalars: tuple[int, ...], workspace: int = 0) -> Call:
+        """A call of the compiled kernel, with every output.
+
+        Args:
+            scalars: num_splits, num_ctas, sliding_window and ratio.
+            workspace: fp32 elements.
+        """
+        device = self.q.device
+        o = torch.empty_like(self.q)
+        rows = torch.empty(self.q.shape[:2], device=device)
+        outputs = {"o": o, "lse": rows, "max_logits": torch.empty_like(rows)}
+        absent = _absent(self.case, device)
+        required = [
+            absent[name] if getattr(self, name) is None else getattr(self, name)
+            for name in (field.name for field in fields(self)[:8])
+        ]
+        optional = {
+            name: absent[name] if tensor is None else tensor
+            for name, tensor in self.optional.items()
+        }
+        scratch = torch.zeros(workspace, device=device)
+        names = ("num_splits", "num_ctas", "sliding_window", "ratio")
+        return Call(
+            (*required, o),
+            {
+                **optional,
+                "lse": rows,
+                "max_logits": outputs["max_logits"],
+                "workspace": scratch,
+                **dict(zip(names, scalars, strict=True)),
+            },
+            outputs,
+            {"workspace": scratch},
+        )
+
+
+def make_inputs(case: Case, seed: int, device: torch.device | str = "cpu") -> Inputs:
+    """Random inputs of a case: unit queries, keys of unit scale or growing along a direction."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    tokens, dim = case.tokens, case.head_dim
+    q, sinks = normal(tokens, case.heads, dim), normal(case.heads)
+    direction = normal(dim)
+    direction /= direction.norm()
+    if case.growing:
+        q += 11 * direction
+    q *= case.deviation
+    window = _Pool.make(case, case.window, case.window_page, direction, generator)
+    entries = _Pool.make(case, case.entries, case.entry_page, direction, generator)
+    positions = _positions(case, generator)
+    names: dict[str, Tensor | None] = {}
+    if case.form == "list":
+        names["window_indices"], names["window_lens"] = window.lists(case, generator)
+    else:
+        names["window_table"] = window.table
+        window.keep(window.positions_seen(case, positions))
+    if case.entries == 0:
+        entries = None
+    elif case.form == "table":
+        names["block_table"] = entries.table
+        entries.keep(entries.entries_seen(case, positions))
+    else:
+        lists = entries.lists(case, generator)
+        names["compressed_indices"], names["compressed_lens"] = lists
+    factor = torch.rand(tokens, case.heads, generator=generator) + 0.5
+    angles = normal(case.window + case.entries * case.ratio + 8, case.rope_dim // 2)
+    table = torch.cat((angles.cos(), angles.sin()), 1)
+    inputs = Inputs(
+        q.bfloat16(),
+        window.packed(case),
+        names.get("window_indices"),
+        names.get("window_lens"),
+        None if entries is None else entries.packed(case),
+        names.get("compressed_indices"),
+        names.get("compressed_lens"),
+        sinks,
+        factor if case.has_factor else None,
+        table if case.has_rope else None,
+        positions if case.has_rope or case.form != "list" else None,
+        names.get("block_table"),
+        _request_ids(case) if case.form != "list" else None,
+        names.get("window_table"),
+        case,
+    )
+    return inputs.to(device)
+
+
+def _request_ids(case: Case) -> Tensor:
+    ids = torch.arange(case.requests, dtype=torch.int32).repeat_interleave(case.queries)
+    if case.wild and case.tokens > 2:
+        ids[1] = -1
+    return ids
+
+
+def _positions(case: Case, generator: torch.Generator) -> Tensor:
+    """[T] int32 of consecutive tokens: far enough for every key to exist, or anything."""
+    last = max(case.window, case.entries * case.ratio) + case.queries
+    ends = torch.full((case.requests,), last)
+    if case.ragged:
+        ends = torch.randint(case.queries, last + 1, (case.requests,), generator=generator)
+        ends[0] = case.queries
+    back = torch.arange(-case.queries, 0)
+    return (ends[:, None] + back).flatten().to(torch.int32)
+
+
+class _Pool:
+    """A pool under construction: `slots` entries in pages, which requests own in random order.
+
+    Attributes:
+        rows: [pages, P, head_dim] fp32.
+        table: [requests, columns] int32.
+        width: keys of a token at most.
+    """
+
+    def __init__(self, rows: Tensor, table: Tensor, width: int) -> None:
+        self.rows, self.table, self.width = rows, table, width
+
+    @classmethod
+    def make(
+        cls,
+        case: Case,
+        width: int,
+        page: int,
+        direction: Tensor,
+        generator: torch.Generator,
+    ) -> _Pool:
+        # A few more positions than are seen: a window of several queries is longer.
+        columns = -(-(width + case.queries) // page)
+        pages = case.requests * columns
+        order = torch.randperm(pages + 1, generator=generator)[:pages]
+        rows = torch.randn(pages + 1, page, case.head_dim, generator=generator)
+        table = order.view(case.requests, columns).to(torch.int32)
+        if case.growing:
+            rise = torch.linspace(-1, 1, columns * page).view(columns, page, 1)
+            for request in table:
+                rows[request] += rise * math.sqrt(case.head_dim) * direction
+            rows.clamp_(-1.25, 1.25)
+        rows *= case.deviation
+        return cls(rows, table, width)
+
+    @property
+    def page(self) -> int:
+        return self.rows.shape[1]
+
+    def slots_of(self, request: int) -> Tensor:
+        """Slots of a request's entries, in order."""
+        pages = self.table[request].long()[:, None] * self.page
+        return (pages + torch.arange(self.page)).flatten()
+
+    def lists(self, case: Case, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """Index lists [T, width] and lengths, as a case wants them; keeps what they name."""
+        tokens, width = case.tokens, self.width
+        indices = torch.empty(tokens, width, dtype=torch.int32)
+        for t in range(tokens):
+            own = self.slots_of(t // case.queries)
+            order = torch.randperm(len(own), generator=generator)[:width]
+            if case.growing:
+                order = order.sort().values
+            indices[t] = own[order]
+        if case.wild and width:
+            wild = torch.tensor((*WILD, self.rows.shape[0] * self.page), dtype=torch.int32)
+            which = torch.rand(tokens, width, generator=generator) < 0.3
+            count = int(which.sum())
+            indices[which] = wild[torch.randint(len(wild), (count,), generator=generator)]
+            indices[:: max(2, tokens // 2)] = -1
+        lens = None
+        if case.ragged:
+            lens = torch.randint(-1, width + 2, (tokens,), generator=generator).to(torch.int32)
+            lens[: min(2, tokens)] = torch.tensor([0, width], dtype=torch.int32)[:tokens]
+        used = torch.ones(tokens, width, dtype=torch.bool)
+        if lens is not None:
+            used = torch.arange(width) < lens[:, None]
+        self.keep(indices[used].tolist())
+        if case.padded:
+            wide = torch.full((tokens, width + 24), WILD[-1], dtype=torch.int32)
+            wide[:, :width] = indices
+            indices = wide[:, :width]
+        return indices, lens
+
+    def positions_seen(self, case: Case, positions: Tensor) -> list[int]:
+        """Slots of the window's positions that tokens see by the table."""
+        found = []
+        for t, position in enumerate(positions.tolist()):
+            own = self.slots_of(t // case.queries)
+            first = max(0, position - case.window + 1)
+            found += [int(own[n % len(own)]) for n in range(first, position + 1)]
+        return found
+
+    def entries_seen(self, case: Case, positions: Tensor) -> list[int]:
+        """The same of complete compressed entries."""
+        found = []
+        for t, position in enumerate(positions.tolist()):
+            own = self.slots_of(t // case.queries)
+            found += own[: (position + 1) // case.ratio].tolist()
+        return found
+
+    def keep(self, slots: list[int]) -> None:
+        """Leave NaN wherever no token looks."""
+        total = self.rows.shape[0] * self.page
+        kept = torch.zeros(total, dtype=torch.bool)
+        kept[[slot for slot in slots if 0 <= slot < total]] = True
+        self.rows[~kept.view(self.rows.shape[:2])] = torch.nan
+
+    def packed(self, case: Case) -> Tensor:
+        """The pool in its format, NaN in what lies between pages."""
+        if case.kv_format == "fp8":
+            return _packed_fp8(self.rows, case)
+        rows = self.rows.bfloat16()
+        if not case.padded:
+            return rows
+        wide = rows.new_full((rows.shape[0], rows.shape[1] + 3, rows.shape[2] + 64), torch.nan)
+        view = wide[:, 1:-2, : rows.shape[2]]
+        return view.copy_(rows)
+
+
+def _packed_fp8(rows: Tensor, case: Case) -> Tensor:
+    """Entries [pages, P, bytes]; those whose values are NaN have bytes of NaN alone."""
+    pages, size, dim = rows.shape
+    entry = Fp8Entry(dim, case.rope_dim)
+    unnamed = rows.isnan().any(-1)
+    data = pack_pages(rows.nan_to_num(0.0), case.rope_dim, uniform_scale=case.uniform)
+    records = data[:, : size * entry.record_bytes].unflatten(1, (size, -1))
+    records[unnamed] = 0xFF
+    if entry.groups:
+        scales = data[:, size * entry.record_bytes : size * entry.bytes].unflatten(1, (size, -1))
+        scales[unnamed] = 0xFF
+    data[:, size * entry.bytes :] = 0xFF
+    stride = data.shape[1] + (1008 if case.padded else 0)
+    frame = torch.full((pages * stride,), 0xFF, dtype=torch.uint8)
+    frame.view(pages, stride)[:, : data.shape[1]] = data
+    return frame.as_strided((pages, size, entry.bytes), (stride, entry.bytes, 1))
+
+
+def _moved(x: Tensor, device: torch.device | str) -> Tensor:
+    """A tensor on a device with the same strides, what lies between its elements included."""
+    if x.device == torch.device(device):
+        return x
+    storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+    return storage.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def _absent(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """What a compiled kernel gets for None, by name."""
+
+    def integers(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    kind = torch.uint8 if case.kv_format == "fp8" else torch.bfloat16
+    return {
+        "window_indices": integers(0, 0),
+        "window_lens": integers(0),
+        "compressed_pool": torch.zeros(0, 1, case.config.row, dtype=kind, device=device),
+        "compressed_indices": integers(0, 0),
+        "compressed_lens": integers(0),
+        "q_factor": torch.zeros(0, case.heads, device=device),
+        "rope": torch.zeros(0, case.rope_dim, device=device),
+        "positions": integers(0),
+        "block_table": integers(0, 0),
+        "request_ids": integers(0),
+        "window_table": integers(0, 0),
+    }
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+
+def assert_paged_close(inputs: Inputs, o: Tensor, lse: Tensor, max_logits: Tensor) -> None:
+    """Check outputs against the oracle by this package's bounds, and inputs in FlashMLA's style by
+    FlashMLA's."""
+    expected = inputs.expected()
+    assert_attention_close(o, expected[0], lse, expected[1])
+    if inputs.case.deviation <= FLASH_MLA_DEVIATION:
+        bounds = (OUT_ABSOLUTE, OUT_RELATIVE, OUT_COSINE)
+        assert_flash_mla_close("o", o.float(), expected[0], *bounds)
+        assert_flash_mla_close("lse", lse, expected[1], LSE_ABSOLUTE, LSE_RELATIVE)
+    wanted = expected[2].to(max_logits.device)
+    none = wanted == -torch.inf
+    assert torch.equal(max_logits == -torch.inf, none), "max_logits: -inf belongs to no key alone"
+    error = torch.where(none, 0.0, max_logits - wanted).abs() / wanted.abs().clamp(1, 1e30)
+    assert error.max() <= MAX_LOGITS_BOUND if error.numel() else True, (
+        f"max_logits: off by {error.max():.2e}"
+    )
+
+
+def assert_flash_mla_close(
+    name: str,
+    actual: Tensor,
+    expected: Tensor,
+    absolute: float,
+    relative: float,
+    cosine: float | None = None,
+) -> None:
+    """FlashMLA's check: masks of NaN and infinities agree; elsewhere absolutely or relatively."""
+    got, wanted = actual.double(), expected.to(actual.device).double()
+    assert torch.equal(got.isnan(), wanted.isnan()), f"{name}: NaN elsewhere"
+    assert torch.equal(got.isposinf(), wanted.isposinf()), f"{name}: +inf elsewhere"
+    assert torch.equal(got.isneginf(), wanted.isneginf()), f"{name}: -inf elsewhere"
+    finite = wanted.isfinite()
+    got, wanted = got[finite], wanted[finite]
+    if got.numel() == 0:
+        return
+    error = (got - wanted).abs()
+    bad = (error >= absolute) & (error / wanted.abs().clamp(min=1e-6) >= relative)
+    assert not bad.any(), (
+        f"{name}: {int(bad.sum())} of {bad.numel()} elements are off, by {error[bad].max():.2e}"
+    )
+    if cosine is not None:
+        norms = float(got.square().sum() + wanted.square().sum())
+        difference = 1 - 2 * float((got * wanted).sum()) / norms if norms else 0.0
+        assert difference <= cosine, f"{name}: cosine difference {difference:.2e}"
