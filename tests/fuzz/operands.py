@@ -81,7 +81,7 @@ class Operands:
         # One of the dtypes that some arguments share.
         self.other = dice.random() < 0.3
         self.tensors: list[Any] = [
-            None if arg.is_optional and dice.random() < 0.5 else self._tensor(dice, arg)
+            None if arg.may_be_none and dice.random() < 0.5 else self._tensor(dice, arg)
             for arg in op.tensors
         ]
 

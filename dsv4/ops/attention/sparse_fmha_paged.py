@@ -187,12 +187,12 @@ def sparse_fmha_paged(
             _FORMATS.get(lists[0].dtype, "fp8"),
             sink_mode=sink_mode,
             softmax_scale=softmax_scale,
-            sliding_window=index(sliding_window),
-            ratio=index(ratio),
-            num_splits=None if num_splits is None else index(num_splits),
+            sliding_window=_integer("sliding_window", sliding_window),
+            ratio=_integer("ratio", ratio),
+            num_splits=None if num_splits is None else _integer("num_splits", num_splits),
             batch_invariant=batch_invariant,
             compute=compute,
-            rope_dim=index(rope_dim),
+            rope_dim=_integer("rope_dim", rope_dim),
         )
         if out is None:
             out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
@@ -241,6 +241,14 @@ def sparse_fmha_paged_runner_id(
         compute,
         rope_dim,
     )
+
+
+def _integer(name: str, value: object) -> int:
+    """An integer, symbolic ones too."""
+    try:
+        return index(value)
+    except TypeError:
+        raise TypeError(f"{name}: got {value!r}, needs an integer") from None
 
 
 def _bytes(pool: Tensor | None) -> Tensor | None:
