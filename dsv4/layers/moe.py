@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from dsv4.layers.experts import Experts, swiglu
-from dsv4.layers.linear import Linear, linear_options
+from dsv4.layers.experts import Experts, SharedExpert
 from dsv4.layers.module import Module
 from dsv4.layers.router import Router
+from dsv4.ops.moe.op import moe, reads_prepared
+from dsv4.ops.moe.weights import GatedWeights, choose_form, prepare_, restore_, restored
 
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
@@ -18,28 +19,19 @@ if TYPE_CHECKING:
 
 MAX_STATIC_CHUNK = 16
 """Longest chunk that is routed without reading the routing back: decode and draft verification."""
-
-
-class SharedExpert(Module):
-    """w2(silu(w1 x) * w3 x), with the clamps of the routed experts."""
-
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str | None = None
-    ) -> None:
-        super().__init__()
-        options = linear_options(config, dtype, device)
-        self.limit = config.swiglu_limit
-        self.w1 = Linear(config.hidden_size, config.moe_intermediate_size, **options)
-        self.w2 = Linear(config.moe_intermediate_size, config.hidden_size, **options)
-        self.w3 = Linear(config.hidden_size, config.moe_intermediate_size, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., hidden_size] -> the same."""
-        return self.w2(swiglu(self.w1(x), self.w3(x), self.limit).to(x.dtype))
+RELEASED = "released"
 
 
 class MoE(Module):
-    """The feed-forward part of a layer."""
+    """The feed-forward part of a layer.
+
+    Quantised weights are kept as released until a GPU with kernels is to read them: `prepare` then
+    brings them into the kernels' order, in place. What leaves the module is as released:
+    `state_dict` gives restored copies of prepared tensors.
+
+    Attributes:
+        form: "released", or the form of the prepared weights.
+    """
 
     def __init__(
         self,
@@ -49,13 +41,73 @@ class MoE(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.gate = Router(config, spec, device)
+        self.limit = config.swiglu_limit
+        self.block = config.fp8_block
+        self.form = RELEASED
+        self.gate = Router(config, spec, dtype, device)
         self.experts = Experts(config, scheme=config.expert_scheme, dtype=dtype, device=device)
         self.shared_experts = SharedExpert(config, dtype, device)
+        self.register_state_dict_post_hook(_release_copies)
+        self.register_load_state_dict_pre_hook(_release_weights)
 
     def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
         """Apply to tokens `x` [B, C, hidden_size] with ids [B, C]; summed in fp32."""
-        flat = x.flatten(0, 1)
-        experts, weights = self.gate(flat, input_ids.flatten())
-        routed = self.experts(flat, experts, weights, static=x.shape[1] <= MAX_STATIC_CHUNK)
-        return (routed + self.shared_experts(flat).float()).to(x.dtype).view_as(x)
+        if self.form == RELEASED and x.is_cuda:
+            self.prepare(x.dtype)
+        return moe(
+            x.flatten(0, 1), self.gate.weight, self.experts.weights, self.shared_experts.weights,
+            top_k=self.gate.topk, scaling=self.gate.scaling, limit=self.limit, form=self.form,
+            block=self.block, **self.gate.choice(input_ids.flatten()),
+        ).view_as(x)  # fmt: skip
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Bring the weights into the order of this device's kernels, where it has some for them.
+
+        Reads scales back and rewrites the weights: before graphs are captured. For activations of
+        `dtype`.
+        """
+        experts, shared = self.experts.weights, self.shared_experts.weights
+        if self.form != RELEASED or not reads_prepared(
+            self.gate.weight, experts, shared, self.block, self.gate.topk, dtype
+        ):
+            return
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "moe: the experts' weights are not prepared and a CUDA graph is being captured; "
+                "run the layer once before the capture"
+            )
+        form = choose_form(experts)
+        for weights in (experts, shared):
+            prepare_(weights, form)
+        self.form = form
+
+    def release(self) -> None:
+        """Invert `prepare`."""
+        if self.form != RELEASED:
+            for weights in (self.experts.weights, self.shared_experts.weights):
+                restore_(weights, self.form)
+            self.form = RELEASED
+
+
+def _release_copies(module: MoE, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Replace prepared tensors of a state dict with restored copies."""
+    if module.form == RELEASED:
+        return
+    for name, weights in _units(module):
+        for matrix, codes, scale in zip(("w1", "w3", "w2"), weights.codes, weights.scales):
+            stem = f"{prefix}{name}.{matrix}"
+            state[f"{stem}.weight"] = restored(codes, module.form, is_scale=False)
+            if codes.dtype == torch.int8:
+                state[f"{stem}.scale"] = restored(scale, module.form, is_scale=True)
+
+
+def _release_weights(module: MoE, *_: Any) -> None:
+    """A state dict is loaded into released weights."""
+    module.release()
+
+
+def _units(module: MoE) -> tuple[tuple[str, GatedWeights], ...]:
+    return (
+        ("experts", module.experts.weights),
+        ("shared_experts", module.shared_experts.weights),
+    )

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4.layers.module import Module, empty_parameter
-from dsv4.ops.topk import topk_stable
+from dsv4.ops.moe.torch_path import route
 
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
@@ -24,40 +23,46 @@ class Router(Module):
     normalised to a sum of `routed_scaling_factor`.
 
     Attributes:
-        weight: [experts, hidden_size] fp32.
-        bias: [experts] fp32; only selects. Absent in hash-routed layers.
-        tid2eid: [vocab_size, experts per token] int64; only in hash-routed layers.
+        weight: [experts, hidden_size] in the dtype of the activations.
+        bias: [experts] fp32; only selects. None in hash-routed layers.
+        tid2eid: [vocab_size, experts per token] int64; None but in hash-routed layers.
     """
 
+    plain = ("weight",)
+
     def __init__(
-        self, config: ModelConfig, spec: LayerSpec, device: torch.device | str | None = None
+        self,
+        config: ModelConfig,
+        spec: LayerSpec,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.topk = config.num_experts_per_tok
         self.scaling = config.routed_scaling_factor
         experts = config.n_routed_experts
-        self.weight = empty_parameter((experts, config.hidden_size), torch.float32, device)
+        self.weight = empty_parameter((experts, config.hidden_size), dtype, device)
         self.hash_routed = spec.hash_routed
+        self.bias = self.tid2eid = None
         if spec.hash_routed:
             self.tid2eid = empty_parameter((config.vocab_size, self.topk), torch.int64, device)
         else:
             self.bias = empty_parameter((experts,), torch.float32, device)
 
+    def choice(self, input_ids: Tensor) -> dict[str, Tensor | None]:
+        """What chooses experts, by the names of `route` and `moe`; ids [T] int64."""
+        ids = input_ids if self.hash_routed else None
+        return {"bias": self.bias, "table": self.tid2eid, "input_ids": ids}
+
     def forward(self, x: Tensor, input_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Route tokens.
+        """Route tokens in plain torch.
 
         Args:
             x: [T, hidden_size].
             input_ids: [T] int64, the tokens' ids; read in hash-routed layers.
 
         Returns:
-            Experts [T, topk] int64 and their weights [T, topk] fp32.
+            Experts [T, topk] int64, ascending, and their weights [T, topk] fp32.
         """
-        scores = F.softplus(F.linear(x.float(), self.weight)).sqrt()
-        if self.hash_routed:
-            experts = self.tid2eid[input_ids]
-        else:
-            biased = scores + self.bias
-            experts, _ = topk_stable(biased, self.topk, torch.ones_like(biased, dtype=torch.bool))
-        chosen = scores.gather(-1, experts)
-        return experts, chosen * (self.scaling / chosen.sum(-1, keepdim=True))
+        options = {"top_k": self.topk, "scaling": self.scaling, **self.choice(input_ids)}
+        return route(x, self.weight, **options)

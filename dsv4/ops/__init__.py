@@ -10,14 +10,19 @@ from dsv4.ops.attention.sparse_fmha_paged import (
     sparse_fmha_paged_runner_id,
 )
 from dsv4.ops.fp8_linear import fp8_linear, fp8_linear_runner_id
+from dsv4.ops.moe.op import moe, moe_runner_id
+from dsv4.ops.moe.weights import GatedWeights
 from dsv4.ops.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_runner_id
 from dsv4.ops.runtime.warmup import warmup
 
 __all__ = [
+    "GatedWeights",
     "fmha_capacity",
     "fmha_runner_id",
     "fp8_linear",
     "fp8_linear_runner_id",
+    "moe",
+    "moe_runner_id",
     "rms_norm_fp8",
     "rms_norm_fp8_runner_id",
     "sparse_fmha_paged",

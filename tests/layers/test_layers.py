@@ -13,7 +13,6 @@ from dsv4.config.layer_schedule import LayerKind, LayerSpec
 from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.layers import indexer as indexer_module
 from dsv4.layers.compressor import Compressor
-from dsv4.layers.experts import Experts, swiglu
 from dsv4.layers.head import Embedding
 from dsv4.layers.hyper_connection import HyperConnection, HyperParameters
 from dsv4.layers.indexer import Indexer
@@ -22,10 +21,10 @@ from dsv4.layers.norm import RMSNorm, rms_normalize
 from dsv4.layers.rope import Rope, rotate_
 from dsv4.layers.router import Router
 from dsv4.model.model import DeepseekV4
+from dsv4.ops.moe.torch_path import swiglu
 from dsv4.ops.quantize import qdq_e4m3
 from dsv4.reference import compressor as oracle_compressor
 from dsv4.reference import mhc as oracle_mhc
-from dsv4.reference import moe as oracle_moe
 from dsv4.reference import rope as oracle_rope
 from dsv4.reference import router as oracle_router
 from tests.model.tiny import random_model, relative_error, tiny_config
@@ -295,8 +294,9 @@ def test_routing_equals_the_reference(hash_routed: bool, seed: int) -> None:
     experts, weights = router(x, ids)
     choice = dict(table=router.tid2eid, input_ids=ids) if hash_routed else dict(bias=router.bias)
     expected = oracle_router.route(x, router.weight, top_k=3, scaling=1.7, **choice)
-    assert torch.equal(experts, expected[0])
-    torch.testing.assert_close(weights, expected[1])
+    order = expected[0].argsort(-1)
+    assert torch.equal(experts, expected[0].gather(-1, order))
+    torch.testing.assert_close(weights, expected[1].gather(-1, order))
     torch.testing.assert_close(weights.sum(-1), torch.full((9,), config.routed_scaling_factor))
 
 
@@ -330,33 +330,6 @@ def test_clamps_bind_the_gate_above_and_the_other_factor_on_both_sides() -> None
     torch.testing.assert_close(
         swiglu(torch.ones(4), up, 3.0), up.clamp(-3, 3) * torch.tensor(1.0).sigmoid()
     )
-
-
-@pytest.mark.stage("moe")
-@pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_both_expert_paths_equal_the_reference(
-    tokens: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny_config("S")
-    experts = Experts(config, scheme=None, dtype=torch.float32)
-    _fill(experts)
-    x = torch.randn(tokens, 64)
-    ids = torch.stack([torch.randperm(8)[:3] for _ in range(tokens)])
-    weights = torch.rand(tokens, 3)
-    expected = oracle_moe.routed_experts(
-        x,
-        experts.w1.weight,
-        experts.w2.weight,
-        experts.w3.weight,
-        oracle_moe.dense_weights(ids, weights, 8),
-        config.swiglu_limit,
-    )
-    # Few enough that five tokens already need several parts.
-    monkeypatch.setattr("dsv4.layers.experts.MAX_GATHERED_ELEMENTS", 2 * 3 * 64 * 48)
-    for static in (False, True):
-        actual = experts(x, ids, weights, static)
-        assert actual.dtype == torch.float32
-        torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.stage("head")

@@ -15,8 +15,9 @@ from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerKind
 from dsv4.config.model_config import ModelConfig, RopeScaling
-from dsv4.layers import indexer, router
+from dsv4.layers import indexer
 from dsv4.model.model import DeepseekV4
+from dsv4.ops.moe import torch_path
 from dsv4.ops.topk import topk_stable
 from dsv4.reference.model import ReferenceModel
 
@@ -145,7 +146,7 @@ def closest_choice() -> Iterator[list[float]]:
 
     with (
         mock.patch.object(indexer, "topk_stable", recording),
-        mock.patch.object(router, "topk_stable", recording),
+        mock.patch.object(torch_path, "topk_stable", recording),
     ):
         yield gaps
 

@@ -1,0 +1,66 @@
+"""Arguments of `moe`: T tokens of D elements through k of E experts of inner width I, and one that
+all share.
+
+Weights and scales of the routed experts are stacked. What a configuration does not have (scales of
+plain weights, a bias where a table routes, a table where scores do) has no rows.
+"""
+
+from __future__ import annotations
+
+from dsv4.kernels.kit.args import In, OptIn, Out, Scalar
+from dsv4.kernels.moe.layer_config import WEIGHT_DTYPES, MoeConfig
+
+ARGS = (
+    In("x", "T D", also=("float32",), align=16),
+    In("gate", "E D", "gate_dtype", align=16),
+    In("bias", "Eb", "float32"),
+    In("w1", "E I Dc", "expert_dtype", align=16),  # gate
+    In("w1_scale", "Es Ir Ds", "expert_scale", align=1),
+    In("w3", "E I Dc", "expert_dtype", align=16),  # up
+    In("w3_scale", "Es Ir Ds", "expert_scale", align=1),
+    In("w2", "E D Ic", "expert_dtype", align=16),  # down
+    In("w2_scale", "Es Dr Is", "expert_scale", align=1),
+    In("global_scales", "three E", "float32"),  # of NVFP4: of w1, w3 and w2
+    In("shared_w1", "I D", "shared_dtype", align=16),
+    In("shared_w1_scale", "i d", "shared_scale"),
+    In("shared_w3", "I D", "shared_dtype", align=16),
+    In("shared_w3_scale", "i d", "shared_scale"),
+    In("shared_w2", "D I", "shared_dtype", align=16),
+    In("shared_w2_scale", "d2 i2", "shared_scale"),
+    In("table", "V k", "int64"),
+    In("input_ids", "S", "int64"),
+    Out("out", "T D", "out_dtype", align=16),
+    Out("scratch", "bytes", "uint8", align=128),
+    OptIn("live_tokens", "L", "int32"),
+    Scalar("tiling"),
+    Scalar("splits"),
+    Scalar("token_tiles"),
+    Scalar("group_tokens"),
+    Scalar("num_sms"),
+)
+
+
+def values(config: MoeConfig) -> dict[str, int | str]:
+    """What the kernels are compiled for."""
+    hidden, inner, dtype = config.hidden, config.inner, config.expert_dtype
+    up_rows, up_columns = config.scale_shape(inner, hidden, dtype)
+    down_rows, down_columns = config.scale_shape(hidden, inner, dtype)
+    shared_up = config.scale_shape(inner, hidden, config.shared_dtype)
+    shared_down = config.scale_shape(hidden, inner, config.shared_dtype)
+    per_byte = 2 if dtype in ("fp4", "nvfp4") else 1
+    scale_dtypes = {"fp4": "float8_e8m0fnu", "nvfp4": "float8_e4m3fn"}
+    return {
+        "D": hidden, "I": inner, "E": config.experts, "k": config.top_k,
+        "Dc": hidden // per_byte, "Ic": inner // per_byte,
+        "Eb": config.experts if config.has_router_bias else 0,
+        "Es": config.experts if up_rows else 0,
+        "Ir": up_rows, "Ds": up_columns, "Dr": down_rows, "Is": down_columns,
+        "three": 3 if dtype == "nvfp4" else 0,
+        "i": shared_up[0], "d": shared_up[1], "d2": shared_down[0], "i2": shared_down[1],
+        "gate_dtype": config.gate_dtype,
+        "expert_dtype": WEIGHT_DTYPES.get(dtype, dtype),
+        "expert_scale": scale_dtypes.get(dtype, config.scale_dtype),
+        "shared_dtype": WEIGHT_DTYPES.get(config.shared_dtype, config.shared_dtype),
+        "shared_scale": config.scale_dtype,
+        "out_dtype": config.out_dtype,
+    }  # fmt: skip

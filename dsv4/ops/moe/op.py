@@ -1,0 +1,258 @@
+"""`moe`: router, routed experts and the shared expert of a layer, as function and operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import index
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dsv4.kernels.moe.layer_args import ARGS, values
+from dsv4.kernels.moe.layer_config import MoeConfig
+from dsv4.ops.moe.torch_path import (
+    MAX_GATHERED_TOKENS,
+    MAX_UNSYNCHRONISED,
+    Gated,
+    route,
+    routed_experts,
+)
+from dsv4.ops.moe.weights import GatedWeights
+from dsv4.ops.runtime.backend import find_kernel
+from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
+from dsv4.ops.runtime.kernel_op import KernelOp
+from dsv4.ops.runtime.runner import config_of
+
+
+class Moe(KernelOp):
+    """Routed experts, chosen and weighed by scores or a table, plus one that every token passes."""
+
+    name = "moe"
+    config = MoeConfig
+    args = ARGS
+    kernels: ClassVar = {}
+
+    def values(self, config: MoeConfig) -> Mapping[str, int | str]:
+        return values(config)
+
+    def check_sizes(self, config: MoeConfig, *tensors: Tensor | None) -> None:
+        given = dict(zip((arg.name for arg in self.tensors), tensors))
+        check_ids(config, given["x"].shape[0], given["table"].shape[0], given["input_ids"].shape[0])
+
+    def torch(self, config: MoeConfig, *tensors: Tensor | None) -> None:
+        given = dict(zip((arg.name for arg in self.tensors), tensors))
+        x, out = given["x"], given["out"]
+        hashed = {"table": given["table"], "input_ids": given["input_ids"]}
+        ids, weights = route(
+            x, given["gate"], top_k=config.top_k, scaling=config.scaling,
+            **(hashed if config.is_hashed else {"bias": given["bias"]}),
+        )  # fmt: skip
+        live = None
+        if given["live_tokens"] is not None and given["live_tokens"].numel():
+            live = torch.arange(len(x), device=x.device) < given["live_tokens"]
+            ids = torch.where(live[:, None], ids, -1)
+        routed, shared = (
+            Gated(config, _weights(config, given, prefix), dtype)
+            for prefix, dtype in (("", config.expert_dtype), ("shared_", config.shared_dtype))
+        )
+        total = routed_experts(routed, x, ids, weights, is_static(x))
+        total += shared(x, None, None).float()
+        out.copy_(total if live is None else torch.where(live[:, None], total, 0.0))
+
+    def aot(self) -> Mapping[str, MoeConfig]:
+        return {}
+
+
+MOE = Moe()
+_op = MOE.overload
+
+
+def is_static(x: Tensor) -> bool:
+    """Whether the torch implementation must not read the routing back, or need not."""
+    if x.is_cuda:
+        return x.shape[0] <= MAX_UNSYNCHRONISED or torch.cuda.is_current_stream_capturing()
+    return x.shape[0] <= MAX_GATHERED_TOKENS
+
+
+def check_ids(config: MoeConfig, tokens: int, table_rows: int, ids: int) -> None:
+    """Refuse token ids and tables that are missing, or that no table routes by: ValueError."""
+    if not config.is_hashed:
+        for name, rows in (("table", table_rows), ("input_ids", ids)):
+            if rows:
+                raise ValueError(f"{name}: got {rows} rows, experts are chosen by scores")
+        return
+    if not table_rows:
+        raise ValueError("table: got no rows, experts are chosen by it")
+    if ids != tokens:
+        raise ValueError(f"input_ids: got {ids} ids, x has {tokens} tokens")
+
+
+def _weights(config: MoeConfig, given: Mapping[str, Tensor], prefix: str) -> GatedWeights:
+    """The weights of a call, None for what has no elements."""
+    codes = [given[f"{prefix}{name}"] for name in ("w1", "w3", "w2")]
+    scales = [given[f"{prefix}{name}_scale"] for name in ("w1", "w3", "w2")]
+    has_global = config.expert_dtype == "nvfp4" and not prefix
+    return GatedWeights(
+        *codes,
+        *(scale if scale.numel() else None for scale in scales),
+        given["global_scales"] if has_global else None,
+    )
+
+
+def moe(
+    x: Tensor,
+    gate: Tensor,
+    experts: GatedWeights,
+    shared: GatedWeights,
+    *,
+    top_k: int,
+    scaling: float,
+    limit: float,
+    form: str = "released",
+    block: tuple[int, int] = (128, 128),
+    bias: Tensor | None = None,
+    table: Tensor | None = None,
+    input_ids: Tensor | None = None,
+    live_tokens: Tensor | None = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Send T tokens through k routed experts each and the one that all share.
+
+    A token's experts are the k best by score + bias, where a score is sqrt(softplus(gate x)) in
+    fp32, the lower id of equals and NaN last; or those that `table` lists for its id, where ids out
+    of range are no experts. Their weights are the scores, normalised to a sum of `scaling`. An
+    expert is w2(h), h = silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit) * weight, and the
+    shared one has no weight. FP8 and FP4 experts round x and h to e4m3 with one power-of-two scale
+    per 128 elements. A token's results are added in fp32 in ascending order of experts, then the
+    shared one's: on Hopper its bits depend on neither T nor the other tokens.
+
+    Args:
+        x: [T, D] bfloat16; or float32, on GPUs too by the torch implementation.
+        gate: [E, D] bfloat16 or float32.
+        experts: E stacked units. Hopper's kernels take FP4 and FP8 with one scale per 128 x 128,
+            prepared (`dsv4.ops.moe.weights.prepare_`); else torch runs.
+        shared: one unit, without the leading dimension, prepared where `experts` are.
+        top_k: k.
+        scaling: sum of a token's weights.
+        limit: of gate and up.
+        form: "released", or what the FP4 scales were prepared as: "packed" or "raw". FP8 weights
+            alone are "packed".
+        block: rows and columns of FP8 scales.
+        bias: [E] float32; where scores choose.
+        table: [V, k] int64, and
+        input_ids: [T] int64; where a table does.
+        live_tokens: [1] int32: only the first so many tokens are real. Rows of padding may hold
+            anything, and their results are 0.
+        out: [T, D] to write into; default a new tensor.
+        out_dtype: bfloat16 or float32; default that of `out`, else of x.
+
+    Returns:
+        [T, D].
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
+    """
+    given = [x, gate, bias, *_interleaved(experts), experts.global_scales, *_interleaved(shared)]
+    try:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            MOE.check_no_gradients(*given, table, input_ids, out)
+        tokens, hidden = x.shape
+        count, inner = experts.w1.shape[:2]
+        dtype = (x.dtype if out is None else out.dtype) if out_dtype is None else out_dtype
+        scale = shared.w1_scale if shared.w1_scale is not None else experts.w1_scale
+        identity = moe_runner_id(
+            index(hidden), index(inner), index(count), index(top_k), experts.dtype_name,
+            shared.dtype_name, _name(gate.dtype), _block_scale_dtype(scale), *block,
+            form, table is not None, scaling, limit, _name(dtype),
+        )  # fmt: skip
+        filled = _filled(given, config_of(MOE, identity), x.device)
+        if table is None:
+            table = _empty((0, top_k), torch.int64, x.device)
+        if input_ids is None:
+            input_ids = _empty((0,), torch.int64, x.device)
+        if out is None:
+            out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
+        scratch = torch.empty(0, dtype=torch.uint8, device=x.device)
+        _op(*filled, table, input_ids, out, scratch, identity, live_tokens)
+    except Exception:
+        _explain(*given, table, input_ids, out, None, live_tokens)
+        raise
+    return out
+
+
+@torch.compiler.assume_constant_result
+def moe_runner_id(*fields: int | float | bool | str) -> int:
+    """Id of a configuration, what `torch.ops.dsv4.moe` takes.
+
+    Args:
+        fields: of `MoeConfig`, in order.
+    """
+    return MOE.runner_id(*fields)
+
+
+def _explain(*tensors: object) -> None:
+    """Name the argument of a failed call that is of the wrong type or rank."""
+    given = [
+        (arg, tensor)
+        for arg, tensor in zip(MOE.tensors, tensors)
+        if tensor is not None or arg.name in ("x", "gate")
+    ]
+    args, found = zip(*given)
+    check_are_tensors(args, found)
+    check_ranks(args, found)
+
+
+def _interleaved(weights: GatedWeights) -> list[Tensor | None]:
+    """w1 and its scale, w3 and its scale, w2 and its scale."""
+    return [tensor for pair in zip(weights.codes, weights.scales) for tensor in pair]
+
+
+def _filled(given: list, config: MoeConfig, device: torch.device) -> list[Tensor]:
+    """The first tensors of a call; what is None becomes a tensor without rows."""
+    dims = values(config)
+    found = []
+    for arg, tensor in zip(MOE.tensors, given):
+        if tensor is None:
+            shape = (0, *(int(dims[name]) for name in arg.shape[1:]))
+            tensor = _empty(shape, getattr(torch, arg.dtype_in(dims)), device)
+        found.append(tensor)
+    return found
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def reads_prepared(
+    gate: Tensor,
+    experts: GatedWeights,
+    shared: GatedWeights,
+    block: tuple[int, int],
+    top_k: int,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether kernels of the weights' device take these weights, prepared, for activations of
+    `dtype`."""
+    if not gate.is_cuda or dtype != torch.bfloat16:
+        return False
+    if find_kernel(MOE.name, MOE.kernels, gate.get_device()) is None:
+        return False
+    count, inner = experts.w1.shape[:2]
+    scale = shared.w1_scale if shared.w1_scale is not None else experts.w1_scale
+    config = MoeConfig(
+        gate.shape[1], inner, count, top_k, experts.dtype_name, shared.dtype_name,
+        _name(gate.dtype), _block_scale_dtype(scale), *block,
+    )  # fmt: skip
+    return not config.why_no_kernel
+
+
+def _block_scale_dtype(scale: Tensor | None) -> str:
+    is_float32 = scale is not None and scale.dtype == torch.float32
+    return "float32" if is_float32 else "float8_e8m0fnu"

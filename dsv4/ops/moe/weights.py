@@ -1,0 +1,133 @@
+"""Weights of gated units as operators take them, and what brings them into the kernels' order."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.ops.moe import layout
+from dsv4.ops.quantize import dequantize_e2m1, dequantize_e4m3_blocks
+
+MATRICES = ("w1", "w3", "w2")
+# Bound on the elements that are moved at once: a temporary copy stays small beside the weights.
+MAX_MOVED = 1 << 27
+
+
+class GatedWeights(NamedTuple):
+    """w2(silu(w1 x) * w3 x): of all routed experts, stacked, or of the shared one.
+
+    Attributes:
+        w1, w3: gate and up, [(E,) I, D] bfloat16, float32 or float8_e4m3fn; or two e2m1 codes in a
+            byte, [(E,) I, D / 2] int8 (FP4) or uint8 (NVFP4).
+        w2: down, [(E,) D, I], the same.
+        w1_scale, w3_scale, w2_scale: of quantised weights; None for others.
+        global_scales: [3, E] float32 of NVFP4: of w1, w3 and w2.
+    """
+
+    w1: Tensor
+    w3: Tensor
+    w2: Tensor
+    w1_scale: Tensor | None = None
+    w3_scale: Tensor | None = None
+    w2_scale: Tensor | None = None
+    global_scales: Tensor | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        """As configurations call it."""
+        names = {torch.float8_e4m3fn: "fp8", torch.int8: "fp4", torch.uint8: "nvfp4"}
+        return names.get(self.w1.dtype, str(self.w1.dtype).removeprefix("torch."))
+
+    @property
+    def scales(self) -> tuple[Tensor | None, ...]:
+        """In the order of `MATRICES`."""
+        return self.w1_scale, self.w3_scale, self.w2_scale
+
+    @property
+    def codes(self) -> tuple[Tensor, ...]:
+        """In the order of `MATRICES`."""
+        return self.w1, self.w3, self.w2
+
+
+def decoded(
+    codes: Tensor,
+    scale: Tensor | None,
+    form: str,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    """Values [..., out, in] of weights in any form.
+
+    Args:
+        codes, scale: of some experts, [...] may be any leading dimensions.
+        form: "released", or what FP4 scales were prepared as.
+        block: rows and columns of an FP8 scale.
+        global_scale: [...] float32, of NVFP4.
+    """
+    if codes.is_floating_point() and codes.element_size() > 1:
+        return codes.to(dtype)
+    if codes.dtype == torch.float8_e4m3fn:
+        released = codes if form == "released" else layout.restore_fp8_codes(codes)
+        return dequantize_e4m3_blocks(released, scale, block, dtype)
+    if form != "released":
+        codes = layout.restore_fp4_codes(codes)
+        scale = layout.restore_fp4_scales(scale, form)
+    if global_scale is None:
+        return dequantize_e2m1(codes, scale, dtype)
+    wide = dequantize_e2m1(codes, scale, torch.float32)
+    return wide.mul_(global_scale[..., None, None]).to(dtype)
+
+
+def choose_form(weights: GatedWeights) -> str:
+    """The form that routed experts can be prepared in: "packed" where all FP4 scales fit it.
+
+    Reads the scales back: for loading, not for steps.
+    """
+    if weights.dtype_name != "fp4":
+        return "packed"
+    fits = torch.stack([layout.fits_packed(scale) for scale in weights.scales]).all()
+    return "packed" if bool(fits) else "raw"
+
+
+@torch.no_grad()
+def prepare_(weights: GatedWeights, form: str) -> None:
+    """Bring FP4 or FP8 weights, where they are, from the released order into the kernels'."""
+    _move_(weights, form, layout.prepare_fp4_codes, layout.prepare_fp8_codes,
+           layout.prepare_fp4_scales)  # fmt: skip
+
+
+@torch.no_grad()
+def restore_(weights: GatedWeights, form: str) -> None:
+    """Invert `prepare_`, byte for byte."""
+    _move_(weights, form, layout.restore_fp4_codes, layout.restore_fp8_codes,
+           layout.restore_fp4_scales)  # fmt: skip
+
+
+def restored(tensor: Tensor, form: str, is_scale: bool) -> Tensor:
+    """A released copy of prepared codes or scales."""
+    if tensor.dtype == torch.int8:
+        return layout.restore_fp4_codes(tensor)
+    if not is_scale:
+        return layout.restore_fp8_codes(tensor)
+    return layout.restore_fp4_scales(tensor, form)
+
+
+def _move_(weights: GatedWeights, form: str, fp4_codes, fp8_codes, fp4_scales) -> None:
+    for codes, scale in zip(weights.codes, weights.scales):
+        if codes.dtype == torch.int8:
+            _replace_(codes, fp4_codes, 2 * codes.shape[-1])
+            _replace_(scale, lambda part: fp4_scales(part, form), scale.shape[-1])
+        else:
+            _replace_(codes, fp8_codes, codes.shape[-1])
+
+
+def _replace_(tensor: Tensor, move, columns: int) -> None:
+    """tensor = move(tensor), some experts at a time; in bytes, which every device copies."""
+    parts = tensor.detach().reshape(-1, *tensor.shape[-2:])
+    size = max(1, MAX_MOVED // (tensor.shape[-2] * columns))
+    for begin in range(0, parts.shape[0], size):
+        part = parts[begin : begin + size]
+        part.view(torch.uint8).copy_(move(part).view(torch.uint8))

@@ -1,0 +1,83 @@
+"""The mixture-of-experts layer: weights that are prepared in place, and leave it as released."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.config.layer_schedule import LayerKind, LayerSpec
+from dsv4.layers import moe as module
+from dsv4.layers.moe import MoE
+from tests.model.tiny import quantized_config
+
+pytestmark = pytest.mark.stage("moe")
+
+
+@pytest.fixture
+def layer(seed, monkeypatch) -> MoE:
+    """One whose device is taken for a GPU with kernels."""
+    monkeypatch.setattr(module, "reads_prepared", lambda *arguments: True)
+    spec = LayerSpec(LayerKind.SWA, 0, False, 0, "layers.0")
+    layer = MoE(quantized_config("S"), spec, torch.bfloat16)
+    for name, parameter in layer.named_parameters():
+        if parameter.element_size() == 1 and name.endswith("scale"):
+            parameter.data.copy_(torch.exp2(torch.randint(-8, -3, parameter.shape).float()))
+        elif parameter.dtype == torch.int8:
+            parameter.data.copy_(torch.randint(-128, 128, parameter.shape))
+        else:
+            parameter.data.copy_(torch.randn(parameter.shape).clamp(-4, 4))
+    return layer
+
+
+def state_of(layer: MoE) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+
+
+def assert_same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == other.keys()
+    for name, tensor in first.items():
+        assert torch.equal(tensor.view(torch.uint8), other[name].view(torch.uint8)), name
+
+
+def test_prepared_weights_take_the_place_of_the_released(layer) -> None:
+    x, ids = torch.randn(2, 3, 128).bfloat16(), torch.zeros(2, 3, dtype=torch.int64)
+    released, expected = state_of(layer), layer(x, ids)
+    places = [parameter.data_ptr() for parameter in layer.parameters()]
+    codes = layer.experts.w1.weight.clone()
+    layer.prepare(x.dtype)
+    assert layer.form == "packed"
+    assert places == [parameter.data_ptr() for parameter in layer.parameters()]
+    assert not torch.equal(layer.experts.w1.weight, codes)
+    assert torch.equal(layer(x, ids), expected)
+    assert_same(layer.state_dict(), released)
+    layer.prepare(x.dtype)
+    layer.release()
+    assert layer.form == "released"
+    assert torch.equal(layer.experts.w1.weight, codes)
+
+
+def test_a_state_dict_is_loaded_into_released_weights(layer) -> None:
+    released = state_of(layer)
+    layer.prepare(torch.bfloat16)
+    changed = {name: tensor.flip(0) for name, tensor in released.items()}
+    layer.load_state_dict(changed)
+    assert layer.form == "released"
+    assert_same(layer.state_dict(), changed)
+
+
+def test_a_spread_of_scales_that_cannot_be_packed_is_kept_raw(layer) -> None:
+    layer.experts.w2.scale.data.view(torch.uint8)[3, 70, 1] = 90
+    released = state_of(layer)
+    x, ids = torch.randn(1, 2, 128).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
+    expected = layer(x, ids)
+    layer.prepare(x.dtype)
+    assert layer.form == "raw"
+    assert torch.equal(layer(x, ids), expected)
+    assert_same(layer.state_dict(), released)
+
+
+def test_preparation_during_a_capture_is_refused(layer, monkeypatch) -> None:
+    for name in ("is_available", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, lambda: True)
+    with pytest.raises(RuntimeError, match="run the layer once before the capture"):
+        layer.prepare(torch.bfloat16)

@@ -1,0 +1,271 @@
+"""`moe` in torch: against the reference, edges, refusals, and what prepared weights give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsv4 import ops
+from dsv4.ops.moe import op, torch_path
+from dsv4.ops.moe import weights as weights_module
+from dsv4.ops.moe.weights import GatedWeights, choose_form, prepare_, restore_
+from dsv4.reference import moe as oracle
+from dsv4.reference.quantize import fake_quantize_e4m3
+from dsv4.reference.router import route
+from dsv4.testing.moe import Case, Inputs, Weight
+
+pytestmark = pytest.mark.stage("moe")
+
+TOP_K, SCALING, LIMIT, VOCABULARY = 3, 1.7, 4.0, 40
+HIDDEN, INNER, EXPERTS = 128, 256, 8
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.inference_mode():
+        yield
+
+
+def gated(weights: dict[str, Weight]) -> GatedWeights:
+    parts = [weights[name] for name in ("w1", "w3", "w2")]
+    return GatedWeights(*(p.codes.clone() for p in parts), *(p.scale.clone() for p in parts))
+
+
+def plain(weights: dict[str, Weight], dtype: torch.dtype) -> GatedWeights:
+    """The same, decoded."""
+    stacked = [weights[name] for name in ("w1", "w3", "w2")]
+
+    def dense(weight: Weight) -> Tensor:
+        if weight.codes.dim() == 2:
+            return weight.dense().to(dtype)
+        return torch.stack([weight.dense(e) for e in range(len(weight.codes))]).to(dtype)
+
+    return GatedWeights(*map(dense, stacked))
+
+
+class Layer:
+    """Tensors of a layer and how it is called."""
+
+    def __init__(self, case: Case, seed: int, is_hashed: bool = False) -> None:
+        self.inputs = Inputs.make(case, seed)
+        generator = torch.Generator().manual_seed(seed)
+        self.x = self.inputs.x.clone()
+        self.gate = torch.randn(case.experts, case.hidden, generator=generator) / 10
+        self.bias = torch.randn(case.experts, generator=generator)
+        self.experts, self.shared = gated(self.inputs.routed), gated(self.inputs.shared)
+        self.form = "released"
+        self.choice = {"bias": self.bias}
+        if is_hashed:
+            order = torch.rand(VOCABULARY, case.experts, generator=generator).argsort(1)
+            ids = torch.randint(0, VOCABULARY, (case.tokens,), generator=generator)
+            self.choice = {"table": order[:, :TOP_K].contiguous(), "input_ids": ids}
+
+    def __call__(self, x: Tensor | None = None, **options) -> Tensor:
+        arguments = {
+            "top_k": TOP_K, "scaling": SCALING, "limit": LIMIT, "form": self.form,
+            **self.choice, **options,
+        }  # fmt: skip
+        x = self.x if x is None else x
+        return ops.moe(x, self.gate, self.experts, self.shared, **arguments)
+
+    def expected(self) -> Tensor:
+        """[T, D] by the reference, which evaluates every expert."""
+        ids, weights = route(self.x, self.gate, top_k=TOP_K, scaling=SCALING, **self.choice)
+        routed = plain(self.inputs.routed, torch.float32)
+        shared = plain(self.inputs.shared, torch.float32)
+        matrices = (routed.w1, routed.w2, routed.w3)
+        dense = oracle.dense_weights(ids, weights, len(self.gate))
+        y = oracle.routed_experts(self.x, *matrices, dense, LIMIT, fake_quantize_e4m3)
+        matrices = (shared.w1, shared.w2, shared.w3)
+        return y + oracle.shared_expert(self.x, *matrices, LIMIT, fake_quantize_e4m3)
+
+
+def case_of(tokens: int, **changes) -> Case:
+    return Case(tokens, HIDDEN, INNER, EXPERTS, TOP_K, **changes)
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])
+@pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_equals_the_reference(tokens, expert_dtype, is_hashed, seed) -> None:
+    layer = Layer(case_of(tokens, expert_dtype=expert_dtype), seed, is_hashed)
+    wide = layer(layer.x.float())
+    assert wide.dtype == torch.float32
+    assert relative(wide, layer.expected()) < 5e-3  # some codes tip
+    # Gate, up and h are rounded to bf16: one in twenty codes of h tips, by 9 % of its value.
+    assert relative(layer(), layer.expected()) < 4e-2
+    assert relative(layer(out_dtype=torch.float32), layer.expected()) < 4e-2
+
+
+@pytest.mark.parametrize("tokens", [3, 20])
+def test_plain_weights(tokens, seed) -> None:
+    layer = Layer(case_of(tokens), seed)
+    layer.experts, layer.shared = (
+        plain(weights, torch.float32) for weights in (layer.inputs.routed, layer.inputs.shared)
+    )
+    ids, weights = route(layer.x, layer.gate, top_k=TOP_K, scaling=SCALING, bias=layer.bias)
+    dense = oracle.dense_weights(ids, weights, EXPERTS)
+    w1, w3, w2 = layer.experts.codes
+    expected = oracle.routed_experts(layer.x, w1, w2, w3, dense, LIMIT)
+    w1, w3, w2 = layer.shared.codes
+    expected = expected + oracle.shared_expert(layer.x, w1, w2, w3, LIMIT)
+    assert relative(layer(layer.x.float()), expected) < 1e-5
+
+
+def test_nvfp4_weights_with_activations_that_are_not_rounded(seed) -> None:
+    layer = Layer(case_of(6), seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def nvfp4(codes: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (*codes.shape[:-1], codes.shape[-1] // 8)
+        scale = (torch.rand(shape, generator=generator) + 0.5).to(torch.float8_e4m3fn)
+        return codes.view(torch.uint8), scale
+
+    codes, scales = zip(*map(nvfp4, layer.experts.codes))
+    whole = torch.rand(3, EXPERTS, generator=generator) * 0.02 + 0.01
+    layer.experts = GatedWeights(*codes, *scales, whole)
+    packed = layer(layer.x.float())
+    dense = [
+        torch_path.decoded(c, s, "released", (128, 128), torch.float32, w)
+        for c, s, w in zip(codes, scales, whole)
+    ]
+    layer.experts = GatedWeights(*dense)
+    assert relative(packed, layer(layer.x.float())) < 1e-6
+
+
+@pytest.mark.parametrize("spread", [11, 14])
+@pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
+def test_prepared_weights_are_the_same_weights(expert_dtype, spread, seed, monkeypatch) -> None:
+    case = case_of(20, expert_dtype=expert_dtype, spread=spread)
+    layer = Layer(case, seed)
+    before = [t.view(torch.uint8).clone() for t in (*layer.experts, *layer.shared) if t is not None]
+    expected = layer()
+    layer.form = choose_form(layer.experts)
+    is_raw = expert_dtype == "fp4" and spread > 11
+    assert layer.form == ("raw" if is_raw else "packed")
+    # Several parts, the last of them smaller.
+    monkeypatch.setattr(weights_module, "MAX_MOVED", 3 * HIDDEN * INNER)
+    for weights in (layer.experts, layer.shared):
+        prepare_(weights, layer.form)
+    assert torch.equal(layer(), expected)
+    assert torch.equal(layer(layer.x[:7]), expected[:7])
+    for weights in (layer.experts, layer.shared):
+        restore_(weights, layer.form)
+    after = [t.view(torch.uint8) for t in (*layer.experts, *layer.shared) if t is not None]
+    assert all(map(torch.equal, before, after))
+
+
+def test_both_torch_paths_agree(seed, monkeypatch) -> None:
+    layer = Layer(case_of(12), seed)
+    few = layer(layer.x.float())
+    monkeypatch.setattr(torch_path, "MAX_GATHERED_ELEMENTS", 2 * TOP_K * HIDDEN * INNER)
+    assert torch.equal(layer(layer.x.float()), few)
+    monkeypatch.setattr(op, "MAX_GATHERED_TOKENS", 0)
+    assert relative(layer(layer.x.float()), few) < 1e-6
+
+
+@pytest.mark.parametrize("tokens", [4, 30])
+def test_padding_tokens_touch_nothing(tokens, seed) -> None:
+    layer = Layer(case_of(tokens), seed)
+    right = layer()
+    layer.x[tokens - 2 :] = torch.nan
+    out = torch.full_like(layer.x, torch.nan)
+    live = torch.tensor([tokens - 2], dtype=torch.int32)
+    found = layer(live_tokens=live, out=out)
+    assert found is out
+    assert torch.equal(found[: tokens - 2], right[: tokens - 2])
+    assert (found[tokens - 2 :] == 0).all()
+
+
+def test_ids_out_of_range_are_no_experts(seed) -> None:
+    layer = Layer(case_of(5), seed, is_hashed=True)
+    layer.choice["table"][:, 1] = EXPERTS
+    layer.choice["input_ids"][2:4] = torch.tensor([-1, VOCABULARY])
+    ids, weights = torch_path.route(
+        layer.x, layer.gate, top_k=TOP_K, scaling=SCALING, **layer.choice
+    )
+    assert (ids[:, -1] == -1).all()
+    assert (ids[2:4] == -1).all()
+    assert (weights[ids < 0] == 0).all()
+    torch.testing.assert_close(weights.sum(1), torch.tensor([SCALING] * 2 + [0] * 2 + [SCALING]))
+    shared = oracle.shared_expert(
+        layer.x, *(plain(layer.inputs.shared, torch.float32)[i] for i in (0, 2, 1)), LIMIT,
+        fake_quantize_e4m3,
+    )  # fmt: skip
+    assert relative(layer()[2:4], shared[2:4]) < 4e-2
+
+
+def test_nan_scores_come_last(seed) -> None:
+    layer = Layer(case_of(2), seed)
+    layer.gate[::2, 0] = torch.nan
+    ids, _ = torch_path.route(layer.x, layer.gate, top_k=TOP_K, scaling=1.0, bias=layer.bias)
+    assert (ids % 2 == 1).all()
+
+
+def test_no_tokens() -> None:
+    layer = Layer(case_of(1), 0)
+    assert layer(layer.x[:0]).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(form="packed2"), r"form must be one of"),
+        (dict(top_k=9), r"top_k must be at most 8 experts, got 9"),
+        (dict(limit=0.0), r"limit must be positive"),
+        (
+            dict(table=torch.zeros(4, TOP_K, dtype=torch.int64)),
+            r"^bias: got shape \(8,\), needs \[0\]",
+        ),
+        (dict(bias=torch.zeros(7)), r"bias: got shape \(7,\), needs \[8\]"),
+        (dict(out=torch.zeros(4, HIDDEN // 2)), r"^out: got shape"),
+        (dict(input_ids=torch.zeros(4, dtype=torch.int64)), r"^input_ids: got 4 rows"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message, seed) -> None:
+    layer = Layer(case_of(4), seed)
+    with pytest.raises((ValueError, TypeError), match=message):
+        layer(**change)
+
+
+def test_wrong_weights_are_named(seed) -> None:
+    layer = Layer(case_of(4), seed)
+    right = layer.experts
+    layer.experts = right._replace(w2_scale=right.w2_scale[:, :-1])
+    with pytest.raises(ValueError, match=r"^w2_scale: got shape"):
+        layer()
+    layer.experts = right._replace(w1_scale=right.w1_scale.view(torch.uint8))
+    with pytest.raises(TypeError, match=r"^w1_scale: got torch.uint8, needs torch.float8_e8m0fnu"):
+        layer()
+    layer.experts = right
+    with pytest.raises(ValueError, match=r"^out: shares memory with x"):
+        layer(out=layer.x)
+
+
+@pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])
+def test_operator_is_sound(is_hashed, seed) -> None:
+    layer = Layer(case_of(4), seed, is_hashed)
+    calls = []
+    original = op._op
+    try:
+        op._op = lambda *arguments: calls.append(arguments) or original(*arguments)
+        layer()
+    finally:
+        op._op = original
+    torch.library.opcheck(
+        original,
+        calls[0],
+        # Not test_schema: it compares float8 tensors with what torch cannot compute in float8.
+        test_utils=("test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_compiles_whole(seed) -> None:
+    layer = Layer(case_of(4), seed)
+    compiled = torch.compile(lambda x: layer(x) + 1, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(layer.x), layer() + 1)
