@@ -1,0 +1,44 @@
+"""Record what other implementations of DeepSeek-V4 say, for tests that then need none of them.
+
+    scripts/tools/engine_goldens.py official INFERENCE   the forward that released folders ship
+
+Writes to `tests/engines/goldens`. Run from the repository's root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.engines import goldens
+from tests.engines.checkpoint import digest
+from tests.engines.official_cases import CASES
+
+
+def record_official(folder: Path) -> Path:
+    """Every case of the official forward."""
+    tensors, facts = {}, {}
+    for name, case in CASES.items():
+        tensors |= {f"{name}/{part}": rows for part, rows in case.ask(folder).items()}
+        facts[name] = digest(case.tensors)
+    facts["model.py"] = hashlib.sha256((folder / "model.py").read_bytes()).hexdigest()
+    return goldens.save("official", tensors, facts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    official = commands.add_parser("official", help=record_official.__doc__)
+    official.add_argument("folder", type=Path, metavar="INFERENCE", help="holds model.py")
+    official.set_defaults(record=lambda args: record_official(args.folder))
+    args = parser.parse_args()
+    path = args.record(args)
+    print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")
+
+
+if __name__ == "__main__":
+    main()
