@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dsv4.bench import attention_report, fp8_linear, rms_norm_fp8
+from dsv4.bench import attention_report, fp8_linear, paged_attention, rms_norm_fp8
 from dsv4.bench.report import table_head, table_line
 
 Record = Mapping[str, Any]
@@ -27,6 +27,7 @@ BLOCK = re.compile(
 )
 OPENING = "<!-- benchmarks:"
 TARGETS = "attention_targets.json"
+PAGED_TARGETS = "paged_attention_targets.json"
 FLASH_MLA = "FlashMLA"  # how the names of its kernels begin
 
 
@@ -140,10 +141,31 @@ def rows_table(family: ModuleType, records: Sequence[Record], folder: Path) -> s
     return "\n".join(lines)
 
 
+def paged_table(records: Sequence[Record], folder: Path) -> str:
+    """What one run of the paged benchmark measured, beside the targets."""
+    (record,) = records
+    names = ("name", "tokens", "kv_format", "compute")
+    targets = {
+        tuple(row[name] for name in names): row["microseconds"]
+        for row in _load(folder / PAGED_TARGETS)["results"]
+    }
+    columns = (*paged_attention.COLUMNS, "target us")
+    lines = [circumstances(record), "", table_head(columns)]
+    met = []
+    for row in record["results"]:
+        bound = targets.get(tuple(row["shape"][name] for name in names))
+        if bound is not None:
+            met.append(row["microseconds"] <= bound)
+        cells = paged_attention.cells(row, is_bold=True)
+        lines.append(table_line([*cells, "-" if bound is None else f"{bound}"]))
+    return "\n".join([*lines, "", f"Targets met: {sum(met)} of {len(met)}."])
+
+
 TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "attention": attention_table,
     "attention-machines": attention_machines_table,
     "fp8_linear": partial(rows_table, fp8_linear),
+    "paged_attention": paged_table,
     "rms_norm_fp8": partial(rows_table, rms_norm_fp8),
 }
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsv4.cli import bench_fp8_linear, bench_rms_norm_fp8
+from dsv4.cli import bench_fp8_linear, bench_paged, bench_rms_norm_fp8
 from dsv4.cli.output_file import output_file
 
 if TYPE_CHECKING:
@@ -31,6 +31,12 @@ def add_parser(subparsers) -> None:
         type=parse_shape,
         metavar=SHAPE_FORMAT,
         help="measure this shape instead of the model table (repeatable)",
+    )
+    attention.add_argument(
+        "--paged",
+        action="store_true",
+        help="sparse_fmha_paged instead: keys by index from pages of bf16 rows and of FP8 entries, "
+        "beside FlashMLA's kernels",
     )
     attention.add_argument("--num-splits", type=int, help="fixed KV splits instead of the choice")
     attention.add_argument("--no-peers", action="store_true", help="time our kernel alone")
@@ -67,6 +73,8 @@ def check_gpu() -> None:
 def run_attention(args: argparse.Namespace) -> int:
     """Time attention and its peers; print the table while it grows."""
     check_gpu()
+    if args.paged:
+        return bench_paged.run(args)
     from dsv4.bench import attention, attention_report, report
     from dsv4.bench.machine import Machine
     from dsv4.bench.shapes import model_cases
