@@ -34,7 +34,7 @@ def seed(request: pytest.FixtureRequest) -> int:
     value = request.config.getoption("--seed")
     value = secrets.randbits(31) if value is None else value
     torch.manual_seed(value)
-    print(f"seed {value} (repeat with --seed {value})")
+    print(f"seed {value} (repeat with --seed {value}; DSV4_SOURCE_LINES=1 names lines of kernels)")
     return value
 
 

@@ -148,12 +148,13 @@ class CompiledKernel:
         return said.name if said else entry
 
 
-def compile_attention(workload: Workload) -> CompiledKernel:
-    """Compile the kernel of a workload, with its PTX kept for the simulator."""
+def compile_attention(workload: Workload, has_lines: bool = True) -> CompiledKernel:
+    """Compile the kernel of a workload, with its PTX kept for the simulator, and the Python lines
+    that findings and timelines name."""
     # A wrong size is an error before the compiler starts.
     key = SPARSE_FMHA.compile_key(workload.config, workload.arch)
     with _captured_stderr() as remarks:
-        function = build(key, f"{compiler_options(workload.arch)} {REMARKS}")
+        function = build(key, f"{compiler_options(workload.arch, has_lines)} {REMARKS}")
         sys.stderr.flush()
     # Without the compiler's IR the reports lack shared memory: launches know that themselves.
     reports = tuple(kernel_reports(remarks.read_text(), ir=""))

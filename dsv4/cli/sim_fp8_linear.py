@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
     from dsv4.testing.harness import SCHEDULES, Simulator, missed_synchronisation
 
-    target = Simulator(ARCH)
+    target = Simulator(ARCH, has_lines=True)
     inputs = Inputs.make(Case(args.tokens, args.width, args.rows), args.seed)
     compiled = target.compile(
         lambda config, options: build(FP8_LINEAR.compile_key(config, ARCH), options),

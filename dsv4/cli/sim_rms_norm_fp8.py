@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from dsv4.testing.harness import SCHEDULES, Simulator, missed_synchronisation
     from dsv4.testing.rms_norm_fp8 import Case, Inputs, assert_same_codes
 
-    target = Simulator(args.arch)
+    target = Simulator(args.arch, has_lines=True)
     case = Case(args.tokens, args.dim)
     compiled = target.compile(
         lambda config, options: build(RMS_NORM_FP8.compile_key(config, args.arch), options),

@@ -139,8 +139,11 @@ class AttentionKernels:
 
     def compile(self, config: FmhaConfig, build: Build | None = None) -> Any:
         """The kernel that `build` makes of `config`; by default the product's."""
-        product = _Product(self.target.arch)
-        return self.target.compile(product if build is None else build, config)
+        if build is None:
+            # Configurations that differ in what is known at run time share a compilation.
+            config = SPARSE_FMHA.compiled_config(config, self.target.arch)
+            build = _Product(self.target.arch)
+        return self.target.compile(build, config)
 
     def call(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 # When asynchronous work completes: at once, as late as possible, at random.
 SCHEDULES = ("eager", "lazy", "random")
+SOURCE_LINES = "DSV4_SOURCE_LINES"
 Build = Callable[[Any, str], Any]  # (configuration, compiler options) -> compiled function
 
 
@@ -142,10 +144,18 @@ class _Compiler:
 
 
 class Simulator(_Compiler):
-    """Target `sim`: compiles for an architecture and runs instruction by instruction on the CPU."""
+    """Target `sim`: compiles for an architecture and runs instruction by instruction on the CPU.
+
+    Args:
+        has_lines: as of `compiler_options`.
+    """
 
     device = "cpu"
     schedules = SCHEDULES
+
+    def __init__(self, arch: str, has_lines: bool | None = None) -> None:
+        super().__init__(arch)
+        self._has_lines = has_lines
 
     @property
     def multiprocessors(self) -> int:
@@ -155,7 +165,7 @@ class Simulator(_Compiler):
         return MULTIPROCESSORS[self.arch]
 
     def compiler_options(self) -> str:
-        return compiler_options(self.arch)
+        return compiler_options(self.arch, self._has_lines)
 
     def simulate(
         self,
@@ -266,12 +276,18 @@ def run_all(
     return outcomes[-1]
 
 
-def compiler_options(arch: str) -> str:
-    """What the simulator needs of a compilation: the PTX, kept in a folder until the process ends,
-    and the lines it comes from."""
+def compiler_options(arch: str, has_lines: bool | None = None) -> str:
+    """What the simulator needs of a compilation: the PTX, kept in a folder until the process ends.
+
+    Args:
+        has_lines: whether findings name the Python lines, too, for twice the time of compilation;
+            by default where the environment variable `DSV4_SOURCE_LINES` is set.
+    """
+    has_lines = bool(os.environ.get(SOURCE_LINES)) if has_lines is None else has_lines
     folder = tempfile.mkdtemp(prefix="dsv4-ptx-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return f"--gpu-arch {arch} --keep-ptx --generate-line-info --dump-dir {folder}"
+    lines = "--generate-line-info " if has_lines else ""
+    return f"--gpu-arch {arch} --keep-ptx {lines}--dump-dir {folder}"
 
 
 def assert_clean(report: Report) -> None:

@@ -381,7 +381,7 @@ CHILD = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("arch", [pytest.param("sm_90a", marks=pytest.mark.slow), "sm_100a"])
 def test_real_objects(arch: str, tmp_path: Path) -> None:
     """Compile for a GPU that is not there, then load in a process that has no tools at all."""
     pytest.importorskip("cutlass", reason="needs the kernel compiler")

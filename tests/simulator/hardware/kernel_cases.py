@@ -20,7 +20,7 @@ from dsv4.testing.attention_kernel import make_call
 from dsv4.testing.harness import Call
 from tests.simulator.hardware.case import Tolerance
 from tests.simulator.hardware.inputs import random_words, small_integers, uniform
-from tests.simulator.helpers.support import OPTIONS, compile_kernel
+from tests.simulator.helpers.support import compile_kernel
 from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm90_pipelined import PipelinedGemmSm90
 
@@ -171,7 +171,7 @@ def _lengths(seed: str, count: int, most: int) -> Tensor:
 @cache
 def _attention_kernel(config: FmhaConfig) -> Any:
     folder = tempfile.mkdtemp(prefix="dsv4-simulator-tests-")
-    return build(config, f"--gpu-arch sm_90a --dump-dir {folder} {OPTIONS}")
+    return build(config, f"--gpu-arch sm_90a --dump-dir {folder} --enable-tvm-ffi --keep-ptx")
 
 
 # o is bf16: a different order of the sums moves weights by a bf16 step here and there, each of one

@@ -98,7 +98,7 @@ def kernel(name: str):
     chosen = KERNELS[name]
     inputs = Inputs.make(chosen.case, 1)
     runs = [make_run(inputs, chosen.tiling, schedule) for schedule in SCHEDULES[:2]]
-    return build(chosen.config, compiler_options("sm_90a")), runs
+    return build(chosen.config, compiler_options("sm_90a", has_lines=True)), runs
 
 
 def reached(report: Report, instructions: list[Instruction], ptx: str) -> list[Instruction]:
