@@ -75,6 +75,14 @@ def tma_load(descriptor, smem: cute.Pointer, coordinates, barrier: cute.Pointer)
     )
 
 
+def bulk_load(source: cute.Pointer, smem: cute.Pointer, size, barrier: cute.Pointer):
+    """One elected thread fetches `size` bytes as they lie, a multiple of 16, into `smem`; they are
+    counted on `barrier`."""
+    primitives.cp_async_bulk_shared_cluster_global(
+        smem.to_llvm_ptr(), source.to_llvm_ptr(), barrier.to_llvm_ptr(), size
+    )
+
+
 def tma_store(descriptor, smem: cute.Pointer, coordinates):
     """One elected thread writes a box from `smem`; it commits, and waits, by itself."""
     primitives.cp_async_bulk_tensor_global_shared_cta(

@@ -1,0 +1,194 @@
+"""Context of a grouped product of experts: what its roles share while it is traced."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Int32, Int64, Uint8, cute
+from cutlass.cute.nvgpu import OperandMajorMode
+from cutlass.memory import SmemAllocator
+
+from dsv4.kernels.kit import mbarrier
+from dsv4.kernels.kit.pointers import pointer_at
+from dsv4.kernels.kit.storage import storage_struct
+from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
+from dsv4.kernels.kit.wgmma import make_mma
+from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
+from dsv4.kernels.moe.plan import SCALE_BYTES, WEIGHT_BYTES, Kind, ProductPlan
+
+DTYPE = cutlass.Float8E4M3FN
+
+
+class Operands(NamedTuple):
+    """Tensors of a product. Panels of 64 rows come in pairs, `a` and `b`: the rows g and g + 8 of a
+    fragment. They are gate and up, or panels of one weight that follow each other."""
+
+    x: cute.Tensor  # codes [T, K], or bf16 rows that are quantised on the way [P + T, K]
+    x_scale: cute.Tensor  # [T, K / 128] E8M0 bytes of codes
+    a: cute.Tensor  # prepared routed weights
+    a_scale: cute.Tensor
+    b: cute.Tensor
+    b_scale: cute.Tensor
+    shared_a: cute.Tensor  # prepared weights of the shared expert
+    shared_a_scale: cute.Tensor  # [M / 128, K / 128]
+    shared_b: cute.Tensor
+    shared_b_scale: cute.Tensor
+    groups: cute.Tensor  # [G, 4]
+    counts: cute.Tensor  # [2]
+    pairs: cute.Tensor  # [P]
+    weights: cute.Tensor  # [T, k]
+    y: cute.Tensor  # written
+
+
+class WorkTile(NamedTuple):
+    """Rows of one expert's product with some of its tokens."""
+
+    is_shared: Boolean
+    row_tile: Int32
+    expert: Int32
+    first: Int32  # position of a pair, or token of the shared expert
+    count: Int32  # columns that are used
+
+
+@dataclass(frozen=True)
+class TileScheduler:
+    """Tiles of a CTA: every `ctas`-th slot from `cta` on.
+
+    Tiles of the shared expert come first: their weights are known before the launch before has
+    made the lists. They have twice the bytes of the others, and where one fits every CTA, the CTA
+    that takes one skips its next turn.
+    """
+
+    groups: cute.Tensor  # [G, 4]
+    num_groups: Int32
+    tokens: Int32  # that are no padding
+    shared_tokens: int  # of a tile
+    row_tiles: int
+    cta: Int32
+    ctas: Int32
+
+    @property
+    def shared_tiles(self) -> Int32:
+        tiles = (self.tokens + self.shared_tokens - 1) // self.shared_tokens
+        # At least one, which the load warp asks for before it knows.
+        return cutlass.max(tiles, 1) * self.row_tiles
+
+    @property
+    def skipped(self) -> Int32:
+        """Slots of the second turn that stay empty."""
+        return cutlass.select_(self.shared_tiles <= self.ctas, self.shared_tiles, Int32(0))
+
+    @property
+    def slots(self) -> Int32:
+        tiles = self.shared_tiles + self.num_groups * self.row_tiles
+        return tiles + cutlass.select_(tiles > self.ctas, self.skipped, Int32(0))
+
+    def exists(self, slot: Int32) -> Boolean:
+        return slot < self.slots
+
+    def next(self, slot: Int32) -> Int32:
+        turns = cutlass.select_(slot < self.skipped, Int32(2), Int32(1))
+        return slot + turns * self.ctas
+
+    @cute.jit
+    def find(self, slot: Int32) -> WorkTile:
+        """The tile of a slot; of one that does not exist, an empty one."""
+        is_shared = slot < self.shared_tiles
+        routed = slot - self.shared_tiles
+        routed -= cutlass.select_(slot >= self.ctas, self.skipped, Int32(0))
+        index = cutlass.select_(is_shared, slot, routed)
+        row_tile, group = index % self.row_tiles, index // self.row_tiles
+        expert, first, count = Int32(0), Int32(0), Int32(0)
+        if is_shared:
+            first = group * self.shared_tokens
+            count = cutlass.max(cutlass.min(self.tokens - first, self.shared_tokens), 0)
+        elif self.exists(slot):
+            words = cute.make_rmem_tensor(4, Int32)
+            source = pointer_at(self.groups.iterator, Int64(group) * 4, Int32)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+            expert, first, count = words[0], words[1], words[2]
+        return WorkTile(is_shared, row_tile, expert, first, count)
+
+
+@dataclass(frozen=True)
+class Smem:
+    """Views of shared memory."""
+
+    weight: cute.Pointer  # bytes
+    scale: cute.Pointer  # bytes
+    x: cute.Pointer  # swizzled [tokens, 128] tiles
+    routed_x: cute.Tensor  # [tokens, 128, tile]
+    shared_x: cute.Tensor
+    x_scale: cute.Pointer  # fp32 [stage, k block of the stage, token]
+    block_scale: cute.Pointer  # fp32 [stage, panel]
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The edges of `ProductPlan.barriers`."""
+
+    ring: mbarrier.Ring
+
+
+@dataclass(frozen=True)
+class ProductContext:
+    """A CTA's part of a launch."""
+
+    operands: Operands
+    smem: Smem
+    pipes: Pipelines
+    cta: Int32
+    ctas: Int32
+
+
+def read_schedule(ctx: ProductContext, plan: ProductPlan) -> TileScheduler:
+    """The tiles of a CTA, from the lists that the launch before has made."""
+    groups, counts = ctx.operands.groups, ctx.operands.counts
+    return TileScheduler(
+        groups, counts[0], counts[1], plan.tiling.shared_tokens, plan.row_tiles, ctx.cta, ctx.ctas
+    )
+
+
+def tile_mma(kind: Kind):
+    """wgmma of 64 rows of the weight, in registers, and a tile of tokens."""
+    return make_mma(DTYPE, (PANEL_ROWS, kind.tokens), OperandMajorMode.K, is_a_in_registers=True)
+
+
+def weight_address(smem: Smem, stage, panel: int, kind: Kind, block):
+    """Bytes of a panel's k block of a stage."""
+    offset = stage * WEIGHT_BYTES + (panel * kind.blocks + block) * kind.block_bytes
+    return smem.weight + cute.assume(offset, divby=kind.block_bytes)
+
+
+def scale_address(smem: Smem, stage, panel: int, kind: Kind, block):
+    """Scale words of a panel's k block of a stage."""
+    offset = stage * SCALE_BYTES + (panel * kind.blocks + block) * kind.scale_block_bytes
+    return smem.scale + cute.assume(offset, divby=kind.scale_block_bytes)
+
+
+def allocate(plan: ProductPlan) -> tuple[Smem, Pipelines]:
+    """Shared memory of a CTA: its views, and the mbarriers in it."""
+    storage = SmemAllocator().allocate(storage_struct(plan.smem))
+    k_major, _ = operand_atoms(DTYPE, SPAN_BYTES)
+    rows = plan.stages * plan.x_rows
+
+    def tiles_of(kind: Kind) -> cute.Tensor:
+        shape = (kind.tokens, K_BLOCK, rows // kind.tokens)
+        layout = cute.tile_to_shape(k_major, shape, order=(0, 1, 2))
+        return storage.x.get_tensor(layout.outer, swizzle=layout.inner)
+
+    smem = Smem(
+        weight=storage.weight.data_ptr(),
+        scale=storage.scale.data_ptr(),
+        x=storage.x.data_ptr(),
+        routed_x=tiles_of(plan.routed),
+        shared_x=tiles_of(plan.shared),
+        x_scale=storage.x_scale.data_ptr(),
+        block_scale=storage.block_scale.data_ptr(),
+    )
+    return smem, Pipelines(mbarrier.pipeline(plan.barriers, storage, "ring"))
+
+
+def byte_pointer(tensor: cute.Tensor, offset: Int64) -> cute.Pointer:
+    """16-byte aligned global address of a byte of a tensor with elements of one byte."""
+    return pointer_at(tensor.iterator, offset, Uint8)

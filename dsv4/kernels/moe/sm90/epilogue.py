@@ -1,0 +1,125 @@
+"""Epilogues of the grouped products: SwiGLU with the routing weight, or rows of an expert."""
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from dsv4.kernels.kit.epilogue import transpose
+from dsv4.kernels.kit.pointers import pointer_at
+from dsv4.kernels.kit.quant import pack_bf16
+from dsv4.kernels.moe.layout import PANEL_ROWS, UNIT_ROWS
+from dsv4.kernels.moe.sm90.context import ProductContext, WorkTile
+
+LOG2_E = 1.4426950408889634
+
+
+@cute.jit
+def store_channels(target: cute.Tensor, row, channel, low, high, is_used, lane):
+    """Round and store 8 x 8 values, of which a lane holds channel `lane / 4` of columns
+    2 (lane % 4) + {0, 1}, as rows of eight channels.
+
+    Args:
+        target: bf16 [row, channel].
+        row: of column `lane / 4`.
+        channel: the first of eight.
+        is_used: whether column `lane / 4` is.
+    """
+    pair = transpose(Int32(pack_bf16(low, high)))
+    if is_used:
+        offset = Int64(row) * target.stride[0] + channel + lane % 4 * 2
+        pointer_at(target.iterator, offset, Int32, align=4).store(pair)
+
+
+class SwiGlu:
+    """h = silu(min(gate, limit)) * clamp(up) * routing weight, bf16, of 64 channels.
+
+    Args:
+        top_k: experts of a token.
+    """
+
+    def __init__(self, top_k: int, limit: float):
+        self.top_k = top_k
+        self.limit = limit
+
+    @cute.jit
+    def load_columns(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
+        tile: WorkTile, lane,
+    ):  # fmt: skip
+        """Routing weights of a lane's columns."""
+        factors = cute.make_rmem_tensor((2, kind.column_groups), Float32)
+        factors.fill(1.0)
+        if cutlass.const_expr(not is_shared):
+            for n in cutlass.range_constexpr(kind.column_groups):
+                for c in cutlass.range_constexpr(2):
+                    column = n * 8 + lane % 4 * 2 + c
+                    if column < tile.count:
+                        pair = ctx.operands.pairs[tile.first + column]
+                        token, place = pair // self.top_k, pair % self.top_k
+                        factors[c, n] = ctx.operands.weights[token, place]
+        return factors
+
+    @cute.jit
+    def store(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
+        sums: cute.Tensor, factors: cute.Tensor, tile: WorkTile, warp, lane,
+    ):  # fmt: skip
+        h = ctx.operands.y
+        channel = tile.row_tile * PANEL_ROWS + warp * UNIT_ROWS
+        row = tile.first
+        if cutlass.const_expr(is_shared):
+            row += ctx.operands.pairs.shape[0]
+        for n in cutlass.range_constexpr(kind.column_groups):
+            values = [
+                self._swiglu(sums[4 * n + c], sums[4 * n + 2 + c]) * factors[c, n] for c in range(2)
+            ]
+            column = n * 8 + lane // 4
+            store_channels(h, row + column, channel, *values, column < tile.count, lane)
+
+    def _swiglu(self, gate: Float32, up: Float32) -> Float32:
+        """NaN stays NaN: comparisons with it are false."""
+        limit = Float32(self.limit)
+        gate = cutlass.select_(gate > limit, limit, gate)
+        up = cutlass.select_(up > limit, limit, up)
+        up = cutlass.select_(up < -limit, -limit, up)
+        decay = cute.math.exp2(gate * Float32(-LOG2_E), fastmath=True)
+        return gate * cute.arch.rcp_approx(Float32(1.0) + decay) * up
+
+
+class Rows:
+    """Rows of an expert's output, bf16, by token and its place, of 128 channels."""
+
+    def __init__(self, top_k: int):
+        self.top_k = top_k
+
+    @cute.jit
+    def load_columns(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
+        tile: WorkTile, lane,
+    ):  # fmt: skip
+        """Rows of y of columns 8 n + lane / 4."""
+        found = cute.make_rmem_tensor(kind.column_groups, Int32)
+        found.fill(0)
+        for n in cutlass.range_constexpr(kind.column_groups):
+            column = n * 8 + lane // 4
+            if column < tile.count:
+                token, place = tile.first + column, Int32(self.top_k)
+                if cutlass.const_expr(not is_shared):
+                    pair = ctx.operands.pairs[tile.first + column]
+                    token, place = pair // self.top_k, pair % self.top_k
+                found[n] = token * (self.top_k + 1) + place
+        return found
+
+    @cute.jit
+    def store(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
+        sums: cute.Tensor, found: cute.Tensor, tile: WorkTile, warp, lane,
+    ):  # fmt: skip
+        y = ctx.operands.y
+        channel = tile.row_tile * (2 * PANEL_ROWS) + warp * UNIT_ROWS
+        for n in cutlass.range_constexpr(kind.column_groups):
+            is_used = n * 8 + lane // 4 < tile.count
+            for r in cutlass.range_constexpr(2):
+                values = [sums[4 * n + 2 * r + c] for c in range(2)]
+                store_channels(y, found[n], channel + r * PANEL_ROWS, *values, is_used, lane)
+
+
