@@ -20,6 +20,7 @@ CTA_RESERVED = 1024  # bytes of shared memory that an SM keeps for each CTA
 WEIGHT_BYTES = 16384  # of a stage: 128 rows of two k blocks of FP4, or of one of FP8
 SCALE_BYTES = 1024  # of a stage: a word for each row and k block of FP4
 MIN_STAGES = 3
+MOST_IN_FLIGHT = 16  # tokens of a tile with two accumulators
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,16 @@ class Kind:
     blocks: int
     steps: int
     is_packed: bool
+
+    @property
+    def is_summed_by_step(self) -> bool:
+        """Whether 32 elements are summed by themselves, instead of a k block."""
+        return self.dtype == "fp4" and not self.is_packed
+
+    @property
+    def in_flight(self) -> int:
+        """k blocks of a stage whose products are under way at a time: as registers allow."""
+        return self.blocks if self.tokens <= MOST_IN_FLIGHT and not self.is_summed_by_step else 1
 
     @property
     def column_groups(self) -> int:

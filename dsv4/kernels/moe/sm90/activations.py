@@ -35,6 +35,23 @@ class ActivationWarps:
         self.top_k = top_k
 
     @cute.jit
+    def clear(self, ctx: ProductContext):
+        """Zero codes and scales, with all threads: columns without a token are never written."""
+        plan = self.plan
+        zeros = cute.make_rmem_tensor(4, Uint32)
+        zeros.fill(0)
+        for start, size in (
+            (ctx.smem.x, plan.smem["x"].bytes), (ctx.smem.x_scale, plan.smem["x_scale"].bytes),
+        ):  # fmt: skip
+            base = cute.recast_ptr(start, dtype=Uint32)
+            vectors, thread = size // VECTOR_BYTES, cute.arch.thread_idx()[0]
+            for i in cutlass.range(thread, vectors, plan.warps.threads, unroll=1):
+                target = base + cute.assume(i * 4, divby=4)
+                cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
+        # wgmma reads them through the async proxy.
+        cute.arch.fence_view_async_shared()
+
+    @cute.jit
     def fill(self, ctx: ProductContext, warp):
         """Fill the stages of every tile; `warp` counts within the role."""
         plan, ring = self.plan, ctx.pipes.ring

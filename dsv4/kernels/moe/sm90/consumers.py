@@ -8,7 +8,7 @@ from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.wgmma import gemm
 from dsv4.kernels.moe.layout import PANEL_ROWS, STEPS, TABLE_EXPONENT
-from dsv4.kernels.moe.plan import ProductPlan
+from dsv4.kernels.moe.plan import Kind, ProductPlan
 from dsv4.kernels.moe.sm90.context import ProductContext, WorkTile, read_schedule, tile_mma
 from dsv4.kernels.moe.sm90.fragments import load_fragment, packed_scale, raw_scale
 
@@ -51,71 +51,103 @@ class Consumers:
         """Sum k blocks in order, and store; returns the next place in the ring."""
         plan, ring = self.plan, ctx.pipes.ring
         mma = tile_mma(kind)
-        acc = mma.make_fragment_C(mma.partition_shape_C((PANEL_ROWS, kind.tokens)))
-        sums = cute.make_rmem_tensor(cute.size(acc), Float32)
+        accs = [
+            mma.make_fragment_C(mma.partition_shape_C((PANEL_ROWS, kind.tokens)))
+            for _ in range(kind.in_flight)
+        ]
+        sums = cute.make_rmem_tensor(cute.size(accs[0]), Float32)
         sums.fill(0.0)
         columns = self.epilogue.load_columns(ctx, kind, is_shared, tile, lane)
         for step in cutlass.range(kind.steps, unroll=1):
             ring.wait(cursor)
-            for block in cutlass.range_constexpr(kind.blocks):
-                is_last = block == kind.blocks - 1
-                if cutlass.const_expr(is_last and plan.k_blocks % kind.blocks != 0):
-                    if step * kind.blocks + block < plan.k_blocks:
-                        self._block(ctx, kind, sums, acc, warp, lane, cursor, block)
+            if cutlass.const_expr(plan.k_blocks % kind.blocks != 0):
+                if step == kind.steps - 1:
+                    self._blocks(ctx, kind, is_shared, sums, accs, warp, lane, cursor, 1)
                 else:
-                    self._block(ctx, kind, sums, acc, warp, lane, cursor, block)
+                    self._blocks(ctx, kind, is_shared, sums, accs, warp, lane, cursor, kind.blocks)
+            else:
+                self._blocks(ctx, kind, is_shared, sums, accs, warp, lane, cursor, kind.blocks)
             ring.release(cursor, lane)
             cursor = ring.next(cursor)
         self.epilogue.store(ctx, kind, is_shared, sums, columns, tile, warp, lane)
         return cursor
 
     @cute.jit
-    def _block(
+    def _blocks(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
+        sums: cute.Tensor, accs: cutlass.Constexpr, warp, lane, cursor: Cursor,
+        count: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Add the products of a stage's first k blocks: the next ones are decoded while the tensor
+        core has those before."""
+        if cutlass.const_expr(kind.is_summed_by_step):
+            for block in cutlass.range_constexpr(count):
+                self._block_by_step(ctx, kind, sums, accs[0], warp, lane, cursor, block)
+        else:
+            for first in cutlass.range_constexpr(0, count, kind.in_flight):
+                blocks = range(first, min(first + kind.in_flight, count))
+                words = []
+                for block in cutlass.range_constexpr(blocks.start, blocks.stop):
+                    fragment, of_block = load_fragment(
+                        ctx.smem, cursor.stage, block, kind, warp, lane
+                    )
+                    words.append(of_block)
+                    b = self._tokens(ctx, kind, is_shared, cursor.stage, block)
+                    warpgroup.fence()
+                    gemm(
+                        lambda: tile_mma(kind), accs[block - first], fragment, b, range(STEPS), 0,
+                        False,
+                    )  # fmt: skip
+                    warpgroup.commit_group()
+                for block in cutlass.range_constexpr(blocks.start, blocks.stop):
+                    warpgroup.wait_group(blocks.stop - 1 - block)
+                    scales = self._weight_scales(ctx, kind, cursor.stage, words[block - first])
+                    self._promote(
+                        ctx, kind, sums, accs[block - first], scales, cursor.stage, block, lane
+                    )
+
+    @cute.jit
+    def _block_by_step(
         self, ctx: ProductContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
         warp, lane, cursor: Cursor, block: cutlass.Constexpr,
     ):  # fmt: skip
-        """Add the products of a k block."""
-        plan, smem, stage = self.plan, ctx.smem, cursor.stage
-        fragment, words = load_fragment(smem, stage, block, kind, warp, lane)
-        mma = tile_mma(kind)
-        x = smem.shared_x if kind is plan.shared or kind == plan.shared else smem.routed_x
-        b = mma.make_fragment_B(mma.get_slice(0).partition_B(x))
-        tile = stage * (plan.x_rows // kind.tokens) + block
-        b_block = b[None, None, None, tile]
-        first_scale = stage * plan.x_rows + block * kind.tokens
-        if cutlass.const_expr(kind.dtype == "fp4" and not kind.is_packed):
-            # Every step by itself.
-            for step in cutlass.range_constexpr(STEPS):
-                self._multiply(kind, acc, fragment, b_block, [step])
-                scales = [raw_scale(word, step) for word in words]
-                self._promote(ctx, kind, sums, acc, scales, first_scale, lane)
-        else:
-            self._multiply(kind, acc, fragment, b_block, range(STEPS))
-            if cutlass.const_expr(kind.dtype == "fp4"):
-                scales = [packed_scale(word) for word in words]
-            else:
-                scales = [(smem.block_scale + (stage * 2 + i)).load() for i in range(2)]
-            self._promote(ctx, kind, sums, acc, scales, first_scale, lane)
+        """Add the products of a k block of raw FP4, each step of 32 by itself."""
+        fragment, words = load_fragment(ctx.smem, cursor.stage, block, kind, warp, lane)
+        b = self._tokens(ctx, kind, False, cursor.stage, block)
+        for step in cutlass.range_constexpr(STEPS):
+            warpgroup.fence()
+            gemm(lambda: tile_mma(kind), acc, fragment, b, [step], 0, False)
+            warpgroup.commit_group()
+            warpgroup.wait_group(0)
+            scales = [raw_scale(word, step) for word in words]
+            self._promote(ctx, kind, sums, acc, scales, cursor.stage, block, lane)
 
-    @cute.jit
-    def _multiply(self, kind: cutlass.Constexpr, acc, fragment, b_block, steps: cutlass.Constexpr):
-        warpgroup.fence()
-        gemm(lambda: tile_mma(kind), acc, fragment, b_block, steps, 0, False)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
+    def _tokens(self, ctx: ProductContext, kind: Kind, is_shared: bool, stage, block: int):
+        """The B operand of a k block."""
+        mma = tile_mma(kind)
+        x = ctx.smem.shared_x if is_shared else ctx.smem.routed_x
+        b = mma.make_fragment_B(mma.get_slice(0).partition_B(x))
+        return b[None, None, None, stage * (self.plan.x_rows // kind.tokens) + block]
+
+    def _weight_scales(self, ctx: ProductContext, kind: Kind, stage, words):
+        """Of the rows g and g + 8 of a lane."""
+        if kind.dtype == "fp4":
+            return [packed_scale(word) for word in words]
+        return [(ctx.smem.block_scale + (stage * 2 + panel)).load() for panel in range(2)]
 
     @cute.jit
     def _promote(
         self, ctx: ProductContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
-        weight_scales, first_scale, lane,
+        weight_scales, stage, block: cutlass.Constexpr, lane,
     ):  # fmt: skip
         """sums += acc * (activation scale of the column * weight scale of the row)."""
         # Packed codes are times 2^-5; the factor must not overflow before the activation's.
         lift = 2.0**-TABLE_EXPONENT if kind.dtype == "fp4" and kind.is_packed else 1.0
+        first_scale = stage * self.plan.x_rows + block * kind.tokens
         for n in cutlass.range_constexpr(kind.column_groups):
             pair = cute.make_rmem_tensor(2, Float32)
-            source = ctx.smem.x_scale + (first_scale + n * 8 + lane % 4 * 2)
-            cute.autovec_copy(cute.make_tensor(source.align(8), cute.make_layout(2)), pair)
+            source = ctx.smem.x_scale + cute.assume(first_scale + n * 8 + lane % 4 * 2, divby=2)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), pair)
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
                     i = n * 4 + r * 2 + c

@@ -68,9 +68,10 @@ class GroupedProduct:
             with cute.arch.elect_one():
                 mbarrier.init(plan.barriers, vars(pipes))
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
         cta, ctas = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
         ctx = ProductContext(operands, smem, pipes, cta, ctas)
+        self.activations.clear(ctx)
+        cute.arch.sync_threads()
         if warp == plan.warps["load"].first:
             pdl.launch_dependents()
             self.loader.load(ctx)
