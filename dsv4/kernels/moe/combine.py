@@ -54,9 +54,7 @@ class Combine:
             values = cute.make_rmem_tensor(VECTOR, y.element_type)
             for i in cutlass.range_constexpr(VECTOR):
                 values[i] = sums[i].to(y.element_type)
-            target = pointer_at(
-                y.iterator, Int64(token) * y.stride[0] + channel, y.element_type
-            )
+            target = pointer_at(y.iterator, Int64(token) * y.stride[0] + channel, y.element_type)
             cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(VECTOR)))
 
     @cute.jit
@@ -69,5 +67,3 @@ class Combine:
             low, high = quant.unpack_bf16(words[i])
             sums[2 * i] = sums[2 * i] + low
             sums[2 * i + 1] = sums[2 * i + 1] + high
-
-

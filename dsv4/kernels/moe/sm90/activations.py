@@ -131,9 +131,7 @@ class ActivationWarps:
                     offset = Int64(row) * x.stride[0] + (first_block + block) * K_BLOCK
                     offset += index % BLOCK_VECTORS * VECTOR_BYTES
                     source = pointer_at(x.iterator, offset, Uint32)
-                    cute.autovec_copy(
-                        cute.make_tensor(source, cute.make_layout(4)), words[None, i]
-                    )
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words[None, i])
             for i in cutlass.range_constexpr(BATCH):
                 index = start + i * WARP + lane
                 if index < vectors:

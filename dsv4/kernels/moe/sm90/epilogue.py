@@ -121,5 +121,3 @@ class Rows:
             for r in cutlass.range_constexpr(2):
                 values = [sums[4 * n + 2 * r + c] for c in range(2)]
                 store_channels(y, found[n], channel + r * PANEL_ROWS, *values, is_used, lane)
-
-

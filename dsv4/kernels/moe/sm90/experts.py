@@ -75,7 +75,9 @@ class ExpertsSm90:
         """Launch one tiling's kernels."""
         flat = cute.make_tensor(
             rows.iterator,
-            cute.make_layout((rows.shape[0] * rows.shape[1], rows.shape[2]), stride=(rows.shape[2], 1)),
+            cute.make_layout(
+                (rows.shape[0] * rows.shape[1], rows.shape[2]), stride=(rows.shape[2], 1)
+            ),
         )
         first = Operands(
             x_codes, as_bytes(x_scale), w1, as_bytes(s1), w3, as_bytes(s3),

@@ -102,5 +102,3 @@ def packed_scale(word: Uint32) -> Float32:
 def raw_scale(word: Uint32, step: int) -> Float32:
     """E8M0 byte of a step as fp32."""
     return unpack_e8m0(Int32((word >> (8 * step)) & 0xFF))
-
-

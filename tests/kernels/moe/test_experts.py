@@ -1,0 +1,152 @@
+"""The experts' kernels: in the simulator, with races and schedules, and on a Hopper GPU.
+
+Every tiling gives the same bits, close to the reference; each product is compared with what the
+kernel itself had before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.kernels.moe.config import ExpertsConfig
+from dsv4.kernels.moe.plan import choose, tilings
+from dsv4.testing.harness import (
+    Device,
+    Outcome,
+    Simulator,
+    Target,
+    assert_clean,
+    missed_synchronisation,
+    run_all,
+)
+from dsv4.testing.moe import Case, Inputs, assert_experts_close
+
+pytestmark = pytest.mark.stage("moe")
+
+FEW_SMS = 2  # a CTA has several tiles, its ring wraps
+SMALL = {"hidden": 256, "inner": 384, "experts": 6, "top_k": 2}
+HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
+
+
+@pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
+def target(request: pytest.FixtureRequest) -> Target:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    return Device() if request.param == "cuda" else Simulator(request.param)
+
+
+def build(config: ExpertsConfig, options: str):
+    from dsv4.kernels.moe.sm90.experts import build
+
+    return build(config, options)
+
+
+def run(
+    target: Target,
+    inputs: Inputs,
+    tiling: int,
+    seed: int = 0,
+    num_sms: int = FEW_SMS,
+    schedules: int | None = 1,
+) -> Outcome:
+    """Run one tiling in the first few schedules, all for None."""
+    config = inputs.case.config
+    return run_all(
+        target,
+        target.compile(build, config),
+        lambda: inputs.experts_call(tiling, num_sms, tilings(config)[tiling].tokens).to(
+            target.device
+        ),
+        seed,
+        target.schedules[:schedules],
+    )
+
+
+def check_every_tiling(target: Target, inputs: Inputs, seed: int, **options) -> Outcome:
+    """Compare one tiling with the reference, and all others with it bit for bit."""
+    found = tilings(inputs.case.config)
+    outcomes = [run(target, inputs, tiling, seed, **options) for tiling in range(len(found))]
+    assert_experts_close(outcomes[0], inputs)
+    for tiling, outcome in zip(found, outcomes):
+        assert torch.equal(outcomes[0]["y"].nan_to_num(7.0), outcome["y"].nan_to_num(7.0)), tiling
+    return outcomes[0]
+
+
+def test_every_tiling(target, seed) -> None:
+    """Experts without a token, ragged tiles, several tiles of one expert, padding."""
+    case = Case(19, **SMALL, one_expert=True, has_missing=True, live=17)
+    check_every_tiling(target, Inputs.make(case, seed), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(19, **SMALL, one_expert=True, has_missing=True, live=17),
+        Case(21, 640, 256, 5, 3),
+        Case(70, one_expert=True),
+    ],
+    ids=str,
+)
+def test_every_tiling_in_every_schedule(target, case, seed) -> None:
+    check_every_tiling(target, Inputs.make(case, seed), seed, schedules=None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(5, **SMALL, spread=20),
+        Case(5, **SMALL, expert_dtype="fp8", scale_dtype="float32", out_dtype="float32"),
+        Case(12, **SMALL, expert_dtype="fp8"),
+    ],
+    ids=str,
+)
+def test_other_weights(target, case, seed) -> None:
+    inputs = Inputs.make(case, seed)
+    for tiling in (0, 1):
+        assert_experts_close(run(target, inputs, tiling, seed), inputs)
+
+
+def test_a_token_has_the_same_bits_among_any_number(target, seed) -> None:
+    inputs = Inputs.make(Case(33, **SMALL), seed)
+    config = inputs.case.config
+    all_tokens = run(target, inputs, choose(config, 33), seed)["y"]
+    for tokens in (1, 8, 9):
+        found = run(target, inputs.first(tokens), choose(config, tokens), seed)["y"]
+        assert torch.equal(found, all_tokens[:tokens]), f"T = {tokens}"
+
+
+def test_rows_that_are_not_finite_touch_no_other(target, seed) -> None:
+    case = Case(10, **SMALL, has_special_rows=True)
+    inputs = Inputs.make(case, seed)
+    outcome = run(target, inputs, 0, seed)
+    assert_experts_close(outcome, inputs)
+    ordinary = replace(
+        inputs, case=replace(case, tokens=2),
+        x=inputs.x[4::5], ids=inputs.ids[4::5], weights=inputs.weights[4::5],
+    )  # fmt: skip
+    assert torch.equal(run(target, ordinary, 0, seed)["y"], outcome["y"][4::5])
+
+
+def test_without_a_live_token_the_result_is_zero(target, seed) -> None:
+    inputs = Inputs.make(Case(3, **SMALL, live=0), seed)
+    assert (run(target, inputs, 0, seed)["y"] == 0).all()
+
+
+@pytest.mark.slow
+def test_every_barrier_and_fence_is_reached(seed) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    simulator = Simulator("sm_90a")
+    inputs = Inputs.make(Case(19, **SMALL, one_expert=True), seed)
+    config = inputs.case.config
+    compiled = simulator.compile(build, config)
+    outcomes = [
+        simulator.run(compiled, inputs.experts_call(i, FEW_SMS, tiling.tokens))
+        for i, tiling in enumerate(tilings(config))
+    ]
+    for outcome in outcomes:
+        assert_clean(outcome.report)
+    assert not missed_synchronisation(outcome.report for outcome in outcomes)
