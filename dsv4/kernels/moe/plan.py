@@ -1,7 +1,7 @@
 """Plans of the experts' products: which tiling a launch takes, and every budget of a tiling's CTA.
 
-Plain Python: `print(ProductPlan.down(ExpertsConfig(4096, 2048), Tiling(8, 8), 1))` shows one. Nothing
-here changes a bit of a result.
+Plain Python: `print(ProductPlan.down(ExpertsConfig(4096, 2048), Tiling(8, 8), 1))` shows one.
+Nothing here changes a bit of a result.
 """
 
 from __future__ import annotations

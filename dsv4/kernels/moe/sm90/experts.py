@@ -1,8 +1,8 @@
 """Experts of a layer for Hopper (sm_90a): FP4 or FP8 weights, FP8 activations, one arithmetic for
 any number of tokens.
 
-`ExpertsSm90` is what callers construct, compile and call: three launches, of which each begins while
-the one before ends. Gate and up of all experts with SwiGLU, down of all experts, sum over a token's
+`ExpertsSm90` is what callers construct, compile and call: launches of which each begins while the
+one before ends. Gate and up of all experts with SwiGLU, down of all experts, sum over a token's
 experts; the shared expert rides in the first two.
 """
 

@@ -7,7 +7,7 @@ from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.tma import bulk_load
 from dsv4.kernels.moe.layout import PANEL_ROWS
-from dsv4.kernels.moe.plan import Kind, ProductPlan
+from dsv4.kernels.moe.plan import ProductPlan
 from dsv4.kernels.moe.sm90.context import (
     Operands,
     ProductContext,
