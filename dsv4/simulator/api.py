@@ -106,8 +106,10 @@ class Simulation:
     def _launches(self, arguments, keywords: dict, buffers) -> tuple[GlobalMemory, list]:
         """The memory that kernels may touch, and what the host code launches."""
         memory = GlobalMemory()
-        for i, value in enumerate([*arguments, *keywords.values(), *buffers]):
-            _register(memory, value, f"argument {i}")
+        for i, value in enumerate([*arguments, *keywords.values()]):
+            _register(memory, value, f"argument {i}", whole=False)
+        for i, value in enumerate(buffers):
+            _register(memory, value, f"buffer {i}", whole=True)
         configs = self.host.run(list(arguments), keywords)
         for config in configs:
             self.program(config.kernel)
@@ -204,13 +206,15 @@ def simulate(
         compiled: result of `cute.compile(...)` for sm_100a or sm_90a, compiled with
             `--keep-ptx` (and `--generate-line-info` to get Python lines in errors).
         args, kwargs: what the compiled function takes at run time: CPU tensors for tensor
-            arguments (or CuTe tensors made from `CudaView`), numbers, streams.
+            arguments (or CuTe tensors made from `CudaView`), numbers, streams. A kernel may touch
+            a tensor from its first to its last element, and nothing else of its storage.
         schedule: "eager", "lazy" (asynchronous operations complete as late as possible) or
             "random" (seeded by `seed`).
         races: check happens-before of every access (about 3 times slower); see `Report.races`.
         workers: processes that share a launch's clusters.
         instructions_per_warp: what a warp may run in one launch before it counts as endless.
-        buffers: further tensors the kernel may touch through pointers it gets another way.
+        buffers: further tensors whose storages the kernel may touch through pointers it gets
+            another way.
         uninitialised: contiguous tensors, among the arguments or buffers, that hold nothing yet: a
             read of what no launch of this call has written is a finding.
         overlap: launches that programmatic dependent launch lets start early: "none", "all", or a
@@ -239,14 +243,20 @@ def simulate(
     )  # fmt: skip
 
 
-def _register(memory: GlobalMemory, value, name: str) -> None:
-    """Make the storage behind an argument accessible to kernels."""
+def _register(memory: GlobalMemory, value, name: str, whole: bool) -> None:
+    """Make a tensor accessible to kernels: from its first to its last element, or the `whole`
+    storage behind it."""
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu":
             raise ValueError(f"{name} is on {value.device}, simulate takes CPU tensors")
         storage = value.untyped_storage()
-        if storage.nbytes():
-            memory.add(storage.data_ptr(), storage.nbytes(), name, value)
+        start, size = storage.data_ptr(), storage.nbytes()
+        if whole and size:
+            memory.add(start, size, name, value)
+        elif value.numel():
+            last = sum((n - 1) * step for n, step in zip(value.shape, value.stride()))
+            extent = (last + 1) * value.element_size()
+            memory.add_slice(value.data_ptr(), extent, start, size, name, value)
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
-            _register(memory, item, f"{name}[{i}]")
+            _register(memory, item, f"{name}[{i}]", whole)

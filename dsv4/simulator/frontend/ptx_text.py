@@ -57,7 +57,8 @@ def simulate_ptx(
             parameter's bytes (a tensor map, a struct).
         shared: bytes of dynamic shared memory.
         schedule, seed, races, instructions_per_warp: as of `simulate`.
-        buffers: further tensors the kernel may touch, for example through tensor maps.
+        buffers: further tensors whose storages the kernel may touch, for example through tensor
+            maps.
         uninitialised: as of `simulate`.
 
     Returns: a Report with one launch.
@@ -70,7 +71,7 @@ def simulate_ptx(
     )
     tensors = tuple(p for p in params if isinstance(p, torch.Tensor))
     return simulation.run(
-        (), {}, (*tensors, *buffers), schedule, seed, races,
+        tensors, {}, buffers, schedule, seed, races,
         instructions_per_warp=instructions_per_warp, uninitialised=uninitialised,
     )  # fmt: skip
 

@@ -24,6 +24,7 @@ ELEMENT = {
     1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64),
     16: CHUNK, 32: np.dtype("V32"),
 }  # fmt: skip
+WORD, VECTOR = 4, 32  # bytes that the checker tells apart, and the most that a lane accesses
 UNINITIALISED_BYTE = 0xCD
 UNINITIALISED_TMEM = 0x7FFFDEAD  # a NaN
 
@@ -53,7 +54,18 @@ class GlobalMemory:
     def __init__(self) -> None:
         self.regions: list[Region] = []
         self._starts: list[int] = []
+        self._storages: list[tuple[int, int, str]] = []
         self.owners: list[object] = []
+
+    def add_slice(
+        self, start: int, size: int, storage: int, storage_size: int, name: str, owner: object
+    ) -> None:
+        """Register the part of an allocation that a kernel is given. It starts at a whole vector,
+        as far as the allocation does, so that accesses of all lanes at once stay possible."""
+        stop = min(-(-(start + size) // WORD) * WORD, storage + storage_size)
+        start = max(start // VECTOR * VECTOR, storage)
+        self.add(start, stop - start, name, owner)
+        self._storages.append((storage, storage + storage_size, name))
 
     def add(self, start: int, size: int, name: str, owner: object = None) -> None:
         """Register an allocation; overlapping ones are merged. `owner` is kept alive."""
@@ -73,6 +85,13 @@ class GlobalMemory:
         i = bisect.bisect_right(self._starts, start) - 1
         if i >= 0 and stop <= self.regions[i].stop:
             return self.regions[i]
+        for begin, end, name in self._storages:
+            if begin <= start and stop <= end:
+                raise KernelFault(
+                    f"global access [{start:#x}, {stop:#x}) is in the storage of {name}, "
+                    f"but not in the slice of it that the kernel was given: byte {start - begin} "
+                    f"of {end - begin}"
+                )
         near = self.regions[max(i, 0)] if self.regions else None
         hint = (
             f"; nearest is {near.name} [{near.start:#x}, {near.stop:#x}), "

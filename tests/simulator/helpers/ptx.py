@@ -57,7 +57,7 @@ def run_body(
     out = torch.zeros(256, dtype=torch.int32) if out is None else out
     return simulate_ptx(
         text, "k", grid=(grid, 1, 1), block=(threads, 1, 1), cluster=(cluster, 1, 1),
-        params=(out, *maps), shared=shared, buffers=(out,), **options,
+        params=(out, *maps), shared=shared, **options,
     )  # fmt: skip
 
 

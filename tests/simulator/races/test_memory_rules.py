@@ -90,3 +90,37 @@ def test_a_block_has_at_most_1024_threads():
     run_body("", threads=1024)
     with pytest.raises(KernelFault, match="1056 threads, of 1024"):
         run_body("", threads=1056)
+
+
+SLICE_ACCESSES = {
+    "load": "ld.global.b32 %r8, [%d1+{offset}];",
+    "store": "st.global.b32 [%d1+{offset}], %r1;",
+    "atomic": "red.relaxed.gpu.global.add.u32 [%d1+{offset}], 1;",
+    "copy": "@%p2 cp.async.ca.shared.global [%r2], [%d1+{offset}], 4;",
+}
+
+
+@pytest.mark.parametrize("access", SLICE_ACCESSES.values(), ids=SLICE_ACCESSES)
+def test_accesses_past_a_slice_are_faults(access):
+    """The storage goes on before and behind what the kernel is given."""
+    storage = torch.zeros(512, dtype=torch.int32)
+    part = storage[128:256]
+    for offset in (0, 4 * 127):
+        run_body(access.format(offset=offset), out=part)
+    for offset in (-512, -64, 512, 4 * 383):
+        with pytest.raises(KernelFault, match="in the storage of argument 0, but not in the slice"):
+            run_body(access.format(offset=offset), out=part)
+
+
+def test_gaps_between_the_rows_of_a_slice_belong_to_it():
+    """A kernel may load whole vectors of rows that are padded."""
+    storage = torch.arange(512, dtype=torch.int32)
+    rows = storage.view(8, 64)[2:4, :60]
+    run_body("ld.global.b32 %r8, [%d1+248];", out=rows)
+    with pytest.raises(KernelFault, match="slice"):
+        run_body("ld.global.b32 %r8, [%d1+496];", out=rows)
+
+
+def test_storages_of_further_buffers_are_open_as_a_whole():
+    storage = torch.zeros(512, dtype=torch.int32)
+    run_body("ld.global.b32 %r8, [%d1+1024];", out=storage[128:256], buffers=(storage,))
