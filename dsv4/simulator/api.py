@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import time
 import weakref
 from collections.abc import Callable
@@ -25,8 +26,20 @@ from dsv4.simulator.ptx.parser import Module, parse_module
 from dsv4.simulator.races.monitor import Monitor
 from dsv4.simulator.report import LaunchReport, Report
 
-MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}
+MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}  # of those that kernels here are compiled for
+# Of the largest GPU of each family: A100, A40, L40, H100, B200, B300, RTX PRO 6000. That a family
+# lacks an instruction is the compiler's business.
+_FAMILIES = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 188}
 COMPILE_OPTIONS = "--keep-ptx --generate-line-info"
+
+
+def multiprocessors_of(target: str) -> int:
+    """Multiprocessors of a GPU that runs PTX of a target, such as sm_90a or sm_100f."""
+    family = re.fullmatch(r"sm_(\d+)[af]?", target)
+    if family is None or int(family.group(1)) not in _FAMILIES:
+        known = ", ".join(f"sm_{number}" for number in _FAMILIES)
+        raise SimulatorError(f"kernel compiled for {target or 'no target'}; simulated are {known}")
+    return _FAMILIES[int(family.group(1))]
 
 
 class Host(Protocol):
@@ -45,13 +58,8 @@ class Simulation:
     """
 
     def __init__(self, module: Module, host: Callable[[Module, int], Host]):
-        target = module.target
-        if target not in MULTIPROCESSORS:
-            raise SimulatorError(
-                f"kernel compiled for {target}; simulated are {', '.join(MULTIPROCESSORS)}"
-            )
         self.module = module
-        self.multiprocessors = MULTIPROCESSORS[target]
+        self.multiprocessors = multiprocessors_of(module.target)
         self.host = host(module, self.multiprocessors)
         self.programs: dict[str, Program] = {}
         self.variables: dict[str, tuple[int, np.ndarray]] = {}

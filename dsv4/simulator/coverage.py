@@ -18,6 +18,7 @@ class Coverage:
     sync: int
     sync_run: int
     missed: list[str]
+    missed_sync: list[str]  # synchronisation instructions among it, one by one
 
     @property
     def complete(self) -> bool:
@@ -30,7 +31,7 @@ class Coverage:
 
 def coverage_of(program: Program) -> Coverage:
     """Coverage accumulated by a program over its launches."""
-    missed, sync, sync_run, run, total = [], 0, 0, 0, 0
+    missed, missed_sync, sync, sync_run, run, total = [], [], 0, 0, 0, 0
     for block in program.blocks:
         if _is_retry(program, block):
             continue
@@ -41,12 +42,14 @@ def coverage_of(program: Program) -> Coverage:
             sync += 1
             ran = hit and (ins.guard is None or ins.index in program.guards_taken)
             sync_run += ran
+            if not ran:
+                missed_sync.append(ins.where())
             if hit and not ran:
                 missed.append(f"guard never true: {ins.where()}")
         if not hit:
             first = program.entry.instructions[block.start]
             missed.append(f"block never ran: {first.where()}")
-    return Coverage(program.entry.name, total, run, sync, sync_run, missed)
+    return Coverage(program.entry.name, total, run, sync, sync_run, missed, missed_sync)
 
 
 def _is_retry(program: Program, block: Block) -> bool:

@@ -9,11 +9,18 @@ from dsv4.simulator.coverage import Coverage
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing the checker reports. `places` are PTX and Python lines, most recent last."""
+    """One thing the checker reports.
+
+    Attributes:
+        kind, message: what is wrong, in the words of docs/simulator.md, and between whom.
+        places: the instructions as text, PTX and source lines, most recent last.
+        lines: of each place, (file, line) of its source, then of the calls it was inlined at.
+    """
 
     kind: str
     message: str
     places: tuple[str, ...] = ()
+    lines: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     def __str__(self) -> str:
         return "\n    ".join([f"{self.kind}: {self.message}", *self.places])

@@ -20,7 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.tools.simulator_examples import Launcher, run_script  # noqa: E402
+from dsv4.simulator.frontend.script import Launcher, run_script  # noqa: E402
+from scripts.tools.simulator_examples import EXAMPLES  # noqa: E402
 
 ARCH = "sm_100a"
 HEADER = (
@@ -81,7 +82,7 @@ class Modeller(Launcher):
     """Models what compiled functions launch."""
 
     def __init__(self):
-        super().__init__("eager", False)
+        super().__init__(races=False)
         self.longest = None
 
     def install(self, multiprocessors: int) -> None:
@@ -117,7 +118,9 @@ class Modeller(Launcher):
 def model(cutlass: Path, case: Published) -> None:
     """Run one example in this process and print its row."""
     modeller = Modeller()
-    run_script(cutlass, ARCH, case.path, case.arguments.split(), modeller)
+    examples = cutlass / EXAMPLES
+    arguments = case.arguments.split()
+    run_script(examples / case.path, arguments, ARCH, modeller, [examples.resolve()])
     launch = modeller.longest
     rate = case.flops / launch.microseconds / 1e6
     error = f"{rate / case.teraflops - 1:+.0%}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import struct
 
 import torch
 
@@ -12,8 +13,8 @@ from dsv4.simulator.machine.scheduler import INSTRUCTIONS_PER_WARP, LaunchConfig
 from dsv4.simulator.ptx.parser import Entry, Module, parse_module
 from dsv4.simulator.report import Report
 
-Dimensions = tuple[int, int, int]
-Parameter = torch.Tensor | int | bytes
+Dimensions = tuple[int, ...] | int
+Parameter = torch.Tensor | int | float | bytes
 
 
 class _OneLaunch:
@@ -50,11 +51,12 @@ def simulate_ptx(
     """Run one kernel of a PTX module on CPU tensors, in place.
 
     Args:
-        ptx: a PTX module for sm_90a or sm_100a.
+        ptx: a PTX module for sm_80 to sm_120, of any variant.
         entry: name of the `.entry` to launch.
-        grid, block, cluster: CTAs of the grid, threads of a CTA, CTAs of a cluster, (x, y, z).
-        params: one value per kernel parameter: a CPU tensor (its address), an integer, or the
-            parameter's bytes (a tensor map, a struct).
+        grid, block, cluster: CTAs of the grid, threads of a CTA, CTAs of a cluster, (x, y, z), or
+            x alone.
+        params: one value per kernel parameter: a CPU tensor (its address), an integer, a float, or
+            the parameter's bytes (a tensor map, a struct).
         shared: bytes of dynamic shared memory.
         schedule, seed, races, instructions_per_warp: as of `simulate`.
         buffers: further tensors whose storages the kernel may touch, for example through tensor
@@ -92,8 +94,20 @@ def single_launch(
     if entry not in entries:
         raise ValueError(f"entry must be one of {', '.join(entries)}, got {entry!r}")
     values = _packed(entries[entry], params)
-    simulation.host.config = LaunchConfig(entry, grid, block, cluster, shared, values)
+    sizes = (
+        _xyz(name, given)
+        for name, given in zip(("grid", "block", "cluster"), (grid, block, cluster))
+    )
+    simulation.host.config = LaunchConfig(entry, *sizes, shared, values)
     return simulation
+
+
+def _xyz(name: str, given: Dimensions) -> tuple[int, int, int]:
+    """Three dimensions from one to three."""
+    sizes = (given,) if isinstance(given, int) else tuple(given)
+    if not 1 <= len(sizes) <= 3 or any(not isinstance(n, int) or n < 1 for n in sizes):
+        raise ValueError(f"{name} must be one to three positive integers, got {given!r}")
+    return (*sizes, 1, 1)[:3]
 
 
 def _packed(entry: Entry, params: tuple[Parameter, ...]) -> list[bytes]:
@@ -106,6 +120,8 @@ def _packed(entry: Entry, params: tuple[Parameter, ...]) -> list[bytes]:
     for (name, (_, size)), value in zip(entry.params.items(), params):
         if isinstance(value, torch.Tensor):
             value = value.data_ptr()
+        if isinstance(value, float):
+            value = struct.pack({2: "<e", 4: "<f", 8: "<d"}[size], value)
         if isinstance(value, int):
             value = (value % (1 << 8 * size)).to_bytes(size, "little")
         if len(value) != size:

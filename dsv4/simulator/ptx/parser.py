@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from dsv4.simulator.errors import UnsupportedInstruction
 from dsv4.simulator.ptx.qualifiers import Order, order_of
+from dsv4.simulator.ptx.source import SourceLine, describe
 
 TYPE_BITS = {
     "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16,
@@ -25,7 +26,9 @@ _LABEL = re.compile(r"([$\w%]+)\s*:(?!:)")
 _SCOPED_REGISTER = re.compile(r"\.(?:reg|param)\s+\.(?!align)(\w+)\s+([^;\[]+);")
 _CALL_PARAMETER = re.compile(r"\[(%s\d+_[\w$]+)(?:\+0)?\]")
 _SCOPED_LABEL = re.compile(r"(?:^|[;{}\n])\s*([$A-Za-z_][\w$]*)\s*:(?!:)")
-_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)")
+_LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)([^\n]*)")
+_INLINED_AT = re.compile(r"inlined_at\s+(\d+)\s+(\d+)")
+SHOWN_TEXT = 400  # characters of an instruction: tensor copies with all their coordinates fit
 
 
 @dataclass(slots=True)
@@ -40,13 +43,18 @@ class Instruction:
     negated: bool
     text: str
     ptx_line: int
-    source: tuple[str, int] | None
+    source: SourceLine | None
     order: Order
+    inlined_at: tuple[SourceLine, ...] = ()  # calls of the functions around it, innermost first
+
+    @property
+    def lines(self) -> tuple[SourceLine, ...]:
+        """Lines of source code, innermost first; none without line information."""
+        return (self.source, *self.inlined_at) if self.source else ()
 
     def where(self) -> str:
-        """Both places a reader wants: the PTX line and the kernel's Python line."""
-        python = f"{self.source[0]}:{self.source[1]}" if self.source else "no line information"
-        return f"PTX line {self.ptx_line} `{self.text[:120]}` ({python})"
+        """Both places a reader wants: the PTX line and the kernel's source lines."""
+        return f"PTX line {self.ptx_line} `{self.text[:SHOWN_TEXT]}` ({describe(self.lines)})"
 
 
 @dataclass
@@ -167,7 +175,10 @@ class _EntryReader:
         self.end = self.at
         self.scopes: list[dict[str, str]] = [{}]
         self.scope_count = 0
-        self.source: tuple[str, int] | None = None
+        self.source: SourceLine | None = None
+        self.inlined_at: tuple[SourceLine, ...] = ()
+        # Source and calls of the last .loc of each line: an outer call is said where it is first.
+        self.calls: dict[SourceLine, tuple[SourceLine, ...]] = {}
 
     def read(self) -> Entry:
         close = self.text.index(")", self.at)
@@ -260,6 +271,12 @@ class _EntryReader:
             file, line = int(loc.group(1)), int(loc.group(2))
             if line:
                 self.source = (self.files.get(file, "?"), line)
+                call = _INLINED_AT.search(loc.group(4))
+                self.inlined_at = ()
+                if call:
+                    at = (self.files.get(int(call.group(1)), "?"), int(call.group(2)))
+                    self.inlined_at = (at, *self.calls.get(at, ()))
+                self.calls[self.source] = self.inlined_at
             self.at = text.index("\n", self.at)
             return
         start, end = self.at, text.index(";", self.at)
@@ -282,8 +299,8 @@ class _EntryReader:
 
     def _where(self, position: int) -> str:
         """PTX line and Python line of a position in the text."""
-        python = "{}:{}".format(*self.source) if self.source else "no line information"
-        return f"PTX line {bisect.bisect_left(self.newlines, position) + 1} ({python})"
+        lines = describe((self.source, *self.inlined_at) if self.source else ())
+        return f"PTX line {bisect.bisect_left(self.newlines, position) + 1} ({lines})"
 
     def _call(self, rest: str, position: int) -> str:
         """A statement that is part of a call, as one over registers; any other unchanged."""
@@ -346,5 +363,6 @@ class _EntryReader:
                 ptx_line=bisect.bisect_left(self.newlines, position) + 1,
                 source=self.source,
                 order=order_of(parts),
+                inlined_at=self.inlined_at,
             )
         )

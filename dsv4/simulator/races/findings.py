@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dsv4.simulator.machine.memory import OFFSET_MASK, RANK_SHIFT
 from dsv4.simulator.races.cells.shadow import SEVERAL, Earlier
 from dsv4.simulator.report import Finding
 
@@ -19,7 +20,8 @@ class Findings:
         self._known: set[tuple] = set()
 
     def _leak(self, message: str, *places: int) -> None:
-        self.report("leak", message, (), places)
+        """Something is left behind at exit: the first CTA that does so speaks for all."""
+        self.report("leak", message, places, places)
 
     def report(self, kind: str, message: str, key: tuple, places: tuple[int, ...]) -> None:
         """A finding; one of each kind and key."""
@@ -33,7 +35,9 @@ class Findings:
         if (kind, *key) in self._known or len(to) >= MAX_FINDINGS:
             return
         self._known.add((kind, *key))
-        to.append(Finding(kind, message, tuple(self.entry.instructions[p].where() for p in places)))
+        instructions = [self.entry.instructions[p] for p in places]
+        where = tuple(ins.where() for ins in instructions)
+        to.append(Finding(kind, message, where, tuple(ins.lines for ins in instructions)))
 
     def adopt(self, findings: list[Finding], warnings: list[Finding]) -> None:
         """Add what another process found, once each."""
@@ -51,33 +55,64 @@ class Findings:
         *,
         warning: bool = False,
         once: bool = False,
+        lacking: str = "",
     ) -> None:
-        """An access of warp `w` that is not ordered after an earlier one of its cluster.
+        """An access of warp `w` that is not ordered after an earlier one of its cluster; or it is,
+        but what is `lacking` would have to lie between.
 
         `once`: one of this kind speaks for all of the launch.
         """
         clocks = w.cluster.state.clocks
         name = clocks.names[earlier.agent]
-        who = _who(name)
+        who = _who(name, w.cluster)
         if name[0] == "warp" and earlier.lane != SEVERAL:
             who += f", lane {earlier.lane}"
         elif earlier.agent == w.agent:
             who = "accesses of other lanes of the warp"
-        message = f"{what} by {w.cta.name} warp {w.number} is not ordered after {who}"
+        message = f"{what} by {w.cta.name} warp {w.number} {relation(who, lacking)}"
         places = (earlier.at, w.at)
         if earlier.weak:
             kind, warning = CONVERGENCE, True
         if warning:
             self._add(self.warnings, kind, message, () if once else places, places)
         else:
-            self.report(kind, message, places, places)
+            # A race is one, whichever of the two comes first.
+            self.report(kind, message, tuple(sorted(places)), places)
 
 
-def _who(name: tuple) -> str:
+def relation(who: str, lacking: str) -> str:
+    """How an access relates to an earlier one."""
+    if lacking:
+        return f"is ordered after {who}, but no {lacking} lies between"
+    return f"is not ordered after {who}"
+
+
+# What the clocks call an engine, and what people do.
+_ENGINES = {
+    "mma": "a tcgen05.mma", "tcgen05.ld": "a tcgen05.ld", "tcgen05.st": "a tcgen05.st",
+    "cp.async": "a cp.async", "bulk stores": "a bulk store",
+    "writes of bulk stores": "the write of a bulk store",
+}  # fmt: skip
+
+
+def _who(name: tuple, cluster) -> str:
     """An agent's name for people."""
     kind, *rest = name
     if kind == "warp":
-        return f"the access of warp agent {rest[0]}"
+        return f"the access of {_warp(rest[0], cluster)}"
     if kind == "copies":
-        return f"the copy completing on the mbarrier at {rest[0]:#x}"
-    return f"the {kind} of agent {rest}"
+        address = rest[0]
+        cta = cluster.ctas[address >> RANK_SHIFT].name
+        return f"the copy that completes on the mbarrier at {address & OFFSET_MASK:#x} of {cta}"
+    if kind == "wgmma":
+        rank, group = rest
+        return f"a wgmma of {cluster.ctas[rank].name} warpgroup {group}"
+    if kind in _ENGINES:
+        return f"{_ENGINES[kind]} issued by {_warp(rest[0], cluster)}"
+    return f"what {kind} {rest} did"
+
+
+def _warp(agent: int, cluster) -> str:
+    """The warp of a cluster that is an agent."""
+    found = next(warp for cta in cluster.ctas for warp in cta.warps if warp.agent == agent)
+    return f"{found.cta.name} warp {found.number}"

@@ -23,7 +23,7 @@ from dsv4.simulator.races.cells.histories import (
     Read,
 )
 from dsv4.simulator.races.cells.shadow import SEVERAL, other_lanes, place, place_of
-from dsv4.simulator.races.findings import CONVERGENCE
+from dsv4.simulator.races.findings import CONVERGENCE, relation
 from dsv4.simulator.races.order.clocks import FENCED_GLOBAL, SEEN
 from dsv4.simulator.races.order.flags import Flags
 from dsv4.simulator.races.shared_memory import lanes_of
@@ -321,7 +321,9 @@ class GlobalRaces:
         if late.any():
             i = int(late.argmax())
             code = int(history.write_at[where][i])
-            self._report(w, history, "missing proxy fence", what, where, i, code, "write")
+            lacking = "fence.proxy.async"
+            kind = "missing proxy fence"
+            self._report(w, history, kind, what, where, i, code, "write", lacking)
 
     def _after_reads(self, w, history: History, where, know, what: str, owner: int) -> None:
         for slot in (0, 1):
@@ -372,18 +374,19 @@ class GlobalRaces:
         self.monitor.report("race with the launch before", message, (w.at,), (w.at,))
 
     def _report(
-        self, w, history: History, kind: str, what: str, where, i: int, code: int, before: str
-    ) -> None:
+        self, w, history: History, kind: str, what: str, where, i: int, code: int, before: str,
+        lacking: str = "",
+    ) -> None:  # fmt: skip
         at, lane = place_of(code)
         whose = "" if lane == SEVERAL else f" by lane {lane}"
         message = (
             f"{what} {history.region.name} at byte {history.offset(int(where[i]))} by "
-            f"{w.cta.name} warp {w.number} is not ordered after an earlier {before}{whose}"
+            f"{w.cta.name} warp {w.number} {relation(f'an earlier {before}{whose}', lacking)}"
         )
         if kind == CONVERGENCE:
             self.monitor.warn(kind, message, at, w.at)
         else:
-            self.monitor.report(kind, message, (at, w.at), (at, w.at))
+            self.monitor.report(kind, message, tuple(sorted((at, w.at))), (at, w.at))
 
     # --- synchronisation -------------------------------------------------------------------------
     def atomic(self, w, space: str, address: np.ndarray, mask, size: int) -> None:

@@ -268,7 +268,7 @@ class SharedRaces(Findings):
         earlier = state.shared[cta.rank].unordered_write(where, know[FENCED_SHARED], below=warps)
         if earlier:
             text = f"{text} {self._at(w, cta, where, earlier)}"
-            self.race(w, "missing proxy fence", text, earlier)
+            self.race(w, "missing proxy fence", text, earlier, lacking="fence.proxy.async")
 
     def _engine_writes(
         self, w, cta: Cta, where, agent: int, clock: int, what: str, lane: int | None = None,

@@ -72,7 +72,8 @@ class TensorRaces(SharedRaces):
         if earlier is not None:
             text = f"{what} at {_column(where, earlier)}"
             once = not self.tcgen05_fences
-            self.race(w, MISSING_FENCE, text, earlier, warning=True, once=once)
+            pair = "pair of tcgen05.fence::before_thread_sync and ::after_thread_sync"
+            self.race(w, MISSING_FENCE, text, earlier, warning=True, once=once, lacking=pair)
 
     def tmem_access(self, w, cta: Cta, columns, lanes, write: bool) -> None:
         """tcgen05.ld or .st, asynchronous until the matching wait."""

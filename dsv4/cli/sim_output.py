@@ -1,0 +1,69 @@
+"""How `dsv4 sim run` and `dsv4 sim ptx` report: text, JSON, SARIF, and the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsv4.cli.sim_status import CHECK_FAILED, NOT_COVERED
+
+if TYPE_CHECKING:
+    from dsv4.simulator.merged import MergedReport
+
+SHOWN_PLACES = 10  # of synchronisation that was not reached, by kernel
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what the two commands have in common."""
+    parser.add_argument(
+        "--schedules",
+        default="eager",
+        metavar="LIST",
+        help="when asynchronous work completes: some of eager,lazy,random, or all "
+        "(default: eager); with several, results must have the same bits",
+    )
+    parser.add_argument(
+        "--races",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="check happens-before of every access (default: yes)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
+    parser.add_argument(
+        "--sarif", type=Path, metavar="FILE", help="write them as SARIF, for code review"
+    )
+
+
+def schedules_of(text: str) -> tuple[str, ...]:
+    """The schedules that `--schedules` names; ValueError for others."""
+    known = ("eager", "lazy", "random")
+    chosen = known if text == "all" else tuple(text.split(","))
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"--schedules: got {name!r}, needs some of {', '.join(known)}, or all")
+    return chosen
+
+
+def finish(report: MergedReport, args: argparse.Namespace) -> int:
+    """Print and write what was found; the exit status of the command."""
+    from dsv4.simulator.formats import as_json, as_sarif
+
+    for path, make in ((args.json, as_json), (args.sarif, as_sarif)):
+        if path is not None:
+            path.write_text(json.dumps(make(report), indent=2) + "\n")
+    for finding in [*report.findings, *report.warnings]:
+        print(finding)
+    for kernel, places in report.uncovered.items():
+        print(f"synchronisation never reached in {kernel}: {len(places)}")
+        for place in places[:SHOWN_PLACES]:
+            print(f"    {place}")
+        if len(places) > SHOWN_PLACES:
+            print(f"    and {len(places) - SHOWN_PLACES} more (--json lists all)")
+    instructions = sum(launch.instructions for launch in report.launches)
+    races = f"{len(report.findings)} findings" if args.races else "races not checked"
+    print(f"{len(report.launches)} launches, {instructions:,} warp instructions, {races}")
+    if report.findings:
+        return CHECK_FAILED
+    return NOT_COVERED if args.races and report.uncovered else 0
