@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsv4.cli.output_file import output_file
 from dsv4.cli.sim_status import CHECK_FAILED, NOT_COVERED
 
 if TYPE_CHECKING:
@@ -30,9 +30,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="check happens-before of every access (default: yes)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the findings as JSON")
     parser.add_argument(
-        "--sarif", type=Path, metavar="FILE", help="write them as SARIF, for code review"
+        "--json", type=output_file, metavar="FILE", help="write the findings as JSON"
+    )
+    parser.add_argument(
+        "--sarif", type=output_file, metavar="FILE", help="write them as SARIF, for code review"
     )
 
 

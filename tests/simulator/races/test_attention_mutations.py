@@ -386,6 +386,15 @@ HARMLESS = {
     },
 }
 HARMLESS["sums_last"] = HARMLESS["few"]
+HARMLESS["pair"] = {
+    ("mbarrier.arrive", "_load_tiles", "relaxed"): (2, EXPECTS),
+    ("mbarrier.try_wait", "_qk", "relaxed"): (2, "S: as without it"),
+    ("mbarrier.try_wait", "query_warps", "relaxed"): (1, "the last Q: as without it"),
+    ("mbarrier.arrive", "_load_scores", "relaxed"): (1, HANDED_OVER_WITH_P),
+    ("mbarrier.arrive", "_load_scores", "cta"): (1, HANDED_OVER_WITH_P),
+    ("mbarrier.try_wait", "softmax_warps", "relaxed"): (1, "P: as without it"),
+    ("fence.proxy", "store_units", "global"): (4, "after half of a block: as without it"),
+}
 ONE_ROUND = 132  # CTAs: all work has started, and splits wait for each other
 
 
