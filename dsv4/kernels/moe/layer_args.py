@@ -30,7 +30,7 @@ ARGS = (
     In("table", "V k", "int64"),
     In("input_ids", "S", "int64"),
     Out("out", "T D", "out_dtype", align=16),
-    Out("scratch", "bytes", "uint8", align=128),
+    Out("scratch", "bytes", "uint8", align=64),
     OptIn("live_tokens", "L", "int32"),
     Scalar("tiling"),
     Scalar("splits"),
@@ -49,13 +49,15 @@ def values(config: MoeConfig) -> dict[str, int | str]:
     shared_down = config.scale_shape(hidden, inner, config.shared_dtype)
     per_byte = 2 if dtype in ("fp4", "nvfp4") else 1
     scale_dtypes = {"fp4": "float8_e8m0fnu", "nvfp4": "float8_e4m3fn"}
+    # What is absent has no rows, but kernels have no constants of 0: sizes of the call, then.
+    optional = {"three": 3} if dtype == "nvfp4" else {}
+    if config.has_router_bias:
+        optional["Eb"] = config.experts
     return {
         "D": hidden, "I": inner, "E": config.experts, "k": config.top_k,
         "Dc": hidden // per_byte, "Ic": inner // per_byte,
-        "Eb": config.experts if config.has_router_bias else 0,
         "Es": config.experts if up_rows else 0,
         "Ir": up_rows, "Ds": up_columns, "Dr": down_rows, "Is": down_columns,
-        "three": 3 if dtype == "nvfp4" else 0,
         "i": shared_up[0], "d": shared_up[1], "d2": shared_down[0], "i2": shared_down[1],
         "gate_dtype": config.gate_dtype,
         "expert_dtype": WEIGHT_DTYPES.get(dtype, dtype),
@@ -63,4 +65,5 @@ def values(config: MoeConfig) -> dict[str, int | str]:
         "shared_dtype": WEIGHT_DTYPES.get(config.shared_dtype, config.shared_dtype),
         "shared_scale": config.scale_dtype,
         "out_dtype": config.out_dtype,
+        **optional,
     }  # fmt: skip

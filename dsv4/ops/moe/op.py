@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from operator import index
 from typing import ClassVar
 
@@ -12,6 +13,9 @@ from torch.autograd import forward_ad
 
 from dsv4.kernels.moe.layer_args import ARGS, values
 from dsv4.kernels.moe.layer_config import MoeConfig
+from dsv4.kernels.moe.plan import choose, tilings
+from dsv4.kernels.moe.routing import MAX_TOKENS, gate_tiling
+from dsv4.kernels.moe.scratch import scratch_bytes
 from dsv4.ops.moe.torch_path import (
     MAX_GATHERED_TOKENS,
     MAX_UNSYNCHRONISED,
@@ -20,10 +24,16 @@ from dsv4.ops.moe.torch_path import (
     routed_experts,
 )
 from dsv4.ops.moe.weights import GatedWeights
-from dsv4.ops.runtime.backend import find_kernel
+from dsv4.ops.runtime.backend import Device, find_kernel
 from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
-from dsv4.ops.runtime.kernel_op import KernelOp
+from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.runner import config_of
+
+# Layers of the released models.
+MODEL_LAYERS = {
+    "Flash": MoeConfig(4096, 2048, 256, 6, scaling=1.5),
+    "Pro": MoeConfig(7168, 3072, 384, 6, scaling=2.5),
+}
 
 
 class Moe(KernelOp):
@@ -32,14 +42,64 @@ class Moe(KernelOp):
     name = "moe"
     config = MoeConfig
     args = ARGS
-    kernels: ClassVar = {}
+    kernels: ClassVar = {"sm_90a": "dsv4.kernels.moe.sm90.layer"}
 
     def values(self, config: MoeConfig) -> Mapping[str, int | str]:
         return values(config)
 
+    def has_kernel(self, config: MoeConfig) -> bool:
+        return not config.why_no_kernel
+
+    def plan(self, config: MoeConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
+        """Tilings of both families of launches; refuses what the kernels would read wrongly."""
+        tokens = sizes["T"]
+        check_choice(
+            config, tokens, 0 if config.has_router_bias else sizes["Eb"], sizes["V"], sizes["S"]
+        )
+        if config.form == "released":
+            raise ValueError(
+                "w1: got weights in the order of checkpoints (form 'released'), the kernels need "
+                "them prepared: dsv4.ops.moe.weights.prepare_"
+            )
+        if tokens > MAX_TOKENS:
+            raise ValueError(f"x: got {tokens} tokens, needs at most {MAX_TOKENS}")
+        needed = scratch_bytes(config, tokens)
+        if sizes["bytes"] < needed:
+            raise ValueError(f"scratch: got {sizes['bytes']} bytes, needs {needed}")
+        return self.scalars(config, tokens, choose(config.kernels, tokens), device)
+
+    @staticmethod
+    def scalars(config: MoeConfig, tokens: int, tiling: int, device: Device) -> tuple[int, ...]:
+        """Scalars of a launch with one of the experts' tilings."""
+        group_tokens = tilings(config.kernels)[tiling].tokens
+        return tiling, *gate_tiling(config.routing, tokens), group_tokens, device.num_sms
+
+    def probes(
+        self, config: MoeConfig, target: Device, device: torch.device
+    ) -> Iterator[tuple[Tensor | int, ...]]:
+        """A padding token through every tiling: it reads no routed expert, so that one stands for
+        all of them."""
+        dims = {name: size for name, size in values(config).items() if isinstance(size, int)}
+        sizes = {"T": 1, "V": 1, "S": 1, "three": 0, "Eb": 0, "bytes": scratch_bytes(config, 1)}
+        if not config.is_hashed:
+            sizes |= {"V": 0, "S": 0}
+        tensors = []
+        for arg in self.tensors[: self.num_required]:
+            shape = [dims.get(name, sizes.get(name)) for name in arg.shape]
+            is_stacked = arg.shape[0] in ("E", "Es") and len(shape) == 3
+            made = shape if not is_stacked else [1, *shape[1:]]
+            dtype = getattr(torch, arg.dtype_in(values(config)))
+            tensors.append(torch.zeros(made, dtype=dtype, device=device).expand(shape))
+        live = torch.zeros(1, dtype=torch.int32, device=device)
+        for tiling in range(len(tilings(config.kernels))):
+            yield (*tensors, live, *self.scalars(config, 1, tiling, target))
+
+    def warmup_hint(self, config: MoeConfig) -> str:
+        return "run the layer once"
+
     def check_sizes(self, config: MoeConfig, *tensors: Tensor | None) -> None:
-        given = dict(zip((arg.name for arg in self.tensors), tensors))
-        check_ids(config, given["x"].shape[0], given["table"].shape[0], given["input_ids"].shape[0])
+        rows = {arg.name: len(tensor) for arg, tensor in zip(self.tensors, tensors[:-1])}
+        check_choice(config, rows["x"], rows["bias"], rows["table"], rows["input_ids"])
 
     def torch(self, config: MoeConfig, *tensors: Tensor | None) -> None:
         given = dict(zip((arg.name for arg in self.tensors), tensors))
@@ -62,7 +122,15 @@ class Moe(KernelOp):
         out.copy_(total if live is None else torch.where(live[:, None], total, 0.0))
 
     def aot(self) -> Mapping[str, MoeConfig]:
-        return {}
+        """Layers of Flash and Pro, by scores and by token id; and Flash-Base's, in FP8."""
+        found = {}
+        for model, sizes in MODEL_LAYERS.items():
+            for is_hashed, kind in ((False, "scores"), (True, "token ids")):
+                fields = {"form": "packed", "is_hashed": is_hashed}
+                found[f"{model}, {kind}"] = replace(sizes, **fields)
+        base = {"expert_dtype": "fp8", "scale_dtype": "float32", "form": "packed"}
+        found["Flash-Base, scores"] = replace(MODEL_LAYERS["Flash"], **base)
+        return found
 
 
 MOE = Moe()
@@ -76,14 +144,16 @@ def is_static(x: Tensor) -> bool:
     return x.shape[0] <= MAX_GATHERED_TOKENS
 
 
-def check_ids(config: MoeConfig, tokens: int, table_rows: int, ids: int) -> None:
-    """Refuse token ids and tables that are missing, or that no table routes by: ValueError."""
+def check_choice(config: MoeConfig, tokens: int, bias: int, table: int, ids: int) -> None:
+    """Refuse rows of what does not choose experts, or too few of what does: ValueError."""
     if not config.is_hashed:
-        for name, rows in (("table", table_rows), ("input_ids", ids)):
+        for name, rows in (("table", table), ("input_ids", ids)):
             if rows:
                 raise ValueError(f"{name}: got {rows} rows, experts are chosen by scores")
         return
-    if not table_rows:
+    if bias:
+        raise ValueError(f"bias: got {bias} rows, experts are chosen by a table")
+    if not table:
         raise ValueError("table: got no rows, experts are chosen by it")
     if ids != tokens:
         raise ValueError(f"input_ids: got {ids} ids, x has {tokens} tokens")
@@ -156,6 +226,13 @@ def moe(
         ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
     """
     given = [x, gate, bias, *_interleaved(experts), experts.global_scales, *_interleaved(shared)]
+    if x.is_cuda and x.dim() == 2 and x.shape[0] > MAX_TOKENS:
+        options = {
+            "top_k": top_k, "scaling": scaling, "limit": limit, "form": form, "block": block,
+            "bias": bias, "table": table,
+        }  # fmt: skip
+        tensors = (x, gate, experts, shared, input_ids, live_tokens, out, out_dtype)
+        return _in_parts(*tensors, options)
     try:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             MOE.check_no_gradients(*given, table, input_ids, out)
@@ -168,14 +245,16 @@ def moe(
             shared.dtype_name, _name(gate.dtype), _block_scale_dtype(scale), *block,
             form, table is not None, scaling, limit, _name(dtype),
         )  # fmt: skip
-        filled = _filled(given, config_of(MOE, identity), x.device)
+        config = config_of(MOE, identity)
+        filled = _filled(given, config, x.device)
         if table is None:
             table = _empty((0, top_k), torch.int64, x.device)
         if input_ids is None:
             input_ids = _empty((0,), torch.int64, x.device)
         if out is None:
             out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
-        scratch = torch.empty(0, dtype=torch.uint8, device=x.device)
+        needed = scratch_bytes(config, tokens) if x.is_cuda and MOE.has_kernel(config) else 0
+        scratch = _empty((needed,), torch.uint8, x.device)
         _op(*filled, table, input_ids, out, scratch, identity, live_tokens)
     except Exception:
         _explain(*given, table, input_ids, out, None, live_tokens)
@@ -191,6 +270,30 @@ def moe_runner_id(*fields: int | float | bool | str) -> int:
         fields: of `MoeConfig`, in order.
     """
     return MOE.runner_id(*fields)
+
+
+def _in_parts(
+    x: Tensor,
+    gate: Tensor,
+    experts: GatedWeights,
+    shared: GatedWeights,
+    input_ids: Tensor | None,
+    live_tokens: Tensor | None,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    options: dict,
+) -> Tensor:
+    """More tokens than a launch takes, one launch after the other."""
+    if out is None:
+        out = x.new_empty(x.shape, dtype=out_dtype)
+    for begin in range(0, x.shape[0], MAX_TOKENS):
+        part = slice(begin, begin + MAX_TOKENS)
+        moe(
+            x[part], gate, experts, shared, out=out[part], out_dtype=out_dtype,
+            input_ids=None if input_ids is None else input_ids[part],
+            live_tokens=None if live_tokens is None else live_tokens - begin, **options,
+        )  # fmt: skip
+    return out
 
 
 def _explain(*tensors: object) -> None:

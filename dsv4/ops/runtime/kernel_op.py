@@ -55,6 +55,10 @@ class KernelOp:
         """The configuration with the fields blanked that the kernel of `arch` takes at run time."""
         return config
 
+    def has_kernel(self, config: Any) -> bool:
+        """Whether kernels take the configuration; the torch implementation runs all others."""
+        return True
+
     def plan(self, config: Any, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """The table's scalars for a launch of these sizes. Remembered by sizes."""
         return ()

@@ -29,8 +29,8 @@ MAX_SIZES = 4096
 def launch_for(op: KernelOp, config: Any, first: Tensor) -> tuple[Launch, bool]:
     """What runs calls whose first tensor is like this one, and whether that is a kernel."""
     # Kernels have one dtype. A model loaded in float32 is there to be exact, not fast.
-    has_kernel_dtype = first.dtype not in other_dtypes(op)
-    if has_kernel_dtype and find_kernel(op.name, op.kernels, first.get_device()) is not None:
+    has_kernel = first.dtype not in other_dtypes(op) and op.has_kernel(config)
+    if has_kernel and find_kernel(op.name, op.kernels, first.get_device()) is not None:
         return state_of(op, config, first.device).launch, True
 
     def launch(*arguments: Any) -> None:

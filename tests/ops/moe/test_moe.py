@@ -220,7 +220,7 @@ def test_no_tokens() -> None:
         (dict(limit=0.0), r"limit must be positive"),
         (
             dict(table=torch.zeros(4, TOP_K, dtype=torch.int64)),
-            r"^bias: got shape \(8,\), needs \[0\]",
+            r"^bias: got 8 rows, experts",
         ),
         (dict(bias=torch.zeros(7)), r"bias: got shape \(7,\), needs \[8\]"),
         (dict(out=torch.zeros(4, HIDDEN // 2)), r"^out: got shape"),

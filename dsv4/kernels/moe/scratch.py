@@ -1,0 +1,50 @@
+"""Scratch memory of a mixture-of-experts launch: what its kernels hand to each other.
+
+Plain Python: operators pass integers, kernels what is an integer at run time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4.kernels.moe.config import K_BLOCK
+from dsv4.kernels.moe.layer_config import MoeConfig
+from dsv4.kernels.moe.routing import GROUP_WORDS, gate_tiling
+
+ALIGNMENT = 64  # bytes that every section starts at a multiple of
+WORD = 4  # bytes
+BF16 = 2
+
+
+def sections(config: MoeConfig, tokens: Any, splits: Any) -> dict[str, Any]:
+    """Where each section starts, and "end": bytes from the start of the scratch.
+
+    Args:
+        tokens: T.
+        splits: partial sums of a logit, from `gate_tiling`.
+    """
+    k, pairs = config.top_k, tokens * config.top_k
+    sizes = {
+        "partials": splits * tokens * (config.experts * WORD),
+        "codes": tokens * config.hidden,
+        "scales": tokens * (config.hidden // K_BLOCK),
+        "ids": pairs * WORD,
+        "weights": pairs * WORD,
+        "pairs": pairs * WORD,
+        # A group has a pair at least; one more, so that there is a row without tokens.
+        "groups": (pairs + 1) * (GROUP_WORDS * WORD),
+        "counts": 2 * WORD,
+        "arrivals": WORD,
+        "h": (pairs + tokens) * (config.inner * BF16),
+        "rows": tokens * ((k + 1) * config.hidden * BF16),
+    }
+    starts, start = {}, 0
+    for name, size in sizes.items():
+        starts[name] = start
+        start = start + (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    return {**starts, "end": start}
+
+
+def scratch_bytes(config: MoeConfig, tokens: int) -> int:
+    """Bytes of scratch of a launch of so many tokens."""
+    return sections(config, tokens, gate_tiling(config.routing, tokens)[0])["end"]

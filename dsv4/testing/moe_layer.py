@@ -1,0 +1,188 @@
+"""A whole mixture-of-experts layer under test: each launch for what it was given, and the result
+as a whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.moe.layer_config import MoeConfig
+from dsv4.kernels.moe.plan import tilings
+from dsv4.kernels.moe.routing import gate_tiling
+from dsv4.kernels.moe.scratch import sections
+from dsv4.ops.moe.torch_path import route
+from dsv4.ops.moe.weights import GatedWeights
+from dsv4.testing.harness import Call, Outcome
+from dsv4.testing.moe import MATRICES, Case, Inputs, assert_experts_close, gated, rounded
+from dsv4.testing.moe_router import WEIGHT_ERROR
+
+MAX_RELATIVE_ERROR = 1e-2  # of a token, where codes of h may tip
+SCALING = 1.5
+
+
+def layer_config(case: Case, is_hashed: bool = False, form: str | None = None) -> MoeConfig:
+    """The operator's configuration of a case, its weights prepared."""
+    return MoeConfig(
+        case.hidden, case.inner, case.experts, case.top_k, case.expert_dtype, "fp8", "bfloat16",
+        case.scale_dtype, form=case.scale_form if form is None else form, is_hashed=is_hashed,
+        scaling=SCALING, limit=case.limit, out_dtype=case.out_dtype,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Tensors of a layer: experts and activations (`Inputs`, whose routing is not used), a gate,
+    and a bias or a table."""
+
+    inputs: Inputs
+    gate: Tensor
+    bias: Tensor
+    table: Tensor
+    input_ids: Tensor
+    is_hashed: bool = False
+
+    @classmethod
+    def make(
+        cls, case: Case, seed: int, device: torch.device | str = "cpu", is_hashed: bool = False
+    ) -> LayerInputs:
+        generator = torch.Generator(device).manual_seed(seed)
+        options = {"generator": generator, "device": device}
+        gate = torch.randn(case.experts, case.hidden, **options) * case.hidden**-0.5
+        bias = torch.randn(case.experts, **options) * 0.2
+        if case.one_expert:
+            bias[-1] = 1000.0
+        rows = 64
+        table = torch.rand(rows, case.experts, **options).argsort(1)[:, : case.top_k]
+        if case.has_missing:
+            table = torch.where(torch.rand(table.shape, **options) < 0.2, case.experts, table)
+        ids = torch.randint(0, rows, (case.tokens,), **options)
+        inputs = Inputs.make(case, seed, device)
+        return cls(inputs, gate.bfloat16(), bias, table.contiguous(), ids, is_hashed)
+
+    @property
+    def case(self) -> Case:
+        return self.inputs.case
+
+    def first(self, tokens: int) -> LayerInputs:
+        """The same with the first tokens alone."""
+        ids = self.input_ids[:tokens]
+        return replace(self, inputs=self.inputs.first(tokens), input_ids=ids)
+
+    @property
+    def choice(self) -> dict[str, Tensor]:
+        """What chooses experts, by the names of `moe` and `route`."""
+        if self.is_hashed:
+            return {"table": self.table, "input_ids": self.input_ids}
+        return {"bias": self.bias}
+
+    def weights(self, is_prepared: bool) -> tuple[GatedWeights, GatedWeights]:
+        """Routed and shared weights, prepared or as released."""
+        found = []
+        for part in (self.inputs.routed, self.inputs.shared):
+            own = [part[name] for name in MATRICES]
+            if is_prepared:
+                own = [weight.prepared(self.case.scale_form) for weight in own]
+            found.append(GatedWeights(*(w.codes for w in own), *(w.scale for w in own)))
+        return found[0], found[1]
+
+    def call(self, tiling: int, num_sms: int) -> Call:
+        """A call of the compiled kernels with one of the experts' tilings."""
+        case, x = self.case, self.inputs.x
+        config = layer_config(case, self.is_hashed)
+        splits, token_tiles = gate_tiling(config.routing, case.tokens)
+        size = sections(config, case.tokens, splits)["end"]
+        scratch = torch.empty(size, dtype=torch.uint8, device=x.device)
+        out = torch.empty(x.shape, dtype=getattr(torch, case.out_dtype), device=x.device)
+        live = [] if case.live is None else [case.live]
+        weights = [
+            tensor
+            for part in self.weights(is_prepared=True)
+            for pair in zip(part.codes, part.scales)
+            for tensor in pair
+        ]
+        routed, shared = weights[:6], weights[6:]
+        args = (
+            x, self.gate, self.bias[: 0 if self.is_hashed else None], *routed,
+            self.bias.new_empty((0, case.experts)), *shared,
+            self.table[: None if self.is_hashed else 0],
+            self.input_ids[: None if self.is_hashed else 0], out, scratch,
+        )  # fmt: skip
+        options = {
+            "live_tokens": torch.tensor(live, dtype=torch.int32, device=x.device),
+            "tiling": tiling, "splits": splits, "token_tiles": token_tiles,
+            "group_tokens": tilings(config.kernels)[tiling].tokens, "num_sms": num_sms,
+        }  # fmt: skip
+        return Call(args, options, {"y": out, "scratch": scratch}, {})
+
+    def routing(self) -> tuple[Tensor, Tensor]:
+        """ids and weights [T, k] by plain torch in fp64; no expert for padding."""
+        x = self.inputs.x.cpu().double()
+        choice = {name: tensor.cpu() for name, tensor in self.choice.items()}
+        ids, weights = route(
+            x.float(), self.gate.cpu(), top_k=self.case.top_k, scaling=SCALING, **choice
+        )
+        live = torch.arange(len(x)) < self.case.num_live
+        return torch.where(live[:, None], ids, -1), torch.where(live[:, None], weights, 0.0)
+
+
+def assert_layer_close(outcome: Outcome, inputs: LayerInputs) -> None:
+    """Fail where the routing, or any step from there on, is further off than its bound; each is
+    compared for what the kernels had before it."""
+    case, scratch = inputs.case, outcome["scratch"]
+    tokens, k = case.tokens, case.top_k
+    config = layer_config(case, inputs.is_hashed)
+    start = sections(config, tokens, gate_tiling(config.routing, tokens)[0])
+
+    def found(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        size = dtype.itemsize * torch.Size(shape).numel()
+        return scratch[start[name] : start[name] + size].view(dtype).view(shape)
+
+    ids = found("ids", torch.int32, tokens, k)
+    weights = found("weights", torch.float32, tokens, k)
+    wanted_ids, wanted_weights = inputs.routing()
+    # A choice between scores that agree to rounding is the router's test's affair.
+    same = (ids == wanted_ids).all(1)
+    assert same.float().mean() >= 0.99 or int((~same).sum()) <= 1, "ids: other experts"
+    off = (weights - wanted_weights)[same].abs()
+    assert (off <= WEIGHT_ERROR * SCALING).all(), f"weights: off by {off.max():.2e}"
+    device = inputs.inputs.x.device
+    routed = replace(inputs.inputs, ids=ids.to(device), weights=weights.to(device))
+    steps = {
+        "h": found("h", torch.bfloat16, tokens * (k + 1), case.inner),
+        "rows": found("rows", torch.bfloat16, tokens, k + 1, case.hidden),
+        "y": outcome["y"],
+    }
+    assert_experts_close(Outcome(steps, {}), routed)
+    assert_whole_close(outcome["y"], routed)
+
+
+def expected(inputs: Inputs) -> Tensor:
+    """y [T, D] in fp64 for given routing: sums in fp64, h rounded to bf16 and to e4m3."""
+    case = inputs.case
+    x, ids = rounded(inputs.x), inputs.ids.long()
+    total = torch.zeros_like(x)
+    live = torch.arange(len(x), device=x.device) < case.num_live
+    units = [(e, (ids == e).nonzero(as_tuple=True)) for e in ids.unique().tolist() if e >= 0]
+    units.append((None, (live.nonzero()[:, 0], None)))
+    for expert, (tokens, slots) in units:
+        part = inputs.shared if expert is None else inputs.routed
+        w1, w3, w2 = (part[name].dense(expert) for name in MATRICES)
+        factor = x.new_ones(len(tokens)) if slots is None else inputs.weights[tokens, slots]
+        h, _ = gated(x[tokens], w1, w3, factor.double()[:, None], case.limit)
+        total[tokens] += rounded(h.bfloat16()) @ w2.T
+    return total
+
+
+def assert_whole_close(actual: Tensor, inputs: Inputs) -> None:
+    """Fail where a token's result is further from the oracle than tipping codes explain."""
+    wanted = expected(inputs)
+    actual = actual.to(wanted.device).double()
+    lost = actual.isfinite() != wanted.isfinite()
+    assert not lost.any(), f"y: {int(lost.sum())} elements are finite where they should not be"
+    finite = wanted.isfinite()
+    off = torch.where(finite, actual - wanted, 0.0).norm(dim=1)
+    norm = torch.where(finite, wanted, 0.0).norm(dim=1).clamp(min=1e-30)
+    relative = float((off / norm).max()) if len(off) else 0.0
+    assert relative <= MAX_RELATIVE_ERROR, f"y: relative error {relative:.2e} of a token"

@@ -1,0 +1,84 @@
+"""A whole layer: router and experts in one call, in the simulator and on a Hopper GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.kernels.moe.layer_config import MoeConfig
+from dsv4.kernels.moe.plan import tilings
+from dsv4.kernels.moe.scratch import scratch_bytes, sections
+from dsv4.testing.harness import Device, Target, run_all, simulator
+from dsv4.testing.moe import Case
+from dsv4.testing.moe_layer import LayerInputs, assert_layer_close, layer_config
+
+pytestmark = pytest.mark.stage("moe")
+
+HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
+FEW_SMS = 2
+
+
+@pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
+def target(request: pytest.FixtureRequest) -> Target:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    return Device() if request.param == "cuda" else simulator(request.param)
+
+
+def build(config: MoeConfig, options: str):
+    from dsv4.kernels.moe.sm90.layer import build
+
+    return build(config, options)
+
+
+def run(target: Target, inputs: LayerInputs, tiling: int, seed: int, schedules: int | None = 1):
+    compiled = target.compile(build, layer_config(inputs.case, inputs.is_hashed))
+    # Bytes between sections are not written: only the result has bits to compare.
+    return run_all(
+        target,
+        compiled,
+        lambda: replace_outputs(inputs.call(tiling, FEW_SMS).to(target.device)),
+        seed,
+        target.schedules[:schedules],
+    )
+
+
+def replace_outputs(call):
+    """The same call, its scratch poisoned here and looked at, but not compared between runs."""
+    scratch = call.outputs["scratch"].fill_(0xFF)
+    return replace(call, outputs={"y": call.outputs["y"]}, scratch={"scratch": scratch})
+
+
+SMALL = Case(5, 512, 128, 32, 3, live=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedules", [1, None])
+@pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])
+def test_every_step_is_close(target, is_hashed, schedules, seed) -> None:
+    case = replace(SMALL, has_missing=is_hashed)
+    inputs = LayerInputs.make(case, seed, is_hashed=is_hashed)
+    outcome = run(target, inputs, 0, seed, schedules)
+    steps = {"y": outcome["y"], "scratch": outcome.scratch["scratch"]}
+    assert_layer_close(replace(outcome, outputs=steps), inputs)
+
+
+@pytest.mark.slow
+def test_a_token_has_the_same_bits_in_every_tiling(target, seed) -> None:
+    inputs = LayerInputs.make(replace(SMALL, tokens=19, live=None), seed)
+    first = run(target, inputs, 0, seed)["y"]
+    for tiling in range(1, len(tilings(layer_config(SMALL).kernels))):
+        assert torch.equal(run(target, inputs, tiling, seed)["y"], first), f"tiling {tiling}"
+    assert torch.equal(run(target, inputs.first(3), 0, seed)["y"], first[:3])
+
+
+def test_sections_of_the_scratch_do_not_overlap() -> None:
+    config = MoeConfig(4096, 2048, 256, 6, form="packed")
+    for tokens in (1, 7, 512, 513, 8192):
+        starts = list(sections(config, tokens, 8 if tokens <= 512 else 1).values())
+        assert starts == sorted(starts)
+        assert all(start % 64 == 0 for start in starts)
+        assert starts[-1] == scratch_bytes(config, tokens)
+    # What a launch of 8,192 tokens needs is what it moves: rows of results, above all.
+    assert scratch_bytes(config, 8192) < 1.4 * 8192 * 7 * 4096 * 2 + 8192 * 7 * 2048 * 2
