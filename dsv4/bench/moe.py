@@ -1,0 +1,204 @@
+"""`moe` on a GPU: time of whole layers beside the floor of the bytes that their routing needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4 import ops
+from dsv4.bench.machine import Machine
+from dsv4.bench.timing import graph_microseconds
+from dsv4.kernels.moe.layer_config import MoeConfig
+from dsv4.ops.moe.op import MODEL_LAYERS, MOE
+from dsv4.ops.moe.torch_path import route
+from dsv4.ops.moe.weights import GatedWeights, prepare_
+
+TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096)
+CALLS = 24  # of a graph, each with tokens of its own, and so with experts of its own
+SHARED_SETS = 8  # of the shared expert and the gate: together several times L2
+CHECKED_TOKENS = 16
+# Of y, against the torch implementation, which rounds gate and up to bf16: codes of h tip.
+MAX_RELATIVE_ERROR = 6e-2
+COLUMNS = ("layer", "T", "experts", "us", "GB/s", "floor us", "of floor")
+FP4_EXPONENT, FP8_EXPONENT = 120, 119  # of most scales
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of `MODEL_LAYERS`, and tokens."""
+
+    model: str
+    tokens: int
+
+    @property
+    def config(self) -> MoeConfig:
+        return replace(MODEL_LAYERS[self.model], form="packed")
+
+    def bytes(self, distinct: float) -> float:
+        """Routed experts that some token uses, the shared one and the gate are read; x and y, in
+        bf16, once each."""
+        config = self.config
+        matrix = config.hidden * config.inner
+        shared = 3 * matrix * (1 + 1 / (128 * 128))
+        gate = 2 * config.experts * config.hidden
+        rows = 2 * 2 * self.tokens * config.hidden
+        return distinct * 3 * matrix * (0.5 + 1 / 32) + shared + gate + rows
+
+    @property
+    def flops(self) -> int:
+        config = self.config
+        return 2 * self.tokens * (config.top_k + 1) * 3 * config.hidden * config.inner
+
+
+@dataclass(frozen=True)
+class Result:
+    """Mean number of distinct experts of a call, and times in microseconds."""
+
+    shape: Shape
+    distinct: float
+    microseconds: float
+    floor: float
+
+    @property
+    def gigabytes(self) -> float:
+        """GB/s."""
+        return self.shape.bytes(self.distinct) / self.microseconds / 1e3
+
+
+def model_shapes() -> list[Shape]:
+    """Layers of Flash and Pro, from one token to 4,096."""
+    return [Shape(model, tokens) for model in MODEL_LAYERS for tokens in TOKENS]
+
+
+def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
+    """Measure each shape: router, sort and quantisation included, every call with other tokens.
+
+    Raises:
+        RuntimeError: the kernels are further from the torch implementation than roundings allow.
+    """
+    layer = None
+    for shape in shapes:
+        if layer is None or layer.model != shape.model:
+            layer = None
+            torch.cuda.empty_cache()
+            layer = Layer(shape.model)
+            layer.check()
+        yield layer.measure(shape, machine)
+
+
+class Layer:
+    """Random weights of a model's layer, prepared."""
+
+    @torch.inference_mode()
+    def __init__(self, model: str, device: str = "cuda") -> None:
+        self.model, self.device = model, device
+        self.config = Shape(model, 1).config
+        config = self.config
+        self.experts = self._fp4()
+        self.gates, self.shared = [], []
+        for _ in range(SHARED_SETS):
+            gate = torch.randn(config.experts, config.hidden, device=device)
+            self.gates.append((gate * config.hidden**-0.5).bfloat16())
+            self.shared.append(self._fp8())
+        self.bias = torch.zeros(config.experts, device=device)
+
+    def _fp4(self) -> GatedWeights:
+        config = self.config
+
+        def make(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+            shape = (config.experts, rows, columns // 2)
+            codes = torch.randint(-128, 128, shape, dtype=torch.int8, device=self.device)
+            shape = (config.experts, rows, columns // 32)
+            return codes, self._scales(shape, FP4_EXPONENT)
+
+        return self._prepared(make)
+
+    def _fp8(self) -> GatedWeights:
+        def make(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+            codes = torch.randn(rows, columns, device=self.device).to(torch.float8_e4m3fn)
+            return codes, self._scales((rows // 128, columns // 128), FP8_EXPONENT)
+
+        return self._prepared(make)
+
+    def _scales(self, shape: tuple[int, ...], exponent: int) -> Tensor:
+        options = {"dtype": torch.uint8, "device": self.device}
+        return torch.randint(exponent, exponent + 3, shape, **options).view(torch.float8_e8m0fnu)
+
+    def _prepared(self, make) -> GatedWeights:
+        hidden, inner = self.config.hidden, self.config.inner
+        pairs = [make(inner, hidden), make(inner, hidden), make(hidden, inner)]
+        weights = GatedWeights(*(p[0] for p in pairs), *(p[1] for p in pairs))
+        prepare_(weights, "packed")
+        return weights
+
+    def call(self, x: Tensor, index: int, **options: Any) -> Tensor:
+        """The layer, with one of the gates and shared experts."""
+        place, config = index % SHARED_SETS, self.config
+        return ops.moe(
+            x, self.gates[place], self.experts, self.shared[place], top_k=config.top_k,
+            scaling=config.scaling, limit=config.limit, form="packed", bias=self.bias, **options,
+        )  # fmt: skip
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compare few tokens with the torch implementation."""
+        x = torch.randn(CHECKED_TOKENS, self.config.hidden, device=self.device).bfloat16()
+        actual, expected = self.call(x, 0).float(), self._plain(x).float()
+        error = float((actual - expected).norm() / expected.norm())
+        if not error <= MAX_RELATIVE_ERROR:
+            raise RuntimeError(f"{self.model}: relative error {error:.1e} of a layer")
+
+    def _plain(self, x: Tensor) -> Tensor:
+        """The same layer by the torch implementation, which reads prepared weights, too."""
+        out, absent = torch.empty_like(x), torch.empty(0, dtype=torch.int64, device=x.device)
+        weights = [
+            tensor
+            for part in (self.experts, self.shared[0])
+            for pair in zip(part.codes, part.scales)
+            for tensor in pair
+        ]
+        MOE.torch(
+            self.config, x, self.gates[0], self.bias, *weights[:6], self.bias[:0], *weights[6:],
+            absent, absent, out, absent, None,
+        )  # fmt: skip
+        return out
+
+    @torch.inference_mode()
+    def measure(self, shape: Shape, machine: Machine) -> Result:
+        """Time calls that follow each other, each with tokens of its own."""
+        config = self.config
+        calls, distinct = [], 0
+        for index in range(CALLS):
+            x = torch.randn(shape.tokens, config.hidden, device=self.device).bfloat16()
+            gate = self.gates[index % SHARED_SETS]
+            ids, _ = route(x, gate, top_k=config.top_k, scaling=1.0, bias=self.bias)
+            distinct += ids.unique().numel()
+            calls.append(partial(self.call, x, index, out=torch.empty_like(x)))
+        distinct /= CALLS
+        # The rate is that of bf16, half of FP8's.
+        floor = machine.floor(shape.bytes(distinct), shape.flops / 2)
+        return Result(shape, distinct, graph_microseconds(calls), floor)
+
+
+def as_row(result: Result) -> dict[str, Any]:
+    """A result as records keep it."""
+    return {**asdict(result), "gigabytes_per_second": result.gigabytes}
+
+
+def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
+    """A row of a record under `COLUMNS`."""
+    time, shape = row["microseconds"], row["shape"]
+    return [
+        shape["model"],
+        f"{shape['tokens']}",
+        f"{row['distinct']:.1f}",
+        f"**{time:.1f}**" if is_bold else f"{time:.1f}",
+        f"{row['gigabytes_per_second']:.0f}",
+        f"{row['floor']:.1f}",
+        f"{row['floor'] / time:.0%}",
+    ]

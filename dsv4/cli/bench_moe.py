@@ -1,0 +1,42 @@
+"""`dsv4 bench moe`: time mixture-of-experts layers on this machine's GPU."""
+
+from __future__ import annotations
+
+import argparse
+
+from dsv4.cli import bench_rows
+
+SHAPE_FORMAT = "MODEL,T"
+
+
+def add_parser(benchmarks) -> None:
+    parser = benchmarks.add_parser(
+        "moe",
+        help="mixture-of-experts layers: microseconds, bytes per second, the GPU's floor",
+        description="CUDA-graph replays of whole layers, router, sort and quantisation included; "
+        "every call has its own tokens, routed at random, so that each replay reads other experts. "
+        "The floor is the larger of bytes over memory bandwidth, for the mean number of distinct "
+        "experts of a call, and FLOPs over twice the bf16 rate, both measured now. Results are "
+        "compared with the torch implementation before anything is timed.",
+    )
+    more = "measure this layer, Flash or Pro, and number of tokens instead of all (repeatable)"
+    bench_rows.add_options(parser, parse_shape, SHAPE_FORMAT, more)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Time the operator; print the table while it grows."""
+    from dsv4.bench import moe
+
+    return bench_rows.measure(args, "moe", moe)
+
+
+def parse_shape(text: str) -> tuple[str, int]:
+    """Model and tokens of a `SHAPE_FORMAT`, for argparse."""
+    from dsv4.ops.moe.op import MODEL_LAYERS
+
+    model, _, tokens = text.partition(",")
+    if model not in MODEL_LAYERS or not tokens.isdecimal() or int(tokens) < 1:
+        models = " or ".join(MODEL_LAYERS)
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {SHAPE_FORMAT}: {models}, tokens")
+    return model, int(tokens)
