@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dsv4.cli import sim_output
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 _PARAMETER = re.compile(r"(\w+)(?:\[([\d,]+)\])?(?:=(.+))?")
 _FORM = (
@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> int:
     """Simulate in each schedule, from the same tensors, and report."""
     import torch
 
-    from dsv4.simulator import Finding, SimulatorError, simulate_ptx
+    from dsv4.simulator import Report, SimulatorError, simulate_ptx
+    from dsv4.simulator.all_schedules import run_schedules
     from dsv4.simulator.formats import finding_of
-    from dsv4.simulator.frontend.script import DIFFERENT_BITS
     from dsv4.simulator.merged import MergedReport
     from dsv4.simulator.ptx.parser import parse_module
 
@@ -72,27 +72,23 @@ def run(args: argparse.Namespace) -> int:
     name = args.entry or (next(iter(entries)) if len(entries) == 1 else None)
     if name not in entries:
         raise ValueError(f"--entry: got {name}, needs one of {', '.join(entries)}")
-    given = [parameter(spec) for spec in args.param]
-    report, first = MergedReport(), None
-    for schedule in schedules:
-        params = tuple(p.clone() if isinstance(p, torch.Tensor) else p for p in given)
-        try:
-            found = simulate_ptx(
-                text, name, grid=tuple(args.grid), cluster=tuple(args.cluster),
-                block=tuple(args.block or entries[name].threads or (32,)), shared=args.shared,
-                params=params, schedule=schedule, seed=args.seed, races=args.races,
-            )  # fmt: skip
-        except SimulatorError as error:
-            report.findings.append(finding_of(error))
-            break
-        report.add(found)
-        written = [_bytes(p) for p in params if isinstance(p, torch.Tensor)]
-        if first is not None and written != first:
-            message = f"{name}: not the same bits under {schedules[0]} and {schedule}"
-            report.findings.append(Finding(DIFFERENT_BITS, message))
-        first = first or written
-        if args.save is not None:
-            save(args.save, params)
+    params = tuple(parameter(spec) for spec in args.param)
+    report = MergedReport()
+
+    def call(schedule: str) -> Report:
+        return simulate_ptx(
+            text, name, grid=tuple(args.grid), cluster=tuple(args.cluster),
+            block=tuple(args.block or entries[name].threads or (32,)), shared=args.shared,
+            params=params, schedule=schedule, seed=args.seed, races=args.races,
+        )  # fmt: skip
+
+    try:
+        tensors = [value for value in params if isinstance(value, torch.Tensor)]
+        run_schedules(call, tensors, schedules, report)
+    except SimulatorError as error:
+        report.findings.append(finding_of(error))
+    if args.save is not None:
+        save(args.save, params)
     return sim_output.finish(report, args)
 
 
@@ -134,9 +130,3 @@ def save(folder: Path, params: tuple[Any, ...]) -> None:
             plain = value.dtype in (torch.bfloat16,) or value.dtype.itemsize == 1
             array = value.view(torch.uint8).numpy() if plain else value.numpy()
             np.save(folder / f"param{i}.npy", array)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    import torch
-
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()

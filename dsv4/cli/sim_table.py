@@ -150,12 +150,14 @@ def print_table(arch: str, measured: Path | None) -> None:
     for row in rows(subjects):
         print(_line(row.columns), flush=True)
         if row.error is not None:
-            errors.append(abs(row.error))
+            errors.append(row.error)
     if errors:
-        mean, worst = sum(errors) / len(errors), max(errors)
-        within = sum(error <= 0.25 for error in errors)
+        sizes = [abs(error) for error in errors]
+        mean, signed = sum(sizes) / len(errors), sum(errors) / len(errors)
+        within = sum(size <= 0.25 for size in sizes)
         print(
-            f"model against measurement: mean error {mean:.0%}, worst {worst:.0%}, "
+            f"model against measurement: mean error {mean:.1%}, signed {signed:+.1%}, worst "
+            f"{max(sizes):.0%}, "
             f"within 25% for {within} of {len(errors)} shapes"
         )
 

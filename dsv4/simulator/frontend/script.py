@@ -14,13 +14,12 @@ from pathlib import Path
 
 import torch
 
+from dsv4.simulator.all_schedules import run_schedules
 from dsv4.simulator.api import simulate
 from dsv4.simulator.frontend.cpu_only import CpuOnly
 from dsv4.simulator.frontend.cutedsl import CudaView
 from dsv4.simulator.merged import MergedReport
-from dsv4.simulator.report import Finding
 
-DIFFERENT_BITS = "results differ between schedules"
 # What functions of the driver and the runtime answer, beside success and 0. The version is newer
 # than any that a script asks for.
 _DRIVER_VALUES = {"DriverGetVersion": 14000, "DeviceGetCount": 1, "GetDeviceCount": 1}
@@ -122,27 +121,14 @@ class Launcher:
             t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.is_cpu
             and t.layout == torch.strided
         )  # fmt: skip
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in live}
-        before, first, differs = None, None, False
-        if len(self.schedules) > 1:
-            before = {start: storage.clone() for start, storage in storages.items()}
-        for schedule in self.schedules:
-            if first is not None:
-                for start, storage in storages.items():
-                    storage.copy_(before[start])
-            report = simulate(
+        run_schedules(
+            lambda schedule: simulate(
                 compiled, *arguments, schedule=schedule, races=self.races, buffers=live
-            )
-            self.report.add(report)
-            if before is None:
-                continue
-            written = {start: bytes(storage) for start, storage in storages.items()}
-            if first is not None and written != first and not differs:
-                differs = True
-                names = ", ".join(launch.kernel[:60] for launch in report.launches)
-                message = f"{names}: not the same bits under {self.schedules[0]} and {schedule}"
-                self.report.findings.append(Finding(DIFFERENT_BITS, message))
-            first = first or written
+            ),
+            live,
+            self.schedules,
+            self.report,
+        )
         return 0
 
 

@@ -180,10 +180,11 @@ def _memory_rates(
     if distinct:
         loads = min(loads, share / distinct)
     multicast = 1 / (distinct / min(loads, machine.multicast_bytes) + (1 - distinct) / loads)
+    memory = min(1.0, loads * distinct / share)
     stores = machine.store_port_bytes
     if waves == 1:
         stores = min(stores, machine.store_bytes * part)
-    return MemoryRates(loads, multicast, stores)
+    return MemoryRates(loads, multicast, stores, memory)
 
 
 def _throttling(machine: Machine, cycles: float, worked: float) -> float:
@@ -218,4 +219,5 @@ def _ctas_per_sm(trace: LaunchTrace, machine: Machine) -> int:
 
 def _launch_us(trace: LaunchTrace, machine: Machine) -> float:
     waits = any(ins.opcode == "griddepcontrol.wait" for ins in trace.program.entry.instructions)
-    return machine.dependent_launch_us if waits else machine.launch_us
+    launch = machine.dependent_launch_us if waits else machine.launch_us
+    return launch + machine.first_access_us

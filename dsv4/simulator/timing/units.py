@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from dsv4.simulator.timing.machine import Machine
@@ -21,6 +22,21 @@ class Server:
         self.free = max(self.free, now) + cycles
         self.busy += cycles
         return self.free
+
+
+@dataclass(slots=True)
+class RecentLoad:
+    """How much of the last `span` cycles or so a server was asked to work."""
+
+    span: float
+    asked: float = 0.0
+    last: float = 0.0
+
+    def add(self, now: float, cycles: float) -> float:
+        """The part of the time, `cycles` of work at `now` included."""
+        self.asked = self.asked * math.exp(min(self.last - now, 0.0) / self.span) + cycles
+        self.last = max(self.last, now)
+        return min(1.0, self.asked / self.span)
 
 
 @dataclass
@@ -74,6 +90,7 @@ class MemoryRates:
     loads: float
     multicast: float  # landed in one SM
     stores: float
+    memory: float = 0.0  # part of what memory can deliver, while every SM loads all it can
 
 
 class Sm:
@@ -90,6 +107,7 @@ class Sm:
         self.port = SharedPort(machine)
         self.tensor = Server()  # of Blackwell
         self.copies = Server()  # TMA instructions
+        self.recent = RecentLoad(2 * machine.memory_latency)
         self.inbound = Server()  # L2 and memory, with what goes out
         self.loads = Server()  # the ordinary part of what comes in
         self.outbound = Server()
@@ -98,7 +116,10 @@ class Sm:
     def fetch(self, now: float, size: int, latency: float, multicast: bool = False) -> float:
         """A bulk copy from global memory, behind those before it; the time when it is here."""
         rate = self.rates.multicast if multicast else self.rates.loads
-        return self.inbound.take(now, size / rate) + latency
+        cycles = size / rate
+        load = self.rates.memory * self.recent.add(now, cycles)
+        latency *= 1 + self.machine.memory_queue * load**2
+        return self.inbound.take(now, cycles) + latency
 
     def receive(self, now: float, size: int) -> float:
         """A bulk copy from another SM of the cluster; the time when it is here."""

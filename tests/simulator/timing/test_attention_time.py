@@ -15,12 +15,12 @@ from dsv4.simulator.timing import B200, LaunchPrediction, predict, timeline
 from dsv4.simulator.timing.recorder import record
 from dsv4.simulator.timing.trace import BulkLoad, LaunchTrace, Multiply
 from dsv4.testing.attention import Case
+from tests.simulator.timing.bounds import check_errors, check_means
 
 pytestmark = pytest.mark.stage("simulator")
 
 # Figures of one H200, as BENCHMARKS.md reports them.
 MEASURED = Path(__file__).parent / "h200_attention.json"
-BOUND = 0.25
 QUICK = (1, 16, 128)  # tokens of Flash that the default suite looks at
 BLACKWELL = Workload("sm_100a", Case.decode(1, heads=64, top_k=512), num_splits=1)
 
@@ -44,10 +44,7 @@ def blackwell_trace() -> LaunchTrace:
 
 def check(subjects: list[sim_table.Subject]) -> None:
     """Every shape within the bound; the message lists all errors."""
-    assert subjects
-    errors = {str(row.subject.workload): row.error for row in sim_table.rows(subjects)}
-    text = "\n".join(f"{error:+.0%} {name}" for name, error in errors.items())
-    assert all(abs(error) <= BOUND for error in errors.values()), f"model errors:\n{text}"
+    check_errors({str(row.subject.workload): row.error for row in sim_table.rows(subjects)})
 
 
 def test_h200_quick():
@@ -57,7 +54,10 @@ def test_h200_quick():
 
 @pytest.mark.slow
 def test_h200_every_measured_shape():
-    check(sim_table.measured_subjects("sm_90a", MEASURED))
+    subjects = sim_table.measured_subjects("sm_90a", MEASURED)
+    errors = {str(row.subject.workload): row.error for row in sim_table.rows(subjects)}
+    check_errors(errors)
+    check_means(errors)
 
 
 def test_trace_counts_what_the_kernel_does():

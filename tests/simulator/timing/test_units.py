@@ -77,30 +77,50 @@ def test_distinct_bytes_come_at_the_rate_of_memory():
     assert node.critical_unit == "memory"
 
 
+def streaming_terabytes(machine: Machine, ctas: int, size: int, stages: int) -> float:
+    """TB/s of CTAs that load distinct bytes, `stages` copies of `size` in flight each."""
+
+    def cycles(copies: int) -> float:
+        source = torch.empty(ctas * copies * size, dtype=torch.uint8)
+        simulation = single_launch(
+            streaming_kernel(stages, size, copies),
+            "stream",
+            grid=(ctas, 1, 1),
+            block=(32, 1, 1),
+            shared=stages * (size + 8),
+            params=(source,),
+        )
+        return predict(simulation, source, machine=machine).launches[0].cycles
+
+    few, many = 2 * stages, 6 * stages
+    moved = ctas * (many - few) * size
+    return moved / machine.microseconds(cycles(many) - cycles(few)) / 1e6
+
+
 # TMA on a B200, all SMs loading: KB in flight per SM -> TB/s. SemiAnalysisAI/microbench-blackwell.
 @pytest.mark.parametrize(
     "kilobytes, published", [(4, 1.15), (8, 2.1), (16, 3.6), (32, 5.65), (64, 7.1), (128, 7.1)]
 )
 def test_bandwidth_by_bytes_in_flight(kilobytes, published):
-    """In between the model knows no contention before memory is full: up to 30% optimistic."""
-    stages = kilobytes // 4
+    terabytes = streaming_terabytes(B200, B200.multiprocessors, 4096, kilobytes // 4)
+    assert terabytes == pytest.approx(published, rel=0.2)
 
-    def cycles(copies: int) -> float:
-        source = torch.empty(B200.multiprocessors * copies * 4096, dtype=torch.uint8)
-        simulation = single_launch(
-            streaming_kernel(stages, 4096, copies),
-            "stream",
-            grid=(B200.multiprocessors, 1, 1),
-            block=(32, 1, 1),
-            shared=stages * (4096 + 8),
-            params=(source,),
-        )
-        return predict(simulation, source, machine=B200).launches[0].cycles
 
-    few, many = 2 * stages, 6 * stages
-    size = B200.multiprocessors * (many - few) * 4096
-    terabytes = size / B200.microseconds(cycles(many) - cycles(few)) / 1e6
-    assert published * 0.9 < terabytes < published * 1.3
+# Bulk copies on an H200, one CTA per SM: CTAs, KB in flight each -> TB/s, slopes of graph replays.
+@pytest.mark.parametrize(
+    "ctas, kilobytes, measured",
+    [
+        (8, 16, 0.259), (8, 32, 0.470), (8, 64, 0.806),
+        (32, 16, 1.000), (32, 32, 1.743), (32, 64, 2.832),
+        (64, 16, 1.890), (64, 32, 3.034), (64, 64, 4.199), (64, 128, 4.454),
+        (96, 32, 3.812), (96, 64, 4.511),
+        (132, 16, 3.268), (132, 32, 4.309), (132, 64, 4.563), (132, 128, 4.580),
+    ],
+)  # fmt: skip
+def test_bandwidth_by_ctas_and_bytes_in_flight(ctas, kilobytes, measured):
+    size = 4096 if kilobytes == 16 else 8192
+    terabytes = streaming_terabytes(H200, ctas, size, kilobytes * 1024 // size)
+    assert terabytes == pytest.approx(measured, rel=0.2)
 
 
 def test_few_ctas_are_bound_by_their_own_sm():
