@@ -53,22 +53,21 @@ class MoE(Module):
     def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
         """Apply to tokens `x` [B, C, hidden_size] with ids [B, C]; summed in fp32."""
         if self.form == RELEASED and x.is_cuda:
-            self.prepare(x.dtype)
+            self.prepare()
         return moe(
             x.flatten(0, 1), self.gate.weight, self.experts.weights, self.shared_experts.weights,
             top_k=self.gate.topk, scaling=self.gate.scaling, limit=self.limit, form=self.form,
             block=self.block, **self.gate.choice(input_ids.flatten()),
         ).view_as(x)  # fmt: skip
 
-    def prepare(self, dtype: torch.dtype) -> None:
+    def prepare(self) -> None:
         """Bring the weights into the order of this device's kernels, where it has some for them.
 
-        Reads scales back and rewrites the weights: before graphs are captured. For activations of
-        `dtype`.
+        Reads scales back and rewrites the weights: before graphs are captured.
         """
         experts, shared = self.experts.weights, self.shared_experts.weights
         if self.form != RELEASED or not reads_prepared(
-            self.gate.weight, experts, shared, self.block, self.gate.topk, dtype
+            self.gate.weight, experts, shared, self.block, self.gate.topk
         ):
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

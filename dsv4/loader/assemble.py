@@ -10,6 +10,7 @@ from os import PathLike
 import torch
 from torch import Tensor
 
+from dsv4.layers.moe import MoE
 from dsv4.loader.convert import dequantize
 from dsv4.loader.errors import CheckpointError, brief
 from dsv4.loader.layout import expert_name
@@ -69,6 +70,9 @@ def _filled(
         for name, target in targets.items():
             _fill(checkpoint, name, target)
             advance(checkpoint.stored[name].nbytes)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.prepare()
     return model.eval()
 
 

@@ -6,7 +6,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsv4.config.model_config import ModelConfig
+from dsv4.layers.moe import RELEASED, MoE
 from dsv4.loader.errors import CheckpointError, brief, refuse
 from dsv4.loader.files import INDEX_FILE, as_path
 from dsv4.loader.layout import TensorSpec, expert_name, inventory
@@ -44,7 +46,8 @@ def save(
         config: the model's configuration; decides the formats the tensors must be in.
         weights: tensors with released names, written in their own dtypes (plain matrices may be of
             any floating-point dtype); or a model, whose plain tensors are narrowed to the dtypes of
-            the releases where that loses nothing.
+            the releases where that loses nothing. Weights that are prepared for kernels are put
+            back while they are written: replay no graph of the model meanwhile.
         shards: number of files, cut at equal bytes.
 
     Raises:
@@ -55,7 +58,27 @@ def save(
         ValueError: `shards` is not at least 1.
     """
     _check_arguments(config, weights, shards)
-    folder = as_path("folder", folder).resolve()
+    with _released(weights):
+        _save(as_path("folder", folder).resolve(), config, weights, shards)
+
+
+@contextmanager
+def _released(weights: Mapping[str, Tensor] | DeepseekV4) -> Iterator[None]:
+    """A model's experts in the released order, where they are: no second copy of them is made."""
+    modules = weights.modules() if isinstance(weights, torch.nn.Module) else ()
+    prepared = [m for m in modules if isinstance(m, MoE) and m.form != RELEASED]
+    for module in prepared:
+        module.release()
+    try:
+        yield
+    finally:
+        for module in prepared:
+            module.prepare()
+
+
+def _save(
+    folder: Path, config: ModelConfig, weights: Mapping[str, Tensor] | DeepseekV4, shards: int
+) -> None:
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(f"checkpoint {folder}: is a file, expected a folder")
     specs = inventory(config)

@@ -8,7 +8,9 @@ import torch
 from dsv4.config.layer_schedule import LayerKind, LayerSpec
 from dsv4.layers import moe as module
 from dsv4.layers.moe import MoE
-from tests.model.tiny import quantized_config
+from dsv4.loader.assemble import load
+from dsv4.loader.writer import save
+from tests.model.tiny import quantized_config, random_model
 
 pytestmark = pytest.mark.stage("moe")
 
@@ -44,13 +46,13 @@ def test_prepared_weights_take_the_place_of_the_released(layer) -> None:
     released, expected = state_of(layer), layer(x, ids)
     places = [parameter.data_ptr() for parameter in layer.parameters()]
     codes = layer.experts.w1.weight.clone()
-    layer.prepare(x.dtype)
+    layer.prepare()
     assert layer.form == "packed"
     assert places == [parameter.data_ptr() for parameter in layer.parameters()]
     assert not torch.equal(layer.experts.w1.weight, codes)
     assert torch.equal(layer(x, ids), expected)
     assert_same(layer.state_dict(), released)
-    layer.prepare(x.dtype)
+    layer.prepare()
     layer.release()
     assert layer.form == "released"
     assert torch.equal(layer.experts.w1.weight, codes)
@@ -58,7 +60,7 @@ def test_prepared_weights_take_the_place_of_the_released(layer) -> None:
 
 def test_a_state_dict_is_loaded_into_released_weights(layer) -> None:
     released = state_of(layer)
-    layer.prepare(torch.bfloat16)
+    layer.prepare()
     changed = {name: tensor.flip(0) for name, tensor in released.items()}
     layer.load_state_dict(changed)
     assert layer.form == "released"
@@ -70,7 +72,7 @@ def test_a_spread_of_scales_that_cannot_be_packed_is_kept_raw(layer) -> None:
     released = state_of(layer)
     x, ids = torch.randn(1, 2, 128).bfloat16(), torch.zeros(1, 2, dtype=torch.int64)
     expected = layer(x, ids)
-    layer.prepare(x.dtype)
+    layer.prepare()
     assert layer.form == "raw"
     assert torch.equal(layer(x, ids), expected)
     assert_same(layer.state_dict(), released)
@@ -80,4 +82,21 @@ def test_preparation_during_a_capture_is_refused(layer, monkeypatch) -> None:
     for name in ("is_available", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     with pytest.raises(RuntimeError, match="run the layer once before the capture"):
-        layer.prepare(torch.bfloat16)
+        layer.prepare()
+
+
+def test_a_saved_model_is_as_released(monkeypatch, seed, tmp_path) -> None:
+    monkeypatch.setattr(module, "reads_prepared", lambda *arguments: True)
+    model = random_model(quantized_config("S"), torch.bfloat16)
+    released = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layer = model.layers[0].ffn
+    layer.prepare()
+    form, codes = layer.form, layer.experts.w2.weight.clone()
+    save(tmp_path / "saved", model.config, model)
+    assert layer.form == form != "released"
+    assert torch.equal(layer.experts.w2.weight, codes)
+    other = load(tmp_path / "saved")
+    # Loaded models are prepared at once.
+    assert other.layers[0].ffn.form == form
+    assert torch.equal(other.layers[0].ffn.experts.w2.weight, codes)
+    assert_same(dict(other.state_dict()), released)

@@ -339,13 +339,9 @@ def reads_prepared(
     shared: GatedWeights,
     block: tuple[int, int],
     top_k: int,
-    dtype: torch.dtype,
 ) -> bool:
-    """Whether kernels of the weights' device take these weights, prepared, for activations of
-    `dtype`."""
-    if not gate.is_cuda or dtype != torch.bfloat16:
-        return False
-    if find_kernel(MOE.name, MOE.kernels, gate.get_device()) is None:
+    """Whether kernels of the weights' device take these weights, prepared."""
+    if not gate.is_cuda or find_kernel(MOE.name, MOE.kernels, gate.get_device()) is None:
         return False
     count, inner = experts.w1.shape[:2]
     scale = shared.w1_scale if shared.w1_scale is not None else experts.w1_scale
@@ -353,7 +349,7 @@ def reads_prepared(
         gate.shape[1], inner, count, top_k, experts.dtype_name, shared.dtype_name,
         _name(gate.dtype), _block_scale_dtype(scale), *block,
     )  # fmt: skip
-    return not config.why_no_kernel
+    return MOE.has_kernel(config)
 
 
 def _block_scale_dtype(scale: Tensor | None) -> str:
