@@ -32,6 +32,9 @@ ARGS = (
     In("ids", "T k", "int32"),  # experts of a token, ascending; -1: none
     In("weights", "T k", "float32"),  # in the order of `ids`
     Out("h", "R I", "bfloat16", align=16),  # R = P + T: routed by position, then shared by token
+    # Of h, where many tokens go to an expert.
+    Out("h_codes", "R I", "float8_e4m3fn", align=16),
+    Out("h_scale", "R i", "float8_e8m0fnu"),
     Out("rows", "T k1 D", "bfloat16", align=16),  # by place among a token's experts; last: shared
     Out("y", "T D", "out_dtype", align=16),
     Scalar("tiling"),

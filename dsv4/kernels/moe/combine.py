@@ -42,28 +42,26 @@ class Combine:
         pdl.launch_dependents()
         pdl.wait_for_previous_launch()
         if channel < self.hidden:
+            # All rows are asked for before it is known which ones there are.
+            words = cute.make_rmem_tensor((PAIRS, self.top_k + 1), Uint32)
+            for place in cutlass.range_constexpr(self.top_k + 1):
+                offset = (Int64(token) * (self.top_k + 1) + place) * self.hidden + channel
+                source = pointer_at(rows.iterator, offset, Uint32)
+                vector = cute.make_tensor(source, cute.make_layout(PAIRS))
+                cute.autovec_copy(vector, words[None, place])
             sums = cute.make_rmem_tensor(VECTOR, Float32)
             sums.fill(0.0)
             is_live = token < counts[1]
             for place in cutlass.range_constexpr(self.top_k + 1):
                 is_used = is_live
                 if cutlass.const_expr(place < self.top_k):
-                    is_used = is_live and ids[token, place] >= 0
-                if is_used:
-                    self._add(rows, token, place, channel, sums)
+                    is_used = is_live & (ids[token, place] >= 0)
+                for i in cutlass.range_constexpr(PAIRS):
+                    for c, value in enumerate(quant.unpack_bf16(words[i, place])):
+                        total = sums[2 * i + c]
+                        sums[2 * i + c] = cutlass.select_(is_used, total + value, total)
             values = cute.make_rmem_tensor(VECTOR, y.element_type)
             for i in cutlass.range_constexpr(VECTOR):
                 values[i] = sums[i].to(y.element_type)
             target = pointer_at(y.iterator, Int64(token) * y.stride[0] + channel, y.element_type)
             cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(VECTOR)))
-
-    @cute.jit
-    def _add(self, rows: cute.Tensor, token, place: cutlass.Constexpr, channel, sums: cute.Tensor):
-        words = cute.make_rmem_tensor(PAIRS, Uint32)
-        offset = (Int64(token) * (self.top_k + 1) + place) * self.hidden + channel
-        source = pointer_at(rows.iterator, offset, Uint32)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(PAIRS)), words)
-        for i in cutlass.range_constexpr(PAIRS):
-            low, high = quant.unpack_bf16(words[i])
-            sums[2 * i] = sums[2 * i] + low
-            sums[2 * i + 1] = sums[2 * i + 1] + high

@@ -7,6 +7,7 @@ Nothing here changes a bit of a result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from dsv4.arch import SM_90A
 from dsv4.kernels.kit.plan import Arrival, Arrive, BarrierGraph, Buffer, Edge, SmemPlan, Warps
@@ -14,13 +15,21 @@ from dsv4.kernels.moe.config import ExpertsConfig
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
 
 CONSUMER_WARPS = 8
-ACTIVATION_WARPS = 2
+ACTIVATION_WARPS = 3
 TILE_ROWS = 2 * PANEL_ROWS
 CTA_RESERVED = 1024  # bytes of shared memory that an SM keeps for each CTA
 WEIGHT_BYTES = 16384  # of a stage: 128 rows of two k blocks of FP4, or of one of FP8
 SCALE_BYTES = 1024  # of a stage: a word for each row and k block of FP4
 MIN_STAGES = 3
 MOST_IN_FLIGHT = 16  # tokens of a tile with two accumulators
+
+
+class Source(Enum):
+    """Where the activations of a product come from."""
+
+    TOKENS = auto()  # codes of tokens, gathered by the pairs of a tile
+    CODES = auto()  # codes of rows in the order of tiles
+    BFLOAT16 = auto()  # bf16 rows in that order, quantised on their way into the ring
 
 
 @dataclass(frozen=True)
@@ -31,12 +40,15 @@ class Tiling:
         tokens: of a tile of a routed expert: columns of its products.
         shared_tokens: of a tile of the shared expert, `tokens` times a power of two: all tokens
             pass it, and each of its tiles reads all of its weights.
+        has_codes: whether the second product gets codes of h, from a launch between: with many
+            tokens of an expert, each of its tiles would quantise them again.
         ctas_per_sm: two, so that the next launch's CTAs fill their rings while this one ends; the
             accumulators of many tokens take the registers of both.
     """
 
     tokens: int
     shared_tokens: int
+    has_codes: bool = False
     ctas_per_sm: int = 2
 
 
@@ -93,7 +105,7 @@ class ProductPlan:
         out_rows: of an expert's weights in a pair of panels: of gate, and of up, or of down.
         row_tiles: pairs of panels.
         expert_dtype, scale_form: as in `ExpertsConfig`.
-        quantizes: whether activations are bf16 rows, quantised on their way into the ring.
+        source: of the activations.
         lanes_per_warp: lanes that arrive for their warp; 32 for a checker that follows threads.
     """
 
@@ -103,7 +115,7 @@ class ProductPlan:
     expert_dtype: str
     scale_form: str
     tiling: Tiling
-    quantizes: bool
+    source: Source
     lanes_per_warp: int = 1
 
     @classmethod
@@ -111,15 +123,16 @@ class ProductPlan:
         """Of w1 and w3: a tile has 64 rows of each."""
         return cls(
             config.hidden, config.inner, config.inner // PANEL_ROWS, config.expert_dtype,
-            config.scale_form, tiling, False, lanes_per_warp,
+            config.scale_form, tiling, Source.TOKENS, lanes_per_warp,
         )  # fmt: skip
 
     @classmethod
     def down(cls, config: ExpertsConfig, tiling: Tiling, lanes_per_warp: int) -> ProductPlan:
         """Of w2: a tile has 128 rows."""
+        source = Source.CODES if tiling.has_codes else Source.BFLOAT16
         return cls(
             config.inner, config.hidden, config.hidden // TILE_ROWS, config.expert_dtype,
-            config.scale_form, tiling, True, lanes_per_warp,
+            config.scale_form, tiling, source, lanes_per_warp,
         )  # fmt: skip
 
     @property
@@ -218,7 +231,7 @@ class ProductPlan:
 
 def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
     """Tilings of the kernels, by the tokens of a tile."""
-    return (Tiling(8, 8), Tiling(8, 32), Tiling(16, 32), Tiling(32, 32))
+    return (Tiling(8, 8), Tiling(8, 32), Tiling(16, 32, True), Tiling(32, 32, True))
 
 
 # Most tokens of a launch for each tiling but the last.

@@ -14,11 +14,11 @@ from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 from dsv4.kernels.moe.layout import K_BLOCK
-from dsv4.kernels.moe.plan import ACTIVATION_WARPS, TILE_ROWS, Kind, ProductPlan
+from dsv4.kernels.moe.plan import ACTIVATION_WARPS, Kind, ProductPlan, Source
 from dsv4.kernels.moe.sm90.context import ProductContext, WorkTile, read_schedule
 
 WARP = 32
-BATCH = 4  # loads of a lane under way
+BATCH = 8  # loads of a lane under way
 BLOCK_VECTORS = K_BLOCK // VECTOR_BYTES
 
 
@@ -26,7 +26,7 @@ class ActivationWarps:
     """Each fills every `ACTIVATION_WARPS`-th stage with codes and scales.
 
     Args:
-        plan: of the product; it says whether rows are quantised.
+        plan: of the product; it says what the rows are.
         top_k: experts of a token.
     """
 
@@ -81,13 +81,12 @@ class ActivationWarps:
         """Row of x for column `lane` of a tile."""
         pairs = ctx.operands.pairs
         row = tile.first + lane
-        if cutlass.const_expr(self.plan.quantizes):
-            if tile.is_shared:
-                row += pairs.shape[0]
-        else:
+        if cutlass.const_expr(self.plan.source is Source.TOKENS):
             is_pair = not tile.is_shared
             if is_pair and lane < tile.count:
                 row = pairs[row] // self.top_k
+        elif tile.is_shared:
+            row += pairs.shape[0]
         return row
 
     @cute.jit
@@ -96,15 +95,18 @@ class ActivationWarps:
         tile: WorkTile, rows, warp, lane, cursor: Cursor, turn,
     ):  # fmt: skip
         ring = ctx.pipes.ring
-        for step in cutlass.range(kind.steps, unroll=1):
+        for step in cutlass.range(tile.steps(kind), unroll=1):
             if turn == warp:
-                ring.acquire(cursor)
-                if cutlass.const_expr(self.plan.quantizes):
-                    self._quantize(ctx, kind, tile, rows, lane, step, cursor.stage)
-                else:
-                    self._copy(ctx, kind, tile, rows, lane, step, cursor.stage)
+                factor = Float32(0.0)
                 if cutlass.const_expr(kind.dtype == "fp8"):
-                    self._load_block_scales(ctx, is_shared, tile, lane, step, cursor.stage)
+                    factor = self._block_scale(ctx, is_shared, tile, lane, step)
+                if cutlass.const_expr(self.plan.source is Source.BFLOAT16):
+                    self._quantize(ctx, kind, tile, rows, lane, step, cursor)
+                else:
+                    self._copy(ctx, kind, tile, rows, lane, step, cursor)
+                if cutlass.const_expr(kind.dtype == "fp8"):  # noqa: SIM102 static, then dynamic
+                    if lane < 2:
+                        (ctx.smem.block_scale + (cursor.stage * 2 + lane)).store(factor)
                 # wgmma reads codes through the async proxy.
                 cute.arch.fence_view_async_shared()
                 ring.at(cursor.stage).commit(lane)
@@ -112,102 +114,165 @@ class ActivationWarps:
             turn = cutlass.select_(turn == ACTIVATION_WARPS - 1, Int32(0), turn + 1)
         return cursor, turn
 
+    # ---- codes ----
+
     @cute.jit
     def _copy(
-        self, ctx: ProductContext, kind: cutlass.Constexpr, tile: WorkTile, rows, lane, step, stage
-    ):
-        """Codes and scales of a stage as they lie."""
-        plan, x, x_scale = self.plan, ctx.operands.x, ctx.operands.x_scale
-        first_block = step * kind.blocks
+        self, ctx: ProductContext, kind: cutlass.Constexpr, tile: WorkTile, rows, lane, step,
+        cursor: Cursor,
+    ):  # fmt: skip
+        """Codes and scales of a stage as they lie; loads are under way while the stage is full."""
         vectors = tile.count * (kind.blocks * BLOCK_VECTORS)
-        for start in cutlass.range(0, vectors, WARP * BATCH, unroll=1):
-            words = cute.make_rmem_tensor((4, BATCH), Uint32)
-            words.fill(0)
-            for i in cutlass.range_constexpr(BATCH):
-                index = start + i * WARP + lane
+        words = self._load_codes(ctx, kind, rows, lane, step, Int32(0), vectors)
+        scales = self._load_scales(ctx, kind, tile, rows, lane, step)
+        ctx.pipes.ring.acquire(cursor)
+        self._store_codes(ctx, kind, lane, cursor.stage, Int32(0), vectors, words)
+        for i in cutlass.range_constexpr(cute.size(scales)):
+            index = i * WARP + lane
+            if index < tile.count * kind.blocks:
+                column, block = self._column(index, kind)
+                self._scale_address(ctx, kind, cursor.stage, column, block).store(scales[i])
+        for start in cutlass.range(WARP * BATCH, vectors, WARP * BATCH, unroll=1):
+            words = self._load_codes(ctx, kind, rows, lane, step, start, vectors)
+            self._store_codes(ctx, kind, lane, cursor.stage, start, vectors, words)
+
+    @cute.jit
+    def _load_codes(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, rows, lane, step, start, vectors
+    ):
+        """16 codes a lane, and `BATCH` times that, from vector `start` on."""
+        x = ctx.operands.x
+        words = cute.make_rmem_tensor((4, BATCH), Uint32)
+        words.fill(0)
+        for i in cutlass.range_constexpr(BATCH):
+            index = start + i * WARP + lane
+            column, block = self._column(index // BLOCK_VECTORS, kind)
+            row = cute.arch.shuffle_sync(rows, column)
+            k_block = step * kind.blocks + block
+            if index < vectors and k_block < self.plan.k_blocks:
+                offset = Int64(row) * x.stride[0] + k_block * K_BLOCK
+                offset += index % BLOCK_VECTORS * VECTOR_BYTES
+                source = pointer_at(x.iterator, offset, Uint32)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words[None, i])
+        return words
+
+    @cute.jit
+    def _store_codes(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, lane, stage, start, vectors,
+        words: cute.Tensor,
+    ):  # fmt: skip
+        for i in cutlass.range_constexpr(BATCH):
+            index = start + i * WARP + lane
+            if index < vectors:
                 column, block = self._column(index // BLOCK_VECTORS, kind)
-                row = cute.arch.shuffle_sync(rows, column)
-                if index < vectors and first_block + block < plan.k_blocks:
-                    offset = Int64(row) * x.stride[0] + (first_block + block) * K_BLOCK
-                    offset += index % BLOCK_VECTORS * VECTOR_BYTES
-                    source = pointer_at(x.iterator, offset, Uint32)
-                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words[None, i])
-            for i in cutlass.range_constexpr(BATCH):
-                index = start + i * WARP + lane
-                if index < vectors:
-                    column, block = self._column(index // BLOCK_VECTORS, kind)
-                    target = self._code_address(
-                        ctx, kind, stage, column, block, index % BLOCK_VECTORS
-                    )
-                    pointer = cute.recast_ptr(target, dtype=Uint32)
-                    cute.autovec_copy(
-                        words[None, i], cute.make_tensor(pointer, cute.make_layout(4))
-                    )
-        scales = tile.count * kind.blocks
-        for start in cutlass.range(0, scales, WARP, unroll=1):
-            index = start + lane
+                vector = index % BLOCK_VECTORS
+                target = self._code_address(ctx, kind, stage, column, block, vector)
+                pointer = cute.recast_ptr(target, dtype=Uint32)
+                cute.autovec_copy(words[None, i], cute.make_tensor(pointer, cute.make_layout(4)))
+
+    @cute.jit
+    def _load_scales(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, tile: WorkTile, rows, lane, step
+    ):
+        """Scales of a stage's codes, one a lane, and again."""
+        x_scale = ctx.operands.x_scale
+        scales = cute.make_rmem_tensor(-(-kind.blocks * kind.tokens // WARP), Float32)
+        scales.fill(0.0)
+        for i in cutlass.range_constexpr(cute.size(scales)):
+            index = i * WARP + lane
             column, block = self._column(index, kind)
             row = cute.arch.shuffle_sync(rows, column)
-            if index < scales and first_block + block < plan.k_blocks:
-                value = scale_value(x_scale[row, first_block + block])
-                self._scale_address(ctx, kind, stage, column, block).store(value)
+            k_block = step * kind.blocks + block
+            if index < tile.count * kind.blocks and k_block < self.plan.k_blocks:
+                scales[i] = scale_value(x_scale[row, k_block])
+        return scales
+
+    # ---- bf16 rows ----
 
     @cute.jit
     def _quantize(
-        self, ctx: ProductContext, kind: cutlass.Constexpr, tile: WorkTile, rows, lane, step, stage
-    ):
+        self, ctx: ProductContext, kind: cutlass.Constexpr, tile: WorkTile, rows, lane, step,
+        cursor: Cursor,
+    ):  # fmt: skip
         """Codes and scales of a stage of bf16 rows, 16 lanes a group of 128."""
-        plan, x = self.plan, ctx.operands.x
-        first_block = step * kind.blocks
-        team, member, teams = lane // TEAM, lane % TEAM, WARP // TEAM
+        batch = WARP // TEAM * BATCH
         groups = tile.count * kind.blocks
-        for start in cutlass.range(0, groups, teams * BATCH, unroll=1):
-            words = cute.make_rmem_tensor((PAIRS, BATCH), Uint32)
-            words.fill(0)
-            for i in cutlass.range_constexpr(BATCH):
-                index = start + i * teams + team
-                column, block = self._column(index, kind)
-                row = cute.arch.shuffle_sync(rows, column)
-                if index < groups and first_block + block < plan.k_blocks:
-                    offset = Int64(row) * x.stride[0] + (first_block + block) * K_BLOCK
-                    source = pointer_at(x.iterator, offset + member * VECTOR, Uint32)
-                    cute.autovec_copy(
-                        cute.make_tensor(source, cute.make_layout(PAIRS)), words[None, i]
-                    )
-            for i in cutlass.range_constexpr(BATCH):
-                index = start + i * teams + team
-                codes, scale = quantize_vector(words[None, i])
-                if index < groups:
-                    column, block = self._column(index, kind)
-                    target = self._code_address(ctx, kind, stage, column, block, member // 2)
-                    half = cute.assume(member % 2 * (VECTOR_BYTES // 2), divby=VECTOR_BYTES // 2)
-                    pointer = cute.recast_ptr(target + half, dtype=Uint32)
-                    cute.autovec_copy(codes, cute.make_tensor(pointer, cute.make_layout(2)))
-                    if member == 0:
-                        address = self._scale_address(ctx, kind, stage, column, block)
-                        address.store(quant.unpack_e8m0(scale))
+        codes, scales = self._load_quantized(ctx, kind, rows, lane, step, Int32(0), groups)
+        ctx.pipes.ring.acquire(cursor)
+        self._store_quantized(ctx, kind, lane, cursor.stage, Int32(0), groups, codes, scales)
+        for start in cutlass.range(batch, groups, batch, unroll=1):
+            codes, scales = self._load_quantized(ctx, kind, rows, lane, step, start, groups)
+            self._store_quantized(ctx, kind, lane, cursor.stage, start, groups, codes, scales)
 
     @cute.jit
-    def _load_block_scales(
-        self, ctx: ProductContext, is_shared: cutlass.Constexpr, tile: WorkTile, lane, step, stage
+    def _load_quantized(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, rows, lane, step, start, groups
     ):
-        """FP8 weight scales of a stage: one for each panel."""
-        operands = ctx.operands
-        if lane < 2:
-            value = Float32(0.0)
-            row = tile.row_tile
-            if cutlass.const_expr(not self.plan.quantizes):
-                # A row tile has 64 rows of each weight.
-                row = tile.row_tile // (2 * K_BLOCK // TILE_ROWS)
-            if cutlass.const_expr(is_shared):
+        """Codes of a lane's eight elements, and scales of their groups, from group `start` on."""
+        x = ctx.operands.x
+        team, member, teams = lane // TEAM, lane % TEAM, WARP // TEAM
+        words = cute.make_rmem_tensor((PAIRS, BATCH), Uint32)
+        words.fill(0)
+        for i in cutlass.range_constexpr(BATCH):
+            index = start + i * teams + team
+            column, block = self._column(index, kind)
+            row = cute.arch.shuffle_sync(rows, column)
+            k_block = step * kind.blocks + block
+            if index < groups and k_block < self.plan.k_blocks:
+                offset = Int64(row) * x.stride[0] + k_block * K_BLOCK
+                source = pointer_at(x.iterator, offset + member * VECTOR, Uint32)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(PAIRS)), words[None, i])
+        codes = cute.make_rmem_tensor((2, BATCH), Uint32)
+        scales = cute.make_rmem_tensor(BATCH, Int32)
+        codes.fill(0)
+        scales.fill(0)
+        for i in cutlass.range_constexpr(BATCH):
+            # The same for all lanes of a warp, which shuffle.
+            if start + i * teams < groups:
+                vector, scale = quantize_vector(words[None, i])
+                codes[0, i], codes[1, i], scales[i] = vector[0], vector[1], scale
+        return codes, scales
+
+    @cute.jit
+    def _store_quantized(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, lane, stage, start, groups,
+        codes: cute.Tensor, scales: cute.Tensor,
+    ):  # fmt: skip
+        team, member, teams = lane // TEAM, lane % TEAM, WARP // TEAM
+        half = cute.assume(member % 2 * (VECTOR_BYTES // 2), divby=VECTOR_BYTES // 2)
+        for i in cutlass.range_constexpr(BATCH):
+            index = start + i * teams + team
+            if index < groups:
+                column, block = self._column(index, kind)
+                target = self._code_address(ctx, kind, stage, column, block, member // 2) + half
+                pointer = cute.recast_ptr(target, dtype=Uint32)
+                cute.autovec_copy(codes[None, i], cute.make_tensor(pointer, cute.make_layout(2)))
+                if member == 0:
+                    address = self._scale_address(ctx, kind, stage, column, block)
+                    address.store(quant.unpack_e8m0(scales[i]))
+
+    # ---- both ----
+
+    @cute.jit
+    def _block_scale(
+        self, ctx: ProductContext, is_shared: cutlass.Constexpr, tile: WorkTile, lane, step
+    ):
+        """FP8 weight scale of a stage for the panel of a lane, 0 or 1."""
+        operands, plan = ctx.operands, self.plan
+        # Of a tile, a weight has 64 or 128 rows.
+        row = tile.row_tile * (plan.out_rows // plan.row_tiles) // K_BLOCK
+        value = Float32(0.0)
+        if cutlass.const_expr(is_shared):
+            if lane == 0:
                 value = scale_value(operands.shared_a_scale[row, step])
-                if lane == 1:
-                    value = scale_value(operands.shared_b_scale[row, step])
-            else:
+            elif lane == 1:
+                value = scale_value(operands.shared_b_scale[row, step])
+        else:
+            if lane == 0:
                 value = scale_value(operands.a_scale[tile.expert, row, step])
-                if lane == 1:
-                    value = scale_value(operands.b_scale[tile.expert, row, step])
-            (ctx.smem.block_scale + (stage * 2 + lane)).store(value)
+            elif lane == 1:
+                value = scale_value(operands.b_scale[tile.expert, row, step])
+        return value
 
     def _column(self, index, kind: Kind):
         """Column and k block of a stage of a group of 128."""

@@ -58,7 +58,7 @@ class Consumers:
         sums = cute.make_rmem_tensor(cute.size(accs[0]), Float32)
         sums.fill(0.0)
         columns = self.epilogue.load_columns(ctx, kind, is_shared, tile, lane)
-        for step in cutlass.range(kind.steps, unroll=1):
+        for step in cutlass.range(tile.steps(kind), unroll=1):
             ring.wait(cursor)
             if cutlass.const_expr(plan.k_blocks % kind.blocks != 0):
                 if step == kind.steps - 1:

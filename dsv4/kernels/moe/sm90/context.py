@@ -49,6 +49,12 @@ class WorkTile(NamedTuple):
     first: Int32  # position of a pair, or token of the shared expert
     count: Int32  # columns that are used
 
+    def steps(self, kind: Kind) -> Int32:
+        """Stages that pass the ring: none for padding, but for the first tile of the shared expert,
+        which the load warp asks for before it knows."""
+        is_used = (self.count > 0) | (self.first == 0)
+        return cutlass.select_(is_used, Int32(kind.steps), Int32(0))
+
 
 @dataclass(frozen=True)
 class TileScheduler:
@@ -62,6 +68,7 @@ class TileScheduler:
     groups: cute.Tensor  # [G, 4]
     num_groups: Int32
     tokens: Int32  # that are no padding
+    all_tokens: Int32
     shared_tokens: int  # of a tile
     row_tiles: int
     cta: Int32
@@ -69,9 +76,9 @@ class TileScheduler:
 
     @property
     def shared_tiles(self) -> Int32:
-        tiles = (self.tokens + self.shared_tokens - 1) // self.shared_tokens
-        # At least one, which the load warp asks for before it knows.
-        return cutlass.max(tiles, 1) * self.row_tiles
+        """Of padding, too: where a slot's group lies does not wait for the number of tokens."""
+        groups = (self.all_tokens + self.shared_tokens - 1) // self.shared_tokens
+        return groups * self.row_tiles
 
     @property
     def skipped(self) -> Int32:
@@ -102,11 +109,12 @@ class TileScheduler:
         if is_shared:
             first = group * self.shared_tokens
             count = cutlass.max(cutlass.min(self.tokens - first, self.shared_tokens), 0)
-        elif self.exists(slot):
+        elif group < self.groups.shape[0]:
             words = cute.make_rmem_tensor(4, Int32)
             source = pointer_at(self.groups.iterator, Int64(group) * 4, Int32)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
-            expert, first, count = words[0], words[1], words[2]
+            if self.exists(slot):
+                expert, first, count = words[0], words[1], words[2]
         return WorkTile(is_shared, row_tile, expert, first, count)
 
 
@@ -144,9 +152,11 @@ class ProductContext:
 def read_schedule(ctx: ProductContext, plan: ProductPlan) -> TileScheduler:
     """The tiles of a CTA, from the lists that the launch before has made."""
     groups, counts = ctx.operands.groups, ctx.operands.counts
+    tokens = Int32(ctx.operands.weights.shape[0])
     return TileScheduler(
-        groups, counts[0], counts[1], plan.tiling.shared_tokens, plan.row_tiles, ctx.cta, ctx.ctas
-    )
+        groups, counts[0], counts[1], tokens, plan.tiling.shared_tokens, plan.row_tiles, ctx.cta,
+        ctx.ctas,
+    )  # fmt: skip
 
 
 def tile_mma(kind: Kind):

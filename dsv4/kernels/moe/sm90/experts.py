@@ -11,15 +11,18 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, Uint8, cute
 
+from dsv4.kernels.gemm.quantize import QuantizeRows
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.moe.args import ARGS, values
 from dsv4.kernels.moe.combine import Combine
 from dsv4.kernels.moe.config import ExpertsConfig
-from dsv4.kernels.moe.plan import ProductPlan, tilings
+from dsv4.kernels.moe.plan import ProductPlan, Source, tilings
 from dsv4.kernels.moe.sm90.context import Operands
 from dsv4.kernels.moe.sm90.epilogue import Rows, SwiGlu
 from dsv4.kernels.moe.sm90.load_warp import down, gate_and_up
 from dsv4.kernels.moe.sm90.product import GroupedProduct
+
+QUANTIZER_CTAS = 8  # an SM
 
 
 class ExpertsSm90:
@@ -40,6 +43,7 @@ class ExpertsSm90:
                 ),
                 GroupedProduct(second, down, Rows(config.top_k), config.top_k),
             ))  # fmt: skip
+        self.quantizer = QuantizeRows(config.inner)
         self.combine = Combine(config.hidden, config.top_k)
 
     @cute.jit
@@ -65,6 +69,8 @@ class ExpertsSm90:
         ids: cute.Tensor,  # [T, k]
         weights: cute.Tensor,  # [T, k] fp32
         h: cute.Tensor,  # [P + T, I] bf16, scratch
+        h_codes: cute.Tensor,  # [P + T, I] e4m3, scratch
+        h_scale: cute.Tensor,  # [P + T, I / 128] E8M0, scratch
         rows: cute.Tensor,  # [T, k + 1, D] bf16, scratch
         y: cute.Tensor,  # [T, D], written
         stream,
@@ -84,15 +90,20 @@ class ExpertsSm90:
             shared_w1, as_bytes(shared_s1), shared_w3, as_bytes(shared_s3),
             groups, counts, pairs, weights, h,
         )  # fmt: skip
-        second = Operands(
-            h, as_bytes(x_scale), w2, as_bytes(s2), w2, as_bytes(s2),
-            shared_w2, as_bytes(shared_s2), shared_w2, as_bytes(shared_s2),
-            groups, counts, pairs, weights, flat,
-        )  # fmt: skip
         for i in cutlass.range_constexpr(len(self.products)):
             if tiling == i:
-                self.products[i][0].launch(first, x_codes.shape[0], stream, num_sms)
-                self.products[i][1].launch(second, x_codes.shape[0], stream, num_sms)
+                gate_and_up_product, down_product = self.products[i]
+                gate_and_up_product.launch(first, stream, num_sms)
+                source = h
+                if cutlass.const_expr(down_product.plan.source is Source.CODES):
+                    self.quantizer.launch(h, h_codes, h_scale, stream, num_sms * QUANTIZER_CTAS)
+                    source = h_codes
+                second = Operands(
+                    source, as_bytes(h_scale), w2, as_bytes(s2), w2, as_bytes(s2),
+                    shared_w2, as_bytes(shared_s2), shared_w2, as_bytes(shared_s2),
+                    groups, counts, pairs, weights, flat,
+                )  # fmt: skip
+                down_product.launch(second, stream, num_sms)
         self.combine.launch(rows, ids, counts, y, stream)
 
 

@@ -63,7 +63,7 @@ class LoadWarp:
         tile: WorkTile, first, cursor: Cursor,
     ):  # fmt: skip
         ring = ctx.pipes.ring
-        for step in cutlass.range(first, kind.steps, unroll=1):
+        for step in cutlass.range(first, tile.steps(kind), unroll=1):
             ring.acquire(cursor)
             self._load_stage(ctx, kind, is_shared, tile.row_tile, tile.expert, step, cursor.stage)
             cursor = ring.next(cursor)

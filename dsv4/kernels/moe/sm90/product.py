@@ -42,10 +42,10 @@ class GroupedProduct:
         self.consumers = Consumers(plan, epilogue)
 
     @cute.jit
-    def launch(self, operands: Operands, tokens, stream, num_sms):
+    def launch(self, operands: Operands, stream, num_sms):
         """Launch as many CTAs as the GPU holds, or as there can be tiles."""
         plan = self.plan
-        shared = cute.ceil_div(tokens, plan.tiling.shared_tokens)
+        shared = cute.ceil_div(operands.weights.shape[0], plan.tiling.shared_tokens)
         tiles = (shared + operands.groups.shape[0]) * plan.row_tiles
         ctas = cutlass.min(tiles, num_sms * plan.tiling.ctas_per_sm)
         self.kernel(operands).launch(
