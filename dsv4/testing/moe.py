@@ -203,6 +203,15 @@ class Inputs:
                 (case.tokens, case.hidden), dtype=getattr(torch, case.out_dtype), device=device
             ),
         }
+        blocks = case.inner // K_BLOCK
+        scratch = {
+            "h_codes": torch.zeros(rows, case.inner, dtype=torch.uint8, device=device),
+            "h_scale": torch.zeros(rows, blocks, dtype=torch.uint8, device=device),
+        }
+        scratch["h_codes"] = scratch["h_codes"].view(torch.float8_e4m3fn)
+        scratch["h_scale"] = scratch["h_scale"].view(torch.float8_e8m0fnu)
+        h, products, y = outputs.values()
+        tensors = (h, *scratch.values(), products, y)
         weights = [
             tensor
             for part in (self.routed, self.shared)
@@ -210,9 +219,9 @@ class Inputs:
             for tensor in _tensors_of(part[name].prepared(case.scale_form))
         ]
         lists = [t.to(device) for t in (all_groups, counts, all_pairs)]
-        args = (codes, scales, *weights, *lists, self.ids, self.weights, *outputs.values())
+        args = (codes, scales, *weights, *lists, self.ids, self.weights, *tensors)
         options = {"tiling": tiling, "num_sms": num_sms}
-        return Call(args, options, outputs)
+        return Call(args, options, outputs, scratch)
 
 
 def _tensors_of(weight: Weight) -> tuple[Tensor, Tensor]:
