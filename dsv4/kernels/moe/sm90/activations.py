@@ -59,7 +59,7 @@ class ActivationWarps:
         pdl.wait_for_previous_launch()
         scheduler = read_schedule(ctx, plan)
         cursor, turn = ring.producer(), Int32(0)
-        slot = ctx.cta
+        slot = ctx.slot
         tile = scheduler.find(slot)
         rows = self._rows(ctx, tile, lane)
         while scheduler.exists(slot):

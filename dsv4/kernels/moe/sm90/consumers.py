@@ -32,7 +32,7 @@ class Consumers:
         pdl.wait_for_previous_launch()
         scheduler = read_schedule(ctx, plan)
         cursor = ctx.pipes.ring.consumer()
-        slot = ctx.cta
+        slot = ctx.slot
         tile = scheduler.find(slot)
         while scheduler.exists(slot):
             slot = scheduler.next(slot)

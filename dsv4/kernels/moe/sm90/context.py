@@ -58,7 +58,7 @@ class WorkTile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """Tiles of a CTA: every `ctas`-th slot from `cta` on.
+    """Tiles of a CTA: every `ctas`-th slot from its first one on.
 
     Tiles of the shared expert come first: their weights are known before the launch before has
     made the lists. They have twice the bytes of the others, and where one fits every CTA, the CTA
@@ -71,7 +71,6 @@ class TileScheduler:
     all_tokens: Int32
     shared_tokens: int  # of a tile
     row_tiles: int
-    cta: Int32
     ctas: Int32
 
     @property
@@ -145,7 +144,7 @@ class ProductContext:
     operands: Operands
     smem: Smem
     pipes: Pipelines
-    cta: Int32
+    slot: Int32  # of its first tile
     ctas: Int32
 
 
@@ -154,8 +153,7 @@ def read_schedule(ctx: ProductContext, plan: ProductPlan) -> TileScheduler:
     groups, counts = ctx.operands.groups, ctx.operands.counts
     tokens = Int32(ctx.operands.weights.shape[0])
     return TileScheduler(
-        groups, counts[0], counts[1], tokens, plan.tiling.shared_tokens, plan.row_tiles, ctx.cta,
-        ctx.ctas,
+        groups, counts[0], counts[1], tokens, plan.tiling.shared_tokens, plan.row_tiles, ctx.ctas,
     )  # fmt: skip
 
 

@@ -38,15 +38,15 @@ class LoadWarp:
         if cute.arch.lane_idx() == 0:
             # ---- the first tile of the shared expert ----
             early = cutlass.select_(
-                ctx.cta < plan.row_tiles, Int32(min(plan.stages, plan.shared.steps)), Int32(0)
+                ctx.slot < plan.row_tiles, Int32(min(plan.stages, plan.shared.steps)), Int32(0)
             )
             for step in cutlass.range(early, unroll=1):
-                self._load_stage(ctx, plan.shared, True, ctx.cta, Int32(0), step, step)
+                self._load_stage(ctx, plan.shared, True, ctx.slot, Int32(0), step, step)
             pdl.wait_for_previous_launch()
             scheduler = read_schedule(ctx, plan)
             # ---- the others ----
             cursor = ring.skip(ring.producer(), early)
-            slot, first = ctx.cta, early
+            slot, first = ctx.slot, early
             tile = scheduler.find(slot)
             while scheduler.exists(slot):
                 slot = scheduler.next(slot)
