@@ -10,6 +10,7 @@ from dsv4.ops.attention.sparse_fmha_paged import (
     sparse_fmha_paged_runner_id,
 )
 from dsv4.ops.fp8_linear import fp8_linear, fp8_linear_runner_id
+from dsv4.ops.kv_insert import kv_insert, kv_insert_runner_id
 from dsv4.ops.moe.op import moe, moe_runner_id
 from dsv4.ops.moe.weights import GatedWeights
 from dsv4.ops.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_runner_id
@@ -21,6 +22,8 @@ __all__ = [
     "fmha_runner_id",
     "fp8_linear",
     "fp8_linear_runner_id",
+    "kv_insert",
+    "kv_insert_runner_id",
     "moe",
     "moe_runner_id",
     "rms_norm_fp8",

@@ -42,10 +42,16 @@ def qdq_e2m1(x: Tensor, block: int = 32) -> Tensor:
     return _round_e2m1(blocks / scale).mul_(scale).flatten(-2).to(x.dtype)
 
 
-def quantize_e4m3(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Quantise `x` [..., n] -> (codes [..., n] float8_e4m3fn, scales [..., n / block] e8m0)."""
+def quantize_e4m3(x: Tensor, block: int, *, uniform: bool = False) -> tuple[Tensor, Tensor]:
+    """Quantise `x` [..., n] -> (codes [..., n] float8_e4m3fn, scales [..., n / block] e8m0).
+
+    Args:
+        uniform: whether all blocks of a row have the largest of their scales.
+    """
     blocks = _blocks(x, block)
     exponent = _scale_exponent(blocks, E4M3_AMAX_FLOOR, E4M3_MAX)
+    if uniform:
+        exponent = exponent.amax(-2, keepdim=True).expand_as(exponent)
     codes = (blocks / _decode_exponent(exponent)).clamp_(-E4M3_MAX, E4M3_MAX)
     return codes.to(torch.float8_e4m3fn).flatten(-2), _as_e8m0(exponent.squeeze(-1))
 

@@ -176,11 +176,12 @@ def rms_norm_rows(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def sum_in_order(x: Tensor) -> Tensor:
-    """Sum of rows [T, d] -> [T], d a multiple of 128, as a binary tree.
+    """Sum of rows [T, d] -> [T] as a binary tree.
 
     Halves are added: first within every 8 elements, then among the 16 sums of a group of 128, then
-    among the groups, padded with zeros to a power of two.
+    among the groups; zeros fill the last group, and the groups to a power of two.
     """
+    x = F.pad(x, (0, -x.shape[1] % GROUP))
     groups = x.shape[1] // GROUP
     sums = _add_halves(_add_halves(x.unflatten(1, (groups, GROUP // VECTOR, VECTOR))))
     return _add_halves(F.pad(sums, (0, (1 << (groups - 1).bit_length()) - groups)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit import args
 from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Workspace
-from dsv4.kernels.kit.kv_entry import ALIGNMENT
+from dsv4.kernels.kit.kv_entry import ALIGNMENT, FP8_ENTRY_ALIGNMENT, KV_DTYPES
 
 _ROWS = {"dtype": "bfloat16", "also": ("float32",), "align": 16}
 _POOL = {
@@ -19,10 +19,6 @@ _POOL = {
     "inner_align": "entry_align",
     "differentiable": True,
 }
-# Bytes. The records of FP8 entries are aligned to 16, the entries that the tensor's shape speaks of
-# are not.
-_FP8_ENTRY_ALIGNMENT = 8
-_KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp8": "uint8"}
 
 ARGS = (
     In("q", "T n_h d", **_ROWS),
@@ -57,8 +53,8 @@ def values(config: PagedFmhaConfig) -> dict[str, int | str]:
         "d": config.head_dim,
         "row": config.row,
         "rope_dim": config.rope_dim,
-        "kv_dtype": _KV_DTYPES[config.kv_format],
-        "entry_align": _FP8_ENTRY_ALIGNMENT if config.kv_format == "fp8" else ALIGNMENT,
+        "kv_dtype": KV_DTYPES[config.kv_format],
+        "entry_align": FP8_ENTRY_ALIGNMENT if config.kv_format == "fp8" else ALIGNMENT,
     }
 
 

@@ -14,7 +14,11 @@ GROUP = 64  # codes that share a scale
 ROPE_DIM = 64  # rotated channels of the released models
 ALIGNMENT = 16  # bytes: of pages, and of rows of a bf16 pool
 _SCALE_ALIGNMENT = 8  # bytes
-KV_FORMATS = ("bf16", "fp32", "fp8")
+# Bytes. The records of FP8 entries are aligned to 16, the entries that a pool's shape speaks of are
+# not.
+FP8_ENTRY_ALIGNMENT = 8
+KV_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp8": "uint8"}
+KV_FORMATS = tuple(KV_DTYPES)
 
 
 @dataclass(frozen=True)

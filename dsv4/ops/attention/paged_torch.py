@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.kv_entry import Fp8Entry
-from dsv4.ops.attention.pools import Pool
 from dsv4.ops.attention.torch_path import attend, merge, tokens_at_once
+from dsv4.ops.pools import Pool
 
 
 class Slots(Protocol):

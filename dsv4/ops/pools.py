@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.kit.kv_entry import GROUP, Fp8Entry
-from dsv4.ops.quantize import decode_e4m3
+from dsv4.ops.quantize import decode_e4m3, quantize_e4m3
 
 
 @dataclass(frozen=True)
@@ -80,3 +80,21 @@ def decode_entries(records: Tensor, scales: Tensor, entry: Fp8Entry) -> Tensor:
         plain = plain.mul_(factors.unsqueeze(-1)).flatten(-2)
     rotated = records[..., entry.codes :].contiguous().view(torch.bfloat16)
     return torch.cat((plain.to(torch.bfloat16), rotated), -1)
+
+
+def encode_entries(
+    keys: Tensor, entry: Fp8Entry, *, uniform: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Records [..., record bytes] and scale records [..., scale bytes] of keys [..., head_dim].
+
+    Args:
+        uniform: whether all groups of an entry have the largest of their scales.
+    """
+    plain, rotated = keys[..., : entry.codes], keys[..., entry.codes :]
+    parts, scales = [], keys.new_zeros((*keys.shape[:-1], entry.scale_bytes), dtype=torch.uint8)
+    if entry.groups:
+        codes, factors = quantize_e4m3(plain, GROUP, uniform=uniform)
+        parts.append(codes.view(torch.uint8))
+        scales[..., : entry.groups] = factors.view(torch.uint8)
+    parts.append(rotated.to(torch.bfloat16).contiguous().view(torch.uint8))
+    return torch.cat(parts, -1), scales
