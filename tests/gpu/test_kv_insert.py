@@ -1,4 +1,4 @@
-"""`kv_insert` on a GPU: bytes of the CPU, graphs, launches that overlap, attention over the result."""
+"""`kv_insert` on a GPU: bytes of the CPU, graphs, overlapping launches, attention on the cache."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ from dsv4.kernels.kit.args import In, Out, Scalar
 from dsv4.kernels.kit.kv_entry import (
     ALIGNMENT,
     FP8_ENTRY_ALIGNMENT,
+    GROUP,
     KV_DTYPES,
     KV_FORMATS,
     ROPE_DIM,
-    Fp8Entry,
     row_elements,
 )
 from dsv4.kernels.rows.config import MAX_DIM, MIN_EPS
@@ -61,8 +61,8 @@ class KvInsertConfig:
             raise ValueError(
                 f"rope_dim must be even and in 0..dim = {self.dim}, got {self.rope_dim}"
             )
-        if self.quantizes:
-            Fp8Entry(self.dim, self.rope_dim)
+        if self.quantizes and (self.dim - self.rope_dim) % GROUP:
+            raise ValueError(f"dim: got {self.dim}, FP8 rounding needs {GROUP} n + {self.rope_dim}")
 
     @property
     def quantizes(self) -> bool:
@@ -81,7 +81,14 @@ ARGS = (
     In("rope", "R rope_dim", "float32", align=16),
     In("positions", "N", "int32"),
     In("slots", "N", "int32"),
-    Out("pool", "pages P row", "kv_dtype", align=ALIGNMENT, inner_align="entry_align"),
+    Out(
+        "pool",
+        "pages P row",
+        "kv_dtype",
+        align=ALIGNMENT,
+        inner_align="entry_align",
+        differentiable=True,
+    ),
     Scalar("num_ctas"),
 )
 
