@@ -42,6 +42,8 @@ class Tiling:
             pass it, and each of its tiles reads all of its weights.
         has_codes: whether the second product gets codes of h, from a launch between: with many
             tokens of an expert, each of its tiles would quantise them again.
+        most_stages: of a ring. Copies of all stages share the memory, so that a deep ring gets its
+            first stage late; few tokens are over before that is made up for.
         ctas_per_sm: two, so that the next launch's CTAs fill their rings while this one ends; the
             accumulators of many tokens take the registers of both.
     """
@@ -49,6 +51,7 @@ class Tiling:
     tokens: int
     shared_tokens: int
     has_codes: bool = False
+    most_stages: int = 4
     ctas_per_sm: int = 2
 
 
@@ -173,9 +176,9 @@ class ProductPlan:
 
     @property
     def stages(self) -> int:
-        """As many as fit."""
+        """As many as fit and are allowed."""
         stages = 1
-        while self._fits(stages + 1):
+        while stages < self.tiling.most_stages and self._fits(stages + 1):
             stages += 1
         return stages
 
@@ -237,7 +240,12 @@ class ProductPlan:
 
 def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
     """Tilings of the kernels, by the tokens of a tile."""
-    return (Tiling(8, 8), Tiling(8, 32), Tiling(16, 32, True), Tiling(32, 32, True))
+    return (
+        Tiling(8, 8, most_stages=3),
+        Tiling(8, 32),
+        Tiling(16, 32, has_codes=True),
+        Tiling(32, 32, has_codes=True),
+    )
 
 
 # Most tokens of a launch for each tiling but the last.

@@ -36,6 +36,8 @@ def sections(config: MoeConfig, tokens: Any, splits: Any) -> dict[str, Any]:
         "counts": 2 * WORD,
         "arrivals": WORD,
         "h": (pairs + tokens) * (config.inner * BF16),
+        "h_codes": (pairs + tokens) * config.inner,
+        "h_scale": (pairs + tokens) * (config.inner // K_BLOCK),
         "rows": tokens * ((k + 1) * config.hidden * BF16),
     }
     starts, start = {}, 0

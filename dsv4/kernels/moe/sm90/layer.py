@@ -90,6 +90,9 @@ class MoeSm90:
         counts = section("counts", Int32, (2,))
         arrivals = section("arrivals", Int32, (1,))
         h = section("h", BFloat16, (pairs + tokens, config.inner), config.inner)
+        h_rows, h_blocks = pairs + tokens, config.inner // K_BLOCK
+        h_codes = section("h_codes", Float8E4M3FN, (h_rows, config.inner), config.inner)
+        h_scale = section("h_scale", Float8E8M0FNU, (h_rows, h_blocks), h_blocks)
         row = (k + 1) * config.hidden
         rows = section("rows", BFloat16, (tokens, k + 1, config.hidden), row, config.hidden)
         tensors = GateTensors(x, gate, partials, codes, as_bytes(scales), arrivals)
@@ -102,7 +105,7 @@ class MoeSm90:
         self.expert_kernels(
             codes, scales, w1, w1_scale, w3, w3_scale, w2, w2_scale,
             shared_w1, shared_w1_scale, shared_w3, shared_w3_scale, shared_w2, shared_w2_scale,
-            groups, counts, order, ids, weights, h, rows, out, stream,
+            groups, counts, order, ids, weights, h, h_codes, h_scale, rows, out, stream,
             tiling=tiling, num_sms=num_sms,
         )  # fmt: skip
 
