@@ -22,7 +22,7 @@ from dsv4.ops.runtime.report import REMARKS, KernelReport, kernel_reports
 from dsv4.simulator.api import MULTIPROCESSORS
 from dsv4.testing.accuracy import BFLOAT16, Accuracy
 from dsv4.testing.attention import LSE_BOUND, Case, Inputs, lse_error, make_inputs
-from dsv4.testing.attention_kernel import config_of, has_counters, make_call
+from dsv4.testing.attention_kernel import attention_call, config_of, has_counters
 from dsv4.testing.harness import Call, compiler_options
 
 # Launches of mixed requests: unsplit, of two splits, and of more splits than some tokens have keys.
@@ -92,7 +92,7 @@ class Workload:
         """Arguments of the compiled kernel; by default those of a decode step."""
         splits = self.splits if splits is None else splits
         ctas = MULTIPROCESSORS[self.arch] if ctas is None else ctas
-        return make_call(self.arch, inputs, splits, ctas)
+        return attention_call(self.arch, inputs, splits, ctas)
 
     def __str__(self) -> str:
         case = self.case

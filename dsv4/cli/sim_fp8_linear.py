@@ -38,24 +38,23 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--tokens: got {args.tokens}, needs at least 1")
     from dsv4.kernels.gemm.plan import tilings
     from dsv4.ops.fp8_linear import FP8_LINEAR
-    from dsv4.ops.runtime.registry import build
     from dsv4.simulator import Deadlock, KernelFault
     from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
     from dsv4.testing.harness import SCHEDULES, Simulator, missed_synchronisation
+    from dsv4.testing.kernel_call import OpKernels
 
     target = Simulator(ARCH, has_lines=True)
     inputs = Inputs.make(Case(args.tokens, args.width, args.rows), args.seed)
-    compiled = target.compile(
-        lambda config, options: build(FP8_LINEAR.compile_key(config, ARCH), options),
-        inputs.case.config,
-    )
+    kernels = OpKernels(FP8_LINEAR, target)
+    compiled = kernels.compile(inputs.config)
     first, reports = None, []
     for index, tiling in enumerate(tilings(inputs.case.config)):
         for schedule in SCHEDULES:
             try:
-                outcome = target.run(compiled, inputs.call(index, ONE_SM), schedule, args.seed)
+                call = kernels.call(inputs, tiling=index, num_sms=ONE_SM)
+                outcome = target.run(compiled, call, schedule, args.seed)
                 if first is None:
-                    assert_linear_close(outcome["y"], inputs)
+                    assert_linear_close(outcome["out"], inputs)
                     first = outcome
                 first.assert_same_bits(outcome, f"{tiling}, {schedule}")
             except (AssertionError, KernelFault, Deadlock) as fault:

@@ -33,23 +33,21 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens < 1:
         raise ValueError(f"--tokens: got {args.tokens}, needs at least 1")
     from dsv4.ops.rms_norm_fp8 import RMS_NORM_FP8
-    from dsv4.ops.runtime.registry import build
     from dsv4.simulator import Deadlock, KernelFault
     from dsv4.testing.harness import SCHEDULES, Simulator, missed_synchronisation
+    from dsv4.testing.kernel_call import OpKernels
     from dsv4.testing.rms_norm_fp8 import Case, Inputs, assert_same_codes
 
     target = Simulator(args.arch, has_lines=True)
-    case = Case(args.tokens, args.dim)
-    compiled = target.compile(
-        lambda config, options: build(RMS_NORM_FP8.compile_key(config, args.arch), options),
-        case.config,
-    )
+    kernels = OpKernels(RMS_NORM_FP8, target)
+    compiled = kernels.compile(Case(args.tokens, args.dim).config)
     reports = []
     for wants_norm in (True, False):
         inputs = Inputs.make(Case(args.tokens, args.dim, wants_norm=wants_norm), args.seed)
         for schedule in SCHEDULES:
             try:
-                outcome = target.run(compiled, inputs.call(ONE_CTA), schedule, args.seed)
+                call = kernels.call(inputs, num_ctas=ONE_CTA)
+                outcome = target.run(compiled, call, schedule, args.seed)
                 for name, tensor in inputs.expected().items():
                     assert_same_codes(name, outcome[name], tensor)
             except (AssertionError, KernelFault, Deadlock) as fault:

@@ -150,6 +150,12 @@ class Inputs:
         )
 
     @property
+    def arguments(self) -> dict[str, Tensor | None]:
+        """The tensors by their names in the operator's table."""
+        names = ("q", "compressed_kv", "swa_kv", "swa_lens", "sink_logits", "request_ids")
+        return {name: getattr(self, name) for name in (*names, "compressed_lens")}
+
+    @property
     def options(self) -> dict[str, object]:
         """The keyword arguments, of the public function and of the oracle."""
         return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.launch_plan import workspace_size
 from dsv4.kernels.attention.split_kv import counter_words
 from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
-from dsv4.ops.runtime.registry import build
 from dsv4.testing.attention import Case, Inputs, assert_attention_close, make_inputs
-from dsv4.testing.harness import Build, Call, Outcome, Target, run_all
+from dsv4.testing.harness import Call, Outcome, Target, run_all
+from dsv4.testing.kernel_call import OpKernels, make_call
 
 LEAST_WORKSPACE = 4  # elements; a launch without splits does not look at them
 
@@ -53,7 +52,7 @@ def has_counters(arch: str) -> bool:
     return arch == "sm_90a"
 
 
-def make_call(
+def attention_call(
     arch: str,
     inputs: Inputs,
     splits: int,
@@ -68,24 +67,16 @@ def make_call(
         ctas: that are said to run at a time; with fewer than work items each takes several.
         workspace, o: instead of new ones.
     """
-    tokens, heads, _ = inputs.size
-    device = inputs.q.device
+    config = config_of(inputs)
     if workspace is None:
-        workspace = new_workspace(arch, config_of(inputs), tokens, splits, device)
-    o = torch.empty_like(inputs.q) if o is None else o
-    lse = torch.empty((tokens, heads), device=device)
-    lens = inputs.compressed_lens
-    options = {
-        "compressed_lens": torch.empty(0, dtype=torch.int32, device=device)
-        if lens is None
-        else lens,
-        "lse": lse,
-        "workspace": workspace,
-        "num_splits": splits,
-        "num_ctas": ctas,
-    }
-    outputs, scratch = {"o": o, "lse": lse}, {"workspace": workspace}
-    return Call((*inputs.tensors, o), options, outputs, scratch)
+        workspace = new_workspace(arch, config, inputs.size[0], splits, inputs.q.device)
+    return make_call(
+        SPARSE_FMHA.args,
+        SPARSE_FMHA.values(config),
+        {**inputs.arguments, "o": o, "workspace": workspace},
+        {"num_splits": splits, "num_ctas": ctas},
+        wanted=("lse",),
+    )
 
 
 class AttentionOutcome(Outcome):
@@ -107,17 +98,7 @@ class AttentionOutcome(Outcome):
         return self.scratch["workspace"]
 
 
-@dataclass(frozen=True)
-class _Product:
-    """Compiles the kernel of the package; equal for one architecture, so that it is done once."""
-
-    arch: str
-
-    def __call__(self, config: FmhaConfig, options: str) -> Any:
-        return build(SPARSE_FMHA.compile_key(config, self.arch), options)
-
-
-class AttentionKernels:
+class AttentionKernels(OpKernels):
     """The attention kernels of a target's architecture.
 
     Args:
@@ -126,7 +107,7 @@ class AttentionKernels:
     """
 
     def __init__(self, target: Target, ctas: int | None = None) -> None:
-        self.target = target
+        super().__init__(SPARSE_FMHA, target)
         self.ctas = target.multiprocessors if ctas is None else ctas
 
     @property
@@ -137,14 +118,6 @@ class AttentionKernels:
     def schedules(self) -> tuple[str, ...]:
         return self.target.schedules
 
-    def compile(self, config: FmhaConfig, build: Build | None = None) -> Any:
-        """The kernel that `build` makes of `config`; by default the product's."""
-        if build is None:
-            # Configurations that differ in what is known at run time share a compilation.
-            config = SPARSE_FMHA.compiled_config(config, self.target.arch)
-            build = _Product(self.target.arch)
-        return self.target.compile(build, config)
-
     def call(
         self,
         inputs: Inputs,
@@ -153,10 +126,10 @@ class AttentionKernels:
         workspace: Tensor | None = None,
         o: Tensor | None = None,
     ) -> Call:
-        """See `make_call`; inputs elsewhere are copied to the target's device."""
+        """See `attention_call`; inputs elsewhere are copied to the target's device."""
         there = inputs if inputs.q.device.type == self.device else inputs.to(self.device)
         ctas = self.ctas if ctas is None else ctas
-        return make_call(self.target.arch, there, splits, ctas, workspace, o)
+        return attention_call(self.target.arch, there, splits, ctas, workspace, o)
 
     def run(
         self,

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig
-from dsv4.ops.fp8_linear import scratch
+from dsv4.ops.fp8_linear import FP8_LINEAR
 from dsv4.ops.quantize import quantize_e4m3
 from dsv4.reference import linear as oracle
-from dsv4.testing.harness import Call
+from dsv4.testing.kernel_call import OpInputs
 
 # Elements between the end of a row and the next, in strided cases: every row stays aligned.
 PADDING = 16
@@ -82,8 +82,15 @@ def make_scale(case: Case, generator: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Tensors of a case: x and x_scale as the operator takes them, and x in bf16."""
+class Inputs(OpInputs):
+    """Tensors of a case: x and x_scale as the operator takes them, and x in bf16.
+
+    Attributes:
+        rows: that decide how the kernel is compiled, where they are not the case's.
+        has_scratch: whether launches have room to quantise many tokens into.
+    """
+
+    op = FP8_LINEAR
 
     case: Case
     x: Tensor
@@ -91,6 +98,8 @@ class Inputs:
     scale: Tensor
     x_scale: Tensor
     wide: Tensor
+    rows: int | None = None
+    has_scratch: bool = True
 
     @classmethod
     def make(cls, case: Case, seed: int, device: torch.device | str = "cpu") -> Inputs:
@@ -110,28 +119,25 @@ class Inputs:
     def first(self, tokens: int) -> Inputs:
         """The same with the first tokens alone."""
         part = replace(self.case, tokens=tokens)
-        tensors = self.x[:tokens], self.weight, self.scale, self.x_scale[:tokens]
-        return Inputs(part, *tensors, self.wide[:tokens])
+        rows = {name: getattr(self, name)[:tokens] for name in ("x", "x_scale", "wide")}
+        return replace(self, case=part, **rows)
 
-    def call(self, tiling: int, num_sms: int, has_scratch: bool = True) -> Call:
-        """A call of the compiled kernels."""
-        case, device = self.case, self.x.device
-        shape, dtype = (case.tokens, case.out_features), getattr(torch, case.out_dtype)
-        y = torch.empty(shape, dtype=dtype, device=device)
-        if case.is_strided:
-            y = spread_rows(y)
-        codes, code_scales = scratch(case.tokens * has_scratch, case.in_features, device)
-        return Call(
-            (self.x, self.weight, self.scale, self.x_scale, y),
-            {
-                "codes": codes,
-                "code_scales": code_scales,
-                "tiling": tiling,
-                "num_sms": num_sms,
-            },
-            {"y": y},
-            {"codes": codes, "code_scales": code_scales},
-        )
+    @property
+    def config(self) -> Fp8LinearConfig:
+        config = self.case.config
+        return config if self.rows is None else replace(config, out_features=self.rows)
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in ("x", "weight", "scale", "x_scale")}
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return ("codes", "code_scales") if self.has_scratch else ()
+
+    @property
+    def padding(self) -> int:
+        return PADDING if self.case.is_strided else 0
 
     @property
     def optional_x_scale(self) -> Tensor | None:

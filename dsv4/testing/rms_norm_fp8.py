@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from dsv4.kernels.rows.config import GROUP, RmsNormFp8Config
 from dsv4.ops.quantize import quantize_e4m3
-from dsv4.ops.rms_norm_fp8 import rms_norm_rows
-from dsv4.testing.harness import Call
+from dsv4.ops.rms_norm_fp8 import RMS_NORM_FP8, rms_norm_rows
+from dsv4.testing.kernel_call import OpInputs
 
 EPS = 1e-6
 # Elements between the end of a row and the next, in strided cases: every row stays aligned.
@@ -83,8 +82,10 @@ KINDS: dict[str, Callable[[int, int, torch.Generator], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(OpInputs):
     """Tensors of a case: x [T, d] bf16, weight [d] or [0]."""
+
+    op = RMS_NORM_FP8
 
     case: Case
     x: Tensor
@@ -95,7 +96,9 @@ class Inputs:
         """Inputs of a case; its weight has zeros and both signs."""
         generator = torch.Generator().manual_seed(seed)
         values = KINDS[case.kind](case.tokens, case.dim, generator).bfloat16()
-        x = rows_like(values, torch.bfloat16, case.is_strided, device).copy_(values)
+        width = case.dim + PADDING * case.is_strided
+        x = torch.empty(case.tokens, width, dtype=torch.bfloat16, device=device)[:, : case.dim]
+        x.copy_(values)
         size = 0 if case.weight_dtype is None else case.dim
         weight = torch.randn(size, generator=generator)
         weight[::50] = 0
@@ -105,38 +108,28 @@ class Inputs:
     def optional_weight(self) -> Tensor | None:
         return None if self.case.weight_dtype is None else self.weight
 
-    def call(self, num_ctas: int) -> Call:
-        """A call of the compiled kernel."""
-        shape, groups = (self.case.tokens, self.case.dim), self.case.dim // GROUP
-        empty = partial(rows_like, is_strided=self.case.is_strided, device=self.x.device)
-        codes = empty(self.x, torch.float8_e4m3fn)
-        scales = empty(self.x[:, :groups], torch.float8_e8m0fnu)
-        norm = empty(self.x if self.case.wants_norm else self.x[:0], torch.bfloat16)
-        assert codes.shape == shape
-        return Call(
-            (self.x, self.weight, codes, scales),
-            {"norm_out": norm, "num_ctas": num_ctas},
-            {"codes": codes, "scales": scales, "norm": norm},
-        )
+    @property
+    def config(self) -> RmsNormFp8Config:
+        return self.case.config
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        return {"x": self.x, "weight": self.weight}
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return ("norm_out",) if self.case.wants_norm else ()
+
+    @property
+    def padding(self) -> int:
+        return PADDING if self.case.is_strided else 0
 
     def expected(self) -> dict[str, Tensor]:
-        """What the torch implementation gives, by name."""
+        """What the torch implementation gives, by the operator's names."""
         norm = rms_norm_rows(self.x, self.optional_weight, EPS)
         codes, scales = quantize_e4m3(norm, GROUP)
-        return {
-            "codes": codes,
-            "scales": scales,
-            "norm": norm if self.case.wants_norm else norm[:0],
-        }
-
-
-def rows_like(
-    rows: Tensor, dtype: torch.dtype, is_strided: bool, device: torch.device | str
-) -> Tensor:
-    """An empty tensor of the shape of `rows` [T, n], strided or contiguous."""
-    tokens, width = rows.shape
-    frame = torch.empty(tokens, width + PADDING * is_strided, dtype=dtype, device=device)
-    return frame[:, :width]
+        found = {"out": codes, "scale_out": scales}
+        return {**found, "norm_out": norm} if self.case.wants_norm else found
 
 
 def assert_same_codes(name: str, actual: Tensor, expected: Tensor) -> None:

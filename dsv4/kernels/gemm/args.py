@@ -7,7 +7,7 @@ caller, and 0 where not.
 from __future__ import annotations
 
 from dsv4.kernels.gemm.config import Fp8LinearConfig
-from dsv4.kernels.kit.args import In, OptOut, Out, Scalar
+from dsv4.kernels.kit.args import In, Out, Scalar, Scratch
 
 # TMA reads from addresses and strides that are multiples of 16 bytes; so do vector loads. float32
 # is for the torch implementation.
@@ -17,8 +17,8 @@ ARGS = (
     In("scale", "G g", "scale_dtype", differentiable=True),
     In("x_scale", "S g", "float8_e8m0fnu"),
     Out("out", "T M", "out_dtype"),
-    OptOut("codes", "T K", "float8_e4m3fn", align=16),
-    OptOut("code_scales", "T g", "float8_e8m0fnu"),
+    Scratch("codes", "T K", "float8_e4m3fn", align=16),
+    Scratch("code_scales", "T g", "float8_e8m0fnu"),
     Scalar("tiling"),
     Scalar("num_sms"),
 )

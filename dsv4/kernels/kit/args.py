@@ -44,7 +44,8 @@ Values = Mapping[str, int | str]
 
 @dataclass(frozen=True)
 class TensorArg:
-    """A tensor argument; declare one as `In`, `Out`, `OptIn`, `OptOut` or `Workspace`.
+    """A tensor argument; declare one as `In`, `Out`, `OptIn`, `OptOut`, `Scratch` or
+    `Workspace`.
 
     The last dimension is contiguous, the strides of the others are the caller's.
 
@@ -137,8 +138,12 @@ class OptOut(Out):
     is_optional = True
 
 
+class Scratch(OptOut):
+    """A tensor that a launch writes for itself, or None: nothing that it holds is a result."""
+
+
 @dataclass(frozen=True)
-class Workspace(OptOut):
+class Workspace(Scratch):
     """Scratch memory of a launch, zeros when new; None: the operator's own."""
 
     name: str = "workspace"

@@ -10,18 +10,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.kernels.gemm.config import Fp8LinearConfig
 from dsv4.kernels.gemm.plan import choose, tilings
+from dsv4.ops.fp8_linear import FP8_LINEAR
 from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
 from dsv4.testing.harness import (
     Device,
     Outcome,
     Simulator,
-    Target,
     assert_clean,
     missed_synchronisation,
-    run_all,
+    simulator,
 )
+from dsv4.testing.kernel_call import OpKernels
 
 pytestmark = pytest.mark.stage("projections")
 
@@ -31,48 +31,26 @@ HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
 
 
 @pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
-def target(request: pytest.FixtureRequest) -> Target:
+def kernels(request: pytest.FixtureRequest) -> OpKernels:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    return Device() if request.param == "cuda" else Simulator(request.param)
-
-
-def build(config: Fp8LinearConfig, options: str):
-    from dsv4.kernels.gemm.sm90.fp8_linear import build
-
-    return build(config, options)
+    return OpKernels(FP8_LINEAR, Device() if request.param == "cuda" else simulator(request.param))
 
 
 def run(
-    target: Target,
-    inputs: Inputs,
-    tiling: int,
-    seed: int = 0,
-    num_sms: int = FEW_SMS,
-    schedules: int | None = 1,
-    config: Fp8LinearConfig | None = None,
-    has_scratch: bool = True,
+    kernels: OpKernels, inputs: Inputs, tiling: int, seed: int = 0, schedules: int | None = 1
 ) -> Outcome:
     """Run one tiling in the first few schedules, all for None."""
-    return run_all(
-        target,
-        target.compile(build, inputs.case.config if config is None else config),
-        lambda: inputs.call(tiling, num_sms, has_scratch).to(target.device),
-        seed,
-        target.schedules[:schedules],
-    )
+    return kernels.run(inputs, seed, schedules, tiling=tiling, num_sms=FEW_SMS)
 
 
 def check_every_tiling(
-    target: Target, inputs: Inputs, seed: int, config: Fp8LinearConfig | None = None, **options
+    kernels: OpKernels, inputs: Inputs, seed: int, schedules: int | None = 1
 ) -> Outcome:
     """Compare one tiling with the reference, and all others with it bit for bit."""
-    config = inputs.case.config if config is None else config
-    outcomes = [
-        run(target, inputs, tiling, seed, config=config, **options)
-        for tiling in range(len(tilings(config)))
-    ]
-    assert_linear_close(outcomes[0]["y"], inputs)
-    for tiling, outcome in zip(tilings(config), outcomes):
+    every = tilings(inputs.config)
+    outcomes = [run(kernels, inputs, tiling, seed, schedules) for tiling in range(len(every))]
+    assert_linear_close(outcomes[0]["out"], inputs)
+    for tiling, outcome in zip(every, outcomes):
         outcomes[0].assert_same_bits(outcome, str(tiling))
     return outcomes[0]
 
@@ -88,8 +66,8 @@ def check_every_tiling(
     ],
     ids=str,
 )
-def test_every_tiling_in_every_schedule(target, case, seed) -> None:
-    check_every_tiling(target, Inputs.make(case, seed), seed, schedules=None)
+def test_every_tiling_in_every_schedule(kernels, case, seed) -> None:
+    check_every_tiling(kernels, Inputs.make(case, seed), seed, schedules=None)
 
 
 @pytest.mark.parametrize(
@@ -100,80 +78,71 @@ def test_every_tiling_in_every_schedule(target, case, seed) -> None:
     ],
     ids=str,
 )
-def test_dtypes(target, case, seed) -> None:
+def test_dtypes(kernels, case, seed) -> None:
     inputs = Inputs.make(case, seed)
-    found = check_every_tiling(target, inputs, seed)
+    found = check_every_tiling(kernels, inputs, seed)
     if case.x_dtype == "float8_e4m3fn":
         wide = Inputs.make(replace(case, x_dtype="bfloat16"), seed)
-        run(target, wide, 0, seed).assert_same_bits(found, "codes against bf16")
+        run(kernels, wide, 0, seed).assert_same_bits(found, "codes against bf16")
 
 
-def test_one_cta_for_all_slices(target, seed) -> None:
+def test_one_cta_for_all_slices(kernels, seed) -> None:
     """Layers with many rows: sums of all slices on one stack."""
     inputs = Inputs.make(Case(19, 2048, 72), seed)
-    alone = check_every_tiling(
-        target, inputs, seed, replace(inputs.case.config, out_features=ANY_ROWS)
-    )
-    run(target, inputs, 1, seed).assert_same_bits(alone, "clusters against one CTA a tile")
+    alone = check_every_tiling(kernels, replace(inputs, rows=ANY_ROWS), seed)
+    run(kernels, inputs, 1, seed).assert_same_bits(alone, "clusters against one CTA a tile")
 
 
-def test_a_token_has_the_same_bits_among_any_number(target, seed) -> None:
+def test_a_token_has_the_same_bits_among_any_number(kernels, seed) -> None:
     inputs = Inputs.make(Case(200, 512, 136), seed)
     config = inputs.case.config
-    all_tokens = run(target, inputs, choose(config, 200, FEW_SMS), seed)["y"]
+    all_tokens = run(kernels, inputs, choose(config, 200, FEW_SMS), seed)["out"]
     assert_linear_close(all_tokens, inputs)
     for tokens in (1, 2, 7, 8, 9, 16, 17, 64, 65):
-        found = run(target, inputs.first(tokens), choose(config, tokens, FEW_SMS), seed)["y"]
+        found = run(kernels, inputs.first(tokens), choose(config, tokens, FEW_SMS), seed)["out"]
         assert torch.equal(found, all_tokens[:tokens]), f"T = {tokens}"
 
 
-def test_rows_that_are_not_finite_touch_no_other(target, seed) -> None:
+def test_rows_that_are_not_finite_touch_no_other(kernels, seed) -> None:
     case = Case(15, 512, 136, has_special_rows=True)
     inputs = Inputs.make(case, seed)
-    found = check_every_tiling(target, inputs, seed)["y"]
+    found = check_every_tiling(kernels, inputs, seed)["out"]
     assert found[0::5].isnan().all()
     assert (found[2::5] == 0).all()
     part = inputs.x[4::5].clone()
     alone = Inputs(
         replace(case, tokens=len(part)), part, inputs.weight, inputs.scale, inputs.x_scale, part
     )
-    assert torch.equal(run(target, alone, 0, seed)["y"], found[4::5])
+    assert torch.equal(run(kernels, alone, 0, seed)["out"], found[4::5])
 
 
-def test_without_scratch_many_tokens_follow_each_other(target, seed) -> None:
+def test_without_scratch_many_tokens_follow_each_other(kernels, seed) -> None:
     inputs = Inputs.make(Case(21, 512, 136), seed)
-    right = run(target, inputs, 0, seed)
+    right = run(kernels, inputs, 0, seed)
     for tiling in range(1, len(tilings(inputs.case.config))):
-        run(target, inputs, tiling, seed, has_scratch=False).assert_same_bits(right, "no scratch")
+        found = run(kernels, replace(inputs, has_scratch=False), tiling, seed)
+        found.assert_same_bits(right, "no scratch")
 
 
-def test_nothing_is_written_beside_the_output(target, seed) -> None:
+def test_nothing_is_written_beside_the_output(kernels, seed) -> None:
     inputs = Inputs.make(Case(9, 512, 136, is_strided=True), seed)
-    compiled = target.compile(build, inputs.case.config)
-    for tiling in range(len(tilings(inputs.case.config))):
-        call = inputs.call(tiling, FEW_SMS).to(target.device)
-        y = call.outputs["y"]
+    compiled = kernels.compile(inputs.config)
+    for tiling in range(len(tilings(inputs.config))):
+        call = kernels.call(inputs, tiling=tiling, num_sms=FEW_SMS)
+        y = call.outputs["out"]
         frame = y.as_strided((y.shape[0] - 1, y.stride(0)), y.stride())[:, y.shape[1] :]
         frame.fill_(7)
-        target.run(compiled, call)
+        kernels.target.run(compiled, call)
         assert (frame == 7).all()
 
 
-@pytest.fixture(scope="module")
-def simulator() -> Simulator:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    return Simulator("sm_90a")
-
-
 @pytest.mark.parametrize("config_rows", [136, ANY_ROWS])
-def test_every_barrier_and_fence_is_reached(simulator, config_rows, seed) -> None:
-    inputs = Inputs.make(Case(65, 1024, 136), seed)
-    config = replace(inputs.case.config, out_features=config_rows)
-    compiled = simulator.compile(build, config)
-    outcomes = [
-        simulator.run(compiled, inputs.call(tiling, FEW_SMS))
-        for tiling in range(len(tilings(config)))
-    ]
+def test_every_barrier_and_fence_is_reached(config_rows, seed) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    # A simulator of its own: coverage adds up over all launches of a compiled function.
+    kernels = OpKernels(FP8_LINEAR, Simulator("sm_90a"))
+    inputs = replace(Inputs.make(Case(65, 1024, 136), seed), rows=config_rows)
+    outcomes = [run(kernels, inputs, tiling) for tiling in range(len(tilings(inputs.config)))]
     for outcome in outcomes:
         assert_clean(outcome.report)
     assert not missed_synchronisation(outcome.report for outcome in outcomes)

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from dsv4.kernels.rows.config import RmsNormFp8Config, RowTiling, choose_tiling
-from dsv4.testing.harness import Device, Outcome, Simulator, Target, run_all
+from dsv4.ops.rms_norm_fp8 import RMS_NORM_FP8
+from dsv4.testing.harness import Device, Outcome, Simulator, simulator
+from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.rms_norm_fp8 import EPS, Case, Inputs, assert_same_codes
 
 pytestmark = pytest.mark.stage("rows")
@@ -20,13 +22,14 @@ FEW_CTAS = 2  # each takes several blocks of rows
 @pytest.fixture(
     scope="module", params=["sm_90a", "sm_100a", pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-def target(request: pytest.FixtureRequest) -> Target:
+def kernels(request: pytest.FixtureRequest) -> OpKernels:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    return Device() if request.param == "cuda" else Simulator(request.param)
+    target = Device() if request.param == "cuda" else simulator(request.param)
+    return OpKernels(RMS_NORM_FP8, target)
 
 
 def run(
-    target: Target,
+    kernels: OpKernels,
     inputs: Inputs,
     seed: int,
     num_ctas: int = FEW_CTAS,
@@ -34,14 +37,8 @@ def run(
     schedules: int | None = None,
 ) -> Outcome:
     """Run in every schedule, or the first few, and compare with the torch implementation."""
-    compiled = target.compile(build_tiled, (inputs.case.config, tiling))
-    outcome = run_all(
-        target,
-        compiled,
-        lambda: inputs.call(num_ctas).to(target.device),
-        seed,
-        target.schedules[:schedules],
-    )
+    compiled = kernels.compile((inputs.config, tiling), build_tiled)
+    outcome = kernels.run(inputs, seed, schedules, compiled, num_ctas=num_ctas)
     for name, tensor in inputs.expected().items():
         assert_same_codes(name, outcome[name], tensor)
     return outcome
@@ -67,34 +64,34 @@ def build_tiled(key: tuple[RmsNormFp8Config, RowTiling | None], options: str):
     ],
     ids=str,
 )
-def test_bits_of_the_torch_implementation(target, case, seed) -> None:
-    run(target, Inputs.make(case, seed), seed)
+def test_bits_of_the_torch_implementation(kernels, case, seed) -> None:
+    run(kernels, Inputs.make(case, seed), seed)
 
 
-def test_rows_that_are_not_finite_touch_no_other(target, seed) -> None:
+def test_rows_that_are_not_finite_touch_no_other(kernels, seed) -> None:
     """And what a NaN gives: the scale 255 and codes of NaN where the NaN is, else 0."""
     case = Case(14, 512, kind="special")
     inputs = Inputs.make(case, seed)
-    outcome = run(target, inputs, seed)
-    codes, scales = (outcome[name].view(torch.uint8) for name in ("codes", "scales"))
+    outcome = run(kernels, inputs, seed)
+    codes, scales = (outcome[name].view(torch.uint8) for name in ("out", "scale_out"))
     assert (codes[0] == 0x7F).all()
     assert (scales[0] == 255).all()
     assert (codes[3] & 0x7F == 0).all()
     ordinary = inputs.x[6::7].clone()
     alone = Inputs(replace(case, tokens=len(ordinary)), ordinary, inputs.weight)
-    for name, tensor in run(target, alone, seed).outputs.items():
+    for name, tensor in run(kernels, alone, seed).outputs.items():
         assert_same_codes(name, tensor, outcome[name][6::7])
 
 
-def test_sums_that_are_exact_give_the_bits_of_the_reference(target, seed) -> None:
+def test_sums_that_are_exact_give_the_bits_of_the_reference(kernels, seed) -> None:
     from dsv4.reference.norm import rms_norm_fp8
 
     inputs = Inputs.make(Case(4, 7168, kind="integers"), seed)
-    outcome = run(target, inputs, seed)
+    outcome = run(kernels, inputs, seed)
     values, scales, norm = rms_norm_fp8(inputs.x, inputs.weight, EPS)
-    assert torch.equal(outcome["codes"].float(), values)
-    assert torch.equal(outcome["scales"].float(), scales)
-    assert torch.equal(outcome["norm"], norm)
+    assert torch.equal(outcome["out"].float(), values)
+    assert torch.equal(outcome["scale_out"].float(), scales)
+    assert torch.equal(outcome["norm_out"], norm)
 
 
 @pytest.mark.parametrize(
@@ -107,26 +104,26 @@ def test_sums_that_are_exact_give_the_bits_of_the_reference(target, seed) -> Non
     ],
     ids=str,
 )
-def test_no_bit_depends_on_the_tiling(target, tiling, seed) -> None:
+def test_no_bit_depends_on_the_tiling(kernels, tiling, seed) -> None:
     """Nor on how many rows there are, and CTAs to share them."""
     inputs = Inputs.make(Case(7, 1536, kind="growing"), seed)
-    first = run(target, inputs, seed, 1, tiling)
-    run(target, inputs, seed, 100, tiling, schedules=1)
+    first = run(kernels, inputs, seed, 1, tiling)
+    run(kernels, inputs, seed, 100, tiling, schedules=1)
     last = Inputs(replace(inputs.case, tokens=1), inputs.x[6:], inputs.weight)
-    for name, tensor in run(target, last, seed, 1, tiling, schedules=1).outputs.items():
+    for name, tensor in run(kernels, last, seed, 1, tiling, schedules=1).outputs.items():
         assert_same_codes(name, tensor, first[name][6:])
 
 
-def test_nothing_is_written_beside_the_outputs(target, seed) -> None:
+def test_nothing_is_written_beside_the_outputs(kernels, seed) -> None:
     inputs = Inputs.make(Case(5, 1536, is_strided=True), seed)
-    call = inputs.call(FEW_CTAS).to(target.device)
+    call = kernels.call(inputs, num_ctas=FEW_CTAS)
     frames = {}
     for name, tensor in call.outputs.items():
         tokens, width = tensor.shape
         step = tensor.stride(0)
         frames[name] = tensor.as_strided((tokens - 1, step), tensor.stride())[:, width:]
         frames[name].view(torch.uint8).fill_(0x5A)
-    target.run(target.compile(build_tiled, (inputs.case.config, None)), call)
+    kernels.target.run(kernels.compile(inputs.config), call)
     for name, frame in frames.items():
         assert (frame.view(torch.uint8) == 0x5A).all(), f"{name}: wrote past the end of a row"
 
@@ -134,12 +131,12 @@ def test_nothing_is_written_beside_the_outputs(target, seed) -> None:
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_block_of_the_kernel_runs(arch, seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    simulator = Simulator(arch)
+    # A simulator of its own: coverage adds up over all launches of a compiled function.
+    kernels = OpKernels(RMS_NORM_FP8, Simulator(arch))
     inputs = Inputs.make(Case(11, 640, wants_norm=True), seed)
-    compiled = simulator.compile(build_tiled, (inputs.case.config, None))
-    simulator.run(compiled, inputs.call(1))
+    kernels.run(inputs, num_ctas=1)
     without = replace(inputs, case=replace(inputs.case, wants_norm=False))
-    outcome = simulator.run(compiled, without.call(1))
+    outcome = kernels.run(without, num_ctas=1)
     (coverage,) = outcome.report.coverage
     assert coverage.complete, coverage.missed
 

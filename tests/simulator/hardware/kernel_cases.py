@@ -16,7 +16,7 @@ from torch import Tensor
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.sm90.fmha import build
 from dsv4.testing.attention import Inputs
-from dsv4.testing.attention_kernel import make_call
+from dsv4.testing.attention_kernel import attention_call
 from dsv4.testing.harness import Call
 from tests.simulator.hardware.case import Tolerance
 from tests.simulator.hardware.inputs import random_words, small_integers, uniform
@@ -161,7 +161,7 @@ def _attention_call(
         masked = torch.arange(rows) >= inputs.compressed_lens[:, None]
         inputs.compressed_kv[masked] = torch.nan
         inputs.swa_kv[torch.arange(width) >= inputs.swa_lens[:, None]] = torch.nan
-    return make_call("sm_90a", inputs, splits, FEW_CTAS).poisoned()
+    return attention_call("sm_90a", inputs, splits, FEW_CTAS).poisoned()
 
 
 def _lengths(seed: str, count: int, most: int) -> Tensor:

@@ -13,6 +13,7 @@ from dsv4.simulator.api import Simulation
 from dsv4.simulator.compile.codegen import is_sync
 from dsv4.simulator.frontend.cutedsl import HostRunner
 from dsv4.simulator.ptx.parser import Instruction, Module, parse_module
+from dsv4.testing.harness import Call
 
 # Work, not order: without these the result is wrong, which is not the checker's business.
 _WORK = ("tcgen05.mma", "wgmma.mma", "tcgen05.ld", "tcgen05.st", "cp.async.bulk.tensor",
@@ -31,6 +32,24 @@ class Run:
     correct: Callable[[tuple, dict], bool] = lambda positional, keywords: True
     schedule: str = "eager"
     seed: int = 0
+
+
+def run_of(make: Callable[[], Call], check: Callable[[tuple, dict], None], schedule: str) -> Run:
+    """A launch of a call, whose tensors are new each time; `check` asserts that outputs among its
+    positional and keyword arguments are right."""
+
+    def prepare() -> tuple[tuple, dict]:
+        call = make().to("cpu").poisoned()
+        return call.args, call.options
+
+    def correct(positional: tuple, keywords: dict) -> bool:
+        try:
+            check(positional, keywords)
+        except AssertionError:
+            return False
+        return True
+
+    return Run(prepare, correct, schedule)
 
 
 def sync_instructions(ptx: str) -> list[Instruction]:

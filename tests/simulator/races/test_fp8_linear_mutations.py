@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import pytest
 
 from dsv4.kernels.gemm.config import Fp8LinearConfig
+from dsv4.ops.runtime.backend import Device
 from dsv4.simulator import Report
 from dsv4.simulator.ptx.parser import Instruction, parse_module
 from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
@@ -17,6 +18,7 @@ from tests.simulator.helpers.mutations import (
     Run,
     known_warnings,
     noticed,
+    run_of,
     simulate_text,
     sync_instructions,
     without,
@@ -26,6 +28,9 @@ from tests.simulator.races.test_attention_mutations import places
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
 pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+
+
+NUM_SMS = 1  # a cluster has several tiles
 
 
 @dataclass(frozen=True)
@@ -76,21 +81,15 @@ REDUNDANT = {
 
 
 def make_run(inputs: Inputs, tiling: int, schedule: str) -> Run:
-    def prepare() -> tuple[tuple, dict]:
-        call = inputs.call(tiling, 1).poisoned()
-        return call.args, dict(call.options)
+    def check(positional: tuple, keywords: dict) -> None:
+        assert_linear_close(positional[4], inputs)
 
-    def correct(positional: tuple, keywords: dict) -> bool:
-        try:
-            assert_linear_close(positional[4], inputs)
-        except AssertionError:
-            return False
-        return True
-
-    return Run(prepare, correct, schedule)
+    device = Device("sm_90a", NUM_SMS)
+    call = partial(inputs.call, device, tiling=tiling, num_sms=NUM_SMS)
+    return run_of(call, check, schedule)
 
 
-@functools.cache
+@cache
 def kernel(name: str):
     """The compiled kernels, and the launches that must notice a deletion."""
     from dsv4.kernels.gemm.sm90.fp8_linear import build
