@@ -10,7 +10,7 @@ from dsv4.testing.rms_norm_fp8 import EPS, Case, Inputs, assert_same_codes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stage("rows")]
 
-NAMES = ("codes", "scales", "norm")
+NAMES = ("out", "scale_out", "norm_out")
 
 
 def outputs_like(x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ def test_launches_that_follow_each_other_see_what_was_written(seed) -> None:
         second.x.fill_(torch.nan)
         run(first, outputs)
         again = run(second)
-    check(again, Inputs(first.case, found["norm"], first.weight))
+    check(again, Inputs(first.case, found["norm_out"], first.weight))
 
 
 def test_two_streams(seed) -> None:
@@ -149,5 +149,5 @@ def test_more_than_two_to_the_31_elements(seed) -> None:
     x[-4:] = inputs.x
     codes, scales = ops.rms_norm_fp8(x, inputs.weight, eps=EPS)
     wanted = run(inputs)
-    assert_same_codes("codes", codes[-4:], wanted["codes"])
-    assert_same_codes("scales", scales[-4:], wanted["scales"])
+    assert_same_codes("codes", codes[-4:], wanted["out"])
+    assert_same_codes("scales", scales[-4:], wanted["scale_out"])
