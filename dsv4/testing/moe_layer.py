@@ -19,6 +19,9 @@ from dsv4.testing.moe import MATRICES, Case, Inputs, assert_experts_close, gated
 from dsv4.testing.moe_router import WEIGHT_ERROR
 
 MAX_RELATIVE_ERROR = 1e-2  # of a token, where codes of h may tip
+# Where few elements add up, a few codes are more than that: so many times what the oracle moves
+# when its first sums are off by what Hopper's FP8 accumulator was measured to be.
+CONTROL_FACTOR, MEASURED_ERROR = 3.0, 2.2e-4
 SCALING = 1.5
 
 
@@ -158,19 +161,26 @@ def assert_layer_close(outcome: Outcome, inputs: LayerInputs) -> None:
     assert_whole_close(outcome["y"], routed)
 
 
-def expected(inputs: Inputs) -> Tensor:
-    """y [T, D] in fp64 for given routing: sums in fp64, h rounded to bf16 and to e4m3."""
+def expected(inputs: Inputs, off_by: float = 0.0) -> Tensor:
+    """y [T, D] in fp64 for given routing: sums in fp64, h rounded to bf16 and to e4m3.
+
+    Args:
+        off_by: of the sums that give h, relative to them by their norm, at random: a control.
+    """
     case = inputs.case
     x, ids = rounded(inputs.x), inputs.ids.long()
     total = torch.zeros_like(x)
     live = torch.arange(len(x), device=x.device) < case.num_live
     units = [(e, (ids == e).nonzero(as_tuple=True)) for e in ids.unique().tolist() if e >= 0]
     units.append((None, (live.nonzero()[:, 0], None)))
+    generator = torch.Generator(x.device).manual_seed(0)
     for expert, (tokens, slots) in units:
         part = inputs.shared if expert is None else inputs.routed
         w1, w3, w2 = (part[name].dense(expert) for name in MATRICES)
         factor = x.new_ones(len(tokens)) if slots is None else inputs.weights[tokens, slots]
         h, _ = gated(x[tokens], w1, w3, factor.double()[:, None], case.limit)
+        noise = torch.randn(h.shape, generator=generator, device=h.device, dtype=h.dtype)
+        h = h * (1 + noise * off_by) if off_by else h
         total[tokens] += rounded(h.bfloat16()) @ w2.T
     return total
 
@@ -181,8 +191,16 @@ def assert_whole_close(actual: Tensor, inputs: Inputs) -> None:
     actual = actual.to(wanted.device).double()
     lost = actual.isfinite() != wanted.isfinite()
     assert not lost.any(), f"y: {int(lost.sum())} elements are finite where they should not be"
+    relative = _relative(actual, wanted)
+    control = _relative(expected(inputs, 2 * MEASURED_ERROR), wanted)
+    allowed = (control.amax() * CONTROL_FACTOR).clamp(min=MAX_RELATIVE_ERROR) if len(control) else 0
+    assert (relative <= allowed).all(), (
+        f"y: relative error {float(relative.max()):.2e} of a token, needs {float(allowed):.2e}"
+    )
+
+
+def _relative(actual: Tensor, wanted: Tensor) -> Tensor:
+    """Error of each token by its norm; elements that are not finite count as equal."""
     finite = wanted.isfinite()
     off = torch.where(finite, actual - wanted, 0.0).norm(dim=1)
-    norm = torch.where(finite, wanted, 0.0).norm(dim=1).clamp(min=1e-30)
-    relative = float((off / norm).max()) if len(off) else 0.0
-    assert relative <= MAX_RELATIVE_ERROR, f"y: relative error {relative:.2e} of a token"
+    return off / torch.where(finite, wanted, 0.0).norm(dim=1).clamp(min=1e-30)

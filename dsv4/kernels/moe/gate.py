@@ -93,16 +93,24 @@ class Gate:
             tensors.arrivals[0] = Int32(0)
         totals = cute.make_rmem_tensor((2, MOST_TILES), Float32)
         totals.fill(0.0)
+        # Those of a tile are on their way while the tile before is multiplied.
+        words = cute.make_rmem_tensor((WORDS, CHUNKS, 2), Uint32)
         for s in cutlass.range(slices, unroll=1):
+            k_block = (first + s) * SLICE_PARTS + warp
+            load_activations(tensors.x, first_token, k_block, words[None, None, 0])
             if s > 0:
                 load_weights(tensors.weight, expert_tile, first + s, warp, weights)
             for tile in cutlass.range_constexpr(MOST_TILES):
                 if tile < tiles:
                     token = first_token + tile * TOKEN_TILE
+                    if tile + 1 < tiles:
+                        load_activations(
+                            tensors.x, token + TOKEN_TILE, k_block, words[None, None, 1 - tile % 2]
+                        )
                     self.add_slice(
                         tensors, sums[None, None, None, (s * tiles + tile) % 2], weights,
-                        totals[None, tile],
-                        token, first + s, expert_tile, warp,
+                        words[None, None, tile % 2], totals[None, tile], token, k_block,
+                        expert_tile, warp,
                     )  # fmt: skip
         for tile in cutlass.range_constexpr(MOST_TILES):
             if tile < tiles:
@@ -115,9 +123,10 @@ class Gate:
         tensors: GateTensors,
         sums: cute.Tensor,
         weights: cute.Tensor,
+        words: cute.Tensor,
         total: cute.Tensor,
         first_token: Int32,
-        piece: Int32,
+        k_block: Int32,
         expert_tile: Int32,
         warp: Int32,
     ) -> None:
@@ -125,13 +134,6 @@ class Gate:
         lane = cute.arch.lane_idx()
         group, place = lane // 4, lane % 4
         token = first_token + group
-        words = cute.make_rmem_tensor((WORDS, CHUNKS), Uint32)
-        words.fill(0)
-        k_block = piece * SLICE_PARTS + warp
-        if token < tensors.x.shape[0]:
-            for c in cutlass.range_constexpr(CHUNKS):
-                offset = k_block * PART + c * CHUNK + place * 8
-                load_vector(tensors.x, token, offset, words[None, c])
         for m in cutlass.range_constexpr(M_TILES):
             found = products(weights, words, m)
             for half in cutlass.range_constexpr(2):
@@ -185,6 +187,17 @@ def load_weights(
         for c in cutlass.range_constexpr(CHUNKS):
             offset = piece * SLICE + warp * PART + c * CHUNK + lane % 4 * 8
             load_vector(weight, row, offset, target[None, rows, c])
+
+
+@cute.jit
+def load_activations(x: cute.Tensor, first_token: Int32, k_block: Int32, target: cute.Tensor):
+    """target[word, chunk] = this lane's elements of a k block of 8 tokens; zeros past the last."""
+    lane = cute.arch.lane_idx()
+    token = first_token + lane // 4
+    target.fill(0)
+    if token < x.shape[0]:
+        for c in cutlass.range_constexpr(CHUNKS):
+            load_vector(x, token, k_block * PART + c * CHUNK + lane % 4 * 8, target[None, c])
 
 
 @cute.jit

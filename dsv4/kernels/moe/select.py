@@ -79,11 +79,14 @@ class Select:
         scores = smem.allocate_tensor(
             Float32, cute.make_layout((config.experts, SELECT_WARPS)), byte_alignment=16
         )
-        counts = smem.allocate_tensor(
-            Int32, cute.make_layout((config.experts, SELECT_WARPS)), byte_alignment=16
-        )
+        # The scores are of no more use where the sort begins.
+        counts = cute.make_tensor(cute.recast_ptr(scores.iterator, dtype=Int32), scores.layout)
         board = smem.allocate_tensor(Int32, cute.make_layout((SELECT_WARPS, 2)), byte_alignment=16)
         is_last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
+        # ids of this CTA's tokens: where there is no other, the sort reads no global memory.
+        own_ids = smem.allocate_tensor(
+            Int32, cute.make_layout((SELECT_WARPS, config.top_k), stride=(config.top_k, 1)), 16
+        )
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
         pdl.launch_dependents()
@@ -96,19 +99,25 @@ class Select:
         live = live_count(lists.live_tokens, tokens)
         token = cute.arch.block_idx()[0] * SELECT_WARPS + warp
         if token < tokens:
-            self.select(lists, scores[None, warp], bias, token, token < live)
+            self.select(lists, scores[None, warp], bias, own_ids[warp, None], token, token < live)
         cute.arch.sync_threads()
         if thread == 0:
             is_last[0] = Int32(arrive(lists.arrivals, cute.arch.grid_dim()[0]))
         cute.arch.sync_threads()
         if is_last[0] != 0:
-            self.sort(lists, counts, board, group_tokens, live)
+            self.sort(lists, counts, board, own_ids, group_tokens, live)
 
     # ---- one token, one warp ---------------------------------------------------------------------
 
     @cute.jit
     def select(
-        self, lists: Lists, scores: cute.Tensor, bias, token: Int32, is_live: Boolean
+        self,
+        lists: Lists,
+        scores: cute.Tensor,
+        bias,
+        own_ids: cute.Tensor,
+        token: Int32,
+        is_live: Boolean,
     ) -> None:
         """Write ids[token] and weights[token]."""
         config = self.config
@@ -134,7 +143,7 @@ class Select:
         chosen = Float32(0.0)
         if mine != LAST_ID:
             chosen = scores[mine]
-        self.store(lists, token, mine, chosen)
+        self.store(lists, own_ids, token, mine, chosen)
 
     @cute.jit
     def take_best(self, keys: cute.Tensor) -> Int32:
@@ -156,7 +165,9 @@ class Select:
         return winner
 
     @cute.jit
-    def store(self, lists: Lists, token: Int32, mine: Int32, score: Float32) -> None:
+    def store(
+        self, lists: Lists, own_ids: cute.Tensor, token: Int32, mine: Int32, score: Float32
+    ) -> None:
         """Normalise the scores of the first lanes, and write them in ascending order of ids."""
         config = self.config
         lane = cute.arch.lane_idx()
@@ -169,7 +180,9 @@ class Select:
         factor = cute.math.div(Float32(config.scaling), total, rounding=NEAREST)
         if lane < config.top_k:
             has_expert = mine != LAST_ID
-            lists.ids[token, place] = cutlass.select_(has_expert, mine, Int32(NO_EXPERT))
+            expert = cutlass.select_(has_expert, mine, Int32(NO_EXPERT))
+            own_ids[place] = expert
+            lists.ids[token, place] = expert
             lists.weights[token, place] = cutlass.select_(has_expert, score * factor, Float32(0.0))
 
     # ---- all pairs, one CTA ----------------------------------------------------------------------
@@ -180,6 +193,7 @@ class Select:
         lists: Lists,
         counts: cute.Tensor,
         board: cute.Tensor,
+        own_ids: cute.Tensor,
         group_tokens: Int32,
         live: Int32,
     ) -> None:
@@ -195,19 +209,18 @@ class Select:
         begin = warp * run
         end = cutlass.min(begin + run, total)
         own = counts[None, warp]
-        for start in cutlass.range(begin, end, 32 * BATCH, unroll=1):
-            ids = load_ids(lists.ids, config.top_k, start, end)
-            for i in cutlass.range_constexpr(BATCH):
-                count_pairs(own, ids[i])
+        # A run of pairs that one batch holds is read once.
+        held = load_ids(lists.ids, own_ids, config.top_k, begin, end)
+        count_batch(own, held)
+        for start in cutlass.range(begin + 32 * BATCH, end, 32 * BATCH, unroll=1):
+            count_batch(own, load_ids(lists.ids, own_ids, config.top_k, start, end))
         cute.arch.sync_threads()
         self.add_counts(lists, counts, board, group_tokens, live)
         cute.arch.sync_threads()
-        for start in cutlass.range(begin, end, 32 * BATCH, unroll=1):
-            ids = load_ids(lists.ids, config.top_k, start, end)
-            for i in cutlass.range_constexpr(BATCH):
-                place = next_place(own, ids[i])
-                if ids[i] >= 0:
-                    lists.pairs[place] = start + i * 32 + cute.arch.lane_idx()
+        place_batch(lists.pairs, own, held, begin)
+        for start in cutlass.range(begin + 32 * BATCH, end, 32 * BATCH, unroll=1):
+            ids = load_ids(lists.ids, own_ids, config.top_k, start, end)
+            place_batch(lists.pairs, own, ids, start)
 
     @cute.jit
     def add_counts(
@@ -361,16 +374,45 @@ def arrive(arrivals: cute.Tensor, ctas: Int32) -> Boolean:
 
 
 @cute.jit
-def load_ids(ids: cute.Tensor, top_k: int, start: Int32, end: Int32) -> cute.Tensor:
-    """Experts of this lane's pairs, every 32nd from `start`; NO_EXPERT past `end`."""
+def load_ids(
+    ids: cute.Tensor, own_ids: cute.Tensor, top_k: int, start: Int32, end: Int32
+) -> cute.Tensor:
+    """Experts of this lane's pairs, every 32nd from `start`; NO_EXPERT past `end`.
+
+    From shared memory where all tokens are the CTA's own.
+    """
     found = cute.make_rmem_tensor(BATCH, Int32)
-    flat = cute.make_tensor(ids.iterator, cute.make_layout(ids.shape[0] * top_k))
+    found.fill(NO_EXPERT)
+    total = ids.shape[0] * top_k
+    is_own = ids.shape[0] <= SELECT_WARPS
+    near = cute.make_tensor(own_ids.iterator, cute.make_layout(SELECT_WARPS * top_k))
+    far = cute.make_tensor(ids.iterator, cute.make_layout(total))
     for i in cutlass.range_constexpr(BATCH):
         pair = start + i * 32 + cute.arch.lane_idx()
-        found[i] = Int32(NO_EXPERT)
         if pair < end:
-            found[i] = flat[pair]
+            if is_own:
+                found[i] = near[pair]
+            else:
+                found[i] = far[pair]
     return found
+
+
+@cute.jit
+def count_batch(counts: cute.Tensor, ids: cute.Tensor) -> None:
+    """Count the experts of a batch of pairs."""
+    for i in cutlass.range_constexpr(BATCH):
+        if cute.arch.vote_any_sync(ids[i] >= 0):
+            count_pairs(counts, ids[i])
+
+
+@cute.jit
+def place_batch(pairs: cute.Tensor, places: cute.Tensor, ids: cute.Tensor, start: Int32) -> None:
+    """Put a batch of pairs, every 32nd from `start`, in their places."""
+    for i in cutlass.range_constexpr(BATCH):
+        if cute.arch.vote_any_sync(ids[i] >= 0):
+            place = next_place(places, ids[i])
+            if ids[i] >= 0:
+                pairs[place] = start + i * 32 + cute.arch.lane_idx()
 
 
 @cute.jit
