@@ -20,7 +20,7 @@ TILE_ROWS = 2 * PANEL_ROWS
 CTA_RESERVED = 1024  # bytes of shared memory that an SM keeps for each CTA
 WEIGHT_BYTES = 16384  # of a stage: 128 rows of two k blocks of FP4, or of one of FP8
 SCALE_BYTES = 1024  # of a stage: a word for each row and k block of FP4
-MIN_STAGES = 3
+MIN_STAGES = 2
 MOST_IN_FLIGHT = 16  # tokens of a tile with two accumulators
 
 
