@@ -155,12 +155,6 @@ class ProductPlan:
         blocks = 2 if dtype == "fp4" else 1
         return Kind(dtype, tokens, blocks, -(-self.k_blocks // blocks), is_packed)
 
-    @property
-    def knows_lists(self) -> bool:
-        """Whether the lists of tiles are final when the launch begins: the second product's are,
-        because the first one lets it begin no sooner."""
-        return self.source is not Source.TOKENS
-
     # ---- a stage ----
 
     @property

@@ -20,8 +20,7 @@ from dsv4.kernels.moe.sm90.context import (
 
 
 class LoadWarp:
-    """Keeps the ring full of weights: those of the shared expert before the launch before is over,
-    and all of them where that is not what makes the lists.
+    """Keeps the ring full of weights: those of the shared expert before the launch before is over.
 
     Args:
         panels_of: weight and scale of the panels of a pair, and their index in units of 64 rows:
@@ -37,17 +36,13 @@ class LoadWarp:
         """Load the weights of every tile."""
         plan, ring = self.plan, ctx.pipes.ring
         if cute.arch.lane_idx() == 0:
-            early = Int32(0)
-            if cutlass.const_expr(not plan.knows_lists):
-                # ---- the first tile of the shared expert ----
-                early = cutlass.select_(
-                    ctx.slot < plan.row_tiles, Int32(min(plan.stages, plan.shared.steps)), Int32(0)
-                )
-                for step in cutlass.range(early, unroll=1):
-                    self._load_stage(ctx, plan.shared, True, ctx.slot, Int32(0), step, step)
-                pdl.wait_for_previous_launch()
-                # Not before: the launches behind this one read the lists while it runs.
-                pdl.launch_dependents()
+            # ---- the first tile of the shared expert ----
+            early = cutlass.select_(
+                ctx.slot < plan.row_tiles, Int32(min(plan.stages, plan.shared.steps)), Int32(0)
+            )
+            for step in cutlass.range(early, unroll=1):
+                self._load_stage(ctx, plan.shared, True, ctx.slot, Int32(0), step, step)
+            pdl.wait_for_previous_launch()
             scheduler = read_schedule(ctx, plan)
             # ---- the others ----
             cursor = ring.skip(ring.producer(), early)

@@ -12,9 +12,7 @@ Arithmetic, the same in every tiling and for any number of tokens: a k block by 
 added in fp32, in the order of k. A column's bits depend on no other column.
 
 The launch before makes lists and activations, never weights: the shared expert's first ones are
-asked for before `griddepcontrol.wait`. The first product lets the launches behind it begin when its
-own wait is over: for the second one the lists are final from its start, and only activations have
-to be waited for. `print(ProductPlan.down(...))` shows the budgets.
+asked for before `griddepcontrol.wait`. `print(ProductPlan.down(...))` shows the budgets.
 """
 
 import cutlass
@@ -75,8 +73,7 @@ class GroupedProduct:
         self.activations.clear(ctx)
         cute.arch.sync_threads()
         if warp == plan.warps["load"].first:
-            if cutlass.const_expr(plan.knows_lists):
-                pdl.launch_dependents()
+            pdl.launch_dependents()
             self.loader.load(ctx)
         elif warp >= plan.warps["activations"].first:
             self.activations.fill(ctx, warp - plan.warps["activations"].first)
