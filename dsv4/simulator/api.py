@@ -7,7 +7,8 @@ import functools
 import re
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -92,7 +93,7 @@ class Simulation:
     def run(
         self, arguments, keywords, buffers, schedule: str, seed: int, races: bool = True,
         workers: int = 1, instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
-        uninitialised=(), overlap: str = "none",
+        uninitialised=(), overlap: str = "none", peers: Sequence[Sequence] = (),
     ) -> Report:  # fmt: skip
         """Run the host function, then each launch it made, in order."""
         if overlap not in OVERLAPS:
@@ -102,7 +103,9 @@ class Simulation:
                 "overlap needs races=False and one worker: the checker finds what is missing "
                 "between launches by running them one after another"
             )
-        held = (arguments, keywords, buffers, uninitialised)
+        if overlap != "none" and peers:
+            raise ValueError("overlap and peers cannot be simulated together")
+        held = (arguments, keywords, buffers, peers, uninitialised)
         with shared_arguments(*held, workers=workers) as (*values, empty):
             undefined = tuple((x.data_ptr(), x.data_ptr() + x.nbytes) for x in empty)
             if overlap != "none":
@@ -111,14 +114,22 @@ class Simulation:
                 *values, schedule, seed, races, workers, instructions_per_warp, undefined
             )
 
-    def _launches(self, arguments, keywords: dict, buffers) -> tuple[GlobalMemory, list]:
-        """The memory that kernels may touch, and what the host code launches."""
+    def _launches(self, arguments, keywords: dict, buffers, peers) -> tuple[GlobalMemory, list]:
+        """The memory that kernels may touch, and what the host code launches on all GPUs."""
         memory = GlobalMemory()
         for i, value in enumerate([*arguments, *keywords.values()]):
             _register(memory, value, f"argument {i}", whole=False)
+        for gpu, given in enumerate(peers, 1):
+            for i, value in enumerate(given):
+                _register(memory, value, f"argument {i} of GPU {gpu}", whole=False)
         for i, value in enumerate(buffers):
             _register(memory, value, f"buffer {i}", whole=True)
         configs = self.host.run(list(arguments), keywords)
+        for given in peers:
+            configs = [
+                _side_by_side(config, other)
+                for config, other in zip(configs, self.host.run(list(given), keywords), strict=True)
+            ]
         for config in configs:
             self.program(config.kernel)
             for name, (_, data) in self.variables.items():
@@ -126,10 +137,10 @@ class Simulation:
         return memory, configs
 
     def _run_overlapped(
-        self, arguments, keywords, buffers, schedule: str, seed: int, instructions_per_warp: int,
-        overlap: str,
+        self, arguments, keywords, buffers, peers, schedule: str, seed: int,
+        instructions_per_warp: int, overlap: str,
     ) -> Report:  # fmt: skip
-        memory, configs = self._launches(arguments, keywords, buffers)
+        memory, configs = self._launches(arguments, keywords, buffers, peers)
         launches = [
             Launch(
                 config, self.program(config.kernel), memory, schedule, seed, self.multiprocessors,
@@ -147,10 +158,10 @@ class Simulation:
         return Report(described, early_starts=early)
 
     def _run_here(
-        self, arguments, keywords, buffers, schedule: str, seed: int, races: bool, workers: int,
-        instructions_per_warp: int, undefined: tuple[tuple[int, int], ...],
+        self, arguments, keywords, buffers, peers, schedule: str, seed: int, races: bool,
+        workers: int, instructions_per_warp: int, undefined: tuple[tuple[int, int], ...],
     ) -> Report:  # fmt: skip
-        memory, configs = self._launches(arguments, keywords, buffers)
+        memory, configs = self._launches(arguments, keywords, buffers, peers)
         report, before = Report(), None
         for config in configs:
             program = self.program(config.kernel)
@@ -166,6 +177,14 @@ class Simulation:
                 report.warnings += monitor.warnings
             before = monitor
         return report
+
+
+def _side_by_side(config: LaunchConfig, other: LaunchConfig) -> LaunchConfig:
+    """One launch on the GPUs of both: they may differ in parameters alone."""
+    same = replace(other, params=config.params, peers=config.peers)
+    if same != config:
+        raise ValueError(f"peers launch differently: {same} beside {config}")
+    return replace(config, peers=(*config.peers, other.params))
 
 
 def _run(launch: Launch, workers: int) -> LaunchReport:
@@ -206,6 +225,7 @@ def simulate(
     buffers: tuple[torch.Tensor, ...] = (),
     uninitialised: tuple[torch.Tensor, ...] = (),
     overlap: str = "none",
+    peers: Sequence[Sequence] = (),
     **kwargs,
 ) -> Report:
     """Run a function compiled by `cute.compile` on CPU tensors, in place.
@@ -228,6 +248,9 @@ def simulate(
         overlap: launches that programmatic dependent launch lets start early: "none", "all", or a
             "random" choice in a random order (seeded by `seed`); `Report.early_starts` counts them.
             Other than "none" it shows what results depend on, and needs races=False.
+        peers: arguments of the same call on further GPUs (keywords are the same for all): their
+            launches run at the same time and may touch each other's tensors; what they exchange
+            needs the scope `.sys`.
 
     Returns: a Report; outputs are written to the tensors.
     Raises: UnsupportedInstruction, KernelFault, Deadlock, Endless; SimulatorError for a missing C
@@ -247,7 +270,7 @@ def simulate(
             _prepared[compiled] = simulation
     return simulation.run(
         args, kwargs, buffers, schedule, seed, races, workers, instructions_per_warp, uninitialised,
-        overlap,
+        overlap, peers,
     )  # fmt: skip
 
 

@@ -47,6 +47,7 @@ def simulate_ptx(
     instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
     buffers: tuple[torch.Tensor, ...] = (),
     uninitialised: tuple[torch.Tensor, ...] = (),
+    peers: tuple[tuple[Parameter, ...], ...] = (),
 ) -> Report:
     """Run one kernel of a PTX module on CPU tensors, in place.
 
@@ -62,6 +63,8 @@ def simulate_ptx(
         buffers: further tensors whose storages the kernel may touch, for example through tensor
             maps.
         uninitialised: as of `simulate`.
+        peers: parameters of the same launch on further GPUs, which run at the same time and may
+            touch each other's tensors: what they exchange needs the scope `.sys`.
 
     Returns: a Report with one launch.
     Raises: as `simulate`; ValueError for an entry or parameters the module does not have.
@@ -69,9 +72,10 @@ def simulate_ptx(
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     simulation = single_launch(
-        ptx, entry, grid=grid, block=block, params=params, cluster=cluster, shared=shared
-    )
-    tensors = tuple(p for p in params if isinstance(p, torch.Tensor))
+        ptx, entry, grid=grid, block=block, params=params, cluster=cluster, shared=shared,
+        peers=peers,
+    )  # fmt: skip
+    tensors = tuple(p for given in (params, *peers) for p in given if isinstance(p, torch.Tensor))
     return simulation.run(
         tensors, {}, buffers, schedule, seed, races,
         instructions_per_warp=instructions_per_warp, uninitialised=uninitialised,
@@ -87,18 +91,19 @@ def single_launch(
     params: tuple[Parameter, ...],
     cluster: Dimensions = (1, 1, 1),
     shared: int = 0,
+    peers: tuple[tuple[Parameter, ...], ...] = (),
 ) -> Simulation:
     """The simulation of one launch of a PTX module; arguments as of `simulate_ptx`."""
     simulation = _simulation(ptx)
     entries = simulation.module.entries
     if entry not in entries:
         raise ValueError(f"entry must be one of {', '.join(entries)}, got {entry!r}")
-    values = _packed(entries[entry], params)
+    values, *others = (_packed(entries[entry], given) for given in (params, *peers))
     sizes = (
         _xyz(name, given)
         for name, given in zip(("grid", "block", "cluster"), (grid, block, cluster))
     )
-    simulation.host.config = LaunchConfig(entry, *sizes, shared, values)
+    simulation.host.config = LaunchConfig(entry, *sizes, shared, values, peers=tuple(others))
     return simulation
 
 

@@ -229,7 +229,7 @@ def _local_rows(w: Warp, address: np.ndarray, count: int, bits: int, mask):
 def load_param(w: Warp, offset: int, count: int, bits: int) -> list[np.ndarray]:
     """Kernel parameters are the same for every lane."""
     size = bits // 8
-    raw = w.launch.param_bytes
+    raw = w.cluster.params
     return [
         np.full(32, int.from_bytes(raw[offset + k * size : offset + (k + 1) * size], "little"),
                 DTYPE[bits])

@@ -30,7 +30,7 @@ def _map(w: Warp, address: int) -> TensorMap:
         raise KernelFault(f"tensor map at {address:#x} is not 64-byte aligned")
     if address >= PARAM_WINDOW:
         offset = address - PARAM_WINDOW
-        raw = w.launch.param_bytes[offset : offset + MAP_BYTES]
+        raw = w.cluster.params[offset : offset + MAP_BYTES]
     else:
         raw = w.cluster.memory.read(address, MAP_BYTES).tobytes()
     found = w.launch.tensor_maps.get(raw)

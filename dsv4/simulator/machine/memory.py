@@ -177,6 +177,8 @@ class Cluster:
 
     def __init__(self, launch, number: int):
         self.launch, self.number = launch, number
+        self.gpu = number // launch.clusters_per_gpu
+        self.params: bytes = launch.param_bytes[self.gpu]
         self.memory: GlobalMemory = launch.memory
         self.engine = launch.engine_for(self)
         self.ctas: list[Cta] = []

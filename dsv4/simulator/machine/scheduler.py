@@ -43,6 +43,7 @@ class LaunchConfig:
     params: list[bytes]
     programmatic: bool = False  # may start before the launch before it is complete
     cooperative: bool = False  # all of its CTAs must fit the GPU at once
+    peers: tuple[list[bytes], ...] = ()  # parameters of the same launch on further GPUs
 
 
 @dataclass
@@ -83,10 +84,10 @@ class Launch:
                 f"a CTA can have {SHARED_LIMIT}"
             )
         self.resident_clusters = self._resident_clusters()
-        raw = bytearray(self.program.entry.param_bytes)
-        for (offset, size), value in zip(self.program.entry.params.values(), config.params):
-            raw[offset : offset + size] = value
-        self.param_bytes = bytes(raw)
+        # By GPU: clusters are numbered on from one to the next.
+        self.param_bytes = [self._param_bytes(params) for params in (config.params, *config.peers)]
+        x, y, z = (g // c for g, c in zip(config.grid, config.cluster))
+        self.clusters_per_gpu = x * y * z
         self.random = random.Random(self.seed)
         self.quantum = QUANTUM[self.schedule]
         self.hits_before = list(self.program.hits)
@@ -94,8 +95,20 @@ class Launch:
         # Clusters not started yet, last first; cluster launch control may cancel them.
         self.waiting: list[tuple[int, tuple[int, int, int]]] = []
 
+    @property
+    def ctas(self) -> int:
+        """CTAs of all GPUs."""
+        return self.clusters_per_gpu * self.cluster_size * len(self.param_bytes)
+
+    def _param_bytes(self, params: list[bytes]) -> bytes:
+        """The parameter space of one GPU."""
+        raw = bytearray(self.program.entry.param_bytes)
+        for (offset, size), value in zip(self.program.entry.params.values(), params):
+            raw[offset : offset + size] = value
+        return bytes(raw)
+
     def _resident_clusters(self) -> int:
-        """Clusters that are on the GPU at once, at most. Only a cooperative launch may count on
+        """Clusters that are on the GPUs at once, at most. Only a cooperative launch may count on
         more than one CTA for each multiprocessor.
         """
         ctas = self.multiprocessors
@@ -108,12 +121,12 @@ class Launch:
                     f"cooperative launch of {wanted} CTAs, {ctas} fit {self.multiprocessors} "
                     "multiprocessors at once (CUDA error 720: cooperative launch too large)"
                 )
-        return max(1, ctas // self.cluster_size)
+        return max(1, ctas // self.cluster_size) * (1 + len(self.config.peers))
 
     @property
     def lets_go(self) -> bool:
         """Every CTA has let the next launch start, or has exited."""
-        return self.ctas_let_go == self.grid[0] * self.grid[1] * self.grid[2]
+        return self.ctas_let_go == self.ctas
 
     def describe_endless(self, warp: Warp) -> str:
         """Which warp, and the block that this launch ran most."""
@@ -135,12 +148,13 @@ class Launch:
         return AsyncEngine(self.schedule, self.seed * 1_000_003 + cluster.number)
 
     def cluster_origins(self) -> list[tuple[int, int, int]]:
-        """First CTA of every cluster, x fastest."""
+        """First CTA of every cluster, x fastest, GPU by GPU."""
         cx, cy, cz = self.cluster
         gx, gy, gz = self.grid
-        return [
+        origins = [
             (x, y, z) for z in range(0, gz, cz) for y in range(0, gy, cy) for x in range(0, gx, cx)
         ]
+        return origins * len(self.param_bytes)
 
     def start(self, number: int, origin: tuple[int, int, int]) -> Resident:
         """Make a cluster resident."""

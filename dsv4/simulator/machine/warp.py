@@ -118,7 +118,8 @@ class Warp:
             "%is_explicit_cluster": int(size > 1),
             "%warpid": number,
             "%nwarpid": 64,
-            "%smid": (cta.cluster.number * size + cta.rank) % launch.multiprocessors,
+            "%smid": (cta.cluster.number % launch.clusters_per_gpu * size + cta.rank)
+            % launch.multiprocessors,
             "%nsmid": launch.multiprocessors,
             "%gridid": 0,
             "%dynamic_smem_size": launch.shared,

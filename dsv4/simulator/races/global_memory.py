@@ -43,13 +43,19 @@ class GlobalRaces:
         self.monitor, self.before, self.undefined = monitor, before, undefined
         self.waited = before is None  # for the launches before, by some thread
         self.flags = Flags()
-        # Whether any access has a scope that other CTAs may be outside of.
+        self.narrow = False
+        self.histories: dict[int, History] = {}
+
+    def prepare(self, launch) -> None:
+        """Look at a launch: how its clusters lie on GPUs, and whether any access has a scope that
+        other CTAs may be outside of."""
+        self.flags.clusters_per_gpu = launch.clusters_per_gpu
+        widest = Scope.SYS if launch.config.peers else Scope.GPU
         self.narrow = any(
-            ins.order.strong and ins.order.scope < Scope.GPU
-            for ins in monitor.entry.instructions
+            ins.order.strong and ins.order.scope < widest
+            for ins in self.monitor.entry.instructions
             if ins.parts[0] in ("ld", "st", "atom", "red")
         )
-        self.histories: dict[int, History] = {}
 
     def history(self, region: Region) -> History:
         """The history of an allocation."""
@@ -444,5 +450,5 @@ def _distance(w, owner: int) -> Scope:
     """How far a warp and the owner of an access are apart; engines count as of their cluster."""
     cluster, agent = owner >> _AGENT_BITS, owner & _AGENT
     if cluster != w.cluster.number:
-        return Scope.GPU
+        return Scope.GPU if cluster // w.launch.clusters_per_gpu == w.cluster.gpu else Scope.SYS
     return Scope.CTA if agent // w.launch.warps == w.cta.rank else Scope.CLUSTER

@@ -39,6 +39,7 @@ class Monitor(CopyRaces, TensorRaces, Observer):
     def start_cluster(self, cluster: Cluster, warps: list) -> None:
         """A cluster becomes resident."""
         cluster.state = ClusterState(cluster, warps)
+        self.memory.prepare(cluster.launch)
 
     def finish_cluster(self, cluster: Cluster, warps: list) -> None:
         """What is left behind when every warp has exited."""

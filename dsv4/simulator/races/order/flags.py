@@ -31,7 +31,8 @@ class Source(NamedTuple):
 
 class _Release(NamedTuple):
     know: np.ndarray  # [row, agent] of the releasing cluster; after a fence, by distance
-    foreign: dict[Source, int]  # the releases of other clusters it knows of
+    # The releases of other clusters it tells of, readers on the same GPU and on others.
+    foreign: dict[Scope, dict[Source, int]]
 
 
 class _Entry(NamedTuple):
@@ -46,6 +47,7 @@ class Flags:
     """What was released where, in one launch."""
 
     def __init__(self) -> None:
+        self.clusters_per_gpu = 1 << 30
         self.releases: dict[Source, list[_Release]] = defaultdict(list)
         self.published: dict[tuple, dict[Source, _Entry]] = {}
         # Flag -> CTA and scope of the last write.
@@ -64,7 +66,7 @@ class Flags:
                 source: entry
                 for source, entry in held.items()
                 if source[:2] == (w.cluster.number, w.agent)
-                or (atomic and _distance(mine, entry.cta) <= min(entry.scope, order.scope))
+                or (atomic and self._distance(mine, entry.cta) <= min(entry.scope, order.scope))
             }
         self.writers[flag] = mine, order.scope
         source = self._release(w, order.releases, lanes)
@@ -82,12 +84,14 @@ class Flags:
         know = clocks.view(w.agent, lanes) if full else clocks.at_fence[w.agent]
         if not know.any():
             return None
-        far = know[SEEN] if full else know[Scope.GPU, SEEN]
-        foreign = {
-            Source(*key[1:]): int(far[agent])
-            for key, agent in clocks.agents.items()
-            if key[0] == "cluster" and far[agent]
-        }
+        foreign = {}
+        for scope in (Scope.GPU, Scope.SYS):
+            far = know[SEEN] if full else know[scope, SEEN]
+            foreign[scope] = {
+                Source(*key[1:]): int(far[agent])
+                for key, agent in clocks.agents.items()
+                if key[0] == "cluster" and far[agent]
+            }
         source = Source(w.cluster.number, w.agent, full)
         self.releases[source].append(_Release(know.copy(), foreign))
         return source
@@ -109,11 +113,11 @@ class Flags:
             return {}
         mine = (w.cluster.number, w.cta.rank)
         cta, written = self.writers[flag]
-        if _distance(mine, cta) > min(scope, written):
+        if self._distance(mine, cta) > min(scope, written):
             return {}
         found = {}
         for source, entry in held.items():
-            distance = _distance(mine, entry.cta)
+            distance = self._distance(mine, entry.cta)
             if distance <= min(scope, entry.scope):
                 found[source] = entry.count, distance
         return found
@@ -125,11 +129,11 @@ class Flags:
             clocks.join(w.agent, release.know if source.full else release.know[distance], lanes)
         else:
             clocks.learn(w.agent, clocks.agent(("cluster", *source)), count, lanes)
-        for other, known in release.foreign.items():
+        for other, known in release.foreign[max(distance, Scope.GPU)].items():
             if other.cluster != w.cluster.number:
                 clocks.learn(w.agent, clocks.agent(("cluster", *other)), known, lanes)
             else:
-                clocks.join(w.agent, self._far(other, known), lanes)
+                clocks.join(w.agent, self._far(other, known, w.cluster.number), lanes)
 
     def fence(self, w, order: Order) -> None:
         """A fence between threads: relaxed reads before it now acquire."""
@@ -142,10 +146,12 @@ class Flags:
                 del self.pending[key][source]
 
     # --- other clusters --------------------------------------------------------------------------
-    def _far(self, source: Source, count: int) -> np.ndarray:
-        """[row, agent] that a release tells other clusters."""
+    def _far(self, source: Source, count: int, cluster: int) -> np.ndarray:
+        """[row, agent] that a release tells another cluster."""
         know = self.releases[source][count - 1].know
-        return know if source.full else know[Scope.GPU]
+        if source.full:
+            return know
+        return know[max(Scope.GPU, self._distance((source.cluster, 0), (cluster, 0)))]
 
     def known(self, w, know: np.ndarray, cluster: int) -> dict[int, np.ndarray]:
         """Clocks of another cluster's agents, by row: those seen, and those fenced as well."""
@@ -154,19 +160,22 @@ class Flags:
             if key[:2] != ("cluster", cluster) or not know[SEEN, agent]:
                 continue
             source = Source(*key[1:])
-            release = self._far(source, int(know[SEEN, agent]))
+            release = self._far(source, int(know[SEEN, agent]), w.cluster.number)
             seen, fenced = _larger(seen, release[SEEN]), _larger(fenced, release[FENCED_GLOBAL])
             if know[FENCED_GLOBAL, agent]:
                 # A proxy fence after the acquire covers all that was acquired.
-                fenced = _larger(fenced, self._far(source, int(know[FENCED_GLOBAL, agent]))[SEEN])
+                count = int(know[FENCED_GLOBAL, agent])
+                fenced = _larger(fenced, self._far(source, count, w.cluster.number)[SEEN])
         return {SEEN: seen, FENCED_GLOBAL: fenced}
 
-
-def _distance(a: tuple[int, int], b: tuple[int, int]) -> Scope:
-    """How far two CTAs, given as cluster and rank, are apart."""
-    if a == b:
-        return Scope.CTA
-    return Scope.CLUSTER if a[0] == b[0] else Scope.GPU
+    def _distance(self, a: tuple[int, int], b: tuple[int, int]) -> Scope:
+        """How far two CTAs, given as cluster and rank, are apart."""
+        if a == b:
+            return Scope.CTA
+        if a[0] == b[0]:
+            return Scope.CLUSTER
+        here, there = (cluster // self.clusters_per_gpu for cluster, _ in (a, b))
+        return Scope.GPU if here == there else Scope.SYS
 
 
 def _larger(a: np.ndarray, b: np.ndarray) -> np.ndarray:
