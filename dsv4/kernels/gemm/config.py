@@ -10,7 +10,7 @@ from dataclasses import dataclass
 K_BLOCK = 128  # elements that share a scale; also rows of a weight
 K_STEP = 4 * K_BLOCK  # that a kernel's in_features are a multiple of
 MAX_IN_FEATURES = 16384
-MOST_SLICES = 8
+MOST_SLICES = 4
 MIN_SLICE_BLOCKS = 4  # of a slice, where K has enough for more than two
 X_DTYPES = ("bfloat16", "float8_e4m3fn")
 SCALE_DTYPES = ("float8_e8m0fnu", "float32")

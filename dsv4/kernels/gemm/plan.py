@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 
 from dsv4.arch import SM_90A, Arch
 from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig, num_slices
-from dsv4.kernels.kit.plan import Arrival, Arrive, BarrierGraph, Buffer, Edge, SmemPlan, Warps
+from dsv4.kernels.kit.plan import (
+    Arrival,
+    Arrive,
+    BarrierGraph,
+    Buffer,
+    Edge,
+    Registers,
+    SmemPlan,
+    Warps,
+)
 
 M_TILE = 64  # rows of a wgmma
 UNIT_ROWS = 16  # of a warp's accumulators
@@ -18,7 +27,15 @@ LANE_VALUES = 4  # that a lane holds of UNIT_ROWS rows and 8 columns
 CONSUMER_WARPS = 8
 CTA_RESERVED = 1024  # bytes of shared memory that an SM keeps for each CTA
 MIN_STAGES = 2
-RESIDENT_TOKENS, FEW_TOKENS, MANY_TOKENS = 8, 16, 64  # of the tilings
+RESIDENT_TOKENS, FEW_TOKENS, MANY_TOKENS, MOST_TOKENS = 8, 16, 64, 128  # of the tilings
+# Levels of the stack of sums that MOST_TOKENS leave registers for, beside a block's products; a
+# deeper one waits in shared memory.
+LEVELS_IN_REGISTERS = 2
+# Of a k block of MOST_TOKENS, and of an exchange of MANY_TOKENS' partial sums with one more CTA,
+# each against a k block of MANY_TOKENS: fitted to launches of 7 layers with 64 to 4,096 tokens
+# (H200).
+WIDE_COST, EXCHANGE_COST = 1.6, 3.0
+SHARING = 2  # CTAs that share activations: L2 hands out less than two tiles a k block ask for
 # Where one CTA takes an SM, clusters of more than two leave SMs without one: 18 SMs of a GPC hold
 # four of four, and 32 clusters of four run in two waves.
 USABLE_BY_CLUSTERS = 0.75
@@ -33,11 +50,24 @@ class Tiling:
         is_streamed: whether e4m3 activations pass through the ring beside 128-row tiles of the
             weight. Else bf16 ones are quantised into shared memory once for all 64-row tiles.
         cluster: CTAs that share the slices of a tile.
+        sharing: CTAs with row tiles of their own that load the same activations once, by multicast.
     """
 
     tokens: int
     is_streamed: bool
     cluster: int
+    sharing: int = 1
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.cluster * self.sharing
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether tensor cores are the bound: then registers are dealt to the consumers, and the
+        scales of the activations pass through the ring, too."""
+        return self.tokens == MOST_TOKENS
 
     @property
     def ctas_per_sm(self) -> int:
@@ -149,7 +179,23 @@ class LinearPlan:
 
     @property
     def warps(self) -> Warps:
+        if self.tiling.is_wide:
+            return Warps.of(consumers=CONSUMER_WARPS, load=1, scales=1, idle=2)
         return Warps.of(consumers=CONSUMER_WARPS, load=1)
+
+    @property
+    def registers(self) -> Registers:
+        """As launched, or most of them for the accumulators of many tokens."""
+        if self.tiling.is_wide:
+            return Registers.of(self.warps, consumers=224, load=56, scales=56, idle=56)
+        return Registers.of(self.warps)
+
+    @property
+    def spilled_levels(self) -> int:
+        """Levels of the stack of sums that wait in shared memory: those between the first and the
+        last one."""
+        levels = self.own_slices.bit_length()
+        return max(levels - LEVELS_IN_REGISTERS, 0) if self.tiling.is_wide else 0
 
     @property
     def stages(self) -> int:
@@ -163,6 +209,20 @@ class LinearPlan:
     def x_tiles(self) -> int:
         """[tokens, 128] tiles of activations in shared memory."""
         return self.stages if self.tiling.is_streamed else self.cta_blocks
+
+    @property
+    def spill_values(self) -> int:
+        """fp32 elements of the spilled levels; an output tile in bf16 takes half of a level."""
+        tile = self.rows * self.tokens
+        staged = tile // 2 if self.tiling.is_wide and self.parts == 1 else 0
+        return max(self.spilled_levels * tile, staged)
+
+    @property
+    def _spill_buffers(self) -> tuple[Buffer, ...]:
+        if not self.spill_values:
+            return ()
+        # [warpgroup, level, vector, thread, 4]; or an output tile's rows, on their way.
+        return (Buffer("spills", "Float32", self.spill_values, 1024),)
 
     @property
     def capacity(self) -> int:
@@ -183,25 +243,35 @@ class LinearPlan:
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         x_tiles = stages if self.tiling.is_streamed else self.cta_blocks
+        scale_blocks = stages if self.tiling.is_wide else self.cta_blocks
         return (
             Buffer("weight", "Float8E4M3FN", stages * self.rings * self.weight_bytes, 1024),
             Buffer("x", "Float8E4M3FN", x_tiles * self.tokens * K_BLOCK, 1024),
             # [part, own unit, group of columns, lane, 4]
             Buffer("partials", "Float32", max(self.partial_values, LANE_VALUES), 16),
-            # [k block of the CTA, token]
-            Buffer("scales", "Float32", self.cta_blocks * self.tokens, 16),
+            # [k block of the CTA, or stage, token]
+            Buffer("scales", "Float32", scale_blocks * self.tokens, 16),
+            *self._spill_buffers,
             *self._barriers(stages).split_buffers,
         )
 
     def _barriers(self, stages: int) -> BarrierGraph:
-        consumers = Arrival("consumers", Arrive.WARP, warps=CONSUMER_WARPS // self.rings)
+        sharing = self.tiling.sharing
+        consumers = Arrival("consumers", Arrive.WARP, CONSUMER_WARPS // self.rings, ctas=sharing)
+        producers = [Arrival("load", Arrive.TMA)]
+        if self.tiling.is_wide:
+            producers.append(Arrival("scales", Arrive.WARP))
         edges = [
             Edge(
                 "ring", "k block of a weight tile, of streamed activations",
-                (Arrival("load", Arrive.TMA),), (consumers,),
+                tuple(producers), (consumers,),
                 stages * self.rings, self.weight_bytes + self.x_bytes,
             ),
         ]  # fmt: skip
+        if self.tiling.is_wide:
+            group = (Arrival("consumers", Arrive.WARP, warps=CONSUMER_WARPS // 2),)
+            payload = "turn of a warpgroup at the tensor cores"
+            edges.append(Edge("turns", payload, group, group, stages=2, is_signal=True))
         if self.tiling.cluster > 1:
             everywhere = Arrival("consumers", Arrive.WARP, ctas=self.tiling.cluster)
             # One thread expects the bytes that all CTAs of the cluster store asynchronously.
@@ -216,6 +286,7 @@ class LinearPlan:
 
     def __post_init__(self) -> None:
         assert self.own_slices * self.parts == self.slices, f"{self.tiling}: {self.slices} slices"
+        assert min(self.tiling.cluster, self.tiling.sharing) == 1, self.tiling
         assert self.own_units * UNIT_ROWS * self.tiling.cluster == self.rows, self.tiling
         assert self.stages >= MIN_STAGES, f"{self.tiling}: K {self.in_features} does not fit"
 
@@ -223,7 +294,7 @@ class LinearPlan:
         return "\n".join((
             f"K {self.in_features} in {self.slices} slices, {self.rows} rows x {self.tokens} "
             f"tokens, {self.tiling.cluster} CTAs a tile, {self.tiling.ctas_per_sm} an SM",
-            f"warps      {self.warps}",
+            f"warps      {self.warps}; registers {self.registers}",
             f"SMEM       {self.smem}",
             str(self.barriers),
         ))  # fmt: skip
@@ -247,7 +318,7 @@ def representative(config: Fp8LinearConfig) -> Fp8LinearConfig:
 
 def tilings(config: Fp8LinearConfig) -> tuple[Tiling, ...]:
     """Tilings of a configuration's kernels: one for up to 8 tokens where it quantises, one for up
-    to 16, and for more those with the largest clusters first.
+    to 16, for up to 64, and for more, each with the largest clusters first.
 
     Measured on an H200 with the layers of Flash and Pro, 1 to 256 tokens.
     """
@@ -260,8 +331,10 @@ def tilings(config: Fp8LinearConfig) -> tuple[Tiling, ...]:
             tiling = replace(tiling, cluster=2 * tiling.cluster)
         found.append(tiling)
     found.append(Tiling(FEW_TOKENS, True, min(ctas, slices)))
-    clusters = {1: (1,), 2: (2, 1), 4: (2, 1), 8: (8, 2, 1)}[ctas]
+    clusters = {1: (1,), 2: (2, 1), 4: (2, 1), 8: (4, 2, 1)}[ctas]
     found += [Tiling(MANY_TOKENS, True, cluster) for cluster in clusters if cluster <= slices]
+    found += [Tiling(MOST_TOKENS, True, cluster) for cluster in clusters if 1 < cluster <= slices]
+    found.append(Tiling(MOST_TOKENS, True, 1, SHARING))
     return tuple(found)
 
 
@@ -273,15 +346,21 @@ def _is_deep(in_features: int, tiling: Tiling) -> bool:
 
 
 def choose(config: Fp8LinearConfig, tokens: int, num_sms: int) -> int:
-    """Index in `tilings(config)` of the tiling for so many tokens."""
+    """Index in `tilings(config)` of the tiling for so many tokens: the smallest that takes them at
+    once where there is one of few tokens, else the one with the least `cost`."""
     found = tilings(config)
     for index, tiling in enumerate(found):
-        if tiling.tokens == MANY_TOKENS:
-            row_tiles = -(-config.out_features // tiling.rows)
-            ctas = row_tiles * -(-tokens // tiling.tokens) * tiling.cluster
-            usable = num_sms if tiling.cluster <= 2 else num_sms * USABLE_BY_CLUSTERS
-            if ctas <= usable:
-                return index
-        elif tokens <= tiling.tokens:
+        if tokens <= tiling.tokens <= FEW_TOKENS:
             return index
-    return len(found) - 1
+    many = [index for index, tiling in enumerate(found) if tiling.tokens > FEW_TOKENS]
+    return min(many, key=lambda index: cost(config, found[index], tokens, num_sms))
+
+
+def cost(config: Fp8LinearConfig, tiling: Tiling, tokens: int, num_sms: int) -> float:
+    """Time of a launch in k blocks of a tile of MANY_TOKENS, as fitted to an H200."""
+    row_groups = -(-config.out_features // (tiling.rows * tiling.sharing))
+    ctas = row_groups * -(-tokens // tiling.tokens) * tiling.ctas
+    usable = num_sms if tiling.ctas <= 2 else num_sms * USABLE_BY_CLUSTERS
+    blocks = config.k_blocks // tiling.cluster * -(-ctas // int(usable))
+    exchange = EXCHANGE_COST * (tiling.cluster.bit_length() - 1)
+    return WIDE_COST * blocks + 3 * exchange if tiling.is_wide else blocks + exchange

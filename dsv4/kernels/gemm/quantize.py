@@ -13,6 +13,7 @@ TEAM = 16  # lanes that share a group
 VECTOR = K_BLOCK // TEAM  # elements of a lane
 PAIRS = VECTOR // 2  # registers that hold them
 BATCH = 4  # loads of a thread under way
+CTAS_PER_SM = 4  # one's loads in flight are a quarter of what DRAM's latency asks for
 
 
 @cute.jit
@@ -39,12 +40,11 @@ class QuantizeRows:
         self.k_blocks = in_features // K_BLOCK
 
     @cute.jit
-    def launch(self, x, codes, scales, stream, num_ctas):
-        """At most `num_ctas` CTAs."""
+    def launch(self, x, codes, scales, stream, num_sms):
         teams = self.threads // TEAM
         ctas = cute.ceil_div(x.shape[0] * self.k_blocks, teams)
         self.kernel(x, codes, scales).launch(
-            grid=[cutlass.min(ctas, num_ctas), 1, 1],
+            grid=[cutlass.min(ctas, num_sms * CTAS_PER_SM), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=True,

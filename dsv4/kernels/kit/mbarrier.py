@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cutlass import Boolean, Int32, cute
+from cutlass import Boolean, Constexpr, Int32, const_expr, cute
 from cutlass.cutlass_dsl import dsl_user_op
 
 from dsv4.kernels.kit.plan import BarrierGraph
@@ -183,6 +183,16 @@ class Ring:
     def release(self, cursor: Cursor, lane, part=0, arrivals=1) -> None:
         """Arrivals of a consuming warp, usually one."""
         arrive_warp(self.empty + self.slot(cursor, part), lane, self.lanes_per_warp, arrivals)
+
+    @cute.jit
+    def release_to(self, cursor: Cursor, lane, ctas: Constexpr) -> None:
+        """The arrival of a consuming warp in each CTA of its cluster."""
+        if const_expr(ctas == 1):
+            self.release(cursor, lane)
+        else:
+            cute.arch.sync_warp()
+            if lane < ctas:
+                cute.arch.mbarrier_arrive(self.empty + cursor.stage, lane)
 
 
 def pipeline(graph: BarrierGraph, storage, name: str, parts: int = 1) -> Ring | Buffer | Signal:

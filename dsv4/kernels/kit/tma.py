@@ -83,6 +83,23 @@ def bulk_load(source: cute.Pointer, smem: cute.Pointer, size, barrier: cute.Poin
     )
 
 
+def tma_multicast(descriptor, smem: cute.Pointer, coordinates, barrier: cute.Pointer, ctas: int):
+    """One elected thread fetches a box to the same place in some CTAs of its cluster; its bytes are
+    counted on the same barrier of each.
+
+    Args:
+        ctas: bit mask of their ranks.
+    """
+    primitives.cp_async_bulk_tensor_shared_cluster_global(
+        smem.to_llvm_ptr(),
+        descriptor.get_ptr(),
+        coordinates,
+        barrier.to_llvm_ptr(),
+        [],
+        multicast_mask=cutlass.Int16(ctas),
+    )
+
+
 def tma_store(descriptor, smem: cute.Pointer, coordinates):
     """One elected thread writes a box from `smem`; it commits, and waits, by itself."""
     primitives.cp_async_bulk_tensor_global_shared_cta(

@@ -26,7 +26,7 @@ X_DTYPES = ("bfloat16", "float8_e4m3fn")
 def test_slices_of_the_models() -> None:
     found = {width: num_slices(width) for _, width in MODEL_LAYERS.values()}
     assert found == {
-        1024: 2, 1536: 2, 2048: 4, 3072: 4, 4096: 8, 7168: 8, 8192: 8, 16384: 8,
+        1024: 2, 1536: 2, 2048: 4, 3072: 4, 4096: 4, 7168: 4, 8192: 4, 16384: 4,
     }  # fmt: skip
 
 
@@ -44,7 +44,7 @@ def test_every_tiling_fits_and_covers_k(x_dtype) -> None:
 
 
 def test_the_stack_of_sums_is_a_balanced_tree() -> None:
-    for cluster in (1, 2, 4, 8):
+    for cluster in (1, 2, 4):
         plan = LinearPlan(4096, Tiling(64, True, cluster))
         stack: list[object] = []
         for s, (level, merges) in enumerate(plan.tree):
@@ -77,12 +77,12 @@ def test_configurations_with_the_same_tilings_share_kernels() -> None:
 @pytest.mark.parametrize(
     ("rows", "width", "expected"),
     [
-        # The fastest of the tilings measured on an H200, by tokens.
-        (32768, 1024, {1: (8, 1), 16: (16, 1), 64: (64, 1), 256: (64, 1)}),
-        (4096, 8192, {1: (8, 2), 16: (16, 4), 64: (64, 2), 256: (64, 1)}),
-        (8192, 4096, {1: (8, 1), 16: (16, 2), 64: (64, 2), 256: (64, 1)}),
-        (1536, 4096, {1: (8, 4), 16: (16, 8), 64: (64, 8), 256: (64, 2)}),
-        (7168, 16384, {1: (8, 2), 16: (16, 2), 64: (64, 2), 256: (64, 1)}),
+        # The fastest of the tilings measured on an H200, or within 5 % of it, by tokens.
+        (32768, 1024, {1: (8, 1), 16: (16, 1), 64: (64, 1), 128: (128, 1), 256: (128, 1)}),
+        (4096, 8192, {1: (8, 2), 16: (16, 4), 64: (64, 2), 128: (64, 2), 256: (128, 2)}),
+        (8192, 4096, {1: (8, 1), 16: (16, 2), 64: (64, 2), 128: (64, 1), 256: (128, 1)}),
+        (1536, 4096, {1: (8, 2), 16: (16, 4), 64: (64, 4), 256: (64, 2), 512: (64, 1)}),
+        (7168, 16384, {1: (8, 2), 16: (16, 2), 64: (64, 2), 128: (128, 2), 256: (128, 1)}),
     ],
 )
 def test_choice(rows, width, expected) -> None:
@@ -101,7 +101,7 @@ def test_a_choice_exists_for_any_number_of_tokens() -> None:
 
 def test_a_plan_shows_its_budgets() -> None:
     text = str(LinearPlan(4096, Tiling(8, False, 2)))
-    for part in ("K 4096 in 8 slices", "288 threads", "of 115712 bytes", "ring", "partials"):
+    for part in ("K 4096 in 4 slices", "288 threads", "of 115712 bytes", "ring", "partials"):
         assert part in text
 
 

@@ -65,7 +65,7 @@ def test_registers() -> None:
     assert Registers.of(WARPS, score=152, output=168, **LOADERS)["output"] == 168
     assert Registers.of(Warps.of(a=6)).at_launch == 255
     assert Registers.of(Warps.of(a=10)).at_launch == 168
-    with pytest.raises(AssertionError, match="registers: 66560 of 65536"):
+    with pytest.raises(AssertionError, match="520 for a lane of each warpgroup, 512 exist"):
         Registers.of(WARPS, score=160, output=168, **LOADERS)
     with pytest.raises(
         AssertionError, match=r"warps 12-15 are a warpgroup, got \[24, 24, 32, 24\]"

@@ -29,7 +29,7 @@ class Consumers:
         self.scale_words = -(-plan.ring_blocks // WARP)
 
     @cute.jit
-    def compute(self, ctx: LinearContext, warp):
+    def compute(self, ctx: LinearContext, warp, y_map):
         """Every tile of the CTA: activations, slices, sum of the parts, output."""
         plan, scheduler = self.plan, ctx.scheduler
         lane = cute.arch.lane_idx()
@@ -80,7 +80,7 @@ class Consumers:
                     for i in cutlass.range_constexpr(cute.size(left)):
                         left[i] = left[i] + right[i]
             # ---- epilogue ----
-            self.epilogue.store(ctx, stack[0], tile, part, unit, warp, lane, turn)
+            self.epilogue.store(ctx, stack[0], tile, part, unit, turn, y_map)
             turn ^= 1
 
     @cute.jit

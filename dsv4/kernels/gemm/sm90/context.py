@@ -16,6 +16,7 @@ from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
 from dsv4.kernels.kit.wgmma import make_mma
 
 DTYPE = cutlass.Float8E4M3FN
+BAND = 8  # token tiles
 
 
 class Operands(NamedTuple):
@@ -25,6 +26,7 @@ class Operands(NamedTuple):
     x: cute.Tensor  # [T, K] bf16 where activations are resident
     x_scale: cute.Tensor  # [T, K / 128] E8M0 bytes, of streamed activations
     y: cute.Tensor  # [T, M], written
+    stores_by_tma: Boolean  # whether y is aligned for it
 
 
 class OutputTile(NamedTuple):
@@ -36,15 +38,29 @@ class OutputTile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """Output tiles of a cluster: every `clusters`-th from `cluster` on, row tiles first."""
+    """Output tiles of a cluster: every `clusters`-th from `cluster` on.
+
+    Row tiles come first where there are few tokens. Else token tiles do, in bands: those of a row
+    tile run side by side, so that its weights come from DRAM once.
+    """
 
     cluster: Int32
     clusters: Int32
-    row_tiles: Int32
-    tiles: Int32
+    row_groups: Int32  # of as many row tiles as CTAs share activations
+    tiles: Int32  # for each CTA of the cluster
+    sharing: int
+    row_rank: Int32  # among those CTAs
+    token_tiles: Int32 | None = None  # where they come in bands
 
     def coordinates(self, index: Int32) -> OutputTile:
-        return OutputTile(index % self.row_tiles, index // self.row_tiles)
+        if self.token_tiles is None:
+            return OutputTile(index % self.row_groups, index // self.row_groups)
+        band = index // (self.row_groups * BAND)
+        first = band * BAND
+        width = cutlass.min(self.token_tiles - first, BAND)
+        place = index - first * self.row_groups
+        row_tile = place // width * self.sharing + self.row_rank
+        return OutputTile(row_tile, first + place % width)
 
     @property
     def count(self) -> Int32:
@@ -68,7 +84,9 @@ class Smem:
     weight_start: cute.Pointer
     x_start: cute.Pointer
     partials: cute.Pointer  # [part, own unit, group of columns, lane, 4]
-    scales: cute.Tensor  # [token, k block of the CTA] of the activations
+    scales: cute.Tensor  # [token, k block of the CTA] of the activations; wide: products, by stage
+    # [warpgroup, level, vector, thread, 4], or [warpgroup, token, 64 rows]
+    spills: cute.Pointer | None
 
 
 @dataclass(frozen=True)
@@ -77,6 +95,7 @@ class Pipelines:
 
     ring: mbarrier.Ring
     partials: mbarrier.Buffer | None  # between the CTAs of a cluster
+    turns: mbarrier.Signal | None  # between the warpgroups of a wide tile
 
 
 @dataclass(frozen=True)
@@ -85,7 +104,7 @@ class LinearContext:
 
     operands: Operands
     scheduler: TileScheduler
-    rank: Int32  # in its cluster
+    rank: Int32  # among the CTAs that share the slices of a tile
     smem: Smem
     pipes: Pipelines
 
@@ -108,11 +127,16 @@ def allocate(plan: LinearPlan) -> tuple[Smem, Pipelines]:
         weight_start=storage.weight.data_ptr(),
         x_start=storage.x.data_ptr(),
         partials=storage.partials.data_ptr(),
-        scales=storage.scales.get_tensor(cute.make_layout((plan.tokens, plan.cta_blocks))),
+        scales=storage.scales.get_tensor(
+            cute.make_layout((plan.tokens, plan.smem["scales"].count // plan.tokens))
+        ),
+        spills=storage.spills.data_ptr() if plan.spill_values else None,
     )
     graph = plan.barriers
     ring = mbarrier.pipeline(graph, storage, "ring", plan.rings)
-    partials = None
+    partials = turns = None
     if plan.tiling.cluster > 1:
         partials = mbarrier.pipeline(graph, storage, "partials")
-    return smem, Pipelines(ring, partials)
+    if plan.tiling.is_wide:
+        turns = mbarrier.pipeline(graph, storage, "turns")
+    return smem, Pipelines(ring, partials, turns)

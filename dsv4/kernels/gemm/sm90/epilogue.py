@@ -1,13 +1,37 @@
 """Epilogue of the weight-streaming kernel: sum of the parts of K, rounding, store."""
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import BFloat16, Int32, Int64, cute
+from cutlass.experimental.cuda.tensor_map import create_tensor_map_tiled
 
-from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, UNIT_ROWS, LinearPlan
+from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, M_TILE, UNIT_ROWS, LinearPlan
 from dsv4.kernels.gemm.sm90.activations import sync_consumers
 from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile
+from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
+from dsv4.kernels.kit.tma import tma_store
 
 WARP = 32
+WARPGROUP = 128
+FIRST_GROUP = 2  # named barrier of the first warpgroup
+
+
+def sync_group(group) -> None:
+    """Named barrier of one warpgroup."""
+    cute.arch.barrier(barrier_id=FIRST_GROUP + group, number_of_threads=WARPGROUP)
+
+
+@cute.jit
+def output_map(y: cute.Tensor, tokens: cutlass.Constexpr):
+    """TMA descriptor of y [token, row] for the rows of a warpgroup; of an unaligned y it is not
+    used."""
+    return create_tensor_map_tiled(
+        y.iterator.toint(),
+        BFloat16,
+        [Int32(y.shape[1]), Int32(y.shape[0])],
+        [Int64(y.stride[0]) * 2 // VECTOR_BYTES],
+        [M_TILE, tokens],
+        swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
+    )
 
 
 class Epilogue:
@@ -16,6 +40,10 @@ class Epilogue:
 
     def __init__(self, plan: LinearPlan):
         self.plan = plan
+
+    def can_stage(self, dtype) -> bool:
+        """Whether tiles of y pass through shared memory, in rows of a token."""
+        return self.plan.tiling.is_wide and self.plan.parts == 1 and dtype is BFloat16
 
     @cute.jit
     def expect_parts(self, ctx: LinearContext):
@@ -26,19 +54,69 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, part, unit, warp, lane, turn
+        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, part, unit, turn, y_map
     ):
         """Write a tile of y, of which `sums` is a part of a unit of rows."""
         plan = self.plan
+        warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.lane_idx()
         row, first_token = tile.row_tile * plan.rows, tile.token_tile * plan.tokens
         if cutlass.const_expr(plan.parts > 1):
             self._publish(ctx, sums, part, unit, lane, turn)
             self._add_parts(ctx, row, first_token, warp, lane)
+        elif cutlass.const_expr(self.can_stage(ctx.operands.y.element_type)):
+            if ctx.operands.stores_by_tma:
+                self._store_staged(ctx, sums, row, first_token, y_map)
+            else:
+                self._store_unit(ctx, sums, row + unit * UNIT_ROWS, first_token, lane)
         else:
-            for n in cutlass.range_constexpr(plan.column_groups):
-                values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
-                first_row = row + unit * UNIT_ROWS + lane // 4
-                self._store_values(ctx.operands.y, first_row, first_token + n * 8, lane, values)
+            self._store_unit(ctx, sums, row + unit * UNIT_ROWS, first_token, lane)
+
+    @cute.jit
+    def _store_unit(self, ctx: LinearContext, sums: cute.Tensor, row, first_token, lane):
+        """Write a unit of rows of a warp, each element by itself."""
+        for n in cutlass.range_constexpr(self.plan.column_groups):
+            values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
+            token = first_token + n * 8
+            self._store_values(ctx.operands.y, row + lane // 4, token, lane, values)
+
+    @cute.jit
+    def _store_staged(self, ctx: LinearContext, sums: cute.Tensor, row, first_token, y_map):
+        """Write the rows of a warpgroup through shared memory, transposed on the way: full
+        sectors of a token's y. Rows and tokens past the last one are out of bounds."""
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        group, warp = thread // WARPGROUP, thread % WARPGROUP // WARP
+        span = cute.recast_ptr(self.own_spills(ctx, group), dtype=BFloat16)
+        self.reclaim(group)
+        # Four 8 x 8 matrices at a time: two of rows, of two groups of columns.
+        token, vector = lane // 16 * 8 + lane % 8, 2 * warp + lane // 8 % 2
+        address = span.toint() + token * SPAN_BYTES + (vector ^ (lane % 8)) * VECTOR_BYTES
+        for n in cutlass.range_constexpr(0, self.plan.column_groups, 2):
+            values = cute.make_rmem_tensor(2 * LANE_VALUES, BFloat16)
+            for i in cutlass.range_constexpr(2 * LANE_VALUES):
+                values[i] = sums[LANE_VALUES * n + i].to(BFloat16)
+            words = cute.recast_tensor(values, Int32)
+            cute.arch.inline_ptx(
+                "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], "
+                "{{$r1}, {$r2}, {$r3}, {$r4}};",
+                read_only_args=[address + n * 8 * SPAN_BYTES, *(words[i] for i in range(4))],
+            )
+        cute.arch.fence_view_async_shared()
+        sync_group(group)
+        if thread % WARPGROUP == 0:
+            tma_store(y_map, span, [row + group * M_TILE, first_token])
+            cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def reclaim(self, group):
+        """Wait until the stores before have read the warpgroup's spill buffer."""
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        sync_group(group)
+
+    def own_spills(self, ctx: LinearContext, group) -> cute.Pointer:
+        """A warpgroup's half of the spill buffer."""
+        half = self.plan.spill_values // 2
+        return ctx.smem.spills + cute.assume(group * half, divby=half)
 
     @cute.jit
     def _publish(self, ctx: LinearContext, sums: cute.Tensor, part, unit, lane, turn):

@@ -8,7 +8,7 @@ tilings (`streaming`), and one that quantises bf16 activations for those that st
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, Uint8, cute
+from cutlass import Int32, Int64, Uint8, cute
 
 from dsv4.kernels.gemm.args import ARGS, values
 from dsv4.kernels.gemm.config import Fp8LinearConfig
@@ -17,6 +17,7 @@ from dsv4.kernels.gemm.quantize import QuantizeRows
 from dsv4.kernels.gemm.sm90.context import Operands
 from dsv4.kernels.gemm.sm90.streaming import StreamingLinear
 from dsv4.kernels.kit.args import compile_kernel
+from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 
 
 class Fp8LinearSm90:
@@ -50,14 +51,14 @@ class Fp8LinearSm90:
             # Without scratch, token tiles of the resident tiling follow each other.
             has_scratch = cutlass.min(codes.shape[0], code_scales.shape[0]) >= tokens
             if tiling == 0 or not has_scratch:
-                operands = Operands(as_bytes(scale), x, as_bytes(x_scale), y)
+                operands = Operands(as_bytes(scale), x, as_bytes(x_scale), y, is_aligned(y))
                 self.linears[0].launch(weight, x, operands, stream, num_sms)
             else:
                 self.quantizer.launch(x, codes, code_scales, stream, num_sms)
-                operands = Operands(as_bytes(scale), x, as_bytes(code_scales), y)
+                operands = Operands(as_bytes(scale), x, as_bytes(code_scales), y, is_aligned(y))
                 self._launch_streamed(weight, codes, operands, stream, tiling, num_sms)
         else:
-            operands = Operands(as_bytes(scale), x, as_bytes(x_scale), y)
+            operands = Operands(as_bytes(scale), x, as_bytes(x_scale), y, is_aligned(y))
             self._launch_streamed(weight, x, operands, stream, tiling, num_sms)
 
     @cute.jit
@@ -73,6 +74,14 @@ def as_bytes(scale: cute.Tensor) -> cute.Tensor:
     if scale.element_type is cutlass.Float32:
         return scale
     return cute.make_tensor(cute.recast_ptr(scale.iterator, dtype=Uint8), scale.layout)
+
+
+@cute.jit
+def is_aligned(y: cute.Tensor):
+    """Whether TMA can write y."""
+    size = y.element_type.width // 8
+    misplaced = (y.iterator.toint() | Int64(y.stride[0]) * size) % VECTOR_BYTES
+    return misplaced == 0
 
 
 def build(config: Fp8LinearConfig, options: str = ""):

@@ -4,9 +4,9 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.gemm.plan import LinearPlan
-from dsv4.kernels.gemm.sm90.context import LinearContext
+from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile
 from dsv4.kernels.kit import pdl
-from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load
+from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load, tma_multicast
 
 
 class LoadWarp:
@@ -27,42 +27,51 @@ class LoadWarp:
             # The launch before writes no weights: see `kit.pdl`. Each stage is empty at first.
             early = cutlass.min(count, plan.stages)
             for step in cutlass.range(early, unroll=1):
-                self._load_weights(ctx, weight_map, step, step)
+                tile, block = self._place(ctx, step)
+                load_weights(plan, ctx, weight_map, tile, block, step)
             pdl.wait_for_previous_launch()
             if cutlass.const_expr(plan.tiling.is_streamed):
                 for step in cutlass.range(early, unroll=1):
-                    self._load_activations(ctx, x_map, step, step)
+                    tile, block = self._place(ctx, step)
+                    load_activations(plan, ctx, x_map, tile, block, step)
             # One turn on: what a consumer waits for next is what this role waits for now.
             cursor = ring.consumer()
             for step in cutlass.range(early, count, unroll=1):
                 for part in cutlass.range_constexpr(plan.rings):
                     ring.acquire(cursor, part)
-                self._load_weights(ctx, weight_map, step, cursor.stage)
+                tile, block = self._place(ctx, step)
+                load_weights(plan, ctx, weight_map, tile, block, cursor.stage)
                 if cutlass.const_expr(plan.tiling.is_streamed):
-                    self._load_activations(ctx, x_map, step, cursor.stage)
+                    load_activations(plan, ctx, x_map, tile, block, cursor.stage)
                 cursor = ring.next(cursor)
 
-    def _coordinates(self, ctx: LinearContext, step, part: int):
-        """Output tile of a step, and the k block of a part of its stage."""
-        plan = self.plan
-        tile = ctx.scheduler.coordinates(ctx.scheduler.index(step // plan.ring_blocks))
-        first = (ctx.rank * plan.rings + part) * plan.ring_blocks
-        return tile, first + step % plan.ring_blocks
+    def _place(self, ctx: LinearContext, step):
+        """Output tile of a step, and its k block among those of a ring."""
+        tile = ctx.scheduler.coordinates(ctx.scheduler.index(step // self.plan.ring_blocks))
+        return tile, step % self.plan.ring_blocks
 
-    def _load_weights(self, ctx: LinearContext, weight_map, step, stage):
-        """Announce the bytes of a stage, and load its weights."""
-        plan = self.plan
-        for part in range(plan.rings):
-            slot = stage * plan.rings + part
-            tile, k_block = self._coordinates(ctx, step, part)
-            barriers = ctx.pipes.ring.at(slot)
-            barriers.expect(plan.weight_bytes + plan.x_bytes)
-            target = ctx.smem.weight_start + slot * plan.weight_bytes
-            tma_load(weight_map, target, [0, tile.row_tile * plan.rows, k_block], barriers.full)
 
-    def _load_activations(self, ctx: LinearContext, x_map, step, stage):
-        plan = self.plan
-        tile, k_block = self._coordinates(ctx, step, 0)
-        target = ctx.smem.x_start + stage * plan.x_bytes
-        full = ctx.pipes.ring.at(stage).full
-        tma_load(x_map, target, [0, tile.token_tile * plan.tokens, k_block], full)
+def load_weights(plan: LinearPlan, ctx: LinearContext, weight_map, tile: OutputTile, block, stage):
+    """Announce the bytes of a stage, and load its weights."""
+    for part in range(plan.rings):
+        slot = stage * plan.rings + part
+        barriers = ctx.pipes.ring.at(slot)
+        barriers.expect(plan.weight_bytes + plan.x_bytes)
+        target = ctx.smem.weight_start + slot * plan.weight_bytes
+        k_block = (ctx.rank * plan.rings + part) * plan.ring_blocks + block
+        tma_load(weight_map, target, [0, tile.row_tile * plan.rows, k_block], barriers.full)
+
+
+def load_activations(plan: LinearPlan, ctx: LinearContext, x_map, tile: OutputTile, block, stage):
+    """Load the activations of a stage; of CTAs that share them, each a part for all."""
+    sharing = plan.tiling.sharing
+    target = ctx.smem.x_start + stage * plan.x_bytes
+    full = ctx.pipes.ring.at(stage).full
+    token, k_block = tile.token_tile * plan.tokens, ctx.rank * plan.ring_blocks + block
+    if sharing == 1:
+        tma_load(x_map, target, [0, token, k_block], full)
+    else:
+        part = ctx.scheduler.row_rank
+        target += part * (plan.x_bytes // sharing)
+        token += part * (plan.tokens // sharing)
+        tma_multicast(x_map, target, [0, token, k_block], full, (1 << sharing) - 1)

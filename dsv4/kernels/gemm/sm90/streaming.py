@@ -39,7 +39,9 @@ from dsv4.kernels.gemm.sm90.context import (
     TileScheduler,
     allocate,
 )
+from dsv4.kernels.gemm.sm90.epilogue import output_map
 from dsv4.kernels.gemm.sm90.load_warp import LoadWarp
+from dsv4.kernels.gemm.sm90.wide import ScaleWarp, WideConsumers, WideLoadWarp
 from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES
 
@@ -52,8 +54,13 @@ class StreamingLinear:
 
     def __init__(self, in_features: int, tiling: Tiling):
         self.plan = LinearPlan(in_features, tiling, self.lanes_per_warp)
-        self.loader = LoadWarp(self.plan)
-        self.consumers = Consumers(self.plan)
+        if tiling.is_wide:
+            roles = WideLoadWarp, WideConsumers
+            self.scales = ScaleWarp(self.plan)
+        else:
+            roles = LoadWarp, Consumers
+        self.loader, self.consumers = (role(self.plan) for role in roles)
+        self.epilogue = self.consumers.epilogue
 
     # ---- host ----
 
@@ -66,17 +73,19 @@ class StreamingLinear:
         """
         plan, tiling = self.plan, self.plan.tiling
         weight_map = self._block_map(weight, plan.rows)
-        x_map = weight_map
+        x_map = y_map = weight_map
         if cutlass.const_expr(tiling.is_streamed):
-            x_map = self._block_map(x, plan.tokens)
-        row_tiles = cute.ceil_div(weight.shape[0], plan.rows)
-        tiles = row_tiles * cute.ceil_div(operands.y.shape[0], plan.tokens)
-        resident = num_sms * tiling.ctas_per_sm // tiling.cluster
-        clusters = cutlass.max(cutlass.min(tiles, resident), 1)
-        self.kernel(weight_map, x_map, operands, row_tiles, tiles).launch(
-            grid=[clusters * tiling.cluster, 1, 1],
+            x_map = self._block_map(x, plan.tokens // tiling.sharing)
+        if cutlass.const_expr(self.epilogue.can_stage(operands.y.element_type)):
+            y_map = output_map(operands.y, plan.tokens)
+        row_groups = cute.ceil_div(weight.shape[0], plan.rows * tiling.sharing)
+        token_tiles = cute.ceil_div(operands.y.shape[0], plan.tokens)
+        resident = num_sms * tiling.ctas_per_sm // tiling.ctas
+        clusters = cutlass.max(cutlass.min(row_groups * token_tiles, resident), 1)
+        self.kernel(weight_map, x_map, y_map, operands, row_groups, token_tiles).launch(
+            grid=[clusters * tiling.ctas, 1, 1],
             block=[plan.warps.threads, 1, 1],
-            cluster=[tiling.cluster, 1, 1],
+            cluster=[tiling.ctas, 1, 1],
             stream=stream,
             min_blocks_per_mp=tiling.ctas_per_sm,
             # Given, because the compiler would ask a driver for the capacity.
@@ -104,12 +113,13 @@ class StreamingLinear:
         self,
         weight_map: cutlass.GridConstant[TensorMap],
         x_map: cutlass.GridConstant[TensorMap],  # of streamed activations
+        y_map: cutlass.GridConstant[TensorMap],  # where tiles are stored by TMA
         operands: Operands,
-        row_tiles: Int32,
-        tiles: Int32,
+        row_groups: Int32,
+        token_tiles: Int32,
     ):
         """Initialise, then send every warp to its role."""
-        plan, size = self.plan, self.plan.tiling.cluster
+        plan, tiling, size = self.plan, self.plan.tiling, self.plan.tiling.ctas
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         smem, pipes = allocate(plan)
@@ -122,15 +132,29 @@ class StreamingLinear:
         if cutlass.const_expr(size > 1):
             cute.arch.cluster_arrive_relaxed()
         cluster, clusters = cute.arch.block_idx()[0] // size, cute.arch.grid_dim()[0] // size
-        scheduler = TileScheduler(cluster, clusters, row_tiles, tiles)
+        rank, row_rank = (rank, Int32(0)) if tiling.sharing == 1 else (Int32(0), rank)
+        tiles, bands = row_groups * token_tiles, token_tiles if tiling.is_wide else None
+        tiling_of = (row_groups, tiles, tiling.sharing, row_rank, bands)
+        scheduler = TileScheduler(cluster, clusters, *tiling_of)
         ctx = LinearContext(operands, scheduler, rank, smem, pipes)
-        if warp == plan.warps["load"].first:
-            pdl.launch_dependents()
-            self.loader.load(ctx, weight_map, x_map)
-            if cutlass.const_expr(size > 1):
+        if warp >= plan.warps["load"].first:
+            if cutlass.const_expr(tiling.is_wide):
+                cute.arch.setmaxregister_decrease(plan.registers["load"])
+            if cutlass.const_expr(tiling.sharing > 1):
+                # The other CTAs' barriers exist from here on.
+                cute.arch.cluster_wait()
+            if warp == plan.warps["load"].first:
+                pdl.launch_dependents()
+                self.loader.load(ctx, weight_map, x_map)
+            if cutlass.const_expr(tiling.is_wide):  # noqa: SIM102 static, then dynamic
+                if warp == plan.warps["scales"].first:
+                    self.scales.load(ctx)
+            if cutlass.const_expr(tiling.cluster > 1):
                 cute.arch.cluster_wait()
         else:
-            self.consumers.compute(ctx, warp)
+            if cutlass.const_expr(tiling.is_wide):
+                cute.arch.setmaxregister_increase(plan.registers["consumers"])
+            self.consumers.compute(ctx, warp, y_map)
         if cutlass.const_expr(size > 1):
             # No CTA may end while another one's rows or arrivals are on their way to it.
             cute.arch.cluster_arrive()

@@ -1,0 +1,235 @@
+"""Consumers of tiles of many tokens, where tensor cores are the bound, and the warps that feed
+them."""
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.gemm.plan import M_TILE, LinearPlan
+from dsv4.kernels.gemm.sm90.activations import scale_value
+from dsv4.kernels.gemm.sm90.consumers import WARP, WARPGROUP_WARPS, WGMMA_K
+from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile, tile_mma
+from dsv4.kernels.gemm.sm90.epilogue import Epilogue
+from dsv4.kernels.gemm.sm90.load_warp import load_activations, load_weights
+from dsv4.kernels.kit import pdl
+from dsv4.kernels.kit.mbarrier import Cursor
+from dsv4.kernels.kit.tma import prefetch_descriptors
+from dsv4.kernels.kit.wgmma import gemm
+
+WARPGROUP = WARP * WARPGROUP_WARPS
+WGMMAS = K_BLOCK // WGMMA_K
+
+
+class WideLoadWarp:
+    """Keeps the ring full: weights first, activations when the launch before is over."""
+
+    def __init__(self, plan: LinearPlan):
+        self.plan = plan
+
+    @cute.jit
+    def load(self, ctx: LinearContext, weight_map, x_map):
+        """Load the k blocks of every tile; one lane does all of it."""
+        plan, ring, scheduler = self.plan, ctx.pipes.ring, ctx.scheduler
+        if cute.arch.lane_idx() == 0:
+            prefetch_descriptors((weight_map, x_map))
+            index = scheduler.index(0)
+            tile = scheduler.coordinates(index)
+            first = Int32(min(plan.stages, plan.ring_blocks))
+            if not scheduler.exists(index):
+                first = Int32(0)
+            # The launch before writes no weights: see `kit.pdl`. Each stage is empty at first.
+            for block in cutlass.range(first, unroll=1):
+                load_weights(plan, ctx, weight_map, tile, block, block)
+            pdl.wait_for_previous_launch()
+            for block in cutlass.range(first, unroll=1):
+                load_activations(plan, ctx, x_map, tile, block, block)
+            cursor = ring.skip(ring.producer(), first)
+            while scheduler.exists(index):
+                tile = scheduler.coordinates(index)
+                for block in cutlass.range(first, plan.ring_blocks, unroll=1):
+                    ring.acquire(cursor)
+                    load_weights(plan, ctx, weight_map, tile, block, cursor.stage)
+                    load_activations(plan, ctx, x_map, tile, block, cursor.stage)
+                    cursor = ring.next(cursor)
+                first = Int32(0)
+                index += scheduler.clusters
+
+
+class ScaleWarp:
+    """Scales of products: every lane those of some tokens, for each k block."""
+
+    def __init__(self, plan: LinearPlan):
+        self.plan = plan
+        self.lane_tokens = plan.tokens // WARP
+
+    @cute.jit
+    def load(self, ctx: LinearContext):
+        """Write activation scale * weight scale of every k block into its stage; those of the next
+        one are on their way meanwhile."""
+        plan, ring, scheduler = self.plan, ctx.pipes.ring, ctx.scheduler
+        count, lane, operands = self.lane_tokens, cute.arch.lane_idx(), ctx.operands
+        pdl.wait_for_previous_launch()
+        # As they are stored: a conversion would wait for what was just asked for.
+        stored = cute.make_rmem_tensor(count, operands.x_scale.element_type)
+        weight_scale = cute.make_rmem_tensor(1, operands.scale.element_type)
+        values = cute.make_rmem_tensor(count, Float32)
+        index, cursor = scheduler.index(0), ring.producer()
+        tile = scheduler.coordinates(index)
+        if scheduler.exists(index):
+            self._read(ctx, tile, Int32(0), lane, stored, weight_scale)
+        while scheduler.exists(index):
+            index += scheduler.clusters
+            tile_after = scheduler.coordinates(index)
+            for block in cutlass.range(plan.ring_blocks, unroll=1):
+                factor = scale_value(weight_scale[0])
+                for i in cutlass.range_constexpr(count):
+                    values[i] = scale_value(stored[i]) * factor
+                if block + 1 < plan.ring_blocks:
+                    self._read(ctx, tile, block + 1, lane, stored, weight_scale)
+                elif scheduler.exists(index):
+                    self._read(ctx, tile_after, Int32(0), lane, stored, weight_scale)
+                ring.acquire(cursor)
+                start = cute.assume(cursor.stage * plan.tokens + lane * count, divby=count)
+                target = ctx.smem.scales.iterator + start
+                cute.autovec_copy(values, cute.make_tensor(target, cute.make_layout(count)))
+                ring.at(cursor.stage).commit(lane)
+                cursor = ring.next(cursor)
+            tile = tile_after
+
+    @cute.jit
+    def _read(self, ctx: LinearContext, tile: OutputTile, block, lane, stored, weight_scale):
+        """Scales of a lane's tokens, and of the weight's rows, in a k block of this CTA. Tokens and
+        rows past the last one take its scale: their products are zero, and not stored."""
+        plan, operands = self.plan, ctx.operands
+        k_block = ctx.rank * plan.ring_blocks + block
+        row = cutlass.min(tile.row_tile * plan.rows // K_BLOCK, operands.scale.shape[0] - 1)
+        weight_scale[0] = operands.scale[row, k_block]
+        first = tile.token_tile * plan.tokens + lane * self.lane_tokens
+        for i in cutlass.range_constexpr(self.lane_tokens):
+            token = cutlass.min(first + i, operands.x_scale.shape[0] - 1)
+            stored[i] = operands.x_scale[token, k_block]
+
+
+class WideConsumers:
+    """Two warpgroups, 64 rows of a tile each, that take turns: while one's products are computed,
+    the other promotes its own.
+
+    Registers hold the products of a k block, the sum of a slice and the first level of the stack of
+    sums; other levels of the stack wait in shared memory.
+    """
+
+    def __init__(self, plan: LinearPlan):
+        self.plan = plan
+        self.epilogue = Epilogue(plan)
+
+    @cute.jit
+    def compute(self, ctx: LinearContext, warp, y_map):
+        """Every tile of the CTA: slices, sum of the parts, output."""
+        plan, scheduler = self.plan, ctx.scheduler
+        group = warp // WARPGROUP_WARPS
+        mma = tile_mma(plan)
+        acc = mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.tokens)))
+        stack = [
+            cute.make_rmem_tensor(cute.size(acc), Float32)
+            for _ in range(plan.own_slices.bit_length() - plan.spilled_levels)
+        ]
+        cursor, phase, turn = ctx.pipes.ring.consumer(), Int32(0), Int32(0)
+        index = scheduler.index(0)
+        if cutlass.const_expr(plan.tiling.ctas > 1):
+            cute.arch.cluster_wait()
+        while scheduler.exists(index):
+            tile = scheduler.coordinates(index)
+            index += scheduler.clusters
+            if cutlass.const_expr(plan.spilled_levels > 0):
+                self.epilogue.reclaim(group)
+            self.epilogue.expect_parts(ctx)
+            for s in cutlass.range_constexpr(plan.own_slices):
+                level, merges = plan.tree[s]
+                sums = stack[min(level, len(stack) - 1)]
+                cursor, phase = self._sum_slice(ctx, sums, acc, group, cursor, phase)
+                for m in cutlass.range_constexpr(len(merges)):
+                    self._merge(ctx, stack, merges[m], group)
+                if cutlass.const_expr(0 < level - len(merges) <= plan.spilled_levels):
+                    self._spill(ctx, stack[-1], level - len(merges), group)
+            self.epilogue.store(ctx, stack[0], tile, ctx.rank, warp, turn, y_map)
+            turn ^= 1
+        if cutlass.const_expr(self.epilogue.can_stage(ctx.operands.y.element_type)):
+            # Shared memory must outlive the reads of the stores.
+            self.epilogue.reclaim(group)
+
+    @cute.jit
+    def _sum_slice(
+        self, ctx: LinearContext, sums: cute.Tensor, acc: cute.Tensor, group, cursor: Cursor, phase
+    ):
+        """sums = the products of a slice; returns the next place in the ring, and its turn."""
+        plan, ring, turns = self.plan, ctx.pipes.ring, ctx.pipes.turns
+        mma = tile_mma(plan)
+        mma_slice = mma.get_slice(0)
+        lane = cute.arch.lane_idx()
+        a = mma.make_fragment_A(mma_slice.partition_A(ctx.smem.weight))
+        b = mma.make_fragment_B(mma_slice.partition_B(ctx.smem.x))
+        sums.fill(0.0)
+        for _ in cutlass.range(plan.slice_blocks, unroll=1):
+            ring.wait(cursor)
+            # The first warpgroup's first turn is free.
+            turns.at(group).wait(phase ^ group ^ 1)
+            warpgroup.fence()
+            tiles = a[None, None, None, cursor.stage * 2 + group], b[None, None, None, cursor.stage]
+            # Its last quarter under way, the other warpgroup's products follow without a gap.
+            gemm(lambda: tile_mma(plan), acc, *tiles, range(WGMMAS - 1), 0, False)
+            warpgroup.commit_group()
+            gemm(lambda: tile_mma(plan), acc, *tiles, [WGMMAS - 1], 0, True)
+            warpgroup.commit_group()
+            warpgroup.wait_group(1)
+            turns.at(group ^ 1).arrive(lane)
+            warpgroup.wait_group(0)
+            self._promote(ctx, sums, acc, cursor.stage, lane)
+            ring.release_to(cursor, lane, plan.tiling.sharing)
+            cursor = ring.next(cursor)
+            phase ^= 1
+        return cursor, phase
+
+    @cute.jit
+    def _promote(self, ctx: LinearContext, sums, acc, stage, lane):
+        """sums += acc * the scales of the columns."""
+        for n in cutlass.range_constexpr(self.plan.column_groups):
+            place = stage * self.plan.tokens + n * 8 + lane % 4 * 2
+            source = ctx.smem.scales.iterator + cute.assume(place, divby=2)
+            factors = cute.make_rmem_tensor(2, Float32)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), factors)
+            for c in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
+                    i = n * 4 + r * 2 + c
+                    sums[i] = sums[i] + acc[i] * factors[c]
+
+    @cute.jit
+    def _merge(self, ctx: LinearContext, stack: list, level: cutlass.Constexpr, group):
+        """Level = level + the one above. A spilled level is read into the registers of the one
+        above."""
+        last = len(stack) - 1
+        if cutlass.const_expr(0 < level <= self.plan.spilled_levels):
+            sums = stack[last]
+            for v in cutlass.range_constexpr(cute.size(sums) // 4):
+                left = cute.make_rmem_tensor(4, Float32)
+                cute.autovec_copy(self._spilled(ctx, level, v, group), left)
+                for i in cutlass.range_constexpr(4):
+                    sums[4 * v + i] = left[i] + sums[4 * v + i]
+        else:
+            left, right = stack[level], stack[min(level + 1, last)]
+            left.store(left.load() + right.load())
+
+    @cute.jit
+    def _spill(self, ctx: LinearContext, sums: cute.Tensor, level: cutlass.Constexpr, group):
+        """Write a level of the stack to the thread's place in shared memory."""
+        for v in cutlass.range_constexpr(cute.size(sums) // 4):
+            values = cute.make_tensor(sums.iterator + 4 * v, cute.make_layout(4))
+            cute.autovec_copy(values, self._spilled(ctx, level, v, group))
+
+    def _spilled(self, ctx: LinearContext, level: int, vector: int, group) -> cute.Tensor:
+        """Four values of a spilled level of this thread."""
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        vectors = M_TILE * self.plan.tokens // (4 * WARPGROUP)
+        index = ((level - 1) * vectors + vector) * WARPGROUP + thread
+        target = self.epilogue.own_spills(ctx, group) + cute.assume(4 * index, divby=4)
+        return cute.make_tensor(target, cute.make_layout(4))
