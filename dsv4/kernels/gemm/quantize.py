@@ -13,7 +13,7 @@ TEAM = 16  # lanes that share a group
 VECTOR = K_BLOCK // TEAM  # elements of a lane
 PAIRS = VECTOR // 2  # registers that hold them
 BATCH = 4  # loads of a thread under way
-CTAS_PER_SM = 4  # one's loads in flight are a quarter of what DRAM's latency asks for
+CTAS_PER_SM = 8  # of one, too few loads are under way for DRAM
 
 
 @cute.jit

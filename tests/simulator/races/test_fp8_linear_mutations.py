@@ -52,6 +52,8 @@ KERNELS = {
     "resident_clusters": Kernel(Case(11, 2048, 136), 0, 136),
     "streamed": Kernel(Case(19, 1024, 136), 1, 32768),
     "streamed_clusters": Kernel(Case(19, 1024, 136), 1, 136),
+    "wide": Kernel(Case(150, 512, 328), 3, 32768),
+    "wide_clusters": Kernel(Case(150, 512, 136), 4, 136),
 }
 
 # What is not missed, by instruction and the kernel's function: how many of them, and why.
@@ -77,6 +79,8 @@ REDUNDANT = {
     # Once for each slice.
     "streamed": {**STREAMED, ("bar.warp", "arrive_warp"): (2, PRODUCTS)},
     "streamed_clusters": STREAMED,
+    "wide": STREAMED,
+    "wide_clusters": STREAMED,
 }
 
 

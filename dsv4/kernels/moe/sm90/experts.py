@@ -22,8 +22,6 @@ from dsv4.kernels.moe.sm90.epilogue import Rows, SwiGlu
 from dsv4.kernels.moe.sm90.load_warp import down, gate_and_up
 from dsv4.kernels.moe.sm90.product import GroupedProduct
 
-QUANTIZER_CTAS = 8  # an SM
-
 
 class ExpertsSm90:
     """Kernels of one configuration, in the order of `plan.tilings`."""
@@ -96,7 +94,7 @@ class ExpertsSm90:
                 gate_and_up_product.launch(first, stream, num_sms)
                 source = h
                 if cutlass.const_expr(down_product.plan.source is Source.CODES):
-                    self.quantizer.launch(h, h_codes, h_scale, stream, num_sms * QUANTIZER_CTAS)
+                    self.quantizer.launch(h, h_codes, h_scale, stream, num_sms)
                     source = h_codes
                 second = Operands(
                     source, as_bytes(h_scale), w2, as_bytes(s2), w2, as_bytes(s2),
