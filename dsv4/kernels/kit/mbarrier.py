@@ -195,6 +195,43 @@ class Ring:
                 cute.arch.mbarrier_arrive(self.empty + cursor.stage, lane)
 
 
+@dataclass(frozen=True)
+class FencedBuffer(Buffer):
+    """A buffer that ordinary stores or cp.async fill, and that products read."""
+
+    @dsl_user_op
+    def wait(self, phase, *, loc=None, ip=None) -> None:
+        """Wait until the buffer is full, and fence for the async proxy."""
+        cute.arch.mbarrier_wait(self.full, phase, loc=loc, ip=ip)
+        cute.arch.fence_view_async_shared(loc=loc, ip=ip)
+
+    @dsl_user_op
+    def is_full(self, phase, *, loc=None, ip=None) -> Boolean:
+        """What `wait` would wait for, in this thread's view; a fence follows."""
+        result = cute.arch.mbarrier_test_wait(self.full, phase, loc=loc, ip=ip)
+        cute.arch.fence_view_async_shared(loc=loc, ip=ip)
+        return result
+
+
+@dataclass(frozen=True)
+class FencedRing(Ring):
+    """A ring that ordinary stores or cp.async fill, and that products read: they do so through the
+    async proxy, for which the consumer fences after its wait."""
+
+    def at(self, slot) -> Buffer:
+        return FencedBuffer(self.full + slot, self.empty + slot, self.lanes_per_warp)
+
+    @dsl_user_op
+    def wait(self, cursor: Cursor, part=0, *, loc=None, ip=None) -> None:
+        """Wait until a part of a stage is full, and fence for the async proxy."""
+        self.at(self.slot(cursor, part)).wait(cursor.phase, loc=loc, ip=ip)
+
+    @dsl_user_op
+    def is_full(self, cursor: Cursor, part=0, *, loc=None, ip=None) -> Boolean:
+        """What `wait` would wait for, in this thread's view; a fence follows."""
+        return self.at(self.slot(cursor, part)).is_full(cursor.phase, loc=loc, ip=ip)
+
+
 def pipeline(graph: BarrierGraph, storage, name: str, parts: int = 1) -> Ring | Buffer | Signal:
     """The mbarriers of an edge: a signal, the buffer of one stage, or a ring.
 

@@ -88,6 +88,34 @@ def quantize_e4m3(pairs: Sequence[Uint32], scale: Int32) -> cute.Tensor:
     return codes
 
 
+def scale_bf16x2(byte: Int32) -> Uint32:
+    """2^(byte - 127) in both halves of a register, NaN for 255, exactly."""
+    # 2^-127 is subnormal, and NaN is not infinity: either needs the first bit of the mantissa.
+    is_end = (byte + 1) & 0xFF <= 1
+    mantissa = cutlass.select_(is_end, Int32(_BF16X2_EXPONENT >> 1), Int32(0))
+    return Uint32(byte * _BF16X2_EXPONENT | mantissa)
+
+
+def dequantize_e4m3(codes: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
+    """Four e4m3 codes times a power of two in both halves of a register, as bf16 pairs, exactly.
+
+    The code of NaN, 0x7F, becomes 480: those who write entries say NaN by the scale.
+    """
+    pairs = []
+    # The product takes no immediate operand.
+    bias = cute.arch.inline_ptx(
+        f"mov.b32 {{$w0}}, {247 * _BF16X2_EXPONENT};", write_only_types=[Uint32]
+    )
+    for selector in (0x1404, 0x3424):
+        # Sign and exponent move to the places that bf16 has for them; its exponent is then 120 too
+        # small, which a product makes good, for subnormal codes, too.
+        code = Uint32(cute.arch.prmt(codes, Uint32(0), selector))
+        value = (code & Uint32(0x80008000)) | ((code >> 4) & Uint32(0x07F007F0))
+        value = _multiply_bf16x2(value, bias)
+        pairs.append(_multiply_bf16x2(value, scale))
+    return tuple(pairs)
+
+
 def _multiply_bf16x2(a: Uint32, b: Uint32) -> Uint32:
     return cute.arch.inline_ptx(
         "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]

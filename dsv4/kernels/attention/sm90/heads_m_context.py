@@ -4,7 +4,7 @@ Contexts are frozen: the tracer takes a method call on any other object for a ch
 carries all that it holds through the loops around the call.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -12,7 +12,7 @@ from cutlass import cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.attention.sm90.heads_m_tiling import HeadsMTiling
-from dsv4.kernels.attention.sm90.plan import HALVES, HEADS, KEYS, STAGES, HeadsMPlan
+from dsv4.kernels.attention.sm90.plan import HALVES, HEADS, KEYS, HeadsMPlan
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.scheduler import DynamicTailScheduler, StaticTileScheduler, Throttle
 from dsv4.kernels.kit.storage import storage_struct
@@ -53,7 +53,8 @@ class Smem:
     row_scale: cute.Tensor  # [row]
     span: cute.Tensor  # words of a KeySpan
     slices: cute.Tensor  # [output warpgroup]
-    tile_info: cute.Tensor  # [stage]
+    tile_info: cute.Tensor  # [stage], or [stage x warp] of gathered tiles
+    staging: cute.Pointer | None = None  # of threads that gather FP8 entries
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Pipelines:
     pv_next: mbarrier.Signal
     rows: mbarrier.Buffer
     kv: mbarrier.Ring
-    inputs_ready: mbarrier.Signal
     lockstep: mbarrier.Signal
+    inputs_ready: mbarrier.Signal | None = None
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ def allocate(plan: HeadsMPlan) -> tuple:
     storage = SmemAllocator().allocate(storage_struct(plan.smem))
     k_major, mn_major = operand_atoms(DTYPE, plan.chunk_bytes)
     q = cute.tile_to_shape(k_major, (HEADS, plan.q_smem_dim), order=(0, 1))
-    k = cute.tile_to_shape(k_major, (KEYS, plan.head_dim, STAGES), order=(0, 1, 2))
+    k = cute.tile_to_shape(k_major, (KEYS, plan.head_dim, plan.stages), order=(0, 1, 2))
     # The same bytes as K, seen as the transposed tiles that the PV products read.
-    v_shape = (plan.pv_dim, KEYS, STAGES * HALVES * plan.subtiles)
+    v_shape = (plan.pv_dim, KEYS, plan.stages * HALVES * plan.subtiles)
     v = cute.tile_to_shape(mn_major, v_shape, order=(1, 0, 2))
     smem = Smem(
         q=storage.q.get_tensor(q.outer, swizzle=q.inner),
@@ -103,9 +104,11 @@ def allocate(plan: HeadsMPlan) -> tuple:
         row_scale=storage.row_scale.get_tensor(cute.make_layout(HEADS)),
         span=storage.span.get_tensor(cute.make_layout(plan.smem["span"].count)),
         slices=storage.slices.get_tensor(cute.make_layout(2)),
-        tile_info=storage.tile_info.get_tensor(cute.make_layout(STAGES)),
+        tile_info=storage.tile_info.get_tensor(cute.make_layout(plan.smem["tile_info"].count)),
     )
-    names = ("q", "span", "p", "pv_turn", "pv_next", "rows", "inputs_ready", "lockstep")
+    if plan.staging is not None:
+        smem = replace(smem, staging=storage.staging.data_ptr())
+    names = [edge.name for edge in plan.barriers.edges if edge.name != "kv"]
     pipes = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
     kv = mbarrier.pipeline(plan.barriers, storage, "kv", HALVES)
     return smem, Pipelines(kv=kv, **pipes)

@@ -148,7 +148,7 @@ class ScoreWarpgroup:
     def _multiply_keys(
         self, ctx: HeadsMContext, f: ScoreFragments, tiles, kv: Cursor, is_held, is_here
     ):
-        """S of a key tile; returns its word in `smem.tile_info`, and whether the next tile is
+        """S of a key tile; returns what `smem.tile_info` says of it, and whether the next tile is
         there.
 
         P of the previous tile is stored meanwhile, and its PV gets its turn, if it is held back.
@@ -165,7 +165,7 @@ class ScoreWarpgroup:
 
         # Beside PV, loads from shared memory take long: this one is under way before the softmax
         # needs it.
-        tile_info = ctx.smem.tile_info[kv.stage]
+        tile_info = self._tile_info(ctx, kv)
         is_next_here = self._has_landed(ctx, ctx.pipes.kv.next(kv))
         warpgroup.wait_group(1)
         if is_held:
@@ -176,13 +176,24 @@ class ScoreWarpgroup:
     @cute.jit
     def _softmax(self, ctx: HeadsMContext, f: ScoreFragments, kv: Cursor, tile_info):
         """P of a key tile, and what the older accumulators are to be scaled by, in registers."""
+        is_window = self._mask(ctx, f, kv, tile_info)
+        softmax(f.s, f.rows, is_window, self.scale_log2, self.is_gate)
+        f.p.store(f.s.load().to(DTYPE))
+
+    def _tile_info(self, ctx: HeadsMContext, kv: Cursor):
+        """What the load warp says of the key tile in a stage."""
+        return ctx.smem.tile_info[kv.stage]
+
+    @cute.jit
+    def _mask(self, ctx: HeadsMContext, f: ScoreFragments, kv: Cursor, tile_info):
+        """Mask the scores of rows that are no keys, and clear these; returns whether the tile is
+        one of the window."""
         valid = tile_info % WINDOW_FLAG
         if valid < KEYS:
             mask_tail(cute.group_modes(by_row(f.s), 1, 3), valid, f.lane)
             start = ctx.smem.kv_start + kv.stage * KEYS * self.plan.head_dim
             clear_rows(start, KEYS, self.plan.head_dim, valid, self.plan.chunk, f.thread, DTYPE)
-        softmax(f.s, f.rows, tile_info >= WINDOW_FLAG, self.scale_log2, self.is_gate)
-        f.p.store(f.s.load().to(DTYPE))
+        return tile_info >= WINDOW_FLAG
 
     @cute.jit
     def _store_p(self, ctx: HeadsMContext, f: ScoreFragments):

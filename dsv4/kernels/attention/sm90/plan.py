@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dsv4.kernels.kit.plan import (
     SMEM_CAPACITY,
+    WARP_THREADS,
     Arrival,
     Arrive,
     BarrierGraph,
@@ -27,6 +28,9 @@ STAGES = 3  # heads in M: of the KV ring
 HALVES = 2  # heads in M: of the columns of a key tile; each has mbarriers of its own
 CHUNK = 64  # swap-AB: columns of a swizzle span, and of a PV product: its M
 ELEMENT_BYTES = 2
+GATHER_WARPS = 4  # that gather a key tile, of a paged cache
+SPAN_KEYS = 32  # of which all gathering warps have a piece of an FP8 entry in a thread each
+WARP_KEYS = KEYS // GATHER_WARPS  # rows of a key tile that each gathers
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ class HeadsMPlan:
     lanes_per_warp: int = 1
 
     # ---- tile shape ----
+
+    @property
+    def stages(self) -> int:
+        """Key tiles of the KV ring."""
+        return STAGES
 
     @property
     def half_dim(self) -> int:
@@ -99,7 +108,7 @@ class HeadsMPlan:
     @property
     def smem(self) -> SmemPlan:
         return SmemPlan((
-            Buffer("kv", "BFloat16", STAGES * KEYS * self.head_dim, 1024),
+            Buffer("kv", "BFloat16", self.stages * KEYS * self.head_dim, 1024),
             Buffer("q", "BFloat16", HEADS * self.q_smem_dim, 1024),
             Buffer("p", "BFloat16", HEADS * KEYS, 1024),
             # Factors of a thread's older accumulators that go with P.
@@ -109,10 +118,34 @@ class HeadsMPlan:
             Buffer("span", "Int32", SPAN_WORDS, 16),
             # Slices of the split tile that each output warpgroup combines.
             Buffer("slices", "Int32", 2),
-            # Valid keys of the key tile in each stage, plus WINDOW_FLAG in the window.
-            Buffer("tile_info", "Int32", STAGES),
+            self.tile_info,
+            *((self.staging,) if self.staging else ()),
             *self.barriers.split_buffers,
         ))  # fmt: skip
+
+    @property
+    def staging(self) -> Buffer | None:
+        """What else the warps that load need."""
+        return None
+
+    @property
+    def tile_info(self) -> Buffer:
+        """Valid keys of the key tile in each stage, plus WINDOW_FLAG in the window."""
+        return Buffer("tile_info", "Int32", self.stages)
+
+    @property
+    def _product_edges(self) -> tuple[Edge, ...]:
+        """Between the warpgroups that compute."""
+        score, output = Arrival("score", Arrive.WARP), Arrival("output", Arrive.WARP)
+        one = Arrival("output", Arrive.WARP, warps=4)
+        return (
+            Edge("p", "P and rescale factors", (score,), (output,)),
+            Edge("pv_turn", "PV of even and of odd tiles may issue",
+                 (score,), (output,), stages=2, is_signal=True),
+            Edge("pv_next", "PV over the first half of the columns may follow the other",
+                 (one,), (output,), is_signal=True),
+            Edge("rows", "row scales", (score,), (output,)),
+        )  # fmt: skip
 
     @property
     def barriers(self) -> BarrierGraph:
@@ -126,20 +159,15 @@ class HeadsMPlan:
                 "span", "key span",
                 (Arrival("scheduler", lane),), (Arrival("load", warp), score, output),
             ),
-            Edge("p", "P and rescale factors", (score,), (output,)),
-            Edge("pv_turn", "PV of even and of odd tiles may issue",
-                 (score,), (output,), stages=2, is_signal=True),
-            Edge("pv_next", "PV over the first half of the columns may follow the other",
-                 (Arrival("output", warp, warps=4),), (output,), is_signal=True),
-            Edge("rows", "row scales", (score,), (output,)),
+            *self._product_edges,
             # The score warpgroup releases, for the output warps, stages that hold no V.
             Edge("kv", "half of a key tile; Q for registers",
-                 (load,), (half,), stages=HALVES * STAGES),
+                 (load,), (half,), stages=HALVES * self.stages),
             Edge("inputs_ready", "the launch before is over",
                  (Arrival("load", lane),), (Arrival("prefetch", lane),), is_signal=True),
             Edge("lockstep", "the other CTA's load warp is about to fill a stage",
                  (Arrival("load", lane),), (Arrival("load", lane),),
-                 stages=STAGES, is_signal=True),
+                 stages=self.stages, is_signal=True),
         )  # fmt: skip
         return BarrierGraph(self.warps, edges, self.lanes_per_warp)
 
@@ -156,6 +184,78 @@ class HeadsMPlan:
             f"SMEM       {self.smem}",
             str(self.barriers),
         ))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PagedHeadsMPlan(HeadsMPlan):
+    """Every budget of the heads-in-M kernel whose rows are gathered from pages.
+
+    A warpgroup gathers instead of a load warp: `cp.async` of bf16 rows, or FP8 entries that pass
+    through its registers, which is where their values become bf16. It finds the key spans, too.
+
+    Attributes:
+        is_fp8: whether the rows are FP8 entries. The registers that gather them are taken from the
+            score warpgroup: Q is then in shared memory, beside two stages of keys.
+    """
+
+    is_fp8: bool = False
+
+    @property
+    def stages(self) -> int:
+        return 2 if self.is_fp8 else STAGES
+
+    @property
+    def q_smem_dim(self) -> int:
+        return self.head_dim if self.is_fp8 else super().q_smem_dim
+
+    @property
+    def warps(self) -> Warps:
+        return Warps.of(score=4, output=8, gather=GATHER_WARPS)
+
+    @property
+    def registers(self) -> Registers:
+        if self.is_fp8:
+            return Registers.of(self.warps, score=88, output=168, gather=88)
+        return Registers.of(self.warps, score=152, output=168, gather=24)
+
+    @property
+    def tile_info(self) -> Buffer:
+        """For each stage and gathering warp, a bit for each of its rows that is a key, and above
+        them one that is set in the window."""
+        return Buffer("tile_info", "Int32", GATHER_WARPS * self.stages, 16)
+
+    @property
+    def staging(self) -> Buffer | None:
+        """Parts of FP8 entries on their way into the registers of the threads that asked for
+        them: 16 bytes each."""
+        threads = WARP_THREADS * GATHER_WARPS
+        words = 4 * (KEYS // SPAN_KEYS) * len(self.staged_pieces)
+        return Buffer("staging", "Int32", words * threads, 16) if self.is_fp8 else None
+
+    @property
+    def staged_pieces(self) -> tuple[int, ...]:
+        """Pieces of an FP8 entry that wait in shared memory: see `gather_fp8`."""
+        return 0, 1, 2, 3, 7, 8
+
+    @property
+    def barriers(self) -> BarrierGraph:
+        warp, lane, tma = Arrive.WARP, Arrive.LANE, Arrive.TMA
+        score, output = Arrival("score", warp), Arrival("output", warp)
+        gather = Arrival("gather", warp)
+        # Every thread when its copies are complete, every warp for what it has stored.
+        rows = (gather,) if self.is_fp8 else (Arrival("gather", Arrive.THREAD), gather)
+        half = Arrival("output", warp, warps=4, factor="column_slices")
+        each = (Arrival("gather", lane),) * self.warps["gather"].count
+        edges = (
+            Edge("q", "Q", (Arrival("gather", tma),), (score,), tx_bytes=self.q_bytes),
+            Edge("span", "key span", (Arrival("gather", lane),), (score, output)),
+            *self._product_edges,
+            Edge("kv", "half of a key tile; Q for registers",
+                 rows, (half,), stages=HALVES * self.stages),
+            Edge("lockstep", "the other CTA's warp of the same number is about to fill a stage",
+                 each, each, stages=self.stages, is_signal=True),
+        )  # fmt: skip
+        return BarrierGraph(self.warps, edges, self.lanes_per_warp)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,98 @@
+"""Gather warpgroup of the paged heads-in-M kernel: key spans, Q by TMA, rows of pages."""
+
+import cutlass
+from cutlass import cute
+
+from dsv4.kernels.attention.sm90.gather_fp8 import Fp8Rows
+from dsv4.kernels.attention.sm90.gather_rows import Bf16Rows
+from dsv4.kernels.attention.sm90.gather_slots import HeadsMSlots
+from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
+from dsv4.kernels.attention.sm90.heads_m_load import LoadWarp
+from dsv4.kernels.attention.sm90.paged_keys import PagedKeys
+from dsv4.kernels.attention.sm90.plan import (
+    ELEMENT_BYTES,
+    GATHER_WARPS,
+    HALVES,
+    HEADS,
+    KEYS,
+    WARP_KEYS,
+    PagedHeadsMPlan,
+)
+from dsv4.kernels.kit import pdl
+from dsv4.kernels.kit.mbarrier import Cursor, arrive_warp
+from dsv4.kernels.kit.scheduler import Throttle, lockstep
+from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load
+
+
+class GatherWarpgroup(LoadWarp):
+    """Keeps Q and the KV ring full. Each warp gathers 16 rows of every key tile."""
+
+    def __init__(self, plan: PagedHeadsMPlan, has_even_tiles: bool, is_gate: bool):
+        super().__init__(plan, has_even_tiles)
+        self.is_gate = is_gate
+        if plan.is_fp8:
+            self.rows = Fp8Rows(plan.head_dim, plan.half_dim, plan.staged_pieces)
+        else:
+            self.rows = Bf16Rows(plan.half_dim, plan.chunk)
+
+    @cute.jit
+    def gather(self, ctx: HeadsMContext, q_map, keys: PagedKeys):
+        """Load what every work tile needs."""
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx() % GATHER_WARPS)
+        if warp == 0:
+            prefetch_descriptors((q_map,))
+        index, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
+        # Whatever ran before may still be writing the inputs, or reading what this launch writes.
+        pdl.wait_for_previous_launch()
+        phase = cutlass.Int32(1)
+        kv, slots = ctx.pipes.kv.producer(), HeadsMSlots(ctx)
+        while index < stop:
+            head_tile, split, token = ctx.tiling.coordinates(index)
+            span = keys.span(token, split, ctx.tiling.by_splits, KEYS, self.is_gate)
+            row = warp * WARP_KEYS + lane % WARP_KEYS
+            word = keys.fetch(span, token, span.first, row, KEYS)
+            if warp == 0:
+                ctx.pipes.span.acquire(phase)
+                if lane == 0:
+                    span.store(ctx.smem.span)
+                    cute.arch.mbarrier_arrive(ctx.pipes.span.full)
+            # ---- Q: one part passes through the ring, the other needs the last QK to be over ----
+            kv = self._send_q(ctx, q_map, head_tile, token, warp, lane, kv)
+            if warp == 0:
+                ctx.pipes.q.acquire(phase)
+                if lane == 0:
+                    self._load_q_smem(ctx, q_map, head_tile, token)
+            phase ^= 1
+
+            # ---- key tiles ----
+            kv = self.rows.gather_tiles(slots, keys, span, token, word, warp, lane, kv)
+            index += step
+
+    @cute.jit
+    def _send_q(self, ctx: HeadsMContext, q_map, head_tile, token, warp, lane, kv: Cursor):
+        """Send the register columns of Q through a stage of the KV ring, in the place of K's."""
+        plan = self.plan
+        if cutlass.const_expr(plan.q_register_dim > 0):
+            chunks = plan.head_dim // plan.chunk
+            first = plan.q_smem_dim // plan.chunk
+            for half in cutlass.range_constexpr(HALVES):
+                begin, end = max(first, half * chunks // 2), (half + 1) * chunks // 2
+                full = ctx.pipes.kv.full + ctx.pipes.kv.slot(kv, half)
+                chunk_elements = HEADS * plan.chunk
+                ctx.pipes.kv.acquire(kv, half)
+                if cutlass.const_expr(ctx.throttle is Throttle.CLUSTER_LOCKSTEP and half == 0):
+                    lockstep(ctx.pipes.lockstep.full, kv, lane)
+                if warp == 0 and lane == 0:
+                    tx_bytes = (end - begin) * chunk_elements * ELEMENT_BYTES
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes)
+                    for chunk in cutlass.range_constexpr(begin, end):
+                        start = (kv.stage * chunks + chunk) * chunk_elements
+                        target = ctx.smem.kv_start + start
+                        place = self._q_coordinates(head_tile, chunk, token)
+                        tma_load(q_map, target, place, full)
+                else:
+                    cute.arch.mbarrier_arrive(full)
+                arrive_warp(full, lane, plan.lanes_per_warp)
+            kv = ctx.pipes.kv.next(kv)
+        return kv

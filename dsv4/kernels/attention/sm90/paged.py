@@ -1,0 +1,85 @@
+"""Sparse attention over a paged cache for Hopper (sm_90a): gather, attention and sink in one launch."""
+
+import cutlass
+from cutlass import cute
+
+from dsv4.kernels.attention.paged_args import fake_arguments
+from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.attention.sm90.paged_context import PagedArguments
+from dsv4.kernels.attention.sm90.paged_heads_m import PagedHeadsM
+
+
+class PagedFmhaSm90:
+    """Attention over the pages of a compressed and a window pool, fused with the sink (sm_90a)."""
+
+    def __init__(self, config: PagedFmhaConfig):
+        heads = config.num_query_heads
+        if config.head_dim not in (64, 128, 512):
+            raise ValueError(f"head_dim must be 64, 128 or 512, got {config.head_dim}")
+        if heads % 8 or not 8 <= heads <= 128:
+            raise ValueError(f"num_query_heads must be a multiple of 8 in 8..128, got {heads}")
+        if config.kv_format == "fp8" and config.head_dim != 512:
+            raise ValueError(f"head_dim must be 512 for FP8 entries, got {config.head_dim}")
+        self.heads_m = PagedHeadsM(config)
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        window_pool: cute.Tensor,
+        window_indices: cute.Tensor,
+        window_lens: cute.Tensor,
+        compressed_pool: cute.Tensor,
+        compressed_indices: cute.Tensor,
+        compressed_lens: cute.Tensor,
+        sink_logits: cute.Tensor,
+        o: cute.Tensor,
+        stream,
+        *,
+        q_factor: cute.Tensor,
+        rope: cute.Tensor,
+        positions: cute.Tensor,
+        block_table: cute.Tensor,
+        request_ids: cute.Tensor,
+        window_table: cute.Tensor,
+        lse: cute.Tensor,
+        max_logits: cute.Tensor,
+        workspace: cute.Tensor,
+        num_splits: cutlass.Int32,
+        num_ctas: cutlass.Int32,
+        sliding_window: cutlass.Int32,
+        ratio: cutlass.Int32,
+    ):
+        """Launch the attention; see `PagedArguments`."""
+        arguments = PagedArguments(
+            q,
+            window_pool,
+            window_indices,
+            window_lens,
+            compressed_pool,
+            compressed_indices,
+            compressed_lens,
+            sink_logits,
+            o,
+            q_factor,
+            rope,
+            positions,
+            block_table,
+            request_ids,
+            window_table,
+            lse,
+            max_logits,
+            workspace,
+            num_splits,
+            num_ctas,
+            sliding_window,
+            ratio,
+        )
+        self.heads_m.launch(arguments, stream)
+
+
+def build(config: PagedFmhaConfig, options: str = ""):
+    """Compile the kernel of `config` for the architecture of `CUTE_DSL_ARCH`; needs no GPU."""
+    kernel = PagedFmhaSm90(config)
+    args, optional = fake_arguments(config)
+    return cute.compile(kernel, *args, **optional, options=f"--enable-tvm-ffi {options}".strip())

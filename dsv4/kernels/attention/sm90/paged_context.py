@@ -1,0 +1,59 @@
+"""Arguments of a paged attention launch, as the Hopper kernels' `launch` takes them."""
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, cute
+
+from dsv4.kernels.attention.sm90.paged_keys import KeyPool, PagedKeys
+
+
+class PagedArguments(NamedTuple):
+    """Arguments of a kernel's call, in its order but for the stream."""
+
+    q: cute.Tensor  # [T, n_h, head_dim] bf16
+    window_pool: cute.Tensor  # [pages, P, row]
+    window_indices: cute.Tensor  # [T, k] int32
+    window_lens: cute.Tensor  # [T] int32, or [0]
+    compressed_pool: cute.Tensor
+    compressed_indices: cute.Tensor
+    compressed_lens: cute.Tensor
+    sink_logits: cute.Tensor  # [n_h] fp32
+    o: cute.Tensor  # [T, n_h, head_dim] bf16, written
+    q_factor: cute.Tensor  # [T, n_h] fp32, or [0, n_h]: 1
+    rope: cute.Tensor  # [positions, 64] fp32, or [0, 64]: none
+    positions: cute.Tensor  # [T] int32, or [0]
+    block_table: cute.Tensor  # [B, c] int32, or [0, 0]: lists
+    request_ids: cute.Tensor  # [T] int32, or [0]
+    window_table: cute.Tensor
+    lse: cute.Tensor  # [T, n_h] fp32, written, or [0, n_h]
+    max_logits: cute.Tensor  # the same
+    workspace: cute.Tensor  # fp32, see `split_kv`
+    num_splits: Int32
+    num_sms: Int32  # CTAs that run at a time
+    sliding_window: Int32
+    ratio: Int32
+
+    def keys(self) -> PagedKeys:
+        """All that says which keys there are."""
+        return PagedKeys(
+            _pool(
+                self.compressed_pool,
+                self.compressed_indices,
+                self.compressed_lens,
+                self.block_table,
+            ),
+            _pool(self.window_pool, self.window_indices, self.window_lens, self.window_table),
+            self.positions,
+            self.request_ids,
+            self.sliding_window,
+            self.ratio,
+        )
+
+
+def _pool(pool, indices, lens, table) -> KeyPool:
+    by_page, by_columns = (
+        cute.fast_divmod_create_divisor_v2(cutlass.max(Int32(x), 1))
+        for x in (pool.shape[1], table.shape[1])
+    )
+    return KeyPool(pool, indices, lens, table, by_page, by_columns)

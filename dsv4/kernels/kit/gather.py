@@ -1,0 +1,39 @@
+"""Gather of single rows into swizzled tiles: cp.async, 16 bytes a thread.
+
+Hopper has no instruction that gathers rows into a swizzled tile: bulk copies do not swizzle, and a
+tensor-map box of one row costs as much as one of sixty-four.
+"""
+
+import cutlass
+from cutlass import cute
+
+from dsv4.kernels.kit.swizzle import VECTOR_BYTES
+
+
+def copy_vector(target, source, size, target_offset: int = 0, source_offset: int = 0) -> None:
+    """Start a copy of 16 bytes from global to shared memory; of a `size` of 0 nothing is read, and
+    zeros are written.
+
+    Args:
+        target: address in shared memory.
+        source: address in global memory.
+        size: 16 or 0.
+        target_offset, source_offset: bytes, known when the kernel is compiled.
+    """
+    cute.arch.inline_ptx(
+        f"cp.async.cg.shared.global [{{$r0}}+{target_offset}], [{{$r1}}+{source_offset}], "
+        f"{VECTOR_BYTES}, {{$r2}};",
+        read_only_args=[target, source, size],
+    )
+
+
+def vectors_per_span(span_bytes: int) -> int:
+    """16-byte vectors of a row of a swizzle span."""
+    return span_bytes // VECTOR_BYTES
+
+
+def vector_offset(row, vector, span_bytes: int):
+    """Byte offset of a vector of a row in a tile of rows of one swizzle span of 64 or 128 bytes."""
+    # 128 bytes: the last three bits of the row; 64 bytes, two rows in 128: the two before the last.
+    key = row % 8 if span_bytes == 128 else row // 2 % 4
+    return row * span_bytes + (vector ^ key) * VECTOR_BYTES
