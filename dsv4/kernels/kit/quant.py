@@ -106,12 +106,12 @@ def dequantize_e4m3(codes: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
     bias = cute.arch.inline_ptx(
         f"mov.b32 {{$w0}}, {247 * _BF16X2_EXPONENT};", write_only_types=[Uint32]
     )
-    for selector in (0x1404, 0x3424):
-        # Sign and exponent move to the places that bf16 has for them; its exponent is then 120 too
-        # small, which a product makes good, for subnormal codes, too.
+    for selector in (0x9180, 0xB3A2):
+        # Codes with their signs in front of them: shifted, sign and exponent stand where bf16 has
+        # them. Its exponent is then 120 too small, which a product makes good, for subnormal codes,
+        # too.
         code = Uint32(cute.arch.prmt(codes, Uint32(0), selector))
-        value = (code & Uint32(0x80008000)) | ((code >> 4) & Uint32(0x07F007F0))
-        value = _multiply_bf16x2(value, bias)
+        value = _multiply_bf16x2((code << 4) & Uint32(0x87F087F0), bias)
         pairs.append(_multiply_bf16x2(value, scale))
     return tuple(pairs)
 

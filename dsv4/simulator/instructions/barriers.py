@@ -362,8 +362,12 @@ def copy_async(w: Warp, target, source, size: int, source_size, mask) -> None:
     monitor = w.launch.monitor
     clock = monitor.copy_issue(w, moves, size) if monitor is not None else 0
 
+    waiting = moves[::-1]
+
     def perform() -> None:
-        for offset, address, wanted in moves:
+        # Once: a copy may be in the group of a wait, and is before every later arrival.
+        while waiting:
+            offset, address, wanted = waiting.pop()
             w.cta.s8[offset : offset + size] = 0
             if wanted:
                 w.cta.s8[offset : offset + wanted] = w.cluster.memory.read(address, wanted)

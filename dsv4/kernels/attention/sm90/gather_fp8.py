@@ -107,7 +107,8 @@ class Fp8Rows:
                         is_window = i >= span.compressed_tiles
                         describe_rows(slots, kv, is_key, is_window, warp, lane)
                     commit(slots, slot, lane)
-                self._load_unit(registers, records, staging, unit, lane)
+                if i + 1 < last:
+                    self._load_unit(registers, records, staging, unit, lane)
                 if cutlass.const_expr(len(self.staged) > 0):
                     cute.arch.cp_async_commit_group()
             if i >= span.first:

@@ -7,6 +7,8 @@ from dsv4.kernels.attention.paged_args import fake_arguments
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.sm90.paged_context import PagedArguments
 from dsv4.kernels.attention.sm90.paged_heads_m import PagedHeadsM
+from dsv4.kernels.attention.sm90.paged_swap_ab import PagedSwapAB
+from dsv4.kernels.attention.split_kv import MOST_SWAP_AB_HEADS, SWAP_AB_TILE_HEADS, TILED_HEADS
 
 
 class PagedFmhaSm90:
@@ -20,7 +22,15 @@ class PagedFmhaSm90:
             raise ValueError(f"num_query_heads must be a multiple of 8 in 8..128, got {heads}")
         if config.kv_format == "fp8" and config.head_dim != 512:
             raise ValueError(f"head_dim must be 512 for FP8 entries, got {config.head_dim}")
-        self.heads_m = PagedHeadsM(config)
+        self.swap_ab = self.heads_m = None
+        if heads <= MOST_SWAP_AB_HEADS:
+            self.swap_ab = PagedSwapAB(config, heads)
+        else:
+            self.heads_m = PagedHeadsM(config)
+            # Where a token's bits must not depend on the batch, it has one kernel.
+            is_free = config.num_splits is None and not config.batch_invariant
+            if heads in TILED_HEADS and is_free:
+                self.swap_ab = PagedSwapAB(config, SWAP_AB_TILE_HEADS)
 
     @cute.jit
     def __call__(
@@ -75,7 +85,14 @@ class PagedFmhaSm90:
             sliding_window,
             ratio,
         )
-        self.heads_m.launch(arguments, stream)
+        if cutlass.const_expr(self.heads_m is None):
+            self.swap_ab.launch(arguments, stream)
+        elif cutlass.const_expr(self.swap_ab is None):
+            self.heads_m.launch(arguments, stream)
+        elif q.shape[0] * self.swap_ab.head_tiles * num_splits <= num_ctas:
+            self.swap_ab.launch(arguments, stream)
+        else:
+            self.heads_m.launch(arguments, stream)
 
 
 def build(config: PagedFmhaConfig, options: str = ""):

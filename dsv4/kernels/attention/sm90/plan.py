@@ -310,6 +310,11 @@ class SwapAbPlan:
             slots -= 1
         return slots
 
+    @property
+    def tile_info_words(self) -> int:
+        """Words in shared memory about the rows of gathered key tiles."""
+        return 0
+
     # ---- budgets ----
 
     @property
@@ -372,3 +377,38 @@ class SwapAbPlan:
             f"SMEM       {self.smem}",
             str(self.barriers),
         ))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PagedSwapAbPlan(SwapAbPlan):
+    """Every budget of the swap-AB kernel whose rows are gathered from pages.
+
+    Attributes:
+        is_fp8: whether the rows are FP8 entries.
+    """
+
+    is_fp8: bool = False
+
+    @property
+    def warps(self) -> Warps:
+        return Warps.of(math=4, gather=GATHER_WARPS)
+
+    @property
+    def tile_info_words(self) -> int:
+        """As in `PagedHeadsMPlan`, at the first slot of each tile."""
+        return GATHER_WARPS * self.slots
+
+    def _buffers(self, slots: int) -> tuple[Buffer, ...]:
+        info = Buffer("tile_info", "Int32", GATHER_WARPS * slots, 16)
+        return (*super()._buffers(slots), info)
+
+    def _barriers(self, slots: int) -> BarrierGraph:
+        gather, math = Arrival("gather", Arrive.WARP), Arrival("math", Arrive.WARP)
+        lane, tma = Arrival("gather", Arrive.LANE), Arrival("gather", Arrive.TMA)
+        rows = (gather,) if self.is_fp8 else (Arrival("gather", Arrive.THREAD), gather)
+        edges = (
+            Edge("q", "Q", (tma,), (math,), tx_bytes=self.q_bytes),
+            Edge("span", "key span", (lane,), (math,)),
+            Edge("kv", "columns of a key tile", rows, (math,), slots),
+        )
+        return BarrierGraph(self.warps, edges, self.lanes_per_warp)

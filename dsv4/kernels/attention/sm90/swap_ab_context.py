@@ -1,7 +1,7 @@
 """Context of the swap-AB kernel: what its roles share while it is traced; frozen, as
 `heads_m_context` says why."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import cutlass
@@ -70,6 +70,7 @@ class Smem:
     sinks: cute.Tensor  # [head] of the token
     span: cute.Tensor  # words of a KeySpan
     slices: cute.Tensor  # [1]
+    tile_info: cute.Tensor | None = None  # [slot x warp] of gathered tiles
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,9 @@ def allocate(plan: SwapAbPlan) -> tuple:
         span=storage.span.get_tensor(cute.make_layout(plan.smem["span"].count)),
         slices=storage.slices.get_tensor(cute.make_layout(1)),
     )
+    if plan.tile_info_words:
+        tile_info = storage.tile_info.get_tensor(cute.make_layout(plan.tile_info_words))
+        smem = replace(smem, tile_info=tile_info)
     names = ("q", "span", "kv")
     pipes = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
     return smem, Pipelines(**pipes)

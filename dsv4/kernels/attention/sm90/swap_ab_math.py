@@ -191,14 +191,7 @@ class MathWarpgroup:
         few accesses and barriers as it can.
         """
         heads, place = f.heads, (f.warp, f.lane, DTYPE)
-        if mask.valid < KEYS:
-            mask_keys(f.s, mask.valid, f.thread)
-            # All warps have multiplied this tile's keys.
-            scratch.sync()
-            for _ in cutlass.range_constexpr(self.plan.slots_per_tile):
-                start = ctx.smem.kv_start + kv.stage * KEYS * self.plan.slot_dim
-                clear_rows(start, KEYS, self.plan.slot_dim, mask.valid, CHUNK, f.thread, DTYPE)
-                kv = ctx.pipes.kv.skip(kv, 1)
+        self._mask(ctx, f, scratch, mask, kv)
         # Slower warps may still multiply by P of the key tile before: it is elsewhere.
         p = ctx.smem.p_start + mask.n % 2 * self.plan.tile_heads * KEYS
         heads.rescale.fill(1.0)
@@ -218,6 +211,25 @@ class MathWarpgroup:
         if heads.are_updated():
             for chunk in f.chunks:
                 scale_heads(chunk, heads)
+
+    @cute.jit
+    def _mask(
+        self,
+        ctx: SwapAbContext,
+        f: MathFragments,
+        scratch: ReductionScratch,
+        mask: TileMask,
+        kv: Cursor,
+    ):
+        """Mask the scores of rows that are no keys, and clear these."""
+        if mask.valid < KEYS:
+            mask_keys(f.s, mask.valid, f.thread)
+            # All warps have multiplied this tile's keys.
+            scratch.sync()
+            for _ in cutlass.range_constexpr(self.plan.slots_per_tile):
+                start = ctx.smem.kv_start + kv.stage * KEYS * self.plan.slot_dim
+                clear_rows(start, KEYS, self.plan.slot_dim, mask.valid, CHUNK, f.thread, DTYPE)
+                kv = ctx.pipes.kv.skip(kv, 1)
 
     @cute.jit
     def _multiply_values(self, ctx: SwapAbContext, f: MathFragments, n, kv: Cursor):
