@@ -95,7 +95,7 @@ class Fp8Rows:
             for u in cutlass.range_constexpr(len(slots.units)):
                 unit = slots.units[u]
                 if i >= span.first:
-                    slots.acquire(kv, unit, lane)
+                    slots.acquire(kv, unit)
                     slot = slots.slot(kv, unit)
                     if cutlass.const_expr(len(self.staged) > 0):
                         # What was asked for less than a tile ago may still be on its way.
@@ -144,26 +144,29 @@ class Fp8Rows:
         """
         row = warp * WARP_KEYS + lane // QUARTERS
         start = start + vector_offset(row, lane % QUARTERS * 2, SPAN_BYTES)
-        for r in range(ROWS):
-            for piece, chunk in self.pieces(unit):
-                words = cute.make_rmem_tensor(4, cutlass.Uint32)
-                if piece in self.staged:
-                    load_staged(staging, self._staged_at(r, piece), words)
-                else:
-                    place = self.in_registers.index(piece)
-                    for k in range(4):
-                        words[k] = registers[k, r, place]
-                offset = (r * SPAN_ROWS + chunk * KEYS) * SPAN_BYTES
-                if piece >= self.entry.groups:
-                    vectors = [(piece - self.entry.groups, [words[k] for k in range(4)])]
-                else:
-                    byte = cutlass.Int32((scales[piece // 4, r] >> piece % 4 * 8) & 0xFF)
-                    scale = scale_bf16x2(byte)
-                    pairs = [x for k in range(4) for x in dequantize_e4m3(words[k], scale)]
-                    vectors = [(v, pairs[4 * v : 4 * v + 4]) for v in range(2)]
-                for v, pairs in vectors:
-                    # The swizzle of the vector beside differs in the last bit.
-                    store_vector(start ^ VECTOR_BYTES if v else start, offset, pairs)
+        parts = [(r, piece, chunk) for r in range(ROWS) for piece, chunk in self.pieces(unit)]
+        # All of them first: the compiler moves no load across the stores, which may alias it.
+        loaded = [self._words(registers, staging, r, piece) for r, piece, _ in parts]
+        for (r, piece, chunk), words in zip(parts, loaded, strict=True):
+            offset = (r * SPAN_ROWS + chunk * KEYS) * SPAN_BYTES
+            v = piece - self.entry.groups
+            if v < 0:
+                byte = cutlass.Int32((scales[piece // 4, r] >> piece % 4 * 8) & 0xFF)
+                scale = scale_bf16x2(byte)
+                pairs = [x for word in words for x in dequantize_e4m3(word, scale)]
+                vectors = [(k, pairs[4 * k : 4 * k + 4]) for k in range(2)]
+            else:
+                vectors = [(v, words)]
+            for k, pairs in vectors:
+                # The swizzle of the vector beside differs in the last bit.
+                store_vector(start ^ VECTOR_BYTES if k else start, offset, pairs)
+
+    def _words(self, registers: cute.Tensor, staging, r: int, piece: int) -> list:
+        """A thread's piece of row r, which has arrived."""
+        if piece in self.staged:
+            return load_staged(staging, self._staged_at(r, piece))
+        place = self.in_registers.index(piece)
+        return [registers[k, r, place] for k in range(4)]
 
 
 def load_words(address, target: cute.Tensor, lane_offset=0, offset: int = 0) -> None:
@@ -181,7 +184,7 @@ def load_words(address, target: cute.Tensor, lane_offset=0, offset: int = 0) -> 
         target[k] = words[k]
 
 
-def load_staged(address, offset: int, target: cute.Tensor) -> None:
+def load_staged(address, offset: int) -> list:
     """Load 16 bytes of shared memory that this thread has had copied there."""
     names = ", ".join(f"{{$w{k}}}" for k in range(4))
     words = cute.arch.inline_ptx(
@@ -189,8 +192,7 @@ def load_staged(address, offset: int, target: cute.Tensor) -> None:
         write_only_types=[cutlass.Uint32] * 4,
         read_only_args=[address],
     )
-    for k in range(4):
-        target[k] = words[k]
+    return list(words)
 
 
 def store_vector(address, offset: int, words) -> None:

@@ -69,7 +69,7 @@ class Bf16Rows:
         rows = 32 // vectors  # of one instruction
         row, vector = lane // vectors, lane % vectors
         first = vector_offset(warp * WARP_KEYS + row, vector, self.chunk_bytes)
-        slots.acquire(kv, unit, lane)
+        slots.acquire(kv, unit)
         slot = slots.slot(kv, unit)
         start = cutlass.Int32(slots.ctx.smem.kv_start.toint()) + slot * self.unit_bytes + first
         for step in cutlass.range_constexpr(WARP_KEYS // rows):

@@ -13,7 +13,6 @@ from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
 from dsv4.kernels.attention.sm90.plan import GATHER_WARPS, HALVES, WARP_KEYS
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
 from dsv4.kernels.kit.mbarrier import Cursor, arrive_warp
-from dsv4.kernels.kit.scheduler import Throttle, lockstep
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,9 @@ class HeadsMSlots:
         """Index of a unit's slot."""
         return self.ctx.pipes.kv.slot(kv, unit)
 
-    def acquire(self, kv: Cursor, unit: int, lane) -> None:
-        """Wait until a unit's slot is empty; the first one of a tile, until the CTA beside is there
-        too."""
+    def acquire(self, kv: Cursor, unit: int) -> None:
+        """Wait until a unit's slot is empty."""
         self.ctx.pipes.kv.acquire(kv, unit)
-        if self.ctx.throttle is Throttle.CLUSTER_LOCKSTEP and unit == self.units[0]:
-            lockstep(self.ctx.pipes.lockstep.full, kv, lane)
 
     def next(self, kv: Cursor) -> Cursor:
         """The next tile's place."""
@@ -55,7 +51,7 @@ class SwapAbSlots:
         """Index of a unit's slot."""
         return self.ctx.pipes.kv.skip(kv, unit).stage
 
-    def acquire(self, kv: Cursor, unit: int, lane) -> None:
+    def acquire(self, kv: Cursor, unit: int) -> None:
         """Wait until a unit's slot is empty."""
         self.ctx.pipes.kv.acquire(self.ctx.pipes.kv.skip(kv, unit))
 

@@ -20,7 +20,6 @@ from dsv4.kernels.attention.sm90.plan import (
 )
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor, arrive_warp
-from dsv4.kernels.kit.scheduler import Throttle, lockstep
 from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load
 
 
@@ -81,8 +80,6 @@ class GatherWarpgroup(LoadWarp):
                 full = ctx.pipes.kv.full + ctx.pipes.kv.slot(kv, half)
                 chunk_elements = HEADS * plan.chunk
                 ctx.pipes.kv.acquire(kv, half)
-                if cutlass.const_expr(ctx.throttle is Throttle.CLUSTER_LOCKSTEP and half == 0):
-                    lockstep(ctx.pipes.lockstep.full, kv, lane)
                 if warp == 0 and lane == 0:
                     tx_bytes = (end - begin) * chunk_elements * ELEMENT_BYTES
                     cute.arch.mbarrier_arrive_and_expect_tx(full, tx_bytes)

@@ -68,7 +68,7 @@ class Pipelines:
     pv_next: mbarrier.Signal
     rows: mbarrier.Buffer
     kv: mbarrier.Ring
-    lockstep: mbarrier.Signal
+    lockstep: mbarrier.Signal | None = None
     inputs_ready: mbarrier.Signal | None = None
 
 

@@ -111,6 +111,7 @@ class OutputWarpgroups:
                 tiles, kv = self._multiply_tiles(ctx, f, f.subtiles, columns, count, tiles, kv)
 
             # ---- epilogue ----
+            self._rotate(ctx, f, coord, half, first_subtile, is_sliced)
             if ctx.tiling.num_splits > 1:
                 self._combine_splits(ctx, f, coord, offset, half, phase)
                 ctx.pipes.rows.release(lane)
@@ -127,6 +128,9 @@ class OutputWarpgroups:
                 )
             phase ^= 1
             index += step
+
+    def _rotate(self, ctx: HeadsMContext, f: OutputFragments, coord, half, first_subtile, is_sliced):
+        """Rotate what is accumulated: not here."""
 
     @cute.jit
     def _combine_splits(self, ctx: HeadsMContext, f: OutputFragments, coord, offset, half, phase):

@@ -47,13 +47,15 @@ class ScoreWarpgroup:
     """Computes P of every key tile, one tile ahead of the output warpgroups, and the row statistics
     of every work tile."""
 
+    statistics_type = RowStatistics
+
     def __init__(self, config: FmhaConfig, plan: HeadsMPlan, combine: HeadsMCombine):
         self.num_query_heads = config.num_query_heads
         self.is_gate = config.sink_mode == "swa_gate"
         self.scale_log2 = config.scale * LOG2_E
         self.plan = plan
         self.combine = combine
-        self.statistics = RowStatistics(config, combine)
+        self.statistics = self.statistics_type(config, combine)
 
     def _qk_mma(self):
         return make_mma(DTYPE, (HEADS, KEYS), OperandMajorMode.K)
@@ -77,8 +79,20 @@ class ScoreWarpgroup:
             k=mma_slice.make_fragment_B(mma_slice.partition_B(ctx.smem.k)),
             s=s,
             p=cute.make_rmem_tensor_like(s, DTYPE),
-            rows=Rows.make(),
+            rows=self._make_rows(),
         )
+
+    def _make_rows(self) -> Rows:
+        return Rows.make()
+
+    def _load_scales(self, ctx: HeadsMContext, f: ScoreFragments, coord) -> None:
+        """Load what else the scores of a work tile's rows are multiplied by: nothing."""
+
+    @cute.jit
+    def _reduce(self, ctx: HeadsMContext, rows: Rows):
+        """Reduce what the quad of a row has of it."""
+        for r in cutlass.range_constexpr(2):
+            rows.row_sum[r] = quad_sum(rows.row_sum[r])
 
     @cute.jit
     def score(self, ctx: HeadsMContext):
@@ -103,6 +117,7 @@ class ScoreWarpgroup:
                 self.num_query_heads,
             )  # fmt: skip
             f.rows.reset()
+            self._load_scales(ctx, f, coord)
             # Loaded at the end, they would delay the output, and the next work tile with it.
             sinks = load_sinks(ctx.operands.sink_logits, head, self.num_query_heads)
             kv = self._load_q_registers(ctx, f, kv)
@@ -135,8 +150,7 @@ class ScoreWarpgroup:
                 ctx.pipes.q.release(lane)
 
             # ---- epilogue ----
-            for r in cutlass.range_constexpr(2):
-                rows.row_sum[r] = quad_sum(rows.row_sum[r])
+            self._reduce(ctx, rows)
             ctx.pipes.rows.acquire(rows_phase)
             rows_phase ^= 1
             if lane % 4 == 0:

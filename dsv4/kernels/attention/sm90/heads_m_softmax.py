@@ -19,6 +19,8 @@ class Rows(NamedTuple):
     row_sum: cute.Tensor  # [2] of this thread's P
     rescale: cute.Tensor  # [2] factor of older P after the last key tile
     bias: cute.Tensor  # [2, 2] added to log2 scores: of the row, in the compressed or window branch
+    scale: cute.Tensor | None = None  # [2] from scores to log2 scores, where rows have their own
+    largest: cute.Tensor | None = None  # [2] of this thread's log2 scores, where they are asked for
 
     @classmethod
     def make(cls):
@@ -28,6 +30,12 @@ class Rows(NamedTuple):
     def reset(self) -> None:
         self.row_max.fill(-cutlass.Float32.inf)
         self.row_sum.fill(0.0)
+
+    def scales(self, scale_log2: float) -> list:
+        """From scores to log2 scores, of both rows."""
+        if self.scale is None:
+            return [scale_log2, scale_log2]
+        return [self.scale[0], self.scale[1]]
 
 
 @cute.jit
@@ -62,23 +70,28 @@ def softmax(
     scale_log2: cutlass.Constexpr,
     is_gate: cutlass.Constexpr,
 ):
-    """Turn scores into P in place; `rows.rescale` is what older P must be scaled by."""
+    """Turn scores into P in place; `rows.rescale` is what older P must be scaled by.
+
+    Args:
+        scale_log2: from scores to log2 scores, unless the rows have their own.
+    """
     s = by_row(scores)
+    scales = rows.scales(scale_log2)
     columns = [(c, j) for j in range(cute.size(s, mode=[2])) for c in range(2)]
     bias = [cutlass.select_(is_window, rows.bias[r, 1], rows.bias[r, 0]) for r in range(2)]
     # Of this thread's columns: most key tiles raise no row maximum, and then the row's is not
     # needed.
     tile_max = cute.make_rmem_tensor(2, cutlass.Float32)
     if cutlass.const_expr(is_gate):
-        thread_maxima(s, columns, tile_max, scale_log2)
+        thread_maxima(s, columns, tile_max, scales)
     else:
-        bound_maxima(scores, tile_max, scale_log2)
+        bound_maxima(scores, tile_max, scales)
     rows.rescale.fill(1.0)
     excess = [tile_max[r] + bias[r] - rows.row_max[r] for r in range(2)]
     # NaN - of rows and key tiles without a score, -inf - (-inf) - is no excess.
     if cute.arch.vote_any_sync(cute.arch.fmax(excess[0], excess[1]) > RESCALE_THRESHOLD):
         if cutlass.const_expr(not is_gate):
-            thread_maxima(s, columns, tile_max, scale_log2)
+            thread_maxima(s, columns, tile_max, scales)
         update_row_max(tile_max, bias, rows)
     for r in cutlass.range_constexpr(2):
         # A row without a finite score so far: all of P is 2^-inf.
@@ -88,20 +101,20 @@ def softmax(
         # it: a score of thousands would give an infinite P, which no later rescaling by 0 removes.
         if cutlass.const_expr(is_gate):
             shift = cute.arch.fmin(shift, RESCALE_THRESHOLD - tile_max[r])
-        p = [exp2(s[r, c, j] * scale_log2 + shift) for c, j in columns]
+        p = [exp2(s[r, c, j] * scales[r] + shift) for c, j in columns]
         for (c, j), value in zip(columns, p, strict=True):
             s[r, c, j] = value
         rows.row_sum[r] += tree(operator.add, p)
 
 
-def thread_maxima(s: cute.Tensor, columns, tile_max: cute.Tensor, scale_log2) -> None:
+def thread_maxima(s: cute.Tensor, columns, tile_max: cute.Tensor, scales) -> None:
     """Largest log2 score of a thread's columns in each row."""
     for r in range(2):
-        tile_max[r] = tree(cute.arch.fmax, [s[r, c, j] for c, j in columns]) * scale_log2
+        tile_max[r] = tree(cute.arch.fmax, [s[r, c, j] for c, j in columns]) * scales[r]
 
 
 @cute.jit
-def bound_maxima(scores: cute.Tensor, tile_max: cute.Tensor, scale_log2: cutlass.Constexpr):
+def bound_maxima(scores: cute.Tensor, tile_max: cute.Tensor, scales):
     """Largest log2 score of a thread's columns in each row, or 0 where all are below: in half the
     instructions, since the machine compares three integers at a time, and from 0 on the bits of
     floats are in the order of the floats."""
@@ -112,7 +125,7 @@ def bound_maxima(scores: cute.Tensor, tile_max: cute.Tensor, scale_log2: cutlass
         bounds[r] = largest([cutlass.Int32(0), *columns])
     floats = cute.recast_tensor(bounds, cutlass.Float32)
     for r in cutlass.range_constexpr(2):
-        tile_max[r] = floats[r] * scale_log2
+        tile_max[r] = floats[r] * scales[r]
 
 
 @cute.jit

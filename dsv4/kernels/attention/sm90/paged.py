@@ -60,7 +60,12 @@ class PagedFmhaSm90:
         sliding_window: cutlass.Int32,
         ratio: cutlass.Int32,
     ):
-        """Launch the attention; see `PagedArguments`."""
+        """Launch the attention; see `PagedArguments`.
+
+        A split knows the largest of its own scores alone: where they are asked for, there is one.
+        """
+        if max_logits.shape[0] > 0:
+            num_splits = cutlass.Int32(1)
         arguments = PagedArguments(
             q,
             window_pool,

@@ -22,10 +22,10 @@ from dsv4.kernels.attention.sm90.gather_warps import GatherWarpgroup
 from dsv4.kernels.attention.sm90.heads_m_combine import HeadsMCombine
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext, allocate, init_barriers
 from dsv4.kernels.attention.sm90.heads_m_epilogue import Epilogue
-from dsv4.kernels.attention.sm90.heads_m_output import OutputWarpgroups
 from dsv4.kernels.attention.sm90.heads_m_tiling import HeadsMTiling, make_tiling
 from dsv4.kernels.attention.sm90.paged_context import PagedArguments
 from dsv4.kernels.attention.sm90.paged_keys import PagedKeys
+from dsv4.kernels.attention.sm90.paged_output import PagedOutputWarpgroups
 from dsv4.kernels.attention.sm90.paged_score import PagedScoreWarpgroup
 from dsv4.kernels.attention.sm90.plan import HEADS, PagedHeadsMPlan
 from dsv4.kernels.kit import pdl
@@ -37,7 +37,6 @@ from dsv4.kernels.kit.scheduler import (
     StaticTileScheduler,
     Throttle,
     cluster_grid,
-    cluster_sync,
     make_tail_scheduler,
 )
 from dsv4.kernels.kit.tma import make_head_tile_descriptor, make_row_descriptor
@@ -47,9 +46,12 @@ class Operands(NamedTuple):
     """What a launch works on, beside the TMA descriptors."""
 
     keys: PagedKeys
+    q_factor: cute.Tensor  # [T, n_h] fp32, or [0, n_h]: 1
+    rope: cute.Tensor  # [positions, 64] fp32, or [0, 64]: none
     sink_logits: cute.Tensor
     o: cute.Tensor
     lse: cute.Tensor
+    max_logits: cute.Tensor
     workspace: cute.Tensor
     tiling: HeadsMTiling
     tail_scheduler: DynamicTailScheduler
@@ -81,7 +83,7 @@ class PagedHeadsM:
         is_gate = config.sink_mode == "swa_gate"
         self.loader = GatherWarpgroup(self.plan, self.has_even_tiles, is_gate)
         self.scorer = PagedScoreWarpgroup(config, self.plan, self.combine)
-        self.outputs = OutputWarpgroups(self.plan, self.combine, self.epilogue)
+        self.outputs = PagedOutputWarpgroups(self.plan, self.combine, self.epilogue)
 
     # ---- host ----
 
@@ -102,9 +104,12 @@ class PagedHeadsM:
         tail_scheduler = make_tail_scheduler(tiling.work_tiles, num_sms, self.is_read_bound)
         operands = Operands(
             arguments.keys(),
+            arguments.q_factor,
+            arguments.rope,
             arguments.sink_logits,
             arguments.o,
             arguments.lse,
+            arguments.max_logits,
             arguments.workspace,
             tiling,
             tail_scheduler,
@@ -142,8 +147,7 @@ class PagedHeadsM:
         """Initialise, then send every warp to its role."""
         q_map, o_map = maps
         plan, tiling = self.plan, operands.tiling
-        is_lockstep = is_plain and self.has_neighbours
-        throttle = Throttle.CLUSTER_LOCKSTEP if is_lockstep else Throttle.NONE
+        throttle = Throttle.NONE
         if cutlass.const_expr(is_plain):
             tiling = tiling.plain(self.config.num_query_heads, HEADS)
         scheduler = StaticTileScheduler(tiling.work_tiles)
@@ -159,17 +163,12 @@ class PagedHeadsM:
             with cute.arch.elect_one():
                 init_barriers(plan, pipes, tiling.column_slices, throttle)
             cute.arch.mbarrier_init_fence()
-        if cutlass.const_expr(is_lockstep):
-            cluster_sync()
-        else:
-            cute.arch.sync_threads()
+        cute.arch.sync_threads()
         if group == plan.warps["gather"].first // 4:
             if cutlass.const_expr(plan.registers["gather"] < plan.registers.at_launch):
                 cute.arch.setmaxregister_decrease(plan.registers["gather"])
             pdl.launch_dependents()
             self.loader.gather(ctx, q_map, operands.keys)
-            if cutlass.const_expr(is_lockstep):
-                cluster_sync()
         elif group == plan.warps["score"].first // 4:
             if cutlass.const_expr(plan.registers["score"] < plan.registers.at_launch):
                 cute.arch.setmaxregister_decrease(plan.registers["score"])

@@ -22,6 +22,7 @@ from dsv4.kernels.attention.sm90.gather_rows import Bf16Rows
 from dsv4.kernels.attention.sm90.gather_slots import SwapAbSlots
 from dsv4.kernels.attention.sm90.paged_context import PagedArguments
 from dsv4.kernels.attention.sm90.paged_keys import PagedKeys
+from dsv4.kernels.attention.sm90.paged_math import PagedMathWarpgroup
 from dsv4.kernels.attention.sm90.plan import (
     CHUNK,
     GATHER_WARPS,
@@ -31,48 +32,26 @@ from dsv4.kernels.attention.sm90.plan import (
 )
 from dsv4.kernels.attention.sm90.swap_ab_combine import SwapAbCombine
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext, SwapAbTiling, allocate
-from dsv4.kernels.attention.sm90.swap_ab_math import MathFragments, MathWarpgroup, TileMask
-from dsv4.kernels.attention.sm90.swap_ab_softmax import ReductionScratch
 from dsv4.kernels.kit import mbarrier, pdl
-from dsv4.kernels.kit.mbarrier import Cursor, FencedRing
+from dsv4.kernels.kit.mbarrier import FencedRing
 from dsv4.kernels.kit.scheduler import CLUSTER_SHAPE, StaticTileScheduler, cluster_grid
 from dsv4.kernels.kit.tma import make_row_descriptor, prefetch_descriptors, tma_load
-from dsv4.kernels.kit.wgmma import by_row
 
 
 class Operands(NamedTuple):
     """What a launch works on, beside the TMA descriptor."""
 
     keys: PagedKeys
+    q_factor: cute.Tensor  # [T, n_h] fp32, or [0, n_h]: 1
+    rope: cute.Tensor  # [positions, 64] fp32, or [0, 64]: none
     sink_logits: cute.Tensor
     o: cute.Tensor
     lse: cute.Tensor
+    max_logits: cute.Tensor
     workspace: cute.Tensor
     num_splits: cutlass.Int32
     work_tiles: cutlass.Int32
     by_splits: cute.FastDivmodDivisorV2
-
-
-class PagedMathWarpgroup(MathWarpgroup):
-    """Masks keys by a bit each; rows that are no keys have been filled with zeros."""
-
-    @cute.jit
-    def _mask(
-        self,
-        ctx: SwapAbContext,
-        f: MathFragments,
-        scratch: ReductionScratch,
-        mask: TileMask,
-        kv: Cursor,
-    ):
-        # A warp of scores has the rows that the warp of its number has gathered.
-        word = ctx.smem.tile_info[kv.stage * GATHER_WARPS + f.warp]
-        if word & 2**WARP_KEYS - 1 != 2**WARP_KEYS - 1:
-            s = by_row(f.s)
-            for r in cutlass.range_constexpr(2):
-                if word >> f.lane // 4 + 8 * r & 1 == 0:
-                    for c, j in f.heads.columns():
-                        s[r, c, j] = -cutlass.Float32.inf
 
 
 class PagedSwapAB:
@@ -117,9 +96,12 @@ class PagedSwapAB:
             grid = {"grid": [cluster_grid(work_tiles, num_sms), 1, 1], "cluster": CLUSTER_SHAPE}
         operands = Operands(
             arguments.keys(),
+            arguments.q_factor,
+            arguments.rope,
             arguments.sink_logits,
             arguments.o,
             arguments.lse,
+            arguments.max_logits,
             arguments.workspace,
             num_splits,
             work_tiles,

@@ -216,7 +216,7 @@ class PagedHeadsMPlan(HeadsMPlan):
     def registers(self) -> Registers:
         if self.is_fp8:
             return Registers.of(self.warps, score=88, output=168, gather=88)
-        return Registers.of(self.warps, score=152, output=168, gather=24)
+        return Registers.of(self.warps, score=144, output=168, gather=32)
 
     @property
     def tile_info(self) -> Buffer:
@@ -245,15 +245,12 @@ class PagedHeadsMPlan(HeadsMPlan):
         # Every thread when its copies are complete, every warp for what it has stored.
         rows = (gather,) if self.is_fp8 else (Arrival("gather", Arrive.THREAD), gather)
         half = Arrival("output", warp, warps=4, factor="column_slices")
-        each = (Arrival("gather", lane),) * self.warps["gather"].count
         edges = (
             Edge("q", "Q", (Arrival("gather", tma),), (score,), tx_bytes=self.q_bytes),
             Edge("span", "key span", (Arrival("gather", lane),), (score, output)),
             *self._product_edges,
             Edge("kv", "half of a key tile; Q for registers",
                  rows, (half,), stages=HALVES * self.stages),
-            Edge("lockstep", "the other CTA's warp of the same number is about to fill a stage",
-                 each, each, stages=self.stages, is_signal=True),
         )  # fmt: skip
         return BarrierGraph(self.warps, edges, self.lanes_per_warp)
 

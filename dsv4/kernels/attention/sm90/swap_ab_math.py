@@ -63,6 +63,8 @@ class TileMask:
 class MathWarpgroup:
     """Computes scores, P, accumulators and output of every work tile."""
 
+    is_paged = False  # heads have scales, and their largest scores may be asked for
+
     def __init__(self, config: FmhaConfig, plan: SwapAbPlan, combine: SwapAbCombine):
         self.is_gate = config.sink_mode == "swa_gate"
         self.scale_log2 = config.scale * LOG2_E
@@ -103,7 +105,7 @@ class MathWarpgroup:
             chunks=tuple(
                 cute.make_tensor(acc.iterator + i * size, chunk.layout) for i in range(chunks)
             ),
-            heads=Heads.make(heads),
+            heads=Heads.make(heads, self.is_paged),
         )
 
     @cute.jit
@@ -128,6 +130,7 @@ class MathWarpgroup:
             has_both = span.has(BOTH_BRANCHES)
             f.heads.reset()
             f.acc.fill(0.0)
+            self._load_scales(ctx, f, index)
             ctx.pipes.q.wait(phase)
             if span.has(MISS):
                 for part in cutlass.range_constexpr(per_tile):
@@ -153,14 +156,25 @@ class MathWarpgroup:
             if cutlass.const_expr(not self.sums_last):
                 reduce_row_sums(f.heads, f.scratch)
             coord = self.combine.coord(ctx.operands.workspace, ctx.tiling, index)
+            self._rotate(ctx, f, coord)
             if ctx.tiling.num_splits > 1:
                 self._combine_splits(ctx, f, coord, has_both)
             else:
                 if cutlass.const_expr(self.sums_last):
                     reduce_row_sums(f.heads, f.scratch)
                 self._store_heads(ctx, f, scratch, coord, has_both)
+                self._store_largest(ctx, f, coord)
             phase ^= 1
             index = ctx.scheduler.next(index)
+
+    def _load_scales(self, ctx: SwapAbContext, f: MathFragments, index) -> None:
+        """Load what else the scores of a work tile's heads are multiplied by: nothing."""
+
+    def _rotate(self, ctx: SwapAbContext, f: MathFragments, coord) -> None:
+        """Rotate what is accumulated: not here."""
+
+    def _store_largest(self, ctx: SwapAbContext, f: MathFragments, coord) -> None:
+        """Store the largest scores of a work tile's heads: not here."""
 
     @cute.jit
     def _multiply_keys(self, ctx: SwapAbContext, f: MathFragments, kv: Cursor):

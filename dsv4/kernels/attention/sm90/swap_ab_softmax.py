@@ -27,11 +27,18 @@ class Heads(NamedTuple):
     row_max: cute.Tensor  # log2, what P is relative to; stale
     row_sum: cute.Tensor  # of this thread's P
     rescale: cute.Tensor  # factor of the accumulators, 1 unless a row maximum was updated
+    scale: cute.Tensor | None = None  # from scores to log2 scores, where heads have their own
+    largest: cute.Tensor | None = None  # of this thread's log2 scores, where they are asked for
 
     @classmethod
-    def make(cls, heads: int):
+    def make(cls, heads: int, is_paged: bool = False):
+        tensors = 5 if is_paged else 3
         shape = (PAIR, heads // 8)
-        return cls(*(cute.make_rmem_tensor(shape, cutlass.Float32) for _ in cls._fields))
+        return cls(*(cute.make_rmem_tensor(shape, cutlass.Float32) for _ in range(tensors)))
+
+    def scale_of(self, c: int, j: int, scale_log2: float):
+        """From scores to log2 scores of one of a thread's heads."""
+        return scale_log2 if self.scale is None else self.scale[c, j]
 
     def reset(self) -> None:
         self.row_max.fill(-cutlass.Float32.inf)
@@ -145,8 +152,9 @@ def exponentiate(scores: cute.Tensor, p: cute.Tensor, heads: Heads, biases, scal
     may_stay = cutlass.Boolean(True)
     for (c, j), bias in zip(heads.columns(), biases, strict=True):
         shift = bias - heads.row_max[c, j]
+        scale = heads.scale_of(c, j, scale_log2)
         for r in range(2):
-            value = exp2(s[r, c, j] * scale_log2 + shift)
+            value = exp2(s[r, c, j] * scale + shift)
             may_stay = may_stay & (value <= 2.0**RESCALE_THRESHOLD)
             w[r, c, j] = value
     return may_stay
@@ -169,7 +177,8 @@ def update_row_max(
         tile_max[c, j] = cute.arch.fmax(s[0, c, j], s[1, c, j])
     reduce_over_keys(cute.arch.fmax, tile_max, scratch.tile_max, scratch)
     for (c, j), bias in zip(heads.columns(), biases):
-        top, old = tile_max[c, j] * scale_log2, heads.row_max[c, j]
+        scale = heads.scale_of(c, j, scale_log2)
+        top, old = tile_max[c, j] * scale, heads.row_max[c, j]
         row_max = cute.arch.fmax(old, top + bias)
         # A head without a finite score so far: all of P is 2^-inf.
         origin = cutlass.select_(row_max == -cutlass.Float32.inf, cutlass.Float32(0.0), row_max)
@@ -177,7 +186,7 @@ def update_row_max(
         shift = cute.arch.fmin(bias - origin, -top)
         rescale = exp2(old - origin)
         for r in cutlass.range_constexpr(2):
-            w[r, c, j] = exp2(s[r, c, j] * scale_log2 + shift)
+            w[r, c, j] = exp2(s[r, c, j] * scale + shift)
         heads.row_max[c, j], heads.rescale[c, j] = row_max, rescale
         heads.row_sum[c, j] *= rescale
 

@@ -1,0 +1,86 @@
+"""Math warpgroup of the paged swap-AB kernel: rows that are no keys may stand anywhere in a key tile;
+scores may have a factor per head, and the output may be rotated."""
+
+import cutlass
+from cutlass import cute
+
+from dsv4.kernels.attention.sm90.paged_output import PAIRS, rope_row
+from dsv4.kernels.attention.sm90.plan import GATHER_WARPS, WARP_KEYS
+from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
+from dsv4.kernels.attention.sm90.swap_ab_math import MathFragments, MathWarpgroup, TileMask
+from dsv4.kernels.attention.sm90.swap_ab_softmax import ReductionScratch, reduce_over_keys
+from dsv4.kernels.attention.softmax import LN_2
+from dsv4.kernels.kit.mbarrier import Cursor
+from dsv4.kernels.kit.wgmma import by_row
+
+
+class PagedMathWarpgroup(MathWarpgroup):
+    """Masks keys by a bit each; rows that are no keys have been filled with zeros."""
+
+    is_paged = True
+
+    @cute.jit
+    def _load_scales(self, ctx: SwapAbContext, f: MathFragments, index):
+        head, _, token = ctx.tiling.coordinates(index)
+        q_factor, scale = ctx.operands.q_factor, f.heads.scale
+        f.heads.largest.fill(-cutlass.Float32.inf)
+        for c, j in f.heads.columns():
+            scale[c, j] = cutlass.Float32(self.scale_log2)
+            if token < q_factor.shape[0]:
+                factor = q_factor[token, head + 8 * j + f.lane % 4 * 2 + c]
+                scale[c, j] = self.scale_log2 * factor
+
+    @cute.jit
+    def _mask(
+        self,
+        ctx: SwapAbContext,
+        f: MathFragments,
+        scratch: ReductionScratch,
+        mask: TileMask,
+        kv: Cursor,
+    ):
+        # A warp of scores has the rows that the warp of its number has gathered.
+        word = ctx.smem.tile_info[kv.stage * GATHER_WARPS + f.warp]
+        if word & 2**WARP_KEYS - 1 != 2**WARP_KEYS - 1:
+            s = by_row(f.s)
+            for r in cutlass.range_constexpr(2):
+                if word >> f.lane // 4 + 8 * r & 1 == 0:
+                    for c, j in f.heads.columns():
+                        s[r, c, j] = -cutlass.Float32.inf
+
+        if ctx.operands.max_logits.shape[0] > 0:
+            values, heads = by_row(f.s), f.heads
+            for c, j in heads.columns():
+                score = cute.arch.fmax(values[0, c, j], values[1, c, j]) * heads.scale[c, j]
+                heads.largest[c, j] = cute.arch.fmax(heads.largest[c, j], score)
+
+    @cute.jit
+    def _store_largest(self, ctx: SwapAbContext, f: MathFragments, coord):
+        max_logits = ctx.operands.max_logits
+        if coord.token < max_logits.shape[0]:
+            f.scratch.sync()
+            largest = f.heads.largest
+            reduce_over_keys(cute.arch.fmax, largest, f.scratch.tile_max, f.scratch)
+            # The next work tile's maxima go to the same place.
+            f.scratch.sync()
+            if f.warp == 0 and f.lane < 4:
+                for c, j in f.heads.columns():
+                    head = coord.head + 8 * j + 2 * f.lane + c
+                    max_logits[coord.token, head] = largest[c, j] * LN_2
+
+    @cute.jit
+    def _rotate(self, ctx: SwapAbContext, f: MathFragments, coord):
+        """Rotate the last chunk of the accumulators, if there is a table: columns are rows of the
+        fragment, a pair of them four lanes apart."""
+        rope = ctx.operands.rope
+        if rope.shape[0] > 0:
+            table_row = rope_row(rope, ctx.operands.keys.positions, coord.token)
+            values, lane = by_row(f.chunks[-1]), f.lane
+            is_first = lane // 4 % 2 == 0
+            for r in cutlass.range_constexpr(2):
+                pair = (f.warp * 16 + 8 * r + lane // 4) // 2
+                cosine, sine = rope[table_row, pair], rope[table_row, pair + PAIRS]
+                sine = cutlass.select_(is_first, sine, -sine)
+                for c, j in f.heads.columns():
+                    own = values[r, c, j]
+                    values[r, c, j] = own * cosine + sine * cute.arch.shuffle_sync_bfly(own, 4)
