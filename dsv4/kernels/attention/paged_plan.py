@@ -1,13 +1,32 @@
-"""Launch plan of `sparse_fmha_paged`: KV splits and workspace, in plain Python."""
+"""Launch plan of `sparse_fmha_paged`: KV splits and workspace, in plain Python.
+
+The kernels are those of `launch_plan` with another source of keys: so are the plans.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dsv4.kernels.attention import launch_plan
+from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.kit.kv_entry import ROPE_DIM
 
-# Splits of a batch-invariant launch: each token's follow from its own keys, on the device.
-BY_OWN_KEYS = 0
+HEAD_DIMS = {"bf16": (64, 128, 512), "fp8": (512,)}  # that kernels exist for
+MOST_HEADS = 128
+
+
+def has_kernel(config: PagedFmhaConfig) -> bool:
+    """Whether a GPU kernel serves a configuration."""
+    heads = config.num_query_heads
+    return (
+        config.head_dim in HEAD_DIMS.get(config.kv_format, ())
+        and heads % 8 == 0
+        and heads <= MOST_HEADS
+        and config.compute == "bf16"
+        and config.rope_dim == ROPE_DIM
+        and config.scale > 0
+    )
 
 
 def scalars(
@@ -15,11 +34,16 @@ def scalars(
 ) -> tuple[int, ...]:
     """Number of KV splits, of SMs, and what tables need: `sliding_window` and `ratio`.
 
+    A batch-invariant launch has one split.
+
     Args:
         sizes: T tokens, of at most k_w keys of the window and k_c compressed ones.
         num_sms, arch: of the device.
     """
-    splits = BY_OWN_KEYS if config.batch_invariant else config.num_splits or 1
+    splits = 1
+    if not config.batch_invariant:
+        size = (sizes["T"], sizes["k_c"], sizes["k_w"])
+        splits = launch_plan.num_splits(_dense(config), *size, num_sms, arch)
     return splits, num_sms, config.sliding_window, config.ratio
 
 
@@ -27,9 +51,20 @@ def workspace_size(
     config: PagedFmhaConfig, sizes: Mapping[str, int], scalars: tuple[int, ...]
 ) -> int:
     """fp32 elements of the workspace of a launch."""
-    return 0
+    splits = scalars[0]
+    if splits == 1:
+        return 0
+    return launch_plan.workspace_size(_dense(config), sizes["T"], splits)
 
 
 def max_workspace_size(config: PagedFmhaConfig, rows: int, num_sms: int, arch: str) -> int:
     """fp32 elements that no launch of up to `rows` tokens exceeds."""
-    return 0
+    if config.batch_invariant:
+        return 0
+    return launch_plan.max_workspace_size(_dense(config), rows, num_sms)
+
+
+def _dense(config: PagedFmhaConfig) -> FmhaConfig:
+    """The configuration of the kernels of dense keys that share the plan."""
+    heads, splits = config.num_query_heads, config.num_splits
+    return FmhaConfig(config.head_dim, heads, 0, 0, num_splits=splits)

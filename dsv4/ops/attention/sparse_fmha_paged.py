@@ -31,20 +31,23 @@ class SparseFmhaPaged(KernelOp):
     name = "sparse_fmha_paged"
     config = PagedFmhaConfig
     args = ARGS
-    kernels: ClassVar = {}
+    kernels: ClassVar = {"sm_90a": "dsv4.kernels.attention.sm90.paged"}
 
     def values(self, config: PagedFmhaConfig) -> Mapping[str, int | str]:
         return values(config)
 
+    def has_kernel(self, config: PagedFmhaConfig) -> bool:
+        return paged_plan.has_kernel(config)
+
     def compiled_config(self, config: PagedFmhaConfig, arch: str) -> PagedFmhaConfig:
-        """Blank what the kernel takes at run time."""
+        """Blank what the kernel takes at run time; of a fixed number of splits remains that it is
+        fixed, where the kernel is otherwise one of two."""
         return replace(
             config,
             softmax_scale=config.scale,
             sliding_window=0,
             ratio=0,
-            num_splits=None,
-            rope_dim=ROPE_DIM,
+            num_splits=None if config.num_splits is None else 1,
         )
 
     def plan(self, config: PagedFmhaConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ from cutlass import cute
 
 from dsv4.kernels.attention.paged_args import fake_arguments
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.attention.paged_plan import has_kernel
 from dsv4.kernels.attention.sm90.paged_context import PagedArguments
 from dsv4.kernels.attention.sm90.paged_heads_m import PagedHeadsM
 from dsv4.kernels.attention.sm90.paged_swap_ab import PagedSwapAB
@@ -15,13 +16,9 @@ class PagedFmhaSm90:
     """Attention over the pages of a compressed and a window pool, fused with the sink (sm_90a)."""
 
     def __init__(self, config: PagedFmhaConfig):
+        if not has_kernel(config):
+            raise ValueError(f"no kernel serves {config}")
         heads = config.num_query_heads
-        if config.head_dim not in (64, 128, 512):
-            raise ValueError(f"head_dim must be 64, 128 or 512, got {config.head_dim}")
-        if heads % 8 or not 8 <= heads <= 128:
-            raise ValueError(f"num_query_heads must be a multiple of 8 in 8..128, got {heads}")
-        if config.kv_format == "fp8" and config.head_dim != 512:
-            raise ValueError(f"head_dim must be 512 for FP8 entries, got {config.head_dim}")
         self.swap_ab = self.heads_m = None
         if heads <= MOST_SWAP_AB_HEADS:
             self.swap_ab = PagedSwapAB(config, heads)
