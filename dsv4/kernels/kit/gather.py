@@ -4,7 +4,6 @@ Hopper has no instruction that gathers rows into a swizzled tile: bulk copies do
 tensor-map box of one row costs as much as one of sixty-four.
 """
 
-import cutlass
 from cutlass import cute
 
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES

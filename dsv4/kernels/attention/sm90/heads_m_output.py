@@ -129,7 +129,9 @@ class OutputWarpgroups:
             phase ^= 1
             index += step
 
-    def _rotate(self, ctx: HeadsMContext, f: OutputFragments, coord, half, first_subtile, is_sliced):
+    def _rotate(
+        self, ctx: HeadsMContext, f: OutputFragments, coord, half, first_subtile, is_sliced
+    ):
         """Rotate what is accumulated: not here."""
 
     @cute.jit

@@ -1,4 +1,4 @@
-"""Sparse attention over a paged cache for Hopper (sm_90a): gather, attention and sink in one launch."""
+"""Sparse attention over a paged cache for Hopper (sm_90a): gather and attention in one launch."""
 
 import cutlass
 from cutlass import cute

@@ -66,9 +66,7 @@ class PagedHeadsM:
 
     def __init__(self, config: PagedFmhaConfig):
         self.config = config
-        self.plan = PagedHeadsMPlan(
-            config.head_dim, self.lanes_per_warp, config.kv_format == "fp8"
-        )
+        self.plan = PagedHeadsMPlan(config.head_dim, self.lanes_per_warp, config.kv_format == "fp8")
         heads = config.num_query_heads
         # Head tiles of fewer heads are possible where they divide the heads evenly.
         self.has_even_tiles = heads <= HEADS or heads % HEADS == 0

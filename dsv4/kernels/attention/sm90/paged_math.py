@@ -1,5 +1,5 @@
-"""Math warpgroup of the paged swap-AB kernel: rows that are no keys may stand anywhere in a key tile;
-scores may have a factor per head, and the output may be rotated."""
+"""Math warpgroup of the paged swap-AB kernel: rows that are no keys may stand anywhere in a key
+tile, scores may have a factor per head, and the output may be rotated."""
 
 import cutlass
 from cutlass import cute

@@ -1,7 +1,8 @@
-"""Inverse rotation of the output of the paged kernels: the last 64 columns, by the token's position.
+"""Inverse rotation of the output of the paged kernels: the last 64 columns, by the token's
+position.
 
-Neighbouring columns (x, y) become (x cos + y sin, y cos - x sin). It is linear, and the same for all
-keys of a token: accumulators are rotated before they are scaled, or stored as a split's part.
+Neighbouring columns (x, y) become (x cos + y sin, y cos - x sin). It is linear, and the same for
+all keys of a token: accumulators are rotated before they are scaled, or stored as a split's part.
 """
 
 import cutlass
@@ -28,7 +29,9 @@ class PagedOutputWarpgroups(OutputWarpgroups):
     """Rotates the accumulators of every work tile, if there is a table."""
 
     @cute.jit
-    def _rotate(self, ctx: HeadsMContext, f: OutputFragments, coord, half, first_subtile, is_sliced):
+    def _rotate(
+        self, ctx: HeadsMContext, f: OutputFragments, coord, half, first_subtile, is_sliced
+    ):
         rope = ctx.operands.rope
         if rope.shape[0] > 0:
             row = rope_row(rope, ctx.operands.keys.positions, coord.token)

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4.kernels.attention.sm90.plan import KEYS, STAGES, HeadsMPlan, SwapAbPlan
+from dsv4.kernels.attention.sm90.plan import (
+    KEYS,
+    STAGES,
+    HeadsMPlan,
+    PagedHeadsMPlan,
+    PagedSwapAbPlan,
+    SwapAbPlan,
+)
 from dsv4.kernels.kit.plan import SMEM_CAPACITY
 
 pytestmark = pytest.mark.stage("H")
@@ -84,3 +91,28 @@ def test_a_plan_prints_its_roles_memory_and_edges(plan) -> None:
     for edge in plan.barriers.edges:
         assert edge.payload in text
     assert f"{plan.smem.total_bytes} of {SMEM_CAPACITY} bytes" in text
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "is_fp8"), [(64, False), (128, False), (512, False), (512, True)]
+)
+def test_paged_plans_fit_and_fill_the_register_file(head_dim, is_fp8) -> None:
+    plan = PagedHeadsMPlan(head_dim, is_fp8=is_fp8)
+    threads = {role.name: role.threads for role in plan.warps.roles}
+    assert sum(plan.registers[name] * count for name, count in threads.items()) == 64 * 1024
+    assert plan.stages == (2 if is_fp8 else STAGES)
+    assert plan.q_register_dim == (320 if head_dim == 512 and not is_fp8 else 0)
+    assert plan.smem.total_bytes <= SMEM_CAPACITY
+    assert "gather" in str(plan) and "lockstep" not in str(plan)
+
+
+@pytest.mark.parametrize("is_fp8", [False, True])
+def test_paged_arrivals_are_those_of_copies_and_of_warps(is_fp8) -> None:
+    """Every thread arrives when its copies are complete, every warp for what it has stored."""
+    arrivals = 4 if is_fp8 else 128 + 4
+    plans = (PagedHeadsMPlan(512, is_fp8=is_fp8), PagedSwapAbPlan(512, 16, 1, is_fp8=is_fp8))
+    for plan in plans:
+        assert plan.barriers.full_arrivals("kv") == arrivals
+        assert plan.barriers.full_arrivals("span") == 1
+    assert plans[0].barriers.empty_arrivals("span") == 4 + 8
+    assert plans[1].smem["tile_info"].count == 4 * plans[1].slots

@@ -1,0 +1,92 @@
+"""The paged Hopper kernels, simulated: lists and tables, rows and FP8 entries, splits, options.
+
+Every cache row that no token names is NaN, index lists hold values that are no slots, and every
+schedule is checked for races: cp.async and stores of one warpgroup feed the products of others.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4.kernels.attention.paged_plan import workspace_size
+from dsv4.kernels.attention.sm90.paged import build
+from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
+from dsv4.testing.harness import simulator
+from dsv4.testing.paged_attention import Case, assert_paged_close, make_inputs
+
+pytestmark = pytest.mark.stage("H")
+
+cutlass = pytest.importorskip("cutlass")
+
+SIMULATOR = simulator("sm_90a")
+# Fewer CTAs than work items: each goes through several.
+CTAS = 3
+SCHEDULES = ("eager", "lazy", "random")
+OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True}
+
+
+def check(case: Case, seed: int, splits: int = 1, ctas: int = CTAS, schedules=SCHEDULES) -> None:
+    """Compile, run in every schedule, and compare with the oracle."""
+    kernel = SIMULATOR.compile(build, SPARSE_FMHA_PAGED.compiled_config(case.config, "sm_90a"))
+    inputs = make_inputs(case, seed)
+    scalars = (splits, ctas, case.config.sliding_window, case.config.ratio)
+    size = workspace_size(case.config, {"T": case.tokens}, scalars)
+    for schedule in schedules:
+        call = inputs.call(scalars, size)
+        if splits > 1:
+            # The largest scores would make it one split.
+            call.options["max_logits"] = call.outputs.pop("max_logits")[:0]
+        outcome = SIMULATOR.run(kernel, call, schedule, seed)
+        largest = inputs.expected()[2] if splits > 1 else outcome["max_logits"]
+        assert_paged_close(inputs, outcome["o"], outcome["lse"], largest)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, 1, 8, 64, "bf16", 40, 100, 53, 2, wild=True, **OPTIONS),
+        Case(2, 2, 40, 64, "bf16", 70, 150, 2, 61, "table", **OPTIONS),
+        pytest.param(
+            Case(3, 1, 72, 128, "bf16", 40, 100, 61, 2, "mixed", "swa_gate", wild=True, **OPTIONS),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_rows_of_small_heads(case, seed) -> None:
+    check(case, seed)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 1, 16, 512, "fp8", 40, 100, 64, 53, "list", "swa_gate", wild=True, **OPTIONS),
+        pytest.param(
+            Case(2, 2, 72, 512, "fp8", 40, 100, 61, 64, "table", **OPTIONS), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Case(3, 1, 72, 512, "bf16", 40, 150, wild=True, **OPTIONS), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Case(4, 1, 64, 512, "fp8", 40, 150, wild=True, **OPTIONS), marks=pytest.mark.slow
+        ),
+    ],
+    ids=str,
+)
+def test_latents(case, seed) -> None:
+    """head_dim 512; with so few CTAs each has several tokens, whose Q passes through the ring."""
+    check(case, seed, ctas=2)
+
+
+@pytest.mark.parametrize("sink_mode", ["softmax", pytest.param("swa_gate", marks=pytest.mark.slow)])
+def test_splits(seed, sink_mode) -> None:
+    case = Case(2, 1, 8, 64, "bf16", 70, 200, sink_mode=sink_mode, wild=True, **OPTIONS)
+    check(case, seed, splits=3, ctas=6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [40, 64])
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+def test_splits_of_latents(seed, heads, kv_format) -> None:
+    case = Case(2, 1, heads, 512, kv_format, 70, 200, wild=True, **OPTIONS)
+    check(case, seed, splits=3, ctas=12, schedules=("lazy", "random"))
