@@ -17,6 +17,7 @@ from dsv4.engine.stats import GenerationStats
 from dsv4.model.model import DEFAULT_MAX_REQUESTS, DEFAULT_PREFILL_CHUNK
 
 if TYPE_CHECKING:
+    from dsv4.config.model_config import ModelConfig
     from dsv4.model.model import DeepseekV4
 
 
@@ -94,22 +95,8 @@ def generate(
     num_draft_tokens = check_drafts(config, num_draft_tokens)
     if on_tokens is not None and not callable(on_tokens):
         raise TypeError(f"on_tokens must be callable, got {shown(on_tokens)}")
-    if not isinstance(prompts, (Sequence, Tensor)) or isinstance(prompts, (str, bytes)):
-        raise TypeError(f"prompts must be a list of token lists, got {shown(prompts)}")
-    if isinstance(prompts, Tensor) and prompts.dim() != 2:
-        raise TypeError(f"prompts must be [B, S], got a tensor of shape {list(prompts.shape)}")
-    prompts = [
-        check_prompt(prompt, config.vocab_size, f"prompts[{index}]")
-        for index, prompt in enumerate(prompts)
-    ]
-    if not prompts:
-        raise ValueError("prompts must hold at least one prompt, got none")
+    prompts = _check_prompts(prompts, max_new_tokens, config)
     lengths = sorted((len(prompt) + max_new_tokens for prompt in prompts), reverse=True)
-    if lengths[0] > config.max_position_embeddings:
-        raise ValueError(
-            f"prompts: the longest has {lengths[0] - max_new_tokens} tokens, with max_new_tokens = "
-            f"{max_new_tokens} that exceeds the context of {config.max_position_embeddings}"
-        )
     max_requests = min(max_requests, len(prompts))
     engine = Engine(
         model,
@@ -130,3 +117,24 @@ def generate(
             if on_tokens is not None:
                 on_tokens(index, output.tokens)
     return GenerateResult(tokens, engine.stats)
+
+
+def _check_prompts(prompts: object, max_new_tokens: int, config: ModelConfig) -> list[list[int]]:
+    """The prompts as lists; an error names the one that is none, or too long."""
+    if not isinstance(prompts, (Sequence, Tensor)) or isinstance(prompts, (str, bytes)):
+        raise TypeError(f"prompts must be a list of token lists, got {shown(prompts)}")
+    if isinstance(prompts, Tensor) and prompts.dim() != 2:
+        raise TypeError(f"prompts must be [B, S], got a tensor of shape {list(prompts.shape)}")
+    checked = [
+        check_prompt(prompt, config.vocab_size, f"prompts[{index}]")
+        for index, prompt in enumerate(prompts)
+    ]
+    if not checked:
+        raise ValueError("prompts must hold at least one prompt, got none")
+    longest = max(map(len, checked))
+    if longest + max_new_tokens > config.max_position_embeddings:
+        raise ValueError(
+            f"prompts: the longest has {longest} tokens, with max_new_tokens = "
+            f"{max_new_tokens} that exceeds the context of {config.max_position_embeddings}"
+        )
+    return checked

@@ -14,6 +14,8 @@ from dsv4.ops.runtime.launch import MAX_SIZES, Launch, pass_on
 from dsv4.ops.runtime.registry import OPS
 from dsv4.ops.runtime.state import State, state_of
 
+Size = tuple[int, int, int]  # tokens, compressed rows, window rows
+
 
 def make_launch(state: State) -> Launch:
     """The launch of a configuration on a device.
@@ -29,8 +31,7 @@ def make_launch(state: State) -> Launch:
     unsplit_from = launch_plan.unsplit_from(config, num_sms)
     if config.num_splits is not None:
         unsplit_from = sys.maxsize
-    splits_by_size: dict[tuple[int, int, int], int] = {}
-    known_splits = splits_by_size.get
+    known_splits, choose = _remembered_splits(state)
 
     def launch(
         q: Tensor,
@@ -86,28 +87,29 @@ def make_launch(state: State) -> Launch:
             elif workspace.numel() < needed:
                 raise ValueError(f"workspace: got {workspace.numel()} elements, needs {needed}")
         run(
-            q,
-            compressed_kv,
-            swa_kv,
-            swa_lens,
-            sink_logits,
-            request_ids,
-            o,
-            compressed_lens,
-            lse,
-            workspace,
-            splits,
-            num_sms,
-        )
+            q, compressed_kv, swa_kv, swa_lens, sink_logits, request_ids, o,
+            compressed_lens, lse, workspace, splits, num_sms,
+        )  # fmt: skip
 
-    def choose(size: tuple[int, int, int]) -> int:
+    return launch
+
+
+def _remembered_splits(
+    state: State,
+) -> tuple[Callable[[Size], int | None], Callable[[Size], int]]:
+    """Looks up the KV splits that were chosen for a size, and chooses them."""
+    splits_by_size: dict[Size, int] = {}
+
+    def choose(size: Size) -> int:
         if len(splits_by_size) == MAX_SIZES:
             splits_by_size.clear()
-        chosen = launch_plan.num_splits(config, *size, num_sms, state.target.arch)
+        chosen = launch_plan.num_splits(
+            state.config, *size, state.target.num_sms, state.target.arch
+        )
         splits_by_size[size] = chosen
         return chosen
 
-    return launch
+    return splits_by_size.get, choose
 
 
 def num_splits(config: FmhaConfig, tokens: int, rows: int, width: int) -> int:
