@@ -79,7 +79,7 @@ class Simulation:
     def program(self, name: str) -> Program:
         """The program of one entry."""
         if name not in self.programs:
-            entry = self.module.entries[name]
+            entry = self.module.entry(name)
             for symbol in entry.symbols.values():
                 if symbol.space == "global" and symbol.name not in self.variables:
                     data = np.zeros(max(symbol.size or 0, 1) + symbol.align, np.uint8)

@@ -95,10 +95,11 @@ def single_launch(
 ) -> Simulation:
     """The simulation of one launch of a PTX module; arguments as of `simulate_ptx`."""
     simulation = _simulation(ptx)
-    entries = simulation.module.entries
-    if entry not in entries:
-        raise ValueError(f"entry must be one of {', '.join(entries)}, got {entry!r}")
-    values, *others = (_packed(entries[entry], given) for given in (params, *peers))
+    module = simulation.module
+    if entry not in (*module.entries, *module.refused):
+        raise ValueError(f"entry must be one of {', '.join(module.entries)}, got {entry!r}")
+    found = module.entry(entry)
+    values, *others = (_packed(found, given) for given in (params, *peers))
     sizes = (
         _xyz(name, given)
         for name, given in zip(("grid", "block", "cluster"), (grid, block, cluster))

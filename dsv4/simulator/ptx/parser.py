@@ -100,6 +100,14 @@ class Module:
 
     target: str
     entries: dict[str, Entry]
+    refused: dict[str, UnsupportedInstruction] = field(default_factory=dict)
+
+    def entry(self, name: str) -> Entry:
+        """An entry; raises UnsupportedInstruction for one with a construct that cannot be read,
+        KeyError for an unknown name."""
+        if name in self.refused:
+            raise self.refused[name]
+        return self.entries[name]
 
 
 def split_operands(text: str) -> list[str]:
@@ -118,7 +126,8 @@ def split_operands(text: str) -> list[str]:
 
 
 def parse_module(text: str) -> Module:
-    """Parse one PTX module. Raises UnsupportedInstruction for constructs no CuTeDSL kernel uses."""
+    """Parse one PTX module. Entries with constructs that no CuTeDSL kernel uses are refused one by
+    one; UnsupportedInstruction is raised if no entry is left."""
     # Comments become blanks of the same length: line numbers stay those of the text.
     clean = re.sub(r"//[^\n]*", "", text)
     clean = re.sub(r"/\*.*?\*/", lambda m: re.sub(r"[^\n]", " ", m.group(0)), clean, flags=re.S)
@@ -126,11 +135,18 @@ def parse_module(text: str) -> Module:
     files = {int(n): path for n, path in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', clean)}
     newlines = [m.start() for m in re.finditer("\n", clean)]
     entries: dict[str, Entry] = {}
+    refused: dict[str, UnsupportedInstruction] = {}
     spans = []
     for match in re.finditer(r"\.entry\s+([\w$]+)\s*\(", clean):
         reader = _EntryReader(clean, match, files, newlines)
-        entries[match.group(1)] = reader.read()
+        try:
+            entries[match.group(1)] = reader.read()
+        except UnsupportedInstruction as error:
+            refused[match.group(1)] = error
+            reader.end = _end_of_body(clean, match.end())
         spans.append((match.start(), reader.end))
+    if refused and not entries:
+        raise next(iter(refused.values()))
     outside, position = [], 0
     for start, end in spans:
         outside.append(clean[position:start])
@@ -139,7 +155,17 @@ def parse_module(text: str) -> Module:
     module_symbols = {s.name: s for s in map(_symbol, _declarations("".join(outside))) if s}
     for entry in entries.values():
         entry.symbols = {**module_symbols, **entry.symbols}
-    return Module(target.group(1) if target else "", entries)
+    return Module(target.group(1) if target else "", entries, refused)
+
+
+def _end_of_body(text: str, start: int) -> int:
+    """The position behind the braces that follow."""
+    at = text.index("{", start)
+    depth = 1
+    while depth:
+        at += 1
+        depth += {"{": 1, "}": -1}.get(text[at], 0)
+    return at + 1
 
 
 def _declarations(text: str) -> list[str]:
