@@ -1,8 +1,8 @@
-"""FlashMLA's sparse entry points for DeepSeek-V4 over `sparse_fmha_with_swa`.
+"""FlashMLA's sparse entry points for DeepSeek-V4 over `sparse_fmha_paged`.
 
-Same arguments, same results: https://github.com/deepseek-ai/FlashMLA. Keys are gathered and, for
-decode, dequantised in torch before the attention; engines that write this library's own inputs
-save that pass over memory.
+Same arguments, same results: https://github.com/deepseek-ai/FlashMLA. Indices and caches go to the
+kernels as they are, with as many heads as there are. `import dsv4.compat.flash_mla as flash_mla`
+stands for the package.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from numbers import Integral, Real
 import torch
 from torch import Tensor
 
-from dsv4.compat.kv_entry import HEAD_DIM, check_cache, gather_entries
+from dsv4.compat.kv_entry import HEAD_DIM, check_cache
+from dsv4.kernels.attention.paged_config import MAX_TOP_K
 from dsv4.kernels.kit.fields import MAX_FLOAT
-from dsv4.ops import sparse_fmha_with_swa
+from dsv4.ops import sparse_fmha_paged
 from dsv4.ops.runtime.checks import check_flag, check_is_tensor
 
-_GATHERED_BYTES = 1 << 28
-"""Bound on the keys that are gathered at once: more query tokens are processed in parts."""
+PLAIN_MLA_DIM = 576
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,23 @@ def flash_mla_sparse_fwd(
     topk_length: Tensor | None = None,
     *,
     return_max_logits: bool = True,
+    out: Tensor | None = None,
+    enable_batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Attention of prefill tokens over chosen rows of one pool of keys; values are the keys.
 
     Args:
         q: [s_q, h_q, d] bfloat16 (float32 too on the CPU).
         kv: [s_kv, 1, d], dtype of q.
-        indices: [s_q, 1, topk] int32 rows of kv; those below 0 or from s_kv on are no keys.
+        indices: [s_q, 1, topk] int32 rows of kv, up to 16,384; those below 0 or from s_kv on are no
+            keys.
         sm_scale: factor on q . k.
         d_v: must be d.
         attn_sink: [h_q] float32, adds e^sink to the softmax's denominator; None = none.
         topk_length: [s_q] int32, leading columns of `indices` in use; None = all.
-        return_max_logits: False saves the second product that `max_logits` costs here.
+        return_max_logits: False: no `max_logits`.
+        out: [s_q, h_q, d] to write into; default a new tensor.
+        enable_batch_invariant: a token's bits do not depend on the rest of the batch.
 
     Returns:
         out [s_q, h_q, d]; max_logits [s_q, h_q] float32, or None; lse [s_q, h_q] float32, natural
@@ -74,30 +79,34 @@ def flash_mla_sparse_fwd(
     _check("indices", indices, torch.int32, q, (q.shape[0], 1, None))
     if topk_length is not None:
         _check("topk_length", topk_length, torch.int32, q, (q.shape[0],))
-    rows, counts = _front(indices.squeeze(1), kv.shape[0], topk_length)
-    out = q.new_empty(q.shape)
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    highest = torch.empty_like(lse) if return_max_logits else None
-    no_window = q.new_zeros(1, 1, q.shape[2])
-    no_rows = torch.zeros(1, dtype=torch.int32, device=q.device)
-    for part in _parts(q.shape[0], rows.shape[1] * q.shape[2] * q.element_size()):
-        keys = kv[:, 0][rows[part]]
-        _, lse[part] = sparse_fmha_with_swa(
-            q[part],
-            keys,
-            no_window,
-            no_rows,
-            _sink(attn_sink, q),
-            no_rows.expand(keys.shape[0]).contiguous(),
-            sink_mode="softmax",
-            compressed_lens=counts[part],
-            softmax_scale=sm_scale,
-            out=out[part],
-            return_lse=True,
-        )
-        if highest is not None:
-            highest[part] = _max_logits(q[part], keys, counts[part], sm_scale)
-    return out, highest, lse.masked_fill_(lse == -math.inf, math.inf)
+    check_flag("enable_batch_invariant", enable_batch_invariant)
+    if indices.shape[2] > 2 * MAX_TOP_K:
+        raise ValueError(f"indices: got {indices.shape[2]} columns, needs at most {2 * MAX_TOP_K}")
+    if kv.stride(2) != 1:
+        raise ValueError(f"kv: got strides {kv.stride()}, the last dimension must be contiguous")
+    topk_length = _dense(topk_length)
+    listed, more, more_lengths = _dense(indices.squeeze(1)), None, None
+    if indices.shape[2] > MAX_TOP_K:
+        # An operator's list is shorter: the rest is a second list of the same pool.
+        listed, more = listed[:, :MAX_TOP_K], listed[:, MAX_TOP_K:]
+        more_lengths = None if topk_length is None else topk_length - MAX_TOP_K
+    out, lse, *highest = sparse_fmha_paged(
+        q,
+        kv,
+        listed,
+        topk_length,
+        None if more is None else kv,
+        more,
+        more_lengths,
+        _sink(attn_sink, q),
+        sink_mode="softmax",
+        softmax_scale=sm_scale,
+        batch_invariant=enable_batch_invariant,
+        out=_output(out, q),
+        return_lse=True,
+        return_max_logits=return_max_logits,
+    )
+    return out, (highest[0] if highest else None), lse.masked_fill_(lse == -math.inf, math.inf)
 
 
 def flash_mla_with_kvcache(
@@ -117,6 +126,9 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: Tensor | None = None,
     topk_length: Tensor | None = None,
     extra_topk_length: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    enable_batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention of decode tokens over chosen entries of one or two paged FP8 caches.
 
@@ -125,7 +137,8 @@ def flash_mla_with_kvcache(
 
     Args:
         q: [b, s_q, h_q, 512] bfloat16.
-        k_cache: [pages, P, 1, 584], one-byte dtype, each page contiguous; the sliding window.
+        k_cache: [pages, P, 1, 584], one-byte dtype, each page contiguous, pages at multiples of 16
+            bytes; the sliding window.
         block_table, cache_seqlens: not used by sparse attention.
         head_dim_v: 512.
         tile_scheduler_metadata: from `get_mla_metadata`; ignored.
@@ -138,6 +151,8 @@ def flash_mla_with_kvcache(
         extra_k_cache, extra_indices_in_kvcache: a second cache, the compressed entries, and its
             indices [b, s_q, extra_topk]; its pages may hold another number of entries.
         topk_length, extra_topk_length: [b] int32, leading columns in use; None = all.
+        out: [b, s_q, h_q, 512] to write into; default a new tensor.
+        enable_batch_invariant: a token's bits do not depend on the rest of the batch.
 
     Returns:
         out [b, s_q, h_q, 512] and lse [b, h_q, s_q] float32, natural and without the sink. A token
@@ -161,94 +176,70 @@ def flash_mla_with_kvcache(
     if extra_topk_length is not None and extra_k_cache is None:
         raise ValueError("extra_topk_length: got one without extra_k_cache")
     _check_scale("softmax_scale", softmax_scale)
+    check_flag("enable_batch_invariant", enable_batch_invariant)
     batch, length, heads, head_dim = q.shape
-    window = _Keys(q, k_cache, indices, topk_length, ("k_cache", "indices", "topk_length"))
-    if extra_k_cache is None:
-        extra_k_cache, extra_indices_in_kvcache = k_cache, indices[..., :0]
-    names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-    extra = _Keys(q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, names)
-    flat = q.reshape(batch * length, heads, head_dim)
-    out = flat.new_empty(flat.shape)
-    lse = flat.new_empty(flat.shape[:2], dtype=torch.float32)
-    columns = window.rows.shape[1] + extra.rows.shape[1]
-    for part in _parts(flat.shape[0], columns * head_dim * q.element_size()):
-        request_ids = torch.arange(part.stop - part.start, dtype=torch.int32, device=q.device)
-        _, lse[part] = sparse_fmha_with_swa(
-            flat[part],
-            extra.gather(part),
-            window.gather(part),
-            window.counts[part],
-            _sink(attn_sink, q),
-            request_ids,
-            sink_mode="softmax",
-            compressed_lens=extra.counts[part],
-            softmax_scale=softmax_scale,
-            out=out[part],
-            return_lse=True,
-        )
+    names = ("k_cache", "indices", "topk_length")
+    keys = _keys(q, k_cache, indices, topk_length, names)
+    extra = (None, None, None)
+    if extra_k_cache is not None:
+        names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+        extra = _keys(q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, names)
+    if out is None:
+        out = q.new_empty(q.shape)
+    flat = _output(out, q).view(batch * length, heads, head_dim)
+    _, lse = sparse_fmha_paged(
+        q.flatten(0, 1),
+        *keys,
+        *extra,
+        _sink(attn_sink, q),
+        sink_mode="softmax",
+        softmax_scale=softmax_scale,
+        batch_invariant=enable_batch_invariant,
+        out=flat,
+        return_lse=True,
+    )
     lse.masked_fill_(lse == -math.inf, math.inf)
-    return out.view(q.shape), lse.view(batch, length, heads).transpose(1, 2)
+    return out, lse.view(batch, length, heads).transpose(1, 2)
 
 
-class _Keys:
-    """The entries of one paged cache that each query token attends to, valid ones in front."""
-
-    def __init__(
-        self,
-        q: Tensor,
-        cache: Tensor,
-        indices: Tensor,
-        lengths: Tensor | None,
-        names: tuple[str, str, str],
-    ) -> None:
-        batch, length = q.shape[:2]
-        self.name, indices_name, lengths_name = names
-        _check(indices_name, indices, torch.int32, q, (batch, length, None))
-        if lengths is not None:
-            _check(lengths_name, lengths, torch.int32, q, (batch,))
-            lengths = lengths[:, None].expand(batch, length).flatten()
-        check_cache(self.name, cache, q.device)
-        self.cache = cache
-        entries = cache.shape[0] * cache.shape[1]
-        self.rows, self.counts = _front(indices.flatten(0, 1), entries, lengths)
-
-    def gather(self, part: slice) -> Tensor:
-        """Return the keys of some query tokens, [tokens, topk, 512] bfloat16."""
-        return gather_entries(self.cache, self.rows[part])
-
-
-def _front(indices: Tensor, limit: int, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Move each token's valid indices to the front, in order: the operator takes a count of keys.
-
-    Args:
-        indices: [T, k] integers, valid within 0..limit - 1.
-        limit: number of keys there are.
-        lengths: [T], leading columns in use; None = all.
-
-    Returns:
-        rows [T, k] int64, 0 behind the valid ones; their number [T] int32.
-    """
-    valid = (indices >= 0) & (indices < limit)
+def _keys(
+    q: Tensor,
+    cache: Tensor,
+    indices: Tensor,
+    lengths: Tensor | None,
+    names: tuple[str, str, str],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Pool, indices [b * s_q, topk] and lengths [b * s_q] of one cache, as the operator takes
+    them."""
+    batch, length = q.shape[:2]
+    name, indices_name, lengths_name = names
+    _check(indices_name, indices, torch.int32, q, (batch, length, None))
     if lengths is not None:
-        columns = torch.arange(indices.shape[1], device=indices.device)
-        valid &= columns < lengths.unsqueeze(1)
-    order = torch.argsort(valid.to(torch.uint8), dim=1, descending=True, stable=True)
-    rows = torch.where(valid, indices, 0).gather(1, order)
-    return rows.long(), valid.sum(1, dtype=torch.int32)
+        _check(lengths_name, lengths, torch.int32, q, (batch,))
+        lengths = lengths[:, None].expand(batch, length).flatten()
+    if indices.shape[2] > MAX_TOP_K:
+        raise ValueError(
+            f"{indices_name}: got {indices.shape[2]} columns, needs at most {MAX_TOP_K}"
+        )
+    check_cache(name, cache, q.device)
+    return cache.squeeze(2), _dense(indices.flatten(0, 1)), _dense(lengths)
 
 
-def _parts(tokens: int, bytes_per_token: int) -> list[slice]:
-    size = max(1, _GATHERED_BYTES // max(1, bytes_per_token))
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    """The same integers with a contiguous last dimension."""
+    if tensor is None or tensor.stride(-1) == 1:
+        return tensor
+    # Not contiguous(): of a tensor without elements that would keep the strides.
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _max_logits(q: Tensor, keys: Tensor, counts: Tensor, scale: float) -> Tensor:
-    """Return max over each token's keys of scale * q . k, [T, n_h] float32; -inf without keys."""
-    if keys.shape[1] == 0:
-        return q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
-    logits = torch.bmm(q.float(), keys.float().mT) * scale
-    unused = torch.arange(keys.shape[1], device=q.device) >= counts[:, None, None]
-    return logits.masked_fill_(unused, -math.inf).amax(-1)
+def _output(out: Tensor | None, q: Tensor) -> Tensor | None:
+    """The caller's output, checked."""
+    if out is not None:
+        _check("out", out, q.dtype, q, tuple(q.shape))
+        if not out.is_contiguous():
+            raise ValueError(f"out: got strides {tuple(out.stride())}, needs a contiguous tensor")
+    return out
 
 
 def _sink(attn_sink: Tensor | None, q: Tensor) -> Tensor:
@@ -263,6 +254,11 @@ def _check_sparse(q: Tensor, value_dim: int, name: str, *, dims: int) -> None:
     _check_no_gradient("q", q)
     if q.dim() != dims:
         raise ValueError(f"q: got shape {tuple(q.shape)}, needs {dims} dimensions")
+    if q.shape[-1] == PLAIN_MLA_DIM:
+        raise ValueError(
+            f"q: got a head dimension of {PLAIN_MLA_DIM}, that of plain MLA, which is not offered; "
+            f"DeepSeek-V4 has {HEAD_DIM}"
+        )
     if isinstance(value_dim, bool) or not isinstance(value_dim, Integral):
         raise TypeError(f"{name}: got {type(value_dim).__name__}, needs an integer")
     if value_dim != q.shape[-1]:

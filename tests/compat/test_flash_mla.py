@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.compat import flash_mla
 from dsv4.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from dsv4.compat.kv_entry import ENTRY_BYTES, gather_entries
+from dsv4.compat.kv_entry import ENTRY_BYTES
 from dsv4.reference.cache_entry import pack_pages, unpack_pages
 from dsv4.testing.accuracy import assert_close
 
@@ -78,15 +77,20 @@ def test_prefill_in_float32_is_exact_and_may_skip_the_maximum(seed: int) -> None
     torch.testing.assert_close(result[2], expected[2], atol=1e-5, rtol=1e-5)
 
 
-def test_prefill_in_parts_equals_the_whole(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    q, kv = torch.randn(9, HEADS, DIM).bfloat16(), torch.randn(40, 1, DIM).bfloat16()
-    indices = torch.randint(-5, 40, (9, 1, 16), dtype=torch.int32)
-    whole = flash_mla_sparse_fwd(q, kv, indices, 0.05)
-    monkeypatch.setattr(flash_mla, "_GATHERED_BYTES", 2 * 16 * DIM * 2)
-    parts = flash_mla_sparse_fwd(q, kv, indices, 0.05)
-    for a, b in zip(whole, parts):
-        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
-    assert_close("out", parts[0], whole[0].float())
+def test_longer_lists_than_an_operators(seed: int) -> None:
+    """Columns past 8,192 are a second list of the same pool; lengths count through both."""
+    q, kv = torch.randn(3, HEADS, 64), torch.randn(60, 1, 64)
+    indices = torch.full((3, 1, 8200), -1, dtype=torch.int32)
+    indices[..., 5:20] = torch.arange(15, dtype=torch.int32)
+    indices[..., 8190:] = torch.arange(30, 40, dtype=torch.int32)
+    lengths = torch.tensor([8200, 8194, 10], dtype=torch.int32)
+    out, highest, lse = flash_mla_sparse_fwd(q, kv, indices, 0.1, d_v=64, topk_length=lengths)
+    rows = [[*range(15), *range(30, 40)], [*range(15), *range(30, 34)], [*range(5)]]
+    expected = _oracle(q, [kv[row, 0] for row in rows], None, 0.1)
+    for actual, wanted in zip((out, highest, lse), expected):
+        torch.testing.assert_close(actual, wanted, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="indices: got 16385 columns"):
+        flash_mla_sparse_fwd(q, kv, torch.zeros(3, 1, 16385).int(), 0.1, d_v=64)
 
 
 def _cache(pages: int, entries: int) -> tuple[Tensor, Tensor]:
@@ -95,14 +99,6 @@ def _cache(pages: int, entries: int) -> tuple[Tensor, Tensor]:
     assert packed.stride(0) % 576 == 0
     view = packed[:, : entries * ENTRY_BYTES].view(pages, entries, 1, ENTRY_BYTES)
     return view, unpack_pages(packed, entries).flatten(0, 1)
-
-
-def test_entries_decode_exactly(seed: int) -> None:
-    cache, keys = _cache(5, 3)
-    rows = torch.randint(0, 15, (4, 6))
-    assert torch.equal(gather_entries(cache, rows), keys[rows])
-    as_fp8 = cache.view(torch.float8_e4m3fn)
-    assert torch.equal(gather_entries(as_fp8, rows), keys[rows])
 
 
 @pytest.mark.parametrize("sink", SINKS.values(), ids=SINKS.keys())
@@ -154,6 +150,39 @@ def test_decode(sink: Tensor | None, extra_page: int | None, with_lengths: bool,
     assert out[1, 0].count_nonzero() == 0
 
 
+def test_an_output_of_the_caller_and_batch_invariance(seed: int) -> None:
+    arguments = _decode_arguments()
+    expected, _ = flash_mla_with_kvcache(**arguments)
+    out = torch.full_like(expected, math.nan)
+    options = {"out": out, "enable_batch_invariant": True}
+    assert flash_mla_with_kvcache(**arguments, **options)[0] is out
+    assert torch.equal(out, expected)
+    q, kv = torch.randn(2, HEADS, DIM).bfloat16(), torch.randn(9, 1, DIM).bfloat16()
+    prefill = (q, kv, torch.zeros(2, 1, 64).int(), 0.1)
+    out = torch.empty_like(q)
+    assert flash_mla_sparse_fwd(*prefill, out=out, enable_batch_invariant=True)[0] is out
+    assert torch.equal(out, flash_mla_sparse_fwd(*prefill)[0])
+
+
+def test_pages_of_a_block_of_many_layers_and_wide_index_rows(seed: int) -> None:
+    """A page stride of all layers' pages together, and index rows of a wider buffer."""
+    cache, keys = _cache(3, 64)
+    block = torch.full((3, 93888), 0xFF, dtype=torch.uint8)
+    packed = block[:, 1024 : 1024 + 64 * ENTRY_BYTES]
+    packed.copy_(cache.view(3, -1))
+    buffer = torch.full((2, 1, 200), 12345, dtype=torch.int32)
+    indices = buffer[..., :64]
+    indices.copy_(torch.randint(0, 192, (2, 1, 64)))
+    q = torch.randn(2, 1, HEADS, DIM).bfloat16()
+    out, _ = flash_mla_with_kvcache(
+        *(q, packed.view(3, 64, 1, ENTRY_BYTES), None, None, DIM, None),
+        is_fp8_kvcache=True,
+        indices=indices,
+    )
+    expected = _oracle(q[:, 0], [keys[row[0].long()] for row in indices], None, DIM**-0.5)
+    assert_close("out", out[:, 0], expected[0])
+
+
 def test_nan_in_entries_that_are_not_chosen_stays_there(seed: int) -> None:
     cache, keys = _cache(2, 64)
     cache.view(torch.uint8)[0, 0] = 0xFF  # entry 0 is what masked indices are read as
@@ -186,6 +215,9 @@ def _decode_arguments() -> dict:
     "changes, error, message",
     [
         ({"q": torch.zeros(2, HEADS, DIM)}, ValueError, "q: got shape"),
+        ({"q": torch.zeros(2, 1, HEADS, 576)}, ValueError, "q: got .* 576, that of plain MLA"),
+        ({"out": torch.zeros(2, 1, HEADS, DIM)}, TypeError, "out: got torch.float32"),
+        ({"enable_batch_invariant": 1}, TypeError, "enable_batch_invariant: got"),
         ({"head_dim_v": 256}, ValueError, "head_dim_v: got 256"),
         ({"causal": True}, ValueError, "causal: got True"),
         ({"is_fp8_kvcache": False}, ValueError, "is_fp8_kvcache: got False"),

@@ -39,13 +39,13 @@ def test_every_layer_goes_through_the_operator(models, monkeypatch) -> None:
     _, theirs = models
     theirs.set_attn_implementation("dsv4")
     calls = []
-    original = torch.ops.dsv4.sparse_fmha_with_swa
+    original = torch.ops.dsv4.sparse_fmha_paged
 
     def counted(*args, **options):
         calls.append(args[0].shape)
         return original(*args, **options)
 
-    monkeypatch.setattr("dsv4.ops.attention.sparse_fmha._op", counted)
+    monkeypatch.setattr("dsv4.ops.attention.sparse_fmha_paged._op", counted)
     with torch.no_grad():
         theirs(torch.tensor([[1, 2, 3, 4, 5]]))
     assert calls == [(5, 8, 32)] * 3
