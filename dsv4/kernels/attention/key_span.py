@@ -6,6 +6,7 @@ neighbouring ones. A padding token, whose request id names no request, has none.
 depends on the architecture.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -29,6 +30,21 @@ class SeqlenInfo(NamedTuple):
     request_ids: cute.Tensor  # [T] int32
     compressed_lens: cute.Tensor  # [T] int32, or [0]: every row counts
     by_request_tokens: cute.FastDivmodDivisorV2 | None = None  # None: no request is likely
+
+
+@dataclass(frozen=True)
+class KeyRules:
+    """What a kernel is compiled for: rows of a key tile, and what tokens see of their window.
+
+    Without `is_causal` a token sees the rows below its request's length, in whatever order they
+    are. With it rows are chronological, and the last token of a request sits at its last row: a
+    token followed by n others of its request sits at p = length - 1 - n and sees
+    p - sliding_window < row <= p.
+    """
+
+    tile_rows: int
+    is_causal: bool
+    sliding_window: int
 
 
 class KeySpan(NamedTuple):
@@ -107,21 +123,13 @@ def key_span(
     split: cutlass.Int32,
     by_splits: cute.FastDivmodDivisorV2,
     likely_request: cutlass.Int32,
-    keys: cutlass.Constexpr,
-    is_causal: cutlass.Constexpr,
-    sliding_window: cutlass.Constexpr,
+    rules: cutlass.Constexpr[KeyRules],
 ) -> KeySpan:
     """The keys of a split of a token, without flags; a padding token has none. The whole warp calls
     this.
 
-    Without `is_causal` a token sees the rows below its request's length, in whatever order they
-    are. With it rows are chronological, and the last token of a request sits at its last row: a
-    token followed by n others of its request sits at p = length - 1 - n and sees
-    p - sliding_window < row <= p.
-
     Args:
         likely_request: of the token; where it is, one load waits less for another.
-        keys: of a key tile.
     """
     # The window's length is loaded for the likely request, beside the request itself.
     window_len = window_len_of(seqlens, likely_request)
@@ -131,11 +139,8 @@ def key_span(
     request = seqlens.request_ids[token]
     if request != likely_request:
         window_len = window_len_of(seqlens, request)
-    return span_of_lengths(
-        seqlens,
-        *(token, request, compressed_len, window_len, split, by_splits),
-        *(keys, is_causal, sliding_window),
-    )
+    lengths = (compressed_len, window_len)
+    return span_of_lengths(seqlens, token, request, lengths, split, by_splits, rules)
 
 
 @cute.jit
@@ -143,29 +148,28 @@ def span_of_lengths(
     seqlens: SeqlenInfo,
     token: cutlass.Int32,
     request: cutlass.Int32,
-    compressed_len: cutlass.Int32,
-    window_len: cutlass.Int32,
+    lengths: tuple[cutlass.Int32, cutlass.Int32],
     split: cutlass.Int32,
     by_splits: cute.FastDivmodDivisorV2,
-    keys: cutlass.Constexpr,
-    is_causal: cutlass.Constexpr,
-    sliding_window: cutlass.Constexpr,
+    rules: cutlass.Constexpr[KeyRules],
 ) -> KeySpan:
-    """`key_span` of a token whose request and given lengths have been loaded."""
+    """`key_span` of a token whose request and given lengths, of its compressed rows and of its
+    window, have been loaded."""
+    compressed_len, window_len = lengths
     compressed_len = clamp_length(compressed_len, seqlens.compressed_rows)
     window_end = clamp_length(window_len, seqlens.window_rows)
     window_begin = cutlass.Int32(0)
-    if cutlass.const_expr(is_causal):
+    if cutlass.const_expr(rules.is_causal):
         window_end -= tokens_after(seqlens.request_ids, token, request)
         window_end = cutlass.max(window_end, 0)
-        window_begin = cutlass.max(window_end - sliding_window, 0)
+        window_begin = cutlass.max(window_end - rules.sliding_window, 0)
     if is_padding(request, seqlens.batch):
         compressed_len = cutlass.Int32(0)
         window_begin = cutlass.Int32(0)
         window_end = cutlass.Int32(0)
 
-    compressed_tiles = cute.ceil_div(compressed_len, keys)
-    tiles = compressed_tiles + cute.ceil_div(window_end - window_begin, keys)
+    compressed_tiles = cute.ceil_div(compressed_len, rules.tile_rows)
+    tiles = compressed_tiles + cute.ceil_div(window_end - window_begin, rules.tile_rows)
     first, count = tiles_of_split(tiles, split, by_splits)
     window = (window_begin, window_end, request)
     return KeySpan(count, cutlass.Int32(0), first, compressed_len, compressed_tiles, *window)

@@ -13,6 +13,7 @@ cutlass = pytest.importorskip("cutlass")
 from cutlass import cute  # noqa: E402
 
 from dsv4.kernels.attention.key_span import (  # noqa: E402
+    KeyRules,
     KeySpan,
     SeqlenInfo,
     key_span,
@@ -63,7 +64,7 @@ class Spans:
             likely = cutlass.Int32(token // by_request_tokens)
             span = key_span(
                 *(seqlens, token, cutlass.Int32(split), by_splits, likely),
-                *(KEYS, self.is_causal, SLIDING_WINDOW),
+                KeyRules(KEYS, self.is_causal, SLIDING_WINDOW),
             )
             words = spans[token, split, None]
             if lane == 0:

@@ -11,7 +11,7 @@ from cutlass.utils import blackwell_helpers as sm100
 
 from dsv4.kernels.attention import sink_merge
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.key_span import KeySpan, span_of_lengths, window_len_of
+from dsv4.kernels.attention.key_span import KeyRules, KeySpan, span_of_lengths, window_len_of
 from dsv4.kernels.attention.sm100.combine import partial_stats
 from dsv4.kernels.attention.sm100.context import KernelParams, WorkTile
 from dsv4.kernels.attention.sm100.plan_1cta import KEYS
@@ -71,11 +71,9 @@ def find_keys(config: FmhaConfig, params: KernelParams, work: WorkTile) -> KeySp
     if token < params.compressed_lens.shape[0]:
         compressed_len = params.compressed_lens[token]
     window_len = window_len_of(seqlens, request)
-    return span_of_lengths(
-        seqlens,
-        *(token, request, compressed_len, window_len, work.split, params.by_splits),
-        *(KEYS, config.is_causal, config.sliding_window),
-    )
+    lengths = (compressed_len, window_len)
+    rules = KeyRules(KEYS, config.is_causal, config.sliding_window)
+    return span_of_lengths(seqlens, token, request, lengths, work.split, params.by_splits, rules)
 
 
 @cute.jit

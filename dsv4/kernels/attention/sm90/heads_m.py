@@ -29,7 +29,7 @@ from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.context import FmhaArguments
-from dsv4.kernels.attention.key_span import SeqlenInfo, request_divisor
+from dsv4.kernels.attention.key_span import KeyRules, SeqlenInfo, request_divisor
 from dsv4.kernels.attention.sm90.heads_m_combine import HeadsMCombine
 from dsv4.kernels.attention.sm90.heads_m_context import (
     HeadsMContext,
@@ -71,6 +71,7 @@ class FmhaHeadsM:
     def __init__(self, config: FmhaConfig):
         self.config = config
         self.plan = HeadsMPlan(config.head_dim, self.lanes_per_warp)
+        self.key_rules = KeyRules(KEYS, config.is_causal, config.sliding_window)
         heads = config.num_query_heads
         # Head tiles of fewer heads are possible where they divide the heads evenly.
         self.has_even_tiles = heads <= HEADS or heads % HEADS == 0
@@ -198,8 +199,7 @@ class FmhaHeadsM:
             elif warp == plan.warps["scheduler"].first:
                 stage = 1 if plan.q_register_dim else 0
                 schedule(
-                    *(smem.span, pipes.span, seqlens, tiling, scheduler),
-                    *(KEYS, self.config.is_causal, self.config.sliding_window),
+                    *(smem.span, pipes.span, seqlens, tiling, scheduler, self.key_rules),
                     lambda span: self.loader.describe_tile(ctx, span, span.first, stage),
                 )
             elif warp == plan.warps["prefetch"].first:  # noqa: SIM102 dynamic, then static

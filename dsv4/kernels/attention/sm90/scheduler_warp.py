@@ -11,6 +11,7 @@ from dsv4.kernels.attention.key_span import (
     BOTH_BRANCHES,
     HIT,
     MISS,
+    KeyRules,
     KeySpan,
     SeqlenInfo,
     key_span,
@@ -43,9 +44,7 @@ def schedule(
     seqlens: SeqlenInfo,
     tiling,
     scheduler,
-    keys: cutlass.Constexpr,
-    is_causal: cutlass.Constexpr,
-    sliding_window: cutlass.Constexpr,
+    rules: cutlass.Constexpr[KeyRules],
     on_hit: cutlass.Constexpr,
 ):
     """Publish the key span of each of a CTA's work tiles.
@@ -53,22 +52,20 @@ def schedule(
     Args:
         words: a key span in shared memory, the buffer of `pipeline`.
         tiling, scheduler: which work tiles there are, and which of them this CTA has.
-        keys: of a key tile.
         on_hit: called with a span whose first tile was loaded speculatively, before the span is
             published; or None.
     """
     lane = cute.arch.lane_idx()
     index, stop, step = scheduler.range_of(cute.arch.block_idx()[0])
     _, split, token = tiling.coordinates(index)
-    speculative = speculate_first_tile(seqlens, token, split, tiling.by_splits, keys)
+    speculative = speculate_first_tile(seqlens, token, split, tiling.by_splits, rules.tile_rows)
     phase = cutlass.Int32(1)
     pdl.wait_for_previous_launch()
     while index < stop:
         span = key_span(
-            *(seqlens, token, split, tiling.by_splits, speculative.tile.request),
-            *(keys, is_causal, sliding_window),
+            *(seqlens, token, split, tiling.by_splits, speculative.tile.request, rules),
         )
-        span = with_flags(span, speculative, keys)
+        span = with_flags(span, speculative, rules.tile_rows)
         pipeline.acquire(phase)
         phase ^= 1
         if lane == 0:

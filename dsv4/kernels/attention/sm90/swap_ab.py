@@ -19,7 +19,7 @@ from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.context import FmhaArguments
-from dsv4.kernels.attention.key_span import SeqlenInfo, request_divisor
+from dsv4.kernels.attention.key_span import KeyRules, SeqlenInfo, request_divisor
 from dsv4.kernels.attention.sm90.kv_source import DenseKv
 from dsv4.kernels.attention.sm90.plan import CHUNK, KEYS, SwapAbPlan
 from dsv4.kernels.attention.sm90.scheduler_warp import schedule
@@ -51,6 +51,7 @@ class FmhaSwapAB:
 
     def __init__(self, config: FmhaConfig, tile_heads: int):
         self.config = config
+        self.key_rules = KeyRules(KEYS, config.is_causal, config.sliding_window)
         self.head_tiles = config.num_query_heads // tile_heads
         self.plan = SwapAbPlan(config.head_dim, tile_heads, self.head_tiles, self.lanes_per_warp)
 
@@ -134,9 +135,6 @@ class FmhaSwapAB:
         if warp == plan.warps["load"].first:
             self.loader.load(ctx, q_map, DenseKv(compressed_map, window_map), seqlens)
         elif warp >= plan.warps["scheduler"].first:
-            schedule(
-                *(smem.span, pipes.span, seqlens, tiling, scheduler),
-                *(KEYS, self.config.is_causal, self.config.sliding_window, None),
-            )
+            schedule(smem.span, pipes.span, seqlens, tiling, scheduler, self.key_rules, None)
         else:
             self.math.compute(ctx)
