@@ -55,12 +55,6 @@ KERNELS = (
         "fp8_linear, every tiling",
         "dsv4 sim fp8_linear",
     ),
-    SimulatedKernel(
-        "mixture of experts",
-        "sm_90a",
-        "moe, router and experts, every tiling",
-        "dsv4 sim moe",
-    ),
 )
 
 
