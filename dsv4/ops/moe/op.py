@@ -50,17 +50,21 @@ class Moe(KernelOp):
     def has_kernel(self, config: MoeConfig) -> bool:
         return not config.why_no_kernel
 
+    def compiled_config(self, config: MoeConfig, arch: str) -> MoeConfig:
+        """The configuration; refuses weights in an order that no kernel reads."""
+        if config.form == "released":
+            raise ValueError(
+                "w1: got weights in the order of checkpoints (form 'released'), the kernels need "
+                "them prepared: dsv4.ops.moe.weights.prepare_"
+            )
+        return config
+
     def plan(self, config: MoeConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """Tilings of both families of launches; refuses what the kernels would read wrongly."""
         tokens = sizes["T"]
         check_choice(
             config, tokens, 0 if config.has_router_bias else sizes["Eb"], sizes["V"], sizes["S"]
         )
-        if config.form == "released":
-            raise ValueError(
-                "w1: got weights in the order of checkpoints (form 'released'), the kernels need "
-                "them prepared: dsv4.ops.moe.weights.prepare_"
-            )
         if tokens > MAX_TOKENS:
             raise ValueError(f"x: got {tokens} tokens, needs at most {MAX_TOKENS}")
         needed = scratch_bytes(config, tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -269,3 +271,22 @@ def test_compiles_whole(seed) -> None:
     layer = Layer(case_of(4), seed)
     compiled = torch.compile(lambda x: layer(x) + 1, fullgraph=True, backend="eager")
     assert torch.equal(compiled(layer.x), layer() + 1)
+
+
+def test_kernels_refuse_weights_that_are_not_prepared() -> None:
+    config = op.MODEL_LAYERS["Flash"]
+    with pytest.raises(ValueError, match=r"^w1: got weights in the order of checkpoints"):
+        op.MOE.compile_key(config, "sm_90a")
+    assert op.MOE.compile_key(replace(config, form="raw"), "sm_90a")
+    wide = replace(config, form="packed")
+    sizes = {"T": 3, "V": 0, "S": 0, "bytes": 17}
+    device = op.Device("sm_90a", 132)
+    with pytest.raises(ValueError, match=r"^scratch: got 17 bytes, needs \d+"):
+        op.MOE.plan(wide, sizes, device)
+    with pytest.raises(ValueError, match=r"^x: got 40000 tokens, needs at most 32768"):
+        op.MOE.plan(wide, {**sizes, "T": 40000}, device)
+    with pytest.raises(ValueError, match=r"^table: got 9 rows, experts are chosen by scores"):
+        op.MOE.plan(wide, {**sizes, "V": 9}, device)
+    hashed = replace(wide, is_hashed=True)
+    with pytest.raises(ValueError, match=r"^input_ids: got 2 ids, x has 3 tokens"):
+        op.MOE.plan(hashed, {**sizes, "Eb": 0, "V": 9, "S": 2}, device)
