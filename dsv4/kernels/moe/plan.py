@@ -237,13 +237,14 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
     return (
         Tiling(8, 8, most_stages=3),
         Tiling(8, 32),
+        Tiling(8, 32, has_codes=True),
         Tiling(16, 32, has_codes=True),
         Tiling(32, 32, has_codes=True),
     )
 
 
 # Most tokens of a launch for each tiling but the last.
-MOST_TOKENS = (8, 128, 512)
+MOST_TOKENS = (8, 128, 256, 512)
 
 
 def choose(config: ExpertsConfig, tokens: int) -> int:

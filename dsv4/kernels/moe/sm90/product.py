@@ -69,7 +69,7 @@ class GroupedProduct:
                 mbarrier.init(plan.barriers, vars(pipes))
             cute.arch.mbarrier_init_fence()
         cta, ctas = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
-        ctx = ProductContext(operands, smem, pipes, self._first_slot(operands, cta, ctas), ctas)
+        ctx = ProductContext(operands, smem, pipes, cta, ctas)
         self.activations.clear(ctx)
         cute.arch.sync_threads()
         if warp == plan.warps["load"].first:
@@ -79,13 +79,3 @@ class GroupedProduct:
             self.activations.fill(ctx, warp - plan.warps["activations"].first)
         else:
             self.consumers.compute(ctx, warp)
-
-    def _first_slot(self, operands: Operands, cta, ctas):
-        """Slot of a CTA's first tile: tiles of the shared expert go to the last SMs of the first
-        CTAs of each, beside the last CTAs, which few tiles leave without one."""
-        tiling = self.plan.tiling
-        groups = (operands.weights.shape[0] + tiling.shared_tokens - 1) // tiling.shared_tokens
-        shared, sms = Int32(groups * self.plan.row_tiles), ctas // tiling.ctas_per_sm
-        moved = cta + cutlass.min(shared, sms)
-        moved = cutlass.select_(moved >= sms, moved - sms, moved)
-        return cutlass.select_(cta < sms, moved, cta)
