@@ -73,14 +73,30 @@ STREAMED = {
     ("griddepcontrol.wait", "kernel"): (1, FIRST),
     ("bar.warp", "arrive_warp"): (1, PRODUCTS),
 }
+TURN = "gives the warpgroups turns at the tensor cores: their order changes no product"
+CLUSTER = "the barrier of the cluster, which every warp waits for, orders the same"
+
+
+def wide(slices: int) -> dict[tuple[str, str], tuple[int, str]]:
+    """Turns of the warpgroups, in the loop of each slice."""
+    places = (
+        ("mbarrier.try_wait", "_sum_slice"),
+        ("wgmma.commit_group", "_sum_slice"),
+        ("wgmma.wait_group", "_sum_slice"),
+        ("bar.warp", "arrive_warp"),
+    )
+    return {**STREAMED, **{place: (slices, TURN) for place in places}}
+
+
 REDUNDANT = {
     "resident": RESIDENT,
     "resident_clusters": RESIDENT,
     # Once for each slice.
     "streamed": {**STREAMED, ("bar.warp", "arrive_warp"): (2, PRODUCTS)},
     "streamed_clusters": STREAMED,
-    "wide": STREAMED,
-    "wide_clusters": STREAMED,
+    # Two slices, and a cluster whose every role waits for all of it.
+    "wide": {**wide(2), ("bar.sync", "kernel"): (1, CLUSTER)},
+    "wide_clusters": wide(1),
 }
 
 

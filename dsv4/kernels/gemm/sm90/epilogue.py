@@ -107,10 +107,15 @@ class Epilogue:
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def reclaim(self, group):
-        """Wait until the stores before have read the warpgroup's spill buffer."""
+    def drain(self):
+        """The thread that stores waits until its stores have read shared memory."""
         if cute.arch.thread_idx()[0] % WARPGROUP == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def reclaim(self, group):
+        """Wait until the stores before have read the warpgroup's spill buffer."""
+        self.drain()
         sync_group(group)
 
     def own_spills(self, ctx: LinearContext, group) -> cute.Pointer:

@@ -156,7 +156,7 @@ class WideConsumers:
             turn ^= 1
         if cutlass.const_expr(self.epilogue.can_stage(ctx.operands.y.element_type)):
             # Shared memory must outlive the reads of the stores.
-            self.epilogue.reclaim(group)
+            self.epilogue.drain()
 
     @cute.jit
     def _sum_slice(
