@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy
@@ -29,21 +30,22 @@ def _models(op: KernelOp) -> list[Any]:
 
 
 def any_config(dice: random.Random, op: KernelOp) -> Any:
-    """A small configuration that the operator takes, found by trying."""
+    """A configuration that the operator takes, mostly a small one.
+
+    One of the models', whose fields change one by one as long as the whole is still taken.
+    """
     models = _models(op)
-    start = dice.choice(models)
+    config = dice.choice(models)
     texts = {value for model in models for value in vars(model).values() if isinstance(value, str)}
-    texts = [*DTYPES, *texts]
-    for _ in range(5000):
-        chosen = [
-            _field(dice, str(field.type), getattr(start, field.name), texts)
-            for field in fields(start)
-        ]
-        try:
-            return op.config(*chosen)
-        except (TypeError, ValueError):
-            continue
-    raise AssertionError(f"{op.name}: found no small configuration like {start}")
+    for field in dice.sample(fields(config), len(fields(config))):
+        for _ in range(8):
+            value = _field(dice, str(field.type), getattr(config, field.name), [*DTYPES, *texts])
+            try:
+                config = replace(config, **{field.name: value})
+                break
+            except (TypeError, ValueError):
+                continue
+    return config
 
 
 def _field(dice: random.Random, kind: str, value: Any, texts: list[str]) -> Any:
@@ -69,17 +71,26 @@ class Operands:
         tensors: in the order of the operator's table, None for an optional one left out.
     """
 
-    def __init__(self, dice: random.Random, op: KernelOp, config: Any) -> None:
+    def __init__(
+        self, dice: random.Random, op: KernelOp, config: Any, like: Operands | None = None
+    ) -> None:
         self.op, self.config = op, config
         self.values: Values = op.values(config)
         rows = dice.choice(SIZES)
         self.sizes = {
-            name: int(self.values.get(name, dice.choice((rows, rows, *SIZES))))
+            name: int(self.values.get(name, dice.choice((rows, rows, rows, 0, 0, 1, 1, 5))))
             for arg in op.tensors
             for name in arg.shape
         }
+        if like is not None:
+            self.sizes = like.sizes
+        largest = max(math.prod(self.sizes[name] for name in arg.shape) for arg in op.tensors)
+        if largest > MAX_ELEMENTS:
+            raise OverflowError
         # One of the dtypes that some arguments share.
         self.other = dice.random() < 0.3
+        if like is not None:
+            self.other = like.other
         self.tensors: list[Any] = [
             None if arg.may_be_none and dice.random() < 0.5 else self._tensor(dice, arg)
             for arg in op.tensors
@@ -90,8 +101,6 @@ class Operands:
         shape = [self.sizes[name] for name in arg.shape]
         gap = 16 if len(shape) > 1 and not arg.is_output and dice.random() < 0.3 else 0
         padded = (*shape[:-1], shape[-1] + gap)
-        if torch.Size(padded).numel() > MAX_ELEMENTS:
-            raise OverflowError
         name = arg.also[0] if arg.also and self.other else arg.dtype_in(self.values)
         dtype = getattr(torch, name)
         if dtype.is_floating_point:
@@ -100,6 +109,10 @@ class Operands:
             reach = dice.choice((3, 12, 127))
             values = torch.randint(0 if name == "uint8" else -reach, reach, padded, dtype=dtype)
         return values[..., : shape[-1]]
+
+    def again(self, dice: random.Random) -> Operands:
+        """Other tensors of the same sizes and dtypes."""
+        return Operands(dice, self.op, self.config, self)
 
     @property
     def output_args(self) -> list[TensorArg]:

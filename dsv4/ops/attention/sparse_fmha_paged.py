@@ -18,6 +18,7 @@ from dsv4.kernels.kit.kv_entry import ROPE_DIM
 from dsv4.ops.attention import paged_checks, paged_launch, paged_torch
 from dsv4.ops.attention.sparse_fmha import MODEL_HEAD_DIM, MODEL_HEADS
 from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.checks import check_flag
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.launch import Launch
 from dsv4.ops.runtime.state import State
@@ -205,6 +206,8 @@ def sparse_fmha_paged(
         _op(q, *lists, sink_logits, out, identity, *options, lse, highest)
     except Exception:
         SPARSE_FMHA_PAGED.explain(q, *lists, sink_logits, out, *options, None, None)
+        check_flag("return_lse", return_lse)
+        check_flag("return_max_logits", return_max_logits)
         raise
     more = tuple(tensor for tensor in (lse, highest) if tensor is not None)
     return (out, *more) if more else out

@@ -104,6 +104,9 @@ class Moe(KernelOp):
     def check_sizes(self, config: MoeConfig, *tensors: Tensor | None) -> None:
         rows = {arg.name: len(tensor) for arg, tensor in zip(self.tensors, tensors[:-1])}
         check_choice(config, rows["x"], rows["bias"], rows["table"], rows["input_ids"])
+        live = tensors[-1]
+        if live is not None and len(live) > 1:
+            raise ValueError(f"live_tokens: got {len(live)} numbers, needs one")
 
     def torch(self, config: MoeConfig, *tensors: Tensor | None) -> None:
         given = dict(zip((arg.name for arg in self.tensors), tensors))
