@@ -111,8 +111,7 @@ def test_public_functions_name_what_is_wrong(name: str, rounds: int, seed: int) 
     op, dice, outcomes = OPS[name], random.Random(seed), Counter()
     function = getattr(dsv4.ops, name)
     for number in range(rounds):
-        operands = _computing(dice, op)
-        call = _public_call(op, function, operands)
+        call = _computing_call(dice, op, function)
         if number % 5:
             chosen = dice.choice(list(inspect.signature(function).parameters))
             arg = next((a for a in op.tensors if chosen in (a.name, a.public)), None)
@@ -127,7 +126,7 @@ def test_public_functions_name_what_is_wrong(name: str, rounds: int, seed: int) 
             assert _bytes(list(call.values())) == before, f"a refused call wrote: {error}"
     assert outcomes.total() == rounds
     assert outcomes["refused"] > rounds // 4, outcomes
-    assert outcomes["computed"] > rounds // 12, outcomes
+    assert outcomes["computed"] >= rounds // 5, outcomes
 
 
 @pytest.mark.parametrize("rounds", [100, pytest.param(20_000, marks=pytest.mark.slow)])
@@ -183,6 +182,17 @@ def _computing(dice: random.Random, op: KernelOp) -> Operands:
                 known.append(operands)
             return operands
     raise AssertionError(f"{op.name}: no call that computes in 1,000")
+
+
+def _computing_call(dice: random.Random, op: KernelOp, function: Any) -> dict[str, Any]:
+    """Arguments that the public function takes; not all that the operator takes can be said."""
+    for _ in range(500):
+        call = _public_call(op, function, _computing(dice, op))
+        if not _refusal(op, function, [], call):
+            return call
+        # Of other sizes next time.
+        KNOWN[op.name].pop()
+    raise AssertionError(f"{op.name}: no public call that computes in 500")
 
 
 def _public_call(op: KernelOp, function: Any, operands: Operands) -> dict[str, Any]:
