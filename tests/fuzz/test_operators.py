@@ -186,13 +186,16 @@ def _computing(dice: random.Random, op: KernelOp) -> Operands:
 
 def _computing_call(dice: random.Random, op: KernelOp, function: Any) -> dict[str, Any]:
     """Arguments that the public function takes; not all that the operator takes can be said."""
-    for _ in range(500):
-        call = _public_call(op, function, _computing(dice, op))
+    known = KNOWN.setdefault(f"{op.name}, public", [])
+    for _ in range(1000):
+        is_new = len(known) < ENOUGH
+        operands = _operands(dice, op) if is_new else dice.choice(known).again(dice)
+        call = _public_call(op, function, operands)
         if not _refusal(op, function, [], call):
+            if is_new:
+                known.append(operands)
             return call
-        # Of other sizes next time.
-        KNOWN[op.name].pop()
-    raise AssertionError(f"{op.name}: no public call that computes in 500")
+    raise AssertionError(f"{op.name}: no public call that computes in 1,000")
 
 
 def _public_call(op: KernelOp, function: Any, operands: Operands) -> dict[str, Any]:
