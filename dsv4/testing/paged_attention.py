@@ -11,12 +11,14 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+from dsv4.kernels.attention.paged_args import ARGS, values
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.kv_entry import ROPE_DIM, Fp8Entry
 from dsv4.reference.cache_entry import pack_pages
 from dsv4.reference.paged_attention import sparse_fmha_paged as oracle
 from dsv4.testing.attention import assert_attention_close
 from dsv4.testing.harness import Call
+from dsv4.testing.kernel_call import make_call
 
 # What index lists hold beside slots: none of these is a key, and no memory lies there.
 WILD = (-1, -(2**31), -123456, 2**31 - 1)
@@ -187,32 +189,15 @@ class Inputs:
             scalars: num_splits, num_ctas, sliding_window and ratio.
             workspace: fp32 elements.
         """
-        device = self.q.device
-        o = torch.empty_like(self.q)
-        rows = torch.empty(self.q.shape[:2], device=device)
-        outputs = {"o": o, "lse": rows, "max_logits": torch.empty_like(rows)}
-        absent = _absent(self.case, device)
-        required = [
-            absent[name] if getattr(self, name) is None else getattr(self, name)
-            for name in (field.name for field in fields(self)[:8])
-        ]
-        optional = {
-            name: absent[name] if tensor is None else tensor
-            for name, tensor in self.optional.items()
-        }
-        scratch = torch.zeros(workspace, device=device)
         names = ("num_splits", "num_ctas", "sliding_window", "ratio")
-        return Call(
-            (*required, o),
-            {
-                **optional,
-                "lse": rows,
-                "max_logits": outputs["max_logits"],
-                "workspace": scratch,
-                **dict(zip(names, scalars, strict=True)),
-            },
-            outputs,
-            {"workspace": scratch},
+        required = {field.name: getattr(self, field.name) for field in fields(self)[:8]}
+        return make_call(
+            ARGS,
+            values(self.case.config),
+            {**required, **self.optional},
+            dict(zip(names, scalars, strict=True)),
+            wanted=("lse", "max_logits"),
+            workspace=workspace,
         )
 
 
@@ -422,28 +407,6 @@ def _moved(x: Tensor, device: torch.device | str) -> Tensor:
         return x
     storage = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
     return storage.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
-
-
-def _absent(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """What a compiled kernel gets for None, by name."""
-
-    def integers(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
-
-    kind = torch.uint8 if case.kv_format == "fp8" else torch.bfloat16
-    return {
-        "window_indices": integers(0, 0),
-        "window_lens": integers(0),
-        "compressed_pool": torch.zeros(0, 1, case.config.row, dtype=kind, device=device),
-        "compressed_indices": integers(0, 0),
-        "compressed_lens": integers(0),
-        "q_factor": torch.zeros(0, case.heads, device=device),
-        "rope": torch.zeros(0, case.rope_dim, device=device),
-        "positions": integers(0),
-        "block_table": integers(0, 0),
-        "request_ids": integers(0),
-        "window_table": integers(0, 0),
-    }
 
 
 # ---- comparison ----------------------------------------------------------------------------------
