@@ -225,3 +225,58 @@ ret;
         assert (found[0] == start[1]).all()
         np.testing.assert_array_equal(found[1:], [[0, 77]] * 31)
         np.testing.assert_array_equal(cells.numpy(), [start[0], [0, 77]])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_an_arrival_of_copies_does_not_repeat_those_of_the_one_before(schedule) -> None:
+    """What has been stored over a complete copy stays, when later copies of the thread arrive."""
+    wait = "WAIT{0}:\nmbarrier.try_wait.parity.shared.b64 %p1, [%bar], {0};\n@!%p1 bra WAIT{0};"
+    arrive = "cp.async.mbarrier.arrive.noinc.shared.b64 [%bar];"
+    text = f"""
+.version 8.8
+.target sm_90a
+.address_size 64
+.extern .shared .align 128 .b8 smem[];
+.visible .entry k(.param .b64 in, .param .b64 out)
+{{
+.reg .pred %p<3>; .reg .b32 %r<8>; .reg .b64 %d<4>; .reg .b32 %bar, %smem;
+ld.param.b64 %d1, [in];
+ld.param.b64 %d2, [out];
+mov.u32 %r1, %tid.x;
+mov.b32 %bar, smem;
+shl.b32 %r2, %r1, 2;
+add.u32 %smem, %bar, %r2;
+mul.wide.u32 %d3, %r1, 4;
+add.u64 %d1, %d1, %d3;
+add.u64 %d2, %d2, %d3;
+setp.eq.u32 %p2, %r1, 0;
+@%p2 mbarrier.init.shared.b64 [%bar], 32;
+bar.sync 0;
+cp.async.ca.shared.global [%smem+1024], [%d1], 4;
+{arrive}
+{wait.format(0)}
+mov.b32 %r3, 7;
+st.shared.b32 [%smem+1024], %r3;
+cp.async.ca.shared.global [%smem+2048], [%d1], 4;
+{arrive}
+{wait.format(1)}
+ld.shared.b32 %r4, [%smem+1024];
+ld.shared.b32 %r5, [%smem+2048];
+st.global.b32 [%d2], %r4;
+st.global.b32 [%d2+128], %r5;
+ret;
+}}
+"""
+    source = torch.arange(100, 132, dtype=torch.int32)
+    out = torch.zeros(64, dtype=torch.int32)
+    simulate_ptx(
+        text,
+        "k",
+        grid=(1, 1, 1),
+        block=(32, 1, 1),
+        shared=4096,
+        params=(source, out),
+        schedule=schedule,
+    )
+    assert (out[:32] == 7).all()
+    assert torch.equal(out[32:], source)
