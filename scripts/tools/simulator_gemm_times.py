@@ -3,6 +3,7 @@
 
     scripts/tools/simulator_gemm_times.py  # the table; needs no GPU
     scripts/tools/simulator_gemm_times.py --measure FILE  # times the same kernels on a GPU (sm_90a)
+    scripts/tools/simulator_gemm_times.py --held-out --measure FILE  # sizes kept for a check
 
 Measured is as in `dsv4 bench`: replays of a CUDA graph over operands that do not fit L2 together.
 """
@@ -24,7 +25,14 @@ import torch  # noqa: E402
 
 from dsv4.bench.timing import graph_microseconds  # noqa: E402
 from dsv4.simulator.timing import H200  # noqa: E402
-from tests.simulator.timing.gemm_cases import MEASURED, Gemm, gemms, load  # noqa: E402
+from tests.simulator.timing.gemm_cases import (  # noqa: E402
+    HELD_OUT_SIZES,
+    MEASURED,
+    SIZES,
+    Gemm,
+    gemms,
+    load,
+)
 
 DISTINCT_BYTES = 200 << 20  # operands of a replay together: several times L2
 BOUND = 0.25
@@ -65,15 +73,15 @@ def measure(gemm: Gemm) -> dict:
     }  # fmt: skip
 
 
-def write_measurements(path: Path) -> None:
-    """Measure every GEMM on this GPU and write the results as JSON, one a line."""
+def write_measurements(path: Path, listed_gemms: Iterable[Gemm]) -> None:
+    """Measure GEMMs on this GPU and write the results as JSON, one a line."""
     machine = {
         "name": torch.cuda.get_device_name(),
         "cuda": torch.version.cuda,
         "date": datetime.date.today().isoformat(),
     }
     results = []
-    for gemm in gemms():
+    for gemm in listed_gemms:
         results.append(json.dumps(measure(gemm)))
         print(results[-1], flush=True)
     listed = ",\n  ".join(results)
@@ -97,7 +105,8 @@ def print_table(path: Path) -> None:
     sizes = [abs(error) for error in errors]
     within = sum(size <= BOUND for size in sizes)
     print(
-        f"model against measurement: mean error {sum(sizes) / len(sizes):.0%}, worst "
+        f"model against measurement: mean error {sum(sizes) / len(sizes):.1%}, signed "
+        f"{sum(errors) / len(errors):+.1%}, worst "
         f"{max(sizes):.0%}, within {BOUND:.0%} for {within} of {len(sizes)} GEMMs"
     )
 
@@ -110,12 +119,19 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", type=Path, metavar="FILE", help="measure on this GPU instead")
-    parser.add_argument("--measured", type=Path, default=MEASURED, help="measurements to print")
+    parser.add_argument(
+        "--held-out", action="store_true", help="the sizes that the model was not calibrated with"
+    )
+    parser.add_argument("--measured", type=Path, help="measurements to print (default: recorded)")
     arguments = parser.parse_args()
     if arguments.measure:
-        write_measurements(arguments.measure)
+        write_measurements(
+            arguments.measure, gemms(HELD_OUT_SIZES if arguments.held_out else SIZES)
+        )
     else:
-        print_table(arguments.measured)
+        if arguments.held_out and not arguments.measured:
+            parser.error("--held-out: needs --measure FILE, or --measured with such a file")
+        print_table(arguments.measured or MEASURED)
     return 0
 
 
