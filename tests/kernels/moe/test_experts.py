@@ -74,16 +74,11 @@ def check_every_tiling(target: Target, inputs: Inputs, seed: int, **options) -> 
     return outcomes[0]
 
 
-def test_every_tiling(target, seed) -> None:
-    """Experts without a token, ragged tiles, several tiles of one expert, padding."""
-    case = Case(19, **SMALL, one_expert=True, has_missing=True, live=17)
-    check_every_tiling(target, Inputs.make(case, seed), seed)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
+        # Experts without a token, ragged tiles, several tiles of one expert, padding.
         Case(19, **SMALL, one_expert=True, has_missing=True, live=17),
         Case(21, 640, 256, 5, 3),
         Case(70, one_expert=True),
@@ -110,6 +105,7 @@ def test_other_weights(target, case, seed) -> None:
         assert_experts_close(run(target, inputs, tiling, seed), inputs)
 
 
+@pytest.mark.slow
 def test_a_token_has_the_same_bits_among_any_number(target, seed) -> None:
     inputs = Inputs.make(Case(33, **SMALL), seed)
     config = inputs.case.config
