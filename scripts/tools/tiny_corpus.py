@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
@@ -133,6 +135,20 @@ class ExerciseWriter:
             ids += self.recall
             answers += state(self.rng.permutation(len(names)))
         return Exercise(ids, stated, answers)
+
+
+def exercise_tokens(writer: ExerciseWriter) -> dict[str, Tensor]:
+    """Parts of an exercise: opening, recall [n]; names, goods [24]; hath, end, newline [1]."""
+    parts = {
+        "opening": writer.opening,
+        "recall": writer.recall,
+        "names": [token for (token,) in writer.names],
+        "goods": [token for (token,) in writer.goods],
+        "hath": writer.hath,
+        "end": writer.end,
+        "newline": writer.newline,
+    }
+    return {name: torch.tensor(tokens) for name, tokens in parts.items()}
 
 
 def exercise_rows(

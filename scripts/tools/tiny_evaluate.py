@@ -62,9 +62,7 @@ class Task:
     def of(cls, folder: Path, windows: int | None = None, exercises: int | None = None) -> Task:
         """Read the folder's tokenizer and held-out text; by default all windows and exercises."""
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        stream = np.array(
-            tokenizer.encode((folder / "held_out.txt").read_text(encoding="utf-8")).ids
-        )
+        stream = held_out_tokens(folder, tokenizer)
         rows = torch.from_numpy(stream[: stream.size // LENGTH * LENGTH]).view(-1, LENGTH)
         made = tiny_corpus.exercise_rows(
             tokenizer,
@@ -103,6 +101,11 @@ class Task:
             for share in recall(model.forward(rows).logits, rows, answers)
         ]
         return Scores(losses, recalled, agreed / total if total else math.nan)
+
+
+def held_out_tokens(folder: Path, tokenizer: Tokenizer) -> np.ndarray:
+    """Tokens of the folder's held-out text."""
+    return np.array(tokenizer.encode((folder / "held_out.txt").read_text(encoding="utf-8")).ids)
 
 
 def window_losses(logits: Tensor, rows: Tensor) -> list[float]:

@@ -17,27 +17,45 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, one_hot
+from torch.nn.functional import cross_entropy
 
 from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.loader import TensorSpec, inventory
-from dsv4.reference.model import IndexTrace, ReferenceModel, RouteTrace, Traces
-from scripts.tools import export_tiny, tiny_corpus
+from dsv4.reference.model import ReferenceModel
+from scripts.tools import export_tiny, tiny_corpus, tiny_evaluate
+from scripts.tools.tiny_batches import Batches, RecallKind
+from scripts.tools.tiny_model import TrainedModel, rounded
 
 BUILD = Path("build/tiny")
 LENGTH = 512
 BATCH = 32
-EXERCISES = 10_000
-TEXT_SHARE = 0.375
-#: How much the prediction of a token counts in an exercise: stated goods, answers, the rest.
-EXERCISE_WEIGHTS = (0.0, 4.0, 0.25)
-WEIGHT_DECAY = 0.5
+#: Short gaps teach to copy, long ones to copy from beyond the window.
+RECALL = (
+    RecallKind(share=0.125, pairs=8, rounds=4, gap=(0, 60)),
+    RecallKind(share=0.25, pairs=8, rounds=1, gap=(100, 430)),
+    RecallKind(share=0.125, pairs=20, rounds=2, gap=(60, 240)),
+)
+#: Filler lengths of the recall tests that training prints.
+TEST_FILLERS = ((0, 40), (100, 160), (160, 240), (240, 330), (330, 420))
+#: Weight of a name or mark in a list of answers, where a token of text weighs 1.
+FORM_WEIGHT = 0.25
+#: Weight of a token that asks for an answer in the indexer's loss, others weigh 1.
+INDEX_ASK_WEIGHT = 16.0
+DROPOUT = 0.1
+PEAK_RATE = 3e-3
+WARM_UP = 200
+WEIGHT_DECAY = 0.1
 MTP_WEIGHT = 0.3
 BIAS_STEP = 1e-3
+DENSE_STEPS = 4000
+DECAY_FROM = 14_000
+STEPS = 20_000
+LOG_EVERY = 500
 
 CONFIG = ModelConfig(
     hidden_size=128,
@@ -65,23 +83,7 @@ CONFIG = ModelConfig(
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """A stretch of training: the learning rate goes from `start` to `stop` along a cosine."""
-
-    name: str
-    steps: int
-    start: float
-    stop: float
-    config: ModelConfig
-
-
 PLAIN = dataclasses.replace(CONFIG, linear_scheme=None, expert_scheme=None)
-DENSE = dataclasses.replace(PLAIN, index_topk=LENGTH)
-PHASES = (
-    Phase("dense", 1000, 3e-3, 3e-3, DENSE),
-    Phase("sparse", 2000, 3e-3, 3e-5, PLAIN),
-)
 
 
 # ---- the model's tensors -------------------------------------------------------------------
@@ -143,47 +145,39 @@ def _stream_base(size: int, streams: int) -> Tensor:
 # ---- the loss ------------------------------------------------------------------------------
 
 
-def index_loss(trace: IndexTrace) -> Tensor:
-    """Divergence of the index scores from the attention over all visible entries (warm-up loss)."""
-    target = torch.where(trace.visible, trace.attention, 0.0)
-    target = target / target.sum(-1, keepdim=True).clamp(min=1e-9)
-    guess = trace.scores.masked_fill(~trace.visible, -1e4).log_softmax(-1)
-    return (target * (target.clamp(min=1e-9).log() - guess)).sum(-1).mean()
+class Losses(NamedTuple):
+    """What a step minimises, and its parts for the log: mean losses of text and of answers."""
+
+    total: Tensor
+    text: Tensor
+    answers: Tensor
 
 
 def training_loss(
-    model: ReferenceModel, ids: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Traces]:
-    """Loss to minimise, the mean next-token loss for the log, and what the layers traced.
+    model: TrainedModel, tensors: Mapping[str, Tensor], batch: Batches, sparse: Tensor
+) -> tuple[Losses, dict[str, Tensor]]:
+    """Losses of a batch, and the load of each expert by its router's prefix."""
+    weights, asks = batch.weights, batch.asks
+    out = model.forward(tensors, batch.ids, DROPOUT * batch.is_text, sparse)
 
-    Args:
-        model: the model in training.
-        ids: [B, LENGTH + 1] tokens.
-        weights: [B, LENGTH + 1], how much the prediction of each token counts.
-    """
+    def weighted(losses: Tensor, shift: int) -> Tensor:
+        return (losses * weights[:, shift:]).sum() / weights[:, shift:].sum()
 
-    def weighted(logits: Tensor, shift: int) -> Tensor:
-        targets, w = ids[:, shift:], weights[:, shift:]
-        each = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
-        return (each * w.flatten()).sum() / w.sum()
-
-    traces: Traces = []
-    output = model.forward(ids[:, :-1], traces=traces)
-    main = weighted(output.logits, 1)
-    # MTP row t has read token t + 1 and predicts token t + 2.
-    drafts = weighted(output.mtp_logits[0], 2)
-    index = sum(index_loss(t) for t in traces if isinstance(t, IndexTrace))
-    return main + MTP_WEIGHT * drafts + index, main.detach(), traces
+    places = torch.where(asks, INDEX_ASK_WEIGHT, 1.0)
+    index = sum(model.index_loss(*indexed, places) for indexed in out.indexed)
+    total = weighted(out.main, 1) + MTP_WEIGHT * weighted(out.drafts, 2) + index
+    with torch.no_grad():
+        text = out.main[: batch.crops].mean()
+        answers = (out.main * asks).sum() / asks.sum().clamp(min=1)
+    return Losses(total, text, answers), out.loads
 
 
 @torch.no_grad()
-def balance_experts(tensors: Mapping[str, Tensor], traces: Traces) -> None:
+def balance_experts(tensors: Mapping[str, Tensor], loads: Mapping[str, Tensor]) -> None:
     """Move each router's bias against its load: up for experts chosen less than the mean."""
-    for trace in traces:
-        bias = tensors.get(trace.prefix + "gate.bias") if isinstance(trace, RouteTrace) else None
-        if bias is not None:
-            load = one_hot(trace.ids, bias.numel()).flatten(0, -2).float().mean(0)
-            bias += BIAS_STEP * (load.mean() - load).sign()
+    for prefix, load in loads.items():
+        bias = tensors[prefix + "gate.bias"]
+        bias += BIAS_STEP * (load.mean() - load).sign()
 
 
 # ---- the loop ------------------------------------------------------------------------------
@@ -209,49 +203,32 @@ def make_optimizer(tensors: Mapping[str, Tensor]) -> torch.optim.Optimizer:
     )
 
 
-class Batches:
-    """Random batches on the device: crops of the text, then recall exercises."""
-
-    def __init__(self, data: Mapping[str, Tensor], batch: int, device: torch.device) -> None:
-        self.stream = data["train"].to(device, torch.int64)
-        self.exercises = data["exercises"].to(device, torch.int64)
-        self.kinds = data["kinds"].to(device, torch.int64)
-        self.kind_weights = torch.tensor(EXERCISE_WEIGHTS, device=device)
-        self.crops = round(batch * TEXT_SHARE)
-        self.ids = torch.zeros(batch, LENGTH + 1, dtype=torch.int64, device=device)
-        self.weights = torch.ones(batch, LENGTH + 1, device=device)
-
-    def draw(self) -> None:
-        """Fill `ids` and `weights` in place: a captured graph reads them there."""
-        device, crop = self.ids.device, torch.arange(LENGTH + 1, device=self.ids.device)
-        starts = torch.randint(self.stream.numel() - LENGTH, (self.crops, 1), device=device)
-        rows = torch.randint(len(self.exercises), (len(self.ids) - self.crops,), device=device)
-        self.ids[: self.crops] = self.stream[starts + crop]
-        self.ids[self.crops :] = self.exercises[rows]
-        self.weights[self.crops :] = self.kind_weights[self.kinds[rows]]
-
-
 def make_step(
-    phase: Phase, tensors: dict[str, Tensor], batches: Batches, optimizer: torch.optim.Optimizer
-) -> Callable[[], Tensor]:
-    """A function that makes one step on the drawn batch and returns the main loss.
+    tensors: dict[str, Tensor],
+    batch: Batches,
+    sparse: Tensor,
+    optimizer: torch.optim.Optimizer,
+) -> Callable[[], Losses]:
+    """A function that makes one step on the drawn batch and returns its losses.
 
-    On a GPU it replays a CUDA graph: a step is thousands of small kernels, and launching them one
-    by one takes several times as long as running them.
+    On a GPU the model is compiled and a step replays a CUDA graph: it is thousands of small
+    kernels, and launching them one by one takes several times as long as running them.
     """
     trained = [t for group in optimizer.param_groups for t in group["params"]]
+    specs, device = master_specs(CONFIG), batch.ids.device
+    on_gpu = device.type == "cuda"
+    model = TrainedModel(CONFIG, length=LENGTH, device=device, compiled=on_gpu)
 
-    def step() -> Tensor:
+    def step() -> Losses:
         optimizer.zero_grad(set_to_none=True)
-        model = ReferenceModel(phase.config, tensors)
-        loss, main, traces = training_loss(model, batches.ids, batches.weights)
-        loss.backward()
+        losses, loads = training_loss(model, rounded(tensors, specs), batch, sparse)
+        losses.total.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
         optimizer.step()
-        balance_experts(tensors, traces)
-        return main
+        balance_experts(tensors, loads)
+        return losses
 
-    if batches.ids.device.type != "cuda":
+    if not on_gpu:
         return step
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -261,68 +238,114 @@ def make_step(
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        loss = step()
+        losses = step()
 
-    def replay() -> Tensor:
+    def replay() -> Losses:
         graph.replay()
-        return loss
+        return losses
 
     return replay
 
 
 @torch.no_grad()
-def validate(
-    model: ReferenceModel, data: Mapping[str, Tensor], device: torch.device
-) -> dict[str, float]:
-    """Held-out loss, share of recall answers that are right, share of right MTP drafts."""
-    stream = data["held_out"].to(device, torch.int64)
-    rows = stream[: stream.numel() // LENGTH * LENGTH].view(-1, LENGTH)
+def validate(model: ReferenceModel, data: Mapping[str, Tensor], device: torch.device) -> str:
+    """Held-out loss, share of right MTP drafts, share of right recall answers by filler length."""
+    rows = data["held_out"].to(device, torch.int64)
     output = model.forward(rows)
     best = output.logits.argmax(-1)
-    exercises = data["test_exercises"].to(device, torch.int64)
-    answers = data["test_answers"].to(device)
-    guesses = model.forward(exercises[:, :-1]).logits.argmax(-1).gather(1, answers - 1)
-    return {
-        "loss": cross_entropy(output.logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item(),
-        "recall": (guesses == exercises.gather(1, answers)).float().mean().item(),
-        "drafts": (output.mtp_logits[0].argmax(-1) == best[:, 1:]).float().mean().item(),
-    }
+    loss = cross_entropy(output.logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()).item()
+    drafts = (output.mtp_logits[0].argmax(-1) == best[:, 1:]).float().mean().item()
+    del output
+    shares = []
+    for (low, high), ids, answers in zip(TEST_FILLERS, data["test_ids"], data["test_answers"]):
+        ids, answers = ids.to(device), answers.to(device)
+        guesses = model.forward(ids[:, :-1]).logits.argmax(-1).gather(1, answers - 1)
+        share = (guesses == ids.gather(1, answers)).float().mean().item()
+        shares.append(f"{low}-{high}: {share:4.0%}")
+    return f"held out {loss:.3f}  drafts {drafts:.3f}  recall " + "  ".join(shares)
 
 
-def train(folder: Path, scale: float, batch: int, seed: int) -> None:
-    """Run both phases and write `original.pt`."""
-    torch.manual_seed(seed)
+def learning_rate(step: int, since_start: int) -> float:
+    """Warm-up, constant, then linear to nothing; every piece warms its fresh optimiser up."""
+    warm = min(1.0, (since_start + 1) / WARM_UP)
+    left = (STEPS - step) / (STEPS - DECAY_FROM)
+    return PEAK_RATE * warm * min(1.0, left)
+
+
+def train(folder: Path, seconds: float, seed: int) -> bool:
+    """Train for so many seconds from where `state.pt` stands; True once all steps are made."""
+    started = time.perf_counter()
     torch.set_float32_matmul_precision("high")
+    torch._dynamo.config.recompile_limit = 64
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = torch.load(folder / "data.pt")
-    batches = Batches(data, batch, device)
-    tensors = initial_tensors(CONFIG, device)
+    batch = Batches(
+        data, RECALL, batch=BATCH, length=LENGTH, form_weight=FORM_WEIGHT, device=device
+    )
+    first, tensors = start(folder, device, seed)
+    optimizer = make_optimizer(tensors)
+    torch.manual_seed(seed + first)
+    batch.draw(seed * STEPS + first)
+    sparse = torch.tensor(first >= DENSE_STEPS, device=device)
+    make = make_step(tensors, batch, sparse, optimizer)
+    print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
+    for step in range(first, STEPS):
+        for group in optimizer.param_groups:
+            group["lr"].fill_(learning_rate(step, step - first))
+        sparse.fill_(step >= DENSE_STEPS)
+        batch.draw(seed * STEPS + step)
+        losses = make()
+        made = step + 1
+        if made % LOG_EVERY and made != STEPS:
+            continue
+        text, answers = losses.text.item(), losses.answers.item()
+        elapsed = time.perf_counter() - started
+        scores = validate(stored_model(tensors), data, device)
+        print(
+            f"{made:6} {elapsed:4.0f} s  text {text:.3f}  answers {answers:.3f}  {scores}",
+            flush=True,
+        )
+        save_state(folder, tensors, made)
+        if elapsed > seconds and made != STEPS:
+            return False
+    torch.save({n: t.detach().cpu() for n, t in tensors.items()}, folder / "original.pt")
+    return True
+
+
+def stored_model(tensors: Mapping[str, Tensor]) -> ReferenceModel:
+    """The reference model with the weights as they would be stored."""
+    with torch.no_grad():
+        return ReferenceModel(CONFIG, rounded(tensors, master_specs(CONFIG)))
+
+
+def start(folder: Path, device: torch.device, seed: int) -> tuple[int, dict[str, Tensor]]:
+    """Step and weights of `state.pt`, or step 0 and fresh weights."""
+    file = folder / "state.pt"
+    if file.exists():
+        state = torch.load(file)
+        first, tensors = state["step"], state["tensors"]
+        tensors = {
+            name: (tensor.float() if tensor.is_floating_point() else tensor).to(device)
+            for name, tensor in tensors.items()
+        }
+    else:
+        torch.manual_seed(seed)
+        first, tensors = 0, initial_tensors(CONFIG, device)
     for name, tensor in tensors.items():
         # The table is no number, the bias chooses without a gradient.
         tensor.requires_grad_(not name.endswith(("tid2eid", "gate.bias")))
-    started = time.perf_counter()
-    for phase in PHASES:
-        # A fresh optimiser: its state and the graph's memory go with the phase.
-        optimizer = make_optimizer(tensors)
-        step = make_step(phase, tensors, batches, optimizer)
-        steps = max(1, round(phase.steps * scale))
-        for index in range(steps):
-            cosine = (1 + torch.cos(torch.tensor(torch.pi * index / steps)).item()) / 2
-            warm = min(1.0, (index + 1) / (0.05 * steps))
-            for group in optimizer.param_groups:
-                group["lr"].fill_(warm * (phase.stop + (phase.start - phase.stop) * cosine))
-            batches.draw()
-            loss = step()
-            if index % max(1, steps // 6) == 0 or index == steps - 1:
-                scores = validate(ReferenceModel(phase.config, tensors), data, device)
-                shown = "  ".join(f"{name} {value:.3f}" for name, value in scores.items())
-                seconds = time.perf_counter() - started
-                print(
-                    f"{phase.name:>9} {index:5} {seconds:4.0f} s  train {loss:.3f}  {shown}",
-                    flush=True,
-                )
-        del step, optimizer
-    torch.save({n: t.detach().cpu() for n, t in tensors.items()}, folder / "original.pt")
+    return first, tensors
+
+
+def save_state(folder: Path, tensors: Mapping[str, Tensor], step: int) -> None:
+    """Write `state.pt`: large weights in bf16 (10 MB; their formats are coarser), small as is."""
+    kept = {
+        name: (
+            tensor.bfloat16() if tensor.numel() > 4096 and tensor.is_floating_point() else tensor
+        )
+        for name, tensor in ((n, t.detach().cpu()) for n, t in tensors.items())
+    }
+    torch.save({"step": step, "tensors": kept}, folder / "state.pt")
 
 
 def prepare(text: Path, folder: Path, seed: int) -> None:
@@ -330,27 +353,22 @@ def prepare(text: Path, folder: Path, seed: int) -> None:
     train_chapters, held_out = tiny_corpus.split_chapters(tiny_corpus.read_chapters(text))
     tokenizer = tiny_corpus.train_tokenizer(train_chapters)
     stream = tiny_corpus.encode_chapters(tokenizer, train_chapters)
-    unseen = tiny_corpus.encode_chapters(tokenizer, held_out)
-    rng = np.random.default_rng(seed)
-    row = LENGTH + 1
-    # Short exercises teach to copy, long ones to copy from beyond the window.
-    short = tiny_corpus.exercise_rows(
-        tokenizer, stream, EXERCISES, rng, fillers=(0, 40), row=row, exercises=3, rounds=2
-    )
-    long = tiny_corpus.exercise_rows(tokenizer, stream, EXERCISES, rng, fillers=(100, 420), row=row)
-    test = tiny_corpus.exercise_rows(
-        tokenizer, unseen, 64, rng, fillers=(CONFIG.sliding_window + 32, 420), row=row
-    )
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "held_out.txt").write_text("\n\n".join(held_out) + "\n", encoding="utf-8")
+    unseen = tiny_evaluate.held_out_tokens(folder, tokenizer)
+    rng = np.random.default_rng(seed)
+    tests = [
+        tiny_corpus.exercise_rows(tokenizer, unseen, 32, rng, fillers=f, row=LENGTH + 1)
+        for f in TEST_FILLERS
+    ]
+    writer = tiny_corpus.ExerciseWriter(tokenizer, rng)
     data = {
         "train": torch.from_numpy(stream),
-        "held_out": torch.from_numpy(unseen),
-        "exercises": torch.from_numpy(np.concatenate((short["ids"], long["ids"]))),
-        "kinds": torch.from_numpy(np.concatenate((short["kinds"], long["kinds"]))),
-        "test_exercises": torch.from_numpy(test["ids"]),
-        "test_answers": torch.from_numpy(test["answers"]),
+        "held_out": torch.from_numpy(unseen[: unseen.size // LENGTH * LENGTH]).view(-1, LENGTH),
+        "test_ids": torch.from_numpy(np.stack([t["ids"] for t in tests])).long(),
+        "test_answers": torch.from_numpy(np.stack([t["answers"] for t in tests])),
+        **tiny_corpus.exercise_tokens(writer),
     }
     torch.save(data, folder / "data.pt")
     print(f"{stream.size} training tokens, {unseen.size} held out")
@@ -362,14 +380,14 @@ def main() -> None:
     parser.add_argument("command", choices=("prepare", "train", "export"))
     parser.add_argument("--text", type=Path, default=Path("build/corpus/kjv.txt"))
     parser.add_argument("--folder", type=Path, default=BUILD)
-    parser.add_argument("--scale", type=float, default=1.0, help="shortens every training phase")
-    parser.add_argument("--batch", type=int, default=BATCH)
+    parser.add_argument("--seconds", type=float, default=540, help="length of a piece of training")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.command == "prepare":
         prepare(args.text, args.folder, args.seed)
     elif args.command == "train":
-        train(args.folder, args.scale, args.batch, args.seed)
+        done = train(args.folder, args.seconds, args.seed)
+        print("all steps are made" if done else "stopped; the same command goes on")
     else:
         export_tiny.export(args.folder, CONFIG, PLAIN)
 
