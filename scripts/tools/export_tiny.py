@@ -60,6 +60,7 @@ def export(folder: Path, config: ModelConfig, plain: ModelConfig) -> None:
         original=task.measure(ReferenceModel(plain, original)),
         rounded=task.measure(rounded),
         blind=task.measure(ReferenceModel(config, rounded.tensors, compressed_branch=False)),
+        accepted=tiny_evaluate.acceptance(CHECKPOINT, task.windows),
     )
     text = json.dumps(metrics, indent=1) + "\n"
     (CHECKPOINT / "metrics.json").write_text(text, encoding="utf-8")

@@ -52,8 +52,8 @@ class Batches:
         self.stream = data["train"].to(device, torch.int64)
         self.names, self.goods = data["names"].to(device), data["goods"].to(device)
         self.opening, self.recall = data["opening"].to(device), data["recall"].to(device)
-        self.hath, self.end, self.newline = (
-            data[mark].item() for mark in ("hath", "end", "newline")
+        self.unto, self.end, self.newline = (
+            data[mark].item() for mark in ("unto", "end", "newline")
         )
         self.kinds, self.form_weight = kinds, form_weight
         self.rows = [round(batch * kind.share) for kind in kinds]
@@ -119,6 +119,6 @@ class Batches:
             start = start + block
 
     def _statements(self, names: Tensor, goods: Tensor) -> Tensor:
-        """[rows, 4 * pairs] tokens of `name hath good;` for [rows, pairs] names and goods."""
-        hath, end = torch.full_like(names, self.hath), torch.full_like(names, self.end)
-        return torch.stack((names, hath, goods, end), -1).flatten(1)
+        """[rows, 4 * pairs] tokens of `unto name good;` for [rows, pairs] names and goods."""
+        unto, end = torch.full_like(names, self.unto), torch.full_like(names, self.end)
+        return torch.stack((unto, names, goods, end), -1).flatten(1)

@@ -107,13 +107,13 @@ class Exercise:
 
 
 class ExerciseWriter:
-    """Writes `Remember: David hath bread; Ruth hath gold; ...`, filler, `Recall: ...` reordered."""
+    """Writes `Remember: unto David bread; unto Ruth gold; ...`, filler, `Recall: ...` reordered."""
 
     def __init__(self, tokenizer: Tokenizer, rng: np.random.Generator) -> None:
         self.rng = rng
         encode = lambda text: tokenizer.encode(text).ids
         self.opening, self.recall = encode(BOS + "Remember:"), encode("\nRecall:")
-        self.newline, self.hath, self.end = encode("\n"), encode(" hath"), encode(";")
+        self.newline, self.unto, self.end = encode("\n"), encode(" unto"), encode(";")
         self.names = [encode(" " + word) for word in NAMES]
         self.goods = [encode(" " + word) for word in GOODS]
 
@@ -125,7 +125,7 @@ class ExerciseWriter:
         def state(order: np.ndarray) -> list[int]:
             places = []
             for i in order:
-                ids.extend((*self.names[names[i]], *self.hath, *self.goods[goods[i]], *self.end))
+                ids.extend((*self.unto, *self.names[names[i]], *self.goods[goods[i]], *self.end))
                 places.append(len(ids) - 2)
             return places
 
@@ -138,13 +138,13 @@ class ExerciseWriter:
 
 
 def exercise_tokens(writer: ExerciseWriter) -> dict[str, Tensor]:
-    """Parts of an exercise: opening, recall [n]; names, goods [24]; hath, end, newline [1]."""
+    """Parts of an exercise: opening, recall [n]; names, goods [24]; unto, end, newline [1]."""
     parts = {
         "opening": writer.opening,
         "recall": writer.recall,
         "names": [token for (token,) in writer.names],
         "goods": [token for (token,) in writer.goods],
-        "hath": writer.hath,
+        "unto": writer.unto,
         "end": writer.end,
         "newline": writer.newline,
     }

@@ -1,12 +1,15 @@
 """What the tiny checkpoint is judged by: `python -m scripts.tools.tiny_evaluate` measures it again.
 
-Loss on the held-out text that ships with the checkpoint, and recall: exercises whose filler is
-longer than the sliding window, made from that text with a fixed seed (`tiny_corpus`).
+Loss on the held-out text that ships with the checkpoint; recall: exercises whose filler is longer
+than the sliding window, made from that text with a fixed seed (`tiny_corpus`); drafts of the MTP
+block, as predictions of the text and as accepted in generation. The reference model rounds
+key-value vectors as an FP8 cache does.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from collections import Counter
@@ -20,6 +23,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+import dsv4
 from dsv4.loader import load_tensors
 from dsv4.reference.model import ReferenceModel
 from scripts.tools import tiny_corpus
@@ -28,6 +32,10 @@ LENGTH = 512
 FILLERS = (160, 420)
 EXERCISES = 32
 SEED = 4
+#: Bands of filler length that recall is reported for.
+BANDS = (160, 240, 330, 421)
+#: Prompts of the generation that counts accepted drafts: their number, length and continuation.
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 48
 
 
 @dataclass(frozen=True)
@@ -52,11 +60,13 @@ class Task:
     Attributes:
         windows: [W, 512] int64, consecutive pieces of the held-out text.
         exercises: [E, 512] int64; answers: [E, 8] int64, positions of the answers.
+        fillers: tokens of text between the statements and the questions of each exercise.
     """
 
     windows: Tensor
     exercises: Tensor
     answers: Tensor
+    fillers: list[int]
 
     @classmethod
     def of(cls, folder: Path, windows: int | None = None, exercises: int | None = None) -> Task:
@@ -72,10 +82,15 @@ class Task:
             fillers=FILLERS,
             row=LENGTH,
         )
+        answers = torch.from_numpy(made["answers"])[:exercises]
+        # An exercise is its opening, statements of four tokens, a newline, filler, questions.
+        shortest = tiny_corpus.ExerciseWriter(tokenizer, np.random.default_rng(0))
+        around = len(shortest.opening) + 4 * tiny_corpus.PAIRS + 1 + len(shortest.recall) + 2
         return cls(
             rows[:windows],
             torch.from_numpy(made["ids"]).long()[:exercises],
-            torch.from_numpy(made["answers"])[:exercises],
+            answers,
+            (answers.amin(1) - around).tolist(),
         )
 
     def unigram_loss(self) -> float:
@@ -120,14 +135,34 @@ def recall(logits: Tensor, rows: Tensor, answers: Tensor) -> list[float]:
     return (guesses == rows.gather(1, answers)).float().mean(1).tolist()
 
 
-def summary(task: Task, *, original: Scores, rounded: Scores, blind: Scores) -> dict[str, Any]:
+@torch.no_grad()
+def acceptance(folder: Path, windows: Tensor) -> float:
+    """Share of MTP drafts that greedy generation from the heads of held-out windows accepts."""
+    model = dsv4.load(str(folder), device="cpu", dtype=torch.float32)
+    prompts = windows[:PROMPTS, :PROMPT_TOKENS].tolist()
+    stats = model.generate(prompts, max_new_tokens=NEW_TOKENS, num_draft_tokens=1).stats
+    return stats.drafts_accepted / stats.drafts_proposed
+
+
+def by_filler(task: Task, recalled: list[float]) -> dict[str, float]:
+    """Share of recalled answers in bands of filler length, "160-239": 0.9 and so on."""
+    bands: dict[str, list[float]] = {}
+    for low, high in itertools.pairwise(BANDS):
+        inside = [share for share, n in zip(recalled, task.fillers) if low <= n < high]
+        if inside:
+            bands[f"{low}-{high - 1}"] = inside
+    return {name: mean(shares) for name, shares in bands.items()}
+
+
+def summary(
+    task: Task, *, original: Scores, rounded: Scores, blind: Scores, accepted: float
+) -> dict[str, Any]:
     """The contents of `metrics.json`: means, and the parts they are means of.
 
     Args:
         original: the FP32 weights; rounded: the checkpoint, quantisation simulated; blind: the
-            checkpoint with every compressed branch off.
+            checkpoint with every compressed branch off; accepted: see `acceptance`.
     """
-    mean = lambda values: sum(values) / len(values)
     return {
         "unigram_loss": task.unigram_loss(),
         "original_loss": mean(original.losses),
@@ -137,11 +172,18 @@ def summary(task: Task, *, original: Scores, rounded: Scores, blind: Scores) -> 
         "original_recall": mean(original.recalled),
         "recall": mean(rounded.recalled),
         "recall_without_compressed": mean(blind.recalled),
+        "recall_by_filler": by_filler(task, rounded.recalled),
         "draft_agreement": rounded.drafts,
+        "draft_acceptance": accepted,
         "original_losses": original.losses,
         "losses": rounded.losses,
         "losses_without_compressed": blind.losses,
     }
+
+
+def mean(values: list[float]) -> float:
+    """Arithmetic mean."""
+    return sum(values) / len(values)
 
 
 def main() -> None:
@@ -158,9 +200,14 @@ def main() -> None:
     recorded = json.loads((args.folder / "metrics.json").read_text(encoding="utf-8"))
     losses = recorded["original_losses"][: len(task.windows)]
     original = Scores(losses, [recorded["original_recall"]], math.nan)
-    for name, value in summary(task, original=original, rounded=full, blind=blind).items():
+    accepted = acceptance(args.folder, task.windows)
+    measured = summary(task, original=original, rounded=full, blind=blind, accepted=accepted)
+    for name, value in measured.items():
         if isinstance(value, float):
             print(f"{name:28} {value:8.4f}   recorded {recorded[name]:8.4f}")
+    for band, value in measured["recall_by_filler"].items():
+        there = recorded["recall_by_filler"][band]
+        print(f"recall, filler {band:13} {value:8.4f}   recorded {there:8.4f}")
 
 
 if __name__ == "__main__":

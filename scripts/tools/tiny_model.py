@@ -1,8 +1,8 @@
-"""The model of the tiny checkpoint as it is trained: rounded weights, dropout, compiled pieces.
+"""The model of the tiny checkpoint as it is trained: rounded weights, dropout, few large kernels.
 
 The equations are those of `dsv4.reference.ReferenceModel`, and a test holds the two together. What
-differs is the form: pure functions that layers share, so that each is compiled once; one softmax
-over window, entries and sink; windows as blocks of keys; sums in place of tiny matrix products.
+differs is the form, for the time of a step: one softmax over window, entries and sink; windows as
+blocks of keys; roundings by casts, rotations in place, Sinkhorn's passes as one kernel.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, pad, silu, softplus
+from torch.nn.functional import cross_entropy, pad, rms_norm, silu, softplus
 
 from dsv4.config.model_config import ModelConfig
 from dsv4.loader import TensorSpec
 from dsv4.reference import mhc, rope
 from dsv4.reference.compressor import compress, visible_entries
 from dsv4.reference.hadamard import hadamard
-from dsv4.reference.norm import rms_norm
-from dsv4.reference.quantize import quantize_e2m1, quantize_e4m3
+from dsv4.reference.quantize import (
+    E4M3_AMAX_FLOOR,
+    E4M3_MAX,
+    ceil_log2,
+    exp2_int,
+    fake_quantize_e2m1,
+)
 from dsv4.reference.weights import fake_quantize_fp4, fake_quantize_fp8
 
 
@@ -61,14 +66,27 @@ def _as_if(x: Tensor, y: Tensor) -> Tensor:
     return y.detach() + (x - x.detach())
 
 
+class _RoundE4m3(torch.autograd.Function):
+    """`fake_quantize_e4m3` by a cast; gradients pass straight through."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, block: int) -> Tensor:
+        groups = x.unflatten(-1, (-1, block))
+        amax = torch.linalg.vector_norm(groups, torch.inf, dim=-1, keepdim=True)
+        scale = exp2_int(ceil_log2(amax.clamp(min=E4M3_AMAX_FLOOR) * (1 / E4M3_MAX)))
+        return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
 def _e4m3(x: Tensor, block: int = 128) -> Tensor:
-    values, scale = quantize_e4m3(x.detach(), block)
-    return _as_if(x, (values.unflatten(-1, (-1, block)) * scale[..., None]).flatten(-2))
+    return _RoundE4m3.apply(x, block)
 
 
-def _e2m1(x: Tensor, block: int = 32) -> Tensor:
-    values, scale = quantize_e2m1(x.detach(), block)
-    return _as_if(x, (values.unflatten(-1, (-1, block)) * scale[..., None]).flatten(-2))
+def _e2m1(x: Tensor) -> Tensor:
+    return fake_quantize_e2m1(x)
 
 
 def rounded(tensors: Mapping[str, Tensor], specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
@@ -108,16 +126,29 @@ def read_streams(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, norm: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normed input [B, S, D] of a sublayer, `post` and `comb` of its mixing."""
-    mix = mhc.mixing(
-        streams,
-        fn,
-        base,
-        scale,
-        iterations=config.hc_sinkhorn_iters,
-        eps=config.hc_eps,
-        norm_eps=config.rms_norm_eps,
-    )
-    return rms_norm(mhc.contract(streams, mix.pre), norm, config.rms_norm_eps), mix.post, mix.comb
+    n, eps = config.hc_mult, config.hc_eps
+    flat = streams.flatten(-2)
+    m = rms_norm(flat, flat.shape[-1:], None, config.rms_norm_eps) @ fn.T
+    pre = torch.sigmoid(m[..., :n] * scale[0] + base[:n]) + eps
+    post = 2 * torch.sigmoid(m[..., n : 2 * n] * scale[1] + base[n : 2 * n])
+    scores = (m[..., 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n))
+    comb = sinkhorn(scores, config.hc_sinkhorn_iters, eps)
+    x = (pre.unsqueeze(-2) @ streams).squeeze(-2)
+    return _normed(x, norm, config), post, comb
+
+
+def sinkhorn(scores: Tensor, iterations: int, eps: float) -> Tensor:
+    """`dsv4.reference.mhc.sinkhorn`; on a GPU one kernel each way."""
+    if scores.device.type != "cuda":
+        return mhc.sinkhorn(scores, iterations, eps)
+    # Triton comes with CUDA builds of torch only.
+    from scripts.tools import tiny_sinkhorn
+
+    return tiny_sinkhorn.sinkhorn(scores, iterations, eps)
+
+
+def _normed(x: Tensor, weight: Tensor | None, config: ModelConfig) -> Tensor:
+    return rms_norm(x, x.shape[-1:], weight, config.rms_norm_eps)
 
 
 def write_streams(
@@ -125,29 +156,44 @@ def write_streams(
 ) -> Tensor:
     """Streams after a sublayer; `dropped` [B] is the share of its output y that is dropped."""
     rate = dropped[:, None, None]
-    y = torch.where(torch.rand_like(y) < rate, 0.0, y / (1 - rate))
-    mixed = (comb[..., None] * streams[..., :, None, :]).sum(-3)
-    return post[..., None] * y[..., None, :] + mixed
+    y = y * ((torch.rand_like(y) >= rate) / (1 - rate))
+    return torch.addcmul(comb.mT @ streams, post[..., None], y[..., None, :])
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the last channels of x [..., D] by cos, sin [..., R / 2]."""
-    dim = 2 * cos.shape[-1]
-    even, odd = x[..., -dim::2], x[..., x.shape[-1] - dim + 1 :: 2]
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((x[..., :-dim], turned), -1)
+class _Rotate(torch.autograd.Function):
+    """Rotation of the last channels by complex factors."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, turn: Tensor) -> Tensor:
+        ctx.save_for_backward(turn)
+        return _turned(x, turn)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _turned(grad, ctx.saved_tensors[0].conj()), None
+
+
+def _turned(x: Tensor, turn: Tensor) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    torch.view_as_complex(out[..., -2 * turn.shape[-1] :].unflatten(-1, (-1, 2))).mul_(turn)
+    return out
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotate the last channels of x [..., D] by the complex factors turn [..., R / 2]."""
+    return _Rotate.apply(x, turn)
 
 
 def queries_and_keys(
-    x: Tensor, w: Mapping[str, Tensor], cos: Tensor, sin: Tensor, config: ModelConfig
+    x: Tensor, w: Mapping[str, Tensor], turn: Tensor, config: ModelConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, S, H, D], kv [B, S, D], and the latent queries qr [B, S, R]."""
-    eps, rounds = config.rms_norm_eps, config.linear_scheme is not None
+    rounds = config.linear_scheme is not None
     x = _e4m3(x) if rounds else x
-    qr = rms_norm(x @ w["wq_a.weight"].T, w["q_norm.weight"], eps)
+    qr = _normed(x @ w["wq_a.weight"].T, w["q_norm.weight"], config)
     q = ((_e4m3(qr) if rounds else qr) @ w["wq_b.weight"].T).unflatten(-1, (-1, config.head_dim))
-    q = rotate(rms_norm(q, None, eps), cos[:, None], sin[:, None])
-    kv = rotate(rms_norm(x @ w["wkv.weight"].T, w["kv_norm.weight"], eps), cos, sin)
+    q = rotate(_normed(q, None, config), turn[:, None])
+    kv = rotate(_normed(x @ w["wkv.weight"].T, w["kv_norm.weight"], config), turn)
     return q, _rounded_kv(kv, config), qr
 
 
@@ -158,20 +204,18 @@ def _rounded_kv(kv: Tensor, config: ModelConfig) -> Tensor:
     return torch.cat((_e4m3(kv[..., :nope], 64), kv[..., nope:]), -1)
 
 
-def entries(
-    x: Tensor, w: Mapping[str, Tensor], cos: Tensor, sin: Tensor, config: ModelConfig
-) -> Tensor:
+def entries(x: Tensor, w: Mapping[str, Tensor], turn: Tensor, config: ModelConfig) -> Tensor:
     """Compressed entries [B, N, D] of attention or indexer, before their rounding.
 
     Args:
         x: [B, S, hidden].
         w: weights of a compressor.
-        cos, sin: [N, R / 2], of each block's first position.
+        turn: [N, R / 2], of each block's first position.
     """
     ape = w["ape"]
     overlap = ape.shape[1] == 2 * w["norm.weight"].numel()
     pooled = compress(x, w["wkv.weight"], w["wgate.weight"], ape, overlap=overlap)
-    return rotate(rms_norm(pooled, w["norm.weight"], config.rms_norm_eps), cos, sin)
+    return rotate(_normed(pooled, w["norm.weight"], config), turn)
 
 
 def index(
@@ -179,8 +223,7 @@ def index(
     qr: Tensor,
     keys: Tensor,
     w: Mapping[str, Tensor],
-    cos: Tensor,
-    sin: Tensor,
+    turn: Tensor,
     sparse: Tensor,
     config: ModelConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,7 +235,7 @@ def index(
     heads, dim = config.index_n_heads, config.index_head_dim
     rounds = config.linear_scheme is not None
     q = ((_e4m3(qr) if rounds else qr) @ w["wq_b.weight"].T).unflatten(-1, (heads, dim))
-    q = rotate(q, cos[:, None], sin[:, None])
+    q = rotate(q, turn[:, None])
     if rounds:
         q, keys = _e2m1(hadamard(q)), _e2m1(hadamard(keys))
     weights = x @ w["weights_proj.weight"].T * (heads * dim) ** -0.5
@@ -225,11 +268,12 @@ def attend(
     window, scale = config.sliding_window, dim**-0.5
     blocks = -(-length // window)
     fill = blocks * window - length
+    scaled = q * scale
     # A block of queries sees its own block of keys and the one before.
     keys = pad(kv, (0, 0, window, fill)).unflatten(1, (blocks + 1, window))
     keys = torch.cat((keys[:, :-1], keys[:, 1:]), 2)
-    queries = pad(q, (0, 0, 0, 0, 0, fill)).unflatten(1, (blocks, window)).flatten(2, 3)
-    logits = (queries @ keys.mT).unflatten(2, (window, heads)) * scale
+    queries = _filled(scaled, fill).unflatten(1, (blocks, window)).flatten(2, 3)
+    logits = (queries @ keys.mT).unflatten(2, (window, heads))
     row = torch.arange(window, device=q.device)[:, None]
     column = torch.arange(2 * window, device=q.device)
     first = torch.arange(blocks, device=q.device)[:, None, None] == 0
@@ -237,15 +281,14 @@ def attend(
     logits = logits.masked_fill(~seen[:, :, None], -torch.inf)
     near = logits.flatten(1, 2)[:, :length]
     top = torch.maximum(near.detach().amax(-1), sink.detach())
-    far = None
     if compressed is not None:
         compressed = _rounded_kv(compressed, config)
-        far = (q.flatten(1, 2) @ compressed.mT).unflatten(1, (length, heads)) * scale
+        far = (scaled.flatten(1, 2) @ compressed.mT).unflatten(1, (length, heads))
         chosen = far.masked_fill(~selected.unsqueeze(-2), -torch.inf)
         top = torch.maximum(top, chosen.detach().amax(-1))
     p = (near - top[..., None]).exp()
     total = p.sum(-1)
-    blocked = pad(p, (0, 0, 0, 0, 0, fill)).unflatten(1, (blocks, window)).flatten(2, 3)
+    blocked = _filled(p, fill).unflatten(1, (blocks, window)).flatten(2, 3)
     o = (blocked @ keys).unflatten(2, (window, heads)).flatten(1, 2)[:, :length]
     attention = None
     if compressed is not None:
@@ -253,15 +296,18 @@ def attend(
         total = total + p.sum(-1)
         o = o + (p.flatten(1, 2) @ compressed).view_as(q)
         lse = top + total.log()
-        attention = (far - lse[..., None]).detach().clamp(max=30.0).exp().sum(-2)
+        attention = (far - lse[..., None]).detach().clamp_(max=30.0).exp_().sum(-2)
     return o / (total + (sink - top).exp())[..., None], attention
 
 
-def project(
-    o: Tensor, w: Mapping[str, Tensor], cos: Tensor, sin: Tensor, config: ModelConfig
-) -> Tensor:
+def _filled(x: Tensor, rows: int) -> Tensor:
+    """x [B, S, H, n] with so many rows of zeros more; no copy for none."""
+    return pad(x, (0, 0, 0, 0, 0, rows)) if rows else x
+
+
+def project(o: Tensor, w: Mapping[str, Tensor], turn: Tensor, config: ModelConfig) -> Tensor:
     """Attention's output [B, S, hidden] of o [B, S, H, D], rotated back."""
-    o = rotate(o, cos[:, None], -sin[:, None])
+    o = rotate(o, turn[:, None].conj())
     wo_a = w["wo_a.weight"].unflatten(0, (config.o_groups, -1))
     groups = o.flatten(-2).unflatten(-1, (config.o_groups, -1))
     latent = torch.cat([groups[..., i, :] @ wo_a[i].T for i in range(config.o_groups)], -1)
@@ -314,7 +360,7 @@ def token_losses(
 ) -> Tensor:
     """[B, S] loss of each of the targets [B, S] under the head of the streams [B, S, n, D]."""
     x = mhc.head(streams, fn, base, scale, eps=config.hc_eps, norm_eps=config.rms_norm_eps)
-    logits = rms_norm(x, norm, config.rms_norm_eps) @ head.T
+    logits = _normed(x, norm, config) @ head.T
     losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return losses.view_as(targets)
 
@@ -343,27 +389,18 @@ class TrainedModel:
         config: with quantisation schemes: the model is trained under the roundings of inference.
         length: tokens of a row, no fewer than the largest compression rate.
         device: where it runs.
-        compiled: False runs every operation by itself.
     """
 
-    def __init__(
-        self, config: ModelConfig, *, length: int, device: torch.device, compiled: bool
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, length: int, device: torch.device) -> None:
         self.config = config
-        wrap = (lambda f: torch.compile(f, dynamic=False)) if compiled else (lambda f: f)
-        self.read, self.write = wrap(read_streams), wrap(write_streams)
-        self.queries_and_keys, self.entries = wrap(queries_and_keys), wrap(entries)
-        self.index, self.attend, self.project = wrap(index), wrap(attend), wrap(project)
-        self.experts, self.token_losses = wrap(experts), wrap(token_losses)
-        self.index_loss = wrap(index_loss)
         angles = lambda *args: (
             torch.arange(length, device=device)[:, None]
             * rope.frequencies(config.qk_rope_head_dim, *args, device=device)
         )
         window = angles(config.rope_theta, None)
         stretched = angles(config.compress_rope_theta, config.rope_scaling)
-        self.window_turn = (window.cos(), window.sin())
-        self.compress_turn = (stretched.cos(), stretched.sin())
+        self.window_turn = torch.polar(torch.ones_like(window), window)
+        self.compress_turn = torch.polar(torch.ones_like(stretched), stretched)
 
     def forward(
         self, tensors: Mapping[str, Tensor], ids: Tensor, dropped: Tensor, sparse: Tensor
@@ -386,9 +423,8 @@ class TrainedModel:
             streams = self._block(t, f"layers.{layer}.", streams, inputs, dropped, sparse, out)
         main = self._losses(t, "", streams, following)
         # MTP row s has read token s + 1 and predicts token s + 2; the last has nothing to predict.
-        eps = config.rms_norm_eps
-        ahead = rms_norm(self._embedded(t, following), t["mtp.0.enorm.weight"], eps)
-        hidden = rms_norm(streams, t["mtp.0.hnorm.weight"], eps)
+        ahead = _normed(self._embedded(t, following), t["mtp.0.enorm.weight"], config)
+        hidden = _normed(streams, t["mtp.0.hnorm.weight"], config)
         if config.linear_scheme is not None:
             ahead, hidden = _e4m3(ahead), _e4m3(hidden)
         joined = (ahead @ t["mtp.0.e_proj.weight"].T)[..., None, :]
@@ -408,7 +444,7 @@ class TrainedModel:
     ) -> Tensor:
         parts = (t[f"{prefix}hc_head_{name}"] for name in ("fn", "base", "scale"))
         norm, head = t[prefix + "norm.weight"], t["head.weight"]
-        return self.token_losses(streams, targets, *parts, norm, head, self.config)
+        return token_losses(streams, targets, *parts, norm, head, self.config)
 
     def _block(
         self,
@@ -422,43 +458,43 @@ class TrainedModel:
     ) -> Tensor:
         parts = lambda of: (t[f"{prefix}hc_{of}_{name}"] for name in ("fn", "base", "scale"))
         norm = t[prefix + "attn_norm.weight"]
-        x, post, comb = self.read(streams, *parts("attn"), norm, self.config)
+        x, post, comb = read_streams(streams, *parts("attn"), norm, self.config)
         y = self._attention(_below(t, prefix + "attn."), x, sparse, out)
-        streams = self.write(y, streams, post, comb, dropped)
+        streams = write_streams(y, streams, post, comb, dropped)
         norm = t[prefix + "ffn_norm.weight"]
-        x, post, comb = self.read(streams, *parts("ffn"), norm, self.config)
+        x, post, comb = read_streams(streams, *parts("ffn"), norm, self.config)
         w = _below(t, prefix + "ffn.")
         table = w.pop("gate.tid2eid", None)
-        y, load = self.experts(x, None if table is None else table[ids], w, self.config)
+        y, load = experts(x, None if table is None else table[ids], w, self.config)
         if table is None:
             out.loads[prefix + "ffn."] = load
-        return self.write(y, streams, post, comb, dropped)
+        return write_streams(y, streams, post, comb, dropped)
 
     def _attention(self, w: dict[str, Tensor], x: Tensor, sparse: Tensor, out: Output) -> Tensor:
         config = self.config
-        cos, sin = self.compress_turn if "compressor.ape" in w else self.window_turn
+        turn = self.compress_turn if "compressor.ape" in w else self.window_turn
         linears = {name: w[name] for name in _LINEARS}
-        q, kv, qr = self.queries_and_keys(x, linears, cos, sin, config)
+        q, kv, qr = queries_and_keys(x, linears, turn, config)
         compressed = selected = None
         if "compressor.ape" in w:
             rate = w["compressor.ape"].shape[0]
             last = x.shape[1] // rate * rate
-            starts = (cos[:last:rate].contiguous(), sin[:last:rate].contiguous())
-            compressed = self.entries(x, _below(w, "compressor."), *starts, config)
+            starts = turn[:last:rate]
+            compressed = entries(x, _below(w, "compressor."), starts, config)
             if "indexer.wq_b.weight" in w:
                 # The choice has no gradient, and the loss of the scores is the indexer's own.
                 apart, own = x.detach(), _below(w, "indexer.")
-                keys = self.entries(apart, _below(own, "compressor."), *starts, config)
-                scores, visible, selected = self.index(
-                    apart, qr.detach(), keys, own, cos, sin, sparse, config
+                keys = entries(apart, _below(own, "compressor."), starts, config)
+                scores, visible, selected = index(
+                    apart, qr.detach(), keys, own, turn, sparse, config
                 )
             else:
                 positions = torch.arange(x.shape[1], device=x.device)
                 selected = visible_entries(positions, compressed.shape[1], rate)[None]
-        o, attention = self.attend(q, kv, compressed, selected, w["attn_sink"], config)
+        o, attention = attend(q, kv, compressed, selected, w["attn_sink"], config)
         if "indexer.wq_b.weight" in w:
             out.indexed.append(Indexed(scores, visible, attention))
-        return self.project(o, linears, cos, sin, config)
+        return project(o, linears, turn, config)
 
 
 _LINEARS = (

@@ -29,7 +29,7 @@ from dsv4.loader import TensorSpec, inventory
 from dsv4.reference.model import ReferenceModel
 from scripts.tools import export_tiny, tiny_corpus, tiny_evaluate
 from scripts.tools.tiny_batches import Batches, RecallKind
-from scripts.tools.tiny_model import TrainedModel, rounded
+from scripts.tools.tiny_model import TrainedModel, index_loss, rounded
 
 BUILD = Path("build/tiny")
 LENGTH = 512
@@ -164,7 +164,7 @@ def training_loss(
         return (losses * weights[:, shift:]).sum() / weights[:, shift:].sum()
 
     places = torch.where(asks, INDEX_ASK_WEIGHT, 1.0)
-    index = sum(model.index_loss(*indexed, places) for indexed in out.indexed)
+    index = sum(index_loss(*indexed, places) for indexed in out.indexed)
     total = weighted(out.main, 1) + MTP_WEIGHT * weighted(out.drafts, 2) + index
     with torch.no_grad():
         text = out.main[: batch.crops].mean()
@@ -211,13 +211,12 @@ def make_step(
 ) -> Callable[[], Losses]:
     """A function that makes one step on the drawn batch and returns its losses.
 
-    On a GPU the model is compiled and a step replays a CUDA graph: it is thousands of small
-    kernels, and launching them one by one takes several times as long as running them.
+    On a GPU a step replays a CUDA graph: it is thousands of small kernels, and launching them one
+    by one takes several times as long as running them.
     """
     trained = [t for group in optimizer.param_groups for t in group["params"]]
     specs, device = master_specs(CONFIG), batch.ids.device
-    on_gpu = device.type == "cuda"
-    model = TrainedModel(CONFIG, length=LENGTH, device=device, compiled=on_gpu)
+    model = TrainedModel(CONFIG, length=LENGTH, device=device)
 
     def step() -> Losses:
         optimizer.zero_grad(set_to_none=True)
@@ -228,7 +227,7 @@ def make_step(
         balance_experts(tensors, loads)
         return losses
 
-    if not on_gpu:
+    if device.type != "cuda":
         return step
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -276,7 +275,6 @@ def train(folder: Path, seconds: float, seed: int) -> bool:
     """Train for so many seconds from where `state.pt` stands; True once all steps are made."""
     started = time.perf_counter()
     torch.set_float32_matmul_precision("high")
-    torch._dynamo.config.recompile_limit = 64
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     data = torch.load(folder / "data.pt")
     batch = Batches(

@@ -38,8 +38,8 @@ def test_exercises_ask_for_what_they_stated(tokenizer: Tokenizer, seed: int) -> 
     )
     assert rows["ids"].shape == (3, 512) and rows["answers"].shape == (3, tiny_corpus.PAIRS)
     for ids, kinds, answers in zip(rows["ids"], rows["kinds"], rows["answers"]):
-        stated = {ids[p - 2]: ids[p] for p in np.flatnonzero(kinds == 0)}
-        assert {ids[p - 2]: ids[p] for p in answers} == stated
+        stated = {ids[p - 1]: ids[p] for p in np.flatnonzero(kinds == 0)}
+        assert {ids[p - 1]: ids[p] for p in answers} == stated
         assert set(answers) == set(np.flatnonzero(kinds == 1))
         assert len(stated) == len(set(stated.values())) == tiny_corpus.PAIRS
         assert answers.min() - np.flatnonzero(kinds == 0).max() > 150
@@ -87,7 +87,7 @@ def stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def model_of(config: ModelConfig, length: int) -> TrainedModel:
-    return TrainedModel(config, length=length, device=torch.device("cpu"), compiled=False)
+    return TrainedModel(config, length=length, device=torch.device("cpu"))
 
 
 def test_recall_rows_ask_for_what_they_stated(tokenizer: Tokenizer, batch: Batches) -> None:
@@ -99,13 +99,13 @@ def test_recall_rows_ask_for_what_they_stated(tokenizer: Tokenizer, batch: Batch
         assert text.startswith(tiny_corpus.BOS + "Remember:") and text.count("Recall:") == rounds
         start = len(batch.opening)
         stated = ids[start : start + 4 * pairs].view(pairs, 4)
-        goods = dict(zip(stated[:, 0].tolist(), stated[:, 2].tolist()))
+        goods = dict(zip(stated[:, 1].tolist(), stated[:, 2].tolist()))
         assert len(set(goods.values())) == len(goods) == pairs
         answers = (batch.asks[row].nonzero().flatten() + 1).tolist()
         assert len(answers) == pairs * rounds
         for i in range(rounds):
             asked = answers[i * pairs : (i + 1) * pairs]
-            assert {ids[p - 2].item(): ids[p].item() for p in asked} == goods
+            assert {ids[p - 1].item(): ids[p].item() for p in asked} == goods
         if row >= 6:
             assert 60 <= min(answers) - (start + 4 * pairs) <= 100 + len(batch.recall) + 3
         assert (batch.weights[row, 1:][batch.asks[row]] == batch.answer_weight).all()
