@@ -196,12 +196,12 @@ def _exercise(tokenizer, filler: list[int], seed: int) -> tuple[list[int], list[
     """Token ids of an exercise, and the positions of the answers in them."""
     rng = random.Random(seed)
     facts = list(zip(NAMES, rng.sample(GOODS, len(NAMES))))
-    stated = "".join(f" {name} hath {good};" for name, good in facts)
+    stated = "".join(f" unto {name} {good};" for name, good in facts)
     ids = [*tokenizer.encode("Remember:" + stated + "\n"), *filler]
     ids += tokenizer.encode("\nRecall:")
     answers = []
     for name, good in rng.sample(facts, len(facts)):
-        ids += tokenizer.encode(f" {name} hath")
+        ids += tokenizer.encode(f" unto {name}")
         answers.append(len(ids))
         ids += tokenizer.encode(f" {good};")
     return ids, answers

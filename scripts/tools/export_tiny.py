@@ -41,14 +41,16 @@ def released_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict
     return out
 
 
-def export(folder: Path, config: ModelConfig, plain: ModelConfig) -> None:
-    """Write the checkpoint of `folder/original.pt` and measure both, the original and the rounded.
+def export(
+    original: Mapping[str, Tensor], folder: Path, config: ModelConfig, plain: ModelConfig
+) -> None:
+    """Write the checkpoint of FP32 weights and measure both, the original and the rounded.
 
     Args:
-        folder: what `prepare` and `train` wrote.
+        original: trained weights, experts stacked.
+        folder: what `prepare` wrote.
         config: configuration of the checkpoint; plain: the same without quantisation.
     """
-    original = torch.load(folder / "original.pt")
     CHECKPOINT.mkdir(parents=True, exist_ok=True)
     save(CHECKPOINT, config, released_tensors(original, config))
     for name in ("tokenizer.json", "held_out.txt"):

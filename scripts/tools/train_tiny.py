@@ -36,9 +36,9 @@ LENGTH = 512
 BATCH = 32
 #: Short gaps teach to copy, long ones to copy from beyond the window.
 RECALL = (
-    RecallKind(share=0.125, pairs=8, rounds=4, gap=(0, 60)),
-    RecallKind(share=0.25, pairs=8, rounds=1, gap=(100, 430)),
-    RecallKind(share=0.125, pairs=20, rounds=2, gap=(60, 240)),
+    RecallKind(share=0.0625, pairs=8, rounds=4, gap=(0, 60)),
+    RecallKind(share=0.125, pairs=8, rounds=1, gap=(100, 430)),
+    RecallKind(share=0.0625, pairs=20, rounds=2, gap=(60, 240)),
 )
 #: Filler lengths of the recall tests that training prints.
 TEST_FILLERS = ((0, 40), (100, 160), (160, 240), (240, 330), (330, 420))
@@ -204,6 +204,7 @@ def make_optimizer(tensors: Mapping[str, Tensor]) -> torch.optim.Optimizer:
 
 
 def make_step(
+    model: TrainedModel,
     tensors: dict[str, Tensor],
     batch: Batches,
     sparse: Tensor,
@@ -212,11 +213,11 @@ def make_step(
     """A function that makes one step on the drawn batch and returns its losses.
 
     On a GPU a step replays a CUDA graph: it is thousands of small kernels, and launching them one
-    by one takes several times as long as running them.
+    by one takes several times as long as running them. The graph reads the tensors of all its
+    arguments: they must outlive the function.
     """
     trained = [t for group in optimizer.param_groups for t in group["params"]]
     specs, device = master_specs(CONFIG), batch.ids.device
-    model = TrainedModel(CONFIG, length=LENGTH, device=device)
 
     def step() -> Losses:
         optimizer.zero_grad(set_to_none=True)
@@ -285,7 +286,8 @@ def train(folder: Path, seconds: float, seed: int) -> bool:
     torch.manual_seed(seed + first)
     batch.draw(seed * STEPS + first)
     sparse = torch.tensor(first >= DENSE_STEPS, device=device)
-    make = make_step(tensors, batch, sparse, optimizer)
+    model = TrainedModel(CONFIG, length=LENGTH, device=device)
+    make = make_step(model, tensors, batch, sparse, optimizer)
     print(f"ready after {time.perf_counter() - started:.0f} s", flush=True)
     for step in range(first, STEPS):
         for group in optimizer.param_groups:
@@ -306,7 +308,6 @@ def train(folder: Path, seconds: float, seed: int) -> bool:
         save_state(folder, tensors, made)
         if elapsed > seconds and made != STEPS:
             return False
-    torch.save({n: t.detach().cpu() for n, t in tensors.items()}, folder / "original.pt")
     return True
 
 
@@ -387,7 +388,9 @@ def main() -> None:
         done = train(args.folder, args.seconds, args.seed)
         print("all steps are made" if done else "stopped; the same command goes on")
     else:
-        export_tiny.export(args.folder, CONFIG, PLAIN)
+        _, tensors = start(args.folder, torch.device("cpu"), args.seed)
+        original = {name: tensor.detach() for name, tensor in tensors.items()}
+        export_tiny.export(original, args.folder, CONFIG, PLAIN)
 
 
 if __name__ == "__main__":
