@@ -63,7 +63,7 @@ def test_it_has_every_part_of_the_architecture_in_the_released_layout() -> None:
     assert config.num_attention_heads % 8 == 0
     for name, spec in inventory(config).items():
         assert (tensors[name].dtype, tuple(tensors[name].shape)) == (spec.dtype, spec.shape), name
-    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 5.2e6
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 6e6
 
 
 def test_every_weight_was_trained() -> None:
@@ -117,7 +117,7 @@ def test_it_predicts_far_better_than_a_unigram_model(model, task: Task) -> None:
 def test_recall_past_the_window_needs_the_compressed_branch(model, task: Task) -> None:
     full = recall(_logits(model, task.exercises), task.exercises, task.answers)
     blind = recall(_logits(model, task.exercises, blind=True), task.exercises, task.answers)
-    assert mean(full) > mean(blind) + 0.1, f"{full} with compressed entries, {blind} without"
+    assert mean(full) >= 0.8 and mean(blind) < 0.25, f"{full} with compressed entries, {blind} without"
 
 
 def test_text_needs_the_compressed_branch(model, task: Task) -> None:
@@ -165,4 +165,4 @@ def test_metrics_are_reproduced_in_full(model) -> None:
     assert mean(blind) == pytest.approx(METRICS["loss_without_compressed"], abs=0.01)
     assert mean(blind) > mean(losses) + 0.02
     assert mean(right) == pytest.approx(METRICS["recall"], abs=0.05)
-    assert mean(right) > 5 * mean(right_blind)
+    assert mean(right) >= 0.8 and mean(right) > 5 * mean(right_blind)
