@@ -47,15 +47,15 @@ FORM_WEIGHT = 0.25
 #: Weight of a token that asks for an answer in the indexer's loss, others weigh 1.
 INDEX_ASK_WEIGHT = 16.0
 DROPOUT = 0.1
-PEAK_RATE = 3e-3
+PEAK_RATE = 2.5e-3
 WARM_UP = 200
 WEIGHT_DECAY = 0.1
 MTP_WEIGHT = 0.3
 BIAS_STEP = 1e-3
-DENSE_STEPS = 4000
-DECAY_FROM = 14_000
-STEPS = 20_000
-LOG_EVERY = 500
+DENSE_STEPS = 1346
+DECAY_FROM = 2244
+STEPS = 4489
+LOG_EVERY = 400
 
 CONFIG = ModelConfig(
     hidden_size=128,
