@@ -183,7 +183,11 @@ def held_out_loss(model: DeepseekV4, tokenizer, folder: Path) -> Iterator[Check]
 def recall_past_the_window(model: DeepseekV4, tokenizer, folder: Path) -> Check:
     """Statements repeated after a filler longer than the window: only compressed KV knows them."""
     filler = tokenizer.encode((folder / "held_out.txt").read_text(encoding="utf-8"))
-    exercises = [_exercise(tokenizer, filler[:FILLER_TOKENS], seed) for seed in range(EXERCISES)]
+    bos = model.config.bos_token_id
+    start = [] if bos is None else [bos]
+    exercises = [
+        _exercise(tokenizer, start, filler[:FILLER_TOKENS], seed) for seed in range(EXERCISES)
+    ]
     seen = sum(_recalled(model, *exercise) for exercise in exercises)
     with OpWatch(drop_compressed=True):
         blind = sum(_recalled(model, *exercise) for exercise in exercises)
@@ -192,12 +196,14 @@ def recall_past_the_window(model: DeepseekV4, tokenizer, folder: Path) -> Check:
     return Check("recall reaches past the window", seen >= 2 * max(blind, 1), detail)
 
 
-def _exercise(tokenizer, filler: list[int], seed: int) -> tuple[list[int], list[int]]:
+def _exercise(
+    tokenizer, start: list[int], filler: list[int], seed: int
+) -> tuple[list[int], list[int]]:
     """Token ids of an exercise, and the positions of the answers in them."""
     rng = random.Random(seed)
     facts = list(zip(NAMES, rng.sample(GOODS, len(NAMES))))
     stated = "".join(f" unto {name} {good};" for name, good in facts)
-    ids = [*tokenizer.encode("Remember:" + stated + "\n"), *filler]
+    ids = [*start, *tokenizer.encode("Remember:" + stated + "\n"), *filler]
     ids += tokenizer.encode("\nRecall:")
     answers = []
     for name, good in rng.sample(facts, len(facts)):
