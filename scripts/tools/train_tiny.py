@@ -29,7 +29,9 @@ from dsv4.loader import TensorSpec, inventory
 from dsv4.reference.model import ReferenceModel
 from scripts.tools import export_tiny, tiny_corpus, tiny_evaluate
 from scripts.tools.tiny_batches import Batches, RecallKind
-from scripts.tools.tiny_model import TrainedModel, index_loss, rounded
+from scripts.tools.tiny_layers import index_loss
+from scripts.tools.tiny_model import TrainedModel
+from scripts.tools.tiny_rounding import rounded
 
 BUILD = Path("build/tiny")
 LENGTH = 512

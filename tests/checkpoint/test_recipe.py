@@ -19,7 +19,8 @@ from dsv4.reference.model import IndexTrace, ReferenceModel, RouteTrace, Traces
 from scripts.tools import tiny_corpus, train_tiny
 from scripts.tools.export_tiny import released_tensors
 from scripts.tools.tiny_batches import Batches, RecallKind
-from scripts.tools.tiny_model import TrainedModel, rounded
+from scripts.tools.tiny_model import TrainedModel
+from scripts.tools.tiny_rounding import rounded
 
 pytestmark = pytest.mark.stage("checkpoint")
 

@@ -10,7 +10,9 @@ pytest.importorskip("tokenizers", reason="the corpus of the recipe needs tokeniz
 
 from scripts.tools import train_tiny
 from scripts.tools.tiny_batches import Batches, RecallKind
-from scripts.tools.tiny_model import TrainedModel, rounded, sinkhorn
+from scripts.tools.tiny_layers import sinkhorn
+from scripts.tools.tiny_model import TrainedModel
+from scripts.tools.tiny_rounding import rounded
 
 pytestmark = [pytest.mark.stage("checkpoint"), pytest.mark.gpu]
 
