@@ -28,6 +28,25 @@ def output_file(text: str) -> Path:
                 # The name too: it may be too long.
                 (Path(folder) / path.name).write_bytes(b"\n")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise argparse.ArgumentTypeError(f"{text!r}: {reason}") from None
+        raise argparse.ArgumentTypeError(f"{text!r}: {_reason(error)}") from None
     return path
+
+
+def output_folder(text: str) -> Path:
+    """Type of an argparse option that names a folder to write files into, new or not; tried as
+    `output_file` is."""
+    path = Path(text)
+    try:
+        existing = path if path.exists() else path.parent
+        if not existing.is_dir():
+            raise NotADirectoryError(f"{existing} is not a folder")
+        with tempfile.TemporaryDirectory(dir=existing) as folder:
+            # The name too: it may be too long.
+            (Path(folder) / path.name).mkdir(exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {_reason(error)}") from None
+    return path
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsv4.cli import sim_output
-
-if TYPE_CHECKING:
-    pass
+from dsv4.cli.output_file import output_folder
 
 _PARAMETER = re.compile(r"(\w+)(?:\[([\d,]+)\])?(?:=(.+))?")
 _FORM = (
@@ -49,7 +47,10 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of =random and of the schedule random")
     parser.add_argument(
-        "--save", type=Path, metavar="FOLDER", help="write tensors there as they are afterwards"
+        "--save",
+        type=output_folder,
+        metavar="FOLDER",
+        help="write tensors there as they are afterwards",
     )
     sim_output.add_options(parser)
     parser.set_defaults(run=run)

@@ -12,7 +12,7 @@ class Module(nn.Module):
     """nn.Module that `to(dtype)`, `half()`, `float()` and the like convert only where it is plain.
 
     Codes and scales of quantised weights are bit patterns: converted to another dtype they would be
-    other weights. Norms, routers and their like are float32 in every model.
+    other weights. Norms, the router's bias and their like are float32 in every model.
 
     Attributes:
         plain: names of the module's own parameters that have the dtype of the activations and

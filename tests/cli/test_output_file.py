@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsv4.cli.main import build_parser, main
-from dsv4.cli.output_file import output_file
+from dsv4.cli.output_file import output_file, output_folder
 
 READ = {"--measured", "--flashmla"}  # files that commands read
 
@@ -27,7 +27,7 @@ def _file_options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def test_every_file_that_is_written_is_checked() -> None:
     options = list(_file_options(build_parser()))
-    written = [option for option in options if option.type is output_file]
+    written = [option for option in options if option.type in (output_file, output_folder)]
     assert len(written) >= 6
     for option in options:
         assert option in written or set(option.option_strings) <= READ, option.option_strings
@@ -39,6 +39,16 @@ def test_a_path_that_can_be_written_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text("content")
     assert output_file(str(tmp_path / "old.json")).read_text() == "content"
     assert output_file(os.devnull) == Path(os.devnull)
+
+
+def test_a_folder_to_write_is_tried(tmp_path: Path) -> None:
+    assert output_folder(str(tmp_path)) == tmp_path
+    assert output_folder(str(tmp_path / "new")) == tmp_path / "new"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "nowhere" / "x", tmp_path / "n" / ("x" * 300)):
+        with pytest.raises(argparse.ArgumentTypeError, match=str(path)[:40]):
+            output_folder(str(path))
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ def test_a_part_of_a_model_keeps_its_codes_too(seed: int) -> None:
     layer = random_model(CONFIGS["fp4"]).layers[0]
     formats = {name: tensor.dtype for name, tensor in layer.state_dict().items()}
     assert torch.float8_e4m3fn in formats.values() and torch.int8 in formats.values()
-    assert {name: t.dtype for name, t in layer.half().state_dict().items()} == formats
+    converted = formats | {"ffn.gate.weight": torch.float16}  # plain, as the activations
+    assert {name: t.dtype for name, t in layer.half().state_dict().items()} == converted
 
 
 def test_a_converted_model_computes_as_one_that_was_built_so(seed: int) -> None:
