@@ -254,6 +254,8 @@ def _check_sparse(q: Tensor, value_dim: int, name: str, *, dims: int) -> None:
     _check_no_gradient("q", q)
     if q.dim() != dims:
         raise ValueError(f"q: got shape {tuple(q.shape)}, needs {dims} dimensions")
+    if not q.shape[-2]:
+        raise ValueError(f"q: got shape {tuple(q.shape)}, needs at least one head")
     if q.shape[-1] == PLAIN_MLA_DIM:
         raise ValueError(
             f"q: got a head dimension of {PLAIN_MLA_DIM}, that of plain MLA, which is not offered; "
