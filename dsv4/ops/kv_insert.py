@@ -16,6 +16,7 @@ from dsv4.kernels.rows.kv_insert_config import ARGS, KvInsertConfig, values
 from dsv4.ops.pools import decode_entries, encode_entries, entry_views
 from dsv4.ops.rms_norm_fp8 import MODEL_EPS, rms_norm_rows
 from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.checks import check_is_tensor
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 
 CTAS_PER_SM = 8
@@ -139,6 +140,7 @@ def kv_insert(
         _op(*tensors, identity)
     except Exception:
         KV_INSERT.explain(*tensors)
+        check_is_tensor("pool", pool)  # an output, but no call makes one
         raise
 
 
