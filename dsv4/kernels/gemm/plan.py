@@ -17,15 +17,14 @@ from dsv4.kernels.kit.plan import (
     Buffer,
     Edge,
     Registers,
-    SmemPlan,
     Warps,
 )
+from dsv4.kernels.kit.ring_plan import RingPlan
 
 M_TILE = 64  # rows of a wgmma
 UNIT_ROWS = 16  # of a warp's accumulators
 LANE_VALUES = 4  # that a lane holds of UNIT_ROWS rows and 8 columns
 CONSUMER_WARPS = 8
-CTA_RESERVED = 1024  # bytes of shared memory that an SM keeps for each CTA
 MIN_STAGES = 2
 RESIDENT_TOKENS, FEW_TOKENS, MANY_TOKENS, MOST_TOKENS = 8, 16, 64, 128  # of the tilings
 # Levels of the stack of sums that MOST_TOKENS leave registers for, beside a block's products; a
@@ -82,7 +81,7 @@ class Tiling:
 
 
 @dataclass(frozen=True)
-class LinearPlan:
+class LinearPlan(RingPlan):
     """Every budget of a CTA.
 
     Attributes:
@@ -198,12 +197,8 @@ class LinearPlan:
         return max(levels - LEVELS_IN_REGISTERS, 0) if self.tiling.is_wide else 0
 
     @property
-    def stages(self) -> int:
-        """As many as fit."""
-        stages = 1
-        while self._fits(stages + 1):
-            stages += 1
-        return stages
+    def ctas_per_sm(self) -> int:
+        return self.tiling.ctas_per_sm
 
     @property
     def x_tiles(self) -> int:
@@ -223,23 +218,6 @@ class LinearPlan:
             return ()
         # [warpgroup, level, vector, thread, 4]; or an output tile's rows, on their way.
         return (Buffer("spills", "Float32", self.spill_values, 1024),)
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of shared memory of a CTA."""
-        return SM_90A.smem_per_sm // self.tiling.ctas_per_sm - CTA_RESERVED
-
-    @property
-    def smem(self) -> SmemPlan:
-        return SmemPlan(self._buffers(self.stages), self.capacity)
-
-    @property
-    def barriers(self) -> BarrierGraph:
-        return self._barriers(self.stages)
-
-    def _fits(self, stages: int) -> bool:
-        needed = SmemPlan(self._buffers(stages), capacity=1 << 30).total_bytes
-        return needed <= self.capacity
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         x_tiles = stages if self.tiling.is_streamed else self.cta_blocks

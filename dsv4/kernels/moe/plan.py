@@ -9,15 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from dsv4.arch import SM_90A
-from dsv4.kernels.kit.plan import Arrival, Arrive, BarrierGraph, Buffer, Edge, SmemPlan, Warps
+from dsv4.kernels.kit.plan import Arrival, Arrive, BarrierGraph, Buffer, Edge, Warps
+from dsv4.kernels.kit.ring_plan import RingPlan
 from dsv4.kernels.moe.config import ExpertsConfig
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
 
 CONSUMER_WARPS = 8
 ACTIVATION_WARPS = 3
 TILE_ROWS = 2 * PANEL_ROWS
-CTA_RESERVED = 1024  # bytes of shared memory that an SM keeps for each CTA
 WEIGHT_BYTES = 16384  # of a stage: 128 rows of two k blocks of FP4, or of one of FP8
 SCALE_BYTES = 1024  # of a stage: a word for each row and k block of FP4
 MIN_STAGES = 2
@@ -100,7 +99,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class ProductPlan:
+class ProductPlan(RingPlan):
     """Every budget of a CTA.
 
     Attributes:
@@ -169,29 +168,12 @@ class ProductPlan:
         return Warps.of(consumers=CONSUMER_WARPS, load=1, activations=ACTIVATION_WARPS)
 
     @property
-    def stages(self) -> int:
-        """As many as fit and are allowed."""
-        stages = 1
-        while stages < self.tiling.most_stages and self._fits(stages + 1):
-            stages += 1
-        return stages
+    def ctas_per_sm(self) -> int:
+        return self.tiling.ctas_per_sm
 
     @property
-    def capacity(self) -> int:
-        """Bytes of shared memory of a CTA."""
-        return SM_90A.smem_per_sm // self.tiling.ctas_per_sm - CTA_RESERVED
-
-    @property
-    def smem(self) -> SmemPlan:
-        return SmemPlan(self._buffers(self.stages), self.capacity)
-
-    @property
-    def barriers(self) -> BarrierGraph:
-        return self._barriers(self.stages)
-
-    def _fits(self, stages: int) -> bool:
-        needed = SmemPlan(self._buffers(stages), capacity=1 << 30).total_bytes
-        return needed <= self.capacity
+    def most_stages(self) -> int:
+        return self.tiling.most_stages
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         return (
