@@ -1,13 +1,18 @@
-"""Warp-level odds and ends of generated code: fences, traps, register budgets."""
+"""Fences, traps, waits for the launch before, and register budgets."""
 
 from __future__ import annotations
+
+from itertools import zip_longest
+from typing import NamedTuple
 
 import numpy as np
 
 from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.instructions.barriers import whole_warp
+from dsv4.simulator.machine.memory import Cta
 from dsv4.simulator.machine.warp import Warp
 
-REGISTER_FILE = 65536
+LEAST_REGISTERS, MOST_REGISTERS = 24, 256  # of a thread by setmaxnreg
 
 
 def trap(w: Warp, mask: np.ndarray) -> None:
@@ -47,16 +52,73 @@ def let_dependents_go(w: Warp, mask: np.ndarray) -> None:
         w.launch.ctas_let_go += 1
 
 
-def set_registers(w: Warp, direction: str, count: int) -> None:
-    """setmaxnreg: the CTA's warps together must fit the register file."""
-    if count % 8 or not 24 <= count <= 256:
-        raise KernelFault(f"setmaxnreg {count}: a multiple of 8 in 24..256 is required")
-    budgets = w.launch.register_budgets.setdefault(id(w.cta), {})
-    budgets[w.number] = count
-    warps = w.launch.warps
-    total = 32 * sum(budgets.values())
-    if len(budgets) == warps and total > REGISTER_FILE:
-        raise KernelFault(
-            f"setmaxnreg: the CTA's {warps} warps ask for {total} registers, "
-            f"the register file has {REGISTER_FILE}"
+class AwaitedRegisters(NamedTuple):
+    """What a warp at setmaxnreg.inc waits for."""
+
+    count: int  # that each of its threads asks for
+    warp: Warp
+
+    def __str__(self) -> str:
+        w = self.warp
+        return (
+            f"setmaxnreg.inc to {self.count} registers a thread: it has {w.register_count}, and "
+            f"the CTA's pool {w.cta.spare_registers[w.number % 4]} more for it"
         )
+
+    @property
+    def reason(self) -> str:
+        """Why no warp of the CTA will give it enough, if that is certain."""
+        w = self.warp
+        others = [other for other in w.cta.warps[w.number % 4 :: 4] if other is not w]
+        if not all(other.done or _has_chosen(other) for other in others):
+            return ""
+        kept = ", ".join(f"{other.register_count} (warp {other.number})" for other in others)
+        return (
+            f": a CTA of {w.launch.threads} threads starts with at most "
+            f"{w.launch.registers_at_launch} each, and others that share them keep {kept or 'none'}"
+        )
+
+
+def _has_chosen(w: Warp) -> bool:
+    return bool(w.register_changes) or isinstance(w.waiting, AwaitedRegisters)
+
+
+def set_registers(w: Warp, direction: str, count: int, mask: np.ndarray) -> bool:
+    """setmaxnreg: registers go to the CTA's pool or come from it; False if it must wait for them.
+
+    Warps whose numbers are equal modulo four share a quarter of the register file. Warps that have
+    exited keep what they had.
+    """
+    if not mask.any():
+        return True
+    whole_warp(w, mask, "setmaxnreg")
+    if count % 8 or not LEAST_REGISTERS <= count <= MOST_REGISTERS:
+        raise KernelFault(
+            f"setmaxnreg {count}: a multiple of 8 in {LEAST_REGISTERS}..{MOST_REGISTERS} is "
+            "required"
+        )
+    spare, quarter = w.cta.spare_registers, w.number % 4
+    more = count - w.register_count
+    if direction == "inc" and more > spare[quarter]:
+        w.waiting = AwaitedRegisters(count, w)
+        return False
+    if (more > 0) == (direction == "inc"):
+        spare[quarter] -= more
+        w.register_count = count
+    w.register_changes.append(w.at)
+    return True
+
+
+def check_register_changes(cta: Cta) -> None:
+    """The warps of a warpgroup must all execute the same setmaxnreg."""
+    for first in range(0, len(cta.warps), 4):
+        leader, *others = cta.warps[first : first + 4]
+        for other in others:
+            if other.register_changes != leader.register_changes:
+                changes = zip_longest(leader.register_changes, other.register_changes)
+                at = next(a if b is None else b for a, b in changes if a != b)
+                where = leader.program.entry.instructions[at].where()
+                raise KernelFault(
+                    f"setmaxnreg by one of warps {leader.number} and {other.number} of {cta.name}, "
+                    f"which are a warpgroup, and not by the other\n  at {where}"
+                )

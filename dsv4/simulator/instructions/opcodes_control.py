@@ -253,7 +253,11 @@ def grid_dependency(e: BlockEmitter, ins: Instruction) -> None:
 @emits("setmaxnreg")
 def set_registers(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()
-    e.line(f"set_registers(w, {ins.parts[1]!r}, {int(ins.operands[0])})")
+    call = f"set_registers(w, {ins.parts[1]!r}, {int(ins.operands[0])}, {e.mask})"
+    if may_block(ins):
+        _park_unless(e, call)
+    else:
+        e.line(call)
 
 
 @emits("mapa")

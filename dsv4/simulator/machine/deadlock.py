@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dsv4.simulator.instructions.barriers import Awaited
+from dsv4.simulator.instructions.control import AwaitedRegisters
 from dsv4.simulator.machine.warp import Warp
 
 
@@ -53,6 +54,8 @@ def _reason(warp: Warp) -> str:
         barrier = warp.waiting.barrier
         if not barrier.pending and barrier.transactions > 0:
             return ": all have arrived, but no copy under way brings the bytes it expects"
+    if isinstance(warp.waiting, AwaitedRegisters):
+        return warp.waiting.reason
     if warp.bar_ticket is not None:
         barrier = warp.cta.named[warp.bar_ticket[0]]
         left = 32 * sum(not other.done for other in warp.cta.warps)

@@ -135,6 +135,8 @@ class Cta:
         self.named: dict[int, NamedBarrier] = {}
         self.name = f"CTA {index}"
         self.warps: list = []
+        # By quarter of the register file: registers of a thread that setmaxnreg gave up.
+        self.spare_registers = [0, 0, 0, 0]
         self.let_go = False  # griddepcontrol.launch_dependents was executed
         self.products: dict[tuple[int, int], object] = {}  # wgmmas some warp has yet to issue
         # Of instructions that some warps of a warpgroup have yet to reach: (warpgroup, number) ->

@@ -15,11 +15,12 @@ import numpy as np
 
 from dsv4.simulator.compile.program import Program, check_launchable
 from dsv4.simulator.errors import Deadlock, Endless, KernelFault
+from dsv4.simulator.instructions.control import check_register_changes
 from dsv4.simulator.machine.asynchronous import AsyncEngine
 from dsv4.simulator.machine.deadlock import describe_deadlock
 from dsv4.simulator.machine.memory import SYSTEM_SHARED_BYTES, Cluster, Cta, GlobalMemory
 from dsv4.simulator.machine.observer import Observer
-from dsv4.simulator.machine.occupancy import ctas_per_multiprocessor
+from dsv4.simulator.machine.occupancy import ctas_per_multiprocessor, registers_at_launch
 from dsv4.simulator.machine.warp import Warp
 
 SHARED_LIMIT = 227 * 1024
@@ -57,7 +58,6 @@ class Launch:
     seed: int
     multiprocessors: int
     monitor: Observer | None = None
-    register_budgets: dict[int, dict[int, int]] = field(default_factory=dict)
     tensor_maps: dict[bytes, object] = field(default_factory=dict)
     regions: dict[int, object] = field(default_factory=dict)  # instruction -> allocation it was in
     issued: dict[str, int] = field(default_factory=dict)
@@ -75,6 +75,7 @@ class Launch:
         self.threads = config.block[0] * config.block[1] * config.block[2]
         self.warps = -(-self.threads // 32)
         self.padded_threads = 32 * self.warps
+        self.registers_at_launch = registers_at_launch(self.program.entry, self.warps)
         self.cluster_size = config.cluster[0] * config.cluster[1] * config.cluster[2]
         if any(g % c for g, c in zip(config.grid, config.cluster)):
             raise KernelFault(f"grid {config.grid} is not a multiple of cluster {config.cluster}")
@@ -220,7 +221,7 @@ class Resident:
                     store.perform()
         self.cluster.engine.drain()
         for cta in self.cluster.ctas:
-            launch.register_budgets.pop(id(cta), None)
+            check_register_changes(cta)
             for start, (columns, at) in sorted(cta.tmem_allocations.items()):
                 where = launch.program.entry.instructions[at].where()
                 raise KernelFault(

@@ -15,6 +15,7 @@ _BLOCKING = (
     "bar.sync", "bar.red", "barrier.sync", "barrier.cta.sync", "barrier.cta.red", "barrier.red",
     "barrier.cluster.wait", "cp.async.bulk.wait_group", "cp.async.wait_", "tcgen05.wait",
     "tcgen05.alloc", "wgmma.wait_group", "griddepcontrol.wait",
+    "setmaxnreg.inc",
 )  # fmt: skip
 # These write registers behind the back of the block's local variables.
 _REGISTER_WRITERS = ("wgmma.mma_async", "tcgen05.ld")

@@ -28,6 +28,7 @@ _CALL_PARAMETER = re.compile(r"\[(%s\d+_[\w$]+)(?:\+0)?\]")
 _SCOPED_LABEL = re.compile(r"(?:^|[;{}\n])\s*([$A-Za-z_][\w$]*)\s*:(?!:)")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)([^\n]*)")
 _INLINED_AT = re.compile(r"inlined_at\s+(\d+)\s+(\d+)")
+_DIRECTIVES = ("reqntid", "minnctapersm", "maxnreg")
 SHOWN_TEXT = 400  # characters of an instruction: tensor copies with all their coordinates fit
 
 
@@ -82,6 +83,8 @@ class Entry:
     registers: dict[str, int] = field(default_factory=dict)
     families: list[tuple[str, int]] = field(default_factory=list)
     threads: tuple[int, int, int] | None = None
+    least_ctas: int = 1  # of a multiprocessor (.minnctapersm)
+    most_registers: int | None = None  # of a thread at launch (.maxnreg)
 
     def width(self, register: str) -> int | None:
         """Bits of a register, None when the name is not a register."""
@@ -210,16 +213,26 @@ class _EntryReader:
         close = self.text.index(")", self.at)
         self._read_params(self.text[self.at : close])
         body = self.text.index("{", close)
-        header = re.search(r"\.reqntid\s+([\d,\s]+)", self.text[close:body])
-        if header:
-            dims = [int(v) for v in header.group(1).replace(" ", "").strip().split(",") if v]
-            self.entry.threads = tuple([*dims, 1, 1][:3])
+        self._read_directives(self.text[close:body])
         self.at = body + 1
         while self._statement():
             pass
         self.end = self.at
         self.entry.families.sort(key=lambda family: -len(family[0]))
         return self.entry
+
+    def _read_directives(self, text: str) -> None:
+        """What an entry says of its launches: block size, CTAs of an SM, registers."""
+        found = {name: re.search(rf"\.{name}\s+([\d,\s]+)", text) for name in _DIRECTIVES}
+        numbers = {
+            name: [int(v) for v in m.group(1).split(",") if v.strip()]
+            for name, m in found.items()
+            if m
+        }
+        if "reqntid" in numbers:
+            self.entry.threads = tuple([*numbers["reqntid"], 1, 1][:3])
+        self.entry.least_ctas = numbers.get("minnctapersm", [1])[0]
+        self.entry.most_registers = numbers.get("maxnreg", [None])[0]
 
     def _read_params(self, text: str) -> None:
         offset = 0

@@ -13,7 +13,7 @@ _HEADER = """
 .target {target}
 .address_size 64
 .extern .shared .align 1024 .b8 smem[];
-.visible .entry k(.param .b64 out{parameters})
+.visible .entry k(.param .b64 out{parameters}) {directives}
 {{
 .reg .pred %p<16>; .reg .b16 %h<8>; .reg .b32 %r<64>; .reg .b64 %d<16>;
 ld.param.b64 %d1, [out];
@@ -49,11 +49,17 @@ def run_body(
     target: str = "sm_90a",
     shared: int = 4096,
     maps: tuple[bytes, ...] = (),
+    directives: str = "",
     **options,
 ) -> Report:
-    """Run a body on `out` (int32, 256 by default); tensor maps are parameters `map0`, `map1`..."""
+    """Run a body on `out` (int32, 256 by default); tensor maps are parameters `map0`, `map1`...,
+    `directives` those of the entry."""
     declared = "".join(f", .param .align 64 .b8 map{i}[128]" for i in range(len(maps)))
-    text = _HEADER.format(target=target, parameters=declared) + body + "\nret;\n}\n"
+    text = (
+        _HEADER.format(target=target, parameters=declared, directives=directives)
+        + body
+        + "\nret;\n}\n"
+    )
     out = torch.zeros(256, dtype=torch.int32) if out is None else out
     return simulate_ptx(
         text, "k", grid=(grid, 1, 1), block=(threads, 1, 1), cluster=(cluster, 1, 1),

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dsv4.simulator import Deadlock, Endless
+from dsv4.simulator import Deadlock, Endless, KernelFault
 from tests.simulator.helpers.ptx import INIT_BARRIER, run_body
 
 pytestmark = pytest.mark.stage("simulator")
@@ -104,3 +104,62 @@ def test_warps_that_wait_alike_share_a_line():
     lines = _deadlock(body, "eager", threads=256)
     assert len(lines) == 6
     assert "and 2 more waits for barrier 1" in lines[4]
+
+
+# Warpgroups 0 and 1 ask for registers that warpgroup 2 gives up, after it has waited for nobody.
+_REGISTERS = """
+setp.lt.u32 %p4, %r1, 256;
+@%p4 bra MORE;
+setmaxnreg.dec.sync.aligned.u32 {less};
+bra JOIN;
+MORE: setmaxnreg.inc.sync.aligned.u32 {more};
+JOIN: bar.sync 0;
+"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_registers_that_nobody_gives_up_come_first(schedule):
+    """384 threads start with 168 registers: 504 for the three warps of a quarter, though 512 would
+    fit the register file."""
+    run_body(_REGISTERS.format(less=56, more=224), threads=384, schedule=schedule)
+    lines = _deadlock(_REGISTERS.format(less=64, more=224), schedule, threads=384)
+    root, where = lines[1:3]
+    assert re.search(r"root cause: .* warp \d waits for setmaxnreg\.inc to 224 registers", root)
+    assert "it has 168, and the CTA's pool 48 more for it" in root
+    assert "a CTA of 384 threads starts with at most 168 each" in root
+    assert re.search(r"others that share them keep .*\b64 \(warp \d+\)", root)
+    assert "setmaxnreg.inc.sync.aligned.u32 224" in where
+    assert any("barrier 0" in line for line in lines[3:])
+
+
+def test_registers_that_a_waiting_warp_would_give_up_are_not_the_cause():
+    """The warpgroup that has registers to spare waits at an mbarrier itself."""
+    wait = """
+    W: mbarrier.try_wait.parity.shared.b64 %p6, [%r30], 0, 1000;
+    @!%p6 bra W;
+    setmaxnreg.dec"""
+    body = INIT_BARRIER + _REGISTERS.format(less=56, more=224)
+    lines = _deadlock(body.replace("setmaxnreg.dec", wait), "eager", threads=384)
+    assert re.search(r"warp (8|9|10|11) waits for mbarrier", lines[1])
+    assert any("waits for setmaxnreg.inc" in line for line in lines[3:])
+
+
+@pytest.mark.parametrize(
+    "directives, most", [("", 168), (".maxnreg 128", 128), (".minnctapersm 2", 80)]
+)
+def test_registers_at_launch_are_what_the_directives_leave(directives, most):
+    grow = "setmaxnreg.inc.sync.aligned.u32 {0};"
+    run_body(grow.format(most), threads=384, directives=directives)
+    (cause,) = (
+        line
+        for line in _deadlock(grow.format(most + 8), "eager", threads=384, directives=directives)
+        if "root cause" in line
+    )
+    assert f"it has {most}, and the CTA's pool 0 more" in cause
+
+
+def test_registers_are_asked_for_in_eights_and_by_whole_warpgroups():
+    with pytest.raises(KernelFault, match=r"setmaxnreg 20: a multiple of 8 in 24\.\.256"):
+        run_body("setmaxnreg.dec.sync.aligned.u32 20;")
+    with pytest.raises(KernelFault, match=r"one of warps 0 and 1 of CTA .* not by the other"):
+        run_body("@%p1 setmaxnreg.dec.sync.aligned.u32 24;", threads=128)
