@@ -7,9 +7,11 @@ c columns.
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit import args
-from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Workspace
+from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Workspace, tensors_of
 from dsv4.kernels.kit.kv_entry import ALIGNMENT, FP8_ENTRY_ALIGNMENT, KV_DTYPES
 
 _ROWS = {"dtype": "bfloat16", "also": ("float32",), "align": 16}
@@ -44,6 +46,8 @@ ARGS = (
     Scalar("sliding_window"),
     Scalar("ratio"),
 )
+# The tensors of a call, by the names of the table.
+PagedFmhaTensors = namedtuple("PagedFmhaTensors", [arg.name for arg in tensors_of(ARGS)])
 
 
 def values(config: PagedFmhaConfig) -> dict[str, int | str]:

@@ -4,40 +4,25 @@ from __future__ import annotations
 
 from torch import Tensor, float32
 
+from dsv4.kernels.attention.paged_args import PagedFmhaTensors
 from dsv4.kernels.attention.paged_config import MAX_TOP_K, PagedFmhaConfig
 
 MAX_SLOTS = 2**31 - 1
 
 
-def check_sizes(
-    config: PagedFmhaConfig,
-    q: Tensor,
-    window_pool: Tensor,
-    window_indices: Tensor | None,
-    window_lens: Tensor | None,
-    compressed_pool: Tensor | None,
-    compressed_indices: Tensor | None,
-    compressed_lens: Tensor | None,
-    sink_logits: Tensor,
-    o: Tensor,
-    q_factor: Tensor | None = None,
-    rope: Tensor | None = None,
-    positions: Tensor | None = None,
-    block_table: Tensor | None = None,
-    request_ids: Tensor | None = None,
-    window_table: Tensor | None = None,
-    *_: Tensor | None,
-) -> None:
+def check_sizes(config: PagedFmhaConfig, given: PagedFmhaTensors) -> None:
     """Check which arguments are given, and the pools: metadata alone."""
-    for name, pool in (("window_pool", window_pool), ("compressed_pool", compressed_pool)):
+    for name in ("window_pool", "compressed_pool"):
+        pool = getattr(given, name)
         if pool is not None:
-            check_pool(config, name, pool, q)
-    check_form("window", window_indices, window_lens, window_table)
-    if (window_indices is None) == (window_table is None):
+            check_pool(config, name, pool, given.q)
+    window_table, block_table = given.window_table, given.block_table
+    check_form("window", given.window_indices, given.window_lens, window_table)
+    if (given.window_indices is None) == (window_table is None):
         raise ValueError("window_indices and window_table: needs exactly one of both")
-    check_form("compressed", compressed_indices, compressed_lens, block_table)
-    named = compressed_indices is not None or block_table is not None
-    if named != (compressed_pool is not None):
+    check_form("compressed", given.compressed_indices, given.compressed_lens, block_table)
+    named = given.compressed_indices is not None or block_table is not None
+    if named != (given.compressed_pool is not None):
         raise ValueError(
             "compressed_pool: needs compressed_indices or block_table beside it, and these need it"
         )
@@ -45,18 +30,14 @@ def check_sizes(
         raise ValueError("sliding_window: got 0, window_table needs at least 1")
     if config.ratio == 0 and block_table is not None:
         raise ValueError("ratio: got 0, block_table needs at least 1")
-    uses = [
-        name
-        for name, tensor in (("window_table", window_table), ("block_table", block_table))
-        if tensor is not None
-    ]
-    if uses and request_ids is None:
+    uses = [name for name in ("window_table", "block_table") if getattr(given, name) is not None]
+    if uses and given.request_ids is None:
         raise ValueError(f"request_ids: got None, {uses[0]} needs them")
-    if rope is not None:
+    if given.rope is not None:
         uses.append("rope")
-        if rope.shape[0] == 0:
+        if given.rope.shape[0] == 0:
             raise ValueError("rope: got no rows, needs one per position")
-    if uses and positions is None:
+    if uses and given.positions is None:
         raise ValueError(f"positions: got None, {uses[0]} needs them")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4.kernels.attention.paged_args import PagedFmhaTensors
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.args import Workspace
 from dsv4.ops.attention.paged_checks import check_sizes
@@ -24,10 +25,7 @@ def make_launch(state: State) -> Launch:
     table = op.tensors
     # Tensors of T rows that may be None: the compiled function takes any number of rows of them.
     tokens_first = [i for i, arg in enumerate(table) if arg.may_be_none and arg.shape[0] == "T"]
-    places = {arg.name: place for place, arg in enumerate(table)}
-    window_indices, window_table = places["window_indices"], places["window_table"]
-    compressed_indices, block_table = places["compressed_indices"], places["block_table"]
-    compressed_pool, workspace = places["compressed_pool"], places["workspace"]
+    workspace = PagedFmhaTensors._fields.index("workspace")
     plans: dict[tuple[int, int, int], tuple[tuple[int, ...], int]] = {}
     current_device, has_others = torch._C._cuda_getDevice, torch.cuda.device_count() > 1
 
@@ -44,8 +42,8 @@ def make_launch(state: State) -> Launch:
         ):
             pass_on(op, config, arguments)
             return
-        given = tensors_of_call(op, arguments)
-        check_sizes(config, *given)
+        given = PagedFmhaTensors._make(tensors_of_call(op, arguments))
+        check_sizes(config, given)
         tokens = q.shape[0]
         if tokens == 0:
             op.check(config, given)
@@ -55,22 +53,21 @@ def make_launch(state: State) -> Launch:
             if tensor is not None and tensor.shape[0] != tokens:
                 raise ValueError(f"{table[i].label}: got {tensor.shape[0]} rows, needs {tokens}")
         window = config.sliding_window
-        if given[window_table] is None:
-            window = given[window_indices].shape[1]
+        if given.window_table is None:
+            window = given.window_indices.shape[1]
         entries = 0
-        if given[compressed_indices] is not None:
-            entries = given[compressed_indices].shape[1]
-        elif given[block_table] is not None:
-            entries = given[block_table].shape[1] * given[compressed_pool].shape[1]
+        if given.compressed_indices is not None:
+            entries = given.compressed_indices.shape[1]
+        elif given.block_table is not None:
+            entries = given.block_table.shape[1] * given.compressed_pool.shape[1]
         scalars, needed = plan((tokens, window, entries))
         filled = [one if one is not None else other for one, other in zip(given, absent)]
         if not needed:
             filled[workspace] = absent[workspace]
-        elif given[workspace] is None:
+        elif given.workspace is None:
             filled[workspace] = state.workspace(needed, tokens)
-        elif given[workspace].numel() < needed:
-            got = given[workspace].numel()
-            raise ValueError(f"workspace: got {got} elements, needs {needed}")
+        elif given.workspace.numel() < needed:
+            raise ValueError(f"workspace: got {given.workspace.numel()} elements, needs {needed}")
         run(*filled, *scalars)
 
     def plan(size: tuple[int, int, int]) -> tuple[tuple[int, ...], int]:

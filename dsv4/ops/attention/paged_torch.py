@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dsv4.kernels.attention.paged_args import PagedFmhaTensors
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.kv_entry import Fp8Entry
 from dsv4.ops.attention.torch_path import attend, merge, tokens_at_once
@@ -75,6 +76,23 @@ class TabledSlots:
         return TabledSlots(self.table, *tensors, self.page_size, self.pages)
 
 
+@dataclass(frozen=True)
+class Branch:
+    """Keys of one branch for all tokens.
+
+    Attributes:
+        width: keys of a token at most.
+    """
+
+    pool: Pool
+    slots: Slots
+    width: int
+
+    def of(self, part: slice) -> PagedKeys:
+        """Those of a chunk of tokens."""
+        return PagedKeys(self.pool, self.slots.of(part), self.width)
+
+
 class PagedKeys:
     """Keys of one branch for a chunk of tokens, for `attend`."""
 
@@ -97,74 +115,64 @@ class PagedKeys:
         return keys.masked_fill_(~valid.unsqueeze(-1), 0.0), valid.unsqueeze(1)
 
 
-def sparse_fmha_paged(
-    config: PagedFmhaConfig,
-    q: Tensor,
-    window_pool: Tensor,
-    window_indices: Tensor | None,
-    window_lens: Tensor | None,
-    compressed_pool: Tensor | None,
-    compressed_indices: Tensor | None,
-    compressed_lens: Tensor | None,
-    sink_logits: Tensor,
-    o: Tensor,
-    q_factor: Tensor | None,
-    rope: Tensor | None,
-    positions: Tensor | None,
-    block_table: Tensor | None,
-    request_ids: Tensor | None,
-    window_table: Tensor | None,
-    lse: Tensor | None,
-    max_logits: Tensor | None,
-) -> None:
+def sparse_fmha_paged(config: PagedFmhaConfig, given: PagedFmhaTensors) -> None:
     """Write `o` and, when given, `lse` and `max_logits`. Arguments are checked ones.
 
     Products and sums in float32; with bfloat16 queries probabilities are rounded to bfloat16 before
     the second product, the normaliser is the sum of unrounded ones.
     """
+    q = given.q
     tokens = q.shape[0]
     if tokens == 0:
         return
-    entry = Fp8Entry(config.head_dim, config.rope_dim) if config.kv_format == "fp8" else None
-    sees = torch.ones(tokens, dtype=torch.bool, device=q.device)
-    if request_ids is not None:
-        sees = request_ids >= 0
-    window = Pool(window_pool, entry)
-    compressed = window if compressed_pool is None else Pool(compressed_pool, entry)
-    if window_table is not None:
-        slots_w = _window_of(config, window, window_table, request_ids, positions)
-        width_w = config.sliding_window
-    else:
-        slots_w = _listed(window_indices, window_lens, sees)
-        width_w = window_indices.shape[1]
-    if block_table is not None:
-        slots_c = _entries_of(config, compressed, block_table, request_ids, positions)
-        width_c = block_table.shape[1] * compressed.size
-    elif compressed_indices is not None:
-        slots_c = _listed(compressed_indices, compressed_lens, sees)
-        width_c = compressed_indices.shape[1]
-    else:
-        slots_c, width_c = ListedSlots(q.new_empty(tokens, 0), torch.zeros_like(sees).long()), 0
-    window, compressed = _decode_once(window, width_w, compressed, width_c, tokens)
+    window, compressed = _branches(config, given)
     chunk = tokens_at_once(q)
     for begin in range(0, tokens, chunk):
         part = slice(begin, begin + chunk)
         scaled_q = q[part].float() * config.scale
-        if q_factor is not None:
-            scaled_q *= q_factor[part].unsqueeze(-1)
+        if given.q_factor is not None:
+            scaled_q *= given.q_factor[part].unsqueeze(-1)
         round_p = q.dtype == torch.bfloat16
-        keys_c = PagedKeys(compressed, slots_c.of(part), width_c)
-        keys_w = PagedKeys(window, slots_w.of(part), width_w)
-        o_c, lse_c, max_c = attend(scaled_q, keys_c, round_p)
-        o_w, lse_w, max_w = attend(scaled_q, keys_w, round_p)
-        part_o, part_lse = merge(config.sink_mode, o_c, lse_c, o_w, lse_w, sink_logits)
-        if rope is not None:
-            _rotate_back_(part_o, rope[positions[part].clamp(0, rope.shape[0] - 1)])
-        o[part] = part_o
-        if lse is not None:
-            lse[part] = part_lse
-        if max_logits is not None:
-            max_logits[part] = torch.maximum(max_c, max_w)
+        o_c, lse_c, max_c = attend(scaled_q, compressed.of(part), round_p)
+        o_w, lse_w, max_w = attend(scaled_q, window.of(part), round_p)
+        o, lse = merge(config.sink_mode, o_c, lse_c, o_w, lse_w, given.sink_logits)
+        if given.rope is not None:
+            _rotate_back_(o, given.rope[given.positions[part].clamp(0, given.rope.shape[0] - 1)])
+        given.o[part] = o
+        if given.lse is not None:
+            given.lse[part] = lse
+        if given.max_logits is not None:
+            given.max_logits[part] = torch.maximum(max_c, max_w)
+
+
+def _branches(config: PagedFmhaConfig, given: PagedFmhaTensors) -> tuple[Branch, Branch]:
+    """Window and compressed keys of all tokens; pools decoded where it is less work."""
+    q, request_ids, positions = given.q, given.request_ids, given.positions
+    tokens = q.shape[0]
+    entry = Fp8Entry(config.head_dim, config.rope_dim) if config.kv_format == "fp8" else None
+    sees = torch.ones(tokens, dtype=torch.bool, device=q.device)
+    if request_ids is not None:
+        sees = request_ids >= 0
+    window = Pool(given.window_pool, entry)
+    compressed = window
+    if given.compressed_pool is not None:
+        compressed = Pool(given.compressed_pool, entry)
+    if given.window_table is not None:
+        slots_w = _window_of(config, window, given.window_table, request_ids, positions)
+        width_w = config.sliding_window
+    else:
+        slots_w = _listed(given.window_indices, given.window_lens, sees)
+        width_w = given.window_indices.shape[1]
+    if given.block_table is not None:
+        slots_c = _entries_of(config, compressed, given.block_table, request_ids, positions)
+        width_c = given.block_table.shape[1] * compressed.size
+    elif given.compressed_indices is not None:
+        slots_c = _listed(given.compressed_indices, given.compressed_lens, sees)
+        width_c = given.compressed_indices.shape[1]
+    else:
+        slots_c, width_c = ListedSlots(q.new_empty(tokens, 0), torch.zeros_like(sees).long()), 0
+    window, compressed = _decode_once(window, width_w, compressed, width_c, tokens)
+    return Branch(window, slots_w, width_w), Branch(compressed, slots_c, width_c)
 
 
 def _listed(indices: Tensor, lens: Tensor | None, sees: Tensor) -> ListedSlots:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsv4.kernels.attention import paged_plan
-from dsv4.kernels.attention.paged_args import ARGS, values
+from dsv4.kernels.attention.paged_args import ARGS, PagedFmhaTensors, values
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
 from dsv4.ops.attention import paged_checks, paged_launch, paged_torch
@@ -63,10 +63,10 @@ class SparseFmhaPaged(KernelOp):
         return paged_plan.max_workspace_size(config, rows, device.num_sms, device.arch)
 
     def check_sizes(self, config: PagedFmhaConfig, *tensors: Tensor | None) -> None:
-        paged_checks.check_sizes(config, *tensors)
+        paged_checks.check_sizes(config, PagedFmhaTensors(*tensors))
 
     def torch(self, config: PagedFmhaConfig, *tensors: Tensor | None) -> None:
-        paged_torch.sparse_fmha_paged(config, *tensors)
+        paged_torch.sparse_fmha_paged(config, PagedFmhaTensors(*tensors, workspace=None))
 
     def make_launch(self, state: State) -> Launch:
         return paged_launch.make_launch(state)
