@@ -1,105 +1,224 @@
-#!/usr/bin/env python
-"""Run NVIDIA's CuTeDSL examples, unmodified, in the simulator.
+#!/usr/bin/env python3
+"""Runs kernels of others, unmodified, in the simulator, and records which of them are right.
 
-    scripts/tools/simulator_examples.py CUTLASS                 # every case, one process each
-    scripts/tools/simulator_examples.py CUTLASS mla-fp8 fmha    # some of them
-    scripts/tools/simulator_examples.py CUTLASS --run sm_100a FILE [argument ...]   # any example
+    scripts/tools/simulator_examples.py nvidia CUTLASS              # every case, one process each
+    scripts/tools/simulator_examples.py nvidia CUTLASS mla-fp8 fmha # some of them
+    scripts/tools/simulator_examples.py quack SITE --record         # keep the outcomes
+    scripts/tools/simulator_examples.py --page                      # docs/simulator_examples.md anew
 
-CUTLASS is a clone of github.com/NVIDIA/cutlass. An example makes its inputs, compiles, launches and
-checks its own outputs against PyTorch; here "cuda" tensors stay on the CPU and a launch is a
-simulation. A case passes if the example ends without an error.
+The first argument is a source of kernels: a file of scripts/tools/simulator_cases. The second is
+the folder that Python imports it from: a clone of github.com/NVIDIA/cutlass for `nvidia`, for others
+where their wheels are installed (`pip install --target`). Examples check their own outputs; where a
+source is a library, the script beside its file makes inputs and compares with PyTorch. "cuda"
+tensors stay on the CPU and a launch is a simulation under the race checker.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+CASES = Path(__file__).with_name("simulator_cases")
+RECORD = ROOT / "tests" / "recorded" / "simulator_examples.json"
+PAGE = ROOT / "docs" / "simulator_examples.md"
+SECONDS = 1800  # for one case
+RIGHT, FINDING, REFUSED, FAILED = "right", "finding", "refused", "failed"
+SHOWN = 300  # characters of what a refusal or failure says
 
-from dsv4.simulator.frontend.script import Launcher, run_script
+HEADER = """# Kernels of others in the simulator
 
-EXAMPLES = Path("examples/python/CuTeDSL")
+Written by `scripts/tools/simulator_examples.py --page` from `tests/recorded/simulator_examples.json`;
+do not edit by hand. Each case is a program of others, unmodified, or a call of a library's public
+function; its outputs are compared with PyTorch, and every launch runs under the race checker.
+`refused` names the instruction, `finding` what the checker says, `failed` what else went wrong.
+
+"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Kernels of one origin.
+
+    Attributes:
+        title: for people.
+        root: the folder that scripts and imports are relative to, below the given one.
+    """
+
+    name: str
+    title: str
+    root: str
+    cases: dict[str, Case]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One example with the arguments of a size that simulates within minutes."""
+    """One program with the arguments of a size that simulates within minutes.
 
-    path: str
+    Attributes:
+        path: below the source's root; without one, the script beside the source's file.
+    """
+
+    path: str = ""
     arguments: str = ""
     arch: str = "sm_100a"
 
 
-def _cases() -> dict[str, Case]:
-    """Every case of the table, by name."""
-    table = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-    return {name: Case(**fields) for name, fields in table.items()}
+@dataclass(frozen=True)
+class Outcome:
+    """What one case came to."""
+
+    status: str
+    message: str = ""
+    launches: int = 0
+    warp_instructions: int = 0
+    covered: bool = False
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        what = f": {self.message}" if self.message else ""
+        size = f"{self.launches} launches, {self.warp_instructions:,} warp instructions"
+        return f"{self.status} ({size}, {self.seconds:.0f} s){what}"
 
 
-CASES = _cases()
+def sources() -> dict[str, Source]:
+    """Every source, by name."""
+    found = {}
+    for path in sorted(CASES.glob("*.toml")):
+        table = tomllib.loads(path.read_text())
+        about = table.pop("source")
+        cases = {name: Case(**fields) for name, fields in table.items()}
+        found[path.stem] = Source(path.stem, about["title"], about.get("root", ""), cases)
+    return found
 
 
-def run_example(cutlass: Path, arch: str, path: str, arguments: list[str], options) -> None:
-    """Simulate one example in this process and report what it did."""
-    launcher = Launcher([options.schedule], options.races)
-    start = time.perf_counter()
-    examples = cutlass / EXAMPLES
-    run_script(examples / path, arguments, arch, launcher, [examples.resolve()])
-    seconds = time.perf_counter() - start
-    report = launcher.report
-    if not report.launches:
-        sys.exit(f"{path} launched no kernel")
-    for finding in report.findings:
-        print(finding)
-    instructions = sum(launch.instructions for launch in report.launches)
-    print(f"{path}: {instructions} warp instructions, {seconds:.1f} s")
+def run_case(source: Source, folder: Path, name: str, limit: float = SECONDS) -> Outcome:
+    """Run a case in a process of its own."""
+    case, root = source.cases[name], (folder / source.root).resolve()
+    script = root / case.path if case.path else CASES / f"{source.name}.py"
+    arguments = case.arguments.split() if case.path else [name, *case.arguments.split()]
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.json"
+        command = [sys.executable, "-m", "dsv4", "sim", "run", "--arch", case.arch]
+        paths = [str(ROOT), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
+        start = time.perf_counter()
+        try:
+            done = subprocess.run(
+                [*command, "--json", str(report), str(script), *arguments],
+                capture_output=True, text=True, check=False, timeout=limit, cwd=scratch,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return Outcome(FAILED, f"not done after {limit:.0f} s")
+        seconds = round(time.perf_counter() - start, 1)
+        said = json.loads(report.read_text()) if report.is_file() else None
+    return _outcome(done, said, seconds)
 
 
-def run_case(cutlass: Path, case: Case, flags: list[str], limit: float) -> tuple[bool, str]:
-    """Run a case in a process of its own: (passed, last lines of its output)."""
-    command = [sys.executable, __file__, str(cutlass), *flags, "--run", case.arch, case.path]
-    try:
-        done = subprocess.run(
-            [*command, *case.arguments.split()],
-            capture_output=True, text=True, check=False, timeout=limit,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return False, f"not done after {limit:.0f} s"
-    if done.returncode == 0:
-        return True, done.stdout.strip().splitlines()[-1]
-    return False, "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
+def _outcome(done: subprocess.CompletedProcess, said: dict | None, seconds: float) -> Outcome:
+    """The outcome of a command that ended."""
+    last = (done.stdout + done.stderr).strip().splitlines()[-1:] or [""]
+    if said is None:
+        return Outcome(FAILED, last[0][:SHOWN], seconds=seconds)
+    launches = said["launches"]
+    size = {
+        "launches": len(launches),
+        "warp_instructions": sum(launch["warp_instructions"] for launch in launches),
+        "covered": not said["synchronisation_never_reached"],
+        "seconds": seconds,
+    }
+    for found in said["findings"]:
+        status = REFUSED if found["kind"] == "unsupported instruction" else FINDING
+        return Outcome(status, f"{found['kind']}: {found['message']}"[:SHOWN], **size)
+    if done.returncode == 1:
+        errors = [line for line in done.stderr.splitlines() if line[:1].strip()]
+        return Outcome(FAILED, (errors or last)[-1][:SHOWN], **size)
+    return Outcome(RIGHT, **size)
+
+
+def recorded() -> dict[str, dict]:
+    """What is on record, by source."""
+    return json.loads(RECORD.read_text()) if RECORD.is_file() else {}
+
+
+def keep(source: Source, version: str, outcomes: dict[str, Outcome]) -> None:
+    """Put outcomes on record, beside those of cases that there still are."""
+    known = recorded()
+    before = known.get(source.name, {}).get("cases", {})
+    cases = {name: before[name] for name in source.cases if name in before}
+    cases |= {name: asdict(outcome) for name, outcome in outcomes.items()}
+    known[source.name] = {"version": version, "date": date.today().isoformat(), "cases": cases}
+    RECORD.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+
+
+def page(known: dict[str, dict]) -> str:
+    """docs/simulator_examples.md."""
+    listed = [source for source in sources().values() if source.name in known]
+    lines = [HEADER, *_rows(("source", "version", "tried", RIGHT, FINDING, REFUSED, FAILED))]
+    for source in listed:
+        cases = known[source.name]["cases"]
+        counts = Counter(outcome["status"] for outcome in cases.values())
+        numbers = (len(cases), *(counts[s] for s in (RIGHT, FINDING, REFUSED, FAILED)))
+        lines += _rows((source.title, known[source.name]["version"], *numbers), head=False)
+    for source in listed:
+        lines += [f"\n## {source.title}\n\n"]
+        lines += _rows(("case", "GPU", "outcome", "warp instructions", "every synchronisation"))
+        for name, outcome in known[source.name]["cases"].items():
+            message = f": {outcome['message']}" if outcome["message"] else ""
+            said = " ".join(f"{outcome['status']}{message}".split()).replace("|", "\\|")
+            reached = "reached" if outcome["covered"] else "not all reached"
+            instructions = f"{outcome['warp_instructions']:,}"
+            case = source.cases[name]
+            lines += _rows((name, case.arch, said, instructions, reached), head=False)
+    return "".join(lines)
+
+
+def _rows(cells: Iterable[object], head: bool = True) -> list[str]:
+    cells = list(map(str, cells))
+    line = f"| {' | '.join(cells)} |\n"
+    return [line, f"|{'---|' * len(cells)}\n"] if head else [line]
 
 
 def main() -> int:
+    """Command line."""
+    known = sources()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cutlass", type=Path, help="a clone of github.com/NVIDIA/cutlass")
-    parser.add_argument("cases", nargs="*", metavar="case", help=", ".join(CASES))
-    parser.add_argument("--schedule", default="eager", choices=("eager", "lazy", "random"))
-    parser.add_argument("--races", action="store_true", help="check happens-before too")
-    parser.add_argument("--limit", type=float, default=1800, help="seconds for one case")
-    parser.add_argument("--run", nargs=argparse.REMAINDER, metavar=("ARCH", "FILE"))
+    parser.add_argument("source", nargs="?", choices=known, help=", ".join(known))
+    parser.add_argument("folder", nargs="?", type=Path, help="where Python finds it")
+    parser.add_argument("cases", nargs="*", metavar="case")
+    parser.add_argument("--limit", type=float, default=SECONDS, help="seconds for one case")
+    parser.add_argument("--record", metavar="VERSION", help="keep the outcomes, of this version")
+    parser.add_argument("--page", action="store_true", help="rewrite the page from the record")
     options = parser.parse_args()
-    if not (options.cutlass / EXAMPLES).is_dir():
-        parser.error(f"{options.cutlass} has no folder {EXAMPLES}")
-    if options.run:
-        arch, path, *arguments = options.run
-        run_example(options.cutlass, arch, path, arguments, options)
-        return 0
-    unknown = set(options.cases) - set(CASES)
-    if unknown:
-        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    flags = ["--schedule", options.schedule] + ["--races"] * options.races
     failed = 0
-    for name in options.cases or CASES:
-        passed, text = run_case(options.cutlass, CASES[name], flags, options.limit)
-        failed += not passed
-        print(f"{'pass' if passed else 'FAIL'}  {name}: {text}", flush=True)
+    if options.source:
+        source = known[options.source]
+        if options.folder is None or not (options.folder / source.root).is_dir():
+            parser.error(f"FOLDER: got {options.folder}, needs a folder with {source.root or '.'}")
+        unknown = set(options.cases) - set(source.cases)
+        if unknown:
+            parser.error(f"no case {', '.join(sorted(unknown))}; known: {', '.join(source.cases)}")
+        for name in options.cases or source.cases:
+            outcome = run_case(source, options.folder, name, options.limit)
+            failed += outcome.status != RIGHT
+            print(f"{name}: {outcome}", flush=True)
+            if options.record:
+                keep(source, options.record, {name: outcome})
+    elif not options.page:
+        parser.error("needs a source and its folder, or --page")
+    if options.page:
+        PAGE.write_text(page(recorded()))
     return min(failed, 1)
 
 
