@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -10,7 +11,7 @@ from dsv4.simulator.arithmetic import integers, numerics
 from dsv4.simulator.compile import codegen, vectorise, wgmma_registers
 from dsv4.simulator.compile.registers import RegisterMap
 from dsv4.simulator.compile.tmem_registers import TmemRegisters, check_loads
-from dsv4.simulator.errors import KernelFault
+from dsv4.simulator.errors import KernelFault, UnsupportedInstruction
 from dsv4.simulator.instructions import (
     atomics,
     barriers,
@@ -95,6 +96,7 @@ class Program:
         for ins in entry.instructions:
             codegen.emitter_of(ins)  # unknown opcodes are an error before anything runs
             check_modifiers(ins)
+        _check_initial_values(entry)
         self.blocks = blocks_of(entry)
         self.exit = len(self.blocks)
         self.registers = RegisterMap(entry, self.blocks)
@@ -177,6 +179,15 @@ class Program:
         code = compile(source, f"<{self.entry.name[:40]} block {number}>", "exec")
         exec(code, self.namespace)
         return self.namespace[codegen.function_name(number, full)]
+
+
+def _check_initial_values(entry: Entry) -> None:
+    """Raise UnsupportedInstruction if the entry uses a variable whose initial value is unknown."""
+    refused = {symbol.name: symbol.refused for symbol in entry.symbols.values() if symbol.refused}
+    for ins in entry.instructions if refused else ():
+        for name in re.findall(r"[\w$]+", ins.text):
+            if name in refused:
+                raise UnsupportedInstruction(f"{refused[name]}: {ins.where()}")
 
 
 def check_launchable(entry: Entry, block: tuple[int, int, int]) -> None:

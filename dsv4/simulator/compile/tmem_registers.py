@@ -85,4 +85,4 @@ def check_loads(w, steps: tuple[Step, ...]) -> None:
             pending.update(dict.fromkeys(targets, late))
         else:
             message = f"{w.cta.name} warp {w.number}: registers used before tcgen05.wait::ld"
-            w.launch.monitor.report(EARLY, message, (late, at), (late, at))
+            w.launch.monitor.report(EARLY, message, (late,), (late, at))

@@ -92,7 +92,9 @@ class Launcher:
         runtime._Tensor.__init__ = on_cuda
         hardware = hardware_info.HardwareInfo
         hardware.__init__ = lambda info, device_id=0: None
-        hardware.get_max_active_clusters = lambda info, size, *_, **__: multiprocessors // size
+        hardware.get_max_active_clusters = lambda info, cluster_size, *_, **__: (
+            multiprocessors // cluster_size
+        )
         hardware.get_l2_cache_size_in_bytes = lambda info: 1 << 26
         hardware.get_device_multiprocessor_count = lambda info: multiprocessors
         for module in (cutlass.testing, cutlass.cute.testing):

@@ -11,7 +11,8 @@ from dsv4.simulator.instructions.floats import (
     mixed_precision,
     packed_half,
 )
-from dsv4.simulator.ptx.parser import TYPE_BITS, Instruction
+from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.types import TYPE_BITS
 
 _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
 

@@ -1,7 +1,7 @@
 """PTX text to instructions, registers and symbols of its entry functions.
 
-Only the grammar that NVVM and CuTeDSL emit is read. Registers and labels declared inside a nested
-scope (inline assembly is full of those) get unique names, so that an entry is one flat list.
+Registers and labels declared inside a nested scope (inline assembly is full of those) get unique
+names, and calls of device functions are replaced by their bodies, so that an entry is one flat list.
 """
 
 from __future__ import annotations
@@ -11,24 +11,18 @@ import re
 from dataclasses import dataclass, field
 
 from dsv4.simulator.errors import UnsupportedInstruction
+from dsv4.simulator.ptx.functions import Function, Parameter, call_of, functions_of, parameter
 from dsv4.simulator.ptx.qualifiers import Order, order_of
+from dsv4.simulator.ptx.scopes import Scope, Scopes
 from dsv4.simulator.ptx.source import SourceLine, describe
+from dsv4.simulator.ptx.symbols import Symbol, symbol
+from dsv4.simulator.ptx.types import TYPE_BITS
 
-TYPE_BITS = {
-    "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16,
-    "b32": 32, "u32": 32, "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "b64": 64, "u64": 64,
-    "s64": 64, "f64": 64, "f32x2": 64, "b128": 128,
-}  # fmt: skip
-
-_IDENTIFIER = re.compile(r"(?<![\w%$.])[A-Za-z_$][\w$]*")
 _LABEL = re.compile(r"([$\w%]+)\s*:(?!:)")
-# A call's parameters behave as registers of its scope.
-_SCOPED_REGISTER = re.compile(r"\.(?:reg|param)\s+\.(?!align)(\w+)\s+([^;\[]+);")
-_CALL_PARAMETER = re.compile(r"\[(%s\d+_[\w$]+)(?:\+0)?\]")
+_REGISTERS = re.compile(r"\.reg\s+((?:\.\w+\s+)+)([^;]+);")
 _SCOPED_LABEL = re.compile(r"(?:^|[;{}\n])\s*([$A-Za-z_][\w$]*)\s*:(?!:)")
 _LOC = re.compile(r"\.loc\s+(\d+)\s+(\d+)\s+(\d+)([^\n]*)")
 _INLINED_AT = re.compile(r"inlined_at\s+(\d+)\s+(\d+)")
-_DIRECTIVES = ("reqntid", "minnctapersm", "maxnreg")
 SHOWN_TEXT = 400  # characters of an instruction: tensor copies with all their coordinates fit
 
 
@@ -59,17 +53,6 @@ class Instruction:
 
 
 @dataclass
-class Symbol:
-    """A variable in shared, local or global state space; `size` None means `extern ...[]`."""
-
-    name: str
-    space: str
-    align: int
-    size: int | None
-    init: bytes = b""
-
-
-@dataclass
 class Entry:
     """One `.entry`: flat instructions, labels (name to instruction index), parameters,
     registers."""
@@ -83,6 +66,7 @@ class Entry:
     registers: dict[str, int] = field(default_factory=dict)
     families: list[tuple[str, int]] = field(default_factory=list)
     threads: tuple[int, int, int] | None = None
+    cluster: tuple[int, int, int] | None = None
     least_ctas: int = 1  # of a multiprocessor (.minnctapersm)
     most_registers: int | None = None  # of a thread at launch (.maxnreg)
 
@@ -129,19 +113,20 @@ def split_operands(text: str) -> list[str]:
 
 
 def parse_module(text: str) -> Module:
-    """Parse one PTX module. Entries with constructs that no CuTeDSL kernel uses are refused one by
-    one; UnsupportedInstruction is raised if no entry is left."""
+    """Parse one PTX module. Entries with constructs that are not simulated are refused one by one;
+    UnsupportedInstruction is raised if no entry is left."""
     # Comments become blanks of the same length: line numbers stay those of the text.
     clean = re.sub(r"//[^\n]*", "", text)
     clean = re.sub(r"/\*.*?\*/", lambda m: re.sub(r"[^\n]", " ", m.group(0)), clean, flags=re.S)
     target = re.search(r"\.target\s+(\w+)", clean)
     files = {int(n): path for n, path in re.findall(r'\.file\s+(\d+)\s+"([^"]*)"', clean)}
     newlines = [m.start() for m in re.finditer("\n", clean)]
+    functions = functions_of(clean)
     entries: dict[str, Entry] = {}
     refused: dict[str, UnsupportedInstruction] = {}
-    spans = []
+    spans = [(function.body, _end_of_body(clean, function.body)) for function in functions.values()]
     for match in re.finditer(r"\.entry\s+([\w$]+)\s*\(", clean):
-        reader = _EntryReader(clean, match, files, newlines)
+        reader = _EntryReader(clean, match, files, newlines, functions)
         try:
             entries[match.group(1)] = reader.read()
         except UnsupportedInstruction as error:
@@ -151,18 +136,19 @@ def parse_module(text: str) -> Module:
     if refused and not entries:
         raise next(iter(refused.values()))
     outside, position = [], 0
-    for start, end in spans:
+    for start, end in sorted(spans):
         outside.append(clean[position:start])
         position = end
     outside.append(clean[position:])
-    module_symbols = {s.name: s for s in map(_symbol, _declarations("".join(outside))) if s}
+    declared = re.findall(r"\.(?:shared|global|const|local)\s[^;]*;", "".join(outside))
+    module_symbols = {s.name: s for s in map(symbol, declared) if s}
     for entry in entries.values():
         entry.symbols = {**module_symbols, **entry.symbols}
     return Module(target.group(1) if target else "", entries, refused)
 
 
 def _end_of_body(text: str, start: int) -> int:
-    """The position behind the braces that follow."""
+    """The position behind the next pair of braces."""
     at = text.index("{", start)
     depth = 1
     while depth:
@@ -171,41 +157,34 @@ def _end_of_body(text: str, start: int) -> int:
     return at + 1
 
 
-def _declarations(text: str) -> list[str]:
-    return re.findall(r"\.(?:shared|global|const|local)\s[^;]*;", text)
-
-
-def _symbol(declaration: str) -> Symbol | None:
-    m = re.match(
-        r"\.(shared|global|const|local)\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+([\w$]+)"
-        r"(\[(\d*)\])?\s*(?:=\s*(.*?))?;?\s*$",
-        declaration.strip().rstrip(";"),
-        flags=re.S,
-    )
-    if m is None:
+def _dimensions(directive: str, header: str) -> tuple[int, int, int] | None:
+    """The (x, y, z) of a directive of an entry; None without it."""
+    found = re.search(rf"\.{directive}\s+([\d,\s]+)", header)
+    if found is None:
         return None
-    space, align, kind, name, array, count, init = m.groups()
-    unit = TYPE_BITS[kind] // 8
-    size = unit if array is None else (int(count) * unit if count else None)
-    data = b""
-    if init:
-        values = [int(v, 0) for v in re.findall(r"-?(?:0x[0-9a-fA-F]+|\d+)", init)]
-        data = b"".join((v % (1 << (8 * unit))).to_bytes(unit, "little") for v in values)
-    return Symbol(name, "global" if space == "const" else space, int(align or unit), size, data)
+    sizes = [int(n) for n in re.findall(r"\d+", found.group(1))]
+    return tuple([*sizes, 1, 1][:3])
 
 
 class _EntryReader:
-    """Reads one entry body statement by statement, keeping the stack of scopes."""
+    """Reads one entry body statement by statement, keeping the stack of scopes; a call of a device
+    function is replaced by its body."""
 
-    def __init__(self, text: str, match: re.Match, files: dict[int, str], newlines: list[int]):
+    def __init__(
+        self, text: str, match: re.Match, files: dict[int, str], newlines: list[int],
+        functions: dict[str, Function],
+    ):  # fmt: skip
         self.text, self.files, self.newlines = text, files, newlines
+        self.functions = functions
         self.entry = Entry(match.group(1))
         self.at = match.end()
         self.end = self.at
-        self.scopes: list[dict[str, str]] = [{}]
-        self.scope_count = 0
+        self.scopes = Scopes()
+        self.calling: list[tuple[str, str]] = []  # functions, with the labels behind their bodies
+        self.targets: dict[str, list[str]] = {}  # labels of indirect branches, by name of the list
         self.source: SourceLine | None = None
         self.inlined_at: tuple[SourceLine, ...] = ()
+        self.called_at: tuple[SourceLine, ...] = ()  # calls that bodies have replaced
         # Source and calls of the last .loc of each line: an outer call is said where it is first.
         self.calls: dict[SourceLine, tuple[SourceLine, ...]] = {}
 
@@ -222,57 +201,43 @@ class _EntryReader:
         return self.entry
 
     def _read_directives(self, text: str) -> None:
-        """What an entry says of its launches: block size, CTAs of an SM, registers."""
-        found = {name: re.search(rf"\.{name}\s+([\d,\s]+)", text) for name in _DIRECTIVES}
-        numbers = {
-            name: [int(v) for v in m.group(1).split(",") if v.strip()]
-            for name, m in found.items()
-            if m
-        }
-        if "reqntid" in numbers:
-            self.entry.threads = tuple([*numbers["reqntid"], 1, 1][:3])
-        self.entry.least_ctas = numbers.get("minnctapersm", [1])[0]
-        self.entry.most_registers = numbers.get("maxnreg", [None])[0]
+        """What an entry says of its launches: block, cluster, CTAs of an SM, registers."""
+        self.entry.threads = _dimensions("reqntid", text)
+        self.entry.cluster = _dimensions("reqnctapercluster", text)
+        self.entry.least_ctas = (_dimensions("minnctapersm", text) or (1,))[0]
+        self.entry.most_registers = (_dimensions("maxnreg", text) or (None,))[0]
 
     def _read_params(self, text: str) -> None:
         offset = 0
         for declaration in split_operands(text):
-            m = re.match(
-                r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr\s.*?)?([\w$]+)(?:\[(\d+)\])?$",
-                declaration.strip(),
-                flags=re.S,
-            )
-            if m is None:
-                raise UnsupportedInstruction(f"kernel parameter `{declaration}`")
-            align, kind, name, count = m.groups()
-            unit = TYPE_BITS[kind] // 8
-            size = unit * int(count) if count else unit
-            align = int(align) if align else unit
-            offset = -(-offset // align) * align
-            self.entry.params[name] = (offset, size)
-            offset += size
+            declared = parameter(declaration)
+            offset = -(-offset // declared.align) * declared.align
+            self.entry.params[declared.name] = (offset, declared.size)
+            offset += declared.size
         self.entry.param_bytes = offset
 
+    # --- statements ------------------------------------------------------------------------------
     def _statement(self) -> bool:
-        """Consume one statement; False after the body's closing brace."""
+        """Consume one statement; False after the brace that closes the entry or function."""
         text = self.text
         while text[self.at].isspace():
             self.at += 1
         c = text[self.at]
         if c == "{":
-            self._open_scope()
+            self._open_scope(Scope())
             return True
         if c == "}":
             self.at += 1
-            self.scopes.pop()
-            return bool(self.scopes)
+            return bool(not self.scopes.open.pop().closed and self.scopes.open)
         if c == ";":
             self.at += 1
             return True
         label = _LABEL.match(text, self.at)
         if label:
-            self.entry.labels[self._rename(label.group(1))] = len(self.entry.instructions)
             self.at = label.end()
+            name = self.scopes.find(label.group(1))
+            if not self._branch_targets(name):
+                self.entry.labels[name] = len(self.entry.instructions)
             return True
         if c == ".":
             self._directive()
@@ -283,112 +248,136 @@ class _EntryReader:
         self._instruction(" ".join(text[start:end].split()), start)
         return True
 
-    def _open_scope(self) -> None:
-        depth, end = 0, self.at
-        while True:
-            depth += {"{": 1, "}": -1}.get(self.text[end], 0)
-            if depth == 0:
-                break
-            end += 1
-        body = self.text[self.at + 1 : end]
-        self.scope_count += 1
-        names: dict[str, str] = {}
-        for kind, declared in _SCOPED_REGISTER.findall(body):
-            for name in (n.strip() for n in declared.split(",")):
-                unique = f"%s{self.scope_count}_{name.lstrip('%')}"
-                names[name] = unique
-                self.entry.registers[unique] = TYPE_BITS[kind]
+    def _branch_targets(self, name: str) -> bool:
+        """Read the list of labels, or the prototype of calls, that a name stands for."""
+        match = re.compile(r"\s*\.(branchtargets|callprototype|calltargets)\s([^;]*);").match(
+            self.text, self.at
+        )
+        if match is None:
+            return False
+        self.at = match.end()
+        if match.group(1) == "branchtargets":
+            self.targets[name] = [self.scopes.find(t.strip()) for t in match.group(2).split(",")]
+        return True
+
+    def _open_scope(self, scope: Scope) -> None:
+        """Enter a scope: what is declared up to the brace that closes it gets unique names."""
+        body = self.text[self.at + 1 : _end_of_body(self.text, self.at) - 1]
+        self.scopes.open.append(scope)
+        for types, declared in _REGISTERS.findall(body):
+            self._declare(types, declared)
         for name in _SCOPED_LABEL.findall(body):
-            names[name] = f"$s{self.scope_count}_{name}"
-        self.scopes.append(names)
+            scope.names[name] = self.scopes.unique(name, "$")
         self.at += 1
 
     def _directive(self) -> None:
         text = self.text
         loc = _LOC.match(text, self.at)
         if loc:
-            file, line = int(loc.group(1)), int(loc.group(2))
-            if line:
-                self.source = (self.files.get(file, "?"), line)
-                call = _INLINED_AT.search(loc.group(4))
-                self.inlined_at = ()
-                if call:
-                    at = (self.files.get(int(call.group(1)), "?"), int(call.group(2)))
-                    self.inlined_at = (at, *self.calls.get(at, ()))
-                self.calls[self.source] = self.inlined_at
+            self._line(loc)
             self.at = text.index("\n", self.at)
             return
         start, end = self.at, text.index(";", self.at)
         statement = " ".join(text[start:end].split())
         self.at = end + 1
         if statement.startswith(".reg"):
-            if len(self.scopes) == 1:
-                self._registers(statement)
+            if len(self.scopes.open) == 1:
+                self._declare(*_REGISTERS.match(statement + ";").groups())
         elif statement.startswith((".local", ".shared")):
-            symbol = _symbol(statement)
-            if symbol is None:
+            declared = symbol(statement)
+            if declared is None:
                 raise UnsupportedInstruction(f"declaration `{statement}`")
-            self.entry.symbols[symbol.name] = symbol
-        elif statement.startswith(".param") and len(self.scopes) > 1 and "[" not in statement:
-            pass  # declared when its scope was opened
+            self.entry.symbols[declared.name] = declared
+        elif statement.startswith(".param"):
+            declared = parameter(statement)
+            self._variable(declared, declared.name)
         elif not statement.startswith(".pragma"):
             raise UnsupportedInstruction(
                 f"directive `{statement}` inside a kernel is not simulated: {self._where(start)}"
             )
+
+    def _line(self, loc: re.Match) -> None:
+        """A .loc: where the next instructions come from."""
+        file, line = int(loc.group(1)), int(loc.group(2))
+        if not line:
+            return
+        self.source = (self.files.get(file, "?"), line)
+        call = _INLINED_AT.search(loc.group(4))
+        chain = ()
+        if call:
+            at = (self.files.get(int(call.group(1)), "?"), int(call.group(2)))
+            chain = (at, *self.calls.get(at, ()))
+        self.calls[self.source] = chain
+        self.inlined_at = (*chain, *self.called_at)
 
     def _where(self, position: int) -> str:
         """PTX line and Python line of a position in the text."""
         lines = describe((self.source, *self.inlined_at) if self.source else ())
         return f"PTX line {bisect.bisect_left(self.newlines, position) + 1} ({lines})"
 
-    def _call(self, rest: str, position: int) -> str:
-        """A statement that is part of a call, as one over registers; any other unchanged."""
-        if rest.startswith(("st.param", "ld.param")):
-            found = _CALL_PARAMETER.search(rest)
-            if found is None:
-                return rest
-            opcode, _, operands = rest.partition(" ")
-            kind = opcode.rpartition(".")[2]
-            return f"mov.{kind} {_CALL_PARAMETER.sub(found.group(1), operands)}"
-        if rest.partition(" ")[0] in ("call", "call.uni"):
-            m = re.match(r"\S+ \((\S+)\), vprintf, \((\S+), (\S+)\)$", rest)
-            if m is None:
-                raise UnsupportedInstruction(
-                    f"call of a function other than printf is not simulated: `{rest}`: "
-                    f"{self._where(position)}"
-                )
-            return "vprintf {}, {}, {}".format(*m.groups())
-        return rest
-
-    def _registers(self, statement: str) -> None:
-        kind, declared = re.match(r"\.reg\s+\.(\w+)\s+(.*)", statement).groups()
-        for name in (n.strip() for n in declared.split(",")):
+    # --- declarations ----------------------------------------------------------------------------
+    def _declare(self, types: str, declared: str) -> None:
+        """Registers of a `.reg` statement, for the innermost scope. Those of the entry itself keep
+        their names, if these are recognisable as registers."""
+        scope, outermost = self.scopes.open[-1], len(self.scopes.open) == 1
+        *vector, kind = (part for part in types.replace(".", " ").split())
+        if kind not in TYPE_BITS or vector not in ([], ["v2"], ["v4"]):
+            raise UnsupportedInstruction(f"registers `.reg {types.strip()} {declared.strip()}`")
+        for name in (part.strip() for part in declared.split(",")):
             family = re.match(r"(.*)<(\d+)>", name)
             if family:
-                self.entry.families.append((family.group(1), TYPE_BITS[kind]))
-            else:
-                self.entry.registers[name] = TYPE_BITS[kind]
+                prefix = family.group(1)
+                if not outermost or not prefix.startswith("%"):
+                    scope.families[prefix] = self.scopes.unique(prefix)
+                self.entry.families.append((scope.families.get(prefix, prefix), TYPE_BITS[kind]))
+                continue
+            registers = [name]
+            if vector:
+                members = range(int(vector[0][1:]))
+                scope.vectors[name] = registers = [
+                    self.scopes.unique(f"{name}{i}") for i in members
+                ]
+            elif not outermost or not name.startswith("%"):
+                scope.names[name] = registers[0] = self.scopes.unique(name)
+            self.entry.registers.update(dict.fromkeys(registers, TYPE_BITS[kind]))
 
-    def _rename(self, text: str) -> str:
-        if len(self.scopes) == 1:
-            return text
+    def _variable(self, declared: Parameter, name: str) -> str:
+        """Thread-local memory for a parameter of calls; its unique name."""
+        unique = self.scopes.open[-1].names[name] = self.scopes.unique(name, "$")
+        self.entry.symbols[unique] = declared.variable(unique)
+        return unique
 
-        def scoped(match: re.Match) -> str:
-            name = match.group(0)
-            for scope in reversed(self.scopes):
-                if name in scope:
-                    return scope[name]
-            return name
-
-        return re.sub(r"%[\w$]+", scoped, _IDENTIFIER.sub(scoped, text))
-
+    # --- instructions ----------------------------------------------------------------------------
     def _instruction(self, statement: str, position: int) -> None:
-        statement = self._rename(statement)
-        guard, negated, rest = None, False, statement
-        m = re.match(r"@(!?)(\S+)\s+(.*)", statement)
-        if m:
-            negated, guard, rest = bool(m.group(1)), m.group(2), m.group(3)
-        opcode, _, operands = self._call(rest, position).partition(" ")
+        guard, negated, rest = "", False, statement
+        match = re.match(r"@(!?)\s*(\S+)\s+(.*)", statement)
+        if match:
+            negated, guard, rest = bool(match.group(1)), match.group(2), match.group(3)
+        opcode, _, operands = rest.partition(" ")
+        stem = opcode.partition(".")[0]
+        if stem == "call":
+            self._call(guard, negated, operands, position)
+            return
+        guard, operands = self.scopes.rename(guard), self.scopes.rename(operands)
+        if opcode == "brx.idx" or opcode.startswith("brx.idx."):
+            self._indirect_branch(guard, negated, operands, position)
+            return
+        if stem in ("ret",) and self.calling:
+            opcode, operands = "bra", self.calling[-1][1]
+        if opcode.startswith(("ld.param", "st.param")) and self._is_variable(operands):
+            opcode = opcode.replace(".param::func", ".local").replace(".param", ".local")
+        self._append(opcode, operands, position, guard, negated)
+
+    def _is_variable(self, operands: str) -> bool:
+        """True for an access of a call's parameters, not of the kernel's."""
+        match = re.search(r"\[\s*([\w$]+)", operands)
+        return match is not None and match.group(1) in self.entry.symbols
+
+    def _append(
+        self, opcode: str, operands: str, position: int, guard: str = "", negated: bool = False
+    ) -> None:
+        """Add an instruction whose names are final."""
+        sign = f"@{'!' if negated else ''}{guard} " if guard else ""
         parts = tuple(opcode.split("."))
         self.entry.instructions.append(
             Instruction(
@@ -396,12 +385,120 @@ class _EntryReader:
                 opcode=opcode,
                 parts=parts,
                 operands=split_operands(operands),
-                guard=guard,
+                guard=guard or None,
                 negated=negated,
-                text=statement,
+                text=f"{sign}{opcode} {operands}".strip(),
                 ptx_line=bisect.bisect_left(self.newlines, position) + 1,
                 source=self.source,
                 order=order_of(parts),
                 inlined_at=self.inlined_at,
             )
         )
+
+    def _register(self, kind: str, name: str) -> str:
+        """A new register."""
+        unique = self.scopes.unique(name)
+        self.entry.registers[unique] = TYPE_BITS[kind]
+        return unique
+
+    def _label_here(self, name: str) -> None:
+        self.entry.labels[name] = len(self.entry.instructions)
+
+    def _indirect_branch(self, guard: str, negated: bool, operands: str, position: int) -> None:
+        """`brx.idx`: a branch for each label of its list."""
+        index, name = split_operands(operands)
+        targets = self.targets.get(name)
+        if not targets:
+            raise UnsupportedInstruction(f"brx.idx without its labels: {self._where(position)}")
+        behind = self.scopes.unique("behind", "$")
+        if guard:
+            self._append("bra", behind, position, guard, not negated)
+        chosen = self._register("pred", "chosen")
+        for number, label in enumerate(targets[:-1]):
+            self._append("setp.eq.u32", f"{chosen}, {index}, {number}", position)
+            self._append("bra", label, position, chosen)
+        self._append("bra", targets[-1], position)
+        self._label_here(behind)
+
+    # --- calls -----------------------------------------------------------------------------------
+    def _call(self, guard: str, negated: bool, operands: str, position: int) -> None:
+        call = call_of(operands)
+        if call is None:
+            raise UnsupportedInstruction(
+                f"call through a register is not simulated: `{operands}`: {self._where(position)}"
+            )
+        behind = self.scopes.unique("behind", "$")
+        if guard:
+            self._append("bra", behind, position, self.scopes.rename(guard), not negated)
+        given = [self.scopes.rename(name) for name in call.arguments]
+        results = [self.scopes.rename(name) for name in call.results]
+        if call.function == "vprintf":
+            self._print(given, results, position)
+        elif call.function == "__assertfail":
+            self._append("trap", "", position)
+        elif call.function in self.functions:
+            self._inline(self.functions[call.function], given, results, position)
+        else:
+            raise UnsupportedInstruction(
+                f"call of {call.function}, which the module does not define, is not simulated: "
+                f"{self._where(position)}"
+            )
+        self._label_here(behind)
+
+    def _print(self, given: list[str], results: list[str], position: int) -> None:
+        """vprintf: an instruction over registers."""
+        values = [self._register("b64", "printed") for _ in given]
+        for value, name in zip(values, given):
+            self._append("ld.local.b64", f"{value}, [{name}]", position)
+        count = self._register("b32", "count")
+        self._append("vprintf", ", ".join([count, *values]), position)
+        for name in results:
+            self._append("st.local.b32", f"[{name}], {count}", position)
+
+    def _inline(
+        self, function: Function, given: list[str], results: list[str], position: int
+    ) -> None:
+        """The body of a function, in place of a call."""
+        if any(function.name == name for name, _ in self.calling):
+            raise UnsupportedInstruction(
+                f"{function.name} calls itself, which is not simulated: {self._where(position)}"
+            )
+        formals = (*function.parameters, *function.results)
+        actual = [*given, *results]
+        if len(formals) != len(actual):
+            raise UnsupportedInstruction(
+                f"call of {function.name} with {len(given)} arguments and {len(results)} results: "
+                f"{self._where(position)}"
+            )
+        state = self.at, self.source, self.inlined_at, self.called_at, self.calls
+        scope = Scope(closed=True)
+        copies = []  # results that come back in registers
+        for number, (formal, name) in enumerate(zip(formals, actual)):
+            if formal.register is None and name in self.entry.symbols:
+                scope.names[formal.name] = name
+                continue
+            is_result = number >= len(given)
+            if formal.register is None:
+                self.scopes.open.append(scope)
+                place = f"[{self._variable(formal, formal.name)}]"
+                self.scopes.open.pop()
+                kind = f"b{8 * formal.size}"
+                store, load = f"st.local.{kind}", f"ld.local.{kind}"
+            else:
+                place = scope.names[formal.name] = self._register(formal.register, formal.name)
+                store = load = f"mov.{formal.register}"
+            if is_result:
+                copies.append((load, f"{name}, {place}"))
+            else:
+                self._append(store, f"{place}, {name}", position)
+        self.called_at = (self.source, *self.inlined_at) if self.source else ()
+        self.calls = {}
+        self.at = function.body
+        self.calling.append((function.name, self.scopes.unique(f"{function.name}_end", "$")))
+        self._open_scope(scope)
+        while self._statement():
+            pass
+        self._label_here(self.calling.pop()[1])
+        self.at, self.source, self.inlined_at, self.called_at, self.calls = state
+        for opcode, operands in copies:
+            self._append(opcode, operands, position)

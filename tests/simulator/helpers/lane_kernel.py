@@ -8,8 +8,11 @@ import torch
 from dsv4.simulator import simulate_ptx
 
 
-def run_lanes(line: str, operands: list[np.ndarray], result: np.dtype) -> np.ndarray:
-    """`line` with %x0, %x1, .. (of the operands' sizes) on 32 lanes; what it leaves in %y."""
+def run_lanes(
+    line: str, operands: list[np.ndarray], result: np.dtype, functions: str = ""
+) -> np.ndarray:
+    """`line` with %x0, %x1, .. (of the operands' sizes) on 32 lanes; what it leaves in %y. The
+    kernel's module begins with `functions`."""
     sizes = [x.dtype.itemsize for x in operands]
     loads = "\n".join(
         f"mul.wide.u32 %d4, %r1, {size};\nadd.u64 %d4, %d1, %d4;\n"
@@ -22,6 +25,7 @@ def run_lanes(line: str, operands: list[np.ndarray], result: np.dtype) -> np.nda
 .version 8.7
 .target sm_100a
 .address_size 64
+{functions}
 .visible .entry k(.param .b64 in, .param .b64 out)
 {{
 .reg .pred %p<4>; .reg .b32 %r<4>; .reg .b64 %d<8>; .reg .b{8 * width} %y; {declared}
