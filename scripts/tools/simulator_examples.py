@@ -3,14 +3,14 @@
 
     scripts/tools/simulator_examples.py nvidia CUTLASS              # every case, one process each
     scripts/tools/simulator_examples.py nvidia CUTLASS mla-fp8 fmha # some of them
-    scripts/tools/simulator_examples.py quack SITE --record         # keep the outcomes
-    scripts/tools/simulator_examples.py --page                      # docs/simulator_examples.md anew
+    scripts/tools/simulator_examples.py quack SITE --record 0.6.5   # keep the outcomes
+    scripts/tools/simulator_examples.py --page                      # write the page from them
 
 The first argument is a source of kernels: a file of scripts/tools/simulator_cases. The second is
-the folder that Python imports it from: a clone of github.com/NVIDIA/cutlass for `nvidia`, for others
-where their wheels are installed (`pip install --target`). Examples check their own outputs; where a
-source is a library, the script beside its file makes inputs and compares with PyTorch. "cuda"
-tensors stay on the CPU and a launch is a simulation under the race checker.
+the folder that Python imports it from: a clone of github.com/NVIDIA/cutlass for `nvidia`, where
+their wheels are installed (`pip install --target`) for others. Examples check their own outputs;
+where a source is a library, the script beside its file makes inputs and compares with PyTorch.
+"cuda" tensors stay on the CPU and a launch is a simulation under the race checker.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 
@@ -34,15 +34,20 @@ CASES = Path(__file__).with_name("simulator_cases")
 RECORD = ROOT / "tests" / "recorded" / "simulator_examples.json"
 PAGE = ROOT / "docs" / "simulator_examples.md"
 SECONDS = 1800  # for one case
-RIGHT, FINDING, REFUSED, FAILED = "right", "finding", "refused", "failed"
+RIGHT, REFUSED, FAILED = "right", "refused", "failed"
 SHOWN = 300  # characters of what a refusal or failure says
+
+# Kinds of findings that end a simulation.
+_ENDS = ("unsupported instruction", "kernel fault", "deadlock", "endless", "simulator error")
 
 HEADER = """# Kernels of others in the simulator
 
-Written by `scripts/tools/simulator_examples.py --page` from `tests/recorded/simulator_examples.json`;
-do not edit by hand. Each case is a program of others, unmodified, or a call of a library's public
-function; its outputs are compared with PyTorch, and every launch runs under the race checker.
-`refused` names the instruction, `finding` what the checker says, `failed` what else went wrong.
+Written by `scripts/tools/simulator_examples.py --page` from
+`tests/recorded/simulator_examples.json`; do not edit by hand. Each case is a program of others,
+unmodified, or a call of a library's public function. `right`: its outputs are what PyTorch
+computes. `refused` names the instruction that is not simulated. Every launch runs under the race
+checker; what that says of code that is right on a GPU is a rule of PTX that the code leaves to the
+hardware or the assembler.
 
 """
 
@@ -77,10 +82,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one case came to."""
+    """What one case came to.
+
+    Attributes:
+        status: "right" if its outputs are; "refused" if the simulator lacks something; "failed".
+        findings: of the race checker, by kind.
+        covered: whether its launches reached every synchronisation.
+    """
 
     status: str
     message: str = ""
+    findings: dict[str, int] = field(default_factory=dict)
     launches: int = 0
     warp_instructions: int = 0
     covered: bool = False
@@ -89,7 +101,7 @@ class Outcome:
     def __str__(self) -> str:
         what = f": {self.message}" if self.message else ""
         size = f"{self.launches} launches, {self.warp_instructions:,} warp instructions"
-        return f"{self.status} ({size}, {self.seconds:.0f} s){what}"
+        return f"{self.status} ({size}, {self.seconds:.0f} s){what}; {found_in(self.findings)}"
 
 
 def sources() -> dict[str, Source]:
@@ -132,17 +144,20 @@ def _outcome(done: subprocess.CompletedProcess, said: dict | None, seconds: floa
     if said is None:
         return Outcome(FAILED, last[0][:SHOWN], seconds=seconds)
     launches = said["launches"]
+    kinds = Counter(found["kind"] for found in said["findings"])
     size = {
+        "findings": {kind: kinds[kind] for kind in sorted(kinds) if kind not in _ENDS},
         "launches": len(launches),
         "warp_instructions": sum(launch["warp_instructions"] for launch in launches),
         "covered": not said["synchronisation_never_reached"],
         "seconds": seconds,
     }
     for found in said["findings"]:
-        status = REFUSED if found["kind"] == "unsupported instruction" else FINDING
-        return Outcome(status, f"{found['kind']}: {found['message']}"[:SHOWN], **size)
-    if done.returncode == 1:
-        errors = [line for line in done.stderr.splitlines() if line[:1].strip()]
+        if found["kind"] in _ENDS:
+            status = REFUSED if found["kind"] == _ENDS[0] else FAILED
+            return Outcome(status, f"{found['kind']}: {found['message']}"[:SHOWN], **size)
+    errors = [line for line in done.stderr.splitlines() if line[:1].strip()]
+    if "Traceback (most recent call last):" in errors:
         return Outcome(FAILED, (errors or last)[-1][:SHOWN], **size)
     return Outcome(RIGHT, **size)
 
@@ -165,23 +180,30 @@ def keep(source: Source, version: str, outcomes: dict[str, Outcome]) -> None:
 def page(known: dict[str, dict]) -> str:
     """docs/simulator_examples.md."""
     listed = [source for source in sources().values() if source.name in known]
-    lines = [HEADER, *_rows(("source", "version", "tried", RIGHT, FINDING, REFUSED, FAILED))]
+    lines = [HEADER, *_rows(("source", "version", "tried", RIGHT, REFUSED, FAILED, "no finding"))]
     for source in listed:
         cases = known[source.name]["cases"]
         counts = Counter(outcome["status"] for outcome in cases.values())
-        numbers = (len(cases), *(counts[s] for s in (RIGHT, FINDING, REFUSED, FAILED)))
+        clean = sum(not outcome["findings"] for outcome in cases.values())
+        numbers = (len(cases), *(counts[s] for s in (RIGHT, REFUSED, FAILED)), clean)
         lines += _rows((source.title, known[source.name]["version"], *numbers), head=False)
     for source in listed:
         lines += [f"\n## {source.title}\n\n"]
-        lines += _rows(("case", "GPU", "outcome", "warp instructions", "every synchronisation"))
+        lines += _rows(("case", "GPU", "outcome", "findings", "warp instructions", "coverage"))
         for name, outcome in known[source.name]["cases"].items():
             message = f": {outcome['message']}" if outcome["message"] else ""
             said = " ".join(f"{outcome['status']}{message}".split()).replace("|", "\\|")
-            reached = "reached" if outcome["covered"] else "not all reached"
+            reached = "all" if outcome["covered"] else "part"
             instructions = f"{outcome['warp_instructions']:,}"
             case = source.cases[name]
-            lines += _rows((name, case.arch, said, instructions, reached), head=False)
+            found = found_in(outcome["findings"])
+            lines += _rows((name, case.arch, said, found, instructions, reached), head=False)
     return "".join(lines)
+
+
+def found_in(findings: dict[str, int]) -> str:
+    """Findings by kind, as text."""
+    return ", ".join(f"{count} {kind}" for kind, count in findings.items()) or "none"
 
 
 def _rows(cells: Iterable[object], head: bool = True) -> list[str]:

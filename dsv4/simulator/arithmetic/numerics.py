@@ -246,6 +246,22 @@ def multiply_rounded(a: np.ndarray, b: np.ndarray, rounding: str) -> np.ndarray:
     return narrow(a.astype(f64) * b, rounding)
 
 
+def divide_rounded(a: np.ndarray, b: np.ndarray, rounding: str) -> np.ndarray:
+    """a / b of float32 in a rounding mode: no inexact quotient is as close to a float32 as float64
+    rounds."""
+    return narrow(a.astype(f64) / b, rounding)
+
+
+def reciprocal_rounded(a: np.ndarray, rounding: str) -> np.ndarray:
+    """1 / a of float32 in a rounding mode."""
+    return narrow(1 / a.astype(f64), rounding)
+
+
+def root_rounded(a: np.ndarray, rounding: str) -> np.ndarray:
+    """The square root of float32 in a rounding mode: as of quotients."""
+    return narrow(np.sqrt(a.astype(f64)), rounding)
+
+
 def fma_rounded(a: np.ndarray, b: np.ndarray, c: np.ndarray, rounding: str) -> np.ndarray:
     """a * b + c of float32, rounded once, in a rounding mode."""
     return add_rounded(a.astype(f64) * b, c, rounding)

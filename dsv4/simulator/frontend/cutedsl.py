@@ -14,6 +14,7 @@ import re
 from importlib import metadata
 
 import torch
+from torch.utils.dlpack import to_dlpack
 
 from dsv4.simulator.errors import SimulatorError
 from dsv4.simulator.frontend.stub_library import stub_library
@@ -41,7 +42,7 @@ class CudaView:
         self.tensor = tensor
 
     def __dlpack__(self, stream=None, **_):
-        capsule = self.tensor.detach().__dlpack__()
+        capsule = to_dlpack(self.tensor.detach())
         pointer = ctypes.pythonapi.PyCapsule_GetPointer
         pointer.restype = ctypes.c_void_p
         pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
@@ -120,7 +121,7 @@ class HostRunner:
                 arguments = arguments + [
                     keywords[n] for n in names[len(arguments) :] if n in keywords
                 ]
-            function(*(CudaView(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+            function(*map(_as_views, arguments))
 
         return call
 
@@ -201,6 +202,15 @@ def _pack(*pointers):
 
 def _is_tvm_ffi(compiled) -> bool:
     return any("TVMFFI" in cls.__name__ for cls in type(compiled).__mro__)
+
+
+def _as_views(argument):
+    """CPU tensors, also those in tuples, as CUDA tensors; everything else passes."""
+    if isinstance(argument, torch.Tensor):
+        return CudaView(argument)
+    if isinstance(argument, (list, tuple)):
+        return tuple(map(_as_views, argument))
+    return argument
 
 
 def _as_cute(argument):

@@ -25,6 +25,10 @@ from dsv4.simulator.merged import MergedReport
 _DRIVER_VALUES = {"DriverGetVersion": 14000, "DeviceGetCount": 1, "GetDeviceCount": 1}
 
 
+# Caches of machine code, which is not simulated: of quack and of FlashAttention-4.
+_NO_CACHES = {"QUACK_CACHE_ENABLED": "0", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+
+
 class _Packed:
     """A compiled function whose arguments the compiler has packed already."""
 
@@ -118,6 +122,10 @@ class Launcher:
 
     def run(self, compiled, *arguments) -> int:
         """Simulate one call; returns the success code of the CUDA runtime."""
+        with torch._C.DisableTorchFunction():  # tensors are what they are
+            return self._run(compiled, arguments)
+
+    def _run(self, compiled, arguments: tuple) -> int:
         # Kernels may hold addresses of any tensor there is.
         live = tuple(
             t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.is_cpu
@@ -149,6 +157,7 @@ def run_script(
         paths: folders that it may import from, beside its own.
     """
     folder = tempfile.mkdtemp(prefix="dsv4-simulator-")
+    os.environ.update(_NO_CACHES)
     for compiler in ("CUTE_DSL", "CUTE_EXPERIMENTAL_DSL"):
         for name, value in {
             "ARCH": arch, "KEEP": "ptx", "LINEINFO": "1", "DUMP_DIR": folder,

@@ -7,6 +7,9 @@ from dsv4.simulator.compile.registers import KIND_OF_TYPE
 from dsv4.simulator.ptx.parser import Instruction
 
 _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+_ROUNDED = {
+    "add": "add_rounded", "sub": "add_rounded", "mul": "multiply_rounded", "div": "divide_rounded",
+}  # fmt: skip
 
 
 def is_packed_half(name: str) -> bool:
@@ -66,10 +69,10 @@ def float_binary(e: BlockEmitter, ins: Instruction) -> None:
     rounding = _directed(ins)
     if rounding:
         a, b = _operands(e, ins, kind)
-        if stem == "div" or kind != "f32":
+        if kind not in ("f32", "f32x2"):
             raise ValueError("rounding mode")
         second = f"-{b}" if stem == "sub" else b
-        name = "multiply_rounded" if stem == "mul" else "add_rounded"
+        name = _ROUNDED[stem]
         out = f"{name}({a}, {second}, {rounding!r})"
         e.define(ins.operands[0], _modified(e, ins, out), kind)
         return
@@ -113,7 +116,7 @@ def fused(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[name]
     x = _template(ins)
     rounding = _directed(ins)
-    if rounding and kind != "f32":
+    if rounding and kind not in ("f32", "f32x2"):
         raise ValueError("rounding mode")
     if rounding:
         out = f"fma_rounded({x}, {x}, {x}, {rounding!r})"
@@ -166,6 +169,9 @@ _UNARY = {
 }  # fmt: skip
 
 
+_ROUNDED_UNARY = {"rcp": "reciprocal_rounded", "sqrt": "root_rounded"}
+
+
 @computes(*_UNARY)
 def unary(e: BlockEmitter, ins: Instruction) -> None:
     name = type_of(ins)
@@ -180,6 +186,10 @@ def unary(e: BlockEmitter, ins: Instruction) -> None:
     kind = KIND_OF_TYPE[name]
     # ex2 of a subnormal and of zero is 1 alike.
     out = _UNARY[ins.parts[0]].format("{}" if ins.parts[0] == "ex2" else _template(ins))
+    if _directed(ins):
+        if kind != "f32":
+            raise ValueError("rounding mode")
+        out = f"{_ROUNDED_UNARY[ins.parts[0]]}({_template(ins)}, {_directed(ins)!r})"
     if kind == "f64":
         out = out.replace("f32(1)", "1.0")
     e.elementwise(ins.operands[0], _modified(e, ins, out), ins.operands[1:2], (kind, kind))

@@ -35,7 +35,7 @@ _MODIFIERS: dict[str, str] = {
     "fma": _FLOAT, "mul24": "lo hi", "mad24": "lo hi", "div": _ROUNDINGS + "ftz approx full",
     "rem": "", "min": _EXTREMUM, "max": _EXTREMUM, "abs": "ftz", "neg": "ftz", "sad": "",
     **dict.fromkeys(("ex2", "lg2", "sin", "cos", "tanh"), "approx ftz"),
-    **dict.fromkeys(("rcp", "sqrt", "rsqrt"), "approx ftz rn"),
+    **dict.fromkeys(("rcp", "sqrt"), _ROUNDINGS + "approx ftz"), "rsqrt": "approx ftz",
     "copysign": "", "testp": "finite infinite number notanumber normal subnormal",
     "dp2a": "lo hi", "dp4a": "", "bfe": "", "bfi": "", "bfind": "shiftamt", "bmsk": "clamp wrap",
     "brev": "", "clz": "", "popc": "", "cnot": "", "fns": "", "szext": "clamp wrap",

@@ -1,7 +1,7 @@
 """PTX text to instructions, registers and symbols of its entry functions.
 
 Registers and labels declared inside a nested scope (inline assembly is full of those) get unique
-names, and calls of device functions are replaced by their bodies, so that an entry is one flat list.
+names, and calls of device functions are replaced by their bodies: an entry is one flat list.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class _EntryReader:
             self.at = label.end()
             name = self.scopes.find(label.group(1))
             if not self._branch_targets(name):
-                self.entry.labels[name] = len(self.entry.instructions)
+                self._label_here(name)
             return True
         if c == ".":
             self._directive()
@@ -333,10 +333,9 @@ class _EntryReader:
                 continue
             registers = [name]
             if vector:
-                members = range(int(vector[0][1:]))
-                scope.vectors[name] = registers = [
-                    self.scopes.unique(f"{name}{i}") for i in members
-                ]
+                count = int(vector[0][1:])
+                registers = [self.scopes.unique(f"{name}{i}") for i in range(count)]
+                scope.vectors[name] = registers
             elif not outermost or not name.startswith("%"):
                 scope.names[name] = registers[0] = self.scopes.unique(name)
             self.entry.registers.update(dict.fromkeys(registers, TYPE_BITS[kind]))
@@ -362,7 +361,7 @@ class _EntryReader:
         if opcode == "brx.idx" or opcode.startswith("brx.idx."):
             self._indirect_branch(guard, negated, operands, position)
             return
-        if stem in ("ret",) and self.calling:
+        if stem == "ret" and self.calling:
             opcode, operands = "bra", self.calling[-1][1]
         if opcode.startswith(("ld.param", "st.param")) and self._is_variable(operands):
             opcode = opcode.replace(".param::func", ".local").replace(".param", ".local")

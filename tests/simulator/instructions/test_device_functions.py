@@ -131,7 +131,13 @@ setp.gt.u32 %p1, %r1, 9;
 ret;
 }
 """
-    line = "{\n.param .b32 a;\nst.param.b32 [a], %x0;\n.loc 1 40 0\ncall checked, (a);\n}\nmov.b32 %y, 0;"
+    line = """{
+.param .b32 a;
+st.param.b32 [a], %x0;
+.loc 1 40 0
+call checked, (a);
+}
+mov.b32 %y, 0;"""
     with pytest.raises(KernelFault, match=r"kernel.cu:5, called from kernel.cu:40"):
         run_lanes(line, [LANES], np.uint32, functions)
     assert not run_lanes(line, [LANES % 4], np.uint32, functions).any()
@@ -144,7 +150,10 @@ def test_recursion_is_refused_by_name():
 
 
 def test_call_through_a_register_is_refused():
-    line = "mov.b32 %y, 0;\ncall (%y), %d1, (%x0), shape;\nshape: .callprototype (.reg .b32 a) _ (.reg .b32 b);"
+    line = """
+mov.b32 %y, 0;
+shape: .callprototype (.reg .b32 a) _ (.reg .b32 b);
+call (%y), %d1, (%x0), shape;"""
     with pytest.raises(UnsupportedInstruction, match="call through a register"):
         run_lanes(line, [LANES], np.uint32)
 

@@ -1,6 +1,7 @@
 """Instructions of one lane against the ISA's definitions, on random and on extreme operands."""
 
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -193,6 +194,44 @@ def test_double_to_single(rounding, seed):
     down = np.where(nearest <= values, nearest, np.nextafter(nearest, np.float32(-np.inf)))
     expected = {"rn": nearest, "rp": up, "rm": down, "rz": np.where(values > 0, down, up)}
     np.testing.assert_array_equal(found, expected[rounding])
+
+
+@pytest.mark.parametrize("rounding", ["rz", "rm", "rp"])
+@pytest.mark.parametrize("stem", ["add", "sub", "mul", "div", "fma", "rcp", "sqrt"])
+def test_directed_rounding(stem, rounding, seed):
+    """Beside the exact result, and both halves of a pair beside single numbers."""
+    rng = np.random.default_rng(seed)
+    values = (rng.standard_normal((3, 64)) * 10.0 ** rng.integers(-4, 4, (3, 64))).astype(
+        np.float32
+    )
+    if stem == "sqrt":
+        values = np.abs(values)
+    count = {"fma": 3, "rcp": 1, "sqrt": 1}.get(stem, 2)
+    given = ", ".join(f"%x{i}" for i in range(count))
+    line = f"{stem}.{rounding}.f32 %y, {given};"
+    found = np.concatenate(
+        [
+            run_lanes(line, list(values[:count, part]), np.float32)
+            for part in np.split(np.arange(64), 2)
+        ]
+    )
+    a, b, c = ([Fraction(float(v)) for v in row] for row in values)
+    exact = {
+        "add": lambda x, y, z: x + y, "sub": lambda x, y, z: x - y, "mul": lambda x, y, z: x * y,
+        "div": lambda x, y, z: x / y, "fma": lambda x, y, z: x * y + z,
+        "rcp": lambda x, y, z: 1 / x, "sqrt": lambda x, y, z: x,
+    }[stem]  # fmt: skip
+    power = 2 if stem == "sqrt" else 1  # compared by squares
+    for value, x, y, z in zip(found, a, b, c):
+        wanted = exact(x, y, z)
+        up = rounding == "rp" or (rounding == "rz" and wanted < 0)
+        nearer = np.nextafter(value, np.float32(-np.inf if up else np.inf))
+        here, there = Fraction(float(value)) ** power, Fraction(float(nearer)) ** power
+        assert (there < wanted <= here) if up else (here <= wanted < there)
+    if stem in ("add", "mul", "fma"):
+        pairs = [row.view(np.uint64) for row in values[:count]]
+        line = f"{stem}.{rounding}.f32x2 %y, {given};"
+        np.testing.assert_array_equal(run_lanes(line, pairs, np.uint64).view(np.float32), found)
 
 
 @pytest.mark.parametrize("kind", ["u32", "bf16x2"])
