@@ -19,7 +19,7 @@ from dsv4.simulator.compile.registers import BITS_OF_KIND, DTYPES, REGISTER, UNS
 from dsv4.simulator.compile.vectorise import Argument, Batches
 from dsv4.simulator.errors import UnsupportedInstruction
 from dsv4.simulator.ptx.blocks import EXIT_OPCODES, Block
-from dsv4.simulator.ptx.parser import Entry, Instruction
+from dsv4.simulator.ptx.entry import Entry, Instruction
 from dsv4.simulator.ptx.types import TYPE_BITS
 
 EXIT, BLOCKED, DIVERGED = -3, -1, -2

@@ -37,8 +37,8 @@ from dsv4.simulator.instructions import move as opcodes_move
 from dsv4.simulator.machine import memory
 from dsv4.simulator.machine.warp import ALL
 from dsv4.simulator.ptx.blocks import blocks_of
+from dsv4.simulator.ptx.entry import Entry
 from dsv4.simulator.ptx.modifiers import check_modifiers
-from dsv4.simulator.ptx.parser import Entry
 
 # Importing a module registers its emitters.
 EMITTER_MODULES = (

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 
 from dsv4.simulator.ptx.blocks import Block
-from dsv4.simulator.ptx.parser import Entry, Instruction
+from dsv4.simulator.ptx.entry import Entry, Instruction
 
 DTYPES = {
     "p": "bool_", "u8": "u8", "s8": "i8", "u16": "u16", "s16": "i16", "f16": "f16", "u32": "u32",

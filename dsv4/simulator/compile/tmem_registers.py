@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from dsv4.simulator.compile.registers import REGISTER, RegisterMap
 from dsv4.simulator.ptx.blocks import Block
-from dsv4.simulator.ptx.parser import Entry, Instruction
+from dsv4.simulator.ptx.entry import Entry, Instruction
 
 EARLY = "tcgen05.ld without wait"
 # First operands that are registers, but not written.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from dsv4.simulator.compile.registers import REGISTER
-from dsv4.simulator.ptx.parser import Entry, Instruction
+from dsv4.simulator.ptx.entry import Entry, Instruction
 
 USED = "accumulators of a wgmma used before it is waited for"
 REWRITTEN = "A fragment of a wgmma rewritten before it is waited for"

@@ -10,7 +10,8 @@ import torch
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.machine.asynchronous import SCHEDULES
 from dsv4.simulator.machine.scheduler import INSTRUCTIONS_PER_WARP, LaunchConfig
-from dsv4.simulator.ptx.parser import Entry, Module, parse_module
+from dsv4.simulator.ptx.entry import Entry
+from dsv4.simulator.ptx.parser import Module, parse_module
 from dsv4.simulator.report import Report
 
 Dimensions = tuple[int, ...] | int

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsv4.simulator.arithmetic.numerics import SMALL_FLOATS
 from dsv4.simulator.compile.codegen import BlockEmitter, computes
 from dsv4.simulator.compile.registers import BITS_OF_KIND, DTYPES, KIND_OF_TYPE, UNSIGNED
-from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.entry import Instruction
 
 _SMALL_PAIRS = {f"{name}x2": name for name in SMALL_FLOATS}
 _TYPES = {*KIND_OF_TYPE, *_SMALL_PAIRS, "ue8m0x2", "tf32"}

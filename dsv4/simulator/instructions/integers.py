@@ -11,7 +11,7 @@ from dsv4.simulator.instructions.floats import (
     mixed_precision,
     packed_half,
 )
-from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.types import TYPE_BITS
 
 _SYMBOLS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}

@@ -11,7 +11,7 @@ from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.instructions.operands.tensor_map import MAP_BYTES
 from dsv4.simulator.machine.memory import OFFSET_MASK, RANK_SHIFT
 from dsv4.simulator.machine.warp import Warp
-from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.entry import Instruction
 
 RESPONSE_BYTES = 16
 

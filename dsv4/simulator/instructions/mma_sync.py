@@ -18,7 +18,7 @@ from dsv4.simulator.arithmetic.numerics import f32, f64, i32, i64, u8, u16, u32,
 from dsv4.simulator.compile.codegen import BlockEmitter, emits
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.machine.warp import ALL, Warp
-from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.entry import Instruction
 
 
 def _nibbles(codes: np.ndarray) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dsv4.simulator.compile.codegen import BlockEmitter, computes, type_of
 from dsv4.simulator.compile.registers import DTYPES, KIND_OF_TYPE, UNSIGNED
-from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.types import TYPE_BITS
 
 

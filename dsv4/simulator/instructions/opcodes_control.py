@@ -5,7 +5,7 @@ from __future__ import annotations
 from dsv4.simulator.compile.codegen import BLOCKED, BlockEmitter, emits, type_of
 from dsv4.simulator.compile.registers import DTYPES, KIND_OF_TYPE
 from dsv4.simulator.ptx.blocks import may_block
-from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.entry import Instruction
 
 
 @emits("bra")

@@ -6,7 +6,7 @@ import re
 
 from dsv4.simulator.compile.codegen import BlockEmitter, emits, type_of
 from dsv4.simulator.compile.registers import BITS_OF_KIND, DTYPES, KIND_OF_TYPE, UNSIGNED
-from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.entry import Instruction
 
 _SPACES = ("param", "shared", "global", "local", "const")
 _STRONG = ("acquire", "relaxed", "volatile", "mmio")

@@ -6,7 +6,7 @@ import re
 
 from dsv4.simulator.compile.codegen import BLOCKED, BlockEmitter, emits
 from dsv4.simulator.instructions.tcgen05 import REGISTERS_PER_REPEAT, copy_lanes
-from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.entry import Instruction
 
 
 def _group(ins: Instruction) -> int:

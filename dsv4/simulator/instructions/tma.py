@@ -18,7 +18,7 @@ from dsv4.simulator.instructions.operands.tensor_map import (
 )
 from dsv4.simulator.machine.memory import CHUNK, OFFSET_MASK, PARAM_WINDOW, RANK_SHIFT, Cta
 from dsv4.simulator.machine.warp import Warp
-from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.races.cells.footprints import run_footprint, tensor_footprint
 
 _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")

@@ -26,7 +26,7 @@ from dsv4.simulator.instructions.operands.wgmma_accumulators import (
 )
 from dsv4.simulator.machine.memory import Cta
 from dsv4.simulator.machine.warp import ALL, Warp
-from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.entry import Instruction
 
 # Element type -> (bytes, decoder to float32)
 _TYPES = {

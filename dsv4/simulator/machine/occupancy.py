@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsv4.simulator.machine.memory import SHARED_BYTES, SYSTEM_SHARED_BYTES
-from dsv4.simulator.ptx.parser import Entry
+from dsv4.simulator.ptx.entry import Entry
 
 MAX_THREADS, MAX_CTAS = 2048, 32  # of one multiprocessor
 REGISTERS = 65536  # of one multiprocessor, a quarter of them for every fourth warp

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4.simulator.errors import UnsupportedInstruction
-from dsv4.simulator.ptx.parser import Entry, Instruction
+from dsv4.simulator.ptx.entry import Entry, Instruction
 
 _BLOCKING = (
     "bar.sync", "bar.red", "barrier.sync", "barrier.cta.sync", "barrier.cta.red", "barrier.red",

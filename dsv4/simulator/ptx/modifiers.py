@@ -6,7 +6,7 @@ import re
 from functools import cache
 
 from dsv4.simulator.errors import UnsupportedInstruction
-from dsv4.simulator.ptx.parser import Instruction
+from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.types import TYPE_BITS
 
 _ROUNDINGS = "rn rz rm rp "

@@ -13,7 +13,7 @@ import numpy as np
 
 from dsv4.simulator.compile.registers import REGISTER
 from dsv4.simulator.ptx.blocks import blocks_of
-from dsv4.simulator.ptx.parser import Entry, Instruction
+from dsv4.simulator.ptx.entry import Entry, Instruction
 
 _COPIES = ("cp.async.bulk", "cp.reduce.async.bulk")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from dsv4.simulator.ptx.parser import Entry, Instruction
+from dsv4.simulator.ptx.entry import Entry, Instruction
 from dsv4.simulator.timing.machine import Machine
 
 _REGISTER = re.compile(r"%[\w$]+")

@@ -12,7 +12,8 @@ from dsv4.simulator import Report, SimulatorError
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.compile.codegen import is_sync
 from dsv4.simulator.frontend.cutedsl import HostRunner
-from dsv4.simulator.ptx.parser import Instruction, Module, parse_module
+from dsv4.simulator.ptx.entry import Instruction
+from dsv4.simulator.ptx.parser import Module, parse_module
 from dsv4.testing.harness import Call
 
 # Work, not order: without these the result is wrong, which is not the checker's business.

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dsv4.simulator.ptx.parser import Instruction, parse_module
+from dsv4.simulator.ptx.entry import Instruction
+from dsv4.simulator.ptx.parser import parse_module
 from dsv4.testing.attention import Case, assert_attention_close, make_inputs
 from dsv4.testing.attention_kernel import attention_call, config_of
 from tests.simulator.helpers.mutations import (

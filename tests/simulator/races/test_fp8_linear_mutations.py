@@ -11,7 +11,8 @@ import pytest
 from dsv4.kernels.gemm.config import Fp8LinearConfig
 from dsv4.ops.runtime.backend import Device
 from dsv4.simulator import Report
-from dsv4.simulator.ptx.parser import Instruction, parse_module
+from dsv4.simulator.ptx.entry import Instruction
+from dsv4.simulator.ptx.parser import parse_module
 from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
 from dsv4.testing.harness import SCHEDULES, compiler_options
 from tests.simulator.helpers.mutations import (
