@@ -1,12 +1,13 @@
-"""What one layer keeps between steps: rings of its latest positions, pages of its entries."""
+"""What one layer keeps between steps: keys of the window and of entries, state of compressors."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4.cache.entries import EntryPool
 from dsv4.cache.pages import Pages
-from dsv4.cache.rings import Ring
 from dsv4.cache.state_cache import LayerState
+from dsv4.cache.window import WindowPool
 
 
 @dataclass(frozen=True)
@@ -14,16 +15,13 @@ class LayerCache:
     """Everything one layer keeps between steps.
 
     Attributes:
-        state: the rings.
-        entries: compressed keys (= values), [.., head_dim]. None in SWA layers.
+        window: keys (= values) of the sliding window.
+        state: the rings of the compressors.
+        entries: compressed keys (= values). None in SWA layers.
         index_keys: keys of the indexer, [.., index_head_dim]. None without an indexer.
     """
 
+    window: WindowPool
     state: LayerState
-    entries: Pages | None
+    entries: EntryPool | None
     index_keys: Pages | None
-
-    @property
-    def window(self) -> Ring:
-        """Keys of the sliding window."""
-        return self.state.window

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dsv4.cache.entries import EntryPool
+from dsv4.cache.formats import KvFormat
 from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.pages import Pages
 from dsv4.cache.state_cache import StateCache
+from dsv4.cache.window import WindowPool
 
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
@@ -28,10 +31,14 @@ class ModelCache:
         num_blocks: blocks that all requests share; each holds the entries of `block_size` original
             tokens.
         max_blocks_per_request: columns of a block table, hence the longest context.
-        dtype: of keys and entries; compressor state is always fp32.
+        dtype: of the model's activations and of index keys; compressor state is always fp32.
         max_draft: tokens a step may write past the last accepted one.
+        max_tokens: B * C of the largest step whose chunks are longer than 1 + max_draft; every
+            layer has room for the keys of so many.
+        kv_format, uniform_scale: of keys, see `KvFormat.of`.
 
     Attributes:
+        format: of keys, window and entries alike.
         block_size: original tokens per block: the smallest multiple of every compression rate that
             is >= 128.
 
@@ -48,6 +55,9 @@ class ModelCache:
         dtype: torch.dtype,
         device: torch.device | str,
         max_draft: int = 0,
+        max_tokens: int = 0,
+        kv_format: str | None = None,
+        uniform_scale: bool = False,
     ) -> None:
         sizes = {
             "max_requests": max_requests,
@@ -57,8 +67,9 @@ class ModelCache:
         for name, value in sizes.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        if max_draft < 0:
-            raise ValueError(f"max_draft must be at least 0, got {max_draft}")
+        for name, value in (("max_draft", max_draft), ("max_tokens", max_tokens)):
+            if value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
         self.config = config
         self.max_requests = max_requests
         self.num_blocks = num_blocks
@@ -67,16 +78,23 @@ class ModelCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.block_size = block_size(config)
-        self.state = StateCache(config, max_requests, dtype, device, max_draft)
+        self.format = KvFormat.of(config, dtype, self.device, kv_format, uniform_scale)
+        self.state = StateCache(config, max_requests, device, max_draft)
+        window = (max_requests, config.sliding_window, max_draft, max_tokens)
 
-        def pages(ratio: int, dim: int) -> Pages:
-            return Pages(num_blocks, self.block_size // ratio, dim, dtype, device)
+        def entries(ratio: int) -> EntryPool:
+            return EntryPool(self.format, num_blocks, self.block_size // ratio, ratio, device)
+
+        def index_keys(ratio: int) -> Pages:
+            size = self.block_size // ratio
+            return Pages(num_blocks, size, config.index_head_dim, dtype, device)
 
         self.layers = tuple(
             LayerCache(
+                WindowPool(self.format, *window, device),
                 state,
-                entries=pages(spec.ratio, config.head_dim) if spec.ratio else None,
-                index_keys=pages(spec.ratio, config.index_head_dim) if spec.overlap else None,
+                entries=entries(spec.ratio) if spec.ratio else None,
+                index_keys=index_keys(spec.ratio) if spec.overlap else None,
             )
             for spec, state in zip(config.schedule, self.state.layers, strict=True)
         )
@@ -89,6 +107,8 @@ class ModelCache:
     def reset(self, rows: Tensor | list[int]) -> None:
         """Zero the rings of the given slots. Nothing needs it: readers mask by position."""
         self.state.reset(rows)
+        for layer in self.layers:
+            layer.window.reset(rows)
 
 
 def block_size(config: ModelConfig) -> int:

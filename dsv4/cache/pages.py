@@ -1,4 +1,4 @@
-"""Compressed entries of one layer, in blocks that requests take as they grow."""
+"""Index keys of one layer, in blocks that requests take as they grow."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dsv4.cache.step import Step
 
 
 class Pages:
-    """Compressed entries of one layer: entry n of a request lies in its block n //
-    entries_per_block.
+    """Entries of one layer: entry n of a request lies in its block n // entries_per_block.
 
     Attributes:
         data: [blocks + 1, entries_per_block, dim]; the last block swallows writes that must not
@@ -40,13 +39,6 @@ class Pages:
         blocks = self._blocks(step, entries)
         blocks = torch.where(valid, blocks, self._trash)
         self.data[blocks, entries % self.entries_per_block] = values.to(self.data.dtype)
-
-    def gather(self, step: Step, entries: Tensor) -> Tensor:
-        """Return entries [B, C, k] of each request: [B, C, k, dim]; undefined if not written."""
-        batch, tokens, k = entries.shape
-        flat = entries.reshape(batch, tokens * k)
-        blocks = self._blocks(step, flat)
-        return self.data[blocks, flat % self.entries_per_block].view(batch, tokens, k, -1)
 
     def all(self, step: Step, n: int) -> Tensor:
         """Return the first `n` entries of each request: [B, n, dim]. Undefined where they were

@@ -1,4 +1,4 @@
-"""Fixed-size state of every request: the rings of each layer, and of the model."""
+"""Fixed-size state of the compressors of every request: the rings of each layer."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ class LayerState:
     """Rings of one layer.
 
     Attributes:
-        window: [.., head_dim] in the model dtype: keys (= values) of the sliding window.
         compressor: [.., 2, width] fp32: projection and score (position bias added) of every token
             that a block still to be completed can need; width is head_dim, 2 * head_dim when blocks
             overlap. None without one.
         indexer: the same of the indexer's compressor. None without an indexer.
     """
 
-    window: Ring
     compressor: Ring | None
     indexer: Ring | None
 
     def rings(self) -> tuple[Ring, ...]:
         """Return the rings that exist."""
-        return tuple(r for r in (self.window, self.compressor, self.indexer) if r is not None)
+        return tuple(r for r in (self.compressor, self.indexer) if r is not None)
 
 
 class StateCache:
@@ -42,7 +40,6 @@ class StateCache:
     Args:
         config: the model.
         rows: requests that can be cached at the same time.
-        dtype: of the window keys.
         max_draft: tokens a step may write past the last accepted one.
     """
 
@@ -50,12 +47,11 @@ class StateCache:
         self,
         config: ModelConfig,
         rows: int,
-        dtype: torch.dtype,
         device: torch.device | str,
         max_draft: int = 0,
     ) -> None:
         self.layers = tuple(
-            _layer_state(config, spec, rows, dtype, device, max_draft) for spec in config.schedule
+            _layer_state(config, spec, rows, device, max_draft) for spec in config.schedule
         )
 
     def reset(self, rows: Tensor | list[int]) -> None:
@@ -69,7 +65,6 @@ def _layer_state(
     config: ModelConfig,
     spec: LayerSpec,
     rows: int,
-    dtype: torch.dtype,
     device: torch.device | str,
     max_draft: int,
 ) -> LayerState:
@@ -82,7 +77,6 @@ def _layer_state(
         return Ring(rows, size, (2, series * dim), torch.float32, device)
 
     return LayerState(
-        window=Ring(rows, config.sliding_window + max_draft, (config.head_dim,), dtype, device),
         compressor=tail(config.head_dim) if spec.ratio else None,
         indexer=tail(config.index_head_dim) if spec.overlap else None,
     )

@@ -95,6 +95,22 @@ class Step:
         rows = torch.arange(self.batch, device=self.starts.device)[:, None]
         return torch.where(self.valid, rows, -1).flatten().to(torch.int32)
 
+    @cached_property
+    def token_positions(self) -> Tensor:
+        """[B * C] int32: `positions` as operators take them."""
+        return self.positions.flatten().to(torch.int32)
+
+    @cached_property
+    def pages(self) -> Tensor:
+        """[B, max_blocks] int32: `block_table` as operators take it."""
+        return self.block_table.to(torch.int32)
+
+    @cached_property
+    def live_tokens(self) -> Tensor:
+        """[1] int32: number of leading tokens of [B * C] behind which all are padding."""
+        count = torch.arange(1, self.batch * self.chunk + 1, device=self.starts.device)
+        return torch.where(self.valid.flatten(), count, 0).amax(0, keepdim=True).to(torch.int32)
+
     def derive(
         self, function: Callable[Concatenate[Step, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsv4
+from dsv4.cli.attention_watch import AttentionWatch
 from dsv4.cli.demo import Check
 
 if TYPE_CHECKING:
     from dsv4.model.model import DeepseekV4
-    from dsv4.testing.attention import Inputs
 
 WINDOW_TOKENS = 512
 WINDOWS = 4
@@ -28,41 +27,6 @@ FILLER_TOKENS = 200
 MOST_WIDENED = 2**30  # bytes of a checkpoint that is loaded once more, in float32
 NAMES = ("Abraham", "Isaac", "Jacob", "Moses", "David", "Ruth", "Noah", "Mary")
 GOODS = ("gold", "silver", "bread", "wine", "oil", "water", "sword", "corn", "salt", "honey")
-
-
-class OpWatch(TorchDispatchMode):
-    """Counts the calls of the attention op and keeps inputs and outputs of the latest ones.
-
-    With `drop_compressed` every call sees `compressed_lens = 0`: the compressed branch is off, and
-    nothing else of the model changes.
-    """
-
-    def __init__(self, keep: int = 0, drop_compressed: bool = False) -> None:
-        super().__init__()
-        self.keep = keep
-        self.drop_compressed = drop_compressed
-        self.calls = 0
-        self.kept: list[tuple[tuple, dict, torch.Tensor]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is not torch.ops.dsv4.sparse_fmha_with_swa.default:
-            return func(*args, **kwargs)
-        self.calls += 1
-        if self.drop_compressed:
-            args, kwargs = _without_compressed(args, kwargs)
-        result = func(*args, **kwargs)
-        if self.keep:
-            frozen = tuple(a.clone() if isinstance(a, torch.Tensor) else a for a in args)
-            self.kept = [*self.kept, (frozen, dict(kwargs), args[6].clone())][-self.keep :]
-        return result
-
-
-def _without_compressed(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    none = torch.zeros(args[0].shape[0], dtype=torch.int32, device=args[0].device)
-    if len(args) > 8:
-        return (*args[:8], none, *args[9:]), kwargs
-    return args, {**kwargs, "compressed_lens": none}
 
 
 def default_prompt(folder: Path) -> str:
@@ -84,47 +48,30 @@ def run_all(model: DeepseekV4, tokenizer, folder: Path, prompt: list[int]) -> It
 
 
 def attention_through_op(model: DeepseekV4, prompt: list[int]) -> Check:
-    """Every layer of every forward called `torch.ops.dsv4.sparse_fmha_with_swa`, exactly once."""
+    """Every layer of every forward called `torch.ops.dsv4.sparse_fmha_paged`, exactly once."""
     steps = 8
-    with OpWatch() as watch:
+    with AttentionWatch() as watch:
         model.generate([prompt], max_new_tokens=steps)
     layers = model.config.num_hidden_layers
     forwards, rest = divmod(watch.calls, layers)
     # One prefill gives the first token, each decode step one more.
     passed = rest == 0 and forwards == steps
     detail = f"{watch.calls} calls of the op = {forwards} forwards x {layers} layers"
-    return Check("attention goes through torch.ops.dsv4.sparse_fmha_with_swa", passed, detail)
+    return Check("attention goes through torch.ops.dsv4.sparse_fmha_paged", passed, detail)
 
 
 def op_against_oracle(model: DeepseekV4, prompt: list[int]) -> Check:
     """The op's output in the model's last forward equals the FP32 oracle on the same inputs."""
     from dsv4.testing.accuracy import BFLOAT16, Accuracy
 
-    with OpWatch(keep=model.config.num_hidden_layers) as watch:
+    with AttentionWatch(keep=model.config.num_hidden_layers) as watch:
         model.generate([prompt], max_new_tokens=2)
     worst = 0.0
-    for args, kwargs, out in watch.kept:
-        expected, _ = _inputs_of(args, kwargs).expected()
-        worst = max(worst, Accuracy.of(out, expected).relative)
+    for call in watch.kept:
+        worst = max(worst, Accuracy.of(call.o, call.expected()).relative)
     bound = BFLOAT16.relative
     detail = f"worst relative error {worst:.1e} over {len(watch.kept)} layers (bound {bound:.0e})"
     return Check("op equals the FP32 oracle", worst <= bound, detail)
-
-
-def _inputs_of(args: tuple, kwargs: dict) -> Inputs:
-    """The inputs of a call of the attention op."""
-    from dsv4.ops.runtime.runner import runner_config
-    from dsv4.testing.attention import Inputs
-
-    config = runner_config(args[7])
-    return Inputs(
-        *args[:6],
-        compressed_lens=args[8] if len(args) > 8 else kwargs.get("compressed_lens"),
-        sink_mode=config.sink_mode,
-        is_causal=config.is_causal,
-        sliding_window=config.sliding_window,
-        softmax_scale=config.softmax_scale,
-    )
 
 
 def decode_equals_prefill(model: DeepseekV4, prompt: list[int]) -> Check:
@@ -174,7 +121,7 @@ def held_out_loss(model: DeepseekV4, tokenizer, folder: Path) -> Iterator[Check]
     unigram = -sum(n / len(ids) * math.log(n / len(ids)) for n in counts.values())
     detail = f"{loss:.2f} nats a token; the text's own unigram entropy is {unigram:.2f}"
     yield Check("held-out loss", loss < 0.8 * unigram, detail)
-    with OpWatch(drop_compressed=True):
+    with AttentionWatch(drop_compressed=True):
         blind = _loss(model, tokens)
     detail = f"loss {blind:.2f} with the compressed branch off, {loss:.2f} with it"
     yield Check("the compressed branch matters", blind > loss, detail)
@@ -189,7 +136,7 @@ def recall_past_the_window(model: DeepseekV4, tokenizer, folder: Path) -> Check:
         _exercise(tokenizer, start, filler[:FILLER_TOKENS], seed) for seed in range(EXERCISES)
     ]
     seen = sum(_recalled(model, *exercise) for exercise in exercises)
-    with OpWatch(drop_compressed=True):
+    with AttentionWatch(drop_compressed=True):
         blind = sum(_recalled(model, *exercise) for exercise in exercises)
     total = EXERCISES * len(NAMES)
     detail = f"{seen} of {total} facts recalled, {blind} with the compressed branch off"
@@ -222,13 +169,14 @@ def _recalled(model: DeepseekV4, ids: list[int], answers: list[int]) -> int:
 def blackwell_kernel_agrees(model: DeepseekV4, prompt: list[int]) -> Check:
     """The compiled sm_100a kernel, simulated on this CPU, repeats one of this model's decode calls.
 
-    The call is the last layer's of the latest decode step. Its output must be the op's, and the
-    simulator's race checker must find nothing.
+    The call is the last layer's of the latest decode step, its keys side by side. The output must
+    be the oracle's for what the model's call saw, before it is rotated back, and the simulator's
+    race checker must find nothing.
     """
     from dsv4.simulator import SimulatorError
     from dsv4.simulator.frontend.stub_library import c_compiler
 
-    name = "Blackwell kernel, simulated, equals the op"
+    name = "Blackwell kernel, simulated, equals the oracle"
     if importlib.util.find_spec("cutlass") is None:
         return Check(name, None, "needs nvidia-cutlass-dsl, which is there for Linux")
     try:
@@ -239,16 +187,16 @@ def blackwell_kernel_agrees(model: DeepseekV4, prompt: list[int]) -> Check:
     from dsv4.testing.attention_kernel import AttentionKernels, config_of
     from dsv4.testing.harness import Simulator
 
-    with OpWatch(keep=1) as watch:
+    with AttentionWatch(keep=1) as watch:
         model.generate([prompt], max_new_tokens=2)
-    (args, kwargs, expected) = watch.kept[-1]
-    inputs = _inputs_of(args, kwargs).to("cpu")
+    inputs = watch.kept[-1].gathered().to("cpu")
     target = Simulator("sm_100a")
     kernels = AttentionKernels(target)
     call = kernels.call(inputs)
     outcome = target.simulate(kernels.compile(config_of(inputs)), call)
     report = outcome.report
-    error = Accuracy.of(outcome["o"], expected.cpu()).relative
+    expected = watch.kept[-1].expected(rope=None).cpu()
+    error = Accuracy.of(outcome["o"], expected).relative
     races = len(report.races)
     instructions = sum(launch.instructions for launch in report.launches)
     detail = f"relative error {error:.1e}, {races} races, {instructions} warp instructions"

@@ -106,9 +106,11 @@ class Engine:
             num_blocks = max_requests * -(-max_context // size)
         # Drafts are chained past the last position a request may have: into a column without block.
         columns = -(-(max_context + num_draft_tokens) // size)
-        self._cache = model.new_cache(max_requests, num_blocks, columns, max_draft=num_draft_tokens)
-        self._manager = CacheManager(self._cache)
         prefilled = min(prefill_chunk, max_requests * max_context)
+        self._cache = model.new_cache(
+            max_requests, num_blocks, columns, max_draft=num_draft_tokens, max_tokens=prefilled
+        )
+        self._manager = CacheManager(self._cache)
         positions = max(prefilled, max_requests * (1 + num_draft_tokens))
         self._stage = InputStage(positions, max_requests, self._cache.device)
         self._verify = decode_forward(model, self._cache, num_draft_tokens, use_cuda_graphs)

@@ -18,7 +18,6 @@ from dsv4.config.fields import shown
 from dsv4.engine.forward import verify
 from dsv4.engine.inputs import ForwardInputs
 from dsv4.layers.moe import MAX_STATIC_CHUNK
-from dsv4.ops import warmup
 
 if TYPE_CHECKING:
     from dsv4.cache.model_cache import ModelCache
@@ -125,10 +124,6 @@ class DecodeGraphs:
         return graph.replay()
 
     def _capture(self, inputs: ForwardInputs) -> Forward:
-        step, cache = inputs.step, self._cache
-        runners = self._model.runners(cache, step.batch, step.chunk, step.capacity)
-        for runner_id, tokens in runners.items():
-            warmup(runner_id, tokens, cache.device)
         self._backend.warm_up(partial(self._verify, _padding_like(inputs)))
         return self._backend.capture(partial(self._verify, inputs))
 

@@ -50,4 +50,5 @@ class Block(Module):
         x, mix = self.hyper.collapse(streams, hyper_parameters(self, "hc_attn"))
         streams = self.hyper.expand(self.attn(self.attn_norm(x), cache, step), mix)
         x, mix = self.hyper.collapse(streams, hyper_parameters(self, "hc_ffn"))
-        return self.hyper.expand(self.ffn(self.ffn_norm(x), input_ids), mix)
+        x = self.ffn(self.ffn_norm(x), input_ids, step.live_tokens)
+        return self.hyper.expand(x, mix)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dsv4.cache.pages import Pages
 from dsv4.cache.rings import Ring
 from dsv4.cache.step import Step
 from dsv4.layers.linear import Linear
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm
-from dsv4.layers.rope import Rope, rotate_
 
 
 class Compressor(Module):
@@ -24,14 +21,13 @@ class Compressor(Module):
     series wide: the block's own tokens contribute the last `dim` columns, those of the block before
     it the first `dim` columns, all in one softmax; the first block has no block before it. Every
     projection is kept in a ring addressed by position until no future block can need it, so that
-    chunks may end anywhere and rejected drafts are overwritten. fp32 up to the mean.
+    chunks may end anywhere and rejected drafts are overwritten. fp32 up to the mean, which is
+    normalised, rotated and rounded as it is written to the cache.
 
     Args:
         hidden_size, dim: width of the input, of an entry.
         ratio: tokens per entry.
         overlap: whether blocks overlap: a property of the layer's kind, not of the rate.
-        rope: rotation of the layer; entry n is rotated at position n * ratio.
-        finish: last treatment of the entries [B, K, dim] (quantised models round them), or None.
     """
 
     def __init__(
@@ -40,30 +36,29 @@ class Compressor(Module):
         dim: int,
         ratio: int,
         overlap: bool,
-        rope: Rope,
         norm_eps: float,
-        finish: Callable[[Tensor], Tensor] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         self.dim = dim
         self.ratio = ratio
         self.overlap = overlap
-        self.rope = rope
-        self.finish = finish
         width = 2 * dim if overlap else dim
         self.ape = empty_parameter((ratio, width), torch.float32, device)
         self.wkv = Linear(hidden_size, width, device=device)
         self.wgate = Linear(hidden_size, width, device=device)
         self.norm = RMSNorm(dim, norm_eps, device)
 
-    def forward(self, x: Tensor, ring: Ring, pages: Pages, step: Step) -> None:
-        """Take in the step's tokens and write the entries they complete.
+    def forward(self, x: Tensor, ring: Ring, step: Step) -> Tensor:
+        """Take in the step's tokens and pool the blocks that may end with them.
 
         Args:
             x: [B, C, hidden_size].
             ring: [.., 2, width] fp32: projection and score of past tokens.
-            pages: where the entries go.
+
+        Returns:
+            [B, K, dim] in the dtype of `x`, K = ceil(C / ratio), from block starts // ratio on,
+            before their norm; undefined for blocks that do not end.
         """
         wide = x.float()
         scores = self.wgate(wide) + self.ape[step.positions % self.ratio]
@@ -71,12 +66,8 @@ class Compressor(Module):
         past = ring.history(step, (2 if self.overlap else 1) * self.ratio - 1)
         ring.append(step, tokens)
 
-        blocks = step.derive(_blocks, self.rope, self.ratio, self.overlap)
-        mean = self._mean(torch.cat((past, tokens), dim=1), blocks).to(x.dtype)
-        entries = rotate_(self.norm(mean), blocks.rotation)
-        if self.finish is not None:
-            entries = self.finish(entries)
-        pages.write(step, blocks.first, entries, blocks.complete)
+        blocks = step.derive(_blocks, self.ratio, self.overlap)
+        return self._mean(torch.cat((past, tokens), dim=1), blocks).to(x.dtype)
 
     def _mean(self, tokens: Tensor, blocks: _Blocks) -> Tensor:
         """[B, history + C, 2, width] -> [B, K, dim]."""
@@ -97,21 +88,15 @@ class _Blocks(NamedTuple):
     """The K blocks per request that may end within a step.
 
     Attributes:
-        first: [B], number of the first.
-        complete: [B, K] bool, whether the step's valid tokens reach its end.
-        rows: [B, K, ratio], its tokens among history and chunk.
+        rows: [B, K, ratio], the tokens of each among history and chunk.
         has_previous: [B, K, 1, 1] bool.
-        rotation: [B, K, rope_dim / 2] complex.
     """
 
-    first: Tensor
-    complete: Tensor
     rows: Tensor
     has_previous: Tensor
-    rotation: Tensor
 
 
-def _blocks(step: Step, rope: Rope, ratio: int, overlap: bool) -> _Blocks:
+def _blocks(step: Step, ratio: int, overlap: bool) -> _Blocks:
     """Find the blocks that the step's tokens may complete."""
     count = -(-step.chunk // ratio)
     first = step.starts // ratio
@@ -121,10 +106,7 @@ def _blocks(step: Step, rope: Rope, ratio: int, overlap: bool) -> _Blocks:
     within = torch.arange(ratio, device=first.device)
     rows = (begins - step.starts[:, None] + history)[..., None] + within
     return _Blocks(
-        first=first,
-        complete=begins + ratio <= (step.starts + step.lens)[:, None],
         # Rows past the chunk belong to blocks that are not complete: any row will do.
         rows=rows.clamp(max=history + step.chunk - 1),
         has_previous=(numbers > 0)[..., None, None],
-        rotation=rope.at(begins),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,15 +54,18 @@ class Indexer(Module):
             self.dim,
             spec.ratio,
             spec.overlap,
-            rope,
             config.rms_norm_eps,
-            finish=round_index if config.quantized else None,
             device=device,
         )
 
     def update(self, x: Tensor, cache: LayerCache, step: Step) -> None:
         """Take in the step's tokens `x` [B, C, hidden_size]: every step, also if none is scored."""
-        self.compressor(x, cache.state.indexer, cache.index_keys, step)
+        pooled = self.compressor(x, cache.state.indexer, step)
+        ends = step.derive(_ends, self.rope, self.compressor.ratio)
+        keys = rotate_(self.compressor.norm(pooled), ends.rotation)
+        if self.quantized:
+            keys = round_index(keys)
+        cache.index_keys.write(step, ends.first, keys, ends.complete)
 
     def select(
         self, x: Tensor, latent: Tensor, cache: LayerCache, step: Step, visible: Tensor, n: int
@@ -101,6 +104,28 @@ class Indexer(Module):
         entries = torch.arange(keys.shape[1], device=keys.device)
         causal = entries < visible.unsqueeze(-1)
         return topk_stable(_scores(queries, weights, keys), self.topk, causal)[0]
+
+
+class _Ends(NamedTuple):
+    """The K keys per request that may end within a step.
+
+    Attributes:
+        first: [B], number of the first.
+        complete: [B, K] bool, whether the step's valid tokens reach its end.
+        rotation: [B, K, rope_dim / 2] complex, of the first token of each.
+    """
+
+    first: Tensor
+    complete: Tensor
+    rotation: Tensor
+
+
+def _ends(step: Step, rope: Rope, ratio: int) -> _Ends:
+    first = step.starts // ratio
+    count = -(-step.chunk // ratio)
+    begins = (first[:, None] + torch.arange(count, device=first.device)) * ratio
+    complete = begins + ratio <= (step.starts + step.lens)[:, None]
+    return _Ends(first, complete, rope.at(begins))
 
 
 def _parts(batch: int, chunk: int, per_token: int) -> tuple[list[slice], int]:

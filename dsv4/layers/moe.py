@@ -50,14 +50,19 @@ class MoE(Module):
         self.register_state_dict_post_hook(_release_copies)
         self.register_load_state_dict_pre_hook(_release_weights)
 
-    def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
-        """Apply to tokens `x` [B, C, hidden_size] with ids [B, C]; summed in fp32."""
+    def forward(self, x: Tensor, input_ids: Tensor, live_tokens: Tensor | None = None) -> Tensor:
+        """Apply to tokens `x` [B, C, hidden_size] with ids [B, C]; summed in fp32.
+
+        Args:
+            live_tokens: [1] int32: the tokens behind the first so many are padding, for which no
+                expert is read.
+        """
         if self.form == RELEASED and x.is_cuda:
             self.prepare()
         return moe(
             x.flatten(0, 1), self.gate.weight, self.experts.weights, self.shared_experts.weights,
             top_k=self.gate.topk, scaling=self.gate.scaling, limit=self.limit, form=self.form,
-            block=self.block, **self.gate.choice(input_ids.flatten().contiguous()),
+            block=self.block, live_tokens=live_tokens, **self.gate.choice(input_ids.flatten().contiguous()),
         ).view_as(x)  # fmt: skip
 
     def prepare(self) -> None:

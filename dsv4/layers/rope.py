@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
     from dsv4.config.model_config import ModelConfig, RopeScaling
 
+MIN_TABLE = 4096  # positions of the smallest table
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -42,6 +44,13 @@ class Rope:
         angles = positions[..., None].float() * _frequencies(self, positions.device)
         return torch.polar(torch.ones_like(angles), angles)
 
+    def table(self, positions: int, device: torch.device) -> Tensor:
+        """Return cosines, then sines, of at least so many positions: [R, dim] fp32.
+
+        Made once per power of two and kept: captured graphs hold its address.
+        """
+        return _table(self, max(MIN_TABLE, 1 << (positions - 1).bit_length()), device)
+
     def tokens(self, step: Step) -> Tensor:
         """Return the rotation of the step's tokens, [B, C, dim / 2]."""
         return step.derive(_token_rotation, self)
@@ -64,6 +73,14 @@ def rotate_(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
 
 def _token_rotation(step: Step, rope: Rope) -> Tensor:
     return rope.at(step.positions)
+
+
+@functools.cache
+def _table(rope: Rope, length: int, device: torch.device) -> Tensor:
+    # Outlives the inference mode that it may be made in.
+    with torch.inference_mode(False):
+        rotation = rope.at(torch.arange(length, device=device))
+        return torch.cat((rotation.real, rotation.imag), -1)
 
 
 @functools.lru_cache(maxsize=64)

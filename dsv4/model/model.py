@@ -45,6 +45,7 @@ class DeepseekV4(Module):
         config: shapes, layer schedule and quantisation.
         dtype: of activations, caches and unquantised weights: bfloat16, or float32.
         device: where the parameters are created; "meta" costs no memory.
+        kv_format, uniform_scale: how caches store keys, see `dsv4.cache.formats.KvFormat.of`.
     """
 
     def __init__(
@@ -53,9 +54,13 @@ class DeepseekV4(Module):
         *,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        kv_format: str | None = None,
+        uniform_scale: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
+        self.kv_format = kv_format
+        self.uniform_scale = uniform_scale
         self.hyper = HyperConnection.of(config)
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embed = Embedding(vocab, hidden, dtype, device)
@@ -104,7 +109,8 @@ class DeepseekV4(Module):
         batch, length = input_ids.shape
         tokens_per_block = block_size(self.config)
         blocks = -(-length // tokens_per_block)
-        cache = self.new_cache(batch, batch * blocks, blocks)
+        tokens = batch * min(chunk, length)
+        cache = self.new_cache(batch, batch * blocks, blocks, max_tokens=tokens)
         rows = torch.arange(batch, device=self.device)
         table = torch.arange(batch * blocks, device=self.device).view(batch, blocks)
         logits = []
@@ -144,36 +150,16 @@ class DeepseekV4(Module):
             streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, self.head
         )
 
-    def runners(self, cache: ModelCache, rows: int, chunk: int, capacity: int) -> dict[int, int]:
-        """Return the attention runners of a step with drafts, and the tokens each is called with.
-
-        For `dsv4.ops.warmup`, before a CUDA graph of such steps is captured. Models in float32 have
-        none: no kernel serves them.
-
-        Args:
-            cache: the step's; its `max_draft` says whether single tokens are drafted after it.
-            rows, chunk, capacity: B, C and capacity of the step.
-        """
-        if self.dtype != torch.bfloat16:
-            return {}
-        calls = [(layer, chunk) for layer in self.layers]
-        if cache.max_draft:
-            calls += [(self.mtp[0], chunk), (self.mtp[0], 1)]
-        most: dict[int, int] = {}
-        for layer, size in calls:
-            ring = cache.layers[layer.index].window
-            runner = layer.attn.runner_id(size, capacity, ring.size)
-            most[runner] = max(rows * size, most.get(runner, 0))
-        return most
-
     def new_cache(
         self,
         max_requests: int,
         num_blocks: int,
         max_blocks_per_request: int,
         max_draft: int = 0,
+        max_tokens: int = DEFAULT_PREFILL_CHUNK,
     ) -> ModelCache:
-        """Return an empty cache in the model's dtype, where its parameters are."""
+        """Return an empty cache in the model's formats, where its parameters are; `ModelCache`
+        describes the arguments."""
         return ModelCache(
             self.config,
             max_requests,
@@ -182,6 +168,9 @@ class DeepseekV4(Module):
             self.dtype,
             self.device,
             max_draft,
+            max_tokens,
+            self.kv_format,
+            self.uniform_scale,
         )
 
     def generate(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import dsv4
-from dsv4.cli.demo_checks import OpWatch
+from dsv4.cli.attention_watch import AttentionWatch
 from dsv4.config.layer_schedule import LayerKind, layer_schedule
 from dsv4.loader import inventory, load_tensors
 from dsv4.loader.tokenizer import load_tokenizer
@@ -42,7 +42,7 @@ def task() -> Task:
 def _logits(model, rows: Tensor, *, blind: bool = False) -> Tensor:
     if not blind:
         return model(rows)
-    with OpWatch(drop_compressed=True):
+    with AttentionWatch(drop_compressed=True):
         return model(rows)
 
 

@@ -9,9 +9,11 @@ import torch
 
 from dsv4.cache.manager import CacheManager
 from tests.engine.tiny_model import BLOCK, VOCAB, WINDOW, tiny_model, tokens
+from tests.model.tiny import poison
 
 pytestmark = pytest.mark.stage("cache")
 
+MAX_TOKENS = 1024  # of a forward, padding included
 # Every entry is selected: rounding cannot swap two index scores that are nearly equal.
 SELECT_ALL = {"index_topk": 512}
 
@@ -25,14 +27,9 @@ class Sharing:
 
     def __init__(self, model, max_requests: int, num_blocks: int, max_blocks: int, max_draft=0):
         self.model = model
-        self.cache = model.new_cache(max_requests, num_blocks, max_blocks, max_draft)
+        self.cache = model.new_cache(max_requests, num_blocks, max_blocks, max_draft, MAX_TOKENS)
         # Whatever a request reads that it has not written shows as NaN.
-        for layer in self.cache.layers:
-            for pages in (layer.entries, layer.index_keys):
-                if pages is not None:
-                    pages.data.fill_(torch.nan)
-            for ring in layer.state.rings():
-                ring.data.fill_(torch.nan)
+        poison(self.cache)
         self.manager = CacheManager(self.cache)
         self.sequences: dict[int, list[int]] = {}
         self.logits: dict[int, list[torch.Tensor]] = {}

@@ -26,7 +26,6 @@ from dsv4.engine.graphs import DecodeGraphs, GraphKey, decode_forward
 from dsv4.engine.inputs import ForwardInputs, InputStage
 from dsv4.engine.sampler import RowSampling, SamplingBatch, SamplingParams
 from dsv4.model.model import DeepseekV4
-from dsv4.ops.runtime.runner import runner_config
 from tests.engine.tiny_model import (
     BLOCK,
     TINY,
@@ -109,16 +108,20 @@ class Decoding:
             tensor.copy_(old)
         result = self.graphs(inputs)
         assert torch.equal(result[valid], expected[valid])
-        assert any(not torch.equal(new[:-1], old[:-1]) for new, old in zip(written, before))
+        assert any(not torch.equal(new, old) for new, old in zip(written, before))
         for tensor, new in zip(cache_tensors(self.cache), written):
-            assert torch.equal(tensor[:-1], new[:-1]), "a replay wrote something else"
+            assert torch.equal(tensor, new), "a replay wrote something else"
 
 
 def cache_tensors(cache: ModelCache) -> list[Tensor]:
-    """All memory of a cache; the last row of each tensor belongs to no request."""
-    rings = [ring for layer in cache.state.layers for ring in layer.rings()]
-    pages = [pages for layer in cache.layers for pages in (layer.entries, layer.index_keys)]
-    return [part.data for part in (*rings, *pages) if part is not None]
+    """All memory of a cache that requests own."""
+    tensors = []
+    for layer in cache.layers:
+        tensors += [pool.data for pool in (layer.window, layer.entries) if pool is not None]
+        # The last row swallows the writes of padding.
+        states = (*layer.state.rings(), layer.index_keys)
+        tensors += [state.data[:-1] for state in states if state is not None]
+    return tensors
 
 
 def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> dict[int, list[int]]:
@@ -210,66 +213,42 @@ def test_warm_up_leaves_no_trace(seed: int) -> None:
     decoding.graphs._capture(inputs)
     assert decoding.backend.events == ["warm-up", "capture"]
     for tensor, old in zip(cache_tensors(decoding.cache), before):
-        assert torch.equal(tensor[:-1], old[:-1])
+        assert torch.equal(tensor, old)
     assert contents == (inputs.step.slots.tolist(), inputs.tokens.tolist())
 
 
-class CalledRunners(TorchDispatchMode):
-    """Notes the attention runners that are called, and their largest number of tokens."""
+class CalledOperators(TorchDispatchMode):
+    """Notes what attention and its writers are called for: operator, runner, number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens: dict[int, int] = {}
+        self.calls: list[tuple[str, int, int]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.dsv4.sparse_fmha_with_swa.default:
-            q, runner_id = args[0], args[7]
-            self.tokens[runner_id] = max(len(q), self.tokens.get(runner_id, 0))
+        if func._schema.name in ("dsv4::sparse_fmha_paged", "dsv4::kv_insert"):
+            runner = next(value for value in args if isinstance(value, int))
+            self.calls.append((func._schema.name, runner, len(args[0])))
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 2])
-def test_every_runner_is_warm_before_the_capture(seed: int, drafts: int, monkeypatch) -> None:
-    """The runners that the model declares are those that a forward calls."""
+def test_the_warm_up_calls_what_the_capture_calls(seed: int, drafts: int) -> None:
+    """For as many rows: one eager call of a size is all that a launch in a capture needs."""
     model = random_model(TINY, torch.bfloat16)
     decoding = Decoding(model, (10, 140), drafts)
-    warm = {}
-
-    def warmup(runner_id: int, max_tokens: int, device: torch.device) -> None:
-        assert decoding.backend.events == []
-        assert device == decoding.cache.device
-        warm[runner_id] = max_tokens
-
-    monkeypatch.setattr(graphs, "warmup", warmup)
-    called = CalledRunners()
-    with called:
-        decoding.graphs(decoding.inputs([0, 1], 2))
+    eager, captured = CalledOperators(), CalledOperators()
+    inputs = decoding.inputs([0, 1], 2)
+    with eager:
+        replay = decoding.graphs._capture(inputs)
     assert decoding.backend.events == ["warm-up", "capture"]
-    assert called.tokens == warm
-    # Window only; 8 of the indexer; 2 entries of 128 tokens, within the smallest capacity.
-    configs = [runner_config(runner_id) for runner_id in warm]
-    assert {config.top_k for config in configs} == {0, 64}
-    assert {config.is_causal for config in configs} == {drafts > 0}
-    assert set(warm.values()) == {2 * (1 + drafts)}
-
-
-@pytest.mark.parametrize("topk", [3, 500])
-def test_declared_runners_of_every_shape_are_those_called(seed: int, topk: int) -> None:
-    model = random_model(replace(TINY, index_topk=topk), torch.bfloat16)
-    for lengths, drafts in (((10,), 0), ((10, 130, 9), 1), ((1000, 5), 0), ((1000, 5), 3)):
-        decoding = Decoding(model, lengths, drafts)
-        inputs = decoding.inputs(list(range(len(lengths))), len(lengths))
-        step, called = inputs.step, CalledRunners()
-        with called:
-            decoding.graphs._verify(inputs)
-        declared = model.runners(decoding.cache, step.batch, step.chunk, step.capacity)
-        assert called.tokens == declared
-
-
-def test_float32_needs_no_kernel(seed: int, monkeypatch) -> None:
-    decoding = Decoding(tiny_model(seed), (10, 140))
-    monkeypatch.setattr(graphs, "warmup", lambda *_: pytest.fail("warmed up a kernel"))
-    decoding.check(decoding.inputs([0, 1], 2))
+    with captured:
+        replay()
+    assert captured.calls == eager.calls
+    # Attention and the window of every layer, two kinds of entries, MTP once per draft.
+    assert len(captured.calls) == 2 * 3 + 2 + 2 * drafts
+    assert {rows for name, _, rows in captured.calls if name.endswith("paged")} == (
+        {2 * (1 + drafts)} | ({2} if drafts > 1 else set())
+    )
 
 
 class _OffTheHost(TorchDispatchMode):

@@ -203,18 +203,24 @@ def test_entries_equal_the_reference(
     config = tiny_config(kind, rates=(ratio, ratio))
     spec, cache = config.schedule[0], _cache(config)
     rope = Rope.of_layer(config, spec)
-    module = Compressor(64, 32, ratio, spec.overlap, rope, 1e-6)
+    module = Compressor(64, 32, ratio, spec.overlap, 1e-6)
     _fill(module)
+    table = rope.table(1024, torch.device("cpu"))
     x, done = torch.randn(1, sum(cuts), 64), 0
     for cut in cuts:
-        module(x[:, done : done + cut], cache.state.compressor, cache.entries, _step(done, cut))
+        step = _step(done, cut)
+        pooled = module(x[:, done : done + cut], cache.state.compressor, step)
+        ends = cache.entries.completed(step)
+        cache.entries.insert(
+            pooled.flatten(0, 1), module.norm.weight, 1e-6, table, ends.positions, ends.slots
+        )
         done += cut
     pooled = oracle_compressor.compress(
         x, module.wkv.weight, module.wgate.weight, module.ape, overlap=kind == "C"
     )
     count = done // ratio
     expected = rotate_(module.norm(pooled), rope.at(torch.arange(count) * ratio))
-    stored = cache.entries.all(_step(done, 1), count)
+    stored = cache.entries.data.flatten(0, 1)[:count]
     assert relative_error(stored, expected) < 1e-5
 
 

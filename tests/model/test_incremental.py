@@ -87,12 +87,11 @@ def test_random_cuts_of_other_shapes(changes: dict, seed: int) -> None:
     _assert_close(torch.cat(parts), model(ids)[0], f"seed {seed}")
 
 
-def test_long_chunks_attend_in_parts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_longer_than_the_window(seed: int) -> None:
+    """Their first tokens see keys of the ring, the last their own; requests at any position."""
     model = random_model(tiny_config(kinds="SCH", index_topk=6))
     ids = ids_away_from_ties(model, 2, 75)
     whole = model(ids)
-    # 7 tokens of two requests with 6 chosen entries of 32 channels; fewer where all are seen.
-    monkeypatch.setattr("dsv4.layers.attention.MAX_KEY_ELEMENTS", 7 * 2 * 6 * 32)
     _assert_close(model(ids, chunk=50), whole, f"seed {seed}")
     session = Session(model, 3, 128)
     session.feed({0: ids[0, :70].tolist(), 1: ids[1, :20].tolist()})
@@ -159,8 +158,8 @@ def test_reset_clears_the_rings_of_one_slot_only(seed: int) -> None:
     session = Session(model, 2, 128)
     poison(session.cache)
     session.cache.reset([1])
-    for layer in session.cache.state.layers:
-        for ring in layer.rings():
+    for layer in session.cache.layers:
+        for ring in (layer.window, *layer.state.rings()):
             assert ring.data[0].isnan().all() and not ring.data[1].any()
 
 

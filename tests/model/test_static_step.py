@@ -75,7 +75,7 @@ def test_decode_is_static(config: Callable[[], ModelConfig], drafts: int, seed: 
             model.logits(streams)
             model.mtp[0].logits(model.mtp[0](streams, ids, session.cache, step))
         traces.append(recorder.trace)
-    assert any(name.startswith("dsv4::sparse_fmha_with_swa") for name, _ in traces[0])
+    assert any(name.startswith("dsv4::sparse_fmha_paged") for name, _ in traces[0])
     # The first step also fills the table of rotation frequencies.
     assert traces[1] == traces[2], "two steps of one shape ran different operators or shapes"
 
@@ -88,7 +88,7 @@ def test_every_layers_attention_is_the_operator(seed: int) -> None:
         with _Recorder() as recorder:
             model.streams(ids, session.cache, step)
         names = [name.split(".")[0] for name, _ in recorder.trace]
-        assert names.count("dsv4::sparse_fmha_with_swa") == 3
+        assert names.count("dsv4::sparse_fmha_paged") == 3
 
 
 def test_step_checks_its_arguments() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsv4.cache.model_cache import ModelCache
+from dsv4.cache.model_cache import ModelCache, block_size
 from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerKind
 from dsv4.config.model_config import ModelConfig, RopeScaling
@@ -162,8 +162,10 @@ class Session:
         self, model: DeepseekV4, requests: int, max_length: int, max_draft: int = 0
     ) -> None:
         self.model = model
-        blocks = -(-max_length // model.new_cache(1, 1, 1).block_size)
-        self.cache = model.new_cache(requests, requests * blocks, blocks, max_draft)
+        size = block_size(model.config)
+        blocks = -(-max_length // size)
+        tokens = (requests + 2) * blocks * size  # of steps with rows and columns of padding
+        self.cache = model.new_cache(requests, requests * blocks, blocks, max_draft, tokens)
         poison(self.cache)
         self.table = torch.randperm(requests * blocks).view(requests, blocks)
         self.lengths = [0] * requests
@@ -222,11 +224,12 @@ class Session:
 
 
 def poison(cache: ModelCache) -> None:
-    """Fill every tensor of a cache with NaN."""
+    """Fill every tensor of a cache with NaN, FP8 entries with bytes of it."""
     for layer in cache.layers:
         pages = [p for p in (layer.entries, layer.index_keys) if p is not None]
-        for holder in (*layer.state.rings(), *pages):
-            holder.data.fill_(float("nan"))
+        for holder in (layer.window, *layer.state.rings(), *pages):
+            is_packed = holder.data.dtype == torch.uint8
+            holder.data.fill_(255 if is_packed else float("nan"))
 
 
 def with_mtp(config: ModelConfig, layers: int = 1) -> ModelConfig:
