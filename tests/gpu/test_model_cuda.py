@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from dsv4.engine.inputs import InputStage
 from dsv4.engine.sampler import RowSampling, SamplingParams
 from dsv4.loader.tokenizer import load_tokenizer
 from dsv4.model.model import DeepseekV4
-from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
+from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
+from dsv4.ops.kv_insert import KV_INSERT
 from dsv4.ops.runtime import backend, dispatch
+from dsv4.ops.runtime.kernel_op import KernelOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stage("H")]
 
@@ -67,7 +70,9 @@ def teacher_forced(
         cache.
     """
     blocks = 3
-    cache = model.new_cache(len(rows), blocks * len(rows), blocks)
+    cache = model.new_cache(
+        len(rows), blocks * len(rows), blocks, max_tokens=PROMPT * len(rows)
+    )
     manager = CacheManager(cache)
     stage = InputStage(PROMPT * len(rows), len(rows), cache.device)
     decode = decode_forward(model, cache, 0, use_cuda_graphs)
@@ -122,48 +127,61 @@ def test_a_replay_is_the_eager_forward_bit_for_bit(model, text, rows: int) -> No
     predicted, cache = teacher_forced(model, lines, use_cuda_graphs=True)
     expected, reference = teacher_forced(model, lines, use_cuda_graphs=False)
     assert torch.equal(predicted, expected)
+    assert_same_cache(cache, reference)
+
+
+def assert_same_cache(cache: ModelCache, reference: ModelCache) -> None:
+    """Every bit that requests own is the same."""
     for layer, other in zip(cache.layers, reference.layers):
-        assert_same_bits(layer.state, other.state, "window", "compressor", "indexer")
-        assert_same_bits(layer, other, "entries", "index_keys")
-
-
-def assert_same_bits(one: object, other: object, *names: str) -> None:
-    for name in names:
-        pair = getattr(one, name), getattr(other, name)
-        if pair[0] is not None:
+        for name in ("window", "entries"):
+            one, two = getattr(layer, name), getattr(other, name)
+            if one is not None:
+                assert torch.equal(one.data, two.data), f"{name} differs"
+        states = zip(
+            (*layer.state.rings(), layer.index_keys), (*other.state.rings(), other.index_keys)
+        )
+        for one, two in states:
             # The last row swallows what padding writes.
-            assert torch.equal(pair[0].data[:-1], pair[1].data[:-1]), f"{name} differs"
+            assert one is None or torch.equal(one.data[:-1], two.data[:-1]), "a state differs"
 
 
 def test_kernels_are_launched_by_the_graph(model, text, monkeypatch) -> None:
-    """One launch per layer while a shape is captured, none from the host in replays."""
+    """One attention per layer while a shape is captured, none from the host in replays; and one
+    insertion per layer and per layer with entries."""
     launch_for = dispatch.launch_for
-    launches = {True: 0, False: 0}
+    launches = Counter()
 
-    def counting(*arguments: object) -> tuple[Callable[..., None], bool]:
-        launch, is_kernel = launch_for(*arguments)
+    def counting(op: KernelOp, *arguments: object) -> tuple[Callable[..., None], bool]:
+        launch, is_kernel = launch_for(op, *arguments)
 
         def count_and_launch(*tensors: object) -> None:
-            launches[torch.cuda.is_current_stream_capturing()] += 1
+            launches[op.name, is_kernel, torch.cuda.is_current_stream_capturing()] += 1
             launch(*tensors)
 
         return count_and_launch, is_kernel
 
     monkeypatch.setattr(dispatch, "launch_for", counting)
-    for runner_id in tuple(SPARSE_FMHA.launches):
-        monkeypatch.delitem(SPARSE_FMHA.launches, runner_id)
+    for op in (SPARSE_FMHA_PAGED, KV_INSERT):
+        for runner_id in tuple(op.launches):
+            monkeypatch.delitem(op.launches, runner_id)
     teacher_forced(model, [text[:LENGTH]], use_cuda_graphs=True)
     layers = len(model.layers)
+    entries = sum(layer.attn.compressor is not None for layer in model.layers)
     shapes = 3  # capacities of 128, 256 and 384 tokens
-    assert launches[True] == shapes * layers
-    # Prefill, and a warm-up per shape.
-    assert launches[False] == (1 + shapes) * layers
+    attention, insertion = SPARSE_FMHA_PAGED.name, KV_INSERT.name
+    assert launches[attention, True, True] == shapes * layers
+    assert launches[insertion, True, True] == shapes * (layers + entries)
+    # Prefill, whose windows are written twice, and a warm-up per shape.
+    assert launches[attention, True, False] == (1 + shapes) * layers
+    assert launches[insertion, True, False] == (1 + shapes) * (layers + entries) + layers
+    assert launches[attention, False, False] == launches[insertion, False, False] == 0
 
 
 @pytest.mark.sm90
 def test_the_hopper_kernel_serves_the_model() -> None:
-    device = backend.find_kernel(SPARSE_FMHA.name, SPARSE_FMHA.kernels, DEVICE.index)
-    assert device.arch == "sm_90a"
+    for op in (SPARSE_FMHA_PAGED, KV_INSERT):
+        device = backend.find_kernel(op.name, op.kernels, DEVICE.index)
+        assert device.arch == "sm_90a"
 
 
 def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[list[Output]]:
