@@ -62,7 +62,8 @@ class MoE(Module):
         return moe(
             x.flatten(0, 1), self.gate.weight, self.experts.weights, self.shared_experts.weights,
             top_k=self.gate.topk, scaling=self.gate.scaling, limit=self.limit, form=self.form,
-            block=self.block, live_tokens=live_tokens, **self.gate.choice(input_ids.flatten().contiguous()),
+            block=self.block, live_tokens=live_tokens,
+            **self.gate.choice(input_ids.flatten().contiguous()),
         ).view_as(x)  # fmt: skip
 
     def prepare(self) -> None:

@@ -84,7 +84,7 @@ def test_padding_sees_and_writes_nothing() -> None:
 
 def test_more_tokens_than_there_is_room_for_are_refused() -> None:
     pool = WindowPool(FORMAT, 2, WINDOW, 1, 7, "cpu")
-    with pytest.raises(ValueError, match="2 x 4 tokens, .* max_tokens = 7"):
+    with pytest.raises(ValueError, match=r"2 x 4 tokens, .* max_tokens = 7"):
         pool.view(_step([0, 1], [0, 0], [4, 4], 4))
     pool.view(_step([0, 1], [0, 0], [2, 2], 2))  # in place
 

@@ -70,9 +70,7 @@ def teacher_forced(
         cache.
     """
     blocks = 3
-    cache = model.new_cache(
-        len(rows), blocks * len(rows), blocks, max_tokens=PROMPT * len(rows)
-    )
+    cache = model.new_cache(len(rows), blocks * len(rows), blocks, max_tokens=PROMPT * len(rows))
     manager = CacheManager(cache)
     stage = InputStage(PROMPT * len(rows), len(rows), cache.device)
     decode = decode_forward(model, cache, 0, use_cuda_graphs)
