@@ -2,8 +2,8 @@
 
 No Blackwell has been measured. The costs are fitted to what the simulator's time model of a B200
 says of 105 launches of head_dim 512: 16, 64 and 128 heads, 1 to 64 tokens, 640 and 1,152 keys, 1 to
-18 splits. Their mean error is below 4 %, and the splits that they choose take at most 5 % longer
-than the fastest (`test_costs.py` has the modelled times).
+18 splits (`scripts/tools/simulator_split_costs.py` models and fits them). Their mean error is below
+3 %, and the splits that they choose take at most 5 % longer than the fastest (`test_costs.py`).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class VariantCosts:
 
 
 COSTS = {
-    "1cta": VariantCosts(launch=2.68, tile=1.40, busy=2.67, combine=0.77, partial=2.15),
-    "2cta": VariantCosts(launch=4.19, tile=0.67, busy=2.67, combine=2.76, partial=0.0),
+    "1cta": VariantCosts(launch=2.68, tile=1.41, busy=3.17, combine=0.91, partial=2.13),
+    "2cta": VariantCosts(launch=4.19, tile=0.69, busy=2.11, combine=3.00, partial=0.0),
 }
 # The combine takes longer from this part of the blocks on that run at a time, by so much for all of
 # them: partial rows no longer come from L2, and blocks wait for others to end.
-COMBINE_FREE, COMBINE_BUSY = 0.6, 4.8
+COMBINE_FREE, COMBINE_BUSY = 0.63, 4.8
 
 
 def variant_of(head_dim: int, heads: int) -> tuple[str, int, int]:
