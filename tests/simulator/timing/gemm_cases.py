@@ -16,8 +16,9 @@ from tests.simulator.helpers.support import compile_kernel
 from tests.simulator.kernels.gemm_sm90 import GemmSm90
 from tests.simulator.kernels.gemm_sm90_pipelined import PipelinedGemmSm90
 
-# What an H200 took; `scripts/tools/simulator_gemm_times.py --measure` writes it.
+# What an H200 took; `scripts/tools/simulator_gemm_times.py [--held-out] --measure` writes them.
 MEASURED = Path(__file__).parent / "h200_gemm.json"
+MEASURED_HELD_OUT = Path(__file__).parent / "h200_gemm_held_out.json"
 
 # Name -> kernel: one warpgroup and two stages that waits for every k block; warp-specialised ones,
 # with each CTA loading its own tiles, and with pairs of CTAs that share B by multicast.

@@ -17,6 +17,7 @@ from tests.simulator.kernels.gemm_sm100 import GemmSm100
 from tests.simulator.timing.bounds import check_errors, check_means
 from tests.simulator.timing.gemm_cases import (
     HELD_OUT_SIZES,
+    MEASURED_HELD_OUT,
     SIZES,
     Measured,
     gemms,
@@ -99,6 +100,7 @@ def test_neighbours_share_the_tile_of_b(cluster, chosen):
 
 
 MEASURED = load()
+HELD_OUT = load(MEASURED_HELD_OUT)
 
 
 def errors_of(measured: list[Measured]) -> dict[str, float]:
@@ -108,11 +110,24 @@ def errors_of(measured: list[Measured]) -> dict[str, float]:
 
 def test_every_gemm_is_measured():
     assert [m.gemm for m in MEASURED] == list(gemms())
+    assert [m.gemm for m in HELD_OUT] == list(gemms(HELD_OUT_SIZES)) and len(HELD_OUT_SIZES) == 5
     assert not set(SIZES) & set(HELD_OUT_SIZES)
 
 
 def test_h200_quick():
     check_errors(errors_of([m for m in MEASURED if m.gemm.m == 1024]))
+
+
+def test_h200_quick_of_a_size_held_out():
+    check_errors(errors_of([m for m in HELD_OUT if m.gemm.m == HELD_OUT_SIZES[0][0]]))
+
+
+@pytest.mark.slow
+def test_h200_every_size_held_out():
+    """No figure of the model has been set by these."""
+    errors = errors_of(HELD_OUT)
+    check_errors(errors)
+    check_means(errors)
 
 
 @pytest.mark.slow
