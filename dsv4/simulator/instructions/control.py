@@ -52,6 +52,13 @@ def let_dependents_go(w: Warp, mask: np.ndarray) -> None:
         w.launch.ctas_let_go += 1
 
 
+class RegisterChange(NamedTuple):
+    """A setmaxnreg that a warp executed."""
+
+    count: int
+    at: int  # its instruction
+
+
 class AwaitedRegisters(NamedTuple):
     """What a warp at setmaxnreg.inc waits for."""
 
@@ -105,20 +112,20 @@ def set_registers(w: Warp, direction: str, count: int, mask: np.ndarray) -> bool
     if (more > 0) == (direction == "inc"):
         spare[quarter] -= more
         w.register_count = count
-    w.register_changes.append(w.at)
+    w.register_changes.append(RegisterChange(count, w.at))
     return True
 
 
 def check_register_changes(cta: Cta) -> None:
-    """The warps of a warpgroup must all execute the same setmaxnreg."""
+    """The warps of a warpgroup must all execute setmaxnreg of the same counts. PTX wants the same
+    instruction; NVIDIA's own kernels execute one in each role's branch."""
     for first in range(0, len(cta.warps), 4):
         leader, *others = cta.warps[first : first + 4]
         for other in others:
-            if other.register_changes != leader.register_changes:
-                changes = zip_longest(leader.register_changes, other.register_changes)
-                at = next(a if b is None else b for a, b in changes if a != b)
-                where = leader.program.entry.instructions[at].where()
-                raise KernelFault(
-                    f"setmaxnreg by one of warps {leader.number} and {other.number} of {cta.name}, "
-                    f"which are a warpgroup, and not by the other\n  at {where}"
-                )
+            for mine, its in zip_longest(leader.register_changes, other.register_changes):
+                if mine is None or its is None or mine.count != its.count:
+                    where = leader.program.entry.instructions[(mine or its).at].where()
+                    raise KernelFault(
+                        f"setmaxnreg by one of warps {leader.number} and {other.number} of "
+                        f"{cta.name}, which are a warpgroup, and not by the other\n  at {where}"
+                    )

@@ -55,7 +55,7 @@ class Warp:
         self.local: np.ndarray | None = None
         self.carry = np.zeros(32, np.int64)
         self.register_count = launch.registers_at_launch  # of a thread
-        self.register_changes: list[int] = []  # setmaxnreg instructions executed
+        self.register_changes: list = []  # RegisterChange of each setmaxnreg executed
         self.turn = 0  # the last turn it had, of all warps' turns
         self.moved_in = 0  # the last turn in which it did more than wait
         self.executed = 0  # instructions

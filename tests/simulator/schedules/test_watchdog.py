@@ -161,5 +161,8 @@ def test_registers_at_launch_are_what_the_directives_leave(directives, most):
 def test_registers_are_asked_for_in_eights_and_by_whole_warpgroups():
     with pytest.raises(KernelFault, match=r"setmaxnreg 20: a multiple of 8 in 24\.\.256"):
         run_body("setmaxnreg.dec.sync.aligned.u32 20;")
-    with pytest.raises(KernelFault, match=r"one of warps 0 and 1 of CTA .* not by the other"):
-        run_body("@%p1 setmaxnreg.dec.sync.aligned.u32 24;", threads=128)
+    roles = "@%p1 setmaxnreg.dec.sync.aligned.u32 24;\n@!%p1 setmaxnreg.dec.sync.aligned.u32 {0};"
+    run_body(roles.format(24), threads=128)
+    for body in (roles.format(32), "@%p1 setmaxnreg.dec.sync.aligned.u32 24;"):
+        with pytest.raises(KernelFault, match=r"one of warps 0 and 1 of CTA .* not by the other"):
+            run_body(body, threads=128)
