@@ -23,7 +23,15 @@ except PackageNotFoundError:  # a source tree on PYTHONPATH, not installed
 __all__ = ["__version__", "load"]
 
 
-def load(path: str, *, device: Any = None, dtype: Any = None, progress: bool = False) -> DeepseekV4:
+def load(
+    path: str,
+    *,
+    device: Any = None,
+    dtype: Any = None,
+    progress: bool = False,
+    kv_format: str | None = None,
+    uniform_scale: bool = False,
+) -> DeepseekV4:
     """Load a DeepSeek-V4 checkpoint folder; `dsv4.loader.load` lists layouts and errors.
 
     Args:
@@ -31,13 +39,23 @@ def load(path: str, *, device: Any = None, dtype: Any = None, progress: bool = F
         device: torch device of the weights; default the CPU.
         dtype: dtype of activations and unquantised weights; default bfloat16.
         progress: show a progress bar.
+        kv_format: of cached keys, "bf16" (in a float32 model "fp32") or "fp8"; default FP8 where
+            the checkpoint declares a quantisation, which rounds them anyway.
+        uniform_scale: give the groups of a cached key one scale, as FP8 products need.
 
     Returns:
         A `DeepseekV4` in eval mode: `model(input_ids) -> logits`, `model.generate(...)`.
     """
     from dsv4.loader import load as load_checkpoint
 
-    return load_checkpoint(path, device=device, dtype=dtype, progress=progress)
+    return load_checkpoint(
+        path,
+        device=device,
+        dtype=dtype,
+        progress=progress,
+        kv_format=kv_format,
+        uniform_scale=uniform_scale,
+    )
 
 
 def _is_command_line() -> bool:

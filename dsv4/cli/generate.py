@@ -29,6 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--device", default=None, help="torch device, default cuda if there is one")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument(
+        "--kv-format", default=None, help="of cached keys: bf16, fp32 or fp8; default as trained"
+    )
     parser.set_defaults(run=run)
 
 
@@ -50,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         device=device,
         dtype=getattr(torch, args.dtype),
         progress=sys.stderr.isatty(),
+        kv_format=args.kv_format,
     )
     printer = TextPrinter(tokenizer)
     result = model.generate(

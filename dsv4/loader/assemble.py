@@ -10,6 +10,7 @@ from os import PathLike
 import torch
 from torch import Tensor
 
+from dsv4.cache.formats import KvFormat
 from dsv4.layers.moe import MoE
 from dsv4.loader.convert import dequantize
 from dsv4.loader.errors import CheckpointError, brief
@@ -25,6 +26,8 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     progress: bool = False,
+    kv_format: str | None = None,
+    uniform_scale: bool = False,
 ) -> DeepseekV4:
     """Build the model of a checkpoint folder and fill it, tensor by tensor, straight on its device.
 
@@ -38,6 +41,7 @@ def load(
         device: where the weights go; default the CPU.
         dtype: bfloat16 (default) or float32, of activations and unquantised weights.
         progress: show a progress bar on stderr.
+        kv_format, uniform_scale: how caches store keys, see `dsv4.cache.formats.KvFormat.of`.
 
     Returns:
         The model in eval mode.
@@ -46,7 +50,8 @@ def load(
         CheckpointError: the folder does not hold a complete and sound DeepSeek-V4 checkpoint; the
             message names the files or tensors. Nothing half-loaded is left behind.
         TypeError: `path` is no path.
-        ValueError: `dtype` is neither bfloat16 nor float32, or `device` is not one of this machine.
+        ValueError: `dtype` is neither bfloat16 nor float32, `device` is not one of this machine, or
+            the checkpoint's keys have no such `kv_format`.
     """
     dtype = torch.bfloat16 if dtype is None else dtype
     if dtype not in (torch.bfloat16, torch.float32):
@@ -54,7 +59,11 @@ def load(
     device = _usable("cpu" if device is None else device)
     # The files are read on the CPU, whatever `torch.set_default_device` says.
     with torch.device("cpu"):
-        return _filled(Checkpoint(path), dtype, device, progress)
+        checkpoint = Checkpoint(path)
+        KvFormat.of(checkpoint.model_config, dtype, device, kv_format, uniform_scale)
+        model = _filled(checkpoint, dtype, device, progress)
+    model.kv_format, model.uniform_scale = kv_format, uniform_scale
+    return model
 
 
 def _filled(

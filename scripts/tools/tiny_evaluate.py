@@ -3,7 +3,7 @@
 Loss on the held-out text that ships with the checkpoint; recall: exercises whose filler is longer
 than the sliding window, made from that text with a fixed seed (`tiny_corpus`); drafts of the MTP
 block, as predictions of the text and as accepted in generation. The reference model rounds
-key-value vectors as an FP8 cache does.
+key-value vectors as an FP8 cache does; the package's model is measured over such a cache.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ SEED = 4
 BANDS = (160, 240, 330, 421)
 #: Prompts of the generation that counts accepted drafts: their number, length and continuation.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 48
+#: Formats of the cache that the package's model is measured over.
+CACHES = {
+    "cache of bf16 rows": ("bf16", False),
+    "cache of FP8 entries": ("fp8", False),
+    "of FP8, uniform scales": ("fp8", True),
+}
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,20 @@ class Task:
             for share in recall(model.forward(rows).logits, rows, answers)
         ]
         return Scores(losses, recalled, agreed / total if total else math.nan)
+
+    @torch.no_grad()
+    def measure_cached(self, folder: Path, kv_format: str, uniform_scale: bool = False) -> Scores:
+        """Score the package's model in bfloat16 over a cache of a format; without drafts."""
+        model = dsv4.load(
+            str(folder), device="cpu", kv_format=kv_format, uniform_scale=uniform_scale
+        )
+        losses = [x for rows in self.windows.split(4) for x in window_losses(model(rows), rows)]
+        recalled = [
+            share
+            for rows, answers in zip(self.exercises.split(4), self.answers.split(4))
+            for share in recall(model(rows), rows, answers)
+        ]
+        return Scores(losses, recalled, math.nan)
 
 
 def held_out_tokens(folder: Path, tokenizer: Tokenizer) -> np.ndarray:
@@ -208,6 +228,9 @@ def main() -> None:
     for band, value in measured["recall_by_filler"].items():
         there = recorded["recall_by_filler"][band]
         print(f"recall, filler {band:13} {value:8.4f}   recorded {there:8.4f}")
+    for name, cache in CACHES.items():
+        scores = task.measure_cached(args.folder, *cache)
+        print(f"{name:28} loss {mean(scores.losses):.4f}, recall {mean(scores.recalled):.4f}")
 
 
 if __name__ == "__main__":

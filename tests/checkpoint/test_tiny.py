@@ -114,6 +114,31 @@ def test_it_predicts_far_better_than_a_unigram_model(model, task: Task) -> None:
     assert math.exp(mean(losses) - mean(original)) < 1.05
 
 
+def test_the_format_of_the_cache_changes_no_bit(task: Task) -> None:
+    """Values are rounded either way. Keys of 128 channels have one group of codes, so that scales
+    are uniform anyway."""
+    rows, found = task.windows[:1, :170], []
+    for kv_format, uniform in (("bf16", False), ("fp8", True), (None, False)):
+        model = dsv4.load(FOLDER, device="cpu", kv_format=kv_format, uniform_scale=uniform)
+        with torch.no_grad():
+            logits = torch.cat((model(rows), model(rows, chunk=77)))
+        prompts = rows[:, :140].tolist()
+        tokens = model.generate(prompts, max_new_tokens=4, num_draft_tokens=1).tokens
+        found.append((logits, tokens))
+    cache = model.new_cache(1, 1, 1)
+    assert cache.format.name == "fp8" and cache.layers[1].entries.data.dtype == torch.uint8
+    for logits, tokens in found[1:]:
+        assert torch.equal(logits, found[0][0]) and tokens == found[0][1]
+
+
+def test_loss_and_recall_over_a_cache_of_fp8_entries(task: Task) -> None:
+    part = Task(task.windows[:2], task.exercises[:2], task.answers[:2], task.fillers[:2])
+    scores = part.measure_cached(FOLDER, "fp8")
+    recorded = METRICS["losses"][:2]
+    assert scores.losses == pytest.approx(recorded, abs=0.04)
+    assert mean(scores.recalled) >= 0.8, scores.recalled
+
+
 def test_recall_past_the_window_needs_the_compressed_branch(model, task: Task) -> None:
     full = recall(_logits(model, task.exercises), task.exercises, task.answers)
     blind = recall(_logits(model, task.exercises, blind=True), task.exercises, task.answers)

@@ -43,6 +43,10 @@ class _Input:
             "num_draft_tokens must be at most 64, got 5000",
         ),
         (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+        (
+            ["--prompt", "a", "--kv-format", "fp32"],
+            "kv_format of a bfloat16 model must be 'bf16' or 'fp8', got 'fp32'",
+        ),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
 )

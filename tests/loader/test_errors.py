@@ -232,6 +232,19 @@ def test_expert_ids_out_of_range(
         dsv4.load(tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (dict(kv_format="fp32"), "kv_format of a bfloat16 model must be .* got 'fp32'"),
+        (dict(kv_format="bf16", dtype=torch.float32), "kv_format of a float32 model"),
+        (dict(kv_format=8), "kv_format .* got 8"),
+    ],
+)
+def test_format_of_cached_keys(folder: Path, options: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        dsv4.load(folder, **options)
+
+
 def test_dtype_of_the_model(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"dtype must be .* got torch.float16"):
         dsv4.load(folder, dtype=torch.float16)
