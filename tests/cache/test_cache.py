@@ -35,6 +35,10 @@ def test_step_marks_padding() -> None:
     assert step.valid.tolist() == [[True, True, False], [False] * 3, [True] * 3]
     assert step.request_ids.tolist() == [0, 0, -1, -1, -1, -1, 2, 2, 2]
     assert step.request_ids.dtype == torch.int32
+    assert step.live_tokens.tolist() == [9] and step.live_tokens.dtype == torch.int32
+    # Behind the last real token all is padding; before it, padding counts.
+    assert _step([2, 1, -1, -1], [5, 0, 0, 0], [1, 2, 0, 0], 3).live_tokens.tolist() == [5]
+    assert _step([-1, -1], [0, 0], [0, 0], 2).live_tokens.tolist() == [0]
 
 
 def _starts_plus(step: Step, more: int) -> torch.Tensor:

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from dsv4.config.model_config import ModelConfig
+from dsv4.engine.engine import Engine
+from dsv4.engine.sampler import SamplingParams
 from dsv4.model.model import DeepseekV4
 from tests.model.tiny import (
     Session,
@@ -49,6 +51,33 @@ def test_logits_have_the_same_bits(uniform_scale: bool, seed: int) -> None:
         found.append((model(ids), model(ids, chunk=13), cut, generated))
     for one, other in zip(*found):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+
+
+def test_engines_give_the_same_tokens_when_requests_wait_and_start_again(seed: int) -> None:
+    """Requests of several chunks with too few blocks for all: the youngest is computed twice."""
+    model = _quantised("SCH")
+    vocab, generator = model.config.vocab_size, torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in (118, 122, 60)]
+    found = []
+    for kv_format in ("bf16", "fp8"):
+        model.kv_format = kv_format
+        engine = Engine(model, 3, 200, num_draft_tokens=1, prefill_chunk=50, num_blocks=3)
+        sampling = SamplingParams(max_new_tokens=12, stop_tokens=())
+        tokens = {engine.add(prompt, sampling): [] for prompt in prompts}
+        preempted, leave = [], engine._preempt_youngest
+
+        def counting(leave=leave, preempted=preempted) -> None:
+            preempted.append(True)
+            leave()
+
+        engine._preempt_youngest = counting
+        while engine.num_requests:
+            for output in engine.step():
+                tokens[output.request] += output.tokens
+        assert preempted
+        found.append(tokens)
+    assert found[0] == found[1]
+    assert [len(new) for new in found[0].values()] == [12] * 3
 
 
 WIDE = dict(head_dim=128, qk_rope_head_dim=64, index_head_dim=64)  # what FP8 entries can hold
