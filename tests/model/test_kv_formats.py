@@ -36,7 +36,7 @@ def _cut(model: DeepseekV4, ids: Tensor, cuts: list[int], max_draft: int = 0) ->
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("uniform_scale", [False, True])
+@pytest.mark.parametrize("uniform_scale", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_logits_have_the_same_bits(uniform_scale: bool, seed: int) -> None:
     """Prefill, chunks, draft verification and decode; MTP too."""
     model = _quantised()
