@@ -43,30 +43,30 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--tokens: got {args.tokens}, needs at least 1")
     from dsv4.kernels.moe.plan import tilings
     from dsv4.ops.moe.op import MOE
-    from dsv4.ops.runtime.registry import build
+    from dsv4.ops.runtime.backend import Device
     from dsv4.simulator import Deadlock, KernelFault
     from dsv4.testing.harness import SCHEDULES, Simulator
+    from dsv4.testing.kernel_call import OpKernels
     from dsv4.testing.moe import Case
-    from dsv4.testing.moe_layer import LayerInputs, assert_layer_close, layer_config
+    from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
 
     sizes = (args.tokens, args.hidden, args.inner, args.experts, args.top_k)
     inputs = LayerInputs.make(Case(*sizes, args.experts_in), args.seed)
-    config = layer_config(inputs.case)
+    config = inputs.config
     if config.why_no_kernel:
         raise ValueError(f"no kernel: {config.why_no_kernel}")
     target = Simulator(ARCH, has_lines=True)
-    compiled = target.compile(
-        lambda config, options: build(MOE.compile_key(config, ARCH), options), config
-    )
+    compiled = OpKernels(MOE, target).compile(config)
+    device = Device(ARCH, FEW_SMS)
     first = None
     for index, tiling in enumerate(tilings(config.kernels)):
         schedule = SCHEDULES[index % len(SCHEDULES)]
         try:
-            outcome = target.run(compiled, inputs.call(index, FEW_SMS), schedule, args.seed)
+            outcome = target.run(compiled, inputs.call_tiled(index, device), schedule, args.seed)
             assert_layer_close(outcome, inputs)
             if first is None:
-                first = outcome["y"]
-            assert first.equal(outcome["y"]), f"y: other bits in {tiling}"
+                first = outcome["out"]
+            assert first.equal(outcome["out"]), f"out: other bits in {tiling}"
         except (AssertionError, KernelFault, Deadlock) as fault:
             print(f"dsv4 sim: {type(fault).__name__}: {fault}", file=sys.stderr)
             return CHECK_FAILED

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.kit.args import (
+    InOut,
     Scratch,
     Table,
     TensorArg,
@@ -40,17 +41,19 @@ def make_call(
     wanted: Collection[str] = (),
     workspace: int = 0,
     padding: int = 0,
+    sizes: Mapping[str, int] | None = None,
 ) -> Call:
     """Arguments of a compiled kernel in the order of its table.
 
     Args:
         values: what the kernel is compiled for, by the table's names.
         tensors: inputs by the table's names, optional ones where they are there; and outputs that
-            are not to be made here.
+            are not to be made here. Those written in part are given, and not poisoned.
         scalars: all of the table.
         wanted: optional outputs that are made. Required ones always are.
         workspace: fp32 elements, zeros as when new.
         padding: elements between the rows of outputs that are made.
+        sizes: of outputs, by name, where no input has them.
 
     Raises:
         ValueError: a name that the table does not have, or one that is missing.
@@ -59,16 +62,18 @@ def make_call(
     _check_names("tensors", [*tensors, *wanted], known)
     _check_names("scalars", scalars, [scalar.name for scalar in scalars_of(table)], complete=True)
     device = next(tensor.device for tensor in tensors.values() if tensor is not None)
-    sizes = _sizes(table, tensors)
+    sizes = {**_sizes(table, tensors), **(sizes or {})}
     found: dict[str, Tensor] = {}
     outputs, scratch = {}, {}
     for arg in tensors_of(table):
         tensor = tensors.get(arg.name)
+        is_kept = isinstance(arg, Scratch | InOut)
         is_made = arg.is_output and (not arg.is_optional or arg.name in wanted)
+        is_made = is_made and not isinstance(arg, InOut)
         if tensor is None and isinstance(arg, Workspace):
             tensor = torch.zeros(workspace, device=device)
         elif tensor is None and is_made:
-            margin = 0 if isinstance(arg, Scratch) else padding
+            margin = 0 if is_kept else padding
             tensor = _apart(arg, values, sizes, device, margin)
         elif tensor is None and arg.may_be_none:
             tensor = make.absent(arg, values, device)
@@ -78,7 +83,7 @@ def make_call(
             found[arg.name] = tensor
             continue
         found[arg.name] = tensor
-        if isinstance(arg, Scratch):
+        if is_kept:
             scratch[arg.name] = tensor
         elif is_made or tensors.get(arg.name) is not None:
             outputs[arg.name] = tensor

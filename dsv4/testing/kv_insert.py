@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4.kernels.rows.kv_insert_config import KvInsertConfig
 from dsv4.ops.kv_insert import KV_INSERT
-from dsv4.testing.harness import Call
+from dsv4.testing.kernel_call import OpInputs
 
 EPS = 1e-6
 FILL = 0xA5  # what pools hold at first, between and behind entries too
@@ -43,8 +43,10 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class Inputs(OpInputs):
     """Tensors of a case; a fifth of the slots are none."""
+
+    op = KV_INSERT
 
     case: Case
     x: Tensor
@@ -101,10 +103,15 @@ class Inputs:
         shape = (pages, case.page, config.row)
         return frame.view(dtype).as_strided(shape, (stride, config.row, 1))
 
-    def call(self, num_ctas: int) -> Call:
-        """A call of the compiled kernel; the pool is no output that may be poisoned."""
-        pool = self.pool()
-        return Call((*self.tensors, pool), {"num_ctas": num_ctas}, {}, {"pool": frame_of(pool)})
+    @property
+    def config(self) -> KvInsertConfig:
+        return self.case.config
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """By the table's names, with a pool of its own."""
+        names = ("x", "weight", "rope", "positions", "slots")
+        return {**dict(zip(names, self.tensors, strict=True)), "pool": self.pool()}
 
     def expected(self) -> Tensor:
         """The bytes of the pool after the torch implementation, what lies between pages too."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dsv4.kernels.moe.args import ARGS, values
 from dsv4.kernels.moe.config import FP4_GROUP, K_BLOCK, ExpertsConfig
 from dsv4.kernels.moe.layout import MAX_SPREAD
 from dsv4.ops.moe import layout
@@ -15,6 +16,7 @@ from dsv4.ops.quantize import dequantize_e2m1, dequantize_e4m3_blocks, quantize_
 from dsv4.reference.moe import group_pairs
 from dsv4.testing.fp8_linear import ROUNDING, SUM_ERROR
 from dsv4.testing.harness import Call, Outcome
+from dsv4.testing.kernel_call import make_call
 
 MAX_RELATIVE_ERROR = 4e-3  # of a product's rows, each by its norm
 # Derivative of silu, and of a product of two factors that are both off: more than enough.
@@ -185,7 +187,7 @@ class Inputs:
 
     def experts_call(self, tiling: int, num_sms: int, group_tokens: int) -> Call:
         """A call of the experts' kernels, with weights prepared and lists made here."""
-        case, device = self.case, self.x.device
+        case = self.case
         codes, scales = quantize_e4m3(self.x, K_BLOCK)
         pairs, groups = group_pairs(self.ids.cpu(), case.experts, group_tokens)
         all_pairs = torch.full((case.tokens * case.top_k,), -1, dtype=torch.int32)
@@ -193,39 +195,17 @@ class Inputs:
         all_groups = torch.full((max(len(groups), 1), 4), -1, dtype=torch.int32)
         all_groups[: len(groups)] = groups
         counts = torch.tensor([len(groups), case.num_live], dtype=torch.int32)
-        rows = case.tokens * (case.top_k + 1)
-        outputs = {
-            "h": torch.empty(rows, case.inner, dtype=torch.bfloat16, device=device),
-            "rows": torch.empty(
-                (case.tokens, case.top_k + 1, case.hidden), dtype=torch.bfloat16, device=device
-            ),
-            "y": torch.empty(
-                (case.tokens, case.hidden), dtype=getattr(torch, case.out_dtype), device=device
-            ),
-        }
-        blocks = case.inner // K_BLOCK
-        scratch = {
-            "h_codes": torch.zeros(rows, case.inner, dtype=torch.uint8, device=device),
-            "h_scale": torch.zeros(rows, blocks, dtype=torch.uint8, device=device),
-        }
-        scratch["h_codes"] = scratch["h_codes"].view(torch.float8_e4m3fn)
-        scratch["h_scale"] = scratch["h_scale"].view(torch.float8_e8m0fnu)
-        h, products, y = outputs.values()
-        tensors = (h, *scratch.values(), products, y)
-        weights = [
-            tensor
-            for part in (self.routed, self.shared)
-            for name in MATRICES
-            for tensor in _tensors_of(part[name].prepared(case.scale_form))
-        ]
-        lists = [t.to(device) for t in (all_groups, counts, all_pairs)]
-        args = (codes, scales, *weights, *lists, self.ids, self.weights, *tensors)
-        options = {"tiling": tiling, "num_sms": num_sms}
-        return Call(args, options, outputs, scratch)
-
-
-def _tensors_of(weight: Weight) -> tuple[Tensor, Tensor]:
-    return weight.codes, weight.scale
+        lists = {"groups": all_groups, "counts": counts, "pairs": all_pairs}
+        tensors = {"x_codes": codes, "x_scale": scales, "ids": self.ids, "weights": self.weights}
+        tensors |= {name: one.to(self.x.device) for name, one in lists.items()}
+        for prefix, part in (("", self.routed), ("shared_", self.shared)):
+            for name in MATRICES:
+                weight = part[name].prepared(case.scale_form)
+                tensors[prefix + name] = weight.codes
+                tensors[prefix + name.replace("w", "s")] = weight.scale
+        scalars = {"tiling": tiling, "num_sms": num_sms}
+        rows = {"R": case.tokens * (case.top_k + 1)}
+        return make_call(ARGS, values(case.config), tensors, scalars, sizes=rows)
 
 
 # ---- what the products must give -----------------------------------------------------------------

@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dsv4.kernels.kit.args import scalars_of
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.kernels.moe.plan import tilings
 from dsv4.kernels.moe.routing import gate_tiling
-from dsv4.kernels.moe.scratch import sections
+from dsv4.kernels.moe.scratch import scratch_bytes, sections
+from dsv4.ops.moe.op import MOE
 from dsv4.ops.moe.torch_path import route
 from dsv4.ops.moe.weights import GatedWeights
+from dsv4.ops.runtime.backend import Device
 from dsv4.testing.harness import Call, Outcome
+from dsv4.testing.kernel_call import OpInputs
 from dsv4.testing.moe import MATRICES, Case, Inputs, assert_experts_close, gated, rounded
 from dsv4.testing.moe_router import WEIGHT_ERROR
 
@@ -35,9 +38,11 @@ def layer_config(case: Case, is_hashed: bool = False, form: str | None = None) -
 
 
 @dataclass(frozen=True)
-class LayerInputs:
+class LayerInputs(OpInputs):
     """Tensors of a layer: experts and activations (`Inputs`, whose routing is not used), a gate,
     and a bias or a table."""
+
+    op = MOE
 
     inputs: Inputs
     gate: Tensor
@@ -90,34 +95,35 @@ class LayerInputs:
             found.append(GatedWeights(*(w.codes for w in own), *(w.scale for w in own)))
         return found[0], found[1]
 
-    def call(self, tiling: int, num_sms: int) -> Call:
-        """A call of the compiled kernels with one of the experts' tilings."""
+    @property
+    def config(self) -> MoeConfig:
+        return layer_config(self.case, self.is_hashed)
+
+    @property
+    def arguments(self) -> dict[str, Tensor | None]:
+        """By the table's names: weights prepared, scratch of ones, no global scales."""
         case, x = self.case, self.inputs.x
-        config = layer_config(case, self.is_hashed)
-        splits, token_tiles = gate_tiling(config.routing, case.tokens)
-        size = sections(config, case.tokens, splits)["end"]
-        scratch = torch.empty(size, dtype=torch.uint8, device=x.device)
-        out = torch.empty(x.shape, dtype=getattr(torch, case.out_dtype), device=x.device)
-        live = [] if case.live is None else [case.live]
-        weights = [
-            tensor
-            for part in self.weights(is_prepared=True)
-            for pair in zip(part.codes, part.scales)
-            for tensor in pair
-        ]
-        routed, shared = weights[:6], weights[6:]
-        args = (
-            x, self.gate, self.bias[: 0 if self.is_hashed else None], *routed,
-            self.bias.new_empty((0, case.experts)), *shared,
-            self.table[: None if self.is_hashed else 0],
-            self.input_ids[: None if self.is_hashed else 0], out, scratch,
-        )  # fmt: skip
-        options = {
-            "live_tokens": torch.tensor(live, dtype=torch.int32, device=x.device),
-            "tiling": tiling, "splits": splits, "token_tiles": token_tiles,
-            "group_tokens": tilings(config.kernels)[tiling].tokens, "num_sms": num_sms,
+        size = scratch_bytes(self.config, case.tokens)
+        found = {
+            "x": x, "gate": self.gate,
+            "global_scales": self.bias.new_empty((0, case.experts)),
+            "bias": self.bias[: 0 if self.is_hashed else None],
+            "table": self.table[: None if self.is_hashed else 0],
+            "input_ids": self.input_ids[: None if self.is_hashed else 0],
+            "scratch": torch.full((size,), 0xFF, dtype=torch.uint8, device=x.device),
         }  # fmt: skip
-        return Call(args, options, {"y": out, "scratch": scratch}, {})
+        for prefix, part in zip(("", "shared_"), self.weights(is_prepared=True)):
+            for name, codes, scale in zip(MATRICES, part.codes, part.scales, strict=True):
+                found |= {prefix + name: codes, f"{prefix}{name}_scale": scale}
+        if case.live is not None:
+            found["live_tokens"] = torch.tensor([case.live], dtype=torch.int32, device=x.device)
+        return found
+
+    def call_tiled(self, tiling: int, device: Device) -> Call:
+        """A call of the compiled kernels with one of the experts' tilings."""
+        scalars = MOE.scalars(self.config, self.case.tokens, tiling, device)
+        names = [scalar.name for scalar in scalars_of(MOE.args)]
+        return self.call(device, **dict(zip(names, scalars, strict=True)))
 
     def routing(self) -> tuple[Tensor, Tensor]:
         """ids and weights [T, k] by plain torch in fp64; no expert for padding."""
@@ -133,9 +139,9 @@ class LayerInputs:
 def assert_layer_close(outcome: Outcome, inputs: LayerInputs) -> None:
     """Fail where the routing, or any step from there on, is further off than its bound; each is
     compared for what the kernels had before it."""
-    case, scratch = inputs.case, outcome["scratch"]
+    case, scratch = inputs.case, outcome.scratch["scratch"]
     tokens, k = case.tokens, case.top_k
-    config = layer_config(case, inputs.is_hashed)
+    config = inputs.config
     start = sections(config, tokens, gate_tiling(config.routing, tokens)[0])
 
     def found(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
@@ -156,10 +162,10 @@ def assert_layer_close(outcome: Outcome, inputs: LayerInputs) -> None:
     steps = {
         "h": found("h", torch.bfloat16, tokens * (k + 1), case.inner),
         "rows": found("rows", torch.bfloat16, tokens, k + 1, case.hidden),
-        "y": outcome["y"],
+        "y": outcome["out"],
     }
     assert_experts_close(Outcome(steps, {}), routed)
-    assert_whole_close(outcome["y"], routed)
+    assert_whole_close(outcome["out"], routed)
 
 
 def expected(inputs: Inputs, off_by: float = 0.0) -> Tensor:

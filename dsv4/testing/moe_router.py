@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dsv4.kernels.moe.router_args import ARGS, values
 from dsv4.kernels.moe.routing import RoutingConfig, gate_tiling, most_groups
 from dsv4.reference.moe import group_pairs
 from dsv4.reference.quantize import quantize_e4m3
 from dsv4.testing.harness import Call, Outcome
+from dsv4.testing.kernel_call import make_call
 
 # Error of a logit relative to the sum of its terms' magnitudes: fp32 sums of a few hundred
 # products, by tensor cores that cut terms off.
@@ -92,38 +94,21 @@ class RouterInputs:
 
     def call(self, tiling: tuple[int, int] | None = None) -> Call:
         """A call of the compiled kernels; default as planned."""
-        case, device = self.case, self.x.device
+        case = self.case
         splits, token_tiles = gate_tiling(case.config, case.tokens) if tiling is None else tiling
         pairs = case.tokens * case.top_k
         groups = most_groups(case.experts, pairs, case.group_tokens)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=device)
-
-        outputs = {
-            "codes": empty(case.tokens, case.hidden, dtype=torch.float8_e4m3fn),
-            "scales": empty(case.tokens, case.hidden // FP8_BLOCK, dtype=torch.float8_e8m0fnu),
-            "ids": empty(case.tokens, case.top_k),
-            "weights": empty(case.tokens, case.top_k, dtype=torch.float32),
-            "pairs": empty(pairs),
-            "groups": empty(groups, 4),
-            "counts": empty(2),
-        }
-        partials = empty(splits, case.tokens, case.experts, dtype=torch.float32)
-        arrivals = empty(1)
-        options = {
-            "bias": self.bias[: 0 if case.is_hashed else None],
-            "table": self.table[: None if case.is_hashed else 0],
-            "input_ids": self.input_ids[: None if case.is_hashed else 0],
-            "live_tokens": torch.tensor(
-                [] if case.live is None else [case.live], dtype=torch.int32, device=device
-            ),
-            "token_tiles": token_tiles,
-            "group_tokens": case.group_tokens,
-        }
-        args = (self.x, self.weight, partials, *outputs.values(), arrivals)
-        scratch = {"partials": partials, "arrivals": arrivals}
-        return Call(args, options, {**outputs, **scratch}, scratch)
+        live = None
+        if case.live is not None:
+            live = torch.tensor([case.live], dtype=torch.int32, device=self.x.device)
+        tensors = {"x": self.x, "weight": self.weight, "live_tokens": live}
+        if case.is_hashed:
+            tensors |= {"table": self.table, "input_ids": self.input_ids}
+        else:
+            tensors["bias"] = self.bias
+        scalars = {"token_tiles": token_tiles, "group_tokens": case.group_tokens}
+        sizes = {"S": splits, "P": pairs, "G": groups}
+        return make_call(ARGS, values(case.config), tensors, scalars, sizes=sizes)
 
     def exact_logits(self) -> tuple[Tensor, Tensor]:
         """Logits of live tokens in fp64, and the sums of their terms' magnitudes."""

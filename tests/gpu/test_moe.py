@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from dsv4 import ops
+from dsv4.ops.moe.op import MOE
 from dsv4.ops.moe.weights import GatedWeights
 from dsv4.testing.harness import Device
+from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.moe import Case
 from dsv4.testing.moe_layer import SCALING, LayerInputs, assert_layer_close, layer_config
 
@@ -50,15 +52,14 @@ class Layer:
 def check_steps(layer: Layer, tokens: int) -> torch.Tensor:
     """Run the compiled kernels in the open, and compare each launch; y."""
     from dsv4.kernels.moe.plan import choose
-    from dsv4.kernels.moe.sm90.layer import build
 
     inputs = layer.inputs.first(tokens)
-    config = layer_config(inputs.case, inputs.is_hashed)
-    target = Device()
-    call = inputs.call(choose(config.kernels, tokens), target.multiprocessors)
-    outcome = target.run(target.compile(build, config), call)
+    config = inputs.config
+    kernels = OpKernels(MOE, Device())
+    call = inputs.call_tiled(choose(config.kernels, tokens), kernels.planned_for)
+    outcome = kernels.target.run(kernels.compile(config), call)
     assert_layer_close(outcome, inputs)
-    return call.outputs["y"]
+    return call.outputs["out"]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Scratch, Workspace
+from dsv4.kernels.kit.args import In, InOut, OptIn, OptOut, Out, Scalar, Scratch, Workspace
 from dsv4.ops.runtime.backend import Device
 from dsv4.testing.kernel_call import make_call
 from dsv4.testing.rms_norm_fp8 import PADDING, Case, Inputs
@@ -56,6 +56,22 @@ def test_outputs_that_are_given_are_written() -> None:
     x, y = torch.zeros(5, 8, dtype=torch.bfloat16), torch.zeros(5, 8)
     call = make_call(TABLE, VALUES, {"x": x, "y": y}, SCALARS)
     assert call.args[2] is y and call.outputs["y"] is y
+
+
+def test_what_is_written_in_part_is_given_and_keeps_what_it_holds() -> None:
+    table = (In("x", "T d", "float32"), InOut("pool", "P d", "float32"))
+    x, pool = torch.zeros(5, 8), torch.ones(3, 8)
+    call = make_call(table, VALUES, {"x": x, "pool": pool}, {}).poisoned()
+    assert call.args[1] is pool and (pool == 1).all()
+    assert call.scratch["pool"] is pool and not call.outputs
+    with pytest.raises(ValueError, match="pool: got nothing, the kernel needs it"):
+        make_call(table, VALUES, {"x": x}, {})
+
+
+def test_sizes_that_no_input_has() -> None:
+    table = (In("x", "T d", "float32"), Out("lists", "P four", "int32"))
+    call = make_call(table, {**VALUES, "four": 4}, {"x": torch.zeros(5, 8)}, {}, sizes={"P": 7})
+    assert call.outputs["lists"].shape == (7, 4)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,8 @@ Values = Mapping[str, int | str]
 
 @dataclass(frozen=True)
 class TensorArg:
-    """A tensor argument; declare one as `In`, `Out`, `OptIn`, `OptOut`, `Scratch` or
-    `Workspace`.
+    """A tensor argument; declare one as `In`, `Out`, `InOut`, `OptIn`, `OptOut`,
+    `Scratch` or `Workspace`.
 
     The last dimension is contiguous, the strides of the others are the caller's.
 
@@ -124,6 +124,10 @@ class Out(TensorArg):
     """A tensor of the caller that is written."""
 
     is_output = True
+
+
+class InOut(Out):
+    """A tensor of the caller that is written in part; the rest stays as it is."""
 
 
 class OptIn(In):

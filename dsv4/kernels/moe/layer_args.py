@@ -7,7 +7,7 @@ plain weights, a bias where a table routes, a table where scores do) has no rows
 
 from __future__ import annotations
 
-from dsv4.kernels.kit.args import In, OptIn, Out, Scalar
+from dsv4.kernels.kit.args import In, InOut, OptIn, Out, Scalar
 from dsv4.kernels.moe.layer_config import WEIGHT_DTYPES, MoeConfig
 
 ARGS = (
@@ -30,7 +30,7 @@ ARGS = (
     In("table", "V k", "int64"),
     In("input_ids", "S", "int64"),
     Out("out", "T D", "out_dtype", align=16),
-    Out("scratch", "bytes", "uint8", align=64),
+    InOut("scratch", "bytes", "uint8", align=64),
     OptIn("live_tokens", "L", "int32"),
     Scalar("tiling"),
     Scalar("splits"),

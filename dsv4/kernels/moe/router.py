@@ -7,37 +7,11 @@ from __future__ import annotations
 
 from cutlass import Int32, Uint8, cute
 
-from dsv4.kernels.kit.args import In, OptIn, Out, Scalar, compile_kernel
+from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.moe.gate import Gate, GateTensors
+from dsv4.kernels.moe.router_args import ARGS, values
 from dsv4.kernels.moe.routing import RoutingConfig
 from dsv4.kernels.moe.select import Lists, Select
-
-# S splits, T tokens, E experts of D elements, k of them a token, P = T * k pairs, G groups.
-ARGS = (
-    In("x", "T D", align=16),
-    In("weight", "E D", align=16),
-    Out("partials", "S T E", "float32", align=16),
-    Out("codes", "T D", "float8_e4m3fn", align=16),
-    Out("scales", "T g", "float8_e8m0fnu"),
-    Out("ids", "T k", "int32"),
-    Out("weights", "T k", "float32"),
-    Out("pairs", "P", "int32"),
-    Out("groups", "G four", "int32", align=16),
-    Out("counts", "two", "int32"),
-    Out("arrivals", "one", "int32"),
-    OptIn("bias", "B", "float32", align=16),
-    OptIn("table", "V k", "int64"),
-    OptIn("input_ids", "I", "int64"),
-    OptIn("live_tokens", "L", "int32"),
-    Scalar("token_tiles"),
-    Scalar("group_tokens"),
-)
-
-
-def values(config: RoutingConfig) -> dict[str, int | str]:
-    """What the kernels are compiled for."""
-    sizes = {"D": config.hidden, "E": config.experts, "k": config.top_k, "g": config.hidden // 128}
-    return {**sizes, "four": 4, "two": 2, "one": 1}
 
 
 class Router:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-from dsv4.kernels.kit.args import In, Out, Scalar
+from dsv4.kernels.kit.args import In, InOut, Scalar
 from dsv4.kernels.kit.kv_entry import (
     ALIGNMENT,
     FP8_ENTRY_ALIGNMENT,
@@ -81,7 +81,7 @@ ARGS = (
     In("rope", "R rope_dim", "float32", align=16),
     In("positions", "N", "int32"),
     In("slots", "N", "int32"),
-    Out(
+    InOut(
         "pool",
         "pages P row",
         "kv_dtype",

@@ -10,7 +10,10 @@ import torch
 from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.kernels.moe.plan import tilings
 from dsv4.kernels.moe.scratch import scratch_bytes, sections
+from dsv4.ops.moe.op import MOE
+from dsv4.ops.runtime.backend import Device as Planned
 from dsv4.testing.harness import Device, Target, run_all, simulator
+from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.moe import Case
 from dsv4.testing.moe_layer import LayerInputs, assert_layer_close, layer_config
 
@@ -26,28 +29,14 @@ def target(request: pytest.FixtureRequest) -> Target:
     return Device() if request.param == "cuda" else simulator(request.param)
 
 
-def build(config: MoeConfig, options: str):
-    from dsv4.kernels.moe.sm90.layer import build
-
-    return build(config, options)
-
-
 def run(target: Target, inputs: LayerInputs, tiling: int, seed: int, schedules: int | None = 1):
-    compiled = target.compile(build, layer_config(inputs.case, inputs.is_hashed))
-    # Bytes between sections are not written: only the result has bits to compare.
     return run_all(
         target,
-        compiled,
-        lambda: replace_outputs(inputs.call(tiling, FEW_SMS).to(target.device)),
+        OpKernels(MOE, target).compile(inputs.config),
+        lambda: inputs.call_tiled(tiling, Planned(target.arch, FEW_SMS)).to(target.device),
         seed,
         target.schedules[:schedules],
     )
-
-
-def replace_outputs(call):
-    """The same call, its scratch poisoned here and looked at, but not compared between runs."""
-    scratch = call.outputs["scratch"].fill_(0xFF)
-    return replace(call, outputs={"y": call.outputs["y"]}, scratch={"scratch": scratch})
 
 
 SMALL = Case(5, 512, 128, 32, 3, live=4)
@@ -59,18 +48,16 @@ SMALL = Case(5, 512, 128, 32, 3, live=4)
 def test_every_step_is_close(target, is_hashed, schedules, seed) -> None:
     case = replace(SMALL, has_missing=is_hashed)
     inputs = LayerInputs.make(case, seed, is_hashed=is_hashed)
-    outcome = run(target, inputs, 0, seed, schedules)
-    steps = {"y": outcome["y"], "scratch": outcome.scratch["scratch"]}
-    assert_layer_close(replace(outcome, outputs=steps), inputs)
+    assert_layer_close(run(target, inputs, 0, seed, schedules), inputs)
 
 
 @pytest.mark.slow
 def test_a_token_has_the_same_bits_in_every_tiling(target, seed) -> None:
     inputs = LayerInputs.make(replace(SMALL, tokens=19, live=None), seed)
-    first = run(target, inputs, 0, seed)["y"]
+    first = run(target, inputs, 0, seed)["out"]
     for tiling in range(1, len(tilings(layer_config(SMALL).kernels))):
-        assert torch.equal(run(target, inputs, tiling, seed)["y"], first), f"tiling {tiling}"
-    assert torch.equal(run(target, inputs.first(3), 0, seed)["y"], first[:3])
+        assert torch.equal(run(target, inputs, tiling, seed)["out"], first), f"tiling {tiling}"
+    assert torch.equal(run(target, inputs.first(3), 0, seed)["out"], first[:3])
 
 
 def test_sections_of_the_scratch_do_not_overlap() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4.testing.harness import Device, Simulator, Target, run_all
-from dsv4.testing.kv_insert import Case, Inputs, assert_same_pool, frame_of
+from dsv4.ops.kv_insert import KV_INSERT
+from dsv4.testing.harness import Device, Simulator, Target
+from dsv4.testing.kernel_call import OpKernels
+from dsv4.testing.kv_insert import FILL, Case, Inputs, assert_same_pool, frame_of
 
 pytestmark = pytest.mark.stage("rows")
 
@@ -21,10 +23,16 @@ def target(request: pytest.FixtureRequest) -> Target:
     return Device() if request.param == "cuda" else Simulator(request.param)
 
 
-def build(config, options: str):
-    from dsv4.kernels.rows import kv_insert
-
-    return kv_insert.build(config, options)
+def run(target: Target, inputs: Inputs, num_ctas: int, seed: int = 0, schedules: int | None = None):
+    """Run in the first few schedules; all bytes of each one's pool, and the last outcome."""
+    kernels, pools = OpKernels(KV_INSERT, target), []
+    compiled = kernels.compile(inputs.config)
+    for schedule in target.schedules[:schedules]:
+        pool = inputs.pool()
+        call = inputs.call(kernels.planned_for, {"pool": pool}, num_ctas=num_ctas)
+        outcome = target.run(compiled, call, schedule, seed)
+        pools.append(frame_of(pool))
+    return pools, outcome
 
 
 @pytest.mark.parametrize(
@@ -41,23 +49,19 @@ def build(config, options: str):
 )
 def test_bytes_of_the_torch_implementation(target, case, seed) -> None:
     inputs = Inputs.make(case, seed, target.device)
-    compiled = target.compile(build, case.config)
-    outcome = run_all(target, compiled, lambda: inputs.call(FEW_CTAS), seed)
-    assert_same_pool(outcome.scratch["pool"], inputs)
+    for pool in run(target, inputs, FEW_CTAS, seed)[0]:
+        assert_same_pool(pool, inputs)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_block_of_the_kernel_runs(arch, seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    simulator = Simulator(arch)
-    inputs = Inputs.make(Case(9), seed)
-    outcome = simulator.run(simulator.compile(build, inputs.case.config), inputs.call(1))
+    _, outcome = run(Simulator(arch), Inputs.make(Case(9), seed), 1, schedules=1)
     (coverage,) = outcome.report.coverage
     assert coverage.complete, coverage.missed
 
 
 def test_no_latents_write_nothing(target, seed) -> None:
     inputs = Inputs.make(Case(0), seed, target.device)
-    call = inputs.call(FEW_CTAS)
-    target.run(target.compile(build, inputs.case.config), call)
-    assert (frame_of(call.args[5]) == 0xA5).all()
+    (pool,), _ = run(target, inputs, FEW_CTAS, schedules=1)
+    assert (pool == FILL).all()
