@@ -1,4 +1,4 @@
-"""Linear layers with quantised weights and inputs."""
+"""Linear layers, with quantised weights and inputs or plain."""
 
 from __future__ import annotations
 
@@ -29,3 +29,16 @@ def fp8_linear(
         values, scales = x.float(), decode_e8m0(x_scale)
     rounded = values.double() * scales.double().repeat_interleave(block, -1)
     return torch.matmul(rounded, decode_fp8(weight, scale, (block, block)).double().mT)
+
+
+def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """y = x W^T with sums in FP64.
+
+    Args:
+        x: [..., K].
+        weight: [M, K].
+
+    Returns:
+        [..., M] FP64.
+    """
+    return torch.matmul(x.double(), weight.double().mT)

@@ -164,20 +164,28 @@ def spread_rows(rows: Tensor) -> Tensor:
 def assert_linear_close(actual: Tensor, inputs: Inputs) -> None:
     """Fail where y is further from the oracle than rounding and the accumulator allow."""
     expected = inputs.expected()
+    allowed = expected.abs() * ROUNDING[inputs.case.out_dtype] + inputs.magnitude() * SUM_ERROR
+    assert_within(actual, expected, allowed, "y")
+
+
+def assert_within(actual: Tensor, expected: Tensor, allowed: Tensor, name: str) -> None:
+    """Fail where an output [T, M] is further from what is expected than allowed, element by
+    element and by the norm of a token, or not finite elsewhere."""
     actual = actual.to(expected.device).double()
     lost = actual.isfinite() != expected.isfinite()
-    assert not lost.any(), f"y: {int(lost.sum())} elements are not finite where y is, or reverse"
+    assert not lost.any(), (
+        f"{name}: {int(lost.sum())} elements are not finite where it is, or reverse"
+    )
     finite = expected.isfinite()
     error = torch.where(finite, actual - expected, 0.0).abs()
-    allowed = expected.abs() * ROUNDING[inputs.case.out_dtype] + inputs.magnitude() * SUM_ERROR
     worst = torch.where(finite, error - allowed * (1 + 1e-6), -1.0)
     where = divmod(int(worst.argmax()), worst.shape[1])
     assert worst.max() <= 0, (
-        f"y{list(where)}: got {actual[where]:.6g}, needs {expected[where]:.6g} "
+        f"{name}{list(where)}: got {actual[where]:.6g}, needs {expected[where]:.6g} "
         f"within {allowed[where]:.2g}"
     )
     if expected.shape[1] < MIN_NORM_FEATURES:
         return
     norm = torch.where(finite, expected, 0.0).norm(dim=1).clamp(min=1e-30)
     relative = float((error.norm(dim=1) / norm).max())
-    assert relative <= MAX_RELATIVE_ERROR, f"y: relative error {relative:.2e} of a token"
+    assert relative <= MAX_RELATIVE_ERROR, f"{name}: relative error {relative:.2e} of a token"

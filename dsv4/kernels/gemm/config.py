@@ -1,4 +1,4 @@
-"""What an FP8 linear is compiled for, and the order of its sums.
+"""What a linear is compiled for, and the order of its sums.
 
 Imports neither cutlass nor torch, so that every layer may use it.
 """
@@ -6,8 +6,10 @@ Imports neither cutlass nor torch, so that every layer may use it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 K_BLOCK = 128  # elements that share a scale; also rows of a weight
+STEP_BYTES = 128  # of a row of a weight, in a step of a kernel
 K_STEP = 4 * K_BLOCK  # that a kernel's in_features are a multiple of
 MAX_IN_FEATURES = 16384
 MOST_SLICES = 4
@@ -15,6 +17,18 @@ MIN_SLICE_BLOCKS = 4  # of a slice, where K has enough for more than two
 X_DTYPES = ("bfloat16", "float8_e4m3fn")
 SCALE_DTYPES = ("float8_e8m0fnu", "float32")
 OUT_DTYPES = ("bfloat16", "float32")
+
+
+class Kind(Enum):
+    """Elements of a weight and of the activations that it is multiplied with, and their bytes."""
+
+    FP8 = 1
+    BF16 = 2
+
+    @property
+    def step(self) -> int:
+        """Elements of a row of a weight in a step of a kernel."""
+        return STEP_BYTES // self.value
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Plans of the FP8 linear: which tiling a launch takes, and every budget of a tiling's CTA.
+"""Plans of linears: which tiling a launch takes, and every budget of a tiling's CTA.
 
 Plain Python: `print(LinearPlan(4096, Tiling(8, False, 2)))` shows one. The order of the sums is
 `config.num_slices`; nothing here changes a bit of a result.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dsv4.arch import SM_90A, Arch
-from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig, num_slices
+from dsv4.kernels.gemm.config import K_BLOCK, STEP_BYTES, Fp8LinearConfig, Kind, num_slices
 from dsv4.kernels.kit.plan import (
     Arrival,
     Arrive,
@@ -48,14 +48,17 @@ class Tiling:
         tokens: of a token tile: columns of the products.
         is_streamed: whether e4m3 activations pass through the ring beside 128-row tiles of the
             weight. Else bf16 ones are quantised into shared memory once for all 64-row tiles.
+            Those of bf16 weights pass through the ring either way.
         cluster: CTAs that share the slices of a tile.
         sharing: CTAs with row tiles of their own that load the same activations once, by multicast.
+        is_light: whether two CTAs of many tokens fit an SM: each sums one slice.
     """
 
     tokens: int
     is_streamed: bool
     cluster: int
     sharing: int = 1
+    is_light: bool = False
 
     @property
     def ctas(self) -> int:
@@ -72,7 +75,7 @@ class Tiling:
     def ctas_per_sm(self) -> int:
         """Two CTAs fit an SM, so that the next launch's fill their rings while this one ends; the
         accumulators of many tokens take the registers of both."""
-        return 2 if self.tokens <= FEW_TOKENS else 1
+        return 2 if self.tokens <= FEW_TOKENS or self.is_light else 1
 
     @property
     def rows(self) -> int:
@@ -87,11 +90,15 @@ class LinearPlan(RingPlan):
     Attributes:
         in_features: K.
         lanes_per_warp: lanes that arrive for their warp; 32 for a checker that follows threads.
+        kind: of the weights.
+        is_merged: whether there may be several, with an output each.
     """
 
     in_features: int
     tiling: Tiling
     lanes_per_warp: int = 1
+    kind: Kind = Kind.FP8
+    is_merged: bool = False
 
     # ---- K ----
 
@@ -116,8 +123,13 @@ class LinearPlan(RingPlan):
         return self.slices // self.parts
 
     @property
+    def row_blocks(self) -> int:
+        """k blocks of a row: a swizzle span each, a group of scales where there are scales."""
+        return self.in_features // self.kind.step
+
+    @property
     def slice_blocks(self) -> int:
-        return self.in_features // K_BLOCK // self.slices
+        return self.row_blocks // self.slices
 
     @property
     def ring_blocks(self) -> int:
@@ -160,14 +172,30 @@ class LinearPlan(RingPlan):
         return self.rows // UNIT_ROWS // self.tiling.cluster
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether products have scales."""
+        return self.kind is Kind.FP8
+
+    @property
+    def has_streamed_x(self) -> bool:
+        """Whether activations pass through the ring."""
+        return self.tiling.is_streamed or not self.is_quantized
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the warpgroups of a wide tile take turns, one promoting while the other's
+        products are computed."""
+        return self.tiling.is_wide and self.is_quantized
+
+    @property
     def weight_bytes(self) -> int:
         """Of a ring's stage."""
-        return self.rows * K_BLOCK
+        return self.rows * STEP_BYTES
 
     @property
     def x_bytes(self) -> int:
         """Of a ring's stage."""
-        return self.tokens * K_BLOCK if self.tiling.is_streamed else 0
+        return self.tokens * STEP_BYTES if self.has_streamed_x else 0
 
     @property
     def partial_values(self) -> int:
@@ -194,7 +222,7 @@ class LinearPlan(RingPlan):
         """Levels of the stack of sums that wait in shared memory: those between the first and the
         last one."""
         levels = self.own_slices.bit_length()
-        return max(levels - LEVELS_IN_REGISTERS, 0) if self.tiling.is_wide else 0
+        return max(levels - LEVELS_IN_REGISTERS, 0) if self.has_turns else 0
 
     @property
     def ctas_per_sm(self) -> int:
@@ -202,15 +230,20 @@ class LinearPlan(RingPlan):
 
     @property
     def x_tiles(self) -> int:
-        """[tokens, 128] tiles of activations in shared memory."""
-        return self.stages if self.tiling.is_streamed else self.cta_blocks
+        """[tokens, k block] tiles of activations in shared memory."""
+        return self._x_tiles(self.stages)
 
     @property
     def spill_values(self) -> int:
         """fp32 elements of the spilled levels; an output tile in bf16 takes half of a level."""
         tile = self.rows * self.tokens
-        staged = tile // 2 if self.tiling.is_wide and self.parts == 1 else 0
+        staged = tile // 2 if self.stages_output else 0
         return max(self.spilled_levels * tile, staged)
+
+    @property
+    def stages_output(self) -> bool:
+        """Whether tiles of a bf16 output pass through shared memory, in rows of a token."""
+        return self.tiling.is_wide and self.parts == 1 and not self.is_merged
 
     @property
     def _spill_buffers(self) -> tuple[Buffer, ...]:
@@ -219,16 +252,21 @@ class LinearPlan(RingPlan):
         # [warpgroup, level, vector, thread, 4]; or an output tile's rows, on their way.
         return (Buffer("spills", "Float32", self.spill_values, 1024),)
 
+    def _x_tiles(self, stages: int) -> int:
+        return stages * self.rings if self.has_streamed_x else self.cta_blocks
+
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
-        x_tiles = stages if self.tiling.is_streamed else self.cta_blocks
         scale_blocks = stages if self.tiling.is_wide else self.cta_blocks
+        dtype = "Float8E4M3FN" if self.is_quantized else "BFloat16"
+        weights = stages * self.rings * self.rows * self.kind.step
+        scales = Buffer("scales", "Float32", scale_blocks * self.tokens, 16)
         return (
-            Buffer("weight", "Float8E4M3FN", stages * self.rings * self.weight_bytes, 1024),
-            Buffer("x", "Float8E4M3FN", x_tiles * self.tokens * K_BLOCK, 1024),
+            Buffer("weight", dtype, weights, 1024),
+            Buffer("x", dtype, self._x_tiles(stages) * self.tokens * self.kind.step, 1024),
             # [part, own unit, group of columns, lane, 4]
             Buffer("partials", "Float32", max(self.partial_values, LANE_VALUES), 16),
             # [k block of the CTA, or stage, token]
-            Buffer("scales", "Float32", scale_blocks * self.tokens, 16),
+            *((scales,) if self.is_quantized else ()),
             *self._spill_buffers,
             *self._barriers(stages).split_buffers,
         )
@@ -237,7 +275,7 @@ class LinearPlan(RingPlan):
         sharing = self.tiling.sharing
         consumers = Arrival("consumers", Arrive.WARP, CONSUMER_WARPS // self.rings, ctas=sharing)
         producers = [Arrival("load", Arrive.TMA)]
-        if self.tiling.is_wide:
+        if self.has_turns:
             producers.append(Arrival("scales", Arrive.WARP))
         edges = [
             Edge(
@@ -246,7 +284,7 @@ class LinearPlan(RingPlan):
                 stages * self.rings, self.weight_bytes + self.x_bytes,
             ),
         ]  # fmt: skip
-        if self.tiling.is_wide:
+        if self.has_turns:
             group = (Arrival("consumers", Arrive.WARP, warps=CONSUMER_WARPS // 2),)
             payload = "turn of a warpgroup at the tensor cores"
             edges.append(Edge("turns", payload, group, group, stages=2, is_signal=True))
@@ -270,7 +308,8 @@ class LinearPlan(RingPlan):
 
     def __str__(self) -> str:
         return "\n".join((
-            f"K {self.in_features} in {self.slices} slices, {self.rows} rows x {self.tokens} "
+            f"{self.kind.name}, K {self.in_features} in {self.slices} slices, "
+            f"{self.rows} rows x {self.tokens} "
             f"tokens, {self.tiling.cluster} CTAs a tile, {self.tiling.ctas_per_sm} an SM",
             f"warps      {self.warps}; registers {self.registers}",
             f"SMEM       {self.smem}",

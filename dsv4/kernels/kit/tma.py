@@ -1,5 +1,7 @@
 """TMA of row-major tensors: descriptors with a fallback for empty ones, load, store, prefetch."""
 
+from dataclasses import dataclass
+
 import cutlass
 from cutlass import cute
 from cutlass.experimental import primitives
@@ -66,6 +68,28 @@ def make_head_tile_descriptor(
         swizzle=TENSOR_MAP_SWIZZLES[chunk * q.element_type.width // 8],
         l2_promotion=TensorMapL2Promotion.none,
     )
+
+
+@dataclass(frozen=True)
+class DescriptorAddress:
+    """A descriptor by its address."""
+
+    address: cutlass.Int64
+
+    def get_ptr(self):
+        """Pointer that TMA instructions take."""
+        return cute.make_ptr(cutlass.Int8, self.address, cute.AddressSpace.generic).to_llvm_ptr()
+
+
+def chosen_descriptor(descriptors, index):
+    """One of several descriptors, parameters of the kernel; with one, the index is not looked
+    at."""
+    if len(descriptors) == 1:
+        return descriptors[0]
+    address = descriptors[0].get_ptr().toint()
+    for i in range(1, len(descriptors)):
+        address = cutlass.select_(index == i, descriptors[i].get_ptr().toint(), address)
+    return DescriptorAddress(cutlass.Int64(address))
 
 
 def tma_load(descriptor, smem: cute.Pointer, coordinates, barrier: cute.Pointer):

@@ -74,6 +74,11 @@ class KernelOp:
     def check_sizes(self, config: Any, *tensors: Tensor | None) -> None:
         """Check what the table cannot say; metadata only, of tensors that fit the table."""
 
+    def needs(self, config: Any, name: str) -> bool | None:
+        """Whether a tensor that the table calls optional has to be there, must not be (False), or
+        may be either (None)."""
+        return None
+
     def check_values(self, config: Any, *tensors: Tensor | None) -> None:
         """Check values of CPU tensors that fit the table."""
 

@@ -63,14 +63,15 @@ FIRST = "orders a launch after the one before it, and each run here begins with 
 NO_ACTIVATIONS = "this warp loads weights alone, which no launch writes"
 PRODUCTS = "what was read of a stage was read by products, which the whole warpgroup has waited for"
 RESIDENT = {
-    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
     ("griddepcontrol.wait", "compute"): (1, FIRST),
     ("griddepcontrol.wait", "load"): (1, NO_ACTIVATIONS),
     ("bar.warp", "arrive_warp"): (1, PRODUCTS),
 }
 # Behind the launch that quantises: its wait is the first.
 STREAMED = {
-    ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
+    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
     ("griddepcontrol.wait", "kernel"): (1, FIRST),
     ("bar.warp", "arrive_warp"): (1, PRODUCTS),
 }
@@ -96,7 +97,7 @@ REDUNDANT = {
     "streamed": {**STREAMED, ("bar.warp", "arrive_warp"): (2, PRODUCTS)},
     "streamed_clusters": STREAMED,
     # Two slices, and a cluster whose every role waits for all of it.
-    "wide": {**wide(2), ("bar.sync", "kernel"): (1, CLUSTER)},
+    "wide": {**wide(2), ("bar.sync", "run"): (1, CLUSTER)},
     "wide_clusters": wide(1),
 }
 

@@ -5,13 +5,15 @@ from cutlass import Float32, Int32, Uint32, cute
 
 from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LinearPlan
-from dsv4.kernels.gemm.quantize import BATCH, PAIRS, TEAM, load_vectors, quantize_vector
+from dsv4.kernels.gemm.quantize import PAIRS, TEAM, load_vectors, quantize_vector
 from dsv4.kernels.gemm.sm90.context import LinearContext
 from dsv4.kernels.kit import quant
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 
 CONSUMERS = 32 * CONSUMER_WARPS
 ALL_CONSUMERS = 1  # named barrier
+# Loads of a thread under way: where DRAM is busy with weights each takes more than a microsecond.
+MOST_LOADS = 8
 
 
 def sync_consumers() -> None:
@@ -76,21 +78,21 @@ class Activations:
         """Codes and scales of the CTA's k blocks of bf16 activations."""
         plan, x = self.plan, ctx.operands.x
         team, lane, teams = thread // TEAM, thread % TEAM, CONSUMERS // TEAM
-        # An even number: both teams of a warp, whose lanes shuffle, take as many turns.
+        batch = min(plan.tokens * plan.cta_blocks // teams, MOST_LOADS)
+        # An even number: both teams of a warp, whose lanes shuffle, take the same turns.
         groups = cutlass.min(x.shape[0] - first_token, plan.tokens) * plan.cta_blocks
-        for start in cutlass.range(team, groups, teams * BATCH, unroll=1):
-            words = cute.make_rmem_tensor((PAIRS, BATCH), Uint32)
-            words.fill(0)
-            for i in cutlass.range_constexpr(BATCH):
+        for start in cutlass.range(team, groups, teams * batch, unroll=1):
+            words = cute.make_rmem_tensor((PAIRS, batch), Uint32)
+            for i in cutlass.range_constexpr(batch):
                 group = start + i * teams
                 if group < groups:
                     token, block = group // plan.cta_blocks, group % plan.cta_blocks
                     load_vectors(x, first_token + token, first_block + block, lane, words[None, i])
-            for i in cutlass.range_constexpr(BATCH):
+            for i in cutlass.range_constexpr(batch):
                 group = start + i * teams
-                codes, scale = quantize_vector(words[None, i])
                 if group < groups:
                     token, block = group // plan.cta_blocks, group % plan.cta_blocks
+                    codes, scale = quantize_vector(words[None, i])
                     self._store(ctx, token, block, lane, codes, scale)
 
     @cute.jit

@@ -7,15 +7,15 @@ from cutlass.cute.nvgpu import warpgroup
 from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.gemm.plan import M_TILE, LinearPlan
 from dsv4.kernels.gemm.sm90.activations import Activations, scale_value
-from dsv4.kernels.gemm.sm90.context import LinearContext, tile_mma
+from dsv4.kernels.gemm.sm90.context import LinearContext, chosen_matrix, tile_mma
 from dsv4.kernels.gemm.sm90.epilogue import Epilogue
 from dsv4.kernels.kit import pdl
-from dsv4.kernels.kit.mbarrier import Cursor
+from dsv4.kernels.kit.mbarrier import Cursor, Ring
 from dsv4.kernels.kit.wgmma import gemm
 
 WARP = 32
 WARPGROUP_WARPS = 4
-WGMMA_K = 32  # e4m3 elements
+WGMMAS = 4  # of a k block
 
 
 class Consumers:
@@ -41,18 +41,18 @@ class Consumers:
             part, ring_part = ctx.rank * plan.rings + group, group
         first_block = part * plan.ring_blocks
         mma = tile_mma(plan)
-        acc = mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.tokens)))
         stack = [
-            cute.make_rmem_tensor(cute.size(acc), Float32)
+            mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.tokens)))
             for _ in range(plan.own_slices.bit_length())
         ]
         here = cute.make_rmem_tensor(self.scale_words, Float32)
         ahead = cute.make_rmem_tensor(self.scale_words, Float32)
         cursor, turn = ctx.pipes.ring.consumer(), Int32(0)
         index, last_token_tile = scheduler.index(0), Int32(-1)
-        # Scales of the weight, as the weight itself, are not what the launch before writes.
-        self._load_scales(ctx, index, first_block, lane, ahead)
-        if cutlass.const_expr(not plan.tiling.is_streamed):
+        if cutlass.const_expr(plan.is_quantized):
+            # Scales of the weight, as the weight itself, are not what the launch before writes.
+            self._load_scales(ctx, index, first_block, lane, ahead)
+        if cutlass.const_expr(not plan.has_streamed_x):
             self.activations.clear(ctx)
         pdl.wait_for_previous_launch()
         if cutlass.const_expr(plan.tiling.cluster > 1):
@@ -60,21 +60,26 @@ class Consumers:
         while scheduler.exists(index):
             # ---- prologue ----
             tile = scheduler.coordinates(index)
-            for i in cutlass.range_constexpr(self.scale_words):
-                here[i] = ahead[i]
             index += scheduler.clusters
-            if scheduler.exists(index):
-                self._load_scales(ctx, index, first_block, lane, ahead)
-            if tile.token_tile != last_token_tile:
-                self.activations.take(ctx, tile.token_tile)
-                last_token_tile = tile.token_tile
+            if cutlass.const_expr(plan.is_quantized):
+                for i in cutlass.range_constexpr(self.scale_words):
+                    here[i] = ahead[i]
+                if scheduler.exists(index):
+                    self._load_scales(ctx, index, first_block, lane, ahead)
+                if tile.token_tile != last_token_tile:
+                    self.activations.take(ctx, tile.token_tile)
+                    last_token_tile = tile.token_tile
             self.epilogue.expect_parts(ctx)
             # ---- slices, added as a balanced tree: a subtree has one sum, wherever it is held ----
             for s in cutlass.range_constexpr(plan.own_slices):
                 level, merges = plan.tree[s]
-                cursor = self._sum_slice(
-                    ctx, stack[level], acc, here, s, ring_part, group, lane, cursor
-                )
+                if cutlass.const_expr(plan.is_quantized):
+                    slice_of = (here, s, ring_part, group, lane)
+                    cursor = self._sum_slice(ctx, stack[level], *slice_of, cursor)
+                else:
+                    cursor = sum_unscaled_slice(
+                        plan, ctx, stack[level], ring_part, group, lane, cursor
+                    )
                 for m in cutlass.range_constexpr(len(merges)):
                     left, right = stack[merges[m]], stack[merges[m] + 1]
                     for i in cutlass.range_constexpr(cute.size(left)):
@@ -85,12 +90,13 @@ class Consumers:
 
     @cute.jit
     def _sum_slice(
-        self, ctx: LinearContext, sums: cute.Tensor, acc: cute.Tensor, scales: cute.Tensor,
-        s: cutlass.Constexpr, ring_part, group, lane, cursor: Cursor,
+        self, ctx: LinearContext, sums: cute.Tensor, scales: cute.Tensor, s: cutlass.Constexpr,
+        ring_part, group, lane, cursor: Cursor,
     ):  # fmt: skip
         """sums = the products of a slice; returns the next place in the ring."""
         plan, ring = self.plan, ctx.pipes.ring
         mma = tile_mma(plan)
+        acc = mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.tokens)))
         mma_slice = mma.get_slice(0)
         a = mma.make_fragment_A(mma_slice.partition_A(ctx.smem.weight))
         b = mma.make_fragment_B(mma_slice.partition_B(ctx.smem.x))
@@ -106,8 +112,7 @@ class Consumers:
                 x_tile = own_block
             warpgroup.fence()
             a_block, b_block = a[None, None, None, weight_tile], b[None, None, None, x_tile]
-            steps = range(K_BLOCK // WGMMA_K)
-            gemm(lambda: tile_mma(plan), acc, a_block, b_block, steps, 0, False)
+            gemm(lambda: tile_mma(plan), acc, a_block, b_block, range(WGMMAS), 0, False)
             warpgroup.commit_group()
             scale = self._scale(scales, block)
             warpgroup.wait_group(0)
@@ -129,11 +134,13 @@ class Consumers:
     @cute.jit
     def _load_scales(self, ctx: LinearContext, index, first_block, lane, words: cute.Tensor):
         """words[i] of a lane = weight scale of k block 32 i + lane of this warpgroup."""
-        plan = self.plan
-        row = ctx.scheduler.coordinates(index).row_tile * plan.rows // K_BLOCK
+        plan, scales = self.plan, ctx.operands.scales
+        tile = ctx.scheduler.coordinates(index)
+        scale = chosen_matrix(scales, tile.weight, scales[0].element_type)
+        row = tile.row_tile * plan.rows // K_BLOCK
         for i in cutlass.range_constexpr(self.scale_words):
             block = cutlass.min(i * WARP + lane, plan.ring_blocks - 1)
-            words[i] = scale_value(ctx.operands.scale[row, first_block + block])
+            words[i] = scale_value(scale[row, first_block + block])
 
     def _scale(self, words: cute.Tensor, block):
         """Weight scale of a k block of this warpgroup, from the lane that holds it."""
@@ -141,3 +148,42 @@ class Consumers:
         for i in range(1, self.scale_words):
             word = cutlass.select_(block >= i * WARP, words[i], word)
         return cute.arch.shuffle_sync(word, block % WARP)
+
+
+@cute.jit
+def sum_unscaled_slice(
+    plan: cutlass.Constexpr, ctx: LinearContext, sums: cute.Tensor, ring_part, group, lane,
+    cursor: Cursor,
+):  # fmt: skip
+    """sums = the products of a slice of bf16, summed by the tensor core alone; returns the next
+    place in the ring. Products of one block follow those of the one before without a gap."""
+    ring = ctx.pipes.ring
+    mma = tile_mma(plan)
+    mma_slice = mma.get_slice(0)
+    a = mma.make_fragment_A(mma_slice.partition_A(ctx.smem.weight))
+    b = mma.make_fragment_B(mma_slice.partition_B(ctx.smem.x))
+    sums.fill(0.0)
+    for step in cutlass.range(plan.slice_blocks, unroll=1):
+        ring.wait(cursor, ring_part)
+        x_tile = weight_tile = ring.slot(cursor, ring_part)
+        if cutlass.const_expr(plan.tiling.is_streamed):
+            weight_tile = x_tile * 2 + group
+        warpgroup.fence()
+        tiles = a[None, None, None, weight_tile], b[None, None, None, x_tile]
+        gemm(lambda: tile_mma(plan), sums, *tiles, range(WGMMAS), 0, True)
+        warpgroup.commit_group()
+        warpgroup.wait_group(1)
+        if step > 0:
+            release(plan, ring, ring.previous(cursor), lane, ring_part)
+        cursor = ring.next(cursor)
+    warpgroup.wait_group(0)
+    release(plan, ring, ring.previous(cursor), lane, ring_part)
+    return cursor
+
+
+def release(plan: LinearPlan, ring: Ring, cursor: Cursor, lane, ring_part) -> None:
+    """A warp is done with a stage, which CTAs that share activations fill for each other."""
+    if plan.tiling.sharing == 1:
+        ring.release(cursor, lane, ring_part)
+    else:
+        ring.release_to(cursor, lane, plan.tiling.sharing)

@@ -4,34 +4,39 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode
-from cutlass.memory import SmemAllocator
 
-from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.gemm.config import Kind
 from dsv4.kernels.gemm.plan import M_TILE, LinearPlan
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
 from dsv4.kernels.kit.wgmma import make_mma
 
-DTYPE = cutlass.Float8E4M3FN
+DTYPES = {Kind.FP8: cutlass.Float8E4M3FN, Kind.BF16: cutlass.BFloat16}
 BAND = 8  # token tiles
 
 
 class Operands(NamedTuple):
-    """Tensors that are not read through TMA."""
+    """Tensors of one kind of weights that are not read through TMA."""
 
-    scale: cute.Tensor  # [ceil(M / 128), K / 128] of the weight: E8M0 bytes, or fp32
+    scales: tuple[cute.Tensor, ...]  # [ceil(M / 128), K / 128] of each weight: E8M0 bytes, or fp32
     x: cute.Tensor  # [T, K] bf16 where activations are resident
     x_scale: cute.Tensor  # [T, K / 128] E8M0 bytes, of streamed activations
-    y: cute.Tensor  # [T, M], written
+    ys: tuple[cute.Tensor, ...]  # [T, M] of each weight, written
     stores_by_tma: Boolean  # whether y is aligned for it
 
 
 class OutputTile(NamedTuple):
-    """Coordinates of an output tile."""
+    """Coordinates of an output tile.
 
+    Attributes:
+        weight: index among those of its kind, static where there is one.
+        row_tile: of the weight.
+    """
+
+    weight: Int32 | int
     row_tile: Int32
     token_tile: Int32
 
@@ -48,19 +53,29 @@ class TileScheduler:
     clusters: Int32
     row_groups: Int32  # of as many row tiles as CTAs share activations
     tiles: Int32  # for each CTA of the cluster
+    first_tiles: tuple[Int32, ...]  # first row tile of each weight but the first
     sharing: int
     row_rank: Int32  # among those CTAs
     token_tiles: Int32 | None = None  # where they come in bands
 
     def coordinates(self, index: Int32) -> OutputTile:
         if self.token_tiles is None:
-            return OutputTile(index % self.row_groups, index // self.row_groups)
+            return self._tile(index % self.row_groups, index // self.row_groups)
         band = index // (self.row_groups * BAND)
         first = band * BAND
         width = cutlass.min(self.token_tiles - first, BAND)
         place = index - first * self.row_groups
         row_tile = place // width * self.sharing + self.row_rank
-        return OutputTile(row_tile, first + place % width)
+        return self._tile(row_tile, first + place % width)
+
+    def _tile(self, row_tile: Int32, token_tile: Int32) -> OutputTile:
+        """A row tile among those of all weights, one behind the other."""
+        weight, row = 0, row_tile
+        for i, first in enumerate(self.first_tiles, 1):
+            is_here = row_tile >= first
+            weight = Int32(cutlass.select_(is_here, Int32(i), Int32(weight)))
+            row = Int32(cutlass.select_(is_here, row_tile - first, row))
+        return OutputTile(weight, row, token_tile)
 
     @property
     def count(self) -> Int32:
@@ -75,16 +90,42 @@ class TileScheduler:
         return index < self.tiles
 
 
+def chosen(values, index: Int32 | int):
+    """The value at an index that is known at run time."""
+    result = values[0]
+    for i in range(1, len(values)):
+        result = type(result)(cutlass.select_(index == i, values[i], result))
+    return result
+
+
+def chosen_matrix(matrices: tuple[cute.Tensor, ...], index: Int32 | int, dtype) -> cute.Tensor:
+    """The matrix at an index, seen as one of `dtype`."""
+    if len(matrices) == 1:
+        return matrices[0]
+    address = chosen([matrix.iterator.toint() for matrix in matrices], index)
+    rows, columns, stride = (
+        chosen([value(matrix) for matrix in matrices], index)
+        for value in (
+            lambda matrix: Int32(matrix.shape[0]),
+            lambda matrix: Int32(matrix.shape[1]),
+            lambda matrix: Int64(matrix.stride[0]),
+        )
+    )
+    start = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
+    return cute.make_tensor(start, cute.make_layout((rows, columns), stride=(stride, 1)))
+
+
 @dataclass(frozen=True)
 class Smem:
     """Views of shared memory."""
 
-    weight: cute.Tensor  # swizzled [64, 128, 64-row tile]
-    x: cute.Tensor  # swizzled [tokens, 128, tile]
+    weight: cute.Tensor  # swizzled [64, k block, 64-row tile]
+    x: cute.Tensor  # swizzled [tokens, k block, tile]
     weight_start: cute.Pointer
     x_start: cute.Pointer
     partials: cute.Pointer  # [part, own unit, group of columns, lane, 4]
-    scales: cute.Tensor  # [token, k block of the CTA] of the activations; wide: products, by stage
+    # [token, k block of the CTA] of the activations; wide: products, by stage
+    scales: cute.Tensor | None
     # [warpgroup, level, vector, thread, 4], or [warpgroup, token, 64 rows]
     spills: cute.Pointer | None
 
@@ -100,7 +141,7 @@ class Pipelines:
 
 @dataclass(frozen=True)
 class LinearContext:
-    """A CTA's part of a launch."""
+    """A CTA's part of a launch: that of one kind of weights."""
 
     operands: Operands
     scheduler: TileScheduler
@@ -111,25 +152,28 @@ class LinearContext:
 
 def tile_mma(plan: LinearPlan):
     """wgmma of 64 rows of the weight and a tile of tokens."""
-    return make_mma(DTYPE, (M_TILE, plan.tokens), OperandMajorMode.K)
+    return make_mma(DTYPES[plan.kind], (M_TILE, plan.tokens), OperandMajorMode.K)
 
 
-def allocate(plan: LinearPlan) -> tuple[Smem, Pipelines]:
-    """Shared memory of a CTA: its views, and the mbarriers in it."""
-    storage = SmemAllocator().allocate(storage_struct(plan.smem))
-    k_major, _ = operand_atoms(DTYPE, SPAN_BYTES)
-    weight_tiles = plan.smem["weight"].count // (M_TILE * K_BLOCK)
-    a = cute.tile_to_shape(k_major, (M_TILE, K_BLOCK, weight_tiles), order=(0, 1, 2))
-    b = cute.tile_to_shape(k_major, (plan.tokens, K_BLOCK, plan.x_tiles), order=(0, 1, 2))
+def allocate(plan: LinearPlan, start: cute.Pointer) -> tuple[Smem, Pipelines]:
+    """Shared memory of a CTA from `start` on: its views, and the mbarriers in it."""
+    storage = storage_struct(plan.smem)(start)
+    k_major, _ = operand_atoms(DTYPES[plan.kind], SPAN_BYTES)
+    step = plan.kind.step
+    weight_tiles = plan.smem["weight"].count // (M_TILE * step)
+    a = cute.tile_to_shape(k_major, (M_TILE, step, weight_tiles), order=(0, 1, 2))
+    b = cute.tile_to_shape(k_major, (plan.tokens, step, plan.x_tiles), order=(0, 1, 2))
+    scales = None
+    if plan.is_quantized:
+        columns = plan.smem["scales"].count // plan.tokens
+        scales = storage.scales.get_tensor(cute.make_layout((plan.tokens, columns)))
     smem = Smem(
         weight=storage.weight.get_tensor(a.outer, swizzle=a.inner),
         x=storage.x.get_tensor(b.outer, swizzle=b.inner),
         weight_start=storage.weight.data_ptr(),
         x_start=storage.x.data_ptr(),
         partials=storage.partials.data_ptr(),
-        scales=storage.scales.get_tensor(
-            cute.make_layout((plan.tokens, plan.smem["scales"].count // plan.tokens))
-        ),
+        scales=scales,
         spills=storage.spills.data_ptr() if plan.spill_values else None,
     )
     graph = plan.barriers
@@ -137,6 +181,6 @@ def allocate(plan: LinearPlan) -> tuple[Smem, Pipelines]:
     partials = turns = None
     if plan.tiling.cluster > 1:
         partials = mbarrier.pipeline(graph, storage, "partials")
-    if plan.tiling.is_wide:
+    if plan.has_turns:
         turns = mbarrier.pipeline(graph, storage, "turns")
     return smem, Pipelines(ring, partials, turns)

@@ -1,12 +1,17 @@
 """Epilogue of the weight-streaming kernel: sum of the parts of K, rounding, store."""
 
 import cutlass
-from cutlass import BFloat16, Int32, Int64, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 from cutlass.experimental.cuda.tensor_map import create_tensor_map_tiled
 
 from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, M_TILE, UNIT_ROWS, LinearPlan
 from dsv4.kernels.gemm.sm90.activations import sync_consumers
-from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile
+from dsv4.kernels.gemm.sm90.context import (
+    LinearContext,
+    OutputTile,
+    chosen,
+    chosen_matrix,
+)
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
 from dsv4.kernels.kit.tma import tma_store
 
@@ -43,7 +48,7 @@ class Epilogue:
 
     def can_stage(self, dtype) -> bool:
         """Whether tiles of y pass through shared memory, in rows of a token."""
-        return self.plan.tiling.is_wide and self.plan.parts == 1 and dtype is BFloat16
+        return self.plan.stages_output and dtype is BFloat16
 
     @cute.jit
     def expect_parts(self, ctx: LinearContext):
@@ -62,22 +67,25 @@ class Epilogue:
         row, first_token = tile.row_tile * plan.rows, tile.token_tile * plan.tokens
         if cutlass.const_expr(plan.parts > 1):
             self._publish(ctx, sums, part, unit, lane, turn)
-            self._add_parts(ctx, row, first_token, warp, lane)
-        elif cutlass.const_expr(self.can_stage(ctx.operands.y.element_type)):
+            self._add_parts(ctx, tile.weight, row, first_token, warp, lane)
+        elif cutlass.const_expr(self.can_stage(ctx.operands.ys[0].element_type)):
             if ctx.operands.stores_by_tma:
                 self._store_staged(ctx, sums, row, first_token, y_map)
             else:
-                self._store_unit(ctx, sums, row + unit * UNIT_ROWS, first_token, lane)
+                self._store_unit(ctx, sums, tile.weight, row + unit * UNIT_ROWS, first_token, lane)
         else:
-            self._store_unit(ctx, sums, row + unit * UNIT_ROWS, first_token, lane)
+            self._store_unit(ctx, sums, tile.weight, row + unit * UNIT_ROWS, first_token, lane)
 
     @cute.jit
-    def _store_unit(self, ctx: LinearContext, sums: cute.Tensor, row, first_token, lane):
+    def _store_unit(self, ctx: LinearContext, sums: cute.Tensor, weight, row, first_token, lane):
         """Write a unit of rows of a warp, each element by itself."""
-        for n in cutlass.range_constexpr(self.plan.column_groups):
-            values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
-            token = first_token + n * 8
-            self._store_values(ctx.operands.y, row + lane // 4, token, lane, values)
+        ys = ctx.operands.ys
+        for dtype, is_here in outputs_by_dtype(ys, weight):
+            y = chosen_matrix(ys, weight, dtype)
+            if is_here:
+                for n in cutlass.range_constexpr(self.plan.column_groups):
+                    values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
+                    self._store_values(y, row + lane // 4, first_token + n * 8, lane, values)
 
     @cute.jit
     def _store_staged(self, ctx: LinearContext, sums: cute.Tensor, row, first_token, y_map):
@@ -155,7 +163,7 @@ class Epilogue:
         return ctx.smem.partials + cute.assume((index * WARP + lane) * LANE_VALUES, divby=4)
 
     @cute.jit
-    def _add_parts(self, ctx: LinearContext, row, first_token, warp, lane):
+    def _add_parts(self, ctx: LinearContext, weight, row, first_token, warp, lane):
         """Add the parts of the own units as a balanced tree, and store the sums."""
         plan = self.plan
         groups = plan.own_units * plan.column_groups
@@ -163,13 +171,17 @@ class Epilogue:
             own, n = i // plan.column_groups, i % plan.column_groups
             parts = []
             for p in cutlass.range_constexpr(plan.parts):
-                values = cute.make_rmem_tensor(LANE_VALUES, cutlass.Float32)
+                values = cute.make_rmem_tensor(LANE_VALUES, Float32)
                 source = self._partial(ctx, p, own, n, lane)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(LANE_VALUES)), values)
                 parts.append([values[j] for j in range(LANE_VALUES)])
             first_row = row + (ctx.rank * plan.own_units + own) * UNIT_ROWS + lane // 4
             sums = balanced_sum(parts)
-            self._store_values(ctx.operands.y, first_row, first_token + n * 8, lane, sums)
+            ys = ctx.operands.ys
+            for dtype, is_here in outputs_by_dtype(ys, weight):
+                y = chosen_matrix(ys, weight, dtype)
+                if is_here:
+                    self._store_values(y, first_row, first_token + n * 8, lane, sums)
         if cutlass.const_expr(ctx.pipes.partials is not None):
             cute.arch.sync_warp()
             # Each CTA of the cluster may send its parts of the next tile.
@@ -185,6 +197,15 @@ class Epilogue:
                 for r in cutlass.range_constexpr(2):
                     if row + r * 8 < y.shape[1]:
                         y[token, row + r * 8] = values[r * 2 + c].to(y.element_type)
+
+
+def outputs_by_dtype(ys: tuple[cute.Tensor, ...], weight) -> list:
+    """Each dtype among the outputs, and whether that of a weight has it."""
+    dtypes = [y.element_type for y in ys]
+    if len(set(dtypes)) == 1:
+        return [(dtypes[0], True)]
+    is_wide = chosen([Boolean(dtype is Float32) for dtype in dtypes], weight)
+    return [(Float32, is_wide), (BFloat16, is_wide ^ True)]
 
 
 def balanced_sum(rows: list) -> list:

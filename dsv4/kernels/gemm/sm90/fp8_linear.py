@@ -15,7 +15,7 @@ from dsv4.kernels.gemm.config import Fp8LinearConfig
 from dsv4.kernels.gemm.plan import tilings
 from dsv4.kernels.gemm.quantize import QuantizeRows
 from dsv4.kernels.gemm.sm90.context import Operands
-from dsv4.kernels.gemm.sm90.streaming import StreamingLinear
+from dsv4.kernels.gemm.sm90.streaming import Factors, StreamingLinear
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 
@@ -51,22 +51,26 @@ class Fp8LinearSm90:
             # Without scratch, token tiles of the resident tiling follow each other.
             has_scratch = cutlass.min(codes.shape[0], code_scales.shape[0]) >= tokens
             if tiling == 0 or not has_scratch:
-                operands = Operands(as_bytes(scale), x, as_bytes(x_scale), y, is_aligned(y))
-                self.linears[0].launch(weight, x, operands, stream, num_sms)
+                operands = Operands((as_bytes(scale),), x, as_bytes(x_scale), (y,), is_aligned(y))
+                factors = Factors((weight,), x, operands)
+                self.linears[0].launch((factors,), stream, num_sms)
             else:
                 self.quantizer.launch(x, codes, code_scales, stream, num_sms)
-                operands = Operands(as_bytes(scale), x, as_bytes(code_scales), y, is_aligned(y))
-                self._launch_streamed(weight, codes, operands, stream, tiling, num_sms)
+                inputs = codes, as_bytes(code_scales)
+                self._launch_streamed(weight, scale, x, inputs, y, stream, tiling, num_sms)
         else:
-            operands = Operands(as_bytes(scale), x, as_bytes(x_scale), y, is_aligned(y))
-            self._launch_streamed(weight, x, operands, stream, tiling, num_sms)
+            inputs = x, as_bytes(x_scale)
+            self._launch_streamed(weight, scale, x, inputs, y, stream, tiling, num_sms)
 
     @cute.jit
-    def _launch_streamed(self, weight, codes, operands, stream, tiling, num_sms):
+    def _launch_streamed(self, weight, scale, x, inputs, y, stream, tiling, num_sms):
+        codes, code_scales = inputs
+        operands = Operands((as_bytes(scale),), x, code_scales, (y,), is_aligned(y))
         for i in cutlass.range_constexpr(len(self.linears)):
             if cutlass.const_expr(self.linears[i].plan.tiling.is_streamed):  # noqa: SIM102 static
                 if tiling == i:
-                    self.linears[i].launch(weight, codes, operands, stream, num_sms)
+                    factors = Factors((weight,), codes, operands)
+                    self.linears[i].launch((factors,), stream, num_sms)
 
 
 def as_bytes(scale: cute.Tensor) -> cute.Tensor:

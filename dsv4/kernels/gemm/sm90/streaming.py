@@ -16,24 +16,30 @@ Arithmetic, the same in every tiling and for any number of tokens: a k block by 
 slice, in the order of k; slices added as a balanced binary tree. A column's bits depend on no other
 column.
 
+A launch may multiply its activations with several weights, each with an output of its own, FP8 and
+bf16 ones: clusters are shared out among the two kinds, and each runs the body of one kind. Products
+of bf16 are summed by the tensor core over a whole slice: nothing is promoted.
+
 The launch before writes activations, never weights or their scales: both are loaded before
 `griddepcontrol.wait`, so that DRAM works through the change of launches.
 `print(LinearPlan(4096, Tiling(8, False, 2)))` shows the budgets and the barrier graph.
 """
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import Int32, Int64, cute
 from cutlass.experimental.cuda.tensor_map import (
-    TensorMap,
     TensorMapL2Promotion,
     create_tensor_map_tiled,
 )
+from cutlass.memory import SmemAllocator
 
-from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.gemm.config import STEP_BYTES, Kind
 from dsv4.kernels.gemm.plan import LinearPlan, Tiling
 from dsv4.kernels.gemm.sm90.consumers import Consumers
 from dsv4.kernels.gemm.sm90.context import (
-    DTYPE,
+    DTYPES,
     LinearContext,
     Operands,
     TileScheduler,
@@ -43,86 +49,72 @@ from dsv4.kernels.gemm.sm90.epilogue import output_map
 from dsv4.kernels.gemm.sm90.load_warp import LoadWarp
 from dsv4.kernels.gemm.sm90.wide import ScaleWarp, WideConsumers, WideLoadWarp
 from dsv4.kernels.kit import mbarrier, pdl
-from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES
+from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
 
 
-class StreamingLinear:
-    """y = x W^T with block scales by one tiling."""
+class Grid(NamedTuple):
+    """Output tiles of one kind of weights, and the clusters that share them out."""
 
-    # As in `LinearPlan`.
-    lanes_per_warp = 1
+    first_tiles: tuple[Int32, ...]  # first row tile of each weight but the first
+    row_groups: Int32  # of as many row tiles as CTAs share activations
+    token_tiles: Int32
+    clusters: Int32
 
-    def __init__(self, in_features: int, tiling: Tiling):
-        self.plan = LinearPlan(in_features, tiling, self.lanes_per_warp)
-        if tiling.is_wide:
+
+class LinearBody:
+    """What the CTAs of one kind of weights do."""
+
+    def __init__(self, plan: LinearPlan):
+        self.plan = plan
+        if plan.tiling.is_wide:
             roles = WideLoadWarp, WideConsumers
-            self.scales = ScaleWarp(self.plan)
+            self.scales = ScaleWarp(plan)
         else:
             roles = LoadWarp, Consumers
-        self.loader, self.consumers = (role(self.plan) for role in roles)
+        self.loader, self.consumers = (role(plan) for role in roles)
         self.epilogue = self.consumers.epilogue
 
     # ---- host ----
 
-    @cute.jit
-    def launch(self, weight: cute.Tensor, x: cute.Tensor, operands: Operands, stream, num_sms):
-        """Build the TMA descriptors and launch.
-
-        Args:
-            x: e4m3 codes of streamed activations; else not looked at.
-        """
-        plan, tiling = self.plan, self.plan.tiling
-        weight_map = self._block_map(weight, plan.rows)
-        x_map = y_map = weight_map
-        if cutlass.const_expr(tiling.is_streamed):
-            x_map = self._block_map(x, plan.tokens // tiling.sharing)
-        if cutlass.const_expr(self.epilogue.can_stage(operands.y.element_type)):
-            y_map = output_map(operands.y, plan.tokens)
-        row_groups = cute.ceil_div(weight.shape[0], plan.rows * tiling.sharing)
-        token_tiles = cute.ceil_div(operands.y.shape[0], plan.tokens)
-        resident = num_sms * tiling.ctas_per_sm // tiling.ctas
-        clusters = cutlass.max(cutlass.min(row_groups * token_tiles, resident), 1)
-        self.kernel(weight_map, x_map, y_map, operands, row_groups, token_tiles).launch(
-            grid=[clusters * tiling.ctas, 1, 1],
-            block=[plan.warps.threads, 1, 1],
-            cluster=[tiling.ctas, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=tiling.ctas_per_sm,
-            # Given, because the compiler would ask a driver for the capacity.
-            preferred_smem_carveout=100,
-            use_pdl=True,
-        )
-
-    def _block_map(self, tensor: cute.Tensor, rows: int):
+    def block_map(self, tensor: cute.Tensor, rows: int):
         """TMA descriptor of a [row, K] tensor as (k of a block, row, k block); rows past the end
         are read as zeros."""
+        kind = self.plan.kind
         return create_tensor_map_tiled(
             tensor.iterator.toint(),
-            DTYPE,
-            [K_BLOCK, Int32(tensor.shape[0]), self.plan.in_features // K_BLOCK],
-            [Int64(tensor.stride[0]) // 16, K_BLOCK // 16],
-            [K_BLOCK, rows, 1],
+            DTYPES[kind],
+            [kind.step, Int32(tensor.shape[0]), self.plan.row_blocks],
+            [Int64(tensor.stride[0]) * kind.value // VECTOR_BYTES, STEP_BYTES // VECTOR_BYTES],
+            [kind.step, rows, 1],
             swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
             l2_promotion=TensorMapL2Promotion.none,
         )
 
+    def tiles(self, ys: tuple[cute.Tensor, ...]) -> tuple[tuple[Int32, ...], Int32, Int32]:
+        """First row tile of each weight but the first, row groups, token tiles."""
+        plan, total, firsts = self.plan, Int32(0), []
+        for y in ys:
+            firsts.append(total)
+            total = total + cute.ceil_div(Int32(y.shape[1]), plan.rows)
+        row_groups = cute.ceil_div(total, plan.tiling.sharing)
+        return tuple(firsts[1:]), row_groups, cute.ceil_div(Int32(ys[0].shape[0]), plan.tokens)
+
     # ---- device ----
 
-    @cute.kernel
-    def kernel(
-        self,
-        weight_map: cutlass.GridConstant[TensorMap],
-        x_map: cutlass.GridConstant[TensorMap],  # of streamed activations
-        y_map: cutlass.GridConstant[TensorMap],  # where tiles are stored by TMA
-        operands: Operands,
-        row_groups: Int32,
-        token_tiles: Int32,
-    ):
-        """Initialise, then send every warp to its role."""
+    @cute.jit
+    def run(self, start: cute.Pointer, maps, operands: Operands, grid: Grid, cluster: Int32):
+        """Initialise, then send every warp to its role.
+
+        Args:
+            start: of the CTA's shared memory.
+            maps: descriptors of the weights, of streamed activations, of a y stored by TMA.
+            cluster: index among those of the kind.
+        """
+        weight_maps, x_map, y_map = maps
         plan, tiling, size = self.plan, self.plan.tiling, self.plan.tiling.ctas
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
-        smem, pipes = allocate(plan)
+        smem, pipes = allocate(plan, start)
         if warp == 0:
             with cute.arch.elect_one():
                 used = {name: pipe for name, pipe in vars(pipes).items() if pipe is not None}
@@ -131,11 +123,12 @@ class StreamingLinear:
         cute.arch.sync_threads()
         if cutlass.const_expr(size > 1):
             cute.arch.cluster_arrive_relaxed()
-        cluster, clusters = cute.arch.block_idx()[0] // size, cute.arch.grid_dim()[0] // size
         rank, row_rank = (rank, Int32(0)) if tiling.sharing == 1 else (Int32(0), rank)
-        tiles, bands = row_groups * token_tiles, token_tiles if tiling.is_wide else None
-        tiling_of = (row_groups, tiles, tiling.sharing, row_rank, bands)
-        scheduler = TileScheduler(cluster, clusters, *tiling_of)
+        tiles, bands = grid.row_groups * grid.token_tiles, None
+        if cutlass.const_expr(tiling.is_wide):
+            bands = grid.token_tiles
+        tiling_of = (grid.row_groups, tiles, grid.first_tiles, tiling.sharing, row_rank, bands)
+        scheduler = TileScheduler(cluster, grid.clusters, *tiling_of)
         ctx = LinearContext(operands, scheduler, rank, smem, pipes)
         if warp >= plan.warps["load"].first:
             if cutlass.const_expr(tiling.is_wide):
@@ -145,8 +138,8 @@ class StreamingLinear:
                 cute.arch.cluster_wait()
             if warp == plan.warps["load"].first:
                 pdl.launch_dependents()
-                self.loader.load(ctx, weight_map, x_map)
-            if cutlass.const_expr(tiling.is_wide):  # noqa: SIM102 static, then dynamic
+                self.loader.load(ctx, weight_maps, x_map)
+            if cutlass.const_expr(plan.has_turns):  # noqa: SIM102 static, then dynamic
                 if warp == plan.warps["scales"].first:
                     self.scales.load(ctx)
             if cutlass.const_expr(tiling.cluster > 1):
@@ -159,3 +152,105 @@ class StreamingLinear:
             # No CTA may end while another one's rows or arrivals are on their way to it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+
+class Factors(NamedTuple):
+    """What a launch multiplies for one kind of weights."""
+
+    weights: tuple[cute.Tensor, ...]
+    x: cute.Tensor  # streamed activations, of the kind; else not looked at
+    operands: Operands
+
+
+class StreamingLinear:
+    """Products of the same activations with several weights by one tiling.
+
+    Args:
+        kinds: of the weights, those with the longest rows first: their clusters start first.
+        is_merged: as in `LinearPlan`.
+    """
+
+    # As in `LinearPlan`.
+    lanes_per_warp = 1
+
+    def __init__(
+        self,
+        in_features: int,
+        tiling: Tiling,
+        kinds: tuple[Kind, ...] = (Kind.FP8,),
+        is_merged: bool = False,
+    ):
+        self.tiling = tiling
+        self.bodies = [
+            LinearBody(LinearPlan(in_features, tiling, self.lanes_per_warp, kind, is_merged))
+            for kind in kinds
+        ]
+        self.plan = self.bodies[0].plan
+
+    @cute.jit
+    def launch(self, factors: tuple[Factors, ...], stream, num_sms):
+        """Build the TMA descriptors, share out the clusters and launch.
+
+        Args:
+            factors: of each kind.
+        """
+        plan, tiling = self.plan, self.tiling
+        maps, operands, tiles = [], [], []
+        for body, factor in zip(self.bodies, factors):
+            weight_maps = tuple(body.block_map(weight, plan.rows) for weight in factor.weights)
+            x_map = y_map = weight_maps[0]
+            if cutlass.const_expr(body.plan.has_streamed_x):
+                x_map = body.block_map(factor.x, plan.tokens // tiling.sharing)
+            if cutlass.const_expr(body.epilogue.can_stage(factor.operands.ys[0].element_type)):
+                y_map = output_map(factor.operands.ys[0], plan.tokens)
+            maps.append((weight_maps, x_map, y_map))
+            operands.append(factor.operands)
+            tiles.append(body.tiles(factor.operands.ys))
+        resident = num_sms * tiling.ctas_per_sm // tiling.ctas
+        clusters = self._share_out(tiles, resident)
+        grids = tuple(Grid(*tile, count) for tile, count in zip(tiles, clusters))
+        self.kernel(tuple(maps), tuple(operands), grids).launch(
+            grid=[sum(clusters[1:], clusters[0]) * tiling.ctas, 1, 1],
+            block=[plan.warps.threads, 1, 1],
+            cluster=[tiling.ctas, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=tiling.ctas_per_sm,
+            # Given, because the compiler would ask a driver for the capacity.
+            preferred_smem_carveout=100,
+            use_pdl=True,
+        )
+
+    def _share_out(self, tiles: list, resident: Int32) -> list[Int32]:
+        """Clusters of each kind: one a tile, or as many as are resident at once by their bytes."""
+        counts = [row_groups * token_tiles for _, row_groups, token_tiles in tiles]
+        if len(counts) == 1:
+            return [cutlass.max(cutlass.min(counts[0], resident), 1)]
+        first, second = counts
+        bytes_of = [body.plan.kind.value for body in self.bodies]
+        whole = first * bytes_of[0] + second * bytes_of[1]
+        share = (resident * first * bytes_of[0] + whole // 2) // cutlass.max(whole, 1)
+        share = cutlass.max(cutlass.min(share, cutlass.min(first, resident - 1)), 1)
+        fits = first + second <= resident
+        rest = cutlass.max(cutlass.min(second, resident - share), 1)
+        pairs = (first, share), (second, rest)
+        return [Int32(cutlass.select_(fits, *pair)) for pair in pairs]
+
+    @cute.kernel
+    def kernel(
+        self,
+        maps: cutlass.GridConstant[tuple],
+        operands: tuple[Operands, ...],
+        grids: tuple[Grid, ...],
+    ):
+        """Send every cluster to the body of its kind."""
+        size = self.tiling.ctas
+        start = SmemAllocator().allocate(max(b.plan.smem.total_bytes for b in self.bodies), 1024)
+        cluster = cute.arch.block_idx()[0] // size
+        if cutlass.const_expr(len(self.bodies) == 1):
+            self.bodies[0].run(start, maps[0], operands[0], grids[0], cluster)
+        else:
+            count = grids[0].clusters
+            if cluster < count:
+                self.bodies[0].run(start, maps[0], operands[0], grids[0], cluster)
+            else:
+                self.bodies[1].run(start, maps[1], operands[1], grids[1], cluster - count)

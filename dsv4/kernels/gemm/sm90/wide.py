@@ -8,8 +8,18 @@ from cutlass.cute.nvgpu import warpgroup
 from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.gemm.plan import M_TILE, LinearPlan
 from dsv4.kernels.gemm.sm90.activations import scale_value
-from dsv4.kernels.gemm.sm90.consumers import WARP, WARPGROUP_WARPS, WGMMA_K
-from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile, tile_mma
+from dsv4.kernels.gemm.sm90.consumers import (
+    WARP,
+    WARPGROUP_WARPS,
+    WGMMAS,
+    sum_unscaled_slice,
+)
+from dsv4.kernels.gemm.sm90.context import (
+    LinearContext,
+    OutputTile,
+    chosen_matrix,
+    tile_mma,
+)
 from dsv4.kernels.gemm.sm90.epilogue import Epilogue
 from dsv4.kernels.gemm.sm90.load_warp import load_activations, load_weights
 from dsv4.kernels.kit import pdl
@@ -18,7 +28,6 @@ from dsv4.kernels.kit.tma import prefetch_descriptors
 from dsv4.kernels.kit.wgmma import gemm
 
 WARPGROUP = WARP * WARPGROUP_WARPS
-WGMMAS = K_BLOCK // WGMMA_K
 
 
 class WideLoadWarp:
@@ -28,11 +37,11 @@ class WideLoadWarp:
         self.plan = plan
 
     @cute.jit
-    def load(self, ctx: LinearContext, weight_map, x_map):
+    def load(self, ctx: LinearContext, weight_maps, x_map):
         """Load the k blocks of every tile; one lane does all of it."""
         plan, ring, scheduler = self.plan, ctx.pipes.ring, ctx.scheduler
         if cute.arch.lane_idx() == 0:
-            prefetch_descriptors((weight_map, x_map))
+            prefetch_descriptors((*weight_maps, x_map))
             index = scheduler.index(0)
             tile = scheduler.coordinates(index)
             first = Int32(min(plan.stages, plan.ring_blocks))
@@ -40,7 +49,7 @@ class WideLoadWarp:
                 first = Int32(0)
             # The launch before writes no weights: see `kit.pdl`. Each stage is empty at first.
             for block in cutlass.range(first, unroll=1):
-                load_weights(plan, ctx, weight_map, tile, block, block)
+                load_weights(plan, ctx, weight_maps, tile, block, block)
             pdl.wait_for_previous_launch()
             for block in cutlass.range(first, unroll=1):
                 load_activations(plan, ctx, x_map, tile, block, block)
@@ -49,7 +58,7 @@ class WideLoadWarp:
                 tile = scheduler.coordinates(index)
                 for block in cutlass.range(first, plan.ring_blocks, unroll=1):
                     ring.acquire(cursor)
-                    load_weights(plan, ctx, weight_map, tile, block, cursor.stage)
+                    load_weights(plan, ctx, weight_maps, tile, block, cursor.stage)
                     load_activations(plan, ctx, x_map, tile, block, cursor.stage)
                     cursor = ring.next(cursor)
                 first = Int32(0)
@@ -72,7 +81,7 @@ class ScaleWarp:
         pdl.wait_for_previous_launch()
         # As they are stored: a conversion would wait for what was just asked for.
         stored = cute.make_rmem_tensor(count, operands.x_scale.element_type)
-        weight_scale = cute.make_rmem_tensor(1, operands.scale.element_type)
+        weight_scale = cute.make_rmem_tensor(1, operands.scales[0].element_type)
         values = cute.make_rmem_tensor(count, Float32)
         index, cursor = scheduler.index(0), ring.producer()
         tile = scheduler.coordinates(index)
@@ -103,8 +112,9 @@ class ScaleWarp:
         rows past the last one take its scale: their products are zero, and not stored."""
         plan, operands = self.plan, ctx.operands
         k_block = ctx.rank * plan.ring_blocks + block
-        row = cutlass.min(tile.row_tile * plan.rows // K_BLOCK, operands.scale.shape[0] - 1)
-        weight_scale[0] = operands.scale[row, k_block]
+        scale = chosen_matrix(operands.scales, tile.weight, operands.scales[0].element_type)
+        row = cutlass.min(tile.row_tile * plan.rows // K_BLOCK, scale.shape[0] - 1)
+        weight_scale[0] = scale[row, k_block]
         first = tile.token_tile * plan.tokens + lane * self.lane_tokens
         for i in cutlass.range_constexpr(self.lane_tokens):
             token = cutlass.min(first + i, operands.x_scale.shape[0] - 1)
@@ -112,11 +122,12 @@ class ScaleWarp:
 
 
 class WideConsumers:
-    """Two warpgroups, 64 rows of a tile each, that take turns: while one's products are computed,
-    the other promotes its own.
+    """Two warpgroups, 64 rows of a tile each. Those of scaled products take turns: while one's are
+    computed, the other promotes its own.
 
     Registers hold the products of a k block, the sum of a slice and the first level of the stack of
-    sums; other levels of the stack wait in shared memory.
+    sums; other levels of the stack wait in shared memory. Without scales all levels are in
+    registers.
     """
 
     def __init__(self, plan: LinearPlan):
@@ -127,12 +138,11 @@ class WideConsumers:
     def compute(self, ctx: LinearContext, warp, y_map):
         """Every tile of the CTA: slices, sum of the parts, output."""
         plan, scheduler = self.plan, ctx.scheduler
-        group = warp // WARPGROUP_WARPS
+        group, lane = warp // WARPGROUP_WARPS, cute.arch.lane_idx()
         mma = tile_mma(plan)
-        acc = mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.tokens)))
-        stack = [
-            cute.make_rmem_tensor(cute.size(acc), Float32)
-            for _ in range(plan.own_slices.bit_length() - plan.spilled_levels)
+        acc, *stack = [
+            mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.tokens)))
+            for _ in range(1 + plan.own_slices.bit_length() - plan.spilled_levels)
         ]
         cursor, phase, turn = ctx.pipes.ring.consumer(), Int32(0), Int32(0)
         index = scheduler.index(0)
@@ -147,14 +157,17 @@ class WideConsumers:
             for s in cutlass.range_constexpr(plan.own_slices):
                 level, merges = plan.tree[s]
                 sums = stack[min(level, len(stack) - 1)]
-                cursor, phase = self._sum_slice(ctx, sums, acc, group, cursor, phase)
+                if cutlass.const_expr(plan.has_turns):
+                    cursor, phase = self._sum_slice(ctx, sums, acc, group, cursor, phase)
+                else:
+                    cursor = sum_unscaled_slice(plan, ctx, sums, Int32(0), group, lane, cursor)
                 for m in cutlass.range_constexpr(len(merges)):
                     self._merge(ctx, stack, merges[m], group)
                 if cutlass.const_expr(0 < level - len(merges) <= plan.spilled_levels):
                     self._spill(ctx, stack[-1], level - len(merges), group)
             self.epilogue.store(ctx, stack[0], tile, ctx.rank, warp, turn, y_map)
             turn ^= 1
-        if cutlass.const_expr(self.epilogue.can_stage(ctx.operands.y.element_type)):
+        if cutlass.const_expr(self.epilogue.can_stage(ctx.operands.ys[0].element_type)):
             # Shared memory must outlive the reads of the stores.
             self.epilogue.drain()
 

@@ -1,0 +1,131 @@
+"""What a merged linear is compiled for: several weights that one input is multiplied with.
+
+Imports neither cutlass nor torch, so that every layer may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from dsv4.kernels.gemm.config import (
+    K_BLOCK,
+    K_STEP,
+    MAX_IN_FEATURES,
+    OUT_DTYPES,
+    SCALE_DTYPES,
+    Kind,
+    has_kernel,
+)
+
+MOST_FP8, MOST_PLAIN = 2, 5  # weights of a launch
+PLAIN = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One of the weights.
+
+    Attributes:
+        rows: M, its output features.
+        stored: dtype of the scales of an FP8 weight, or "bfloat16" of a plain one.
+        out_dtype: of its output.
+    """
+
+    rows: int
+    stored: str
+    out_dtype: str
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"weights: rows must be positive, got {self.rows}")
+        for what, value, allowed in (
+            ("scales must be", self.stored, (*SCALE_DTYPES, PLAIN)),
+            ("outputs must be", self.out_dtype, OUT_DTYPES),
+        ):
+            if value not in allowed:
+                raise ValueError(f"weights: {what} one of {allowed}, got {value!r}")
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.BF16 if self.stored == PLAIN else Kind.FP8
+
+    def __str__(self) -> str:
+        return f"{self.rows} {self.stored} {self.out_dtype}"
+
+    @classmethod
+    def parse(cls, text: str) -> Weight:
+        """A weight of what `str` makes of one: "1024 float8_e8m0fnu bfloat16"."""
+        try:
+            rows, stored, out_dtype = text.split()
+            return cls(int(rows), stored, out_dtype)
+        except ValueError as error:
+            if str(error).startswith("weights"):
+                raise
+            raise ValueError(
+                f"weights: got {text!r}, needs rows, dtype of the scales or {PLAIN}, dtype of the "
+                "output"
+            ) from None
+
+
+@dataclass(frozen=True)
+class MergedLinearConfig:
+    """Identity of a merged linear.
+
+    Attributes:
+        in_features: K, a multiple of 512 up to 16,384.
+        weights: "rows stored out_dtype" of each, as in `Weight`, between commas; FP8 ones first.
+        has_codes: whether x comes in e4m3, too.
+    """
+
+    in_features: int
+    weights: str
+    has_codes: bool = False
+
+    def __post_init__(self) -> None:
+        if not has_kernel(self.in_features):
+            raise ValueError(
+                f"in_features must be a multiple of {K_STEP} up to {MAX_IN_FEATURES}, "
+                f"got {self.in_features}"
+            )
+        kinds = [weight.kind for weight in self.parsed]
+        if kinds != sorted(kinds, key=lambda kind: kind.value):
+            raise ValueError(f"weights: FP8 ones must come first, got {self.weights!r}")
+        if not 1 <= len(self.fp8) <= MOST_FP8 or len(self.plain) > MOST_PLAIN:
+            raise ValueError(
+                f"weights: needs 1 to {MOST_FP8} in FP8 and up to {MOST_PLAIN} in {PLAIN}, got "
+                f"{len(self.fp8)} and {len(self.plain)}"
+            )
+        if len({weight.stored for weight in self.fp8}) > 1:
+            raise ValueError(f"weights: scales must share a dtype, got {self.weights!r}")
+
+    @cached_property
+    def parsed(self) -> tuple[Weight, ...]:
+        return tuple(Weight.parse(part) for part in self.weights.split(","))
+
+    @property
+    def fp8(self) -> tuple[Weight, ...]:
+        return tuple(weight for weight in self.parsed if weight.kind is Kind.FP8)
+
+    @property
+    def plain(self) -> tuple[Weight, ...]:
+        return tuple(weight for weight in self.parsed if weight.kind is Kind.BF16)
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Those with the longest rows first: their tiles take longest."""
+        return (Kind.BF16, Kind.FP8) if self.plain else (Kind.FP8,)
+
+    def of_kind(self, kind: Kind) -> tuple[Weight, ...]:
+        return tuple(weight for weight in self.parsed if weight.kind is kind)
+
+    @property
+    def k_blocks(self) -> int:
+        """Scales of a token."""
+        return self.in_features // K_BLOCK
+
+
+def weights_text(weights: Iterable[Weight]) -> str:
+    """Weights as `MergedLinearConfig` takes them."""
+    return ", ".join(map(str, weights))

@@ -1,0 +1,109 @@
+"""Merged linear for Hopper (sm_90a): products of one input with several weights, FP8 and bf16
+ones, in one launch.
+
+`MergedLinearSm90` is what callers construct, compile and call. It has one kernel for each of its
+tilings (`streaming`), and one that quantises activations for those that stream them.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+
+from dsv4.kernels.gemm.config import Kind
+from dsv4.kernels.gemm.merged_args import ARGS, values
+from dsv4.kernels.gemm.merged_config import MergedLinearConfig
+from dsv4.kernels.gemm.merged_plan import tilings
+from dsv4.kernels.gemm.quantize import QuantizeRows
+from dsv4.kernels.gemm.sm90.context import Operands
+from dsv4.kernels.gemm.sm90.fp8_linear import as_bytes
+from dsv4.kernels.gemm.sm90.streaming import Factors, StreamingLinear
+from dsv4.kernels.kit.args import compile_kernel
+
+
+class MergedLinearSm90:
+    """Kernels of one configuration, in the order of `merged_plan.tilings`."""
+
+    streaming = StreamingLinear
+
+    def __init__(self, config: MergedLinearConfig):
+        self.config = config
+        self.linears = [
+            self.streaming(config.in_features, tiling, config.kinds, is_merged=True)
+            for tiling in tilings(config)
+        ]
+        self.quantizer = QuantizeRows(config.in_features)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # [T, K] bf16
+        weight_0: cute.Tensor,  # [M0, K] e4m3
+        scale_0: cute.Tensor,  # [ceil(M0 / 128), K / 128] E8M0 or fp32
+        out_0: cute.Tensor,  # [T, M0] bf16 or fp32, written
+        stream,
+        *,
+        weight_1: cute.Tensor,
+        scale_1: cute.Tensor,
+        out_1: cute.Tensor,
+        plain_0: cute.Tensor,  # [P0, K] bf16
+        plain_out_0: cute.Tensor,  # [T, P0] bf16 or fp32, written
+        plain_1: cute.Tensor,
+        plain_out_1: cute.Tensor,
+        plain_2: cute.Tensor,
+        plain_out_2: cute.Tensor,
+        plain_3: cute.Tensor,
+        plain_out_3: cute.Tensor,
+        plain_4: cute.Tensor,
+        plain_out_4: cute.Tensor,
+        x_codes: cute.Tensor,  # [T, K] e4m3, where the configuration has them
+        x_scale: cute.Tensor,  # [T, K / 128] E8M0, the same
+        codes: cute.Tensor,  # [T, K] e4m3 scratch of activations that are streamed, or [0, K]
+        code_scales: cute.Tensor,  # [T, K / 128] E8M0, the same
+        tiling: Int32,  # index
+        num_sms: Int32,
+    ):
+        """Launch one tiling's kernel, after the quantisation where it streams activations."""
+        fp8 = ((weight_0, scale_0, out_0), (weight_1, scale_1, out_1))[: len(self.config.fp8)]
+        plain = (
+            (plain_0, plain_out_0), (plain_1, plain_out_1), (plain_2, plain_out_2),
+            (plain_3, plain_out_3), (plain_4, plain_out_4),
+        )[: len(self.config.plain)]  # fmt: skip
+        # Without scratch, token tiles of a resident tiling follow each other.
+        has_scratch = cutlass.min(codes.shape[0], code_scales.shape[0]) >= x.shape[0]
+        for i in cutlass.range_constexpr(len(self.linears)):
+            if cutlass.const_expr(self.config.has_codes):
+                if tiling == i:
+                    self._launch(i, x_codes, x_scale, x, fp8, plain, stream, num_sms)
+            elif cutlass.const_expr(not self.linears[i].tiling.is_streamed):
+                is_fallback = Boolean(False)
+                if cutlass.const_expr(i == 0):
+                    is_fallback = (tiling >= self.num_resident) & (has_scratch ^ True)
+                if (tiling == i) | is_fallback:
+                    self._launch(i, x, code_scales, x, fp8, plain, stream, num_sms)
+            elif (tiling == i) & has_scratch:
+                self.quantizer.launch(x, codes, code_scales, stream, num_sms)
+                self._launch(i, codes, code_scales, x, fp8, plain, stream, num_sms)
+
+    @property
+    def num_resident(self) -> int:
+        """Tilings that need no scratch."""
+        return sum(not linear.tiling.is_streamed for linear in self.linears)
+
+    @cute.jit
+    def _launch(self, i: cutlass.Constexpr, codes, code_scales, x, fp8, plain, stream, num_sms):
+        never = Boolean(False)
+        factors = {}
+        weights, scales, ys = zip(*fp8)
+        x_scale = as_bytes(code_scales)
+        scales = tuple(as_bytes(scale) for scale in scales)
+        factors[Kind.FP8] = Factors(weights, codes, Operands(scales, x, x_scale, ys, never))
+        if cutlass.const_expr(self.config.plain):
+            weights, ys = zip(*plain)
+            factors[Kind.BF16] = Factors(weights, x, Operands((), x, x_scale, ys, never))
+        self.linears[i].launch(tuple(factors[kind] for kind in self.config.kinds), stream, num_sms)
+
+
+def build(config: MergedLinearConfig, options: str = ""):
+    """Compile the kernels of `config` for sm_90a; needs no GPU."""
+    return compile_kernel(MergedLinearSm90(config), ARGS, values(config), options)

@@ -1,0 +1,295 @@
+"""`merged_linear`: products of one input with several weights, as function and operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import index
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dsv4.kernels.gemm import merged_plan as plans
+from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig
+from dsv4.kernels.gemm.merged_args import ARGS, values
+from dsv4.kernels.gemm.merged_config import (
+    MOST_FP8,
+    MOST_PLAIN,
+    PLAIN,
+    MergedLinearConfig,
+    Weight,
+    weights_text,
+)
+from dsv4.kernels.gemm.plan import FEW_TOKENS
+from dsv4.kernels.kit.args import Scratch
+from dsv4.ops.fp8_linear import FP8_LINEAR, scratch
+from dsv4.ops.runtime import tensors as make
+from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.checks import check_is_tensor
+from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+from dsv4.ops.runtime.launch import Launch
+from dsv4.ops.runtime.state import State
+
+SCRATCH = tuple(arg.name for arg in ARGS if isinstance(arg, Scratch))
+E8M0, F32, BF16 = "float8_e8m0fnu", "float32", "bfloat16"
+
+
+def _of_layer(*rows: int, plain: Sequence[tuple[int, str]] = ()) -> str:
+    fp8 = [Weight(count, E8M0, BF16) for count in rows]
+    return weights_text([*fp8, *(Weight(count, PLAIN, dtype) for count, dtype in plain)])
+
+
+# What the layers of Flash and Pro multiply one input with: width of the input, weights.
+MODEL_INPUTS = {
+    "Flash CSA x": (
+        4096,
+        _of_layer(1024, 512, plain=[(1024, F32)] * 2 + [(256, F32)] * 2 + [(64, BF16)]),
+    ),
+    "Flash HCA x": (4096, _of_layer(1024, 512, plain=[(512, F32)] * 2)),
+    "Flash SWA x": (4096, _of_layer(1024, 512)),
+    "Flash CSA latent": (1024, _of_layer(32768, 8192)),
+    "Flash shared x": (4096, _of_layer(2048, 2048)),
+    "Pro CSA x": (
+        7168,
+        _of_layer(1536, 512, plain=[(1024, F32)] * 2 + [(256, F32)] * 2 + [(64, BF16)]),
+    ),
+    "Pro HCA x": (7168, _of_layer(1536, 512, plain=[(512, F32)] * 2)),
+    "Pro SWA x": (7168, _of_layer(1536, 512)),
+    "Pro CSA latent": (1536, _of_layer(65536, 8192)),
+}
+
+
+class MergedLinear(KernelOp):
+    """y_i = x W_i^T: FP8 weights with x in e4m3, plain ones with x as it is."""
+
+    name = "merged_linear"
+    config = MergedLinearConfig
+    args = ARGS
+    kernels: ClassVar = {"sm_90a": "dsv4.kernels.gemm.sm90.merged_linear"}
+
+    def values(self, config: MergedLinearConfig) -> Mapping[str, int | str]:
+        return values(config)
+
+    def plan(self, config: MergedLinearConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
+        """Index of the tiling, and number of SMs."""
+        return plans.choose(config, sizes["T"], device.num_sms), device.num_sms
+
+    def needs(self, config: MergedLinearConfig, name: str) -> bool | None:
+        return None if name in SCRATCH else name in _needed(config)
+
+    def check_sizes(self, config: MergedLinearConfig, *tensors: Tensor | None) -> None:
+        for arg, tensor in zip(self.tensors, tensors):
+            if self.needs(config, arg.name) not in (None, tensor is not None):
+                has = "nothing" if tensor is None else "a tensor"
+                raise ValueError(f"{arg.name}: got {has}, the weights are {config.weights!r}")
+
+    def make_launch(self, state: State) -> Launch:
+        """The usual launch behind a check of what may be absent: the compiled function takes any
+        number of rows there, and reads past the end of too few."""
+        launch, place = super().make_launch(state), self.num_required
+        rows = _needed(state.config)
+        # The runner's id stands between required tensors and optional ones.
+        optional = [
+            (place + 1 + i, arg.name, rows[arg.name])
+            for i, arg in enumerate(self.tensors[place:])
+            if arg.name in rows
+        ]
+
+        def checked(*arguments: Any) -> None:
+            tokens = arguments[0].shape[0]
+            for i, name, count in optional:
+                tensor = arguments[i] if i < len(arguments) else None
+                if tensor is None or tensor.shape[0] != (tokens if count is None else count):
+                    got = "nothing" if tensor is None else f"{tensor.shape[0]} rows"
+                    raise ValueError(f"{name}: got {got}, needs {count or tokens} rows")
+            launch(*arguments)
+
+        return checked
+
+    def torch(self, config: MergedLinearConfig, x: Tensor, *tensors: Tensor | None) -> None:
+        codes, x_scale = tensors[-4:-2]
+        x_dtype = "float8_e4m3fn"
+        if not config.has_codes:
+            codes, x_dtype = x, "bfloat16"
+            x_scale = x.new_empty((0, config.k_blocks), dtype=torch.float8_e8m0fnu)
+        for i, weight in enumerate(config.fp8):
+            part = Fp8LinearConfig(
+                config.in_features,
+                weight.rows,
+                x_dtype,
+                weight.stored,
+                weight.out_dtype,
+            )
+            matrix, scale, out = tensors[3 * i : 3 * i + 3]
+            FP8_LINEAR.torch(part, codes, matrix, scale, x_scale, out, None, None)
+        plain = tensors[3 * MOST_FP8 :]
+        for i in range(len(config.plain)):
+            matrix, out = plain[2 * i : 2 * i + 2]
+            # bf16 products are exact in fp32.
+            out.copy_(F.linear(x.to(out.dtype), matrix.to(out.dtype)))
+
+    def probes(
+        self, config: MergedLinearConfig, target: Device, device: torch.device
+    ) -> Iterator[tuple[Tensor | int, ...]]:
+        """One token through every tiling, with the scratch that leads to the quantisation."""
+        dtypes, needed = self.values(config), _needed(config)
+        tensors = [
+            make.empty(arg, dtypes, {"T": 1}, device).zero_()
+            if arg.name in needed
+            else make.absent(arg, dtypes, device)
+            for arg in self.tensors[:-2]
+        ]
+        codes = scratch(1, config.in_features, device)
+        for tiling in range(len(plans.tilings(config))):
+            yield (*tensors, *codes, tiling, target.num_sms)
+
+    def aot(self) -> Mapping[str, MergedLinearConfig]:
+        """What the layers of Flash and Pro multiply one input with."""
+        return {label: MergedLinearConfig(*given) for label, given in MODEL_INPUTS.items()}
+
+
+MERGED_LINEAR = MergedLinear()
+_op = MERGED_LINEAR.overload
+
+
+def merged_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    *,
+    x_codes: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    out_dtypes: Sequence[torch.dtype] | None = None,
+    outs: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """Multiply T tokens with several weights in one launch, FP8 and bf16 ones.
+
+    An FP8 weight gives what `fp8_linear` gives, bit for bit. A plain one gives x W^T of x as it is,
+    bf16 products added in fp32: those of a slice of K by the tensor core, slices as those of FP8
+    weights. A token's bits depend on neither T nor the other tokens.
+
+    Launches may begin while the one before ends: `weights` and `scales` must not be what a kernel
+    of this package wrote just before.
+
+    Args:
+        x: [T, K] bfloat16; or float32, on GPUs too by the torch implementation. K is a multiple of
+            512 up to 16,384.
+        weights: [M_i, K] each: 1 or 2 float8_e4m3fn, then up to 5 of the dtype of x.
+        scales: [ceil(M_i / 128), K / 128] float8_e8m0fnu or float32, of each FP8 weight.
+        x_codes: [T, K] float8_e4m3fn, x as `dsv4.ops.quantize.quantize_e4m3` rounds it, with
+            `x_scale`; default: rounded here.
+        x_scale: [T, K / 128] float8_e8m0fnu.
+        out_dtypes: bfloat16 or float32 of each output; default those of `outs`, else of x.
+        outs: [T, M_i] each, to write into; default new tensors.
+
+    Returns:
+        y_i [T, M_i], in the order of the weights.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
+    """
+    num_fp8 = _check_given(x, weights, scales, outs)
+    tokens, width = x.shape
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        places = _places(x, weights, scales, outs or [None] * len(weights), num_fp8)
+        MERGED_LINEAR.check_no_gradients(*places)
+    if out_dtypes is None:
+        out_dtypes = [x.dtype if outs is None else outs[i].dtype for i in range(len(weights))]
+    elif len(out_dtypes) != len(weights):
+        raise ValueError(f"out_dtypes: got {len(out_dtypes)}, {len(weights)} weights need as many")
+    described = ", ".join(
+        f"{index(weight.shape[0])} {_name(scales[i].dtype) if i < num_fp8 else PLAIN} "
+        f"{_name(out_dtypes[i])}"
+        for i, weight in enumerate(weights)
+    )
+    has_codes = x_codes is not None
+    if has_codes != (x_scale is not None):
+        missing = "x_scale" if has_codes else "x_codes"
+        raise ValueError(f"{missing}: got nothing, codes and scales of x go together")
+    identity = merged_linear_runner_id(index(width), described, has_codes)
+    if outs is None:
+        outs = [
+            torch.empty((tokens, weight.shape[0]), dtype=dtype, device=x.device)
+            for weight, dtype in zip(weights, out_dtypes)
+        ]
+    first, *rest = _places(x, weights, scales, outs, num_fp8)
+    rest += [x_codes, x_scale]
+    if not has_codes and x.dtype == torch.bfloat16 and x.is_cuda and tokens > FEW_TOKENS:
+        rest += scratch(tokens, width, x.device)
+    _op(first, *rest[:3], identity, *rest[3:])
+    return list(outs)
+
+
+@torch.compiler.assume_constant_result
+def merged_linear_runner_id(in_features: int, weights: str, has_codes: bool = False) -> int:
+    """Id of a configuration: what `torch.ops.dsv4.merged_linear` takes.
+
+    Args:
+        in_features: K.
+        weights: "rows stored out_dtype" of each between commas, FP8 ones first: the dtype of their
+            scales, "float8_e8m0fnu" or "float32", or "bfloat16" of plain ones; dtype of the output.
+        has_codes: whether x comes in e4m3, too.
+    """
+    return MERGED_LINEAR.runner_id(in_features, weights, has_codes)
+
+
+def _needed(config: MergedLinearConfig) -> dict[str, int | None]:
+    """Rows of each tensor of a call by its name, None for those of x; the scratch left out."""
+    found: dict[str, int | None] = {"x": None}
+    for i, weight in enumerate(config.fp8):
+        found |= {f"weight_{i}": weight.rows, f"scale_{i}": -(-weight.rows // K_BLOCK)}
+        found[f"out_{i}"] = None
+    for i, weight in enumerate(config.plain):
+        found |= {f"plain_{i}": weight.rows, f"plain_out_{i}": None}
+    return found | ({"x_codes": None, "x_scale": None} if config.has_codes else {})
+
+
+def _check_given(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    outs: Sequence[Tensor] | None,
+) -> int:
+    """Number of FP8 weights; TypeError or ValueError for what is no tensor or of another number."""
+    check_is_tensor("x", x)
+    for name, tensors in (("weights", weights), ("scales", scales), ("outs", outs or ())):
+        for i, tensor in enumerate(tensors):
+            check_is_tensor(f"{name}[{i}]", tensor)
+            if tensor.dim() != 2:
+                raise ValueError(f"{name}[{i}]: got shape {tuple(tensor.shape)}, needs [rows, K]")
+    if x.dim() != 2:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, needs [T, K]")
+    is_fp8 = [weight.dtype == torch.float8_e4m3fn for weight in weights]
+    count = sum(is_fp8)
+    if is_fp8 != sorted(is_fp8, reverse=True):
+        raise ValueError("weights: FP8 ones must come first")
+    if not 1 <= count <= MOST_FP8 or len(weights) - count > MOST_PLAIN:
+        raise ValueError(
+            f"weights: got {count} in FP8 and {len(weights) - count} others, needs 1 to {MOST_FP8} "
+            f"and up to {MOST_PLAIN}"
+        )
+    if len(scales) != count:
+        raise ValueError(f"scales: got {len(scales)}, {count} FP8 weights need as many")
+    if outs is not None and len(outs) != len(weights):
+        raise ValueError(f"outs: got {len(outs)}, {len(weights)} weights need as many")
+    return count
+
+
+def _places(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    outs: Sequence[Tensor | None],
+    num_fp8: int,
+) -> list[Tensor | None]:
+    """x, weights and outputs in the order of the table."""
+    fp8 = [tensor for given in zip(weights, scales, outs) for tensor in given]
+    plain = [tensor for given in zip(weights[num_fp8:], outs[num_fp8:]) for tensor in given]
+    fp8 += [None] * (3 * MOST_FP8 - len(fp8))
+    return [x, *fp8, *plain, *[None] * (2 * MOST_PLAIN - len(plain))]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
