@@ -27,8 +27,8 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--entry", metavar="NAME", help="the kernel (default: the only one)")
-    for name, default in (("grid", [1]), ("block", None), ("cluster", [1])):
-        shown = "as compiled, else 32" if default is None else default[0]
+    for name, default in (("grid", [1]), ("block", None), ("cluster", None)):
+        shown = "1" if default else f"as compiled, else {32 if name == 'block' else 1}"
         parser.add_argument(
             f"--{name}",
             type=int,
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
     def call(schedule: str) -> Report:
         return simulate_ptx(
-            text, name, grid=tuple(args.grid), cluster=tuple(args.cluster),
+            text, name, grid=tuple(args.grid), cluster=args.cluster and tuple(args.cluster),
             block=tuple(args.block or entries[name].threads or (32,)), shared=args.shared,
             params=params, schedule=schedule, seed=args.seed, races=args.races,
         )  # fmt: skip

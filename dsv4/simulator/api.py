@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import mmap
 import re
 import time
 import weakref
@@ -31,6 +32,7 @@ MULTIPROCESSORS = {"sm_100a": 148, "sm_90a": 132}  # of those that kernels here 
 # Of the largest GPU of each family: A100, A40, L40, H100, B200, B300, RTX PRO 6000. That a family
 # lacks an instruction is the compiler's business.
 _FAMILIES = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 120: 188}
+GRID_WORKSPACE = 4096  # bytes, for barriers of all CTAs of a cooperative launch
 COMPILE_OPTIONS = "--keep-ptx --generate-line-info"
 
 
@@ -82,7 +84,7 @@ class Simulation:
             entry = self.module.entry(name)
             for symbol in entry.symbols.values():
                 if symbol.space == "global" and symbol.name not in self.variables:
-                    data = np.zeros(max(symbol.size or 0, 1) + symbol.align, np.uint8)
+                    data = _shared_bytes(max(symbol.size or 0, 1) + symbol.align)
                     start = -data.ctypes.data % symbol.align
                     data[start : start + len(symbol.init)] = np.frombuffer(symbol.init, np.uint8)
                     self.variables[symbol.name] = (data.ctypes.data + start, data)
@@ -131,6 +133,10 @@ class Simulation:
                 for config, other in zip(configs, self.host.run(list(given), keywords), strict=True)
             ]
         for config in configs:
+            if config.cooperative:
+                data = _shared_bytes(GRID_WORKSPACE)
+                config.workspace = data.ctypes.data
+                memory.add(config.workspace, data.nbytes, "workspace of the grid", data)
             self.program(config.kernel)
             for name, (_, data) in self.variables.items():
                 memory.add(data.ctypes.data, data.nbytes, f"variable {name}", data)
@@ -177,6 +183,11 @@ class Simulation:
                 report.warnings += monitor.warnings
             before = monitor
         return report
+
+
+def _shared_bytes(size: int) -> np.ndarray:
+    """Zeros that worker processes share."""
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
 def _side_by_side(config: LaunchConfig, other: LaunchConfig) -> LaunchConfig:

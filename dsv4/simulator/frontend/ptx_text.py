@@ -40,7 +40,7 @@ def simulate_ptx(
     grid: Dimensions,
     block: Dimensions,
     params: tuple[Parameter, ...],
-    cluster: Dimensions = (1, 1, 1),
+    cluster: Dimensions | None = None,
     shared: int = 0,
     schedule: str = "eager",
     seed: int = 0,
@@ -55,8 +55,9 @@ def simulate_ptx(
     Args:
         ptx: a PTX module for sm_80 to sm_120, of any variant.
         entry: name of the `.entry` to launch.
-        grid, block, cluster: CTAs of the grid, threads of a CTA, CTAs of a cluster, (x, y, z), or
-            x alone.
+        grid, block, cluster: CTAs of the grid, threads of a CTA, CTAs of a cluster (default: what
+            the kernel was compiled for), (x, y, z), or x alone. A kernel that waits for its whole
+            grid is launched cooperatively.
         params: one value per kernel parameter: a CPU tensor (its address), an integer, a float, or
             the parameter's bytes (a tensor map, a struct).
         shared: bytes of dynamic shared memory.
@@ -90,7 +91,7 @@ def single_launch(
     grid: Dimensions,
     block: Dimensions,
     params: tuple[Parameter, ...],
-    cluster: Dimensions = (1, 1, 1),
+    cluster: Dimensions | None = None,
     shared: int = 0,
     peers: tuple[tuple[Parameter, ...], ...] = (),
 ) -> Simulation:
@@ -101,12 +102,20 @@ def single_launch(
         raise ValueError(f"entry must be one of {', '.join(module.entries)}, got {entry!r}")
     found = module.entry(entry)
     values, *others = (_packed(found, given) for given in (params, *peers))
+    cluster = (found.cluster or 1) if cluster is None else cluster
     sizes = (
         _xyz(name, given)
         for name, given in zip(("grid", "block", "cluster"), (grid, block, cluster))
     )
-    simulation.host.config = LaunchConfig(entry, *sizes, shared, values, peers=tuple(others))
+    simulation.host.config = LaunchConfig(
+        entry, *sizes, shared, values, peers=tuple(others), cooperative=_waits_for_grid(found)
+    )
     return simulation
+
+
+def _waits_for_grid(entry: Entry) -> bool:
+    """True for a kernel that asks where the grid's workspace is."""
+    return any("%envreg" in operand for ins in entry.instructions for operand in ins.operands)
 
 
 def _xyz(name: str, given: Dimensions) -> tuple[int, int, int]:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import os
 import runpy
 import shutil
+import struct
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from dsv4.simulator.all_schedules import run_schedules
 from dsv4.simulator.api import simulate
+from dsv4.simulator.frontend import triton
 from dsv4.simulator.frontend.cpu_only import CpuOnly
 from dsv4.simulator.frontend.cutedsl import CudaView
+from dsv4.simulator.frontend.tensor_maps import encode_tiled
 from dsv4.simulator.merged import MergedReport
+from dsv4.simulator.report import Report
 
 # What functions of the driver and the runtime answer, beside success and 0. The version is newer
 # than any that a script asks for.
@@ -46,6 +51,22 @@ def _run_once(function, *, kernel_arguments=None, **_) -> float:
     if kernel_arguments is not None:
         function(*kernel_arguments.args, **kernel_arguments.kwargs)
     return 1.0
+
+
+def _encode_tiled(
+    driver, dtype, rank, address, dims, strides, box, steps, interleave, swizzle, promotion, fill
+) -> tuple:
+    """The driver's function of that name, in Python."""
+    try:
+        raw = encode_tiled(
+            int(dtype), int(address), *(list(map(int, v)) for v in (dims, strides, box, steps)),
+            interleave=int(interleave), swizzle=int(swizzle), fill=int(fill),
+        )  # fmt: skip
+    except ValueError:
+        return driver.CUresult.CUDA_ERROR_INVALID_VALUE, None
+    made = driver.CUtensorMap()
+    made.opaque = [driver.cuuint64_t(word) for word in struct.unpack("<16Q", raw)]
+    return driver.CUresult.CUDA_SUCCESS, made
 
 
 class Launcher:
@@ -111,6 +132,7 @@ class Launcher:
                     value = _DRIVER_VALUES.get(name.removeprefix("cuda").removeprefix("cu"), 0)
                     result = (success, value)
                     setattr(module, name, lambda *_, _result=result, **__: _result)
+        driver.cuTensorMapEncodeTiled = functools.partial(_encode_tiled, driver)
 
     def run_tvm_ffi(self, compiled, *arguments) -> None:
         """Simulate one call of a function that takes tensors as they are."""
@@ -122,24 +144,23 @@ class Launcher:
 
     def run(self, compiled, *arguments) -> int:
         """Simulate one call; returns the success code of the CUDA runtime."""
-        with torch._C.DisableTorchFunction():  # tensors are what they are
-            return self._run(compiled, arguments)
-
-    def _run(self, compiled, arguments: tuple) -> int:
-        # Kernels may hold addresses of any tensor there is.
-        live = tuple(
-            t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.is_cpu
-            and t.layout == torch.strided
-        )  # fmt: skip
-        run_schedules(
-            lambda schedule: simulate(
-                compiled, *arguments, schedule=schedule, races=self.races, buffers=live
-            ),
-            live,
-            self.schedules,
-            self.report,
-        )
+        self.simulate(functools.partial(simulate, compiled, *arguments))
         return 0
+
+    def simulate(self, call: Callable[..., Report]) -> None:
+        """Make a call under every schedule; it takes `schedule`, `races` and `buffers`."""
+        with torch._C.DisableTorchFunction():  # tensors are what they are
+            # Kernels may hold addresses of any tensor there is.
+            live = tuple(
+                t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.is_cpu
+                and t.layout == torch.strided
+            )  # fmt: skip
+            run_schedules(
+                lambda schedule: call(schedule=schedule, races=self.races, buffers=live),
+                live,
+                self.schedules,
+                self.report,
+            )
 
 
 def run_script(
@@ -167,6 +188,8 @@ def run_script(
     environment = CpuOnly(arch)
     environment.install()
     launcher.install(environment.multiprocessors)
+    if importlib.util.find_spec("triton") is not None:
+        triton.install(launcher.simulate, environment.capability, environment.multiprocessors)
     script = script.resolve()
     sys.path[:0] = [str(script.parent), *map(str, paths)]
     sys.argv = [str(script), *arguments]

@@ -173,6 +173,8 @@ def convert_address(e: BlockEmitter, ins: Instruction) -> None:
     if space.startswith("shared") or space == "local":
         window = "SHARED_WINDOW" if space.startswith("shared") else "LOCAL_WINDOW"
         value = f"{value} - u64({window})" if to_space else f"{value} + u64({window})"
+    elif space == "param" and not to_space:
+        value = f"{value} | u64(PARAM_WINDOW)"  # its address may have been a number of 32 bits
     elif space not in ("global", "param", "const"):
         raise ValueError(f"address space {space}")
     e.define(ins.operands[0], value, UNSIGNED[BITS_OF_KIND["u64"]])

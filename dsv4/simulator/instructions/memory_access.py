@@ -226,8 +226,18 @@ def _local_rows(w: Warp, address: np.ndarray, count: int, bits: int, mask):
     return memory.view(DTYPE[bits]), offsets >> _SHIFT[bits]
 
 
+def load_param_at(w: Warp, address: np.ndarray, count: int, bits: int, mask) -> list[np.ndarray]:
+    """Kernel parameters at an address of each lane: of the parameter space, or generic."""
+    raw, size = np.frombuffer(w.cluster.params, np.uint8), bits // 8
+    offsets = np.where(mask, address & np.uint64(0xFFFFFFFF), 0).astype(np.int64)
+    if int(offsets.max()) + count * size > len(raw):
+        raise KernelFault(f"kernel parameters end at byte {len(raw)}, read at {offsets.max()}")
+    lanes = raw[offsets[:, None] + np.arange(count * size)].reshape(32, count, size)
+    return [np.ascontiguousarray(lanes[:, k]).view(DTYPE[bits])[:, 0] for k in range(count)]
+
+
 def load_param(w: Warp, offset: int, count: int, bits: int) -> list[np.ndarray]:
-    """Kernel parameters are the same for every lane."""
+    """A kernel parameter of the same place for every lane."""
     size = bits // 8
     raw = w.cluster.params
     return [
@@ -261,7 +271,7 @@ def load_generic(w: Warp, address: np.ndarray, count: int, bits: int, mask) -> l
         elif window == LOCAL_WINDOW:
             part = load_local(w, plain, count, bits, lanes)
         elif window == PARAM_WINDOW:
-            part = load_param(w, int(plain[lanes][0]), count, bits)
+            part = load_param_at(w, plain, count, bits, lanes)
         else:
             part = load_global(w, plain, count, bits, lanes)
         out = part if lanes is ALL else [np.where(lanes, p, o) for p, o in zip(part, out)]

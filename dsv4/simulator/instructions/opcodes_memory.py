@@ -53,7 +53,8 @@ def _load_128(e: BlockEmitter, ins: Instruction, space: str) -> None:
     address = e.address(ins.operands[1], "u32" if space == "shared" else "u64")
     e.mark()
     out = e.temporary()
-    e.line(f"{out} = load_{space}(w, {address}, 2, 64, {e.mask})")
+    load = "load_param_at" if space == "param" else f"load_{space}"
+    e.line(f"{out} = {load}(w, {address}, 2, 64, {e.mask})")
     e.define(ins.operands[0], f"np.stack({out}, 1)", "u128")
 
 
@@ -64,7 +65,7 @@ def _load_param(e: BlockEmitter, ins: Instruction, count: int, bits: int) -> str
     if name in e.entry.params:
         return f"load_param(w, {e.entry.params[name][0] + extra}, {count}, {bits})"
     address = e.address(ins.operands[1], "u64")
-    return f"load_generic(w, {address}, {count}, {bits}, {e.mask})"
+    return f"load_param_at(w, {address}, {count}, {bits}, {e.mask})"
 
 
 @emits("st")

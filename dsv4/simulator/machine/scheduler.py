@@ -44,6 +44,7 @@ class LaunchConfig:
     params: list[bytes]
     programmatic: bool = False  # may start before the launch before it is complete
     cooperative: bool = False  # all of its CTAs must fit the GPU at once
+    workspace: int = 0  # address of what a cooperative launch gets for barriers of the grid
     peers: tuple[list[bytes], ...] = ()  # parameters of the same launch on further GPUs
 
 

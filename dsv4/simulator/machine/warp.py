@@ -124,6 +124,8 @@ class Warp:
             % launch.multiprocessors,
             "%nsmid": launch.multiprocessors,
             "%gridid": 0,
+            "%envreg1": launch.config.workspace >> 32,
+            "%envreg2": launch.config.workspace & 0xFFFFFFFF,
             "%dynamic_smem_size": launch.shared,
             "%total_smem_size": launch.shared + launch.static_shared,
         }

@@ -79,4 +79,4 @@ def test_a_value_of_the_loop_before_may_be_used():
 
 def test_a_wait_that_is_missing_altogether():
     found = _kinds("", "add.u32 %r11, %r9, 1;", wait="")
-    assert found == ["read-write race", *RACE]  # the first of the load and the dealloc
+    assert found == RACE  # that the dealloc may overtake the load has the same cause
