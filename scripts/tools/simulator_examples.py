@@ -59,11 +59,13 @@ class Source:
     Attributes:
         title: for people.
         root: the folder that scripts and imports are relative to, below the given one.
+        plain: whether the script simulates by itself, instead of believing in a GPU.
     """
 
     name: str
     title: str
     root: str
+    plain: bool
     cases: dict[str, Case]
 
 
@@ -111,7 +113,8 @@ def sources() -> dict[str, Source]:
         table = tomllib.loads(path.read_text())
         about = table.pop("source")
         cases = {name: Case(**fields) for name, fields in table.items()}
-        found[path.stem] = Source(path.stem, about["title"], about.get("root", ""), cases)
+        plain = about.get("runner", "sim run") == "python"
+        found[path.stem] = Source(path.stem, about["title"], about.get("root", ""), plain, cases)
     return found
 
 
@@ -119,15 +122,18 @@ def run_case(source: Source, folder: Path, name: str, limit: float = SECONDS) ->
     """Run a case in a process of its own."""
     case, root = source.cases[name], (folder / source.root).resolve()
     script = root / case.path if case.path else CASES / f"{source.name}.py"
-    arguments = case.arguments.split() if case.path else [name, *case.arguments.split()]
+    runner = [] if source.plain else ["-m", "dsv4", "sim", "run"]
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
-        command = [sys.executable, "-m", "dsv4", "sim", "run", "--arch", case.arch]
+        options = ["--arch", case.arch, "--json", str(report)]
+        rest = [*options, str(script), *case.arguments.split()]
+        if source.plain:
+            rest = [str(script), *case.arguments.split(), *options]
         paths = [str(ROOT), str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
         start = time.perf_counter()
         try:
             done = subprocess.run(
-                [*command, "--json", str(report), str(script), *arguments],
+                [sys.executable, *runner, *rest],
                 capture_output=True, text=True, check=False, timeout=limit, cwd=scratch,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )  # fmt: skip
