@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from dsv4.simulator.frontend.script import Launcher, run_script  # noqa: E402
-from scripts.tools.simulator_examples import EXAMPLES  # noqa: E402
+from scripts.tools.simulator_examples import sources  # noqa: E402
 
 ARCH = "sm_100a"
 HEADER = (
@@ -118,7 +118,7 @@ class Modeller(Launcher):
 def model(cutlass: Path, case: Published) -> None:
     """Run one example in this process and print its row."""
     modeller = Modeller()
-    examples = cutlass / EXAMPLES
+    examples = cutlass / sources()["nvidia"].root
     arguments = case.arguments.split()
     run_script(examples / case.path, arguments, ARCH, modeller, [examples.resolve()])
     launch = modeller.longest
