@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dsv4.cli.output_file import output_file
 from dsv4.cli.sim_status import CHECK_FAILED, NOT_COVERED
 
 if TYPE_CHECKING:
+    from dsv4.simulator.html import Modelled
     from dsv4.simulator.merged import MergedReport
 
 SHOWN_PLACES = 10  # of synchronisation that was not reached, by kernel
@@ -36,6 +38,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sarif", type=output_file, metavar="FILE", help="write them as SARIF, for code review"
     )
+    add_html(parser)
+
+
+def add_html(parser: argparse.ArgumentParser) -> None:
+    """Declare the page of findings, coverage and timeline."""
+    parser.add_argument(
+        "--html",
+        type=output_file,
+        metavar="FILE",
+        help="write a page: source with findings and coverage in its margin, modelled timeline",
+    )
 
 
 def schedules_of(text: str) -> tuple[str, ...]:
@@ -48,9 +61,15 @@ def schedules_of(text: str) -> tuple[str, ...]:
     return chosen
 
 
-def finish(report: MergedReport, args: argparse.Namespace) -> int:
+def finish(
+    report: MergedReport, args: argparse.Namespace, modelled: Sequence[Modelled] = ()
+) -> int:
     """Print and write what was found; the exit status of the command."""
     from dsv4.simulator.formats import as_json, as_sarif
+    from dsv4.simulator.html import as_html
+
+    if args.html is not None:
+        args.html.write_text(as_html(report, modelled))
 
     for path, make in ((args.json, as_json), (args.sarif, as_sarif)):
         if path is not None:

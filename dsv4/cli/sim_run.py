@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from dsv4.simulator.formats import finding_of
     from dsv4.simulator.frontend.script import Launcher, run_script
 
-    launcher = Launcher(schedules, args.races)
+    launcher = Launcher(schedules, args.races, models=args.html is not None)
     failed = False
     try:
         run_script(args.script, args.arguments, args.arch, launcher)
@@ -56,4 +56,5 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.flush()
     if not launcher.report.launches and not launcher.report.findings and not failed:
         raise RuntimeError(f"{args.script} launched no kernel")
-    return sim_output.finish(launcher.report, args) or (CHECK_FAILED if failed else 0)
+    status = sim_output.finish(launcher.report, args, launcher.modelled)
+    return status or (CHECK_FAILED if failed else 0)

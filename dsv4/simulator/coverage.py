@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dsv4.simulator.compile.program import Program
 from dsv4.simulator.ptx.blocks import Block, may_block
+from dsv4.simulator.ptx.entry import Instruction
 
 
 @dataclass
@@ -19,6 +20,7 @@ class Coverage:
     sync_run: int
     missed: list[str]
     missed_sync: list[str]  # synchronisation instructions among it, one by one
+    program: Program = field(repr=False, compare=False)  # whose counts these are
 
     @property
     def complete(self) -> bool:
@@ -40,16 +42,21 @@ def coverage_of(program: Program) -> Coverage:
         run += hit
         for ins in program.sync[block.number]:
             sync += 1
-            ran = hit and (ins.guard is None or ins.index in program.guards_taken)
-            sync_run += ran
-            if not ran:
+            reached = ran(program, ins, program.hits[block.number])
+            sync_run += reached
+            if not reached:
                 missed_sync.append(ins.where())
-            if hit and not ran:
+            if hit and not reached:
                 missed.append(f"guard never true: {ins.where()}")
         if not hit:
             first = program.entry.instructions[block.start]
             missed.append(f"block never ran: {first.where()}")
-    return Coverage(program.entry.name, total, run, sync, sync_run, missed, missed_sync)
+    return Coverage(program.entry.name, total, run, sync, sync_run, missed, missed_sync, program)
+
+
+def ran(program: Program, ins: Instruction, hits: int) -> bool:
+    """Whether an instruction that synchronises has run, in a block with so many hits."""
+    return hits > 0 and (ins.guard is None or ins.index in program.guards_taken)
 
 
 def _is_retry(program: Program, block: Block) -> bool:

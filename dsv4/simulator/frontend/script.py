@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -18,12 +19,16 @@ import torch
 
 from dsv4.simulator.all_schedules import run_schedules
 from dsv4.simulator.api import simulate
+from dsv4.simulator.errors import SimulatorError
 from dsv4.simulator.frontend import triton
 from dsv4.simulator.frontend.cpu_only import CpuOnly
 from dsv4.simulator.frontend.cutedsl import CudaView
+from dsv4.simulator.frontend.ptx_text import simulate_ptx, single_launch
 from dsv4.simulator.frontend.tensor_maps import encode_tiled
+from dsv4.simulator.html import Modelled
 from dsv4.simulator.merged import MergedReport
 from dsv4.simulator.report import Report
+from dsv4.simulator.timing.prediction import predict
 
 # What functions of the driver and the runtime answer, beside success and 0. The version is newer
 # than any that a script asks for.
@@ -76,11 +81,15 @@ class Launcher:
         schedules: each launch runs in all of them, from the same memory; the script goes on with
             what the last one wrote.
         races: whether to check happens-before.
+        models: whether to model the time of the first launch of each kernel, too.
     """
 
-    def __init__(self, schedules: Sequence[str] = ("eager",), races: bool = True):
-        self.schedules, self.races = tuple(schedules), races
+    def __init__(
+        self, schedules: Sequence[str] = ("eager",), races: bool = True, models: bool = False
+    ):
+        self.schedules, self.races, self.models = tuple(schedules), races, models
         self.report = MergedReport()
+        self.modelled: list[Modelled] = []
 
     def install(self, multiprocessors: int) -> None:
         """Replace the compiler's execution of compiled functions."""
@@ -155,12 +164,31 @@ class Launcher:
                 t for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.is_cpu
                 and t.layout == torch.strided
             )  # fmt: skip
+            if self.models:
+                self._model(call, live)
             run_schedules(
                 lambda schedule: call(schedule=schedule, races=self.races, buffers=live),
                 live,
                 self.schedules,
                 self.report,
             )
+
+    def _model(self, call: functools.partial, live: tuple[torch.Tensor, ...]) -> None:
+        """Model the time of a call, and leave memory as it was."""
+        is_ptx = call.func is simulate_ptx
+        subject = single_launch(*call.args, **call.keywords) if is_ptx else call.args[0]
+        arguments = call.keywords["params"] if is_ptx else call.args[1:]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in live}
+        before = {start: storage.clone() for start, storage in storages.items()}
+        known = {modelled.launch.kernel for modelled in self.modelled}
+        # Clusters that wait for others cannot be modelled alone.
+        with contextlib.suppress(SimulatorError):
+            found = predict(subject, *arguments, buffers=live)
+            self.modelled += [
+                Modelled(found.machine, x) for x in found.launches if x.kernel not in known
+            ]
+        for start, storage in storages.items():
+            storage.copy_(before[start])
 
 
 def run_script(

@@ -24,7 +24,7 @@ def text_lines(launch: LaunchPrediction, machine: Machine) -> list[str]:
     if not end:
         return []
     step = end / TEXT_WIDTH
-    tracks = _tracks(launch.spans)
+    tracks = tracks_of(launch.spans)
     margin = max(map(len, tracks))
     title = f"{machine.microseconds(step):.3f} us a column; dark where a unit works or a warp waits"
     lines = [title]
@@ -58,7 +58,7 @@ def write_perfetto(path: Path, launch: LaunchPrediction, machine: Machine) -> No
         for sm in sorted({span.sm for span in launch.spans})
     ]
     row = 0
-    for track in _tracks(launch.spans):
+    for track in tracks_of(launch.spans):
         spans = [span for span in launch.spans if span.track == track]
         for number, lane in enumerate(_lanes(spans)):
             name = f"{track} ({number + 1})" if number else track
@@ -111,7 +111,7 @@ def write_plot(path: Path, launch: LaunchPrediction, machine: Machine) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("a plot needs matplotlib: pip install 'dsv4[bench]'") from error
-    tracks = _tracks(launch.spans)
+    tracks = tracks_of(launch.spans)
     figure = Figure(figsize=(PICTURE_WIDTH, 1.2 + TRACK_HEIGHT * len(tracks)))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -119,7 +119,7 @@ def write_plot(path: Path, launch: LaunchPrediction, machine: Machine) -> None:
         spans = [span for span in launch.spans if span.track == track]
         bars = [(machine.microseconds(s.start), machine.microseconds(s.stop - s.start))
                 for s in spans]  # fmt: skip
-        axes.broken_barh(bars, (place + 0.1, 0.8), facecolors=_colour(track))
+        axes.broken_barh(bars, (place + 0.1, 0.8), facecolors=colour_of(track))
     axes.set_yticks([place + 0.5 for place in range(len(tracks))], tracks, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel("µs from the start of the first CTA (model)")
@@ -132,7 +132,7 @@ def write_plot(path: Path, launch: LaunchPrediction, machine: Machine) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _tracks(spans: Sequence[Span]) -> list[str]:
+def tracks_of(spans: Sequence[Span]) -> list[str]:
     """Track names: units first, then warps by number."""
 
     def order(name: str) -> tuple[bool, list[str]]:
@@ -141,7 +141,8 @@ def _tracks(spans: Sequence[Span]) -> list[str]:
     return sorted({span.track for span in spans}, key=order)
 
 
-def _colour(track: str) -> str:
+def colour_of(track: str) -> str:
+    """Of the bars of a track."""
     if "warp" in track:
         return WAIT_COLOUR
     return COPY_COLOUR if "TMA" in track else UNIT_COLOUR
