@@ -10,7 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from dsv4.cli import sim_fp8_linear, sim_moe, sim_ptx, sim_rms_norm_fp8, sim_run
+from dsv4.cli import (
+    sim_fp8_linear,
+    sim_kv_insert,
+    sim_moe,
+    sim_paged,
+    sim_ptx,
+    sim_rms_norm_fp8,
+    sim_run,
+)
 from dsv4.cli.output_file import output_file
 from dsv4.cli.sim_status import CHECK_FAILED, NOT_COVERED
 
@@ -101,6 +109,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     sim_rms_norm_fp8.add_parser(kernels)
     sim_fp8_linear.add_parser(kernels)
     sim_moe.add_parser(kernels)
+    sim_paged.add_parser(kernels)
+    sim_kv_insert.add_parser(kernels)
     sim_run.add_parser(kernels)
     sim_ptx.add_parser(kernels)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from dsv4.cli.sim_status import CHECK_FAILED
+from dsv4.cli.sim_status import CHECK_FAILED, NOT_COVERED
 
 ARCH = "sm_90a"
 FEW_SMS = 2  # whose CTAs take all tiles
@@ -18,7 +18,8 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         help="mixture-of-experts layer, every tiling",
         description="Compile the kernels, simulate router and experts with each tiling, compare "
         "each launch with exact sums of what it was given, and all tilings bit for bit. Exit "
-        "status 1 when they differ or a kernel is racy. Few tokens do not reach all of the sort.",
+        "status 1 when they differ or a kernel is racy, 2 when synchronisation was not reached; "
+        "few tokens do not reach all of the sort.",
     )
     for name, default, meaning in (
         ("tokens", 19, "T"),
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from dsv4.ops.moe.op import MOE
     from dsv4.ops.runtime.backend import Device
     from dsv4.simulator import Deadlock, KernelFault
-    from dsv4.testing.harness import SCHEDULES, Simulator
+    from dsv4.testing.harness import SCHEDULES, Simulator, missed_synchronisation
     from dsv4.testing.kernel_call import OpKernels
     from dsv4.testing.moe import Case
     from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     target = Simulator(ARCH, has_lines=True)
     compiled = OpKernels(MOE, target).compile(config)
     device = Device(ARCH, FEW_SMS)
-    first = None
+    first, reports = None, []
     for index, tiling in enumerate(tilings(config.kernels)):
         schedule = SCHEDULES[index % len(SCHEDULES)]
         try:
@@ -70,8 +71,12 @@ def run(args: argparse.Namespace) -> int:
         except (AssertionError, KernelFault, Deadlock) as fault:
             print(f"dsv4 sim: {type(fault).__name__}: {fault}", file=sys.stderr)
             return CHECK_FAILED
+        reports.append(outcome.report)
         print(
             f"{ARCH}, {args.tokens} tokens, {args.experts} experts {args.hidden} x {args.inner} in "
             f"{args.experts_in}, tiles of {tiling.tokens} tokens, {schedule}: close, no race"
         )
-    return 0
+    missed = missed_synchronisation(reports)
+    for name, (left, total) in missed.items():
+        print(f"synchronisation never reached in {name[:60]}: {left} of {total}")
+    return NOT_COVERED if missed else 0
