@@ -121,7 +121,7 @@ def sources() -> dict[str, Source]:
 def run_case(source: Source, folder: Path, name: str, limit: float = SECONDS) -> Outcome:
     """Run a case in a process of its own."""
     case, root = source.cases[name], (folder / source.root).resolve()
-    script = root / case.path if case.path else CASES / f"{source.name}.py"
+    script = root / case.path if case.path else CASES / f"{source.name}_cases.py"
     runner = [] if source.plain else ["-m", "dsv4", "sim", "run"]
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"

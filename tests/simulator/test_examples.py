@@ -48,7 +48,7 @@ def test_every_case_has_its_script():
     for source in SOURCES.values():
         assert source.cases
         for case in source.cases.values():
-            assert case.path or (EXAMPLES.CASES / f"{source.name}.py").is_file()
+            assert case.path or (EXAMPLES.CASES / f"{source.name}_cases.py").is_file()
             assert case.arch in ("sm_90a", "sm_100a")
 
 

@@ -1,4 +1,4 @@
-"""Calls of FlashAttention-4, beside PyTorch: `flash_attention.py CASE`."""
+"""Calls of FlashAttention-4, beside PyTorch: `flash_attention_cases.py CASE`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Kernels for scripts/tools/simulator_cases/nvcc.py: what nvcc emits and the kernel compilers of
+// Kernels for scripts/tools/simulator_cases/nvcc_cases.py: what nvcc emits and the kernel compilers of
 // Python do not. Compiled by `nvcc -ptx -lineinfo`.
 
 #include <cooperative_groups.h>

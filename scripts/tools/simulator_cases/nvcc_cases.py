@@ -1,4 +1,4 @@
-"""Kernels compiled by nvcc, beside numpy: `nvcc.py NAME --arch ARCH --json FILE`."""
+"""Kernels compiled by nvcc, beside numpy: `nvcc_cases.py NAME --arch ARCH --json FILE`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of quack's public functions, beside PyTorch: `quack.py CASE`."""
+"""Calls of quack's public functions, beside PyTorch: `quack_cases.py CASE`."""
 
 from __future__ import annotations
 
