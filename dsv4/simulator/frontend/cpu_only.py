@@ -25,12 +25,7 @@ class CpuOnly:
         torch.version.cuda = "13.0"
         for name, value in self._answers().items():
             setattr(torch.cuda, name, lambda *_, _value=value, **__: _value)
-        stream = _stream()
-        event = types.SimpleNamespace(
-            record=lambda *_: None, synchronize=lambda: None, wait=lambda *_: None,
-            query=lambda: True, elapsed_time=lambda other: 1.0, cuda_event=0,
-        )  # fmt: skip
-        torch.cuda.Event, torch.cuda.Stream = (lambda *_, **__: event), (lambda *_, **__: stream)
+        torch.cuda.Event, torch.cuda.Stream = _Event, _Stream
         for name in ("stream", "device", "device_of"):
             setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
         torch.Generator = _Generator
@@ -51,19 +46,48 @@ class CpuOnly:
             "is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0,
             "set_device": None, "get_device_capability": self.capability,
             "get_device_properties": properties, "get_device_name": "simulated",
-            "synchronize": None, "current_stream": _stream(), "default_stream": _stream(),
+            "synchronize": None, "current_stream": _Stream(), "default_stream": _Stream(),
             "set_stream": None, "init": None, "empty_cache": None, "memory_allocated": 0,
             "max_memory_allocated": 0, "reset_peak_memory_stats": None,
             "mem_get_info": (1 << 37, 1 << 37), "is_current_stream_capturing": False,
         }  # fmt: skip
 
 
-def _stream() -> types.SimpleNamespace:
-    return types.SimpleNamespace(
-        cuda_stream=0, device=torch.device("cuda", 0), device_index=0, query=lambda: True,
-        synchronize=lambda: None, wait_stream=lambda other: None, wait_event=lambda event: None,
-        record_event=lambda *_: None,
-    )  # fmt: skip
+class _Waits:
+    """What has always happened: its methods do nothing."""
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self, *_) -> None:
+        pass
+
+    record = wait = wait_stream = wait_event = record_event = synchronize
+
+
+class _Event(_Waits):
+    """An event of a stream; the time between two means nothing."""
+
+    cuda_event = 0
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 1.0
+
+
+class _Stream(_Waits):
+    """The only stream."""
+
+    cuda_stream = device_index = 0
+    device = torch.device("cuda", 0)
 
 
 class _Generator(torch.Generator):
