@@ -1,4 +1,4 @@
-"""What the GPU of this machine reaches, and what has to be known of it to repeat a benchmark."""
+"""Rates that the GPU of this machine reaches, and its identity, to repeat a benchmark."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GPU_QUERIES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """What this GPU reaches: bytes per second of a large copy and of a large reduction, FLOP per
+    """Rates of this GPU: bytes per second of a large copy and of a large reduction, FLOP per
     second of a large matrix product."""
 
     name: str

@@ -1,4 +1,4 @@
-"""What others take for the same attention, on the same inputs."""
+"""Times of other packages for the same attention, on the same inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which physical blocks of the paged cache are free. Host memory only."""
+"""Free list of the paged cache's physical blocks. Host memory only."""
 
 from __future__ import annotations
 

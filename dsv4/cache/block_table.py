@@ -1,4 +1,4 @@
-"""Which physical block holds each logical block of each request. Host memory only."""
+"""Block table: the physical block of each logical block of each request. Host memory only."""
 
 from __future__ import annotations
 

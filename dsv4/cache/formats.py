@@ -1,4 +1,4 @@
-"""How a cache stores keys: rows in the model's dtype, or the 584-byte FP8 entry."""
+"""Formats of keys in a cache: rows in the model's dtype, or the 584-byte FP8 entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one layer keeps between steps: keys of the window and of entries, state of compressors."""
+"""State of one layer between steps: keys of the window and of entries, state of compressors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one forward pass works on: which requests, which positions, which cache blocks."""
+"""Inputs of one forward pass: its requests, positions and cache blocks."""
 
 from __future__ import annotations
 

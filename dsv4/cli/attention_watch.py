@@ -102,7 +102,7 @@ class AttentionCall:
 
 
 class AttentionWatch(TorchDispatchMode):
-    """Counts the calls of the attention operator and keeps the latest ones.
+    """Counter of the attention operator's calls, with the latest ones.
 
     With `drop_compressed` no call sees compressed entries: that branch is off, and nothing else of
     the model changes.

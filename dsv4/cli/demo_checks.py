@@ -1,4 +1,4 @@
-"""What the demo checks on the model it just ran. Each check computes its verdict from this run."""
+"""Checks of the demo on the model it just ran. Each check computes its verdict from this run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dsv4 sim attention` runs: one call of the compiled kernel, simulated and checked."""
+"""`dsv4 sim attention`: one call of the compiled kernel, simulated and checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How `dsv4 sim run` and `dsv4 sim ptx` report: text, JSON, SARIF, and the exit status."""
+"""Reports of `dsv4 sim run` and `dsv4 sim ptx`: text, JSON, SARIF, and the exit status."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ PLAIN_MLA_DIM = 576
 
 @dataclass(frozen=True)
 class FlashMLASchedMeta:
-    """Stands in for FlashMLA's tile schedule; the operator makes its own."""
+    """Stand-in for FlashMLA's tile schedule; the operator makes its own."""
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:

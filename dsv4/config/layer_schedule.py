@@ -1,4 +1,4 @@
-"""Which attention and which router every layer has."""
+"""Layer schedule: the attention and the router of every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what callers hand to the engine; every message names the argument."""
+"""Checks of the engine's arguments; every message names the argument."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ MAX_REQUESTS = 1 << 16
 
 
 class Engine:
-    """Runs requests through a model over one paged cache.
+    """Scheduler of requests through a model over one paged cache.
 
     A step is at most one decode forward over the requests whose known tokens are all cached but
     the newest, and one prefill forward over others. Requests start in the order they came, as

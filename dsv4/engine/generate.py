@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """What `generate` returns.
+    """Result of `generate`.
 
     Attributes:
         tokens: the new tokens of each prompt, a stop token included.

@@ -57,7 +57,7 @@ def decode_forward(
 
 
 class GraphKey(NamedTuple):
-    """What the kernels of a decode forward depend on, beside the contents of its inputs.
+    """Identity of a decode forward's kernels: all they depend on beside the contents of its inputs.
 
     Rows and capacity come in powers of two, so that keys are few.
     """
@@ -76,7 +76,7 @@ class GraphKey(NamedTuple):
 
 
 class GraphBackend(Protocol):
-    """What records forwards and plays them back."""
+    """Recorder of forwards, which plays them back."""
 
     def warm_up(self, forward: Forward) -> None:
         """Run a forward where captures will run, so that nothing is done for the first time."""

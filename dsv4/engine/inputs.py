@@ -17,7 +17,7 @@ SAMPLED_HERE = -1  # a next token that is not known before the forward itself sa
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What a forward over [B, C] positions reads.
+    """Input tensors of a forward over [B, C] positions.
 
     Attributes:
         step: positions and cache rows.

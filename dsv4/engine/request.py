@@ -9,7 +9,7 @@ from dsv4.engine.sampler import RowSampling
 
 
 class Output(NamedTuple):
-    """What one engine step did for one request."""
+    """Result of one engine step for one request."""
 
     request: int
     tokens: list[int]  # new tokens, in order, the stop token included

@@ -34,7 +34,7 @@ _MIX_2 = _int64(0x94D049BB133111EB)
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request continues.
+    """Sampling options of a request.
 
     Attributes:
         max_new_tokens: tokens to generate, at most.
@@ -70,7 +70,7 @@ class SamplingParams:
 
 
 class RowSampling(NamedTuple):
-    """How one row of a forward samples."""
+    """Sampling options of one row of a forward."""
 
     temperature: float  # 0 = greedy
     top_p: float

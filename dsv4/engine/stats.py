@@ -1,4 +1,4 @@
-"""What a generation cost."""
+"""Statistics of a generation."""
 
 from __future__ import annotations
 

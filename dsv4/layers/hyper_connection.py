@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Mix(NamedTuple):
-    """What `expand` needs of the streams that `collapse` read.
+    """State that `collapse` leaves for `expand`.
 
     Attributes:
         streams: [..., hc, D], before the sublayer.

@@ -16,7 +16,7 @@ EXPERT_MATRICES = ("w1", "w2", "w3")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What the released layout stores under a name.
+    """Tensor that the released layout stores under a name.
 
     Attributes:
         dtype: float8_e8m0fnu is a byte b that means 2^(b - 127); int8 and uint8 are two e2m1 codes.

@@ -42,7 +42,7 @@ _SHARED_WITH_MTP = re.compile(r"mtp\.\d+\.(embed|head)\.weight")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's bytes are.
+    """Place of a tensor's bytes.
 
     Attributes:
         file: the shard.

@@ -42,7 +42,7 @@ class ReferenceOutput:
 
 
 class IndexTrace(NamedTuple):
-    """What a CSA layer's indexer did: enough to train it, since the choice itself has no gradient.
+    """Trace of a CSA layer's indexer: enough to train it, since the choice itself has no gradient.
 
     Attributes:
         layer: index of the layer.
@@ -59,7 +59,7 @@ class IndexTrace(NamedTuple):
 
 
 class RouteTrace(NamedTuple):
-    """Which experts a MoE sublayer chose: enough to balance their load through the router's bias.
+    """Trace of the experts a MoE sublayer chose: enough to balance their load by the router's bias.
 
     Attributes:
         prefix: name of the sublayer, such as "layers.1.ffn.".

@@ -1,4 +1,4 @@
-"""Runs compiled sm_100a and sm_90a kernels on a CPU, instruction by instruction.
+"""Simulator of compiled sm_100a and sm_90a kernels on a CPU, instruction by instruction.
 
 `simulate(compiled, *args)` runs what `cute.compile` made, on CPU tensors: the real compiled host
 code launches, a stand-in for the CUDA runtime catches the launches, and the PTX is executed

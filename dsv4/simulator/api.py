@@ -46,7 +46,7 @@ def multiprocessors_of(target: str) -> int:
 
 
 class Host(Protocol):
-    """What stands in for host code: gives launches."""
+    """Stand-in for host code, which gives launches."""
 
     def run(self, arguments: list, keywords: dict) -> list[LaunchConfig]: ...
 

@@ -1,4 +1,4 @@
-"""Which basic blocks and which synchronisation instructions of a kernel ran."""
+"""Coverage of a kernel: its basic blocks and synchronisation instructions that ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong in a simulation, one class per kind of trouble."""
+"""Errors of a simulation, one class per kind."""
 
 from __future__ import annotations
 

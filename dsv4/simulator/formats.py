@@ -1,4 +1,4 @@
-"""What simulations found, for machines: JSON, and SARIF 2.1.0 for annotations in code review."""
+"""Findings of simulations for machines: JSON, and SARIF 2.1.0 for annotations in code review."""
 
 from __future__ import annotations
 

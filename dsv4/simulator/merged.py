@@ -1,4 +1,4 @@
-"""What several simulations found: findings once per cause, synchronisation that none ran."""
+"""Merged report of several simulations: findings once per cause, synchronisation that none ran."""
 
 from __future__ import annotations
 

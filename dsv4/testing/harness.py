@@ -85,7 +85,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one launch left: copies of its outputs and scratch on the CPU, and the simulator's
+    """Result of one launch: copies of its outputs and scratch on the CPU, and the simulator's
     report."""
 
     outputs: dict[str, Tensor]
@@ -111,7 +111,7 @@ class Outcome:
 
 
 class Target(Protocol):
-    """Where compiled functions run."""
+    """Place where compiled functions run."""
 
     arch: str
     device: str
@@ -125,7 +125,7 @@ class Target(Protocol):
 
 
 class _Compiler:
-    """What both targets share: an architecture, and each kernel compiled once for it."""
+    """Compiler of a target: an architecture, and each kernel compiled once for it."""
 
     def __init__(self, arch: str) -> None:
         self.arch = arch

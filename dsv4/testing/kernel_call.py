@@ -1,4 +1,4 @@
-"""Calls of compiled kernels from an operator's argument table: what a family does not write.
+"""Calls of compiled kernels, derived from an operator's argument table.
 
 A family says which tensors its inputs are, by the names of the table. Outputs, absent tensors,
 workspaces and scalars follow.

@@ -112,7 +112,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Edit:
-    """What becomes of a place.
+    """Change of a place.
 
     Attributes:
         source: what is written there.
@@ -241,7 +241,7 @@ def _list(nodes: list[ast.AST]) -> str:
 
 
 class Function(NamedTuple):
-    """Where a function is defined."""
+    """Place where a function is defined."""
 
     path: Path
     module: str  # dotted, relative to the package

@@ -34,7 +34,7 @@ class SeqlenInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class KeyRules:
-    """What a kernel is compiled for: rows of a key tile, and what tokens see of their window.
+    """Compile-time rules of a kernel's keys: rows of a key tile, and a token's view of its window.
 
     Without `is_causal` a token sees the rows below its request's length, in whatever order they
     are. With it rows are chronological, and the last token of a request sits at its last row: a
@@ -77,7 +77,7 @@ class KeySpan(NamedTuple):
         return self.first + self.count
 
     def has_both_branches(self):
-        """What `BOTH_BRANCHES` says, for those who have no flags."""
+        """What `BOTH_BRANCHES` says, for callers without flags."""
         return (self.compressed_len > 0) & (self.window_end > self.window_begin)
 
     def tile(self, i, keys: int):

@@ -1,4 +1,4 @@
-"""How a launch of sparse attention is divided: kernel, KV splits, head tiles, column slices.
+"""Launch plan of sparse attention: kernel, KV splits, head tiles, column slices.
 
 Plain Python for the host that launches; decided by the launch's size and the GPU, never by values.
 On Hopper the compiled host function makes the same of the number of splits that it is given
@@ -162,7 +162,7 @@ def make_plan(
 def num_splits(
     config: FmhaConfig, tokens: int, rows: int, width: int, num_sms: int, arch: str = "sm_90a"
 ) -> int:
-    """KV splits of a launch: what the host tells the compiled function."""
+    """KV splits of a launch: `num_splits` of the compiled function's call."""
     return make_plan(config, tokens, rows, width, num_sms, arch).num_splits
 
 

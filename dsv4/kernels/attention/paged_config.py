@@ -1,4 +1,4 @@
-"""What a paged attention kernel is compiled for.
+"""Configuration that a paged attention kernel is compiled for.
 
 Imports neither cutlass nor torch, so that every layer may use it.
 """

@@ -1,6 +1,6 @@
 """Split-KV workspace: layout of counters, partial rows and their statistics, in words of 32 bits.
 
-Plain Python, for kernels, which pass runtime integers, and for those who allocate a workspace.
+Plain Python, for kernels, which pass runtime integers, and for the code that allocates a workspace.
 Every split of a row leaves accumulators that are relative to its row max, and statistics of the
 row: row max, base 2, and row sum. The combine weighs the splits by them (`split_reduce`), always in
 split order, so that no bit depends on the CTA that does it.

@@ -42,7 +42,7 @@ USABLE_BY_CLUSTERS = 0.75
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a launch divides the product. No bit of a result depends on it.
+    """Division of the product by a launch. No bit of a result depends on it.
 
     Attributes:
         tokens: of a token tile: columns of the products.

@@ -1,1 +1,1 @@
-"""What kernels of several families share: plans, barriers, copies, products, reductions."""
+"""Parts that kernels of several families share: plans, barriers, copies, products, reductions."""

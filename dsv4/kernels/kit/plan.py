@@ -253,7 +253,7 @@ class TmemPlan:
 
 
 class Arrive(Enum):
-    """How a role arrives at an mbarrier."""
+    """Way in which a role arrives at an mbarrier."""
 
     THREAD = "threads"  # each
     WARP = "warps"  # one lane of each

@@ -99,7 +99,7 @@ def scale_bf16x2(byte: Int32) -> Uint32:
 def dequantize_e4m3(codes: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
     """Four e4m3 codes times a power of two in both halves of a register, as bf16 pairs, exactly.
 
-    The code of NaN, 0x7F, becomes 480: those who write entries say NaN by the scale.
+    The code of NaN, 0x7F, becomes 480: an entry says NaN by its scale.
     """
     pairs = []
     # The product takes no immediate operand.

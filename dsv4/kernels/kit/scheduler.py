@@ -72,7 +72,7 @@ def make_tail_scheduler(
 
 
 class Throttle(Enum):
-    """What a load warp waits for besides an empty stage."""
+    """Condition that a load warp waits for besides an empty stage."""
 
     NONE = auto()
     # The half tile before the last one. The longer the queues in front of DRAM, the less evenly

@@ -47,7 +47,7 @@ def a_steps(operand: cute.Tensor) -> cute.Tensor:
     """An A operand in registers as [8, K step].
 
     A thread holds 16 columns of an accumulator at the very places where the A operand of another
-    product wants them: from an accumulator to an operand nothing is rearranged.
+    product takes them: from an accumulator to an operand nothing is rearranged.
     """
     return cute.make_tensor(operand.iterator, cute.make_layout((8, cute.size(operand) // 8)))
 

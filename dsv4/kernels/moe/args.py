@@ -1,4 +1,4 @@
-"""Arguments of the experts' kernels, from lists of who goes where to the sum over experts.
+"""Arguments of the experts' kernels, from the lists of pairs to the sum over experts.
 
 T tokens go to k experts each: P = T k pairs of a token and an expert. A pair's position is its
 place in the list sorted by expert, then by token. Weights are prepared (`layout`): their shapes and

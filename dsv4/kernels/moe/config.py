@@ -1,4 +1,4 @@
-"""What the experts of a layer are compiled for.
+"""Configuration that the experts of a layer are compiled for.
 
 Imports neither cutlass nor torch, so that every layer may use it.
 """

@@ -1,4 +1,4 @@
-"""What a mixture-of-experts layer is compiled for: router, routed experts and the shared one.
+"""Configuration of a mixture-of-experts layer: router, routed experts and the shared one.
 
 Imports neither cutlass nor torch, so that every layer may use it.
 """

@@ -24,7 +24,7 @@ MOST_IN_FLIGHT = 16  # tokens of a tile with two accumulators
 
 
 class Source(Enum):
-    """Where the activations of a product come from."""
+    """Source of the activations of a product."""
 
     TOKENS = auto()  # codes of tokens, gathered by the pairs of a tile
     CODES = auto()  # codes of rows in the order of tiles
@@ -33,7 +33,7 @@ class Source(Enum):
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a launch divides the products. No bit of a result depends on it.
+    """Division of the products by a launch. No bit of a result depends on it.
 
     Attributes:
         tokens: of a tile of a routed expert: columns of its products.
@@ -56,7 +56,7 @@ class Tiling:
 
 @dataclass(frozen=True)
 class Kind:
-    """How tiles of one kind of expert pass through the ring.
+    """Passage of the tiles of one kind of expert through the ring.
 
     Attributes:
         dtype: of its weights, "fp4" or "fp8".

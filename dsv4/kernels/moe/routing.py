@@ -1,4 +1,4 @@
-"""How routing divides its work: order of the gate's sums, tiles, bounds, and the lists it leaves.
+"""Division of the routing's work: order of the gate's sums, tiles, bounds, and the lists it leaves.
 
 Plain Python; imports neither cutlass nor torch.
 """
@@ -26,7 +26,7 @@ GROUP_WORDS = 4  # of an entry of `groups`: expert, first position, rows, 0
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """What the routing kernels are compiled for.
+    """Configuration that the routing kernels are compiled for.
 
     Attributes:
         hidden: elements of a token, D.

@@ -1,4 +1,4 @@
-"""What a row kernel is compiled for, and how it divides rows among threads.
+"""Configuration of a row kernel, and the division of its rows among threads.
 
 Imports neither cutlass nor torch, so that every layer may use it.
 """
@@ -53,7 +53,7 @@ class RmsNormFp8Config:
 
 @dataclass(frozen=True)
 class RowTiling:
-    """How the threads of a CTA divide rows. No bit of a result depends on it.
+    """Division of rows among the threads of a CTA. No bit of a result depends on it.
 
     A team of `team` neighbouring lanes holds a group of 128 elements, in 16-byte vectors that the
     lanes take in turns; the teams of a row take its groups in turns.

@@ -1,4 +1,4 @@
-"""What `kv_insert` is compiled for, and its arguments: N latents, a pool of pages of P entries.
+"""Configuration of `kv_insert`, and its arguments: N latents, a pool of pages of P entries.
 
 Imports neither cutlass nor torch, so that every layer may use it.
 """

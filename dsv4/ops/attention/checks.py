@@ -1,4 +1,4 @@
-"""What the argument table of `sparse_fmha_with_swa` cannot say about its tensors."""
+"""Checks that the argument table of `sparse_fmha_with_swa` cannot express."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the argument table of `sparse_fmha_paged` cannot say about its tensors."""
+"""Checks that the argument table of `sparse_fmha_paged` cannot express."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from dsv4.ops.pools import Pool
 
 
 class Slots(Protocol):
-    """Where c tokens find their keys.
+    """Slots of the keys of c tokens.
 
     Attributes:
         count: [c], keys of each token, invalid ones among them.

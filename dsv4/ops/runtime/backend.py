@@ -1,4 +1,4 @@
-"""Which implementation of an operator a CUDA device gets: its kernel, or plain torch."""
+"""Choice of an operator's implementation on a CUDA device: its kernel, or plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VARIABLE = "DSV4_OPS"
 
 
 class Device(NamedTuple):
-    """What a launch is planned for.
+    """Device that a launch is planned for.
 
     Attributes:
         arch: name of the architecture.

@@ -105,7 +105,7 @@ def make_launch(state: State) -> Launch:
 
 
 class _Plan(NamedTuple):
-    """What follows from the sizes of a launch.
+    """Scalars and workspace that follow from the sizes of a launch.
 
     Attributes:
         sizes: by name.

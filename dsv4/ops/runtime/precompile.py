@@ -27,7 +27,7 @@ ERROR_LENGTH = 500  # compiler errors go on for pages
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one runner.
+    """Outcome of one runner's compilation.
 
     Attributes:
         label: as given.

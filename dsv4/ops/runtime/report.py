@@ -1,4 +1,4 @@
-"""What the compiler says about a kernel: registers, spills, shared memory."""
+"""Compiler's report on a kernel: registers, spills, shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launches of a configuration need on one device: made once, then only read."""
+"""State of a configuration's launches on one device: made once, then only read."""
 
 from __future__ import annotations
 

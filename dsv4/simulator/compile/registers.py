@@ -36,7 +36,7 @@ REGISTER = re.compile(r"%[\w$]+")
 
 
 class RegisterMap:
-    """Where each register of an entry lives in `R`, its canonical kind, and which blocks use it."""
+    """Place of each register of an entry in `R`, its canonical kind, and the blocks that use it."""
 
     def __init__(self, entry: Entry, blocks: list[Block]):
         users: dict[str, set[int]] = {}

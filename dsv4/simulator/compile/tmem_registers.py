@@ -19,7 +19,7 @@ _ONLY_READS = ("bar", "barrier", "bra", "nanosleep", "setmaxnreg")
 
 
 class Step(NamedTuple):
-    """What an instruction does with registers that tcgen05.ld may have loaded (numbers in R)."""
+    """Uses that an instruction makes of registers tcgen05.ld may have loaded (numbers in R)."""
 
     at: int
     copies: bool

@@ -1,1 +1,1 @@
-"""Where kernels come from: compiled CuTeDSL functions and PTX text."""
+"""Sources of kernels: compiled CuTeDSL functions and PTX text."""

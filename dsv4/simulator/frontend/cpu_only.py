@@ -11,7 +11,7 @@ from dsv4.simulator.frontend.cuda_tensors import CudaTensors
 
 
 class CpuOnly:
-    """Lets code that asks for CUDA tensors, streams and devices run on a CPU, process-wide."""
+    """Process-wide stand-in that runs code for CUDA tensors, streams and devices on a CPU."""
 
     def __init__(self, arch: str):
         self.capability = (9, 0) if arch.startswith("sm_90") else (10, 0)

@@ -1,4 +1,4 @@
-"""CPU tensors that say they are on a GPU, for code that asks them."""
+"""CPU tensors whose device attribute is a GPU's, for code that checks it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEVICE_OF = torch.Tensor.device.__get__
 
 
 class CudaTensors(TorchFunctionMode):
-    """Turns every CUDA device into the CPU and lets tensors answer as on a GPU.
+    """Torch mode in which every CUDA device is the CPU, and tensors answer as on a GPU.
 
     A tensor counts as on the GPU unless code that this mode saw made it on the CPU.
     """

@@ -1,4 +1,4 @@
-"""Running the real compiled host function without a GPU, and catching its launches.
+"""Execution of the real compiled host function without a GPU, which catches its launches.
 
 The compiled object holds its host code as LLVM dialect. A copy of that module gets its calls into
 the CUDA runtime renamed to the stub's (runtime_stub.c), is compiled again, and runs on the caller's
@@ -71,7 +71,7 @@ def check_version() -> None:
 
 
 class HostRunner:
-    """Runs a compiled function's host code and records its launches."""
+    """Runner of a compiled function's host code, which records its launches."""
 
     def __init__(self, compiled, module: Module, multiprocessors: int):
         check_version()

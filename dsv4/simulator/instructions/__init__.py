@@ -1,1 +1,1 @@
-"""What each family of instructions does: generated text and the functions it calls."""
+"""Semantics of each family of instructions: generated text and the functions it calls."""

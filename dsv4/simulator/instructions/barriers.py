@@ -257,7 +257,7 @@ def mbarrier_complete(w: Warp, address: np.ndarray, size: np.ndarray, mask) -> N
 
 
 class Awaited(NamedTuple):
-    """What a warp waits for; described only if somebody asks, as polls are many."""
+    """Condition that a warp waits for; described on demand, as polls are many."""
 
     barrier: MemoryBarrier
     parity: int

@@ -60,7 +60,7 @@ class RegisterChange(NamedTuple):
 
 
 class AwaitedRegisters(NamedTuple):
-    """What a warp at setmaxnreg.inc waits for."""
+    """Registers that a warp at setmaxnreg.inc waits for."""
 
     count: int  # that each of its threads asks for
     warp: Warp

@@ -1,4 +1,4 @@
-"""When asynchronous operations (copies, matrix products, commits) take effect.
+"""Schedule of asynchronous operations (copies, matrix products, commits).
 
 `eager` runs them at issue, `lazy` when nothing else can run, `random` at seeded random moments.
 Operations of one queue keep their order; queues are independent.

@@ -1,4 +1,4 @@
-"""What a deadlock says: its root cause first, then the warps that wait."""
+"""Message of a deadlock: its root cause first, then the warps that wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dsv4.simulator.machine.warp import Warp
 
 
 def describe_deadlock(warps: list[Warp]) -> str:
-    """The root cause, then who waits for what; warps that wait for the same thing at the same
+    """The root cause, then each wait; warps that wait for the same thing at the same
     place share a line."""
     ordered = sorted(warps, key=lambda warp: (not _hopeless(warp), warp.moved_in))
     first = ordered[0]

@@ -1,4 +1,4 @@
-"""What the machine tells of a launch: the interface of the race checker and of the time recorder.
+"""Observer of a launch: the interface of the race checker and of the time recorder.
 
 `w` is the warp that acts, `mask` the lanes of it that take part (None: the warp acts as one),
 `lane` the one that issued an asynchronous operation. Offsets are bytes of a CTA's shared memory.

@@ -1,4 +1,4 @@
-"""How many CTAs fit one multiprocessor at once, and the registers of their threads."""
+"""Occupancy: CTAs that fit one multiprocessor at once, and the registers of their threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Running one launch: clusters become resident, warps take turns, asynchronous work completes.
+"""Scheduler of one launch: clusters become resident, warps take turns, asynchronous work completes.
 
 Clusters start in grid order, each when the ones before it can make no more progress, so CTAs may
 wait for each other through global memory as on hardware with enough SMs.
@@ -34,7 +34,7 @@ IDLE_ROUNDS = 400  # rounds in which every warp only polls, before that counts a
 
 @dataclass
 class LaunchConfig:
-    """What the host code asked for."""
+    """Configuration of a launch, as the host code gave it."""
 
     kernel: str
     grid: tuple[int, int, int]

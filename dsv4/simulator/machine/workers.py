@@ -95,7 +95,7 @@ def run_parallel(launch: Launch, workers: int) -> None:
 
 
 class _Result(NamedTuple):
-    """What one worker learnt."""
+    """Result of one worker."""
 
     error: tuple[str, str] | None  # class and message
     hits: list[int]

@@ -1,4 +1,4 @@
-"""Which modifiers each opcode may carry: one that no emitter looks at would be silently ignored."""
+"""Modifiers that each opcode may carry: one that no emitter looks at would be silently ignored."""
 
 from __future__ import annotations
 

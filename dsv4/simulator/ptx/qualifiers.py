@@ -17,7 +17,7 @@ class Scope(IntEnum):
 
 
 class Order(NamedTuple):
-    """What an instruction does to the order of memory accesses.
+    """Effect of an instruction on the order of memory accesses.
 
     Args:
         strong: a synchronising access, or a fence between threads.

@@ -45,7 +45,7 @@ def _dimensions(directive: str, header: str) -> tuple[int, int, int] | None:
 
 
 class EntryReader:
-    """Reads one entry body statement by statement, keeping the stack of scopes; a call of a device
+    """Reader of one entry body, by statements, with its stack of scopes; a call of a device
     function is replaced by its body."""
 
     def __init__(

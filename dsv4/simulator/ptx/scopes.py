@@ -11,7 +11,7 @@ _NAME = re.compile(r"(?<![\w%$.])(?:%[\w$]+|[A-Za-z_$][\w$]*)(?:\.[xyzwrgba](?!\
 
 @dataclass
 class Scope:
-    """What the names declared between two braces stand for.
+    """Meaning of the names declared between two braces.
 
     Attributes:
         names: registers, labels and parameters.

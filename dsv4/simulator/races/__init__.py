@@ -1,1 +1,1 @@
-"""The race checker: who may touch what, and what orders it."""
+"""The race checker: accesses to memory, and what orders them."""

@@ -37,7 +37,7 @@ _LANES = np.arange(32)
 
 
 class GlobalRaces:
-    """Checks one launch's accesses to global memory; reports through the monitor."""
+    """Checker of one launch's accesses to global memory; reports through the monitor."""
 
     def __init__(self, monitor, before: GlobalRaces | None, undefined: tuple = ()):
         self.monitor, self.before, self.undefined = monitor, before, undefined

@@ -1,4 +1,4 @@
-"""What the instructions between two events cost a warp: issue slots, pipes, and dependences.
+"""Costs to a warp of the instructions between two events: issue slots, pipes, and dependences.
 
 PTX is not machine code. The compiler removes copies and reorders freely, so a stretch of
 instructions is scheduled here by its data flow alone, and copies of registers are free.

@@ -32,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Outcome of a replay: cycles until the last warp is done, by unit, and who did what when."""
+    """Outcome of a replay: cycles until the last warp is done, by unit, and its spans."""
 
     cycles: float
     busy: dict[str, float]

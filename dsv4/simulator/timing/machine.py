@@ -1,4 +1,4 @@
-"""What a GPU can do per clock: the numbers behind the time model.
+"""Rates of a GPU per clock: the numbers behind the time model.
 
 Every number is either measured and published (the source is named beside it) or an assumption that
 no public table settles. `ASSUMED` names these; `dataclasses.replace` adjusts any of them.

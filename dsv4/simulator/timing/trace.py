@@ -1,4 +1,4 @@
-"""What a launch did, in the order each warp did it: the input of the time model.
+"""Trace of a launch, in the order of each warp: the input of the time model.
 
 A trace has no times. It names, for every warp, the basic blocks it ran and what it asked of the
 units that work beside it; signals and waits carry keys, and a key is complete once as many signals

@@ -26,7 +26,7 @@ class Server:
 
 @dataclass(slots=True)
 class RecentLoad:
-    """How much of the last `span` cycles or so a server was asked to work."""
+    """Load of a server over the last `span` cycles or so."""
 
     span: float
     asked: float = 0.0

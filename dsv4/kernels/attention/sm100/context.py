@@ -75,7 +75,7 @@ class Smem1Cta(NamedTuple):
 
 
 class Context1Cta(NamedTuple):
-    """What every role of the 1-CTA kernel works with."""
+    """Context of every role of the 1-CTA kernel."""
 
     params: KernelParams
     work: WorkTile
@@ -127,7 +127,7 @@ class Tmem2Cta(NamedTuple):
 
 
 class Context2Cta(NamedTuple):
-    """What every role of the 2-CTA kernel works with."""
+    """Context of every role of the 2-CTA kernel."""
 
     params: KernelParams
     scheduler: TileScheduler

@@ -2,7 +2,7 @@
 a stage of the ring.
 
 A source makes the TMA descriptors on the host, and on the device one `KvBranch` for each of the two
-branches of a work tile; `copy` then fills a stage. No other role knows where keys come from.
+branches of a work tile; `copy` then fills a stage. No other role depends on where keys come from.
 """
 
 from typing import NamedTuple

@@ -24,7 +24,7 @@ from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load
 
 
 class GatherWarpgroup(LoadWarp):
-    """Keeps Q and the KV ring full. Each warp gathers 16 rows of every key tile."""
+    """Producer of Q and of the KV ring. Each warp gathers 16 rows of every key tile."""
 
     def __init__(self, plan: PagedHeadsMPlan, has_even_tiles: bool, is_gate: bool):
         super().__init__(plan, has_even_tiles)

@@ -56,7 +56,7 @@ class SplitCoord(NamedTuple):
 
 
 class SubTile(NamedTuple):
-    """What a warp combines at a time: 16 rows of some columns. Offsets are words of the group's
+    """Unit of a warp's combine: 16 rows of some columns. Offsets are words of the group's
     part of the workspace, of split 0 and the warp's first lane."""
 
     index: cutlass.Int32  # among those of a half

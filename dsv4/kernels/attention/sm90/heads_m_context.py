@@ -22,7 +22,7 @@ DTYPE = cutlass.BFloat16
 
 
 class Operands(NamedTuple):
-    """What a launch works on, beside the TMA descriptors."""
+    """Operands of a launch, beside the TMA descriptors."""
 
     q: cute.Tensor
     compressed_rows: cutlass.Int32

@@ -58,7 +58,7 @@ class RowStatistics:
 
 
 class Staging(NamedTuple):
-    """What the rows of a CTA's last work tile need to go through shared memory."""
+    """Shared memory and descriptor through which the rows of a CTA's last work tile are stored."""
 
     o_maps: tuple  # the TMA descriptor of o, or nothing: rows are never staged
     target: cute.Pointer  # free after the CTA's last key tile
@@ -66,7 +66,7 @@ class Staging(NamedTuple):
 
 
 class Epilogue:
-    """Stores the rows of a work tile that has all of a token's keys.
+    """Epilogue of a work tile that has all of a token's keys.
 
     Attributes:
         can_stage: whether a swizzle span is as wide as `stage_rows` writes it.

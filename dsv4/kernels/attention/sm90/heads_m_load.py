@@ -25,7 +25,7 @@ PREFETCH_PAUSE = 100
 
 
 class LoadWarp:
-    """Keeps Q and the KV ring full.
+    """Producer of Q and of the KV ring.
 
     Args:
         has_even_tiles: whether head tiles divide the heads evenly.

@@ -44,7 +44,7 @@ class ScoreFragments(NamedTuple):
 
 
 class ScoreWarpgroup:
-    """Computes P of every key tile, one tile ahead of the output warpgroups, and the row statistics
+    """Producer of P of every key tile, one ahead of the output warpgroups, and of row statistics
     of every work tile."""
 
     statistics_type = RowStatistics

@@ -9,7 +9,7 @@ from dsv4.kernels.attention.split_kv import combine_sizes, counter_words
 
 
 class HeadsMTiling(NamedTuple):
-    """How work tiles map to heads, splits and tokens."""
+    """Map from work tiles to heads, splits and tokens."""
 
     num_splits: cutlass.Int32
     head_tiles: cutlass.Int32

@@ -31,7 +31,7 @@ class KeyTile(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where a load goes: the mbarrier that counts its bytes, and a place in shared memory for some
+    """Target of a load: the mbarrier that counts its bytes, and a place in shared memory for some
     columns of a tile."""
 
     full: cute.Pointer

@@ -43,7 +43,7 @@ from dsv4.kernels.kit.tma import make_head_tile_descriptor, make_row_descriptor
 
 
 class Operands(NamedTuple):
-    """What a launch works on, beside the TMA descriptors."""
+    """Operands of a launch, beside the TMA descriptors."""
 
     keys: PagedKeys
     q_factor: cute.Tensor  # [T, n_h] fp32, or [0, n_h]: 1

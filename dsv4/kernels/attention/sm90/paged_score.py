@@ -18,7 +18,7 @@ from dsv4.kernels.kit.wgmma import by_row
 
 
 class PagedRowStatistics(RowStatistics):
-    """Stores the largest scores, too; they are asked for of launches without splits alone."""
+    """Row statistics with the largest scores, which launches without splits alone store."""
 
     @cute.jit
     def finish(self, ctx: HeadsMContext, coord, first_row, rows: Rows, gate_offset, sinks):

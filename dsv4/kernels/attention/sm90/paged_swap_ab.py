@@ -39,7 +39,7 @@ from dsv4.kernels.kit.tma import make_row_descriptor, prefetch_descriptors, tma_
 
 
 class Operands(NamedTuple):
-    """What a launch works on, beside the TMA descriptor."""
+    """Operands of a launch, beside the TMA descriptor."""
 
     keys: PagedKeys
     q_factor: cute.Tensor  # [T, n_h] fp32, or [0, n_h]: 1

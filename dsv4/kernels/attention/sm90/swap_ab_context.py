@@ -20,7 +20,7 @@ PAIR = 2  # neighbouring heads of a thread
 
 
 class SwapAbTiling(NamedTuple):
-    """How work tiles map to head tiles, splits and tokens."""
+    """Map from work tiles to head tiles, splits and tokens."""
 
     num_splits: cutlass.Int32
     work_tiles: cutlass.Int32
@@ -37,7 +37,7 @@ class SwapAbTiling(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """What a launch works on, beside the TMA descriptors."""
+    """Operands of a launch, beside the TMA descriptors."""
 
     compressed_rows: cutlass.Int32
     window_shape: tuple  # batch, W

@@ -12,7 +12,7 @@ from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load, tma_prefetch
 
 
 class LoadWarp:
-    """Keeps Q and the KV ring full."""
+    """Producer of Q and of the KV ring."""
 
     def __init__(self, plan: SwapAbPlan):
         self.plan = plan

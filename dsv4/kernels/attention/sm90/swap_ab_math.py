@@ -52,7 +52,7 @@ class MathFragments:
 
 @dataclass(frozen=True)
 class TileMask:
-    """What the softmax knows of a key tile."""
+    """Valid keys of a tile, for the softmax."""
 
     n: cutlass.Int32  # of the work tile's key tiles
     is_window: cutlass.Boolean
@@ -61,7 +61,7 @@ class TileMask:
 
 
 class MathWarpgroup:
-    """Computes scores, P, accumulators and output of every work tile."""
+    """Math warpgroup: scores, P, accumulators and output of every work tile."""
 
     is_paged = False  # heads have scales, and their largest scores may be asked for
 
@@ -198,7 +198,7 @@ class MathWarpgroup:
         mask: TileMask,
         kv: Cursor,
     ):
-        """P^T of a key tile into shared memory; accumulators and V become what PV wants.
+        """P^T of a key tile into shared memory; accumulators and V become the operands of PV.
 
         P is stored before it is known whether the row maxima may stay: they nearly always may, and
         then this takes one barrier. Shared memory is slow beside products, so that the chain has as

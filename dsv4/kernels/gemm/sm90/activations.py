@@ -30,7 +30,7 @@ def scale_value(stored):
 
 
 class Activations:
-    """What the consumers do for a token tile before its first product."""
+    """Preparation of a token tile by the consumers, before its first product."""
 
     def __init__(self, plan: LinearPlan):
         self.plan = plan

@@ -15,7 +15,7 @@ from dsv4.kernels.kit.tma import (
 
 
 class LoadWarp:
-    """Keeps the rings full: weights first, activations when the launch before is over."""
+    """Producer of the rings: weights first, activations when the launch before is over."""
 
     def __init__(self, plan: LinearPlan):
         self.plan = plan

@@ -31,7 +31,7 @@ WARPGROUP = WARP * WARPGROUP_WARPS
 
 
 class WideLoadWarp:
-    """Keeps the ring full: weights first, activations when the launch before is over."""
+    """Producer of the ring: weights first, activations when the launch before is over."""
 
     def __init__(self, plan: LinearPlan):
         self.plan = plan

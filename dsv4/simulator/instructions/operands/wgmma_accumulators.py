@@ -46,7 +46,7 @@ class _Share(NamedTuple):
 
 
 class Accumulators:
-    """What the products of one warp left in its accumulators. `R` is the warp's register file."""
+    """Accumulators of one warp's products. `R` is the warp's register file."""
 
     def __init__(self, R: list):
         self.R = R

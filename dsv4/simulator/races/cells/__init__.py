@@ -1,1 +1,1 @@
-"""What each piece of memory remembers of the accesses to it."""
+"""Records of the accesses to each piece of memory."""

@@ -1,4 +1,4 @@
-"""Which granules of shadow memory an access touches; shadow.py says what a granule is."""
+"""Granules of shadow memory that an access touches; shadow.py says what a granule is."""
 
 from __future__ import annotations
 

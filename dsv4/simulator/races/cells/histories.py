@@ -1,4 +1,4 @@
-"""Who last wrote and read each cell of an allocation in global memory."""
+"""Last writes and reads of each cell of an allocation in global memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shadow memory: who last wrote and who read each cell, with logical clocks.
+"""Shadow memory: last writer and readers of each cell, with logical clocks.
 
 A cell is 4 bytes of shared memory, or 16 lanes of one TMEM column. 4-byte cells that an access of
 fewer bytes touched are split: their four bytes get cells of their own, in a pool behind the others.

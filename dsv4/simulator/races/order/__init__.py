@@ -1,1 +1,1 @@
-"""What orders accesses: vector clocks, lanes of a warp, flags in memory."""
+"""Order of accesses: vector clocks, lanes of a warp, flags in memory."""

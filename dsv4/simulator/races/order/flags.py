@@ -44,7 +44,7 @@ class _Entry(NamedTuple):
 
 
 class Flags:
-    """What was released where, in one launch."""
+    """Releases of one launch, by their place."""
 
     def __init__(self) -> None:
         self.clusters_per_gpu = 1 << 30

@@ -18,7 +18,7 @@ _MERGE = 64
 
 
 class LaneOrder:
-    """How far one warp's own accesses are ordered among its lanes, in its own clock.
+    """Order of one warp's own accesses among its lanes, in its own clock.
 
     Accesses at `synced` or later are not ordered between lanes; those before `converged` have at
     least a collective behind them. `recent` holds what lanes accessed since: the memory (a Shadow,
