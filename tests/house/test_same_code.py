@@ -326,13 +326,13 @@ def test_this_project_against_itself_and_against_a_changed_constant(tmp_path: Pa
         target.write_bytes((ROOT / name).read_bytes())
     project.git("add", "--all")
     project.git("commit", "--quiet", "-m", "as it is")
-    only = ("HEAD", "--arch", "sm_100a", "--only", ", 16 heads of 64")
+    only = ("HEAD", "--arch", "sm_100a", "--only", "rms_norm_fp8: Flash q")
     equal = project.run(*only)
     assert equal.returncode == 0, equal.stdout + equal.stderr
-    scale = next(p for p in project.folder.rglob("config.py") if "FmhaConfig" in p.read_text())
-    text = scale.read_text()
-    assert text.count("self.head_dim**-0.5") == 1
-    scale.write_text(text.replace("self.head_dim**-0.5", "self.head_dim**-0.25"))
+    source = project.folder / "dsv4" / "kernels" / "kit" / "quant.py"
+    text = source.read_text()
+    assert text.count("E4M3_AMAX_FLOOR = 1e-4") == 1
+    source.write_text(text.replace("E4M3_AMAX_FLOOR = 1e-4", "E4M3_AMAX_FLOOR = 1e-3"))
     changed = project.run(*only)
     assert changed.returncode == 1, changed.stdout + changed.stderr
     assert "ptx differs" in changed.stdout
