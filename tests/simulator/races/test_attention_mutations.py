@@ -1,13 +1,11 @@
 """Deleting any one synchronisation instruction of the attention kernels, or weakening any one of
 their qualifiers by a step, is noticed."""
 
-import ast
 import functools
 import random
 from collections import Counter
 from dataclasses import dataclass, replace
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
@@ -22,10 +20,11 @@ from tests.simulator.helpers.mutations import (
     run_of,
     sync_instructions,
     weakened,
-    weakened_instructions,
     without,
 )
+from tests.simulator.helpers.places import places
 from tests.simulator.helpers.support import dump_folder
+from tests.simulator.helpers.weaker import check_weaker, weakenings_of
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -268,37 +267,6 @@ def kernel(name: str):
     return compiled, runs
 
 
-@functools.cache
-def _functions(path: str) -> list[tuple[int, int, str]]:
-    """(first line, last line, name) of the functions in a file, inner ones last."""
-    tree = ast.parse(Path(path).read_text())
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)]
-    return sorted((n.lineno, n.end_lineno, n.name) for n in found)
-
-
-def places(instructions: list[Instruction]) -> list[tuple[str, str]]:
-    """Each instruction's stem and the kernel's function it is in.
-
-    Fences of Tensor Memory go with the wait before or the arrival after them: they share two
-    functions, whatever they are for.
-    """
-    functions = [_function_of(ins) for ins in instructions]
-    for i, ins in enumerate(instructions):
-        if ins.opcode == "tcgen05.fence::after_thread_sync":
-            functions[i] = functions[i - 1]
-        elif ins.opcode == "tcgen05.fence::before_thread_sync":
-            functions[i] = functions[i + 1]
-    return [(".".join(ins.parts[:2]), name) for ins, name in zip(instructions, functions)]
-
-
-def _function_of(ins: Instruction) -> str:
-    path, line = ins.source
-    begun = [found for found in _functions(path) if found[0] <= line]
-    # The compiler counts lines of an inlined library function on from its call: past the end, too.
-    names = [name for _, last, name in begun if line <= last] or [name for *_, name in begun]
-    return names[-1] if names else ""
-
-
 def _synchronisation(name: str, ptx: str) -> list[Instruction]:
     """The instructions to delete: of all entries that the launches reach."""
     instructions = sync_instructions(ptx)
@@ -380,52 +348,27 @@ def _weakened_runs(name: str, runs: list[Run]) -> list[Run]:
     """The launches that must notice a weaker qualifier."""
     if KERNELS[name].arch != "sm_90a":
         return runs
+    if KERNELS[name].smallest_only:
+        return [run for run in runs if run.schedule == "eager"]
     return [_run(KERNELS[name], 2, schedule, ONE_ROUND) for schedule in ("eager", "lazy")] + runs
-
-
-def _weakenings(ptx: str) -> list[tuple[Instruction, str, tuple[str, str, str]]]:
-    """Instructions to weaken, their new opcodes, and where: stem, function, new qualifier."""
-    changes = weakened_instructions(ptx)
-    placed = places([ins for ins, _ in changes])
-    return [
-        (ins, opcode, (*place, next(p for p in opcode.split(".") if p not in _qualifiers(ins))))
-        for (ins, opcode), place in zip(changes, placed)
-    ]
-
-
-def _qualifiers(ins: Instruction) -> set[str]:
-    """The parts of an opcode and what it has by default."""
-    semantics = {"acquire"} if ins.order.acquires else set()
-    semantics |= {"release"} if ins.order.releases else set()
-    if ins.order.strong and len(semantics) != 1:
-        semantics = set() if semantics else {"relaxed"}
-    return {*ins.parts, ins.order.scope.name.lower(), *semantics}
 
 
 @pytest.mark.parametrize("name", ["single", "few"])
 def test_some_weaker_qualifiers_are_noticed(name, seed):
     compiled, runs = kernel(name)
     ptx, runs = compiled.artifacts.PTX, _weakened_runs(name, runs)
-    needed = [change for change in _weakenings(ptx) if change[2] not in HARMLESS[name]]
+    needed = [change for change in weakenings_of(ptx) if change.place not in HARMLESS[name]]
     known = known_warnings(compiled, runs[:1])
-    for ins, opcode, _ in random.Random(seed).sample(needed, SAMPLE):
-        found = noticed(compiled, weakened(ptx, ins, opcode), runs, known)
-        assert found, f"seed {seed}: {opcode}: {ins.where()}"
+    for weakening in random.Random(seed).sample(needed, SAMPLE):
+        text = weakened(ptx, weakening.ins, weakening.opcode)
+        assert noticed(compiled, text, runs, known), f"seed {seed}: {weakening}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HARMLESS)
 def test_all_weaker_qualifiers_are_noticed(name):
     compiled, runs = kernel(name)
-    ptx, runs = compiled.artifacts.PTX, _weakened_runs(name, runs)
-    known = known_warnings(compiled, runs)
-    missed = [
-        (place, f"{opcode}: {ins.where()}")
-        for ins, opcode, place in _weakenings(ptx)
-        if not noticed(compiled, weakened(ptx, ins, opcode), runs, known)
-    ]
-    expected = {place: count for place, (count, _) in HARMLESS[name].items()}
-    assert Counter(place for place, _ in missed) == expected, "\n".join(x for _, x in missed)
+    check_weaker(compiled, _weakened_runs(name, runs), HARMLESS[name])
 
 
 @pytest.mark.slow

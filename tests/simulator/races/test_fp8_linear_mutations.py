@@ -24,7 +24,7 @@ from tests.simulator.helpers.mutations import (
     sync_instructions,
     without,
 )
-from tests.simulator.races.test_attention_mutations import places
+from tests.simulator.helpers.places import places
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 

@@ -16,7 +16,7 @@ from tests.simulator.helpers.mutations import (
     sync_instructions,
     without,
 )
-from tests.simulator.races.test_attention_mutations import places
+from tests.simulator.helpers.places import places
 from tests.simulator.races.test_fp8_linear_mutations import reached
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
