@@ -80,7 +80,10 @@ def _namespace() -> dict[str, object]:
     return names
 
 
-MOST_THREADS = 1024  # of a CTA
+MOST_THREADS, MOST_THREADS_Z = 1024, 64  # of a CTA
+MOST_CTAS_YZ = 65535  # of a grid
+MOST_CLUSTER_CTAS = 16  # of a cluster that is not portable
+Size = tuple[int, int, int]
 
 
 class Program:
@@ -190,10 +193,16 @@ def _check_initial_values(entry: Entry) -> None:
                 raise UnsupportedInstruction(f"{refused[name]}: {ins.where()}")
 
 
-def check_launchable(entry: Entry, block: tuple[int, int, int]) -> None:
-    """The block size must be one that a GPU takes, and the one the kernel was compiled for."""
-    threads = block[0] * block[1] * block[2]
+def check_launchable(entry: Entry, grid: Size, block: Size, cluster: Size) -> None:
+    """Sizes of a launch must be such as a GPU takes, and those the kernel was compiled for."""
+    threads, ctas = (size[0] * size[1] * size[2] for size in (block, cluster))
     if threads > MOST_THREADS:
         raise KernelFault(f"launched with block {block}: {threads} threads, of {MOST_THREADS}")
+    if block[2] > MOST_THREADS_Z:
+        raise KernelFault(f"launched with block {block}: z is {MOST_THREADS_Z} at most")
+    if max(grid[1:]) > MOST_CTAS_YZ:
+        raise KernelFault(f"launched with grid {grid}: y and z are {MOST_CTAS_YZ} at most")
+    if ctas > MOST_CLUSTER_CTAS:
+        raise KernelFault(f"launched with cluster {cluster}: {ctas} CTAs, of {MOST_CLUSTER_CTAS}")
     if entry.threads is not None and entry.threads != tuple(block):
         raise KernelFault(f"launched with block {block}, compiled for {entry.threads}")

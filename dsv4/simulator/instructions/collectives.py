@@ -1,25 +1,50 @@
-"""Warp collectives: shuffle, vote, match, reduce, elect."""
+"""Warp collectives: shuffle, vote, match, reduce, elect, and the lanes that take part."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from dsv4.simulator.errors import KernelFault, UnsupportedInstruction
 from dsv4.simulator.machine.warp import ALL, LANE, Warp
 
 _LANE = LANE.astype(np.int32)
 _BROADCAST = [np.full(32, lane, np.uint32) for lane in range(32)]
 _ONE_LANE = [lane == LANE for lane in range(32)]
 _NONE = np.zeros(32, np.bool_)
+_UNDEFINED = np.uint32(0xDEADBEEF)
+_OF_ONE_GROUP = ("vote", "redux", "match", "elect")  # computed over all lanes that execute them
 _shuffle_sources: dict[tuple[str, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
 
+def check_members(w: Warp, members: np.ndarray, mask: np.ndarray, opcode: str) -> None:
+    """Every lane that executes a collective must be among the members that it names, and all
+    members that have not exited must execute it: PTX defines nothing else."""
+    named = int(np.bitwise_or.reduce(members[mask]))
+    here = int(ballot(ALL, mask)[0])
+    own = np.bitwise_and(members >> LANE, 1)[mask]
+    if not own.all():
+        lane = int(np.flatnonzero(mask)[own.argmin()])
+        raise KernelFault(
+            f"{opcode} by lane {lane}, which is not among the members that it names: "
+            f"{int(members[lane]):#x}"
+        )
+    if opcode.startswith(_OF_ONE_GROUP) and (members[mask] != named).any():
+        raise UnsupportedInstruction(f"{opcode} of several groups of lanes at once")
+    absent = named & ~here & int(ballot(ALL, w.frames[0].mask)[0])
+    if absent:
+        raise KernelFault(f"{opcode} of lanes {named:#x}, of which {absent:#x} are elsewhere")
+
+
 def shuffle(w: Warp, mode: str, value, b, c, mask) -> tuple[np.ndarray, np.ndarray]:
-    """shfl.sync: values and the predicate of lanes in range."""
+    """shfl.sync: values and the predicate of lanes in range. What is read from a lane that does not
+    take part is not defined."""
     b0, c0 = int(b[0]), int(c[0])
     if (b == b0).all():
         source, inside = _shuffle_source(mode, b0 & 31, c0)
     else:
         source, inside = _source(mode, (b & np.uint32(31)).astype(np.int32), c0)
+    if mask is not ALL:
+        value = np.where(mask, value, _UNDEFINED)
     return value[source], inside
 
 

@@ -183,7 +183,7 @@ def store_global(w: Warp, address: np.ndarray, values, bits: int, mask) -> None:
     active = address if mask is ALL else address[mask]
     _check_alignment(active, size)
     if w.launch.monitor is not None:
-        w.launch.monitor.global_access(w, active, mask, size, True)
+        w.launch.monitor.global_access(w, active, mask, size, True, values)
     place = _place(w, active, size)
     elements = _joined(values, dtype, size, mask)
     if place is not None:

@@ -66,6 +66,7 @@ def barrier(e: BlockEmitter, ins: Instruction) -> None:
         else:
             _park_unless(e, f"cluster_wait(w, {aligned}, {e.mask})")
     elif parts[1] == "warp":
+        _check_members(e, ins)
         e.line(f"warp_sync(w, {e.mask})")
     elif parts[1] == "arrive":
         number, count = (e.value(x, "u32") for x in ins.operands[:2])
@@ -162,8 +163,20 @@ def _mbarrier_wait(e: BlockEmitter, ins: Instruction) -> None:
 
 
 # --- collectives ---------------------------------------------------------------------------------
+_EVERYONE = ("-1", "0xffffffff", "0xFFFFFFFF", "4294967295")  # as a member mask
+
+
+def _check_members(e: BlockEmitter, ins: Instruction) -> None:
+    """Compare the lanes that execute a collective with its member mask, the last operand."""
+    if e.full and not e.guarded and ins.operands[-1] in _EVERYONE:
+        return
+    e.mark()
+    e.line(f"check_members(w, {e.value(ins.operands[-1], 'u32')}, {e.mask}, {ins.opcode!r})")
+
+
 @emits("shfl")
 def shuffle(e: BlockEmitter, ins: Instruction) -> None:
+    _check_members(e, ins)
     targets = ins.operands[0].split("|")
     value, b, c = (e.value(x, "u32") for x in ins.operands[1:4])
     mode = next(p for p in ins.parts if p in ("idx", "bfly", "up", "down"))
@@ -176,6 +189,7 @@ def shuffle(e: BlockEmitter, ins: Instruction) -> None:
 
 @emits("elect")
 def elect(e: BlockEmitter, ins: Instruction) -> None:
+    _check_members(e, ins)
     targets = ins.operands[0].split("|")
     lane, chosen = e.temporary(), e.temporary()
     e.line(f"{lane}, {chosen} = elect({e.mask})")
@@ -188,6 +202,7 @@ def vote(e: BlockEmitter, ins: Instruction) -> None:
     if ins.parts[0] == "activemask":
         e.define(ins.operands[0], f"ballot({e.mask}, {e.mask})", "u32")
         return
+    _check_members(e, ins)
     mode = next(p for p in ins.parts if p in ("ballot", "any", "all", "uni"))
     predicate = e.value(ins.operands[1], "p")
     if mode == "ballot":
@@ -198,6 +213,7 @@ def vote(e: BlockEmitter, ins: Instruction) -> None:
 
 @emits("redux")
 def reduce(e: BlockEmitter, ins: Instruction) -> None:
+    _check_members(e, ins)
     kind = KIND_OF_TYPE[type_of(ins)]
     op = next(p for p in ins.parts if p in ("add", "min", "max", "and", "or", "xor"))
     value = e.value(ins.operands[1], kind)
@@ -208,6 +224,7 @@ def reduce(e: BlockEmitter, ins: Instruction) -> None:
 
 @emits("match")
 def match(e: BlockEmitter, ins: Instruction) -> None:
+    _check_members(e, ins)
     value = e.value(ins.operands[1], KIND_OF_TYPE[type_of(ins)])
     if "any" in ins.parts:
         e.define(ins.operands[0], f"match_any({value}, {e.mask})", "u32")

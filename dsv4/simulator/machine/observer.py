@@ -43,7 +43,9 @@ class Observer(ABC):
         """A load or store of `size` bytes per lane; `values` are those of a store."""
 
     @abstractmethod
-    def global_access(self, w, active: np.ndarray, mask, size: int, write: bool) -> None:
+    def global_access(
+        self, w, active: np.ndarray, mask, size: int, write: bool, values=None
+    ) -> None:
         """A load or store of `size` bytes at each of the `active` addresses."""
 
     @abstractmethod

@@ -70,7 +70,7 @@ class Launch:
 
     def __post_init__(self) -> None:
         config = self.config
-        check_launchable(self.program.entry, config.block)
+        check_launchable(self.program.entry, config.grid, config.block, config.cluster)
         self.grid, self.block, self.cluster = config.grid, config.block, config.cluster
         self.shared, self.static_shared = config.shared, self.program.static_shared
         self.threads = config.block[0] * config.block[1] * config.block[2]

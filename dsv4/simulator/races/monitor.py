@@ -67,9 +67,13 @@ class Monitor(CopyRaces, TensorRaces, Observer):
         clocks.learn(w.agent, clocks.agent(LAUNCH_BEFORE), 1, lanes_of(w, mask))
 
     # --- global memory ---------------------------------------------------------------------------
-    def global_access(self, w, active: np.ndarray, mask, size: int, write: bool) -> None:
-        """A load or store of global memory."""
+    def global_access(
+        self, w, active: np.ndarray, mask, size: int, write: bool, values=None
+    ) -> None:
+        """A load or store of global memory; `values` are those of a store."""
         self.memory.access(w, active, mask, size, write)
+        if values is not None and len(active) > 1:
+            self._within_store(w, active, mask, values)
 
     def atomic(self, w, space: str, address: np.ndarray, mask, size: int) -> None:
         """An atomic operation in any state space."""

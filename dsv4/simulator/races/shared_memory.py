@@ -11,6 +11,7 @@ from dsv4.simulator.races.cells.granules import TMEM_GROUPS, granules
 from dsv4.simulator.races.cells.shadow import SEVERAL, Earlier, Shadow, place
 from dsv4.simulator.races.findings import CONVERGENCE, Findings
 from dsv4.simulator.races.order.clocks import (
+    EVER,
     FENCED_GLOBAL,
     FENCED_SHARED,
     INITIALISED,
@@ -51,6 +52,9 @@ class ClusterState:
         # the CTA itself -> (columns, instruction).
         self.freed: dict[tuple[int, int], tuple[int, int]] = {}
         self.flights = ReadsInFlight(SHARED_BYTES // 4)
+        # By warp: its clock after its first wait for the cluster barrier, which every CTA reached.
+        self.gathered = np.full(len(warps), EVER, np.int32)
+        self.met: set[tuple[int, int]] = set()  # warps that know of a CTA, its rank, that it runs
         for i, warp in enumerate(warps):
             warp.agent, warp.order = i, LaneOrder(i, self.clocks)
 
@@ -122,7 +126,7 @@ class SharedRaces(Findings):
             self._against_barriers(w, cta, offsets, size, "write of")
             self._against_reads(w, cta, where, seen, agent, what)
             if values is not None and isinstance(numbers, np.ndarray) and len(offsets) > 1:
-                self._within_store(w, cta, offsets, mask, values)
+                self._within_store(w, offsets, mask, values)
             shadow.note_write(where, agent, clock, code)
         else:
             self._initialised(w, cta, where, f"{cta.name} warp {w.number} reads")
@@ -185,7 +189,7 @@ class SharedRaces(Findings):
             message = f"{what} shared offset {shadow.offset(int(where[missing])):#x}"
             self.report("uninitialised read", message, (w.at,), (w.at,))
 
-    def _within_store(self, w, cta: Cta, offsets: np.ndarray, mask, values) -> None:
+    def _within_store(self, w, offsets: np.ndarray, mask, values) -> None:
         """Lanes of one store that write different values to one place."""
         if (offsets[1:] > offsets[:-1]).all():
             return
@@ -195,7 +199,9 @@ class SharedRaces(Findings):
         for value in values:
             active = value if mask is ALL else value[mask]
             if (active != active[first][again]).any():
-                message = f"lanes of {cta.name} warp {w.number} write different values to one place"
+                message = (
+                    f"lanes of {w.cta.name} warp {w.number} write different values to one place"
+                )
                 self.report("write-write race", message, (w.at,), (w.at,))
 
     # --- lanes of one warp -----------------------------------------------------------------------
@@ -253,7 +259,7 @@ class SharedRaces(Findings):
         lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
         know = state.clocks.view(w.agent, lanes)
         text = f"{what} of shared memory at"
-        if not shadow.settled(where, know[SEEN], know[FENCED_SHARED], state.clocks.warps):
+        if not shadow.settled(where, know[SEEN], know[FENCED_SHARED], state.clocks.ordinary):
             if not self._against_writes(w, cta, shadow, where, know[SEEN], "read-write race", text):
                 self._proxy_fenced(w, cta, where, know, text)
             self._initialised(w, cta, where, f"{what} of {cta.name} reads")
@@ -262,10 +268,10 @@ class SharedRaces(Findings):
         shadow.note_read(where, agent, clock, place(w.at, SEVERAL))
 
     def _proxy_fenced(self, w, cta: Cta, where, know, text: str) -> None:
-        """Ordinary writes, by warps, need the fence; engines' writes do not."""
+        """Ordinary writes, by warps or cp.async, need the fence; engines' writes do not."""
         state = w.cluster.state
-        warps = state.clocks.warps
-        earlier = state.shared[cta.rank].unordered_write(where, know[FENCED_SHARED], below=warps)
+        shadow, ordinary = state.shared[cta.rank], state.clocks.ordinary
+        earlier = shadow.unordered_write(where, know[FENCED_SHARED], below=ordinary)
         if earlier:
             text = f"{text} {self._at(w, cta, where, earlier)}"
             self.race(w, "missing proxy fence", text, earlier, lacking="fence.proxy.async")
@@ -286,7 +292,7 @@ class SharedRaces(Findings):
         if state.flights.late and not generic:
             self._against_flights(w, cta, where, know[SEEN], text)
         where = shadow.refined(where)
-        if not shadow.settled(where, know[SEEN], know[FENCED_SHARED], state.clocks.warps):
+        if not shadow.settled(where, know[SEEN], know[FENCED_SHARED], state.clocks.ordinary):
             kind = "write-write race"
             raced = self._against_writes(w, cta, shadow, where, know[SEEN], kind, text)
             if not raced and not generic:
@@ -308,15 +314,30 @@ class SharedRaces(Findings):
 
     # --- other CTAs of the cluster ---------------------------------------------------------------
     def _remote(self, w, cta: Cta, agent: int | None = None, clock: int = 0) -> None:
-        """A warp, or an engine it started, reaches into another CTA, which must not have exited."""
+        """A warp, or an engine it started, reaches into another CTA, which must have started and
+        not have exited."""
         if cta is w.cta:
             return
         state = w.cluster.state
+        if (w.agent, cta.rank) not in state.met:
+            self._meet(w, cta)
         if agent is None:
             agent, clock = w.agent, int(state.clocks.seen[w.agent, w.agent])
         state.remote.setdefault(cta.rank, {})[agent] = (clock, w.at)
         if all(warp.done for warp in cta.warps):
             self._gone(cta, w.at)
+
+    def _meet(self, w, cta: Cta) -> None:
+        """The warp must know of anything that a warp of the CTA did, or of a cluster barrier."""
+        state = w.cluster.state
+        know = state.clocks.know[w.agent]
+        own = slice(cta.warps[0].agent, cta.warps[-1].agent + 1)
+        gathered = know[SEEN, : len(state.gathered)] >= state.gathered
+        if know[SEEN, own].any() or know[INITIALISED, own].any() or gathered.any():
+            state.met.add((w.agent, cta.rank))
+            return
+        message = f"nothing makes {w.cta.name} wait for the start of {cta.name}"
+        self.report("access to a CTA that may not have started", message, (w.at,), (w.at,))
 
     def exited(self, w) -> None:
         """A warp is done. By the last one, its CTA must know of every access from other CTAs and
@@ -366,8 +387,11 @@ class SharedRaces(Findings):
     def cluster_wait(self, w, generation: int, mask) -> None:
         """barrier.cluster.wait."""
         key = ("cluster", generation)
-        w.cluster.state.clocks.acquire(w.agent, (*key, w.cta.rank), lanes_of(w, mask))
+        state = w.cluster.state
+        state.clocks.acquire(w.agent, (*key, w.cta.rank), lanes_of(w, mask))
         self.acquire(w, key, mask)
+        if state.gathered[w.agent] == EVER:
+            state.gathered[w.agent] = state.clocks.advance(w.agent)
 
     def _tell_commits(self, w) -> None:
         """Who is told anything by a warp after its commits counts as told of their arrivals."""

@@ -308,7 +308,9 @@ class Recorder(Observer):
         places = np.asarray(offsets, np.int64) & 0x1FFFF
         self._add(w, trace.SharedAccess(w.at, _wavefronts(places.tobytes(), size), write))
 
-    def global_access(self, w, active: np.ndarray, mask, size: int, write: bool) -> None:
+    def global_access(
+        self, w, active: np.ndarray, mask, size: int, write: bool, values=None
+    ) -> None:
         sectors = len(np.unique(active // np.uint64(SECTOR))) * max(1, size // SECTOR)
         if write:
             w.cluster.state.stored += SECTOR * sectors

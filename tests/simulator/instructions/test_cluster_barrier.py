@@ -21,6 +21,8 @@ JOIN:
 _SYNC = "barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;"
 # Every thread stores into the other CTA's memory, and reads what that stored into its own.
 _EXCHANGE = """
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
 xor.b32 %r8, %r7, 1;
 mapa.shared::cluster.u32 %r9, %r4, %r8;
 st.shared::cluster.b32 [%r9], %r1;

@@ -333,3 +333,29 @@ def test_cp_async_reads_global_memory():
     """
     assert kinds(body.format(sync="bar.sync 0;")) == []
     assert kinds(body.format(sync="")) == ["read-write race"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("before", "after", "clean"),
+    [
+        (FENCE, "", True),
+        ("", FENCE, True),
+        ("", "", False),
+        ("", "fence.proxy.async.global;", False),
+    ],
+)
+def test_what_cp_async_wrote_is_fenced_for_other_copies(before, after, clean, schedule):
+    """cp.async writes like a thread: bulk copies and products see it behind a proxy fence."""
+    body = f"""
+    cp.async.ca.shared.global [%r4], [%d2], 4;
+    cp.async.wait_all;
+    {before}
+    bar.sync 0;
+    {after}
+    @%p2 cp.async.bulk.global.shared::cta.bulk_group [%d1+512], [%r2], 256;
+    @%p2 cp.async.bulk.commit_group;
+    @%p2 cp.async.bulk.wait_group 0;
+    """
+    found = kinds(body, schedule=schedule)
+    assert found == ([] if clean else ["missing proxy fence"])

@@ -277,3 +277,16 @@ def test_atomics_race_with_ordinary_accesses_alone(first, second):
     wide = body.replace("ld.shared.b32 %r11", "ld.shared.b64 %d3")
     wide = wide.replace("st.shared.b32 [%r2], 0", "st.shared.b64 [%r2], 0")
     assert (kinds(wide) == []) == bool(first and second)
+
+
+@pytest.mark.parametrize(
+    ("store", "found"),
+    [
+        ("st.global.b32 [%d1], %r1;", ["write-write race"]),
+        ("st.global.v2.b32 [%d1], {%r7, %r1};", ["write-write race"]),
+        ("st.global.b32 [%d1], %r7;", []),
+        ("st.global.b32 [%d2], %r1;", []),
+    ],
+)
+def test_lanes_of_a_store_that_write_one_place_of_global_memory(store, found):
+    assert kinds(store, threads=32) == found

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dsv4.simulator import KernelFault
+from dsv4.simulator import KernelFault, simulate_ptx
 from tests.simulator.helpers.ptx import kinds, run_body
 
 pytestmark = pytest.mark.stage("simulator")
@@ -90,6 +90,27 @@ def test_a_block_has_at_most_1024_threads():
     run_body("", threads=1024)
     with pytest.raises(KernelFault, match="1056 threads, of 1024"):
         run_body("", threads=1056)
+
+
+def test_a_cluster_has_at_most_16_ctas():
+    run_body("", grid=16, cluster=16)
+    with pytest.raises(KernelFault, match="32 CTAs, of 16"):
+        run_body("", grid=32, cluster=32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"block": (1, 1, 128)}, "z is 64 at most"),
+        ({"grid": (1, 65536, 1)}, "y and z are 65535 at most"),
+        ({"grid": (3, 1, 1), "cluster": (2, 1, 1)}, "not a multiple of cluster"),
+    ],
+)
+def test_sizes_that_no_launch_has(sizes, message):
+    text = ".version 8.7\n.target sm_90a\n.address_size 64\n.visible .entry k()\n{\nret;\n}\n"
+    sizes = {"grid": (1, 1, 1), "block": (32, 1, 1), **sizes}
+    with pytest.raises(KernelFault, match=message):
+        simulate_ptx(text, "k", params=(), **sizes)
 
 
 SLICE_ACCESSES = {

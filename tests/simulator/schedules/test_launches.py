@@ -149,6 +149,35 @@ def test_a_cta_outlives_what_its_peer_stores_to_it(schedule):
     assert kinds(body.format(last=""), **options) == ["access to a CTA that may have exited"]
 
 
+_RELAXED = _CLUSTER_SYNC.replace("release", "relaxed")
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+@pytest.mark.parametrize(
+    ("first", "clean"),
+    [
+        (_CLUSTER_SYNC, True),
+        (_RELAXED, True),  # nothing of memory, but that every CTA runs
+        (f"@%p1 bra W;\n{_RELAXED}\nbra S;\nW: {_RELAXED}\nS: bar.sync 0;", True),
+        ("barrier.cluster.arrive.release.aligned;", False),
+        ("bar.sync 0;", False),
+    ],
+)
+def test_a_cta_has_started_before_its_peer_stores_to_it(first, clean, schedule):
+    wait = "" if "wait" in first or first == "bar.sync 0;" else "barrier.cluster.wait.acquire;"
+    body = f"""
+    {first}
+    mapa.shared::cluster.u32 %r8, %r4, 1;
+    @!%p3 bra JOIN;
+    st.shared::cluster.b32 [%r8], %r1;
+    JOIN:
+    {wait}
+    {_CLUSTER_SYNC}
+    """
+    found = kinds(body, grid=2, cluster=2, schedule=schedule)
+    assert found == ([] if clean else ["access to a CTA that may not have started"])
+
+
 def test_a_cta_outlives_its_own_copies():
     body = """
     add.s32 %r30, %r2, 2048;

@@ -29,8 +29,11 @@ class Clocks:
     """
 
     def __init__(self, warps: int):
-        self.warps = warps
+        # Ordinary writes, which the asynchronous proxy needs a fence to see, are those of the first
+        # agents: warps, and their copies by cp.async.
+        self.ordinary = 2 * warps
         self.agents: dict[Hashable, int] = {("warp", w): w for w in range(warps)}
+        self.agents |= {("cp.async", w): warps + w for w in range(warps)}
         self.names: list[Hashable] = list(self.agents)
         self.published: dict[Hashable, np.ndarray] = {}
         self.informed: dict[int, np.ndarray] = {}  # warp -> lanes that know more
