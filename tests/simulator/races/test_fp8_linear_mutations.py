@@ -1,4 +1,5 @@
-"""Deleting any one synchronisation instruction of the FP8 linear is noticed."""
+"""Deleting any one synchronisation instruction of the FP8 linear, or weakening any one of its
+qualifiers by a step, is noticed."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from tests.simulator.helpers.mutations import (
     without,
 )
 from tests.simulator.helpers.places import places
+from tests.simulator.helpers.weaker import check_weaker
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
@@ -149,3 +151,39 @@ def test_all_deletions_are_noticed(name) -> None:
     expected = {place: count for place, (count, _) in REDUNDANT[name].items()}
     found = Counter(place for _, place in missed)
     assert found == expected, "\n".join(ins.where() for ins, _ in missed)
+
+
+# What may be weaker, by instruction, the kernel's function and the new qualifier: how many of them,
+# and why.
+EXPECTS = "the copies it expects complete with a release of their own, and are all it hands over"
+PARTS = ("mbarrier.arrive", "expect_parts", "relaxed")
+
+
+def weights(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
+    """Arrivals that announce a stage of weights."""
+    return {("mbarrier.arrive", "load_weights", "relaxed"): (copies, EXPECTS)}
+
+
+def turns(slices: int) -> dict[tuple[str, str, str], tuple[int, str]]:
+    """Turns of the warpgroups, in the loop of each slice."""
+    return {
+        ("mbarrier.try_wait", "_sum_slice", "relaxed"): (slices, TURN),
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (slices, TURN),
+    }
+
+
+HARMLESS = {
+    "resident": weights(4),
+    "resident_clusters": {**weights(4), PARTS: (1, EXPECTS)},
+    "streamed": weights(2),
+    "streamed_clusters": {**weights(2), PARTS: (1, EXPECTS)},
+    "wide": {**weights(2), **turns(2)},
+    "wide_clusters": {**weights(2), PARTS: (1, EXPECTS), **turns(1)},
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_weaker_qualifiers_are_noticed(name) -> None:
+    """In one schedule: a weaker qualifier changes nothing but the checker's order."""
+    compiled, runs = kernel(name)
+    check_weaker(compiled, [run for run in runs if run.schedule == "eager"], HARMLESS[name])
