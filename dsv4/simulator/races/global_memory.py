@@ -323,7 +323,7 @@ class GlobalRaces:
         """Ordinary writes before an asynchronous access need a proxy fence."""
         writer = history.writer[where]
         late = self._late(w, writer, history.write_clock[where], know, FENCED_GLOBAL)
-        late &= (writer >= 0) & ((writer & _AGENT) < w.cluster.state.clocks.ordinary)
+        late &= (writer >= 0) & ((writer & _AGENT) < w.cluster.state.clocks.warps)
         if late.any():
             i = int(late.argmax())
             code = int(history.write_at[where][i])

@@ -346,7 +346,8 @@ def test_cp_async_reads_global_memory():
     ],
 )
 def test_what_cp_async_wrote_is_fenced_for_other_copies(before, after, clean, schedule):
-    """cp.async writes like a thread: bulk copies and products see it behind a proxy fence."""
+    """PTX has products and bulk copies see what cp.async wrote behind a proxy fence. NVIDIA's own
+    main loops go without: a warning."""
     body = f"""
     cp.async.ca.shared.global [%r4], [%d2], 4;
     cp.async.wait_all;
@@ -357,5 +358,6 @@ def test_what_cp_async_wrote_is_fenced_for_other_copies(before, after, clean, sc
     @%p2 cp.async.bulk.commit_group;
     @%p2 cp.async.bulk.wait_group 0;
     """
-    found = kinds(body, schedule=schedule)
-    assert found == ([] if clean else ["missing proxy fence"])
+    report = run_body(body, schedule=schedule)
+    found = {warning.kind for warning in report.warnings}
+    assert not report.races and found == (set() if clean else {"cp.async without proxy fence"})

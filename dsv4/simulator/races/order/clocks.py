@@ -29,8 +29,9 @@ class Clocks:
     """
 
     def __init__(self, warps: int):
-        # Ordinary writes, which the asynchronous proxy needs a fence to see, are those of the first
-        # agents: warps, and their copies by cp.async.
+        self.warps = warps
+        # Writes that the asynchronous proxy needs a fence to see are those of the first agents: of
+        # warps, and of their copies by cp.async.
         self.ordinary = 2 * warps
         self.agents: dict[Hashable, int] = {("warp", w): w for w in range(warps)}
         self.agents |= {("cp.async", w): warps + w for w in range(warps)}
