@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import zlib
 from pathlib import Path
 
 import pytest
@@ -30,19 +31,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
-    """A fresh seed each run, printed with a failure; `--seed N` repeats one."""
-    value = request.config.getoption("--seed")
-    value = secrets.randbits(31) if value is None else value
+    """The test's seed, printed when it fails: always the same one, so that no run fails by chance.
+
+    `--fresh-seeds`, as `scripts/test --full` has it, draws one instead: other inputs every time.
+    `--seed N` repeats the one that a failure printed: `pytest --seed N path::test[case]`.
+    """
+    given, fresh = (request.config.getoption(name) for name in ("--seed", "--fresh-seeds"))
+    value = seed_of(request.node.nodeid, given, fresh)
     torch.manual_seed(value)
     print(f"seed {value} (repeat with --seed {value}; DSV4_SOURCE_LINES=1 names lines of kernels)")
     return value
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, default=None, help="use this seed instead of a fresh one")
+    parser.addoption("--seed", type=int, default=None, help="use this seed in every test")
+    parser.addoption("--fresh-seeds", action="store_true", help="draw a seed for each test")
     parser.addoption(
         "--stage-results", type=Path, default=None, help="write outcomes by stage mark to this file"
     )
+
+
+def seed_of(name: str, given: int | None, fresh: bool) -> int:
+    """The given seed; else a drawn one if seeds are to be fresh; else one that follows the name."""
+    if given is not None:
+        return given
+    return secrets.randbits(31) if fresh else zlib.crc32(name.encode()) >> 1
 
 
 @pytest.hookimpl(wrapper=True)
