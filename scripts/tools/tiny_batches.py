@@ -31,6 +31,11 @@ class RecallKind:
 class Batches:
     """Random batches on the device, written in place: a captured graph reads them there.
 
+    Args:
+        lead: a recall row begins with up to so many tokens of text: the phase of its statements
+            against the blocks of the compressors varies then.
+        bare: share of recall rows with text in place of their opening.
+
     Attributes:
         ids: [B, length + 1] int64 tokens.
         weights: [B, length + 1] FP32: how much the prediction of each token counts. Text weighs 1 a
@@ -48,6 +53,8 @@ class Batches:
         length: int,
         form_weight: float,
         device: torch.device,
+        lead: int = 0,
+        bare: float = 0.0,
     ) -> None:
         self.stream = data["train"].to(device, torch.int64)
         self.names, self.goods = data["names"].to(device), data["goods"].to(device)
@@ -56,6 +63,7 @@ class Batches:
             data[mark].item() for mark in ("unto", "end", "newline")
         )
         self.kinds, self.form_weight = kinds, form_weight
+        self.lead, self.bare = lead, bare
         self.rows = [round(batch * kind.share) for kind in kinds]
         self.crops = batch - sum(self.rows)
         answers = sum(n * k.pairs * k.rounds for n, k in zip(self.rows, kinds))
@@ -92,17 +100,18 @@ class Batches:
         weights.zero_()
         names = self.names[self._orders(rows, len(self.names))[:, : kind.pairs]]
         goods = self.goods[self._orders(rows, len(self.goods))[:, : kind.pairs]]
-        ids[:, : len(self.opening)] = self.opening
-        at = len(self.opening)
-        ids[:, at : at + 4 * kind.pairs] = self._statements(names, goods)
-        at += 4 * kind.pairs
-        ids[:, at] = self.newline
+        at = self._open(ids)
+        statements = self._statements(names, goods)
+        span = torch.arange(4 * kind.pairs, device=ids.device)
+        ids.scatter_(1, at + span, statements)
+        at = at + 4 * kind.pairs
+        ids.scatter_(1, at, self.newline)
         head, block = len(self.recall), len(self.recall) + 4 * kind.pairs
         # What the gaps may take together, shared out at random among the rounds.
         gaps = self._integers(kind.gap[0], kind.gap[1] + 1, (rows, kind.rounds))
         room = row - at - 1 - block * kind.rounds
         gaps = (gaps * (room / gaps.sum(1, keepdim=True)).clamp(max=1.0)).long()
-        start = torch.full((rows, 1), at + 1, device=ids.device)
+        start = at + 1
         form = weights.new_full((rows, 4), self.form_weight)
         form[:, 2] = self.answer_weight
         form = form.repeat(1, kind.pairs)
@@ -113,10 +122,23 @@ class Batches:
             ids.scatter_(
                 1, start + torch.arange(head, device=ids.device), self.recall.expand(rows, -1)
             )
-            places = start + head + torch.arange(4 * kind.pairs, device=ids.device)
+            places = start + head + span
             ids.scatter_(1, places, listed)
             weights.scatter_(1, places, form)
             start = start + block
+
+    def _open(self, ids: Tensor) -> Tensor:
+        """Write the openings of recall rows; where the statements begin, [rows, 1]."""
+        rows = ids.shape[0]
+        places = torch.arange(len(self.opening), device=ids.device).expand(rows, -1)
+        opening = self.opening.expand(rows, -1)
+        if self.lead:
+            places = places + self._integers(0, self.lead + 1, (rows, 1))
+        if self.bare:
+            chance = torch.rand(rows, 1, device=ids.device, generator=self.generator)
+            opening = torch.where(chance < self.bare, ids.gather(1, places), opening)
+        ids.scatter_(1, places, opening)
+        return places[:, -1:] + 1
 
     def _statements(self, names: Tensor, goods: Tensor) -> Tensor:
         """[rows, 4 * pairs] tokens of `unto name good;` for [rows, pairs] names and goods."""

@@ -1,9 +1,10 @@
 """What the tiny checkpoint is judged by: `python -m scripts.tools.tiny_evaluate` measures it again.
 
 Loss on the held-out text that ships with the checkpoint; recall: exercises whose filler is longer
-than the sliding window, made from that text with a fixed seed (`tiny_corpus`); drafts of the MTP
-block, as predictions of the text and as accepted in generation. The reference model rounds
-key-value vectors as an FP8 cache does; the package's model is measured over such a cache.
+than the sliding window, made from that text with a fixed seed (`tiny_corpus`), at every phase of a
+compressor's blocks; drafts of the MTP block, as predictions of the text and as accepted in
+generation. The reference model rounds key-value vectors as an FP8 cache does; the package's model
+is measured over such a cache.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ EXERCISES = 32
 SEED = 4
 #: Bands of filler length that recall is reported for.
 BANDS = (160, 240, 330, 421)
+#: Places of a statement against a block of four tokens, which CSA layers compress.
+PHASES = 4
 #: Prompts of the generation that counts accepted drafts: their number, length and continuation.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 64, 48
 #: Formats of the cache that the package's model is measured over.
@@ -65,7 +68,7 @@ class Task:
 
     Attributes:
         windows: [W, 512] int64, consecutive pieces of the held-out text.
-        exercises: [E, 512] int64; answers: [E, 8] int64, positions of the answers.
+        exercises: [E, 512] int64, of each phase in turn; answers: [E, 8] int64, their positions.
         fillers: tokens of text between the statements and the questions of each exercise.
     """
 
@@ -88,16 +91,13 @@ class Task:
             fillers=FILLERS,
             row=LENGTH,
         )
-        answers = torch.from_numpy(made["answers"])[:exercises]
+        ids, answers = torch.from_numpy(made["ids"]).long(), torch.from_numpy(made["answers"])
         # An exercise is its opening, statements of four tokens, a newline, filler, questions.
         shortest = tiny_corpus.ExerciseWriter(tokenizer, np.random.default_rng(0))
         around = len(shortest.opening) + 4 * tiny_corpus.PAIRS + 1 + len(shortest.recall) + 2
-        return cls(
-            rows[:windows],
-            torch.from_numpy(made["ids"]).long()[:exercises],
-            answers,
-            (answers.amin(1) - around).tolist(),
-        )
+        fillers = (answers.amin(1) - around)[:exercises].tolist()
+        ids, answers = in_phases(ids, answers)
+        return cls(rows[:windows], ids[:exercises], answers[:exercises], fillers)
 
     def unigram_loss(self) -> float:
         """Entropy of the windows' own token frequencies: no unigram model can do better on them."""
@@ -136,6 +136,17 @@ class Task:
             for share in recall(model(rows), rows, answers)
         ]
         return Scores(losses, recalled, math.nan)
+
+
+def in_phases(ids: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [E, row] and answers [E, A] of exercises, moved by 0, 1, 2, 3, 0, ... tokens.
+
+    The text at the end of a row comes to its beginning. Compressors pool blocks of four tokens, or
+    of a multiple.
+    """
+    moved = torch.arange(len(ids)) % PHASES
+    rows = [row.roll(by) for row, by in zip(ids, moved.tolist())]
+    return torch.stack(rows), answers + moved[:, None]
 
 
 def held_out_tokens(folder: Path, tokenizer: Tokenizer) -> np.ndarray:
@@ -193,6 +204,9 @@ def summary(
         "recall": mean(rounded.recalled),
         "recall_without_compressed": mean(blind.recalled),
         "recall_by_filler": by_filler(task, rounded.recalled),
+        "recall_by_phase": {
+            str(phase): mean(rounded.recalled[phase::PHASES]) for phase in range(PHASES)
+        },
         "draft_agreement": rounded.drafts,
         "draft_acceptance": accepted,
         "original_losses": original.losses,
@@ -225,9 +239,10 @@ def main() -> None:
     for name, value in measured.items():
         if isinstance(value, float):
             print(f"{name:28} {value:8.4f}   recorded {recorded[name]:8.4f}")
-    for band, value in measured["recall_by_filler"].items():
-        there = recorded["recall_by_filler"][band]
-        print(f"recall, filler {band:13} {value:8.4f}   recorded {there:8.4f}")
+    for by in ("filler", "phase"):
+        for part, value in measured[f"recall_by_{by}"].items():
+            there = recorded[f"recall_by_{by}"][part]
+            print(f"recall, {by} {part:13} {value:8.4f}   recorded {there:8.4f}")
     for name, cache in CACHES.items():
         scores = task.measure_cached(args.folder, *cache)
         print(f"{name:28} loss {mean(scores.losses):.4f}, recall {mean(scores.recalled):.4f}")

@@ -61,8 +61,7 @@ def test_verses_are_gathered_into_chapters_and_other_files_refused(tmp_path: Pat
         tiny_corpus.read_chapters(file)
 
 
-@pytest.fixture
-def batch(tokenizer: Tokenizer, seed: int) -> Batches:
+def make_batch(tokenizer: Tokenizer, seed: int, **options: float) -> Batches:
     """Eight short rows: four of text, four of recall."""
     writer = tiny_corpus.ExerciseWriter(tokenizer, np.random.default_rng(seed))
     stream = tokenizer.encode((FOLDER / "held_out.txt").read_text()).ids
@@ -71,9 +70,17 @@ def batch(tokenizer: Tokenizer, seed: int) -> Batches:
         RecallKind(share=0.25, pairs=5, rounds=1, gap=(60, 100)),
     )
     data = {"train": torch.tensor(stream), **tiny_corpus.exercise_tokens(writer)}
-    made = Batches(data, kinds, batch=8, length=160, form_weight=0.25, device=torch.device("cpu"))
+    size = {"batch": 8, "length": 160}
+    cpu = torch.device("cpu")
+    made = Batches(data, kinds, **size, form_weight=0.25, device=cpu, **options)
     made.draw(seed)
     return made
+
+
+@pytest.fixture
+def batch(tokenizer: Tokenizer, seed: int) -> Batches:
+    """Rows whose statements all begin at one place."""
+    return make_batch(tokenizer, seed)
 
 
 def trainable() -> dict[str, Tensor]:
@@ -111,6 +118,50 @@ def test_recall_rows_ask_for_what_they_stated(tokenizer: Tokenizer, batch: Batch
             assert 60 <= min(answers) - (start + 4 * pairs) <= 100 + len(batch.recall) + 3
         assert (batch.weights[row, 1:][batch.asks[row]] == batch.answer_weight).all()
         assert (batch.weights[row] > 0).sum() == 4 * pairs * rounds
+
+
+@pytest.mark.parametrize("bare", [0.0, 1.0])
+def test_recall_rows_state_at_every_phase(tokenizer: Tokenizer, seed: int, bare: float) -> None:
+    batch = make_batch(tokenizer, seed, lead=15, bare=bare)
+    assert torch.equal(batch.ids, make_batch(tokenizer, seed, lead=15, bare=bare).ids)
+    starts = []
+    for draw in range(40):
+        batch.draw(draw)
+        for row in (4, 7):
+            ids, pairs = batch.ids[row], (4, 5)[row == 7]
+            asked = ids[batch.asks[row].nonzero().flatten() + 1].tolist()
+            (start,) = (
+                s
+                for s in range(len(batch.opening), len(batch.opening) + 16)
+                if set(ids[s : s + 4 * pairs][::4].tolist()) == {batch.unto}
+                and set(ids[s + 2 : s + 4 * pairs : 4].tolist()) == set(asked)
+            )
+            starts.append(start - len(batch.opening))
+            opens = torch.equal(ids[start - len(batch.opening) : start], batch.opening)
+            assert opens == (bare == 0)
+            assert ids[start + 4 * pairs] == batch.newline
+    assert set(starts) <= set(range(16)) and {start % 4 for start in starts} == {0, 1, 2, 3}
+
+
+def test_stages_follow_each_other() -> None:
+    ends = [0]
+    for stage in train_tiny.STAGES:
+        assert stage.first == ends[-1] <= stage.sparse_from < stage.last <= stage.decay[1]
+        assert train_tiny.stage_of(stage.first) is train_tiny.stage_of(stage.last - 1) is stage
+        rates = [train_tiny.learning_rate(stage, s, 10**6) for s in range(stage.first, stage.last)]
+        assert rates[0] == stage.peak_rate and rates == sorted(rates, reverse=True)
+        ends.append(stage.last)
+    assert rates[-1] < 1e-3 * stage.peak_rate, "the last stage ends at no rate"
+    assert train_tiny.stage_of(ends[-1]) is None
+
+
+def test_a_later_stage_begins_with_what_would_be_stored() -> None:
+    tensors = trainable()
+    expected = {name: tensor.detach().clone() for name, tensor in stored(tensors).items()}
+    train_tiny.store(tensors)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
+    train_tiny.store(tensors)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items())
 
 
 def test_text_and_answers_weigh_the_same_and_a_seed_repeats_a_batch(batch: Batches) -> None:
@@ -181,7 +232,7 @@ def test_a_step_lowers_the_loss_and_moves_biases_against_the_load(batch: Batches
     model, dense = model_of(train_tiny.CONFIG, 160), torch.tensor(False)
 
     def loss() -> tuple[train_tiny.Losses, dict[str, Tensor]]:
-        return train_tiny.training_loss(model, stored(tensors), batch, dense)
+        return train_tiny.training_loss(model, stored(tensors), batch, dense, 0.1)
 
     losses, loads = loss()
     for part in (losses.text, losses.answers):

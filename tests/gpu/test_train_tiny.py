@@ -26,9 +26,8 @@ def _batch(device: torch.device) -> Batches:
     return Batches(data, kinds, batch=4, length=160, form_weight=0.25, device=device)
 
 
-def test_replays_compute_what_an_eager_step_computes(seed: int, monkeypatch) -> None:
+def test_replays_compute_what_an_eager_step_computes(seed: int) -> None:
     """Also once memory that the capture freed has other contents."""
-    monkeypatch.setattr(train_tiny, "DROPOUT", 0.0)
     device = torch.device("cuda")
     tensors = train_tiny.initial_tensors(train_tiny.CONFIG, device)
     for name, tensor in tensors.items():
@@ -37,7 +36,7 @@ def test_replays_compute_what_an_eager_step_computes(seed: int, monkeypatch) -> 
     optimizer = train_tiny.make_optimizer(tensors)
     model = TrainedModel(train_tiny.CONFIG, length=160, device=device)
     batch.draw(seed)
-    step = train_tiny.make_step(model, tensors, batch, dense, optimizer)
+    step = train_tiny.make_step(model, tensors, batch, dense, optimizer, 0.0)
     for group in optimizer.param_groups:
         group["lr"].fill_(1e-3)
     for count in range(3):
@@ -45,7 +44,7 @@ def test_replays_compute_what_an_eager_step_computes(seed: int, monkeypatch) -> 
         batch.draw(seed + count)
         with torch.no_grad():
             weights = rounded(tensors, train_tiny.master_specs(train_tiny.CONFIG))
-            expected, _ = train_tiny.training_loss(model, weights, batch, dense)
+            expected, _ = train_tiny.training_loss(model, weights, batch, dense, 0.0)
         actual = [part.clone() for part in step()]
         torch.testing.assert_close(actual, list(expected), rtol=2e-3, atol=2e-3)
         del junk
