@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsv4.ops
+from dsv4.ops import GatedWeights
 from dsv4.ops.runtime import registry
 from dsv4.ops.runtime.kernel_op import KernelOp
 from tests.fuzz.operands import MAX_ELEMENTS, Operands, any_config, hostile_field, hostile_tensor
@@ -28,8 +29,8 @@ pytestmark = pytest.mark.stage("op")
 OPS = {name: op for name, op in registry.OPS.items() if type(op).__module__.startswith("dsv4.")}
 # Operators that write every element of the outputs that they have to be given.
 WRITE_ALL = {"sparse_fmha_with_swa", "rms_norm_fp8", "fp8_linear", "merged_linear"}
-# Operators whose public function takes objects or lists of several tensors.
-BUNDLED = {"moe", "merged_linear"}
+# Operators whose public function takes lists of tensors.
+BUNDLED = {"merged_linear"}
 FILLS = (0x00, 0xFF)
 
 
@@ -120,7 +121,11 @@ def test_public_functions_name_what_is_wrong(name: str, rounds: int, seed: int) 
         if number % 5:
             chosen = dice.choice(list(inspect.signature(function).parameters))
             arg = next((a for a in op.tensors if chosen in (a.name, a.public)), None)
-            if arg is None:
+            if isinstance(call.get(chosen), GatedWeights) and dice.random() < 0.8:
+                field = dice.choice(GatedWeights._fields)
+                tensor = hostile_tensor(dice, None, getattr(call[chosen], field))
+                call[chosen] = call[chosen]._replace(**{field: tensor})
+            elif arg is None:
                 call[chosen] = hostile_field(dice)
             else:
                 call[chosen] = hostile_tensor(dice, arg, call.get(chosen))
@@ -205,19 +210,38 @@ def _computing_call(dice: random.Random, op: KernelOp, function: Any) -> dict[st
 
 def _public_call(op: KernelOp, function: Any, operands: Operands) -> dict[str, Any]:
     """Arguments of the public function that say the same, as far as names tell."""
-    call = {}
+    call = _bundles(op, operands)
     for name, parameter in inspect.signature(function).parameters.items():
         for arg, tensor in zip(op.tensors, operands.tensors):
             # What a call need not bring is left out: the default must do.
             is_needed = parameter.default is parameter.empty or not (
                 arg.is_optional or arg.is_output
             )
-            if name in (arg.name, arg.public) and is_needed:
+            # What a table says with no rows, a call says by leaving it out.
+            is_given = not (parameter.default is None and tensor is not None and not len(tensor))
+            if name in (arg.name, arg.public) and is_needed and is_given:
                 call[name] = tensor
-        if hasattr(operands.config, name):
+        if name not in call and hasattr(operands.config, name):
             value = getattr(operands.config, name)
             call[name] = getattr(torch, value) if "dtype" in str(parameter.annotation) else value
     return call
+
+
+def _bundles(op: KernelOp, operands: Operands) -> dict[str, Any]:
+    """Arguments of a public function that hold several tensors or fields."""
+    if op.name != "moe":
+        return {}
+    given = {
+        arg.name: tensor if tensor is not None and len(tensor) else None
+        for arg, tensor in zip(op.tensors, operands.tensors)
+    }
+    units = [
+        GatedWeights(**{field: given.get(prefix + field) for field in GatedWeights._fields})
+        for prefix in ("", "shared_")
+    ]
+    config = operands.config
+    block = (config.block_rows, config.block_columns)
+    return {"experts": units[0], "shared": units[1], "block": block}
 
 
 def _refusal(op: KernelOp, function: Any, arguments: list[Any], named: Any = None) -> str:
@@ -258,7 +282,7 @@ def _assert_clear(op: KernelOp, error: Exception) -> None:
     names = {name for arg in op.tensors for name in (arg.name, arg.public)} | {"runner_id"}
     names |= {field.name for field in fields(op.config)}
     names |= set(inspect.signature(getattr(dsv4.ops, op.name)).parameters)
-    first = message.replace(",", " ").split()[0].rstrip(":")
+    first = message.replace(",", " ").split()[0].rstrip(":").split(".")[0]
     assert first in names, f"{op.name}: {type(error).__name__}: {message}"
 
 

@@ -23,9 +23,9 @@ from dsv4.ops.moe.torch_path import (
     route,
     routed_experts,
 )
-from dsv4.ops.moe.weights import GatedWeights
+from dsv4.ops.moe.weights import MATRICES, GatedWeights
 from dsv4.ops.runtime.backend import Device, find_kernel
-from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
+from dsv4.ops.runtime.checks import check_are_tensors, check_is_tensor, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.runner import config_of
 
@@ -232,6 +232,7 @@ def moe(
     Raises:
         ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
     """
+    _check_kinds(x, experts, shared, block)
     given = [x, gate, bias, *_interleaved(experts), experts.global_scales, *_interleaved(shared)]
     if x.is_cuda and x.dim() == 2 and x.shape[0] > MAX_TOKENS:
         options = {
@@ -248,7 +249,7 @@ def moe(
         dtype = (x.dtype if out is None else out.dtype) if out_dtype is None else out_dtype
         scale = shared.w1_scale if shared.w1_scale is not None else experts.w1_scale
         identity = moe_runner_id(
-            index(hidden), index(inner), index(count), index(top_k), experts.dtype_name,
+            index(hidden), index(inner), index(count), top_k, experts.dtype_name,
             shared.dtype_name, _name(gate.dtype), _block_scale_dtype(scale), *block,
             form, table is not None, scaling, limit, _name(dtype),
         )  # fmt: skip
@@ -301,6 +302,20 @@ def _in_parts(
             live_tokens=None if live_tokens is None else live_tokens - begin, **options,
         )  # fmt: skip
     return out
+
+
+def _check_kinds(x: object, experts: object, shared: object, block: object) -> None:
+    """Refuse what the first lines of a call cannot look into: TypeError."""
+    check_is_tensor("x", x)
+    for name, unit in (("experts", experts), ("shared", shared)):
+        if not isinstance(unit, GatedWeights):
+            raise TypeError(f"{name}: got a {type(unit).__name__}, needs GatedWeights")
+        check_is_tensor(f"{name}.w1", unit.w1)
+        for field, tensor in zip(MATRICES, unit.scales):
+            if tensor is not None:
+                check_is_tensor(f"{name}.{field}_scale", tensor)
+    if not isinstance(block, tuple | list) or len(block) != 2:
+        raise TypeError(f"block: got {block!r}, needs rows and columns")
 
 
 def _explain(*tensors: object) -> None:
