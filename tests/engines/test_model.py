@@ -98,6 +98,8 @@ def _without_compressed() -> ReferenceModel:
         pytest.param(150, _without_compressed, 5, marks=LONG),
         pytest.param(600, _without_sink, 3, marks=LONG),
         pytest.param(600, _without_compressed, 5, marks=LONG),
+        pytest.param(2600, _without_sink, 3, marks=LONG),
+        pytest.param(2600, _without_compressed, 5, marks=LONG),
     ],
 )
 def test_what_is_left_out_shows(
