@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import dsv4
+from dsv4.cli import demo_checks
 from dsv4.cli.attention_watch import AttentionWatch
 from dsv4.config.layer_schedule import LayerKind, layer_schedule
 from dsv4.loader import inventory, load_tensors
@@ -160,6 +161,15 @@ def test_mtp_drafts_are_often_right_and_change_nothing(model) -> None:
     drafted = model.generate([prompt], max_new_tokens=24, num_draft_tokens=1)
     assert drafted.tokens == plain.tokens
     assert drafted.stats.drafts_accepted > 0.3 * drafted.stats.drafts_proposed > 0
+
+
+def test_the_demo_notices_tokens_that_the_model_would_not_choose(model) -> None:
+    prompt = load_tokenizer(FOLDER).encode("And the LORD spake unto Moses, saying,")
+    new = model.generate([prompt], max_new_tokens=8).tokens[0]
+    assert demo_checks.predicts(model, prompt, new)[0]
+    for place in range(len(new)):
+        wrong = [*new[:place], new[place] ^ 1, *new[place + 1 :]]
+        assert not demo_checks.predicts(model, prompt, wrong)[0]
 
 
 def test_generated_text_is_made_of_words(model) -> None:
