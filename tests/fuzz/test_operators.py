@@ -48,7 +48,7 @@ def test_every_family_is_fuzzed() -> None:
         assert callable(getattr(dsv4.ops, name)), f"{name} has no public function"
 
 
-@pytest.mark.parametrize("rounds", [30, pytest.param(3_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [30, pytest.param(1_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPS)
 def test_tensors_that_fit_are_computed(name: str, rounds: int, seed: int) -> None:
     """Every byte of an output is written whatever it was, or left alone; inputs are left alone."""
@@ -84,7 +84,7 @@ def test_tensors_that_fit_are_computed(name: str, rounds: int, seed: int) -> Non
     assert outcomes["bytes written"], outcomes
 
 
-@pytest.mark.parametrize("rounds", [50, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [50, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPS)
 def test_tensors_that_do_not_fit_are_refused(name: str, rounds: int, seed: int) -> None:
     """A refused call writes nothing, and fake tensors are refused like real ones."""
@@ -111,7 +111,7 @@ def test_tensors_that_do_not_fit_are_refused(name: str, rounds: int, seed: int) 
     assert outcomes["computed"] > rounds // 100, outcomes
 
 
-@pytest.mark.parametrize("rounds", [50, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [50, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", sorted(OPS.keys() - BUNDLED))
 def test_public_functions_name_what_is_wrong(name: str, rounds: int, seed: int) -> None:
     op, dice, outcomes = OPS[name], random.Random(seed), Counter()
@@ -139,7 +139,7 @@ def test_public_functions_name_what_is_wrong(name: str, rounds: int, seed: int) 
     assert outcomes["computed"] >= rounds // 5, outcomes
 
 
-@pytest.mark.parametrize("rounds", [100, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPS)
 def test_fields_of_other_types_are_refused(name: str, rounds: int, seed: int) -> None:
     op, dice, outcomes = OPS[name], random.Random(seed), Counter()
