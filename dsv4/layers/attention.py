@@ -13,7 +13,7 @@ from dsv4.layers.compressor import Compressor
 from dsv4.layers.indexer import Indexer
 from dsv4.layers.linear import GroupedLinear, Linear, linear_options
 from dsv4.layers.module import Module, empty_parameter
-from dsv4.layers.norm import RMSNorm, rms_normalize
+from dsv4.layers.norm import RMSNorm, rms_factor
 from dsv4.layers.rope import Rope, rotate_
 from dsv4.ops import sparse_fmha_paged
 
@@ -78,7 +78,9 @@ class Attention(Module):
         table = self.rope.table(step.capacity, x.device)
         latent = self.q_norm(self.wq_a(x))
         q = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))
-        q = rotate_(rms_normalize(q, self.norm_eps), rotation.unsqueeze(-2))
+        # The norm of a head has no weight: it is one factor on its scores.
+        factor = rms_factor(q, self.norm_eps)
+        q = rotate_(q, rotation.unsqueeze(-2))
         window = cache.window.view(step)
         key = (self.wkv(x).flatten(0, 1), self.kv_norm.weight, self.norm_eps)
         key += (table, step.token_positions)
@@ -92,6 +94,7 @@ class Attention(Module):
             *self._entries(x, latent, table, cache, step),
             self.attn_sink,
             sink_mode=SINK_MODE,
+            q_factor=factor.flatten(0, 1),
             rope=table,
             positions=step.token_positions,
             block_table=self._pages(step),
