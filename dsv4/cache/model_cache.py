@@ -35,10 +35,9 @@ class ModelCache:
         max_draft: tokens a step may write past the last accepted one.
         max_tokens: B * C of the largest step whose chunks are longer than 1 + max_draft; every
             layer has room for the keys of so many.
-        kv_format, uniform_scale: of keys, see `KvFormat.of`.
+        kv_format: of keys, window and entries alike; default the model's own on this device.
 
     Attributes:
-        format: of keys, window and entries alike.
         block_size: original tokens per block: the smallest multiple of every compression rate that
             is >= 128.
 
@@ -56,8 +55,7 @@ class ModelCache:
         device: torch.device | str,
         max_draft: int = 0,
         max_tokens: int = 0,
-        kv_format: str | None = None,
-        uniform_scale: bool = False,
+        kv_format: KvFormat | None = None,
     ) -> None:
         sizes = {
             "max_requests": max_requests,
@@ -78,12 +76,12 @@ class ModelCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.block_size = block_size(config)
-        self.format = KvFormat.of(config, dtype, self.device, kv_format, uniform_scale)
+        self.kv_format = kv_format or KvFormat.of(config, dtype, self.device)
         self.state = StateCache(config, max_requests, device, max_draft)
         window = (max_requests, config.sliding_window, max_draft, max_tokens)
 
         def entries(ratio: int) -> EntryPool:
-            return EntryPool(self.format, num_blocks, self.block_size // ratio, ratio, device)
+            return EntryPool(self.kv_format, num_blocks, self.block_size // ratio, ratio, device)
 
         def index_keys(ratio: int) -> Pages:
             size = self.block_size // ratio
@@ -91,7 +89,7 @@ class ModelCache:
 
         self.layers = tuple(
             LayerCache(
-                WindowPool(self.format, *window, device),
+                WindowPool(self.kv_format, *window, device),
                 state,
                 entries=entries(spec.ratio) if spec.ratio else None,
                 index_keys=index_keys(spec.ratio) if spec.overlap else None,

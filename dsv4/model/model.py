@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from dsv4.cache.formats import KvFormat
 from dsv4.cache.model_cache import ModelCache, block_size
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
@@ -159,7 +160,12 @@ class DeepseekV4(Module):
         max_tokens: int = DEFAULT_PREFILL_CHUNK,
     ) -> ModelCache:
         """Return an empty cache in the model's formats, where its parameters are; `ModelCache`
-        describes the arguments."""
+        describes the arguments.
+
+        Raises:
+            ValueError: a size is out of range, or the model has no such `kv_format`.
+        """
+        options = (self.kv_format, self.uniform_scale)
         return ModelCache(
             self.config,
             max_requests,
@@ -169,8 +175,7 @@ class DeepseekV4(Module):
             self.device,
             max_draft,
             max_tokens,
-            self.kv_format,
-            self.uniform_scale,
+            KvFormat.of(self.config, self.dtype, self.device, *options),
         )
 
     def generate(

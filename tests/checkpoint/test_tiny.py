@@ -127,7 +127,7 @@ def test_the_format_of_the_cache_changes_no_bit(task: Task) -> None:
         tokens = model.generate(prompts, max_new_tokens=4, num_draft_tokens=1).tokens
         found.append((logits, tokens))
     cache = model.new_cache(1, 1, 1)
-    assert cache.format.name == "fp8" and cache.layers[1].entries.data.dtype == torch.uint8
+    assert cache.kv_format.name == "fp8" and cache.layers[1].entries.data.dtype == torch.uint8
     for logits, tokens in found[1:]:
         assert torch.equal(logits, found[0][0]) and tokens == found[0][1]
 

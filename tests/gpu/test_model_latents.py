@@ -99,7 +99,7 @@ def test_a_replay_is_the_eager_forward_bit_for_bit(kv_format: str, rows: int, se
     lines = torch.randint(0, gpu.config.vocab_size, (rows, LENGTH)).tolist()
     predicted, cache = teacher_forced(gpu, lines, use_cuda_graphs=True)
     expected, reference = teacher_forced(gpu, lines, use_cuda_graphs=False)
-    assert cache.format.name == kv_format
+    assert cache.kv_format.name == kv_format
     assert torch.equal(predicted, expected)
     assert_same_cache(cache, reference)
 
