@@ -105,7 +105,7 @@ class MoeConfig:
             return f"gate_dtype {self.gate_dtype}"
         if (self.block_rows, self.block_columns) != (K_BLOCK, K_BLOCK):
             return f"blocks of {self.block_rows} x {self.block_columns}"
-        if self.inner % (2 * PANEL_ROWS) or self.hidden % (2 * PANEL_ROWS):
+        if self.inner % (4 * PANEL_ROWS) or self.hidden % (4 * PANEL_ROWS):
             return f"widths {self.hidden} and {self.inner}"
         return why_no_kernel(self.hidden, self.experts, self.top_k)
 

@@ -1,25 +1,26 @@
 """Order of prepared weights in memory: that of the kernels' reads.
 
-A weight [M, K] is cut into panels of 64 rows, a panel into k blocks of 128: one block is what 256
-threads, or a warpgroup twice, load as registers of a wgmma's A operand, 16 bytes each at a time.
-Units of 8 rows follow each other in a block; lane l of a warp reads row l / 4 of a unit.
+A weight [M, K] is cut into panels of 32 rows, a panel into k blocks of 128. Two panels, of which a
+warpgroup has one each as the rows g and g + 8 of its fragments, make the A operand of a wgmma, 16
+bytes of a lane at a time. Units of 8 rows follow each other in a block, one for each warp; lane l
+reads row l / 4 of a unit.
 
-FP4, a block of 4 KB [unit (8), lane (32), step (4)] of words: word s of lane l holds elements
+FP4, a block of 2 KB [unit (4), lane (32), step (4)] of words: word s of lane l holds elements
 k = 32 s + 4 (l % 4) + {0, 1, 2, 3}, then + 16. Bits 4 j .. 4 j + 2 are the magnitude of element j;
 its sign is bit 8 j + 3 for the first four, bit 8 (j - 4) + 7 for the others: where they are after a
 shift, or without one, in e4m3 codes.
 
-FP4 scales, a word for each row of a block [row (64)]: "packed", the least exponent of the row's
+FP4 scales, a word for each row of a block [row (32)]: "packed", the least exponent of the row's
 four groups in bits 24 to 31, and how far each one is above it, 4 bits from bit 4 s on; "raw", the
 four E8M0 bytes.
 
-FP8, a block of 8 KB [unit (8), half (2), lane (32), step (2), 16 k (2)] of words: the four codes
+FP8, a block of 4 KB [unit (4), half (2), lane (32), step (2), 16 k (2)] of words: the four codes
 from k = 32 (2 half + step) + 16 (word) + 4 (l % 4) on. FP8 scales lie as in the checkpoint.
 """
 
 from __future__ import annotations
 
-PANEL_ROWS = 64
+PANEL_ROWS = 32
 UNIT_ROWS = 8
 UNITS = PANEL_ROWS // UNIT_ROWS
 K_BLOCK = 128

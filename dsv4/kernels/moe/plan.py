@@ -1,12 +1,12 @@
 """Plans of the experts' products: which tiling a launch takes, and every budget of a tiling's CTA.
 
-Plain Python: `print(ProductPlan.down(ExpertsConfig(4096, 2048), Tiling(8, 8), 1))` shows one.
+Plain Python: `print(ProductPlan.down(ExpertsConfig(4096, 2048), Tiling(8, 8, 8), 1))` shows one.
 Nothing here changes a bit of a result.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from dsv4.kernels.kit.plan import Arrival, Arrive, BarrierGraph, Buffer, Edge, Warps
@@ -14,13 +14,13 @@ from dsv4.kernels.kit.ring_plan import RingPlan
 from dsv4.kernels.moe.config import ExpertsConfig
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
 
-CONSUMER_WARPS = 8
+WARPGROUP = 4  # warps
+# Each fills every third stage: a ring has as many, or their parities would not tell phases apart.
 ACTIVATION_WARPS = 3
-TILE_ROWS = 2 * PANEL_ROWS
-WEIGHT_BYTES = 16384  # of a stage: 128 rows of two k blocks of FP4, or of one of FP8
-SCALE_BYTES = 1024  # of a stage: a word for each row and k block of FP4
-MIN_STAGES = 2
+PANEL_BLOCKS = 4  # k blocks of FP4 in a stage of a tile of one warpgroup; half as many of FP8
+FEWEST_COLUMNS = 8
 MOST_IN_FLIGHT = 16  # tokens of a tile with two accumulators
+FEW_COLUMNS = 32  # of a tile of the shared expert alone that has one warpgroup
 
 
 class Source(Enum):
@@ -36,22 +36,37 @@ class Tiling:
     """Division of the products by a launch. No bit of a result depends on it.
 
     Attributes:
-        tokens: of a tile of a routed expert: columns of its products.
-        shared_tokens: of a tile of the shared expert, `tokens` times a power of two: all tokens
-            pass it, and each of its tiles reads all of its weights.
+        tokens: most of a tile of a routed expert: columns of its products. Above eight, tiles of
+            at most half as many have half as many columns.
+        alone_tokens: of a tile of the shared expert's first product, in a launch of its own.
+        shared_tokens: of a tile of its second one, beside the routed: all tokens pass it, and each
+            of its tiles reads all of its weights.
         has_codes: whether the second product gets codes of h, from a launch between: with many
             tokens of an expert, each of its tiles would quantise them again.
-        most_stages: of a ring. Copies of all stages share the memory, so that a deep ring gets its
-            first stage late; few tokens are over before that is made up for.
-        ctas_per_sm: two, so that the next launch's CTAs fill their rings while this one ends; the
-            accumulators of many tokens take the registers of both.
+        warpgroups: of consumers, each with 64 rows of a tile: tall tiles load their activations
+            once for more rows, small ones spread over more SMs.
+        ctas_per_sm: several, so that the next launch's CTAs fill their rings while this one ends;
+            the accumulators of many tokens take the registers of all.
+        stages: of a ring at most. Copies of all stages share the memory, so that a deep ring gets
+            its first stage late; few tokens are over before that is made up for.
     """
 
     tokens: int
+    alone_tokens: int
     shared_tokens: int
     has_codes: bool = False
-    most_stages: int = 4
+    warpgroups: int = 2
     ctas_per_sm: int = 2
+    stages: int = 4
+
+    @property
+    def alone(self) -> Tiling:
+        """Of the launch of the shared expert's first product, whose tiles are fewer than SMs: a CTA
+        has the ring of a whole one."""
+        warpgroups = 1 if self.alone_tokens <= FEW_COLUMNS else 2
+        return replace(
+            self, shared_tokens=self.alone_tokens, warpgroups=warpgroups, ctas_per_sm=1, stages=8
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +95,7 @@ class Kind:
     @property
     def in_flight(self) -> int:
         """k blocks of a stage whose products are under way at a time: as registers allow."""
-        return self.blocks if self.tokens <= MOST_IN_FLIGHT and not self.is_summed_by_step else 1
+        return min(self.blocks, 2) if self.tokens <= MOST_IN_FLIGHT else 1
 
     @property
     def column_groups(self) -> int:
@@ -108,6 +123,7 @@ class ProductPlan(RingPlan):
         row_tiles: pairs of panels.
         expert_dtype, scale_form: as in `ExpertsConfig`.
         source: of the activations.
+        has_shared, has_routed: whether there are tiles of the shared expert, of routed ones.
         lanes_per_warp: lanes that arrive for their warp; 32 for a checker that follows threads.
     """
 
@@ -118,23 +134,30 @@ class ProductPlan(RingPlan):
     scale_form: str
     tiling: Tiling
     source: Source
+    has_shared: bool
+    has_routed: bool
     lanes_per_warp: int = 1
 
     @classmethod
-    def gate_and_up(cls, config: ExpertsConfig, tiling: Tiling, lanes_per_warp: int) -> ProductPlan:
-        """Of w1 and w3: a tile has 64 rows of each."""
+    def gate_and_up(
+        cls, config: ExpertsConfig, tiling: Tiling, is_shared: bool, lanes_per_warp: int
+    ) -> ProductPlan:
+        """Of w1 and w3, of the shared expert or of all routed ones: a tile has as many rows of
+        each."""
+        tiling = tiling.alone if is_shared else tiling
         return cls(
-            config.hidden, config.inner, config.inner // PANEL_ROWS, config.expert_dtype,
-            config.scale_form, tiling, Source.TOKENS, lanes_per_warp,
+            config.hidden, config.inner, config.inner // (PANEL_ROWS * tiling.warpgroups),
+            config.expert_dtype, config.scale_form, tiling, Source.TOKENS, is_shared,
+            not is_shared, lanes_per_warp,
         )  # fmt: skip
 
     @classmethod
     def down(cls, config: ExpertsConfig, tiling: Tiling, lanes_per_warp: int) -> ProductPlan:
-        """Of w2: a tile has 128 rows."""
+        """Of w2, of all experts."""
         source = Source.CODES if tiling.has_codes else Source.BFLOAT16
         return cls(
-            config.inner, config.hidden, config.hidden // TILE_ROWS, config.expert_dtype,
-            config.scale_form, tiling, source, lanes_per_warp,
+            config.inner, config.hidden, config.hidden // (2 * PANEL_ROWS * tiling.warpgroups),
+            config.expert_dtype, config.scale_form, tiling, source, True, True, lanes_per_warp,
         )  # fmt: skip
 
     @property
@@ -142,30 +165,75 @@ class ProductPlan(RingPlan):
         return self.in_features // K_BLOCK
 
     @property
-    def routed(self) -> Kind:
-        is_packed = self.scale_form == "packed"
-        return self._kind(self.expert_dtype, self.tiling.tokens, is_packed)
+    def tile_rows(self) -> int:
+        """Of a product, of one weight or of gate and up together."""
+        return 2 * self.panels * PANEL_ROWS
+
+    @property
+    def panels(self) -> int:
+        """Panels of a tile that are the rows g of fragments, and as many the rows g + 8."""
+        return self.tiling.warpgroups
+
+    @property
+    def routed(self) -> tuple[Kind, ...]:
+        """By their columns, ascending: a tile takes the first that holds its tokens."""
+        tokens, is_packed = self.tiling.tokens, self.scale_form == "packed"
+        columns = (tokens // 2, tokens) if tokens > FEWEST_COLUMNS else (tokens,)
+        return tuple(self._kind(self.expert_dtype, count, is_packed) for count in columns)
 
     @property
     def shared(self) -> Kind:
         return self._kind("fp8", self.tiling.shared_tokens, True)
 
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Of the launch."""
+        shared = (self.shared,) if self.has_shared else ()
+        return (*self.routed, *shared) if self.has_routed else shared
+
     def _kind(self, dtype: str, tokens: int, is_packed: bool) -> Kind:
-        blocks = 2 if dtype == "fp4" else 1
+        blocks = PANEL_BLOCKS // (1 if dtype == "fp4" else 2) // min(self.panels, 2)
         return Kind(dtype, tokens, blocks, -(-self.k_blocks // blocks), is_packed)
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the rows are those of gate and of up."""
+        return self.source is Source.TOKENS
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether activations are copied as they lie: the copies of each lane then arrive, too."""
+        return self.source is not Source.BFLOAT16
 
     # ---- a stage ----
 
     @property
     def x_rows(self) -> int:
         """Rows of 128 codes of a stage."""
-        return max(kind.blocks * kind.tokens for kind in (self.routed, self.shared))
+        return max(kind.blocks * kind.tokens for kind in self.kinds)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a stage."""
+        return 2 * self.panels * max(kind.blocks * kind.block_bytes for kind in self.kinds)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of a stage, of FP4 weights."""
+        return 2 * self.panels * max(kind.blocks * kind.scale_block_bytes for kind in self.kinds)
+
+    @property
+    def block_scales(self) -> int:
+        """FP8 scales of a stage: one for each k block and panel."""
+        return 2 * max(kind.blocks for kind in self.kinds)
 
     # ---- budgets ----
 
     @property
     def warps(self) -> Warps:
-        return Warps.of(consumers=CONSUMER_WARPS, load=1, activations=ACTIVATION_WARPS)
+        return Warps.of(
+            consumers=WARPGROUP * self.tiling.warpgroups, load=1, activations=ACTIVATION_WARPS
+        )
 
     @property
     def ctas_per_sm(self) -> int:
@@ -173,25 +241,26 @@ class ProductPlan(RingPlan):
 
     @property
     def most_stages(self) -> int:
-        return self.tiling.most_stages
+        return self.tiling.stages
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         return (
             # [stage, panel, k block of the stage]
-            Buffer("weight", "Uint8", stages * WEIGHT_BYTES, 1024),
+            Buffer("weight", "Uint8", stages * self.weight_bytes, 1024),
             Buffer("x", "Float8E4M3FN", stages * self.x_rows * K_BLOCK, 1024),
-            Buffer("scale", "Uint8", stages * SCALE_BYTES, 128),
+            Buffer("scale", "Uint8", max(stages * self.scale_bytes, 128), 128),
             # [stage, k block of the stage, token]
             Buffer("x_scale", "Float32", stages * self.x_rows, 16),
-            # [stage, panel], of FP8 weights
-            Buffer("block_scale", "Float32", stages * 2, 8),
+            # [stage, k block of the stage, panel], of FP8 weights
+            Buffer("block_scale", "Float32", stages * self.block_scales, 8),
             *self._barriers(stages).split_buffers,
         )
 
     def _barriers(self, stages: int) -> BarrierGraph:
+        copies = (Arrival("activations", Arrive.THREAD, warps=1),) if self.has_copies else ()
         edge = Edge(
             "ring", "k blocks of a weight tile, of its tokens",
-            (Arrival("load", Arrive.TMA), Arrival("activations", Arrive.WARP, warps=1)),
+            (Arrival("load", Arrive.TMA), Arrival("activations", Arrive.WARP, warps=1), *copies),
             (Arrival("consumers", Arrive.WARP),),
             stages,
         )  # fmt: skip
@@ -199,15 +268,20 @@ class ProductPlan(RingPlan):
 
     def __post_init__(self) -> None:
         tiling = self.tiling
-        assert tiling.tokens % 8 == 0 and self.x_rows % tiling.tokens == 0, tiling
-        assert self.x_rows % tiling.shared_tokens == 0, tiling
-        assert self.stages >= MIN_STAGES, f"{tiling}: K {self.in_features} has {self.stages} stages"
+        assert all(kind.tokens % FEWEST_COLUMNS == 0 for kind in self.kinds), tiling
+        assert all(self.x_rows % kind.tokens == 0 for kind in self.kinds), tiling
+        assert self.stages >= ACTIVATION_WARPS, (
+            f"{tiling}: K {self.in_features} has {self.stages} stages"
+        )
 
     def __str__(self) -> str:
         tiling = self.tiling
         return "\n".join((
-            f"K {self.in_features} {self.expert_dtype}, {TILE_ROWS} rows x {tiling.tokens} tokens "
-            f"({tiling.shared_tokens} of the shared expert), {tiling.ctas_per_sm} CTAs an SM",
+            f"K {self.in_features}, {tiling.ctas_per_sm} CTAs an SM, tiles of",
+            *(
+                f"           {self.tile_rows} rows {kind.dtype} x {kind.tokens} tokens"
+                for kind in self.kinds
+            ),
             f"warps      {self.warps}",
             f"SMEM       {self.smem}",
             str(self.barriers),
@@ -216,17 +290,19 @@ class ProductPlan(RingPlan):
 
 def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
     """Tilings of the kernels, by the tokens of a tile."""
+    # Tiles of 256 rows: activations are loaded once for all of them.
+    has_tall = config.hidden % (8 * PANEL_ROWS) == 0
+    tall = {"warpgroups": 4, "ctas_per_sm": 1, "stages": 6} if has_tall else {}
     return (
-        Tiling(8, 8, most_stages=3),
-        Tiling(8, 32),
-        Tiling(8, 32, has_codes=True),
-        Tiling(16, 32, has_codes=True),
-        Tiling(32, 32, has_codes=True),
+        Tiling(8, 8, 8, stages=3),
+        Tiling(8, 32, 32, **tall),
+        Tiling(16, 64, 32, has_codes=True, **tall),
+        Tiling(32, 64, 32, has_codes=True),
     )
 
 
 # Most tokens of a launch for each tiling but the last.
-MOST_TOKENS = (8, 128, 256, 512)
+MOST_TOKENS = (8, 128, 256)
 
 
 def choose(config: ExpertsConfig, tokens: int) -> int:

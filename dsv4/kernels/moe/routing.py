@@ -14,9 +14,9 @@ EXPERT_TILE = 32  # experts of a CTA of the gate
 TOKEN_TILE = 8  # columns of a tensor-core product
 MOST_TILES = 8  # token tiles of a CTA of the gate
 GATE_THREADS = 32 * SLICE_PARTS
+GATE_CTAS = 264  # of the gate that a GPU holds at a time
 ONE_SPLIT_TOKENS = 512  # above, a CTA adds all slices itself: no partial sums in memory
-SELECT_WARPS = 16  # tokens of a CTA of the selection
-SELECT_THREADS = 32 * SELECT_WARPS
+SELECT_WARPS = 16  # tokens of a CTA of the selection by itself
 VECTOR = 4  # neighbouring experts of a lane
 MAX_TOP_K = 7
 MAX_EXPERTS = 1024
@@ -59,11 +59,6 @@ class RoutingConfig:
         """Vectors of experts that a lane of the selection holds."""
         return -(-self.experts // (32 * VECTOR))
 
-    @property
-    def scanned(self) -> int:
-        """Experts of a thread where the sort adds up their counts."""
-        return -(-self.experts // SELECT_THREADS)
-
 
 def why_no_kernel(hidden: int, experts: int, top_k: int) -> str:
     """What the kernels cannot take of these sizes; an empty string if nothing."""
@@ -83,8 +78,9 @@ def gate_tiling(config: RoutingConfig, tokens: int) -> tuple[int, int]:
     """
     if tokens > ONE_SPLIT_TOKENS:
         return 1, MOST_TILES
+    columns = config.experts // EXPERT_TILE * config.slices
     tiles = 1
-    while tiles < MOST_TILES and tokens > 4 * TOKEN_TILE * tiles * tiles:
+    while tiles < MOST_TILES and columns * -(-tokens // (TOKEN_TILE * tiles)) > GATE_CTAS:
         tiles *= 2
     return config.slices, tiles
 

@@ -26,7 +26,6 @@ from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.moe.routing import (
     GROUP_WORDS,
-    SELECT_THREADS,
     SELECT_WARPS,
     VECTOR,
     RoutingConfig,
@@ -39,6 +38,7 @@ NO_EXPERT = -1
 LAST_ID = 1 << 30  # sorts behind every expert
 FULL_MASK = 0xFFFFFFFF
 BATCH = 8  # loads of a thread under way in the sort
+BOARD_WORDS = 2  # of a warp
 SOFTPLUS_THRESHOLD = 20.0
 
 
@@ -59,34 +59,67 @@ class Lists(NamedTuple):
 
 
 class Select:
-    """Kernel: experts and weights of each token, and the list of pairs by expert."""
+    """Kernel: experts and weights of each token, and the list of pairs by expert.
 
-    def __init__(self, config: RoutingConfig):
+    Args:
+        warps: of a CTA, each with a token.
+    """
+
+    def __init__(self, config: RoutingConfig, warps: int = SELECT_WARPS):
         self.config = config
+        self.warps = warps
+        self.threads = 32 * warps
 
     @cute.jit
     def launch(self, lists: Lists, stream, group_tokens: Int32):
         """A warp for each token; groups have up to `group_tokens` rows."""
-        ctas = cute.ceil_div(lists.ids.shape[0], SELECT_WARPS)
         self.kernel(lists, group_tokens).launch(
-            grid=[ctas, 1, 1], block=[SELECT_THREADS, 1, 1], stream=stream, use_pdl=True
-        )
+            grid=[self.ctas(lists), 1, 1], block=[self.threads, 1, 1], stream=stream,
+            use_pdl=True,
+        )  # fmt: skip
+
+    def ctas(self, lists: Lists) -> Int32:
+        """CTAs of a launch."""
+        return cute.ceil_div(lists.ids.shape[0], self.warps)
 
     @cute.kernel
     def kernel(self, lists: Lists, group_tokens: Int32):
-        config = self.config
         smem = SmemAllocator()
-        scores = smem.allocate_tensor(
-            Float32, cute.make_layout((config.experts, SELECT_WARPS)), byte_alignment=16
+        storage = smem.allocate(self.smem_bytes, byte_alignment=16)
+        ctas = Int32(cute.arch.grid_dim()[0])
+        self.run(lists, storage, Int32(cute.arch.block_idx()[0]), ctas, group_tokens)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of shared memory: scores, sums of the sort, ids, and whether the CTA is the last."""
+        words = self.config.experts + BOARD_WORDS + self.config.top_k
+        return 4 * (self.warps * words + 1)
+
+    @cute.jit
+    def run(
+        self, lists: Lists, storage: cute.Pointer, cta: Int32, ctas: Int32, group_tokens: Int32
+    ) -> None:
+        """The part of one of `ctas` CTAs of `threads` threads, in a launch of these or of others,
+        too.
+
+        Args:
+            storage: `smem_bytes` of shared memory.
+        """
+        config = self.config
+        scores = cute.make_tensor(
+            cute.recast_ptr(storage, dtype=Float32), cute.make_layout((config.experts, self.warps))
         )
         # The scores are of no more use where the sort begins.
-        counts = cute.make_tensor(cute.recast_ptr(scores.iterator, dtype=Int32), scores.layout)
-        board = smem.allocate_tensor(Int32, cute.make_layout((SELECT_WARPS, 2)), byte_alignment=16)
-        is_last = smem.allocate_tensor(Int32, cute.make_layout(1), byte_alignment=4)
-        # ids of this CTA's tokens: where there is no other, the sort reads no global memory.
-        own_ids = smem.allocate_tensor(
-            Int32, cute.make_layout((SELECT_WARPS, config.top_k), stride=(config.top_k, 1)), 16
+        words = cute.recast_ptr(storage, dtype=Int32)
+        counts = cute.make_tensor(words, scores.layout)
+        words += self.warps * config.experts
+        board = cute.make_tensor(words, cute.make_layout((self.warps, BOARD_WORDS)))
+        words += self.warps * BOARD_WORDS
+        # ids of this CTA's tokens: where there is no other CTA, the sort reads no global memory.
+        own_ids = cute.make_tensor(
+            words, cute.make_layout((self.warps, config.top_k), stride=(config.top_k, 1))
         )
+        is_last = cute.make_tensor(words + self.warps * config.top_k, cute.make_layout(1))
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
         pdl.launch_dependents()
@@ -97,15 +130,18 @@ class Select:
         pdl.wait_for_previous_launch()
         tokens = lists.ids.shape[0]
         live = live_count(lists.live_tokens, tokens)
-        token = cute.arch.block_idx()[0] * SELECT_WARPS + warp
+        token = cta * self.warps + warp
         if token < tokens:
             self.select(lists, scores[None, warp], bias, own_ids[warp, None], token, token < live)
         cute.arch.sync_threads()
         if thread == 0:
-            is_last[0] = Int32(arrive(lists.arrivals, cute.arch.grid_dim()[0]))
+            is_last[0] = Int32(arrive(lists.arrivals, ctas))
         cute.arch.sync_threads()
         if is_last[0] != 0:
-            self.sort(lists, counts, board, own_ids, group_tokens, live)
+            if ctas == 1:
+                self.sort_few(lists, counts, own_ids, group_tokens, live)
+            else:
+                self.sort(lists, counts, board, group_tokens, live)
 
     # ---- one token, one warp ---------------------------------------------------------------------
 
@@ -188,12 +224,59 @@ class Select:
     # ---- all pairs, one CTA ----------------------------------------------------------------------
 
     @cute.jit
+    def sort_few(
+        self, lists: Lists, heads: cute.Tensor, own_ids: cute.Tensor, group_tokens: Int32,
+        live: Int32,
+    ) -> None:  # fmt: skip
+        """Write `pairs`, `groups` and `counts` of one CTA's tokens: each thread has a pair, and
+        compares it with all others.
+
+        Args:
+            heads: in shared memory; becomes the expert of each pair that begins a group.
+        """
+        thread = cute.arch.thread_idx()[0]
+        total = lists.ids.shape[0] * self.config.top_k
+        ids = cute.make_tensor(own_ids.iterator, cute.make_layout(self.warps * self.config.top_k))
+        heads = cute.make_tensor(heads.iterator, ids.layout)
+        expert = Int32(NO_EXPERT)
+        if thread < total:
+            expert = ids[thread]
+        place, rank, rows = Int32(0), Int32(0), Int32(0)
+        for other in cutlass.range(total, unroll=4):
+            found = ids[other]
+            if found == expert:
+                rows += 1
+                rank += cutlass.select_(other < thread, Int32(1), Int32(0))
+            elif found >= 0 and found < expert:
+                place += 1
+        place += rank
+        is_head = (expert >= 0) & (rank % group_tokens == 0)
+        if expert >= 0:
+            lists.pairs[place] = thread
+        if thread < total:
+            heads[thread] = cutlass.select_(is_head, expert, Int32(NO_EXPERT))
+        cute.arch.sync_threads()
+        entry, entries = Int32(0), Int32(0)
+        for other in cutlass.range(total, unroll=4):
+            found = heads[other]
+            if found >= 0:
+                entries += 1
+                if found < expert or (found == expert and other < thread):
+                    entry += 1
+        if is_head:
+            group = (expert, place, cutlass.min(rows - rank, group_tokens), 0)
+            for word in cutlass.range_constexpr(GROUP_WORDS):
+                lists.groups[entry, word] = Int32(group[word])
+        if thread == 0:
+            lists.counts[0] = entries
+            lists.counts[1] = live
+
+    @cute.jit
     def sort(
         self,
         lists: Lists,
         counts: cute.Tensor,
         board: cute.Tensor,
-        own_ids: cute.Tensor,
         group_tokens: Int32,
         live: Int32,
     ) -> None:
@@ -201,25 +284,25 @@ class Select:
         config = self.config
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
-        for i in cutlass.range(thread, config.experts * SELECT_WARPS, SELECT_THREADS, unroll=1):
+        for i in cutlass.range(thread, config.experts * self.warps, self.threads, unroll=1):
             counts[i % config.experts, i // config.experts] = Int32(0)
         cute.arch.sync_threads()
         total = lists.ids.shape[0] * config.top_k
-        run = cute.ceil_div(cute.ceil_div(total, SELECT_WARPS), 32) * 32
+        run = cute.ceil_div(cute.ceil_div(total, self.warps), 32) * 32
         begin = warp * run
         end = cutlass.min(begin + run, total)
         own = counts[None, warp]
         # A run of pairs that one batch holds is read once.
-        held = load_ids(lists.ids, own_ids, config.top_k, begin, end)
+        held = load_ids(lists.ids, config.top_k, begin, end)
         count_batch(own, held)
         for start in cutlass.range(begin + 32 * BATCH, end, 32 * BATCH, unroll=1):
-            count_batch(own, load_ids(lists.ids, own_ids, config.top_k, start, end))
+            count_batch(own, load_ids(lists.ids, config.top_k, start, end))
         cute.arch.sync_threads()
         self.add_counts(lists, counts, board, group_tokens, live)
         cute.arch.sync_threads()
         place_batch(lists.pairs, own, held, begin)
         for start in cutlass.range(begin + 32 * BATCH, end, 32 * BATCH, unroll=1):
-            ids = load_ids(lists.ids, own_ids, config.top_k, start, end)
+            ids = load_ids(lists.ids, config.top_k, start, end)
             place_batch(lists.pairs, own, ids, start)
 
     @cute.jit
@@ -234,28 +317,29 @@ class Select:
         """counts[expert, warp] = first place of a warp's pairs of an expert; write `groups`."""
         config = self.config
         thread = cute.arch.thread_idx()[0]
-        first = thread * config.scanned
-        found = cute.make_rmem_tensor(config.scanned, Int32)
+        scanned = -(-config.experts // self.threads)
+        first = thread * scanned
+        found = cute.make_rmem_tensor(scanned, Int32)
         found.fill(0)
         rows, entries = Int32(0), Int32(0)
-        for i in cutlass.range_constexpr(config.scanned):
+        for i in cutlass.range_constexpr(scanned):
             if first + i < config.experts:
-                for warp in cutlass.range_constexpr(SELECT_WARPS):
+                for warp in cutlass.range_constexpr(self.warps):
                     found[i] += counts[first + i, warp]
             rows += found[i]
             entries += cute.ceil_div(found[i], group_tokens)
         row, entry = exclusive_sums(rows, entries, board)
-        if thread == SELECT_THREADS - 1:
+        if thread == self.threads - 1:
             lists.counts[0] = entry + entries
             lists.counts[1] = live
-        for i in cutlass.range_constexpr(config.scanned):
+        for i in cutlass.range_constexpr(scanned):
             for start in cutlass.range(0, found[i], group_tokens, unroll=1):
                 group = (first + i, row + start, cutlass.min(found[i] - start, group_tokens), 0)
                 for word in cutlass.range_constexpr(GROUP_WORDS):
                     lists.groups[entry, word] = Int32(group[word])
                 entry += 1
             if first + i < config.experts:
-                for warp in cutlass.range_constexpr(SELECT_WARPS):
+                for warp in cutlass.range_constexpr(self.warps):
                     count = counts[first + i, warp]
                     counts[first + i, warp] = row
                     row += count
@@ -374,26 +458,15 @@ def arrive(arrivals: cute.Tensor, ctas: Int32) -> Boolean:
 
 
 @cute.jit
-def load_ids(
-    ids: cute.Tensor, own_ids: cute.Tensor, top_k: int, start: Int32, end: Int32
-) -> cute.Tensor:
-    """Experts of this lane's pairs, every 32nd from `start`; NO_EXPERT past `end`.
-
-    From shared memory where all tokens are the CTA's own.
-    """
+def load_ids(ids: cute.Tensor, top_k: int, start: Int32, end: Int32) -> cute.Tensor:
+    """Experts of this lane's pairs, every 32nd from `start`; NO_EXPERT past `end`."""
     found = cute.make_rmem_tensor(BATCH, Int32)
     found.fill(NO_EXPERT)
-    total = ids.shape[0] * top_k
-    is_own = ids.shape[0] <= SELECT_WARPS
-    near = cute.make_tensor(own_ids.iterator, cute.make_layout(SELECT_WARPS * top_k))
-    far = cute.make_tensor(ids.iterator, cute.make_layout(total))
+    flat = cute.make_tensor(ids.iterator, cute.make_layout(ids.shape[0] * top_k))
     for i in cutlass.range_constexpr(BATCH):
         pair = start + i * 32 + cute.arch.lane_idx()
         if pair < end:
-            if is_own:
-                found[i] = near[pair]
-            else:
-                found[i] = far[pair]
+            found[i] = flat[pair]
     return found
 
 
@@ -457,7 +530,7 @@ def exclusive_sums(rows: Int32, entries: Int32, board: cute.Tensor) -> tuple[Int
         board[warp, 1] = entry_sum
     cute.arch.sync_threads()
     row, entry = row_sum - rows, entry_sum - entries
-    for other in cutlass.range_constexpr(SELECT_WARPS - 1):
+    for other in cutlass.range_constexpr(board.shape[0] - 1):
         if other < warp:
             row += board[other, 0]
             entry += board[other, 1]

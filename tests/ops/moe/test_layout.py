@@ -24,11 +24,11 @@ def words_of(prepared: torch.Tensor, *shape: int) -> torch.Tensor:
 def test_fp4_codes_lie_where_lanes_read_them(seed) -> None:
     codes = random_bytes(ROWS, COLUMNS // 2).view(torch.int8)
     nibbles = unpack_e2m1(codes).int()
-    words = words_of(layout.prepare_fp4_codes(codes), ROWS // 64, COLUMNS // 128, 8, 32, 4)
+    words = words_of(layout.prepare_fp4_codes(codes), ROWS // 32, COLUMNS // 128, 4, 32, 4)
     for _ in range(300):
         panel, block, unit, lane, step = (int(torch.randint(n, ())) for n in words.shape)
         word = int(words[panel, block, unit, lane, step]) & 0xFFFFFFFF
-        row = 64 * panel + 8 * unit + lane // 4
+        row = 32 * panel + 8 * unit + lane // 4
         for j in range(8):
             k = 128 * block + 32 * step + 4 * (lane % 4) + j % 4 + 16 * (j // 4)
             sign = 8 * j + 3 if j < 4 else 8 * (j - 4) + 7
@@ -38,11 +38,11 @@ def test_fp4_codes_lie_where_lanes_read_them(seed) -> None:
 
 def test_fp8_codes_lie_where_lanes_read_them(seed) -> None:
     codes = random_bytes(ROWS, COLUMNS)
-    words = words_of(layout.prepare_fp8_codes(codes), ROWS // 64, COLUMNS // 128, 8, 2, 32, 2, 2)
+    words = words_of(layout.prepare_fp8_codes(codes), ROWS // 32, COLUMNS // 128, 4, 2, 32, 2, 2)
     for _ in range(300):
         panel, block, unit, half, lane, step, q = (int(torch.randint(n, ())) for n in words.shape)
         word = int(words[panel, block, unit, half, lane, step, q]) & 0xFFFFFFFF
-        row = 64 * panel + 8 * unit + lane // 4
+        row = 32 * panel + 8 * unit + lane // 4
         k = 128 * block + 32 * (2 * half + step) + 16 * q + 4 * (lane % 4)
         assert word == int.from_bytes(bytes(codes[row, k : k + 4].tolist()), "little")
 
@@ -53,11 +53,11 @@ def test_fp4_scales_lie_by_row_of_a_block(form, seed) -> None:
     above = torch.randint(0, 12, (ROWS, COLUMNS // 128, 4), dtype=torch.uint8)
     scale = (low + above).view(ROWS, -1).view(torch.float8_e8m0fnu)
     assert layout.fits_packed(scale)
-    words = words_of(layout.prepare_fp4_scales(scale, form), ROWS // 64, COLUMNS // 128, 64)
+    words = words_of(layout.prepare_fp4_scales(scale, form), ROWS // 32, COLUMNS // 128, 32)
     exponents = scale.view(torch.uint8).view(ROWS, -1, 4).int()
     for row in range(ROWS):
         for block in range(COLUMNS // 128):
-            word = int(words[row // 64, block, row % 64]) & 0xFFFFFFFF
+            word = int(words[row // 32, block, row % 32]) & 0xFFFFFFFF
             e = exponents[row, block].tolist()
             least = min(e) if form == "packed" else 0
             fields = [x - least for x in e]
@@ -95,7 +95,7 @@ def test_what_does_not_fit_the_packed_form(exponents) -> None:
 
 
 def test_weights_of_other_sizes_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows must be a multiple of 64, got 72"):
+    with pytest.raises(ValueError, match="rows must be a multiple of 32, got 72"):
         layout.prepare_fp8_codes(torch.zeros(72, 128, dtype=torch.float8_e4m3fn))
     with pytest.raises(ValueError, match="columns must be a multiple of 128, got 192"):
         layout.prepare_fp4_codes(torch.zeros(64, 96, dtype=torch.int8))

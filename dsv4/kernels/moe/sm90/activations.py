@@ -10,12 +10,13 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 from dsv4.kernels.gemm.quantize import PAIRS, TEAM, VECTOR, quantize_vector
 from dsv4.kernels.gemm.sm90.activations import scale_value
 from dsv4.kernels.kit import pdl, quant
+from dsv4.kernels.kit.gather import copy_vector
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
-from dsv4.kernels.moe.layout import K_BLOCK
+from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
 from dsv4.kernels.moe.plan import ACTIVATION_WARPS, Kind, ProductPlan, Source
-from dsv4.kernels.moe.sm90.context import ProductContext, WorkTile, read_schedule
+from dsv4.kernels.moe.sm90.context import ProductContext, WorkTile, panels_of, read_schedule
 
 WARP = 32
 BATCH = 8  # loads of a lane under way
@@ -66,28 +67,51 @@ class ActivationWarps:
             slot = scheduler.next(slot)
             ahead = scheduler.find(slot)
             rows_ahead = self._rows(ctx, ahead, lane)
-            if tile.is_shared:
-                cursor, turn = self._fill_tile(
-                    ctx, plan.shared, True, tile, rows, warp, lane, cursor, turn
-                )
-            else:
-                cursor, turn = self._fill_tile(
-                    ctx, plan.routed, False, tile, rows, warp, lane, cursor, turn
-                )
+            cursor, turn = self._any_tile(ctx, tile, rows, warp, lane, cursor, turn)
             tile, rows = ahead, rows_ahead
 
     @cute.jit
+    def _any_tile(
+        self, ctx: ProductContext, tile: WorkTile, rows, warp, lane, cursor: Cursor, turn
+    ):
+        """Fill the stages of a tile by its kind."""
+        plan, narrow, wide = self.plan, self.plan.routed[0], self.plan.routed[-1]
+        if tile.is_shared:
+            if cutlass.const_expr(plan.has_shared):
+                cursor, turn = self._fill_tile(
+                    ctx, plan.shared, True, tile, rows, warp, lane, cursor, turn
+                )
+        elif cutlass.const_expr(plan.has_routed):
+            if cutlass.const_expr(narrow is wide):
+                cursor, turn = self._fill_tile(
+                    ctx, wide, False, tile, rows, warp, lane, cursor, turn
+                )
+            elif tile.count <= narrow.tokens:
+                cursor, turn = self._fill_tile(
+                    ctx, narrow, False, tile, rows, warp, lane, cursor, turn
+                )
+            else:
+                cursor, turn = self._fill_tile(
+                    ctx, wide, False, tile, rows, warp, lane, cursor, turn
+                )
+        return cursor, turn
+
+    @cute.jit
     def _rows(self, ctx: ProductContext, tile: WorkTile, lane):
-        """Row of x for column `lane` of a tile."""
+        """Rows of x for columns `lane`, `lane` + 32 and so on of a tile."""
         pairs = ctx.operands.pairs
-        row = tile.first + lane
-        if cutlass.const_expr(self.plan.source is Source.TOKENS):
-            is_pair = not tile.is_shared
-            if is_pair and lane < tile.count:
-                row = pairs[row] // self.top_k
-        elif tile.is_shared:
-            row += pairs.shape[0]
-        return row
+        rows = ()
+        for i in cutlass.range_constexpr(-(-max(kind.tokens for kind in self.plan.kinds) // WARP)):
+            column = i * WARP + lane
+            row = tile.first + column
+            if cutlass.const_expr(self.plan.source is Source.TOKENS):
+                is_pair = not tile.is_shared
+                if is_pair and column < tile.count:
+                    row = pairs[row] // self.top_k
+            elif tile.is_shared:
+                row += pairs.shape[0]
+            rows += (row,)
+        return rows
 
     @cute.jit
     def _fill_tile(
@@ -99,16 +123,18 @@ class ActivationWarps:
             if turn == warp:
                 factor = Float32(0.0)
                 if cutlass.const_expr(kind.dtype == "fp8"):
-                    factor = self._block_scale(ctx, is_shared, tile, lane, step)
+                    factor = self._block_scale(ctx, kind, is_shared, tile, lane, step)
                 if cutlass.const_expr(self.plan.source is Source.BFLOAT16):
                     self._quantize(ctx, kind, tile, rows, lane, step, cursor)
                 else:
                     self._copy(ctx, kind, tile, rows, lane, step, cursor)
                 if cutlass.const_expr(kind.dtype == "fp8"):  # noqa: SIM102 static, then dynamic
-                    if lane < 2:
-                        (ctx.smem.block_scale + (cursor.stage * 2 + lane)).store(factor)
-                # wgmma reads codes through the async proxy.
-                cute.arch.fence_view_async_shared()
+                    if lane < 2 * kind.blocks:
+                        place = cursor.stage * self.plan.block_scales + lane
+                        (ctx.smem.block_scale + place).store(factor)
+                # wgmma reads codes through the async proxy; of copies the consumers take care.
+                if cutlass.const_expr(not self.plan.has_copies):
+                    cute.arch.fence_view_async_shared()
                 ring.at(cursor.stage).commit(lane)
             cursor = ring.next(cursor)
             turn = cutlass.select_(turn == ACTIVATION_WARPS - 1, Int32(0), turn + 1)
@@ -121,54 +147,28 @@ class ActivationWarps:
         self, ctx: ProductContext, kind: cutlass.Constexpr, tile: WorkTile, rows, lane, step,
         cursor: Cursor,
     ):  # fmt: skip
-        """Codes and scales of a stage as they lie; loads are under way while the stage is full."""
-        vectors = tile.count * (kind.blocks * BLOCK_VECTORS)
-        words = self._load_codes(ctx, kind, rows, lane, step, Int32(0), vectors)
+        """Codes and scales of a stage as they lie; the copies arrive at the stage's mbarrier."""
+        x = ctx.operands.x
         scales = self._load_scales(ctx, kind, tile, rows, lane, step)
         ctx.pipes.ring.acquire(cursor)
-        self._store_codes(ctx, kind, lane, cursor.stage, Int32(0), vectors, words)
+        vectors = tile.count * (kind.blocks * BLOCK_VECTORS)
+        for start in cutlass.range(0, vectors, WARP, unroll=4):
+            index = start + lane
+            column, block = self._column(index // BLOCK_VECTORS, kind)
+            row = row_of(rows, column, kind)
+            k_block = step * kind.blocks + block
+            if index < vectors and k_block < self.plan.k_blocks:
+                vector = index % BLOCK_VECTORS
+                offset = Int64(row) * x.stride[0] + k_block * K_BLOCK + vector * VECTOR_BYTES
+                target = self._code_address(ctx, kind, cursor.stage, column, block, vector)
+                source = pointer_at(x.iterator, offset, Uint32)
+                copy_vector(Int32(target.toint()), source.toint(), Int32(VECTOR_BYTES))
         for i in cutlass.range_constexpr(cute.size(scales)):
             index = i * WARP + lane
             if index < tile.count * kind.blocks:
                 column, block = self._column(index, kind)
                 self._scale_address(ctx, kind, cursor.stage, column, block).store(scales[i])
-        for start in cutlass.range(WARP * BATCH, vectors, WARP * BATCH, unroll=1):
-            words = self._load_codes(ctx, kind, rows, lane, step, start, vectors)
-            self._store_codes(ctx, kind, lane, cursor.stage, start, vectors, words)
-
-    @cute.jit
-    def _load_codes(
-        self, ctx: ProductContext, kind: cutlass.Constexpr, rows, lane, step, start, vectors
-    ):
-        """16 codes a lane, and `BATCH` times that, from vector `start` on."""
-        x = ctx.operands.x
-        words = cute.make_rmem_tensor((4, BATCH), Uint32)
-        words.fill(0)
-        for i in cutlass.range_constexpr(BATCH):
-            index = start + i * WARP + lane
-            column, block = self._column(index // BLOCK_VECTORS, kind)
-            row = cute.arch.shuffle_sync(rows, column)
-            k_block = step * kind.blocks + block
-            if index < vectors and k_block < self.plan.k_blocks:
-                offset = Int64(row) * x.stride[0] + k_block * K_BLOCK
-                offset += index % BLOCK_VECTORS * VECTOR_BYTES
-                source = pointer_at(x.iterator, offset, Uint32)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words[None, i])
-        return words
-
-    @cute.jit
-    def _store_codes(
-        self, ctx: ProductContext, kind: cutlass.Constexpr, lane, stage, start, vectors,
-        words: cute.Tensor,
-    ):  # fmt: skip
-        for i in cutlass.range_constexpr(BATCH):
-            index = start + i * WARP + lane
-            if index < vectors:
-                column, block = self._column(index // BLOCK_VECTORS, kind)
-                vector = index % BLOCK_VECTORS
-                target = self._code_address(ctx, kind, stage, column, block, vector)
-                pointer = cute.recast_ptr(target, dtype=Uint32)
-                cute.autovec_copy(words[None, i], cute.make_tensor(pointer, cute.make_layout(4)))
+        cute.arch.cp_async_mbarrier_arrive_noinc(ctx.pipes.ring.full + cursor.stage)
 
     @cute.jit
     def _load_scales(
@@ -181,7 +181,7 @@ class ActivationWarps:
         for i in cutlass.range_constexpr(cute.size(scales)):
             index = i * WARP + lane
             column, block = self._column(index, kind)
-            row = cute.arch.shuffle_sync(rows, column)
+            row = row_of(rows, column, kind)
             k_block = step * kind.blocks + block
             if index < tile.count * kind.blocks and k_block < self.plan.k_blocks:
                 scales[i] = scale_value(x_scale[row, k_block])
@@ -216,7 +216,7 @@ class ActivationWarps:
         for i in cutlass.range_constexpr(BATCH):
             index = start + i * teams + team
             column, block = self._column(index, kind)
-            row = cute.arch.shuffle_sync(rows, column)
+            row = row_of(rows, column, kind)
             k_block = step * kind.blocks + block
             if index < groups and k_block < self.plan.k_blocks:
                 offset = Int64(row) * x.stride[0] + k_block * K_BLOCK
@@ -255,28 +255,33 @@ class ActivationWarps:
 
     @cute.jit
     def _block_scale(
-        self, ctx: ProductContext, is_shared: cutlass.Constexpr, tile: WorkTile, lane, step
-    ):
-        """FP8 weight scale of a stage for the panel of a lane, 0 or 1."""
+        self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
+        tile: WorkTile, lane, step,
+    ):  # fmt: skip
+        """FP8 weight scale of a stage for the k block and the panels of a lane: lane 2 block, and
+        one more for the rows g + 8."""
         operands, plan = ctx.operands, self.plan
-        # Of a tile, a weight has 64 or 128 rows.
-        row = tile.row_tile * (plan.out_rows // plan.row_tiles) // K_BLOCK
+        first, second = (row // (K_BLOCK // PANEL_ROWS) for row in panels_of(plan, tile.row_tile))
+        block = step * kind.blocks + lane // 2
         value = Float32(0.0)
-        if cutlass.const_expr(is_shared):
-            if lane == 0:
-                value = scale_value(operands.shared_a_scale[row, step])
-            elif lane == 1:
-                value = scale_value(operands.shared_b_scale[row, step])
-        else:
-            if lane == 0:
-                value = scale_value(operands.a_scale[tile.expert, row, step])
-            elif lane == 1:
-                value = scale_value(operands.b_scale[tile.expert, row, step])
+        if lane < 2 * kind.blocks and block < plan.k_blocks:
+            if cutlass.const_expr(is_shared):
+                if lane % 2 == 0:
+                    value = scale_value(operands.shared_a_scale[first, block])
+                else:
+                    value = scale_value(operands.shared_b_scale[second, block])
+            else:
+                if lane % 2 == 0:
+                    value = scale_value(operands.a_scale[tile.expert, first, block])
+                else:
+                    value = scale_value(operands.b_scale[tile.expert, second, block])
         return value
 
     def _column(self, index, kind: Kind):
         """Column and k block of a stage of a group of 128."""
-        return (index, Int32(0)) if kind.blocks == 1 else (index // 2, index % 2)
+        if kind.blocks == 1:
+            return index, Int32(0)
+        return index // kind.blocks, index % kind.blocks
 
     def _code_address(self, ctx: ProductContext, kind: Kind, stage, column, block, vector):
         """Where the swizzle has 16 codes."""
@@ -286,3 +291,13 @@ class ActivationWarps:
 
     def _scale_address(self, ctx: ProductContext, kind: Kind, stage, column, block):
         return ctx.smem.x_scale + (stage * self.plan.x_rows + block * kind.tokens + column)
+
+
+@cute.jit
+def row_of(rows: tuple, column, kind: cutlass.Constexpr):
+    """Row of x of a column, of those that a warp's lanes hold."""
+    row = cute.arch.shuffle_sync(rows[0], column % WARP)
+    for i in cutlass.range_constexpr(1, -(-kind.tokens // WARP)):
+        other = cute.arch.shuffle_sync(rows[i], column % WARP)
+        row = cutlass.select_(column >= i * WARP, other, row)
+    return row

@@ -14,7 +14,7 @@ from dsv4.kernels.moe.sm90.fragments import load_fragment, packed_scale, raw_sca
 
 
 class Consumers:
-    """Both warpgroups: 64 rows each of a tile, 32 of every panel, all of K.
+    """Warpgroups of consumers: 64 rows each of a tile, those of two panels, all of K.
 
     Args:
         epilogue: what becomes of the sums.
@@ -26,7 +26,7 @@ class Consumers:
 
     @cute.jit
     def compute(self, ctx: ProductContext, warp):
-        """Every tile of the CTA; a consumer warp has the unit of its number in both panels."""
+        """Every tile of the CTA; a warp has the unit of its number in both panels."""
         plan = self.plan
         lane = cute.arch.lane_idx()
         pdl.wait_for_previous_launch()
@@ -37,11 +37,24 @@ class Consumers:
         while scheduler.exists(slot):
             slot = scheduler.next(slot)
             ahead = scheduler.find(slot)
-            if tile.is_shared:
-                cursor = self._tile(ctx, plan.shared, True, tile, warp, lane, cursor)
-            else:
-                cursor = self._tile(ctx, plan.routed, False, tile, warp, lane, cursor)
+            cursor = self._any_tile(ctx, tile, warp, lane, cursor)
             tile = ahead
+
+    @cute.jit
+    def _any_tile(self, ctx: ProductContext, tile: WorkTile, warp, lane, cursor: Cursor):
+        """A tile by its kind; returns the next place in the ring."""
+        plan, narrow, wide = self.plan, self.plan.routed[0], self.plan.routed[-1]
+        if tile.is_shared:
+            if cutlass.const_expr(plan.has_shared):
+                cursor = self._tile(ctx, plan.shared, True, tile, warp, lane, cursor)
+        elif cutlass.const_expr(plan.has_routed):
+            if cutlass.const_expr(narrow is wide):
+                cursor = self._tile(ctx, wide, False, tile, warp, lane, cursor)
+            elif tile.count <= narrow.tokens:
+                cursor = self._tile(ctx, narrow, False, tile, warp, lane, cursor)
+            else:
+                cursor = self._tile(ctx, wide, False, tile, warp, lane, cursor)
+        return cursor
 
     @cute.jit
     def _tile(
@@ -52,7 +65,7 @@ class Consumers:
         plan, ring = self.plan, ctx.pipes.ring
         mma = tile_mma(kind)
         accs = [
-            mma.make_fragment_C(mma.partition_shape_C((PANEL_ROWS, kind.tokens)))
+            mma.make_fragment_C(mma.partition_shape_C((2 * PANEL_ROWS, kind.tokens)))
             for _ in range(kind.in_flight)
         ]
         sums = cute.make_rmem_tensor(cute.size(accs[0]), Float32)
@@ -60,13 +73,16 @@ class Consumers:
         columns = self.epilogue.load_columns(ctx, kind, is_shared, tile, lane)
         for step in cutlass.range(tile.steps(kind), unroll=1):
             ring.wait(cursor)
-            if cutlass.const_expr(plan.k_blocks % kind.blocks != 0):
-                if step == kind.steps - 1:
-                    self._blocks(ctx, kind, is_shared, sums, accs, warp, lane, cursor, 1)
-                else:
-                    self._blocks(ctx, kind, is_shared, sums, accs, warp, lane, cursor, kind.blocks)
+            if cutlass.const_expr(plan.has_copies):
+                # wgmma reads what was copied through the async proxy.
+                cute.arch.fence_view_async_shared()
+            tail = plan.k_blocks % kind.blocks
+            if cutlass.const_expr(tail == 0):
+                self._blocks(ctx, kind, sums, accs, warp, lane, cursor, kind.blocks)
+            elif step == kind.steps - 1:
+                self._blocks(ctx, kind, sums, accs, warp, lane, cursor, tail)
             else:
-                self._blocks(ctx, kind, is_shared, sums, accs, warp, lane, cursor, kind.blocks)
+                self._blocks(ctx, kind, sums, accs, warp, lane, cursor, kind.blocks)
             ring.release(cursor, lane)
             cursor = ring.next(cursor)
         self.epilogue.store(ctx, kind, is_shared, sums, columns, tile, warp, lane)
@@ -74,9 +90,8 @@ class Consumers:
 
     @cute.jit
     def _blocks(
-        self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
-        sums: cute.Tensor, accs: cutlass.Constexpr, warp, lane, cursor: Cursor,
-        count: cutlass.Constexpr,
+        self, ctx: ProductContext, kind: cutlass.Constexpr, sums: cute.Tensor,
+        accs: cutlass.Constexpr, warp, lane, cursor: Cursor, count: cutlass.Constexpr,
     ):  # fmt: skip
         """Add the products of a stage's first k blocks: the next ones are decoded while the tensor
         core has those before."""
@@ -89,10 +104,10 @@ class Consumers:
                 words = []
                 for block in cutlass.range_constexpr(blocks.start, blocks.stop):
                     fragment, of_block = load_fragment(
-                        ctx.smem, cursor.stage, block, kind, warp, lane
+                        ctx.smem, self.plan, cursor.stage, block, kind, warp, lane
                     )
                     words.append(of_block)
-                    b = self._tokens(ctx, kind, is_shared, cursor.stage, block)
+                    b = self._tokens(ctx, kind, cursor.stage, block)
                     warpgroup.fence()
                     gemm(
                         lambda: tile_mma(kind), accs[block - first], fragment, b, range(STEPS), 0,
@@ -101,7 +116,9 @@ class Consumers:
                     warpgroup.commit_group()
                 for block in cutlass.range_constexpr(blocks.start, blocks.stop):
                     warpgroup.wait_group(blocks.stop - 1 - block)
-                    scales = self._weight_scales(ctx, kind, cursor.stage, words[block - first])
+                    scales = self._weight_scales(
+                        ctx, kind, cursor.stage, block, words[block - first]
+                    )
                     self._promote(
                         ctx, kind, sums, accs[block - first], scales, cursor.stage, block, lane
                     )
@@ -112,8 +129,8 @@ class Consumers:
         warp, lane, cursor: Cursor, block: cutlass.Constexpr,
     ):  # fmt: skip
         """Add the products of a k block of raw FP4, each step of 32 by itself."""
-        fragment, words = load_fragment(ctx.smem, cursor.stage, block, kind, warp, lane)
-        b = self._tokens(ctx, kind, False, cursor.stage, block)
+        fragment, words = load_fragment(ctx.smem, self.plan, cursor.stage, block, kind, warp, lane)
+        b = self._tokens(ctx, kind, cursor.stage, block)
         for step in cutlass.range_constexpr(STEPS):
             warpgroup.fence()
             gemm(lambda: tile_mma(kind), acc, fragment, b, [step], 0, False)
@@ -122,18 +139,18 @@ class Consumers:
             scales = [raw_scale(word, step) for word in words]
             self._promote(ctx, kind, sums, acc, scales, cursor.stage, block, lane)
 
-    def _tokens(self, ctx: ProductContext, kind: Kind, is_shared: bool, stage, block: int):
+    def _tokens(self, ctx: ProductContext, kind: Kind, stage, block: int):
         """The B operand of a k block."""
         mma = tile_mma(kind)
-        x = ctx.smem.shared_x if is_shared else ctx.smem.routed_x
-        b = mma.make_fragment_B(mma.get_slice(0).partition_B(x))
+        b = mma.make_fragment_B(mma.get_slice(0).partition_B(ctx.smem.x_tiles[kind.tokens]))
         return b[None, None, None, stage * (self.plan.x_rows // kind.tokens) + block]
 
-    def _weight_scales(self, ctx: ProductContext, kind: Kind, stage, words):
+    def _weight_scales(self, ctx: ProductContext, kind: Kind, stage, block: int, words):
         """Of the rows g and g + 8 of a lane."""
         if kind.dtype == "fp4":
             return [packed_scale(word) for word in words]
-        return [(ctx.smem.block_scale + (stage * 2 + panel)).load() for panel in range(2)]
+        first = ctx.smem.block_scale + (stage * self.plan.block_scales + 2 * block)
+        return [(first + panel).load() for panel in range(2)]
 
     @cute.jit
     def _promote(

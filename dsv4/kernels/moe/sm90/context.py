@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, Uint8, cute
+from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.memory import SmemAllocator
 
@@ -14,14 +14,15 @@ from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
 from dsv4.kernels.kit.wgmma import make_mma
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
-from dsv4.kernels.moe.plan import SCALE_BYTES, WEIGHT_BYTES, Kind, ProductPlan
+from dsv4.kernels.moe.plan import Kind, ProductPlan
+from dsv4.kernels.moe.select import live_count
 
 DTYPE = cutlass.Float8E4M3FN
 
 
 class Operands(NamedTuple):
-    """Tensors of a product. Panels of 64 rows come in pairs, `a` and `b`: the rows g and g + 8 of a
-    fragment. They are gate and up, or panels of one weight that follow each other."""
+    """Tensors of a product. `a` and `b` are the rows g and g + 8 of fragments: gate and up, or rows
+    of one weight."""
 
     x: cute.Tensor  # codes [T, K], or bf16 rows that are quantised on the way [P + T, K]
     x_scale: cute.Tensor  # [T, K / 128] E8M0 bytes of codes
@@ -33,6 +34,7 @@ class Operands(NamedTuple):
     shared_a_scale: cute.Tensor  # [M / 128, K / 128]
     shared_b: cute.Tensor
     shared_b_scale: cute.Tensor
+    live_tokens: cute.Tensor  # [1], or no rows: all are; for tiles of the shared expert alone
     groups: cute.Tensor  # [G, 4]
     counts: cute.Tensor  # [2]
     pairs: cute.Tensor  # [P]
@@ -61,32 +63,37 @@ class TileScheduler:
     """Tiles of a CTA: every `ctas`-th slot from its first one on.
 
     Tiles of the shared expert come first: their weights are known before the launch before has
-    made the lists. They have twice the bytes of the others, and where one fits every CTA, the CTA
-    that takes one skips its next turn.
+    made the lists. They have twice the bytes of the others: where one fits every CTA, the CTA that
+    takes one skips its next turn.
     """
 
+    plan: ProductPlan
     groups: cute.Tensor  # [G, 4]
     num_groups: Int32
     tokens: Int32  # that are no padding
     all_tokens: Int32
-    shared_tokens: int  # of a tile
-    row_tiles: int
     ctas: Int32
 
     @property
-    def shared_tiles(self) -> Int32:
+    def shared_slots(self) -> Int32:
         """Of padding, too: where a slot's group lies does not wait for the number of tokens."""
-        groups = (self.all_tokens + self.shared_tokens - 1) // self.shared_tokens
-        return groups * self.row_tiles
+        if not self.plan.has_shared:
+            return Int32(0)
+        tokens = self.plan.shared.tokens
+        return (self.all_tokens + tokens - 1) // tokens * self.plan.row_tiles
 
     @property
     def skipped(self) -> Int32:
         """Slots of the second turn that stay empty."""
-        return cutlass.select_(self.shared_tiles <= self.ctas, self.shared_tiles, Int32(0))
+        if not (self.plan.has_shared and self.plan.has_routed):
+            return Int32(0)
+        return cutlass.select_(self.shared_slots <= self.ctas, self.shared_slots, Int32(0))
 
     @property
     def slots(self) -> Int32:
-        tiles = self.shared_tiles + self.num_groups * self.row_tiles
+        if not self.plan.has_routed:
+            return self.shared_slots
+        tiles = self.shared_slots + self.num_groups * self.plan.row_tiles
         return tiles + cutlass.select_(tiles > self.ctas, self.skipped, Int32(0))
 
     def exists(self, slot: Int32) -> Boolean:
@@ -99,21 +106,23 @@ class TileScheduler:
     @cute.jit
     def find(self, slot: Int32) -> WorkTile:
         """The tile of a slot; of one that does not exist, an empty one."""
-        is_shared = slot < self.shared_tiles
-        routed = slot - self.shared_tiles
+        plan = self.plan
+        is_shared = slot < self.shared_slots
+        routed = slot - self.shared_slots
         routed -= cutlass.select_(slot >= self.ctas, self.skipped, Int32(0))
         index = cutlass.select_(is_shared, slot, routed)
-        row_tile, group = index % self.row_tiles, index // self.row_tiles
+        row_tile, group = index % plan.row_tiles, index // plan.row_tiles
         expert, first, count = Int32(0), Int32(0), Int32(0)
         if is_shared:
-            first = group * self.shared_tokens
-            count = cutlass.max(cutlass.min(self.tokens - first, self.shared_tokens), 0)
-        elif group < self.groups.shape[0]:
-            words = cute.make_rmem_tensor(4, Int32)
-            source = pointer_at(self.groups.iterator, Int64(group) * 4, Int32)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
-            if self.exists(slot):
-                expert, first, count = words[0], words[1], words[2]
+            first = group * plan.shared.tokens
+            count = cutlass.max(cutlass.min(self.tokens - first, plan.shared.tokens), 0)
+        elif cutlass.const_expr(plan.has_routed):  # noqa: SIM102 static, then dynamic
+            if group < self.groups.shape[0]:
+                words = cute.make_rmem_tensor(4, Int32)
+                source = pointer_at(self.groups.iterator, Int64(group) * 4, Int32)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+                if self.exists(slot):
+                    expert, first, count = words[0], words[1], words[2]
         return WorkTile(is_shared, row_tile, expert, first, count)
 
 
@@ -124,10 +133,9 @@ class Smem:
     weight: cute.Pointer  # bytes
     scale: cute.Pointer  # bytes
     x: cute.Pointer  # swizzled [tokens, 128] tiles
-    routed_x: cute.Tensor  # [tokens, 128, tile]
-    shared_x: cute.Tensor
+    x_tiles: dict[int, cute.Tensor]  # by their tokens: [tokens, 128, tile]
     x_scale: cute.Pointer  # fp32 [stage, k block of the stage, token]
-    block_scale: cute.Pointer  # fp32 [stage, panel]
+    block_scale: cute.Pointer  # fp32 [stage, k block of the stage, panel]
 
 
 @dataclass(frozen=True)
@@ -149,29 +157,42 @@ class ProductContext:
 
 
 def read_schedule(ctx: ProductContext, plan: ProductPlan) -> TileScheduler:
-    """The tiles of a CTA, from the lists that the launch before has made."""
-    groups, counts = ctx.operands.groups, ctx.operands.counts
-    tokens = Int32(ctx.operands.weights.shape[0])
-    return TileScheduler(
-        groups, counts[0], counts[1], tokens, plan.tiling.shared_tokens, plan.row_tiles, ctx.ctas,
-    )  # fmt: skip
+    """The tiles of a CTA, after the wait: from the lists that the launch before has made."""
+    operands = ctx.operands
+    tokens = Int32(operands.weights.shape[0])
+    if plan.has_routed:
+        num_groups, live = operands.counts[0], operands.counts[1]
+    else:
+        num_groups, live = Int32(0), live_count(operands.live_tokens, tokens)
+    return TileScheduler(plan, operands.groups, num_groups, live, tokens, ctx.ctas)
 
 
 def tile_mma(kind: Kind):
     """wgmma of 64 rows of the weight, in registers, and a tile of tokens."""
-    return make_mma(DTYPE, (PANEL_ROWS, kind.tokens), OperandMajorMode.K, is_a_in_registers=True)
+    shape = (2 * PANEL_ROWS, kind.tokens)
+    return make_mma(DTYPE, shape, OperandMajorMode.K, is_a_in_registers=True)
 
 
-def weight_address(smem: Smem, stage, panel: int, kind: Kind, block):
-    """Bytes of a panel's k block of a stage."""
-    offset = stage * WEIGHT_BYTES + (panel * kind.blocks + block) * kind.block_bytes
-    return smem.weight + cute.assume(offset, divby=kind.block_bytes)
+def panels_of(plan: ProductPlan, row_tile) -> tuple:
+    """The first of a tile's panels that are rows g of fragments, and of those that are rows g + 8:
+    of gate and of up, or, of one weight, those that follow."""
+    if plan.is_gated:
+        first = row_tile * plan.panels
+        return first, first
+    first = row_tile * (2 * plan.panels)
+    return first, first + plan.panels
 
 
-def scale_address(smem: Smem, stage, panel: int, kind: Kind, block):
-    """Scale words of a panel's k block of a stage."""
-    offset = stage * SCALE_BYTES + (panel * kind.blocks + block) * kind.scale_block_bytes
-    return smem.scale + cute.assume(offset, divby=kind.scale_block_bytes)
+def weight_offset(plan: ProductPlan, stage, panel, kind: Kind, block):
+    """Byte of a panel's k block of a stage; the panels are those of rows g, then of rows g + 8."""
+    offset = stage * plan.weight_bytes + (panel * kind.blocks + block) * kind.block_bytes
+    return cute.assume(offset, divby=kind.block_bytes)
+
+
+def scale_offset(plan: ProductPlan, stage, panel, kind: Kind, block):
+    """Byte of the scale words of a panel's k block of a stage."""
+    offset = stage * plan.scale_bytes + (panel * kind.blocks + block) * kind.scale_block_bytes
+    return cute.assume(offset, divby=kind.scale_block_bytes)
 
 
 def allocate(plan: ProductPlan) -> tuple[Smem, Pipelines]:
@@ -180,8 +201,8 @@ def allocate(plan: ProductPlan) -> tuple[Smem, Pipelines]:
     k_major, _ = operand_atoms(DTYPE, SPAN_BYTES)
     rows = plan.stages * plan.x_rows
 
-    def tiles_of(kind: Kind) -> cute.Tensor:
-        shape = (kind.tokens, K_BLOCK, rows // kind.tokens)
+    def tiles_of(tokens: int) -> cute.Tensor:
+        shape = (tokens, K_BLOCK, rows // tokens)
         layout = cute.tile_to_shape(k_major, shape, order=(0, 1, 2))
         return storage.x.get_tensor(layout.outer, swizzle=layout.inner)
 
@@ -189,14 +210,8 @@ def allocate(plan: ProductPlan) -> tuple[Smem, Pipelines]:
         weight=storage.weight.data_ptr(),
         scale=storage.scale.data_ptr(),
         x=storage.x.data_ptr(),
-        routed_x=tiles_of(plan.routed),
-        shared_x=tiles_of(plan.shared),
+        x_tiles={kind.tokens: tiles_of(kind.tokens) for kind in plan.kinds},
         x_scale=storage.x_scale.data_ptr(),
         block_scale=storage.block_scale.data_ptr(),
     )
     return smem, Pipelines(mbarrier.pipeline(plan.barriers, storage, "ring"))
-
-
-def byte_pointer(tensor: cute.Tensor, offset: Int64) -> cute.Pointer:
-    """16-byte aligned global address of a byte of a tensor with elements of one byte."""
-    return pointer_at(tensor.iterator, offset, Uint8)

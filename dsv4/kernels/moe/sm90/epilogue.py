@@ -30,13 +30,15 @@ def store_channels(target: cute.Tensor, row, channel, low, high, is_used, lane):
 
 
 class SwiGlu:
-    """h = silu(min(gate, limit)) * clamp(up) * routing weight, bf16, of 64 channels.
+    """h = silu(min(gate, limit)) * clamp(up) * routing weight, bf16.
 
     Args:
+        panels: of gate in a tile, and of up.
         top_k: experts of a token.
     """
 
-    def __init__(self, top_k: int, limit: float):
+    def __init__(self, panels: int, top_k: int, limit: float):
+        self.panels = panels
         self.top_k = top_k
         self.limit = limit
 
@@ -64,7 +66,7 @@ class SwiGlu:
         sums: cute.Tensor, factors: cute.Tensor, tile: WorkTile, warp, lane,
     ):  # fmt: skip
         h = ctx.operands.y
-        channel = tile.row_tile * PANEL_ROWS + warp * UNIT_ROWS
+        channel = tile.row_tile * (self.panels * PANEL_ROWS) + warp * UNIT_ROWS
         row = tile.first
         if cutlass.const_expr(is_shared):
             row += ctx.operands.pairs.shape[0]
@@ -86,9 +88,14 @@ class SwiGlu:
 
 
 class Rows:
-    """Rows of an expert's output, bf16, by token and its place, of 128 channels."""
+    """Rows of an expert's output, bf16, by token and its place.
 
-    def __init__(self, top_k: int):
+    Args:
+        panels: half of a tile's.
+    """
+
+    def __init__(self, panels: int, top_k: int):
+        self.panels = panels
         self.top_k = top_k
 
     @cute.jit
@@ -115,9 +122,10 @@ class Rows:
         sums: cute.Tensor, found: cute.Tensor, tile: WorkTile, warp, lane,
     ):  # fmt: skip
         y = ctx.operands.y
-        channel = tile.row_tile * (2 * PANEL_ROWS) + warp * UNIT_ROWS
+        rows = self.panels * PANEL_ROWS
+        channel = tile.row_tile * (2 * rows) + warp * UNIT_ROWS
         for n in cutlass.range_constexpr(kind.column_groups):
             is_used = n * 8 + lane // 4 < tile.count
             for r in cutlass.range_constexpr(2):
                 values = [sums[4 * n + 2 * r + c] for c in range(2)]
-                store_channels(y, found[n], channel + r * PANEL_ROWS, *values, is_used, lane)
+                store_channels(y, found[n], channel + r * rows, *values, is_used, lane)

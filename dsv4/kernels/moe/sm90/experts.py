@@ -2,11 +2,14 @@
 any number of tokens.
 
 `ExpertsSm90` is what callers construct, compile and call: launches of which each begins while the
-one before ends. Gate and up of all experts with SwiGLU, down of all experts, sum over a token's
-experts; the shared expert rides in the first two.
+one before ends. Gate and up with SwiGLU of the shared expert, the same of the routed ones, down of
+all, sum over a token's experts. The first needs no routing: where a router leads, its selection
+shares that launch.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, Uint8, cute
@@ -16,33 +19,99 @@ from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.moe.args import ARGS, values
 from dsv4.kernels.moe.combine import Combine
 from dsv4.kernels.moe.config import ExpertsConfig
-from dsv4.kernels.moe.plan import ProductPlan, Source, tilings
+from dsv4.kernels.moe.plan import ProductPlan, Source, Tiling, tilings
+from dsv4.kernels.moe.routing import RoutingConfig
+from dsv4.kernels.moe.select import Lists, Select
 from dsv4.kernels.moe.sm90.context import Operands
 from dsv4.kernels.moe.sm90.epilogue import Rows, SwiGlu
-from dsv4.kernels.moe.sm90.load_warp import down, gate_and_up
-from dsv4.kernels.moe.sm90.product import GroupedProduct
+from dsv4.kernels.moe.sm90.product import GroupedProduct, ProductBesideSelection
+
+
+class ExpertTensors(NamedTuple):
+    """Tensors of `args.ARGS`."""
+
+    x_codes: cute.Tensor
+    x_scale: cute.Tensor
+    w1: cute.Tensor
+    s1: cute.Tensor
+    w3: cute.Tensor
+    s3: cute.Tensor
+    w2: cute.Tensor
+    s2: cute.Tensor
+    shared_w1: cute.Tensor
+    shared_s1: cute.Tensor
+    shared_w3: cute.Tensor
+    shared_s3: cute.Tensor
+    shared_w2: cute.Tensor
+    shared_s2: cute.Tensor
+    groups: cute.Tensor
+    counts: cute.Tensor
+    pairs: cute.Tensor
+    ids: cute.Tensor
+    weights: cute.Tensor
+    h: cute.Tensor
+    h_codes: cute.Tensor
+    h_scale: cute.Tensor
+    rows: cute.Tensor
+    y: cute.Tensor
+
+    def up_operands(self, live_tokens: cute.Tensor) -> Operands:
+        """Of gate and up."""
+        return Operands(
+            self.x_codes, as_bytes(self.x_scale), self.w1, as_bytes(self.s1), self.w3,
+            as_bytes(self.s3), self.shared_w1, as_bytes(self.shared_s1), self.shared_w3,
+            as_bytes(self.shared_s3), live_tokens, self.groups, self.counts, self.pairs,
+            self.weights, self.h,
+        )  # fmt: skip
+
+    def down_operands(self, has_codes: bool, live_tokens: cute.Tensor) -> Operands:
+        """Of down, from codes of h or from h."""
+        tokens, places, hidden = self.rows.shape
+        layout = cute.make_layout((tokens * places, hidden), stride=(hidden, 1))
+        return Operands(
+            self.h_codes if has_codes else self.h, as_bytes(self.h_scale),
+            *(self.w2, as_bytes(self.s2)) * 2, *(self.shared_w2, as_bytes(self.shared_s2)) * 2,
+            live_tokens, self.groups, self.counts, self.pairs, self.weights,
+            cute.make_tensor(self.rows.iterator, layout),
+        )  # fmt: skip
+
+
+class Selection(NamedTuple):
+    """What a selection beside the shared expert's first product gets."""
+
+    lists: Lists
+    group_tokens: Int32
 
 
 class ExpertsSm90:
-    """Kernels of one configuration, in the order of `plan.tilings`."""
+    """Kernels of one configuration, in the order of `plan.tilings`.
+
+    Args:
+        routing: of the router that leads; None where the lists are given.
+    """
 
     # As in `ProductPlan`.
     lanes_per_warp = 1
 
-    def __init__(self, config: ExpertsConfig):
+    def __init__(self, config: ExpertsConfig, routing: RoutingConfig | None = None):
         self.config = config
         self.products = []
         for tiling in tilings(config):
-            first = ProductPlan.gate_and_up(config, tiling, self.lanes_per_warp)
-            second = ProductPlan.down(config, tiling, self.lanes_per_warp)
-            self.products.append((
-                GroupedProduct(
-                    first, gate_and_up, SwiGlu(config.top_k, config.limit), config.top_k
-                ),
-                GroupedProduct(second, down, Rows(config.top_k), config.top_k),
-            ))  # fmt: skip
+            shared, routed = (self._gate_and_up(tiling, is_shared) for is_shared in (True, False))
+            if routing is not None:
+                select = Select(routing, shared.plan.warps.threads // 32)
+                shared = ProductBesideSelection(shared, select)
+            plan = ProductPlan.down(config, tiling, self.lanes_per_warp)
+            second = GroupedProduct(plan, Rows(plan.panels, config.top_k), config.top_k)
+            self.products.append((shared, routed, second))
         self.quantizer = QuantizeRows(config.inner)
         self.combine = Combine(config.hidden, config.top_k)
+
+    def _gate_and_up(self, tiling: Tiling, is_shared: bool) -> GroupedProduct:
+        config = self.config
+        plan = ProductPlan.gate_and_up(config, tiling, is_shared, self.lanes_per_warp)
+        epilogue = SwiGlu(plan.panels, config.top_k, config.limit)
+        return GroupedProduct(plan, epilogue, config.top_k)
 
     @cute.jit
     def __call__(
@@ -77,32 +146,40 @@ class ExpertsSm90:
         num_sms: Int32,
     ):
         """Launch one tiling's kernels."""
-        flat = cute.make_tensor(
-            rows.iterator,
-            cute.make_layout(
-                (rows.shape[0] * rows.shape[1], rows.shape[2]), stride=(rows.shape[2], 1)
-            ),
-        )
-        first = Operands(
-            x_codes, as_bytes(x_scale), w1, as_bytes(s1), w3, as_bytes(s3),
-            shared_w1, as_bytes(shared_s1), shared_w3, as_bytes(shared_s3),
-            groups, counts, pairs, weights, h,
+        tensors = ExpertTensors(
+            x_codes, x_scale, w1, s1, w3, s3, w2, s2, shared_w1, shared_s1, shared_w3, shared_s3,
+            shared_w2, shared_s2, groups, counts, pairs, ids, weights, h, h_codes, h_scale, rows, y,
         )  # fmt: skip
+        live_tokens = cute.make_tensor(counts.iterator + 1, cute.make_layout((1,)))
+        self.launch(tensors, live_tokens, None, stream, tiling, num_sms)
+
+    @cute.jit
+    def launch(
+        self,
+        tensors: ExpertTensors,
+        live_tokens: cute.Tensor,  # [1] int32, or no rows
+        selection: Selection | None,
+        stream,
+        tiling: Int32,
+        num_sms: Int32,
+    ):
+        """Launch one tiling's kernels, the selection among them."""
+        up = tensors.up_operands(live_tokens)
         for i in cutlass.range_constexpr(len(self.products)):
             if tiling == i:
-                gate_and_up_product, down_product = self.products[i]
-                gate_and_up_product.launch(first, stream, num_sms)
-                source = h
-                if cutlass.const_expr(down_product.plan.source is Source.CODES):
-                    self.quantizer.launch(h, h_codes, h_scale, stream, num_sms)
-                    source = h_codes
-                second = Operands(
-                    source, as_bytes(h_scale), w2, as_bytes(s2), w2, as_bytes(s2),
-                    shared_w2, as_bytes(shared_s2), shared_w2, as_bytes(shared_s2),
-                    groups, counts, pairs, weights, flat,
-                )  # fmt: skip
-                down_product.launch(second, stream, num_sms)
-        self.combine.launch(rows, ids, counts, y, stream)
+                shared, routed, second = self.products[i]
+                if cutlass.const_expr(selection is None):
+                    shared.launch(up, stream, num_sms)
+                else:
+                    shared.launch(up, selection.lists, stream, num_sms, selection.group_tokens)
+                routed.launch(up, stream, num_sms)
+                has_codes = second.plan.source is Source.CODES
+                if cutlass.const_expr(has_codes):
+                    self.quantizer.launch(
+                        tensors.h, tensors.h_codes, tensors.h_scale, stream, num_sms
+                    )
+                second.launch(tensors.down_operands(has_codes, live_tokens), stream, num_sms)
+        self.combine.launch(tensors.rows, tensors.ids, tensors.counts, tensors.y, stream)
 
 
 def as_bytes(scale: cute.Tensor) -> cute.Tensor:

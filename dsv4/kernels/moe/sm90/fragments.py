@@ -13,8 +13,8 @@ from dsv4.kernels.moe.layout import (
     UNIT_ROWS,
     VECTOR_BYTES,
 )
-from dsv4.kernels.moe.plan import Kind
-from dsv4.kernels.moe.sm90.context import DTYPE, Smem, scale_address, weight_address
+from dsv4.kernels.moe.plan import WARPGROUP, Kind, ProductPlan
+from dsv4.kernels.moe.sm90.context import DTYPE, Smem, scale_offset, weight_offset
 
 SIGNS = 0x80808080
 MAGNITUDES = 0x77777777
@@ -55,19 +55,22 @@ def load_words(source: cute.Pointer, count: int) -> cute.Tensor:
     return words
 
 
-def load_fragment(smem: Smem, stage, block, kind: Kind, unit, lane):
+def load_fragment(smem: Smem, plan: ProductPlan, stage, block, kind: Kind, warp, lane):
     """The A operand of a k block: e4m3 [16, 1, step], and its rows' scale words (g, g + 8) of FP4.
 
     Args:
-        unit: of the panels: the consumer warp.
+        warp: of the consumers.
     """
+    warpgroup, unit = warp // WARPGROUP, warp % WARPGROUP
     fragment = cute.make_rmem_tensor((WORDS, STEPS), Uint32)
     scales = []
     for panel in range(2):
-        start = weight_address(smem, stage, panel, kind, block)
+        source = warpgroup + panel * plan.panels
+        start = smem.weight + weight_offset(plan, stage, source, kind, block)
         if kind.dtype == "fp4":
             row = cute.assume((unit * UNIT_ROWS + lane // 4) * 4, divby=4)
-            scale = load_words(scale_address(smem, stage, panel, kind, block) + row, 1)[0]
+            words = smem.scale + scale_offset(plan, stage, source, kind, block)
+            scale = load_words(words + row, 1)[0]
             vector = cute.assume((unit * WARP + lane) * VECTOR_BYTES, divby=VECTOR_BYTES)
             words = load_words(start + vector, LANE_WORDS)
             for step in range(STEPS):

@@ -1,8 +1,9 @@
 """A mixture-of-experts layer for Hopper (sm_90a), from hidden states to hidden states.
 
-Five launches, of which each begins while the one before ends: gate and quantisation, selection and
-sort, gate and up of all experts, down of all experts, sum over a token's experts. What they hand to
-each other lies in the caller's scratch (`scratch.sections`).
+Five launches, of which each begins while the one before ends: gate and quantisation; selection and
+sort beside gate and up of the shared expert; gate and up of the routed experts; down of all; sum
+over a token's experts. What they hand to each other lies in the caller's scratch
+(`scratch.sections`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from dsv4.kernels.moe.layer_args import ARGS, values
 from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.kernels.moe.routing import GROUP_WORDS
 from dsv4.kernels.moe.scratch import ALIGNMENT, sections
-from dsv4.kernels.moe.select import Lists, Select
-from dsv4.kernels.moe.sm90.experts import ExpertsSm90, as_bytes
+from dsv4.kernels.moe.select import Lists
+from dsv4.kernels.moe.sm90.experts import ExpertsSm90, ExpertTensors, Selection, as_bytes
 
 
 class MoeSm90:
@@ -30,8 +31,7 @@ class MoeSm90:
         assert not reason, reason
         self.config = config
         self.gate_kernel = Gate(config.routing)
-        self.select_kernel = Select(config.routing)
-        self.expert_kernels = self.experts(config.kernels)
+        self.expert_kernels = self.experts(config.kernels, config.routing)
 
     @cute.jit
     def __call__(
@@ -101,13 +101,13 @@ class MoeSm90:
             partials, bias, table, input_ids, live_tokens, ids, weights, order, groups, counts,
             arrivals,
         )  # fmt: skip
-        self.select_kernel.launch(lists, stream, group_tokens)
-        self.expert_kernels(
+        experts = ExpertTensors(
             codes, scales, w1, w1_scale, w3, w3_scale, w2, w2_scale,
             shared_w1, shared_w1_scale, shared_w3, shared_w3_scale, shared_w2, shared_w2_scale,
-            groups, counts, order, ids, weights, h, h_codes, h_scale, rows, out, stream,
-            tiling=tiling, num_sms=num_sms,
+            groups, counts, order, ids, weights, h, h_codes, h_scale, rows, out,
         )  # fmt: skip
+        selection = Selection(lists, group_tokens)
+        self.expert_kernels.launch(experts, live_tokens, selection, stream, tiling, num_sms)
 
 
 def build(config: MoeConfig, options: str = ""):

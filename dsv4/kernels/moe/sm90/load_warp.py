@@ -1,7 +1,7 @@
-"""Load warp of a grouped product: prepared weights by bulk copies, one lane does all of it."""
+"""Load warp of a grouped product: prepared weights by bulk copies, a lane for each panel."""
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Int32, Int64, Uint8, cute
 
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor
@@ -9,109 +9,105 @@ from dsv4.kernels.kit.tma import bulk_load
 from dsv4.kernels.moe.layout import PANEL_ROWS
 from dsv4.kernels.moe.plan import ProductPlan
 from dsv4.kernels.moe.sm90.context import (
-    Operands,
     ProductContext,
     WorkTile,
-    byte_pointer,
+    panels_of,
     read_schedule,
-    scale_address,
-    weight_address,
+    scale_offset,
+    weight_offset,
 )
 
 
 class LoadWarp:
-    """Keeps the ring full of weights: those of the shared expert before the launch before is over.
+    """Keeps the ring full of weights, the shared expert's before the launch before is over."""
 
-    Args:
-        panels_of: weight and scale of the panels of a pair, and their index in units of 64 rows:
-            (operands, is_shared, row tile) -> ((weight, scale, panel), (weight, scale, panel)).
-    """
-
-    def __init__(self, plan: ProductPlan, panels_of):
+    def __init__(self, plan: ProductPlan):
         self.plan = plan
-        self.panels_of = panels_of
 
     @cute.jit
     def load(self, ctx: ProductContext):
         """Load the weights of every tile."""
         plan, ring = self.plan, ctx.pipes.ring
-        if cute.arch.lane_idx() == 0:
-            # ---- the first tile of the shared expert ----
-            early = cutlass.select_(
-                ctx.slot < plan.row_tiles, Int32(min(plan.stages, plan.shared.steps)), Int32(0)
-            )
+        lane = cute.arch.lane_idx()
+        # ---- the first tile of the shared expert ----
+        early = Int32(0)
+        if cutlass.const_expr(plan.has_shared):
+            if ctx.slot < plan.row_tiles:
+                early = Int32(min(plan.stages, plan.shared.steps))
             for step in cutlass.range(early, unroll=1):
-                self._load_stage(ctx, plan.shared, True, ctx.slot, Int32(0), step, step)
-            pdl.wait_for_previous_launch()
-            scheduler = read_schedule(ctx, plan)
-            # ---- the others ----
-            cursor = ring.skip(ring.producer(), early)
-            slot, first = ctx.slot, early
-            tile = scheduler.find(slot)
-            while scheduler.exists(slot):
-                slot = scheduler.next(slot)
-                ahead = scheduler.find(slot)
-                if tile.is_shared:
-                    cursor = self._load_tile(ctx, plan.shared, True, tile, first, cursor)
-                else:
-                    cursor = self._load_tile(ctx, plan.routed, False, tile, first, cursor)
-                tile, first = ahead, Int32(0)
+                self._load_stage(ctx, plan.shared, True, ctx.slot, Int32(0), lane, step, step)
+        pdl.wait_for_previous_launch()
+        scheduler = read_schedule(ctx, plan)
+        # ---- the others ----
+        cursor = ring.skip(ring.producer(), early)
+        slot, first = ctx.slot, early
+        tile = scheduler.find(slot)
+        while scheduler.exists(slot):
+            slot = scheduler.next(slot)
+            ahead = scheduler.find(slot)
+            if tile.is_shared:
+                if cutlass.const_expr(plan.has_shared):
+                    cursor = self._load_tile(ctx, plan.shared, True, tile, lane, first, cursor)
+            elif cutlass.const_expr(plan.has_routed):
+                cursor = self._load_tile(ctx, plan.routed[0], False, tile, lane, first, cursor)
+            tile, first = ahead, Int32(0)
 
     @cute.jit
     def _load_tile(
         self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
-        tile: WorkTile, first, cursor: Cursor,
+        tile: WorkTile, lane, first, cursor: Cursor,
     ):  # fmt: skip
         ring = ctx.pipes.ring
         for step in cutlass.range(first, tile.steps(kind), unroll=1):
             ring.acquire(cursor)
-            self._load_stage(ctx, kind, is_shared, tile.row_tile, tile.expert, step, cursor.stage)
+            self._load_stage(
+                ctx, kind, is_shared, tile.row_tile, tile.expert, lane, step, cursor.stage
+            )
             cursor = ring.next(cursor)
         return cursor
 
     @cute.jit
     def _load_stage(
         self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
-        row_tile, expert, step, stage,
+        row_tile, expert, lane, step, stage,
     ):  # fmt: skip
         """Announce the bytes of a stage, and load them: k blocks of a panel follow each other."""
-        plan = self.plan
+        plan, operands = self.plan, ctx.operands
         barriers = ctx.pipes.ring.at(stage)
         blocks = Int32(kind.blocks)
         if cutlass.const_expr(plan.k_blocks % kind.blocks != 0):
             blocks = cutlass.min(plan.k_blocks - step * kind.blocks, kind.blocks)
-        barriers.expect(blocks * (2 * (kind.block_bytes + kind.scale_block_bytes)))
-        panels = self.panels_of(ctx.operands, is_shared, row_tile)
-        for index in cutlass.range_constexpr(2):
-            weight, scale, panel = panels[index]
+        if lane == 0:
+            panel_bytes = kind.block_bytes + kind.scale_block_bytes
+            barriers.expect(blocks * (2 * plan.panels * panel_bytes))
+        cute.arch.sync_warp()
+        if lane < 2 * plan.panels:
+            is_second = lane >= plan.panels
+            a, b = panels_of(plan, row_tile)
+            panel = cutlass.select_(is_second, b - plan.panels, a) + lane
             block = Int64(expert) * (plan.out_rows // PANEL_ROWS) + panel
             block = block * plan.k_blocks + step * kind.blocks
+            weights = operands.a, operands.b
+            scales = operands.a_scale, operands.b_scale
+            if cutlass.const_expr(is_shared):
+                weights = operands.shared_a, operands.shared_b
             bulk_load(
-                byte_pointer(weight, block * kind.block_bytes),
-                weight_address(ctx.smem, stage, index, kind, 0),
+                either(weights, is_second, block * kind.block_bytes),
+                ctx.smem.weight + weight_offset(plan, stage, lane, kind, 0),
                 blocks * kind.block_bytes,
                 barriers.full,
             )
             if cutlass.const_expr(kind.scale_block_bytes > 0):
                 bulk_load(
-                    byte_pointer(scale, block * kind.scale_block_bytes),
-                    scale_address(ctx.smem, stage, index, kind, 0),
+                    either(scales, is_second, block * kind.scale_block_bytes),
+                    ctx.smem.scale + scale_offset(plan, stage, lane, kind, 0),
                     blocks * kind.scale_block_bytes,
                     barriers.full,
                 )
 
 
-def gate_and_up(operands: Operands, is_shared: bool, row_tile):
-    """Panels of a row tile that are gate and up of the same 64 channels."""
-    if is_shared:
-        return (
-            (operands.shared_a, operands.shared_a_scale, row_tile),
-            (operands.shared_b, operands.shared_b_scale, row_tile),
-        )
-    return (operands.a, operands.a_scale, row_tile), (operands.b, operands.b_scale, row_tile)
-
-
-def down(operands: Operands, is_shared: bool, row_tile):
-    """Panels of 128 rows."""
-    a, b = gate_and_up(operands, is_shared, row_tile * 2)
-    return a, (*b[:2], row_tile * 2 + 1)
+def either(tensors: tuple[cute.Tensor, cute.Tensor], is_second, offset: Int64) -> cute.Pointer:
+    """16-byte aligned global address of a byte of one of two tensors."""
+    starts = [tensor.iterator.toint() for tensor in tensors]
+    base = cutlass.select_(is_second, starts[1], starts[0])
+    return cute.make_ptr(Uint8, base + offset, cute.AddressSpace.gmem, assumed_align=16)

@@ -20,6 +20,7 @@ from cutlass import Int32, cute
 
 from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.moe.plan import ProductPlan
+from dsv4.kernels.moe.select import Lists, Select
 from dsv4.kernels.moe.sm90.activations import ActivationWarps
 from dsv4.kernels.moe.sm90.consumers import Consumers
 from dsv4.kernels.moe.sm90.context import Operands, ProductContext, allocate
@@ -30,46 +31,47 @@ class GroupedProduct:
     """One of the two products of all experts.
 
     Args:
-        panels_of: see `LoadWarp`.
         epilogue: `SwiGlu` or `Rows`.
         top_k: experts of a token.
     """
 
-    def __init__(self, plan: ProductPlan, panels_of, epilogue, top_k: int):
+    def __init__(self, plan: ProductPlan, epilogue, top_k: int):
         self.plan = plan
-        self.loader = LoadWarp(plan, panels_of)
+        self.loader = LoadWarp(plan)
         self.activations = ActivationWarps(plan, top_k)
         self.consumers = Consumers(plan, epilogue)
 
     @cute.jit
     def launch(self, operands: Operands, stream, num_sms):
         """Launch as many CTAs as the GPU holds, or as there can be tiles."""
-        plan = self.plan
-        shared = cute.ceil_div(operands.weights.shape[0], plan.tiling.shared_tokens)
-        tiles = (shared + operands.groups.shape[0]) * plan.row_tiles
-        ctas = cutlass.min(tiles, num_sms * plan.tiling.ctas_per_sm)
         self.kernel(operands).launch(
-            grid=[ctas, 1, 1],
-            block=[plan.warps.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=plan.tiling.ctas_per_sm,
-            # Given, because the compiler would ask a driver for the capacity.
-            preferred_smem_carveout=100,
-            use_pdl=True,
+            grid=[self.ctas(operands, num_sms), 1, 1], stream=stream, **launch_options(self.plan)
         )
+
+    def ctas(self, operands: Operands, num_sms) -> Int32:
+        """CTAs of a launch."""
+        plan = self.plan
+        tiles = operands.groups.shape[0] if plan.has_routed else Int32(0)
+        if plan.has_shared:
+            shared = cute.ceil_div(operands.weights.shape[0], plan.shared.tokens)
+            tiles += shared
+        return cutlass.min(tiles * plan.row_tiles, num_sms * plan.tiling.ctas_per_sm)
 
     @cute.kernel
     def kernel(self, operands: Operands):
-        """Initialise, then send every warp to its role."""
+        smem, pipes = allocate(self.plan)
+        cta, ctas = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
+        self.run(ProductContext(operands, smem, pipes, cta, ctas))
+
+    @cute.jit
+    def run(self, ctx: ProductContext):
+        """Initialise, then send every warp of a CTA to its role."""
         plan = self.plan
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem, pipes = allocate(plan)
         if warp == 0:
             with cute.arch.elect_one():
-                mbarrier.init(plan.barriers, vars(pipes))
+                mbarrier.init(plan.barriers, vars(ctx.pipes))
             cute.arch.mbarrier_init_fence()
-        cta, ctas = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
-        ctx = ProductContext(operands, smem, pipes, cta, ctas)
         self.activations.clear(ctx)
         cute.arch.sync_threads()
         if warp == plan.warps["load"].first:
@@ -79,3 +81,50 @@ class GroupedProduct:
             self.activations.fill(ctx, warp - plan.warps["activations"].first)
         else:
             self.consumers.compute(ctx, warp)
+
+
+class ProductBesideSelection:
+    """The shared expert's first product and the selection of experts in one launch: neither reads
+    what the other writes.
+
+    Args:
+        product: of the shared expert alone.
+        select: the selection; its CTAs are the first.
+    """
+
+    def __init__(self, product: GroupedProduct, select: Select):
+        self.product = product
+        self.select = select
+        plan = product.plan
+        assert plan.warps.threads == select.threads, plan.warps
+        assert select.smem_bytes <= plan.smem["weight"].bytes, select.smem_bytes
+
+    @cute.jit
+    def launch(self, operands: Operands, lists: Lists, stream, num_sms, group_tokens: Int32):
+        """Launch both."""
+        first = Int32(self.select.ctas(lists))
+        self.kernel(operands, lists, group_tokens, first).launch(
+            grid=[first + self.product.ctas(operands, num_sms), 1, 1],
+            stream=stream,
+            **launch_options(self.product.plan),
+        )
+
+    @cute.kernel
+    def kernel(self, operands: Operands, lists: Lists, group_tokens: Int32, first: Int32):
+        smem, pipes = allocate(self.product.plan)
+        cta, ctas = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
+        if cta < first:
+            self.select.run(lists, smem.weight, cta, first, group_tokens)
+        else:
+            self.product.run(ProductContext(operands, smem, pipes, cta - first, ctas - first))
+
+
+def launch_options(plan: ProductPlan) -> dict:
+    """Of a launch of a plan's CTAs."""
+    return {
+        "block": [plan.warps.threads, 1, 1],
+        "min_blocks_per_mp": plan.tiling.ctas_per_sm,
+        # Given, because the compiler would ask a driver for the capacity.
+        "preferred_smem_carveout": 100,
+        "use_pdl": True,
+    }
