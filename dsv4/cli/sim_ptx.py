@@ -56,6 +56,16 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
+def _text(path: Path) -> str:
+    """Contents of a file of PTX; a pipe would be waited for."""
+    if not path.is_file():
+        raise ValueError(f"FILE: no file {path}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"FILE: {path} is not text") from None
+
+
 def run(args: argparse.Namespace) -> int:
     """Simulate in each schedule, from the same tensors, and report."""
     import torch
@@ -68,8 +78,9 @@ def run(args: argparse.Namespace) -> int:
 
     schedules = sim_output.schedules_of(args.schedules)
     torch.manual_seed(args.seed)
-    text = args.file.read_text()
-    entries = parse_module(text).entries
+    entries = parse_module(text := _text(args.file)).entries
+    if not entries:
+        raise ValueError(f"FILE: no kernel in {args.file}")
     name = args.entry or (next(iter(entries)) if len(entries) == 1 else None)
     if name not in entries:
         raise ValueError(f"--entry: got {name}, needs one of {', '.join(entries)}")

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 
 import numpy as np
 import pytest
@@ -144,3 +145,20 @@ def test_a_bad_parameter_is_named(tmp_path, capsys, spec, said):
     assert main(["sim", "ptx", str(tmp_path / "scale.ptx"), "--param", spec]) == 2
     error = capsys.readouterr().err
     assert "--param" in error and said in error
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda path: path.write_bytes(b"\xff\xfe"), "is not text"),
+        (lambda path: path.touch(), "FILE: no kernel in"),
+        (lambda path: path.mkdir(), "FILE: no file"),
+        (os.mkfifo, "FILE: no file"),
+    ],
+    ids=["bytes", "empty", "folder", "pipe"],
+)
+def test_what_is_no_ptx_is_named(tmp_path, capsys, make, said):
+    make(tmp_path / "x.ptx")
+    assert main(["sim", "ptx", str(tmp_path / "x.ptx")]) == 2
+    error = capsys.readouterr().err
+    assert said in error and str(tmp_path) in error and error.count("\n") == 1
