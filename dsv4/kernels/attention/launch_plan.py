@@ -141,14 +141,21 @@ def key_tiles(rows: int, width: int) -> int:
 
 
 def make_plan(
-    config: FmhaConfig, tokens: int, rows: int, width: int, num_sms: int, arch: str = "sm_90a"
+    config: FmhaConfig,
+    tokens: int,
+    rows: int,
+    width: int,
+    num_sms: int,
+    arch: str = "sm_90a",
+    costs: Costs = H200,
 ) -> LaunchPlan:
     """Plan of a launch of `tokens` tokens of `rows` compressed and `width` window keys.
 
-    The number of splits is the configuration's, else the one with the shortest expected time.
+    The number of splits is the configuration's, else the one with the shortest expected time, on
+    Hopper by `costs`.
     """
     if config.num_splits is None:
-        splits = _choose_splits(config, tokens, rows, width, num_sms, arch)
+        splits = _choose_splits(config, tokens, key_tiles(rows, width), num_sms, arch, costs)
     else:
         splits = config.num_splits
     if arch == "sm_90a":
@@ -160,16 +167,21 @@ def make_plan(
 
 
 def num_splits(
-    config: FmhaConfig, tokens: int, rows: int, width: int, num_sms: int, arch: str = "sm_90a"
+    config: FmhaConfig,
+    tokens: int,
+    rows: int,
+    width: int,
+    num_sms: int,
+    arch: str = "sm_90a",
+    costs: Costs = H200,
 ) -> int:
     """KV splits of a launch: `num_splits` of the compiled function's call."""
-    return make_plan(config, tokens, rows, width, num_sms, arch).num_splits
+    return make_plan(config, tokens, rows, width, num_sms, arch, costs).num_splits
 
 
 def _choose_splits(
-    config: FmhaConfig, tokens: int, rows: int, width: int, num_sms: int, arch: str
+    config: FmhaConfig, tokens: int, tiles: int, num_sms: int, arch: str, costs: Costs
 ) -> int:
-    tiles = key_tiles(rows, width)
     head_tiles = tokens * -(-config.num_query_heads // TILE_HEADS)
     most = max(1, min(tiles, num_sms // max(head_tiles, 1), MAX_SPLITS))
 
@@ -179,8 +191,8 @@ def _choose_splits(
             return sm100_costs.microseconds(*size, splits, tiles, num_sms)
         plan = _arrange(config, tokens, splits, num_sms, arch)
         if plan.kernel == "swap_ab":
-            return _swap_ab_cost(H200.swap_ab, plan, tokens, tiles, num_sms)
-        return _heads_m_cost(H200.heads_m, plan, config, tokens, tiles, num_sms)
+            return _swap_ab_cost(costs.swap_ab, plan, tokens, tiles, num_sms)
+        return _heads_m_cost(costs.heads_m, plan, config, tokens, tiles, num_sms)
 
     return min(range(1, most + 1), key=cost)
 

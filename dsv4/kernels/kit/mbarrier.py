@@ -104,6 +104,8 @@ class Buffer:
 class Ring:
     """`stages` buffers in turn, each of `parts` with mbarriers of their own."""
 
+    is_fenced = False  # whether a consumer that has tested a barrier must fence
+
     full: cute.Pointer
     empty: cute.Pointer
     stages: int
@@ -205,18 +207,13 @@ class FencedBuffer(Buffer):
         cute.arch.mbarrier_wait(self.full, phase, loc=loc, ip=ip)
         cute.arch.fence_view_async_shared(loc=loc, ip=ip)
 
-    @dsl_user_op
-    def is_full(self, phase, *, loc=None, ip=None) -> Boolean:
-        """What `wait` would wait for, in this thread's view; a fence follows."""
-        result = cute.arch.mbarrier_test_wait(self.full, phase, loc=loc, ip=ip)
-        cute.arch.fence_view_async_shared(loc=loc, ip=ip)
-        return result
-
 
 @dataclass(frozen=True)
 class FencedRing(Ring):
     """A ring that ordinary stores or cp.async fill, and that products read: they do so through the
-    async proxy, for which the consumer fences after its wait."""
+    async proxy, for which the consumer fences after its wait, or after a test that it relies on."""
+
+    is_fenced = True
 
     def at(self, slot) -> Buffer:
         return FencedBuffer(self.full + slot, self.empty + slot, self.lanes_per_warp)
@@ -225,11 +222,6 @@ class FencedRing(Ring):
     def wait(self, cursor: Cursor, part=0, *, loc=None, ip=None) -> None:
         """Wait until a part of a stage is full, and fence for the async proxy."""
         self.at(self.slot(cursor, part)).wait(cursor.phase, loc=loc, ip=ip)
-
-    @dsl_user_op
-    def is_full(self, cursor: Cursor, part=0, *, loc=None, ip=None) -> Boolean:
-        """What `wait` would wait for, in this thread's view; a fence follows."""
-        return self.at(self.slot(cursor, part)).is_full(cursor.phase, loc=loc, ip=ip)
 
 
 def pipeline(graph: BarrierGraph, storage, name: str, parts: int = 1) -> Ring | Buffer | Signal:

@@ -19,9 +19,15 @@ def empty(
 
 
 def absent(arg: TensorArg, values: Values, device: torch.device) -> Tensor:
-    """What a kernel gets for an optional tensor that is None: one without rows."""
+    """What a kernel gets for an optional tensor that is None: one without rows, whose outer strides
+    are aligned as the kernel takes them for granted."""
     shape = (0, *(int(values.get(name, 0)) for name in arg.shape[1:]))
-    return torch.empty(shape, dtype=getattr(torch, arg.dtype_in(values)), device=device)
+    dtype = getattr(torch, arg.dtype_in(values))
+    granule = max((arg.align or 0) // dtype.itemsize, 1)
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, -(-max(size, 1) * strides[0] // granule) * granule)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def poison_(tensors: Iterable[Tensor | None]) -> None:

@@ -1,4 +1,4 @@
-"""Gather of bf16 rows into key tiles, by cp.async. Each of four warps has 16 rows of a tile."""
+"""Gather of bf16 rows into key tiles, by cp.async."""
 
 import cutlass
 from cutlass import cute
@@ -11,10 +11,12 @@ from dsv4.kernels.attention.sm90.gather_slots import (
     describe_rows,
 )
 from dsv4.kernels.attention.sm90.paged_keys import PagedKeys
-from dsv4.kernels.attention.sm90.plan import ELEMENT_BYTES, KEYS, WARP_KEYS
+from dsv4.kernels.attention.sm90.plan import ELEMENT_BYTES, GATHER_WARPS, KEYS
 from dsv4.kernels.kit.gather import copy_vector, vector_offset, vectors_per_span
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
+
+WARP_KEYS = KEYS // GATHER_WARPS  # rows of a key tile that each warp has
 
 
 class Bf16Rows:
@@ -27,6 +29,7 @@ class Bf16Rows:
 
     # Whether a copy is complete before its thread arrives; else a product fences after its wait.
     is_complete = False
+    warp_keys = WARP_KEYS
 
     def __init__(self, unit_dim: int, chunk: int):
         self.unit_bytes = KEYS * unit_dim * ELEMENT_BYTES
@@ -88,5 +91,5 @@ class Bf16Rows:
         cute.arch.cp_async_mbarrier_arrive_noinc(slots.ctx.pipes.kv.full + slot)
         if cutlass.const_expr(unit == slots.units[0]):
             is_key = cute.arch.vote_ballot_sync(address != 0)
-            describe_rows(slots, kv, is_key, is_window, warp, lane)
+            describe_rows(slots, kv, is_key, is_window, warp, lane, WARP_KEYS)
         commit(slots, slot, lane)

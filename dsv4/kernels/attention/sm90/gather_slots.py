@@ -10,7 +10,7 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
-from dsv4.kernels.attention.sm90.plan import GATHER_WARPS, HALVES, WARP_KEYS
+from dsv4.kernels.attention.sm90.plan import HALVES, TILE_INFO_WORDS
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
 from dsv4.kernels.kit.mbarrier import Cursor, arrive_warp
 
@@ -72,11 +72,23 @@ def commit(slots: HeadsMSlots | SwapAbSlots, slot, lane):
 
 
 @cute.jit
-def describe_rows(slots: HeadsMSlots | SwapAbSlots, kv: Cursor, is_key, is_window, warp, lane):
-    """Store which of a warp's rows of a tile are keys, from a ballot, and of which branch they
-    are."""
-    flag = cutlass.select_(is_window, cutlass.Int32(1 << WARP_KEYS), cutlass.Int32(0))
+def describe_rows(
+    slots: HeadsMSlots | SwapAbSlots, kv: Cursor, is_key, is_window, warp, lane,
+    warp_keys: cutlass.Constexpr,
+):  # fmt: skip
+    """Store which of a warp's rows of a tile are keys, from a ballot: a bit for each in two words;
+    and in the third, 1 in the window.
+
+    Args:
+        warp_keys: rows of a tile that each warp gathers, 8 or 16.
+    """
     tile_info = slots.ctx.smem.tile_info
+    first = slots.tile(kv) * TILE_INFO_WORDS
     if lane == 0:
-        rows = cutlass.Int32(is_key & (1 << WARP_KEYS) - 1)
-        tile_info[slots.tile(kv) * GATHER_WARPS + warp] = rows | flag
+        bits = cutlass.Int32((tile_info.iterator + first).toint()) + warp * (warp_keys // 8)
+        cute.arch.inline_ptx(
+            f"st.shared.b{warp_keys} [{{$r0}}], {{$r1}};", read_only_args=[bits, is_key]
+        )
+        if warp == 0:
+            tile_info[first + 2] = cutlass.Int32(is_window)
+            tile_info[first + 3] = cutlass.Int32(0)

@@ -1,5 +1,7 @@
 """Gather warpgroup of the paged heads-in-M kernel: key spans, Q by TMA, rows of pages."""
 
+from dataclasses import dataclass
+
 import cutlass
 from cutlass import cute
 
@@ -11,26 +13,45 @@ from dsv4.kernels.attention.sm90.heads_m_load import LoadWarp
 from dsv4.kernels.attention.sm90.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.plan import (
     ELEMENT_BYTES,
-    GATHER_WARPS,
     HALVES,
     HEADS,
     KEYS,
-    WARP_KEYS,
     PagedHeadsMPlan,
 )
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor, arrive_warp
-from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load
+from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load, tma_prefetch
+
+
+@dataclass(frozen=True)
+class QLoad:
+    """What is left to load of a work tile's Q, when the QK before it are over."""
+
+    loader: LoadWarp
+    ctx: HeadsMContext
+    q_map: object
+    head_tile: cutlass.Int32
+    token: cutlass.Int32
+    phase: cutlass.Int32
+
+    @cute.jit
+    def send(self, warp, lane):
+        """Ask for it; warp 0 does."""
+        if warp == 0:
+            self.ctx.pipes.q.acquire(self.phase)
+            if lane == 0:
+                self.loader._load_q_smem(self.ctx, self.q_map, self.head_tile, self.token)
 
 
 class GatherWarpgroup(LoadWarp):
-    """Producer of Q and of the KV ring. Each warp gathers 16 rows of every key tile."""
+    """Producer of Q and of the KV ring. Each warp gathers some rows of every key tile."""
 
     def __init__(self, plan: PagedHeadsMPlan, has_even_tiles: bool, is_gate: bool):
         super().__init__(plan, has_even_tiles)
         self.is_gate = is_gate
         if plan.is_fp8:
-            self.rows = Fp8Rows(plan.head_dim, plan.half_dim, plan.staged_pieces)
+            warps = plan.warps["gather"].count
+            self.rows = Fp8Rows(plan.head_dim, plan.half_dim, plan.staged_pieces, 1, warps)
         else:
             self.rows = Bf16Rows(plan.half_dim, plan.chunk)
 
@@ -38,7 +59,8 @@ class GatherWarpgroup(LoadWarp):
     def gather(self, ctx: HeadsMContext, q_map, keys: PagedKeys):
         """Load what every work tile needs."""
         lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx() % GATHER_WARPS)
+        first = self.plan.warps["gather"].first
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx() - first)
         if warp == 0:
             prefetch_descriptors((q_map,))
         index, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
@@ -49,7 +71,7 @@ class GatherWarpgroup(LoadWarp):
         while index < stop:
             head_tile, split, token = ctx.tiling.coordinates(index)
             span = keys.span(token, split, ctx.tiling.by_splits, KEYS, self.is_gate)
-            row = warp * WARP_KEYS + lane % WARP_KEYS
+            row = warp * self.rows.warp_keys + lane % self.rows.warp_keys
             word = keys.fetch(span, token, span.first, row, KEYS)
             if warp == 0:
                 ctx.pipes.span.acquire(phase)
@@ -58,15 +80,30 @@ class GatherWarpgroup(LoadWarp):
                     cute.arch.mbarrier_arrive(ctx.pipes.span.full)
             # ---- Q: one part passes through the ring, the other needs the last QK to be over ----
             kv = self._send_q(ctx, q_map, head_tile, token, warp, lane, kv)
-            if warp == 0:
-                ctx.pipes.q.acquire(phase)
-                if lane == 0:
-                    self._load_q_smem(ctx, q_map, head_tile, token)
-            phase ^= 1
+            q = QLoad(self, ctx, q_map, head_tile, token, phase)
+            if cutlass.const_expr(not self.plan.is_fp8):
+                q.send(warp, lane)
+            if index + step < stop:
+                self._prefetch(ctx, q_map, keys, index + step, warp, lane)
 
             # ---- key tiles ----
-            kv = self.rows.gather_tiles(slots, keys, span, token, word, warp, lane, kv)
+            if cutlass.const_expr(self.plan.is_fp8):
+                # The first one is asked for before Q, whose place is free when the last QK is over.
+                kv = self.rows.gather_tiles(slots, keys, span, token, word, warp, lane, kv, q)
+            else:
+                kv = self.rows.gather_tiles(slots, keys, span, token, word, warp, lane, kv)
+            phase ^= 1
             index += step
+
+    @cute.jit
+    def _prefetch(self, ctx: HeadsMContext, q_map, keys: PagedKeys, index, warp, lane):
+        """Bring what a work tile starts with into L2: its lists of keys, its Q."""
+        head_tile, _, token = ctx.tiling.coordinates(index)
+        if warp == 0:
+            keys.prefetch(token, lane)
+            if lane == 0:
+                for chunk in cutlass.range_constexpr(self.plan.head_dim // self.plan.chunk):
+                    tma_prefetch(q_map, self._q_coordinates(head_tile, chunk, token))
 
     @cute.jit
     def _send_q(self, ctx: HeadsMContext, q_map, head_tile, token, warp, lane, kv: Cursor):

@@ -12,7 +12,7 @@ from cutlass import cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.attention.sm90.heads_m_tiling import HeadsMTiling
-from dsv4.kernels.attention.sm90.plan import HALVES, HEADS, KEYS, HeadsMPlan
+from dsv4.kernels.attention.sm90.plan import HALVES, HEADS, KEYS, ROW_INPUTS, HeadsMPlan
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.scheduler import DynamicTailScheduler, StaticTileScheduler, Throttle
 from dsv4.kernels.kit.storage import storage_struct
@@ -53,8 +53,9 @@ class Smem:
     row_scale: cute.Tensor  # [row]
     span: cute.Tensor  # words of a KeySpan
     slices: cute.Tensor  # [output warpgroup]
-    tile_info: cute.Tensor  # [stage], or [stage x warp] of gathered tiles
+    tile_info: cute.Tensor  # [stage], or [stage x 4] of gathered tiles
     staging: cute.Pointer | None = None  # of threads that gather FP8 entries
+    row_inputs: cute.Tensor | None = None  # [input, row]
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,9 @@ def allocate(plan: HeadsMPlan) -> tuple:
         slices=storage.slices.get_tensor(cute.make_layout(2)),
         tile_info=storage.tile_info.get_tensor(cute.make_layout(plan.smem["tile_info"].count)),
     )
+    if plan.row_inputs is not None:
+        layout = cute.make_layout((ROW_INPUTS, HEADS), stride=(HEADS, 1))
+        smem = replace(smem, row_inputs=storage.row_inputs.get_tensor(layout))
     if plan.staging is not None:
         smem = replace(smem, staging=storage.staging.data_ptr())
     names = [edge.name for edge in plan.barriers.edges if edge.name != "kv"]

@@ -167,6 +167,9 @@ class OutputWarpgroups:
         factors = cute.make_rmem_tensor(2, cutlass.Float32)
         for _ in cutlass.range(count, unroll=1):
             slot = ctx.pipes.kv.slot(kv, columns.half)
+            if cutlass.const_expr(ctx.pipes.kv.is_fenced):
+                # P is later still. Behind the loads of P, the fence would wait for them.
+                ctx.pipes.kv.at(slot).wait(kv.phase)
             ctx.pipes.p.wait(tiles % 2)
             for step in cutlass.range_constexpr(P_STEPS):
                 self._load_p(ctx, f, step, step)
@@ -177,7 +180,8 @@ class OutputWarpgroups:
             if cute.arch.vote_any_sync(factors[0] != 1.0 or factors[1] != 1.0):
                 for subtile in subtiles:
                     scale_rows(subtile, factors)
-            ctx.pipes.kv.at(slot).wait(kv.phase)
+            if cutlass.const_expr(not ctx.pipes.kv.is_fenced):
+                ctx.pipes.kv.at(slot).wait(kv.phase)
             first = kv.stage * (HALVES * self.plan.subtiles) + columns.first_subtile
             # The half of the columns that QK reads first goes first: its stage is free, and filled
             # again, that much sooner.

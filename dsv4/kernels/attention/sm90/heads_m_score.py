@@ -88,6 +88,18 @@ class ScoreWarpgroup:
     def _load_scales(self, ctx: HeadsMContext, f: ScoreFragments, coord) -> None:
         """Load what else the scores of a work tile's rows are multiplied by: nothing."""
 
+    def _await_scales(self, ctx: HeadsMContext, f: ScoreFragments) -> None:
+        """Wait for what `_load_scales` has asked for: nothing."""
+
+    def _ask_for_sinks(self, ctx: HeadsMContext, f: ScoreFragments, head):
+        """Load the sinks of the thread's rows. At the end of a work tile, loads would delay the
+        output, and the next work tile with it."""
+        return load_sinks(ctx.operands.sink_logits, head, self.num_query_heads)
+
+    def _sinks(self, ctx: HeadsMContext, f: ScoreFragments, sinks):
+        """What has been asked for."""
+        return sinks
+
     @cute.jit
     def _reduce(self, ctx: HeadsMContext, rows: Rows):
         """Reduce what the quad of a row has of it."""
@@ -118,11 +130,11 @@ class ScoreWarpgroup:
             )  # fmt: skip
             f.rows.reset()
             self._load_scales(ctx, f, coord)
-            # Loaded at the end, they would delay the output, and the next work tile with it.
-            sinks = load_sinks(ctx.operands.sink_logits, head, self.num_query_heads)
+            sinks = self._ask_for_sinks(ctx, f, head)
             kv = self._load_q_registers(ctx, f, kv)
             ctx.pipes.q.wait(phase)
             phase ^= 1
+            self._await_scales(ctx, f)
             if is_miss:
                 for half in cutlass.range_constexpr(HALVES):
                     ctx.pipes.kv.wait(kv, half)
@@ -154,7 +166,8 @@ class ScoreWarpgroup:
             ctx.pipes.rows.acquire(rows_phase)
             rows_phase ^= 1
             if lane % 4 == 0:
-                self.statistics.finish(ctx, coord, f.row, rows, gate_offset, sinks)
+                own_sinks = self._sinks(ctx, f, sinks)
+                self.statistics.finish(ctx, coord, f.row, rows, gate_offset, own_sinks)
             ctx.pipes.rows.commit(lane)
             index += step
 
@@ -179,7 +192,7 @@ class ScoreWarpgroup:
 
         # Beside PV, loads from shared memory take long: this one is under way before the softmax
         # needs it.
-        tile_info = self._tile_info(ctx, kv)
+        tile_info = self._tile_info(ctx, f, kv)
         is_next_here = self._has_landed(ctx, ctx.pipes.kv.next(kv))
         warpgroup.wait_group(1)
         if is_held:
@@ -194,7 +207,7 @@ class ScoreWarpgroup:
         softmax(f.s, f.rows, is_window, self.scale_log2, self.is_gate)
         f.p.store(f.s.load().to(DTYPE))
 
-    def _tile_info(self, ctx: HeadsMContext, kv: Cursor):
+    def _tile_info(self, ctx: HeadsMContext, f: ScoreFragments, kv: Cursor):
         """What the load warp says of the key tile in a stage."""
         return ctx.smem.tile_info[kv.stage]
 
@@ -267,6 +280,11 @@ class ScoreWarpgroup:
         order = [*range(middle, steps), *range(smem_steps, middle), *range(min(smem_steps, middle))]
         rest = ctx.pipes.kv.at(ctx.pipes.kv.slot(kv, 0))
         k = f.k[None, None, None, kv.stage]
+        is_fenced = ctx.pipes.kv.is_fenced
+        if cutlass.const_expr(is_fenced):
+            # One fence for all that is there; behind the stores of P it would wait for them.
+            is_rest_here = rest.is_full(kv.phase)
+            cute.arch.fence_view_async_shared()
         warpgroup.fence()
         for i in cutlass.range_constexpr(steps):
             if cutlass.const_expr(i == early):
@@ -278,11 +296,13 @@ class ScoreWarpgroup:
                     if not cute.arch.vote_all_sync(is_free):
                         ctx.pipes.p.acquire(tiles % 2)
                     self._store_p(ctx, f)
-            if cutlass.const_expr(i == max(middle - TEST_STEPS, 0)):
+            if cutlass.const_expr(i == max(middle - TEST_STEPS, 0) and not is_fenced):
                 is_rest_here = rest.is_full(kv.phase)
             if cutlass.const_expr(i == middle):  # noqa: SIM102 static, then dynamic
                 if not cute.arch.vote_all_sync(is_rest_here):
-                    if is_held:
+                    if cutlass.const_expr(is_fenced):
+                        is_rest_here = rest.is_full(kv.phase)
+                    if is_held and not cute.arch.vote_all_sync(is_rest_here):
                         ctx.pipes.pv_turn.at(1 - tiles % 2).arrive(f.lane)
                         is_held = cutlass.Boolean(False)
                     rest.wait(kv.phase)

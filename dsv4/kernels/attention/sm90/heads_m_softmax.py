@@ -20,7 +20,6 @@ class Rows(NamedTuple):
     rescale: cute.Tensor  # [2] factor of older P after the last key tile
     bias: cute.Tensor  # [2, 2] added to log2 scores: of the row, in the compressed or window branch
     scale: cute.Tensor | None = None  # [2] from scores to log2 scores, where rows have their own
-    largest: cute.Tensor | None = None  # [2] of this thread's log2 scores, where they are asked for
 
     @classmethod
     def make(cls):

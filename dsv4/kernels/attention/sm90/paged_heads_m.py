@@ -162,7 +162,7 @@ class PagedHeadsM:
                 init_barriers(plan, pipes, tiling.column_slices, throttle)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        if group == plan.warps["gather"].first // 4:
+        if group >= plan.warps["gather"].first // 4:
             if cutlass.const_expr(plan.registers["gather"] < plan.registers.at_launch):
                 cute.arch.setmaxregister_decrease(plan.registers["gather"])
             pdl.launch_dependents()

@@ -14,6 +14,8 @@ from cutlass import cute
 from dsv4.kernels.attention.key_span import BOTH_BRANCHES, KeySpan, tiles_of_split
 from dsv4.kernels.attention.mask import clamp_length
 
+LINE_WORDS = 32  # of a line of L2
+
 
 class KeyPool(NamedTuple):
     """The keys of one branch: pages of rows, and how tokens name them."""
@@ -35,6 +37,15 @@ class KeyPool(NamedTuple):
         if token < self.lens.shape[0]:
             length = clamp_length(self.lens[token], length)
         return length
+
+    @cute.jit
+    def prefetch(self, token, lane):
+        """Bring the start of a token's list, and its length, into L2; a warp calls this."""
+        column = lane * LINE_WORDS
+        if column < self.indices.shape[1]:
+            _prefetch_l2(self.indices[token, None].iterator + column)
+        if lane == 0 and token < self.lens.shape[0]:
+            _prefetch_l2(self.lens.iterator + token)
 
     @cute.jit
     def fetch(self, token, request, n, end):
@@ -153,6 +164,11 @@ class PagedKeys(NamedTuple):
         window = (window_begin, window_end, request)
         return KeySpan(count, flags, first, compressed_len, compressed_tiles, *window)
 
+    def prefetch(self, token, lane) -> None:
+        """Bring what names a token's keys into L2; a warp calls this."""
+        self.compressed.prefetch(token, lane)
+        self.window.prefetch(token, lane)
+
     @cute.jit
     def _entries(self, position):
         """Compressed keys of a table that a position sees."""
@@ -187,3 +203,7 @@ class PagedKeys(NamedTuple):
         else:
             address, scales = self.compressed.addresses(word, first + row, entry)
         return address, scales
+
+
+def _prefetch_l2(pointer: cute.Pointer) -> None:
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[pointer.toint()])

@@ -5,7 +5,7 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.sm90.paged_output import PAIRS, rope_row
-from dsv4.kernels.attention.sm90.plan import GATHER_WARPS, WARP_KEYS
+from dsv4.kernels.attention.sm90.plan import TILE_INFO_WORDS
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
 from dsv4.kernels.attention.sm90.swap_ab_math import MathFragments, MathWarpgroup, TileMask
 from dsv4.kernels.attention.sm90.swap_ab_softmax import ReductionScratch, reduce_over_keys
@@ -39,9 +39,9 @@ class PagedMathWarpgroup(MathWarpgroup):
         mask: TileMask,
         kv: Cursor,
     ):
-        # A warp of scores has the rows that the warp of its number has gathered.
-        word = ctx.smem.tile_info[kv.stage * GATHER_WARPS + f.warp]
-        if word & 2**WARP_KEYS - 1 != 2**WARP_KEYS - 1:
+        # A warp has the scores of 16 rows.
+        word = ctx.smem.tile_info[kv.stage * TILE_INFO_WORDS + f.warp // 2] >> f.warp % 2 * 16
+        if word & 0xFFFF != 0xFFFF:
             s = by_row(f.s)
             for r in cutlass.range_constexpr(2):
                 if word >> f.lane // 4 + 8 * r & 1 == 0:

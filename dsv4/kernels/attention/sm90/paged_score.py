@@ -1,8 +1,6 @@
 """Score warpgroup of the paged heads-in-M kernel: rows of a key tile that are no keys may stand
 anywhere in it."""
 
-import operator
-
 import cutlass
 from cutlass import cute
 
@@ -10,11 +8,14 @@ from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_epilogue import RowStatistics
 from dsv4.kernels.attention.sm90.heads_m_score import ScoreFragments, ScoreWarpgroup
 from dsv4.kernels.attention.sm90.heads_m_softmax import Rows
-from dsv4.kernels.attention.sm90.plan import GATHER_WARPS, WARP_KEYS
+from dsv4.kernels.attention.sm90.plan import HEADS, TILE_INFO_WORDS
 from dsv4.kernels.attention.softmax import LN_2
 from dsv4.kernels.kit.mbarrier import Cursor
-from dsv4.kernels.kit.reduce import quad_max, quad_sum, tree
+from dsv4.kernels.kit.reduce import quad_max, tree
 from dsv4.kernels.kit.wgmma import by_row
+
+# What shared memory has of each row of a head tile.
+SINKS, FACTORS, LARGEST = range(3)
 
 
 class PagedRowStatistics(RowStatistics):
@@ -29,7 +30,8 @@ class PagedRowStatistics(RowStatistics):
             for r in cutlass.range_constexpr(2):
                 head = coord.head + first_row + 8 * r
                 if head < self.num_query_heads:
-                    max_logits[coord.token, head] = rows.largest[r] * LN_2
+                    largest = ctx.smem.row_inputs[LARGEST, first_row + 8 * r]
+                    max_logits[coord.token, head] = largest * LN_2
 
 
 class PagedScoreWarpgroup(ScoreWarpgroup):
@@ -38,50 +40,81 @@ class PagedScoreWarpgroup(ScoreWarpgroup):
     statistics_type = PagedRowStatistics
 
     def _make_rows(self) -> Rows:
-        scale, largest = (cute.make_rmem_tensor(2, cutlass.Float32) for _ in range(2))
-        return Rows.make()._replace(scale=scale, largest=largest)
+        return Rows.make()._replace(scale=cute.make_rmem_tensor(2, cutlass.Float32))
+
+    def _ask_for_sinks(self, ctx: HeadsMContext, f: ScoreFragments, head) -> None:
+        """They come with the factors of the scores."""
+
+    def _sinks(self, ctx: HeadsMContext, f: ScoreFragments, sinks):
+        return [ctx.smem.row_inputs[SINKS, f.row + 8 * r] for r in range(2)]
 
     @cute.jit
     def _load_scales(self, ctx: HeadsMContext, f: ScoreFragments, coord):
-        q_factor, scale = ctx.operands.q_factor, f.rows.scale
-        f.rows.largest.fill(-cutlass.Float32.inf)
-        for r in cutlass.range_constexpr(2):
-            scale[r] = cutlass.Float32(self.scale_log2)
-            head = coord.head + f.row + 8 * r
-            if coord.token < q_factor.shape[0] and head < self.num_query_heads:
-                scale[r] = self.scale_log2 * q_factor[coord.token, head]
+        """Ask for the factors of the scores of the thread's rows, and for their sinks, in shared
+        memory: no register is free for them. Zeros for padding."""
+        q_factor, inputs = ctx.operands.q_factor, ctx.smem.row_inputs
+        has_factor = coord.token < q_factor.shape[0]
+        start = cutlass.Int32(inputs.iterator.toint()) + f.row * 4
+        if f.lane % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                head = coord.head + f.row + 8 * r
+                is_head = head < self.num_query_heads
+                head = cutlass.select_(is_head, head, cutlass.Int32(0))
+                sink = ctx.operands.sink_logits.iterator.toint() + head * cutlass.Int64(4)
+                copy_word(start, sink, is_head, (SINKS * HEADS + 8 * r) * 4)
+                if has_factor:
+                    factor = q_factor[coord.token, None].iterator.toint() + head * cutlass.Int64(4)
+                    copy_word(start, factor, is_head, (FACTORS * HEADS + 8 * r) * 4)
+                else:
+                    inputs[FACTORS, f.row + 8 * r] = cutlass.Float32(1.0)
+                inputs[LARGEST, f.row + 8 * r] = -cutlass.Float32.inf
+        cute.arch.cp_async_commit_group()
 
-    def _tile_info(self, ctx: HeadsMContext, kv: Cursor):
-        """A word of each warp that has gathered rows of the tile."""
-        words = cute.make_rmem_tensor(GATHER_WARPS, cutlass.Int32)
-        start = ctx.smem.tile_info.iterator + kv.stage * GATHER_WARPS
+    def _await_scales(self, ctx: HeadsMContext, f: ScoreFragments) -> None:
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_warp()
+
+    def _tile_info(self, ctx: HeadsMContext, f: ScoreFragments, kv: Cursor):
+        """Two words of a bit for each key, and whether they are of the window."""
+        words = cute.make_rmem_tensor(TILE_INFO_WORDS, cutlass.Int32)
+        start = ctx.smem.tile_info.iterator + kv.stage * TILE_INFO_WORDS
         start = cute.make_ptr(cutlass.Int32, start.toint(), start.memspace, assumed_align=16)
-        cute.autovec_copy(cute.make_tensor(start, cute.make_layout(GATHER_WARPS)), words)
-        return tuple(words[i] for i in range(GATHER_WARPS))
+        cute.autovec_copy(cute.make_tensor(start, cute.make_layout(TILE_INFO_WORDS)), words)
+        for r in range(2):
+            f.rows.scale[r] = ctx.smem.row_inputs[FACTORS, f.row + 8 * r] * self.scale_log2
+        return words[0], words[1], words[2]
 
     @cute.jit
     def _mask(self, ctx: HeadsMContext, f: ScoreFragments, kv: Cursor, tile_info):
-        all_keys = 2**WARP_KEYS - 1
-        if tree(operator.and_, list(tile_info)) & all_keys != all_keys:
+        if tile_info[0] & tile_info[1] != -1:
             s = by_row(f.s)
-            words = [word >> f.lane % 4 * 2 for word in tile_info]
+            words = [word >> f.lane % 4 * 2 for word in tile_info[:2]]
             for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
                 for c in cutlass.range_constexpr(2):
-                    is_key = words[j * 8 // WARP_KEYS] & 1 << j * 8 % WARP_KEYS + c != 0
+                    is_key = words[j * 8 // 32] & 1 << j * 8 % 32 + c != 0
                     for r in cutlass.range_constexpr(2):
                         s[r, c, j] = cutlass.select_(is_key, s[r, c, j], -cutlass.Float32.inf)
         if ctx.operands.max_logits.shape[0] > 0:
-            s, largest = by_row(f.s), f.rows.largest
-            for r in cutlass.range_constexpr(2):
-                for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
-                    for c in cutlass.range_constexpr(2):
-                        largest[r] = cute.arch.fmax(largest[r], s[r, c, j] * f.rows.scale[r])
-        return tile_info[0] > all_keys
+            self._keep_largest(ctx, f)
+        return tile_info[2] != 0
 
     @cute.jit
-    def _reduce(self, ctx: HeadsMContext, rows: Rows):
+    def _keep_largest(self, ctx: HeadsMContext, f: ScoreFragments):
+        """The largest score of each row so far, where it is asked for."""
+        s, inputs = by_row(f.s), ctx.smem.row_inputs
+        columns = [(c, j) for j in range(cute.size(s, mode=[2])) for c in range(2)]
         for r in cutlass.range_constexpr(2):
-            rows.row_sum[r] = quad_sum(rows.row_sum[r])
-        if ctx.operands.max_logits.shape[0] > 0:
-            for r in cutlass.range_constexpr(2):
-                rows.largest[r] = quad_max(rows.largest[r])
+            scores = [s[r, c, j] * f.rows.scale[r] for c, j in columns]
+            largest = quad_max(tree(cute.arch.fmax, scores))
+            if f.lane % 4 == 0:
+                row = f.row + 8 * r
+                inputs[LARGEST, row] = cute.arch.fmax(inputs[LARGEST, row], largest)
+
+
+def copy_word(target, source, is_there, offset: int) -> None:
+    """Start a copy of 4 bytes to shared memory, or of zeros."""
+    size = cutlass.select_(is_there, cutlass.Int32(4), cutlass.Int32(0))
+    cute.arch.inline_ptx(
+        f"cp.async.ca.shared.global [{{$r0}}+{offset}], [{{$r1}}], 4, {{$r2}};",
+        read_only_args=[target, source, size],
+    )

@@ -25,9 +25,7 @@ from dsv4.kernels.attention.sm90.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.paged_math import PagedMathWarpgroup
 from dsv4.kernels.attention.sm90.plan import (
     CHUNK,
-    GATHER_WARPS,
     KEYS,
-    WARP_KEYS,
     PagedSwapAbPlan,
 )
 from dsv4.kernels.attention.sm90.swap_ab_combine import SwapAbCombine
@@ -77,7 +75,9 @@ class PagedSwapAB:
         self.combine = SwapAbCombine(config, self.plan)
         self.is_gate = config.sink_mode == "swa_gate"
         if is_fp8:
-            self.rows = Fp8Rows(config.head_dim, self.plan.slot_dim, ())
+            staged, warps = range(self.plan.pieces), self.plan.warps["gather"].count
+            sizes = (config.head_dim, self.plan.slot_dim)
+            self.rows = Fp8Rows(*sizes, staged, self.plan.ahead, warps)
         else:
             self.rows = Bf16Rows(self.plan.slot_dim, CHUNK)
         self.math = PagedMathWarpgroup(config, self.plan, self.combine)
@@ -145,7 +145,8 @@ class PagedSwapAB:
     def gather(self, ctx: SwapAbContext, q_map, keys: PagedKeys):
         """Load what every work tile needs."""
         lane = cute.arch.lane_idx()
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx() % GATHER_WARPS)
+        first = self.plan.warps["gather"].first
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx() - first)
         if warp == 0:
             prefetch_descriptors((q_map,))
         index, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
@@ -162,7 +163,7 @@ class PagedSwapAB:
                     ctx.pipes.q.expect(self.plan.q_bytes)
                     tma_load(q_map, ctx.smem.q_start, [0, head, 0, token], ctx.pipes.q.full)
             span = keys.span(token, split, ctx.tiling.by_splits, KEYS, self.is_gate)
-            row = warp * WARP_KEYS + lane % WARP_KEYS
+            row = warp * self.rows.warp_keys + lane % self.rows.warp_keys
             word = keys.fetch(span, token, span.first, row, KEYS)
             if warp == 0:
                 ctx.pipes.span.acquire(phase)

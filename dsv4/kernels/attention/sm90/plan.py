@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from dsv4.kernels.kit.plan import (
     SMEM_CAPACITY,
-    WARP_THREADS,
     Arrival,
     Arrive,
     BarrierGraph,
@@ -28,9 +27,9 @@ STAGES = 3  # heads in M: of the KV ring
 HALVES = 2  # heads in M: of the columns of a key tile; each has mbarriers of its own
 CHUNK = 64  # swap-AB: columns of a swizzle span, and of a PV product: its M
 ELEMENT_BYTES = 2
-GATHER_WARPS = 4  # that gather a key tile, of a paged cache
-SPAN_KEYS = 32  # of which all gathering warps have a piece of an FP8 entry in a thread each
-WARP_KEYS = KEYS // GATHER_WARPS  # rows of a key tile that each gathers
+GATHER_WARPS = 4  # that gather a key tile of a paged cache
+ROW_INPUTS = 3  # words of a row of a paged head tile: see `paged_score`
+TILE_INFO_WORDS = 4  # of a gathered key tile: see `gather_slots.describe_rows`
 
 
 @dataclass(frozen=True)
@@ -119,9 +118,15 @@ class HeadsMPlan:
             # Slices of the split tile that each output warpgroup combines.
             Buffer("slices", "Int32", 2),
             self.tile_info,
+            *((self.row_inputs,) if self.row_inputs else ()),
             *((self.staging,) if self.staging else ()),
             *self.barriers.split_buffers,
         ))  # fmt: skip
+
+    @property
+    def row_inputs(self) -> Buffer | None:
+        """Sinks, factors and largest scores of rows, which are in registers."""
+        return None
 
     @property
     def staging(self) -> Buffer | None:
@@ -186,6 +191,11 @@ class HeadsMPlan:
         ))  # fmt: skip
 
 
+def staging_buffer(pieces: int) -> Buffer:
+    """Room for pieces of 16 bytes of each row of a key tile: four lanes have one each."""
+    return Buffer("staging", "Int32", 4 * pieces * 4 * KEYS, 16)
+
+
 @dataclass(frozen=True)
 class PagedHeadsMPlan(HeadsMPlan):
     """Every budget of the heads-in-M kernel whose rows are gathered from pages.
@@ -199,6 +209,11 @@ class PagedHeadsMPlan(HeadsMPlan):
     """
 
     is_fp8: bool = False
+
+    @property
+    def row_inputs(self) -> Buffer | None:
+        """Sinks, factors and largest scores of rows: no register is free for them."""
+        return Buffer("row_inputs", "Float32", ROW_INPUTS * HEADS)
 
     @property
     def stages(self) -> int:
@@ -220,17 +235,16 @@ class PagedHeadsMPlan(HeadsMPlan):
 
     @property
     def tile_info(self) -> Buffer:
-        """For each stage and gathering warp, a bit for each of its rows that is a key, and above
-        them one that is set in the window."""
-        return Buffer("tile_info", "Int32", GATHER_WARPS * self.stages, 16)
+        """What `gather_slots.describe_rows` says of the key tile in each stage."""
+        return Buffer("tile_info", "Int32", TILE_INFO_WORDS * self.stages, 16)
 
     @property
     def staging(self) -> Buffer | None:
-        """Parts of FP8 entries on their way into the registers of the threads that asked for
+        """Pieces of FP8 entries on their way into the registers of the threads that asked for
         them: 16 bytes each."""
-        threads = WARP_THREADS * GATHER_WARPS
-        words = 4 * (KEYS // SPAN_KEYS) * len(self.staged_pieces)
-        return Buffer("staging", "Int32", words * threads, 16) if self.is_fp8 else None
+        if not self.is_fp8:
+            return None
+        return staging_buffer(len(self.staged_pieces))
 
     @property
     def staged_pieces(self) -> tuple[int, ...]:
@@ -312,6 +326,11 @@ class SwapAbPlan:
         """Words in shared memory about the rows of gathered key tiles."""
         return 0
 
+    @property
+    def staging(self) -> Buffer | None:
+        """What else the warps that load need."""
+        return None
+
     # ---- budgets ----
 
     @property
@@ -381,23 +400,50 @@ class PagedSwapAbPlan(SwapAbPlan):
     """Every budget of the swap-AB kernel whose rows are gathered from pages.
 
     Attributes:
-        is_fp8: whether the rows are FP8 entries.
+        is_fp8: whether the rows are FP8 entries. Raw entries of `ahead` key tiles are then on their
+            way beside two key tiles that are converted.
     """
 
     is_fp8: bool = False
 
     @property
     def warps(self) -> Warps:
-        return Warps.of(math=4, gather=GATHER_WARPS)
+        # Conversion keeps two warps on each scheduler busy: one waits for its stores, or for a
+        # slot, while the other converts.
+        return Warps.of(math=4, gather=GATHER_WARPS * (2 if self.is_fp8 else 1))
 
     @property
     def tile_info_words(self) -> int:
         """As in `PagedHeadsMPlan`, at the first slot of each tile."""
-        return GATHER_WARPS * self.slots
+        return TILE_INFO_WORDS * self.slots
 
-    def _buffers(self, slots: int) -> tuple[Buffer, ...]:
-        info = Buffer("tile_info", "Int32", GATHER_WARPS * slots, 16)
-        return (*super()._buffers(slots), info)
+    @property
+    def slots(self) -> int:
+        return 2 * self.slots_per_tile if self.is_fp8 else super().slots
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of 16 bytes of a quarter of an FP8 entry."""
+        return self.head_dim // 64 + 1
+
+    @property
+    def ahead(self) -> int:
+        """Key tiles of FP8 entries on their way: two where they fit."""
+        two = SmemPlan(self._buffers(self.slots, 2), capacity=2 * SMEM_CAPACITY)
+        return 2 if two.total_bytes <= SMEM_CAPACITY else 1
+
+    @property
+    def staging(self) -> Buffer | None:
+        return staging_buffer(self.ahead * self.pieces) if self.is_fp8 else None
+
+    @property
+    def smem(self) -> SmemPlan:
+        return SmemPlan(self._buffers(self.slots, self.ahead if self.is_fp8 else 0))
+
+    def _buffers(self, slots: int, ahead: int = 0) -> tuple[Buffer, ...]:
+        info = Buffer("tile_info", "Int32", TILE_INFO_WORDS * slots, 16)
+        staging = (staging_buffer(ahead * self.pieces),) if ahead else ()
+        return (*super()._buffers(slots), info, *staging)
 
     def _barriers(self, slots: int) -> BarrierGraph:
         gather, math = Arrival("gather", Arrive.WARP), Arrival("math", Arrive.WARP)

@@ -70,7 +70,8 @@ class Smem:
     sinks: cute.Tensor  # [head] of the token
     span: cute.Tensor  # words of a KeySpan
     slices: cute.Tensor  # [1]
-    tile_info: cute.Tensor | None = None  # [slot x warp] of gathered tiles
+    tile_info: cute.Tensor | None = None  # [slot x 4] of gathered tiles
+    staging: cute.Pointer | None = None  # of threads that gather FP8 entries
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,8 @@ def allocate(plan: SwapAbPlan) -> tuple:
     if plan.tile_info_words:
         tile_info = storage.tile_info.get_tensor(cute.make_layout(plan.tile_info_words))
         smem = replace(smem, tile_info=tile_info)
+    if plan.staging is not None:
+        smem = replace(smem, staging=storage.staging.data_ptr())
     names = ("q", "span", "kv")
     pipes = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
     return smem, Pipelines(**pipes)

@@ -90,3 +90,8 @@ def test_splits(seed, sink_mode) -> None:
 def test_splits_of_latents(seed, heads, kv_format) -> None:
     case = Case(2, 1, heads, 512, kv_format, 70, 200, wild=True, **OPTIONS)
     check(case, seed, splits=3, ctas=12, schedules=("lazy", "random"))
+
+
+def test_a_compressed_pool_may_be_absent(seed) -> None:
+    """Entries that no one passes are as aligned as those of a pool."""
+    check(Case(3, 1, 16, 512, "fp8", 128, 0, sink_mode="swa_gate", ragged=True), seed, ctas=2)
