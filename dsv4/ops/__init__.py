@@ -12,6 +12,7 @@ from dsv4.ops.attention.sparse_fmha_paged import (
 from dsv4.ops.fp8_linear import fp8_linear, fp8_linear_runner_id
 from dsv4.ops.kv_insert import kv_insert, kv_insert_runner_id
 from dsv4.ops.merged_linear import merged_linear, merged_linear_runner_id
+from dsv4.ops.mhc_seam import Seam, mhc_seam, mhc_seam_runner_id
 from dsv4.ops.moe.op import moe, moe_runner_id
 from dsv4.ops.moe.weights import GatedWeights
 from dsv4.ops.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_runner_id
@@ -19,6 +20,7 @@ from dsv4.ops.runtime.warmup import warmup
 
 __all__ = [
     "GatedWeights",
+    "Seam",
     "fmha_capacity",
     "fmha_runner_id",
     "fp8_linear",
@@ -27,6 +29,8 @@ __all__ = [
     "kv_insert_runner_id",
     "merged_linear",
     "merged_linear_runner_id",
+    "mhc_seam",
+    "mhc_seam_runner_id",
     "moe",
     "moe_runner_id",
     "rms_norm_fp8",

@@ -38,3 +38,35 @@ def across_quads(operation, x: cutlass.Float32) -> cutlass.Float32:
     for offset in (4, 8, 16):
         x = operation(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
     return x
+
+
+def spread_sums(terms, lane):
+    """Sums over the lanes of a warp of many terms, spread over the lanes.
+
+    With n terms n shuffles rather than 5 n: at each step a lane keeps one half of its terms. The
+    additions of a sum are those of a butterfly, whatever the number of terms.
+
+    Args:
+        terms: list of fp32, those of a lane.
+
+    Returns:
+        The first sum's index of this lane, its sums, and how many neighbouring lanes have the same.
+        Indices past the terms are padding.
+    """
+    padded = 1 << (len(terms) - 1).bit_length()
+    values = [*terms, *[cutlass.Float32(0.0)] * (padded - len(terms))]
+    index, copies = cutlass.Int32(0), 1
+    for offset in (16, 8, 4, 2, 1):
+        if len(values) == 1:
+            values = [values[0] + cute.arch.shuffle_sync_bfly(values[0], offset=offset)]
+            copies *= 2
+            continue
+        half = len(values) // 2
+        is_high = lane & offset != 0
+        pairs = list(zip(values[:half], values[half:]))
+        kept = [cutlass.select_(is_high, high, low) for low, high in pairs]
+        sent = [cutlass.select_(is_high, low, high) for low, high in pairs]
+        received = [cute.arch.shuffle_sync_bfly(value, offset=offset) for value in sent]
+        values = [a + b for a, b in zip(kept, received)]
+        index += cutlass.select_(is_high, cutlass.Int32(half), cutlass.Int32(0))
+    return index, values, copies

@@ -16,20 +16,11 @@ from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.kit.kv_entry import GROUP, ROPE_DIM, Fp8Entry
+from dsv4.kernels.kit.rms import NEAREST, inverse_rms
+from dsv4.kernels.kit.vectors import address_of, in_registers, pointer_to, vector_at
 from dsv4.kernels.rows.config import VECTOR, WARP
 from dsv4.kernels.rows.kv_insert_config import ARGS, KvInsertConfig, values
-from dsv4.kernels.rows.rms_norm_fp8 import (
-    NEAREST,
-    PAIRS,
-    address_of,
-    exact_quotient,
-    in_registers,
-    normalized,
-    pointer_to,
-    tree_sum,
-    vector_at,
-    vector_squares,
-)
+from dsv4.kernels.rows.rms_norm_fp8 import PAIRS, normalized, tree_sum, vector_squares
 
 HEAD_DIMS = (64, 128, 512)
 WARPS = 4  # of a CTA
@@ -157,10 +148,7 @@ class KvInsert:
         total = tree_sum(sums)
         if self.lanes > SUM_LANES:
             total = total + cute.arch.shuffle_sync_bfly(total, offset=SUM_LANES)
-        mean = exact_quotient(total, self.config.dim)
-        # Not rsqrt: the GPU has only an approximate one.
-        root = cute.math.sqrt(mean + Float32(self.config.eps), rounding=NEAREST)
-        factor = cute.math.rcp(root, rounding=NEAREST)
+        factor = inverse_rms(total, self.config.dim, self.config.eps)
         return [normalized(vectors[v], gains[v], factor, True) for v in range(self.vectors)]
 
     def rotate(

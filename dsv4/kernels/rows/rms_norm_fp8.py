@@ -16,17 +16,17 @@ from collections.abc import Sequence
 
 import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, cute
-from cutlass.cute.math import RoundingMode
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import quant
 from dsv4.kernels.kit.args import compile_kernel
+from dsv4.kernels.kit.rms import NEAREST, inverse_rms
+from dsv4.kernels.kit.vectors import address_of, in_registers, pointer_to, vector_at
 from dsv4.kernels.rows.args import ARGS, values
 from dsv4.kernels.rows.config import GROUP, VECTOR, WARP, RmsNormFp8Config, RowTiling, choose_tiling
 
 PAIRS = VECTOR // 2  # registers of a vector
-NEAREST = RoundingMode.NEAREST_EVEN
 
 
 class RmsNormFp8:
@@ -199,10 +199,7 @@ class RmsNormFp8:
                 value = cutlass.select_(group < groups, value, Float32(0.0))
             found.append(value)
         total = cute.arch.warp_reduction_sum(tree_sum(found), threads_in_group=width)
-        mean = exact_quotient(total, self.config.dim)
-        # Not rsqrt: the GPU has only an approximate one.
-        root = cute.math.sqrt(mean + Float32(self.config.eps), rounding=NEAREST)
-        return cute.math.rcp(root, rounding=NEAREST)
+        return inverse_rms(total, self.config.dim, self.config.eps)
 
     # ---- second pass: normalise, quantise, store -------------------------------------------------
 
@@ -264,19 +261,6 @@ def vector_squares(vector: cute.Tensor) -> Float32:
     return tree_sum([cute.math.mul(x, x, rounding=NEAREST) for x in elements_of(vector)])
 
 
-def exact_quotient(total: Float32, divisor: int) -> Float32:
-    """total / divisor of a total >= 0 or NaN, rounded to nearest even; of totals below 2^-100 and
-    divisors that are no powers of two it may miss the last bit."""
-    inverse = 1 / divisor
-    quotient = total * Float32(inverse)
-    if divisor & (divisor - 1) == 0:
-        return quotient
-    # One step of Newton's, which is exact because the inverse is rounded to nearest (Markstein).
-    rest = cute.math.fma(quotient, Float32(-divisor), total)
-    corrected = cute.math.fma(rest, Float32(inverse), quotient)
-    return cutlass.select_(quotient == Float32.inf, quotient, corrected)
-
-
 def normalized(vector: cute.Tensor, gains: cute.Tensor, factor: Float32, has_weight: bool) -> list:
     """x * factor [* weight] of a vector in shared memory, rounded to bf16 pairs."""
     elements = [x * factor for x in elements_of(vector)]
@@ -292,14 +276,6 @@ def elements_of(vector: cute.Tensor) -> list[Float32]:
     return [x for i in range(PAIRS) for x in quant.unpack_bf16(pairs[i])]
 
 
-def in_registers(words: Sequence[Uint32]) -> cute.Tensor:
-    """The words as a tensor."""
-    tensor = cute.make_rmem_tensor(len(words), Uint32)
-    for i, word in enumerate(words):
-        tensor[i] = word
-    return tensor
-
-
 def copy_async() -> cute.CopyAtom:
     """Asynchronous copy of a vector to shared memory, past L1."""
     operation = cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL)
@@ -307,11 +283,6 @@ def copy_async() -> cute.CopyAtom:
 
 
 # ---- addresses -----------------------------------------------------------------------------------
-
-
-def address_of(tensor: cute.Tensor, offset: Int64) -> Int64:
-    """Address of an element."""
-    return (tensor.iterator + offset).toint()
 
 
 def row_cursor(tensor: cute.Tensor, row: Int32, column: Int32, step: Int32) -> tuple[Int64, Int64]:
@@ -322,17 +293,6 @@ def row_cursor(tensor: cute.Tensor, row: Int32, column: Int32, step: Int32) -> t
     size = tensor.element_type.width // 8
     address = address_of(tensor, Int64(row) * tensor.stride[0] + column)
     return address, Int64(step) * tensor.stride[0] * size
-
-
-def pointer_to(address: Int64, dtype: type, align: int) -> cute.Pointer:
-    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
-
-
-def vector_at(address: Int64, dtype: type, element: int | Int32) -> cute.Tensor:
-    """VECTOR elements, `element` elements past an address."""
-    size = dtype.width // 8
-    pointer = pointer_to(address + element * size, dtype, min(16, VECTOR * size))
-    return cute.make_tensor(pointer, cute.make_layout(VECTOR))
 
 
 def build(config: RmsNormFp8Config, options: str = "", tiling: RowTiling | None = None):

@@ -11,7 +11,7 @@ cutlass = pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL
 
 from cutlass import Float32, cute  # noqa: E402
 
-from dsv4.kernels.rows.rms_norm_fp8 import exact_quotient  # noqa: E402
+from dsv4.kernels.kit.rms import exact_quotient  # noqa: E402
 
 pytestmark = pytest.mark.stage("rows")
 

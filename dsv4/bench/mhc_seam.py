@@ -1,0 +1,114 @@
+"""`mhc_seam` on a GPU: time beside the byte floor, and beside the same in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from dsv4.bench.machine import Machine
+from dsv4.bench.timing import graph_microseconds
+from dsv4.ops.mhc_seam import MHC_SEAM
+from dsv4.testing.mhc_seam import Case, Inputs, assert_seam_close, run_op
+
+TOKENS = (1, 4, 16, 64, 256, 1024)
+DIMS = (4096, 7168)  # hidden sizes of Flash and Pro
+STREAMS, ROWS = 4, 24
+# Bytes that the inputs of all replays have together at least: fn of every replay is another one.
+REPLAY_BYTES = 200e6
+COLUMNS = ("T", "D", "us", "floor us", "of floor", "torch us")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens and elements of a stream."""
+
+    tokens: int
+    dim: int
+
+    @property
+    def bytes(self) -> int:
+        """fn, streams and y are read, streams, x and its codes written."""
+        row = 2 * (2 * STREAMS + 2) + 1
+        return ROWS * STREAMS * self.dim * 4 + self.tokens * self.dim * row
+
+
+@dataclass(frozen=True)
+class Result:
+    """Times in microseconds; `torch` is that of the operator's torch implementation."""
+
+    shape: Shape
+    microseconds: float
+    floor: float
+    torch: float
+
+
+def model_shapes() -> list[Shape]:
+    """Seams of Flash and Pro, from one token to a prefill."""
+    return [Shape(tokens, dim) for dim in DIMS for tokens in TOKENS]
+
+
+def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
+    """Measure each shape; nothing is timed that is not right.
+
+    Raises:
+        AssertionError: the kernel's results are not the oracle's.
+    """
+    for shape in shapes:
+        yield _measure(shape, machine)
+        # The next shape needs the memory, in blocks of other sizes.
+        torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def _measure(shape: Shape, machine: Machine) -> Result:
+    case = Case(shape.tokens, shape.dim)
+    first = Inputs.make(case, 0, "cuda")
+    assert_seam_close(first, run_op(first))
+    sets = max(2, round(REPLAY_BYTES / shape.bytes))
+    inputs = [first.clone() for _ in range(sets)]
+    return Result(
+        shape,
+        graph_microseconds([partial(run_op, one) for one in inputs]),
+        floor=machine.floor(shape.bytes),
+        torch=graph_microseconds([partial(plain, one) for one in inputs[:8]]),
+    )
+
+
+def plain(inputs: Inputs) -> None:
+    """The same by the torch implementation."""
+    tensors = inputs.tensors
+    streams = tensors["streams"]
+    tokens, _, dim = streams.shape
+    outputs = [
+        streams.new_empty((tokens, dim)),
+        *(tensors[name] for name in ("y", "post", "comb")),
+        torch.empty_like(streams),
+        torch.empty_like(tensors["post"]),
+        torch.empty_like(tensors["comb"]),
+        torch.empty((tokens, dim), dtype=torch.float8_e4m3fn, device="cuda"),
+        torch.empty((tokens, dim // 128), dtype=torch.float8_e8m0fnu, device="cuda"),
+    ]
+    given = (tensors[name] for name in ("streams", "fn", "base", "scale", "norm_weight"))
+    MHC_SEAM.torch(inputs.config, *given, *outputs)
+
+
+def as_row(result: Result) -> dict[str, Any]:
+    """A result as records keep it."""
+    return asdict(result)
+
+
+def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
+    """A row of a record under `COLUMNS`."""
+    time = row["microseconds"]
+    return [
+        f"{row['shape']['tokens']}",
+        f"{row['shape']['dim']}",
+        f"**{time:.2f}**" if is_bold else f"{time:.2f}",
+        f"{row['floor']:.2f}",
+        f"{row['floor'] / time:.0%}",
+        f"{row['torch']:.1f}",
+    ]

@@ -1,0 +1,30 @@
+"""Root mean square of a row, correctly rounded: the same bits as the torch implementations'."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, cute
+from cutlass.cute.math import RoundingMode
+
+NEAREST = RoundingMode.NEAREST_EVEN
+
+
+def inverse_rms(total: Float32, count: int, eps: float) -> Float32:
+    """1 / sqrt(total / count + eps) of a sum of squares."""
+    mean = exact_quotient(total, count)
+    # Not rsqrt: the GPU has only an approximate one.
+    root = cute.math.sqrt(mean + Float32(eps), rounding=NEAREST)
+    return cute.math.rcp(root, rounding=NEAREST)
+
+
+def exact_quotient(total: Float32, divisor: int) -> Float32:
+    """total / divisor of a total >= 0 or NaN, rounded to nearest even; of totals below 2^-100 and
+    divisors that are no powers of two it may miss the last bit."""
+    inverse = 1 / divisor
+    quotient = total * Float32(inverse)
+    if divisor & (divisor - 1) == 0:
+        return quotient
+    # One step of Newton's, which is exact because the inverse is rounded to nearest (Markstein).
+    rest = cute.math.fma(quotient, Float32(-divisor), total)
+    corrected = cute.math.fma(rest, Float32(inverse), quotient)
+    return cutlass.select_(quotient == Float32.inf, quotient, corrected)

@@ -1,0 +1,40 @@
+"""Arguments of `mhc_seam` and of its kernel: T tokens, n streams of D elements in g groups of 128."""
+
+from __future__ import annotations
+
+from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar
+from dsv4.kernels.seam.config import GROUP, SeamConfig
+
+# Four elements at a time are loaded and stored. float32 is for the torch implementation.
+_ROWS = {"dtype": "bfloat16", "also": ("float32",), "align": 8}
+
+ARGS = (
+    In("streams", "T n D", **_ROWS),
+    In("fn", "R N", "float32", align=16),
+    In("base", "R", "float32"),
+    In("scale", "S", "float32"),
+    In("norm_weight", "D", "float32", align=16),
+    Out("x", "T D", **_ROWS),
+    OptIn("y", "T D", **_ROWS),
+    OptIn("post", "T n", "float32", align=16),
+    OptIn("comb", "T n n", "float32", align=16),
+    OptOut("streams_out", "T n D", **_ROWS),
+    OptOut("post_out", "T n", "float32", align=16),
+    OptOut("comb_out", "T n n", "float32", align=16),
+    OptOut("codes", "T D", "float8_e4m3fn", align=4),
+    OptOut("scale_out", "T g", "float8_e8m0fnu"),
+    Scalar("num_clusters"),
+    Scalar("pass_tokens"),
+)
+
+
+def values(config: SeamConfig) -> dict[str, int | str]:
+    """What a kernel is compiled for."""
+    return {
+        "D": config.dim,
+        "n": config.streams,
+        "N": config.streams * config.dim,
+        "R": config.rows,
+        "S": config.scales,
+        "g": -(-config.dim // GROUP),
+    }

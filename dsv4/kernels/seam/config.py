@@ -1,0 +1,149 @@
+"""What a seam kernel is compiled for, and how it divides a token among the CTAs of a cluster.
+
+Imports neither cutlass nor torch, so that every layer may use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4.arch import KIB
+
+STREAMS = 4  # residual streams of a token: what the kernel is written for
+GROUP = 128  # elements that share an FP8 scale: the columns of a warp
+LANE_COLUMNS = 4  # of a stream, by lane
+WARPS = 8  # that compute, beside the one that mixes
+WARP = 32
+MAX_RANKS = 16  # CTAs of a cluster
+MIX_ROWS = STREAMS + STREAMS * STREAMS  # rows of post and comb
+SMEM_LIMIT = 226 * KIB  # of buffers; mbarriers take the rest
+MIN_EPS = 1e-18
+
+
+@dataclass(frozen=True)
+class SeamConfig:
+    """Identity of a compiled `mhc_seam`.
+
+    Attributes:
+        dim: elements of a stream; kernels take multiples of 128.
+        streams: residual streams of a token; kernels take 4.
+        is_head: the model's head: 1 scale, no post and no comb.
+        expands: whether the output of a sublayer is written to the streams first.
+        sinkhorn_iters: row and column normalisations of comb, at least 1.
+        eps: added to pre and to every denominator of comb; at least 1e-18.
+        norm_eps: added to mean squares, of all streams and of the normalised row; likewise.
+    """
+
+    dim: int
+    streams: int
+    is_head: bool
+    expands: bool
+    sinkhorn_iters: int
+    eps: float
+    norm_eps: float
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "streams", "sinkhorn_iters"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        for name in ("eps", "norm_eps"):
+            value = getattr(self, name)
+            if not value >= MIN_EPS:
+                raise ValueError(f"{name} must be at least {MIN_EPS}, got {value}")
+
+    @property
+    def rows(self) -> int:
+        """Rows of fn: pre, then post and comb unless of the head."""
+        return self.streams if self.is_head else self.streams * (2 + self.streams)
+
+    @property
+    def scales(self) -> int:
+        """Elements of scale: one each for pre, post and comb."""
+        return 1 if self.is_head else 3
+
+
+@dataclass(frozen=True)
+class SeamTiling:
+    """How a token lies on the CTAs of a cluster.
+
+    A group of 128 columns of all streams belongs to a warp: rank r has the groups r, r + ranks, ...
+    Where a rank has fewer groups than warps, several sets of warps share its groups: they take
+    different tokens while streams are written, and different rows of fn while products are summed.
+
+    Attributes:
+        groups: of 128 columns.
+        rows: of fn.
+    """
+
+    groups: int
+    rows: int
+
+    @property
+    def ranks(self) -> int:
+        """CTAs of the cluster: a power of two."""
+        return min(MAX_RANKS, 1 << (self.groups - 1).bit_length())
+
+    @property
+    def rank_groups(self) -> int:
+        """Groups of a rank, the last of which only some ranks have; a power of two."""
+        found = -(-self.groups // self.ranks)
+        return 1 << (found - 1).bit_length()
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether some ranks have fewer groups."""
+        return self.rank_groups * self.ranks != self.groups
+
+    @property
+    def sets(self) -> int:
+        """Sets of warps that share the groups of a rank."""
+        return WARPS // self.rank_groups
+
+    @property
+    def set_rows(self) -> int:
+        """Rows of fn of a set, the last of which may have fewer."""
+        return -(-self.rows // self.sets)
+
+    @property
+    def columns(self) -> int:
+        """Columns of a stream that a rank holds."""
+        return self.rank_groups * GROUP
+
+    @property
+    def pass_sizes(self) -> tuple[int, ...]:
+        """Tokens that a cluster takes at a time: what the kernel has code for, ascending."""
+        return tuple(n for n in (1, 2, 4, 8) if self.smem_bytes(n) <= SMEM_LIMIT)
+
+    def smem_bytes(self, tokens: int) -> int:
+        """Bytes of the buffers that a pass of so many tokens needs."""
+        fn = self.rows * STREAMS * self.columns * 4
+        streams = tokens * STREAMS * self.columns * 2
+        partials = self.rank_groups * tokens * 32 * 4
+        exchange = self.ranks * (tokens * 8 + self.owned(tokens) * MIX_ROWS + tokens) * 4
+        small = tokens * (self.rank_groups + MIX_ROWS) * 4
+        return fn + streams + partials + exchange + small
+
+    def owned(self, tokens: int) -> int:
+        """Tokens of a pass whose post and comb a rank computes, at most."""
+        return -(-tokens // self.ranks)
+
+
+def tiling_of(config: SeamConfig) -> SeamTiling:
+    """The tiling of a configuration that kernels take."""
+    return SeamTiling(config.dim // GROUP, config.rows)
+
+
+def has_kernel(config: SeamConfig) -> bool:
+    """Whether the kernel takes a configuration: streams of 4, rows of whole groups that fit."""
+    if config.streams != STREAMS or config.dim % GROUP:
+        return False
+    tiling = tiling_of(config)
+    return tiling.rank_groups <= WARPS and bool(tiling.pass_sizes)
+
+
+def choose_pass(tiling: SeamTiling, tokens: int, num_sms: int) -> tuple[int, int]:
+    """Clusters of a launch and tokens of a pass: as few passes as possible, then as few tokens."""
+    clusters = max(1, num_sms // tiling.ranks)
+    size = next((n for n in tiling.pass_sizes if n * clusters >= tokens), tiling.pass_sizes[-1])
+    return min(clusters, max(1, -(-tokens // size))), size

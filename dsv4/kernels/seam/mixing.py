@@ -1,0 +1,90 @@
+"""post and comb of hyper-connections from their projections: sigmoids, and Sinkhorn's iteration."""
+
+from __future__ import annotations
+
+from cutlass import Float32, Int64, cute, range_constexpr
+
+from dsv4.kernels.kit.vectors import address_of, vector_at
+from dsv4.kernels.seam.config import MIX_ROWS, STREAMS, SeamConfig, SeamTiling
+
+
+class Mixing:
+    """Arithmetic of the warp that mixes."""
+
+    def __init__(self, config: SeamConfig, tiling: SeamTiling):
+        self.config = config
+        self.tiling = tiling
+
+    @cute.jit
+    def store_post(self, operands, buffers, lane, token, owned, projected: Float32) -> None:
+        """Write post of a token, of which lane k has the projection; keep the logits of comb.
+
+        Args:
+            projected: row 4 + lane of fn times the streams, over their root mean square.
+        """
+        if lane < MIX_ROWS:
+            base = operands.base[STREAMS + lane]
+            if lane < STREAMS:
+                logit = cute.math.fma(projected, operands.scale[1], base)
+                if token < operands.x.shape[0]:
+                    operands.post_out[token, lane] = 2 * sigmoid(logit)
+            else:
+                logit = cute.math.fma(projected, operands.scale[2], base)
+                buffers.logits[lane - STREAMS, owned] = logit
+
+    @cute.jit
+    def store_comb(self, logits: cute.Tensor, comb_out: cute.Tensor, token) -> None:
+        """Write the doubly stochastic matrix of a token's logits [16], source stream first; one
+        lane does."""
+        eps = Float32(self.config.eps)
+        matrix = cute.make_rmem_tensor((STREAMS, STREAMS), Float32)  # [target, source]
+        for j in range_constexpr(STREAMS):
+            row = [logits[STREAMS * j + k] for k in range(STREAMS)]
+            largest = row[0]
+            for value in row[1:]:
+                largest = cute.arch.fmax(largest, value)
+            row = [cute.math.exp(value - largest) for value in row]
+            inverse = reciprocal(tree_of_four(row))
+            for k in range_constexpr(STREAMS):
+                matrix[k, j] = cute.math.fma(row[k], inverse, eps)
+        normalize_columns(matrix, eps)
+        for _ in range(self.config.sinkhorn_iters - 1):
+            normalize_rows(matrix, eps)
+            normalize_columns(matrix, eps)
+        for j in range_constexpr(STREAMS):
+            at = Int64(token) * comb_out.stride[0] + j * Int64(comb_out.stride[1])
+            target = vector_at(address_of(comb_out, at), Float32, 0, STREAMS)
+            cute.autovec_copy(matrix[None, j], target)
+
+
+@cute.jit
+def normalize_rows(matrix: cute.Tensor, eps: Float32) -> None:
+    """Divide the targets of each source by their sum."""
+    for j in range_constexpr(STREAMS):
+        inverse = reciprocal(tree_of_four([matrix[k, j] for k in range(STREAMS)]) + eps)
+        for k in range_constexpr(STREAMS):
+            matrix[k, j] = matrix[k, j] * inverse
+
+
+@cute.jit
+def normalize_columns(matrix: cute.Tensor, eps: Float32) -> None:
+    """Divide the sources of each target by their sum."""
+    for k in range_constexpr(STREAMS):
+        inverse = reciprocal(tree_of_four([matrix[k, j] for j in range(STREAMS)]) + eps)
+        for j in range_constexpr(STREAMS):
+            matrix[k, j] = matrix[k, j] * inverse
+
+
+def tree_of_four(terms: list) -> Float32:
+    """Sum of four terms, two and two."""
+    return (terms[0] + terms[1]) + (terms[2] + terms[3])
+
+
+def reciprocal(value: Float32) -> Float32:
+    """1 / value, approximately: off by at most one unit in the last place."""
+    return cute.arch.rcp_approx(value)
+
+
+def sigmoid(logit: Float32) -> Float32:
+    """1 / (1 + exp(-logit))."""
+    return 1 / (1 + cute.math.exp(-logit))

@@ -1,0 +1,566 @@
+"""Seam between two sublayers (mHC), for sm_90a and sm_100a: streams written, mixed, normalised,
+quantised in one launch.
+
+X'_k = bf16(post_k y + sum_j comb[j, k] X_j); m = fn X' / rms(X'); pre, post and comb of m; then
+x = norm(bf16(sum_j pre_j X'_j)), and its FP8 codes. Technical report section 2.2; the official
+`hc_split_sinkhorn` where it differs.
+
+A cluster takes one token, or a few, at a time. A warp owns 128 columns of all streams, one group of
+FP8 codes, and fn lies in shared memory, loaded before the launch before has ended. The CTAs of a
+cluster exchange two sums by stores to each other's shared memory: of the products and squares of X',
+and of the squares of x. A warp of its own turns the products into post and comb meanwhile.
+
+Every sum has one order: the columns of a lane, lanes as a butterfly, the groups of a CTA in order,
+CTAs as a butterfly. A token's bits depend neither on the pass size nor on the other tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from dsv4.kernels.kit import pdl, quant
+from dsv4.kernels.kit.args import compile_kernel
+from dsv4.kernels.kit.reduce import spread_sums
+from dsv4.kernels.kit.rms import inverse_rms
+from dsv4.kernels.kit.vectors import address_of, in_registers, pointer_to, vector_at
+from dsv4.kernels.seam.args import ARGS, values
+from dsv4.kernels.seam.config import (
+    GROUP,
+    LANE_COLUMNS,
+    MIX_ROWS,
+    STREAMS,
+    WARP,
+    WARPS,
+    SeamConfig,
+    tiling_of,
+)
+from dsv4.kernels.seam.mixing import Mixing, sigmoid
+
+PAIRS = LANE_COLUMNS // 2
+QUAD = 4  # floats of a remote store
+SQUARES_ROW = 24  # of the partial sums: behind the rows of fn
+PARTIAL_ROWS = 32
+SHARED_ROWS = 8  # of the sums that every CTA gets: pre, then the squares
+COMPUTE = WARPS * WARP  # threads
+# Named barriers: of the computing warps, and of all, on which the mixing warp only arrives.
+COMPUTING, READ = 1, 2
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Tensors of a launch; those that the configuration lacks have no rows."""
+
+    streams: cute.Tensor
+    base: cute.Tensor
+    scale: cute.Tensor
+    norm_weight: cute.Tensor
+    x: cute.Tensor
+    y: cute.Tensor
+    post: cute.Tensor
+    comb: cute.Tensor
+    streams_out: cute.Tensor
+    post_out: cute.Tensor
+    comb_out: cute.Tensor
+    codes: cute.Tensor
+    scale_out: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Shared memory of a CTA; the leading index is contiguous.
+
+    Attributes:
+        fn: [4, lane, group, stream, row] fp32.
+        streams: X' [4, lane, group, stream, token] bf16.
+        partials: [row, token, group] fp32, sums over the columns of a group.
+        sums: [row, token, rank] fp32, of pre and of squares, by the CTA that they come from.
+        mix_sums: [row, owned token, rank] fp32, of post and comb, of the tokens that this CTA mixes.
+        squares: [group, token] fp32, of x.
+        square_sums: [token, rank] fp32.
+        logits: [16, owned token] fp32, of comb.
+        exchanged: mbarriers of the two exchanges.
+    """
+
+    fn: cute.Tensor
+    streams: cute.Tensor
+    partials: cute.Tensor
+    sums: cute.Tensor
+    mix_sums: cute.Tensor
+    squares: cute.Tensor
+    square_sums: cute.Tensor
+    logits: cute.Tensor
+    exchanged: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Place:
+    """A thread's place: its CTA in the cluster, its warp's set and group, its lane."""
+
+    thread: Int32
+    warp: Int32
+    lane: Int32
+    rank: Int32
+    set: Int32
+    group: Int32
+    is_group: Boolean | bool  # whether the CTA has the warp's group
+    column: Int32  # first of the lane's
+
+
+class Seam:
+    """Kernel of one configuration."""
+
+    def __init__(self, config: SeamConfig):
+        self.config = config
+        self.tiling = tiling_of(config)
+        self.max_tokens = self.tiling.pass_sizes[-1]
+        self.mixing = None if config.is_head else Mixing(config, self.tiling)
+        self.threads = COMPUTE + WARP * (not config.is_head)
+
+    @cute.jit
+    def __call__(
+        self,
+        streams: cute.Tensor,  # [T, 4, D] bf16
+        fn: cute.Tensor,  # [R, 4 D] fp32
+        base: cute.Tensor,  # [R] fp32
+        scale: cute.Tensor,  # [3] or [1] fp32
+        norm_weight: cute.Tensor,  # [D] fp32
+        x: cute.Tensor,  # [T, D] bf16, written
+        stream,
+        *,
+        y: cute.Tensor,  # [T, D] bf16
+        post: cute.Tensor,  # [T, 4] fp32
+        comb: cute.Tensor,  # [T, 4, 4] fp32
+        streams_out: cute.Tensor,  # [T, 4, D] bf16, written
+        post_out: cute.Tensor,  # [T, 4] fp32, written
+        comb_out: cute.Tensor,  # [T, 4, 4] fp32, written
+        codes: cute.Tensor,  # [T, D] e4m3, written, or no rows: not wanted
+        scale_out: cute.Tensor,  # [T, D / 128] e8m0, written, or no rows
+        num_clusters: Int32,
+        pass_tokens: Int32,  # a pass size of the tiling
+    ):
+        operands = Operands(
+            streams, base, scale, norm_weight, x, y, post, comb, streams_out, post_out, comb_out,
+            codes, scale_out,
+        )  # fmt: skip
+        ranks = self.tiling.ranks
+        self.kernel(operands, fn, pass_tokens).launch(
+            grid=[num_clusters * ranks, 1, 1],
+            block=[self.threads, 1, 1],
+            cluster=[ranks, 1, 1],
+            stream=stream,
+            # Given, because the compiler would ask a driver for the capacity.
+            preferred_smem_carveout=100,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, operands: Operands, fn: cute.Tensor, pass_tokens: Int32):
+        buffers = self.allocate()
+        place = self.find_place()
+        if place.warp == 0:
+            with cute.arch.elect_one():
+                for i in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_init(buffers.exchanged + i, 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        cute.arch.cluster_arrive_relaxed()
+        pdl.launch_dependents()
+        # fn is not an output of the launch before.
+        if place.warp < WARPS:
+            self.load_fn(fn, buffers, place)
+        # The mbarriers of the other CTAs exist from here on.
+        cute.arch.cluster_wait()
+        pdl.wait_for_previous_launch()
+        for tokens in cutlass.range_constexpr(len(self.tiling.pass_sizes)):
+            size = self.tiling.pass_sizes[tokens]
+            if pass_tokens == size:
+                self.run(operands, buffers, place, size)
+
+    def allocate(self) -> Buffers:
+        """The CTA's shared memory."""
+        tiling, tokens = self.tiling, self.max_tokens
+        smem = SmemAllocator()
+
+        def tensor(dtype, *shape: int) -> cute.Tensor:
+            return smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
+
+        groups, ranks, owned = tiling.rank_groups, tiling.ranks, tiling.owned(tokens)
+        lanes = (LANE_COLUMNS, WARP, groups, STREAMS)
+        return Buffers(
+            tensor(Float32, *lanes, tiling.rows),
+            tensor(BFloat16, *lanes, tokens),
+            tensor(Float32, PARTIAL_ROWS, tokens, groups),
+            tensor(Float32, SHARED_ROWS, tokens, ranks),
+            tensor(Float32, MIX_ROWS, owned, ranks),
+            tensor(Float32, groups, tokens),
+            tensor(Float32, tokens, ranks),
+            tensor(Float32, STREAMS * STREAMS, owned),
+            smem.allocate_array(Int64, 2),
+        )
+
+    def find_place(self) -> Place:
+        """This thread's place."""
+        tiling = self.tiling
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        group = warp % tiling.rank_groups
+        found = rank + group * tiling.ranks
+        is_group = found < tiling.groups if tiling.is_ragged else True
+        column = found * GROUP + lane * LANE_COLUMNS
+        return Place(thread, warp, lane, rank, warp // tiling.rank_groups, group, is_group, column)
+
+    @cute.jit
+    def load_fn(self, fn: cute.Tensor, buffers: Buffers, place: Place) -> None:
+        """Begin to load the rows of fn that the warp's set sums, in the warp's columns."""
+        if place.is_group:
+            for q in cutlass.range_constexpr(self.tiling.set_rows):
+                row = place.set * self.tiling.set_rows + q
+                if row < self.tiling.rows:
+                    at = address_of(fn, Int64(row) * fn.stride[0] + place.column)
+                    for j in cutlass.range_constexpr(STREAMS):
+                        source = vector_at(at, Float32, j * self.config.dim, LANE_COLUMNS)
+                        target = buffers.fn[None, place.lane, place.group, j, row]
+                        cute.copy(copy_async(), source, target)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def run(self, operands: Operands, buffers: Buffers, place: Place, size: cutlass.Constexpr):
+        """All passes of the cluster, of `size` tokens each."""
+        tiling = self.tiling
+        clusters = cute.arch.grid_dim()[0] // tiling.ranks
+        first = cute.arch.block_idx()[0] // tiling.ranks * size
+        tokens = operands.x.shape[0]
+        parity = Int32(0)
+        while first < tokens:
+            if place.warp < WARPS:
+                self.expect(buffers, place, size)
+                self.write_streams(operands, buffers, place, first, size)
+                # The lane's own part of fn; after the first pass nothing is under way.
+                cute.arch.cp_async_wait_group(0)
+                sync_computing()
+                self.sum_products(buffers, place, size)
+                sync_computing()
+                self.send_sums(buffers, place, size)
+                self.collapse(operands, buffers, place, first, size, parity)
+            elif cutlass.const_expr(self.mixing is not None):
+                self.mix(operands, buffers, place, first, size, parity)
+            first += clusters * size
+            parity ^= 1
+
+    # ---- streams ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def expect(self, buffers: Buffers, place: Place, size: cutlass.Constexpr) -> None:
+        """Announce what the cluster's CTAs send in this pass."""
+        tiling = self.tiling
+        if place.thread == 0:
+            sent = Int32(SHARED_ROWS * size)
+            if cutlass.const_expr(self.mixing is not None):
+                sent += (size - place.rank + tiling.ranks - 1) // tiling.ranks * MIX_ROWS
+            bytes_ = sent * (tiling.ranks * 4)
+            cute.arch.mbarrier_arrive_and_expect_tx(buffers.exchanged, bytes_)
+            bytes_ = tiling.ranks * size * 4
+            cute.arch.mbarrier_arrive_and_expect_tx(buffers.exchanged + 1, bytes_)
+
+    @cute.jit
+    def write_streams(
+        self, operands: Operands, buffers: Buffers, place: Place, first, size: cutlass.Constexpr
+    ) -> None:
+        """Streams of the set's tokens into shared memory, and out where they are new; their squares.
+
+        Tokens past the end are zeros.
+        """
+        sets = self.tiling.sets
+        for i in cutlass.range_constexpr(-(-size // sets)):
+            t = place.set + i * sets
+            if t < size:
+                total = Float32(0.0)
+                if place.is_group:
+                    words = cute.make_rmem_tensor((PAIRS, STREAMS), Uint32)
+                    words.fill(0)
+                    if first + t < operands.x.shape[0]:
+                        self.new_streams(operands, first + t, place.column, words)
+                    for j in cutlass.range_constexpr(STREAMS):
+                        target = buffers.streams[None, place.lane, place.group, j, t]
+                        cute.autovec_copy(words[None, j], cute.recast_tensor(target, Uint32))
+                        for p in cutlass.range_constexpr(PAIRS):
+                            for value in quant.unpack_bf16(words[p, j]):
+                                total = cute.math.fma(value, value, total)
+                total = cute.arch.warp_reduction_sum(total)
+                if place.lane < QUAD:
+                    # The rest of the quad is sent, too.
+                    value = cutlass.select_(place.lane == 0, total, Float32(0.0))
+                    buffers.partials[SQUARES_ROW + place.lane, t, place.group] = value
+
+    @cute.jit
+    def new_streams(self, operands: Operands, token, column, words: cute.Tensor) -> None:
+        """words[pair, stream] = the lane's columns of a token's streams, after the sublayer."""
+        streams = operands.streams
+        at = Int64(token) * streams.stride[0] + column
+        for j in cutlass.range_constexpr(STREAMS):
+            source = vector_at(
+                address_of(streams, at + j * Int64(streams.stride[1])), BFloat16, 0, LANE_COLUMNS
+            )
+            cute.autovec_copy(cute.recast_tensor(source, Uint32), words[None, j])
+        if cutlass.const_expr(self.config.expands):
+            output = cute.make_rmem_tensor(PAIRS, Uint32)
+            at = address_of(operands.y, Int64(token) * operands.y.stride[0] + column)
+            cute.autovec_copy(
+                cute.recast_tensor(vector_at(at, BFloat16, 0, LANE_COLUMNS), Uint32), output
+            )
+            out = operands.streams_out
+            before = [[words[p, j] for p in range(PAIRS)] for j in range(STREAMS)]
+            for k in cutlass.range_constexpr(STREAMS):
+                post = operands.post[token, k]
+                comb = [operands.comb[token, j, k] for j in range(STREAMS)]
+                for p in cutlass.range_constexpr(PAIRS):
+                    written = quant.unpack_bf16(output[p])
+                    kept = [quant.unpack_bf16(before[j][p]) for j in range(STREAMS)]
+                    pair = []
+                    for c in cutlass.range_constexpr(2):
+                        total = comb[0] * kept[0][c]
+                        for j in cutlass.range_constexpr(1, STREAMS):
+                            total = cute.math.fma(comb[j], kept[j][c], total)
+                        pair.append(cute.math.fma(post, written[c], total))
+                    words[p, k] = quant.pack_bf16(*pair)
+                at = Int64(token) * out.stride[0] + k * Int64(out.stride[1]) + column
+                target = vector_at(address_of(out, at), BFloat16, 0, LANE_COLUMNS)
+                cute.autovec_copy(words[None, k], cute.recast_tensor(target, Uint32))
+
+    # ---- products --------------------------------------------------------------------------------
+
+    @cute.jit
+    def sum_products(self, buffers: Buffers, place: Place, size: cutlass.Constexpr) -> None:
+        """partials of the set's rows of fn and all tokens, over the warp's columns."""
+        tiling = self.tiling
+        first_row = place.set * tiling.set_rows
+        if first_row < tiling.rows:
+            products = cute.make_rmem_tensor((size, tiling.set_rows), Float32)
+            products.fill(0.0)
+            if place.is_group:
+                self.multiply(buffers, place, first_row, products)
+            terms = [products[t, q] for q in range(tiling.set_rows) for t in range(size)]
+            index, sums, copies = spread_sums(terms, place.lane)
+            for i in cutlass.range_constexpr(len(sums)):
+                row, t = first_row + (index + i) // size, (index + i) % size
+                is_sum = (index + i < len(terms)) & (place.lane % copies == 0)
+                if is_sum & (row < tiling.rows):
+                    buffers.partials[row, t, place.group] = sums[i]
+
+    @cute.jit
+    def multiply(
+        self, buffers: Buffers, place: Place, first_row: Int32, products: cute.Tensor
+    ) -> None:
+        """products[token, row] += fn[row] X'[token] over the lane's columns."""
+        size, set_rows = products.shape
+        weights = cute.make_rmem_tensor((LANE_COLUMNS, set_rows), Float32)
+        words = cute.make_rmem_tensor(PAIRS, Uint32)
+        for j in cutlass.range_constexpr(STREAMS):
+            for q in cutlass.range_constexpr(set_rows):
+                row = cutlass.min(first_row + q, self.tiling.rows - 1)
+                source = buffers.fn[None, place.lane, place.group, j, row]
+                cute.autovec_copy(source, weights[None, q])
+            for t in cutlass.range_constexpr(size):
+                source = buffers.streams[None, place.lane, place.group, j, t]
+                cute.autovec_copy(cute.recast_tensor(source, Uint32), words)
+                for p in cutlass.range_constexpr(PAIRS):
+                    pair = quant.unpack_bf16(words[p])
+                    for c in cutlass.range_constexpr(2):
+                        for q in cutlass.range_constexpr(set_rows):
+                            weight = weights[2 * p + c, q]
+                            products[t, q] = cute.math.fma(pair[c], weight, products[t, q])
+
+    @cute.jit
+    def send_sums(self, buffers: Buffers, place: Place, size: cutlass.Constexpr) -> None:
+        """Send the CTA's sums: pre and squares to all, post and comb to the one that mixes."""
+        tiling = self.tiling
+        ranks, mix_quads = tiling.ranks, MIX_ROWS // QUAD
+        shared = size * 2 * ranks
+        items = shared + size * mix_quads * (self.mixing is not None)
+        for item in cutlass.range(place.thread, items, COMPUTE, unroll=1):
+            if item < shared:
+                half, t = item // ranks // size, item // ranks % size
+                target = buffers.sums[None, t, place.rank].iterator + half * QUAD
+                self.send_quad(buffers, target, half * (SQUARES_ROW // QUAD), t, item % ranks)
+            else:
+                quad, t = (item - shared) % mix_quads, (item - shared) // mix_quads
+                target = buffers.mix_sums[None, t // ranks, place.rank].iterator + quad * QUAD
+                self.send_quad(buffers, target, 1 + quad, t, t % ranks)
+
+    @cute.jit
+    def send_quad(self, buffers: Buffers, target: cute.Pointer, quad, t, rank) -> None:
+        """Add four rows of a token over the CTA's groups, and store them in another CTA."""
+        total = cute.make_rmem_tensor(QUAD, Float32)
+        part = cute.make_rmem_tensor(QUAD, Float32)
+        for g in cutlass.range_constexpr(self.tiling.rank_groups):
+            source = buffers.partials[None, t, g].iterator + quad * QUAD
+            source = cute.make_tensor(source.align(16), cute.make_layout(QUAD))
+            cute.autovec_copy(source, total if g == 0 else part)
+            if cutlass.const_expr(g > 0):
+                for i in cutlass.range_constexpr(QUAD):
+                    total[i] = total[i] + part[i]
+        words = cute.recast_tensor(total, Int32)
+        value = tuple(words[i] for i in range(QUAD))
+        cute.arch.store_async_dsmem(target.align(16), value, buffers.exchanged, rank)
+
+    # ---- the sublayer's input --------------------------------------------------------------------
+
+    @cute.jit
+    def collapse(
+        self,
+        operands: Operands,
+        buffers: Buffers,
+        place: Place,
+        first,
+        size: cutlass.Constexpr,
+        parity,
+    ) -> None:
+        """x of the set's tokens: mixed, normalised, quantised."""
+        tiling = self.tiling
+        rounds = -(-size // tiling.sets)
+        mixed = cute.make_rmem_tensor((PAIRS, rounds), Uint32)
+        mixed.fill(0)
+        cute.arch.mbarrier_wait(buffers.exchanged, parity)
+        for i in cutlass.range_constexpr(rounds):
+            t = place.set + i * tiling.sets
+            if t < size:
+                self.mix_streams(operands, buffers, place, t, mixed[None, i])
+        cute.arch.barrier(barrier_id=READ, number_of_threads=self.threads)
+        for item in cutlass.range(place.thread, size * tiling.ranks, COMPUTE, unroll=1):
+            t = item // tiling.ranks
+            total = buffers.squares[0, t]
+            for g in cutlass.range_constexpr(1, tiling.rank_groups):
+                total = total + buffers.squares[g, t]
+            target = buffers.square_sums[None, place.rank].iterator + t
+            word = Float32(total).bitcast(Int32)
+            barrier = buffers.exchanged + 1
+            cute.arch.store_async_dsmem(target, word, barrier, item % tiling.ranks)
+        cute.arch.mbarrier_wait(buffers.exchanged + 1, parity)
+        for i in cutlass.range_constexpr(rounds):
+            t = place.set + i * tiling.sets
+            if t < size and first + t < operands.x.shape[0] and place.is_group:
+                total = buffers.square_sums[t, place.lane % tiling.ranks]
+                factor = inverse_rms(self.over_ranks(total), self.config.dim, self.config.norm_eps)
+                self.store_row(operands, place, first + t, mixed[None, i], factor)
+
+    def over_ranks(self, value: Float32) -> Float32:
+        """Sum over the cluster's CTAs, of which lane l has the value of l % ranks."""
+        ranks = self.tiling.ranks
+        if ranks == 1:
+            return value
+        return cute.arch.warp_reduction_sum(value, threads_in_group=ranks)
+
+    @cute.jit
+    def mix_streams(
+        self, operands: Operands, buffers: Buffers, place: Place, t, mixed: cute.Tensor
+    ) -> None:
+        """mixed = pairs of bf16(sum_j pre_j X'_j) in the lane's columns; their squares."""
+        config, source = self.config, place.lane % self.tiling.ranks
+        squares = self.over_ranks(buffers.sums[STREAMS, t, source])
+        factor = inverse_rms(squares, STREAMS * config.dim, config.norm_eps)
+        total = Float32(0.0)
+        pre = []
+        for j in cutlass.range_constexpr(STREAMS):
+            projected = self.over_ranks(buffers.sums[j, t, source]) * factor
+            logit = cute.math.fma(projected, operands.scale[0], operands.base[j])
+            pre.append(sigmoid(logit) + Float32(config.eps))
+        if place.is_group:
+            words = cute.make_rmem_tensor((PAIRS, STREAMS), Uint32)
+            for j in cutlass.range_constexpr(STREAMS):
+                row = buffers.streams[None, place.lane, place.group, j, t]
+                cute.autovec_copy(cute.recast_tensor(row, Uint32), words[None, j])
+            for p in cutlass.range_constexpr(PAIRS):
+                pair = [pre[0] * value for value in quant.unpack_bf16(words[p, 0])]
+                for j in cutlass.range_constexpr(1, STREAMS):
+                    values_ = quant.unpack_bf16(words[p, j])
+                    pair = [cute.math.fma(pre[j], values_[c], pair[c]) for c in range(2)]
+                mixed[p] = quant.pack_bf16(*pair)
+                for value in quant.unpack_bf16(mixed[p]):
+                    total = cute.math.fma(value, value, total)
+        total = cute.arch.warp_reduction_sum(total)
+        if place.lane == 0:
+            buffers.squares[place.group, t] = total
+
+    @cute.jit
+    def store_row(
+        self, operands: Operands, place: Place, token, mixed: cute.Tensor, factor: Float32
+    ) -> None:
+        """Normalise the lane's columns of a token and write them, and their codes where wanted."""
+        gains = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
+        at = address_of(operands.norm_weight, Int64(place.column))
+        cute.autovec_copy(vector_at(at, Float32, 0, LANE_COLUMNS), gains)
+        pairs = []
+        for p in cutlass.range_constexpr(PAIRS):
+            low, high = quant.unpack_bf16(mixed[p])
+            low, high = low * factor * gains[2 * p], high * factor * gains[2 * p + 1]
+            pairs.append(quant.pack_bf16(low, high))
+        at = address_of(operands.x, Int64(token) * operands.x.stride[0] + place.column)
+        target = vector_at(at, BFloat16, 0, LANE_COLUMNS)
+        cute.autovec_copy(in_registers(pairs), cute.recast_tensor(target, Uint32))
+        if token < operands.codes.shape[0]:
+            scale = quant.e8m0_scale_e4m3(quant.amax_bf16(pairs, WARP))
+            codes = quant.quantize_e4m3(pairs, scale)
+            out, scales = operands.codes, operands.scale_out
+            at = address_of(out, Int64(token) * out.stride[0] + place.column)
+            cute.autovec_copy(codes, vector_at(at, codes.element_type, 0, LANE_COLUMNS))
+            if place.lane == 0:
+                at = address_of(scales, Int64(token) * scales.stride[0] + place.column // GROUP)
+                pointer_to(at, Uint8, 1).store(Uint8(scale))
+
+    # ---- post and comb ---------------------------------------------------------------------------
+
+    @cute.jit
+    def mix(
+        self,
+        operands: Operands,
+        buffers: Buffers,
+        place: Place,
+        first,
+        size: cutlass.Constexpr,
+        parity,
+    ) -> None:
+        """post and comb of the tokens that this CTA mixes: t with t % ranks == rank."""
+        tiling = self.tiling
+        ranks, owned = tiling.ranks, tiling.owned(size)
+        cute.arch.mbarrier_wait(buffers.exchanged, parity)
+        for o in cutlass.range_constexpr(owned):
+            t = place.rank + o * ranks
+            if t < size:
+                squares = self.over_ranks(buffers.sums[STREAMS, t, place.lane % ranks])
+                factor = inverse_rms(squares, STREAMS * self.config.dim, self.config.norm_eps)
+                total = Float32(0.0)
+                if place.lane < MIX_ROWS:
+                    for rank in cutlass.range_constexpr(ranks):
+                        total += buffers.mix_sums[place.lane, o, rank]
+                self.mixing.store_post(operands, buffers, place.lane, first + t, o, total * factor)
+        # Other CTAs may overwrite what was read once they have this CTA's squares.
+        cute.arch.barrier_arrive(barrier_id=READ, number_of_threads=self.threads)
+        cute.arch.sync_warp()
+        if place.lane < owned:
+            t = place.rank + place.lane * ranks
+            if t < size and first + t < operands.x.shape[0]:
+                logits = buffers.logits[None, place.lane]
+                self.mixing.store_comb(logits, operands.comb_out, first + t)
+
+
+@cute.jit
+def sync_computing() -> None:
+    """Named barrier of the computing warps."""
+    cute.arch.barrier(barrier_id=COMPUTING, number_of_threads=COMPUTE)
+
+
+def copy_async() -> cute.CopyAtom:
+    """Asynchronous copy of 16 bytes to shared memory, past L1."""
+    operation = cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL)
+    return cute.make_copy_atom(operation, Float32, num_bits_per_copy=128)
+
+
+def build(config: SeamConfig, options: str = ""):
+    """Compile the kernel of `config` for the architecture of `CUTE_DSL_ARCH`; needs no GPU."""
+    return compile_kernel(Seam(config), ARGS, values(config), options)

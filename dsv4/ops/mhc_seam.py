@@ -1,0 +1,281 @@
+"""`mhc_seam`: what lies between two sublayers of a model with hyper-connections, as function and
+operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import index
+from typing import ClassVar, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dsv4.arch import ARCHS
+from dsv4.kernels.seam.args import ARGS, values
+from dsv4.kernels.seam.config import GROUP, SeamConfig, choose_pass, has_kernel, tiling_of
+from dsv4.ops.quantize import quantize_e4m3
+from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+
+MODEL_DIMS = {"Flash": 4096, "Pro": 7168}
+MODEL_STREAMS = 4
+MODEL_SINKHORN_ITERS = 20
+MODEL_EPS = 1e-6
+
+
+class Seam(NamedTuple):
+    """Results of `mhc_seam`, by T tokens.
+
+    Attributes:
+        x: [T, D], input of the next sublayer, normalised.
+        streams: [T, n, D], with the last sublayer's output.
+        post: [T, n] fp32, weight of the next sublayer's output in every stream; None of the head.
+        comb: [T, n (source), n (target)] fp32, doubly stochastic; None of the head.
+        codes: [T, D] float8_e4m3fn of x, or None.
+        scales: [T, D / 128] float8_e8m0fnu, or None.
+    """
+
+    x: Tensor
+    streams: Tensor
+    post: Tensor | None
+    comb: Tensor | None
+    codes: Tensor | None
+    scales: Tensor | None
+
+
+class MhcSeam(KernelOp):
+    """Hyper-connections between two sublayers, the norm, and FP8 codes."""
+
+    name = "mhc_seam"
+    config = SeamConfig
+    args = ARGS
+    kernels: ClassVar = dict.fromkeys(ARCHS, "dsv4.kernels.seam.seam")
+
+    def values(self, config: SeamConfig) -> Mapping[str, int | str]:
+        return values(config)
+
+    def has_kernel(self, config: SeamConfig) -> bool:
+        return has_kernel(config)
+
+    def plan(self, config: SeamConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
+        """Clusters of a launch, and tokens that each takes at a time."""
+        return choose_pass(tiling_of(config), sizes["T"], device.num_sms)
+
+    def check_sizes(self, config: SeamConfig, *tensors: Tensor | None) -> None:
+        """Check which optional tensors the configuration has."""
+        given = dict(zip((arg.name for arg in self.tensors), tensors))
+        pairs = ("codes", "scale_out")
+        needed = {
+            **dict.fromkeys(("y", "post", "comb", "streams_out"), config.expands),
+            **dict.fromkeys(("post_out", "comb_out"), not config.is_head),
+            **dict.fromkeys(pairs, any(given[name] is not None for name in pairs)),
+        }
+        for name, is_needed in needed.items():
+            if is_needed != (given[name] is not None):
+                found = "nothing" if is_needed else "a tensor"
+                raise ValueError(f"{name}: got {found}, the configuration {config} needs the other")
+        if given["codes"] is not None and config.dim % GROUP:
+            raise ValueError(
+                f"codes: D must be a multiple of {GROUP} to be quantised, got {config.dim}"
+            )
+
+    def torch(
+        self,
+        config: SeamConfig,
+        streams: Tensor,
+        fn: Tensor,
+        base: Tensor,
+        scale: Tensor,
+        norm_weight: Tensor,
+        x: Tensor,
+        y: Tensor | None,
+        post: Tensor | None,
+        comb: Tensor | None,
+        streams_out: Tensor | None,
+        post_out: Tensor | None,
+        comb_out: Tensor | None,
+        codes: Tensor | None,
+        scale_out: Tensor | None,
+    ) -> None:
+        if config.expands:
+            streams_out.copy_(expand(streams, y, post, comb))
+            streams = streams_out
+        projected = project(streams, fn, config.norm_eps)
+        if config.is_head:
+            pre = torch.sigmoid(projected * scale + base) + config.eps
+        else:
+            pre, new_post, new_comb = mix_weights(projected, base, scale, config)
+            post_out.copy_(new_post)
+            comb_out.copy_(new_comb)
+        x.copy_(normalized(collapse(streams, pre), norm_weight, config.norm_eps))
+        if codes is not None:
+            new_codes, new_scales = quantize_e4m3(x, GROUP)
+            codes.copy_(new_codes)
+            scale_out.copy_(new_scales)
+
+    def aot(self) -> Mapping[str, SeamConfig]:
+        """Seams of Flash and Pro: at the first sublayer, at all others, and at the head."""
+        found = {}
+        for label, dim in MODEL_DIMS.items():
+            for kind, is_head, expands in (
+                ("first", False, False),
+                ("seam", False, True),
+                ("head", True, False),
+            ):
+                found[f"{label}, {kind}"] = SeamConfig(
+                    dim, MODEL_STREAMS, is_head, expands, MODEL_SINKHORN_ITERS, MODEL_EPS, MODEL_EPS
+                )
+        return found
+
+
+MHC_SEAM = MhcSeam()
+_op = MHC_SEAM.overload
+
+
+def mhc_seam(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_weight: Tensor,
+    *,
+    eps: float,
+    norm_eps: float,
+    sinkhorn_iters: int = MODEL_SINKHORN_ITERS,
+    y: Tensor | None = None,
+    post: Tensor | None = None,
+    comb: Tensor | None = None,
+    quantize: bool = False,
+) -> Seam:
+    """Write a sublayer's output to the streams and read the next one's input from them.
+
+    With y: X'_k = post_k y + sum_j comb[j, k] X_j in fp32, rounded to the dtype of the streams;
+    else X' = X. Then m = (fn X') / rms(X'), the streams one behind the other, and of m
+
+        pre_j = sigmoid(m_j scale_0 + base_j) + eps
+        post_k = 2 sigmoid(m_(n + k) scale_1 + base_(n + k))
+        comb = Sinkhorn's iteration of m_(2n + nj + k) scale_2 + base_(2n + nj + k)
+
+    and x = norm(sum_j pre_j X'_j), rounded before and after the norm. With n rows of fn, those of
+    the head, there is pre alone. Technical report section 2.2; official inference/model.py, `Block`
+    and `hc_split_sinkhorn`. A token's bits depend on that token alone.
+
+    Args:
+        streams: X [T, n, D] bfloat16; or float32, on GPUs too by the torch implementation. Tokens
+            and streams start at multiples of 8 bytes.
+        fn: [n (2 + n), n D] float32, or [n, n D] for the head. GPUs read it while the launch before
+            may still run.
+        base: float32, an element per row of fn.
+        scale: [3] float32, or [1] for the head.
+        norm_weight: [D] float32.
+        eps: added to pre and to every denominator of comb; at least 1e-18.
+        norm_eps: added to mean squares; at least 1e-18.
+        sinkhorn_iters: normalisations of rows and of columns.
+        y: [T, D], output of the sublayer before, in the dtype of the streams.
+        post, comb: [T, n] and [T, n, n] float32, what this function gave before that sublayer.
+        quantize: also return FP8 codes of x, as `rms_norm_fp8` does.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
+    """
+    given = (streams, fn, base, scale, norm_weight)
+    try:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            MHC_SEAM.check_no_gradients(*given, None, y, post, comb)
+        tokens, num_streams, dim = streams.shape
+        is_head, expands = fn.shape[0] == num_streams, y is not None
+        identity = mhc_seam_runner_id(
+            index(dim), index(num_streams), is_head, expands, index(sinkhorn_iters), eps, norm_eps
+        )
+        x = streams.new_empty((tokens, dim))
+        written = streams.new_empty(streams.shape) if expands else None
+        mixes: tuple[Tensor | None, Tensor | None] = (None, None)
+        if not is_head:
+            mixes = tuple(
+                torch.empty(shape, dtype=torch.float32, device=streams.device)
+                for shape in ((tokens, num_streams), (tokens, num_streams, num_streams))
+            )
+        codes = scales = None
+        if quantize:
+            codes = torch.empty((tokens, dim), dtype=torch.float8_e4m3fn, device=streams.device)
+            scales = torch.empty(
+                (tokens, dim // GROUP), dtype=torch.float8_e8m0fnu, device=streams.device
+            )
+        _op(*given, x, identity, y, post, comb, written, *mixes, codes, scales)
+    except Exception:
+        MHC_SEAM.explain(*given, None, y, post, comb)
+        raise
+    return Seam(x, written if expands else streams, *mixes, codes, scales)
+
+
+@torch.compiler.assume_constant_result
+def mhc_seam_runner_id(
+    dim: int,
+    streams: int,
+    is_head: bool,
+    expands: bool,
+    sinkhorn_iters: int,
+    eps: float,
+    norm_eps: float,
+) -> int:
+    """Id of a configuration, what `torch.ops.dsv4.mhc_seam` takes; see `SeamConfig`."""
+    return MHC_SEAM.runner_id(dim, streams, is_head, expands, sinkhorn_iters, eps, norm_eps)
+
+
+# ---- torch implementation ------------------------------------------------------------------------
+
+
+def expand(streams: Tensor, y: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """Streams [..., n, D] after a sublayer with output y [..., D]."""
+    written = post.unsqueeze(-1) * y.float().unsqueeze(-2)
+    kept = torch.matmul(comb.mT, streams.float())
+    return (written + kept).to(streams.dtype)
+
+
+def project(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
+    """fn X / rms(X) of streams [..., n, D]: [..., rows of fn] fp32."""
+    flat = streams.flatten(-2).float()
+    inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    # One factor per token: after the product it costs rows(fn) multiplications, not n * D.
+    return F.linear(flat, fn) * inverse_rms
+
+
+def mix_weights(
+    projected: Tensor, base: Tensor, scale: Tensor, config: SeamConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """pre [..., n], post [..., n] and comb [..., n, n] of projections [..., n (2 + n)]."""
+    n = config.streams
+    pre, post, comb = projected.split([n, n, n * n], -1)
+    pre_base, post_base, comb_base = base.split([n, n, n * n])
+    pre_scale, post_scale, comb_scale = scale.unbind()
+    pre = torch.sigmoid(pre * pre_scale + pre_base) + config.eps
+    post = 2 * torch.sigmoid(post * post_scale + post_base)
+    comb = (comb * comb_scale + comb_base).unflatten(-1, (n, n))
+    return pre, post, sinkhorn(comb, config.sinkhorn_iters, config.eps)
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """[..., source, target] -> the same, rows and columns summing to about 1."""
+    # Tokens last: sums over 4 contiguous elements would defeat vectorisation.
+    comb = logits.flatten(0, -3).permute(1, 2, 0)
+    comb = comb.softmax(1).add_(eps)
+    comb.div_(comb.sum(0, keepdim=True).add_(eps))
+    for _ in range(iterations - 1):
+        comb.div_(comb.sum(1, keepdim=True).add_(eps))
+        comb.div_(comb.sum(0, keepdim=True).add_(eps))
+    return comb.permute(2, 0, 1).reshape(logits.shape)
+
+
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """sum_j pre_j X_j of streams [..., n, D], in their dtype: [..., D]."""
+    mixed = torch.matmul(pre.unsqueeze(-2), streams.float()).squeeze(-2)
+    return mixed.to(streams.dtype)
+
+
+def normalized(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight in fp32, rounded once."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * weight).to(x.dtype)
