@@ -176,20 +176,18 @@ def assert_seam_close(inputs: Inputs, outputs: dict[str, Tensor]) -> None:
     head = inputs.rows(0, live)
     if "streams_out" in found:
         wanted = head.expected()["streams_out"]
-        torch.testing.assert_close(
-            found["streams_out"].double(), wanted.double(), rtol=2**-8, atol=1e-5
-        )
+        torch.testing.assert_close(found["streams_out"].float(), wanted, rtol=2**-8, atol=1e-5)
     wanted = head.expected(found.get("streams_out"))
     for name in ("post_out", "comb_out"):
         if name in found:
-            torch.testing.assert_close(
-                found[name].double(), wanted[name].double(), rtol=2e-5, atol=1e-6
-            )
-    # Rounded twice: before the norm and after it.
-    x = wanted["x"].double()
-    limit = 2**-7 * x.abs() + 1e-3 * x.abs().amax(-1, keepdim=True) * 2**-7
-    worst = ((found["x"].double() - x).abs() / limit.clamp_min(1e-30)).max() if x.numel() else 0
-    assert worst <= 1, f"x: {worst:.2f} times the bound"
+            torch.testing.assert_close(found[name], wanted[name], rtol=2e-5, atol=1e-6)
+    # Rounded before the norm and after it: where a sum lies between two of bf16's numbers, the
+    # other one is a step of 2^-7 at most.
+    error = (found["x"].float() - wanted["x"]).abs()
+    scale = wanted["x"].abs().clamp_min(1e-30)
+    assert (error <= 1.6 * 2**-7 * scale).all(), f"x: off by {(error / scale).max():.2e}"
+    steps = (error > 2**-8 * scale).float().mean()
+    assert steps < 5e-3 or steps * error.numel() < 4, f"x: {steps:.2%} are a step off"
     if "codes" in found:
         codes, scales = quantize_e4m3(found["x"], 128)
         assert torch.equal(found["codes"].view(torch.uint8), codes.view(torch.uint8))

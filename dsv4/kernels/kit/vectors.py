@@ -18,7 +18,7 @@ def pointer_to(address: Int64, dtype: type, align: int) -> cute.Pointer:
 
 
 def vector_at(address: Int64, dtype: type, element: int | Int32, count: int = 8) -> cute.Tensor:
-    """`count` elements, `element` elements past an address; aligned to their size, at most 16 bytes.
+    """`count` elements, `element` elements past an address, aligned to their size or to 16 bytes.
 
     Eight bf16 are what one load takes.
     """

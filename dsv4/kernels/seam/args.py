@@ -1,4 +1,4 @@
-"""Arguments of `mhc_seam` and of its kernel: T tokens, n streams of D elements in g groups of 128."""
+"""Arguments of `mhc_seam` and of its kernel: T tokens, n streams of D elements, g groups of 128."""
 
 from __future__ import annotations
 

@@ -5,10 +5,10 @@ X'_k = bf16(post_k y + sum_j comb[j, k] X_j); m = fn X' / rms(X'); pre, post and
 x = norm(bf16(sum_j pre_j X'_j)), and its FP8 codes. Technical report section 2.2; the official
 `hc_split_sinkhorn` where it differs.
 
-A cluster takes one token, or a few, at a time. A warp owns 128 columns of all streams, one group of
-FP8 codes, and fn lies in shared memory, loaded before the launch before has ended. The CTAs of a
-cluster exchange two sums by stores to each other's shared memory: of the products and squares of X',
-and of the squares of x. A warp of its own turns the products into post and comb meanwhile.
+A cluster takes one token, or a few, at a time. A warp owns 128 columns of all streams, one group
+of FP8 codes, and fn lies in shared memory, loaded before the launch before has ended. The CTAs of
+a cluster exchange two sums by stores to each other's shared memory: of the products and squares of
+X', and of the squares of x. A warp of its own turns the products into post and comb meanwhile.
 
 Every sum has one order: the columns of a lane, lanes as a butterfly, the groups of a CTA in order,
 CTAs as a butterfly. A token's bits depend neither on the pass size nor on the other tokens.
@@ -79,7 +79,8 @@ class Buffers:
         streams: X' [4, lane, group, stream, token] bf16.
         partials: [row, token, group] fp32, sums over the columns of a group.
         sums: [row, token, rank] fp32, of pre and of squares, by the CTA that they come from.
-        mix_sums: [row, owned token, rank] fp32, of post and comb, of the tokens that this CTA mixes.
+        mix_sums: [row, owned token, rank] fp32, of post and comb of the tokens that this CTA
+            mixes.
         squares: [group, token] fp32, of x.
         square_sums: [token, rank] fp32.
         logits: [16, owned token] fp32, of comb.
@@ -272,9 +273,8 @@ class Seam:
     def write_streams(
         self, operands: Operands, buffers: Buffers, place: Place, first, size: cutlass.Constexpr
     ) -> None:
-        """Streams of the set's tokens into shared memory, and out where they are new; their squares.
-
-        Tokens past the end are zeros.
+        """Streams of the set's tokens into shared memory, and out where they are new; their
+        squares. Tokens past the end are zeros.
         """
         sets = self.tiling.sets
         for i in cutlass.range_constexpr(-(-size // sets)):
