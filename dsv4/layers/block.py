@@ -12,6 +12,7 @@ from dsv4.cache.step import Step
 from dsv4.layers.attention import Attention
 from dsv4.layers.hyper_connection import (
     HyperConnection,
+    Streams,
     hyper_parameters,
     register_hyper_parameters,
 )
@@ -45,10 +46,12 @@ class Block(Module):
         for name in ("hc_attn", "hc_ffn"):
             register_hyper_parameters(self, name, (2 + hc) * hc, hc * config.hidden_size, 3, device)
 
-    def forward(self, streams: Tensor, input_ids: Tensor, cache: LayerCache, step: Step) -> Tensor:
-        """[B, C, hc, hidden_size] -> the same; `input_ids` [B, C] int64."""
-        x, mix = self.hyper.collapse(streams, hyper_parameters(self, "hc_attn"))
-        streams = self.hyper.expand(self.attn(self.attn_norm(x), cache, step), mix)
-        x, mix = self.hyper.collapse(streams, hyper_parameters(self, "hc_ffn"))
-        x = self.ffn(self.ffn_norm(x), input_ids, step.live_tokens)
-        return self.hyper.expand(x, mix)
+    def forward(
+        self, streams: Streams, input_ids: Tensor, cache: LayerCache, step: Step
+    ) -> Streams:
+        """Streams [B, C, hc, hidden_size] -> the same, `ffn`'s output still to be written;
+        `input_ids` [B, C] int64."""
+        x, streams = self.hyper.read(streams, hyper_parameters(self, "hc_attn"), self.attn_norm)
+        streams = streams.after(self.attn(x, cache, step))
+        x, streams = self.hyper.read(streams, hyper_parameters(self, "hc_ffn"), self.ffn_norm)
+        return streams.after(self.ffn(x, input_ids, step.live_tokens))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsv4.layers.hyper_connection import HyperConnection, HyperParameters
+from dsv4.layers.hyper_connection import HyperConnection, HyperParameters, Streams
 from dsv4.layers.linear import Linear
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm
@@ -40,4 +40,5 @@ def logits_of(
     head: Linear,
 ) -> Tensor:
     """Collapse streams [B, C, hc, D], normalise and project in fp32: [B, C, vocab_size] fp32."""
-    return head(norm(hyper.collapse_head(streams, parameters)).float())
+    x, _ = hyper.read(Streams(streams), parameters, norm)
+    return head(x.float())

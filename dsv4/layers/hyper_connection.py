@@ -1,7 +1,8 @@
 """Manifold-constrained hyper-connections (mHC): the residual state is several streams per token.
 
-A sublayer reads one mixture of the streams (`collapse`) and writes back to all of them (`expand`).
-All of it is fp32 inside; the streams [..., hc, D] are in the model dtype.
+A sublayer reads one mixture of the streams and writes to all of them. What lies between two
+sublayers is one operator, `dsv4.ops.mhc_seam`: the output of one is written to the streams when the
+next one reads them.
 """
 
 from __future__ import annotations
@@ -10,27 +11,40 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dsv4.layers.module import empty_parameter
+from dsv4.layers.norm import RMSNorm
+from dsv4.ops.mhc_seam import expand, mhc_seam
 
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
 
 
-class Mix(NamedTuple):
-    """State that `collapse` leaves for `expand`.
+class Streams(NamedTuple):
+    """Residual streams, and the output of a sublayer that is still to be written to them.
 
     Attributes:
-        streams: [..., hc, D], before the sublayer.
-        post: [..., hc] fp32, weight of the sublayer's output in every stream.
+        values: [..., hc, D], before that sublayer.
+        y: [..., D], its output; None: nothing is to be written.
+        post: [..., hc] fp32, weight of y in every stream.
         comb: [..., hc (source), hc (target)] fp32, doubly stochastic.
     """
 
-    streams: Tensor
-    post: Tensor
-    comb: Tensor
+    values: Tensor
+    y: Tensor | None = None
+    post: Tensor | None = None
+    comb: Tensor | None = None
+
+    def after(self, y: Tensor) -> Streams:
+        """The same with the output of the sublayer that read them."""
+        return self._replace(y=y)
+
+    def written(self) -> Tensor:
+        """[..., hc, D] with the output of the last sublayer."""
+        if self.y is None:
+            return self.values
+        return expand(self.values, self.y, self.post, self.comb)
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,7 @@ class HyperConnection:
         mult: streams, hc.
         sinkhorn_iters: row and column normalisations of the mixing matrix.
         eps: added to `pre` and to every denominator.
-        norm_eps: of the RMS over all streams.
+        norm_eps: of the RMS over all streams, and of the norm that follows.
     """
 
     mult: int
@@ -58,53 +72,40 @@ class HyperConnection:
         """Return the initial streams of an embedding: [..., D] -> [..., hc, D], all equal."""
         return x.unsqueeze(-2).expand(*x.shape[:-1], self.mult, x.shape[-1])
 
-    def collapse(self, streams: Tensor, parameters: HyperParameters) -> tuple[Tensor, Mix]:
-        """Mix the streams into a sublayer's input.
+    def read(
+        self, streams: Streams, parameters: HyperParameters, norm: RMSNorm
+    ) -> tuple[Tensor, Streams]:
+        """Write the sublayer before, then mix the streams into the next one's input.
 
         Args:
-            streams: [..., hc, D].
-            parameters: of a sublayer: rows hc (pre), hc (post), hc * hc (source-major comb).
+            parameters: of a sublayer: rows hc (pre), hc (post), hc * hc (source-major comb); or hc
+                rows, the head's, after which nothing is written.
+            norm: of the mixture.
 
         Returns:
-            [..., D] in the dtype of `streams`, and what `expand` needs.
+            The normalised mixture [..., D] in the dtype of the streams, and what it was read from.
         """
-        hc = self.mult
-        pre, post, comb = self._project(streams, parameters.fn).split([hc, hc, hc * hc], -1)
-        pre_base, post_base, comb_base = parameters.base.split([hc, hc, hc * hc])
-        pre_scale, post_scale, comb_scale = parameters.scale.unbind()
-        pre = torch.sigmoid(pre * pre_scale + pre_base) + self.eps
-        post = 2 * torch.sigmoid(post * post_scale + post_base)
-        comb = (comb * comb_scale + comb_base).unflatten(-1, (hc, hc))
-        return _weighted_sum(pre, streams), Mix(streams, post, self._sinkhorn(comb))
+        leading = streams.values.shape[:-2]
 
-    def expand(self, y: Tensor, mix: Mix) -> Tensor:
-        """Return the streams after a sublayer with output `y` [..., D]."""
-        written = mix.post.unsqueeze(-1) * y.float().unsqueeze(-2)
-        kept = torch.matmul(mix.comb.mT, mix.streams.float())
-        return (written + kept).to(mix.streams.dtype)
+        def rows(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.flatten(0, len(leading) - 1)
 
-    def collapse_head(self, streams: Tensor, parameters: HyperParameters) -> Tensor:
-        """Mix the final streams [..., hc, D] into [..., D]; `parameters` has hc rows."""
-        projected = self._project(streams, parameters.fn)
-        pre = torch.sigmoid(projected * parameters.scale + parameters.base) + self.eps
-        return _weighted_sum(pre, streams)
-
-    def _project(self, streams: Tensor, fn: Tensor) -> Tensor:
-        flat = streams.flatten(-2).float()
-        inverse_rms = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.norm_eps)
-        # One factor per token: after the product it costs rows(fn) multiplications, not hc * D.
-        return F.linear(flat, fn) * inverse_rms
-
-    def _sinkhorn(self, logits: Tensor) -> Tensor:
-        """[..., source, target] -> the same, rows and columns summing to about 1."""
-        # Tokens last: sums over 4 contiguous elements would defeat vectorisation.
-        comb = logits.flatten(0, -3).permute(1, 2, 0)
-        comb = comb.softmax(1).add_(self.eps)
-        comb.div_(comb.sum(0, keepdim=True).add_(self.eps))
-        for _ in range(self.sinkhorn_iters - 1):
-            comb.div_(comb.sum(1, keepdim=True).add_(self.eps))
-            comb.div_(comb.sum(0, keepdim=True).add_(self.eps))
-        return comb.permute(2, 0, 1).reshape(logits.shape)
+        values, y, post, comb = streams
+        seam = mhc_seam(
+            rows(values),
+            *parameters,
+            norm.weight,
+            y=rows(y),
+            post=None if y is None else rows(post),
+            comb=None if y is None else rows(comb),
+            sinkhorn_iters=self.sinkhorn_iters,
+            eps=self.eps,
+            norm_eps=self.norm_eps,
+        )
+        post, comb = (None if x is None else x.unflatten(0, leading) for x in seam[2:4])
+        return seam.x.unflatten(0, leading), Streams(
+            seam.streams.unflatten(0, leading), None, post, comb
+        )
 
 
 class HyperParameters(NamedTuple):
@@ -132,8 +133,3 @@ def register_hyper_parameters(
 def hyper_parameters(module: nn.Module, name: str) -> HyperParameters:
     """Return what `register_hyper_parameters` registered."""
     return HyperParameters(*(getattr(module, f"{name}_{s}") for s in HyperParameters._fields))
-
-
-def _weighted_sum(weights: Tensor, streams: Tensor) -> Tensor:
-    mixed = torch.matmul(weights.unsqueeze(-2), streams.float()).squeeze(-2)
-    return mixed.to(streams.dtype)

@@ -15,6 +15,7 @@ from dsv4.layers.block import Block
 from dsv4.layers.head import Embedding, logits_of
 from dsv4.layers.hyper_connection import (
     HyperConnection,
+    Streams,
     hyper_parameters,
     register_hyper_parameters,
 )
@@ -139,10 +140,10 @@ class DeepseekV4(Module):
         Returns:
             Final streams [B, C, hc_mult, hidden_size]; undefined for padding.
         """
-        streams = self.hyper.start(self.embed(input_ids))
+        streams = Streams(self.hyper.start(self.embed(input_ids)))
         for layer, layer_cache in zip(self.layers, cache.layers):
             streams = layer(streams, input_ids, layer_cache, step)
-        return streams
+        return streams.written()
 
     @full_precision_sums
     def logits(self, streams: Tensor) -> Tensor:

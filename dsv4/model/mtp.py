@@ -11,7 +11,11 @@ from dsv4.config.layer_schedule import LayerSpec
 from dsv4.config.model_config import ModelConfig
 from dsv4.layers.block import Block
 from dsv4.layers.head import Embedding, logits_of
-from dsv4.layers.hyper_connection import hyper_parameters, register_hyper_parameters
+from dsv4.layers.hyper_connection import (
+    Streams,
+    hyper_parameters,
+    register_hyper_parameters,
+)
 from dsv4.layers.linear import Linear, linear_options
 from dsv4.layers.norm import RMSNorm
 from dsv4.layers.reductions import full_precision_sums
@@ -67,7 +71,8 @@ class MTPBlock(Block):
         embed, _ = self._shared
         token = self.e_proj(self.enorm(embed(next_ids)))
         mixed = token.unsqueeze(-2) + self.h_proj(self.hnorm(streams))
-        return super().forward(mixed, next_ids, cache.layers[self.index], step)
+        layer_cache = cache.layers[self.index]
+        return super().forward(Streams(mixed), next_ids, layer_cache, step).written()
 
     @full_precision_sums
     def logits(self, streams: Tensor) -> Tensor:

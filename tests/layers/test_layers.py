@@ -14,7 +14,7 @@ from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.layers import indexer as indexer_module
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.head import Embedding
-from dsv4.layers.hyper_connection import HyperConnection, HyperParameters
+from dsv4.layers.hyper_connection import HyperConnection, HyperParameters, Streams
 from dsv4.layers.indexer import Indexer
 from dsv4.layers.linear import GroupedLinear, Linear
 from dsv4.layers.norm import RMSNorm, rms_normalize
@@ -27,6 +27,7 @@ from dsv4.reference import compressor as oracle_compressor
 from dsv4.reference import mhc as oracle_mhc
 from dsv4.reference import rope as oracle_rope
 from dsv4.reference import router as oracle_router
+from dsv4.reference.norm import rms_norm
 from tests.model.tiny import random_model, relative_error, tiny_config
 
 YARN = RopeScaling(factor=16.0, original_max_position_embeddings=65536)
@@ -112,16 +113,20 @@ def test_streams_equal_the_reference(mult: int, seed: int) -> None:
     )
     streams, y = torch.randn(2, 5, mult, 32), torch.randn(2, 5, 32)
     mix = oracle_mhc.mixing(streams, *parameters, iterations=20, eps=1e-6, norm_eps=1e-6)
-    x, kept = hyper.collapse(streams, parameters)
-    torch.testing.assert_close(x, oracle_mhc.contract(streams, mix.pre))
+    norm = RMSNorm(32, 1e-6)
+    norm.weight.data = torch.randn(32)
+    x, kept = hyper.read(Streams(streams), parameters, norm)
+    wanted = rms_norm(oracle_mhc.contract(streams, mix.pre), norm.weight, 1e-6)
+    torch.testing.assert_close(x, wanted)
     torch.testing.assert_close(kept.comb, mix.comb)
     expected = oracle_mhc.expand(y, streams, mix.post, mix.comb)
-    torch.testing.assert_close(hyper.expand(y, kept), expected)
+    torch.testing.assert_close(kept.after(y).written(), expected)
+    _, after = hyper.read(kept.after(y), parameters, norm)
+    torch.testing.assert_close(after.values, expected)
     head = HyperParameters(parameters.fn[:mult], parameters.base[:mult], parameters.scale[:1])
-    torch.testing.assert_close(
-        hyper.collapse_head(streams, head),
-        oracle_mhc.head(streams, *head, eps=1e-6, norm_eps=1e-6),
-    )
+    x, _ = hyper.read(Streams(streams), head, norm)
+    mixed = oracle_mhc.head(streams, *head, eps=1e-6, norm_eps=1e-6)
+    torch.testing.assert_close(x, rms_norm(mixed, norm.weight, 1e-6))
 
 
 @pytest.mark.stage("mhc")
@@ -131,11 +136,13 @@ def test_streams_are_mixed_from_their_sources(seed: int) -> None:
     # Of the size that 20 passes make doubly stochastic: more extreme logits converge later.
     parameters = HyperParameters(torch.randn(24, 64) / 8, torch.randn(24), torch.rand(3))
     streams = torch.randn(3, 4, 16)
-    _, mix = hyper.collapse(streams, parameters)
+    norm = RMSNorm(16, 1e-6)
+    _fill(norm)
+    _, mix = hyper.read(Streams(streams), parameters, norm)
     ones = torch.ones(3, 4)
     torch.testing.assert_close(mix.comb.sum(-2), ones, atol=1e-4, rtol=0)
     torch.testing.assert_close(mix.comb.sum(-1), ones, atol=5e-2, rtol=0)
-    moved = hyper.expand(torch.zeros(3, 16), mix)
+    moved = mix.after(torch.zeros(3, 16)).written()
     by_hand = sum(mix.comb[:, j, 2, None] * streams[:, j] for j in range(4))
     torch.testing.assert_close(moved[:, 2], by_hand)
 

@@ -1,4 +1,5 @@
-"""Root mean square of a row, correctly rounded: the same bits as the torch implementations'."""
+"""Root mean square of a row: correctly rounded, with the bits of the torch implementations, or
+fast."""
 
 from __future__ import annotations
 
@@ -15,6 +16,13 @@ def inverse_rms(total: Float32, count: int, eps: float) -> Float32:
     # Not rsqrt: the GPU has only an approximate one.
     root = cute.math.sqrt(mean + Float32(eps), rounding=NEAREST)
     return cute.math.rcp(root, rounding=NEAREST)
+
+
+def inverse_rms_approx(total: Float32, count: int, eps: float) -> Float32:
+    """1 / sqrt(total / count + eps), off by a few units in the last place; in a tenth of the
+    time."""
+    mean = cute.math.fma(total, Float32(1 / count), Float32(eps))
+    return cute.math.rsqrt(mean, fastmath=True)
 
 
 def exact_quotient(total: Float32, divisor: int) -> Float32:

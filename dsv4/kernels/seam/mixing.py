@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from cutlass import Float32, Int64, cute, range_constexpr
+import cutlass
+from cutlass import Float32, Int32, Int64, cute, range_constexpr
 
 from dsv4.kernels.kit.vectors import address_of, vector_at
 from dsv4.kernels.seam.config import MIX_ROWS, STREAMS, SeamConfig, SeamTiling
@@ -16,21 +17,29 @@ class Mixing:
         self.tiling = tiling
 
     @cute.jit
-    def store_post(self, operands, buffers, lane, token, owned, projected: Float32) -> None:
+    def load_parameters(self, operands, lane) -> tuple[Float32, Float32]:
+        """Base and scale of the row that a lane projects."""
+        row = cutlass.min(lane, MIX_ROWS - 1)
+        scale = operands.scale[cutlass.select_(row < STREAMS, Int32(1), Int32(2))]
+        return operands.base[STREAMS + row], scale
+
+    @cute.jit
+    def store_post(self, target, lane, parameters, projected: Float32) -> None:
         """Write post of a token, of which lane k has the projection; keep the logits of comb.
 
         Args:
+            target: operands, buffers, the token, and its place among those of the CTA.
+            parameters: base and scale of the lane's row.
             projected: row 4 + lane of fn times the streams, over their root mean square.
         """
-        if lane < MIX_ROWS:
-            base = operands.base[STREAMS + lane]
-            if lane < STREAMS:
-                logit = cute.math.fma(projected, operands.scale[1], base)
-                if token < operands.x.shape[0]:
-                    operands.post_out[token, lane] = 2 * sigmoid(logit)
-            else:
-                logit = cute.math.fma(projected, operands.scale[2], base)
-                buffers.logits[lane - STREAMS, owned] = logit
+        operands, buffers, token, owned = target
+        base, scale = parameters
+        logit = cute.math.fma(projected, scale, base)
+        if lane < STREAMS:
+            if token < operands.x.shape[0]:
+                operands.post_out[token, lane] = 2 * sigmoid(logit)
+        elif lane < MIX_ROWS:
+            buffers.logits[lane - STREAMS, owned] = logit
 
     @cute.jit
     def store_comb(self, logits: cute.Tensor, comb_out: cute.Tensor, token) -> None:
@@ -87,4 +96,4 @@ def reciprocal(value: Float32) -> Float32:
 
 def sigmoid(logit: Float32) -> Float32:
     """1 / (1 + exp(-logit))."""
-    return 1 / (1 + cute.math.exp(-logit))
+    return reciprocal(1 + cute.math.exp(-logit))

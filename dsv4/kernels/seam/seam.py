@@ -16,6 +16,7 @@ CTAs as a butterfly. A token's bits depend neither on the pass size nor on the o
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
 import cutlass
@@ -25,8 +26,8 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.args import compile_kernel
-from dsv4.kernels.kit.reduce import spread_sums
-from dsv4.kernels.kit.rms import inverse_rms
+from dsv4.kernels.kit.reduce import spread_sums, tree
+from dsv4.kernels.kit.rms import inverse_rms_approx
 from dsv4.kernels.kit.vectors import address_of, in_registers, pointer_to, vector_at
 from dsv4.kernels.seam.args import ARGS, values
 from dsv4.kernels.seam.config import (
@@ -96,6 +97,21 @@ class Buffers:
     square_sums: cute.Tensor
     logits: cute.Tensor
     exchanged: cute.Pointer
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters in registers: read before the launch before has ended.
+
+    Attributes:
+        scale: of pre.
+        base: [4], of pre.
+        gains: [4], of the norm, in the lane's columns.
+    """
+
+    scale: Float32
+    base: cute.Tensor
+    gains: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -171,16 +187,20 @@ class Seam:
         cute.arch.sync_threads()
         cute.arch.cluster_arrive_relaxed()
         pdl.launch_dependents()
-        # fn is not an output of the launch before.
+        # The parameters are no outputs of the launch before.
         if place.warp < WARPS:
             self.load_fn(fn, buffers, place)
+        held = self.load_parameters(operands, place)
+        mix_row = None
+        if cutlass.const_expr(self.mixing is not None):
+            mix_row = self.mixing.load_parameters(operands, place.lane)
         # The mbarriers of the other CTAs exist from here on.
         cute.arch.cluster_wait()
         pdl.wait_for_previous_launch()
         for tokens in cutlass.range_constexpr(len(self.tiling.pass_sizes)):
             size = self.tiling.pass_sizes[tokens]
             if pass_tokens == size:
-                self.run(operands, buffers, place, size)
+                self.run(operands, buffers, place, held, mix_row, size)
 
     def allocate(self) -> Buffers:
         """The CTA's shared memory."""
@@ -231,7 +251,28 @@ class Seam:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def run(self, operands: Operands, buffers: Buffers, place: Place, size: cutlass.Constexpr):
+    def load_parameters(self, operands: Operands, place: Place) -> Held:
+        """Parameters of pre and of the norm."""
+        base = cute.make_rmem_tensor(STREAMS, Float32)
+        for j in cutlass.range_constexpr(STREAMS):
+            base[j] = operands.base[j]
+        gains = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
+        gains.fill(0.0)
+        if place.is_group & (place.warp < WARPS):
+            at = address_of(operands.norm_weight, Int64(place.column))
+            cute.autovec_copy(vector_at(at, Float32, 0, LANE_COLUMNS), gains)
+        return Held(operands.scale[0], base, gains)
+
+    @cute.jit
+    def run(
+        self,
+        operands: Operands,
+        buffers: Buffers,
+        place: Place,
+        held: Held,
+        mix_row,
+        size: cutlass.Constexpr,
+    ):
         """All passes of the cluster, of `size` tokens each."""
         tiling = self.tiling
         clusters = cute.arch.grid_dim()[0] // tiling.ranks
@@ -248,9 +289,9 @@ class Seam:
                 self.sum_products(buffers, place, size)
                 sync_computing()
                 self.send_sums(buffers, place, size)
-                self.collapse(operands, buffers, place, first, size, parity)
+                self.collapse(operands, buffers, place, held, first, size, parity)
             elif cutlass.const_expr(self.mixing is not None):
-                self.mix(operands, buffers, place, first, size, parity)
+                self.mix(operands, buffers, place, mix_row, first, size, parity)
             first += clusters * size
             parity ^= 1
 
@@ -274,23 +315,34 @@ class Seam:
         self, operands: Operands, buffers: Buffers, place: Place, first, size: cutlass.Constexpr
     ) -> None:
         """Streams of the set's tokens into shared memory, and out where they are new; their
-        squares. Tokens past the end are zeros.
-        """
-        sets = self.tiling.sets
-        for i in cutlass.range_constexpr(-(-size // sets)):
+        squares. Tokens past the end are zeros."""
+        sets, tokens = self.tiling.sets, operands.x.shape[0]
+        rounds = -(-size // sets)
+        words = cute.make_rmem_tensor((PAIRS, STREAMS, rounds), Uint32)
+        outputs = cute.make_rmem_tensor((PAIRS, rounds), Uint32)
+        weights = cute.make_rmem_tensor((STREAMS, STREAMS + 1, rounds), Float32)
+        words.fill(0)
+        # All loads before the first store, which could have written what they read.
+        for i in cutlass.range_constexpr(rounds):
+            t = place.set + i * sets
+            if t < size and first + t < tokens and place.is_group:
+                loaded = (words[None, None, i], outputs[None, i], weights[None, None, i])
+                self.load_token(operands, first + t, place.column, *loaded)
+        for i in cutlass.range_constexpr(rounds):
             t = place.set + i * sets
             if t < size:
                 total = Float32(0.0)
                 if place.is_group:
-                    words = cute.make_rmem_tensor((PAIRS, STREAMS), Uint32)
-                    words.fill(0)
-                    if first + t < operands.x.shape[0]:
-                        self.new_streams(operands, first + t, place.column, words)
+                    own = words[None, None, i]
+                    if cutlass.const_expr(self.config.expands):  # noqa: SIM102 static, dynamic
+                        if first + t < tokens:
+                            expand(own, outputs[None, i], weights[None, None, i])
+                            self.store_streams(operands, first + t, place.column, own)
                     for j in cutlass.range_constexpr(STREAMS):
                         target = buffers.streams[None, place.lane, place.group, j, t]
-                        cute.autovec_copy(words[None, j], cute.recast_tensor(target, Uint32))
+                        cute.autovec_copy(own[None, j], cute.recast_tensor(target, Uint32))
                         for p in cutlass.range_constexpr(PAIRS):
-                            for value in quant.unpack_bf16(words[p, j]):
+                            for value in quant.unpack_bf16(own[p, j]):
                                 total = cute.math.fma(value, value, total)
                 total = cute.arch.warp_reduction_sum(total)
                 if place.lane < QUAD:
@@ -299,39 +351,39 @@ class Seam:
                     buffers.partials[SQUARES_ROW + place.lane, t, place.group] = value
 
     @cute.jit
-    def new_streams(self, operands: Operands, token, column, words: cute.Tensor) -> None:
-        """words[pair, stream] = the lane's columns of a token's streams, after the sublayer."""
+    def load_token(
+        self,
+        operands: Operands,
+        token,
+        column,
+        words: cute.Tensor,
+        output: cute.Tensor,
+        weights: cute.Tensor,
+    ) -> None:
+        """The lane's columns of a token: words[pair, stream], the sublayer's output[pair]; and
+        weights[target, source] of comb, the last source post."""
         streams = operands.streams
         at = Int64(token) * streams.stride[0] + column
         for j in cutlass.range_constexpr(STREAMS):
-            source = vector_at(
-                address_of(streams, at + j * Int64(streams.stride[1])), BFloat16, 0, LANE_COLUMNS
-            )
-            cute.autovec_copy(cute.recast_tensor(source, Uint32), words[None, j])
+            source = address_of(streams, at + j * Int64(streams.stride[1]))
+            load_words(source, words[None, j])
         if cutlass.const_expr(self.config.expands):
-            output = cute.make_rmem_tensor(PAIRS, Uint32)
-            at = address_of(operands.y, Int64(token) * operands.y.stride[0] + column)
-            cute.autovec_copy(
-                cute.recast_tensor(vector_at(at, BFloat16, 0, LANE_COLUMNS), Uint32), output
-            )
-            out = operands.streams_out
-            before = [[words[p, j] for p in range(PAIRS)] for j in range(STREAMS)]
-            for k in cutlass.range_constexpr(STREAMS):
-                post = operands.post[token, k]
-                comb = [operands.comb[token, j, k] for j in range(STREAMS)]
-                for p in cutlass.range_constexpr(PAIRS):
-                    written = quant.unpack_bf16(output[p])
-                    kept = [quant.unpack_bf16(before[j][p]) for j in range(STREAMS)]
-                    pair = []
-                    for c in cutlass.range_constexpr(2):
-                        total = comb[0] * kept[0][c]
-                        for j in cutlass.range_constexpr(1, STREAMS):
-                            total = cute.math.fma(comb[j], kept[j][c], total)
-                        pair.append(cute.math.fma(post, written[c], total))
-                    words[p, k] = quant.pack_bf16(*pair)
-                at = Int64(token) * out.stride[0] + k * Int64(out.stride[1]) + column
-                target = vector_at(address_of(out, at), BFloat16, 0, LANE_COLUMNS)
-                cute.autovec_copy(words[None, k], cute.recast_tensor(target, Uint32))
+            y, post, comb = operands.y, operands.post, operands.comb
+            load_words(address_of(y, Int64(token) * y.stride[0] + column), output)
+            at = address_of(post, Int64(token) * post.stride[0])
+            cute.autovec_copy(vector_at(at, Float32, 0, STREAMS), weights[None, STREAMS])
+            for j in cutlass.range_constexpr(STREAMS):
+                at = Int64(token) * comb.stride[0] + j * Int64(comb.stride[1])
+                source = vector_at(address_of(comb, at), Float32, 0, STREAMS)
+                cute.autovec_copy(source, weights[None, j])
+
+    def store_streams(self, operands: Operands, token, column, words: cute.Tensor) -> None:
+        """Write the lane's columns of a token's new streams."""
+        out = operands.streams_out
+        for k in range(STREAMS):
+            at = Int64(token) * out.stride[0] + k * Int64(out.stride[1]) + column
+            target = vector_at(address_of(out, at), BFloat16, 0, LANE_COLUMNS)
+            cute.autovec_copy(words[None, k], cute.recast_tensor(target, Uint32))
 
     # ---- products --------------------------------------------------------------------------------
 
@@ -385,9 +437,11 @@ class Seam:
         items = shared + size * mix_quads * (self.mixing is not None)
         for item in cutlass.range(place.thread, items, COMPUTE, unroll=1):
             if item < shared:
-                half, t = item // ranks // size, item // ranks % size
+                # Neighbouring lanes store side by side in one CTA.
+                half, t = item % 2, item // 2 % size
                 target = buffers.sums[None, t, place.rank].iterator + half * QUAD
-                self.send_quad(buffers, target, half * (SQUARES_ROW // QUAD), t, item % ranks)
+                rank = item // (2 * size)
+                self.send_quad(buffers, target, half * (SQUARES_ROW // QUAD), t, rank)
             else:
                 quad, t = (item - shared) % mix_quads, (item - shared) // mix_quads
                 target = buffers.mix_sums[None, t // ranks, place.rank].iterator + quad * QUAD
@@ -417,6 +471,7 @@ class Seam:
         operands: Operands,
         buffers: Buffers,
         place: Place,
+        held: Held,
         first,
         size: cutlass.Constexpr,
         parity,
@@ -430,45 +485,50 @@ class Seam:
         for i in cutlass.range_constexpr(rounds):
             t = place.set + i * tiling.sets
             if t < size:
-                self.mix_streams(operands, buffers, place, t, mixed[None, i])
+                self.mix_streams(buffers, place, held, t, mixed[None, i])
         cute.arch.barrier(barrier_id=READ, number_of_threads=self.threads)
         for item in cutlass.range(place.thread, size * tiling.ranks, COMPUTE, unroll=1):
-            t = item // tiling.ranks
+            t, rank = item % size, item // size
             total = buffers.squares[0, t]
             for g in cutlass.range_constexpr(1, tiling.rank_groups):
                 total = total + buffers.squares[g, t]
             target = buffers.square_sums[None, place.rank].iterator + t
             word = Float32(total).bitcast(Int32)
-            barrier = buffers.exchanged + 1
-            cute.arch.store_async_dsmem(target, word, barrier, item % tiling.ranks)
+            cute.arch.store_async_dsmem(target, word, buffers.exchanged + 1, rank)
         cute.arch.mbarrier_wait(buffers.exchanged + 1, parity)
         for i in cutlass.range_constexpr(rounds):
             t = place.set + i * tiling.sets
             if t < size and first + t < operands.x.shape[0] and place.is_group:
-                total = buffers.square_sums[t, place.lane % tiling.ranks]
-                factor = inverse_rms(self.over_ranks(total), self.config.dim, self.config.norm_eps)
-                self.store_row(operands, place, first + t, mixed[None, i], factor)
+                (squares,) = self.over_ranks(buffers.square_sums[t, place.lane % tiling.ranks])
+                factor = self.inverse_rms(squares, 1)
+                self.store_row(operands, place, held, first + t, mixed[None, i], factor)
 
-    def over_ranks(self, value: Float32) -> Float32:
-        """Sum over the cluster's CTAs, of which lane l has the value of l % ranks."""
-        ranks = self.tiling.ranks
-        if ranks == 1:
-            return value
-        return cute.arch.warp_reduction_sum(value, threads_in_group=ranks)
+    def inverse_rms(self, squares: Float32, rows: int) -> Float32:
+        """1 over the root mean square of so many rows of a stream."""
+        return inverse_rms_approx(squares, rows * self.config.dim, self.config.norm_eps)
+
+    def over_ranks(self, *found: Float32) -> list[Float32]:
+        """Sums over the cluster's CTAs, of which lane l has the values of l % ranks."""
+        sums, offset = list(found), self.tiling.ranks // 2
+        while offset:
+            # Side by side: each shuffle takes as long as several.
+            others = [cute.arch.shuffle_sync_bfly(value, offset=offset) for value in sums]
+            sums = [value + other for value, other in zip(sums, others)]
+            offset //= 2
+        return sums
 
     @cute.jit
     def mix_streams(
-        self, operands: Operands, buffers: Buffers, place: Place, t, mixed: cute.Tensor
+        self, buffers: Buffers, place: Place, held: Held, t, mixed: cute.Tensor
     ) -> None:
         """mixed = pairs of bf16(sum_j pre_j X'_j) in the lane's columns; their squares."""
         config, source = self.config, place.lane % self.tiling.ranks
-        squares = self.over_ranks(buffers.sums[STREAMS, t, source])
-        factor = inverse_rms(squares, STREAMS * config.dim, config.norm_eps)
+        *sums, squares = self.over_ranks(*(buffers.sums[j, t, source] for j in range(STREAMS + 1)))
+        factor = self.inverse_rms(squares, STREAMS)
         total = Float32(0.0)
         pre = []
         for j in cutlass.range_constexpr(STREAMS):
-            projected = self.over_ranks(buffers.sums[j, t, source]) * factor
-            logit = cute.math.fma(projected, operands.scale[0], operands.base[j])
+            logit = cute.math.fma(sums[j] * factor, held.scale, held.base[j])
             pre.append(sigmoid(logit) + Float32(config.eps))
         if place.is_group:
             words = cute.make_rmem_tensor((PAIRS, STREAMS), Uint32)
@@ -489,12 +549,10 @@ class Seam:
 
     @cute.jit
     def store_row(
-        self, operands: Operands, place: Place, token, mixed: cute.Tensor, factor: Float32
+        self, operands: Operands, place: Place, held: Held, token, mixed: cute.Tensor, factor
     ) -> None:
         """Normalise the lane's columns of a token and write them, and their codes where wanted."""
-        gains = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
-        at = address_of(operands.norm_weight, Int64(place.column))
-        cute.autovec_copy(vector_at(at, Float32, 0, LANE_COLUMNS), gains)
+        gains = held.gains
         pairs = []
         for p in cutlass.range_constexpr(PAIRS):
             low, high = quant.unpack_bf16(mixed[p])
@@ -521,6 +579,7 @@ class Seam:
         operands: Operands,
         buffers: Buffers,
         place: Place,
+        mix_row,
         first,
         size: cutlass.Constexpr,
         parity,
@@ -529,24 +588,50 @@ class Seam:
         tiling = self.tiling
         ranks, owned = tiling.ranks, tiling.owned(size)
         cute.arch.mbarrier_wait(buffers.exchanged, parity)
+        projected = cute.make_rmem_tensor(owned, Float32)
+        projected.fill(0.0)
         for o in cutlass.range_constexpr(owned):
             t = place.rank + o * ranks
             if t < size:
-                squares = self.over_ranks(buffers.sums[STREAMS, t, place.lane % ranks])
-                factor = inverse_rms(squares, STREAMS * self.config.dim, self.config.norm_eps)
-                total = Float32(0.0)
-                if place.lane < MIX_ROWS:
-                    for rank in cutlass.range_constexpr(ranks):
-                        total += buffers.mix_sums[place.lane, o, rank]
-                self.mixing.store_post(operands, buffers, place.lane, first + t, o, total * factor)
+                (squares,) = self.over_ranks(buffers.sums[STREAMS, t, place.lane % ranks])
+                row = cutlass.min(place.lane, MIX_ROWS - 1)
+                parts = [buffers.mix_sums[row, o, rank] for rank in range(ranks)]
+                projected[o] = tree(operator.add, parts) * self.inverse_rms(squares, STREAMS)
         # Other CTAs may overwrite what was read once they have this CTA's squares.
         cute.arch.barrier_arrive(barrier_id=READ, number_of_threads=self.threads)
+        for o in cutlass.range_constexpr(owned):
+            t = place.rank + o * ranks
+            if t < size:
+                target = operands, buffers, first + t, o
+                self.mixing.store_post(target, place.lane, mix_row, projected[o])
         cute.arch.sync_warp()
         if place.lane < owned:
             t = place.rank + place.lane * ranks
             if t < size and first + t < operands.x.shape[0]:
                 logits = buffers.logits[None, place.lane]
                 self.mixing.store_comb(logits, operands.comb_out, first + t)
+
+
+@cute.jit
+def expand(words: cute.Tensor, output: cute.Tensor, weights: cute.Tensor) -> None:
+    """words[pair, k] = post_k output + sum_j comb[j, k] words[pair, j], rounded to bf16."""
+    for p in cutlass.range_constexpr(PAIRS):
+        written = quant.unpack_bf16(output[p])
+        kept = [quant.unpack_bf16(words[p, j]) for j in range(STREAMS)]
+        for k in cutlass.range_constexpr(STREAMS):
+            pair = []
+            for c in cutlass.range_constexpr(2):
+                total = weights[k, 0] * kept[0][c]
+                for j in cutlass.range_constexpr(1, STREAMS):
+                    total = cute.math.fma(weights[k, j], kept[j][c], total)
+                pair.append(cute.math.fma(weights[k, STREAMS], written[c], total))
+            words[p, k] = quant.pack_bf16(*pair)
+
+
+def load_words(address: Int64, target: cute.Tensor) -> None:
+    """The lane's columns of a row of bf16."""
+    source = vector_at(address, BFloat16, 0, LANE_COLUMNS)
+    cute.autovec_copy(cute.recast_tensor(source, Uint32), target)
 
 
 @cute.jit
