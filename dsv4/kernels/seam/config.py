@@ -16,7 +16,10 @@ WARPS = 8  # that compute, beside the one that mixes
 WARP = 32
 MAX_RANKS = 16  # CTAs of a cluster
 MIX_ROWS = STREAMS + STREAMS * STREAMS  # rows of post and comb
-SMEM_LIMIT = 226 * KIB  # of buffers; mbarriers take the rest
+SMEM_LIMIT = 226 * KIB  # of the buffers of an SM's CTAs; mbarriers take the rest
+PASS_SIZES = (1, 2, 4, 8)
+# What a pass takes on an H200 beyond the first, in us: at all, and by token.
+PASS_COST, TOKEN_COST = 2.2, 0.3
 MIN_EPS = 1e-18
 
 
@@ -111,9 +114,15 @@ class SeamTiling:
         return self.rank_groups * GROUP
 
     @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that share an SM: two hide each other's exchanges."""
+        return 2 if 2 * self.smem_bytes(PASS_SIZES[-2]) <= SMEM_LIMIT else 1
+
+    @property
     def pass_sizes(self) -> tuple[int, ...]:
         """Tokens that a cluster takes at a time: what the kernel has code for, ascending."""
-        return tuple(n for n in (1, 2, 4, 8) if self.smem_bytes(n) <= SMEM_LIMIT)
+        limit = SMEM_LIMIT // self.ctas_per_sm
+        return tuple(n for n in PASS_SIZES if self.smem_bytes(n) <= limit)
 
     def smem_bytes(self, tokens: int) -> int:
         """Bytes of the buffers that a pass of so many tokens needs."""
@@ -143,7 +152,16 @@ def has_kernel(config: SeamConfig) -> bool:
 
 
 def choose_pass(tiling: SeamTiling, tokens: int, num_sms: int) -> tuple[int, int]:
-    """Clusters of a launch and tokens of a pass: as few passes as possible, then as few tokens."""
-    clusters = max(1, num_sms // tiling.ranks)
-    size = next((n for n in tiling.pass_sizes if n * clusters >= tokens), tiling.pass_sizes[-1])
+    """Clusters of a launch and tokens of a pass: the least time of all passes."""
+    places = num_sms // tiling.ranks
+    if tiling.ranks == MAX_RANKS:
+        # One of an H200's groups of SMs has fewer than 16; an eighth cluster would come later.
+        places -= 1
+    clusters = max(1, places * tiling.ctas_per_sm)
+
+    def cost(size: int) -> float:
+        passes = -(-tokens // (clusters * size))
+        return passes * (PASS_COST + TOKEN_COST * size)
+
+    size = min(tiling.pass_sizes, key=cost)
     return min(clusters, max(1, -(-tokens // size))), size

@@ -170,6 +170,7 @@ class Seam:
             block=[self.threads, 1, 1],
             cluster=[ranks, 1, 1],
             stream=stream,
+            min_blocks_per_mp=self.tiling.ctas_per_sm,
             # Given, because the compiler would ask a driver for the capacity.
             preferred_smem_carveout=100,
             use_pdl=True,
