@@ -1,0 +1,169 @@
+"""The seam's kernel against the oracle: in the simulator for both architectures, with races and
+schedules; its bits, which depend on the token alone; bugs put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.kernels.seam.config import SeamConfig, choose_pass, has_kernel, tiling_of
+from dsv4.ops.mhc_seam import MHC_SEAM
+from dsv4.testing.harness import Outcome, Simulator, simulator
+from dsv4.testing.kernel_call import OpKernels
+from dsv4.testing.mhc_seam import EPS, Case, Inputs, assert_seam_close
+from dsv4.testing.mutate import Edit, at, check, mutated
+
+pytestmark = pytest.mark.stage("mhc")
+
+SEAM = Case(5, 512)
+# Ranks without their last group, and tokens that one CTA mixes two of.
+RAGGED = Case(5, 384, is_strided=True)
+
+
+@pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
+def kernels(request: pytest.FixtureRequest) -> OpKernels:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    return OpKernels(MHC_SEAM, simulator(request.param))
+
+
+def run(
+    kernels: OpKernels, inputs: Inputs, seed: int, clusters: int, size: int, schedules=None
+) -> Outcome:
+    """Run in every schedule, or the first few, and compare with the oracle."""
+    outcome = kernels.run(inputs, seed, schedules, num_clusters=clusters, pass_tokens=size)
+    assert_seam_close(inputs, outcome.outputs)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SEAM,
+        RAGGED,
+        Case(3, 128, expands=False, spread=20.0),
+        Case(5, 256, is_head=True, expands=False, quantizes=False),
+        pytest.param(Case(3, 4096), marks=pytest.mark.slow),
+        pytest.param(Case(3, 7168), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_equals_the_oracle(kernels, case, seed) -> None:
+    run(kernels, Inputs.make(case, seed), seed, 2, 2)
+
+
+def test_no_bit_depends_on_the_pass(kernels, seed) -> None:
+    """Nor on the other tokens, of which some are NaN."""
+    inputs = Inputs.make(Case(11, 512, padding_rows=2), seed)
+    first = run(kernels, inputs, seed, 1, 8, schedules=1)
+    for clusters, size in ((3, 1), (1, 4), (1, 2)):
+        other = run(kernels, inputs, seed, clusters, size, schedules=1)
+        for name, tensor in first.outputs.items():
+            live = tensor[:9].view(torch.uint8), other[name][:9].view(torch.uint8)
+            assert torch.equal(*live), f"{name}: {clusters} clusters, {size} tokens a pass"
+    alone = run(kernels, inputs.rows(6, 7), seed, 1, 1, schedules=1)
+    for name, tensor in alone.outputs.items():
+        assert torch.equal(tensor.view(torch.uint8), first[name][6:7].view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_every_block_of_the_kernel_runs(arch, seed) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    # A simulator of its own: coverage adds up over all launches of a compiled function.
+    kernels = OpKernels(MHC_SEAM, Simulator(arch))
+    for quantizes in (True, False):
+        inputs = Inputs.make(Case(11, 384, quantizes=quantizes), seed)
+        for size in (1, 2, 4, 8):
+            outcome = kernels.run(inputs, num_clusters=1, pass_tokens=size)
+    (coverage,) = outcome.report.coverage
+    assert coverage.complete, coverage.missed
+
+
+def test_tilings_hold_every_group_and_fit() -> None:
+    for dim in range(128, 16385, 128):
+        for is_head in (False, True):
+            config = SeamConfig(dim, 4, is_head, True, 20, EPS, EPS)
+            if not has_kernel(config):
+                continue
+            tiling = tiling_of(config)
+            assert tiling.ranks * tiling.rank_groups >= tiling.groups
+            assert tiling.sets * tiling.set_rows >= tiling.rows
+            for size in tiling.pass_sizes:
+                assert tiling.ctas_per_sm * tiling.smem_bytes(size) <= 226 * 1024
+            for tokens in (1, 7, 64, 8192):
+                clusters, size = choose_pass(tiling, tokens, 132)
+                assert size in tiling.pass_sizes
+                assert clusters * tiling.ranks <= 132 * tiling.ctas_per_sm
+    for dim in (4096, 7168):
+        assert has_kernel(SeamConfig(dim, 4, False, True, 20, EPS, EPS)), dim
+    assert not has_kernel(SeamConfig(4096, 3, False, True, 20, EPS, EPS))
+    assert not has_kernel(SeamConfig(192, 4, False, True, 20, EPS, EPS))
+
+
+# ---- bugs ----------------------------------------------------------------------------------------
+
+BUGS: dict[str, Edit] = {
+    "mbarriers of other CTAs not waited for": at("Seam.kernel")
+    .call("cute.arch.cluster_wait")
+    .delete(),
+    "inputs read before the launch before is over": at("Seam.kernel")
+    .call("pdl.wait_for_previous_launch")
+    .delete(),
+    "fn not waited for": at("Seam.run").call("cute.arch.cp_async_wait_group").delete(),
+    "sums of the cluster not waited for": at("Seam.collapse")
+    .call("cute.arch.mbarrier_wait", 0)
+    .delete(),
+    "squares of the cluster not waited for": at("Seam.collapse")
+    .call("cute.arch.mbarrier_wait", 1)
+    .delete(),
+    "squares sent before all warps have summed": at("Seam.collapse")
+    .call("cute.arch.barrier")
+    .delete(),
+    "logits read before they are written": at("Seam.mix").call("cute.arch.sync_warp").delete(),
+    "mixed before the sums are there": at("Seam.mix").call("cute.arch.mbarrier_wait").delete(),
+    "comb of the transposed matrix": at("expand")
+    .expression("weights[k, j]")
+    .replace("weights[j, k]"),
+    "one iteration too few": at("Mixing.store_comb")
+    .expression("self.config.sinkhorn_iters - 1")
+    .replace("self.config.sinkhorn_iters - 19"),
+}
+
+
+def noticed(build: Callable, seed: int) -> bool:
+    """Whether the checks that every test makes fail on what `build` compiles."""
+    from dsv4.simulator.errors import Deadlock, KernelFault
+
+    kernels, inputs = OpKernels(MHC_SEAM, Simulator("sm_90a")), Inputs.make(SEAM, seed)
+    try:
+        compiled = kernels.compile(inputs.config, build)
+        outcome = kernels.run(inputs, seed, None, compiled, num_clusters=1, pass_tokens=2)
+        assert_seam_close(inputs, outcome.outputs)
+    except (AssertionError, Deadlock, KernelFault):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_has_its_place(name: str) -> None:
+    """What is renamed in the kernel is found here at once."""
+    check(BUGS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.seam.seam import build
+
+    assert noticed(mutated(build, tmp_path, BUGS[name]), seed), name
+
+
+@pytest.mark.slow
+def test_without_a_bug_nothing_is_noticed(seed: int) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.seam.seam import build
+
+    assert not noticed(build, seed)
