@@ -198,10 +198,26 @@ class Seam:
         # The mbarriers of the other CTAs exist from here on.
         cute.arch.cluster_wait()
         pdl.wait_for_previous_launch()
-        for tokens in cutlass.range_constexpr(len(self.tiling.pass_sizes)):
-            size = self.tiling.pass_sizes[tokens]
-            if pass_tokens == size:
-                self.run(operands, buffers, place, held, mix_row, size)
+        self.run_size(operands, buffers, place, (held, mix_row), pass_tokens, 0)
+
+    @cute.jit
+    def run_size(
+        self,
+        operands: Operands,
+        buffers: Buffers,
+        place: Place,
+        parameters: tuple,
+        pass_tokens: Int32,
+        index: cutlass.Constexpr,
+    ):
+        """`run` with the pass size that is `pass_tokens`, of those from `index` on."""
+        sizes = self.tiling.pass_sizes
+        if cutlass.const_expr(index == len(sizes) - 1):  # noqa: SIM114 static, then dynamic
+            self.run(operands, buffers, place, parameters, sizes[index])
+        elif pass_tokens == sizes[index]:  # noqa: SIM114 static, then dynamic
+            self.run(operands, buffers, place, parameters, sizes[index])
+        else:
+            self.run_size(operands, buffers, place, parameters, pass_tokens, index + 1)
 
     def allocate(self) -> Buffers:
         """The CTA's shared memory."""
@@ -270,12 +286,12 @@ class Seam:
         operands: Operands,
         buffers: Buffers,
         place: Place,
-        held: Held,
-        mix_row,
+        parameters: tuple,
         size: cutlass.Constexpr,
     ):
         """All passes of the cluster, of `size` tokens each."""
         tiling = self.tiling
+        held, mix_row = parameters
         clusters = cute.arch.grid_dim()[0] // tiling.ranks
         first = cute.arch.block_idx()[0] // tiling.ranks * size
         tokens = operands.x.shape[0]
