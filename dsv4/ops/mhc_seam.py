@@ -66,16 +66,17 @@ class MhcSeam(KernelOp):
     def check_sizes(self, config: SeamConfig, *tensors: Tensor | None) -> None:
         """Check which optional tensors the configuration has."""
         given = dict(zip((arg.name for arg in self.tensors), tensors))
-        pairs = ("codes", "scale_out")
+        has_codes = given["codes"] is not None or given["scale_out"] is not None
         needed = {
-            **dict.fromkeys(("y", "post", "comb", "streams_out"), config.expands),
-            **dict.fromkeys(("post_out", "comb_out"), not config.is_head),
-            **dict.fromkeys(pairs, any(given[name] is not None for name in pairs)),
+            **dict.fromkeys(("y", "post", "comb", "streams_out"), ("y", config.expands)),
+            **dict.fromkeys(("post_out", "comb_out"), ("post", not config.is_head)),
+            **dict.fromkeys(("codes", "scale_out"), ("codes", has_codes)),
         }
-        for name, is_needed in needed.items():
-            if is_needed != (given[name] is not None):
-                found = "nothing" if is_needed else "a tensor"
-                raise ValueError(f"{name}: got {found}, the configuration {config} needs the other")
+        for name, (what, is_needed) in needed.items():
+            if is_needed and given[name] is None:
+                raise ValueError(f"{name}: got nothing, a seam with {what} needs it")
+            if not is_needed and given[name] is not None:
+                raise ValueError(f"{name}: got a tensor, a seam without {what} has none")
         if given["codes"] is not None and config.dim % GROUP:
             raise ValueError(
                 f"codes: D must be a multiple of {GROUP} to be quantised, got {config.dim}"
@@ -201,7 +202,7 @@ def mhc_seam(
         if quantize:
             codes = torch.empty((tokens, dim), dtype=torch.float8_e4m3fn, device=streams.device)
             scales = torch.empty(
-                (tokens, dim // GROUP), dtype=torch.float8_e8m0fnu, device=streams.device
+                (tokens, -(-dim // GROUP)), dtype=torch.float8_e8m0fnu, device=streams.device
             )
         _op(*given, x, identity, y, post, comb, written, *mixes, codes, scales)
     except Exception:

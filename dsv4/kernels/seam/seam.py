@@ -214,7 +214,7 @@ class Seam:
         sizes = self.tiling.pass_sizes
         if cutlass.const_expr(index == len(sizes) - 1):  # noqa: SIM114 static, then dynamic
             self.run(operands, buffers, place, parameters, sizes[index])
-        elif pass_tokens == sizes[index]:  # noqa: SIM114 static, then dynamic
+        elif pass_tokens == sizes[index]:
             self.run(operands, buffers, place, parameters, sizes[index])
         else:
             self.run_size(operands, buffers, place, parameters, pass_tokens, index + 1)
