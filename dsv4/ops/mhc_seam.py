@@ -188,7 +188,7 @@ def mhc_seam(
         tokens, num_streams, dim = streams.shape
         is_head, expands = fn.shape[0] == num_streams, y is not None
         identity = mhc_seam_runner_id(
-            index(dim), index(num_streams), is_head, expands, index(sinkhorn_iters), eps, norm_eps
+            index(dim), index(num_streams), is_head, expands, sinkhorn_iters, eps, norm_eps
         )
         x = streams.new_empty((tokens, dim))
         written = streams.new_empty(streams.shape) if expands else None
@@ -214,7 +214,7 @@ def mhc_seam(
 @torch.compiler.assume_constant_result
 def mhc_seam_runner_id(
     dim: int,
-    streams: int,
+    num_streams: int,
     is_head: bool,
     expands: bool,
     sinkhorn_iters: int,
@@ -222,7 +222,7 @@ def mhc_seam_runner_id(
     norm_eps: float,
 ) -> int:
     """Id of a configuration, what `torch.ops.dsv4.mhc_seam` takes; see `SeamConfig`."""
-    return MHC_SEAM.runner_id(dim, streams, is_head, expands, sinkhorn_iters, eps, norm_eps)
+    return MHC_SEAM.runner_id(dim, num_streams, is_head, expands, sinkhorn_iters, eps, norm_eps)
 
 
 # ---- torch implementation ------------------------------------------------------------------------
@@ -247,7 +247,7 @@ def mix_weights(
     projected: Tensor, base: Tensor, scale: Tensor, config: SeamConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """pre [..., n], post [..., n] and comb [..., n, n] of projections [..., n (2 + n)]."""
-    n = config.streams
+    n = config.num_streams
     pre, post, comb = projected.split([n, n, n * n], -1)
     pre_base, post_base, comb_base = base.split([n, n, n * n])
     pre_scale, post_scale, comb_scale = scale.unbind()

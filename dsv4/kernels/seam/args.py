@@ -32,8 +32,8 @@ def values(config: SeamConfig) -> dict[str, int | str]:
     """What a kernel is compiled for."""
     return {
         "D": config.dim,
-        "n": config.streams,
-        "N": config.streams * config.dim,
+        "n": config.num_streams,
+        "N": config.num_streams * config.dim,
         "R": config.rows,
         "S": config.scales,
         "g": -(-config.dim // GROUP),

@@ -21,6 +21,7 @@ PASS_SIZES = (1, 2, 4, 8)
 # What a pass takes on an H200 beyond the first, in us: at all, and by token.
 PASS_COST, TOKEN_COST = 2.2, 0.3
 MIN_EPS = 1e-18
+MAX_ITERS, KERNEL_ITERS = 1000, 64  # of Sinkhorn's: of any, and of a kernel, which unrolls them
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class SeamConfig:
 
     Attributes:
         dim: elements of a stream; kernels take multiples of 128.
-        streams: residual streams of a token; kernels take 4.
+        num_streams: residual streams of a token; kernels take 4.
         is_head: the model's head: 1 scale, no post and no comb.
         expands: whether the output of a sublayer is written to the streams first.
         sinkhorn_iters: row and column normalisations of comb, at least 1.
@@ -38,7 +39,7 @@ class SeamConfig:
     """
 
     dim: int
-    streams: int
+    num_streams: int
     is_head: bool
     expands: bool
     sinkhorn_iters: int
@@ -46,10 +47,14 @@ class SeamConfig:
     norm_eps: float
 
     def __post_init__(self) -> None:
-        for name in ("dim", "streams", "sinkhorn_iters"):
+        for name in ("dim", "num_streams", "sinkhorn_iters"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.sinkhorn_iters > MAX_ITERS:
+            raise ValueError(
+                f"sinkhorn_iters must be at most {MAX_ITERS}, got {self.sinkhorn_iters}"
+            )
         for name in ("eps", "norm_eps"):
             value = getattr(self, name)
             if not value >= MIN_EPS:
@@ -58,7 +63,7 @@ class SeamConfig:
     @property
     def rows(self) -> int:
         """Rows of fn: pre, then post and comb unless of the head."""
-        return self.streams if self.is_head else self.streams * (2 + self.streams)
+        return self.num_streams if self.is_head else self.num_streams * (2 + self.num_streams)
 
     @property
     def scales(self) -> int:
@@ -145,7 +150,7 @@ def tiling_of(config: SeamConfig) -> SeamTiling:
 
 def has_kernel(config: SeamConfig) -> bool:
     """Whether the kernel takes a configuration: streams of 4, rows of whole groups that fit."""
-    if config.streams != STREAMS or config.dim % GROUP:
+    if config.num_streams != STREAMS or config.dim % GROUP or config.sinkhorn_iters > KERNEL_ITERS:
         return False
     tiling = tiling_of(config)
     return tiling.rank_groups <= WARPS and bool(tiling.pass_sizes)
