@@ -1,4 +1,4 @@
-"""What simulations found as one self-contained page: findings, timeline, and the source code with
+"""Findings of simulations as one self-contained page: findings, timeline, and the source code with
 findings and coverage in its margin."""
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Modelled(NamedTuple):
 
 @dataclass
 class _Line:
-    """What the instructions of one source line did.
+    """Activity of the instructions of one source line.
 
     Attributes:
         run: warp instructions, with those of functions called on it.

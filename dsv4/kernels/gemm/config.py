@@ -1,4 +1,4 @@
-"""What a linear is compiled for, and the order of its sums.
+"""Configuration that a linear is compiled for, and the order of its sums.
 
 Imports neither cutlass nor torch, so that every layer may use it.
 """

@@ -1,4 +1,4 @@
-"""What a merged linear is compiled for: several weights that one input is multiplied with.
+"""Configuration of a merged linear: several weights that one input is multiplied with.
 
 Imports neither cutlass nor torch, so that every layer may use it.
 """

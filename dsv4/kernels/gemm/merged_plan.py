@@ -1,4 +1,4 @@
-"""Which tilings a merged linear has, and which one a launch takes."""
+"""Tilings of a merged linear, and the choice of a launch."""
 
 from __future__ import annotations
 

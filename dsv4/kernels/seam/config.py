@@ -1,4 +1,4 @@
-"""What a seam kernel is compiled for, and how it divides a token among the CTAs of a cluster.
+"""Configuration of a seam kernel, and its division of a token among the CTAs of a cluster.
 
 Imports neither cutlass nor torch, so that every layer may use it.
 """
@@ -73,7 +73,7 @@ class SeamConfig:
 
 @dataclass(frozen=True)
 class SeamTiling:
-    """How a token lies on the CTAs of a cluster.
+    """Division of a token among the CTAs of a cluster.
 
     A group of 128 columns of all streams belongs to a warp: rank r has the groups r, r + ranks, ...
     Where a rank has fewer groups than warps, several sets of warps share its groups: they take

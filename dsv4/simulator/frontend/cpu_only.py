@@ -54,7 +54,7 @@ class CpuOnly:
 
 
 class _Waits:
-    """What has always happened: its methods do nothing."""
+    """Event that has always happened: its methods do nothing."""
 
     def __init__(self, *_, **__):
         pass

@@ -21,7 +21,7 @@ Simulate = Callable[[Callable[..., Report]], None]
 
 
 class SimulatedDriver:
-    """What Triton asks its driver for, answered for a GPU that is simulated."""
+    """Stand-in for Triton's driver, with the answers of a GPU that is simulated."""
 
     def __init__(self, capability: tuple[int, int], multiprocessors: int):
         from triton.backends.compiler import GPUTarget

@@ -25,7 +25,7 @@ from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load, tma_prefetch
 
 @dataclass(frozen=True)
 class QLoad:
-    """What is left to load of a work tile's Q, when the QK before it are over."""
+    """Rest of a work tile's Q, to be loaded when the QK before it are over."""
 
     loader: LoadWarp
     ctx: HeadsMContext

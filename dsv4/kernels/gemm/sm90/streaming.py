@@ -62,7 +62,7 @@ class Grid(NamedTuple):
 
 
 class LinearBody:
-    """What the CTAs of one kind of weights do."""
+    """Body of the CTAs of one kind of weights."""
 
     def __init__(self, plan: LinearPlan):
         self.plan = plan
@@ -155,7 +155,7 @@ class LinearBody:
 
 
 class Factors(NamedTuple):
-    """What a launch multiplies for one kind of weights."""
+    """Factors of a launch's product for one kind of weights."""
 
     weights: tuple[cute.Tensor, ...]
     x: cute.Tensor  # streamed activations, of the kind; else not looked at

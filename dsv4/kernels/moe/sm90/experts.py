@@ -77,7 +77,7 @@ class ExpertTensors(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What a selection beside the shared expert's first product gets."""
+    """Arguments of a selection beside the shared expert's first product."""
 
     lists: Lists
     group_tokens: Int32

@@ -19,7 +19,7 @@ from dsv4.kernels.moe.sm90.context import (
 
 
 class LoadWarp:
-    """Keeps the ring full of weights, the shared expert's before the launch before is over."""
+    """Producer of the ring's weights, the shared expert's before the launch before is over."""
 
     def __init__(self, plan: ProductPlan):
         self.plan = plan
