@@ -83,7 +83,8 @@ class GatherWarpgroup(LoadWarp):
             q = QLoad(self, ctx, q_map, head_tile, token, phase)
             if cutlass.const_expr(not self.plan.is_fp8):
                 q.send(warp, lane)
-            if index + step < stop:
+            # Where one CTA has all of a token's heads, DRAM bounds it: this would be in the way.
+            if index + step < stop and ctx.tiling.head_tiles > 1:
                 self._prefetch(ctx, q_map, keys, index + step, warp, lane)
 
             # ---- key tiles ----
