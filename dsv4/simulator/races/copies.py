@@ -6,8 +6,9 @@ import numpy as np
 
 from dsv4.simulator.machine.memory import Cta
 from dsv4.simulator.races.cells.granules import granules
+from dsv4.simulator.races.cluster_state import lanes_of
 from dsv4.simulator.races.order.clocks import SEEN
-from dsv4.simulator.races.shared_memory import ONE_LANE, SharedRaces, lanes_of
+from dsv4.simulator.races.shared_memory import ONE_LANE, SharedRaces
 
 
 class CopyRaces(SharedRaces):

@@ -23,10 +23,10 @@ from dsv4.simulator.races.cells.histories import (
     Read,
 )
 from dsv4.simulator.races.cells.shadow import SEVERAL, other_lanes, place, place_of
+from dsv4.simulator.races.cluster_state import lanes_of
 from dsv4.simulator.races.findings import CONVERGENCE, relation
 from dsv4.simulator.races.order.clocks import FENCED_GLOBAL, SEEN
 from dsv4.simulator.races.order.flags import Flags
-from dsv4.simulator.races.shared_memory import lanes_of
 
 NARROW = "scope too narrow"
 INCOHERENT = "non-coherent read of data written in the launch"

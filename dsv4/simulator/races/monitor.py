@@ -15,9 +15,9 @@ import numpy as np
 
 from dsv4.simulator.machine.memory import Cluster
 from dsv4.simulator.machine.observer import Observer
+from dsv4.simulator.races.cluster_state import ClusterState, lanes_of
 from dsv4.simulator.races.copies import CopyRaces
 from dsv4.simulator.races.global_memory import LAUNCH_BEFORE, GlobalRaces
-from dsv4.simulator.races.shared_memory import ClusterState, lanes_of
 from dsv4.simulator.races.tensor_memory import TensorRaces
 
 

@@ -19,8 +19,9 @@ from dsv4.simulator.races.cells.granules import (
     tile_granules,
 )
 from dsv4.simulator.races.cells.shadow import SEVERAL, Earlier, place
+from dsv4.simulator.races.cluster_state import ClusterState
 from dsv4.simulator.races.order.clocks import EVER, ORDERED, SEEN
-from dsv4.simulator.races.shared_memory import ClusterState, SharedRaces
+from dsv4.simulator.races.shared_memory import SharedRaces
 
 MISSING_FENCE = "missing tcgen05.fence"
 FREED = "use of TMEM that a pair may have freed"
