@@ -11,7 +11,7 @@ from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.step import Step
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.indexer import Indexer
-from dsv4.layers.linear import GroupedLinear, Linear, linear_options
+from dsv4.layers.linear import GroupedLinear, Linear, linear_options, project
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm, rms_factor
 from dsv4.layers.rope import Rope, rotate_
@@ -68,6 +68,7 @@ class Attention(Module):
                 spec.ratio,
                 spec.overlap,
                 self.norm_eps,
+                dtype,
                 device=device,
             )
         self.indexer = Indexer(config, spec, self.rope, dtype, device) if spec.overlap else None
@@ -76,22 +77,25 @@ class Attention(Module):
         """[B, C, hidden_size] -> the same; reads and extends the layer's cache."""
         rotation = self.rope.tokens(step)
         table = self.rope.table(step.capacity, x.device)
-        latent = self.q_norm(self.wq_a(x))
-        q = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))
+        down, key, *sides = project(x, [self.wq_a, self.wkv, *self._side_linears])
+        scores_entries = self.indexer is not None and not self._sees_all(step)
+        ups = [self.wq_b, self.indexer.wq_b] if scores_entries else [self.wq_b]
+        q, *index_queries = project(self.q_norm(down), ups)
+        q = q.unflatten(-1, (self.heads, self.head_dim))
         # The norm of a head has no weight: it is one factor on its scores.
         factor = rms_factor(q, self.norm_eps)
         q = rotate_(q, rotation.unsqueeze(-2))
         window = cache.window.view(step)
-        key = (self.wkv(x).flatten(0, 1), self.kv_norm.weight, self.norm_eps)
-        key += (table, step.token_positions)
-        cache.window.insert(*key, window.slots)
+        row = (key.flatten(0, 1), self.kv_norm.weight, self.norm_eps)
+        row += (table, step.token_positions)
+        cache.window.insert(*row, window.slots)
         # Values carry their own rotation: turning back by the query's leaves the relative one.
         o = sparse_fmha_paged(
             q.flatten(0, 1),
             cache.window.data,
             window.indices,
             window.lens,
-            *self._entries(x, latent, table, cache, step),
+            *self._entries(sides, index_queries, table, cache, step),
             self.attn_sink,
             sink_mode=SINK_MODE,
             q_factor=factor.flatten(0, 1),
@@ -104,13 +108,28 @@ class Attention(Module):
             ratio=self.ratio,
         )
         if window.kept is not None:
-            cache.window.insert(*key, window.kept)
+            cache.window.insert(*row, window.kept)
         return self.wo_b(self.wo_a(o.view(*x.shape[:2], self.groups, -1)).flatten(2))
 
+    @property
+    def _side_linears(self) -> list[Linear]:
+        """Projections of the layer's input beside those of attention itself."""
+        sides = (side for side in (self.compressor, self.indexer) if side is not None)
+        return [linear for side in sides for linear in side.linears]
+
     def _entries(
-        self, x: Tensor, latent: Tensor, table: Tensor, cache: LayerCache, step: Step
+        self,
+        sides: list[Tensor],
+        index_queries: list[Tensor],
+        table: Tensor,
+        cache: LayerCache,
+        step: Step,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Extend the compressed entries; return their pool, and what each token sees of it.
+
+        Args:
+            sides: `_side_linears` of the tokens.
+            index_queries: of the indexer, where it scores entries.
 
         Returns:
             Pool, slots [T, k] and lengths [T] as the operator takes them; no slots where a token
@@ -118,19 +137,19 @@ class Attention(Module):
         """
         if self.compressor is None:
             return None, None, None
-        pooled = self.compressor(x, cache.state.compressor, step)
+        pooled = self.compressor(*sides[:2], cache.state.compressor, step)
         ends = cache.entries.completed(step)
         cache.entries.insert(
             pooled.flatten(0, 1), self.compressor.norm.weight, self.norm_eps,
             table, ends.positions, ends.slots,
         )  # fmt: skip
         if self.indexer is not None:
-            self.indexer.update(x, cache, step)
+            self.indexer.update(*sides[2:4], cache, step)
         if self._sees_all(step):
             return cache.entries.data, None, None
         visible = step.derive(_visible_entries, self.ratio)
         n = step.capacity // self.ratio
-        chosen = self.indexer.select(x, latent, cache, step, visible, n)
+        chosen = self.indexer.select(*index_queries, sides[4], cache, step, visible, n)
         lens = step.derive(_visible_lens, self.ratio)
         return cache.entries.data, cache.entries.slots(step, chosen), lens
 

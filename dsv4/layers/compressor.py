@@ -28,6 +28,7 @@ class Compressor(Module):
         hidden_size, dim: width of the input, of an entry.
         ratio: tokens per entry.
         overlap: whether blocks overlap: a property of the layer's kind, not of the rate.
+        dtype: of the weights and of the entries.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Compressor(Module):
         ratio: int,
         overlap: bool,
         norm_eps: float,
+        dtype: torch.dtype,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -45,29 +47,33 @@ class Compressor(Module):
         self.overlap = overlap
         width = 2 * dim if overlap else dim
         self.ape = empty_parameter((ratio, width), torch.float32, device)
-        self.wkv = Linear(hidden_size, width, device=device)
-        self.wgate = Linear(hidden_size, width, device=device)
+        self.wkv = Linear(hidden_size, width, dtype=dtype, is_wide=True, device=device)
+        self.wgate = Linear(hidden_size, width, dtype=dtype, is_wide=True, device=device)
         self.norm = RMSNorm(dim, norm_eps, device)
 
-    def forward(self, x: Tensor, ring: Ring, step: Step) -> Tensor:
+    @property
+    def linears(self) -> tuple[Linear, Linear]:
+        """Projections of the input: value, score."""
+        return self.wkv, self.wgate
+
+    def forward(self, values: Tensor, scores: Tensor, ring: Ring, step: Step) -> Tensor:
         """Take in the step's tokens and pool the blocks that may end with them.
 
         Args:
-            x: [B, C, hidden_size].
+            values, scores: [B, C, width] fp32, the projections of the tokens.
             ring: [.., 2, width] fp32: projection and score of past tokens.
 
         Returns:
-            [B, K, dim] in the dtype of `x`, K = ceil(C / ratio), from block starts // ratio on,
-            before their norm; undefined for blocks that do not end.
+            [B, K, dim] in the dtype of the weights, K = ceil(C / ratio), from block starts // ratio
+            on, before their norm; undefined for blocks that do not end.
         """
-        wide = x.float()
-        scores = self.wgate(wide) + self.ape[step.positions % self.ratio]
-        tokens = torch.stack((self.wkv(wide), scores), dim=-2)
+        scores = scores + self.ape[step.positions % self.ratio]
+        tokens = torch.stack((values, scores), dim=-2)
         past = ring.history(step, (2 if self.overlap else 1) * self.ratio - 1)
         ring.append(step, tokens)
 
         blocks = step.derive(_blocks, self.ratio, self.overlap)
-        return self._mean(torch.cat((past, tokens), dim=1), blocks).to(x.dtype)
+        return self._mean(torch.cat((past, tokens), dim=1), blocks).to(self.wkv.weight.dtype)
 
     def _mean(self, tokens: Tensor, blocks: _Blocks) -> Tensor:
         """[B, history + C, 2, width] -> [B, K, dim]."""

@@ -55,12 +55,18 @@ class Indexer(Module):
             spec.ratio,
             spec.overlap,
             config.rms_norm_eps,
+            dtype,
             device=device,
         )
 
-    def update(self, x: Tensor, cache: LayerCache, step: Step) -> None:
-        """Take in the step's tokens `x` [B, C, hidden_size]: every step, also if none is scored."""
-        pooled = self.compressor(x, cache.state.indexer, step)
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Projections of the layer's input: those of the compressor, weights of the heads."""
+        return *self.compressor.linears, self.weights_proj
+
+    def update(self, values: Tensor, scores: Tensor, cache: LayerCache, step: Step) -> None:
+        """Take in the projections of the step's tokens: every step, also if none is scored."""
+        pooled = self.compressor(values, scores, cache.state.indexer, step)
         ends = step.derive(_ends, self.rope, self.compressor.ratio)
         keys = rotate_(self.compressor.norm(pooled), ends.rotation)
         if self.quantized:
@@ -68,25 +74,31 @@ class Indexer(Module):
         cache.index_keys.write(step, ends.first, keys, ends.complete)
 
     def select(
-        self, x: Tensor, latent: Tensor, cache: LayerCache, step: Step, visible: Tensor, n: int
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        cache: LayerCache,
+        step: Step,
+        visible: Tensor,
+        n: int,
     ) -> Tensor:
         """Choose among the first `n` entries.
 
         Args:
-            x: [B, C, hidden_size].
-            latent: [B, C, q_lora_rank], the normalised query latent.
+            queries: [B, C, heads * dim], `wq_b` of the normalised query latent; rotated in place.
+            weights: [B, C, heads], `weights_proj` of the layer's input.
             visible: [B, C], entries each token may see.
 
         Returns:
             [B, C, topk] int64; the first min(visible, topk) of each token are chosen.
         """
-        queries = self.wq_b(latent).unflatten(-1, (self.heads, self.dim))
+        queries = queries.unflatten(-1, (self.heads, self.dim))
         queries = rotate_(queries, self.rope.tokens(step).unsqueeze(-2))
         if self.quantized:
             queries = round_index(queries)
-        weights = self.weights_proj(x) * self.scale
+        weights = weights * self.scale
         keys = cache.index_keys.all(step, n)
-        rows, tokens = _parts(len(x), x.shape[1], self.heads * n)
+        rows, tokens = _parts(*queries.shape[:2], self.heads * n)
         chosen = [
             [
                 self._best(q, w, keys[row], seen)

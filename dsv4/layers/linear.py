@@ -1,7 +1,8 @@
-"""Linear layers without bias, plain or with FP8 weights."""
+"""Linear layers without bias, plain or with FP8 weights, one by one or several of one input."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.ops.fp8_linear import fp8_linear, takes
+from dsv4.ops.merged_linear import has_room, merged_linear
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class Linear(Module):
         weight: [out, in], in `dtype` or float8_e4m3fn. Without a `dtype`: float32, whatever the
             model is converted to.
         scale: [ceil(out / block[0]), ceil(in / block[1])]; only with scheme "fp8".
+        is_wide: whether y is float32 whatever x is; only without a scheme.
 
     Raises:
         ValueError: unknown scheme, or FP8 inputs that do not fill whole groups of 128.
@@ -58,6 +61,7 @@ class Linear(Module):
         block: tuple[int, int] = (128, 128),
         scale_dtype: torch.dtype = torch.float8_e8m0fnu,
         dtype: torch.dtype | None = None,
+        is_wide: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -67,6 +71,7 @@ class Linear(Module):
         self.out_features = out_features
         self.scheme = scheme
         self.block = block
+        self.is_wide = is_wide
         stored = torch.float8_e4m3fn if scheme else dtype or torch.float32
         self.plain = ("weight",) if scheme is None and dtype is not None else ()
         self.weight = empty_parameter((out_features, in_features), stored, device)
@@ -80,7 +85,9 @@ class Linear(Module):
             self.scale = empty_parameter(blocks, scale_dtype, device)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out] in the dtype of `x`."""
+        """[..., in] -> [..., out] in the dtype of `x`, or in float32."""
+        if self.is_wide:
+            return F.linear(x.float(), self.weight.float())
         if self.scheme is None:
             return F.linear(x, self.weight)
         if x.dtype in OPERATOR_DTYPES and takes(self.in_features, self.block):
@@ -102,6 +109,32 @@ class Linear(Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, scheme={self.scheme}"
+
+
+def project(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+    """Each linear of the same x [..., in]: in one launch where their weights allow it.
+
+    Args:
+        linears: those with FP8 weights first.
+    """
+    fp8 = [linear for linear in linears if linear.scheme is not None]
+    plain = linears[len(fp8) :]
+    can_merge = (
+        len(linears) > 1
+        and x.dtype in OPERATOR_DTYPES
+        and has_room(len(fp8), len(plain))
+        and all(takes(linear.in_features, linear.block) for linear in fp8)
+        and all(linear.weight.dtype == x.dtype for linear in plain)
+    )
+    if not can_merge:
+        return [linear(x) for linear in linears]
+    ys = merged_linear(
+        x.reshape(-1, x.shape[-1]),
+        [linear.weight for linear in linears],
+        [linear.scale for linear in fp8],
+        out_dtypes=[torch.float32 if linear.is_wide else x.dtype for linear in linears],
+    )
+    return [y.view(*x.shape[:-1], -1) for y in ys]
 
 
 class GroupedLinear(Linear):

@@ -235,6 +235,11 @@ def merged_linear_runner_id(in_features: int, weights: str, has_codes: bool = Fa
     return MERGED_LINEAR.runner_id(in_features, weights, has_codes)
 
 
+def has_room(num_fp8: int, num_plain: int) -> bool:
+    """Whether `merged_linear` takes so many weights."""
+    return 1 <= num_fp8 <= MOST_FP8 and num_plain <= MOST_PLAIN
+
+
 def _needed(config: MergedLinearConfig) -> dict[str, int | None]:
     """Rows of each tensor of a call by its name, None for those of x; the scratch left out."""
     found: dict[str, int | None] = {"x": None}
@@ -265,7 +270,7 @@ def _check_given(
     count = sum(is_fp8)
     if is_fp8 != sorted(is_fp8, reverse=True):
         raise ValueError("weights: FP8 ones must come first")
-    if not 1 <= count <= MOST_FP8 or len(weights) - count > MOST_PLAIN:
+    if not has_room(count, len(weights) - count):
         raise ValueError(
             f"weights: got {count} in FP8 and {len(weights) - count} others, needs 1 to {MOST_FP8} "
             f"and up to {MOST_PLAIN}"

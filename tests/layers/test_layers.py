@@ -12,15 +12,17 @@ from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerKind, LayerSpec
 from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.layers import indexer as indexer_module
+from dsv4.layers import linear as linear_module
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.head import Embedding
 from dsv4.layers.hyper_connection import HyperConnection, HyperParameters, Streams
 from dsv4.layers.indexer import Indexer
-from dsv4.layers.linear import GroupedLinear, Linear
+from dsv4.layers.linear import GroupedLinear, Linear, project
 from dsv4.layers.norm import RMSNorm, rms_normalize
 from dsv4.layers.rope import Rope, rotate_
 from dsv4.layers.router import Router
 from dsv4.model.model import DeepseekV4
+from dsv4.ops import merged_linear
 from dsv4.ops.moe.torch_path import swiglu
 from dsv4.ops.quantize import qdq_e4m3
 from dsv4.reference import compressor as oracle_compressor
@@ -200,6 +202,33 @@ def _cache(config: ModelConfig) -> LayerCache:
     return ModelCache(config, 1, 8, 8, torch.float32, "cpu").layers[0]
 
 
+@pytest.mark.stage("projections")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_projections_of_one_input_are_those_of_each(dtype, seed: int, monkeypatch) -> None:
+    """By one launch where the weights allow it, with the values of each linear by itself."""
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(len(args[1]))
+        return merged_linear(*args, **options)
+
+    monkeypatch.setattr(linear_module, "merged_linear", counted)
+    options = {"scheme": "fp8", "dtype": dtype}
+    fp8 = [Linear(512, rows, **options) for rows in (136, 64)]
+    plain = [Linear(512, 72, dtype=dtype, is_wide=True), Linear(512, 8, dtype=dtype)]
+    for linear in fp8:
+        linear.weight.data.copy_(torch.randn(linear.weight.shape))
+        linear.scale.data.copy_(torch.exp2(torch.randint(-6, 3, linear.scale.shape).float()))
+    for linear in plain:
+        _fill(linear)
+    x = torch.randn(2, 3, 512).to(dtype)
+    for linears in ([*fp8, *plain], fp8, fp8[:1], plain, [fp8[0], *plain * 3]):
+        for y, linear in zip(project(x, linears), linears, strict=True):
+            assert torch.equal(y, linear(x))
+            assert y.dtype == (torch.float32 if linear.is_wide else dtype)
+    assert calls == [4, 2], "one FP8 linear, none, and too many go one by one"
+
+
 @pytest.mark.stage("compressor")
 @pytest.mark.parametrize("kind, ratio", [("C", 4), ("C", 16), ("H", 4), ("H", 128)])
 @pytest.mark.parametrize("cuts", [(300,), (1, 2, 5, 120, 3, 1, 1, 167)], ids=["whole", "cut"])
@@ -210,13 +239,14 @@ def test_entries_equal_the_reference(
     config = tiny_config(kind, rates=(ratio, ratio))
     spec, cache = config.schedule[0], _cache(config)
     rope = Rope.of_layer(config, spec)
-    module = Compressor(64, 32, ratio, spec.overlap, 1e-6)
+    module = Compressor(64, 32, ratio, spec.overlap, 1e-6, torch.float32)
     _fill(module)
     table = rope.table(1024, torch.device("cpu"))
     x, done = torch.randn(1, sum(cuts), 64), 0
     for cut in cuts:
         step = _step(done, cut)
-        pooled = module(x[:, done : done + cut], cache.state.compressor, step)
+        projected = project(x[:, done : done + cut], module.linears)
+        pooled = module(*projected, cache.state.compressor, step)
         ends = cache.entries.completed(step)
         cache.entries.insert(
             pooled.flatten(0, 1), module.norm.weight, 1e-6, table, ends.positions, ends.slots
@@ -245,9 +275,11 @@ def test_equal_scores_choose_the_earlier_entries(seed: int) -> None:
     indexer, cache = _indexer(config), _cache(config)
     indexer.weights_proj.weight.data.zero_()
     x, latent = torch.randn(1, 40, 64), torch.randn(1, 40, 24)
-    indexer.update(x, cache, _step(0, 40))
+    *projected, weights = project(x, indexer.linears)
+    indexer.update(*projected, cache, _step(0, 40))
     visible = (torch.arange(1, 41) // 4)[None]
-    chosen = indexer.select(x, latent, cache, _step(0, 40), visible, 10)
+    queries = indexer.wq_b(latent)
+    chosen = indexer.select(queries, weights, cache, _step(0, 40), visible, 10)
     for t in range(40):
         count = min(int(visible[0, t]), 3)
         assert chosen[0, t, :count].tolist() == list(range(count))
@@ -266,11 +298,13 @@ def test_scores_alive_at_once_are_bounded(
     rows = torch.arange(batch)
     lens = torch.full_like(rows, 40)
     history = Step(rows, torch.zeros_like(rows), lens, rows[:, None], chunk=40, capacity=128)
-    indexer.update(torch.randn(batch, 40, 64), cache.layers[0], history)
+    *projected, _ = project(torch.randn(batch, 40, 64), indexer.linears)
+    indexer.update(*projected, cache.layers[0], history)
     step = Step(rows, lens - chunk, lens.clamp(max=chunk), rows[:, None], chunk, capacity=128)
     x, latent = torch.randn(batch, chunk, 64), torch.randn(batch, chunk, 24)
     visible = (step.positions + 1) // 4
-    whole = indexer.select(x, latent, cache.layers[0], step, visible, 10)
+    queries, weights = indexer.wq_b(latent), indexer.weights_proj(x)
+    whole = indexer.select(queries.clone(), weights, cache.layers[0], step, visible, 10)
     assert whole.shape == (batch, chunk, 3)
 
     bound, sizes, scores = tokens * 24 * 10, [], indexer_module._scores
@@ -281,7 +315,7 @@ def test_scores_alive_at_once_are_bounded(
 
     monkeypatch.setattr(indexer_module, "MAX_SCORE_ELEMENTS", bound)
     monkeypatch.setattr(indexer_module, "_scores", measured)
-    parts = indexer.select(x, latent, cache.layers[0], step, visible, 10)
+    parts = indexer.select(queries.clone(), weights, cache.layers[0], step, visible, 10)
     counts = visible.clamp(max=3)[..., None]
     assert torch.equal(
         parts.where(torch.arange(3) < counts, -1), whole.where(torch.arange(3) < counts, -1)
