@@ -16,7 +16,7 @@ from dsv4.bench.timing import graph_microseconds
 from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_LAYERS
 
 K_BLOCK = 128
-TOKENS = (1, 4, 16, 64, 256)
+TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096)
 # Bytes that the weights of one replay have together at least: several times L2.
 REPLAY_BYTES = 250e6
 MAX_RELATIVE_ERROR = 4e-3  # of y, against fp32 products of the decoded weight
@@ -58,7 +58,7 @@ class Result:
 
 
 def model_shapes() -> list[Shape]:
-    """FP8 linears of Flash and Pro, each size once, from one token to 256."""
+    """FP8 linears of Flash and Pro, each size once, from one token to 4,096."""
     sizes = dict.fromkeys(MODEL_LAYERS.values())
     return [Shape(tokens, *size) for size in sizes for tokens in TOKENS]
 

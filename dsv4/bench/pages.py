@@ -17,7 +17,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dsv4.bench import attention_report, fp8_linear, mhc_seam, moe, paged_attention, rms_norm_fp8
+from dsv4.bench import (
+    attention_report,
+    fp8_linear,
+    merged_linear,
+    mhc_seam,
+    moe,
+    paged_attention,
+    rms_norm_fp8,
+)
 from dsv4.bench.report import table_head, table_line
 
 Record = Mapping[str, Any]
@@ -165,6 +173,7 @@ TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "attention": attention_table,
     "attention-machines": attention_machines_table,
     "fp8_linear": partial(rows_table, fp8_linear),
+    "merged_linear": partial(rows_table, merged_linear),
     "mhc_seam": partial(rows_table, mhc_seam),
     "moe": partial(rows_table, moe),
     "paged_attention": paged_table,

@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsv4.cli import bench_fp8_linear, bench_mhc_seam, bench_moe, bench_paged, bench_rms_norm_fp8
+from dsv4.cli import (
+    bench_fp8_linear,
+    bench_merged_linear,
+    bench_mhc_seam,
+    bench_moe,
+    bench_paged,
+    bench_rms_norm_fp8,
+)
 from dsv4.cli.output_file import output_file
 
 if TYPE_CHECKING:
@@ -57,6 +64,7 @@ def add_parser(subparsers) -> None:
     bench_rms_norm_fp8.add_parser(benchmarks)
     bench_mhc_seam.add_parser(benchmarks)
     bench_fp8_linear.add_parser(benchmarks)
+    bench_merged_linear.add_parser(benchmarks)
     bench_moe.add_parser(benchmarks)
 
 
