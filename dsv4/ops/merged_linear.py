@@ -22,7 +22,7 @@ from dsv4.kernels.gemm.merged_config import (
     Weight,
     weights_text,
 )
-from dsv4.kernels.gemm.plan import FEW_TOKENS
+from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
 from dsv4.kernels.kit.args import Scratch
 from dsv4.ops.fp8_linear import FP8_LINEAR, scratch
 from dsv4.ops.runtime import tensors as make
@@ -216,7 +216,7 @@ def merged_linear(
         ]
     first, *rest = _places(x, weights, scales, outs, num_fp8)
     rest += [x_codes, x_scale]
-    if not has_codes and x.dtype == torch.bfloat16 and x.is_cuda and tokens > FEW_TOKENS:
+    if not has_codes and x.dtype == torch.bfloat16 and x.is_cuda and tokens > RESIDENT_TOKENS:
         rest += scratch(tokens, width, x.device)
     _op(first, *rest[:3], identity, *rest[3:])
     return list(outs)
