@@ -300,9 +300,12 @@ class ScoreWarpgroup:
                 is_rest_here = rest.is_full(kv.phase)
             if cutlass.const_expr(i == middle):  # noqa: SIM102 static, then dynamic
                 if not cute.arch.vote_all_sync(is_rest_here):
+                    must_wait = is_held
                     if cutlass.const_expr(is_fenced):
+                        # The first test was before the stores of P.
                         is_rest_here = rest.is_full(kv.phase)
-                    if is_held and not cute.arch.vote_all_sync(is_rest_here):
+                        must_wait = is_held and not cute.arch.vote_all_sync(is_rest_here)
+                    if must_wait:
                         ctx.pipes.pv_turn.at(1 - tiles % 2).arrive(f.lane)
                         is_held = cutlass.Boolean(False)
                     rest.wait(kv.phase)
