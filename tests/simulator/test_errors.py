@@ -57,7 +57,7 @@ def test_unknown_opcode_names_itself_and_both_lines():
 
 
 def test_a_call_names_itself_and_both_lines():
-    with pytest.raises(UnsupportedInstruction, match=r"printf.*f, .*PTX line \d+ .*kernel\.py:77"):
+    with pytest.raises(UnsupportedInstruction, match=r"call of f, .*PTX line \d+ .*kernel\.py:77"):
         _simulate("{ .param .b64 param0;\ncall.uni f, (param0);\n}")
 
 

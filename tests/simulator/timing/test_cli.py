@@ -24,7 +24,14 @@ SMALL = (
     *("--tokens", "2", "--num-splits", "1"),
 )
 # In the simulator or in the compiler; the 1-CTA kernel shows what the others do.
-SLOW = ("attention, 2-CTA", "attention, heads in M", "attention, swap-AB")
+SLOW = (
+    "attention, 2-CTA",
+    "attention, heads in M",
+    "attention, swap-AB",
+    "paged attention, swap-AB",
+    "paged attention, heads in M",
+    "mixture of experts",
+)
 _compile = functools.cache(sim_attention.compile_attention)
 
 
@@ -83,7 +90,8 @@ def test_alone_it_lists_every_kernel(capsys):
 def test_listed_commands_reach_every_synchronisation(capsys, seed, kernel):
     status = main([*kernel.command.split()[1:], "--seed", str(seed)])
     printed = capsys.readouterr()
-    assert status == 0, printed.out + printed.err
+    # What is said to leave some must do so: else it is no longer partial.
+    assert status == (NOT_COVERED if kernel.is_partial else 0), printed.out + printed.err
 
 
 def test_table_never_claims_an_unmade_race_check(capsys):
