@@ -94,10 +94,13 @@ class TensorArg:
 
     @property
     def has_gradient(self) -> bool:
-        """Whether gradients must be refused: of floating-point tensors unless said otherwise."""
+        """Whether gradients must be refused: of floating-point tensors unless said otherwise.
+
+        A dtype that the configuration names may be one.
+        """
         if self.differentiable is not None:
             return self.differentiable
-        return self.dtype in ("bfloat16", "float16", "float32")
+        return self.dtype in ("bfloat16", "float16", "float32") or self.dtype not in DTYPES
 
     def dtype_in(self, values: Values) -> str:
         """Name of the dtype that kernels take under `values`."""

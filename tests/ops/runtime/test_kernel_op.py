@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Workspace, check_table
+from dsv4.ops.fp8_linear import FP8_LINEAR
+from dsv4.ops.moe.op import MOE
 from dsv4.ops.runtime import registry, runner, tensors
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
@@ -328,3 +330,13 @@ def test_tables_have_one_order() -> None:
         check_table((OptIn("a", "T"), In("b", "T")))
     with pytest.raises(ValueError, match="different names"):
         check_table((In("a", "T"), Out("a", "T")))
+
+
+def test_a_dtype_that_the_configuration_names_may_have_a_gradient() -> None:
+    """Else a result comes without its derivative, or torch speaks of a leaf that is written."""
+    assert In("x", "T", "x_dtype").has_gradient and Out("y", "T", "float32").has_gradient
+    assert not In("x", "T", "x_dtype", differentiable=False).has_gradient
+    assert not In("ids", "T", "int64").has_gradient
+    assert not In("codes", "T", "float8_e4m3fn").has_gradient
+    args = {arg.name: arg for op in (FP8_LINEAR, MOE) for arg in op.tensors}
+    assert args["gate"].has_gradient and args["out"].has_gradient
