@@ -42,7 +42,7 @@ def run(
     "case",
     [
         SEAM,
-        RAGGED,
+        pytest.param(RAGGED, marks=pytest.mark.slow),
         Case(3, 256, is_head=True, expands=False, quantizes=False),
         pytest.param(Case(3, 128, expands=False, spread=20.0), marks=pytest.mark.slow),
         pytest.param(Case(5, 1536), marks=pytest.mark.slow),

@@ -55,12 +55,20 @@ def test_asynchronous_programs_do_not_depend_on_the_schedule(name, schedule, see
 
 _CHECKED = ["ldmatrix", "stmatrix", "red shared", "red global", "atom shared", "cp.async"]
 _CHECKED += _ASYNCHRONOUS
+# As recorded it stores to other CTAs before anything says that they have started.
+UNGATHERED = "remote generic access"
+_CHECKED.remove(UNGATHERED)
 
 
 @pytest.mark.parametrize("name", _marked(_CHECKED, set(_CHECKED[30:])))
 def test_the_checker_finds_nothing_in_ordered_programs(name):
     _, report = simulated(CASES[name], races=True)
     assert not report.races, str(report)
+
+
+def test_the_checker_finds_a_store_to_a_cta_that_may_not_have_started():
+    _, report = simulated(CASES[UNGATHERED], races=True)
+    assert {race.kind for race in report.races} == {"access to a CTA that may not have started"}
 
 
 def test_the_checker_finds_that_overlapping_cells_need_a_barrier():
