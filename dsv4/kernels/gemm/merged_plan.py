@@ -16,6 +16,8 @@ from dsv4.kernels.gemm.plan import (
     SHARING,
     LinearPlan,
     Tiling,
+    cheapest,
+    leaves_ring,
 )
 
 # Fitted to 7,168 inputs with 64 and 256 tokens (H200): bytes per microsecond that L2 hands out,
@@ -71,28 +73,16 @@ def _resident(config: MergedLinearConfig, tokens: int) -> Tiling:
     row_tile_count = sum(row_tiles(config, kind, M_TILE) for kind in config.kinds)
     tiling = Tiling(tokens, False, 1)
     while 4 * tiling.cluster <= slices and (
-        2 * tiling.cluster * row_tile_count <= 2 * SM_90A.num_sms or not _has_ring(config, tiling)
+        2 * tiling.cluster * row_tile_count <= 2 * SM_90A.num_sms
+        or not leaves_ring(config.k_blocks * K_BLOCK, tiling)
     ):
         tiling = replace(tiling, cluster=2 * tiling.cluster)
     return tiling
 
 
-def _has_ring(config: MergedLinearConfig, tiling: Tiling) -> bool:
-    """Whether the resident activations leave room for a ring of three stages."""
-    blocks = config.k_blocks // tiling.cluster
-    left = SM_90A.smem_per_sm // tiling.ctas_per_sm - blocks * K_BLOCK * tiling.tokens
-    return left >= 3 * 2 * M_TILE * K_BLOCK
-
-
 def choose(config: MergedLinearConfig, tokens: int, num_sms: int) -> int:
-    """Index in `tilings(config)` of the tiling for so many tokens: the smallest that takes them at
-    once where there is one of few tokens, else the one with the least `cost`."""
-    found = tilings(config)
-    for index, tiling in enumerate(found):
-        if tokens <= tiling.tokens <= FEW_TOKENS:
-            return index
-    many = [index for index, tiling in enumerate(found) if tiling.tokens > FEW_TOKENS]
-    return min(many, key=lambda index: cost(config, found[index], tokens, num_sms))
+    """Index in `tilings(config)` of the tiling for so many tokens."""
+    return cheapest(tilings(config), tokens, lambda tiling: cost(config, tiling, tokens, num_sms))
 
 
 def cost(config: MergedLinearConfig, tiling: Tiling, tokens: int, num_sms: int) -> float:

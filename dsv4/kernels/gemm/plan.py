@@ -6,6 +6,7 @@ Plain Python: `print(LinearPlan(4096, Tiling(8, False, 2)))` shows one. The orde
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dsv4.arch import SM_90A, Arch
@@ -344,7 +345,7 @@ def tilings(config: Fp8LinearConfig) -> tuple[Tiling, ...]:
     if config.quantizes:
         cluster = min(max(ctas // 2, 1), slices // 2)
         tiling = Tiling(RESIDENT_TOKENS, False, cluster)
-        while 2 * tiling.cluster < slices and not _is_deep(config.in_features, tiling):
+        while 2 * tiling.cluster < slices and not leaves_ring(config.in_features, tiling):
             tiling = replace(tiling, cluster=2 * tiling.cluster)
         found.append(tiling)
     found.append(Tiling(FEW_TOKENS, True, min(ctas, slices)))
@@ -355,7 +356,7 @@ def tilings(config: Fp8LinearConfig) -> tuple[Tiling, ...]:
     return tuple(found)
 
 
-def _is_deep(in_features: int, tiling: Tiling) -> bool:
+def leaves_ring(in_features: int, tiling: Tiling) -> bool:
     """Whether the resident activations leave room for a ring."""
     blocks = in_features // K_BLOCK // tiling.cluster
     left = SM_90A.smem_per_sm // tiling.ctas_per_sm - blocks * K_BLOCK * tiling.tokens
@@ -363,14 +364,18 @@ def _is_deep(in_features: int, tiling: Tiling) -> bool:
 
 
 def choose(config: Fp8LinearConfig, tokens: int, num_sms: int) -> int:
-    """Index in `tilings(config)` of the tiling for so many tokens: the smallest that takes them at
-    once where there is one of few tokens, else the one with the least `cost`."""
-    found = tilings(config)
+    """Index in `tilings(config)` of the tiling for so many tokens."""
+    return cheapest(tilings(config), tokens, lambda tiling: cost(config, tiling, tokens, num_sms))
+
+
+def cheapest(found: Sequence[Tiling], tokens: int, cost: Callable[[Tiling], float]) -> int:
+    """Index of the smallest tiling that takes so many tokens at once where there is one of few
+    tokens, else of the one with the least `cost`."""
     for index, tiling in enumerate(found):
         if tokens <= tiling.tokens <= FEW_TOKENS:
             return index
     many = [index for index, tiling in enumerate(found) if tiling.tokens > FEW_TOKENS]
-    return min(many, key=lambda index: cost(config, found[index], tokens, num_sms))
+    return min(many, key=lambda index: cost(found[index]))
 
 
 def cost(config: Fp8LinearConfig, tiling: Tiling, tokens: int, num_sms: int) -> float:
