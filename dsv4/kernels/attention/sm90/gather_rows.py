@@ -4,13 +4,8 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.key_span import KeySpan
-from dsv4.kernels.attention.sm90.gather_slots import (
-    HeadsMSlots,
-    SwapAbSlots,
-    commit,
-    describe_rows,
-)
-from dsv4.kernels.attention.sm90.paged_keys import PagedKeys
+from dsv4.kernels.attention.paged_keys import PagedKeys
+from dsv4.kernels.attention.sm90.gather_slots import HeadsMSlots, SwapAbSlots
 from dsv4.kernels.attention.sm90.plan import ELEMENT_BYTES, GATHER_WARPS, KEYS
 from dsv4.kernels.kit.gather import copy_vector, vector_offset, vectors_per_span
 from dsv4.kernels.kit.mbarrier import Cursor
@@ -74,7 +69,7 @@ class Bf16Rows:
         first = vector_offset(warp * WARP_KEYS + row, vector, self.chunk_bytes)
         slots.acquire(kv, unit)
         slot = slots.slot(kv, unit)
-        start = cutlass.Int32(slots.ctx.smem.kv_start.toint()) + slot * self.unit_bytes + first
+        start = cutlass.Int32(slots.kv_start.toint()) + slot * self.unit_bytes + first
         for step in cutlass.range_constexpr(WARP_KEYS // rows):
             source = cute.arch.shuffle_sync(address, step * rows + row)
             size = cutlass.select_(source != 0, cutlass.Int32(VECTOR_BYTES), cutlass.Int32(0))
@@ -91,5 +86,5 @@ class Bf16Rows:
         cute.arch.cp_async_mbarrier_arrive_noinc(slots.ctx.pipes.kv.full + slot)
         if cutlass.const_expr(unit == slots.units[0]):
             is_key = cute.arch.vote_ballot_sync(address != 0)
-            describe_rows(slots, kv, is_key, is_window, warp, lane, WARP_KEYS)
-        commit(slots, slot, lane)
+            slots.describe_rows(kv, is_key, is_window, warp, lane, WARP_KEYS)
+        slots.commit(slot, lane)

@@ -9,14 +9,43 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
+from dsv4.kernels.attention.paged_plan import TILE_INFO_WORDS
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
-from dsv4.kernels.attention.sm90.plan import HALVES, TILE_INFO_WORDS
+from dsv4.kernels.attention.sm90.plan import HALVES
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
+from dsv4.kernels.attention.tile_info import store_tile_info
 from dsv4.kernels.kit.mbarrier import Cursor, arrive_warp
 
 
+class _Slots:
+    """What both kernels' slots share."""
+
+    @property
+    def kv_start(self) -> cute.Pointer:
+        """Start of the ring."""
+        return self.ctx.smem.kv_start
+
+    @property
+    def staging(self) -> cute.Pointer:
+        """Start of what waits in shared memory before it is converted."""
+        return self.ctx.smem.staging
+
+    @cute.jit
+    def commit(self, slot, lane):
+        """The arrival of a warp that has stored what belongs to a slot."""
+        pipe = self.ctx.pipes.kv
+        arrive_warp(pipe.full + slot, lane, pipe.lanes_per_warp)
+
+    def describe_rows(
+        self, kv: Cursor, is_key, is_window, warp, lane, warp_keys: cutlass.Constexpr
+    ) -> None:
+        """Store which of a warp's rows of a tile are keys: see `tile_info`."""
+        first = self.tile(kv) * TILE_INFO_WORDS
+        store_tile_info(self.ctx.smem.tile_info, first, is_key, is_window, warp, lane, warp_keys)
+
+
 @dataclass(frozen=True)
-class HeadsMSlots:
+class HeadsMSlots(_Slots):
     """Halves of the columns; the one that QK reads first comes first."""
 
     ctx: HeadsMContext
@@ -41,7 +70,7 @@ class HeadsMSlots:
 
 
 @dataclass(frozen=True)
-class SwapAbSlots:
+class SwapAbSlots(_Slots):
     """Parts of the columns in their order."""
 
     ctx: SwapAbContext
@@ -62,33 +91,3 @@ class SwapAbSlots:
     def tile(self, kv: Cursor):
         """Where a tile's words are in `smem.tile_info`."""
         return kv.stage
-
-
-@cute.jit
-def commit(slots: HeadsMSlots | SwapAbSlots, slot, lane):
-    """The arrival of a warp that has stored what belongs to a slot."""
-    pipe = slots.ctx.pipes.kv
-    arrive_warp(pipe.full + slot, lane, pipe.lanes_per_warp)
-
-
-@cute.jit
-def describe_rows(
-    slots: HeadsMSlots | SwapAbSlots, kv: Cursor, is_key, is_window, warp, lane,
-    warp_keys: cutlass.Constexpr,
-):  # fmt: skip
-    """Store which of a warp's rows of a tile are keys, from a ballot: a bit for each in two words;
-    and in the third, 1 in the window.
-
-    Args:
-        warp_keys: rows of a tile that each warp gathers, 8 or 16.
-    """
-    tile_info = slots.ctx.smem.tile_info
-    first = slots.tile(kv) * TILE_INFO_WORDS
-    if lane == 0:
-        bits = cutlass.Int32((tile_info.iterator + first).toint()) + warp * (warp_keys // 8)
-        cute.arch.inline_ptx(
-            f"st.shared.b{warp_keys} [{{$r0}}], {{$r1}};", read_only_args=[bits, is_key]
-        )
-        if warp == 0:
-            tile_info[first + 2] = cutlass.Int32(is_window)
-            tile_info[first + 3] = cutlass.Int32(0)

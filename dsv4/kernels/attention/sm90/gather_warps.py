@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.sm90.gather_fp8 import Fp8Rows
+from dsv4.kernels.attention.gather_fp8 import Fp8Rows
+from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.gather_rows import Bf16Rows
 from dsv4.kernels.attention.sm90.gather_slots import HeadsMSlots
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_load import LoadWarp
-from dsv4.kernels.attention.sm90.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.plan import (
     ELEMENT_BYTES,
     HALVES,

@@ -5,8 +5,8 @@ from cutlass import cute
 
 from dsv4.kernels.attention.paged_args import fake_arguments
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.attention.paged_context import PagedArguments
 from dsv4.kernels.attention.paged_plan import has_kernel
-from dsv4.kernels.attention.sm90.paged_context import PagedArguments
 from dsv4.kernels.attention.sm90.paged_heads_m import PagedHeadsM
 from dsv4.kernels.attention.sm90.paged_swap_ab import PagedSwapAB
 from dsv4.kernels.attention.split_kv import MOST_SWAP_AB_HEADS, SWAP_AB_TILE_HEADS, TILED_HEADS

@@ -18,13 +18,13 @@ from cutlass import cute
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.attention.paged_context import PagedArguments
+from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.gather_warps import GatherWarpgroup
 from dsv4.kernels.attention.sm90.heads_m_combine import HeadsMCombine
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext, allocate, init_barriers
 from dsv4.kernels.attention.sm90.heads_m_epilogue import Epilogue
 from dsv4.kernels.attention.sm90.heads_m_tiling import HeadsMTiling, make_tiling
-from dsv4.kernels.attention.sm90.paged_context import PagedArguments
-from dsv4.kernels.attention.sm90.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.paged_output import PagedOutputWarpgroups
 from dsv4.kernels.attention.sm90.paged_score import PagedScoreWarpgroup
 from dsv4.kernels.attention.sm90.plan import HEADS, PagedHeadsMPlan

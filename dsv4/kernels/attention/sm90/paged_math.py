@@ -4,8 +4,8 @@ tile, scores may have a factor per head, and the output may be rotated."""
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.sm90.paged_output import PAIRS, rope_row
-from dsv4.kernels.attention.sm90.plan import TILE_INFO_WORDS
+from dsv4.kernels.attention.inverse_rope import PAIRS, rope_row
+from dsv4.kernels.attention.paged_plan import TILE_INFO_WORDS
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
 from dsv4.kernels.attention.sm90.swap_ab_math import MathFragments, MathWarpgroup, TileMask
 from dsv4.kernels.attention.sm90.swap_ab_softmax import ReductionScratch, reduce_over_keys

@@ -1,28 +1,15 @@
 """Inverse rotation of the output of the paged kernels: the last 64 columns, by the token's
-position.
-
-Neighbouring columns (x, y) become (x cos + y sin, y cos - x sin). It is linear, and the same for
-all keys of a token: accumulators are rotated before they are scaled, or stored as a split's part.
+position (`inverse_rope`).
 """
 
 import cutlass
 from cutlass import cute
 
+from dsv4.kernels.attention.inverse_rope import PAIRS, rope_row
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_output import OutputFragments, OutputWarpgroups
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
 from dsv4.kernels.kit.wgmma import by_row
-
-PAIRS = ROPE_DIM // 2
-
-
-@cute.jit
-def rope_row(rope: cute.Tensor, positions: cute.Tensor, token):
-    """Row of the table of a token, clamped."""
-    position = cutlass.Int32(0)
-    if token < positions.shape[0]:
-        position = positions[token]
-    return cutlass.max(cutlass.min(position, cutlass.Int32(rope.shape[0]) - 1), 0)
 
 
 class PagedOutputWarpgroups(OutputWarpgroups):

@@ -4,11 +4,12 @@ anywhere in it."""
 import cutlass
 from cutlass import cute
 
+from dsv4.kernels.attention.paged_plan import TILE_INFO_WORDS
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_epilogue import RowStatistics
 from dsv4.kernels.attention.sm90.heads_m_score import ScoreFragments, ScoreWarpgroup
 from dsv4.kernels.attention.sm90.heads_m_softmax import Rows
-from dsv4.kernels.attention.sm90.plan import HEADS, TILE_INFO_WORDS
+from dsv4.kernels.attention.sm90.plan import HEADS
 from dsv4.kernels.attention.softmax import LN_2
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.reduce import quad_max, tree

@@ -16,12 +16,12 @@ import cutlass
 from cutlass import cute
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
+from dsv4.kernels.attention.gather_fp8 import Fp8Rows
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
-from dsv4.kernels.attention.sm90.gather_fp8 import Fp8Rows
+from dsv4.kernels.attention.paged_context import PagedArguments
+from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.gather_rows import Bf16Rows
 from dsv4.kernels.attention.sm90.gather_slots import SwapAbSlots
-from dsv4.kernels.attention.sm90.paged_context import PagedArguments
-from dsv4.kernels.attention.sm90.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.paged_math import PagedMathWarpgroup
 from dsv4.kernels.attention.sm90.plan import (
     CHUNK,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4.kernels.attention.paged_plan import TILE_INFO_WORDS
 from dsv4.kernels.kit.plan import (
     SMEM_CAPACITY,
     Arrival,
@@ -29,7 +30,6 @@ CHUNK = 64  # swap-AB: columns of a swizzle span, and of a PV product: its M
 ELEMENT_BYTES = 2
 GATHER_WARPS = 4  # that gather a key tile of a paged cache
 ROW_INPUTS = 3  # words of a row of a paged head tile: see `paged_score`
-TILE_INFO_WORDS = 4  # of a gathered key tile: see `gather_slots.describe_rows`
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ class PagedHeadsMPlan(HeadsMPlan):
 
     @property
     def tile_info(self) -> Buffer:
-        """What `gather_slots.describe_rows` says of the key tile in each stage."""
+        """What `tile_info` says of the key tile in each stage."""
         return Buffer("tile_info", "Int32", TILE_INFO_WORDS * self.stages, 16)
 
     @property

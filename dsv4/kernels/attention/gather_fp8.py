@@ -13,20 +13,15 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.key_span import KeySpan
-from dsv4.kernels.attention.sm90.gather_slots import (
-    HeadsMSlots,
-    SwapAbSlots,
-    commit,
-    describe_rows,
-)
-from dsv4.kernels.attention.sm90.paged_keys import PagedKeys
-from dsv4.kernels.attention.sm90.plan import ELEMENT_BYTES, KEYS
+from dsv4.kernels.attention.launch_plan import TILE_KEYS as KEYS
+from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.kit.gather import copy_vector, vector_offset
 from dsv4.kernels.kit.kv_entry import GROUP, Fp8Entry
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.quant import dequantize_e4m3, scale_bf16x2
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 
+ELEMENT_BYTES = 2  # of what the tiles hold
 QUARTERS = 4  # lanes that have a row's span together
 SPAN_ROWS = 32 // QUARTERS  # rows of an instruction
 SPAN_BYTES = GROUP * ELEMENT_BYTES
@@ -112,12 +107,12 @@ class Fp8Rows:
 
     @cute.jit
     def gather_tiles(
-        self, slots: HeadsMSlots | SwapAbSlots, keys: PagedKeys, span: KeySpan, token, word, warp,
-        lane, kv: Cursor, q=None,
+        self, slots, keys: PagedKeys, span: KeySpan, token, word, warp, lane, kv: Cursor, q=None,
     ):  # fmt: skip
         """Convert a warp's rows of all key tiles of a split; see `Bf16Rows`.
 
         Args:
+            slots: of a ring, such as `sm90.gather_slots.HeadsMSlots`.
             q: a `QLoad`, sent when the first key tile has been asked for.
         """
         ahead, units = self.ahead, slots.units
@@ -130,7 +125,7 @@ class Fp8Rows:
         records = [cutlass.Int64(0) for _ in range(self.rows)]
         are_keys = cute.make_rmem_tensor(ahead + 1, cutlass.Int32)
         are_keys.fill(0)
-        start = cutlass.Int32(slots.ctx.smem.staging.toint())
+        start = cutlass.Int32(slots.staging.toint())
         start += warp * self.warp_bytes
         staging = cutlass.Int32(0)
         for i in cutlass.range(span.first - ahead, last, unroll=1):
@@ -162,13 +157,13 @@ class Fp8Rows:
                     # What was asked for last may still be on its way.
                     cute.arch.cp_async_wait_group(self._groups_behind(u, len(units)))
                     cute.arch.sync_warp()
-                    target = cutlass.Int32(slots.ctx.smem.kv_start.toint()) + slot * self.unit_bytes
+                    target = cutlass.Int32(slots.kv_start.toint()) + slot * self.unit_bytes
                     self._convert_unit(target, registers, scales, start + staging, unit, warp, lane)
                     cute.arch.fence_view_async_shared()
                     if cutlass.const_expr(u == 0):
                         is_window = i >= span.compressed_tiles
-                        describe_rows(slots, kv, are_keys[0], is_window, warp, lane, self.warp_keys)
-                    commit(slots, slot, lane)
+                        slots.describe_rows(kv, are_keys[0], is_window, warp, lane, self.warp_keys)
+                    slots.commit(slot, lane)
                 if i + ahead < last:
                     self._load_unit(registers, records, address, start + staging, unit, lane)
                 cute.arch.cp_async_commit_group()

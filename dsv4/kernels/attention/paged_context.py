@@ -5,7 +5,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Int32, cute
 
-from dsv4.kernels.attention.sm90.paged_keys import KeyPool, PagedKeys
+from dsv4.kernels.attention.paged_keys import KeyPool, PagedKeys
 
 
 class PagedArguments(NamedTuple):
