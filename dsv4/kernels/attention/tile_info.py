@@ -1,5 +1,5 @@
-"""What the warps that gather a key tile tell the softmax of it: which of its rows are keys, and
-whether they are of the window.
+"""Words about a gathered key tile, from the warps that gather it to the softmax: which of its rows
+are keys, and whether they are of the window.
 """
 
 import cutlass

@@ -18,7 +18,7 @@ from dsv4.kernels.kit.mbarrier import Cursor, arrive_warp
 
 
 class _Slots:
-    """What both kernels' slots share."""
+    """Base of both kernels' slots."""
 
     @property
     def kv_start(self) -> cute.Pointer:
