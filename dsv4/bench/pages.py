@@ -20,6 +20,7 @@ from typing import Any
 from dsv4.bench import (
     attention_report,
     fp8_linear,
+    index_topk,
     merged_linear,
     mhc_seam,
     moe,
@@ -175,6 +176,7 @@ TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "fp8_linear": partial(rows_table, fp8_linear),
     "merged_linear": partial(rows_table, merged_linear),
     "mhc_seam": partial(rows_table, mhc_seam),
+    "index_topk": partial(rows_table, index_topk),
     "moe": partial(rows_table, moe),
     "paged_attention": paged_table,
     "rms_norm_fp8": partial(rows_table, rms_norm_fp8),

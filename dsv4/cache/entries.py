@@ -35,15 +35,6 @@ class EntryPool(KeyPool):
         """The entries that end within a step; the same for all layers of a kind."""
         return step.derive(_completed, self.ratio, self.size)
 
-    def slots(self, step: Step, entries: Tensor) -> Tensor:
-        """Slots of entries [B, C, k] of each request: [B * C, k] int32, -1 where it has no block.
-
-        Raises:
-            IndexError, RuntimeError: an entry lies past the block table.
-        """
-        batch, tokens, k = entries.shape
-        return _slots(step, entries.view(batch, -1), self.size).view(batch * tokens, k)
-
 
 class CompletedEntries(NamedTuple):
     """The K entries per request that may end within a step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4.cache.entries import EntryPool
-from dsv4.cache.pages import Pages
+from dsv4.cache.index_keys import IndexKeyPool
 from dsv4.cache.state_cache import LayerState
 from dsv4.cache.window import WindowPool
 
@@ -18,10 +18,10 @@ class LayerCache:
         window: keys (= values) of the sliding window.
         state: the rings of the compressors.
         entries: compressed keys (= values). None in SWA layers.
-        index_keys: keys of the indexer, [.., index_head_dim]. None without an indexer.
+        index_keys: keys of the indexer. None without one.
     """
 
     window: WindowPool
     state: LayerState
     entries: EntryPool | None
-    index_keys: Pages | None
+    index_keys: IndexKeyPool | None

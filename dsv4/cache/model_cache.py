@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dsv4.cache.entries import EntryPool
 from dsv4.cache.formats import KvFormat
+from dsv4.cache.index_keys import IndexKeyPool
 from dsv4.cache.layer_cache import LayerCache
-from dsv4.cache.pages import Pages
 from dsv4.cache.state_cache import StateCache
 from dsv4.cache.window import WindowPool
 
@@ -83,9 +83,10 @@ class ModelCache:
         def entries(ratio: int) -> EntryPool:
             return EntryPool(self.kv_format, num_blocks, self.block_size // ratio, ratio, device)
 
-        def index_keys(ratio: int) -> Pages:
-            size = self.block_size // ratio
-            return Pages(num_blocks, size, config.index_head_dim, dtype, device)
+        def index_keys(ratio: int) -> IndexKeyPool:
+            size, dim = self.block_size // ratio, config.index_head_dim
+            is_packed = config.quantized and dtype == torch.bfloat16
+            return IndexKeyPool(num_blocks, size, dim, dtype, is_packed, device)
 
         self.layers = tuple(
             LayerCache(

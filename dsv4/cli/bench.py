@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dsv4.cli import (
     bench_fp8_linear,
+    bench_index_topk,
     bench_merged_linear,
     bench_mhc_seam,
     bench_moe,
@@ -63,6 +64,7 @@ def add_parser(subparsers) -> None:
     attention.set_defaults(run=run_attention)
     bench_rms_norm_fp8.add_parser(benchmarks)
     bench_mhc_seam.add_parser(benchmarks)
+    bench_index_topk.add_parser(benchmarks)
     bench_fp8_linear.add_parser(benchmarks)
     bench_merged_linear.add_parser(benchmarks)
     bench_moe.add_parser(benchmarks)

@@ -147,11 +147,9 @@ class Attention(Module):
             self.indexer.update(*sides[2:4], cache, step)
         if self._sees_all(step):
             return cache.entries.data, None, None
-        visible = step.derive(_visible_entries, self.ratio)
-        n = step.capacity // self.ratio
-        chosen = self.indexer.select(*index_queries, sides[4], cache, step, visible, n)
-        lens = step.derive(_visible_lens, self.ratio)
-        return cache.entries.data, cache.entries.slots(step, chosen), lens
+        lens = step.derive(_visible_entries, self.ratio)
+        slots = self.indexer.select(*index_queries, sides[4], lens, cache, step)
+        return cache.entries.data, slots, lens
 
     def _sees_all(self, step: Step) -> bool:
         """Whether every token sees all entries that are complete at its position."""
@@ -163,10 +161,6 @@ class Attention(Module):
 
 
 def _visible_entries(step: Step, ratio: int) -> Tensor:
-    """[B, C]: compressed entries that are complete at each token."""
-    return (step.positions + 1) // ratio
-
-
-def _visible_lens(step: Step, ratio: int) -> Tensor:
-    """[B * C] int32: the same; the operator clamps them to the entries that were chosen."""
-    return _visible_entries(step, ratio).flatten().to(torch.int32)
+    """[B * C] int32: compressed entries that are complete at each token; the operators clamp them
+    to those that were chosen."""
+    return ((step.positions + 1) // ratio).flatten().to(torch.int32)

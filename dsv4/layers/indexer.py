@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,16 +12,14 @@ from dsv4.cache.step import Step
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.linear import Linear, linear_options
 from dsv4.layers.module import Module
-from dsv4.layers.rope import Rope, rotate_
-from dsv4.layers.rounding import round_index
-from dsv4.ops.topk import topk_stable
+from dsv4.layers.rope import Rope
+from dsv4.ops import index_topk
+from dsv4.ops.index_keys import round_index
+from dsv4.ops.kv_insert import rotate_rows_
 
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
     from dsv4.config.model_config import ModelConfig
-
-MAX_SCORE_ELEMENTS = 1 << 26
-"""Bound on the products [rows, tokens, heads, entries] alive at once: more goes in parts."""
 
 
 class Indexer(Module):
@@ -67,91 +65,42 @@ class Indexer(Module):
     def update(self, values: Tensor, scores: Tensor, cache: LayerCache, step: Step) -> None:
         """Take in the projections of the step's tokens: every step, also if none is scored."""
         pooled = self.compressor(values, scores, cache.state.indexer, step)
-        ends = step.derive(_ends, self.rope, self.compressor.ratio)
-        keys = rotate_(self.compressor.norm(pooled), ends.rotation)
-        if self.quantized:
+        ends = cache.entries.completed(step)
+        keys = self.compressor.norm(pooled).flatten(0, 1)
+        table = self.rope.table(step.capacity, keys.device)
+        # A block that does not end may begin past the table.
+        rotate_rows_(keys, table[ends.positions.clamp(max=len(table) - 1)])
+        if self.quantized and not cache.index_keys.is_packed:
             keys = round_index(keys)
-        cache.index_keys.write(step, ends.first, keys, ends.complete)
+        cache.index_keys.insert(keys, ends.slots)
 
     def select(
-        self,
-        queries: Tensor,
-        weights: Tensor,
-        cache: LayerCache,
-        step: Step,
-        visible: Tensor,
-        n: int,
+        self, queries: Tensor, weights: Tensor, lens: Tensor, cache: LayerCache, step: Step
     ) -> Tensor:
-        """Choose among the first `n` entries.
+        """Choose among the entries that each of the T = B * C tokens sees.
 
         Args:
-            queries: [B, C, heads * dim], `wq_b` of the normalised query latent; rotated in place.
+            queries: [B, C, heads * dim], `wq_b` of the normalised query latent.
             weights: [B, C, heads], `weights_proj` of the layer's input.
-            visible: [B, C], entries each token may see.
+            lens: [T] int32, entries that each token sees.
 
         Returns:
-            [B, C, topk] int64; the first min(visible, topk) of each token are chosen.
+            Slots [T, topk] int32 in ascending order of entries, -1 behind the last.
         """
-        queries = queries.unflatten(-1, (self.heads, self.dim))
-        queries = rotate_(queries, self.rope.tokens(step).unsqueeze(-2))
-        if self.quantized:
-            queries = round_index(queries)
-        weights = weights * self.scale
-        keys = cache.index_keys.all(step, n)
-        rows, tokens = _parts(*queries.shape[:2], self.heads * n)
-        chosen = [
-            [
-                self._best(q, w, keys[row], seen)
-                for q, w, seen in zip(
-                    queries[row].split(tokens, 1),
-                    weights[row].split(tokens, 1),
-                    visible[row].split(tokens, 1),
-                )
-            ]
-            for row in rows
-        ]
-        return torch.cat([torch.cat(parts, dim=1) for parts in chosen])
-
-    def _best(self, queries: Tensor, weights: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
-        entries = torch.arange(keys.shape[1], device=keys.device)
-        causal = entries < visible.unsqueeze(-1)
-        return topk_stable(_scores(queries, weights, keys), self.topk, causal)[0]
-
-
-class _Ends(NamedTuple):
-    """The K keys per request that may end within a step.
-
-    Attributes:
-        first: [B], number of the first.
-        complete: [B, K] bool, whether the step's valid tokens reach its end.
-        rotation: [B, K, rope_dim / 2] complex, of the first token of each.
-    """
-
-    first: Tensor
-    complete: Tensor
-    rotation: Tensor
-
-
-def _ends(step: Step, rope: Rope, ratio: int) -> _Ends:
-    first = step.starts // ratio
-    count = -(-step.chunk // ratio)
-    begins = (first[:, None] + torch.arange(count, device=first.device)) * ratio
-    complete = begins + ratio <= (step.starts + step.lens)[:, None]
-    return _Ends(first, complete, rope.at(begins))
-
-
-def _parts(batch: int, chunk: int, per_token: int) -> tuple[list[slice], int]:
-    """Rows of the batch and tokens per row that are scored at once, within the bound.
-
-    A batch whose tokens do not fit side by side, one per row, is taken apart by rows too.
-    """
-    at_once = max(1, MAX_SCORE_ELEMENTS // per_token)
-    rows = min(batch, at_once)
-    tokens = min(chunk, max(1, at_once // rows))
-    return [slice(row, row + rows) for row in range(0, batch, rows)], tokens
-
-
-def _scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
-    """[B, C, H, d], [B, C, H], [B, N, d] -> [B, C, N] fp32; rounded to their dtype on the way."""
-    products = torch.einsum("bchd,bnd->bchn", queries, keys).relu_()
-    return (products * weights.unsqueeze(-1)).sum(-2).float()
+        return index_topk(
+            queries.flatten(0, 1),
+            weights.flatten(0, 1),
+            self.rope.table(step.capacity, queries.device),
+            step.token_positions,
+            lens,
+            step.request_ids,
+            step.pages,
+            cache.index_keys.data,
+            topk=self.topk,
+            weight_scale=self.scale,
+            is_rounded=self.quantized,
+            # What a float32 model computes in float32 for is not rounded away.
+            rank="bf16" if queries.dtype == torch.bfloat16 else "fp32",
+            gives_slots=True,
+            max_entries=step.capacity // self.compressor.ratio,
+        )

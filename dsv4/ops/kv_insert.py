@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from dsv4.arch import ARCHS
 from dsv4.kernels.kit.kv_entry import Fp8Entry
 from dsv4.kernels.rows.kv_insert_config import ARGS, KvInsertConfig, values
-from dsv4.ops.pools import decode_entries, encode_entries, entry_views
+from dsv4.ops.pools import decode_entries, encode_entries, entry_views, write_slots
 from dsv4.ops.rms_norm_fp8 import MODEL_EPS, rms_norm_rows
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_is_tensor
@@ -62,7 +62,7 @@ class KvInsert(KernelOp):
         if x.shape[0] == 0 or pool.numel() == 0:
             return
         keys = rms_norm_rows(x, weight, config.eps)
-        _rotate_(keys, rope[positions.clamp(0, rope.shape[0] - 1)])
+        rotate_rows_(keys, rope[positions.clamp(0, rope.shape[0] - 1)])
         parts, targets = [keys], [pool]
         if config.quantizes:
             entry = Fp8Entry(config.dim, config.rope_dim)
@@ -72,7 +72,7 @@ class KvInsert(KernelOp):
             else:
                 keys[:, : entry.codes] = decode_entries(*encoded, entry)[:, : entry.codes]
         for part, target in zip(parts, targets):
-            _write(part, target, slots)
+            write_slots(part, target, slots)
 
     def aot(self) -> Mapping[str, KvInsertConfig]:
         """Latents of Flash and Pro into either cache."""
@@ -167,25 +167,10 @@ def kv_insert_runner_id(
 # ---- torch implementation ------------------------------------------------------------------------
 
 
-def _rotate_(x: Tensor, rotation: Tensor) -> None:
-    """Turn the last channels of x [N, d] by [N, cosines then sines], in place."""
+def rotate_rows_(x: Tensor, rotation: Tensor) -> None:
+    """Turn the last channels of x [..., d] by [..., cosines then sines], in place."""
     cos, sin = rotation.chunk(2, -1)
-    tail = x[:, x.shape[1] - rotation.shape[1] :]
-    even, odd = tail[:, 0::2].float(), tail[:, 1::2].float()
+    tail = x[..., x.shape[-1] - rotation.shape[-1] :]
+    even, odd = tail[..., 0::2].float(), tail[..., 1::2].float()
     turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1)
-    tail.copy_(turned.flatten(1))
-
-
-def _write(rows: Tensor, target: Tensor, slots: Tensor) -> None:
-    """target[slot // P, slot % P] = row where there is such a slot; without a synchronisation."""
-    pages, size, _ = target.shape
-    place = slots.long()
-    valid = (place >= 0) & (place < pages * size)
-    # What is not to be written repeats a row that is; with none, the first entry stays as it is.
-    anchor = valid.to(torch.uint8).argmax()
-    chosen = torch.where(valid, torch.arange(len(rows), device=rows.device), anchor)
-    place = place[chosen].clamp(0, pages * size - 1)
-    page, entry = place // size, place % size
-    target[page, entry] = torch.where(
-        valid.any(), rows[chosen].to(target.dtype), target[page, entry]
-    )
+    tail.copy_(turned.flatten(-2))

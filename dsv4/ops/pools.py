@@ -98,3 +98,18 @@ def encode_entries(
         scales[..., : entry.groups] = factors.view(torch.uint8)
     parts.append(rotated.to(torch.bfloat16).contiguous().view(torch.uint8))
     return torch.cat(parts, -1), scales
+
+
+def write_slots(rows: Tensor, target: Tensor, slots: Tensor) -> None:
+    """target[slot // P, slot % P] = row where there is such a slot; without a synchronisation."""
+    pages, size, _ = target.shape
+    place = slots.long()
+    valid = (place >= 0) & (place < pages * size)
+    # What is not to be written repeats a row that is; with none, the first entry stays as it is.
+    anchor = valid.to(torch.uint8).argmax()
+    chosen = torch.where(valid, torch.arange(len(rows), device=rows.device), anchor)
+    place = place[chosen].clamp(0, pages * size - 1)
+    page, entry = place // size, place % size
+    target[page, entry] = torch.where(
+        valid.any(), rows[chosen].to(target.dtype), target[page, entry]
+    )

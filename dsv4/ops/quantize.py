@@ -12,6 +12,8 @@ import functools
 import torch
 from torch import Tensor
 
+from dsv4.kernels.kit.index_entry import MIN_EXPONENT, TOP_SHIFT
+
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
 E4M3_AMAX_FLOOR = 1e-4
@@ -64,6 +66,22 @@ def quantize_e2m1(x: Tensor, block: int = 32) -> tuple[Tensor, Tensor]:
     magnitudes = torch.tensor(E2M1_VALUES, device=x.device)
     codes = torch.bucketize(values.abs(), magnitudes) + 8 * torch.signbit(values)
     return pack_e2m1(codes.to(torch.uint8).flatten(-2)), _as_e8m0(exponent.squeeze(-1))
+
+
+def quantize_e2m1_as_e4m3(x: Tensor, block: int = 32) -> tuple[Tensor, Tensor]:
+    """Round rows of `x` [..., n] as `qdq_e2m1` does -> (codes [..., n] float8_e4m3fn, scales [...]
+    float32), one power of two a row.
+
+    What the scales of a row's blocks differ by lies in the exponents of its codes: without loss
+    within a factor of 2^14, else as e4m3 rounds the smaller blocks.
+    """
+    blocks = _blocks(x, block)
+    exponent = _scale_exponent(blocks, E2M1_AMAX_FLOOR, E2M1_MAX)
+    row = (exponent.amax(-2, keepdim=True) - TOP_SHIFT).clamp_(min=127 + MIN_EXPONENT)
+    values = _round_e2m1(blocks / _decode_exponent(exponent))
+    values = values.mul_(_decode_exponent((exponent - row).clamp_(min=-126) + 127))
+    codes = values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
+    return codes, _decode_exponent(row).flatten(-2).squeeze(-1)
 
 
 def dequantize_e4m3_blocks(

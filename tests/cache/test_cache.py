@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dsv4.cache.index_keys import IndexKeyPool
 from dsv4.cache.model_cache import ModelCache, block_size
-from dsv4.cache.pages import Pages
 from dsv4.cache.rings import Ring
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
+from dsv4.ops.index_keys import decode_index, key_views, round_index
 from tests.model.tiny import tiny_config
 
 pytestmark = pytest.mark.stage("cache")
@@ -94,22 +95,22 @@ def test_a_ring_refuses_more_history_than_it_keeps() -> None:
         ring.history(_step([0], [9], [1], 1), 5)
 
 
-def test_pages_keep_requests_apart_and_drop_what_is_invalid() -> None:
-    pages = Pages(6, 2, 1, torch.float32, "cpu")
-    pages.data.fill_(-1)
-    step = _step([0, 1, -1], [0, 0, 0], [1, 1, 0], 1, table=[[4, 1], [0, -1], [-1, -1]])
-    values = torch.arange(9.0).view(3, 3, 1)
-    valid = torch.tensor([[True, True, True], [True, False, True], [True] * 3])
-    pages.write(step, torch.tensor([1, 0, 0]), values, valid)
-    # Request 0: entries 1, 2, 3. Request 1: entry 0; entry 2 has no block. Row 2 has none at all.
-    assert pages.data[4].flatten().tolist() == [-1, 0]
-    assert pages.data[1].flatten().tolist() == [1, 2]
-    assert pages.data[0].flatten().tolist() == [3, -1]
-    assert (pages.data[[2, 3, 5]] == -1).all()
-    everything = pages.all(step, 4)[..., 0]
-    assert everything[0].tolist() == [-1, 0, 1, 2] and everything[1, 0] == 3
-    with pytest.raises(ValueError, match="block_table has 2"):
-        pages.all(step, 5)
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_index_keys_lie_in_their_slots_and_nowhere_else(is_packed: bool, seed: int) -> None:
+    pool = IndexKeyPool(5, 3, 32, torch.bfloat16, is_packed, "cpu")
+    before = pool.data.clone()
+    keys = torch.randn(4, 32).bfloat16()
+    pool.insert(keys, torch.tensor([7, -1, 2, 15], dtype=torch.int32))
+    if not is_packed:
+        assert torch.equal(pool.data[2, 1], keys[0]) and torch.equal(pool.data[0, 2], keys[2])
+        before[2, 1], before[0, 2] = keys[0], keys[2]
+        assert torch.equal(pool.data, before)
+        return
+    found = decode_index(*key_views(pool.data))
+    rounded = round_index(keys).float()
+    assert torch.equal(found[2, 1], rounded[0]) and torch.equal(found[0, 2], rounded[2])
+    found[2, 1] = found[0, 2] = 0
+    assert not found.any()
 
 
 @pytest.mark.parametrize(
@@ -131,7 +132,7 @@ def test_model_cache_gives_every_layer_what_it_needs() -> None:
         # A ring per request, and pages for 30 tokens of a chunk.
         assert layer.window.data.shape == (3 + 3, 9 + 2, 32) and layer.entries is None
         assert layer.state.compressor is None and layer.index_keys is None
-    assert csa.entries.data.shape == (10, 32, 32) and csa.index_keys.data.shape == (11, 32, 16)
+    assert csa.entries.data.shape == (10, 32, 32) and csa.index_keys.data.shape == (10, 32, 16)
     assert csa.state.compressor.data.shape == (4, 8 + 2, 2, 64)
     assert csa.state.indexer.data.shape == (4, 8 + 2, 2, 32)
     assert hca.entries.data.shape == (10, 8, 32) and hca.index_keys is None

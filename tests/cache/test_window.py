@@ -98,10 +98,3 @@ def test_entries_that_a_step_completes() -> None:
     assert ends.positions.tolist() == [4, 8, 0, 4, 0, 4]
     later = _step([0, 1], [13, 7], [7, 1], 7, table=[[4, 1], [0, -1]])
     assert pool.completed(later).slots.tolist() == [3, -1, 1, -1]
-
-
-def test_slots_of_entries() -> None:
-    pool = EntryPool(FORMAT, 6, 2, 4, "cpu")
-    step = _step([0, 1], [0, 0], [2, 2], 2, table=[[4, 1], [0, -1]])
-    entries = torch.tensor([[[3, 0], [1, 2]], [[1, 2], [0, 3]]])
-    assert pool.slots(step, entries).tolist() == [[3, 8], [9, 2], [1, -1], [0, -1]]

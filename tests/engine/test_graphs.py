@@ -117,10 +117,10 @@ def cache_tensors(cache: ModelCache) -> list[Tensor]:
     """All memory of a cache that requests own."""
     tensors = []
     for layer in cache.layers:
-        tensors += [pool.data for pool in (layer.window, layer.entries) if pool is not None]
+        pools = (layer.window, layer.entries, layer.index_keys)
+        tensors += [pool.data for pool in pools if pool is not None]
         # The last row swallows the writes of padding.
-        states = (*layer.state.rings(), layer.index_keys)
-        tensors += [state.data[:-1] for state in states if state is not None]
+        tensors += [state.data[:-1] for state in layer.state.rings()]
     return tensors
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,6 @@ from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerKind, LayerSpec
 from dsv4.config.model_config import ModelConfig, RopeScaling
-from dsv4.layers import indexer as indexer_module
 from dsv4.layers import linear as linear_module
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.head import Embedding
@@ -277,12 +278,12 @@ def test_equal_scores_choose_the_earlier_entries(seed: int) -> None:
     x, latent = torch.randn(1, 40, 64), torch.randn(1, 40, 24)
     *projected, weights = project(x, indexer.linears)
     indexer.update(*projected, cache, _step(0, 40))
-    visible = (torch.arange(1, 41) // 4)[None]
-    queries = indexer.wq_b(latent)
-    chosen = indexer.select(queries, weights, cache, _step(0, 40), visible, 10)
+    lens, step = (torch.arange(1, 41) // 4).int(), _step(0, 40)
+    chosen = indexer.select(indexer.wq_b(latent), weights, lens, cache, step)
+    first = int(step.block_table[0, 0]) * cache.index_keys.data.shape[1]
     for t in range(40):
-        count = min(int(visible[0, t]), 3)
-        assert chosen[0, t, :count].tolist() == list(range(count))
+        count = min(int(lens[t]), 3)
+        assert chosen[t].tolist() == [*range(first, first + count), *[-1] * (3 - count)]
 
 
 @pytest.mark.stage("indexer")
@@ -302,26 +303,24 @@ def test_scores_alive_at_once_are_bounded(
     indexer.update(*projected, cache.layers[0], history)
     step = Step(rows, lens - chunk, lens.clamp(max=chunk), rows[:, None], chunk, capacity=128)
     x, latent = torch.randn(batch, chunk, 64), torch.randn(batch, chunk, 24)
-    visible = (step.positions + 1) // 4
-    queries, weights = indexer.wq_b(latent), indexer.weights_proj(x)
-    whole = indexer.select(queries.clone(), weights, cache.layers[0], step, visible, 10)
-    assert whole.shape == (batch, chunk, 3)
+    lens = ((step.positions + 1) // 4).flatten().int()
+    inputs = indexer.wq_b(latent), indexer.weights_proj(x), lens, cache.layers[0], step
+    whole = indexer.select(*inputs)
+    assert whole.shape == (batch * chunk, 3)
+    sizes, matmul = [], torch.matmul
 
-    bound, sizes, scores = tokens * 24 * 10, [], indexer_module._scores
+    def measured(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        found = matmul(a, b)
+        if found.shape[-2] == indexer.heads:
+            sizes.append(found.numel())
+        return found
 
-    def measured(queries: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        sizes.append(queries[..., 0].numel() * keys.shape[1])
-        return scores(queries, weights, keys)
-
-    monkeypatch.setattr(indexer_module, "MAX_SCORE_ELEMENTS", bound)
-    monkeypatch.setattr(indexer_module, "_scores", measured)
-    parts = indexer.select(queries.clone(), weights, cache.layers[0], step, visible, 10)
-    counts = visible.clamp(max=3)[..., None]
-    assert torch.equal(
-        parts.where(torch.arange(3) < counts, -1), whole.where(torch.arange(3) < counts, -1)
-    )
-    assert max(sizes) <= bound
-    assert sum(sizes) == batch * chunk * 240
+    module = sys.modules["dsv4.ops.index_topk"]
+    monkeypatch.setattr(module, "MAX_PRODUCTS", tokens * 32 * max(indexer.heads, indexer.dim))
+    monkeypatch.setattr(torch, "matmul", measured)
+    assert torch.equal(indexer.select(*inputs), whole)
+    assert max(sizes) <= tokens * 32 * indexer.heads
+    assert sum(sizes) == batch * chunk * 32 * indexer.heads
 
 
 def _router(hash_routed: bool) -> tuple[Router, ModelConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,7 +16,6 @@ from dsv4.cache.model_cache import ModelCache, block_size
 from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerKind
 from dsv4.config.model_config import ModelConfig, RopeScaling
-from dsv4.layers import indexer
 from dsv4.model.model import DeepseekV4
 from dsv4.ops.moe import torch_path
 from dsv4.ops.topk import topk_stable
@@ -145,7 +145,7 @@ def closest_choice() -> Iterator[list[float]]:
         return topk_stable(scores, k, valid)
 
     with (
-        mock.patch.object(indexer, "topk_stable", recording),
+        mock.patch.object(sys.modules["dsv4.ops.index_topk"], "topk_stable", recording),
         mock.patch.object(torch_path, "topk_stable", recording),
     ):
         yield gaps

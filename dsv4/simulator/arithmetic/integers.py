@@ -45,10 +45,11 @@ def remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def multiply_high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """High half of the product of two 32- or 64-bit integers."""
-    if a.dtype.itemsize == 4:
+    """High half of the product of two 16-, 32- or 64-bit integers."""
+    if a.dtype.itemsize <= 4:
         wide = i64 if a.dtype.kind == "i" else u64
-        return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
+        bits = wide(8 * a.dtype.itemsize)
+        return ((a.astype(wide) * b.astype(wide)) >> bits).astype(a.dtype)
     return np.array([(x * y) >> 64 for x, y in zip(a.tolist(), b.tolist())], a.dtype)
 
 

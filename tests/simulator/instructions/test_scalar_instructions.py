@@ -86,6 +86,21 @@ def test_24_bit_products(kind, half, seed):
     np.testing.assert_array_equal(found, [(w + z) & _ONES for w, z in zip(words, c.tolist())])
 
 
+@pytest.mark.parametrize("kind", ["u16", "s16"])
+def test_high_halves_of_16_bit_products(kind, seed):
+    generator = np.random.default_rng(seed)
+    a, b = (generator.integers(0, 1 << 16, 32, np.uint32) for _ in range(2))
+    found = run_lanes(
+        ".reg .b16 %h<3>;\ncvt.u16.u32 %h0, %x0;\ncvt.u16.u32 %h1, %x1;\n"
+        f"mul.hi.{kind} %h2, %h0, %h1;\ncvt.u32.u16 %y, %h2;",
+        [a, b],
+        np.uint32,
+    )
+    narrow = np.int16 if kind == "s16" else np.uint16
+    wide = [x.astype(np.uint16).view(narrow).astype(np.int64) for x in (a, b)]
+    np.testing.assert_array_equal(found, wide[0] * wide[1] >> 16 & 0xFFFF)
+
+
 @pytest.mark.parametrize("combine", ["or", "and"])
 def test_lop3_with_a_predicate(combine, seed):
     generator = np.random.default_rng(seed)

@@ -1,0 +1,124 @@
+"""`index_topk` on a GPU: time beside the byte floor, and beside the same in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from dsv4.bench.machine import Machine
+from dsv4.bench.timing import graph_microseconds
+from dsv4.kernels.kit.index_entry import IndexEntry
+from dsv4.ops.index_topk import INDEX_TOPK, index_topk
+from dsv4.testing.index_topk import Case, Inputs, assert_choice, run_op
+
+TOKENS = (1, 4, 16, 64)
+ENTRIES = (4096, 32768, 131072)
+TOPK = 512
+# Bytes of keys that the inputs of all replays have together at least.
+REPLAY_BYTES, MAX_SETS = 200e6, 256
+PLAIN_KEYS = 1 << 19  # keys up to which the torch implementation is timed, too
+CHECKED = 4  # tokens
+COLUMNS = ("T", "entries", "us", "floor us", "of floor", "torch us")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens, each of a request of its own, and the entries that each sees."""
+
+    tokens: int
+    entries: int
+
+    @property
+    def bytes(self) -> int:
+        """Keys are read."""
+        return self.tokens * self.entries * IndexEntry(128).bytes
+
+
+@dataclass(frozen=True)
+class Result:
+    """Times in microseconds; `torch` is that of the operator's torch implementation, 0 where it was
+    not timed."""
+
+    shape: Shape
+    microseconds: float
+    floor: float
+    torch: float
+
+
+def model_shapes() -> list[Shape]:
+    """Decode steps of 16k to 512k tokens of context."""
+    return [Shape(tokens, entries) for tokens in TOKENS for entries in ENTRIES]
+
+
+def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
+    """Measure each shape; nothing is timed that is not right.
+
+    Raises:
+        AssertionError: the kernel's results are not the oracle's.
+    """
+    for shape in shapes:
+        yield _measure(shape, machine)
+        # The next shape needs the memory, in blocks of other sizes.
+        torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def _measure(shape: Shape, machine: Machine) -> Result:
+    case = Case((shape.entries,) * shape.tokens, TOPK, gives_slots=True)
+    first = Inputs.make(case, 0, "cuda")
+    assert_choice(first, run_op(first), range(min(shape.tokens, CHECKED)))
+    sets = min(max(2, round(REPLAY_BYTES / shape.bytes)), MAX_SETS)
+    if shape.bytes > REPLAY_BYTES:
+        sets = 1
+    inputs = [first, *(first.clone() for _ in range(sets - 1))]
+    plain_time = 0.0
+    if shape.tokens * shape.entries <= PLAIN_KEYS:
+        plain_time = graph_microseconds([partial(plain, one) for one in inputs[:2]])
+    return Result(
+        shape,
+        graph_microseconds([partial(_run, one) for one in inputs]),
+        floor=machine.floor(shape.bytes),
+        torch=plain_time,
+    )
+
+
+def _run(inputs: Inputs) -> None:
+    """The operator, with scores of its own."""
+    case = inputs.case
+    index_topk(
+        **inputs.tensors,
+        topk=case.topk,
+        weight_scale=case.config.weight_scale,
+        gives_slots=case.gives_slots,
+    )
+
+
+def plain(inputs: Inputs) -> None:
+    """The same by the torch implementation."""
+    arguments = inputs.arguments
+    scores = arguments.pop("scores")
+    shape = (len(inputs.case.lens), inputs.case.topk)
+    indices = torch.empty(shape, dtype=torch.int32, device="cuda")
+    INDEX_TOPK.torch(inputs.config, *arguments.values(), indices, scores)
+
+
+def as_row(result: Result) -> dict[str, Any]:
+    """A result as records keep it."""
+    return asdict(result)
+
+
+def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
+    """A row of a record under `COLUMNS`."""
+    time = row["microseconds"]
+    return [
+        f"{row['shape']['tokens']}",
+        f"{row['shape']['entries']}",
+        f"**{time:.2f}**" if is_bold else f"{time:.2f}",
+        f"{row['floor']:.2f}",
+        f"{row['floor'] / time:.0%}",
+        f"{row['torch']:.0f}" if row["torch"] else "-",
+    ]

@@ -1,0 +1,1 @@
+"""Kernels of the lightning indexer: scores of compressed entries, selection of the best."""

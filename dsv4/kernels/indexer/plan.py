@@ -1,0 +1,84 @@
+"""Plan of the scores' kernel: warps, shared memory, barriers.
+
+Plain Python: `print(ScoresPlan())` works without a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4.kernels.indexer.config import BINS, KERNEL_DIM, KERNEL_HEADS, TILE_KEYS
+from dsv4.kernels.kit.index_entry import SCALE_BYTES
+from dsv4.kernels.kit.plan import (
+    WARP_THREADS,
+    WARPGROUP_WARPS,
+    Arrival,
+    Arrive,
+    BarrierGraph,
+    Buffer,
+    Edge,
+    Warps,
+)
+from dsv4.kernels.kit.ring_plan import RingPlan
+
+GROUPS = 2  # consumer warpgroups: a tile of keys each
+TILE_BYTES = TILE_KEYS * (KERNEL_DIM + SCALE_BYTES)
+START_WORDS = 2  # where a CTA's work begins: token, tile
+# Entries up to which one CTA selects, and the CTAs that share a longer list.
+FEW_ENTRIES, CLUSTER = 8192, 8
+# Keys of a launch from which on two CTAs of an SM share them out.
+MANY_KEYS = 1 << 18
+
+
+@dataclass(frozen=True)
+class ScoresPlan(RingPlan):
+    """CTA of the scores' kernel; half of an SM, so that the launches before and after fit beside.
+
+    Attributes:
+        lanes_per_warp: lanes that arrive for a warp.
+    """
+
+    lanes_per_warp: int = 1
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return 2
+
+    @property
+    def warps(self) -> Warps:
+        return Warps.of(consumers=GROUPS * WARPGROUP_WARPS, load=1)
+
+    @property
+    def consumers(self) -> int:
+        """Threads of the consumers."""
+        return GROUPS * WARPGROUP_WARPS * WARP_THREADS
+
+    def _buffers(self, stages: int) -> tuple[Buffer, ...]:
+        return (
+            Buffer("keys", "Float8E4M3FN", stages * TILE_KEYS * KERNEL_DIM, 1024),
+            Buffer("queries", "Float8E4M3FN", KERNEL_HEADS * KERNEL_DIM, 1024),
+            Buffer("scales", "Float32", stages * TILE_KEYS, 16),
+            Buffer("factors", "Float32", KERNEL_HEADS, 16),
+            Buffer("counts", "Int32", BINS, 16),
+            Buffer("sums", "Int32", GROUPS * WARPGROUP_WARPS + 1),
+            Buffer("start", "Int32", START_WORDS),
+            *self._barriers(stages).split_buffers,
+        )
+
+    def _barriers(self, stages: int) -> BarrierGraph:
+        tiles = Edge(
+            "ring", "tile of keys and their scales",
+            (Arrival("load", Arrive.TMA),),
+            (Arrival("consumers", Arrive.WARP, warps=WARPGROUP_WARPS),),
+            stages, TILE_BYTES,
+        )  # fmt: skip
+        return BarrierGraph(self.warps, (tiles,), self.lanes_per_warp)
+
+    def __str__(self) -> str:
+        return f"warps      {self.warps}\nSMEM       {self.smem}\n{self.barriers}"
+
+
+def choose_launch(tokens: int, entries: int, num_sms: int) -> tuple[int, int]:
+    """CTAs of the scores' launch, and CTAs that select for a token, by the most entries of one."""
+    ctas = num_sms * (2 if tokens * entries >= MANY_KEYS else 1)
+    return ctas, 1 if entries <= FEW_ENTRIES else CLUSTER

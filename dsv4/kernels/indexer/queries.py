@@ -1,0 +1,101 @@
+"""Rounding of index queries and keys in registers: rotation, Hadamard transform, FP4, e4m3 codes.
+
+Four neighbouring lanes hold a row of 128 channels, 32 each, which is a group of FP4. The arithmetic
+is that of `dsv4.ops.index_rows`, bit for bit: additions of the transform in the same order, one
+rounding to bf16 after the rotation and one after the transform.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float8E4M3FN, Float32, Int32, Uint32, cute
+
+from dsv4.kernels.kit import quant
+from dsv4.kernels.kit.index_entry import FP4_GROUP, MIN_EXPONENT, TOP_SHIFT
+from dsv4.kernels.kit.rms import NEAREST
+
+LANES = 4  # of a row
+PAIRS = FP4_GROUP // 2  # registers of a lane
+BIAS = 127  # of an exponent
+E2M1_MAX = 6.0
+E2M1_AMAX_FLOOR = 6 * 2.0**-126
+
+
+def rotated(pairs: list[Uint32], cos: cute.Tensor, sin: cute.Tensor) -> list[Uint32]:
+    """Pairs of neighbouring channels turned, and rounded to bf16."""
+    turned = []
+    for i, pair in enumerate(pairs):
+        even, odd = quant.unpack_bf16(pair)
+        turned.append(
+            quant.pack_bf16(
+                _product(even, cos[i]) - _product(odd, sin[i]),
+                _product(even, sin[i]) + _product(odd, cos[i]),
+            )
+        )
+    return turned
+
+
+def transformed(pairs: list[Uint32], lane: Int32) -> list[Uint32]:
+    """The normalised Walsh-Hadamard transform of a row, in natural order, rounded to bf16."""
+    values = [value for pair in pairs for value in quant.unpack_bf16(pair)]
+    half = 1
+    while half < FP4_GROUP:
+        for low in range(FP4_GROUP):
+            if not low & half:
+                a, b = values[low], values[low + half]
+                values[low], values[low + half] = a + b, a - b
+        half *= 2
+    for offset in (1, 2):
+        is_high = lane & offset != 0
+        others = [cute.arch.shuffle_sync_bfly(value, offset=offset) for value in values]
+        values = [
+            Float32(cutlass.select_(is_high, other - value, value + other))
+            for value, other in zip(values, others)
+        ]
+    factor = Float32((LANES * FP4_GROUP) ** -0.5)
+    values = [value * factor for value in values]
+    return [quant.pack_bf16(*values[i : i + 2]) for i in range(0, FP4_GROUP, 2)]
+
+
+def coded(pairs: list[Uint32]) -> tuple[cute.Tensor, Float32]:
+    """e4m3 codes of a lane's channels, rounded to FP4 with a scale of their own, and the scale of
+    the row's codes, a power of two."""
+    values = [value for pair in pairs for value in quant.unpack_bf16(pair)]
+    ratio = cute.arch.fmax(quant.amax_bf16(pairs, 1), Float32(E2M1_AMAX_FLOOR))
+    bits = (ratio * Float32(1 / E2M1_MAX)).bitcast(Uint32)
+    mantissa = quant.FP32_MANTISSA
+    exponent = cutlass.min(Int32((bits + ((1 << mantissa) - 1)) >> mantissa), 254)
+    top = exponent
+    for offset in (1, 2):
+        top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
+    row = cutlass.max(top - TOP_SHIFT, Int32(BIAS + MIN_EXPONENT))
+    # A group of zeros may lie further below the row's scale than an exponent reaches.
+    shift = cutlass.max(exponent - row, Int32(-BIAS + 1))
+    inverse = _power_of_two(2 * BIAS - exponent)
+    factor = _power_of_two(shift + BIAS)
+    wide = cute.make_rmem_tensor(FP4_GROUP, Float32)
+    for i, value in enumerate(values):
+        wide[i] = rounded_e2m1(value * inverse) * factor
+    codes = cute.make_rmem_tensor(FP4_GROUP, Float8E4M3FN)
+    codes.store(wide.load().to(Float8E4M3FN))
+    return codes, _power_of_two(row)
+
+
+def rounded_e2m1(x: Float32) -> Float32:
+    """Nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with the sign of x, ties to the even code."""
+    x = cute.arch.fmin(cute.arch.fmax(x, Float32(-E2M1_MAX)), Float32(E2M1_MAX))
+    magnitude = cute.arch.fmax(cute.arch.fmax(x, -x), Float32(1.0))
+    binade = (magnitude.bitcast(Uint32) & Uint32(0x7F800000)).bitcast(Float32)
+    # Its last place is half a binade, the distance of two codes.
+    magic = binade * Float32(1.5 * 2**22)
+    return (x + magic) - magic
+
+
+def _power_of_two(exponent: Int32) -> Float32:
+    """2^(exponent - 127), of 1 to 254."""
+    return (exponent << quant.FP32_MANTISSA).bitcast(Float32)
+
+
+def _product(a: Float32, b: Float32) -> Float32:
+    """a * b, rounded by itself: a plain product may be contracted with the sum that follows."""
+    return cute.math.mul(a, b, rounding=NEAREST)

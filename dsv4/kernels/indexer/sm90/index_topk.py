@@ -1,0 +1,57 @@
+"""`index_topk` for Hopper (sm_90a): scores of all entries, then the selection."""
+
+from __future__ import annotations
+
+from cutlass import Int32, cute
+
+from dsv4.kernels.indexer.config import ARGS, IndexTopkConfig, has_kernel, values
+from dsv4.kernels.indexer.context import Operands, counts_of
+from dsv4.kernels.indexer.plan import CLUSTER
+from dsv4.kernels.indexer.select import Select
+from dsv4.kernels.indexer.sm90.scores import ScoresSm90
+from dsv4.kernels.kit.args import compile_kernel
+
+
+class IndexTopkSm90:
+    """Kernels of one configuration."""
+
+    def __init__(self, config: IndexTopkConfig):
+        assert has_kernel(config), config
+        self.scores = ScoresSm90(config)
+        self.alone, self.shared = (Select(config, ctas) for ctas in (1, CLUSTER))
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # [T, h d] bf16
+        weights: cute.Tensor,  # [T, h] bf16
+        rope: cute.Tensor,  # [R, rope_dim] fp32
+        positions: cute.Tensor,  # [T] int32
+        lens: cute.Tensor,  # [T] int32
+        request_ids: cute.Tensor,  # [T] int32
+        block_table: cute.Tensor,  # [B, W] int32
+        keys: cute.Tensor,  # [pages, P, row] uint8
+        indices: cute.Tensor,  # [T, k] int32, written
+        scores: cute.Tensor,  # [T, N] bf16, written
+        stream,
+        *,
+        workspace: cute.Tensor,
+        num_ctas: Int32,
+        cluster: Int32,  # CTAs that select for a token: 1 or CLUSTER
+    ):
+        """Launch both."""
+        counts = counts_of(workspace, Int32(q.shape[0]))
+        operands = Operands(
+            q, weights, rope, positions, lens, request_ids, block_table, keys, indices, scores,
+            counts,
+        )  # fmt: skip
+        self.scores.launch(operands, stream, num_ctas)
+        if cluster == 1:
+            self.alone.launch(operands, stream)
+        else:
+            self.shared.launch(operands, stream)
+
+
+def build(config: IndexTopkConfig, options: str = ""):
+    """Compile the kernels of `config` for sm_90a; needs no GPU."""
+    return compile_kernel(IndexTopkSm90(config), ARGS, values(config), options)

@@ -1,0 +1,287 @@
+"""`index_topk`: the indexer's choice among compressed entries, as function and operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from numbers import Integral
+from operator import index
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dsv4.kernels.indexer.config import (
+    ARGS,
+    BINS,
+    KERNEL_DIM,
+    KERNEL_HEADS,
+    KERNEL_ROPE_DIM,
+    RANKS,
+    IndexTopkConfig,
+    has_kernel,
+    values,
+)
+from dsv4.kernels.indexer.plan import CLUSTER, choose_launch
+from dsv4.ops.index_keys import decode_index, encode_index, key_views, round_index
+from dsv4.ops.kv_insert import rotate_rows_
+from dsv4.ops.runtime import state as states
+from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.checks import check_is_tensor
+from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+from dsv4.ops.topk import topk_stable
+
+MODEL_PAGE = 32  # entries of a block of 128 tokens
+MODEL_TOPK = {"Flash": 512, "Pro": 1024}
+MAX_SCORES = 1 << 27
+"""Bound on the scores of a launch: more tokens go in several."""
+MAX_PRODUCTS = 1 << 26
+"""Bound on the products [tokens, heads or channels, entries] of the torch implementation at
+once."""
+_FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_ALIGNED = 8  # scores, a vector of which kernels load
+
+
+class IndexTopk(KernelOp):
+    """Scores of index keys for each token, and the best entries in ascending order."""
+
+    name = "index_topk"
+    config = IndexTopkConfig
+    args = ARGS
+    kernels: ClassVar = {"sm_90a": "dsv4.kernels.indexer.sm90.index_topk"}
+
+    def values(self, config: IndexTopkConfig) -> Mapping[str, int | str]:
+        return values(config)
+
+    def has_kernel(self, config: IndexTopkConfig) -> bool:
+        return has_kernel(config)
+
+    def plan(self, config: IndexTopkConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
+        """CTAs of the scores' launch, and CTAs that select for a token."""
+        return choose_launch(sizes["T"], sizes["N"], device.num_sms)
+
+    def workspace_size(
+        self, config: IndexTopkConfig, sizes: Sizes, scalars: tuple[int, ...]
+    ) -> int:
+        return BINS * sizes["T"]
+
+    def max_workspace_size(self, config: IndexTopkConfig, rows: int, device: Device) -> int:
+        return BINS * rows
+
+    def check_sizes(self, config: IndexTopkConfig, *tensors: Tensor | None) -> None:
+        rope, keys = tensors[2], tensors[7]
+        if rope.shape[0] == 0:
+            raise ValueError("rope: got no rows, needs one per position")
+        size, row = keys.shape[1:]
+        if config.key_format == "fp8" and size > 1 and keys.stride(1) != row:
+            raise ValueError(
+                f"keys: got strides {tuple(keys.stride())}, each page of FP8 keys must be "
+                f"contiguous: [any, {row}, 1]"
+            )
+
+    def probes(
+        self, config: IndexTopkConfig, target: Device, device: torch.device
+    ) -> Iterator[tuple[Tensor | int, ...]]:
+        """A call for each kernel that selects."""
+        for cluster in (1, CLUSTER):
+            yield states.smallest_call(self, config, (1, cluster), device)
+
+    def torch(
+        self,
+        config: IndexTopkConfig,
+        q: Tensor,
+        weights: Tensor,
+        rope: Tensor,
+        positions: Tensor,
+        lens: Tensor,
+        request_ids: Tensor,
+        block_table: Tensor,
+        keys: Tensor,
+        indices: Tensor,
+        scores: Tensor,
+    ) -> None:
+        requests, columns = block_table.shape
+        entries = min(columns * config.page, scores.shape[1])
+        if 0 in (q.shape[0], requests, entries, keys.shape[0]):
+            indices.fill_(-1)
+            return
+        queries = q.unflatten(1, (config.heads, config.dim)).clone()
+        rotation = rope[positions.clamp(0, rope.shape[0] - 1)]
+        rotate_rows_(queries, rotation[:, None])
+        if config.key_format == "fp8":
+            queries = decode_index(*encode_index(queries))
+        elif config.is_rounded:
+            queries = round_index(queries)
+        factors = (weights * config.weight_scale).float()
+        is_request = (request_ids >= 0) & (request_ids < requests)
+        counts = torch.where(is_request, lens, 0).clamp(0, entries)
+        table = block_table[torch.where(is_request, request_ids, 0)]
+        numbers = torch.arange(entries, device=q.device)
+        pages = table[:, numbers // config.page]
+        step = max(1, MAX_PRODUCTS // (entries * max(config.heads, config.dim)))
+        for start in range(0, q.shape[0], step):
+            part = slice(start, start + step)
+            found = _keys_of(config, keys, pages[part].clamp(0, keys.shape[0] - 1), numbers)
+            products = torch.matmul(queries[part].float(), found.mT).relu_()
+            found = torch.matmul(factors[part, None], products).squeeze(1)
+            is_seen = numbers < counts[part, None]
+            found = torch.where(is_seen, found, 0.0).to(scores.dtype)
+            scores[part, :entries] = found
+            best, number = topk_stable(found.float(), config.topk, is_seen)
+            is_chosen = torch.arange(config.topk, device=q.device) < number[:, None]
+            best = torch.where(is_chosen, best, entries).sort(-1).values
+            is_chosen = best < entries
+            names = torch.where(is_chosen, best, 0)
+            if config.gives_slots:
+                page = pages[part].gather(1, names)
+                is_chosen &= page >= 0
+                names = page * config.page + names % config.page
+            indices[part] = torch.where(is_chosen, names, -1).to(torch.int32)
+
+    def aot(self) -> Mapping[str, IndexTopkConfig]:
+        """The indexers of Flash and Pro, in this package's pages."""
+        scale = KERNEL_DIM**-0.5 * KERNEL_HEADS**-0.5
+        sizes = (KERNEL_HEADS, KERNEL_DIM, KERNEL_ROPE_DIM)
+        return {
+            label: IndexTopkConfig(*sizes, topk, MODEL_PAGE, scale, gives_slots=True)
+            for label, topk in MODEL_TOPK.items()
+        }
+
+
+INDEX_TOPK = IndexTopk()
+_op = INDEX_TOPK.overload
+
+
+def index_topk(
+    q: Tensor,
+    weights: Tensor,
+    rope: Tensor,
+    positions: Tensor,
+    lens: Tensor,
+    request_ids: Tensor,
+    block_table: Tensor,
+    keys: Tensor,
+    *,
+    topk: int,
+    weight_scale: float,
+    is_rounded: bool = True,
+    rank: str = "bf16",
+    gives_slots: bool = False,
+    max_entries: int | None = None,
+    out: Tensor | None = None,
+    scores_out: Tensor | None = None,
+) -> Tensor:
+    """Choose the `topk` best entries of each of T tokens.
+
+    I[t, n] = sum over heads of w[t, h] * relu(q[t, h] . k[n]), in fp32, rounded once; the higher
+    score first, of equals the lower number; -0 equals 0. Queries are rotated by the token's
+    position, rounded to their dtype, and where `is_rounded` Hadamard-transformed and rounded to FP4
+    per 32 channels, as the keys have been. w is `weights * weight_scale` in their dtype. A token
+    that sees no more than `topk` entries chooses all, and nothing is scored. Technical report
+    section 2.3.1; official inference/model.py, `Indexer`. A token's bits depend on that token and
+    its keys alone. Nothing is read back to the host.
+
+    Args:
+        q: [T, h * d] bfloat16 (float32 by the torch implementation).
+        weights: [T, h], in the dtype of q.
+        rope: [R, rope_dim] float32, cosines, then sines, per position.
+        positions: [T] int32, clamped to 0..R - 1.
+        lens: [T] int32, entries that each token sees: the first ones of its request. Clamped to
+            what the table has room for, and to `max_entries`.
+        request_ids: [T] int32, row of `block_table`; another number: padding, which sees nothing.
+            GPUs read `lens`, `request_ids` and `block_table` while the launch before may still run:
+            they must not be what a kernel with programmatic dependent launch just wrote.
+        block_table: [B, W] int32, page of every P entries.
+        keys: [pages, P, d + 4] uint8 of FP8 keys (`dsv4.kernels.kit.index_entry`), or [pages, P, d]
+            rows in the dtype of q; pages may lie apart. Kernels take FP8 keys of 128 channels.
+        topk: entries chosen.
+        rank: "bf16", or "fp32": scores are not rounded (by the torch implementation).
+        gives_slots: return slots, page * P + place, instead of entries.
+        max_entries: host's bound on `lens`; it sizes the scores in memory.
+        out: [T, topk] int32.
+        scores_out: [T, N] in the dtype of `rank`, N at least the entries: the scores of entries
+            that a token sees, where it sees more than `topk`; the rest is undefined.
+
+    Returns:
+        [T, topk] int32 in ascending order, -1 behind the last.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
+    """
+    given = (q, weights, rope, positions, lens, request_ids, block_table, keys)
+    try:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            INDEX_TOPK.check_no_gradients(*given)
+        heads, tokens = index(weights.shape[1]), q.shape[0]
+        identity = index_topk_runner_id(
+            heads, index(q.shape[1]) // max(heads, 1), index(rope.shape[1]), topk,
+            index(keys.shape[1]), weight_scale, _FORMATS.get(keys.dtype, "fp8"), is_rounded, rank,
+            gives_slots,
+        )  # fmt: skip
+        if out is None:
+            out = torch.empty((tokens, topk), dtype=torch.int32, device=q.device)
+        entries = block_table.shape[1] * keys.shape[1]
+        if max_entries is not None:
+            entries = min(entries, _checked_bound(max_entries))
+        if scores_out is not None:
+            _op(*given, out, scores_out, identity)
+            return out
+        entries += -entries % _ALIGNED
+        dtype = getattr(torch, RANKS[rank])
+        step = max(1, min(tokens, MAX_SCORES // max(entries, 1)))
+        scores = torch.empty((step, entries), dtype=dtype, device=q.device)
+        for start in range(0, max(tokens, 1), step):
+            part = slice(start, start + step)
+            rows = (q[part], weights[part], rope, *(x[part] for x in given[3:6]), *given[6:])
+            chosen = out[part]
+            _op(*rows, chosen, scores[: chosen.shape[0]], identity)
+    except Exception:
+        INDEX_TOPK.explain(*given, out, scores_out)
+        for name, tensor in (("out", out), ("scores_out", scores_out)):
+            if tensor is not None:
+                check_is_tensor(name, tensor)
+        raise
+    return out
+
+
+@torch.compiler.assume_constant_result
+def index_topk_runner_id(
+    heads: int,
+    dim: int,
+    rope_dim: int,
+    topk: int,
+    page: int,
+    weight_scale: float,
+    key_format: str = "fp8",
+    is_rounded: bool = True,
+    rank: str = "bf16",
+    gives_slots: bool = False,
+) -> int:
+    """Id of a configuration, what `torch.ops.dsv4.index_topk` takes; see `IndexTopkConfig`."""
+    return INDEX_TOPK.runner_id(
+        heads, dim, rope_dim, topk, page, weight_scale, key_format, is_rounded, rank, gives_slots
+    )
+
+
+def _checked_bound(max_entries: object) -> int:
+    if isinstance(max_entries, bool) or not isinstance(max_entries, Integral):
+        raise TypeError(
+            f"max_entries: got a {type(max_entries).__name__}, needs an integer or None"
+        )
+    if max_entries < 0:
+        raise ValueError(f"max_entries: got {max_entries}, needs at least 0")
+    return int(max_entries)
+
+
+# ---- torch implementation ------------------------------------------------------------------------
+
+
+def _keys_of(config: IndexTopkConfig, keys: Tensor, pages: Tensor, numbers: Tensor) -> Tensor:
+    """Keys [tokens, N, d] fp32 of entries `numbers` [N] in `pages` [tokens, N]."""
+    place = numbers % config.page
+    if config.key_format != "fp8":
+        return keys[pages, place].float()
+    codes, scales = key_views(keys)
+    # torch indexes bytes, not float8.
+    found = codes.view(torch.uint8)[pages, place].view(torch.float8_e4m3fn)
+    return decode_index(found, scales[pages, place])

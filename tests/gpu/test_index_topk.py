@@ -1,0 +1,90 @@
+"""`index_topk` on a GPU: the oracle, ties, graphs, streams, bits that the token alone decides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.testing.index_topk import Case, Inputs, assert_choice, run_op
+
+pytestmark = [pytest.mark.gpu, pytest.mark.stage("indexer")]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("page", [8, 32, 64, 128])
+@pytest.mark.parametrize("topk", [512, 1024])
+def test_equals_the_oracle(page, topk, seed) -> None:
+    lens = (0, 1, topk, topk + 1, 4000, 20_011, 40_000, 3)
+    inputs = Inputs.make(Case(lens, topk, page, gives_slots=page == 32), seed, "cuda")
+    assert_choice(inputs, run_op(inputs))
+
+
+@pytest.mark.parametrize("lens", [(8192,), (8200,), (131_072, 600), (300_000,)])
+def test_few_and_many_entries(lens, seed) -> None:
+    inputs = Inputs.make(Case(lens, gives_slots=True), seed, "cuda")
+    assert_choice(inputs, run_op(inputs))
+
+
+@pytest.mark.parametrize("levels", [1, 3, 200])
+def test_of_equal_scores_the_first_are_chosen(levels, seed) -> None:
+    inputs = Inputs.make(Case((5000, 70_000, 513), levels=levels), seed, "cuda")
+    assert_choice(inputs, run_op(inputs))
+
+
+def test_padding_of_nan_touches_no_other_token(seed) -> None:
+    case = Case((3000, 900, 700, 4000), padding_rows=2, gives_slots=True)
+    inputs = Inputs.make(case, seed, "cuda")
+    assert_choice(inputs, run_op(inputs))
+
+
+def test_a_token_is_the_same_alone_and_in_any_batch(seed) -> None:
+    lens = tuple(600 + 137 * i % 30_000 for i in range(64))
+    inputs = Inputs.make(Case(lens, tokens_per_request=2), seed, "cuda")
+    found = run_op(inputs)
+    for start, stop in ((0, 1), (63, 64), (10, 12), (3, 40)):
+        part = run_op(inputs.rows(start, stop))
+        assert torch.equal(part["indices"], found["indices"][start:stop])
+        for row, token in enumerate(range(start, stop)):
+            same = part["scores"][row, : lens[token]] == found["scores"][token, : lens[token]]
+            assert same.all()
+
+
+def test_graph_replay_reads_new_inputs(seed) -> None:
+    case = Case((700, 9000, 20_000))
+    inputs, other = (Inputs.make(case, seed + i, "cuda") for i in range(2))
+    run_op(inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run_op(inputs)
+    for source in (inputs, other):
+        for name, tensor in inputs.tensors.items():
+            tensor.copy_(source.tensors[name])
+        found["indices"].fill_(-7)
+        graph.replay()
+        assert_choice(source, found)
+
+
+def test_two_streams(seed) -> None:
+    cases = Case((9000, 700)), Case((600, 2000, 40_000))
+    both = [Inputs.make(case, seed, "cuda") for case in cases]
+    wanted = [run_op(inputs)["indices"] for inputs in both]
+    streams = [torch.cuda.Stream() for _ in both]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for inputs, stream, found in zip(both, streams, wanted, strict=True):
+            with torch.cuda.stream(stream):
+                results.append((run_op(inputs)["indices"], found))
+    torch.cuda.synchronize()
+    for found, other in results:
+        assert torch.equal(found, other)
+
+
+def test_no_tokens() -> None:
+    inputs = Inputs.make(Case((5,)), 0, "cuda").rows(0, 0)
+    assert run_op(inputs)["indices"].shape == (0, 512)

@@ -1,0 +1,179 @@
+"""`index_topk` in the simulator: every schedule, ragged lists, ties, deleted synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsv4.kernels.indexer.config import KERNEL_DIM, KERNEL_HEADS, IndexTopkConfig, has_kernel
+from dsv4.kernels.indexer.plan import CLUSTER, ScoresPlan, choose_launch
+from dsv4.ops.index_topk import INDEX_TOPK
+from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, simulator
+from dsv4.testing.index_topk import Case, Inputs, assert_choice
+from dsv4.testing.kernel_call import OpKernels
+from dsv4.testing.mutate import Edit, at, check, mutated
+
+pytestmark = pytest.mark.stage("indexer")
+
+# Tokens that share a CTA, one that a CTA begins within, lists of all lengths.
+RAGGED = Case((70, 330, 5, 64, 0, 130, 65), topk=64, gives_slots=True, padding_rows=1)
+
+
+def run(inputs: Inputs, seed: int, schedules: int | None = 1, **scalars: int) -> Outcome:
+    """Run, and compare with the oracle; counts are zeros again."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    outcome = OpKernels(INDEX_TOPK, simulator("sm_90a")).run(inputs, seed, schedules, **scalars)
+    assert_choice(inputs, outcome.outputs)
+    assert not outcome.scratch["workspace"].any()
+    return outcome
+
+
+@pytest.mark.parametrize("cluster", [1, CLUSTER])
+def test_ragged_lists(cluster: int, seed: int) -> None:
+    run(Inputs.make(RAGGED, seed), seed, num_ctas=2, cluster=cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [1, CLUSTER])
+@pytest.mark.parametrize("num_ctas", [1, 3, 20])
+def test_every_schedule(cluster: int, num_ctas: int, seed: int) -> None:
+    run(Inputs.make(RAGGED, seed), seed, None, num_ctas=num_ctas, cluster=cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [8, 16, 64, 128])
+@pytest.mark.parametrize("tokens_per_request", [1, 2])
+def test_pages(page: int, tokens_per_request: int, seed: int) -> None:
+    case = Case((300, 290, 1000), 128, page, tokens_per_request=tokens_per_request)
+    run(Inputs.make(case, seed), seed, num_ctas=3, cluster=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("levels", [1, 2, 30])
+@pytest.mark.parametrize("cluster", [1, CLUSTER])
+def test_of_equal_scores_the_first_are_chosen(levels: int, cluster: int, seed: int) -> None:
+    case = Case((700, 65), topk=64, levels=levels)
+    run(Inputs.make(case, seed), seed, num_ctas=2, cluster=cluster)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cluster", [1, CLUSTER])
+def test_lists_that_registers_do_not_hold(cluster: int, seed: int) -> None:
+    """More than 16,384 entries of a CTA, with ties on both sides."""
+    case = Case((33_100 if cluster == 1 else 140_000,), topk=512, levels=40)
+    run(Inputs.make(case, seed), seed, num_ctas=8, cluster=cluster)
+
+
+@pytest.mark.slow
+def test_no_synchronisation_is_left_out(seed: int) -> None:
+    case = Case((33_000, 100), topk=64)
+    reports = [
+        run(Inputs.make(one, seed), seed, num_ctas=2, cluster=cluster).report
+        for one in (case, RAGGED)
+        for cluster in (1, CLUSTER)
+    ]
+    assert not missed_synchronisation(reports)
+
+
+def test_plan_leaves_half_of_an_sm() -> None:
+    plan = ScoresPlan()
+    assert plan.stages >= 8
+    assert plan.smem.total_bytes <= 113 * 1024
+    assert "tile of keys" in str(plan)
+    assert choose_launch(1, 4096, 132) == (132, 1)
+    assert choose_launch(64, 32768, 132) == (264, CLUSTER)
+
+
+def test_configurations_with_kernels() -> None:
+    sizes = (KERNEL_HEADS, KERNEL_DIM, 64)
+    assert has_kernel(IndexTopkConfig(*sizes, 512, 32, 1.0))
+    for other in (
+        IndexTopkConfig(32, KERNEL_DIM, 64, 512, 32, 1.0),
+        IndexTopkConfig(*sizes, 512, 4, 1.0),
+        IndexTopkConfig(*sizes, 512, 96, 1.0),
+        IndexTopkConfig(*sizes, 512, 32, 1.0, "bf16"),
+        IndexTopkConfig(*sizes, 512, 32, 1.0, rank="fp32"),
+        IndexTopkConfig(*sizes, 512, 32, 1.0, is_rounded=False),
+    ):
+        assert not has_kernel(other), other
+
+
+# ---- bugs ----------------------------------------------------------------------------------------
+
+BUGS: dict[str, Edit] = {
+    "keys read before they are there": at("ScoresSm90.score_tile").call("ring.wait").delete(),
+    "keys overwritten while they are read": at("ScoresSm90.load").call("ring.acquire").delete(),
+    "queries read before all are written": at("ScoresSm90.take_token")
+    .call("sync_consumers", 1)
+    .delete(),
+    "queries overwritten while they are read": at("ScoresSm90.take_token")
+    .call("sync_consumers", 0)
+    .delete(),
+    "queries without a fence": at("ScoresSm90.take_token")
+    .call("cute.arch.fence_view_async_shared")
+    .delete(),
+    "counts taken before all have counted": at("ScoresSm90.add_counts")
+    .call("sync_consumers")
+    .delete(),
+    "start read before it is found": at("ScoresSm90.find_work")
+    .call("cute.arch.sync_threads")
+    .delete(),
+    "scores read before the launch before is over": at("Select.kernel")
+    .call("pdl.wait_for_previous_launch")
+    .delete(),
+    "bin read before it is found": at("Select.find_bin").call("cute.arch.sync_threads").delete(),
+    "counts of the cluster not waited for": at("Select.exchange")
+    .call("cute.arch.cluster_wait", 1)
+    .delete(),
+    "counts exchanged before all have counted": at("Select.exchange")
+    .call("cute.arch.sync_threads", 0)
+    .delete(),
+    "an equal too many": at("Select.select")
+    .expression("ties < choice.equals")
+    .replace("ties <= choice.equals"),
+    "the transform's first stage left out": at("transformed")
+    .expression("half < FP4_GROUP")
+    .replace("half < FP4_GROUP // 2"),
+}
+
+
+def noticed(build: Callable, seed: int) -> bool:
+    """Whether the checks that every test makes fail on what `build` compiles."""
+    from dsv4.simulator.errors import Deadlock, KernelFault
+
+    kernels = OpKernels(INDEX_TOPK, Simulator("sm_90a"))
+    for case in (RAGGED, Case((1400, 300), topk=64, levels=3)):
+        inputs = Inputs.make(case, seed)
+        try:
+            compiled = kernels.compile(inputs.config, build)
+            for cluster in (1, CLUSTER):
+                outcome = kernels.run(inputs, seed, None, compiled, num_ctas=2, cluster=cluster)
+                assert_choice(inputs, outcome.outputs)
+        except (AssertionError, Deadlock, KernelFault):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_has_its_place(name: str) -> None:
+    """What is renamed in the kernel is found here at once."""
+    check(BUGS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.indexer.sm90.index_topk import build
+
+    assert noticed(mutated(build, tmp_path, BUGS[name]), seed), name
+
+
+@pytest.mark.slow
+def test_without_a_bug_nothing_is_noticed(seed: int) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.indexer.sm90.index_topk import build
+
+    assert not noticed(build, seed)
