@@ -14,6 +14,7 @@ from dsv4.cli import (
     bench_moe,
     bench_paged,
     bench_rms_norm_fp8,
+    bench_step,
 )
 from dsv4.cli.output_file import output_file
 
@@ -68,6 +69,7 @@ def add_parser(subparsers) -> None:
     bench_fp8_linear.add_parser(benchmarks)
     bench_merged_linear.add_parser(benchmarks)
     bench_moe.add_parser(benchmarks)
+    bench_step.add_parser(benchmarks)
 
 
 def check_gpu() -> None:

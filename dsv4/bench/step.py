@@ -1,0 +1,348 @@
+"""A whole decode step on a GPU: time of replays, of its layers by kind, launches and kernels."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from dsv4.bench.machine import Machine
+from dsv4.bench.random_model import (
+    RandomModel,
+    cache_bytes,
+    fitting_sets,
+    random_cache,
+    random_model,
+    truncated,
+)
+from dsv4.bench.step_floor import Load, StepFloor
+from dsv4.bench.timing import elapsed_microseconds
+from dsv4.cache.manager import CacheManager
+from dsv4.cache.model_cache import ModelCache
+from dsv4.cache.step import Step
+from dsv4.config.layer_schedule import LayerKind
+from dsv4.config.model_config import ModelConfig
+from dsv4.engine.forward import verify
+from dsv4.engine.inputs import ForwardInputs
+from dsv4.engine.sampler import SamplingBatch
+from dsv4.layers.hyper_connection import Streams
+from dsv4.layers.moe import MoE
+from dsv4.layers.reductions import full_precision_sums
+from dsv4.model.model import DeepseekV4
+
+MODELS: dict[str, Callable[[], ModelConfig]] = {
+    "flash": ModelConfig.flash,
+    "pro": ModelConfig.pro,
+}
+BATCHES = (1, 4, 16, 64, 256)
+WARM_UP, REPLAYS = 3, 20
+LAYERS_OF_A_KIND = 8  # of a timed chain: more than L2 holds at one token
+SHOWN_KERNELS = 40
+KINDS = (LayerKind.CSA, LayerKind.HCA, LayerKind.SWA)
+COLUMNS = (
+    *("model", "layers", "B", "context", "drafts", "experts"),
+    *("step ms", "floor ms", "of floor", "tokens/s", "launches"),
+    *(f"{kind.name} us (floor), launches" for kind in KINDS),
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decode step.
+
+    Attributes:
+        model: of `MODELS`; layers: its first so many, None: all.
+        batch: requests; context: tokens of each when the last timed step ends.
+        drafts: draft tokens a step verifies, of which a share of `acceptance` counts as accepted.
+    """
+
+    model: str
+    layers: int | None
+    batch: int
+    context: int
+    drafts: int = 0
+    acceptance: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Mean time of a kind's layers in microseconds, its floor, and the nodes of a graph of one."""
+
+    microseconds: float
+    floor: float
+    launches: float | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """Medians of replays, in microseconds.
+
+    Attributes:
+        layers: layers of the model that was run; aliased_layers: those with experts of others.
+        distinct: routed experts of a layer that some token used, mean over layers.
+        launches: nodes of the step's graph; None: this torch cannot tell.
+        kinds: of the layers, by name of their kind.
+        kernels: name, calls and microseconds of the step's kernels, the slowest first.
+    """
+
+    shape: Shape
+    layers: int
+    aliased_layers: int
+    distinct: float
+    microseconds: float
+    floor: float
+    launches: int | None
+    kinds: dict[str, LayerTime]
+    kernels: list[tuple[str, int, float]]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all requests together, accepted drafts included."""
+        tokens = 1 + self.shape.acceptance * self.shape.drafts
+        return self.shape.batch * tokens / self.microseconds * 1e6
+
+
+def measure(
+    shapes: Sequence[Shape], machine: Machine, is_aliased: bool, trace: Path | None = None
+) -> Iterator[Result]:
+    """Measure each shape; models are made once for shapes that follow each other.
+
+    Args:
+        is_aliased: let layers share experts where they do not fit.
+        trace: also write a timeline of the last shape's step, for Perfetto.
+
+    Raises:
+        ValueError: a model does not fit; the message says how much is missing.
+    """
+    made: RandomModel | None = None
+    key = None
+    for place, shape in enumerate(shapes):
+        config = truncated(MODELS[shape.model](), shape.layers, shape.drafts > 0)
+        same = [other for other in shapes if _model_of(other) == _model_of(shape)]
+        if key != _model_of(shape):
+            made = None
+            torch.cuda.empty_cache()
+            made, key = _fitting_model(config, same, is_aliased), _model_of(shape)
+        is_last = place == len(shapes) - 1
+        with torch.no_grad():
+            yield _Bench(made, shape).measure(machine, trace if is_last else None)
+
+
+def _model_of(shape: Shape) -> tuple:
+    return shape.model, shape.layers, shape.drafts > 0
+
+
+def _fitting_model(config: ModelConfig, shapes: Sequence[Shape], is_aliased: bool) -> RandomModel:
+    """The model, with as many experts of its own as fit beside the largest cache of the shapes."""
+    needed = max(cache_bytes(config, s.batch, s.context, s.drafts, "cuda") for s in shapes)
+    room, _ = torch.cuda.mem_get_info()
+    sets = fitting_sets(config, needed, room)
+    if sets < config.num_hidden_layers and not is_aliased:
+        raise ValueError(
+            f"{room / 1e9:.0f} GB hold the experts of {sets} of {config.num_hidden_layers} layers "
+            f"beside a cache of {needed / 1e9:.1f} GB: share experts (--alias-experts) or take "
+            f"--layers {sets}"
+        )
+    with torch.no_grad():
+        return random_model(config, sets, torch.device("cuda"))
+
+
+class _Bench:
+    """One shape's inputs, which advance on the device from replay to replay."""
+
+    def __init__(self, made: RandomModel, shape: Shape) -> None:
+        self.made, self.shape = made, shape
+        self.model: DeepseekV4 = made.model
+        rows, tokens = shape.batch, 1 + shape.drafts
+        self.cache = random_cache(self.model, rows, shape.context, shape.drafts)
+        # Replays of the step, of its warm-up and of the profiler move on: the last ends at context.
+        steps = WARM_UP + REPLAYS + 4
+        self.inputs = _inputs(self.cache, rows, tokens, shape.context - steps * tokens)
+        self.inputs.tokens.random_(self.model.config.vocab_size)
+        device = self.inputs.tokens.device
+        # Step i of request b accepts its drafts where its number in a fixed sequence says so.
+        self.clock = torch.arange(rows, device=device)
+        self.share = shape.acceptance
+
+    def measure(self, machine: Machine, trace: Path | None) -> Result:
+        distinct = self._count_experts()
+        graph = _captured(self._step)
+        for _ in range(WARM_UP):
+            graph.replay()
+        time = statistics.median(elapsed_microseconds(graph.replay) for _ in range(REPLAYS))
+        kernels = _kernels(graph, trace)
+        floor = StepFloor(self.model.config, machine)
+        tokens = 1 + self.shape.drafts
+        load = Load(self.shape.batch, tokens, self.shape.context, distinct)
+        return Result(
+            shape=self.shape,
+            layers=self.model.config.num_hidden_layers,
+            aliased_layers=self.made.aliased_layers,
+            distinct=distinct,
+            microseconds=time,
+            floor=floor.step(load),
+            launches=_nodes(graph),
+            kinds=dict(self._kinds(floor, load)),
+            kernels=kernels,
+        )
+
+    def _step(self) -> None:
+        """Verify the newest tokens, then put what follows them in their place."""
+        inputs, drafts = self._fresh(), self.shape.drafts
+        found = verify(self.model, self.cache, inputs, drafts)
+        accepted = torch.zeros_like(self.clock)
+        if drafts:
+            before, now = (self.clock * self.share).floor(), ((self.clock + 1) * self.share).floor()
+            accepted = ((now - before) * drafts).long()
+            self.clock += 1
+        inputs.tokens[:, :1] = found.gather(1, accepted[:, None])
+        inputs.tokens[:, 1:] = found[:, drafts + 2 :]
+        inputs.step.starts.add_(1 + accepted)
+
+    def _fresh(self) -> ForwardInputs:
+        # A step keeps what was derived from it, which a graph must derive itself.
+        return replace(self.inputs, step=replace(self.inputs.step))
+
+    def _count_experts(self) -> float:
+        """Distinct experts of a layer, mean over layers, of a step that nothing advances."""
+        counts: list[int] = []
+
+        def count(layer: MoE, given: tuple[Tensor, ...]) -> None:
+            x, ids = given[:2]
+            counts.append(layer.gate(x.flatten(0, 1), ids.flatten())[0].unique().numel())
+
+        hooks = [layer.ffn.register_forward_pre_hook(count) for layer in self.model.layers]
+        try:
+            inputs = self._fresh()
+            self.model.streams(inputs.tokens, self.cache, inputs.step)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return statistics.mean(counts)
+
+    def _kinds(self, floor: StepFloor, load: Load) -> Iterator[tuple[str, LayerTime]]:
+        """Layers of each kind in a chain of their own."""
+        specs = [spec for spec in self.model.config.schedule if not spec.is_mtp]
+        for kind in KINDS:
+            chosen = [spec.index for spec in specs if spec.kind is kind][:LAYERS_OF_A_KIND]
+            if not chosen:
+                continue
+            graph = _captured(lambda chosen=chosen: self._chain(chosen))
+            repeats = -(-LAYERS_OF_A_KIND // len(chosen))
+            graph.replay()
+            times = [elapsed_microseconds(graph.replay) for _ in range(REPLAYS)]
+            time = statistics.median(times) / (repeats * len(chosen))
+            nodes = _nodes(graph)
+            launches = None if nodes is None else nodes / (repeats * len(chosen))
+            spec = specs[chosen[0]]
+            yield kind.name, LayerTime(time, floor.layer(spec, load), launches)
+
+    @full_precision_sums
+    def _chain(self, indices: Sequence[int]) -> None:
+        inputs = self._fresh()
+        streams = Streams(self.model.hyper.start(self.model.embed(inputs.tokens)))
+        for _ in range(-(-LAYERS_OF_A_KIND // len(indices))):
+            for index in indices:
+                layer, cache = self.model.layers[index], self.cache.layers[index]
+                streams = layer(streams, inputs.tokens, cache, inputs.step)
+
+
+def _inputs(cache: ModelCache, rows: int, tokens: int, start: int) -> ForwardInputs:
+    """Greedy inputs of requests that are `start` tokens long, in memory of their own."""
+    manager = CacheManager(cache)
+    slots = [manager.admit(cache.max_context) for _ in range(rows)]
+    manager.step(slots, [start] * rows, start)
+    staged = manager.step(slots, [tokens] * rows, tokens)
+    blocks = torch.randperm(cache.num_blocks, device=cache.device)[
+        : rows * staged.block_table.shape[1]
+    ]
+    step = Step(
+        staged.slots.clone(),
+        staged.starts.clone(),
+        staged.lens.clone(),
+        blocks.view(rows, -1),
+        tokens,
+        staged.capacity,
+    )
+    ids = torch.zeros(rows, tokens, dtype=torch.int64, device=cache.device)
+    zeros = torch.zeros(rows, device=cache.device)
+    sampling = SamplingBatch(zeros, zeros + 1, zeros.long(), greedy=True, nucleus=False)
+    return ForwardInputs(step, ids, ids, sampling)
+
+
+def _captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of `work`, which ran once before it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        work()
+    graph.instantiate()
+    return graph
+
+
+def _nodes(graph: torch.cuda.CUDAGraph) -> int | None:
+    """Nodes of a captured graph, each a launch; None without NVIDIA's bindings."""
+    try:
+        from cuda.bindings import runtime
+    except ImportError:
+        return None
+    error, _, count = runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.raw_cuda_graph()))
+    return None if error != runtime.cudaError_t.cudaSuccess else int(count)
+
+
+def _kernels(graph: torch.cuda.CUDAGraph, trace: Path | None) -> list[tuple[str, int, float]]:
+    """Kernels of one replay by name: calls and microseconds, the slowest first."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        graph.replay()
+        torch.cuda.synchronize()
+    if trace is not None:
+        found.export_chrome_trace(str(trace))
+    rows = [(e.key, e.count, e.self_device_time_total) for e in found.key_averages()]
+    rows = [row for row in rows if row[2] > 0]
+    return sorted(rows, key=lambda row: -row[2])[:SHOWN_KERNELS]
+
+
+def as_row(result: Result) -> dict[str, Any]:
+    """A result as records keep it."""
+    return {**asdict(result), "tokens_per_second": result.tokens_per_second}
+
+
+def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
+    """A row of a record under `COLUMNS`."""
+    time, shape, aliased = row["microseconds"], row["shape"], row["aliased_layers"]
+    found = f"{time / 1e3:.2f}"
+    line = [
+        shape["model"],
+        f"{row['layers']} ({aliased} aliased)" if aliased else f"{row['layers']}",
+        f"{shape['batch']}",
+        f"{shape['context']}",
+        f"{shape['drafts']}",
+        f"{row['distinct']:.1f}",
+        f"**{found}**" if is_bold else found,
+        f"{row['floor'] / 1e3:.2f}",
+        f"{row['floor'] / time:.0%}",
+        f"{row['tokens_per_second']:.0f}",
+        _launches(row["launches"]),
+    ]
+    for kind in KINDS:
+        part = row["kinds"].get(kind.name)
+        line.append(
+            "-"
+            if part is None
+            else f"{part['microseconds']:.0f} ({part['floor']:.0f}), {_launches(part['launches'])}"
+        )
+    return line
+
+
+def _launches(count: float | None) -> str:
+    return "?" if count is None else f"{count:.0f}"

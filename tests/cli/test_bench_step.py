@@ -1,0 +1,96 @@
+"""`dsv4 bench step`: its random model, its floor and the way its inputs advance, on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.bench import step as bench
+from dsv4.bench.machine import Machine
+from dsv4.bench.random_model import fitting_sets, random_model, truncated
+from dsv4.bench.step_floor import Load, StepFloor
+from dsv4.cli.main import main
+from dsv4.config.layer_schedule import LayerKind
+from dsv4.config.model_config import ModelConfig
+
+pytestmark = pytest.mark.stage("model")
+
+TINY = Path(__file__).parents[2] / "checkpoints" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def made():
+    """The tiny checkpoint's shapes; two of its four layers have experts of their own."""
+    config = truncated(ModelConfig.from_json(TINY), None, has_drafts=True)
+    torch.manual_seed(0)
+    return random_model(config, 2, torch.device("cpu"))
+
+
+def test_weights_are_finite_and_late_layers_share_experts(made) -> None:
+    layers = made.model.layers
+    for name, parameter in made.model.named_parameters():
+        assert parameter.float().isfinite().all(), name
+    assert layers[2].ffn.experts is layers[0].ffn.experts
+    assert layers[3].ffn.experts is layers[1].ffn.experts is not layers[0].ffn.experts
+    assert layers[2].ffn.gate is not layers[0].ffn.gate
+    assert made.aliased_layers == 2
+    table = layers[0].ffn.gate.tid2eid
+    assert all(len(set(row)) == table.shape[1] for row in table[:200].tolist())
+
+
+@pytest.mark.parametrize("drafts", [0, 1])
+def test_steps_advance_every_request_by_what_it_accepts(made, drafts: int) -> None:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        run = bench._Bench(made, bench.Shape("tiny", None, 3, 300, drafts, 0.8 * drafts))
+        first = run.inputs.step.starts.clone()
+        seen = {tuple(run.inputs.tokens.flatten().tolist())}
+        for _ in range(5):
+            run._step()
+            seen.add(tuple(run.inputs.tokens.flatten().tolist()))
+    # Four of five drafts in a row count as accepted.
+    assert (run.inputs.step.starts - first).tolist() == [9 if drafts else 5] * 3
+    assert len(seen) == 6
+    assert 1 <= run._count_experts() <= 8
+
+
+def test_floors_of_flash_are_those_of_its_bytes() -> None:
+    """At 4.4 TB/s and 800 TFLOP/s, by another count than this one: 2.56 ms and 12.5 ms a step."""
+    config = truncated(ModelConfig.flash(), None, has_drafts=False)
+    floor = StepFloor(config, Machine("H200", 4.4e12, 4.4e12, 8e14))
+    one, sixteen = Load(1, 1, 32768, 6.0), Load(16, 1, 32768, 80.8)
+    assert floor.step(one) == pytest.approx(2560, rel=0.01)
+    assert floor.step(sixteen) == pytest.approx(12500, rel=0.01)
+    kinds = {spec.kind: floor.layer(spec, one) for spec in config.schedule}
+    assert kinds[LayerKind.CSA] == pytest.approx(56.6, rel=0.01)
+    assert kinds[LayerKind.HCA] == pytest.approx(51.4, rel=0.01)
+
+
+def test_what_fits_is_counted_and_what_does_not_is_refused_with_its_size() -> None:
+    config = truncated(ModelConfig.flash(), None, has_drafts=False)
+    assert fitting_sets(config, 0, 200 * 10**9) == 43
+    assert 35 <= fitting_sets(config, 0, 150 * 10**9) < 43
+    with pytest.raises(ValueError, match=r"take \d+\.\d GB, the GPU has 20\.0 GB"):
+        fitting_sets(config, 0, 20 * 10**9)
+    with pytest.raises(ValueError, match="layers: got 44, the model has 43"):
+        truncated(ModelConfig.flash(), 44, has_drafts=False)
+
+
+def test_the_command_needs_a_gpu_and_refuses_what_is_no_number(capsys) -> None:
+    if not torch.cuda.is_available():
+        assert main(["bench", "step"]) == 2
+        assert "needs a CUDA GPU" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "step", "--acceptance", "2"])
+    assert "expected a share between 0 and 1" in capsys.readouterr().err
+
+
+def test_cells_fit_the_columns() -> None:
+    layers = {"CSA": bench.LayerTime(80.0, 57.0, 11.0)}
+    shape = bench.Shape("flash", None, 1, 32768)
+    result = bench.Result(shape, 43, 6, 6.0, 3400.0, 2560.0, None, layers, [])
+    line = bench.cells(bench.as_row(result) | {"kinds": {"CSA": vars(layers["CSA"])}})
+    assert len(line) == len(bench.COLUMNS)
+    assert "43 (6 aliased)" in line and "80 (57), 11" in line and "294" in line
