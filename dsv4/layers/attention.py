@@ -109,7 +109,7 @@ class Attention(Module):
         )
         if window.kept is not None:
             cache.window.insert(*row, window.kept)
-        return self.wo_b(self.wo_a(o.view(*x.shape[:2], self.groups, -1)).flatten(2))
+        return self.wo_b(self.wo_a(o.view(*x.shape[:2], -1)))
 
     @property
     def _side_linears(self) -> list[Linear]:

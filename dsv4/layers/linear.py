@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.ops.fp8_linear import fp8_linear, takes
+from dsv4.ops.grouped_linear import grouped_linear
+from dsv4.ops.grouped_linear import takes as takes_groups
 from dsv4.ops.merged_linear import has_room, merged_linear
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
 
@@ -149,7 +151,18 @@ class GroupedLinear(Linear):
         self.groups = groups
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., groups, in] -> [..., groups, out]."""
+        """[..., groups * in] -> [..., groups * out]."""
+        if self._has_operator(x):
+            rows = x.reshape(-1, x.shape[-1])
+            return grouped_linear(rows, self.weight, self.scale).view(*x.shape[:-1], -1)
         weight = self.dense_weight(x.dtype).view(self.groups, -1, self.in_features)
         flat = x.reshape(-1, self.groups, self.in_features).transpose(0, 1)
-        return torch.bmm(flat, weight.mT).transpose(0, 1).unflatten(0, x.shape[:-2])
+        return torch.bmm(flat, weight.mT).transpose(0, 1).reshape(*x.shape[:-1], -1)
+
+    def _has_operator(self, x: Tensor) -> bool:
+        group_rows = self.out_features // self.groups
+        return (
+            self.scheme is not None
+            and x.dtype in OPERATOR_DTYPES
+            and takes_groups(self.in_features, group_rows, self.block)
+        )

@@ -10,6 +10,7 @@ from dsv4.ops.attention.sparse_fmha_paged import (
     sparse_fmha_paged_runner_id,
 )
 from dsv4.ops.fp8_linear import fp8_linear, fp8_linear_runner_id
+from dsv4.ops.grouped_linear import grouped_linear, grouped_linear_runner_id
 from dsv4.ops.index_topk import index_topk, index_topk_runner_id
 from dsv4.ops.kv_insert import kv_insert, kv_insert_runner_id
 from dsv4.ops.merged_linear import merged_linear, merged_linear_runner_id
@@ -26,6 +27,8 @@ __all__ = [
     "fmha_runner_id",
     "fp8_linear",
     "fp8_linear_runner_id",
+    "grouped_linear",
+    "grouped_linear_runner_id",
     "index_topk",
     "index_topk_runner_id",
     "kv_insert",

@@ -42,3 +42,26 @@ def plain_linear(x: Tensor, weight: Tensor) -> Tensor:
         [..., M] FP64.
     """
     return torch.matmul(x.double(), weight.double().mT)
+
+
+def grouped_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, groups: int, block: int = 128, rounds: bool = False
+) -> Tensor:
+    """y = x W^T of each group with sums in FP64.
+
+    Args:
+        x: [..., groups * K].
+        weight: [groups * M, K] codes of e4m3.
+        scale: [groups * M / block, K / block] e8m0 or FP32.
+        rounds: whether x is quantised, with one power-of-two scale per `block`.
+
+    Returns:
+        [..., groups * M] FP64.
+    """
+    values = x.double()
+    if rounds:
+        codes, scales = quantize_e4m3(x, block)
+        values = codes.double() * scales.double().repeat_interleave(block, -1)
+    dense = decode_fp8(weight, scale, (block, block)).double().unflatten(0, (groups, -1))
+    parts = values.unflatten(-1, (groups, -1))
+    return torch.einsum("...gk,gmk->...gm", parts, dense).flatten(-2)

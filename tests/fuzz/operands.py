@@ -26,10 +26,11 @@ HOSTILE_FIELDS = (
 
 # Configurations beside the models', where no single field makes one of those small.
 SMALL = {
+    "grouped_linear": [(512, 256, 1), (512, 256, 2, "fp8", "float32", "float32")],
     "merged_linear": [
         (512, "40 float8_e8m0fnu bfloat16, 8 bfloat16 float32"),
         (512, "8 float32 bfloat16, 136 float32 float32, 16 bfloat16 bfloat16, 24 bfloat16 float32"),
-    ]
+    ],
 }
 
 

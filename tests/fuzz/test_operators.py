@@ -28,7 +28,9 @@ from tests.fuzz.operands import MAX_ELEMENTS, Operands, any_config, hostile_fiel
 pytestmark = pytest.mark.stage("op")
 OPS = {name: op for name, op in registry.OPS.items() if type(op).__module__.startswith("dsv4.")}
 # Operators that write every element of the outputs that they have to be given.
-WRITE_ALL = {"sparse_fmha_with_swa", "rms_norm_fp8", "fp8_linear", "merged_linear"}
+WRITE_ALL = {"sparse_fmha_with_swa", "rms_norm_fp8", "fp8_linear", "merged_linear"} | {
+    "grouped_linear"
+}
 # Operators whose public function takes lists of tensors.
 BUNDLED = {"merged_linear"}
 FILLS = (0x00, 0xFF)

@@ -13,6 +13,7 @@ STEP_BYTES = 128  # of a row of a weight, in a step of a kernel
 K_STEP = 4 * K_BLOCK  # that a kernel's in_features are a multiple of
 MAX_IN_FEATURES = 16384
 MOST_SLICES = 4
+TERM_ROWS = 8  # tokens whose codes of a term lie together, where activations have two
 MIN_SLICE_BLOCKS = 4  # of a slice, where K has enough for more than two
 X_DTYPES = ("bfloat16", "float8_e4m3fn")
 SCALE_DTYPES = ("float8_e8m0fnu", "float32")
@@ -93,3 +94,8 @@ def num_slices(in_features: int) -> int:
             break
         slices *= 2
     return slices
+
+
+def num_code_rows(tokens, terms: int):
+    """Rows of the codes of so many tokens; of a number known at run time, too."""
+    return tokens if terms == 1 else (tokens + TERM_ROWS - 1) // TERM_ROWS * (TERM_ROWS * terms)

@@ -53,6 +53,8 @@ class Tiling:
         cluster: CTAs that share the slices of a tile.
         sharing: CTAs with row tiles of their own that load the same activations once, by multicast.
         is_light: whether two CTAs of many tokens fit an SM: each sums one slice.
+        terms: e4m3 codes of an activation, each a column of the products: 1, or 2 for bf16 ones
+            that nothing rounds (see `quantize`).
     """
 
     tokens: int
@@ -60,6 +62,12 @@ class Tiling:
     cluster: int
     sharing: int = 1
     is_light: bool = False
+    terms: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Of the products."""
+        return self.tokens * self.terms
 
     @property
     def ctas(self) -> int:
@@ -70,7 +78,7 @@ class Tiling:
     def is_wide(self) -> bool:
         """Whether tensor cores are the bound: then registers are dealt to the consumers, and the
         scales of the activations pass through the ring, too."""
-        return self.tokens == MOST_TOKENS
+        return self.columns == MOST_TOKENS
 
     @property
     def ctas_per_sm(self) -> int:
@@ -93,6 +101,8 @@ class LinearPlan(RingPlan):
         lanes_per_warp: lanes that arrive for their warp; 32 for a checker that follows threads.
         kind: of the weights.
         is_merged: whether there may be several, with an output each.
+        group_rows: rows of the weight that are multiplied with the same K columns of x, those after
+            them with the next K; 0: all of them.
     """
 
     in_features: int
@@ -100,6 +110,7 @@ class LinearPlan(RingPlan):
     lanes_per_warp: int = 1
     kind: Kind = Kind.FP8
     is_merged: bool = False
+    group_rows: int = 0
 
     # ---- K ----
 
@@ -163,8 +174,14 @@ class LinearPlan(RingPlan):
         return self.tiling.tokens
 
     @property
+    def columns(self) -> int:
+        """Of the products: those of the first term and of the second one of eight tokens by
+        turns."""
+        return self.tiling.columns
+
+    @property
     def column_groups(self) -> int:
-        """Groups of eight columns."""
+        """Groups of eight tokens."""
         return self.tokens // 8
 
     @property
@@ -196,7 +213,7 @@ class LinearPlan(RingPlan):
     @property
     def x_bytes(self) -> int:
         """Of a ring's stage."""
-        return self.tokens * STEP_BYTES if self.has_streamed_x else 0
+        return self.columns * STEP_BYTES if self.has_streamed_x else 0
 
     @property
     def partial_values(self) -> int:
@@ -223,7 +240,8 @@ class LinearPlan(RingPlan):
         """Levels of the stack of sums that wait in shared memory: those between the first and the
         last one."""
         levels = self.own_slices.bit_length()
-        return max(levels - LEVELS_IN_REGISTERS, 0) if self.has_turns else 0
+        in_registers = LEVELS_IN_REGISTERS * self.tiling.terms
+        return max(levels - in_registers, 0) if self.has_turns else 0
 
     @property
     def ctas_per_sm(self) -> int:
@@ -231,7 +249,7 @@ class LinearPlan(RingPlan):
 
     @property
     def x_tiles(self) -> int:
-        """[tokens, k block] tiles of activations in shared memory."""
+        """[columns, k block] tiles of activations in shared memory."""
         return self._x_tiles(self.stages)
 
     @property
@@ -263,7 +281,7 @@ class LinearPlan(RingPlan):
         scales = Buffer("scales", "Float32", scale_blocks * self.tokens, 16)
         return (
             Buffer("weight", dtype, weights, 1024),
-            Buffer("x", dtype, self._x_tiles(stages) * self.tokens * self.kind.step, 1024),
+            Buffer("x", dtype, self._x_tiles(stages) * self.columns * self.kind.step, 1024),
             # [part, own unit, group of columns, lane, 4]
             Buffer("partials", "Float32", max(self.partial_values, LANE_VALUES), 16),
             # [k block of the CTA, or stage, token]
@@ -306,6 +324,8 @@ class LinearPlan(RingPlan):
         assert min(self.tiling.cluster, self.tiling.sharing) == 1, self.tiling
         assert self.own_units * UNIT_ROWS * self.tiling.cluster == self.rows, self.tiling
         assert self.stages >= MIN_STAGES, f"{self.tiling}: K {self.in_features} does not fit"
+        shared = self.rows * self.tiling.sharing  # rows that are multiplied with the same x
+        assert self.group_rows % shared == 0, f"{self.tiling}: groups of {self.group_rows} rows"
 
     def __str__(self) -> str:
         return "\n".join((
@@ -359,7 +379,7 @@ def tilings(config: Fp8LinearConfig) -> tuple[Tiling, ...]:
 def leaves_ring(in_features: int, tiling: Tiling) -> bool:
     """Whether the resident activations leave room for a ring."""
     blocks = in_features // K_BLOCK // tiling.cluster
-    left = SM_90A.smem_per_sm // tiling.ctas_per_sm - blocks * K_BLOCK * tiling.tokens
+    left = SM_90A.smem_per_sm // tiling.ctas_per_sm - blocks * K_BLOCK * tiling.columns
     return left >= 3 * 2 * M_TILE * K_BLOCK
 
 

@@ -1,11 +1,18 @@
-"""e4m3 codes and E8M0 scales of bf16 activations, 16 lanes a group of 128; any architecture."""
+"""e4m3 codes and E8M0 scales of bf16 activations, 16 lanes a group of 128; any architecture.
+
+An activation is rounded to one code, or is the sum of two, its terms: x = scale * (c0 + c1 / 16).
+A bf16 value has 8 significant bits, of which c0 takes the first four. What it leaves is at most
+half of its last place and a multiple of 1/16 of that: the other four bits. So two terms are exact
+where |x| >= 2^-6 scale, and within 2^-14 scale, which is less than 2^-21 of the group's largest
+value, everywhere.
+"""
 
 from __future__ import annotations
 
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
 
-from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.gemm.config import K_BLOCK, TERM_ROWS
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.pointers import pointer_at
 
@@ -14,6 +21,10 @@ VECTOR = K_BLOCK // TEAM  # elements of a lane
 PAIRS = VECTOR // 2  # registers that hold them
 BATCH = 4  # loads of a thread under way
 CTAS_PER_SM = 8  # of one, too few loads are under way for DRAM
+SECOND_TERM = 2.0**-4  # of the scale: 16, the largest second term, becomes 256
+# Of a group that is rounded to two terms, whose scale is as small as its values; far above what
+# fp32 cannot hold beside the scale of a weight.
+TERMS_AMAX_FLOOR = 2.0**-90
 
 
 @cute.jit
@@ -31,13 +42,31 @@ def quantize_vector(words: cute.Tensor) -> tuple[cute.Tensor, Int32]:
     return cute.recast_tensor(quant.quantize_e4m3(pairs, scale), Uint32), scale
 
 
+def term_vectors(words: cute.Tensor, terms: int) -> tuple[list[cute.Tensor], Int32]:
+    """Codes of a lane's pairs, of each term as two words, and the E8M0 byte of the team's group."""
+    if terms == 1:
+        codes, scale = quantize_vector(words)
+        return [codes], scale
+    pairs = [words[i] for i in range(PAIRS)]
+    scale = quant.e8m0_scale_e4m3(quant.amax_bf16(pairs, TEAM), TERMS_AMAX_FLOOR)
+    return [cute.recast_tensor(t, Uint32) for t in quant.split_e4m3(pairs, scale)], scale
+
+
+def code_row(token, term: int, terms: int):
+    """Row of a term's codes of a token: eight tokens of a term beside those of the next one."""
+    if terms == 1:
+        return token
+    return token // TERM_ROWS * (TERM_ROWS * terms) + term * TERM_ROWS + token % TERM_ROWS
+
+
 class QuantizeRows:
-    """Kernel: codes [T, K] and scales [T, K / 128] of x [T, K] bf16."""
+    """Kernel: codes [rows, K], as `code_row` has them, and scales [T, K / 128] of x [T, K] bf16."""
 
     threads = 256
 
-    def __init__(self, in_features: int):
+    def __init__(self, in_features: int, terms: int = 1):
         self.k_blocks = in_features // K_BLOCK
+        self.terms = terms
 
     @cute.jit
     def launch(self, x, codes, scales, stream, num_sms):
@@ -70,12 +99,15 @@ class QuantizeRows:
                     load_vectors(x, token, k_block, lane, words[None, i])
             for i in cutlass.range_constexpr(BATCH):
                 group = start + i * step
-                vector, scale = quantize_vector(words[None, i])
+                vectors, scale = term_vectors(words[None, i], self.terms)
                 if group < groups:
                     token, k_block = group // self.k_blocks, group % self.k_blocks
-                    offset = Int64(token) * codes.stride[0] + (k_block * K_BLOCK + lane * VECTOR)
-                    target = pointer_at(codes.iterator, offset, Uint32, align=VECTOR)
-                    cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(2)))
+                    for term in cutlass.range_constexpr(self.terms):
+                        row = Int64(code_row(token, term, self.terms))
+                        offset = row * codes.stride[0] + (k_block * K_BLOCK + lane * VECTOR)
+                        target = pointer_at(codes.iterator, offset, Uint32, align=VECTOR)
+                        words_of = cute.make_tensor(target, cute.make_layout(2))
+                        cute.autovec_copy(vectors[term], words_of)
                     if lane == 0:
                         offset = Int64(token) * scales.stride[0] + k_block
                         pointer_at(scales.iterator, offset, Uint8, align=1).store(Uint8(scale))

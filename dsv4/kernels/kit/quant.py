@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import cutlass
-from cutlass import Float8E4M3FN, Float32, Int32, Uint32, cute
+from cutlass import Float8E4M3FN, Float32, Int32, Uint16, Uint32, cute
 
 E4M3_MAX = 448.0
 E4M3_AMAX_FLOOR = 1e-4  # of a group: the scale of zeros is not zero
@@ -61,12 +61,13 @@ def _amax_bf16x2(a: Uint32, b: Uint32) -> Uint32:
     )
 
 
-def e8m0_scale_e4m3(amax: Float32) -> Int32:
-    """E8M0 byte of the least power of two that amax / 448 does not exceed, at least 2^-22.
+def e8m0_scale_e4m3(amax: Float32, floor: float = E4M3_AMAX_FLOOR) -> Int32:
+    """E8M0 byte of the least power of two that amax / 448 does not exceed, at least 2^-22 or what
+    another `floor` of amax gives.
 
     Read from the bits: log2 in floating point is off by one at exact powers of two.
     """
-    ratio = cute.arch.fmax(amax, Float32(E4M3_AMAX_FLOOR), nan=True) * Float32(1 / E4M3_MAX)
+    ratio = cute.arch.fmax(amax, Float32(floor), nan=True) * Float32(1 / E4M3_MAX)
     # A mantissa that is not zero carries into the exponent; a NaN carries to 256.
     exponent = (ratio.bitcast(Uint32) + ((1 << FP32_MANTISSA) - 1)) >> FP32_MANTISSA
     return cutlass.min(Int32(exponent), Int32(E8M0_NAN))
@@ -77,13 +78,52 @@ def quantize_e4m3(pairs: Sequence[Uint32], scale: Int32) -> cute.Tensor:
 
     The quotient is exact, or so small that its code is 0.
     """
+    return _e4m3_codes(_quotients(pairs, scale))
+
+
+def split_e4m3(pairs: Sequence[Uint32], scale: Int32) -> tuple[cute.Tensor, cute.Tensor]:
+    """e4m3 codes c0 and c1 of bf16 pairs over an E8M0 scale, an even number of pairs: each value is
+    scale * (c0 + c1 / 16) but for what lies below 2^-14 scale."""
+    quotients = _quotients(pairs, scale)
+    codes = _e4m3_codes(quotients)
+    # Exact: c0 is within half of its last place.
+    rest = _e4m3_codes([(q - c) * Float32(16.0) for q, c in zip(quotients, unpack_e4m3(codes))])
+    return codes, rest
+
+
+def unpack_e4m3(codes: cute.Tensor) -> list[Float32]:
+    """e4m3 codes in registers, an even number, exactly."""
+    halves = cute.recast_tensor(codes, Uint16)
+    values = []
+    for i in range(cute.size(halves)):
+        pair = cute.arch.inline_ptx(
+            "cvt.rn.f16x2.e4m3x2 {$w0}, {$r0};",
+            write_only_types=[Uint32],
+            read_only_args=[halves[i]],
+        )
+        for half in (pair & 0xFFFF, pair >> 16):
+            value = cute.arch.inline_ptx(
+                "cvt.f32.f16 {$w0}, {$r0};",
+                write_only_types=[Float32],
+                read_only_args=[Uint16(half)],
+            )
+            values.append(value)
+    return values
+
+
+def _quotients(pairs: Sequence[Uint32], scale: Int32) -> list[Float32]:
+    """bf16 pairs over an E8M0 scale."""
     # Scales of bf16 values lie far below 254; that of NaN is divided by as if it were infinite.
     reciprocal = Uint32(cutlass.max(254 - scale, Int32(0)) * _BF16X2_EXPONENT)
-    quotients = [x for pair in pairs for x in unpack_bf16(_multiply_bf16x2(pair, reciprocal))]
-    wide = cute.make_rmem_tensor(len(quotients), Float32)
-    for i, quotient in enumerate(quotients):
-        wide[i] = quotient
-    codes = cute.make_rmem_tensor(len(quotients), Float8E4M3FN)
+    return [x for pair in pairs for x in unpack_bf16(_multiply_bf16x2(pair, reciprocal))]
+
+
+def _e4m3_codes(values: Sequence[Float32]) -> cute.Tensor:
+    """Values rounded to e4m3, an even number."""
+    wide = cute.make_rmem_tensor(len(values), Float32)
+    for i, value in enumerate(values):
+        wide[i] = value
+    codes = cute.make_rmem_tensor(len(values), Float8E4M3FN)
     codes.store(wide.load().to(Float8E4M3FN))
     return codes
 

@@ -5,7 +5,7 @@ from cutlass import Float32, Int32, Uint32, cute
 
 from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LinearPlan
-from dsv4.kernels.gemm.quantize import PAIRS, TEAM, load_vectors, quantize_vector
+from dsv4.kernels.gemm.quantize import PAIRS, TEAM, code_row, load_vectors, term_vectors
 from dsv4.kernels.gemm.sm90.context import LinearContext
 from dsv4.kernels.kit import quant
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
@@ -43,7 +43,7 @@ class Activations:
         zeros = cute.make_rmem_tensor(4, Uint32)
         zeros.fill(0)
         base = cute.recast_ptr(smem.x_start, dtype=Uint32)
-        vectors = plan.cta_blocks * plan.tokens * K_BLOCK // VECTOR_BYTES
+        vectors = plan.cta_blocks * plan.columns * K_BLOCK // VECTOR_BYTES
         for i in cutlass.range(thread, vectors, CONSUMERS, unroll=1):
             target = base + cute.assume(i * 4, divby=4)
             cute.autovec_copy(zeros, cute.make_tensor(target, cute.make_layout(4)))
@@ -51,12 +51,12 @@ class Activations:
             smem.scales[i % plan.tokens, i // plan.tokens] = Float32(0.0)
 
     @cute.jit
-    def take(self, ctx: LinearContext, token_tile):
-        """Scales of a token tile, and codes where they are resident."""
+    def take(self, ctx: LinearContext, token_tile, x_block):
+        """Scales of a token tile from a k block of x on, and codes where they are resident."""
         plan, smem = self.plan, ctx.smem
         thread = cute.arch.thread_idx()[0]
         first_token = token_tile * plan.tokens
-        first_block = ctx.rank * plan.cta_blocks
+        first_block = x_block + ctx.rank * plan.cta_blocks
         # All are done with the tile before.
         sync_consumers()
         if cutlass.const_expr(plan.tiling.is_streamed):
@@ -92,17 +92,18 @@ class Activations:
                 group = start + i * teams
                 if group < groups:
                     token, block = group // plan.cta_blocks, group % plan.cta_blocks
-                    codes, scale = quantize_vector(words[None, i])
+                    codes, scale = term_vectors(words[None, i], plan.tiling.terms)
                     self._store(ctx, token, block, lane, codes, scale)
 
     @cute.jit
     def _store(self, ctx: LinearContext, token, block, lane, codes, scale):
         """Write a lane's codes where the swizzle has them, and the scale of their group."""
-        smem = ctx.smem
+        smem, terms = ctx.smem, self.plan.tiling.terms
         vector = (lane // 2) ^ (token % 8)
-        offset = (block * self.plan.tokens + token) * K_BLOCK
-        offset += vector * VECTOR_BYTES + lane % 2 * (VECTOR_BYTES // 2)
-        target = cute.recast_ptr(smem.x_start + cute.assume(offset, divby=8), dtype=Uint32)
-        cute.autovec_copy(codes, cute.make_tensor(target, cute.make_layout(2)))
+        for term in cutlass.range_constexpr(terms):
+            offset = (block * self.plan.columns + code_row(token, term, terms)) * K_BLOCK
+            offset += vector * VECTOR_BYTES + lane % 2 * (VECTOR_BYTES // 2)
+            target = cute.recast_ptr(smem.x_start + cute.assume(offset, divby=8), dtype=Uint32)
+            cute.autovec_copy(codes[term], cute.make_tensor(target, cute.make_layout(2)))
         if lane == 0:
             smem.scales[token, block] = quant.unpack_e8m0(scale)

@@ -6,8 +6,15 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.gemm.plan import M_TILE, LinearPlan
+from dsv4.kernels.gemm.quantize import SECOND_TERM
 from dsv4.kernels.gemm.sm90.activations import Activations, scale_value
-from dsv4.kernels.gemm.sm90.context import LinearContext, chosen_matrix, tile_mma
+from dsv4.kernels.gemm.sm90.context import (
+    LinearContext,
+    chosen_matrix,
+    first_x_block,
+    sum_fragment,
+    tile_mma,
+)
 from dsv4.kernels.gemm.sm90.epilogue import Epilogue
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor, Ring
@@ -40,15 +47,11 @@ class Consumers:
         else:
             part, ring_part = ctx.rank * plan.rings + group, group
         first_block = part * plan.ring_blocks
-        mma = tile_mma(plan)
-        stack = [
-            mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.tokens)))
-            for _ in range(plan.own_slices.bit_length())
-        ]
+        stack = [sum_fragment(plan) for _ in range(plan.own_slices.bit_length())]
         here = cute.make_rmem_tensor(self.scale_words, Float32)
         ahead = cute.make_rmem_tensor(self.scale_words, Float32)
         cursor, turn = ctx.pipes.ring.consumer(), Int32(0)
-        index, last_token_tile = scheduler.index(0), Int32(-1)
+        index, last_token_tile, last_x_block = scheduler.index(0), Int32(-1), Int32(0)
         if cutlass.const_expr(plan.is_quantized):
             # Scales of the weight, as the weight itself, are not what the launch before writes.
             self._load_scales(ctx, index, first_block, lane, ahead)
@@ -66,9 +69,13 @@ class Consumers:
                     here[i] = ahead[i]
                 if scheduler.exists(index):
                     self._load_scales(ctx, index, first_block, lane, ahead)
-                if tile.token_tile != last_token_tile:
-                    self.activations.take(ctx, tile.token_tile)
-                    last_token_tile = tile.token_tile
+                x_block = first_x_block(plan, tile)
+                is_other = tile.token_tile != last_token_tile
+                if cutlass.const_expr(plan.group_rows > 0):
+                    is_other |= x_block != last_x_block
+                if is_other:
+                    self.activations.take(ctx, tile.token_tile, x_block)
+                    last_token_tile, last_x_block = tile.token_tile, Int32(x_block)
             self.epilogue.expect_parts(ctx)
             # ---- slices, added as a balanced tree: a subtree has one sum, wherever it is held ----
             for s in cutlass.range_constexpr(plan.own_slices):
@@ -96,7 +103,7 @@ class Consumers:
         """sums = the products of a slice; returns the next place in the ring."""
         plan, ring = self.plan, ctx.pipes.ring
         mma = tile_mma(plan)
-        acc = mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.tokens)))
+        acc = mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.columns)))
         mma_slice = mma.get_slice(0)
         a = mma.make_fragment_A(mma_slice.partition_A(ctx.smem.weight))
         b = mma.make_fragment_B(mma_slice.partition_B(ctx.smem.x))
@@ -129,7 +136,7 @@ class Consumers:
                 factor = ctx.smem.scales[n * 8 + lane % 4 * 2 + c, block] * weight_scale
                 for r in cutlass.range_constexpr(2):
                     i = n * 4 + r * 2 + c
-                    sums[i] = sums[i] + acc[i] * factor
+                    sums[i] = sums[i] + product(self.plan, acc, n, r, c) * factor
 
     @cute.jit
     def _load_scales(self, ctx: LinearContext, index, first_block, lane, words: cute.Tensor):
@@ -148,6 +155,14 @@ class Consumers:
         for i in range(1, self.scale_words):
             word = cutlass.select_(block >= i * WARP, words[i], word)
         return cute.arch.shuffle_sync(word, block % WARP)
+
+
+def product(plan: LinearPlan, acc: cute.Tensor, n: int, r: int, c: int):
+    """Products of a k block of row r and column c of a lane's two of each in group n of tokens: the
+    sum of both terms where there are two."""
+    if plan.tiling.terms == 1:
+        return acc[n * 4 + r * 2 + c]
+    return acc[n * 8 + r * 2 + c] + acc[n * 8 + 4 + r * 2 + c] * SECOND_TERM
 
 
 @cute.jit

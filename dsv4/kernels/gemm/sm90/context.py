@@ -120,7 +120,7 @@ class Smem:
     """Views of shared memory."""
 
     weight: cute.Tensor  # swizzled [64, k block, 64-row tile]
-    x: cute.Tensor  # swizzled [tokens, k block, tile]
+    x: cute.Tensor  # swizzled [columns, k block, tile]
     weight_start: cute.Pointer
     x_start: cute.Pointer
     partials: cute.Pointer  # [part, own unit, group of columns, lane, 4]
@@ -151,8 +151,22 @@ class LinearContext:
 
 
 def tile_mma(plan: LinearPlan):
-    """wgmma of 64 rows of the weight and a tile of tokens."""
-    return make_mma(DTYPES[plan.kind], (M_TILE, plan.tokens), OperandMajorMode.K)
+    """wgmma of 64 rows of the weight and a tile of columns."""
+    return make_mma(DTYPES[plan.kind], (M_TILE, plan.columns), OperandMajorMode.K)
+
+
+def sum_fragment(plan: LinearPlan) -> cute.Tensor:
+    """Sums of 64 rows of the weight and a tile of tokens, as wgmma has products of one term."""
+    tile = (M_TILE, plan.tokens)
+    mma = make_mma(DTYPES[plan.kind], tile, OperandMajorMode.K)
+    return mma.make_fragment_C(mma.partition_shape_C(tile))
+
+
+def first_x_block(plan: LinearPlan, tile: OutputTile) -> Int32 | int:
+    """k block of x that the first one of a tile's rows is multiplied with."""
+    if not plan.group_rows:
+        return 0
+    return tile.row_tile * plan.rows // plan.group_rows * plan.row_blocks
 
 
 def allocate(plan: LinearPlan, start: cute.Pointer) -> tuple[Smem, Pipelines]:
@@ -162,7 +176,7 @@ def allocate(plan: LinearPlan, start: cute.Pointer) -> tuple[Smem, Pipelines]:
     step = plan.kind.step
     weight_tiles = plan.smem["weight"].count // (M_TILE * step)
     a = cute.tile_to_shape(k_major, (M_TILE, step, weight_tiles), order=(0, 1, 2))
-    b = cute.tile_to_shape(k_major, (plan.tokens, step, plan.x_tiles), order=(0, 1, 2))
+    b = cute.tile_to_shape(k_major, (plan.columns, step, plan.x_tiles), order=(0, 1, 2))
     scales = None
     if plan.is_quantized:
         columns = plan.smem["scales"].count // plan.tokens

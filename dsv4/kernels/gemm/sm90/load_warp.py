@@ -4,7 +4,7 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.gemm.plan import LinearPlan
-from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile
+from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile, first_x_block
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.tma import (
     chosen_descriptor,
@@ -70,17 +70,18 @@ def load_weights(plan: LinearPlan, ctx: LinearContext, weight_maps, tile: Output
 
 def load_activations(plan: LinearPlan, ctx: LinearContext, x_map, tile: OutputTile, block, stage):
     """Load the activations of a stage; of CTAs that share them, each a part for all."""
-    sharing, elements = plan.tiling.sharing, plan.tokens * plan.kind.step
+    sharing, elements = plan.tiling.sharing, plan.columns * plan.kind.step
     for part in range(plan.rings):
         slot = stage * plan.rings + part
         target = ctx.smem.x_start + slot * elements
         full = ctx.pipes.ring.at(slot).full
-        token = tile.token_tile * plan.tokens
+        column = tile.token_tile * plan.columns
         k_block = (ctx.rank * plan.rings + part) * plan.ring_blocks + block
+        k_block += first_x_block(plan, tile)
         if sharing == 1:
-            tma_load(x_map, target, [0, token, k_block], full)
+            tma_load(x_map, target, [0, column, k_block], full)
         else:
             share = ctx.scheduler.row_rank
             target += share * (elements // sharing)
-            token += share * (plan.tokens // sharing)
-            tma_multicast(x_map, target, [0, token, k_block], full, (1 << sharing) - 1)
+            column += share * (plan.columns // sharing)
+            tma_multicast(x_map, target, [0, column, k_block], full, (1 << sharing) - 1)

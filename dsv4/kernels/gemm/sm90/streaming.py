@@ -83,7 +83,7 @@ class LinearBody:
         return create_tensor_map_tiled(
             tensor.iterator.toint(),
             DTYPES[kind],
-            [kind.step, Int32(tensor.shape[0]), self.plan.row_blocks],
+            [kind.step, Int32(tensor.shape[0]), tensor.shape[1] // kind.step],
             [Int64(tensor.stride[0]) * kind.value // VECTOR_BYTES, STEP_BYTES // VECTOR_BYTES],
             [kind.step, rows, 1],
             swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
@@ -167,7 +167,7 @@ class StreamingLinear:
 
     Args:
         kinds: of the weights, those with the longest rows first: their clusters start first.
-        is_merged: as in `LinearPlan`.
+        is_merged, group_rows: as in `LinearPlan`.
     """
 
     # As in `LinearPlan`.
@@ -179,10 +179,12 @@ class StreamingLinear:
         tiling: Tiling,
         kinds: tuple[Kind, ...] = (Kind.FP8,),
         is_merged: bool = False,
+        group_rows: int = 0,
     ):
         self.tiling = tiling
+        options = {"is_merged": is_merged, "group_rows": group_rows}
         self.bodies = [
-            LinearBody(LinearPlan(in_features, tiling, self.lanes_per_warp, kind, is_merged))
+            LinearBody(LinearPlan(in_features, tiling, self.lanes_per_warp, kind, **options))
             for kind in kinds
         ]
         self.plan = self.bodies[0].plan
@@ -200,7 +202,7 @@ class StreamingLinear:
             weight_maps = tuple(body.block_map(weight, plan.rows) for weight in factor.weights)
             x_map = y_map = weight_maps[0]
             if cutlass.const_expr(body.plan.has_streamed_x):
-                x_map = body.block_map(factor.x, plan.tokens // tiling.sharing)
+                x_map = body.block_map(factor.x, plan.columns // tiling.sharing)
             if cutlass.const_expr(body.epilogue.can_stage(factor.operands.ys[0].element_type)):
                 y_map = output_map(factor.operands.ys[0], plan.tokens)
             maps.append((weight_maps, x_map, y_map))

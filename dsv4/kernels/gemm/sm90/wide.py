@@ -12,12 +12,15 @@ from dsv4.kernels.gemm.sm90.consumers import (
     WARP,
     WARPGROUP_WARPS,
     WGMMAS,
+    product,
     sum_unscaled_slice,
 )
 from dsv4.kernels.gemm.sm90.context import (
     LinearContext,
     OutputTile,
     chosen_matrix,
+    first_x_block,
+    sum_fragment,
     tile_mma,
 )
 from dsv4.kernels.gemm.sm90.epilogue import Epilogue
@@ -112,13 +115,14 @@ class ScaleWarp:
         rows past the last one take its scale: their products are zero, and not stored."""
         plan, operands = self.plan, ctx.operands
         k_block = ctx.rank * plan.ring_blocks + block
+        x_block = k_block + first_x_block(plan, tile)
         scale = chosen_matrix(operands.scales, tile.weight, operands.scales[0].element_type)
         row = cutlass.min(tile.row_tile * plan.rows // K_BLOCK, scale.shape[0] - 1)
         weight_scale[0] = scale[row, k_block]
         first = tile.token_tile * plan.tokens + lane * self.lane_tokens
         for i in cutlass.range_constexpr(self.lane_tokens):
             token = cutlass.min(first + i, operands.x_scale.shape[0] - 1)
-            stored[i] = operands.x_scale[token, k_block]
+            stored[i] = operands.x_scale[token, x_block]
 
 
 class WideConsumers:
@@ -140,10 +144,9 @@ class WideConsumers:
         plan, scheduler = self.plan, ctx.scheduler
         group, lane = warp // WARPGROUP_WARPS, cute.arch.lane_idx()
         mma = tile_mma(plan)
-        acc, *stack = [
-            mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.tokens)))
-            for _ in range(1 + plan.own_slices.bit_length() - plan.spilled_levels)
-        ]
+        acc = mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.columns)))
+        levels = plan.own_slices.bit_length() - plan.spilled_levels
+        stack = [sum_fragment(plan) for _ in range(levels)]
         cursor, phase, turn = ctx.pipes.ring.consumer(), Int32(0), Int32(0)
         index = scheduler.index(0)
         if cutlass.const_expr(plan.tiling.ctas > 1):
@@ -214,7 +217,7 @@ class WideConsumers:
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
                     i = n * 4 + r * 2 + c
-                    sums[i] = sums[i] + acc[i] * factors[c]
+                    sums[i] = sums[i] + product(self.plan, acc, n, r, c) * factors[c]
 
     @cute.jit
     def _merge(self, ctx: LinearContext, stack: list, level: cutlass.Constexpr, group):

@@ -1,0 +1,70 @@
+"""Grouped linear for Hopper (sm_90a): rows of an FP8 weight in groups, each multiplied with columns
+of its own of x, which is not rounded.
+
+A bf16 activation is the sum of two e4m3 codes times a scale (`gemm.quantize`), two columns of a
+product. So the weight is read as it is stored, one byte an element, no instruction converts it, and
+bodies, rings and tilings are those of the FP8 linears (`streaming`). By option activations are
+rounded, to one code.
+"""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+
+from dsv4.kernels.gemm.config import num_code_rows
+from dsv4.kernels.gemm.grouped_args import ARGS, values
+from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig
+from dsv4.kernels.gemm.grouped_plan import tilings
+from dsv4.kernels.gemm.quantize import QuantizeRows
+from dsv4.kernels.gemm.sm90.context import Operands
+from dsv4.kernels.gemm.sm90.fp8_linear import as_bytes, is_aligned
+from dsv4.kernels.gemm.sm90.streaming import Factors, StreamingLinear
+from dsv4.kernels.kit.args import compile_kernel
+
+
+class GroupedLinearSm90:
+    """Kernels of one configuration, in the order of `grouped_plan.tilings`."""
+
+    streaming = StreamingLinear
+
+    def __init__(self, config: GroupedLinearConfig):
+        self.config = config
+        self.linears = [
+            self.streaming(config.in_features, tiling, group_rows=config.group_rows)
+            for tiling in tilings(config)
+        ]
+        self.quantizer = QuantizeRows(config.groups * config.in_features, config.terms)
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # [T, groups K] bf16
+        weight: cute.Tensor,  # [M, K] e4m3
+        scale: cute.Tensor,  # [M / 128, K / 128] E8M0 or fp32
+        y: cute.Tensor,  # [T, M] bf16 or fp32, written
+        stream,
+        *,
+        codes: cute.Tensor,  # [C, groups K] e4m3 scratch of activations that are streamed, or none
+        code_scales: cute.Tensor,  # [T, groups K / 128] E8M0, the same
+        tiling: Int32,  # index
+        num_sms: Int32,
+    ):
+        """Launch one tiling's kernel, after the quantisation where it streams activations."""
+        tokens = x.shape[0]
+        # Without scratch, token tiles of the resident tiling follow each other.
+        has_codes = codes.shape[0] >= num_code_rows(tokens, self.config.terms)
+        has_scratch = has_codes & (code_scales.shape[0] >= tokens)
+        operands = Operands((as_bytes(scale),), x, as_bytes(code_scales), (y,), is_aligned(y))
+        if (tiling == 0) | (has_scratch ^ True):
+            self.linears[0].launch((Factors((weight,), x, operands),), stream, num_sms)
+        else:
+            self.quantizer.launch(x, codes, code_scales, stream, num_sms)
+            for i in cutlass.range_constexpr(1, len(self.linears)):
+                if tiling == i:
+                    self.linears[i].launch((Factors((weight,), codes, operands),), stream, num_sms)
+
+
+def build(config: GroupedLinearConfig, options: str = ""):
+    """Compile the kernels of `config` for sm_90a; needs no GPU."""
+    return compile_kernel(GroupedLinearSm90(config), ARGS, values(config), options)

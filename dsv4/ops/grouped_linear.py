@@ -1,0 +1,192 @@
+"""`grouped_linear`: FP8 weight whose groups of rows have inputs of their own, as function and
+operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import index
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dsv4.kernels.gemm import grouped_plan as plans
+from dsv4.kernels.gemm.config import K_BLOCK, num_code_rows
+from dsv4.kernels.gemm.grouped_args import ARGS, values
+from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig, takes_groups
+from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
+from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
+from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+from dsv4.ops.runtime.state import smallest_call
+
+# In features and rows of a group, groups: the first half of the output projection.
+MODEL_GROUPS = {"Flash wo_a": (4096, 1024, 8), "Pro wo_a": (4096, 1024, 16)}
+
+
+class GroupedLinear(KernelOp):
+    """y = x W^T of each group, W in e4m3 with a scale per 128 x 128 elements."""
+
+    name = "grouped_linear"
+    config = GroupedLinearConfig
+    args = ARGS
+    kernels: ClassVar = {"sm_90a": "dsv4.kernels.gemm.sm90.grouped_linear"}
+
+    def values(self, config: GroupedLinearConfig) -> Mapping[str, int | str]:
+        return values(config)
+
+    def plan(self, config: GroupedLinearConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
+        """Index of the tiling, and number of SMs."""
+        return plans.choose(config, sizes["T"], device.num_sms), device.num_sms
+
+    def torch(
+        self,
+        config: GroupedLinearConfig,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        out: Tensor,
+        codes: Tensor | None,
+        code_scales: Tensor | None,
+    ) -> None:
+        if config.act == "fp8":
+            x = qdq_e4m3(x, K_BLOCK)
+        # e4m3 times a power of two is exact in bf16; times an arbitrary fp32 scale it is not. And
+        # bf16 products are rounded to bf16.
+        is_exact = out.dtype == x.dtype and config.scale_dtype == "float8_e8m0fnu"
+        compute = x.dtype if is_exact else torch.float32
+        dense = dequantize_e4m3_blocks(weight, scale, (K_BLOCK, K_BLOCK), compute)
+        groups = x.to(compute).unflatten(1, (config.groups, -1)).transpose(0, 1)
+        y = torch.bmm(groups, dense.unflatten(0, (config.groups, -1)).mT)
+        out.copy_(y.transpose(0, 1).flatten(1))
+
+    def probes(
+        self, config: GroupedLinearConfig, target: Device, device: torch.device
+    ) -> Iterator[tuple[Tensor | int, ...]]:
+        """One token through every tiling, with the scratch that leads to the quantisation."""
+        for tiling in range(len(plans.tilings(config))):
+            call = list(smallest_call(self, config, (tiling, target.num_sms), device))
+            width = config.groups * config.in_features
+            call[-4:-2] = _scratch(1, width, config.terms, device)
+            yield tuple(call)
+
+    def aot(self) -> Mapping[str, GroupedLinearConfig]:
+        """The output projections of Flash and Pro."""
+        return {label: GroupedLinearConfig(*given) for label, given in MODEL_GROUPS.items()}
+
+
+GROUPED_LINEAR = GroupedLinear()
+_op = GROUPED_LINEAR.overload
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    act: str = "bf16",
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Multiply each group of columns of T tokens with its rows of an FP8 weight.
+
+    y[t, m] = sum over k of x[t, g K + k] * weight[m, k] * scale[m // 128, k // 128], where g is the
+    group of row m: M rows and groups * K columns of x lie in as many equal groups. x is not
+    rounded: on Hopper it is multiplied as the sum of two e4m3 terms, which differ from it by less
+    than 2^-21 of the largest value of 128, and not at all where it is at least 2^-14 of that. A k
+    block of 128 is summed by the tensor core, then scaled, and added in fp32 in an order that K
+    alone decides: the bits of a token depend on neither T nor the other tokens, which may hold
+    anything. Elsewhere torch multiplies the decoded weight.
+
+    Launches may begin while the one before ends: `weight` and `scale` must not be what a kernel of
+    this package wrote just before.
+
+    Args:
+        x: [T, groups * K] bfloat16; or float32, on GPUs too by the torch implementation. K is a
+            multiple of 512 up to 8,192.
+        weight: [M, K] float8_e4m3fn, M / groups a multiple of 256.
+        scale: [M / 128, K / 128] float8_e8m0fnu, or float32 as in the Base checkpoints.
+        act: "bf16", or "fp8": x is rounded to e4m3 with one power-of-two scale per 128 elements, as
+            `dsv4.ops.quantize.quantize_e4m3` does it.
+        out: [T, M] to write into; default a new tensor.
+        out_dtype: bfloat16 or float32; default that of `out`, else of x.
+
+    Returns:
+        y [T, M].
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
+    """
+    try:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            GROUPED_LINEAR.check_no_gradients(x, weight, scale, out)
+        tokens, width = x.shape
+        rows, in_features = weight.shape
+        groups = width // in_features
+        if width % in_features or rows % max(groups, 1):
+            raise ValueError(
+                f"x: got {width} columns, needs those of groups of {in_features}, of a number that "
+                f"the weight's {rows} rows are a multiple of"
+            )
+        if out_dtype is None:
+            out_dtype = x.dtype if out is None else out.dtype
+        identity = grouped_linear_runner_id(
+            index(in_features),
+            index(rows) // max(groups, 1),
+            index(groups),
+            act,
+            _name(scale.dtype),
+            _name(out_dtype),
+        )
+        if out is None:
+            out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
+        if x.dtype == torch.bfloat16 and x.is_cuda and tokens > RESIDENT_TOKENS:
+            terms = 2 if act == "bf16" else 1
+            _op(x, weight, scale, out, identity, *_scratch(tokens, width, terms, x.device))
+        else:
+            _op(x, weight, scale, out, identity)
+    except Exception:
+        GROUPED_LINEAR.explain(x, weight, scale, out)
+        if not isinstance(out_dtype, torch.dtype | None):
+            raise TypeError(f"out_dtype: got {out_dtype!r}, needs a torch.dtype") from None
+        raise
+    return out
+
+
+@torch.compiler.assume_constant_result
+def grouped_linear_runner_id(
+    in_features: int,
+    group_rows: int,
+    groups: int,
+    act: str = "bf16",
+    scale_dtype: str = "float8_e8m0fnu",
+    out_dtype: str = "bfloat16",
+) -> int:
+    """Id of a configuration: what `torch.ops.dsv4.grouped_linear` takes.
+
+    Args:
+        in_features, group_rows: K and rows of a group.
+        groups: their number.
+        act: "bf16", also for float32, or "fp8".
+        scale_dtype: of the weight's scales, "float8_e8m0fnu" or "float32".
+        out_dtype: "bfloat16" or "float32".
+    """
+    return GROUPED_LINEAR.runner_id(in_features, group_rows, groups, act, scale_dtype, out_dtype)
+
+
+def takes(in_features: int, group_rows: int, block: tuple[int, int]) -> bool:
+    """Whether `grouped_linear` takes weights of these groups with scales of these blocks."""
+    return takes_groups(in_features, group_rows) and tuple(block) == (K_BLOCK, K_BLOCK)
+
+
+def _scratch(tokens: int, width: int, terms: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Codes and scales that a launch makes of many tokens before it streams them."""
+    shape = (num_code_rows(tokens, terms), width)
+    codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    shape = (tokens, width // K_BLOCK)
+    return codes, torch.empty(shape, dtype=torch.float8_e8m0fnu, device=device)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

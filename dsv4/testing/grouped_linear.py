@@ -1,0 +1,132 @@
+"""`grouped_linear` under test: inputs, what they must give, and the comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.gemm.config import num_code_rows
+from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig
+from dsv4.ops.grouped_linear import GROUPED_LINEAR
+from dsv4.reference import linear as oracle
+from dsv4.testing import fp8_linear as fp8
+from dsv4.testing.kernel_call import OpInputs
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and options of a call.
+
+    Attributes:
+        tokens: T.
+        in_features, group_rows, groups, act, scale_dtype, out_dtype: as in `GroupedLinearConfig`.
+        has_special_rows, is_strided: as in `testing.fp8_linear.Case`.
+    """
+
+    tokens: int
+    in_features: int
+    group_rows: int
+    groups: int
+    act: str = "bf16"
+    scale_dtype: str = "float8_e8m0fnu"
+    out_dtype: str = "bfloat16"
+    has_special_rows: bool = False
+    is_strided: bool = False
+
+    @property
+    def config(self) -> GroupedLinearConfig:
+        return GroupedLinearConfig(
+            self.in_features, self.group_rows, self.groups,
+            self.act, self.scale_dtype, self.out_dtype,
+        )  # fmt: skip
+
+    @property
+    def whole(self) -> fp8.Case:
+        """x of all groups, beside a weight with the rows of one."""
+        return fp8.Case(
+            self.tokens,
+            self.groups * self.in_features,
+            self.group_rows,
+            has_special_rows=self.has_special_rows,
+        )
+
+    @property
+    def stacked(self) -> fp8.Case:
+        """The weight, beside x of one group."""
+        rows = self.groups * self.group_rows
+        return fp8.Case(self.tokens, self.in_features, rows, scale_dtype=self.scale_dtype)
+
+
+@dataclass(frozen=True)
+class Inputs(OpInputs):
+    """Tensors of a case.
+
+    Attributes:
+        has_scratch: whether launches have room to quantise many tokens into.
+    """
+
+    op = GROUPED_LINEAR
+
+    case: Case
+    x: Tensor
+    weight: Tensor
+    scale: Tensor
+    has_scratch: bool = True
+
+    @classmethod
+    def make(cls, case: Case, seed: int, device: torch.device | str = "cpu") -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+        x = fp8.make_x(case.whole, generator)
+        scale = fp8.make_scale(case.stacked, generator)
+        shape = (case.groups * case.group_rows, case.in_features)
+        weight = torch.randn(shape, generator=generator, device=device).to(torch.float8_e4m3fn)
+        if case.is_strided:
+            x, weight = fp8.spread_rows(x), fp8.spread_rows(weight)
+        return cls(case, x, weight, scale)
+
+    def first(self, tokens: int) -> Inputs:
+        """The same with the first tokens alone."""
+        return replace(self, case=replace(self.case, tokens=tokens), x=self.x[:tokens])
+
+    @property
+    def config(self) -> GroupedLinearConfig:
+        return self.case.config
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        found = {name: getattr(self, name) for name in ("x", "weight", "scale")}
+        if self.has_scratch:
+            # Its rows are not those of x.
+            shape = (num_code_rows(self.x.shape[0], self.config.terms), self.x.shape[1])
+            codes = torch.zeros(shape, dtype=torch.uint8, device=self.x.device)
+            found["codes"] = codes.fill_(0x7F).view(torch.float8_e4m3fn)
+        return found
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return ("code_scales",) if self.has_scratch else ()
+
+    @property
+    def padding(self) -> int:
+        return fp8.PADDING if self.case.is_strided else 0
+
+    def expected(self, x: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        """y [T, M] in fp64, of this x and this weight where they are given."""
+        rounds = self.case.act == "fp8"
+        x, weight = self.x if x is None else x, self.weight if weight is None else weight
+        return oracle.grouped_linear(x, weight, self.scale, self.case.groups, rounds=rounds)
+
+    def magnitude(self) -> Tensor:
+        """Sum of the magnitudes of each element's terms, fp64."""
+        return self.expected(self.x.abs(), self.weight.float().abs().to(torch.float8_e4m3fn))
+
+
+def assert_grouped_close(actual: Tensor, inputs: Inputs) -> None:
+    """Fail where y is further from the oracle than rounding and the accumulator allow: what the
+    second term leaves, 2^-21 of a group's largest value, is far below both."""
+    expected = inputs.expected()
+    rounding = fp8.ROUNDING[inputs.case.out_dtype]
+    allowed = expected.abs() * rounding + inputs.magnitude() * fp8.SUM_ERROR
+    fp8.assert_within(actual, expected, allowed, "y")

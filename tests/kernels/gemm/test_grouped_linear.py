@@ -1,0 +1,132 @@
+"""The kernels of `grouped_linear`: in the simulator, with races and schedules, and on a Hopper GPU.
+
+Every tiling gives the same bits, close to the reference, which does not round x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.kernels.gemm.grouped_plan import choose, tilings
+from dsv4.ops.grouped_linear import GROUPED_LINEAR
+from dsv4.testing.grouped_linear import Case, Inputs, assert_grouped_close
+from dsv4.testing.harness import (
+    Device,
+    Outcome,
+    Simulator,
+    assert_clean,
+    missed_synchronisation,
+    simulator,
+)
+from dsv4.testing.kernel_call import OpKernels
+
+pytestmark = pytest.mark.stage("projections")
+
+FEW_SMS = 2  # clusters have several tiles, of several groups: rings wrap
+HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
+
+
+@pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
+def kernels(request: pytest.FixtureRequest) -> OpKernels:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    is_device = request.param == "cuda"
+    return OpKernels(GROUPED_LINEAR, Device() if is_device else simulator(request.param))
+
+
+def run(
+    kernels: OpKernels, inputs: Inputs, tiling: int, seed: int = 0, schedules: int | None = 1
+) -> Outcome:
+    """Run one tiling in the first few schedules, all for None."""
+    return kernels.run(inputs, seed, schedules, tiling=tiling, num_sms=FEW_SMS)
+
+
+def check_every_tiling(
+    kernels: OpKernels, inputs: Inputs, seed: int, schedules: int | None = 1
+) -> list[Outcome]:
+    """Compare one tiling with the reference, and all others with it bit for bit."""
+    every = tilings(inputs.config)
+    outcomes = [run(kernels, inputs, tiling, seed, schedules) for tiling in range(len(every))]
+    assert_grouped_close(outcomes[0]["out"], inputs)
+    for tiling, outcome in zip(every, outcomes):
+        outcomes[0].assert_same_bits(outcome, str(tiling))
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("case", "schedules"),
+    [
+        (Case(11, 512, 256, 3), 1),
+        pytest.param(Case(67, 512, 256, 3, is_strided=True), None, marks=pytest.mark.slow),
+        pytest.param(Case(130, 1024, 256, 2), None, marks=pytest.mark.slow),
+        pytest.param(Case(21, 2048, 512, 2), None, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_every_tiling_gives_the_same_bits(kernels, case, schedules, seed) -> None:
+    check_every_tiling(kernels, Inputs.make(case, seed), seed, schedules)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(19, 512, 256, 2, "fp8"),
+        Case(10, 512, 256, 2, scale_dtype="float32", out_dtype="float32"),
+    ],
+    ids=str,
+)
+def test_options(kernels, case, seed) -> None:
+    check_every_tiling(kernels, Inputs.make(case, seed), seed)
+
+
+def test_small_activations_are_not_rounded(kernels, seed) -> None:
+    """Values of one group that differ by 2^14 and are far below what FP8 scales are floored at."""
+    inputs = Inputs.make(Case(3, 512, 256, 2, out_dtype="float32"), seed)
+    factors = torch.exp2(-40 - 14 * torch.rand(inputs.x.shape))
+    small = (torch.randn(inputs.x.shape) * factors).bfloat16()
+    inputs = replace(inputs, x=small)
+    assert_grouped_close(run(kernels, inputs, 0, seed)["out"], inputs)
+
+
+@pytest.mark.slow
+def test_a_token_has_the_same_bits_among_any_number(kernels, seed) -> None:
+    inputs = Inputs.make(Case(130, 512, 256, 2), seed)
+    together = run(kernels, inputs, choose(inputs.config, 130, FEW_SMS), seed)["out"]
+    assert_grouped_close(together, inputs)
+    for tokens in (1, 7, 8, 9, 16, 17, 33, 65):
+        found = run(kernels, inputs.first(tokens), choose(inputs.config, tokens, FEW_SMS), seed)
+        assert torch.equal(found["out"], together[:tokens]), f"T = {tokens}"
+
+
+@pytest.mark.slow
+def test_rows_that_are_not_finite_touch_no_other(kernels, seed) -> None:
+    inputs = Inputs.make(Case(15, 512, 256, 2, has_special_rows=True), seed)
+    found = check_every_tiling(kernels, inputs, seed)[0]["out"]
+    assert found[0::5].isnan().all()
+    assert (found[2::5] == 0).all()
+    ordinary = replace(inputs, x=inputs.x[4::5].clone(), case=replace(inputs.case, tokens=3))
+    assert torch.equal(run(kernels, ordinary, 0, seed)["out"], found[4::5])
+
+
+@pytest.mark.slow
+def test_without_scratch_many_tokens_follow_each_other(kernels, seed) -> None:
+    inputs = Inputs.make(Case(21, 512, 256, 2), seed)
+    right = run(kernels, inputs, 0, seed)
+    for tiling in range(1, len(tilings(inputs.config))):
+        found = run(kernels, replace(inputs, has_scratch=False), tiling, seed)
+        found.assert_same_bits(right, "no scratch")
+
+
+@pytest.mark.slow
+def test_every_barrier_and_fence_is_reached(seed) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    # A simulator of its own: coverage adds up over all launches of a compiled function.
+    kernels = OpKernels(GROUPED_LINEAR, Simulator("sm_90a"))
+    inputs = Inputs.make(Case(65, 1024, 256, 2), seed)
+    outcomes = check_every_tiling(kernels, inputs, seed)
+    for outcome in outcomes:
+        assert_clean(outcome.report)
+    assert not missed_synchronisation(outcome.report for outcome in outcomes)

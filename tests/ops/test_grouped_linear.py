@@ -1,0 +1,113 @@
+"""`grouped_linear` without a kernel: values, options, messages, tracing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4 import ops
+from dsv4.kernels.gemm.config import num_code_rows
+from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig
+from dsv4.kernels.gemm.grouped_plan import choose, linear_plan, tilings
+from dsv4.ops.grouped_linear import MODEL_GROUPS
+from dsv4.testing.grouped_linear import Case, Inputs, assert_grouped_close
+
+pytestmark = pytest.mark.stage("op")
+
+CASE = Case(5, 512, 256, 3)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        Case(3, 512, 256, 2, "fp8", is_strided=True),
+        Case(4, 512, 256, 2, scale_dtype="float32", out_dtype="float32"),
+        Case(0, 512, 256, 2),
+    ],
+    ids=str,
+)
+def test_values(case, seed) -> None:
+    inputs = Inputs.make(case, seed)
+    dtype = getattr(torch, case.out_dtype)
+    y = ops.grouped_linear(inputs.x, inputs.weight, inputs.scale, act=case.act, out_dtype=dtype)
+    assert y.dtype is dtype
+    assert y.shape == (case.tokens, case.groups * case.group_rows)
+    if case.tokens:
+        assert_grouped_close(y, inputs)
+
+
+def test_float32_and_out(seed) -> None:
+    inputs = Inputs.make(CASE, seed)
+    wide = ops.grouped_linear(inputs.x.float(), inputs.weight, inputs.scale)
+    assert wide.dtype is torch.float32
+    out = torch.empty_like(wide, dtype=torch.bfloat16)
+    assert ops.grouped_linear(inputs.x, inputs.weight, inputs.scale, out=out) is out
+    torch.testing.assert_close(out.float(), wide, rtol=2**-7, atol=1e-4 * wide.abs().max().item())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 1100).bfloat16()}, ValueError, "x: got 1100 columns, needs"),
+        ({"x": torch.zeros(2, 512)[None].bfloat16()}, ValueError, r"x: got shape .* needs"),
+        ({"weight": torch.zeros(768, 512)}, TypeError, "weight: got torch.float32, needs"),
+        ({"scale": torch.ones(3, 4)}, ValueError, r"scale: got shape \(3, 4\), needs \[6, 4\]"),
+        ({"act": "int8"}, ValueError, "act must be one of .* got 'int8'"),
+        ({"x": torch.zeros(2, 100).bfloat16()}, ValueError, "x: got 100 columns, needs"),
+        ({"out_dtype": "bf16"}, TypeError, "out_dtype: got 'bf16', needs a torch.dtype"),
+    ],
+)
+def test_arguments_that_do_not_fit(change, error, message, seed) -> None:
+    inputs = Inputs.make(CASE, seed)
+    arguments = {"x": inputs.x, "weight": inputs.weight, "scale": inputs.scale, **change}
+    with pytest.raises(error, match=message):
+        ops.grouped_linear(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ((768, 256, 2), "in_features must be a multiple of 512 up to 8192, got 768"),
+        ((512, 128, 2), "group_rows must be a positive multiple of 256, got 128"),
+        ((512, 256, 0), "groups must be positive, got 0"),
+        ((512, 256, 2, "int8"), "act must be one of .* got 'int8'"),
+        ((512, 256, 2, "bf16", "int8"), "scale_dtype must be one of .* got 'int8'"),
+    ],
+)
+def test_configurations_that_are_refused(fields, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        GroupedLinearConfig(*fields)
+
+
+def test_tracing(seed) -> None:
+    inputs = Inputs.make(CASE, seed)
+    tensors = inputs.x, inputs.weight, inputs.scale
+    traced = torch.compile(ops.grouped_linear, fullgraph=True, backend="aot_eager")
+    assert torch.equal(traced(*tensors), ops.grouped_linear(*tensors))
+    identity = ops.grouped_linear_runner_id(512, 256, 3)
+    out = torch.empty(CASE.tokens, 768, dtype=torch.bfloat16)
+    torch.library.opcheck(
+        torch.ops.dsv4.grouped_linear.default,
+        (*tensors, out, identity),
+        # Not test_schema: it compares float8 tensors with what torch cannot compute in float8.
+        test_utils=("test_faketensor", "test_autograd_registration"),
+    )
+
+
+@pytest.mark.parametrize("act", ["bf16", "fp8"])
+@pytest.mark.parametrize("given", [*MODEL_GROUPS.values(), (512, 256, 1), (8192, 256, 64)], ids=str)
+def test_every_tiling_fits(given, act) -> None:
+    config = GroupedLinearConfig(*given, act)
+    for tiling in tilings(config):
+        plan = linear_plan(config, tiling)
+        assert plan.columns == plan.tokens * config.terms
+        assert plan.stages >= 2
+        assert plan.smem.total_bytes <= plan.capacity
+    for tokens in (1, 8, 9, 64, 65, 4096, 100_000):
+        assert 0 <= choose(config, tokens, 132) < len(tilings(config))
+
+
+def test_code_rows() -> None:
+    assert [num_code_rows(tokens, 2) for tokens in (0, 1, 8, 9)] == [0, 16, 16, 32]
+    assert num_code_rows(9, 1) == 9
