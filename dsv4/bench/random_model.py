@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4.cache.formats import KeyPool, KvFormat
+from dsv4.cache.index_keys import IndexKeyPool
 from dsv4.cache.model_cache import ModelCache, block_size
 from dsv4.config.model_config import ModelConfig
 from dsv4.layers.moe import MoE
@@ -161,7 +162,7 @@ def random_cache(model: DeepseekV4, requests: int, context: int, drafts: int) ->
             if pool is not None:
                 _fill_pool(pool, rope)
         if layer.index_keys is not None:
-            layer.index_keys.data.normal_()
+            _fill_index_keys(layer.index_keys, model.config.index_head_dim)
     return cache
 
 
@@ -174,9 +175,24 @@ def _fill_pool(pool: KeyPool, rope: Rope) -> None:
     places = torch.arange(count, dtype=torch.int32, device=device)
     weight = torch.ones(dim, device=device)
     few.insert(latents, weight, 1e-6, rope.table(count, device), places, places)
-    for begin in range(0, pool.pages, PAGES_AT_ONCE):
-        part = pool.data[begin : begin + PAGES_AT_ONCE]
-        part.copy_(few.data[torch.randint(pages, (len(part),), device=device)])
+    _repeat(few.data, pool.data)
+
+
+def _fill_index_keys(pool: IndexKeyPool, dim: int) -> None:
+    pages, size = pool.data.shape[:2]
+    few_pages = min(PATTERNS, pages)
+    dtype, device = torch.bfloat16, pool.data.device
+    few = IndexKeyPool(few_pages, size, dim, dtype, pool.is_packed, device)
+    keys = torch.randn(few_pages * size, dim, dtype=dtype, device=device)
+    few.insert(keys, torch.arange(len(keys), dtype=torch.int32, device=device))
+    _repeat(few.data, pool.data)
+
+
+def _repeat(few: Tensor, many: Tensor) -> None:
+    """Fill pages with copies of few, in random order."""
+    for begin in range(0, len(many), PAGES_AT_ONCE):
+        part = many[begin : begin + PAGES_AT_ONCE]
+        part.copy_(few[torch.randint(len(few), (len(part),), device=many.device)])
 
 
 def cache_bytes(config: ModelConfig, requests: int, context: int, drafts: int, device: str) -> int:

@@ -12,7 +12,7 @@ from dsv4.config.model_config import ModelConfig
 from dsv4.kernels.kit.kv_entry import Fp8Entry
 from dsv4.loader import TensorSpec, inventory
 
-INDEX_KEY_BYTES = 68  # 128 FP4 codes and a scale per 32: the format of the checkpoint's rounding
+INDEX_KEY_BYTES = 68  # 128 FP4 codes and a scale per 32: no format without loss is smaller
 EIGHT_BIT = (torch.float8_e4m3fn, torch.int8)
 FP8_RATE = 2  # of bf16's
 
