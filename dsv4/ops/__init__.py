@@ -17,11 +17,18 @@ from dsv4.ops.merged_linear import merged_linear, merged_linear_runner_id
 from dsv4.ops.mhc_seam import Seam, mhc_seam, mhc_seam_runner_id
 from dsv4.ops.moe.op import moe, moe_runner_id
 from dsv4.ops.moe.weights import GatedWeights
+from dsv4.ops.quantized_attention.op import quantized_attention, quantized_attention_runner_id
+from dsv4.ops.quantized_attention.quantize_kv import (
+    QuantizedKV,
+    quantize_kv,
+    quantize_kv_runner_id,
+)
 from dsv4.ops.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_runner_id
 from dsv4.ops.runtime.warmup import warmup
 
 __all__ = [
     "GatedWeights",
+    "QuantizedKV",
     "Seam",
     "fmha_capacity",
     "fmha_runner_id",
@@ -39,6 +46,10 @@ __all__ = [
     "mhc_seam_runner_id",
     "moe",
     "moe_runner_id",
+    "quantize_kv",
+    "quantize_kv_runner_id",
+    "quantized_attention",
+    "quantized_attention_runner_id",
     "rms_norm_fp8",
     "rms_norm_fp8_runner_id",
     "sparse_fmha_paged",

@@ -31,8 +31,8 @@ OPS = {name: op for name, op in registry.OPS.items() if type(op).__module__.star
 WRITE_ALL = {"sparse_fmha_with_swa", "rms_norm_fp8", "fp8_linear", "merged_linear"} | {
     "grouped_linear"
 }
-# Operators whose public function takes lists of tensors.
-BUNDLED = {"merged_linear"}
+# Operators whose public function takes tensors in lists, or others than the operator itself.
+BUNDLED = {"merged_linear", "quantized_attention"}
 FILLS = (0x00, 0xFF)
 
 

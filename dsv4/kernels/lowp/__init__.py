@@ -1,0 +1,1 @@
+"""Low-precision attention: quantisers of keys and values, and attention over their codes."""

@@ -1,0 +1,137 @@
+"""Dumps of a call: every stage as raw bytes under a prefix, with a JSON description.
+
+`PREFIX.NAME.bin` is little-endian and row-major, heads before rows ("BHSd"); `PREFIX.meta` names
+dtype, shape, order and checksum of each. A file that does not say what its description says is
+refused, not reordered: a buffer of another order of dimensions has the same number of bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.lowp.config import QuantizedAttentionConfig
+from dsv4.ops.quantized_attention.knobs import dump_prefixes, overrides
+from dsv4.ops.quantized_attention.torch_path import attend
+
+ORDER = "BHSd"
+INPUTS, OUTPUTS = ("q", "k", "v"), ("o", "lse")
+CODES = ("q_codes", "q_scale", "k_codes", "k_scale")
+
+
+def write(prefix: str | Path, arrays: Mapping[str, Tensor], about: Mapping[str, Any]) -> list[Path]:
+    """Write arrays and their description; the files.
+
+    Args:
+        prefix: path whose last part the names of files begin with.
+        arrays: by name.
+        about: further entries of the description: knobs, seed, case.
+    """
+    prefix, described, files = Path(prefix), {}, []
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    for name, tensor in arrays.items():
+        dense = tensor.detach().cpu().contiguous()
+        data = dense.flatten().view(torch.uint8).numpy().tobytes() if dense.numel() else b""
+        path = prefix.with_name(f"{prefix.name}.{name}.bin")
+        path.write_bytes(data)
+        files.append(path)
+        described[name] = {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "order": ORDER,
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+    meta = {**about, "arrays": described}
+    path = prefix.with_name(f"{prefix.name}.meta")
+    path.write_text(json.dumps(meta, indent=1) + "\n")
+    return [*files, path]
+
+
+def read(prefix: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Arrays and description of a dump.
+
+    Raises:
+        FileNotFoundError: there is no description, or one of its files.
+        ValueError: a file is not what the description says.
+    """
+    prefix = Path(prefix)
+    meta = json.loads(prefix.with_name(f"{prefix.name}.meta").read_text())
+    found = {}
+    for name, entry in meta["arrays"].items():
+        path = prefix.with_name(f"{prefix.name}.{name}.bin")
+        data = path.read_bytes()
+        if entry["order"] != ORDER:
+            raise ValueError(f"{path}: got order {entry['order']!r}, needs {ORDER!r}")
+        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+            raise ValueError(f"{path}: got other bytes than its description was written for")
+        dtype = getattr(torch, entry["dtype"])
+        flat = (
+            torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        )
+        found[name] = flat.view(entry["shape"])
+    return found, meta
+
+
+def load_buffer(
+    path: str | Path, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
+) -> Tensor:
+    """A float32 buffer without description, as other programs dump them, as [B, H, S, d].
+
+    Raises:
+        ValueError: another number of elements; or strides, in elements, of another order.
+    """
+    flat = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.float32)
+    tensor = torch.empty(shape, device="meta")
+    if flat.numel() != tensor.numel():
+        raise ValueError(f"{path}: got {flat.numel()} elements, {shape} has {tensor.numel()}")
+    if strides is not None and tuple(strides) != tensor.stride():
+        raise ValueError(
+            f"{path}: got strides {tuple(strides)}, {ORDER} of {shape} has {tensor.stride()}"
+        )
+    return flat.view(shape)
+
+
+def stages(
+    config: QuantizedAttentionConfig,
+    queries: Tensor,
+    codes: Mapping[str, Tensor | None],
+    attn_mask: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Every stage of a call by name, from queries [b, Hq, L, d] and codes.
+
+    `s` scores in units of log2, `p` weights, `p_codes` as the second product gets them, `m` and `d`
+    running maxima and sums by tile, `o_sum` the sum of weighted values, `o`, `lse`.
+    """
+    given = {name: tensor for name, tensor in codes.items() if tensor is not None}
+    found = dict(given)
+    attend(config, queries, given, attn_mask, found)
+    return {name: tensor for name, tensor in found.items() if tensor.numel()}
+
+
+def write_dumps(
+    config: QuantizedAttentionConfig,
+    inputs: tuple[Tensor | None, ...],
+    queries: Tensor,
+    codes: Any,
+    attn_mask: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Write what the environment asks for of one call; packed sequences have their output alone."""
+    found = {name: x for name, x in zip(INPUTS, inputs) if x is not None}
+    if not config.is_varlen:
+        found |= stages(config, queries, codes.codes, attn_mask)
+    found["o"] = out
+    about = {
+        "config": asdict(config),
+        "overrides": {name: str(value) for name, value in overrides().items()},
+    }
+    chosen = {"dump": tuple(found), "dump_qkv": INPUTS, "dump_codes": CODES, "dump_out": OUTPUTS}
+    for what, prefix in dump_prefixes().items():
+        write(prefix, {name: found[name] for name in chosen[what] if name in found}, about)

@@ -1,0 +1,91 @@
+"""Knobs of quantised attention in the environment: they override what every call says.
+
+Read once per process, each reported once by the logger `dsv4.quantized_attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.kernels.lowp.config import ACCUMULATORS, GRANULARITIES
+
+LOG = logging.getLogger("dsv4.quantized_attention")
+PREFIXES = ("DSV4_SAGE_", "GGML_SAGE_")  # ours, and what the notes of a C++ port call them
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A variable of the environment.
+
+    Attributes:
+        variable: without its prefix.
+        argument: that it overrides.
+        values: text -> value; any text where it is empty.
+        help: for `dsv4 sage --knobs` and the design page.
+    """
+
+    variable: str
+    argument: str
+    values: Mapping[str, Any]
+    help: str
+
+
+_FLAG = {"0": False, "1": True}
+
+
+def _names(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    return {name: name for names in table.values() for name in names}
+
+
+KNOBS = (
+    Knob("SMOOTH_K", "smooth_k", _FLAG, "code keys without their mean"),
+    Knob("SMOOTH_V", "smooth_v", _FLAG, "code values without their mean"),
+    Knob("PV_ACCUM", "pv_accum_dtype", _names(ACCUMULATORS), "accumulation of P V"),
+    Knob("GRANULARITY", "qk_quant_gran", _names(GRANULARITIES), "rows that share a scale"),
+    Knob("DUMP", "dump", {}, "write every stage of a call to PREFIX.NAME.bin"),
+    Knob("DUMP_QKV", "dump_qkv", {}, "write the inputs alone"),
+    Knob("DUMP_QK_INT8", "dump_codes", {}, "write codes and scales alone"),
+    Knob("DUMP_OUT", "dump_out", {}, "write outputs alone"),
+)
+
+
+@functools.cache
+def overrides() -> Mapping[str, Any]:
+    """Values by argument, of the variables that are set.
+
+    Raises:
+        ValueError: a variable has a value that it cannot have.
+    """
+    found: dict[str, Any] = {}
+    for knob in KNOBS:
+        for prefix in PREFIXES:
+            name = prefix + knob.variable
+            if name not in os.environ:
+                continue
+            text = os.environ[name]
+            if knob.values and text not in knob.values:
+                raise ValueError(f"{name}: got {text!r}, needs one of {', '.join(knob.values)}")
+            found[knob.argument] = knob.values[text] if knob.values else text
+            LOG.warning("%s=%s overrides %s in every call", name, text, knob.argument)
+            break
+    return found
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Report something that a call asked for and does not get, once per process."""
+    LOG.warning("%s", text)
+
+
+def dump_prefixes() -> dict[str, str]:
+    """Prefixes of dumps by what is to be written; empty without any."""
+    given = overrides()
+    return {name: given[name] for name in _DUMPS if name in given}
+
+
+_DUMPS: tuple[str, ...] = tuple(knob.argument for knob in KNOBS if knob.variable[:4] == "DUMP")

@@ -1,0 +1,47 @@
+"""Layouts of queries, keys and values: heads before rows, after them, or innermost-first."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+LAYOUTS = ("HND", "NHD")
+
+
+def check_layout(tensor_layout: object) -> None:
+    """Refuse what is neither layout: ValueError."""
+    if not isinstance(tensor_layout, str) or tensor_layout not in LAYOUTS:
+        shown = " ".join(repr(tensor_layout).split())[:60]
+        raise ValueError(f"tensor_layout: got {shown}, needs 'HND' or 'NHD'")
+
+
+def check_rank(name: str, tensor: Tensor, is_varlen: bool) -> None:
+    """Refuse a tensor of the wrong number of dimensions: ValueError."""
+    rank = 3 if is_varlen else 4
+    if tensor.dim() != rank:
+        needs = "[rows, heads, channels] beside cu_seqlens" if is_varlen else "4 dimensions"
+        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, needs {needs}")
+
+
+def heads_first(x: Tensor, tensor_layout: str) -> Tensor:
+    """A view [b, H, rows, d] of a tensor in a layout; of packed rows [T, H, d] b is 1."""
+    if x.dim() == 3:
+        return x.transpose(0, 1).unsqueeze(0)
+    return x.transpose(1, 2) if tensor_layout == "NHD" else x
+
+
+def dshb_to_bhsd(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
+    """Tensor [B, H, S, d] of elements that lie as [d, S, H, B], as ggml's kernels take them.
+
+    Args:
+        x: as many elements, contiguous, in whatever shape.
+        shape: B, H, S, d.
+
+    Raises:
+        ValueError: another number of elements, or elements that do not lie one after the other.
+    """
+    batch, heads, rows, dim = shape
+    if not x.is_contiguous():
+        raise ValueError(f"x: got strides {tuple(x.stride())}, needs a contiguous tensor")
+    if x.numel() != batch * heads * rows * dim:
+        raise ValueError(f"x: got {x.numel()} elements, {tuple(shape)} has another number")
+    return x.view(dim, rows, heads, batch).permute(3, 2, 1, 0).contiguous()

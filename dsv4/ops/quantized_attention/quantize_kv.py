@@ -1,0 +1,254 @@
+"""`quantize_kv`: keys and values as codes for attention, as function and operator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import index
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from dsv4.kernels.kit.args import tensors_of
+from dsv4.kernels.lowp.args import CODES, QUANTIZE_KV_ARGS, needs, values
+from dsv4.kernels.lowp.config import QuantizeKvConfig
+from dsv4.kernels.lowp.groups import num_blocks
+from dsv4.ops.quantized_attention.codes import encode_kv, key_means
+from dsv4.ops.quantized_attention.layouts import check_layout, check_rank, heads_first
+from dsv4.ops.quantized_attention.options import FORMAT_OPTIONS, complete
+from dsv4.ops.quantized_attention.sequences import check_count, check_ends, sequences_of
+from dsv4.ops.runtime.checks import check_is_tensor
+from dsv4.ops.runtime.kernel_op import KernelOp
+from dsv4.ops.runtime.runner import config_of
+from dsv4.ops.runtime.tensors import empty
+
+
+@dataclass(frozen=True)
+class QuantizedKV:
+    """Keys and values as codes, what `quantized_attention` takes in place of both.
+
+    Attributes:
+        config: formats, groups of scales, smoothing.
+        cu_seqlens_k: [N + 1] int32 ends of packed sequences, or None.
+        k_codes: [b, Hk, S, dk] int8, float8_e4m3fn, or two FP4 a byte.
+        k_scale: [b, Hk, tiles, scales] float32, of FP4 float8_e4m3fn.
+        v_codes: [b, Hk, tiles, d, n] float8_e4m3fn, or two FP4 a byte; float16 [b, Hk, tiles, n,
+            d].
+        v_scale: [N, Hk, d] float32, of FP8.
+        v_block_scale: [b, Hk, tiles, d * n / 16] float8_e4m3fn, of FP4.
+        km, vm: [N, Hk, d] means that were taken off.
+        k_smooth: [b, Hk, S, d] keys without their mean, where queries are to be smoothed.
+    """
+
+    config: QuantizeKvConfig
+    cu_seqlens_k: Tensor | None
+    k_codes: Tensor
+    k_scale: Tensor
+    v_codes: Tensor
+    v_scale: Tensor | None = None
+    v_block_scale: Tensor | None = None
+    km: Tensor | None = None
+    vm: Tensor | None = None
+    k_smooth: Tensor | None = None
+
+    @property
+    def codes(self) -> dict[str, Tensor | None]:
+        """The tensors by the names of the operators' tables."""
+        return {name: getattr(self, name) for name in CODES}
+
+
+class QuantizeKv(KernelOp):
+    """Codes, scales and means of keys and values."""
+
+    name = "quantize_kv"
+    config = QuantizeKvConfig
+    args = QUANTIZE_KV_ARGS
+    kernels: ClassVar = {}
+
+    def values(self, config: QuantizeKvConfig) -> Mapping[str, int | str]:
+        return values(config)
+
+    def check_sizes(self, config: QuantizeKvConfig, *tensors: Tensor | None) -> None:
+        check_codes(config, dict(zip((arg.name for arg in self.tensors), tensors)))
+
+    def check_values(self, config: QuantizeKvConfig, *tensors: Tensor | None) -> None:
+        if config.is_varlen:
+            check_ends("cu_seqlens_k", tensors[-1], tensors[0].shape[2])
+
+    def torch(self, config: QuantizeKvConfig, *tensors: Tensor | None) -> None:
+        """Write all that is there; packed sequences one after the other, which synchronises."""
+        given = dict(zip((arg.name for arg in self.tensors), tensors))
+        k, v, ends = given["k"], given["v"], given["cu_seqlens_k"]
+        outputs = {name: given[name] for name in CODES if given[name] is not None}
+        if ends is None:
+            _write(outputs, encode_kv(config, k, v))
+            return
+        shared = key_means(k) if config.km_scope == "packed" and config.smooth_k else None
+        # Tiles between the sequences, which nothing reads, get one value on all devices.
+        for tensor in outputs.values():
+            tensor.view(torch.uint8).zero_() if tensor.element_size() == 1 else tensor.zero_()
+        for one in sequences_of(ends, config.tiles.block_k):
+            rows = (slice(None), slice(None), one.rows)
+            part = encode_kv(config, k[rows], v[rows], shared)
+            _write({name: place(name, x, one) for name, x in outputs.items()}, part)
+
+    def needs(self, config: QuantizeKvConfig, name: str) -> bool | None:
+        return needs(config, name)
+
+    def aot(self) -> Mapping[str, QuantizeKvConfig]:
+        """SageAttention's defaults on Hopper, and FP8 alone."""
+        return {
+            "INT8 keys, FP8 values, d 128": QuantizeKvConfig(128),
+            "INT8 keys, FP8 values, d 64": QuantizeKvConfig(64),
+            "FP8 keys and values, d 64": QuantizeKvConfig(
+                64, qk="fp8", qk_quant_gran="per_head", quantizer="", smooth_k=False
+            ),
+        }
+
+
+QUANTIZE_KV = QuantizeKv()
+_op = QUANTIZE_KV.overload
+
+
+def place(name: str, tensor: Tensor, one: Any) -> Tensor:
+    """The part of a tensor of `CODES` that belongs to one of the packed sequences."""
+    if name in ("k_codes", "k_smooth"):
+        return tensor[:, :, one.rows]
+    if name in ("v_scale", "km", "vm"):
+        return tensor[one.number : one.number + 1]
+    return tensor[:, :, one.tiles]
+
+
+def _write(outputs: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    for name, tensor in outputs.items():
+        if tensor.dtype == torch.float8_e4m3fn:
+            tensor, source = tensor.view(torch.uint8), found[name].view(torch.uint8)
+        else:
+            source = found[name]
+        tensor.copy_(source)
+
+
+def check_codes(config: QuantizeKvConfig, given: Mapping[str, Tensor | None]) -> None:
+    """Check what the tables of both operators cannot say: which optional tensors are there, and how
+    many tiles and sequences: ValueError."""
+    for name, tensor in given.items():
+        needed = needs(config, name)
+        if needed is True and tensor is None:
+            raise ValueError(f"{name}: got None, the configuration needs it")
+        if needed is False and tensor is not None:
+            raise ValueError(f"{name}: got a tensor, the configuration has none")
+    codes, ends = given["k_codes"], given["cu_seqlens_k"]
+    sequences = None
+    if config.is_varlen:
+        check_count("cu_seqlens_k", ends)
+        sequences = len(ends) - 1
+        if codes.shape[0] != 1:
+            raise ValueError(f"k_codes: got {codes.shape[0]} batches, packed sequences need one")
+    tiles = num_blocks(codes.shape[2], config.tiles.block_k, sequences)
+    if given["k_scale"].shape[2] != tiles:
+        raise ValueError(
+            f"k_scale: got {given['k_scale'].shape[2]} tiles, {codes.shape[2]} keys need {tiles}"
+        )
+    rows = codes.shape[0] if sequences is None else sequences
+    for name in ("v_scale", "km", "vm"):
+        tensor = given.get(name)
+        if tensor is not None and tensor.shape[0] != rows:
+            raise ValueError(f"{name}: got {tensor.shape[0]} rows, {rows} sequences need {rows}")
+
+
+def quantize_kv(
+    k: Tensor,
+    v: Tensor,
+    *,
+    tensor_layout: str = "HND",
+    cu_seqlens_k: Tensor | None = None,
+    qk: str | None = None,
+    pv: str | None = None,
+    qk_quant_gran: str | None = None,
+    geometry: str | None = None,
+    quantizer: str | None = None,
+    pv_accum_dtype: str | None = None,
+    smooth_k: bool | None = None,
+    smooth_v: bool | None = None,
+    smooth_q: bool | None = None,
+    km_scope: str | None = None,
+) -> QuantizedKV:
+    """Code keys and values once, for any number of calls of `quantized_attention`.
+
+    Args:
+        k, v: [B, Hk, S, d] ("HND") or [B, S, Hk, d] ("NHD"), packed sequences [S, Hk, d]; bfloat16,
+            float16, or float32. d is at most 128, channels are contiguous.
+        tensor_layout: "HND" or "NHD".
+        cu_seqlens_k: [N + 1] int32 ends of packed sequences.
+        qk, pv, qk_quant_gran, geometry, quantizer, pv_accum_dtype, smooth_k, smooth_v, smooth_q,
+            km_scope: as in `quantized_attention`.
+
+    Returns:
+        The codes with all that they mean.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
+    """
+    check_layout(tensor_layout)
+    for name, tensor in (("k", k), ("v", v)):
+        check_is_tensor(name, tensor)
+        check_rank(name, tensor, cu_seqlens_k is not None)
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        QUANTIZE_KV.check_no_gradients(k, v)
+    given = (
+        qk, pv, qk_quant_gran, geometry, quantizer, pv_accum_dtype, smooth_k, smooth_v, smooth_q,
+        km_scope,
+    )  # fmt: skip
+    identity = quantize_kv_runner_id(
+        index(k.shape[-1]), _name(k.dtype), cu_seqlens_k is not None, *given
+    )
+    return encode(
+        heads_first(k, tensor_layout), heads_first(v, tensor_layout), cu_seqlens_k, identity
+    )
+
+
+def encode(k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, identity: int) -> QuantizedKV:
+    """`quantize_kv` of keys and values [b, Hk, S, d] by the id of its configuration."""
+    config = config_of(QUANTIZE_KV, identity)
+    if cu_seqlens_k is not None:
+        check_is_tensor("cu_seqlens_k", cu_seqlens_k)
+    batch, heads, rows = k.shape[:3]
+    sequences = None if cu_seqlens_k is None else max(cu_seqlens_k.shape[0] - 1, 0)
+    sizes = {
+        "b": batch,
+        "Hk": heads,
+        "S": rows,
+        "Gk": num_blocks(rows, config.tiles.block_k, sequences),
+        "N": batch if sequences is None else sequences,
+    }
+    dims = values(config)
+    outputs = [
+        empty(arg, dims, sizes, k.device) if needs(config, arg.name) in (None, True) else None
+        for arg in tensors_of(QUANTIZE_KV_ARGS)
+        if arg.is_output
+    ]
+    _op(k, v, *outputs[:3], identity, *outputs[3:], cu_seqlens_k)
+    return QuantizedKV(config, cu_seqlens_k, *outputs)
+
+
+@torch.compiler.assume_constant_result
+def quantize_kv_runner_id(head_dim: int, dtype: str, is_varlen: bool = False, *options: Any) -> int:
+    """Id of a configuration, what `torch.ops.dsv4.quantize_kv` takes.
+
+    Args:
+        head_dim: channels of a head.
+        dtype: of keys and values.
+        is_varlen: whether sequences are packed.
+        options: `qk`, `pv`, `qk_quant_gran`, `geometry`, `quantizer`, `pv_accum_dtype`, `smooth_k`,
+            `smooth_v`, `smooth_q`, `km_scope`, in this order; None or nothing for defaults.
+    """
+    found = complete(dict(zip(FORMAT_OPTIONS, options)))
+    return QUANTIZE_KV.runner_id(
+        head_dim, dtype, *(found[name] for name in FORMAT_OPTIONS), is_varlen
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
