@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from dsv4.cache.formats import KeyPool, KvFormat
+from dsv4.cache.formats import KeyPool
 from dsv4.cache.index_keys import IndexKeyPool
 from dsv4.cache.model_cache import ModelCache, block_size
 from dsv4.config.model_config import ModelConfig
+from dsv4.engine.memory_plan import MemoryPlan
 from dsv4.layers.moe import MoE
 from dsv4.layers.rope import Rope
 from dsv4.loader import inventory
@@ -25,7 +26,6 @@ CODE_EXPONENT = {torch.int8: 1.5, torch.float8_e4m3fn: 0.0}  # log2 of the size 
 E8M0_BIAS = 127
 PATTERNS = 64  # different pages of a pool: more would only take longer to make
 PAGES_AT_ONCE = 4096
-SPARE_BYTES = 8 << 30  # activations, workspaces, the allocator's rest
 
 
 @dataclass(frozen=True)
@@ -60,27 +60,29 @@ def truncated(config: ModelConfig, layers: int | None, has_drafts: bool) -> Mode
     )
 
 
-def fitting_sets(config: ModelConfig, cache_bytes: int, room: int) -> int:
+def fitting_sets(config: ModelConfig, plan: MemoryPlan, room: int) -> int:
     """Layers whose experts fit beside everything else in `room` bytes; at most all.
+
+    Args:
+        plan: of the whole model, every layer with experts of its own.
 
     Raises:
         ValueError: not even one layer's experts fit.
     """
-    of_experts, others = 0, 0
-    for name, spec in inventory(config).items():
-        if name.startswith("layers.0.ffn.") and "experts." in name:
-            of_experts += spec.nbytes
-        if ".experts." not in name or name.startswith("mtp."):
-            # The head is held in float32.
-            others += spec.nbytes * (2 if name == "head.weight" else 1)
-    sets = (room - cache_bytes - others - SPARE_BYTES) // of_experts
+    stem, layers = "layers.0.ffn.", config.num_hidden_layers
+    of_experts = sum(
+        spec.nbytes
+        for name, spec in inventory(config).items()
+        if name.startswith(stem) and "experts." in name
+    )
+    others = plan.total - layers * of_experts
+    sets = (room - others) // of_experts
     if sets < 1:
-        needed = cache_bytes + others + of_experts + SPARE_BYTES
         raise ValueError(
-            f"one layer's experts, everything else and a cache of {cache_bytes / 1e9:.1f} GB take "
-            f"{needed / 1e9:.1f} GB, the GPU has {room / 1e9:.1f} GB"
+            f"one layer's experts, everything else and a cache of {plan.cache / 1e9:.1f} GB take "
+            f"{(others + of_experts) / 1e9:.1f} GB, the GPU has {room / 1e9:.1f} GB"
         )
-    return min(int(sets), config.num_hidden_layers)
+    return min(int(sets), layers)
 
 
 def random_model(config: ModelConfig, expert_sets: int, device: torch.device) -> RandomModel:
@@ -193,18 +195,3 @@ def _repeat(few: Tensor, many: Tensor) -> None:
     for begin in range(0, len(many), PAGES_AT_ONCE):
         part = many[begin : begin + PAGES_AT_ONCE]
         part.copy_(few[torch.randint(len(few), (len(part),), device=many.device)])
-
-
-def cache_bytes(config: ModelConfig, requests: int, context: int, drafts: int, device: str) -> int:
-    """Memory of `random_cache`, without making it."""
-    blocks = -(-context // block_size(config)) + 1
-    kv_format = KvFormat.of(config, torch.bfloat16, torch.device(device))
-    sizes = (requests, requests * blocks, blocks)
-    cache = ModelCache(config, *sizes, torch.bfloat16, "meta", drafts, 0, kv_format)
-    pools = [
-        part.data
-        for layer, state in zip(cache.layers, cache.state.layers, strict=True)
-        for part in (layer.window, layer.entries, layer.index_keys, *state.rings())
-        if part is not None
-    ]
-    return sum(pool.untyped_storage().nbytes() for pool in pools)

@@ -15,7 +15,6 @@ from torch.profiler import ProfilerActivity, profile
 from dsv4.bench.machine import Machine
 from dsv4.bench.random_model import (
     RandomModel,
-    cache_bytes,
     fitting_sets,
     random_cache,
     random_model,
@@ -30,6 +29,7 @@ from dsv4.config.layer_schedule import LayerKind
 from dsv4.config.model_config import ModelConfig
 from dsv4.engine.forward import verify
 from dsv4.engine.inputs import ForwardInputs
+from dsv4.engine.memory_plan import plan_memory
 from dsv4.engine.sampler import SamplingBatch
 from dsv4.layers.hyper_connection import Streams
 from dsv4.layers.moe import MoE
@@ -140,13 +140,16 @@ def _model_of(shape: Shape) -> tuple:
 
 def _fitting_model(config: ModelConfig, shapes: Sequence[Shape], is_aliased: bool) -> RandomModel:
     """The model, with as many experts of its own as fit beside the largest cache of the shapes."""
-    needed = max(cache_bytes(config, s.batch, s.context, s.drafts, "cuda") for s in shapes)
+    plans = [
+        plan_memory(config, s.context, s.batch, max_draft=s.drafts, chunk=s.batch) for s in shapes
+    ]
+    plan = max(plans, key=lambda plan: plan.total)
     room, _ = torch.cuda.mem_get_info()
-    sets = fitting_sets(config, needed, room)
+    sets = fitting_sets(config, plan, room)
     if sets < config.num_hidden_layers and not is_aliased:
         raise ValueError(
             f"{room / 1e9:.0f} GB hold the experts of {sets} of {config.num_hidden_layers} layers "
-            f"beside a cache of {needed / 1e9:.1f} GB: share experts (--alias-experts) or take "
+            f"beside a cache of {plan.cache / 1e9:.1f} GB: share experts (--alias-experts) or take "
             f"--layers {sets}"
         )
     with torch.no_grad():

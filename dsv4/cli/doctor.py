@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dsv4.cli import doctor_memory
+
 OK, MISSING, BROKEN, INFO = "ok", "missing", "broken", "info"
 ENGINES = ("vllm", "sglang", "flash_mla", "flashinfer", "transformers")
 
@@ -37,12 +39,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "doctor", help="report environment, backends and what is missing", description=__doc__
     )
     parser.add_argument("--json", action="store_true", help="machine-readable report on stdout")
+    doctor_memory.add_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print every finding; status 1 when something required is not ok."""
-    findings = examine()
+    planned = [Finding(name, INFO, text) for name, text in doctor_memory.memory_lines(args)]
+    findings = examine() + planned
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

@@ -14,6 +14,7 @@ from dsv4.bench.step_floor import Load, StepFloor
 from dsv4.cli.main import main
 from dsv4.config.layer_schedule import LayerKind
 from dsv4.config.model_config import ModelConfig
+from dsv4.engine.memory_plan import plan_memory
 
 pytestmark = pytest.mark.stage("model")
 
@@ -70,10 +71,11 @@ def test_floors_of_flash_are_those_of_its_bytes() -> None:
 
 def test_what_fits_is_counted_and_what_does_not_is_refused_with_its_size() -> None:
     config = truncated(ModelConfig.flash(), None, has_drafts=False)
-    assert fitting_sets(config, 0, 200 * 10**9) == 43
-    assert 35 <= fitting_sets(config, 0, 150 * 10**9) < 43
-    with pytest.raises(ValueError, match=r"take \d+\.\d GB, the GPU has 20\.0 GB"):
-        fitting_sets(config, 0, 20 * 10**9)
+    plan = plan_memory(config, 32768, 1)
+    assert fitting_sets(config, plan, 200 * 10**9) == 43
+    assert 35 <= fitting_sets(config, plan, 150 * 10**9) < 43
+    with pytest.raises(ValueError, match=r"take \d+\.\d GB, the GPU has 10\.0 GB"):
+        fitting_sets(config, plan, 10 * 10**9)
     with pytest.raises(ValueError, match="layers: got 44, the model has 43"):
         truncated(ModelConfig.flash(), 44, has_drafts=False)
 

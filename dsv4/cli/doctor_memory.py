@@ -1,0 +1,70 @@
+"""Memory part of `dsv4 doctor`: what a checkpoint takes, and which GPUs hold it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+GIB = 1 << 30
+#: Memory that one GPU offers to a process, in GiB.
+GPU_MEMORY = {"H100": 79, "H200": 139, "B200": 178}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """`--checkpoint`, `--context` and `--requests`."""
+    parser.add_argument(
+        "--checkpoint",
+        metavar="FOLDER",
+        help="also plan the memory of this model (its config.json)",
+    )
+    parser.add_argument(
+        "--context",
+        type=int,
+        metavar="TOKENS",
+        help="tokens of each request (default: the model's)",
+    )
+    parser.add_argument("--requests", type=int, metavar="R", help="at the same time (default 1)")
+
+
+def memory_lines(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Name and text of each line of the plan that the options ask for.
+
+    Raises:
+        ValueError: sizes without a checkpoint, out of range, or a file that is no configuration.
+        OSError: the file cannot be read.
+    """
+    if args.checkpoint is None:
+        for name in ("context", "requests"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name}: needs --checkpoint")
+        return
+    from dsv4.config.model_config import ModelConfig
+    from dsv4.engine.memory_plan import plan_memory
+
+    config = ModelConfig.from_json(args.checkpoint)
+    context = config.max_position_embeddings if args.context is None else args.context
+    requests = 1 if args.requests is None else args.requests
+    plan = plan_memory(config, context, requests)
+    one = plan_memory(config, context, requests + 1)
+    yield "memory: weights", _gib(plan.weights)
+    yield "memory: windows", _gib(plan.windows)
+    yield "memory: states", _gib(plan.states)
+    yield "memory: entries", _gib(plan.entries)
+    yield "memory: index keys", _gib(plan.index_keys)
+    yield "memory: working, estimated", _gib(plan.working)
+    yield "memory: peak", f"{_gib(plan.total)} for {requests} x {context:,} tokens"
+    each = max(1, one.cache - plan.cache)
+    for product, room in GPU_MEMORY.items():
+        left = room * GIB - plan.weights - plan.working
+        if left < each:
+            missing = plan.weights + plan.working + each - room * GIB
+            text = f"no: one request needs {_gib(missing)} more than its {room} GiB"
+        else:
+            text = (
+                f"{'yes' if plan.total <= room * GIB else 'no'}: holds {left // each} such requests"
+            )
+        yield f"fits one {product}", text
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
