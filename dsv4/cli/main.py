@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import TextIO
 
 from dsv4 import __version__
-from dsv4.cli import bench, compile, demo, doctor, generate, sim
+from dsv4.cli import bench, compile, demo, doctor, generate, sage, sim
 
-COMMANDS = (demo, generate, doctor, compile, sim, bench)
+COMMANDS = (demo, generate, doctor, compile, sim, sage, bench)
 USAGE_ERROR = 2
 # What a user can cause: wrong paths, damaged checkpoints, impossible arguments, a missing extra.
 USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, NotImplementedError)

@@ -17,7 +17,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture) -> None:
         main(["--help"])
     assert leaving.value.code == 0
     text = capsys.readouterr().out
-    for command in ("demo", "generate", "doctor", "compile", "sim", "bench"):
+    for command in ("demo", "generate", "doctor", "compile", "sim", "sage", "bench"):
         assert command in text
 
 

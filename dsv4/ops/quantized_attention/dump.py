@@ -22,6 +22,8 @@ from dsv4.ops.quantized_attention.knobs import dump_prefixes, overrides
 from dsv4.ops.quantized_attention.torch_path import attend
 
 ORDER = "BHSd"
+# Options that say how a dump was made.
+OPTIONS = ("qk", "pv", "qk_quant_gran", "pv_accum_dtype", "smooth_k", "smooth_v")
 INPUTS, OUTPUTS = ("q", "k", "v"), ("o", "lse")
 CODES = ("q_codes", "q_scale", "k_codes", "k_scale")
 

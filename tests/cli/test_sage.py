@@ -1,0 +1,157 @@
+"""`dsv4 sage`: cases, comparisons, dumps that are read back, and the environment's knobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.cli.main import main
+from dsv4.ops import quantized_attention
+from dsv4.ops.quantized_attention import dump, knobs
+from dsv4.ops.quantized_attention.layouts import dshb_to_bhsd
+from dsv4.testing.lowp import Case, make_inputs
+
+pytestmark = pytest.mark.stage("lowp")
+SMALL = ["--heads", "2", "--kv-heads", "1"]
+STAGES = {
+    *("q", "k", "v", "k_codes", "k_scale", "v_codes", "v_scale", "km", "q_codes", "q_scale"),
+    *("s", "p", "p_codes", "m", "d", "o_sum", "o", "lse"),
+}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch):
+    """Sets knobs as if they had been there when the process began."""
+
+    def set_(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        knobs.overrides.cache_clear()
+        knobs.warn_once.cache_clear()
+
+    yield set_
+    monkeypatch.undo()
+    knobs.overrides.cache_clear()
+    knobs.warn_once.cache_clear()
+
+
+@pytest.mark.parametrize("compare", ["sage", "flash"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--granularity", "per_warp", "--pv-accum", "fp32+fp16", "--no-smooth-k"],
+        ["--pv-accum", "fp32", "--smooth-v"],
+        ["--qk", "fp8"],
+    ],
+    ids=str,
+)
+def test_cases_are_within_their_bounds(compare, options, capsys) -> None:
+    assert main(["sage", "--compare", compare, *SMALL, *options]) == 0
+    assert re.search(rf"{compare}: cosine (0\.99|1\.0)", capsys.readouterr().out)
+
+
+def test_a_dump_is_read_back_without_a_difference(tmp_path, capsys) -> None:
+    prefix = str(tmp_path / "folder" / "x")
+    case = ["--case", "b2_full_seq70_d64"]
+    options = ["--granularity", "per_warp", "--pv-accum", "fp32+fp16"]
+    assert main(["sage", *case, *SMALL, *options, "--dump", prefix]) == 0
+    arrays, meta = dump.read(prefix)
+    assert set(arrays) == STAGES
+    assert meta["config"]["qk_quant_gran"] == "per_warp" and meta["options"]["smooth_k"] is True
+    capsys.readouterr()
+    assert main(["sage", "--case", "b1_full_seq8_d64", "--load", prefix]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("max diff: 0, rms: 0") == len(STAGES) - 3
+    # Another seed's output under the same description: refused; with its own: a difference.
+    path = Path(f"{prefix}.o.bin")
+    path.write_bytes(bytes(path.stat().st_size))
+    assert main(["sage", "--load", prefix]) == 2
+    assert "got other bytes than its description was written for" in capsys.readouterr().err
+    dump.write(prefix, arrays | {"o": arrays["o"] + 1}, {"options": meta["options"]})
+    assert main(["sage", "--case", "b1_full_seq8_d64", "--load", prefix]) == 1
+    assert "o: max diff: 1, rms: 1" in capsys.readouterr().out
+
+
+def test_a_dump_of_another_order_is_refused(tmp_path) -> None:
+    """[d, S, H, B] holds as many bytes: read as [B, H, S, d] it is off by 0.39 rms, no error."""
+    x = torch.randn(2, 3, 5, 7)
+    prefix = tmp_path / "x"
+    dump.write(prefix, {"q": x}, {})
+    assert torch.equal(dump.read(prefix)[0]["q"], x)
+    meta = json.loads((tmp_path / "x.meta").read_text())
+    meta["arrays"]["q"]["order"] = "DSHB"
+    (tmp_path / "x.meta").write_text(json.dumps(meta))
+    with pytest.raises(ValueError, match="got order 'DSHB', needs 'BHSd'"):
+        dump.read(prefix)
+    buffer = x.permute(3, 2, 1, 0).contiguous()
+    (tmp_path / "raw.bin").write_bytes(buffer.numpy().tobytes())
+    with pytest.raises(ValueError, match=r"got strides \(1, 2, 6, 30\), BHSd of"):
+        dump.load_buffer(tmp_path / "raw.bin", tuple(x.shape), (1, 2, 6, 30))
+    phantom = dump.load_buffer(tmp_path / "raw.bin", tuple(x.shape))
+    assert (phantom - x).square().mean().sqrt() > 0.39
+    assert torch.equal(dshb_to_bhsd(buffer, tuple(x.shape)), x)
+    with pytest.raises(ValueError, match="x: got 210 elements"):
+        dshb_to_bhsd(buffer, (2, 3, 5, 8))
+
+
+def test_the_environment_overrides_calls_and_says_so_once(environment, caplog, tmp_path) -> None:
+    q, k, v = make_inputs(Case(1, 2, 1, 30, 70, 64), 0)
+    wanted = quantized_attention(q, k, v, qk_quant_gran="per_warp", smooth_k=False)
+    plain = quantized_attention(q, k, v)
+    environment(
+        DSV4_SAGE_GRANULARITY="per_warp", GGML_SAGE_SMOOTH_K="0", DSV4_SAGE_DUMP=f"{tmp_path}/a",
+        DSV4_SAGE_DUMP_OUT=f"{tmp_path}/b", DSV4_SAGE_DUMP_QKV=f"{tmp_path}/c",
+        DSV4_SAGE_DUMP_QK_INT8=f"{tmp_path}/d",
+    )  # fmt: skip
+    for _ in range(2):
+        out = quantized_attention(q, k, v)
+    assert torch.equal(out, wanted) and not torch.equal(out, plain)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(set(said)) == 6
+    assert "GGML_SAGE_SMOOTH_K=0 overrides smooth_k in every call" in said
+    arrays, meta = dump.read(tmp_path / "a")
+    assert set(arrays) == STAGES - {"km"}
+    assert torch.equal(arrays["o"], out) and meta["overrides"]["qk_quant_gran"] == "per_warp"
+    names = {p: set(dump.read(tmp_path / p)[0]) for p in "bcd"}
+    assert names["b"] == {"o", "lse"} and names["c"] == {"q", "k", "v"}
+    assert names["d"] == {"q_codes", "q_scale", "k_codes", "k_scale"}
+
+
+def test_what_does_not_fit_is_reported_once(environment, caplog) -> None:
+    q, k, v = make_inputs(Case(1, 2, 1, 30, 70, 64), 0)
+    plain = quantized_attention(q, k, v)
+    environment(DSV4_SAGE_PV_ACCUM="fp16")
+    for _ in range(2):
+        assert torch.equal(quantized_attention(q, k, v, smooth_v=True), plain)
+    said = [record.getMessage() for record in caplog.records]
+    assert [text.partition(" ")[0] for text in said] == [
+        "DSV4_SAGE_PV_ACCUM=fp16", "pv_accum_dtype", "smooth_v",
+    ]  # fmt: skip
+    environment(DSV4_SAGE_PV_ACCUM="fp64")
+    with pytest.raises(ValueError, match="DSV4_SAGE_PV_ACCUM: got 'fp64', needs one of"):
+        quantized_attention(q, k, v)
+
+
+@pytest.mark.slow
+def test_a_process_takes_its_knobs_from_the_environment(tmp_path) -> None:
+    command = [sys.executable, "-m", "dsv4", "sage", *SMALL, "--dump", f"{tmp_path}/x"]
+    knob = {"DSV4_SAGE_PV_ACCUM": "fp32+fp16"}
+    done = subprocess.run(command, env=os.environ | knob, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "DSV4_SAGE_PV_ACCUM=fp32+fp16 overrides pv_accum_dtype" in done.stderr
+    assert dump.read(tmp_path / "x")[1]["config"]["pv_accum_dtype"] == "fp32+fp16"
+
+
+def test_wrong_cases_are_refused(capsys) -> None:
+    assert main(["sage", "--case", "b1_seq128"]) == 2
+    assert "--case: got 'b1_seq128', needs bB_causal_seqL_dD" in capsys.readouterr().err
+    assert main(["sage", "--granularity", "per_row", *SMALL]) == 2
+    assert "qk_quant_gran: got 'per_row'" in capsys.readouterr().err
