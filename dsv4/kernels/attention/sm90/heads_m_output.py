@@ -41,6 +41,8 @@ class Columns(NamedTuple):
 class OutputWarpgroups:
     """Two warpgroups, each with half of the output's columns."""
 
+    is_paged = False  # no first tile is speculative where it is
+
     def __init__(self, plan: HeadsMPlan, combine: HeadsMCombine, epilogue: Epilogue):
         self.plan = plan
         self.combine = combine
@@ -98,8 +100,9 @@ class OutputWarpgroups:
             # Stages with Q, or with an unused tile, belong to the score warpgroup.
             if cutlass.const_expr(self.plan.q_register_dim > 0):
                 kv = ctx.pipes.kv.next(kv)
-            if is_miss:
-                kv = ctx.pipes.kv.next(kv)
+            if cutlass.const_expr(not self.is_paged):  # noqa: SIM102 static, then dynamic
+                if is_miss:
+                    kv = ctx.pipes.kv.next(kv)
 
             # ---- key tiles ----
             # Two loops: column offsets that are selected at run time would delay the products.

@@ -48,6 +48,7 @@ class ScoreWarpgroup:
     of every work tile."""
 
     statistics_type = RowStatistics
+    is_paged = False  # no first tile is speculative where it is
 
     def __init__(self, config: FmhaConfig, plan: HeadsMPlan, combine: HeadsMCombine):
         self.num_query_heads = config.num_query_heads
@@ -135,11 +136,12 @@ class ScoreWarpgroup:
             ctx.pipes.q.wait(phase)
             phase ^= 1
             self._await_scales(ctx, f)
-            if is_miss:
-                for half in cutlass.range_constexpr(HALVES):
-                    ctx.pipes.kv.wait(kv, half)
-                    ctx.pipes.kv.release(kv, lane, half, ctx.tiling.column_slices)
-                kv = ctx.pipes.kv.next(kv)
+            if cutlass.const_expr(not self.is_paged):  # noqa: SIM102 static, then dynamic
+                if is_miss:
+                    for half in cutlass.range_constexpr(HALVES):
+                        ctx.pipes.kv.wait(kv, half)
+                        ctx.pipes.kv.release(kv, lane, half, ctx.tiling.column_slices)
+                    kv = ctx.pipes.kv.next(kv)
 
             # ---- key tiles ----
             # P waits in registers until the next tile's QK is under way, and PV until it is over:

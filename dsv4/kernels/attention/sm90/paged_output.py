@@ -15,6 +15,8 @@ from dsv4.kernels.kit.wgmma import by_row
 class PagedOutputWarpgroups(OutputWarpgroups):
     """Rotates the accumulators of every work tile, if there is a table."""
 
+    is_paged = True
+
     @cute.jit
     def _rotate(
         self, ctx: HeadsMContext, f: OutputFragments, coord, half, first_subtile, is_sliced

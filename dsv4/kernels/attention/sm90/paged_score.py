@@ -39,6 +39,7 @@ class PagedScoreWarpgroup(ScoreWarpgroup):
     """Masks keys by a bit each; rows that are no keys have been filled with zeros."""
 
     statistics_type = PagedRowStatistics
+    is_paged = True
 
     def _make_rows(self) -> Rows:
         return Rows.make()._replace(scale=cute.make_rmem_tensor(2, cutlass.Float32))

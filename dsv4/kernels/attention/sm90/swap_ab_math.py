@@ -63,7 +63,8 @@ class TileMask:
 class MathWarpgroup:
     """Math warpgroup: scores, P, accumulators and output of every work tile."""
 
-    is_paged = False  # heads have scales, and their largest scores may be asked for
+    # Heads have scales, their largest scores may be asked for, and no first tile is speculative.
+    is_paged = False
 
     def __init__(self, config: FmhaConfig, plan: SwapAbPlan, combine: SwapAbCombine):
         self.is_gate = config.sink_mode == "swa_gate"
@@ -132,12 +133,13 @@ class MathWarpgroup:
             f.acc.fill(0.0)
             self._load_scales(ctx, f, index)
             ctx.pipes.q.wait(phase)
-            if span.has(MISS):
-                for part in cutlass.range_constexpr(per_tile):
-                    unused = Cursor(cutlass.Int32(part), kv.phase)
-                    ctx.pipes.kv.wait(unused)
-                    ctx.pipes.kv.release(unused, lane)
-                kv = ctx.pipes.kv.skip(kv, per_tile)
+            if cutlass.const_expr(not self.is_paged):  # noqa: SIM102 static, then dynamic
+                if span.has(MISS):
+                    for part in cutlass.range_constexpr(per_tile):
+                        unused = Cursor(cutlass.Int32(part), kv.phase)
+                        ctx.pipes.kv.wait(unused)
+                        ctx.pipes.kv.release(unused, lane)
+                    kv = ctx.pipes.kv.skip(kv, per_tile)
 
             # ---- key tiles ----
             for n in cutlass.range(span.count, unroll=1):

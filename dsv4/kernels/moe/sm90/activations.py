@@ -82,7 +82,7 @@ class ActivationWarps:
                     ctx, plan.shared, True, tile, rows, warp, lane, cursor, turn
                 )
         elif cutlass.const_expr(plan.has_routed):
-            if cutlass.const_expr(narrow is wide):
+            if cutlass.const_expr(narrow == wide):
                 cursor, turn = self._fill_tile(
                     ctx, wide, False, tile, rows, warp, lane, cursor, turn
                 )

@@ -48,7 +48,7 @@ class Consumers:
             if cutlass.const_expr(plan.has_shared):
                 cursor = self._tile(ctx, plan.shared, True, tile, warp, lane, cursor)
         elif cutlass.const_expr(plan.has_routed):
-            if cutlass.const_expr(narrow is wide):
+            if cutlass.const_expr(narrow == wide):
                 cursor = self._tile(ctx, wide, False, tile, warp, lane, cursor)
             elif tile.count <= narrow.tokens:
                 cursor = self._tile(ctx, narrow, False, tile, warp, lane, cursor)
