@@ -4,6 +4,7 @@
     scripts/tools/simulator_examples.py nvidia CUTLASS              # every case, one process each
     scripts/tools/simulator_examples.py nvidia CUTLASS mla-fp8 fmha # some of them
     scripts/tools/simulator_examples.py quack SITE --record 0.6.5   # keep the outcomes
+    scripts/tools/simulator_examples.py quack SITE --record 0.6.5 --missing --jobs 12
     scripts/tools/simulator_examples.py --page                      # write the page from them
 
 The first argument is a source of kernels: a file of scripts/tools/simulator_cases. The second is
@@ -24,7 +25,8 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -144,6 +146,16 @@ def run_case(source: Source, folder: Path, name: str, limit: float = SECONDS) ->
     return _outcome(done, said, seconds)
 
 
+def _run_all(
+    source: Source, folder: Path, names: list[str], limit: float, jobs: int
+) -> Iterator[tuple[str, Outcome]]:
+    """Outcomes as they come, of `jobs` cases at a time."""
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(run_case, source, folder, name, limit): name for name in names}
+        for ended in as_completed(running):
+            yield running[ended], ended.result()
+
+
 def _outcome(done: subprocess.CompletedProcess, said: dict | None, seconds: float) -> Outcome:
     """The outcome of a command that ended."""
     last = (done.stdout + done.stderr).strip().splitlines()[-1:] or [""]
@@ -227,6 +239,8 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", metavar="case")
     parser.add_argument("--limit", type=float, default=SECONDS, help="seconds for one case")
     parser.add_argument("--record", metavar="VERSION", help="keep the outcomes, of this version")
+    parser.add_argument("--missing", action="store_true", help="only cases that are not on record")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time (default: 1)")
     parser.add_argument("--page", action="store_true", help="rewrite the page from the record")
     options = parser.parse_args()
     failed = 0
@@ -237,8 +251,11 @@ def main() -> int:
         unknown = set(options.cases) - set(source.cases)
         if unknown:
             parser.error(f"no case {', '.join(sorted(unknown))}; known: {', '.join(source.cases)}")
-        for name in options.cases or source.cases:
-            outcome = run_case(source, options.folder, name, options.limit)
+        if options.jobs < 1:
+            parser.error(f"--jobs: got {options.jobs}, needs at least 1")
+        done = recorded().get(source.name, {}).get("cases", {}) if options.missing else {}
+        names = [name for name in options.cases or source.cases if name not in done]
+        for name, outcome in _run_all(source, options.folder, names, options.limit, options.jobs):
             failed += outcome.status != RIGHT
             print(f"{name}: {outcome}", flush=True)
             if options.record:
