@@ -13,7 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from dsv4.cli import (
     sim_fp8_linear,
     sim_kv_insert,
+    sim_merged_linear,
+    sim_mhc_seam,
     sim_moe,
+    sim_output,
     sim_paged,
     sim_ptx,
     sim_rms_norm_fp8,
@@ -85,6 +88,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     attention.add_argument("--seed", type=int, default=0, help="of the inputs and of `random`")
     attention.add_argument("--no-races", action="store_true", help="no race check: faster")
     attention.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    sim_output.add_html(attention)
     attention.add_argument(
         "--timeline",
         type=output_file,
@@ -108,6 +112,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     attention.set_defaults(run=run)
     sim_rms_norm_fp8.add_parser(kernels)
     sim_fp8_linear.add_parser(kernels)
+    sim_merged_linear.add_parser(kernels)
+    sim_mhc_seam.add_parser(kernels)
     sim_moe.add_parser(kernels)
     sim_paged.add_parser(kernels)
     sim_kv_insert.add_parser(kernels)
@@ -179,6 +185,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(outcome)
     _export(args, prediction)
+    if args.html is not None:
+        _write_page(args.html, reports, prediction)
     if not verdict.correct or report.races:
         return CHECK_FAILED
     # Without a race check nothing is said about synchronisation, covered or not.
@@ -217,10 +225,7 @@ def _workload(args: argparse.Namespace) -> Workload:
     if args.num_splits is not None and args.num_splits < 1:
         raise ValueError(f"--num-splits: got {args.num_splits}, needs at least 1")
     if importlib.util.find_spec("cutlass") is None:
-        raise ImportError(
-            "the kernel compiler is missing (it exists for Linux only): "
-            "pip install 'nvidia-cutlass-dsl>=4.8,<4.9' apache-tvm-ffi"
-        )
+        raise ImportError(sim_output.NO_COMPILER)
     from dsv4.cli.sim_attention import Workload
     from dsv4.testing.attention import Case
 
@@ -241,12 +246,26 @@ def _export(args: argparse.Namespace, prediction: Prediction) -> None:
         timeline.write_plot(args.plot, prediction.longest, prediction.machine)
 
 
+def _write_page(path: Path, reports: list[Report], prediction: Prediction) -> None:
+    """Write findings, coverage and the modelled launches as a page."""
+    from dsv4.simulator.html import Modelled, as_html
+    from dsv4.simulator.merged import MergedReport
+
+    merged = MergedReport()
+    for report in reports:
+        merged.add(report)
+    launches = [Modelled(prediction.machine, launch) for launch in prediction.launches]
+    path.write_text(as_html(merged, launches))
+
+
 def _check_outputs(args: argparse.Namespace) -> None:
     """Outputs that would be lost are an error before the simulation runs."""
     if args.measured is not None and not args.model_table:
         raise ValueError("--measured: needs --model-table")
-    if args.model_table and (args.json or args.timeline or args.plot):
-        raise ValueError("--model-table: prints a table alone, no --json, --timeline or --plot")
+    if args.model_table and (args.json or args.timeline or args.plot or args.html):
+        raise ValueError(
+            "--model-table: prints a table alone, no --json, --timeline, --plot or --html"
+        )
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install 'dsv4[bench]'")
 

@@ -58,11 +58,25 @@ KERNELS = (
         "dsv4 sim fp8_linear",
     ),
     SimulatedKernel(
+        "merged linear",
+        "sm_90a",
+        "merged_linear, every tiling",
+        "dsv4 sim merged_linear",
+    ),
+    *(
+        SimulatedKernel(
+            "mHC seam",
+            arch,
+            "mhc_seam, every number of tokens a pass",
+            f"dsv4 sim mhc_seam --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
+    ),
+    SimulatedKernel(
         "paged attention, swap-AB",
         "sm_90a",
         "sparse_fmha_paged, up to 24 heads, rows and FP8 entries",
         "dsv4 sim paged --head-dim 64",
-        is_partial=True,
     ),
     SimulatedKernel(
         "paged attention, heads in M",

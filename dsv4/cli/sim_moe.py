@@ -3,80 +3,78 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from dsv4.cli.sim_status import CHECK_FAILED, NOT_COVERED
+from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
 
 ARCH = "sm_90a"
 FEW_SMS = 2  # whose CTAs take all tiles
+FEW_TOKENS = 5  # which one CTA chooses experts for, and sorts without counting
+SIZES = (
+    Size("tokens", 37, "T of a launch whose CTAs have several tiles"),
+    Size("hidden", 512, "D, a multiple of 512"),
+    Size("inner", 384, "I, a multiple of 128"),
+    Size("experts", 32, "E, a multiple of 32"),
+    Size("top-k", 7, "experts of a token"),
+    # As many pairs of token and expert as warps count in several turns, in each of their places.
+    Size("many", 1180, "T of a launch that is padding but for some"),
+    Size("live", 80, "those"),
+)
 
 
 def add_parser(kernels: argparse._SubParsersAction) -> None:
     """Declare the command."""
-    parser = kernels.add_parser(
+    parser = add_command(
+        kernels,
         "moe",
-        help="mixture-of-experts layer, every tiling",
-        description="Compile the kernels, simulate router and experts with each tiling, compare "
-        "each launch with exact sums of what it was given, and all tilings bit for bit. Exit "
-        "status 1 when they differ or a kernel is racy, 2 when synchronisation was not reached; "
-        "few tokens do not reach all of the sort.",
+        "mixture-of-experts layer, every tiling",
+        "Compile the kernels, simulate router and experts with each tiling, compare each launch "
+        "with exact sums of what it was given, and all tilings bit for bit: few tokens, more, and "
+        "many that are padding, which the sort goes through in several turns.",
+        SIZES,
+        run,
     )
-    for name, default, meaning in (
-        ("tokens", 19, "T"),
-        ("hidden", 512, "D, a multiple of 512"),
-        ("inner", 128, "I, a multiple of 128"),
-        ("experts", 32, "E, a multiple of 32"),
-        ("top-k", 3, "experts of a token"),
-    ):
-        parser.add_argument(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{meaning} ({default})"
-        )
     parser.add_argument(
         "--experts-in", choices=("fp4", "fp8"), default="fp4", help="format of weights (fp4)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the inputs and of `random`")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    if args.tokens < 1:
-        raise ValueError(f"--tokens: got {args.tokens}, needs at least 1")
     from dsv4.kernels.moe.plan import tilings
     from dsv4.ops.moe.op import MOE
     from dsv4.ops.runtime.backend import Device
-    from dsv4.simulator import Deadlock, KernelFault
-    from dsv4.testing.harness import SCHEDULES, Simulator, missed_synchronisation
+    from dsv4.testing.harness import SCHEDULES
     from dsv4.testing.kernel_call import OpKernels
     from dsv4.testing.moe import Case
     from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
 
-    sizes = (args.tokens, args.hidden, args.inner, args.experts, args.top_k)
-    inputs = LayerInputs.make(Case(*sizes, args.experts_in), args.seed)
-    config = inputs.config
+    sizes = (args.hidden, args.inner, args.experts, args.top_k, args.experts_in)
+    cases = (
+        Case(FEW_TOKENS, *sizes),
+        Case(args.tokens, *sizes, one_expert=True),
+        Case(args.many, *sizes, live=min(args.live, args.many)),
+    )
+    config = LayerInputs.make(cases[0], args.seed).config
     if config.why_no_kernel:
         raise ValueError(f"no kernel: {config.why_no_kernel}")
-    target = Simulator(ARCH, has_lines=True)
-    compiled = OpKernels(MOE, target).compile(config)
+    launches = CheckedLaunches(args, ARCH)
+    compiled = OpKernels(MOE, launches.target).compile(config)
     device = Device(ARCH, FEW_SMS)
-    first, reports = None, []
-    for index, tiling in enumerate(tilings(config.kernels)):
-        schedule = SCHEDULES[index % len(SCHEDULES)]
-        try:
-            outcome = target.run(compiled, inputs.call_tiled(index, device), schedule, args.seed)
-            assert_layer_close(outcome, inputs)
-            if first is None:
-                first = outcome["out"]
-            assert first.equal(outcome["out"]), f"out: other bits in {tiling}"
-        except (AssertionError, KernelFault, Deadlock) as fault:
-            print(f"dsv4 sim: {type(fault).__name__}: {fault}", file=sys.stderr)
-            return CHECK_FAILED
-        reports.append(outcome.report)
-        print(
-            f"{ARCH}, {args.tokens} tokens, {args.experts} experts {args.hidden} x {args.inner} in "
-            f"{args.experts_in}, tiles of {tiling.tokens} tokens, {schedule}: close, no race"
-        )
-    missed = missed_synchronisation(reports)
-    for name, (left, total) in missed.items():
-        print(f"synchronisation never reached in {name[:60]}: {left} of {total}")
-    return NOT_COVERED if missed else 0
+    with launches.checks():
+        for case in cases:
+            inputs, first = LayerInputs.make(case, args.seed), None
+            for index, tiling in enumerate(tilings(config.kernels)):
+                schedule = SCHEDULES[index % len(SCHEDULES)]
+                outcome = launches.run(
+                    compiled, lambda i=index, given=inputs: given.call_tiled(i, device), schedule
+                )
+                if first is None:
+                    assert_layer_close(outcome, inputs)
+                    first = outcome["out"]
+                assert first.equal(outcome["out"]), f"out: other bits in {tiling}"
+                print(
+                    f"{ARCH}, {case.num_live} of {case.tokens} tokens, {args.experts} experts "
+                    f"{args.hidden} x {args.inner} in {args.experts_in}, tiles of {tiling.tokens} "
+                    f"tokens, {schedule}: close, equal bits, no race"
+                )
+    return launches.finish()

@@ -1,4 +1,4 @@
-"""Reports of `dsv4 sim run` and `dsv4 sim ptx`: text, JSON, SARIF, and the exit status."""
+"""Reports of the commands of `dsv4 sim`: text, JSON, SARIF, a page, and the exit status."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from dsv4.simulator.html import Modelled
     from dsv4.simulator.merged import MergedReport
 
+NO_COMPILER = (
+    "the kernel compiler is missing (it exists for Linux only): "
+    "pip install 'nvidia-cutlass-dsl>=4.8,<4.9' apache-tvm-ffi"
+)
 SHOWN_PLACES = 10  # of synchronisation that was not reached, by kernel
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what the two commands have in common."""
+    """Declare what `run` and `ptx` have in common."""
     parser.add_argument(
         "--schedules",
         default="eager",
@@ -32,6 +36,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="check happens-before of every access (default: yes)",
     )
+    add_reports(parser)
+
+
+def add_reports(parser: argparse.ArgumentParser) -> None:
+    """Declare the files that `finish` writes."""
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write the findings as JSON"
     )
@@ -74,8 +83,10 @@ def finish(
     for path, make in ((args.json, as_json), (args.sarif, as_sarif)):
         if path is not None:
             path.write_text(json.dumps(make(report), indent=2) + "\n")
-    for finding in [*report.findings, *report.warnings]:
+    for finding in report.findings:
         print(finding)
+    for warning in report.warnings:
+        print(f"warning: {warning}")
     for kernel, places in report.uncovered.items():
         print(f"synchronisation never reached in {kernel}: {len(places)}")
         for place in places[:SHOWN_PLACES]:

@@ -36,10 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.script.is_file():
         raise ValueError(f"SCRIPT: no file {args.script}")
     if importlib.util.find_spec("cutlass") is None:
-        raise ImportError(
-            "the kernel compiler is missing (it exists for Linux only): "
-            "pip install 'nvidia-cutlass-dsl>=4.8,<4.9' apache-tvm-ffi"
-        )
+        raise ImportError(sim_output.NO_COMPILER)
     from dsv4.simulator import SimulatorError
     from dsv4.simulator.formats import finding_of
     from dsv4.simulator.frontend.script import Launcher, run_script

@@ -31,6 +31,8 @@ SLOW = (
     "paged attention, swap-AB",
     "paged attention, heads in M",
     "mixture of experts",
+    "merged linear",
+    "mHC seam",
 )
 _compile = functools.cache(sim_attention.compile_attention)
 
