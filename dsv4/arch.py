@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4.quoting import quoted
+
 KIB = 1024
 
 
@@ -51,7 +53,7 @@ _BY_CAPABILITY = {arch.capability: arch for arch in ARCHS.values()}
 def of_name(name: str) -> Arch:
     """Architecture `name`; ValueError lists the known ones."""
     if name not in ARCHS:
-        raise ValueError(f"arch: got {name!r}, needs one of {', '.join(ARCHS)}")
+        raise ValueError(f"arch: got {quoted(name)}, needs one of {', '.join(ARCHS)}")
     return ARCHS[name]
 
 

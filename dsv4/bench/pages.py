@@ -28,6 +28,7 @@ from dsv4.bench import (
     rms_norm_fp8,
 )
 from dsv4.bench.report import table_head, table_line
+from dsv4.quoting import quoted
 
 Record = Mapping[str, Any]
 BLOCK = re.compile(
@@ -57,7 +58,8 @@ def rendered(page: str, folder: Path) -> str:
         blocks += 1
         kind, files = match["kind"], match["files"].split()
         if kind not in TABLES:
-            raise ValueError(f"benchmarks: got table {kind!r}, needs one of {', '.join(TABLES)}")
+            known = ", ".join(TABLES)
+            raise ValueError(f"benchmarks: got table {quoted(kind)}, needs one of {known}")
         records = [_load(folder / name) for name in files]
         return f"{match[1]}\n{TABLES[kind](records, folder)}\n\n{match[5]}"
 

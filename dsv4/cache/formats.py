@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dsv4.config.fields import shown
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.kv_entry import Fp8Entry
 from dsv4.ops import kv_insert
 from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
@@ -66,18 +66,18 @@ class KvFormat:
         if dtype not in ROWS:
             raise ValueError(f"dtype: caches hold bfloat16 or float32, got {dtype}")
         if not isinstance(uniform_scale, bool):
-            raise TypeError(f"uniform_scale must be a bool, got {shown(uniform_scale)}")
+            raise TypeError(f"uniform_scale must be a bool, got {quoted(uniform_scale)}")
         rows = ROWS[dtype]
         if name is None:
             name = _default(config, rows, device)
         if name not in (rows, "fp8"):
             raise ValueError(
-                f"kv_format of a {str(dtype).removeprefix('torch.')} model must be {rows!r} or "
-                f"'fp8', got {shown(name)}"
+                f"kv_format of a {str(dtype).removeprefix('torch.')} model must be '{rows}' or "
+                f"'fp8', got {quoted(name)}"
             )
         if uniform_scale and name != "fp8" and not config.quantized:
             raise ValueError(
-                f"uniform_scale: keys of kv_format {name!r} have no scales: the checkpoint "
+                f"uniform_scale: keys of kv_format '{name}' have no scales: the checkpoint "
                 "declares no quantisation"
             )
         made = cls(name, config.head_dim, config.qk_rope_head_dim, config.quantized, uniform_scale)

@@ -16,7 +16,9 @@ from dsv4.cli import (
     bench_rms_norm_fp8,
     bench_step,
 )
+from dsv4.cli.arguments import input_path
 from dsv4.cli.output_file import output_file
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.bench.peers import Peer
@@ -51,7 +53,7 @@ def add_parser(subparsers) -> None:
     attention.add_argument("--no-peers", action="store_true", help="time our kernel alone")
     attention.add_argument(
         "--flashmla",
-        type=Path,
+        type=input_path,
         metavar="FILE",
         help="FlashMLA's extension, the file _flashmla_C.abi3.so of a vLLM wheel (default: the "
         "packages flash_mla and vllm, where they are installed)",
@@ -133,7 +135,7 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
     try:
         tokens, heads, top_k, window = (int(number) for number in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {SHAPE_FORMAT}") from None
+        raise argparse.ArgumentTypeError(f"got {quoted(text)}, expected {SHAPE_FORMAT}") from None
     if min(tokens, heads) < 1 or min(top_k, window) < 0 or top_k + window == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} has nothing to attend to")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} has nothing to attend to")
     return tokens, heads, top_k, window

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dsv4.cli import bench_rows
+from dsv4.quoting import quoted
 
 SHAPE_FORMAT = "T,M,K"
 
@@ -35,7 +36,7 @@ def parse_shape(text: str) -> tuple[int, int, int]:
     try:
         tokens, rows, width = (int(number) for number in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {SHAPE_FORMAT}") from None
+        raise argparse.ArgumentTypeError(f"got {quoted(text)}, expected {SHAPE_FORMAT}") from None
     if min(tokens, rows, width) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is empty")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is empty")
     return tokens, rows, width

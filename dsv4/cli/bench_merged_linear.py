@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dsv4.cli import bench_rows
+from dsv4.quoting import quoted
 
 SHAPE_FORMAT = "INPUT,T"
 
@@ -38,5 +39,7 @@ def parse_shape(text: str) -> tuple[str, int]:
     label, _, tokens = text.partition(",")
     if label not in MODEL_INPUTS or not tokens.isdecimal() or int(tokens) < 1:
         inputs = ", ".join(MODEL_INPUTS)
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {SHAPE_FORMAT}: one of {inputs}")
+        raise argparse.ArgumentTypeError(
+            f"got {quoted(text)}, expected {SHAPE_FORMAT}: one of {inputs}"
+        )
     return label, int(tokens)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dsv4.cli import bench_rows
+from dsv4.quoting import quoted
 
 SHAPE_FORMAT = "MODEL,T"
 
@@ -38,5 +39,7 @@ def parse_shape(text: str) -> tuple[str, int]:
     model, _, tokens = text.partition(",")
     if model not in MODEL_LAYERS or not tokens.isdecimal() or int(tokens) < 1:
         models = " or ".join(MODEL_LAYERS)
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {SHAPE_FORMAT}: {models}, tokens")
+        raise argparse.ArgumentTypeError(
+            f"got {quoted(text)}, expected {SHAPE_FORMAT}: {models}, tokens"
+        )
     return model, int(tokens)

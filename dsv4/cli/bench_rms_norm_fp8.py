@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dsv4.cli import bench_rows
+from dsv4.quoting import quoted
 
 SHAPE_FORMAT = "T,D"
 
@@ -34,7 +35,7 @@ def parse_shape(text: str) -> tuple[int, int]:
     try:
         tokens, dim = (int(number) for number in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {SHAPE_FORMAT}") from None
+        raise argparse.ArgumentTypeError(f"got {quoted(text)}, expected {SHAPE_FORMAT}") from None
     if tokens < 1 or dim < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} has no rows")
+        raise argparse.ArgumentTypeError(f"{quoted(text)} has no rows")
     return tokens, dim

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from dsv4.cli.output_file import output_file
+from dsv4.quoting import quoted
 
 
 def add_parser(benchmarks) -> None:
@@ -87,7 +88,7 @@ def _print_kernels(row: dict) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number of at least 1")
+        raise argparse.ArgumentTypeError(f"got {quoted(text)}, expected a number of at least 1")
     return int(text)
 
 
@@ -97,5 +98,5 @@ def _share(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a share between 0 and 1")
+        raise argparse.ArgumentTypeError(f"got {quoted(text)}, expected a share between 0 and 1")
     return value

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dsv4.arch import ARCHS
+from dsv4.quoting import printable
 
 if TYPE_CHECKING:
     from dsv4.ops.runtime.precompile import Outcome
@@ -79,8 +80,9 @@ def run(args: argparse.Namespace) -> int:
     _print(outcomes, args.report)
     failures = [outcome for outcome in outcomes if outcome.error]
     for outcome in failures:
-        print(f"dsv4 compile: {outcome.label}: {outcome.error}", file=sys.stderr)
-    print(f"{len(outcomes) - len(failures)} of {len(outcomes)} kernels are in {cache_root()}")
+        print(f"dsv4 compile: {outcome.label}: {printable(outcome.error)}", file=sys.stderr)
+    kept = len(outcomes) - len(failures)
+    print(f"{kept} of {len(outcomes)} kernels are in {printable(cache_root())}")
     return 1 if failures else 0
 
 

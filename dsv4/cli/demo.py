@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsv4.cli.arguments import input_path
+
 if TYPE_CHECKING:
     from dsv4.model.model import DeepseekV4
 
@@ -28,7 +30,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "demo", help="generate with the shipped checkpoint and check it", description=__doc__
     )
-    parser.add_argument("--checkpoint", default=str(shipped_checkpoint()), metavar="FOLDER")
+    parser.add_argument(
+        "--checkpoint", type=input_path, default=shipped_checkpoint(), metavar="FOLDER"
+    )
     parser.add_argument("--prompt", default=None, help="text to continue")
     parser.add_argument("--max-new-tokens", type=int, default=96, metavar="N")
     parser.add_argument("--seed", type=int, default=1)
@@ -47,14 +51,15 @@ def run(args: argparse.Namespace) -> int:
     """Show the model, generate, run every check; status 1 when one fails."""
     import torch
     from rich.console import Console
+    from rich.markup import escape
 
     import dsv4
     from dsv4.cli import demo_checks
-    from dsv4.cli.generate import TextPrinter
+    from dsv4.cli.generate import TextPrinter, as_utf8
     from dsv4.loader.tokenizer import load_tokenizer
 
     console = Console(highlight=False)
-    folder = Path(args.checkpoint)
+    folder = args.checkpoint
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"no checkpoint in {folder}: the demo needs the one that ships with dsv4, "
@@ -63,13 +68,14 @@ def run(args: argparse.Namespace) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     started = time.perf_counter()
     tokenizer = load_tokenizer(folder)
-    model = dsv4.load(folder, device=device, dtype=torch.bfloat16, progress=console.is_terminal)
-    console.print(describe(model, folder, device, time.perf_counter() - started))
-
-    prompt = args.prompt or demo_checks.default_prompt(folder)
+    prompt = args.prompt
+    prompt = demo_checks.default_prompt(folder) if prompt is None else as_utf8(prompt)
     token_ids = tokenizer.encode(prompt)
     if not token_ids:
         raise ValueError("prompt: it encodes to no tokens; give some text")
+    model = dsv4.load(folder, device=device, dtype=torch.bfloat16, progress=console.is_terminal)
+    console.print(describe(model, folder, device, time.perf_counter() - started), markup=False)
+
     console.rule("[bold]prompt[/] | continuation")
     console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
     printer = TextPrinter(tokenizer)
@@ -88,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     for check in demo_checks.run_all(model, tokenizer, folder, token_ids):
         failed += check.passed is False
         mark = MARKS[check.passed]
-        console.print(f"{mark} {check.name}: {check.detail}", soft_wrap=True)
+        console.print(f"{mark} {check.name}: {escape(check.detail)}", soft_wrap=True)
     return 1 if failed else 0
 
 

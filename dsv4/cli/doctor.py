@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dsv4.cli import doctor_memory
+from dsv4.quoting import printable
 
 OK, MISSING, BROKEN, INFO = "ok", "missing", "broken", "info"
 ENGINES = ("vllm", "sglang", "flash_mla", "flashinfer", "transformers")
@@ -235,6 +236,7 @@ def _found(module: str) -> bool:
 def _print_table(findings: list[Finding]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     colours = {OK: "green", MISSING: "yellow", BROKEN: "red", INFO: "cyan"}
     table = Table(box=None, pad_edge=False)
@@ -242,5 +244,6 @@ def _print_table(findings: list[Finding]) -> None:
         table.add_column(heading, overflow="fold")
     for finding in findings:
         status = f"[{colours[finding.status]}]{finding.status}[/]"
-        table.add_row(finding.name, status, finding.detail, finding.remedy)
+        # Not as markup: paths, and what probes raised, are foreign.
+        table.add_row(finding.name, status, Text(printable(finding.detail)), finding.remedy)
     Console().print(table)

@@ -7,6 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from dsv4.cli.arguments import input_path
+
 if TYPE_CHECKING:
     from dsv4.loader.tokenizer import Tokenizer
 
@@ -16,7 +18,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "generate", help="continue a prompt with a checkpoint", description=__doc__
     )
-    parser.add_argument("--checkpoint", required=True, metavar="FOLDER", help="checkpoint folder")
+    parser.add_argument(
+        "--checkpoint",
+        type=input_path,
+        required=True,
+        metavar="FOLDER",
+        help="checkpoint folder",
+    )
     parser.add_argument("--prompt", required=True, help="text to continue; - reads standard input")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     parser.add_argument(
@@ -42,8 +50,10 @@ def run(args: argparse.Namespace) -> int:
     import dsv4
     from dsv4.loader.tokenizer import load_tokenizer
 
-    prompt = _read_standard_input() if args.prompt == "-" else _as_utf8(args.prompt)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    prompt = _read_standard_input() if args.prompt == "-" else as_utf8(args.prompt)
+    device = args.device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = load_tokenizer(args.checkpoint)
     token_ids = tokenizer.encode(prompt)
     if not token_ids:
@@ -79,7 +89,7 @@ def _read_standard_input() -> str:
         raise ValueError("prompt: standard input is not valid UTF-8") from None
 
 
-def _as_utf8(argument: str) -> str:
+def as_utf8(argument: str) -> str:
     """Return a command-line argument as the UTF-8 that it is, whatever the locale took it for."""
     try:
         return os.fsencode(argument).decode("utf-8")

@@ -13,6 +13,8 @@ from typing import TextIO
 
 from dsv4 import __version__
 from dsv4.cli import bench, compile, demo, doctor, generate, sage, sim
+from dsv4.cli.arguments import Parser
+from dsv4.quoting import printable
 
 COMMANDS = (demo, generate, doctor, compile, sim, sage, bench)
 USAGE_ERROR = 2
@@ -22,7 +24,7 @@ USER_ERRORS = (ValueError, TypeError, OSError, ImportError, RuntimeError, NotImp
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line: one module per subcommand, each with `add_parser` and `run`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dsv4", description="DeepSeek-V4 attention kernels, and the model around them."
     )
     parser.add_argument("--version", action="version", version=f"dsv4 {__version__}")
@@ -100,7 +102,4 @@ def _point_at_nothing(stream: TextIO | None) -> None:
 
 
 def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    # Names of files and tensors are foreign: an escape sequence would command the terminal.
-    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    return text or type(error).__name__
+    return printable(" ".join(str(error).split())) or type(error).__name__

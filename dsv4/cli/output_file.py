@@ -6,6 +6,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from dsv4.quoting import quoted
+
 
 def output_file(text: str) -> Path:
     """Type of an argparse option that names a file to write.
@@ -17,6 +19,8 @@ def output_file(text: str) -> Path:
     """
     path = Path(text)
     try:
+        if not text:
+            raise ValueError("is empty, needs a name")
         if path.is_dir():
             raise IsADirectoryError("is a folder, needs the name of a file")
         if path.is_file():
@@ -28,7 +32,7 @@ def output_file(text: str) -> Path:
                 # The name too: it may be too long.
                 (Path(folder) / path.name).write_bytes(b"\n")
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {_reason(error)}") from None
+        raise argparse.ArgumentTypeError(f"{quoted(text)}: {_reason(error)}") from None
     return path
 
 
@@ -37,6 +41,8 @@ def output_folder(text: str) -> Path:
     `output_file` is."""
     path = Path(text)
     try:
+        if not text:
+            raise ValueError("is empty, needs a name")
         existing = path if path.exists() else path.parent
         if not existing.is_dir():
             raise NotADirectoryError(f"{existing} is not a folder")
@@ -44,7 +50,7 @@ def output_folder(text: str) -> Path:
             # The name too: it may be too long.
             (Path(folder) / path.name).mkdir(exist_ok=True)
     except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {_reason(error)}") from None
+        raise argparse.ArgumentTypeError(f"{quoted(text)}: {_reason(error)}") from None
     return path
 
 

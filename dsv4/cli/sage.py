@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsv4.quoting import quoted
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -76,7 +78,9 @@ def _case(args: argparse.Namespace) -> Case:
 
     match = CASE.fullmatch(args.case)
     if match is None:
-        raise ValueError(f"--case: got {args.case!r}, needs bB_causal_seqL_dD or bB_full_seqL_dD")
+        raise ValueError(
+            f"--case: got {quoted(args.case)}, needs bB_causal_seqL_dD or bB_full_seqL_dD"
+        )
     batch, kind, rows, dim = match.groups()
     options: dict[str, Any] = {
         "qk": args.qk,

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dsv4.cli import (
@@ -22,6 +21,7 @@ from dsv4.cli import (
     sim_rms_norm_fp8,
     sim_run,
 )
+from dsv4.cli.arguments import input_path
 from dsv4.cli.output_file import output_file
 from dsv4.cli.sim_status import CHECK_FAILED, NOT_COVERED
 
@@ -105,7 +105,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     attention.add_argument(
         "--measured",
-        type=Path,
+        type=input_path,
         metavar="FILE",
         help="for --model-table: the shapes and times of `dsv4 bench attention --json FILE`",
     )

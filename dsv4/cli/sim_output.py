@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dsv4.cli.output_file import output_file
 from dsv4.cli.sim_status import CHECK_FAILED, NOT_COVERED
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.simulator.html import Modelled
@@ -66,7 +67,9 @@ def schedules_of(text: str) -> tuple[str, ...]:
     chosen = known if text == "all" else tuple(text.split(","))
     for name in chosen:
         if name not in known:
-            raise ValueError(f"--schedules: got {name!r}, needs some of {', '.join(known)}, or all")
+            raise ValueError(
+                f"--schedules: got {quoted(name)}, needs some of {', '.join(known)}, or all"
+            )
     return chosen
 
 

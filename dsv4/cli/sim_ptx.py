@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dsv4.cli import sim_output
+from dsv4.cli.arguments import input_path
 from dsv4.cli.output_file import output_folder
+from dsv4.quoting import quoted
 
 _PARAMETER = re.compile(r"(\w+)(?:\[([\d,]+)\])?(?:=(.+))?")
 _FORM = (
@@ -25,7 +27,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         "Exit status 1 for a finding or a fault, 2 where the inputs leave synchronisation "
         "unchecked.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("file", type=input_path, metavar="FILE")
     parser.add_argument("--entry", metavar="NAME", help="the kernel (default: the only one)")
     for name, default in (("grid", [1]), ("block", None), ("cluster", None)):
         shown = "1" if default else f"as compiled, else {32 if name == 'block' else 1}"
@@ -81,9 +83,11 @@ def run(args: argparse.Namespace) -> int:
     entries = parse_module(text := _text(args.file)).entries
     if not entries:
         raise ValueError(f"FILE: no kernel in {args.file}")
-    name = args.entry or (next(iter(entries)) if len(entries) == 1 else None)
+    name = args.entry
+    if name is None and len(entries) == 1:
+        name = next(iter(entries))
     if name not in entries:
-        raise ValueError(f"--entry: got {name}, needs one of {', '.join(entries)}")
+        raise ValueError(f"--entry: got {quoted(name)}, needs one of {', '.join(entries)}")
     params = tuple(parameter(spec) for spec in args.param)
     report = MergedReport()
 
@@ -112,11 +116,11 @@ def parameter(spec: str) -> Any:
     match = _PARAMETER.fullmatch(spec)
     dtype = getattr(torch, match.group(1), None) if match else None
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"--param: got {spec!r}, needs {_FORM}")
+        raise ValueError(f"--param: got {quoted(spec)}, needs {_FORM}")
     _, sizes, value = match.groups()
     if sizes is None:
         if value is None:
-            raise ValueError(f"--param: got {spec!r}, needs {_FORM}")
+            raise ValueError(f"--param: got {quoted(spec)}, needs {_FORM}")
         return float(value) if dtype.is_floating_point else int(value, 0)
     shape = [int(n) for n in sizes.split(",")]
     if value is None:

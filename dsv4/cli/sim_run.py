@@ -6,9 +6,9 @@ import argparse
 import importlib.util
 import sys
 import traceback
-from pathlib import Path
 
 from dsv4.cli import sim_output
+from dsv4.cli.arguments import input_path
 from dsv4.cli.sim_status import CHECK_FAILED
 
 ARCHITECTURES = ("sm_100a", "sm_90a")
@@ -25,7 +25,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--arch", choices=ARCHITECTURES, default=ARCHITECTURES[0])
     sim_output.add_options(parser)
-    parser.add_argument("script", type=Path, metavar="SCRIPT")
+    parser.add_argument("script", type=input_path, metavar="SCRIPT")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
     parser.set_defaults(run=run)
 

@@ -13,6 +13,7 @@ from dsv4.cli.sim_attention import (
     make_timing_call,
     timed_clusters,
 )
+from dsv4.quoting import quoted
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.timing import ASSUMED, MACHINES, Machine, Prediction, predict
 from dsv4.testing.attention import Case
@@ -108,7 +109,7 @@ def measured_subjects(arch: str, path: Path) -> list[Subject]:
         ]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"--measured: {path} is not what `dsv4 bench attention --json` writes ({error!r})"
+            f"--measured: {path} is not what `dsv4 bench attention --json` writes ({quoted(error)})"
         ) from None
 
 

@@ -19,6 +19,7 @@ from dsv4.kernels.attention.paged_config import MAX_TOP_K
 from dsv4.kernels.kit.fields import MAX_FLOAT
 from dsv4.ops import sparse_fmha_paged
 from dsv4.ops.runtime.checks import check_flag, check_is_tensor
+from dsv4.quoting import quoted
 
 PLAIN_MLA_DIM = 576
 
@@ -83,7 +84,8 @@ def flash_mla_sparse_fwd(
     if indices.shape[2] > 2 * MAX_TOP_K:
         raise ValueError(f"indices: got {indices.shape[2]} columns, needs at most {2 * MAX_TOP_K}")
     if kv.stride(2) != 1:
-        raise ValueError(f"kv: got strides {kv.stride()}, the last dimension must be contiguous")
+        got = quoted(kv.stride())
+        raise ValueError(f"kv: got strides {got}, the last dimension must be contiguous")
     topk_length = _dense(topk_length)
     listed, more, more_lengths = _dense(indices.squeeze(1)), None, None
     if indices.shape[2] > MAX_TOP_K:
@@ -168,7 +170,7 @@ def flash_mla_with_kvcache(
         ("is_fp8_kvcache", is_fp8_kvcache, True),
     ):
         if got is not needs:
-            raise ValueError(f"{name}: got {got!r}, sparse attention needs {needs}")
+            raise ValueError(f"{name}: got {quoted(got)}, sparse attention needs {needs}")
     if indices is None:
         raise ValueError("indices: got None, only sparse attention is offered")
     if (extra_k_cache is None) != (extra_indices_in_kvcache is None):
@@ -238,7 +240,7 @@ def _output(out: Tensor | None, q: Tensor) -> Tensor | None:
     if out is not None:
         _check("out", out, q.dtype, q, tuple(q.shape))
         if not out.is_contiguous():
-            raise ValueError(f"out: got strides {tuple(out.stride())}, needs a contiguous tensor")
+            raise ValueError(f"out: got strides {quoted(out.stride())}, needs a contiguous tensor")
     return out
 
 
@@ -253,9 +255,9 @@ def _check_sparse(q: Tensor, value_dim: int, name: str, *, dims: int) -> None:
     check_is_tensor("q", q)
     _check_no_gradient("q", q)
     if q.dim() != dims:
-        raise ValueError(f"q: got shape {tuple(q.shape)}, needs {dims} dimensions")
+        raise ValueError(f"q: got shape {quoted(q.shape)}, needs {dims} dimensions")
     if not q.shape[-2]:
-        raise ValueError(f"q: got shape {tuple(q.shape)}, needs at least one head")
+        raise ValueError(f"q: got shape {quoted(q.shape)}, needs at least one head")
     if q.shape[-1] == PLAIN_MLA_DIM:
         raise ValueError(
             f"q: got a head dimension of {PLAIN_MLA_DIM}, that of plain MLA, which is not offered; "
@@ -265,8 +267,8 @@ def _check_sparse(q: Tensor, value_dim: int, name: str, *, dims: int) -> None:
         raise TypeError(f"{name}: got {type(value_dim).__name__}, needs an integer")
     if value_dim != q.shape[-1]:
         raise ValueError(
-            f"{name}: got {value_dim}, needs the head dimension of q ({q.shape[-1]}): the values "
-            "of DeepSeek-V4 are its keys"
+            f"{name}: got {quoted(value_dim)}, needs the head dimension of q ({q.shape[-1]}): the "
+            "values of DeepSeek-V4 are its keys"
         )
 
 
@@ -285,7 +287,7 @@ def _check(
     )
     if not matches:
         wanted = ", ".join("any" if need is None else str(need) for need in shape)
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, needs [{wanted}]")
+        raise ValueError(f"{name}: got shape {quoted(tensor.shape)}, needs [{wanted}]")
 
 
 def _check_no_gradient(name: str, tensor: Tensor) -> None:
@@ -302,4 +304,4 @@ def _check_scale(name: str, scale: float | None) -> None:
     if isinstance(scale, bool) or not isinstance(scale, Real):
         raise TypeError(f"{name}: got {type(scale).__name__}, needs a float")
     if not abs(scale) <= MAX_FLOAT:
-        raise ValueError(f"{name}: got {scale}, needs a finite number")
+        raise ValueError(f"{name}: got {quoted(scale)}, needs a finite number")

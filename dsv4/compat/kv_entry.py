@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dsv4.kernels.kit.kv_entry import Fp8Entry
 from dsv4.ops.runtime.checks import check_is_tensor
+from dsv4.quoting import quoted
 
 HEAD_DIM = 512
 ENTRY_BYTES = Fp8Entry(HEAD_DIM).bytes
@@ -25,7 +26,8 @@ def check_cache(name: str, cache: Tensor, device: torch.device) -> None:
         raise TypeError(f"{name}: got {cache.dtype}, needs a one-byte dtype (packed FP8 entries)")
     if cache.dim() != 4 or cache.shape[2:] != (1, ENTRY_BYTES) or cache.numel() == 0:
         raise ValueError(
-            f"{name}: got shape {tuple(cache.shape)}, needs [pages, entries, 1, {ENTRY_BYTES}]"
+            f"{name}: got shape {quoted(cache.shape)}, needs [pages, entries, 1, {ENTRY_BYTES}]"
         )
     if cache.stride(3) != 1 or (cache.shape[1] > 1 and cache.stride(1) != ENTRY_BYTES):
-        raise ValueError(f"{name}: got strides {cache.stride()}, each page must be contiguous")
+        got = quoted(cache.stride())
+        raise ValueError(f"{name}: got strides {got}, each page must be contiguous")

@@ -19,6 +19,7 @@ from dsv4.ops import quantized_attention
 from dsv4.ops.quantized_attention import quantizers as q8
 from dsv4.ops.quantized_attention.layouts import check_layout, check_rank, heads_first
 from dsv4.ops.runtime.checks import check_is_tensor
+from dsv4.quoting import quoted
 
 LOG2E = 1.44269504
 
@@ -77,7 +78,7 @@ def sageattn_qk_int8_pv_fp16_triton(
     """
     if quantization_backend not in ("triton", "cuda"):
         raise ValueError(
-            f"quantization_backend: got {quantization_backend!r}, needs 'triton' or 'cuda'"
+            f"quantization_backend: got {quoted(quantization_backend)}, needs 'triton' or 'cuda'"
         )
     formats = {
         "pv": "fp16", "qk_quant_gran": "per_block", "geometry": "sm89",
@@ -366,7 +367,9 @@ def _attend(
 
 def _fine(qk_quant_gran: str) -> dict[str, str]:
     if qk_quant_gran not in ("per_warp", "per_thread"):
-        raise ValueError(f"qk_quant_gran: got {qk_quant_gran!r}, needs 'per_warp' or 'per_thread'")
+        raise ValueError(
+            f"qk_quant_gran: got {quoted(qk_quant_gran)}, needs 'per_warp' or 'per_thread'"
+        )
     return {"qk_quant_gran": qk_quant_gran}
 
 

@@ -15,10 +15,10 @@ from dsv4.config.fields import (
     OneOf,
     check_object,
     missing_keys,
-    shown,
 )
 from dsv4.config.layer_schedule import LayerKind
 from dsv4.config.model_config import RATIO_KINDS, ModelConfig, RopeScaling
+from dsv4.quoting import quoted
 
 # Fields whose value in the file has another form than in the dataclass; the rest are copied.
 _TRANSLATED = {
@@ -125,7 +125,7 @@ def _layers_of(data: Mapping[str, Any]) -> dict[str, Any]:
         drafts = 0
     elif any(ratios[layers:]):
         raise ValueError(
-            f"config compress_ratios of MTP layers must be 0, got {shown(ratios[layers:])}"
+            f"config compress_ratios of MTP layers must be 0, got {quoted(ratios[layers:])}"
         )
     return {
         "num_nextn_predict_layers": drafts,
@@ -149,7 +149,7 @@ def _transformers_layers_of(data: Mapping[str, Any]) -> dict[str, Any]:
         if routers != ["hash_moe"] * hashed + ["moe"] * (len(types) - hashed):
             raise ValueError(
                 "config mlp_layer_types must be hash_moe layers followed by moe layers, one per "
-                f"layer, got {shown(routers)}"
+                f"layer, got {quoted(routers)}"
             )
         values["num_hash_layers"] = hashed
     elif data.get("num_hash_layers") is None:
@@ -171,7 +171,7 @@ def _rope_of(data: Mapping[str, Any]) -> dict[str, Any]:
         for name, part in parts.items():
             if not isinstance(part, dict):
                 raise ValueError(
-                    f"config rope_parameters.{name} must be an object, got {shown(part)}"
+                    f"config rope_parameters.{name} must be an object, got {quoted(part)}"
                 )
         main, scaling, where = parts["main"], parts["compress"], "rope_parameters.compress"
         if "rope_theta" in main:
@@ -187,10 +187,10 @@ def _yarn_of(scaling: dict[str, Any] | None, where: str) -> dict[str, Any]:
     if scaling is None or kind == "default":
         return {}
     if kind != "yarn":
-        raise ValueError(f"config {where} must be yarn, got {shown(kind)}")
+        raise ValueError(f"config {where} must be yarn, got {quoted(kind)}")
     missing = missing_keys(scaling, YARN_FIELDS, Form)
     if missing:
-        raise ValueError(f"config {where} lacks {', '.join(missing)}, got {shown(scaling)}")
+        raise ValueError(f"config {where} lacks {', '.join(missing)}, got {quoted(scaling)}")
     check_object(scaling, YARN_FIELDS, f"{where}.")
     names = [f.name for f in fields(RopeScaling)]
     present = {name: scaling[name] for name in names if scaling.get(name) is not None}

@@ -7,13 +7,13 @@ file can ask for, and keep arithmetic on the values finite.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
 from dsv4.config.layer_schedule import LayerKind
+from dsv4.quoting import quoted
 
 
 class Form(StrEnum):
@@ -234,7 +234,7 @@ def check_value(name: str, value: object, kind: Kind) -> None:
         ValueError: names the key, what is expected and what was found.
     """
     if not kind.accepts(value):
-        raise ValueError(f"config {name} must be {kind.expected}, got {shown(value)}")
+        raise ValueError(f"config {name} must be {kind.expected}, got {quoted(value)}")
 
 
 def check_object(data: dict[str, Any], fields: dict[str, Field], prefix: str = "") -> None:
@@ -263,16 +263,3 @@ def missing_keys(
         if wanted <= field.required
         and (name not in data if field.nullable else data.get(name) is None)
     ]
-
-
-def shown(value: object) -> str:
-    """Return a short one-line representation of any value, of any size."""
-    try:
-        return _SHORT.repr(value)
-    except ValueError:  # Python prints no integer of more than some thousand digits
-        return f"an {type(value).__name__} too long to print"
-
-
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 60
-_SHORT.maxlong = 40

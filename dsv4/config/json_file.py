@@ -9,6 +9,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from dsv4.quoting import printable
+
 MAX_BYTES = 1 << 28
 """Largest file that is parsed. The index of the largest release has 12 MB."""
 
@@ -22,7 +24,7 @@ def check_regular_file(path: str | PathLike[str]) -> os.stat_result:
     """
     status = os.stat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a regular file")
+        raise ValueError(f"{printable(path)} is not a regular file")
     return status
 
 
@@ -36,13 +38,13 @@ def read_object(path: str | PathLike[str]) -> dict[str, Any]:
     """
     size = check_regular_file(path).st_size
     if size > MAX_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes, expected at most {MAX_BYTES:,}")
+        raise ValueError(f"{printable(path)} has {size:,} bytes, expected at most {MAX_BYTES:,}")
     try:
         data = json.loads(Path(path).read_bytes().decode("utf-8"))
     except RecursionError:
-        raise ValueError(f"{path} is not valid JSON: nested too deeply") from None
+        raise ValueError(f"{printable(path)} is not valid JSON: nested too deeply") from None
     except ValueError as error:  # bad JSON, bytes that are not UTF-8, integers of 5,000 digits
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
+        raise ValueError(f"{printable(path)} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
-        raise ValueError(f"{path} must hold a JSON object, got {type(data).__name__}")
+        raise ValueError(f"{printable(path)} must hold a JSON object, got {type(data).__name__}")
     return data

@@ -10,8 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dsv4.config.fields import FIELDS, QUANTISATION_FIELDS, YARN_FIELDS, Object, check_value, shown
+from dsv4.config.fields import FIELDS, QUANTISATION_FIELDS, YARN_FIELDS, Object, check_value
 from dsv4.config.layer_schedule import LayerKind, LayerSpec, layer_schedule
+from dsv4.quoting import quoted
 
 # The released files name a layer's attention by its rate alone.
 RATIO_KINDS = {0: LayerKind.SWA, 4: LayerKind.CSA, 128: LayerKind.HCA}
@@ -229,15 +230,15 @@ def _kinds_of_ratios(ratios: tuple[int, ...]) -> tuple[LayerKind, ...]:
     unknown = [ratio for ratio in ratios if ratio not in RATIO_KINDS]
     if unknown:
         raise ValueError(
-            f"config compress_ratios {unknown} do not tell CSA from HCA: give layer_types, or use "
-            "the rates 0, 4 and 128"
+            f"config compress_ratios {quoted(unknown)} do not tell CSA from HCA: give layer_types, "
+            "or use the rates 0, 4 and 128"
         )
     return tuple(RATIO_KINDS[ratio] for ratio in ratios)
 
 
 def _require(condition: bool, name: str, value: object, expected: str) -> None:
     if not condition:
-        raise ValueError(f"config {name} must be {expected}, got {shown(value)}")
+        raise ValueError(f"config {name} must be {expected}, got {quoted(value)}")
 
 
 def _check_ranges(config: ModelConfig) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from dsv4.config.fields import shown
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
@@ -26,12 +26,12 @@ def check_integer(name: str, value: object, low: int, high: int | None = None) -
         ValueError: out of range.
     """
     if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise TypeError(f"{name} must be an integer, got {shown(value)}")
+        raise TypeError(f"{name} must be an integer, got {quoted(value)}")
     number = operator.index(value)
     if number < low:
-        raise ValueError(f"{name} must be at least {low}, got {shown(number)}")
+        raise ValueError(f"{name} must be at least {low}, got {quoted(number)}")
     if high is not None and number > high:
-        raise ValueError(f"{name} must be at most {high}, got {shown(number)}")
+        raise ValueError(f"{name} must be at most {high}, got {quoted(number)}")
     return number
 
 
@@ -43,9 +43,9 @@ def check_number(name: str, value: object, low: float, high: float) -> float:
         ValueError: out of range, or NaN.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {shown(value)}")
+        raise TypeError(f"{name} must be a number, got {quoted(value)}")
     if not low <= value <= high:
-        raise ValueError(f"{name} must be in {low:g} .. {high:g}, got {shown(value)}")
+        raise ValueError(f"{name} must be in {low:g} .. {high:g}, got {quoted(value)}")
     return value
 
 
@@ -60,7 +60,7 @@ def check_token_ids(name: str, ids: object, vocab_size: int | None = None) -> tu
         ValueError: an id is negative or outside the vocabulary, which no token would ever equal.
     """
     if isinstance(ids, (str, bytes)) or not isinstance(ids, Collection):
-        raise TypeError(f"{name} must be a tuple of integers, got {shown(ids)}")
+        raise TypeError(f"{name} must be a tuple of integers, got {quoted(ids)}")
     high = None if vocab_size is None else vocab_size - 1
     return tuple(check_integer(f"{name}[{i}]", token, 0, high) for i, token in enumerate(ids))
 
@@ -96,7 +96,7 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, vocab_size: int, name: str)
         raise ValueError(f"{name} must hold at least one token, got none")
     for index, token in enumerate(tokens):
         if not 0 <= token < vocab_size:
-            raise ValueError(f"{name}[{index}] must be in [0, {vocab_size}), got {shown(token)}")
+            raise ValueError(f"{name}[{index}] must be in [0, {vocab_size}), got {quoted(token)}")
     return tokens
 
 
@@ -109,4 +109,4 @@ def _index(token: object) -> int:
 def _describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a {value.dtype} tensor of shape {list(value.shape)}"
-    return shown(value)
+    return quoted(value)

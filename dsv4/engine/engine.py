@@ -13,7 +13,6 @@ from torch import Tensor
 from dsv4.cache.allocator import OutOfBlocksError
 from dsv4.cache.manager import CacheManager
 from dsv4.cache.model_cache import block_size
-from dsv4.config.fields import shown
 from dsv4.engine.arguments import check_drafts, check_integer, check_prompt, check_token_ids
 from dsv4.engine.forward import prefill
 from dsv4.engine.graphs import decode_forward
@@ -22,6 +21,7 @@ from dsv4.engine.request import Output, Request
 from dsv4.engine.sampler import RowSampling, SamplingParams
 from dsv4.engine.stats import GenerationStats
 from dsv4.model.model import DEFAULT_PREFILL_CHUNK
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.model.model import DeepseekV4
@@ -84,7 +84,7 @@ class Engine:
         if num_blocks is not None:
             num_blocks = check_integer("num_blocks", num_blocks, 1)
         if not isinstance(batch_invariant, bool):
-            raise TypeError(f"batch_invariant must be a bool, got {shown(batch_invariant)}")
+            raise TypeError(f"batch_invariant must be a bool, got {quoted(batch_invariant)}")
         if max_context > config.max_position_embeddings:
             raise ValueError(
                 f"max_context must be at most the model's {config.max_position_embeddings} "
@@ -146,7 +146,7 @@ class Engine:
                 tokens exceed the context or what the whole cache could hold.
         """
         if not isinstance(sampling, SamplingParams):
-            raise TypeError(f"sampling must be SamplingParams, got {shown(sampling)}")
+            raise TypeError(f"sampling must be SamplingParams, got {quoted(sampling)}")
         vocab_size = self.model.config.vocab_size
         tokens = check_prompt(prompt_ids, vocab_size, "prompt_ids")
         end = len(tokens) + sampling.max_new_tokens

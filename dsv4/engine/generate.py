@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dsv4.cache.model_cache import block_size
-from dsv4.config.fields import shown
 from dsv4.engine.arguments import check_drafts, check_integer, check_prompt, check_token_ids
 from dsv4.engine.engine import Engine
 from dsv4.engine.sampler import SamplingParams
 from dsv4.engine.stats import GenerationStats
 from dsv4.model.model import DEFAULT_MAX_REQUESTS, DEFAULT_PREFILL_CHUNK
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
@@ -94,7 +94,7 @@ def generate(
     max_requests = check_integer("max_requests", max_requests, 1)
     num_draft_tokens = check_drafts(config, num_draft_tokens)
     if on_tokens is not None and not callable(on_tokens):
-        raise TypeError(f"on_tokens must be callable, got {shown(on_tokens)}")
+        raise TypeError(f"on_tokens must be callable, got {quoted(on_tokens)}")
     prompts = _check_prompts(prompts, max_new_tokens, config)
     lengths = sorted((len(prompt) + max_new_tokens for prompt in prompts), reverse=True)
     max_requests = min(max_requests, len(prompts))
@@ -122,9 +122,10 @@ def generate(
 def _check_prompts(prompts: object, max_new_tokens: int, config: ModelConfig) -> list[list[int]]:
     """The prompts as lists; an error names the one that is none, or too long."""
     if not isinstance(prompts, (Sequence, Tensor)) or isinstance(prompts, (str, bytes)):
-        raise TypeError(f"prompts must be a list of token lists, got {shown(prompts)}")
+        raise TypeError(f"prompts must be a list of token lists, got {quoted(prompts)}")
     if isinstance(prompts, Tensor) and prompts.dim() != 2:
-        raise TypeError(f"prompts must be [B, S], got a tensor of shape {list(prompts.shape)}")
+        got = quoted(list(prompts.shape))
+        raise TypeError(f"prompts must be [B, S], got a tensor of shape {got}")
     checked = [
         check_prompt(prompt, config.vocab_size, f"prompts[{index}]")
         for index, prompt in enumerate(prompts)

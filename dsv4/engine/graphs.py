@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from dsv4.config.fields import shown
 from dsv4.engine.forward import verify
 from dsv4.engine.inputs import ForwardInputs
 from dsv4.layers.moe import MAX_STATIC_CHUNK
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.cache.model_cache import ModelCache
@@ -40,7 +40,7 @@ def decode_forward(
         ValueError: graphs are asked for and impossible.
     """
     if use_cuda_graphs is not None and not isinstance(use_cuda_graphs, bool):
-        raise TypeError(f"use_cuda_graphs must be a bool or None, got {shown(use_cuda_graphs)}")
+        raise TypeError(f"use_cuda_graphs must be a bool or None, got {quoted(use_cuda_graphs)}")
     device = cache.device
     most = MAX_STATIC_CHUNK - 1
     if use_cuda_graphs is None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4.compat.flash_mla import flash_mla_sparse_fwd
+from dsv4.quoting import quoted
 
 NAME = "dsv4"
 
@@ -91,7 +92,7 @@ def _check(
 ) -> None:
     if type(module).__name__ != "DeepseekV4Attention" or s_aux is None:
         raise TypeError(
-            f"attn_implementation: {NAME!r} serves DeepSeek-V4 alone, got {type(module).__name__}"
+            f"attn_implementation: '{NAME}' serves DeepSeek-V4 alone, got {type(module).__name__}"
         )
     if key.shape[1] != 1:
         raise ValueError(f"key: got {key.shape[1]} heads, DeepSeek-V4 has 1")
@@ -111,7 +112,7 @@ def _visible(
         every = torch.arange(keys, dtype=torch.int32, device=device)
         return every.expand(batch, tokens, keys)
     if mask.shape[-1] != keys or mask.shape[1] != 1:
-        raise ValueError(f"attention_mask: got shape {tuple(mask.shape)}, needs [B, 1, S, {keys}]")
+        raise ValueError(f"attention_mask: got shape {quoted(mask.shape)}, needs [B, 1, S, {keys}]")
     mask = mask.squeeze(1).expand(batch, tokens, keys)
     seen = mask == 0
     if not (seen | (mask <= torch.finfo(mask.dtype).min / 2)).all():

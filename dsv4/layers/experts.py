@@ -9,6 +9,7 @@ import torch
 from dsv4.layers.linear import ACTIVATION_BLOCK, SCALE_DTYPES, Linear, linear_options
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.ops.moe.weights import GatedWeights
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
@@ -75,7 +76,7 @@ class Experts(Module):
         super().__init__()
         if scheme not in (None, "fp4", "fp8"):
             raise ValueError(
-                f"scheme of experts must be None, 'fp4' or 'fp8', got {scheme!r}; "
+                f"scheme of experts must be None, 'fp4' or 'fp8', got {quoted(scheme)}; "
                 "NVFP4 experts are decoded when they are loaded"
             )
         hidden, inner = config.hidden_size, config.moe_intermediate_size

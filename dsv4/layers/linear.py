@@ -15,6 +15,7 @@ from dsv4.ops.grouped_linear import grouped_linear
 from dsv4.ops.grouped_linear import takes as takes_groups
 from dsv4.ops.merged_linear import has_room, merged_linear
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
@@ -68,7 +69,7 @@ class Linear(Module):
     ) -> None:
         super().__init__()
         if scheme not in (None, "fp8"):
-            raise ValueError(f"scheme must be None or 'fp8', got {scheme!r}")
+            raise ValueError(f"scheme must be None or 'fp8', got {quoted(scheme)}")
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme

@@ -17,6 +17,7 @@ from dsv4.loader.errors import CheckpointError, brief
 from dsv4.loader.layout import expert_name
 from dsv4.loader.reader import Checkpoint
 from dsv4.model.model import DeepseekV4
+from dsv4.quoting import quoted
 
 STACKED_EXPERTS = re.compile(r"(.+)\.ffn\.experts\.(w[123])\.(weight|scale)")
 
@@ -55,7 +56,7 @@ def load(
     """
     dtype = torch.bfloat16 if dtype is None else dtype
     if dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"dtype must be torch.bfloat16 or torch.float32, got {dtype!r}")
+        raise ValueError(f"dtype must be torch.bfloat16 or torch.float32, got {quoted(dtype)}")
     device = _usable("cpu" if device is None else device)
     # The files are read on the CPU, whatever `torch.set_default_device` says.
     with torch.device("cpu"):
@@ -90,7 +91,7 @@ def _usable(device: torch.device | str) -> torch.device:
         found = torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts
         reason = f"which cannot be used: {brief(error)}"
-        raise ValueError(f"device: got {str(device)!r}, {reason}") from None
+        raise ValueError(f"device: got {quoted(str(device))}, {reason}") from None
     if found.type == "meta":
         raise ValueError("device: got 'meta', which holds no data; give a device with memory")
     return found

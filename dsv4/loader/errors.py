@@ -5,27 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from os import PathLike
 
+from dsv4.quoting import printable, quoted
+
 _NAMED = 4
-_BRIEF = 200
-_NAME = 120
+_BRIEF = 200  # characters of a library's message, or of one problem
+_NAME = 80  # and of a name
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be read or written; the message names the file or the tensors.
 
-    The message is one printable line. Names in a checkpoint are foreign: a line break or an escape
-    sequence in one would otherwise reach logs and terminals.
+    The message is one printable line of bounded length: names in a checkpoint are foreign.
     """
 
     def __init__(self, message: str) -> None:
         super().__init__(printable(message))
-
-
-def printable(text: str) -> str:
-    """Return the text with every character that cannot be printed escaped, as repr() does."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def refuse(path: str | PathLike[str], problems: Mapping[str, Sequence[str]]) -> None:
@@ -39,7 +33,7 @@ def refuse(path: str | PathLike[str], problems: Mapping[str, Sequence[str]]) -> 
     for kind, names in problems.items():
         if names:
             more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-            named = ", ".join(brief_name(name) for name in names[:_NAMED])
+            named = ", ".join(printable(name, _BRIEF) for name in names[:_NAMED])
             parts.append(f"{len(names):,} {kind}: {named}{more}")
     if parts:
         raise CheckpointError(f"checkpoint {path}: {'; '.join(parts)}")
@@ -48,9 +42,14 @@ def refuse(path: str | PathLike[str], problems: Mapping[str, Sequence[str]]) -> 
 def brief(error: BaseException) -> str:
     """Return the start of a library's message: some quote a whole file header, some span lines."""
     line = (str(error) or repr(error)).partition("\n")[0]
-    return line if len(line) <= _BRIEF else f"{line[:_BRIEF]} ..."
+    return printable(line, _BRIEF)
 
 
 def brief_name(name: str) -> str:
     """Return a foreign name, cut to a length that a message can hold."""
-    return name if len(name) <= _NAME else f"{name[:_NAME]}..."
+    return printable(name, _NAME)
+
+
+def mis_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
+    """Return what is wrong with a tensor of another shape, for `refuse`."""
+    return f"{brief_name(name)} {quoted(list(found))} instead of {list(wanted)}"

@@ -33,10 +33,13 @@ def as_path(name: str, path: str | os.PathLike[str]) -> Path:
     """Return an argument as a path.
 
     Raises:
-        TypeError: it is none; the message has its name.
+        CheckpointError: it is empty, which `Path` takes for the current folder.
+        TypeError: it is none. Both messages have its name.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{name} must be a str or os.PathLike, got {type(path).__name__}")
+    if not os.fspath(path):
+        raise CheckpointError(f"{name} must name a folder, got an empty one")
     return Path(path)
 
 

@@ -13,10 +13,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from dsv4.config.fields import shown
 from dsv4.config.model_config import ModelConfig
 from dsv4.loader.convert import FusedExperts, Index, released_name
-from dsv4.loader.errors import CheckpointError, brief, brief_name, refuse
+from dsv4.loader.errors import CheckpointError, brief, brief_name, mis_shape, refuse
 from dsv4.loader.files import check_folder, read_config, weight_files
 from dsv4.loader.layout import TensorSpec, expert_name, tensor_specs
 
@@ -157,7 +156,7 @@ def _index_tensors(
             if fused is not None:
                 if shape != fused.shape(config):
                     # Before it is taken apart: an empty tensor may claim any number of experts.
-                    mis_shaped.append(_mis_shaped(name, shape, fused.shape(config)))
+                    mis_shaped.append(mis_shape(name, shape, fused.shape(config)))
                     continue
                 parts = fused.parts(config)
             for part, index in parts:
@@ -233,7 +232,7 @@ def _check(
             continue
         present[name] = spec
         if found.shape != spec.shape:
-            mis_shaped.append(_mis_shaped(name, found.shape, spec.shape))
+            mis_shaped.append(mis_shape(name, found.shape, spec.shape))
         if found.dtype not in _STORED_AS[spec.dtype]:
             wanted = " or ".join(sorted(_STORED_AS[spec.dtype]))
             mis_typed.append(f"{brief_name(name)} {found.dtype} instead of {wanted}")
@@ -247,7 +246,3 @@ def _check(
         },
     )
     return present
-
-
-def _mis_shaped(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> str:
-    return f"{brief_name(name)} {shown(list(found))} instead of {list(wanted)}"

@@ -10,10 +10,10 @@ from typing import TypeVar
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 
-from dsv4.config.fields import shown
 from dsv4.config.json_file import check_regular_file
 from dsv4.loader.errors import CheckpointError, brief
 from dsv4.loader.files import check_folder
+from dsv4.quoting import quoted
 
 T = TypeVar("T")
 
@@ -111,7 +111,7 @@ class Tokenizer:
         try:
             known = [index(token) for token in ids if 0 <= token < _MAX_IDS]
         except TypeError:
-            raise TypeError(f"ids must be a list of integers, got {shown(ids)}") from None
+            raise TypeError(f"ids must be a list of integers, got {quoted(ids)}") from None
         return self.raw.decode(known, skip_special_tokens=skip_special_tokens)
 
     def stream(self) -> TextStream:
@@ -140,7 +140,7 @@ class Tokenizer:
             if texts != {str}:
                 raise TypeError(
                     f"messages[{number}] must have a role and a content, both str, "
-                    f"got {shown(message)}"
+                    f"got {quoted(message)}"
                 )
         if not self.has_chat_tokens:
             raise ValueError("this checkpoint's tokenizer has no chat tokens: give a plain prompt")
@@ -155,7 +155,7 @@ class Tokenizer:
         for message in messages:
             role, content = message["role"], message["content"]
             if role not in layouts:
-                raise ValueError(f"role must be one of {', '.join(layouts)}, got {role!r}")
+                raise ValueError(f"role must be one of {', '.join(layouts)}, got {quoted(role)}")
             parts.append(layouts[role].replace("{}", content))
         return "".join([*parts, THINK if thinking else THINK_END])
 

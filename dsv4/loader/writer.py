@@ -19,9 +19,10 @@ from torch import Tensor
 
 from dsv4.config.model_config import ModelConfig
 from dsv4.layers.moe import RELEASED, MoE
-from dsv4.loader.errors import CheckpointError, brief, refuse
+from dsv4.loader.errors import CheckpointError, brief, brief_name, mis_shape, refuse
 from dsv4.loader.files import INDEX_FILE, as_path
 from dsv4.loader.layout import TensorSpec, expert_name, inventory
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.model.model import DeepseekV4
@@ -105,7 +106,7 @@ def _check_arguments(config: ModelConfig, weights: object, shards: int) -> None:
     if not isinstance(config, ModelConfig):
         raise TypeError(f"config must be a ModelConfig, got {type(config).__name__}")
     if isinstance(shards, bool) or not isinstance(shards, int):
-        raise TypeError(f"shards must be an integer, got {shards!r}")
+        raise TypeError(f"shards must be an integer, got {quoted(shards)}")
     if shards < 1:
         raise ValueError(f"shards must be at least 1, got {shards}")
     if isinstance(weights, torch.nn.Module):
@@ -114,7 +115,8 @@ def _check_arguments(config: ModelConfig, weights: object, shards: int) -> None:
         raise TypeError(f"weights must be a model or a mapping, got {type(weights).__name__}")
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"weights[{name!r}] must be a tensor, got {type(tensor).__name__}")
+            got = type(tensor).__name__
+            raise TypeError(f"weights[{quoted(name)}] must be a tensor, got {got}")
 
 
 def _released_tensors(model: torch.nn.Module, specs: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
@@ -144,10 +146,10 @@ def _check(folder: Path, specs: Mapping[str, TensorSpec], tensors: Mapping[str, 
     for name in specs.keys() & tensors.keys():
         tensor, spec = tensors[name], specs[name]
         if tuple(tensor.shape) != spec.shape:
-            mis_shaped.append(f"{name} {list(tensor.shape)} instead of {list(spec.shape)}")
+            mis_shaped.append(mis_shape(name, tuple(tensor.shape), spec.shape))
         plain = spec.dtype in _PLAIN_FLOATS and tensor.dtype in _PLAIN_FLOATS
         if tensor.dtype != spec.dtype and not plain:
-            mis_typed.append(f"{name} {tensor.dtype} instead of {spec.dtype}")
+            mis_typed.append(f"{brief_name(name)} {tensor.dtype} instead of {spec.dtype}")
     refuse(
         folder,
         {

@@ -24,6 +24,7 @@ from dsv4.layers.module import Module
 from dsv4.layers.norm import RMSNorm
 from dsv4.layers.reductions import full_precision_sums
 from dsv4.model.mtp import MTPBlock
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -105,7 +106,7 @@ class DeepseekV4(Module):
         """
         self._check_ids(input_ids)
         if isinstance(chunk, bool) or not isinstance(chunk, int):
-            raise TypeError(f"chunk must be an integer, got {chunk!r}")
+            raise TypeError(f"chunk must be an integer, got {quoted(chunk)}")
         if chunk < 1:
             raise ValueError(f"chunk must be at least 1, got {chunk}")
         batch, length = input_ids.shape
@@ -219,7 +220,8 @@ class DeepseekV4(Module):
             raise TypeError(f"input_ids must be a tensor, got {type(input_ids).__name__}")
         if input_ids.dim() != 2 or 0 in input_ids.shape:
             raise ValueError(
-                f"input_ids must be [B, S] with at least one token, got {list(input_ids.shape)}"
+                "input_ids must be [B, S] with at least one token, got "
+                f"{quoted(list(input_ids.shape))}"
             )
         if input_ids.dtype != torch.int64:
             raise ValueError(f"input_ids must be int64, got {input_ids.dtype}")

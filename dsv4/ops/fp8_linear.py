@@ -19,6 +19,7 @@ from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.state import smallest_call
+from dsv4.quoting import quoted
 
 # (M, K) of the FP8 linears of Flash and Pro.
 MODEL_LAYERS = {
@@ -180,7 +181,7 @@ def fp8_linear(
     except Exception:
         _explain(x, weight, scale, given, out)
         if not isinstance(out_dtype, torch.dtype | None):
-            raise TypeError(f"out_dtype: got {out_dtype!r}, needs a torch.dtype") from None
+            raise TypeError(f"out_dtype: got {quoted(out_dtype)}, needs a torch.dtype") from None
         raise
     return out
 

@@ -20,6 +20,7 @@ from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.state import smallest_call
+from dsv4.quoting import quoted
 
 # In features and rows of a group, groups: the first half of the output projection.
 MODEL_GROUPS = {"Flash wo_a": (4096, 1024, 8), "Pro wo_a": (4096, 1024, 16)}
@@ -149,7 +150,7 @@ def grouped_linear(
     except Exception:
         GROUPED_LINEAR.explain(x, weight, scale, out)
         if not isinstance(out_dtype, torch.dtype | None):
-            raise TypeError(f"out_dtype: got {out_dtype!r}, needs a torch.dtype") from None
+            raise TypeError(f"out_dtype: got {quoted(out_dtype)}, needs a torch.dtype") from None
         raise
     return out
 

@@ -18,6 +18,7 @@ from dsv4.ops.rms_norm_fp8 import MODEL_EPS, rms_norm_rows
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_is_tensor
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+from dsv4.quoting import quoted
 
 CTAS_PER_SM = 8
 _FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -45,7 +46,7 @@ class KvInsert(KernelOp):
         size, row = pool.shape[1:]
         if config.kv_format == "fp8" and size > 1 and pool.stride(1) != row:
             raise ValueError(
-                f"pool: got strides {tuple(pool.stride())}, each page of FP8 entries must be "
+                f"pool: got strides {quoted(pool.stride())}, each page of FP8 entries must be "
                 f"contiguous: [any, {row}, 1]"
             )
 

@@ -31,6 +31,7 @@ from dsv4.ops.runtime.checks import check_is_tensor
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.launch import Launch
 from dsv4.ops.runtime.state import State
+from dsv4.quoting import quoted
 
 SCRATCH = tuple(arg.name for arg in ARGS if isinstance(arg, Scratch))
 E8M0, F32, BF16 = "float8_e8m0fnu", "float32", "bfloat16"
@@ -83,7 +84,7 @@ class MergedLinear(KernelOp):
         for arg, tensor in zip(self.tensors, tensors):
             if self.needs(config, arg.name) not in (None, tensor is not None):
                 has = "nothing" if tensor is None else "a tensor"
-                raise ValueError(f"{arg.name}: got {has}, the weights are {config.weights!r}")
+                raise ValueError(f"{arg.name}: got {has}, the weights are {quoted(config.weights)}")
 
     def make_launch(self, state: State) -> Launch:
         """The usual launch behind a check of what may be absent: the compiled function takes any
@@ -197,6 +198,8 @@ def merged_linear(
         MERGED_LINEAR.check_no_gradients(*places)
     if out_dtypes is None:
         out_dtypes = [x.dtype if outs is None else outs[i].dtype for i in range(len(weights))]
+    elif not isinstance(out_dtypes, list | tuple):
+        raise TypeError(f"out_dtypes: got {quoted(out_dtypes)}, needs a list of torch.dtype")
     elif len(out_dtypes) != len(weights):
         raise ValueError(f"out_dtypes: got {len(out_dtypes)}, {len(weights)} weights need as many")
     described = ", ".join(
@@ -260,12 +263,14 @@ def _check_given(
     """Number of FP8 weights; TypeError or ValueError for what is no tensor or of another number."""
     check_is_tensor("x", x)
     for name, tensors in (("weights", weights), ("scales", scales), ("outs", outs or ())):
+        if not isinstance(tensors, list | tuple):
+            raise TypeError(f"{name}: got {quoted(tensors)}, needs a list of tensors")
         for i, tensor in enumerate(tensors):
             check_is_tensor(f"{name}[{i}]", tensor)
             if tensor.dim() != 2:
-                raise ValueError(f"{name}[{i}]: got shape {tuple(tensor.shape)}, needs [rows, K]")
+                raise ValueError(f"{name}[{i}]: got shape {quoted(tensor.shape)}, needs [rows, K]")
     if x.dim() != 2:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, needs [T, K]")
+        raise ValueError(f"x: got shape {quoted(x.shape)}, needs [T, K]")
     is_fp8 = [weight.dtype == torch.float8_e4m3fn for weight in weights]
     count = sum(is_fp8)
     if is_fp8 != sorted(is_fp8, reverse=True):
@@ -297,4 +302,6 @@ def _places(
 
 
 def _name(dtype: torch.dtype) -> str:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"out_dtypes: got {quoted(dtype)}, needs a torch.dtype for each output")
     return str(dtype).removeprefix("torch.")

@@ -23,6 +23,10 @@ MODEL_DIMS = {"Flash": 4096, "Pro": 7168}
 MODEL_STREAMS = 4
 MODEL_SINKHORN_ITERS = 20
 MODEL_EPS = 1e-6
+# Optional tensors that go together.
+_OF_EXPANSION = ("y", "post", "comb", "streams_out")
+_OF_MIXES = ("post_out", "comb_out")
+_OF_CODES = ("codes", "scale_out")
 
 
 class Seam(NamedTuple):
@@ -63,20 +67,23 @@ class MhcSeam(KernelOp):
         """Clusters of a launch, and tokens that each takes at a time."""
         return choose_pass(tiling_of(config), sizes["T"], device.num_sms)
 
+    def needs(self, config: SeamConfig, name: str) -> bool | None:
+        if name in _OF_EXPANSION:
+            return config.expands
+        return not config.is_head if name in _OF_MIXES else None
+
     def check_sizes(self, config: SeamConfig, *tensors: Tensor | None) -> None:
         """Check which optional tensors the configuration has."""
         given = dict(zip((arg.name for arg in self.tensors), tensors))
         has_codes = given["codes"] is not None or given["scale_out"] is not None
-        needed = {
-            **dict.fromkeys(("y", "post", "comb", "streams_out"), ("y", config.expands)),
-            **dict.fromkeys(("post_out", "comb_out"), ("post", not config.is_head)),
-            **dict.fromkeys(("codes", "scale_out"), ("codes", has_codes)),
-        }
-        for name, (what, is_needed) in needed.items():
-            if is_needed and given[name] is None:
-                raise ValueError(f"{name}: got nothing, a seam with {what} needs it")
-            if not is_needed and given[name] is not None:
-                raise ValueError(f"{name}: got a tensor, a seam without {what} has none")
+        for names, what in ((_OF_EXPANSION, "y"), (_OF_MIXES, "post"), (_OF_CODES, "codes")):
+            for name in names:
+                needed = self.needs(config, name)
+                is_needed = has_codes if needed is None else needed
+                if is_needed and given[name] is None:
+                    raise ValueError(f"{name}: got nothing, a seam with {what} needs it")
+                if not is_needed and given[name] is not None:
+                    raise ValueError(f"{name}: got a tensor, a seam without {what} has none")
         if given["codes"] is not None and config.dim % GROUP:
             raise ValueError(
                 f"codes: D must be a multiple of {GROUP} to be quantised, got {config.dim}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.kit.index_entry import MIN_EXPONENT, TOP_SHIFT
+from dsv4.quoting import quoted
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -103,7 +104,7 @@ def dequantize_e4m3_blocks(
     expected = (-(-rows // block[0]), -(-columns // block[1]))
     if scale.shape[-2:] != expected:
         raise ValueError(
-            f"scale: got shape {tuple(scale.shape)}, a weight of shape {tuple(weight.shape)} in "
+            f"scale: got shape {quoted(scale.shape)}, a weight of shape {quoted(weight.shape)} in "
             f"blocks of {block} needs {expected} in its last two dimensions"
         )
     values, scale = decode_e4m3(weight), scale.float()
@@ -124,8 +125,8 @@ def dequantize_e2m1(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bf
     elements, groups = 2 * packed.shape[-1], scale.shape[-1]
     if groups == 0 or elements % groups:
         raise ValueError(
-            f"scale: got shape {tuple(scale.shape)}, its last dimension must divide the {elements} "
-            f"elements of each row of packed {tuple(packed.shape)}"
+            f"scale: got shape {quoted(scale.shape)}, its last dimension must divide the "
+            f"{elements} elements of each row of packed {quoted(packed.shape)}"
         )
     values = _look_up(_e2m1_pairs(packed.device), packed)
     values = values.view(*packed.shape[:-1], groups, elements // groups)
@@ -135,7 +136,7 @@ def dequantize_e2m1(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.bf
 def pack_e2m1(codes: Tensor) -> Tensor:
     """Pack codes 0..15 [..., n] into bytes [..., n / 2] int8, even elements in the low nibble."""
     if codes.shape[-1] % 2:
-        raise ValueError(f"codes: needs an even last dimension, got shape {tuple(codes.shape)}")
+        raise ValueError(f"codes: needs an even last dimension, got shape {quoted(codes.shape)}")
     low, high = codes.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
     return (low | (high << 4)).view(torch.int8)
 
@@ -154,7 +155,7 @@ def hadamard(x: Tensor) -> Tensor:
     """
     size = x.shape[-1]
     if size < 1 or size & (size - 1):
-        raise ValueError(f"x: needs a power of two as last dimension, got shape {tuple(x.shape)}")
+        raise ValueError(f"x: needs a power of two as last dimension, got shape {quoted(x.shape)}")
     y, half = x.float(), 1
     while half < size:
         low, high = y.unflatten(-1, (-1, 2, half)).unbind(-2)
@@ -196,7 +197,7 @@ def _blocks(x: Tensor, block: int) -> Tensor:
     if block < 1 or x.shape[-1] % block:
         raise ValueError(
             f"x: needs a last dimension that is a multiple of block {block}, "
-            f"got shape {tuple(x.shape)}"
+            f"got shape {quoted(x.shape)}"
         )
     return x.float().unflatten(-1, (x.shape[-1] // block, block))
 

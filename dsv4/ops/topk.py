@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4.quoting import quoted
+
 _INVALID = -(2**31)  # below the image of -inf
 
 
@@ -28,8 +30,8 @@ def topk_stable(scores: Tensor, k: int, valid: Tensor) -> tuple[Tensor, Tensor]:
         raise TypeError(f"scores: needs torch.float32, got {scores.dtype}")
     if valid.dtype != torch.bool or valid.shape != scores.shape:
         raise ValueError(
-            f"valid: needs torch.bool of shape {tuple(scores.shape)}, "
-            f"got {valid.dtype} of shape {tuple(valid.shape)}"
+            f"valid: needs torch.bool of shape {quoted(scores.shape)}, "
+            f"got {valid.dtype} of shape {quoted(valid.shape)}"
         )
     size = scores.shape[-1]
     # Adding 0.0 turns -0.0 into 0.0; then flipping the magnitude of negatives makes the bits of

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dsv4.kernels.kit.args import DTYPES, TensorArg, Values
 from dsv4.ops.runtime.kernel_op import KernelOp
+from tests.fuzz.values import LONG
 
 INTEGERS = (0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 100, 128, 256, 512, 1024)
 SIZES = (0, 1, 1, 2, 3, 5, 9)  # of dimensions that no configuration fixes
@@ -21,6 +22,7 @@ MAX_ELEMENTS = 1 << 18  # of one tensor
 HOSTILE_FIELDS = (
     *(True, -1, 10**30, 0.5, float("nan"), float("inf"), 1j, "1", "a\nb", b"1", [], [1], {}),
     *(torch.ones(2), torch.tensor(1), numpy.float32(1), object(), int, torch.float16),
+    *LONG,
 )
 
 
@@ -163,7 +165,7 @@ def hostile_field(dice: random.Random) -> Any:
 def hostile_tensor(dice: random.Random, arg: TensorArg, tensor: Any) -> Any:
     """What is passed in a tensor's place: of another kind, dtype, device, shape or layout."""
     if not isinstance(tensor, Tensor) or dice.random() < 0.15:
-        nothing = (None, [], 1.5, "x", {}, numpy.zeros(3, dtype=numpy.float32))
+        nothing = (None, [], 1.5, "x", {}, dice.choice(LONG), numpy.zeros(3, dtype=numpy.float32))
         return dice.choice((*nothing, torch.zeros(3), torch.zeros(0)))
     return dice.choice(MUTATIONS)(dice, tensor)
 
@@ -207,4 +209,5 @@ MUTATIONS = (
     lambda dice, tensor: torch.zeros(tensor.shape).to_sparse(),
     lambda dice, tensor: torch.zeros(tensor.shape, requires_grad=True),
     lambda dice, tensor: tensor.clone(),
+    lambda dice, tensor: tensor[(None,) * 500],
 )

@@ -12,6 +12,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.sampler import SamplingParams
 from tests.engine.driving import alone
 from tests.engine.tiny_model import BLOCK, VOCAB, assert_same_tokens, tiny_model
+from tests.fuzz.values import LONG, assert_one_line
 
 
 class Injected(Exception):
@@ -94,10 +95,11 @@ class Session:
         self.outcomes["added"] += 1
 
     def add_wrongly(self) -> None:
-        prompt = self.dice.choice(([], [VOCAB], ["a"], [1.5], [1] * 1000, None, 3))
+        prompt = self.dice.choice(([], [VOCAB], ["a"], [1.5], [1] * 1000, None, 3, *LONG))
         before = self.engine.num_requests
-        with pytest.raises((TypeError, ValueError), match="prompt_ids"):
+        with pytest.raises((TypeError, ValueError), match="prompt_ids") as refusal:
             self.engine.add(prompt, SamplingParams(max_new_tokens=2))
+        assert_one_line(str(refusal.value))
         assert self.engine.num_requests == before
         self.outcomes["refused"] += 1
 

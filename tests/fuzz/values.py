@@ -5,6 +5,21 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from dsv4.quoting import LINE
+
+# Values that no message may repeat whole; the first ones JSON can hold.
+LONG_JSON = (
+    *("x" * 10_000, "\x1b[31m\n" * 3000, "界" * 10_000, "[/]" * 3000),
+    *([[["y" * 200] * 9] * 9] * 9, [1] * 5000, {str(i): i for i in range(3000)}),
+)
+LONG = (*LONG_JSON, b"x" * 10_000, (1,) * 5000, 10**5000, [-(10**5000)])
+
+
+def assert_one_line(message: str) -> None:
+    """A message repeats foreign values, so it must be printable and short whatever they are."""
+    assert message.isprintable() and len(message) <= LINE, message[: 2 * LINE]
+
+
 HOSTILE: list[Any] = [
     None,
     True,
@@ -40,7 +55,7 @@ HOSTILE: list[Any] = [
     "1",
     "fp8",
     "a\nb\x1b[31m",
-    "x" * 5000,
+    *LONG_JSON,
     [],
     [[]],
     [0],

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 import dsv4
 from dsv4.loader import CheckpointError, load_tensors, save
-from dsv4.loader.errors import printable
 from dsv4.loader.tokenizer import load_tokenizer
 from tests.loader.tiny import FORMATS, random_tensors
 
@@ -161,8 +160,3 @@ def test_a_device_without_memory(device: object, folder: Path) -> None:
 def test_a_device_that_is_none(device: object, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"device: got .*, which cannot be used: "):
         dsv4.load(folder, device=device)
-
-
-def test_printable_keeps_what_can_be_printed() -> None:
-    assert printable("é 你 layers.1") == "é 你 layers.1"
-    assert printable("a\tb\udcff") == r"a\tb\udcff"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4.quoting import quoted
+
 SINK_MODES = ("swa_gate", "softmax")
 DTYPES = ("bfloat16", "float32")
 
@@ -41,9 +43,9 @@ class FmhaConfig:
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
         if self.sink_mode not in SINK_MODES:
-            raise ValueError(f"sink_mode must be one of {SINK_MODES}, got {self.sink_mode!r}")
+            raise ValueError(f"sink_mode must be one of {SINK_MODES}, got {quoted(self.sink_mode)}")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+            raise ValueError(f"dtype must be one of {DTYPES}, got {quoted(self.dtype)}")
         if self.num_splits is not None and self.num_splits < 1:
             raise ValueError(f"num_splits must be at least 1 or None, got {self.num_splits}")
 

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 
 from dsv4.kernels.attention.config import SINK_MODES
 from dsv4.kernels.kit.kv_entry import KV_FORMATS, ROPE_DIM, Fp8Entry, row_elements
+from dsv4.quoting import quoted
 
 MAX_TOP_K = 8192  # index columns of a token in a pool
 COMPUTE = ("bf16", "fp8", "fp8x2")
@@ -61,8 +62,9 @@ class PagedFmhaConfig:
             ("sink_mode", SINK_MODES),
             ("compute", COMPUTE),
         ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {quoted(value)}")
         if self.rope_dim < 0 or self.rope_dim % 2 or self.rope_dim > self.head_dim:
             raise ValueError(
                 f"rope_dim must be even and in 0..head_dim = {self.head_dim}, got {self.rope_dim}"
@@ -70,7 +72,7 @@ class PagedFmhaConfig:
         if self.kv_format == "fp8":
             Fp8Entry(self.head_dim, self.rope_dim)
         elif self.compute != "bf16":
-            raise ValueError(f"compute {self.compute!r} needs kv_format 'fp8'")
+            raise ValueError(f"compute {quoted(self.compute)} needs kv_format 'fp8'")
         if self.batch_invariant and self.num_splits is not None:
             raise ValueError("num_splits must be None with batch_invariant")
 
@@ -80,12 +82,13 @@ class PagedFmhaConfig:
             if name == "num_splits" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral):
-                raise TypeError(f"{name}: got {value!r}, needs an integer")
+                raise TypeError(f"{name}: got {quoted(value)}, needs an integer")
         scale = self.softmax_scale
         if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
-            raise TypeError(f"softmax_scale: got {scale!r}, needs a real number or None")
+            raise TypeError(f"softmax_scale: got {quoted(scale)}, needs a real number or None")
         if not isinstance(self.batch_invariant, bool):
-            raise TypeError(f"batch_invariant: got {self.batch_invariant!r}, needs True or False")
+            got = quoted(self.batch_invariant)
+            raise TypeError(f"batch_invariant: got {got}, needs True or False")
 
     @property
     def scale(self) -> float:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from dsv4.quoting import quoted
+
 K_BLOCK = 128  # elements that share a scale; also rows of a weight
 STEP_BYTES = 128  # of a row of a weight, in a step of a kernel
 K_STEP = 4 * K_BLOCK  # that a kernel's in_features are a multiple of
@@ -65,7 +67,7 @@ class Fp8LinearConfig:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+                raise ValueError(f"{name} must be one of {allowed}, got {quoted(value)}")
 
     @property
     def k_blocks(self) -> int:

@@ -13,6 +13,7 @@ from dsv4.kernels.gemm.config import (
     OUT_DTYPES,
     SCALE_DTYPES,
 )
+from dsv4.quoting import quoted
 
 ACTS = ("bf16", "fp8")
 MAX_GROUP_FEATURES = 8192  # two terms of eight tokens fit beside a ring
@@ -59,7 +60,7 @@ class GroupedLinearConfig:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+                raise ValueError(f"{name} must be one of {allowed}, got {quoted(value)}")
 
     @property
     def out_features(self) -> int:

@@ -18,6 +18,7 @@ from dsv4.kernels.gemm.config import (
     Kind,
     has_kernel,
 )
+from dsv4.quoting import quoted
 
 MOST_FP8, MOST_PLAIN = 2, 5  # weights of a launch
 PLAIN = "bfloat16"
@@ -45,7 +46,7 @@ class Weight:
             ("outputs must be", self.out_dtype, OUT_DTYPES),
         ):
             if value not in allowed:
-                raise ValueError(f"weights: {what} one of {allowed}, got {value!r}")
+                raise ValueError(f"weights: {what} one of {allowed}, got {quoted(value)}")
 
     @property
     def kind(self) -> Kind:
@@ -64,8 +65,8 @@ class Weight:
             if str(error).startswith("weights"):
                 raise
             raise ValueError(
-                f"weights: got {text!r}, needs rows, dtype of the scales or {PLAIN}, dtype of the "
-                "output"
+                f"weights: got {quoted(text)}, needs rows, dtype of the scales or {PLAIN}, dtype "
+                "of the output"
             ) from None
 
 
@@ -91,14 +92,14 @@ class MergedLinearConfig:
             )
         kinds = [weight.kind for weight in self.parsed]
         if kinds != sorted(kinds, key=lambda kind: kind.value):
-            raise ValueError(f"weights: FP8 ones must come first, got {self.weights!r}")
+            raise ValueError(f"weights: FP8 ones must come first, got {quoted(self.weights)}")
         if not 1 <= len(self.fp8) <= MOST_FP8 or len(self.plain) > MOST_PLAIN:
             raise ValueError(
                 f"weights: needs 1 to {MOST_FP8} in FP8 and up to {MOST_PLAIN} in {PLAIN}, got "
                 f"{len(self.fp8)} and {len(self.plain)}"
             )
         if len({weight.stored for weight in self.fp8}) > 1:
-            raise ValueError(f"weights: scales must share a dtype, got {self.weights!r}")
+            raise ValueError(f"weights: scales must share a dtype, got {quoted(self.weights)}")
 
     @cached_property
     def parsed(self) -> tuple[Weight, ...]:

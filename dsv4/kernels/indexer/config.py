@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from dsv4.kernels.kit.args import In, Out, Scalar, Workspace
 from dsv4.kernels.kit.index_entry import ALIGNMENT, SCALE_BYTES, IndexEntry
+from dsv4.quoting import quoted
 
 KEY_FORMATS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "uint8"}
 RANKS = {"bf16": "bfloat16", "fp32": "float32"}
@@ -60,7 +61,7 @@ class IndexTopkConfig:
         for name, known in (("key_format", KEY_FORMATS), ("rank", RANKS)):
             if getattr(self, name) not in known:
                 raise ValueError(
-                    f"{name} must be one of {tuple(known)}, got {getattr(self, name)!r}"
+                    f"{name} must be one of {tuple(known)}, got {quoted(getattr(self, name))}"
                 )
         if self.is_rounded and self.dim & (self.dim - 1):
             raise ValueError(f"dim: the Hadamard transform needs a power of two, got {self.dim}")

@@ -7,6 +7,8 @@ from dataclasses import Field, fields
 from numbers import Integral, Real
 from typing import Any
 
+from dsv4.quoting import quoted
+
 MAX_INTEGER = 2**31 - 1  # kernels take sizes as int32
 MAX_FLOAT = (2 - 2**-23) * 2.0**127  # and factors as fp32
 _NEEDS = {
@@ -37,19 +39,13 @@ def _checked(field: Field, value: Any) -> Any:
     needed, text = _NEEDS[kind]
     if not isinstance(value, needed) or (isinstance(value, bool) and needed is not bool):
         alternative = " or None" if none else ""
-        raise TypeError(f"{field.name}: got {_shown(value)}, needs {text}{alternative}")
+        raise TypeError(f"{field.name}: got {quoted(value)}, needs {text}{alternative}")
     if kind == "int":
         if abs(value) > MAX_INTEGER:
-            raise ValueError(f"{field.name}: got {_shown(value)}, needs at most {MAX_INTEGER}")
+            raise ValueError(f"{field.name}: got {quoted(value)}, needs at most {MAX_INTEGER}")
         return int(value)
     if kind == "float":
         if not abs(value) <= MAX_FLOAT:
-            raise ValueError(f"{field.name}: got {_shown(value)}, needs at most {MAX_FLOAT:.1e}")
+            raise ValueError(f"{field.name}: got {quoted(value)}, needs at most {MAX_FLOAT:.1e}")
         return float(value)
     return value
-
-
-def _shown(value: Any) -> str:
-    """On one line, and not the whole of a tensor."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."

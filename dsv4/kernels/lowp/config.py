@@ -15,6 +15,7 @@ from dsv4.kernels.lowp.groups import (
     key_groups,
     query_groups,
 )
+from dsv4.quoting import quoted
 
 MAX_HEAD_DIM = 128
 LOG2E = 1.44269504  # as SageAttention rounds it
@@ -103,12 +104,12 @@ class QuantizeKvConfig:
         _check_choice("pv_accum_dtype", self.pv_accum_dtype, accumulators, f"pv {self.pv!r}")
         if self.smooth_v and self.pv_accum_dtype != SMOOTH_V_ACCUMULATOR.get(self.pv):
             raise ValueError(
-                f"smooth_v: got True, pv {self.pv!r} with pv_accum_dtype {self.pv_accum_dtype!r} "
+                f"smooth_v: got True, pv {quoted(self.pv)} with pv_accum_dtype {quoted(self.pv_accum_dtype)} "
                 "needs False: no kernel adds the mean again"
             )
         if (self.qk == "nvfp4") != (self.pv == "nvfp4"):
             raise ValueError(
-                f"pv: got {self.pv!r} beside qk {self.qk!r}, FP4 needs 'nvfp4' for both"
+                f"pv: got {quoted(self.pv)} beside qk {quoted(self.qk)}, FP4 needs 'nvfp4' for both"
             )
         _check_choice("km_scope", self.km_scope, KM_SCOPES)
 
@@ -174,11 +175,11 @@ class QuantizedAttentionConfig(QuantizeKvConfig):
         _check_choice("causal", self.causal, CAUSAL)
         _check_choice("mask", self.mask, MASKS)
         if self.mask != "none" and self.is_varlen:
-            raise ValueError(f"mask: got {self.mask!r}, packed sequences have none")
+            raise ValueError(f"mask: got {quoted(self.mask)}, packed sequences have none")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...], where: str = "") -> None:
     if value not in choices:
         needs = " or ".join(map(repr, choices))
         needs = f"{where} needs {needs}" if where else f"needs {needs}"
-        raise ValueError(f"{name}: got {value!r}, {needs}")
+        raise ValueError(f"{name}: got {quoted(value)}, {needs}")

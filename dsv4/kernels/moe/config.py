@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dsv4.quoting import quoted
+
 K_BLOCK = 128  # elements of a token that share a scale
 FP4_GROUP = 32  # e2m1 weights of a row that share a scale
 MAX_TOP_K = 16
@@ -63,4 +65,4 @@ class ExpertsConfig:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+                raise ValueError(f"{name} must be one of {allowed}, got {quoted(value)}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dsv4.kernels.moe.config import FP4_GROUP, K_BLOCK, SCALE_FORMS, ExpertsConfig
 from dsv4.kernels.moe.layout import PANEL_ROWS
 from dsv4.kernels.moe.routing import RoutingConfig, why_no_kernel
+from dsv4.quoting import quoted
 
 NVFP4_GROUP = 16  # e2m1 weights that share an e4m3 scale
 FLOAT_DTYPES = ("bfloat16", "float32")
@@ -76,7 +77,7 @@ class MoeConfig:
         ):
             value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+                raise ValueError(f"{name} must be one of {allowed}, got {quoted(value)}")
         self._check_groups()
 
     def _check_groups(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4.arch import ARCHS, KIB
+from dsv4.quoting import quoted
 
 GROUP = 128  # elements that share a scale
 VECTOR = 8  # bf16 elements of a 16-byte load
@@ -41,9 +42,8 @@ class RmsNormFp8Config:
         if not MIN_EPS <= self.eps < float("inf"):
             raise ValueError(f"eps must be at least {MIN_EPS}, got {self.eps}")
         if self.weight_dtype not in (*WEIGHT_DTYPES, None):
-            raise ValueError(
-                f"weight_dtype must be one of {WEIGHT_DTYPES} or None, got {self.weight_dtype!r}"
-            )
+            got = quoted(self.weight_dtype)
+            raise ValueError(f"weight_dtype must be one of {WEIGHT_DTYPES} or None, got {got}")
 
     @property
     def groups(self) -> int:

@@ -19,6 +19,7 @@ from dsv4.kernels.kit.kv_entry import (
     row_elements,
 )
 from dsv4.kernels.rows.config import MAX_DIM, MIN_EPS
+from dsv4.quoting import quoted
 
 
 @dataclass(frozen=True)
@@ -45,16 +46,16 @@ class KvInsertConfig:
         for name in ("dim", "rope_dim"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral):
-                raise TypeError(f"{name}: got {value!r}, needs an integer")
+                raise TypeError(f"{name}: got {quoted(value)}, needs an integer")
         for name in ("is_rounded", "uniform_scale"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: got {getattr(self, name)!r}, needs True or False")
+                raise TypeError(f"{name}: got {quoted(getattr(self, name))}, needs True or False")
         if isinstance(self.eps, bool) or not isinstance(self.eps, Real):
-            raise TypeError(f"eps: got {self.eps!r}, needs a real number")
+            raise TypeError(f"eps: got {quoted(self.eps)}, needs a real number")
         if not MIN_EPS <= self.eps < float("inf"):
             raise ValueError(f"eps must be at least {MIN_EPS}, got {self.eps}")
         if not isinstance(self.kv_format, str) or self.kv_format not in KV_FORMATS:
-            raise ValueError(f"kv_format must be one of {KV_FORMATS}, got {self.kv_format!r}")
+            raise ValueError(f"kv_format must be one of {KV_FORMATS}, got {quoted(self.kv_format)}")
         if not 1 <= self.dim <= MAX_DIM:
             raise ValueError(f"dim must be in 1..{MAX_DIM}, got {self.dim}")
         if not 0 <= self.rope_dim <= self.dim or self.rope_dim % 2:

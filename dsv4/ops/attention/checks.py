@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.quoting import quoted
 
 
 def check_top_k(config: FmhaConfig, compressed_kv: Tensor) -> None:
@@ -25,7 +26,7 @@ def check_requests(config: FmhaConfig, swa_kv: Tensor, request_ids: Tensor) -> N
     if low < -1 or high >= batch:
         raise ValueError(
             f"request_ids: got values from {low} to {high}, needs -1 (padding) to {batch - 1}, "
-            f"the rows of swa_kv {tuple(swa_kv.shape)}"
+            f"the rows of swa_kv {quoted(swa_kv.shape)}"
         )
     if config.is_causal:
         runs = request_ids.unique_consecutive()

@@ -6,6 +6,7 @@ from torch import Tensor, float32
 
 from dsv4.kernels.attention.paged_args import PagedFmhaTensors
 from dsv4.kernels.attention.paged_config import MAX_TOP_K, PagedFmhaConfig
+from dsv4.quoting import quoted
 
 MAX_SLOTS = 2**31 - 1
 
@@ -51,7 +52,7 @@ def check_form(
     if lens is not None and indices is None:
         raise ValueError(f"{branch}_lens: got lengths without {branch}_indices")
     if table is not None and table.numel() == 0:
-        raise ValueError(f"{table_name}: got shape {tuple(table.shape)}, needs a row and a column")
+        raise ValueError(f"{table_name}: got shape {quoted(table.shape)}, needs a row and a column")
     if indices is not None and indices.shape[1] > MAX_TOP_K:
         raise ValueError(
             f"{branch}_indices: got {indices.shape[1]} columns, needs at most {MAX_TOP_K}"
@@ -62,12 +63,12 @@ def check_pool(config: PagedFmhaConfig, name: str, pool: Tensor, q: Tensor) -> N
     """Check the layout of a pool."""
     pages, size, row = pool.shape
     if pages and not size:
-        raise ValueError(f"{name}: got shape {tuple(pool.shape)}, a page needs an entry")
+        raise ValueError(f"{name}: got shape {quoted(pool.shape)}, a page needs an entry")
     if pages * size > MAX_SLOTS:
         raise ValueError(f"{name}: got {pages * size} entries, needs at most {MAX_SLOTS}")
     if config.kv_format == "fp8" and size > 1 and pool.stride(1) != row:
         raise ValueError(
-            f"{name}: got strides {tuple(pool.stride())}, each page of FP8 entries must be "
+            f"{name}: got strides {quoted(pool.stride())}, each page of FP8 entries must be "
             f"contiguous: [any, {row}, 1]"
         )
     if config.kv_format == "fp32" and q.dtype != float32:

@@ -20,6 +20,7 @@ from dsv4.ops.runtime.checks import check_flag
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.launch import Launch
 from dsv4.ops.runtime.state import State, smallest_call
+from dsv4.quoting import quoted
 
 # What the released models ask for: Flash has 64 heads, Pro 128, and the ranks of a tensor-parallel
 # engine hold a part of them.
@@ -230,7 +231,7 @@ def _check_integer(name: str, value: object) -> None:
     try:
         index(value)
     except TypeError:
-        raise TypeError(f"{name}: got {value!r}, needs an integer or None") from None
+        raise TypeError(f"{name}: got {quoted(value)}, needs an integer or None") from None
 
 
 @torch.compiler.assume_constant_result

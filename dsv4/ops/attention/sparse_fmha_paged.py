@@ -22,6 +22,7 @@ from dsv4.ops.runtime.checks import check_flag
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.launch import Launch
 from dsv4.ops.runtime.state import State
+from dsv4.quoting import quoted
 
 _FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -254,7 +255,7 @@ def _integer(name: str, value: object) -> int:
     try:
         return index(value)
     except TypeError:
-        raise TypeError(f"{name}: got {value!r}, needs an integer") from None
+        raise TypeError(f"{name}: got {quoted(value)}, needs an integer") from None
 
 
 def _bytes(pool: Tensor | None) -> Tensor | None:

@@ -28,6 +28,7 @@ from dsv4.ops.runtime.backend import Device, find_kernel
 from dsv4.ops.runtime.checks import check_are_tensors, check_is_tensor, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.runner import config_of
+from dsv4.quoting import quoted
 
 # Layers of the released models.
 MODEL_LAYERS = {
@@ -315,7 +316,7 @@ def _check_kinds(x: object, experts: object, shared: object, block: object) -> N
             if tensor is not None:
                 check_is_tensor(f"{name}.{field}_scale", tensor)
     if not isinstance(block, tuple | list) or len(block) != 2:
-        raise TypeError(f"block: got {block!r}, needs rows and columns")
+        raise TypeError(f"block: got {quoted(block)}, needs rows and columns")
 
 
 def _explain(*tensors: object) -> None:
@@ -352,6 +353,8 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def _name(dtype: torch.dtype) -> str:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"out_dtype: got {quoted(dtype)}, needs a torch.dtype")
     return str(dtype).removeprefix("torch.")
 
 

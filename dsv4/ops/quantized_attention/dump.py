@@ -20,6 +20,7 @@ from torch import Tensor
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
 from dsv4.ops.quantized_attention.knobs import dump_prefixes, overrides
 from dsv4.ops.quantized_attention.torch_path import attend
+from dsv4.quoting import quoted
 
 ORDER = "BHSd"
 # Options that say how a dump was made.
@@ -70,7 +71,7 @@ def read(prefix: str | Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         path = prefix.with_name(f"{prefix.name}.{name}.bin")
         data = path.read_bytes()
         if entry["order"] != ORDER:
-            raise ValueError(f"{path}: got order {entry['order']!r}, needs {ORDER!r}")
+            raise ValueError(f"{path}: got order {quoted(entry['order'])}, needs {quoted(ORDER)}")
         if hashlib.sha256(data).hexdigest() != entry["sha256"]:
             raise ValueError(f"{path}: got other bytes than its description was written for")
         dtype = getattr(torch, entry["dtype"])

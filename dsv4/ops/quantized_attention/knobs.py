@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsv4.kernels.lowp.config import ACCUMULATORS, GRANULARITIES
+from dsv4.quoting import quoted
 
 LOG = logging.getLogger("dsv4.quantized_attention")
 PREFIXES = ("DSV4_SAGE_", "GGML_SAGE_")  # ours, and what the notes of a C++ port call them
@@ -69,7 +70,9 @@ def overrides() -> Mapping[str, Any]:
                 continue
             text = os.environ[name]
             if knob.values and text not in knob.values:
-                raise ValueError(f"{name}: got {text!r}, needs one of {', '.join(knob.values)}")
+                raise ValueError(
+                    f"{name}: got {quoted(text)}, needs one of {', '.join(knob.values)}"
+                )
             found[knob.argument] = knob.values[text] if knob.values else text
             LOG.warning("%s=%s overrides %s in every call", name, text, knob.argument)
             break

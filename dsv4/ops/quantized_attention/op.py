@@ -29,6 +29,7 @@ from dsv4.ops.quantized_attention.torch_path import attend
 from dsv4.ops.runtime.checks import check_flag, check_is_tensor
 from dsv4.ops.runtime.kernel_op import KernelOp
 from dsv4.ops.runtime.runner import config_of
+from dsv4.quoting import quoted
 
 
 class QuantizedAttention(KernelOp):
@@ -295,7 +296,7 @@ def _causal(
         raise ValueError(f"causal_align: got {shown}, needs 'top_left' or 'bottom_right'")
     if not is_causal:
         if causal_align is not None:
-            raise ValueError(f"causal_align: got {causal_align!r}, is_causal is False")
+            raise ValueError(f"causal_align: got {quoted(causal_align)}, is_causal is False")
         return "none"
     rows, keys = queries.shape[2], codes.k_codes.shape[2]
     is_square = rows == keys if cu_seqlens_q is None else cu_seqlens_q is codes.cu_seqlens_k

@@ -13,6 +13,7 @@ from dsv4.kernels.lowp.config import (
     SMOOTH_V_ACCUMULATOR,
 )
 from dsv4.ops.quantized_attention.knobs import overrides, warn_once
+from dsv4.quoting import quoted
 
 # In the order of `QuantizeKvConfig` behind head_dim and dtype.
 FORMAT_OPTIONS = (
@@ -44,10 +45,10 @@ def complete(given: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: given.get(name) for name in FORMAT_OPTIONS}
     qk = found["qk"] = found["qk"] or "int8"
     if qk not in GRANULARITIES:
-        raise ValueError(f"qk: got {qk!r}, needs one of {', '.join(GRANULARITIES)}")
+        raise ValueError(f"qk: got {quoted(qk)}, needs one of {', '.join(GRANULARITIES)}")
     pv = found["pv"] = found["pv"] or ("nvfp4" if qk == "nvfp4" else "fp8")
     if pv not in ACCUMULATORS:
-        raise ValueError(f"pv: got {pv!r}, needs one of {', '.join(ACCUMULATORS)}")
+        raise ValueError(f"pv: got {quoted(pv)}, needs one of {', '.join(ACCUMULATORS)}")
     forced = _fitting_overrides(qk, pv)
     found |= forced
     granularity = found["qk_quant_gran"] = found["qk_quant_gran"] or GRANULARITIES[qk][0]

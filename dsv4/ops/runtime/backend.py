@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from dsv4 import arch
+from dsv4.quoting import quoted
 
 VARIABLE = "DSV4_OPS"
 
@@ -35,7 +36,7 @@ def torch_is_chosen() -> bool:
     """
     chosen = os.environ.get(VARIABLE, "")
     if chosen not in ("", "torch"):
-        raise ValueError(f"{VARIABLE}: got {chosen!r}, needs 'torch', or not to be set")
+        raise ValueError(f"{VARIABLE}: got {quoted(chosen)}, needs 'torch', or not to be set")
     return chosen == "torch"
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsv4.kernels.kit.args import TensorArg, Values, Workspace
+from dsv4.quoting import quoted
 
 Tensors = Sequence[Tensor | None]
 
@@ -40,7 +41,7 @@ def check_ranks(args: Sequence[TensorArg], tensors: Tensors) -> None:
     for arg, tensor in zip(args, tensors, strict=True):
         if tensor is not None and tensor.dim() != len(arg.shape):
             raise ValueError(
-                f"{arg.label}: got shape {tuple(tensor.shape)}, needs [{', '.join(arg.shape)}]"
+                f"{arg.label}: got shape {quoted(tensor.shape)}, needs [{', '.join(arg.shape)}]"
             )
 
 
@@ -96,14 +97,14 @@ def _check_shape(arg: TensorArg, tensor: Tensor, values: Values, sizes: dict[str
         need is not None and got != need for got, need in zip(actual, needed)
     ):
         known = (name if need is None else str(need) for name, need in zip(arg.shape, needed))
-        raise ValueError(f"{arg.label}: got shape {tuple(actual)}, needs [{', '.join(known)}]")
+        raise ValueError(f"{arg.label}: got shape {quoted(actual)}, needs [{', '.join(known)}]")
     sizes.update(zip(arg.shape, actual))
 
 
 def _check_contiguous_rows(arg: TensorArg, tensor: Tensor) -> None:
     if tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(
-            f"{arg.label}: got strides {tuple(tensor.stride())}, "
+            f"{arg.label}: got strides {quoted(tensor.stride())}, "
             "the last dimension must be contiguous"
         )
 
@@ -111,7 +112,7 @@ def _check_contiguous_rows(arg: TensorArg, tensor: Tensor) -> None:
 def _check_not_expanded(arg: TensorArg, tensor: Tensor) -> None:
     if any(step == 0 and extent > 1 for step, extent in zip(tensor.stride(), tensor.shape)):
         raise ValueError(
-            f"{arg.label}: got strides {tuple(tensor.stride())} for shape {tuple(tensor.shape)}, "
+            f"{arg.label}: got strides {quoted(tensor.stride())} for shape {quoted(tensor.shape)}, "
             "an output needs an element of its own for every index"
         )
 
@@ -185,7 +186,7 @@ def check_kernel_layout(args: Sequence[TensorArg], values: Values, tensors: Tens
             if set(bounds) - {align}:
                 needs = f"strides must be multiples of {bounds} bytes, the address of {align}"
             raise ValueError(
-                f"{arg.label}: got strides {tuple(tensor.stride())} at address "
+                f"{arg.label}: got strides {quoted(tensor.stride())} at address "
                 f"{tensor.data_ptr():#x}, {needs}"
             )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsv4 import arch as archs
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.ops.runtime.kernel_op import KernelOp
@@ -48,7 +49,7 @@ def compile_key(op: KernelOp, config: Any, arch: str) -> CompileKey:
         ValueError: no kernel for `arch`.
     """
     if arch not in op.kernels:
-        raise ValueError(f"arch: got {arch!r}, needs one of {', '.join(op.kernels)}")
+        raise ValueError(f"arch: got {quoted(arch)}, needs one of {', '.join(op.kernels)}")
     return CompileKey(op.kernels[arch], arch, op.compiled_config(config, arch))
 
 

@@ -7,6 +7,7 @@ from dataclasses import astuple
 from typing import TYPE_CHECKING, Any
 
 from dsv4.kernels.kit.fields import checked_fields
+from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
     from dsv4.ops.runtime.kernel_op import KernelOp
@@ -41,8 +42,8 @@ def find_runner(identity: int) -> tuple[KernelOp, Any]:
         return _RUNNERS[identity]
     except (KeyError, TypeError):
         raise ValueError(
-            f"runner_id: {identity} names no runner of this process; get one from the operator's "
-            "own function, dsv4.ops.fmha_runner_id(...) for sparse_fmha_with_swa"
+            f"runner_id: {quoted(identity)} names no runner of this process; get one from the "
+            "operator's own function, dsv4.ops.fmha_runner_id(...) for sparse_fmha_with_swa"
         ) from None
 
 
