@@ -19,7 +19,7 @@ FP8_RATE = 2  # of bf16's
 
 @dataclass(frozen=True)
 class Load:
-    """What a decode step works on.
+    """Load of a decode step.
 
     Attributes:
         requests, tokens: rows, and tokens of each: one and its drafts.
