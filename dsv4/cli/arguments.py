@@ -1,4 +1,4 @@
-"""Parser of the command line, and the type of an option that names something to read."""
+"""Parser of the command line, and types of options that are not to be empty."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print usage and message, and leave with status 2."""
         super().error(printable(message))
+
+
+def some_text(text: str) -> str:
+    """Type of an argparse option without a default of its own: empty text is not "not given"."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty, needs some text")
+    return text
 
 
 def input_path(text: str) -> Path:

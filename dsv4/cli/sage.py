@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dsv4.cli.arguments import some_text
 from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
@@ -38,14 +39,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         default="sage",
         help="with the reference on the same codes, or with exact attention",
     )
-    parser.add_argument("--qk", help="int8, fp8 or nvfp4")
-    parser.add_argument("--pv", help="fp8, fp16 or nvfp4")
-    parser.add_argument("--granularity", help="rows that share a scale")
-    parser.add_argument("--pv-accum", help="accumulation of weighted values")
+    parser.add_argument("--qk", type=some_text, help="int8, fp8 or nvfp4")
+    parser.add_argument("--pv", type=some_text, help="fp8, fp16 or nvfp4")
+    parser.add_argument("--granularity", type=some_text, help="rows that share a scale")
+    parser.add_argument("--pv-accum", type=some_text, help="accumulation of weighted values")
     for name in ("smooth-k", "smooth-v"):
         parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=None)
-    parser.add_argument("--dump", metavar="PREFIX", help="write every stage to PREFIX.NAME.bin")
-    parser.add_argument("--load", metavar="PREFIX", help="inputs, and stages to compare, of a dump")
+    parser.add_argument(
+        "--dump", type=some_text, metavar="PREFIX", help="write every stage to PREFIX.NAME.bin"
+    )
+    parser.add_argument(
+        "--load", type=some_text, metavar="PREFIX", help="inputs, and stages to compare, of a dump"
+    )
     parser.set_defaults(run=run)
 
 

@@ -104,8 +104,8 @@ class QuantizeKvConfig:
         _check_choice("pv_accum_dtype", self.pv_accum_dtype, accumulators, f"pv {self.pv!r}")
         if self.smooth_v and self.pv_accum_dtype != SMOOTH_V_ACCUMULATOR.get(self.pv):
             raise ValueError(
-                f"smooth_v: got True, pv {quoted(self.pv)} with pv_accum_dtype {quoted(self.pv_accum_dtype)} "
-                "needs False: no kernel adds the mean again"
+                f"smooth_v: got True, pv {quoted(self.pv)} with pv_accum_dtype "
+                f"{quoted(self.pv_accum_dtype)} needs False: no kernel adds the mean again"
             )
         if (self.qk == "nvfp4") != (self.pv == "nvfp4"):
             raise ValueError(
