@@ -23,6 +23,7 @@ FAILING = {
     "demo": {"--max-new-tokens": "0"},
     "generate": {"--checkpoint": TINY, "--prompt": "x", "--max-new-tokens": "0"},
     "compile": {"--arch": "sm_90a", "--jobs": "0"},
+    "sage": {"--case": "b0_full_seq1_d64"},
     "sim run": {"script": "/nope"},
     "sim ptx": {"file": "/nope"},
 }
