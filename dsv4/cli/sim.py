@@ -7,6 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dsv4.cli import (

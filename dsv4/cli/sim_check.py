@@ -1,4 +1,4 @@
-"""What the commands of single operators share: options, checked launches, reports, exit status."""
+"""Common part of the commands of single operators: options, checked launches, reports, exit status."""
 
 from __future__ import annotations
 
