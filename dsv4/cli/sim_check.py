@@ -1,4 +1,4 @@
-"""Common part of the commands of single operators: options, checked launches, reports, exit status."""
+"""Common part of single operators' commands: options, checked launches, reports, exit status."""
 
 from __future__ import annotations
 
