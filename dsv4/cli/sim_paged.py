@@ -6,7 +6,6 @@ import argparse
 
 from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
 
-ARCH = "sm_90a"
 FORMATS = ("bf16", "fp8")
 FORMS = ("list", "table", "mixed")
 SPLITS_AND_CTAS = ((1, 3), (3, 2))  # each CTA goes through several work items
@@ -29,6 +28,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         "several splits, and compare with the FP32 oracle.",
         SIZES,
         run,
+        has_arch=True,
     )
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="of pages (bf16)")
     parser.add_argument("--form", choices=FORMS, help="of the indices (all)")
@@ -37,20 +37,18 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
     from dsv4.kernels.attention.paged_plan import workspace_size
-    from dsv4.kernels.attention.sm90.paged import build
-    from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
     from dsv4.testing.harness import SCHEDULES
     from dsv4.testing.paged_attention import Case, assert_paged_close, make_inputs
+    from dsv4.testing.paged_kernel import compiled_kernel
 
-    launches = CheckedLaunches(args, ARCH)
+    launches = CheckedLaunches(args, args.arch)
     with launches.checks():
         for form in (args.form,) if args.form else FORMS:
             case = Case(
                 3, 1, args.heads, args.head_dim, args.format, args.window, args.entries, 53, 61,
                 form, wild=form == "list", **RAGGED,
             )  # fmt: skip
-            config = SPARSE_FMHA_PAGED.compiled_config(case.config, ARCH)
-            compiled = launches.target.compile(build, config)
+            compiled = compiled_kernel(launches.target, case)
             inputs = make_inputs(case, args.seed)
             for splits, ctas in SPLITS_AND_CTAS:
                 scalars = (splits, ctas, case.config.sliding_window, case.config.ratio)
@@ -67,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
                     largest = inputs.expected()[2] if splits > 1 else outcome["max_logits"]
                     assert_paged_close(inputs, outcome["o"], outcome["lse"], largest)
                     print(
-                        f"{ARCH}, {case.tokens} tokens, {args.heads} heads of {args.head_dim}, "
-                        f"{args.format} pages by {form}, {splits} splits, {schedule}: close, "
-                        "no race"
+                        f"{args.arch}, {case.tokens} tokens, {args.heads} heads of "
+                        f"{args.head_dim}, {args.format} pages by {form}, {splits} splits, "
+                        f"{schedule}: close, no race"
                     )
     return launches.finish()

@@ -201,9 +201,11 @@ class Fp8Rows:
         quarter = lane % QUARTERS
         for piece, _ in self.pieces(unit):
             if piece in self.in_registers:
+                # Lanes have neighbouring vectors of codes, every other one of rotated values.
+                step = VECTOR_BYTES if piece < self.entry.groups else 2 * VECTOR_BYTES
                 for r, record in enumerate(records):
                     target = registers[None, r, self.in_registers.index(piece)]
-                    load_words(record, target, quarter * VECTOR_BYTES, piece * GROUP)
+                    load_words(record, target, quarter * step, self._vector(piece) * VECTOR_BYTES)
         for segment in self.segments[unit]:
             self._copy_segment(segment, address, staging, lane)
 

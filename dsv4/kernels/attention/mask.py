@@ -76,6 +76,24 @@ def mask_tail(scores: cute.Tensor, valid: Int32, lane: Int32) -> None:
 
 
 @cute.jit
+def mask_words(scores: cute.Tensor, words: tuple[Int32, Int32], lane: Int32) -> None:
+    """`mask_tail` by a bit for each of 64 columns."""
+    bits = [word >> lane % 4 * 2 for word in words]
+    for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        column = i // 2 * 8 + i % 2
+        is_key = bits[column // 32] & 1 << column % 32 != 0
+        for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+            scores[row, i] = cutlass.select_(is_key, scores[row, i], -Float32.inf)
+
+
+@cute.jit
+def mask_bits(scores: cute.Tensor, word: Int32) -> None:
+    """The same for a thread that holds the 32 columns of one row that `word` has a bit of each."""
+    for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+        scores[0, i] = cutlass.select_(word & 1 << i != 0, scores[0, i], -Float32.inf)
+
+
+@cute.jit
 def mask_from(scores: cute.Tensor, first: Int32, valid: Int32) -> None:
     """`mask_tail` for a thread that holds consecutive columns of one row, from `first` on."""
     for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):

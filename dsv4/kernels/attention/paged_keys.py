@@ -69,7 +69,8 @@ class KeyPool(NamedTuple):
         Args:
             entry: `Fp8Entry` of the pool, or None: rows of one type.
         """
-        page, offset, is_key = self._place(word, n)
+        page, offset, is_key = self.place(word, n)
+        page, offset = cutlass.Int64(page), cutlass.Int64(offset)
         size, zero = self.pool.element_type.width // 8, cutlass.Int64(0)
         start = self.pool.iterator.toint() + page * cutlass.Int64(self.pool.stride[0]) * size
         if cutlass.const_expr(entry is None):
@@ -81,7 +82,7 @@ class KeyPool(NamedTuple):
         return tuple(cutlass.select_(is_key, cutlass.Int64(x), zero) for x in (record, scales))
 
     @cute.jit
-    def _place(self, word, n):
+    def place(self, word, n):
         """Page and place in it of key n, and whether it is a key."""
         pages, page_keys = cutlass.Int32(self.pool.shape[0]), cutlass.Int32(self.pool.shape[1])
         slot, limit = word, pages * page_keys
@@ -91,7 +92,7 @@ class KeyPool(NamedTuple):
         if self.has_table():
             page = word
         is_key = (word >= 0) & (word < limit)
-        return cutlass.Int64(page), cutlass.Int64(offset), is_key
+        return page, offset, is_key
 
     @cute.jit
     def has_keys(self, token, request, begin, end):
@@ -100,7 +101,7 @@ class KeyPool(NamedTuple):
         n = cutlass.Int32(begin)
         while n < end and not found:
             mine = n + cute.arch.lane_idx()
-            _, _, is_key = self._place(self.fetch(token, request, mine, end), mine)
+            _, _, is_key = self.place(self.fetch(token, request, mine, end), mine)
             found = cute.arch.vote_any_sync(is_key)
             n += 32
         return found

@@ -61,11 +61,19 @@ def new_rows(
 
 
 @cute.jit
-def enter_window(rows: RowState) -> None:
-    """Take the row maxima from compressed to window scale, after at least one compressed tile."""
+def enter_window(rows: RowState, may_be_empty: cutlass.Constexpr[bool] = False) -> None:
+    """Take the row maxima from compressed to window scale, after at least one compressed tile.
+
+    Args:
+        may_be_empty: whether that may have been without a key: the maximum of none stays -inf, an
+            infinite gate would make it NaN.
+    """
     for row in cutlass.range_constexpr(cute.size(rows.row_max)):
         rows.compressed_row_max[row] = rows.row_max[row]
-        rows.row_max[row] = rows.row_max[row] - rows.gate[row]
+        gate = rows.gate[row]
+        if cutlass.const_expr(may_be_empty):
+            gate = cutlass.select_(rows.row_max[row] == -Float32.inf, Float32(0.0), gate)
+        rows.row_max[row] = rows.row_max[row] - gate
         rows.window_row_max[row] = rows.row_max[row]
 
 

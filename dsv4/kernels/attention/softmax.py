@@ -53,12 +53,19 @@ def thread_max(scores: cute.Tensor, tile_max: cute.Tensor) -> None:
         tile_max[row] = largest
 
 
+def row_scale(scale_log2: Float32 | cute.Tensor, row: int) -> Float32:
+    """Factor from scores to logits in base 2: one for all rows, or one for each."""
+    return scale_log2[row] if isinstance(scale_log2, cute.Tensor) else scale_log2
+
+
 @cute.jit
-def quad_tile_max(scores: cute.Tensor, tile_max: cute.Tensor, scale_log2: Float32) -> None:
+def quad_tile_max(
+    scores: cute.Tensor, tile_max: cute.Tensor, scale_log2: Float32 | cute.Tensor
+) -> None:
     """tile_max[row] = largest logit of the row in this tile, base 2; `scale_log2` is positive."""
     thread_max(scores, tile_max)
     for row in cutlass.range_constexpr(cute.size(tile_max)):
-        tile_max[row] = quad_max(tile_max[row]) * scale_log2
+        tile_max[row] = quad_max(tile_max[row]) * row_scale(scale_log2, row)
 
 
 @cute.jit
@@ -109,11 +116,26 @@ def update_row_max(
 
 @cute.jit
 def exponentiate(
-    scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32
+    scores: cute.Tensor,
+    row_max: cute.Tensor,
+    row_sum: cute.Tensor,
+    scale_log2: Float32 | cute.Tensor,
 ) -> None:
     """Replace scores by P = 2**(x - row_max) and add P, unrounded, to this thread's row sums."""
     for row in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         for i in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            p = exp2(scores[row, i] * scale_log2 - row_max[row])
+            p = exp2(scores[row, i] * row_scale(scale_log2, row) - row_max[row])
             scores[row, i] = p
             row_sum[row] = row_sum[row] + p
+
+
+@cute.jit
+def finite_reference(row_max: cute.Tensor) -> cute.Tensor:
+    """Row maxima to exponentiate by: 0 for a row without a key so far, all of whose P is then 0;
+    relative to its maximum, -inf, it would be NaN.
+    """
+    reference = cute.make_rmem_tensor(cute.size(row_max), Float32)
+    for row in cutlass.range_constexpr(cute.size(row_max)):
+        is_empty = row_max[row] == -Float32.inf
+        reference[row] = cutlass.select_(is_empty, Float32(0.0), row_max[row])
+    return reference

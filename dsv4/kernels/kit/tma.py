@@ -7,7 +7,10 @@ from cutlass import cute
 from cutlass.experimental import primitives
 from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_tensor_map_tiled
 
-from dsv4.kernels.kit.swizzle import TENSOR_MAP_SWIZZLES
+from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES
+
+MAX_COORDINATE = (1 << 31) - 1
+EVEN_CTA = 0xFEFFFFFF  # mask of shared addresses: bit 24 is the lowest of the CTA's rank
 
 
 @cute.jit
@@ -70,6 +73,58 @@ def make_head_tile_descriptor(
     )
 
 
+@cute.jit
+def make_gather_descriptor(
+    pool: cute.Tensor, steps: tuple[cutlass.Int64, cutlass.Int64], fallback: cute.Pointer
+):
+    """TMA descriptor that gathers rows of a pool [page, row, d] by their coordinates, page *
+    steps[0] + row * steps[1]; four rows and one swizzle span of columns at a time.
+
+    TMA gathers from two dimensions only, so that pages and rows share one. Rows of the descriptor
+    are `gather_steps` apart, less than a row is long where pages lie apart by other than whole
+    rows: they overlap, and no coordinate names one that is none.
+
+    Args:
+        fallback: address that an empty pool's descriptor may hold.
+    """
+    pages, page_rows, dim = pool.shape
+    units = 128 // pool.element_type.width
+    address, count = pool.iterator.toint(), cutlass.Int64(1)
+    step = cutlass.Int64(pool.stride[1]) // units
+    if cutlass.min(cutlass.Int32(pages), cutlass.Int32(page_rows)) == 0:
+        address = fallback.toint()
+        step = cutlass.Int64(dim // units)
+    else:
+        step = step // steps[1]
+        count += (pages - 1) * steps[0] + (page_rows - 1) * steps[1]
+    return create_tensor_map_tiled(
+        address,
+        pool.element_type,
+        [dim, cutlass.Int32(cutlass.min(count, cutlass.Int64(MAX_COORDINATE)))],
+        [step],
+        [SPAN_BYTES * 8 // pool.element_type.width, 1],
+        swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
+        l2_promotion=TensorMapL2Promotion.none,
+    )
+
+
+@cute.jit
+def gather_steps(pool: cute.Tensor) -> tuple[cutlass.Int64, cutlass.Int64]:
+    """Rows of a gather descriptor from one page of a pool to the next, and from row to row."""
+    pages, page_rows, dim = pool.shape
+    units = 128 // pool.element_type.width
+    page, row = cutlass.Int64(pool.stride[0]) // units, cutlass.Int64(pool.stride[1]) // units
+    # The stride of a single page or row says nothing.
+    if page_rows <= 1:
+        row = cutlass.Int64(dim // units)
+    if pages <= 1:
+        page = row
+    a, b = page, row
+    while b > 0:
+        a, b = b, a % b
+    return page // a, row // a
+
+
 @dataclass(frozen=True)
 class DescriptorAddress:
     """A descriptor by its address."""
@@ -96,6 +151,27 @@ def tma_load(descriptor, smem: cute.Pointer, coordinates, barrier: cute.Pointer)
     """One elected thread fetches a box into `smem`; its bytes are counted on `barrier`."""
     primitives.cp_async_bulk_tensor_shared_cta_global(
         smem.to_llvm_ptr(), descriptor.get_ptr(), coordinates, barrier.to_llvm_ptr()
+    )
+
+
+def tma_gather4(address, smem, column, rows, barrier, is_pair: bool) -> None:
+    """The calling thread fetches a swizzle span of columns of four rows, 512 bytes, zeros of rows
+    outside the tensor; its bytes are counted on `barrier`.
+
+    Args:
+        address: of the descriptor.
+        smem: address in shared memory, in this CTA.
+        rows: four coordinates.
+        is_pair: whether `barrier` is that of the even CTA of a pair.
+    """
+    group = ".cta_group::2" if is_pair else ""
+    if is_pair:
+        barrier = barrier & EVEN_CTA
+    coordinates = ", ".join(f"{{$r{i}}}" for i in range(3, 8))
+    cute.arch.inline_ptx(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile::gather4.mbarrier::complete_tx::bytes"
+        f"{group} [{{$r0}}], [{{$r1}}, {{{coordinates}}}], [{{$r2}}];",
+        read_only_args=[smem, address, barrier, column, *rows],
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import gcd
+
 from torch import Tensor, float32
 
 from dsv4.kernels.attention.paged_args import PagedFmhaTensors
@@ -40,6 +42,24 @@ def check_sizes(config: PagedFmhaConfig, given: PagedFmhaTensors) -> None:
             raise ValueError("rope: got no rows, needs one per position")
     if uses and given.positions is None:
         raise ValueError(f"positions: got None, {uses[0]} needs them")
+
+
+def check_coordinates(given: PagedFmhaTensors) -> None:
+    """Check that rows of the pools are named by 31 bits, as TMA gathers them: it has a single
+    stride, the greatest that divides the pool's."""
+    for name in ("window_pool", "compressed_pool"):
+        pool = getattr(given, name)
+        if pool is not None and pool.numel():
+            pages, rows, width = pool.shape
+            page, row, _ = pool.stride()
+            row = row if rows > 1 else width
+            step = gcd(page if pages > 1 else row, row)
+            last = ((pages - 1) * page + (rows - 1) * row) // step
+            if last > MAX_SLOTS:
+                raise ValueError(
+                    f"{name}: its last row is {last} times {step} elements behind its first, which "
+                    f"divide its strides; needs at most {MAX_SLOTS} times"
+                )
 
 
 def check_form(

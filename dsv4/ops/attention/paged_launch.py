@@ -8,7 +8,7 @@ from torch import Tensor
 from dsv4.kernels.attention.paged_args import PagedFmhaTensors
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.args import Workspace
-from dsv4.ops.attention.paged_checks import check_sizes
+from dsv4.ops.attention.paged_checks import check_coordinates, check_sizes
 from dsv4.ops.runtime import tensors as make
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.calls import tensors_of_call
@@ -27,6 +27,8 @@ def make_launch(state: State) -> Launch:
     tokens_first = [i for i, arg in enumerate(table) if arg.may_be_none and arg.shape[0] == "T"]
     workspace = PagedFmhaTensors._fields.index("workspace")
     plans: dict[tuple[int, int, int], tuple[tuple[int, ...], int]] = {}
+    # Blackwell gathers rows of bf16 by TMA.
+    has_coordinates = state.target.arch != "sm_90a" and config.kv_format == "bf16"
     current_device, has_others = torch._C._cuda_getDevice, torch.cuda.device_count() > 1
 
     def launch(*arguments: Tensor | int | None) -> None:
@@ -44,6 +46,8 @@ def make_launch(state: State) -> Launch:
             return
         given = PagedFmhaTensors._make(tensors_of_call(op, arguments))
         check_sizes(config, given)
+        if has_coordinates:
+            check_coordinates(given)
         tokens = q.shape[0]
         if tokens == 0:
             op.check(config, given)

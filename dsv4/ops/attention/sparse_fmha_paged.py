@@ -33,7 +33,10 @@ class SparseFmhaPaged(KernelOp):
     name = "sparse_fmha_paged"
     config = PagedFmhaConfig
     args = ARGS
-    kernels: ClassVar = {"sm_90a": "dsv4.kernels.attention.sm90.paged"}
+    kernels: ClassVar = {
+        "sm_90a": "dsv4.kernels.attention.sm90.paged",
+        "sm_100a": "dsv4.kernels.attention.sm100.paged",
+    }
 
     def values(self, config: PagedFmhaConfig) -> Mapping[str, int | str]:
         return values(config)

@@ -278,3 +278,19 @@ def test_pages_of_entries_must_be_contiguous(seed) -> None:
 def test_options_are_checked(options, message, seed) -> None:
     with pytest.raises(ValueError, match=message):
         run(make_inputs(Case(head_dim=64), seed), **options)
+
+
+def test_rows_beyond_31_bits_are_refused() -> None:
+    """Where TMA gathers: pages apart by other than whole rows leave a small common stride."""
+    from types import SimpleNamespace
+
+    from dsv4.ops.attention.paged_checks import check_coordinates
+
+    def given(pages: int, stride: int) -> SimpleNamespace:
+        pool = torch.empty_strided((pages, 64, 512), (stride, 512, 1), device="meta")
+        return SimpleNamespace(window_pool=pool, compressed_pool=None)
+
+    check_coordinates(given(1 << 20, 1 << 20))
+    check_coordinates(given(1 << 12, (1 << 20) + 8))
+    with pytest.raises(ValueError, match="window_pool: its last row"):
+        check_coordinates(given(1 << 15, (1 << 20) + 8))

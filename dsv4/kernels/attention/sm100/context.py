@@ -1,6 +1,6 @@
 """Typed contexts of the Blackwell attention kernels: kernel parameters, work tiles, views."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Int32, pipeline
@@ -28,6 +28,11 @@ class KernelParams(NamedTuple):
     num_splits: Int32
     by_splits: cute.FastDivmodDivisorV2
     work_tiles: Int32  # tokens x splits x blocks of heads
+
+    @property
+    def tokens(self) -> Int32:
+        """Tokens of the launch."""
+        return self.request_ids.shape[0]
 
     def seqlens(self) -> SeqlenInfo:
         """What says how many keys there are."""
@@ -82,6 +87,7 @@ class Context1Cta(NamedTuple):
     pipelines: Pipelines1Cta
     smem: Smem1Cta
     tmem: TmemAllocator
+    info: Any = None  # `paged_context.TileInfo` where keys are gathered
 
 
 # ---- 2 CTAs --------------------------------------------------------------------------------------
@@ -135,3 +141,4 @@ class Context2Cta(NamedTuple):
     pipelines: Pipelines2Cta
     smem: Smem2Cta
     tmem: TmemAllocator
+    info: Any = None  # `paged_context.TileInfo` where keys are gathered

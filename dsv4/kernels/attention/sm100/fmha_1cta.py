@@ -29,7 +29,7 @@ may hold NaN.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, pipeline
+from cutlass import BFloat16, Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.utils import blackwell_helpers as sm100
@@ -79,19 +79,28 @@ ONE_CTA = (1, 1, 1, 1)  # (V, M, N, K) shape of the cluster
 class Fmha1Cta:
     """Attention kernel of one CTA per token, 64 heads and split."""
 
+    # Whether a tile may be without a key, which dense rows never are.
+    has_empty_tiles = False
+
     def __init__(self, config: FmhaConfig):
         self.config = config
         self.scale_log2 = config.scale * softmax.LOG2_E
         self.head_blocks = -(-config.num_query_heads // ROWS)
-        # CTAs of a cluster: neighbours that share the loads of a token's keys.
-        self.multicast_ctas = 2 if self.head_blocks % 2 == 0 else 1
 
-        self.plan = Plan1Cta(config.head_dim, self.multicast_ctas)
+        self.plan = self._make_plan()
+        self.multicast_ctas = self.plan.multicast_ctas
         self.tiling = self.plan.tiling
         self.warps = self.plan.warps
         self.tmem = self.plan.tmem
         self.barriers = self.plan.barriers
-        self.kv_source = DenseKv1Cta(self.plan)
+        self.kv_source = self._make_source()
+
+    def _make_plan(self) -> Plan1Cta:
+        # CTAs of a cluster: neighbours that share the loads of a token's keys.
+        return Plan1Cta(self.config.head_dim, 2 if self.head_blocks % 2 == 0 else 1)
+
+    def _make_source(self) -> DenseKv1Cta:
+        return DenseKv1Cta(self.plan)
 
     @property
     def cluster(self) -> tuple[int, int, int]:
@@ -159,6 +168,11 @@ class Fmha1Cta:
 
     @cute.kernel
     def kernel(self, params: KernelParams):
+        """One work tile."""
+        self.run(params)
+
+    @cute.jit
+    def run(self, params: KernelParams):
         """Allocate, then send every warp to its role."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         # Splits and head blocks of a token are neighbours: they share KV rows in L2.
@@ -170,6 +184,7 @@ class Fmha1Cta:
             split=row_block % params.num_splits,
         )
         storage = SmemAllocator().allocate(storage_struct(self.plan.smem))
+        info = self._create_info(storage)
         pipelines = self._create_pipelines(storage)
         smem = self._smem(storage)
         warps = self.warps
@@ -181,9 +196,9 @@ class Fmha1Cta:
         )
         pipeline.pipeline_init_wait(cluster_shape_mn=(self.multicast_ctas, 1))
 
-        ctx = Context1Cta(params, work, pipelines, smem, tmem)
-        if warp_idx == warps["load"].first:
-            self.load_warp(ctx)
+        ctx = Context1Cta(params, work, pipelines, smem, tmem, info)
+        if self._is_load(warp_idx):
+            self.load_warps(ctx)
         elif warp_idx == warps["mma"].first:
             self.mma_warp(ctx)
         else:
@@ -192,6 +207,9 @@ class Fmha1Cta:
             # Shared memory must outlive what the other CTA of the cluster sends to it.
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
+
+    def _create_info(self, storage) -> None:
+        """Ring of words about gathered tiles."""
 
     def _create_pipelines(self, storage) -> Pipelines1Cta:
         """Pipelines of the barrier graph, their mbarriers initialised."""
@@ -232,8 +250,22 @@ class Fmha1Cta:
 
     # ---- load warp -----------------------------------------------------------------------------
 
+    def _is_load(self, warp_idx: Int32) -> Boolean:
+        return warp_idx == self.warps["load"].first
+
+    def _find_keys(self, ctx: Context1Cta, has_flags: bool = False) -> KeySpan:
+        """Keys of the CTA.
+
+        Args:
+            has_flags: whether the caller asks `_has_both_branches` of them.
+        """
+        return find_keys(self.config, ctx.params, ctx.work)
+
+    def _has_both_branches(self, keys: KeySpan) -> Boolean:
+        return keys.has_both_branches()
+
     @cute.jit
-    def load_warp(self, ctx: Context1Cta):
+    def load_warps(self, ctx: Context1Cta):
         """Q once, then the chunks of every tile, each once."""
         params, work = ctx.params, ctx.work
         cute.arch.griddepcontrol_launch_dependents()
@@ -242,7 +274,7 @@ class Fmha1Cta:
         self._load_q(ctx)
 
         # ---- mainloop: compressed tiles, then window tiles
-        keys = find_keys(self.config, params, work)
+        keys = self._find_keys(ctx)
         split_point = cutlass.min(cutlass.max(keys.compressed_tiles, keys.first), keys.last)
         state = pipeline.make_pipeline_state(PRODUCER, self.plan.kv_stages)
         branch = self.kv_source.branch(params.compressed, ctx.smem.k, Int32(0), work.token)
@@ -294,7 +326,7 @@ class Fmha1Cta:
         Only before the last tile is it the other way round: no load waits any more, and the
         softmax of tile k runs beside the last S.
         """
-        keys = find_keys(self.config, ctx.params, ctx.work)
+        keys = self._find_keys(ctx)
         tiles = keys.last - keys.first
         ctx.tmem.wait_for_alloc()
         t_s, t_o = self._tmem_views(ctx.tmem.retrieve_ptr(Float32))
@@ -372,7 +404,7 @@ class Fmha1Cta:
     def softmax_warps(self, ctx: Context1Cta):
         """Scores to P, the rescaling of O, and the epilogue; a warp owns 16 rows throughout."""
         q_pipe, p_pipe, o_pipe = ctx.pipelines.q, ctx.pipelines.p, ctx.pipelines.o
-        keys = find_keys(self.config, ctx.params, ctx.work)
+        keys = self._find_keys(ctx, has_flags=True)
         ctx.tmem.allocate(self.tmem.allocated_columns)
         ctx.tmem.wait_for_alloc()
         address = ctx.tmem.retrieve_ptr(Float32)
@@ -381,7 +413,8 @@ class Fmha1Cta:
 
         # ---- prologue: row state
         row_sinks = self._row_sinks(ctx)
-        both = keys.has_both_branches()
+        scale, largest = self._row_scale(ctx), self._new_largest()
+        both = self._has_both_branches(keys)
         rows = sink_merge.new_rows(row_sinks, both, self.config.sink_mode)
         s_state = pipeline.make_pipeline_state(CONSUMER, self.plan.s_stages)
         p_state = pipeline.make_pipeline_state(PRODUCER, self.plan.p_stages)
@@ -390,16 +423,15 @@ class Fmha1Cta:
         # ---- mainloop
         for tile in cutlass.range(keys.first, keys.last, unroll=1):
             if tile == keys.compressed_tiles and tile > keys.first:
-                sink_merge.enter_window(rows)
+                sink_merge.enter_window(rows, self.has_empty_tiles)
             _, _, valid = keys.tile(tile, KEYS)
             fragment = self._load_scores(ctx, copies, t_s, s_state)
             scores = fragments.by_rows(fragment)
             s_state.advance()
-            if valid < KEYS:
-                mask.mask_tail(scores, valid, cute.arch.lane_idx())
-                self._zero_rows(ctx, tile - keys.first, valid, copies.thread)
+            self._mask(ctx, tile - keys.first, valid, scores, copies.thread)
             tile_max = cute.make_rmem_tensor(2, Float32)
-            softmax.quad_tile_max(scores, tile_max, self.scale_log2)
+            softmax.quad_tile_max(scores, tile_max, scale)
+            self._keep_largest(largest, tile_max)
             if softmax.warp_exceeds_rescale_threshold(rows.row_max, tile_max):
                 factor = cute.make_rmem_tensor(2, Float32)
                 has_o = tile > keys.first
@@ -408,7 +440,10 @@ class Fmha1Cta:
                     o_pipe.consumer_wait(o_state)
                     fence_after_thread_sync()
                     self._rescale(copies, t_o, factor)
-            softmax.exponentiate(scores, rows.row_max, rows.row_sum, self.scale_log2)
+            reference = rows.row_max
+            if cutlass.const_expr(self.has_empty_tiles):
+                reference = softmax.finite_reference(reference)
+            softmax.exponentiate(scores, reference, rows.row_sum, scale)
             p_pipe.producer_acquire(p_state)
             fragments.store_rows(copies, fragment, ctx.smem.p_rows[None, None, p_state.index])
             # Every O is waited for, in order, before the next one may start: a parity wait that
@@ -428,6 +463,7 @@ class Fmha1Cta:
         else:
             # The output is staged over Q, which no score has shown to be there.
             q_pipe.consumer_wait(pipeline.make_pipeline_state(CONSUMER, 1))
+        self._store_largest(ctx, copies, largest)
         self._epilogue(ctx, keys, copies, t_o, rows)
         # Freed while another warp still reads, O would belong to the next CTA of this SM.
         fence_before_thread_sync()
@@ -453,6 +489,34 @@ class Fmha1Cta:
             if heads[row] < self.config.num_query_heads:
                 sinks[row] = ctx.params.sink_logits[heads[row]]
         return sinks
+
+    def _row_scale(self, ctx: Context1Cta) -> float | cute.Tensor:
+        """Factor from scores to logits in base 2, of all rows or of each."""
+        return self.scale_log2
+
+    def _new_largest(self) -> cute.Tensor | None:
+        """Where the largest logits of the two rows are kept, if they are an output."""
+        return None
+
+    def _keep_largest(self, largest: cute.Tensor | None, tile_max: cute.Tensor) -> None:
+        """Take a tile's largest logits into account."""
+
+    def _store_largest(
+        self, ctx: Context1Cta, copies: fragments.Copies, largest: cute.Tensor | None
+    ) -> None:
+        """Write the largest logits."""
+
+    @cute.jit
+    def _mask(self, ctx: Context1Cta, count: Int32, valid: Int32, scores: cute.Tensor, tidx: Int32):
+        """Make the scores of what is no key -inf, and such rows of the tile in shared memory 0.
+
+        Args:
+            count: how many tiles the CTA loaded before this one.
+            valid: rows of the tile that are in the span.
+        """
+        if valid < KEYS:
+            mask.mask_tail(scores, valid, cute.arch.lane_idx())
+            self._zero_rows(ctx, count, valid, tidx)
 
     @cute.jit
     def _load_scores(
@@ -532,15 +596,28 @@ class Fmha1Cta:
 
     @cute.jit
     def _scaled_columns(
-        self, copies: fragments.Copies, columns: cute.Tensor, factor: cute.Tensor, has_keys
+        self,
+        ctx: Context1Cta,
+        copies: fragments.Copies,
+        o_columns: cute.Tensor,
+        i: Int32,
+        factor: cute.Tensor,
+        has_keys,
     ) -> cute.Tensor:
-        """(64, 64) columns of the result; without keys nothing was written to O, and they are 0."""
+        """(64, 64) columns i of the result; without keys nothing was written to O, and they are
+        0.
+        """
+        columns = o_columns[None, None, i]
         fragment = fragments.new_fragment(copies)
         fragment.fill(0.0)
         if has_keys:
             fragment.store(fragments.load_columns(copies, columns).load())
             fragments.scale_rows(fragment, factor)
+            self._rotate(ctx, fragment, i)
         return fragment
+
+    def _rotate(self, ctx: Context1Cta, fragment: cute.Tensor, i: Int32) -> None:
+        """Rotate columns i of the result, if they are to be."""
 
     @cute.jit
     def _store_output(
@@ -568,7 +645,7 @@ class Fmha1Cta:
         row_tile = work.head_block * (ROWS // WARP_ROWS) + warp_idx
         o_columns = self._output_columns(t_o)
         for i in cutlass.range(cute.size(o_columns, mode=[2]), unroll=1):
-            fragment = self._scaled_columns(copies, o_columns[None, None, i], factor, has_keys)
+            fragment = self._scaled_columns(ctx, copies, o_columns, i, factor, has_keys)
             tile_columns = cute.local_tile(staged, (ROWS, COLUMNS), (0, i))
             fragments.store_rows(copies, fragment, tile_columns)
             cute.arch.sync_warp()
@@ -597,7 +674,7 @@ class Fmha1Cta:
         heads = self._rows_of_thread(ctx.work)
         o_columns = self._output_columns(t_o)
         for i in cutlass.range(cute.size(o_columns, mode=[2]), unroll=1):
-            fragment = self._scaled_columns(copies, o_columns[None, None, i], factor, has_keys)
+            fragment = self._scaled_columns(ctx, copies, o_columns, i, factor, has_keys)
             values = fragments.by_rows(fragment)
             column = i * COLUMNS + copies.thread % 4 * 2
             for row in cutlass.range_constexpr(2):

@@ -31,7 +31,7 @@ masks are those of `fmha_1cta`.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, pipeline
+from cutlass import BFloat16, Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, tcgen05
 from cutlass.memory import SmemAllocator, TmemAllocator
 from cutlass.utils import blackwell_helpers as sm100
@@ -95,17 +95,25 @@ class Fmha2Cta:
     """Attention kernel of two CTAs per token, 128 heads and split; clusters are persistent."""
 
     cluster = (2, 1, 1)
+    # Whether a tile may be without a key, which dense rows never are.
+    has_empty_tiles = False
 
     def __init__(self, config: FmhaConfig):
         self.config = config
         self.scale_log2 = config.scale * softmax.LOG2_E
         self.head_blocks = -(-config.num_query_heads // HEADS)
 
-        self.plan = Plan2Cta()
+        self.plan = self._make_plan()
         self.warps = self.plan.warps
         self.tmem = self.plan.tmem
         self.barriers = self.plan.barriers
-        self.kv_source = DenseKv2Cta()
+        self.kv_source = self._make_source()
+
+    def _make_plan(self) -> Plan2Cta:
+        return Plan2Cta()
+
+    def _make_source(self) -> DenseKv2Cta:
+        return DenseKv2Cta()
 
     # ---- layouts -------------------------------------------------------------------------------
 
@@ -160,6 +168,11 @@ class Fmha2Cta:
 
     @cute.kernel
     def kernel(self, params: KernelParams):
+        """The work tiles of a cluster."""
+        self.run(params)
+
+    @cute.jit
+    def run(self, params: KernelParams):
         """Allocate, then send every warp to its role."""
         warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         block, _, _ = cute.arch.block_idx()
@@ -167,10 +180,11 @@ class Fmha2Cta:
         scheduler = TileScheduler(first=block // 2, step=grid // 2, count=params.work_tiles)
         cta_rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         storage = SmemAllocator().allocate(storage_struct(self.plan.smem))
+        info = self._create_info(storage)
         pipelines = self._create_pipelines(storage)
         smem = self._smem(storage)
         warps = self.warps
-        users = warps.threads - warps["load"].threads
+        users = sum(warps[role].threads for role in ("softmax", "query", "mma"))
         tmem = TmemAllocator(
             storage.tmem_address.data_ptr(),
             barrier_for_retrieve=pipeline.NamedBarrier(NamedBarriers.TMEM_ALLOCATED, users),
@@ -180,9 +194,9 @@ class Fmha2Cta:
         )
         # Roles wait for the barriers of the other CTA when they need them, not here.
         pipeline.pipeline_init_arrive(cluster_shape_mn=self.cluster[:2], is_relaxed=True)
-        ctx = Context2Cta(params, scheduler, cta_rank, pipelines, smem, tmem)
-        if warp_idx == warps["load"].first:
-            self.load_warp(ctx)
+        ctx = Context2Cta(params, scheduler, cta_rank, pipelines, smem, tmem, info)
+        if self._is_load(warp_idx):
+            self.load_warps(ctx)
         elif warp_idx == warps["mma"].first:
             self.mma_warp(ctx)
         elif warp_idx >= warps["query"].first:
@@ -192,6 +206,9 @@ class Fmha2Cta:
         # The peer CTA still signals barriers in this CTA's shared memory.
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+
+    def _create_info(self, storage) -> None:
+        """Ring of words about gathered tiles."""
 
     def _create_pipelines(self, storage) -> Pipelines2Cta:
         """Pipelines of the barrier graph, their mbarriers initialised."""
@@ -250,15 +267,25 @@ class Fmha2Cta:
             split=row_block % ctx.params.num_splits,
         )
 
-    def _find_keys(self, ctx: Context2Cta, index: Int32) -> KeySpan:
-        """Keys of a work tile; past the last one, of the last one."""
+    def _is_load(self, warp_idx: Int32) -> Boolean:
+        return warp_idx == self.warps["load"].first
+
+    def _find_keys(self, ctx: Context2Cta, index: Int32, has_flags: bool = False) -> KeySpan:
+        """Keys of a work tile; past the last one, of the last one.
+
+        Args:
+            has_flags: whether the caller asks `_has_both_branches` of them.
+        """
         index = cutlass.min(index, ctx.scheduler.count - 1)
         return find_keys(self.config, ctx.params, self._work_tile(ctx, index))
+
+    def _has_both_branches(self, keys: KeySpan) -> Boolean:
+        return keys.has_both_branches()
 
     # ---- load warp -----------------------------------------------------------------------------
 
     @cute.jit
-    def load_warp(self, ctx: Context2Cta):
+    def load_warps(self, ctx: Context2Cta):
         """This CTA's half of the columns of every tile, once."""
         params, scheduler, rows = ctx.params, ctx.scheduler, ctx.smem.kv_rows
         cute.arch.griddepcontrol_launch_dependents()
@@ -453,32 +480,29 @@ class Fmha2Cta:
         address = ctx.tmem.retrieve_ptr(Float32)
         s_state = pipeline.make_pipeline_state(CONSUMER, self.plan.s_stages)
         p_state = pipeline.make_pipeline_state(PRODUCER, self.plan.p_stages)
-        keys = self._find_keys(ctx, scheduler.first)
+        keys = self._find_keys(ctx, scheduler.first, has_flags=True)
         tiles_done = Int32(0)
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.step, unroll=1):
             # ---- prologue: row state
             work = self._work_tile(ctx, index)
-            both = keys.has_both_branches()
+            both = self._has_both_branches(keys)
             sink = self._row_sink(ctx, work, thread)
+            scale, largest = self._row_scale(ctx, work, thread), self._new_largest()
             rows = sink_merge.new_rows(sink, both, self.config.sink_mode)
             self._wait_for_stores()
 
             # ---- mainloop
             for tile in cutlass.range(keys.first, keys.last, unroll=1):
                 if tile == keys.compressed_tiles and tile > keys.first:
-                    sink_merge.enter_window(rows)
+                    sink_merge.enter_window(rows, self.has_empty_tiles)
                 _, _, valid = keys.tile(tile, KEYS)
                 scores = self._load_scores(ctx, address, thread, s_state)
                 s_state.advance()
-                if valid < KEYS:
-                    mask.mask_from(scores, thread.half * HALF_KEYS, valid)
-                    stage = (tiles_done + tile - keys.first) % self.plan.kv_stages
-                    # S of the tile is complete and P V waits for this thread's P.
-                    kv_tile = smem.kv_rows.iterator + stage * (KEYS * HALF_DIM)
-                    zero_rows(kv_tile, HALF_DIM, valid, thread.index)
+                self._mask(ctx, tiles_done + tile - keys.first, valid, scores, thread)
                 tile_max = cute.make_rmem_tensor(1, Float32)
                 softmax.thread_max(scores, tile_max)
-                tile_max[0] = tile_max[0] * self.scale_log2
+                tile_max[0] = tile_max[0] * softmax.row_scale(scale, 0)
+                self._keep_largest(largest, tile_max)
                 # Both threads of a row must move its maximum, or neither.
                 exceeds = softmax.exceeds_rescale_threshold(rows.row_max, tile_max)
                 if fragments.any_in_row_pair(thread, exceeds):
@@ -487,7 +511,10 @@ class Fmha2Cta:
                     if has_o:
                         self._wait_for_o(p_pipe, p_state)
                         self._rescale(address, thread, factor)
-                softmax.exponentiate(scores, rows.row_max, rows.row_sum, self.scale_log2)
+                reference = rows.row_max
+                if cutlass.const_expr(self.has_empty_tiles):
+                    reference = softmax.finite_reference(reference)
+                softmax.exponentiate(scores, reference, rows.row_sum, scale)
                 p_pipe.producer_acquire(p_state)
                 p_tile = smem.p.iterator + p_state.index * (ROWS * KEYS)
                 first_unit = thread.half * (HALF_KEYS // fragments.UNIT)
@@ -497,10 +524,11 @@ class Fmha2Cta:
                 p_state.advance()
 
             # ---- epilogue; the next keys are looked up while O of the last tile runs
-            upcoming = self._find_keys(ctx, index + scheduler.step)
+            upcoming = self._find_keys(ctx, index + scheduler.step, has_flags=True)
             if keys.last > keys.first:
                 self._wait_for_o(p_pipe, p_state)
             self._epilogue(ctx, work, keys, address, thread, rows)
+            self._store_largest(ctx, work, thread, largest)
             tiles_done = tiles_done + keys.last - keys.first
             keys = upcoming
         self._wait_for_stores()
@@ -519,6 +547,39 @@ class Fmha2Cta:
         if head < self.config.num_query_heads:
             sink[0] = ctx.params.sink_logits[head]
         return sink
+
+    def _row_scale(self, ctx: Context2Cta, work: WorkTile, thread: Thread) -> float | cute.Tensor:
+        """Factor from scores to logits in base 2, of all rows or of the thread's."""
+        return self.scale_log2
+
+    def _new_largest(self) -> cute.Tensor | None:
+        """Where the largest of the thread's logits is kept, if it is an output."""
+        return None
+
+    def _keep_largest(self, largest: cute.Tensor | None, tile_max: cute.Tensor) -> None:
+        """Take the largest logit of the thread's in a tile into account."""
+
+    def _store_largest(
+        self, ctx: Context2Cta, work: WorkTile, thread: Thread, largest: cute.Tensor | None
+    ) -> None:
+        """Write the largest logits."""
+
+    @cute.jit
+    def _mask(
+        self, ctx: Context2Cta, count: Int32, valid: Int32, scores: cute.Tensor, thread: Thread
+    ):
+        """Make the scores of what is no key -inf, and such rows of the tile in shared memory 0.
+
+        Args:
+            count: how many tiles the cluster loaded before this one.
+            valid: rows of the tile that are in the span.
+        """
+        if valid < KEYS:
+            mask.mask_from(scores, thread.half * HALF_KEYS, valid)
+            stage = count % self.plan.kv_stages
+            # S of the tile is complete and P V waits for this thread's P.
+            kv_tile = ctx.smem.kv_rows.iterator + stage * (KEYS * HALF_DIM)
+            zero_rows(kv_tile, HALF_DIM, valid, thread.index)
 
     @cute.jit
     def _load_scores(
@@ -630,7 +691,7 @@ class Fmha2Cta:
             factor = values[thread.row, 1]
             self._store_output(ctx, work, address, thread, factor, has_keys)
         else:
-            self._store_partial(ctx.params, work, address, thread, has_keys)
+            self._store_partial(ctx, work, address, thread, has_keys)
 
     @cute.jit
     def _store_output(
@@ -671,6 +732,8 @@ class Fmha2Cta:
                     cute.arch.fence_view_async_tmem_load()
                     for c in cutlass.range_constexpr(FRAGMENT_COLUMNS):
                         values[c] = accumulated[0, c] * factor
+                    if cutlass.const_expr(i == COLUMN_BLOCKS - 1):
+                        self._rotate_half(ctx, work, thread, values, part)
                 first_unit = part * (FRAGMENT_COLUMNS // fragments.UNIT)
                 fragments.store_units(slot, thread.lane, first_unit, values)
             cute.arch.sync_warp()
@@ -684,6 +747,16 @@ class Fmha2Cta:
                     )
                 cute.arch.cp_async_bulk_commit_group()
 
+    def _rotate_half(
+        self, ctx: Context2Cta, work: WorkTile, thread: Thread, values: cute.Tensor, part: int
+    ) -> None:
+        """Rotate a part of the last columns of the thread's half row, if they are to be."""
+
+    def _rotate_pairs(
+        self, ctx: Context2Cta, work: WorkTile, thread: Thread, values: cute.Tensor, i: Int32
+    ) -> None:
+        """Rotate columns i of four half rows, pairs of neighbours, if they are to be."""
+
     @cute.jit
     def _wait_for_stores(self, pending: cutlass.Constexpr[int] = 0):
         """Wait until all but `pending` stores of this warp have read what they store.
@@ -696,7 +769,7 @@ class Fmha2Cta:
 
     @cute.jit
     def _store_partial(
-        self, params: KernelParams, work: WorkTile, address: cute.Pointer, thread: Thread, has_keys
+        self, ctx: Context2Cta, work: WorkTile, address: cute.Pointer, thread: Thread, has_keys
     ):
         """Write the unnormalised rows to the workspace; a quad writes 32 contiguous bytes."""
         config = self.config
@@ -712,11 +785,12 @@ class Fmha2Cta:
                 cute.copy(copy, copy.partition_S(tensor), fragment)
                 cute.arch.fence_view_async_tmem_load()
             values = fragments.by_rows(fragment)
+            self._rotate_pairs(ctx, work, thread, values, i)
             for r in cutlass.range_constexpr(4):
                 row, column = fragments.first_of(thread, r)
                 head = work.head_block * ROWS + row
                 if head < config.num_query_heads:
-                    index = partial_index(config, params, work, head)
-                    target = partial_pointer(params.workspace, index, HEAD_DIM)
+                    index = partial_index(config, ctx.params, work, head)
+                    target = partial_pointer(ctx.params.workspace, index, HEAD_DIM)
                     column = thread.half * HALF_DIM + i * COLUMNS + column
                     store_pairs(target + cute.assume(column, divby=2), values, r)

@@ -102,7 +102,7 @@ def row_epilogue(
         if head < config.num_query_heads and work.token < params.lse.shape[0]:
             params.lse[work.token, head] = sink_merge.row_lse(row_max, row_sum, offset)
     elif head < config.num_query_heads:
-        rows = params.request_ids.shape[0] * config.num_query_heads
+        rows = params.tokens * config.num_query_heads
         stats = partial_stats(params.workspace, rows, params.num_splits, config.head_dim)
         values = cute.make_rmem_tensor(STATS, Float32)
         for i, value in enumerate((row_max, row_sum, offset, Float32(0.0))):

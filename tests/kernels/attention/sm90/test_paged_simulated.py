@@ -8,37 +8,22 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4.kernels.attention.paged_plan import workspace_size
-from dsv4.kernels.attention.sm90.paged import build
-from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
-from dsv4.testing.harness import simulator
-from dsv4.testing.paged_attention import Case, assert_paged_close, make_inputs
+from dsv4.testing.harness import SCHEDULES, simulator
+from dsv4.testing.paged_attention import Case
+from dsv4.testing.paged_kernel import run_case
 
 pytestmark = pytest.mark.stage("H")
 
 cutlass = pytest.importorskip("cutlass")
 
 SIMULATOR = simulator("sm_90a")
-# Fewer CTAs than work items: each goes through several.
-CTAS = 3
-SCHEDULES = ("eager", "lazy", "random")
 OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True}
 
 
-def check(case: Case, seed: int, splits: int = 1, ctas: int = CTAS, schedules=SCHEDULES) -> None:
+def check(case: Case, seed: int, splits: int = 1, ctas: int = 3, schedules=SCHEDULES) -> None:
     """Compile, run in every schedule, and compare with the oracle."""
-    kernel = SIMULATOR.compile(build, SPARSE_FMHA_PAGED.compiled_config(case.config, "sm_90a"))
-    inputs = make_inputs(case, seed)
-    scalars = (splits, ctas, case.config.sliding_window, case.config.ratio)
-    size = workspace_size(case.config, {"T": case.tokens}, scalars)
-    for schedule in schedules:
-        call = inputs.call(scalars, size)
-        if splits > 1:
-            # The largest scores would make it one split.
-            call.options["max_logits"] = call.outputs.pop("max_logits")[:0]
-        outcome = SIMULATOR.run(kernel, call, schedule, seed)
-        largest = inputs.expected()[2] if splits > 1 else outcome["max_logits"]
-        assert_paged_close(inputs, outcome["o"], outcome["lse"], largest)
+    for _ in run_case(SIMULATOR, case, seed, splits, ctas, schedules):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,246 @@
+"""Attention on Blackwell over a paged cache, 2 CTAs: `fmha_2cta` with the gather of `paged_1cta`.
+
+Each CTA gathers its half of the columns of every key, and so knows which rows are keys by itself:
+its softmax asks no other CTA.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, GridConstant, Int32, pipeline
+from cutlass.experimental.cuda.tensor_map import TensorMap
+
+from dsv4.kernels.attention import mask
+from dsv4.kernels.attention.gather_fp8 import Fp8Rows
+from dsv4.kernels.attention.inverse_rope import PAIRS, rope_row
+from dsv4.kernels.attention.key_span import BOTH_BRANCHES, KeySpan
+from dsv4.kernels.attention.paged_context import PagedArguments
+from dsv4.kernels.attention.sm100.context import Context2Cta, WorkTile
+from dsv4.kernels.attention.sm100.fmha_2cta import COLUMN_BLOCKS, FRAGMENT_COLUMNS, Fmha2Cta
+from dsv4.kernels.attention.sm100.fragments_2cta import WARP_ROWS, Thread
+from dsv4.kernels.attention.sm100.paged_context import PagedParams, TileInfo, gather_maps
+from dsv4.kernels.attention.sm100.paged_gather import TmaRows
+from dsv4.kernels.attention.sm100.paged_slots import Slots, TileCount
+from dsv4.kernels.attention.sm100.plan_1cta import KEYS, ROWS
+from dsv4.kernels.attention.sm100.plan_2cta import HALF_DIM
+from dsv4.kernels.attention.sm100.plan_paged import GATHER_WARPS, PagedPlan2Cta
+from dsv4.kernels.attention.sm100.work_tile import COLUMNS, PRODUCER, make_output_tma
+from dsv4.kernels.attention.softmax import LN_2
+
+
+class PagedFmha2Cta(Fmha2Cta):
+    """Attention kernel of two CTAs per token, 128 heads and split, over the pages of two pools."""
+
+    has_empty_tiles = True
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether the pools hold FP8 entries."""
+        return self.config.kv_format == "fp8"
+
+    def _make_plan(self) -> PagedPlan2Cta:
+        return PagedPlan2Cta(is_fp8=self.is_fp8)
+
+    def _make_source(self) -> TmaRows | Fp8Rows:
+        if self.is_fp8:
+            return Fp8Rows(self.config.head_dim, HALF_DIM, (), 1, GATHER_WARPS)
+        return TmaRows(HALF_DIM, is_pair=True)
+
+    # ---- host ----------------------------------------------------------------------------------
+
+    @cute.jit
+    def launch(self, arguments: PagedArguments, stream):
+        """Make the TMA descriptors and launch as many clusters as run at a time, or as there are
+        work tiles.
+        """
+        q = arguments.q
+        params = PagedParams.of(
+            arguments, q, make_output_tma(arguments.o, q.iterator, WARP_ROWS), self.head_blocks
+        )
+        clusters = cutlass.min(params.work_tiles, cutlass.max(arguments.num_sms // 2, 1))
+        if cutlass.const_expr(self.is_fp8):
+            kernel = self.entry_kernel(params)
+        else:
+            kernel = self.row_kernel(gather_maps(arguments, params.steps), params)
+        kernel.launch(
+            grid=(2 * clusters, 1, 1),
+            block=(self.warps.threads, 1, 1),
+            cluster=self.cluster,
+            stream=stream,
+        )
+
+    # ---- device --------------------------------------------------------------------------------
+
+    @cute.kernel
+    def entry_kernel(self, params: PagedParams):
+        """The kernel of FP8 entries."""
+        self.run(params)
+
+    @cute.kernel
+    def row_kernel(
+        self, maps: tuple[GridConstant[TensorMap], GridConstant[TensorMap]], params: PagedParams
+    ):
+        """The kernel of rows, which TMA gathers."""
+        self.run(params.with_maps(maps))
+
+    def _create_info(self, storage) -> TileInfo:
+        return TileInfo.create(storage, self.barriers)
+
+    def _is_load(self, warp_idx: Int32) -> Boolean:
+        return warp_idx >= self.warps["load"].first
+
+    @cute.jit
+    def _find_keys(
+        self, ctx: Context2Cta, index: Int32, has_flags: cutlass.Constexpr[bool] = False
+    ) -> KeySpan:
+        index = cutlass.min(index, ctx.scheduler.count - 1)
+        return ctx.params.find_keys(self.config, self._work_tile(ctx, index), has_flags)
+
+    def _has_both_branches(self, keys: KeySpan) -> Boolean:
+        return keys.has(BOTH_BRANCHES)
+
+    # ---- load warps ----------------------------------------------------------------------------
+
+    @cute.jit
+    def load_warps(self, ctx: Context2Cta):
+        """This CTA's half of the columns of every tile, once."""
+        if cutlass.const_expr(not self.is_fp8):
+            self._load_rows(ctx)
+        elif ctx.cta_rank == 0:
+            # What is converted of an entry is known when the kernel is compiled.
+            self._load_entries(ctx, 0)
+        else:
+            self._load_entries(ctx, 1)
+
+    @cute.jit
+    def _load_entries(self, ctx: Context2Cta, half: cutlass.Constexpr[int]):
+        """Half of the columns of FP8 entries, which all warps convert."""
+        params, scheduler = ctx.params, ctx.scheduler
+        cute.arch.griddepcontrol_launch_dependents()
+        lane = cute.arch.lane_idx()
+        first = self.warps["load"].first
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx() - first)
+        row = warp * self.kv_source.warp_keys + lane % self.kv_source.warp_keys
+        start = ctx.smem.kv_rows.iterator
+        slots = Slots(ctx.pipelines.kv, ctx.info, start, (half,), self.plan.kv_stages)
+        keys = self._find_keys(ctx, scheduler.first)
+        count = TileCount(Int32(0))
+        self._wait_for_cluster()
+        for index in cutlass.range(scheduler.first, scheduler.count, scheduler.step, unroll=1):
+            token = self._work_tile(ctx, index).token
+            word = params.keys.fetch(keys, token, keys.first, row, KEYS)
+            count = self.kv_source.gather_tiles(
+                slots, params.keys, keys, token, word, warp, lane, count
+            )
+            keys = self._find_keys(ctx, index + scheduler.step)
+
+    @cute.jit
+    def _load_rows(self, ctx: Context2Cta):
+        """Half of the columns of the rows that TMA gathers."""
+        params, scheduler, kv, source = ctx.params, ctx.scheduler, ctx.pipelines.kv, self.kv_source
+        cute.arch.griddepcontrol_launch_dependents()
+
+        # ---- prologue: tables first, queries would delay them
+        state = pipeline.make_pipeline_state(PRODUCER, self.plan.kv_stages)
+        keys = self._find_keys(ctx, scheduler.first)
+        count = Int32(0)
+        self._wait_for_cluster()
+
+        # ---- mainloop: the tiles of every work tile
+        for index in cutlass.range(scheduler.first, scheduler.count, scheduler.step, unroll=1):
+            token = self._work_tile(ctx, index).token
+            words = source.fetch(params, keys, token, keys.first)
+            for tile in cutlass.range(keys.first, keys.last, unroll=1):
+                rows = source.coordinates(params, keys, tile, words)
+                # Past the last tile there are none to fetch: the words are -1.
+                words = source.fetch(params, keys, token, tile + 1)
+                is_window = tile >= keys.compressed_tiles
+                source.describe(ctx.info, count, rows, is_window)
+                kv.producer_acquire(state)
+                stage = ctx.smem.kv_rows.iterator + state.index * (KEYS * HALF_DIM)
+                source.copy(
+                    params,
+                    is_window,
+                    source.quads(rows),
+                    ctx.cta_rank * HALF_DIM,
+                    stage,
+                    kv.producer_get_barrier(state),
+                )
+                state.advance()
+                count += 1
+            keys = self._find_keys(ctx, index + scheduler.step)
+
+    # ---- softmax warps -------------------------------------------------------------------------
+
+    def _row_scale(self, ctx: Context2Cta, work: WorkTile, thread: Thread) -> cute.Tensor:
+        head = work.head_block * ROWS + thread.row
+        scale = cute.make_rmem_tensor(1, Float32)
+        scale[0] = ctx.params.score_scale(self.config, self.scale_log2, work, head)
+        return scale
+
+    def _new_largest(self) -> cute.Tensor:
+        largest = cute.make_rmem_tensor(1, Float32)
+        largest.fill(-Float32.inf)
+        return largest
+
+    def _keep_largest(self, largest: cute.Tensor, tile_max: cute.Tensor) -> None:
+        largest[0] = cute.arch.fmax(largest[0], tile_max[0])
+
+    @cute.jit
+    def _store_largest(
+        self, ctx: Context2Cta, work: WorkTile, thread: Thread, largest: cute.Tensor
+    ):
+        max_logits, values = ctx.params.max_logits, ctx.smem.row_values
+        if work.token < max_logits.shape[0]:
+            values[thread.index, 0] = largest[0]
+            thread.row_pair_barrier().arrive_and_wait()
+            head = work.head_block * ROWS + thread.row
+            if thread.half == 0 and head < self.config.num_query_heads:
+                other = values[thread.index ^ ROWS, 0]
+                max_logits[work.token, head] = cute.arch.fmax(largest[0], other) * LN_2
+            # The next row sums, or maxima, go to the same place.
+            thread.row_pair_barrier().arrive_and_wait()
+
+    @cute.jit
+    def _mask(
+        self, ctx: Context2Cta, count: Int32, valid: Int32, scores: cute.Tensor, thread: Thread
+    ):
+        low, high = ctx.info.receive(count, thread.lane)
+        word = cutlass.select_(thread.half == 0, low, high)
+        if word != -1:
+            mask.mask_bits(scores, word)
+
+    # ---- epilogue ------------------------------------------------------------------------------
+
+    @cute.jit
+    def _rotate_half(
+        self,
+        ctx: Context2Cta,
+        work: WorkTile,
+        thread: Thread,
+        values: cute.Tensor,
+        part: cutlass.Constexpr[int],
+    ):
+        rope = ctx.params.rope
+        if rope.shape[0] > 0 and thread.half == 1:
+            table_row = rope_row(rope, ctx.params.keys.positions, work.token)
+            for i in cutlass.range_constexpr(FRAGMENT_COLUMNS // 2):
+                pair = part * (FRAGMENT_COLUMNS // 2) + i
+                cosine, sine = rope[table_row, pair], rope[table_row, pair + PAIRS]
+                x, y = values[2 * i], values[2 * i + 1]
+                values[2 * i] = x * cosine + y * sine
+                values[2 * i + 1] = y * cosine - x * sine
+
+    @cute.jit
+    def _rotate_pairs(
+        self, ctx: Context2Cta, work: WorkTile, thread: Thread, values: cute.Tensor, i: Int32
+    ):
+        rope = ctx.params.rope
+        if rope.shape[0] > 0 and thread.half == 1 and i == COLUMN_BLOCKS - 1:
+            table_row = rope_row(rope, ctx.params.keys.positions, work.token)
+            for group in cutlass.range_constexpr(COLUMNS // 8):
+                pair = group * 4 + thread.lane % 4
+                cosine, sine = rope[table_row, pair], rope[table_row, pair + PAIRS]
+                for r in cutlass.range_constexpr(4):
+                    x, y = values[r, (0, group)], values[r, (1, group)]
+                    values[r, (0, group)] = x * cosine + y * sine
+                    values[r, (1, group)] = y * cosine - x * sine
