@@ -19,6 +19,7 @@ from typing import Any
 
 from dsv4.bench import (
     attention_report,
+    compress,
     fp8_linear,
     index_topk,
     merged_linear,
@@ -179,6 +180,7 @@ TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "merged_linear": partial(rows_table, merged_linear),
     "mhc_seam": partial(rows_table, mhc_seam),
     "index_topk": partial(rows_table, index_topk),
+    "compress": partial(rows_table, compress),
     "moe": partial(rows_table, moe),
     "paged_attention": paged_table,
     "rms_norm_fp8": partial(rows_table, rms_norm_fp8),

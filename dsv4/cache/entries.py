@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -31,36 +29,21 @@ class EntryPool(KeyPool):
         super().__init__(kv_format, blocks, size, device)
         self.ratio = ratio
 
-    def completed(self, step: Step) -> CompletedEntries:
-        """The entries that end within a step; the same for all layers of a kind."""
+    def completed(self, step: Step) -> Tensor:
+        """Slots [B, K] int32 of the K entries per request that may end within a step: from
+        starts // ratio on; -1: the step does not reach its end, or the request has no block.
+
+        The same for all layers of a kind.
+        """
         return step.derive(_completed, self.ratio, self.size)
 
 
-class CompletedEntries(NamedTuple):
-    """The K entries per request that may end within a step.
-
-    Attributes:
-        positions: [B * K] int32, of their first tokens, which they are rotated by.
-        slots: [B * K] int32; -1: the step does not reach its end, or the request has no block.
-    """
-
-    positions: Tensor
-    slots: Tensor
-
-
-def _completed(step: Step, ratio: int, size: int) -> CompletedEntries:
+def _completed(step: Step, ratio: int, size: int) -> Tensor:
     count = -(-step.chunk // ratio)
     numbers = (step.starts // ratio)[:, None] + torch.arange(count, device=step.starts.device)
     inside = numbers // size < step.block_table.shape[1]
     complete = inside & ((numbers + 1) * ratio <= (step.starts + step.lens)[:, None])
-    slots = _slots(step, torch.where(inside, numbers, 0), size)
-    return CompletedEntries(
-        positions=(numbers * ratio).flatten().to(torch.int32),
-        slots=torch.where(complete, slots, -1).flatten(),
-    )
-
-
-def _slots(step: Step, entries: Tensor, size: int) -> Tensor:
-    """Slots [B, n] int32 of entries [B, n]; -1 where the request has no block."""
-    blocks = step.block_table.gather(1, entries // size)
-    return torch.where(blocks < 0, -1, blocks * size + entries % size).to(torch.int32)
+    numbers = torch.where(inside, numbers, 0)
+    blocks = step.block_table.gather(1, numbers // size)
+    slots = torch.where(blocks < 0, -1, blocks * size + numbers % size)
+    return torch.where(complete, slots, -1).to(torch.int32)

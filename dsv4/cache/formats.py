@@ -121,6 +121,14 @@ class KeyPool:
         """Entries of a page."""
         return self.data.shape[1]
 
+    @property
+    def rounding(self) -> dict[str, bool]:
+        """How `kv_insert` and `compress` round what they write here."""
+        return {
+            "is_rounded": self.format.is_rounded,
+            "uniform_scale": self.format.uniform_scale,
+        }
+
     def insert(
         self,
         latents: Tensor,
@@ -140,7 +148,7 @@ class KeyPool:
         """
         kv_insert(
             latents, weight, rope, positions, slots, self.data, eps=eps,
-            is_rounded=self.format.is_rounded, uniform_scale=self.format.uniform_scale,
+            **self.rounding,
         )  # fmt: skip
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from dsv4.kernels.kit.index_entry import IndexEntry
-from dsv4.ops.index_keys import encode_index, key_views
-from dsv4.ops.pools import write_slots
 
 
 class IndexKeyPool:
@@ -16,10 +13,13 @@ class IndexKeyPool:
     Attributes:
         data: [pages, size, dim]; or [pages, size, dim + 4] uint8 of FP8 keys
             (`dsv4.kernels.kit.index_entry`), in which keys rounded to FP4 lie without loss.
+        is_packed: whether these are FP8 keys.
 
     Args:
         pages, size: pages, keys of each.
-        is_packed: whether keys are Hadamard-transformed, rounded to FP4 and stored as FP8 keys.
+        dtype: of the model's activations.
+        is_rounded: whether keys are Hadamard-transformed and rounded to FP4, in bfloat16 models as
+            FP8 keys.
     """
 
     def __init__(
@@ -28,11 +28,12 @@ class IndexKeyPool:
         size: int,
         dim: int,
         dtype: torch.dtype,
-        is_packed: bool,
+        is_rounded: bool,
         device: torch.device | str,
     ) -> None:
-        self.is_packed = is_packed
-        if is_packed:
+        self.is_rounded = is_rounded
+        self.is_packed = is_rounded and dtype == torch.bfloat16
+        if self.is_packed:
             entry = IndexEntry(dim)
             stride = entry.page_bytes(size)
             storage = torch.zeros(pages * stride, dtype=torch.uint8, device=device)
@@ -40,13 +41,7 @@ class IndexKeyPool:
         else:
             self.data = torch.zeros(pages, size, dim, dtype=dtype, device=device)
 
-    def insert(self, keys: Tensor, slots: Tensor) -> None:
-        """Write keys [N, dim], rotated, to slots [N] int32; what has none is dropped."""
-        if self.is_packed:
-            (codes, scales), (all_codes, all_scales) = encode_index(keys), key_views(self.data)
-            rows = [codes.view(torch.uint8), scales.unsqueeze(-1)]
-            targets = [all_codes.view(torch.uint8), all_scales.unsqueeze(-1)]
-        else:
-            rows, targets = [keys], [self.data]
-        for row, target in zip(rows, targets, strict=True):
-            write_slots(row, target, slots)
+    @property
+    def rounding(self) -> dict[str, bool]:
+        """How `compress` rounds what it writes here."""
+        return {"is_index": True, "is_rounded": self.is_rounded}

@@ -85,8 +85,7 @@ class ModelCache:
 
         def index_keys(ratio: int) -> IndexKeyPool:
             size, dim = self.block_size // ratio, config.index_head_dim
-            is_packed = config.quantized and dtype == torch.bfloat16
-            return IndexKeyPool(num_blocks, size, dim, dtype, is_packed, device)
+            return IndexKeyPool(num_blocks, size, dim, dtype, config.quantized, device)
 
         self.layers = tuple(
             LayerCache(

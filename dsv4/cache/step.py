@@ -90,6 +90,11 @@ class Step:
         return (self.offsets < self.lens[:, None]) & (self.slots >= 0)[:, None]
 
     @cached_property
+    def requests(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`slots`, `starts` and `lens` as operators take them: [B] int32 each."""
+        return tuple(x.to(torch.int32) for x in (self.slots, self.starts, self.lens))
+
+    @cached_property
     def request_ids(self) -> Tensor:
         """[B * C] int32: the row b of every token, -1 for padding."""
         rows = torch.arange(self.batch, device=self.starts.device)[:, None]

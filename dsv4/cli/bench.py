@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsv4.cli import (
+    bench_compress,
     bench_fp8_linear,
     bench_index_topk,
     bench_merged_linear,
@@ -68,6 +69,7 @@ def add_parser(subparsers) -> None:
     bench_rms_norm_fp8.add_parser(benchmarks)
     bench_mhc_seam.add_parser(benchmarks)
     bench_index_topk.add_parser(benchmarks)
+    bench_compress.add_parser(benchmarks)
     bench_fp8_linear.add_parser(benchmarks)
     bench_merged_linear.add_parser(benchmarks)
     bench_moe.add_parser(benchmarks)

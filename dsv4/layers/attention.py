@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.step import Step
-from dsv4.layers.compressor import Compressor
+from dsv4.layers.compressor import Compressor, CompressorCache
 from dsv4.layers.indexer import Indexer
 from dsv4.layers.linear import GroupedLinear, Linear, linear_options, project
 from dsv4.layers.module import Module, empty_parameter
@@ -137,12 +137,9 @@ class Attention(Module):
         """
         if self.compressor is None:
             return None, None, None
-        pooled = self.compressor(*sides[:2], cache.state.compressor, step)
-        ends = cache.entries.completed(step)
-        cache.entries.insert(
-            pooled.flatten(0, 1), self.compressor.norm.weight, self.norm_eps,
-            table, ends.positions, ends.slots,
-        )  # fmt: skip
+        slots = cache.entries.completed(step)
+        target = CompressorCache(cache.state.compressor, cache.entries, slots)
+        self.compressor.insert(*sides[:2], target, table, step)
         if self.indexer is not None:
             self.indexer.update(*sides[2:4], cache, step)
         if self._sees_all(step):

@@ -7,11 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dsv4.cache.entries import EntryPool
+from dsv4.cache.index_keys import IndexKeyPool
 from dsv4.cache.rings import Ring
 from dsv4.cache.step import Step
 from dsv4.layers.linear import Linear
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm
+from dsv4.ops import compress
 
 
 class Compressor(Module):
@@ -56,63 +59,40 @@ class Compressor(Module):
         """Projections of the input: value, score."""
         return self.wkv, self.wgate
 
-    def forward(self, values: Tensor, scores: Tensor, ring: Ring, step: Step) -> Tensor:
-        """Take in the step's tokens and pool the blocks that may end with them.
+    def insert(
+        self, values: Tensor, scores: Tensor, cache: CompressorCache, table: Tensor, step: Step
+    ) -> None:
+        """Take in the step's tokens, and write the entries of the blocks that end with them.
 
         Args:
             values, scores: [B, C, width] fp32, the projections of the tokens.
-            ring: [.., 2, width] fp32: projection and score of past tokens.
-
-        Returns:
-            [B, K, dim] in the dtype of the weights, K = ceil(C / ratio), from block starts // ratio
-            on, before their norm; undefined for blocks that do not end.
+            table: rotation by position (`Rope.table`).
         """
-        scores = scores + self.ape[step.positions % self.ratio]
-        tokens = torch.stack((values, scores), dim=-2)
-        past = ring.history(step, (2 if self.overlap else 1) * self.ratio - 1)
-        ring.append(step, tokens)
-
-        blocks = step.derive(_blocks, self.ratio, self.overlap)
-        return self._mean(torch.cat((past, tokens), dim=1), blocks).to(self.wkv.weight.dtype)
-
-    def _mean(self, tokens: Tensor, blocks: _Blocks) -> Tensor:
-        """[B, history + C, 2, width] -> [B, K, dim]."""
-        batch = torch.arange(len(tokens), device=tokens.device)[:, None, None]
-        values, scores = tokens[..., -self.dim :][batch, blocks.rows].unbind(-2)
-        if self.overlap:
-            before = tokens[..., : self.dim][batch, blocks.rows - self.ratio]
-            old_values, old_scores = before.unbind(-2)
-            # The ring is undefined before position 0: a NaN there would survive a zero weight.
-            old_values = old_values.where(blocks.has_previous, 0.0)
-            old_scores = old_scores.where(blocks.has_previous, -torch.inf)
-            values = torch.cat((old_values, values), dim=2)
-            scores = torch.cat((old_scores, scores), dim=2)
-        return (scores.softmax(dim=2) * values).sum(dim=2)
+        compress(
+            values,
+            scores,
+            self.ape,
+            cache.ring.data,
+            self.norm.weight,
+            table,
+            *step.requests,
+            cache.slots,
+            cache.pool.data,
+            eps=self.norm.eps,
+            dtype=self.wkv.weight.dtype,
+            **cache.pool.rounding,
+        )
 
 
-class _Blocks(NamedTuple):
-    """The K blocks per request that may end within a step.
+class CompressorCache(NamedTuple):
+    """Memory that a compressor writes.
 
     Attributes:
-        rows: [B, K, ratio], the tokens of each among history and chunk.
-        has_previous: [B, K, 1, 1] bool.
+        ring: [.., 2, width] fp32: projection and score of past tokens.
+        pool: entries, or index keys.
+        slots: [B, K] int32, slots of the entries that end within the step, -1 for others.
     """
 
-    rows: Tensor
-    has_previous: Tensor
-
-
-def _blocks(step: Step, ratio: int, overlap: bool) -> _Blocks:
-    """Find the blocks that the step's tokens may complete."""
-    count = -(-step.chunk // ratio)
-    first = step.starts // ratio
-    numbers = first[:, None] + torch.arange(count, device=first.device)
-    begins = numbers * ratio
-    history = (2 if overlap else 1) * ratio - 1
-    within = torch.arange(ratio, device=first.device)
-    rows = (begins - step.starts[:, None] + history)[..., None] + within
-    return _Blocks(
-        # Rows past the chunk belong to blocks that are not complete: any row will do.
-        rows=rows.clamp(max=history + step.chunk - 1),
-        has_previous=(numbers > 0)[..., None, None],
-    )
+    ring: Ring
+    pool: EntryPool | IndexKeyPool
+    slots: Tensor

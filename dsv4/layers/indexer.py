@@ -9,13 +9,11 @@ from torch import Tensor
 
 from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.step import Step
-from dsv4.layers.compressor import Compressor
+from dsv4.layers.compressor import Compressor, CompressorCache
 from dsv4.layers.linear import Linear, linear_options
 from dsv4.layers.module import Module
 from dsv4.layers.rope import Rope
 from dsv4.ops import index_topk
-from dsv4.ops.index_keys import round_index
-from dsv4.ops.kv_insert import rotate_rows_
 
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
@@ -64,15 +62,10 @@ class Indexer(Module):
 
     def update(self, values: Tensor, scores: Tensor, cache: LayerCache, step: Step) -> None:
         """Take in the projections of the step's tokens: every step, also if none is scored."""
-        pooled = self.compressor(values, scores, cache.state.indexer, step)
-        ends = cache.entries.completed(step)
-        keys = self.compressor.norm(pooled).flatten(0, 1)
-        table = self.rope.table(step.capacity, keys.device)
-        # A block that does not end may begin past the table.
-        rotate_rows_(keys, table[ends.positions.clamp(max=len(table) - 1)])
-        if self.quantized and not cache.index_keys.is_packed:
-            keys = round_index(keys)
-        cache.index_keys.insert(keys, ends.slots)
+        table = self.rope.table(step.capacity, values.device)
+        slots = cache.entries.completed(step)
+        target = CompressorCache(cache.state.indexer, cache.index_keys, slots)
+        self.compressor.insert(values, scores, target, table, step)
 
     def select(
         self, queries: Tensor, weights: Tensor, lens: Tensor, cache: LayerCache, step: Step

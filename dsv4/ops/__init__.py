@@ -9,6 +9,7 @@ from dsv4.ops.attention.sparse_fmha_paged import (
     sparse_fmha_paged,
     sparse_fmha_paged_runner_id,
 )
+from dsv4.ops.compress import compress, compress_runner_id
 from dsv4.ops.fp8_linear import fp8_linear, fp8_linear_runner_id
 from dsv4.ops.grouped_linear import grouped_linear, grouped_linear_runner_id
 from dsv4.ops.index_topk import index_topk, index_topk_runner_id
@@ -30,6 +31,8 @@ __all__ = [
     "GatedWeights",
     "QuantizedKV",
     "Seam",
+    "compress",
+    "compress_runner_id",
     "fmha_capacity",
     "fmha_runner_id",
     "fp8_linear",

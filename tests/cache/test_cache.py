@@ -7,12 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.cache.index_keys import IndexKeyPool
 from dsv4.cache.model_cache import ModelCache, block_size
-from dsv4.cache.rings import Ring
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
-from dsv4.ops.index_keys import decode_index, key_views, round_index
 from tests.model.tiny import tiny_config
 
 pytestmark = pytest.mark.stage("cache")
@@ -63,56 +60,6 @@ def test_a_step_derives_once_per_function_and_arguments() -> None:
     assert later.derive(_starts_plus, 3).tolist() == [9]
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 8, 11])
-def test_ring_returns_the_positions_before_the_start(chunk: int, seed: int) -> None:
-    """Against a dictionary of what was written, with cuts, padding rows and rollback."""
-    ring, written = Ring(3, 8, (2,), torch.float32, "cpu"), {}
-    ring.data.fill_(float("nan"))
-    lengths = [0, 0, 0]
-    for _ in range(30):
-        slots = [*torch.randperm(3)[:2].tolist(), -1]
-        lens = [int(torch.randint(0, chunk + 1, ())) for _ in slots[:2]] + [0]
-        starts = [lengths[s] for s in slots[:2]] + [4]
-        step = _step(slots, starts, lens, chunk)
-        reach = 8 - chunk if chunk < 8 else 3
-        past = ring.history(step, reach)
-        for row, slot in enumerate(slots[:2]):
-            for i, p in enumerate(range(starts[row] - reach, starts[row])):
-                if p >= 0:
-                    assert past[row, i].tolist() == [p, slot], (p, slot)
-        ring.append(step, _positions(step))
-        for row, slot in enumerate(slots[:2]):
-            lengths[slot] += lens[row]
-            written[slot] = lengths[slot]
-            if chunk < 8 and lens[row] > 1:
-                lengths[slot] -= int(torch.randint(0, lens[row], ()))
-    assert max(written.values()) > 8
-
-
-def test_a_ring_refuses_more_history_than_it_keeps() -> None:
-    ring = Ring(1, 4, (), torch.float32, "cpu")
-    with pytest.raises(ValueError, match="ring of 4"):
-        ring.history(_step([0], [9], [1], 1), 5)
-
-
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_index_keys_lie_in_their_slots_and_nowhere_else(is_packed: bool, seed: int) -> None:
-    pool = IndexKeyPool(5, 3, 32, torch.bfloat16, is_packed, "cpu")
-    before = pool.data.clone()
-    keys = torch.randn(4, 32).bfloat16()
-    pool.insert(keys, torch.tensor([7, -1, 2, 15], dtype=torch.int32))
-    if not is_packed:
-        assert torch.equal(pool.data[2, 1], keys[0]) and torch.equal(pool.data[0, 2], keys[2])
-        before[2, 1], before[0, 2] = keys[0], keys[2]
-        assert torch.equal(pool.data, before)
-        return
-    found = decode_index(*key_views(pool.data))
-    rounded = round_index(keys).float()
-    assert torch.equal(found[2, 1], rounded[0]) and torch.equal(found[0, 2], rounded[2])
-    found[2, 1] = found[0, 2] = 0
-    assert not found.any()
-
-
 @pytest.mark.parametrize(
     "kinds, rates, expected",
     [("SCH", (4, 128), 128), ("SCH", (3, 7), 147), ("CH", (4, 200), 200), ("SS", (4, 16), 128)],
@@ -133,10 +80,10 @@ def test_model_cache_gives_every_layer_what_it_needs() -> None:
         assert layer.window.data.shape == (3 + 3, 9 + 2, 32) and layer.entries is None
         assert layer.state.compressor is None and layer.index_keys is None
     assert csa.entries.data.shape == (10, 32, 32) and csa.index_keys.data.shape == (10, 32, 16)
-    assert csa.state.compressor.data.shape == (4, 8 + 2, 2, 64)
-    assert csa.state.indexer.data.shape == (4, 8 + 2, 2, 32)
+    assert csa.state.compressor.data.shape == (3, 8 + 2, 2, 64)
+    assert csa.state.indexer.data.shape == (3, 8 + 2, 2, 32)
     assert hca.entries.data.shape == (10, 8, 32) and hca.index_keys is None
-    assert hca.state.compressor.data.shape == (4, 16 + 2, 2, 32)
+    assert hca.state.compressor.data.shape == (3, 16 + 2, 2, 32)
     assert csa.entries.data.dtype == torch.bfloat16
     assert hca.state.compressor.data.dtype == torch.float32
 

@@ -94,7 +94,6 @@ def test_entries_that_a_step_completes() -> None:
     step = _step([0, 1, -1], [6, 3, 0], [7, 1, 0], 7, table=[[4, 1], [0, -1], [-1, -1]])
     ends = pool.completed(step)
     # Request 0 ends entries 1 and 2, request 1 its entry 0; what lies past the table is dropped.
-    assert ends.slots.tolist() == [9, 2, 0, -1, -1, -1]
-    assert ends.positions.tolist() == [4, 8, 0, 4, 0, 4]
+    assert ends.flatten().tolist() == [9, 2, 0, -1, -1, -1]
     later = _step([0, 1], [13, 7], [7, 1], 7, table=[[4, 1], [0, -1]])
-    assert pool.completed(later).slots.tolist() == [3, -1, 1, -1]
+    assert pool.completed(later).flatten().tolist() == [3, -1, 1, -1]

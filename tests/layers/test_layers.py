@@ -14,7 +14,7 @@ from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerKind, LayerSpec
 from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.layers import linear as linear_module
-from dsv4.layers.compressor import Compressor
+from dsv4.layers.compressor import Compressor, CompressorCache
 from dsv4.layers.head import Embedding
 from dsv4.layers.hyper_connection import HyperConnection, HyperParameters, Streams
 from dsv4.layers.indexer import Indexer
@@ -249,11 +249,9 @@ def test_entries_equal_the_reference(
     for cut in cuts:
         step = _step(done, cut)
         projected = project(x[:, done : done + cut], module.linears)
-        pooled = module(*projected, cache.state.compressor, step)
-        ends = cache.entries.completed(step)
-        cache.entries.insert(
-            pooled.flatten(0, 1), module.norm.weight, 1e-6, table, ends.positions, ends.slots
-        )
+        slots = cache.entries.completed(step)
+        target = CompressorCache(cache.state.compressor, cache.entries, slots)
+        module.insert(*projected, target, table, step)
         done += cut
     pooled = oracle_compressor.compress(
         x, module.wkv.weight, module.wgate.weight, module.ape, overlap=kind == "C"

@@ -1,8 +1,8 @@
 """Rounding of index queries and keys in registers: rotation, Hadamard transform, FP4, e4m3 codes.
 
-Four neighbouring lanes hold a row of 128 channels, 32 each, which is a group of FP4. The arithmetic
-is that of `dsv4.ops.index_rows`, bit for bit: additions of the transform in the same order, one
-rounding to bf16 after the rotation and one after the transform.
+Neighbouring lanes hold a row of 128 channels: four of them 32 each, which is a group of FP4, or 32
+of them four each. The arithmetic is that of `dsv4.ops.index_keys`, bit for bit: additions of the
+transform in the same order, one rounding to bf16 after the rotation and one after the transform.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32, cute
 
+from dsv4.kernels.indexer.config import KERNEL_DIM
 from dsv4.kernels.kit import quant
 from dsv4.kernels.kit.index_entry import FP4_GROUP, MIN_EXPONENT, TOP_SHIFT
 from dsv4.kernels.kit.rms import NEAREST
 
-LANES = 4  # of a row
+LANES = 4  # of a row of a query
 PAIRS = FP4_GROUP // 2  # registers of a lane
 BIAS = 127  # of an exponent
 E2M1_MAX = 6.0
@@ -36,49 +37,59 @@ def rotated(pairs: list[Uint32], cos: cute.Tensor, sin: cute.Tensor) -> list[Uin
 
 
 def transformed(pairs: list[Uint32], lane: Int32) -> list[Uint32]:
-    """The normalised Walsh-Hadamard transform of a row, in natural order, rounded to bf16."""
+    """The normalised Walsh-Hadamard transform of a row, in natural order, rounded to bf16.
+
+    Neighbouring lanes hold a row, as many channels each as `pairs` has.
+    """
     values = [value for pair in pairs for value in quant.unpack_bf16(pair)]
-    half = 1
-    while half < FP4_GROUP:
-        for low in range(FP4_GROUP):
+    held, half = len(values), 1
+    while half < held:
+        for low in range(held):
             if not low & half:
                 a, b = values[low], values[low + half]
                 values[low], values[low + half] = a + b, a - b
         half *= 2
-    for offset in (1, 2):
+    for offset in _offsets(1, KERNEL_DIM // held):
         is_high = lane & offset != 0
         others = [cute.arch.shuffle_sync_bfly(value, offset=offset) for value in values]
         values = [
             Float32(cutlass.select_(is_high, other - value, value + other))
             for value, other in zip(values, others)
         ]
-    factor = Float32((LANES * FP4_GROUP) ** -0.5)
+    factor = Float32(KERNEL_DIM**-0.5)
     values = [value * factor for value in values]
-    return [quant.pack_bf16(*values[i : i + 2]) for i in range(0, FP4_GROUP, 2)]
+    return [quant.pack_bf16(*values[i : i + 2]) for i in range(0, held, 2)]
 
 
 def coded(pairs: list[Uint32]) -> tuple[cute.Tensor, Float32]:
-    """e4m3 codes of a lane's channels, rounded to FP4 with a scale of their own, and the scale of
-    the row's codes, a power of two."""
+    """e4m3 codes of a lane's channels, rounded to FP4 with a scale per group, and the scale of the
+    row's codes, a power of two."""
     values = [value for pair in pairs for value in quant.unpack_bf16(pair)]
-    ratio = cute.arch.fmax(quant.amax_bf16(pairs, 1), Float32(E2M1_AMAX_FLOOR))
-    bits = (ratio * Float32(1 / E2M1_MAX)).bitcast(Uint32)
+    held = len(values)
+    amax = quant.amax_bf16(pairs, FP4_GROUP // held)
+    ratio = cute.arch.fmax(amax, Float32(E2M1_AMAX_FLOOR)) * Float32(1 / E2M1_MAX)
     mantissa = quant.FP32_MANTISSA
-    exponent = cutlass.min(Int32((bits + ((1 << mantissa) - 1)) >> mantissa), 254)
+    exponent = Int32((ratio.bitcast(Uint32) + ((1 << mantissa) - 1)) >> mantissa)
+    exponent = cutlass.min(exponent, 2 * BIAS)
     top = exponent
-    for offset in (1, 2):
+    for offset in _offsets(FP4_GROUP // held, KERNEL_DIM // held):
         top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
     row = cutlass.max(top - TOP_SHIFT, Int32(BIAS + MIN_EXPONENT))
     # A group of zeros may lie further below the row's scale than an exponent reaches.
     shift = cutlass.max(exponent - row, Int32(-BIAS + 1))
     inverse = _power_of_two(2 * BIAS - exponent)
     factor = _power_of_two(shift + BIAS)
-    wide = cute.make_rmem_tensor(FP4_GROUP, Float32)
+    wide = cute.make_rmem_tensor(held, Float32)
     for i, value in enumerate(values):
         wide[i] = rounded_e2m1(value * inverse) * factor
-    codes = cute.make_rmem_tensor(FP4_GROUP, Float8E4M3FN)
+    codes = cute.make_rmem_tensor(held, Float8E4M3FN)
     codes.store(wide.load().to(Float8E4M3FN))
     return codes, _power_of_two(row)
+
+
+def _offsets(first: int, end: int) -> list[int]:
+    """Powers of two from `first` on, below `end`."""
+    return [1 << i for i in range(first.bit_length() - 1, end.bit_length() - 1)]
 
 
 def rounded_e2m1(x: Float32) -> Float32:

@@ -21,6 +21,7 @@ from cutlass.memory import SmemAllocator
 from dsv4.kernels.indexer.config import BINS, IndexTopkConfig
 from dsv4.kernels.indexer.context import BIN_SHIFT, LOW_KEYS, Operands, order_key, visible
 from dsv4.kernels.kit import pdl
+from dsv4.kernels.kit.remote import store_remote
 from dsv4.kernels.kit.scan import sums_before
 from dsv4.kernels.kit.vectors import address_of, vector_at
 
@@ -309,11 +310,3 @@ class Select:
         equal = cute.arch.shuffle_sync(earlier, winner)
         key = bin_ * LOW_KEYS + (LOW_KEYS - 1 - winner)
         return Choice(key, needed - before), better, equal
-
-
-def store_remote(target: cute.Pointer, rank: Int32, value: Int32) -> None:
-    """Store a word to the same place in a CTA of the cluster."""
-    cute.arch.inline_ptx(
-        "st.shared::cluster.b32 [{$r0}], {$r1};",
-        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
-    )

@@ -134,8 +134,8 @@ BUGS: dict[str, Edit] = {
     .expression("ties < choice.equals")
     .replace("ties <= choice.equals"),
     "the transform's first stage left out": at("transformed")
-    .expression("half < FP4_GROUP")
-    .replace("half < FP4_GROUP // 2"),
+    .expression("half < held")
+    .replace("half < held // 2"),
 }
 
 

@@ -1,0 +1,1 @@
+"""Kernels of the compressor: state, pooling of blocks, entries."""

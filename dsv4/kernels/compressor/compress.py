@@ -1,0 +1,399 @@
+"""State, pooling and emission of a compressor, for sm_90a and sm_100a.
+
+A cluster takes a block of tokens that ends within the step, a CTA 128 channels of it: the softmax
+of the block's scores weighs its values, channel by channel; the mean is rounded to bf16,
+normalised, rotated, rounded, and written as an entry of the cache. A warp holds every eighth token
+of the block in registers, a lane four channels; three exchanges through shared memory: maxima,
+sums, and, over the cluster, the sum of squares.
+
+Tokens before the step come from the request's ring, those of the step from their projections. The
+first cluster of a request also appends the step's tokens to the ring: behind the blocks that read
+it, which are its own, since each CTA reads and writes its own channels alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass.memory import SmemAllocator
+
+from dsv4.kernels.compressor.config import ARGS, SLICE, CompressConfig, has_kernel, values
+from dsv4.kernels.indexer.queries import coded, rotated, transformed
+from dsv4.kernels.kit import pdl, quant
+from dsv4.kernels.kit.args import compile_kernel
+from dsv4.kernels.kit.index_entry import SCALE_BYTES
+from dsv4.kernels.kit.kv_entry import GROUP, ROPE_DIM, Fp8Entry
+from dsv4.kernels.kit.remote import store_remote
+from dsv4.kernels.kit.rms import inverse_rms
+from dsv4.kernels.kit.vectors import address_of, in_registers, pointer_to, vector_at
+
+WARP = 32
+WARPS = 8
+THREADS = WARPS * WARP
+VECTOR = 4  # channels of a lane
+PAIRS = VECTOR // 2
+LOG2_E = 1.4426950408889634
+
+
+class Operands(NamedTuple):
+    """Tensors of a launch."""
+
+    values: cute.Tensor  # [B, C, width] fp32
+    scores: cute.Tensor  # [B, C, width] fp32
+    ape: cute.Tensor  # [ratio, width] fp32
+    state: cute.Tensor  # [rows, size, 2, width] fp32, written
+    weight: cute.Tensor  # [d] fp32
+    rope: cute.Tensor  # [R, rope_dim] fp32
+    state_rows: cute.Tensor  # [B] int32
+    starts: cute.Tensor  # [B] int32
+    lens: cute.Tensor  # [B] int32
+    slots: cute.Tensor  # [B, K] int32
+    pool: cute.Tensor  # [pages, P, row], written
+
+
+class Request(NamedTuple):
+    """The request of a cluster."""
+
+    index: Int32
+    row: Int32  # of the state
+    start: Int32  # position of its first new token
+    count: Int32  # new tokens
+
+
+class Smem(NamedTuple):
+    """Views of shared memory, [4, lane, warp] each, and the cluster's sums of squares."""
+
+    tops: cute.Tensor
+    weights: cute.Tensor
+    sums: cute.Tensor
+    squares: cute.Tensor  # [CTAs]
+
+
+class Compress:
+    """Kernel of one configuration."""
+
+    def __init__(self, config: CompressConfig):
+        assert has_kernel(config), config
+        self.config = config
+        self.cluster = config.dim // SLICE
+        self.own_terms = config.terms // WARPS
+        self.entry = None if config.is_index else Fp8Entry(config.dim)
+
+    @cute.jit
+    def __call__(
+        self,
+        values: cute.Tensor,
+        scores: cute.Tensor,
+        ape: cute.Tensor,
+        state: cute.Tensor,
+        weight: cute.Tensor,
+        rope: cute.Tensor,
+        state_rows: cute.Tensor,
+        starts: cute.Tensor,
+        lens: cute.Tensor,
+        slots: cute.Tensor,
+        pool: cute.Tensor,
+        stream,
+    ):
+        """Launch a cluster for each request, and for each of its blocks from the third on."""
+        operands = Operands(
+            values, scores, ape, state, weight, rope, state_rows, starts, lens, slots, pool
+        )
+        tasks = cutlass.max(slots.shape[1] - 1, 1)
+        self.kernel(operands, tasks).launch(
+            grid=[self.cluster * tasks, cutlass.max(values.shape[0], 1), 1],
+            block=[THREADS, 1, 1],
+            cluster=[self.cluster, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, operands: Operands, tasks: Int32):
+        block, request, _ = cute.arch.block_idx()
+        task, rank = block // self.cluster, block % self.cluster
+        lane = cute.arch.lane_idx()
+        smem = self.allocate()
+        pdl.launch_dependents()
+        # The norm's weight is not an output of the launch before.
+        gains = cute.make_rmem_tensor(VECTOR, Float32)
+        channel = rank * SLICE + lane * VECTOR
+        cute.autovec_copy(
+            vector_at(address_of(operands.weight, Int64(channel)), Float32, 0, VECTOR), gains
+        )
+        pdl.wait_for_previous_launch()
+        if request < operands.values.shape[0]:
+            found = self.request(operands, request)
+            blocks = operands.slots.shape[1]
+            # The first cluster has two blocks: those that may begin before the step.
+            begin = cutlass.select_(task == 0, Int32(0), task + 1)
+            for j in cutlass.range(begin, cutlass.min(task + 2, blocks), unroll=1):
+                slot = operands.slots[request, j]
+                page = cutlass.select_(slot < 0, Int32(0), slot) // operands.pool.shape[1]
+                if slot >= 0 and page < operands.pool.shape[0]:
+                    number = found.start // self.config.ratio + j
+                    pairs = self.pooled(operands, smem, found, number, channel)
+                    place = slot - page * operands.pool.shape[1]
+                    self.emit(operands, smem, pairs, gains, number, (page, place), rank)
+            if task == 0 and found.row >= 0:
+                # Every term has been read.
+                cute.arch.sync_threads()
+                self.append(operands, found, channel)
+
+    def request(self, operands: Operands, index: Int32) -> Request:
+        """A request; without a row of the state, or with one out of range, it has no tokens."""
+        row, count = operands.state_rows[index], operands.lens[index]
+        exists = (row >= 0) & (row < operands.state.shape[0])
+        count = cutlass.max(cutlass.min(count, operands.values.shape[1]), 0)
+        return Request(
+            index,
+            Int32(cutlass.select_(exists, row, Int32(-1))),
+            cutlass.max(operands.starts[index], 0),
+            Int32(cutlass.select_(exists, count, Int32(0))),
+        )
+
+    def allocate(self) -> Smem:
+        """The CTA's shared memory."""
+        smem = SmemAllocator()
+
+        def tensor(*shape: int) -> cute.Tensor:
+            return smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
+
+        boards = [tensor(VECTOR, WARP, WARPS) for _ in range(3)]
+        return Smem(*boards, tensor(self.cluster))
+
+    # ---- pooling ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def pooled(
+        self, operands: Operands, smem: Smem, request: Request, number: Int32, channel: Int32
+    ) -> list[Uint32]:
+        """The lane's channels of a block's mean, as pairs of bf16; the same in all warps."""
+        lane, warp = cute.arch.lane_idx(), cute.arch.thread_idx()[0] // WARP
+        found = cute.make_rmem_tensor((VECTOR, self.own_terms), Float32)
+        scores = cute.make_rmem_tensor((VECTOR, self.own_terms), Float32)
+        for i in cutlass.range_constexpr(self.own_terms):
+            term = i * WARPS + warp
+            place = found[None, i], scores[None, i]
+            self.load_term(operands, request, number, term, channel, place)
+        tops = cute.make_rmem_tensor(VECTOR, Float32)
+        for c in cutlass.range_constexpr(VECTOR):
+            tops[c] = scores[c, 0]
+            for i in cutlass.range_constexpr(1, self.own_terms):
+                tops[c] = cute.arch.fmax(tops[c], scores[c, i])
+        # All have read what the block before left.
+        cute.arch.sync_threads()
+        cute.autovec_copy(tops, smem.tops[None, lane, warp])
+        cute.arch.sync_threads()
+        weights = cute.make_rmem_tensor(VECTOR, Float32)
+        sums = cute.make_rmem_tensor(VECTOR, Float32)
+        for c in cutlass.range_constexpr(VECTOR):
+            top = smem.tops[c, lane, 0]
+            for other in cutlass.range_constexpr(1, WARPS):
+                top = cute.arch.fmax(top, smem.tops[c, lane, other])
+            weights[c], sums[c] = Float32(0.0), Float32(0.0)
+            for i in cutlass.range_constexpr(self.own_terms):
+                weight = cute.math.exp2((scores[c, i] - top) * Float32(LOG2_E), fastmath=True)
+                weights[c] = weights[c] + weight
+                sums[c] = cute.math.fma(weight, found[c, i], sums[c])
+        cute.autovec_copy(weights, smem.weights[None, lane, warp])
+        cute.autovec_copy(sums, smem.sums[None, lane, warp])
+        cute.arch.sync_threads()
+        means = []
+        for c in cutlass.range_constexpr(VECTOR):
+            weight, total = smem.weights[c, lane, 0], smem.sums[c, lane, 0]
+            for other in cutlass.range_constexpr(1, WARPS):
+                weight = weight + smem.weights[c, lane, other]
+                total = total + smem.sums[c, lane, other]
+            means.append(total / weight)
+        return [quant.pack_bf16(*means[i : i + 2]) for i in range(0, VECTOR, 2)]
+
+    @cute.jit
+    def load_term(
+        self, operands: Operands, request: Request, number: Int32, term: Int32, channel: Int32,
+        place: tuple,
+    ):  # fmt: skip
+        """Value and score of a token of a mean, of the lane's channels."""
+        ratio = self.config.ratio
+        values_, scores = place
+        position, column = number * ratio + term, channel
+        if cutlass.const_expr(self.config.overlap):
+            position -= ratio
+            column += cutlass.select_(term < ratio, Int32(0), Int32(self.config.dim))
+        if position >= request.start:
+            offset = cutlass.min(position - request.start, operands.values.shape[1] - 1)
+            self.load_new(operands, request, offset, position, column, place)
+        elif position >= 0 and request.row >= 0:
+            state = operands.state
+            at = Int64(request.row) * state.stride[0] + column
+            at += Int64(position % state.shape[1]) * state.stride[1]
+            cute.autovec_copy(vector_at(address_of(state, at), Float32, 0, VECTOR), values_)
+            at += Int64(state.stride[2])
+            cute.autovec_copy(vector_at(address_of(state, at), Float32, 0, VECTOR), scores)
+        else:
+            # Before the sequence there is nothing; the ring may hold a NaN there.
+            values_.fill(0.0)
+            scores.fill(-Float32.inf)
+
+    @cute.jit
+    def load_new(
+        self, operands: Operands, request: Request, offset: Int32, position: Int32,
+        column: Int32, place: tuple,
+    ):  # fmt: skip
+        """Value, and score with its position's bias, of a new token."""
+        values_, scores = place
+        bias = cute.make_rmem_tensor(VECTOR, Float32)
+        for tensor, target in zip((operands.values, operands.scores), (values_, scores)):
+            at = Int64(request.index) * tensor.stride[0] + Int64(offset) * tensor.stride[1]
+            source = vector_at(address_of(tensor, at + column), Float32, 0, VECTOR)
+            cute.autovec_copy(source, target)
+        at = Int64(position % self.config.ratio) * operands.ape.stride[0] + column
+        cute.autovec_copy(vector_at(address_of(operands.ape, at), Float32, 0, VECTOR), bias)
+        for c in cutlass.range_constexpr(VECTOR):
+            scores[c] = scores[c] + bias[c]
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    @cute.jit
+    def append(self, operands: Operands, request: Request, channel: Int32):
+        """Write the CTA's channels of the new tokens that the ring has room for."""
+        state, warp = operands.state, cute.arch.thread_idx()[0] // WARP
+        series = self.config.width // self.config.dim
+        size = state.shape[1]
+        first = cutlass.max(request.count - size, 0) * series
+        for item in cutlass.range(first + warp, request.count * series, WARPS, unroll=1):
+            offset, column = item // series, channel + item % series * self.config.dim
+            found = cute.make_rmem_tensor(VECTOR, Float32)
+            scores = cute.make_rmem_tensor(VECTOR, Float32)
+            position = request.start + offset
+            self.load_new(operands, request, offset, position, column, (found, scores))
+            at = Int64(request.row) * state.stride[0] + column
+            at += Int64(position % size) * state.stride[1]
+            cute.autovec_copy(found, vector_at(address_of(state, at), Float32, 0, VECTOR))
+            at += Int64(state.stride[2])
+            cute.autovec_copy(scores, vector_at(address_of(state, at), Float32, 0, VECTOR))
+
+    # ---- entries ---------------------------------------------------------------------------------
+
+    @cute.jit
+    def emit(
+        self, operands: Operands, smem: Smem, pairs: list, gains: cute.Tensor, number: Int32,
+        target: tuple, rank: Int32,
+    ):  # fmt: skip
+        """Normalise, rotate, round and write an entry; every warp computes it, the first writes."""
+        config, lane = self.config, cute.arch.lane_idx()
+        thread = cute.arch.thread_idx()[0]
+        elements = [value for pair in pairs for value in quant.unpack_bf16(pair)]
+        squares = Float32(0.0)
+        for value in elements:
+            squares = cute.math.fma(value, value, squares)
+        total = cute.arch.warp_reduction_sum(squares)
+        if cutlass.const_expr(self.cluster > 1):
+            total = self.over_cluster(smem, total, rank, thread)
+        factor = inverse_rms(total, config.dim, config.eps)
+        scaled = [value * factor * gains[c] for c, value in enumerate(elements)]
+        pairs = [quant.pack_bf16(*scaled[i : i + 2]) for i in range(0, VECTOR, 2)]
+        channel = rank * SLICE + lane * VECTOR
+        is_rotated = channel >= config.dim - ROPE_DIM
+        turned = rotated(pairs, *self.rotation(operands, number * config.ratio, lane))
+        pairs = [Uint32(cutlass.select_(is_rotated, new, old)) for new, old in zip(turned, pairs)]
+        if cutlass.const_expr(config.is_index):
+            codes, scale = coded(transformed(pairs, lane))
+            if thread < WARP:
+                self.store_key(operands.pool, target, codes, scale, lane)
+        else:
+            scale = quant.e8m0_scale_e4m3(quant.amax_bf16(pairs, GROUP // VECTOR))
+            if thread < WARP:
+                if cutlass.const_expr(config.kv_format == "fp8"):
+                    self.store_entry(operands.pool, target, pairs, scale, channel)
+                else:
+                    self.store_row(operands.pool, target, pairs, scale, channel)
+
+    @cute.jit
+    def over_cluster(self, smem: Smem, total: Float32, rank: Int32, thread: Int32) -> Float32:
+        """Sum over the CTAs, in their order."""
+        # The others have begun, and have read what the block before left.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if thread < self.cluster:
+            store_remote(smem.squares.iterator + rank, thread, total.bitcast(Int32))
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        result = smem.squares[0]
+        for other in cutlass.range_constexpr(1, self.cluster):
+            result = result + smem.squares[other]
+        return result
+
+    def rotation(
+        self, operands: Operands, position: Int32, lane: Int32
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Cosines and sines of the lane's pairs; of plain channels any."""
+        rope = operands.rope
+        position = cutlass.max(cutlass.min(position, rope.shape[0] - 1), 0)
+        column = lane % (ROPE_DIM // VECTOR) * PAIRS
+        found = []
+        for part in (0, ROPE_DIM // 2):
+            turns = cute.make_rmem_tensor(PAIRS, Float32)
+            at = address_of(rope, Int64(position) * rope.stride[0] + part + column)
+            cute.autovec_copy(vector_at(at, Float32, 0, PAIRS), turns)
+            found.append(turns)
+        return tuple(found)
+
+    @cute.jit
+    def store_key(
+        self, pool: cute.Tensor, target: tuple, codes: cute.Tensor, scale: Float32, lane: Int32
+    ):
+        """Write an index key."""
+        page, place = target
+        start = address_of(pool, Int64(page) * pool.stride[0])
+        at = start + place * SLICE + lane * VECTOR
+        cute.autovec_copy(codes, vector_at(at, Float8E4M3FN, 0, VECTOR))
+        if lane == 0:
+            at = start + pool.shape[1] * SLICE + place * SCALE_BYTES
+            pointer_to(at, Float32, SCALE_BYTES).store(scale)
+
+    @cute.jit
+    def store_entry(
+        self, pool: cute.Tensor, target: tuple, pairs: list, scale: Int32, channel: Int32
+    ):
+        """Write the lane's part of an FP8 entry."""
+        entry, (page, place) = self.entry, target
+        start = address_of(pool, Int64(page) * pool.stride[0])
+        record = start + place * entry.record_bytes
+        scale_at = start + pool.shape[1] * entry.record_bytes + place * entry.scale_bytes
+        if channel >= entry.codes:
+            at = vector_at(record + 2 * channel - entry.codes, BFloat16, 0, VECTOR)
+            cute.autovec_copy(in_registers(pairs), cute.recast_tensor(at, Uint32))
+            if channel == entry.codes:
+                for i in cutlass.range_constexpr(entry.groups, entry.scale_bytes):
+                    pointer_to(scale_at + i, Uint8, 1).store(Uint8(0))
+        else:
+            codes = quant.quantize_e4m3(pairs, scale)
+            cute.autovec_copy(codes, vector_at(record + channel, Float8E4M3FN, 0, VECTOR))
+            if channel % GROUP == 0:
+                pointer_to(scale_at + channel // GROUP, Uint8, 1).store(Uint8(scale))
+
+    @cute.jit
+    def store_row(
+        self, pool: cute.Tensor, target: tuple, pairs: list, scale: Int32, channel: Int32
+    ):
+        """Write the lane's part of a row, rounded to what an entry would hold where asked for."""
+        page, place = target
+        words = pairs
+        if cutlass.const_expr(self.config.is_rounded):
+            codes = quant.quantize_e4m3(pairs, scale).load().to(Float32)
+            factor = quant.unpack_e8m0(scale)
+            plain = [codes[i] * factor for i in range(VECTOR)]
+            plain = [quant.pack_bf16(*plain[i : i + 2]) for i in range(0, VECTOR, 2)]
+            is_plain = channel < self.config.dim - ROPE_DIM
+            words = [Uint32(cutlass.select_(is_plain, a, b)) for a, b in zip(plain, pairs)]
+        at = Int64(page) * pool.stride[0] + Int64(place) * pool.stride[1] + channel
+        out = vector_at(address_of(pool, at), BFloat16, 0, VECTOR)
+        cute.autovec_copy(in_registers(words), cute.recast_tensor(out, Uint32))
+
+
+def build(config: CompressConfig, options: str = ""):
+    """Compile the kernel of `config` for the architecture of `CUTE_DSL_ARCH`; needs no GPU."""
+    return compile_kernel(Compress(config), ARGS, values(config), options)

@@ -1,0 +1,11 @@
+"""Stores to the shared memory of another CTA of a cluster, ordered by the cluster's barriers."""
+
+from cutlass import Int32, cute
+
+
+def store_remote(target: cute.Pointer, rank: Int32, value: Int32) -> None:
+    """Store a word to the same place in a CTA of the cluster."""
+    cute.arch.inline_ptx(
+        "st.shared::cluster.b32 [{$r0}], {$r1};",
+        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
+    )

@@ -1,0 +1,149 @@
+"""`compress` in the simulator, for both architectures: decode, chunks, every kind of compressor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsv4.kernels.compressor.config import CompressConfig, has_kernel
+from dsv4.ops.compress import COMPRESS
+from dsv4.testing.compress import EPS, Case, Inputs, assert_step
+from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, simulator
+from dsv4.testing.kernel_call import OpKernels
+from dsv4.testing.mutate import Edit, at, check, mutated
+
+pytestmark = pytest.mark.stage("compressor")
+
+# Ends of blocks, the first block, the middle of one, a request without tokens.
+DECODE = Case((3, 7, 2, 0, 11, 9), (1, 1, 1, 1, 1, -1))
+# Longer than rings: what the first blocks read is overwritten by the last tokens.
+CHUNK = Case((5, 0, 18, 2), (21, 9, 20, -1), 21)
+HCA = Case((127, 4, 255), (1, 1, 1), ratio=128, overlap=False)
+
+
+def changed(case: Case, **fields) -> Case:
+    """The case with other fields."""
+    return Case(**{**vars(case), **fields})
+
+
+def run(kernels: OpKernels, case: Case, seed: int, schedules: int | None = 1) -> Outcome:
+    """Run, and compare with the torch implementation."""
+    inputs = Inputs.make(case, seed)
+    outcome = kernels.run(inputs, seed, schedules)
+    assert_step(inputs, outcome.scratch)
+    return outcome
+
+
+@pytest.fixture(scope="module", params=["sm_90a", "sm_100a"])
+def kernels(request: pytest.FixtureRequest) -> OpKernels:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    return OpKernels(COMPRESS, simulator(request.param))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(DECODE, marks=pytest.mark.slow),
+        changed(CHUNK, dim=128, is_index=True),
+        pytest.param(CHUNK, marks=pytest.mark.slow),
+        pytest.param(changed(DECODE, kv_format="bf16"), marks=pytest.mark.slow),
+        pytest.param(changed(DECODE, kv_format="bf16", is_rounded=False), marks=pytest.mark.slow),
+        pytest.param(changed(DECODE, dim=128), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_equals_the_torch_implementation(kernels, case, seed) -> None:
+    run(kernels, case, seed, None)
+
+
+@pytest.mark.parametrize("case", [HCA, changed(HCA, chunk=3, lens=(3, 1, 2))], ids=str)
+@pytest.mark.slow
+def test_long_blocks(kernels, case, seed) -> None:
+    run(kernels, case, seed, None)
+
+
+@pytest.mark.slow
+def test_no_synchronisation_is_left_out(seed) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    kernels = OpKernels(COMPRESS, Simulator("sm_90a"))
+    assert not missed_synchronisation([run(kernels, CHUNK, seed).report])
+
+
+def test_configurations_with_kernels() -> None:
+    for config in COMPRESS.aot().values():
+        assert has_kernel(config), config
+    for other in (
+        CompressConfig(512, 4, True, EPS, "fp32", "fp32"),
+        CompressConfig(512, 4, True, EPS, uniform_scale=True),
+        CompressConfig(512, 256, False, EPS),
+        CompressConfig(128, 4, True, EPS, kv_format="bf16", is_index=True),
+        CompressConfig(256, 4, True, EPS),
+    ):
+        assert not has_kernel(other), other
+
+
+# ---- bugs ----------------------------------------------------------------------------------------
+
+BUGS: dict[str, Edit] = {
+    "maxima read before they are written": at("Compress.pooled")
+    .call("cute.arch.sync_threads", 1)
+    .delete(),
+    "sums read before they are written": at("Compress.pooled")
+    .call("cute.arch.sync_threads", 2)
+    .delete(),
+    "the ring overwritten while it is read": at("Compress.kernel")
+    .call("cute.arch.sync_threads")
+    .delete(),
+    "squares of the cluster not waited for": at("Compress.over_cluster")
+    .call("cute.arch.cluster_wait", 1)
+    .delete(),
+    "inputs read before the launch before is over": at("Compress.kernel")
+    .call("pdl.wait_for_previous_launch")
+    .delete(),
+    "columns of the block before swapped": at("Compress.load_term")
+    .expression("term < ratio")
+    .replace("term >= ratio"),
+    "the ring appended at the wrong place": at("Compress.append")
+    .expression("position % size")
+    .replace("(position + 1) % size"),
+}
+
+
+def noticed(build: Callable, seed: int) -> bool:
+    """Whether the checks that every test makes fail on what `build` compiles."""
+    from dsv4.simulator.errors import Deadlock, KernelFault
+
+    kernels = OpKernels(COMPRESS, Simulator("sm_90a"))
+    inputs = Inputs.make(CHUNK, seed)
+    try:
+        compiled = kernels.compile(inputs.config, build)
+        outcome = kernels.run(inputs, seed, None, compiled)
+        assert_step(inputs, outcome.scratch)
+    except (AssertionError, Deadlock, KernelFault):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_has_its_place(name: str) -> None:
+    """What is renamed in the kernel is found here at once."""
+    check(BUGS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.compressor.compress import build
+
+    assert noticed(mutated(build, tmp_path, BUGS[name]), seed), name
+
+
+@pytest.mark.slow
+def test_without_a_bug_nothing_is_noticed(seed: int) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.compressor.compress import build
+
+    assert not noticed(build, seed)
