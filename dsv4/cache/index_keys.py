@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dsv4.kernels.kit.index_entry import IndexEntry
+from dsv4.ops.index_keys import write_keys
 
 
 class IndexKeyPool:
@@ -40,6 +42,10 @@ class IndexKeyPool:
             self.data = storage.as_strided((pages, size, entry.bytes), (stride, entry.bytes, 1))
         else:
             self.data = torch.zeros(pages, size, dim, dtype=dtype, device=device)
+
+    def insert(self, keys: Tensor, slots: Tensor) -> None:
+        """Round and write keys [N, dim], rotated, to slots [N] int32; what has none is dropped."""
+        write_keys(keys, slots, self.data, is_rounded=self.is_rounded)
 
     @property
     def rounding(self) -> dict[str, bool]:

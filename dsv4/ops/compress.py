@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 from dsv4.arch import ARCHS
 from dsv4.kernels.compressor.config import ARGS, CompressConfig, has_kernel, values
-from dsv4.ops.index_keys import encode_index, key_views, round_index
+from dsv4.ops.index_keys import write_keys
 from dsv4.ops.kv_insert import KV_INSERT, rotate_rows_
 from dsv4.ops.pools import write_slots
 from dsv4.ops.rms_norm_fp8 import MODEL_EPS, rms_norm_rows
@@ -249,10 +249,4 @@ def _write_entries(
         return
     keys = rms_norm_rows(means, weight, config.eps)
     rotate_rows_(keys, rope[positions])
-    if config.kv_format == "fp8":
-        codes, scales = encode_index(keys)
-        all_codes, all_scales = key_views(pool)
-        write_slots(codes.view(torch.uint8), all_codes.view(torch.uint8), slots)
-        write_slots(scales.unsqueeze(-1), all_scales.unsqueeze(-1), slots)
-    else:
-        write_slots(round_index(keys) if config.is_rounded else keys, pool, slots)
+    write_keys(keys, slots, pool, is_rounded=config.is_rounded)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.kit.index_entry import FP4_GROUP, SCALE_BYTES
+from dsv4.ops.pools import write_slots
 from dsv4.ops.quantize import decode_e4m3, hadamard, qdq_e2m1, quantize_e2m1_as_e4m3
 
 
@@ -39,3 +40,14 @@ def key_views(pool: Tensor) -> tuple[Tensor, Tensor]:
         (pages, size, SCALE_BYTES), (stride, SCALE_BYTES, 1), offset + size * dim
     )
     return codes.view(torch.float8_e4m3fn), scales.view(torch.float32).squeeze(-1)
+
+
+def write_keys(keys: Tensor, slots: Tensor, pool: Tensor, *, is_rounded: bool) -> None:
+    """Round rotated keys [N, d], and write them to slots [N] of pages [pages, P, .]; what is not in
+    the pool is not written."""
+    if pool.dtype == torch.uint8:
+        (codes, scales), (all_codes, all_scales) = encode_index(keys), key_views(pool)
+        write_slots(codes.view(torch.uint8), all_codes.view(torch.uint8), slots)
+        write_slots(scales.unsqueeze(-1), all_scales.unsqueeze(-1), slots)
+    else:
+        write_slots(round_index(keys) if is_rounded else keys, pool, slots)
