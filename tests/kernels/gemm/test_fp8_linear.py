@@ -88,6 +88,7 @@ def test_dtypes(kernels, case, seed) -> None:
         run(kernels, wide, 0, seed).assert_same_bits(found, "codes against bf16")
 
 
+@pytest.mark.slow
 def test_one_cta_for_all_slices(kernels, seed) -> None:
     """Layers with many rows: sums of all slices on one stack."""
     inputs = Inputs.make(Case(19, 2048, 72), seed)
@@ -95,6 +96,7 @@ def test_one_cta_for_all_slices(kernels, seed) -> None:
     run(kernels, inputs, 1, seed).assert_same_bits(alone, "clusters against one CTA a tile")
 
 
+@pytest.mark.slow  # that of merged linears, whose kernel is the same, is not
 def test_a_token_has_the_same_bits_among_any_number(kernels, seed) -> None:
     inputs = Inputs.make(Case(200, 512, 136), seed)
     config = inputs.case.config

@@ -31,6 +31,7 @@ SLOW = (
     "paged attention, swap-AB",
     "paged attention, heads in M",
     "mixture of experts",
+    "FP8 linear",
     "merged linear",
     "mHC seam",
 )
