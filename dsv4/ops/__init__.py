@@ -18,6 +18,7 @@ from dsv4.ops.merged_linear import merged_linear, merged_linear_runner_id
 from dsv4.ops.mhc_seam import Seam, mhc_seam, mhc_seam_runner_id
 from dsv4.ops.moe.op import moe, moe_runner_id
 from dsv4.ops.moe.weights import GatedWeights
+from dsv4.ops.plain_linear import plain_linear, plain_linear_runner_id
 from dsv4.ops.quantized_attention.op import quantized_attention, quantized_attention_runner_id
 from dsv4.ops.quantized_attention.quantize_kv import (
     QuantizedKV,
@@ -49,6 +50,8 @@ __all__ = [
     "mhc_seam_runner_id",
     "moe",
     "moe_runner_id",
+    "plain_linear",
+    "plain_linear_runner_id",
     "quantize_kv",
     "quantize_kv_runner_id",
     "quantized_attention",

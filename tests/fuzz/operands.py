@@ -28,6 +28,7 @@ HOSTILE_FIELDS = (
 
 # Configurations beside the models', where no single field makes one of those small.
 SMALL = {
+    "plain_linear": [(512, 40), (1024, 9, "bfloat16")],
     "grouped_linear": [(512, 256, 1), (512, 256, 2, "fp8", "float32", "float32")],
     "merged_linear": [
         (512, "40 float8_e8m0fnu bfloat16, 8 bfloat16 float32"),

@@ -1,0 +1,34 @@
+"""Tilings of a plain linear, and the choice of a launch."""
+
+from __future__ import annotations
+
+from dsv4.kernels.gemm.config import Kind
+from dsv4.kernels.gemm.plain_config import PlainLinearConfig
+from dsv4.kernels.gemm.plan import (
+    FEW_TOKENS,
+    MANY_TOKENS,
+    MOST_TOKENS,
+    RESIDENT_TOKENS,
+    SHARING,
+    LinearPlan,
+    Tiling,
+)
+
+# Made for weights of very many rows, a vocabulary's: CTAs take tiles of their own.
+TILINGS = (
+    Tiling(RESIDENT_TOKENS, False, 1),
+    Tiling(FEW_TOKENS, True, 1),
+    Tiling(MANY_TOKENS, True, 1),
+    Tiling(MOST_TOKENS, True, 1, SHARING),
+)
+
+
+def linear_plan(config: PlainLinearConfig, tiling: Tiling) -> LinearPlan:
+    """Budgets of a tiling's CTA."""
+    return LinearPlan(config.in_features, tiling, kind=Kind.BF16, is_merged=True)
+
+
+def choose(tokens: int) -> int:
+    """Index in `TILINGS` of the smallest that takes so many tokens at once, else of the last."""
+    fitting = (index for index, tiling in enumerate(TILINGS) if tokens <= tiling.tokens)
+    return next(fitting, len(TILINGS) - 1)
