@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dsv4.cli import bench_rows
+from dsv4.quoting import quoted
 
 SHAPE_FORMAT = "B,KIND"
 
@@ -33,5 +34,5 @@ def parse_shape(text: str) -> tuple[int, str]:
     """Requests and kind of a `SHAPE_FORMAT`, for argparse."""
     count, _, kind = text.partition(",")
     if not count.isdecimal() or int(count) < 1 or kind not in ("CSA", "HCA", "indexer"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected {SHAPE_FORMAT}")
+        raise argparse.ArgumentTypeError(f"got {quoted(text)}, expected {SHAPE_FORMAT}")
     return int(count), kind

@@ -18,6 +18,7 @@ from dsv4.kernels.gemm.plain_config import PlainLinearConfig
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.state import smallest_call
+from dsv4.quoting import quoted
 
 VOCABULARY = 129_280
 MODEL_HEADS = {"Flash head": (4096, VOCABULARY), "Pro head": (7168, VOCABULARY)}
@@ -106,7 +107,7 @@ def plain_linear(
     except Exception:
         PLAIN_LINEAR.explain(x, weight, out)
         if not isinstance(out_dtype, torch.dtype | None):
-            raise TypeError(f"out_dtype: got {out_dtype!r}, needs a torch.dtype") from None
+            raise TypeError(f"out_dtype: got {quoted(out_dtype)}, needs a torch.dtype") from None
         raise
     return out
 

@@ -20,6 +20,7 @@ from dsv4.kernels.kit.kv_entry import (
 )
 from dsv4.kernels.rows.config import MIN_EPS
 from dsv4.kernels.rows.kv_insert_config import KvInsertConfig
+from dsv4.quoting import quoted
 
 LATENTS = {"bf16": "bfloat16", "fp32": "float32"}
 SLICE = 128  # channels of a CTA
@@ -64,7 +65,9 @@ class CompressConfig:
             raise ValueError(f"eps must be at least {MIN_EPS}, got {self.eps}")
         for name, known in (("latent", tuple(LATENTS)), ("kv_format", KV_FORMATS)):
             if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+                raise ValueError(
+                    f"{name} must be one of {known}, got {quoted(getattr(self, name))}"
+                )
         if not self.is_index:
             self.insertion  # noqa: B018 refuses what it cannot write
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4.kernels.gemm.config import K_STEP, MAX_IN_FEATURES, OUT_DTYPES, has_kernel
+from dsv4.quoting import quoted
 
 
 @dataclass(frozen=True)
@@ -33,4 +34,4 @@ class PlainLinearConfig:
         if self.out_features < 1:
             raise ValueError(f"out_features must be positive, got {self.out_features}")
         if self.out_dtype not in OUT_DTYPES:
-            raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {self.out_dtype!r}")
+            raise ValueError(f"out_dtype must be one of {OUT_DTYPES}, got {quoted(self.out_dtype)}")
