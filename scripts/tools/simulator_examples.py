@@ -27,7 +27,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
@@ -143,7 +143,9 @@ def run_case(source: Source, folder: Path, name: str, limit: float = SECONDS) ->
             return Outcome(FAILED, f"not done after {limit:.0f} s")
         seconds = round(time.perf_counter() - start, 1)
         said = json.loads(report.read_text()) if report.is_file() else None
-    return _outcome(done, said, seconds)
+    outcome = _outcome(done, said, seconds)
+    # What a folder is called says nothing to others.
+    return replace(outcome, message=outcome.message.replace(f"{root}/", "")[:SHOWN])
 
 
 def _run_all(
@@ -173,7 +175,7 @@ def _outcome(done: subprocess.CompletedProcess, said: dict | None, seconds: floa
     for found in said["findings"]:
         if found["kind"] in _ENDS:
             status = REFUSED if found["kind"] == _ENDS[0] else FAILED
-            return Outcome(status, f"{found['kind']}: {found['message']}"[:SHOWN], **size)
+            return Outcome(status, f"{found['kind']}: {found['message']}", **size)
     errors = [line for line in done.stderr.splitlines() if line[:1].strip()]
     if "Traceback (most recent call last):" in errors:
         return Outcome(FAILED, (errors or last)[-1][:SHOWN], **size)
