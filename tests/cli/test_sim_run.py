@@ -24,7 +24,7 @@ import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import from_dlpack
 
-SYNC = "--sync" in sys.argv
+SYNC, BEHIND = "--sync" in sys.argv, "--behind" in sys.argv
 
 
 @cute.kernel
@@ -36,7 +36,7 @@ def reverse(x: cute.Tensor, y: cute.Tensor):
     buffer[t] = x[t]
     if cutlass.const_expr(SYNC):
         cute.arch.sync_threads()
-    y[t] = buffer[127 - t]
+    y[t + BEHIND] = buffer[127 - t]
 
 
 @cute.jit
@@ -86,6 +86,14 @@ def test_a_script_without_its_barrier_is_named_by_line(tmp_path):
     assert {r["ruleId"] for r in results} == {"read-write-race", "uninitialised-read"}
     place = results[0]["locations"][0]["physicalLocation"]
     assert place["artifactLocation"]["uri"].endswith("reverse.py")
+
+
+@needs_compiler
+def test_a_store_behind_the_end_of_a_tensor_is_a_fault(tmp_path):
+    """Within the alignment of its allocation, too."""
+    assert run_script(tmp_path, "--sync", "--behind") == 1
+    (found,) = json.loads((tmp_path / "o.json").read_text())["findings"]
+    assert found["kind"] == "kernel fault" and "reverse.py" in found["message"]
 
 
 PTX = """

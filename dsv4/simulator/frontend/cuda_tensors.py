@@ -98,12 +98,13 @@ def _is_host_device(value) -> bool:
 
 
 def _as_allocated(tensor):
-    """A copy with the same strides, as aligned as CUDA allocations are (kernels rely on it)."""
+    """A copy with the same strides, as aligned as CUDA allocations are (kernels rely on it), in a
+    storage that ends where it does: an access behind it is out of bounds."""
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()) if n)
     size = max(extent, 1) * tensor.element_size()
-    room = torch.zeros(size + ALIGNMENT, dtype=torch.uint8)
-    start = -room.data_ptr() % ALIGNMENT
-    place = room[start : start + size].view(tensor.dtype)
+    room = bytearray(size + ALIGNMENT)
+    start = -torch.frombuffer(room, dtype=torch.uint8).data_ptr() % ALIGNMENT
+    place = torch.frombuffer(room, dtype=torch.uint8, count=size, offset=start).view(tensor.dtype)
     return torch.as_strided(place, tensor.shape, tensor.stride()).copy_(tensor)
 
 

@@ -12,6 +12,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -213,6 +214,8 @@ def run_script(
             "DISABLE_FILE_CACHING": "1",
         }.items():  # fmt: skip
             os.environ[f"{compiler}_{name}"] = value
+    # That PTX is kept is the simulator's wish, not the script's.
+    warnings.filterwarnings("ignore", message="Cache is disabled")
     environment = CpuOnly(arch)
     environment.install()
     launcher.install(environment.multiprocessors)
