@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dsv4.cli import (
     sim_fp8_linear,
+    sim_index_topk,
     sim_kv_insert,
     sim_merged_linear,
     sim_mhc_seam,
@@ -114,6 +115,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     sim_rms_norm_fp8.add_parser(kernels)
     sim_fp8_linear.add_parser(kernels)
     sim_merged_linear.add_parser(kernels)
+    sim_index_topk.add_parser(kernels)
     sim_mhc_seam.add_parser(kernels)
     sim_moe.add_parser(kernels)
     sim_paged.add_parser(kernels)

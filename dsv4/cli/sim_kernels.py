@@ -82,8 +82,7 @@ KERNELS = (
         "paged attention, heads in M",
         "sm_90a",
         "sparse_fmha_paged, more than 24 heads",
-        "dsv4 sim paged --arch sm_90a --head-dim 64 --heads 72",
-        is_partial=True,
+        "dsv4 sim paged --arch sm_90a --heads 72",
     ),
     SimulatedKernel(
         "paged attention, 1 CTA",
@@ -107,6 +106,12 @@ KERNELS = (
             f"dsv4 sim kv_insert --arch {arch}",
         )
         for arch in ("sm_100a", "sm_90a")
+    ),
+    SimulatedKernel(
+        "indexer",
+        "sm_90a",
+        "index_topk: scores of FP8 keys, and the choice",
+        "dsv4 sim index_topk",
     ),
     SimulatedKernel(
         "mixture of experts",

@@ -34,6 +34,7 @@ SLOW = (
     "FP8 linear",
     "merged linear",
     "mHC seam",
+    "indexer",
 )
 _compile = functools.cache(sim_attention.compile_attention)
 
