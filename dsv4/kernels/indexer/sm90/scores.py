@@ -348,6 +348,8 @@ class ScoresSm90:
         row = entry % TILE_KEYS
         scales = [smem.scales[row + 8 * r, stage] for r in range(2)]
         warpgroup.wait_group(0)
+        # An arrival overtakes loads on their way: the next copy would then be what they read.
+        cute.arch.fence_view_async_shared()
         ring.release(cursor, lane)
         rows, sums = by_row(acc), []
         for r in cutlass.range_constexpr(2):
