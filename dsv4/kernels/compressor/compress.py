@@ -138,8 +138,7 @@ class Compress:
                     place = slot - page * operands.pool.shape[1]
                     self.emit(operands, smem, pairs, gains, number, (page, place), rank)
             if task == 0 and found.row >= 0:
-                # Every term has been read.
-                cute.arch.sync_threads()
+                # The barriers of `pooled` lie behind all reads of the ring.
                 self.append(operands, found, channel)
 
     def request(self, operands: Operands, index: Int32) -> Request:
@@ -183,8 +182,7 @@ class Compress:
             tops[c] = scores[c, 0]
             for i in cutlass.range_constexpr(1, self.own_terms):
                 tops[c] = cute.arch.fmax(tops[c], scores[c, i])
-        # All have read what the block before left.
-        cute.arch.sync_threads()
+        # A second block writes here what all have read before the barrier of the first one's sums.
         cute.autovec_copy(tops, smem.tops[None, lane, warp])
         cute.arch.sync_threads()
         weights = cute.make_rmem_tensor(VECTOR, Float32)
