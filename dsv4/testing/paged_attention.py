@@ -46,6 +46,7 @@ class Case:
         padded: pages and index rows lie apart.
         uniform: FP8 entries have one scale for all groups.
         has_rope, has_factor: the optional inputs.
+        has_signs: some factors are negative, or 0.
         ratio: positions per compressed entry of a table.
         deviation: of queries and keys; FlashMLA's tests take 0.1, which its bounds are meant for.
         name: what a table calls it.
@@ -70,6 +71,7 @@ class Case:
     uniform: bool = False
     has_rope: bool = False
     has_factor: bool = False
+    has_signs: bool = False
     ratio: int = 4
     softmax_scale: float | None = None
     batch_invariant: bool = False
@@ -104,7 +106,16 @@ class Case:
         )
 
     def __str__(self) -> str:
-        names = ("ragged", "wild", "growing", "padded", "uniform", "has_rope", "has_factor")
+        names = (
+            "ragged",
+            "wild",
+            "growing",
+            "padded",
+            "uniform",
+            "has_rope",
+            "has_factor",
+            "has_signs",
+        )
         flags = [name for name in names if getattr(self, name)]
         sizes = (
             f"{self.kv_format}-h{self.heads}-d{self.head_dim}-b{self.requests}x{self.queries}"
@@ -233,6 +244,9 @@ def make_inputs(case: Case, seed: int, device: torch.device | str = "cpu") -> In
         lists = entries.lists(case, generator)
         names["compressed_indices"], names["compressed_lens"] = lists
     factor = torch.rand(tokens, case.heads, generator=generator) + 0.5
+    if case.has_signs:
+        factor[:, 1::3] *= -1
+        factor[:, 3::8] = 0
     angles = normal(case.window + case.entries * case.ratio + 8, case.rope_dim // 2)
     table = torch.cat((angles.cos(), angles.sin()), 1)
     inputs = Inputs(

@@ -18,7 +18,7 @@ from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.kit.gather import copy_vector, vector_offset
 from dsv4.kernels.kit.kv_entry import GROUP, Fp8Entry
 from dsv4.kernels.kit.mbarrier import Cursor
-from dsv4.kernels.kit.quant import dequantize_e4m3, scale_bf16x2
+from dsv4.kernels.kit.quant import dequantize_e4m3, scale_bf16x2, scale_or_nan
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 
 ELEMENT_BYTES = 2  # of what the tiles hold
@@ -248,7 +248,8 @@ class Fp8Rows:
             v = piece - self.entry.groups
             if v < 0:
                 byte = cutlass.Int32((scales[piece // 4, r, 0] >> piece % 4 * 8) & 0xFF)
-                scale = scale_bf16x2(byte)
+                # A row with a NaN is NaN to every head, as key and as value: it may be all NaN.
+                scale = scale_or_nan(words, scale_bf16x2(byte))
                 pairs = [x for word in words for x in dequantize_e4m3(word, scale)]
                 vectors = [(k, pairs[4 * k : 4 * k + 4]) for k in range(2)]
             else:

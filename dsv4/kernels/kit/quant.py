@@ -20,6 +20,7 @@ E8M0_NAN = 255
 FP32_MANTISSA = 23  # bits
 # 1.0 as an exponent of bf16, once in each half of a register.
 _BF16X2_EXPONENT = 0x00800080
+_BF16X2_NAN = 0x7FC07FC0
 
 
 def pack_bf16(low: Float32, high: Float32) -> Uint32:
@@ -136,10 +137,25 @@ def scale_bf16x2(byte: Int32) -> Uint32:
     return Uint32(byte * _BF16X2_EXPONENT | mantissa)
 
 
+def scale_or_nan(words: Sequence[Uint32], scale: Uint32) -> Uint32:
+    """A scale from `scale_bf16x2`, or NaN where one of the codes that it belongs to is NaN.
+
+    Args:
+        words: of four e4m3 codes each.
+    """
+    # No carry leaves a byte: only 0x7F, with either sign, reaches its first bit.
+    sums = [(word & Uint32(0x7F7F7F7F)) + Uint32(0x01010101) for word in words]
+    found = sums[0]
+    for each in sums[1:]:
+        found = found | each
+    is_nan = found & Uint32(0x80808080) != 0
+    return Uint32(cutlass.select_(is_nan, Uint32(_BF16X2_NAN), scale))
+
+
 def dequantize_e4m3(codes: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
     """Four e4m3 codes times a power of two in both halves of a register, as bf16 pairs, exactly.
 
-    The code of NaN, 0x7F, becomes 480: an entry says NaN by its scale.
+    The code of NaN, 0x7F, becomes 480 times the scale: see `scale_or_nan`.
     """
     pairs = []
     # The product takes no immediate operand.

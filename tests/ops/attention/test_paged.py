@@ -66,6 +66,7 @@ def test_heads_sizes_and_sink_modes(kv_format, sink_mode, head_dim, heads, seed)
         ragged=True,
         has_rope=True,
         has_factor=True,
+        has_signs=True,
     )
     check(case, seed)
 

@@ -6,6 +6,7 @@ from cutlass import cute
 
 from dsv4.kernels.attention.inverse_rope import PAIRS, rope_row
 from dsv4.kernels.attention.paged_plan import TILE_INFO_WORDS
+from dsv4.kernels.attention.sm90.paged_score import positive_scale
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
 from dsv4.kernels.attention.sm90.swap_ab_math import MathFragments, MathWarpgroup, TileMask
 from dsv4.kernels.attention.sm90.swap_ab_softmax import ReductionScratch, reduce_over_keys
@@ -24,11 +25,14 @@ class PagedMathWarpgroup(MathWarpgroup):
         head, _, token = ctx.tiling.coordinates(index)
         q_factor, scale = ctx.operands.q_factor, f.heads.scale
         f.heads.largest.fill(-cutlass.Float32.inf)
+        f.heads.negative.fill(0)
         for c, j in f.heads.columns():
             scale[c, j] = cutlass.Float32(self.scale_log2)
             if token < q_factor.shape[0]:
-                factor = q_factor[token, head + 8 * j + f.lane % 4 * 2 + c]
-                scale[c, j] = self.scale_log2 * factor
+                factor = self.scale_log2 * q_factor[token, head + 8 * j + f.lane % 4 * 2 + c]
+                scale[c, j] = positive_scale(factor)
+                bit = cutlass.select_(factor < 0.0, cutlass.Int32(1 << 2 * j + c), cutlass.Int32(0))
+                f.heads.negative[0] |= bit
 
     @cute.jit
     def _mask(
@@ -39,6 +43,8 @@ class PagedMathWarpgroup(MathWarpgroup):
         mask: TileMask,
         kv: Cursor,
     ):
+        if f.heads.negative[0] != 0:
+            self._negate(f)
         # A warp has the scores of 16 rows.
         word = ctx.smem.tile_info[kv.stage * TILE_INFO_WORDS + f.warp // 2] >> f.warp % 2 * 16
         if word & 0xFFFF != 0xFFFF:
@@ -53,6 +59,16 @@ class PagedMathWarpgroup(MathWarpgroup):
             for c, j in heads.columns():
                 score = cute.arch.fmax(values[0, c, j], values[1, c, j]) * heads.scale[c, j]
                 heads.largest[c, j] = cute.arch.fmax(heads.largest[c, j], score)
+
+    @cute.jit
+    def _negate(self, f: MathFragments):
+        """Give the scores of a head the sign of its factor: the softmax takes its maxima before it
+        multiplies, and -inf is to stay what it is."""
+        s = by_row(f.s)
+        for c, j in f.heads.columns():
+            is_negative = f.heads.negative[0] >> 2 * j + c & 1 != 0
+            for r in cutlass.range_constexpr(2):
+                s[r, c, j] = cutlass.select_(is_negative, -s[r, c, j], s[r, c, j])
 
     @cute.jit
     def _store_largest(self, ctx: SwapAbContext, f: MathFragments, coord):

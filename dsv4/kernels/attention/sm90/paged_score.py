@@ -15,6 +15,8 @@ from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.reduce import quad_max, tree
 from dsv4.kernels.kit.wgmma import by_row
 
+# Stands for a factor of 0: log2 scores are then all but 0, and of a key that is none still -inf.
+LEAST_SCALE = 2.0**-100
 # What shared memory has of each row of a head tile.
 SINKS, FACTORS, LARGEST = range(3)
 
@@ -88,6 +90,8 @@ class PagedScoreWarpgroup(ScoreWarpgroup):
 
     @cute.jit
     def _mask(self, ctx: HeadsMContext, f: ScoreFragments, kv: Cursor, tile_info):
+        if cute.arch.fmin(f.rows.scale[0], f.rows.scale[1]) <= 0.0:
+            self._make_scales_positive(f)
         if tile_info[0] & tile_info[1] != -1:
             s = by_row(f.s)
             words = [word >> f.lane % 4 * 2 for word in tile_info[:2]]
@@ -101,6 +105,18 @@ class PagedScoreWarpgroup(ScoreWarpgroup):
         return tile_info[2] != 0
 
     @cute.jit
+    def _make_scales_positive(self, f: ScoreFragments):
+        """Give the scores the signs of their factors: the softmax takes its maxima before it
+        multiplies, and -inf is to stay what it is."""
+        s = by_row(f.s)
+        for r in cutlass.range_constexpr(2):
+            scale = f.rows.scale[r]
+            for j in cutlass.range_constexpr(cute.size(s, mode=[2])):
+                for c in cutlass.range_constexpr(2):
+                    s[r, c, j] = cutlass.select_(scale < 0.0, -s[r, c, j], s[r, c, j])
+            f.rows.scale[r] = positive_scale(scale)
+
+    @cute.jit
     def _keep_largest(self, ctx: HeadsMContext, f: ScoreFragments):
         """The largest score of each row so far, where it is asked for."""
         s, inputs = by_row(f.s), ctx.smem.row_inputs
@@ -111,6 +127,12 @@ class PagedScoreWarpgroup(ScoreWarpgroup):
             if f.lane % 4 == 0:
                 row = f.row + 8 * r
                 inputs[LARGEST, row] = cute.arch.fmax(inputs[LARGEST, row], largest)
+
+
+def positive_scale(scale):
+    """Size of a scale, and of NaN itself."""
+    size = cutlass.select_(scale < 0.0, -scale, scale)
+    return cutlass.select_(size < LEAST_SCALE, cutlass.Float32(LEAST_SCALE), size)
 
 
 def copy_word(target, source, is_there, offset: int) -> None:

@@ -29,12 +29,14 @@ class Heads(NamedTuple):
     rescale: cute.Tensor  # factor of the accumulators, 1 unless a row maximum was updated
     scale: cute.Tensor | None = None  # from scores to log2 scores, where heads have their own
     largest: cute.Tensor | None = None  # of this thread's log2 scores, where they are asked for
+    negative: cute.Tensor | None = None  # a bit for each whose factor is negative, in one word
 
     @classmethod
     def make(cls, heads: int, is_paged: bool = False):
         tensors = 5 if is_paged else 3
         shape = (PAIR, heads // 8)
-        return cls(*(cute.make_rmem_tensor(shape, cutlass.Float32) for _ in range(tensors)))
+        found = [cute.make_rmem_tensor(shape, cutlass.Float32) for _ in range(tensors)]
+        return cls(*found, *([cute.make_rmem_tensor(1, cutlass.Int32)] if is_paged else []))
 
     def scale_of(self, c: int, j: int, scale_log2: float):
         """From scores to log2 scores of one of a thread's heads."""

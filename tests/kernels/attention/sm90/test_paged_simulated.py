@@ -7,17 +7,18 @@ schedule is checked for races: cp.async and stores of one warpgroup feed the pro
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dsv4.testing.harness import SCHEDULES, simulator
-from dsv4.testing.paged_attention import Case
-from dsv4.testing.paged_kernel import run_case
+from dsv4.testing.paged_attention import Case, make_inputs
+from dsv4.testing.paged_kernel import compiled_kernel, run_case
 
 pytestmark = pytest.mark.stage("H")
 
 cutlass = pytest.importorskip("cutlass")
 
 SIMULATOR = simulator("sm_90a")
-OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True}
+OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True, "has_signs": True}
 
 
 def check(case: Case, seed: int, splits: int = 1, ctas: int = 3, schedules=SCHEDULES) -> None:
@@ -61,6 +62,25 @@ def test_rows_of_small_heads(case, seed) -> None:
 def test_latents(case, seed) -> None:
     """head_dim 512; with so few CTAs each has several tokens, whose Q passes through the ring."""
     check(case, seed, ctas=2)
+
+
+@pytest.mark.parametrize("heads", [16, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_code_of_nan_is_nan_whatever_its_scale(heads, seed) -> None:
+    """In a key of the middle token alone; the tokens beside it do not notice."""
+    case = Case(3, 1, heads, 512, "fp8", 40, 100)
+    inputs = make_inputs(case, seed)
+    slot = int(inputs.compressed_indices[1, 70])
+    page, entry = divmod(slot, case.entry_page)
+    # The records of a page come first, of 576 bytes each.
+    frame = inputs.compressed_pool[page].flatten()
+    frame[entry * 576 + 130] = 0xFF
+    o, lse, _ = inputs.expected()
+    assert o[1].isnan().all() and not o[::2].isnan().any()
+    call = inputs.call((1, 3, case.config.sliding_window, case.config.ratio))
+    outcome = SIMULATOR.run(compiled_kernel(SIMULATOR, case), call, SCHEDULES[0], seed)
+    for name, wanted in (("o", o), ("lse", lse)):
+        assert torch.equal(outcome[name].isnan(), wanted.isnan()), name
+        torch.testing.assert_close(outcome[name][::2].float(), wanted[::2], atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("sink_mode", ["softmax", pytest.param("swa_gate", marks=pytest.mark.slow)])
