@@ -23,10 +23,11 @@ from dsv4.simulator.errors import (
     UnsupportedInstruction,
 )
 from dsv4.simulator.frontend.cutedsl import CudaView
+from dsv4.simulator.frontend.kernel_names import named
 from dsv4.simulator.frontend.ptx_text import simulate_ptx
 from dsv4.simulator.report import Finding, LaunchReport, Report
 
 __all__ = [
     "CudaView", "Deadlock", "Endless", "Finding", "KernelFault", "LaunchReport", "Report",
-    "SimulatorError", "UnsupportedInstruction", "simulate", "simulate_ptx",
+    "SimulatorError", "UnsupportedInstruction", "named", "simulate", "simulate_ptx",
 ]  # fmt: skip

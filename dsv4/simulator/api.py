@@ -8,7 +8,7 @@ import mmap
 import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -18,13 +18,15 @@ import torch
 from dsv4.simulator.compile.program import Program
 from dsv4.simulator.coverage import coverage_of, instructions_run
 from dsv4.simulator.errors import SimulatorError
-from dsv4.simulator.frontend.cutedsl import HostRunner
+from dsv4.simulator.frontend.cutedsl import HostRunner, argument_names
+from dsv4.simulator.frontend.kernel_names import allocations_of
 from dsv4.simulator.machine.asynchronous import SCHEDULES
 from dsv4.simulator.machine.memory import GlobalMemory
 from dsv4.simulator.machine.overlap import OVERLAPS, run_chain
 from dsv4.simulator.machine.scheduler import INSTRUCTIONS_PER_WARP, Launch, LaunchConfig
 from dsv4.simulator.machine.workers import run_parallel, shared_arguments
 from dsv4.simulator.ptx.parser import Module, parse_module
+from dsv4.simulator.ptx.shared_names import Allocation
 from dsv4.simulator.races.monitor import Monitor
 from dsv4.simulator.report import LaunchReport, Report
 
@@ -58,12 +60,21 @@ class Simulation:
         module: the parsed PTX.
         host: makes the host side for a module and a multiprocessor count: an object whose
             `run(arguments, keywords)` gives the launches in order.
+        argument_names: of positional arguments, as far as they are known.
+        allocations: of dynamic shared memory by kernel, as far as they are known.
     """
 
-    def __init__(self, module: Module, host: Callable[[Module, int], Host]):
+    def __init__(
+        self,
+        module: Module,
+        host: Callable[[Module, int], Host],
+        argument_names: Sequence[str] = (),
+        allocations: Mapping[str, Sequence[Allocation]] | None = None,
+    ):
         self.module = module
         self.multiprocessors = multiprocessors_of(module.target)
         self.host = host(module, self.multiprocessors)
+        self.argument_names, self.allocations = tuple(argument_names), allocations or {}
         self.programs: dict[str, Program] = {}
         self.variables: dict[str, tuple[int, np.ndarray]] = {}
 
@@ -76,7 +87,8 @@ class Simulation:
                 "simulate needs the kernel's PTX: compile with "
                 f'cute.compile(..., options="--gpu-arch sm_100a {COMPILE_OPTIONS}")'
             )
-        return cls(parse_module(ptx), functools.partial(HostRunner, compiled))
+        host = functools.partial(HostRunner, compiled)
+        return cls(parse_module(ptx), host, argument_names(compiled), allocations_of(compiled))
 
     def program(self, name: str) -> Program:
         """The program of one entry."""
@@ -89,7 +101,7 @@ class Simulation:
                     data[start : start + len(symbol.init)] = np.frombuffer(symbol.init, np.uint8)
                     self.variables[symbol.name] = (data.ctypes.data + start, data)
             addresses = {k: v[0] for k, v in self.variables.items()}
-            self.programs[name] = Program(entry, addresses)
+            self.programs[name] = Program(entry, addresses, self.allocations.get(name, ()))
         return self.programs[name]
 
     def run(
@@ -119,8 +131,10 @@ class Simulation:
     def _launches(self, arguments, keywords: dict, buffers, peers) -> tuple[GlobalMemory, list]:
         """The memory that kernels may touch, and what the host code launches on all GPUs."""
         memory = GlobalMemory()
-        for i, value in enumerate([*arguments, *keywords.values()]):
-            _register(memory, value, f"argument {i}", whole=False)
+        names = [*self.argument_names[: len(arguments)]]
+        names += [f"argument {i}" for i in range(len(names), len(arguments))]
+        for name, value in zip([*names, *keywords], [*arguments, *keywords.values()]):
+            _register(memory, value, name, whole=False)
         for gpu, given in enumerate(peers, 1):
             for i, value in enumerate(given):
                 _register(memory, value, f"argument {i} of GPU {gpu}", whole=False)
@@ -179,6 +193,7 @@ class Simulation:
             launch.instructions_per_warp = instructions_per_warp
             report.launches.append(_run(launch, workers))
             if monitor is not None:
+                monitor.registers_never_written(program)
                 report.races += monitor.findings
                 report.warnings += monitor.warnings
             before = monitor

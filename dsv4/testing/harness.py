@@ -8,6 +8,7 @@ schedule, those on a GPU for equal bits from run to run, in graphs and on stream
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
@@ -166,6 +167,13 @@ class Simulator(_Compiler):
 
     def compiler_options(self) -> str:
         return compiler_options(self.arch, self._has_lines)
+
+    def compile(self, build: Build, config: Any) -> Any:
+        from dsv4.simulator import named
+
+        has_lines = "--generate-line-info" in self.compiler_options()
+        with named() if has_lines else contextlib.nullcontext():
+            return super().compile(build, config)
 
     def simulate(
         self,

@@ -167,7 +167,7 @@ def test_bad_arguments():
     with pytest.raises(SimulatorError, match="--keep-ptx"):
         simulate(object())
     meta = operands[0].to("meta")
-    with pytest.raises(ValueError, match="argument 0 is on meta, simulate takes CPU tensors"):
+    with pytest.raises(ValueError, match="a is on meta, simulate takes CPU tensors"):
         simulate(compiled, meta, *operands[1:])
 
 

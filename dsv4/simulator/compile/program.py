@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from dsv4.simulator.arithmetic import integers, numerics
 from dsv4.simulator.compile import codegen, vectorise, wgmma_registers
-from dsv4.simulator.compile.registers import RegisterMap
+from dsv4.simulator.compile.registers import RegisterMap, unwritten_reads
 from dsv4.simulator.compile.tmem_registers import TmemRegisters, check_loads
 from dsv4.simulator.errors import KernelFault, UnsupportedInstruction
 from dsv4.simulator.instructions import (
@@ -39,6 +39,7 @@ from dsv4.simulator.machine.warp import ALL
 from dsv4.simulator.ptx.blocks import blocks_of
 from dsv4.simulator.ptx.entry import Entry
 from dsv4.simulator.ptx.modifiers import check_modifiers
+from dsv4.simulator.ptx.shared_names import Allocation
 
 # Importing a module registers its emitters.
 EMITTER_MODULES = (
@@ -82,7 +83,7 @@ def _namespace() -> dict[str, object]:
 
 MOST_THREADS, MOST_THREADS_Z = 1024, 64  # of a CTA
 MOST_CTAS_YZ = 65535  # of a grid
-MOST_CLUSTER_CTAS = 16  # of a cluster that is not portable
+MOST_PORTABLE_CTAS, MOST_CLUSTER_CTAS = 8, 16  # of a cluster, without and with the attribute
 Size = tuple[int, int, int]
 
 
@@ -92,9 +93,15 @@ class Program:
     Args:
         entry: the parsed kernel.
         global_address: addresses of module-level variables in host memory.
+        allocations: of dynamic shared memory, in order, as far as they are known.
     """
 
-    def __init__(self, entry: Entry, global_address: dict[str, int]):
+    def __init__(
+        self,
+        entry: Entry,
+        global_address: dict[str, int],
+        allocations: Sequence[Allocation] = (),
+    ):
         self.entry = entry
         for ins in entry.instructions:
             codegen.emitter_of(ins)  # unknown opcodes are an error before anything runs
@@ -106,6 +113,7 @@ class Program:
         self.u32_at = [True] * len(self.registers.index)
         for name, index in self.registers.index.items():
             self.u32_at[index] = self.registers.kind[name] != "f32"
+        self.unwritten_reads = unwritten_reads(entry)
         self.hits = [0] * (len(self.blocks) + 1)
         self.sizes = [block.stop - block.start for block in self.blocks]
         # Instructions that synchronise, by block.
@@ -114,6 +122,7 @@ class Program:
             for b in self.blocks
         ]
         self.symbols, self.static_shared, self.local_bytes = self._place(global_address)
+        self._name_shared(allocations)
         self.namespace = _namespace()
         # Guarded synchronisation instructions whose guard has been true: see coverage.py.
         self.guards_taken: set[int] = set()
@@ -154,6 +163,14 @@ class Program:
         symbols["wgmma registers"] = self._registers_of("wgmma.mma_async", operands=2)
         return symbols, shared, -(-local // 16) * 16
 
+    def _name_shared(self, allocations: Sequence[Allocation]) -> None:
+        """Names of shared memory, for messages: static variables, then what is allocated."""
+        names, base = self.entry.shared_names, memory.SYSTEM_SHARED_BYTES
+        for symbol in self.entry.symbols.values():
+            if symbol.space == "shared" and symbol.size is not None:
+                names.add(base + self.symbols[symbol.name][1], symbol.size, symbol.name)
+        names.add_allocations(base + self.static_shared, allocations)
+
     def _registers_of(self, *opcodes: str, operands: int = 1) -> frozenset[str]:
         """Registers in the first operands of some opcodes."""
         out: set[str] = set()
@@ -193,7 +210,9 @@ def _check_initial_values(entry: Entry) -> None:
                 raise UnsupportedInstruction(f"{refused[name]}: {ins.where()}")
 
 
-def check_launchable(entry: Entry, grid: Size, block: Size, cluster: Size) -> None:
+def check_launchable(
+    entry: Entry, grid: Size, block: Size, cluster: Size, non_portable: bool
+) -> None:
     """Sizes of a launch must be such as a GPU takes, and those the kernel was compiled for."""
     threads, ctas = (size[0] * size[1] * size[2] for size in (block, cluster))
     if threads > MOST_THREADS:
@@ -204,5 +223,11 @@ def check_launchable(entry: Entry, grid: Size, block: Size, cluster: Size) -> No
         raise KernelFault(f"launched with grid {grid}: y and z are {MOST_CTAS_YZ} at most")
     if ctas > MOST_CLUSTER_CTAS:
         raise KernelFault(f"launched with cluster {cluster}: {ctas} CTAs, of {MOST_CLUSTER_CTAS}")
+    if ctas > MOST_PORTABLE_CTAS and not non_portable:
+        raise KernelFault(
+            f"launched with cluster {cluster}: {ctas} CTAs; more than {MOST_PORTABLE_CTAS} need "
+            "the attribute cudaFuncAttributeNonPortableClusterSizeAllowed (non_portable=True of "
+            "simulate_ptx)"
+        )
     if entry.threads is not None and entry.threads != tuple(block):
         raise KernelFault(f"launched with block {block}, compiled for {entry.threads}")

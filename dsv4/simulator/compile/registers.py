@@ -71,6 +71,35 @@ class RegisterMap:
         self.initial = [ZEROS[self.kind[r]] for r in sorted(users)]
 
 
+def unwritten_reads(entry: Entry) -> list[tuple[Instruction, str]]:
+    """Instructions that use a register which no instruction writes, and its name.
+
+    A copy makes another such register; a pack may have a part that nobody needs. What stands first
+    counts as written, unless it is an address.
+    """
+    sources: dict[str, set[str]] = {}  # register -> what its writers copy; "" where one computes
+    reads: list[tuple[Instruction, list[str]]] = []
+    for ins in entry.instructions:
+        first, *rest = ins.operands or [""]
+        is_address = first.startswith("[")
+        used = [ins.guard or "", *rest, *([first] if is_address else [])]
+        names = [r for r in REGISTER.findall(" ".join(used)) if entry.width(r)]
+        is_copy = ins.parts[0] == "mov" and len(rest) == 1 and rest[0] in names
+        for register in () if is_address else REGISTER.findall(first):
+            sources.setdefault(register, set()).add(rest[0] if is_copy else "")
+        if ins.parts[0] != "mov":
+            reads.append((ins, names))
+    unwritten = {r for _, names in reads for r in names if r not in sources}
+    unwritten |= {r for copied in sources.values() for r in copied if r and r not in sources}
+    while unwritten:
+        more = {r for r, copied in sources.items() if copied <= unwritten} - unwritten
+        if not more:
+            break
+        unwritten |= more
+    found = ((ins, next((r for r in names if r in unwritten), "")) for ins, names in reads)
+    return [(ins, register) for ins, register in found if register]
+
+
 def _accumulators(entry: Entry) -> dict[str, str]:
     """Kinds of wgmma's accumulators: one for all of a product, which takes them as one array."""
     return {

@@ -70,6 +70,13 @@ def check_version() -> None:
         )
 
 
+def argument_names(compiled) -> list[str]:
+    """Names of a compiled function's arguments in order, none where it does not know them. The
+    stream is passed by the environment, or comes after the tensors."""
+    signature = getattr(getattr(compiled, "execution_args", None), "signature", None)
+    return [name for name in getattr(signature, "parameters", ()) if name != "stream"]
+
+
 class HostRunner:
     """Runner of a compiled function's host code, which records its launches."""
 
@@ -188,6 +195,7 @@ class HostRunner:
                     params,
                     programmatic,
                     cooperative,
+                    non_portable=bool(self.stub.dsv4sim_is_non_portable(name)),
                 )
             )
             return 0

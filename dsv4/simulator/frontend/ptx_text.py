@@ -42,6 +42,7 @@ def simulate_ptx(
     params: tuple[Parameter, ...],
     cluster: Dimensions | None = None,
     shared: int = 0,
+    non_portable: bool = False,
     schedule: str = "eager",
     seed: int = 0,
     races: bool = True,
@@ -61,6 +62,7 @@ def simulate_ptx(
         params: one value per kernel parameter: a CPU tensor (its address), an integer, a float, or
             the parameter's bytes (a tensor map, a struct).
         shared: bytes of dynamic shared memory.
+        non_portable: whether the kernel has the attribute that allows clusters of more than 8 CTAs.
         schedule, seed, races, instructions_per_warp: as of `simulate`.
         buffers: further tensors whose storages the kernel may touch, for example through tensor
             maps.
@@ -75,7 +77,7 @@ def simulate_ptx(
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     simulation = single_launch(
         ptx, entry, grid=grid, block=block, params=params, cluster=cluster, shared=shared,
-        peers=peers,
+        non_portable=non_portable, peers=peers,
     )  # fmt: skip
     tensors = tuple(p for given in (params, *peers) for p in given if isinstance(p, torch.Tensor))
     return simulation.run(
@@ -93,6 +95,7 @@ def single_launch(
     params: tuple[Parameter, ...],
     cluster: Dimensions | None = None,
     shared: int = 0,
+    non_portable: bool = False,
     peers: tuple[tuple[Parameter, ...], ...] = (),
 ) -> Simulation:
     """The simulation of one launch of a PTX module; arguments as of `simulate_ptx`."""
@@ -108,7 +111,13 @@ def single_launch(
         for name, given in zip(("grid", "block", "cluster"), (grid, block, cluster))
     )
     simulation.host.config = LaunchConfig(
-        entry, *sizes, shared, values, peers=tuple(others), cooperative=_waits_for_grid(found)
+        entry,
+        *sizes,
+        shared,
+        values,
+        peers=tuple(others),
+        cooperative=_waits_for_grid(found),
+        non_portable=non_portable,
     )
     return simulation
 

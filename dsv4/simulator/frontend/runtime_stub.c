@@ -82,12 +82,29 @@ int dsv4sim_cudaGetDevice(int *device) { *device = 0; return 0; }
 int dsv4sim_cudaSetDevice(int device) { (void)device; return 0; }
 int dsv4sim_cudaGetDeviceCount(int *count) { *count = 1; return 0; }
 
-int dsv4sim_cudaKernelSetAttributeForDevice(void *k, int a, int v, int d) {
-  (void)k; (void)a; (void)v; (void)d;
+/* Attribute 14 allows clusters of more than 8 CTAs. A kernel has it for good: kept by its name, of
+ * which a process has few. */
+#define MOST_KERNELS 4096
+static const char *non_portable[MOST_KERNELS];
+static int non_portable_count;
+
+int dsv4sim_is_non_portable(const char *kernel) {
+  for (int i = 0; i < non_portable_count; i++)
+    if (!strcmp(non_portable[i], kernel)) return 1;
   return 0;
 }
 
-int dsv4sim_cudaFuncSetAttribute(void *k, int a, int v) { (void)k; (void)a; (void)v; return 0; }
+int dsv4sim_cudaFuncSetAttribute(void *kernel, int attribute, int value) {
+  if (attribute == 14 && value && !dsv4sim_is_non_portable(kernel) &&
+      non_portable_count < MOST_KERNELS)
+    non_portable[non_portable_count++] = kernel;
+  return 0;
+}
+
+int dsv4sim_cudaKernelSetAttributeForDevice(void *kernel, int attribute, int value, int device) {
+  (void)device;
+  return dsv4sim_cudaFuncSetAttribute(kernel, attribute, value);
+}
 
 int dsv4sim_cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *n, void *k, int b, uint64_t s) {
   (void)k; (void)b; (void)s;

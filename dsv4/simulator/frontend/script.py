@@ -24,6 +24,7 @@ from dsv4.simulator.errors import SimulatorError
 from dsv4.simulator.frontend import triton
 from dsv4.simulator.frontend.cpu_only import CpuOnly
 from dsv4.simulator.frontend.cutedsl import CudaView
+from dsv4.simulator.frontend.kernel_names import named
 from dsv4.simulator.frontend.ptx_text import simulate_ptx, single_launch
 from dsv4.simulator.frontend.tensor_maps import encode_tiled
 from dsv4.simulator.html import Modelled
@@ -225,7 +226,8 @@ def run_script(
     sys.path[:0] = [str(script.parent), *map(str, paths)]
     sys.argv = [str(script), *arguments]
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        with named():
+            runpy.run_path(str(script), run_name="__main__")
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise

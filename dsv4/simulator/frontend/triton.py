@@ -136,7 +136,8 @@ class _Launch:
         self.simulate(
             functools.partial(
                 simulate_ptx, self.ptx, meta.name, grid=(x * ctas, y, z), block=block,
-                cluster=(ctas, 1, 1), shared=meta.shared, params=tuple(values),
+                cluster=(ctas, 1, 1), non_portable=ctas > 8, shared=meta.shared,
+                params=tuple(values),
             )
         )  # fmt: skip
 

@@ -71,8 +71,9 @@ class MemoryBarrier:
         return (self.phase & 1) != (parity & 1)
 
     def __str__(self) -> str:
+        place = self.launch.program.entry.shared_names.place(self.address & 0xFFFFFF)
         return (
-            f"mbarrier rank {self.address >> 24} offset {self.address & 0xFFFFFF:#x}: phase "
+            f"mbarrier rank {self.address >> 24} {place}: phase "
             f"{self.phase}, {self.pending} of {self.count} arrivals and {self.transactions} bytes "
             "pending"
         )

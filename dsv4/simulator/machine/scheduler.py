@@ -44,6 +44,7 @@ class LaunchConfig:
     params: list[bytes]
     programmatic: bool = False  # may start before the launch before it is complete
     cooperative: bool = False  # all of its CTAs must fit the GPU at once
+    non_portable: bool = False  # clusters of more than 8 CTAs are allowed
     workspace: int = 0  # address of what a cooperative launch gets for barriers of the grid
     peers: tuple[list[bytes], ...] = ()  # parameters of the same launch on further GPUs
 
@@ -70,7 +71,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         config = self.config
-        check_launchable(self.program.entry, config.grid, config.block, config.cluster)
+        check_launchable(
+            self.program.entry, config.grid, config.block, config.cluster, config.non_portable
+        )
         self.grid, self.block, self.cluster = config.grid, config.block, config.cluster
         self.shared, self.static_shared = config.shared, self.program.static_shared
         self.threads = config.block[0] * config.block[1] * config.block[2]

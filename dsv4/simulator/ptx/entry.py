@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dsv4.simulator.ptx.qualifiers import Order
+from dsv4.simulator.ptx.shared_names import SharedNames
 from dsv4.simulator.ptx.source import SourceLine, describe
 from dsv4.simulator.ptx.symbols import Symbol
 
@@ -54,6 +55,7 @@ class Entry:
     cluster: tuple[int, int, int] | None = None
     least_ctas: int = 1  # of a multiprocessor (.minnctapersm)
     most_registers: int | None = None  # of a thread at launch (.maxnreg)
+    shared_names: SharedNames = field(default_factory=SharedNames)
 
     def width(self, register: str) -> int | None:
         """Bits of a register, None when the name is not a register."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dsv4.simulator.compile.tmem_registers import EARLY
 from dsv4.simulator.machine.memory import OFFSET_MASK, RANK_SHIFT
+from dsv4.simulator.ptx.source import role_at
 from dsv4.simulator.races.cells.shadow import SEVERAL, Earlier
 from dsv4.simulator.report import Finding
 
@@ -65,12 +66,12 @@ class Findings:
         """
         clocks = w.cluster.state.clocks
         name = clocks.names[earlier.agent]
-        who = _who(name, w.cluster)
+        who = _who(name, w.cluster, self.role(earlier.at), self.entry)
         if name[0] == "warp" and earlier.lane != SEVERAL:
             who += f", lane {earlier.lane}"
         elif earlier.agent == w.agent:
             who = "accesses of other lanes of the warp"
-        message = f"{what} by {w.cta.name} warp {w.number} {relation(who, lacking)}"
+        message = f"{what} by {self.warp_at(w, w.at)} {relation(who, lacking)}"
         places = (earlier.at, w.at)
         if name[0] == "tcgen05.ld" and (EARLY, earlier.at) in self._known:
             return  # that nothing waits for the load is one finding
@@ -81,6 +82,19 @@ class Findings:
         else:
             # A race is one, whichever of the two comes first.
             self.report(kind, message, tuple(sorted(places)), places)
+
+    def role(self, at: int) -> str:
+        """The role of a warp that executes an instruction: " (score)", or nothing."""
+        role = role_at(self.entry.instructions[at].lines)
+        return f" ({role})" if role else ""
+
+    def warp_at(self, w, at: int) -> str:
+        """A warp and the role in which it executes an instruction."""
+        return f"{w.cta.name} warp {w.number}{self.role(at)}"
+
+    def shared_place(self, cta, offset: int) -> str:
+        """A place in a CTA's shared memory, by name where it has one."""
+        return f"{self.entry.shared_names.place(offset)} of {cta.name}"
 
 
 def relation(who: str, lacking: str) -> str:
@@ -98,20 +112,21 @@ _ENGINES = {
 }  # fmt: skip
 
 
-def _who(name: tuple, cluster) -> str:
+def _who(name: tuple, cluster, role: str, entry) -> str:
     """An agent's name for people."""
     kind, *rest = name
     if kind == "warp":
-        return f"the access of {_warp(rest[0], cluster)}"
+        return f"the access of {_warp(rest[0], cluster)}{role}"
     if kind == "copies":
         address = rest[0]
         cta = cluster.ctas[address >> RANK_SHIFT].name
-        return f"the copy that completes on the mbarrier at {address & OFFSET_MASK:#x} of {cta}"
+        place = entry.shared_names.place(address & OFFSET_MASK)
+        return f"the copy that completes on the mbarrier at {place} of {cta}"
     if kind == "wgmma":
         rank, group = rest
-        return f"a wgmma of {cluster.ctas[rank].name} warpgroup {group}"
+        return f"a wgmma of {cluster.ctas[rank].name} warpgroup {group}{role}"
     if kind in _ENGINES:
-        return f"{_ENGINES[kind]} issued by {_warp(rest[0], cluster)}"
+        return f"{_ENGINES[kind]} issued by {_warp(rest[0], cluster)}{role}"
     return f"what {kind} {rest} did"
 
 

@@ -173,7 +173,7 @@ class GlobalRaces:
         if missing is not None:
             message = (
                 f"{what} {history.region.name} at byte {history.offset(int(where[missing]))} by "
-                f"{w.cta.name} warp {w.number}: nothing was written there"
+                f"{self.monitor.warp_at(w, w.at)}: nothing was written there"
             )
             self.monitor.report("uninitialised read", message, (w.at,), (w.at,))
 
@@ -374,8 +374,8 @@ class GlobalRaces:
                 "waited for it"
             )
         message = (
-            f"{what} {history.region.name} at byte {history.offset(cell)} by {w.cta.name} warp "
-            f"{w.number} {when}"
+            f"{what} {history.region.name} at byte {history.offset(cell)} by "
+            f"{self.monitor.warp_at(w, w.at)} {when}"
         )
         self.monitor.report("race with the launch before", message, (w.at,), (w.at,))
 
@@ -387,12 +387,18 @@ class GlobalRaces:
         whose = "" if lane == SEVERAL else f" by lane {lane}"
         message = (
             f"{what} {history.region.name} at byte {history.offset(int(where[i]))} by "
-            f"{w.cta.name} warp {w.number} {relation(f'an earlier {before}{whose}', lacking)}"
+            f"{self.monitor.warp_at(w, w.at)} "
+            f"{relation(f'an earlier {before}{whose}{self._role_of(at)}', lacking)}"
         )
         if kind == CONVERGENCE:
             self.monitor.warn(kind, message, at, w.at)
         else:
             self.monitor.report(kind, message, tuple(sorted((at, w.at))), (at, w.at))
+
+    def _role_of(self, at: int) -> str:
+        """Whose an earlier access was, as far as its instruction says so."""
+        role = self.monitor.role(at)
+        return f" by a warp{role}" if role else ""
 
     # --- synchronisation -------------------------------------------------------------------------
     def atomic(self, w, space: str, address: np.ndarray, mask, size: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dsv4.simulator.compile.program import Program
 from dsv4.simulator.machine.memory import Cluster
 from dsv4.simulator.machine.observer import Observer
 from dsv4.simulator.races.cluster_state import ClusterState, lanes_of
@@ -51,6 +52,15 @@ class Monitor(CopyRaces, TensorRaces, Observer):
                 message = f"{warp.cta.name} warp {warp.number} exits with wgmma outstanding"
                 self._leak(message, warp.wgmma_pending[0].at)
         cluster.state = None
+
+    def registers_never_written(self, program: Program) -> None:
+        """Uses of registers that nothing writes, in blocks that have run. Compilers leave values
+        undefined that nobody needs: these are warnings."""
+        for ins, register in program.unwritten_reads:
+            block = next(b for b in program.blocks if b.start <= ins.index < b.stop)
+            if program.hits[block.number]:
+                message = f"{register} is used, and no instruction writes it"
+                self.warn("register never written", message, ins.index)
 
     def exit_outstanding(self, w, stores: list) -> None:
         """A warp that issued bulk stores has exited without waiting for their reads."""

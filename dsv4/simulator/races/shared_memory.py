@@ -77,7 +77,7 @@ class SharedRaces(Findings):
                 self._within_store(w, offsets, mask, values)
             shadow.note_write(where, agent, clock, code)
         else:
-            self._initialised(w, cta, where, f"{cta.name} warp {w.number} reads")
+            self._initialised(w, cta, where, f"{self.warp_at(w, w.at)} reads")
             if w.at in self.watched_loads:
                 cells = granules(np.asarray(offsets, np.int64) & ~3, max(size, 4))
                 state.flights.read(agent, w.at, cta.rank, cells)
@@ -110,10 +110,9 @@ class SharedRaces(Findings):
             text = f"{what} {self._at(w, cta, where, earlier)}"
             self.race(w, "read-write race", text, earlier)
 
-    @staticmethod
-    def _at(w, cta: Cta, where: np.ndarray, earlier: Earlier) -> str:
+    def _at(self, w, cta: Cta, where: np.ndarray, earlier: Earlier) -> str:
         offset = w.cluster.state.shared[cta.rank].offset(int(where[earlier.index]))
-        return f"offset {offset:#x} of {cta.name}"
+        return self.shared_place(cta, offset)
 
     def _against_barriers(self, w, cta: Cta, offsets, size: int, what: str) -> None:
         """A write to live mbarriers: only mbarrier instructions may touch them until .inval."""
@@ -127,14 +126,15 @@ class SharedRaces(Findings):
             hit = live[first : last + 1].any(keepdims=True)
         if hit.any():
             offset = int(places[int(hit.argmax())])
-            message = f"{what} offset {offset:#x} of {cta.name}, a live mbarrier"
+            message = f"{what} {self.shared_place(cta, offset)}, a live mbarrier"
             self.report(OVERWRITTEN, message, (w.at,), (w.at,))
 
     def _initialised(self, w, cta: Cta, where, what: str) -> None:
         shadow = w.cluster.state.shared[cta.rank]
         missing = shadow.first_unwritten(where)
         if missing is not None:
-            message = f"{what} shared offset {shadow.offset(int(where[missing])):#x}"
+            place = self.entry.shared_names.place(shadow.offset(int(where[missing])))
+            message = f"{what} shared memory at {place}"
             self.report("uninitialised read", message, (w.at,), (w.at,))
 
     def _within_store(self, w, offsets: np.ndarray, mask, values) -> None:
@@ -191,7 +191,7 @@ class SharedRaces(Findings):
         self._against_reads(w, cta, where, seen, agent, what)
         if w.order.unsettled:
             self._between_lanes(w, cta, shadow, where, numbers, True, what)
-        self._initialised(w, cta, where, f"atomic of {cta.name} warp {w.number} on")
+        self._initialised(w, cta, where, f"atomic of {self.warp_at(w, w.at)} on")
         atomics.note_write(words, agent, int(seen[agent]), place(w.at, numbers))
         w.order.note(atomics, agent, words)
 
@@ -397,7 +397,8 @@ class SharedRaces(Findings):
         cta, first = w.cluster.cta_at(address), (address & OFFSET_MASK) >> 2
         live = state.barriers.setdefault(cta.rank, np.zeros(SHARED_BYTES // 4, np.bool_))
         if live[first]:
-            message = f"mbarrier at offset {4 * first:#x} of {cta.name}, live and not invalidated"
+            place = self.shared_place(cta, 4 * first)
+            message = f"mbarrier at {place}, live and not invalidated"
             self.report("mbarrier initialised again", message, (w.at,), (w.at,))
         live[first : first + 2] = True
         state.inits[address] = (w.agent, int(state.clocks.seen[w.agent, w.agent]))
@@ -416,7 +417,7 @@ class SharedRaces(Findings):
         agent, clock = state.inits[barrier.address]
         know = state.clocks.know[w.agent]
         if max(know[SEEN, agent], know[INITIALISED, agent]) < clock:
-            message = f"use of {barrier} by {w.cta.name} warp {w.number}"
+            message = f"use of {barrier} by {self.warp_at(w, w.at)}"
             self.report("barrier used before its init is visible", message, (w.at,), (w.at,))
 
     def release_barrier(self, w, barrier, mask=None) -> None:

@@ -64,7 +64,7 @@ class TensorRaces(SharedRaces):
         missing = None if plain else shadow.first_unwritten(where)
         if missing is not None:
             column = int(where[missing]) // TMEM_GROUPS
-            message = f"{what} of {cta.name} warp {w.number} at TMEM column {column}"
+            message = f"{what} of {self.warp_at(w, w.at)} at TMEM column {column}"
             self.report("uninitialised read", message, (w.at,), (w.at,))
         shadow.note_read(where, agent, clock, place(w.at, SEVERAL))
 
@@ -116,7 +116,7 @@ class TensorRaces(SharedRaces):
         for (rank, start), (columns, at) in w.cluster.state.freed.items():
             inside = (column >= start) & (column < start + columns)
             if rank == cta.rank and inside.any():
-                message = f"{what} of {cta.name} warp {w.number} after its peer's tcgen05.dealloc"
+                message = f"{what} of {self.warp_at(w, w.at)} after its peer's tcgen05.dealloc"
                 self.report(FREED, message, (w.at, at), (w.at, at))
 
     def tmem_waited(self, w, kind: str) -> None:

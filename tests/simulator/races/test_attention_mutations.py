@@ -13,6 +13,7 @@ from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.parser import parse_module
 from dsv4.testing.attention import Case, assert_attention_close, make_inputs
 from dsv4.testing.attention_kernel import attention_call, config_of
+from tests.simulator.helpers.changes import check_weaker, weakenings_of
 from tests.simulator.helpers.mutations import (
     Run,
     known_warnings,
@@ -24,7 +25,6 @@ from tests.simulator.helpers.mutations import (
 )
 from tests.simulator.helpers.places import places
 from tests.simulator.helpers.support import dump_folder
-from tests.simulator.helpers.weaker import check_weaker, weakenings_of
 
 pytestmark = pytest.mark.stage("simulator")
 

@@ -16,6 +16,7 @@ from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.parser import parse_module
 from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
 from dsv4.testing.harness import SCHEDULES, compiler_options
+from tests.simulator.helpers.changes import check_weaker
 from tests.simulator.helpers.mutations import (
     Run,
     known_warnings,
@@ -26,7 +27,6 @@ from tests.simulator.helpers.mutations import (
     without,
 )
 from tests.simulator.helpers.places import places
-from tests.simulator.helpers.weaker import check_weaker
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 

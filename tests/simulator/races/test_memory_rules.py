@@ -93,9 +93,35 @@ def test_a_block_has_at_most_1024_threads():
 
 
 def test_a_cluster_has_at_most_16_ctas():
-    run_body("", grid=16, cluster=16)
+    run_body("", grid=16, cluster=16, non_portable=True)
     with pytest.raises(KernelFault, match="32 CTAs, of 16"):
-        run_body("", grid=32, cluster=32)
+        run_body("", grid=32, cluster=32, non_portable=True)
+
+
+def test_more_than_8_ctas_need_the_attribute():
+    run_body("", grid=8, cluster=8)
+    with pytest.raises(KernelFault, match="16 CTAs; more than 8 need the attribute"):
+        run_body("", grid=16, cluster=16)
+
+
+@pytest.mark.parametrize(
+    ("body", "found"),
+    [
+        ("add.s32 %r8, %r9, 1;", True),
+        ("mov.b32 %r8, %r9;\nadd.s32 %r10, %r8, 1;", True),
+        ("@%p5 st.global.b32 [%d2], %r1;", True),
+        ("st.global.b32 [%d2], %r9;", True),
+        # A pack may hold what nobody needs, and a copy alone is no use.
+        ("mov.b64 %d8, {%r1, %r9};\nst.global.b64 [%d1], %d8;", False),
+        ("mov.b32 %r8, %r9;", False),
+        ("mov.b32 %r9, 1;\nadd.s32 %r8, %r9, 1;", False),
+        # Code that no warp runs.
+        ("bra END;\nadd.s32 %r8, %r9, 1;\nEND:", False),
+    ],
+)
+def test_registers_that_nothing_writes(body, found):
+    kinds = [warning.kind for warning in run_body(body, threads=1).warnings]
+    assert kinds == ["register never written"] * found
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from dsv4.testing.harness import SCHEDULES, Outcome, compiler_options
-from dsv4.testing.moe_router import RouterCase, RouterInputs, assert_routed
+from dsv4.testing.moe_router import RouterInputs, assert_routed
 from tests.simulator.helpers.mutations import (
     Run,
     known_warnings,
@@ -17,14 +17,13 @@ from tests.simulator.helpers.mutations import (
     without,
 )
 from tests.simulator.helpers.places import places
+from tests.simulator.helpers.subjects import ROUTER as CASE
+from tests.simulator.helpers.subjects import ROUTER_TILING as TILING
 from tests.simulator.races.test_fp8_linear_mutations import reached
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
 pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-
-# Two CTAs of the selection, four tiles of a CTA of the gate, two slices one after the other.
-CASE, TILING = RouterCase(27, 1024), (1, 4)
 
 # What is not missed, by instruction and the kernel's function: how many of them, and why.
 LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what orders"

@@ -63,7 +63,8 @@ def test_a_use_comes_after_the_wait(use, schedule):
     ],
 )
 def test_copies_may_come_before_the_wait(copies):
-    assert _kinds(copies, "add.u32 %r14, %r11, 1;") == []
+    body = f"mov.u32 %r11, 0;\n{copies}"
+    assert _kinds(body, "add.u32 %r14, %r11, 1;") == []
 
 
 def test_a_value_of_the_loop_before_may_be_used():

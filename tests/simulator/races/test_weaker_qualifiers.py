@@ -6,52 +6,24 @@ One schedule is enough: a weaker qualifier changes nothing but the checker's ord
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 
-from dsv4.kernels.attention.paged_plan import workspace_size
-from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
-from dsv4.testing import kv_insert, moe, paged_attention, rms_norm_fp8
-from dsv4.testing.attention import assert_attention_close
-from dsv4.testing.harness import Call, Outcome, compiler_options
-from dsv4.testing.moe_router import RouterInputs, assert_routed
-from tests.simulator.helpers.mutations import Run
-from tests.simulator.helpers.weaker import check_weaker, weakenings_of
-from tests.simulator.races import test_router_mutations
+from dsv4.testing import kv_insert, rms_norm_fp8
+from dsv4.testing.harness import compiler_options
+from tests.simulator.helpers import subjects
+from tests.simulator.helpers.changes import check_weaker, weakenings_of
 
 pytestmark = pytest.mark.stage("simulator")
 
 pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 
-SEED = 1
-Subject = tuple[Any, list[Run]]  # compiled kernels, and the launches that must notice
 EXPECTS = "the copies it expects complete with a release of their own, and are all it hands over"
 
 
-def run_of_call(make: Callable[[], Call], check: Callable[[Outcome], None]) -> Run:
-    """A launch whose tensors are new each time, and the check of what it left."""
-    calls: list[Call] = []
-
-    def prepare() -> tuple[tuple, dict]:
-        calls.append(make().poisoned())
-        return calls[-1].args, dict(calls[-1].options)
-
-    def correct(positional: tuple, keywords: dict) -> bool:
-        try:
-            check(Outcome.of(calls[-1]))
-        except AssertionError:
-            return False
-        return True
-
-    return Run(prepare, correct)
-
-
 # ---- experts and router --------------------------------------------------------------------------
-# Three tiles of tokens, one of them of a single expert, on one SM: rings wrap.
-EXPERTS = moe.Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
 EXPERTS_HARMLESS = {
     ("mbarrier.arrive", "_load_stage", "relaxed"): (6, EXPECTS),
     ("fence.proxy", "clear", "global"): (
@@ -67,30 +39,7 @@ EXPERTS_HARMLESS = {
 }
 
 
-def experts() -> Subject:
-    from dsv4.kernels.moe.sm90.experts import build
-
-    inputs = moe.Inputs.make(EXPERTS, SEED)
-    compiled = build(EXPERTS.config, compiler_options("sm_90a", has_lines=True))
-    make = partial(inputs.experts_call, 0, 1, 8)
-    return compiled, [run_of_call(make, lambda found: moe.assert_experts_close(found, inputs))]
-
-
-def router() -> Subject:
-    from dsv4.kernels.moe.router import build
-
-    case, tiling = test_router_mutations.CASE, test_router_mutations.TILING
-    inputs = RouterInputs.make(case, SEED)
-    compiled = build(case.config, compiler_options("sm_90a", has_lines=True))
-    make = partial(inputs.call, tiling)
-    return compiled, [run_of_call(make, lambda found: assert_routed(found, inputs))]
-
-
 # ---- attention over pages ------------------------------------------------------------------------
-OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True, "wild": True}
-# All work on one CTA; fewer CTAs than splits, which then cannot wait for each other; all at once.
-LAUNCHES = ((1, 1), (3, 3), (3, 132))
-PAGED_SWAP_AB = paged_attention.Case(3, 1, 8, 64, "bf16", 40, 300, 53, 2, **OPTIONS)
 PAGED_SWAP_AB_HARMLESS = {
     ("mbarrier.arrive", "gather", "relaxed"): (1, EXPECTS),
     ("mbarrier.try_wait", "gather", "relaxed"): (
@@ -121,34 +70,12 @@ PAGED_SWAP_AB_UNREACHED = {
 }
 
 
-def paged(case: paged_attention.Case) -> Subject:
-    from dsv4.kernels.attention.sm90.paged import build
-
-    config = SPARSE_FMHA_PAGED.compiled_config(case.config, "sm_90a")
-    inputs = paged_attention.make_inputs(case, SEED)
-    o, lse, _ = inputs.expected()
-
-    def make(splits: int, ctas: int) -> Call:
-        scalars = (splits, ctas, case.config.sliding_window, case.config.ratio)
-        call = inputs.call(scalars, workspace_size(case.config, {"T": case.tokens}, scalars))
-        if splits > 1:
-            # The largest scores would make it one split.
-            call.options["max_logits"] = call.outputs.pop("max_logits")[:0]
-        return call
-
-    def check(found: Outcome) -> None:
-        assert_attention_close(found["o"], o, found["lse"], lse)
-
-    compiled = build(config, compiler_options("sm_90a", has_lines=True))
-    return compiled, [run_of_call(partial(make, *launch), check) for launch in LAUNCHES]
-
-
 # Subject, what goes unnoticed, and what no launch runs.
 KERNELS = {
-    "experts": (experts, EXPERTS_HARMLESS, {}),
-    "router": (router, {}, {}),
+    "experts": (subjects.experts, EXPERTS_HARMLESS, {}),
+    "router": (subjects.router, {}, {}),
     "paged swap-AB": (
-        partial(paged, PAGED_SWAP_AB), PAGED_SWAP_AB_HARMLESS, PAGED_SWAP_AB_UNREACHED,
+        partial(subjects.paged, "swap_ab"), PAGED_SWAP_AB_HARMLESS, PAGED_SWAP_AB_UNREACHED,
     ),
 }  # fmt: skip
 
@@ -157,7 +84,8 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
     make, harmless, unreached = KERNELS[name]
-    check_weaker(*make(), harmless, unreached)
+    compiled, runs = make()
+    check_weaker(compiled, runs("eager"), harmless, unreached)
 
 
 # ---- kernels without qualifiers ------------------------------------------------------------------

@@ -1,0 +1,167 @@
+"""Weaker qualifiers of a compiled kernel: every way to weaken one by a step, and which of them
+nothing notices.
+
+A weaker qualifier changes no value here, where memory is sequentially consistent: it is the
+checker's order that changes, in every schedule alike.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from dsv4.simulator.ptx.entry import Instruction
+from dsv4.simulator.ptx.parser import parse_module
+from tests.simulator.helpers.mutations import (
+    Run,
+    known_warnings,
+    noticed,
+    simulate_text,
+    weakened,
+    weakened_instructions,
+)
+from tests.simulator.helpers.places import places
+
+Place = tuple[str, str, str]  # stem, the kernel's function, new qualifier
+Listed = Mapping[Place, tuple[int, str]]  # place -> how many, and why
+NEVER = "never run"
+# Processes that share a table: thousands of launches, hours on one core.
+WORKERS = "DSV4_TABLE_WORKERS"
+
+
+class Change(NamedTuple):
+    """An instruction, and the weaker opcode that it gets."""
+
+    ins: Instruction
+    opcode: str
+    place: Place
+
+    def applied(self, ptx: str) -> str:
+        """The module with it."""
+        return weakened(ptx, self.ins, self.opcode)
+
+    def __str__(self) -> str:
+        return f"{self.opcode}: {self.ins.where()}"
+
+
+def weakenings_of(ptx: str) -> list[Change]:
+    """All of a module."""
+    found = weakened_instructions(ptx)
+    placed = places([ins for ins, _ in found])
+    return [
+        Change(
+            ins, opcode, (*place, next(p for p in opcode.split(".") if p not in _qualifiers(ins)))
+        )
+        for (ins, opcode), place in zip(found, placed)
+    ]
+
+
+def _qualifiers(ins: Instruction) -> set[str]:
+    """The parts of an opcode and what it has by default."""
+    semantics = {"acquire"} if ins.order.acquires else set()
+    semantics |= {"release"} if ins.order.releases else set()
+    if ins.order.strong and len(semantics) != 1:
+        semantics = set() if semantics else {"relaxed"}
+    return {*ins.parts, ins.order.scope.name.lower(), *semantics}
+
+
+class Reached(NamedTuple):
+    """What each launch runs: lines of the PTX of the entries it reaches, and which
+    synchronisation it never runs there."""
+
+    run: Run
+    lines: frozenset[int]
+    never: frozenset[str]
+
+
+def reached(compiled, runs: Iterable[Run]) -> list[Reached]:
+    """What unchanged launches run."""
+    ptx = compiled.artifacts.PTX
+    entries = parse_module(ptx).entries
+    found = []
+    for run in runs:
+        report, _ = simulate_text(compiled, ptx, run)
+        # Counts add up over the launches of an entry: the last one's are of all.
+        ran = [c for c in {c.kernel: c for c in report.coverage}.values() if c.sync_run]
+        lines = (ins.ptx_line for c in ran for ins in entries[c.kernel].instructions)
+        never = (where for c in ran for where in c.missed_sync)
+        found.append(Reached(run, frozenset(lines), frozenset(never)))
+    return found
+
+
+def tried(compiled, runs: Sequence[Run], changes: Iterable[Change]) -> Iterator[tuple[Change, str]]:
+    """Each change in the entries that the launches reach, and how it is noticed: "" if not,
+    `NEVER` if no launch runs the instruction."""
+    ptx = compiled.artifacts.PTX
+    launches = reached(compiled, runs)
+    known = known_warnings(compiled, runs)
+
+    def of_change(change: Change) -> str | None:
+        those = [found for found in launches if change.ins.ptx_line in found.lines]
+        running = [found.run for found in those if change.ins.where() not in found.never]
+        if running:
+            return noticed(compiled, change.applied(ptx), running, known)
+        return NEVER if those else None
+
+    for change, how in shared_out(of_change, list(changes)):
+        if how is not None:
+            yield change, how
+
+
+def shared_out(function: Callable, items: Sequence) -> Iterator[tuple]:
+    """Each item and what a function gives for it, in order of completion, by forked processes:
+    a compiled kernel cannot be sent to any."""
+    workers = min(int(os.environ.get(WORKERS, "1")), len(items))
+    if workers <= 1:
+        yield from ((item, function(item)) for item in items)
+        return
+    context = multiprocessing.get_context("fork")
+    taken, done = context.Value("i", 0), context.SimpleQueue()
+
+    def take() -> int:
+        with taken.get_lock():
+            taken.value += 1
+            return taken.value - 1
+
+    def work() -> None:
+        while (i := take()) < len(items):
+            try:
+                done.put((i, function(items[i]), None))
+            except BaseException as error:
+                done.put((i, None, f"{type(error).__name__}: {error}"))
+
+    processes = [context.Process(target=work, daemon=True) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    try:
+        for _ in items:
+            i, result, error = done.get()
+            if error is not None:
+                raise RuntimeError(f"{items[i]}: {error}")
+            yield items[i], result
+    finally:
+        for process in processes:
+            process.terminate()
+
+
+def check_weaker(
+    compiled, runs: Sequence[Run], harmless: Listed, unreached: Listed | None = None
+) -> None:
+    """Fail unless exactly the listed weakenings go unnoticed, and exactly the listed ones are of
+    instructions that no launch runs."""
+    check(compiled, runs, weakenings_of(compiled.artifacts.PTX), harmless, unreached or {})
+
+
+def check(
+    compiled, runs: Sequence[Run], changes: Iterable[Change], harmless: Listed, unreached: Listed
+) -> None:
+    """Fail unless exactly the listed changes go unnoticed, and exactly the listed ones are of
+    instructions that no launch runs."""
+    found = list(tried(compiled, runs, changes))
+    for how, listed in (("", harmless), (NEVER, unreached)):
+        missed = [change for change, noticed_as in found if noticed_as == how]
+        expected = {place: count for place, (count, _) in listed.items()}
+        assert Counter(change.place for change in missed) == expected, "\n".join(map(str, missed))
