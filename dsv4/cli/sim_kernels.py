@@ -118,7 +118,6 @@ KERNELS = (
         "sm_90a",
         "moe: router, sort, experts, sum; every tiling",
         "dsv4 sim moe",
-        is_partial=True,
     ),
 )
 

@@ -8,7 +8,7 @@ from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
 
 ARCH = "sm_90a"
 FEW_SMS = 2  # whose CTAs take all tiles
-FEW_TOKENS = 5  # which one CTA chooses experts for, and sorts without counting
+FEW_TOKENS = (5, 9)  # for which one CTA chooses experts, and sorts without counting
 SIZES = (
     Size("tokens", 37, "T of a launch whose CTAs have several tiles"),
     Size("hidden", 512, "D, a multiple of 512"),
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
     sizes = (args.hidden, args.inner, args.experts, args.top_k, args.experts_in)
     cases = (
-        Case(FEW_TOKENS, *sizes),
+        *(Case(tokens, *sizes) for tokens in FEW_TOKENS),
         Case(args.tokens, *sizes, one_expert=True),
         Case(args.many, *sizes, live=min(args.live, args.many)),
     )
