@@ -148,7 +148,8 @@ def sparse_fmha_paged(
         compressed_indices, compressed_lens: the same for it; None: block_table.
         sink_logits: [n_h] float32, natural-log domain, not scaled by `softmax_scale`.
         sink_mode: "softmax" or "swa_gate"; no default, because the two differ silently.
-        q_factor: [T, n_h] float32 on the scores of a token's head, such as a norm of q.
+        q_factor: [T, n_h] float32 on the scores of a token's head, such as a norm of q. Blackwell's
+            kernels take positive ones: with 0 or less, rows of o and lse are undefined there.
         rope: [R, rope_dim] float32, cosines then sines per position: the last channels of o, pairs
             of neighbours, are turned back by the rotation of the token's position before o is
             rounded. Positions are clamped to 0..R - 1.
