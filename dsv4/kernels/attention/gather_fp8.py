@@ -13,7 +13,7 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.key_span import KeySpan
-from dsv4.kernels.attention.launch_plan import TILE_KEYS as KEYS
+from dsv4.kernels.attention.key_tiles import TILE_KEYS as KEYS
 from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.kit.gather import copy_vector, vector_offset
 from dsv4.kernels.kit.kv_entry import GROUP, Fp8Entry

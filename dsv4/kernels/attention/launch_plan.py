@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4.kernels.attention.config import FmhaConfig
+from dsv4.kernels.attention.key_tiles import TILE_KEYS
 from dsv4.kernels.attention.sm100 import costs as sm100_costs
 from dsv4.kernels.attention.split_kv import (
     MAX_SPLITS,
@@ -22,7 +23,6 @@ from dsv4.kernels.attention.split_kv import (
 )
 
 TILE_HEADS = 64  # heads of a CTA, where heads are the M of the products
-TILE_KEYS = 64  # keys of a step
 SLICED_HEAD_DIM = 512  # whose columns two CTAs can halve
 
 

@@ -15,8 +15,6 @@ from dsv4.kernels.kit.kv_entry import ROPE_DIM
 
 HEAD_DIMS = {"bf16": (64, 128, 512), "fp8": (512,)}  # that kernels exist for
 MOST_HEADS = 128
-# Of a gathered key tile: a bit for each row that is a key; 1 in the window; 0. See `tile_info`.
-TILE_INFO_WORDS = 4
 # Fitted to measurements on an H200 of 1 to 64 tokens of 8 to 128 heads, as those of dense keys are,
 # which serve bf16 rows, too. A key tile of FP8 entries takes what its conversion takes.
 _H200 = launch_plan.H200

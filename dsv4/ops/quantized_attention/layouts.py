@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from dsv4.quoting import quoted
+
 LAYOUTS = ("HND", "NHD")
 
 
 def check_layout(tensor_layout: object) -> None:
     """Refuse what is neither layout: ValueError."""
     if not isinstance(tensor_layout, str) or tensor_layout not in LAYOUTS:
-        shown = " ".join(repr(tensor_layout).split())[:60]
-        raise ValueError(f"tensor_layout: got {shown}, needs 'HND' or 'NHD'")
+        raise ValueError(f"tensor_layout: got {quoted(tensor_layout)}, needs 'HND' or 'NHD'")
 
 
 def check_rank(name: str, tensor: Tensor, is_varlen: bool) -> None:

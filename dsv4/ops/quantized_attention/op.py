@@ -292,8 +292,9 @@ def _causal(
     """The configuration's word for a causal mask."""
     check_flag("is_causal", is_causal)
     if causal_align not in (None, "top_left", "bottom_right"):
-        shown = " ".join(repr(causal_align).split())[:60]
-        raise ValueError(f"causal_align: got {shown}, needs 'top_left' or 'bottom_right'")
+        raise ValueError(
+            f"causal_align: got {quoted(causal_align)}, needs 'top_left' or 'bottom_right'"
+        )
     if not is_causal:
         if causal_align is not None:
             raise ValueError(f"causal_align: got {quoted(causal_align)}, is_causal is False")

@@ -10,10 +10,10 @@ from cutlass.cute.nvgpu import cpasync
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from dsv4.kernels.attention.key_span import KeySpan
+from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.paged_context import PagedArguments
 from dsv4.kernels.attention.paged_keys import PagedKeys
-from dsv4.kernels.attention.paged_plan import TILE_INFO_WORDS
 from dsv4.kernels.attention.sm100.context import WorkTile
 from dsv4.kernels.attention.sm100.plan_1cta import KEYS
 from dsv4.kernels.attention.sm100.plan_paged import INFO_STAGES

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dsv4.kernels.attention.paged_plan import TILE_INFO_WORDS
+from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
 from dsv4.kernels.attention.sm100.plan_1cta import Plan1Cta
 from dsv4.kernels.attention.sm100.plan_2cta import Plan2Cta
 from dsv4.kernels.kit.plan import Arrival, Arrive, BarrierGraph, Buffer, Edge, SmemPlan, Warps

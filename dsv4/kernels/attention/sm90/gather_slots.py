@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.paged_plan import TILE_INFO_WORDS
+from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
 from dsv4.kernels.attention.sm90.plan import HALVES
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext

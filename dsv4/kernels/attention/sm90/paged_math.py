@@ -5,7 +5,7 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.inverse_rope import PAIRS, rope_row
-from dsv4.kernels.attention.paged_plan import TILE_INFO_WORDS
+from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
 from dsv4.kernels.attention.sm90.paged_score import positive_scale
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
 from dsv4.kernels.attention.sm90.swap_ab_math import MathFragments, MathWarpgroup, TileMask

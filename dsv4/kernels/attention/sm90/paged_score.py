@@ -4,7 +4,7 @@ anywhere in it."""
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.paged_plan import TILE_INFO_WORDS
+from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_epilogue import RowStatistics
 from dsv4.kernels.attention.sm90.heads_m_score import ScoreFragments, ScoreWarpgroup

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4.kernels.attention.paged_plan import TILE_INFO_WORDS
+from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
 from dsv4.kernels.kit.plan import (
     SMEM_CAPACITY,
     Arrival,

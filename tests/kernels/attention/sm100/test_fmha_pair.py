@@ -221,7 +221,7 @@ BUGS: dict[str, tuple[Edit, Case]] = {
     ),
     # Only the first CTA's masked rows are cleared: NaN from the other's.
     "rows of the second CTA kept": (
-        SOFTMAX_WARPS.call("zero_rows").argument(2).replace("{} + 64 * ctx.cta_rank"),
+        at("Fmha2Cta._mask").call("zero_rows").argument(2).replace("{} + 64 * ctx.cta_rank"),
         MIXED,
     ),
     # A new token's Q lands while scores of the last one are still computed.
