@@ -133,6 +133,7 @@ def test_without_scratch_many_tokens_follow_each_other(kernels, seed) -> None:
         found.assert_same_bits(right, "no scratch")
 
 
+@pytest.mark.slow  # that of FP8 linears is not
 def test_nothing_is_written_beside_the_outputs(kernels, seed) -> None:
     inputs = Inputs.make(Case(9, 512, WEIGHTS, is_strided=True), seed)
     compiled = kernels.compile(inputs.config)

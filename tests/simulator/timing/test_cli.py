@@ -28,6 +28,8 @@ SLOW = (
     "attention, 2-CTA",
     "attention, heads in M",
     "attention, swap-AB",
+    "paged attention, 1 CTA",
+    "paged attention, 2 CTAs",
     "paged attention, swap-AB",
     "paged attention, heads in M",
     "mixture of experts",
