@@ -19,7 +19,7 @@ from dsv4.testing.harness import simulator
 from dsv4.testing.paged_attention import Case, Inputs, make_inputs
 from dsv4.testing.paged_kernel import run_case
 
-pytestmark = pytest.mark.stage("D")
+pytestmark = pytest.mark.stage("D5c")
 
 SIMULATOR = simulator("sm_100a")
 OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True}
