@@ -17,7 +17,6 @@ from dsv4.cache.index_keys import IndexKeyPool
 from dsv4.cache.model_cache import ModelCache, block_size
 from dsv4.config.model_config import ModelConfig
 from dsv4.engine.memory_plan import MemoryPlan
-from dsv4.layers.moe import MoE
 from dsv4.layers.rope import Rope
 from dsv4.loader import inventory
 from dsv4.model.model import DeepseekV4
@@ -93,11 +92,10 @@ def random_model(config: ModelConfig, expert_sets: int, device: torch.device) ->
             source = model.layers[index % expert_sets].ffn
             layer.ffn.experts, layer.ffn.shared_experts = source.experts, source.shared_experts
         _materialise(layer, device, config.n_routed_experts)
-        if isinstance(layer.ffn, MoE):
-            if index >= expert_sets:
-                layer.ffn.form = model.layers[index % expert_sets].ffn.form
-            else:
-                layer.ffn.prepare()
+        if index < expert_sets:
+            layer.ffn.prepare()
+        else:
+            layer.ffn.form = model.layers[index % expert_sets].ffn.form
     _materialise(model, device, config.n_routed_experts)
     return RandomModel(model, expert_sets)
 

@@ -58,7 +58,6 @@ def run(args: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise RuntimeError("bench needs a CUDA GPU, none is available")
     drafts, share = (1, args.acceptance) if args.draft else (0, 0.0)
-    # The largest first: its cache decides how many experts fit.
     shapes = [
         step.Shape(args.model, args.layers, batch, context, drafts, share)
         for context in args.context or (32768,)
