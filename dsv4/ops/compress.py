@@ -83,7 +83,9 @@ class Compress(KernelOp):
         past = state[rows, before % size]
         # A ring is undefined before position 0: a NaN there would survive a weight of zero.
         is_past = ((before >= 0) & exists[:, None])[..., None, None]
-        nothing = torch.tensor([0.0, -torch.inf], device=device)[:, None]
+        # A list would come from the host, by a copy that no capture allows.
+        nothing = torch.zeros(2, 1, device=device)
+        nothing[1].fill_(-torch.inf)
         past = torch.where(is_past, past, nothing)
         if slots.shape[1] and pool.numel():
             numbers = starts // config.ratio + torch.arange(slots.shape[1], device=device)

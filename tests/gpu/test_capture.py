@@ -122,7 +122,7 @@ def test_a_large_workspace_is_the_graphs_own(seed, no_workspaces) -> None:
     with torch.cuda.graph(graph):
         for out in outs:
             torch.ops.dsv4.sparse_fmha_with_swa(*inputs.tensors, out, runner)
-    assert workspace._CAPTURE[0].numel() == 0
+    assert workspace._CAPTURE[SPARSE_FMHA.name, 0].numel() == 0
     for _ in range(3):
         for out in outs:
             out.fill_(torch.nan)

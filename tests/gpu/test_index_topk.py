@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4.ops import index_topk
+from dsv4.testing.attention import Case as AttentionCase
+from dsv4.testing.attention import make_inputs
+from dsv4.testing.attention_op import run_op as run_attention
 from dsv4.testing.index_topk import Case, Inputs, assert_choice, run_op
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stage("indexer")]
@@ -67,6 +71,37 @@ def test_graph_replay_reads_new_inputs(seed) -> None:
         found["indices"].fill_(-7)
         graph.replay()
         assert_choice(source, found)
+
+
+def test_calls_that_follow_each_other_in_a_graph(seed) -> None:
+    """A launch may be resident while the one before the last still runs: what it reads of shared
+    memory in L2 must be what the launch before it wrote, not what its SM has seen earlier."""
+    for lens in ((4096,), (8192,) * 16, (30_000, 700, 9000)):
+        cases = [Inputs.make(Case(lens), seed + i, "cuda") for i in range(8)]
+        wanted = []
+        for inputs in cases:
+            wanted.append(run_op(inputs)["indices"])
+            torch.cuda.synchronize()
+        names = ("indices", "scores")
+        arguments = [{n: x for n, x in i.arguments.items() if n not in names} for i in cases]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = [
+                index_topk(**arguments[i % 8], topk=512, weight_scale=cases[0].config.weight_scale)
+                for i in range(64)
+            ]
+        for _ in range(3):
+            graph.replay()
+            for i, indices in enumerate(found):
+                assert torch.equal(indices, wanted[i % 8]), (lens, i)
+
+
+def test_beside_attention_that_splits_keys(seed) -> None:
+    """Partial results of attention lie in a workspace, too: not where scores are counted."""
+    keys = make_inputs(AttentionCase.decode(4, 64, 2048), seed, device="cuda")
+    inputs = Inputs.make(Case((700, 9000)), seed, "cuda")
+    run_attention(keys, num_splits=4)
+    assert_choice(inputs, run_op(inputs))
 
 
 def test_two_streams(seed) -> None:

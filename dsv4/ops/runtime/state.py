@@ -47,7 +47,7 @@ class State:
         """Workspace of a launch of `rows` rows that needs `size` elements."""
         # Rounded up, so that a batch that grows by one outgrows few workspaces.
         most = self.op.max_workspace_size(self.config, 1 << (rows - 1).bit_length(), self.target)
-        return workspaces.workspace(self.device, size, most, self.refuse_cold_capture)
+        return workspaces.workspace(self.op.name, self.device, size, most, self.refuse_cold_capture)
 
     def refuse_cold_capture(self) -> None:
         """Raise when the current stream is being captured."""
@@ -87,7 +87,7 @@ def warm_up(op: KernelOp, config: Any, rows: int, device: torch.device) -> None:
         state = state_of(op, config, device)
         size = op.max_workspace_size(config, rows, state.target)
         if size:
-            workspaces.reserve(device, torch.cuda.current_stream().cuda_stream, size)
+            workspaces.reserve(op.name, device, torch.cuda.current_stream().cuda_stream, size)
         # The driver loads a kernel on its first launch, which is not allowed during a capture.
         for arguments in op.probes(config, state.target, device):
             state.run(*arguments)

@@ -189,7 +189,7 @@ def test_large_workspaces_are_not_kept_twice(fake_cuda: FakeCuda) -> None:
         one, other = call(fake_cuda, 150, config), call(fake_cuda, 150, config)
     assert one.numel() == other.numel() == size
     assert one is not other and one is not eager
-    assert workspaces._CAPTURE[None].numel() == 0
+    assert workspaces._CAPTURE[SPARSE_FMHA.name, None].numel() == 0
 
 
 def test_a_growing_batch_outgrows_few_workspaces(fake_cuda: FakeCuda) -> None:
@@ -206,11 +206,22 @@ def test_streams_have_workspaces_of_their_own(fake_cuda: FakeCuda) -> None:
     assert call(fake_cuda, 4) is not one
 
 
+def test_operators_have_workspaces_of_their_own(fake_cuda: FakeCuda) -> None:
+    """Partial results of one lay where another one expects counts of zero."""
+    first = call(fake_cuda, 4)
+    device = fake_cuda.state(SPARSE_FMHA, CONFIG).device
+    other = workspaces.workspace("other", device, 1, 1, pytest.fail)
+    assert other is not first and workspaces.workspace("other", device, 1, 1, pytest.fail) is other
+    with fake_cuda.capture(3):
+        captured = call(fake_cuda, 4)
+        assert workspaces.workspace("other", device, 1, 1, pytest.fail) is not captured
+
+
 def test_warmup_covers_every_launch_of_so_many_tokens(fake_cuda: FakeCuda) -> None:
     """Both kernels of a configuration run once, and no later size allocates."""
     state = fake_cuda.state(SPARSE_FMHA, CONFIG)
     size = SPARSE_FMHA.max_workspace_size(CONFIG, 300, state.target)
-    workspaces.reserve(state.device, fake_cuda.stream, size)
+    workspaces.reserve(SPARSE_FMHA.name, state.device, fake_cuda.stream, size)
     probes = list(SPARSE_FMHA.probes(CONFIG, state.target, state.device))
     assert [probe[-2:] for probe in probes] == [(1, NUM_SMS), (2, NUM_SMS)]
     assert all((probe[5] == -1).all() for probe in probes), "a probe attends to something"
