@@ -68,11 +68,14 @@ def run(args: argparse.Namespace) -> int:
     print(report.table_head(step.COLUMNS))
     rows = []
     trace = Path(args.trace) if args.trace is not None else None
-    for result in step.measure(shapes, machine, args.alias_experts, trace):
-        rows.append(step.as_row(result))
-        print(report.table_line(step.cells(rows[-1])), flush=True)
-    for row in rows:
-        _print_kernels(row)
+    try:
+        for result in step.measure(shapes, machine, args.alias_experts, trace):
+            rows.append(step.as_row(result))
+            print(report.table_line(step.cells(rows[-1])), flush=True)
+    finally:
+        # What was measured is told also where a later shape fails.
+        for row in rows:
+            _print_kernels(row)
     if args.json is not None:
         report.write_record(args.json, report.record("step", machine, rows))
     return 0

@@ -45,6 +45,10 @@ class ScoresPlan(RingPlan):
         return 2
 
     @property
+    def stage_groups(self) -> int:
+        return GROUPS
+
+    @property
     def warps(self) -> Warps:
         return Warps.of(consumers=GROUPS * WARPGROUP_WARPS, load=1)
 

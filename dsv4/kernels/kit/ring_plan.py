@@ -28,6 +28,16 @@ class RingPlan(ABC):
         """Stages that the ring has at most; None: as many as fit."""
         return None
 
+    @property
+    def stage_groups(self) -> int:
+        """Groups of consumers that take stages by turns: their number divides that of the stages.
+
+        A stage is then always the same group's. Else one group could wait for a stage's next phase
+        while the copy of this phase, another group's, is on its way: copies end out of order, a
+        parity tells a phase from the next one only, and the wait would pass at once.
+        """
+        return 1
+
     @abstractmethod
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         """Shared memory with so many stages."""
@@ -38,10 +48,11 @@ class RingPlan(ABC):
 
     @property
     def stages(self) -> int:
-        """As many as fit and are allowed; 1 also where that does not fit, which `smem` refuses."""
-        stages = 1
-        while stages != self.most_stages and self._fits(stages + 1):
-            stages += 1
+        """As many as fit and are allowed; the fewest also where they do not fit, which `smem`
+        refuses."""
+        stages = step = self.stage_groups
+        while stages != self.most_stages and self._fits(stages + step):
+            stages += step
         return stages
 
     @property

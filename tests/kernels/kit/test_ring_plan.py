@@ -14,12 +14,15 @@ pytestmark = pytest.mark.stage("E")
 class Copies(RingPlan):
     """A ring of `stage` bytes beside `rest` bytes."""
 
-    def __init__(self, stage: int, rest: int, ctas: int = 1, most: int | None = None) -> None:
+    def __init__(
+        self, stage: int, rest: int, ctas: int = 1, most: int | None = None, groups: int = 1
+    ) -> None:
         self.sizes = stage, rest
-        self.limits = ctas, most
+        self.limits = ctas, most, groups
 
     ctas_per_sm = property(lambda self: self.limits[0])
     most_stages = property(lambda self: self.limits[1])
+    stage_groups = property(lambda self: self.limits[2])
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         stage, rest = self.sizes
@@ -49,6 +52,11 @@ def test_ctas_of_an_sm_share_its_memory() -> None:
 def test_stages_may_be_limited() -> None:
     assert Copies(10_000, 0, most=3).stages == 3
     assert Copies(10_000, 0, most=1).stages == 1
+
+
+def test_groups_of_consumers_keep_their_stages() -> None:
+    assert Copies(10_000, 5_000, ctas=2, groups=2).stages == 10
+    assert Copies(10_000, 5_000, ctas=2, groups=3).stages == 9
 
 
 def test_a_stage_that_does_not_fit_is_refused() -> None:
