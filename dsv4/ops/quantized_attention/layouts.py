@@ -20,7 +20,7 @@ def check_rank(name: str, tensor: Tensor, is_varlen: bool) -> None:
     rank = 3 if is_varlen else 4
     if tensor.dim() != rank:
         needs = "[rows, heads, channels] beside cu_seqlens" if is_varlen else "4 dimensions"
-        raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, needs {needs}")
+        raise ValueError(f"{name}: got shape {quoted(tensor.shape)}, needs {needs}")
 
 
 def heads_first(x: Tensor, tensor_layout: str) -> Tensor:

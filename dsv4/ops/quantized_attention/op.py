@@ -327,7 +327,8 @@ def _mask(
         spread = attn_mask.expand(shape)
     except RuntimeError:
         raise ValueError(
-            f"attn_mask: got shape {tuple(attn_mask.shape)}, needs one that broadcasts to {shape}"
+            f"attn_mask: got shape {quoted(attn_mask.shape)}, needs one that broadcasts to "
+            f"{quoted(shape)}"
         ) from None
     if attn_mask.dtype == torch.bool:
         spread, kind = spread.view(torch.uint8), "bool"
