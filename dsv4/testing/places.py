@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,6 +260,14 @@ def sources_of(root: Path) -> list[Path]:
 
 def functions_of(root: Path) -> Iterator[Function]:
     """Every function of a package, also of classes and functions."""
+    for path in sources_of(root):
+        module = ".".join(path.relative_to(root).with_suffix("").parts)
+        yield from _functions_of_file(path, module, path.read_bytes())
+
+
+@functools.cache
+def _functions_of_file(path: Path, module: str, source: bytes) -> tuple[Function, ...]:
+    """Every function of a file; a package has many mutations, and is parsed once."""
 
     def defined_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.AST]]:
         for child in ast.iter_child_nodes(node):
@@ -269,10 +278,8 @@ def functions_of(root: Path) -> Iterator[Function]:
             else:
                 yield from defined_in(child, prefix)
 
-    for path in sources_of(root):
-        module = ".".join(path.relative_to(root).with_suffix("").parts)
-        for name, node in defined_in(ast.parse(path.read_bytes(), str(path)), ""):
-            yield Function(path, module, name, node)
+    nodes = defined_in(ast.parse(source, str(path)), "")
+    return tuple(Function(path, module, name, node) for name, node in nodes)
 
 
 def find(place: Place, functions: list[Function]) -> tuple[Function, ast.AST]:

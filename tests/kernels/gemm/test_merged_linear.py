@@ -55,7 +55,8 @@ def run(
 @pytest.mark.parametrize(
     ("case", "schedules"),
     [
-        (Case(65, 512, WEIGHTS), 1),
+        (Case(21, 512, WEIGHTS), 1),
+        pytest.param(Case(65, 512, WEIGHTS), 1, marks=pytest.mark.slow),
         pytest.param(Case(67, 512, WEIGHTS), None, marks=pytest.mark.slow),
         pytest.param(Case(67, 1024, WEIGHTS, is_strided=True), None, marks=pytest.mark.slow),
         pytest.param(Case(20, 2048, WEIGHTS), None, marks=pytest.mark.slow),
@@ -80,7 +81,7 @@ def test_every_tiling_gives_the_same_bits(kernels, case, schedules, seed) -> Non
     assert_merged_close(outcomes[0], inputs)
     for tiling, outcome in zip(every, outcomes):
         outcomes[0].assert_same_bits(outcome, str(tiling))
-    if outcomes[0].report is not None:
+    if outcomes[0].report is not None and case.tokens > 64:  # two tiles of many
         missed = missed_synchronisation(outcome.report for outcome in outcomes)
         assert not missed, "barriers and fences that no tiling reached"
 
@@ -104,10 +105,10 @@ def test_fp8_weights_give_the_bits_of_fp8_linear(target, kernels, seed) -> None:
 
 
 def test_a_token_has_the_same_bits_among_any_number(kernels, seed) -> None:
-    inputs = Inputs.make(Case(130, 512, WEIGHTS), seed)
-    together = run(kernels, inputs, choose(inputs.config, 130, FEW_SMS), seed)
+    inputs = Inputs.make(Case(67, 512, WEIGHTS), seed)
+    together = run(kernels, inputs, choose(inputs.config, 67, FEW_SMS), seed)
     assert_merged_close(together, inputs)
-    for tokens in (1, 8, 9, 16, 17, 65):
+    for tokens in (8, 9, 17):
         part = inputs.first(tokens)
         found = run(kernels, part, choose(inputs.config, tokens, FEW_SMS), seed)
         for name in inputs.outputs:

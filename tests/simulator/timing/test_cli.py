@@ -25,6 +25,7 @@ SMALL = (
 )
 # In the simulator or in the compiler; the 1-CTA kernel shows what the others do.
 SLOW = (
+    "attention, 1-CTA",
     "attention, 2-CTA",
     "attention, heads in M",
     "attention, swap-AB",

@@ -118,6 +118,7 @@ def test_h200_quick():
     check_errors(errors_of([m for m in MEASURED if m.gemm.m == 1024]))
 
 
+@pytest.mark.slow
 def test_h200_quick_of_a_size_held_out():
     check_errors(errors_of([m for m in HELD_OUT if m.gemm.m == HELD_OUT_SIZES[0][0]]))
 

@@ -47,8 +47,8 @@ def parity_inputs(tokens: int, seed: int) -> Inputs:
 
 PARITY = FmhaConfig(512, 128, 128, 1024)
 # What users compile ahead of time, and the grid.
-# Each compiles a kernel: those of the released models on one GPU, the others with `--full`.
-QUICK_REPORTS = ("parity", "128 heads, causal", "64 heads, ring")
+# Each compiles a kernel: of each variant one that the released models take; others with `--full`.
+QUICK_REPORTS = ("parity", "64 heads, ring")
 CONFIGURATIONS = {
     "parity": PARITY,
     **SPARSE_FMHA.aot(),
@@ -70,7 +70,7 @@ def test_sparse_fmha_matches_spec(backend: AttentionKernels, tokens: int, seed: 
 def test_one_token_split_over_many_ctas(backend: AttentionKernels, seed: int) -> None:
     """Decode of one token: 9 splits of 2 tiles for each half of the heads."""
     inputs = parity_inputs(1, seed)
-    result = backend.run_all(backend.compile(PARITY), inputs, splits=9, seed=seed)
+    result = backend.run(backend.compile(PARITY), inputs, splits=9, seed=seed)
     expected = inputs.expected()
     assert_attention_close(result.o, expected[0], result.lse, expected[1])
 

@@ -92,17 +92,20 @@ BUGS = {
             "cute.copy(store, cute.make_tensor(fragment.iterator, layout), target)"
         ),
         exposed_by=GROWING,
+        is_slow=True,
     ),
     # The ring of KV chunks does not turn: the third tile of head_dim 512 finds no free stage.
     "KV stage does not wrap": Bug(
         PV.call("kv.consumer_release").delete(),
         exposed_by=WIDE_THREE_TILES,
         hidden_from=WIDE_TWO_TILES,
+        is_slow=True,
     ),
     # V is taken as it lies in memory: on a square tile that compiles, and transposes it.
     "layout of V trusted": Bug(
         at("Fmha1Cta._mmas").call("make_mma", nth=1).argument(2).replace("k_major"),
         exposed_by=ONE_TILE,
+        is_slow=True,
     ),
     # The maximum is in base 2: it counts ln 2 a unit.
     "lse in mixed bases": Bug(
@@ -110,6 +113,7 @@ BUGS = {
         .assignment("value")
         .value.replace("row_max + cute.math.log2(row_sum, fastmath=True) * LN_2 + offset"),
         exposed_by=ONE_TILE,
+        is_slow=True,
     ),
     # A wait that skips phases returns at once: the output is read before the last product.
     "O not waited for in order": Bug(
@@ -145,6 +149,7 @@ BUGS = {
         SOFTMAX_WARPS.call("q_pipe.consumer_wait").delete(),
         exposed_by=PADDING,
         hidden_from=ONE_TILE,
+        is_slow=True,
     ),
 }
 
@@ -183,10 +188,8 @@ def test_bug_is_noticed(backend: AttentionKernels, tmp_path: Path, name: str, se
         )
 
 
-@pytest.mark.parametrize("case", [ONE_TILE, PARTIAL, PADDING], ids=str)
-def test_unchanged_source_passes(
-    backend: AttentionKernels, tmp_path: Path, case: Case, seed: int
-) -> None:
+def test_unchanged_source_passes(backend: AttentionKernels, tmp_path: Path, seed: int) -> None:
     """The copy itself is not what fails."""
     build = mutated(fmha.build, tmp_path)
-    assert not noticed(backend, build, case, seed)
+    for case in (ONE_TILE, PARTIAL, PADDING):
+        assert not noticed(backend, build, case, seed), str(case)

@@ -77,7 +77,7 @@ def attention(splits: int):
     ("heads", "head_dim", "num_splits", "is_causal", "sink_mode"),
     [
         (8, 64, 1, True, "softmax"),
-        (HEADS_M, 64, 1, True, "softmax"),
+        (HEADS_M, 64, 1, True, "swa_gate"),
         (HEADS_M, 64, 3, False, "softmax"),
         (16, 128, 2, True, "swa_gate"),
         (8, 512, 1, False, "softmax"),
@@ -127,14 +127,17 @@ def test_ctas_that_slice_columns(
 
 @pytest.mark.parametrize("schedule", ["lazy", "random"])
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "num_splits", "num_ctas"),
+    ("heads", "head_dim", "num_splits", "num_ctas", "sink_mode"),
     [
-        (64, 64, 1, 12),
-        (64, 64, 3, 36),
-        (64, 64, 3, 11),
+        (64, 64, 1, 12, "softmax"),
+        (64, 64, 3, 36, "softmax"),
+        (64, 64, 3, 11, "softmax"),
         *(
-            pytest.param(*sizes, marks=pytest.mark.slow)
+            pytest.param(*sizes, "swa_gate", marks=pytest.mark.slow)
             for sizes in (
+                (64, 64, 1, 12),
+                (64, 64, 3, 36),
+                (64, 64, 3, 11),
                 (32, 128, 1, 6),
                 (32, 128, 3, 18),
                 (32, 128, 3, 5),
@@ -146,15 +149,17 @@ def test_ctas_that_slice_columns(
         ),
     ],
 )
-def test_ctas_that_share_heads(seed, heads, head_dim, num_splits, num_ctas, schedule) -> None:
+def test_ctas_that_share_heads(
+    seed, heads, head_dim, num_splits, num_ctas, sink_mode, schedule
+) -> None:
     """Tiles of 16 heads where there is a CTA for each, and the other kernel's where not."""
     case = Case.random(
         *(3, heads, head_dim, 300, 100, 2, seed),
         ragged=True,
         padding=1,
-        is_causal=True,
+        is_causal=sink_mode == "swa_gate",
         sliding_window=WINDOW,
-        sink_mode="swa_gate",
+        sink_mode=sink_mode,
     )
     check(make_inputs(case, seed), num_splits, schedule, ctas=num_ctas)
 
@@ -273,9 +278,15 @@ def test_splits_that_run_together(seed, heads, head_dim, sink_mode, schedule) ->
 
 
 @pytest.mark.parametrize(
-    "num_splits", [3, 9, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 18, 32))]
+    ("heads", "num_splits"),
+    [
+        (SWAP_AB, 3),
+        (SWAP_AB, 9),
+        (64, 3),
+        *(pytest.param(SWAP_AB, n, marks=pytest.mark.slow) for n in (5, 18, 32)),
+        *(pytest.param(64, n, marks=pytest.mark.slow) for n in (5, 9, 18, 32)),
+    ],
 )
-@pytest.mark.parametrize("heads", [SWAP_AB, 64])
 def test_which_cta_combines_the_splits_does_not_matter(seed, num_splits, heads) -> None:
     """One CTA for each split; fewer CTAs, where the last to arrive combines all; a full head tile,
     and tiles of 16 heads; a token alone: the same, bit for bit."""
@@ -290,26 +301,19 @@ def test_which_cta_combines_the_splits_does_not_matter(seed, num_splits, heads) 
     assert_same_bits("lse", alone.lse[0], first.lse[2])
 
 
-IMPATIENT_HEADS = (8, HEADS_M)
-
-
 @pytest.fixture(scope="module")
 def impatient() -> AttentionKernels:
-    """Kernels whose CTAs look for the splits of others once, compiled with the changed constant."""
+    """Kernels whose CTAs look for the splits of others once, of a compiler of their own."""
+    return AttentionKernels(Simulator("sm_90a"))
+
+
+@pytest.mark.parametrize("heads", [8, pytest.param(HEADS_M, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+def test_a_cta_that_stops_polling(seed, schedule, heads, impatient, monkeypatch) -> None:
+    """CTAs that do not run together: the last to arrive combines the slices of the others."""
     from dsv4.kernels.kit import semaphore
 
-    kernels = AttentionKernels(Simulator("sm_90a"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(semaphore, "MAX_POLLS", 1)
-        for heads in IMPATIENT_HEADS:
-            kernels.compile(config_of(Case(heads)))
-    return kernels
-
-
-@pytest.mark.parametrize("heads", IMPATIENT_HEADS)
-@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
-def test_a_cta_that_stops_polling(seed, schedule, heads, impatient) -> None:
-    """CTAs that do not run together: the last to arrive combines the slices of the others."""
+    monkeypatch.setattr(semaphore, "MAX_POLLS", 1)
     case = Case.random(2, heads, 64, 300, 100, 2, seed, ragged=True)
     impatient.check(case, seed, 6, schedules=(schedule,))
 
