@@ -11,7 +11,7 @@ from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.step import Step
 from dsv4.layers.compressor import Compressor, CompressorCache
 from dsv4.layers.indexer import Indexer
-from dsv4.layers.linear import GroupedLinear, Linear, linear_options, project
+from dsv4.layers.linear import GroupedLinear, Linear, Rounded, linear_options, project
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm, rms_factor
 from dsv4.layers.rope import Rope, rotate_
@@ -73,14 +73,15 @@ class Attention(Module):
             )
         self.indexer = Indexer(config, spec, self.rope, dtype, device) if spec.overlap else None
 
-    def forward(self, x: Tensor, cache: LayerCache, step: Step) -> Tensor:
+    def forward(self, x: Tensor | Rounded, cache: LayerCache, step: Step) -> Tensor:
         """[B, C, hidden_size] -> the same; reads and extends the layer's cache."""
         rotation = self.rope.tokens(step)
-        table = self.rope.table(step.capacity, x.device)
+        table = self.rope.table(step.capacity, rotation.device)
         down, key, *sides = project(x, [self.wq_a, self.wkv, *self._side_linears])
         scores_entries = self.indexer is not None and not self._sees_all(step)
         ups = [self.wq_b, self.indexer.wq_b] if scores_entries else [self.wq_b]
-        q, *index_queries = project(self.q_norm(down), ups)
+        norm = self.q_norm.rounded if self.wq_b.takes_codes(down) else self.q_norm
+        q, *index_queries = project(norm(down), ups)
         q = q.unflatten(-1, (self.heads, self.head_dim))
         # The norm of a head has no weight: it is one factor on its scores.
         factor = rms_factor(q, self.norm_eps)
@@ -109,7 +110,7 @@ class Attention(Module):
         )
         if window.kept is not None:
             cache.window.insert(*row, window.kept)
-        return self.wo_b(self.wo_a(o.view(*x.shape[:2], -1)))
+        return self.wo_b(self.wo_a(o.view(*down.shape[:2], -1)))
 
     @property
     def _side_linears(self) -> list[Linear]:

@@ -51,7 +51,12 @@ class Block(Module):
     ) -> Streams:
         """Streams [B, C, hc, hidden_size] -> the same, `ffn`'s output still to be written;
         `input_ids` [B, C] int64."""
-        x, streams = self.hyper.read(streams, hyper_parameters(self, "hc_attn"), self.attn_norm)
+        x, streams = self.hyper.read(
+            streams,
+            hyper_parameters(self, "hc_attn"),
+            self.attn_norm,
+            quantize=self.attn.wq_a.takes_codes(streams.values),
+        )
         streams = streams.after(self.attn(x, cache, step))
         x, streams = self.hyper.read(streams, hyper_parameters(self, "hc_ffn"), self.ffn_norm)
         return streams.after(self.ffn(x, input_ids, step.live_tokens))

@@ -41,4 +41,4 @@ def logits_of(
 ) -> Tensor:
     """Collapse streams [B, C, hc, D], normalise and project in fp32: [B, C, vocab_size] fp32."""
     x, _ = hyper.read(Streams(streams), parameters, norm)
-    return head(x.float())
+    return head(x)

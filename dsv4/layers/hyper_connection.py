@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dsv4.layers.linear import Rounded
 from dsv4.layers.module import empty_parameter
 from dsv4.layers.norm import RMSNorm
 from dsv4.ops.mhc_seam import expand, mhc_seam
@@ -73,17 +74,24 @@ class HyperConnection:
         return x.unsqueeze(-2).expand(*x.shape[:-1], self.mult, x.shape[-1])
 
     def read(
-        self, streams: Streams, parameters: HyperParameters, norm: RMSNorm
-    ) -> tuple[Tensor, Streams]:
+        self,
+        streams: Streams,
+        parameters: HyperParameters,
+        norm: RMSNorm,
+        *,
+        quantize: bool = False,
+    ) -> tuple[Tensor | Rounded, Streams]:
         """Write the sublayer before, then mix the streams into the next one's input.
 
         Args:
             parameters: of a sublayer: rows hc (pre), hc (post), hc * hc (source-major comb); or hc
                 rows, the head's, after which nothing is written.
             norm: of the mixture.
+            quantize: also round the mixture for FP8 linears.
 
         Returns:
-            The normalised mixture [..., D] in the dtype of the streams, and what it was read from.
+            The normalised mixture [..., D] in the dtype of the streams, with its codes where they
+            are wanted, and what it was read from.
         """
         leading = streams.values.shape[:-2]
 
@@ -101,11 +109,13 @@ class HyperConnection:
             sinkhorn_iters=self.sinkhorn_iters,
             eps=self.eps,
             norm_eps=self.norm_eps,
+            quantize=quantize,
         )
         post, comb = (None if x is None else x.unflatten(0, leading) for x in seam[2:4])
-        return seam.x.unflatten(0, leading), Streams(
-            seam.streams.unflatten(0, leading), None, post, comb
-        )
+        x = seam.x.unflatten(0, leading)
+        if quantize:
+            x = Rounded(x, seam.codes, seam.scales)
+        return x, Streams(seam.streams.unflatten(0, leading), None, post, comb)
 
 
 class HyperParameters(NamedTuple):

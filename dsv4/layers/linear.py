@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,8 @@ from dsv4.ops.fp8_linear import fp8_linear, takes
 from dsv4.ops.grouped_linear import grouped_linear
 from dsv4.ops.grouped_linear import takes as takes_groups
 from dsv4.ops.merged_linear import has_room, merged_linear
+from dsv4.ops.plain_linear import plain_linear
+from dsv4.ops.plain_linear import takes as takes_plain
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
 from dsv4.quoting import quoted
 
@@ -36,6 +38,20 @@ def linear_options(
         "dtype": dtype,
         "device": device,
     }
+
+
+class Rounded(NamedTuple):
+    """Input of FP8 linears, rounded by the kernel that made it.
+
+    Attributes:
+        values: [..., in] bfloat16, before that.
+        codes: [T, in] float8_e4m3fn, T the product of the leading dimensions.
+        scale: [T, in / 128] float8_e8m0fnu.
+    """
+
+    values: Tensor
+    codes: Tensor
+    scale: Tensor
 
 
 class Linear(Module):
@@ -87,10 +103,15 @@ class Linear(Module):
             blocks = (-(-out_features // block[0]), -(-in_features // block[1]))
             self.scale = empty_parameter(blocks, scale_dtype, device)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Rounded) -> Tensor:
         """[..., in] -> [..., out] in the dtype of `x`, or in float32."""
+        if isinstance(x, Rounded):
+            if self.takes_codes(x.values):
+                y = fp8_linear(x.codes, self.weight, self.scale, x_scale=x.scale)
+                return y.view(*x.values.shape[:-1], self.out_features)
+            x = x.values
         if self.is_wide:
-            return F.linear(x.float(), self.weight.float())
+            return self._wide(x)
         if self.scheme is None:
             return F.linear(x, self.weight)
         if x.dtype in OPERATOR_DTYPES and takes(self.in_features, self.block):
@@ -99,6 +120,21 @@ class Linear(Module):
         rounded = qdq_e4m3(x, ACTIVATION_BLOCK)
         compute = self._exact_dtype(x.dtype)
         return F.linear(rounded.to(compute), self.dense_weight(compute)).to(x.dtype)
+
+    def takes_codes(self, x: Tensor) -> bool:
+        """Whether kernels multiply this input by the weight as codes, which another one can make on
+        its way; elsewhere they would only be made twice."""
+        is_taken = self.scheme is not None and takes(self.in_features, self.block)
+        return is_taken and x.is_cuda and x.dtype == torch.bfloat16
+
+    def _wide(self, x: Tensor) -> Tensor:
+        """y in float32: products of bf16 are exact there."""
+        dtypes = {x.dtype, self.weight.dtype}
+        if x.is_cuda and dtypes == {torch.bfloat16} and takes_plain(self.in_features):
+            rows = x.reshape(-1, self.in_features)
+            y = plain_linear(rows, self.weight, out_dtype=torch.float32)
+            return y.view(*x.shape[:-1], self.out_features)
+        return F.linear(x.float(), self.weight.float())
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in `dtype`."""
@@ -114,30 +150,33 @@ class Linear(Module):
         return f"{self.in_features} -> {self.out_features}, scheme={self.scheme}"
 
 
-def project(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+def project(x: Tensor | Rounded, linears: Sequence[Linear]) -> list[Tensor]:
     """Each linear of the same x [..., in]: in one launch where their weights allow it.
 
     Args:
         linears: those with FP8 weights first.
     """
+    values = x.values if isinstance(x, Rounded) else x
     fp8 = [linear for linear in linears if linear.scheme is not None]
     plain = linears[len(fp8) :]
     can_merge = (
         len(linears) > 1
-        and x.dtype in OPERATOR_DTYPES
+        and values.dtype in OPERATOR_DTYPES
         and has_room(len(fp8), len(plain))
         and all(takes(linear.in_features, linear.block) for linear in fp8)
-        and all(linear.weight.dtype == x.dtype for linear in plain)
+        and all(linear.weight.dtype == values.dtype for linear in plain)
     )
     if not can_merge:
         return [linear(x) for linear in linears]
     ys = merged_linear(
-        x.reshape(-1, x.shape[-1]),
+        values.reshape(-1, values.shape[-1]),
         [linear.weight for linear in linears],
         [linear.scale for linear in fp8],
-        out_dtypes=[torch.float32 if linear.is_wide else x.dtype for linear in linears],
+        x_codes=x.codes if isinstance(x, Rounded) else None,
+        x_scale=x.scale if isinstance(x, Rounded) else None,
+        out_dtypes=[torch.float32 if linear.is_wide else values.dtype for linear in linears],
     )
-    return [y.view(*x.shape[:-1], -1) for y in ys]
+    return [y.view(*values.shape[:-1], -1) for y in ys]
 
 
 class GroupedLinear(Linear):

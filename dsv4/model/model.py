@@ -39,9 +39,9 @@ class DeepseekV4(Module):
     """A complete DeepSeek-V4 for inference. Parameters are named as in the official checkpoints.
 
     Parameters are left uninitialised: `dsv4.load` fills them. Routed experts are stacked along a
-    leading dimension; everything else has the checkpoint's shape. Norms, routers, compressors,
-    hyper-connections, sinks and the language-model head are fp32 whatever `dtype` is, and
-    `to(dtype)` converts what has the dtype of the activations alone: codes and scales are no
+    leading dimension; everything else has the checkpoint's shape. Norms, hyper-connections and
+    sinks are fp32 whatever `dtype` is, as are the products of compressors and of the language-model
+    head; `to(dtype)` converts what has the dtype of the activations alone: codes and scales are no
     numbers.
 
     Args:
@@ -67,7 +67,7 @@ class DeepseekV4(Module):
         self.hyper = HyperConnection.of(config)
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embed = Embedding(vocab, hidden, dtype, device)
-        self.head = Linear(hidden, vocab, device=device)
+        self.head = Linear(hidden, vocab, dtype=dtype, is_wide=True, device=device)
         main = [spec for spec in config.schedule if not spec.is_mtp]
         drafts = [spec for spec in config.schedule if spec.is_mtp]
         self.layers = nn.ModuleList(Block(config, spec, dtype, device) for spec in main)

@@ -101,14 +101,16 @@ class Fp8Linear(KernelOp):
             yield tuple(call)
 
     def aot(self) -> Mapping[str, Fp8LinearConfig]:
-        """Linears of Flash and Pro, their inputs in bf16; each compiled configuration once."""
+        """Linears of Flash and Pro, their inputs in bf16, and in codes where the layers' come so;
+        each compiled configuration once."""
         found: dict[Fp8LinearConfig, str] = {}
         for label, (rows, width) in MODEL_LAYERS.items():
-            found.setdefault(plans.representative(Fp8LinearConfig(width, rows)), label)
-        return {
-            f"{label}, {MODEL_LAYERS[label][0]} x {config.in_features}": config
-            for config, label in found.items()
-        }
+            for x_dtype in ("bfloat16", "float8_e4m3fn")[: 2 if "wq_b" in label else 1]:
+                config = Fp8LinearConfig(width, rows, x_dtype)
+                suffix = "" if x_dtype == "bfloat16" else ", codes"
+                name = f"{label}, {rows} x {width}{suffix}"
+                found.setdefault(plans.representative(config), name)
+        return {name: config for config, name in found.items()}
 
 
 FP8_LINEAR = Fp8Linear()

@@ -147,8 +147,11 @@ class MergedLinear(KernelOp):
             yield (*tensors, *codes, tiling, target.num_sms)
 
     def aot(self) -> Mapping[str, MergedLinearConfig]:
-        """What the layers of Flash and Pro multiply one input with."""
-        return {label: MergedLinearConfig(*given) for label, given in MODEL_INPUTS.items()}
+        """What the layers of Flash and Pro multiply one input with; attention's comes as codes."""
+        return {
+            label: MergedLinearConfig(*given, has_codes="shared" not in label)
+            for label, given in MODEL_INPUTS.items()
+        }
 
 
 MERGED_LINEAR = MergedLinear()

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsv4.kernels.gemm import plain_plan as plans
+from dsv4.kernels.gemm.config import has_kernel
 from dsv4.kernels.gemm.plain_args import ARGS, values
 from dsv4.kernels.gemm.plain_config import PlainLinearConfig
 from dsv4.ops.runtime.backend import Device
@@ -121,3 +122,8 @@ def plain_linear_runner_id(in_features: int, out_features: int, out_dtype: str =
         out_dtype: "bfloat16" or "float32".
     """
     return PLAIN_LINEAR.runner_id(in_features, out_features, out_dtype)
+
+
+def takes(in_features: int) -> bool:
+    """Whether `plain_linear` takes weights of this width."""
+    return has_kernel(in_features)

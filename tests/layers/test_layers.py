@@ -384,7 +384,7 @@ def test_logits_are_fp32_products_of_the_normalised_mixture(seed: int) -> None:
     streams = torch.randn(1, 3, 4, 64).bfloat16()
     head = (model.hc_head_fn, model.hc_head_base, model.hc_head_scale)
     mixed = oracle_mhc.head(streams, *head, eps=1e-6, norm_eps=1e-6).bfloat16()
-    expected = model.norm(mixed).float() @ model.head.weight.T
+    expected = model.norm(mixed).float() @ model.head.weight.float().T
     logits = model.logits(streams)
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, expected)
