@@ -36,13 +36,25 @@ def test_requests_that_join_and_leave_at_different_times(seed: int) -> None:
     assert engine.num_free_blocks == 7
 
 
-@pytest.mark.parametrize("num_draft_tokens", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_every_prefill_chunk_gives_the_same_tokens(seed: int, num_draft_tokens: int) -> None:
+# Chunks around the window, the ratios, a block and the prompt's own length.
+EVERY_CHUNK = (1, 2, 3, 4, 5, 7, 15, 16, 17, 31, 64, 127, 128, 129, 130, 131, 132, 151, 400)
+
+
+@pytest.mark.parametrize(
+    ("num_draft_tokens", "chunks"),
+    [
+        (2, (5, 16, 127, 131, 400)),
+        *(pytest.param(n, EVERY_CHUNK, marks=pytest.mark.slow) for n in (0, 2)),
+    ],
+)
+def test_every_prefill_chunk_gives_the_same_tokens(
+    seed: int, num_draft_tokens: int, chunks: tuple[int, ...]
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     model = tiny_model(seed)
     prompts = [tokens(generator, length) for length in (131, 2, 18)]
     expected = generate(model, prompts, 6).tokens
-    for chunk in (1, 2, 3, 4, 5, 7, 15, 16, 17, 31, 64, 127, 128, 129, 130, 131, 132, 151, 400):
+    for chunk in chunks:
         result = generate(model, prompts, 6, prefill_chunk=chunk, num_draft_tokens=num_draft_tokens)
         for case in zip(prompts, result.tokens, expected):
             assert_same_tokens(model, *case)
@@ -62,25 +74,25 @@ def test_prefill_forwards_stay_within_the_chunk(seed: int, monkeypatch) -> None:
     assert sizes == [62, 64, 52, 8]
 
 
-def test_exhausted_blocks_delay_requests_but_change_nothing(seed: int) -> None:
+@pytest.mark.parametrize("drafts", [3, pytest.param(0, marks=pytest.mark.slow)])
+def test_exhausted_blocks_delay_requests_but_change_nothing(seed: int, drafts: int) -> None:
     """Growing requests take the youngest's blocks; it is recomputed to the same tokens."""
     generator = torch.Generator().manual_seed(seed)
     model = tiny_model(seed)
     sampling = [
-        greedy(60),
-        greedy(60, temperature=1.0, seed=5),
-        greedy(60, temperature=0.8, top_p=0.9, seed=6),
+        greedy(40),
+        greedy(40, temperature=1.0, seed=5),
+        greedy(40, temperature=0.8, top_p=0.9, seed=6),
     ]
     prompts = [tokens(generator, BLOCK - 20) for _ in sampling]
-    for drafts in (0, 3):
-        engine = Engine(model, 3, 2 * BLOCK, num_draft_tokens=drafts, num_blocks=4)
-        for request in zip(prompts, sampling):
-            engine.add(*request)
-        new = drain(engine)
-        assert engine.stats.prefill_tokens > sum(map(len, prompts)), "nothing was ever preempted"
-        for i, (prompt, how) in enumerate(zip(prompts, sampling)):
-            assert_same_tokens(model, prompt, new[i], alone(model, prompt, how), how)
-        assert engine.num_free_blocks == 4
+    engine = Engine(model, 3, 2 * BLOCK, num_draft_tokens=drafts, num_blocks=4)
+    for request in zip(prompts, sampling):
+        engine.add(*request)
+    new = drain(engine)
+    assert engine.stats.prefill_tokens > sum(map(len, prompts)), "nothing was ever preempted"
+    for i, (prompt, how) in enumerate(zip(prompts, sampling)):
+        assert_same_tokens(model, prompt, new[i], alone(model, prompt, how), how)
+    assert engine.num_free_blocks == 4
 
 
 def test_the_oldest_request_always_proceeds_and_a_preempted_one_is_next(seed: int) -> None:
@@ -300,7 +312,8 @@ def test_tokens_found_before_an_interrupt_are_delivered(seed: int, monkeypatch) 
         assert_same_tokens(model, prompt, new[i], alone(model, prompt, greedy(6)))
 
 
-def test_random_schedules(seed: int) -> None:
+@pytest.mark.parametrize("actions", [100, pytest.param(250, marks=pytest.mark.slow)])
+def test_random_schedules(seed: int, actions: int) -> None:
     """Added, stepped and cancelled under a tight budget: each gets its tokens, nothing leaks."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -317,7 +330,7 @@ def test_random_schedules(seed: int) -> None:
     requests: dict[int, tuple[list[int], SamplingParams]] = {}
     new: dict[int, list[int]] = defaultdict(list)
     finished: set[int] = set()
-    for _ in range(250):
+    for _ in range(actions):
         action = rng.random()
         if action < 0.12 and len(requests) < 14:
             length = rng.choice([1, 4, 15, 100, 120, 127, 128, 130, 250])
