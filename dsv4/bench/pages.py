@@ -27,6 +27,7 @@ from dsv4.bench import (
     moe,
     paged_attention,
     rms_norm_fp8,
+    step,
 )
 from dsv4.bench.report import table_head, table_line
 from dsv4.quoting import quoted
@@ -184,6 +185,7 @@ TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "moe": partial(rows_table, moe),
     "paged_attention": paged_table,
     "rms_norm_fp8": partial(rows_table, rms_norm_fp8),
+    "step": partial(rows_table, step),
 }
 
 

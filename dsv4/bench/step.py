@@ -43,7 +43,7 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
 BATCHES = (1, 4, 16, 64, 256)
 WARM_UP, REPLAYS = 3, 20
 LAYERS_OF_A_KIND = 8  # of a timed chain: more than L2 holds at one token
-SHOWN_KERNELS = 40
+SHOWN_KERNELS, NAME_LENGTH = 40, 100
 KINDS = (LayerKind.CSA, LayerKind.HCA, LayerKind.SWA)
 COLUMNS = (
     *("model", "layers", "B", "context", "drafts", "experts"),
@@ -310,7 +310,7 @@ def _kernels(graph: torch.cuda.CUDAGraph, trace: Path | None) -> list[tuple[str,
         torch.cuda.synchronize()
     if trace is not None:
         found.export_chrome_trace(str(trace))
-    rows = [(e.key, e.count, e.self_device_time_total) for e in found.key_averages()]
+    rows = [(e.key[:NAME_LENGTH], e.count, e.self_device_time_total) for e in found.key_averages()]
     rows = [row for row in rows if row[2] > 0]
     return sorted(rows, key=lambda row: -row[2])[:SHOWN_KERNELS]
 
