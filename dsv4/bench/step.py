@@ -30,7 +30,7 @@ from dsv4.config.model_config import ModelConfig
 from dsv4.engine.forward import verify
 from dsv4.engine.inputs import ForwardInputs
 from dsv4.engine.memory_plan import plan_memory
-from dsv4.engine.sampler import SamplingBatch
+from dsv4.engine.sampler import GREEDY
 from dsv4.layers.hyper_connection import Streams
 from dsv4.layers.moe import MoE
 from dsv4.layers.reductions import full_precision_sums
@@ -274,9 +274,7 @@ def _inputs(cache: ModelCache, rows: int, tokens: int, start: int) -> ForwardInp
         staged.capacity,
     )
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device=cache.device)
-    zeros = torch.zeros(rows, device=cache.device)
-    sampling = SamplingBatch(zeros, zeros + 1, zeros.long(), greedy=True, nucleus=False)
-    return ForwardInputs(step, ids, ids, sampling)
+    return ForwardInputs(step, ids, ids, GREEDY)
 
 
 def _captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -23,6 +23,7 @@ class BlockTable:
         self.max_blocks = max_blocks
         self._rows = np.full((num_slots, max_blocks), NO_BLOCK, dtype=np.int64)
         self._counts = [0] * num_slots
+        self._changed: dict[int, int] = {}
 
     def count(self, slot: int) -> int:
         """Blocks the slot holds."""
@@ -42,7 +43,7 @@ class BlockTable:
         last = first + len(blocks)
         if last > self.max_blocks:
             raise ValueError(f"slot {slot} would hold {last} blocks, its row has {self.max_blocks}")
-        self._rows[slot, first:last] = blocks
+        self._set(slot, first, blocks)
         self._counts[slot] = last
 
     def shrink(self, slot: int, count: int) -> list[int]:
@@ -51,6 +52,18 @@ class BlockTable:
         if count >= held:
             return []
         removed = self._rows[slot, count:held].tolist()
-        self._rows[slot, count:held] = NO_BLOCK
+        self._set(slot, count, [NO_BLOCK] * len(removed))
         self._counts[slot] = count
         return removed
+
+    def take_changes(self) -> np.ndarray:
+        """Entries that changed since the last call, [2, n] int64: flat index slot * max_blocks + i,
+        and the block that is there now."""
+        changes = np.array(list(self._changed.items()), dtype=np.int64).reshape(-1, 2).T
+        self._changed.clear()
+        return changes
+
+    def _set(self, slot: int, first: int, blocks: Sequence[int]) -> None:
+        self._rows[slot, first : first + len(blocks)] = blocks
+        base = slot * self.max_blocks + first
+        self._changed.update((base + i, block) for i, block in enumerate(blocks))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 
 from dsv4.cache.allocator import BlockAllocator
 from dsv4.cache.block_table import NO_BLOCK, BlockTable
 from dsv4.cache.model_cache import ModelCache
-from dsv4.cache.staging import StagedTensor
+from dsv4.cache.staging import upload
 from dsv4.cache.step import Step
 
 
@@ -34,9 +34,6 @@ class CacheManager:
         self._table = BlockTable(cache.max_requests, cache.max_blocks_per_request)
         self._free_slots = list(range(cache.max_requests - 1, -1, -1))
         self._lengths: dict[int, int] = {}
-        self._staged = StagedTensor(
-            cache.max_requests * (3 + cache.max_blocks_per_request), torch.int64, cache.device
-        )
 
     @property
     def num_free_slots(self) -> int:
@@ -114,33 +111,56 @@ class CacheManager:
         Returns:
             A `Step` whose capacity is the smallest power-of-two number of blocks, at most a
             request's maximum, that covers every position of the step and the drafts chained to it.
-            Tensors of equal (rows, capacity) lie at the same addresses, so the step is valid until
-            the next is made.
         """
         rows = len(slots) if rows is None else rows
-        self._check_step(slots, lens, chunk, rows)
+        self._check_step(slots, lens, range(1, chunk + 1), rows)
         starts = [self._lengths[slot] for slot in slots]
-        ends = [start + count for start, count in zip(starts, lens)]
-        width = self._bucket(max(ends, default=0) + self.cache.max_draft)
+        capacity = self._write(slots, lens)
+        width, used = capacity // self.block_size, len(slots)
 
-        size, used = rows * (3 + width), len(slots)
-        host = self._staged.writable()[:size]
+        host = np.empty(rows * (3 + width), dtype=np.int64)
         fields, table = _split(host, rows, width)
         fields[:, used:] = [[-1], [0], [0]]
         fields[:, :used] = slots, starts, lens
         table[used:] = NO_BLOCK
         for row, slot in enumerate(slots):
             table[row] = self._table.row(slot, width)
-        self._lengths.update(zip(slots, ends))
 
-        fields, table = _split(self._staged.upload(size), rows, width)
-        return Step(*fields, block_table=table, chunk=chunk, capacity=width * self.block_size)
+        fields, table = _split(upload(host, self.cache.device), rows, width)
+        return Step(*fields, block_table=table, chunk=chunk, capacity=capacity)
+
+    def advance(self, slots: Sequence[int], lens: Sequence[int]) -> int:
+        """Count the next `lens[i]` positions of request `slots[i]` as written, by a forward whose
+        inputs are on the device already.
+
+        Args:
+            slots: the requests, distinct.
+            lens: new positions per request, at most; it holds blocks for them.
+
+        Returns:
+            The capacity of such a step, as of `step`.
+        """
+        self._check_step(slots, lens, range(max(lens) + 1), len(slots))
+        return self._write(slots, lens)
+
+    def table_changes(self) -> np.ndarray:
+        """Entries of the block tables that changed since the last call, [2, n] int64: flat index
+        slot * max_blocks_per_request + i, and the block that is there now, -1 for none."""
+        return self._table.take_changes()
+
+    def _write(self, slots: Sequence[int], lens: Sequence[int]) -> int:
+        """Count positions as written; returns the capacity of the step."""
+        ends = [self._lengths[slot] + count for slot, count in zip(slots, lens)]
+        self._lengths.update(zip(slots, ends))
+        return self._bucket(max(ends, default=0) + self.cache.max_draft) * self.block_size
 
     def _check(self, slot: int) -> None:
         if slot not in self._lengths:
             raise ValueError(f"slot {slot} belongs to no request")
 
-    def _check_step(self, slots: Sequence[int], lens: Sequence[int], chunk: int, rows: int) -> None:
+    def _check_step(
+        self, slots: Sequence[int], lens: Sequence[int], sizes: range, rows: int
+    ) -> None:
         if len(slots) != len(lens):
             raise ValueError(f"lens: expected one per slot, got {len(lens)} for {len(slots)} slots")
         if len(set(slots)) != len(slots):
@@ -151,9 +171,9 @@ class CacheManager:
             )
         for slot, count in zip(slots, lens):
             self._check(slot)
-            if not 1 <= count <= chunk:
+            if count not in sizes:
                 raise ValueError(
-                    f"lens must be in [1, chunk = {chunk}], got {count} for slot {slot}"
+                    f"lens must be in [{sizes[0]}, {sizes[-1]}], got {count} for slot {slot}"
                 )
             room = self._table.count(slot) * self.block_size - self._lengths[slot]
             if count > room:

@@ -1,4 +1,4 @@
-"""Small host-made tensors on their way to the device, without a synchronisation."""
+"""Small host-made arrays on their way to the device, without a synchronisation."""
 
 from __future__ import annotations
 
@@ -7,34 +7,16 @@ import torch
 from torch import Tensor
 
 
-class StagedTensor:
-    """A flat device tensor at a fixed address, filled from host memory.
+def staged(values: np.ndarray, device: torch.device) -> Tensor:
+    """Host memory from which a copy to `device` may be in flight while the caller goes on.
 
-    Fill `writable()` from its start, `upload(count)` it: the address never changes, so a captured
-    CUDA graph may read it. On CUDA the host side is pinned and the copy asynchronous; on the CPU
-    both sides are one memory. Either way an upload is valid until the next.
+    Pinned for CUDA, and taken again only when its copies are done: torch's allocator of pinned
+    memory knows of them.
     """
+    host = torch.from_numpy(np.ascontiguousarray(values))
+    return host.pin_memory() if device.type == "cuda" else host
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self._source = torch.zeros(size, dtype=dtype, device="cpu", pin_memory=pinned)
-        self._array = self._source.numpy()
-        self._copied = torch.cuda.Event() if pinned else None
-        self._device: Tensor = self._source
-        if device.type != "cpu":
-            self._device = torch.zeros(size, dtype=dtype, device=device)
 
-    def writable(self) -> np.ndarray:
-        """[size] on the host, once the last upload has left it: that copy must stay unchanged."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._array
-
-    def upload(self, count: int) -> Tensor:
-        """Start copying the first `count` elements, in stream order; returns them, [count]."""
-        target = self._device[:count]
-        if self._device is not self._source:
-            target.copy_(self._source[:count], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record(torch.cuda.current_stream(self._device.device))
-        return target
+def upload(values: np.ndarray, device: torch.device) -> Tensor:
+    """Start copying an array, in stream order; on the CPU the result may share its memory."""
+    return staged(values, device).to(device, non_blocking=True)

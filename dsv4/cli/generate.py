@@ -31,6 +31,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--temperature", type=float, default=0.0, help="0 (default) takes the best token"
     )
     parser.add_argument("--top-p", type=float, default=1.0, help="nucleus mass, in (0, 1]")
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="likeliest tokens, 0: all"
+    )
+    parser.add_argument(
+        "--min-p", type=float, default=0.0, help="least share of the best token's probability"
+    )
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, help="above 1: against repetitions"
+    )
     parser.add_argument("--seed", type=int, default=None, help="makes sampling repeatable")
     parser.add_argument(
         "--draft-tokens", type=int, default=0, metavar="K", help="speculate K tokens with MTP"
@@ -71,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
         seed=args.seed,
         num_draft_tokens=args.draft_tokens,
         on_tokens=printer.feed,

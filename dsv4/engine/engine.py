@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,11 +15,15 @@ from dsv4.cache.allocator import OutOfBlocksError
 from dsv4.cache.manager import CacheManager
 from dsv4.cache.model_cache import block_size
 from dsv4.engine.arguments import check_drafts, check_integer, check_prompt, check_token_ids
+from dsv4.engine.flight import Flight
 from dsv4.engine.forward import prefill
-from dsv4.engine.graphs import decode_forward
-from dsv4.engine.inputs import SAMPLED_HERE, InputStage
+from dsv4.engine.graphs import decode_forward, padded_rows
+from dsv4.engine.inputs import SAMPLED_HERE, known_inputs
+from dsv4.engine.mailbox import Letter
 from dsv4.engine.request import Output, Request
-from dsv4.engine.sampler import RowSampling, SamplingParams
+from dsv4.engine.request_state import DecodeShape, RequestState
+from dsv4.engine.results import RowResult
+from dsv4.engine.sampling_params import SamplingKind, SamplingParams, check_bias
 from dsv4.engine.stats import GenerationStats
 from dsv4.model.model import DEFAULT_PREFILL_CHUNK
 from dsv4.quoting import quoted
@@ -56,6 +61,10 @@ class Engine:
             first occurs; needs a CUDA device and at most 15 drafts. None: wherever that holds.
         batch_invariant: a request's tokens depend on nothing but the request, bit for bit: forwards
             have one position of one request each. Many times slower; without drafts.
+        async_scheduling: a step starts its forwards before it reads what those of the step before
+            found: the device never waits for the host. A request then ends a step after its stop
+            token was found, and what that step computed for it is dropped; it gets the same tokens.
+            None: on CUDA.
 
     Attributes:
         stats: counts and times since the engine was made.
@@ -75,6 +84,7 @@ class Engine:
         num_blocks: int | None = None,
         use_cuda_graphs: bool | None = None,
         batch_invariant: bool = False,
+        async_scheduling: bool | None = None,
     ) -> None:
         config = model.config
         max_requests = check_integer("max_requests", max_requests, 1, MAX_REQUESTS)
@@ -85,6 +95,10 @@ class Engine:
             num_blocks = check_integer("num_blocks", num_blocks, 1)
         if not isinstance(batch_invariant, bool):
             raise TypeError(f"batch_invariant must be a bool, got {quoted(batch_invariant)}")
+        if async_scheduling is not None and not isinstance(async_scheduling, bool):
+            raise TypeError(
+                f"async_scheduling must be a bool or None, got {quoted(async_scheduling)}"
+            )
         if max_context > config.max_position_embeddings:
             raise ValueError(
                 f"max_context must be at most the model's {config.max_position_embeddings} "
@@ -111,14 +125,18 @@ class Engine:
             max_requests, num_blocks, columns, max_draft=num_draft_tokens, max_tokens=prefilled
         )
         self._manager = CacheManager(self._cache)
-        positions = max(prefilled, max_requests * (1 + num_draft_tokens))
-        self._stage = InputStage(positions, max_requests, self._cache.device)
-        self._verify = decode_forward(model, self._cache, num_draft_tokens, use_cuda_graphs)
+        self._state = RequestState(self._cache, 1 + num_draft_tokens)
+        self._decoder = decode_forward(model, self._cache, self._state, use_cuda_graphs)
+        if async_scheduling is None:
+            async_scheduling = self._cache.device.type == "cuda"
+        self.async_scheduling = async_scheduling
 
         self._next_id = 0
         self._waiting: deque[Request] = deque()  # oldest first, all younger than the running
         self._running: list[Request] = []  # oldest first
-        self._undelivered: list[Output] = []  # of a step whose later forward raised
+        self._flights: deque[Flight] = deque()  # oldest first
+        self._undelivered: list[Output] = []  # of a step that raised after it had read them
+        self._done = 0.0  # `perf_counter` when the last forward that was read was done
 
     @property
     def num_requests(self) -> int:
@@ -144,6 +162,8 @@ class Engine:
             TypeError: `prompt_ids` does not consist of integers, or `sampling` is something else.
             ValueError: the prompt is empty, an id is outside the vocabulary, or prompt and new
                 tokens exceed the context or what the whole cache could hold.
+            torch.OutOfMemoryError: the first request that penalises tokens needs memory that is
+                not there.
         """
         if not isinstance(sampling, SamplingParams):
             raise TypeError(f"sampling must be SamplingParams, got {quoted(sampling)}")
@@ -165,16 +185,20 @@ class Engine:
         if stop_tokens is None:
             stop_tokens = _end_of_sequence(self.model.config.eos_token_id)
         stop_tokens = check_token_ids("stop_tokens", stop_tokens, vocab_size)
+        check_bias(sampling.logit_bias or {}, vocab_size)
         seed = sampling.seed
         if seed is None:
             seed = int(torch.randint(1 << 62, (), device="cpu"))
         request = Request(
             id=self._next_id,
             tokens=tokens,
+            prompt=len(tokens),
             end=end,
             stop_tokens=frozenset(stop_tokens),
-            sampling=RowSampling(sampling.temperature, sampling.top_p, seed),
+            sampling=sampling,
+            seed=seed,
         )
+        self._state.prepare(request)
         self._next_id += 1
         self._waiting.append(request)
         return request.id
@@ -198,6 +222,7 @@ class Engine:
         self._undelivered = delivered
         for request in self._running:
             if request.id == request_id:
+                request.is_over = True
                 self._leave(request)
                 return True
         for request in self._waiting:
@@ -208,38 +233,64 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Output]:
-        """Run one decode and one prefill forward, as far as there is work for them.
+        """Start one decode and one prefill forward, as far as there is work for them, and return
+        what the forwards before found; with `async_scheduling` the two are of different steps.
 
         When a forward raises, running requests wait again and are recomputed: the caller may step
-        on. Tokens that the same step had already found come with the next one, and `num_requests`
-        counts the requests that they belong to.
+        on. Tokens that were read before come with the next step, and `num_requests` counts the
+        requests that they belong to.
 
         Returns:
-            The requests that got tokens, each once. Empty when a long prompt is still being
-            prefilled, or nothing is left to do (`num_requests` is 0).
+            The requests that got tokens or failed, each once. Empty when a long prompt is still
+            being prefilled, when the first results are still under way, or when nothing is left to
+            do (`num_requests` is 0).
         """
         if not self._undelivered:
             try:
                 self._run_forwards()
             except BaseException:
-                # A forward writes layer by layer, over the oldest entries of the layers' rings, so
-                # after half of one not even the positions cached before it are safe.
-                while self._running:
-                    self._preempt_youngest()
+                self._start_over()
                 raise
         outputs, self._undelivered = self._undelivered, []
-        return outputs
+        merged: dict[int, Output] = {}
+        for output in outputs:
+            earlier = merged.get(output.request)
+            merged[output.request] = output if earlier is None else earlier.then(output)
+        return list(merged.values())
 
     def _run_forwards(self) -> None:
-        decoding = self._make_room([r for r in self._running if self._is_decoding(r)])
+        earlier = len(self._flights)
+        decoding = self._make_room()
+        earlier = min(earlier, len(self._flights))
         for group in self._sharing(decoding):
             self._decode(group)
+        if not self.async_scheduling:
+            self._read_results(len(self._flights))
         self._admit()
-        prefilling = [r for r in self._running if not self._is_decoding(r)]
+        prefilling = [r for r in self._running if not r.decodes]
         if self.batch_invariant:
             self._prefill_singly(prefilling)
         elif prefilling:
             self._prefill(prefilling, self.prefill_chunk)
+        # The device is to be at work while the host reads what is done.
+        is_idle = len(self._flights) == earlier
+        lag = self.async_scheduling and not is_idle
+        self._read_results(earlier if lag else len(self._flights))
+
+    def _start_over(self) -> None:
+        """Let all running requests wait again.
+
+        A forward writes layer by layer, over the oldest entries of the layers' rings, so after half
+        of one not even the positions cached before it are safe; and results that were not read may
+        follow others that were lost.
+        """
+        for flight in self._flights:
+            for _, request in flight.rows:
+                request.pending = request.ahead = 0
+        self._flights.clear()
+        self._decoder.reset()
+        while self._running:
+            self._preempt_youngest()
 
     def _sharing(self, requests: list[Request]) -> list[list[Request]]:
         """The requests that share a decode forward: all, or each with itself."""
@@ -251,33 +302,33 @@ class Engine:
         """Cache the next tokens of the oldest requests one by one, a prefill chunk in all."""
         left = self.prefill_chunk
         for request in requests:
-            while left and request.slot is not None and not self._is_decoding(request):
+            while left and not request.decodes:
                 self._prefill([request], 1)
                 left -= 1
 
-    def _is_decoding(self, request: Request) -> bool:
-        """Whether only the newest token is uncached. A request with nothing cached is prefilled."""
-        length = self._manager.length(request.slot)
-        return 0 < length == len(request.tokens) - 1
-
-    def _verified(self, request: Request) -> int:
-        """Positions of the request's next decode forward: no more than the tokens it may get."""
-        return min(1 + len(request.drafts), request.end - len(request.tokens))
-
-    def _make_room(self, requests: list[Request]) -> list[Request]:
+    def _make_room(self) -> list[Request]:
         """Take the blocks for a decode forward, oldest request first, from the youngest if need be.
 
         Returns:
-            The requests that still run.
+            The requests that take part in it.
         """
-        for request in requests:
-            while request.slot is not None:
-                try:
-                    self._manager.extend(request.slot, self._verified(request))
-                    break
-                except OutOfBlocksError:
+        while True:
+            decoding = [r for r in self._running if r.decodes and r.has_more]
+            try:
+                for request in decoding:
+                    length = self._manager.length(request.slot)
+                    self._manager.extend(request.slot, self._written(request) - length)
+                return decoding
+            except OutOfBlocksError:
+                # What is under way may end a request, and says how much others have really grown.
+                if self._flights:
+                    self._read_results(len(self._flights))
+                else:
                     self._preempt_youngest()
-        return [request for request in requests if request.slot is not None]
+
+    def _written(self, request: Request) -> int:
+        """Positions of a request that one more decode forward may have cached, at most."""
+        return request.most_cached(self._state.chunk)
 
     def _admit(self) -> None:
         """Start waiting requests in order, while there are a slot and blocks for their tokens."""
@@ -288,6 +339,7 @@ class Engine:
             except OutOfBlocksError:
                 return
             self._running.append(self._waiting.popleft())
+            self._state.seat(request)
 
     def _preempt_youngest(self) -> None:
         youngest = self._running[-1]
@@ -295,29 +347,30 @@ class Engine:
         self._waiting.appendleft(youngest)
 
     def _leave(self, request: Request) -> None:
-        """Stop running a request: it keeps its tokens alone."""
+        """Stop running a request: it keeps its tokens alone.
+
+        Forwards in flight may still write to what it gives back: before all that others will write.
+        """
         self._manager.release(request.slot)
         self._running.remove(request)
         request.slot = None
-        request.drafts = []
+        request.decodes = False
 
     def _decode(self, requests: list[Request]) -> None:
         """Verify each request's newest token and drafts; one batched forward of static shape."""
         started = perf_counter()
-        chunk = 1 + self.num_draft_tokens
-        rows = min(1 << (len(requests) - 1).bit_length(), self._cache.max_requests)
-        counts = [self._verified(request) for request in requests]
-        step = self._manager.step([r.slot for r in requests], counts, chunk, rows)
-        tokens = [[request.tokens[-1], *request.drafts] for request in requests]
-        inputs = self._stage.fill(step, [r.sampling for r in requests], tokens)
-        result = self._verify(inputs).tolist()
-
-        for request, count, row in zip(requests, counts, result):
-            sampled, accepted, drafts = row[:chunk], row[chunk], row[chunk + 1 :]
-            self.stats.decode_tokens += self._grow(request, sampled[: accepted + 1], drafts)
-            self.stats.drafts_proposed += count - 1
-            self.stats.drafts_accepted += accepted
-        self.stats.decode_seconds += perf_counter() - started
+        slots = [request.slot for request in requests]
+        counts = [self._written(r) - self._manager.length(r.slot) for r in requests]
+        shape = DecodeShape(
+            rows=padded_rows(len(requests), self._cache.max_requests),
+            chunk=self._state.chunk,
+            capacity=self._manager.advance(slots, counts),
+            sampling=SamplingKind.of(request.sampling for request in requests),
+        )
+        self._state.change_table(self._manager.table_changes())
+        self._state.place(slots, shape.rows)
+        letter = self._decoder(shape)
+        self._fly(letter, list(enumerate(requests)), shape.chunk, None, started)
 
     def _prefill(self, requests: list[Request], limit: int) -> None:
         """Cache the next tokens of the oldest requests that fit in a forward of `limit` tokens."""
@@ -332,18 +385,17 @@ class Engine:
         ]
         counts = [len(row) for row in tokens]
         step = self._manager.step([r.slot for r in requests], counts, max(counts))
-        inputs = self._stage.fill(step, [r.sampling for r in requests], tokens, following)
+        kind = SamplingKind.of(r.sampling for r, end in zip(requests, ends) if end)
+        sampling = self._state.sampling(step.slots, kind)
+        inputs = known_inputs(step, sampling, tokens, following)
         result = prefill(self.model, self._cache, inputs, self.num_draft_tokens, any(ends))
-
         if result is not None:
-            for request, end, (token, *drafts) in zip(requests, ends, result.tolist()):
-                if end:
-                    self._grow(request, [token], drafts)
-        elif self._cache.device.type != "cpu":
-            # Nothing was read back: without waiting, this time would count as the next forward's.
-            torch.accelerator.synchronize(self._cache.device)
-        self.stats.prefill_tokens += sum(counts)
-        self.stats.prefill_seconds += perf_counter() - started
+            self._state.begin(inputs, result)
+        letter = Letter(result, self._cache.device)
+        rows = [(row, request) for row, request in enumerate(requests) if ends[row]]
+        for _, request in rows:
+            request.decodes = True
+        self._fly(letter, rows, 1, sum(counts), started)
 
     def _prefill_spans(self, requests: list[Request], limit: int) -> list[slice]:
         """The tokens that the first of `requests` prefill together: `limit`, padding included."""
@@ -358,25 +410,61 @@ class Engine:
             spans.append(slice(start, start + count))
         return spans
 
-    def _grow(self, request: Request, tokens: list[int], drafts: list[int]) -> int:
-        """Append new tokens up to a stop token; the cache keeps all positions but the last.
+    def _fly(
+        self,
+        letter: Letter,
+        rows: list[tuple[int, Request]],
+        chunk: int,
+        tokens: int | None,
+        started: float,
+    ) -> None:
+        computed = perf_counter() if self._cache.device.type == "cpu" else None
+        self._flights.append(Flight(letter, rows, chunk, tokens, started, computed).take_off())
 
-        Returns:
-            The number of tokens appended.
-        """
-        stop = next((i for i, token in enumerate(tokens) if token in request.stop_tokens), None)
-        if stop is not None:
-            tokens = tokens[: stop + 1]
-        finished = stop is not None or len(request.tokens) + len(tokens) == request.end
+    def _read_results(self, count: int) -> None:
+        """Wait for the oldest forwards in flight and give requests what they chose."""
+        for _ in range(count):
+            flight = self._flights[0]
+            result = flight.letter.read()
+            for row, request in flight.rows:
+                if not request.is_over:
+                    self._grow(request, flight, result[row])
+            self._flights.popleft()
+            self._count(flight)
+
+    def _count(self, flight: Flight) -> None:
+        """Add a forward that is done to the statistics."""
+        done = flight.computed or perf_counter()
+        seconds, self._done = done - max(flight.started, self._done), done
+        if flight.tokens is None:
+            self.stats.decode_seconds += seconds
+        else:
+            self.stats.prefill_seconds += seconds
+            self.stats.prefill_tokens += flight.tokens
+
+    def _grow(self, request: Request, flight: Flight, row: np.ndarray) -> None:
+        """Append new tokens up to a stop token; the cache keeps all positions but the last."""
+        found = RowResult.of(row, flight.chunk, self.num_draft_tokens)
+        # No more than it may have: its row was padding behind them.
+        room = min(flight.chunk, request.end - len(request.tokens))
+        tokens = found.sampled[: min(found.accepted + 1, room)]
+        tokens, reason = request.cut(tokens)
+        wanted = request.sampling.logprobs
+        logprobs = found.token_logprobs(len(tokens), wanted)
         # From here on the tokens are the request's: whatever is raised later, they are delivered.
-        self._undelivered.append(Output(request.id, tokens, finished))
+        output = Output(request.id, tokens, reason is not None, reason, logprobs)
+        self._undelivered.append(output)
         request.tokens += tokens
-        if finished:
+        flight.land(request)
+        if flight.tokens is None:
+            self.stats.decode_tokens += len(tokens)
+            self.stats.drafts_proposed += room - 1
+            self.stats.drafts_accepted += found.accepted
+        if reason is not None:
+            request.is_over = True
             self._leave(request)
         else:
-            self._manager.truncate(request.slot, len(request.tokens) - 1)
-            request.drafts = drafts
-        return len(tokens)
+            self._manager.truncate(request.slot, request.most_cached())
 
 
 def _end_of_sequence(eos_token_id: int | Iterable[int] | None) -> tuple[int, ...]:

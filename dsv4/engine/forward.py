@@ -1,4 +1,4 @@
-"""The two forwards of an engine, prefill and verification, each with drafting and sampling.
+"""The forwards of an engine, prefill and decode, each with drafting and sampling.
 
 Device code only: shapes follow from the step's (B, C), nothing is read back, so that a forward of
 one shape can be captured in a CUDA graph. What the host needs comes back in one tensor.
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from dsv4.engine.inputs import SAMPLED_HERE, ForwardInputs
-from dsv4.engine.sampler import sample
+from dsv4.engine.results import packed
+from dsv4.engine.sampler import SamplingBatch, sample
 
 if TYPE_CHECKING:
     from dsv4.cache.model_cache import ModelCache
+    from dsv4.engine.request_state import DecodeShape, RequestState
     from dsv4.model.model import DeepseekV4
 
 
@@ -34,8 +36,9 @@ def prefill(
         last: some row ends its known tokens here, so that tokens are sampled and drafted.
 
     Returns:
-        [B, 1 + k] int64: the token after each row's chunk, then drafts of those that follow it;
-        meaningless in rows whose tokens go on. None unless `last`.
+        [B, 1 ..] int64, as `packed` has them: the token after each row's chunk; with drafts, that
+        none was accepted, and those of the tokens that follow it. Meaningless in rows whose tokens
+        go on. None unless `last`.
     """
     step = inputs.step
     streams = model.streams(inputs.tokens, cache, step)
@@ -45,13 +48,38 @@ def prefill(
         return None
     end = (step.lens - 1).clamp_min(0)
     logits = model.logits(_take(streams, end))
-    token = sample(logits, (step.starts + end + 1)[:, None], inputs.sampling)
-    if not num_drafts:
-        return token
-    known = inputs.next_tokens != SAMPLED_HERE
-    next_tokens = torch.where(known, inputs.next_tokens, token)
-    drafts = _draft(model, cache, inputs, streams, next_tokens, end, num_drafts)
-    return torch.cat([token, drafts], dim=1)
+    sampling = inputs.sampling
+    token = sample(logits, _behind(step.starts + end, sampling)[:, None], sampling)
+    drafted = ()
+    if num_drafts:
+        chosen = token.clamp_min(0)
+        known = inputs.next_tokens != SAMPLED_HERE
+        next_tokens = torch.where(known, inputs.next_tokens, chosen)
+        later = sampling.after(chosen, torch.ones_like(chosen, dtype=torch.bool))
+        drafts = _draft(model, cache, inputs, streams, next_tokens, end, later, num_drafts)
+        drafted = torch.zeros_like(end), drafts
+    return packed(token, drafted, logits, sampling.logprobs)
+
+
+def decode(
+    model: DeepseekV4, cache: ModelCache, state: RequestState, rows: Tensor, shape: DecodeShape
+) -> Tensor:
+    """Verify requests' newest tokens and drafts, and make what was found their newest.
+
+    Args:
+        rows: [B] int64 of `state`.
+
+    Returns:
+        As `verify`.
+    """
+    inputs = state.inputs(rows, shape)
+    result = verify(model, cache, inputs, shape.chunk - 1)
+    step = inputs.step
+    kept = torch.minimum(result[:, shape.chunk] + 1, step.lens) if shape.chunk > 1 else step.lens
+    state.advance(rows, step.starts + kept, result, shape.chunk)
+    if shape.sampling.penalized:
+        state.count(rows, result[:, : shape.chunk], step.offsets < kept[:, None])
+    return result
 
 
 def verify(model: DeepseekV4, cache: ModelCache, inputs: ForwardInputs, num_drafts: int) -> Tensor:
@@ -62,19 +90,23 @@ def verify(model: DeepseekV4, cache: ModelCache, inputs: ForwardInputs, num_draf
     exactly as without drafts, and equal to it token by token where the logits are equal.
 
     Returns:
-        [B, C + 1 + k] int64: the C samples, of which the first 1 + accepted hold; the number of
-        accepted drafts; k new drafts.
+        [B, C ..] int64, as `packed` has them: the C samples, of which the first 1 + accepted hold;
+        with drafts, the number of accepted ones and k new ones.
     """
-    step = inputs.step
+    step, sampling = inputs.step, inputs.sampling
     streams = model.streams(inputs.tokens, cache, step)
-    sampled = sample(model.logits(streams), step.positions + 1, inputs.sampling)
+    logits = model.logits(streams)
+    following = inputs.tokens[:, 1:] if num_drafts else None
+    sampled = sample(logits, _behind(step.positions, sampling), sampling, following)
+    if not num_drafts:
+        return packed(sampled, (), logits, sampling.logprobs)
     drafted = step.offsets[1:] < step.lens[:, None]
     matches = (sampled[:, :-1] == inputs.tokens[:, 1:]) & drafted
     accepted = matches.long().cumprod(dim=1).sum(dim=1)
-    parts = [sampled, accepted[:, None]]
-    if num_drafts:
-        parts.append(_draft(model, cache, inputs, streams, sampled, accepted, num_drafts))
-    return torch.cat(parts, dim=1)
+    chosen = sampled.clamp_min(0)
+    later = sampling.after(chosen, step.offsets <= accepted[:, None])
+    drafts = _draft(model, cache, inputs, streams, chosen, accepted, later, num_drafts)
+    return packed(sampled, (accepted, drafts), logits, sampling.logprobs)
 
 
 def _draft(
@@ -84,6 +116,7 @@ def _draft(
     streams: Tensor,
     next_tokens: Tensor,
     end: Tensor,
+    sampling: SamplingBatch,
     num_drafts: int,
 ) -> Tensor:
     """Feed MTP the step, then chain drafts from each row's last kept position.
@@ -96,6 +129,7 @@ def _draft(
         streams: [B, C, hc, D], the main model's.
         next_tokens: [B, C], the token after each position, as far as it is kept.
         end: [B], offset of the last kept position of each row.
+        sampling: behind next_tokens[end].
 
     Returns:
         [B, num_drafts] int64: the tokens after next_tokens[end].
@@ -103,13 +137,22 @@ def _draft(
     step, mtp = inputs.step, model.mtp[0]
     streams = _take(mtp(streams, next_tokens, cache, step), end)
     position = step.starts + end
-    drafts = [sample(mtp.logits(streams), position[:, None] + 2, inputs.sampling)]
-    while len(drafts) < num_drafts:
+    drafts: list[Tensor] = []
+    while True:
+        places = _behind(position, sampling, 2)[:, None]
+        draft = sample(mtp.logits(streams), places, sampling).clamp_min(0)
+        drafts.append(draft)
+        if len(drafts) == num_drafts:
+            return torch.cat(drafts, dim=1)
+        sampling = sampling.after(draft, torch.ones_like(draft, dtype=torch.bool))
         position = position + 1
         single = replace(step, starts=position, lens=step.lens.clamp_max(1), chunk=1)
-        streams = mtp(streams, drafts[-1], cache, single)
-        drafts.append(sample(mtp.logits(streams), position[:, None] + 2, inputs.sampling))
-    return torch.cat(drafts, dim=1)
+        streams = mtp(streams, draft, cache, single)
+
+
+def _behind(positions: Tensor, sampling: SamplingBatch, distance: int = 1) -> Tensor:
+    """Positions of the tokens that are chosen at others; which only draws depend on."""
+    return positions if sampling.greedy else positions + distance
 
 
 def _take(streams: Tensor, offsets: Tensor) -> Tensor:

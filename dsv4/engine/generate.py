@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,9 @@ from torch import Tensor
 from dsv4.cache.model_cache import block_size
 from dsv4.engine.arguments import check_drafts, check_integer, check_prompt, check_token_ids
 from dsv4.engine.engine import Engine
-from dsv4.engine.sampler import SamplingParams
+from dsv4.engine.logprobs import TokenLogprobs
+from dsv4.engine.request import Output, Reason
+from dsv4.engine.sampling_params import SamplingParams
 from dsv4.engine.stats import GenerationStats
 from dsv4.model.model import DEFAULT_MAX_REQUESTS, DEFAULT_PREFILL_CHUNK
 from dsv4.quoting import quoted
@@ -28,10 +30,15 @@ class GenerateResult:
     Attributes:
         tokens: the new tokens of each prompt, a stop token included.
         stats: what they cost.
+        reasons: why each continuation ended: "stop", "length", or "failed" where no token could be
+            chosen (`dsv4.engine.request.Output`).
+        logprobs: of each new token of each prompt; None: not asked for.
     """
 
     tokens: list[list[int]]
     stats: GenerationStats
+    reasons: list[Reason]
+    logprobs: list[list[TokenLogprobs]] | None
 
 
 def generate(
@@ -41,6 +48,13 @@ def generate(
     *,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: Mapping[int, float] | None = None,
+    logprobs: int | None = None,
     seed: int | None = None,
     eos_token_id: int | Sequence[int] | None = None,
     num_draft_tokens: int = 0,
@@ -62,6 +76,8 @@ def generate(
         max_new_tokens: tokens to generate per prompt, at most.
         temperature: 0 takes the likeliest token; above 0 samples.
         top_p: sample from the smallest set of tokens with at least this mass, in (0, 1].
+        top_k, min_p, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, logprobs:
+            as `dsv4.engine.sampling_params.SamplingParams` describes them.
         seed: repeats the samples; every prompt uses it. None draws a fresh one per prompt.
         eos_token_id: id or ids that end a continuation; None means the model's, () none at all.
         num_draft_tokens: tokens that MTP drafts ahead per decode forward, at most 64; drafts past
@@ -88,6 +104,13 @@ def generate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+        logprobs=logprobs,
         seed=seed,
         stop_tokens=eos_token_id,
     )
@@ -108,15 +131,21 @@ def generate(
         use_cuda_graphs=use_cuda_graphs,
         batch_invariant=batch_invariant,
     )
-    tokens: list[list[int]] = [[] for _ in prompts]
+    found: dict[int, Output] = {}
     index_of = {engine.add(prompt, sampling): index for index, prompt in enumerate(prompts)}
     while engine.num_requests:
         for output in engine.step():
             index = index_of[output.request]
-            tokens[index] += output.tokens
-            if on_tokens is not None:
+            found[index] = found[index].then(output) if index in found else output
+            if on_tokens is not None and output.tokens:
                 on_tokens(index, output.tokens)
-    return GenerateResult(tokens, engine.stats)
+    outputs = [found[index] for index in range(len(prompts))]
+    return GenerateResult(
+        [output.tokens for output in outputs],
+        engine.stats,
+        [output.reason for output in outputs],
+        None if logprobs is None else [output.logprobs for output in outputs],
+    )
 
 
 def _check_prompts(prompts: object, max_new_tokens: int, config: ModelConfig) -> list[list[int]]:

@@ -7,15 +7,17 @@ run. A replay launches them all at once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from dsv4.engine.forward import verify
-from dsv4.engine.inputs import ForwardInputs
+from dsv4.engine.forward import decode
+from dsv4.engine.mailbox import Letter, Mailbox
+from dsv4.engine.request_state import DecodeShape, RequestState
+from dsv4.engine.results import packed_width
 from dsv4.layers.moe import MAX_STATIC_CHUNK
 from dsv4.quoting import quoted
 
@@ -23,56 +25,22 @@ if TYPE_CHECKING:
     from dsv4.cache.model_cache import ModelCache
     from dsv4.model.model import DeepseekV4
 
-Forward = Callable[[], Tensor]
+Forward = Callable[[], object]
+
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+ROWS_BEYOND = 128
 
 
-def decode_forward(
-    model: DeepseekV4, cache: ModelCache, num_drafts: int, use_cuda_graphs: bool | None
-) -> Callable[[ForwardInputs], Tensor]:
-    """Return `verify` of a model and its cache, as a function of the inputs alone.
+def padded_rows(count: int, most: int) -> int:
+    """Rows of a decode forward over `count` requests: of few sizes, so that graphs are few.
+
+    Steps are small where a row costs most of a request; kernels skip padding where they can.
 
     Args:
-        num_drafts: draft tokens per forward, k.
-        use_cuda_graphs: capture and replay it; None: wherever that is possible.
-
-    Raises:
-        TypeError: `use_cuda_graphs` is neither a bool nor None.
-        ValueError: graphs are asked for and impossible.
+        most: requests that may run at the same time.
     """
-    if use_cuda_graphs is not None and not isinstance(use_cuda_graphs, bool):
-        raise TypeError(f"use_cuda_graphs must be a bool or None, got {quoted(use_cuda_graphs)}")
-    device = cache.device
-    most = MAX_STATIC_CHUNK - 1
-    if use_cuda_graphs is None:
-        use_cuda_graphs = device.type == "cuda" and num_drafts <= most
-    if use_cuda_graphs and device.type != "cuda":
-        raise ValueError(f"use_cuda_graphs: needs a model on a CUDA device, got one on {device}")
-    if use_cuda_graphs and num_drafts > most:
-        raise ValueError(
-            f"num_draft_tokens must be at most {most} with use_cuda_graphs, got {num_drafts}"
-        )
-    if use_cuda_graphs:
-        return DecodeGraphs(model, cache, num_drafts, CudaGraphs(device))
-    return partial(verify, model, cache, num_drafts=num_drafts)
-
-
-class GraphKey(NamedTuple):
-    """Identity of a decode forward's kernels: all they depend on beside the contents of its inputs.
-
-    Rows and capacity come in powers of two, so that keys are few.
-    """
-
-    rows: int  # B
-    chunk: int  # C = 1 + drafts
-    capacity: int
-    greedy: bool
-    nucleus: bool
-
-    @classmethod
-    def of(cls, inputs: ForwardInputs) -> GraphKey:
-        """Return the key of a forward."""
-        step, sampling = inputs.step, inputs.sampling
-        return cls(step.batch, step.chunk, step.capacity, sampling.greedy, sampling.nucleus)
+    rows = next((size for size in ROWS if size >= count), -(-count // ROWS_BEYOND) * ROWS_BEYOND)
+    return min(rows, most)
 
 
 class GraphBackend(Protocol):
@@ -85,52 +53,108 @@ class GraphBackend(Protocol):
         """Record a forward without running it.
 
         Returns:
-            Runs what was recorded, on the memory it was recorded with; always returns one tensor.
+            Runs what was recorded, on the memory it was recorded with.
         """
 
 
-class DecodeGraphs:
-    """`verify` for one model, cache and number of drafts, a graph per `GraphKey`.
+class DecodeForward:
+    """Decode forwards of a model over its cache and the requests in it, by shape.
 
-    A graph reads its inputs where they lay when it was captured: `CacheManager` and `InputStage`
-    put inputs of one key at one address and refill them with asynchronous copies. Inputs that lie
-    elsewhere are captured anew. Parameters and cache must stay where they are. All graphs share one
-    memory pool, so they must run one after the other.
+    With a backend, a shape is captured when it first occurs: parameters, cache and state must stay
+    where they are. All graphs share one memory pool, so they must run one after the other.
 
     Args:
-        num_drafts: draft tokens per forward, k.
-        backend: records and plays back.
+        state: of the requests; which rows a forward takes, `RequestState.place` has said.
+        backend: records and plays back; None: every forward is run as it is.
     """
 
     def __init__(
-        self, model: DeepseekV4, cache: ModelCache, num_drafts: int, backend: GraphBackend
+        self,
+        model: DeepseekV4,
+        cache: ModelCache,
+        state: RequestState,
+        backend: GraphBackend | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
-        self._num_drafts = num_drafts
+        self._state = state
         self._backend = backend
-        self._graphs: dict[GraphKey, _Graph] = {}
+        self._shapes: dict[DecodeShape, _Shape] = {}
+        cuda = cache.device.type == "cuda"
+        self._stream = torch.cuda.Stream(cache.device) if cuda else None
 
     def __len__(self) -> int:
-        """Graphs held."""
-        return len(self._graphs)
+        """Shapes that occurred."""
+        return len(self._shapes)
 
-    def __call__(self, inputs: ForwardInputs) -> Tensor:
-        """Run `verify`; its result, [B, C + 1 + k] int64, is valid until the next call."""
-        key, addresses = GraphKey.of(inputs), _addresses(inputs)
-        graph = self._graphs.get(key)
-        if graph is None or graph.addresses != addresses:
-            graph = self._graphs[key] = _Graph(self._capture(inputs), addresses)
-        return graph.replay()
+    @property
+    def is_captured(self) -> bool:
+        """Whether forwards are graphs."""
+        return self._backend is not None
 
-    def _capture(self, inputs: ForwardInputs) -> Forward:
-        self._backend.warm_up(partial(self._verify, _padding_like(inputs)))
-        return self._backend.capture(partial(self._verify, inputs))
+    def __call__(self, shape: DecodeShape) -> Letter:
+        """Start a forward; its results, as `verify` has them, come to the host meanwhile."""
+        made = self._shapes.get(shape) or self._make(shape)
+        made.mailbox.clear()
+        made.run()
+        return made.mailbox.send()
 
-    def _verify(self, inputs: ForwardInputs) -> Tensor:
-        # A step keeps what was derived from it, which must be derived within the graph.
-        fresh = replace(inputs, step=replace(inputs.step))
-        return verify(self._model, self._cache, fresh, self._num_drafts)
+    def reset(self) -> None:
+        """Forget the results of a forward that failed."""
+        for made in self._shapes.values():
+            made.mailbox.reset()
+
+    def _make(self, shape: DecodeShape) -> _Shape:
+        vocab_size = self._cache.config.vocab_size
+        width = packed_width(shape.chunk, shape.chunk - 1, shape.sampling.logprobs, vocab_size)
+        mailbox = Mailbox(shape.rows, width, self._cache.device, self._stream)
+        run = partial(self._run, self._state.rows(shape.rows), shape, mailbox)
+        if self._backend is not None:
+            # Over padding: the forward leaves no trace.
+            padding = self._state.padding(shape.rows)
+            self._backend.warm_up(partial(self._decode, padding, shape))
+            run = self._backend.capture(run)
+        made = self._shapes[shape] = _Shape(run, mailbox)
+        return made
+
+    def _decode(self, rows: Tensor, shape: DecodeShape) -> Tensor:
+        return decode(self._model, self._cache, self._state, rows, shape)
+
+    def _run(self, rows: Tensor, shape: DecodeShape, mailbox: Mailbox) -> None:
+        mailbox.post(self._decode(rows, shape))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    run: Forward
+    mailbox: Mailbox
+
+
+def decode_forward(
+    model: DeepseekV4, cache: ModelCache, state: RequestState, use_cuda_graphs: bool | None
+) -> DecodeForward:
+    """Return the decode forwards of a model and its cache.
+
+    Args:
+        use_cuda_graphs: capture and replay them; None: wherever that is possible.
+
+    Raises:
+        TypeError: `use_cuda_graphs` is neither a bool nor None.
+        ValueError: graphs are asked for and impossible.
+    """
+    if use_cuda_graphs is not None and not isinstance(use_cuda_graphs, bool):
+        raise TypeError(f"use_cuda_graphs must be a bool or None, got {quoted(use_cuda_graphs)}")
+    device, num_drafts = cache.device, state.chunk - 1
+    most = MAX_STATIC_CHUNK - 1
+    if use_cuda_graphs is None:
+        use_cuda_graphs = device.type == "cuda" and num_drafts <= most
+    if use_cuda_graphs and device.type != "cuda":
+        raise ValueError(f"use_cuda_graphs: needs a model on a CUDA device, got one on {device}")
+    if use_cuda_graphs and num_drafts > most:
+        raise ValueError(
+            f"num_draft_tokens must be at most {most} with use_cuda_graphs, got {num_drafts}"
+        )
+    return DecodeForward(model, cache, state, CudaGraphs(device) if use_cuda_graphs else None)
 
 
 class CudaGraphs:
@@ -164,42 +188,7 @@ class CudaGraphs:
                 # "thread_local": what other threads allocate meanwhile is none of this graph.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                output = forward()
+                forward()
             finally:
                 graph.capture_end()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return output
-
-        return replay
-
-
-@dataclass(frozen=True)
-class _Graph:
-    replay: Forward
-    addresses: tuple[int, ...]
-
-
-def _addresses(inputs: ForwardInputs) -> tuple[int, ...]:
-    """Addresses of all that a decode forward reads."""
-    step, sampling = inputs.step, inputs.sampling
-    of_step = (step.slots, step.starts, step.lens, step.block_table)
-    of_sampling = (sampling.temperature, sampling.top_p, sampling.seed)
-    return tuple(tensor.data_ptr() for tensor in (*of_step, inputs.tokens, *of_sampling))
-
-
-def _padding_like(inputs: ForwardInputs) -> ForwardInputs:
-    """Inputs of the same key whose rows are all padding: a forward over them leaves no trace."""
-    step = inputs.step
-    return replace(
-        inputs,
-        step=replace(
-            step,
-            slots=torch.full_like(step.slots, -1),
-            starts=torch.zeros_like(step.starts),
-            lens=torch.zeros_like(step.lens),
-            block_table=torch.full_like(step.block_table, -1),
-        ),
-        tokens=torch.zeros_like(inputs.tokens),
-    )
+        return graph.replay

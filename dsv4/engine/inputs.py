@@ -1,16 +1,16 @@
-"""The inputs of an engine's forward, and their way to the device."""
+"""The inputs of an engine's forward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
-from dsv4.cache.staging import StagedTensor
+from dsv4.cache.staging import upload
 from dsv4.cache.step import Step
-from dsv4.engine.sampler import RowSampling, SamplingBatch
+from dsv4.engine.sampler import SamplingBatch
 
 SAMPLED_HERE = -1  # a next token that is not known before the forward itself samples it
 
@@ -33,61 +33,19 @@ class ForwardInputs:
     sampling: SamplingBatch
 
 
-class InputStage:
-    """Device memory for the inputs of one forward at a time; inputs of one shape share addresses.
+def known_inputs(
+    step: Step,
+    sampling: SamplingBatch,
+    tokens: Sequence[list[int]],
+    next_tokens: Sequence[list[int]] = (),
+) -> ForwardInputs:
+    """Inputs of tokens that the host knows; what the lists leave open is 0.
 
     Args:
-        positions: B * C of the largest forward.
-        rows: B of the forward with the most rows.
+        tokens, next_tokens: per request, at most C each.
     """
-
-    def __init__(self, positions: int, rows: int, device: torch.device) -> None:
-        self._ints = StagedTensor(2 * positions + rows, torch.int64, device)
-        self._floats = StagedTensor(2 * rows, torch.float32, device)
-
-    def fill(
-        self,
-        step: Step,
-        sampling: Sequence[RowSampling],
-        tokens: Sequence[list[int]],
-        next_tokens: Sequence[list[int]] = (),
-    ) -> ForwardInputs:
-        """Send the inputs of `step`; what the lists leave open is 0, and samples greedily.
-
-        Args:
-            sampling: per request, at most B.
-            tokens, next_tokens: per request, at most C each.
-
-        Returns:
-            Inputs that are valid until the next are filled.
-        """
-        rows, chunk = step.batch, step.chunk
-        size = 2 * rows * chunk + rows
-        ints = self._ints.writable()[:size]
-        ints[:] = 0
-        grids, seeds = _split(ints, rows, chunk)
-        for grid, lines in zip(grids, (tokens, next_tokens)):
-            for row, line in zip(grid, lines):
-                row[: len(line)] = line
-        floats = self._floats.writable()[: 2 * rows].reshape(2, rows)
-        floats[:] = [[0.0], [1.0]]
-        for row, (temperature, top_p, seed) in enumerate(sampling):
-            floats[:, row] = temperature, top_p
-            seeds[row] = seed
-
-        grids, seeds = _split(self._ints.upload(size), rows, chunk)
-        temperature, top_p = self._floats.upload(2 * rows).view(2, rows)
-        batch = SamplingBatch(
-            temperature,
-            top_p,
-            seeds,
-            greedy=all(row.temperature == 0 for row in sampling),
-            nucleus=any(row.top_p < 1 for row in sampling),
-        )
-        return ForwardInputs(step, *grids, batch)
-
-
-def _split(flat, rows: int, chunk: int):
-    """Tokens and next tokens [2, rows, chunk], seeds [rows]: one array, so one copy."""
-    grid = 2 * rows * chunk
-    return flat[:grid].reshape(2, rows, chunk), flat[grid:]
+    grids = np.zeros((2, step.batch, step.chunk), dtype=np.int64)
+    for grid, lines in zip(grids, (tokens, next_tokens)):
+        for row, line in zip(grid, lines):
+            row[: len(line)] = line
+    return ForwardInputs(step, *upload(grids, step.starts.device), sampling)

@@ -27,7 +27,7 @@ from dsv4.model.mtp import MTPBlock
 from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from dsv4.engine.generate import GenerateResult
 
@@ -187,6 +187,13 @@ class DeepseekV4(Module):
         *,
         temperature: float = 0.0,
         top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
+        logprobs: int | None = None,
         seed: int | None = None,
         eos_token_id: int | Sequence[int] | None = None,
         num_draft_tokens: int = 0,
@@ -205,6 +212,13 @@ class DeepseekV4(Module):
             max_new_tokens,
             temperature=temperature,
             top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            logit_bias=logit_bias,
+            logprobs=logprobs,
             seed=seed,
             eos_token_id=eos_token_id,
             num_draft_tokens=num_draft_tokens,

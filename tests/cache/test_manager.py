@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from dsv4.cache.allocator import BlockAllocator, OutOfBlocksError
 from dsv4.cache.block_table import NO_BLOCK, BlockTable
 from dsv4.cache.manager import CacheManager, OutOfSlotsError
-from dsv4.cache.staging import StagedTensor
+from dsv4.cache.staging import upload
 
 BLOCK = 128
 
@@ -160,18 +161,30 @@ class TestManager:
         assert step.capacity == blocks * BLOCK
         assert step.block_table.shape == (1, blocks)
 
-    def test_steps_of_one_shape_lie_at_one_address(self) -> None:
-        """A captured CUDA graph reads the addresses of the step it was captured with."""
-        cache = manager()
-        slots = [cache.admit(BLOCK) for _ in range(3)]
+    def test_a_forward_whose_inputs_are_on_the_device_advances_alike(self) -> None:
+        one, other = manager(max_draft=2), manager(max_draft=2)
+        for cache in (one, other):
+            slots = [cache.admit(2 * BLOCK), cache.admit(BLOCK)]
+            cache.step(slots, [BLOCK - 3, 2], BLOCK)
+        assert one.advance(slots, [3, 1]) == other.step(slots, [3, 1], 3).capacity == 2 * BLOCK
+        assert one.advance(slots, [0, 1]) == 2 * BLOCK
+        assert [one.length(slot) for slot in slots] == [BLOCK, 4]
+        with pytest.raises(ValueError, match=r"lens must be in \[0, 3\], got -1 for slot 1"):
+            one.advance(slots, [3, -1])
+        with pytest.raises(ValueError, match="holds blocks for 124 more positions"):
+            one.advance(slots, [0, 125])
 
-        def addresses(step) -> list[int]:
-            return [t.data_ptr() for t in (step.slots, step.starts, step.lens, step.block_table)]
-
-        before = addresses(cache.step(slots, [1, 1, 1], chunk=2, rows=4))
-        cache.step(slots[:1], [5], chunk=5)
+    def test_changes_of_the_table_are_told_once(self) -> None:
+        cache = manager(max_blocks=3)
+        slots = [cache.admit(1), cache.admit(2 * BLOCK)]
+        rows = [[cache._table.row(slot, 3).tolist()] for slot in slots]
+        changes = dict(cache.table_changes().T.tolist())
+        assert changes == {0: rows[0][0][0], 3: rows[1][0][0], 4: rows[1][0][1]}
+        assert cache.table_changes().shape == (2, 0)
+        cache.extend(slots[0], 2 * BLOCK)
+        cache.truncate(slots[0], 0)
         cache.release(slots[1])
-        assert addresses(cache.step(slots[:1], [2], chunk=2, rows=4)) == before
+        assert dict(cache.table_changes().T.tolist()) == dict.fromkeys((0, 1, 3, 4), NO_BLOCK)
 
     def test_exhaustion_changes_nothing(self) -> None:
         cache = manager(max_requests=2, num_blocks=5)
@@ -311,22 +324,12 @@ class TestManager:
         assert (cache.allocator.num_free, cache.num_free_slots) == (12, 5)
 
 
-class TestStagedTensor:
-    def test_uploads_what_was_written_to_a_fixed_address(self) -> None:
-        staged = StagedTensor(4, torch.int64, torch.device("cpu"))
-        staged.writable()[:3] = [1, 2, 3]
-        first = staged.upload(3)
-        assert first.tolist() == [1, 2, 3]
-        staged.writable()[:2] = [7, 8]
-        second = staged.upload(2)
-        assert second.tolist() == [7, 8]
-        assert first.data_ptr() == second.data_ptr()
-
-    @pytest.mark.gpu
-    def test_writing_again_does_not_change_a_copy_in_flight(self) -> None:
-        staged = StagedTensor(1 << 20, torch.int64, torch.device("cuda"))
-        seen = []
-        for value in range(20):
-            staged.writable()[:] = value
-            seen.append(staged.upload(1 << 20).clone())
+class TestUpload:
+    @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def test_a_copy_in_flight_is_no_later_one(self, device: str) -> None:
+        seen = [upload(np.full(1 << 18, value), torch.device(device)) for value in range(20)]
         assert [tensor.unique().tolist() for tensor in seen] == [[value] for value in range(20)]
+
+    def test_arrays_that_are_no_row_of_memory(self) -> None:
+        array = np.arange(6).reshape(2, 3).T
+        assert upload(array, torch.device("cpu")).tolist() == array.tolist()

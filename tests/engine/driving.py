@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from dsv4.engine.engine import Engine
-from dsv4.engine.sampler import SamplingParams
+from dsv4.engine.sampling_params import SamplingParams
 
 
 def greedy(count: int, **options) -> SamplingParams:

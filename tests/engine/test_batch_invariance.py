@@ -14,7 +14,7 @@ import torch
 import dsv4
 from dsv4.engine.engine import Engine
 from dsv4.engine.generate import generate
-from dsv4.engine.sampler import SamplingParams
+from dsv4.engine.sampling_params import SamplingParams
 from tests.engine.driving import drain, greedy
 from tests.engine.tiny_model import BLOCK, tiny_model
 
@@ -62,7 +62,7 @@ def test_neighbours_chunks_and_recomputing_change_no_bit(seed: int, monkeypatch)
         engine.add(*request)
     new = defaultdict(list)
     while engine.num_requests:
-        for request, more, _ in engine.step():
+        for request, more, *_ in engine.step():
             new[request] += more
         if engine.stats.decode_tokens == 3 and len(engine._running) > 1:
             engine._preempt_youngest()  # and recompute it

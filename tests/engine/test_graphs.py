@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,11 +19,15 @@ from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
 from dsv4.engine import graphs
-from dsv4.engine.engine import Engine, Output
-from dsv4.engine.forward import verify
-from dsv4.engine.graphs import DecodeGraphs, GraphKey, decode_forward
-from dsv4.engine.inputs import ForwardInputs, InputStage
-from dsv4.engine.sampler import RowSampling, SamplingBatch, SamplingParams
+from dsv4.engine.engine import Engine
+from dsv4.engine.forward import decode, verify
+from dsv4.engine.graphs import DecodeForward, decode_forward, padded_rows
+from dsv4.engine.inputs import ForwardInputs
+from dsv4.engine.request import Output, Request
+from dsv4.engine.request_state import DecodeShape, RequestState
+from dsv4.engine.results import RowResult
+from dsv4.engine.sampler import SamplingBatch
+from dsv4.engine.sampling_params import SamplingKind, SamplingParams
 from dsv4.model.model import DeepseekV4
 from tests.engine.tiny_model import (
     BLOCK,
@@ -39,7 +42,7 @@ from tests.model.tiny import quantized_config, random_model, tiny_config, with_m
 
 pytestmark = pytest.mark.stage("cache")
 
-GREEDY = RowSampling(0.0, 1.0, 0)
+GREEDY = SamplingParams()
 
 
 class Reruns:
@@ -48,11 +51,11 @@ class Reruns:
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def warm_up(self, forward: Callable[[], Tensor]) -> None:
+    def warm_up(self, forward: Callable[[], object]) -> None:
         self.events.append("warm-up")
         forward()
 
-    def capture(self, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, forward: Callable[[], object]) -> Callable[[], object]:
         self.events.append("capture")
         return forward
 
@@ -60,7 +63,7 @@ class Reruns:
 class TracedGraphs(Reruns):
     """Graphs as lists of operators: whatever Python knew while tracing is a constant in them."""
 
-    def capture(self, forward: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def capture(self, forward: Callable[[], object]) -> Callable[[], object]:
         """Trace on fake tensors, so that nothing runs, as nothing runs in a capture."""
         forward = super().capture(forward)
         return make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)()
@@ -76,41 +79,57 @@ class Decoding:
         drafts: int = 0,
         backend: type[Reruns] = Reruns,
     ) -> None:
-        self.model, self.drafts = model, drafts
+        self.model, self.chunk = model, 1 + drafts
         blocks = 1 + max(lengths) // BLOCK + 1
         self.cache = model.new_cache(len(lengths), blocks * len(lengths), blocks, max_draft=drafts)
         self.manager = CacheManager(self.cache)
-        self.stage = InputStage(len(lengths) * (1 + drafts), len(lengths), self.cache.device)
+        self.state = RequestState(self.cache, self.chunk)
         self.backend = backend()
-        self.graphs = DecodeGraphs(model, self.cache, drafts, self.backend)
+        self.forwards = DecodeForward(model, self.cache, self.state, self.backend)
         for length in lengths:
             slot = self.manager.admit(blocks * BLOCK)
             self.manager.step([slot], [length], length)  # counts as written
+        self.state.change_table(self.manager.table_changes())
 
-    def inputs(self, slots: list[int], rows: int, *sampling: RowSampling) -> ForwardInputs:
-        """Random tokens for some slots, whose lengths stay as they are."""
-        chunk = 1 + self.drafts
+    def place(self, slots: list[int], rows: int, *sampling: SamplingParams) -> DecodeShape:
+        """Seat requests of random tokens in some slots; where they stand stays as it is."""
         lengths = [self.manager.length(slot) for slot in slots]
-        step = self.manager.step(slots, [chunk] * len(slots), chunk, rows)
-        for slot, length in zip(slots, lengths):
-            self.manager._lengths[slot] = length
-        ids = torch.randint(VOCAB, (len(slots), chunk)).tolist()
-        return self.stage.fill(step, sampling or [GREEDY] * len(slots), ids)
+        sampling = sampling or [GREEDY] * len(slots)
+        for slot, length, params in zip(slots, lengths, sampling):
+            known = torch.randint(VOCAB, (length + 1,)).tolist()
+            request = Request(slot, known, length, 1000, frozenset(), params, 7 * slot, slot)
+            self.state.prepare(request)
+            self.state.seat(request)
+            self.state.ints[slot, : self.chunk] = torch.randint(VOCAB, (self.chunk,))
+            self.state.ints[slot, self.chunk] = length
+        self.state.place(slots, rows)
+        capacity = self.manager.advance(slots, [self.chunk] * len(slots))
+        self.manager._lengths.update(zip(slots, lengths))
+        return DecodeShape(rows, self.chunk, capacity, SamplingKind.of(sampling))
 
-    def check(self, inputs: ForwardInputs) -> None:
-        """On a cache of noise, a graph gives what `verify` gives, and writes what it writes."""
-        valid = inputs.step.slots >= 0
-        before = [tensor.normal_().clone() for tensor in cache_tensors(self.cache)]
-        fresh = replace(inputs, step=replace(inputs.step))
-        expected = verify(self.model, self.cache, fresh, self.drafts)
-        written = [tensor.clone() for tensor in cache_tensors(self.cache)]
-        for tensor, old in zip(cache_tensors(self.cache), before):
+    def check(self, slots: list[int], rows: int, *sampling: SamplingParams) -> DecodeShape:
+        """On a cache of noise, a graph gives what `decode` gives, and writes what it writes."""
+        shape = self.place(slots, rows, *sampling)
+        for tensor in cache_tensors(self.cache):
+            tensor.normal_()
+        memory = [*cache_tensors(self.cache), self.state.ints]
+        if self.state.history is not None:
+            memory.append(self.state.history.generated)
+        before = [tensor.clone() for tensor in memory]
+        expected = decode(self.model, self.cache, self.state, self.state.rows(rows), shape)
+        written = [tensor.clone() for tensor in memory]
+        for tensor, old in zip(memory, before):
             tensor.copy_(old)
-        result = self.graphs(inputs)
-        assert torch.equal(result[valid], expected[valid])
+        result = self.forwards(shape).read()
+        used = len(slots)
+        assert torch.equal(torch.from_numpy(result)[:used], expected[:used])
         assert any(not torch.equal(new, old) for new, old in zip(written, before))
-        for tensor, new in zip(cache_tensors(self.cache), written):
-            assert torch.equal(tensor, new), "a replay wrote something else"
+        for tensor, new in zip(memory, written):
+            # The last row of the state is that of padding.
+            end = -1 if tensor is self.state.ints else None
+            assert torch.equal(tensor[:end], new[:end]), "a replay wrote something else"
+        assert self.state.ints[-1, self.chunk] == 0, "padding moves on"
+        return shape
 
 
 def cache_tensors(cache: ModelCache) -> list[Tensor]:
@@ -148,72 +167,103 @@ def test_an_engine_gives_the_same_tokens_with_graphs(seed: int, drafts: int) -> 
             (WINDOW, 5, {}),
         )
     ]
-    engines = [Engine(model, 2, 2 * BLOCK, num_draft_tokens=drafts) for _ in range(2)]
-    graphs = DecodeGraphs(model, engines[1]._cache, drafts, TracedGraphs())
-    engines[1]._verify = graphs
+    engines = [
+        Engine(model, 2, 2 * BLOCK, num_draft_tokens=drafts, async_scheduling=lag)
+        for lag in (False, True)
+    ]
+    backend = TracedGraphs()
+    forwards = engines[1]._decoder = DecodeForward(
+        model, engines[1]._cache, engines[1]._state, backend
+    )
     found, expected = (run(engine, requests) for engine in engines[::-1])
     # Tracing takes operators apart, whose parts may round differently.
     for number, (prompt, sampling) in enumerate(requests):
         assert_same_tokens(model, prompt, found[number], expected[number], sampling)
     # One row; two rows, sampling, in one block and in two; two greedy rows.
-    assert len(graphs) >= 3
-    captured = list(graphs._backend.events)
-    assert len(captured) == 2 * len(graphs)
+    assert len(forwards) >= 3
+    captured = list(backend.events)
+    assert len(captured) == 2 * len(forwards)
     run(engines[1], requests)
-    assert graphs._backend.events == captured, "shapes that occurred before were captured again"
+    assert backend.events == captured, "shapes that occurred before were captured again"
 
 
 @pytest.mark.parametrize("drafts", [0, 1])
-def test_replays_follow_the_inputs(seed: int, drafts: int) -> None:
+def test_replays_follow_the_state(seed: int, drafts: int) -> None:
     """One graph, whichever requests are in its rows, how many, and wherever they stand."""
     decoding = Decoding(tiny_model(seed), (70, 131, 3, BLOCK), drafts, TracedGraphs)
     # In each case some request has reached its second block: the capacity stays the same.
     for slots in ([1, 0, 2, 3], [3, 1], [1], [2, 3, 0]):
-        decoding.check(decoding.inputs(slots, 4))
+        decoding.check(slots, 4)
     assert decoding.backend.events == ["warm-up", "capture"]
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_replays_advance_by_themselves(seed: int, drafts: int) -> None:
+    """Nothing is sent between them: tokens, positions and lengths are those of the replay before;
+    a request that has all its tokens stands still."""
+    decoding = Decoding(tiny_model(seed), (20, 5), drafts)
+    shape, state, chunk = decoding.place([1, 0], 2), decoding.state, decoding.chunk
+    lengths = state.ints[:2, chunk].tolist()
+    last = state.ints[0, chunk + 1] = lengths[0] + 3
+    newest = [0, 0]
+    # Two forwards are always under way.
+    letters = [decoding.forwards(shape) for _ in range(2)]
+    for number in range(8):
+        found = letters[number].read()
+        if number < 6:
+            letters.append(decoding.forwards(shape))
+        for row, slot in enumerate((1, 0)):
+            result = RowResult.of(found[row], chunk, drafts)
+            kept = min(result.accepted + 1, last - lengths[0] if slot == 0 else chunk)
+            if kept:
+                lengths[slot] += kept
+                newest[slot] = result.sampled[kept - 1]
+    assert lengths[0] == last
+    assert state.ints[:2, chunk].tolist() == lengths
+    assert state.ints[1, 0] == newest[1]
 
 
 def test_a_graph_per_shape_and_way_of_sampling(seed: int) -> None:
     decoding = Decoding(tiny_model(seed), (10, 20, 140))
-    warm, nucleus = RowSampling(0.7, 1.0, 5), RowSampling(0.7, 0.5, 6)
+    warm = SamplingParams(temperature=0.7, seed=5)
+    nucleus = SamplingParams(temperature=0.7, top_p=0.5)
+    several = SamplingParams(
+        temperature=0.7, top_k=5, min_p=0.1, presence_penalty=1.0, logit_bias={2: 3.0}, logprobs=2
+    )
+    kind = SamplingKind
     cases = {
-        GraphKey(1, 1, BLOCK, True, False): ([0], 1),
-        GraphKey(2, 1, BLOCK, True, False): ([0, 1], 2),
-        GraphKey(1, 1, 2 * BLOCK, True, False): ([2], 1),
-        GraphKey(2, 1, BLOCK, False, False): ([1], 2, warm),
-        GraphKey(2, 1, BLOCK, False, True): ([0, 1], 2, GREEDY, nucleus),
+        DecodeShape(1, 1, BLOCK, kind()): ([0], 1),
+        DecodeShape(2, 1, BLOCK, kind()): ([0, 1], 2),
+        DecodeShape(1, 1, 2 * BLOCK, kind()): ([2], 1),
+        DecodeShape(2, 1, BLOCK, kind(False)): ([1], 2, warm),
+        DecodeShape(2, 1, BLOCK, kind(False, True)): ([0, 1], 2, GREEDY, nucleus),
+        DecodeShape(2, 1, BLOCK, kind(False, False, *[True] * 4, 20)): ([0, 1], 2, warm, several),
     }
-    for count, (key, case) in enumerate(cases.items(), start=1):
+    for count, (shape, case) in enumerate(cases.items(), start=1):
         for _ in range(2):
-            inputs = decoding.inputs(*case)
-            assert GraphKey.of(inputs) == key
-            decoding.check(inputs)
-        assert len(decoding.graphs) == count
+            assert decoding.check(*case) == shape
+        assert len(decoding.forwards) == count
     assert decoding.backend.events.count("capture") == len(cases)
-
-
-def test_inputs_at_other_addresses_are_captured_anew(seed: int) -> None:
-    decoding = Decoding(tiny_model(seed), (10, 20))
-    decoding.check(decoding.inputs([0, 1], 2))
-    first = decoding.stage  # alive, so that its memory is not taken again
-    decoding.stage = InputStage(2, 2, decoding.cache.device)
-    decoding.check(decoding.inputs([1, 0], 2))
-    decoding.check(decoding.inputs([1], 2))
-    assert decoding.backend.events.count("capture") == 2
-    assert len(decoding.graphs) == 1
-    assert first is not decoding.stage
 
 
 def test_warm_up_leaves_no_trace(seed: int) -> None:
     decoding = Decoding(tiny_model(seed), (10, 140), drafts=1)
-    before = [tensor.clone() for tensor in cache_tensors(decoding.cache)]
-    inputs = decoding.inputs([0, 1], 2)
-    contents = inputs.step.slots.tolist(), inputs.tokens.tolist()
-    decoding.graphs._capture(inputs)
+    shape = decoding.place([0, 1], 2)
+    state = decoding.state
+    memory = [*cache_tensors(decoding.cache), state.ints[:-1], state.table, state.rows(2)]
+    before = [tensor.clone() for tensor in memory]
+    decoding.forwards._make(shape)
     assert decoding.backend.events == ["warm-up", "capture"]
-    for tensor, old in zip(cache_tensors(decoding.cache), before):
+    for tensor, old in zip(memory, before):
         assert torch.equal(tensor, old)
-    assert contents == (inputs.step.slots.tolist(), inputs.tokens.tolist())
+
+
+def test_rows_come_in_few_sizes() -> None:
+    sizes = {padded_rows(count, 1000) for count in range(1, 1001)}
+    assert sizes == {1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, *range(256, 1000, 128), 1000}
+    for count in range(1, 1001):
+        assert count <= padded_rows(count, 1000) <= max(2 * count - 1, count + 127, 1)
+    assert [padded_rows(count, 5) for count in (1, 2, 3, 4, 5)] == [1, 2, 4, 4, 5]
 
 
 class CalledOperators(TorchDispatchMode):
@@ -236,12 +286,12 @@ def test_the_warm_up_calls_what_the_capture_calls(seed: int, drafts: int) -> Non
     model = random_model(TINY, torch.bfloat16)
     decoding = Decoding(model, (10, 140), drafts)
     eager, captured = CalledOperators(), CalledOperators()
-    inputs = decoding.inputs([0, 1], 2)
+    shape = decoding.place([0, 1], 2)
     with eager:
-        replay = decoding.graphs._capture(inputs)
+        made = decoding.forwards._make(shape)
     assert decoding.backend.events == ["warm-up", "capture"]
     with captured:
-        replay()
+        made.run()
     assert captured.calls == eager.calls
     # Attention and the window of every layer, two kinds of entries and index keys, MTP once per
     # draft.
@@ -286,17 +336,20 @@ def test_a_decode_forward_copies_nothing_from_the_host(
 def test_where_graphs_are_used(seed: int, monkeypatch) -> None:
     model = tiny_model(seed)
     engine = Engine(model, 1, BLOCK)
-    assert not isinstance(engine._verify, DecodeGraphs), "captured on the CPU"
+    assert not engine._decoder.is_captured, "captured on the CPU"
+    assert not engine.async_scheduling
     with pytest.raises(ValueError, match="use_cuda_graphs: needs a model on a CUDA device"):
         Engine(model, 1, BLOCK, use_cuda_graphs=True)
     with pytest.raises(ValueError, match="use_cuda_graphs: needs a model on a CUDA device"):
         model.generate([[1, 2]], max_new_tokens=1, use_cuda_graphs=True)
 
     monkeypatch.setattr(graphs, "CudaGraphs", lambda device: Reruns())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
 
     def is_graphed(drafts: int, wanted: bool | None) -> bool:
-        return isinstance(decode_forward(model, on_gpu, drafts, wanted), DecodeGraphs)
+        state = SimpleNamespace(chunk=1 + drafts)
+        return decode_forward(model, on_gpu, state, wanted).is_captured
 
     assert is_graphed(0, True) and is_graphed(15, True)
     assert not is_graphed(0, False)

@@ -11,10 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsv4.cache.manager import CacheManager
 from dsv4.cache.step import Step
 from dsv4.engine.engine import Engine
-from dsv4.engine.forward import prefill, verify
+from dsv4.engine.forward import decode, prefill
 from dsv4.engine.generate import generate
-from dsv4.engine.inputs import SAMPLED_HERE, InputStage
-from dsv4.engine.sampler import RowSampling, SamplingParams
+from dsv4.engine.inputs import SAMPLED_HERE, known_inputs
+from dsv4.engine.request import Request
+from dsv4.engine.request_state import DecodeShape, RequestState
+from dsv4.engine.sampling_params import SamplingKind, SamplingParams
 from tests.engine.tiny_model import (
     BLOCK,
     VOCAB,
@@ -109,8 +111,12 @@ def test_drafts_are_what_mtp_says_of_the_whole_sequence(
     engine.add(prompt[::-1], SamplingParams(max_new_tokens=20))
     compared = 0
     while engine.num_requests:
-        drafted = {r.id: (list(r.tokens), r.drafts) for r in engine._running if r.drafts}
-        for known, drafts in drafted.values():
+        for request in engine._running:
+            if not request.decodes:
+                continue
+            known = request.tokens
+            newest, *drafts = engine._state.ints[request.slot, : 1 + num_draft_tokens].tolist()
+            assert newest == known[-1]
             assert drafts == chained_drafts(model, known, num_draft_tokens), len(known)
             compared += 1
         engine.step()
@@ -231,24 +237,53 @@ class NoReadback(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_forwards_read_nothing_back(seed: int) -> None:
+OPTIONS = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 1},
+    "all": {
+        "temperature": 0.8,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "logit_bias": {3: 1.0},
+        "logprobs": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_forwards_read_nothing_back(seed: int, options: dict) -> None:
     """What a CUDA graph needs: no step of a decode or prefill forward depends on the host."""
     model = tiny_model(seed)
     cache = model.new_cache(3, 3, 1, max_draft=2)
-    manager, stage = CacheManager(cache), InputStage(64, 3, cache.device)
-    slots = [manager.admit(20) for _ in range(2)]
-    rows = [RowSampling(0.8, 0.9, 1), RowSampling(0.0, 1.0, 2)]
+    manager, state = CacheManager(cache), RequestState(cache, 3)
+    sampling = [SamplingParams(**options), SamplingParams()]
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
+    slots = [manager.admit(20) for _ in prompts]
+    for number, (slot, prompt) in enumerate(zip(slots, prompts)):
+        request = Request(
+            number, prompt, len(prompt), 20, frozenset(), sampling[number], seed, slot
+        )
+        state.prepare(request)
+        state.seat(request)
     following = [[*prompt[1:], SAMPLED_HERE] for prompt in prompts]
+    kind = SamplingKind.of(sampling)
+    bits = 0 if kind.logprobs is None else 1 + 2 * 20
     with torch.inference_mode():
-        inputs = stage.fill(manager.step(slots, [5, 2], 8), rows, prompts, following)
+        step = manager.step(slots, [5, 2], 8)
+        inputs = known_inputs(step, state.sampling(step.slots, kind), prompts, following)
         with NoReadback():
             first = prefill(model, cache, inputs, 2, last=True)
-        inputs = stage.fill(manager.step(slots, [3, 2], 3, rows=3), rows, first.tolist())
+            state.begin(inputs, first)
+        shape = DecodeShape(3, 3, manager.advance(slots, [3, 3]), kind)
+        state.change_table(manager.table_changes())
+        state.place(slots, 3)
         with NoReadback():
-            result = verify(model, cache, inputs, 2)
-    assert first.shape == (2, 3)
-    assert result.shape == (3, 3 + 1 + 2)
+            result = decode(model, cache, state, state.rows(3), shape)
+    assert first.shape == (2, 1 + 1 + 2 + bits)
+    assert result.shape == (3, 3 + 1 + 2 + 3 * bits)
+    kept = (1 + result[:2, 3]).tolist()
+    assert state.ints[:, 3].tolist() == [5 + kept[0], 2 + kept[1], 0, 0]
     with pytest.raises(AssertionError, match="waits for the device"), NoReadback():
         first[0, 0].item()
     with pytest.raises(AssertionError, match="waits for the device"), NoReadback():

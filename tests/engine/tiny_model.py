@@ -10,7 +10,8 @@ from torch import Tensor
 from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
-from dsv4.engine.sampler import SamplingParams, _exponential
+from dsv4.engine.noise import exponential
+from dsv4.engine.sampling_params import SamplingParams
 from dsv4.model.model import DeepseekV4
 
 WINDOW = 16
@@ -93,7 +94,7 @@ def assert_same_tokens(
     known = prompt + actual[:parting]
     scores = model(torch.tensor([known]))[0, -1]
     if sampling.temperature:
-        noise = _exponential(torch.tensor([[sampling.seed]]), torch.tensor([[len(known)]]), VOCAB)
+        noise = exponential(torch.tensor([[sampling.seed]]), torch.tensor([[len(known)]]), VOCAB)
         scores = scores / sampling.temperature - noise[0, 0].log()
     gap = abs(scores[actual[parting]] - scores[expected[parting]]).item()
     best = scores.max() - max(scores[actual[parting]], scores[expected[parting]])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4.engine.engine import Engine
-from dsv4.engine.sampler import SamplingParams
+from dsv4.engine.sampling_params import SamplingParams
 from tests.engine.driving import alone
 from tests.engine.tiny_model import BLOCK, VOCAB, assert_same_tokens, tiny_model
 from tests.fuzz.values import LONG, assert_one_line
@@ -31,12 +31,16 @@ class Failures:
         self.left = 8
         for owner, name in (
             (engine._manager, "step"),
+            (engine._manager, "advance"),
             (engine._manager, "extend"),
+            (engine._manager, "truncate"),
             (engine._manager, "admit"),
-            (engine._stage, "fill"),
-            (engine, "_verify"),
+            (engine._state, "seat"),
+            (engine, "_decode"),
+            (engine, "_read_results"),
         ):
-            setattr(owner, name, self._failing(getattr(owner, name), name == "_verify"))
+            called = getattr(owner, name)
+            setattr(owner, name, self._failing(called, name in ("_decode", "_read_results")))
 
     def _failing(self, call, after: bool):
         def run(*args, **options):
@@ -69,6 +73,7 @@ class Session:
             prefill_chunk=dice.choice((7, 16, 64)),
             num_blocks=dice.randrange(2, 6),
             batch_invariant=not drafts and dice.random() < 0.3,
+            async_scheduling=dice.random() < 0.6,
         )
         self.blocks = self.engine.num_free_blocks
         self.failures = Failures(dice, self.engine, rate=0.0)
@@ -121,7 +126,7 @@ class Session:
         else:
             seen = [output.request for output in outputs]
             assert len(set(seen)) == len(seen)
-            for request, tokens, finished in outputs:
+            for request, tokens, finished, *_ in outputs:
                 assert tokens and request not in self.cancelled | self.finished
                 self.new[request] += tokens
                 if finished:

@@ -15,9 +15,12 @@ from dsv4.cache.manager import CacheManager
 from dsv4.cache.model_cache import ModelCache
 from dsv4.engine.engine import Engine, Output
 from dsv4.engine.forward import prefill
-from dsv4.engine.graphs import DecodeGraphs, decode_forward
-from dsv4.engine.inputs import InputStage
-from dsv4.engine.sampler import RowSampling, SamplingParams
+from dsv4.engine.graphs import decode_forward
+from dsv4.engine.inputs import known_inputs
+from dsv4.engine.request import Request
+from dsv4.engine.request_state import DecodeShape, RequestState
+from dsv4.engine.sampler import GREEDY
+from dsv4.engine.sampling_params import SamplingKind, SamplingParams
 from dsv4.loader.tokenizer import load_tokenizer
 from dsv4.model.model import DeepseekV4
 from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
@@ -71,20 +74,27 @@ def teacher_forced(
     """
     blocks = 3
     cache = model.new_cache(len(rows), blocks * len(rows), blocks, max_tokens=PROMPT * len(rows))
-    manager = CacheManager(cache)
-    stage = InputStage(PROMPT * len(rows), len(rows), cache.device)
-    decode = decode_forward(model, cache, 0, use_cuda_graphs)
+    manager, state = CacheManager(cache), RequestState(cache, 1)
+    decode = decode_forward(model, cache, state, use_cuda_graphs)
     slots = [manager.admit(LENGTH) for _ in rows]
-    greedy = [RowSampling(0.0, 1.0, 0) for _ in rows]
+    params = SamplingParams()
+    for slot, row in zip(slots, rows):
+        state.seat(Request(slot, row, PROMPT, LENGTH + 1, frozenset(), params, 0, slot))
     step = manager.step(slots, [PROMPT] * len(rows), PROMPT)
-    inputs = stage.fill(step, greedy, [row[:PROMPT] for row in rows])
-    predicted = [prefill(model, cache, inputs, 0, True)]
+    inputs = known_inputs(step, GREEDY, [row[:PROMPT] for row in rows])
+    first = prefill(model, cache, inputs, 0, True)
+    state.begin(inputs, first)
+    state.change_table(manager.table_changes())
+    state.place(slots, len(rows))
+    true = torch.tensor(rows, device=cache.device)
+    letters = []
     for position in range(PROMPT, LENGTH):
-        step = manager.step(slots, [1] * len(rows), 1)
-        inputs = stage.fill(step, greedy, [[row[position]] for row in rows])
-        # A replay overwrites the result of the last.
-        predicted.append(decode(inputs)[:, :1].clone())
-    return torch.cat(predicted, dim=1).cpu(), cache
+        state.ints[torch.tensor(slots, device=cache.device), 0] = true[:, position]
+        capacity = manager.advance(slots, [1] * len(rows))
+        letters.append(decode(DecodeShape(len(rows), 1, capacity, SamplingKind())))
+    predicted = [first[:, :1].cpu()]
+    predicted += [torch.from_numpy(letter.read()[:, :1]) for letter in letters]
+    return torch.cat(predicted, dim=1), cache
 
 
 @pytest.mark.parametrize("continuation", ["text", "greedy"])
@@ -204,10 +214,10 @@ def test_requests_that_join_and_leave(model, text, drafts: int) -> None:
     engines = [
         Engine(model, 3, 400, num_draft_tokens=drafts, use_cuda_graphs=use) for use in (True, False)
     ]
-    assert isinstance(engines[0]._verify, DecodeGraphs)
+    assert engines[0]._decoder.is_captured and not engines[1]._decoder.is_captured
     outputs = [run(engine, requests) for engine in engines]
     assert outputs[0] == outputs[1]
-    assert len(engines[0]._verify) > 4
+    assert len(engines[0]._decoder) > 4
     proposed = [engine.stats.drafts_proposed for engine in engines]
     accepted = [engine.stats.drafts_accepted for engine in engines]
     assert proposed[0] == proposed[1] and accepted[0] == accepted[1]

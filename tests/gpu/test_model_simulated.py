@@ -18,8 +18,8 @@ from torch import Tensor
 import dsv4
 from dsv4.cache.manager import CacheManager
 from dsv4.engine.forward import prefill, verify
-from dsv4.engine.inputs import InputStage
-from dsv4.engine.sampler import RowSampling
+from dsv4.engine.inputs import known_inputs
+from dsv4.engine.sampler import GREEDY
 from dsv4.kernels.attention import paged_plan
 from dsv4.kernels.attention.paged_args import ARGS, values
 from dsv4.kernels.attention.sm90.paged import build
@@ -39,7 +39,6 @@ pytestmark = pytest.mark.stage("H")
 FOLDER = Path(__file__).parents[2] / "checkpoints" / "tiny"
 LENGTHS = (135, 30)  # past the window, and within it
 TARGET = simulator("sm_90a")
-GREEDY = RowSampling(0.0, 1.0, 0)
 STEPS = 24
 
 
@@ -108,7 +107,6 @@ class Decoder:
         self.model.kv_format = "bf16"  # which kernels read of 128 channels
         self.cache = self.model.new_cache(4, 8, 2, max_draft=drafts, max_tokens=max(LENGTHS))
         self.manager = CacheManager(self.cache)
-        self.stage = InputStage(sum(LENGTHS), 4, self.cache.device)
         for length in LENGTHS:
             self.prefill(self.manager.admit(length + STEPS + drafts), length)
 
@@ -116,7 +114,7 @@ class Decoder:
         """A chunk of the text's next tokens."""
         tokens = self.text[self.manager.length(slot) :][:count]
         step = self.manager.step([slot], [count], count)
-        inputs = self.stage.fill(step, [GREEDY], [tokens])
+        inputs = known_inputs(step, GREEDY, [tokens])
         with torch.inference_mode():
             prefill(self.model, self.cache, inputs, 0, last=True)
 
@@ -125,7 +123,7 @@ class Decoder:
         chunk = 1 + self.drafts
         tokens = [self.text[self.manager.length(slot) :][:chunk] for slot in slots]
         step = self.manager.step(slots, [chunk] * len(slots), chunk, rows)
-        inputs = self.stage.fill(step, [GREEDY] * len(slots), tokens)
+        inputs = known_inputs(step, GREEDY, tokens)
         with torch.inference_mode():
             return verify(self.model, self.cache, inputs, self.drafts)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsv4.engine.engine import Engine
-from dsv4.engine.sampler import SamplingParams
+from dsv4.engine.sampling_params import SamplingParams
 from dsv4.layers.linear import Linear
 from dsv4.layers.reductions import _SETTINGS, full_precision_sums
 from tests.engine.tiny_model import tiny_model

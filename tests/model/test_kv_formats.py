@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dsv4.config.model_config import ModelConfig
 from dsv4.engine.engine import Engine
-from dsv4.engine.sampler import SamplingParams
+from dsv4.engine.sampling_params import SamplingParams
 from dsv4.model.model import DeepseekV4
 from tests.model.tiny import (
     Session,
