@@ -69,7 +69,8 @@ def test_no_bit_depends_on_the_pass(kernels, seed) -> None:
         assert torch.equal(tensor.view(torch.uint8), first[name][6:7].view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_block_of_the_kernel_runs(arch, seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     # A simulator of its own: coverage adds up over all launches of a compiled function.
