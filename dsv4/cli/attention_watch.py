@@ -52,19 +52,20 @@ class AttentionCall:
         )[0]
 
     def gathered(self) -> Inputs:
-        """The same attention as a call of `sparse_fmha_with_swa`, which reads keys side by side and
-        leaves the output rotated."""
+        """The same attention as a call of `sparse_fmha_with_swa`, which reads keys side by side,
+        takes queries with their factors, and leaves the output rotated."""
         from dsv4.testing.attention import Inputs
 
         given, config = self.arguments, self.config
         keys, lens = zip(*(self._keys(branch) for branch in ("compressed", "window")))
+        q, factor = given["q"], given["q_factor"]
         return Inputs(
-            given["q"],
+            q if factor is None else (q * factor[..., None]).to(q.dtype),
             keys[0],
             keys[1],
             lens[1],
             given["sink_logits"],
-            torch.arange(len(given["q"]), dtype=torch.int32, device=given["q"].device),
+            torch.arange(len(q), dtype=torch.int32, device=q.device),
             compressed_lens=lens[0],
             sink_mode=config.sink_mode,
             is_causal=False,

@@ -172,6 +172,17 @@ def test_the_demo_notices_tokens_that_the_model_would_not_choose(model) -> None:
         assert not demo_checks.predicts(model, prompt, wrong)[0]
 
 
+def test_the_demo_gives_the_kernel_what_the_model_saw(model) -> None:
+    """A call whose keys lie side by side is the same attention, before the output is rotated."""
+    prompt = load_tokenizer(FOLDER).encode("And the LORD spake unto Moses, saying,")
+    with AttentionWatch(keep=4) as watch:
+        model.generate([prompt], max_new_tokens=2)
+    assert len(watch.kept) == 4, "a call of each layer"
+    for call in watch.kept:
+        alike = call.gathered().expected()[0]
+        torch.testing.assert_close(alike, call.expected(rope=None), rtol=1e-5, atol=1e-5)
+
+
 def test_generated_text_is_made_of_words(model) -> None:
     tokenizer = load_tokenizer(FOLDER)
     known = set((FOLDER / "held_out.txt").read_text(encoding="utf-8").split())
