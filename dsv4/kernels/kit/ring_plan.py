@@ -51,7 +51,8 @@ class RingPlan(ABC):
         """As many as fit and are allowed; the fewest also where they do not fit, which `smem`
         refuses."""
         stages = step = self.stage_groups
-        while stages != self.most_stages and self._fits(stages + step):
+        most = self.most_stages
+        while (most is None or stages + step <= most) and self._fits(stages + step):
             stages += step
         return stages
 

@@ -57,6 +57,7 @@ def test_stages_may_be_limited() -> None:
 def test_groups_of_consumers_keep_their_stages() -> None:
     assert Copies(10_000, 5_000, ctas=2, groups=2).stages == 10
     assert Copies(10_000, 5_000, ctas=2, groups=3).stages == 9
+    assert Copies(10_000, 5_000, most=5, groups=2).stages == 4
 
 
 def test_a_stage_that_does_not_fit_is_refused() -> None:
