@@ -1,5 +1,5 @@
-"""Weaker qualifiers of a compiled kernel: every way to weaken one by a step, and which of them
-nothing notices.
+"""Changes of a compiled kernel: every deletion of its synchronisation, every way to weaken a
+qualifier by a step, and which of them nothing notices.
 
 A weaker qualifier changes no value here, where memory is sequentially consistent: it is the
 checker's order that changes, in every schedule alike.
@@ -20,12 +20,14 @@ from tests.simulator.helpers.mutations import (
     known_warnings,
     noticed,
     simulate_text,
+    sync_instructions,
     weakened,
     weakened_instructions,
+    without,
 )
 from tests.simulator.helpers.places import places
 
-Place = tuple[str, str, str]  # stem, the kernel's function, new qualifier
+Place = tuple[str, ...]  # stem, the kernel's function, the new qualifier if there is one
 Listed = Mapping[Place, tuple[int, str]]  # place -> how many, and why
 NEVER = "never run"
 # Processes that share a table: thousands of launches, hours on one core.
@@ -33,7 +35,7 @@ WORKERS = "DSV4_TABLE_WORKERS"
 
 
 class Change(NamedTuple):
-    """An instruction, and the weaker opcode that it gets."""
+    """An instruction, and the weaker opcode that it gets; "" deletes it."""
 
     ins: Instruction
     opcode: str
@@ -41,10 +43,16 @@ class Change(NamedTuple):
 
     def applied(self, ptx: str) -> str:
         """The module with it."""
-        return weakened(ptx, self.ins, self.opcode)
+        return weakened(ptx, self.ins, self.opcode) if self.opcode else without(ptx, self.ins)
 
     def __str__(self) -> str:
-        return f"{self.opcode}: {self.ins.where()}"
+        return f"{self.opcode or 'deleted'}: {self.ins.where()}"
+
+
+def deletions_of(ptx: str) -> list[Change]:
+    """All of a module: waits, arrivals, fences, commits and barriers."""
+    found = sync_instructions(ptx)
+    return [Change(ins, "", place) for ins, place in zip(found, places(found))]
 
 
 def weakenings_of(ptx: str) -> list[Change]:
@@ -153,6 +161,14 @@ def check_weaker(
     """Fail unless exactly the listed weakenings go unnoticed, and exactly the listed ones are of
     instructions that no launch runs."""
     check(compiled, runs, weakenings_of(compiled.artifacts.PTX), harmless, unreached or {})
+
+
+def check_deleted(
+    compiled, runs: Sequence[Run], redundant: Listed, unreached: Listed | None = None
+) -> None:
+    """Fail unless exactly the listed deletions go unnoticed, and exactly the listed ones are of
+    instructions that no launch runs."""
+    check(compiled, runs, deletions_of(compiled.artifacts.PTX), redundant, unreached or {})
 
 
 def check(

@@ -8,11 +8,24 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from dsv4.kernels.attention.paged_plan import workspace_size
-from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
-from dsv4.testing import moe, paged_attention
+from dsv4.kernels.indexer.plan import CLUSTER
+from dsv4.kernels.seam.config import tiling_of
+from dsv4.testing import (
+    compress,
+    fp8_linear,
+    grouped_linear,
+    index_topk,
+    merged_linear,
+    mhc_seam,
+    moe,
+    paged_attention,
+    plain_linear,
+)
 from dsv4.testing.attention import assert_attention_close
-from dsv4.testing.harness import Call, Outcome, compiler_options
+from dsv4.testing.harness import Call, Outcome, Simulator, compiler_options
+from dsv4.testing.kernel_call import OpInputs, OpKernels
 from dsv4.testing.moe_router import RouterCase, RouterInputs, assert_routed
+from dsv4.testing.paged_kernel import compiled_kernel
 from tests.simulator.helpers.mutations import Run
 
 SEED = 1
@@ -43,6 +56,26 @@ def run_of_call(
         return True
 
     return Run(prepare, correct, schedule)
+
+
+Launch = tuple[OpInputs, dict[str, int]]  # inputs, and the scalars of a launch
+
+
+def _subject_of_op(
+    arch: str, launches: Sequence[Launch], check: Callable[[OpInputs, Outcome], None]
+) -> Subject:
+    """The kernel of the inputs, which share a configuration, and these launches of it."""
+    first = launches[0][0]
+    kernels = OpKernels(first.op, Simulator(arch, has_lines=True))
+    compiled = kernels.compile(first.config)
+
+    def runs(schedule: str) -> list[Run]:
+        return [
+            run_of_call(partial(kernels.call, given, **scalars), partial(check, given), schedule)
+            for given, scalars in launches
+        ]
+
+    return Subject(compiled, runs)
 
 
 def _subject(
@@ -86,16 +119,39 @@ OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True,
 # other; all at once.
 PAGED_LAUNCHES = ((1, 1), (3, 3), (3, 132))
 PAGED = {
-    "swap_ab": paged_attention.Case(3, 1, 8, 64, "bf16", 40, 300, 53, 2, **OPTIONS),
-}
+    "swap_ab": ("sm_90a", paged_attention.Case(3, 1, 8, 64, "bf16", 40, 300, 53, 2, **OPTIONS)),
+    "swap_ab_fp8": (
+        "sm_90a", paged_attention.Case(3, 1, 16, 512, "fp8", 40, 200, 64, 53, **OPTIONS),
+    ),
+    "heads_m": ("sm_90a", paged_attention.Case(3, 1, 40, 64, "bf16", 40, 600, 53, 2, **OPTIONS)),
+    "heads_m_latents": ("sm_90a", paged_attention.Case(3, 1, 72, 512, "bf16", 40, 200, **OPTIONS)),
+    "heads_m_fp8": (
+        "sm_90a", paged_attention.Case(3, 1, 72, 512, "fp8", 40, 200, 64, 53, **OPTIONS),
+    ),
+    "one_cta": (
+        "sm_100a",
+        paged_attention.Case(
+            3, 1, 8, 64, "bf16", 40, 600, 53, 2, softmax_scale=0.5, growing=True, **OPTIONS
+        ),
+    ),
+    "one_cta_fp8": (
+        "sm_100a",
+        paged_attention.Case(3, 1, 16, 512, "fp8", 40, 300, 64, 53, growing=True, **OPTIONS),
+    ),
+    "two_ctas": (
+        "sm_100a",
+        paged_attention.Case(3, 1, 72, 512, "bf16", 40, 300, 53, 2, growing=True, **OPTIONS),
+    ),
+    "two_ctas_fp8": (
+        "sm_100a",
+        paged_attention.Case(3, 1, 72, 512, "fp8", 40, 300, 64, 53, growing=True, **OPTIONS),
+    ),
+}  # fmt: skip
 
 
 @cache
 def paged(name: str) -> Subject:
-    from dsv4.kernels.attention.sm90.paged import build
-
-    case = PAGED[name]
-    config = SPARSE_FMHA_PAGED.compiled_config(case.config, "sm_90a")
+    arch, case = PAGED[name]
     inputs = paged_attention.make_inputs(case, SEED)
     o, lse, _ = inputs.expected()
 
@@ -110,5 +166,90 @@ def paged(name: str) -> Subject:
     def check(found: Outcome) -> None:
         assert_attention_close(found["o"], o, found["lse"], lse)
 
-    compiled = build(config, compiler_options("sm_90a", has_lines=True))
-    return _subject(compiled, [partial(make, *launch) for launch in PAGED_LAUNCHES], check)
+    compiled = compiled_kernel(Simulator(arch, has_lines=True), case)
+    # Only Hopper's splits wait for each other.
+    launches = PAGED_LAUNCHES if arch == "sm_90a" else PAGED_LAUNCHES[:2]
+    return _subject(compiled, [partial(make, *launch) for launch in launches], check)
+
+
+# ---- linears -------------------------------------------------------------------------------------
+FEW_SMS = 2  # clusters have several tiles: rings wrap
+MERGED = "72 float8_e8m0fnu bfloat16, 136 bfloat16 float32"
+
+
+@cache
+def merged(tokens: int, tiling: int) -> Subject:
+    from dsv4.kernels.gemm.merged_plan import tilings
+
+    inputs = merged_linear.Inputs.make(merged_linear.Case(tokens, 512, MERGED), SEED)
+    scalars = {"tiling": tiling % len(tilings(inputs.config)), "num_sms": FEW_SMS}
+    return _subject_of_op(
+        "sm_90a",
+        [(inputs, scalars)],
+        lambda given, found: merged_linear.assert_merged_close(found, given),
+    )
+
+
+@cache
+def grouped(tokens: int, tiling: int) -> Subject:
+    from dsv4.kernels.gemm.grouped_plan import tilings
+
+    inputs = grouped_linear.Inputs.make(grouped_linear.Case(tokens, 512, 256, 3), SEED)
+    scalars = {"tiling": tiling % len(tilings(inputs.config)), "num_sms": FEW_SMS}
+    return _subject_of_op(
+        "sm_90a",
+        [(inputs, scalars)],
+        lambda given, found: grouped_linear.assert_grouped_close(found["out"], given),
+    )
+
+
+@cache
+def plain(tokens: int, tiling: int) -> Subject:
+    from dsv4.kernels.gemm.plain_plan import TILINGS
+
+    case = fp8_linear.Case(tokens, 512, 328, out_dtype="float32")
+    inputs = plain_linear.Inputs.make(case, SEED)
+    scalars = {"tiling": tiling % len(TILINGS), "num_sms": FEW_SMS}
+    return _subject_of_op(
+        "sm_90a",
+        [(inputs, scalars)],
+        lambda given, found: plain_linear.assert_plain_close(found["out"], given),
+    )
+
+
+# ---- seam, indexer, compressor -------------------------------------------------------------------
+@cache
+def seam(arch: str) -> Subject:
+    """Every number of tokens a pass, on one cluster."""
+    inputs = mhc_seam.Inputs.make(mhc_seam.Case(11, 384), SEED)
+    launches = [
+        (inputs, {"num_clusters": 1, "pass_tokens": size})
+        for size in tiling_of(inputs.config).pass_sizes
+    ]
+    return _subject_of_op(
+        arch, launches, lambda given, found: mhc_seam.assert_seam_close(given, found.outputs)
+    )
+
+
+@cache
+def indexer() -> Subject:
+    """Ragged lists, and one that registers do not hold, which most changes need not wait for."""
+    ragged = index_topk.Case((70, 330, 5, 64, 0, 130, 65), 64, gives_slots=True, padding_rows=1)
+    long = index_topk.Case((33_000, 100), 64, gives_slots=True)
+    launches = [
+        (index_topk.Inputs.make(case, SEED), {"num_ctas": FEW_SMS, "cluster": cluster})
+        for case in (ragged, long)
+        for cluster in (1, CLUSTER)
+    ]
+    return _subject_of_op(
+        "sm_90a", launches, lambda given, found: index_topk.assert_choice(given, found.outputs)
+    )
+
+
+@cache
+def compressor(arch: str) -> Subject:
+    """Chunks longer than rings: what the first blocks read is overwritten by the last tokens."""
+    inputs = compress.Inputs.make(compress.Case((5, 0, 18, 2), (21, 9, 20, -1), 21), SEED)
+    return _subject_of_op(
+        arch, [(inputs, {})], lambda given, found: compress.assert_step(given, found.scratch)
+    )
