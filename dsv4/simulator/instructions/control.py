@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
 
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.instructions.barriers import whole_warp
-from dsv4.simulator.machine.memory import Cta
 from dsv4.simulator.machine.warp import Warp
 
 LEAST_REGISTERS, MOST_REGISTERS = 24, 256  # of a thread by setmaxnreg
@@ -114,18 +112,3 @@ def set_registers(w: Warp, direction: str, count: int, mask: np.ndarray) -> bool
         w.register_count = count
     w.register_changes.append(RegisterChange(count, w.at))
     return True
-
-
-def check_register_changes(cta: Cta) -> None:
-    """The warps of a warpgroup must all execute setmaxnreg of the same counts. PTX wants the same
-    instruction; NVIDIA's own kernels execute one in each role's branch."""
-    for first in range(0, len(cta.warps), 4):
-        leader, *others = cta.warps[first : first + 4]
-        for other in others:
-            for mine, its in zip_longest(leader.register_changes, other.register_changes):
-                if mine is None or its is None or mine.count != its.count:
-                    where = leader.program.entry.instructions[(mine or its).at].where()
-                    raise KernelFault(
-                        f"setmaxnreg by one of warps {leader.number} and {other.number} of "
-                        f"{cta.name}, which are a warpgroup, and not by the other\n  at {where}"
-                    )

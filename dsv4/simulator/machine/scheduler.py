@@ -15,7 +15,6 @@ import numpy as np
 
 from dsv4.simulator.compile.program import Program, check_launchable
 from dsv4.simulator.errors import Deadlock, Endless, KernelFault
-from dsv4.simulator.instructions.control import check_register_changes
 from dsv4.simulator.machine.asynchronous import AsyncEngine
 from dsv4.simulator.machine.deadlock import describe_deadlock
 from dsv4.simulator.machine.memory import SYSTEM_SHARED_BYTES, Cluster, Cta, GlobalMemory
@@ -225,7 +224,6 @@ class Resident:
                     store.perform()
         self.cluster.engine.drain()
         for cta in self.cluster.ctas:
-            check_register_changes(cta)
             for start, (columns, at) in sorted(cta.tmem_allocations.items()):
                 where = launch.program.entry.instructions[at].where()
                 raise KernelFault(

@@ -11,10 +11,12 @@ leave them out). Lanes of one warp: see lanes.py.
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import numpy as np
 
 from dsv4.simulator.compile.program import Program
-from dsv4.simulator.machine.memory import Cluster
+from dsv4.simulator.machine.memory import Cluster, Cta
 from dsv4.simulator.machine.observer import Observer
 from dsv4.simulator.races.cluster_state import ClusterState, lanes_of
 from dsv4.simulator.races.copies import CopyRaces
@@ -51,7 +53,26 @@ class Monitor(CopyRaces, TensorRaces, Observer):
             if warp.wgmma_pending:
                 message = f"{warp.cta.name} warp {warp.number} exits with wgmma outstanding"
                 self._leak(message, warp.wgmma_pending[0].at)
+        for cta in cluster.ctas:
+            self._check_register_changes(cta)
         cluster.state = None
+
+    def _check_register_changes(self, cta: Cta) -> None:
+        """The warps of a warpgroup must all execute setmaxnreg of the same counts. PTX wants the
+        same instruction; NVIDIA's own kernels execute one in each role's branch."""
+        for first in range(0, len(cta.warps), 4):
+            leader, *others = cta.warps[first : first + 4]
+            for other in others:
+                for mine, its in zip_longest(leader.register_changes, other.register_changes):
+                    if mine is None or its is None or mine.count != its.count:
+                        said = [f"{x.count} registers" if x else "none" for x in (mine, its)]
+                        message = (
+                            f"{cta.name} warps {leader.number} and {other.number} are of one "
+                            f"warpgroup and set {said[0]} and {said[1]}"
+                        )
+                        places = tuple(x.at for x in (mine, its) if x)
+                        self.report("setmaxnreg of part of a warpgroup", message, places, places)
+                        break
 
     def registers_never_written(self, program: Program) -> None:
         """Uses of registers that nothing writes, in blocks that have run. Compilers leave values

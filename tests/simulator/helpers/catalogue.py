@@ -145,4 +145,13 @@ mbarrier.arrive.shared.b64 %d4, [%r30];
         "[%r2], [%d1], 64, [%r30];\n" + _WAIT.strip(),
         "every byte that is expected has to come, and to be waited for",
     ),
+    Example(
+        "setmaxnreg of part of a warpgroup",
+        "FIX",
+        "setmaxnreg.dec.sync.aligned.u32 40;",
+        "the same registers in all four warps of a warpgroup, idle ones included: else PTX "
+        "defines nothing",
+        bad="@%p1 setmaxnreg.dec.sync.aligned.u32 40;",
+        options={"threads": 128},
+    ),
 )

@@ -163,6 +163,12 @@ def test_registers_are_asked_for_in_eights_and_by_whole_warpgroups():
         run_body("setmaxnreg.dec.sync.aligned.u32 20;")
     roles = "@%p1 setmaxnreg.dec.sync.aligned.u32 24;\n@!%p1 setmaxnreg.dec.sync.aligned.u32 {0};"
     run_body(roles.format(24), threads=128)
-    for body in (roles.format(32), "@%p1 setmaxnreg.dec.sync.aligned.u32 24;"):
-        with pytest.raises(KernelFault, match=r"one of warps 0 and 1 of CTA .* not by the other"):
-            run_body(body, threads=128)
+    kind = "setmaxnreg of part of a warpgroup"
+    for body, counts in (
+        (roles.format(32), "24 registers and 32 registers"),
+        ("@%p1 setmaxnreg.dec.sync.aligned.u32 24;", "24 registers and none"),
+    ):
+        # Of every other warp, and not of every CTA.
+        (found,) = run_body(body, threads=128, grid=2).races
+        assert found.kind == kind and counts in found.message
+        assert "warps 0 and 1 are of one warpgroup" in found.message
