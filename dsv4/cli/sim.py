@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dsv4.cli import (
+    sim_compress,
     sim_fp8_linear,
     sim_index_topk,
     sim_kv_insert,
@@ -116,6 +117,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     sim_fp8_linear.add_parser(kernels)
     sim_merged_linear.add_parser(kernels)
     sim_index_topk.add_parser(kernels)
+    sim_compress.add_parser(kernels)
     sim_mhc_seam.add_parser(kernels)
     sim_moe.add_parser(kernels)
     sim_paged.add_parser(kernels)

@@ -113,6 +113,15 @@ KERNELS = (
         "index_topk: scores of FP8 keys, and the choice",
         "dsv4 sim index_topk",
     ),
+    *(
+        SimulatedKernel(
+            "compressor",
+            arch,
+            "compress: every kind of compressor, state, mean and entry",
+            f"dsv4 sim compress --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
+    ),
     SimulatedKernel(
         "mixture of experts",
         "sm_90a",

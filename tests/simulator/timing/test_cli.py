@@ -38,6 +38,7 @@ SLOW = (
     "merged linear",
     "mHC seam",
     "indexer",
+    "compressor",
 )
 _compile = functools.cache(sim_attention.compile_attention)
 
