@@ -50,9 +50,7 @@ def run(args: argparse.Namespace) -> int:
             inputs = Inputs.make(case, args.seed)
             compiled = kernels.compile(inputs.config)
             for schedule in SCHEDULES:
-                outcome = launches.run(
-                    compiled, lambda given=inputs: kernels.call(given), schedule
-                )
+                outcome = launches.run(compiled, lambda given=inputs: kernels.call(given), schedule)
                 assert_step(inputs, outcome.scratch)
                 print(
                     f"{args.arch}, {len(case.starts)} requests of up to {chunk} tokens, {kind}, "

@@ -24,6 +24,8 @@ class ClusterState:
         # mbarrier address -> (agent, clock) of its init; initialised but not yet fenced.
         self.inits: dict[int, tuple[int, int]] = {}
         self.unfenced: set[int] = set()
+        # Warp and mbarrier address -> the last phase that the warp waited for.
+        self.waited: dict[tuple[int, int], int] = {}
         # CTA rank -> which 4-byte granules are live mbarriers.
         self.barriers: dict[int, np.ndarray] = {}
         self.counts: dict[tuple, int] = {}

@@ -435,6 +435,7 @@ class SharedRaces(Findings):
         self._check_init(w, barrier)
         clocks, order = w.cluster.state.clocks, self.entry.instructions[w.at].order
         lanes = lanes_of(w, mask)
+        self._check_parity(w, barrier, lanes)
         key = ("mbarrier", barrier.address, barrier.phase - 1)
         if not order.acquires:
             clocks.observe(w.agent, key, Scope.CTA)
@@ -445,6 +446,27 @@ class SharedRaces(Findings):
             own = max(own, clocks.acquire(w.agent, (*key, _OTHER_CTAS), lanes))
         if lanes is None:
             w.order.covered(own)
+
+    def _check_parity(self, w, barrier, lanes: np.ndarray | None) -> None:
+        """A wait for a phase has the parity of the phase before last, which is complete: it passes
+        at once unless the phase between is known to be complete, too."""
+        state, last = w.cluster.state, barrier.phase - 1
+        before = state.waited.get((w.agent, barrier.address))
+        state.waited[w.agent, barrier.address] = last
+        if last < 1 or before == last - 1 or before == last:
+            return
+        know = state.clocks.view(w.agent, lanes)[SEEN]
+        key = ("mbarrier", barrier.address, last - 1)
+        for part in (key, (*key, _OTHER_CTAS)):
+            told = state.clocks.published.get(part)
+            if told is not None and (told[SEEN] > know[: told.shape[1]]).any():
+                message = (
+                    f"{self.warp_at(w, w.at)} waits for phase {last} of {barrier}, and nothing "
+                    f"tells it that phase {last - 1} is complete: until it is, the wait passes at "
+                    "once"
+                )
+                self.report("wait may pass two phases early", message, (w.at,), (w.at,))
+                return
 
     def _publish_at(self, state: ClusterState, barrier, know: np.ndarray) -> None:
         state.clocks.publish(("mbarrier", barrier.address, barrier.phase), know)

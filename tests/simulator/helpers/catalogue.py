@@ -139,6 +139,27 @@ mbarrier.arrive.shared.b64 %d4, [%r30];
         "`mbarrier.inval` before the place is used for something else",
     ),
     Example(
+        "wait may pass two phases early",
+        f"""{INIT_BARRIER}
+@!%p1 bra BOTH;
+@%p2 mbarrier.arrive.shared.b64 %d4, [%r30];
+W: mbarrier.try_wait.parity.shared.b64 %p4, [%r30], 0;
+@!%p4 bra W;
+BOTH:
+FIX
+@%p2 mbarrier.arrive.shared.b64 %d4, [%r30];
+mov.u32 %r8, 0;
+WORK:
+add.s32 %r8, %r8, 1;
+setp.lt.s32 %p4, %r8, 100;
+@%p4 bra WORK;
+V: mbarrier.try_wait.parity.shared.b64 %p4, [%r30], 1;
+@!%p4 bra V;""",
+        "bar.sync 0;",
+        "a wait of each warp for each phase, or a barrier with those who wait for the others; "
+        "warps that take the stages of a ring by turns need a multiple of the turns",
+    ),
+    Example(
         "leak",
         f"{INIT_BARRIER}\n@%p2 mbarrier.arrive.expect_tx.shared.b64 %d4, [%r30], 64;\nFIX",
         "@%p2 cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
