@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         for form in (args.form,) if args.form else FORMS:
             case = Case(
                 3, 1, args.heads, args.head_dim, args.format, args.window, args.entries, 53, 61,
-                form, wild=form == "list", **RAGGED,
+                form, wild=form == "list", growing=True, **RAGGED,
             )  # fmt: skip
             compiled = compiled_kernel(launches.target, case)
             inputs = make_inputs(case, args.seed)

@@ -174,7 +174,7 @@ def paged(name: str) -> Subject:
 
 # ---- linears -------------------------------------------------------------------------------------
 FEW_SMS = 2  # clusters have several tiles: rings wrap
-MERGED = "72 float8_e8m0fnu bfloat16, 136 bfloat16 float32"
+MERGED = "328 float8_e8m0fnu bfloat16, 392 bfloat16 float32"
 
 
 @cache
