@@ -233,13 +233,12 @@ def seam(arch: str) -> Subject:
 
 @cache
 def indexer() -> Subject:
-    """Ragged lists, and one that registers do not hold, which most changes need not wait for."""
+    """Ragged lists, by CTAs and by clusters, and one that registers do not hold."""
     ragged = index_topk.Case((70, 330, 5, 64, 0, 130, 65), 64, gives_slots=True, padding_rows=1)
-    long = index_topk.Case((33_000, 100), 64, gives_slots=True)
+    long = index_topk.Case((17_000, 100), 64, gives_slots=True)
     launches = [
         (index_topk.Inputs.make(case, SEED), {"num_ctas": FEW_SMS, "cluster": cluster})
-        for case in (ragged, long)
-        for cluster in (1, CLUSTER)
+        for case, cluster in ((ragged, 1), (ragged, CLUSTER), (long, 1))
     ]
     return _subject_of_op(
         "sm_90a", launches, lambda given, found: index_topk.assert_choice(given, found.outputs)
