@@ -132,14 +132,19 @@ class BlockEmitter:
         return not self.registers.by_block[self.block.number].isdisjoint(pending)
 
     def touches_wgmma(self) -> bool:
-        """True if an ordinary instruction, other than a copy, uses registers of wgmma."""
+        """True if an ordinary instruction uses registers of wgmma. A move from one of them is only
+        a copy, to where a loop or a branch wants it."""
         mine = self.symbols["wgmma registers"]
         if not mine or self.registers.by_block[self.block.number].isdisjoint(mine):
             return False
-        return any(
-            ins.parts[0] not in ("wgmma", "mov") and not mine.isdisjoint(REGISTER.findall(ins.text))
-            for ins in self.entry.instructions[self.block.start : self.block.stop]
-        )
+
+        def touches(ins: Instruction) -> bool:
+            if ins.parts[0] == "wgmma" or mine.isdisjoint(REGISTER.findall(ins.text)):
+                return False
+            sources = REGISTER.findall(" ".join(ins.operands[1:]))
+            return ins.parts[0] != "mov" or mine.isdisjoint(sources)
+
+        return any(map(touches, self.entry.instructions[self.block.start : self.block.stop]))
 
     def _check_products(self) -> None:
         """Check the block's registers against products under way; guarded instructions do it
