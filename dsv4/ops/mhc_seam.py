@@ -17,6 +17,7 @@ from dsv4.kernels.seam.args import ARGS, values
 from dsv4.kernels.seam.config import GROUP, SeamConfig, choose_pass, has_kernel, tiling_of
 from dsv4.ops.quantize import quantize_e4m3
 from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.checks import check_flag
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 
 MODEL_DIMS = {"Flash": 4096, "Pro": 7168}
@@ -214,6 +215,7 @@ def mhc_seam(
         _op(*given, x, identity, y, post, comb, written, *mixes, codes, scales)
     except Exception:
         MHC_SEAM.explain(*given, None, y, post, comb)
+        check_flag("quantize", quantize)
         raise
     return Seam(x, written if expands else streams, *mixes, codes, scales)
 

@@ -147,6 +147,7 @@ OUT = torch.empty(3, 136, dtype=torch.bfloat16)
             X, [WEIGHT], [SCALE], {"x_codes": WEIGHT[:3]}, ValueError,
             "x_scale: got nothing, codes and scales of x go together",
         ),
+        (X, [WEIGHT], [SCALE], {"outs": OUT}, TypeError, "outs: got .*, needs a list of tensors"),
         (X, [WEIGHT], [SCALE], {"outs": []}, ValueError, "outs: got 0, 1 weights need as many"),
         (X, [WEIGHT], [SCALE], {"outs": [OUT[:2]]}, ValueError, r"out_0: got shape \(2, 136\)"),
         (

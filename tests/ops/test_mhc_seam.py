@@ -81,6 +81,7 @@ BASE = Inputs.make(Case(3, 256, quantizes=False), 0).tensors
     ("changes", "error", "message"),
     [
         ({"streams": None}, TypeError, "streams: got None"),
+        ({"quantize": torch.ones(2)}, TypeError, "quantize: got a Tensor, needs True or False"),
         ({"streams": BASE["y"]}, ValueError, r"streams: got shape \(3, 256\), needs \[T, n, D\]"),
         ({"fn": BASE["fn"][:7]}, ValueError, r"fn: got shape \(7, 1024\), needs \[24, 1024\]"),
         ({"base": BASE["base"][:4]}, ValueError, r"base: got shape \(4,\), needs \[24\]"),
