@@ -265,7 +265,11 @@ def _check_given(
 ) -> int:
     """Number of FP8 weights; TypeError or ValueError for what is no tensor or of another number."""
     check_is_tensor("x", x)
-    for name, tensors in (("weights", weights), ("scales", scales), ("outs", () if outs is None else outs)):
+    for name, tensors in (
+        ("weights", weights),
+        ("scales", scales),
+        ("outs", () if outs is None else outs),
+    ):
         if not isinstance(tensors, list | tuple):
             raise TypeError(f"{name}: got {quoted(tensors)}, needs a list of tensors")
         for i, tensor in enumerate(tensors):
