@@ -41,7 +41,7 @@ from dsv4.kernels.attention.sm90.heads_m_epilogue import Epilogue
 from dsv4.kernels.attention.sm90.heads_m_load import LoadWarp
 from dsv4.kernels.attention.sm90.heads_m_output import OutputWarpgroups
 from dsv4.kernels.attention.sm90.heads_m_score import ScoreWarpgroup
-from dsv4.kernels.attention.sm90.heads_m_tiling import make_tiling
+from dsv4.kernels.attention.sm90.heads_m_tiling import HeadsMTiling, make_tiling
 from dsv4.kernels.attention.sm90.kv_source import DenseKv
 from dsv4.kernels.attention.sm90.plan import HEADS, KEYS, HeadsMPlan
 from dsv4.kernels.attention.sm90.scheduler_warp import schedule
@@ -55,10 +55,7 @@ from dsv4.kernels.kit.scheduler import (
     cluster_sync,
     make_tail_scheduler,
 )
-from dsv4.kernels.kit.tma import (
-    make_head_tile_descriptor,
-    make_row_descriptor,
-)
+from dsv4.kernels.kit.tma import make_head_tile_descriptor, make_row_descriptor
 
 
 class FmhaHeadsM:
@@ -68,10 +65,11 @@ class FmhaHeadsM:
     # itself needs all 32.
     lanes_per_warp = 1
 
+    scorer_type, outputs_type = ScoreWarpgroup, OutputWarpgroups
+
     def __init__(self, config: FmhaConfig):
         self.config = config
-        self.plan = HeadsMPlan(config.head_dim, self.lanes_per_warp)
-        self.key_rules = KeyRules(KEYS, config.is_causal, config.sliding_window)
+        self.plan = self._make_plan()
         heads = config.num_query_heads
         # Head tiles of fewer heads are possible where they divide the heads evenly.
         self.has_even_tiles = heads <= HEADS or heads % HEADS == 0
@@ -84,51 +82,37 @@ class FmhaHeadsM:
         # ==== roles ====
         self.combine = HeadsMCombine(config, self.plan)
         self.epilogue = Epilogue(heads, self.plan)
-        self.loader = LoadWarp(self.plan, self.has_even_tiles)
-        self.scorer = ScoreWarpgroup(config, self.plan, self.combine)
-        self.outputs = OutputWarpgroups(self.plan, self.combine, self.epilogue)
+        self.loader = self._make_loader()
+        self.scorer = self.scorer_type(config, self.plan, self.combine)
+        self.outputs = self.outputs_type(self.plan, self.combine, self.epilogue)
+
+    def _make_plan(self) -> HeadsMPlan:
+        return HeadsMPlan(self.config.head_dim, self.lanes_per_warp)
+
+    def _make_loader(self) -> LoadWarp:
+        return LoadWarp(self.plan, self.has_even_tiles)
 
     # ---- host ----
 
     @cute.jit
     def launch(self, arguments: FmhaArguments, stream):
         """Build the TMA descriptors, choose tiling and scheduler, launch."""
-        q, swa_kv, num_splits = arguments.q, arguments.swa_kv, arguments.num_splits
+        q, num_splits, num_sms = arguments.q, arguments.num_splits, arguments.num_sms
         plan, num_heads = self.plan, self.config.num_query_heads
         tiling = make_tiling(
-            *(num_heads, HEADS, self.has_even_tiles, q.shape[0], num_splits, arguments.num_sms),
+            *(num_heads, HEADS, self.has_even_tiles, q.shape[0], num_splits, num_sms),
             *(plan.subtiles == 2, self.combine.column_groups, arguments.workspace.shape[0]),
         )
         tile_rows = tiling.tile_heads if self.has_even_tiles else num_heads
-        box = (KEYS, plan.half_dim)
         maps = (
             make_head_tile_descriptor(q, tile_rows, plan.chunk, HEADS),
-            make_row_descriptor(arguments.compressed_kv, q.iterator, plan.chunk, box),
-            make_row_descriptor(swa_kv, q.iterator, plan.chunk, box),
+            *self._key_maps(arguments),
             make_row_descriptor(arguments.o, q.iterator, plan.chunk, (WARP_ROWS, plan.chunk)),
         )
-        by_request_tokens = request_divisor(q.shape[0], swa_kv.shape[0])
-        tail_scheduler = make_tail_scheduler(
-            tiling.work_tiles, arguments.num_sms, self.is_read_bound
-        )
-        operands = Operands(
-            q,
-            arguments.compressed_kv.shape[1],
-            (swa_kv.shape[0], swa_kv.shape[1]),
-            arguments.swa_lens,
-            arguments.sink_logits,
-            arguments.request_ids,
-            arguments.o,
-            arguments.compressed_lens,
-            arguments.lse,
-            arguments.workspace,
-            tiling,
-            by_request_tokens,
-            tail_scheduler,
-        )
-        alone = {"grid": [tail_scheduler.grid(tiling.work_tiles), 1, 1]}
+        operands = self._operands(arguments, tiling)
+        alone = {"grid": [operands.tail_scheduler.grid(tiling.work_tiles), 1, 1]}
         clusters = {
-            "grid": [cluster_grid(tiling.work_tiles, arguments.num_sms), 1, 1],
+            "grid": [cluster_grid(tiling.work_tiles, num_sms), 1, 1],
             "cluster": CLUSTER_SHAPE,
         }
         plain_grid = clusters if self.has_neighbours else alone
@@ -145,12 +129,38 @@ class FmhaHeadsM:
         else:
             self.kernel(maps, operands, False).launch(**clusters, **launch)
 
-    # ---- device ----
+    def _key_maps(self, arguments: FmhaArguments) -> tuple[TensorMap, ...]:
+        """TMA descriptors of the keys."""
+        box = (KEYS, self.plan.half_dim)
+        return tuple(
+            make_row_descriptor(keys, arguments.q.iterator, self.plan.chunk, box)
+            for keys in (arguments.compressed_kv, arguments.swa_kv)
+        )
 
-    def _throttle(self, is_plain: bool) -> Throttle:
-        if is_plain and self.is_read_bound:
-            return Throttle.TWO_HALF_TILES
-        return Throttle.CLUSTER_LOCKSTEP if is_plain and self.has_neighbours else Throttle.NONE
+    def _operands(self, arguments: FmhaArguments, tiling: HeadsMTiling) -> Operands:
+        """Operands of a launch."""
+        q, swa_kv = arguments.q, arguments.swa_kv
+        by_request_tokens = request_divisor(q.shape[0], swa_kv.shape[0])
+        return Operands(
+            q,
+            arguments.compressed_kv.shape[1],
+            (swa_kv.shape[0], swa_kv.shape[1]),
+            arguments.swa_lens,
+            arguments.sink_logits,
+            arguments.request_ids,
+            arguments.o,
+            arguments.compressed_lens,
+            arguments.lse,
+            arguments.workspace,
+            tiling,
+            by_request_tokens,
+            self._tail_scheduler(arguments, tiling),
+        )
+
+    def _tail_scheduler(self, arguments: FmhaArguments, tiling: HeadsMTiling):
+        return make_tail_scheduler(tiling.work_tiles, arguments.num_sms, self.is_read_bound)
+
+    # ---- device ----
 
     @cute.kernel
     def kernel(
@@ -164,18 +174,22 @@ class FmhaHeadsM:
         operands: Operands,
         is_plain: cutlass.Constexpr,  # neither splits nor column slices
     ):
+        """The work tiles of a CTA."""
+        self.run(maps, operands, is_plain)
+
+    @cute.jit
+    def run(self, maps: tuple, operands: Operands, is_plain: cutlass.Constexpr):
         """Initialise, then send every warp to its role."""
-        q_map, compressed_map, window_map, o_map = maps
         plan, throttle = self.plan, self._throttle(is_plain)
         tiling = operands.tiling
         if cutlass.const_expr(is_plain):
             tiling = tiling.plain(self.config.num_query_heads, HEADS)
         scheduler = StaticTileScheduler(tiling.work_tiles)
-        if cutlass.const_expr(throttle is Throttle.TWO_HALF_TILES):
+        if cutlass.const_expr(is_plain and self.is_read_bound):
             scheduler = operands.tail_scheduler
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         group = warp // 4
-        smem, pipes = allocate(plan)
+        smem, pipes = self._allocate()
         ctx = HeadsMContext(operands, tiling, scheduler, throttle, smem, pipes)
         if warp == 0:
             with cute.arch.elect_one():
@@ -185,31 +199,55 @@ class FmhaHeadsM:
             cluster_sync()
         else:
             cute.arch.sync_threads()
-        if group == plan.warps["load"].first // 4:
-            cute.arch.setmaxregister_decrease(plan.registers["load"])
-            tensors = (operands.swa_lens, operands.request_ids, operands.compressed_lens)
-            sizes = (operands.q.shape[0], operands.compressed_rows, *operands.window_shape)
-            seqlens = SeqlenInfo(*sizes, *tensors, operands.by_request_tokens)
-            source = DenseKv(compressed_map, window_map)
-            if warp == plan.warps["load"].first:
-                pdl.launch_dependents()
-                self.loader.load(ctx, q_map, source, seqlens)
-                if cutlass.const_expr(throttle is Throttle.CLUSTER_LOCKSTEP):
-                    cluster_sync()
-            elif warp == plan.warps["scheduler"].first:
-                stage = 1 if plan.q_register_dim else 0
-                schedule(
-                    *(smem.span, pipes.span, seqlens, tiling, scheduler, self.key_rules),
-                    lambda span: self.loader.describe_tile(ctx, span, span.first, stage),
-                )
-            elif warp == plan.warps["prefetch"].first:  # noqa: SIM102 dynamic, then static
-                if cutlass.const_expr(throttle is Throttle.TWO_HALF_TILES):
-                    self.loader.prefetch_until_ready(ctx, q_map, source)
+        if self._is_load(group):
+            self._load(ctx, warp, maps)
         elif group == plan.warps["score"].first // 4:
-            cute.arch.setmaxregister_increase(plan.registers["score"])
+            if cutlass.const_expr(plan.registers["score"] < plan.registers.at_launch):
+                cute.arch.setmaxregister_decrease(plan.registers["score"])
+            else:
+                cute.arch.setmaxregister_increase(plan.registers["score"])
             self.scorer.score(ctx)
         else:
             cute.arch.setmaxregister_increase(plan.registers["output"])
             half = group - plan.warps["output"].first // 4
-            o_maps = (o_map,) if is_plain and self.epilogue.can_stage else ()
+            o_maps = (maps[-1],) if is_plain and self.epilogue.can_stage else ()
             self.outputs.output(ctx, half, o_maps)
+
+    def _throttle(self, is_plain: bool) -> Throttle:
+        if is_plain and self.is_read_bound:
+            return Throttle.TWO_HALF_TILES
+        return Throttle.CLUSTER_LOCKSTEP if is_plain and self.has_neighbours else Throttle.NONE
+
+    def _allocate(self) -> tuple:
+        """Shared memory of a CTA: its views, and the mbarriers in it."""
+        return allocate(self.plan)
+
+    def _is_load(self, group) -> cutlass.Boolean:
+        """Whether a group of four warps is the one that loads."""
+        return group == self.plan.warps["load"].first // 4
+
+    @cute.jit
+    def _load(self, ctx: HeadsMContext, warp, maps: tuple):
+        """Send the warps that load to their roles."""
+        plan, throttle, operands = self.plan, ctx.throttle, ctx.operands
+        q_map, compressed_map, window_map, _ = maps
+        cute.arch.setmaxregister_decrease(plan.registers["load"])
+        tensors = (operands.swa_lens, operands.request_ids, operands.compressed_lens)
+        sizes = (operands.q.shape[0], operands.compressed_rows, *operands.window_shape)
+        seqlens = SeqlenInfo(*sizes, *tensors, operands.by_request_tokens)
+        source = DenseKv(compressed_map, window_map)
+        if warp == plan.warps["load"].first:
+            pdl.launch_dependents()
+            self.loader.load(ctx, q_map, source, seqlens)
+            if cutlass.const_expr(throttle is Throttle.CLUSTER_LOCKSTEP):
+                cluster_sync()
+        elif warp == plan.warps["scheduler"].first:
+            stage = 1 if plan.q_register_dim else 0
+            key_rules = KeyRules(KEYS, self.config.is_causal, self.config.sliding_window)
+            schedule(
+                *(ctx.smem.span, ctx.pipes.span, seqlens, ctx.tiling, ctx.scheduler, key_rules),
+                lambda span: self.loader.describe_tile(ctx, span, span.first, stage),
+            )
+        elif warp == plan.warps["prefetch"].first:  # noqa: SIM102 dynamic, then static
+            if cutlass.const_expr(throttle is Throttle.TWO_HALF_TILES):
+                self.loader.prefetch_until_ready(ctx, q_map, source)

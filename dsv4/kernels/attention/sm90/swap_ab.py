@@ -49,36 +49,59 @@ class FmhaSwapAB:
     # itself needs all 32.
     lanes_per_warp = 1
 
+    math_type = MathWarpgroup
+
     def __init__(self, config: FmhaConfig, tile_heads: int):
         self.config = config
-        self.key_rules = KeyRules(KEYS, config.is_causal, config.sliding_window)
         self.head_tiles = config.num_query_heads // tile_heads
-        self.plan = SwapAbPlan(config.head_dim, tile_heads, self.head_tiles, self.lanes_per_warp)
+        self.plan = self._make_plan(tile_heads)
 
         # ==== roles ====
         self.combine = SwapAbCombine(config, self.plan)
-        self.loader = LoadWarp(self.plan)
-        self.math = MathWarpgroup(config, self.plan, self.combine)
+        self.loader = self._make_loader()
+        self.math = self.math_type(config, self.plan, self.combine)
+
+    def _make_plan(self, tile_heads: int) -> SwapAbPlan:
+        return SwapAbPlan(self.config.head_dim, tile_heads, self.head_tiles, self.lanes_per_warp)
+
+    def _make_loader(self) -> LoadWarp:
+        return LoadWarp(self.plan)
 
     # ---- host ----
 
     @cute.jit
     def launch(self, arguments: FmhaArguments, stream):
         """Build the TMA descriptors and launch."""
-        q, swa_kv, num_splits = arguments.q, arguments.swa_kv, arguments.num_splits
+        q, num_splits, num_sms = arguments.q, arguments.num_splits, arguments.num_sms
         plan = self.plan
-        box = (KEYS, plan.slot_dim)
         maps = (
             make_row_descriptor(q, q.iterator, CHUNK, (plan.tile_heads, plan.head_dim)),
-            make_row_descriptor(arguments.compressed_kv, q.iterator, CHUNK, box),
-            make_row_descriptor(swa_kv, q.iterator, CHUNK, box),
+            *self._key_maps(arguments),
         )
         work_tiles = q.shape[0] * self.head_tiles * num_splits
-        grid = {"grid": [cutlass.min(work_tiles, arguments.num_sms), 1, 1]}
+        grid = {"grid": [cutlass.min(work_tiles, num_sms), 1, 1]}
         if cutlass.const_expr(self.head_tiles % 2 == 0):
-            ctas = cluster_grid(work_tiles, arguments.num_sms)
-            grid = {"grid": [ctas, 1, 1], "cluster": CLUSTER_SHAPE}
-        operands = Operands(
+            grid = {"grid": [cluster_grid(work_tiles, num_sms), 1, 1], "cluster": CLUSTER_SHAPE}
+        self.kernel(maps, self._operands(arguments, work_tiles)).launch(
+            **grid,
+            block=[plan.warps.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=True,
+        )
+
+    def _key_maps(self, arguments: FmhaArguments) -> tuple[TensorMap, ...]:
+        """TMA descriptors of the keys."""
+        box = (KEYS, self.plan.slot_dim)
+        return tuple(
+            make_row_descriptor(keys, arguments.q.iterator, CHUNK, box)
+            for keys in (arguments.compressed_kv, arguments.swa_kv)
+        )
+
+    def _operands(self, arguments: FmhaArguments, work_tiles: cutlass.Int32) -> Operands:
+        """Operands of a launch."""
+        swa_kv = arguments.swa_kv
+        return Operands(
             arguments.compressed_kv.shape[1],
             (swa_kv.shape[0], swa_kv.shape[1]),
             arguments.swa_lens,
@@ -88,17 +111,10 @@ class FmhaSwapAB:
             arguments.compressed_lens,
             arguments.lse,
             arguments.workspace,
-            num_splits,
+            arguments.num_splits,
             work_tiles,
-            cute.fast_divmod_create_divisor_v2(num_splits),
-            request_divisor(q.shape[0], swa_kv.shape[0]),
-        )
-        self.kernel(maps, operands).launch(
-            **grid,
-            block=[plan.warps.threads, 1, 1],
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=True,
+            cute.fast_divmod_create_divisor_v2(arguments.num_splits),
+            request_divisor(arguments.q.shape[0], swa_kv.shape[0]),
         )
 
     # ---- device ----
@@ -113,8 +129,12 @@ class FmhaSwapAB:
         ],
         operands: Operands,
     ):
+        """The work tiles of a CTA."""
+        self.run(maps, operands)
+
+    @cute.jit
+    def run(self, maps: tuple, operands: Operands):
         """Initialise, then send every warp to its role."""
-        q_map, compressed_map, window_map = maps
         plan = self.plan
         tiling = SwapAbTiling(
             *(operands.num_splits, operands.work_tiles, plan.tile_heads, self.head_tiles),
@@ -122,19 +142,31 @@ class FmhaSwapAB:
         )
         scheduler = StaticTileScheduler(tiling.work_tiles)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        smem, pipes = allocate(plan)
+        smem, pipes = self._allocate()
         if warp == 0:
             with cute.arch.elect_one():
                 mbarrier.init(plan.barriers, vars(pipes))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
-        ctx = SwapAbContext(operands, tiling, scheduler, smem, pipes)
+        self._send(SwapAbContext(operands, tiling, scheduler, smem, pipes), warp, maps)
+
+    def _allocate(self) -> tuple:
+        """Shared memory of a CTA: its views, and the mbarriers in it."""
+        return allocate(self.plan)
+
+    @cute.jit
+    def _send(self, ctx: SwapAbContext, warp, maps: tuple):
+        """Send a warp to its role."""
+        plan, operands = self.plan, ctx.operands
+        q_map, compressed_map, window_map = maps
         tensors = (operands.swa_lens, operands.request_ids, operands.compressed_lens)
         sizes = (operands.o.shape[0], operands.compressed_rows, *operands.window_shape)
         seqlens = SeqlenInfo(*sizes, *tensors, operands.by_request_tokens)
         if warp == plan.warps["load"].first:
             self.loader.load(ctx, q_map, DenseKv(compressed_map, window_map), seqlens)
         elif warp >= plan.warps["scheduler"].first:
-            schedule(smem.span, pipes.span, seqlens, tiling, scheduler, self.key_rules, None)
+            key_rules = KeyRules(KEYS, self.config.is_causal, self.config.sliding_window)
+            smem, pipes = ctx.smem, ctx.pipes
+            schedule(smem.span, pipes.span, seqlens, ctx.tiling, ctx.scheduler, key_rules, None)
         else:
             self.math.compute(ctx)

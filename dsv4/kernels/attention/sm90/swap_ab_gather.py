@@ -1,0 +1,61 @@
+"""Gather warps of the paged swap-AB kernel: key spans, Q by TMA, rows of pages."""
+
+import cutlass
+from cutlass import cute
+
+from dsv4.kernels.attention.gather_fp8 import Fp8Rows
+from dsv4.kernels.attention.paged_keys import PagedKeys
+from dsv4.kernels.attention.sm90.gather_rows import Bf16Rows
+from dsv4.kernels.attention.sm90.gather_slots import SwapAbSlots
+from dsv4.kernels.attention.sm90.plan import CHUNK, KEYS, PagedSwapAbPlan
+from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
+from dsv4.kernels.kit import pdl
+from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load
+
+
+class GatherWarps:
+    """Producer of Q and of the KV ring. Each warp gathers some rows of every key tile."""
+
+    def __init__(self, plan: PagedSwapAbPlan, is_gate: bool):
+        self.plan = plan
+        self.is_gate = is_gate
+        if plan.is_fp8:
+            staged, warps = range(plan.pieces), plan.warps["gather"].count
+            self.rows = Fp8Rows(plan.head_dim, plan.slot_dim, staged, plan.ahead, warps)
+        else:
+            self.rows = Bf16Rows(plan.slot_dim, CHUNK)
+
+    @cute.jit
+    def gather(self, ctx: SwapAbContext, q_map, keys: PagedKeys):
+        """Load what every work tile needs."""
+        lane = cute.arch.lane_idx()
+        first = self.plan.warps["gather"].first
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx() - first)
+        if warp == 0:
+            prefetch_descriptors((q_map,))
+        index, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
+        # Whatever ran before may still be writing the inputs, or reading what this launch writes.
+        pdl.wait_for_previous_launch()
+        phase = cutlass.Int32(1)
+        kv = ctx.pipes.kv.producer()
+        slots = SwapAbSlots(ctx, tuple(range(self.plan.slots_per_tile)))
+        while index < stop:
+            head, split, token = ctx.tiling.coordinates(index)
+            if warp == 0:
+                ctx.pipes.q.acquire(phase)
+                if lane == 0:
+                    ctx.pipes.q.expect(self.plan.q_bytes)
+                    tma_load(q_map, ctx.smem.q_start, [0, head, 0, token], ctx.pipes.q.full)
+            span = keys.span(token, split, ctx.tiling.by_splits, KEYS, self.is_gate)
+            row = warp * self.rows.warp_keys + lane % self.rows.warp_keys
+            word = keys.fetch(span, token, span.first, row, KEYS)
+            if warp == 0:
+                ctx.pipes.span.acquire(phase)
+                if lane == 0:
+                    span.store(ctx.smem.span)
+                    cute.arch.mbarrier_arrive(ctx.pipes.span.full)
+            phase ^= 1
+            kv = self.rows.gather_tiles(slots, keys, span, token, word, warp, lane, kv)
+            index += step
+        # Not earlier: the next launch would delay these loads.
+        pdl.launch_dependents()
