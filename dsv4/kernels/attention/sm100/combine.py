@@ -4,6 +4,7 @@ import cutlass
 from cutlass import cute
 from cutlass.memory import SmemAllocator
 
+from dsv4.kernels.attention.context import FmhaArguments
 from dsv4.kernels.attention.sink_merge import output_scale, row_lse
 from dsv4.kernels.attention.sm100.plan_combine import BATCH, THREADS, PlanCombine
 from dsv4.kernels.attention.split_kv import STATS
@@ -26,17 +27,12 @@ class Combine:
         self.plan = PlanCombine(head_dim)
 
     @cute.jit
-    def __call__(
-        self,
-        workspace: cute.Tensor,  # [>= T * n_h * splits * (head_dim + STATS)] fp32
-        sink_logits: cute.Tensor,  # [n_h] fp32
-        o: cute.Tensor,  # [T, n_h, head_dim]
-        lse: cute.Tensor,  # [T or 0, n_h] fp32
-        num_splits: cutlass.Int32,
-        stream,
-    ):
+    def launch(self, arguments: FmhaArguments, stream):
+        """Combine what the splits of an attention with these arguments have left."""
+        o, num_splits = arguments.o, arguments.num_splits
         rows = o.shape[0] * self.num_query_heads
-        self.kernel(workspace, sink_logits, o, lse, num_splits).launch(
+        tensors = (arguments.workspace, arguments.sink_logits, o, arguments.lse)
+        self.kernel(*tensors, num_splits).launch(
             grid=[cute.ceil_div(rows, self.plan.rows_per_block), 1, 1],
             block=[THREADS, cute.ceil_div(num_splits, BATCH), 1],
             stream=stream,
@@ -48,10 +44,10 @@ class Combine:
     @cute.kernel
     def kernel(
         self,
-        workspace: cute.Tensor,
-        sink_logits: cute.Tensor,
-        o: cute.Tensor,
-        lse: cute.Tensor,
+        workspace: cute.Tensor,  # [>= T * n_h * splits * (head_dim + STATS)] fp32
+        sink_logits: cute.Tensor,  # [n_h] fp32
+        o: cute.Tensor,  # [T, n_h, head_dim]
+        lse: cute.Tensor,  # [T or 0, n_h] fp32
         num_splits: cutlass.Int32,
     ):
         thread, group, _ = cute.arch.thread_idx()

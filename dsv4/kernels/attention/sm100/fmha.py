@@ -14,10 +14,10 @@ kernel combines in split order.
 """
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Float32
 from cutlass.cute.nvgpu import tcgen05
 
-from dsv4.kernels.attention.args import fake_arguments
+from dsv4.kernels.attention.call import FmhaCall
 from dsv4.kernels.attention.config import FmhaConfig, check_kernel_config
 from dsv4.kernels.attention.context import FmhaArguments
 from dsv4.kernels.attention.sm100.combine import Combine
@@ -29,7 +29,7 @@ from dsv4.kernels.attention.sm100.plan_2cta import HEAD_DIM as HEAD_DIM_2CTA
 ONE, TWO = tcgen05.CtaGroup.ONE, tcgen05.CtaGroup.TWO
 
 
-class FmhaKernel:
+class FmhaKernel(FmhaCall):
     """Attention over compressed entries and a sliding window, fused with the sink merge (sm_100a).
 
     Args:
@@ -104,48 +104,12 @@ class FmhaKernel:
         """Budgets of the variant; prints."""
         return self.variant.plan
 
-    def compile(self, options: str = ""):
-        """Compile from fake tensors, to be called through tvm-ffi."""
-        args, optional = fake_arguments(self.config)
-        options = f"--enable-tvm-ffi {options}".strip()
-        return cute.compile(self, *args, **optional, options=options)
-
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # [T, n_h, head_dim] bf16
-        compressed_kv: cute.Tensor,  # [T, top_k, head_dim] bf16
-        swa_kv: cute.Tensor,  # [batch, W, head_dim] bf16
-        swa_lens: cute.Tensor,  # [batch] int32
-        sink_logits: cute.Tensor,  # [n_h] fp32
-        request_ids: cute.Tensor,  # [T] int32
-        o: cute.Tensor,  # [T, n_h, head_dim] bf16, written
-        stream,
-        *,
-        compressed_lens: cute.Tensor,  # [T] int32, or [0]: every row counts
-        lse: cute.Tensor,  # [T, n_h] fp32, written, or [0, n_h]: not wanted
-        workspace: cute.Tensor,  # [T * n_h * num_splits * (head_dim + 4)] fp32 if num_splits > 1
-        num_splits: Int32,
-        num_ctas: Int32,  # persistent CTAs at most: the number of SMs
-    ):
+    def launch(self, arguments: FmhaArguments, stream):
         """Launch the attention, then with several splits the combine."""
-        arguments = FmhaArguments(
-            q,
-            compressed_kv,
-            swa_kv,
-            swa_lens,
-            sink_logits,
-            request_ids,
-            o,
-            compressed_lens,
-            lse,
-            workspace,
-            num_splits,
-            num_ctas,
-        )
         self.variant.launch(arguments, stream)
-        if num_splits > 1:
-            self.combine(workspace, sink_logits, o, lse, num_splits, stream)
+        if arguments.num_splits > 1:
+            self.combine.launch(arguments, stream)
 
 
 def _choose_variant(config: FmhaConfig, cta_group: tcgen05.CtaGroup | None) -> Fmha1Cta | Fmha2Cta:

@@ -20,15 +20,13 @@ exact and nothing overflows. `sink_gate` says what the sink of `swa_gate` does t
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.args import fake_arguments
+from dsv4.kernels.attention.call import FmhaCall
 from dsv4.kernels.attention.config import FmhaConfig, check_kernel_config
 from dsv4.kernels.attention.context import FmhaArguments
-from dsv4.kernels.attention.sm90.heads_m import FmhaHeadsM
-from dsv4.kernels.attention.sm90.swap_ab import FmhaSwapAB
-from dsv4.kernels.attention.split_kv import MOST_SWAP_AB_HEADS, SWAP_AB_TILE_HEADS, TILED_HEADS
+from dsv4.kernels.attention.sm90.variants import Variants
 
 
-class FmhaKernelSm90:
+class FmhaKernelSm90(FmhaCall):
     """Attention over compressed entries and a sliding window, fused with the sink merge (sm_90a).
 
     Args:
@@ -63,7 +61,7 @@ class FmhaKernelSm90:
             raise ValueError(
                 f"num_query_heads must be a multiple of 8 in 8..128, got {num_query_heads}"
             )
-        config = FmhaConfig(
+        self.config = FmhaConfig(
             head_dim,
             num_query_heads,
             sliding_window,
@@ -73,61 +71,14 @@ class FmhaKernelSm90:
             softmax_scale,
             num_splits,
         )
-        check_kernel_config(config, (q_dtype, kv_dtype, o_dtype), (qk_acc_dtype, pv_acc_dtype))
-        self.swap_ab = self.heads_m = None
-        if num_query_heads <= MOST_SWAP_AB_HEADS:
-            self.swap_ab = FmhaSwapAB(config, num_query_heads)
-        else:
-            self.heads_m = FmhaHeadsM(config)
-            # A fixed number of splits promises that a token's bits do not depend on the batch: it
-            # has one kernel.
-            if num_query_heads in TILED_HEADS and num_splits is None:
-                self.swap_ab = FmhaSwapAB(config, SWAP_AB_TILE_HEADS)
+        check_kernel_config(self.config, (q_dtype, kv_dtype, o_dtype), (qk_acc_dtype, pv_acc_dtype))
+        # A fixed number of splits promises that a token's bits do not depend on the batch.
+        self.variants = Variants(self.config, is_one_kernel=num_splits is not None)
 
     @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,  # [T, n_h, head_dim] bf16
-        compressed_kv: cute.Tensor,  # [T, top_k, head_dim] bf16
-        swa_kv: cute.Tensor,  # [batch, W, head_dim] bf16
-        swa_lens: cute.Tensor,  # [batch] int32
-        sink_logits: cute.Tensor,  # [n_h] fp32
-        request_ids: cute.Tensor,  # [T] int32
-        o: cute.Tensor,  # [T, n_h, head_dim] bf16, written
-        stream,
-        *,
-        compressed_lens: cute.Tensor,  # [T] int32, or [0]: every row counts
-        lse: cute.Tensor,  # [T, n_h] fp32, written, or [0, n_h]: not wanted
-        workspace: cute.Tensor,  # [>= workspace_size] fp32 when num_splits > 1, zeros when new
-        num_splits: cutlass.Int32,
-        num_ctas: cutlass.Int32,  # persistent CTAs at most: the number of SMs
-    ):
-        """Launch the attention."""
-        arguments = FmhaArguments(
-            q,
-            compressed_kv,
-            swa_kv,
-            swa_lens,
-            sink_logits,
-            request_ids,
-            o,
-            compressed_lens,
-            lse,
-            workspace,
-            num_splits,
-            num_ctas,
-        )
-        if cutlass.const_expr(self.heads_m is None):
-            self.swap_ab.launch(arguments, stream)
-        elif cutlass.const_expr(self.swap_ab is None):
-            self.heads_m.launch(arguments, stream)
-        elif q.shape[0] * self.swap_ab.head_tiles * num_splits <= num_ctas:
-            self.swap_ab.launch(arguments, stream)
-        else:
-            self.heads_m.launch(arguments, stream)
-
-
-# ---- compilation ----
+    def launch(self, arguments: FmhaArguments, stream):
+        """Launch the kernel for a launch of this size."""
+        self.variants.launch(arguments, stream)
 
 
 def build(config: FmhaConfig, options: str = ""):
@@ -144,5 +95,4 @@ def build(config: FmhaConfig, options: str = ""):
         sink_mode=config.sink_mode,
         num_splits=config.num_splits,
     )
-    args, optional = fake_arguments(config)
-    return cute.compile(kernel, *args, **optional, options=f"--enable-tvm-ffi {options}".strip())
+    return kernel.compile(options)
