@@ -116,7 +116,9 @@ class OutputWarpgroups:
             # ---- epilogue ----
             self._rotate(ctx, f, coord, half, first_subtile, is_sliced)
             if ctx.tiling.num_splits > 1:
-                self._combine_splits(ctx, f, coord, offset, half, phase)
+                # What is never run takes most of the compilation, too.
+                if cutlass.const_expr(not ctx.tiling.is_plain):
+                    self._combine_splits(ctx, f, coord, offset, half, phase)
                 ctx.pipes.rows.release(lane)
             else:
                 ctx.pipes.rows.wait(phase)

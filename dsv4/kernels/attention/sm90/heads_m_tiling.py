@@ -44,6 +44,11 @@ class HeadsMTiling(NamedTuple):
             by_tokens=None,
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether this is a `plain` one."""
+        return self.by_tokens is None
+
     def column_slice(self, index):
         """Which half of the columns, where they are sliced."""
         return index & (self.column_slices - 1)
