@@ -1,4 +1,4 @@
-"""Inverse rotation of an output: the table of cosines and sines, and the row of a token in it.
+"""Inverse rotation of an output by the table of cosines and sines, whose row is a token's position.
 
 Neighbouring columns (x, y) become (x cos + y sin, y cos - x sin). It is linear, and the same for
 all keys of a token: accumulators are rotated before they are scaled, or stored as a split's part.
@@ -19,3 +19,14 @@ def rope_row(rope: cute.Tensor, positions: cute.Tensor, token):
     if token < positions.shape[0]:
         position = positions[token]
     return cutlass.max(cutlass.min(position, cutlass.Int32(rope.shape[0]) - 1), 0)
+
+
+def rotation(rope: cute.Tensor, row, pair) -> tuple:
+    """Cosine and sine of a pair of columns."""
+    return rope[row, pair], rope[row, pair + PAIRS]
+
+
+def rotate_back(x, y, angle: tuple) -> tuple:
+    """Two neighbouring columns, rotated by a `rotation`."""
+    cosine, sine = angle
+    return x * cosine + y * sine, y * cosine - x * sine

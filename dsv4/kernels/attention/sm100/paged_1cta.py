@@ -7,23 +7,22 @@ may have no key at all. Scores may have a factor per head, the output may be rot
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, GridConstant, Int32, pipeline
+from cutlass import Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
-from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from dsv4.kernels.attention import mask
 from dsv4.kernels.attention.gather_fp8 import Fp8Rows
-from dsv4.kernels.attention.inverse_rope import PAIRS, rope_row
-from dsv4.kernels.attention.key_span import BOTH_BRANCHES, KeySpan
+from dsv4.kernels.attention.key_span import KeySpan
 from dsv4.kernels.attention.paged_context import PagedArguments
 from dsv4.kernels.attention.sm100 import fragments_1cta as fragments
 from dsv4.kernels.attention.sm100.context import Context1Cta
 from dsv4.kernels.attention.sm100.fmha_1cta import ONE, ONE_CTA, WARP_ROWS, Fmha1Cta
-from dsv4.kernels.attention.sm100.paged_context import PagedParams, TileInfo, gather_maps
+from dsv4.kernels.attention.sm100.paged_context import PagedParams
 from dsv4.kernels.attention.sm100.paged_gather import TmaRows
 from dsv4.kernels.attention.sm100.paged_slots import Slots, TileCount
+from dsv4.kernels.attention.sm100.paged_variant import PagedVariant
 from dsv4.kernels.attention.sm100.plan_1cta import KEYS, ROWS
-from dsv4.kernels.attention.sm100.plan_paged import GATHER_WARPS, PagedPlan1Cta
+from dsv4.kernels.attention.sm100.plan_paged import PagedPlan1Cta
 from dsv4.kernels.attention.sm100.work_tile import (
     COLUMNS,
     PRODUCER,
@@ -33,23 +32,14 @@ from dsv4.kernels.attention.sm100.work_tile import (
 from dsv4.kernels.attention.softmax import LN_2
 
 
-class PagedFmha1Cta(Fmha1Cta):
+class PagedFmha1Cta(PagedVariant, Fmha1Cta):
     """Attention kernel of one CTA per token, 64 heads and split, over the pages of two pools."""
-
-    has_empty_tiles = True
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the pools hold FP8 entries."""
-        return self.config.kv_format == "fp8"
 
     def _make_plan(self) -> PagedPlan1Cta:
         return PagedPlan1Cta(self.config.head_dim, is_fp8=self.is_fp8)
 
     def _make_source(self) -> TmaRows | Fp8Rows:
-        if self.is_fp8:
-            return Fp8Rows(self.config.head_dim, self.plan.tiling.chunk_dim, (), 1, GATHER_WARPS)
-        return TmaRows(self.plan.tiling.chunk_dim, is_pair=False)
+        return self._gather_of(self.tiling.chunk_dim, is_pair=False)
 
     # ---- host ----------------------------------------------------------------------------------
 
@@ -67,11 +57,7 @@ class PagedFmha1Cta(Fmha1Cta):
         params = PagedParams.of(
             arguments, q_tma, make_output_tma(arguments.o, q.iterator, WARP_ROWS), self.head_blocks
         )
-        if cutlass.const_expr(self.is_fp8):
-            kernel = self.entry_kernel(params)
-        else:
-            kernel = self.row_kernel(gather_maps(arguments, params.steps), params)
-        kernel.launch(
+        self._kernel_of(arguments, params).launch(
             grid=(params.work_tiles, 1, 1),
             block=(self.warps.threads, 1, 1),
             cluster=self.cluster,
@@ -80,29 +66,8 @@ class PagedFmha1Cta(Fmha1Cta):
 
     # ---- device --------------------------------------------------------------------------------
 
-    @cute.kernel
-    def entry_kernel(self, params: PagedParams):
-        """The kernel of FP8 entries."""
-        self.run(params)
-
-    @cute.kernel
-    def row_kernel(
-        self, maps: tuple[GridConstant[TensorMap], GridConstant[TensorMap]], params: PagedParams
-    ):
-        """The kernel of rows, which TMA gathers."""
-        self.run(params.with_maps(maps))
-
-    def _create_info(self, storage) -> TileInfo:
-        return TileInfo.create(storage, self.barriers)
-
-    def _is_load(self, warp_idx: Int32) -> Boolean:
-        return warp_idx >= self.warps["load"].first
-
     def _find_keys(self, ctx: Context1Cta, has_flags: bool = False) -> KeySpan:
         return ctx.params.find_keys(self.config, ctx.work, has_flags)
-
-    def _has_both_branches(self, keys: KeySpan) -> Boolean:
-        return keys.has(BOTH_BRANCHES)
 
     # ---- load warps ----------------------------------------------------------------------------
 
@@ -119,9 +84,7 @@ class PagedFmha1Cta(Fmha1Cta):
         """Q, by the first warp, and FP8 entries, which all of them convert."""
         params, token, source = ctx.params, ctx.work.token, self.kv_source
         cute.arch.griddepcontrol_launch_dependents()
-        lane = cute.arch.lane_idx()
-        first = self.warps["load"].first
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx() - first)
+        warp, lane = self._gather_warp()
         if warp == 0:
             self._load_q(ctx)
         keys = self._find_keys(ctx)
@@ -195,15 +158,6 @@ class PagedFmha1Cta(Fmha1Cta):
 
     @cute.jit
     def _rotate(self, ctx: Context1Cta, fragment: cute.Tensor, i: Int32):
-        rope = ctx.params.rope
-        if rope.shape[0] > 0 and i == self.tiling.head_dim // COLUMNS - 1:
-            table_row = rope_row(rope, ctx.params.keys.positions, ctx.work.token)
+        if ctx.params.rope.shape[0] > 0 and i == self.tiling.head_dim // COLUMNS - 1:
             values = fragments.by_rows(fragment)
-            first = cute.arch.lane_idx() % 4
-            for group in cutlass.range_constexpr(COLUMNS // 8):
-                pair = group * 4 + first
-                cosine, sine = rope[table_row, pair], rope[table_row, pair + PAIRS]
-                for row in cutlass.range_constexpr(2):
-                    x, y = values[row, (0, group)], values[row, (1, group)]
-                    values[row, (0, group)] = x * cosine + y * sine
-                    values[row, (1, group)] = y * cosine - x * sine
+            self._rotate_rows(ctx.params, ctx.work, values, 2, cute.arch.lane_idx())

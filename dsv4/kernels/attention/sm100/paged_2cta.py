@@ -6,44 +6,35 @@ its softmax asks no other CTA.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, GridConstant, Int32, pipeline
-from cutlass.experimental.cuda.tensor_map import TensorMap
+from cutlass import Float32, Int32, pipeline
 
 from dsv4.kernels.attention import mask
 from dsv4.kernels.attention.gather_fp8 import Fp8Rows
-from dsv4.kernels.attention.inverse_rope import PAIRS, rope_row
-from dsv4.kernels.attention.key_span import BOTH_BRANCHES, KeySpan
+from dsv4.kernels.attention.inverse_rope import rope_row, rotate_back, rotation
+from dsv4.kernels.attention.key_span import KeySpan
 from dsv4.kernels.attention.paged_context import PagedArguments
 from dsv4.kernels.attention.sm100.context import Context2Cta, WorkTile
 from dsv4.kernels.attention.sm100.fmha_2cta import COLUMN_BLOCKS, FRAGMENT_COLUMNS, Fmha2Cta
 from dsv4.kernels.attention.sm100.fragments_2cta import WARP_ROWS, Thread
-from dsv4.kernels.attention.sm100.paged_context import PagedParams, TileInfo, gather_maps
+from dsv4.kernels.attention.sm100.paged_context import PagedParams
 from dsv4.kernels.attention.sm100.paged_gather import TmaRows
 from dsv4.kernels.attention.sm100.paged_slots import Slots, TileCount
+from dsv4.kernels.attention.sm100.paged_variant import PagedVariant
 from dsv4.kernels.attention.sm100.plan_1cta import KEYS, ROWS
 from dsv4.kernels.attention.sm100.plan_2cta import HALF_DIM
-from dsv4.kernels.attention.sm100.plan_paged import GATHER_WARPS, PagedPlan2Cta
-from dsv4.kernels.attention.sm100.work_tile import COLUMNS, PRODUCER, make_output_tma
+from dsv4.kernels.attention.sm100.plan_paged import PagedPlan2Cta
+from dsv4.kernels.attention.sm100.work_tile import PRODUCER, make_output_tma
 from dsv4.kernels.attention.softmax import LN_2
 
 
-class PagedFmha2Cta(Fmha2Cta):
+class PagedFmha2Cta(PagedVariant, Fmha2Cta):
     """Attention kernel of two CTAs per token, 128 heads and split, over the pages of two pools."""
-
-    has_empty_tiles = True
-
-    @property
-    def is_fp8(self) -> bool:
-        """Whether the pools hold FP8 entries."""
-        return self.config.kv_format == "fp8"
 
     def _make_plan(self) -> PagedPlan2Cta:
         return PagedPlan2Cta(is_fp8=self.is_fp8)
 
     def _make_source(self) -> TmaRows | Fp8Rows:
-        if self.is_fp8:
-            return Fp8Rows(self.config.head_dim, HALF_DIM, (), 1, GATHER_WARPS)
-        return TmaRows(HALF_DIM, is_pair=True)
+        return self._gather_of(HALF_DIM, is_pair=True)
 
     # ---- host ----------------------------------------------------------------------------------
 
@@ -57,11 +48,7 @@ class PagedFmha2Cta(Fmha2Cta):
             arguments, q, make_output_tma(arguments.o, q.iterator, WARP_ROWS), self.head_blocks
         )
         clusters = cutlass.min(params.work_tiles, cutlass.max(arguments.num_sms // 2, 1))
-        if cutlass.const_expr(self.is_fp8):
-            kernel = self.entry_kernel(params)
-        else:
-            kernel = self.row_kernel(gather_maps(arguments, params.steps), params)
-        kernel.launch(
+        self._kernel_of(arguments, params).launch(
             grid=(2 * clusters, 1, 1),
             block=(self.warps.threads, 1, 1),
             cluster=self.cluster,
@@ -70,33 +57,12 @@ class PagedFmha2Cta(Fmha2Cta):
 
     # ---- device --------------------------------------------------------------------------------
 
-    @cute.kernel
-    def entry_kernel(self, params: PagedParams):
-        """The kernel of FP8 entries."""
-        self.run(params)
-
-    @cute.kernel
-    def row_kernel(
-        self, maps: tuple[GridConstant[TensorMap], GridConstant[TensorMap]], params: PagedParams
-    ):
-        """The kernel of rows, which TMA gathers."""
-        self.run(params.with_maps(maps))
-
-    def _create_info(self, storage) -> TileInfo:
-        return TileInfo.create(storage, self.barriers)
-
-    def _is_load(self, warp_idx: Int32) -> Boolean:
-        return warp_idx >= self.warps["load"].first
-
     @cute.jit
     def _find_keys(
         self, ctx: Context2Cta, index: Int32, has_flags: cutlass.Constexpr[bool] = False
     ) -> KeySpan:
         index = cutlass.min(index, ctx.scheduler.count - 1)
         return ctx.params.find_keys(self.config, self._work_tile(ctx, index), has_flags)
-
-    def _has_both_branches(self, keys: KeySpan) -> Boolean:
-        return keys.has(BOTH_BRANCHES)
 
     # ---- load warps ----------------------------------------------------------------------------
 
@@ -116,9 +82,7 @@ class PagedFmha2Cta(Fmha2Cta):
         """Half of the columns of FP8 entries, which all warps convert."""
         params, scheduler = ctx.params, ctx.scheduler
         cute.arch.griddepcontrol_launch_dependents()
-        lane = cute.arch.lane_idx()
-        first = self.warps["load"].first
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx() - first)
+        warp, lane = self._gather_warp()
         row = warp * self.kv_source.warp_keys + lane % self.kv_source.warp_keys
         start = ctx.smem.kv_rows.iterator
         slots = Slots(ctx.pipelines.kv, ctx.info, start, (half,), self.plan.kv_stages)
@@ -224,23 +188,14 @@ class PagedFmha2Cta(Fmha2Cta):
         if rope.shape[0] > 0 and thread.half == 1:
             table_row = rope_row(rope, ctx.params.keys.positions, work.token)
             for i in cutlass.range_constexpr(FRAGMENT_COLUMNS // 2):
-                pair = part * (FRAGMENT_COLUMNS // 2) + i
-                cosine, sine = rope[table_row, pair], rope[table_row, pair + PAIRS]
-                x, y = values[2 * i], values[2 * i + 1]
-                values[2 * i] = x * cosine + y * sine
-                values[2 * i + 1] = y * cosine - x * sine
+                angle = rotation(rope, table_row, part * (FRAGMENT_COLUMNS // 2) + i)
+                values[2 * i], values[2 * i + 1] = rotate_back(
+                    values[2 * i], values[2 * i + 1], angle
+                )
 
     @cute.jit
     def _rotate_pairs(
         self, ctx: Context2Cta, work: WorkTile, thread: Thread, values: cute.Tensor, i: Int32
     ):
-        rope = ctx.params.rope
-        if rope.shape[0] > 0 and thread.half == 1 and i == COLUMN_BLOCKS - 1:
-            table_row = rope_row(rope, ctx.params.keys.positions, work.token)
-            for group in cutlass.range_constexpr(COLUMNS // 8):
-                pair = group * 4 + thread.lane % 4
-                cosine, sine = rope[table_row, pair], rope[table_row, pair + PAIRS]
-                for r in cutlass.range_constexpr(4):
-                    x, y = values[r, (0, group)], values[r, (1, group)]
-                    values[r, (0, group)] = x * cosine + y * sine
-                    values[r, (1, group)] = y * cosine - x * sine
+        if ctx.params.rope.shape[0] > 0 and thread.half == 1 and i == COLUMN_BLOCKS - 1:
+            self._rotate_rows(ctx.params, work, values, 4, thread.lane)

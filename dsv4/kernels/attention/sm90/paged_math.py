@@ -4,7 +4,7 @@ tile, scores may have a factor per head, and the output may be rotated."""
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.inverse_rope import PAIRS, rope_row
+from dsv4.kernels.attention.inverse_rope import rope_row, rotation
 from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
 from dsv4.kernels.attention.sm90.paged_score import positive_scale
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
@@ -95,7 +95,7 @@ class PagedMathWarpgroup(MathWarpgroup):
             is_first = lane // 4 % 2 == 0
             for r in cutlass.range_constexpr(2):
                 pair = (f.warp * 16 + 8 * r + lane // 4) // 2
-                cosine, sine = rope[table_row, pair], rope[table_row, pair + PAIRS]
+                cosine, sine = rotation(rope, table_row, pair)
                 sine = cutlass.select_(is_first, sine, -sine)
                 for c, j in f.heads.columns():
                     own = values[r, c, j]

@@ -5,7 +5,7 @@ position (`inverse_rope`).
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.inverse_rope import PAIRS, rope_row
+from dsv4.kernels.attention.inverse_rope import rope_row, rotate_back, rotation
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_output import OutputFragments, OutputWarpgroups
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
@@ -41,9 +41,9 @@ class PagedOutputWarpgroups(OutputWarpgroups):
             values = by_row(acc)
             for j in cutlass.range_constexpr(columns // 8):
                 pair = first // 2 + j * 4 + lane % 4
-                cosine, sine = rope[row, pair], rope[row, pair + PAIRS]
+                angle = rotation(rope, row, pair)
                 group = (pv_dim - columns) // 8 + j
                 for r in cutlass.range_constexpr(2):
-                    x, y = values[r, 0, group], values[r, 1, group]
-                    values[r, 0, group] = x * cosine + y * sine
-                    values[r, 1, group] = y * cosine - x * sine
+                    values[r, 0, group], values[r, 1, group] = rotate_back(
+                        values[r, 0, group], values[r, 1, group], angle
+                    )
