@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dsv4.cache.allocator import BlockAllocator
+from dsv4.cache.allocator import BlockAllocator, OutOfBlocksError
 from dsv4.cache.block_table import NO_BLOCK, BlockTable
 from dsv4.cache.model_cache import ModelCache
+from dsv4.cache.prefixes import Prefixes
 from dsv4.cache.staging import upload
 from dsv4.cache.step import Step
 
@@ -25,12 +26,16 @@ class CacheManager:
     `extend`), positions are written by forwards (`step`), and given up again when speculation was
     wrong (`truncate`): what the cache holds there is overwritten by position, so going back costs
     no device work. A call that fails changes nothing.
+
+    Args:
+        snapshots: of rings, with which `prefixes` are kept.
     """
 
-    def __init__(self, cache: ModelCache) -> None:
+    def __init__(self, cache: ModelCache, snapshots: int = 0) -> None:
         self.cache = cache
         self.block_size: int = cache.block_size
         self.allocator = BlockAllocator(cache.num_blocks)
+        self.prefixes = Prefixes(self.allocator, cache.block_size, snapshots)
         self._table = BlockTable(cache.max_requests, cache.max_blocks_per_request)
         self._free_slots = list(range(cache.max_requests - 1, -1, -1))
         self._lengths: dict[int, int] = {}
@@ -50,8 +55,16 @@ class CacheManager:
         self._check(slot)
         return self._table.count(slot)
 
-    def admit(self, reserve: int = 0) -> int:
+    def first_blocks(self, slot: int, count: int) -> list[int]:
+        """The first `count` blocks that the request holds."""
+        self._check(slot)
+        return self._table.row(slot, count).tolist()
+
+    def admit(self, reserve: int = 0, known: Sequence[int] = ()) -> int:
         """Give a new request a slot, and blocks for its first `reserve` positions.
+
+        Args:
+            known: blocks that hold its first positions already, which count as written.
 
         Raises:
             OutOfSlotsError: every slot is taken.
@@ -61,9 +74,15 @@ class CacheManager:
         if not self._free_slots:
             raise OutOfSlotsError(f"out of request slots: all {self.cache.max_requests} are taken")
         slot = self._free_slots[-1]
-        self._reserve(slot, reserve)
+        self.allocator.share(known)
+        self._table.append(slot, known)
+        try:
+            self._reserve(slot, reserve)
+        except (OutOfBlocksError, ValueError):
+            self.allocator.free(self._table.shrink(slot, 0))
+            raise
         self._free_slots.pop()
-        self._lengths[slot] = 0
+        self._lengths[slot] = len(known) * self.block_size
         return slot
 
     def extend(self, slot: int, count: int) -> None:
@@ -198,6 +217,7 @@ class CacheManager:
                 f"got {positions}"
             )
         missing = max(0, needed - self._table.count(slot))
+        self.prefixes.make_room(missing)
         self._table.append(slot, self.allocator.allocate(missing))
 
 

@@ -20,6 +20,7 @@ from dsv4.engine.forward import prefill
 from dsv4.engine.graphs import decode_forward, padded_rows
 from dsv4.engine.inputs import SAMPLED_HERE, known_inputs
 from dsv4.engine.mailbox import Letter
+from dsv4.engine.prefix_reuse import PrefixReuse
 from dsv4.engine.request import Output, Request
 from dsv4.engine.request_state import DecodeShape, RequestState
 from dsv4.engine.results import RowResult
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from dsv4.model.model import DeepseekV4
 
 MAX_REQUESTS = 1 << 16
+MAX_SNAPSHOTS = 1 << 20
 
 
 class Engine:
@@ -65,6 +67,11 @@ class Engine:
             found: the device never waits for the host. A request then ends a step after its stop
             token was found, and what that step computed for it is dropped; it gets the same tokens.
             None: on CUDA.
+        prefix_snapshots: ends of blocks that are kept, with the rings there, for requests that
+            begin alike: of chunks of prompts and, without drafts, of continuations. Such a request
+            is prefilled from the longest known beginning on. Its text is the same as far as chunks
+            change nothing (see above); its first drafts may be others. Blocks are kept until
+            requests need them. 0: nothing is.
 
     Attributes:
         stats: counts and times since the engine was made.
@@ -85,11 +92,13 @@ class Engine:
         use_cuda_graphs: bool | None = None,
         batch_invariant: bool = False,
         async_scheduling: bool | None = None,
+        prefix_snapshots: int = 0,
     ) -> None:
         config = model.config
         max_requests = check_integer("max_requests", max_requests, 1, MAX_REQUESTS)
         max_context = check_integer("max_context", max_context, 2)
         prefill_chunk = check_integer("prefill_chunk", prefill_chunk, 1)
+        prefix_snapshots = check_integer("prefix_snapshots", prefix_snapshots, 0, MAX_SNAPSHOTS)
         num_draft_tokens = check_drafts(config, num_draft_tokens)
         if num_blocks is not None:
             num_blocks = check_integer("num_blocks", num_blocks, 1)
@@ -124,7 +133,8 @@ class Engine:
         self._cache = model.new_cache(
             max_requests, num_blocks, columns, max_draft=num_draft_tokens, max_tokens=prefilled
         )
-        self._manager = CacheManager(self._cache)
+        self._manager = CacheManager(self._cache, prefix_snapshots)
+        self._reuse = PrefixReuse(self._manager, self._cache, prefix_snapshots)
         self._state = RequestState(self._cache, 1 + num_draft_tokens)
         self._decoder = decode_forward(model, self._cache, self._state, use_cuda_graphs)
         if async_scheduling is None:
@@ -147,7 +157,7 @@ class Engine:
     @property
     def num_free_blocks(self) -> int:
         """Cache blocks that no request holds."""
-        return self._manager.allocator.num_free
+        return self._manager.allocator.num_free + self._manager.allocator.num_idle
 
     def add(self, prompt_ids: Sequence[int] | Tensor, sampling: SamplingParams) -> int:
         """Queue a request.
@@ -285,8 +295,9 @@ class Engine:
         follow others that were lost.
         """
         for flight in self._flights:
-            for _, request in flight.rows:
+            for row, request in flight.rows:
                 request.pending = request.ahead = 0
+                self._reuse.give_back(flight.saved.pop(row, None))
         self._flights.clear()
         self._decoder.reset()
         while self._running:
@@ -334,12 +345,14 @@ class Engine:
         """Start waiting requests in order, while there are a slot and blocks for their tokens."""
         while self._waiting and self._manager.num_free_slots:
             request = self._waiting[0]
+            match = self._reuse.find(request)
             try:
-                request.slot = self._manager.admit(len(request.tokens))
+                request.slot = self._manager.admit(len(request.tokens), match.blocks)
             except OutOfBlocksError:
                 return
             self._running.append(self._waiting.popleft())
             self._state.seat(request)
+            self.stats.prefix_tokens += self._reuse.restore(request, match)
 
     def _preempt_youngest(self) -> None:
         youngest = self._running[-1]
@@ -370,7 +383,9 @@ class Engine:
         self._state.change_table(self._manager.table_changes())
         self._state.place(slots, shape.rows)
         letter = self._decoder(shape)
-        self._fly(letter, list(enumerate(requests)), shape.chunk, None, started)
+        flight = self._fly(letter, list(enumerate(requests)), shape.chunk, None, started)
+        if shape.chunk == 1:  # else nobody knows yet where the requests stand
+            flight.saved.update((row, self._reuse.save(r)) for row, r in flight.rows)
 
     def _prefill(self, requests: list[Request], limit: int) -> None:
         """Cache the next tokens of the oldest requests that fit in a forward of `limit` tokens."""
@@ -396,6 +411,9 @@ class Engine:
         for _, request in rows:
             request.decodes = True
         self._fly(letter, rows, 1, sum(counts), started)
+        for request in requests:
+            snapshot = self._reuse.save(request)
+            self._reuse.file(request, snapshot, self._manager.length(request.slot))
 
     def _prefill_spans(self, requests: list[Request], limit: int) -> list[slice]:
         """The tokens that the first of `requests` prefill together: `limit`, padding included."""
@@ -403,11 +421,11 @@ class Engine:
         chunk = 0
         for request in requests:
             start = self._manager.length(request.slot)
-            count = min(len(request.tokens) - start, limit)
-            chunk = max(chunk, count)
+            stop = self._reuse.cut(start, min(len(request.tokens), start + limit))
+            chunk = max(chunk, stop - start)
             if spans and (len(spans) + 1) * chunk > limit:
                 break
-            spans.append(slice(start, start + count))
+            spans.append(slice(start, stop))
         return spans
 
     def _fly(
@@ -417,9 +435,11 @@ class Engine:
         chunk: int,
         tokens: int | None,
         started: float,
-    ) -> None:
+    ) -> Flight:
         computed = perf_counter() if self._cache.device.type == "cpu" else None
-        self._flights.append(Flight(letter, rows, chunk, tokens, started, computed).take_off())
+        flight = Flight(letter, rows, chunk, tokens, started, computed).take_off()
+        self._flights.append(flight)
+        return flight
 
     def _read_results(self, count: int) -> None:
         """Wait for the oldest forwards in flight and give requests what they chose."""
@@ -427,8 +447,10 @@ class Engine:
             flight = self._flights[0]
             result = flight.letter.read()
             for row, request in flight.rows:
-                if not request.is_over:
-                    self._grow(request, flight, result[row])
+                if request.is_over:
+                    self._reuse.give_back(flight.saved.pop(row, None))
+                else:
+                    self._grow(request, flight, row, result[row])
             self._flights.popleft()
             self._count(flight)
 
@@ -442,9 +464,9 @@ class Engine:
             self.stats.prefill_seconds += seconds
             self.stats.prefill_tokens += flight.tokens
 
-    def _grow(self, request: Request, flight: Flight, row: np.ndarray) -> None:
+    def _grow(self, request: Request, flight: Flight, row: int, result: np.ndarray) -> None:
         """Append new tokens up to a stop token; the cache keeps all positions but the last."""
-        found = RowResult.of(row, flight.chunk, self.num_draft_tokens)
+        found = RowResult.of(result, flight.chunk, self.num_draft_tokens)
         # No more than it may have: its row was padding behind them.
         room = min(flight.chunk, request.end - len(request.tokens))
         tokens = found.sampled[: min(found.accepted + 1, room)]
@@ -454,8 +476,10 @@ class Engine:
         # From here on the tokens are the request's: whatever is raised later, they are delivered.
         output = Output(request.id, tokens, reason is not None, reason, logprobs)
         self._undelivered.append(output)
+        length = len(request.tokens)  # positions cached when this was chosen
         request.tokens += tokens
         flight.land(request)
+        self._reuse.file(request, flight.saved.pop(row, None), length)
         if flight.tokens is None:
             self.stats.decode_tokens += len(tokens)
             self.stats.drafts_proposed += room - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dsv4.engine.mailbox import Letter
 from dsv4.engine.request import Request
@@ -20,6 +20,7 @@ class Flight:
         tokens: prompt tokens that it caches; None: it is a decode forward.
         started: `perf_counter` before it was started.
         computed: the same once the host had computed it; None: a device does so later.
+        saved: snapshots of rings that were taken behind it, by row.
     """
 
     letter: Letter
@@ -28,6 +29,7 @@ class Flight:
     tokens: int | None
     started: float
     computed: float | None
+    saved: dict[int, int | None] = field(default_factory=dict)
 
     def take_off(self) -> Flight:
         """Count it as pending in its requests."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from dsv4.cache.prefixes import Node
 from dsv4.engine.logprobs import TokenLogprobs
 from dsv4.engine.sampler import FAILED
 from dsv4.engine.sampling_params import SamplingParams
@@ -51,6 +52,7 @@ class Request:
         pending: forwards in flight, each of which chooses at least one token.
         ahead: tokens that these choose, at most.
         decodes: its prompt is cached, or will be when the forwards in flight are done.
+        prefix: how far its tokens are kept for others, or were found.
         is_over: finished or cancelled: what forwards in flight choose for it is dropped.
     """
 
@@ -65,6 +67,7 @@ class Request:
     pending: int = 0
     ahead: int = 0
     decodes: bool = False
+    prefix: Node | None = None
     is_over: bool = False
 
     @property

@@ -12,6 +12,7 @@ class GenerationStats:
     Attributes:
         prefill_tokens: tokens prefilled; more than the prompts hold when a request was recomputed.
         prefill_seconds: time in prefill forwards.
+        prefix_tokens: tokens that were found in the prefix cache and not prefilled.
         decode_tokens: tokens that decode forwards added; the first token of a request is prefill's.
         decode_seconds: time in decode forwards.
         drafts_proposed, drafts_accepted: draft tokens that decode forwards checked, and kept.
@@ -23,6 +24,7 @@ class GenerationStats:
     decode_seconds: float = 0.0
     drafts_proposed: int = 0
     drafts_accepted: int = 0
+    prefix_tokens: int = 0
 
     @property
     def prefill_rate(self) -> float:

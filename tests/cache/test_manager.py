@@ -327,7 +327,7 @@ class TestManager:
 class TestUpload:
     @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     def test_a_copy_in_flight_is_no_later_one(self, device: str) -> None:
-        seen = [upload(np.full(1 << 18, value), torch.device(device)) for value in range(20)]
+        seen = [upload(np.full(1 << 16, value), torch.device(device)) for value in range(20)]
         assert [tensor.unique().tolist() for tensor in seen] == [[value] for value in range(20)]
 
     def test_arrays_that_are_no_row_of_memory(self) -> None:

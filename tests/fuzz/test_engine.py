@@ -36,6 +36,8 @@ class Failures:
             (engine._manager, "truncate"),
             (engine._manager, "admit"),
             (engine._state, "seat"),
+            (engine._reuse, "restore"),
+            (engine._reuse, "save"),
             (engine, "_decode"),
             (engine, "_read_results"),
         ):
@@ -74,7 +76,9 @@ class Session:
             num_blocks=dice.randrange(2, 6),
             batch_invariant=not drafts and dice.random() < 0.3,
             async_scheduling=dice.random() < 0.6,
+            prefix_snapshots=dice.choice((0, 1, 3)),
         )
+        self.stem = [dice.randrange(VOCAB) for _ in range(BLOCK + 2)]  # of several prompts
         self.blocks = self.engine.num_free_blocks
         self.failures = Failures(dice, self.engine, rate=0.0)
         self.hooks = [
@@ -90,6 +94,8 @@ class Session:
     def add(self) -> None:
         dice = self.dice
         prompt = [dice.randrange(VOCAB) for _ in range(dice.choice((1, 2, 9, 30, BLOCK - 3)))]
+        if dice.random() < 0.3:
+            prompt = self.stem + prompt[:9]
         sampling = SamplingParams(
             max_new_tokens=dice.randrange(1, 9),
             temperature=dice.choice((0.0, 0.8)),
@@ -141,6 +147,7 @@ class Session:
         while self.engine.num_requests:
             self.step()
         assert self.engine.num_free_blocks == self.blocks
+        self.outcomes["tokens found"] = self.engine.stats.prefix_tokens
         assert self.finished == self.requests.keys() - self.cancelled
         self.failures.rate = 0.0
         for hook in self.hooks:
@@ -171,5 +178,13 @@ def test_random_use_with_failures(sessions: int, seed: int) -> None:
         session.close()
         outcomes += session.outcomes
     torch.set_num_threads(threads)
-    for kind in ("added", "refused", "cancelled", "steps", "failed steps", "compared"):
+    for kind in (
+        "added",
+        "refused",
+        "cancelled",
+        "steps",
+        "failed steps",
+        "compared",
+        "tokens found",
+    ):
         assert outcomes[kind], f"no session had {kind}: {outcomes}"
