@@ -51,9 +51,10 @@ def memory_lines(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     yield "memory: states", _gib(plan.states)
     yield "memory: entries", _gib(plan.entries)
     yield "memory: index keys", _gib(plan.index_keys)
+    yield "memory: requests", _gib(plan.requests)
     yield "memory: working, estimated", _gib(plan.working)
     yield "memory: peak", f"{_gib(plan.total)} for {requests} x {context:,} tokens"
-    each = max(1, one.cache - plan.cache)
+    each = max(1, one.cache + one.requests - plan.cache - plan.requests)
     for product, room in GPU_MEMORY.items():
         left = room * GIB - plan.weights - plan.working
         if left < each:

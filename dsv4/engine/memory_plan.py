@@ -10,7 +10,10 @@ from torch import Tensor
 
 from dsv4.cache.formats import KvFormat
 from dsv4.cache.model_cache import ModelCache, block_size
+from dsv4.cache.ring_snapshots import RingSnapshots
 from dsv4.config.model_config import ModelConfig
+from dsv4.engine.history import History
+from dsv4.engine.request_state import RequestState
 from dsv4.model.model import DEFAULT_PREFILL_CHUNK, DeepseekV4
 
 # Copies of a chunk's activations that are alive at once: streams before and after a seam, queries
@@ -29,6 +32,9 @@ class MemoryPlan:
         states: rings of the compressors.
         entries: compressed keys of all requests at their longest.
         index_keys: keys of the indexers.
+        requests: tokens, tables and sampling options of requests, and the counts of tokens that
+            penalties need.
+        snapshots: rings of a prefix cache.
         working: activations of a prefill chunk, logits, CUDA's context; an estimate.
     """
 
@@ -37,6 +43,8 @@ class MemoryPlan:
     states: int
     entries: int
     index_keys: int
+    requests: int
+    snapshots: int
     working: int
 
     @property
@@ -56,6 +64,7 @@ def plan_memory(
     *,
     max_draft: int = 0,
     chunk: int = DEFAULT_PREFILL_CHUNK,
+    prefix_snapshots: int = 0,
     device_type: str = "cuda",
 ) -> MemoryPlan:
     """Plan a model in bfloat16 for `requests` requests of up to `context` tokens each.
@@ -63,6 +72,7 @@ def plan_memory(
     Args:
         max_draft: tokens a step may write past the last accepted one.
         chunk: tokens of a prefill step.
+        prefix_snapshots: of an engine's prefix cache.
         device_type: "cuda" or "cpu": which may store keys in different formats.
 
     Raises:
@@ -83,6 +93,8 @@ def plan_memory(
         config, *sizes, torch.bfloat16, "meta", max_draft, max(chunk, requests), kv_format
     )
     layers = cache.layers
+    state = RequestState(cache, 1 + max_draft)
+    history = History(requests + 1, config.vocab_size, cache.device)
     keys = [layer.index_keys for layer in layers if layer.index_keys is not None]
     return MemoryPlan(
         weights=_bytes(model.parameters()),
@@ -90,6 +102,8 @@ def plan_memory(
         states=_bytes(ring.data for state in cache.state.layers for ring in state.rings()),
         entries=_bytes(layer.entries.data for layer in layers if layer.entries is not None),
         index_keys=_bytes(pool.data for pool in keys),
+        requests=_bytes([*state.tensors(), history.prompted, history.generated]),
+        snapshots=prefix_snapshots * RingSnapshots(cache, 1).bytes,
         working=_working(config, requests, max(chunk, requests * (1 + max_draft))),
     )
 

@@ -77,6 +77,11 @@ class RequestState:
         self._padding_rows = self._rows.clone()
         self._placed: list[int] = []
 
+    def tensors(self) -> list[Tensor]:
+        """Its memory, but for the history."""
+        steady = [self.ints, self.reals, self.table, self.bias_ids, self.bias]
+        return [*steady, self._rows, self._padding_rows]
+
     def prepare(self, request: Request) -> None:
         """Make the memory that a request needs beyond that of others.
 

@@ -9,7 +9,9 @@ import pytest
 
 from dsv4.cli.main import main
 from dsv4.config.model_config import ModelConfig
+from dsv4.engine.engine import Engine
 from dsv4.engine.memory_plan import plan_memory
+from dsv4.engine.sampling_params import SamplingParams
 from dsv4.model.model import DeepseekV4
 
 pytestmark = pytest.mark.stage("cache")
@@ -19,7 +21,8 @@ TINY = Path(__file__).parents[2] / "checkpoints" / "tiny"
 
 def test_the_plan_is_what_the_objects_take() -> None:
     config = ModelConfig.from_json(TINY)
-    plan = plan_memory(config, 1000, 3, max_draft=1, chunk=64, device_type="cpu")
+    options = {"max_draft": 1, "chunk": 64, "prefix_snapshots": 5, "device_type": "cpu"}
+    plan = plan_memory(config, 1000, 3, **options)
     model = DeepseekV4(config)
     cache = model.new_cache(3, 3 * 8, 8, max_draft=1, max_tokens=64)
     assert plan.weights == sum(p.nbytes for p in model.parameters())
@@ -33,7 +36,15 @@ def test_the_plan_is_what_the_objects_take() -> None:
     assert plan.index_keys == size(
         x.index_keys.data for x in cache.layers if x.index_keys is not None
     )
-    assert plan.total == plan.weights + plan.cache + plan.working
+    engine = Engine(model, 3, 1000, num_draft_tokens=1, prefix_snapshots=5)
+    engine.add([1], SamplingParams(max_new_tokens=1, presence_penalty=0.5))
+    state = engine._state
+    assert plan.requests == size(
+        [*state.tensors(), state.history.prompted, state.history.generated]
+    )
+    assert plan.snapshots == size(engine._reuse._rings._copies)
+    parts = plan.weights + plan.cache + plan.requests + plan.snapshots + plan.working
+    assert plan.total == parts
 
 
 def test_flash_takes_more_than_one_h200_and_its_cache_grows_as_its_layers_say() -> None:
