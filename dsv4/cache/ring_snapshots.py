@@ -8,7 +8,7 @@ from dsv4.cache.model_cache import ModelCache
 
 
 class RingSnapshots:
-    """What a request at the end of a block needs beside its blocks, for `count` of such ends.
+    """Rings of requests at ends of blocks, `count` of such: all that is read there beside blocks.
 
     The window's keys of every layer, and the state of compressors whose blocks overlap: those of
     the others have no block open there, since whole entries of every layer fit in a block.
