@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from operator import index
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +14,13 @@ from torch.autograd import forward_ad
 from dsv4.kernels.gemm import plan as plans
 from dsv4.kernels.gemm.args import ARGS, values
 from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig, has_kernel
+from dsv4.ops.head_rotation import HeadRotation, check_heads, epilogue_config, rotate_heads_
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
-from dsv4.ops.runtime.state import smallest_call
+from dsv4.ops.runtime.launch import Launch
+from dsv4.ops.runtime.state import State, smallest_call
 from dsv4.quoting import quoted
 
 # (M, K) of the FP8 linears of Flash and Pro.
@@ -66,6 +68,23 @@ class Fp8Linear(KernelOp):
         check_scale_rows(
             config, T=x.shape[0], M=weight.shape[0], G=scale.shape[0], S=x_scale.shape[0]
         )
+        if config.rotation is not None:
+            check_heads(config.rotation, weight.shape[0], *tensors[-3:])
+
+    def make_launch(self, state: State) -> Launch:
+        """The usual launch; behind a check of the epilogue's tensors, where there is one: the
+        compiled function takes none of them, and squares of any number of heads."""
+        launch, rotation = super().make_launch(state), state.config.rotation
+        if rotation is None:
+            return launch
+        count = len(self.tensors) + 1  # and the runner's id
+
+        def checked(*arguments: Any) -> None:
+            given = (*arguments, *(None,) * (count - len(arguments)))[-3:]
+            check_heads(rotation, arguments[1].shape[0], *given)
+            launch(*arguments)
+
+        return checked
 
     def torch(
         self,
@@ -77,6 +96,9 @@ class Fp8Linear(KernelOp):
         out: Tensor,
         codes: Tensor | None,
         code_scales: Tensor | None,
+        rope: Tensor | None = None,
+        positions: Tensor | None = None,
+        squares: Tensor | None = None,
     ) -> None:
         if config.quantizes:
             rounded = qdq_e4m3(x, K_BLOCK)
@@ -90,6 +112,8 @@ class Fp8Linear(KernelOp):
         compute = torch.bfloat16 if is_exact else torch.float32
         dense = dequantize_e4m3_blocks(weight, scale, (K_BLOCK, K_BLOCK), compute)
         out.copy_(F.linear(rounded.to(compute), dense))
+        if config.rotation is not None:
+            rotate_heads_(out, config.rotation.head_dim, rope, positions, squares)
 
     def probes(
         self, config: Fp8LinearConfig, target: Device, device: torch.device
@@ -97,7 +121,7 @@ class Fp8Linear(KernelOp):
         """One token through every tiling, with the scratch that leads to the quantisation."""
         for tiling in range(len(plans.tilings(config))):
             call = list(smallest_call(self, config, (tiling, target.num_sms), device))
-            call[-4:-2] = scratch(1, config.in_features, device)
+            call[self.num_required : self.num_required + 2] = scratch(1, config.in_features, device)
             yield tuple(call)
 
     def aot(self) -> Mapping[str, Fp8LinearConfig]:
@@ -125,6 +149,7 @@ def fp8_linear(
     x_scale: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    epilogue: HeadRotation | None = None,
 ) -> Tensor:
     """Multiply T tokens with a weight as FP8 checkpoints store it, without preparation.
 
@@ -146,6 +171,7 @@ def fp8_linear(
         x_scale: [T, K / 128] float8_e8m0fnu.
         out: [T, M] to write into; default a new tensor.
         out_dtype: bfloat16 or float32; default that of `out`, else of x, bfloat16 for codes.
+        epilogue: what becomes of y before it is stored; M is then that of whole heads.
 
     Returns:
         y [T, M].
@@ -169,6 +195,7 @@ def fp8_linear(
             "float8_e4m3fn" if has_codes else "bfloat16",
             _name(scale.dtype),
             _name(out_dtype),
+            epilogue_config(epilogue),
         )
         if x_scale is None:
             x_scale = torch.empty(
@@ -176,10 +203,12 @@ def fp8_linear(
             )
         if out is None:
             out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
+        options: tuple[Tensor | None, ...] = ()
         if x.dtype == torch.bfloat16 and x.is_cuda and tokens > plans.RESIDENT_TOKENS:
-            _op(x, weight, scale, x_scale, out, identity, *scratch(tokens, width, x.device))
-        else:
-            _op(x, weight, scale, x_scale, out, identity)
+            options = scratch(tokens, width, x.device)
+        if epilogue is not None:
+            options = (*(options or (None, None)), *epilogue.tensors)
+        _op(x, weight, scale, x_scale, out, identity, *options)
     except Exception:
         _explain(x, weight, scale, given, out)
         if not isinstance(out_dtype, torch.dtype | None):
@@ -195,6 +224,7 @@ def fp8_linear_runner_id(
     x_dtype: str = "bfloat16",
     scale_dtype: str = "float8_e8m0fnu",
     out_dtype: str = "bfloat16",
+    epilogue: str = "",
 ) -> int:
     """Id of a configuration: what `torch.ops.dsv4.fp8_linear` takes.
 
@@ -203,8 +233,11 @@ def fp8_linear_runner_id(
         x_dtype: "bfloat16", also for float32, or "float8_e4m3fn".
         scale_dtype: of the weight's scales, "float8_e8m0fnu" or "float32".
         out_dtype: "bfloat16" or "float32".
+        epilogue: "", or "head_rotation:512" with the channels of a head.
     """
-    return FP8_LINEAR.runner_id(in_features, out_features, x_dtype, scale_dtype, out_dtype)
+    return FP8_LINEAR.runner_id(
+        in_features, out_features, x_dtype, scale_dtype, out_dtype, epilogue
+    )
 
 
 def takes(in_features: int, block: tuple[int, int]) -> bool:

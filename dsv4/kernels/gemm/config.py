@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from dsv4.kernels.gemm import epilogues
 from dsv4.quoting import quoted
 
 K_BLOCK = 128  # elements that share a scale; also rows of a weight
@@ -44,6 +45,7 @@ class Fp8LinearConfig:
         x_dtype: "bfloat16", quantised by the kernel, or "float8_e4m3fn".
         scale_dtype: of the weight's scales.
         out_dtype: of the result.
+        epilogue: "", or one as `epilogues.parse` takes it.
     """
 
     in_features: int
@@ -51,6 +53,7 @@ class Fp8LinearConfig:
     x_dtype: str = "bfloat16"
     scale_dtype: str = "float8_e8m0fnu"
     out_dtype: str = "bfloat16"
+    epilogue: str = ""
 
     def __post_init__(self) -> None:
         if not has_kernel(self.in_features):
@@ -68,6 +71,13 @@ class Fp8LinearConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {quoted(value)}")
+        if self.rotation is not None:
+            self.rotation.heads(self.out_features)
+
+    @property
+    def rotation(self) -> epilogues.HeadRotation | None:
+        """The epilogue, where there is one."""
+        return epilogues.parse(self.epilogue)
 
     @property
     def k_blocks(self) -> int:

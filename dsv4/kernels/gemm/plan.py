@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from dsv4.arch import SM_90A, Arch
 from dsv4.kernels.gemm.config import K_BLOCK, STEP_BYTES, Fp8LinearConfig, Kind, num_slices
+from dsv4.kernels.gemm.epilogues import HeadRotation
 from dsv4.kernels.kit.plan import (
     Arrival,
     Arrive,
@@ -103,6 +104,7 @@ class LinearPlan(RingPlan):
         is_merged: whether there may be several, with an output each.
         group_rows: rows of the weight that are multiplied with the same K columns of x, those after
             them with the next K; 0: all of them.
+        epilogues: of each weight, where any has one.
     """
 
     in_features: int
@@ -111,6 +113,7 @@ class LinearPlan(RingPlan):
     kind: Kind = Kind.FP8
     is_merged: bool = False
     group_rows: int = 0
+    epilogues: tuple[HeadRotation | None, ...] = ()
 
     # ---- K ----
 
@@ -351,7 +354,12 @@ def spread(out_features: int, arch: Arch = SM_90A) -> int:
 
 def representative(config: Fp8LinearConfig) -> Fp8LinearConfig:
     """The configuration that stands for all with the same kernels: numbers of rows by `spread`."""
-    return replace(config, out_features=SM_90A.num_sms // spread(config.out_features) * 2 * M_TILE)
+    rows = SM_90A.num_sms // spread(config.out_features) * 2 * M_TILE
+    if config.rotation is not None:
+        rows -= rows % config.rotation.head_dim
+        if rows == 0 or spread(rows) != spread(config.out_features):
+            return config
+    return replace(config, out_features=rows)
 
 
 def tilings(config: Fp8LinearConfig) -> tuple[Tiling, ...]:

@@ -26,6 +26,7 @@ class Operands(NamedTuple):
     x_scale: cute.Tensor  # [T, K / 128] E8M0 bytes, of streamed activations
     ys: tuple[cute.Tensor, ...]  # [T, M] of each weight, written
     stores_by_tma: Boolean  # whether y is aligned for it
+    heads: tuple = ()  # `HeadOperands` where a weight has this epilogue
 
 
 class OutputTile(NamedTuple):

@@ -1,4 +1,5 @@
-"""Epilogue of the weight-streaming kernel: sum of the parts of K, rounding, store."""
+"""Epilogue of the weight-streaming kernel: sum of the parts of K, what a weight has of its own,
+rounding, store."""
 
 import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
@@ -12,6 +13,7 @@ from dsv4.kernels.gemm.sm90.context import (
     chosen,
     chosen_matrix,
 )
+from dsv4.kernels.gemm.sm90.head_rotation import Block, RotateHeads
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
 from dsv4.kernels.kit.tma import tma_store
 
@@ -41,10 +43,12 @@ def output_map(y: cute.Tensor, tokens: cutlass.Constexpr):
 
 class Epilogue:
     """Partial sums of warpgroups and CTAs meet in shared memory, each unit of 16 rows in the CTA
-    that owns it, and are added as the upper levels of the tree of slices."""
+    that owns it, and are added as the upper levels of the tree of slices. Whoever has the complete
+    sums of 16 rows and 8 tokens applies the weight's own epilogue to them."""
 
     def __init__(self, plan: LinearPlan):
         self.plan = plan
+        self.own = [config and RotateHeads(config) for config in plan.epilogues]
 
     def can_stage(self, dtype) -> bool:
         """Whether tiles of y pass through shared memory, in rows of a token."""
@@ -85,7 +89,9 @@ class Epilogue:
             if is_here:
                 for n in cutlass.range_constexpr(self.plan.column_groups):
                     values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
-                    self._store_values(y, row + lane // 4, first_token + n * 8, lane, values)
+                    block = Block(row, first_token + n * 8, lane)
+                    values = self._finish(ctx, weight, dtype, values, block)
+                    self._store_values(y, block, values)
 
     @cute.jit
     def _store_staged(self, ctx: LinearContext, sums: cute.Tensor, row, first_token, y_map):
@@ -100,8 +106,16 @@ class Epilogue:
         address = span.toint() + token * SPAN_BYTES + (vector ^ (lane % 8)) * VECTOR_BYTES
         for n in cutlass.range_constexpr(0, self.plan.column_groups, 2):
             values = cute.make_rmem_tensor(2 * LANE_VALUES, BFloat16)
+            finished = []
+            for half in cutlass.range_constexpr(2):
+                first = LANE_VALUES * (n + half)
+                sums_of = [sums[first + j] for j in range(LANE_VALUES)]
+                block = Block(
+                    row + group * M_TILE + warp * UNIT_ROWS, first_token + (n + half) * 8, lane
+                )
+                finished += self._finish(ctx, 0, BFloat16, sums_of, block)
             for i in cutlass.range_constexpr(2 * LANE_VALUES):
-                values[i] = sums[LANE_VALUES * n + i].to(BFloat16)
+                values[i] = finished[i].to(BFloat16)
             words = cute.recast_tensor(values, Int32)
             cute.arch.inline_ptx(
                 "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], "
@@ -175,24 +189,45 @@ class Epilogue:
                 source = self._partial(ctx, p, own, n, lane)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(LANE_VALUES)), values)
                 parts.append([values[j] for j in range(LANE_VALUES)])
-            first_row = row + (ctx.rank * plan.own_units + own) * UNIT_ROWS + lane // 4
+            first_row = row + (ctx.rank * plan.own_units + own) * UNIT_ROWS
             sums = balanced_sum(parts)
+            block = Block(first_row, first_token + n * 8, lane)
             ys = ctx.operands.ys
             for dtype, is_here in outputs_by_dtype(ys, weight):
                 y = chosen_matrix(ys, weight, dtype)
                 if is_here:
-                    self._store_values(y, first_row, first_token + n * 8, lane, sums)
+                    self._store_values(y, block, self._finish(ctx, weight, dtype, sums, block))
         if cutlass.const_expr(ctx.pipes.partials is not None):
             cute.arch.sync_warp()
             # Each CTA of the cluster may send its parts of the next tile.
             if lane < plan.tiling.cluster:
                 cute.arch.mbarrier_arrive(ctx.pipes.partials.empty, lane)
 
+    def _finish(self, ctx: LinearContext, weight, dtype, values: list, block: Block) -> list:
+        """Values of a lane after the weight's own epilogue."""
+        if not any(self.own):
+            return values
+        found = cute.make_rmem_tensor(LANE_VALUES, Float32)
+        for i in range(LANE_VALUES):
+            found[i] = values[i].to(dtype).to(Float32)
+        self._apply_own(ctx, weight, dtype, found, block)
+        return [found[i] for i in range(LANE_VALUES)]
+
     @cute.jit
-    def _store_values(self, y: cute.Tensor, row, first_token, lane, values):
-        """Round and store columns 2 (lane % 4) + {0, 1} of rows `row` + {0, 8}."""
+    def _apply_own(self, ctx: LinearContext, weight, dtype, values: cute.Tensor, block: Block):
+        ys, heads = ctx.operands.ys, ctx.operands.heads[0]
+        for i in cutlass.range_constexpr(len(self.own)):
+            if cutlass.const_expr(self.own[i] is not None and ys[i].element_type is dtype):
+                # Of one weight alone the index is static.
+                if weight == i:
+                    self.own[i].apply(heads, heads.squares[i], values, block, ys[i].shape[1])
+
+    @cute.jit
+    def _store_values(self, y: cute.Tensor, block: Block, values):
+        """Round and store columns 2 (lane % 4) + {0, 1} of rows lane / 4 + {0, 8}."""
+        row = block.row + block.lane // 4
         for c in cutlass.range_constexpr(2):
-            token = first_token + lane % 4 * 2 + c
+            token = block.token + block.lane % 4 * 2 + c
             if token < y.shape[0]:
                 for r in cutlass.range_constexpr(2):
                     if row + r * 8 < y.shape[1]:

@@ -7,6 +7,8 @@ tilings (`streaming`), and one that quantises bf16 activations for those that st
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import Int32, Int64, Uint8, cute
 
@@ -15,9 +17,20 @@ from dsv4.kernels.gemm.config import Fp8LinearConfig
 from dsv4.kernels.gemm.plan import tilings
 from dsv4.kernels.gemm.quantize import QuantizeRows
 from dsv4.kernels.gemm.sm90.context import Operands
+from dsv4.kernels.gemm.sm90.head_rotation import HeadOperands
 from dsv4.kernels.gemm.sm90.streaming import Factors, StreamingLinear
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
+
+
+class Outputs(NamedTuple):
+    """What a launch writes, and what its epilogue reads."""
+
+    y: cute.Tensor
+    heads: tuple
+
+    def operands(self, scale: cute.Tensor, x: cute.Tensor, x_scale: cute.Tensor) -> Operands:
+        return Operands((scale,), x, x_scale, (self.y,), is_aligned(self.y), self.heads)
 
 
 class Fp8LinearSm90:
@@ -27,7 +40,11 @@ class Fp8LinearSm90:
 
     def __init__(self, config: Fp8LinearConfig):
         self.config = config
-        self.linears = [self.streaming(config.in_features, t) for t in tilings(config)]
+        epilogues = (config.rotation,) if config.rotation else ()
+        self.linears = [
+            self.streaming(config.in_features, tiling, epilogues=epilogues)
+            for tiling in tilings(config)
+        ]
         self.quantizer = QuantizeRows(config.in_features)
 
     @cute.jit
@@ -42,30 +59,37 @@ class Fp8LinearSm90:
         *,
         codes: cute.Tensor,  # [T, K] e4m3 scratch of bf16 activations that are streamed, or [0, K]
         code_scales: cute.Tensor,  # [T, K / 128] E8M0, the same
+        rope: cute.Tensor,  # [R, 64] fp32 of the epilogue, or [0, 64]
+        positions: cute.Tensor,  # [T] int32, or [0]
+        squares: cute.Tensor,  # [T, H, P] fp32, written, or [0, H, P]
         tiling: Int32,  # index
         num_sms: Int32,
     ):
         """Launch one tiling's kernel, after the quantisation where it streams bf16 activations."""
         tokens = x.shape[0]
+        heads = ()
+        if cutlass.const_expr(self.config.rotation is not None):
+            heads = (HeadOperands(rope, positions, (squares,)),)
+        outputs = Outputs(y, heads)
         if cutlass.const_expr(self.config.quantizes):
             # Without scratch, token tiles of the resident tiling follow each other.
             has_scratch = cutlass.min(codes.shape[0], code_scales.shape[0]) >= tokens
             if tiling == 0 or not has_scratch:
-                operands = Operands((as_bytes(scale),), x, as_bytes(x_scale), (y,), is_aligned(y))
+                operands = outputs.operands(as_bytes(scale), x, as_bytes(x_scale))
                 factors = Factors((weight,), x, operands)
                 self.linears[0].launch((factors,), stream, num_sms)
             else:
                 self.quantizer.launch(x, codes, code_scales, stream, num_sms)
                 inputs = codes, as_bytes(code_scales)
-                self._launch_streamed(weight, scale, x, inputs, y, stream, tiling, num_sms)
+                self._launch_streamed(weight, scale, x, inputs, outputs, stream, tiling, num_sms)
         else:
             inputs = x, as_bytes(x_scale)
-            self._launch_streamed(weight, scale, x, inputs, y, stream, tiling, num_sms)
+            self._launch_streamed(weight, scale, x, inputs, outputs, stream, tiling, num_sms)
 
     @cute.jit
-    def _launch_streamed(self, weight, scale, x, inputs, y, stream, tiling, num_sms):
+    def _launch_streamed(self, weight, scale, x, inputs, outputs, stream, tiling, num_sms):
         codes, code_scales = inputs
-        operands = Operands((as_bytes(scale),), x, code_scales, (y,), is_aligned(y))
+        operands = outputs.operands(as_bytes(scale), x, code_scales)
         for i in cutlass.range_constexpr(len(self.linears)):
             if cutlass.const_expr(self.linears[i].plan.tiling.is_streamed):  # noqa: SIM102 static
                 if tiling == i:

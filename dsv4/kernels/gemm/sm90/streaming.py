@@ -36,6 +36,7 @@ from cutlass.experimental.cuda.tensor_map import (
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.gemm.config import STEP_BYTES, Kind
+from dsv4.kernels.gemm.epilogues import HeadRotation
 from dsv4.kernels.gemm.plan import LinearPlan, Tiling
 from dsv4.kernels.gemm.sm90.consumers import Consumers
 from dsv4.kernels.gemm.sm90.context import (
@@ -168,6 +169,7 @@ class StreamingLinear:
     Args:
         kinds: of the weights, those with the longest rows first: their clusters start first.
         is_merged, group_rows: as in `LinearPlan`.
+        epilogues: of the FP8 weights, as there.
     """
 
     # As in `LinearPlan`.
@@ -180,11 +182,22 @@ class StreamingLinear:
         kinds: tuple[Kind, ...] = (Kind.FP8,),
         is_merged: bool = False,
         group_rows: int = 0,
+        epilogues: tuple[HeadRotation | None, ...] = (),
     ):
         self.tiling = tiling
         options = {"is_merged": is_merged, "group_rows": group_rows}
+        epilogues_of = {Kind.FP8: epilogues, Kind.BF16: ()}
         self.bodies = [
-            LinearBody(LinearPlan(in_features, tiling, self.lanes_per_warp, kind, **options))
+            LinearBody(
+                LinearPlan(
+                    in_features,
+                    tiling,
+                    self.lanes_per_warp,
+                    kind,
+                    **options,
+                    epilogues=epilogues_of[kind],
+                )
+            )
             for kind in kinds
         ]
         self.plan = self.bodies[0].plan

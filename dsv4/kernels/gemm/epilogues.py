@@ -1,0 +1,65 @@
+"""Epilogues of linears: what becomes of an output on its way to memory, as configurations name it.
+
+An epilogue has a device function of its own (`sm90.head_rotation`), which a warp calls with each
+block of 16 rows of a weight and 8 tokens, once their sums over K are complete. Imports neither
+cutlass nor torch, so that every layer may use it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsv4.kernels.kit.head_squares import CHANNELS, parts
+from dsv4.kernels.kit.kv_entry import ROPE_DIM
+from dsv4.quoting import quoted
+
+HEAD_ROTATION = "head_rotation"
+MAX_HEAD_DIM = 4096
+
+
+@dataclass(frozen=True)
+class HeadRotation:
+    """Rotation of the last channels of each head, and the sums of squares of its channels before.
+
+    Attributes:
+        head_dim: channels of a head, a multiple of 64: the rotated ones are the last rows of a row
+            tile.
+    """
+
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.head_dim <= MAX_HEAD_DIM or self.head_dim % ROPE_DIM:
+            raise ValueError(
+                f"epilogue: head_dim must be a multiple of {ROPE_DIM} up to {MAX_HEAD_DIM}, "
+                f"got {self.head_dim}"
+            )
+
+    def __str__(self) -> str:
+        return f"{HEAD_ROTATION}:{self.head_dim}"
+
+    @property
+    def parts(self) -> int:
+        """Sums of squares of a head."""
+        return parts(self.head_dim)
+
+    def heads(self, rows: int) -> int:
+        """Heads of a weight; ValueError where they are not whole."""
+        if rows % self.head_dim:
+            raise ValueError(
+                f"epilogue: a weight of {rows} rows has no whole heads of {self.head_dim}"
+            )
+        return rows // self.head_dim
+
+
+def parse(text: str) -> HeadRotation | None:
+    """The epilogue of what `str` makes of one, "head_rotation:512"; "" stands for none."""
+    if not text:
+        return None
+    name, _, head_dim = text.partition(":")
+    if name != HEAD_ROTATION or not head_dim.isdecimal():
+        raise ValueError(f"epilogue: got {quoted(text)}, needs '{HEAD_ROTATION}:<head_dim>' or ''")
+    return HeadRotation(int(head_dim))
+
+
+assert ROPE_DIM % CHANNELS == 0

@@ -1,0 +1,129 @@
+"""`HeadRotation`: an epilogue of linears whose outputs are heads, and its torch implementation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.gemm import epilogues
+from dsv4.kernels.kit.head_squares import CHANNELS
+from dsv4.kernels.kit.kv_entry import ROPE_DIM
+from dsv4.ops.kv_insert import rotate_rows_
+from dsv4.quoting import quoted
+
+
+class HeadRotation(NamedTuple):
+    """RoPE of the heads that a linear gives, before they are stored, and what their norm needs.
+
+    y [T, H * head_dim], rounded to its dtype, is H heads a token. Sums of squares of the channels
+    are written to `squares`, 16 neighbours each; then pairs of neighbours of the last 64 channels
+    of each head are turned by the token's position, (x cos - y sin, x sin + y cos) in fp32, and
+    rounded again. `sparse_fmha_paged` takes the squares as they are, and makes the weightless norm
+    of queries of them: the rotation leaves a head's norm as it is, but for rounding.
+
+    Attributes:
+        rope: [R, 64] float32, cosines, then sines, per position.
+        positions: [T] int32, clamped to 0..R - 1.
+        head_dim: channels of a head, a multiple of 64 up to 4,096.
+        squares: [T, H, head_dim / 16] float32, written; None: not wanted.
+    """
+
+    rope: Tensor
+    positions: Tensor
+    head_dim: int
+    squares: Tensor | None = None
+
+    @property
+    def config(self) -> str:
+        """What the configuration of a linear has of it."""
+        if isinstance(self.head_dim, bool) or not isinstance(self.head_dim, int):
+            raise TypeError(f"epilogue: head_dim: got {quoted(self.head_dim)}, needs an integer")
+        return str(epilogues.HeadRotation(self.head_dim))
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """In the order of the operators."""
+        return self.rope, self.positions, self.squares
+
+    def apply_(self, y: Tensor) -> Tensor:
+        """Do to y [T, H * head_dim] in place what the epilogue does, in torch, for rotations of
+        any width; return y."""
+        rotate_heads_(y, self.head_dim, self.rope, self.positions, self.squares)
+        return y
+
+
+def takes_heads(head_dim: int, rope_dim: int) -> bool:
+    """Whether linears have the epilogue for such heads."""
+    return rope_dim == ROPE_DIM and head_dim % ROPE_DIM == 0 and head_dim <= epilogues.MAX_HEAD_DIM
+
+
+def epilogue_config(epilogue: object) -> str:
+    """What the configuration of a linear has of its epilogue; TypeError for what is none."""
+    if epilogue is None:
+        return ""
+    if not isinstance(epilogue, HeadRotation):
+        raise TypeError(f"epilogue: got {quoted(epilogue)}, needs a dsv4.ops.HeadRotation or None")
+    return epilogue.config
+
+
+def check_heads(
+    config: epilogues.HeadRotation,
+    rows: int,
+    rope: Tensor | None,
+    positions: Tensor | None,
+    squares: Tensor | None,
+    name: str = "squares",
+) -> None:
+    """Refuse what an epilogue's kernel would read or write past the end of: ValueError.
+
+    Numbers of tokens are checked where the other optional tensors' are.
+    """
+    for what, tensor in (("rope", rope), ("positions", positions)):
+        if tensor is None:
+            raise ValueError(f"{what}: got None, the epilogue {config} needs it")
+    if rope.shape[0] == 0:
+        raise ValueError("rope: got no rows, needs one per position")
+    heads = config.heads(rows)
+    if squares is not None and squares.shape[1] != heads:
+        raise ValueError(
+            f"{name}: got {squares.shape[1]} heads, a weight of {rows} rows has {heads} of "
+            f"{config.head_dim}"
+        )
+
+
+# ---- torch implementation ------------------------------------------------------------------------
+
+
+def rotate_heads_(
+    y: Tensor, head_dim: int, rope: Tensor, positions: Tensor, squares: Tensor | None
+) -> None:
+    """Write the sums of squares of y [T, H * head_dim], and rotate its heads in place."""
+    heads = y.unflatten(1, (-1, head_dim))
+    if squares is not None:
+        squares.copy_(_group_squares(heads))
+    rotation = rope[positions.clamp(0, rope.shape[0] - 1)]
+    rotate_rows_(heads, rotation.unsqueeze(1))
+
+
+def _group_squares(x: Tensor) -> Tensor:
+    """Sums of squares [..., d / 16] of x [..., d], added in the order of the kernels: lanes hold
+    channels that lie eight apart."""
+    groups = x.float().square().unflatten(-1, (-1, CHANNELS))
+    return tree_sum(groups[..., : CHANNELS // 2] + groups[..., CHANNELS // 2 :])
+
+
+def norm_factor(squares: Tensor, head_dim: int, eps: float) -> Tensor:
+    """1 / rms of heads [..., H], of their sums of squares [..., H, P]: 1 / sqrt(sum / head_dim +
+    eps)."""
+    return torch.rsqrt(tree_sum(squares) / head_dim + eps)
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension, neighbours pair by pair."""
+    while x.shape[-1] > 1:
+        whole = x.shape[-1] // 2 * 2
+        pairs = x[..., 0:whole:2] + x[..., 1:whole:2]
+        x = torch.cat((pairs, x[..., whole:]), -1) if whole < x.shape[-1] else pairs
+    return x[..., 0]
