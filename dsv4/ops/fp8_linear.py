@@ -210,7 +210,8 @@ def fp8_linear(
             options = (*(options or (None, None)), *epilogue.tensors)
         _op(x, weight, scale, x_scale, out, identity, *options)
     except Exception:
-        _explain(x, weight, scale, given, out)
+        heads = epilogue.tensors if isinstance(epilogue, HeadRotation) else ()
+        _explain(x, weight, scale, given, out, None, None, *heads)
         if not isinstance(out_dtype, torch.dtype | None):
             raise TypeError(f"out_dtype: got {quoted(out_dtype)}, needs a torch.dtype") from None
         raise

@@ -74,7 +74,6 @@ def check_heads(
     rope: Tensor | None,
     positions: Tensor | None,
     squares: Tensor | None,
-    name: str = "squares",
 ) -> None:
     """Refuse what an epilogue's kernel would read or write past the end of: ValueError.
 
@@ -83,14 +82,19 @@ def check_heads(
     for what, tensor in (("rope", rope), ("positions", positions)):
         if tensor is None:
             raise ValueError(f"{what}: got None, the epilogue {config} needs it")
-    if rope.shape[0] == 0:
-        raise ValueError("rope: got no rows, needs one per position")
+    check_table(rope)
     heads = config.heads(rows)
     if squares is not None and squares.shape[1] != heads:
         raise ValueError(
-            f"{name}: got {squares.shape[1]} heads, a weight of {rows} rows has {heads} of "
+            f"squares: got {squares.shape[1]} heads, a weight of {rows} rows has {heads} of "
             f"{config.head_dim}"
         )
+
+
+def check_table(rope: Tensor) -> None:
+    """Refuse a table of no position: ValueError."""
+    if rope.shape[0] == 0:
+        raise ValueError("rope: got no rows, needs one per position")
 
 
 # ---- torch implementation ------------------------------------------------------------------------
@@ -115,7 +119,7 @@ def _group_squares(x: Tensor) -> Tensor:
 
 
 def norm_factor(squares: Tensor, head_dim: int, eps: float) -> Tensor:
-    """1 / rms of heads [..., H], of their sums of squares [..., H, P]: 1 / sqrt(sum / head_dim +
+    """1 / rms of heads [..., H], of their sums of squares [..., H, N]: 1 / sqrt(sum / head_dim +
     eps)."""
     return torch.rsqrt(tree_sum(squares) / head_dim + eps)
 

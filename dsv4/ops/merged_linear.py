@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from dsv4.kernels.gemm import merged_plan as plans
 from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig
+from dsv4.kernels.gemm.epilogues import HEAD_ROTATION
 from dsv4.kernels.gemm.merged_args import ARGS, values
 from dsv4.kernels.gemm.merged_config import (
     MOST_FP8,
@@ -23,8 +24,9 @@ from dsv4.kernels.gemm.merged_config import (
     weights_text,
 )
 from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
-from dsv4.kernels.kit.args import Scratch
+from dsv4.kernels.kit.args import Scratch, tensors_of
 from dsv4.ops.fp8_linear import FP8_LINEAR, scratch
+from dsv4.ops.head_rotation import HeadRotation, check_table, epilogue_config
 from dsv4.ops.runtime import tensors as make
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_is_tensor
@@ -34,11 +36,16 @@ from dsv4.ops.runtime.state import State
 from dsv4.quoting import quoted
 
 SCRATCH = tuple(arg.name for arg in ARGS if isinstance(arg, Scratch))
+FIRST_OF_HEADS = [arg.name for arg in tensors_of(ARGS)].index("rope")
 E8M0, F32, BF16 = "float8_e8m0fnu", "float32", "bfloat16"
 
 
-def _of_layer(*rows: int, plain: Sequence[tuple[int, str]] = ()) -> str:
-    fp8 = [Weight(count, E8M0, BF16) for count in rows]
+HEADS = f"{HEAD_ROTATION}:512"  # epilogue of the queries
+
+
+def _of_layer(*rows: int, plain: Sequence[tuple[int, str]] = (), epilogue: str = "") -> str:
+    first, *others = rows
+    fp8 = [Weight(first, E8M0, BF16, epilogue), *(Weight(count, E8M0, BF16) for count in others)]
     return weights_text([*fp8, *(Weight(count, PLAIN, dtype) for count, dtype in plain)])
 
 
@@ -50,7 +57,7 @@ MODEL_INPUTS = {
     ),
     "Flash HCA x": (4096, _of_layer(1024, 512, plain=[(512, F32)] * 2)),
     "Flash SWA x": (4096, _of_layer(1024, 512)),
-    "Flash CSA latent": (1024, _of_layer(32768, 8192)),
+    "Flash CSA latent": (1024, _of_layer(32768, 8192, epilogue=HEADS)),
     "Flash shared x": (4096, _of_layer(2048, 2048)),
     "Pro CSA x": (
         7168,
@@ -58,7 +65,7 @@ MODEL_INPUTS = {
     ),
     "Pro HCA x": (7168, _of_layer(1536, 512, plain=[(512, F32)] * 2)),
     "Pro SWA x": (7168, _of_layer(1536, 512)),
-    "Pro CSA latent": (1536, _of_layer(65536, 8192)),
+    "Pro CSA latent": (1536, _of_layer(65536, 8192, epilogue=HEADS)),
 }
 
 
@@ -78,13 +85,16 @@ class MergedLinear(KernelOp):
         return plans.choose(config, sizes["T"], device.num_sms), device.num_sms
 
     def needs(self, config: MergedLinearConfig, name: str) -> bool | None:
-        return None if name in SCRATCH else name in _needed(config)
+        return None if name in SCRATCH + _squares(config) else name in _needed(config)
 
     def check_sizes(self, config: MergedLinearConfig, *tensors: Tensor | None) -> None:
         for arg, tensor in zip(self.tensors, tensors):
             if self.needs(config, arg.name) not in (None, tensor is not None):
                 has = "nothing" if tensor is None else "a tensor"
                 raise ValueError(f"{arg.name}: got {has}, the weights are {quoted(config.weights)}")
+        rope = self._given(*tensors)["rope"]
+        if rope is not None:
+            check_table(rope)
 
     def make_launch(self, state: State) -> Launch:
         """The usual launch behind a check of what may be absent: the compiled function takes any
@@ -102,15 +112,22 @@ class MergedLinear(KernelOp):
             tokens = arguments[0].shape[0]
             for i, name, count in optional:
                 tensor = arguments[i] if i < len(arguments) else None
-                if tensor is None or tensor.shape[0] != (tokens if count is None else count):
-                    got = "nothing" if tensor is None else f"{tensor.shape[0]} rows"
-                    raise ValueError(f"{name}: got {got}, needs {count or tokens} rows")
+                found = 0 if tensor is None else tensor.shape[0]
+                needed = tokens if count is None else count or max(found, 1)
+                if tensor is None or found != needed:
+                    got = "nothing" if tensor is None else f"{found} rows"
+                    raise ValueError(f"{name}: got {got}, needs {needed} rows")
             launch(*arguments)
 
         return checked
 
-    def torch(self, config: MergedLinearConfig, x: Tensor, *tensors: Tensor | None) -> None:
-        codes, x_scale = tensors[-4:-2]
+    def _given(self, *tensors: Tensor | None) -> dict[str, Tensor | None]:
+        """The tensors of a call by the names of the table."""
+        return dict(zip((arg.name for arg in self.tensors), tensors, strict=True))
+
+    def torch(self, config: MergedLinearConfig, *tensors: Tensor | None) -> None:
+        given = self._given(*tensors)
+        x, codes, x_scale = (given[name] for name in ("x", "x_codes", "x_scale"))
         x_dtype = "float8_e4m3fn"
         if not config.has_codes:
             codes, x_dtype = x, "bfloat16"
@@ -122,12 +139,13 @@ class MergedLinear(KernelOp):
                 x_dtype,
                 weight.stored,
                 weight.out_dtype,
+                weight.epilogue,
             )
-            matrix, scale, out = tensors[3 * i : 3 * i + 3]
-            FP8_LINEAR.torch(part, codes, matrix, scale, x_scale, out, None, None)
-        plain = tensors[3 * MOST_FP8 :]
+            matrix, scale, out = (given[f"{name}_{i}"] for name in ("weight", "scale", "out"))
+            heads = given["rope"], given["positions"], given[f"squares_{i}"]
+            FP8_LINEAR.torch(part, codes, matrix, scale, x_scale, out, None, None, *heads)
         for i in range(len(config.plain)):
-            matrix, out = plain[2 * i : 2 * i + 2]
+            matrix, out = given[f"plain_{i}"], given[f"plain_out_{i}"]
             # bf16 products are exact in fp32.
             out.copy_(F.linear(x.to(out.dtype), matrix.to(out.dtype)))
 
@@ -137,14 +155,15 @@ class MergedLinear(KernelOp):
         """One token through every tiling, with the scratch that leads to the quantisation."""
         dtypes, needed = self.values(config), _needed(config)
         tensors = [
-            make.empty(arg, dtypes, {"T": 1}, device).zero_()
+            make.empty(arg, dtypes, {"T": 1, "R": 1}, device).zero_()
             if arg.name in needed
             else make.absent(arg, dtypes, device)
-            for arg in self.tensors[:-2]
+            for arg in self.tensors
         ]
-        codes = scratch(1, config.in_features, device)
+        first = [arg.name for arg in self.tensors].index(SCRATCH[0])
+        tensors[first : first + len(SCRATCH)] = scratch(1, config.in_features, device)
         for tiling in range(len(plans.tilings(config))):
-            yield (*tensors, *codes, tiling, target.num_sms)
+            yield (*tensors, tiling, target.num_sms)
 
     def aot(self) -> Mapping[str, MergedLinearConfig]:
         """What the layers of Flash and Pro multiply one input with; attention's comes as codes."""
@@ -167,6 +186,7 @@ def merged_linear(
     x_scale: Tensor | None = None,
     out_dtypes: Sequence[torch.dtype] | None = None,
     outs: Sequence[Tensor] | None = None,
+    epilogues: Sequence[HeadRotation | None] | None = None,
 ) -> list[Tensor]:
     """Multiply T tokens with several weights in one launch, FP8 and bf16 ones.
 
@@ -187,6 +207,8 @@ def merged_linear(
         x_scale: [T, K / 128] float8_e8m0fnu.
         out_dtypes: bfloat16 or float32 of each output; default those of `outs`, else of x.
         outs: [T, M_i] each, to write into; default new tensors.
+        epilogues: of each weight, or None: what becomes of its output before it is stored. Plain
+            weights have none; those of two FP8 weights share `rope` and `positions`.
 
     Returns:
         y_i [T, M_i], in the order of the weights.
@@ -205,9 +227,10 @@ def merged_linear(
         raise TypeError(f"out_dtypes: got {quoted(out_dtypes)}, needs a list of torch.dtype")
     elif len(out_dtypes) != len(weights):
         raise ValueError(f"out_dtypes: got {len(out_dtypes)}, {len(weights)} weights need as many")
+    own = _epilogues(epilogues, weights)
     described = ", ".join(
         f"{index(weight.shape[0])} {_name(scales[i].dtype) if i < num_fp8 else PLAIN} "
-        f"{_name(out_dtypes[i])}"
+        f"{_name(out_dtypes[i])} {epilogue_config(own[i])}".rstrip()
         for i, weight in enumerate(weights)
     )
     has_codes = x_codes is not None
@@ -224,6 +247,10 @@ def merged_linear(
     rest += [x_codes, x_scale]
     if not has_codes and x.dtype == torch.bfloat16 and x.is_cuda and tokens > RESIDENT_TOKENS:
         rest += scratch(tokens, width, x.device)
+    heads = [one for one in own if one is not None]
+    if heads:
+        rest += [None] * (FIRST_OF_HEADS - 1 - len(rest))
+        rest += [*heads[0].tensors[:2], *(one and one.squares for one in own[:MOST_FP8])]
     _op(first, *rest[:3], identity, *rest[3:])
     return list(outs)
 
@@ -235,7 +262,8 @@ def merged_linear_runner_id(in_features: int, weights: str, has_codes: bool = Fa
     Args:
         in_features: K.
         weights: "rows stored out_dtype" of each between commas, FP8 ones first: the dtype of their
-            scales, "float8_e8m0fnu" or "float32", or "bfloat16" of plain ones; dtype of the output.
+            scales, "float8_e8m0fnu" or "float32", or "bfloat16" of plain ones; dtype of the output;
+            and its epilogue where it has one, "head_rotation:512".
         has_codes: whether x comes in e4m3, too.
     """
     return MERGED_LINEAR.runner_id(in_features, weights, has_codes)
@@ -247,14 +275,22 @@ def has_room(num_fp8: int, num_plain: int) -> bool:
 
 
 def _needed(config: MergedLinearConfig) -> dict[str, int | None]:
-    """Rows of each tensor of a call by its name, None for those of x; the scratch left out."""
+    """Rows of each tensor of a call by its name, None for those of x, 0 for any number but none;
+    what may be there or not is left out."""
     found: dict[str, int | None] = {"x": None}
     for i, weight in enumerate(config.fp8):
         found |= {f"weight_{i}": weight.rows, f"scale_{i}": -(-weight.rows // K_BLOCK)}
         found[f"out_{i}"] = None
     for i, weight in enumerate(config.plain):
         found |= {f"plain_{i}": weight.rows, f"plain_out_{i}": None}
+    if config.rotations:
+        found |= {"rope": 0, "positions": None}
     return found | ({"x_codes": None, "x_scale": None} if config.has_codes else {})
+
+
+def _squares(config: MergedLinearConfig) -> tuple[str, ...]:
+    """Sums of squares that a call may ask for."""
+    return tuple(f"squares_{i}" for i, rotation in enumerate(config.rotations) if rotation)
 
 
 def _check_given(
@@ -292,6 +328,24 @@ def _check_given(
     if outs is not None and len(outs) != len(weights):
         raise ValueError(f"outs: got {len(outs)}, {len(weights)} weights need as many")
     return count
+
+
+def _epilogues(
+    epilogues: Sequence[HeadRotation | None] | None, weights: Sequence[Tensor]
+) -> list[HeadRotation | None]:
+    """Epilogue of each weight; TypeError or ValueError for what a launch does not serve."""
+    if epilogues is None:
+        return [None] * len(weights)
+    if not isinstance(epilogues, list | tuple) or isinstance(epilogues, HeadRotation):
+        raise TypeError(f"epilogues: got {quoted(epilogues)}, needs a list")
+    if len(epilogues) != len(weights):
+        raise ValueError(f"epilogues: got {len(epilogues)}, {len(weights)} weights need as many")
+    found = [one for one in epilogues if isinstance(one, HeadRotation)]
+    for one in found[1:]:
+        for name in ("rope", "positions"):
+            if getattr(one, name) is not getattr(found[0], name):
+                raise ValueError(f"epilogues: got two of {name}, those of a launch share one")
+    return list(epilogues)
 
 
 def _places(

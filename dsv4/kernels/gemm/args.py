@@ -1,7 +1,7 @@
 """Arguments of `fp8_linear` and of its kernels: y [T, M] = x [T, K] W [M, K]^T.
 
 K has g blocks of 128, M has G, the last of which may be ragged. S is T where x is quantised by the
-caller, and 0 where not. With the epilogue `head_rotation` M is that of H heads, each with P sums of
+caller, and 0 where not. With the epilogue `head_rotation` M is that of H heads, each with N sums of
 squares.
 """
 
@@ -23,7 +23,7 @@ ARGS = (
     Scratch("code_scales", "T g", "float8_e8m0fnu"),
     OptIn("rope", "R rope_dim", "float32"),
     OptIn("positions", "T", "int32"),
-    OptOut("squares", "T H P", "float32"),
+    OptOut("squares", "T H N", "float32"),
     Scalar("tiling"),
     Scalar("num_sms"),
 )
@@ -38,5 +38,5 @@ def values(config: Fp8LinearConfig) -> dict[str, int | str]:
         "scale_dtype": config.scale_dtype,
         "out_dtype": config.out_dtype,
         "rope_dim": ROPE_DIM,
-        "P": config.rotation.parts if config.rotation else 1,
+        "N": config.rotation.parts if config.rotation else 1,
     }

@@ -1,13 +1,15 @@
 """Arguments of `merged_linear` and of its kernels: y_i [T, M_i] = x [T, K] W_i [M_i, K]^T.
 
 K has g blocks of 128, M_i has G_i, the last of which may be ragged. FP8 weights have scales, plain
-ones have the dtype of x.
+ones have the dtype of x. Epilogues of FP8 weights share the table and positions; H_i heads of weight
+i have N_i sums of squares each.
 """
 
 from __future__ import annotations
 
 from dsv4.kernels.gemm.merged_config import MOST_FP8, MOST_PLAIN, MergedLinearConfig
 from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Scratch
+from dsv4.kernels.kit.kv_entry import ROPE_DIM
 
 
 def _fp8(i: int, read: type[In], written: type[Out]) -> tuple[In | Out, ...]:
@@ -36,6 +38,9 @@ ARGS = (
     OptIn("x_scale", "T g", "float8_e8m0fnu"),
     Scratch("codes", "T K", "float8_e4m3fn", align=16),
     Scratch("code_scales", "T g", "float8_e8m0fnu"),
+    OptIn("rope", "R rope_dim", "float32"),
+    OptIn("positions", "T", "int32"),
+    *(OptOut(f"squares_{i}", f"T H{i} N{i}", "float32") for i in range(MOST_FP8)),
     Scalar("tiling"),
     Scalar("num_sms"),
 )
@@ -47,14 +52,17 @@ def values(config: MergedLinearConfig) -> dict[str, int | str]:
         "K": config.in_features,
         "g": config.k_blocks,
         "scale_dtype": config.fp8[0].stored,
+        "rope_dim": ROPE_DIM,
     }
     for i in range(MOST_FP8):
-        found[f"out_{i}_dtype"] = "bfloat16"
+        found |= {f"out_{i}_dtype": "bfloat16", f"N{i}": 1}
     for i in range(MOST_PLAIN):
         found[f"plain_out_{i}_dtype"] = "bfloat16"
     for i, weight in enumerate(config.fp8):
         blocks = -(-weight.rows // (config.in_features // config.k_blocks))
         found |= {f"M{i}": weight.rows, f"G{i}": blocks, f"out_{i}_dtype": weight.out_dtype}
+        if weight.rotation is not None:
+            found |= {f"H{i}": weight.rotation.heads(weight.rows), f"N{i}": weight.rotation.parts}
     for i, weight in enumerate(config.plain):
         found |= {f"P{i}": weight.rows, f"plain_out_{i}_dtype": weight.out_dtype}
     return found

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from dsv4.kernels.gemm import epilogues
 from dsv4.kernels.gemm.config import (
     K_BLOCK,
     K_STEP,
@@ -32,11 +33,13 @@ class Weight:
         rows: M, its output features.
         stored: dtype of the scales of an FP8 weight, or "bfloat16" of a plain one.
         out_dtype: of its output.
+        epilogue: "", or one as `epilogues.parse` takes it, of an FP8 weight.
     """
 
     rows: int
     stored: str
     out_dtype: str
+    epilogue: str = ""
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -47,26 +50,35 @@ class Weight:
         ):
             if value not in allowed:
                 raise ValueError(f"weights: {what} one of {allowed}, got {quoted(value)}")
+        if self.rotation is not None:
+            if self.kind is Kind.BF16:
+                raise ValueError(f"epilogue: got {quoted(self.epilogue)}, plain weights have none")
+            self.rotation.heads(self.rows)
 
     @property
     def kind(self) -> Kind:
         return Kind.BF16 if self.stored == PLAIN else Kind.FP8
 
+    @property
+    def rotation(self) -> epilogues.HeadRotation | None:
+        """The epilogue, where there is one."""
+        return epilogues.parse(self.epilogue)
+
     def __str__(self) -> str:
-        return f"{self.rows} {self.stored} {self.out_dtype}"
+        return f"{self.rows} {self.stored} {self.out_dtype} {self.epilogue}".rstrip()
 
     @classmethod
     def parse(cls, text: str) -> Weight:
         """A weight of what `str` makes of one: "1024 float8_e8m0fnu bfloat16"."""
         try:
-            rows, stored, out_dtype = text.split()
-            return cls(int(rows), stored, out_dtype)
+            rows, stored, out_dtype, *epilogue = text.split()
+            return cls(int(rows), stored, out_dtype, "".join(epilogue))
         except ValueError as error:
-            if str(error).startswith("weights"):
+            if str(error).startswith(("weights", "epilogue")):
                 raise
             raise ValueError(
                 f"weights: got {quoted(text)}, needs rows, dtype of the scales or {PLAIN}, dtype "
-                "of the output"
+                "of the output, and the epilogue where there is one"
             ) from None
 
 
@@ -76,7 +88,8 @@ class MergedLinearConfig:
 
     Attributes:
         in_features: K, a multiple of 512 up to 16,384.
-        weights: "rows stored out_dtype" of each, as in `Weight`, between commas; FP8 ones first.
+        weights: "rows stored out_dtype" of each, as in `Weight`, and its epilogue where it has one,
+            between commas; FP8 ones first.
         has_codes: whether x comes in e4m3, too.
     """
 
@@ -117,6 +130,12 @@ class MergedLinearConfig:
     def kinds(self) -> tuple[Kind, ...]:
         """Those with the longest rows first: their tiles take longest."""
         return (Kind.BF16, Kind.FP8) if self.plain else (Kind.FP8,)
+
+    @property
+    def rotations(self) -> tuple[epilogues.HeadRotation | None, ...]:
+        """Epilogue of each FP8 weight; nothing where none has one."""
+        found = tuple(weight.rotation for weight in self.fp8)
+        return found if any(found) else ()
 
     def of_kind(self, kind: Kind) -> tuple[Weight, ...]:
         return tuple(weight for weight in self.parsed if weight.kind is kind)

@@ -61,7 +61,7 @@ class Fp8LinearSm90:
         code_scales: cute.Tensor,  # [T, K / 128] E8M0, the same
         rope: cute.Tensor,  # [R, 64] fp32 of the epilogue, or [0, 64]
         positions: cute.Tensor,  # [T] int32, or [0]
-        squares: cute.Tensor,  # [T, H, P] fp32, written, or [0, H, P]
+        squares: cute.Tensor,  # [T, H, N] fp32, written, or [0, H, N]
         tiling: Int32,  # index
         num_sms: Int32,
     ):

@@ -27,7 +27,7 @@ class HeadOperands(NamedTuple):
 
     rope: cute.Tensor  # [R, 64] fp32, cosines, then sines, per position
     positions: cute.Tensor  # [T] int32
-    squares: tuple[cute.Tensor, ...]  # [T, H, P] fp32 of each weight, written; or [0, H, P]
+    squares: tuple[cute.Tensor, ...]  # [T, H, N] fp32 of each weight, written; or [0, H, N]
 
 
 class Block(NamedTuple):

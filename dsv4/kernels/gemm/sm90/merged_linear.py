@@ -7,6 +7,8 @@ tilings (`streaming`), and one that quantises activations for those that stream 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import Boolean, Int32, cute
 
@@ -17,8 +19,17 @@ from dsv4.kernels.gemm.merged_plan import tilings
 from dsv4.kernels.gemm.quantize import QuantizeRows
 from dsv4.kernels.gemm.sm90.context import Operands
 from dsv4.kernels.gemm.sm90.fp8_linear import as_bytes
+from dsv4.kernels.gemm.sm90.head_rotation import HeadOperands
 from dsv4.kernels.gemm.sm90.streaming import Factors, StreamingLinear
 from dsv4.kernels.kit.args import compile_kernel
+
+
+class Products(NamedTuple):
+    """Weights with what becomes of them, and what their epilogues read and write."""
+
+    fp8: tuple  # weight, scale and output of each
+    plain: tuple  # weight and output of each
+    heads: tuple
 
 
 class MergedLinearSm90:
@@ -29,7 +40,13 @@ class MergedLinearSm90:
     def __init__(self, config: MergedLinearConfig):
         self.config = config
         self.linears = [
-            self.streaming(config.in_features, tiling, config.kinds, is_merged=True)
+            self.streaming(
+                config.in_features,
+                tiling,
+                config.kinds,
+                is_merged=True,
+                epilogues=config.rotations,
+            )
             for tiling in tilings(config)
         ]
         self.quantizer = QuantizeRows(config.in_features)
@@ -60,6 +77,10 @@ class MergedLinearSm90:
         x_scale: cute.Tensor,  # [T, K / 128] E8M0, the same
         codes: cute.Tensor,  # [T, K] e4m3 scratch of activations that are streamed, or [0, K]
         code_scales: cute.Tensor,  # [T, K / 128] E8M0, the same
+        rope: cute.Tensor,  # [R, 64] fp32 of epilogues, or [0, 64]
+        positions: cute.Tensor,  # [T] int32, or [0]
+        squares_0: cute.Tensor,  # [T, H0, N0] fp32, written, or [0, H0, N0]
+        squares_1: cute.Tensor,
         tiling: Int32,  # index
         num_sms: Int32,
     ):
@@ -69,21 +90,25 @@ class MergedLinearSm90:
             (plain_0, plain_out_0), (plain_1, plain_out_1), (plain_2, plain_out_2),
             (plain_3, plain_out_3), (plain_4, plain_out_4),
         )[: len(self.config.plain)]  # fmt: skip
+        heads = ()
+        if cutlass.const_expr(self.config.rotations):
+            heads = (HeadOperands(rope, positions, (squares_0, squares_1)),)
+        products = Products(fp8, plain, heads)
         # Without scratch, token tiles of a resident tiling follow each other.
         has_scratch = cutlass.min(codes.shape[0], code_scales.shape[0]) >= x.shape[0]
         for i in cutlass.range_constexpr(len(self.linears)):
             if cutlass.const_expr(self.config.has_codes):
                 if tiling == i:
-                    self._launch(i, x_codes, x_scale, x, fp8, plain, stream, num_sms)
+                    self._launch(i, x_codes, x_scale, x, products, stream, num_sms)
             elif cutlass.const_expr(not self.linears[i].tiling.is_streamed):
                 is_fallback = Boolean(False)
                 if cutlass.const_expr(i == 0):
                     is_fallback = (tiling >= self.num_resident) & (has_scratch ^ True)
                 if (tiling == i) | is_fallback:
-                    self._launch(i, x, code_scales, x, fp8, plain, stream, num_sms)
+                    self._launch(i, x, code_scales, x, products, stream, num_sms)
             elif (tiling == i) & has_scratch:
                 self.quantizer.launch(x, codes, code_scales, stream, num_sms)
-                self._launch(i, codes, code_scales, x, fp8, plain, stream, num_sms)
+                self._launch(i, codes, code_scales, x, products, stream, num_sms)
 
     @property
     def num_resident(self) -> int:
@@ -91,15 +116,16 @@ class MergedLinearSm90:
         return sum(not linear.tiling.is_streamed for linear in self.linears)
 
     @cute.jit
-    def _launch(self, i: cutlass.Constexpr, codes, code_scales, x, fp8, plain, stream, num_sms):
+    def _launch(self, i: cutlass.Constexpr, codes, code_scales, x, products, stream, num_sms):
         never = Boolean(False)
         factors = {}
-        weights, scales, ys = zip(*fp8)
+        weights, scales, ys = zip(*products.fp8)
         x_scale = as_bytes(code_scales)
         scales = tuple(as_bytes(scale) for scale in scales)
-        factors[Kind.FP8] = Factors(weights, codes, Operands(scales, x, x_scale, ys, never))
+        operands = Operands(scales, x, x_scale, ys, never, products.heads)
+        factors[Kind.FP8] = Factors(weights, codes, operands)
         if cutlass.const_expr(self.config.plain):
-            weights, ys = zip(*plain)
+            weights, ys = zip(*products.plain)
             factors[Kind.BF16] = Factors(weights, x, Operands((), x, x_scale, ys, never))
         self.linears[i].launch(tuple(factors[kind] for kind in self.config.kinds), stream, num_sms)
 
