@@ -13,9 +13,9 @@ from dsv4.layers.compressor import Compressor, CompressorCache
 from dsv4.layers.indexer import Indexer
 from dsv4.layers.linear import GroupedLinear, Linear, Rounded, linear_options, project
 from dsv4.layers.module import Module, empty_parameter
-from dsv4.layers.norm import RMSNorm, rms_factor
-from dsv4.layers.rope import Rope, rotate_
-from dsv4.ops import sparse_fmha_paged
+from dsv4.layers.norm import RMSNorm
+from dsv4.layers.rope import Rope
+from dsv4.ops import HeadRotation, head_squares, sparse_fmha_paged
 
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
@@ -75,31 +75,31 @@ class Attention(Module):
 
     def forward(self, x: Tensor | Rounded, cache: LayerCache, step: Step) -> Tensor:
         """[B, C, hidden_size] -> the same; reads and extends the layer's cache."""
-        rotation = self.rope.tokens(step)
-        table = self.rope.table(step.capacity, rotation.device)
+        table = self.rope.table(step.capacity, step.starts.device)
         down, key, *sides = project(x, [self.wq_a, self.wkv, *self._side_linears])
         scores_entries = self.indexer is not None and not self._sees_all(step)
         ups = [self.wq_b, self.indexer.wq_b] if scores_entries else [self.wq_b]
+        # The norm of a head has no weight: it is one factor on its scores, which follows from the
+        # squares that the projection leaves beside the rotated heads.
+        squares = head_squares(down.shape[:2].numel(), self.heads, self.head_dim, down.device)
+        rotation = HeadRotation(table, step.token_positions, self.head_dim, squares)
         norm = self.q_norm.rounded if self.wq_b.takes_codes(down) else self.q_norm
-        q, *index_queries = project(norm(down), ups)
-        q = q.unflatten(-1, (self.heads, self.head_dim))
-        # The norm of a head has no weight: it is one factor on its scores.
-        factor = rms_factor(q, self.norm_eps)
-        q = rotate_(q, rotation.unsqueeze(-2))
+        q, *index_queries = project(norm(down), ups, rotation)
         window = cache.window.view(step)
         row = (key.flatten(0, 1), self.kv_norm.weight, self.norm_eps)
         row += (table, step.token_positions)
         cache.window.insert(*row, window.slots)
         # Values carry their own rotation: turning back by the query's leaves the relative one.
         o = sparse_fmha_paged(
-            q.flatten(0, 1),
+            q.view(-1, self.heads, self.head_dim),
             cache.window.data,
             window.indices,
             window.lens,
             *self._entries(sides, index_queries, table, cache, step),
             self.attn_sink,
             sink_mode=SINK_MODE,
-            q_factor=factor.flatten(0, 1),
+            q_squares=squares,
+            q_eps=self.norm_eps,
             rope=table,
             positions=step.token_positions,
             block_table=self._pages(step),

@@ -13,6 +13,7 @@ from dsv4.layers.module import Module, empty_parameter
 from dsv4.ops.fp8_linear import fp8_linear, takes
 from dsv4.ops.grouped_linear import grouped_linear
 from dsv4.ops.grouped_linear import takes as takes_groups
+from dsv4.ops.head_rotation import HeadRotation, takes_heads
 from dsv4.ops.merged_linear import has_room, merged_linear
 from dsv4.ops.plain_linear import plain_linear
 from dsv4.ops.plain_linear import takes as takes_plain
@@ -103,20 +104,30 @@ class Linear(Module):
             blocks = (-(-out_features // block[0]), -(-in_features // block[1]))
             self.scale = empty_parameter(blocks, scale_dtype, device)
 
-    def forward(self, x: Tensor | Rounded) -> Tensor:
-        """[..., in] -> [..., out] in the dtype of `x`, or in float32."""
+    def forward(self, x: Tensor | Rounded, epilogue: HeadRotation | None = None) -> Tensor:
+        """[..., in] -> [..., out] in the dtype of `x`, or in float32.
+
+        Args:
+            epilogue: of the outputs, of which there is one for all rows of x.
+        """
+        values = x.values if isinstance(x, Rounded) else x
+        if epilogue is not None and not self._has_epilogue(values, epilogue):
+            y = self(x)
+            epilogue.apply_(y.view(-1, self.out_features))
+            return y
         if isinstance(x, Rounded):
-            if self.takes_codes(x.values):
-                y = fp8_linear(x.codes, self.weight, self.scale, x_scale=x.scale)
-                return y.view(*x.values.shape[:-1], self.out_features)
-            x = x.values
+            if self.takes_codes(values):
+                y = fp8_linear(x.codes, self.weight, self.scale, x_scale=x.scale, epilogue=epilogue)
+                return y.view(*values.shape[:-1], self.out_features)
+            x = values
         if self.is_wide:
             return self._wide(x)
         if self.scheme is None:
             return F.linear(x, self.weight)
         if x.dtype in OPERATOR_DTYPES and takes(self.in_features, self.block):
             rows = x.reshape(-1, self.in_features)
-            return fp8_linear(rows, self.weight, self.scale).view(*x.shape[:-1], self.out_features)
+            y = fp8_linear(rows, self.weight, self.scale, epilogue=epilogue)
+            return y.view(*x.shape[:-1], self.out_features)
         rounded = qdq_e4m3(x, ACTIVATION_BLOCK)
         compute = self._exact_dtype(x.dtype)
         return F.linear(rounded.to(compute), self.dense_weight(compute)).to(x.dtype)
@@ -136,6 +147,15 @@ class Linear(Module):
             return y.view(*x.shape[:-1], self.out_features)
         return F.linear(x.float(), self.weight.float())
 
+    def _has_epilogue(self, x: Tensor, epilogue: HeadRotation) -> bool:
+        """Whether the operator of this linear does what is asked for."""
+        return (
+            self.scheme is not None
+            and x.dtype in OPERATOR_DTYPES
+            and takes(self.in_features, self.block)
+            and takes_heads(epilogue.head_dim, epilogue.rope.shape[1])
+        )
+
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in `dtype`."""
         if self.scheme is None:
@@ -150,11 +170,14 @@ class Linear(Module):
         return f"{self.in_features} -> {self.out_features}, scheme={self.scheme}"
 
 
-def project(x: Tensor | Rounded, linears: Sequence[Linear]) -> list[Tensor]:
+def project(
+    x: Tensor | Rounded, linears: Sequence[Linear], epilogue: HeadRotation | None = None
+) -> list[Tensor]:
     """Each linear of the same x [..., in]: in one launch where their weights allow it.
 
     Args:
         linears: those with FP8 weights first.
+        epilogue: of the first one's outputs.
     """
     values = x.values if isinstance(x, Rounded) else x
     fp8 = [linear for linear in linears if linear.scheme is not None]
@@ -165,9 +188,11 @@ def project(x: Tensor | Rounded, linears: Sequence[Linear]) -> list[Tensor]:
         and has_room(len(fp8), len(plain))
         and all(takes(linear.in_features, linear.block) for linear in fp8)
         and all(linear.weight.dtype == values.dtype for linear in plain)
+        and (epilogue is None or linears[0]._has_epilogue(values, epilogue))
     )
     if not can_merge:
-        return [linear(x) for linear in linears]
+        first, *others = linears
+        return [first(x, epilogue), *(linear(x) for linear in others)]
     ys = merged_linear(
         values.reshape(-1, values.shape[-1]),
         [linear.weight for linear in linears],
@@ -175,6 +200,7 @@ def project(x: Tensor | Rounded, linears: Sequence[Linear]) -> list[Tensor]:
         x_codes=x.codes if isinstance(x, Rounded) else None,
         x_scale=x.scale if isinstance(x, Rounded) else None,
         out_dtypes=[torch.float32 if linear.is_wide else values.dtype for linear in linears],
+        epilogues=[epilogue, *[None] * (len(linears) - 1)],
     )
     return [y.view(*values.shape[:-1], -1) for y in ys]
 

@@ -22,13 +22,6 @@ def rms_normalize(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor
     return (wide if weight is None else wide * weight).to(x.dtype)
 
 
-def rms_factor(x: Tensor, eps: float) -> Tensor:
-    """Return 1 / rms(x) over the last dimension, [..., D] -> [...] fp32: what `rms_normalize`
-    multiplies by, for those who multiply later."""
-    square = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square()
-    return torch.rsqrt(square / x.shape[-1] + eps)
-
-
 class RMSNorm(Module):
     """RMS normalisation with a weight; the weight is fp32 and multiplied in fp32."""
 

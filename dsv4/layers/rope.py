@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dsv4.cache.step import Step
-
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
     from dsv4.config.model_config import ModelConfig, RopeScaling
@@ -50,29 +48,6 @@ class Rope:
         Made once per power of two and kept: captured graphs hold its address.
         """
         return _table(self, max(MIN_TABLE, 1 << (positions - 1).bit_length()), device)
-
-    def tokens(self, step: Step) -> Tensor:
-        """Return the rotation of the step's tokens, [B, C, dim / 2]."""
-        return step.derive(_token_rotation, self)
-
-
-def rotate_(x: Tensor, rotation: Tensor, inverse: bool = False) -> Tensor:
-    """Rotate the last channels of `x` [..., d] in place, in fp32; return `x`.
-
-    Args:
-        rotation: complex, [..., dim / 2], broadcast against the leading dimensions of `x`.
-        inverse: rotate back.
-    """
-    dim = 2 * rotation.shape[-1]
-    tail = x[..., -dim:]
-    pairs = torch.view_as_complex(tail.float().unflatten(-1, (-1, 2)).contiguous())
-    turned = pairs * (rotation.conj() if inverse else rotation)
-    tail.copy_(torch.view_as_real(turned).flatten(-2))
-    return x
-
-
-def _token_rotation(step: Step, rope: Rope) -> Tensor:
-    return rope.at(step.positions)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from dsv4.ops.attention.sparse_fmha_paged import (
 from dsv4.ops.compress import compress, compress_runner_id
 from dsv4.ops.fp8_linear import fp8_linear, fp8_linear_runner_id
 from dsv4.ops.grouped_linear import grouped_linear, grouped_linear_runner_id
+from dsv4.ops.head_rotation import HeadRotation, head_squares
 from dsv4.ops.index_topk import index_topk, index_topk_runner_id
 from dsv4.ops.kv_insert import kv_insert, kv_insert_runner_id
 from dsv4.ops.merged_linear import merged_linear, merged_linear_runner_id
@@ -30,6 +31,7 @@ from dsv4.ops.runtime.warmup import warmup
 
 __all__ = [
     "GatedWeights",
+    "HeadRotation",
     "QuantizedKV",
     "Seam",
     "compress",
@@ -40,6 +42,7 @@ __all__ = [
     "fp8_linear_runner_id",
     "grouped_linear",
     "grouped_linear_runner_id",
+    "head_squares",
     "index_topk",
     "index_topk_runner_id",
     "kv_insert",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4.kernels.gemm import epilogues
-from dsv4.kernels.kit.head_squares import CHANNELS
+from dsv4.kernels.kit.head_squares import CHANNELS, parts
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
 from dsv4.ops.kv_insert import rotate_rows_
 from dsv4.quoting import quoted
@@ -52,6 +53,12 @@ class HeadRotation(NamedTuple):
         any width; return y."""
         rotate_heads_(y, self.head_dim, self.rope, self.positions, self.squares)
         return y
+
+
+def head_squares(tokens: int, heads: int, head_dim: int, device: torch.device | str) -> Tensor:
+    """Room for the sums of squares of `HeadRotation`, uninitialised: [tokens, heads, head_dim / 16]
+    float32."""
+    return torch.empty((tokens, heads, parts(head_dim)), dtype=torch.float32, device=device)
 
 
 def takes_heads(head_dim: int, rope_dim: int) -> bool:
@@ -114,7 +121,8 @@ def rotate_heads_(
 def _group_squares(x: Tensor) -> Tensor:
     """Sums of squares [..., d / 16] of x [..., d], added in the order of the kernels: lanes hold
     channels that lie eight apart."""
-    groups = x.float().square().unflatten(-1, (-1, CHANNELS))
+    missing = -x.shape[-1] % CHANNELS
+    groups = F.pad(x.float().square(), (0, missing)).unflatten(-1, (-1, CHANNELS))
     return tree_sum(groups[..., : CHANNELS // 2] + groups[..., CHANNELS // 2 :])
 
 

@@ -45,6 +45,8 @@ def sparse_fmha_paged(
     *,
     sink_mode: str,
     q_factor: Tensor | None = None,
+    q_squares: Tensor | None = None,
+    q_eps: float | None = None,
     rope: Tensor | None = None,
     positions: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -61,6 +63,8 @@ def sparse_fmha_paged(
         o [T, H, D], lse [T, H] and the largest score of a key [T, H], FP32.
     """
     tokens, heads, dim = q.shape
+    if q_squares is not None:
+        q_factor = (q_squares.sum(-1) / dim + q_eps) ** -0.5
     scale = dim**-0.5 if softmax_scale is None else softmax_scale
     o = torch.zeros(tokens, heads, dim, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, device=q.device)

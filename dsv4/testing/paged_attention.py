@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsv4.kernels.attention.paged_args import ARGS, values
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.kit.head_squares import CHANNELS
 from dsv4.kernels.kit.kv_entry import ROPE_DIM, Fp8Entry
 from dsv4.reference.cache_entry import pack_pages
 from dsv4.reference.paged_attention import sparse_fmha_paged as oracle
@@ -27,6 +28,7 @@ WILD = (-1, -(2**31), -123456, 2**31 - 1)
 OUT_ABSOLUTE, OUT_RELATIVE, OUT_COSINE = 1e-3, 2.01 / 128, 5e-6
 LSE_ABSOLUTE, LSE_RELATIVE = 1e-6, 8.01 / 65536
 FLASH_MLA_DEVIATION = 0.1
+NORM_EPS = 1e-2  # large enough to be seen
 MAX_LOGITS_BOUND = 1e-4  # relative to the larger of 1 and the score
 
 
@@ -47,6 +49,7 @@ class Case:
         uniform: FP8 entries have one scale for all groups.
         has_rope, has_factor: the optional inputs.
         has_signs: some factors are negative, or 0.
+        has_squares: queries come with sums of squares in place of factors.
         ratio: positions per compressed entry of a table.
         deviation: of queries and keys; FlashMLA's tests take 0.1, which its bounds are meant for.
         name: what a table calls it.
@@ -72,6 +75,7 @@ class Case:
     has_rope: bool = False
     has_factor: bool = False
     has_signs: bool = False
+    has_squares: bool = False
     ratio: int = 4
     softmax_scale: float | None = None
     batch_invariant: bool = False
@@ -103,6 +107,7 @@ class Case:
             self.batch_invariant,
             self.compute,
             self.rope_dim,
+            NORM_EPS if self.has_squares else None,
         )
 
     def __str__(self) -> str:
@@ -115,6 +120,7 @@ class Case:
             "has_rope",
             "has_factor",
             "has_signs",
+            "has_squares",
         )
         flags = [name for name in names if getattr(self, name)]
         sizes = (
@@ -137,6 +143,7 @@ class Inputs:
     compressed_lens: Tensor | None
     sink_logits: Tensor
     q_factor: Tensor | None = None
+    q_squares: Tensor | None = None
     rope: Tensor | None = None
     positions: Tensor | None = None
     block_table: Tensor | None = None
@@ -165,6 +172,7 @@ class Inputs:
             "sliding_window": config.sliding_window,
             "ratio": config.ratio,
             "rope_dim": config.rope_dim,
+            "q_eps": config.q_eps,
         }
 
     @property
@@ -185,7 +193,7 @@ class Inputs:
     def of_tokens(self, tokens: slice) -> Inputs:
         """Some of the tokens alone."""
         names = ("q", "window_indices", "window_lens", "compressed_indices", "compressed_lens")
-        names += ("q_factor", "positions", "request_ids")
+        names += ("q_factor", "q_squares", "positions", "request_ids")
         values = {name: getattr(self, name) for name in names}
         return replace(self, **{name: x[tokens] for name, x in values.items() if x is not None})
 
@@ -259,6 +267,7 @@ def make_inputs(case: Case, seed: int, device: torch.device | str = "cpu") -> In
         names.get("compressed_lens"),
         sinks,
         factor if case.has_factor else None,
+        _squares(q.bfloat16()) if case.has_squares else None,
         table if case.has_rope else None,
         positions if case.has_rope or case.form != "list" else None,
         names.get("block_table"),
@@ -267,6 +276,11 @@ def make_inputs(case: Case, seed: int, device: torch.device | str = "cpu") -> In
         case,
     )
     return inputs.to(device)
+
+
+def _squares(q: Tensor) -> Tensor:
+    """[T, n_h, parts] sums of squares of 16 channels."""
+    return q.float().square().unflatten(-1, (-1, CHANNELS)).sum(-1)
 
 
 def _request_ids(case: Case) -> Tensor:

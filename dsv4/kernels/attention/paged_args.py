@@ -12,6 +12,7 @@ from collections import namedtuple
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit import args
 from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Workspace, tensors_of
+from dsv4.kernels.kit.head_squares import parts
 from dsv4.kernels.kit.kv_entry import ALIGNMENT, FP8_ENTRY_ALIGNMENT, KV_DTYPES
 
 _ROWS = {"dtype": "bfloat16", "also": ("float32",), "align": 16}
@@ -33,6 +34,7 @@ ARGS = (
     In("sink_logits", "n_h", "float32"),
     Out("o", "T n_h d", **_ROWS, public="out"),
     OptIn("q_factor", "T n_h", "float32"),
+    OptIn("q_squares", "T n_h q_parts", "float32", align=16),
     OptIn("rope", "R rope_dim", "float32", align=16),
     OptIn("positions", "T", "int32"),
     OptIn("block_table", "B_c c_c", "int32"),
@@ -57,6 +59,7 @@ def values(config: PagedFmhaConfig) -> dict[str, int | str]:
         "d": config.head_dim,
         "row": config.row,
         "rope_dim": config.rope_dim,
+        "q_parts": parts(config.head_dim),
         "kv_dtype": KV_DTYPES[config.kv_format],
         "entry_align": FP8_ENTRY_ALIGNMENT if config.kv_format == "fp8" else ALIGNMENT,
     }

@@ -6,6 +6,7 @@ Imports neither cutlass nor torch, so that every layer may use it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from numbers import Integral, Real
 
 from dsv4.kernels.attention.config import SINK_MODES
@@ -34,6 +35,7 @@ class PagedFmhaConfig:
         compute: "bf16"; "fp8" or "fp8x2": products of FP8 codes, in one term or two, of entries
             whose groups share one scale.
         rope_dim: rotated channels, the last ones.
+        q_eps: added to a query's mean square, where its squares come beside it; None: they do not.
     """
 
     head_dim: int
@@ -47,6 +49,7 @@ class PagedFmhaConfig:
     batch_invariant: bool = False
     compute: str = "bf16"
     rope_dim: int = ROPE_DIM
+    q_eps: float | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -75,6 +78,8 @@ class PagedFmhaConfig:
             raise ValueError(f"compute {quoted(self.compute)} needs kv_format 'fp8'")
         if self.batch_invariant and self.num_splits is not None:
             raise ValueError("num_splits must be None with batch_invariant")
+        if self.q_eps is not None and not 0 <= self.q_eps < inf:
+            raise ValueError(f"q_eps must not be negative, got {self.q_eps}")
 
     def _check_types(self) -> None:
         for name in _INTEGERS:
@@ -83,9 +88,10 @@ class PagedFmhaConfig:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral):
                 raise TypeError(f"{name}: got {quoted(value)}, needs an integer")
-        scale = self.softmax_scale
-        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, Real)):
-            raise TypeError(f"softmax_scale: got {quoted(scale)}, needs a real number or None")
+        for name in ("softmax_scale", "q_eps"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise TypeError(f"{name}: got {quoted(value)}, needs a real number or None")
         if not isinstance(self.batch_invariant, bool):
             got = quoted(self.batch_invariant)
             raise TypeError(f"batch_invariant: got {got}, needs True or False")

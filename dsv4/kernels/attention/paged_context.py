@@ -20,7 +20,8 @@ class PagedArguments(NamedTuple):
     compressed_lens: cute.Tensor
     sink_logits: cute.Tensor  # [n_h] fp32
     o: cute.Tensor  # [T, n_h, head_dim] bf16, written
-    q_factor: cute.Tensor  # [T, n_h] fp32, or [0, n_h]: 1
+    # [T, n_h] fp32, or [0, n_h]: 1; of a configuration with `q_eps` sums of squares [T, n_h, parts]
+    q_factor: cute.Tensor
     rope: cute.Tensor  # [positions, 64] fp32, or [0, 64]: none
     positions: cute.Tensor  # [T] int32, or [0]
     block_table: cute.Tensor  # [B, c] int32, or [0, 0]: lists

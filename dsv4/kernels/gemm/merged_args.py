@@ -1,8 +1,8 @@
 """Arguments of `merged_linear` and of its kernels: y_i [T, M_i] = x [T, K] W_i [M_i, K]^T.
 
 K has g blocks of 128, M_i has G_i, the last of which may be ragged. FP8 weights have scales, plain
-ones have the dtype of x. Epilogues of FP8 weights share the table and positions; H_i heads of weight
-i have N_i sums of squares each.
+ones have the dtype of x. Epilogues of FP8 weights share the table and positions; each of the H_i
+heads of weight i has N_i sums of squares.
 """
 
 from __future__ import annotations

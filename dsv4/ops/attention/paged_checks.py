@@ -33,6 +33,11 @@ def check_sizes(config: PagedFmhaConfig, given: PagedFmhaTensors) -> None:
         raise ValueError("sliding_window: got 0, window_table needs at least 1")
     if config.ratio == 0 and block_table is not None:
         raise ValueError("ratio: got 0, block_table needs at least 1")
+    if given.q_factor is not None and given.q_squares is not None:
+        raise ValueError("q_factor and q_squares: got both, needs one")
+    if (given.q_squares is None) != (config.q_eps is None):
+        missing = "q_squares" if given.q_squares is None else "q_eps"
+        raise ValueError(f"{missing}: got None, q_squares and q_eps go together")
     uses = [name for name in ("window_table", "block_table") if getattr(given, name) is not None]
     if uses and given.request_ids is None:
         raise ValueError(f"request_ids: got None, {uses[0]} needs them")

@@ -12,6 +12,7 @@ from dsv4.kernels.attention.paged_args import PagedFmhaTensors
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.kv_entry import Fp8Entry
 from dsv4.ops.attention.torch_path import attend, merge, tokens_at_once
+from dsv4.ops.head_rotation import norm_factor
 from dsv4.ops.pools import Pool
 
 
@@ -132,6 +133,9 @@ def sparse_fmha_paged(config: PagedFmhaConfig, given: PagedFmhaTensors) -> None:
         scaled_q = q[part].float() * config.scale
         if given.q_factor is not None:
             scaled_q *= given.q_factor[part].unsqueeze(-1)
+        if given.q_squares is not None:
+            factor = norm_factor(given.q_squares[part], config.head_dim, config.q_eps)
+            scaled_q *= factor.unsqueeze(-1)
         round_p = q.dtype == torch.bfloat16
         o_c, lse_c, max_c = attend(scaled_q, compressed.of(part), round_p)
         o_w, lse_w, max_w = attend(scaled_q, window.of(part), round_p)

@@ -17,6 +17,7 @@ from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
 from dsv4.ops.attention import paged_checks, paged_launch, paged_torch
 from dsv4.ops.attention.sparse_fmha import MODEL_HEAD_DIM, MODEL_HEADS
+from dsv4.ops.rms_norm_fp8 import MODEL_EPS
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_flag
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
@@ -85,9 +86,12 @@ class SparseFmhaPaged(KernelOp):
     def aot(self) -> Mapping[str, PagedFmhaConfig]:
         """What Flash and Pro need, on one GPU and under tensor parallelism."""
         return {
-            f"{heads} heads, {kv_format}": PagedFmhaConfig(MODEL_HEAD_DIM, heads, kv_format)
+            f"{heads} heads, {kv_format}{label}": PagedFmhaConfig(
+                MODEL_HEAD_DIM, heads, kv_format, q_eps=q_eps
+            )
             for heads in MODEL_HEADS
             for kv_format in ("bf16", "fp8")
+            for label, q_eps in (("", None), (", norm of q", MODEL_EPS))
         }
 
 
@@ -107,6 +111,8 @@ def sparse_fmha_paged(
     *,
     sink_mode: str,
     q_factor: Tensor | None = None,
+    q_squares: Tensor | None = None,
+    q_eps: float | None = None,
     rope: Tensor | None = None,
     positions: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -150,6 +156,10 @@ def sparse_fmha_paged(
         sink_mode: "softmax" or "swa_gate"; no default, because the two differ silently.
         q_factor: [T, n_h] float32 on the scores of a token's head, such as a norm of q. Blackwell's
             kernels take positive ones: with 0 or less, rows of o and lse are undefined there.
+        q_squares: [T, n_h, head_dim / 16] float32, sums of squares of 16 channels of q each, as the
+            epilogue `HeadRotation` of q's projection leaves them, in place of q_factor: the factor
+            is then 1 / sqrt(sum / head_dim + q_eps), a norm of q without a weight.
+        q_eps: beside q_squares.
         rope: [R, rope_dim] float32, cosines then sines per position: the last channels of o, pairs
             of neighbours, are turned back by the rotation of the token's position before o is
             rounded. Positions are clamped to 0..R - 1.
@@ -181,7 +191,7 @@ def sparse_fmha_paged(
         block_table = None
     lists = [window_pool, window_indices, window_lens]
     lists += [compressed_pool, compressed_indices, compressed_lens]
-    options = [q_factor, rope, positions, block_table, request_ids, window_table]
+    options = [q_factor, q_squares, rope, positions, block_table, request_ids, window_table]
     try:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             SPARSE_FMHA_PAGED.check_no_gradients(q, *lists, sink_logits, out, *options)
@@ -202,6 +212,7 @@ def sparse_fmha_paged(
             batch_invariant=batch_invariant,
             compute=compute,
             rope_dim=_integer("rope_dim", rope_dim),
+            q_eps=q_eps,
         )
         if out is None:
             out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
@@ -232,6 +243,7 @@ def sparse_fmha_paged_runner_id(
     batch_invariant: bool = False,
     compute: str = "bf16",
     rope_dim: int = ROPE_DIM,
+    q_eps: float | None = None,
 ) -> int:
     """Id of a configuration: what `torch.ops.dsv4.sparse_fmha_paged` takes.
 
@@ -251,6 +263,7 @@ def sparse_fmha_paged_runner_id(
         batch_invariant,
         compute,
         rope_dim,
+        q_eps,
     )
 
 

@@ -14,6 +14,7 @@ from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.paged_context import PagedArguments
 from dsv4.kernels.attention.paged_keys import PagedKeys
+from dsv4.kernels.attention.query_norm import query_norm
 from dsv4.kernels.attention.sm100.context import WorkTile
 from dsv4.kernels.attention.sm100.plan_1cta import KEYS
 from dsv4.kernels.attention.sm100.plan_paged import INFO_STAGES
@@ -31,7 +32,7 @@ class PagedParams(NamedTuple):
     keys: PagedKeys
     # `gather_steps` of the compressed pool and of the window's; none of FP8 entries.
     steps: tuple[tuple[Int64, Int64], ...]
-    q_factor: cute.Tensor  # [T, n_h] fp32, or [0, n_h]: 1
+    q_factor: cute.Tensor  # [T, n_h] fp32, or [0, n_h]: 1; or squares: see `PagedArguments`
     rope: cute.Tensor  # [positions, 64] fp32, or [0, 64]: none
     sink_logits: cute.Tensor
     lse: cute.Tensor
@@ -87,7 +88,11 @@ class PagedParams(NamedTuple):
         """Factor from scores of a head to logits in base 2."""
         scale = Float32(scale_log2)
         if work.token < self.q_factor.shape[0] and head < config.num_query_heads:
-            scale = self.q_factor[work.token, head] * scale_log2
+            norm = query_norm(config)
+            if cutlass.const_expr(norm is None):
+                scale = self.q_factor[work.token, head] * scale_log2
+            else:
+                scale = norm.of_thread(self.q_factor, work.token, head) * scale_log2
         return scale
 
 

@@ -6,7 +6,11 @@ from cutlass import cute
 
 from dsv4.kernels.attention.inverse_rope import rope_row, rotation
 from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
+from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.attention.query_norm import query_norm
 from dsv4.kernels.attention.sm90.paged_score import positive_scale
+from dsv4.kernels.attention.sm90.plan import SwapAbPlan
+from dsv4.kernels.attention.sm90.swap_ab_combine import SwapAbCombine
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
 from dsv4.kernels.attention.sm90.swap_ab_math import MathFragments, MathWarpgroup, TileMask
 from dsv4.kernels.attention.sm90.swap_ab_softmax import ReductionScratch, reduce_over_keys
@@ -20,6 +24,10 @@ class PagedMathWarpgroup(MathWarpgroup):
 
     is_paged = True
 
+    def __init__(self, config: PagedFmhaConfig, plan: SwapAbPlan, combine: SwapAbCombine):
+        super().__init__(config, plan, combine)
+        self.norm = query_norm(config)
+
     @cute.jit
     def _load_scales(self, ctx: SwapAbContext, f: MathFragments, index):
         head, _, token = ctx.tiling.coordinates(index)
@@ -29,10 +37,17 @@ class PagedMathWarpgroup(MathWarpgroup):
         for c, j in f.heads.columns():
             scale[c, j] = cutlass.Float32(self.scale_log2)
             if token < q_factor.shape[0]:
-                factor = self.scale_log2 * q_factor[token, head + 8 * j + f.lane % 4 * 2 + c]
+                own_head = head + 8 * j + f.lane % 4 * 2 + c
+                factor = self.scale_log2 * self._factor(q_factor, token, own_head, f.lane)
                 scale[c, j] = positive_scale(factor)
                 bit = cutlass.select_(factor < 0.0, cutlass.Int32(1 << 2 * j + c), cutlass.Int32(0))
                 f.heads.negative[0] |= bit
+
+    def _factor(self, q_factor: cute.Tensor, token, head, lane):
+        """Factor of a head, which eight lanes of every warp have."""
+        if self.norm is None:
+            return q_factor[token, head]
+        return self.norm.of_lanes(q_factor, token, head, lane // 4, 4)
 
     @cute.jit
     def _mask(

@@ -5,12 +5,16 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
+from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.attention.query_norm import query_norm
+from dsv4.kernels.attention.sm90.heads_m_combine import HeadsMCombine
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_epilogue import RowStatistics
 from dsv4.kernels.attention.sm90.heads_m_score import ScoreFragments, ScoreWarpgroup
 from dsv4.kernels.attention.sm90.heads_m_softmax import Rows
-from dsv4.kernels.attention.sm90.plan import HEADS
+from dsv4.kernels.attention.sm90.plan import HEADS, PagedHeadsMPlan
 from dsv4.kernels.attention.softmax import LN_2
+from dsv4.kernels.kit.epilogue import WARP_ROWS
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.reduce import quad_max, tree
 from dsv4.kernels.kit.wgmma import by_row
@@ -43,6 +47,10 @@ class PagedScoreWarpgroup(ScoreWarpgroup):
     statistics_type = PagedRowStatistics
     is_paged = True
 
+    def __init__(self, config: PagedFmhaConfig, plan: PagedHeadsMPlan, combine: HeadsMCombine):
+        super().__init__(config, plan, combine)
+        self.norm = query_norm(config)
+
     def _make_rows(self) -> Rows:
         return Rows.make()._replace(scale=cute.make_rmem_tensor(2, cutlass.Float32))
 
@@ -66,13 +74,34 @@ class PagedScoreWarpgroup(ScoreWarpgroup):
                 head = cutlass.select_(is_head, head, cutlass.Int32(0))
                 sink = ctx.operands.sink_logits.iterator.toint() + head * cutlass.Int64(4)
                 copy_word(start, sink, is_head, (SINKS * HEADS + 8 * r) * 4)
-                if has_factor:
+                if cutlass.const_expr(self.norm is not None):
+                    pass
+                elif has_factor:
                     factor = q_factor[coord.token, None].iterator.toint() + head * cutlass.Int64(4)
                     copy_word(start, factor, is_head, (FACTORS * HEADS + 8 * r) * 4)
                 else:
                     inputs[FACTORS, f.row + 8 * r] = cutlass.Float32(1.0)
                 inputs[LARGEST, f.row + 8 * r] = -cutlass.Float32.inf
         cute.arch.cp_async_commit_group()
+        if cutlass.const_expr(self.norm is not None):
+            self._norm_rows(ctx, f, coord)
+
+    @cute.jit
+    def _norm_rows(self, ctx: HeadsMContext, f: ScoreFragments, coord):
+        """Factors of the warp's rows, eight lanes each: keys and queries are on their way
+        meanwhile."""
+        squares, inputs = ctx.operands.q_factor, ctx.smem.row_inputs
+        first = f.thread // 32 * WARP_ROWS
+        for i in cutlass.range_constexpr(WARP_ROWS // 4):
+            row = first + 4 * i + f.lane // 8
+            # Rows of padding take the factor of the first head.
+            head = coord.head + row
+            head = cutlass.select_(head < self.num_query_heads, head, cutlass.Int32(0))
+            factor = cutlass.Float32(1.0)
+            if coord.token < squares.shape[0]:
+                factor = self.norm.of_lanes(squares, coord.token, head, f.lane % 8, 1)
+            if f.lane % 8 == 0:
+                inputs[FACTORS, row] = factor
 
     def _await_scales(self, ctx: HeadsMContext, f: ScoreFragments) -> None:
         cute.arch.cp_async_wait_group(0)

@@ -30,7 +30,7 @@ class Operands(NamedTuple):
     """Operands of a launch, beside the TMA descriptor."""
 
     keys: PagedKeys
-    q_factor: cute.Tensor  # [T, n_h] fp32, or [0, n_h]: 1
+    q_factor: cute.Tensor  # [T, n_h] fp32, or [0, n_h]: 1; or squares: see `PagedArguments`
     rope: cute.Tensor  # [positions, 64] fp32, or [0, 64]: none
     sink_logits: cute.Tensor
     o: cute.Tensor

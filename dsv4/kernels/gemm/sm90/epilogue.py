@@ -217,8 +217,8 @@ class Epilogue:
     def _apply_own(self, ctx: LinearContext, weight, dtype, values: cute.Tensor, block: Block):
         ys, heads = ctx.operands.ys, ctx.operands.heads[0]
         for i in cutlass.range_constexpr(len(self.own)):
-            if cutlass.const_expr(self.own[i] is not None and ys[i].element_type is dtype):
-                # Of one weight alone the index is static.
+            has_own = self.own[i] is not None and ys[i].element_type is dtype
+            if cutlass.const_expr(has_own):  # noqa: SIM102 static, then dynamic
                 if weight == i:
                     self.own[i].apply(heads, heads.squares[i], values, block, ys[i].shape[1])
 
