@@ -119,11 +119,13 @@ def rotate_heads_(
 
 
 def _group_squares(x: Tensor) -> Tensor:
-    """Sums of squares [..., d / 16] of x [..., d], added in the order of the kernels: lanes hold
-    channels that lie eight apart."""
+    """Sums of squares [..., d / 16] of x [..., d], added in the order of the kernels: halves."""
     missing = -x.shape[-1] % CHANNELS
     groups = F.pad(x.float().square(), (0, missing)).unflatten(-1, (-1, CHANNELS))
-    return tree_sum(groups[..., : CHANNELS // 2] + groups[..., CHANNELS // 2 :])
+    while groups.shape[-1] > 1:
+        half = groups.shape[-1] // 2
+        groups = groups[..., :half] + groups[..., half:]
+    return groups[..., 0]
 
 
 def norm_factor(squares: Tensor, head_dim: int, eps: float) -> Tensor:

@@ -40,7 +40,7 @@ def across_quads(operation, x: cutlass.Float32) -> cutlass.Float32:
     return x
 
 
-def spread_sums(terms, lane):
+def spread_sums(terms, lane, offsets=(16, 8, 4, 2, 1)):
     """Sums over the lanes of a warp of many terms, spread over the lanes.
 
     With n terms n shuffles rather than 5 n: at each step a lane keeps one half of its terms. The
@@ -48,15 +48,16 @@ def spread_sums(terms, lane):
 
     Args:
         terms: list of fp32, those of a lane.
+        offsets: of the lanes that are added, bit by bit from above; of all lanes of the warp.
 
     Returns:
-        The first sum's index of this lane, its sums, and how many neighbouring lanes have the same.
-        Indices past the terms are padding.
+        The first sum's index of this lane, its sums, and how many lanes have the same, those that
+        differ in the last bits. Indices past the terms are padding.
     """
     padded = 1 << (len(terms) - 1).bit_length()
     values = [*terms, *[cutlass.Float32(0.0)] * (padded - len(terms))]
     index, copies = cutlass.Int32(0), 1
-    for offset in (16, 8, 4, 2, 1):
+    for offset in offsets:
         if len(values) == 1:
             values = [values[0] + cute.arch.shuffle_sync_bfly(values[0], offset=offset)]
             copies *= 2

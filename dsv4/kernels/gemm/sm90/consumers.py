@@ -52,6 +52,7 @@ class Consumers:
         ahead = cute.make_rmem_tensor(self.scale_words, Float32)
         cursor, turn = ctx.pipes.ring.consumer(), Int32(0)
         index, last_token_tile, last_x_block = scheduler.index(0), Int32(-1), Int32(0)
+        loaded = self.epilogue.weights.make_loaded()
         if cutlass.const_expr(plan.is_quantized):
             # Scales of the weight, as the weight itself, are not what the launch before writes.
             self._load_scales(ctx, index, first_block, lane, ahead)
@@ -74,8 +75,12 @@ class Consumers:
                 if cutlass.const_expr(plan.group_rows > 0):
                     is_other |= x_block != last_x_block
                 if is_other:
+                    if cutlass.const_expr(loaded is not None):
+                        self.epilogue.weights.find_places(ctx, tile.token_tile, loaded)
                     self.activations.take(ctx, tile.token_tile, x_block)
                     last_token_tile, last_x_block = tile.token_tile, Int32(x_block)
+            if cutlass.const_expr(loaded is not None):
+                self.epilogue.weights.load_turns(ctx, tile, unit, loaded)
             self.epilogue.expect_parts(ctx)
             # ---- slices, added as a balanced tree: a subtree has one sum, wherever it is held ----
             for s in cutlass.range_constexpr(plan.own_slices):
@@ -92,7 +97,7 @@ class Consumers:
                     for i in cutlass.range_constexpr(cute.size(left)):
                         left[i] = left[i] + right[i]
             # ---- epilogue ----
-            self.epilogue.store(ctx, stack[0], tile, part, unit, turn, y_map)
+            self.epilogue.store(ctx, stack[0], tile, part, unit, turn, y_map, loaded)
             turn ^= 1
 
     @cute.jit

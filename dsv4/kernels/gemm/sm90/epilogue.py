@@ -13,7 +13,7 @@ from dsv4.kernels.gemm.sm90.context import (
     chosen,
     chosen_matrix,
 )
-from dsv4.kernels.gemm.sm90.head_rotation import Block, RotateHeads
+from dsv4.kernels.gemm.sm90.weight_epilogues import LoadedAhead, WeightEpilogues
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
 from dsv4.kernels.kit.tma import tma_store
 
@@ -43,12 +43,11 @@ def output_map(y: cute.Tensor, tokens: cutlass.Constexpr):
 
 class Epilogue:
     """Partial sums of warpgroups and CTAs meet in shared memory, each unit of 16 rows in the CTA
-    that owns it, and are added as the upper levels of the tree of slices. Whoever has the complete
-    sums of 16 rows and 8 tokens applies the weight's own epilogue to them."""
+    that owns it, and are added as the upper levels of the tree of slices."""
 
     def __init__(self, plan: LinearPlan):
         self.plan = plan
-        self.own = [config and RotateHeads(config) for config in plan.epilogues]
+        self.weights = WeightEpilogues(plan)
 
     def can_stage(self, dtype) -> bool:
         """Whether tiles of y pass through shared memory, in rows of a token."""
@@ -63,16 +62,27 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, part, unit, turn, y_map
-    ):
+        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, part, unit, turn, y_map,
+        loaded: LoadedAhead | None,
+    ):  # fmt: skip
         """Write a tile of y, of which `sums` is a part of a unit of rows."""
         plan = self.plan
         warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.lane_idx()
-        row, first_token = tile.row_tile * plan.rows, tile.token_tile * plan.tokens
         if cutlass.const_expr(plan.parts > 1):
             self._publish(ctx, sums, part, unit, lane, turn)
-            self._add_parts(ctx, tile.weight, row, first_token, warp, lane)
-        elif cutlass.const_expr(self.can_stage(ctx.operands.ys[0].element_type)):
+            self._add_parts(ctx, tile, warp, lane, loaded)
+        else:
+            if cutlass.const_expr(any(self.weights.own)):
+                block = self.weights.block(tile, unit, 0)
+                self.weights.apply(ctx, tile.weight, sums, block, loaded)
+            self._store_sums(ctx, sums, tile, unit, y_map)
+
+    @cute.jit
+    def _store_sums(self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, unit, y_map):
+        """Write a unit of rows of y."""
+        plan, lane = self.plan, cute.arch.lane_idx()
+        row, first_token = tile.row_tile * plan.rows, tile.token_tile * plan.tokens
+        if cutlass.const_expr(self.can_stage(ctx.operands.ys[0].element_type)):
             if ctx.operands.stores_by_tma:
                 self._store_staged(ctx, sums, row, first_token, y_map)
             else:
@@ -89,9 +99,7 @@ class Epilogue:
             if is_here:
                 for n in cutlass.range_constexpr(self.plan.column_groups):
                     values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
-                    block = Block(row, first_token + n * 8, lane)
-                    values = self._finish(ctx, weight, dtype, values, block)
-                    self._store_values(y, block, values)
+                    self._store_values(y, row + lane // 4, first_token + n * 8, lane, values)
 
     @cute.jit
     def _store_staged(self, ctx: LinearContext, sums: cute.Tensor, row, first_token, y_map):
@@ -106,16 +114,8 @@ class Epilogue:
         address = span.toint() + token * SPAN_BYTES + (vector ^ (lane % 8)) * VECTOR_BYTES
         for n in cutlass.range_constexpr(0, self.plan.column_groups, 2):
             values = cute.make_rmem_tensor(2 * LANE_VALUES, BFloat16)
-            finished = []
-            for half in cutlass.range_constexpr(2):
-                first = LANE_VALUES * (n + half)
-                sums_of = [sums[first + j] for j in range(LANE_VALUES)]
-                block = Block(
-                    row + group * M_TILE + warp * UNIT_ROWS, first_token + (n + half) * 8, lane
-                )
-                finished += self._finish(ctx, 0, BFloat16, sums_of, block)
             for i in cutlass.range_constexpr(2 * LANE_VALUES):
-                values[i] = finished[i].to(BFloat16)
+                values[i] = sums[LANE_VALUES * n + i].to(BFloat16)
             words = cute.recast_tensor(values, Int32)
             cute.arch.inline_ptx(
                 "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], "
@@ -177,9 +177,12 @@ class Epilogue:
         return ctx.smem.partials + cute.assume((index * WARP + lane) * LANE_VALUES, divby=4)
 
     @cute.jit
-    def _add_parts(self, ctx: LinearContext, weight, row, first_token, warp, lane):
+    def _add_parts(
+        self, ctx: LinearContext, tile: OutputTile, warp, lane, loaded: LoadedAhead | None
+    ):
         """Add the parts of the own units as a balanced tree, and store the sums."""
         plan = self.plan
+        row, first_token = tile.row_tile * plan.rows, tile.token_tile * plan.tokens
         groups = plan.own_units * plan.column_groups
         for i in cutlass.range(warp, groups, CONSUMER_WARPS, unroll=1):
             own, n = i // plan.column_groups, i % plan.column_groups
@@ -189,45 +192,26 @@ class Epilogue:
                 source = self._partial(ctx, p, own, n, lane)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(LANE_VALUES)), values)
                 parts.append([values[j] for j in range(LANE_VALUES)])
-            first_row = row + (ctx.rank * plan.own_units + own) * UNIT_ROWS
-            sums = balanced_sum(parts)
-            block = Block(first_row, first_token + n * 8, lane)
+            unit = ctx.rank * plan.own_units + own
+            first_row = row + unit * UNIT_ROWS + lane // 4
+            block = self.weights.block(tile, unit, n)
+            sums = self.weights.applied(ctx, tile.weight, balanced_sum(parts), block, loaded)
             ys = ctx.operands.ys
-            for dtype, is_here in outputs_by_dtype(ys, weight):
-                y = chosen_matrix(ys, weight, dtype)
+            for dtype, is_here in outputs_by_dtype(ys, tile.weight):
+                y = chosen_matrix(ys, tile.weight, dtype)
                 if is_here:
-                    self._store_values(y, block, self._finish(ctx, weight, dtype, sums, block))
+                    self._store_values(y, first_row, first_token + n * 8, lane, sums)
         if cutlass.const_expr(ctx.pipes.partials is not None):
             cute.arch.sync_warp()
             # Each CTA of the cluster may send its parts of the next tile.
             if lane < plan.tiling.cluster:
                 cute.arch.mbarrier_arrive(ctx.pipes.partials.empty, lane)
 
-    def _finish(self, ctx: LinearContext, weight, dtype, values: list, block: Block) -> list:
-        """Values of a lane after the weight's own epilogue."""
-        if not any(self.own):
-            return values
-        found = cute.make_rmem_tensor(LANE_VALUES, Float32)
-        for i in range(LANE_VALUES):
-            found[i] = values[i].to(dtype).to(Float32)
-        self._apply_own(ctx, weight, dtype, found, block)
-        return [found[i] for i in range(LANE_VALUES)]
-
     @cute.jit
-    def _apply_own(self, ctx: LinearContext, weight, dtype, values: cute.Tensor, block: Block):
-        ys, heads = ctx.operands.ys, ctx.operands.heads[0]
-        for i in cutlass.range_constexpr(len(self.own)):
-            has_own = self.own[i] is not None and ys[i].element_type is dtype
-            if cutlass.const_expr(has_own):  # noqa: SIM102 static, then dynamic
-                if weight == i:
-                    self.own[i].apply(heads, heads.squares[i], values, block, ys[i].shape[1])
-
-    @cute.jit
-    def _store_values(self, y: cute.Tensor, block: Block, values):
-        """Round and store columns 2 (lane % 4) + {0, 1} of rows lane / 4 + {0, 8}."""
-        row = block.row + block.lane // 4
+    def _store_values(self, y: cute.Tensor, row, first_token, lane, values):
+        """Round and store columns 2 (lane % 4) + {0, 1} of rows `row` + {0, 8}."""
         for c in cutlass.range_constexpr(2):
-            token = block.token + block.lane % 4 * 2 + c
+            token = first_token + lane % 4 * 2 + c
             if token < y.shape[0]:
                 for r in cutlass.range_constexpr(2):
                     if row + r * 8 < y.shape[1]:

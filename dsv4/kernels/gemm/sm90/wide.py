@@ -149,6 +149,7 @@ class WideConsumers:
         stack = [sum_fragment(plan) for _ in range(levels)]
         cursor, phase, turn = ctx.pipes.ring.consumer(), Int32(0), Int32(0)
         index = scheduler.index(0)
+        loaded = self.epilogue.weights.make_loaded()
         if cutlass.const_expr(plan.tiling.ctas > 1):
             cute.arch.cluster_wait()
         while scheduler.exists(index):
@@ -156,6 +157,8 @@ class WideConsumers:
             index += scheduler.clusters
             if cutlass.const_expr(plan.spilled_levels > 0):
                 self.epilogue.reclaim(group)
+            if cutlass.const_expr(loaded is not None):
+                self.epilogue.weights.find_places(ctx, tile.token_tile, loaded)
             self.epilogue.expect_parts(ctx)
             for s in cutlass.range_constexpr(plan.own_slices):
                 level, merges = plan.tree[s]
@@ -168,7 +171,7 @@ class WideConsumers:
                     self._merge(ctx, stack, merges[m], group)
                 if cutlass.const_expr(0 < level - len(merges) <= plan.spilled_levels):
                     self._spill(ctx, stack[-1], level - len(merges), group)
-            self.epilogue.store(ctx, stack[0], tile, ctx.rank, warp, turn, y_map)
+            self.epilogue.store(ctx, stack[0], tile, ctx.rank, warp, turn, y_map, loaded)
             turn ^= 1
         if cutlass.const_expr(self.epilogue.can_stage(ctx.operands.ys[0].element_type)):
             # Shared memory must outlive the reads of the stores.

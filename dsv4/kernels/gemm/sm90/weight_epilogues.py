@@ -1,0 +1,107 @@
+"""Epilogues that weights have of their own, each applied by the warp that has the complete sums of
+16 rows and some groups of 8 tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, UNIT_ROWS, LinearPlan
+from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile
+from dsv4.kernels.gemm.sm90.head_rotation import TURNS, WARP, Block, RotateHeads
+
+# Groups of tokens whose cosines and sines wait in registers while a tile is multiplied.
+MOST_GROUPS_AHEAD = 2
+
+
+class LoadedAhead(NamedTuple):
+    """What is known of a tile before its products."""
+
+    places: cute.Tensor  # rows of the table of rotations, of token 32 i + lane
+    turns: cute.Tensor | None  # cosines and sines of the warp's block, where they are loaded ahead
+
+
+class WeightEpilogues:
+    """Device functions of the weights of a kind, and what they load ahead."""
+
+    def __init__(self, plan: LinearPlan):
+        self.plan = plan
+        self.own = [config and RotateHeads(config) for config in plan.epilogues]
+        # A warp of a tile that is not summed in parts has one unit of rows and all tokens; else
+        # some units' groups of tokens, one after the other.
+        self.groups = plan.column_groups if plan.parts == 1 else 1
+        has_one_block = plan.parts == 1 or plan.own_units * plan.column_groups <= CONSUMER_WARPS
+        self.loads_ahead = has_one_block and self.groups <= MOST_GROUPS_AHEAD
+
+    def make_loaded(self) -> LoadedAhead | None:
+        """Registers of `find_places` and `load_turns`, where a weight has an epilogue."""
+        if not any(self.own):
+            return None
+        places = cute.make_rmem_tensor(-(-self.plan.tokens // WARP), Int32)
+        turns = None
+        if self.loads_ahead:
+            turns = cute.make_rmem_tensor(TURNS * self.groups, Float32)
+        return LoadedAhead(places, turns)
+
+    def find_places(self, ctx: LinearContext, token_tile, loaded: LoadedAhead) -> None:
+        """Ask for the rows of the table that a token tile is rotated by."""
+        rope, positions, _ = ctx.operands.heads[0]
+        first = token_tile * self.plan.tokens + cute.arch.lane_idx()
+        for i in range(cute.size(loaded.places)):
+            token = cutlass.min(first + i * WARP, Int32(positions.shape[0]) - 1)
+            place = cutlass.min(positions[token], Int32(rope.shape[0]) - 1)
+            loaded.places[i] = cutlass.max(place, Int32(0))
+
+    @cute.jit
+    def load_turns(self, ctx: LinearContext, tile: OutputTile, unit, loaded: LoadedAhead):
+        """Ask for what a warp's block of a tile is rotated by: otherwise the end of the tile waits
+        for it."""
+        if cutlass.const_expr(self.loads_ahead):
+            plan, group = self.plan, 0
+            if cutlass.const_expr(plan.parts > 1):
+                warp = cute.arch.thread_idx()[0] // WARP
+                unit, group = warp // plan.column_groups, warp % plan.column_groups
+                unit = ctx.rank * plan.own_units + unit
+            block = self.block(tile, unit, group)
+            for i in cutlass.range_constexpr(len(self.own)):
+                if cutlass.const_expr(self.own[i] is not None):  # noqa: SIM102 static, then dynamic
+                    if tile.weight == i:
+                        self.own[i].load_turns(
+                            ctx.operands.heads[0], loaded.places, block, loaded.turns
+                        )
+
+    def block(self, tile: OutputTile, unit, group) -> Block:
+        """A block of a tile, from a unit of rows and a group of tokens on."""
+        row = tile.row_tile * self.plan.rows + unit * UNIT_ROWS
+        return Block(row, tile.token_tile * self.plan.tokens, group, cute.arch.lane_idx())
+
+    @cute.jit
+    def apply(
+        self, ctx: LinearContext, weight, values: cute.Tensor, block: Block, loaded: LoadedAhead
+    ):
+        """Apply the epilogue of a weight, if it has one, to the sums of a block, in place."""
+        ys, heads = ctx.operands.ys, ctx.operands.heads[0]
+        for i in cutlass.range_constexpr(len(self.own)):
+            if cutlass.const_expr(self.own[i] is not None):  # noqa: SIM102 static, then dynamic
+                if weight == i:
+                    turns = loaded.turns
+                    if cutlass.const_expr(not self.loads_ahead):
+                        turns = cute.make_rmem_tensor(TURNS * self.groups, Float32)
+                        self.own[i].load_turns(heads, loaded.places, block, turns)
+                    for j in cutlass.range_constexpr(cute.size(values)):
+                        values[j] = values[j].to(ys[i].element_type).to(Float32)
+                    self.own[i].apply(heads.squares[i], values, turns, block, ys[i].shape[1])
+
+    def applied(
+        self, ctx: LinearContext, weight, values: list, block: Block, loaded: LoadedAhead | None
+    ) -> list:
+        """Four sums of a lane after the epilogue of their weight."""
+        if not any(self.own):
+            return values
+        found = cute.make_rmem_tensor(LANE_VALUES, Float32)
+        for i, value in enumerate(values):
+            found[i] = value
+        self.apply(ctx, weight, found, block, loaded)
+        return [found[i] for i in range(LANE_VALUES)]
