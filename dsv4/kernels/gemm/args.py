@@ -21,9 +21,9 @@ ARGS = (
     Out("out", "T M", "out_dtype"),
     Scratch("codes", "T K", "float8_e4m3fn", align=16),
     Scratch("code_scales", "T g", "float8_e8m0fnu"),
-    OptIn("rope", "R rope_dim", "float32"),
+    OptIn("rope", "R rope_dim", "float32", align=16),
     OptIn("positions", "T", "int32"),
-    OptOut("squares", "T H N", "float32"),
+    OptOut("squares", "T H N", "float32", align=16),
     Scalar("tiling"),
     Scalar("num_sms"),
 )

@@ -38,9 +38,9 @@ ARGS = (
     OptIn("x_scale", "T g", "float8_e8m0fnu"),
     Scratch("codes", "T K", "float8_e4m3fn", align=16),
     Scratch("code_scales", "T g", "float8_e8m0fnu"),
-    OptIn("rope", "R rope_dim", "float32"),
+    OptIn("rope", "R rope_dim", "float32", align=16),
     OptIn("positions", "T", "int32"),
-    *(OptOut(f"squares_{i}", f"T H{i} N{i}", "float32") for i in range(MOST_FP8)),
+    *(OptOut(f"squares_{i}", f"T H{i} N{i}", "float32", align=16) for i in range(MOST_FP8)),
     Scalar("tiling"),
     Scalar("num_sms"),
 )

@@ -264,8 +264,12 @@ class LinearPlan(RingPlan):
 
     @property
     def stages_output(self) -> bool:
-        """Whether tiles of a bf16 output pass through shared memory, in rows of a token."""
-        return self.tiling.is_wide and self.parts == 1 and not self.is_merged
+        """Whether tiles of a bf16 output pass through shared memory, in rows of a token: where an
+        epilogue works on them there, too."""
+        if self.parts > 1:
+            return False
+        is_plain_wide = self.tiling.is_wide and not self.is_merged
+        return is_plain_wide or (any(self.epilogues) and self.tokens >= MANY_TOKENS)
 
     @property
     def _spill_buffers(self) -> tuple[Buffer, ...]:

@@ -36,7 +36,7 @@ class Consumers:
         self.scale_words = -(-plan.ring_blocks // WARP)
 
     @cute.jit
-    def compute(self, ctx: LinearContext, warp, y_map):
+    def compute(self, ctx: LinearContext, warp, y_maps):
         """Every tile of the CTA: activations, slices, sum of the parts, output."""
         plan, scheduler = self.plan, ctx.scheduler
         lane = cute.arch.lane_idx()
@@ -76,7 +76,7 @@ class Consumers:
                     is_other |= x_block != last_x_block
                 if is_other:
                     if cutlass.const_expr(loaded is not None):
-                        self.epilogue.weights.find_places(ctx, tile.token_tile, loaded)
+                        self.epilogue.weights.load_positions(ctx, tile.token_tile, loaded)
                     self.activations.take(ctx, tile.token_tile, x_block)
                     last_token_tile, last_x_block = tile.token_tile, Int32(x_block)
             if cutlass.const_expr(loaded is not None):
@@ -97,8 +97,11 @@ class Consumers:
                     for i in cutlass.range_constexpr(cute.size(left)):
                         left[i] = left[i] + right[i]
             # ---- epilogue ----
-            self.epilogue.store(ctx, stack[0], tile, part, unit, turn, y_map, loaded)
+            self.epilogue.store(ctx, stack[0], tile, part, unit, turn, y_maps, loaded)
             turn ^= 1
+        if cutlass.const_expr(self.epilogue.can_stage(ctx.operands.ys)):
+            # Shared memory must outlive the reads of the stores.
+            self.epilogue.drain()
 
     @cute.jit
     def _sum_slice(

@@ -15,7 +15,7 @@ from dsv4.kernels.gemm.sm90.context import (
 )
 from dsv4.kernels.gemm.sm90.weight_epilogues import LoadedAhead, WeightEpilogues
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
-from dsv4.kernels.kit.tma import tma_store
+from dsv4.kernels.kit.tma import chosen_descriptor, tma_store
 
 WARP = 32
 WARPGROUP = 128
@@ -49,9 +49,13 @@ class Epilogue:
         self.plan = plan
         self.weights = WeightEpilogues(plan)
 
-    def can_stage(self, dtype) -> bool:
-        """Whether tiles of y pass through shared memory, in rows of a token."""
-        return self.plan.stages_output and dtype is BFloat16
+    def can_stage(self, ys: tuple[cute.Tensor, ...]) -> bool:
+        """Whether tiles of outputs pass through shared memory, in rows of a token."""
+        return self.plan.stages_output and all(y.element_type is BFloat16 for y in ys)
+
+    def output_maps(self, ys: tuple[cute.Tensor, ...]) -> tuple:
+        """TMA descriptor of each output that is staged; host code."""
+        return tuple(output_map(y, self.plan.tokens) for y in ys) if self.can_stage(ys) else ()
 
     @cute.jit
     def expect_parts(self, ctx: LinearContext):
@@ -62,7 +66,7 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, part, unit, turn, y_map,
+        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, part, unit, turn, y_maps,
         loaded: LoadedAhead | None,
     ):  # fmt: skip
         """Write a tile of y, of which `sums` is a part of a unit of rows."""
@@ -71,29 +75,25 @@ class Epilogue:
         if cutlass.const_expr(plan.parts > 1):
             self._publish(ctx, sums, part, unit, lane, turn)
             self._add_parts(ctx, tile, warp, lane, loaded)
-        else:
-            if cutlass.const_expr(any(self.weights.own)):
-                block = self.weights.block(tile, unit, 0)
-                self.weights.apply(ctx, tile.weight, sums, block, loaded)
-            self._store_sums(ctx, sums, tile, unit, y_map)
-
-    @cute.jit
-    def _store_sums(self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, unit, y_map):
-        """Write a unit of rows of y."""
-        plan, lane = self.plan, cute.arch.lane_idx()
-        row, first_token = tile.row_tile * plan.rows, tile.token_tile * plan.tokens
-        if cutlass.const_expr(self.can_stage(ctx.operands.ys[0].element_type)):
+        elif cutlass.const_expr(self.can_stage(ctx.operands.ys)):
             if ctx.operands.stores_by_tma:
-                self._store_staged(ctx, sums, row, first_token, y_map)
+                self._store_staged(ctx, sums, tile, y_maps, loaded)
             else:
-                self._store_unit(ctx, sums, tile.weight, row + unit * UNIT_ROWS, first_token, lane)
+                self._store_unit(ctx, sums, tile, unit, lane, loaded)
         else:
-            self._store_unit(ctx, sums, tile.weight, row + unit * UNIT_ROWS, first_token, lane)
+            self._store_unit(ctx, sums, tile, unit, lane, loaded)
 
     @cute.jit
-    def _store_unit(self, ctx: LinearContext, sums: cute.Tensor, weight, row, first_token, lane):
+    def _store_unit(
+        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, unit, lane,
+        loaded: LoadedAhead | None,
+    ):  # fmt: skip
         """Write a unit of rows of a warp, each element by itself."""
-        ys = ctx.operands.ys
+        ys, weight = ctx.operands.ys, tile.weight
+        row = tile.row_tile * self.plan.rows + unit * UNIT_ROWS
+        first_token = tile.token_tile * self.plan.tokens
+        if cutlass.const_expr(any(self.weights.own)):
+            self.weights.apply(ctx, weight, sums, self.weights.block(tile, unit, 0), loaded)
         for dtype, is_here in outputs_by_dtype(ys, weight):
             y = chosen_matrix(ys, weight, dtype)
             if is_here:
@@ -102,11 +102,15 @@ class Epilogue:
                     self._store_values(y, row + lane // 4, first_token + n * 8, lane, values)
 
     @cute.jit
-    def _store_staged(self, ctx: LinearContext, sums: cute.Tensor, row, first_token, y_map):
+    def _store_staged(
+        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, y_maps,
+        loaded: LoadedAhead | None,
+    ):  # fmt: skip
         """Write the rows of a warpgroup through shared memory, transposed on the way: full
         sectors of a token's y. Rows and tokens past the last one are out of bounds."""
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         group, warp = thread // WARPGROUP, thread % WARPGROUP // WARP
+        row, first_token = tile.row_tile * self.plan.rows, tile.token_tile * self.plan.tokens
         span = cute.recast_ptr(self.own_spills(ctx, group), dtype=BFloat16)
         self.reclaim(group)
         # Four 8 x 8 matrices at a time: two of rows, of two groups of columns.
@@ -122,9 +126,13 @@ class Epilogue:
                 "{{$r1}, {$r2}, {$r3}, {$r4}};",
                 read_only_args=[address + n * 8 * SPAN_BYTES, *(words[i] for i in range(4))],
             )
+        if cutlass.const_expr(any(self.weights.own)):
+            sync_group(group)
+            self.weights.apply_staged(ctx, span, tile, group, loaded)
         cute.arch.fence_view_async_shared()
         sync_group(group)
         if thread % WARPGROUP == 0:
+            y_map = chosen_descriptor(y_maps, tile.weight)
             tma_store(y_map, span, [row + group * M_TILE, first_token])
             cute.arch.cp_async_bulk_commit_group()
 

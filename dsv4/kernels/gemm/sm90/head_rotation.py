@@ -7,21 +7,26 @@ of a head's sum in the eight lanes of a column, and neither needs more than its 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from dsv4.kernels.gemm.epilogues import HeadRotation
 from dsv4.kernels.gemm.plan import LANE_VALUES, UNIT_ROWS
 from dsv4.kernels.gemm.sm90.context import chosen
+from dsv4.kernels.kit import quant
 from dsv4.kernels.kit.head_squares import CHANNELS
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
 from dsv4.kernels.kit.reduce import spread_sums
 from dsv4.kernels.kit.rms import NEAREST
+from dsv4.kernels.kit.swizzle import SPAN_BYTES, VECTOR_BYTES
+from dsv4.kernels.kit.vectors import address_of, vector_at
 
 assert CHANNELS == UNIT_ROWS
 PAIRS = ROPE_DIM // 2
+VECTOR = VECTOR_BYTES // 2  # channels
 TURNS = 4  # cosine and sine of a lane's two rows
 WARP = 32
 
@@ -53,6 +58,36 @@ class Block(NamedTuple):
         return self.lane % 4 * 2 + self.lane // 4 % 2
 
 
+@dataclass(frozen=True)
+class StagedShare:
+    """What a thread takes of a warpgroup's rows in shared memory."""
+
+    row: Int32  # first of 64
+    first_token: Int32  # of the token tile
+    thread: Int32  # of the warpgroup
+    threads: int  # of a token
+
+    @property
+    def token(self) -> Int32:
+        return self.thread // self.threads
+
+    @property
+    def vectors(self) -> int:
+        """Vectors of 8 channels."""
+        return ROPE_DIM // VECTOR // self.threads
+
+    @property
+    def first_vector(self) -> Int32:
+        return self.thread % self.threads * self.vectors
+
+    def vector(self, span: cute.Pointer, v: int) -> cute.Tensor:
+        """The four words of a vector."""
+        place = (self.first_vector + v) ^ (self.token % 8)
+        offset = (self.token * (SPAN_BYTES // VECTOR_BYTES) + place) * VECTOR
+        start = cute.recast_ptr(span + cute.assume(offset, divby=VECTOR), dtype=Uint32)
+        return cute.make_tensor(start, cute.make_layout(VECTOR // 2))
+
+
 class RotateHeads:
     """The device functions of a weight's epilogue."""
 
@@ -65,18 +100,19 @@ class RotateHeads:
 
     @cute.jit
     def load_turns(
-        self, operands: HeadOperands, places: cute.Tensor, block: Block, turns: cute.Tensor
+        self, operands: HeadOperands, positions: cute.Tensor, block: Block, turns: cute.Tensor
     ):
         """Cosines and sines of the pairs that a lane rotates, [row, cosine or sine, group], where a
         block is rotated.
 
         Args:
-            places: rows of the table, of token 32 i + lane of the token tile.
+            positions: of token 32 i + lane of the token tile.
         """
         channel = self.rotated_channel(block.row)
         if channel >= 0:
             for n in cutlass.range_constexpr(cute.size(turns) // TURNS):
-                place = _place(places, (block.group + n) * 8, block.own_token)
+                position = position_of(positions, (block.group + n) * 8, block.own_token)
+                place = table_row(operands.rope, position)
                 for r in cutlass.range_constexpr(2):
                     pair = (channel + 8 * r + block.lane // 4) // 2
                     turns[TURNS * n + 2 * r] = operands.rope[place, pair]
@@ -107,8 +143,7 @@ class RotateHeads:
         for n in cutlass.range_constexpr(cute.size(values) // LANE_VALUES):
             for c in cutlass.range_constexpr(2):
                 low, high = values[LANE_VALUES * n + c], values[LANE_VALUES * n + 2 + c]
-                # Squares of bf16 are exact; of fp32 it is said which one is rounded.
-                terms.append(cute.math.fma(high, high, _product(low, low)))
+                terms.append(_square_sum(low, high))
         first, sums, copies = spread_sums(terms, lane, (16, 8, 4))
         head, part = block.row // self.head_dim, block.row % self.head_dim // CHANNELS
         if block.row < rows and lane // 4 % copies == 0:
@@ -118,6 +153,59 @@ class RotateHeads:
                 token += term // 2 * 8 + lane % 4 * 2 + term % 2
                 if token < squares.shape[0]:
                     squares[token, head, part] = sums[i]
+
+    @cute.jit
+    def apply_staged(
+        self, operands: HeadOperands, squares: cute.Tensor, span: cute.Pointer, share: StagedShare,
+        position, y: cute.Tensor,
+    ):  # fmt: skip
+        """The same to a thread's channels of a token in shared memory.
+
+        Args:
+            span: bf16 [token, 64 rows], vectors swizzled.
+            position: of the token.
+            y: the output, whose sizes say what there is.
+        """
+        token, count = share.first_token + share.token, share.vectors
+        if token < y.shape[0] and share.row < y.shape[1]:
+            words = cute.make_rmem_tensor((VECTOR // 2, count), Uint32)
+            for v in cutlass.range_constexpr(count):
+                cute.autovec_copy(share.vector(span, v), words[None, v])
+            self._add_staged_squares(squares, words, share, token)
+            if share.row % self.head_dim == self.head_dim - ROPE_DIM:
+                place = table_row(operands.rope, position)
+                for v in cutlass.range_constexpr(count):
+                    self._turn_vector(operands.rope, words[None, v], place, share.first_vector + v)
+                    cute.autovec_copy(words[None, v], share.vector(span, v))
+
+    @cute.jit
+    def _add_staged_squares(self, squares: cute.Tensor, words: cute.Tensor, share, token):
+        """Sums of a thread's channels, in the order of `_add_squares`: halves of 16."""
+        count = share.vectors * VECTOR // CHANNELS
+        sums = cute.make_rmem_tensor(count, Float32)
+        for i in cutlass.range_constexpr(count):
+            sums[i] = _sum_of_squares([words[w, 2 * i + v] for v in range(2) for w in range(4)])
+        head, channel = share.row // self.head_dim, share.row % self.head_dim
+        part = (channel + share.first_vector * VECTOR) // CHANNELS
+        if token < squares.shape[0]:
+            offset = Int64(token) * squares.stride[0] + head * squares.stride[1] + part
+            target = vector_at(address_of(squares, offset), Float32, 0, count)
+            cute.autovec_copy(sums, target)
+
+    def _turn_vector(self, rope: cute.Tensor, words: cute.Tensor, place, vector) -> None:
+        """Turn the four pairs of a vector of 8 channels."""
+        turns = []
+        for part in (0, PAIRS):
+            found = cute.make_rmem_tensor(VECTOR // 2, Float32)
+            offset = Int64(place) * rope.stride[0] + part + vector * (VECTOR // 2)
+            cute.autovec_copy(vector_at(address_of(rope, offset), Float32, 0, VECTOR // 2), found)
+            turns.append(found)
+        for i in range(VECTOR // 2):
+            even, odd = quant.unpack_bf16(words[i])
+            cos, sin = turns[0][i], turns[1][i]
+            words[i] = quant.pack_bf16(
+                _product(even, cos) - _product(odd, sin), _product(even, sin) + _product(odd, cos)
+            )
 
     def _rotate(self, values: cute.Tensor, turns: cute.Tensor, block: Block, n: int, r: int):
         """Turn the pairs of a row of two tokens. A lane turns those of one, and the lane four away,
@@ -138,11 +226,33 @@ class RotateHeads:
         values[i + 1], values[i] = _swap(is_odd, own, other)
 
 
-def _place(places: cute.Tensor, first: Int32 | int, token) -> Int32:
-    """Row of the table of a token of the eight from `first` on."""
-    words = [places[i] for i in range(cute.size(places))]
+def _sum_of_squares(pairs: list) -> Float32:
+    """Of the channels of a part, as pairs of bf16: added in halves, as lanes add theirs."""
+    values = [value for pair in pairs for value in quant.unpack_bf16(pair)]
+    half = len(values) // 2
+    terms = [_square_sum(a, b) for a, b in zip(values[:half], values[half:])]
+    while len(terms) > 1:
+        half = len(terms) // 2
+        terms = [a + b for a, b in zip(terms[:half], terms[half:])]
+    return terms[0]
+
+
+def _square_sum(low: Float32, high: Float32) -> Float32:
+    """Of channels 8 apart. Squares of bf16 are exact; of fp32 it is said which one is rounded."""
+    return cute.math.fma(high, high, _product(low, low))
+
+
+def position_of(positions: cute.Tensor, first: Int32 | int, token) -> Int32:
+    """That of a token `token` behind the `first`, of positions of token 32 i + lane; lanes agree on
+    the 32."""
+    words = [positions[i] for i in range(cute.size(positions))]
     word = words[first // WARP] if isinstance(first, int) else chosen(words, first // WARP)
     return cute.arch.shuffle_sync(word, first % WARP + token)
+
+
+def table_row(rope: cute.Tensor, position: Int32) -> Int32:
+    """Row of a position, clamped."""
+    return cutlass.max(cutlass.min(position, Int32(rope.shape[0]) - 1), Int32(0))
 
 
 def _swap(condition, a: Float32, b: Float32) -> tuple[Float32, Float32]:

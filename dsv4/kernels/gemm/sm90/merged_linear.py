@@ -18,7 +18,7 @@ from dsv4.kernels.gemm.merged_config import MergedLinearConfig
 from dsv4.kernels.gemm.merged_plan import tilings
 from dsv4.kernels.gemm.quantize import QuantizeRows
 from dsv4.kernels.gemm.sm90.context import Operands
-from dsv4.kernels.gemm.sm90.fp8_linear import as_bytes
+from dsv4.kernels.gemm.sm90.fp8_linear import as_bytes, is_aligned
 from dsv4.kernels.gemm.sm90.head_rotation import HeadOperands
 from dsv4.kernels.gemm.sm90.streaming import Factors, StreamingLinear
 from dsv4.kernels.kit.args import compile_kernel
@@ -117,12 +117,16 @@ class MergedLinearSm90:
 
     @cute.jit
     def _launch(self, i: cutlass.Constexpr, codes, code_scales, x, products, stream, num_sms):
-        never = Boolean(False)
+        never = stores_by_tma = Boolean(False)
         factors = {}
         weights, scales, ys = zip(*products.fp8)
+        if cutlass.const_expr(products.heads):
+            stores_by_tma = is_aligned(ys[0])
+            for y in ys[1:]:
+                stores_by_tma = stores_by_tma & is_aligned(y)
         x_scale = as_bytes(code_scales)
         scales = tuple(as_bytes(scale) for scale in scales)
-        operands = Operands(scales, x, x_scale, ys, never, products.heads)
+        operands = Operands(scales, x, x_scale, ys, stores_by_tma, products.heads)
         factors[Kind.FP8] = Factors(weights, codes, operands)
         if cutlass.const_expr(self.config.plain):
             weights, ys = zip(*products.plain)

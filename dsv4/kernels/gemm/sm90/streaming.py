@@ -46,7 +46,6 @@ from dsv4.kernels.gemm.sm90.context import (
     TileScheduler,
     allocate,
 )
-from dsv4.kernels.gemm.sm90.epilogue import output_map
 from dsv4.kernels.gemm.sm90.load_warp import LoadWarp
 from dsv4.kernels.gemm.sm90.wide import ScaleWarp, WideConsumers, WideLoadWarp
 from dsv4.kernels.kit import mbarrier, pdl
@@ -108,10 +107,10 @@ class LinearBody:
 
         Args:
             start: of the CTA's shared memory.
-            maps: descriptors of the weights, of streamed activations, of a y stored by TMA.
+            maps: descriptors of the weights, of streamed activations, of outputs stored by TMA.
             cluster: index among those of the kind.
         """
-        weight_maps, x_map, y_map = maps
+        weight_maps, x_map, y_maps = maps
         plan, tiling, size = self.plan, self.plan.tiling, self.plan.tiling.ctas
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
@@ -148,7 +147,7 @@ class LinearBody:
         else:
             if cutlass.const_expr(tiling.is_wide):
                 cute.arch.setmaxregister_increase(plan.registers["consumers"])
-            self.consumers.compute(ctx, warp, y_map)
+            self.consumers.compute(ctx, warp, y_maps)
         if cutlass.const_expr(size > 1):
             # No CTA may end while another one's rows or arrivals are on their way to it.
             cute.arch.cluster_arrive()
@@ -213,12 +212,11 @@ class StreamingLinear:
         maps, operands, tiles = [], [], []
         for body, factor in zip(self.bodies, factors):
             weight_maps = tuple(body.block_map(weight, plan.rows) for weight in factor.weights)
-            x_map = y_map = weight_maps[0]
+            x_map = weight_maps[0]
             if cutlass.const_expr(body.plan.has_streamed_x):
                 x_map = body.block_map(factor.x, plan.columns // tiling.sharing)
-            if cutlass.const_expr(body.epilogue.can_stage(factor.operands.ys[0].element_type)):
-                y_map = output_map(factor.operands.ys[0], plan.tokens)
-            maps.append((weight_maps, x_map, y_map))
+            y_maps = body.epilogue.output_maps(factor.operands.ys)
+            maps.append((weight_maps, x_map, y_maps))
             operands.append(factor.operands)
             tiles.append(body.tiles(factor.operands.ys))
         resident = num_sms * tiling.ctas_per_sm // tiling.ctas

@@ -8,9 +8,18 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, UNIT_ROWS, LinearPlan
+from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, M_TILE, UNIT_ROWS, LinearPlan
 from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile
-from dsv4.kernels.gemm.sm90.head_rotation import TURNS, WARP, Block, RotateHeads
+from dsv4.kernels.gemm.sm90.head_rotation import (
+    TURNS,
+    WARP,
+    Block,
+    RotateHeads,
+    StagedShare,
+    position_of,
+)
+
+WARPGROUP = 128
 
 # Groups of tokens whose cosines and sines wait in registers while a tile is multiplied.
 MOST_GROUPS_AHEAD = 2
@@ -19,7 +28,7 @@ MOST_GROUPS_AHEAD = 2
 class LoadedAhead(NamedTuple):
     """What is known of a tile before its products."""
 
-    places: cute.Tensor  # rows of the table of rotations, of token 32 i + lane
+    positions: cute.Tensor  # of token 32 i + lane of the token tile
     turns: cute.Tensor | None  # cosines and sines of the warp's block, where they are loaded ahead
 
 
@@ -36,23 +45,22 @@ class WeightEpilogues:
         self.loads_ahead = has_one_block and self.groups <= MOST_GROUPS_AHEAD
 
     def make_loaded(self) -> LoadedAhead | None:
-        """Registers of `find_places` and `load_turns`, where a weight has an epilogue."""
+        """Registers of `load_positions` and `load_turns`, where a weight has an epilogue."""
         if not any(self.own):
             return None
-        places = cute.make_rmem_tensor(-(-self.plan.tokens // WARP), Int32)
+        positions = cute.make_rmem_tensor(-(-self.plan.tokens // WARP), Int32)
         turns = None
         if self.loads_ahead:
             turns = cute.make_rmem_tensor(TURNS * self.groups, Float32)
-        return LoadedAhead(places, turns)
+        return LoadedAhead(positions, turns)
 
-    def find_places(self, ctx: LinearContext, token_tile, loaded: LoadedAhead) -> None:
-        """Ask for the rows of the table that a token tile is rotated by."""
-        rope, positions, _ = ctx.operands.heads[0]
+    def load_positions(self, ctx: LinearContext, token_tile, loaded: LoadedAhead) -> None:
+        """Ask for the positions of a token tile."""
+        positions = ctx.operands.heads[0].positions
         first = token_tile * self.plan.tokens + cute.arch.lane_idx()
-        for i in range(cute.size(loaded.places)):
+        for i in range(cute.size(loaded.positions)):
             token = cutlass.min(first + i * WARP, Int32(positions.shape[0]) - 1)
-            place = cutlass.min(positions[token], Int32(rope.shape[0]) - 1)
-            loaded.places[i] = cutlass.max(place, Int32(0))
+            loaded.positions[i] = positions[token]
 
     @cute.jit
     def load_turns(self, ctx: LinearContext, tile: OutputTile, unit, loaded: LoadedAhead):
@@ -69,7 +77,7 @@ class WeightEpilogues:
                 if cutlass.const_expr(self.own[i] is not None):  # noqa: SIM102 static, then dynamic
                     if tile.weight == i:
                         self.own[i].load_turns(
-                            ctx.operands.heads[0], loaded.places, block, loaded.turns
+                            ctx.operands.heads[0], loaded.positions, block, loaded.turns
                         )
 
     def block(self, tile: OutputTile, unit, group) -> Block:
@@ -89,10 +97,27 @@ class WeightEpilogues:
                     turns = loaded.turns
                     if cutlass.const_expr(not self.loads_ahead):
                         turns = cute.make_rmem_tensor(TURNS * self.groups, Float32)
-                        self.own[i].load_turns(heads, loaded.places, block, turns)
+                        self.own[i].load_turns(heads, loaded.positions, block, turns)
                     for j in cutlass.range_constexpr(cute.size(values)):
                         values[j] = values[j].to(ys[i].element_type).to(Float32)
                     self.own[i].apply(heads.squares[i], values, turns, block, ys[i].shape[1])
+
+    @cute.jit
+    def apply_staged(
+        self, ctx: LinearContext, span: cute.Pointer, tile: OutputTile, group, loaded: LoadedAhead
+    ):
+        """Apply the epilogue of a weight, if it has one, to the 64 rows of a warpgroup in shared
+        memory, [token, row] as TMA stores them; a thread takes a token, or a part of one."""
+        plan, heads = self.plan, ctx.operands.heads[0]
+        row = tile.row_tile * plan.rows + group * M_TILE
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        share = StagedShare(row, tile.token_tile * plan.tokens, thread, WARPGROUP // plan.tokens)
+        position = position_of(loaded.positions, share.token, Int32(0))
+        for i in cutlass.range_constexpr(len(self.own)):
+            if cutlass.const_expr(self.own[i] is not None):  # noqa: SIM102 static, then dynamic
+                if tile.weight == i:
+                    y = ctx.operands.ys[i]
+                    self.own[i].apply_staged(heads, heads.squares[i], span, share, position, y)
 
     def applied(
         self, ctx: LinearContext, weight, values: list, block: Block, loaded: LoadedAhead | None

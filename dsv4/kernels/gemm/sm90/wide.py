@@ -139,7 +139,7 @@ class WideConsumers:
         self.epilogue = Epilogue(plan)
 
     @cute.jit
-    def compute(self, ctx: LinearContext, warp, y_map):
+    def compute(self, ctx: LinearContext, warp, y_maps):
         """Every tile of the CTA: slices, sum of the parts, output."""
         plan, scheduler = self.plan, ctx.scheduler
         group, lane = warp // WARPGROUP_WARPS, cute.arch.lane_idx()
@@ -158,7 +158,7 @@ class WideConsumers:
             if cutlass.const_expr(plan.spilled_levels > 0):
                 self.epilogue.reclaim(group)
             if cutlass.const_expr(loaded is not None):
-                self.epilogue.weights.find_places(ctx, tile.token_tile, loaded)
+                self.epilogue.weights.load_positions(ctx, tile.token_tile, loaded)
             self.epilogue.expect_parts(ctx)
             for s in cutlass.range_constexpr(plan.own_slices):
                 level, merges = plan.tree[s]
@@ -171,9 +171,9 @@ class WideConsumers:
                     self._merge(ctx, stack, merges[m], group)
                 if cutlass.const_expr(0 < level - len(merges) <= plan.spilled_levels):
                     self._spill(ctx, stack[-1], level - len(merges), group)
-            self.epilogue.store(ctx, stack[0], tile, ctx.rank, warp, turn, y_map, loaded)
+            self.epilogue.store(ctx, stack[0], tile, ctx.rank, warp, turn, y_maps, loaded)
             turn ^= 1
-        if cutlass.const_expr(self.epilogue.can_stage(ctx.operands.ys[0].element_type)):
+        if cutlass.const_expr(self.epilogue.can_stage(ctx.operands.ys)):
             # Shared memory must outlive the reads of the stores.
             self.epilogue.drain()
 
