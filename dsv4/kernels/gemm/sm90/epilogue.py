@@ -112,6 +112,9 @@ class Epilogue:
         group, warp = thread // WARPGROUP, thread % WARPGROUP // WARP
         row, first_token = tile.row_tile * self.plan.rows, tile.token_tile * self.plan.tokens
         span = cute.recast_ptr(self.own_spills(ctx, group), dtype=BFloat16)
+        if cutlass.const_expr(any(self.weights.own)):
+            share = self.weights.staged_share(tile, group)
+            turns = self.weights.load_staged_turns(ctx, tile, share, loaded)
         self.reclaim(group)
         # Four 8 x 8 matrices at a time: two of rows, of two groups of columns.
         token, vector = lane // 16 * 8 + lane % 8, 2 * warp + lane // 8 % 2
@@ -128,7 +131,7 @@ class Epilogue:
             )
         if cutlass.const_expr(any(self.weights.own)):
             sync_group(group)
-            self.weights.apply_staged(ctx, span, tile, group, loaded)
+            self.weights.apply_staged(ctx, tile, share, span, turns)
         cute.arch.fence_view_async_shared()
         sync_group(group)
         if thread % WARPGROUP == 0:

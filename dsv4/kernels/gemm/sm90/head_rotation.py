@@ -154,16 +154,36 @@ class RotateHeads:
                 if token < squares.shape[0]:
                     squares[token, head, part] = sums[i]
 
+    def is_rotated(self, share: StagedShare):
+        """Whether the 64 rows are those that are rotated."""
+        return share.row % self.head_dim == self.head_dim - ROPE_DIM
+
+    @cute.jit
+    def load_staged_turns(
+        self, operands: HeadOperands, share: StagedShare, position, turns: cute.Tensor
+    ):
+        """Cosines and sines of a thread's channels, [cosine or sine, vector, pair], where they are
+        rotated."""
+        if self.is_rotated(share):
+            rope = operands.rope
+            row = Int64(table_row(rope, position)) * rope.stride[0]
+            pairs = share.vectors * (VECTOR // 2)
+            for part in cutlass.range_constexpr(2):
+                first = row + part * PAIRS + share.first_vector * (VECTOR // 2)
+                source = vector_at(address_of(rope, first), Float32, 0, pairs)
+                target = cute.make_tensor(turns.iterator + part * pairs, cute.make_layout(pairs))
+                cute.autovec_copy(source, target)
+
     @cute.jit
     def apply_staged(
-        self, operands: HeadOperands, squares: cute.Tensor, span: cute.Pointer, share: StagedShare,
-        position, y: cute.Tensor,
+        self, squares: cute.Tensor, span: cute.Pointer, share: StagedShare, turns: cute.Tensor,
+        y: cute.Tensor,
     ):  # fmt: skip
-        """The same to a thread's channels of a token in shared memory.
+        """The same as `apply`, to a thread's channels of a token in shared memory.
 
         Args:
             span: bf16 [token, 64 rows], vectors swizzled.
-            position: of the token.
+            turns: of `load_staged_turns`.
             y: the output, whose sizes say what there is.
         """
         token, count = share.first_token + share.token, share.vectors
@@ -172,10 +192,12 @@ class RotateHeads:
             for v in cutlass.range_constexpr(count):
                 cute.autovec_copy(share.vector(span, v), words[None, v])
             self._add_staged_squares(squares, words, share, token)
-            if share.row % self.head_dim == self.head_dim - ROPE_DIM:
-                place = table_row(operands.rope, position)
+            if self.is_rotated(share):
                 for v in cutlass.range_constexpr(count):
-                    self._turn_vector(operands.rope, words[None, v], place, share.first_vector + v)
+                    for i in cutlass.range_constexpr(VECTOR // 2):
+                        pair = v * (VECTOR // 2) + i
+                        cos, sin = turns[pair], turns[count * (VECTOR // 2) + pair]
+                        words[i, v] = _turned(words[i, v], cos, sin)
                     cute.autovec_copy(words[None, v], share.vector(span, v))
 
     @cute.jit
@@ -191,21 +213,6 @@ class RotateHeads:
             offset = Int64(token) * squares.stride[0] + head * squares.stride[1] + part
             target = vector_at(address_of(squares, offset), Float32, 0, count)
             cute.autovec_copy(sums, target)
-
-    def _turn_vector(self, rope: cute.Tensor, words: cute.Tensor, place, vector) -> None:
-        """Turn the four pairs of a vector of 8 channels."""
-        turns = []
-        for part in (0, PAIRS):
-            found = cute.make_rmem_tensor(VECTOR // 2, Float32)
-            offset = Int64(place) * rope.stride[0] + part + vector * (VECTOR // 2)
-            cute.autovec_copy(vector_at(address_of(rope, offset), Float32, 0, VECTOR // 2), found)
-            turns.append(found)
-        for i in range(VECTOR // 2):
-            even, odd = quant.unpack_bf16(words[i])
-            cos, sin = turns[0][i], turns[1][i]
-            words[i] = quant.pack_bf16(
-                _product(even, cos) - _product(odd, sin), _product(even, sin) + _product(odd, cos)
-            )
 
     def _rotate(self, values: cute.Tensor, turns: cute.Tensor, block: Block, n: int, r: int):
         """Turn the pairs of a row of two tokens. A lane turns those of one, and the lane four away,
@@ -240,6 +247,14 @@ def _sum_of_squares(pairs: list) -> Float32:
 def _square_sum(low: Float32, high: Float32) -> Float32:
     """Of channels 8 apart. Squares of bf16 are exact; of fp32 it is said which one is rounded."""
     return cute.math.fma(high, high, _product(low, low))
+
+
+def _turned(pair: Uint32, cos: Float32, sin: Float32) -> Uint32:
+    """A pair of bf16, turned."""
+    even, odd = quant.unpack_bf16(pair)
+    return quant.pack_bf16(
+        _product(even, cos) - _product(odd, sin), _product(even, sin) + _product(odd, cos)
+    )
 
 
 def position_of(positions: cute.Tensor, first: Int32 | int, token) -> Int32:

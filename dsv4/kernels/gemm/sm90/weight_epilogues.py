@@ -102,22 +102,38 @@ class WeightEpilogues:
                         values[j] = values[j].to(ys[i].element_type).to(Float32)
                     self.own[i].apply(heads.squares[i], values, turns, block, ys[i].shape[1])
 
-    @cute.jit
-    def apply_staged(
-        self, ctx: LinearContext, span: cute.Pointer, tile: OutputTile, group, loaded: LoadedAhead
-    ):
-        """Apply the epilogue of a weight, if it has one, to the 64 rows of a warpgroup in shared
-        memory, [token, row] as TMA stores them; a thread takes a token, or a part of one."""
-        plan, heads = self.plan, ctx.operands.heads[0]
+    def staged_share(self, tile: OutputTile, group) -> StagedShare:
+        """What this thread takes of the 64 rows of a warpgroup in shared memory."""
+        plan = self.plan
         row = tile.row_tile * plan.rows + group * M_TILE
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        share = StagedShare(row, tile.token_tile * plan.tokens, thread, WARPGROUP // plan.tokens)
+        return StagedShare(row, tile.token_tile * plan.tokens, thread, WARPGROUP // plan.tokens)
+
+    @cute.jit
+    def load_staged_turns(
+        self, ctx: LinearContext, tile: OutputTile, share: StagedShare, loaded: LoadedAhead
+    ):
+        """What a thread's share is rotated by, in registers: on its way while sums are staged."""
+        turns = cute.make_rmem_tensor(2 * share.vectors * 4, Float32)
         position = position_of(loaded.positions, share.token, Int32(0))
         for i in cutlass.range_constexpr(len(self.own)):
             if cutlass.const_expr(self.own[i] is not None):  # noqa: SIM102 static, then dynamic
                 if tile.weight == i:
-                    y = ctx.operands.ys[i]
-                    self.own[i].apply_staged(heads, heads.squares[i], span, share, position, y)
+                    self.own[i].load_staged_turns(ctx.operands.heads[0], share, position, turns)
+        return turns
+
+    @cute.jit
+    def apply_staged(
+        self, ctx: LinearContext, tile: OutputTile, share: StagedShare, span: cute.Pointer,
+        turns: cute.Tensor,
+    ):  # fmt: skip
+        """Apply the epilogue of a weight, if it has one, to rows in shared memory, [token, row] as
+        TMA stores them; a thread takes a token, or a part of one."""
+        ys, squares = ctx.operands.ys, ctx.operands.heads[0].squares
+        for i in cutlass.range_constexpr(len(self.own)):
+            if cutlass.const_expr(self.own[i] is not None):  # noqa: SIM102 static, then dynamic
+                if tile.weight == i:
+                    self.own[i].apply_staged(squares[i], span, share, turns, ys[i])
 
     def applied(
         self, ctx: LinearContext, weight, values: list, block: Block, loaded: LoadedAhead | None
