@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from dsv4.kernels.gemm.config import Fp8LinearConfig
+from dsv4.kernels.gemm.merged_config import MergedLinearConfig, weights_text
 from dsv4.ops.head_rotation import HeadRotation, head_squares
+from dsv4.ops.runtime.backend import Device
 from dsv4.testing import fp8_linear as fp8
+from dsv4.testing import merged_linear as merged
+from dsv4.testing.harness import Call
 
 TABLE_ROWS = 100
 
@@ -48,9 +53,14 @@ def make_rotation(
 
 @dataclass(frozen=True)
 class Inputs(fp8.Inputs):
-    """Inputs of an `fp8_linear` with the epilogue."""
+    """Inputs of an `fp8_linear` with the epilogue.
+
+    Attributes:
+        gap: elements between the rows of y, where that is to be none that TMA can write.
+    """
 
     rotation: Rotation | None = None
+    gap: int = 0
 
     @classmethod
     def make_heads(
@@ -62,7 +72,7 @@ class Inputs(fp8.Inputs):
     @property
     def plain(self) -> fp8.Inputs:
         """The same without the epilogue."""
-        own = {name: value for name, value in vars(self).items() if name != "rotation"}
+        own = {field.name: getattr(self, field.name) for field in fields(fp8.Inputs)}
         return fp8.Inputs(**own)
 
     def first(self, tokens: int) -> Inputs:
@@ -77,11 +87,49 @@ class Inputs(fp8.Inputs):
         rotation = self.rotation
         return {**super().arguments, "rope": rotation.rope, "positions": rotation.positions}
 
-    def call(self, device, given=None, **scalars):
-        squares = torch.full_like(self.rotation.squares, torch.nan)
-        return super().call(device, {"squares": squares, **(given or {})}, **scalars)
+    @property
+    def padding(self) -> int:
+        return self.gap or super().padding
+
+    def call(self, device: Device, given: Mapping[str, Tensor] | None = None, **scalars) -> Call:
+        given = {"squares": self.rotation.first(self.case.tokens).squares, **(given or {})}
+        return super().call(device, given, **scalars)
 
     def applied(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """What the torch implementation makes of y, which has no epilogue; and the squares."""
         epilogue = self.rotation.first(len(y)).epilogue
         return epilogue.apply_(y.clone()), epilogue.squares
+
+
+@dataclass(frozen=True)
+class MergedInputs(merged.Inputs):
+    """Inputs of a `merged_linear` whose first weight has the epilogue."""
+
+    rotation: Rotation | None = None
+
+    @classmethod
+    def make_heads(
+        cls, case: merged.Case, head_dim: int, seed: int, device: torch.device | str = "cpu"
+    ) -> MergedInputs:
+        made = merged.Inputs.make(case, seed, device)
+        return cls(**vars(made), rotation=make_rotation(case.linears[0], head_dim, seed, device))
+
+    @property
+    def config(self) -> MergedLinearConfig:
+        first, *others = self.case.config.parsed
+        first = replace(first, epilogue=self.rotation.epilogue.config)
+        return replace(self.case.config, weights=weights_text([first, *others]))
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        rotation = self.rotation
+        return {**super().arguments, "rope": rotation.rope, "positions": rotation.positions}
+
+    @property
+    def heads(self) -> Inputs:
+        """The first weight alone."""
+        return Inputs(**vars(self.linears[0]), rotation=self.rotation)
+
+    def call(self, device: Device, given: Mapping[str, Tensor] | None = None, **scalars) -> Call:
+        given = {"squares_0": self.rotation.first(self.case.tokens).squares, **(given or {})}
+        return super().call(device, given, **scalars)

@@ -75,6 +75,8 @@ class Epilogue:
         if cutlass.const_expr(plan.parts > 1):
             self._publish(ctx, sums, part, unit, lane, turn)
             self._add_parts(ctx, tile, warp, lane, loaded)
+        elif cutlass.const_expr(self.can_stage(ctx.operands.ys) and any(self.weights.own)):
+            self._store_staged(ctx, sums, tile, y_maps, loaded)
         elif cutlass.const_expr(self.can_stage(ctx.operands.ys)):
             if ctx.operands.stores_by_tma:
                 self._store_staged(ctx, sums, tile, y_maps, loaded)
@@ -110,7 +112,6 @@ class Epilogue:
         sectors of a token's y. Rows and tokens past the last one are out of bounds."""
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         group, warp = thread // WARPGROUP, thread % WARPGROUP // WARP
-        row, first_token = tile.row_tile * self.plan.rows, tile.token_tile * self.plan.tokens
         span = cute.recast_ptr(self.own_spills(ctx, group), dtype=BFloat16)
         if cutlass.const_expr(any(self.weights.own)):
             share = self.weights.staged_share(tile, group)
@@ -134,7 +135,19 @@ class Epilogue:
             self.weights.apply_staged(ctx, tile, share, span, turns)
         cute.arch.fence_view_async_shared()
         sync_group(group)
-        if thread % WARPGROUP == 0:
+        if cutlass.const_expr(any(self.weights.own)):
+            if ctx.operands.stores_by_tma:
+                self._store_span(span, tile, group, y_maps)
+            else:
+                self.weights.copy_staged(ctx, tile, share, span)
+        else:
+            self._store_span(span, tile, group, y_maps)
+
+    @cute.jit
+    def _store_span(self, span: cute.Pointer, tile: OutputTile, group, y_maps):
+        """Send the rows of a warpgroup from shared memory."""
+        row, first_token = tile.row_tile * self.plan.rows, tile.token_tile * self.plan.tokens
+        if cute.arch.thread_idx()[0] % WARPGROUP == 0:
             y_map = chosen_descriptor(y_maps, tile.weight)
             tma_store(y_map, span, [row + group * M_TILE, first_token])
             cute.arch.cp_async_bulk_commit_group()

@@ -6,12 +6,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import BFloat16, Float32, Int32, cute
 
 from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, M_TILE, UNIT_ROWS, LinearPlan
-from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile
+from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile, chosen_matrix
 from dsv4.kernels.gemm.sm90.head_rotation import (
     TURNS,
+    VECTOR,
     WARP,
     Block,
     RotateHeads,
@@ -134,6 +135,19 @@ class WeightEpilogues:
             if cutlass.const_expr(self.own[i] is not None):  # noqa: SIM102 static, then dynamic
                 if tile.weight == i:
                     self.own[i].apply_staged(squares[i], span, share, turns, ys[i])
+
+    @cute.jit
+    def copy_staged(self, ctx: LinearContext, tile: OutputTile, share: StagedShare, span):
+        """Write a thread's share to an output that TMA cannot write, each element by itself."""
+        y = chosen_matrix(ctx.operands.ys, tile.weight, BFloat16)
+        token = share.first_token + share.token
+        if token < y.shape[0]:
+            for v in cutlass.range_constexpr(share.vectors):
+                vector = cute.recast_tensor(share.vector(span, v), BFloat16)
+                for i in cutlass.range_constexpr(VECTOR):
+                    row = share.row + (share.first_vector + v) * VECTOR + i
+                    if row < y.shape[1]:
+                        y[token, row] = vector[i]
 
     def applied(
         self, ctx: LinearContext, weight, values: list, block: Block, loaded: LoadedAhead | None
