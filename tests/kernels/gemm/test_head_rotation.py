@@ -71,14 +71,15 @@ def slow(*values):
     ("case", "head_dim", "rows", "schedules"),
     [
         # Heads of one row tile, of which the last tile of 128 rows has half; every fifth token NaN.
-        (Case(67, 512, 192, has_special_rows=True), 64, ANY_ROWS, 1),
-        slow(Case(21, 1024, 512), 256, None, None),
-        slow(Case(67, 512, 192, has_special_rows=True), 64, ANY_ROWS, None),
-        slow(Case(70, 2048, 256, is_strided=True), 128, None, None),
-        slow(Case(150, 1536, 1024), 512, ANY_ROWS, 1),
+        slow(Case(67, 512, 192, has_special_rows=True), 64, ANY_ROWS, 1),
+        slow(Case(21, 512, 256), 128, None, None),
+        slow(Case(67, 512, 128), 64, ANY_ROWS, None),
+        slow(Case(70, 2048, 256, is_strided=True), 128, None, 1),
+        slow(Case(150, 1536, 512), 512, ANY_ROWS, 1),
         slow(Case(9, 512, 256, scale_dtype="float32", out_dtype="float32"), 128, None, 1),
         slow(Case(66, 512, 256, out_dtype="float32"), 128, ANY_ROWS, 1),
-        slow(Case(18, 1024, 256, x_dtype="float8_e4m3fn"), 128, None, 1),
+        # The cheapest to compile.
+        (Case(18, 512, 192, x_dtype="float8_e4m3fn"), 64, ANY_ROWS, 1),
     ],
     ids=str,
 )
