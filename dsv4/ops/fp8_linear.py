@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dsv4.kernels.gemm import epilogues
 from dsv4.kernels.gemm import plan as plans
 from dsv4.kernels.gemm.args import ARGS, values
 from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig, has_kernel
@@ -40,6 +41,9 @@ MODEL_LAYERS = {
     "Pro shared w2": (7168, 3072),
     "Pro indexer wq_b": (8192, 1536),
 }
+
+
+MODEL_EPILOGUE = str(epilogues.HeadRotation(512))  # of the queries
 
 
 class Fp8Linear(KernelOp):
@@ -130,8 +134,11 @@ class Fp8Linear(KernelOp):
         found: dict[Fp8LinearConfig, str] = {}
         for label, (rows, width) in MODEL_LAYERS.items():
             for x_dtype in ("bfloat16", "float8_e4m3fn")[: 2 if "wq_b" in label else 1]:
-                config = Fp8LinearConfig(width, rows, x_dtype)
-                suffix = "" if x_dtype == "bfloat16" else ", codes"
+                has_codes = x_dtype != "bfloat16"
+                # Queries come out of the layers' own call as attention takes them.
+                epilogue = MODEL_EPILOGUE if has_codes and "indexer" not in label else ""
+                config = Fp8LinearConfig(width, rows, x_dtype, epilogue=epilogue)
+                suffix = ", codes" if has_codes else ""
                 name = f"{label}, {rows} x {width}{suffix}"
                 found.setdefault(plans.representative(config), name)
         return {name: config for config, name in found.items()}

@@ -13,7 +13,6 @@ from torch.autograd import forward_ad
 
 from dsv4.kernels.gemm import merged_plan as plans
 from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig
-from dsv4.kernels.gemm.epilogues import HEAD_ROTATION
 from dsv4.kernels.gemm.merged_args import ARGS, values
 from dsv4.kernels.gemm.merged_config import (
     MOST_FP8,
@@ -25,7 +24,7 @@ from dsv4.kernels.gemm.merged_config import (
 )
 from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
 from dsv4.kernels.kit.args import Scratch, tensors_of
-from dsv4.ops.fp8_linear import FP8_LINEAR, scratch
+from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_EPILOGUE, scratch
 from dsv4.ops.head_rotation import HeadRotation, check_table, epilogue_config
 from dsv4.ops.runtime import tensors as make
 from dsv4.ops.runtime.backend import Device
@@ -38,9 +37,6 @@ from dsv4.quoting import quoted
 SCRATCH = tuple(arg.name for arg in ARGS if isinstance(arg, Scratch))
 FIRST_OF_HEADS = [arg.name for arg in tensors_of(ARGS)].index("rope")
 E8M0, F32, BF16 = "float8_e8m0fnu", "float32", "bfloat16"
-
-
-HEADS = f"{HEAD_ROTATION}:512"  # epilogue of the queries
 
 
 def _of_layer(*rows: int, plain: Sequence[tuple[int, str]] = (), epilogue: str = "") -> str:
@@ -57,7 +53,7 @@ MODEL_INPUTS = {
     ),
     "Flash HCA x": (4096, _of_layer(1024, 512, plain=[(512, F32)] * 2)),
     "Flash SWA x": (4096, _of_layer(1024, 512)),
-    "Flash CSA latent": (1024, _of_layer(32768, 8192, epilogue=HEADS)),
+    "Flash CSA latent": (1024, _of_layer(32768, 8192, epilogue=MODEL_EPILOGUE)),
     "Flash shared x": (4096, _of_layer(2048, 2048)),
     "Pro CSA x": (
         7168,
@@ -65,7 +61,7 @@ MODEL_INPUTS = {
     ),
     "Pro HCA x": (7168, _of_layer(1536, 512, plain=[(512, F32)] * 2)),
     "Pro SWA x": (7168, _of_layer(1536, 512)),
-    "Pro CSA latent": (1536, _of_layer(65536, 8192, epilogue=HEADS)),
+    "Pro CSA latent": (1536, _of_layer(65536, 8192, epilogue=MODEL_EPILOGUE)),
 }
 
 
