@@ -120,7 +120,7 @@ class MergedLinearSm90:
         never = stores_by_tma = Boolean(False)
         factors = {}
         weights, scales, ys = zip(*products.fp8)
-        if cutlass.const_expr(products.heads):
+        if cutlass.const_expr(self.config.rotations):
             stores_by_tma = is_aligned(ys[0])
             for y in ys[1:]:
                 stores_by_tma = stores_by_tma & is_aligned(y)
