@@ -65,3 +65,22 @@ def grouped_linear(
     dense = decode_fp8(weight, scale, (block, block)).double().unflatten(0, (groups, -1))
     parts = values.unflatten(-1, (groups, -1))
     return torch.einsum("...gk,gmk->...gm", parts, dense).flatten(-2)
+
+
+def rotated_heads(y: Tensor, heads: int, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads with the last channels turned, and the mean of each one's squares before.
+
+    Args:
+        y: [T, heads * d], FP64 or as it was rounded.
+        rope: [R, r] cosines, then sines, per position.
+        positions: [T] integers, clamped to 0..R - 1.
+
+    Returns:
+        [T, heads * d] and [T, heads] FP64.
+    """
+    wide = y.double().unflatten(-1, (heads, -1))
+    cos, sin = rope[positions.long().clamp(0, len(rope) - 1)].double().unsqueeze(1).chunk(2, -1)
+    plain, tail = wide[..., : wide.shape[-1] - rope.shape[1]], wide[..., -rope.shape[1] :]
+    even, odd = tail[..., ::2], tail[..., 1::2]
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+    return torch.cat((plain, turned), -1).flatten(-2), wide.square().mean(-1)

@@ -12,6 +12,7 @@ from dsv4.kernels.gemm.config import Fp8LinearConfig
 from dsv4.kernels.gemm.merged_config import MergedLinearConfig, weights_text
 from dsv4.ops.head_rotation import HeadRotation, head_squares
 from dsv4.ops.runtime.backend import Device
+from dsv4.reference import linear as oracle
 from dsv4.testing import fp8_linear as fp8
 from dsv4.testing import merged_linear as merged
 from dsv4.testing.harness import Call
@@ -133,3 +134,19 @@ class MergedInputs(merged.Inputs):
     def call(self, device: Device, given: Mapping[str, Tensor] | None = None, **scalars) -> Call:
         given = {"squares_0": self.rotation.first(self.case.tokens).squares, **(given or {})}
         return super().call(device, given, **scalars)
+
+
+def assert_heads_close(y: Tensor, squares: Tensor, inputs: Inputs) -> None:
+    """Fail where rotated heads or their sums of squares are further from the oracle than roundings
+    before and after the rotation, and the accumulator, allow; finite inputs."""
+    rotation, rounding = inputs.rotation, fp8.ROUNDING[inputs.case.out_dtype]
+    heads = inputs.case.out_features // rotation.head_dim
+    sums = inputs.expected()
+    expected, mean = oracle.rotated_heads(sums, heads, rotation.rope, rotation.positions)
+    error = sums.abs() * rounding + inputs.magnitude() * fp8.SUM_ERROR
+    # A rotated channel has that of both of its pair, and is rounded again.
+    pairs = error.unflatten(-1, (-1, 2)).sum(-1).repeat_interleave(2, -1)
+    fp8.assert_within(y, expected, pairs + expected.abs() * 2 * rounding, "y")
+    wide = sums.unflatten(-1, (heads, -1))
+    allowed = (2 * wide.abs() + error.view_as(wide)) * error.view_as(wide)
+    fp8.assert_within(squares.sum(-1), mean * rotation.head_dim, allowed.sum(-1), "squares")
