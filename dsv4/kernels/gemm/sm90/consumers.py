@@ -52,7 +52,7 @@ class Consumers:
         ahead = cute.make_rmem_tensor(self.scale_words, Float32)
         cursor, turn = ctx.pipes.ring.consumer(), Int32(0)
         index, last_token_tile, last_x_block = scheduler.index(0), Int32(-1), Int32(0)
-        loaded = self.epilogue.weights.make_loaded()
+        loaded = self.epilogue.make_loaded(ctx)
         if cutlass.const_expr(plan.is_quantized):
             # Scales of the weight, as the weight itself, are not what the launch before writes.
             self._load_scales(ctx, index, first_block, lane, ahead)
@@ -76,7 +76,7 @@ class Consumers:
                     is_other |= x_block != last_x_block
                 if is_other:
                     if cutlass.const_expr(loaded is not None):
-                        self.epilogue.weights.load_positions(ctx, tile.token_tile, loaded)
+                        self.epilogue.load_positions(ctx, tile, loaded)
                     self.activations.take(ctx, tile.token_tile, x_block)
                     last_token_tile, last_x_block = tile.token_tile, Int32(x_block)
             if cutlass.const_expr(loaded is not None):

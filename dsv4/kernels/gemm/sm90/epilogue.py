@@ -57,6 +57,14 @@ class Epilogue:
         """TMA descriptor of each output that is staged; host code."""
         return tuple(output_map(y, self.plan.tokens) for y in ys) if self.can_stage(ys) else ()
 
+    def make_loaded(self, ctx: LinearContext) -> LoadedAhead | None:
+        """Registers of what epilogues of weights load ahead."""
+        return self.weights.make_loaded(self.can_stage(ctx.operands.ys))
+
+    def load_positions(self, ctx: LinearContext, tile: OutputTile, loaded: LoadedAhead) -> None:
+        """Ask for the positions of a token tile, where a weight has an epilogue."""
+        self.weights.load_positions(ctx, tile, loaded, self.can_stage(ctx.operands.ys))
+
     @cute.jit
     def expect_parts(self, ctx: LinearContext):
         """Announce the bytes of a tile's parts, which all CTAs of the cluster will send."""

@@ -17,7 +17,6 @@ from dsv4.kernels.gemm.sm90.head_rotation import (
     Block,
     RotateHeads,
     StagedShare,
-    position_of,
 )
 
 WARPGROUP = 128
@@ -29,7 +28,7 @@ MOST_GROUPS_AHEAD = 2
 class LoadedAhead(NamedTuple):
     """What is known of a tile before its products."""
 
-    positions: cute.Tensor  # of token 32 i + lane of the token tile
+    positions: cute.Tensor  # of token 32 i + lane of the token tile; staged: of the thread's token
     turns: cute.Tensor | None  # cosines and sines of the warp's block, where they are loaded ahead
 
 
@@ -45,23 +44,38 @@ class WeightEpilogues:
         has_one_block = plan.parts == 1 or plan.own_units * plan.column_groups <= CONSUMER_WARPS
         self.loads_ahead = has_one_block and self.groups <= MOST_GROUPS_AHEAD
 
-    def make_loaded(self) -> LoadedAhead | None:
-        """Registers of `load_positions` and `load_turns`, where a weight has an epilogue."""
+    def make_loaded(self, is_staged: bool) -> LoadedAhead | None:
+        """Registers of `load_positions` and `load_turns`, where a weight has an epilogue.
+
+        Args:
+            is_staged: whether it is applied in shared memory, where a thread has one token.
+        """
         if not any(self.own):
             return None
-        positions = cute.make_rmem_tensor(-(-self.plan.tokens // WARP), Int32)
+        words = 1 if is_staged else -(-self.plan.tokens // WARP)
+        positions = cute.make_rmem_tensor(words, Int32)
         turns = None
         if self.loads_ahead:
             turns = cute.make_rmem_tensor(TURNS * self.groups, Float32)
         return LoadedAhead(positions, turns)
 
-    def load_positions(self, ctx: LinearContext, token_tile, loaded: LoadedAhead) -> None:
+    def load_positions(
+        self, ctx: LinearContext, tile: OutputTile, loaded: LoadedAhead, is_staged: bool
+    ) -> None:
         """Ask for the positions of a token tile."""
         positions = ctx.operands.heads[0].positions
-        first = token_tile * self.plan.tokens + cute.arch.lane_idx()
+        first = tile.token_tile * self.plan.tokens
+        first += self.staged_share(tile, 0).token if is_staged else cute.arch.lane_idx()
         for i in range(cute.size(loaded.positions)):
             token = cutlass.min(first + i * WARP, Int32(positions.shape[0]) - 1)
             loaded.positions[i] = positions[token]
+
+    def _make_turns(self, count: int) -> cute.Tensor:
+        """Registers that are loaded where a tile is rotated. Not written elsewhere, they would keep
+        what they had for the tile before while this one is multiplied."""
+        turns = cute.make_rmem_tensor(count, Float32)
+        turns.fill(0.0)
+        return turns
 
     @cute.jit
     def load_turns(self, ctx: LinearContext, tile: OutputTile, unit, loaded: LoadedAhead):
@@ -97,7 +111,7 @@ class WeightEpilogues:
                 if weight == i:
                     turns = loaded.turns
                     if cutlass.const_expr(not self.loads_ahead):
-                        turns = cute.make_rmem_tensor(TURNS * self.groups, Float32)
+                        turns = self._make_turns(TURNS * self.groups)
                         self.own[i].load_turns(heads, loaded.positions, block, turns)
                     for j in cutlass.range_constexpr(cute.size(values)):
                         values[j] = values[j].to(ys[i].element_type).to(Float32)
@@ -115,8 +129,8 @@ class WeightEpilogues:
         self, ctx: LinearContext, tile: OutputTile, share: StagedShare, loaded: LoadedAhead
     ):
         """What a thread's share is rotated by, in registers: on its way while sums are staged."""
-        turns = cute.make_rmem_tensor(2 * share.vectors * 4, Float32)
-        position = position_of(loaded.positions, share.token, Int32(0))
+        turns = self._make_turns(2 * share.vectors * 4)
+        position = loaded.positions[0]
         for i in cutlass.range_constexpr(len(self.own)):
             if cutlass.const_expr(self.own[i] is not None):  # noqa: SIM102 static, then dynamic
                 if tile.weight == i:

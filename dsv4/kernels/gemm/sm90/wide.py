@@ -149,7 +149,7 @@ class WideConsumers:
         stack = [sum_fragment(plan) for _ in range(levels)]
         cursor, phase, turn = ctx.pipes.ring.consumer(), Int32(0), Int32(0)
         index = scheduler.index(0)
-        loaded = self.epilogue.weights.make_loaded()
+        loaded = self.epilogue.make_loaded(ctx)
         if cutlass.const_expr(plan.tiling.ctas > 1):
             cute.arch.cluster_wait()
         while scheduler.exists(index):
@@ -158,7 +158,7 @@ class WideConsumers:
             if cutlass.const_expr(plan.spilled_levels > 0):
                 self.epilogue.reclaim(group)
             if cutlass.const_expr(loaded is not None):
-                self.epilogue.weights.load_positions(ctx, tile.token_tile, loaded)
+                self.epilogue.load_positions(ctx, tile, loaded)
             self.epilogue.expect_parts(ctx)
             for s in cutlass.range_constexpr(plan.own_slices):
                 level, merges = plan.tree[s]
