@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -50,6 +52,16 @@ def test_forms_formats_and_pages(kv_format, form, pages, seed) -> None:
         ),
         seed,
     )
+
+
+@pytest.mark.parametrize("head_dim", [64, 512])
+def test_squares_in_place_of_factors(head_dim, seed) -> None:
+    """The norm that they make is no small matter: without it another result."""
+    inputs = make_inputs(Case(head_dim=head_dim, has_squares=True, ragged=True), seed)
+    found = run(inputs)
+    assert_paged_close(inputs, *found)
+    plain = run(replace(inputs, q_squares=None), q_eps=None)
+    assert not torch.allclose(found[0].float(), plain[0].float(), atol=1e-2)
 
 
 @pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
@@ -251,6 +263,16 @@ def changed(**changes):
             "q: requires grad",
         ),
         (changed(q_factor=torch.zeros(3, 7)), ValueError, "q_factor: got shape"),
+        (
+            changed(q_squares=torch.zeros(3, 8, 4)),
+            ValueError,
+            "q_eps: got None, q_squares and q_eps",
+        ),
+        (
+            changed(q_squares=torch.zeros(3, 8, 4), q_factor=torch.zeros(3, 8)),
+            ValueError,
+            "q_factor and q_squares: got both, needs one",
+        ),
         (changed(window_pool=None), TypeError, "window_pool: got None, needs a torch.Tensor"),
     ],
 )
@@ -274,6 +296,8 @@ def test_pages_of_entries_must_be_contiguous(seed) -> None:
         ({"sink_mode": "none"}, "sink_mode must be one of"),
         ({"num_splits": 0}, "num_splits must be at least 1"),
         ({"num_splits": 2, "batch_invariant": True}, "num_splits must be None"),
+        ({"q_eps": -1e-6}, "q_eps must not be negative"),
+        ({"q_eps": 1e-6}, "q_squares: got None"),
     ],
 )
 def test_options_are_checked(options, message, seed) -> None:

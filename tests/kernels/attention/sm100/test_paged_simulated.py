@@ -22,7 +22,8 @@ from dsv4.testing.paged_kernel import run_case
 pytestmark = pytest.mark.stage("D5c")
 
 SIMULATOR = simulator("sm_100a")
-OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True}
+PADDED = {"ragged": True, "padded": True, "has_rope": True}
+OPTIONS = {**PADDED, "has_factor": True}
 
 
 def check(case: Case, seed: int, splits: int = 1, ctas: int = 2, **options) -> None:
@@ -78,6 +79,13 @@ def test_rows_of_small_heads(case, seed) -> None:
 def test_latents(case, seed) -> None:
     """head_dim 512; more than 64 heads are computed by pairs of CTAs, of which there is one."""
     check(case, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(8, 64), (16, 512), (72, 512)])
+def test_squares_in_place_of_factors(size, seed) -> None:
+    kv_format = "fp8" if size[1] == 512 else "bf16"
+    check(Case(3, 1, *size, kv_format, 40, 100, wild=True, has_squares=True, **PADDED), seed)
 
 
 def test_a_pair_goes_through_several_tokens(seed) -> None:

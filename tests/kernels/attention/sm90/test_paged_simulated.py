@@ -18,7 +18,8 @@ pytestmark = pytest.mark.stage("H")
 cutlass = pytest.importorskip("cutlass")
 
 SIMULATOR = simulator("sm_90a")
-OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True, "has_signs": True}
+PADDED = {"ragged": True, "padded": True, "has_rope": True}
+OPTIONS = {**PADDED, "has_factor": True, "has_signs": True}
 
 
 def check(case: Case, seed: int, splits: int = 1, ctas: int = 3, schedules=SCHEDULES) -> None:
@@ -63,6 +64,18 @@ def test_rows_of_small_heads(case, seed) -> None:
 def test_latents(case, seed) -> None:
     """head_dim 512; with so few CTAs each has several tokens, whose Q passes through the ring."""
     check(case, seed, ctas=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(8, 64), (40, 64), (72, 128), (16, 512), (64, 512), (72, 512)])
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+def test_squares_in_place_of_factors(size, kv_format, seed) -> None:
+    """Parts of a head's sum are 4, 8 or 32."""
+    if (kv_format, size[1]) in (("fp8", 64), ("fp8", 128)):
+        pytest.skip("kernels read FP8 entries of 512 channels")
+    check(
+        Case(3, 1, *size, kv_format, 40, 100, wild=True, has_squares=True, **PADDED), seed, ctas=2
+    )
 
 
 @pytest.mark.parametrize("heads", [16, pytest.param(64, marks=pytest.mark.slow)])
