@@ -202,7 +202,7 @@ def fp8_linear(
             "float8_e4m3fn" if has_codes else "bfloat16",
             _name(scale.dtype),
             _name(out_dtype),
-            epilogue_config(epilogue),
+            epilogue_config(epilogue, index(rows)),
         )
         if x_scale is None:
             x_scale = torch.empty(

@@ -40,7 +40,7 @@ class HeadRotation(NamedTuple):
     def config(self) -> str:
         """What the configuration of a linear has of it."""
         if isinstance(self.head_dim, bool) or not isinstance(self.head_dim, int):
-            raise TypeError(f"epilogue: head_dim: got {quoted(self.head_dim)}, needs an integer")
+            raise TypeError(f"head_dim: got {quoted(self.head_dim)}, needs an integer")
         return str(epilogues.HeadRotation(self.head_dim))
 
     @property
@@ -66,13 +66,22 @@ def takes_heads(head_dim: int, rope_dim: int) -> bool:
     return rope_dim == ROPE_DIM and head_dim % ROPE_DIM == 0 and head_dim <= epilogues.MAX_HEAD_DIM
 
 
-def epilogue_config(epilogue: object) -> str:
-    """What the configuration of a linear has of its epilogue; TypeError for what is none."""
+def epilogue_config(epilogue: object, rows: int, name: str = "epilogue") -> str:
+    """What the configuration of a linear of so many rows has of its epilogue.
+
+    Raises:
+        TypeError, ValueError: what is none, or does not fit, under this name.
+    """
     if epilogue is None:
         return ""
     if not isinstance(epilogue, HeadRotation):
-        raise TypeError(f"epilogue: got {quoted(epilogue)}, needs a dsv4.ops.HeadRotation or None")
-    return epilogue.config
+        raise TypeError(f"{name}: got {quoted(epilogue)}, needs a dsv4.ops.HeadRotation or None")
+    try:
+        text = epilogue.config
+        epilogues.check(text, rows)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+    return text
 
 
 def check_heads(
@@ -90,7 +99,10 @@ def check_heads(
         if tensor is None:
             raise ValueError(f"{what}: got None, the epilogue {config} needs it")
     check_table(rope)
-    heads = config.heads(rows)
+    try:
+        heads = config.heads(rows)
+    except ValueError as error:
+        raise ValueError(f"weight: {error}") from None
     if squares is not None and squares.shape[1] != heads:
         raise ValueError(
             f"squares: got {squares.shape[1]} heads, a weight of {rows} rows has {heads} of "

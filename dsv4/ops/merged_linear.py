@@ -226,7 +226,8 @@ def merged_linear(
     own = _epilogues(epilogues, weights)
     described = ", ".join(
         f"{index(weight.shape[0])} {_name(scales[i].dtype) if i < num_fp8 else PLAIN} "
-        f"{_name(out_dtypes[i])} {epilogue_config(own[i])}".rstrip()
+        f"{_name(out_dtypes[i])} "
+        f"{epilogue_config(own[i], index(weight.shape[0]), f'epilogues[{i}]')}".rstrip()
         for i, weight in enumerate(weights)
     )
     has_codes = x_codes is not None
@@ -337,6 +338,11 @@ def _epilogues(
     if len(epilogues) != len(weights):
         raise ValueError(f"epilogues: got {len(epilogues)}, {len(weights)} weights need as many")
     found = [one for one in epilogues if isinstance(one, HeadRotation)]
+    if any(
+        one is not None and weight.dtype != torch.float8_e4m3fn
+        for one, weight in zip(epilogues, weights)
+    ):
+        raise ValueError("epilogues: got one of a plain weight, these have none")
     for one in found[1:]:
         for name in ("rope", "positions"):
             if getattr(one, name) is not getattr(found[0], name):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsv4.ops
-from dsv4.ops import GatedWeights
+from dsv4.ops import GatedWeights, HeadRotation
 from dsv4.ops.runtime import registry
 from dsv4.ops.runtime.kernel_op import KernelOp
 from tests.fuzz.operands import MAX_ELEMENTS, Operands, any_config, hostile_field, hostile_tensor
@@ -242,13 +242,15 @@ def _bundles(op: KernelOp, operands: Operands) -> dict[str, Any]:
         arg.name: tensor if tensor is not None and len(tensor) else None
         for arg, tensor in zip(op.tensors, operands.tensors)
     }
+    if op.name == "fp8_linear":
+        return {"epilogue": _epilogue(operands.config.rotation, given, "squares")}
     if op.name == "merged_linear":
         lists = {
             "weights": ("weight_", "plain_"),
             "scales": ("scale_",),
             "outs": ("out_", "plain_out_"),
         }
-        return {
+        call: dict[str, Any] = {
             name: [
                 tensor
                 for stem in stems
@@ -257,6 +259,9 @@ def _bundles(op: KernelOp, operands: Operands) -> dict[str, Any]:
             ]
             for name, stems in lists.items()
         }
+        rotations = [weight.rotation for weight in operands.config.parsed]
+        own = [_epilogue(one, given, f"squares_{i}") for i, one in enumerate(rotations)]
+        return {**call, "epilogues": own}
     if op.name != "moe":
         return {}
     units = [
@@ -266,6 +271,13 @@ def _bundles(op: KernelOp, operands: Operands) -> dict[str, Any]:
     config = operands.config
     block = (config.block_rows, config.block_columns)
     return {"experts": units[0], "shared": units[1], "block": block}
+
+
+def _epilogue(rotation: Any, given: dict[str, Tensor | None], squares: str) -> HeadRotation | None:
+    """What says the same as a configuration's epilogue and the tensors beside it."""
+    if rotation is None:
+        return None
+    return HeadRotation(given["rope"], given["positions"], rotation.head_dim, given[squares])
 
 
 def _refusal(op: KernelOp, function: Any, arguments: list[Any], named: Any = None) -> str:

@@ -102,7 +102,7 @@ def test_wrong_epilogues_are_named(seed) -> None:
     given = inputs.rotation.epilogue
     for changes, error, message in (
         ({"head_dim": 96}, ValueError, r"^epilogue: head_dim must be a multiple of 64"),
-        ({"head_dim": 256}, ValueError, r"^epilogue: a weight of 384 rows has no whole heads"),
+        ({"head_dim": 256}, ValueError, r"^epilogue: 384 rows are no whole heads of 256"),
         ({"head_dim": 1.5}, TypeError, r"^epilogue: head_dim: got 1.5, needs an integer"),
         ({"rope": None}, ValueError, r"^rope: got None, the epilogue head_rotation:128 needs it"),
         ({"rope": given.rope[:0]}, ValueError, r"^rope: got no rows"),
@@ -122,7 +122,7 @@ def test_wrong_epilogues_are_named(seed) -> None:
     plain = torch.zeros(128, CASE.in_features, dtype=torch.bfloat16)
     other = given._replace(positions=given.positions.clone())
     for weights, epilogues, error, message in (
-        ([weight, plain], [None, given], ValueError, r"^epilogue: .* plain weights have none"),
+        ([weight, plain], [None, given], ValueError, r"^epilogues: got one of a plain weight"),
         ([weight, plain], [given], ValueError, r"^epilogues: got 1, 2 weights need as many"),
         ([weight, plain], given, TypeError, r"^epilogues: got .* needs a list"),
         ([weight, weight], [given, other], ValueError, r"^epilogues: got two of positions"),

@@ -71,8 +71,10 @@ class Fp8LinearConfig:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {quoted(value)}")
-        if self.rotation is not None:
-            self.rotation.heads(self.out_features)
+        try:
+            epilogues.check(self.epilogue, self.out_features)
+        except ValueError as error:
+            raise ValueError(f"epilogue: {error}") from None
 
     @property
     def rotation(self) -> epilogues.HeadRotation | None:

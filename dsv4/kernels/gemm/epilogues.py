@@ -31,7 +31,7 @@ class HeadRotation:
     def __post_init__(self) -> None:
         if not 0 < self.head_dim <= MAX_HEAD_DIM or self.head_dim % ROPE_DIM:
             raise ValueError(
-                f"epilogue: head_dim must be a multiple of {ROPE_DIM} up to {MAX_HEAD_DIM}, "
+                f"head_dim must be a multiple of {ROPE_DIM} up to {MAX_HEAD_DIM}, "
                 f"got {self.head_dim}"
             )
 
@@ -46,9 +46,7 @@ class HeadRotation:
     def heads(self, rows: int) -> int:
         """Heads of a weight; ValueError where they are not whole."""
         if rows % self.head_dim:
-            raise ValueError(
-                f"epilogue: a weight of {rows} rows has no whole heads of {self.head_dim}"
-            )
+            raise ValueError(f"{rows} rows are no whole heads of {self.head_dim}")
         return rows // self.head_dim
 
 
@@ -58,8 +56,15 @@ def parse(text: str) -> HeadRotation | None:
         return None
     name, _, head_dim = text.partition(":")
     if name != HEAD_ROTATION or not head_dim.isdecimal():
-        raise ValueError(f"epilogue: got {quoted(text)}, needs '{HEAD_ROTATION}:<head_dim>' or ''")
+        raise ValueError(f"got {quoted(text)}, needs '{HEAD_ROTATION}:<head_dim>' or ''")
     return HeadRotation(int(head_dim))
+
+
+def check(text: str, rows: int) -> None:
+    """Refuse an epilogue that is none, or none for a weight of so many rows: ValueError."""
+    rotation = parse(text)
+    if rotation is not None:
+        rotation.heads(rows)
 
 
 assert ROPE_DIM % CHANNELS == 0

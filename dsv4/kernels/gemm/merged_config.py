@@ -50,10 +50,12 @@ class Weight:
         ):
             if value not in allowed:
                 raise ValueError(f"weights: {what} one of {allowed}, got {quoted(value)}")
-        if self.rotation is not None:
-            if self.kind is Kind.BF16:
-                raise ValueError(f"epilogue: got {quoted(self.epilogue)}, plain weights have none")
-            self.rotation.heads(self.rows)
+        if self.epilogue and self.kind is Kind.BF16:
+            raise ValueError(f"weights: plain ones have no epilogue, got {quoted(self.epilogue)}")
+        try:
+            epilogues.check(self.epilogue, self.rows)
+        except ValueError as error:
+            raise ValueError(f"weights: epilogue: {error}") from None
 
     @property
     def kind(self) -> Kind:
@@ -74,7 +76,7 @@ class Weight:
             rows, stored, out_dtype, *epilogue = text.split()
             return cls(int(rows), stored, out_dtype, "".join(epilogue))
         except ValueError as error:
-            if str(error).startswith(("weights", "epilogue")):
+            if str(error).startswith("weights"):
                 raise
             raise ValueError(
                 f"weights: got {quoted(text)}, needs rows, dtype of the scales or {PLAIN}, dtype "
