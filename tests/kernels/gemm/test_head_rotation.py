@@ -55,6 +55,11 @@ def check(kernels: OpKernels, inputs: Inputs, seed: int, schedules: int | None =
     """Compare every tiling with the plain output after the torch implementation."""
     plain = run(kernels, inputs.plain, 0, seed)["out"].cpu()
     y, squares = inputs.applied(plain)
+    if inputs.case.out_dtype == "float32":
+        # Kernels fuse a square of fp32 with a sum: theirs are equal, and close to torch's.
+        found = run(kernels, inputs, 0, seed)["squares"].cpu()
+        torch.testing.assert_close(found, squares, rtol=1e-6, atol=0)
+        squares = found
     for i, tiling in enumerate(tilings(inputs.config)):
         outcome = run(kernels, inputs, i, seed, schedules)
         for name, expected in (("out", y), ("squares", squares)):
