@@ -113,8 +113,7 @@ class WeightEpilogues:
                     if cutlass.const_expr(not self.loads_ahead):
                         turns = self._make_turns(TURNS * self.groups)
                         self.own[i].load_turns(heads, loaded.positions, block, turns)
-                    for j in cutlass.range_constexpr(cute.size(values)):
-                        values[j] = values[j].to(ys[i].element_type).to(Float32)
+                    values.store(values.load().to(ys[i].element_type).to(Float32))
                     self.own[i].apply(heads.squares[i], values, turns, block, ys[i].shape[1])
 
     def staged_share(self, tile: OutputTile, group) -> StagedShare:
