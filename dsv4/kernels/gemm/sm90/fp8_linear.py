@@ -24,7 +24,7 @@ from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 
 
 class Outputs(NamedTuple):
-    """What a launch writes, and what its epilogue reads."""
+    """Output of a launch, and tensors of its epilogue."""
 
     y: cute.Tensor
     heads: tuple

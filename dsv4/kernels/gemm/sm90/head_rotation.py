@@ -60,7 +60,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class StagedShare:
-    """What a thread takes of a warpgroup's rows in shared memory."""
+    """Share of a thread in a warpgroup's rows in shared memory."""
 
     row: Int32  # first of 64
     first_token: Int32  # of the token tile

@@ -26,7 +26,7 @@ MOST_GROUPS_AHEAD = 2
 
 
 class LoadedAhead(NamedTuple):
-    """What is known of a tile before its products."""
+    """Values that an epilogue has before the products of a tile."""
 
     positions: cute.Tensor  # of token 32 i + lane of the token tile; staged: of the thread's token
     turns: cute.Tensor | None  # cosines and sines of the warp's block, where they are loaded ahead
