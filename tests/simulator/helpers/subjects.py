@@ -195,7 +195,7 @@ def grouped(tokens: int, tiling: int) -> Subject:
     from dsv4.kernels.gemm.grouped_plan import tilings
 
     inputs = grouped_linear.Inputs.make(grouped_linear.Case(tokens, 512, 256, 3), SEED)
-    scalars = {"tiling": tiling % len(tilings(inputs.config)), "num_sms": FEW_SMS}
+    scalars = {"tiling": tiling % len(tilings(inputs.config)), "num_sms": 1}
     return _subject_of_op(
         "sm_90a",
         [(inputs, scalars)],
@@ -209,7 +209,7 @@ def plain(tokens: int, tiling: int) -> Subject:
 
     case = fp8_linear.Case(tokens, 512, 328, out_dtype="float32")
     inputs = plain_linear.Inputs.make(case, SEED)
-    scalars = {"tiling": tiling % len(TILINGS), "num_sms": FEW_SMS}
+    scalars = {"tiling": tiling % len(TILINGS), "num_sms": 1}
     return _subject_of_op(
         "sm_90a",
         [(inputs, scalars)],

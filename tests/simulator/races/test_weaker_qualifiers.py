@@ -1,5 +1,5 @@
 """Weakening any one qualifier of a kernel by a step is noticed: experts, router, attention
-over pages, and kernels that have none.
+over pages, linears, seam, compressor, and kernels that have none.
 
 One schedule is enough: a weaker qualifier changes nothing but the checker's order.
 """
@@ -70,6 +70,16 @@ PAGED_SWAP_AB_UNREACHED = {
 }
 
 
+# ---- linears, seam -------------------------------------------------------------------------------
+def weights(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
+    """Arrivals that announce a stage of weights."""
+    return {("mbarrier.arrive", "load_weights", "relaxed"): (copies, EXPECTS)}
+
+
+# Two for each number of tokens a pass: streams, and what the mixture sends.
+SEAM_HARMLESS = {("mbarrier.arrive", "expect", "relaxed"): (8, EXPECTS)}
+
+
 # Subject, what goes unnoticed, and what no launch runs.
 KERNELS = {
     "experts": (subjects.experts, EXPERTS_HARMLESS, {}),
@@ -77,6 +87,15 @@ KERNELS = {
     "paged swap-AB": (
         partial(subjects.paged, "swap_ab"), PAGED_SWAP_AB_HARMLESS, PAGED_SWAP_AB_UNREACHED,
     ),
+    "plain linear, resident": (partial(subjects.plain, 11, 0), weights(4), {}),
+    "plain linear, wide": (partial(subjects.plain, 150, -1), weights(2), {}),
+    "grouped linear, resident": (partial(subjects.grouped, 11, 0), weights(4), {}),
+    # Of both kinds of weights.
+    "merged linear, resident": (partial(subjects.merged, 19, 0), weights(8), {}),
+    "seam, Hopper": (partial(subjects.seam, "sm_90a"), SEAM_HARMLESS, {}),
+    "seam, Blackwell": (partial(subjects.seam, "sm_100a"), SEAM_HARMLESS, {}),
+    "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), {}, {}),
+    "compressor, Blackwell": (partial(subjects.compressor, "sm_100a"), {}, {}),
 }  # fmt: skip
 
 
