@@ -8,13 +8,11 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from dsv4.kernels.attention.paged_plan import workspace_size
-from dsv4.kernels.indexer.plan import CLUSTER
 from dsv4.kernels.seam.config import tiling_of
 from dsv4.testing import (
     compress,
     fp8_linear,
     grouped_linear,
-    index_topk,
     merged_linear,
     mhc_seam,
     moe,
@@ -120,33 +118,14 @@ OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True,
 PAGED_LAUNCHES = ((1, 1), (3, 3), (3, 132))
 PAGED = {
     "swap_ab": ("sm_90a", paged_attention.Case(3, 1, 8, 64, "bf16", 40, 300, 53, 2, **OPTIONS)),
-    "swap_ab_fp8": (
-        "sm_90a", paged_attention.Case(3, 1, 16, 512, "fp8", 40, 200, 64, 53, **OPTIONS),
-    ),
-    "heads_m": ("sm_90a", paged_attention.Case(3, 1, 40, 64, "bf16", 40, 600, 53, 2, **OPTIONS)),
-    "heads_m_latents": ("sm_90a", paged_attention.Case(3, 1, 72, 512, "bf16", 40, 200, **OPTIONS)),
-    "heads_m_fp8": (
-        "sm_90a", paged_attention.Case(3, 1, 72, 512, "fp8", 40, 200, 64, 53, **OPTIONS),
-    ),
+    # Scores that grow and spread: O is rescaled in the middle, too.
     "one_cta": (
         "sm_100a",
         paged_attention.Case(
             3, 1, 8, 64, "bf16", 40, 600, 53, 2, softmax_scale=0.5, growing=True, **OPTIONS
         ),
     ),
-    "one_cta_fp8": (
-        "sm_100a",
-        paged_attention.Case(3, 1, 16, 512, "fp8", 40, 300, 64, 53, growing=True, **OPTIONS),
-    ),
-    "two_ctas": (
-        "sm_100a",
-        paged_attention.Case(3, 1, 72, 512, "bf16", 40, 300, 53, 2, growing=True, **OPTIONS),
-    ),
-    "two_ctas_fp8": (
-        "sm_100a",
-        paged_attention.Case(3, 1, 72, 512, "fp8", 40, 300, 64, 53, growing=True, **OPTIONS),
-    ),
-}  # fmt: skip
+}
 
 
 @cache
@@ -217,7 +196,7 @@ def plain(tokens: int, tiling: int) -> Subject:
     )
 
 
-# ---- seam, indexer, compressor -------------------------------------------------------------------
+# ---- seam, compressor ----------------------------------------------------------------------------
 @cache
 def seam(arch: str) -> Subject:
     """Every number of tokens a pass, on one cluster."""
@@ -228,20 +207,6 @@ def seam(arch: str) -> Subject:
     ]
     return _subject_of_op(
         arch, launches, lambda given, found: mhc_seam.assert_seam_close(given, found.outputs)
-    )
-
-
-@cache
-def indexer() -> Subject:
-    """Ragged lists, by CTAs and by clusters, and one that registers do not hold."""
-    ragged = index_topk.Case((70, 330, 5, 64, 0, 130, 65), 64, gives_slots=True, padding_rows=1)
-    long = index_topk.Case((17_000, 100), 64, gives_slots=True)
-    launches = [
-        (index_topk.Inputs.make(case, SEED), {"num_ctas": FEW_SMS, "cluster": cluster})
-        for case, cluster in ((ragged, 1), (ragged, CLUSTER), (long, 1))
-    ]
-    return _subject_of_op(
-        "sm_90a", launches, lambda given, found: index_topk.assert_choice(given, found.outputs)
     )
 
 
