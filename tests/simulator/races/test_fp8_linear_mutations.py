@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 
 import pytest
 
@@ -16,8 +16,6 @@ from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.parser import parse_module
 from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
 from dsv4.testing.harness import SCHEDULES, compiler_options
-from dsv4.testing.head_rotation import Inputs as HeadInputs
-from dsv4.testing.head_rotation import assert_heads_close
 from tests.simulator.helpers.changes import check_weaker
 from tests.simulator.helpers.mutations import (
     Run,
@@ -46,17 +44,10 @@ class Kernel:
     case: Case
     tiling: int
     rows: int  # that decide the clusters
-    head_dim: int = 0  # of outputs that have the epilogue
 
     @property
     def config(self) -> Fp8LinearConfig:
-        return replace(self.inputs.config, out_features=self.rows)
-
-    @cached_property
-    def inputs(self) -> Inputs:
-        if self.head_dim:
-            return HeadInputs.make_heads(self.case, self.head_dim, 1)
-        return Inputs.make(self.case, 1)
+        return replace(self.case.config, out_features=self.rows)
 
 
 KERNELS = {
@@ -66,7 +57,6 @@ KERNELS = {
     "streamed_clusters": Kernel(Case(19, 1024, 136), 1, 136),
     "wide": Kernel(Case(150, 512, 328), 3, 32768),
     "wide_clusters": Kernel(Case(150, 512, 136), 4, 136),
-    "heads": Kernel(Case(67, 1024, 256), 2, 32768, 64),
 }
 
 # What is not missed, by instruction and the kernel's function: how many of them, and why.
@@ -111,16 +101,12 @@ REDUNDANT = {
     # Two slices, and a cluster whose every role waits for all of it.
     "wide": {**wide(2), ("bar.sync", "run"): (1, CLUSTER)},
     "wide_clusters": wide(1),
-    "heads": {**STREAMED, ("bar.warp", "arrive_warp"): (2, PRODUCTS)},
 }
 
 
 def make_run(inputs: Inputs, tiling: int, schedule: str) -> Run:
     def check(positional: tuple, keywords: dict) -> None:
-        if isinstance(inputs, HeadInputs):
-            assert_heads_close(positional[4], keywords["squares"], inputs)
-        else:
-            assert_linear_close(positional[4], inputs)
+        assert_linear_close(positional[4], inputs)
 
     device = Device("sm_90a", NUM_SMS)
     call = partial(inputs.call, device, tiling=tiling, num_sms=NUM_SMS)
@@ -133,7 +119,8 @@ def kernel(name: str):
     from dsv4.kernels.gemm.sm90.fp8_linear import build
 
     chosen = KERNELS[name]
-    runs = [make_run(chosen.inputs, chosen.tiling, schedule) for schedule in SCHEDULES[:2]]
+    inputs = Inputs.make(chosen.case, 1)
+    runs = [make_run(inputs, chosen.tiling, schedule) for schedule in SCHEDULES[:2]]
     return build(chosen.config, compiler_options("sm_90a", has_lines=True)), runs
 
 
@@ -192,7 +179,6 @@ HARMLESS = {
     "streamed_clusters": {**weights(2), PARTS: (1, EXPECTS)},
     "wide": {**weights(2), **turns(2)},
     "wide_clusters": {**weights(2), PARTS: (1, EXPECTS), **turns(1)},
-    "heads": weights(2),
 }
 
 
