@@ -76,7 +76,7 @@ def make_call(
             margin = 0 if is_kept else padding
             tensor = _apart(arg, values, sizes, device, margin)
         elif tensor is None and arg.may_be_none:
-            tensor = make.absent(arg, values, device)
+            tensor = make.absent(arg, values, device, sizes)
         elif tensor is None:
             raise ValueError(f"{arg.name}: got nothing, the kernel needs it")
         elif not arg.is_output:

@@ -55,7 +55,8 @@ class TensorArg:
         dtype: what kernels take: a name of `DTYPES`, or one that `values` resolves.
         also: further dtypes, which the torch implementation takes; arguments that have some share
             one dtype.
-        align: bytes that every row starts at a multiple of; default the size of an element.
+        align: bytes that every row starts at a multiple of, a number or a name that `values`
+            resolves; default the size of an element.
         inner_align: the same of the strides of inner dimensions, a number or a name that `values`
             resolves; default `align`. Packed entries are less aligned than their pages.
         differentiable: whether a gradient could be asked for, and must be refused.
@@ -68,7 +69,7 @@ class TensorArg:
     dims: str
     dtype: str = "bfloat16"
     also: tuple[str, ...] = ()
-    align: int | None = None
+    align: int | str | None = None
     inner_align: int | str | None = None
     differentiable: bool | None = None
     public: str = ""
@@ -108,8 +109,9 @@ class TensorArg:
 
     def row_alignment(self, values: Values) -> int:
         """Bytes that every row starts at a multiple of."""
-        size = DTYPES[self.dtype_in(values)]
-        return size if self.align is None else self.align
+        if isinstance(self.align, str):
+            return int(values[self.align])
+        return DTYPES[self.dtype_in(values)] if self.align is None else self.align
 
     def stride_alignments(self, values: Values) -> tuple[int, ...]:
         """Bytes that the stride of each dimension but the last is a multiple of."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.kit.args import Workspace, optional_of
+from dsv4.ops.runtime import tensors as make
 from dsv4.ops.runtime.backend import find_kernel
 from dsv4.ops.runtime.calls import tensors_of_call
 from dsv4.ops.runtime.checks import check_aliasing
@@ -112,6 +113,7 @@ class _Plan(NamedTuple):
         is_empty: whether nothing is to be written.
         scalars: of the kernel's call.
         workspace: fp32 elements.
+        absent: stand-ins for the optional tensors.
         tail: arguments after the required ones where no optional one is given.
     """
 
@@ -119,6 +121,7 @@ class _Plan(NamedTuple):
     is_empty: bool
     scalars: tuple[int, ...] = ()
     workspace: int = 0
+    absent: tuple[Tensor, ...] = ()
     tail: tuple = ()
 
 
@@ -127,6 +130,8 @@ def _planner(state: State) -> Callable[[tuple[int, ...]], _Plan]:
     values = op.values(config)
     names = tuple(sized_dimensions(op, config))
     output = next(arg for arg in op.tensors if arg.is_output)
+    inner = {name for arg in optional_of(op.args) for name in arg.shape[1:]}
+    is_shaped = not inner.isdisjoint(set(names) - set(values))
 
     def plan(size: tuple[int, ...]) -> _Plan:
         sizes = dict(zip(names, size))
@@ -134,7 +139,11 @@ def _planner(state: State) -> Callable[[tuple[int, ...]], _Plan]:
             return _Plan(sizes, is_empty=True)
         scalars = op.plan(config, sizes, state.target)
         workspace = op.workspace_size(config, sizes, scalars)
-        return _Plan(sizes, False, scalars, workspace, (*state.absent, *scalars))
+        absent = state.absent
+        if is_shaped:
+            tensors = optional_of(op.args)
+            absent = tuple(make.absent(arg, values, state.device, sizes) for arg in tensors)
+        return _Plan(sizes, False, scalars, workspace, absent, (*absent, *scalars))
 
     return plan
 
@@ -142,7 +151,7 @@ def _planner(state: State) -> Callable[[tuple[int, ...]], _Plan]:
 def _options(state: State) -> Callable[[tuple, _Plan], list[Tensor]]:
     """The optional tensors of a launch, each absent one replaced."""
     op, start = state.op, state.op.num_required + 1
-    table = tuple(enumerate(zip(optional_of(op.args), state.absent), start))
+    table = tuple(enumerate(optional_of(op.args), start))
 
     def workspace(given: Tensor | None, rows: int, needed: int) -> Tensor:
         if given is None:
@@ -153,7 +162,7 @@ def _options(state: State) -> Callable[[tuple, _Plan], list[Tensor]]:
 
     def options(arguments: tuple, planned: _Plan) -> list[Tensor]:
         chosen, count = [], len(arguments)
-        for i, (arg, absent) in table:
+        for (i, arg), absent in zip(table, planned.absent):
             tensor = arguments[i] if i < count else None
             if isinstance(arg, Workspace):
                 needed = planned.workspace

@@ -121,7 +121,7 @@ def smallest_call(
         else make.empty(arg, values, sizes, device).zero_()
         for arg in required_of(op.args)
     ]
-    optional = [make.absent(arg, values, device) for arg in optional_of(op.args)]
+    optional = [make.absent(arg, values, device, sizes) for arg in optional_of(op.args)]
     for place, arg in enumerate(optional_of(op.args)):
         if isinstance(arg, Workspace):
             size = op.workspace_size(config, sizes, scalars)

@@ -18,12 +18,15 @@ def empty(
     return torch.empty(shape, dtype=getattr(torch, arg.dtype_in(values)), device=device)
 
 
-def absent(arg: TensorArg, values: Values, device: torch.device) -> Tensor:
+def absent(
+    arg: TensorArg, values: Values, device: torch.device, sizes: Mapping[str, int] | None = None
+) -> Tensor:
     """What a kernel gets for an optional tensor that is None: one without rows, whose outer strides
-    are aligned as the kernel takes them for granted."""
-    shape = (0, *(int(values.get(name, 0)) for name in arg.shape[1:]))
+    are aligned as the kernel takes them for granted; inner `sizes` are those of the launch."""
+    known = {**(sizes or {}), **values}
+    shape = (0, *(int(known.get(name, 0)) for name in arg.shape[1:]))
     dtype = getattr(torch, arg.dtype_in(values))
-    granule = max((arg.align or 0) // dtype.itemsize, 1)
+    granule = max(arg.row_alignment(values) // dtype.itemsize, 1)
     strides = [1]
     for size in reversed(shape[1:]):
         strides.insert(0, -(-max(size, 1) * strides[0] // granule) * granule)
