@@ -57,7 +57,8 @@ def quantize_group(x: Tensor, rule: str, levels: int = 127) -> tuple[Tensor, Ten
         return round_e4m3(x / scale), scale
     if rule == "cuda":
         amax = amax.clamp(min=1e-7)
-        return torch.round(x * (levels / amax)), amax / levels
+        # torch divides a number by a tensor as number * (1 / x), which rounds twice.
+        return torch.round(x * (torch.tensor(float(levels)) / amax)), amax / levels
     scale = amax / levels + (1e-7 if rule == "triton" else 0)
     if scale == 0:
         return torch.zeros_like(x), scale
@@ -87,7 +88,7 @@ def quantize_values(
     padded = torch.cat((v, v.new_zeros(-len(v) % 16, v.shape[1])))
     mean = padded.sum(0) / len(padded) if is_smooth else torch.zeros(v.shape[1])
     amax = (padded - mean).abs().amax(0)
-    factor = torch.where(amax == 0, 0.0, largest / amax)
+    factor = torch.where(amax == 0, 0.0, torch.full_like(amax, largest) / amax)
     return round_e4m3((v - mean) * factor), amax / largest, mean
 
 

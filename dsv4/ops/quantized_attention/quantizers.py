@@ -34,7 +34,7 @@ def quantize_rows(x: Tensor, groups: Groups, quantizer: str) -> tuple[Tensor, Te
     if quantizer == "cuda":
         amax = amax.clamp_min(INT8_FLOOR)
         scale = amax / INT8_MAX
-        codes = (blocks * _spread(INT8_MAX / amax)).round_()
+        codes = (blocks * _spread(_over(INT8_MAX, amax))).round_()
     else:
         scale = amax / INT8_MAX
         if quantizer == "triton":
@@ -84,7 +84,7 @@ def quantize_columns(
         x = x - mean.unsqueeze(-2)
         seen = x[..., :counted, :]
     amax = seen.abs().amax(-2) if counted else x.new_zeros(*x.shape[:-2], x.shape[-1])
-    factor = torch.where(amax == 0, 0.0, largest / amax)
+    factor = torch.where(amax == 0, 0.0, _over(largest, amax))
     return round_e4m3(x * factor.unsqueeze(-2)), amax / largest, mean
 
 
@@ -177,6 +177,11 @@ def group_scales(scale: Tensor, groups: Groups, rows: int) -> Tensor:
 def pad_rows(x: Tensor, block: int) -> Tensor:
     """[..., S, d] with zeros up to a multiple of `block` rows."""
     return F.pad(x, (0, 0, 0, -x.shape[-2] % block))
+
+
+def _over(number: float, x: Tensor) -> Tensor:
+    """number / x, rounded once: torch divides a number by a tensor as number * (1 / x)."""
+    return torch.full_like(x, number) / x
 
 
 def _in_groups(x: Tensor, groups: Groups) -> Tensor:
