@@ -15,6 +15,7 @@ from dsv4.cli import (
     sim_fp8_linear,
     sim_index_topk,
     sim_kv_insert,
+    sim_lowp,
     sim_merged_linear,
     sim_mhc_seam,
     sim_moe,
@@ -118,6 +119,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     sim_merged_linear.add_parser(kernels)
     sim_index_topk.add_parser(kernels)
     sim_compress.add_parser(kernels)
+    sim_lowp.add_parser(kernels)
     sim_mhc_seam.add_parser(kernels)
     sim_moe.add_parser(kernels)
     sim_paged.add_parser(kernels)

@@ -119,6 +119,12 @@ KERNELS = (
         for arch in ("sm_100a", "sm_90a")
     ),
     SimulatedKernel(
+        "quantised attention",
+        "sm_90a",
+        "quantized_attention, INT8 scores and FP8 values; quantize_kv",
+        "dsv4 sim lowp",
+    ),
+    SimulatedKernel(
         "mixture of experts",
         "sm_90a",
         "moe: router, sort, experts, sum; every tiling",

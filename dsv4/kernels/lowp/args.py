@@ -6,7 +6,7 @@ of queries; d channels, `dp` of codes; Gk tiles of n keys.
 
 from __future__ import annotations
 
-from dsv4.kernels.kit.args import In, OptIn, OptOut, Out
+from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Workspace
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig, QuantizeKvConfig
 from dsv4.kernels.lowp.groups import FP4_BLOCK
 
@@ -21,26 +21,30 @@ _SCALES = {
 CODES = ("k_codes", "k_scale", "v_codes", *_SCALES)
 
 QUANTIZE_KV_ARGS = (
-    In("k", "b Hk S d", "dtype"),
-    In("v", "b Hk S d", "dtype"),
+    In("k", "b Hk S d", "dtype", align="row_align"),
+    In("v", "b Hk S d", "dtype", align="row_align"),
     Out("k_codes", "b Hk S dk", "k_dtype", align=16),
     Out("k_scale", "b Hk Gk sk", "k_scale_dtype"),
     Out("v_codes", "b Hk Gk v0 v1", "v_dtype", align=16),
     *(OptOut(name, dims, dtype) for name, (dims, dtype) in _SCALES.items()),
     OptIn("cu_seqlens_k", "N1", "int32"),
+    Workspace(),
 )
 
 ATTENTION_ARGS = (
-    In("q", "b Hq L d", "dtype"),
+    In("q", "b Hq L d", "dtype", align="row_align"),
     In("k_codes", "b Hk S dk", "k_dtype", align=16, differentiable=False),
     In("k_scale", "b Hk Gk sk", "k_scale_dtype", differentiable=False),
     In("v_codes", "b Hk Gk v0 v1", "v_dtype", align=16, differentiable=False),
-    Out("out", "b Hq L d", "dtype"),
+    Out("out", "b Hq L d", "dtype", align="row_align"),
     *(OptIn(name, dims, dtype) for name, (dims, dtype) in _SCALES.items()),
     OptIn("attn_mask", "b Hq L S", "mask_dtype"),
     OptIn("cu_seqlens_q", "N1", "int32"),
     OptIn("cu_seqlens_k", "N1", "int32"),
     OptOut("lse", "b Hq L", "float32"),
+    Scalar("factor"),  # on scores, times log2(e): the bits of a float32
+    Scalar("section"),  # heads that pass a tile of queries together
+    Scalar("num_ctas"),
 )
 
 _CODE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "nvfp4": "uint8", "fp16": "float16"}
@@ -64,6 +68,7 @@ def values(config: QuantizeKvConfig) -> dict[str, int | str]:
         "k_scale_dtype": "float8_e4m3fn" if config.qk == "nvfp4" else "float32",
         "v_dtype": _CODE_DTYPES[config.pv],
         "mask_dtype": "float32",
+        "row_align": config.row_align,
     }
     if isinstance(config, QuantizedAttentionConfig) and config.mask == "bool":
         found["mask_dtype"] = "uint8"

@@ -23,6 +23,7 @@ LOG2E = 1.44269504  # as SageAttention rounds it
 # value of an FP4 block.
 P_OFFSET = {"fp8": 8.807, "fp16": 0.0, "nvfp4": 11.392317}
 SMOOTH_Q_ROWS = 128  # queries that share a mean
+VECTOR_BYTES = 16  # of a load
 FP16_FLUSH_KEYS = 64  # P V of so many keys stays below fp16's largest number
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -150,6 +151,13 @@ class QuantizeKvConfig:
         return 2.25 if self.pv_accum_dtype == "fp32+fp16" else 448.0
 
     @property
+    def row_align(self) -> int:
+        """Bytes that rows of queries and outputs start at a multiple of: vectors, where whole ones
+        make up a row."""
+        size = 4 if self.dtype == "float32" else 2
+        return size if self.head_dim * size % VECTOR_BYTES else VECTOR_BYTES
+
+    @property
     def folds_scale(self) -> bool:
         """Whether queries are multiplied by softmax scale and log2(e) before they are coded."""
         return self.qk_quant_gran == "per_block"
@@ -176,6 +184,30 @@ class QuantizedAttentionConfig(QuantizeKvConfig):
         _check_choice("mask", self.mask, MASKS)
         if self.mask != "none" and self.is_varlen:
             raise ValueError(f"mask: got {quoted(self.mask)}, packed sequences have none")
+
+
+def has_codes_kernel(config: QuantizeKvConfig) -> bool:
+    """Whether kernels take a configuration of `quantize_kv`."""
+    return (
+        (config.qk, config.pv, config.geometry) == ("int8", "fp8", "sm90")
+        and config.dtype != "float32"
+        and config.row_align == VECTOR_BYTES
+        and not config.smooth_q
+        and config.km_scope == "sequence"
+    )
+
+
+def has_kernel(config: QuantizedAttentionConfig) -> bool:
+    """Whether the attention kernel of Hopper takes a configuration."""
+    return (
+        (config.qk, config.pv, config.geometry, config.mask) == ("int8", "fp8", "sm90", "none")
+        and config.pv_accum_dtype in ("fp32+fp32", "fp32")
+        and config.dtype != "float32"
+        and config.row_align == VECTOR_BYTES
+        and not config.smooth_q
+        # Scores are compared before they are scaled.
+        and config.sm_scale >= 0
+    )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...], where: str = "") -> None:

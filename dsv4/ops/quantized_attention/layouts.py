@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from dsv4.kernels.lowp.config import VECTOR_BYTES
 from dsv4.quoting import quoted
 
 LAYOUTS = ("HND", "NHD")
@@ -28,6 +30,18 @@ def heads_first(x: Tensor, tensor_layout: str) -> Tensor:
     if x.dim() == 3:
         return x.transpose(0, 1).unsqueeze(0)
     return x.transpose(1, 2) if tensor_layout == "NHD" else x
+
+
+def aligned(x: Tensor) -> Tensor:
+    """The tensor, copied where rows of whole vectors do not start at multiples of one, as kernels
+    load them."""
+    elements = VECTOR_BYTES // x.element_size()
+    # While a graph is traced there is no offset: then the operator refuses it.
+    offset = 0 if torch.compiler.is_compiling() else x.storage_offset()
+    starts = (offset, *(s for n, s in zip(x.shape[:-1], x.stride()) if n > 1))
+    if x.shape[-1] % elements or not any(start % elements for start in starts):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def dshb_to_bhsd(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:

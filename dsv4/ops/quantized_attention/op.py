@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from numbers import Real
 from operator import index
 from typing import Any, ClassVar
@@ -12,10 +13,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsv4.kernels.lowp.args import ATTENTION_ARGS, CODES, needs, values
-from dsv4.kernels.lowp.config import QuantizedAttentionConfig
+from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
+from dsv4.kernels.lowp.plan import choose_launch
 from dsv4.ops.quantized_attention.dump import write_dumps
 from dsv4.ops.quantized_attention.knobs import dump_prefixes
-from dsv4.ops.quantized_attention.layouts import check_layout, check_rank, heads_first
+from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
 from dsv4.ops.quantized_attention.options import FORMAT_OPTIONS
 from dsv4.ops.quantized_attention.quantize_kv import (
     QuantizedKV,
@@ -26,9 +28,13 @@ from dsv4.ops.quantized_attention.quantize_kv import (
 )
 from dsv4.ops.quantized_attention.sequences import check_count, check_ends, sequences_of
 from dsv4.ops.quantized_attention.torch_path import attend
+from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.calls import tensors_of_call
 from dsv4.ops.runtime.checks import check_flag, check_is_tensor
-from dsv4.ops.runtime.kernel_op import KernelOp
+from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+from dsv4.ops.runtime.launch import Launch
 from dsv4.ops.runtime.runner import config_of
+from dsv4.ops.runtime.state import State
 from dsv4.quoting import quoted
 
 
@@ -38,10 +44,37 @@ class QuantizedAttention(KernelOp):
     name = "quantized_attention"
     config = QuantizedAttentionConfig
     args = ATTENTION_ARGS
-    kernels: ClassVar = {}
+    kernels: ClassVar = {"sm_90a": "dsv4.kernels.lowp.sm90.attention"}
 
     def values(self, config: QuantizedAttentionConfig) -> Mapping[str, int | str]:
         return values(config)
+
+    def has_kernel(self, config: QuantizedAttentionConfig) -> bool:
+        return has_kernel(config)
+
+    def compiled_config(
+        self, config: QuantizedAttentionConfig, arch: str
+    ) -> QuantizedAttentionConfig:
+        # How keys were smoothed is in their codes and in `km`.
+        return replace(config, sm_scale=1.0, smooth_k=False, km_scope="sequence")
+
+    def plan(
+        self, config: QuantizedAttentionConfig, sizes: Sizes, device: Device
+    ) -> tuple[int, ...]:
+        """Bits of the factor on scores, heads of a section, CTAs."""
+        heads, key_heads = sizes["b"] * sizes["Hq"], sizes["b"] * sizes["Hk"]
+        return choose_launch(config, heads, key_heads, sizes["L"], sizes["S"], device.num_sms)
+
+    def make_launch(self, state: State) -> Launch:
+        """The launch that follows from the table, of sizes that fit each other: the compiled
+        function does not know what tiles and sequences are."""
+        launch, config = super().make_launch(state), state.config
+
+        def checked(*arguments: Any) -> None:
+            self.check_sizes(config, *tensors_of_call(self, arguments))
+            launch(*arguments)
+
+        return checked
 
     def needs(self, config: QuantizedAttentionConfig, name: str) -> bool | None:
         return needs(config, name)
@@ -89,12 +122,13 @@ class QuantizedAttention(KernelOp):
                 lse[:, :, of_q.rows] = found_lse
 
     def aot(self) -> Mapping[str, QuantizedAttentionConfig]:
-        """SageAttention's defaults on Hopper, and FP8 alone."""
-        fp8 = {"qk": "fp8", "qk_quant_gran": "per_head", "quantizer": "", "smooth_k": False}
+        """SageAttention's defaults on Hopper."""
         return {
-            "INT8 and FP8, d 128": QuantizedAttentionConfig(128, sm_scale=128**-0.5),
-            "INT8 and FP8, d 64": QuantizedAttentionConfig(64, sm_scale=0.125),
-            "FP8, d 64": QuantizedAttentionConfig(64, sm_scale=0.125, **fp8),
+            f"INT8 and FP8, d {dim}{', causal' * is_causal}": QuantizedAttentionConfig(
+                dim, sm_scale=dim**-0.5, causal="top_left" if is_causal else "none"
+            )
+            for dim in (128, 64)
+            for is_causal in (False, True)
         }
 
 
@@ -183,7 +217,7 @@ def quantized_attention(
     else:
         codes = _encode(k, v, tensor_layout, cu_seqlens_k, formats)
     _check_varlen(q, codes, cu_seqlens_q)
-    queries = heads_first(q, tensor_layout)
+    queries = aligned(heads_first(q, tensor_layout))
     causal = _causal(queries, codes, is_causal, causal_align, cu_seqlens_q)
     mask, kind = _mask(attn_mask, queries, codes)
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:

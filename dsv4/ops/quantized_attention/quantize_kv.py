@@ -13,15 +13,19 @@ from torch.autograd import forward_ad
 
 from dsv4.kernels.kit.args import tensors_of
 from dsv4.kernels.lowp.args import CODES, QUANTIZE_KV_ARGS, needs, values
-from dsv4.kernels.lowp.config import QuantizeKvConfig
+from dsv4.kernels.lowp.config import QuantizeKvConfig, has_codes_kernel
 from dsv4.kernels.lowp.groups import num_blocks
+from dsv4.kernels.lowp.plan import STATISTICS
 from dsv4.ops.quantized_attention.codes import encode_kv, key_means
-from dsv4.ops.quantized_attention.layouts import check_layout, check_rank, heads_first
+from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
 from dsv4.ops.quantized_attention.options import FORMAT_OPTIONS, complete
 from dsv4.ops.quantized_attention.sequences import check_count, check_ends, sequences_of
+from dsv4.ops.runtime.calls import tensors_of_call
 from dsv4.ops.runtime.checks import check_is_tensor
-from dsv4.ops.runtime.kernel_op import KernelOp
+from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+from dsv4.ops.runtime.launch import Launch
 from dsv4.ops.runtime.runner import config_of
+from dsv4.ops.runtime.state import State
 from dsv4.ops.runtime.tensors import empty
 
 
@@ -65,17 +69,39 @@ class QuantizeKv(KernelOp):
     name = "quantize_kv"
     config = QuantizeKvConfig
     args = QUANTIZE_KV_ARGS
+    # `dsv4.kernels.lowp.quantize_kv` has run in the simulator alone.
     kernels: ClassVar = {}
 
     def values(self, config: QuantizeKvConfig) -> Mapping[str, int | str]:
         return values(config)
+
+    def has_kernel(self, config: QuantizeKvConfig) -> bool:
+        return has_codes_kernel(config)
+
+    def workspace_size(
+        self, config: QuantizeKvConfig, sizes: Sizes, scalars: tuple[int, ...]
+    ) -> int:
+        """Statistics of every tile."""
+        return sizes["b"] * sizes["Hk"] * sizes["Gk"] * STATISTICS * config.padded_dim
+
+    def make_launch(self, state: State) -> Launch:
+        """The launch that follows from the table, of sizes that fit each other: the compiled
+        functions do not know what tiles and sequences are."""
+        launch, config = super().make_launch(state), state.config
+
+        def checked(*arguments: Any) -> None:
+            self.check_sizes(config, *tensors_of_call(self, arguments))
+            launch(*arguments)
+
+        return checked
 
     def check_sizes(self, config: QuantizeKvConfig, *tensors: Tensor | None) -> None:
         check_codes(config, dict(zip((arg.name for arg in self.tensors), tensors)))
 
     def check_values(self, config: QuantizeKvConfig, *tensors: Tensor | None) -> None:
         if config.is_varlen:
-            check_ends("cu_seqlens_k", tensors[-1], tensors[0].shape[2])
+            given = dict(zip((arg.name for arg in self.tensors), tensors))
+            check_ends("cu_seqlens_k", given["cu_seqlens_k"], tensors[0].shape[2])
 
     def torch(self, config: QuantizeKvConfig, *tensors: Tensor | None) -> None:
         """Write all that is there; packed sequences one after the other, which synchronises."""
@@ -98,14 +124,8 @@ class QuantizeKv(KernelOp):
         return needs(config, name)
 
     def aot(self) -> Mapping[str, QuantizeKvConfig]:
-        """SageAttention's defaults on Hopper, and FP8 alone."""
-        return {
-            "INT8 keys, FP8 values, d 128": QuantizeKvConfig(128),
-            "INT8 keys, FP8 values, d 64": QuantizeKvConfig(64),
-            "FP8 keys and values, d 64": QuantizeKvConfig(
-                64, qk="fp8", qk_quant_gran="per_head", quantizer="", smooth_k=False
-            ),
-        }
+        """SageAttention's defaults on Hopper."""
+        return {f"INT8 keys, FP8 values, d {dim}": QuantizeKvConfig(dim) for dim in (128, 64)}
 
 
 QUANTIZE_KV = QuantizeKv()
@@ -212,6 +232,7 @@ def quantize_kv(
 def encode(k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, identity: int) -> QuantizedKV:
     """`quantize_kv` of keys and values [b, Hk, S, d] by the id of its configuration."""
     config = config_of(QUANTIZE_KV, identity)
+    k, v = aligned(k), aligned(v)
     if cu_seqlens_k is not None:
         check_is_tensor("cu_seqlens_k", cu_seqlens_k)
     batch, heads, rows = k.shape[:3]
@@ -227,7 +248,7 @@ def encode(k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, identity: int) -> 
     outputs = [
         empty(arg, dims, sizes, k.device) if needs(config, arg.name) in (None, True) else None
         for arg in tensors_of(QUANTIZE_KV_ARGS)
-        if arg.is_output
+        if arg.name in CODES
     ]
     _op(k, v, *outputs[:3], identity, *outputs[3:], cu_seqlens_k)
     return QuantizedKV(config, cu_seqlens_k, *outputs)

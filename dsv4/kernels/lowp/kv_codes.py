@@ -1,0 +1,235 @@
+"""Codes of tiles of keys and values, a CTA for each tile of a head and of either."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass.memory import SmemAllocator
+
+from dsv4.kernels.kit.vectors import address_of, pointer_to, vector_at
+from dsv4.kernels.lowp.config import QuantizeKvConfig
+from dsv4.kernels.lowp.groups import V_ALIGN, V_ORDER
+from dsv4.kernels.lowp.kv_statistics import (
+    THREADS,
+    TILE,
+    VECTOR,
+    Operands,
+    Tile,
+    partial_of,
+    tile_of,
+)
+from dsv4.kernels.lowp.plan import V_FACTOR
+from dsv4.kernels.lowp.rounding import (
+    Int8Scale,
+    abs_of,
+    across_lanes,
+    fmax_nan,
+    pack_e4m3,
+    pack_int8,
+)
+
+QUAD = 4  # keys whose codes of a channel are a word: positions 4 q to 4 q + 3 of 16
+
+
+class Codes:
+    """Codes of all tiles."""
+
+    def __init__(self, config: QuantizeKvConfig):
+        self.config = config
+        self.dim = config.padded_dim
+        self.vectors = self.dim // VECTOR  # of a row
+        self.rows = THREADS // self.vectors  # that are loaded at a time
+        self.scale = Int8Scale(config.quantizer, not config.folds_scale)
+
+    @cute.jit
+    def launch(self, operands: Operands, stream):
+        """Code all tiles, and clear what belongs to no sequence."""
+        batch, heads = operands.k.shape[0], operands.k.shape[1]
+        self.kernel(operands).launch(
+            grid=[2 * operands.k_scale.shape[2], heads, batch],
+            block=[THREADS, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands: Operands):
+        index, head, batch = cute.arch.block_idx()
+        number = index // 2
+        tile = tile_of(operands, batch, number, self.config.is_varlen)
+        smem = SmemAllocator()
+        maxima = smem.allocate_tensor(Float32, cute.make_layout(THREADS // 16), 16)
+        words = smem.allocate_tensor(Uint32, cute.make_layout((TILE // QUAD, self.dim)), 16)
+        if index % 2 == 0:
+            self.code_keys(operands, tile, (batch, head, number), maxima)
+        else:
+            self.code_values(operands, tile, (batch, head, number), words)
+
+    # ---- keys ----
+
+    @cute.jit
+    def code_keys(self, operands: Operands, tile: Tile, place, maxima: cute.Tensor):
+        """Codes and scales of a tile's rows.
+
+        A thread has the rows whose numbers are its own modulo 16 or 32. The lanes of a pair of
+        neighbouring rows are a unit: all its rows are of one group, as are those of the units that
+        are four apart; or all units of a tile.
+        """
+        batch, head, number = place
+        thread, count = cute.arch.thread_idx()[0], TILE // self.rows
+        channel, first = thread % self.vectors * VECTOR, thread // self.vectors
+        dtype, lanes = operands.k.element_type, 2 * self.vectors
+        unit, units, groups = thread // lanes, THREADS // lanes, self.config.key_scales
+        means = cute.make_rmem_tensor(VECTOR, Float32)
+        means.fill(0.0)
+        if cutlass.const_expr(self.config.smooth_k):  # noqa: SIM102 static, then dynamic
+            if channel < self.config.head_dim:
+                for j in cutlass.range_constexpr(VECTOR):
+                    means[j] = operands.km[tile.sequence, head, channel + j].to(Float32)
+        x = cute.make_rmem_tensor((VECTOR, count), Float32)
+        x.fill(0.0)
+        amax = Float32(0.0)
+        for i in cutlass.range_constexpr(count):
+            row = first + self.rows * i
+            if row < tile.rows and channel < self.config.head_dim:
+                loaded = load(operands.k, batch, head, tile.first + row, channel)
+                for j in cutlass.range_constexpr(VECTOR):
+                    x[j, i] = self.smoothed(loaded[j].to(Float32), means[j], dtype)
+                    amax = fmax_nan(amax, abs_of(x[j, i]))
+        amax = across_lanes(fmax_nan, amax, lanes)
+        if thread % lanes == 0:
+            maxima[unit] = amax
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(units // groups):
+            amax = fmax_nan(amax, maxima[unit % groups + groups * i])
+        scale, divisor, inverse = self.scale.of(amax)
+        if thread % lanes == 0 and unit < groups:
+            value = cutlass.select_(tile.rows == 0, Float32(0.0), Float32(scale))
+            operands.k_scale[batch, head, number, unit] = value
+        for i in cutlass.range_constexpr(count):
+            row = first + self.rows * i
+            if row < tile.rows:
+                words = cute.make_rmem_tensor(2, Uint32)
+                for h in cutlass.range_constexpr(2):
+                    words[h] = pack_int8(
+                        *(self.scale.code(x[4 * h + j, i], divisor, inverse) for j in range(4))
+                    )
+                self.store_row(operands, batch, head, tile.first + row, channel, words)
+        if cutlass.const_expr(self.config.is_varlen):
+            self.clear_rest(operands, batch, head, number, first, channel)
+
+    def smoothed(self, x: Float32, mean: Float32, dtype: type) -> Float32:
+        """A key without its mean, in the precision of the quantiser."""
+        if not self.config.smooth_k:
+            return x
+        x = x - mean
+        return x if self.config.quantizer == "cuda" else x.to(dtype).to(Float32)
+
+    @cute.jit
+    def store_row(self, operands: Operands, batch, head, row, channel, words: cute.Tensor):
+        """Eight codes of a row."""
+        strides = operands.k_codes.stride
+        offset = Int64(batch) * strides[0] + Int64(head) * strides[1] + Int64(row) * strides[2]
+        target = pointer_to(address_of(operands.k_codes, offset + channel), Uint32, 8)
+        cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(2)))
+
+    @cute.jit
+    def clear_rest(self, operands: Operands, batch, head, number, first, channel):
+        """Zeros in the rows behind the last sequence, by the CTA of the last tile."""
+        if number == operands.k_scale.shape[2] - 1:
+            zeros = cute.make_rmem_tensor(2, Uint32)
+            zeros.fill(0)
+            size = Int32(operands.k.shape[2])
+            begin = operands.ends[operands.ends.shape[0] - 1]
+            begin = cutlass.max(cutlass.min(begin, size), 0)
+            for row in cutlass.range(begin + first, size, self.rows, unroll=1):
+                self.store_row(operands, batch, head, row, channel, zeros)
+
+    # ---- values ----
+
+    @cute.jit
+    def code_values(self, operands: Operands, tile: Tile, place, words: cute.Tensor):
+        """Codes of a tile's columns, keys innermost and in the tensor core's order.
+
+        A thread codes eight channels of four keys at a time, whose codes are a word of a column.
+        Words lie exchanged by the column in eight, so that the lanes of a warp, which are apart by
+        eight columns, reach all banks.
+        """
+        batch, head, number = place
+        thread = cute.arch.thread_idx()[0]
+        vector, quad = thread % self.vectors, thread // self.vectors
+        channel = vector * VECTOR
+        start = Int64(0)
+        factors, means = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
+        means.fill(0.0)
+        factors.fill(0.0)
+        if tile.rows > 0:
+            first_tile = number - self.tile_in_sequence(operands, tile)
+            start = partial_of(operands, batch, head, first_tile, self.dim)
+            start += V_FACTOR * self.dim + channel
+            for j in cutlass.range_constexpr(VECTOR):
+                factors[j] = operands.partials[start + j]
+        if cutlass.const_expr(self.config.smooth_v):  # noqa: SIM102 static, then dynamic
+            if tile.rows > 0 and channel < self.config.head_dim:
+                for j in cutlass.range_constexpr(VECTOR):
+                    means[j] = operands.vm[tile.sequence, head, channel + j]
+        for step in cutlass.range_constexpr(TILE // QUAD // self.rows):
+            place_of_quad = quad + self.rows * step
+            x = cute.make_rmem_tensor((VECTOR, QUAD), Float32)
+            x.fill(0.0)
+            for i in cutlass.range_constexpr(QUAD):
+                # Positions 4 q to 4 q + 3 hold keys 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of 16.
+                within = V_ORDER[i] + place_of_quad % 4 * 2
+                row = place_of_quad // 4 * V_ALIGN + within
+                if row < tile.rows and channel < self.config.head_dim:
+                    loaded = load(operands.v, batch, head, tile.first + row, channel)
+                    for j in cutlass.range_constexpr(VECTOR):
+                        x[j, i] = loaded[j].to(Float32)
+            for j in cutlass.range_constexpr(VECTOR):
+                words[place_of_quad ^ self.turn(vector), channel + j] = pack_e4m3(
+                    *((x[j, i] - means[j]) * factors[j] for i in range(QUAD))
+                )
+        cute.arch.sync_threads()
+        self.store_columns(operands, batch, head, number, words, thread)
+
+    def turn(self, vector):
+        """What places of words are exchanged by, in the columns of a vector of channels."""
+        return vector % 8 * 4
+
+    @cute.jit
+    def tile_in_sequence(self, operands: Operands, tile: Tile) -> Int32:
+        """Number of a tile among those of its sequence."""
+        begin = Int32(0)
+        if cutlass.const_expr(self.config.is_varlen):
+            begin = cutlass.max(operands.ends[tile.sequence], 0)
+        return (tile.first - begin) // TILE
+
+    @cute.jit
+    def store_columns(self, operands: Operands, batch, head, number, words: cute.Tensor, thread):
+        """Sixteen codes of a column at a time."""
+        strides = operands.v_codes.stride
+        offset = Int64(batch) * strides[0] + Int64(head) * strides[1] + Int64(number) * strides[2]
+        chunks = TILE // V_ALIGN
+        for i in cutlass.range_constexpr(self.dim * chunks // THREADS):
+            place = thread + i * THREADS
+            column, chunk = place // chunks, place % chunks
+            source = words.iterator + column * (TILE // QUAD)
+            source = source + (chunk * QUAD ^ self.turn(column // VECTOR))
+            four = cute.make_rmem_tensor(QUAD, Uint32)
+            cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(QUAD)), four)
+            address = address_of(
+                operands.v_codes, offset + Int64(column) * strides[3] + chunk * V_ALIGN
+            )
+            target = pointer_to(address, Uint32, 16)
+            cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(QUAD)))
+
+
+@cute.jit
+def load(tensor: cute.Tensor, batch, head, row, channel) -> cute.Tensor:
+    """Eight channels of a row."""
+    strides = tensor.stride
+    offset = Int64(batch) * strides[0] + Int64(head) * strides[1] + Int64(row) * strides[2]
+    found = cute.make_rmem_tensor(VECTOR, tensor.element_type)
+    cute.autovec_copy(
+        vector_at(address_of(tensor, offset + channel), tensor.element_type, 0), found
+    )
+    return found

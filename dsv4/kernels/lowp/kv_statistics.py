@@ -1,0 +1,251 @@
+"""Statistics of keys and values: of every tile of rows, then of every sequence."""
+
+from __future__ import annotations
+
+import operator
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.memory import SmemAllocator
+
+from dsv4.kernels.kit.vectors import address_of, vector_at
+from dsv4.kernels.lowp.config import QuantizeKvConfig
+from dsv4.kernels.lowp.groups import V_ALIGN, first_block
+from dsv4.kernels.lowp.plan import K_SUM, STATISTICS, V_FACTOR, V_MAX, V_MIN, V_SUM
+from dsv4.kernels.lowp.rounding import abs_of, fmax_nan
+from dsv4.kernels.lowp.sequences import Rows, rows_of, sequence_of
+
+TILE = 128  # rows
+CHAINS = 8  # of sums of tiles: see `column_sums`
+VECTOR = 8  # channels of a load
+THREADS = 256
+
+
+class Operands(NamedTuple):
+    """Tensors of a launch."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    k_codes: cute.Tensor
+    k_scale: cute.Tensor
+    v_codes: cute.Tensor
+    v_scale: cute.Tensor
+    km: cute.Tensor
+    vm: cute.Tensor
+    ends: cute.Tensor
+    partials: (
+        cute.Tensor
+    )  # [b, Hk, tiles, STATISTICS, dp], flat; of a sequence those of its first tile
+
+
+class Tile(NamedTuple):
+    """A tile of rows: its sequence, the first row in the tensor, rows that there are."""
+
+    sequence: Int32
+    first: Int32
+    rows: Int32
+
+
+@cute.jit
+def tile_of(operands: Operands, batch, number, is_varlen: cutlass.Constexpr) -> Tile:
+    """Rows of a tile; none of one between sequences."""
+    size = Int32(operands.k.shape[2])
+    rows, place = Rows(Int32(batch), Int32(0), size), Int32(number)
+    if cutlass.const_expr(is_varlen):
+        last = Int32(operands.ends.shape[0]) - 2
+        sequence = cutlass.min(sequence_of(operands.ends, number, TILE), last)
+        rows = rows_of(operands.ends, sequence, size)
+        place = cutlass.max(number - first_block(rows.first, sequence, TILE), 0)
+    first = place * TILE
+    count = cutlass.max(cutlass.min(rows.count - first, TILE), 0)
+    return Tile(rows.sequence, rows.first + first, Int32(count))
+
+
+def partial_of(operands: Operands, batch, head, tile, dim: int) -> Int64:
+    """Offset of a tile's first partial result."""
+    heads, tiles = operands.k.shape[1], operands.k_scale.shape[2]
+    place = (Int64(batch) * heads + head) * tiles + tile
+    return place * (STATISTICS * dim)
+
+
+class TileStatistics:
+    """Sums and extremes of a tile's channels, a CTA for each tile of a head."""
+
+    def __init__(self, config: QuantizeKvConfig):
+        self.config = config
+        self.vectors = config.padded_dim // VECTOR  # of a row
+        self.rows = THREADS // self.vectors  # at a time
+
+    @cute.jit
+    def launch(self, operands: Operands, stream):
+        """Statistics of all tiles."""
+        batch, heads = operands.k.shape[0], operands.k.shape[1]
+        self.kernel(operands).launch(
+            grid=[operands.k_scale.shape[2], heads, batch], block=[THREADS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(self, operands: Operands):
+        number, head, batch = cute.arch.block_idx()
+        thread = cute.arch.thread_idx()[0]
+        dim = self.config.padded_dim
+        tile = tile_of(operands, batch, number, self.config.is_varlen)
+        smem = SmemAllocator()
+        exchanged = smem.allocate_tensor(Float32, cute.make_layout((dim, self.rows)), 16)
+        start = partial_of(operands, batch, head, number, dim)
+        if cutlass.const_expr(self.config.smooth_k):
+            x = self.load(operands.k, tile, batch, head, thread)
+            self.reduce(x, exchanged, operands.partials, start + K_SUM * dim, operator.add)
+        x = self.load(operands.v, tile, batch, head, thread)
+        if cutlass.const_expr(self.config.smooth_v):
+            self.reduce(x, exchanged, operands.partials, start + V_SUM * dim, operator.add)
+            # Zeros fill the last 16 rows, and count.
+            counted = (tile.rows + V_ALIGN - 1) // V_ALIGN * V_ALIGN
+            for limit, name, choose in ((-1, V_MAX, fmax_nan), (1, V_MIN, fmin_nan)):
+                y = self.bounded(x, counted, limit, thread)
+                self.reduce(y, exchanged, operands.partials, start + name * dim, choose)
+        else:
+            for i in cutlass.range_constexpr(cute.size(x)):
+                x[i] = abs_of(x[i])
+            self.reduce(x, exchanged, operands.partials, start + V_MAX * dim, fmax_nan)
+
+    @cute.jit
+    def load(self, tensor: cute.Tensor, tile: Tile, batch, head, thread) -> cute.Tensor:
+        """Rows thread // vectors + rows * i of a tile as float32 [8, i], zeros where none are."""
+        count = TILE // self.rows
+        found = cute.make_rmem_tensor((VECTOR, count), Float32)
+        found.fill(0.0)
+        channel = thread % self.vectors * VECTOR
+        strides = tensor.stride
+        start = Int64(batch) * strides[0] + Int64(head) * strides[1] + channel
+        for i in cutlass.range_constexpr(count):
+            row = thread // self.vectors + self.rows * i
+            if row < tile.rows and channel < self.config.head_dim:
+                offset = start + Int64(tile.first + row) * strides[2]
+                loaded = cute.make_rmem_tensor(VECTOR, tensor.element_type)
+                source = vector_at(address_of(tensor, offset), tensor.element_type, 0)
+                cute.autovec_copy(source, loaded)
+                for j in cutlass.range_constexpr(VECTOR):
+                    found[j, i] = loaded[j].to(Float32)
+        return found
+
+    def bounded(self, x: cute.Tensor, counted, sign: int, thread) -> cute.Tensor:
+        """The same, infinite where rows do not count."""
+        found = cute.make_rmem_tensor((VECTOR, TILE // self.rows), Float32)
+        for i in range(TILE // self.rows):
+            is_counted = thread // self.vectors + self.rows * i < counted
+            for j in range(VECTOR):
+                other = Float32.inf if sign > 0 else -Float32.inf
+                found[j, i] = cutlass.select_(is_counted, x[j, i], Float32(other))
+        return found
+
+    @cute.jit
+    def reduce(
+        self, x: cute.Tensor, exchanged: cute.Tensor, partials: cute.Tensor, offset,
+        choose: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Reduce the rows of a tile, halves with halves, and write a row of partial results."""
+        thread = cute.arch.thread_idx()[0]
+        row, channel = thread // self.vectors, thread % self.vectors * VECTOR
+        for j in cutlass.range_constexpr(VECTOR):
+            own = halves(choose, [x[j, i] for i in range(TILE // self.rows)])
+            exchanged[channel + j, row] = own
+        cute.arch.sync_threads()
+        if thread < self.config.padded_dim:
+            found = halves(choose, [exchanged[thread, i] for i in range(self.rows)])
+            partials[offset + thread] = found
+        # What follows writes there again.
+        cute.arch.sync_threads()
+
+
+class SequenceStatistics:
+    """Means and scales of a sequence's channels, a thread each."""
+
+    def __init__(self, config: QuantizeKvConfig):
+        self.config = config
+
+    @cute.jit
+    def launch(self, operands: Operands, stream):
+        """Statistics of all sequences."""
+        sequences = operands.v_scale.shape[0]
+        self.kernel(operands).launch(
+            grid=[operands.k.shape[1], sequences, 1],
+            block=[self.config.padded_dim, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, operands: Operands):
+        head, sequence, _ = cute.arch.block_idx()
+        channel, config = cute.arch.thread_idx()[0], self.config
+        batch, first, rows = Int32(sequence), Int32(0), Int32(operands.k.shape[2])
+        if cutlass.const_expr(config.is_varlen):
+            found = rows_of(operands.ends, sequence, rows)
+            batch, rows = Int32(0), found.count
+            first = first_block(found.first, sequence, TILE)
+        dim = config.padded_dim
+        start = partial_of(operands, batch, head, first, dim) + channel
+        tiles = (rows + TILE - 1) // TILE
+        if cutlass.const_expr(config.smooth_k):
+            mean = self.total(operands, start + K_SUM * dim, tiles) / divisor_of(rows)
+            if channel < config.head_dim:
+                operands.km[sequence, head, channel] = mean.to(operands.km.element_type)
+        top = self.extreme(operands, start + V_MAX * dim, tiles, fmax_nan)
+        amax = top
+        if cutlass.const_expr(config.smooth_v):
+            bottom = self.extreme(operands, start + V_MIN * dim, tiles, fmin_nan)
+            counted = (rows + V_ALIGN - 1) // V_ALIGN * V_ALIGN
+            mean = self.total(operands, start + V_SUM * dim, tiles) / divisor_of(counted)
+            amax = fmax_nan(abs_of(top - mean), abs_of(bottom - mean))
+            if channel < config.head_dim:
+                operands.vm[sequence, head, channel] = mean
+        if tiles == 0:
+            amax = Float32(0.0)
+        operands.v_scale[sequence, head, channel] = amax / Float32(config.v_max)
+        divisor = cutlass.select_(amax == 0.0, Float32(1.0), Float32(amax))
+        factor = Float32(config.v_max) / divisor
+        factor = cutlass.select_(amax == 0.0, Float32(0.0), Float32(factor))
+        if tiles > 0:
+            operands.partials[start + V_FACTOR * dim] = factor
+
+    @cute.jit
+    def total(self, operands: Operands, start, tiles) -> Float32:
+        """Sum over tiles: every eighth one after the other, then halves."""
+        sums = cute.make_rmem_tensor(CHAINS, Float32)
+        sums.fill(0.0)
+        stride = STATISTICS * self.config.padded_dim
+        for tile in cutlass.range(0, tiles, CHAINS, unroll=2):
+            for i in cutlass.range_constexpr(CHAINS):
+                if tile + i < tiles:
+                    sums[i] = sums[i] + operands.partials[start + Int64(tile + i) * stride]
+        return halves(operator.add, [sums[i] for i in range(CHAINS)])
+
+    @cute.jit
+    def extreme(self, operands: Operands, start, tiles, choose: cutlass.Constexpr) -> Float32:
+        """Extreme over tiles."""
+        stride = STATISTICS * self.config.padded_dim
+        found = Float32(0.0)
+        if tiles > 0:
+            found = operands.partials[start]
+        for tile in cutlass.range(1, tiles, unroll=8):
+            found = choose(found, operands.partials[start + Int64(tile) * stride])
+        return found
+
+
+def fmin_nan(a: Float32, b: Float32) -> Float32:
+    """The smaller one; NaN wins."""
+    return -fmax_nan(-a, -b)
+
+
+def divisor_of(rows) -> Float32:
+    """A number of rows, at least 1."""
+    return Float32(cutlass.max(rows, Int32(1)))
+
+
+def halves(choose, values: list):
+    """Reduce a power of two of values, the first half with the second."""
+    while len(values) > 1:
+        middle = len(values) // 2
+        values = [choose(a, b) for a, b in zip(values[:middle], values[middle:])]
+    return values[0]

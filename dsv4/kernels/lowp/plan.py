@@ -1,0 +1,115 @@
+"""Plan of attention on Hopper: warps, registers, shared memory, barriers, order of work.
+
+Plain Python: `print(AttentionPlan(128))` works without a GPU.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from dsv4.kernels.kit.plan import (
+    WARPGROUP_WARPS,
+    Arrival,
+    Arrive,
+    BarrierGraph,
+    Buffer,
+    Edge,
+    Registers,
+    Warps,
+)
+from dsv4.kernels.kit.ring_plan import RingPlan
+from dsv4.kernels.lowp.config import LOG2E, QuantizedAttentionConfig
+
+GROUPS = 2  # consumer warpgroups
+GROUP_QUERIES = 64  # of a warpgroup: rows of a product, and of the official kernel's tile
+TILE_QUERIES = GROUPS * GROUP_QUERIES  # of a work tile
+TILE_KEYS = 128
+MOST_STAGES = 5
+# Statistics of a tile of keys and values: rows of channels.
+K_SUM, V_SUM, V_MAX, V_MIN, V_FACTOR, STATISTICS = range(6)
+# Codes of keys and values that stay in L2 while all queries of their heads pass.
+L2_BYTES = 24 << 20
+
+
+@dataclass(frozen=True)
+class AttentionPlan(RingPlan):
+    """Every budget of a CTA.
+
+    Attributes:
+        dim: channels of codes, 64 or 128.
+        lanes_per_warp: lanes that arrive for a warp.
+        qk: format of queries and keys, "int8" or "fp8".
+    """
+
+    dim: int
+    lanes_per_warp: int = 1
+    qk: str = "int8"
+
+    @property
+    def most_stages(self) -> int | None:
+        return MOST_STAGES
+
+    @property
+    def warps(self) -> Warps:
+        return Warps.of(consumers=GROUPS * WARPGROUP_WARPS, load=WARPGROUP_WARPS)
+
+    @property
+    def registers(self) -> Registers:
+        return Registers.of(self.warps, consumers=240, load=24)
+
+    @property
+    def tile_bytes(self) -> int:
+        """Of a tile of keys, and of values."""
+        return TILE_KEYS * self.dim
+
+    def _buffers(self, stages: int) -> tuple[Buffer, ...]:
+        qk = {"int8": "Int8", "fp8": "Float8E4M3FN"}[self.qk]
+        return (
+            Buffer("queries", qk, TILE_QUERIES * self.dim, 1024),
+            Buffer("keys", qk, stages * self.tile_bytes, 1024),
+            Buffer("values", "Float8E4M3FN", stages * self.tile_bytes, 1024),
+            Buffer("maxima", "Float32", GROUPS * WARPGROUP_WARPS),
+            *self._barriers(stages).split_buffers,
+        )
+
+    def _barriers(self, stages: int) -> BarrierGraph:
+        load = (Arrival("load", Arrive.TMA),)
+        consumers = (Arrival("consumers", Arrive.WARP),)
+        edges = (
+            Edge("keys", "tile of codes of keys", load, consumers, stages, self.tile_bytes),
+            Edge("values", "tile of codes of values", load, consumers, stages, self.tile_bytes),
+        )
+        return BarrierGraph(self.warps, edges, self.lanes_per_warp)
+
+    def __str__(self) -> str:
+        return (
+            f"warps      {self.warps}\nregisters  {self.registers}\nSMEM       {self.smem}\n"
+            f"{self.barriers}"
+        )
+
+
+def choose_launch(
+    config: QuantizedAttentionConfig,
+    heads: int,
+    key_heads: int,
+    queries: int,
+    keys: int,
+    num_sms: int,
+) -> tuple[int, int, int]:
+    """Scalars of a launch: bits of the factor on scores, heads of a section, CTAs.
+
+    The heads of a section pass one tile of queries after the other together, the longest first; so
+    many that their codes stay in L2.
+
+    Args:
+        heads, key_heads: of all batches together.
+    """
+    factor = struct.unpack("<i", struct.pack("<f", config.sm_scale * LOG2E))[0]
+    section, ctas = 1, num_sms
+    if config.causal != "none":
+        of_head = 2 * keys * config.padded_dim * key_heads // max(heads, 1)
+        section = max(1, min(heads, L2_BYTES // max(of_head, 1)))
+    if not config.is_varlen:
+        ctas = max(1, min(num_sms, heads * -(-queries // TILE_QUERIES)))
+    return factor, section, ctas

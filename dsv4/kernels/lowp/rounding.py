@@ -1,0 +1,106 @@
+"""Rounding of numbers to codes on a device, bit for bit as `ops.quantized_attention.quantizers`."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Float32, Uint32, cute
+
+INT8_MAX, INT8_FLOOR = 127.0, 1e-7
+
+
+class Int8Scale:
+    """Scale of a group of numbers, and their codes.
+
+    Args:
+        quantizer: rounding, "triton" or "cuda".
+        has_floor: whether Triton's scale is raised, which keeps it from 0.
+    """
+
+    def __init__(self, quantizer: str, has_floor: bool):
+        self.is_cuda = quantizer == "cuda"
+        self.has_floor = has_floor
+
+    def of(self, amax: Float32) -> tuple[Float32, Float32, Float32]:
+        """Scale of a group, then what `code` needs of it."""
+        if self.is_cuda:
+            amax = fmax_nan(amax, Float32(INT8_FLOOR))
+            return amax / Float32(INT8_MAX), Float32(1.0), Float32(INT8_MAX) / amax
+        scale = amax / Float32(INT8_MAX)
+        if self.has_floor:
+            return scale + Float32(INT8_FLOOR), *self._divisor(scale + Float32(INT8_FLOOR))
+        return scale, *self._divisor(scale)
+
+    def _divisor(self, scale: Float32) -> tuple[Float32, Float32]:
+        # 0 / 0 of a group of zeros.
+        divisor = cutlass.select_(scale == 0.0, Float32(1.0), Float32(scale))
+        return divisor, Float32(1.0) / divisor
+
+    def code(self, x: Float32, divisor: Float32, inverse: Float32) -> Float32:
+        """A number whose integer part is the code."""
+        if self.is_cuda:
+            return round_half_even(x * inverse)
+        quotient = divide(x, divisor, inverse)
+        return quotient + copy_sign(Float32(0.5), quotient)
+
+
+def fmax_nan(a: Float32, b: Float32) -> Float32:
+    """The larger one; NaN wins."""
+    return cute.arch.fmax(a, b, nan=True)
+
+
+def abs_of(x: Float32) -> Float32:
+    """|x|."""
+    return (x.bitcast(Uint32) & Uint32(0x7FFFFFFF)).bitcast(Float32)
+
+
+def copy_sign(magnitude: Float32, sign: Float32) -> Float32:
+    """A magnitude with a sign."""
+    bits = sign.bitcast(Uint32) & Uint32(0x80000000)
+    return (magnitude.bitcast(Uint32) | bits).bitcast(Float32)
+
+
+def divide(x: Float32, divisor: Float32, inverse: Float32) -> Float32:
+    """x / divisor rounded to nearest, by the divisor's rounded inverse: as IEEE has it where
+    nothing overflows, in a third of the instructions."""
+    quotient = x * inverse
+    for _ in range(2):
+        rest = cute.math.fma(-quotient, divisor, x)
+        quotient = cute.math.fma(rest, inverse, quotient)
+    return quotient
+
+
+def round_half_even(x: Float32) -> Float32:
+    """The nearest integer, of two the even one."""
+    return cute.arch.inline_ptx(
+        "cvt.rni.f32.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
+
+
+def pack_int8(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
+    """Four int8, the first in the lowest byte: integer parts, saturating."""
+    return cute.arch.inline_ptx(
+        "{ .reg .s32 a, b, c, d, e; cvt.rzi.s32.f32 a, {$r0}; cvt.rzi.s32.f32 b, {$r1}; "
+        "cvt.rzi.s32.f32 c, {$r2}; cvt.rzi.s32.f32 d, {$r3}; "
+        "cvt.pack.sat.s8.s32.b32 e, d, c, 0; cvt.pack.sat.s8.s32.b32 {$w0}, b, a, e; }",
+        write_only_types=[Uint32],
+        read_only_args=[a, b, c, d],
+    )
+
+
+def pack_e4m3(a: Float32, b: Float32, c: Float32, d: Float32) -> Uint32:
+    """Four e4m3 codes, the first in the lowest byte; to nearest, ties to even, saturating."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
+        write_only_types=[Uint32],
+        read_only_args=[a, b, c, d],
+    )
+
+
+def across_lanes(operation, x, lanes: int):
+    """Reduce over so many neighbouring lanes, a power of two; all get the result."""
+    offset = lanes // 2
+    while offset:
+        x = operation(x, cute.arch.shuffle_sync_bfly(x, offset=offset))
+        offset //= 2
+    return x

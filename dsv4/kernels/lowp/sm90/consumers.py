@@ -1,0 +1,262 @@
+"""Consumer warpgroups of attention: 64 queries each, in turns at the tensor cores.
+
+While one warpgroup's products run, the other one computes weights. Within a warpgroup the scores of
+a tile are computed beside the weighted values of the tile before:
+
+    turn     S(j) = Q K(j)^T, T = P(j - 1) V(j - 1) are issued, then the other warpgroup may
+    S(j)     maxima, weights of S(j), in its registers
+    T        O = O * decay(j - 1) + T; codes P(j)
+
+T is a fresh accumulator for each tile ("fp32+fp32"): an FP8 tensor core keeps 14 bits of its sums.
+With "fp32" the products of all tiles stay in O, which is scaled between them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import warpgroup
+
+from dsv4.kernels.kit.mbarrier import Cursor
+from dsv4.kernels.kit.vectors import address_of, pointer_to
+from dsv4.kernels.kit.wgmma import by_row, gemm
+from dsv4.kernels.lowp.config import QuantizedAttentionConfig
+from dsv4.kernels.lowp.plan import GROUP_QUERIES, TILE_KEYS, AttentionPlan
+from dsv4.kernels.lowp.sm90.context import AttentionContext, scores_mma, values_mma
+from dsv4.kernels.lowp.sm90.epilogue import Epilogue
+from dsv4.kernels.lowp.sm90.queries import Queries
+from dsv4.kernels.lowp.sm90.softmax import RowState, encode, hide_unseen, raise_maxima, weigh
+from dsv4.kernels.lowp.sm90.work import Operands, Work
+
+K_STEP = 32  # of a product of bytes
+TURNS = 1  # named barrier of the first warpgroup's turns; that of the second is the next one
+
+
+class Fragments(NamedTuple):
+    """Operands and sums of a thread."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    scores: cute.Tensor
+    codes: cute.Tensor  # of weights
+    sums: cute.Tensor  # O
+    tile_sums: cute.Tensor  # T
+    state: RowState
+
+
+class Consumers:
+    """Both warpgroups."""
+
+    def __init__(self, config: QuantizedAttentionConfig, plan: AttentionPlan):
+        self.config = config
+        self.plan = plan
+        self.has_two_levels = config.pv_accum_dtype == "fp32+fp32"
+        self.queries = Queries(config, plan)
+        self.epilogue = Epilogue(config, plan)
+
+    @cute.jit
+    def compute(self, ctx: AttentionContext, warp):
+        """Outputs of every work tile of the CTA."""
+        lane, group = cute.arch.lane_idx(), warp // 4
+        f = self._fragments(ctx, group)
+        keys = ctx.pipes.keys.consumer()
+        if group == 1:
+            pass_turn(group)
+        index, stop = Int32(cute.arch.block_idx()[0]), ctx.tiles.count(ctx.operands)
+        while index < stop:
+            work = ctx.tiles.find(ctx.operands, index)
+            f.state.reset()
+            f.sums.fill(0.0)
+            if work.count > 0:
+                factor = self.queries.take(ctx, work, warp, lane)
+                keys = self._pass_keys(ctx, f, work, factor, warp, lane, keys)
+            self.epilogue.store(ctx, work, f.sums, f.state, warp, lane)
+            index += cute.arch.grid_dim()[0]
+        if group == 0:
+            await_turn(group)
+
+    def _fragments(self, ctx: AttentionContext, group) -> Fragments:
+        scores, values = scores_mma(self.plan), values_mma(self.plan)
+        own, of_values = scores.get_slice(0), values.get_slice(0)
+        sums = values.partition_shape_C((GROUP_QUERIES, self.plan.dim))
+        o = values.make_fragment_C(sums)
+        s = scores.make_fragment_C(scores.partition_shape_C((GROUP_QUERIES, TILE_KEYS)))
+        t = values.make_fragment_C(sums) if self.has_two_levels else o
+        return Fragments(
+            q=own.make_fragment_A(own.partition_A(ctx.smem.queries))[None, None, None, group],
+            k=own.make_fragment_B(own.partition_B(ctx.smem.keys)),
+            v=of_values.make_fragment_B(of_values.partition_B(ctx.smem.values)),
+            scores=s,
+            codes=values.make_fragment_A(values.partition_shape_A((GROUP_QUERIES, TILE_KEYS))),
+            sums=o,
+            tile_sums=t,
+            state=RowState.make(),
+        )
+
+    @cute.jit
+    def _pass_keys(
+        self, ctx: AttentionContext, f: Fragments, work: Work, factor, warp, lane, keys: Cursor
+    ) -> Cursor:
+        """Sums over all keys of a work tile; the next place in the rings, of which that of values
+        is a tile behind."""
+        scale = KeyScale.of(ctx.operands, work, lane)
+        first = work.seen + warp * 16 + lane // 4
+        if cutlass.const_expr(not ctx.tiles.is_causal):
+            first = work.keys
+        # Opaque, or they would be computed again for every tile.
+        count = cute.arch.make_warp_uniform(work.count)
+        middle = cutlass.max(cutlass.min(work.full, work.count), 1)
+        middle = cute.arch.make_warp_uniform(middle)
+        # ---- first tile ----
+        of_tile = factor * scale.load()
+        ctx.pipes.keys.wait(keys)
+        warpgroup.fence()
+        self._issue_scores(f, keys.stage)
+        scale = scale.next(count > 1)
+        ahead = scale.load()
+        warpgroup.wait_group(0)
+        ctx.pipes.keys.release(keys, lane)
+        hide_unseen(f.scores, self._limits(ctx, work, first, Int32(0)), lane)
+        raise_maxima(f.scores, f.state, of_tile, True)
+        weigh(f.scores, f.state, of_tile, True)
+        encode(f.scores, f.codes)
+        values, keys = keys, ctx.pipes.keys.next(keys)
+        # ---- tiles that all queries see whole, then the others ----
+        for tile in cutlass.range(1, middle, unroll=1):
+            of_tile, scale = factor * ahead, scale.next(tile + 1 < count)
+            ahead = scale.load()
+            self._step(ctx, f, of_tile, (Int32(0), Int32(0)), lane, keys, values, False)
+            values, keys = keys, ctx.pipes.keys.next(keys)
+        for tile in cutlass.range(middle, count, unroll=1):
+            of_tile, scale = factor * ahead, scale.next(tile + 1 < count)
+            ahead = scale.load()
+            limits = self._limits(ctx, work, first, tile)
+            self._step(ctx, f, of_tile, limits, lane, keys, values, True)
+            values, keys = keys, ctx.pipes.keys.next(keys)
+        # ---- values of the last tile ----
+        ctx.pipes.values.wait(values)
+        warpgroup.fence()
+        self._issue_values(f, values.stage)
+        warpgroup.wait_group(0)
+        ctx.pipes.values.release(values, lane)
+        self._add_tile(f)
+        return keys
+
+    @cute.jit
+    def _step(
+        self, ctx: AttentionContext, f: Fragments, factor, limits, lane, keys: Cursor,
+        values: Cursor, is_masked: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Weights of a tile beside the weighted values of the one before."""
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
+        ctx.pipes.keys.wait(keys)
+        await_turn(group)
+        warpgroup.fence()
+        self._issue_scores(f, keys.stage)
+        ctx.pipes.values.wait(values)
+        self._issue_values(f, values.stage)
+        pass_turn(group)
+        warpgroup.wait_group(1)
+        ctx.pipes.keys.release(keys, lane)
+        if cutlass.const_expr(is_masked):
+            hide_unseen(f.scores, limits, lane)
+        decay = [f.state.decay[r] for r in range(2)]
+        raise_maxima(f.scores, f.state, factor, is_masked)
+        weigh(f.scores, f.state, factor, is_masked)
+        warpgroup.wait_group(0)
+        ctx.pipes.values.release(values, lane)
+        self._scale_and_add(f, decay)
+        encode(f.scores, f.codes)
+
+    def _limits(self, ctx: AttentionContext, work: Work, first, tile):
+        """Keys of a tile that each of this thread's two rows sees."""
+        step = 8 if ctx.tiles.is_causal else 0
+        before = tile * TILE_KEYS
+        return tuple(cutlass.min(first + step * r, work.keys) - before for r in range(2))
+
+    def _issue_scores(self, f: Fragments, stage) -> None:
+        """S = Q K^T of a stage's keys."""
+        steps = range(self.plan.dim // K_STEP)
+        gemm(
+            lambda: scores_mma(self.plan),
+            f.scores,
+            f.q,
+            f.k[None, None, None, stage],
+            steps,
+            0,
+            False,
+        )
+        warpgroup.commit_group()
+
+    def _issue_values(self, f: Fragments, stage) -> None:
+        """T = P V of a stage's values."""
+        steps = range(TILE_KEYS // K_STEP)
+        target, v = f.tile_sums, f.v[None, None, None, stage]
+        gemm(lambda: values_mma(self.plan), target, f.codes, v, steps, 0, not self.has_two_levels)
+        warpgroup.commit_group()
+
+    @cute.jit
+    def _scale_and_add(self, f: Fragments, decay):
+        """O with the tile before, on its way to the next one's maxima."""
+        if cutlass.const_expr(self.has_two_levels):
+            sums, tile_sums = by_row(f.sums), by_row(f.tile_sums)
+            for j in cutlass.range_constexpr(cute.size(sums, mode=[2])):
+                for r in cutlass.range_constexpr(2):
+                    for c in cutlass.range_constexpr(2):
+                        sums[r, c, j] = cute.math.fma(sums[r, c, j], decay[r], tile_sums[r, c, j])
+        else:
+            self._scale(f)
+
+    @cute.jit
+    def _scale(self, f: Fragments):
+        """O relative to the maxima of the last tile."""
+        sums = by_row(f.sums)
+        for j in cutlass.range_constexpr(cute.size(sums, mode=[2])):
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(2):
+                    sums[r, c, j] = sums[r, c, j] * f.state.decay[r]
+
+    @cute.jit
+    def _add_tile(self, f: Fragments):
+        """O with the last tile."""
+        if cutlass.const_expr(self.has_two_levels):
+            self._scale_and_add(f, [f.state.decay[r] for r in range(2)])
+
+
+class KeyScale(NamedTuple):
+    """Scales of the keys of a work tile: a thread's columns of a tile share one."""
+
+    address: Int64
+    stride: Int64
+
+    @staticmethod
+    def of(operands: Operands, work: Work, lane) -> KeyScale:
+        """Those of a thread, from the first tile on."""
+        scale = operands.k_scale
+        offset = Int64(work.batch) * scale.stride[0] + Int64(work.key_head) * scale.stride[1]
+        offset += Int64(work.first_tile) * scale.stride[2]
+        if scale.shape[3] > 1:
+            offset += lane % 4
+        return KeyScale(address_of(scale, offset), Int64(scale.stride[2]) * 4)
+
+    def next(self, exists) -> KeyScale:
+        """Those from the next tile on, where it exists."""
+        step = cutlass.select_(exists, self.stride, Int64(0))
+        return KeyScale(self.address + step, self.stride)
+
+    def load(self) -> Float32:
+        """Scale of the tile."""
+        return pointer_to(self.address, Float32, 4).load()
+
+
+def await_turn(group) -> None:
+    """Wait for the tensor cores."""
+    cute.arch.barrier(barrier_id=TURNS + group, number_of_threads=256)
+
+
+def pass_turn(group) -> None:
+    """Let the other warpgroup have them."""
+    cute.arch.barrier_arrive(barrier_id=TURNS + (group ^ 1), number_of_threads=256)

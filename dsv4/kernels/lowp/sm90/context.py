@@ -1,0 +1,94 @@
+"""Context of the attention kernel: what its roles share while it is traced."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu.warpgroup.mma import MmaI8Op
+from cutlass.memory import SmemAllocator
+
+from dsv4.kernels.kit import mbarrier
+from dsv4.kernels.kit.storage import storage_struct
+from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
+from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, TILE_KEYS, AttentionPlan
+from dsv4.kernels.lowp.sm90.work import Operands, WorkTiles
+
+DTYPES = {"int8": cutlass.Int8, "fp8": cutlass.Float8E4M3FN}
+SCORES = {"int8": cutlass.Int32, "fp8": cutlass.Float32}
+VALUES = cutlass.Float8E4M3FN
+K_MAJOR = OperandMajorMode.K
+
+
+@dataclass(frozen=True)
+class Smem:
+    """Views of shared memory."""
+
+    queries: cute.Tensor  # swizzled [64, channel, warpgroup]
+    keys: cute.Tensor  # swizzled [key, channel, stage]
+    values: cute.Tensor  # swizzled [channel, key, stage]
+    queries_start: cute.Pointer
+    keys_start: cute.Pointer
+    values_start: cute.Pointer
+    maxima: cute.Tensor  # [warp]
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The edges of `AttentionPlan.barriers`."""
+
+    keys: mbarrier.Ring
+    values: mbarrier.Ring
+
+
+@dataclass(frozen=True)
+class AttentionContext:
+    """A CTA's part of a launch."""
+
+    operands: Operands
+    tiles: WorkTiles
+    smem: Smem
+    pipes: Pipelines
+
+
+def allocate(plan: AttentionPlan) -> tuple[Smem, Pipelines]:
+    """Shared memory of a CTA: its views, and the mbarriers in it."""
+    storage = SmemAllocator().allocate(storage_struct(plan.smem))
+    rows, _ = operand_atoms(DTYPES[plan.qk], plan.dim)
+    columns, _ = operand_atoms(VALUES, SPAN_BYTES)
+    q = cute.tile_to_shape(rows, (GROUP_QUERIES, plan.dim, GROUPS), order=(0, 1, 2))
+    k = cute.tile_to_shape(rows, (TILE_KEYS, plan.dim, plan.stages), order=(0, 1, 2))
+    v = cute.tile_to_shape(columns, (plan.dim, TILE_KEYS, plan.stages), order=(0, 1, 2))
+    smem = Smem(
+        queries=storage.queries.get_tensor(q.outer, swizzle=q.inner),
+        keys=storage.keys.get_tensor(k.outer, swizzle=k.inner),
+        values=storage.values.get_tensor(v.outer, swizzle=v.inner),
+        queries_start=storage.queries.data_ptr(),
+        keys_start=storage.keys.data_ptr(),
+        values_start=storage.values.data_ptr(),
+        maxima=storage.maxima.get_tensor(cute.make_layout(plan.smem["maxima"].count)),
+    )
+    names = ("keys", "values")
+    pipes = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
+    return smem, Pipelines(**pipes)
+
+
+def scores_mma(plan: AttentionPlan):
+    """wgmma of a warpgroup's queries with a tile of keys, both in shared memory."""
+    shape, source, major = (
+        (GROUP_QUERIES, TILE_KEYS, 32),
+        warpgroup.OperandSource.SMEM,
+        K_MAJOR,
+    )
+    dtype, sums = DTYPES[plan.qk], SCORES[plan.qk]
+    op = MmaI8Op if plan.qk == "int8" else warpgroup.MmaF8Op
+    return cute.make_tiled_mma(op(dtype, dtype, sums, shape, source, major, major))
+
+
+def values_mma(plan: AttentionPlan):
+    """wgmma of weights in registers with a tile of values."""
+    shape, source, major = (GROUP_QUERIES, plan.dim, 32), warpgroup.OperandSource.RMEM, K_MAJOR
+    op = warpgroup.MmaF8Op(VALUES, VALUES, cutlass.Float32, shape, source, major, major)
+    return cute.make_tiled_mma(op)

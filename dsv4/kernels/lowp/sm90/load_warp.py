@@ -1,0 +1,92 @@
+"""Load warp of attention: tiles of keys and values by TMA, keys one tile ahead."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, Int64, cute
+from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_tensor_map_tiled
+
+from dsv4.kernels.kit.mbarrier import Cursor
+from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
+from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load
+from dsv4.kernels.lowp.plan import TILE_KEYS, AttentionPlan
+from dsv4.kernels.lowp.sm90.context import AttentionContext
+from dsv4.kernels.lowp.sm90.work import Work
+
+
+@cute.jit
+def make_key_map(plan: cutlass.Constexpr, k_codes: cute.Tensor):
+    """TMA descriptor of keys [b, Hk, S, d] as (channel, key, head, batch), a tile a box."""
+    batch, heads, rows, dim = k_codes.shape
+    strides = [Int64(k_codes.stride[i]) // VECTOR_BYTES for i in (2, 1, 0)]
+    return create_tensor_map_tiled(
+        k_codes.iterator.toint(),
+        k_codes.element_type,
+        [dim, cutlass.max(Int32(rows), 1), Int32(heads), Int32(batch)],
+        strides,
+        [dim, TILE_KEYS, 1, 1],
+        swizzle=TENSOR_MAP_SWIZZLES[plan.dim],
+        l2_promotion=TensorMapL2Promotion.none,
+    )
+
+
+@cute.jit
+def make_value_map(v_codes: cute.Tensor):
+    """TMA descriptor of values [b, Hk, tiles, d, keys] as (key, channel, tile, head, batch)."""
+    batch, heads, tiles, dim, keys = v_codes.shape
+    strides = [Int64(v_codes.stride[i]) // VECTOR_BYTES for i in (3, 2, 1, 0)]
+    return create_tensor_map_tiled(
+        v_codes.iterator.toint(),
+        v_codes.element_type,
+        [keys, dim, cutlass.max(Int32(tiles), 1), Int32(heads), Int32(batch)],
+        strides,
+        [keys, dim, 1, 1, 1],
+        swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
+        l2_promotion=TensorMapL2Promotion.none,
+    )
+
+
+class LoadWarp:
+    """Producer of both rings."""
+
+    def __init__(self, plan: AttentionPlan):
+        self.plan = plan
+
+    @cute.jit
+    def load(self, ctx: AttentionContext, key_map, value_map):
+        """Load the keys and values of every work tile; one lane does all of it."""
+        keys, values = ctx.pipes.keys.producer(), ctx.pipes.values.producer()
+        if cute.arch.lane_idx() == 0:
+            prefetch_descriptors((key_map, value_map))
+            index, stop = Int32(cute.arch.block_idx()[0]), ctx.tiles.count(ctx.operands)
+            while index < stop:
+                work = ctx.tiles.find(ctx.operands, index)
+                for tile in cutlass.range(work.count + 1, unroll=1):
+                    if tile < work.count:
+                        keys = self._load_keys(ctx, key_map, work, tile, keys)
+                    if tile > 0:
+                        values = self._load_values(ctx, value_map, work, tile - 1, values)
+                index += cute.arch.grid_dim()[0]
+
+    @cute.jit
+    def _load_keys(self, ctx: AttentionContext, key_map, work: Work, tile, cursor: Cursor):
+        """Load a tile of keys, and whatever rows follow the last."""
+        ring = ctx.pipes.keys
+        ring.acquire(cursor)
+        ring.expect(cursor.stage, self.plan.tile_bytes)
+        target = ctx.smem.keys_start + cursor.stage * self.plan.tile_bytes
+        row = work.first_key + tile * TILE_KEYS
+        place = [0, row, work.key_head, work.batch]
+        tma_load(key_map, target, place, ring.at(cursor.stage).full)
+        return ring.next(cursor)
+
+    @cute.jit
+    def _load_values(self, ctx: AttentionContext, value_map, work: Work, tile, cursor: Cursor):
+        """Load a tile of values."""
+        ring = ctx.pipes.values
+        ring.acquire(cursor)
+        ring.expect(cursor.stage, self.plan.tile_bytes)
+        target = ctx.smem.values_start + cursor.stage * self.plan.tile_bytes
+        place = [0, 0, work.first_tile + tile, work.key_head, work.batch]
+        tma_load(value_map, target, place, ring.at(cursor.stage).full)
+        return ring.next(cursor)

@@ -1,0 +1,141 @@
+"""Work tiles of attention: which queries of which head, and which keys they see."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Int32, Int64, cute
+
+from dsv4.kernels.lowp.config import QuantizedAttentionConfig
+from dsv4.kernels.lowp.groups import first_block
+from dsv4.kernels.lowp.plan import TILE_KEYS, TILE_QUERIES
+from dsv4.kernels.lowp.sequences import Rows, rows_of, sequence_of
+
+
+class Operands(NamedTuple):
+    """Operands of a launch, beside the TMA descriptors."""
+
+    q: cute.Tensor
+    k_codes: cute.Tensor
+    k_scale: cute.Tensor
+    out: cute.Tensor
+    v_scale: cute.Tensor
+    km: cute.Tensor
+    vm: cute.Tensor
+    cu_seqlens_q: cute.Tensor
+    cu_seqlens_k: cute.Tensor
+    lse: cute.Tensor
+    factor: Int32  # bits of the factor on scores
+    section: Int32  # heads that pass a tile of queries together
+
+
+class Work(NamedTuple):
+    """Queries of a work tile, and their keys.
+
+    Attributes:
+        batch, head, key_head: indices.
+        sequence: row of statistics.
+        first_row, rows: first query in the tensor, queries that there are, at most a tile's.
+        first_key, first_tile: first row of the keys in the tensor, first of their tiles.
+        keys: keys that the sequence has.
+        seen: keys that the first query sees; each one after it sees `step` more.
+        step: 1 where attention is causal, else 0.
+        count: tiles of keys that some query sees.
+        full: tiles that all queries see whole.
+    """
+
+    batch: Int32
+    head: Int32
+    key_head: Int32
+    sequence: Int32
+    first_row: Int32
+    rows: Int32
+    first_key: Int32
+    first_tile: Int32
+    keys: Int32
+    seen: Int32
+    count: Int32
+    full: Int32
+
+
+class WorkTiles:
+    """Order of the work tiles of a configuration."""
+
+    def __init__(self, config: QuantizedAttentionConfig):
+        self.is_causal = config.causal != "none"
+        self.is_bottom_right = config.causal == "bottom_right"
+        self.is_varlen = config.is_varlen
+
+    @cute.jit
+    def blocks(self, operands: Operands) -> Int32:
+        """Tiles of the queries of a head."""
+        rows = Int32(operands.q.shape[2])
+        if cutlass.const_expr(self.is_varlen):
+            # One sequence more: the rows behind the last.
+            return rows // TILE_QUERIES + Int32(operands.cu_seqlens_q.shape[0])
+        return (rows + TILE_QUERIES - 1) // TILE_QUERIES
+
+    @cute.jit
+    def count(self, operands: Operands) -> Int32:
+        """Work tiles of the launch."""
+        heads = Int32(operands.q.shape[0]) * Int32(operands.q.shape[1])
+        return heads * self.blocks(operands)
+
+    @cute.jit
+    def find(self, operands: Operands, index) -> Work:
+        """A work tile. Of a section the last queries come first: they see the most keys."""
+        heads, key_heads = Int32(operands.q.shape[1]), Int32(operands.k_codes.shape[1])
+        all_heads = Int32(operands.q.shape[0]) * heads
+        blocks = self.blocks(operands)
+        first_head = index // (operands.section * blocks) * operands.section
+        width = cutlass.min(operands.section, all_heads - first_head)
+        place = index - first_head * blocks
+        block = blocks - 1 - place // width
+        any_head = first_head + place % width
+        batch, head = any_head // heads, any_head % heads
+        queries = Rows(batch, Int32(0), Int32(operands.q.shape[2]))
+        keys = Rows(batch, Int32(0), Int32(operands.k_codes.shape[2]))
+        first_tile = Int32(0)
+        if cutlass.const_expr(self.is_varlen):
+            ends = operands.cu_seqlens_q
+            sequence = sequence_of(ends, block, TILE_QUERIES)
+            queries = rows_of(ends, sequence, operands.q.shape[2])
+            block = cutlass.max(block - first_block(queries.first, sequence, TILE_QUERIES), 0)
+            # Rows behind the last sequence are nobody's, and have no keys.
+            keys = Rows(sequence, Int32(0), Int32(0))
+            if sequence < ends.shape[0] - 1:
+                keys = rows_of(operands.cu_seqlens_k, sequence, operands.k_codes.shape[2])
+            first_tile = first_block(keys.first, sequence, TILE_KEYS)
+        first = block * TILE_QUERIES
+        rows = cutlass.max(cutlass.min(queries.count - first, TILE_QUERIES), 0)
+        seen, last = keys.count, keys.count
+        if cutlass.const_expr(self.is_causal):
+            offset = Int32(1)
+            if cutlass.const_expr(self.is_bottom_right):
+                offset += keys.count - queries.count
+            seen = first + offset
+            last = cutlass.max(cutlass.min(seen + rows - 1, keys.count), 0)
+        if rows == 0:
+            last = Int32(0)
+        full = cutlass.max(cutlass.min(seen, keys.count), 0) // TILE_KEYS
+        return Work(
+            batch=batch,
+            head=head,
+            key_head=head // (heads // key_heads),
+            sequence=queries.sequence,
+            first_row=queries.first + first,
+            rows=rows,
+            first_key=keys.first,
+            first_tile=first_tile,
+            keys=keys.count,
+            seen=seen,
+            count=(last + TILE_KEYS - 1) // TILE_KEYS,
+            full=full,
+        )
+
+
+def row_of(tensor: cute.Tensor, batch, head, row) -> Int64:
+    """Offset of a row of a tensor [b, H, rows, d]."""
+    strides = tensor.stride
+    return Int64(batch) * strides[0] + Int64(head) * strides[1] + Int64(row) * strides[2]

@@ -1,0 +1,110 @@
+"""Kernels of `quantized_attention` under test: operands, what torch makes of them, comparison."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsv4.kernels.lowp.config import QuantizedAttentionConfig
+from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
+from dsv4.ops.quantized_attention.quantize_kv import quantize_kv
+from dsv4.testing.harness import Outcome
+from dsv4.testing.kernel_call import OpInputs
+from dsv4.testing.lowp import Case, Metrics, make_inputs
+
+# Half a unit in the last place of an output, and what Hopper's FP8 sums of 128 products lose
+# (relative to the sum of their magnitudes: docs/design/lowp.md).
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+TRUNCATION = 2.0**-10
+LSE_ERROR = 1e-5
+
+
+@dataclass(frozen=True)
+class Inputs(OpInputs):
+    """Operands of a call.
+
+    Attributes:
+        queries: [b, Hq, L, d].
+        codes: tensors by the names of the operator's table.
+    """
+
+    op = QUANTIZED_ATTENTION
+    wanted = ("lse",)
+
+    options: QuantizedAttentionConfig
+    queries: Tensor
+    codes: dict[str, Tensor | None]
+
+    @classmethod
+    def make(
+        cls,
+        case: Case,
+        seed: int,
+        lens: tuple[tuple[int, int], ...] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Inputs:
+        """Random operands of a case; with `lens`, packed sequences of so many queries and keys."""
+        options = dict(case.options)
+        causal = options.pop("causal", "none")
+        q, k, v = (x.to(device) for x in make_inputs(case, seed))
+        ends = {}
+        if lens is not None:
+            for i, name in enumerate(("cu_seqlens_q", "cu_seqlens_k")):
+                counts = torch.tensor([0, *(pair[i] for pair in lens)])
+                ends[name] = counts.cumsum(0).to(device, torch.int32)
+            options["cu_seqlens_k"] = ends["cu_seqlens_k"]
+            k, v = k[0].transpose(0, 1), v[0].transpose(0, 1)
+        found = quantize_kv(k, v, **options)
+        config = QuantizedAttentionConfig(
+            **vars(found.config), causal=causal, sm_scale=case.dim**-0.5
+        )
+        return cls(config, q, {**found.codes, **ends})
+
+    @property
+    def config(self) -> QuantizedAttentionConfig:
+        return self.options
+
+    @property
+    def arguments(self) -> dict[str, Tensor | None]:
+        return {"q": self.queries, **self.codes}
+
+    def expected(self, codes: dict[str, Tensor | None] | None = None) -> tuple[Tensor, Tensor]:
+        """out and lse of the torch implementation, float32."""
+        tensors = {**self.arguments, **(codes or {})}
+        out = torch.empty_like(self.queries, dtype=torch.float32)
+        lse = out.new_empty(out.shape[:-1])
+        names = (arg.name for arg in self.op.tensors)
+        given = {**tensors, "out": out, "lse": lse}
+        self.op.torch(self.config, *(given.get(name) for name in names))
+        return out, lse
+
+    def magnitudes(self) -> Tensor:
+        """What the weights make of the values' magnitudes: what errors of sums are relative to."""
+        bytes_ = self.codes["v_codes"].view(torch.uint8) & 0x7F
+        codes: dict[str, Tensor | None] = {"v_codes": bytes_.view(torch.float8_e4m3fn)}
+        if self.codes["vm"] is not None:
+            codes["vm"] = torch.zeros_like(self.codes["vm"])
+        return self.expected(codes)[0]
+
+
+def assert_attention(inputs: Inputs, outcome: Outcome, *, tiles: int = 1) -> None:
+    """Fail where outputs are further from torch's, on the same codes, than rounding explains.
+
+    Args:
+        tiles: of keys whose products one accumulator sums.
+    """
+    out, lse = inputs.expected()
+    found = {name: x.to(out.device) for name, x in outcome.outputs.items()}
+    dtype = inputs.queries.dtype
+    assert found["out"].isfinite().all()
+    off = (found["out"].float() - out).abs()
+    bound = ROUNDING[dtype] * out.abs() + TRUNCATION * tiles * inputs.magnitudes() + 1e-30
+    worst = float((off / bound).max()) if off.numel() else 0.0
+    assert worst <= 1, f"an output is off by {worst:.2f} of what rounding explains"
+    if out.any():
+        metrics = Metrics.of(found["out"], out)
+        assert metrics.l1 <= ROUNDING[dtype] + TRUNCATION * tiles, metrics
+    assert ((found["lse"] == -torch.inf) == (lse == -torch.inf)).all()
+    torch.testing.assert_close(found["lse"], lse, rtol=1e-6, atol=LSE_ERROR)

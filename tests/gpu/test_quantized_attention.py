@@ -1,0 +1,172 @@
+"""`quantized_attention` and `quantize_kv` on a GPU: torch on the same codes, bits of the
+quantisers, graphs, streams, bits that a head alone decides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsv4.kernels.lowp.config import has_kernel
+from dsv4.ops import quantize_kv, quantized_attention
+from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
+from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
+from dsv4.testing.harness import Device, run_all
+from dsv4.testing.kernel_call import OpKernels
+from dsv4.testing.lowp import Case, Metrics, expected, make_inputs
+from dsv4.testing.lowp_attention import Inputs, assert_attention
+from dsv4.testing.lowp_codes import KvInputs, assert_codes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.stage("lowp")]
+
+CASES = {
+    "128 channels": Case(2, 4, 4, 2048, 2048, 128, "kbias"),
+    "64 channels": Case(2, 4, 2, 1000, 3001, 64, "vbias"),
+    "causal": Case(1, 8, 2, 1111, 1111, 128, options={"causal": "top_left"}),
+    "bottom right": Case(1, 2, 1, 300, 5000, 64, options={"causal": "bottom_right"}),
+    "one query": Case(3, 4, 1, 1, 777, 128),
+    "one key": Case(1, 2, 2, 100, 1, 64),
+    "96 channels": Case(1, 2, 2, 500, 500, 96, "outlier"),
+    "40 channels, fp16": Case(1, 2, 2, 130, 261, 40, dtype=torch.float16),
+    "zeros": Case(1, 2, 1, 300, 300, 64, "zeros"),
+    "per warp": Case(1, 2, 1, 200, 900, 128, options={"qk_quant_gran": "per_warp"}),
+    "per block": Case(1, 2, 1, 200, 900, 64, options={"qk_quant_gran": "per_block"}),
+}
+PACKED = ((700, 3000), (0, 40), (1, 1), (130, 0), (2000, 2000), (64, 128))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.inference_mode():
+        yield
+
+
+def run_codes(inputs: KvInputs) -> None:
+    """Run the quantisers twice, and compare with torch."""
+    from dsv4.kernels.lowp.quantize_kv import build
+
+    kernels = OpKernels(QUANTIZE_KV, Device())
+    compiled = kernels.compile(inputs.config, build)
+    assert_codes(inputs, kernels.run(inputs, schedules=None, compiled=compiled))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_torch_s(name: str, seed: int) -> None:
+    inputs = Inputs.make(CASES[name], seed, device="cuda")
+    assert has_kernel(inputs.config)
+    assert_attention(inputs, OpKernels(QUANTIZED_ATTENTION, Device()).run(inputs, schedules=None))
+
+
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+def test_packed_sequences(causal: str, seed: int) -> None:
+    rows, keys = (sum(pair[i] for pair in PACKED) for i in range(2))
+    case = Case(1, 4, 2, rows + 30, keys + 9, 64, options={"causal": causal})
+    inputs = Inputs.make(case, seed, PACKED, "cuda")
+    assert_attention(inputs, OpKernels(QUANTIZED_ATTENTION, Device()).run(inputs, schedules=None))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_codes_are_torch_s(name: str, seed: int) -> None:
+    case = CASES[name]
+    options = {key: x for key, x in case.options.items() if key != "causal"}
+    run_codes(KvInputs.make(Case(**{**vars(case), "options": options}), seed, device="cuda"))
+
+
+def test_codes_of_packed_sequences_and_of_values_without_their_mean(seed: int) -> None:
+    options = {"pv_accum_dtype": "fp32", "smooth_v": True}
+    case = Case(1, 2, 2, 1, 5000, 128, "vbias", options=options)
+    run_codes(KvInputs.make(case, seed, (3000, 0, 1, 1900), "cuda"))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_one_accumulator_loses_what_two_levels_keep(dim: int, seed: int) -> None:
+    """Values with an offset, 8,192 keys: the sums of Hopper's FP8 products are narrow."""
+    case = Case(1, 2, 2, 256, 8192, dim, "vbias")
+    q, k, v = (x.cuda() for x in make_inputs(case, seed))
+    wanted, _ = expected(case, q, k, v)
+    errors = {
+        mode: Metrics.of(quantized_attention(q, k, v, pv_accum_dtype=mode), wanted).l1
+        for mode in ("fp32+fp32", "fp32")
+    }
+    assert errors["fp32+fp32"] <= 0.004
+    assert errors["fp32"] >= 10 * errors["fp32+fp32"]
+
+
+def test_a_head_has_the_same_bits_alone_and_in_a_batch(seed: int) -> None:
+    q, k, v = (x.cuda() for x in make_inputs(Case(3, 8, 2, 700, 1300, 128), seed))
+    whole, lse = quantized_attention(q, k, v, return_lse=True)
+    part, part_lse = quantized_attention(q[1:2, 4:, :496], k[1:2, 1:], v[1:2, 1:], return_lse=True)
+    assert torch.equal(part, whole[1:2, 4:, :496])
+    assert torch.equal(part_lse, lse[1:2, 4:, :496])
+
+
+def test_layouts_have_the_same_bits(seed: int) -> None:
+    q, k, v = (x.cuda() for x in make_inputs(Case(2, 4, 2, 300, 500, 64), seed))
+    wanted = quantized_attention(q, k, v, is_causal=True, causal_align="bottom_right")
+    rows_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    found = quantized_attention(
+        *rows_first, tensor_layout="NHD", is_causal=True, causal_align="bottom_right"
+    )
+    assert torch.equal(found.transpose(1, 2), wanted)
+
+
+def test_graph_replay_reads_new_inputs(seed: int) -> None:
+    q, k, v = (x.cuda() for x in make_inputs(Case(1, 4, 2, 600, 900, 64), seed))
+    others = [x.cuda() for x in make_inputs(Case(1, 4, 2, 600, 900, 64), seed + 1)]
+    wanted = quantized_attention(*others)
+    quantized_attention(q, k, v)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = quantized_attention(q, k, v)
+    for tensor, other in zip((q, k, v), others):
+        tensor.copy_(other)
+    found.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(found, wanted)
+
+
+def test_a_side_stream(seed: int) -> None:
+    q, k, v = (x.cuda() for x in make_inputs(Case(1, 4, 2, 600, 900, 128), seed))
+    wanted = quantized_attention(q, k, v)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        found = quantized_attention(q, k, v)
+    stream.synchronize()
+    assert torch.equal(found, wanted)
+
+
+def test_rows_past_the_keys_are_not_read(seed: int) -> None:
+    """NaN behind the last key, and in the rows of other sequences' values."""
+    q, k, v = (x.cuda() for x in make_inputs(Case(1, 2, 1, 200, 384, 64), seed))
+    wide = quantize_kv(k, v)
+    narrow = quantize_kv(k[:, :, :250], v[:, :, :250])
+    wanted = quantized_attention(q, narrow)
+    codes = torch.full_like(wide.k_codes, 127)
+    codes[:, :, :250] = narrow.k_codes
+    poisoned = type(narrow)(
+        narrow.config, None, codes[:, :, :250], narrow.k_scale, narrow.v_codes, narrow.v_scale,
+        km=narrow.km,
+    )  # fmt: skip
+    assert torch.equal(quantized_attention(q, poisoned), wanted)
+
+
+def test_more_than_2_31_elements() -> None:
+    shape = (1, 9, 2**21, 128)
+    q = torch.zeros(1, 9, 128, 128, dtype=torch.bfloat16, device="cuda")
+    k = torch.zeros(shape, dtype=torch.bfloat16, device="cuda")
+    v = torch.zeros_like(k)
+    v[:, -1, -1] = 2.0**21
+    out = quantized_attention(q, k, v)
+    assert not out[:, :-1].any()
+    torch.testing.assert_close(out[:, -1].float(), torch.ones(128, 128, device="cuda"))
+
+
+def test_runs_agree_on_streams_of_their_own(seed: int) -> None:
+    device = Device()
+    kernels = OpKernels(QUANTIZED_ATTENTION, device)
+    cases = [Inputs.make(CASES["causal"], seed + i, device="cuda") for i in range(3)]
+    compiled = kernels.compile(cases[0].config)
+    alone = [run_all(device, compiled, lambda one=one: kernels.call(one)) for one in cases]
+    together = device.on_streams(compiled, [kernels.call(one) for one in cases])
+    for one, other in zip(alone, together):
+        one.assert_same_bits(other, "alone against together")

@@ -1,0 +1,229 @@
+"""`quantized_attention` for Hopper in the simulator: torch on the same codes, every schedule,
+ragged and packed lengths, deleted synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
+from dsv4.kernels.lowp.plan import AttentionPlan, choose_launch
+from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
+from dsv4.reference.lowp_sums import hopper_sum
+from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, simulator
+from dsv4.testing.kernel_call import OpKernels
+from dsv4.testing.lowp import Case, make_inputs, oracle
+from dsv4.testing.lowp_attention import Inputs, assert_attention
+from dsv4.testing.mutate import Edit, at, check, mutated
+
+pytestmark = pytest.mark.stage("lowp")
+
+# More tiles of keys than stages, both kinds of tiles, several work tiles of a CTA, two heads of
+# queries to one of keys.
+RAGGED = Case(1, 2, 1, 200, 810, 64, options={"causal": "bottom_right"})
+PACKED = ((70, 300), (0, 40), (1, 1), (130, 0), (200, 200))
+
+
+def run(
+    inputs: Inputs, seed: int, schedules: int | None = 1, ctas: int = 2, **scalars: int
+) -> Outcome:
+    """Run, and compare with torch."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    kernels = OpKernels(QUANTIZED_ATTENTION, simulator("sm_90a"))
+    call = kernels.call(inputs).options
+    scalars = {name: call[name] for name in ("factor", "section")} | scalars
+    outcome = kernels.run(inputs, seed, schedules, num_ctas=ctas, **scalars)
+    # One accumulator loses twice as much as a fresh one: its sum, too, is cut by every product.
+    tiles = 2 * -(-inputs.codes["k_codes"].shape[2] // 128)
+    has_two_levels = inputs.config.pv_accum_dtype == "fp32+fp32"
+    assert_attention(inputs, outcome, tiles=1 if has_two_levels else tiles)
+    return outcome
+
+
+def test_ragged_causal_attention(seed: int) -> None:
+    run(Inputs.make(RAGGED, seed), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ctas", [1, 2, 5])
+def test_every_schedule(ctas: int, seed: int) -> None:
+    run(Inputs.make(RAGGED, seed), seed, None, ctas)
+
+
+SIZES = {
+    "128 channels": Case(2, 2, 2, 130, 700, 128, "kbias"),
+    "96 channels, one query": Case(1, 3, 1, 1, 300, 96),
+    "40 channels": Case(1, 2, 1, 65, 129, 40, "vbias"),
+    "one key": Case(1, 2, 2, 3, 1, 64),
+    "zeros": Case(1, 2, 1, 100, 260, 128, "zeros"),
+    "outliers": Case(1, 2, 1, 64, 400, 64, "outlier"),
+    "fp16": Case(1, 2, 1, 64, 200, 128, dtype=torch.float16),
+    "more queries than keys": Case(1, 2, 1, 300, 100, 64, options={"causal": "bottom_right"}),
+    "causal": Case(1, 4, 2, 300, 300, 128, options={"causal": "top_left"}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_and_kinds(name: str, seed: int) -> None:
+    run(Inputs.make(SIZES[name], seed), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fp32+fp32", "fp32"])
+def test_sums_are_those_of_hopper_s_accumulator(mode: str, seed: int) -> None:
+    """Bit for bit with the reference, but for rows with a weight beside a tie of e4m3, whose scores
+    are rounded otherwise here."""
+    case = Case(1, 2, 1, 150, 600, 64, "vbias", options={"pv_accum_dtype": mode})
+    outcome = run(Inputs.make(case, seed), seed)
+    config = Inputs.make(case, seed).config
+    wanted, _ = oracle(config, *make_inputs(case, seed), hopper_sum)
+    off = (outcome["out"] != wanted.bfloat16()).float().mean()
+    assert off <= 0.02, f"{off:.2%} of the outputs differ"
+
+
+FORMATS = {
+    "per warp": {"qk_quant_gran": "per_warp"},
+    "per block": {"qk_quant_gran": "per_block"},
+    "per block, CUDA": {"qk_quant_gran": "per_block", "quantizer": "cuda"},
+    "one level": {"pv_accum_dtype": "fp32"},
+    "one level, smoothed": {"pv_accum_dtype": "fp32", "smooth_v": True},
+    "keys as they are": {"smooth_k": False},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_formats(name: str, dim: int, seed: int) -> None:
+    case = Case(1, 2, 1, 150, 300, dim, "vbias", options=FORMATS[name])
+    run(Inputs.make(case, seed), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
+def test_packed_sequences(causal: str, seed: int) -> None:
+    """Rows behind the last sequence, too."""
+    rows, keys = (sum(pair[i] for pair in PACKED) for i in range(2))
+    case = Case(1, 2, 1, rows + 30, keys + 9, 64, options={"causal": causal})
+    run(Inputs.make(case, seed, PACKED), seed, None, 3)
+
+
+@pytest.mark.slow
+def test_no_keys_at_all(seed: int) -> None:
+    outcome = run(Inputs.make(Case(1, 2, 1, 70, 0, 64), seed), seed)
+    assert not outcome["out"].any()
+
+
+@pytest.mark.slow
+def test_a_head_has_the_same_bits_alone_and_in_a_batch(seed: int) -> None:
+    inputs = Inputs.make(Case(2, 4, 2, 150, 300, 64), seed)
+    found = run(inputs, seed, section=3)
+    codes = {name: None if x is None else x[1:, 1:] for name, x in inputs.codes.items()}
+    alone = run(Inputs(inputs.config, inputs.queries[1:, 2:, :96], codes), seed, ctas=1)
+    assert torch.equal(alone["out"], found["out"][1:, 2:, :96])
+    assert torch.equal(alone["lse"], found["lse"][1:, 2:, :96])
+
+
+@pytest.mark.slow
+def test_no_synchronisation_is_left_out(seed: int) -> None:
+    reports = [run(Inputs.make(RAGGED, seed), seed, ctas=ctas).report for ctas in (1, 3)]
+    assert not missed_synchronisation(reports)
+
+
+def test_plan() -> None:
+    for dim in (64, 128):
+        plan = AttentionPlan(dim)
+        assert plan.stages == 5 and plan.registers["consumers"] == 240
+        assert "tile of codes of values" in str(plan)
+    causal = QuantizedAttentionConfig(128, causal="top_left", sm_scale=1.0)
+    assert choose_launch(causal, 128, 128, 8192, 8192, 132)[1:] == (12, 132)
+    assert choose_launch(causal, 128, 32, 8192, 8192, 132)[1:] == (48, 132)
+    assert choose_launch(QuantizedAttentionConfig(128), 2, 2, 200, 200, 132)[1:] == (1, 4)
+
+
+def test_configurations_with_kernels() -> None:
+    assert has_kernel(QuantizedAttentionConfig(128))
+    assert has_kernel(QuantizedAttentionConfig(40, dtype="float16"))
+    for other in (
+        QuantizedAttentionConfig(128, dtype="float32"),
+        QuantizedAttentionConfig(33),
+        QuantizedAttentionConfig(128, geometry="sm89"),
+        QuantizedAttentionConfig(128, pv_accum_dtype="fp32+fp16"),
+        QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype="fp32"),
+        QuantizedAttentionConfig(128, mask="bool"),
+        QuantizedAttentionConfig(128, smooth_q=True),
+        QuantizedAttentionConfig(128, sm_scale=-1.0),
+    ):
+        assert not has_kernel(other), other
+
+
+# ---- bugs ----------------------------------------------------------------------------------------
+
+BUGS: dict[str, Edit] = {
+    "keys read before they are there": at("Consumers._step").call("ctx.pipes.keys.wait").delete(),
+    "values read before they are there": at("Consumers._step")
+    .call("ctx.pipes.values.wait")
+    .delete(),
+    "keys overwritten while they are read": at("LoadWarp._load_keys").call("ring.acquire").delete(),
+    "values overwritten while they are read": at("LoadWarp._load_values")
+    .call("ring.acquire")
+    .delete(),
+    "queries read before all are written": at("Queries.take").call("sync", 1).delete(),
+    "queries overwritten while they are read": at("Queries.take").call("sync", 0).delete(),
+    "queries without a fence": at("Queries.take")
+    .call("cute.arch.fence_view_async_shared")
+    .delete(),
+    "scores read before they are there": at("Consumers._step")
+    .call("warpgroup.wait_group", 0)
+    .delete(),
+    "sums read before they are there": at("Consumers._step")
+    .call("warpgroup.wait_group", 1)
+    .delete(),
+    "a key too many": at("hide_unseen")
+    .expression("8 * j + c < limit")
+    .replace("8 * j + c <= limit"),
+    "sums that are not scaled": at("Consumers._scale_and_add")
+    .expression("decay[r]")
+    .replace("1.0"),
+}
+
+
+def noticed(build: Callable, seed: int) -> bool:
+    """Whether the checks that every test makes fail on what `build` compiles."""
+    from dsv4.simulator.errors import Deadlock, KernelFault
+
+    kernels = OpKernels(QUANTIZED_ATTENTION, Simulator("sm_90a"))
+    inputs = Inputs.make(RAGGED, seed)
+    try:
+        compiled = kernels.compile(inputs.config, build)
+        assert_attention(inputs, kernels.run(inputs, seed, None, compiled))
+    except (AssertionError, Deadlock, KernelFault):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_has_its_place(name: str) -> None:
+    """What is renamed in the kernel is found here at once."""
+    check(BUGS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.lowp.sm90.attention import build
+
+    assert noticed(mutated(build, tmp_path, BUGS[name]), seed), name
+
+
+@pytest.mark.slow
+def test_without_a_bug_nothing_is_noticed(seed: int) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.lowp.sm90.attention import build
+
+    assert not noticed(build, seed)

@@ -1,0 +1,153 @@
+"""`quantize_kv` in the simulator: torch's bits, every schedule, packed sequences, deleted
+synchronisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.kernels.lowp.config import QuantizeKvConfig, has_codes_kernel
+from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
+from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, simulator
+from dsv4.testing.kernel_call import OpKernels
+from dsv4.testing.lowp import Case
+from dsv4.testing.lowp_codes import KvInputs, assert_codes
+from dsv4.testing.mutate import Edit, at, check, mutated
+
+pytestmark = pytest.mark.stage("lowp")
+
+RAGGED = Case(2, 2, 2, 1, 300, 64, "kbias")
+ONE_LEVEL = {"pv_accum_dtype": "fp32", "smooth_v": True}
+
+
+def run(inputs: KvInputs, seed: int, schedules: int | None = 1) -> Outcome:
+    """Run, and compare with torch."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.lowp.quantize_kv import build
+
+    kernels = OpKernels(QUANTIZE_KV, simulator("sm_90a"))
+    compiled = kernels.compile(inputs.config, build)
+    outcome = kernels.run(inputs, seed, schedules, compiled)
+    assert_codes(inputs, outcome)
+    return outcome
+
+
+def test_ragged_rows(seed: int) -> None:
+    run(KvInputs.make(RAGGED, seed), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_schedule(dim: int, seed: int) -> None:
+    run(KvInputs.make(Case(1, 2, 1, 1, 400, dim, options=ONE_LEVEL), seed), seed, None)
+
+
+FORMATS = {
+    "128 channels": Case(1, 2, 2, 1, 1300, 128, "outlier"),
+    "96 channels": Case(1, 2, 1, 1, 261, 96, "zeros"),
+    "40 channels": Case(1, 1, 1, 1, 130, 40, "vbias"),
+    "one key": Case(1, 1, 1, 1, 1, 64),
+    "per warp": Case(1, 2, 1, 1, 200, 128, "zeros", options={"qk_quant_gran": "per_warp"}),
+    "per block": Case(1, 2, 1, 1, 200, 64, "zeros", options={"qk_quant_gran": "per_block"}),
+    "fp16": Case(1, 2, 1, 1, 200, 128, "kbias", dtype=torch.float16),
+    "values without their mean": Case(1, 2, 1, 1, 1100, 64, "vbias", options=ONE_LEVEL),
+    "small values": Case(1, 1, 1, 1, 200, 64, options={"pv_accum_dtype": "fp32+fp16"}),
+    "keys as they are": Case(1, 1, 1, 1, 200, 64, "kbias", options={"smooth_k": False}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str, seed: int) -> None:
+    run(KvInputs.make(FORMATS[name], seed), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, ONE_LEVEL], ids=["default", "one level"])
+def test_packed_sequences(options: dict, seed: int) -> None:
+    """Rows behind the last one, too, and tiles between them."""
+    case = Case(1, 2, 2, 1, 720, 64, "vbias", options=options)
+    run(KvInputs.make(case, seed, (300, 0, 1, 128, 271)), seed, None)
+
+
+@pytest.mark.slow
+def test_no_synchronisation_is_left_out(seed: int) -> None:
+    cases = (RAGGED, Case(1, 2, 1, 1, 400, 64, options=ONE_LEVEL))
+    reports = [run(KvInputs.make(case, seed), seed).report for case in cases]
+    assert not missed_synchronisation(reports)
+
+
+def test_configurations_with_kernels() -> None:
+    assert has_codes_kernel(QuantizeKvConfig(128))
+    for other in (
+        QuantizeKvConfig(128, dtype="float32"),
+        QuantizeKvConfig(33),
+        QuantizeKvConfig(128, geometry="sm89"),
+        QuantizeKvConfig(128, pv="fp16", pv_accum_dtype="fp32"),
+        QuantizeKvConfig(128, smooth_q=True),
+        QuantizeKvConfig(128, km_scope="packed"),
+    ):
+        assert not has_codes_kernel(other), other
+
+
+# ---- bugs ----------------------------------------------------------------------------------------
+
+BUGS: dict[str, Edit] = {
+    "sums read before all are written": at("TileStatistics.reduce")
+    .call("cute.arch.sync_threads", 0)
+    .delete(),
+    "sums overwritten while they are read": at("TileStatistics.reduce")
+    .call("cute.arch.sync_threads", 1)
+    .delete(),
+    "maxima read before all are written": at("Codes.code_keys")
+    .call("cute.arch.sync_threads")
+    .delete(),
+    "columns read before all are written": at("Codes.code_values")
+    .call("cute.arch.sync_threads")
+    .delete(),
+    "the largest of half a group": at("Codes.code_keys").expression("units // groups").replace("1"),
+    "values in the order of keys": at("Codes.code_values").expression("V_ORDER[i]").replace("i"),
+    "zeros that fill 16 rows left out": at("TileStatistics.kernel")
+    .expression("(tile.rows + V_ALIGN - 1) // V_ALIGN * V_ALIGN")
+    .replace("tile.rows"),
+}
+
+
+def noticed(build: Callable, seed: int) -> bool:
+    """Whether the checks that every test makes fail on what `build` compiles."""
+    from dsv4.simulator.errors import Deadlock, KernelFault
+
+    kernels = OpKernels(QUANTIZE_KV, Simulator("sm_90a"))
+    inputs = KvInputs.make(Case(1, 2, 1, 1, 401, 64, "vbias", options=ONE_LEVEL), seed)
+    try:
+        compiled = kernels.compile(inputs.config, build)
+        assert_codes(inputs, kernels.run(inputs, seed, None, compiled))
+    except (AssertionError, Deadlock, KernelFault):
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_has_its_place(name: str) -> None:
+    """What is renamed in the kernels is found here at once."""
+    check(BUGS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.lowp.quantize_kv import build
+
+    assert noticed(mutated(build, tmp_path, BUGS[name]), seed), name
+
+
+@pytest.mark.slow
+def test_without_a_bug_nothing_is_noticed(seed: int) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.lowp.quantize_kv import build
+
+    assert not noticed(build, seed)
