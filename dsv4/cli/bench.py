@@ -10,6 +10,7 @@ from dsv4.cli import (
     bench_compress,
     bench_fp8_linear,
     bench_index_topk,
+    bench_lowp,
     bench_merged_linear,
     bench_mhc_seam,
     bench_moe,
@@ -69,6 +70,7 @@ def add_parser(subparsers) -> None:
     bench_rms_norm_fp8.add_parser(benchmarks)
     bench_mhc_seam.add_parser(benchmarks)
     bench_index_topk.add_parser(benchmarks)
+    bench_lowp.add_parser(benchmarks)
     bench_compress.add_parser(benchmarks)
     bench_fp8_linear.add_parser(benchmarks)
     bench_merged_linear.add_parser(benchmarks)

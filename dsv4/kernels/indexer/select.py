@@ -91,8 +91,8 @@ class Select:
         pdl.launch_dependents()
         if thread < BOARD_WORDS:
             smem.own[thread] = Int32(0)
-        pdl.wait_for_previous_launch()
         count, request = visible(operands, token)
+        pdl.wait_for_previous_launch()
         if count > self.config.topk:
             self.select(operands, smem, token, (count, request), rank, thread)
         else:

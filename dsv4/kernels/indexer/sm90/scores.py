@@ -127,16 +127,14 @@ class ScoresSm90:
         thread = cute.arch.thread_idx()[0]
         for i in cutlass.range(thread, BINS, plan.warps.threads, unroll=1):
             smem.counts[i] = Int32(0)
-        is_load = warp >= plan.warps["load"].first
-        if is_load:
-            prefetch_descriptors(maps)
         pdl.launch_dependents()
-        # Lengths may be what the launch before has just written.
-        pdl.wait_for_previous_launch()
         work = self.find_work(operands, smem)
-        if is_load:
+        if warp >= plan.warps["load"].first:
+            prefetch_descriptors(maps)
+            pdl.wait_for_previous_launch()
             self.load(operands, smem, ring, maps[0], work)
         else:
+            pdl.wait_for_previous_launch()
             self.compute(operands, smem, ring, work, warp)
 
     def allocate(self) -> tuple[Smem, Ring]:
@@ -164,7 +162,8 @@ class ScoresSm90:
 
     @cute.jit
     def find_work(self, operands: Operands, smem: Smem) -> Work:
-        """The CTA's share of the tiles of all tokens."""
+        """The CTA's share of the tiles of all tokens. Reads nothing but what is the whole step's:
+        lengths and requests."""
         thread, threads = cute.arch.thread_idx()[0], self.plan.warps.threads
         tokens = Int32(operands.lens.shape[0])
         run = (tokens + threads - 1) // threads

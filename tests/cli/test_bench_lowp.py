@@ -1,0 +1,58 @@
+"""`dsv4 bench lowp`: its arguments and its table."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+
+from dsv4.bench import lowp as bench
+from dsv4.bench.lowp_peers import Peer, peers
+from dsv4.cli.bench_lowp import parse_shape
+from dsv4.testing.lowp import Metrics
+
+pytestmark = pytest.mark.stage("lowp")
+
+SHAPE = bench.Shape(64, 96, True, 8)
+
+
+def test_flops_are_those_of_what_is_seen() -> None:
+    whole = bench.Shape(64, 96, False, 8)
+    assert whole.flops == 4 * bench.BATCH * bench.HEADS * 96 * 96 * 64 == 2 * SHAPE.flops
+
+
+def test_accuracy_is_that_of_the_last_queries() -> None:
+    q, k, v = bench.make_inputs(SHAPE, "cpu")
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q.float(), k.float(), v.float(), is_causal=True, enable_gqa=True
+    )
+    # The first head has the first head of keys, and the last one the last.
+    found = bench.accuracy_of(SHAPE, (q, k, v), exact)
+    assert found.cosine > 0.999999 and found.l1 < 1e-5
+    bench.check(SHAPE, found)
+    with pytest.raises(RuntimeError, match="is off"):
+        bench.check(SHAPE, bench.accuracy_of(SHAPE, (q, k, v), exact * 1.1))
+
+
+def test_rows_of_the_table() -> None:
+    peer = {"SDPA flash": 200.0, "FA3": None}
+    row = bench.as_row(bench.Result(SHAPE, 10.0, 12.5, Metrics(0.9993, 0.038, 1e-3), peer))
+    cells = bench.cells(row)
+    assert len(cells) == len(bench.COLUMNS) + len(peer)
+    assert cells[:4] == ["64", "32/8", "yes", "96"]
+    assert cells[8] == "0.80" and cells[-1] == "-"
+    assert bench.cells(row, is_bold=True)[5] == f"**{cells[5]}**"
+
+
+def test_peers_of_every_installation() -> None:
+    found = list(peers())
+    assert all(isinstance(peer, Peer) for peer in found)
+    assert [peer.name for peer in found[:2]] == ["SDPA flash", "SDPA cuDNN"]
+
+
+def test_shapes() -> None:
+    assert parse_shape("128,2048,1,8") == (128, 2048, True, 8)
+    for text in ("128,2048", "128,2048,2,8", "0,1,0,1", "64,64,0,5"):
+        with pytest.raises(argparse.ArgumentTypeError, match=text):
+            parse_shape(text)
