@@ -35,6 +35,8 @@ def heads_first(x: Tensor, tensor_layout: str) -> Tensor:
 def aligned(x: Tensor) -> Tensor:
     """The tensor, copied where rows of whole vectors do not start at multiples of one, as kernels
     load them."""
+    if x.stride(-1) != 1:
+        return x  # which the operator refuses
     elements = VECTOR_BYTES // x.element_size()
     # While a graph is traced there is no offset: then the operator refuses it.
     offset = 0 if torch.compiler.is_compiling() else x.storage_offset()

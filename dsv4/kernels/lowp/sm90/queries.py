@@ -45,7 +45,8 @@ class Queries:
         magnitudes = [abs_of(values[i]) for i in range(cute.size(values))]
         amax = self._amax(ctx, tree(fmax_nan, magnitudes), warp, lane)
         scale = self._encode(values, amax)
-        # All warps' products with the queries before are over.
+        # All warps' products with the queries before are over: PTX does not say that a warp's part
+        # of a product reads that warp's rows alone.
         sync(group)
         self._store(ctx, values, warp, lane)
         # wgmma reads through the async proxy.
