@@ -28,7 +28,7 @@ _CHAINS = 4  # of a row's sum
 
 
 class RowState(NamedTuple):
-    """Running state of a thread's two rows.
+    """Softmax state of a thread's two rows.
 
     Attributes:
         top: maximum so far, less the offset.
