@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dsv4.ops.head_rotation import norm_factor
 from dsv4.ops.runtime.runner import runner_config
 from dsv4.reference.paged_attention import decoded, listed_slots, tabled_slots
 from dsv4.reference.paged_attention import sparse_fmha_paged as oracle
@@ -44,6 +45,7 @@ class AttentionCall:
         config = self.config
         return oracle(
             **{**self.arguments, **changes},
+            q_eps=config.q_eps,
             sink_mode=config.sink_mode,
             softmax_scale=config.softmax_scale,
             sliding_window=config.sliding_window,
@@ -58,7 +60,9 @@ class AttentionCall:
 
         given, config = self.arguments, self.config
         keys, lens = zip(*(self._keys(branch) for branch in ("compressed", "window")))
-        q, factor = given["q"], given["q_factor"]
+        q, factor, squares = given["q"], given["q_factor"], given["q_squares"]
+        if squares is not None:
+            factor = norm_factor(squares, q.shape[-1], config.q_eps)
         return Inputs(
             q if factor is None else (q * factor[..., None]).to(q.dtype),
             keys[0],

@@ -79,6 +79,7 @@ class SimulatedOperator:
         o.copy_(found["o"])
         expected, lse, _ = oracle(
             **given,
+            q_eps=config.q_eps,
             sink_mode=config.sink_mode,
             softmax_scale=config.softmax_scale,
             sliding_window=config.sliding_window,
