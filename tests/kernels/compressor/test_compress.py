@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,8 @@ from dsv4.ops.compress import COMPRESS
 from dsv4.testing.compress import EPS, Case, Inputs, assert_step
 from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, simulator
 from dsv4.testing.kernel_call import OpKernels
-from dsv4.testing.mutate import Edit, at, check, mutated
+from dsv4.testing.mutate import Edit, at
+from tests.kernels import planted_bugs
 
 pytestmark = pytest.mark.stage("compressor")
 
@@ -120,24 +120,8 @@ def noticed(build: Callable, seed: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_bug_has_its_place(name: str) -> None:
-    """What is renamed in the kernel is found here at once."""
-    check(BUGS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
-def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    from dsv4.kernels.compressor.compress import build
-
-    assert noticed(mutated(build, tmp_path, BUGS[name]), seed), name
-
-
-@pytest.mark.slow
-def test_without_a_bug_nothing_is_noticed(seed: int) -> None:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    from dsv4.kernels.compressor.compress import build
-
-    assert not noticed(build, seed)
+(
+    test_bug_has_its_place,
+    test_bug_is_noticed,
+    test_without_a_bug_nothing_is_noticed,
+) = planted_bugs.tests_of(BUGS, "dsv4.kernels.compressor.compress", noticed)

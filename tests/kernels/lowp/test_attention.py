@@ -4,7 +4,6 @@ ragged and packed lengths, deleted synchronisation."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, sim
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.lowp import Case, make_inputs, oracle
 from dsv4.testing.lowp_attention import Inputs, assert_attention
-from dsv4.testing.mutate import Edit, at, check, mutated
+from dsv4.testing.mutate import Edit, at
+from tests.kernels import planted_bugs
 
 pytestmark = pytest.mark.stage("lowp")
 
@@ -209,24 +209,8 @@ def noticed(build: Callable, seed: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_bug_has_its_place(name: str) -> None:
-    """What is renamed in the kernel is found here at once."""
-    check(BUGS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
-def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    from dsv4.kernels.lowp.sm90.attention import build
-
-    assert noticed(mutated(build, tmp_path, BUGS[name]), seed), name
-
-
-@pytest.mark.slow
-def test_without_a_bug_nothing_is_noticed(seed: int) -> None:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    from dsv4.kernels.lowp.sm90.attention import build
-
-    assert not noticed(build, seed)
+(
+    test_bug_has_its_place,
+    test_bug_is_noticed,
+    test_without_a_bug_nothing_is_noticed,
+) = planted_bugs.tests_of(BUGS, "dsv4.kernels.lowp.sm90.attention", noticed)

@@ -4,7 +4,6 @@ schedules; its bits, which depend on the token alone; bugs put into it."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,8 @@ from dsv4.ops.mhc_seam import MHC_SEAM
 from dsv4.testing.harness import Outcome, Simulator, simulator
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.mhc_seam import EPS, Case, Inputs, assert_seam_close
-from dsv4.testing.mutate import Edit, at, check, mutated
+from dsv4.testing.mutate import Edit, at
+from tests.kernels import planted_bugs
 
 pytestmark = pytest.mark.stage("mhc")
 
@@ -148,24 +148,8 @@ def noticed(build: Callable, seed: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_bug_has_its_place(name: str) -> None:
-    """What is renamed in the kernel is found here at once."""
-    check(BUGS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
-def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    from dsv4.kernels.seam.seam import build
-
-    assert noticed(mutated(build, tmp_path, BUGS[name]), seed), name
-
-
-@pytest.mark.slow
-def test_without_a_bug_nothing_is_noticed(seed: int) -> None:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    from dsv4.kernels.seam.seam import build
-
-    assert not noticed(build, seed)
+(
+    test_bug_has_its_place,
+    test_bug_is_noticed,
+    test_without_a_bug_nothing_is_noticed,
+) = planted_bugs.tests_of(BUGS, "dsv4.kernels.seam.seam", noticed)
