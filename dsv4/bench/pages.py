@@ -26,6 +26,7 @@ from dsv4.bench import (
     mhc_seam,
     moe,
     paged_attention,
+    prefill,
     rms_norm_fp8,
     step,
 )
@@ -184,6 +185,7 @@ TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "compress": partial(rows_table, compress),
     "moe": partial(rows_table, moe),
     "paged_attention": paged_table,
+    "prefill": partial(rows_table, prefill),
     "rms_norm_fp8": partial(rows_table, rms_norm_fp8),
     "step": partial(rows_table, step),
 }

@@ -7,6 +7,7 @@ in the same order, and between two uses of one expert lie those of all other lay
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,10 @@ from dsv4.layers.rope import Rope
 from dsv4.loader import inventory
 from dsv4.model.model import DeepseekV4
 
+MODELS: dict[str, Callable[[], ModelConfig]] = {
+    "flash": ModelConfig.flash,
+    "pro": ModelConfig.pro,
+}
 CODE_EXPONENT = {torch.int8: 1.5, torch.float8_e4m3fn: 0.0}  # log2 of the size of random codes
 E8M0_BIAS = 127
 PATTERNS = 64  # different pages of a pool: more would only take longer to make
@@ -82,6 +87,30 @@ def fitting_sets(config: ModelConfig, plan: MemoryPlan, room: int) -> int:
             f"{(others + of_experts) / 1e9:.1f} GB, the GPU has {room / 1e9:.1f} GB"
         )
     return min(int(sets), layers)
+
+
+def fitting_model(
+    config: ModelConfig, plans: Sequence[MemoryPlan], is_aliased: bool
+) -> RandomModel:
+    """A model on the GPU, with as many experts of its own as fit beside the largest of `plans`.
+
+    Args:
+        is_aliased: let layers share experts where they do not fit.
+
+    Raises:
+        ValueError: they do not fit; the message says how much is missing.
+    """
+    plan = max(plans, key=lambda plan: plan.total)
+    room, _ = torch.cuda.mem_get_info()
+    sets = fitting_sets(config, plan, room)
+    if sets < config.num_hidden_layers and not is_aliased:
+        raise ValueError(
+            f"{room / 1e9:.0f} GB hold the experts of {sets} of {config.num_hidden_layers} layers "
+            f"beside a cache of {plan.cache / 1e9:.1f} GB: share experts (--alias-experts) or take "
+            f"--layers {sets}"
+        )
+    with torch.no_grad():
+        return random_model(config, sets, torch.device("cuda"))
 
 
 def random_model(config: ModelConfig, expert_sets: int, device: torch.device) -> RandomModel:
@@ -152,10 +181,16 @@ def _distinct_choices(table: Tensor, experts: int) -> None:
     table.copy_((begin + stride * torch.arange(k, device=table.device)) % experts)
 
 
-def random_cache(model: DeepseekV4, requests: int, context: int, drafts: int) -> ModelCache:
-    """A cache for so many requests of so many tokens, every key random and finite."""
+def random_cache(
+    model: DeepseekV4, requests: int, context: int, drafts: int, chunk: int = 0
+) -> ModelCache:
+    """A cache for so many requests of so many tokens, every key random and finite.
+
+    Args:
+        chunk: tokens of a prefill step; 0: there is none.
+    """
     blocks = -(-context // block_size(model.config)) + 1
-    cache = model.new_cache(requests, requests * blocks, blocks, max_draft=drafts, max_tokens=0)
+    cache = model.new_cache(requests, requests * blocks, blocks, max_draft=drafts, max_tokens=chunk)
     for spec, layer in zip(model.config.schedule, cache.layers, strict=True):
         rope = Rope.of_layer(model.config, spec)
         for pool in (layer.window, layer.entries):

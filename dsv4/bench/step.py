@@ -10,16 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
+from dsv4.bench.kernel_times import kernel_times
 from dsv4.bench.machine import Machine
-from dsv4.bench.random_model import (
-    RandomModel,
-    fitting_sets,
-    random_cache,
-    random_model,
-    truncated,
-)
+from dsv4.bench.random_model import MODELS, RandomModel, fitting_model, random_cache, truncated
 from dsv4.bench.step_floor import Load, StepFloor
 from dsv4.bench.timing import elapsed_microseconds
 from dsv4.cache.manager import CacheManager
@@ -29,21 +23,16 @@ from dsv4.config.layer_schedule import LayerKind
 from dsv4.config.model_config import ModelConfig
 from dsv4.engine.forward import verify
 from dsv4.engine.inputs import ForwardInputs
-from dsv4.engine.memory_plan import plan_memory
+from dsv4.engine.memory_plan import MemoryPlan, plan_memory
 from dsv4.engine.sampler import GREEDY
 from dsv4.layers.hyper_connection import Streams
 from dsv4.layers.moe import MoE
 from dsv4.layers.reductions import full_precision_sums
 from dsv4.model.model import DeepseekV4
 
-MODELS: dict[str, Callable[[], ModelConfig]] = {
-    "flash": ModelConfig.flash,
-    "pro": ModelConfig.pro,
-}
 BATCHES = (1, 4, 16, 64, 256)
 WARM_UP, REPLAYS = 3, 20
 LAYERS_OF_A_KIND = 8  # of a timed chain: more than L2 holds at one token
-SHOWN_KERNELS, NAME_LENGTH = 40, 100
 KINDS = (LayerKind.CSA, LayerKind.HCA, LayerKind.SWA)
 COLUMNS = (
     *("model", "layers", "B", "context", "drafts", "experts"),
@@ -128,7 +117,7 @@ def measure(
         if key != _model_of(shape):
             made = None
             torch.cuda.empty_cache()
-            made, key = _fitting_model(config, same, is_aliased), _model_of(shape)
+            made, key = fitting_model(config, _plans(config, same), is_aliased), _model_of(shape)
         is_last = place == len(shapes) - 1
         with torch.no_grad():
             yield _Bench(made, shape).measure(machine, trace if is_last else None)
@@ -138,22 +127,10 @@ def _model_of(shape: Shape) -> tuple:
     return shape.model, shape.layers, shape.drafts > 0
 
 
-def _fitting_model(config: ModelConfig, shapes: Sequence[Shape], is_aliased: bool) -> RandomModel:
-    """The model, with as many experts of its own as fit beside the largest cache of the shapes."""
-    plans = [
+def _plans(config: ModelConfig, shapes: Sequence[Shape]) -> list[MemoryPlan]:
+    return [
         plan_memory(config, s.context, s.batch, max_draft=s.drafts, chunk=s.batch) for s in shapes
     ]
-    plan = max(plans, key=lambda plan: plan.total)
-    room, _ = torch.cuda.mem_get_info()
-    sets = fitting_sets(config, plan, room)
-    if sets < config.num_hidden_layers and not is_aliased:
-        raise ValueError(
-            f"{room / 1e9:.0f} GB hold the experts of {sets} of {config.num_hidden_layers} layers "
-            f"beside a cache of {plan.cache / 1e9:.1f} GB: share experts (--alias-experts) or take "
-            f"--layers {sets}"
-        )
-    with torch.no_grad():
-        return random_model(config, sets, torch.device("cuda"))
 
 
 class _Bench:
@@ -179,7 +156,7 @@ class _Bench:
         for _ in range(WARM_UP):
             graph.replay()
         time = statistics.median(elapsed_microseconds(graph.replay) for _ in range(REPLAYS))
-        kernels = _kernels(graph, trace)
+        kernels = kernel_times(graph.replay, trace)
         floor = StepFloor(self.model.config, machine)
         tokens = 1 + self.shape.drafts
         load = Load(self.shape.batch, tokens, self.shape.context, distinct)
@@ -299,18 +276,6 @@ def _nodes(graph: torch.cuda.CUDAGraph) -> int | None:
         return None
     error, _, count = runtime.cudaGraphGetNodes(runtime.cudaGraph_t(graph.raw_cuda_graph()))
     return None if error != runtime.cudaError_t.cudaSuccess else int(count)
-
-
-def _kernels(graph: torch.cuda.CUDAGraph, trace: Path | None) -> list[tuple[str, int, float]]:
-    """Kernels of one replay by name: calls and microseconds, the slowest first."""
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        graph.replay()
-        torch.cuda.synchronize()
-    if trace is not None:
-        found.export_chrome_trace(str(trace))
-    rows = [(e.key[:NAME_LENGTH], e.count, e.self_device_time_total) for e in found.key_averages()]
-    rows = [row for row in rows if row[2] > 0]
-    return sorted(rows, key=lambda row: -row[2])[:SHOWN_KERNELS]
 
 
 def as_row(result: Result) -> dict[str, Any]:

@@ -65,11 +65,15 @@ class StepFloor:
         """All layers, the head, and the drafts' layers with a head each."""
         main = [spec for spec in self.config.schedule if not spec.is_mtp]
         tokens = load.requests * load.tokens
-        (head,) = self._tensors["head.weight"]
-        total = sum(self.layer(spec, load) for spec in main) + self._linear(head, tokens)
+        total = sum(self.layer(spec, load) for spec in main) + self.head(tokens)
         for spec in self.config.schedule[len(main) :]:
-            total += self.layer(spec, load) + self._linear(head, load.requests)
+            total += self.layer(spec, load) + self.head(load.requests)
         return total
+
+    def head(self, tokens: int) -> float:
+        """The projection to logits, of so many tokens."""
+        (weight,) = self._tensors["head.weight"]
+        return self._linear(weight, tokens)
 
     def _linear(self, tensor: TensorSpec, tokens: float) -> float:
         """A tensor that is read once, and multiplied with so many tokens if it is a matrix."""

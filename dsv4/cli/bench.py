@@ -15,6 +15,7 @@ from dsv4.cli import (
     bench_mhc_seam,
     bench_moe,
     bench_paged,
+    bench_prefill,
     bench_rms_norm_fp8,
     bench_step,
 )
@@ -76,6 +77,7 @@ def add_parser(subparsers) -> None:
     bench_merged_linear.add_parser(benchmarks)
     bench_moe.add_parser(benchmarks)
     bench_step.add_parser(benchmarks)
+    bench_prefill.add_parser(benchmarks)
 
 
 def check_gpu() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dsv4.bench import prefill
 from dsv4.bench import step as bench
 from dsv4.bench.machine import Machine
 from dsv4.bench.random_model import fitting_sets, random_model, truncated
@@ -96,3 +99,45 @@ def test_cells_fit_the_columns() -> None:
     line = bench.cells(bench.as_row(result) | {"kinds": {"CSA": vars(layers["CSA"])}})
     assert len(line) == len(bench.COLUMNS)
     assert "43 (6 aliased)" in line and "80 (57), 11" in line and "294" in line
+
+
+@pytest.mark.parametrize("chunk", [40, 64, 500])
+def test_prefill_caches_a_whole_prompt_however_it_is_cut(made, chunk: int) -> None:
+    torch.manual_seed(2)
+    with torch.no_grad():
+        run = prefill._Bench(made, prefill.Shape("tiny", None, 130, chunk))
+        tokens = [run.run() for _ in range(2)]
+        run.tokens = torch.randint(made.model.config.vocab_size, (130,)).tolist()
+        other = made.model.logits(made.model.streams(*_whole(run)))[0, -1]
+        assert run.run().item() == other.argmax().item()
+    assert run.manager.length(run.slot) == 130
+    assert tokens[0].shape == (1, 1) and torch.equal(*tokens)
+    assert sum(end - start for start, end in run._spans()) == 130
+
+
+def _whole(run) -> tuple:
+    """Tokens, cache and step of a bench's prompt in one forward."""
+    alone = prefill._Bench(run.made, replace(run.shape, chunk=run.shape.prompt))
+    step = alone.manager.step([alone.slot], [run.shape.prompt], run.shape.prompt)
+    return torch.tensor([run.tokens]), alone.cache, step
+
+
+def test_floor_of_a_prefill_is_that_of_its_flops(monkeypatch) -> None:
+    """8,192 tokens of Flash at once: 13 G active parameters, most at the rate of FP8."""
+    machine = Machine("H200", 4.4e12, 4.4e12, 8e14)
+    run = object.__new__(prefill._Bench)
+    config = truncated(ModelConfig.flash(), None, has_drafts=False)
+    run.made = SimpleNamespace(model=SimpleNamespace(config=config))
+    run.shape = prefill.Shape("flash", None, 8192, 8192)
+    whole = run.floor(machine)
+    run.shape = replace(run.shape, chunk=1024)
+    assert 100e3 < whole < 200e3
+    # Chunks of 1,024 read every expert eight times.
+    assert run.floor(machine) > whole + 6 * 35e3 * 0.3
+
+
+def test_cells_of_a_prefill_fit_its_columns() -> None:
+    shape = prefill.Shape("flash", None, 8192, 4096)
+    row = prefill.as_row(prefill.Result(shape, 43, 6, 5e5, 1.5e5, []))
+    assert len(prefill.cells(row)) == len(prefill.COLUMNS)
+    assert prefill.cells(row)[4:] == ["500.0", "150.0", "30%", "16384"]
