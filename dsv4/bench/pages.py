@@ -20,6 +20,7 @@ from typing import Any
 from dsv4.bench import (
     attention_report,
     compress,
+    engine,
     fp8_linear,
     index_topk,
     merged_linear,
@@ -185,6 +186,7 @@ TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "compress": partial(rows_table, compress),
     "moe": partial(rows_table, moe),
     "paged_attention": paged_table,
+    "engine": partial(rows_table, engine),
     "prefill": partial(rows_table, prefill),
     "rms_norm_fp8": partial(rows_table, rms_norm_fp8),
     "step": partial(rows_table, step),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dsv4.cli import (
     bench_compress,
+    bench_engine,
     bench_fp8_linear,
     bench_index_topk,
     bench_lowp,
@@ -78,6 +79,7 @@ def add_parser(subparsers) -> None:
     bench_moe.add_parser(benchmarks)
     bench_step.add_parser(benchmarks)
     bench_prefill.add_parser(benchmarks)
+    bench_engine.add_parser(benchmarks)
 
 
 def check_gpu() -> None:

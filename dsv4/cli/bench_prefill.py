@@ -43,10 +43,5 @@ def run(args: argparse.Namespace) -> int:
         for prompt in args.prompt or (prefill.PROMPT,)
         for chunk in args.chunk or prefill.CHUNKS
     ]
-    return bench_model.measure(
-        args,
-        "prefill",
-        prefill,
-        shapes,
-        lambda shape: f"a prompt of {shape['prompt']}, chunks of {shape['chunk']}",
-    )
+    named = "a prompt of {prompt}, chunks of {chunk}".format_map
+    return bench_model.measure(args, "prefill", prefill, shapes, named)

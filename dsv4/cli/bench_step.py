@@ -55,13 +55,8 @@ def run(args: argparse.Namespace) -> int:
         for context in args.context or (32768,)
         for batch in args.batch or step.BATCHES
     ]
-    return bench_model.measure(
-        args,
-        "step",
-        step,
-        shapes,
-        lambda shape: f"B = {shape['batch']}, context {shape['context']}",
-    )
+    named = "B = {batch}, context {context}".format_map
+    return bench_model.measure(args, "step", step, shapes, named)
 
 
 def _share(text: str) -> float:

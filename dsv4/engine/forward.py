@@ -19,6 +19,7 @@ from torch import Tensor
 from dsv4.engine.inputs import SAMPLED_HERE, ForwardInputs
 from dsv4.engine.results import packed
 from dsv4.engine.sampler import SamplingBatch, sample
+from dsv4.layers.hyper_connection import Streams
 
 if TYPE_CHECKING:
     from dsv4.cache.model_cache import ModelCache
@@ -41,13 +42,15 @@ def prefill(
         go on. None unless `last`.
     """
     step = inputs.step
-    streams = model.streams(inputs.tokens, cache, step)
+    streams = model.unwritten_streams(inputs.tokens, cache, step)
+    if num_drafts:
+        streams = Streams(streams.written())
     if not last:
         if num_drafts:
-            model.mtp[0](streams, inputs.next_tokens, cache, step)
+            model.mtp[0].unwritten_streams(streams.values, inputs.next_tokens, cache, step)
         return None
     end = (step.lens - 1).clamp_min(0)
-    logits = model.logits(_take(streams, end))
+    logits, _ = model.outputs(streams.at(end))
     sampling = inputs.sampling
     token = sample(logits, _behind(step.starts + end, sampling)[:, None], sampling)
     drafted = ()
@@ -56,7 +59,8 @@ def prefill(
         known = inputs.next_tokens != SAMPLED_HERE
         next_tokens = torch.where(known, inputs.next_tokens, chosen)
         later = sampling.after(chosen, torch.ones_like(chosen, dtype=torch.bool))
-        drafts = _draft(model, cache, inputs, streams, next_tokens, end, later, num_drafts)
+        given = streams.values, next_tokens, end, later
+        drafts = _draft(model, cache, inputs, *given, num_drafts)
         drafted = torch.zeros_like(end), drafts
     return packed(token, drafted, logits, sampling.logprobs)
 
@@ -94,8 +98,7 @@ def verify(model: DeepseekV4, cache: ModelCache, inputs: ForwardInputs, num_draf
         with drafts, the number of accepted ones and k new ones.
     """
     step, sampling = inputs.step, inputs.sampling
-    streams = model.streams(inputs.tokens, cache, step)
-    logits = model.logits(streams)
+    logits, streams = model.outputs(model.unwritten_streams(inputs.tokens, cache, step))
     following = inputs.tokens[:, 1:] if num_drafts else None
     sampled = sample(logits, _behind(step.positions, sampling), sampling, following)
     if not num_drafts:
@@ -135,26 +138,22 @@ def _draft(
         [B, num_drafts] int64: the tokens after next_tokens[end].
     """
     step, mtp = inputs.step, model.mtp[0]
-    streams = _take(mtp(streams, next_tokens, cache, step), end)
+    pending = mtp.unwritten_streams(streams, next_tokens, cache, step).at(end)
     position = step.starts + end
     drafts: list[Tensor] = []
     while True:
         places = _behind(position, sampling, 2)[:, None]
-        draft = sample(mtp.logits(streams), places, sampling).clamp_min(0)
+        logits, streams = mtp.outputs(pending)
+        draft = sample(logits, places, sampling).clamp_min(0)
         drafts.append(draft)
         if len(drafts) == num_drafts:
             return torch.cat(drafts, dim=1)
         sampling = sampling.after(draft, torch.ones_like(draft, dtype=torch.bool))
         position = position + 1
         single = replace(step, starts=position, lens=step.lens.clamp_max(1), chunk=1)
-        streams = mtp(streams, draft, cache, single)
+        pending = mtp.unwritten_streams(streams, draft, cache, single)
 
 
 def _behind(positions: Tensor, sampling: SamplingBatch, distance: int = 1) -> Tensor:
     """Positions of the tokens that are chosen at others; which only draws depend on."""
     return positions if sampling.greedy else positions + distance
-
-
-def _take(streams: Tensor, offsets: Tensor) -> Tensor:
-    """One position per row: streams [B, C, hc, D] at offsets [B] -> [B, 1, hc, D]."""
-    return streams.gather(1, offsets[:, None, None, None].expand(-1, 1, *streams.shape[2:]))

@@ -33,12 +33,17 @@ class Embedding(Module):
 
 
 def logits_of(
-    streams: Tensor,
+    streams: Streams,
     hyper: HyperConnection,
     parameters: HyperParameters,
     norm: RMSNorm,
     head: Linear,
-) -> Tensor:
-    """Collapse streams [B, C, hc, D], normalise and project in fp32: [B, C, vocab_size] fp32."""
-    x, _ = hyper.read(Streams(streams), parameters, norm)
-    return head(x)
+) -> tuple[Tensor, Tensor]:
+    """Collapse streams, normalise and project in fp32.
+
+    Returns:
+        Logits [B, C, vocab_size] fp32, and the streams [B, C, hc, D] with the last sublayer's
+        output written to them, which the collapse does on its way.
+    """
+    x, streams = hyper.read(streams, parameters, norm)
+    return head(x), streams.values

@@ -41,11 +41,20 @@ class Streams(NamedTuple):
         """The same with the output of the sublayer that read them."""
         return self._replace(y=y)
 
+    def at(self, offsets: Tensor) -> Streams:
+        """One position per row: of [B, C, ...] those at offsets [B] int64, [B, 1, ...]."""
+        return Streams(*(None if x is None else _at(x, offsets) for x in self))
+
     def written(self) -> Tensor:
         """[..., hc, D] with the output of the last sublayer."""
         if self.y is None:
             return self.values
         return expand(self.values, self.y, self.post, self.comb)
+
+
+def _at(x: Tensor, offsets: Tensor) -> Tensor:
+    index = offsets.view(-1, *[1] * (x.dim() - 1))
+    return x.gather(1, index.expand(-1, 1, *x.shape[2:]))
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,6 @@ class DeepseekV4(Module):
             logits.append(self.logits(self.streams(ids, cache, step)))
         return torch.cat(logits, dim=1)
 
-    @full_precision_sums
     def streams(self, input_ids: Tensor, cache: ModelCache, step: Step) -> Tensor:
         """Run the layers over the step's tokens and extend the cache.
 
@@ -141,14 +140,23 @@ class DeepseekV4(Module):
         Returns:
             Final streams [B, C, hc_mult, hidden_size]; undefined for padding.
         """
+        return self.unwritten_streams(input_ids, cache, step).written()
+
+    @full_precision_sums
+    def unwritten_streams(self, input_ids: Tensor, cache: ModelCache, step: Step) -> Streams:
+        """`streams`, the last sublayer's output still to be written to them."""
         streams = Streams(self.hyper.start(self.embed(input_ids)))
         for layer, layer_cache in zip(self.layers, cache.layers):
             streams = layer(streams, input_ids, layer_cache, step)
-        return streams.written()
+        return streams
 
-    @full_precision_sums
     def logits(self, streams: Tensor) -> Tensor:
         """Return the logits of the next token, [B, C, vocab_size] fp32."""
+        return self.outputs(Streams(streams))[0]
+
+    @full_precision_sums
+    def outputs(self, streams: Streams) -> tuple[Tensor, Tensor]:
+        """Return `logits`, and the streams [B, C, hc_mult, hidden_size] as `streams` has them."""
         return logits_of(
             streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, self.head
         )

@@ -55,7 +55,6 @@ class MTPBlock(Block):
         # In a tuple, so that the state dict does not list the shared parameters a second time.
         self._shared = (embed, head)
 
-    @full_precision_sums
     def forward(self, streams: Tensor, next_ids: Tensor, cache: ModelCache, step: Step) -> Tensor:
         """Predict from the streams of the step's positions.
 
@@ -68,14 +67,25 @@ class MTPBlock(Block):
         Returns:
             Streams [B, C, hc, hidden_size], for `logits` and for the next draft of a chain.
         """
+        return self.unwritten_streams(streams, next_ids, cache, step).written()
+
+    @full_precision_sums
+    def unwritten_streams(
+        self, streams: Tensor, next_ids: Tensor, cache: ModelCache, step: Step
+    ) -> Streams:
+        """`forward`, the last sublayer's output still to be written to the streams."""
         embed, _ = self._shared
         token = self.e_proj(self.enorm(embed(next_ids)))
         mixed = token.unsqueeze(-2) + self.h_proj(self.hnorm(streams))
         layer_cache = cache.layers[self.index]
-        return super().forward(Streams(mixed), next_ids, layer_cache, step).written()
+        return super().forward(Streams(mixed), next_ids, layer_cache, step)
 
-    @full_precision_sums
     def logits(self, streams: Tensor) -> Tensor:
         """Return the logits of token t + 2, [B, C, vocab_size] fp32, of the block's streams."""
+        return self.outputs(Streams(streams))[0]
+
+    @full_precision_sums
+    def outputs(self, streams: Streams) -> tuple[Tensor, Tensor]:
+        """Return `logits`, and the streams [B, C, hc, hidden_size] as `forward` has them."""
         _, head = self._shared
         return logits_of(streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, head)

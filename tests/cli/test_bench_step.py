@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4.bench import prefill
+from dsv4.bench import engine, prefill
 from dsv4.bench import step as bench
 from dsv4.bench.machine import Machine
 from dsv4.bench.random_model import fitting_sets, random_model, truncated
@@ -141,3 +141,30 @@ def test_cells_of_a_prefill_fit_its_columns() -> None:
     row = prefill.as_row(prefill.Result(shape, 43, 6, 5e5, 1.5e5, []))
     assert len(prefill.cells(row)) == len(prefill.COLUMNS)
     assert prefill.cells(row)[4:] == ["500.0", "150.0", "30%", "16384"]
+
+
+def test_time_between_steps_is_that_between_replays() -> None:
+    """Three replays of three kernels each, two of which overlap, and a single kernel between."""
+
+    def kernel(correlation: int, start: float, end: float) -> dict:
+        return {
+            "cat": "kernel",
+            "ts": start,
+            "dur": end - start,
+            "args": dict(correlation=correlation),
+        }
+
+    found = []
+    for number, start in enumerate((0.0, 103.0, 210.0)):
+        spans = (0, 40), (35, 100), (60, 90)
+        found += [kernel(number, start + a, start + b) for a, b in spans]
+    found += [kernel(9, 205.0, 206.0), {"cat": "gpu_memcpy", "ts": 101.0, "dur": 1.0}]
+    assert engine.gaps(found) == [3.0, 7.0]
+    with pytest.raises(ValueError, match="the trace has 1 replays"):
+        engine.gaps(found[:3])
+
+
+def test_cells_of_an_engine_fit_its_columns() -> None:
+    row = engine.as_row(engine.Result(engine.Shape("flash", 5, 4, 256), 5, 0, 2e3, 2.5, 9.0, []))
+    assert len(engine.cells(row)) == len(engine.COLUMNS)
+    assert engine.cells(row)[4:] == ["2.00", "2000", "2.5", "9.0"]

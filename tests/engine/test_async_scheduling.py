@@ -67,13 +67,13 @@ def test_the_next_forward_starts_before_the_last_one_is_read(
     events = []
     model = tiny_model(seed)
     engine = Engine(model, 1, 64, num_draft_tokens=drafts, async_scheduling=True)
-    streams, read = model.streams, Letter.read
+    streams, read = model.unwritten_streams, Letter.read
 
     def started(*args):
         events.append("start")
         return streams(*args)
 
-    monkeypatch.setattr(model, "streams", started)
+    monkeypatch.setattr(model, "unwritten_streams", started)
     monkeypatch.setattr(Letter, "read", lambda letter: events.append("read") or read(letter))
     engine.add([1, 2, 3], greedy(6))
     assert engine.step() == []
@@ -158,7 +158,7 @@ def test_what_was_under_way_when_a_forward_raised_is_computed_again(seed: int, m
         raise MemoryError("decode")
 
     with monkeypatch.context() as patch:
-        patch.setattr(model, "streams", fail)
+        patch.setattr(model, "unwritten_streams", fail)
         with pytest.raises(MemoryError):
             engine.step()
     assert engine.num_requests == 2 and not engine._flights

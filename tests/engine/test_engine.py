@@ -64,9 +64,11 @@ def test_prefill_forwards_stay_within_the_chunk(seed: int, monkeypatch) -> None:
     generator = torch.Generator().manual_seed(seed)
     model = tiny_model(seed)
     sizes = []
-    streams = model.streams
+    streams = model.unwritten_streams
     monkeypatch.setattr(
-        model, "streams", lambda ids, *rest: sizes.append(ids.numel()) or streams(ids, *rest)
+        model,
+        "unwritten_streams",
+        lambda ids, *rest: sizes.append(ids.numel()) or streams(ids, *rest),
     )
     generate(model, [tokens(generator, n) for n in (30, 31, 90, 4, 4, 4)], 1, prefill_chunk=64)
     # 30 and 31 side by side; 64 of the 90; its last 26 beside 4 padded to 26, a third row would be
@@ -131,14 +133,14 @@ def test_decode_forwards_have_few_shapes(seed: int, monkeypatch) -> None:
     model = tiny_model(seed)
     engine = Engine(model, max_requests=5, max_context=3 * BLOCK - 2, num_draft_tokens=2)
     shapes = set()
-    streams = model.streams
+    streams = model.unwritten_streams
 
     def record(ids, cache, step):
         if step.chunk == 3:
             shapes.add((*ids.shape, step.capacity // BLOCK))
         return streams(ids, cache, step)
 
-    monkeypatch.setattr(model, "streams", record)
+    monkeypatch.setattr(model, "unwritten_streams", record)
     for length, count in ((250, 20), (9, 25), (100, 40), (20, 8), (64, 12)):
         engine.add(tokens(generator, length), greedy(count))
     drain(engine)

@@ -17,6 +17,7 @@ from dsv4.engine.inputs import SAMPLED_HERE, known_inputs
 from dsv4.engine.request import Request
 from dsv4.engine.request_state import DecodeShape, RequestState
 from dsv4.engine.sampling_params import SamplingKind, SamplingParams
+from dsv4.layers.hyper_connection import Streams
 from tests.engine.tiny_model import (
     BLOCK,
     VOCAB,
@@ -174,14 +175,14 @@ def test_sampled_drafts_hit_when_the_drafter_agrees_with_the_model(seed: int) ->
         def __init__(self, model, prompt: list[int]) -> None:
             self.model, self.known = model, list(prompt)
 
-        def __call__(self, streams, next_ids, cache, step):
+        def unwritten_streams(self, streams, next_ids, cache, step):
             for position, token in zip(step.positions[0], next_ids[0, : int(step.lens[0])]):
                 del self.known[int(position) + 1 :]
                 self.known.append(int(token))
-            return streams
+            return Streams(streams)
 
-        def logits(self, streams):
-            return self.model(torch.tensor([self.known]))[:, -1:]
+        def outputs(self, pending):
+            return self.model(torch.tensor([self.known]))[:, -1:], pending.values
 
     model = tiny_model(seed)
     prompt = tokens(torch.Generator().manual_seed(seed), 9)

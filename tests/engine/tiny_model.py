@@ -12,6 +12,7 @@ from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
 from dsv4.engine.noise import exponential
 from dsv4.engine.sampling_params import SamplingParams
+from dsv4.layers.hyper_connection import Streams
 from dsv4.model.model import DeepseekV4
 
 WINDOW = 16
@@ -117,19 +118,23 @@ class PlannedDrafter:
         self.misses = misses
         self.fed: dict[int, int] = {}  # position -> the next token it was last given
 
-    def __call__(self, streams: Tensor, next_ids: Tensor, cache: ModelCache, step: Step) -> Tensor:
+    def unwritten_streams(
+        self, streams: Tensor, next_ids: Tensor, cache: ModelCache, step: Step
+    ) -> Streams:
         assert (step.positions[step.valid] < step.capacity).all()
         for row, valid in zip(range(step.batch), step.valid):
             positions = step.positions[row, valid].tolist()
             self.fed.update(zip(positions, next_ids[row, valid].tolist()))
-        # The streams carry the position they predict to `logits`.
-        return (step.positions + 2.0)[:, :, None, None].expand(streams.shape)
+        # The streams carry the position they predict to `outputs`.
+        return Streams((step.positions + 2.0)[:, :, None, None].expand(streams.shape))
 
-    def logits(self, streams: Tensor) -> Tensor:
+    def outputs(self, pending: Streams) -> tuple[Tensor, Tensor]:
+        streams = pending.values
         draft = torch.tensor(
             [self._draft(int(position)) for position in streams[..., 0, 0].flatten()]
         )
-        return torch.nn.functional.one_hot(draft, VOCAB).float().view(*streams.shape[:2], VOCAB)
+        logits = torch.nn.functional.one_hot(draft, VOCAB).float()
+        return logits.view(*streams.shape[:2], VOCAB), streams
 
     def _draft(self, position: int) -> int:
         true = self.truth[position] if position < len(self.truth) else 0
