@@ -226,11 +226,12 @@ class _Bench:
     @full_precision_sums
     def _chain(self, indices: Sequence[int]) -> None:
         inputs = self._fresh()
+        step = self.cache.prepared(inputs.step)
         streams = Streams(self.model.hyper.start(self.model.embed(inputs.tokens)))
         for _ in range(-(-LAYERS_OF_A_KIND // len(indices))):
             for index in indices:
                 layer, cache = self.model.layers[index], self.cache.layers[index]
-                streams = layer(streams, inputs.tokens, cache, inputs.step)
+                streams = layer(streams, inputs.tokens, cache, step)
 
 
 def _inputs(cache: ModelCache, rows: int, tokens: int, start: int) -> ForwardInputs:

@@ -35,15 +35,4 @@ class EntryPool(KeyPool):
 
         The same for all layers of a kind.
         """
-        return step.derive(_completed, self.ratio, self.size)
-
-
-def _completed(step: Step, ratio: int, size: int) -> Tensor:
-    count = -(-step.chunk // ratio)
-    numbers = (step.starts // ratio)[:, None] + torch.arange(count, device=step.starts.device)
-    inside = numbers // size < step.block_table.shape[1]
-    complete = inside & ((numbers + 1) * ratio <= (step.starts + step.lens)[:, None])
-    numbers = torch.where(inside, numbers, 0)
-    blocks = step.block_table.gather(1, numbers // size)
-    slots = torch.where(blocks < 0, -1, blocks * size + numbers % size)
-    return torch.where(complete, slots, -1).to(torch.int32)
+        return step.completed(self.ratio, self.size * self.ratio)

@@ -13,7 +13,10 @@ from dsv4.cache.formats import KvFormat
 from dsv4.cache.index_keys import IndexKeyPool
 from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.state_cache import StateCache
+from dsv4.cache.step import Step
 from dsv4.cache.window import WindowPool
+from dsv4.kernels.step.config import KINDS
+from dsv4.ops.step_indices import step_indices
 
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
@@ -96,6 +99,19 @@ class ModelCache:
             )
             for spec, state in zip(config.schedule, self.state.layers, strict=True)
         )
+
+    def prepared(self, step: Step) -> Step:
+        """The step with what its layers derive from it, where one launch makes that: on GPUs with
+        kernels, for steps whose keys fit into the rings."""
+        window = self.layers[0].window
+        is_known = step.indices is not None or not window.is_in_place(step)
+        ratios = tuple(sorted({spec.ratio for spec in self.config.schedule if spec.ratio}))
+        if is_known or self.device.type != "cuda" or len(ratios) > KINDS:
+            return step
+        given = step.slots, step.starts, step.lens, step.block_table
+        sizes = {"ring": window.size, "block": self.block_size}
+        indices = step_indices(*given, chunk=step.chunk, **sizes, ratios=ratios)
+        return step.having(indices, ratios)
 
     @property
     def max_context(self) -> int:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+from dsv4.ops.step_indices import (
+    StepIndexTensors,
+    completed_entries,
+    last_valid,
+    rows_of,
+    token_positions,
+    valid_tokens,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,6 +43,10 @@ class Step:
         chunk: C.
         capacity: every position of the step is below it; bounds the compressed entries that are
             considered.
+        indices: what follows from the tensors, where one launch has made it, for entries of
+            `ratios` positions; None: each is made when it is first asked for.
+        indices: what follows from the tensors, where one launch has made it, for entries of
+            `ratios` positions; None: each is made when it is first asked for.
 
     Raises:
         ValueError: a tensor has another shape or dtype; the message names it.
@@ -45,6 +58,9 @@ class Step:
     block_table: Tensor
     chunk: int
     capacity: int
+    # Not of a step that `replace` makes of this one: it has other requests.
+    indices: StepIndexTensors | None = field(default=None, init=False, repr=False, compare=False)
+    ratios: tuple[int, ...] = field(default=(), init=False, repr=False, compare=False)
     _derived: dict[Hashable, object] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -69,6 +85,13 @@ class Step:
         if self.capacity < 1:
             raise ValueError(f"capacity must be at least 1, got {self.capacity}")
 
+    def having(self, indices: StepIndexTensors, ratios: tuple[int, ...]) -> Step:
+        """The same step with `indices`, for entries of `ratios` positions."""
+        step = replace(self)
+        object.__setattr__(step, "indices", indices)
+        object.__setattr__(step, "ratios", ratios)
+        return step
+
     @property
     def batch(self) -> int:
         """B."""
@@ -82,39 +105,57 @@ class Step:
     @cached_property
     def positions(self) -> Tensor:
         """[B, C] int64: absolute position of every token, padding included."""
-        return self.starts[:, None] + self.offsets
+        return token_positions(self.starts, self.chunk)
 
     @cached_property
     def valid(self) -> Tensor:
         """[B, C] bool: tokens that exist."""
-        return (self.offsets < self.lens[:, None]) & (self.slots >= 0)[:, None]
+        return valid_tokens(self.slots, self.lens, self.chunk)
 
     @cached_property
     def requests(self) -> tuple[Tensor, Tensor, Tensor]:
         """`slots`, `starts` and `lens` as operators take them: [B] int32 each."""
+        if self.indices is not None:
+            return tuple(self.indices.requests)
         return tuple(x.to(torch.int32) for x in (self.slots, self.starts, self.lens))
 
     @cached_property
     def request_ids(self) -> Tensor:
         """[B * C] int32: the row b of every token, -1 for padding."""
-        rows = torch.arange(self.batch, device=self.starts.device)[:, None]
-        return torch.where(self.valid, rows, -1).flatten().to(torch.int32)
+        if self.indices is not None:
+            return self.indices.request_ids.flatten()
+        return rows_of(self.valid).flatten()
 
     @cached_property
     def token_positions(self) -> Tensor:
         """[B * C] int32: `positions` as operators take them."""
+        if self.indices is not None:
+            return self.indices.positions.flatten()
         return self.positions.flatten().to(torch.int32)
 
     @cached_property
     def pages(self) -> Tensor:
         """[B, max_blocks] int32: `block_table` as operators take it."""
-        return self.block_table.to(torch.int32)
+        return self.block_table.to(torch.int32) if self.indices is None else self.indices.pages
 
     @cached_property
     def live_tokens(self) -> Tensor:
         """[1] int32: number of leading tokens of [B * C] behind which all are padding."""
-        count = torch.arange(1, self.batch * self.chunk + 1, device=self.starts.device)
-        return torch.where(self.valid.flatten(), count, 0).amax(0, keepdim=True).to(torch.int32)
+        return last_valid(self.valid) if self.indices is None else self.indices.live_tokens
+
+    def completed(self, ratio: int, block: int) -> Tensor:
+        """[B, K] int32: slots of the K entries of `ratio` positions per request that may end within
+        the step, from starts // ratio on; -1: the step does not reach its end, or the request has
+        no block. Blocks have `block` positions."""
+        if self.indices is not None:
+            return self.indices.completed[self.ratios.index(ratio)]
+        return self.derive(_completed, ratio, block)
+
+    def visible(self, ratio: int) -> Tensor:
+        """[B * C] int32: entries of `ratio` positions that are complete at each token."""
+        if self.indices is not None:
+            return self.indices.visible[self.ratios.index(ratio)].flatten()
+        return self.derive(_visible, ratio)
 
     def derive(
         self, function: Callable[Concatenate[Step, P], T], *args: P.args, **kwargs: P.kwargs
@@ -133,3 +174,12 @@ class Step:
         if key not in self._derived:
             self._derived[key] = function(self, *args, **kwargs)
         return self._derived[key]
+
+
+def _completed(step: Step, ratio: int, block: int) -> Tensor:
+    given = step.starts, step.lens, step.block_table
+    return completed_entries(*given, step.chunk, ratio, block)
+
+
+def _visible(step: Step, ratio: int) -> Tensor:
+    return ((step.positions + 1) // ratio).flatten().to(torch.int32)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dsv4.cache.formats import KeyPool, KvFormat
 from dsv4.cache.step import Step
+from dsv4.ops.step_indices import ring_slots
 
 
 class WindowPool(KeyPool):
@@ -42,13 +43,17 @@ class WindowPool(KeyPool):
         self.window = window
         self.max_tokens = max_tokens
 
+    def is_in_place(self, step: Step) -> bool:
+        """Whether the rings alone hold what a step's tokens see."""
+        return step.chunk <= self.size - self.window + 1
+
     def view(self, step: Step) -> WindowView:
         """Where the keys of a step are written and found; the same for every layer.
 
         Raises:
             ValueError: the step has more tokens than the pool was made for.
         """
-        if step.chunk <= self.size - self.window + 1:
+        if self.is_in_place(step):
             return step.derive(_in_place, self.size)
         if step.batch * step.chunk > self.max_tokens:
             raise ValueError(
@@ -82,9 +87,11 @@ class WindowView(NamedTuple):
 
 def _in_place(step: Step, size: int) -> WindowView:
     """Keys in the rings alone."""
-    slots = torch.where(step.valid, step.slots[:, None] * size + step.positions % size, -1)
-    table = step.slots[:, None].to(torch.int32)
-    return WindowView(slots.flatten().to(torch.int32), table, None, None, None)
+    table = step.requests[0][:, None]
+    if step.indices is not None:
+        return WindowView(step.indices.window_slots.flatten(), table, None, None, None)
+    slots = ring_slots(step.slots, step.positions, step.valid, size)
+    return WindowView(slots.flatten(), table, None, None, None)
 
 
 def _in_chunk(step: Step, rows: int, size: int, window: int) -> WindowView:

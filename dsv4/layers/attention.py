@@ -145,7 +145,7 @@ class Attention(Module):
             self.indexer.update(*sides[2:4], cache, step)
         if self._sees_all(step):
             return cache.entries.data, None, None
-        lens = step.derive(_visible_entries, self.ratio)
+        lens = step.visible(self.ratio)
         slots = self.indexer.select(*index_queries, sides[4], lens, cache, step)
         return cache.entries.data, slots, lens
 
@@ -156,9 +156,3 @@ class Attention(Module):
     def _pages(self, step: Step) -> Tensor | None:
         """The table of the entries, where no list names them."""
         return step.pages if self.compressor is not None and self._sees_all(step) else None
-
-
-def _visible_entries(step: Step, ratio: int) -> Tensor:
-    """[B * C] int32: compressed entries that are complete at each token; the operators clamp them
-    to those that were chosen."""
-    return ((step.positions + 1) // ratio).flatten().to(torch.int32)

@@ -145,6 +145,7 @@ class DeepseekV4(Module):
     @full_precision_sums
     def unwritten_streams(self, input_ids: Tensor, cache: ModelCache, step: Step) -> Streams:
         """`streams`, the last sublayer's output still to be written to them."""
+        step = cache.prepared(step)
         streams = Streams(self.hyper.start(self.embed(input_ids)))
         for layer, layer_cache in zip(self.layers, cache.layers):
             streams = layer(streams, input_ids, layer_cache, step)

@@ -78,7 +78,7 @@ class MTPBlock(Block):
         token = self.e_proj(self.enorm(embed(next_ids)))
         mixed = token.unsqueeze(-2) + self.h_proj(self.hnorm(streams))
         layer_cache = cache.layers[self.index]
-        return super().forward(Streams(mixed), next_ids, layer_cache, step)
+        return super().forward(Streams(mixed), next_ids, layer_cache, cache.prepared(step))
 
     def logits(self, streams: Tensor) -> Tensor:
         """Return the logits of token t + 2, [B, C, vocab_size] fp32, of the block's streams."""

@@ -28,12 +28,14 @@ from dsv4.ops.quantized_attention.quantize_kv import (
 )
 from dsv4.ops.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_runner_id
 from dsv4.ops.runtime.warmup import warmup
+from dsv4.ops.step_indices import StepIndexTensors, step_indices, step_indices_runner_id
 
 __all__ = [
     "GatedWeights",
     "HeadRotation",
     "QuantizedKV",
     "Seam",
+    "StepIndexTensors",
     "compress",
     "compress_runner_id",
     "fmha_capacity",
@@ -64,5 +66,7 @@ __all__ = [
     "sparse_fmha_paged",
     "sparse_fmha_paged_runner_id",
     "sparse_fmha_with_swa",
+    "step_indices",
+    "step_indices_runner_id",
     "warmup",
 ]
