@@ -37,6 +37,8 @@ class Block(Module):
     ) -> None:
         super().__init__()
         self.index = spec.index
+        # The next layer's first seam adds the rows of experts; behind the last one is none.
+        self.adds_rows = spec.is_mtp or spec.index + 1 == config.num_hidden_layers
         self.hyper = HyperConnection.of(config)
         self.attn = Attention(config, spec, dtype, device)
         self.ffn = MoE(config, spec, dtype, device)
@@ -59,4 +61,5 @@ class Block(Module):
         )
         streams = streams.after(self.attn(x, cache, step))
         x, streams = self.hyper.read(streams, hyper_parameters(self, "hc_ffn"), self.ffn_norm)
-        return streams.after(self.ffn(x, input_ids, step.live_tokens))
+        y = self.ffn(x, input_ids, step.live_tokens, combine=self.adds_rows)
+        return streams.after(y)

@@ -17,6 +17,7 @@ from dsv4.layers.linear import Rounded
 from dsv4.layers.module import empty_parameter
 from dsv4.layers.norm import RMSNorm
 from dsv4.ops.mhc_seam import expand, mhc_seam
+from dsv4.ops.moe.rows import ExpertRows
 
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
@@ -27,17 +28,17 @@ class Streams(NamedTuple):
 
     Attributes:
         values: [..., hc, D], before that sublayer.
-        y: [..., D], its output; None: nothing is to be written.
+        y: [..., D], its output, or the rows of its experts; None: nothing is to be written.
         post: [..., hc] fp32, weight of y in every stream.
         comb: [..., hc (source), hc (target)] fp32, doubly stochastic.
     """
 
     values: Tensor
-    y: Tensor | None = None
+    y: Tensor | ExpertRows | None = None
     post: Tensor | None = None
     comb: Tensor | None = None
 
-    def after(self, y: Tensor) -> Streams:
+    def after(self, y: Tensor | ExpertRows) -> Streams:
         """The same with the output of the sublayer that read them."""
         return self._replace(y=y)
 
@@ -49,7 +50,10 @@ class Streams(NamedTuple):
         """[..., hc, D] with the output of the last sublayer."""
         if self.y is None:
             return self.values
-        return expand(self.values, self.y, self.post, self.comb)
+        y = self.y
+        if isinstance(y, ExpertRows):
+            y = y.sum().view_as(self.values[..., 0, :])
+        return expand(self.values, y, self.post, self.comb)
 
 
 def _at(x: Tensor, offsets: Tensor) -> Tensor:
@@ -104,8 +108,8 @@ class HyperConnection:
         """
         leading = streams.values.shape[:-2]
 
-        def rows(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.flatten(0, len(leading) - 1)
+        def rows(x: Tensor | ExpertRows | None) -> Tensor | ExpertRows | None:
+            return x if x is None or isinstance(x, ExpertRows) else x.flatten(0, len(leading) - 1)
 
         values, y, post, comb = streams
         seam = mhc_seam(

@@ -11,6 +11,7 @@ from dsv4.layers.experts import Experts, SharedExpert
 from dsv4.layers.module import Module
 from dsv4.layers.router import Router
 from dsv4.ops.moe.op import moe, reads_prepared
+from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.moe.weights import GatedWeights, choose_form, prepare_, restore_, restored
 
 if TYPE_CHECKING:
@@ -50,21 +51,30 @@ class MoE(Module):
         self.register_state_dict_post_hook(_release_copies)
         self.register_load_state_dict_pre_hook(_release_weights)
 
-    def forward(self, x: Tensor, input_ids: Tensor, live_tokens: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        input_ids: Tensor,
+        live_tokens: Tensor | None = None,
+        *,
+        combine: bool = True,
+    ) -> Tensor | ExpertRows:
         """Apply to tokens `x` [B, C, hidden_size] with ids [B, C]; summed in fp32.
 
         Args:
             live_tokens: [1] int32: the tokens behind the first so many are padding, for which no
                 expert is read.
+            combine: False where the reader takes rows that are still to be added, too.
         """
         if self.form == RELEASED and x.is_cuda:
             self.prepare()
-        return moe(
+        y = moe(
             x.flatten(0, 1), self.gate.weight, self.experts.weights, self.shared_experts.weights,
             top_k=self.gate.topk, scaling=self.gate.scaling, limit=self.limit, form=self.form,
-            block=self.block, live_tokens=live_tokens,
+            block=self.block, live_tokens=live_tokens, combine=combine,
             **self.gate.choice(input_ids.flatten().contiguous()),
-        ).view_as(x)  # fmt: skip
+        )  # fmt: skip
+        return y if isinstance(y, ExpertRows) else y.view_as(x)
 
     def prepare(self) -> None:
         """Bring the weights into the order of this device's kernels, where it has some for them.

@@ -18,6 +18,7 @@ from dsv4.ops.kv_insert import kv_insert, kv_insert_runner_id
 from dsv4.ops.merged_linear import merged_linear, merged_linear_runner_id
 from dsv4.ops.mhc_seam import Seam, mhc_seam, mhc_seam_runner_id
 from dsv4.ops.moe.op import moe, moe_runner_id
+from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.moe.weights import GatedWeights
 from dsv4.ops.plain_linear import plain_linear, plain_linear_runner_id
 from dsv4.ops.quantized_attention.op import quantized_attention, quantized_attention_runner_id
@@ -31,6 +32,7 @@ from dsv4.ops.runtime.warmup import warmup
 from dsv4.ops.step_indices import StepIndexTensors, step_indices, step_indices_runner_id
 
 __all__ = [
+    "ExpertRows",
     "GatedWeights",
     "HeadRotation",
     "QuantizedKV",

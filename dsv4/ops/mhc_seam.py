@@ -15,17 +15,20 @@ from torch.autograd import forward_ad
 from dsv4.arch import ARCHS
 from dsv4.kernels.seam.args import ARGS, values
 from dsv4.kernels.seam.config import GROUP, SeamConfig, choose_pass, has_kernel, tiling_of
+from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.quantize import quantize_e4m3
 from dsv4.ops.runtime.backend import Device
-from dsv4.ops.runtime.checks import check_flag
+from dsv4.ops.runtime.checks import check_flag, check_is_tensor
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 
 MODEL_DIMS = {"Flash": 4096, "Pro": 7168}
 MODEL_STREAMS = 4
 MODEL_SINKHORN_ITERS = 20
 MODEL_EPS = 1e-6
+MODEL_TOP_K = 6
 # Optional tensors that go together.
-_OF_EXPANSION = ("y", "post", "comb", "streams_out")
+_OF_EXPANSION = ("post", "comb", "streams_out")
+_OF_ROWS = ("rows", "ids", "counts")
 _OF_MIXES = ("post_out", "comb_out")
 _OF_CODES = ("codes", "scale_out")
 
@@ -71,13 +74,23 @@ class MhcSeam(KernelOp):
     def needs(self, config: SeamConfig, name: str) -> bool | None:
         if name in _OF_EXPANSION:
             return config.expands
+        if name in _OF_ROWS:
+            return config.top_k > 0
+        if name == "y":
+            return config.expands and config.top_k == 0
         return not config.is_head if name in _OF_MIXES else None
 
     def check_sizes(self, config: SeamConfig, *tensors: Tensor | None) -> None:
         """Check which optional tensors the configuration has."""
         given = dict(zip((arg.name for arg in self.tensors), tensors))
         has_codes = given["codes"] is not None or given["scale_out"] is not None
-        for names, what in ((_OF_EXPANSION, "y"), (_OF_MIXES, "post"), (_OF_CODES, "codes")):
+        for names, what in (
+            (("y",), "y"),
+            (_OF_EXPANSION, "y"),
+            (_OF_ROWS, "rows of experts"),
+            (_OF_MIXES, "post"),
+            (_OF_CODES, "codes"),
+        ):
             for name in names:
                 needed = self.needs(config, name)
                 is_needed = has_codes if needed is None else needed
@@ -102,12 +115,17 @@ class MhcSeam(KernelOp):
         y: Tensor | None,
         post: Tensor | None,
         comb: Tensor | None,
+        rows: Tensor | None,
+        ids: Tensor | None,
+        counts: Tensor | None,
         streams_out: Tensor | None,
         post_out: Tensor | None,
         comb_out: Tensor | None,
         codes: Tensor | None,
         scale_out: Tensor | None,
     ) -> None:
+        if config.top_k:
+            y = ExpertRows(rows, ids, counts).sum()
         if config.expands:
             streams_out.copy_(expand(streams, y, post, comb))
             streams = streams_out
@@ -125,17 +143,18 @@ class MhcSeam(KernelOp):
             scale_out.copy_(new_scales)
 
     def aot(self) -> Mapping[str, SeamConfig]:
-        """Seams of Flash and Pro: at the first sublayer, at all others, and at the head."""
+        """Seams of Flash and Pro: at the first sublayer, behind attention, behind experts, and at
+        the head."""
         found = {}
         for label, dim in MODEL_DIMS.items():
-            for kind, is_head, expands in (
-                ("first", False, False),
-                ("seam", False, True),
-                ("head", True, False),
+            for kind, is_head, expands, top_k in (
+                ("first", False, False, 0),
+                ("seam", False, True, 0),
+                ("seam of experts", False, True, MODEL_TOP_K),
+                ("head", True, False, 0),
             ):
-                found[f"{label}, {kind}"] = SeamConfig(
-                    dim, MODEL_STREAMS, is_head, expands, MODEL_SINKHORN_ITERS, MODEL_EPS, MODEL_EPS
-                )
+                sizes, options = (dim, MODEL_STREAMS), (MODEL_SINKHORN_ITERS, MODEL_EPS, MODEL_EPS)
+                found[f"{label}, {kind}"] = SeamConfig(*sizes, is_head, expands, *options, top_k)
         return found
 
 
@@ -153,7 +172,7 @@ def mhc_seam(
     eps: float,
     norm_eps: float,
     sinkhorn_iters: int = MODEL_SINKHORN_ITERS,
-    y: Tensor | None = None,
+    y: Tensor | ExpertRows | None = None,
     post: Tensor | None = None,
     comb: Tensor | None = None,
     quantize: bool = False,
@@ -182,7 +201,8 @@ def mhc_seam(
         eps: added to pre and to every denominator of comb; at least 1e-18.
         norm_eps: added to mean squares; at least 1e-18.
         sinkhorn_iters: normalisations of rows and of columns.
-        y: [T, D], output of the sublayer before, in the dtype of the streams.
+        y: [T, D], output of the sublayer before, in the dtype of the streams; or the rows of its
+            experts, which are added and rounded to bfloat16 first, with the bits of `moe`.
         post, comb: [T, n] and [T, n, n] float32, what this function gave before that sublayer.
         quantize: also return FP8 codes of x, as `rms_norm_fp8` does.
 
@@ -190,14 +210,15 @@ def mhc_seam(
         ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
     """
     given = (streams, fn, base, scale, norm_weight)
+    row, experts = (None, y) if isinstance(y, ExpertRows) else (y, (None, None, None))
     try:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            MHC_SEAM.check_no_gradients(*given, None, y, post, comb)
+            MHC_SEAM.check_no_gradients(*given, None, row, post, comb, *experts)
         tokens, num_streams, dim = streams.shape
         is_head, expands = fn.shape[0] == num_streams, y is not None
-        identity = mhc_seam_runner_id(
-            index(dim), index(num_streams), is_head, expands, sinkhorn_iters, eps, norm_eps
-        )
+        top_k = 0 if row is y else index(y.ids.shape[1])
+        options = (sinkhorn_iters, eps, norm_eps, top_k)
+        identity = mhc_seam_runner_id(index(dim), index(num_streams), is_head, expands, *options)
         x = streams.new_empty((tokens, dim))
         written = streams.new_empty(streams.shape) if expands else None
         mixes: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -212,9 +233,12 @@ def mhc_seam(
             scales = torch.empty(
                 (tokens, -(-dim // GROUP)), dtype=torch.float8_e8m0fnu, device=streams.device
             )
-        _op(*given, x, identity, y, post, comb, written, *mixes, codes, scales)
+        _op(*given, x, identity, row, post, comb, *experts, written, *mixes, codes, scales)
     except Exception:
-        MHC_SEAM.explain(*given, None, y, post, comb)
+        MHC_SEAM.explain(*given, None, row, post, comb, *experts)
+        if row is not y:
+            for name, tensor in zip(y._fields, y):
+                check_is_tensor(name, tensor)
         check_flag("quantize", quantize)
         raise
     return Seam(x, written if expands else streams, *mixes, codes, scales)
@@ -229,9 +253,11 @@ def mhc_seam_runner_id(
     sinkhorn_iters: int,
     eps: float,
     norm_eps: float,
+    top_k: int = 0,
 ) -> int:
     """Id of a configuration, what `torch.ops.dsv4.mhc_seam` takes; see `SeamConfig`."""
-    return MHC_SEAM.runner_id(dim, num_streams, is_head, expands, sinkhorn_iters, eps, norm_eps)
+    options = (sinkhorn_iters, eps, norm_eps, top_k)
+    return MHC_SEAM.runner_id(dim, num_streams, is_head, expands, *options)
 
 
 # ---- torch implementation ------------------------------------------------------------------------

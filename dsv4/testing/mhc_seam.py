@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dsv4.kernels.seam.config import STREAMS, SeamConfig
 from dsv4.ops.mhc_seam import MHC_SEAM, mhc_seam
+from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.quantize import quantize_e4m3
 from dsv4.reference import mhc
 from dsv4.reference.norm import rms_norm
@@ -29,6 +30,7 @@ class Case:
         spread: of the logits of pre, post and comb; large ones saturate.
         is_strided: whether tokens lie apart.
         padding_rows: tokens at the end that are NaN.
+        top_k: experts of a token whose rows are added, some of which are missing; 0: y is given.
     """
 
     tokens: int
@@ -39,10 +41,12 @@ class Case:
     spread: float = 1.0
     is_strided: bool = False
     padding_rows: int = 0
+    top_k: int = 0
 
     @property
     def config(self) -> SeamConfig:
-        return SeamConfig(self.dim, STREAMS, self.is_head, self.expands, 20, EPS, EPS)
+        options = (20, EPS, EPS, self.top_k)
+        return SeamConfig(self.dim, STREAMS, self.is_head, self.expands, *options)
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,28 @@ class Inputs(OpInputs):
             "y": None,
             "post": None,
             "comb": None,
+            "rows": None,
+            "ids": None,
+            "counts": None,
         }
-        if case.expands:
+        if case.top_k:
+            live = tokens - case.padding_rows
+            found["rows"] = normal(tokens, case.top_k + 1, dim) * torch.exp2(exponents.float())
+            ids = torch.randint(-1, 3, (tokens, case.top_k), generator=generator)
+            # What is no result may hold anything.
+            found["rows"][:, :-1][ids < 0] = torch.nan
+            found["ids"] = ids.int()
+            found["counts"] = torch.tensor([tokens, live], dtype=torch.int32)
+        elif case.expands:
             found["y"] = normal(tokens, dim) * torch.exp2(exponents[:, 0].float())
+        if case.expands:
             found["post"] = 2 * torch.rand(tokens, STREAMS, generator=generator)
             found["comb"] = mhc.sinkhorn(normal(tokens, STREAMS, STREAMS), 20, EPS)
         if case.padding_rows:
-            for name in ("streams", "y", "post", "comb"):
+            for name in ("streams", "y", "post", "comb", "rows"):
                 if found[name] is not None:
                     found[name][tokens - case.padding_rows :] = torch.nan
-        for name in ("streams", "y"):
+        for name in ("streams", "y", "rows"):
             if found[name] is not None:
                 wide = found[name].new_zeros(*found[name].shape[:-1], dim + PADDING)
                 rows_ = wide.bfloat16()[..., :dim] if case.is_strided else found[name].bfloat16()
@@ -116,13 +132,27 @@ class Inputs(OpInputs):
 
     def rows(self, start: int, stop: int) -> Inputs:
         """The same for some of the tokens."""
-        names = ("streams", "y", "post", "comb")
+        names = ("streams", "y", "post", "comb", "rows", "ids")
         tensors = {
             name: x[start:stop] if name in names and x is not None else x
             for name, x in self.tensors.items()
         }
+        if tensors["counts"] is not None:
+            tensors["counts"] = (tensors["counts"] - start).clamp(0, stop - start)
         case = Case(**{**vars(self.case), "tokens": stop - start, "padding_rows": 0})
         return Inputs(case, tensors)
+
+    @property
+    def y(self) -> Tensor | ExpertRows | None:
+        """Output of the sublayer before, as the public function takes it."""
+        if self.case.top_k:
+            return ExpertRows(*(self.tensors[name] for name in ("rows", "ids", "counts")))
+        return self.tensors["y"]
+
+    def with_sums(self) -> Inputs:
+        """The same with the rows of experts added by torch."""
+        added = {"y": self.y.sum(), "rows": None, "ids": None, "counts": None}
+        return Inputs(replace(self.case, top_k=0), {**self.tensors, **added})
 
     def expected(self, streams: Tensor | None = None) -> dict[str, Tensor]:
         """The oracle's results in fp32, by the operator's names.
@@ -130,7 +160,8 @@ class Inputs(OpInputs):
         Args:
             streams: the new streams as they were rounded; default the oracle's own.
         """
-        given = {n: None if x is None else x.cpu().float() for n, x in self.tensors.items()}
+        tensors = self.with_sums().tensors if self.case.top_k else self.tensors
+        given = {n: None if x is None else x.cpu().float() for n, x in tensors.items()}
         found = {}
         if streams is None:
             streams = given["streams"]
@@ -154,7 +185,8 @@ def run_op(inputs: Inputs) -> dict[str, Tensor]:
     tensors = inputs.tensors
     found = mhc_seam(
         *(tensors[name] for name in ("streams", "fn", "base", "scale", "norm_weight")),
-        **{name: tensors[name] for name in ("y", "post", "comb")},
+        **{name: tensors[name] for name in ("post", "comb")},
+        y=inputs.y,
         eps=EPS,
         norm_eps=EPS,
         quantize=inputs.case.quantizes,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4.ops import ExpertRows, moe
 from dsv4.testing.mhc_seam import Case, Inputs, assert_seam_close, run_op
+from dsv4.testing.moe import Case as ExpertsCase
+from dsv4.testing.moe_layer import SCALING, LayerInputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stage("mhc")]
 
@@ -49,6 +52,53 @@ def test_a_token_is_the_same_alone_and_in_any_batch(dim, seed) -> None:
 def test_padding_of_nan_touches_no_other_token(seed) -> None:
     inputs = Inputs.make(Case(21, 4096, padding_rows=4), seed, "cuda")
     assert_seam_close(inputs, run_op(inputs))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 40, 300])
+@pytest.mark.parametrize("dim", [512, 4096, 7168])
+def test_rows_of_experts_are_added_with_the_bits_of_their_sum(dim, tokens, seed) -> None:
+    case = Case(tokens, dim, top_k=6, is_strided=True, padding_rows=tokens // 5)
+    inputs = Inputs.make(case, seed, "cuda")
+    found, live = run_op(inputs), slice(tokens - tokens // 5)
+    assert_seam_close(inputs, found)
+    same({name: x[live] for name, x in found.items()}, run_op(inputs.with_sums()), live)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("tokens", [1, 16, 200])
+@pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])
+def test_a_layer_of_experts_hands_its_rows_on(tokens, is_hashed, seed) -> None:
+    """In a chain whose launches overlap: with the bits of a sum that `moe` makes itself."""
+    case = ExpertsCase(tokens, 1024, 512, 64, 6, live=tokens - tokens // 8, has_missing=is_hashed)
+    layer = LayerInputs.make(case, seed, "cuda", is_hashed)
+    weights, x = layer.weights(is_prepared=True), layer.inputs.x
+    live = torch.tensor([case.num_live], dtype=torch.int32, device="cuda")
+    options = {"top_k": 6, "scaling": SCALING, "limit": case.limit, "form": case.scale_form}
+    seam = Inputs.make(Case(tokens, 1024), seed, "cuda")
+
+    def chain(combine: bool) -> dict[str, torch.Tensor]:
+        hidden = x
+        for _ in range(4):
+            y = moe(
+                hidden, layer.gate, *weights, **options, **layer.choice, live_tokens=live,
+                combine=combine,
+            )  # fmt: skip
+            assert isinstance(y, ExpertRows) is not combine
+            given = {"y": y} if combine else dict(zip(("rows", "ids", "counts"), y))
+            sizes = Case(tokens, 1024, top_k=0 if combine else 6)
+            tensors = {**seam.tensors, "y": None, "rows": None, "ids": None, "counts": None}
+            found = run_op(Inputs(sizes, {**tensors, **given}))
+            hidden = found["x"]
+        return found
+
+    wanted = chain(True)
+    same(chain(False), wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain(False)
+    for _ in range(10):
+        graph.replay()
+        same(found, wanted)
 
 
 def test_graph_replay_reads_new_inputs(seed) -> None:

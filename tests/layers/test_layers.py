@@ -25,6 +25,7 @@ from dsv4.layers.router import Router
 from dsv4.model.model import DeepseekV4
 from dsv4.ops import merged_linear
 from dsv4.ops.kv_insert import rotate_rows_
+from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.moe.torch_path import swiglu
 from dsv4.ops.quantize import qdq_e4m3
 from dsv4.reference import compressor as oracle_compressor
@@ -133,6 +134,13 @@ def test_streams_equal_the_reference(mult: int, seed: int) -> None:
     expected = oracle_mhc.expand(y, streams, mix.post, mix.comb)
     torch.testing.assert_close(kept.after(y).written(), expected)
     _, after = hyper.read(kept.after(y), parameters, norm)
+    torch.testing.assert_close(after.values, expected)
+    # The same output as rows of which the first has no expert.
+    rows = torch.stack([torch.full_like(y, torch.nan), y / 2, y / 2], 2).flatten(0, 1)
+    ids = torch.tensor([-1, 3], dtype=torch.int32).expand(10, 2)
+    behind_experts = kept.after(ExpertRows(rows, ids, torch.tensor([1, 10], dtype=torch.int32)))
+    torch.testing.assert_close(behind_experts.written(), expected)
+    _, after = hyper.read(behind_experts, parameters, norm)
     torch.testing.assert_close(after.values, expected)
     head = HyperParameters(parameters.fn[:mult], parameters.base[:mult], parameters.scale[:1])
     x, _ = hyper.read(Streams(streams), head, norm)

@@ -27,6 +27,7 @@ def no_gradients():
         Case(4, 384, is_head=True, is_strided=True, padding_rows=1),
         Case(6, 128, spread=30.0),
         Case(3, 200, quantizes=False),
+        Case(6, 256, top_k=3, padding_rows=2),
     ],
     ids=str,
 )
@@ -66,7 +67,8 @@ def test_operator_is_sound_for_torch(seed) -> None:
         y, post, comb = (tensors[name].clone() for name in ("y", "post", "comb"))
         x, written = torch.empty_like(y), torch.empty_like(given[0])
         mixes = torch.empty_like(post), torch.empty_like(comb)
-        arguments = (*given, x, identity, y, post, comb, written, *mixes, None, None)
+        no_rows = (None, None, None)
+        arguments = (*given, x, identity, y, post, comb, *no_rows, written, *mixes, None, None)
         torch.library.opcheck(
             MHC_SEAM.overload,
             arguments,
@@ -74,7 +76,9 @@ def test_operator_is_sound_for_torch(seed) -> None:
         )
 
 
-BASE = Inputs.make(Case(3, 256, quantizes=False), 0).tensors
+NAMES = ("streams", "fn", "base", "scale", "norm_weight", "y", "post", "comb")
+BASE = {name: Inputs.make(Case(3, 256, quantizes=False), 0).tensors[name] for name in NAMES}
+ROWS = Inputs.make(Case(3, 256, top_k=2), 0).y
 
 
 @pytest.mark.parametrize(
@@ -89,6 +93,10 @@ BASE = Inputs.make(Case(3, 256, quantizes=False), 0).tensors
         ({"y": BASE["y"].float()}, TypeError, "y: got torch.float32, needs"),
         ({"post": None}, ValueError, "post: got nothing, a seam with y needs it"),
         ({"y": None}, ValueError, "post: got a tensor, a seam without y has none"),
+        ({"y": ROWS._replace(ids=None)}, TypeError, "ids: got None, needs a torch.Tensor"),
+        ({"y": ROWS._replace(rows=ROWS.rows[:, 1:])}, ValueError, "rows: got shape .*, needs"),
+        ({"y": ROWS._replace(ids=ROWS.ids[1:])}, ValueError, "ids: got shape .*, needs"),
+        ({"y": ROWS._replace(counts=ROWS.counts[1:])}, ValueError, "counts: got shape .*, needs"),
         ({"eps": 0.0}, ValueError, "eps must be at least 1e-18, got 0.0"),
         ({"sinkhorn_iters": 0}, ValueError, "sinkhorn_iters must be at least 1, got 0"),
     ],

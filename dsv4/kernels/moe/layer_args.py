@@ -37,6 +37,7 @@ ARGS = (
     Scalar("token_tiles"),
     Scalar("group_tokens"),
     Scalar("num_sms"),
+    Scalar("combines"),
 )
 
 

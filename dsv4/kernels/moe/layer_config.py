@@ -40,6 +40,8 @@ class MoeConfig:
         scaling: that the weights of a token's experts add up to.
         limit: gate is at most that, up within plus and minus that.
         out_dtype: of the result.
+        combines: whether a token's rows are added; else they stay in the scratch, for a reader
+            that adds them.
     """
 
     hidden: int
@@ -57,6 +59,7 @@ class MoeConfig:
     scaling: float = 1.0
     limit: float = 10.0
     out_dtype: str = "bfloat16"
+    combines: bool = True
 
     def __post_init__(self) -> None:
         for name in ("hidden", "inner", "experts", "top_k", "block_rows", "block_columns"):

@@ -1,4 +1,8 @@
-"""Arguments of `mhc_seam` and of its kernel: T tokens, n streams of D elements, g groups of 128."""
+"""Arguments of `mhc_seam` and of its kernel: T tokens, n streams of D elements, g groups of 128.
+
+The output of the sublayer before comes as y; or as the rows of k experts a token and of the shared
+one, places in all, which are still to be added.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,9 @@ ARGS = (
     OptIn("y", "T D", **_ROWS),
     OptIn("post", "T n", "float32", align=16),
     OptIn("comb", "T n n", "float32", align=16),
+    OptIn("rows", "T places D", **_ROWS),
+    OptIn("ids", "T k", "int32"),  # below 0: no expert
+    OptIn("counts", "two", "int32"),  # the second: tokens that are not padding
     OptOut("streams_out", "T n D", **_ROWS),
     OptOut("post_out", "T n", "float32", align=16),
     OptOut("comb_out", "T n n", "float32", align=16),
@@ -30,6 +37,8 @@ ARGS = (
 
 def values(config: SeamConfig) -> dict[str, int | str]:
     """What a kernel is compiled for."""
+    # Kernels have no constants of 0.
+    rows = {"places": config.top_k + 1, "k": config.top_k} if config.top_k else {}
     return {
         "D": config.dim,
         "n": config.num_streams,
@@ -37,4 +46,6 @@ def values(config: SeamConfig) -> dict[str, int | str]:
         "R": config.rows,
         "S": config.scales,
         "g": -(-config.dim // GROUP),
+        "two": 2,
+        **rows,
     }

@@ -20,6 +20,7 @@ SMEM_LIMIT = 226 * KIB  # of the buffers of an SM's CTAs; mbarriers take the res
 PASS_SIZES = (1, 2, 4, 8)
 # What a pass takes on an H200 beyond the first, in us: at all, and by token.
 PASS_COST, TOKEN_COST = 2.2, 0.3
+MAX_TOP_K = 31  # a warp looks at the experts of a token
 MIN_EPS = 1e-18
 MAX_ITERS, KERNEL_ITERS = 1000, 64  # of Sinkhorn's: of any, and of a kernel, which unrolls them
 
@@ -36,6 +37,8 @@ class SeamConfig:
         sinkhorn_iters: row and column normalisations of comb, at least 1.
         eps: added to pre and to every denominator of comb; at least 1e-18.
         norm_eps: added to mean squares, of all streams and of the normalised row; likewise.
+        top_k: of a sublayer whose output comes as rows of its experts, still to be added: k of them
+            and the shared one's; 0: it is one row.
     """
 
     dim: int
@@ -45,6 +48,7 @@ class SeamConfig:
     sinkhorn_iters: int
     eps: float
     norm_eps: float
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         for name in ("dim", "num_streams", "sinkhorn_iters"):
@@ -59,6 +63,9 @@ class SeamConfig:
             value = getattr(self, name)
             if not value >= MIN_EPS:
                 raise ValueError(f"{name} must be at least {MIN_EPS}, got {value}")
+        if not 0 <= self.top_k <= MAX_TOP_K * self.expands:
+            most = f"at most {MAX_TOP_K}" if self.expands else "0 without a sublayer before"
+            raise ValueError(f"top_k must be {most}, got {self.top_k}")
 
     @property
     def rows(self) -> int:

@@ -3,7 +3,8 @@ quantised in one launch.
 
 X'_k = bf16(post_k y + sum_j comb[j, k] X_j); m = fn X' / rms(X'); pre, post and comb of m; then
 x = norm(bf16(sum_j pre_j X'_j)), and its FP8 codes. Technical report section 2.2; the official
-`hc_split_sinkhorn` where it differs.
+`hc_split_sinkhorn` where it differs. Behind experts y is bf16(sum of a token's rows), added here
+with the bits of `kernels/moe/combine.py`.
 
 A cluster takes one token, or a few, at a time. A warp owns 128 columns of all streams, one group
 of FP8 codes, and fn lies in shared memory, loaded before the launch before has ended. The CTAs of
@@ -64,6 +65,9 @@ class Operands:
     y: cute.Tensor
     post: cute.Tensor
     comb: cute.Tensor
+    rows: cute.Tensor
+    ids: cute.Tensor
+    counts: cute.Tensor
     streams_out: cute.Tensor
     post_out: cute.Tensor
     comb_out: cute.Tensor
@@ -152,6 +156,9 @@ class Seam:
         y: cute.Tensor,  # [T, D] bf16
         post: cute.Tensor,  # [T, 4] fp32
         comb: cute.Tensor,  # [T, 4, 4] fp32
+        rows: cute.Tensor,  # [T, k + 1, D] bf16, in place of y
+        ids: cute.Tensor,  # [T, k], below 0: no row
+        counts: cute.Tensor,  # [2], the second: tokens that have rows
         streams_out: cute.Tensor,  # [T, 4, D] bf16, written
         post_out: cute.Tensor,  # [T, 4] fp32, written
         comb_out: cute.Tensor,  # [T, 4, 4] fp32, written
@@ -161,8 +168,8 @@ class Seam:
         pass_tokens: Int32,  # a pass size of the tiling
     ):
         operands = Operands(
-            streams, base, scale, norm_weight, x, y, post, comb, streams_out, post_out, comb_out,
-            codes, scale_out,
+            streams, base, scale, norm_weight, x, y, post, comb, rows, ids, counts, streams_out,
+            post_out, comb_out, codes, scale_out,
         )  # fmt: skip
         ranks = self.tiling.ranks
         self.kernel(operands, fn, pass_tokens).launch(
@@ -336,15 +343,18 @@ class Seam:
         sets, tokens = self.tiling.sets, operands.x.shape[0]
         rounds = -(-size // sets)
         words = cute.make_rmem_tensor((PAIRS, STREAMS, rounds), Uint32)
-        outputs = cute.make_rmem_tensor((PAIRS, rounds), Uint32)
+        outputs = cute.make_rmem_tensor((PAIRS, self.config.top_k + 1, rounds), Uint32)
+        experts = cute.make_rmem_tensor(rounds, Int32)
         weights = cute.make_rmem_tensor((STREAMS, STREAMS + 1, rounds), Float32)
         words.fill(0)
         # All loads before the first store, which could have written what they read.
         for i in cutlass.range_constexpr(rounds):
             t = place.set + i * sets
             if t < size and first + t < tokens and place.is_group:
-                loaded = (words[None, None, i], outputs[None, i], weights[None, None, i])
+                loaded = (words[None, None, i], outputs[None, None, i], weights[None, None, i])
                 self.load_token(operands, first + t, place.column, *loaded)
+                if cutlass.const_expr(self.config.top_k > 0):
+                    experts[i] = self.load_expert(operands, first + t, place.lane)
         for i in cutlass.range_constexpr(rounds):
             t = place.set + i * sets
             if t < size:
@@ -353,7 +363,10 @@ class Seam:
                     own = words[None, None, i]
                     if cutlass.const_expr(self.config.expands):  # noqa: SIM102 static, dynamic
                         if first + t < tokens:
-                            expand(own, outputs[None, i], weights[None, None, i])
+                            output = outputs[None, None, i]
+                            if cutlass.const_expr(self.config.top_k > 0):
+                                add_rows(output, cute.arch.vote_ballot_sync(experts[i] >= 0))
+                            expand(own, output[None, 0], weights[None, None, i])
                             self.store_streams(operands, first + t, place.column, own)
                     for j in cutlass.range_constexpr(STREAMS):
                         target = buffers.streams[None, place.lane, place.group, j, t]
@@ -377,22 +390,37 @@ class Seam:
         output: cute.Tensor,
         weights: cute.Tensor,
     ) -> None:
-        """The lane's columns of a token: words[pair, stream], the sublayer's output[pair]; and
-        weights[target, source] of comb, the last source post."""
+        """The lane's columns of a token: words[pair, stream], rows of the sublayer's
+        output[pair, row]; and weights[target, source] of comb, the last source post."""
         streams = operands.streams
         at = Int64(token) * streams.stride[0] + column
         for j in cutlass.range_constexpr(STREAMS):
             source = address_of(streams, at + j * Int64(streams.stride[1]))
             load_words(source, words[None, j])
         if cutlass.const_expr(self.config.expands):
-            y, post, comb = operands.y, operands.post, operands.comb
-            load_words(address_of(y, Int64(token) * y.stride[0] + column), output)
+            post, comb = operands.post, operands.comb
+            if cutlass.const_expr(self.config.top_k > 0):
+                rows = operands.rows
+                for i in cutlass.range_constexpr(self.config.top_k + 1):
+                    at = Int64(token) * rows.stride[0] + i * Int64(rows.stride[1]) + column
+                    load_words(address_of(rows, at), output[None, i])
+            else:
+                y = operands.y
+                at = Int64(token) * y.stride[0] + column
+                load_words(address_of(y, at), output[None, 0])
             at = address_of(post, Int64(token) * post.stride[0])
             cute.autovec_copy(vector_at(at, Float32, 0, STREAMS), weights[None, STREAMS])
             for j in cutlass.range_constexpr(STREAMS):
                 at = Int64(token) * comb.stride[0] + j * Int64(comb.stride[1])
                 source = vector_at(address_of(comb, at), Float32, 0, STREAMS)
                 cute.autovec_copy(source, weights[None, j])
+
+    def load_expert(self, operands: Operands, token, lane) -> Int32:
+        """Below 0 in the lanes whose row of the token is no result: lane i looks at row i."""
+        last = self.config.top_k - 1
+        expert = operands.ids[token, cutlass.min(lane, last)]
+        expert = cutlass.select_(lane > last, Int32(0), expert)
+        return cutlass.select_(token < operands.counts[1], expert, Int32(-1))
 
     def store_streams(self, operands: Operands, token, column, words: cute.Tensor) -> None:
         """Write the lane's columns of a token's new streams."""
@@ -643,6 +671,19 @@ def expand(words: cute.Tensor, output: cute.Tensor, weights: cute.Tensor) -> Non
                     total = cute.math.fma(weights[k, j], kept[j][c], total)
                 pair.append(cute.math.fma(weights[k, STREAMS], written[c], total))
             words[p, k] = quant.pack_bf16(*pair)
+
+
+@cute.jit
+def add_rows(rows: cute.Tensor, used: Int32) -> None:
+    """rows[pair, 0] = the sum, rounded to bf16, of the rows[pair, i] that have bit i of `used`."""
+    pairs, places = rows.shape
+    for p in cutlass.range_constexpr(pairs):
+        total = [Float32(0.0), Float32(0.0)]
+        for i in cutlass.range_constexpr(places):
+            is_used = used & (1 << i) != 0
+            row = quant.unpack_bf16(rows[p, i])
+            total = [cutlass.select_(is_used, t + v, t) for t, v in zip(total, row)]
+        rows[p, 0] = quant.pack_bf16(*total)
 
 
 def load_words(address: Int64, target: cute.Tensor) -> None:

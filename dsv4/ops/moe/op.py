@@ -16,6 +16,7 @@ from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.kernels.moe.plan import choose, tilings
 from dsv4.kernels.moe.routing import MAX_TOKENS, gate_tiling
 from dsv4.kernels.moe.scratch import scratch_bytes
+from dsv4.ops.moe.rows import ExpertRows, rows_in
 from dsv4.ops.moe.torch_path import (
     MAX_GATHERED_TOKENS,
     MAX_UNSYNCHRONISED,
@@ -25,7 +26,7 @@ from dsv4.ops.moe.torch_path import (
 )
 from dsv4.ops.moe.weights import MATRICES, GatedWeights
 from dsv4.ops.runtime.backend import Device, find_kernel
-from dsv4.ops.runtime.checks import check_are_tensors, check_is_tensor, check_ranks
+from dsv4.ops.runtime.checks import check_are_tensors, check_flag, check_is_tensor, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.runner import config_of
 from dsv4.quoting import quoted
@@ -52,13 +53,14 @@ class Moe(KernelOp):
         return not config.why_no_kernel
 
     def compiled_config(self, config: MoeConfig, arch: str) -> MoeConfig:
-        """The configuration; refuses weights in an order that no kernel reads."""
+        """The configuration, whether it adds rows or not; refuses weights in an order that no
+        kernel reads."""
         if config.form == "released":
             raise ValueError(
                 "w1: got weights in the order of checkpoints (form 'released'), the kernels need "
                 "them prepared: dsv4.ops.moe.weights.prepare_"
             )
-        return config
+        return replace(config, combines=True)
 
     def plan(self, config: MoeConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """Tilings of both families of launches; refuses what the kernels would read wrongly."""
@@ -77,7 +79,8 @@ class Moe(KernelOp):
     def scalars(config: MoeConfig, tokens: int, tiling: int, device: Device) -> tuple[int, ...]:
         """Scalars of a launch with one of the experts' tilings."""
         group_tokens = tilings(config.kernels)[tiling].tokens
-        return tiling, *gate_tiling(config.routing, tokens), group_tokens, device.num_sms
+        combines = int(config.combines)
+        return tiling, *gate_tiling(config.routing, tokens), group_tokens, device.num_sms, combines
 
     def probes(
         self, config: MoeConfig, target: Device, device: torch.device
@@ -196,7 +199,8 @@ def moe(
     live_tokens: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:
+    combine: bool = True,
+) -> Tensor | ExpertRows:
     """Send T tokens through k routed experts each and the one that all share.
 
     A token's experts are the k best by score + bias, where a score is sqrt(softplus(gate x)) in
@@ -226,9 +230,11 @@ def moe(
             anything, and their results are 0.
         out: [T, D] to write into; default a new tensor.
         out_dtype: bfloat16 or float32; default that of `out`, else of x.
+        combine: False where the reader takes rows, too: kernels then leave the last sum to it.
 
     Returns:
-        [T, D].
+        [T, D]; or, without `combine`, where kernels run and `out` is not given, the rows of each
+        token, which `mhc_seam` adds with the same bits.
 
     Raises:
         ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
@@ -249,12 +255,17 @@ def moe(
         count, inner = experts.w1.shape[:2]
         dtype = (x.dtype if out is None else out.dtype) if out_dtype is None else out_dtype
         scale = shared.w1_scale if shared.w1_scale is not None else experts.w1_scale
-        identity = moe_runner_id(
+        fields = (
             index(hidden), index(inner), index(count), top_k, experts.dtype_name,
             shared.dtype_name, _name(gate.dtype), _block_scale_dtype(scale), *block,
             form, table is not None, scaling, limit, _name(dtype),
         )  # fmt: skip
+        identity = moe_runner_id(*fields)
         config = config_of(MOE, identity)
+        leaves_rows = not combine and out is None and dtype == torch.bfloat16 == x.dtype
+        leaves_rows = leaves_rows and MOE.has_kernel(config) and _has_kernels(x)
+        if leaves_rows:
+            identity = moe_runner_id(*fields, False)
         filled = _filled(given, config, x.device)
         if table is None:
             table = _empty((0, top_k), torch.int64, x.device)
@@ -267,8 +278,9 @@ def moe(
         _op(*filled, table, input_ids, out, scratch, identity, live_tokens)
     except Exception:
         _explain(*given, table, input_ids, out, None, live_tokens)
+        check_flag("combine", combine)
         raise
-    return out
+    return rows_in(scratch, config, tokens) if leaves_rows else out
 
 
 @torch.compiler.assume_constant_result
@@ -366,7 +378,7 @@ def reads_prepared(
     top_k: int,
 ) -> bool:
     """Whether kernels of the weights' device take these weights, prepared."""
-    if not gate.is_cuda or find_kernel(MOE.name, MOE.kernels, gate.get_device()) is None:
+    if not _has_kernels(gate):
         return False
     count, inner = experts.w1.shape[:2]
     scale = shared.w1_scale if shared.w1_scale is not None else experts.w1_scale
@@ -375,6 +387,11 @@ def reads_prepared(
         _name(gate.dtype), _block_scale_dtype(scale), *block,
     )  # fmt: skip
     return MOE.has_kernel(config)
+
+
+def _has_kernels(tensor: Tensor) -> bool:
+    """Whether there are kernels for the tensor's device."""
+    return tensor.is_cuda and find_kernel(MOE.name, MOE.kernels, tensor.get_device()) is not None
 
 
 def _block_scale_dtype(scale: Tensor | None) -> str:

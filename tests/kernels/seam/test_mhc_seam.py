@@ -18,7 +18,7 @@ from tests.kernels import planted_bugs
 
 pytestmark = pytest.mark.stage("mhc")
 
-SEAM = Case(3, 256)
+SEAM = Case(3, 256, top_k=2)
 # Ranks without their last group, and tokens that one CTA mixes two of.
 RAGGED = Case(3, 384, is_strided=True)
 
@@ -42,6 +42,7 @@ def run(
     "case",
     [
         SEAM,
+        pytest.param(Case(3, 256), marks=pytest.mark.slow),
         pytest.param(RAGGED, marks=pytest.mark.slow),
         Case(3, 256, is_head=True, expands=False, quantizes=False),
         pytest.param(Case(3, 128, expands=False, spread=20.0), marks=pytest.mark.slow),
@@ -57,7 +58,7 @@ def test_equals_the_oracle(kernels, case, seed) -> None:
 
 def test_no_bit_depends_on_the_pass(kernels, seed) -> None:
     """Nor on the other tokens, of which some are NaN."""
-    inputs = Inputs.make(Case(11, 256, padding_rows=2), seed)
+    inputs = Inputs.make(Case(11, 256, padding_rows=2, top_k=2), seed)
     first = run(kernels, inputs, seed, 1, 8, schedules=1)
     for clusters, size in ((3, 1), (1, 4), (1, 2)):
         other = run(kernels, inputs, seed, clusters, size, schedules=1)
@@ -67,6 +68,15 @@ def test_no_bit_depends_on_the_pass(kernels, seed) -> None:
     alone = run(kernels, inputs.rows(6, 7), seed, 1, 1, schedules=1)
     for name, tensor in alone.outputs.items():
         assert torch.equal(tensor.view(torch.uint8), first[name][6:7].view(torch.uint8)), name
+
+
+@pytest.mark.slow
+def test_rows_of_experts_are_added_with_the_bits_of_their_sum(kernels, seed) -> None:
+    inputs = Inputs.make(Case(5, 256, top_k=6, is_strided=True, padding_rows=1), seed)
+    found = run(kernels, inputs, seed, 2, 2)
+    other = run(kernels, inputs.with_sums(), seed, 2, 2, schedules=1)
+    for name, tensor in found.outputs.items():
+        assert torch.equal(tensor[:4].view(torch.uint8), other[name][:4].view(torch.uint8)), name
 
 
 @pytest.mark.slow
@@ -128,6 +138,9 @@ BUGS: dict[str, Edit] = {
     "comb of the transposed matrix": at("expand")
     .expression("weights[k, j]")
     .replace("weights[j, k]"),
+    "rows without an expert are added": at("add_rows")
+    .expression("used & (1 << i) != 0")
+    .replace("used & (1 << i) != -1"),
     "one iteration too few": at("Mixing.store_comb")
     .expression("self.config.sinkhorn_iters - 1")
     .replace("self.config.sinkhorn_iters - 19"),

@@ -117,6 +117,8 @@ def test_plain_weights(tokens, seed) -> None:
     w1, w3, w2 = layer.shared.codes
     expected = expected + oracle.shared_expert(layer.x, w1, w2, w3, LIMIT)
     assert relative(layer(layer.x.float()), expected) < 1e-5
+    # Where no kernel runs, there are no rows to hand on.
+    assert torch.equal(layer(combine=False), layer())
 
 
 def test_nvfp4_weights_with_activations_that_are_not_rounded(seed) -> None:

@@ -28,7 +28,7 @@ from dsv4.kernels.moe.sm90.product import GroupedProduct, ProductBesideSelection
 
 
 class ExpertTensors(NamedTuple):
-    """Tensors of `args.ARGS`."""
+    """Tensors of `args.ARGS`, but the sum of the rows."""
 
     x_codes: cute.Tensor
     x_scale: cute.Tensor
@@ -53,7 +53,6 @@ class ExpertTensors(NamedTuple):
     h_codes: cute.Tensor
     h_scale: cute.Tensor
     rows: cute.Tensor
-    y: cute.Tensor
 
     def up_operands(self, live_tokens: cute.Tensor) -> Operands:
         """Of gate and up."""
@@ -148,10 +147,11 @@ class ExpertsSm90:
         """Launch one tiling's kernels."""
         tensors = ExpertTensors(
             x_codes, x_scale, w1, s1, w3, s3, w2, s2, shared_w1, shared_s1, shared_w3, shared_s3,
-            shared_w2, shared_s2, groups, counts, pairs, ids, weights, h, h_codes, h_scale, rows, y,
+            shared_w2, shared_s2, groups, counts, pairs, ids, weights, h, h_codes, h_scale, rows,
         )  # fmt: skip
         live_tokens = cute.make_tensor(counts.iterator + 1, cute.make_layout((1,)))
         self.launch(tensors, live_tokens, None, stream, tiling, num_sms)
+        self.combine.launch(rows, ids, counts, y, stream)
 
     @cute.jit
     def launch(
@@ -163,7 +163,7 @@ class ExpertsSm90:
         tiling: Int32,
         num_sms: Int32,
     ):
-        """Launch one tiling's kernels, the selection among them."""
+        """Launch one tiling's kernels up to the rows, the selection among them."""
         up = tensors.up_operands(live_tokens)
         for i in cutlass.range_constexpr(len(self.products)):
             if tiling == i:
@@ -179,7 +179,6 @@ class ExpertsSm90:
                         tensors.h, tensors.h_codes, tensors.h_scale, stream, num_sms
                     )
                 second.launch(tensors.down_operands(has_codes, live_tokens), stream, num_sms)
-        self.combine.launch(tensors.rows, tensors.ids, tensors.counts, tensors.y, stream)
 
 
 def as_bytes(scale: cute.Tensor) -> cute.Tensor:

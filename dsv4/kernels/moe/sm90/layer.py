@@ -2,8 +2,8 @@
 
 Five launches, of which each begins while the one before ends: gate and quantisation; selection and
 sort beside gate and up of the shared expert; gate and up of the routed experts; down of all; sum
-over a token's experts. What they hand to each other lies in the caller's scratch
-(`scratch.sections`).
+over a token's experts, unless their reader adds them. What they hand to each other lies in the
+caller's scratch (`scratch.sections`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class MoeSm90:
         shared_w2_scale: cute.Tensor,
         table: cute.Tensor,  # [V, k] int64, or no rows
         input_ids: cute.Tensor,  # [T] int64, or no rows
-        out: cute.Tensor,  # [T, D], written
+        out: cute.Tensor,  # [T, D], written unless the rows are handed on
         scratch: cute.Tensor,  # [scratch_bytes] uint8
         stream,
         *,
@@ -64,6 +64,7 @@ class MoeSm90:
         token_tiles: Int32,  # of the gate
         group_tokens: Int32,  # of the tiling
         num_sms: Int32,
+        combines: Int32,  # whether `out` is written
     ):
         """Launch everything."""
         config = self.config
@@ -104,10 +105,12 @@ class MoeSm90:
         experts = ExpertTensors(
             codes, scales, w1, w1_scale, w3, w3_scale, w2, w2_scale,
             shared_w1, shared_w1_scale, shared_w3, shared_w3_scale, shared_w2, shared_w2_scale,
-            groups, counts, order, ids, weights, h, h_codes, h_scale, rows, out,
+            groups, counts, order, ids, weights, h, h_codes, h_scale, rows,
         )  # fmt: skip
         selection = Selection(lists, group_tokens)
         self.expert_kernels.launch(experts, live_tokens, selection, stream, tiling, num_sms)
+        if combines != 0:
+            self.expert_kernels.combine.launch(rows, ids, counts, out, stream)
 
 
 def build(config: MoeConfig, options: str = ""):
