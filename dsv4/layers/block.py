@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
     from dsv4.config.model_config import ModelConfig
 
+MIN_ROW_TOKENS = 64
+"""Tokens from which on the next layer's first seam adds the rows of experts. Fewer are added by a
+launch of their own: it takes no longer than the seam's weights on their way beside it."""
+
 
 class Block(Module):
     """A decoder layer. Each sublayer reads one mixture of the streams and writes to all of them."""
@@ -37,8 +41,8 @@ class Block(Module):
     ) -> None:
         super().__init__()
         self.index = spec.index
-        # The next layer's first seam adds the rows of experts; behind the last one is none.
-        self.adds_rows = spec.is_mtp or spec.index + 1 == config.num_hidden_layers
+        # Behind the last layer there is no seam that adds the rows of experts.
+        self.is_last = spec.is_mtp or spec.index + 1 == config.num_hidden_layers
         self.hyper = HyperConnection.of(config)
         self.attn = Attention(config, spec, dtype, device)
         self.ffn = MoE(config, spec, dtype, device)
@@ -61,5 +65,5 @@ class Block(Module):
         )
         streams = streams.after(self.attn(x, cache, step))
         x, streams = self.hyper.read(streams, hyper_parameters(self, "hc_ffn"), self.ffn_norm)
-        y = self.ffn(x, input_ids, step.live_tokens, combine=self.adds_rows)
-        return streams.after(y)
+        combine = self.is_last or input_ids.numel() < MIN_ROW_TOKENS
+        return streams.after(self.ffn(x, input_ids, step.live_tokens, combine=combine))
