@@ -4,15 +4,19 @@ tiles of everything, few CTAs, so that rings wrap and each CTA has several token
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 from dsv4.kernels.attention.paged_plan import workspace_size
+from dsv4.kernels.indexer.plan import CLUSTER
 from dsv4.kernels.seam.config import tiling_of
 from dsv4.testing import (
     compress,
     fp8_linear,
     grouped_linear,
+    head_rotation,
+    index_topk,
     merged_linear,
     mhc_seam,
     moe,
@@ -118,6 +122,14 @@ OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True,
 PAGED_LAUNCHES = ((1, 1), (3, 3), (3, 132))
 PAGED = {
     "swap_ab": ("sm_90a", paged_attention.Case(3, 1, 8, 64, "bf16", 40, 300, 53, 2, **OPTIONS)),
+    "swap_ab_fp8": (
+        "sm_90a", paged_attention.Case(3, 1, 16, 512, "fp8", 40, 200, 64, 53, **OPTIONS),
+    ),
+    "heads_m": ("sm_90a", paged_attention.Case(3, 1, 40, 64, "bf16", 40, 600, 53, 2, **OPTIONS)),
+    "heads_m_latents": ("sm_90a", paged_attention.Case(3, 1, 72, 512, "bf16", 40, 200, **OPTIONS)),
+    "heads_m_fp8": (
+        "sm_90a", paged_attention.Case(3, 1, 72, 512, "fp8", 40, 200, 64, 53, **OPTIONS),
+    ),
     # Scores that grow and spread: O is rescaled in the middle, too.
     "one_cta": (
         "sm_100a",
@@ -125,7 +137,19 @@ PAGED = {
             3, 1, 8, 64, "bf16", 40, 600, 53, 2, softmax_scale=0.5, growing=True, **OPTIONS
         ),
     ),
-}
+    "one_cta_fp8": (
+        "sm_100a",
+        paged_attention.Case(3, 1, 16, 512, "fp8", 40, 300, 64, 53, growing=True, **OPTIONS),
+    ),
+    "two_ctas": (
+        "sm_100a",
+        paged_attention.Case(3, 1, 72, 512, "bf16", 40, 300, 53, 2, growing=True, **OPTIONS),
+    ),
+    "two_ctas_fp8": (
+        "sm_100a",
+        paged_attention.Case(3, 1, 72, 512, "fp8", 40, 300, 64, 53, growing=True, **OPTIONS),
+    ),
+}  # fmt: skip
 
 
 @cache
@@ -153,6 +177,7 @@ def paged(name: str) -> Subject:
 
 # ---- linears -------------------------------------------------------------------------------------
 FEW_SMS = 2  # clusters have several tiles: rings wrap
+MANY_ROWS = 32768  # of a configuration whose tiles have one CTA
 MERGED = "328 float8_e8m0fnu bfloat16, 392 bfloat16 float32"
 
 
@@ -166,6 +191,23 @@ def merged(tokens: int, tiling: int) -> Subject:
         "sm_90a",
         [(inputs, scalars)],
         lambda given, found: merged_linear.assert_merged_close(found, given),
+    )
+
+
+@cache
+def rotated(tokens: int, tiling: int) -> Subject:
+    """With the epilogue that rotates heads."""
+    from dsv4.kernels.gemm.plan import tilings
+
+    case = fp8_linear.Case(tokens, 1024, 256)
+    inputs = replace(head_rotation.Inputs.make_heads(case, 128, SEED), rows=MANY_ROWS)
+    scalars = {"tiling": tiling % len(tilings(inputs.config)), "num_sms": 1}
+    return _subject_of_op(
+        "sm_90a",
+        [(inputs, scalars)],
+        lambda given, found: head_rotation.assert_heads_close(
+            found["out"], found["squares"], given
+        ),
     )
 
 
@@ -196,7 +238,7 @@ def plain(tokens: int, tiling: int) -> Subject:
     )
 
 
-# ---- seam, compressor ----------------------------------------------------------------------------
+# ---- seam, indexer, compressor -------------------------------------------------------------------
 @cache
 def seam(arch: str) -> Subject:
     """Every number of tokens a pass, on one cluster."""
@@ -207,6 +249,20 @@ def seam(arch: str) -> Subject:
     ]
     return _subject_of_op(
         arch, launches, lambda given, found: mhc_seam.assert_seam_close(given, found.outputs)
+    )
+
+
+@cache
+def indexer() -> Subject:
+    """Ragged lists, by CTAs and by clusters, and one that registers do not hold."""
+    ragged = index_topk.Case((70, 330, 5, 64, 0, 130, 65), 64, gives_slots=True, padding_rows=1)
+    long = index_topk.Case((17_000, 100), 64, gives_slots=True)
+    launches = [
+        (index_topk.Inputs.make(case, SEED), {"num_ctas": FEW_SMS, "cluster": cluster})
+        for case, cluster in ((ragged, 1), (ragged, CLUSTER), (long, 1))
+    ]
+    return _subject_of_op(
+        "sm_90a", launches, lambda given, found: index_topk.assert_choice(given, found.outputs)
     )
 
 
