@@ -7,6 +7,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from unittest import mock
 
 from dsv4.simulator import Report, SimulatorError
 from dsv4.simulator.api import Simulation
@@ -14,6 +15,7 @@ from dsv4.simulator.compile.codegen import is_sync
 from dsv4.simulator.frontend.cutedsl import HostRunner
 from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.parser import Module, parse_module
+from dsv4.simulator.races.findings import Findings
 from dsv4.testing.harness import Call
 
 # Work, not order: without these the result is wrong, which is not the checker's business.
@@ -168,10 +170,25 @@ def _host(compiled, module: Module, multiprocessors: int) -> HostRunner:
 
 def simulate_text(compiled, ptx: str, run: Run) -> tuple[Report, bool]:
     """Run a changed module under the compiled host function; the report, and if it was right."""
-    simulation = Simulation(parse_module(ptx), functools.partial(_host, compiled))
+    return _simulate(_simulation(compiled, ptx), run)
+
+
+def _simulation(compiled, ptx: str) -> Simulation:
+    return Simulation(parse_module(ptx), functools.partial(_host, compiled))
+
+
+def _simulate(simulation: Simulation, run: Run) -> tuple[Report, bool]:
     positional, keywords = run.prepare()
     report = simulation.run(positional, keywords, (), run.schedule, run.seed)
     return report, run.correct(positional, keywords)
+
+
+class _Raced(Exception):
+    """The first race of a launch, by kind: the rest of the launch need not run."""
+
+
+def _end(findings: Findings, kind: str, message: str, key: tuple, places: tuple) -> None:
+    raise _Raced(kind)
 
 
 def known_warnings(compiled, runs: Iterable[Run]) -> set[tuple]:
@@ -187,13 +204,15 @@ def known_warnings(compiled, runs: Iterable[Run]) -> set[tuple]:
 
 def noticed(compiled, text: str, runs: Iterable[Run], known: set[tuple]) -> str:
     """How the first run that notices a change of the PTX does so; "" if none does."""
+    simulation = _simulation(compiled, text)
     for run in runs:
         try:
-            report, correct = simulate_text(compiled, text, run)
+            with mock.patch.object(Findings, "report", _end):
+                report, correct = _simulate(simulation, run)
+        except _Raced as race:
+            return str(race)
         except SimulatorError as error:
             return type(error).__name__
-        if report.races:
-            return report.races[0].kind
         if not correct:
             return "wrong result"
         new = [f.kind for f in report.warnings if _key(f) not in known]
