@@ -7,6 +7,7 @@ from cutlass import cute
 
 from dsv4.kernels.attention.gather_fp8 import Fp8Rows
 from dsv4.kernels.attention.paged_keys import PagedKeys
+from dsv4.kernels.attention.sm90.gather_role import GatherRole
 from dsv4.kernels.attention.sm90.gather_rows import Bf16Rows
 from dsv4.kernels.attention.sm90.gather_slots import HeadsMSlots
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
@@ -15,12 +16,11 @@ from dsv4.kernels.attention.sm90.plan import (
     ELEMENT_BYTES,
     HALVES,
     HEADS,
-    KEYS,
     PagedHeadsMPlan,
 )
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor, arrive_warp
-from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load, tma_prefetch
+from dsv4.kernels.kit.tma import tma_load, tma_prefetch
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class QLoad:
                 self.loader._load_q_smem(self.ctx, self.q_map, self.head_tile, self.token)
 
 
-class GatherWarpgroup(LoadWarp):
+class GatherWarpgroup(GatherRole, LoadWarp):
     """Producer of Q and of the KV ring. Each warp gathers some rows of every key tile."""
 
     def __init__(self, plan: PagedHeadsMPlan, has_even_tiles: bool, is_gate: bool):
@@ -58,11 +58,7 @@ class GatherWarpgroup(LoadWarp):
     @cute.jit
     def gather(self, ctx: HeadsMContext, q_map, keys: PagedKeys):
         """Load what every work tile needs."""
-        lane = cute.arch.lane_idx()
-        first = self.plan.warps["gather"].first
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx() - first)
-        if warp == 0:
-            prefetch_descriptors((q_map,))
+        warp, lane = self._begin(q_map)
         index, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
         # Whatever ran before may still be writing the inputs, or reading what this launch writes.
         pdl.wait_for_previous_launch()
@@ -70,14 +66,7 @@ class GatherWarpgroup(LoadWarp):
         kv, slots = ctx.pipes.kv.producer(), HeadsMSlots(ctx)
         while index < stop:
             head_tile, split, token = ctx.tiling.coordinates(index)
-            span = keys.span(token, split, ctx.tiling.by_splits, KEYS, self.is_gate)
-            row = warp * self.rows.warp_keys + lane % self.rows.warp_keys
-            word = keys.fetch(span, token, span.first, row, KEYS)
-            if warp == 0:
-                ctx.pipes.span.acquire(phase)
-                if lane == 0:
-                    span.store(ctx.smem.span)
-                    cute.arch.mbarrier_arrive(ctx.pipes.span.full)
+            span, word = self._find_keys(ctx, keys, token, split, phase, warp, lane)
             # ---- Q: one part passes through the ring, the other needs the last QK to be over ----
             kv = self._send_q(ctx, q_map, head_tile, token, warp, lane, kv)
             q = QLoad(self, ctx, q_map, head_tile, token, phase)

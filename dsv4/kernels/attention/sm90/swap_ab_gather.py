@@ -5,15 +5,16 @@ from cutlass import cute
 
 from dsv4.kernels.attention.gather_fp8 import Fp8Rows
 from dsv4.kernels.attention.paged_keys import PagedKeys
+from dsv4.kernels.attention.sm90.gather_role import GatherRole
 from dsv4.kernels.attention.sm90.gather_rows import Bf16Rows
 from dsv4.kernels.attention.sm90.gather_slots import SwapAbSlots
-from dsv4.kernels.attention.sm90.plan import CHUNK, KEYS, PagedSwapAbPlan
+from dsv4.kernels.attention.sm90.plan import CHUNK, PagedSwapAbPlan
 from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext
 from dsv4.kernels.kit import pdl
-from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load
+from dsv4.kernels.kit.tma import tma_load
 
 
-class GatherWarps:
+class GatherWarps(GatherRole):
     """Producer of Q and of the KV ring. Each warp gathers some rows of every key tile."""
 
     def __init__(self, plan: PagedSwapAbPlan, is_gate: bool):
@@ -28,11 +29,7 @@ class GatherWarps:
     @cute.jit
     def gather(self, ctx: SwapAbContext, q_map, keys: PagedKeys):
         """Load what every work tile needs."""
-        lane = cute.arch.lane_idx()
-        first = self.plan.warps["gather"].first
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx() - first)
-        if warp == 0:
-            prefetch_descriptors((q_map,))
+        warp, lane = self._begin(q_map)
         index, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
         # Whatever ran before may still be writing the inputs, or reading what this launch writes.
         pdl.wait_for_previous_launch()
@@ -46,14 +43,7 @@ class GatherWarps:
                 if lane == 0:
                     ctx.pipes.q.expect(self.plan.q_bytes)
                     tma_load(q_map, ctx.smem.q_start, [0, head, 0, token], ctx.pipes.q.full)
-            span = keys.span(token, split, ctx.tiling.by_splits, KEYS, self.is_gate)
-            row = warp * self.rows.warp_keys + lane % self.rows.warp_keys
-            word = keys.fetch(span, token, span.first, row, KEYS)
-            if warp == 0:
-                ctx.pipes.span.acquire(phase)
-                if lane == 0:
-                    span.store(ctx.smem.span)
-                    cute.arch.mbarrier_arrive(ctx.pipes.span.full)
+            span, word = self._find_keys(ctx, keys, token, split, phase, warp, lane)
             phase ^= 1
             kv = self.rows.gather_tiles(slots, keys, span, token, word, warp, lane, kv)
             index += step
