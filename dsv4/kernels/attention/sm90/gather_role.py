@@ -1,4 +1,4 @@
-"""What the gather warps of both paged kernels begin with: their place, the span of a work tile."""
+"""Base of the gather warps of both paged kernels: their place, the span of a work tile."""
 
 from cutlass import cute
 
