@@ -11,6 +11,7 @@ from dsv4.cli import (
     bench_engine,
     bench_fp8_linear,
     bench_index_topk,
+    bench_latent_rows,
     bench_lowp,
     bench_merged_linear,
     bench_mhc_seam,
@@ -74,6 +75,7 @@ def add_parser(subparsers) -> None:
     bench_index_topk.add_parser(benchmarks)
     bench_lowp.add_parser(benchmarks)
     bench_compress.add_parser(benchmarks)
+    bench_latent_rows.add_parser(benchmarks)
     bench_fp8_linear.add_parser(benchmarks)
     bench_merged_linear.add_parser(benchmarks)
     bench_moe.add_parser(benchmarks)

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.step import Step
-from dsv4.layers.compressor import Compressor, CompressorCache
+from dsv4.cache.window import WindowView
+from dsv4.layers.compressor import Compressor
 from dsv4.layers.indexer import Indexer
 from dsv4.layers.linear import GroupedLinear, Linear, Rounded, linear_options, project
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm
 from dsv4.layers.rope import Rope
-from dsv4.ops import HeadRotation, head_squares, sparse_fmha_paged
+from dsv4.ops import HeadRotation, Requests, head_squares, latent_rows, sparse_fmha_paged
 
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
@@ -83,19 +84,16 @@ class Attention(Module):
         # squares that the projection leaves beside the rotated heads.
         squares = head_squares(down.shape[:2].numel(), self.heads, self.head_dim, down.device)
         rotation = HeadRotation(table, step.token_positions, self.head_dim, squares)
-        norm = self.q_norm.rounded if self.wq_b.takes_codes(down) else self.q_norm
-        q, *index_queries = project(norm(down), ups, rotation)
         window = cache.window.view(step)
-        row = (key.flatten(0, 1), self.kv_norm.weight, self.norm_eps)
-        row += (table, step.token_positions)
-        cache.window.insert(*row, window.slots)
+        latent = self._take_in(down, key, sides, table, window, cache, step)
+        q, *index_queries = project(latent, ups, rotation)
         # Values carry their own rotation: turning back by the query's leaves the relative one.
         o = sparse_fmha_paged(
             q.view(-1, self.heads, self.head_dim),
             cache.window.data,
             window.indices,
             window.lens,
-            *self._entries(sides, index_queries, table, cache, step),
+            *self._entries(sides, index_queries, cache, step),
             self.attn_sink,
             sink_mode=SINK_MODE,
             q_squares=squares,
@@ -109,7 +107,8 @@ class Attention(Module):
             ratio=self.ratio,
         )
         if window.kept is not None:
-            cache.window.insert(*row, window.kept)
+            row = (key.flatten(0, 1), self.kv_norm.weight, self.norm_eps)
+            cache.window.insert(*row, table, step.token_positions, window.kept)
         return self.wo_b(self.wo_a(o.view(*down.shape[:2], -1)))
 
     @property
@@ -118,15 +117,57 @@ class Attention(Module):
         sides = (side for side in (self.compressor, self.indexer) if side is not None)
         return [linear for side in sides for linear in side.linears]
 
+    def _take_in(
+        self,
+        down: Tensor,
+        key: Tensor,
+        sides: list[Tensor],
+        table: Tensor,
+        window: WindowView,
+        cache: LayerCache,
+        step: Step,
+    ) -> Tensor | Rounded:
+        """Write what the step's tokens leave in the cache; return their query latents, normalised.
+
+        Args:
+            down, key, sides: projections of the tokens, those of `_side_linears` last.
+        """
+        query = down.flatten(0, 1) if self.wq_b.takes_codes(down) else None
+        requests = entries = index_keys = None
+        if self.compressor is not None:
+            requests = Requests(*step.requests, cache.entries.completed(step))
+            entries = self.compressor.step(*sides[:2], cache.state.compressor, cache.entries)
+        if self.indexer is not None:
+            own = self.indexer.compressor
+            index_keys = own.step(*sides[2:4], cache.state.indexer, cache.index_keys)
+        rounded = latent_rows(
+            key.flatten(0, 1),
+            self.kv_norm.weight,
+            table,
+            step.token_positions,
+            window.slots,
+            cache.window.data,
+            eps=self.norm_eps,
+            **cache.window.rounding,
+            query=query,
+            query_weight=None if query is None else self.q_norm.weight,
+            requests=requests,
+            entries=entries,
+            index_keys=index_keys,
+        )
+        if rounded is None:
+            return self.q_norm(down)
+        codes, scale, values = rounded
+        return Rounded(values.view(down.shape), codes, scale)
+
     def _entries(
         self,
         sides: list[Tensor],
         index_queries: list[Tensor],
-        table: Tensor,
         cache: LayerCache,
         step: Step,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Extend the compressed entries; return their pool, and what each token sees of it.
+        """The pool of compressed entries, and what each token sees of it.
 
         Args:
             sides: `_side_linears` of the tokens.
@@ -138,11 +179,6 @@ class Attention(Module):
         """
         if self.compressor is None:
             return None, None, None
-        slots = cache.entries.completed(step)
-        target = CompressorCache(cache.state.compressor, cache.entries, slots)
-        self.compressor.insert(*sides[:2], target, table, step)
-        if self.indexer is not None:
-            self.indexer.update(*sides[2:4], cache, step)
         if self._sees_all(step):
             return cache.entries.data, None, None
         lens = step.visible(self.ratio)

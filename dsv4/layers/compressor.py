@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from dsv4.cache.entries import EntryPool
 from dsv4.cache.index_keys import IndexKeyPool
 from dsv4.cache.rings import Ring
-from dsv4.cache.step import Step
 from dsv4.layers.linear import Linear
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm
-from dsv4.ops import compress
+from dsv4.ops import Compression
 
 
 class Compressor(Module):
@@ -59,40 +56,14 @@ class Compressor(Module):
         """Projections of the input: value, score."""
         return self.wkv, self.wgate
 
-    def insert(
-        self, values: Tensor, scores: Tensor, cache: CompressorCache, table: Tensor, step: Step
-    ) -> None:
-        """Take in the step's tokens, and write the entries of the blocks that end with them.
+    def step(
+        self, values: Tensor, scores: Tensor, ring: Ring, pool: EntryPool | IndexKeyPool
+    ) -> Compression:
+        """What takes in a step's tokens, and writes the entries of the blocks that end with them.
 
         Args:
             values, scores: [B, C, width] fp32, the projections of the tokens.
-            table: rotation by position (`Rope.table`).
+            ring: [.., 2, width] fp32: projection and score of past tokens.
+            pool: of the entries.
         """
-        compress(
-            values,
-            scores,
-            self.ape,
-            cache.ring.data,
-            self.norm.weight,
-            table,
-            *step.requests,
-            cache.slots,
-            cache.pool.data,
-            eps=self.norm.eps,
-            dtype=self.wkv.weight.dtype,
-            **cache.pool.rounding,
-        )
-
-
-class CompressorCache(NamedTuple):
-    """Memory that a compressor writes.
-
-    Attributes:
-        ring: [.., 2, width] fp32: projection and score of past tokens.
-        pool: entries, or index keys.
-        slots: [B, K] int32, slots of the entries that end within the step, -1 for others.
-    """
-
-    ring: Ring
-    pool: EntryPool | IndexKeyPool
-    slots: Tensor
+        return Compression(values, scores, self.ape, ring.data, self.norm.weight, pool.data)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.step import Step
-from dsv4.layers.compressor import Compressor, CompressorCache
+from dsv4.layers.compressor import Compressor
 from dsv4.layers.linear import Linear, linear_options
 from dsv4.layers.module import Module
 from dsv4.layers.rope import Rope
@@ -59,13 +59,6 @@ class Indexer(Module):
     def linears(self) -> tuple[Linear, ...]:
         """Projections of the layer's input: those of the compressor, weights of the heads."""
         return *self.compressor.linears, self.weights_proj
-
-    def update(self, values: Tensor, scores: Tensor, cache: LayerCache, step: Step) -> None:
-        """Take in the projections of the step's tokens: every step, also if none is scored."""
-        table = self.rope.table(step.capacity, values.device)
-        slots = cache.entries.completed(step)
-        target = CompressorCache(cache.state.indexer, cache.index_keys, slots)
-        self.compressor.insert(values, scores, target, table, step)
 
     def select(
         self, queries: Tensor, weights: Tensor, lens: Tensor, cache: LayerCache, step: Step

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.layers.linear import Rounded
 from dsv4.layers.module import Module, empty_parameter
-from dsv4.ops.rms_norm_fp8 import rms_norm_fp8
 
 
 def rms_normalize(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
@@ -33,9 +31,3 @@ class RMSNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim] in the dtype of `x`."""
         return rms_normalize(x, self.eps, self.weight)
-
-    def rounded(self, x: Tensor) -> Rounded:
-        """[..., dim] bfloat16, normalised and rounded for FP8 linears, in one launch."""
-        rows = x.reshape(-1, x.shape[-1])
-        codes, scale, values = rms_norm_fp8(rows, self.weight, eps=self.eps, return_norm=True)
-        return Rounded(values.view(x.shape), codes, scale)

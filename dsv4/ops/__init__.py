@@ -15,6 +15,12 @@ from dsv4.ops.grouped_linear import grouped_linear, grouped_linear_runner_id
 from dsv4.ops.head_rotation import HeadRotation, head_squares
 from dsv4.ops.index_topk import index_topk, index_topk_runner_id
 from dsv4.ops.kv_insert import kv_insert, kv_insert_runner_id
+from dsv4.ops.latent_rows import (
+    Compression,
+    Requests,
+    latent_rows,
+    latent_rows_runner_id,
+)
 from dsv4.ops.merged_linear import merged_linear, merged_linear_runner_id
 from dsv4.ops.mhc_seam import Seam, mhc_seam, mhc_seam_runner_id
 from dsv4.ops.moe.op import moe, moe_runner_id
@@ -32,10 +38,12 @@ from dsv4.ops.runtime.warmup import warmup
 from dsv4.ops.step_indices import StepIndexTensors, step_indices, step_indices_runner_id
 
 __all__ = [
+    "Compression",
     "ExpertRows",
     "GatedWeights",
     "HeadRotation",
     "QuantizedKV",
+    "Requests",
     "Seam",
     "StepIndexTensors",
     "compress",
@@ -51,6 +59,8 @@ __all__ = [
     "index_topk_runner_id",
     "kv_insert",
     "kv_insert_runner_id",
+    "latent_rows",
+    "latent_rows_runner_id",
     "merged_linear",
     "merged_linear_runner_id",
     "mhc_seam",

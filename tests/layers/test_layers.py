@@ -8,13 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dsv4.cache.entries import EntryPool
+from dsv4.cache.index_keys import IndexKeyPool
 from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.model_cache import ModelCache
+from dsv4.cache.rings import Ring
 from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerKind, LayerSpec
 from dsv4.config.model_config import ModelConfig, RopeScaling
 from dsv4.layers import linear as linear_module
-from dsv4.layers.compressor import Compressor, CompressorCache
+from dsv4.layers.compressor import Compressor
 from dsv4.layers.head import Embedding
 from dsv4.layers.hyper_connection import HyperConnection, HyperParameters, Streams
 from dsv4.layers.indexer import Indexer
@@ -23,7 +26,7 @@ from dsv4.layers.norm import RMSNorm, rms_normalize
 from dsv4.layers.rope import Rope
 from dsv4.layers.router import Router
 from dsv4.model.model import DeepseekV4
-from dsv4.ops import merged_linear
+from dsv4.ops import compress, merged_linear
 from dsv4.ops.kv_insert import rotate_rows_
 from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.moe.torch_path import swiglu
@@ -265,9 +268,7 @@ def test_entries_equal_the_reference(
     for cut in cuts:
         step = _step(done, cut)
         projected = project(x[:, done : done + cut], module.linears)
-        slots = cache.entries.completed(step)
-        target = CompressorCache(cache.state.compressor, cache.entries, slots)
-        module.insert(*projected, target, table, step)
+        _take_in(module, projected, cache.state.compressor, cache.entries, cache, table, step)
         done += cut
     pooled = oracle_compressor.compress(
         x, module.wkv.weight, module.wgate.weight, module.ape, overlap=kind == "C"
@@ -276,6 +277,29 @@ def test_entries_equal_the_reference(
     expected = _rotated(module.norm(pooled), rope, torch.arange(count) * ratio)
     stored = cache.entries.data.flatten(0, 1)[:count]
     assert relative_error(stored, expected) < 1e-5
+
+
+def _take_in(
+    module: Compressor,
+    projected: list[torch.Tensor],
+    ring: Ring,
+    pool: EntryPool | IndexKeyPool,
+    cache: LayerCache,
+    table: torch.Tensor,
+    step: Step,
+) -> None:
+    """A step of a compressor alone."""
+    *given, weight, data = module.step(*projected, ring, pool)
+    requests = (*step.requests, cache.entries.completed(step))
+    options = {"eps": 1e-6, "dtype": torch.float32, **pool.rounding}
+    compress(*given, weight, table, *requests, data, **options)
+
+
+def _index(indexer: Indexer, projected: list[torch.Tensor], cache: LayerCache, step: Step) -> None:
+    """Index keys of a step."""
+    table = indexer.rope.table(step.capacity, torch.device("cpu"))
+    own = cache.state.indexer, cache.index_keys
+    _take_in(indexer.compressor, projected, *own, cache, table, step)
 
 
 def _indexer(config: ModelConfig) -> Indexer:
@@ -293,7 +317,7 @@ def test_equal_scores_choose_the_earlier_entries(seed: int) -> None:
     indexer.weights_proj.weight.data.zero_()
     x, latent = torch.randn(1, 40, 64), torch.randn(1, 40, 24)
     *projected, weights = project(x, indexer.linears)
-    indexer.update(*projected, cache, _step(0, 40))
+    _index(indexer, projected, cache, _step(0, 40))
     lens, step = (torch.arange(1, 41) // 4).int(), _step(0, 40)
     chosen = indexer.select(indexer.wq_b(latent), weights, lens, cache, step)
     first = int(step.block_table[0, 0]) * cache.index_keys.data.shape[1]
@@ -316,7 +340,7 @@ def test_scores_alive_at_once_are_bounded(
     lens = torch.full_like(rows, 40)
     history = Step(rows, torch.zeros_like(rows), lens, rows[:, None], chunk=40, capacity=128)
     *projected, _ = project(torch.randn(batch, 40, 64), indexer.linears)
-    indexer.update(*projected, cache.layers[0], history)
+    _index(indexer, projected, cache.layers[0], history)
     step = Step(rows, lens - chunk, lens.clamp(max=chunk), rows[:, None], chunk, capacity=128)
     x, latent = torch.randn(batch, chunk, 64), torch.randn(batch, chunk, 24)
     lens = ((step.positions + 1) // 4).flatten().int()

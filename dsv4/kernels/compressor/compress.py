@@ -1,10 +1,10 @@
 """State, pooling and emission of a compressor, for sm_90a and sm_100a.
 
-A cluster takes a block of tokens that ends within the step, a CTA 128 channels of it: the softmax
-of the block's scores weighs its values, channel by channel; the mean is rounded to bf16,
-normalised, rotated, rounded, and written as an entry of the cache. A warp holds every eighth token
-of the block in registers, a lane four channels; three exchanges through shared memory: maxima,
-sums, and, over the cluster, the sum of squares.
+A cluster takes a block of tokens that ends within the step, a CTA 128 channels of it, or 64 where
+the block is long: the softmax of the block's scores weighs its values, channel by channel; the mean
+is rounded to bf16, normalised, rotated, rounded, and written as an entry of the cache. A team of
+lanes, four channels each, holds every eighth or sixteenth token of the block in registers; three
+exchanges through shared memory: maxima, sums, and, over the cluster, the sum of squares.
 
 Tokens before the step come from the request's ring, those of the step from their projections. The
 first cluster of a request also appends the step's tokens to the ring: behind the blocks that read
@@ -13,6 +13,8 @@ it, which are its own, since each CTA reads and writes its own channels alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import add
 from typing import NamedTuple
 
 import cutlass
@@ -33,6 +35,9 @@ WARP = 32
 WARPS = 8
 THREADS = WARPS * WARP
 VECTOR = 4  # channels of a lane
+MOST_TERMS = 8  # tokens of a mean in a lane's registers, where a CTA of fewer channels allows it
+MOST_BIASES = 4  # loaded together
+CTAS_PER_SM = 2  # at least: one cannot keep enough loads under way
 PAIRS = VECTOR // 2
 LOG2_E = 1.4426950408889634
 
@@ -72,13 +77,25 @@ class Smem(NamedTuple):
 
 
 class Compress:
-    """Kernel of one configuration."""
+    """Kernel of one configuration.
+
+    Attributes:
+        channels: of a CTA; cluster: CTAs of an entry.
+        lanes: of a team; teams: of a CTA; own_terms: tokens of a mean that a team holds.
+    """
 
     def __init__(self, config: CompressConfig):
         assert has_kernel(config), config
         self.config = config
-        self.cluster = config.dim // SLICE
-        self.own_terms = config.terms // WARPS
+        self.channels = SLICE
+        narrow = SLICE // 2
+        is_long = config.terms > MOST_TERMS * (THREADS * VECTOR // SLICE)
+        if is_long and config.terms % (THREADS * VECTOR // narrow) == 0 and not config.is_index:
+            self.channels = narrow
+        self.cluster = config.dim // self.channels
+        self.lanes = self.channels // VECTOR
+        self.teams = THREADS // self.lanes
+        self.own_terms = config.terms // self.teams
         self.entry = None if config.is_index else Fp8Entry(config.dim)
 
     @cute.jit
@@ -102,24 +119,30 @@ class Compress:
             values, scores, ape, state, weight, rope, state_rows, starts, lens, slots, pool
         )
         tasks = cutlass.max(slots.shape[1] - 1, 1)
-        self.kernel(operands, tasks).launch(
+        self.kernel(operands).launch(
             grid=[self.cluster * tasks, cutlass.max(values.shape[0], 1), 1],
             block=[THREADS, 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
+            min_blocks_per_mp=CTAS_PER_SM,
+            preferred_smem_carveout=100,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, operands: Operands, tasks: Int32):
+    def kernel(self, operands: Operands):
         block, request, _ = cute.arch.block_idx()
-        task, rank = block // self.cluster, block % self.cluster
-        lane = cute.arch.lane_idx()
-        smem = self.allocate()
+        smem = self.allocate(SmemAllocator())
         pdl.launch_dependents()
+        self.run(operands, smem, block // self.cluster, request, block % self.cluster)
+
+    @cute.jit
+    def run(self, operands: Operands, smem: Smem, task: Int32, request: Int32, rank: Int32):
+        """Take a task of a request, as the CTA of this rank in its cluster."""
+        lane = cute.arch.thread_idx()[0] % self.lanes
         # The norm's weight is not an output of the launch before.
         gains = cute.make_rmem_tensor(VECTOR, Float32)
-        channel = rank * SLICE + lane * VECTOR
+        channel = rank * self.channels + lane * VECTOR
         cute.autovec_copy(
             vector_at(address_of(operands.weight, Int64(channel)), Float32, 0, VECTOR), gains
         )
@@ -153,14 +176,13 @@ class Compress:
             Int32(cutlass.select_(exists, count, Int32(0))),
         )
 
-    def allocate(self) -> Smem:
+    def allocate(self, smem: SmemAllocator) -> Smem:
         """The CTA's shared memory."""
-        smem = SmemAllocator()
 
         def tensor(*shape: int) -> cute.Tensor:
             return smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
 
-        boards = [tensor(VECTOR, WARP, WARPS) for _ in range(3)]
+        boards = [tensor(VECTOR, self.lanes, WARPS) for _ in range(3)]
         return Smem(*boards, tensor(self.cluster))
 
     # ---- pooling ---------------------------------------------------------------------------------
@@ -169,71 +191,145 @@ class Compress:
     def pooled(
         self, operands: Operands, smem: Smem, request: Request, number: Int32, channel: Int32
     ) -> list[Uint32]:
-        """The lane's channels of a block's mean, as pairs of bf16; the same in all warps."""
-        lane, warp = cute.arch.lane_idx(), cute.arch.thread_idx()[0] // WARP
+        """The lane's channels of a block's mean, as pairs of bf16; the same in all teams."""
+        thread = cute.arch.thread_idx()[0]
+        lane, team = thread % self.lanes, thread // self.lanes
         found = cute.make_rmem_tensor((VECTOR, self.own_terms), Float32)
         scores = cute.make_rmem_tensor((VECTOR, self.own_terms), Float32)
-        for i in cutlass.range_constexpr(self.own_terms):
-            term = i * WARPS + warp
-            place = found[None, i], scores[None, i]
-            self.load_term(operands, request, number, term, channel, place)
+        self.load_terms(operands, request, number, team, channel, (found, scores))
         tops = cute.make_rmem_tensor(VECTOR, Float32)
         for c in cutlass.range_constexpr(VECTOR):
             tops[c] = scores[c, 0]
             for i in cutlass.range_constexpr(1, self.own_terms):
                 tops[c] = cute.arch.fmax(tops[c], scores[c, i])
         # A second block writes here what all have read before the barrier of the first one's sums.
-        cute.autovec_copy(tops, smem.tops[None, lane, warp])
+        self.put(smem.tops, self.over_warp(tops, cute.arch.fmax))
         cute.arch.sync_threads()
+        tops = self.over_warps(smem.tops, lane, cute.arch.fmax)
         weights = cute.make_rmem_tensor(VECTOR, Float32)
         sums = cute.make_rmem_tensor(VECTOR, Float32)
         for c in cutlass.range_constexpr(VECTOR):
-            top = smem.tops[c, lane, 0]
-            for other in cutlass.range_constexpr(1, WARPS):
-                top = cute.arch.fmax(top, smem.tops[c, lane, other])
             weights[c], sums[c] = Float32(0.0), Float32(0.0)
             for i in cutlass.range_constexpr(self.own_terms):
-                weight = cute.math.exp2((scores[c, i] - top) * Float32(LOG2_E), fastmath=True)
+                weight = cute.math.exp2((scores[c, i] - tops[c]) * Float32(LOG2_E), fastmath=True)
                 weights[c] = weights[c] + weight
                 sums[c] = cute.math.fma(weight, found[c, i], sums[c])
-        cute.autovec_copy(weights, smem.weights[None, lane, warp])
-        cute.autovec_copy(sums, smem.sums[None, lane, warp])
+        self.put(smem.weights, self.over_warp(weights, add))
+        self.put(smem.sums, self.over_warp(sums, add))
         cute.arch.sync_threads()
-        means = []
-        for c in cutlass.range_constexpr(VECTOR):
-            weight, total = smem.weights[c, lane, 0], smem.sums[c, lane, 0]
-            for other in cutlass.range_constexpr(1, WARPS):
-                weight = weight + smem.weights[c, lane, other]
-                total = total + smem.sums[c, lane, other]
-            means.append(total / weight)
+        weights = self.over_warps(smem.weights, lane, add)
+        sums = self.over_warps(smem.sums, lane, add)
+        means = [sums[c] / weights[c] for c in range(VECTOR)]
         return [quant.pack_bf16(*means[i : i + 2]) for i in range(0, VECTOR, 2)]
 
+    def over_warp(self, part: cute.Tensor, combine: Callable) -> cute.Tensor:
+        """A team's part with those of the other teams of its warp."""
+        offset = self.lanes
+        while offset < WARP:
+            for c in range(VECTOR):
+                other = cute.arch.shuffle_sync_bfly(part[c], offset=offset)
+                part[c] = combine(part[c], other)
+            offset *= 2
+        return part
+
     @cute.jit
-    def load_term(
-        self, operands: Operands, request: Request, number: Int32, term: Int32, channel: Int32,
+    def put(self, board: cute.Tensor, part: cute.Tensor):
+        """Write a warp's part to a board."""
+        thread = cute.arch.thread_idx()[0]
+        if thread % WARP < self.lanes:
+            cute.autovec_copy(part, board[None, thread % self.lanes, thread // WARP])
+
+    def over_warps(self, board: cute.Tensor, lane: Int32, combine: Callable) -> list[Float32]:
+        """The parts of all warps, in their order."""
+        found = []
+        for warp in range(WARPS):
+            part = cute.make_rmem_tensor(VECTOR, Float32)
+            cute.autovec_copy(board[None, lane, warp], part)
+            found.append(part)
+        result = [found[0][c] for c in range(VECTOR)]
+        for part in found[1:]:
+            result = [combine(result[c], part[c]) for c in range(VECTOR)]
+        return result
+
+    @cute.jit
+    def load_terms(
+        self, operands: Operands, request: Request, number: Int32, team: Int32, channel: Int32,
         place: tuple,
     ):  # fmt: skip
-        """Value and score of a token of a mean, of the lane's channels."""
-        ratio = self.config.ratio
-        values_, scores = place
-        position, column = number * ratio + term, channel
-        if cutlass.const_expr(self.config.overlap):
-            position -= ratio
-            column += cutlass.select_(term < ratio, Int32(0), Int32(self.config.dim))
-        if position >= request.start:
-            offset = cutlass.min(position - request.start, operands.values.shape[1] - 1)
-            self.load_new(operands, request, offset, position, column, place)
-        elif position >= 0 and request.row >= 0:
-            state = operands.state
-            at = Int64(request.row) * state.stride[0] + column
-            at += Int64(position % state.shape[1]) * state.stride[1]
-            cute.autovec_copy(vector_at(address_of(state, at), Float32, 0, VECTOR), values_)
-            at += Int64(state.stride[2])
-            cute.autovec_copy(vector_at(address_of(state, at), Float32, 0, VECTOR), scores)
-        else:
+        """Values and scores of the team's tokens of a mean, of the lane's channels.
+
+        There is no branch among the loads, so that all are under way together: behind each branch
+        the compiler would wait for what was loaded in it.
+        """
+        config, (values_, scores) = self.config, place
+        size = operands.state.shape[1]
+        first = number * config.ratio + team
+        if cutlass.const_expr(config.overlap):
+            first -= config.ratio
+        ring = first % size
+        for i in cutlass.range_constexpr(self.own_terms):
+            # Rings hold at least a mean's tokens.
+            at = ring + i * self.teams
+            at = cutlass.select_(at >= size, at - size, at)
+            term = i * self.teams + team
+            target = values_[None, i], scores[None, i]
+            self.load_term(operands, request, term, first + i * self.teams, at, channel, target)
+        if first + (self.own_terms - 1) * self.teams >= request.start:
+            self.add_bias(operands, request, first, team, channel, scores)
+        for i in cutlass.range_constexpr(self.own_terms):
+            position = first + i * self.teams
             # Before the sequence there is nothing; the ring may hold a NaN there.
-            values_.fill(0.0)
-            scores.fill(-Float32.inf)
+            is_past = (position >= 0) & (request.row >= 0)
+            exists = (position >= request.start) | is_past
+            for c in cutlass.range_constexpr(VECTOR):
+                values_[c, i] = cutlass.select_(exists, values_[c, i], Float32(0.0))
+                scores[c, i] = cutlass.select_(exists, scores[c, i], -Float32.inf)
+
+    def load_term(
+        self, operands: Operands, request: Request, term: Int32, position: Int32, place: Int32,
+        channel: Int32, target: tuple,
+    ) -> None:  # fmt: skip
+        """Value and score of a token, from its place in the ring or from the step's projections;
+        where it is in neither, anything."""
+        column = self.column(term, channel)
+        state, count = operands.state, operands.values.shape[1]
+        is_past = (position < request.start) & (position >= 0) & (request.row >= 0)
+        offset = cutlass.max(cutlass.min(position - request.start, count - 1), 0)
+        ring = Int64(request.row) * state.stride[0] + Int64(place) * state.stride[1] + column
+        for part, tensor in enumerate((operands.values, operands.scores)):
+            at = Int64(request.index) * tensor.stride[0] + Int64(offset) * tensor.stride[1]
+            new = address_of(tensor, at + column)
+            past = address_of(state, ring + part * state.stride[2])
+            source = vector_at(Int64(cutlass.select_(is_past, past, new)), Float32, 0, VECTOR)
+            cute.autovec_copy(source, target[part])
+
+    def column(self, term: Int32, channel: Int32) -> Int32:
+        """Column of a token's projections that contributes to a channel."""
+        if not self.config.overlap:
+            return channel
+        return channel + cutlass.select_(term < self.config.ratio, Int32(0), Int32(self.config.dim))
+
+    @cute.jit
+    def add_bias(
+        self, operands: Operands, request: Request, first: Int32, team: Int32, channel: Int32,
+        scores: cute.Tensor,
+    ):  # fmt: skip
+        """Add the bias of its position to each score that is new."""
+        ape, ratio = operands.ape, self.config.ratio
+        # A few at a time: registers are short.
+        for begin in cutlass.range_constexpr(0, self.own_terms, MOST_BIASES):
+            end = min(begin + MOST_BIASES, self.own_terms)
+            bias = cute.make_rmem_tensor((VECTOR, MOST_BIASES), Float32)
+            for i in cutlass.range_constexpr(begin, end):
+                term = i * self.teams + team
+                at = Int64(term % ratio) * ape.stride[0] + self.column(term, channel)
+                source = vector_at(address_of(ape, at), Float32, 0, VECTOR)
+                cute.autovec_copy(source, bias[None, i - begin])
+            for i in cutlass.range_constexpr(begin, end):
+                is_new = first + i * self.teams >= request.start
+                for c in cutlass.range_constexpr(VECTOR):
+                    added = scores[c, i] + bias[c, i - begin]
+                    scores[c, i] = cutlass.select_(is_new, added, scores[c, i])
 
     @cute.jit
     def load_new(
@@ -257,11 +353,11 @@ class Compress:
     @cute.jit
     def append(self, operands: Operands, request: Request, channel: Int32):
         """Write the CTA's channels of the new tokens that the ring has room for."""
-        state, warp = operands.state, cute.arch.thread_idx()[0] // WARP
+        state, team = operands.state, cute.arch.thread_idx()[0] // self.lanes
         series = self.config.width // self.config.dim
         size = state.shape[1]
         first = cutlass.max(request.count - size, 0) * series
-        for item in cutlass.range(first + warp, request.count * series, WARPS, unroll=1):
+        for item in cutlass.range(first + team, request.count * series, self.teams, unroll=1):
             offset, column = item // series, channel + item % series * self.config.dim
             found = cute.make_rmem_tensor(VECTOR, Float32)
             scores = cute.make_rmem_tensor(VECTOR, Float32)
@@ -280,30 +376,30 @@ class Compress:
         self, operands: Operands, smem: Smem, pairs: list, gains: cute.Tensor, number: Int32,
         target: tuple, rank: Int32,
     ):  # fmt: skip
-        """Normalise, rotate, round and write an entry; every warp computes it, the first writes."""
-        config, lane = self.config, cute.arch.lane_idx()
-        thread = cute.arch.thread_idx()[0]
+        """Normalise, rotate, round and write an entry; every team computes it, the first writes."""
+        config, thread = self.config, cute.arch.thread_idx()[0]
+        lane = thread % self.lanes
         elements = [value for pair in pairs for value in quant.unpack_bf16(pair)]
         squares = Float32(0.0)
         for value in elements:
             squares = cute.math.fma(value, value, squares)
-        total = cute.arch.warp_reduction_sum(squares)
+        total = cute.arch.warp_reduction_sum(squares, threads_in_group=self.lanes)
         if cutlass.const_expr(self.cluster > 1):
             total = self.over_cluster(smem, total, rank, thread)
         factor = inverse_rms(total, config.dim, config.eps)
         scaled = [value * factor * gains[c] for c, value in enumerate(elements)]
         pairs = [quant.pack_bf16(*scaled[i : i + 2]) for i in range(0, VECTOR, 2)]
-        channel = rank * SLICE + lane * VECTOR
+        channel = rank * self.channels + lane * VECTOR
         is_rotated = channel >= config.dim - ROPE_DIM
         turned = rotated(pairs, *self.rotation(operands, number * config.ratio, lane))
         pairs = [Uint32(cutlass.select_(is_rotated, new, old)) for new, old in zip(turned, pairs)]
         if cutlass.const_expr(config.is_index):
             codes, scale = coded(transformed(pairs, lane))
-            if thread < WARP:
+            if thread < self.lanes:
                 self.store_key(operands.pool, target, codes, scale, lane)
         else:
             scale = quant.e8m0_scale_e4m3(quant.amax_bf16(pairs, GROUP // VECTOR))
-            if thread < WARP:
+            if thread < self.lanes:
                 if cutlass.const_expr(config.kv_format == "fp8"):
                     self.store_entry(operands.pool, target, pairs, scale, channel)
                 else:

@@ -44,7 +44,7 @@ Values = Mapping[str, int | str]
 
 @dataclass(frozen=True)
 class TensorArg:
-    """A tensor argument; declare one as `In`, `Out`, `InOut`, `OptIn`, `OptOut`,
+    """A tensor argument; declare one as `In`, `Out`, `InOut`, `OptIn`, `OptOut`, `OptInOut`,
     `Scratch` or `Workspace`.
 
     The last dimension is contiguous, the strides of the others are the caller's.
@@ -143,6 +143,12 @@ class OptIn(In):
 
 class OptOut(Out):
     """A tensor that is written, or None. Kernels get a tensor with no elements for None."""
+
+    is_optional = True
+
+
+class OptInOut(InOut):
+    """A tensor that is written in part, or None. Kernels get a tensor with no elements for None."""
 
     is_optional = True
 

@@ -34,9 +34,13 @@ class KvInsert:
 
     A lane holds `vectors` vectors of 8 channels of a latent, every `lanes` vectors one, so that 8
     neighbouring lanes hold a group of codes.
+
+    Args:
+        config: what it computes.
+        warps: of a CTA.
     """
 
-    def __init__(self, config: KvInsertConfig):
+    def __init__(self, config: KvInsertConfig, warps: int = WARPS):
         if config.dim not in HEAD_DIMS or config.rope_dim != ROPE_DIM:
             raise ValueError(
                 f"dim, rope_dim: got {config.dim}, {config.rope_dim}; the kernel needs one of "
@@ -48,7 +52,8 @@ class KvInsert:
         self.entry = Fp8Entry(config.dim)
         self.lanes = min(WARP, config.dim // VECTOR)
         self.vectors = config.dim // VECTOR // self.lanes
-        self.rows = WARPS * WARP // self.lanes
+        self.threads = warps * WARP
+        self.rows = self.threads // self.lanes
 
     @cute.jit
     def __call__(
@@ -66,7 +71,7 @@ class KvInsert:
         blocks = cute.ceil_div(x.shape[0], self.rows)
         self.kernel(x, weight, rope, positions, slots, pool).launch(
             grid=[cutlass.max(cutlass.min(blocks, num_ctas), 1), 1, 1],
-            block=[WARPS * WARP, 1, 1],
+            block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=True,
         )
@@ -81,12 +86,19 @@ class KvInsert:
         slots: cute.Tensor,
         pool: cute.Tensor,
     ):
+        pdl.launch_dependents()
+        operands = x, weight, rope, positions, slots, pool
+        self.run(operands, cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
+
+    @cute.jit
+    def run(self, operands: tuple, block: Int32, blocks: Int32):
+        """Write the latents of one of `blocks` CTAs."""
+        x, weight, rope, positions, slots, pool = operands
         thread = cute.arch.thread_idx()[0]
         lane = thread % self.lanes
-        row = cute.arch.block_idx()[0] * self.rows + thread // self.lanes
-        step = cute.arch.grid_dim()[0] * self.rows
+        row = block * self.rows + thread // self.lanes
+        step = blocks * self.rows
         count = x.shape[0]
-        pdl.launch_dependents()
         # The weight is not an output of the launch before.
         gains = self.load_gains(weight, lane)
         pdl.wait_for_previous_launch()

@@ -75,22 +75,33 @@ class RmsNormFp8:
         scales: cute.Tensor,
         norm_out: cute.Tensor,
     ):
+        smem = self.allocate(SmemAllocator())
+        cute.arch.griddepcontrol_launch_dependents()
+        operands = x, weight, codes, scales, norm_out
+        self.run(operands, smem, cute.arch.block_idx()[0], cute.arch.grid_dim()[0])
+
+    def allocate(self, smem: SmemAllocator) -> tuple[cute.Tensor, cute.Tensor]:
+        """Rows on their way, and sums of squares of their groups."""
+        tiling = self.tiling
+        shape = (VECTOR, tiling.threads, tiling.vectors, tiling.rounds, tiling.stages)
+        rows = smem.allocate_tensor(BFloat16, cute.make_layout(shape), byte_alignment=16)
+        # Two sets: warps may begin with the next row while others still read the sums of this one.
+        shape = (tiling.groups, tiling.rows, 2)
+        return rows, smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
+
+    @cute.jit
+    def run(self, operands: tuple, smem: tuple, block: Int32, blocks: Int32):
+        """Take the rows of one of `blocks` CTAs."""
+        x, weight, codes, scales, norm_out = operands
+        rows, sums = smem
         tiling = self.tiling
         thread = cute.arch.thread_idx()[0]
         slot, place = thread // tiling.row_threads, thread % tiling.row_threads
         team, lane = place // tiling.team, place % tiling.team
         column = team * GROUP + lane * VECTOR
         tokens = x.shape[0]
-        step = cute.arch.grid_dim()[0] * tiling.rows
-        row = cute.arch.block_idx()[0] * tiling.rows + slot
-        smem = SmemAllocator()
-        shape = (VECTOR, tiling.threads, tiling.vectors, tiling.rounds, tiling.stages)
-        rows = smem.allocate_tensor(BFloat16, cute.make_layout(shape), byte_alignment=16)
-        # Two sets: warps may begin with the next row while others still read the sums of this one.
-        shape = (tiling.groups, tiling.rows, 2)
-        sums = smem.allocate_tensor(Float32, cute.make_layout(shape), byte_alignment=16)
-
-        cute.arch.griddepcontrol_launch_dependents()
+        step = blocks * tiling.rows
+        row = block * tiling.rows + slot
         # The weight is not an output of the launch before.
         gains_at = address_of(weight, Int64(column))
         held = ()
