@@ -15,6 +15,7 @@ from dsv4.cli import (
     sim_fp8_linear,
     sim_index_topk,
     sim_kv_insert,
+    sim_latent_rows,
     sim_lowp,
     sim_merged_linear,
     sim_mhc_seam,
@@ -124,6 +125,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     sim_moe.add_parser(kernels)
     sim_paged.add_parser(kernels)
     sim_kv_insert.add_parser(kernels)
+    sim_latent_rows.add_parser(kernels)
     sim_run.add_parser(kernels)
     sim_ptx.add_parser(kernels)
 

@@ -118,6 +118,15 @@ KERNELS = (
         )
         for arch in ("sm_100a", "sm_90a")
     ),
+    *(
+        SimulatedKernel(
+            "rows of latents",
+            arch,
+            "latent_rows: norms, keys of the window and compressors in one launch",
+            f"dsv4 sim latent_rows --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
+    ),
     SimulatedKernel(
         "quantised attention",
         "sm_90a",

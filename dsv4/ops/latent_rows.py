@@ -239,9 +239,9 @@ def latent_rows(
     given: dict[str, Tensor | None] = dict.fromkeys(arg.name for arg in LATENT_ROWS.tensors)
     given |= dict(zip(WINDOW, (x, weight, rope, positions, slots, pool)))
     given |= {"query": query, "query_weight": query_weight}
-    for names, group in ((REQUESTS, requests), (COMPRESSOR, entries), (INDEXER, index_keys)):
-        if group is not None:
-            given |= dict(zip(names, group, strict=True))
+    given |= _tensors_of("requests", requests, Requests, REQUESTS)
+    given |= _tensors_of("entries", entries, Compression, COMPRESSOR)
+    given |= _tensors_of("index_keys", index_keys, Compression, INDEXER)
     try:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             LATENT_ROWS.check_no_gradients(*given.values())
@@ -271,6 +271,19 @@ def latent_rows(
             check_is_tensor(name, given[name])  # outputs, but no call makes them
         raise
     return normalized
+
+
+def _tensors_of(
+    label: str, group: NamedTuple | None, kind: type, names: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """The tensors of an argument by the names of the table."""
+    if group is None:
+        return {}
+    if not isinstance(group, kind):
+        raise TypeError(f"{label}: got a {type(group).__name__}, needs a {kind.__name__}")
+    for field, tensor in zip(group._fields, group):
+        check_is_tensor(f"{label}.{field}", tensor)
+    return dict(zip(names, group, strict=True))
 
 
 def _outputs(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:

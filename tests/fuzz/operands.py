@@ -28,6 +28,11 @@ HOSTILE_FIELDS = (
 
 # Configurations beside the models', where no single field makes one of those small.
 SMALL = {
+    "latent_rows": [
+        (64, 1e-6, "bf16", False),
+        (64, 1e-6, "fp8", True, False, 64, 128),
+        (8, 1e-6, "bf16", False, False, 4, 0, 2, True, "bf16", 4, "bf16"),
+    ],
     "plain_linear": [(512, 40), (1024, 9, "bfloat16")],
     "grouped_linear": [(512, 256, 1), (512, 256, 2, "fp8", "float32", "float32")],
     "merged_linear": [

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsv4.ops
-from dsv4.ops import GatedWeights, HeadRotation
+from dsv4.kernels.rows.latent_rows_config import COMPRESSOR, INDEXER, REQUESTS
+from dsv4.ops import Compression, GatedWeights, HeadRotation, Requests
 from dsv4.ops.runtime import registry
 from dsv4.ops.runtime.kernel_op import KernelOp
 from tests.fuzz.operands import MAX_ELEMENTS, Operands, any_config, hostile_field, hostile_tensor
@@ -262,6 +263,13 @@ def _bundles(op: KernelOp, operands: Operands) -> dict[str, Any]:
         rotations = [weight.rotation for weight in operands.config.parsed]
         own = [_epilogue(one, given, f"squares_{i}") for i, one in enumerate(rotations)]
         return {**call, "epilogues": own}
+    if op.name == "latent_rows":
+        groups = ("requests", Requests, REQUESTS), ("entries", Compression, COMPRESSOR)
+        return {
+            label: kind(*(given[name] for name in names))
+            for label, kind, names in (*groups, ("index_keys", Compression, INDEXER))
+            if all(given[name] is not None for name in names)
+        }
     if op.name != "moe":
         return {}
     units = [

@@ -25,6 +25,7 @@ from dsv4.loader.tokenizer import load_tokenizer
 from dsv4.model.model import DeepseekV4
 from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
 from dsv4.ops.kv_insert import KV_INSERT
+from dsv4.ops.latent_rows import LATENT_ROWS
 from dsv4.ops.runtime import backend, dispatch
 from dsv4.ops.runtime.kernel_op import KernelOp
 
@@ -165,24 +166,25 @@ def test_kernels_are_launched_by_the_graph(model, text, monkeypatch) -> None:
         return count_and_launch, is_kernel
 
     monkeypatch.setattr(dispatch, "launch_for", counting)
-    for op in (SPARSE_FMHA_PAGED, KV_INSERT):
+    for op in (SPARSE_FMHA_PAGED, LATENT_ROWS, KV_INSERT):
         for runner_id in tuple(op.launches):
             monkeypatch.delitem(op.launches, runner_id)
     teacher_forced(model, [text[:LENGTH]], use_cuda_graphs=True)
     layers = len(model.layers)
     shapes = 3  # capacities of 128, 256 and 384 tokens
-    attention, insertion = SPARSE_FMHA_PAGED.name, KV_INSERT.name
+    attention, insertion = SPARSE_FMHA_PAGED.name, LATENT_ROWS.name
     assert launches[attention, True, True] == shapes * layers
     assert launches[insertion, True, True] == shapes * layers
     # Prefill, whose windows are written twice, and a warm-up per shape.
     assert launches[attention, True, False] == (1 + shapes) * layers
-    assert launches[insertion, True, False] == (2 + shapes) * layers
+    assert launches[insertion, True, False] == (1 + shapes) * layers
+    assert launches[KV_INSERT.name, True, False] == layers
     assert launches[attention, False, False] == launches[insertion, False, False] == 0
 
 
 @pytest.mark.sm90
 def test_the_hopper_kernel_serves_the_model() -> None:
-    for op in (SPARSE_FMHA_PAGED, KV_INSERT):
+    for op in (SPARSE_FMHA_PAGED, LATENT_ROWS, KV_INSERT):
         device = backend.find_kernel(op.name, op.kernels, DEVICE.index)
         assert device.arch == "sm_90a"
 

@@ -96,9 +96,12 @@ BUGS: dict[str, Edit] = {
     "squares of the cluster not waited for": at("Compress.over_cluster")
     .call("cute.arch.cluster_wait", 1)
     .delete(),
-    "columns of the block before swapped": at("Compress.load_term")
-    .expression("term < ratio")
-    .replace("term >= ratio"),
+    "columns of the block before swapped": at("Compress.column")
+    .expression("term < self.config.ratio")
+    .replace("term >= self.config.ratio"),
+    "a place behind the ring's last": at("Compress.load_terms")
+    .expression("at >= size")
+    .replace("at > size"),
     "the ring appended at the wrong place": at("Compress.append")
     .expression("position % size")
     .replace("(position + 1) % size"),
