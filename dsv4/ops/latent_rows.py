@@ -159,7 +159,7 @@ _op = LATENT_ROWS.overload
 
 
 class Compression(NamedTuple):
-    """What a compressor takes in, and the memory that it writes.
+    """New tokens of a compressor, and the memory that it writes.
 
     Attributes:
         values, scores: [B, C, w] float32, projections of the new tokens; w is the channels of an

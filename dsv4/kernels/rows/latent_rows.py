@@ -1,8 +1,8 @@
-"""What follows the projections of a layer's input, in one launch, for sm_90a and sm_100a.
+"""Norms, keys and compression behind the projections of a layer's input, for sm_90a and sm_100a.
 
-Tasks of a layer that need nothing of each other, each with the code of its own kernel: a
-compressor's step (`kernels.compressor.compress`), an indexer's, norm and FP8 codes of the query
-latents (`rms_norm_fp8`), and keys of the window (`kv_insert`). Bits are those of the separate
+One launch for the tasks of a layer that need nothing of each other, each with the code of its own
+kernel: a compressor's step (`kernels.compressor.compress`), an indexer's, norm and FP8 codes of the
+query latents (`rms_norm_fp8`), and keys of the window (`kv_insert`). Bits are those of the separate
 launches.
 
 The grid is a row of clusters, which have the shape that the compressor needs; the CTAs of other
