@@ -35,13 +35,14 @@ def _requests(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
 
 def _logits(model, monkeypatch) -> list[torch.Tensor]:
     """Filled with the logits of every forward from here on."""
-    seen, original = [], type(model).logits
+    seen, original = [], type(model).outputs
 
     def recording(self, streams):
-        seen.append(original(self, streams))
-        return seen[-1]
+        logits, streams = original(self, streams)
+        seen.append(logits)
+        return logits, streams
 
-    monkeypatch.setattr(type(model), "logits", recording)
+    monkeypatch.setattr(type(model), "outputs", recording)
     return seen
 
 
@@ -54,6 +55,7 @@ def test_neighbours_chunks_and_recomputing_change_no_bit(seed: int, monkeypatch)
         engine = Engine(model, 1, 64, batch_invariant=True)
         engine.add(*request)
         expected.append(drain(engine)[0])
+    assert len(logits) == sum(6 for _ in requests)
     alone_bits = {tuple(row.flatten().tolist()) for row in logits}
     logits.clear()
 

@@ -46,13 +46,14 @@ def test_a_text_behind_a_known_beginning_has_the_same_bits(
     beginning = tokens(generator, BLOCK)
     params = greedy(5, temperature=2.0, seed=seed)
     prompts = [beginning + tokens(generator, count) for count in (3, 6)]
-    seen, logits = [], type(model).logits
+    seen, outputs = [], type(model).outputs
 
     def recording(self, streams):
-        seen.append(logits(self, streams))
-        return seen[-1]
+        logits, streams = outputs(self, streams)
+        seen.append(logits)
+        return logits, streams
 
-    monkeypatch.setattr(type(model), "logits", recording)
+    monkeypatch.setattr(type(model), "outputs", recording)
     plain = Engine(model, 1, 2 * BLOCK, **options)
     plain.add(prompts[1], params)
     expected = drain(plain)[0]
@@ -62,6 +63,7 @@ def test_a_text_behind_a_known_beginning_has_the_same_bits(
     engine.add(prompts[1], params)
     seen.clear()
     assert drain(engine)[1] == expected
+    assert len(bits) == 5
     assert [row.flatten().tolist() for row in seen[-5:]] == bits
     assert engine.stats.prefix_tokens == BLOCK
     assert engine.stats.prefill_tokens == len(prompts[0]) + 6
