@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ from dsv4.quoting import quoted
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """`--model`, `--layers`, `--alias-experts`, `--json` and `--trace`."""
+    """`--model`, `--layers`, `--alias-experts`, `--json`, `--trace` and `--plot`."""
     parser.add_argument("--model", choices=("flash", "pro"), default="flash")
     parser.add_argument("--layers", type=count, metavar="N", help="its first N layers alone")
     parser.add_argument(
@@ -23,6 +24,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--trace", type=output_file, metavar="FILE", help="timeline of the last row, for Perfetto"
+    )
+    parser.add_argument(
+        "--plot", type=output_file, metavar="FILE", help="also draw that timeline (PNG)"
     )
 
 
@@ -40,7 +44,7 @@ def measure(
     """
     import torch
 
-    from dsv4.bench import report
+    from dsv4.bench import report, timeline
     from dsv4.bench.machine import Machine
 
     if not torch.cuda.is_available():
@@ -49,7 +53,10 @@ def measure(
     print(machine)
     print(report.table_head(bench.COLUMNS))
     rows = []
+    folder = tempfile.TemporaryDirectory()
     trace = Path(args.trace) if args.trace is not None else None
+    if trace is None and args.plot is not None:
+        trace = Path(folder.name) / "trace.json"
     try:
         for result in bench.measure(shapes, machine, args.alias_experts, trace):
             rows.append(bench.as_row(result))
@@ -63,6 +70,9 @@ def measure(
                 print(f"{time:10.1f} us {calls:6} x  {name[:90]}")
     if args.json is not None:
         report.write_record(args.json, report.record(family, machine, rows))
+    if args.plot is not None:
+        timeline.draw(trace, args.plot)
+    folder.cleanup()
     return 0
 
 

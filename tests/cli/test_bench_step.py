@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dsv4.bench import engine, prefill
+from dsv4.bench import engine, prefill, timeline
 from dsv4.bench import step as bench
 from dsv4.bench.machine import Machine
 from dsv4.bench.random_model import fitting_sets, random_model, truncated
@@ -101,7 +102,7 @@ def test_cells_fit_the_columns() -> None:
     assert "43 (6 aliased)" in line and "80 (57), 11" in line and "294" in line
 
 
-@pytest.mark.parametrize("chunk", [40, 64, 500])
+@pytest.mark.parametrize("chunk", [pytest.param(40, marks=pytest.mark.slow), 64, 500])
 def test_prefill_caches_a_whole_prompt_however_it_is_cut(made, chunk: int) -> None:
     torch.manual_seed(2)
     with torch.no_grad():
@@ -168,3 +169,34 @@ def test_cells_of_an_engine_fit_its_columns() -> None:
     row = engine.as_row(engine.Result(engine.Shape("flash", 5, 4, 256), 5, 0, 2e3, 2.5, 9.0, []))
     assert len(engine.cells(row)) == len(engine.COLUMNS)
     assert engine.cells(row)[4:] == ["2.00", "2000", "2.5", "9.0"]
+
+
+def _trace(path: Path) -> None:
+    """Four layers of two kernels, and one of torch's before them."""
+    symbol = "kernel_cutlass_kernel_dsv4kernels{}_object_at__tensorptr"
+    names = [symbol.format("moegateGate"), symbol.format("gemmsm90streamingStreamingLinear")]
+    spans = [("void at::native::copy", 5.0, 1.0)]
+    spans += [(names[i % 2], 10.0 + 10 * i, 12.0) for i in range(8)]
+    events = [{"cat": "kernel", "name": n, "ts": 100 + t, "dur": d} for n, t, d in reversed(spans)]
+    path.write_text(json.dumps({"traceEvents": [*events, {"cat": "cpu_op", "ts": 0, "dur": 1}]}))
+
+
+def test_a_timeline_names_kernels_and_shows_layers(tmp_path) -> None:
+    _trace(tmp_path / "trace.json")
+    found = timeline.bars(json.loads((tmp_path / "trace.json").read_text())["traceEvents"])
+    assert found[:3] == [
+        (timeline.OTHERS, 0.0, 1.0),
+        ("Gate", 5.0, 17.0),
+        ("StreamingLinear", 15.0, 27.0),
+    ]
+    assert timeline.window(found) == (25.0, 65.0)
+    assert timeline.window(found[:2]) == (0.0, 17.0)
+    with pytest.raises(ValueError, match="no kernels"):
+        timeline.bars([{"cat": "cpu_op"}])
+
+
+def test_a_timeline_is_drawn(tmp_path) -> None:
+    pytest.importorskip("matplotlib", reason="draws: needs the bench extra")
+    _trace(tmp_path / "trace.json")
+    timeline.draw(tmp_path / "trace.json", tmp_path / "timeline.png")
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
