@@ -86,6 +86,7 @@ class Engine:
         model: DeepseekV4,
         max_requests: int,
         max_context: int,
+        *,
         num_draft_tokens: int = 0,
         prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
         num_blocks: int | None = None,

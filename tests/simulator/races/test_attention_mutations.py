@@ -281,10 +281,10 @@ def _synchronisation(name: str, ptx: str) -> list[Instruction]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("single", "pair", "few"),
+        *("single", "few"),
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("hopper", "streaming", "sums_last")
+            for name in ("pair", "hopper", "streaming", "sums_last")
         ),
     ],
 )

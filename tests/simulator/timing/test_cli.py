@@ -37,6 +37,7 @@ SLOW = (
     "FP8 linear",
     "merged linear",
     "mHC seam",
+    "quantised attention",
     "indexer",
     "compressor",
 )
