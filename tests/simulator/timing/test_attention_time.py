@@ -22,7 +22,7 @@ pytestmark = pytest.mark.stage("simulator")
 # Figures of one H200, as BENCHMARKS.md reports them.
 MEASURED = Path(__file__).parent / "h200_attention.json"
 # Shapes that the default suite looks at: few heads, whose kernel is compiled in seconds.
-QUICK = (("Flash/8", 64), ("Pro/8", 64))
+QUICK = (("Flash/8", 64),)
 BLACKWELL = Workload("sm_100a", Case.decode(1, heads=64, top_k=512), num_splits=1)
 
 
