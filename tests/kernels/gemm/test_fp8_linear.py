@@ -86,7 +86,7 @@ def test_every_schedule_gives_the_same_bits(kernels, seed) -> None:
         pytest.param(
             Case(9, 512, 136, scale_dtype="float32", out_dtype="float32"), marks=pytest.mark.slow
         ),
-        Case(18, 1024, 72, x_dtype="float8_e4m3fn"),
+        Case(18, 512, 136, x_dtype="float8_e4m3fn"),
     ],
     ids=str,
 )
