@@ -99,7 +99,7 @@ def test_a_stop_token_among_accepted_drafts_ends_the_request_there(seed: int) ->
         assert result.tokens[0] == new[: new.index(stop) + 1]
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 3])
+@pytest.mark.parametrize("num_draft_tokens", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("length", [1, WINDOW + 2, 126])
 def test_drafts_are_what_mtp_says_of_the_whole_sequence(
     seed: int, length: int, num_draft_tokens: int
@@ -151,7 +151,7 @@ def chained_drafts(model, known: list[int], count: int) -> list[int]:
     return torch.cat(drafts, dim=1)[0].tolist()
 
 
-@pytest.mark.parametrize("num_draft_tokens", [1, 4])
+@pytest.mark.parametrize("num_draft_tokens", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_batches_with_a_real_drafter(seed: int, num_draft_tokens: int) -> None:
     """Greedy and sampled requests side by side: the tokens of a run without drafts."""
     generator = torch.Generator().manual_seed(seed)

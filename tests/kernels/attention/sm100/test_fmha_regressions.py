@@ -63,6 +63,7 @@ BUGS = {
         PV.assignment("p_block").expression("p_state.index").replace("0"),
         exposed_by=THREE_TILES,
         hidden_from=ONE_TILE,
+        is_slow=True,
     ),
     # S and O share TMEM columns.
     "S offset missing": Bug(
@@ -71,7 +72,7 @@ BUGS = {
         is_slow=True,
     ),
     # The first product adds what TMEM happened to hold.
-    "first PV accumulates": Bug(PV_ACCUMULATE.replace("True"), exposed_by=ONE_TILE),
+    "first PV accumulates": Bug(PV_ACCUMULATE.replace("True"), exposed_by=ONE_TILE, is_slow=True),
     # Only the first chunk of O is overwritten by the first product.
     "second chunk accumulates": Bug(
         PV_ACCUMULATE.replace("{} if chunk == 0 else True"),

@@ -77,7 +77,7 @@ def attention(splits: int):
     ("heads", "head_dim", "num_splits", "is_causal", "sink_mode"),
     [
         (8, 64, 1, True, "softmax"),
-        (HEADS_M, 64, 1, True, "swa_gate"),
+        pytest.param(HEADS_M, 64, 1, True, "swa_gate", marks=pytest.mark.slow),
         (HEADS_M, 64, 3, False, "softmax"),
         (16, 128, 2, True, "swa_gate"),
         (8, 512, 1, False, "softmax"),
