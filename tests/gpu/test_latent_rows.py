@@ -67,9 +67,14 @@ def decode(batch: int, kind: str, **fields) -> Case:
 
 
 @pytest.mark.parametrize("batch", [1, 5, 64, 256])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "fields", [{}, {"kv_format": "bf16", "query_dim": 1536}, {"query_dim": 0}], ids=str
+    ("kind", "fields"),
+    [
+        *((kind, {}) for kind in KINDS),
+        ("CSA", {"kv_format": "bf16", "query_dim": 1536}),
+        ("SWA", {"query_dim": 0}),
+    ],
+    ids=str,
 )
 def test_decode(batch, kind, fields, seed) -> None:
     inputs = Inputs.make(decode(batch, kind, **fields), seed, "cuda")

@@ -18,7 +18,7 @@ from operator import add
 from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.compressor.config import ARGS, SLICE, CompressConfig, has_kernel, values
@@ -82,6 +82,7 @@ class Compress:
     Attributes:
         channels: of a CTA; cluster: CTAs of an entry.
         lanes: of a team; teams: of a CTA; own_terms: tokens of a mean that a team holds.
+        series: of channels of a projection.
     """
 
     def __init__(self, config: CompressConfig):
@@ -96,6 +97,7 @@ class Compress:
         self.lanes = self.channels // VECTOR
         self.teams = THREADS // self.lanes
         self.own_terms = config.terms // self.teams
+        self.series = config.width // config.dim
         self.entry = None if config.is_index else Fp8Entry(config.dim)
 
     @cute.jit
@@ -147,8 +149,10 @@ class Compress:
             vector_at(address_of(operands.weight, Int64(channel)), Float32, 0, VECTOR), gains
         )
         pdl.wait_for_previous_launch()
-        if request < operands.values.shape[0]:
+        if request < operands.values.shape[0] and operands.values.shape[1] > 0:
             found = self.request(operands, request)
+            # Loads of what comes last are under way while a block is pooled.
+            ahead = self.first_new(operands, found, task == 0, channel)
             blocks = operands.slots.shape[1]
             # The first cluster has two blocks: those that may begin before the step.
             begin = cutlass.select_(task == 0, Int32(0), task + 1)
@@ -157,12 +161,13 @@ class Compress:
                 page = cutlass.select_(slot < 0, Int32(0), slot) // operands.pool.shape[1]
                 if slot >= 0 and page < operands.pool.shape[0]:
                     number = found.start // self.config.ratio + j
+                    turns = self.rotation(operands, number * self.config.ratio, lane)
                     pairs = self.pooled(operands, smem, found, number, channel)
                     place = slot - page * operands.pool.shape[1]
-                    self.emit(operands, smem, pairs, gains, number, (page, place), rank)
+                    self.emit(operands, smem, pairs, gains, turns, (page, place), rank)
             if task == 0 and found.row >= 0:
                 # The barriers of `pooled` lie behind all reads of the ring.
-                self.append(operands, found, channel)
+                self.append(operands, found, channel, ahead)
 
     def request(self, operands: Operands, index: Int32) -> Request:
         """A request; without a row of the state, or with one out of range, it has no tokens."""
@@ -331,49 +336,75 @@ class Compress:
                     added = scores[c, i] + bias[c, i - begin]
                     scores[c, i] = cutlass.select_(is_new, added, scores[c, i])
 
-    @cute.jit
-    def load_new(
-        self, operands: Operands, request: Request, offset: Int32, position: Int32,
-        column: Int32, place: tuple,
-    ):  # fmt: skip
-        """Value, and score with its position's bias, of a new token."""
-        values_, scores = place
-        bias = cute.make_rmem_tensor(VECTOR, Float32)
-        for tensor, target in zip((operands.values, operands.scores), (values_, scores)):
-            at = Int64(request.index) * tensor.stride[0] + Int64(offset) * tensor.stride[1]
-            source = vector_at(address_of(tensor, at + column), Float32, 0, VECTOR)
-            cute.autovec_copy(source, target)
-        at = Int64(position % self.config.ratio) * operands.ape.stride[0] + column
-        cute.autovec_copy(vector_at(address_of(operands.ape, at), Float32, 0, VECTOR), bias)
-        for c in cutlass.range_constexpr(VECTOR):
-            scores[c] = scores[c] + bias[c]
-
     # ---- state -----------------------------------------------------------------------------------
 
+    def items(self, operands: Operands, request: Request) -> tuple[Int32, Int32]:
+        """The team's first item to append, and the end of all: a series of a token each."""
+        series, team = self.series, cute.arch.thread_idx()[0] // self.lanes
+        first = cutlass.max(request.count - operands.state.shape[1], 0) * series
+        return first + team, request.count * series
+
+    def first_new(
+        self, operands: Operands, request: Request, appends: Boolean, channel: Int32
+    ) -> tuple[cute.Tensor, ...]:
+        """Value, score and bias of the team's first item; where it has none, of any token."""
+        item, end = self.items(operands, request)
+        is_item = appends & (item < end)
+        item = Int32(cutlass.select_(is_item, item, Int32(0)))
+        # Who appends nothing loads one sector for all lanes.
+        return self.load_new(
+            operands, request, item, Int32(cutlass.select_(is_item, channel, Int32(0)))
+        )
+
+    def load_new(
+        self, operands: Operands, request: Request, item: Int32, channel: Int32
+    ) -> tuple[cute.Tensor, ...]:
+        """Value, score and bias of a series of a new token."""
+        offset, column = item // self.series, channel + item % self.series * self.config.dim
+        ape, position = operands.ape, request.start + offset
+        places = [(ape, Int64(position % self.config.ratio) * ape.stride[0])]
+        for tensor in (operands.scores, operands.values):
+            at = Int64(request.index) * tensor.stride[0] + Int64(offset) * tensor.stride[1]
+            places.insert(0, (tensor, at))
+        found = []
+        for tensor, at in places:
+            part = cute.make_rmem_tensor(VECTOR, Float32)
+            source = vector_at(address_of(tensor, at + column), Float32, 0, VECTOR)
+            cute.autovec_copy(source, part)
+            found.append(part)
+        return tuple(found)
+
     @cute.jit
-    def append(self, operands: Operands, request: Request, channel: Int32):
+    def append(self, operands: Operands, request: Request, channel: Int32, ahead: tuple):
         """Write the CTA's channels of the new tokens that the ring has room for."""
-        state, team = operands.state, cute.arch.thread_idx()[0] // self.lanes
-        series = self.config.width // self.config.dim
-        size = state.shape[1]
-        first = cutlass.max(request.count - size, 0) * series
-        for item in cutlass.range(first + team, request.count * series, self.teams, unroll=1):
-            offset, column = item // series, channel + item % series * self.config.dim
-            found = cute.make_rmem_tensor(VECTOR, Float32)
-            scores = cute.make_rmem_tensor(VECTOR, Float32)
-            position = request.start + offset
-            self.load_new(operands, request, offset, position, column, (found, scores))
-            at = Int64(request.row) * state.stride[0] + column
-            at += Int64(position % size) * state.stride[1]
-            cute.autovec_copy(found, vector_at(address_of(state, at), Float32, 0, VECTOR))
-            at += Int64(state.stride[2])
-            cute.autovec_copy(scores, vector_at(address_of(state, at), Float32, 0, VECTOR))
+        item, end = self.items(operands, request)
+        if item < end:
+            self.store_new(operands, request, item, channel, ahead)
+        for later in cutlass.range(item + self.teams, end, self.teams, unroll=1):
+            found = self.load_new(operands, request, later, channel)
+            self.store_new(operands, request, later, channel, found)
+
+    @cute.jit
+    def store_new(
+        self, operands: Operands, request: Request, item: Int32, channel: Int32, found: tuple
+    ):
+        """Write value and biased score of a series of a new token."""
+        state, (values_, scores, bias) = operands.state, found
+        offset, column = item // self.series, channel + item % self.series * self.config.dim
+        biased = cute.make_rmem_tensor(VECTOR, Float32)
+        for c in cutlass.range_constexpr(VECTOR):
+            biased[c] = scores[c] + bias[c]
+        at = Int64(request.row) * state.stride[0] + column
+        at += Int64((request.start + offset) % state.shape[1]) * state.stride[1]
+        cute.autovec_copy(values_, vector_at(address_of(state, at), Float32, 0, VECTOR))
+        at += Int64(state.stride[2])
+        cute.autovec_copy(biased, vector_at(address_of(state, at), Float32, 0, VECTOR))
 
     # ---- entries ---------------------------------------------------------------------------------
 
     @cute.jit
     def emit(
-        self, operands: Operands, smem: Smem, pairs: list, gains: cute.Tensor, number: Int32,
+        self, operands: Operands, smem: Smem, pairs: list, gains: cute.Tensor, turns: tuple,
         target: tuple, rank: Int32,
     ):  # fmt: skip
         """Normalise, rotate, round and write an entry; every team computes it, the first writes."""
@@ -391,7 +422,7 @@ class Compress:
         pairs = [quant.pack_bf16(*scaled[i : i + 2]) for i in range(0, VECTOR, 2)]
         channel = rank * self.channels + lane * VECTOR
         is_rotated = channel >= config.dim - ROPE_DIM
-        turned = rotated(pairs, *self.rotation(operands, number * config.ratio, lane))
+        turned = rotated(pairs, *turns)
         pairs = [Uint32(cutlass.select_(is_rotated, new, old)) for new, old in zip(turned, pairs)]
         if cutlass.const_expr(config.is_index):
             codes, scale = coded(transformed(pairs, lane))

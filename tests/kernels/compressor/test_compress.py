@@ -99,12 +99,12 @@ BUGS: dict[str, Edit] = {
     "columns of the block before swapped": at("Compress.column")
     .expression("term < self.config.ratio")
     .replace("term >= self.config.ratio"),
-    "a place behind the ring's last": at("Compress.load_terms")
-    .expression("at >= size")
-    .replace("at > size"),
-    "the ring appended at the wrong place": at("Compress.append")
-    .expression("position % size")
-    .replace("(position + 1) % size"),
+    "the ring appended at the wrong place": at("Compress.store_new")
+    .expression("request.start + offset")
+    .replace("request.start + offset + 1"),
+    "tokens behind a team's first left out": at("Compress.append")
+    .expression("item + self.teams")
+    .replace("item + 2 * self.teams"),
 }
 
 
