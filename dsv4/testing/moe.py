@@ -195,7 +195,8 @@ class Inputs:
         all_groups = torch.full((max(len(groups), 1), 4), -1, dtype=torch.int32)
         all_groups[: len(groups)] = groups
         counts = torch.tensor([len(groups), case.num_live], dtype=torch.int32)
-        lists = {"groups": all_groups, "counts": counts, "pairs": all_pairs}
+        taken = torch.zeros(1, dtype=torch.int32)
+        lists = {"groups": all_groups, "counts": counts, "taken": taken, "pairs": all_pairs}
         tensors = {"x_codes": codes, "x_scale": scales, "ids": self.ids, "weights": self.weights}
         tensors |= {name: one.to(self.x.device) for name, one in lists.items()}
         for prefix, part in (("", self.routed), ("shared_", self.shared)):

@@ -7,7 +7,7 @@ sizes are the checkpoint's, their bytes lie in the order of the kernels' reads.
 
 from __future__ import annotations
 
-from dsv4.kernels.kit.args import In, Out, Scalar
+from dsv4.kernels.kit.args import In, InOut, Out, Scalar
 from dsv4.kernels.moe.config import FP4_GROUP, K_BLOCK, ExpertsConfig
 
 ARGS = (
@@ -25,9 +25,11 @@ ARGS = (
     In("shared_s3", "i d", "shared_scale_dtype"),
     In("shared_w2", "D I", "float8_e4m3fn", align=16),
     In("shared_s2", "d i", "shared_scale_dtype"),
-    # (expert, first position, positions, 0): at most a tile's tokens of one expert, ascending.
-    In("groups", "G four", "int32", align=16),
+    # (expert, first position, positions, tiles of h that are there): at most a tile's tokens of one
+    # expert, ascending. Of h there is nothing before the launch.
+    InOut("groups", "G four", "int32", align=16),
     In("counts", "two", "int32"),  # groups there are, tokens that are no padding
+    InOut("taken", "one", "int32"),  # tiles of both products; 0 before the launch
     In("pairs", "P", "int32"),  # by position: token * k + place among the token's experts
     In("ids", "T k", "int32"),  # experts of a token, ascending; -1: none
     In("weights", "T k", "float32"),  # in the order of `ids`
@@ -56,6 +58,7 @@ def values(config: ExpertsConfig) -> dict[str, int | str]:
         "k1": config.top_k + 1,
         "four": 4,
         "two": 2,
+        "one": 1,
         "Dc": hidden // 2 if is_fp4 else hidden,
         "Ic": inner // 2 if is_fp4 else inner,
         "Ds": hidden // group,

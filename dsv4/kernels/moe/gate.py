@@ -24,6 +24,7 @@ from cutlass.memory import SmemAllocator
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.moe.routing import (
+    ARRIVAL_WORDS,
     EXPERT_TILE,
     GATE_THREADS,
     MOST_TILES,
@@ -50,7 +51,7 @@ class GateTensors(NamedTuple):
     partials: cute.Tensor  # [splits, T, E] fp32, written
     codes: cute.Tensor  # [T, D] e4m3, written
     scales: cute.Tensor  # [T, D / 128] E8M0 bytes, written
-    arrivals: cute.Tensor  # [1] int32, set to 0 for the selection
+    arrivals: cute.Tensor  # [2] int32, set to 0 for the launches that follow
 
 
 class Gate:
@@ -90,7 +91,8 @@ class Gate:
         load_weights(tensors.weight, expert_tile, first, warp, weights)
         pdl.wait_for_previous_launch()
         if expert_tile + split + block == 0 and cute.arch.thread_idx()[0] == 0:
-            tensors.arrivals[0] = Int32(0)
+            for word in cutlass.range_constexpr(ARRIVAL_WORDS):
+                tensors.arrivals[word] = Int32(0)
         totals = cute.make_rmem_tensor((2, MOST_TILES), Float32)
         totals.fill(0.0)
         # Those of a tile are on their way while the tile before is multiplied.

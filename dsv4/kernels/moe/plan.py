@@ -21,6 +21,9 @@ PANEL_BLOCKS = 4  # k blocks of FP4 in a stage of a tile of one warpgroup; half 
 FEWEST_COLUMNS = 8
 MOST_IN_FLIGHT = 16  # tokens of a tile with two accumulators
 FEW_COLUMNS = 32  # of a tile of the shared expert alone that has one warpgroup
+# Of a board, from the load warp to all others: the tile under way, and the next one.
+BOARD_STAGES = 2
+BOARD_WORDS = 8  # of a tile
 
 
 class Source(Enum):
@@ -49,6 +52,8 @@ class Tiling:
             the accumulators of many tokens take the registers of all.
         stages: of a ring at most. Copies of all stages share the memory, so that a deep ring gets
             its first stage late; few tokens are over before that is made up for.
+        is_joint: whether both products are one launch: the weights of the second are on their way
+            while the first one ends.
     """
 
     tokens: int
@@ -58,6 +63,7 @@ class Tiling:
     warpgroups: int = 2
     ctas_per_sm: int = 2
     stages: int = 4
+    is_joint: bool = False
 
     @property
     def alone(self) -> Tiling:
@@ -65,8 +71,9 @@ class Tiling:
         has the ring of a whole one."""
         warpgroups = 1 if self.alone_tokens <= FEW_COLUMNS else 2
         return replace(
-            self, shared_tokens=self.alone_tokens, warpgroups=warpgroups, ctas_per_sm=1, stages=8
-        )
+            self, shared_tokens=self.alone_tokens, warpgroups=warpgroups, ctas_per_sm=1, stages=8,
+            is_joint=False,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,15 +209,18 @@ class ProductPlan(RingPlan):
 
     @property
     def has_copies(self) -> bool:
-        """Whether activations are copied as they lie: the copies of each lane then arrive, too."""
-        return self.source is not Source.BFLOAT16
+        """Whether activations are copied as they lie, by this product or by the other one of the
+        launch: the copies of each lane then arrive, too."""
+        return self.source is not Source.BFLOAT16 or self.tiling.is_joint
 
     # ---- a stage ----
 
     @property
     def x_rows(self) -> int:
         """Rows of 128 codes of a stage."""
-        return max(kind.blocks * kind.tokens for kind in self.kinds)
+        # Products that share a launch share the ring.
+        kinds = (*self.routed, self.shared) if self.tiling.is_joint else self.kinds
+        return max(kind.blocks * kind.tokens for kind in kinds)
 
     @property
     def weight_bytes(self) -> int:
@@ -253,6 +263,7 @@ class ProductPlan(RingPlan):
             Buffer("x_scale", "Float32", stages * self.x_rows, 16),
             # [stage, k block of the stage, panel], of FP8 weights
             Buffer("block_scale", "Float32", stages * self.block_scales, 8),
+            *((Buffer("board", "Int32", BOARD_STAGES * BOARD_WORDS, 16),) * self.tiling.is_joint),
             *self._barriers(stages).split_buffers,
         )
 
@@ -264,7 +275,15 @@ class ProductPlan(RingPlan):
             (Arrival("consumers", Arrive.WARP),),
             stages,
         )  # fmt: skip
-        return BarrierGraph(self.warps, (edge,), self.lanes_per_warp)
+        if not self.tiling.is_joint:
+            return BarrierGraph(self.warps, (edge,), self.lanes_per_warp)
+        board = Edge(
+            "board", "the next tile",
+            (Arrival("load", Arrive.WARP),),
+            (Arrival("consumers", Arrive.WARP), Arrival("activations", Arrive.WARP)),
+            BOARD_STAGES,
+        )  # fmt: skip
+        return BarrierGraph(self.warps, (edge, board), self.lanes_per_warp)
 
     def __post_init__(self) -> None:
         tiling = self.tiling
@@ -295,14 +314,15 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
     tall = {"warpgroups": 4, "ctas_per_sm": 1, "stages": 6} if has_tall else {}
     return (
         Tiling(8, 8, 8, stages=3),
-        Tiling(8, 32, 32, **tall),
+        Tiling(8, 8, 8, stages=3, is_joint=True),
+        Tiling(8, 32, 32, is_joint=True, **tall),
         Tiling(16, 64, 32, has_codes=True, **tall),
         Tiling(32, 64, 32, has_codes=True),
     )
 
 
 # Most tokens of a launch for each tiling but the last.
-MOST_TOKENS = (8, 128, 256)
+MOST_TOKENS = (1, 8, 128, 256)
 
 
 def choose(config: ExpertsConfig, tokens: int) -> int:

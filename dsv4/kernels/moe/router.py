@@ -35,7 +35,7 @@ class Router:
         pairs: cute.Tensor,  # [T * k] int32, written
         groups: cute.Tensor,  # [G, 4] int32, written
         counts: cute.Tensor,  # [2] int32, written
-        arrivals: cute.Tensor,  # [1] int32, scratch
+        arrivals: cute.Tensor,  # [2] int32, scratch
         stream,
         *,
         bias: cute.Tensor,  # [E] fp32, or no rows

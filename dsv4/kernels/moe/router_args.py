@@ -17,7 +17,7 @@ ARGS = (
     Out("pairs", "P", "int32"),
     Out("groups", "G four", "int32", align=16),
     Out("counts", "two", "int32"),
-    Out("arrivals", "one", "int32"),
+    Out("arrivals", "two", "int32"),
     OptIn("bias", "B", "float32", align=16),
     OptIn("table", "V k", "int64"),
     OptIn("input_ids", "I", "int64"),
@@ -30,4 +30,4 @@ ARGS = (
 def values(config: RoutingConfig) -> dict[str, int | str]:
     """What the kernels are compiled for."""
     sizes = {"D": config.hidden, "E": config.experts, "k": config.top_k, "g": config.hidden // 128}
-    return {**sizes, "four": 4, "two": 2, "one": 1}
+    return {**sizes, "four": 4, "two": 2}

@@ -21,7 +21,9 @@ VECTOR = 4  # neighbouring experts of a lane
 MAX_TOP_K = 7
 MAX_EXPERTS = 1024
 MAX_TOKENS = 1 << 15  # of a launch: offsets of rows stay below 2^31 elements
-GROUP_WORDS = 4  # of an entry of `groups`: expert, first position, rows, 0
+# Of an entry of `groups`: expert, first position, rows, and how many tiles of h are there.
+GROUP_WORDS = 4
+ARRIVAL_WORDS = 2  # CTAs of the selection that are over, tiles of the products that are taken
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from dsv4.kernels.moe.config import K_BLOCK
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.kernels.moe.routing import GROUP_WORDS, gate_tiling
+from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS, gate_tiling
 
 ALIGNMENT = 64  # bytes that every section starts at a multiple of
 WORD = 4  # bytes
@@ -34,7 +34,7 @@ def sections(config: MoeConfig, tokens: Any, splits: Any) -> dict[str, Any]:
         # A group has a pair at least; one more, so that there is a row without tokens.
         "groups": (pairs + 1) * (GROUP_WORDS * WORD),
         "counts": 2 * WORD,
-        "arrivals": WORD,
+        "arrivals": ARRIVAL_WORDS * WORD,
         "h": (pairs + tokens) * (config.inner * BF16),
         "h_codes": (pairs + tokens) * config.inner,
         "h_scale": (pairs + tokens) * (config.inner // K_BLOCK),

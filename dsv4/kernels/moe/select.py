@@ -55,7 +55,7 @@ class Lists(NamedTuple):
     pairs: cute.Tensor  # [T * k] int32, written
     groups: cute.Tensor  # [.., 4] int32, written
     counts: cute.Tensor  # [2] int32, written
-    arrivals: cute.Tensor  # [1] int32, 0
+    arrivals: cute.Tensor  # [2] int32, 0
 
 
 class Select:

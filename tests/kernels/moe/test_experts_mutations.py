@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
+from dsv4.kernels.moe.plan import tilings
 from dsv4.testing.harness import Simulator, run_all
 from dsv4.testing.moe import Case, Inputs, assert_experts_close
 from dsv4.testing.mutate import Edit, at, check, mutated
@@ -16,61 +18,93 @@ pytestmark = pytest.mark.stage("moe")
 FEW_SMS = 1  # rings wrap
 CASE = Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
 RAW = Case(3, 256, 128, 4, 2, spread=20)
-# What is put in, and a case that exposes it.
-BUGS: dict[str, tuple[Edit, Case]] = {
-    "a full stage not waited for": (at("Consumers._tile").call("ring.wait").delete(), CASE),
-    "a stage never released": (at("Consumers._tile").call("ring.release").delete(), CASE),
-    "an empty stage not waited for by weights": (
-        at("LoadWarp._load_tile").call("ring.acquire").delete(),
-        CASE,
+
+
+class Bug(NamedTuple):
+    """What is put in, and a case and a tiling that expose it."""
+
+    edit: Edit
+    case: Case = CASE
+    tiling: int = 0
+
+
+JOINT = 1  # the tiling whose products are one launch
+BUGS: dict[str, Bug] = {
+    "a full stage not waited for": Bug(at("Consumers._tile").call("ring.wait").delete()),
+    "a stage never released": Bug(at("Consumers._tile").call("ring.release").delete()),
+    "an empty stage not waited for by weights": Bug(
+        at("LoadWarp.load_tile").call("ring.acquire").delete(),
     ),
-    "an empty stage not waited for by codes": (
+    "an empty stage not waited for by codes": Bug(
         at("ActivationWarps._copy").call("ctx.pipes.ring.acquire").delete(),
-        CASE,
     ),
-    "an empty stage not waited for by rows": (
+    "an empty stage not waited for by rows": Bug(
         at("ActivationWarps._quantize").call("ctx.pipes.ring.acquire").delete(),
-        CASE,
     ),
-    "codes not handed to the async proxy": (
-        at("ActivationWarps._fill_tile").call("cute.arch.fence_view_async_shared").delete(),
-        CASE,
+    "codes not handed to the async proxy": Bug(
+        at("ActivationWarps._fill_stages").call("cute.arch.fence_view_async_shared").delete(),
     ),
-    "copies not handed to the async proxy": (
+    "copies not handed to the async proxy": Bug(
         at("Consumers._tile").call("cute.arch.fence_view_async_shared").delete(),
-        CASE,
     ),
-    "copies that do not arrive": (
+    "copies that do not arrive": Bug(
         at("ActivationWarps._copy").call("cute.arch.cp_async_mbarrier_arrive_noinc").delete(),
-        CASE,
     ),
-    "rows read before the launch before is over": (
+    "rows read before the launch before is over": Bug(
         at("ActivationWarps.fill").call("pdl.wait_for_previous_launch").delete(),
-        CASE,
     ),
-    "sums read while they are made": (
+    "sums read while they are made": Bug(
         at("Consumers._blocks").call("warpgroup.wait_group").delete(),
-        CASE,
     ),
-    "columns without a token never cleared": (
+    "columns without a token never cleared": Bug(
         at("GroupedProduct.run").call("self.activations.clear").delete(),
-        CASE,
     ),
-    "signs of the other half": (
+    "columns of joint products never cleared": Bug(
+        at("JointProducts.kernel").call("self.down.activations.clear").delete(),
+        tiling=JOINT,
+    ),
+    "a tile read before it is shown": Bug(
+        at("JointProducts._read").call("board.wait").delete(),
+        tiling=JOINT,
+    ),
+    "h multiplied before it is there": Bug(
+        at("JointProducts._wait_for_h")
+        .expression("found < self.up.plan.row_tiles")
+        .replace("found < self.up.plan.row_tiles - 1"),
+        tiling=JOINT,
+    ),
+    "h read by warps that did not wait": Bug(
+        at("JointProducts._wait_for_h").call("cute.arch.barrier").delete(),
+        tiling=JOINT,
+    ),
+    "h counted before all of it is stored": Bug(
+        at("JointProducts._publish_h").call("cute.arch.barrier").delete(),
+        tiling=JOINT,
+    ),
+    "h counted without a release": Bug(
+        at("JointProducts._publish_h").expression('"release"').replace('"relaxed"'),
+        tiling=JOINT,
+    ),
+    "h there without an acquire": Bug(
+        at("JointProducts._wait_for_h").expression('"acquire"').replace('"relaxed"'),
+        tiling=JOINT,
+    ),
+    "a tile of the second product taken first": Bug(
+        at("TileList.find").expression("ticket < up_tiles").replace("ticket >= 2 * up_tiles"),
+        tiling=JOINT,
+    ),
+    "signs of the other half": Bug(
         at("decode_fp4").expression("word << 4").replace("word"),
-        CASE,
     ),
-    "groups of raw weights scaled alike": (
+    "groups of raw weights scaled alike": Bug(
         at("raw_scale").expression("8 * step").replace("0"),
         RAW,
     ),
-    "experts that a token lacks are added": (
+    "experts that a token lacks are added": Bug(
         at("Combine.kernel").expression("ids[token, place] >= 0").replace("(token >= 0)"),
-        CASE,
     ),
-    "a gate below the limit clamped": (
+    "a gate below the limit clamped": Bug(
         at("SwiGlu._swiglu").expression("gate > limit").replace("gate < limit"),
-        CASE,
     ),
 }
 
@@ -81,14 +115,17 @@ def build(config, options: str):
     return build(config, options)
 
 
-def noticed(build: Callable, case: Case, seed: int) -> bool:
+def noticed(build: Callable, case: Case, seed: int, tiling: int = 0) -> bool:
     """Whether the checks that every test makes fail on what `build` compiles."""
     from dsv4.simulator.errors import Deadlock, KernelFault
 
     simulator, inputs = Simulator("sm_90a"), Inputs.make(case, seed)
     try:
         compiled = simulator.compile(build, case.config)
-        outcome = run_all(simulator, compiled, lambda: inputs.experts_call(0, FEW_SMS, 8), seed)
+        group_tokens = tilings(case.config)[tiling].tokens
+        outcome = run_all(
+            simulator, compiled, lambda: inputs.experts_call(tiling, FEW_SMS, group_tokens), seed
+        )
         assert_experts_close(outcome, inputs)
     except (AssertionError, Deadlock, KernelFault):
         return True
@@ -98,7 +135,7 @@ def noticed(build: Callable, case: Case, seed: int) -> bool:
 @pytest.mark.parametrize("name", BUGS)
 def test_bug_has_its_place(name: str) -> None:
     """What is renamed in a kernel is found here at once."""
-    check(BUGS[name][0])
+    check(BUGS[name].edit)
 
 
 @pytest.mark.slow
@@ -107,8 +144,9 @@ def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     from dsv4.kernels.moe.sm90 import experts
 
-    edit, case = BUGS[name]
-    assert noticed(mutated(experts.build, tmp_path, edit), case, seed), f"{name}: passes {case}"
+    bug = BUGS[name]
+    build = mutated(experts.build, tmp_path, bug.edit)
+    assert noticed(build, bug.case, seed, bug.tiling), f"{name}: passes {bug}"
 
 
 @pytest.mark.slow

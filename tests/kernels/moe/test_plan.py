@@ -38,6 +38,22 @@ def test_every_tiling_has_a_plan_within_its_budgets(config) -> None:
                 assert 2 * plan.panels * kind.blocks * kind.block_bytes == plan.weight_bytes
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_products_of_a_launch_have_the_same_shared_memory_and_barriers(config) -> None:
+    joint = [tiling for tiling in tilings(config) if tiling.is_joint]
+    assert joint
+    for tiling in joint:
+        up, down = (
+            ProductPlan.gate_and_up(config, tiling, False, 1),
+            ProductPlan.down(config, tiling, 1),
+        )
+        assert up.smem == down.smem
+        assert up.barriers == down.barriers
+        # A warp that shows a tile, all others that read it.
+        assert up.barriers.full_arrivals("board") == 1
+        assert up.barriers.empty_arrivals("board") == 4 * tiling.warpgroups + 3
+
+
 def test_a_ring_has_a_stage_for_every_activation_warp() -> None:
     """A warp that skips a phase of a stage could not tell its parity from the one before."""
     with pytest.raises(AssertionError, match="has 2 stages"):

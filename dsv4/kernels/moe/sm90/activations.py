@@ -62,42 +62,42 @@ class ActivationWarps:
         cursor, turn = ring.producer(), Int32(0)
         slot = ctx.slot
         tile = scheduler.find(slot)
-        rows = self._rows(ctx, tile, lane)
+        rows = self.rows(ctx, tile, lane)
         while scheduler.exists(slot):
             slot = scheduler.next(slot)
             ahead = scheduler.find(slot)
-            rows_ahead = self._rows(ctx, ahead, lane)
-            cursor, turn = self._any_tile(ctx, tile, rows, warp, lane, cursor, turn)
+            rows_ahead = self.rows(ctx, ahead, lane)
+            cursor, turn = self.fill_tile(ctx, tile, rows, warp, lane, cursor, turn)
             tile, rows = ahead, rows_ahead
 
     @cute.jit
-    def _any_tile(
+    def fill_tile(
         self, ctx: ProductContext, tile: WorkTile, rows, warp, lane, cursor: Cursor, turn
     ):
         """Fill the stages of a tile by its kind."""
         plan, narrow, wide = self.plan, self.plan.routed[0], self.plan.routed[-1]
         if tile.is_shared:
             if cutlass.const_expr(plan.has_shared):
-                cursor, turn = self._fill_tile(
+                cursor, turn = self._fill_stages(
                     ctx, plan.shared, True, tile, rows, warp, lane, cursor, turn
                 )
         elif cutlass.const_expr(plan.has_routed):
             if cutlass.const_expr(narrow == wide):
-                cursor, turn = self._fill_tile(
+                cursor, turn = self._fill_stages(
                     ctx, wide, False, tile, rows, warp, lane, cursor, turn
                 )
             elif tile.count <= narrow.tokens:
-                cursor, turn = self._fill_tile(
+                cursor, turn = self._fill_stages(
                     ctx, narrow, False, tile, rows, warp, lane, cursor, turn
                 )
             else:
-                cursor, turn = self._fill_tile(
+                cursor, turn = self._fill_stages(
                     ctx, wide, False, tile, rows, warp, lane, cursor, turn
                 )
         return cursor, turn
 
     @cute.jit
-    def _rows(self, ctx: ProductContext, tile: WorkTile, lane):
+    def rows(self, ctx: ProductContext, tile: WorkTile, lane):
         """Rows of x for columns `lane`, `lane` + 32 and so on of a tile."""
         pairs = ctx.operands.pairs
         rows = ()
@@ -114,7 +114,7 @@ class ActivationWarps:
         return rows
 
     @cute.jit
-    def _fill_tile(
+    def _fill_stages(
         self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
         tile: WorkTile, rows, warp, lane, cursor: Cursor, turn,
     ):  # fmt: skip
@@ -135,6 +135,9 @@ class ActivationWarps:
                 # wgmma reads codes through the async proxy; of copies the consumers take care.
                 if cutlass.const_expr(not self.plan.has_copies):
                     cute.arch.fence_view_async_shared()
+                elif cutlass.const_expr(self.plan.source is Source.BFLOAT16):
+                    # The other product's copies arrive, too: here there are none.
+                    cute.arch.cp_async_mbarrier_arrive_noinc(ring.full + cursor.stage)
                 ring.at(cursor.stage).commit(lane)
             cursor = ring.next(cursor)
             turn = cutlass.select_(turn == ACTIVATION_WARPS - 1, Int32(0), turn + 1)

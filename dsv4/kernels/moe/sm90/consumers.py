@@ -37,11 +37,11 @@ class Consumers:
         while scheduler.exists(slot):
             slot = scheduler.next(slot)
             ahead = scheduler.find(slot)
-            cursor = self._any_tile(ctx, tile, warp, lane, cursor)
+            cursor = self.compute_tile(ctx, tile, warp, lane, cursor)
             tile = ahead
 
     @cute.jit
-    def _any_tile(self, ctx: ProductContext, tile: WorkTile, warp, lane, cursor: Cursor):
+    def compute_tile(self, ctx: ProductContext, tile: WorkTile, warp, lane, cursor: Cursor):
         """A tile by its kind; returns the next place in the ring."""
         plan, narrow, wide = self.plan, self.plan.routed[0], self.plan.routed[-1]
         if tile.is_shared:

@@ -136,13 +136,22 @@ class Smem:
     x_tiles: dict[int, cute.Tensor]  # by their tokens: [tokens, 128, tile]
     x_scale: cute.Pointer  # fp32 [stage, k block of the stage, token]
     block_scale: cute.Pointer  # fp32 [stage, k block of the stage, panel]
+    board: cute.Pointer | None  # int32 [stage, word], of joint products
 
 
 @dataclass(frozen=True)
 class Pipelines:
-    """The edges of `ProductPlan.barriers`."""
+    """The edges of `ProductPlan.barriers`, by their names."""
 
-    ring: mbarrier.Ring
+    edges: dict[str, mbarrier.Ring]
+
+    @property
+    def ring(self) -> mbarrier.Ring:
+        return self.edges["ring"]
+
+    @property
+    def board(self) -> mbarrier.Ring:
+        return self.edges["board"]
 
 
 @dataclass(frozen=True)
@@ -213,5 +222,8 @@ def allocate(plan: ProductPlan) -> tuple[Smem, Pipelines]:
         x_tiles={kind.tokens: tiles_of(kind.tokens) for kind in plan.kinds},
         x_scale=storage.x_scale.data_ptr(),
         block_scale=storage.block_scale.data_ptr(),
+        board=storage.board.data_ptr() if plan.tiling.is_joint else None,
     )
-    return smem, Pipelines(mbarrier.pipeline(plan.barriers, storage, "ring"))
+    names = [edge.name for edge in plan.barriers.edges]
+    edges = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
+    return smem, Pipelines(edges)

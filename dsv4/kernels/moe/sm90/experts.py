@@ -2,9 +2,9 @@
 any number of tokens.
 
 `ExpertsSm90` is what callers construct, compile and call: launches of which each begins while the
-one before ends. Gate and up with SwiGLU of the shared expert, the same of the routed ones, down of
-all, sum over a token's experts. The first needs no routing: where a router leads, its selection
-shares that launch.
+one before ends. Gate and up with SwiGLU of the shared expert; the same of the routed ones, and down
+of all, in one launch or two; sum over a token's experts. The first needs no routing: where a router
+leads, its selection shares that launch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dsv4.kernels.moe.routing import RoutingConfig
 from dsv4.kernels.moe.select import Lists, Select
 from dsv4.kernels.moe.sm90.context import Operands
 from dsv4.kernels.moe.sm90.epilogue import Rows, SwiGlu
+from dsv4.kernels.moe.sm90.joint_products import JointProducts
 from dsv4.kernels.moe.sm90.product import GroupedProduct, ProductBesideSelection
 
 
@@ -46,6 +47,7 @@ class ExpertTensors(NamedTuple):
     shared_s2: cute.Tensor
     groups: cute.Tensor
     counts: cute.Tensor
+    taken: cute.Tensor
     pairs: cute.Tensor
     ids: cute.Tensor
     weights: cute.Tensor
@@ -102,7 +104,8 @@ class ExpertsSm90:
                 shared = ProductBesideSelection(shared, select)
             plan = ProductPlan.down(config, tiling, self.lanes_per_warp)
             second = GroupedProduct(plan, Rows(plan.panels, config.top_k), config.top_k)
-            self.products.append((shared, routed, second))
+            joint = JointProducts(routed, second) if tiling.is_joint else None
+            self.products.append((shared, routed, second, joint))
         self.quantizer = QuantizeRows(config.inner)
         self.combine = Combine(config.hidden, config.top_k)
 
@@ -131,6 +134,7 @@ class ExpertsSm90:
         shared_s2: cute.Tensor,
         groups: cute.Tensor,  # [G, 4]
         counts: cute.Tensor,  # [2]
+        taken: cute.Tensor,  # [1]
         pairs: cute.Tensor,  # [P]
         ids: cute.Tensor,  # [T, k]
         weights: cute.Tensor,  # [T, k] fp32
@@ -147,7 +151,8 @@ class ExpertsSm90:
         """Launch one tiling's kernels."""
         tensors = ExpertTensors(
             x_codes, x_scale, w1, s1, w3, s3, w2, s2, shared_w1, shared_s1, shared_w3, shared_s3,
-            shared_w2, shared_s2, groups, counts, pairs, ids, weights, h, h_codes, h_scale, rows,
+            shared_w2, shared_s2, groups, counts, taken, pairs, ids, weights, h, h_codes, h_scale,
+            rows,
         )  # fmt: skip
         live_tokens = cute.make_tensor(counts.iterator + 1, cute.make_layout((1,)))
         self.launch(tensors, live_tokens, None, stream, tiling, num_sms)
@@ -167,18 +172,22 @@ class ExpertsSm90:
         up = tensors.up_operands(live_tokens)
         for i in cutlass.range_constexpr(len(self.products)):
             if tiling == i:
-                shared, routed, second = self.products[i]
+                shared, routed, second, joint = self.products[i]
                 if cutlass.const_expr(selection is None):
                     shared.launch(up, stream, num_sms)
                 else:
                     shared.launch(up, selection.lists, stream, num_sms, selection.group_tokens)
-                routed.launch(up, stream, num_sms)
                 has_codes = second.plan.source is Source.CODES
-                if cutlass.const_expr(has_codes):
-                    self.quantizer.launch(
-                        tensors.h, tensors.h_codes, tensors.h_scale, stream, num_sms
-                    )
-                second.launch(tensors.down_operands(has_codes, live_tokens), stream, num_sms)
+                down = tensors.down_operands(has_codes, live_tokens)
+                if cutlass.const_expr(joint is not None):
+                    joint.launch(up, down, tensors.taken, stream, num_sms)
+                else:
+                    routed.launch(up, stream, num_sms)
+                    if cutlass.const_expr(has_codes):
+                        self.quantizer.launch(
+                            tensors.h, tensors.h_codes, tensors.h_scale, stream, num_sms
+                        )
+                    second.launch(down, stream, num_sms)
 
 
 def as_bytes(scale: cute.Tensor) -> cute.Tensor:

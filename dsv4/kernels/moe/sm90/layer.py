@@ -1,9 +1,9 @@
 """A mixture-of-experts layer for Hopper (sm_90a), from hidden states to hidden states.
 
-Five launches, of which each begins while the one before ends: gate and quantisation; selection and
-sort beside gate and up of the shared expert; gate and up of the routed experts; down of all; sum
-over a token's experts, unless their reader adds them. What they hand to each other lies in the
-caller's scratch (`scratch.sections`).
+Four or five launches, of which each begins while the one before ends: gate and quantisation;
+selection and sort beside gate and up of the shared expert; gate and up of the routed experts, and
+down of all, in one launch or two; sum over a token's experts, unless their reader adds them. What
+they hand to each other lies in the caller's scratch (`scratch.sections`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dsv4.kernels.moe.config import K_BLOCK
 from dsv4.kernels.moe.gate import Gate, GateTensors
 from dsv4.kernels.moe.layer_args import ARGS, values
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.kernels.moe.routing import GROUP_WORDS
+from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS
 from dsv4.kernels.moe.scratch import ALIGNMENT, sections
 from dsv4.kernels.moe.select import Lists
 from dsv4.kernels.moe.sm90.experts import ExpertsSm90, ExpertTensors, Selection, as_bytes
@@ -89,7 +89,8 @@ class MoeSm90:
         order = section("pairs", Int32, (pairs,))
         groups = section("groups", Int32, (pairs + 1, GROUP_WORDS), GROUP_WORDS)
         counts = section("counts", Int32, (2,))
-        arrivals = section("arrivals", Int32, (1,))
+        arrivals = section("arrivals", Int32, (ARRIVAL_WORDS,))
+        taken = cute.make_tensor(arrivals.iterator + 1, cute.make_layout((1,)))
         h = section("h", BFloat16, (pairs + tokens, config.inner), config.inner)
         h_rows, h_blocks = pairs + tokens, config.inner // K_BLOCK
         h_codes = section("h_codes", Float8E4M3FN, (h_rows, config.inner), config.inner)
@@ -105,7 +106,7 @@ class MoeSm90:
         experts = ExpertTensors(
             codes, scales, w1, w1_scale, w3, w3_scale, w2, w2_scale,
             shared_w1, shared_w1_scale, shared_w3, shared_w3_scale, shared_w2, shared_w2_scale,
-            groups, counts, order, ids, weights, h, h_codes, h_scale, rows,
+            groups, counts, taken, order, ids, weights, h, h_codes, h_scale, rows,
         )  # fmt: skip
         selection = Selection(lists, group_tokens)
         self.expert_kernels.launch(experts, live_tokens, selection, stream, tiling, num_sms)

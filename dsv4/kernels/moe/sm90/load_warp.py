@@ -35,7 +35,7 @@ class LoadWarp:
             if ctx.slot < plan.row_tiles:
                 early = Int32(min(plan.stages, plan.shared.steps))
             for step in cutlass.range(early, unroll=1):
-                self._load_stage(ctx, plan.shared, True, ctx.slot, Int32(0), lane, step, step)
+                self.load_stage(ctx, plan.shared, True, ctx.slot, Int32(0), lane, step, step)
         pdl.wait_for_previous_launch()
         scheduler = read_schedule(ctx, plan)
         # ---- the others ----
@@ -47,27 +47,31 @@ class LoadWarp:
             ahead = scheduler.find(slot)
             if tile.is_shared:
                 if cutlass.const_expr(plan.has_shared):
-                    cursor = self._load_tile(ctx, plan.shared, True, tile, lane, first, cursor)
+                    cursor = self.load_tile(ctx, plan.shared, True, tile, lane, first, cursor)
             elif cutlass.const_expr(plan.has_routed):
-                cursor = self._load_tile(ctx, plan.routed[0], False, tile, lane, first, cursor)
+                cursor = self.load_tile(ctx, plan.routed[0], False, tile, lane, first, cursor)
             tile, first = ahead, Int32(0)
 
     @cute.jit
-    def _load_tile(
+    def load_tile(
         self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
-        tile: WorkTile, lane, first, cursor: Cursor,
+        tile: WorkTile, lane, first, cursor: Cursor, count=None,
     ):  # fmt: skip
+        """Load the stages of a tile from `first` on, all or `count` at most."""
         ring = ctx.pipes.ring
-        for step in cutlass.range(first, tile.steps(kind), unroll=1):
+        end = tile.steps(kind)
+        if cutlass.const_expr(count is not None):
+            end = cutlass.min(end, first + count)
+        for step in cutlass.range(first, end, unroll=1):
             ring.acquire(cursor)
-            self._load_stage(
+            self.load_stage(
                 ctx, kind, is_shared, tile.row_tile, tile.expert, lane, step, cursor.stage
             )
             cursor = ring.next(cursor)
         return cursor
 
     @cute.jit
-    def _load_stage(
+    def load_stage(
         self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
         row_tile, expert, lane, step, stage,
     ):  # fmt: skip

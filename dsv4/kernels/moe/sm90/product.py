@@ -70,7 +70,7 @@ class GroupedProduct:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                mbarrier.init(plan.barriers, vars(ctx.pipes))
+                mbarrier.init(plan.barriers, ctx.pipes.edges)
             cute.arch.mbarrier_init_fence()
         self.activations.clear(ctx)
         cute.arch.sync_threads()
