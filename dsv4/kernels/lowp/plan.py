@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dsv4.kernels.kit.plan import (
     WARPGROUP_WARPS,
@@ -21,7 +22,7 @@ from dsv4.kernels.kit.plan import (
 from dsv4.kernels.kit.ring_plan import RingPlan
 from dsv4.kernels.lowp.config import LOG2E, QuantizedAttentionConfig
 
-GROUPS = 2  # consumer warpgroups
+GROUPS = 3  # consumer warpgroups
 GROUP_QUERIES = 64  # of a warpgroup: rows of a product, and of the official kernel's tile
 TILE_QUERIES = GROUPS * GROUP_QUERIES  # of a work tile
 TILE_KEYS = 128
@@ -30,6 +31,24 @@ MOST_STAGES = 5
 K_SUM, V_SUM, V_MAX, V_MIN, V_FACTOR, STATISTICS = range(6)
 # Codes of keys and values that stay in L2 while all queries of their heads pass.
 L2_BYTES = 24 << 20
+
+
+class Order(NamedTuple):
+    """Order of a warpgroup's products: weighted values of a tile, then the scores of the next one.
+
+    Attributes:
+        shares_registers: whether both have the same accumulators, so that the scores wait until
+            the weighted values are added up.
+        takes_turns: whether warpgroups wait for each other's products.
+    """
+
+    shares_registers: bool
+    takes_turns: bool
+
+
+# By the channels of codes. With 128 the sums, a tile's and its scores are 192 of the 160 registers
+# that a thread of three warpgroups has.
+ORDERS = {64: Order(False, False), 128: Order(True, True)}
 
 
 @dataclass(frozen=True)
@@ -56,7 +75,12 @@ class AttentionPlan(RingPlan):
 
     @property
     def registers(self) -> Registers:
-        return Registers.of(self.warps, consumers=240, load=24)
+        return Registers.of(self.warps, consumers=160, load=32)
+
+    @property
+    def order(self) -> Order:
+        """Order of products."""
+        return ORDERS[self.dim]
 
     @property
     def tile_bytes(self) -> int:

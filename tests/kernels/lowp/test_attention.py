@@ -137,7 +137,7 @@ def test_no_synchronisation_is_left_out(seed: int) -> None:
 def test_plan() -> None:
     for dim in (64, 128):
         plan = AttentionPlan(dim)
-        assert plan.stages == 5 and plan.registers["consumers"] == 240
+        assert plan.stages == 5 and plan.registers["consumers"] == 160
         assert "tile of codes of values" in str(plan)
     causal = QuantizedAttentionConfig(128, causal="top_left", sm_scale=1.0)
     assert choose_launch(causal, 128, 128, 8192, 8192, 132)[1:] == (12, 132)
@@ -176,16 +176,16 @@ BUGS: dict[str, Edit] = {
     "queries without a fence": at("Queries.take")
     .call("cute.arch.fence_view_async_shared")
     .delete(),
-    "scores read before they are there": at("Consumers._step")
+    "sums read before they are there": at("Consumers._step")
     .call("warpgroup.wait_group", 0)
     .delete(),
-    "sums read before they are there": at("Consumers._step")
+    "scores read before they are there": at("Consumers._step")
     .call("warpgroup.wait_group", 1)
     .delete(),
     "a key too many": at("hide_unseen")
     .expression("8 * j + c < limit")
     .replace("8 * j + c <= limit"),
-    "sums that are not scaled": at("Consumers._scale_and_add")
+    "sums that are not scaled": at("Consumers._add_tile")
     .expression("decay[r]")
     .replace("1.0"),
 }

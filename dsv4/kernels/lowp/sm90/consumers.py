@@ -1,14 +1,15 @@
-"""Consumer warpgroups of attention: 64 queries each, in turns at the tensor cores.
+"""Consumer warpgroups of attention: 64 queries each.
 
-While one warpgroup's products run, the other one computes weights. Within a warpgroup the scores of
-a tile are computed beside the weighted values of the tile before:
+While the products of one warpgroup run, the others compute weights. A warpgroup's step:
 
-    turn     S(j) = Q K(j)^T, T = P(j - 1) V(j - 1) are issued, then the other warpgroup may
-    S(j)     maxima, weights of S(j), in its registers
-    T        O = O * decay(j - 1) + T; codes P(j)
+    products   T = P(j - 1) V(j - 1), then S(j) = Q K(j)^T
+    T          O = O * decay(j - 1) + T
+    S(j)       maxima, weights, in its registers; codes P(j)
 
-T is a fresh accumulator for each tile ("fp32+fp32"): an FP8 tensor core keeps 14 bits of its sums.
-With "fp32" the products of all tiles stay in O, which is scaled between them.
+`plan.Order` says whether S(j) is issued before T is there, or takes its registers, and whether
+warpgroups take turns at the tensor cores. T is a fresh accumulator for each tile ("fp32+fp32"): an
+FP8 tensor core keeps 14 bits of its sums. With "fp32" the products of all tiles stay in O, which is
+scaled between them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.kit.wgmma import by_row, gemm
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
-from dsv4.kernels.lowp.plan import GROUP_QUERIES, TILE_KEYS, AttentionPlan
+from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, TILE_KEYS, AttentionPlan
 from dsv4.kernels.lowp.sm90.context import AttentionContext, scores_mma, values_mma
 from dsv4.kernels.lowp.sm90.epilogue import Epilogue
 from dsv4.kernels.lowp.sm90.queries import Queries
@@ -31,7 +32,7 @@ from dsv4.kernels.lowp.sm90.softmax import RowState, encode, hide_unseen, raise_
 from dsv4.kernels.lowp.sm90.work import Operands, Work
 
 K_STEP = 32  # of a product of bytes
-TURNS = 1  # named barrier of the first warpgroup's turns; that of the second is the next one
+TURNS = 1  # named barrier of the first warpgroup's turns; those of the others follow
 
 
 class Fragments(NamedTuple):
@@ -48,12 +49,14 @@ class Fragments(NamedTuple):
 
 
 class Consumers:
-    """Both warpgroups."""
+    """All warpgroups."""
 
     def __init__(self, config: QuantizedAttentionConfig, plan: AttentionPlan):
         self.config = config
         self.plan = plan
         self.has_two_levels = config.pv_accum_dtype == "fp32+fp32"
+        self.takes_turns = plan.order.takes_turns
+        self.shares_registers = plan.order.shares_registers and self.has_two_levels
         self.queries = Queries(config, plan)
         self.epilogue = Epilogue(config, plan)
 
@@ -63,8 +66,10 @@ class Consumers:
         lane, group = cute.arch.lane_idx(), warp // 4
         f = self._fragments(ctx, group)
         keys = ctx.pipes.keys.consumer()
-        if group == 1:
-            pass_turn(group)
+        # The last one passes the first turn, and the first one takes the last that is passed.
+        if cutlass.const_expr(self.takes_turns):  # noqa: SIM102 static, then dynamic
+            if group == GROUPS - 1:
+                pass_turn(group)
         index, stop = Int32(cute.arch.block_idx()[0]), ctx.tiles.count(ctx.operands)
         while index < stop:
             work = ctx.tiles.find(ctx.operands, index)
@@ -75,8 +80,9 @@ class Consumers:
                 keys = self._pass_keys(ctx, f, work, factor, warp, lane, keys)
             self.epilogue.store(ctx, work, f.sums, f.state, warp, lane)
             index += cute.arch.grid_dim()[0]
-        if group == 0:
-            await_turn(group)
+        if cutlass.const_expr(self.takes_turns):  # noqa: SIM102 static, then dynamic
+            if group == 0:
+                await_turn(group)
 
     def _fragments(self, ctx: AttentionContext, group) -> Fragments:
         scores, values = scores_mma(self.plan), values_mma(self.plan)
@@ -85,6 +91,8 @@ class Consumers:
         o = values.make_fragment_C(sums)
         s = scores.make_fragment_C(scores.partition_shape_C((GROUP_QUERIES, TILE_KEYS)))
         t = values.make_fragment_C(sums) if self.has_two_levels else o
+        if self.shares_registers:
+            t = cute.make_tensor(cute.recast_ptr(s.iterator, dtype=Float32), o.layout)
         return Fragments(
             q=own.make_fragment_A(own.partition_A(ctx.smem.queries))[None, None, None, group],
             k=own.make_fragment_B(own.partition_B(ctx.smem.keys)),
@@ -150,25 +158,34 @@ class Consumers:
         self, ctx: AttentionContext, f: Fragments, factor, limits, lane, keys: Cursor,
         values: Cursor, is_masked: cutlass.Constexpr,
     ):  # fmt: skip
-        """Weights of a tile beside the weighted values of the one before."""
+        """The weighted values of the tile before, then the weights of a tile."""
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         ctx.pipes.keys.wait(keys)
-        await_turn(group)
-        warpgroup.fence()
-        self._issue_scores(f, keys.stage)
         ctx.pipes.values.wait(values)
+        if cutlass.const_expr(self.takes_turns):
+            await_turn(group)
+        warpgroup.fence()
         self._issue_values(f, values.stage)
-        pass_turn(group)
-        warpgroup.wait_group(1)
+        if cutlass.const_expr(not self.shares_registers):
+            self._issue_scores(f, keys.stage)
+        if cutlass.const_expr(self.takes_turns and not self.shares_registers):
+            pass_turn(group)
+        warpgroup.wait_group(0 if self.shares_registers else 1)
+        ctx.pipes.values.release(values, lane)
+        self._add_tile(f)
+        if cutlass.const_expr(self.shares_registers):
+            warpgroup.fence()
+            self._issue_scores(f, keys.stage)
+            if cutlass.const_expr(self.takes_turns):
+                pass_turn(group)
+        warpgroup.wait_group(0)
         ctx.pipes.keys.release(keys, lane)
         if cutlass.const_expr(is_masked):
             hide_unseen(f.scores, limits, lane)
-        decay = [f.state.decay[r] for r in range(2)]
         raise_maxima(f.scores, f.state, factor, is_masked)
+        if cutlass.const_expr(not self.has_two_levels):
+            self._scale(f)
         weigh(f.scores, f.state, factor, is_masked)
-        warpgroup.wait_group(0)
-        ctx.pipes.values.release(values, lane)
-        self._scale_and_add(f, decay)
         encode(f.scores, f.codes)
 
     def _limits(self, ctx: AttentionContext, work: Work, first, tile):
@@ -199,16 +216,14 @@ class Consumers:
         warpgroup.commit_group()
 
     @cute.jit
-    def _scale_and_add(self, f: Fragments, decay):
-        """O with the tile before, on its way to the next one's maxima."""
+    def _add_tile(self, f: Fragments):
+        """O with the last tile whose values were weighted."""
         if cutlass.const_expr(self.has_two_levels):
-            sums, tile_sums = by_row(f.sums), by_row(f.tile_sums)
+            sums, tile_sums, decay = by_row(f.sums), by_row(f.tile_sums), f.state.decay
             for j in cutlass.range_constexpr(cute.size(sums, mode=[2])):
                 for r in cutlass.range_constexpr(2):
                     for c in cutlass.range_constexpr(2):
                         sums[r, c, j] = cute.math.fma(sums[r, c, j], decay[r], tile_sums[r, c, j])
-        else:
-            self._scale(f)
 
     @cute.jit
     def _scale(self, f: Fragments):
@@ -218,12 +233,6 @@ class Consumers:
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(2):
                     sums[r, c, j] = sums[r, c, j] * f.state.decay[r]
-
-    @cute.jit
-    def _add_tile(self, f: Fragments):
-        """O with the last tile."""
-        if cutlass.const_expr(self.has_two_levels):
-            self._scale_and_add(f, [f.state.decay[r] for r in range(2)])
 
 
 class KeyScale(NamedTuple):
@@ -258,5 +267,6 @@ def await_turn(group) -> None:
 
 
 def pass_turn(group) -> None:
-    """Let the other warpgroup have them."""
-    cute.arch.barrier_arrive(barrier_id=TURNS + (group ^ 1), number_of_threads=256)
+    """Let the next warpgroup have them."""
+    after = cutlass.select_(group == GROUPS - 1, Int32(0), group + 1)
+    cute.arch.barrier_arrive(barrier_id=TURNS + after, number_of_threads=256)

@@ -77,11 +77,7 @@ def allocate(plan: AttentionPlan) -> tuple[Smem, Pipelines]:
 
 def scores_mma(plan: AttentionPlan):
     """wgmma of a warpgroup's queries with a tile of keys, both in shared memory."""
-    shape, source, major = (
-        (GROUP_QUERIES, TILE_KEYS, 32),
-        warpgroup.OperandSource.SMEM,
-        K_MAJOR,
-    )
+    shape, source, major = (GROUP_QUERIES, TILE_KEYS, 32), warpgroup.OperandSource.SMEM, K_MAJOR
     dtype, sums = DTYPES[plan.qk], SCORES[plan.qk]
     op = MmaI8Op if plan.qk == "int8" else warpgroup.MmaF8Op
     return cute.make_tiled_mma(op(dtype, dtype, sums, shape, source, major, major))

@@ -20,7 +20,7 @@ from dsv4.kernels.lowp.sm90.work import Work, row_of
 
 CHUNK = VECTOR_BYTES  # channels whose codes are one vector
 VECTOR = 8  # channels of one load
-BARRIER = 3  # named barrier of the first warpgroup's queries; that of the second is the next one
+BARRIER = 4  # named barrier of the first warpgroup's queries; those of the others follow
 
 
 class Queries:
