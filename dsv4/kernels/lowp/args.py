@@ -37,7 +37,10 @@ ATTENTION_ARGS = (
     In("k_scale", "b Hk Gk sk", "k_scale_dtype", differentiable=False),
     In("v_codes", "b Hk Gk v0 v1", "v_dtype", align=16, differentiable=False),
     Out("out", "b Hq L d", "dtype", align="row_align"),
-    *(OptIn(name, dims, dtype) for name, (dims, dtype) in _SCALES.items()),
+    *(
+        OptIn(name, dims, dtype, align=16 if name == "v_scale" else None)
+        for name, (dims, dtype) in _SCALES.items()
+    ),
     OptIn("attn_mask", "b Hq L S", "mask_dtype"),
     OptIn("cu_seqlens_q", "N1", "int32"),
     OptIn("cu_seqlens_k", "N1", "int32"),

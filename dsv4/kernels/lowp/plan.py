@@ -26,7 +26,9 @@ GROUPS = 3  # consumer warpgroups
 GROUP_QUERIES = 64  # of a warpgroup: rows of a product, and of the official kernel's tile
 TILE_QUERIES = GROUPS * GROUP_QUERIES  # of a work tile
 TILE_KEYS = 128
+SPAN = 64  # channels of queries that a box of TMA holds
 MOST_STAGES = 5
+WORK_WORDS = 12  # that hold a `Work`: whole vectors
 # Statistics of a tile of keys and values: rows of channels.
 K_SUM, V_SUM, V_MAX, V_MIN, V_FACTOR, STATISTICS = range(6)
 # Codes of keys and values that stay in L2 while all queries of their heads pass.
@@ -87,12 +89,27 @@ class AttentionPlan(RingPlan):
         """Of a tile of keys, and of values."""
         return TILE_KEYS * self.dim
 
+    @property
+    def span_bytes(self) -> int:
+        """Of a tile of queries' rows, 64 channels of them."""
+        return TILE_QUERIES * SPAN * 2
+
+    @property
+    def query_bytes(self) -> int:
+        """Of all rows of a work tile, and the scales of its values."""
+        return self.dim // SPAN * self.span_bytes + 4 * self.dim
+
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         qk = {"int8": "Int8", "fp8": "Float8E4M3FN"}[self.qk]
         return (
             Buffer("queries", qk, TILE_QUERIES * self.dim, 1024),
             Buffer("keys", qk, stages * self.tile_bytes, 1024),
             Buffer("values", "Float8E4M3FN", stages * self.tile_bytes, 1024),
+            Buffer("rows", "BFloat16", TILE_QUERIES * self.dim, 1024),  # or fp16
+            # By the parity of a CTA's work tiles: those of one are read to its end, when the next
+            # one's are there already.
+            Buffer("works", "Int32", 2 * WORK_WORDS, 16),
+            Buffer("value_scales", "Float32", 2 * self.dim, 16),
             Buffer("maxima", "Float32", GROUPS * WARPGROUP_WARPS),
             *self._barriers(stages).split_buffers,
         )
@@ -101,6 +118,7 @@ class AttentionPlan(RingPlan):
         load = (Arrival("load", Arrive.TMA),)
         consumers = (Arrival("consumers", Arrive.WARP),)
         edges = (
+            Edge("queries", "rows of a work tile", load, consumers, 1, self.query_bytes),
             Edge("keys", "tile of codes of keys", load, consumers, stages, self.tile_bytes),
             Edge("values", "tile of codes of values", load, consumers, stages, self.tile_bytes),
         )

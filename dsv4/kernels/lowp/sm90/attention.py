@@ -1,6 +1,6 @@
 """Attention over codes for Hopper (sm_90a): INT8 scores, FP8 weights and values.
 
-    load warp             tiles of keys and values -> rings (TMA)
+    load warp             queries; tiles of keys and values -> rings (TMA)
     consumer warpgroups   queries, coded; scores, weights, sums: 64 queries each
 
 A CTA computes 64 queries of a head for each consumer warpgroup at a time.
@@ -21,7 +21,12 @@ from dsv4.kernels.lowp.config import QuantizedAttentionConfig
 from dsv4.kernels.lowp.plan import AttentionPlan
 from dsv4.kernels.lowp.sm90.consumers import Consumers
 from dsv4.kernels.lowp.sm90.context import AttentionContext, allocate
-from dsv4.kernels.lowp.sm90.load_warp import LoadWarp, make_key_map, make_value_map
+from dsv4.kernels.lowp.sm90.load_warp import (
+    LoadWarp,
+    make_key_map,
+    make_query_map,
+    make_value_map,
+)
 from dsv4.kernels.lowp.sm90.work import Operands, WorkTiles
 
 
@@ -66,7 +71,7 @@ class AttentionSm90:
         num_ctas: Int32,
     ):
         """Launch the attention."""
-        maps = (make_key_map(self.plan, k_codes), make_value_map(v_codes))
+        maps = (make_query_map(q), make_key_map(self.plan, k_codes), make_value_map(v_codes))
         operands = Operands(
             q, k_codes, k_scale, out, v_scale, km, vm, cu_seqlens_q, cu_seqlens_k, lse, factor,
             section,
@@ -85,6 +90,7 @@ class AttentionSm90:
     def kernel(
         self,
         maps: tuple[
+            cutlass.GridConstant[TensorMap],  # queries
             cutlass.GridConstant[TensorMap],  # keys
             cutlass.GridConstant[TensorMap],  # values
         ],
@@ -97,7 +103,7 @@ class AttentionSm90:
         ctx = AttentionContext(operands, self.tiles, smem, pipes)
         if warp == 0:
             with cute.arch.elect_one():
-                edges = {"keys": pipes.keys, "values": pipes.values}
+                edges = {"queries": pipes.queries, "keys": pipes.keys, "values": pipes.values}
                 mbarrier.init(plan.barriers, edges)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()

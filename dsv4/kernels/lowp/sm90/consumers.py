@@ -29,7 +29,7 @@ from dsv4.kernels.lowp.sm90.context import AttentionContext, scores_mma, values_
 from dsv4.kernels.lowp.sm90.epilogue import Epilogue
 from dsv4.kernels.lowp.sm90.queries import Queries
 from dsv4.kernels.lowp.sm90.softmax import RowState, encode, hide_unseen, raise_maxima, weigh
-from dsv4.kernels.lowp.sm90.work import Operands, Work
+from dsv4.kernels.lowp.sm90.work import Operands, Share, Work
 
 K_STEP = 32  # of a product of bytes
 TURNS = 1  # named barrier of the first warpgroup's turns; those of the others follow
@@ -70,16 +70,15 @@ class Consumers:
         if cutlass.const_expr(self.takes_turns):  # noqa: SIM102 static, then dynamic
             if group == GROUPS - 1:
                 pass_turn(group)
-        index, stop = Int32(cute.arch.block_idx()[0]), ctx.tiles.count(ctx.operands)
+        turn, index, stop = Int32(0), ctx.tiles.place(Int32(0)), ctx.tiles.count(ctx.operands)
         while index < stop:
-            work = ctx.tiles.find(ctx.operands, index)
-            f.state.reset()
-            f.sums.fill(0.0)
-            if work.count > 0:
-                factor = self.queries.take(ctx, work, warp, lane)
-                keys = self._pass_keys(ctx, f, work, factor, warp, lane, keys)
-            self.epilogue.store(ctx, work, f.sums, f.state, warp, lane)
-            index += cute.arch.grid_dim()[0]
+            parity = turn % 2
+            ctx.pipes.queries.wait(parity)
+            work = Work.load(ctx.smem.works[None, parity])
+            keys = self._pass_keys(ctx, f, work, warp, lane, keys)
+            self.epilogue.store(ctx, f.sums, f.state, warp, lane, parity)
+            turn += 1
+            index = ctx.tiles.place(turn)
         if cutlass.const_expr(self.takes_turns):  # noqa: SIM102 static, then dynamic
             if group == 0:
                 await_turn(group)
@@ -106,20 +105,47 @@ class Consumers:
 
     @cute.jit
     def _pass_keys(
-        self, ctx: AttentionContext, f: Fragments, work: Work, factor, warp, lane, keys: Cursor
+        self, ctx: AttentionContext, f: Fragments, work: Work, warp, lane, keys: Cursor
     ) -> Cursor:
-        """Sums over all keys of a work tile; the next place in the rings, of which that of values
-        is a tile behind."""
-        scale = KeyScale.of(ctx.operands, work, lane)
-        first = work.seen + warp * 16 + lane // 4
-        if cutlass.const_expr(not ctx.tiles.is_causal):
-            first = work.keys
+        """Sums over all keys of a work tile; the next place in both rings."""
+        share = ctx.tiles.share(work, warp // 4)
         # Opaque, or they would be computed again for every tile.
-        count = cute.arch.make_warp_uniform(work.count)
-        middle = cutlass.max(cutlass.min(work.full, work.count), 1)
+        count = cute.arch.make_warp_uniform(share.count)
+        all_tiles = cute.arch.make_warp_uniform(work.count)
+        scale, first_scale = KeyScale.of(ctx.operands, work, lane), Float32(0.0)
+        if count > 0:
+            first_scale = scale.load()
+        factor = self.queries.take(ctx, work, warp, lane)
+        f.state.reset()
+        f.sums.fill(0.0)
+        if count > 0:
+            keys = self._pass_seen(
+                ctx, f, work, share, count, scale, factor * first_scale, factor, warp, lane, keys
+            )
+        # ---- tiles that other warpgroups' queries see ----
+        for tile in cutlass.range(count, all_tiles, unroll=1):
+            ctx.pipes.keys.wait(keys)
+            ctx.pipes.keys.release(keys, lane)
+            ctx.pipes.values.wait(keys)
+            ctx.pipes.values.release(keys, lane)
+            if cutlass.const_expr(self.takes_turns):  # noqa: SIM102 static, then dynamic
+                if tile > 0:
+                    await_turn(warp // 4)
+                    pass_turn(warp // 4)
+            keys = ctx.pipes.keys.next(keys)
+        return keys
+
+    @cute.jit
+    def _pass_seen(
+        self, ctx: AttentionContext, f: Fragments, work: Work, share: Share, count,
+        scale: KeyScale, of_tile, factor, warp, lane, keys: Cursor,
+    ) -> Cursor:  # fmt: skip
+        """Sums over the keys that a warpgroup's queries see, of which there are some. The place in
+        the ring of values is a tile behind."""
+        first = share.seen + (warp % 4 * 16 + lane // 4 if ctx.tiles.is_causal else 0)
+        middle = cutlass.max(cutlass.min(share.full, share.count), 1)
         middle = cute.arch.make_warp_uniform(middle)
         # ---- first tile ----
-        of_tile = factor * scale.load()
         ctx.pipes.keys.wait(keys)
         warpgroup.fence()
         self._issue_scores(f, keys.stage)

@@ -13,7 +13,7 @@ from cutlass.memory import SmemAllocator
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
-from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, TILE_KEYS, AttentionPlan
+from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, TILE_KEYS, WORK_WORDS, AttentionPlan
 from dsv4.kernels.lowp.sm90.work import Operands, WorkTiles
 
 DTYPES = {"int8": cutlass.Int8, "fp8": cutlass.Float8E4M3FN}
@@ -30,8 +30,11 @@ class Smem:
     keys: cute.Tensor  # swizzled [key, channel, stage]
     values: cute.Tensor  # swizzled [channel, key, stage]
     queries_start: cute.Pointer
+    rows_start: cute.Pointer  # of queries as they are, swizzled [row, channel] of 64 channels
     keys_start: cute.Pointer
     values_start: cute.Pointer
+    works: cute.Tensor  # [word, parity]
+    value_scales: cute.Tensor  # [channel, parity]
     maxima: cute.Tensor  # [warp]
 
 
@@ -39,6 +42,7 @@ class Smem:
 class Pipelines:
     """The edges of `AttentionPlan.barriers`."""
 
+    queries: mbarrier.Buffer
     keys: mbarrier.Ring
     values: mbarrier.Ring
 
@@ -66,11 +70,14 @@ def allocate(plan: AttentionPlan) -> tuple[Smem, Pipelines]:
         keys=storage.keys.get_tensor(k.outer, swizzle=k.inner),
         values=storage.values.get_tensor(v.outer, swizzle=v.inner),
         queries_start=storage.queries.data_ptr(),
+        rows_start=storage.rows.data_ptr(),
         keys_start=storage.keys.data_ptr(),
         values_start=storage.values.data_ptr(),
+        works=storage.works.get_tensor(cute.make_layout((WORK_WORDS, 2))),
+        value_scales=storage.value_scales.get_tensor(cute.make_layout((plan.dim, 2))),
         maxima=storage.maxima.get_tensor(cute.make_layout(plan.smem["maxima"].count)),
     )
-    names = ("keys", "values")
+    names = ("queries", "keys", "values")
     pipes = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
     return smem, Pipelines(**pipes)
 

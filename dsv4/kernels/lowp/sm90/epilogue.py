@@ -29,10 +29,11 @@ class Epilogue:
 
     @cute.jit
     def store(
-        self, ctx: AttentionContext, work: Work, sums: cute.Tensor, state: RowState, warp, lane
+        self, ctx: AttentionContext, sums: cute.Tensor, state: RowState, warp, lane, parity
     ):
         """Write a work tile's rows; 0 and -inf of a row without keys."""
-        operands = ctx.operands
+        operands, work = ctx.operands, Work.load(ctx.smem.works[None, parity])
+        scales = ctx.smem.value_scales[None, parity]
         inverse = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             total = quad_sum(state.total[r])
@@ -40,27 +41,26 @@ class Epilogue:
             safe = cutlass.select_(total == 0.0, Float32(1.0), Float32(total))
             inverse[r] = cutlass.select_(total == 0.0, Float32(0.0), Float32(1.0) / safe)
         row = warp * 16 + lane // 4
-        self._store_rows(operands, work, sums, state, inverse, row, lane)
+        self._store_rows(operands, work, sums, state, inverse, scales, row, lane)
         if operands.lse.shape[0] != 0:
             self._store_lse(operands, work, state, row, lane)
 
     @cute.jit
     def _store_rows(
-        self, operands: Operands, work: Work, sums, state: RowState, inverse, row, lane
+        self, operands: Operands, work: Work, sums, state: RowState, inverse, scales, row, lane
     ):
         """Scale, round and write 16 bytes at a time."""
         out, dim = operands.out, self.config.head_dim
         rows, dtype, quad = by_row(sums), operands.out.element_type, lane % 4
         sequence = cutlass.min(work.sequence, Int32(operands.v_scale.shape[0]) - 1)
-        scales = operands.v_scale.iterator + Int64(sequence) * operands.v_scale.stride[0]
-        scales = scales + Int64(work.key_head) * operands.v_scale.stride[1]
         targets = [
             row_of(out, work.batch, work.head, work.first_row + row + 8 * r) for r in range(2)
         ]
         for first in cutlass.range_constexpr(0, self.plan.dim // 8, TOGETHER):
             if cutlass.const_expr(first * 8 < dim):
                 factors = [
-                    self._channels(scales, (first + j) * 8 + quad * 2) for j in range(TOGETHER)
+                    [scales[(first + j) * 8 + quad * 2 + c] for c in range(2)]
+                    for j in range(TOGETHER)
                 ]
                 means = self._means(operands, work, sequence, first, quad)
                 for r in cutlass.range_constexpr(2):
@@ -81,13 +81,6 @@ class Epilogue:
                         cute.autovec_copy(
                             values, cute.make_tensor(target, cute.make_layout(VECTOR))
                         )
-
-    def _channels(self, start: cute.Pointer, channel) -> cute.Tensor:
-        """Two neighbouring channels' values."""
-        found = cute.make_rmem_tensor(2, Float32)
-        for c in range(2):
-            found[c] = cute.make_tensor(start, cute.make_layout(self.plan.dim))[channel + c]
-        return found
 
     @cute.jit
     def _means(self, operands: Operands, work: Work, sequence, first: cutlass.Constexpr, quad):

@@ -1,4 +1,4 @@
-"""Load warp of attention: tiles of keys and values by TMA, keys one tile ahead."""
+"""Load warp of attention: queries, keys and values by TMA, keys one tile ahead of values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,27 @@ from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_te
 
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
-from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load
-from dsv4.kernels.lowp.plan import TILE_KEYS, AttentionPlan
+from dsv4.kernels.kit.tma import bulk_load, prefetch_descriptors, tma_load
+from dsv4.kernels.lowp.plan import SPAN, TILE_KEYS, TILE_QUERIES, AttentionPlan
 from dsv4.kernels.lowp.sm90.context import AttentionContext
 from dsv4.kernels.lowp.sm90.work import Work
+
+
+@cute.jit
+def make_query_map(q: cute.Tensor):
+    """TMA descriptor of queries [b, Hq, L, d] as (channel, row, head, batch), a box of 64 channels;
+    zeros are where there are none."""
+    batch, heads, rows, dim = q.shape
+    units = VECTOR_BYTES * 8 // q.element_type.width
+    return create_tensor_map_tiled(
+        q.iterator.toint(),
+        q.element_type,
+        [dim, cutlass.max(Int32(rows), 1), Int32(heads), Int32(batch)],
+        [Int64(q.stride[i]) // units for i in (2, 1, 0)],
+        [SPAN, TILE_QUERIES, 1, 1],
+        swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
+        l2_promotion=TensorMapL2Promotion.none,
+    )
 
 
 @cute.jit
@@ -47,26 +64,46 @@ def make_value_map(v_codes: cute.Tensor):
 
 
 class LoadWarp:
-    """Producer of both rings."""
+    """Producer of queries and of both rings."""
 
     def __init__(self, plan: AttentionPlan):
         self.plan = plan
 
     @cute.jit
-    def load(self, ctx: AttentionContext, key_map, value_map):
-        """Load the keys and values of every work tile; one lane does all of it."""
+    def load(self, ctx: AttentionContext, query_map, key_map, value_map):
+        """Load what every work tile needs; one lane does all of it."""
         keys, values = ctx.pipes.keys.producer(), ctx.pipes.values.producer()
         if cute.arch.lane_idx() == 0:
-            prefetch_descriptors((key_map, value_map))
-            index, stop = Int32(cute.arch.block_idx()[0]), ctx.tiles.count(ctx.operands)
+            prefetch_descriptors((query_map, key_map, value_map))
+            turn, index, stop = Int32(0), ctx.tiles.place(Int32(0)), ctx.tiles.count(ctx.operands)
             while index < stop:
                 work = ctx.tiles.find(ctx.operands, index)
+                self._load_queries(ctx, query_map, work, turn % 2)
                 for tile in cutlass.range(work.count + 1, unroll=1):
                     if tile < work.count:
                         keys = self._load_keys(ctx, key_map, work, tile, keys)
                     if tile > 0:
                         values = self._load_values(ctx, value_map, work, tile - 1, values)
-                index += cute.arch.grid_dim()[0]
+                turn += 1
+                index = ctx.tiles.place(turn)
+
+    @cute.jit
+    def _load_queries(self, ctx: AttentionContext, query_map, work: Work, parity):
+        """Load a work tile's rows and the scales of its values, and hand it over itself."""
+        pipe, smem, scales = ctx.pipes.queries, ctx.smem, ctx.operands.v_scale
+        pipe.acquire(parity ^ 1)
+        work.store(smem.works[None, parity])
+        pipe.expect(self.plan.query_bytes)
+        for i in cutlass.range_constexpr(self.plan.dim // SPAN):
+            target = smem.rows_start + i * (self.plan.span_bytes // 2)
+            place = [i * SPAN, work.first_row, work.head, work.batch]
+            tma_load(query_map, target, place, pipe.full)
+        # Rows behind the last sequence are nobody's.
+        sequence = cutlass.min(work.sequence, Int32(scales.shape[0]) - 1)
+        source = scales.iterator + Int64(sequence) * scales.stride[0]
+        source = source + Int64(work.key_head) * scales.stride[1]
+        target = smem.value_scales[None, parity].iterator
+        bulk_load(source, target, 4 * self.plan.dim, pipe.full)
 
     @cute.jit
     def _load_keys(self, ctx: AttentionContext, key_map, work: Work, tile, cursor: Cursor):

@@ -11,15 +11,14 @@ from cutlass import Float32, Uint32, cute
 
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
-from dsv4.kernels.kit.vectors import pointer_to
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
-from dsv4.kernels.lowp.plan import GROUP_QUERIES, AttentionPlan
+from dsv4.kernels.lowp.plan import GROUP_QUERIES, SPAN, TILE_QUERIES, AttentionPlan
 from dsv4.kernels.lowp.rounding import Int8Scale, abs_of, fmax_nan, pack_int8
 from dsv4.kernels.lowp.sm90.context import AttentionContext
-from dsv4.kernels.lowp.sm90.work import Work, row_of
+from dsv4.kernels.lowp.sm90.work import Work
 
 CHUNK = VECTOR_BYTES  # channels whose codes are one vector
-VECTOR = 8  # channels of one load
+VECTOR = VECTOR_BYTES // 2  # channels of one load
 BARRIER = 4  # named barrier of the first warpgroup's queries; those of the others follow
 
 
@@ -34,10 +33,11 @@ class Queries:
 
     @cute.jit
     def take(self, ctx: AttentionContext, work: Work, warp, lane) -> Float32:
-        """Code a warpgroup's queries into shared memory; the scale of this thread's rows, times the
-        factor on scores."""
+        """Code a warpgroup's queries into shared memory, and release them; the scale of this
+        thread's rows, times the factor on scores."""
         group = warp // 4
         values = self._load(ctx, work, warp, lane)
+        ctx.pipes.queries.release(lane)
         factor = ctx.operands.factor.bitcast(Float32)
         if cutlass.const_expr(self.config.folds_scale):
             for i in cutlass.range_constexpr(cute.size(values)):
@@ -59,25 +59,26 @@ class Queries:
     @cute.jit
     def _load(self, ctx: AttentionContext, work: Work, warp, lane):
         """This lane's channels of its two rows as float32, zeros where there are none."""
-        q = ctx.operands.q
+        dtype = ctx.operands.q.element_type
         values = cute.make_rmem_tensor((CHUNK, self.chunks, 2), Float32)
-        values.fill(0.0)
         for r in cutlass.range_constexpr(2):
             row = warp * 16 + lane // 4 + 8 * r
-            if row < work.rows:
-                offset = row_of(q, work.batch, work.head, work.first_row + row)
-                for i in cutlass.range_constexpr(self.chunks):
-                    for half in cutlass.range_constexpr(CHUNK // VECTOR):
-                        first = (lane % 4 + 4 * i) * CHUNK + half * VECTOR
-                        if first < self.config.head_dim:
-                            loaded = cute.make_rmem_tensor(VECTOR, q.element_type)
-                            address = (q.iterator + (offset + first)).toint()
-                            source = pointer_to(address, q.element_type, VECTOR_BYTES)
-                            cute.autovec_copy(
-                                cute.make_tensor(source, cute.make_layout(VECTOR)), loaded
-                            )
-                            for j in cutlass.range_constexpr(VECTOR):
-                                values[half * VECTOR + j, i, r] = loaded[j].to(Float32)
+            for i in cutlass.range_constexpr(self.chunks):
+                for half in cutlass.range_constexpr(CHUNK // VECTOR):
+                    # The row in eight permutes the vectors of a span.
+                    vector = (lane % 4 * (CHUNK // VECTOR) + half) ^ (row % 8)
+                    offset = (i * TILE_QUERIES + row) * SPAN + vector * VECTOR
+                    source = cute.recast_ptr(
+                        ctx.smem.rows_start + cute.assume(offset, divby=VECTOR), dtype=dtype
+                    )
+                    loaded = cute.make_rmem_tensor(VECTOR, dtype)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), loaded)
+                    for j in cutlass.range_constexpr(VECTOR):
+                        value = loaded[j].to(Float32)
+                        if cutlass.const_expr(self.config.is_varlen):
+                            # Rows of the next sequence.
+                            value = cutlass.select_(row < work.rows, value, Float32(0.0))
+                        values[half * VECTOR + j, i, r] = value
         return values
 
     @cute.jit

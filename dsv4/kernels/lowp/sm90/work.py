@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, cute
 
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
 from dsv4.kernels.lowp.groups import first_block
-from dsv4.kernels.lowp.plan import TILE_KEYS, TILE_QUERIES
+from dsv4.kernels.lowp.plan import GROUP_QUERIES, TILE_KEYS, TILE_QUERIES
 from dsv4.kernels.lowp.sequences import Rows, rows_of, sequence_of
 
 
@@ -39,10 +39,9 @@ class Work(NamedTuple):
         first_row, rows: first query in the tensor, queries that there are, at most a tile's.
         first_key, first_tile: first row of the keys in the tensor, first of their tiles.
         keys: keys that the sequence has.
-        seen: keys that the first query sees; each one after it sees `step` more.
-        step: 1 where attention is causal, else 0.
+        seen: keys that the first query sees; where attention is causal each one after it sees one
+            more.
         count: tiles of keys that some query sees.
-        full: tiles that all queries see whole.
     """
 
     batch: Int32
@@ -54,6 +53,29 @@ class Work(NamedTuple):
     first_key: Int32
     first_tile: Int32
     keys: Int32
+    seen: Int32
+    count: Int32
+
+    def store(self, words: cute.Tensor) -> None:
+        """Hand it over through shared memory, in whole vectors."""
+        for i in range(cute.size(words)):
+            words[i] = self[i] if i < len(self) else Int32(0)
+
+    @staticmethod
+    def load(words: cute.Tensor) -> Work:
+        """What `store` has handed over."""
+        return Work(*(words[i] for i in range(len(Work._fields))))
+
+
+class Share(NamedTuple):
+    """Part of a work tile that a warpgroup has.
+
+    Attributes:
+        seen: keys that its first query sees.
+        count: tiles of keys that some query sees.
+        full: tiles that all queries see whole.
+    """
+
     seen: Int32
     count: Int32
     full: Int32
@@ -118,7 +140,6 @@ class WorkTiles:
             last = cutlass.max(cutlass.min(seen + rows - 1, keys.count), 0)
         if rows == 0:
             last = Int32(0)
-        full = cutlass.max(cutlass.min(seen, keys.count), 0) // TILE_KEYS
         return Work(
             batch=batch,
             head=head,
@@ -131,8 +152,28 @@ class WorkTiles:
             keys=keys.count,
             seen=seen,
             count=(last + TILE_KEYS - 1) // TILE_KEYS,
-            full=full,
         )
+
+    @cute.jit
+    def place(self, turn) -> Int32:
+        """Work tile that the CTA has as its `turn`th: to and fro over the CTAs, since the longest
+        come first."""
+        ctas, cta = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
+        return turn * ctas + cutlass.select_(turn % 2 == 1, ctas - 1 - cta, cta)
+
+    @cute.jit
+    def share(self, work: Work, group) -> Share:
+        """Keys that a warpgroup's queries see."""
+        first = group * GROUP_QUERIES
+        rows = cutlass.max(cutlass.min(work.rows - first, GROUP_QUERIES), 0)
+        seen, last = work.keys, work.keys
+        if cutlass.const_expr(self.is_causal):
+            seen = work.seen + first
+            last = cutlass.max(cutlass.min(seen + rows - 1, work.keys), 0)
+        if rows == 0:
+            last = Int32(0)
+        full = cutlass.max(cutlass.min(seen, work.keys), 0) // TILE_KEYS
+        return Share(seen, (last + TILE_KEYS - 1) // TILE_KEYS, full)
 
 
 def row_of(tensor: cute.Tensor, batch, head, row) -> Int64:
