@@ -42,15 +42,18 @@ class Order(NamedTuple):
         shares_registers: whether both have the same accumulators, so that the scores wait until
             the weighted values are added up.
         takes_turns: whether warpgroups wait for each other's products.
+        polynomials: of eight weights, those that are computed by multiplication: the special
+            function unit takes 16 a clock.
     """
 
     shares_registers: bool
     takes_turns: bool
+    polynomials: int
 
 
 # By the channels of codes. With 128 the sums, a tile's and its scores are 192 of the 160 registers
 # that a thread of three warpgroups has.
-ORDERS = {64: Order(False, False), 128: Order(True, True)}
+ORDERS = {64: Order(False, False, 2), 128: Order(True, True, 2)}
 
 
 @dataclass(frozen=True)

@@ -155,7 +155,7 @@ class Consumers:
         ctx.pipes.keys.release(keys, lane)
         hide_unseen(f.scores, self._limits(ctx, work, first, Int32(0)), lane)
         raise_maxima(f.scores, f.state, of_tile, True)
-        weigh(f.scores, f.state, of_tile, True)
+        weigh(f.scores, f.state, of_tile, True, self.plan.order.polynomials)
         encode(f.scores, f.codes)
         values, keys = keys, ctx.pipes.keys.next(keys)
         # ---- tiles that all queries see whole, then the others ----
@@ -211,7 +211,7 @@ class Consumers:
         raise_maxima(f.scores, f.state, factor, is_masked)
         if cutlass.const_expr(not self.has_two_levels):
             self._scale(f)
-        weigh(f.scores, f.state, factor, is_masked)
+        weigh(f.scores, f.state, factor, is_masked, self.plan.order.polynomials)
         encode(f.scores, f.codes)
 
     def _limits(self, ctx: AttentionContext, work: Work, first, tile):
