@@ -37,13 +37,14 @@ class Queries:
         thread's rows, times the factor on scores."""
         group = warp // 4
         values = self._load(ctx, work, warp, lane)
-        ctx.pipes.queries.release(lane)
         factor = ctx.operands.factor.bitcast(Float32)
         if cutlass.const_expr(self.config.folds_scale):
             for i in cutlass.range_constexpr(cute.size(values)):
                 values[i] = values[i] * factor
         magnitudes = [abs_of(values[i]) for i in range(cute.size(values))]
         amax = self._amax(ctx, tree(fmax_nan, magnitudes), warp, lane)
+        # What the largest of all values is known from has been read.
+        ctx.pipes.queries.release(lane)
         scale = self._encode(values, amax)
         # All warps' products with the queries before are over: PTX does not say that a warp's part
         # of a product reads that warp's rows alone.
