@@ -6,7 +6,8 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
-from dsv4.kernels.kit.vectors import address_of, pointer_to, vector_at
+from dsv4.kernels.kit import pdl
+from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.lowp.config import QuantizeKvConfig
 from dsv4.kernels.lowp.groups import V_ALIGN, V_ORDER
 from dsv4.kernels.lowp.kv_statistics import (
@@ -15,6 +16,7 @@ from dsv4.kernels.lowp.kv_statistics import (
     VECTOR,
     Operands,
     Tile,
+    load_rows,
     partial_of,
     tile_of,
 )
@@ -49,10 +51,13 @@ class Codes:
             grid=[2 * operands.k_scale.shape[2], heads, batch],
             block=[THREADS, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, operands: Operands):
+        pdl.launch_dependents()
+        pdl.wait_for_previous_launch()
         index, head, batch = cute.arch.block_idx()
         number = index // 2
         tile = tile_of(operands, batch, number, self.config.is_varlen)
@@ -85,16 +90,14 @@ class Codes:
             if channel < self.config.head_dim:
                 for j in cutlass.range_constexpr(VECTOR):
                     means[j] = operands.km[tile.sequence, head, channel + j].to(Float32)
-        x = cute.make_rmem_tensor((VECTOR, count), Float32)
-        x.fill(0.0)
+        rows = [first + self.rows * i for i in range(count)]
+        x = load_rows(operands.k, tile, batch, head, channel, rows, self.config.head_dim)
         amax = Float32(0.0)
         for i in cutlass.range_constexpr(count):
-            row = first + self.rows * i
-            if row < tile.rows and channel < self.config.head_dim:
-                loaded = load(operands.k, batch, head, tile.first + row, channel)
-                for j in cutlass.range_constexpr(VECTOR):
-                    x[j, i] = self.smoothed(loaded[j].to(Float32), means[j], dtype)
-                    amax = fmax_nan(amax, abs_of(x[j, i]))
+            for j in cutlass.range_constexpr(VECTOR):
+                value = self.smoothed(x[j, i], means[j], dtype)
+                x[j, i] = cutlass.select_(rows[i] < tile.rows, value, Float32(0.0))
+                amax = fmax_nan(amax, abs_of(x[j, i]))
         amax = across_lanes(fmax_nan, amax, lanes)
         if thread % lanes == 0:
             maxima[unit] = amax
@@ -106,14 +109,13 @@ class Codes:
             value = cutlass.select_(tile.rows == 0, Float32(0.0), Float32(scale))
             operands.k_scale[batch, head, number, unit] = value
         for i in cutlass.range_constexpr(count):
-            row = first + self.rows * i
-            if row < tile.rows:
+            if rows[i] < tile.rows:
                 words = cute.make_rmem_tensor(2, Uint32)
                 for h in cutlass.range_constexpr(2):
                     words[h] = pack_int8(
                         *(self.scale.code(x[4 * h + j, i], divisor, inverse) for j in range(4))
                     )
-                self.store_row(operands, batch, head, tile.first + row, channel, words)
+                self.store_row(operands, batch, head, tile.first + rows[i], channel, words)
         if cutlass.const_expr(self.config.is_varlen):
             self.clear_rest(operands, batch, head, number, first, channel)
 
@@ -172,21 +174,15 @@ class Codes:
             if tile.rows > 0 and channel < self.config.head_dim:
                 for j in cutlass.range_constexpr(VECTOR):
                     means[j] = operands.vm[tile.sequence, head, channel + j]
-        for step in cutlass.range_constexpr(TILE // QUAD // self.rows):
-            place_of_quad = quad + self.rows * step
-            x = cute.make_rmem_tensor((VECTOR, QUAD), Float32)
-            x.fill(0.0)
-            for i in cutlass.range_constexpr(QUAD):
-                # Positions 4 q to 4 q + 3 hold keys 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of 16.
-                within = V_ORDER[i] + place_of_quad % 4 * 2
-                row = place_of_quad // 4 * V_ALIGN + within
-                if row < tile.rows and channel < self.config.head_dim:
-                    loaded = load(operands.v, batch, head, tile.first + row, channel)
-                    for j in cutlass.range_constexpr(VECTOR):
-                        x[j, i] = loaded[j].to(Float32)
+        quads = [quad + self.rows * step for step in range(TILE // QUAD // self.rows)]
+        # Positions 4 q to 4 q + 3 hold keys 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of 16.
+        rows = [q // 4 * V_ALIGN + V_ORDER[i] + q % 4 * 2 for q in quads for i in range(QUAD)]
+        x = load_rows(operands.v, tile, batch, head, channel, rows, self.config.head_dim)
+        for step in cutlass.range_constexpr(len(quads)):
             for j in cutlass.range_constexpr(VECTOR):
-                words[place_of_quad ^ self.turn(vector), channel + j] = pack_e4m3(
-                    *((x[j, i] - means[j]) * factors[j] for i in range(QUAD))
+                four = [x[j, QUAD * step + i] for i in range(QUAD)]
+                words[quads[step] ^ self.turn(vector), channel + j] = pack_e4m3(
+                    *((value - means[j]) * factors[j] for value in four)
                 )
         cute.arch.sync_threads()
         self.store_columns(operands, batch, head, number, words, thread)
@@ -221,15 +217,3 @@ class Codes:
             )
             target = pointer_to(address, Uint32, 16)
             cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(QUAD)))
-
-
-@cute.jit
-def load(tensor: cute.Tensor, batch, head, row, channel) -> cute.Tensor:
-    """Eight channels of a row."""
-    strides = tensor.stride
-    offset = Int64(batch) * strides[0] + Int64(head) * strides[1] + Int64(row) * strides[2]
-    found = cute.make_rmem_tensor(VECTOR, tensor.element_type)
-    cute.autovec_copy(
-        vector_at(address_of(tensor, offset + channel), tensor.element_type, 0), found
-    )
-    return found

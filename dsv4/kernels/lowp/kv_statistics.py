@@ -9,6 +9,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
+from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.vectors import address_of, vector_at
 from dsv4.kernels.lowp.config import QuantizeKvConfig
 from dsv4.kernels.lowp.groups import V_ALIGN, first_block
@@ -69,6 +70,28 @@ def partial_of(operands: Operands, batch, head, tile, dim: int) -> Int64:
     return place * (STATISTICS * dim)
 
 
+@cute.jit
+def load_rows(tensor: cute.Tensor, tile: Tile, batch, head, channel, rows, dim: cutlass.Constexpr):
+    """Eight channels from `channel` on of some rows of a tile as float32 [8, i], all loads in
+    flight at a time; zeros where there is no row, or no channel of `dim`."""
+    found = cute.make_rmem_tensor((VECTOR, len(rows)), Float32)
+    found.fill(0.0)
+    if tile.rows > 0 and channel < dim:
+        strides = tensor.stride
+        start = Int64(batch) * strides[0] + Int64(head) * strides[1] + channel
+        loaded = cute.make_rmem_tensor((VECTOR, len(rows)), tensor.element_type)
+        for i in cutlass.range_constexpr(len(rows)):
+            row = cutlass.min(rows[i], tile.rows - 1)
+            offset = start + Int64(tile.first + row) * strides[2]
+            source = vector_at(address_of(tensor, offset), tensor.element_type, 0)
+            cute.autovec_copy(source, loaded[None, i])
+        for i in cutlass.range_constexpr(len(rows)):
+            for j in cutlass.range_constexpr(VECTOR):
+                value = loaded[j, i].to(Float32)
+                found[j, i] = cutlass.select_(rows[i] < tile.rows, value, Float32(0.0))
+    return found
+
+
 class TileStatistics:
     """Sums and extremes of a tile's channels, a CTA for each tile of a head."""
 
@@ -82,11 +105,16 @@ class TileStatistics:
         """Statistics of all tiles."""
         batch, heads = operands.k.shape[0], operands.k.shape[1]
         self.kernel(operands).launch(
-            grid=[operands.k_scale.shape[2], heads, batch], block=[THREADS, 1, 1], stream=stream
+            grid=[operands.k_scale.shape[2], heads, batch],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, operands: Operands):
+        pdl.launch_dependents()
+        pdl.wait_for_previous_launch()
         number, head, batch = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         dim = self.config.padded_dim
@@ -112,23 +140,10 @@ class TileStatistics:
 
     @cute.jit
     def load(self, tensor: cute.Tensor, tile: Tile, batch, head, thread) -> cute.Tensor:
-        """Rows thread // vectors + rows * i of a tile as float32 [8, i], zeros where none are."""
-        count = TILE // self.rows
-        found = cute.make_rmem_tensor((VECTOR, count), Float32)
-        found.fill(0.0)
+        """Rows thread // vectors + rows * i of a tile."""
+        rows = [thread // self.vectors + self.rows * i for i in range(TILE // self.rows)]
         channel = thread % self.vectors * VECTOR
-        strides = tensor.stride
-        start = Int64(batch) * strides[0] + Int64(head) * strides[1] + channel
-        for i in cutlass.range_constexpr(count):
-            row = thread // self.vectors + self.rows * i
-            if row < tile.rows and channel < self.config.head_dim:
-                offset = start + Int64(tile.first + row) * strides[2]
-                loaded = cute.make_rmem_tensor(VECTOR, tensor.element_type)
-                source = vector_at(address_of(tensor, offset), tensor.element_type, 0)
-                cute.autovec_copy(source, loaded)
-                for j in cutlass.range_constexpr(VECTOR):
-                    found[j, i] = loaded[j].to(Float32)
-        return found
+        return load_rows(tensor, tile, batch, head, channel, rows, self.config.head_dim)
 
     def bounded(self, x: cute.Tensor, counted, sign: int, thread) -> cute.Tensor:
         """The same, infinite where rows do not count."""
@@ -173,10 +188,13 @@ class SequenceStatistics:
             grid=[operands.k.shape[1], sequences, 1],
             block=[self.config.padded_dim, 1, 1],
             stream=stream,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, operands: Operands):
+        pdl.launch_dependents()
+        pdl.wait_for_previous_launch()
         head, sequence, _ = cute.arch.block_idx()
         channel, config = cute.arch.thread_idx()[0], self.config
         batch, first, rows = Int32(sequence), Int32(0), Int32(operands.k.shape[2])
@@ -215,10 +233,12 @@ class SequenceStatistics:
         sums = cute.make_rmem_tensor(CHAINS, Float32)
         sums.fill(0.0)
         stride = STATISTICS * self.config.padded_dim
-        for tile in cutlass.range(0, tiles, CHAINS, unroll=2):
+        for tile in cutlass.range(0, tiles, CHAINS, unroll=4):
             for i in cutlass.range_constexpr(CHAINS):
-                if tile + i < tiles:
-                    sums[i] = sums[i] + operands.partials[start + Int64(tile + i) * stride]
+                # No branch, so that all loads are in flight.
+                place = cutlass.min(tile + i, tiles - 1)
+                partial = operands.partials[start + Int64(place) * stride]
+                sums[i] = sums[i] + cutlass.select_(tile + i < tiles, partial, Float32(0.0))
         return halves(operator.add, [sums[i] for i in range(CHAINS)])
 
     @cute.jit
@@ -228,7 +248,7 @@ class SequenceStatistics:
         found = Float32(0.0)
         if tiles > 0:
             found = operands.partials[start]
-        for tile in cutlass.range(1, tiles, unroll=8):
+        for tile in cutlass.range(1, tiles, unroll=16):
             found = choose(found, operands.partials[start + Int64(tile) * stride])
         return found
 

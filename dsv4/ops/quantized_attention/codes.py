@@ -46,7 +46,7 @@ def encode_kv(
 
 def key_means(k: Tensor) -> Tensor:
     """Means of keys [b, Hk, S, d] -> [b, Hk, d]: summed in float32, rounded to the keys' dtype."""
-    return (q8.column_sums(k.float()) / max(k.shape[-2], 1)).to(k.dtype)
+    return q8.divided(q8.column_sums(k.float()), max(k.shape[-2], 1)).to(k.dtype)
 
 
 def _encode_keys(config: QuantizeKvConfig, k: Tensor) -> dict[str, Tensor]:
@@ -72,7 +72,7 @@ def _encode_values(config: QuantizeKvConfig, v: Tensor) -> dict[str, Tensor]:
     wide, found = _pad_channels(config, v.float()), {}
     if config.pv == "fp16":
         if config.smooth_v:
-            mean = q8.column_sums(v.float()) / max(rows, 1)
+            mean = q8.divided(q8.column_sums(v.float()), max(rows, 1))
             found["vm"] = mean
             wide = wide - _pad_channels(config, mean.unsqueeze(-2))
         tiles = q8.pad_rows(wide, block).to(torch.float16)

@@ -69,8 +69,7 @@ class QuantizeKv(KernelOp):
     name = "quantize_kv"
     config = QuantizeKvConfig
     args = QUANTIZE_KV_ARGS
-    # `dsv4.kernels.lowp.quantize_kv` has run in the simulator alone.
-    kernels: ClassVar = {}
+    kernels: ClassVar = {"sm_90a": "dsv4.kernels.lowp.quantize_kv"}
 
     def values(self, config: QuantizeKvConfig) -> Mapping[str, int | str]:
         return values(config)

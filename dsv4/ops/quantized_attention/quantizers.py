@@ -1,6 +1,6 @@
 """Quantisers of rows and columns in torch: codes and scales, with the official ones' rounding.
 
-Divisions are IEEE's; `dsv4.reference.lowp_quantizers` says the same group by group.
+Divisions are IEEE's on all devices (`divided`); `dsv4.reference.lowp_quantizers` says the same group by group.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def quantize_rows(x: Tensor, groups: Groups, quantizer: str) -> tuple[Tensor, Te
     amax = _amax(blocks)
     if quantizer == "cuda":
         amax = amax.clamp_min(INT8_FLOOR)
-        scale = amax / INT8_MAX
+        scale = divided(amax, INT8_MAX)
         codes = (blocks * _spread(_over(INT8_MAX, amax))).round_()
     else:
-        scale = amax / INT8_MAX
+        scale = divided(amax, INT8_MAX)
         if quantizer == "triton":
             scale = scale + INT8_FLOOR
         codes = blocks / _spread(scale)
@@ -57,7 +57,7 @@ def quantize_rows_fp8(x: Tensor, groups: Groups, is_per_head: bool) -> tuple[Ten
     amax = _amax(blocks)
     if is_per_head and amax.numel():
         amax = amax.amax((-1, -2), keepdim=True).expand_as(amax)
-    scale = torch.where(amax == 0, 1.0, amax / E4M3_MAX)
+    scale = torch.where(amax == 0, 1.0, divided(amax, E4M3_MAX))
     codes = round_e4m3(blocks / _spread(scale))
     return codes.flatten(-5, -2)[..., : x.shape[-2], :], scale
 
@@ -80,12 +80,12 @@ def quantize_columns(
     counted = -(-rows // V_ALIGN) * V_ALIGN
     seen, mean = x[..., :counted, :], None
     if is_smooth:
-        mean = column_sums(seen) / max(counted, 1)
+        mean = divided(column_sums(seen), max(counted, 1))
         x = x - mean.unsqueeze(-2)
         seen = x[..., :counted, :]
     amax = seen.abs().amax(-2) if counted else x.new_zeros(*x.shape[:-2], x.shape[-1])
     factor = torch.where(amax == 0, 0.0, _over(largest, amax))
-    return round_e4m3(x * factor.unsqueeze(-2)), amax / largest, mean
+    return round_e4m3(x * factor.unsqueeze(-2)), divided(amax, largest), mean
 
 
 def quantize_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def quantize_fp4(x: Tensor) -> tuple[Tensor, Tensor]:
         codes [..., n] uint8 (0 to 15, not packed) and scales [..., n / 16] float8_e4m3fn.
     """
     blocks = x.unflatten(-1, (-1, FP4_BLOCK))
-    scale = round_e4m3(blocks.abs().amax(-1) / E2M1_MAX)
+    scale = round_e4m3(divided(blocks.abs().amax(-1), E2M1_MAX))
     wide = decode_e4m3(scale)
     inverse = torch.where(wide == 0, 0.0, wide.reciprocal())
     return round_e2m1(blocks * inverse.unsqueeze(-1)).flatten(-2), scale
@@ -177,6 +177,11 @@ def group_scales(scale: Tensor, groups: Groups, rows: int) -> Tensor:
 def pad_rows(x: Tensor, block: int) -> Tensor:
     """[..., S, d] with zeros up to a multiple of `block` rows."""
     return F.pad(x, (0, 0, 0, -x.shape[-2] % block))
+
+
+def divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once: torch divides by a number on a GPU as x * (1 / number)."""
+    return x / torch.full_like(x, number)
 
 
 def _over(number: float, x: Tensor) -> Tensor:
