@@ -41,19 +41,20 @@ class Order(NamedTuple):
     Attributes:
         shares_registers: whether both have the same accumulators, so that the scores wait until
             the weighted values are added up.
-        takes_turns: whether warpgroups wait for each other's products.
+        turn: what a warpgroup issues before the next one may: "" (it need not wait), "values", or
+            "both" products.
         polynomials: of eight weights, those that are computed by multiplication: the special
             function unit takes 16 a clock.
     """
 
     shares_registers: bool
-    takes_turns: bool
+    turn: str
     polynomials: int
 
 
 # By the channels of codes. With 128 the sums, a tile's and its scores are 192 of the 160 registers
 # that a thread of three warpgroups has.
-ORDERS = {64: Order(False, False, 2), 128: Order(True, True, 2)}
+ORDERS = {64: Order(False, "", 2), 128: Order(True, "both", 2)}
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Consumers:
         self.config = config
         self.plan = plan
         self.has_two_levels = config.pv_accum_dtype == "fp32+fp32"
-        self.takes_turns = plan.order.takes_turns
+        self.takes_turns = bool(plan.order.turn)
         self.shares_registers = plan.order.shares_registers and self.has_two_levels
         self.queries = Queries(config, plan)
         self.epilogue = Epilogue(config, plan)
@@ -192,17 +192,19 @@ class Consumers:
             await_turn(group)
         warpgroup.fence()
         self._issue_values(f, values.stage)
+        if cutlass.const_expr(self.plan.order.turn == "values"):
+            pass_turn(group)
         if cutlass.const_expr(not self.shares_registers):
             self._issue_scores(f, keys.stage)
-        if cutlass.const_expr(self.takes_turns and not self.shares_registers):
-            pass_turn(group)
+            if cutlass.const_expr(self.plan.order.turn == "both"):
+                pass_turn(group)
         warpgroup.wait_group(0 if self.shares_registers else 1)
         ctx.pipes.values.release(values, lane)
         self._add_tile(f)
         if cutlass.const_expr(self.shares_registers):
             warpgroup.fence()
             self._issue_scores(f, keys.stage)
-            if cutlass.const_expr(self.takes_turns):
+            if cutlass.const_expr(self.plan.order.turn == "both"):
                 pass_turn(group)
         warpgroup.wait_group(0)
         ctx.pipes.keys.release(keys, lane)
