@@ -153,10 +153,11 @@ class Consumers:
         ahead = scale.load()
         warpgroup.wait_group(0)
         ctx.pipes.keys.release(keys, lane)
-        hide_unseen(f.scores, self._limits(ctx, work, first, Int32(0)), lane)
-        raise_maxima(f.scores, f.state, of_tile, True)
-        weigh(f.scores, f.state, of_tile, True, self.plan.order.polynomials)
-        encode(f.scores, f.codes)
+        limits = self._limits(ctx, work, first, Int32(0))
+        if share.full > 0:
+            self._weigh(f, of_tile, limits, lane, False)
+        else:
+            self._weigh(f, of_tile, limits, lane, True)
         values, keys = keys, ctx.pipes.keys.next(keys)
         # ---- tiles that all queries see whole, then the others ----
         for tile in cutlass.range(1, middle, unroll=1):
@@ -208,6 +209,11 @@ class Consumers:
                 pass_turn(group)
         warpgroup.wait_group(0)
         ctx.pipes.keys.release(keys, lane)
+        self._weigh(f, factor, limits, lane, is_masked)
+
+    @cute.jit
+    def _weigh(self, f: Fragments, factor, limits, lane, is_masked: cutlass.Constexpr):
+        """Codes of the weights of a tile's scores."""
         if cutlass.const_expr(is_masked):
             hide_unseen(f.scores, limits, lane)
         raise_maxima(f.scores, f.state, factor, is_masked)
