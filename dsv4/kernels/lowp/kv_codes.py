@@ -51,6 +51,9 @@ class Codes:
             grid=[2 * operands.k_scale.shape[2], heads, batch],
             block=[THREADS, 1, 1],
             stream=stream,
+            min_blocks_per_mp=3,
+            # Given, because the compiler would ask a driver for the capacity.
+            preferred_smem_carveout=50,
             use_pdl=True,
         )
 
@@ -85,7 +88,7 @@ class Codes:
         batch, head, number = place
         thread, count = cute.arch.thread_idx()[0], TILE // self.rows
         channel, first = thread % self.vectors * VECTOR, thread // self.vectors
-        dtype, lanes = operands.k.element_type, 2 * self.vectors
+        lanes = 2 * self.vectors
         unit, units, groups = thread // lanes, THREADS // lanes, self.config.key_scales
         means = cute.make_rmem_tensor(VECTOR, Float32)
         means.fill(0.0)
@@ -98,9 +101,9 @@ class Codes:
         amax = Float32(0.0)
         for i in cutlass.range_constexpr(count):
             for j in cutlass.range_constexpr(VECTOR):
-                value = self.smoothed(x[j, i], means[j], dtype)
-                x[j, i] = cutlass.select_(rows[i] < tile.rows, value, Float32(0.0))
-                amax = fmax_nan(amax, abs_of(x[j, i]))
+                value = abs_of(self.smoothed(x[j, i], means[j]))
+                value = cutlass.select_(rows[i] < tile.rows, value, Float32(0.0))
+                amax = fmax_nan(amax, value)
         amax = across_lanes(fmax_nan, amax, lanes)
         if thread % lanes == 0:
             maxima[unit] = amax
@@ -115,19 +118,24 @@ class Codes:
             if rows[i] < tile.rows:
                 words = cute.make_rmem_tensor(2, Uint32)
                 for h in cutlass.range_constexpr(2):
+                    four = [
+                        self.smoothed(x[j, i], means[j]) for j in range(QUAD * h, QUAD * h + QUAD)
+                    ]
                     words[h] = pack_int8(
-                        *(self.scale.code(x[4 * h + j, i], divisor, inverse) for j in range(4))
+                        *(self.scale.code(value, divisor, inverse) for value in four)
                     )
                 self.store_row(operands, batch, head, tile.first + rows[i], channel, words)
         if cutlass.const_expr(self.config.is_varlen):
             self.clear_rest(operands, batch, head, number, first, channel)
 
-    def smoothed(self, x: Float32, mean: Float32, dtype: type) -> Float32:
-        """A key without its mean, in the precision of the quantiser."""
+    def smoothed(self, x, mean: Float32) -> Float32:
+        """A key without its mean, in the precision of the quantiser; computed where it is needed
+        rather than held."""
+        wide = x.to(Float32)
         if not self.config.smooth_k:
-            return x
-        x = x - mean
-        return x if self.config.quantizer == "cuda" else x.to(dtype).to(Float32)
+            return wide
+        wide = wide - mean
+        return wide if self.config.quantizer == "cuda" else wide.to(x.dtype).to(Float32)
 
     @cute.jit
     def store_row(self, operands: Operands, batch, head, row, channel, words: cute.Tensor):
@@ -183,7 +191,7 @@ class Codes:
         x = load_rows(operands.v, tile, batch, head, channel, rows, self.config.head_dim)
         for step in cutlass.range_constexpr(len(quads)):
             for j in cutlass.range_constexpr(VECTOR):
-                four = [x[j, QUAD * step + i] for i in range(QUAD)]
+                four = [x[j, QUAD * step + i].to(Float32) for i in range(QUAD)]
                 words[quads[step] ^ self.turn(vector), channel + j] = pack_e4m3(
                     *((value - means[j]) * factors[j] for value in four)
                 )

@@ -6,7 +6,7 @@ import operator
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl
@@ -72,23 +72,22 @@ def partial_of(operands: Operands, batch, head, tile, dim: int) -> Int64:
 
 @cute.jit
 def load_rows(tensor: cute.Tensor, tile: Tile, batch, head, channel, rows, dim: cutlass.Constexpr):
-    """Eight channels from `channel` on of some rows of a tile as float32 [8, i], all loads in
-    flight at a time; zeros where there is no row, or no channel of `dim`."""
-    found = cute.make_rmem_tensor((VECTOR, len(rows)), Float32)
-    found.fill(0.0)
+    """Eight channels from `channel` on of some rows of a tile [8, i], all loads in flight at a
+    time; zeros where there is no row, or no channel of `dim`."""
+    found = cute.make_rmem_tensor((VECTOR, len(rows)), tensor.element_type)
+    words = cute.recast_tensor(found, Uint32)
+    words.fill(0)
     if tile.rows > 0 and channel < dim:
         strides = tensor.stride
         start = Int64(batch) * strides[0] + Int64(head) * strides[1] + channel
-        loaded = cute.make_rmem_tensor((VECTOR, len(rows)), tensor.element_type)
         for i in cutlass.range_constexpr(len(rows)):
             row = cutlass.min(rows[i], tile.rows - 1)
             offset = start + Int64(tile.first + row) * strides[2]
             source = vector_at(address_of(tensor, offset), tensor.element_type, 0)
-            cute.autovec_copy(source, loaded[None, i])
+            cute.autovec_copy(source, found[None, i])
         for i in cutlass.range_constexpr(len(rows)):
-            for j in cutlass.range_constexpr(VECTOR):
-                value = loaded[j, i].to(Float32)
-                found[j, i] = cutlass.select_(rows[i] < tile.rows, value, Float32(0.0))
+            for j in cutlass.range_constexpr(VECTOR // 2):
+                words[j, i] = cutlass.select_(rows[i] < tile.rows, words[j, i], Uint32(0))
     return found
 
 
@@ -140,10 +139,13 @@ class TileStatistics:
 
     @cute.jit
     def load(self, tensor: cute.Tensor, tile: Tile, batch, head, thread) -> cute.Tensor:
-        """Rows thread // vectors + rows * i of a tile."""
+        """Rows thread // vectors + rows * i of a tile as float32 [8, i]."""
         rows = [thread // self.vectors + self.rows * i for i in range(TILE // self.rows)]
         channel = thread % self.vectors * VECTOR
-        return load_rows(tensor, tile, batch, head, channel, rows, self.config.head_dim)
+        loaded = load_rows(tensor, tile, batch, head, channel, rows, self.config.head_dim)
+        found = cute.make_rmem_tensor((VECTOR, len(rows)), Float32)
+        found.store(loaded.load().to(Float32))
+        return found
 
     def bounded(self, x: cute.Tensor, counted, sign: int, thread) -> cute.Tensor:
         """The same, infinite where rows do not count."""
@@ -205,17 +207,21 @@ class SequenceStatistics:
         dim = config.padded_dim
         start = partial_of(operands, batch, head, first, dim) + channel
         tiles = (rows + TILE - 1) // TILE
+        wanted = [(V_MAX, fmax_nan, -Float32.inf)]
         if cutlass.const_expr(config.smooth_k):
-            mean = self.total(operands, start + K_SUM * dim, tiles) / divisor_of(rows)
+            wanted.append((K_SUM, operator.add, 0.0))
+        if cutlass.const_expr(config.smooth_v):
+            wanted += [(V_MIN, fmin_nan, Float32.inf), (V_SUM, operator.add, 0.0)]
+        found = self.fold(operands, start, tiles, wanted)
+        amax = found[V_MAX]
+        if cutlass.const_expr(config.smooth_k):
+            mean = found[K_SUM] / divisor_of(rows)
             if channel < config.head_dim:
                 operands.km[sequence, head, channel] = mean.to(operands.km.element_type)
-        top = self.extreme(operands, start + V_MAX * dim, tiles, fmax_nan)
-        amax = top
         if cutlass.const_expr(config.smooth_v):
-            bottom = self.extreme(operands, start + V_MIN * dim, tiles, fmin_nan)
             counted = (rows + V_ALIGN - 1) // V_ALIGN * V_ALIGN
-            mean = self.total(operands, start + V_SUM * dim, tiles) / divisor_of(counted)
-            amax = fmax_nan(abs_of(top - mean), abs_of(bottom - mean))
+            mean = found[V_SUM] / divisor_of(counted)
+            amax = fmax_nan(abs_of(found[V_MAX] - mean), abs_of(found[V_MIN] - mean))
             if channel < config.head_dim:
                 operands.vm[sequence, head, channel] = mean
         if tiles == 0:
@@ -228,29 +234,29 @@ class SequenceStatistics:
             operands.partials[start + V_FACTOR * dim] = factor
 
     @cute.jit
-    def total(self, operands: Operands, start, tiles) -> Float32:
-        """Sum over tiles: every eighth one after the other, then halves."""
-        sums = cute.make_rmem_tensor(CHAINS, Float32)
-        sums.fill(0.0)
-        stride = STATISTICS * self.config.padded_dim
+    def fold(self, operands: Operands, start, tiles, wanted: cutlass.Constexpr):
+        """Statistics of tiles as those of their sequence, by name: of every eighth tile one after
+        the other, then halves.
+
+        Args:
+            wanted: name, operation and its neutral element of each.
+        """
+        dim = self.config.padded_dim
+        found = [cute.make_rmem_tensor(CHAINS, Float32) for _ in wanted]
+        for chains, (_, _, neutral) in zip(found, wanted):
+            chains.fill(neutral)
         for tile in cutlass.range(0, tiles, CHAINS, unroll=4):
             for i in cutlass.range_constexpr(CHAINS):
                 # No branch, so that all loads are in flight.
-                place = cutlass.min(tile + i, tiles - 1)
-                partial = operands.partials[start + Int64(place) * stride]
-                sums[i] = sums[i] + cutlass.select_(tile + i < tiles, partial, Float32(0.0))
-        return halves(operator.add, [sums[i] for i in range(CHAINS)])
-
-    @cute.jit
-    def extreme(self, operands: Operands, start, tiles, choose: cutlass.Constexpr) -> Float32:
-        """Extreme over tiles."""
-        stride = STATISTICS * self.config.padded_dim
-        found = Float32(0.0)
-        if tiles > 0:
-            found = operands.partials[start]
-        for tile in cutlass.range(1, tiles, unroll=16):
-            found = choose(found, operands.partials[start + Int64(tile) * stride])
-        return found
+                place = start + Int64(cutlass.min(tile + i, tiles - 1)) * (STATISTICS * dim)
+                for chains, (name, choose, neutral) in zip(found, wanted):
+                    partial = operands.partials[place + name * dim]
+                    partial = cutlass.select_(tile + i < tiles, partial, Float32(neutral))
+                    chains[i] = choose(chains[i], partial)
+        return {
+            name: halves(choose, [chains[i] for i in range(CHAINS)])
+            for chains, (name, choose, _) in zip(found, wanted)
+        }
 
 
 def fmin_nan(a: Float32, b: Float32) -> Float32:
