@@ -41,20 +41,17 @@ class Order(NamedTuple):
     Attributes:
         shares_registers: whether both have the same accumulators, so that the scores wait until
             the weighted values are added up.
-        turn: what a warpgroup issues before the next one may: "" (it need not wait), "values", or
-            "both" products.
-        polynomials: of eight weights, those that are computed by multiplication: the special
-            function unit takes 16 a clock.
+        turn: what warpgroups do one after the other: "products", to be issued, or "weights", where
+            the special function unit is what they would all wait for at a time.
     """
 
     shares_registers: bool
     turn: str
-    polynomials: int
 
 
 # By the channels of codes. With 128 the sums, a tile's and its scores are 192 of the 160 registers
 # that a thread of three warpgroups has.
-ORDERS = {64: Order(False, "", 2), 128: Order(True, "both", 2)}
+ORDERS = {64: Order(False, "weights"), 128: Order(True, "products")}
 
 
 @dataclass(frozen=True)
@@ -156,6 +153,9 @@ def choose_launch(
     if config.causal != "none":
         of_head = 2 * keys * config.padded_dim * key_heads // max(heads, 1)
         section = max(1, min(heads, L2_BYTES // max(of_head, 1)))
+        if section < heads:
+            # Where the CTAs are a multiple, each has its share of long and short tiles.
+            section = max(n for n in range(1, section + 1) if num_sms % n == 0)
     if not config.is_varlen:
         ctas = max(1, min(num_sms, heads * -(-queries // TILE_QUERIES)))
     return factor, section, ctas

@@ -6,8 +6,8 @@ While the products of one warpgroup run, the others compute weights. A warpgroup
     T          O = O * decay(j - 1) + T
     S(j)       maxima, weights, in its registers; codes P(j)
 
-`plan.Order` says whether S(j) is issued before T is there, or takes its registers, and whether
-warpgroups take turns at the tensor cores. T is a fresh accumulator for each tile ("fp32+fp32"): an
+`plan.Order` says whether S(j) is issued before T is there, or takes its registers, and at what
+warpgroups take turns: the tensor cores, or the special function unit. T is a fresh accumulator for each tile ("fp32+fp32"): an
 FP8 tensor core keeps 14 bits of its sums. With "fp32" the products of all tiles stay in O, which is
 scaled between them.
 """
@@ -32,6 +32,8 @@ from dsv4.kernels.lowp.sm90.softmax import RowState, encode, hide_unseen, raise_
 from dsv4.kernels.lowp.sm90.work import Operands, Share, Work
 
 K_STEP = 32  # of a product of bytes
+COLUMN_GROUPS = TILE_KEYS // 8
+PASSED = 12  # column groups whose weights a warpgroup computes before it passes a turn at them
 TURNS = 1  # named barrier of the first warpgroup's turns; those of the others follow
 
 
@@ -55,7 +57,7 @@ class Consumers:
         self.config = config
         self.plan = plan
         self.has_two_levels = config.pv_accum_dtype == "fp32+fp32"
-        self.takes_turns = bool(plan.order.turn)
+        self.turn = plan.order.turn
         self.shares_registers = plan.order.shares_registers and self.has_two_levels
         self.queries = Queries(config, plan)
         self.epilogue = Epilogue(config, plan)
@@ -67,21 +69,19 @@ class Consumers:
         f = self._fragments(ctx, group)
         keys = ctx.pipes.keys.consumer()
         # The last one passes the first turn, and the first one takes the last that is passed.
-        if cutlass.const_expr(self.takes_turns):  # noqa: SIM102 static, then dynamic
-            if group == GROUPS - 1:
-                pass_turn(group)
-        turn, index, stop = Int32(0), ctx.tiles.place(Int32(0)), ctx.tiles.count(ctx.operands)
+        if group == GROUPS - 1:
+            pass_turn(group)
+        parity, index = Int32(0), Int32(cute.arch.block_idx()[0])
+        stop = ctx.tiles.count(ctx.operands)
         while index < stop:
-            parity = turn % 2
             ctx.pipes.queries.wait(parity)
             work = Work.load(ctx.smem.works[None, parity])
             keys = self._pass_keys(ctx, f, work, warp, lane, keys)
             self.epilogue.store(ctx, f.sums, f.state, warp, lane, parity)
-            turn += 1
-            index = ctx.tiles.place(turn)
-        if cutlass.const_expr(self.takes_turns):  # noqa: SIM102 static, then dynamic
-            if group == 0:
-                await_turn(group)
+            parity ^= 1
+            index += cute.arch.grid_dim()[0]
+        if group == 0:
+            await_turn(group)
 
     def _fragments(self, ctx: AttentionContext, group) -> Fragments:
         scores, values = scores_mma(self.plan), values_mma(self.plan)
@@ -128,10 +128,9 @@ class Consumers:
             ctx.pipes.keys.release(keys, lane)
             ctx.pipes.values.wait(keys)
             ctx.pipes.values.release(keys, lane)
-            if cutlass.const_expr(self.takes_turns):  # noqa: SIM102 static, then dynamic
-                if tile > 0:
-                    await_turn(warp // 4)
-                    pass_turn(warp // 4)
+            if tile > 0:
+                await_turn(warp // 4)
+                pass_turn(warp // 4)
             keys = ctx.pipes.keys.next(keys)
         return keys
 
@@ -155,9 +154,12 @@ class Consumers:
         ctx.pipes.keys.release(keys, lane)
         limits = self._limits(ctx, work, first, Int32(0))
         if share.full > 0:
-            self._weigh(f, of_tile, limits, lane, False)
+            self._raise_maxima(f, of_tile, limits, lane, False)
+            weigh(f.scores, f.state, of_tile, range(COLUMN_GROUPS), False)
         else:
-            self._weigh(f, of_tile, limits, lane, True)
+            self._raise_maxima(f, of_tile, limits, lane, True)
+            weigh(f.scores, f.state, of_tile, range(COLUMN_GROUPS), True)
+        encode(f.scores, f.codes)
         values, keys = keys, ctx.pipes.keys.next(keys)
         # ---- tiles that all queries see whole, then the others ----
         for tile in cutlass.range(1, middle, unroll=1):
@@ -189,15 +191,13 @@ class Consumers:
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         ctx.pipes.keys.wait(keys)
         ctx.pipes.values.wait(values)
-        if cutlass.const_expr(self.takes_turns):
+        if cutlass.const_expr(self.turn == "products"):
             await_turn(group)
         warpgroup.fence()
         self._issue_values(f, values.stage)
-        if cutlass.const_expr(self.plan.order.turn == "values"):
-            pass_turn(group)
         if cutlass.const_expr(not self.shares_registers):
             self._issue_scores(f, keys.stage)
-            if cutlass.const_expr(self.plan.order.turn == "both"):
+            if cutlass.const_expr(self.turn == "products"):
                 pass_turn(group)
         warpgroup.wait_group(0 if self.shares_registers else 1)
         ctx.pipes.values.release(values, lane)
@@ -205,22 +205,31 @@ class Consumers:
         if cutlass.const_expr(self.shares_registers):
             warpgroup.fence()
             self._issue_scores(f, keys.stage)
-            if cutlass.const_expr(self.plan.order.turn == "both"):
+            if cutlass.const_expr(self.turn == "products"):
                 pass_turn(group)
         warpgroup.wait_group(0)
         ctx.pipes.keys.release(keys, lane)
-        self._weigh(f, factor, limits, lane, is_masked)
+        self._raise_maxima(f, factor, limits, lane, is_masked)
+        if cutlass.const_expr(self.turn == "weights"):
+            await_turn(group)
+            # The next step's wait, here a branch: the assembler would move weights before the turn.
+            ctx.pipes.values.wait(keys)
+            weigh(f.scores, f.state, factor, range(PASSED), is_masked)
+            weights = by_row(cute.recast_tensor(f.scores, Float32))
+            pass_turn(group, [weights[r, 1, PASSED - 1] for r in range(2)])
+            weigh(f.scores, f.state, factor, range(PASSED, COLUMN_GROUPS), is_masked)
+        else:
+            weigh(f.scores, f.state, factor, range(COLUMN_GROUPS), is_masked)
+        encode(f.scores, f.codes)
 
     @cute.jit
-    def _weigh(self, f: Fragments, factor, limits, lane, is_masked: cutlass.Constexpr):
-        """Codes of the weights of a tile's scores."""
+    def _raise_maxima(self, f: Fragments, factor, limits, lane, is_masked: cutlass.Constexpr):
+        """Maxima with a tile's scores; sums that no later product is added to follow them."""
         if cutlass.const_expr(is_masked):
             hide_unseen(f.scores, limits, lane)
         raise_maxima(f.scores, f.state, factor, is_masked)
         if cutlass.const_expr(not self.has_two_levels):
             self._scale(f)
-        weigh(f.scores, f.state, factor, is_masked, self.plan.order.polynomials)
-        encode(f.scores, f.codes)
 
     def _limits(self, ctx: AttentionContext, work: Work, first, tile):
         """Keys of a tile that each of this thread's two rows sees."""
@@ -296,11 +305,14 @@ class KeyScale(NamedTuple):
 
 
 def await_turn(group) -> None:
-    """Wait for the tensor cores."""
+    """Wait for the warpgroup before."""
     cute.arch.barrier(barrier_id=TURNS + group, number_of_threads=256)
 
 
-def pass_turn(group) -> None:
-    """Let the next warpgroup have them."""
+def pass_turn(group, weights=()) -> None:
+    """Let the next warpgroup have its turn, when some weights are there."""
     after = cutlass.select_(group == GROUPS - 1, Int32(0), group + 1)
+    for weight in weights:
+        # None is negative, which the assembler does not know: it would pass the turn before them.
+        after = cutlass.select_(weight < 0.0, after + Int32(8), after)
     cute.arch.barrier_arrive(barrier_id=TURNS + after, number_of_threads=256)

@@ -75,17 +75,18 @@ class LoadWarp:
         keys, values = ctx.pipes.keys.producer(), ctx.pipes.values.producer()
         if cute.arch.lane_idx() == 0:
             prefetch_descriptors((query_map, key_map, value_map))
-            turn, index, stop = Int32(0), ctx.tiles.place(Int32(0)), ctx.tiles.count(ctx.operands)
+            parity, index = Int32(0), Int32(cute.arch.block_idx()[0])
+            stop = ctx.tiles.count(ctx.operands)
             while index < stop:
                 work = ctx.tiles.find(ctx.operands, index)
-                self._load_queries(ctx, query_map, work, turn % 2)
+                self._load_queries(ctx, query_map, work, parity)
                 for tile in cutlass.range(work.count + 1, unroll=1):
                     if tile < work.count:
                         keys = self._load_keys(ctx, key_map, work, tile, keys)
                     if tile > 0:
                         values = self._load_values(ctx, value_map, work, tile - 1, values)
-                turn += 1
-                index = ctx.tiles.place(turn)
+                parity ^= 1
+                index += cute.arch.grid_dim()[0]
 
     @cute.jit
     def _load_queries(self, ctx: AttentionContext, query_map, work: Work, parity):

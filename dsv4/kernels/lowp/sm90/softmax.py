@@ -2,8 +2,7 @@
 
 A thread holds two rows, 8 apart, of 32 columns each, and a quad a row. With a scale of its own for
 each thread's columns the largest score is found among integers; from there on a score is
-fma(score, factor, -maximum), and weights are 2 to that: by the special function unit, and of some
-columns by a polynomial, as precisely, since that unit is what the loop waits for. What P is relative to is the running
+fma(score, factor, -maximum), and weights are 2 to that. What P is relative to is the running
 maximum less log2(448), so that the largest code of e4m3 is the largest weight.
 """
 
@@ -26,9 +25,6 @@ UNSEEN = -(1 << 31)
 # Before the first score: no score is smaller, and a difference of two of them is 0, not NaN.
 LOWEST = -3.4e38
 _CHAINS = 4  # of a row's sum
-# 2^x = 1 + x c0 + x^2 c1 + ... from -1/2 to 1/2, within 9.2e-8 of it: the smallest such bound.
-_POWERS = (0.6931469776, 0.2402224209, 0.05550733744, 0.009671512649, 0.001326472707)
-_INTEGERS = 1.5 * 2.0**23  # the sum with it is a number's nearest integer in its low bits
 
 
 class RowState(NamedTuple):
@@ -88,43 +84,23 @@ def raise_maxima(scores: cute.Tensor, state: RowState, factor: Float32, is_maske
 
 
 def weigh(
-    scores: cute.Tensor, state: RowState, factor: Float32, is_masked: bool, polynomials: int
+    scores: cute.Tensor, state: RowState, factor: Float32, columns: range, is_masked: bool
 ) -> None:
-    """Turn scores into weights, in place, and add them up.
-
-    Args:
-        polynomials: weights of eight that are computed by multiplication.
-    """
+    """Turn the scores of some groups of eight columns into weights, in place, and add them up."""
     bits = by_row(scores)
     weights = by_row(cute.recast_tensor(scores, Float32))
     for r in range(2):
         found = []
-        for j in range(cute.size(bits, mode=[2])):
+        for j in columns:
             for c in range(2):
                 score = bits[r, c, j]
-                # Evenly spread.
-                multiplies = len(found) % 8 * polynomials % 8 + polynomials >= 8
-                power = polynomial_exp2 if multiplies else exp2
-                weight = power(cute.math.fma(Float32(score), factor, -state.top[r]))
+                weight = exp2(cute.math.fma(Float32(score), factor, -state.top[r]))
                 if is_masked:
                     weight = cutlass.select_(score == UNSEEN, Float32(0.0), Float32(weight))
                 weights[r, c, j] = weight
                 found.append(weight)
         sums = [chain(found[i::_CHAINS]) for i in range(_CHAINS)]
         state.total[r] = state.total[r] + tree(operator.add, sums)
-
-
-def polynomial_exp2(x: Float32) -> Float32:
-    """2^x without the special function unit, at least 2^-126, which is nothing in a sum of
-    weights; relative error 1.6e-7."""
-    x = cute.arch.fmax(x, Float32(-126.0))
-    shifted = x + Float32(_INTEGERS)
-    rest = x - (shifted - Float32(_INTEGERS))
-    power = Float32(_POWERS[-1])
-    for factor in (*_POWERS[-2::-1], 1.0):
-        power = cute.math.fma(power, rest, Float32(factor))
-    # The integer into the exponent.
-    return (power.bitcast(Int32) + (shifted.bitcast(Int32) << 23)).bitcast(Float32)
 
 
 def chain(values):

@@ -155,13 +155,6 @@ class WorkTiles:
         )
 
     @cute.jit
-    def place(self, turn) -> Int32:
-        """Work tile that the CTA has as its `turn`th: to and fro over the CTAs, since the longest
-        come first."""
-        ctas, cta = cute.arch.grid_dim()[0], cute.arch.block_idx()[0]
-        return turn * ctas + cutlass.select_(turn % 2 == 1, ctas - 1 - cta, cta)
-
-    @cute.jit
     def share(self, work: Work, group) -> Share:
         """Keys that a warpgroup's queries see."""
         first = group * GROUP_QUERIES
