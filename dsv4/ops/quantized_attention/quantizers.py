@@ -1,6 +1,7 @@
 """Quantisers of rows and columns in torch: codes and scales, with the official ones' rounding.
 
-Divisions are IEEE's on all devices (`divided`); `dsv4.reference.lowp_quantizers` says the same group by group.
+Divisions are IEEE's on all devices (`divided`); `dsv4.reference.lowp_quantizers` says the same
+group by group.
 """
 
 from __future__ import annotations

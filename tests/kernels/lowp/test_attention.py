@@ -196,9 +196,7 @@ BUGS: dict[str, Edit] = {
     "a key too many": at("hide_unseen")
     .expression("8 * j + c < limit")
     .replace("8 * j + c <= limit"),
-    "sums that are not scaled": at("Consumers._add_tile")
-    .expression("decay[r]")
-    .replace("1.0"),
+    "sums that are not scaled": at("Consumers._add_tile").expression("decay[r]").replace("1.0"),
 }
 
 

@@ -7,9 +7,9 @@ While the products of one warpgroup run, the others compute weights. A warpgroup
     S(j)       maxima, weights, in its registers; codes P(j)
 
 `plan.Order` says whether S(j) is issued before T is there, or takes its registers, and at what
-warpgroups take turns: the tensor cores, or the special function unit. T is a fresh accumulator for each tile ("fp32+fp32"): an
-FP8 tensor core keeps 14 bits of its sums. With "fp32" the products of all tiles stay in O, which is
-scaled between them.
+warpgroups take turns: the tensor cores, or the special function unit. T is a fresh accumulator for
+each tile ("fp32+fp32"): an FP8 tensor core keeps 14 bits of its sums. With "fp32" the products of
+all tiles stay in O, which is scaled between them.
 """
 
 from __future__ import annotations

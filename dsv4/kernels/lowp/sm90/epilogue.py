@@ -28,9 +28,7 @@ class Epilogue:
         self.plan = plan
 
     @cute.jit
-    def store(
-        self, ctx: AttentionContext, sums: cute.Tensor, state: RowState, warp, lane, parity
-    ):
+    def store(self, ctx: AttentionContext, sums: cute.Tensor, state: RowState, warp, lane, parity):
         """Write a work tile's rows; 0 and -inf of a row without keys."""
         operands, work = ctx.operands, Work.load(ctx.smem.works[None, parity])
         scales = ctx.smem.value_scales[None, parity]
