@@ -177,7 +177,7 @@ BUGS: dict[str, Edit] = {
     .delete(),
     "keys read before they are there": at("Consumers._step").call("ctx.pipes.keys.wait").delete(),
     "values read before they are there": at("Consumers._step")
-    .call("ctx.pipes.values.wait")
+    .call("ctx.pipes.values.wait", 0)
     .delete(),
     "keys overwritten while they are read": at("LoadWarp._load_keys").call("ring.acquire").delete(),
     "values overwritten while they are read": at("LoadWarp._load_values")
