@@ -4,7 +4,8 @@ An arrival at an mbarrier (released to the CTA) or a named barrier does not wait
 registers nobody has used yet: the load stands in a queue of the multiprocessor. Ordinary stores by
 others come behind it in that queue, but a bulk or tensor copy does not: an H200 then loads what the
 copy wrote. What makes a load complete there: a use of its registers, fence.proxy.async or another
-fence of memory, a release to the cluster; not the use of a later load's registers.
+fence of memory, a release to the cluster; not the use of a later load's registers. A proxy fence of
+global memory alone promises nothing of shared memory, and does not count.
 """
 
 from __future__ import annotations
@@ -70,9 +71,9 @@ def _completes(ins: Instruction) -> bool:
     """Fences of memory and releases to the cluster, which begin with one."""
     if ins.parts[0] in ("mbarrier", "barrier"):
         return "cluster" in ins.parts and "relaxed" not in ins.parts
-    return ins.opcode.startswith(
-        ("fence.proxy.async", "fence.acq_rel", "fence.sc", "fence.release", "membar")
-    )
+    if ins.opcode.startswith("fence.proxy.async"):
+        return "global" not in ins.parts
+    return ins.opcode.startswith(("fence.acq_rel", "fence.sc", "fence.release", "membar"))
 
 
 def _mentioned_loads(instructions: list[Instruction], number: dict[int, int]) -> list[int]:

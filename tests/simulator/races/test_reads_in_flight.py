@@ -66,6 +66,7 @@ def test_what_completes_a_load(read):
     assert _kinds(f"{read}\n{_USE}") == []
     for fence in ("fence.proxy.async.shared::cta;", "fence.acq_rel.cta;", "membar.cta;"):
         assert _kinds(f"{read}\n{fence}") == []
+    assert _kinds(f"{read}\nfence.proxy.async.global;", _USE) == [RACE]
     # Loads need not come back in order.
     other = "ld.shared.b32 %r14, [%r2+4];"
     assert _kinds(f"{read}\n{other}\nadd.u32 %r12, %r14, 1;") == [RACE]
