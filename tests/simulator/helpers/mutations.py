@@ -183,7 +183,7 @@ def _simulate(simulation: Simulation, run: Run) -> tuple[Report, bool]:
     return report, run.correct(positional, keywords)
 
 
-class _Raced(Exception):
+class _Raced(SimulatorError):
     """The first race of a launch, by kind: the rest of the launch need not run."""
 
 
