@@ -1,7 +1,8 @@
-"""Weakening any one qualifier of a kernel by a step is noticed: experts, router, attention
-over pages, linears, seam, compressor, and kernels that have none.
+"""Weakening any one qualifier of a kernel by a step is noticed: experts, router, linears, seam,
+compressor, and kernels that have none.
 
-One schedule is enough: a weaker qualifier changes nothing but the checker's order.
+A weaker qualifier changes nothing but the checker's order, which is that of one schedule but for
+waits that follow a test: which of the two acquires depends on the schedule.
 """
 
 from __future__ import annotations
@@ -39,67 +40,6 @@ EXPERTS_HARMLESS = {
 }
 
 
-# ---- attention over pages ------------------------------------------------------------------------
-PAGED_SWAP_AB_HARMLESS = {
-    ("mbarrier.arrive", "gather", "relaxed"): (1, EXPECTS),
-    ("mbarrier.try_wait", "gather", "relaxed"): (
-        1,
-        "the span's place is free: each warp releases it before Q, whose release was waited for",
-    ),
-    ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, "the span's release: Q's follows it"),
-    ("mbarrier.try_wait", "compute", "relaxed"): (
-        1,
-        "the first one orders this launch after the one before it, and each run here begins with "
-        "this one",
-    ),
-    ("atom.global", "__init__", "acquire"): (
-        1,
-        "the counter's `or`: the arrival before it has released all that the CTA stored",
-    ),
-    ("atom.global", "__init__", "cluster"): (
-        1,
-        "the counter's `and`: only the last to arrive makes it here, after it has acquired every "
-        "other access",
-    ),
-}
-NO_SPECULATION = "of a speculative first tile, which lists and tables of slots do not have"
-PAGED_SWAP_AB_UNREACHED = {
-    ("fence.proxy", "compute", "global"): (1, NO_SPECULATION),
-    ("mbarrier.try_wait", "compute", "relaxed"): (1, NO_SPECULATION),
-    ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, NO_SPECULATION),
-}
-
-
-# On Blackwell; what the dense kernel has, too, is listed there with the same reasons.
-HANDED_OVER_WITH_P = "S: the next product into this stage waits for the P made of it, and its fence"
-WITH_S = (
-    "words about a tile: they are written before its copies are asked for, and the softmax has "
-    "waited for the product of what these brought"
-)
-PAGED_ONE_CTA_HARMLESS = {
-    ("mbarrier.try_wait", "_load_q", "relaxed"): (
-        1,
-        "the only stage is free when it is first acquired",
-    ),
-    ("mbarrier.arrive", "_load_q", "relaxed"): (1, EXPECTS),
-    ("mbarrier.arrive", "_load_rows", "relaxed"): (1, EXPECTS),
-    ("mbarrier.try_wait", "_qk", "relaxed"): (
-        3,
-        "S: its first acquisition finds it free; later ones follow the wait for P two tiles "
-        "before, which the softmax made from what this stage then held",
-    ),
-    ("mbarrier.arrive", "_load_scores", "relaxed"): (1, HANDED_OVER_WITH_P),
-    ("mbarrier.try_wait", "softmax_warps", "relaxed"): (
-        2,
-        "P: every O is waited for, and with it the product that read this stage of P; O, to keep "
-        "its phases in order: the wait before the next rescale, or at the end, is the one that "
-        "acquires",
-    ),
-    ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, WITH_S),
-    ("mbarrier.try_wait", "receive", "relaxed"): (1, WITH_S),
-}
-
-
 # ---- linears, seam -------------------------------------------------------------------------------
 def weights(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
     """Arrivals that announce a stage of weights."""
@@ -114,10 +54,6 @@ SEAM_HARMLESS = {("mbarrier.arrive", "expect", "relaxed"): (8, EXPECTS)}
 KERNELS = {
     "experts": (subjects.experts, EXPERTS_HARMLESS, {}),
     "router": (subjects.router, {}, {}),
-    "paged swap-AB": (
-        partial(subjects.paged, "swap_ab"), PAGED_SWAP_AB_HARMLESS, PAGED_SWAP_AB_UNREACHED,
-    ),
-    "paged, 1 CTA": (partial(subjects.paged, "one_cta"), PAGED_ONE_CTA_HARMLESS, {}),
     "plain linear, resident": (partial(subjects.plain, 11, 0), weights(4), {}),
     "plain linear, wide": (partial(subjects.plain, 150, -1), weights(2), {}),
     "grouped linear, resident": (partial(subjects.grouped, 11, 0), weights(4), {}),

@@ -1,0 +1,82 @@
+"""Deleting any one synchronisation instruction of an attention kernel over pages, or weakening any
+one of its qualifiers by a step, is noticed.
+
+What a kernel has in common with that of gathered keys goes unnoticed for the reasons given there.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4.testing.harness import SCHEDULES
+from tests.simulator.helpers.changes import Listed, check_deleted, check_weaker
+from tests.simulator.helpers.mutations import Run
+from tests.simulator.helpers.subjects import paged
+from tests.simulator.races.test_attention_mutations import (
+    EXPECTS,
+    HARMLESS,
+    LAUNCH,
+    LAUNCHES_IN_ORDER,
+    REDUNDANT,
+)
+
+pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
+
+pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+
+WITH_S = (
+    "words about a tile: they are written before its copies are asked for, and the softmax has "
+    "waited for the product of what these brought"
+)
+
+SPAN = "the span's place is free: each warp releases it before Q, whose release was waited for"
+
+
+def gathered(listed: Listed, *left_out: str) -> Listed:
+    """What is listed for the kernel of gathered keys, without some of its functions."""
+    return {place: found for place, found in listed.items() if place[1] not in left_out}
+
+
+# By kernel, what is not missed, and what may be weaker: by instruction, the kernel's function and
+# the new qualifier, how many of them, and why.
+DELETED = {
+    "one_cta": {
+        **gathered(REDUNDANT["single"], "load_warps"),
+        ("griddepcontrol.launch_dependents", "_load_rows"): (1, LAUNCH),
+        ("bar.warp", "arrive_warp"): (1, WITH_S),
+        ("mbarrier.try_wait", "receive"): (1, WITH_S),
+        ("bar.sync", "kernel"): (1, "the combine's: three splits are one group, it sums alone"),
+    },
+}
+WEAKER = {
+    "swap_ab": {
+        ("atom.global", "__init__", "acquire"): HARMLESS["few"]["atom.global", "", "acquire"],
+        ("atom.global", "__init__", "cluster"): HARMLESS["few"]["atom.global", "", "cluster"],
+        ("mbarrier.arrive", "gather", "relaxed"): (1, EXPECTS),
+        ("mbarrier.try_wait", "_find_keys", "relaxed"): (1, SPAN),
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, SPAN),
+        ("mbarrier.try_wait", "compute", "relaxed"): (1, "the first one: " + LAUNCHES_IN_ORDER),
+    },
+    "one_cta": {
+        **gathered(HARMLESS["single"], "_load_tiles"),
+        ("mbarrier.arrive", "_load_rows", "relaxed"): (1, EXPECTS),
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, WITH_S),
+        ("mbarrier.try_wait", "receive", "relaxed"): (1, WITH_S),
+    },
+}
+
+
+def launches(name: str) -> tuple[object, list[Run]]:
+    """A compiled kernel, and its launches in two schedules."""
+    compiled, runs = paged(name)
+    return compiled, [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
+
+
+@pytest.mark.parametrize("name", DELETED)
+def test_all_deletions_are_noticed(name: str) -> None:
+    check_deleted(*launches(name), DELETED[name])
+
+
+@pytest.mark.parametrize("name", WEAKER)
+def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
+    check_weaker(*launches(name), WEAKER[name])
