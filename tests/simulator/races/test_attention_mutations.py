@@ -119,11 +119,6 @@ REDUNDANT = {
             1,
             "the one before the end: every Q was handed over when it was stored",
         ),
-        ("mbarrier.try_wait", "softmax_warps"): (
-            1,
-            "P: the arrival of S of this tile tells of all products before it, and the one that "
-            "read this stage of P is among them",
-        ),
         ("tcgen05.fence::before_thread_sync", "_load_scores"): (1, HANDED_OVER_WITH_P),
         ("bar.warp", "_wait_for_stores"): (
             2,
