@@ -29,6 +29,7 @@ WITH_S = (
     "waited for the product of what these brought"
 )
 
+ONE_LANE = "the lane that arrives has stored the words"
 SPAN = "the span's place is free: each warp releases it before Q, whose release was waited for"
 
 
@@ -40,10 +41,28 @@ def gathered(listed: Listed, *left_out: str) -> Listed:
 # By kernel, what is not missed, and what may be weaker: by instruction, the kernel's function and
 # the new qualifier, how many of them, and why.
 DELETED = {
+    "swap_ab": {
+        ("griddepcontrol.launch_dependents", "gather"): (1, LAUNCH),
+        ("griddepcontrol.wait", "gather"): (1, LAUNCHES_IN_ORDER),
+        ("mbarrier.try_wait", "compute"): (1, "the first one: " + LAUNCHES_IN_ORDER),
+        ("mbarrier.try_wait", "_find_keys"): (1, SPAN),
+        ("bar.warp", "arrive_warp"): (
+            5,
+            f"what is said of a tile: {ONE_LANE}; the span's release: Q's follows it; Q and V were "
+            "read by products, which the whole warpgroup has waited for; Q of a token without keys "
+            "is released unread",
+        ),
+        ("bar.sync", "sync"): (
+            4,
+            "behind the sinks: those of a softmax are read at the end, behind other barriers; "
+            "before the sums: barriers of the semaphore, or of the largest scores, lie behind the "
+            "reads of the work tile before; before the largest scores: those of the sums do",
+        ),
+    },
     "one_cta": {
         **gathered(REDUNDANT["single"], "load_warps"),
         ("griddepcontrol.launch_dependents", "_load_rows"): (1, LAUNCH),
-        ("bar.warp", "arrive_warp"): (1, WITH_S),
+        ("bar.warp", "arrive_warp"): (1, ONE_LANE),
         ("mbarrier.try_wait", "receive"): (1, WITH_S),
         ("bar.sync", "kernel"): (1, "the combine's: three splits are one group, it sums alone"),
     },
