@@ -88,7 +88,7 @@ class QuantizeRows:
         groups = x.shape[0] * self.k_blocks
         pdl.launch_dependents()
         pdl.wait_for_previous_launch()
-        # An even number: both teams of a warp, whose lanes shuffle, take as many turns.
+        # Even numbers: both teams of a warp, whose lanes shuffle, have a group, or neither has.
         for start in cutlass.range(first, groups, step * BATCH, unroll=1):
             words = cute.make_rmem_tensor((PAIRS, BATCH), Uint32)
             words.fill(0)
@@ -99,8 +99,8 @@ class QuantizeRows:
                     load_vectors(x, token, k_block, lane, words[None, i])
             for i in cutlass.range_constexpr(BATCH):
                 group = start + i * step
-                vectors, scale = term_vectors(words[None, i], self.terms)
                 if group < groups:
+                    vectors, scale = term_vectors(words[None, i], self.terms)
                     token, k_block = group // self.k_blocks, group % self.k_blocks
                     for term in cutlass.range_constexpr(self.terms):
                         row = Int64(code_row(token, term, self.terms))
