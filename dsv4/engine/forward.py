@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dsv4.cache.model_cache import ModelCache
     from dsv4.engine.request_state import DecodeShape, RequestState
     from dsv4.model.model import DeepseekV4
+    from dsv4.model.mtp import MTPBlock
 
 
 def prefill(
@@ -50,9 +51,9 @@ def prefill(
             model.mtp[0].unwritten_streams(streams.values, inputs.next_tokens, cache, step)
         return None
     end = (step.lens - 1).clamp_min(0)
-    logits, _ = model.outputs(streams.at(end))
     sampling = inputs.sampling
-    token = sample(logits, _behind(step.starts + end, sampling)[:, None], sampling)
+    places = _behind(step.starts + end, sampling)[:, None]
+    token, logits, _ = _chosen(model, streams.at(end), places, sampling)
     drafted = ()
     if num_drafts:
         chosen = token.clamp_min(0)
@@ -98,9 +99,10 @@ def verify(model: DeepseekV4, cache: ModelCache, inputs: ForwardInputs, num_draf
         with drafts, the number of accepted ones and k new ones.
     """
     step, sampling = inputs.step, inputs.sampling
-    logits, streams = model.outputs(model.unwritten_streams(inputs.tokens, cache, step))
+    streams = model.unwritten_streams(inputs.tokens, cache, step)
     following = inputs.tokens[:, 1:] if num_drafts else None
-    sampled = sample(logits, _behind(step.positions, sampling), sampling, following)
+    places = _behind(step.positions, sampling)
+    sampled, logits, streams = _chosen(model, streams, places, sampling, following)
     if not num_drafts:
         return packed(sampled, (), logits, sampling.logprobs)
     drafted = step.offsets[1:] < step.lens[:, None]
@@ -143,8 +145,8 @@ def _draft(
     drafts: list[Tensor] = []
     while True:
         places = _behind(position, sampling, 2)[:, None]
-        logits, streams = mtp.outputs(pending)
-        draft = sample(logits, places, sampling).clamp_min(0)
+        draft, _, streams = _chosen(mtp, pending, places, sampling)
+        draft = draft.clamp_min(0)
         drafts.append(draft)
         if len(drafts) == num_drafts:
             return torch.cat(drafts, dim=1)
@@ -152,6 +154,23 @@ def _draft(
         position = position + 1
         single = replace(step, starts=position, lens=step.lens.clamp_max(1), chunk=1)
         pending = mtp.unwritten_streams(streams, draft, cache, single)
+
+
+def _chosen(
+    part: DeepseekV4 | MTPBlock,
+    streams: Streams,
+    positions: Tensor,
+    sampling: SamplingBatch,
+    following: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Tokens of streams as `sample` chooses them, [B, C] int64, the logits that they were chosen
+    from, and the streams [B, C, hc, D]; no logits where the head's kernel finds the largest ones.
+    """
+    best = part.best(streams) if sampling.takes_best else None
+    if best is not None:
+        return best[0], None, best[1]
+    logits, written = part.outputs(streams)
+    return sample(logits, positions, sampling, following), logits, written
 
 
 def _behind(positions: Tensor, sampling: SamplingBatch, distance: int = 1) -> Tensor:

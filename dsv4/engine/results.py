@@ -13,7 +13,7 @@ from dsv4.engine.logprobs import TokenLogprobs, packed_logprobs, unpacked_logpro
 
 
 def packed(
-    sampled: Tensor, drafted: Sequence[Tensor], logits: Tensor, logprobs: int | None
+    sampled: Tensor, drafted: Sequence[Tensor], logits: Tensor | None, logprobs: int | None
 ) -> Tensor:
     """[B, C samples | accepted | k drafts | C times the log-probabilities] int64.
 
@@ -21,7 +21,7 @@ def packed(
         sampled: [B, C] int64.
         drafted: accepted [B] and drafts [B, k] int64; nothing in forwards without drafts, which
             leave both columns out.
-        logits: [B, C, V] fp32, the model's.
+        logits: [B, C, V] fp32, the model's; None where no log-probabilities are reported.
         logprobs: alternatives whose log-probabilities are reported; None: none at all.
     """
     parts = [sampled]

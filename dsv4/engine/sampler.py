@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dsv4.engine.noise import exponential
+from dsv4.ops.linear_argmax import FAILED  # in place of a token
 
 TEMPERATURE_FLOOR = 1e-5  # official inference/generate.py
-FAILED = -1  # in place of a token: no candidate was left, or a logit is NaN
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,12 @@ class SamplingBatch:
     penalties: Penalties | None = None
     bias: tuple[Tensor, Tensor] | None = None
     logprobs: int | None = None
+
+    @property
+    def takes_best(self) -> bool:
+        """Whether nothing is wanted of the logits but each row's largest one."""
+        changes = (self.penalties, self.bias, self.logprobs)
+        return self.greedy and all(option is None for option in changes)
 
     def after(self, tokens: Tensor, kept: Tensor) -> SamplingBatch:
         """Return it for positions behind more tokens [B, n], of which those `kept` count."""

@@ -12,7 +12,14 @@ from dsv4.cache.step import Step
 from dsv4.cache.window import WindowView
 from dsv4.layers.compressor import Compressor
 from dsv4.layers.indexer import Indexer
-from dsv4.layers.linear import GroupedLinear, Linear, Rounded, linear_options, project
+from dsv4.layers.linear import (
+    GroupedLinear,
+    Linear,
+    Rounded,
+    linear_options,
+    project,
+    project_twice,
+)
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm
 from dsv4.layers.rope import Rope
@@ -109,7 +116,7 @@ class Attention(Module):
         if window.kept is not None:
             row = (key.flatten(0, 1), self.kv_norm.weight, self.norm_eps)
             cache.window.insert(*row, table, step.token_positions, window.kept)
-        return self.wo_b(self.wo_a(o.view(*down.shape[:2], -1)))
+        return project_twice(o.view(*down.shape[:2], -1), self.wo_a, self.wo_b)
 
     @property
     def _side_linears(self) -> list[Linear]:

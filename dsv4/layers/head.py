@@ -47,3 +47,22 @@ def logits_of(
     """
     x, streams = hyper.read(streams, parameters, norm)
     return head(x), streams.values
+
+
+def best_of(
+    streams: Streams,
+    hyper: HyperConnection,
+    parameters: HyperParameters,
+    norm: RMSNorm,
+    head: Linear,
+) -> tuple[Tensor, Tensor] | None:
+    """Ids with the largest logits, and the streams as `logits_of` has them.
+
+    Returns:
+        Ids [B, C] int64, -1 where a logit is NaN or all are minus infinity; None where a kernel
+        does not find them without logits.
+    """
+    if not head.has_argmax(streams.values):
+        return None
+    x, streams = hyper.read(streams, parameters, norm)
+    return head.argmax(x), streams.values

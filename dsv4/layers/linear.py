@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.ops.fp8_linear import fp8_linear, takes
-from dsv4.ops.grouped_linear import grouped_linear
+from dsv4.ops.grouped_linear import grouped_linear, grouped_linear_fp8
 from dsv4.ops.grouped_linear import takes as takes_groups
 from dsv4.ops.head_rotation import HeadRotation, takes_heads
+from dsv4.ops.linear_argmax import linear_argmax
 from dsv4.ops.merged_linear import has_room, merged_linear
 from dsv4.ops.plain_linear import plain_linear
 from dsv4.ops.plain_linear import takes as takes_plain
@@ -138,10 +140,25 @@ class Linear(Module):
         is_taken = self.scheme is not None and takes(self.in_features, self.block)
         return is_taken and x.is_cuda and x.dtype == torch.bfloat16
 
+    def argmax(self, x: Tensor) -> Tensor:
+        """Index of the largest of each row's outputs, [..., in] -> [...] int64, as `linear_argmax`
+        finds it; only where `has_argmax`."""
+        rows = x.reshape(-1, self.in_features)
+        return linear_argmax(rows, self.weight).view(x.shape[:-1])
+
+    def has_argmax(self, x: Tensor) -> bool:
+        """Whether a kernel finds the largest outputs of such an input without writing them."""
+        dtypes = {x.dtype, self.weight.dtype}
+        return (
+            self.is_wide
+            and x.is_cuda
+            and dtypes == {torch.bfloat16}
+            and takes_plain(self.in_features)
+        )
+
     def _wide(self, x: Tensor) -> Tensor:
         """y in float32: products of bf16 are exact there."""
-        dtypes = {x.dtype, self.weight.dtype}
-        if x.is_cuda and dtypes == {torch.bfloat16} and takes_plain(self.in_features):
+        if self.has_argmax(x):
             rows = x.reshape(-1, self.in_features)
             y = plain_linear(rows, self.weight, out_dtype=torch.float32)
             return y.view(*x.shape[:-1], self.out_features)
@@ -232,3 +249,17 @@ class GroupedLinear(Linear):
             and x.dtype in OPERATOR_DTYPES
             and takes_groups(self.in_features, group_rows, self.block)
         )
+
+
+def project_twice(x: Tensor, first: GroupedLinear, second: Linear) -> Tensor:
+    """second(first(x)), of x [..., groups * in].
+
+    What lies between is rounded where it is made, if both are kernels; up to `RESIDENT_TOKENS`
+    tokens the second one rounds it while its weights are on their way.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    if len(rows) <= RESIDENT_TOKENS or not (first._has_operator(x) and second.takes_codes(x)):
+        return second(first(x))
+    codes, scale = grouped_linear_fp8(rows, first.weight, first.scale)
+    y = fp8_linear(codes, second.weight, second.scale, x_scale=scale)
+    return y.view(*x.shape[:-1], second.out_features)

@@ -12,7 +12,7 @@ from dsv4.cache.model_cache import ModelCache, block_size
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
 from dsv4.layers.block import Block
-from dsv4.layers.head import Embedding, logits_of
+from dsv4.layers.head import Embedding, best_of, logits_of
 from dsv4.layers.hyper_connection import (
     HyperConnection,
     Streams,
@@ -161,6 +161,11 @@ class DeepseekV4(Module):
         return logits_of(
             streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, self.head
         )
+
+    @full_precision_sums
+    def best(self, streams: Streams) -> tuple[Tensor, Tensor] | None:
+        """Return the likeliest next tokens, as `best_of`."""
+        return best_of(streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, self.head)
 
     def new_cache(
         self,

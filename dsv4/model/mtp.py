@@ -10,7 +10,7 @@ from dsv4.cache.step import Step
 from dsv4.config.layer_schedule import LayerSpec
 from dsv4.config.model_config import ModelConfig
 from dsv4.layers.block import Block
-from dsv4.layers.head import Embedding, logits_of
+from dsv4.layers.head import Embedding, best_of, logits_of
 from dsv4.layers.hyper_connection import (
     Streams,
     hyper_parameters,
@@ -89,3 +89,9 @@ class MTPBlock(Block):
         """Return `logits`, and the streams [B, C, hc, hidden_size] as `forward` has them."""
         _, head = self._shared
         return logits_of(streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, head)
+
+    @full_precision_sums
+    def best(self, streams: Streams) -> tuple[Tensor, Tensor] | None:
+        """Return the likeliest tokens t + 2 of the block's streams, as `best_of`."""
+        _, head = self._shared
+        return best_of(streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, head)

@@ -11,7 +11,11 @@ from dsv4.ops.attention.sparse_fmha_paged import (
 )
 from dsv4.ops.compress import compress, compress_runner_id
 from dsv4.ops.fp8_linear import fp8_linear, fp8_linear_runner_id
-from dsv4.ops.grouped_linear import grouped_linear, grouped_linear_runner_id
+from dsv4.ops.grouped_linear import (
+    grouped_linear,
+    grouped_linear_fp8,
+    grouped_linear_runner_id,
+)
 from dsv4.ops.head_rotation import HeadRotation, head_squares
 from dsv4.ops.index_topk import index_topk, index_topk_runner_id
 from dsv4.ops.kv_insert import kv_insert, kv_insert_runner_id
@@ -21,6 +25,7 @@ from dsv4.ops.latent_rows import (
     latent_rows,
     latent_rows_runner_id,
 )
+from dsv4.ops.linear_argmax import linear_argmax, linear_argmax_runner_id
 from dsv4.ops.merged_linear import merged_linear, merged_linear_runner_id
 from dsv4.ops.mhc_seam import Seam, mhc_seam, mhc_seam_runner_id
 from dsv4.ops.moe.op import moe, moe_runner_id
@@ -53,6 +58,7 @@ __all__ = [
     "fp8_linear",
     "fp8_linear_runner_id",
     "grouped_linear",
+    "grouped_linear_fp8",
     "grouped_linear_runner_id",
     "head_squares",
     "index_topk",
@@ -61,6 +67,8 @@ __all__ = [
     "kv_insert_runner_id",
     "latent_rows",
     "latent_rows_runner_id",
+    "linear_argmax",
+    "linear_argmax_runner_id",
     "merged_linear",
     "merged_linear_runner_id",
     "mhc_seam",

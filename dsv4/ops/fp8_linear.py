@@ -133,10 +133,12 @@ class Fp8Linear(KernelOp):
         each compiled configuration once."""
         found: dict[Fp8LinearConfig, str] = {}
         for label, (rows, width) in MODEL_LAYERS.items():
-            for x_dtype in ("bfloat16", "float8_e4m3fn")[: 2 if "wq_b" in label else 1]:
+            takes_codes = "wq_b" in label or "wo_b" in label
+            for x_dtype in ("bfloat16", "float8_e4m3fn")[: 2 if takes_codes else 1]:
                 has_codes = x_dtype != "bfloat16"
                 # Queries come out of the layers' own call as attention takes them.
-                epilogue = MODEL_EPILOGUE if has_codes and "indexer" not in label else ""
+                are_queries = has_codes and label.endswith(" wq_b") and "indexer" not in label
+                epilogue = MODEL_EPILOGUE if are_queries else ""
                 config = Fp8LinearConfig(width, rows, x_dtype, epilogue=epilogue)
                 suffix = ", codes" if has_codes else ""
                 name = f"{label}, {rows} x {width}{suffix}"

@@ -4,8 +4,9 @@ operator."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from operator import index
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,12 +15,13 @@ from torch.autograd import forward_ad
 from dsv4.kernels.gemm import grouped_plan as plans
 from dsv4.kernels.gemm.config import K_BLOCK, num_code_rows
 from dsv4.kernels.gemm.grouped_args import ARGS, values
-from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig, takes_groups
+from dsv4.kernels.gemm.grouped_config import CODES, GroupedLinearConfig, takes_groups
 from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
-from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
+from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3, quantize_e4m3
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
-from dsv4.ops.runtime.state import smallest_call
+from dsv4.ops.runtime.launch import Launch
+from dsv4.ops.runtime.state import State, smallest_call
 from dsv4.quoting import quoted
 
 # In features and rows of a group, groups: the first half of the output projection.
@@ -41,6 +43,35 @@ class GroupedLinear(KernelOp):
         """Index of the tiling, and number of SMs."""
         return plans.choose(config, sizes["T"], device.num_sms), device.num_sms
 
+    def needs(self, config: GroupedLinearConfig, name: str) -> bool | None:
+        return config.rounds_output if name == "out_scale" else None
+
+    def check_sizes(self, config: GroupedLinearConfig, *tensors: Tensor | None) -> None:
+        has_scale = tensors[-1] is not None
+        if has_scale != config.rounds_output:
+            got = "a tensor" if has_scale else "nothing"
+            raise ValueError(f"out_scale: got {got}, out is {config.out_dtype}")
+
+    def make_launch(self, state: State) -> Launch:
+        """The usual launch; where outputs are codes, behind a check of the optional tensors, all of
+        which the kernels then need: the compiled function takes any number of rows."""
+        launch, config = super().make_launch(state), state.config
+        if not config.rounds_output:
+            return launch
+        place = self.num_required + 1  # behind the runner's id
+
+        def checked(*arguments: Any) -> None:
+            tokens = arguments[0].shape[0]
+            needed = (num_code_rows(tokens, config.terms), tokens, tokens)
+            for i, rows in enumerate(needed, place):
+                tensor = arguments[i] if i < len(arguments) else None
+                if tensor is None or tensor.shape[0] != rows:
+                    got = "nothing" if tensor is None else f"{tensor.shape[0]} rows"
+                    raise ValueError(f"{self.tensors[i - 1].name}: got {got}, needs {rows} rows")
+            launch(*arguments)
+
+        return checked
+
     def torch(
         self,
         config: GroupedLinearConfig,
@@ -50,17 +81,24 @@ class GroupedLinear(KernelOp):
         out: Tensor,
         codes: Tensor | None,
         code_scales: Tensor | None,
+        out_scale: Tensor | None = None,
     ) -> None:
         if config.act == "fp8":
             x = qdq_e4m3(x, K_BLOCK)
         # e4m3 times a power of two is exact in bf16; times an arbitrary fp32 scale it is not. And
         # bf16 products are rounded to bf16.
-        is_exact = out.dtype == x.dtype and config.scale_dtype == "float8_e8m0fnu"
+        out_dtype = torch.bfloat16 if config.rounds_output else out.dtype
+        is_exact = out_dtype == x.dtype and config.scale_dtype == "float8_e8m0fnu"
         compute = x.dtype if is_exact else torch.float32
         dense = dequantize_e4m3_blocks(weight, scale, (K_BLOCK, K_BLOCK), compute)
         groups = x.to(compute).unflatten(1, (config.groups, -1)).transpose(0, 1)
-        y = torch.bmm(groups, dense.unflatten(0, (config.groups, -1)).mT)
-        out.copy_(y.transpose(0, 1).flatten(1))
+        y = torch.bmm(groups, dense.unflatten(0, (config.groups, -1)).mT).transpose(0, 1).flatten(1)
+        if config.rounds_output:
+            codes, scales = quantize_e4m3(y.bfloat16(), K_BLOCK)
+            out.copy_(codes)
+            out_scale.copy_(scales)
+        else:
+            out.copy_(y)
 
     def probes(
         self, config: GroupedLinearConfig, target: Device, device: torch.device
@@ -68,13 +106,18 @@ class GroupedLinear(KernelOp):
         """One token through every tiling, with the scratch that leads to the quantisation."""
         for tiling in range(len(plans.tilings(config))):
             call = list(smallest_call(self, config, (tiling, target.num_sms), device))
-            width = config.groups * config.in_features
-            call[-4:-2] = _scratch(1, width, config.terms, device)
+            width, place = config.groups * config.in_features, self.num_required
+            call[place : place + 2] = _scratch(1, width, config.terms, device)
+            if config.rounds_output:
+                call[place + 2] = _scales(1, config.out_features, device)
             yield tuple(call)
 
     def aot(self) -> Mapping[str, GroupedLinearConfig]:
-        """The output projections of Flash and Pro."""
-        return {label: GroupedLinearConfig(*given) for label, given in MODEL_GROUPS.items()}
+        """The output projections of Flash and Pro: of few tokens in bf16, of more in codes."""
+        found = {label: GroupedLinearConfig(*given) for label, given in MODEL_GROUPS.items()}
+        for label, config in tuple(found.items()):
+            found[f"{label}, codes"] = replace(config, out_dtype=CODES)
+        return found
 
 
 GROUPED_LINEAR = GroupedLinear()
@@ -123,28 +166,17 @@ def grouped_linear(
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             GROUPED_LINEAR.check_no_gradients(x, weight, scale, out)
         tokens, width = x.shape
-        rows, in_features = weight.shape
-        groups = width // in_features
-        if width % in_features or rows % max(groups, 1):
-            raise ValueError(
-                f"x: got {width} columns, needs those of groups of {in_features}, of a number that "
-                f"the weight's {rows} rows are a multiple of"
-            )
         if out_dtype is None:
             out_dtype = x.dtype if out is None else out.dtype
-        identity = grouped_linear_runner_id(
-            index(in_features),
-            index(rows) // max(groups, 1),
-            index(groups),
-            act,
-            _name(scale.dtype),
-            _name(out_dtype),
-        )
+        name = _name(out_dtype)
+        if name == CODES:
+            raise ValueError(f"out_dtype: got {name}, which `grouped_linear_fp8` makes")
+        identity = _runner_id_of(x, weight, scale, act, name)
         if out is None:
-            out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
+            out = torch.empty((tokens, weight.shape[0]), dtype=out_dtype, device=x.device)
         if x.dtype == torch.bfloat16 and x.is_cuda and tokens > RESIDENT_TOKENS:
-            terms = 2 if act == "bf16" else 1
-            _op(x, weight, scale, out, identity, *_scratch(tokens, width, terms, x.device))
+            scratch = _scratch(tokens, width, _terms(act), x.device)
+            _op(x, weight, scale, out, identity, *scratch)
         else:
             _op(x, weight, scale, out, identity)
     except Exception:
@@ -153,6 +185,60 @@ def grouped_linear(
             raise TypeError(f"out_dtype: got {quoted(out_dtype)}, needs a torch.dtype") from None
         raise
     return out
+
+
+def grouped_linear_fp8(
+    x: Tensor, weight: Tensor, scale: Tensor, *, act: str = "bf16"
+) -> tuple[Tensor, Tensor]:
+    """`grouped_linear` whose results are rounded as the input of the next FP8 linear.
+
+    y in bfloat16 is rounded to e4m3 with one power-of-two scale per 128 rows of the weight, as
+    `dsv4.ops.quantize.quantize_e4m3` does it: the bits of the two calls, in the launch of the
+    first.
+
+    Args:
+        x, weight, scale, act: as `grouped_linear` takes them.
+
+    Returns:
+        (codes [T, M] float8_e4m3fn, scales [T, M / 128] float8_e8m0fnu), what `fp8_linear` takes as
+        `x` and `x_scale`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
+    """
+    try:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            GROUPED_LINEAR.check_no_gradients(x, weight, scale)
+        tokens, width = x.shape
+        rows = weight.shape[0]
+        identity = _runner_id_of(x, weight, scale, act, CODES)
+        out = torch.empty((tokens, rows), dtype=torch.float8_e4m3fn, device=x.device)
+        out_scale = _scales(tokens, rows, x.device)
+        scratch = _scratch(tokens, width, _terms(act), x.device) if x.is_cuda else (None, None)
+        _op(x, weight, scale, out, identity, *scratch, out_scale)
+    except Exception:
+        GROUPED_LINEAR.explain(x, weight, scale, None)
+        raise
+    return out, out_scale
+
+
+def _runner_id_of(x: Tensor, weight: Tensor, scale: Tensor, act: str, out_dtype: str) -> int:
+    """Id of a call's configuration; ValueError where x and the weight are not of whole groups."""
+    width, (rows, in_features) = x.shape[1], weight.shape
+    groups = width // in_features
+    if width % in_features or rows % max(groups, 1):
+        raise ValueError(
+            f"x: got {width} columns, needs those of groups of {in_features}, of a number that "
+            f"the weight's {rows} rows are a multiple of"
+        )
+    return grouped_linear_runner_id(
+        index(in_features),
+        index(rows) // max(groups, 1),
+        index(groups),
+        act,
+        _name(scale.dtype),
+        out_dtype,
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -171,7 +257,7 @@ def grouped_linear_runner_id(
         groups: their number.
         act: "bf16", also for float32, or "fp8".
         scale_dtype: of the weight's scales, "float8_e8m0fnu" or "float32".
-        out_dtype: "bfloat16" or "float32".
+        out_dtype: "bfloat16", "float32", or "float8_e4m3fn" of `grouped_linear_fp8`.
     """
     return GROUPED_LINEAR.runner_id(in_features, group_rows, groups, act, scale_dtype, out_dtype)
 
@@ -185,8 +271,17 @@ def _scratch(tokens: int, width: int, terms: int, device: torch.device) -> tuple
     """Codes and scales that a launch makes of many tokens before it streams them."""
     shape = (num_code_rows(tokens, terms), width)
     codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=device)
+    return codes, _scales(tokens, width, device)
+
+
+def _scales(tokens: int, width: int, device: torch.device) -> Tensor:
+    """Scales of the codes of tokens."""
     shape = (tokens, width // K_BLOCK)
-    return codes, torch.empty(shape, dtype=torch.float8_e8m0fnu, device=device)
+    return torch.empty(shape, dtype=torch.float8_e8m0fnu, device=device)
+
+
+def _terms(act: str) -> int:
+    return 2 if act == "bf16" else 1
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -106,7 +106,13 @@ class Inputs(OpInputs):
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        return ("code_scales",) if self.has_scratch else ()
+        scratch = ("code_scales",) if self.has_scratch else ()
+        return (*scratch, *(("out_scale",) if self.config.rounds_output else ()))
+
+    @property
+    def in_bfloat16(self) -> Inputs:
+        """The same with outputs that are not rounded to codes."""
+        return replace(self, case=replace(self.case, out_dtype="bfloat16"))
 
     @property
     def padding(self) -> int:

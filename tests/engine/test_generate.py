@@ -11,6 +11,7 @@ from dsv4.engine import forward
 from dsv4.engine.generate import generate
 from dsv4.engine.stats import GenerationStats
 from dsv4.model.model import DeepseekV4
+from dsv4.model.mtp import MTPBlock
 from tests.engine.tiny_model import VOCAB, assert_same_tokens, tiny_model, tokens
 
 
@@ -28,6 +29,32 @@ def test_the_model_generates_the_argmax_of_its_own_logits(seed: int) -> None:
     for token in new:
         assert token == model(torch.tensor([sequence]))[0, -1].argmax()
         sequence = [*sequence, token]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_greedy_tokens_without_logits(num_drafts, seed: int, monkeypatch) -> None:
+    """Where the head finds its largest output by itself, only other requests ask for logits."""
+    model = tiny_model(seed, num_nextn_predict_layers=1)
+    prompts = torch.randint(VOCAB, (2, 6))
+    expected = generate(model, prompts, 5, num_draft_tokens=num_drafts).tokens
+    wanted = []
+
+    def best(part, streams):
+        logits, written = outputs_of[type(part)](part, streams)
+        return logits.argmax(-1), written
+
+    def outputs(part, streams):
+        wanted.append(part)
+        return outputs_of[type(part)](part, streams)
+
+    outputs_of = {part: part.outputs for part in (DeepseekV4, MTPBlock)}
+    for part in outputs_of:
+        monkeypatch.setattr(part, "best", best)
+        monkeypatch.setattr(part, "outputs", outputs)
+    assert generate(model, prompts, 5, num_draft_tokens=num_drafts).tokens == expected
+    assert not wanted
+    generate(model, prompts, 5, num_draft_tokens=num_drafts, temperature=1.0)
+    assert wanted
 
 
 def test_max_requests_changes_no_token_and_callbacks_see_every_token(seed: int) -> None:

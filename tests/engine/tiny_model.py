@@ -136,6 +136,9 @@ class PlannedDrafter:
         logits = torch.nn.functional.one_hot(draft, VOCAB).float()
         return logits.view(*streams.shape[:2], VOCAB), streams
 
+    def best(self, pending: Streams) -> None:
+        """As of a head without a kernel."""
+
     def _draft(self, position: int) -> int:
         true = self.truth[position] if position < len(self.truth) else 0
         return (true + 1) % VOCAB if position in self.misses else true

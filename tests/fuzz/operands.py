@@ -34,6 +34,7 @@ SMALL = {
         (8, 1e-6, "bf16", False, False, 4, 0, 2, True, "bf16", 4, "bf16"),
     ],
     "plain_linear": [(512, 40), (1024, 9, "bfloat16")],
+    "linear_argmax": [(512, 40), (1024, 9, "bfloat16")],
     "grouped_linear": [(512, 256, 1), (512, 256, 2, "fp8", "float32", "float32")],
     "merged_linear": [
         (512, "40 float8_e8m0fnu bfloat16, 8 bfloat16 float32"),

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from dsv4 import ops
+from dsv4.layers.linear import GroupedLinear, Linear, project_twice
 from dsv4.ops.grouped_linear import MODEL_GROUPS
+from dsv4.ops.quantize import quantize_e4m3
 from dsv4.testing.grouped_linear import Case, Inputs, assert_grouped_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.stage("projections")]
@@ -50,6 +52,78 @@ def test_strides_and_wide_output(act, scale_dtype, seed) -> None:
     assert_grouped_close(together, inputs)
     for tokens in (1, 9, 33, 65):
         assert torch.equal(run(inputs, tokens), together[:tokens]), f"T = {tokens}"
+
+
+def same_bits(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> bool:
+    return all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("label", "act"), [("Flash wo_a", "bf16"), ("Pro wo_a", "fp8")])
+def test_codes_are_those_of_the_outputs(label, act, seed) -> None:
+    case = Case(max(TOKENS), *MODEL_GROUPS[label], act, has_special_rows=True)
+    inputs = Inputs.make(case, seed, "cuda")
+    weights = inputs.weight, inputs.scale
+    wanted = quantize_e4m3(run(inputs), 128)
+    for tokens in TOKENS:
+        for _ in range(2):
+            # What a new tensor gets of the allocator holds no right code.
+            poison = torch.full((tokens, len(inputs.weight)), -1, dtype=torch.int8, device="cuda")
+            del poison
+            found = ops.grouped_linear_fp8(inputs.x[:tokens], *weights, act=act)
+            assert same_bits(found, tuple(t[:tokens] for t in wanted)), f"T = {tokens}"
+
+
+@pytest.mark.parametrize("tokens", [9, 16, 40, 200])
+def test_the_next_linear_takes_codes(tokens, seed) -> None:
+    """Pairs of launches that overlap, against some that wait after each."""
+    first = Inputs.make(Case(tokens, *MODEL_GROUPS["Flash wo_a"]), seed, "cuda")
+    second = torch.randn(4096, 8192, device="cuda").to(torch.float8_e4m3fn)
+    scale = first.scale.view(torch.uint8).view(32, 64).view(torch.float8_e8m0fnu)
+    inputs = first.x, first.x.flip(0).contiguous(), first.x * 2
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        codes, x_scale = ops.grouped_linear_fp8(x, first.weight, first.scale)
+        return ops.fp8_linear(codes, second, scale, x_scale=x_scale)
+
+    wanted = []
+    for x in inputs:
+        middle = ops.grouped_linear(x, first.weight, first.scale)
+        torch.cuda.synchronize()
+        wanted.append(ops.fp8_linear(middle, second, scale))
+        torch.cuda.synchronize()
+        assert wanted[-1].isfinite().all()
+    graph = torch.cuda.CUDAGraph()
+    both(inputs[0])
+    with torch.cuda.graph(graph):
+        found = [both(x) for x in inputs]
+    for _ in range(20):
+        for y in found:
+            y.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    for _ in range(2):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found = [both(x) for _ in range(10) for x in inputs]
+            assert all(torch.equal(*pair) for pair in zip(found, wanted * 10, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 64])
+def test_layers_have_the_bits_of_one_after_the_other(tokens, seed) -> None:
+    inputs = Inputs.make(Case(tokens, *MODEL_GROUPS["Flash wo_a"]), seed, "cuda")
+    options = {"scheme": "fp8", "device": "cuda"}
+    first = GroupedLinear(*MODEL_GROUPS["Flash wo_a"], **options)
+    second = Linear(8192, 4096, **options)
+    scales = inputs.scale.view(torch.uint8)
+    for linear, weight, scale in (
+        (first, inputs.weight, scales),
+        (second, inputs.weight.view(4096, 8192), scales.view(32, 64)),
+    ):
+        linear.weight.data, linear.scale.data = weight, scale.view(torch.float8_e8m0fnu)
+    x = inputs.x[None]
+    assert torch.equal(project_twice(x, first, second), second(first(x)))
 
 
 @pytest.mark.parametrize("tokens", [3, 15, 100])

@@ -7,9 +7,10 @@ import torch
 
 from dsv4 import ops
 from dsv4.kernels.gemm.config import num_code_rows
-from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig
+from dsv4.kernels.gemm.grouped_config import CODES, GroupedLinearConfig
 from dsv4.kernels.gemm.grouped_plan import choose, linear_plan, tilings
 from dsv4.ops.grouped_linear import MODEL_GROUPS
+from dsv4.ops.quantize import quantize_e4m3
 from dsv4.testing.grouped_linear import Case, Inputs, assert_grouped_close
 
 pytestmark = pytest.mark.stage("op")
@@ -37,6 +38,36 @@ def test_values(case, seed) -> None:
         assert_grouped_close(y, inputs)
 
 
+def assert_same_codes(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+    for tensor, other in zip(found, wanted, strict=True):
+        assert tensor.dtype is other.dtype
+        assert torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        Case(3, 512, 256, 2, "fp8", "float32", has_special_rows=True, is_strided=True),
+        Case(0, 512, 256, 2),
+    ],
+    ids=str,
+)
+def test_codes_are_those_of_the_outputs(case, seed) -> None:
+    inputs = Inputs.make(case, seed)
+    tensors = inputs.x, inputs.weight, inputs.scale
+    y = ops.grouped_linear(*tensors, act=case.act)
+    assert_same_codes(ops.grouped_linear_fp8(*tensors, act=case.act), quantize_e4m3(y, 128))
+
+
+def test_codes_of_float32_are_those_of_bfloat16(seed) -> None:
+    inputs = Inputs.make(CASE, seed)
+    x = inputs.x.float()
+    y = ops.grouped_linear(x, inputs.weight, inputs.scale)
+    found = ops.grouped_linear_fp8(x, inputs.weight, inputs.scale)
+    assert_same_codes(found, quantize_e4m3(y.bfloat16(), 128))
+
+
 def test_float32_and_out(seed) -> None:
     inputs = Inputs.make(CASE, seed)
     wide = ops.grouped_linear(inputs.x.float(), inputs.weight, inputs.scale)
@@ -56,6 +87,7 @@ def test_float32_and_out(seed) -> None:
         ({"act": "int8"}, ValueError, "act must be one of .* got 'int8'"),
         ({"x": torch.zeros(2, 100).bfloat16()}, ValueError, "x: got 100 columns, needs"),
         ({"out_dtype": "bf16"}, TypeError, "out_dtype: got 'bf16', needs a torch.dtype"),
+        ({"out_dtype": torch.float8_e4m3fn}, ValueError, "which `grouped_linear_fp8` makes"),
     ],
 )
 def test_arguments_that_do_not_fit(change, error, message, seed) -> None:
@@ -63,6 +95,34 @@ def test_arguments_that_do_not_fit(change, error, message, seed) -> None:
     arguments = {"x": inputs.x, "weight": inputs.weight, "scale": inputs.scale, **change}
     with pytest.raises(error, match=message):
         ops.grouped_linear(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 1100).bfloat16()}, ValueError, "x: got 1100 columns, needs"),
+        ({"x": torch.zeros(1536).bfloat16()}, ValueError, r"x: got shape .* needs"),
+        ({"weight": None}, TypeError, "weight: got None, needs a torch.Tensor"),
+        ({"act": "int8"}, ValueError, "act must be one of .* got 'int8'"),
+    ],
+)
+def test_arguments_for_codes_that_do_not_fit(change, error, message, seed) -> None:
+    inputs = Inputs.make(CASE, seed)
+    arguments = {"x": inputs.x, "weight": inputs.weight, "scale": inputs.scale, **change}
+    with pytest.raises(error, match=message):
+        ops.grouped_linear_fp8(**arguments)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float8_e4m3fn"])
+def test_scales_of_outputs_belong_to_codes(out_dtype, seed) -> None:
+    inputs = Inputs.make(CASE, seed)
+    out = torch.empty(CASE.tokens, 768, dtype=getattr(torch, out_dtype))
+    scales = torch.empty(CASE.tokens, 6, dtype=torch.float8_e8m0fnu)
+    identity = ops.grouped_linear_runner_id(512, 256, 3, out_dtype=out_dtype)
+    needs_none = out_dtype == "bfloat16"
+    call = inputs.x, inputs.weight, inputs.scale, out, identity, None, None
+    with pytest.raises(ValueError, match=f"out_scale: got .*, out is {out_dtype}"):
+        torch.ops.dsv4.grouped_linear(*call, scales if needs_none else None)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +145,8 @@ def test_tracing(seed) -> None:
     tensors = inputs.x, inputs.weight, inputs.scale
     traced = torch.compile(ops.grouped_linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(traced(*tensors), ops.grouped_linear(*tensors))
+    both = torch.compile(ops.grouped_linear_fp8, fullgraph=True, backend="aot_eager")
+    assert_same_codes(both(*tensors), ops.grouped_linear_fp8(*tensors))
     identity = ops.grouped_linear_runner_id(512, 256, 3)
     out = torch.empty(CASE.tokens, 768, dtype=torch.bfloat16)
     torch.library.opcheck(
@@ -95,10 +157,11 @@ def test_tracing(seed) -> None:
     )
 
 
+@pytest.mark.parametrize("out_dtype", ["bfloat16", CODES])
 @pytest.mark.parametrize("act", ["bf16", "fp8"])
 @pytest.mark.parametrize("given", [*MODEL_GROUPS.values(), (512, 256, 1), (8192, 256, 64)], ids=str)
-def test_every_tiling_fits(given, act) -> None:
-    config = GroupedLinearConfig(*given, act)
+def test_every_tiling_fits(given, act, out_dtype) -> None:
+    config = GroupedLinearConfig(*given, act, out_dtype=out_dtype)
     for tiling in tilings(config):
         plan = linear_plan(config, tiling)
         assert plan.columns == plan.tokens * config.terms

@@ -1,8 +1,9 @@
 """Epilogues of linears: what becomes of an output on its way to memory, as configurations name it.
 
-An epilogue has a device function of its own (`sm90.head_rotation`), which a warp calls with each
-block of 16 rows of a weight and 8 tokens, once their sums over K are complete. Imports neither
-cutlass nor torch, so that every layer may use it.
+An epilogue has device functions of its own: `sm90.head_rotation`, which a warp calls with each
+block of 16 rows of a weight and 8 tokens, `sm90.rounded_tile`, which both warpgroups call with 128
+rows, and `sm90.best_rows`, a warp with 16 rows of all tokens of a tile, once their sums over K are
+complete. Imports neither cutlass nor torch, so that every layer may use it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dsv4.quoting import quoted
 
 HEAD_ROTATION = "head_rotation"
 MAX_HEAD_DIM = 4096
+# 32-bit words of the workspace of an `ArgMax`: how many CTAs are done, then the key of each token.
+COUNTER_WORDS, KEY_WORDS = 2, 2
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,25 @@ class HeadRotation:
         if rows % self.head_dim:
             raise ValueError(f"{rows} rows are no whole heads of {self.head_dim}")
         return rows // self.head_dim
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """e4m3 codes of outputs that were rounded to bf16, with a scale per 128 rows of a token: what
+    the next linear would make of them."""
+
+
+@dataclass(frozen=True)
+class ArgMax:
+    """Row of each token's largest output, beside the outputs or in place of them."""
+
+    @staticmethod
+    def workspace_words(tokens: int) -> int:
+        """fp32 elements of a launch's workspace."""
+        return COUNTER_WORDS + KEY_WORDS * tokens
+
+
+Epilogue = HeadRotation | Rounding | ArgMax
 
 
 def parse(text: str) -> HeadRotation | None:

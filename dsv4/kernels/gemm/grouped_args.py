@@ -1,14 +1,17 @@
 """Arguments of `grouped_linear` and of its kernels: y [T, M] of x [T, W] and W [M, K], whose M rows
 are those of groups, one behind the other, as are the W columns of x.
 
-W has w blocks of 128, K has g, M has G. C are the rows of the codes of T tokens.
+W has w blocks of 128, K has g, M has G. C are the rows of the codes of T tokens. Where y are codes,
+each row has G scales, and both scratch tensors are there.
 """
 
 from __future__ import annotations
 
 from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig
-from dsv4.kernels.kit.args import In, Out, Scalar, Scratch
+from dsv4.kernels.kit.args import DTYPES, In, OptOut, Out, Scalar, Scratch
+
+VECTOR_BYTES = 8  # of codes, which are stored so
 
 # TMA reads from addresses and strides that are multiples of 16 bytes; so do vector loads. float32
 # is for the torch implementation.
@@ -16,9 +19,10 @@ ARGS = (
     In("x", "T W", also=("float32",), align=16, differentiable=True),
     In("weight", "M K", "float8_e4m3fn", align=16),
     In("scale", "G g", "scale_dtype", differentiable=True),
-    Out("out", "T M", "out_dtype"),
+    Out("out", "T M", "out_dtype", align="out_align"),
     Scratch("codes", "C W", "float8_e4m3fn", align=16),
     Scratch("code_scales", "T w", "float8_e8m0fnu"),
+    OptOut("out_scale", "T G", "float8_e8m0fnu"),
     Scalar("tiling"),
     Scalar("num_sms"),
 )
@@ -36,4 +40,5 @@ def values(config: GroupedLinearConfig) -> dict[str, int | str]:
         "G": config.out_features // K_BLOCK,
         "scale_dtype": config.scale_dtype,
         "out_dtype": config.out_dtype,
+        "out_align": VECTOR_BYTES if config.rounds_output else DTYPES[config.out_dtype],
     }

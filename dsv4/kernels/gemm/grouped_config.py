@@ -13,10 +13,12 @@ from dsv4.kernels.gemm.config import (
     OUT_DTYPES,
     SCALE_DTYPES,
 )
+from dsv4.kernels.gemm.epilogues import Rounding
 from dsv4.quoting import quoted
 
 ACTS = ("bf16", "fp8")
 MAX_GROUP_FEATURES = 8192  # two terms of eight tokens fit beside a ring
+CODES = "float8_e4m3fn"
 GROUP_STEP = 2 * K_BLOCK  # rows: what two CTAs that share activations take
 
 
@@ -31,7 +33,7 @@ class GroupedLinearConfig:
         act: what the activations are multiplied as: "bf16", as they are, or "fp8", rounded to e4m3
             with a scale per 128 elements.
         scale_dtype: of the weight's scales.
-        out_dtype: of the result.
+        out_dtype: of the result; "float8_e4m3fn": bf16 results become codes, with a scale per 128.
     """
 
     in_features: int
@@ -56,7 +58,7 @@ class GroupedLinearConfig:
         for name, allowed in (
             ("act", ACTS),
             ("scale_dtype", SCALE_DTYPES),
-            ("out_dtype", OUT_DTYPES),
+            ("out_dtype", (*OUT_DTYPES, CODES)),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -71,6 +73,16 @@ class GroupedLinearConfig:
     def k_blocks(self) -> int:
         """Scales of a row of the weight."""
         return self.in_features // K_BLOCK
+
+    @property
+    def rounds_output(self) -> bool:
+        """Whether outputs are codes."""
+        return self.out_dtype == CODES
+
+    @property
+    def epilogues(self) -> tuple[Rounding, ...]:
+        """Epilogue of the weight, if it has one."""
+        return (Rounding(),) if self.rounds_output else ()
 
     @property
     def terms(self) -> int:

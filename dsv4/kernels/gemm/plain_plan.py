@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dsv4.kernels.gemm.config import Kind
+from dsv4.kernels.gemm.epilogues import Epilogue
 from dsv4.kernels.gemm.plain_config import PlainLinearConfig
 from dsv4.kernels.gemm.plan import (
     FEW_TOKENS,
@@ -23,9 +24,14 @@ TILINGS = (
 )
 
 
-def linear_plan(config: PlainLinearConfig, tiling: Tiling) -> LinearPlan:
+def linear_plan(
+    config: PlainLinearConfig, tiling: Tiling, epilogue: Epilogue | None = None
+) -> LinearPlan:
     """Budgets of a tiling's CTA."""
-    return LinearPlan(config.in_features, tiling, kind=Kind.BF16, is_merged=True)
+    epilogues = () if epilogue is None else (epilogue,)
+    return LinearPlan(
+        config.in_features, tiling, kind=Kind.BF16, is_merged=True, epilogues=epilogues
+    )
 
 
 def choose(tokens: int) -> int:

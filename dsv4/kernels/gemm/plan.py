@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from dsv4.arch import SM_90A, Arch
 from dsv4.kernels.gemm.config import K_BLOCK, STEP_BYTES, Fp8LinearConfig, Kind, num_slices
-from dsv4.kernels.gemm.epilogues import HeadRotation
+from dsv4.kernels.gemm.epilogues import ArgMax, Epilogue, HeadRotation, Rounding
 from dsv4.kernels.kit.plan import (
     Arrival,
     Arrive,
@@ -26,6 +26,9 @@ from dsv4.kernels.kit.ring_plan import RingPlan
 M_TILE = 64  # rows of a wgmma
 UNIT_ROWS = 16  # of a warp's accumulators
 LANE_VALUES = 4  # that a lane holds of UNIT_ROWS rows and 8 columns
+# bf16 outputs of a token that wait to be rounded: 16 bytes more than K_BLOCK, so that neither the
+# lanes that write four tokens nor those that read one meet in a bank.
+STAGED_ROW = K_BLOCK + 8
 CONSUMER_WARPS = 8
 MIN_STAGES = 2
 RESIDENT_TOKENS, FEW_TOKENS, MANY_TOKENS, MOST_TOKENS = 8, 16, 64, 128  # of the tilings
@@ -113,7 +116,7 @@ class LinearPlan(RingPlan):
     kind: Kind = Kind.FP8
     is_merged: bool = False
     group_rows: int = 0
-    epilogues: tuple[HeadRotation | None, ...] = ()
+    epilogues: tuple[Epilogue | None, ...] = ()
 
     # ---- K ----
 
@@ -188,9 +191,27 @@ class LinearPlan(RingPlan):
         return self.tokens // 8
 
     @property
+    def rounds_output(self) -> bool:
+        """Whether outputs become codes, whose scale needs all rows of a tile."""
+        return self._has(Rounding)
+
+    @property
+    def finds_best(self) -> bool:
+        """Whether each token's largest output is looked for."""
+        return self._has(ArgMax)
+
+    def _has(self, kind: type) -> bool:
+        return any(isinstance(epilogue, kind) for epilogue in self.epilogues)
+
+    @property
     def own_units(self) -> int:
         """Units of 16 rows whose parts a CTA adds."""
-        return self.rows // UNIT_ROWS // self.tiling.cluster
+        return self.rows // UNIT_ROWS // (1 if self.rounds_output else self.tiling.cluster)
+
+    @property
+    def own_groups(self) -> int:
+        """Groups of eight tokens whose parts a CTA adds: all, or all rows of some."""
+        return self.column_groups // (self.tiling.cluster if self.rounds_output else 1)
 
     @property
     def is_quantized(self) -> bool:
@@ -221,7 +242,8 @@ class LinearPlan(RingPlan):
     @property
     def partial_values(self) -> int:
         """fp32 elements that a CTA adds of a tile."""
-        return self.parts * self.own_units * UNIT_ROWS * self.tokens if self.parts > 1 else 0
+        values = self.own_units * self.own_groups * 8 * UNIT_ROWS
+        return self.parts * values if self.parts > 1 else 0
 
     # ---- budgets ----
 
@@ -266,10 +288,20 @@ class LinearPlan(RingPlan):
     def stages_output(self) -> bool:
         """Whether tiles of a bf16 output pass through shared memory, in rows of a token: where an
         epilogue works on them there, too."""
-        if self.parts > 1:
+        if self.parts > 1 or self.rounds_output:
             return False
         is_plain_wide = self.tiling.is_wide and not self.is_merged
-        return is_plain_wide or (any(self.epilogues) and self.tokens >= MANY_TOKENS)
+        return is_plain_wide or (self._has(HeadRotation) and self.tokens >= MANY_TOKENS)
+
+    @property
+    def _epilogue_buffers(self) -> tuple[Buffer, ...]:
+        if self.rounds_output:
+            # [token, row], padded
+            return (Buffer("staged", "BFloat16", self.own_groups * 8 * STAGED_ROW, 16),)
+        if self.finds_best:
+            # [warp, token]
+            return (Buffer("best", "Int64", CONSUMER_WARPS * self.tokens, 16),)
+        return ()
 
     @property
     def _spill_buffers(self) -> tuple[Buffer, ...]:
@@ -294,6 +326,7 @@ class LinearPlan(RingPlan):
             # [k block of the CTA, or stage, token]
             *((scales,) if self.is_quantized else ()),
             *self._spill_buffers,
+            *self._epilogue_buffers,
             *self._barriers(stages).split_buffers,
         )
 
@@ -329,7 +362,9 @@ class LinearPlan(RingPlan):
     def __post_init__(self) -> None:
         assert self.own_slices * self.parts == self.slices, f"{self.tiling}: {self.slices} slices"
         assert min(self.tiling.cluster, self.tiling.sharing) == 1, self.tiling
-        assert self.own_units * UNIT_ROWS * self.tiling.cluster == self.rows, self.tiling
+        blocks = self.rows // UNIT_ROWS * self.column_groups
+        assert self.own_units * self.own_groups * self.tiling.cluster == blocks, self.tiling
+        assert not self.rounds_output or self.rows == K_BLOCK, f"{self.tiling}: {self.rows} rows"
         assert self.stages >= MIN_STAGES, f"{self.tiling}: K {self.in_features} does not fit"
         shared = self.rows * self.tiling.sharing  # rows that are multiplied with the same x
         assert self.group_rows % shared == 0, f"{self.tiling}: groups of {self.group_rows} rows"

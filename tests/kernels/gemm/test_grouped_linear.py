@@ -10,8 +10,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.gemm.grouped_config import CODES
 from dsv4.kernels.gemm.grouped_plan import choose, tilings
 from dsv4.ops.grouped_linear import GROUPED_LINEAR
+from dsv4.ops.quantize import quantize_e4m3
 from dsv4.testing.grouped_linear import Case, Inputs, assert_grouped_close
 from dsv4.testing.harness import (
     Device,
@@ -58,7 +61,6 @@ def check_every_tiling(
 @pytest.mark.parametrize(
     ("case", "schedules"),
     [
-        (Case(11, 512, 256, 2), 1),
         pytest.param(Case(11, 512, 256, 3), 1, marks=pytest.mark.slow),
         pytest.param(Case(67, 512, 256, 3, is_strided=True), None, marks=pytest.mark.slow),
         pytest.param(Case(130, 1024, 256, 2), None, marks=pytest.mark.slow),
@@ -121,13 +123,48 @@ def test_without_scratch_many_tokens_follow_each_other(kernels, seed) -> None:
         found.assert_same_bits(right, "no scratch")
 
 
+def check_codes(
+    kernels: OpKernels, case: Case, seed: int, schedules: int | None = 1
+) -> list[Outcome]:
+    """Every tiling gives the codes that the same outputs in bf16 are rounded to."""
+    inputs, outcomes = Inputs.make(replace(case, out_dtype=CODES), seed), []
+    y = run(kernels, inputs.in_bfloat16, 0, seed)["out"]
+    codes, scales = quantize_e4m3(y, K_BLOCK)
+    for i, tiling in enumerate(tilings(inputs.config)):
+        outcomes.append(run(kernels, inputs, i, seed, schedules))
+        for name, wanted in (("out", codes), ("out_scale", scales)):
+            bits = outcomes[-1][name].view(torch.uint8)
+            assert torch.equal(bits, wanted.view(torch.uint8)), f"{name} of {tiling}"
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("case", "schedules"),
+    [
+        (Case(11, 512, 256, 2), 1),
+        pytest.param(Case(11, 512, 256, 3), None, marks=pytest.mark.slow),
+        pytest.param(Case(67, 512, 256, 3, is_strided=True), None, marks=pytest.mark.slow),
+        pytest.param(Case(130, 1024, 256, 2), None, marks=pytest.mark.slow),
+        pytest.param(Case(21, 2048, 512, 2), None, marks=pytest.mark.slow),
+        pytest.param(Case(70, 2048, 512, 2, "fp8"), None, marks=pytest.mark.slow),
+        pytest.param(Case(15, 512, 256, 2, has_special_rows=True), 1, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_outputs_become_codes(kernels, case, schedules, seed) -> None:
+    check_codes(kernels, case, seed, schedules)
+
+
 @pytest.mark.slow
-def test_every_barrier_and_fence_is_reached(seed) -> None:
+@pytest.mark.parametrize("gives_codes", [False, True])
+def test_every_barrier_and_fence_is_reached(gives_codes, seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     # A simulator of its own: coverage adds up over all launches of a compiled function.
-    kernels = OpKernels(GROUPED_LINEAR, Simulator("sm_90a"))
-    inputs = Inputs.make(Case(65, 1024, 256, 2), seed)
-    outcomes = check_every_tiling(kernels, inputs, seed)
+    kernels, case = OpKernels(GROUPED_LINEAR, Simulator("sm_90a")), Case(65, 1024, 256, 2)
+    if gives_codes:
+        outcomes = check_codes(kernels, case, seed)
+    else:
+        outcomes = check_every_tiling(kernels, Inputs.make(case, seed), seed)
     for outcome in outcomes:
         assert_clean(outcome.report)
     assert not missed_synchronisation(outcome.report for outcome in outcomes)

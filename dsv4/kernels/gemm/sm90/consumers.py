@@ -58,6 +58,8 @@ class Consumers:
             self._load_scales(ctx, index, first_block, lane, ahead)
         if cutlass.const_expr(not plan.has_streamed_x):
             self.activations.clear(ctx)
+        if cutlass.const_expr(plan.finds_best):
+            self.epilogue.best.clear(ctx)
         pdl.wait_for_previous_launch()
         if cutlass.const_expr(plan.tiling.cluster > 1):
             cute.arch.cluster_wait()
@@ -98,10 +100,14 @@ class Consumers:
                         left[i] = left[i] + right[i]
             # ---- epilogue ----
             self.epilogue.store(ctx, stack[0], tile, part, unit, turn, y_maps, loaded)
+            if cutlass.const_expr(plan.finds_best):
+                self.epilogue.best.end_tile(ctx, tile, index)
             turn ^= 1
         if cutlass.const_expr(self.epilogue.can_stage(ctx.operands.ys)):
             # Shared memory must outlive the reads of the stores.
             self.epilogue.drain()
+        if cutlass.const_expr(plan.finds_best):
+            self.epilogue.best.finish(ctx)
 
     @cute.jit
     def _sum_slice(

@@ -27,6 +27,13 @@ class Operands(NamedTuple):
     ys: tuple[cute.Tensor, ...]  # [T, M] of each weight, written
     stores_by_tma: Boolean  # whether y is aligned for it
     heads: tuple = ()  # `HeadOperands` where a weight has this epilogue
+    y_scale: tuple[cute.Tensor, ...] = ()  # [T, M / 128] E8M0 bytes, written, where y are codes
+    best: tuple = ()  # `BestOperands` where the largest output is looked for
+
+    @property
+    def tokens(self) -> Int32:
+        """T; y may be absent where there is something else to write."""
+        return Int32(self.best[0].rows.shape[0] if self.best else self.ys[0].shape[0])
 
 
 class OutputTile(NamedTuple):
@@ -129,6 +136,8 @@ class Smem:
     scales: cute.Tensor | None
     # [warpgroup, level, vector, thread, 4], or [warpgroup, token, 64 rows]
     spills: cute.Pointer | None
+    staged: cute.Pointer | None  # bf16 [token, row], padded, of outputs that are rounded
+    best: cute.Pointer | None  # int64 [warp, token], keys of the largest outputs
 
 
 @dataclass(frozen=True)
@@ -190,6 +199,8 @@ def allocate(plan: LinearPlan, start: cute.Pointer) -> tuple[Smem, Pipelines]:
         partials=storage.partials.data_ptr(),
         scales=scales,
         spills=storage.spills.data_ptr() if plan.spill_values else None,
+        staged=storage.staged.data_ptr() if plan.rounds_output else None,
+        best=storage.best.data_ptr() if plan.finds_best else None,
     )
     graph = plan.barriers
     ring = mbarrier.pipeline(graph, storage, "ring", plan.rings)

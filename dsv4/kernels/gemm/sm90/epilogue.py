@@ -7,12 +7,14 @@ from cutlass.experimental.cuda.tensor_map import create_tensor_map_tiled
 
 from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, M_TILE, UNIT_ROWS, LinearPlan
 from dsv4.kernels.gemm.sm90.activations import sync_consumers
+from dsv4.kernels.gemm.sm90.best_rows import BestRows
 from dsv4.kernels.gemm.sm90.context import (
     LinearContext,
     OutputTile,
     chosen,
     chosen_matrix,
 )
+from dsv4.kernels.gemm.sm90.rounded_tile import RoundedTile
 from dsv4.kernels.gemm.sm90.weight_epilogues import LoadedAhead, WeightEpilogues
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
 from dsv4.kernels.kit.tma import chosen_descriptor, tma_store
@@ -42,12 +44,15 @@ def output_map(y: cute.Tensor, tokens: cutlass.Constexpr):
 
 
 class Epilogue:
-    """Partial sums of warpgroups and CTAs meet in shared memory, each unit of 16 rows in the CTA
-    that owns it, and are added as the upper levels of the tree of slices."""
+    """Partial sums of warpgroups and CTAs meet in shared memory, each unit of 16 rows, or where
+    outputs are rounded each group of 8 tokens, in the CTA that owns it, and are added as the upper
+    levels of the tree of slices."""
 
     def __init__(self, plan: LinearPlan):
         self.plan = plan
         self.weights = WeightEpilogues(plan)
+        self.rounded = RoundedTile(plan)
+        self.best = BestRows(plan)
 
     def can_stage(self, ys: tuple[cute.Tensor, ...]) -> bool:
         """Whether tiles of outputs pass through shared memory, in rows of a token."""
@@ -83,6 +88,11 @@ class Epilogue:
         if cutlass.const_expr(plan.parts > 1):
             self._publish(ctx, sums, part, unit, lane, turn)
             self._add_parts(ctx, tile, warp, lane, loaded)
+        elif cutlass.const_expr(plan.rounds_output):
+            sync_consumers()
+            for n in cutlass.range_constexpr(plan.column_groups):
+                values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
+                self.rounded.stage(ctx, unit, n, lane, values)
         elif cutlass.const_expr(self.can_stage(ctx.operands.ys) and any(self.weights.own)):
             self._store_staged(ctx, sums, tile, y_maps, loaded)
         elif cutlass.const_expr(self.can_stage(ctx.operands.ys)):
@@ -92,6 +102,9 @@ class Epilogue:
                 self._store_unit(ctx, sums, tile, unit, lane, loaded)
         else:
             self._store_unit(ctx, sums, tile, unit, lane, loaded)
+        if cutlass.const_expr(plan.rounds_output):
+            sync_consumers()
+            self.rounded.store(ctx, tile)
 
     @cute.jit
     def _store_unit(
@@ -104,6 +117,8 @@ class Epilogue:
         first_token = tile.token_tile * self.plan.tokens
         if cutlass.const_expr(any(self.weights.own)):
             self.weights.apply(ctx, weight, sums, self.weights.block(tile, unit, 0), loaded)
+        if cutlass.const_expr(self.plan.finds_best):
+            self.best.take(ctx, row, 0, lane, sums)
         for dtype, is_here in outputs_by_dtype(ys, weight):
             y = chosen_matrix(ys, weight, dtype)
             if is_here:
@@ -183,14 +198,18 @@ class Epilogue:
         units."""
         plan, barriers = self.plan, ctx.pipes.partials
         owner, own = unit // plan.own_units, unit % plan.own_units
+        if cutlass.const_expr(plan.rounds_output):
+            owner, own = Int32(0), unit
         words = cute.recast_tensor(sums, Int32)
         if cutlass.const_expr(barriers is not None):
             barriers.acquire(turn ^ 1)
         else:
             sync_consumers()
         for n in cutlass.range_constexpr(plan.column_groups):
-            target = self._partial(ctx, part, own, n, lane)
+            target = self._partial(ctx, part, own, n % plan.own_groups, lane)
             if cutlass.const_expr(barriers is not None):
+                if cutlass.const_expr(plan.rounds_output):
+                    owner = Int32(n // plan.own_groups)
                 value = tuple(words[LANE_VALUES * n + i] for i in range(LANE_VALUES))
                 cute.arch.store_async_dsmem(target, value, barriers.full, owner)
             else:
@@ -205,7 +224,7 @@ class Epilogue:
     def _partial(self, ctx: LinearContext, part, own, n, lane) -> cute.Pointer:
         """Address of four values of a lane: columns 2 (lane % 4) + {0, 1} of rows
         lane / 4 + {0, 8}."""
-        index = (part * self.plan.own_units + own) * self.plan.column_groups + n
+        index = (part * self.plan.own_units + own) * self.plan.own_groups + n
         return ctx.smem.partials + cute.assume((index * WARP + lane) * LANE_VALUES, divby=4)
 
     @cute.jit
@@ -215,24 +234,31 @@ class Epilogue:
         """Add the parts of the own units as a balanced tree, and store the sums."""
         plan = self.plan
         row, first_token = tile.row_tile * plan.rows, tile.token_tile * plan.tokens
-        groups = plan.own_units * plan.column_groups
+        groups = plan.own_units * plan.own_groups
+        if cutlass.const_expr(plan.rounds_output):
+            sync_consumers()
         for i in cutlass.range(warp, groups, CONSUMER_WARPS, unroll=1):
-            own, n = i // plan.column_groups, i % plan.column_groups
+            own, n = i // plan.own_groups, i % plan.own_groups
             parts = []
             for p in cutlass.range_constexpr(plan.parts):
                 values = cute.make_rmem_tensor(LANE_VALUES, Float32)
                 source = self._partial(ctx, p, own, n, lane)
                 cute.autovec_copy(cute.make_tensor(source, cute.make_layout(LANE_VALUES)), values)
                 parts.append([values[j] for j in range(LANE_VALUES)])
-            unit = ctx.rank * plan.own_units + own
-            first_row = row + unit * UNIT_ROWS + lane // 4
-            block = self.weights.block(tile, unit, n)
-            sums = self.weights.applied(ctx, tile.weight, balanced_sum(parts), block, loaded)
-            ys = ctx.operands.ys
-            for dtype, is_here in outputs_by_dtype(ys, tile.weight):
-                y = chosen_matrix(ys, tile.weight, dtype)
-                if is_here:
-                    self._store_values(y, first_row, first_token + n * 8, lane, sums)
+            if cutlass.const_expr(plan.rounds_output):
+                self.rounded.stage(ctx, own, n, lane, balanced_sum(parts))
+            else:
+                unit = ctx.rank * plan.own_units + own
+                first_row = row + unit * UNIT_ROWS + lane // 4
+                block = self.weights.block(tile, unit, n)
+                sums = self.weights.applied(ctx, tile.weight, balanced_sum(parts), block, loaded)
+                if cutlass.const_expr(plan.finds_best):
+                    self.best.take(ctx, row + unit * UNIT_ROWS, n, lane, in_registers(sums))
+                ys = ctx.operands.ys
+                for dtype, is_here in outputs_by_dtype(ys, tile.weight):
+                    y = chosen_matrix(ys, tile.weight, dtype)
+                    if is_here:
+                        self._store_values(y, first_row, first_token + n * 8, lane, sums)
         if cutlass.const_expr(ctx.pipes.partials is not None):
             cute.arch.sync_warp()
             # Each CTA of the cluster may send its parts of the next tile.
@@ -257,6 +283,14 @@ def outputs_by_dtype(ys: tuple[cute.Tensor, ...], weight) -> list:
         return [(dtypes[0], True)]
     is_wide = chosen([Boolean(dtype is Float32) for dtype in dtypes], weight)
     return [(Float32, is_wide), (BFloat16, is_wide ^ True)]
+
+
+def in_registers(values: list) -> cute.Tensor:
+    """Sums of a lane as a tensor."""
+    found = cute.make_rmem_tensor(len(values), Float32)
+    for i, value in enumerate(values):
+        found[i] = value
+    return found
 
 
 def balanced_sum(rows: list) -> list:

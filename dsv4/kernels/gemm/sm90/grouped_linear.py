@@ -31,7 +31,12 @@ class GroupedLinearSm90:
     def __init__(self, config: GroupedLinearConfig):
         self.config = config
         self.linears = [
-            self.streaming(config.in_features, tiling, group_rows=config.group_rows)
+            self.streaming(
+                config.in_features,
+                tiling,
+                group_rows=config.group_rows,
+                epilogues=config.epilogues,
+            )
             for tiling in tilings(config)
         ]
         self.quantizer = QuantizeRows(config.groups * config.in_features, config.terms)
@@ -42,25 +47,44 @@ class GroupedLinearSm90:
         x: cute.Tensor,  # [T, groups K] bf16
         weight: cute.Tensor,  # [M, K] e4m3
         scale: cute.Tensor,  # [M / 128, K / 128] E8M0 or fp32
-        y: cute.Tensor,  # [T, M] bf16 or fp32, written
+        y: cute.Tensor,  # [T, M] bf16, fp32 or e4m3, written
         stream,
         *,
         codes: cute.Tensor,  # [C, groups K] e4m3 scratch of activations that are streamed, or none
         code_scales: cute.Tensor,  # [T, groups K / 128] E8M0, the same
+        out_scale: cute.Tensor,  # [T, M / 128] E8M0, written where y are codes, else [0, M / 128]
         tiling: Int32,  # index
         num_sms: Int32,
     ):
-        """Launch one tiling's kernel, after the quantisation where it streams activations."""
+        """Launch one tiling's kernel, after the quantisation where it streams activations: always,
+        where outputs are codes."""
         tokens = x.shape[0]
         # Without scratch, token tiles of the resident tiling follow each other.
         has_codes = codes.shape[0] >= num_code_rows(tokens, self.config.terms)
         has_scratch = has_codes & (code_scales.shape[0] >= tokens)
-        operands = Operands((as_bytes(scale),), x, as_bytes(code_scales), (y,), is_aligned(y))
-        if (tiling == 0) | (has_scratch ^ True):
-            self.linears[0].launch((Factors((weight,), x, operands),), stream, num_sms)
+        y_scale = ()
+        if cutlass.const_expr(self.config.rounds_output):
+            y_scale = (as_bytes(out_scale),)
+        operands = Operands(
+            (as_bytes(scale),), x, as_bytes(code_scales), (y,), is_aligned(y), y_scale=y_scale
+        )
+        if cutlass.const_expr(self.config.rounds_output):
+            self._launch_streamed(x, weight, codes, code_scales, operands, stream, tiling, num_sms)
         else:
-            self.quantizer.launch(x, codes, code_scales, stream, num_sms)
-            for i in cutlass.range_constexpr(1, len(self.linears)):
+            if (tiling == 0) | (has_scratch ^ True):
+                self.linears[0].launch((Factors((weight,), x, operands),), stream, num_sms)
+            else:
+                streamed = x, weight, codes, code_scales, operands
+                self._launch_streamed(*streamed, stream, tiling, num_sms)
+
+    @cute.jit
+    def _launch_streamed(
+        self, x, weight, codes, code_scales, operands, stream, tiling: Int32, num_sms: Int32
+    ):
+        """Launch the quantisation, and a tiling's kernel after it."""
+        self.quantizer.launch(x, codes, code_scales, stream, num_sms)
+        for i in cutlass.range_constexpr(len(self.linears)):
+            if cutlass.const_expr(self.linears[i].plan.tiling.is_streamed):  # noqa: SIM102 static
                 if tiling == i:
                     self.linears[i].launch((Factors((weight,), codes, operands),), stream, num_sms)
 

@@ -36,7 +36,7 @@ from cutlass.experimental.cuda.tensor_map import (
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.gemm.config import STEP_BYTES, Kind
-from dsv4.kernels.gemm.epilogues import HeadRotation
+from dsv4.kernels.gemm.epilogues import Epilogue
 from dsv4.kernels.gemm.plan import LinearPlan, Tiling
 from dsv4.kernels.gemm.sm90.consumers import Consumers
 from dsv4.kernels.gemm.sm90.context import (
@@ -90,14 +90,14 @@ class LinearBody:
             l2_promotion=TensorMapL2Promotion.none,
         )
 
-    def tiles(self, ys: tuple[cute.Tensor, ...]) -> tuple[tuple[Int32, ...], Int32, Int32]:
+    def tiles(self, operands: Operands) -> tuple[tuple[Int32, ...], Int32, Int32]:
         """First row tile of each weight but the first, row groups, token tiles."""
         plan, total, firsts = self.plan, Int32(0), []
-        for y in ys:
+        for y in operands.ys:
             firsts.append(total)
             total = total + cute.ceil_div(Int32(y.shape[1]), plan.rows)
         row_groups = cute.ceil_div(total, plan.tiling.sharing)
-        return tuple(firsts[1:]), row_groups, cute.ceil_div(Int32(ys[0].shape[0]), plan.tokens)
+        return tuple(firsts[1:]), row_groups, cute.ceil_div(operands.tokens, plan.tokens)
 
     # ---- device ----
 
@@ -168,7 +168,7 @@ class StreamingLinear:
     Args:
         kinds: of the weights, those with the longest rows first: their clusters start first.
         is_merged, group_rows: as in `LinearPlan`.
-        epilogues: of the FP8 weights, as there.
+        epilogues: of the weights of the last kind, as there.
     """
 
     # As in `LinearPlan`.
@@ -181,11 +181,10 @@ class StreamingLinear:
         kinds: tuple[Kind, ...] = (Kind.FP8,),
         is_merged: bool = False,
         group_rows: int = 0,
-        epilogues: tuple[HeadRotation | None, ...] = (),
+        epilogues: tuple[Epilogue | None, ...] = (),
     ):
         self.tiling = tiling
         options = {"is_merged": is_merged, "group_rows": group_rows}
-        epilogues_of = {Kind.FP8: epilogues, Kind.BF16: ()}
         self.bodies = [
             LinearBody(
                 LinearPlan(
@@ -194,7 +193,7 @@ class StreamingLinear:
                     self.lanes_per_warp,
                     kind,
                     **options,
-                    epilogues=epilogues_of[kind],
+                    epilogues=epilogues if kind is kinds[-1] else (),
                 )
             )
             for kind in kinds
@@ -218,7 +217,7 @@ class StreamingLinear:
             y_maps = body.epilogue.output_maps(factor.operands.ys)
             maps.append((weight_maps, x_map, y_maps))
             operands.append(factor.operands)
-            tiles.append(body.tiles(factor.operands.ys))
+            tiles.append(body.tiles(factor.operands))
         resident = num_sms * tiling.ctas_per_sm // tiling.ctas
         clusters = self._share_out(tiles, resident)
         grids = tuple(Grid(*tile, count) for tile, count in zip(tiles, clusters))

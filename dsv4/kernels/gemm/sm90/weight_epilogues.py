@@ -8,6 +8,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 
+from dsv4.kernels.gemm.epilogues import HeadRotation
 from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, M_TILE, UNIT_ROWS, LinearPlan
 from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile, chosen_matrix
 from dsv4.kernels.gemm.sm90.head_rotation import (
@@ -37,7 +38,11 @@ class WeightEpilogues:
 
     def __init__(self, plan: LinearPlan):
         self.plan = plan
-        self.own = [config and RotateHeads(config) for config in plan.epilogues]
+        # Others are not applied to outputs by themselves: see `rounded_tile` and `best_rows`.
+        self.own = [
+            RotateHeads(config) if isinstance(config, HeadRotation) else None
+            for config in plan.epilogues
+        ]
         # A warp of a tile that is not summed in parts has one unit of rows and all tokens; else
         # some units' groups of tokens, one after the other.
         self.groups = plan.column_groups if plan.parts == 1 else 1

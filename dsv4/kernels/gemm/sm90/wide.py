@@ -150,6 +150,8 @@ class WideConsumers:
         cursor, phase, turn = ctx.pipes.ring.consumer(), Int32(0), Int32(0)
         index = scheduler.index(0)
         loaded = self.epilogue.make_loaded(ctx)
+        if cutlass.const_expr(plan.finds_best):
+            self.epilogue.best.clear(ctx)
         if cutlass.const_expr(plan.tiling.ctas > 1):
             cute.arch.cluster_wait()
         while scheduler.exists(index):
@@ -172,10 +174,14 @@ class WideConsumers:
                 if cutlass.const_expr(0 < level - len(merges) <= plan.spilled_levels):
                     self._spill(ctx, stack[-1], level - len(merges), group)
             self.epilogue.store(ctx, stack[0], tile, ctx.rank, warp, turn, y_maps, loaded)
+            if cutlass.const_expr(plan.finds_best):
+                self.epilogue.best.end_tile(ctx, tile, index)
             turn ^= 1
         if cutlass.const_expr(self.epilogue.can_stage(ctx.operands.ys)):
             # Shared memory must outlive the reads of the stores.
             self.epilogue.drain()
+        if cutlass.const_expr(plan.finds_best):
+            self.epilogue.best.finish(ctx)
 
     @cute.jit
     def _sum_slice(
