@@ -24,6 +24,7 @@ from dsv4.bench import (
     fp8_linear,
     index_topk,
     latent_rows,
+    linear,
     merged_linear,
     mhc_seam,
     moe,
@@ -180,6 +181,7 @@ def paged_table(records: Sequence[Record], folder: Path) -> str:
 TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "attention": attention_table,
     "attention-machines": attention_machines_table,
+    "linear": partial(rows_table, linear),
     "fp8_linear": partial(rows_table, fp8_linear),
     "merged_linear": partial(rows_table, merged_linear),
     "mhc_seam": partial(rows_table, mhc_seam),

@@ -12,6 +12,7 @@ from dsv4.cli import (
     bench_fp8_linear,
     bench_index_topk,
     bench_latent_rows,
+    bench_linear,
     bench_lowp,
     bench_merged_linear,
     bench_mhc_seam,
@@ -76,6 +77,7 @@ def add_parser(subparsers) -> None:
     bench_lowp.add_parser(benchmarks)
     bench_compress.add_parser(benchmarks)
     bench_latent_rows.add_parser(benchmarks)
+    bench_linear.add_parser(benchmarks)
     bench_fp8_linear.add_parser(benchmarks)
     bench_merged_linear.add_parser(benchmarks)
     bench_moe.add_parser(benchmarks)

@@ -1,0 +1,367 @@
+"""Every projection of the released models on a GPU: time beside the floor, and beside cuBLAS.
+
+A projection is measured as a layer calls it: several weights of one input in a launch, the output
+projection in groups, the head in bf16. cuBLAS gets each weight by itself, FP8 ones with codes of
+the input made before and one scale for each tensor, which is less work; weights of groups in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsv4 import ops
+from dsv4.bench import fp8_linear, merged_linear
+from dsv4.bench.machine import Machine
+from dsv4.bench.timing import graph_microseconds
+from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.ops.fp8_linear import MODEL_LAYERS
+from dsv4.ops.grouped_linear import GROUPED_LINEAR, MODEL_GROUPS
+from dsv4.ops.merged_linear import MODEL_INPUTS
+from dsv4.ops.plain_linear import MODEL_HEADS
+from dsv4.ops.quantize import dequantize_e4m3_blocks, quantize_e4m3
+
+TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096)
+CODED = ("wq_b", "wo_b")  # layers of which a step has the input as codes
+CHAIN_LAUNCHES, CHAIN_SIZES = 12, ((8192, 4096), (4096, 8192))
+COLUMNS = ("projection", "T", "us", "GB/s", "floor us", "of floor", "cuBLAS us")
+
+Call = Callable[[], object]
+
+
+class Calls(NamedTuple):
+    """A projection of inputs of its own.
+
+    Attributes:
+        ours: returns y, or several.
+        peer: the same by cuBLAS; None: there is nothing to compare with.
+        exact: y in fp32, or several.
+    """
+
+    ours: Call
+    peer: Call | None
+    exact: Call
+
+
+class Projection:
+    """Products of one call of a layer.
+
+    Attributes:
+        launches: that are counted, one after the other.
+        error: that outputs may have, relative to products in fp32, by the norm.
+    """
+
+    launches = 1
+    error = fp8_linear.MAX_RELATIVE_ERROR
+
+    def bytes(self, tokens: int) -> int:
+        """Weights and scales are read, inputs, too; outputs are written."""
+        raise NotImplementedError
+
+    def half_rate_flops(self, tokens: int) -> float:
+        """FLOPs in bf16's: FP8 products take half of the time."""
+        raise NotImplementedError
+
+    def make(self, tokens: int, device: str) -> Calls:
+        """Calls with random inputs of their own."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Fp8(Projection):
+    """`fp8_linear`, of bf16 inputs or of their codes."""
+
+    rows: int
+    width: int
+    has_codes: bool = False
+
+    def bytes(self, tokens: int) -> int:
+        saved = tokens * self.width - tokens * self.width // K_BLOCK if self.has_codes else 0
+        return fp8_linear.Shape(tokens, self.rows, self.width).bytes - saved
+
+    def half_rate_flops(self, tokens: int) -> float:
+        return float(tokens * self.rows * self.width)
+
+    def make(self, tokens: int, device: str) -> Calls:
+        shape = fp8_linear.Shape(tokens, self.rows, self.width)
+        x, weight, scale = fp8_linear.make_inputs(shape, device)
+        codes, exponents = quantize_e4m3(x, K_BLOCK)
+        call = partial(ops.fp8_linear, x, weight, scale)
+        if self.has_codes:
+            exponents = exponents.to(torch.float8_e8m0fnu)
+            call = partial(ops.fp8_linear, codes, weight, scale, x_scale=exponents)
+        exact = partial(fp8_linear.plain, x, weight, scale, torch.float32)
+        return Calls(call, partial(scaled_mm, codes, weight), exact)
+
+
+@dataclass(frozen=True)
+class Merged(Projection):
+    """`merged_linear` of an input of `MODEL_INPUTS`."""
+
+    label: str
+
+    def bytes(self, tokens: int) -> int:
+        return merged_linear.Shape(self.label, tokens).bytes
+
+    def half_rate_flops(self, tokens: int) -> float:
+        return merged_linear.Shape(self.label, tokens).half_rate_flops
+
+    def make(self, tokens: int, device: str) -> Calls:
+        given = merged_linear.Inputs.make(merged_linear.Shape(self.label, tokens), device)
+        count = len(given.scales)
+
+        def peer() -> None:
+            for weight in given.weights[:count]:
+                scaled_mm(given.codes["x_codes"], weight)
+            for weight in given.weights[count:]:
+                torch.mm(given.x, weight.mT)
+
+        def exact() -> list[Tensor]:
+            fp8 = zip(given.weights, given.scales)
+            return [
+                *(fp8_linear.plain(given.x, *pair, torch.float32) for pair in fp8),
+                *(torch.mm(given.x.float(), weight.float().mT) for weight in given.weights[count:]),
+            ]
+
+        return Calls(given.merged, peer, exact)
+
+
+@dataclass(frozen=True)
+class Grouped(Projection):
+    """`grouped_linear`, or `grouped_linear_fp8`, whose results are codes."""
+
+    width: int
+    rows: int
+    groups: int
+    gives_codes: bool = False
+
+    @property
+    def error(self) -> float:
+        return 0.04 if self.gives_codes else fp8_linear.MAX_RELATIVE_ERROR
+
+    def bytes(self, tokens: int) -> int:
+        rows, width = self.groups * self.rows, self.groups * self.width
+        output = tokens * rows + tokens * rows // K_BLOCK if self.gives_codes else 2 * tokens * rows
+        return rows * self.width * (K_BLOCK**2 + 1) // K_BLOCK**2 + 2 * tokens * width + output
+
+    def half_rate_flops(self, tokens: int) -> float:
+        # Each activation is two codes.
+        return 2.0 * tokens * self.groups * self.rows * self.width
+
+    def make(self, tokens: int, device: str) -> Calls:
+        shape = fp8_linear.Shape(1, self.groups * self.rows, self.width)
+        _, weight, scale = fp8_linear.make_inputs(shape, device)
+        x = torch.randn(tokens, self.groups * self.width, device=device).bfloat16()
+        dense = dequantize_e4m3_blocks(weight, scale).unflatten(0, (self.groups, -1)).mT
+        parts = x.unflatten(1, (self.groups, -1)).transpose(0, 1)
+
+        def exact() -> Tensor:
+            config = GROUPED_LINEAR.config(self.width, self.rows, self.groups, out_dtype="float32")
+            out = torch.empty(tokens, self.groups * self.rows, device=device)
+            GROUPED_LINEAR.torch(config, x, weight, scale, out, None, None)
+            return out
+
+        def codes() -> Decoded:
+            return Decoded(*ops.grouped_linear_fp8(x, weight, scale))
+
+        ours = codes if self.gives_codes else partial(ops.grouped_linear, x, weight, scale)
+        return Calls(ours, partial(torch.bmm, parts, dense), exact)
+
+
+class Decoded(NamedTuple):
+    """Codes of an output, and their scales."""
+
+    codes: Tensor
+    scales: Tensor
+
+    def float(self) -> Tensor:
+        """What they stand for."""
+        groups = self.codes.float().unflatten(1, (-1, K_BLOCK))
+        return (groups * self.scales.float()[..., None]).flatten(1)
+
+
+@dataclass(frozen=True)
+class Head(Projection):
+    """`plain_linear` of a vocabulary, with fp32 results."""
+
+    width: int
+    rows: int
+
+    def bytes(self, tokens: int) -> int:
+        return 2 * self.width * (self.rows + tokens) + 4 * tokens * self.rows
+
+    def half_rate_flops(self, tokens: int) -> float:
+        return 2.0 * tokens * self.rows * self.width
+
+    def make(self, tokens: int, device: str) -> Calls:
+        x = torch.randn(tokens, self.width, device=device).bfloat16()
+        weight = torch.randn(self.rows, self.width, device=device).bfloat16()
+
+        def exact() -> Tensor:
+            return torch.mm(x.float(), weight.float().mT)
+
+        return Calls(partial(ops.plain_linear, x, weight), partial(torch.mm, x, weight.mT), exact)
+
+
+@dataclass(frozen=True)
+class Chain(Projection):
+    """Launches of `fp8_linear`, each of the one before."""
+
+    launches = CHAIN_LAUNCHES
+    error = 0.1  # the last place of an output may decide a code of the next launch
+
+    def _links(self) -> list[Fp8]:
+        pairs = CHAIN_LAUNCHES // len(CHAIN_SIZES)
+        return [Fp8(*size) for _ in range(pairs) for size in CHAIN_SIZES]
+
+    def bytes(self, tokens: int) -> int:
+        return sum(link.bytes(tokens) for link in self._links())
+
+    def half_rate_flops(self, tokens: int) -> float:
+        return sum(link.half_rate_flops(tokens) for link in self._links())
+
+    def make(self, tokens: int, device: str) -> Calls:
+        shapes = [fp8_linear.Shape(tokens, link.rows, link.width) for link in self._links()]
+        first, *_ = found = [fp8_linear.make_inputs(shape, device) for shape in shapes]
+        weights = [(weight, scale) for _, weight, scale in found]
+
+        def ours() -> Tensor:
+            y = first[0]
+            for pair in weights:
+                y = ops.fp8_linear(y, *pair)
+            return y
+
+        def exact() -> Tensor:
+            y = first[0]
+            for pair in weights:
+                y = fp8_linear.plain(y, *pair)
+            return y.float()
+
+        return Calls(ours, None, exact)
+
+
+def scaled_mm(codes: Tensor, weight: Tensor) -> Tensor:
+    """cuBLAS's FP8 product with one scale each."""
+    one = torch.ones((), device=codes.device)
+    return torch._scaled_mm(codes, weight.mT, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def _projections() -> dict[str, Projection]:
+    """Those of Flash and Pro by label, and the chain."""
+    found: dict[str, Projection] = {}
+    for label, size in MODEL_LAYERS.items():
+        found[label] = Fp8(*size)
+        if label.endswith(CODED):
+            found[f"{label}, codes"] = Fp8(*size, has_codes=True)
+    for label in MODEL_INPUTS:
+        found[label] = Merged(label)
+    for label, size in MODEL_GROUPS.items():
+        found[label] = Grouped(*size)
+        found[f"{label}, codes out"] = Grouped(*size, gives_codes=True)
+    for label, size in MODEL_HEADS.items():
+        found[label] = Head(*size)
+    sizes = " and ".join(f"{rows} x {width}" for rows, width in CHAIN_SIZES)
+    return found | {f"chain of {sizes}": Chain()}
+
+
+PROJECTIONS = _projections()
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A projection of `PROJECTIONS`, and tokens."""
+
+    label: str
+    tokens: int
+
+    @property
+    def projection(self) -> Projection:
+        return PROJECTIONS[self.label]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Microseconds of a launch; `peer`: of cuBLAS, `failure`: why it has none."""
+
+    shape: Shape
+    microseconds: float
+    floor: float
+    peer: float | None
+    failure: str | None = None
+
+    @property
+    def gigabytes(self) -> float:
+        """GB/s."""
+        projection = self.shape.projection
+        moved = projection.bytes(self.shape.tokens) / projection.launches
+        return moved / self.microseconds / 1e3
+
+
+def model_shapes() -> list[Shape]:
+    """Every projection, from one token to 4,096."""
+    return [Shape(label, tokens) for label in PROJECTIONS for tokens in TOKENS]
+
+
+def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
+    """Measure each shape; nothing is timed that is not right.
+
+    Raises:
+        RuntimeError: an output is further from its product in fp32 than its rounding allows.
+    """
+    for shape in shapes:
+        yield _measure(shape, machine)
+        # The next shape needs the memory, in blocks of other sizes.
+        torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def _measure(shape: Shape, machine: Machine) -> Result:
+    projection, tokens = shape.projection, shape.tokens
+    moved = projection.bytes(tokens)
+    # Together several times what L2 holds.
+    sets = 1 if moved > fp8_linear.REPLAY_BYTES else round(fp8_linear.REPLAY_BYTES / moved) + 1
+    given = [projection.make(tokens, "cuda") for _ in range(sets)]
+    check(shape, given[0].ours(), given[0].exact())
+    torch.cuda.empty_cache()
+    time = graph_microseconds([calls.ours for calls in given])
+    peer, failure = None, None
+    if given[0].peer is not None:
+        try:
+            peer = graph_microseconds([calls.peer for calls in given])
+        except RuntimeError as error:
+            failure = str(error).splitlines()[0]
+    floor = machine.floor(moved, projection.half_rate_flops(tokens))
+    return Result(shape, time / projection.launches, floor / projection.launches, peer, failure)
+
+
+def check(shape: Shape, actual: Any, expected: Any) -> None:
+    """Compare outputs with products in fp32."""
+    pairs = zip(actual, expected, strict=True) if isinstance(actual, list) else [(actual, expected)]
+    for i, (y, exact) in enumerate(pairs):
+        error = float((y.float() - exact).norm() / exact.norm())
+        if not error <= shape.projection.error:
+            raise RuntimeError(f"{shape}: relative error {error:.1e} of output {i}")
+
+
+def as_row(result: Result) -> dict[str, Any]:
+    """A result as records keep it."""
+    return {**asdict(result), "gigabytes_per_second": result.gigabytes}
+
+
+def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
+    """A row of a record under `COLUMNS`."""
+    time, shape = row["microseconds"], row["shape"]
+    return [
+        shape["label"],
+        f"{shape['tokens']}",
+        f"**{time:.2f}**" if is_bold else f"{time:.2f}",
+        f"{row['gigabytes_per_second']:.0f}",
+        f"{row['floor']:.2f}",
+        f"{row['floor'] / time:.0%}",
+        "-" if row["peer"] is None else f"{row['peer']:.1f}",
+    ]
