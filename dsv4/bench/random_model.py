@@ -182,15 +182,23 @@ def _distinct_choices(table: Tensor, experts: int) -> None:
 
 
 def random_cache(
-    model: DeepseekV4, requests: int, context: int, drafts: int, chunk: int = 0
+    model: DeepseekV4,
+    requests: int,
+    context: int,
+    drafts: int,
+    chunk: int = 0,
+    batch_invariant: bool = False,
 ) -> ModelCache:
     """A cache for so many requests of so many tokens, every key random and finite.
 
     Args:
         chunk: tokens of a prefill step; 0: there is none.
+        batch_invariant: as in `ModelCache`.
     """
     blocks = -(-context // block_size(model.config)) + 1
-    cache = model.new_cache(requests, requests * blocks, blocks, max_draft=drafts, max_tokens=chunk)
+    sizes = (requests, requests * blocks, blocks)
+    options = {"max_draft": drafts, "max_tokens": chunk, "batch_invariant": batch_invariant}
+    cache = model.new_cache(*sizes, **options)
     for spec, layer in zip(model.config.schedule, cache.layers, strict=True):
         rope = Rope.of_layer(model.config, spec)
         for pool in (layer.window, layer.entries):

@@ -49,6 +49,7 @@ class Shape:
         model: of `MODELS`; layers: its first so many, None: all.
         batch: requests; context: tokens of each when the last timed step ends.
         drafts: draft tokens a step verifies, of which a share of `acceptance` counts as accepted.
+        batch_invariant: attention splits a token's keys by their number alone.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Shape:
     context: int
     drafts: int = 0
     acceptance: float = 0.0
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,8 @@ class _Bench:
         self.made, self.shape = made, shape
         self.model: DeepseekV4 = made.model
         rows, tokens = shape.batch, 1 + shape.drafts
-        self.cache = random_cache(self.model, rows, shape.context, shape.drafts)
+        options = {"batch_invariant": shape.batch_invariant}
+        self.cache = random_cache(self.model, rows, shape.context, shape.drafts, **options)
         # Replays of the step, of its warm-up and of the profiler move on: the last ends at context.
         steps = WARM_UP + REPLAYS + 4
         self.inputs = _inputs(self.cache, rows, tokens, shape.context - steps * tokens)
@@ -289,7 +292,7 @@ def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     time, shape, aliased = row["microseconds"], row["shape"], row["aliased_layers"]
     found = f"{time / 1e3:.2f}"
     line = [
-        shape["model"],
+        f"{shape['model']}, invariant" if shape.get("batch_invariant") else shape["model"],
         f"{row['layers']} ({aliased} aliased)" if aliased else f"{row['layers']}",
         f"{shape['batch']}",
         f"{shape['context']}",

@@ -19,9 +19,11 @@ class LayerCache:
         state: the rings of the compressors.
         entries: compressed keys (= values). None in SWA layers.
         index_keys: keys of the indexer. None without one.
+        batch_invariant: whether attention over them may depend on a token's own keys alone.
     """
 
     window: WindowPool
     state: LayerState
     entries: EntryPool | None
     index_keys: IndexKeyPool | None
+    batch_invariant: bool = False

@@ -39,6 +39,8 @@ class ModelCache:
         max_tokens: B * C of the largest step whose chunks are longer than 1 + max_draft; every
             layer has room for the keys of so many.
         kv_format: of keys, window and entries alike; default the model's own on this device.
+        batch_invariant: let attention add over a token's keys in an order that follows from their
+            number alone.
 
     Attributes:
         block_size: original tokens per block: the smallest multiple of every compression rate that
@@ -59,6 +61,7 @@ class ModelCache:
         max_draft: int = 0,
         max_tokens: int = 0,
         kv_format: KvFormat | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         sizes = {
             "max_requests": max_requests,
@@ -96,6 +99,7 @@ class ModelCache:
                 state,
                 entries=entries(spec.ratio) if spec.ratio else None,
                 index_keys=index_keys(spec.ratio) if spec.overlap else None,
+                batch_invariant=batch_invariant,
             )
             for spec, state in zip(config.schedule, self.state.layers, strict=True)
         )

@@ -42,6 +42,11 @@ def add_parser(benchmarks) -> None:
         metavar="SHARE",
         help="drafts that count as accepted, in a fixed pattern (default 0.8)",
     )
+    parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="give every request the bits that it has alone",
+    )
     parser.set_defaults(run=run)
 
 
@@ -51,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     drafts, share = (1, args.acceptance) if args.draft else (0, 0.0)
     shapes = [
-        step.Shape(args.model, args.layers, batch, context, drafts, share)
+        step.Shape(args.model, args.layers, batch, context, drafts, share, args.batch_invariant)
         for context in args.context or (32768,)
         for batch in args.batch or step.BATCHES
     ]

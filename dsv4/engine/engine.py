@@ -19,6 +19,7 @@ from dsv4.engine.flight import Flight
 from dsv4.engine.forward import prefill
 from dsv4.engine.graphs import decode_forward, padded_rows
 from dsv4.engine.inputs import SAMPLED_HERE, known_inputs
+from dsv4.engine.invariance import depends_on_neighbours
 from dsv4.engine.mailbox import Letter
 from dsv4.engine.prefix_reuse import PrefixReuse
 from dsv4.engine.request import Output, Request
@@ -50,7 +51,9 @@ class Engine:
     model tells numbers apart; where two candidates are closer than that, another token can win. In
     a quantised model the rounding of activations amplifies such differences (logits moved by 0.6 at
     the 99th percentile, in 1 of 30 continuations of 24 tokens one was another). With
-    `batch_invariant` every token is computed by itself, in one shape, and nothing can differ.
+    `batch_invariant` nothing can differ: where all of a forward are kernels, which add in one order
+    for any number of tokens, requests share forwards as ever; elsewhere, and for requests that
+    sample, every token is computed by itself, in one shape.
 
     Args:
         model: the model; its MTP block drafts.
@@ -61,8 +64,9 @@ class Engine:
         num_blocks: blocks of the paged cache; default enough for `max_requests` of `max_context`.
         use_cuda_graphs: replay decode forwards as CUDA graphs, which are captured when a shape
             first occurs; needs a CUDA device and at most 15 drafts. None: wherever that holds.
-        batch_invariant: a request's tokens depend on nothing but the request, bit for bit: forwards
-            have one position of one request each. Many times slower; without drafts.
+        batch_invariant: a request's tokens depend on nothing but the request, bit for bit. Without
+            drafts. Where kernels are missing, as on a CPU, forwards have one position of one
+            request each, which is many times slower; `shares_forwards` tells.
         async_scheduling: a step starts its forwards before it reads what those of the step before
             found: the device never waits for the host. A request then ends a step after its stop
             token was found, and what that step computed for it is dropped; it gets the same tokens.
@@ -123,6 +127,7 @@ class Engine:
         self.num_draft_tokens = num_draft_tokens
         self.prefill_chunk = prefill_chunk
         self.batch_invariant = batch_invariant
+        self.shares_forwards = not (batch_invariant and depends_on_neighbours(model))
         self.stats = GenerationStats()
 
         size = block_size(config)
@@ -132,7 +137,12 @@ class Engine:
         columns = -(-(max_context + num_draft_tokens) // size)
         prefilled = min(prefill_chunk, max_requests * max_context)
         self._cache = model.new_cache(
-            max_requests, num_blocks, columns, max_draft=num_draft_tokens, max_tokens=prefilled
+            max_requests,
+            num_blocks,
+            columns,
+            max_draft=num_draft_tokens,
+            max_tokens=prefilled,
+            batch_invariant=batch_invariant,
         )
         self._manager = CacheManager(self._cache, prefix_snapshots)
         self._reuse = PrefixReuse(self._manager, self._cache, prefix_snapshots)
@@ -279,10 +289,11 @@ class Engine:
             self._read_results(len(self._flights))
         self._admit()
         prefilling = [r for r in self._running if not r.decodes]
-        if self.batch_invariant:
+        if not self.shares_forwards:
             self._prefill_singly(prefilling)
         elif prefilling:
-            self._prefill(prefilling, self.prefill_chunk)
+            oldest = next(x for x in self._sharing(prefilling) if x[0] is prefilling[0])
+            self._prefill(oldest, self.prefill_chunk)
         # The device is to be at work while the host reads what is done.
         is_idle = len(self._flights) == earlier
         lag = self.async_scheduling and not is_idle
@@ -305,10 +316,16 @@ class Engine:
             self._preempt_youngest()
 
     def _sharing(self, requests: list[Request]) -> list[list[Request]]:
-        """The requests that share a decode forward: all, or each with itself."""
-        if self.batch_invariant:
-            return [[request] for request in requests]
-        return [requests] if requests else []
+        """The requests that share a forward: all, or each with itself. Draws are torch's, which
+        may add over the vocabulary of one row in another order than of many."""
+        if not self.batch_invariant:
+            return [requests] if requests else []
+        together = [request for request in requests if self._is_shared(request)]
+        alone = [[request] for request in requests if not self._is_shared(request)]
+        return [together, *alone] if together else alone
+
+    def _is_shared(self, request: Request) -> bool:
+        return self.shares_forwards and not request.sampling.adds_over_vocabulary
 
     def _prefill_singly(self, requests: list[Request]) -> None:
         """Cache the next tokens of the oldest requests one by one, a prefill chunk in all."""

@@ -89,6 +89,11 @@ class SamplingParams:
         return self.temperature > 0
 
     @property
+    def adds_over_vocabulary(self) -> bool:
+        """Whether probabilities are needed, to draw or to report."""
+        return self.samples or self.logprobs is not None
+
+    @property
     def penalizes(self) -> bool:
         """Whether a token depends on which came before."""
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)

@@ -112,6 +112,7 @@ class Attention(Module):
             window_table=window.table,
             sliding_window=self.window,
             ratio=self.ratio,
+            batch_invariant=cache.batch_invariant,
         )
         if window.kept is not None:
             row = (key.flatten(0, 1), self.kv_norm.weight, self.norm_eps)

@@ -174,6 +174,7 @@ class DeepseekV4(Module):
         max_blocks_per_request: int,
         max_draft: int = 0,
         max_tokens: int = DEFAULT_PREFILL_CHUNK,
+        batch_invariant: bool = False,
     ) -> ModelCache:
         """Return an empty cache in the model's formats, where its parameters are; `ModelCache`
         describes the arguments.
@@ -192,6 +193,7 @@ class DeepseekV4(Module):
             max_draft,
             max_tokens,
             KvFormat.of(self.config, self.dtype, self.device, *options),
+            batch_invariant,
         )
 
     def generate(

@@ -53,6 +53,16 @@ def compile_key(op: KernelOp, config: Any, arch: str) -> CompileKey:
     return CompileKey(op.kernels[arch], arch, op.compiled_config(config, arch))
 
 
+def ran_as_kernel(op: KernelOp, arguments: tuple[Any, ...]) -> bool:
+    """Whether a call of an operator on a GPU, which is over, was a launch of its kernel; else its
+    torch implementation served it.
+
+    Args:
+        arguments: of the call: positional ones, the runner's id among them.
+    """
+    return arguments[op.num_required] in op.launches
+
+
 def build(key: CompileKey, options: str = "") -> Any:
     """Compile the kernel of `key`; the process must target `key.arch`. Needs no GPU."""
     return importlib.import_module(key.kernel).build(key.config, options)

@@ -1,0 +1,94 @@
+"""`batch_invariant` on a GPU with kernels: requests share forwards, and no bit of them differs."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+import torch
+
+from dsv4.bench.random_model import random_model, truncated
+from dsv4.config.model_config import ModelConfig
+from dsv4.engine.engine import Engine
+from dsv4.engine.invariance import depends_on_neighbours
+from dsv4.engine.sampling_params import SamplingParams
+from dsv4.model.model import DeepseekV4
+
+pytestmark = [pytest.mark.gpu, pytest.mark.stage("model")]
+
+LAYERS = 4  # of Flash: SWA, SWA, CSA, HCA
+CONTEXT, NEW = 640, 8
+LENGTHS = (3, 200, 37, 530, 9, 128, 127)
+
+
+@pytest.fixture(scope="module")
+def model() -> DeepseekV4:
+    config = truncated(ModelConfig.flash(), LAYERS, has_drafts=False)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        return random_model(config, LAYERS, torch.device("cuda")).model
+
+
+def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
+    dice = random.Random(7)
+    params = SamplingParams(max_new_tokens=NEW, stop_tokens=())
+    return [([dice.randrange(100_000) for _ in range(n)], params) for n in LENGTHS[:count]]
+
+
+def run(model: DeepseekV4, given: list, **options) -> list[list[int]]:
+    """New tokens of each request; all start together."""
+    engine = Engine(model, len(given), CONTEXT, batch_invariant=True, **options)
+    assert engine.shares_forwards, depends_on_neighbours(model)
+    found = [[] for _ in given]
+    for request in given:
+        engine.add(*request)
+    while engine.num_requests:
+        for request, more, *_ in engine.step():
+            found[request] += more
+    return found
+
+
+def logits_of(model: DeepseekV4, monkeypatch) -> set[str]:
+    """Filled with digests of the logits of every token that is chosen from here on."""
+    seen, original = set(), type(model).outputs
+
+    def recording(self, streams):
+        logits, streams = original(self, streams)
+        for row in logits.flatten(0, 1).cpu():
+            assert row.isfinite().any()
+            seen.add(hashlib.sha256(row.numpy().tobytes()).hexdigest())
+        return logits, streams
+
+    monkeypatch.setattr(type(model), "outputs", recording)
+    return seen
+
+
+@pytest.mark.parametrize("chunk", [4096, 64])
+def test_neighbours_and_chunks_change_no_bit(model, monkeypatch, chunk: int) -> None:
+    given = requests(7)
+    seen = logits_of(model, monkeypatch)
+    alone = [run(model, [one], use_cuda_graphs=False)[0] for one in given]
+    expected = set(seen)
+    assert len(expected) >= len(given) * NEW
+    seen.clear()
+    together = run(model, given, use_cuda_graphs=False, prefill_chunk=chunk)
+    assert together == alone
+    assert len(expected - seen) == 0
+
+
+def test_replays_give_the_tokens_of_a_request_alone(model) -> None:
+    given = requests(5)
+    assert run(model, given) == [run(model, [one])[0] for one in given]
+
+
+def test_a_library_in_the_forward_is_found(monkeypatch) -> None:
+    """A model in float32 has no kernels: its requests run alone."""
+    config = truncated(ModelConfig.flash(), 1, has_drafts=False)
+    with torch.no_grad():
+        other = random_model(config, 1, torch.device("cuda")).model
+    assert not depends_on_neighbours(other)
+    head = other.head
+    monkeypatch.setattr(head, "forward", lambda x: torch.matmul(x.float(), head.weight.float().T))
+    assert any("mm" in name for name in depends_on_neighbours(other))
+    assert not Engine(other, 2, 256, batch_invariant=True).shares_forwards
