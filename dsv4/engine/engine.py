@@ -19,13 +19,13 @@ from dsv4.engine.flight import Flight
 from dsv4.engine.forward import prefill
 from dsv4.engine.graphs import decode_forward, padded_rows
 from dsv4.engine.inputs import SAMPLED_HERE, known_inputs
-from dsv4.engine.invariance import depends_on_neighbours
 from dsv4.engine.mailbox import Letter
 from dsv4.engine.prefix_reuse import PrefixReuse
 from dsv4.engine.request import Output, Request
 from dsv4.engine.request_state import DecodeShape, RequestState
 from dsv4.engine.results import RowResult
 from dsv4.engine.sampling_params import SamplingKind, SamplingParams, check_bias
+from dsv4.engine.sharing import Sharing
 from dsv4.engine.stats import GenerationStats
 from dsv4.model.model import DEFAULT_PREFILL_CHUNK
 from dsv4.quoting import quoted
@@ -127,7 +127,8 @@ class Engine:
         self.num_draft_tokens = num_draft_tokens
         self.prefill_chunk = prefill_chunk
         self.batch_invariant = batch_invariant
-        self.shares_forwards = not (batch_invariant and depends_on_neighbours(model))
+        self._sharing = Sharing(model, batch_invariant)
+        self.shares_forwards = self._sharing.is_possible
         self.stats = GenerationStats()
 
         size = block_size(config)
@@ -136,14 +137,8 @@ class Engine:
         # Drafts are chained past the last position a request may have: into a column without block.
         columns = -(-(max_context + num_draft_tokens) // size)
         prefilled = min(prefill_chunk, max_requests * max_context)
-        self._cache = model.new_cache(
-            max_requests,
-            num_blocks,
-            columns,
-            max_draft=num_draft_tokens,
-            max_tokens=prefilled,
-            batch_invariant=batch_invariant,
-        )
+        sizes = (max_requests, num_blocks, columns, num_draft_tokens, prefilled)
+        self._cache = model.new_cache(*sizes, batch_invariant=batch_invariant)
         self._manager = CacheManager(self._cache, prefix_snapshots)
         self._reuse = PrefixReuse(self._manager, self._cache, prefix_snapshots)
         self._state = RequestState(self._cache, 1 + num_draft_tokens)
@@ -283,7 +278,7 @@ class Engine:
         earlier = len(self._flights)
         decoding = self._make_room()
         earlier = min(earlier, len(self._flights))
-        for group in self._sharing(decoding):
+        for group in self._sharing.groups(decoding):
             self._decode(group)
         if not self.async_scheduling:
             self._read_results(len(self._flights))
@@ -292,8 +287,8 @@ class Engine:
         if not self.shares_forwards:
             self._prefill_singly(prefilling)
         elif prefilling:
-            oldest = next(x for x in self._sharing(prefilling) if x[0] is prefilling[0])
-            self._prefill(oldest, self.prefill_chunk)
+            groups = self._sharing.groups(prefilling)
+            self._prefill(next(x for x in groups if x[0] is prefilling[0]), self.prefill_chunk)
         # The device is to be at work while the host reads what is done.
         is_idle = len(self._flights) == earlier
         lag = self.async_scheduling and not is_idle
@@ -314,18 +309,6 @@ class Engine:
         self._decoder.reset()
         while self._running:
             self._preempt_youngest()
-
-    def _sharing(self, requests: list[Request]) -> list[list[Request]]:
-        """The requests that share a forward: all, or each with itself. Draws are torch's, which
-        may add over the vocabulary of one row in another order than of many."""
-        if not self.batch_invariant:
-            return [requests] if requests else []
-        together = [request for request in requests if self._is_shared(request)]
-        alone = [[request] for request in requests if not self._is_shared(request)]
-        return [together, *alone] if together else alone
-
-    def _is_shared(self, request: Request) -> bool:
-        return self.shares_forwards and not request.sampling.adds_over_vocabulary
 
     def _prefill_singly(self, requests: list[Request]) -> None:
         """Cache the next tokens of the oldest requests one by one, a prefill chunk in all."""
