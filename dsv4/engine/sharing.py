@@ -1,4 +1,4 @@
-"""Which requests of an engine may share a forward."""
+"""Division of an engine's requests into groups that share a forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Sharing:
-    """All requests, unless no bit of theirs may depend on others.
+    """Groups of requests: all together, unless no bit of theirs may depend on others.
 
     Args:
         batch_invariant: it may not.
