@@ -44,7 +44,7 @@ PLAIN_WIDE = {
 }
 COMPRESSOR = {
     ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
-    ("griddepcontrol.wait", "kernel"): (1, FIRST),
+    ("griddepcontrol.wait", "run"): (1, FIRST),
 }
 
 # Subject, and what is not missed: by instruction and the kernel's function, how many of them, and
