@@ -27,6 +27,8 @@ pytestmark = pytest.mark.stage("lowp")
 RAGGED = Case(1, 2, 1, 200, 810, 64, options={"causal": "bottom_right"})
 # Scores and weighted values in the same registers, and turns.
 WIDE = replace(RAGGED, dim=128)
+# Work tiles that are shorter than the rings: nothing but their own edge keeps queries apart.
+SHORT = Case(1, 2, 1, 400, 100, 64)
 PACKED = ((70, 300), (0, 40), (1, 1), (130, 0), (200, 200))
 
 
@@ -205,14 +207,15 @@ def noticed(build: Callable, seed: int) -> bool:
     from dsv4.simulator.errors import Deadlock, KernelFault
 
     kernels = OpKernels(QUANTIZED_ATTENTION, Simulator("sm_90a"))
-    inputs = Inputs.make(RAGGED, seed)
+    several = [Inputs.make(case, seed) for case in (RAGGED, SHORT)]
     try:
-        compiled = kernels.compile(inputs.config, build)
-        scalars = kernels.call(inputs).options
-        scalars = {name: scalars[name] for name in ("factor", "section")}
-        # One CTA has all work tiles.
-        outcome = kernels.run(inputs, seed, None, compiled, num_ctas=1, **scalars)
-        assert_attention(inputs, outcome)
+        for inputs in several:
+            compiled = kernels.compile(inputs.config, build)
+            scalars = kernels.call(inputs).options
+            scalars = {name: scalars[name] for name in ("factor", "section")}
+            # One CTA has all work tiles.
+            outcome = kernels.run(inputs, seed, None, compiled, num_ctas=1, **scalars)
+            assert_attention(inputs, outcome)
     except (AssertionError, Deadlock, KernelFault):
         return True
     return False
