@@ -40,41 +40,51 @@ def no_gradients():
         yield
 
 
-def run_codes(inputs: KvInputs) -> None:
+@pytest.fixture(scope="module")
+def device() -> Device:
+    """What compiles each configuration once."""
+    return Device()
+
+
+def run_codes(inputs: KvInputs, device: Device) -> None:
     """Run the quantisers twice, and compare with torch."""
     from dsv4.kernels.lowp.quantize_kv import build
 
-    kernels = OpKernels(QUANTIZE_KV, Device())
+    kernels = OpKernels(QUANTIZE_KV, device)
     compiled = kernels.compile(inputs.config, build)
     assert_codes(inputs, kernels.run(inputs, schedules=None, compiled=compiled))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_attention_is_torch_s(name: str, seed: int) -> None:
+def test_attention_is_torch_s(name: str, device: Device, seed: int) -> None:
     inputs = Inputs.make(CASES[name], seed, device="cuda")
     assert has_kernel(inputs.config)
-    assert_attention(inputs, OpKernels(QUANTIZED_ATTENTION, Device()).run(inputs, schedules=None))
+    assert_attention(inputs, OpKernels(QUANTIZED_ATTENTION, device).run(inputs, schedules=None))
 
 
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_packed_sequences(causal: str, seed: int) -> None:
+def test_packed_sequences(causal: str, device: Device, seed: int) -> None:
     rows, keys = (sum(pair[i] for pair in PACKED) for i in range(2))
     case = Case(1, 4, 2, rows + 30, keys + 9, 64, options={"causal": causal})
     inputs = Inputs.make(case, seed, PACKED, "cuda")
-    assert_attention(inputs, OpKernels(QUANTIZED_ATTENTION, Device()).run(inputs, schedules=None))
+    assert_attention(inputs, OpKernels(QUANTIZED_ATTENTION, device).run(inputs, schedules=None))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_codes_are_torch_s(name: str, seed: int) -> None:
+def test_codes_are_torch_s(name: str, device: Device, seed: int) -> None:
     case = CASES[name]
     options = {key: x for key, x in case.options.items() if key != "causal"}
-    run_codes(KvInputs.make(Case(**{**vars(case), "options": options}), seed, device="cuda"))
+    run_codes(
+        KvInputs.make(Case(**{**vars(case), "options": options}), seed, device="cuda"), device
+    )
 
 
-def test_codes_of_packed_sequences_and_of_values_without_their_mean(seed: int) -> None:
+def test_codes_of_packed_sequences_and_of_values_without_their_mean(
+    device: Device, seed: int
+) -> None:
     options = {"pv_accum_dtype": "fp32", "smooth_v": True}
     case = Case(1, 2, 2, 1, 5000, 128, "vbias", options=options)
-    run_codes(KvInputs.make(case, seed, (3000, 0, 1, 1900), "cuda"))
+    run_codes(KvInputs.make(case, seed, (3000, 0, 1, 1900), "cuda"), device)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -161,8 +171,7 @@ def test_more_than_2_31_elements() -> None:
     torch.testing.assert_close(out[:, -1].float(), torch.ones(128, 128, device="cuda"))
 
 
-def test_runs_agree_on_streams_of_their_own(seed: int) -> None:
-    device = Device()
+def test_runs_agree_on_streams_of_their_own(device: Device, seed: int) -> None:
     kernels = OpKernels(QUANTIZED_ATTENTION, device)
     cases = [Inputs.make(CASES["causal"], seed + i, device="cuda") for i in range(3)]
     compiled = kernels.compile(cases[0].config)
