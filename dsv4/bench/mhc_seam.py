@@ -85,7 +85,7 @@ def plain(inputs: Inputs) -> None:
     tokens, _, dim = streams.shape
     outputs = [
         streams.new_empty((tokens, dim)),
-        *(tensors[name] for name in ("y", "post", "comb")),
+        *(tensors[name] for name in ("y", "post", "comb", "rows", "ids", "counts")),
         torch.empty_like(streams),
         torch.empty_like(tensors["post"]),
         torch.empty_like(tensors["comb"]),

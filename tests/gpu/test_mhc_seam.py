@@ -25,7 +25,7 @@ def same(found: dict[str, torch.Tensor], other: dict[str, torch.Tensor], rows=sl
         assert torch.equal(tensor.view(torch.uint8), wanted.view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("dim", [128, 512, 1536, 4096, 7168])
+@pytest.mark.parametrize("dim", [128, 1536, 4096, 7168])
 @pytest.mark.parametrize("tokens", [1, 7, 40, 300])
 def test_equals_the_oracle(dim, tokens, seed) -> None:
     inputs = Inputs.make(Case(tokens, dim), seed, "cuda")
@@ -34,9 +34,8 @@ def test_equals_the_oracle(dim, tokens, seed) -> None:
 
 @pytest.mark.parametrize("is_head", [False, True])
 @pytest.mark.parametrize("expands", [False, True])
-@pytest.mark.parametrize("dim", [4096, 7168])
-def test_kinds_of_seams(is_head, expands, dim, seed) -> None:
-    case = Case(37, dim, is_head, expands, quantizes=expands, is_strided=True, spread=8.0)
+def test_kinds_of_seams(is_head, expands, seed) -> None:
+    case = Case(37, 4096, is_head, expands, quantizes=expands, is_strided=True, spread=8.0)
     inputs = Inputs.make(case, seed, "cuda")
     assert_seam_close(inputs, run_op(inputs))
 
@@ -55,7 +54,7 @@ def test_padding_of_nan_touches_no_other_token(seed) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 40, 300])
-@pytest.mark.parametrize("dim", [512, 4096, 7168])
+@pytest.mark.parametrize("dim", [4096, 7168])
 def test_rows_of_experts_are_added_with_the_bits_of_their_sum(dim, tokens, seed) -> None:
     case = Case(tokens, dim, top_k=6, is_strided=True, padding_rows=tokens // 5)
     inputs = Inputs.make(case, seed, "cuda")
@@ -109,7 +108,8 @@ def test_graph_replay_reads_new_inputs(seed) -> None:
         found = run_op(inputs)
     for source in (inputs, other):
         for name, tensor in inputs.tensors.items():
-            tensor.copy_(source.tensors[name])
+            if tensor is not None:
+                tensor.copy_(source.tensors[name])
         for tensor in found.values():
             tensor.view(torch.uint8).fill_(0xFF)
         graph.replay()
