@@ -19,8 +19,9 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         kernels,
         "mhc_seam",
         "mHC post, pre, norm and FP8 codes, every pass in every schedule",
-        "Compile the kernel, simulate each number of tokens a pass in every schedule, with and "
-        "without FP8 codes and as the model's head, and compare with the FP32 oracle.",
+        "Compile the kernels, simulate each number of tokens a pass and the two launches for many "
+        "tokens, in every schedule, with and without FP8 codes and as the model's head, and "
+        "compare with the FP32 oracle.",
         SIZES,
         run,
         has_arch=True,
@@ -49,18 +50,18 @@ def run(args: argparse.Namespace) -> int:
         for name, case in cases.items():
             inputs = Inputs.make(case, args.seed)
             compiled = kernels.compile(inputs.config)
-            for index, size in enumerate(tiling_of(inputs.config).pass_sizes):
+            ways = [(f"{size} a pass", size, 0) for size in tiling_of(inputs.config).pass_sizes]
+            for index, (way, size, parts) in enumerate([*ways, ("two launches", 1, 1)]):
                 schedule = SCHEDULES[index % len(SCHEDULES)]
+                scalars = {"num_clusters": ONE_CLUSTER, "pass_tokens": size, "parts": parts}
                 outcome = launches.run(
                     compiled,
-                    lambda n=size, given=inputs: kernels.call(
-                        given, num_clusters=ONE_CLUSTER, pass_tokens=n
-                    ),
+                    lambda given=inputs, scalars=scalars: kernels.call(given, **scalars),
                     schedule,
                 )
                 assert_seam_close(inputs, outcome.outputs)
                 print(
-                    f"{args.arch}, {args.tokens} tokens of 4 x {args.dim}, {name}, {size} a pass, "
+                    f"{args.arch}, {args.tokens} tokens of 4 x {args.dim}, {name}, {way}, "
                     f"{schedule}: close, no race"
                 )
     return launches.finish()

@@ -14,7 +14,15 @@ from torch.autograd import forward_ad
 
 from dsv4.arch import ARCHS
 from dsv4.kernels.seam.args import ARGS, values
-from dsv4.kernels.seam.config import GROUP, SeamConfig, choose_pass, has_kernel, tiling_of
+from dsv4.kernels.seam.config import (
+    GROUP,
+    PARTIAL_ROWS,
+    SeamConfig,
+    choose_parts,
+    choose_pass,
+    has_kernel,
+    tiling_of,
+)
 from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.quantize import quantize_e4m3
 from dsv4.ops.runtime.backend import Device
@@ -68,8 +76,16 @@ class MhcSeam(KernelOp):
         return has_kernel(config)
 
     def plan(self, config: SeamConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
-        """Clusters of a launch, and tokens that each takes at a time."""
-        return choose_pass(tiling_of(config), sizes["T"], device.num_sms)
+        """Clusters of a launch, tokens that each takes at a time, parts of two launches."""
+        given = (tiling_of(config), sizes["T"], device.num_sms)
+        return *choose_pass(*given), choose_parts(*given)
+
+    def workspace_size(self, config: SeamConfig, sizes: Sizes, scalars: tuple[int, ...]) -> int:
+        """Sums by token and group of columns, where two launches take them."""
+        return sizes["T"] * (config.dim // GROUP) * PARTIAL_ROWS if scalars[-1] else 0
+
+    def max_workspace_size(self, config: SeamConfig, rows: int, device: Device) -> int:
+        return rows * (config.dim // GROUP) * PARTIAL_ROWS if has_kernel(config) else 0
 
     def needs(self, config: SeamConfig, name: str) -> bool | None:
         if name in _OF_EXPANSION:

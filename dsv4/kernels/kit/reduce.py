@@ -43,8 +43,8 @@ def across_quads(operation, x: cutlass.Float32) -> cutlass.Float32:
 def spread_sums(terms, lane, offsets=(16, 8, 4, 2, 1)):
     """Sums over the lanes of a warp of many terms, spread over the lanes.
 
-    With n terms n shuffles rather than 5 n: at each step a lane keeps one half of its terms. The
-    additions of a sum are those of a butterfly, whatever the number of terms.
+    With n terms about n shuffles rather than 5 n: at each step a lane keeps one half of its terms.
+    The additions of a sum are those of a butterfly, whatever the number of terms.
 
     Args:
         terms: list of fp32, those of a lane.
@@ -54,14 +54,20 @@ def spread_sums(terms, lane, offsets=(16, 8, 4, 2, 1)):
         The first sum's index of this lane, its sums, and how many lanes have the same, those that
         differ in the last bits. Indices past the terms are padding.
     """
-    padded = 1 << (len(terms) - 1).bit_length()
-    values = [*terms, *[cutlass.Float32(0.0)] * (padded - len(terms))]
+    zero, count = cutlass.Float32(0.0), len(terms)
+    values = list(terms)
+    if count > 1 << len(offsets):
+        values += [zero] * (_power_of_two(count) - count)
     index, copies = cutlass.Int32(0), 1
+    first, whole = index, 0  # from where on, and of how many terms, there is padding
     for offset in offsets:
         if len(values) == 1:
             values = [values[0] + cute.arch.shuffle_sync_bfly(values[0], offset=offset)]
             copies *= 2
             continue
+        if len(values) % 2:
+            first, whole = index, len(values)
+            values += [zero] * (_power_of_two(whole) - whole)
         half = len(values) // 2
         is_high = lane & offset != 0
         pairs = list(zip(values[:half], values[half:]))
@@ -70,4 +76,11 @@ def spread_sums(terms, lane, offsets=(16, 8, 4, 2, 1)):
         received = [cute.arch.shuffle_sync_bfly(value, offset=offset) for value in sent]
         values = [a + b for a, b in zip(kept, received)]
         index += cutlass.select_(is_high, cutlass.Int32(half), cutlass.Int32(0))
+    if whole:
+        index = cutlass.select_(index - first < whole, index, cutlass.Int32(count))
     return index, values, copies
+
+
+def _power_of_two(count: int) -> int:
+    """The next one, or the number itself."""
+    return 1 << (count - 1).bit_length()

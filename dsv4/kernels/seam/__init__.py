@@ -1,1 +1,2 @@
-"""Seams between sublayers: hyper-connections (mHC), norm and FP8 quantisation in one launch."""
+"""Seams between sublayers: hyper-connections (mHC), norm and FP8 quantisation, in one launch or,
+for many tokens, two."""

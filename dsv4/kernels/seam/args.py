@@ -6,7 +6,7 @@ one, places in all, which are still to be added.
 
 from __future__ import annotations
 
-from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar
+from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Workspace
 from dsv4.kernels.seam.config import GROUP, SeamConfig
 
 # Four elements at a time are loaded and stored. float32 is for the torch implementation.
@@ -30,8 +30,10 @@ ARGS = (
     OptOut("comb_out", "T n n", "float32", align=16),
     OptOut("codes", "T D", "float8_e4m3fn", align=4),
     OptOut("scale_out", "T g", "float8_e8m0fnu"),
+    Workspace(),
     Scalar("num_clusters"),
     Scalar("pass_tokens"),
+    Scalar("parts"),
 )
 
 

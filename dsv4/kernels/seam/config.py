@@ -16,11 +16,17 @@ WARPS = 8  # that compute, beside the one that mixes
 WARP = 32
 MAX_RANKS = 16  # CTAs of a cluster
 MIX_ROWS = STREAMS + STREAMS * STREAMS  # rows of post and comb
+SQUARES_ROW = 24  # of the sums over a group's columns: behind the rows of fn
+PARTIAL_ROWS = 32
+TILE = 8  # tokens that a CTA of the first of two launches takes at a time
+TILE_CTAS = 2  # of that launch that share an SM
 SMEM_LIMIT = 226 * KIB  # of the buffers of an SM's CTAs; mbarriers take the rest
-PASS_SIZES = (1, 2, 4, 8)
+PASS_SIZES = (1, 2, 4)
 # What a pass takes on an H200 beyond the first, in us: at all, and by token.
 PASS_COST, TOKEN_COST = 2.2, 0.3
 MAX_TOP_K = 31  # a warp looks at the experts of a token
+# Tokens from which on two launches are faster than one, by the time model of the simulator.
+TWO_LAUNCHES = 16
 MIN_EPS = 1e-18
 MAX_ITERS, KERNEL_ITERS = 1000, 64  # of Sinkhorn's: of any, and of a kernel, which unrolls them
 
@@ -128,7 +134,7 @@ class SeamTiling:
     @property
     def ctas_per_sm(self) -> int:
         """CTAs that share an SM: two hide each other's exchanges."""
-        return 2 if 2 * self.smem_bytes(PASS_SIZES[-2]) <= SMEM_LIMIT else 1
+        return 2 if 2 * self.smem_bytes(PASS_SIZES[-1]) <= SMEM_LIMIT else 1
 
     @property
     def pass_sizes(self) -> tuple[int, ...]:
@@ -161,6 +167,13 @@ def has_kernel(config: SeamConfig) -> bool:
         return False
     tiling = tiling_of(config)
     return tiling.rank_groups <= WARPS and bool(tiling.pass_sizes)
+
+
+def choose_parts(tiling: SeamTiling, tokens: int, num_sms: int) -> int:
+    """Parts of the tokens that CTAs of two launches take; 0 where one launch is faster."""
+    if tokens < TWO_LAUNCHES:
+        return 0
+    return min(-(-tokens // TILE), max(1, num_sms * TILE_CTAS // tiling.groups))
 
 
 def choose_pass(tiling: SeamTiling, tokens: int, num_sms: int) -> tuple[int, int]:

@@ -1,5 +1,5 @@
 """Seam between two sublayers (mHC), for sm_90a and sm_100a: streams written, mixed, normalised,
-quantised in one launch.
+quantised in one launch, or for many tokens in two (`products.py`, `collapse.py`).
 
 X'_k = bf16(post_k y + sum_j comb[j, k] X_j); m = fn X' / rms(X'); pre, post and comb of m; then
 x = norm(bf16(sum_j pre_j X'_j)), and its FP8 codes. Technical report section 2.2; the official
@@ -12,7 +12,8 @@ a cluster exchange two sums by stores to each other's shared memory: of the prod
 X', and of the squares of x. A warp of its own turns the products into post and comb meanwhile.
 
 Every sum has one order: the columns of a lane, lanes as a butterfly, the groups of a CTA in order,
-CTAs as a butterfly. A token's bits depend neither on the pass size nor on the other tokens.
+CTAs as a butterfly. A token's bits depend neither on the pass size nor on the other tokens, nor on
+the number of launches: the second of two adds groups as if they were those of a cluster's CTAs.
 """
 
 from __future__ import annotations
@@ -21,58 +22,46 @@ import operator
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import cpasync
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.kit.reduce import spread_sums, tree
-from dsv4.kernels.kit.rms import inverse_rms_approx
-from dsv4.kernels.kit.vectors import address_of, in_registers, pointer_to, vector_at
+from dsv4.kernels.kit.vectors import address_of, vector_at
 from dsv4.kernels.seam.args import ARGS, values
+from dsv4.kernels.seam.collapse import Collapse
+from dsv4.kernels.seam.columns import (
+    PAIRS,
+    Columns,
+    Held,
+    Operands,
+    butterfly,
+    load_gains,
+    mix,
+    squares_of,
+)
 from dsv4.kernels.seam.config import (
     GROUP,
     LANE_COLUMNS,
     MIX_ROWS,
+    PARTIAL_ROWS,
+    SQUARES_ROW,
     STREAMS,
     WARP,
     WARPS,
     SeamConfig,
     tiling_of,
 )
-from dsv4.kernels.seam.mixing import Mixing, sigmoid
+from dsv4.kernels.seam.mixing import Mixing
+from dsv4.kernels.seam.products import Products, partials_in
 
-PAIRS = LANE_COLUMNS // 2
 QUAD = 4  # floats of a remote store
-SQUARES_ROW = 24  # of the partial sums: behind the rows of fn
-PARTIAL_ROWS = 32
 SHARED_ROWS = 8  # of the sums that every CTA gets: pre, then the squares
 COMPUTE = WARPS * WARP  # threads
 # Named barriers: of the computing warps, and of all, on which the mixing warp only arrives.
 COMPUTING, READ = 1, 2
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Tensors of a launch; those that the configuration lacks have no rows."""
-
-    streams: cute.Tensor
-    base: cute.Tensor
-    scale: cute.Tensor
-    norm_weight: cute.Tensor
-    x: cute.Tensor
-    y: cute.Tensor
-    post: cute.Tensor
-    comb: cute.Tensor
-    rows: cute.Tensor
-    ids: cute.Tensor
-    counts: cute.Tensor
-    streams_out: cute.Tensor
-    post_out: cute.Tensor
-    comb_out: cute.Tensor
-    codes: cute.Tensor
-    scale_out: cute.Tensor
 
 
 @dataclass(frozen=True)
@@ -104,21 +93,6 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Held:
-    """Parameters in registers: read before the launch before has ended.
-
-    Attributes:
-        scale: of pre.
-        base: [4], of pre.
-        gains: [4], of the norm, in the lane's columns.
-    """
-
-    scale: Float32
-    base: cute.Tensor
-    gains: cute.Tensor
-
-
-@dataclass(frozen=True)
 class Place:
     """A thread's place: its CTA in the cluster, its warp's set and group, its lane."""
 
@@ -138,6 +112,9 @@ class Seam:
     def __init__(self, config: SeamConfig):
         self.config = config
         self.tiling = tiling_of(config)
+        self.columns = Columns(config)
+        self.products = Products(config, self.columns)
+        self.collapse_tokens = Collapse(config, self.columns)
         self.max_tokens = self.tiling.pass_sizes[-1]
         self.mixing = None if config.is_head else Mixing(config, self.tiling)
         self.threads = COMPUTE + WARP * (not config.is_head)
@@ -164,13 +141,27 @@ class Seam:
         comb_out: cute.Tensor,  # [T, 4, 4] fp32, written
         codes: cute.Tensor,  # [T, D] e4m3, written, or no rows: not wanted
         scale_out: cute.Tensor,  # [T, D / 128] e8m0, written, or no rows
+        workspace: cute.Tensor,  # of two launches
         num_clusters: Int32,
         pass_tokens: Int32,  # a pass size of the tiling
+        parts: Int32,  # of the tokens, of the first of two launches; 0: one launch
     ):
         operands = Operands(
             streams, base, scale, norm_weight, x, y, post, comb, rows, ids, counts, streams_out,
             post_out, comb_out, codes, scale_out,
         )  # fmt: skip
+        if parts > 0:
+            partials = partials_in(workspace, x.shape[0], self.tiling.groups)
+            self.products.launch(operands, fn, partials, parts, stream)
+            self.collapse_tokens.launch(operands, partials, stream)
+        else:
+            self.launch(operands, fn, num_clusters, pass_tokens, stream)
+
+    @cute.jit
+    def launch(
+        self, operands: Operands, fn: cute.Tensor, num_clusters: Int32, pass_tokens: Int32, stream
+    ):
+        """One launch for all, of clusters that take a few tokens at a time."""
         ranks = self.tiling.ranks
         self.kernel(operands, fn, pass_tokens).launch(
             grid=[num_clusters * ranks, 1, 1],
@@ -198,14 +189,18 @@ class Seam:
         # The parameters are no outputs of the launch before.
         if place.warp < WARPS:
             self.load_fn(fn, buffers, place)
-        held = self.load_parameters(operands, place)
+        held = self.columns.load_parameters(operands)
+        gains = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
+        gains.fill(0.0)
+        if place.is_group & (place.warp < WARPS):
+            load_gains(operands, place.column, gains)
         mix_row = None
         if cutlass.const_expr(self.mixing is not None):
             mix_row = self.mixing.load_parameters(operands, place.lane)
         # The mbarriers of the other CTAs exist from here on.
         cute.arch.cluster_wait()
         pdl.wait_for_previous_launch()
-        self.run_size(operands, buffers, place, (held, mix_row), pass_tokens, 0)
+        self.run_size(operands, buffers, place, (held, gains, mix_row), pass_tokens, 0)
 
     @cute.jit
     def run_size(
@@ -275,19 +270,6 @@ class Seam:
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def load_parameters(self, operands: Operands, place: Place) -> Held:
-        """Parameters of pre and of the norm."""
-        base = cute.make_rmem_tensor(STREAMS, Float32)
-        for j in cutlass.range_constexpr(STREAMS):
-            base[j] = operands.base[j]
-        gains = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
-        gains.fill(0.0)
-        if place.is_group & (place.warp < WARPS):
-            at = address_of(operands.norm_weight, Int64(place.column))
-            cute.autovec_copy(vector_at(at, Float32, 0, LANE_COLUMNS), gains)
-        return Held(operands.scale[0], base, gains)
-
-    @cute.jit
     def run(
         self,
         operands: Operands,
@@ -298,7 +280,7 @@ class Seam:
     ):
         """All passes of the cluster, of `size` tokens each."""
         tiling = self.tiling
-        held, mix_row = parameters
+        held, gains, mix_row = parameters
         clusters = cute.arch.grid_dim()[0] // tiling.ranks
         first = cute.arch.block_idx()[0] // tiling.ranks * size
         tokens = operands.x.shape[0]
@@ -313,7 +295,7 @@ class Seam:
                 self.sum_products(buffers, place, size)
                 sync_computing()
                 self.send_sums(buffers, place, size)
-                self.collapse(operands, buffers, place, held, first, size, parity)
+                self.collapse(operands, buffers, place, (held, gains), first, size, parity)
             elif cutlass.const_expr(self.mixing is not None):
                 self.mix(operands, buffers, place, mix_row, first, size, parity)
             first += clusters * size
@@ -342,93 +324,29 @@ class Seam:
         squares. Tokens past the end are zeros."""
         sets, tokens = self.tiling.sets, operands.x.shape[0]
         rounds = -(-size // sets)
-        words = cute.make_rmem_tensor((PAIRS, STREAMS, rounds), Uint32)
-        outputs = cute.make_rmem_tensor((PAIRS, self.config.top_k + 1, rounds), Uint32)
-        experts = cute.make_rmem_tensor(rounds, Int32)
-        weights = cute.make_rmem_tensor((STREAMS, STREAMS + 1, rounds), Float32)
-        words.fill(0)
+        loaded = self.columns.registers(rounds)
         # All loads before the first store, which could have written what they read.
         for i in cutlass.range_constexpr(rounds):
             t = place.set + i * sets
             if t < size and first + t < tokens and place.is_group:
-                loaded = (words[None, None, i], outputs[None, None, i], weights[None, None, i])
-                self.load_token(operands, first + t, place.column, *loaded)
-                if cutlass.const_expr(self.config.top_k > 0):
-                    experts[i] = self.load_expert(operands, first + t, place.lane)
+                self.columns.load(operands, first + t, place.column, place.lane, loaded, i)
         for i in cutlass.range_constexpr(rounds):
             t = place.set + i * sets
             if t < size:
-                total = Float32(0.0)
+                own = loaded.words[None, None, i]
                 if place.is_group:
-                    own = words[None, None, i]
                     if cutlass.const_expr(self.config.expands):  # noqa: SIM102 static, dynamic
                         if first + t < tokens:
-                            output = outputs[None, None, i]
-                            if cutlass.const_expr(self.config.top_k > 0):
-                                add_rows(output, cute.arch.vote_ballot_sync(experts[i] >= 0))
-                            expand(own, output[None, 0], weights[None, None, i])
-                            self.store_streams(operands, first + t, place.column, own)
+                            self.columns.write(operands, first + t, place.column, loaded, i)
                     for j in cutlass.range_constexpr(STREAMS):
                         target = buffers.streams[None, place.lane, place.group, j, t]
                         cute.autovec_copy(own[None, j], cute.recast_tensor(target, Uint32))
-                        for p in cutlass.range_constexpr(PAIRS):
-                            for value in quant.unpack_bf16(own[p, j]):
-                                total = cute.math.fma(value, value, total)
+                total = squares_of(*(own[None, j] for j in range(STREAMS)))
                 total = cute.arch.warp_reduction_sum(total)
                 if place.lane < QUAD:
                     # The rest of the quad is sent, too.
                     value = cutlass.select_(place.lane == 0, total, Float32(0.0))
                     buffers.partials[SQUARES_ROW + place.lane, t, place.group] = value
-
-    @cute.jit
-    def load_token(
-        self,
-        operands: Operands,
-        token,
-        column,
-        words: cute.Tensor,
-        output: cute.Tensor,
-        weights: cute.Tensor,
-    ) -> None:
-        """The lane's columns of a token: words[pair, stream], rows of the sublayer's
-        output[pair, row]; and weights[target, source] of comb, the last source post."""
-        streams = operands.streams
-        at = Int64(token) * streams.stride[0] + column
-        for j in cutlass.range_constexpr(STREAMS):
-            source = address_of(streams, at + j * Int64(streams.stride[1]))
-            load_words(source, words[None, j])
-        if cutlass.const_expr(self.config.expands):
-            post, comb = operands.post, operands.comb
-            if cutlass.const_expr(self.config.top_k > 0):
-                rows = operands.rows
-                for i in cutlass.range_constexpr(self.config.top_k + 1):
-                    at = Int64(token) * rows.stride[0] + i * Int64(rows.stride[1]) + column
-                    load_words(address_of(rows, at), output[None, i])
-            else:
-                y = operands.y
-                at = Int64(token) * y.stride[0] + column
-                load_words(address_of(y, at), output[None, 0])
-            at = address_of(post, Int64(token) * post.stride[0])
-            cute.autovec_copy(vector_at(at, Float32, 0, STREAMS), weights[None, STREAMS])
-            for j in cutlass.range_constexpr(STREAMS):
-                at = Int64(token) * comb.stride[0] + j * Int64(comb.stride[1])
-                source = vector_at(address_of(comb, at), Float32, 0, STREAMS)
-                cute.autovec_copy(source, weights[None, j])
-
-    def load_expert(self, operands: Operands, token, lane) -> Int32:
-        """Below 0 in the lanes whose row of the token is no result: lane i looks at row i."""
-        last = self.config.top_k - 1
-        expert = operands.ids[token, cutlass.min(lane, last)]
-        expert = cutlass.select_(lane > last, Int32(0), expert)
-        return cutlass.select_(token < operands.counts[1], expert, Int32(-1))
-
-    def store_streams(self, operands: Operands, token, column, words: cute.Tensor) -> None:
-        """Write the lane's columns of a token's new streams."""
-        out = operands.streams_out
-        for k in range(STREAMS):
-            at = Int64(token) * out.stride[0] + k * Int64(out.stride[1]) + column
-            target = vector_at(address_of(out, at), BFloat16, 0, LANE_COLUMNS)
-            cute.autovec_copy(words[None, k], cute.recast_tensor(target, Uint32))
 
     # ---- products --------------------------------------------------------------------------------
 
@@ -516,13 +434,14 @@ class Seam:
         operands: Operands,
         buffers: Buffers,
         place: Place,
-        held: Held,
+        parameters: tuple,
         first,
         size: cutlass.Constexpr,
         parity,
     ) -> None:
         """x of the set's tokens: mixed, normalised, quantised."""
         tiling = self.tiling
+        held, gains = parameters
         rounds = -(-size // tiling.sets)
         mixed = cute.make_rmem_tensor((PAIRS, rounds), Uint32)
         mixed.fill(0)
@@ -545,76 +464,32 @@ class Seam:
             t = place.set + i * tiling.sets
             if t < size and first + t < operands.x.shape[0] and place.is_group:
                 (squares,) = self.over_ranks(buffers.square_sums[t, place.lane % tiling.ranks])
-                factor = self.inverse_rms(squares, 1)
-                self.store_row(operands, place, held, first + t, mixed[None, i], factor)
-
-    def inverse_rms(self, squares: Float32, rows: int) -> Float32:
-        """1 over the root mean square of so many rows of a stream."""
-        return inverse_rms_approx(squares, rows * self.config.dim, self.config.norm_eps)
+                factor = self.columns.inverse_rms(squares, 1)
+                where = (operands, first + t, place.column, place.lane)
+                self.columns.store(*where, mixed[None, i], gains, factor)
 
     def over_ranks(self, *found: Float32) -> list[Float32]:
         """Sums over the cluster's CTAs, of which lane l has the values of l % ranks."""
-        sums, offset = list(found), self.tiling.ranks // 2
-        while offset:
-            # Side by side: each shuffle takes as long as several.
-            others = [cute.arch.shuffle_sync_bfly(value, offset=offset) for value in sums]
-            sums = [value + other for value, other in zip(sums, others)]
-            offset //= 2
-        return sums
+        steps = self.tiling.ranks.bit_length() - 1
+        return butterfly([1 << i for i in reversed(range(steps))], *found)
 
     @cute.jit
     def mix_streams(
         self, buffers: Buffers, place: Place, held: Held, t, mixed: cute.Tensor
     ) -> None:
         """mixed = pairs of bf16(sum_j pre_j X'_j) in the lane's columns; their squares."""
-        config, source = self.config, place.lane % self.tiling.ranks
+        source = place.lane % self.tiling.ranks
         *sums, squares = self.over_ranks(*(buffers.sums[j, t, source] for j in range(STREAMS + 1)))
-        factor = self.inverse_rms(squares, STREAMS)
-        total = Float32(0.0)
-        pre = []
-        for j in cutlass.range_constexpr(STREAMS):
-            logit = cute.math.fma(sums[j] * factor, held.scale, held.base[j])
-            pre.append(sigmoid(logit) + Float32(config.eps))
+        pre = self.columns.pre(held, sums, squares)
         if place.is_group:
             words = cute.make_rmem_tensor((PAIRS, STREAMS), Uint32)
             for j in cutlass.range_constexpr(STREAMS):
                 row = buffers.streams[None, place.lane, place.group, j, t]
                 cute.autovec_copy(cute.recast_tensor(row, Uint32), words[None, j])
-            for p in cutlass.range_constexpr(PAIRS):
-                pair = [pre[0] * value for value in quant.unpack_bf16(words[p, 0])]
-                for j in cutlass.range_constexpr(1, STREAMS):
-                    values_ = quant.unpack_bf16(words[p, j])
-                    pair = [cute.math.fma(pre[j], values_[c], pair[c]) for c in range(2)]
-                mixed[p] = quant.pack_bf16(*pair)
-                for value in quant.unpack_bf16(mixed[p]):
-                    total = cute.math.fma(value, value, total)
-        total = cute.arch.warp_reduction_sum(total)
+            mix(words, pre, mixed)
+        total = cute.arch.warp_reduction_sum(squares_of(mixed))
         if place.lane == 0:
             buffers.squares[place.group, t] = total
-
-    @cute.jit
-    def store_row(
-        self, operands: Operands, place: Place, held: Held, token, mixed: cute.Tensor, factor
-    ) -> None:
-        """Normalise the lane's columns of a token and write them, and their codes where wanted."""
-        gains = held.gains
-        pairs = []
-        for p in cutlass.range_constexpr(PAIRS):
-            low, high = quant.unpack_bf16(mixed[p])
-            low, high = low * factor * gains[2 * p], high * factor * gains[2 * p + 1]
-            pairs.append(quant.pack_bf16(low, high))
-        at = address_of(operands.x, Int64(token) * operands.x.stride[0] + place.column)
-        target = vector_at(at, BFloat16, 0, LANE_COLUMNS)
-        cute.autovec_copy(in_registers(pairs), cute.recast_tensor(target, Uint32))
-        if token < operands.codes.shape[0]:
-            scale = quant.e8m0_scale_e4m3(quant.amax_bf16(pairs, WARP))
-            codes = quant.quantize_e4m3(pairs, scale)
-            out, scales = operands.codes, operands.scale_out
-            at = address_of(out, Int64(token) * out.stride[0] + place.column)
-            cute.autovec_copy(codes, vector_at(at, codes.element_type, 0, LANE_COLUMNS))
-            if place.lane == 0:
-                at = address_of(scales, Int64(token) * scales.stride[0] + place.column // GROUP)
-                pointer_to(at, Uint8, 1).store(Uint8(scale))
 
     # ---- post and comb ---------------------------------------------------------------------------
 
@@ -641,7 +516,9 @@ class Seam:
                 (squares,) = self.over_ranks(buffers.sums[STREAMS, t, place.lane % ranks])
                 row = cutlass.min(place.lane, MIX_ROWS - 1)
                 parts = [buffers.mix_sums[row, o, rank] for rank in range(ranks)]
-                projected[o] = tree(operator.add, parts) * self.inverse_rms(squares, STREAMS)
+                projected[o] = tree(operator.add, parts) * self.columns.inverse_rms(
+                    squares, STREAMS
+                )
         # Other CTAs may overwrite what was read once they have this CTA's squares.
         cute.arch.barrier_arrive(barrier_id=READ, number_of_threads=self.threads)
         for o in cutlass.range_constexpr(owned):
@@ -655,41 +532,6 @@ class Seam:
             if t < size and first + t < operands.x.shape[0]:
                 logits = buffers.logits[None, place.lane]
                 self.mixing.store_comb(logits, operands.comb_out, first + t)
-
-
-@cute.jit
-def expand(words: cute.Tensor, output: cute.Tensor, weights: cute.Tensor) -> None:
-    """words[pair, k] = post_k output + sum_j comb[j, k] words[pair, j], rounded to bf16."""
-    for p in cutlass.range_constexpr(PAIRS):
-        written = quant.unpack_bf16(output[p])
-        kept = [quant.unpack_bf16(words[p, j]) for j in range(STREAMS)]
-        for k in cutlass.range_constexpr(STREAMS):
-            pair = []
-            for c in cutlass.range_constexpr(2):
-                total = weights[k, 0] * kept[0][c]
-                for j in cutlass.range_constexpr(1, STREAMS):
-                    total = cute.math.fma(weights[k, j], kept[j][c], total)
-                pair.append(cute.math.fma(weights[k, STREAMS], written[c], total))
-            words[p, k] = quant.pack_bf16(*pair)
-
-
-@cute.jit
-def add_rows(rows: cute.Tensor, used: Int32) -> None:
-    """rows[pair, 0] = the sum, rounded to bf16, of the rows[pair, i] that have bit i of `used`."""
-    pairs, places = rows.shape
-    for p in cutlass.range_constexpr(pairs):
-        total = [Float32(0.0), Float32(0.0)]
-        for i in cutlass.range_constexpr(places):
-            is_used = used & (1 << i) != 0
-            row = quant.unpack_bf16(rows[p, i])
-            total = [cutlass.select_(is_used, t + v, t) for t, v in zip(total, row)]
-        rows[p, 0] = quant.pack_bf16(*total)
-
-
-def load_words(address: Int64, target: cute.Tensor) -> None:
-    """The lane's columns of a row of bf16."""
-    source = vector_at(address, BFloat16, 0, LANE_COLUMNS)
-    cute.autovec_copy(cute.recast_tensor(source, Uint32), target)
 
 
 @cute.jit

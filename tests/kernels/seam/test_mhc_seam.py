@@ -4,11 +4,18 @@ schedules; its bits, which depend on the token alone; bugs put into it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dsv4.kernels.seam.config import SeamConfig, choose_pass, has_kernel, tiling_of
+from dsv4.kernels.seam.config import (
+    SeamConfig,
+    choose_parts,
+    choose_pass,
+    has_kernel,
+    tiling_of,
+)
 from dsv4.ops.mhc_seam import MHC_SEAM
 from dsv4.testing.harness import Outcome, Simulator, simulator
 from dsv4.testing.kernel_call import OpKernels
@@ -30,10 +37,17 @@ def kernels(request: pytest.FixtureRequest) -> OpKernels:
 
 
 def run(
-    kernels: OpKernels, inputs: Inputs, seed: int, clusters: int, size: int, schedules=None
+    kernels: OpKernels,
+    inputs: Inputs,
+    seed: int,
+    clusters: int,
+    size: int,
+    schedules: int | None = None,
+    parts: int = 0,
 ) -> Outcome:
     """Run in every schedule, or the first few, and compare with the oracle."""
-    outcome = kernels.run(inputs, seed, schedules, num_clusters=clusters, pass_tokens=size)
+    scalars = {"num_clusters": clusters, "pass_tokens": size, "parts": parts}
+    outcome = kernels.run(inputs, seed, schedules, **scalars)
     assert_seam_close(inputs, outcome.outputs)
     return outcome
 
@@ -56,15 +70,32 @@ def test_equals_the_oracle(kernels, case, seed) -> None:
     run(kernels, Inputs.make(case, seed), seed, 2, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(19, 384, top_k=3, is_strided=True, padding_rows=2),
+        Case(11, 256, is_head=True, expands=False, quantizes=False),
+        Case(11, 128, expands=False),
+        Case(9, 4096),
+        Case(9, 7168, top_k=6),
+    ],
+    ids=str,
+)
+def test_two_launches_equal_the_oracle(kernels, case, seed) -> None:
+    run(kernels, Inputs.make(case, seed), seed, 1, 1, parts=2)
+
+
 def test_no_bit_depends_on_the_pass(kernels, seed) -> None:
-    """Nor on the other tokens, of which some are NaN."""
+    """Nor on the other tokens, of which some are NaN, nor on the number of launches."""
     inputs = Inputs.make(Case(11, 256, padding_rows=2, top_k=2), seed)
-    first = run(kernels, inputs, seed, 1, 8, schedules=1)
-    for clusters, size in ((3, 1), (1, 4), (1, 2)):
-        other = run(kernels, inputs, seed, clusters, size, schedules=1)
+    first = run(kernels, inputs, seed, 1, 4, schedules=1)
+    for clusters, size, parts in ((3, 1, 0), (1, 2, 0), (1, 1, 1)):
+        other = run(kernels, inputs, seed, clusters, size, 1, parts)
         for name, tensor in first.outputs.items():
             live = tensor[:9].view(torch.uint8), other[name][:9].view(torch.uint8)
-            assert torch.equal(*live), f"{name}: {clusters} clusters, {size} tokens a pass"
+            what = f"{clusters} clusters, {size} tokens a pass, {parts} parts"
+            assert torch.equal(*live), f"{name}: {what}"
     alone = run(kernels, inputs.rows(6, 7), seed, 1, 1, schedules=1)
     for name, tensor in alone.outputs.items():
         assert torch.equal(tensor.view(torch.uint8), first[name][6:7].view(torch.uint8)), name
@@ -87,10 +118,12 @@ def test_every_block_of_the_kernel_runs(arch, seed) -> None:
     kernels = OpKernels(MHC_SEAM, Simulator(arch))
     for quantizes in (True, False):
         inputs = Inputs.make(Case(11, 384, quantizes=quantizes), seed)
-        for size in (1, 2, 4, 8):
-            outcome = kernels.run(inputs, num_clusters=1, pass_tokens=size)
-    (coverage,) = outcome.report.coverage
-    assert coverage.complete, coverage.missed
+        for size, parts in ((1, 0), (2, 0), (4, 0), (1, 1)):
+            scalars = {"num_clusters": 1, "pass_tokens": size, "parts": parts}
+            outcome = kernels.run(inputs, **scalars)
+    assert len(outcome.report.coverage) == 3
+    for coverage in outcome.report.coverage:
+        assert coverage.complete, coverage.missed
 
 
 def test_tilings_hold_every_group_and_fit() -> None:
@@ -108,6 +141,9 @@ def test_tilings_hold_every_group_and_fit() -> None:
                 clusters, size = choose_pass(tiling, tokens, 132)
                 assert size in tiling.pass_sizes
                 assert clusters * tiling.ranks <= 132 * tiling.ctas_per_sm
+                parts = choose_parts(tiling, tokens, 132)
+                assert (parts > 0) == (tokens >= 16)
+                assert parts <= tokens and tiling.groups * max(parts, 1) <= 2 * 132
     for dim in (4096, 7168):
         assert has_kernel(SeamConfig(dim, 4, False, True, 20, EPS, EPS)), dim
     assert not has_kernel(SeamConfig(4096, 3, False, True, 20, EPS, EPS))
@@ -120,9 +156,6 @@ BUGS: dict[str, Edit] = {
     "mbarriers of other CTAs not waited for": at("Seam.kernel")
     .call("cute.arch.cluster_wait")
     .delete(),
-    "inputs read before the launch before is over": at("Seam.kernel")
-    .call("pdl.wait_for_previous_launch")
-    .delete(),
     "fn not waited for": at("Seam.run").call("cute.arch.cp_async_wait_group").delete(),
     "sums of the cluster not waited for": at("Seam.collapse")
     .call("cute.arch.mbarrier_wait", 0)
@@ -134,6 +167,28 @@ BUGS: dict[str, Edit] = {
     .call("cute.arch.barrier")
     .delete(),
     "logits read before they are written": at("Seam.mix").call("cute.arch.sync_warp").delete(),
+    "tokens read before they are loaded": at("Products.write")
+    .call("cute.arch.cp_async_wait_group")
+    .delete(),
+    "the first tile multiplied too early": at("Products.kernel")
+    .call("cute.arch.sync_threads", 0)
+    .delete(),
+    "a tile multiplied too early": at("Products.kernel").call("cute.arch.sync_threads", 1).delete(),
+    "products read before they are written": at("Collapse.kernel")
+    .call("pdl.wait_for_previous_launch")
+    .delete(),
+    "groups added before they are shared": at("Collapse.kernel")
+    .call("cute.arch.sync_threads", 0)
+    .delete(),
+    "totals read before they are there": at("Collapse.kernel")
+    .call("cute.arch.sync_threads", 1)
+    .delete(),
+    "squares of other warps read too early": at("Collapse.write_row")
+    .call("cute.arch.barrier")
+    .delete(),
+    "logits of the second launch read too early": at("Collapse.mix")
+    .call("cute.arch.sync_warp")
+    .delete(),
     "mixed before the sums are there": at("Seam.mix").call("cute.arch.mbarrier_wait").delete(),
     "comb of the transposed matrix": at("expand")
     .expression("weights[k, j]")
@@ -151,11 +206,15 @@ def noticed(build: Callable, seed: int) -> bool:
     """Whether the checks that every test makes fail on what `build` compiles."""
     from dsv4.simulator.errors import Deadlock, KernelFault
 
-    kernels, inputs = OpKernels(MHC_SEAM, Simulator("sm_90a")), Inputs.make(SEAM, seed)
+    kernels = OpKernels(MHC_SEAM, Simulator("sm_90a"))
     try:
-        compiled = kernels.compile(inputs.config, build)
-        outcome = kernels.run(inputs, seed, None, compiled, num_clusters=1, pass_tokens=2)
-        assert_seam_close(inputs, outcome.outputs)
+        # In one launch, and three tiles in two.
+        for tokens, parts in ((3, 0), (20, 1)):
+            inputs = Inputs.make(replace(SEAM, tokens=tokens), seed)
+            compiled = kernels.compile(inputs.config, build)
+            scalars = {"num_clusters": 1, "pass_tokens": 2, "parts": parts}
+            outcome = kernels.run(inputs, seed, None, compiled, **scalars)
+            assert_seam_close(inputs, outcome.outputs)
     except (AssertionError, Deadlock, KernelFault):
         return True
     return False

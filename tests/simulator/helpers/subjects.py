@@ -241,11 +241,11 @@ def plain(tokens: int, tiling: int) -> Subject:
 # ---- seam, indexer, compressor -------------------------------------------------------------------
 @cache
 def seam(arch: str) -> Subject:
-    """Every number of tokens a pass, on one cluster."""
+    """Every number of tokens a pass, on one cluster, and two launches."""
     inputs = mhc_seam.Inputs.make(mhc_seam.Case(11, 384), SEED)
+    ways = [(size, 0) for size in tiling_of(inputs.config).pass_sizes] + [(1, 1)]
     launches = [
-        (inputs, {"num_clusters": 1, "pass_tokens": size})
-        for size in tiling_of(inputs.config).pass_sizes
+        (inputs, {"num_clusters": 1, "pass_tokens": size, "parts": parts}) for size, parts in ways
     ]
     return _subject_of_op(
         arch, launches, lambda given, found: mhc_seam.assert_seam_close(given, found.outputs)

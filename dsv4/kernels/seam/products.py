@@ -1,0 +1,272 @@
+"""First of two launches for many tokens: streams written, and their products with fn by groups of
+128 columns.
+
+A CTA takes a group, and its part of the tokens in tiles of eight. A warp has rows of fn in the
+group's columns in registers. It begins to load a token of the next tile, multiplies its rows with
+all tokens of this one, and writes the loaded token to the streams. The sums over a group's columns
+go to memory; `collapse.py` adds the groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.nvgpu import cpasync
+from cutlass.memory import SmemAllocator
+
+from dsv4.kernels.kit import pdl, quant
+from dsv4.kernels.kit.reduce import spread_sums
+from dsv4.kernels.kit.vectors import address_of, vector_at
+from dsv4.kernels.seam.columns import PAIRS, Columns, Operands, squares_of
+from dsv4.kernels.seam.config import (
+    GROUP,
+    LANE_COLUMNS,
+    PARTIAL_ROWS,
+    SQUARES_ROW,
+    STREAMS,
+    TILE,
+    TILE_CTAS,
+    WARP,
+    SeamConfig,
+)
+
+STAGES = 2  # tiles by turns
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Shared memory of a CTA; the leading index is contiguous.
+
+    Attributes:
+        loaded: [4, lane, row, token, stage] bf16, of the streams and of the sublayer's rows.
+        weights: [lane, token, stage] fp32, of comb and post.
+        experts: [lane, token, stage] int32.
+        streams: X' [4, lane, stream, token, stage] fp32.
+    """
+
+    loaded: cute.Tensor
+    weights: cute.Tensor
+    experts: cute.Tensor
+    streams: cute.Tensor
+
+
+@dataclass(frozen=True)
+class Place:
+    """A thread's place: warp and lane, the CTA's group, and the first of the lane's columns."""
+
+    warp: Int32
+    lane: Int32
+    group: Int32
+    column: Int32
+
+
+class Products:
+    """Kernel of one configuration."""
+
+    threads = TILE * WARP  # a token of a tile a warp
+
+    def __init__(self, config: SeamConfig, columns: Columns):
+        self.config = config
+        self.columns = columns
+        self.groups = config.dim // GROUP
+        self.warp_rows = -(-config.rows // TILE)
+        self.loaded_rows = STREAMS + (config.top_k + 1) * config.expands
+
+    @cute.jit
+    def launch(
+        self, operands: Operands, fn: cute.Tensor, partials: cute.Tensor, parts: Int32, stream
+    ):
+        """partials[token, group, row] of rows of fn, and of squares of the streams."""
+        self.kernel(operands, fn, partials).launch(
+            grid=[self.groups, parts, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=TILE_CTAS,
+            # Given, because the compiler would ask a driver for the capacity.
+            preferred_smem_carveout=100,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, operands: Operands, fn: cute.Tensor, partials: cute.Tensor):
+        group, part, _ = cute.arch.block_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = cute.arch.lane_idx()
+        place = Place(warp, lane, group, group * GROUP + lane * LANE_COLUMNS)
+        buffers = self.allocate()
+        pdl.launch_dependents()
+        # fn is no output of the launch before.
+        weights = self.load_fn(fn, place)
+        pdl.wait_for_previous_launch()
+        tokens = operands.x.shape[0]
+        first, step = part * TILE, cute.arch.grid_dim()[1] * TILE
+        live = tokens
+        if cutlass.const_expr(self.config.top_k > 0):
+            live = operands.counts[1]
+        stage = Int32(0)
+        self.load(operands, buffers, place, first, stage)
+        self.write(operands, buffers, place, first, live, partials, stage)
+        cute.arch.sync_threads()
+        while first < tokens:
+            # The other stage was read in the round before, at whose end all warps have met.
+            self.load(operands, buffers, place, first + step, stage ^ 1)
+            self.multiply(place, first, tokens, weights, buffers.streams, stage, partials)
+            first += step
+            stage ^= 1
+            if first < tokens:
+                self.write(operands, buffers, place, first, live, partials, stage)
+            cute.arch.sync_threads()
+
+    def allocate(self) -> Buffers:
+        """The CTA's shared memory."""
+        smem = SmemAllocator()
+
+        def tensor(dtype, *shape: int) -> cute.Tensor:
+            return smem.allocate_tensor(dtype, cute.make_layout(shape), byte_alignment=16)
+
+        return Buffers(
+            tensor(BFloat16, LANE_COLUMNS, WARP, self.loaded_rows, TILE, STAGES),
+            tensor(Float32, WARP, TILE, STAGES),
+            tensor(Int32, WARP, TILE, STAGES),
+            tensor(Float32, LANE_COLUMNS, WARP, STREAMS, TILE, STAGES),
+        )
+
+    @cute.jit
+    def load_fn(self, fn: cute.Tensor, place: Place) -> cute.Tensor:
+        """[column, stream, row] of the warp's rows."""
+        weights = cute.make_rmem_tensor((LANE_COLUMNS, STREAMS, self.warp_rows), Float32)
+        for q in cutlass.range_constexpr(self.warp_rows):
+            row = cutlass.min(place.warp * self.warp_rows + q, self.config.rows - 1)
+            at = address_of(fn, Int64(row) * fn.stride[0] + place.column)
+            for j in cutlass.range_constexpr(STREAMS):
+                source = vector_at(at, Float32, j * self.config.dim, LANE_COLUMNS)
+                cute.autovec_copy(source, weights[None, j, q])
+        return weights
+
+    @cute.jit
+    def load(self, operands: Operands, buffers: Buffers, place: Place, first, stage: Int32) -> None:
+        """Begin to load the warp's token of a tile."""
+        token, t, lane = first + place.warp, place.warp, place.lane
+        if token < operands.x.shape[0]:
+            streams, outputs = self.columns.addresses(operands, token, place.column)
+            for row in cutlass.range_constexpr(self.loaded_rows):
+                source = vector_at((streams + outputs)[row], BFloat16, 0, LANE_COLUMNS)
+                cute.copy(copy_async(64), source, buffers.loaded[None, lane, row, t, stage])
+            if cutlass.const_expr(self.config.expands):
+                # A lane a weight: all read all.
+                post, comb = operands.post, operands.comb
+                j, k = lane // STREAMS % STREAMS, lane % STREAMS
+                at = Int64(token) * comb.stride[0] + j * Int64(comb.stride[1]) + k
+                other = address_of(post, Int64(token) * post.stride[0] + k)
+                at = cutlass.select_(lane < STREAMS * STREAMS, address_of(comb, at), other)
+                target = buffers.weights[None, t, stage].iterator + lane
+                copy_word(at, Float32, target)
+            if cutlass.const_expr(self.config.top_k > 0):
+                ids = operands.ids
+                place_ = cutlass.min(lane, self.config.top_k - 1)
+                at = address_of(ids, Int64(token) * ids.stride[0] + place_)
+                copy_word(at, Int32, buffers.experts[None, t, stage].iterator + lane)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def write(
+        self,
+        operands: Operands,
+        buffers: Buffers,
+        place: Place,
+        first,
+        live,
+        partials: cute.Tensor,
+        stage: Int32,
+    ) -> None:
+        """Write the warp's token of a tile to the streams; in shared memory, zeros past the end."""
+        token, t, lane = first + place.warp, place.warp, place.lane
+        loaded = self.columns.registers(1)
+        words = loaded.words[None, None, 0]
+        cute.arch.cp_async_wait_group(0)
+        if token < operands.x.shape[0]:
+            for j in cutlass.range_constexpr(STREAMS):
+                read_words(buffers.loaded[None, lane, j, t, stage], words[None, j])
+            if cutlass.const_expr(self.config.expands):
+                for row in cutlass.range_constexpr(self.loaded_rows - STREAMS):
+                    source = buffers.loaded[None, lane, STREAMS + row, t, stage]
+                    read_words(source, loaded.outputs[None, row, 0])
+                # Weights are other lanes' copies.
+                cute.arch.sync_warp()
+                for j in cutlass.range_constexpr(STREAMS + 1):
+                    source = buffers.weights[None, t, stage].iterator + j * STREAMS
+                    source = cute.make_tensor(source.align(16), cute.make_layout(STREAMS))
+                    cute.autovec_copy(source, loaded.weights[None, j, 0])
+            if cutlass.const_expr(self.config.top_k > 0):
+                expert = buffers.experts[lane, t, stage]
+                loaded.experts[0] = self.columns.used_expert(expert, lane, token < live)
+            if cutlass.const_expr(self.config.expands):
+                self.columns.write(operands, token, place.column, loaded, 0)
+            total = squares_of(*(words[None, j] for j in range(STREAMS)))
+            total = cute.arch.warp_reduction_sum(total)
+            if place.lane == 0:
+                partials[token, place.group, SQUARES_ROW] = total
+        values = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
+        for j in cutlass.range_constexpr(STREAMS):
+            for p in cutlass.range_constexpr(PAIRS):
+                values[2 * p], values[2 * p + 1] = quant.unpack_bf16(words[p, j])
+            cute.autovec_copy(values, buffers.streams[None, lane, j, t, stage])
+
+    @cute.jit
+    def multiply(
+        self,
+        place: Place,
+        first,
+        tokens,
+        weights: cute.Tensor,
+        streams: cute.Tensor,
+        stage: Int32,
+        partials: cute.Tensor,
+    ) -> None:
+        """partials of the warp's rows and the tokens of a tile."""
+        first_row = place.warp * self.warp_rows
+        if first_row < self.config.rows:
+            products = cute.make_rmem_tensor((TILE, self.warp_rows), Float32)
+            products.fill(0.0)
+            values = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
+            for j in cutlass.range_constexpr(STREAMS):
+                for t in cutlass.range_constexpr(TILE):
+                    cute.autovec_copy(streams[None, place.lane, j, t, stage], values)
+                    for c in cutlass.range_constexpr(LANE_COLUMNS):
+                        for q in cutlass.range_constexpr(self.warp_rows):
+                            total = products[t, q]
+                            products[t, q] = cute.math.fma(values[c], weights[c, j, q], total)
+            terms = [products[t, q] for q in range(self.warp_rows) for t in range(TILE)]
+            index, sums, copies = spread_sums(terms, place.lane)
+            for i in cutlass.range_constexpr(len(sums)):
+                at = index + i
+                row, token = first_row + at // TILE, first + at % TILE
+                is_sum = (at < len(terms)) & (place.lane % copies == 0)
+                if is_sum & (row < self.config.rows) & (token < tokens):
+                    partials[token, place.group, row] = sums[i]
+
+
+def partials_in(workspace: cute.Tensor, tokens: Int32, groups: int) -> cute.Tensor:
+    """Sums by token, group of columns and row: [T, groups, 32] fp32, the rows of fn first."""
+    row = groups * PARTIAL_ROWS
+    layout = cute.make_layout((tokens, groups, PARTIAL_ROWS), stride=(Int64(row), PARTIAL_ROWS, 1))
+    return cute.make_tensor(workspace.iterator, layout)
+
+
+def read_words(source: cute.Tensor, target: cute.Tensor) -> None:
+    """Columns of a lane from shared memory."""
+    cute.autovec_copy(cute.recast_tensor(source, Uint32), target)
+
+
+def copy_word(address: Int64, dtype: type, target: cute.Pointer) -> None:
+    """Begin to copy a number of four bytes to shared memory."""
+    source = vector_at(address, dtype, 0, 1)
+    cute.copy(copy_async(32), source, cute.make_tensor(target, cute.make_layout(1)))
+
+
+def copy_async(bits: int) -> cute.CopyAtom:
+    """Asynchronous copy to shared memory."""
+    operation = cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.ALWAYS)
+    return cute.make_copy_atom(operation, BFloat16 if bits == 64 else Int32, num_bits_per_copy=bits)
