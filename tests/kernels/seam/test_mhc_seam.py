@@ -58,7 +58,9 @@ def run(
         SEAM,
         pytest.param(Case(3, 256), marks=pytest.mark.slow),
         pytest.param(RAGGED, marks=pytest.mark.slow),
-        Case(3, 256, is_head=True, expands=False, quantizes=False),
+        pytest.param(
+            Case(3, 256, is_head=True, expands=False, quantizes=False), marks=pytest.mark.slow
+        ),
         pytest.param(Case(3, 128, expands=False, spread=20.0), marks=pytest.mark.slow),
         pytest.param(Case(5, 1536), marks=pytest.mark.slow),
         pytest.param(Case(3, 4096), marks=pytest.mark.slow),
