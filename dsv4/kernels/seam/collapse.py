@@ -199,7 +199,13 @@ class Collapse:
                 row = cutlass.select_(item < self.config.rows, item, Int32(SQUARES_ROW))
                 total = self.over_groups(lambda group, row=row: buffers.partials[row, group], place)
                 # What every CTA of a cluster adds, and what one does, have different orders.
-                if (row < STREAMS) | (row == SQUARES_ROW):
+                items = range(i * self.all_warps, min((i + 1) * self.all_warps, count))
+                kinds = {item < STREAMS or item == count - 1 for item in items}
+                if cutlass.const_expr(kinds == {True}):
+                    (total,) = butterfly(self.descending, total)
+                elif cutlass.const_expr(kinds == {False}):
+                    (total,) = butterfly(self.descending[::-1], total)
+                elif (row < STREAMS) | (row == SQUARES_ROW):
                     (total,) = butterfly(self.descending, total)
                 else:
                     (total,) = butterfly(self.descending[::-1], total)

@@ -55,7 +55,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a lane has loaded of several tokens.
+    """A lane's columns of several tokens, as they were loaded.
 
     Attributes:
         words: [pair, stream, token], of the streams.
