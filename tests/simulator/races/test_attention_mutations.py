@@ -362,7 +362,11 @@ HARMLESS["pair"] = {
     ("mbarrier.try_wait", "query_warps", "relaxed"): (1, "the last Q: as without it"),
     ("mbarrier.arrive", "_load_scores", "relaxed"): (1, HANDED_OVER_WITH_P),
     ("mbarrier.arrive", "_load_scores", "cta"): (1, HANDED_OVER_WITH_P),
-    ("mbarrier.try_wait", "softmax_warps", "relaxed"): (1, "P: as without it"),
+    ("mbarrier.try_wait", "softmax_warps", "relaxed"): (
+        1,
+        "P: the arrival of S of this tile tells of all products before it, and the one that read "
+        "this stage of P is among them",
+    ),
     ("fence.proxy", "store_units", "global"): (4, "after half of a block: as without it"),
 }
 ONE_ROUND = 132  # CTAs: all work has started, and splits wait for each other
