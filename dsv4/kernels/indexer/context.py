@@ -59,3 +59,9 @@ def order_key(bits: Uint32) -> Uint32:
     return (bits ^ cutlass.select_(bits >= SIGN, Uint32(2 * SIGN - 1), Uint32(SIGN))) & Uint32(
         2 * SIGN - 1
     )
+
+
+def order_keys(pair: Uint32) -> Uint32:
+    """`order_key` of two numbers in a word."""
+    negative = (pair >> 15) & Uint32(0x00010001)
+    return pair ^ (negative * Uint32(SIGN - 1) | Uint32(SIGN << 16 | SIGN))

@@ -26,6 +26,7 @@ TILE_BYTES = TILE_KEYS * (KERNEL_DIM + SCALE_BYTES)
 START_WORDS = 2  # where a CTA's work begins: token, tile
 # Entries up to which one CTA selects, and the CTAs that share a longer list.
 FEW_ENTRIES, CLUSTER = 8192, 8
+CLUSTERS = (1, 2, 4, 8)
 # Keys of a launch from which on two CTAs of an SM share them out.
 MANY_KEYS = 1 << 18
 

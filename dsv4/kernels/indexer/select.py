@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Boolean, Int32, Int64, Uint32, cute
+from cutlass import BFloat16, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.indexer.config import BINS, IndexTopkConfig
-from dsv4.kernels.indexer.context import BIN_SHIFT, LOW_KEYS, Operands, order_key, visible
+from dsv4.kernels.indexer.context import BIN_SHIFT, LOW_KEYS, Operands, order_keys, visible
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.remote import store_remote
 from dsv4.kernels.kit.scan import sums_before
@@ -42,6 +42,7 @@ class Smem(NamedTuple):
     own: cute.Tensor  # [BOARD_WORDS]
     sums: cute.Tensor  # [warps]
     found: cute.Tensor  # [2]: bin, keys above it
+    chosen: cute.Tensor  # [k]: the CTA's chosen entries
 
 
 class Choice(NamedTuple):
@@ -111,7 +112,11 @@ class Select:
             return smem.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=16)
 
         return Smem(
-            tensor(BOARD_WORDS, self.cluster), tensor(BOARD_WORDS), tensor(WARPS), tensor(2)
+            board=tensor(BOARD_WORDS, self.cluster),
+            own=tensor(BOARD_WORDS),
+            sums=tensor(WARPS),
+            found=tensor(2),
+            chosen=tensor(self.config.topk),
         )
 
     def name(self, operands: Operands, request: Int32, entry: Int32) -> Int32:
@@ -131,7 +136,8 @@ class Select:
         share = self.share(count, rank)
         span = THREADS * HELD * VECTOR
         words = cute.make_rmem_tensor((VECTOR // 2, HELD), Uint32)
-        per_thread = self.vectors_of(share, share.first)
+        words.fill(0)
+        per_thread = self.vectors_of(share)
         self.load(operands, token, share, share.first, per_thread, words, thread)
         bin_, above = self.find_bin(operands, smem, token, thread)
         # ---- keys of the bin, by their lower bits ----
@@ -139,13 +145,7 @@ class Select:
         for first in cutlass.range(share.first, share.end, span, unroll=1):
             if first > share.first:
                 self.load(operands, token, share, first, per_thread, words, thread)
-            for i in cutlass.range_constexpr(HELD * VECTOR):
-                key, exists = self.key(words, share, first, per_thread, thread, i)
-                found = key >> BIN_SHIFT
-                if exists and found > bin_:
-                    higher += 1
-                if exists and found == bin_:
-                    cute.arch.atomic_add(smem.own.iterator + key % LOW_KEYS, Int32(1))
+            higher += self.count_bin(smem, words, per_thread, bin_ * LOW_KEYS)
         higher = cute.arch.warp_redux_sync(higher, "add")
         if thread % WARP == 0:
             cute.arch.atomic_add(smem.own.iterator + LOW_KEYS, higher)
@@ -154,34 +154,28 @@ class Select:
         if rank == 0:
             for i in cutlass.range(thread, BINS, THREADS, unroll=1):
                 operands.counts[token, i] = Int32(0)
-        # ---- places ----
+        # ---- places, from this CTA's first one on ----
+        begin = better + cutlass.min(equal, choice.equals)
         is_held = share.end - share.first <= span
         for first in cutlass.range(share.first, share.end, span, unroll=1):
             if not is_held:
                 self.load(operands, token, share, first, per_thread, words, thread)
-            pair = Int32(0)
-            for i in cutlass.range_constexpr(HELD * VECTOR):
-                key, exists = self.key(words, share, first, per_thread, thread, i)
-                pair += self.counted(key, exists, choice)
+            above_it, at_it = self.marks(words, per_thread, choice.key)
+            pair = cute.arch.popc(above_it) + (cute.arch.popc(at_it) << EQUAL_SHIFT)
             before, total = sums_before(pair, smem.sums)
-            mine, ties = better + before % (1 << EQUAL_SHIFT), equal + (before >> EQUAL_SHIFT)
-            if pair != 0:
-                for i in cutlass.range_constexpr(HELD * VECTOR):
-                    key, exists = self.key(words, share, first, per_thread, thread, i)
-                    is_better = exists and key > choice.key
-                    is_equal = exists and key == choice.key
-                    if is_better or (is_equal and ties < choice.equals):
-                        entry = first + thread * per_thread * VECTOR + i
-                        place = mine + cutlass.min(ties, choice.equals)
-                        operands.indices[token, place] = self.name(operands, request, entry)
-                    if is_better:
-                        mine += 1
-                    if is_equal:
-                        ties += 1
+            place = better + before % (1 << EQUAL_SHIFT) - begin
+            ties = equal + (before >> EQUAL_SHIFT)
+            self.list_chosen(
+                smem, first + thread * per_thread * VECTOR, (above_it, at_it), place, ties,
+                choice.equals,
+            )  # fmt: skip
             better += total % (1 << EQUAL_SHIFT)
             equal += total >> EQUAL_SHIFT
             # The next scan writes where this one is read.
             cute.arch.sync_threads()
+        number = better + cutlass.min(equal, choice.equals) - begin
+        for i in cutlass.range(thread, number, THREADS, unroll=1):
+            operands.indices[token, begin + i] = self.name(operands, request, smem.chosen[i])
 
     def share(self, count: Int32, rank: Int32) -> Share:
         """This CTA's entries of a token, whole vectors."""
@@ -191,9 +185,9 @@ class Select:
         size = (vectors + self.cluster - 1) // self.cluster * VECTOR
         return Share(cutlass.min(rank * size, count), cutlass.min((rank + 1) * size, count))
 
-    def vectors_of(self, share: Share, first: Int32) -> Int32:
+    def vectors_of(self, share: Share) -> Int32:
         """Vectors that each thread holds: as few as the share needs, at most `HELD`."""
-        vectors = (share.end - first + VECTOR - 1) // VECTOR
+        vectors = (share.end - share.first + VECTOR - 1) // VECTOR
         return cutlass.min((vectors + THREADS - 1) // THREADS, HELD)
 
     @cute.jit
@@ -201,31 +195,73 @@ class Select:
         self, operands: Operands, token: Int32, share: Share, first: Int32, per_thread: Int32,
         words: cute.Tensor, thread: Int32,
     ):  # fmt: skip
-        """The thread's vectors of scores from entry `first` on; what lies past the end is not
-        looked at."""
+        """Order keys of the thread's entries from entry `first` on, two a word; those past the end
+        are 0, less than any score's."""
         begin = first + thread * per_thread * VECTOR
         at = address_of(operands.scores, Int64(token) * operands.scores.stride[0] + begin)
         for v in cutlass.range_constexpr(HELD):
             if v < per_thread and begin + v * VECTOR < share.end:
                 source = vector_at(at, BFloat16, v * VECTOR)
                 cute.autovec_copy(cute.recast_tensor(source, Uint32), words[None, v])
+        for v in cutlass.range_constexpr(HELD):
+            if v < per_thread:
+                for w in cutlass.range_constexpr(VECTOR // 2):
+                    words[w, v] = order_keys(words[w, v])
+                left = share.end - begin - v * VECTOR
+                if left < VECTOR:
+                    for w in cutlass.range_constexpr(VECTOR // 2):
+                        low = cutlass.select_(left > 2 * w, Uint32(0xFFFF), Uint32(0))
+                        both = cutlass.select_(left > 2 * w + 1, Uint32(0xFFFFFFFF), low)
+                        words[w, v] = words[w, v] & both
 
-    def key(
-        self, words: cute.Tensor, share: Share, first: Int32, per_thread: Int32, thread: Int32,
-        i: int,
-    ) -> tuple[Int32, Boolean]:  # fmt: skip
-        """The thread's i-th order key, and whether there is such an entry."""
-        word = words[i % VECTOR // 2, i // VECTOR]
-        bits = word >> 16 if i % 2 else word & Uint32(0xFFFF)
-        entry = first + thread * per_thread * VECTOR + i
-        exists = (i // VECTOR < per_thread) & (entry < share.end)
-        return Int32(order_key(bits)), exists
+    @cute.jit
+    def count_bin(
+        self, smem: Smem, words: cute.Tensor, per_thread: Int32, lowest: Int32
+    ) -> Int32:
+        """Count the thread's keys of a bin by their lower bits; how many lie above the bin."""
+        higher = Int32(0)
+        for v in cutlass.range_constexpr(HELD):
+            if v < per_thread:
+                for i in cutlass.range_constexpr(VECTOR):
+                    past = key_of(words, v, i) - lowest
+                    higher += Int32(cutlass.select_(past >= LOW_KEYS, Int32(1), Int32(0)))
+                    if past >= 0 and past < LOW_KEYS:
+                        cute.arch.atomic_add(smem.own.iterator + past, Int32(1))
+        return higher
 
-    def counted(self, key: Int32, exists: Boolean, choice: Choice) -> Int32:
-        """1 of a better key, 1 << 16 of an equal one."""
-        equal = cutlass.select_(key == choice.key, Int32(1 << EQUAL_SHIFT), Int32(0))
-        found = cutlass.select_(key > choice.key, Int32(1), equal)
-        return Int32(cutlass.select_(exists, found, Int32(0)))
+    @cute.jit
+    def marks(
+        self, words: cute.Tensor, per_thread: Int32, key: Int32
+    ) -> tuple[Uint32, Uint32]:
+        """Bits of the thread's entries above a key, and of its equals."""
+        above, equal = Uint32(0), Uint32(0)
+        for v in cutlass.range_constexpr(HELD):
+            if v < per_thread:
+                for i in cutlass.range_constexpr(VECTOR):
+                    bit, found = Uint32(1 << (v * VECTOR + i)), key_of(words, v, i)
+                    above |= Uint32(cutlass.select_(found > key, bit, Uint32(0)))
+                    equal |= Uint32(cutlass.select_(found == key, bit, Uint32(0)))
+        return above, equal
+
+    @cute.jit
+    def list_chosen(
+        self, smem: Smem, entry: Int32, marks: tuple, place: Int32, ties: Int32, equals: Int32
+    ):
+        """Write the thread's chosen entries, of bit 0 on `entry`, to their places in the list.
+
+        Args:
+            place: better entries before the thread's, less the places before this CTA's.
+            ties: equals before the thread's, of which the first `equals` are chosen.
+        """
+        above, equal = marks
+        left = above | equal
+        while left != 0:
+            bit = left & (~left + 1)
+            number = ties + cute.arch.popc(equal & (bit - 1))
+            if (above & bit) != 0 or number < equals:
+                at = place + cute.arch.popc(above & (bit - 1)) + cutlass.min(number, equals)
+                smem.chosen[at] = entry + cute.arch.popc(bit - 1)
+            left &= left - 1
 
     @cute.jit
     def find_bin(
@@ -310,3 +346,9 @@ class Select:
         equal = cute.arch.shuffle_sync(earlier, winner)
         key = bin_ * LOW_KEYS + (LOW_KEYS - 1 - winner)
         return Choice(key, needed - before), better, equal
+
+
+def key_of(words: cute.Tensor, vector: int, i: int) -> Int32:
+    """An order key of a vector of them."""
+    word = words[i // 2, vector]
+    return Int32(word >> 16 if i % 2 else word & Uint32(0xFFFF))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import cutlass
 from cutlass import Int32, cute
 
 from dsv4.kernels.indexer.config import ARGS, IndexTopkConfig, has_kernel, values
 from dsv4.kernels.indexer.context import Operands, counts_of
-from dsv4.kernels.indexer.plan import CLUSTER
+from dsv4.kernels.indexer.plan import CLUSTERS
 from dsv4.kernels.indexer.select import Select
 from dsv4.kernels.indexer.sm90.scores import ScoresSm90
 from dsv4.kernels.kit.args import compile_kernel
@@ -18,7 +19,7 @@ class IndexTopkSm90:
     def __init__(self, config: IndexTopkConfig):
         assert has_kernel(config), config
         self.scores = ScoresSm90(config)
-        self.alone, self.shared = (Select(config, ctas) for ctas in (1, CLUSTER))
+        self.select = [Select(config, ctas) for ctas in CLUSTERS]
 
     @cute.jit
     def __call__(
@@ -37,7 +38,7 @@ class IndexTopkSm90:
         *,
         workspace: cute.Tensor,
         num_ctas: Int32,
-        cluster: Int32,  # CTAs that select for a token: 1 or CLUSTER
+        cluster: Int32,  # CTAs that select for a token: of CLUSTERS
     ):
         """Launch both."""
         counts = counts_of(workspace, Int32(q.shape[0]))
@@ -46,10 +47,9 @@ class IndexTopkSm90:
             counts,
         )  # fmt: skip
         self.scores.launch(operands, stream, num_ctas)
-        if cluster == 1:
-            self.alone.launch(operands, stream)
-        else:
-            self.shared.launch(operands, stream)
+        for i in cutlass.range_constexpr(len(CLUSTERS)):
+            if cluster == CLUSTERS[i]:
+                self.select[i].launch(operands, stream)
 
 
 def build(config: IndexTopkConfig, options: str = ""):
