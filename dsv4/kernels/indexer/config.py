@@ -18,6 +18,8 @@ KERNEL_HEADS, KERNEL_DIM, KERNEL_ROPE_DIM = 64, 128, 64  # of the released model
 TILE_KEYS = 64  # rows of a product
 # Of a selection: bins of the upper bits of a score, whose counts the scores' kernel makes.
 BINS = 2048
+BIN_SHIFT = 5  # bits of an order key below its bin
+LOW_KEYS = 1 << BIN_SHIFT  # keys of a bin
 MAX_TOPK = 8192
 
 

@@ -10,8 +10,6 @@ from cutlass import Int32, Int64, Uint32, cute
 from dsv4.kernels.indexer.config import BINS, TILE_KEYS, IndexTopkConfig
 from dsv4.kernels.kit.pointers import pointer_at
 
-BIN_SHIFT = 5  # bits of an order key below its bin
-LOW_KEYS = 1 << BIN_SHIFT  # keys of a bin
 SIGN = 0x8000  # of a bf16
 
 

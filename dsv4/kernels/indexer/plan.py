@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4.kernels.indexer.config import BINS, KERNEL_DIM, KERNEL_HEADS, TILE_KEYS
+from dsv4.kernels.indexer.config import (
+    BINS,
+    KERNEL_DIM,
+    KERNEL_HEADS,
+    LOW_KEYS,
+    TILE_KEYS,
+)
 from dsv4.kernels.kit.index_entry import SCALE_BYTES
 from dsv4.kernels.kit.plan import (
     WARP_THREADS,
@@ -27,6 +33,13 @@ START_WORDS = 2  # where a CTA's work begins: token, tile
 # Entries up to which one CTA selects, and the CTAs that share a longer list.
 FEW_ENTRIES, CLUSTER = 8192, 8
 CLUSTERS = (1, 2, 4, 8)
+ONE_LAUNCH_CLUSTERS = (4, 8, 16)
+# Entries that a CTA of a cluster has at most where it keeps their scores to itself.
+HELD_KEYS = 8192
+# Words of a CTA that a cluster exchanges: counts of the keys of a bin, of keys above it.
+BOARD_WORDS = LOW_KEYS + 1
+# Keys that a launch asks L2 for before the launch before is over: half of what L2 holds.
+PREFETCHED_BYTES = 24 << 20
 # Keys of a launch from which on two CTAs of an SM share them out.
 MANY_KEYS = 1 << 18
 
@@ -81,6 +94,31 @@ class ScoresPlan(RingPlan):
 
     def __str__(self) -> str:
         return f"warps      {self.warps}\nSMEM       {self.smem}\n{self.barriers}"
+
+
+@dataclass(frozen=True)
+class ClusterPlan(ScoresPlan):
+    """CTA of a cluster that scores a token's entries and chooses among them.
+
+    Attributes:
+        cluster: CTAs of a token.
+        topk: entries chosen for a token.
+    """
+
+    cluster: int = 8
+    topk: int = 512
+
+    def _buffers(self, stages: int) -> tuple[Buffer, ...]:
+        scores = (x for x in super()._buffers(stages) if x.name != "start")
+        return (
+            *scores,
+            Buffer("order_keys", "Int32", HELD_KEYS // 2, 16),
+            Buffer("totals", "Int32", BINS, 16),
+            Buffer("board", "Int32", BOARD_WORDS * self.cluster),
+            Buffer("own", "Int32", BOARD_WORDS),
+            Buffer("found", "Int32", 2),
+            Buffer("chosen", "Int32", self.topk),
+        )
 
 
 def choose_launch(tokens: int, entries: int, num_sms: int) -> tuple[int, int]:

@@ -18,15 +18,15 @@ import cutlass
 from cutlass import Int32, Uint32, cute
 from cutlass.memory import SmemAllocator
 
-from dsv4.kernels.indexer.config import BINS, IndexTopkConfig
-from dsv4.kernels.indexer.context import LOW_KEYS, Operands
+from dsv4.kernels.indexer.config import BINS, LOW_KEYS, IndexTopkConfig
+from dsv4.kernels.indexer.context import Operands
+from dsv4.kernels.indexer.plan import BOARD_WORDS
 from dsv4.kernels.kit.remote import store_remote
 from dsv4.kernels.kit.scan import sums_before
 
 WARP = 32
 VECTOR = 8  # entries of a load
 HELD = 4  # vectors of a thread
-BOARD_WORDS = LOW_KEYS + 1  # of a CTA: counts of the bin's keys, of keys above it
 EQUAL_SHIFT = 16  # of equals in a pair of counts, above the number of better ones
 
 

@@ -1,4 +1,5 @@
-"""Stores to the shared memory of another CTA of a cluster, ordered by the cluster's barriers."""
+"""Stores and additions to the shared memory of another CTA of a cluster, ordered by the cluster's
+barriers."""
 
 from cutlass import Int32, cute
 
@@ -7,5 +8,13 @@ def store_remote(target: cute.Pointer, rank: Int32, value: Int32) -> None:
     """Store a word to the same place in a CTA of the cluster."""
     cute.arch.inline_ptx(
         "st.shared::cluster.b32 [{$r0}], {$r1};",
+        read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
+    )
+
+
+def add_remote(target: cute.Pointer, rank: Int32, value: Int32) -> None:
+    """Add to a word at the same place in a CTA of the cluster, which others may add to as well."""
+    cute.arch.inline_ptx(
+        "red.relaxed.cluster.shared::cluster.add.s32 [{$r0}], {$r1};",
         read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
     )

@@ -183,6 +183,11 @@ def bulk_load(source: cute.Pointer, smem: cute.Pointer, size, barrier: cute.Poin
     )
 
 
+def bulk_prefetch(source: cute.Pointer, size) -> None:
+    """The calling thread asks for `size` bytes, a multiple of 16, to be brought into L2."""
+    primitives.cp_async_bulk_prefetch(source.to_llvm_ptr(), size)
+
+
 def tma_multicast(descriptor, smem: cute.Pointer, coordinates, barrier: cute.Pointer, ctas: int):
     """One elected thread fetches a box to the same place in some CTAs of its cluster; its bytes are
     counted on the same barrier of each.

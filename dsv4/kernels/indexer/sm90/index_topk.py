@@ -7,8 +7,9 @@ from cutlass import Int32, cute
 
 from dsv4.kernels.indexer.config import ARGS, IndexTopkConfig, has_kernel, values
 from dsv4.kernels.indexer.context import Operands, counts_of
-from dsv4.kernels.indexer.plan import CLUSTERS
+from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS
 from dsv4.kernels.indexer.select import Select
+from dsv4.kernels.indexer.sm90.one_launch import OneLaunchSm90
 from dsv4.kernels.indexer.sm90.scores import ScoresSm90
 from dsv4.kernels.kit.args import compile_kernel
 
@@ -20,6 +21,7 @@ class IndexTopkSm90:
         assert has_kernel(config), config
         self.scores = ScoresSm90(config)
         self.select = [Select(config, ctas) for ctas in CLUSTERS]
+        self.one_launch = [OneLaunchSm90(config, ctas) for ctas in ONE_LAUNCH_CLUSTERS]
 
     @cute.jit
     def __call__(
@@ -46,10 +48,15 @@ class IndexTopkSm90:
             q, weights, rope, positions, lens, request_ids, block_table, keys, indices, scores,
             counts,
         )  # fmt: skip
-        self.scores.launch(operands, stream, num_ctas)
-        for i in cutlass.range_constexpr(len(CLUSTERS)):
-            if cluster == CLUSTERS[i]:
-                self.select[i].launch(operands, stream)
+        if num_ctas == 0:
+            for i in cutlass.range_constexpr(len(ONE_LAUNCH_CLUSTERS)):
+                if cluster == ONE_LAUNCH_CLUSTERS[i]:
+                    self.one_launch[i].launch(operands, stream)
+        else:
+            self.scores.launch(operands, stream, num_ctas)
+            for i in cutlass.range_constexpr(len(CLUSTERS)):
+                if cluster == CLUSTERS[i]:
+                    self.select[i].launch(operands, stream)
 
 
 def build(config: IndexTopkConfig, options: str = ""):

@@ -1,0 +1,328 @@
+"""Scores of tiles of index keys for Hopper: FP8 wgmma of keys by heads, keys from pages by TMA.
+
+    load warp     tiles of 64 keys and their scales -> ring
+    consumers     two warpgroups: a token's queries, rounded, into shared memory; a tile each in
+                  turn: products with all heads, ReLU, weights, sum over heads; scores; counts of
+                  scores by their upper bits, which the selection begins with
+
+A score is a sum over heads in the order of a quad's columns, whatever the tile, and its products
+are those of one tensor core chain of 128: bits depend on the token's query and the key alone.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_tensor_map_tiled
+
+from dsv4.kernels.indexer.config import (
+    BIN_SHIFT,
+    BINS,
+    KERNEL_DIM,
+    KERNEL_HEADS,
+    KERNEL_ROPE_DIM,
+    TILE_KEYS,
+    IndexTopkConfig,
+)
+from dsv4.kernels.indexer.context import Operands, order_key
+from dsv4.kernels.indexer.plan import GROUPS, TILE_BYTES, ScoresPlan
+from dsv4.kernels.indexer.queries import LANES, PAIRS, coded, rotated, transformed
+from dsv4.kernels.kit import mbarrier, quant
+from dsv4.kernels.kit.index_entry import FP4_GROUP, SCALE_BYTES
+from dsv4.kernels.kit.mbarrier import Ring
+from dsv4.kernels.kit.reduce import quad_sum
+from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES, operand_atoms
+from dsv4.kernels.kit.tma import bulk_load, bulk_prefetch, tma_load
+from dsv4.kernels.kit.vectors import address_of, pointer_to, vector_at
+from dsv4.kernels.kit.wgmma import by_row, gemm, make_mma
+
+WARP = 32
+WGMMAS = 4  # of 128 channels
+UNIT_ROWS = 16  # of a warp in a product
+CONSUMING = 1  # named barrier
+
+
+class Run(NamedTuple):
+    """Tiles of one token, one behind the other: its entries, its request, the first tile, tiles."""
+
+    token: Int32
+    count: Int32
+    request: Int32
+    tile: Int32
+    tiles: Int32
+
+
+class Smem(NamedTuple):
+    """Views of shared memory."""
+
+    keys: cute.Tensor  # swizzled [64, 128, stage]
+    queries: cute.Tensor  # swizzled [64, 128]
+    keys_start: cute.Pointer
+    queries_start: cute.Pointer
+    scales: cute.Tensor  # [64, stage]
+    factors: cute.Tensor  # [64]: weights of the heads times the scales of their queries
+    counts: cute.Tensor  # [BINS]
+
+
+class TileScores:
+    """Roles of a CTA with such a ring.
+
+    Args:
+        plan: of the CTA.
+    """
+
+    # As in `ScoresPlan`.
+    lanes_per_warp = 1
+
+    def __init__(self, config: IndexTopkConfig, plan: ScoresPlan):
+        self.config = config
+        self.plan = plan
+        self.box = min(config.page, TILE_KEYS)  # keys of a copy
+        self.parts = TILE_KEYS // self.box  # copies of a tile
+
+    # ---- host ----
+
+    def key_map(self, keys: cute.Tensor):
+        """TMA descriptor of the codes of the keys as (channel, key of a page, page)."""
+        return create_tensor_map_tiled(
+            keys.iterator.toint(),
+            Float8E4M3FN,
+            [KERNEL_DIM, self.config.page, cutlass.max(Int32(keys.shape[0]), 1)],
+            [KERNEL_DIM // VECTOR_BYTES, Int64(keys.stride[0]) // VECTOR_BYTES],
+            [KERNEL_DIM, self.box, 1],
+            swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
+            l2_promotion=TensorMapL2Promotion.none,
+        )
+
+    # ---- shared memory ----
+
+    def views(self, storage) -> Smem:
+        """Views of the plan's shared memory."""
+        plan = self.plan
+        k_major, _ = operand_atoms(Float8E4M3FN, SPAN_BYTES)
+        a = cute.tile_to_shape(k_major, (TILE_KEYS, KERNEL_DIM, plan.stages), order=(0, 1, 2))
+        b = cute.tile_to_shape(k_major, (KERNEL_HEADS, KERNEL_DIM), order=(0, 1))
+        return Smem(
+            keys=storage.keys.get_tensor(a.outer, swizzle=a.inner),
+            queries=storage.queries.get_tensor(b.outer, swizzle=b.inner),
+            keys_start=storage.keys.data_ptr(),
+            queries_start=storage.queries.data_ptr(),
+            scales=storage.scales.get_tensor(cute.make_layout((TILE_KEYS, plan.stages))),
+            factors=storage.factors.get_tensor(cute.make_layout(KERNEL_HEADS)),
+            counts=self.words(storage, "counts"),
+        )
+
+    def words(self, storage, name: str, *shape: int) -> cute.Tensor:
+        """A buffer of the plan as a tensor, by default of one dimension."""
+        layout = cute.make_layout(shape or self.plan.smem[name].count)
+        return getattr(storage, name).get_tensor(layout)
+
+    @cute.jit
+    def prepare(self, smem: Smem, ring: Ring, warp, thread):
+        """Initialise barriers and counts; seen by all after a barrier."""
+        if warp == 0:
+            with cute.arch.elect_one():
+                mbarrier.init(self.plan.barriers, {"ring": ring})
+            cute.arch.mbarrier_init_fence()
+        for i in cutlass.range(thread, BINS, self.plan.warps.threads, unroll=1):
+            smem.counts[i] = Int32(0)
+
+    # ---- load warp ----
+
+    @cute.jit
+    def load_run(self, operands: Operands, smem: Smem, ring: Ring, key_map, cursor, run: Run):
+        """Load tiles of a token: the lanes hold the pages of the next ones."""
+        page_keys, table = self.config.page, operands.block_table
+        last_of_pool = cutlass.max(operands.keys.shape[0] - 1, 0)
+        lane = cute.arch.lane_idx()
+        last = cutlass.max(run.count - 1, 0) // page_keys
+        held, base = Int32(0), Int32(-WARP)
+        for i in cutlass.range(run.tiles, unroll=1):
+            first = (run.tile + i) * TILE_KEYS
+            page = first // page_keys
+            if page + self.parts > base + WARP:
+                base = page
+                held = table[run.request, cutlass.min(page + lane, last)]
+                held = cutlass.max(cutlass.min(held, last_of_pool), 0)
+            ring.acquire(cursor)
+            if lane == 0:
+                ring.expect(cursor.stage, TILE_BYTES)
+            cute.arch.sync_warp()
+            mine = cute.arch.shuffle_sync(held, (page - base + lane) % WARP)
+            if lane < self.parts:
+                self.load_part(operands, smem, ring, key_map, cursor, mine, first, lane)
+            cursor = ring.next(cursor)
+        return cursor
+
+    @cute.jit
+    def prefetch_run(self, operands: Operands, run: Run, pages):
+        """Ask for the keys of the run's first `pages` pages to be brought into L2, which may be
+        while they are still written."""
+        page_keys, keys = self.config.page, operands.keys
+        last_of_pool = cutlass.max(keys.shape[0] - 1, 0)
+        first = run.tile * TILE_KEYS
+        end = cutlass.min(first + run.tiles * TILE_KEYS, run.count)
+        first, end = first // page_keys, (end + page_keys - 1) // page_keys
+        end = cutlass.min(end, first + pages)
+        for i in cutlass.range(first + cute.arch.lane_idx(), end, WARP, unroll=1):
+            page = operands.block_table[run.request, i]
+            page = cutlass.max(cutlass.min(page, last_of_pool), 0)
+            at = address_of(keys, Int64(page) * keys.stride[0])
+            bulk_prefetch(pointer_to(at, cutlass.Uint8, 16), page_keys * self.config.row)
+
+    @cute.jit
+    def load_part(
+        self, operands: Operands, smem: Smem, ring: Ring, key_map, cursor, page, first, part
+    ):
+        """Codes and scales of the keys of a tile that lie in one page."""
+        row = Int32(0)
+        if cutlass.const_expr(self.config.page > TILE_KEYS):
+            row = first % self.config.page
+        full = ring.at(cursor.stage).full
+        target = cursor.stage * TILE_KEYS + part * self.box
+        tma_load(key_map, smem.keys_start + target * KERNEL_DIM, [0, row, page], full)
+        at = Int64(page) * operands.keys.stride[0] + self.config.page * KERNEL_DIM
+        source = address_of(operands.keys, at + row * SCALE_BYTES)
+        bulk_load(
+            pointer_to(source, cutlass.Uint8, 16),
+            smem.scales.iterator + target,
+            self.box * SCALE_BYTES,
+            full,
+        )
+
+    # ---- consumers ----
+
+    @cute.jit
+    def score_run(self, operands: Operands, smem: Smem, ring: Ring, cursor, run: Run, first):
+        """Scores of tiles of a token, whose queries come first.
+
+        Args:
+            first: tile of the run that is this warpgroup's first one; it takes every other one.
+        """
+        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        unit = thread // WARP % 4
+        self.take_token(operands, smem, run.token, thread, lane)
+        weights = cute.make_rmem_tensor((2, KERNEL_HEADS // 8), Float32)
+        for j in cutlass.range_constexpr(KERNEL_HEADS // 8):
+            for c in cutlass.range_constexpr(2):
+                weights[c, j] = smem.factors[j * 8 + lane % 4 * 2 + c]
+        for i in cutlass.range(first, run.tiles, GROUPS, unroll=1):
+            entry = (run.tile + i) * TILE_KEYS + unit * UNIT_ROWS + lane // 4
+            self.score_tile(operands, smem, ring, cursor, weights, run, entry)
+            cursor = ring.skip(cursor, GROUPS)
+        return cursor
+
+    @cute.jit
+    def take_token(self, operands: Operands, smem: Smem, token, thread, lane):
+        """Codes of a token's queries, and factors of its heads, into shared memory."""
+        head, part = thread // LANES, thread % LANES
+        pairs = self.load_query(operands, token, head, part)
+        codes, scale = coded(transformed(pairs, lane))
+        weight = operands.weights[token, head].to(Float32) * Float32(self.config.weight_scale)
+        weight, _ = quant.unpack_bf16(quant.pack_bf16(weight, Float32(0.0)))
+        # All are done with the token before.
+        sync_consumers(self.plan.consumers)
+        words = cute.recast_tensor(codes, Uint32)
+        for half in cutlass.range_constexpr(2):
+            vector = (part * 2 + half) ^ (head % 8)
+            offset = head * KERNEL_DIM + vector * VECTOR_BYTES
+            target = cute.recast_ptr(
+                smem.queries_start + cute.assume(offset, divby=VECTOR_BYTES), dtype=Uint32
+            )
+            four = cute.make_rmem_tensor(4, Uint32)
+            for i in cutlass.range_constexpr(4):
+                four[i] = words[half * 4 + i]
+            cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(4)))
+        if part == 0:
+            smem.factors[head] = weight * scale
+        # wgmma reads through the async proxy.
+        cute.arch.fence_view_async_shared()
+        sync_consumers(self.plan.consumers)
+
+    def load_query(self, operands: Operands, token, head, part) -> list[Uint32]:
+        """Pairs of a lane's channels, rotated where they are."""
+        q, rope = operands.q, operands.rope
+        at = Int64(token) * q.stride[0] + head * KERNEL_DIM + part * FP4_GROUP
+        words = cute.make_rmem_tensor(PAIRS, Uint32)
+        for v in range(PAIRS // 4):
+            source = vector_at(address_of(q, at + v * 8), cutlass.BFloat16, 0)
+            target = cute.make_tensor(words.iterator + v * 4, cute.make_layout(4))
+            cute.autovec_copy(cute.recast_tensor(source, Uint32), target)
+        position = cutlass.max(cutlass.min(operands.positions[token], rope.shape[0] - 1), 0)
+        turns = []
+        for half in range(2):
+            column = half * (KERNEL_ROPE_DIM // 2) + part % 2 * PAIRS
+            found = cute.make_rmem_tensor(PAIRS, Float32)
+            address = address_of(rope, Int64(position) * rope.stride[0] + column)
+            for v in range(PAIRS // 4):
+                target = cute.make_tensor(found.iterator + v * 4, cute.make_layout(4))
+                cute.autovec_copy(vector_at(address, Float32, v * 4, 4), target)
+            turns.append(found)
+        pairs = [words[i] for i in range(PAIRS)]
+        # The rotated channels are those of the last lanes.
+        is_rotated = part >= LANES // 2
+        return [
+            Uint32(cutlass.select_(is_rotated, new, old))
+            for new, old in zip(rotated(pairs, *turns), pairs)
+        ]
+
+    @cute.jit
+    def score_tile(self, operands: Operands, smem: Smem, ring: Ring, cursor, weights, run, entry):
+        """Scores of a tile: a warp has 16 keys, a quad two of them."""
+        lane = cute.arch.lane_idx()
+        mma = tile_mma()
+        acc = mma.make_fragment_C(mma.partition_shape_C((TILE_KEYS, KERNEL_HEADS)))
+        own = mma.get_slice(0)
+        a = mma.make_fragment_A(own.partition_A(smem.keys))
+        b = mma.make_fragment_B(own.partition_B(smem.queries))
+        ring.wait(cursor)
+        warpgroup.fence()
+        stage = cursor.stage
+        gemm(tile_mma, acc, a[None, None, None, stage], b, range(WGMMAS), 0, False)
+        warpgroup.commit_group()
+        row = entry % TILE_KEYS
+        scales = [smem.scales[row + 8 * r, stage] for r in range(2)]
+        warpgroup.wait_group(0)
+        # An arrival overtakes loads on their way: the next copy would then be what they read.
+        cute.arch.fence_view_async_shared()
+        ring.release(cursor, lane)
+        rows, sums = by_row(acc), []
+        for r in cutlass.range_constexpr(2):
+            total = Float32(0.0)
+            for j in cutlass.range_constexpr(KERNEL_HEADS // 8):
+                for c in cutlass.range_constexpr(2):
+                    positive = cute.arch.fmax(rows[r, c, j], Float32(0.0))
+                    total = cute.math.fma(positive, weights[c, j], total)
+            sums.append(quad_sum(total) * scales[r])
+        # Two lanes of a quad store a row each.
+        own_row = lane % 4
+        value = cutlass.select_(own_row == 0, sums[0], sums[1])
+        entry += own_row * 8
+        if own_row < 2:
+            bits = quant.pack_bf16(value, Float32(0.0)) & Uint32(0xFFFF)
+            # -0 equals 0, and has its bits from here on.
+            bits = cutlass.select_(bits == Uint32(0x8000), Uint32(0), Uint32(bits))
+            self.keep(operands, smem, run, entry, bits, entry < run.count)
+
+    @cute.jit
+    def keep(self, operands: Operands, smem: Smem, run: Run, entry, bits: Uint32, exists: Boolean):
+        """Store a score where there is such an entry, and count it."""
+        if exists:
+            at = Int64(run.token) * operands.scores.stride[0] + entry
+            target = pointer_to(address_of(operands.scores, at), cutlass.Uint16, 2)
+            target.store(cutlass.Uint16(bits))
+            found = Int32(order_key(bits) >> BIN_SHIFT)
+            cute.arch.atomic_add(smem.counts.iterator + found, Int32(1))
+
+
+def tile_mma():
+    """wgmma of 64 keys and all heads."""
+    return make_mma(Float8E4M3FN, (TILE_KEYS, KERNEL_HEADS), OperandMajorMode.K)
+
+
+def sync_consumers(threads: int) -> None:
+    """Named barrier of both warpgroups."""
+    cute.arch.barrier(barrier_id=CONSUMING, number_of_threads=threads)
