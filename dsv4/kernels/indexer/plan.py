@@ -122,6 +122,10 @@ class ClusterPlan(ScoresPlan):
 
 
 def choose_launch(tokens: int, entries: int, num_sms: int) -> tuple[int, int]:
-    """CTAs of the scores' launch, and CTAs that select for a token, by the most entries of one."""
+    """CTAs of the scores' launch, 0 of a single launch, and CTAs that choose for a token, by the
+    most entries of one."""
+    for most, cluster in ((7, 16), (16, 8), (64, 4)):
+        if tokens <= most and entries <= cluster * HELD_KEYS:
+            return 0, cluster
     ctas = num_sms * (2 if tokens * entries >= MANY_KEYS else 1)
     return ctas, 1 if entries <= FEW_ENTRIES else CLUSTER

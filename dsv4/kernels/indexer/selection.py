@@ -262,7 +262,7 @@ class Selection:
             for i in cutlass.range(thread, words, self.threads, unroll=1):
                 word = i % BOARD_WORDS
                 target = smem.board.iterator + (rank * BOARD_WORDS + word)
-                store_remote(target, i // BOARD_WORDS, smem.own[word])
+                store_remote(target, (rank + i // BOARD_WORDS) % self.cluster, smem.own[word])
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
 
@@ -283,11 +283,11 @@ class Selection:
         low = LOW_KEYS - 1 - lane
         total, earlier, higher = Int32(0), Int32(0), Int32(0)
         for other in cutlass.range_constexpr(self.cluster):
-            found = smem.board[low, other]
+            found, above_bin = smem.board[low, other], smem.board[LOW_KEYS, other]
+            is_earlier = other < rank
             total += found
-            if other < rank:
-                earlier += found
-                higher += smem.board[LOW_KEYS, other]
+            earlier += cutlass.select_(is_earlier, found, Int32(0))
+            higher += cutlass.select_(is_earlier, above_bin, Int32(0))
         inclusive, inclusive_earlier = total, earlier
         for step in cutlass.range_constexpr(5):
             below = cute.arch.shuffle_sync_up(inclusive, 1 << step, mask_and_clamp=0)
