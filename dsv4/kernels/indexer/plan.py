@@ -103,10 +103,12 @@ class ClusterPlan(ScoresPlan):
     Attributes:
         cluster: CTAs of a token.
         topk: entries chosen for a token.
+        page: keys of a page.
     """
 
     cluster: int = 8
     topk: int = 512
+    page: int = 32
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         scores = (x for x in super()._buffers(stages) if x.name != "start")
@@ -118,6 +120,7 @@ class ClusterPlan(ScoresPlan):
             Buffer("own", "Int32", BOARD_WORDS),
             Buffer("found", "Int32", 2),
             Buffer("chosen", "Int32", self.topk),
+            Buffer("pages", "Int32", -(-HELD_KEYS // self.page) + 1),
         )
 
 

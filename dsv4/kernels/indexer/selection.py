@@ -70,7 +70,7 @@ class Selection:
         # Threads that have a part of the bins each.
         self.thread_bins = BINS >> (threads.bit_length() - 1)
 
-    # ---- of a subclass ----
+    # ---- of a subclass, from where its `source` says ----
 
     def load(self, source, share: Share, first: Int32, per_thread: Int32, words, thread: Int32):
         """Order keys of the thread's `per_thread` vectors from entry `first` on, two a word; those
@@ -100,11 +100,12 @@ class Selection:
 
     # ---- names ----
 
-    def name(self, operands: Operands, request: Int32, entry: Int32) -> Int32:
-        """What a chosen entry is called: its number, or its slot."""
-        if not self.config.gives_slots:
-            return entry
-        page = operands.block_table[request, entry // self.config.page]
+    def page(self, source, operands: Operands, request: Int32, number: Int32) -> Int32:
+        """A page of the token's entries, by its number."""
+        return operands.block_table[request, number]
+
+    def slot(self, entry: Int32, page: Int32) -> Int32:
+        """Slot of an entry."""
         slot = page * self.config.page + entry % self.config.page
         return Int32(cutlass.select_(page < 0, Int32(-1), slot))
 
@@ -116,7 +117,9 @@ class Selection:
         for i in cutlass.range(rank * self.threads + thread, self.config.topk, step, unroll=1):
             name = Int32(-1)
             if i < count:
-                name = self.name(operands, request, i)
+                name = Int32(i)
+                if cutlass.const_expr(self.config.gives_slots):
+                    name = self.slot(i, operands.block_table[request, i // self.config.page])
             operands.indices[token, i] = name
 
     # ---- choice ----
@@ -165,7 +168,12 @@ class Selection:
             cute.arch.sync_threads()
         number = better + cutlass.min(equal, choice.equals) - begin
         for i in cutlass.range(thread, number, self.threads, unroll=1):
-            operands.indices[token, begin + i] = self.name(operands, request, smem.chosen[i])
+            entry = smem.chosen[i]
+            name = entry
+            if cutlass.const_expr(self.config.gives_slots):
+                page = self.page(source, operands, request, entry // self.config.page)
+                name = self.slot(entry, page)
+            operands.indices[token, begin + i] = name
 
     def vectors_of(self, share: Share) -> Int32:
         """Vectors that each thread holds: as few as the share needs, at most `HELD`."""

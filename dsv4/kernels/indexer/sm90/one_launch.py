@@ -13,19 +13,34 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Int32, Uint16, Uint32, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint16, Uint32, cute
 from cutlass.memory import SmemAllocator
 
-from dsv4.kernels.indexer.config import BINS, TILE_KEYS, IndexTopkConfig
+from dsv4.kernels.indexer.config import (
+    BINS,
+    KERNEL_DIM,
+    KERNEL_HEADS,
+    KERNEL_ROPE_DIM,
+    TILE_KEYS,
+    IndexTopkConfig,
+)
 from dsv4.kernels.indexer.context import Operands, order_key, tiles_of, visible
-from dsv4.kernels.indexer.plan import PREFETCHED_BYTES, ClusterPlan
+from dsv4.kernels.indexer.plan import GROUPS, PREFETCHED_BYTES, ClusterPlan
+from dsv4.kernels.indexer.queries import coded, rotated, transformed
 from dsv4.kernels.indexer.selection import BOARD_WORDS, HELD, VECTOR, Board, Selection, Share
-from dsv4.kernels.indexer.sm90.tile_scores import Run, TileScores
+from dsv4.kernels.indexer.sm90.tile_scores import WARP, Run, TileScores
 from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.kit.mbarrier import Ring
-from dsv4.kernels.kit.remote import add_remote
+from dsv4.kernels.kit.remote import add_remote, store_remote
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.tma import prefetch_descriptors
+from dsv4.kernels.kit.vectors import address_of, vector_at
+
+WARPS = GROUPS * 4  # of the consumers
+WARP_HALF = WARP // 2
+LANE_CHANNELS = KERNEL_DIM // WARP  # of a head, that a lane rounds
+PAIRS = LANE_CHANNELS // 2
+LANE_WORDS = 4  # lanes whose codes are a vector of a swizzled row
 
 
 class ClusterSmem(NamedTuple):
@@ -40,6 +55,8 @@ class ClusterSmem(NamedTuple):
     counts: cute.Tensor
     order_keys: cute.Tensor  # [HELD_KEYS / 2], two a word
     totals: cute.Tensor  # [BINS]: counts of the whole cluster
+    pages: cute.Tensor  # [most pages]: of the CTA's entries
+    first_page: Int32  # number of the first of them
     choice: Board
 
 
@@ -70,6 +87,10 @@ class HeldSelection(Selection):
         at = source.totals.iterator + cute.assume(lowest, divby=self.thread_bins)
         cute.autovec_copy(cute.make_tensor(at, cute.make_layout(self.thread_bins)), bins)
 
+    def page(self, source: ClusterSmem, operands: Operands, request: Int32, number: Int32) -> Int32:
+        """See `Selection`."""
+        return source.pages[number - source.first_page]
+
     def meet_cluster(self) -> None:
         """They have, and have sent their counts."""
 
@@ -82,7 +103,7 @@ class OneLaunchSm90(TileScores):
     """
 
     def __init__(self, config: IndexTopkConfig, cluster: int):
-        plan = ClusterPlan(self.lanes_per_warp, cluster, config.topk)
+        plan = ClusterPlan(self.lanes_per_warp, cluster, config.topk, config.page)
         super().__init__(config, plan)
         self.cluster = cluster
         self.threads = plan.warps.threads
@@ -114,44 +135,50 @@ class OneLaunchSm90(TileScores):
         thread = cute.arch.thread_idx()[0]
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         token = cute.arch.block_idx()[0] // self.cluster
+        count, request = visible(operands, token)
+        tiles = tiles_of(self.config, count)
+        tile, end = rank * tiles // self.cluster, (rank + 1) * tiles // self.cluster
+        run = Run(token, count, request, tile, end - tile)
         storage = storage_struct(plan.smem)(SmemAllocator().allocate(plan.smem.total_bytes, 1024))
-        smem, ring = self.cluster_views(storage), mbarrier.pipeline(plan.barriers, storage, "ring")
+        smem, ring = self.cluster_views(storage, tile), mbarrier.pipeline(plan.barriers, storage, "ring")
         self.prepare(smem, ring, warp, thread)
         for i in cutlass.range(thread, BINS, self.threads, unroll=1):
             smem.totals[i] = Int32(0)
         if thread < BOARD_WORDS:
             smem.choice.own[thread] = Int32(0)
-        # The others' counts may come from here on.
-        cute.arch.cluster_arrive()
         pdl.launch_dependents()
-        count, request = visible(operands, token)
-        tiles = tiles_of(self.config, count)
-        tile, end = rank * tiles // self.cluster, (rank + 1) * tiles // self.cluster
-        run = Run(token, count, request, tile, end - tile)
-        cute.arch.sync_threads()
-        if warp >= plan.warps["load"].first:
-            prefetch_descriptors(maps)
-            pages = PREFETCHED_BYTES // (self.config.page * self.config.row)
-            self.prefetch_run(operands, run, pages // Int32(cute.arch.grid_dim()[0]))
-            pdl.wait_for_previous_launch()
-            self.load_run(operands, smem, ring, maps[0], ring.producer(), run)
-        else:
-            pdl.wait_for_previous_launch()
-            if run.tiles > 0:
+        # Queries and counts of the others may come from here on.
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        if tiles > 0:
+            if warp >= plan.warps["load"].first:
+                prefetch_descriptors(maps)
+                pages = PREFETCHED_BYTES // (self.config.page * self.config.row)
+                self.prefetch_run(operands, run, pages // Int32(cute.arch.grid_dim()[0]))
+                # Not for these threads, which write no queries.
+                cute.arch.cluster_arrive_relaxed()
+                pdl.wait_for_previous_launch()
+                self.load_run(operands, smem, ring, maps[0], ring.producer(), run)
+                self.keep_pages(operands, smem, run)
+                cute.arch.cluster_wait()
+            else:
+                self.share_queries(operands, smem, token, rank, warp)
+                cute.arch.cluster_wait()
+                # wgmma reads through the async proxy.
+                cute.arch.fence_view_async_shared()
                 group = warp // 4
                 cursor = ring.skip(ring.consumer(), group)
                 self.score_run(operands, smem, ring, cursor, run, group)
-        cute.arch.cluster_wait()
-        if tiles > 0:
             self.add_counts(smem, rank, thread)
             share = Share(tile * TILE_KEYS, cutlass.min(end * TILE_KEYS, count))
             self.selection.select(
                 operands, smem, smem.choice, token, request, share, rank, thread
             )
         else:
+            pdl.wait_for_previous_launch()
             self.selection.name_all(operands, token, (count, request), rank, thread)
 
-    def cluster_views(self, storage) -> ClusterSmem:
+    def cluster_views(self, storage, tile) -> ClusterSmem:
         """Views of the plan's shared memory."""
         choice = Board(
             board=self.words(storage, "board", BOARD_WORDS, self.cluster),
@@ -164,8 +191,79 @@ class OneLaunchSm90(TileScores):
             *self.views(storage),
             self.words(storage, "order_keys"),
             self.words(storage, "totals"),
+            self.words(storage, "pages"),
+            tile * TILE_KEYS // self.config.page,
             choice,
         )
+
+    # ---- load warp ----
+
+    @cute.jit
+    def keep_pages(self, operands: Operands, smem: ClusterSmem, run: Run):
+        """Keep the pages of the CTA's entries, by which chosen ones are called."""
+        if cutlass.const_expr(self.config.gives_slots):
+            page = self.config.page
+            end = cutlass.min((run.tile + run.tiles) * TILE_KEYS, run.count)
+            number = (end + page - 1) // page - smem.first_page
+            for i in cutlass.range(cute.arch.lane_idx(), number, WARP, unroll=4):
+                smem.pages[i] = operands.block_table[run.request, smem.first_page + i]
+
+    # ---- consumers ----
+
+    @cute.jit
+    def share_queries(self, operands: Operands, smem: ClusterSmem, token, rank, warp):
+        """Round some of the token's heads for all CTAs of the cluster: a warp has a head, a lane
+        four channels."""
+        lane = cute.arch.lane_idx()
+        turns = self.load_turns(operands, token, lane)
+        pdl.wait_for_previous_launch()
+        heads = KERNEL_HEADS // self.cluster
+        for first in cutlass.range_constexpr(0, heads, WARPS):
+            own = first + warp
+            if own < heads:
+                self.share_head(operands, smem, token, rank, rank * heads + own, turns, lane)
+        # The others' wgmma reads them through the async proxy.
+        cute.arch.fence_proxy("async")
+        cute.arch.cluster_arrive()
+
+    def load_turns(self, operands: Operands, token, lane) -> list[cute.Tensor]:
+        """Cosines and sines of a lane's pairs of channels."""
+        rope, half = operands.rope, KERNEL_ROPE_DIM // 2
+        position = cutlass.max(cutlass.min(operands.positions[token], rope.shape[0] - 1), 0)
+        turns = []
+        for part in range(2):
+            at = Int64(position) * rope.stride[0] + part * half + lane % WARP_HALF * PAIRS
+            found = cute.make_rmem_tensor(PAIRS, Float32)
+            cute.autovec_copy(vector_at(address_of(rope, at), Float32, 0, PAIRS), found)
+            turns.append(found)
+        return turns
+
+    @cute.jit
+    def share_head(self, operands: Operands, smem: ClusterSmem, token, rank, head, turns, lane):
+        """Round a head, and send its codes and its factor to all CTAs."""
+        at = Int64(token) * operands.q.stride[0] + head * KERNEL_DIM + lane * LANE_CHANNELS
+        words = cute.make_rmem_tensor(PAIRS, Uint32)
+        source = vector_at(address_of(operands.q, at), BFloat16, 0, LANE_CHANNELS)
+        cute.autovec_copy(cute.recast_tensor(source, Uint32), words)
+        weight = self.weight_of(operands, token, head)
+        pairs = [words[i] for i in range(PAIRS)]
+        # The rotated channels are those of the last lanes.
+        is_rotated = lane >= WARP_HALF
+        pairs = [
+            Uint32(cutlass.select_(is_rotated, new, old))
+            for new, old in zip(rotated(pairs, *turns), pairs)
+        ]
+        codes, scale = coded(transformed(pairs, lane))
+        code = cute.recast_tensor(codes, Int32)[0]
+        vector = (lane // LANE_WORDS) ^ (head % 8)
+        word = head * (KERNEL_DIM // 4) + vector * LANE_WORDS + lane % LANE_WORDS
+        target = cute.recast_ptr(smem.queries_start, dtype=Int32) + word
+        for other in cutlass.range_constexpr(self.cluster):
+            store_remote(target, (rank + other) % self.cluster, code)
+        if lane < self.cluster:
+            store_remote(smem.factors.iterator + head, lane, (weight * scale).bitcast(Int32))
+
+    # ---- scores ----
 
     @cute.jit
     def keep(

@@ -138,9 +138,10 @@ class ScoresSm90(TileScores):
         while left > 0:
             run = self.run_of(operands, token, tile, left)
             if run.tiles > 0:
-                first = (group + passed) % GROUPS
+                thread, first = cute.arch.thread_idx()[0], (group + passed) % GROUPS
+                self.take_token(operands, smem, token, thread, cute.arch.lane_idx())
                 cursor = self.score_run(operands, smem, ring, cursor, run, first)
-                self.add_counts(operands, smem, token, cute.arch.thread_idx()[0])
+                self.add_counts(operands, smem, token, thread)
             passed += run.tiles
             left -= run.tiles
             token, tile = token + 1, Int32(0)

@@ -197,14 +197,13 @@ class TileScores:
 
     @cute.jit
     def score_run(self, operands: Operands, smem: Smem, ring: Ring, cursor, run: Run, first):
-        """Scores of tiles of a token, whose queries come first.
+        """Scores of tiles of a token, whose queries and factors are there.
 
         Args:
             first: tile of the run that is this warpgroup's first one; it takes every other one.
         """
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        unit = thread // WARP % 4
-        self.take_token(operands, smem, run.token, thread, lane)
+        lane = cute.arch.lane_idx()
+        unit = cute.arch.warp_idx() % 4
         weights = cute.make_rmem_tensor((2, KERNEL_HEADS // 8), Float32)
         for j in cutlass.range_constexpr(KERNEL_HEADS // 8):
             for c in cutlass.range_constexpr(2):
@@ -221,8 +220,7 @@ class TileScores:
         head, part = thread // LANES, thread % LANES
         pairs = self.load_query(operands, token, head, part)
         codes, scale = coded(transformed(pairs, lane))
-        weight = operands.weights[token, head].to(Float32) * Float32(self.config.weight_scale)
-        weight, _ = quant.unpack_bf16(quant.pack_bf16(weight, Float32(0.0)))
+        weight = self.weight_of(operands, token, head)
         # All are done with the token before.
         sync_consumers(self.plan.consumers)
         words = cute.recast_tensor(codes, Uint32)
@@ -241,6 +239,11 @@ class TileScores:
         # wgmma reads through the async proxy.
         cute.arch.fence_view_async_shared()
         sync_consumers(self.plan.consumers)
+
+    def weight_of(self, operands: Operands, token, head) -> Float32:
+        """Weight of a head times the configuration's factor, rounded to bf16."""
+        weight = operands.weights[token, head].to(Float32) * Float32(self.config.weight_scale)
+        return quant.unpack_bf16(quant.pack_bf16(weight, Float32(0.0)))[0]
 
     def load_query(self, operands: Operands, token, head, part) -> list[Uint32]:
         """Pairs of a lane's channels, rotated where they are."""
