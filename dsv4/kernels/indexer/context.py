@@ -63,3 +63,9 @@ def order_keys(pair: Uint32) -> Uint32:
     """`order_key` of two numbers in a word."""
     negative = (pair >> 15) & Uint32(0x00010001)
     return pair ^ (negative * Uint32(SIGN - 1) | Uint32(SIGN << 16 | SIGN))
+
+
+def bits_of(pair: Uint32) -> Uint32:
+    """The two numbers of a word of order keys."""
+    positive = (pair >> 15) & Uint32(0x00010001)
+    return ~pair ^ (positive * Uint32(SIGN - 1))

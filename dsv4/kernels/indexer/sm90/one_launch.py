@@ -24,8 +24,8 @@ from dsv4.kernels.indexer.config import (
     TILE_KEYS,
     IndexTopkConfig,
 )
-from dsv4.kernels.indexer.context import Operands, order_key, tiles_of, visible
-from dsv4.kernels.indexer.plan import GROUPS, PREFETCHED_BYTES, ClusterPlan
+from dsv4.kernels.indexer.context import Operands, bits_of, order_key, tiles_of, visible
+from dsv4.kernels.indexer.plan import GROUPS, ClusterPlan
 from dsv4.kernels.indexer.queries import coded, rotated, transformed
 from dsv4.kernels.indexer.selection import BOARD_WORDS, HELD, VECTOR, Board, Selection, Share
 from dsv4.kernels.indexer.sm90.tile_scores import WARP, Run, TileScores
@@ -34,7 +34,7 @@ from dsv4.kernels.kit.mbarrier import Ring
 from dsv4.kernels.kit.remote import add_remote, store_remote
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.tma import prefetch_descriptors
-from dsv4.kernels.kit.vectors import address_of, vector_at
+from dsv4.kernels.kit.vectors import address_of, pointer_to, vector_at
 
 WARPS = GROUPS * 4  # of the consumers
 WARP_HALF = WARP // 2
@@ -70,17 +70,24 @@ class HeldSelection(Selection):
     ):  # fmt: skip
         """See `Selection`."""
         begin = first + thread * per_thread * VECTOR
-        start = source.order_keys.iterator
         for v in cutlass.range_constexpr(HELD):
             if v < per_thread:
                 at = begin + v * VECTOR
                 if at < share.end:
-                    offset = cute.assume((at - share.first) // 2, divby=VECTOR // 2)
-                    vector = cute.make_tensor(start + offset, cute.make_layout(VECTOR // 2))
-                    cute.autovec_copy(cute.recast_tensor(vector, Uint32), words[None, v])
+                    found = self.vector(source, at - share.first)
+                    for w in cutlass.range_constexpr(VECTOR // 2):
+                        words[w, v] = found[w]
                 else:
                     for w in cutlass.range_constexpr(VECTOR // 2):
                         words[w, v] = Uint32(0)
+
+    def vector(self, source: ClusterSmem, entry: Int32) -> cute.Tensor:
+        """Order keys of a vector of the CTA's entries."""
+        at = source.order_keys.iterator + cute.assume(entry // 2, divby=VECTOR // 2)
+        words = cute.make_rmem_tensor(VECTOR // 2, Uint32)
+        found = cute.make_tensor(at, cute.make_layout(VECTOR // 2))
+        cute.autovec_copy(cute.recast_tensor(found, Uint32), words)
+        return words
 
     def load_bins(self, source: ClusterSmem, lowest: Int32, bins: cute.Tensor) -> None:
         """See `Selection`."""
@@ -153,8 +160,7 @@ class OneLaunchSm90(TileScores):
         if tiles > 0:
             if warp >= plan.warps["load"].first:
                 prefetch_descriptors(maps)
-                pages = PREFETCHED_BYTES // (self.config.page * self.config.row)
-                self.prefetch_run(operands, run, pages // Int32(cute.arch.grid_dim()[0]))
+                self.prefetch_run(operands, run)
                 # Not for these threads, which write no queries.
                 cute.arch.cluster_arrive_relaxed()
                 pdl.wait_for_previous_launch()
@@ -174,6 +180,7 @@ class OneLaunchSm90(TileScores):
             self.selection.select(
                 operands, smem, smem.choice, token, request, share, rank, thread
             )
+            self.store_scores(operands, smem, run, thread)
         else:
             pdl.wait_for_previous_launch()
             self.selection.name_all(operands, token, (count, request), rank, thread)
@@ -269,11 +276,13 @@ class OneLaunchSm90(TileScores):
     def keep(
         self, operands: Operands, smem: ClusterSmem, run: Run, entry, bits: Uint32, exists: Boolean
     ):
-        """Store a score and its order key, 0 of what is no entry, and count it."""
-        TileScores.keep(self, operands, smem, run, entry, bits, exists)
-        key = Uint32(cutlass.select_(exists, order_key(bits), Uint32(0)))
+        """See `TileScores`: 0 of what is no entry; scores reach memory at the end."""
+        key = order_key(bits)
         own = cute.recast_ptr(smem.order_keys.iterator, dtype=Uint16)
-        (own + (entry - run.tile * TILE_KEYS)).store(Uint16(key))
+        kept = Uint16(cutlass.select_(exists, key, Uint32(0)))
+        (own + (entry - run.tile * TILE_KEYS)).store(kept)
+        if exists:
+            self.count(smem, key)
 
     @cute.jit
     def add_counts(self, smem: ClusterSmem, rank, thread):
@@ -287,3 +296,24 @@ class OneLaunchSm90(TileScores):
                     add_remote(smem.totals.iterator + i, target, count)
         cute.arch.cluster_arrive()
         cute.arch.cluster_wait()
+
+    @cute.jit
+    def store_scores(self, operands: Operands, smem: ClusterSmem, run: Run, thread):
+        """Scores of the CTA's entries into memory."""
+        first = run.tile * TILE_KEYS
+        end = cutlass.min(first + run.tiles * TILE_KEYS, run.count)
+        row = Int64(run.token) * operands.scores.stride[0]
+        step = self.threads * VECTOR
+        for at in cutlass.range(first + thread * VECTOR, end, step, unroll=1):
+            words = self.selection.vector(smem, at - first)
+            for w in cutlass.range_constexpr(VECTOR // 2):
+                words[w] = bits_of(words[w])
+            target = address_of(operands.scores, row + at)
+            if at + VECTOR <= end:
+                vector = vector_at(target, BFloat16, 0)
+                cute.autovec_copy(words, cute.recast_tensor(vector, Uint32))
+            else:
+                for j in cutlass.range_constexpr(VECTOR):
+                    if at + j < end:
+                        bits = words[j // 2] >> (16 * (j % 2)) & Uint32(0xFFFF)
+                        pointer_to(target + 2 * j, Uint16, 2).store(Uint16(bits))

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.indexer.config import BINS, IndexTopkConfig
-from dsv4.kernels.indexer.context import Operands, tiles_of, visible
+from dsv4.kernels.indexer.context import Operands, order_key, tiles_of, visible
 from dsv4.kernels.indexer.plan import GROUPS, ScoresPlan
 from dsv4.kernels.indexer.sm90.tile_scores import Run, Smem, TileScores, sync_consumers
 from dsv4.kernels.kit import mbarrier, pdl
@@ -22,6 +22,7 @@ from dsv4.kernels.kit.mbarrier import Ring
 from dsv4.kernels.kit.scan import sums_before
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.tma import prefetch_descriptors
+from dsv4.kernels.kit.vectors import address_of, pointer_to
 
 
 class Work(NamedTuple):
@@ -67,6 +68,8 @@ class ScoresSm90(TileScores):
         work = self.find_work(operands, self.words(storage, "sums"), self.words(storage, "start"))
         if warp >= plan.warps["load"].first:
             prefetch_descriptors(maps)
+            run = self.run_of(operands, work.token, work.tile, work.count)
+            self.prefetch_run(operands, run)
             pdl.wait_for_previous_launch()
             self.load(operands, smem, ring, maps[0], work)
         else:
@@ -145,6 +148,15 @@ class ScoresSm90(TileScores):
             passed += run.tiles
             left -= run.tiles
             token, tile = token + 1, Int32(0)
+
+    @cute.jit
+    def keep(self, operands: Operands, smem: Smem, run: Run, entry, bits: Uint32, exists: Boolean):
+        """See `TileScores`."""
+        if exists:
+            at = Int64(run.token) * operands.scores.stride[0] + entry
+            target = pointer_to(address_of(operands.scores, at), cutlass.Uint16, 2)
+            target.store(cutlass.Uint16(bits))
+            self.count(smem, order_key(bits))
 
     @cute.jit
     def add_counts(self, operands: Operands, smem: Smem, token, thread):

@@ -27,8 +27,8 @@ from dsv4.kernels.indexer.config import (
     TILE_KEYS,
     IndexTopkConfig,
 )
-from dsv4.kernels.indexer.context import Operands, order_key
-from dsv4.kernels.indexer.plan import GROUPS, TILE_BYTES, ScoresPlan
+from dsv4.kernels.indexer.context import Operands
+from dsv4.kernels.indexer.plan import GROUPS, PREFETCHED_BYTES, TILE_BYTES, ScoresPlan
 from dsv4.kernels.indexer.queries import LANES, PAIRS, coded, rotated, transformed
 from dsv4.kernels.kit import mbarrier, quant
 from dsv4.kernels.kit.index_entry import FP4_GROUP, SCALE_BYTES
@@ -158,9 +158,11 @@ class TileScores:
         return cursor
 
     @cute.jit
-    def prefetch_run(self, operands: Operands, run: Run, pages):
-        """Ask for the keys of the run's first `pages` pages to be brought into L2, which may be
-        while they are still written."""
+    def prefetch_run(self, operands: Operands, run: Run):
+        """Ask for the run's first pages to be brought into L2, which may be while they are still
+        written: as many as L2 holds of all CTAs."""
+        pages = PREFETCHED_BYTES // (self.config.page * self.config.row)
+        pages = pages // Int32(cute.arch.grid_dim()[0])
         page_keys, keys = self.config.page, operands.keys
         last_of_pool = cutlass.max(keys.shape[0] - 1, 0)
         first = run.tile * TILE_KEYS
@@ -289,9 +291,6 @@ class TileScores:
         row = entry % TILE_KEYS
         scales = [smem.scales[row + 8 * r, stage] for r in range(2)]
         warpgroup.wait_group(0)
-        # An arrival overtakes loads on their way: the next copy would then be what they read.
-        cute.arch.fence_view_async_shared()
-        ring.release(cursor, lane)
         rows, sums = by_row(acc), []
         for r in cutlass.range_constexpr(2):
             total = Float32(0.0)
@@ -300,6 +299,9 @@ class TileScores:
                     positive = cute.arch.fmax(rows[r, c, j], Float32(0.0))
                     total = cute.math.fma(positive, weights[c, j], total)
             sums.append(quad_sum(total) * scales[r])
+        # Not earlier: an arrival overtakes loads of scales on their way, and the next copy would
+        # be what they read. A fence would wait for the stores of the tile before, too.
+        ring.release(cursor, lane)
         # Two lanes of a quad store a row each.
         own_row = lane % 4
         value = cutlass.select_(own_row == 0, sums[0], sums[1])
@@ -310,15 +312,14 @@ class TileScores:
             bits = cutlass.select_(bits == Uint32(0x8000), Uint32(0), Uint32(bits))
             self.keep(operands, smem, run, entry, bits, entry < run.count)
 
-    @cute.jit
     def keep(self, operands: Operands, smem: Smem, run: Run, entry, bits: Uint32, exists: Boolean):
         """Store a score where there is such an entry, and count it."""
-        if exists:
-            at = Int64(run.token) * operands.scores.stride[0] + entry
-            target = pointer_to(address_of(operands.scores, at), cutlass.Uint16, 2)
-            target.store(cutlass.Uint16(bits))
-            found = Int32(order_key(bits) >> BIN_SHIFT)
-            cute.arch.atomic_add(smem.counts.iterator + found, Int32(1))
+        raise NotImplementedError
+
+    def count(self, smem: Smem, key: Uint32) -> None:
+        """Count an order key by its upper bits."""
+        target = smem.counts.iterator + Int32(key >> BIN_SHIFT)
+        cute.arch.atomic_add(target, Int32(1))
 
 
 def tile_mma():
