@@ -110,6 +110,12 @@ class ClusterPlan(ScoresPlan):
     topk: int = 512
     page: int = 32
 
+    @property
+    def sent_bytes(self) -> tuple[int, int]:
+        """Bytes of queries and factors, and of counts, that a CTA is sent."""
+        words = KERNEL_HEADS * (KERNEL_DIM // 4 + 1), BOARD_WORDS * self.cluster
+        return 4 * words[0], 4 * words[1]
+
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         scores = (x for x in super()._buffers(stages) if x.name != "start")
         return (
@@ -121,6 +127,8 @@ class ClusterPlan(ScoresPlan):
             Buffer("found", "Int32", 2),
             Buffer("chosen", "Int32", self.topk),
             Buffer("pages", "Int32", -(-HELD_KEYS // self.page) + 1),
+            # Of the queries, and of the board: what the cluster's CTAs send.
+            Buffer("sent", "Int64", 2),
         )
 
 

@@ -145,7 +145,7 @@ class Selection:
         higher = cute.arch.warp_redux_sync(higher, "add")
         if thread % WARP == 0:
             cute.arch.atomic_add(smem.own.iterator + LOW_KEYS, higher)
-        self.exchange(smem, rank, thread)
+        self.exchange(source, smem, rank, thread)
         choice, better, equal = self.find_key(smem, bin_, above, rank, thread)
         # ---- places, from this CTA's first one on ----
         begin = better + cutlass.min(equal, choice.equals)
@@ -257,7 +257,7 @@ class Selection:
         return smem.found[0], smem.found[1]
 
     @cute.jit
-    def exchange(self, smem: Board, rank: Int32, thread: Int32):
+    def exchange(self, source, smem: Board, rank: Int32, thread: Int32):
         """Counts of all CTAs of the cluster into the board of each."""
         cute.arch.sync_threads()
         if cutlass.const_expr(self.cluster == 1):
@@ -265,7 +265,9 @@ class Selection:
                 smem.board[thread, 0] = smem.own[thread]
             cute.arch.sync_threads()
         else:
-            self.meet_cluster()
+            # The others have begun: their shared memory exists.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
             words = BOARD_WORDS * self.cluster
             for i in cutlass.range(thread, words, self.threads, unroll=1):
                 word = i % BOARD_WORDS
@@ -273,11 +275,6 @@ class Selection:
                 store_remote(target, (rank + i // BOARD_WORDS) % self.cluster, smem.own[word])
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
-
-    def meet_cluster(self) -> None:
-        """Wait until the other CTAs have begun: their shared memory exists."""
-        cute.arch.cluster_arrive()
-        cute.arch.cluster_wait()
 
     @cute.jit
     def find_key(

@@ -31,7 +31,7 @@ from dsv4.kernels.indexer.selection import BOARD_WORDS, HELD, VECTOR, Board, Sel
 from dsv4.kernels.indexer.sm90.tile_scores import WARP, Run, TileScores
 from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.kit.mbarrier import Ring
-from dsv4.kernels.kit.remote import add_remote, store_remote
+from dsv4.kernels.kit.remote import add_remote
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.tma import prefetch_descriptors
 from dsv4.kernels.kit.vectors import address_of, pointer_to, vector_at
@@ -57,6 +57,7 @@ class ClusterSmem(NamedTuple):
     totals: cute.Tensor  # [BINS]: counts of the whole cluster
     pages: cute.Tensor  # [most pages]: of the CTA's entries
     first_page: Int32  # number of the first of them
+    sent: cute.Pointer  # mbarriers: of the queries, of the board
     choice: Board
 
 
@@ -98,8 +99,16 @@ class HeldSelection(Selection):
         """See `Selection`."""
         return source.pages[number - source.first_page]
 
-    def meet_cluster(self) -> None:
-        """They have, and have sent their counts."""
+    @cute.jit
+    def exchange(self, source: ClusterSmem, smem: Board, rank: Int32, thread: Int32):
+        """See `Selection`."""
+        cute.arch.sync_threads()
+        words = BOARD_WORDS * self.cluster
+        for i in cutlass.range(thread, words, self.threads, unroll=1):
+            word, other = i % BOARD_WORDS, (rank + i // BOARD_WORDS) % self.cluster
+            target = smem.board.iterator + (rank * BOARD_WORDS + word)
+            cute.arch.store_async_dsmem(target, smem.own[word], source.sent + 1, other)
+        cute.arch.mbarrier_wait(source.sent + 1, 0)
 
 
 class OneLaunchSm90(TileScores):
@@ -149,6 +158,13 @@ class OneLaunchSm90(TileScores):
         storage = storage_struct(plan.smem)(SmemAllocator().allocate(plan.smem.total_bytes, 1024))
         smem, ring = self.cluster_views(storage, tile), mbarrier.pipeline(plan.barriers, storage, "ring")
         self.prepare(smem, ring, warp, thread)
+        if thread == 0:
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(smem.sent + i, 1)
+            cute.arch.mbarrier_init_fence()
+            if tiles > 0:
+                for i in cutlass.range_constexpr(2):
+                    cute.arch.mbarrier_arrive_and_expect_tx(smem.sent + i, plan.sent_bytes[i])
         for i in cutlass.range(thread, BINS, self.threads, unroll=1):
             smem.totals[i] = Int32(0)
         if thread < BOARD_WORDS:
@@ -161,15 +177,12 @@ class OneLaunchSm90(TileScores):
             if warp >= plan.warps["load"].first:
                 prefetch_descriptors(maps)
                 self.prefetch_run(operands, run)
-                # Not for these threads, which write no queries.
-                cute.arch.cluster_arrive_relaxed()
                 pdl.wait_for_previous_launch()
                 self.load_run(operands, smem, ring, maps[0], ring.producer(), run)
                 self.keep_pages(operands, smem, run)
-                cute.arch.cluster_wait()
             else:
                 self.share_queries(operands, smem, token, rank, warp)
-                cute.arch.cluster_wait()
+                cute.arch.mbarrier_wait(smem.sent, 0)
                 # wgmma reads through the async proxy.
                 cute.arch.fence_view_async_shared()
                 group = warp // 4
@@ -200,6 +213,7 @@ class OneLaunchSm90(TileScores):
             self.words(storage, "totals"),
             self.words(storage, "pages"),
             tile * TILE_KEYS // self.config.page,
+            storage.sent.data_ptr(),
             choice,
         )
 
@@ -229,9 +243,6 @@ class OneLaunchSm90(TileScores):
             own = first + warp
             if own < heads:
                 self.share_head(operands, smem, token, rank, rank * heads + own, turns, lane)
-        # The others' wgmma reads them through the async proxy.
-        cute.arch.fence_proxy("async")
-        cute.arch.cluster_arrive()
 
     def load_turns(self, operands: Operands, token, lane) -> list[cute.Tensor]:
         """Cosines and sines of a lane's pairs of channels."""
@@ -266,9 +277,11 @@ class OneLaunchSm90(TileScores):
         word = head * (KERNEL_DIM // 4) + vector * LANE_WORDS + lane % LANE_WORDS
         target = cute.recast_ptr(smem.queries_start, dtype=Int32) + word
         for other in cutlass.range_constexpr(self.cluster):
-            store_remote(target, (rank + other) % self.cluster, code)
+            cute.arch.store_async_dsmem(target, code, smem.sent, (rank + other) % self.cluster)
         if lane < self.cluster:
-            store_remote(smem.factors.iterator + head, lane, (weight * scale).bitcast(Int32))
+            target = cute.recast_ptr(smem.factors.iterator, dtype=Int32) + head
+            factor = (weight * scale).bitcast(Int32)
+            cute.arch.store_async_dsmem(target, factor, smem.sent, lane)
 
     # ---- scores ----
 
