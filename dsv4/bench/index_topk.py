@@ -68,7 +68,8 @@ def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
 
 @torch.inference_mode()
 def _measure(shape: Shape, machine: Machine) -> Result:
-    case = Case((shape.entries,) * shape.tokens, TOPK, gives_slots=True)
+    # Pages as the cache lays them out.
+    case = Case((shape.entries,) * shape.tokens, TOPK, gives_slots=True, gap=0)
     first = Inputs.make(case, 0, "cuda")
     assert_choice(first, run_op(first), range(min(shape.tokens, CHECKED)))
     sets = min(max(2, round(REPLAY_BYTES / shape.bytes)), MAX_SETS)

@@ -32,7 +32,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    from dsv4.kernels.indexer.plan import CLUSTER
+    from dsv4.kernels.indexer.plan import CLUSTERS, HELD_KEYS, ONE_LAUNCH_CLUSTERS
     from dsv4.ops.index_topk import INDEX_TOPK
     from dsv4.testing.harness import SCHEDULES
     from dsv4.testing.index_topk import Case, Inputs, assert_choice
@@ -44,23 +44,27 @@ def run(args: argparse.Namespace) -> int:
         SCHEDULES: Case(RAGGED, topk=args.topk, gives_slots=True, padding_rows=1),
         SCHEDULES[:1]: Case((args.longest, 100), topk=args.topk),
     }
+    sizes = [(0, cluster) for cluster in ONE_LAUNCH_CLUSTERS]
+    sizes += [(FEW_CTAS, cluster) for cluster in CLUSTERS]
     with launches.checks():
         for schedules, case in cases.items():
             inputs = Inputs.make(case, args.seed)
             compiled = kernels.compile(inputs.config)
-            for cluster in (1, CLUSTER):
+            for ctas, cluster in sizes:
+                if not ctas and max(case.lens) > cluster * HELD_KEYS:
+                    continue
                 for schedule in schedules:
                     outcome = launches.run(
                         compiled,
-                        lambda given=inputs, size=cluster: kernels.call(
-                            given, num_ctas=FEW_CTAS, cluster=size
+                        lambda given=inputs, ctas=ctas, size=cluster: kernels.call(
+                            given, num_ctas=ctas, cluster=size
                         ),
                         schedule,
                     )
                     assert_choice(inputs, outcome.outputs)
                     print(
-                        f"{ARCH}, {len(case.lens)} lists of up to "
-                        f"{max(case.lens)} entries, clusters of {cluster}, {schedule}: "
-                        "the same choice, no race"
+                        f"{ARCH}, {len(case.lens)} lists of up to {max(case.lens)} entries, "
+                        f"{'two launches' if ctas else 'one launch'}, clusters of {cluster}, "
+                        f"{schedule}: the same choice, no race"
                     )
     return launches.finish()

@@ -22,7 +22,7 @@ from dsv4.kernels.indexer.config import (
     has_kernel,
     values,
 )
-from dsv4.kernels.indexer.plan import CLUSTER, choose_launch
+from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS, choose_launch
 from dsv4.ops.index_keys import decode_index, encode_index, key_views, round_index
 from dsv4.ops.kv_insert import rotate_rows_
 from dsv4.ops.runtime import state as states
@@ -57,7 +57,8 @@ class IndexTopk(KernelOp):
         return has_kernel(config)
 
     def plan(self, config: IndexTopkConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
-        """CTAs of the scores' launch, and CTAs that select for a token."""
+        """CTAs of the scores' launch, 0 where there is one launch, and CTAs that choose for a
+        token."""
         return choose_launch(sizes["T"], sizes["N"], device.num_sms)
 
     def workspace_size(
@@ -82,9 +83,10 @@ class IndexTopk(KernelOp):
     def probes(
         self, config: IndexTopkConfig, target: Device, device: torch.device
     ) -> Iterator[tuple[Tensor | int, ...]]:
-        """A call for each kernel that selects."""
-        for cluster in (1, CLUSTER):
-            yield states.smallest_call(self, config, (1, cluster), device)
+        """A call for each kernel that chooses."""
+        for ctas, clusters in ((0, ONE_LAUNCH_CLUSTERS), (1, CLUSTERS)):
+            for cluster in clusters:
+                yield states.smallest_call(self, config, (ctas, cluster), device)
 
     def torch(
         self,
@@ -189,8 +191,9 @@ def index_topk(
         lens: [T] int32, entries that each token sees: the first ones of its request. Clamped to
             what the table has room for, and to `max_entries`.
         request_ids: [T] int32, row of `block_table`; another number: padding, which sees nothing.
-            GPUs read `lens`, `request_ids` and `block_table` while the launch before may still run:
-            they must not be what a kernel with programmatic dependent launch just wrote.
+            GPUs read `positions`, `lens`, `request_ids` and `block_table` while the launch before
+            may still run: they must not be what a kernel with programmatic dependent launch just
+            wrote.
         block_table: [B, W] int32, page of every P entries.
         keys: [pages, P, d + 4] uint8 of FP8 keys (`dsv4.kernels.kit.index_entry`), or [pages, P, d]
             rows in the dtype of q; pages may lie apart. Kernels take FP8 keys of 128 channels.

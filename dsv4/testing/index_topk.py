@@ -33,6 +33,7 @@ class Case:
         levels: distinct keys of a request; few of them give ties at every rank.
         padding_rows: tokens at the end without a request, which are NaN.
         columns: of the block table; 0: as many as the longest list needs, and one.
+        gap: bytes between pages.
     """
 
     lens: tuple[int, ...]
@@ -47,6 +48,7 @@ class Case:
     levels: int = 0
     padding_rows: int = 0
     columns: int = 0
+    gap: int = 48
 
     @property
     def config(self) -> IndexTopkConfig:
@@ -77,7 +79,7 @@ class Inputs(OpInputs):
         requests = -(-tokens // case.tokens_per_request)
         columns = case.columns or -(-max((1, *case.lens)) // case.page) + 1
         pages = requests * columns
-        pool = _empty_pool(pages + 2, config, device)
+        pool = _empty_pool(pages + 2, case, device)
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
         table = (order + 1).view(requests, columns).to(device)
         codes, scales = key_views(pool)
@@ -199,11 +201,12 @@ class Inputs(OpInputs):
         }
 
 
-def _empty_pool(pages: int, config: IndexTopkConfig, device: torch.device | str) -> Tensor:
-    """[pages, P, row] of NaN, pages 48 bytes apart."""
-    stride = IndexEntry(config.dim).page_bytes(config.page) + 48
+def _empty_pool(pages: int, case: Case, device: torch.device | str) -> Tensor:
+    """[pages, P, row] of NaN."""
+    row = case.config.row
+    stride = IndexEntry(case.dim).page_bytes(case.page) + case.gap
     frame = torch.full((pages * stride,), NAN_BYTE, dtype=torch.uint8, device=device)
-    return frame.as_strided((pages, config.page, config.row), (stride, config.row, 1))
+    return frame.as_strided((pages, case.page, row), (stride, row, 1))
 
 
 def _cloned_pool(pool: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ Plain Python: `print(ScoresPlan())` works without a GPU.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dsv4.kernels.indexer.config import (
@@ -28,16 +29,20 @@ from dsv4.kernels.kit.plan import (
 from dsv4.kernels.kit.ring_plan import RingPlan
 
 GROUPS = 2  # consumer warpgroups: a tile of keys each
+# Load warps, every other tile each: issuing the copies of a tile takes longer than scoring it.
+LOADERS = 2
 TILE_BYTES = TILE_KEYS * (KERNEL_DIM + SCALE_BYTES)
 START_WORDS = 2  # where a CTA's work begins: token, tile
-# Entries up to which one CTA selects, and the CTAs that share a longer list.
-FEW_ENTRIES, CLUSTER = 8192, 8
-CLUSTERS = (1, 2, 4, 8)
+# CTAs that choose for a token, from scores in memory, and in one launch with the scores.
+CLUSTERS = (1, 2, 8)
 ONE_LAUNCH_CLUSTERS = (4, 8, 16)
 # Entries that a CTA of a cluster has at most where it keeps their scores to itself.
 HELD_KEYS = 8192
+# Tokens and entries up to which there is one launch, and its clusters; the first that fit.
+ONE_LAUNCHES = ((2, 16_384, 16), (7, 6144, 8), (7, 16_384, 16), (16, 32_768, 8), (32, 8192, 4))
 # Words of a CTA that a cluster exchanges: counts of the keys of a bin, of keys above it.
 BOARD_WORDS = LOW_KEYS + 1
+BOARD_STRIDE = BOARD_WORDS + -BOARD_WORDS % 4  # whole vectors
 # Keys that a launch asks L2 for before the launch before is over: half of what L2 holds.
 PREFETCHED_BYTES = 24 << 20
 # Keys of a launch from which on two CTAs of an SM share them out.
@@ -60,11 +65,11 @@ class ScoresPlan(RingPlan):
 
     @property
     def stage_groups(self) -> int:
-        return GROUPS
+        return math.lcm(GROUPS, LOADERS)
 
     @property
     def warps(self) -> Warps:
-        return Warps.of(consumers=GROUPS * WARPGROUP_WARPS, load=1)
+        return Warps.of(consumers=GROUPS * WARPGROUP_WARPS, load=LOADERS)
 
     @property
     def consumers(self) -> int:
@@ -78,7 +83,7 @@ class ScoresPlan(RingPlan):
             Buffer("scales", "Float32", stages * TILE_KEYS, 16),
             Buffer("factors", "Float32", KERNEL_HEADS, 16),
             Buffer("counts", "Int32", BINS, 16),
-            Buffer("sums", "Int32", GROUPS * WARPGROUP_WARPS + 1),
+            Buffer("sums", "Int32", self.warps.threads // WARP_THREADS),
             Buffer("start", "Int32", START_WORDS),
             *self._barriers(stages).split_buffers,
         )
@@ -113,7 +118,7 @@ class ClusterPlan(ScoresPlan):
     @property
     def sent_bytes(self) -> tuple[int, int]:
         """Bytes of queries and factors, and of counts, that a CTA is sent."""
-        words = KERNEL_HEADS * (KERNEL_DIM // 4 + 1), BOARD_WORDS * self.cluster
+        words = KERNEL_HEADS * (KERNEL_DIM // 4 + 1), BOARD_STRIDE * self.cluster
         return 4 * words[0], 4 * words[1]
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
@@ -122,8 +127,8 @@ class ClusterPlan(ScoresPlan):
             *scores,
             Buffer("order_keys", "Int32", HELD_KEYS // 2, 16),
             Buffer("totals", "Int32", BINS, 16),
-            Buffer("board", "Int32", BOARD_WORDS * self.cluster),
-            Buffer("own", "Int32", BOARD_WORDS),
+            Buffer("board", "Int32", BOARD_STRIDE * self.cluster, 16),
+            Buffer("own", "Int32", BOARD_STRIDE, 16),
             Buffer("found", "Int32", 2),
             Buffer("chosen", "Int32", self.topk),
             Buffer("pages", "Int32", -(-HELD_KEYS // self.page) + 1),
@@ -133,10 +138,16 @@ class ClusterPlan(ScoresPlan):
 
 
 def choose_launch(tokens: int, entries: int, num_sms: int) -> tuple[int, int]:
-    """CTAs of the scores' launch, 0 of a single launch, and CTAs that choose for a token, by the
-    most entries of one."""
-    for most, cluster in ((7, 16), (16, 8), (64, 4)):
-        if tokens <= most and entries <= cluster * HELD_KEYS:
+    """CTAs of the scores' launch, 0 where there is one launch, and CTAs that choose for a token, by
+    the most entries of one.
+
+    One launch has few CTAs of long lists, and no rest of an SM for the launches beside it where
+    tokens are many. Measured on an H200: docs/design/decode_step.md, "Indexer".
+    """
+    for most_tokens, most_entries, cluster in ONE_LAUNCHES:
+        if tokens <= most_tokens and entries <= most_entries:
             return 0, cluster
     ctas = num_sms * (2 if tokens * entries >= MANY_KEYS else 1)
-    return ctas, 1 if entries <= FEW_ENTRIES else CLUSTER
+    if entries <= 8192:
+        return ctas, 1
+    return ctas, 2 if tokens > 32 and entries <= 65_536 else 8

@@ -20,7 +20,7 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.indexer.config import BINS, LOW_KEYS, IndexTopkConfig
 from dsv4.kernels.indexer.context import Operands
-from dsv4.kernels.indexer.plan import BOARD_WORDS
+from dsv4.kernels.indexer.plan import BOARD_STRIDE, BOARD_WORDS
 from dsv4.kernels.kit.remote import store_remote
 from dsv4.kernels.kit.scan import sums_before
 
@@ -33,8 +33,8 @@ EQUAL_SHIFT = 16  # of equals in a pair of counts, above the number of better on
 class Board(NamedTuple):
     """Shared memory of a choice, int32."""
 
-    board: cute.Tensor  # [BOARD_WORDS, CTAs of the cluster]
-    own: cute.Tensor  # [BOARD_WORDS], zeros at first
+    board: cute.Tensor  # [BOARD_STRIDE, CTAs of the cluster]
+    own: cute.Tensor  # [BOARD_STRIDE], zeros at first
     sums: cute.Tensor  # [warps]
     found: cute.Tensor  # [2]: bin, keys above it
     chosen: cute.Tensor  # [k]: the CTA's chosen entries
@@ -91,8 +91,8 @@ class Selection:
             return smem.allocate_tensor(Int32, cute.make_layout(shape), byte_alignment=16)
 
         return Board(
-            board=tensor(BOARD_WORDS, self.cluster),
-            own=tensor(BOARD_WORDS),
+            board=tensor(BOARD_STRIDE, self.cluster),
+            own=tensor(BOARD_STRIDE),
             sums=tensor(self.threads // WARP),
             found=tensor(2),
             chosen=tensor(self.config.topk),
@@ -271,7 +271,7 @@ class Selection:
             words = BOARD_WORDS * self.cluster
             for i in cutlass.range(thread, words, self.threads, unroll=1):
                 word = i % BOARD_WORDS
-                target = smem.board.iterator + (rank * BOARD_WORDS + word)
+                target = smem.board.iterator + (rank * BOARD_STRIDE + word)
                 store_remote(target, (rank + i // BOARD_WORDS) % self.cluster, smem.own[word])
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from dsv4.kernels.indexer.config import KERNEL_DIM, KERNEL_HEADS, IndexTopkConfig, has_kernel
-from dsv4.kernels.indexer.plan import CLUSTER, GROUPS, ScoresPlan, choose_launch
+from dsv4.kernels.indexer.plan import (
+    CLUSTERS,
+    GROUPS,
+    HELD_KEYS,
+    ONE_LAUNCH_CLUSTERS,
+    ClusterPlan,
+    ScoresPlan,
+    choose_launch,
+)
 from dsv4.ops.index_topk import INDEX_TOPK
 from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, simulator
 from dsv4.testing.index_topk import Case, Inputs, assert_choice
@@ -17,6 +27,14 @@ from tests.kernels import planted_bugs
 
 pytestmark = pytest.mark.stage("indexer")
 
+CLUSTER = CLUSTERS[-1]
+ONE = {"num_ctas": 0}  # launch
+TWO = {"num_ctas": 2}
+LAUNCHES = [
+    *({**ONE, "cluster": ctas} for ctas in ONE_LAUNCH_CLUSTERS),
+    *({**TWO, "cluster": ctas} for ctas in CLUSTERS),
+]
+EXTREMES = [LAUNCHES[0], LAUNCHES[len(ONE_LAUNCH_CLUSTERS) - 1], {**TWO, "cluster": 1}, LAUNCHES[-1]]
 # Tokens that share a CTA, one that a CTA begins within, lists of all lengths.
 RAGGED = Case((70, 330, 5, 64, 0, 130, 65), topk=64, gives_slots=True, padding_rows=1)
 
@@ -36,32 +54,42 @@ def test_a_stage_is_always_the_same_warpgroup_s() -> None:
     assert ScoresPlan().stages % GROUPS == 0
 
 
-@pytest.mark.parametrize("cluster", [1, CLUSTER])
-def test_ragged_lists(cluster: int, seed: int) -> None:
-    run(Inputs.make(RAGGED, seed), seed, num_ctas=2, cluster=cluster)
+@pytest.mark.parametrize("launch", EXTREMES, ids=str)
+def test_ragged_lists(launch: dict[str, int], seed: int) -> None:
+    run(Inputs.make(RAGGED, seed), seed, **launch)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cluster", [1, CLUSTER])
+@pytest.mark.parametrize("launch", LAUNCHES, ids=str)
+def test_every_schedule(launch: dict[str, int], seed: int) -> None:
+    run(Inputs.make(RAGGED, seed), seed, None, **launch)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ctas", [1, 3, 20])
-def test_every_schedule(cluster: int, num_ctas: int, seed: int) -> None:
-    run(Inputs.make(RAGGED, seed), seed, None, num_ctas=num_ctas, cluster=cluster)
+def test_numbers_of_ctas(num_ctas: int, seed: int) -> None:
+    run(Inputs.make(RAGGED, seed), seed, None, num_ctas=num_ctas, cluster=CLUSTER)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [8, 16, 64, 128])
 @pytest.mark.parametrize("tokens_per_request", [1, 2])
 def test_pages(page: int, tokens_per_request: int, seed: int) -> None:
-    case = Case((300, 290, 1000), 128, page, tokens_per_request=tokens_per_request)
-    run(Inputs.make(case, seed), seed, num_ctas=3, cluster=1)
+    lens = (300, 290, 1000)
+    case = Case(lens, 128, page, gives_slots=True, tokens_per_request=tokens_per_request)
+    inputs = Inputs.make(case, seed)
+    for launch in ({"num_ctas": 3, "cluster": 1}, {**ONE, "cluster": 4}):
+        run(inputs, seed, **launch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("levels", [1, 2, 30])
-@pytest.mark.parametrize("cluster", [1, CLUSTER])
-def test_of_equal_scores_the_first_are_chosen(levels: int, cluster: int, seed: int) -> None:
+@pytest.mark.parametrize("launch", EXTREMES, ids=str)
+def test_of_equal_scores_the_first_are_chosen(
+    levels: int, launch: dict[str, int], seed: int
+) -> None:
     case = Case((700, 65), topk=64, levels=levels)
-    run(Inputs.make(case, seed), seed, num_ctas=2, cluster=cluster)
+    run(Inputs.make(case, seed), seed, **launch)
 
 
 @pytest.mark.slow
@@ -73,12 +101,32 @@ def test_lists_that_registers_do_not_hold(cluster: int, seed: int) -> None:
 
 
 @pytest.mark.slow
+def test_lists_that_fill_a_cluster(seed: int) -> None:
+    """As many scores as its CTAs keep, and one less."""
+    cluster = ONE_LAUNCH_CLUSTERS[0]
+    case = Case((cluster * HELD_KEYS, cluster * HELD_KEYS - 1), topk=512, levels=40)
+    run(Inputs.make(case, seed), seed, **ONE, cluster=cluster)
+
+
+@pytest.mark.slow
+def test_scores_reach_no_further_than_their_rows(seed: int) -> None:
+    """Rows of an odd length, the last one at the end of its memory."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    inputs = Inputs.make(Case((333, 331), topk=64), seed)
+    kernels = OpKernels(INDEX_TOPK, simulator("sm_90a"))
+    scores = torch.empty(336 + 333, dtype=torch.bfloat16).as_strided((2, 333), (336, 1))
+    call = inputs.call(kernels.planned_for, {"scores": scores}, **ONE, cluster=4)
+    outcome = kernels.target.run(kernels.compile(inputs.config), call, seed=seed)
+    assert_choice(inputs, outcome.outputs)
+
+
+@pytest.mark.slow
 def test_no_synchronisation_is_left_out(seed: int) -> None:
     case = Case((33_000, 100), topk=64)
     reports = [
-        run(Inputs.make(one, seed), seed, num_ctas=2, cluster=cluster).report
+        run(Inputs.make(one, seed), seed, **launch).report
         for one in (case, RAGGED)
-        for cluster in (1, CLUSTER)
+        for launch in LAUNCHES
     ]
     assert not missed_synchronisation(reports)
 
@@ -88,8 +136,25 @@ def test_plan_leaves_half_of_an_sm() -> None:
     assert plan.stages >= 8
     assert plan.smem.total_bytes <= 113 * 1024
     assert "tile of keys" in str(plan)
-    assert choose_launch(1, 4096, 132) == (132, 1)
-    assert choose_launch(64, 32768, 132) == (264, CLUSTER)
+    cluster = ClusterPlan(cluster=16, topk=8192, page=8)
+    assert cluster.stages >= 4
+    assert cluster.smem.total_bytes <= 113 * 1024
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 16, 17, 64, 65, 4000])
+@pytest.mark.parametrize("entries", [8, 4096, 32_768, 131_072, 131_073, 1 << 20])
+def test_a_launch_fits_its_lists(tokens: int, entries: int) -> None:
+    ctas, cluster = choose_launch(tokens, entries, 132)
+    assert cluster in (CLUSTERS if ctas else ONE_LAUNCH_CLUSTERS)
+    assert ctas or entries <= cluster * HELD_KEYS
+
+
+def test_a_launch_for_each_size() -> None:
+    found = {choose_launch(*sizes, 132) for sizes in itertools.product((1, 4, 16, 20, 64), (
+        4096, 16_384, 32_768, 131_072
+    ))}  # fmt: skip
+    assert {cluster for ctas, cluster in found if not ctas} == set(ONE_LAUNCH_CLUSTERS)
+    assert {cluster for ctas, cluster in found if ctas} == set(CLUSTERS)
 
 
 def test_configurations_with_kernels() -> None:
@@ -109,18 +174,18 @@ def test_configurations_with_kernels() -> None:
 # ---- bugs ----------------------------------------------------------------------------------------
 
 BUGS: dict[str, Edit] = {
-    "keys read before they are there": at("ScoresSm90.score_tile").call("ring.wait").delete(),
+    "keys read before they are there": at("TileScores.score_tile").call("ring.wait").delete(),
     "stages of a ring taken by turns": at("ScoresPlan.stage_groups")
     .expression("GROUPS")
     .replace("1"),
-    "keys overwritten while they are read": at("ScoresSm90.load").call("ring.acquire").delete(),
-    "queries read before all are written": at("ScoresSm90.take_token")
+    "keys overwritten while they are read": at("TileScores.load_run").call("ring.acquire").delete(),
+    "queries read before all are written": at("TileScores.take_token")
     .call("sync_consumers", 1)
     .delete(),
-    "queries overwritten while they are read": at("ScoresSm90.take_token")
+    "queries overwritten while they are read": at("TileScores.take_token")
     .call("sync_consumers", 0)
     .delete(),
-    "queries without a fence": at("ScoresSm90.take_token")
+    "queries without a fence": at("TileScores.take_token")
     .call("cute.arch.fence_view_async_shared")
     .delete(),
     "counts taken before all have counted": at("ScoresSm90.add_counts")
@@ -132,16 +197,28 @@ BUGS: dict[str, Edit] = {
     "scores read before the launch before is over": at("Select.kernel")
     .call("pdl.wait_for_previous_launch")
     .delete(),
-    "bin read before it is found": at("Select.find_bin").call("cute.arch.sync_threads").delete(),
-    "counts of the cluster not waited for": at("Select.exchange")
+    "bin read before it is found": at("Selection.find_bin").call("cute.arch.sync_threads").delete(),
+    "counts of the cluster not waited for": at("Selection.exchange")
     .call("cute.arch.cluster_wait", 1)
     .delete(),
-    "counts exchanged before all have counted": at("Select.exchange")
+    "counts exchanged before all have counted": at("Selection.exchange")
     .call("cute.arch.sync_threads", 0)
     .delete(),
-    "an equal too many": at("Select.select")
-    .expression("ties < choice.equals")
-    .replace("ties <= choice.equals"),
+    "an equal too many": at("Selection.list_chosen")
+    .expression("number < equals")
+    .replace("number <= equals"),
+    "scales overwritten before they are used": at("TileScores.score_tile")
+    .call("ring.release")
+    .delete(),
+    "counts sent before the others have begun": at("OneLaunchSm90.kernel")
+    .call("cute.arch.cluster_wait")
+    .delete(),
+    "totals read before all have counted": at("OneLaunchSm90.add_counts")
+    .call("cute.arch.cluster_wait")
+    .delete(),
+    "scores counted before all are there": at("OneLaunchSm90.add_counts")
+    .call("cute.arch.sync_threads")
+    .delete(),
     "the transform's first stage left out": at("transformed")
     .expression("half < held")
     .replace("half < held // 2"),
@@ -157,8 +234,8 @@ def noticed(build: Callable, seed: int) -> bool:
         inputs = Inputs.make(case, seed)
         try:
             compiled = kernels.compile(inputs.config, build)
-            for cluster in (1, CLUSTER):
-                outcome = kernels.run(inputs, seed, None, compiled, num_ctas=2, cluster=cluster)
+            for launch in ({**ONE, "cluster": 4}, {**TWO, "cluster": 1}, {**TWO, "cluster": 8}):
+                outcome = kernels.run(inputs, seed, None, compiled, **launch)
                 assert_choice(inputs, outcome.outputs)
         except (AssertionError, Deadlock, KernelFault):
             return True

@@ -1,4 +1,5 @@
-"""`index_topk` for Hopper (sm_90a): scores of all entries, then the selection."""
+"""`index_topk` for Hopper (sm_90a): one launch of a cluster a token, or one of scores and one of the
+choice."""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ class IndexTopkSm90:
         stream,
         *,
         workspace: cute.Tensor,
-        num_ctas: Int32,
-        cluster: Int32,  # CTAs that select for a token: of CLUSTERS
+        num_ctas: Int32,  # of the scores' launch; 0: there is one launch
+        cluster: Int32,  # CTAs that choose for a token: of ONE_LAUNCH_CLUSTERS, or of CLUSTERS
     ):
-        """Launch both."""
+        """Launch what the plan has chosen."""
         counts = counts_of(workspace, Int32(q.shape[0]))
         operands = Operands(
             q, weights, rope, positions, lens, request_ids, block_table, keys, indices, scores,

@@ -25,9 +25,9 @@ from dsv4.kernels.indexer.config import (
     IndexTopkConfig,
 )
 from dsv4.kernels.indexer.context import Operands, bits_of, order_key, tiles_of, visible
-from dsv4.kernels.indexer.plan import GROUPS, ClusterPlan
+from dsv4.kernels.indexer.plan import GROUPS, LOADERS, ClusterPlan
 from dsv4.kernels.indexer.queries import coded, rotated, transformed
-from dsv4.kernels.indexer.selection import BOARD_WORDS, HELD, VECTOR, Board, Selection, Share
+from dsv4.kernels.indexer.selection import BOARD_STRIDE, BOARD_WORDS, HELD, VECTOR, Board, Selection, Share
 from dsv4.kernels.indexer.sm90.tile_scores import WARP, Run, TileScores
 from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.kit.mbarrier import Ring
@@ -41,6 +41,7 @@ WARP_HALF = WARP // 2
 LANE_CHANNELS = KERNEL_DIM // WARP  # of a head, that a lane rounds
 PAIRS = LANE_CHANNELS // 2
 LANE_WORDS = 4  # lanes whose codes are a vector of a swizzled row
+VECTORS = WARP // LANE_WORDS
 
 
 class ClusterSmem(NamedTuple):
@@ -103,11 +104,12 @@ class HeldSelection(Selection):
     def exchange(self, source: ClusterSmem, smem: Board, rank: Int32, thread: Int32):
         """See `Selection`."""
         cute.arch.sync_threads()
-        words = BOARD_WORDS * self.cluster
-        for i in cutlass.range(thread, words, self.threads, unroll=1):
-            word, other = i % BOARD_WORDS, (rank + i // BOARD_WORDS) % self.cluster
-            target = smem.board.iterator + (rank * BOARD_WORDS + word)
-            cute.arch.store_async_dsmem(target, smem.own[word], source.sent + 1, other)
+        vectors = BOARD_STRIDE // 4
+        for i in cutlass.range(thread, vectors * self.cluster, self.threads, unroll=1):
+            at, other = i % vectors * 4, (rank + i // vectors) % self.cluster
+            target = smem.board.iterator + (rank * BOARD_STRIDE + at)
+            words = tuple(smem.own[at + j] for j in range(4))
+            cute.arch.store_async_dsmem(target.align(16), words, source.sent + 1, other)
         cute.arch.mbarrier_wait(source.sent + 1, 0)
 
 
@@ -167,7 +169,7 @@ class OneLaunchSm90(TileScores):
                     cute.arch.mbarrier_arrive_and_expect_tx(smem.sent + i, plan.sent_bytes[i])
         for i in cutlass.range(thread, BINS, self.threads, unroll=1):
             smem.totals[i] = Int32(0)
-        if thread < BOARD_WORDS:
+        if thread < BOARD_STRIDE:
             smem.choice.own[thread] = Int32(0)
         pdl.launch_dependents()
         # Queries and counts of the others may come from here on.
@@ -176,10 +178,12 @@ class OneLaunchSm90(TileScores):
         if tiles > 0:
             if warp >= plan.warps["load"].first:
                 prefetch_descriptors(maps)
-                self.prefetch_run(operands, run)
+                loader = warp - plan.warps["load"].first
+                self.prefetch_run(operands, run, loader)
                 pdl.wait_for_previous_launch()
-                self.load_run(operands, smem, ring, maps[0], ring.producer(), run)
-                self.keep_pages(operands, smem, run)
+                cursor = ring.skip(ring.producer(), loader)
+                self.load_run(operands, smem, ring, maps[0], cursor, run, loader)
+                self.keep_pages(operands, smem, run, loader)
             else:
                 self.share_queries(operands, smem, token, rank, warp)
                 cute.arch.mbarrier_wait(smem.sent, 0)
@@ -201,7 +205,7 @@ class OneLaunchSm90(TileScores):
     def cluster_views(self, storage, tile) -> ClusterSmem:
         """Views of the plan's shared memory."""
         choice = Board(
-            board=self.words(storage, "board", BOARD_WORDS, self.cluster),
+            board=self.words(storage, "board", BOARD_STRIDE, self.cluster),
             own=self.words(storage, "own"),
             sums=self.words(storage, "sums"),
             found=self.words(storage, "found"),
@@ -217,16 +221,17 @@ class OneLaunchSm90(TileScores):
             choice,
         )
 
-    # ---- load warp ----
+    # ---- load warps ----
 
     @cute.jit
-    def keep_pages(self, operands: Operands, smem: ClusterSmem, run: Run):
+    def keep_pages(self, operands: Operands, smem: ClusterSmem, run: Run, loader):
         """Keep the pages of the CTA's entries, by which chosen ones are called."""
         if cutlass.const_expr(self.config.gives_slots):
             page = self.config.page
             end = cutlass.min((run.tile + run.tiles) * TILE_KEYS, run.count)
             number = (end + page - 1) // page - smem.first_page
-            for i in cutlass.range(cute.arch.lane_idx(), number, WARP, unroll=4):
+            own = loader * WARP + cute.arch.lane_idx()
+            for i in cutlass.range(own, number, LOADERS * WARP, unroll=4):
                 smem.pages[i] = operands.block_table[run.request, smem.first_page + i]
 
     # ---- consumers ----
@@ -273,11 +278,16 @@ class OneLaunchSm90(TileScores):
         ]
         codes, scale = coded(transformed(pairs, lane))
         code = cute.recast_tensor(codes, Int32)[0]
-        vector = (lane // LANE_WORDS) ^ (head % 8)
-        word = head * (KERNEL_DIM // 4) + vector * LANE_WORDS + lane % LANE_WORDS
+        # A vector of four lanes' codes has four senders, each for some of the CTAs.
+        number = lane % VECTORS
+        words = tuple(
+            cute.arch.shuffle_sync(code, number * LANE_WORDS + i) for i in range(LANE_WORDS)
+        )
+        word = head * (KERNEL_DIM // 4) + (number ^ (head % 8)) * LANE_WORDS
         target = cute.recast_ptr(smem.queries_start, dtype=Int32) + word
-        for other in cutlass.range_constexpr(self.cluster):
-            cute.arch.store_async_dsmem(target, code, smem.sent, (rank + other) % self.cluster)
+        for i in cutlass.range_constexpr(self.cluster * VECTORS // WARP):
+            other = (rank + lane // VECTORS + i * (WARP // VECTORS)) % self.cluster
+            cute.arch.store_async_dsmem(target.align(16), words, smem.sent, other)
         if lane < self.cluster:
             target = cute.recast_ptr(smem.factors.iterator, dtype=Int32) + head
             factor = (weight * scale).bitcast(Int32)

@@ -15,7 +15,7 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.indexer.config import BINS, IndexTopkConfig
 from dsv4.kernels.indexer.context import Operands, order_key, tiles_of, visible
-from dsv4.kernels.indexer.plan import GROUPS, ScoresPlan
+from dsv4.kernels.indexer.plan import GROUPS, LOADERS, ScoresPlan
 from dsv4.kernels.indexer.sm90.tile_scores import Run, Smem, TileScores, sync_consumers
 from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.kit.mbarrier import Ring
@@ -68,10 +68,11 @@ class ScoresSm90(TileScores):
         work = self.find_work(operands, self.words(storage, "sums"), self.words(storage, "start"))
         if warp >= plan.warps["load"].first:
             prefetch_descriptors(maps)
+            loader = warp - plan.warps["load"].first
             run = self.run_of(operands, work.token, work.tile, work.count)
-            self.prefetch_run(operands, run)
+            self.prefetch_run(operands, run, loader)
             pdl.wait_for_previous_launch()
-            self.load(operands, smem, ring, maps[0], work)
+            self.load(operands, smem, ring, maps[0], work, loader)
         else:
             pdl.wait_for_previous_launch()
             self.compute(operands, smem, ring, work, warp)
@@ -121,13 +122,16 @@ class ScoresSm90(TileScores):
     # ---- roles ----
 
     @cute.jit
-    def load(self, operands: Operands, smem: Smem, ring: Ring, key_map, work: Work):
-        """Load the CTA's tiles."""
-        cursor = ring.producer()
+    def load(self, operands: Operands, smem: Smem, ring: Ring, key_map, work: Work, loader):
+        """Load the CTA's tiles; a warp takes every other one."""
+        cursor = ring.skip(ring.producer(), loader)
         token, tile, left = work
+        passed = Int32(0)
         while left > 0:
             run = self.run_of(operands, token, tile, left)
-            cursor = self.load_run(operands, smem, ring, key_map, cursor, run)
+            first = (loader + passed) % LOADERS
+            cursor = self.load_run(operands, smem, ring, key_map, cursor, run, first)
+            passed += run.tiles
             left -= run.tiles
             token, tile = token + 1, Int32(0)
 

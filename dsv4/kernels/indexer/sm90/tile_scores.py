@@ -1,6 +1,6 @@
 """Scores of tiles of index keys for Hopper: FP8 wgmma of keys by heads, keys from pages by TMA.
 
-    load warp     tiles of 64 keys and their scales -> ring
+    load warps    tiles of 64 keys and their scales -> ring, every other one each
     consumers     two warpgroups: a token's queries, rounded, into shared memory; a tile each in
                   turn: products with all heads, ReLU, weights, sum over heads; scores; counts of
                   scores by their upper bits, which the selection begins with
@@ -28,7 +28,7 @@ from dsv4.kernels.indexer.config import (
     IndexTopkConfig,
 )
 from dsv4.kernels.indexer.context import Operands
-from dsv4.kernels.indexer.plan import GROUPS, PREFETCHED_BYTES, TILE_BYTES, ScoresPlan
+from dsv4.kernels.indexer.plan import GROUPS, LOADERS, PREFETCHED_BYTES, TILE_BYTES, ScoresPlan
 from dsv4.kernels.indexer.queries import LANES, PAIRS, coded, rotated, transformed
 from dsv4.kernels.kit import mbarrier, quant
 from dsv4.kernels.kit.index_entry import FP4_GROUP, SCALE_BYTES
@@ -130,19 +130,25 @@ class TileScores:
         for i in cutlass.range(thread, BINS, self.plan.warps.threads, unroll=1):
             smem.counts[i] = Int32(0)
 
-    # ---- load warp ----
+    # ---- load warps ----
 
     @cute.jit
-    def load_run(self, operands: Operands, smem: Smem, ring: Ring, key_map, cursor, run: Run):
-        """Load tiles of a token: the lanes hold the pages of the next ones."""
+    def load_run(
+        self, operands: Operands, smem: Smem, ring: Ring, key_map, cursor, run: Run, first
+    ):
+        """Load tiles of a token: the lanes hold the pages of the next ones.
+
+        Args:
+            first: tile of the run that is this warp's first one; it takes every other one.
+        """
         page_keys, table = self.config.page, operands.block_table
         last_of_pool = cutlass.max(operands.keys.shape[0] - 1, 0)
         lane = cute.arch.lane_idx()
         last = cutlass.max(run.count - 1, 0) // page_keys
         held, base = Int32(0), Int32(-WARP)
-        for i in cutlass.range(run.tiles, unroll=1):
-            first = (run.tile + i) * TILE_KEYS
-            page = first // page_keys
+        for i in cutlass.range(first, run.tiles, LOADERS, unroll=1):
+            entry = (run.tile + i) * TILE_KEYS
+            page = entry // page_keys
             if page + self.parts > base + WARP:
                 base = page
                 held = table[run.request, cutlass.min(page + lane, last)]
@@ -153,23 +159,23 @@ class TileScores:
             cute.arch.sync_warp()
             mine = cute.arch.shuffle_sync(held, (page - base + lane) % WARP)
             if lane < self.parts:
-                self.load_part(operands, smem, ring, key_map, cursor, mine, first, lane)
-            cursor = ring.next(cursor)
+                self.load_part(operands, smem, ring, key_map, cursor, mine, entry, lane)
+            cursor = ring.skip(cursor, LOADERS)
         return cursor
 
     @cute.jit
-    def prefetch_run(self, operands: Operands, run: Run):
+    def prefetch_run(self, operands: Operands, run: Run, loader):
         """Ask for the run's first pages to be brought into L2, which may be while they are still
         written: as many as L2 holds of all CTAs."""
-        pages = PREFETCHED_BYTES // (self.config.page * self.config.row)
-        pages = pages // Int32(cute.arch.grid_dim()[0])
         page_keys, keys = self.config.page, operands.keys
+        pages = PREFETCHED_BYTES // (page_keys * self.config.row)
         last_of_pool = cutlass.max(keys.shape[0] - 1, 0)
         first = run.tile * TILE_KEYS
         end = cutlass.min(first + run.tiles * TILE_KEYS, run.count)
         first, end = first // page_keys, (end + page_keys - 1) // page_keys
-        end = cutlass.min(end, first + pages)
-        for i in cutlass.range(first + cute.arch.lane_idx(), end, WARP, unroll=1):
+        end = cutlass.min(end, first + pages // Int32(cute.arch.grid_dim()[0]))
+        own = first + loader * WARP + cute.arch.lane_idx()
+        for i in cutlass.range(own, end, LOADERS * WARP, unroll=1):
             page = operands.block_table[run.request, i]
             page = cutlass.max(cutlass.min(page, last_of_pool), 0)
             at = address_of(keys, Int64(page) * keys.stride[0])
