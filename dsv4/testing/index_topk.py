@@ -75,7 +75,7 @@ class Inputs(OpInputs):
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator, device=device)
 
-        tokens, config = len(case.lens), case.config
+        tokens = len(case.lens)
         requests = -(-tokens // case.tokens_per_request)
         columns = case.columns or -(-max((1, *case.lens)) // case.page) + 1
         pages = requests * columns

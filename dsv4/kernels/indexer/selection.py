@@ -181,9 +181,7 @@ class Selection:
         return cutlass.min((vectors + self.threads - 1) // self.threads, HELD)
 
     @cute.jit
-    def count_bin(
-        self, smem: Board, words: cute.Tensor, per_thread: Int32, lowest: Int32
-    ) -> Int32:
+    def count_bin(self, smem: Board, words: cute.Tensor, per_thread: Int32, lowest: Int32) -> Int32:
         """Count the thread's keys of a bin by their lower bits; how many lie above the bin."""
         higher = Int32(0)
         for v in cutlass.range_constexpr(HELD):
@@ -196,9 +194,7 @@ class Selection:
         return higher
 
     @cute.jit
-    def marks(
-        self, words: cute.Tensor, per_thread: Int32, key: Int32
-    ) -> tuple[Uint32, Uint32]:
+    def marks(self, words: cute.Tensor, per_thread: Int32, key: Int32) -> tuple[Uint32, Uint32]:
         """Bits of the thread's entries above a key, and of its equals."""
         above, equal = Uint32(0), Uint32(0)
         for v in cutlass.range_constexpr(HELD):

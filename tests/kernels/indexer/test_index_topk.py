@@ -13,6 +13,7 @@ from dsv4.kernels.indexer.plan import (
     CLUSTERS,
     GROUPS,
     HELD_KEYS,
+    LOADERS,
     ONE_LAUNCH_CLUSTERS,
     ClusterPlan,
     ScoresPlan,
@@ -34,7 +35,10 @@ LAUNCHES = [
     *({**ONE, "cluster": ctas} for ctas in ONE_LAUNCH_CLUSTERS),
     *({**TWO, "cluster": ctas} for ctas in CLUSTERS),
 ]
-EXTREMES = [LAUNCHES[0], LAUNCHES[len(ONE_LAUNCH_CLUSTERS) - 1], {**TWO, "cluster": 1}, LAUNCHES[-1]]
+FEWEST_AND_MOST = [
+    *({**ONE, "cluster": ONE_LAUNCH_CLUSTERS[i]} for i in (0, -1)),
+    *({**TWO, "cluster": CLUSTERS[i]} for i in (0, -1)),
+]
 # Tokens that share a CTA, one that a CTA begins within, lists of all lengths.
 RAGGED = Case((70, 330, 5, 64, 0, 130, 65), topk=64, gives_slots=True, padding_rows=1)
 
@@ -51,10 +55,12 @@ def run(inputs: Inputs, seed: int, schedules: int | None = 1, **scalars: int) ->
 def test_a_stage_is_always_the_same_warpgroup_s() -> None:
     """With 11 stages a warpgroup took a copy that had not landed for its own: on an H200 an illegal
     arrival, with pools so large that copies of neighbouring tiles take very different times."""
-    assert ScoresPlan().stages % GROUPS == 0
+    for plan in (ScoresPlan(), ClusterPlan()):
+        assert plan.stages % GROUPS == 0
+        assert plan.stages % LOADERS == 0
 
 
-@pytest.mark.parametrize("launch", EXTREMES, ids=str)
+@pytest.mark.parametrize("launch", [FEWEST_AND_MOST[0], *FEWEST_AND_MOST[2:]], ids=str)
 def test_ragged_lists(launch: dict[str, int], seed: int) -> None:
     run(Inputs.make(RAGGED, seed), seed, **launch)
 
@@ -84,7 +90,7 @@ def test_pages(page: int, tokens_per_request: int, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("levels", [1, 2, 30])
-@pytest.mark.parametrize("launch", EXTREMES, ids=str)
+@pytest.mark.parametrize("launch", FEWEST_AND_MOST, ids=str)
 def test_of_equal_scores_the_first_are_chosen(
     levels: int, launch: dict[str, int], seed: int
 ) -> None:

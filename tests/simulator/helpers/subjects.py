@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from dsv4.kernels.attention.paged_plan import workspace_size
-from dsv4.kernels.indexer.plan import CLUSTER
+from dsv4.kernels.indexer.plan import CLUSTERS
 from dsv4.kernels.seam.config import tiling_of
 from dsv4.testing import (
     compress,
@@ -254,13 +254,16 @@ def seam(arch: str) -> Subject:
 
 @cache
 def indexer() -> Subject:
-    """Ragged lists, by CTAs and by clusters, and one that registers do not hold."""
+    """Ragged lists, in one launch, by CTAs and by clusters, and one that registers do not hold."""
     ragged = index_topk.Case((70, 330, 5, 64, 0, 130, 65), 64, gives_slots=True, padding_rows=1)
     long = index_topk.Case((17_000, 100), 64, gives_slots=True)
     launches = [
-        (index_topk.Inputs.make(case, SEED), {"num_ctas": FEW_SMS, "cluster": cluster})
-        for case, cluster in ((ragged, 1), (ragged, CLUSTER), (long, 1))
-    ]
+        (index_topk.Inputs.make(case, SEED), {"num_ctas": ctas, "cluster": cluster})
+        for case, ctas, cluster in (
+            (ragged, 0, 4), (ragged, FEW_SMS, 1), (ragged, FEW_SMS, CLUSTERS[-1]),
+            (long, FEW_SMS, 1),
+        )
+    ]  # fmt: skip
     return _subject_of_op(
         "sm_90a", launches, lambda given, found: index_topk.assert_choice(given, found.outputs)
     )

@@ -1,5 +1,4 @@
-"""`index_topk` for Hopper (sm_90a): one launch of a cluster a token, or one of scores and one of the
-choice."""
+"""`index_topk` for Hopper (sm_90a): one launch, a cluster a token; or scores, then the choice."""
 
 from __future__ import annotations
 

@@ -27,10 +27,16 @@ from dsv4.kernels.indexer.config import (
 from dsv4.kernels.indexer.context import Operands, bits_of, order_key, tiles_of, visible
 from dsv4.kernels.indexer.plan import GROUPS, LOADERS, ClusterPlan
 from dsv4.kernels.indexer.queries import coded, rotated, transformed
-from dsv4.kernels.indexer.selection import BOARD_STRIDE, BOARD_WORDS, HELD, VECTOR, Board, Selection, Share
+from dsv4.kernels.indexer.selection import (
+    BOARD_STRIDE,
+    HELD,
+    VECTOR,
+    Board,
+    Selection,
+    Share,
+)
 from dsv4.kernels.indexer.sm90.tile_scores import WARP, Run, TileScores
 from dsv4.kernels.kit import mbarrier, pdl
-from dsv4.kernels.kit.mbarrier import Ring
 from dsv4.kernels.kit.remote import add_remote
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.tma import prefetch_descriptors
@@ -158,7 +164,8 @@ class OneLaunchSm90(TileScores):
         tile, end = rank * tiles // self.cluster, (rank + 1) * tiles // self.cluster
         run = Run(token, count, request, tile, end - tile)
         storage = storage_struct(plan.smem)(SmemAllocator().allocate(plan.smem.total_bytes, 1024))
-        smem, ring = self.cluster_views(storage, tile), mbarrier.pipeline(plan.barriers, storage, "ring")
+        smem = self.cluster_views(storage, tile)
+        ring = mbarrier.pipeline(plan.barriers, storage, "ring")
         self.prepare(smem, ring, warp, thread)
         if thread == 0:
             for i in cutlass.range_constexpr(2):
@@ -194,9 +201,7 @@ class OneLaunchSm90(TileScores):
                 self.score_run(operands, smem, ring, cursor, run, group)
             self.add_counts(smem, rank, thread)
             share = Share(tile * TILE_KEYS, cutlass.min(end * TILE_KEYS, count))
-            self.selection.select(
-                operands, smem, smem.choice, token, request, share, rank, thread
-            )
+            self.selection.select(operands, smem, smem.choice, token, request, share, rank, thread)
             self.store_scores(operands, smem, run, thread)
         else:
             pdl.wait_for_previous_launch()
