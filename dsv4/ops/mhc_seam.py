@@ -3,7 +3,7 @@ operator."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import index
 from typing import ClassVar, NamedTuple
 
@@ -25,6 +25,8 @@ from dsv4.kernels.seam.config import (
 )
 from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.quantize import quantize_e4m3
+from dsv4.ops.runtime import state as states
+from dsv4.ops.runtime import tensors as make
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_flag, check_is_tensor
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
@@ -86,6 +88,18 @@ class MhcSeam(KernelOp):
 
     def max_workspace_size(self, config: SeamConfig, rows: int, device: Device) -> int:
         return rows * (config.dim // GROUP) * PARTIAL_ROWS if has_kernel(config) else 0
+
+    def probes(
+        self, config: SeamConfig, target: Device, device: torch.device
+    ) -> Iterator[tuple[Tensor | int, ...]]:
+        """A token through one launch and through two, with all that the configuration reads and
+        writes."""
+        for parts in (0, 1):
+            call = list(states.smallest_call(self, config, (1, 1, parts), device))
+            for place, arg in enumerate(self.tensors):
+                if arg.is_optional and self.needs(config, arg.name):
+                    call[place] = make.empty(arg, self.values(config), {"T": 1}, device).zero_()
+            yield tuple(call)
 
     def needs(self, config: SeamConfig, name: str) -> bool | None:
         if name in _OF_EXPANSION:

@@ -112,6 +112,16 @@ def test_rows_of_experts_are_added_with_the_bits_of_their_sum(kernels, seed) -> 
         assert torch.equal(tensor[:4].view(torch.uint8), other[name][:4].view(torch.uint8)), name
 
 
+def test_a_warm_up_touches_only_what_it_brings(kernels) -> None:
+    from dsv4.simulator import simulate
+
+    config = SEAM.config
+    calls = list(MHC_SEAM.probes(config, kernels.planned_for, torch.device("cpu")))
+    assert [call[-1] for call in calls] == [0, 1]
+    for call in calls:
+        simulate(kernels.compile(config), *call).raise_if_racy()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_every_block_of_the_kernel_runs(arch, seed) -> None:
