@@ -29,8 +29,8 @@ WITH_S = (
     "waited for the product with these"
 )
 BEHIND_KEYS = (
-    "words about a tile: the stage of its keys was waited for before, which was free when the "
-    "product that came behind the reading of older words was over"
+    "words about a tile: stages of keys were waited for before, which are free when the products "
+    "that came behind the reading of older words are over"
 )
 ONE_LANE = "the lane that arrives has stored the words"
 SPAN = "the span's place is free: each warp releases it before Q, whose release was waited for"
@@ -84,6 +84,16 @@ WEAKER = {
         ("mbarrier.arrive", "_load_rows", "relaxed"): (1, EXPECTS),
         ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, WITH_S),
         ("mbarrier.try_wait", "receive", "relaxed"): (1, WITH_S),
+    },
+    "two_ctas": {
+        **gathered(HARMLESS["pair"], "_load_tiles"),
+        ("mbarrier.arrive", "_load_rows", "relaxed"): (1, EXPECTS),
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (
+            2,
+            f"full: {WITH_S}; empty: {BEHIND_KEYS}",
+        ),
+        ("mbarrier.try_wait", "receive", "relaxed"): (1, WITH_S),
+        ("mbarrier.try_wait", "send", "relaxed"): (1, BEHIND_KEYS),
     },
     # The gather warps of the two CTAs, which convert other columns, have code of their own.
     "two_ctas_fp8": {
