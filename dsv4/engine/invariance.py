@@ -46,7 +46,9 @@ def depends_on_neighbours(model: DeepseekV4) -> list[str]:
         for chunk in (PROBED_TOKENS, 1):
             step = manager.step([slot], [chunk], chunk)
             with probe:
-                model.outputs(model.unwritten_streams(ids[:, :chunk], cache, step))
+                streams = model.unwritten_streams(ids[:, :chunk], cache, step)
+                model.outputs(streams)
+                model.best(streams)
     return sorted(probe.found)
 
 
