@@ -6,14 +6,18 @@ from collections.abc import Mapping
 from typing import ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4.arch import ARCHS
 from dsv4.kernels.step.config import ARGS, KINDS, StepIndicesConfig, values
 from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+from dsv4.quoting import quoted
 
 ROWS_PER_CTA = 1024  # indices
+MAX_CHUNK = 1 << 20  # tokens of a request in a step: no context is longer
 
 
 class StepIndices(KernelOp):
@@ -31,6 +35,26 @@ class StepIndices(KernelOp):
         """Number of CTAs."""
         count = -(-sizes["B"] * max(sizes["W"], sizes["C"]) // ROWS_PER_CTA)
         return (min(max(count, 1), device.num_sms),)
+
+    def needs(self, config: StepIndicesConfig, name: str) -> bool | None:
+        stem, _, kind = name.rpartition("_")
+        return config.ratios[int(kind)] > 0 if stem in ("completed", "visible") else None
+
+    def check_sizes(self, config: StepIndicesConfig, *tensors: Tensor | None) -> None:
+        chunk = tensors[6].shape[1]
+        for kind, ratio in enumerate(config.ratios):
+            completed, visible = tensors[10 + 2 * kind : 12 + 2 * kind]
+            for name, tensor in (("completed", completed), ("visible", visible)):
+                if (tensor is None) == bool(ratio):
+                    got, needed = ("nothing", "a") if tensor is None else ("a tensor", "no")
+                    raise ValueError(
+                        f"{name}_{kind}: got {got}, ratio {ratio} needs {needed} tensor"
+                    )
+            if ratio and completed.shape[1] != -(-chunk // ratio):
+                raise ValueError(
+                    f"completed_{kind}: got {completed.shape[1]} columns, needs "
+                    f"{-(-chunk // ratio)} for {chunk} tokens and ratio {ratio}"
+                )
 
     def torch(
         self,
@@ -126,8 +150,21 @@ def step_indices(
     Raises:
         ValueError, TypeError: an argument does not fit; the message names it.
     """
+    tensors = (slots, starts, lens, block_table)
+    check_are_tensors(ARGS[:4], tensors)
+    check_ranks(ARGS[:4], tensors)
+    if isinstance(chunk, bool) or not isinstance(chunk, int):
+        raise TypeError(f"chunk: got {quoted(chunk)}, needs an integer")
+    if not 0 <= chunk <= MAX_CHUNK:
+        raise ValueError(f"chunk: got {chunk}, needs 0 to {MAX_CHUNK}")
+    if not isinstance(ratios, tuple):
+        raise TypeError(f"ratios: got {quoted(ratios)}, needs a tuple")
     if len(ratios) > KINDS:
         raise ValueError(f"ratios: got {len(ratios)}, at most {KINDS} are possible")
+    if any(isinstance(ratio, bool) or not isinstance(ratio, int) for ratio in ratios):
+        raise TypeError(f"ratios: got {quoted(ratios)}, needs integers")
+    if any(ratio < 1 for ratio in ratios):
+        raise ValueError(f"ratios: got {quoted(ratios)}, needs positive ones")
     identity = step_indices_runner_id(ring, block, *ratios)
     rows = len(slots)
 
@@ -171,8 +208,8 @@ def rows_of(valid: Tensor) -> Tensor:
 
 def last_valid(valid: Tensor) -> Tensor:
     """[1] int32: number of leading tokens of [B * C] behind which all are padding."""
-    count = torch.arange(1, valid.numel() + 1, device=valid.device)
-    return torch.where(valid.flatten(), count, 0).amax(0, keepdim=True).to(torch.int32)
+    count = torch.arange(valid.numel() + 1, device=valid.device)
+    return (count * F.pad(valid.flatten(), (1, 0))).amax(0, keepdim=True).to(torch.int32)
 
 
 def ring_slots(slots: Tensor, positions: Tensor, valid: Tensor, ring: int) -> Tensor:
@@ -187,9 +224,10 @@ def completed_entries(
     starts // ratio on; -1: the step does not reach its end, or the request has no block."""
     size, count = block // ratio, -(-chunk // ratio)
     numbers = (starts // ratio)[:, None] + torch.arange(count, device=starts.device)
-    inside = numbers // size < block_table.shape[1]
+    inside = (numbers >= 0) & (numbers // size < block_table.shape[1])
     complete = inside & ((numbers + 1) * ratio <= (starts + lens)[:, None])
-    numbers = torch.where(inside, numbers, 0)
-    blocks = block_table.gather(1, numbers // size)
+    # A column behind the last stands for all blocks that are not there.
+    table = F.pad(block_table, (0, 1), value=-1)
+    blocks = table.gather(1, torch.where(inside, numbers // size, table.shape[1] - 1))
     slots = torch.where(blocks < 0, -1, blocks * size + numbers % size)
     return torch.where(complete, slots, -1).to(torch.int32)

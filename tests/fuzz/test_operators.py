@@ -270,6 +270,9 @@ def _bundles(op: KernelOp, operands: Operands) -> dict[str, Any]:
             for label, kind, names in (*groups, ("index_keys", Compression, INDEXER))
             if all(given[name] is not None for name in names)
         }
+    if op.name == "step_indices":
+        ratios = tuple(filter(None, operands.config.ratios))
+        return {"chunk": _width(op, operands, "positions"), "ratios": ratios}
     if op.name != "moe":
         return {}
     units = [
@@ -279,6 +282,12 @@ def _bundles(op: KernelOp, operands: Operands) -> dict[str, Any]:
     config = operands.config
     block = (config.block_rows, config.block_columns)
     return {"experts": units[0], "shared": units[1], "block": block}
+
+
+def _width(op: KernelOp, operands: Operands, name: str) -> int:
+    """Last size of an operand."""
+    place = [arg.name for arg in op.tensors].index(name)
+    return operands.tensors[place].shape[-1]
 
 
 def _epilogue(rotation: Any, given: dict[str, Tensor | None], squares: str) -> HeadRotation | None:

@@ -121,7 +121,9 @@ class StepIndices:
             window_slots[row, offset] = cutlass.select_(is_valid, place, Int32(NONE))
             for kind in cutlass.range_constexpr(len(self.config.ratios)):
                 if cutlass.const_expr(self.config.ratios[kind] > 0):
-                    visible[kind][row, offset] = (position + 1) // self.config.ratios[kind]
+                    # A launch that is not checked may come without it.
+                    if row < visible[kind].shape[0]:
+                        visible[kind][row, offset] = (position + 1) // self.config.ratios[kind]
 
     @cute.jit
     def completed(
@@ -142,7 +144,7 @@ class StepIndices:
             number = start // ratio + index - row * count
             column = number // size
             is_complete = (number + 1) * ratio <= start + Int32(lens[row])
-            if is_complete and column < block_table.shape[1]:
+            if is_complete and number >= 0 and column < block_table.shape[1]:
                 block = Int32(block_table[row, column])
                 if block >= 0:
                     slot = block * size + number % size
