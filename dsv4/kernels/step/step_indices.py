@@ -121,9 +121,21 @@ class StepIndices:
             window_slots[row, offset] = cutlass.select_(is_valid, place, Int32(NONE))
             for kind in cutlass.range_constexpr(len(self.config.ratios)):
                 if cutlass.const_expr(self.config.ratios[kind] > 0):
-                    # A launch that is not checked may come without it.
-                    if row < visible[kind].shape[0]:
-                        visible[kind][row, offset] = (position + 1) // self.config.ratios[kind]
+                    self.visible(visible[kind], row, offset, position, self.config.ratios[kind])
+
+    @cute.jit
+    def visible(
+        self,
+        visible: cute.Tensor,
+        row: Int32,
+        offset: Int32,
+        position: Int32,
+        ratio: cutlass.Constexpr,
+    ):
+        """Entries that are complete at a token."""
+        # A launch that is not checked may come without the tensor.
+        if row < visible.shape[0]:
+            visible[row, offset] = (position + 1) // ratio
 
     @cute.jit
     def completed(
