@@ -105,14 +105,15 @@ class ModelCache:
         )
 
     def prepared(self, step: Step) -> Step:
-        """The step with what its layers derive from it, where one launch makes that: on GPUs with
-        kernels, for steps whose keys fit into the rings."""
+        """The step with what its layers derive from it, made at once, if its keys fit into the
+        rings."""
         window = self.layers[0].window
         is_known = step.indices is not None or not window.is_in_place(step)
         ratios = tuple(sorted({spec.ratio for spec in self.config.schedule if spec.ratio}))
-        if is_known or self.device.type != "cuda" or len(ratios) > KINDS:
+        if is_known or len(ratios) > KINDS:
             return step
-        given = step.slots, step.starts, step.lens, step.block_table
+        given = (step.slots, step.starts, step.lens, step.block_table)
+        given = (tensor.contiguous() for tensor in given)
         sizes = {"ring": window.size, "block": self.block_size}
         indices = step_indices(*given, chunk=step.chunk, **sizes, ratios=ratios)
         return step.having(indices, ratios)

@@ -138,19 +138,20 @@ class RequestState:
 
         A request that has all its tokens has no valid ones, like padding.
         """
-        ints = self.ints.index_select(0, rows)
-        tokens, starts = ints[:, : shape.chunk], ints[:, shape.chunk]
-        lens = (ints[:, shape.chunk + 1] - starts).clamp_(0, shape.chunk)
+        # By columns, each contiguous, as operators take them.
+        columns = self.ints.t().index_select(1, rows)
+        tokens, starts = columns[: shape.chunk].t(), columns[shape.chunk]
+        lens = (columns[shape.chunk + 1] - starts).clamp_(0, shape.chunk)
         width = shape.capacity // self._block_size
         step = Step(
-            slots=ints[:, -3],
+            slots=columns[-3],
             starts=starts,
             lens=lens,
             block_table=self.table[:, :width].index_select(0, rows),
             chunk=shape.chunk,
             capacity=shape.capacity,
         )
-        return ForwardInputs(step, tokens, tokens, self.sampling(rows, shape.sampling, ints))
+        return ForwardInputs(step, tokens, tokens, self.sampling(rows, shape.sampling, columns.t()))
 
     def sampling(
         self, rows: Tensor, kind: SamplingKind, ints: Tensor | None = None

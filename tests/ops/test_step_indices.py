@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
+from dsv4.kernels.step.config import StepIndicesConfig
 from dsv4.ops import step_indices
 from dsv4.ops.step_indices import STEP_INDICES
 from dsv4.testing.step_indices import Case, Inputs
+from tests.model.tiny import tiny_config
 
 pytestmark = pytest.mark.stage("rows")
 
@@ -59,6 +62,22 @@ def test_a_step_that_has_them_says_the_same(seed) -> None:
     for ratio in (4, 128):
         assert torch.equal(plain.completed(ratio, 128), step.completed(ratio, 128))
         assert torch.equal(plain.visible(ratio), step.visible(ratio))
+
+
+def test_a_cache_prepares_steps_whose_tensors_lie_apart(seed) -> None:
+    """Those of an engine are columns of one tensor."""
+    cache = ModelCache(tiny_config("SCH"), 40, 9, 9, torch.float32, "cpu", max_draft=1)
+    ratios = sorted({spec.ratio for spec in cache.config.schedule if spec.ratio})
+    sizes = StepIndicesConfig(cache.layers[0].window.size, cache.block_size, *ratios)
+    given = Inputs.make(Case(7, 2, 9, sizes), seed).requests
+    apart = {name: torch.stack((x, x), -1)[..., 0] for name, x in given.items()}
+    assert not apart["slots"].is_contiguous()
+    one, other = (
+        cache.prepared(Step(**tensors, chunk=2, capacity=9 * cache.block_size)).indices
+        for tensors in (given, apart)
+    )
+    assert torch.equal(one.requests, other.requests) and torch.equal(one.pages, other.pages)
+    assert all(map(torch.equal, one.completed, other.completed))
 
 
 def test_bad_arguments_are_named(seed) -> None:
