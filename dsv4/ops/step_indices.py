@@ -156,7 +156,7 @@ def step_indices(
     if isinstance(chunk, bool) or not isinstance(chunk, int):
         raise TypeError(f"chunk: got {quoted(chunk)}, needs an integer")
     if not 0 <= chunk <= MAX_CHUNK:
-        raise ValueError(f"chunk: got {chunk}, needs 0 to {MAX_CHUNK}")
+        raise ValueError(f"chunk: got {quoted(chunk)}, needs 0 to {MAX_CHUNK}")
     if not isinstance(ratios, tuple):
         raise TypeError(f"ratios: got {quoted(ratios)}, needs a tuple")
     if len(ratios) > KINDS:

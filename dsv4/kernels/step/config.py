@@ -36,10 +36,12 @@ class StepIndicesConfig:
             if isinstance(value, bool) or not isinstance(value, Integral):
                 raise TypeError(f"{name}: got {quoted(value)}, needs an integer")
             if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+                raise ValueError(f"{name} must be at least {least}, got {quoted(value)}")
         for ratio in filter(None, self.ratios):
             if self.block % ratio:
-                raise ValueError(f"block: got {self.block}, needs a multiple of ratio {ratio}")
+                raise ValueError(
+                    f"block: got {quoted(self.block)}, needs a multiple of ratio {quoted(ratio)}"
+                )
 
     @property
     def ratios(self) -> tuple[int, int]:
