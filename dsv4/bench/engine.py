@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from dsv4.bench.kernel_times import kernel_times
 from dsv4.bench.machine import Machine
 from dsv4.bench.random_model import MODELS, RandomModel, fitting_model, truncated
+from dsv4.bench.report import layers_cell
 from dsv4.engine.engine import Engine
 from dsv4.engine.memory_plan import plan_memory
 from dsv4.engine.sampling_params import SamplingParams
@@ -167,11 +168,11 @@ def as_row(result: Result) -> dict[str, Any]:
 
 def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     """A row of a record under `COLUMNS`."""
-    shape, aliased = row["shape"], row["aliased_layers"]
+    shape = row["shape"]
     found = f"{row['microseconds'] / 1e3:.2f}"
     return [
         shape["model"],
-        f"{row['layers']} ({aliased} aliased)" if aliased else f"{row['layers']}",
+        layers_cell(row),
         f"{shape['batch']}",
         f"{shape['prompt']}",
         f"**{found}**" if is_bold else found,

@@ -46,6 +46,12 @@ def write_record(path: Path, found: Mapping[str, Any]) -> None:
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+def layers_cell(row: Mapping[str, Any]) -> str:
+    """Layers of a whole model that was timed, and how many of them share experts."""
+    aliased = row["aliased_layers"]
+    return f"{row['layers']} ({aliased} aliased)" if aliased else f"{row['layers']}"
+
+
 class RooflinePoint(NamedTuple):
     """A measurement under the roof."""
 

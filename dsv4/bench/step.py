@@ -14,6 +14,7 @@ from torch import Tensor
 from dsv4.bench.kernel_times import kernel_times
 from dsv4.bench.machine import Machine
 from dsv4.bench.random_model import MODELS, RandomModel, fitting_model, random_cache, truncated
+from dsv4.bench.report import layers_cell
 from dsv4.bench.step_floor import Load, StepFloor
 from dsv4.bench.timing import elapsed_microseconds
 from dsv4.cache.manager import CacheManager
@@ -289,11 +290,11 @@ def as_row(result: Result) -> dict[str, Any]:
 
 def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     """A row of a record under `COLUMNS`."""
-    time, shape, aliased = row["microseconds"], row["shape"], row["aliased_layers"]
+    time, shape = row["microseconds"], row["shape"]
     found = f"{time / 1e3:.2f}"
     line = [
         f"{shape['model']}, invariant" if shape.get("batch_invariant") else shape["model"],
-        f"{row['layers']} ({aliased} aliased)" if aliased else f"{row['layers']}",
+        layers_cell(row),
         f"{shape['batch']}",
         f"{shape['context']}",
         f"{shape['drafts']}",

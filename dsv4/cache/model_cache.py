@@ -82,6 +82,7 @@ class ModelCache:
         self.dtype = dtype
         self.device = torch.device(device)
         self.block_size = block_size(config)
+        self._ratios = tuple(sorted({spec.ratio for spec in config.schedule if spec.ratio}))
         self.kv_format = kv_format or KvFormat.of(config, dtype, self.device)
         self.state = StateCache(config, max_requests, device, max_draft)
         window = (max_requests, config.sliding_window, max_draft, max_tokens)
@@ -109,14 +110,13 @@ class ModelCache:
         rings."""
         window = self.layers[0].window
         is_known = step.indices is not None or not window.is_in_place(step)
-        ratios = tuple(sorted({spec.ratio for spec in self.config.schedule if spec.ratio}))
-        if is_known or len(ratios) > KINDS:
+        if is_known or len(self._ratios) > KINDS:
             return step
         given = (step.slots, step.starts, step.lens, step.block_table)
         given = (tensor.contiguous() for tensor in given)
         sizes = {"ring": window.size, "block": self.block_size}
-        indices = step_indices(*given, chunk=step.chunk, **sizes, ratios=ratios)
-        return step.having(indices, ratios)
+        indices = step_indices(*given, chunk=step.chunk, **sizes, ratios=self._ratios)
+        return step.having(indices, self._ratios)
 
     @property
     def max_context(self) -> int:

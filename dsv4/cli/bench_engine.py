@@ -16,13 +16,7 @@ def add_parser(benchmarks) -> None:
         "is taken from the GPU's clock.",
     )
     bench_model.add_options(parser)
-    parser.add_argument(
-        "--batch",
-        type=bench_model.count,
-        action="append",
-        metavar="B",
-        help="requests (repeatable)",
-    )
+    bench_model.add_batch(parser)
     parser.add_argument(
         "--prompt", type=bench_model.count, metavar="TOKENS", help="of each request"
     )

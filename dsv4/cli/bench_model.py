@@ -30,6 +30,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_batch(parser: argparse.ArgumentParser) -> None:
+    """`--batch`."""
+    parser.add_argument(
+        "--batch", type=count, action="append", metavar="B", help="requests (repeatable)"
+    )
+
+
 def measure(
     args: argparse.Namespace,
     family: str,

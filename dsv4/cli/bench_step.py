@@ -18,13 +18,7 @@ def add_parser(benchmarks) -> None:
         "expert that was used and every key once, at the bandwidth and rate measured now.",
     )
     bench_model.add_options(parser)
-    parser.add_argument(
-        "--batch",
-        type=bench_model.count,
-        action="append",
-        metavar="B",
-        help="requests (repeatable)",
-    )
+    bench_model.add_batch(parser)
     parser.add_argument(
         "--context",
         type=bench_model.count,

@@ -128,7 +128,7 @@ class DeepseekV4(Module):
                 chunk=size,
                 capacity=tokens_per_block * -(-(begin + size) // tokens_per_block),
             )
-            logits.append(self.logits(self.streams(ids, cache, step)))
+            logits.append(self.outputs(self.unwritten_streams(ids, cache, step))[0])
         return torch.cat(logits, dim=1)
 
     def streams(self, input_ids: Tensor, cache: ModelCache, step: Step) -> Tensor:

@@ -4,8 +4,6 @@ and operator."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from operator import index
 from typing import ClassVar
 
@@ -14,38 +12,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dsv4.kernels.gemm import plain_plan as plans
 from dsv4.kernels.gemm.argmax_args import ARGS
 from dsv4.kernels.gemm.epilogues import ArgMax
-from dsv4.kernels.gemm.plain_args import values
 from dsv4.kernels.gemm.plain_config import PlainLinearConfig
-from dsv4.ops.plain_linear import MODEL_HEADS
+from dsv4.ops.plain_linear import PlainLinear
 from dsv4.ops.runtime.backend import Device
-from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
-from dsv4.ops.runtime.state import smallest_call
+from dsv4.ops.runtime.kernel_op import Sizes
 
 FAILED = -1  # in place of a row
 
 
-class LinearArgMax(KernelOp):
+class LinearArgMax(PlainLinear):
     """arg max over m of x W^T, in bf16 with fp32 sums."""
 
     name = "linear_argmax"
-    config = PlainLinearConfig
     args = ARGS
     kernels: ClassVar = {"sm_90a": "dsv4.kernels.gemm.sm90.linear_argmax"}
-
-    def values(self, config: PlainLinearConfig) -> Mapping[str, int | str]:
-        return values(config)
-
-    def compiled_config(self, config: PlainLinearConfig, arch: str) -> PlainLinearConfig:
-        """M is known at run time."""
-        return replace(config, out_features=1)
 
     def plan(self, config: PlainLinearConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """Index of the tiling, and number of SMs; refuses a weight without rows."""
         _check_rows(sizes["M"])
-        return plans.choose(sizes["T"]), device.num_sms
+        return super().plan(config, sizes, device)
 
     def check_sizes(self, config: PlainLinearConfig, *tensors: Tensor | None) -> None:
         _check_rows(tensors[1].shape[0])
@@ -74,17 +61,6 @@ class LinearArgMax(KernelOp):
         best, found = y.max(-1)
         # A maximum is NaN where any value is.
         rows.copy_(torch.where(best > -math.inf, found, FAILED))
-
-    def probes(
-        self, config: PlainLinearConfig, target: Device, device: torch.device
-    ) -> Iterator[tuple[Tensor | int, ...]]:
-        """One token through every tiling."""
-        for tiling in range(len(plans.TILINGS)):
-            yield tuple(smallest_call(self, config, (tiling, target.num_sms), device))
-
-    def aot(self) -> Mapping[str, PlainLinearConfig]:
-        """The heads of Flash and Pro."""
-        return {label: PlainLinearConfig(*given) for label, given in MODEL_HEADS.items()}
 
 
 LINEAR_ARGMAX = LinearArgMax()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from torch import Tensor
+
 from dsv4.engine.engine import Engine
 from dsv4.engine.sampling_params import SamplingParams
 
@@ -17,6 +19,19 @@ def alone(model, prompt: list[int], sampling: SamplingParams) -> list[int]:
     engine = Engine(model, 1, len(prompt) + sampling.max_new_tokens)
     engine.add(prompt, sampling)
     return drain(engine)[0]
+
+
+def recorded_logits(model, monkeypatch) -> list[Tensor]:
+    """Filled with the logits of every forward from here on."""
+    seen, original = [], type(model).outputs
+
+    def recording(self, streams):
+        logits, streams = original(self, streams)
+        seen.append(logits)
+        return logits, streams
+
+    monkeypatch.setattr(type(model), "outputs", recording)
+    return seen
 
 
 def drain(engine: Engine) -> dict[int, list[int]]:

@@ -9,13 +9,11 @@ import random
 from collections import defaultdict
 from pathlib import Path
 
-import torch
-
 import dsv4
 from dsv4.engine.engine import Engine
 from dsv4.engine.generate import generate
 from dsv4.engine.sampling_params import SamplingParams
-from tests.engine.driving import drain, greedy
+from tests.engine.driving import drain, greedy, recorded_logits
 from tests.engine.tiny_model import BLOCK, tiny_model
 
 TINY_CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny"
@@ -33,29 +31,16 @@ def _requests(seed: int, count: int) -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-def _logits(model, monkeypatch) -> list[torch.Tensor]:
-    """Filled with the logits of every forward from here on."""
-    seen, original = [], type(model).outputs
-
-    def recording(self, streams):
-        logits, streams = original(self, streams)
-        seen.append(logits)
-        return logits, streams
-
-    monkeypatch.setattr(type(model), "outputs", recording)
-    return seen
-
-
 def test_neighbours_chunks_and_recomputing_change_no_bit(seed: int, monkeypatch) -> None:
     model = dsv4.load(TINY_CHECKPOINT)
     requests = _requests(seed, 3)
-    logits = _logits(model, monkeypatch)
+    logits = recorded_logits(model, monkeypatch)
     expected = []
     for request in requests:
         engine = Engine(model, 1, 64, batch_invariant=True)
         engine.add(*request)
         expected.append(drain(engine)[0])
-    assert len(logits) == sum(6 for _ in requests)
+    assert len(logits) == 6 * len(requests)
     alone_bits = {tuple(row.flatten().tolist()) for row in logits}
     logits.clear()
 

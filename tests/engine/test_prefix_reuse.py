@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dsv4.engine.engine import Engine
-from tests.engine.driving import alone, drain, greedy
+from tests.engine.driving import alone, drain, greedy, recorded_logits
 from tests.engine.tiny_model import BLOCK, assert_same_tokens, tiny_model, tokens
 from tests.model.tiny import poison
 
@@ -46,14 +46,7 @@ def test_a_text_behind_a_known_beginning_has_the_same_bits(
     beginning = tokens(generator, BLOCK)
     params = greedy(5, temperature=2.0, seed=seed)
     prompts = [beginning + tokens(generator, count) for count in (3, 6)]
-    seen, outputs = [], type(model).outputs
-
-    def recording(self, streams):
-        logits, streams = outputs(self, streams)
-        seen.append(logits)
-        return logits, streams
-
-    monkeypatch.setattr(type(model), "outputs", recording)
+    seen = recorded_logits(model, monkeypatch)
     plain = Engine(model, 1, 2 * BLOCK, **options)
     plain.add(prompts[1], params)
     expected = drain(plain)[0]

@@ -14,6 +14,7 @@ from dsv4.engine.engine import Engine
 from dsv4.engine.invariance import depends_on_neighbours
 from dsv4.engine.sampling_params import SamplingParams
 from dsv4.model.model import DeepseekV4
+from tests.engine.driving import drain, recorded_logits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stage("model")]
 
@@ -40,42 +41,31 @@ def run(model: DeepseekV4, given: list, **options) -> list[list[int]]:
     """New tokens of each request; all start together."""
     engine = Engine(model, len(given), CONTEXT, batch_invariant=True, **options)
     assert engine.shares_forwards, depends_on_neighbours(model)
-    found = [[] for _ in given]
     for request in given:
         engine.add(*request)
-    while engine.num_requests:
-        for request, more, *_ in engine.step():
-            found[request] += more
-    return found
+    new = drain(engine)
+    return [new[number] for number in range(len(given))]
 
 
-def logits_of(model: DeepseekV4, monkeypatch) -> set[str]:
-    """Filled with digests of the logits of every token that is chosen from here on."""
-    seen, original = set(), type(model).outputs
-
-    def recording(self, streams):
-        logits, streams = original(self, streams)
-        for row in logits.flatten(0, 1).cpu():
-            assert row.isfinite().any()
-            seen.add(hashlib.sha256(row.numpy().tobytes()).hexdigest())
-        return logits, streams
-
-    monkeypatch.setattr(type(model), "outputs", recording)
-    return seen
+def digests(logits: list[torch.Tensor]) -> set[str]:
+    """Of the logits of every token that was chosen."""
+    rows = [row for found in logits for row in found.flatten(0, 1).cpu()]
+    assert all(row.isfinite().any() for row in rows)
+    return {hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in rows}
 
 
 @pytest.mark.parametrize("chunk", [4096, 64])
 def test_neighbours_and_chunks_change_no_bit(model, monkeypatch, chunk: int) -> None:
     # A bias, if of nothing, needs logits: else the kernel of the head keeps the best alone.
     given = requests(7, logit_bias={0: 0.0})
-    seen = logits_of(model, monkeypatch)
+    logits = recorded_logits(model, monkeypatch)
     alone = [run(model, [one], use_cuda_graphs=False)[0] for one in given]
-    expected = set(seen)
+    expected = digests(logits)
     assert len(expected) >= len(given) * NEW
-    seen.clear()
+    logits.clear()
     together = run(model, given, use_cuda_graphs=False, prefill_chunk=chunk)
     assert together == alone
-    assert len(expected - seen) == 0
+    assert not expected - digests(logits)
 
 
 def test_replays_give_the_tokens_of_a_request_alone(model) -> None:

@@ -12,15 +12,25 @@ from dsv4.testing.mutate import Edit, check, mutated
 
 
 def tests_of(
-    bugs: Mapping[str, Edit], module: str, noticed: Callable[[Callable, int], bool]
+    bugs: Mapping[str, Edit], module: str, checked: Callable[[Callable, int], None]
 ) -> tuple[Callable, Callable, Callable]:
     """`test_bug_has_its_place`, `test_bug_is_noticed`, `test_without_a_bug_nothing_is_noticed`.
 
     Args:
         bugs: by name.
         module: of the kernel, with a function `build`.
-        noticed: whether a run with such a `build` and a seed is found to be wrong.
+        checked: runs what such a `build` compiles, with a seed, under the checks of every test.
     """
+
+    def noticed(build: Callable, seed: int) -> bool:
+        """Whether the simulator or a comparison finds the run to be wrong."""
+        from dsv4.simulator.errors import Deadlock, KernelFault
+
+        try:
+            checked(build, seed)
+        except (AssertionError, Deadlock, KernelFault):
+            return True
+        return False
 
     @pytest.mark.parametrize("name", bugs)
     def has_its_place(name: str) -> None:
