@@ -144,7 +144,8 @@ def test_a_step_is_queued_while_the_one_before_runs(model, text, rows: int, monk
     assert engine.async_scheduling and engine._decoder.is_captured
     for row in range(rows):
         engine.add(text[100 * row :][:150], SamplingParams(max_new_tokens=80, stop_tokens=()))
-    while engine.stats.decode_tokens < 5 * rows:
+    # Prompts run eagerly, and launch after launch of them may last longer than the pause.
+    while engine.stats.prefill_tokens < 150 * rows or engine.stats.decode_tokens < 5 * rows:
         engine.step()
     for _ in range(20):
         engine.step()
