@@ -102,7 +102,7 @@ def test_tensors_that_fit_are_computed(name: str, rounds: int, seed: int) -> Non
     assert outcomes["bytes written"], outcomes
 
 
-@pytest.mark.parametrize("rounds", [50, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [25, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPS)
 def test_tensors_that_do_not_fit_are_refused(name: str, rounds: int, seed: int) -> None:
     """A refused call writes nothing, and fake tensors are refused like real ones."""

@@ -147,9 +147,9 @@ def edges(subject: Subject, sink_mode: str, is_causal: bool, seed: int) -> tuple
     ("sink_mode", "splits", "is_causal"),
     [
         ("swa_gate", 3, True),
-        ("softmax", 1, False),
-        *slow(("swa_gate", 1, True), ("softmax", 3, False), ("softmax", 5, True)),
-        *slow(("swa_gate", 5, False), ("swa_gate", 2, True), ("softmax", 2, False)),
+        *slow(("softmax", 1, False), ("softmax", 3, False), ("softmax", 5, True)),
+        *slow(("swa_gate", 1, True), ("swa_gate", 5, False), ("swa_gate", 2, True)),
+        *slow(("softmax", 2, False)),
     ],
 )
 @every_kernel

@@ -16,6 +16,7 @@ from dsv4.ops.attention.sparse_fmha import SPARSE_FMHA
 from dsv4.ops.runtime import precompile, registry
 from dsv4.ops.runtime.precompile import Outcome
 from dsv4.ops.runtime.report import KernelReport, kernel_reports
+from dsv4.ops.step_indices import STEP_INDICES
 
 needs_compiler = pytest.mark.skipif(
     sys.platform != "linux", reason="the kernel compiler exists for Linux only"
@@ -139,12 +140,13 @@ def test_what_was_not_stored_has_failed(
     """A cache folder that cannot be written: each kernel failed, with the reason; exit status 1."""
     (tmp_path / "a file").touch()
     monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path / folder))
-    key = SPARSE_FMHA.compile_key(FmhaConfig(512, 8, 128, 64), "sm_90a")
-    monkeypatch.setattr(registry, "ahead_of_time", lambda arch: [("one", key)])
+    label, config = next(iter(STEP_INDICES.aot().items()))
+    key = STEP_INDICES.compile_key(config, "sm_90a")
+    monkeypatch.setattr(registry, "ahead_of_time", lambda arch: [(label, key)])
     assert command.run(parse("--arch", "sm_90a")) == 1
     printed = capsys.readouterr()
     assert f"0 of 1 kernels are in {tmp_path / folder}" in printed.out
-    assert "dsv4 compile: one: NotKept: compiled kernels cannot be kept in" in printed.err
+    assert f"dsv4 compile: {label}: NotKept: compiled kernels cannot be kept in" in printed.err
     assert "DSV4_CACHE_DIR" in printed.err
 
 
@@ -181,7 +183,8 @@ def test_kernels_compile_without_spills(
 
 
 @needs_compiler
-@pytest.mark.parametrize("heads", [24, pytest.param(128, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [24, 128])
 def test_hopper_products_overlap(
     heads: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
