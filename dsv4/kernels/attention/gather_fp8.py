@@ -154,9 +154,10 @@ class Fp8Rows:
                 if i >= span.first:
                     slots.acquire(kv, unit)
                     slot = slots.slot(kv, unit)
-                    # What was asked for last may still be on its way.
-                    cute.arch.cp_async_wait_group(self._groups_behind(u, len(units)))
-                    cute.arch.sync_warp()
+                    if cutlass.const_expr(self.staged):
+                        # What was asked for last may still be on its way.
+                        cute.arch.cp_async_wait_group(self._groups_behind(u, len(units)))
+                        cute.arch.sync_warp()
                     target = cutlass.Int32(slots.kv_start.toint()) + slot * self.unit_bytes
                     self._convert_unit(target, registers, scales, start + staging, unit, warp, lane)
                     cute.arch.fence_view_async_shared()
@@ -166,7 +167,8 @@ class Fp8Rows:
                     slots.commit(slot, lane)
                 if i + ahead < last:
                     self._load_unit(registers, records, address, start + staging, unit, lane)
-                cute.arch.cp_async_commit_group()
+                if cutlass.const_expr(self.staged):
+                    cute.arch.cp_async_commit_group()
             if cutlass.const_expr(q is not None):  # noqa: SIM102 static, then dynamic
                 if i + ahead == span.first:
                     q.send(warp, lane)
