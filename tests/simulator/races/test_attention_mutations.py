@@ -369,6 +369,35 @@ HARMLESS["pair"] = {
     ),
     ("fence.proxy", "store_units", "global"): (4, "after half of a block: as without it"),
 }
+HARMLESS["hopper"] = {
+    ("atom.global", "", "acquire"): HARMLESS["few"]["atom.global", "", "acquire"],
+    ("mbarrier.arrive", "_load_half", "relaxed"): (8, EXPECTS),
+    ("mbarrier.arrive", "_load_q_smem", "relaxed"): (2, EXPECTS),
+    ("mbarrier.arrive", "arrive_warp", "relaxed"): (
+        13,
+        "a miss: halves of a speculative tile (3) are released unread; PV's turns (10) hand "
+        "nothing over",
+    ),
+    **{
+        (stem, "lockstep", qualifier): (
+            1,
+            "keeps two CTAs that load the same keys together, and hands nothing over",
+        )
+        for stem, qualifier in (
+            ("mbarrier.arrive", "relaxed"),
+            ("mbarrier.arrive", "cta"),
+            ("mbarrier.try_wait", "relaxed"),
+        )
+    },
+    ("mbarrier.test_wait", "_has_landed", "relaxed"): (2, PV_MAY_GO),
+    ("mbarrier.try_wait", "_multiply_tiles", "relaxed"): (6, "as without it"),
+}
+UNREACHED_WEAKER = {
+    "hopper": {
+        ("mbarrier.try_wait", "output", "relaxed"): (1, UNSHARED),
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, UNSHARED),
+    },
+}
 ONE_ROUND = 132  # CTAs: all work has started, and splits wait for each other
 
 
@@ -396,7 +425,7 @@ def test_some_weaker_qualifiers_are_noticed(name, seed):
 @pytest.mark.parametrize("name", HARMLESS)
 def test_all_weaker_qualifiers_are_noticed(name):
     compiled, runs = kernel(name)
-    check_weaker(compiled, _weakened_runs(name, runs), HARMLESS[name])
+    check_weaker(compiled, _weakened_runs(name, runs), HARMLESS[name], UNREACHED_WEAKER.get(name))
 
 
 @pytest.mark.slow

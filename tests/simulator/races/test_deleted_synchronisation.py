@@ -22,6 +22,7 @@ LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what
 FIRST = "orders a launch after the one before it, and each run here begins with this one"
 NO_ACTIVATIONS = "this warp loads weights alone, which no launch writes"
 PRODUCTS = "what was read of a stage was read by products, which the whole warpgroup has waited for"
+TURN = "gives the warpgroups turns at the tensor cores: their order changes no product"
 CLUSTER = "the barrier of the cluster, which every warp waits for, orders the same"
 
 
@@ -35,6 +36,24 @@ def resident(releases: int) -> dict[tuple[str, str], tuple[int, str]]:
     }
 
 
+def streamed(releases: int) -> dict[tuple[str, str], tuple[int, str]]:
+    """Kernels behind the launch that rounds activations: its wait is the first."""
+    return {
+        ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+        ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
+        ("griddepcontrol.wait", "kernel"): (1, FIRST),
+        ("bar.warp", "arrive_warp"): (releases, PRODUCTS),
+    }
+
+
+# In the loop of each of two slices.
+GROUPED_WIDE = {
+    **streamed(2),
+    ("bar.warp", "arrive_warp"): (2, TURN),
+    ("wgmma.commit_group", "_sum_slice"): (2, TURN),
+    ("wgmma.wait_group", "_sum_slice"): (2, TURN),
+    ("bar.sync", "run"): (1, CLUSTER),
+}
 PLAIN_WIDE = {
     ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
     ("griddepcontrol.wait", "load"): (1, FIRST),
@@ -54,6 +73,9 @@ KERNELS = {
     "plain linear, resident": (partial(subjects.plain, 11, 0), resident(2)),
     "plain linear, wide": (partial(subjects.plain, 150, -1), PLAIN_WIDE),
     "grouped linear, resident": (partial(subjects.grouped, 11, 0), resident(1)),
+    "grouped linear, streamed": (partial(subjects.grouped, 21, 1), streamed(1)),
+    "grouped linear, wide": (partial(subjects.grouped, 67, -1), GROUPED_WIDE),
+    "rotated linear, streamed": (partial(subjects.rotated, 19, 1), streamed(2)),
     "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), COMPRESSOR),
     "compressor, Blackwell": (partial(subjects.compressor, "sm_100a"), COMPRESSOR),
 }

@@ -69,6 +69,21 @@ DELETED = {
         ("mbarrier.try_wait", "receive"): (1, WITH_S),
         ("bar.sync", "kernel"): (1, "the combine's: three splits are one group, it sums alone"),
     },
+    "two_ctas": {
+        **gathered(REDUNDANT["pair"], "load_warps"),
+        ("griddepcontrol.launch_dependents", "_load_rows"): (1, LAUNCH),
+        ("bar.warp", "arrive_warp"): (2, ONE_LANE),
+        ("mbarrier.try_wait", "receive"): (1, WITH_S),
+        ("mbarrier.try_wait", "send"): (1, BEHIND_KEYS),
+    },
+    # The gather warps of the two CTAs, which convert other columns, have code of their own.
+    "two_ctas_fp8": {
+        **gathered(REDUNDANT["pair"], "load_warps"),
+        ("griddepcontrol.launch_dependents", "_load_entries"): (2, LAUNCH),
+        ("bar.warp", "arrive_warp"): (3, ONE_LANE),
+        ("mbarrier.try_wait", "receive"): (1, WITH_S),
+        ("mbarrier.try_wait", "send"): (2, BEHIND_KEYS),
+    },
 }
 WEAKER = {
     "swap_ab": {
@@ -95,7 +110,6 @@ WEAKER = {
         ("mbarrier.try_wait", "receive", "relaxed"): (1, WITH_S),
         ("mbarrier.try_wait", "send", "relaxed"): (1, BEHIND_KEYS),
     },
-    # The gather warps of the two CTAs, which convert other columns, have code of their own.
     "two_ctas_fp8": {
         **gathered(HARMLESS["pair"], "_load_tiles"),
         ("mbarrier.arrive", "commit", "cta"): (

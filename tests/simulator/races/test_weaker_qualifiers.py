@@ -46,6 +46,17 @@ def weights(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
     return {("mbarrier.arrive", "load_weights", "relaxed"): (copies, EXPECTS)}
 
 
+# The last two in the loop of each of two slices.
+TURN = "gives the warpgroups turns at the tensor cores: their order changes no product"
+GROUPED_WIDE_HARMLESS = {
+    **weights(2),
+    ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, TURN),
+    ("mbarrier.try_wait", "_sum_slice", "relaxed"): (2, TURN),
+}
+GROUPED_STREAMED_HARMLESS = {
+    **weights(2),
+    ("mbarrier.arrive", "expect_parts", "relaxed"): (1, EXPECTS),
+}
 # Two for each number of tokens a pass: streams, and what the mixture sends.
 SEAM_HARMLESS = {("mbarrier.arrive", "expect", "relaxed"): (6, EXPECTS)}
 
@@ -57,6 +68,9 @@ KERNELS = {
     "plain linear, resident": (partial(subjects.plain, 11, 0), weights(4), {}),
     "plain linear, wide": (partial(subjects.plain, 150, -1), weights(2), {}),
     "grouped linear, resident": (partial(subjects.grouped, 11, 0), weights(4), {}),
+    "grouped linear, streamed": (partial(subjects.grouped, 21, 1), GROUPED_STREAMED_HARMLESS, {}),
+    "grouped linear, wide": (partial(subjects.grouped, 67, -1), GROUPED_WIDE_HARMLESS, {}),
+    "rotated linear, streamed": (partial(subjects.rotated, 19, 1), weights(2), {}),
     # Of both kinds of weights.
     "merged linear, resident": (partial(subjects.merged, 19, 0), weights(8), {}),
     "seam, Hopper": (partial(subjects.seam, "sm_90a"), SEAM_HARMLESS, {}),
