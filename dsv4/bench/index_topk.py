@@ -11,7 +11,7 @@ import torch
 
 from dsv4.bench.machine import Machine
 from dsv4.bench.timing import graph_microseconds
-from dsv4.kernels.kit.index_entry import IndexEntry
+from dsv4.kernels.kit.index_entry import MODEL_FORMAT, IndexEntry
 from dsv4.ops.index_topk import INDEX_TOPK, index_topk
 from dsv4.testing.index_topk import Case, Inputs, assert_choice, run_op
 
@@ -22,20 +22,21 @@ TOPK = 512
 REPLAY_BYTES, MAX_SETS = 200e6, 256
 PLAIN_KEYS = 1 << 19  # keys up to which the torch implementation is timed, too
 CHECKED = 4  # tokens
-COLUMNS = ("T", "entries", "us", "floor us", "of floor", "torch us")
+COLUMNS = ("T", "entries", "keys", "us", "floor us", "of floor", "torch us")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens, each of a request of its own, and the entries that each sees."""
+    """Tokens, each of a request of its own, the entries that each sees, and the format of keys."""
 
     tokens: int
     entries: int
+    key_format: str = MODEL_FORMAT
 
     @property
     def bytes(self) -> int:
         """Keys are read."""
-        return self.tokens * self.entries * IndexEntry(128).bytes
+        return self.tokens * self.entries * IndexEntry(128, self.key_format).bytes
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
 @torch.inference_mode()
 def _measure(shape: Shape, machine: Machine) -> Result:
     # Pages as the cache lays them out.
-    case = Case((shape.entries,) * shape.tokens, TOPK, gives_slots=True, gap=0)
+    options = {"gives_slots": True, "gap": 0, "key_format": shape.key_format}
+    case = Case((shape.entries,) * shape.tokens, TOPK, **options)
     first = Inputs.make(case, 0, "cuda")
     assert_choice(first, run_op(first), range(min(shape.tokens, CHECKED)))
     sets = min(max(2, round(REPLAY_BYTES / shape.bytes)), MAX_SETS)
@@ -118,6 +120,8 @@ def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     return [
         f"{row['shape']['tokens']}",
         f"{row['shape']['entries']}",
+        # Records are older than FP4 keys.
+        row["shape"].get("key_format", "fp8"),
         f"**{time:.2f}**" if is_bold else f"{time:.2f}",
         f"{row['floor']:.2f}",
         f"{row['floor'] / time:.0%}",

@@ -225,7 +225,7 @@ def _fill_index_keys(pool: IndexKeyPool, dim: int) -> None:
     pages, size = pool.data.shape[:2]
     few_pages = min(PATTERNS, pages)
     dtype, device = torch.bfloat16, pool.data.device
-    few = IndexKeyPool(few_pages, size, dim, dtype, pool.is_packed, device)
+    few = IndexKeyPool(few_pages, size, dim, dtype, pool.is_packed, device, pool.key_format)
     keys = torch.randn(few_pages * size, dim, dtype=dtype, device=device)
     few.insert(keys, torch.arange(len(keys), dtype=torch.int32, device=device))
     _repeat(few.data, pool.data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.kernels.kit.index_entry import IndexEntry
+from dsv4.kernels.kit.index_entry import MODEL_FORMAT, IndexEntry
 from dsv4.ops.index_keys import write_keys
 
 
@@ -13,15 +13,19 @@ class IndexKeyPool:
     """Keys of the entries of one layer; a key has its entry's slot.
 
     Attributes:
-        data: [pages, size, dim]; or [pages, size, dim + 4] uint8 of FP8 keys
+        data: [pages, size, dim]; or [pages, size, bytes] uint8 of FP4 or FP8 keys
             (`dsv4.kernels.kit.index_entry`), in which keys rounded to FP4 lie without loss.
-        is_packed: whether these are FP8 keys.
+        is_packed: whether these are FP4 or FP8 keys; key_format: which.
 
     Args:
         pages, size: pages, keys of each.
         dtype: of the model's activations.
         is_rounded: whether keys are Hadamard-transformed and rounded to FP4, in bfloat16 models as
-            FP8 keys.
+            FP4 or FP8 keys.
+        key_format: of those, "fp4" or "fp8".
+
+    Raises:
+        ValueError: there is no such format, or the channels are no whole groups of it.
     """
 
     def __init__(
@@ -32,11 +36,13 @@ class IndexKeyPool:
         dtype: torch.dtype,
         is_rounded: bool,
         device: torch.device | str,
+        key_format: str = MODEL_FORMAT,
     ) -> None:
         self.is_rounded = is_rounded
         self.is_packed = is_rounded and dtype == torch.bfloat16
+        self.key_format = key_format
         if self.is_packed:
-            entry = IndexEntry(dim)
+            entry = IndexEntry(dim, key_format)
             stride = entry.page_bytes(size)
             storage = torch.zeros(pages * stride, dtype=torch.uint8, device=device)
             self.data = storage.as_strided((pages, size, entry.bytes), (stride, entry.bytes, 1))

@@ -15,6 +15,7 @@ from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.state_cache import StateCache
 from dsv4.cache.step import Step
 from dsv4.cache.window import WindowPool
+from dsv4.kernels.kit.index_entry import MODEL_FORMAT
 from dsv4.kernels.step.config import KINDS
 from dsv4.ops.step_indices import step_indices
 
@@ -41,6 +42,8 @@ class ModelCache:
         kv_format: of keys, window and entries alike; default the model's own on this device.
         batch_invariant: let attention add over a token's keys in an order that follows from their
             number alone.
+        index_format: of index keys that are rounded, "fp4" (68 bytes of 128 channels) or "fp8"
+            (132), as `dsv4.kernels.kit.index_entry` says. Results are the same.
 
     Attributes:
         block_size: original tokens per block: the smallest multiple of every compression rate that
@@ -62,6 +65,7 @@ class ModelCache:
         max_tokens: int = 0,
         kv_format: KvFormat | None = None,
         batch_invariant: bool = False,
+        index_format: str = MODEL_FORMAT,
     ) -> None:
         sizes = {
             "max_requests": max_requests,
@@ -92,7 +96,9 @@ class ModelCache:
 
         def index_keys(ratio: int) -> IndexKeyPool:
             size, dim = self.block_size // ratio, config.index_head_dim
-            return IndexKeyPool(num_blocks, size, dim, dtype, config.quantized, device)
+            return IndexKeyPool(
+                num_blocks, size, dim, dtype, config.quantized, device, index_format
+            )
 
         self.layers = tuple(
             LayerCache(

@@ -6,6 +6,7 @@ import argparse
 
 from dsv4.cli import bench_rows
 from dsv4.cli.bench_rms_norm_fp8 import SHAPE_FORMAT, parse_shape
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS, MODEL_FORMAT
 
 
 def add_parser(benchmarks) -> None:
@@ -18,6 +19,8 @@ def add_parser(benchmarks) -> None:
     )
     more = "measure T tokens of D entries each instead of the models' (repeatable)"
     bench_rows.add_options(parser, parse_shape, SHAPE_FORMAT, more)
+    help_ = "format of the keys (repeatable; default: that of this package's caches)"
+    parser.add_argument("--keys", action="append", choices=INDEX_FORMATS, help=help_)
     parser.set_defaults(run=run)
 
 
@@ -25,4 +28,6 @@ def run(args: argparse.Namespace) -> int:
     """Time the operator; print the table while it grows."""
     from dsv4.bench import index_topk
 
+    shapes = args.shape or [(each.tokens, each.entries) for each in index_topk.model_shapes()]
+    args.shape = [(*sizes, keys) for sizes in shapes for keys in args.keys or (MODEL_FORMAT,)]
     return bench_rows.measure(args, "index_topk", index_topk)

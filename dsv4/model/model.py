@@ -11,6 +11,7 @@ from dsv4.cache.formats import KvFormat
 from dsv4.cache.model_cache import ModelCache, block_size
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
+from dsv4.kernels.kit.index_entry import MODEL_FORMAT
 from dsv4.layers.block import Block
 from dsv4.layers.head import Embedding, best_of, logits_of
 from dsv4.layers.hyper_connection import (
@@ -175,6 +176,7 @@ class DeepseekV4(Module):
         max_draft: int = 0,
         max_tokens: int = DEFAULT_PREFILL_CHUNK,
         batch_invariant: bool = False,
+        index_format: str = MODEL_FORMAT,
     ) -> ModelCache:
         """Return an empty cache in the model's formats, where its parameters are; `ModelCache`
         describes the arguments.
@@ -194,6 +196,7 @@ class DeepseekV4(Module):
             max_tokens,
             KvFormat.of(self.config, self.dtype, self.device, *options),
             batch_invariant,
+            index_format,
         )
 
     def generate(

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from dsv4.arch import ARCHS
 from dsv4.kernels.compressor.config import ARGS, CompressConfig, has_kernel, values
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS, format_of
 from dsv4.ops.index_keys import write_keys
 from dsv4.ops.kv_insert import KV_INSERT, rotate_rows_
 from dsv4.ops.pools import write_slots
@@ -47,9 +48,9 @@ class Compress(KernelOp):
                 "many"
             )
         size, row = pool.shape[1:]
-        if config.kv_format == "fp8" and size > 1 and pool.stride(1) != row:
+        if config.is_packed and size > 1 and pool.stride(1) != row:
             raise ValueError(
-                f"pool: got strides {tuple(pool.stride())}, each page of FP8 entries must be "
+                f"pool: got strides {tuple(pool.stride())}, each page of packed entries must be "
                 f"contiguous: [any, {row}, 1]"
             )
 
@@ -105,7 +106,10 @@ class Compress(KernelOp):
             options = {"eps": MODEL_EPS, "kv_format": kv_format}
             found[f"CSA, {kv_format}"] = CompressConfig(512, 4, True, **options)
             found[f"HCA, {kv_format}"] = CompressConfig(512, 128, False, **options)
-        found["indexer"] = CompressConfig(128, 4, True, MODEL_EPS, is_index=True)
+        for keys in INDEX_FORMATS:
+            found[f"indexer, {keys}"] = CompressConfig(
+                128, 4, True, MODEL_EPS, kv_format=keys, is_index=True
+            )
         return found
 
 
@@ -156,7 +160,8 @@ def compress(
         slots: [B, K] int32, slot of entry starts // m + k; what is not in the pool is not written,
             and blocks that do not end with the step must have none.
         pool: [pages, P, d] rows or [pages, P, bytes] uint8 of FP8 entries
-            (`dsv4.kernels.kit.kv_entry`; of index keys `dsv4.kernels.kit.index_entry`). Written.
+            (`dsv4.kernels.kit.kv_entry`), or of FP8 or FP4 index keys, as their bytes say
+            (`dsv4.kernels.kit.index_entry`). Written.
         eps: added to the mean square; at least 1e-18.
         is_index, is_rounded: index keys; whether rows hold rounded values.
         uniform_scale: as in `kv_insert`; by the torch implementation.
@@ -175,13 +180,16 @@ def compress(
         if dtype not in _FORMATS:
             raise ValueError(f"dtype: got {dtype}, needs torch.bfloat16 or torch.float32")
         dim, width = index(weight.shape[0]), index(ape.shape[1])
+        kv_format = _FORMATS.get(pool.dtype, "fp8")
+        if is_index and kv_format == "fp8":
+            kv_format = format_of(dim, index(pool.shape[2]))
         identity = compress_runner_id(
             dim,
             index(ape.shape[0]),
             width != dim,
             eps,
             _FORMATS[dtype],
-            _FORMATS.get(pool.dtype, "fp8"),
+            kv_format,
             is_index,
             is_rounded,
             uniform_scale,

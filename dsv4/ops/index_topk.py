@@ -23,7 +23,8 @@ from dsv4.kernels.indexer.config import (
     values,
 )
 from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS, choose_launch
-from dsv4.ops.index_keys import decode_index, encode_index, key_views, round_index
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS, format_of
+from dsv4.ops.index_keys import decode_index, encode_index, read_keys, round_index
 from dsv4.ops.kv_insert import rotate_rows_
 from dsv4.ops.runtime import state as states
 from dsv4.ops.runtime.backend import Device
@@ -74,9 +75,9 @@ class IndexTopk(KernelOp):
         if rope.shape[0] == 0:
             raise ValueError("rope: got no rows, needs one per position")
         size, row = keys.shape[1:]
-        if config.key_format == "fp8" and size > 1 and keys.stride(1) != row:
+        if config.is_packed and size > 1 and keys.stride(1) != row:
             raise ValueError(
-                f"keys: got strides {tuple(keys.stride())}, each page of FP8 keys must be "
+                f"keys: got strides {tuple(keys.stride())}, each page of FP8 or FP4 keys must be "
                 f"contiguous: [any, {row}, 1]"
             )
 
@@ -110,7 +111,7 @@ class IndexTopk(KernelOp):
         queries = q.unflatten(1, (config.heads, config.dim)).clone()
         rotation = rope[positions.clamp(0, rope.shape[0] - 1)]
         rotate_rows_(queries, rotation[:, None])
-        if config.key_format == "fp8":
+        if config.is_packed:
             queries = decode_index(*encode_index(queries))
         elif config.is_rounded:
             queries = round_index(queries)
@@ -141,12 +142,15 @@ class IndexTopk(KernelOp):
             indices[part] = torch.where(is_chosen, names, -1).to(torch.int32)
 
     def aot(self) -> Mapping[str, IndexTopkConfig]:
-        """The indexers of Flash and Pro, in this package's pages."""
+        """The indexers of Flash and Pro, in this package's pages of either format."""
         scale = KERNEL_DIM**-0.5 * KERNEL_HEADS**-0.5
         sizes = (KERNEL_HEADS, KERNEL_DIM, KERNEL_ROPE_DIM)
         return {
-            label: IndexTopkConfig(*sizes, topk, MODEL_PAGE, scale, gives_slots=True)
+            f"{label}, {keys}": IndexTopkConfig(
+                *sizes, topk, MODEL_PAGE, scale, keys, gives_slots=True
+            )
             for label, topk in MODEL_TOPK.items()
+            for keys in INDEX_FORMATS
         }
 
 
@@ -195,8 +199,9 @@ def index_topk(
             may still run: they must not be what a kernel with programmatic dependent launch just
             wrote.
         block_table: [B, W] int32, page of every P entries.
-        keys: [pages, P, d + 4] uint8 of FP8 keys (`dsv4.kernels.kit.index_entry`), or [pages, P, d]
-            rows in the dtype of q; pages may lie apart. Kernels take FP8 keys of 128 channels.
+        keys: [pages, P, d + 4] uint8 of FP8 keys or [pages, P, d / 2 + d / 32] uint8 of FP4 keys
+            (`dsv4.kernels.kit.index_entry`), which give the same bits; or [pages, P, d] rows in the
+            dtype of q. Pages may lie apart. Kernels take FP8 and FP4 keys of 128 channels.
         topk: entries chosen.
         rank: "bf16", or "fp32": scores are not rounded (by the torch implementation).
         gives_slots: return slots, page * P + place, instead of entries.
@@ -216,10 +221,11 @@ def index_topk(
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             INDEX_TOPK.check_no_gradients(*given)
         heads, tokens = index(weights.shape[1]), q.shape[0]
+        dim = index(q.shape[1]) // max(heads, 1)
+        key_format = _FORMATS.get(keys.dtype) or format_of(dim, index(keys.shape[2]))
         identity = index_topk_runner_id(
-            heads, index(q.shape[1]) // max(heads, 1), index(rope.shape[1]), topk,
-            index(keys.shape[1]), weight_scale, _FORMATS.get(keys.dtype, "fp8"), is_rounded, rank,
-            gives_slots,
+            heads, dim, index(rope.shape[1]), topk, index(keys.shape[1]), weight_scale, key_format,
+            is_rounded, rank, gives_slots,
         )  # fmt: skip
         if out is None:
             out = torch.empty((tokens, topk), dtype=torch.int32, device=q.device)
@@ -282,9 +288,6 @@ def _checked_bound(max_entries: object) -> int:
 def _keys_of(config: IndexTopkConfig, keys: Tensor, pages: Tensor, numbers: Tensor) -> Tensor:
     """Keys [tokens, N, d] fp32 of entries `numbers` [N] in `pages` [tokens, N]."""
     place = numbers % config.page
-    if config.key_format != "fp8":
-        return keys[pages, place].float()
-    codes, scales = key_views(keys)
-    # torch indexes bytes, not float8.
-    found = codes.view(torch.uint8)[pages, place].view(torch.float8_e4m3fn)
-    return decode_index(found, scales[pages, place])
+    if config.is_packed:
+        return read_keys(keys, config.dim, pages, place)
+    return keys[pages, place].float()

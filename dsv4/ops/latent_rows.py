@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from dsv4.arch import ARCHS
 from dsv4.kernels.kit.args import required_of
+from dsv4.kernels.kit.index_entry import MODEL_FORMAT, format_of
 from dsv4.kernels.rows.config import GROUP
 from dsv4.kernels.rows.latent_rows_config import (
     ARGS,
@@ -131,7 +132,12 @@ class LatentRows(KernelOp):
         }
         return {
             f"{model} {kind}, {kv_format}": LatentRowsConfig(
-                512, MODEL_EPS, kv_format, query_dim=MODEL_DIMS[f"{model} q"], **fields
+                512,
+                MODEL_EPS,
+                kv_format,
+                query_dim=MODEL_DIMS[f"{model} q"],
+                index_format=MODEL_FORMAT,
+                **fields,
             )
             for model in ("Flash", "Pro")
             for kind, fields in kinds.items()
@@ -257,7 +263,7 @@ def latent_rows(
             entries is not None and entries.ape.shape[1] != x.shape[1],
             _FORMATS.get(x.dtype, "bf16"),
             0 if index_keys is None else index(index_keys.weight.shape[0]),
-            "fp8" if index_keys is None else _FORMATS.get(index_keys.pool.dtype, "fp8"),
+            "fp8" if index_keys is None else _index_format(index_keys),
         )
         normalized = None
         if query is not None:
@@ -271,6 +277,12 @@ def latent_rows(
             check_is_tensor(name, given[name])  # outputs, but no call makes them
         raise
     return normalized
+
+
+def _index_format(keys: Compression) -> str:
+    """Format of a pool of index keys."""
+    dim, row = index(keys.weight.shape[0]), index(keys.pool.shape[2])
+    return _FORMATS.get(keys.pool.dtype) or format_of(dim, row)
 
 
 def _tensors_of(

@@ -78,11 +78,15 @@ def quantize_e2m1_as_e4m3(x: Tensor, block: int = 32) -> tuple[Tensor, Tensor]:
     """
     blocks = _blocks(x, block)
     exponent = _scale_exponent(blocks, E2M1_AMAX_FLOOR, E2M1_MAX)
-    row = (exponent.amax(-2, keepdim=True) - TOP_SHIFT).clamp_(min=127 + MIN_EXPONENT)
-    values = _round_e2m1(blocks / _decode_exponent(exponent))
-    values = values.mul_(_decode_exponent((exponent - row).clamp_(min=-126) + 127))
-    codes = values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
-    return codes, _decode_exponent(row).flatten(-2).squeeze(-1)
+    return _share_scale(_round_e2m1(blocks / _decode_exponent(exponent)), exponent)
+
+
+def e2m1_as_e4m3(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """What `quantize_e2m1_as_e4m3` gives, from packed codes [..., n / 2] int8 or uint8 and scales
+    [..., n / block] e8m0 or their bytes."""
+    values = _look_up(_e2m1_pairs(packed.device), packed)
+    values = values.view(*scale.shape, 2 * packed.shape[-1] // scale.shape[-1])
+    return _share_scale(values, scale.view(torch.uint8).unsqueeze(-1).to(torch.int32))
 
 
 def dequantize_e4m3_blocks(
@@ -212,6 +216,15 @@ def _scale_exponent(blocks: Tensor, floor: float, largest: float) -> Tensor:
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
     # A NaN would carry into the sign bit and decode to -0.
     return exponent.clamp_(max=255).to(torch.int32)
+
+
+def _share_scale(values: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:
+    """Values of e2m1 [..., blocks, block], overwritten, and biased exponents of their scales
+    [..., blocks, 1] -> (codes [..., n] float8_e4m3fn, scales [...] float32)."""
+    row = (exponent.amax(-2, keepdim=True) - TOP_SHIFT).clamp_(min=127 + MIN_EXPONENT)
+    values = values.mul_(_decode_exponent((exponent - row).clamp_(min=-126) + 127))
+    codes = values.clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).flatten(-2)
+    return codes, _decode_exponent(row).flatten(-2).squeeze(-1)
 
 
 def _decode_exponent(exponent: Tensor) -> Tensor:

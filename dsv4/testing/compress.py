@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4.kernels.compressor.config import CompressConfig
 from dsv4.kernels.kit.kv_entry import Fp8Entry
 from dsv4.ops.compress import COMPRESS
-from dsv4.ops.index_keys import decode_index, key_views
+from dsv4.ops.index_keys import read_keys
 from dsv4.ops.pools import decode_entries, entry_views
 from dsv4.testing.kernel_call import OpInputs
 
@@ -122,10 +122,10 @@ class Inputs(OpInputs):
         """[pages, P, row] of `FILL`, pages apart."""
         case, config, device = self.case, self.config, self.tensors["values"].device
         pages = -(-len(case.starts) * case.blocks // case.page) + 2
-        size = 1 if case.kv_format == "fp8" else 2
+        size = 1 if config.is_packed else 2
         stride = -(-case.page * config.row * size // 16) * 16 + 48
         frame = torch.full((pages * stride,), FILL, dtype=torch.uint8, device=device)
-        dtype = torch.uint8 if case.kv_format == "fp8" else torch.bfloat16
+        dtype = torch.uint8 if config.is_packed else torch.bfloat16
         shape = (pages, case.page, config.row)
         return frame.view(dtype).as_strided(shape, (stride // size, config.row, 1))
 
@@ -150,10 +150,11 @@ class Inputs(OpInputs):
 
 def decoded(case: Case, pool: Tensor) -> Tensor:
     """Entries [pages, P, d] of a pool in fp32."""
-    if case.kv_format != "fp8":
+    if not case.config.is_packed:
         return pool.float()
     if case.is_index:
-        return decode_index(*key_views(pool))
+        pages, places = torch.meshgrid(*(torch.arange(n) for n in pool.shape[:2]), indexing="ij")
+        return read_keys(pool, case.dim, pages, places)
     entry = Fp8Entry(case.dim, case.rope_dim)
     return decode_entries(*entry_views(pool, entry), entry).float()
 

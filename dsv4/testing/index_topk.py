@@ -10,14 +10,16 @@ from torch import Tensor
 
 from dsv4.kernels.indexer.config import IndexTopkConfig
 from dsv4.kernels.kit.index_entry import IndexEntry
-from dsv4.ops.index_keys import encode_index, key_views
+from dsv4.ops.index_keys import key_views, pack_index, packed_views, read_keys
 from dsv4.ops.index_topk import INDEX_TOPK, index_topk
+from dsv4.ops.quantize import e2m1_as_e4m3
 from dsv4.reference.hadamard import hadamard
 from dsv4.reference.indexer import index_scores, select_top_k
 from dsv4.reference.quantize import fake_quantize_e2m1
 from dsv4.testing.kernel_call import OpInputs
 
-NAN_BYTE = 0x7F  # e4m3's NaN; four of them are a NaN in fp32, too
+# Of what is no key: e4m3's NaN, of which four are a NaN in fp32, too; E8M0's NaN.
+NAN_BYTES = {"fp8": 0x7F, "fp4": 0xFF}
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Case:
         padding_rows: tokens at the end without a request, which are NaN.
         columns: of the block table; 0: as many as the longest list needs, and one.
         gap: bytes between pages.
+        key_format: of the pages: "fp8" or "fp4".
+        far: magnitudes of a key's groups differ by up to so many powers of two.
     """
 
     lens: tuple[int, ...]
@@ -49,12 +53,14 @@ class Case:
     padding_rows: int = 0
     columns: int = 0
     gap: int = 48
+    key_format: str = "fp8"
+    far: int = 0
 
     @property
     def config(self) -> IndexTopkConfig:
         scale = (self.heads * self.dim) ** -0.5
         sizes = (self.heads, self.dim, self.rope_dim, self.topk, self.page, scale)
-        return IndexTopkConfig(*sizes, gives_slots=self.gives_slots)
+        return IndexTopkConfig(*sizes, self.key_format, gives_slots=self.gives_slots)
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,6 @@ class Inputs(OpInputs):
         pool = _empty_pool(pages + 2, case, device)
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(seed))
         table = (order + 1).view(requests, columns).to(device)
-        codes, scales = key_views(pool)
         for request in range(requests):
             first = request * case.tokens_per_request
             count = max((0, *case.lens[first : first + case.tokens_per_request]))
@@ -97,11 +102,9 @@ class Inputs(OpInputs):
                     -case.spread, case.spread, shape, generator=generator, device=device
                 )
                 keys = keys * torch.exp2(exponents.float())
-            found, scale = encode_index(keys.bfloat16())
             numbers = torch.arange(count, device=device)
-            page, place = table[request, numbers // case.page], numbers % case.page
-            codes.view(torch.uint8)[page, place] = found.view(torch.uint8)
-            scales[page, place] = scale
+            slots = table[request, numbers // case.page] * case.page + numbers % case.page
+            _write(case, keys.bfloat16(), slots, pool, generator)
         angles = normal(max(case.lens, default=0) + 9, case.rope_dim // 2) * 10
         ids = torch.arange(tokens, device=device) // case.tokens_per_request
         positions = torch.randint(0, len(angles), (tokens,), generator=torch.Generator())
@@ -191,22 +194,40 @@ class Inputs(OpInputs):
         request = int(tensors["request_ids"][token])
         page = tensors["block_table"][request, numbers // self.case.page].long()
         place = numbers % self.case.page
-        codes, scales = key_views(tensors["keys"])
-        found = codes.view(torch.uint8)[page, place].view(torch.float8_e4m3fn).float()
         return {
             "q": tensors["q"][token],
             "weights": tensors["weights"][token],
             "rope": tensors["rope"][int(tensors["positions"][token])],
-            "keys": found * scales[page, place, None],
+            "keys": read_keys(tensors["keys"], self.case.dim, page, place),
         }
 
 
 def _empty_pool(pages: int, case: Case, device: torch.device | str) -> Tensor:
     """[pages, P, row] of NaN."""
     row = case.config.row
-    stride = IndexEntry(case.dim).page_bytes(case.page) + case.gap
-    frame = torch.full((pages * stride,), NAN_BYTE, dtype=torch.uint8, device=device)
+    stride = IndexEntry(case.dim, case.key_format).page_bytes(case.page) + case.gap
+    byte = NAN_BYTES[case.key_format]
+    frame = torch.full((pages * stride,), byte, dtype=torch.uint8, device=device)
     return frame.as_strided((pages, case.page, row), (stride, row, 1))
+
+
+def _write(
+    case: Case, keys: Tensor, slots: Tensor, pool: Tensor, generator: torch.Generator
+) -> None:
+    """Round keys, and write them to slots of the pool: the same numbers in both formats."""
+    codes, scales = pack_index(keys)
+    if case.far:
+        apart = torch.randint(-case.far, 1, scales.shape, generator=generator, device=scales.device)
+        scales = (scales + apart).clamp(1, 254).to(torch.uint8)
+    if case.key_format == "fp4":
+        rows, views = (codes, scales), packed_views(pool, case.dim)
+    else:
+        codes, scales = e2m1_as_e4m3(codes, scales)
+        rows = codes.view(torch.uint8), scales[:, None]
+        codes, scales = key_views(pool)
+        views = codes.view(torch.uint8), scales[..., None]
+    for row, view in zip(rows, views, strict=True):
+        view[slots // case.page, slots % case.page] = row
 
 
 def _cloned_pool(pool: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class Case:
         dim, kv_format, is_rounded, page: of keys and of pages.
         query_dim: of query latents; 0: none.
         ratio, overlap: of the compressor; 0: there is none.
-        index_dim: of the indexer's keys; 0: there is none.
+        index_dim: of the indexer's keys; 0: there is none; index_format: of their pages.
     """
 
     starts: tuple[int, ...]
@@ -52,13 +52,14 @@ class Case:
     index_dim: int = 128
     page: int = 8
     rope_dim: int = 64
+    index_format: str = "fp8"
 
     @property
     def config(self) -> LatentRowsConfig:
         return LatentRowsConfig(
             self.dim, EPS, self.kv_format, self.is_rounded, False, self.rope_dim, self.query_dim,
             self.ratio, self.overlap and self.ratio > 0, "bf16", self.index_dim,
-            "fp8" if self.is_rounded else "bf16",
+            self.index_format if self.is_rounded else "bf16",
         )  # fmt: skip
 
     @property
@@ -68,7 +69,7 @@ class Case:
 
     def compressor(self, is_index: bool) -> compress.Case:
         """Of the compressor, or of the indexer's."""
-        packed = "fp8" if self.is_rounded else "bf16"
+        packed = self.index_format if self.is_rounded else "bf16"
         return compress.Case(
             self.starts, self.lens, self.chunk, (self.index_dim or 128) if is_index else self.dim,
             self.ratio or 4, self.overlap, packed if is_index else self.kv_format, is_index,

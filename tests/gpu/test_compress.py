@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS
 from dsv4.ops import compress
-from dsv4.testing.compress import EPS, Case, Inputs, assert_step
+from dsv4.testing.compress import EPS, Case, Inputs, assert_step, decoded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stage("compressor")]
 
@@ -38,6 +41,7 @@ def decode(batch: int, **fields) -> Case:
         {"kv_format": "bf16"},
         {"kv_format": "bf16", "is_rounded": False},
         {"dim": 128, "is_index": True},
+        {"dim": 128, "is_index": True, "kv_format": "fp4"},
         {"ratio": 128, "overlap": False},
     ],
     ids=str,
@@ -55,6 +59,19 @@ def test_chunks_equal_the_torch_implementation(chunk, fields, seed) -> None:
     case = Case((0, 127, 3, 500), (chunk, chunk - 3, chunk // 2, -1), chunk, **fields)
     inputs = Inputs.make(case, seed, "cuda")
     assert_step(inputs, run(inputs))
+
+
+@pytest.mark.parametrize("chunk", [1, 130])
+def test_fp4_index_keys_hold_what_fp8_ones_hold(chunk, seed) -> None:
+    case = Case((3, 127, 7), (chunk, 1, 1), chunk, dim=128, is_index=True)
+    pools = []
+    for kv_format in INDEX_FORMATS:
+        inputs = Inputs.make(replace(case, kv_format=kv_format), seed, "cuda")
+        pools.append(decoded(inputs.case, run(inputs)["pool"].cpu()))
+        slots = inputs.tensors["slots"].cpu().flatten().long()
+    slots = slots[slots >= 0]
+    first, second = (pool.flatten(0, 1)[slots] for pool in pools)
+    assert len(slots) and torch.equal(first, second)
 
 
 def test_a_request_is_the_same_alone_and_in_any_batch(seed) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from dsv4.kernels.indexer.config import FP4_PAGES
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS
 from dsv4.ops import index_topk
 from dsv4.testing.attention import Case as AttentionCase
 from dsv4.testing.attention import make_inputs
@@ -20,11 +24,35 @@ def no_gradients():
         yield
 
 
+@pytest.fixture(params=INDEX_FORMATS)
+def keys(request: pytest.FixtureRequest) -> dict[str, str]:
+    """Format of the keys."""
+    return {"key_format": request.param}
+
+
 @pytest.mark.parametrize("page, topk", [(8, 512), (32, 512), (32, 1024), (64, 1024), (128, 512)])
 def test_equals_the_oracle(page, topk, seed) -> None:
     lens = (0, 1, topk, topk + 1, 4000, 20_011, 40_000, 3)
     inputs = Inputs.make(Case(lens, topk, page, gives_slots=page == 32), seed, "cuda")
     assert_choice(inputs, run_op(inputs))
+
+
+@pytest.mark.parametrize("page", FP4_PAGES)
+@pytest.mark.parametrize("far", [0, 4, 30])
+def test_formats_of_keys_give_the_same_bits(page, far, seed) -> None:
+    """Groups of a key that FP8 keys hold without loss, and too far apart for that."""
+    lens = (0, 513, 4000, 20_011, 40_000) + (700,) * 40
+    for count in (len(lens), 5):
+        case = Case(lens[:count], page=page, far=far)
+        cases = [replace(case, key_format=key_format) for key_format in INDEX_FORMATS]
+        inputs = [Inputs.make(case, seed, "cuda") for case in cases]
+        first, second = (run_op(one) for one in inputs)
+        assert_choice(inputs[1], second, range(5))
+        assert torch.equal(first["indices"], second["indices"])
+        for token, entries in enumerate(inputs[0].counts()):
+            if entries > case.topk:
+                a, b = (found["scores"][token, :entries] for found in (first, second))
+                assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
@@ -34,28 +62,28 @@ def test_equals_the_oracle(page, topk, seed) -> None:
         (131_072, 600), (300_000,),
     ],
 )  # fmt: skip
-def test_few_and_many_entries(lens, seed) -> None:
-    inputs = Inputs.make(Case(lens, gives_slots=True), seed, "cuda")
+def test_few_and_many_entries(lens, keys, seed) -> None:
+    inputs = Inputs.make(Case(lens, gives_slots=True, **keys), seed, "cuda")
     assert_choice(inputs, run_op(inputs))
 
 
 @pytest.mark.parametrize("levels", [1, 3, 200])
-def test_of_equal_scores_the_first_are_chosen(levels, seed) -> None:
-    inputs = Inputs.make(Case((5000, 70_000, 513), levels=levels), seed, "cuda")
+def test_of_equal_scores_the_first_are_chosen(levels, keys, seed) -> None:
+    inputs = Inputs.make(Case((5000, 70_000, 513), levels=levels, **keys), seed, "cuda")
     assert_choice(inputs, run_op(inputs))
 
 
-def test_padding_of_nan_touches_no_other_token(seed) -> None:
-    case = Case((3000, 900, 700, 4000), padding_rows=2, gives_slots=True)
+def test_padding_of_nan_touches_no_other_token(keys, seed) -> None:
+    case = Case((3000, 900, 700, 4000), padding_rows=2, gives_slots=True, **keys)
     inputs = Inputs.make(case, seed, "cuda")
     assert_choice(inputs, run_op(inputs))
 
 
 @pytest.mark.parametrize("longest", [5000, 30_000])
-def test_a_token_is_the_same_alone_and_in_any_batch(longest, seed) -> None:
+def test_a_token_is_the_same_alone_and_in_any_batch(longest, keys, seed) -> None:
     """Lists for one launch where tokens are few, and for two."""
     lens = tuple(600 + 137 * i % longest for i in range(64))
-    inputs = Inputs.make(Case(lens, tokens_per_request=2), seed, "cuda")
+    inputs = Inputs.make(Case(lens, tokens_per_request=2, **keys), seed, "cuda")
     found = run_op(inputs)
     for start, stop in ((0, 1), (63, 64), (10, 17), (10, 26), (3, 35), (3, 40)):
         part = run_op(inputs.rows(start, stop))
@@ -65,8 +93,8 @@ def test_a_token_is_the_same_alone_and_in_any_batch(longest, seed) -> None:
             assert same.all()
 
 
-def test_graph_replay_reads_new_inputs(seed) -> None:
-    case = Case((700, 9000, 20_000))
+def test_graph_replay_reads_new_inputs(keys, seed) -> None:
+    case = Case((700, 9000, 20_000), **keys)
     inputs, other = (Inputs.make(case, seed + i, "cuda") for i in range(2))
     run_op(inputs)
     graph = torch.cuda.CUDAGraph()
@@ -80,11 +108,11 @@ def test_graph_replay_reads_new_inputs(seed) -> None:
         assert_choice(source, found)
 
 
-def test_calls_that_follow_each_other_in_a_graph(seed) -> None:
+def test_calls_that_follow_each_other_in_a_graph(keys, seed) -> None:
     """A launch may be resident while the one before the last still runs: what it reads of shared
     memory in L2 must be what the launch before it wrote, not what its SM has seen earlier."""
     for lens in ((4096,), (8192,) * 16, (30_000, 700, 9000)):
-        cases = [Inputs.make(Case(lens), seed + i, "cuda") for i in range(8)]
+        cases = [Inputs.make(Case(lens, **keys), seed + i, "cuda") for i in range(8)]
         wanted = []
         for inputs in cases:
             wanted.append(run_op(inputs)["indices"])
@@ -111,8 +139,8 @@ def test_beside_attention_that_splits_keys(seed) -> None:
     assert_choice(inputs, run_op(inputs))
 
 
-def test_two_streams(seed) -> None:
-    cases = Case((9000, 700)), Case((600, 2000, 40_000))
+def test_two_streams(keys, seed) -> None:
+    cases = Case((9000, 700), **keys), Case((600, 2000, 40_000), **keys)
     both = [Inputs.make(case, seed, "cuda") for case in cases]
     wanted = [run_op(inputs)["indices"] for inputs in both]
     streams = [torch.cuda.Stream() for _ in both]

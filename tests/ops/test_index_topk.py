@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS, IndexEntry
 from dsv4.ops import index_topk, index_topk_runner_id
-from dsv4.ops.index_keys import decode_index, encode_index, key_views, round_index
+from dsv4.ops.index_keys import (
+    decode_index,
+    encode_index,
+    key_views,
+    pack_index,
+    read_keys,
+    round_index,
+    write_keys,
+)
 from dsv4.ops.index_topk import INDEX_TOPK
+from dsv4.ops.quantize import e2m1_as_e4m3
 from dsv4.testing.index_topk import Case, Inputs, assert_choice, run_op
 
 pytestmark = pytest.mark.stage("indexer")
@@ -28,6 +39,8 @@ def no_gradients():
         Case((70, 330, 5, 64, 0, 130), topk=64, gives_slots=True, padding_rows=1),
         Case((40, 33, 6, 7), topk=7, tokens_per_request=2, **SMALL),
         Case((50, 50), topk=11, levels=2, gives_slots=True, **SMALL),
+        Case((70, 330), topk=64, gives_slots=True, key_format="fp4"),
+        Case((40, 33, 6, 7), topk=7, tokens_per_request=2, key_format="fp4", **SMALL),
         Case((90, -3), topk=11, columns=3, **SMALL),
     ],
     ids=str,
@@ -45,6 +58,46 @@ def test_codes_hold_what_fp4_holds(seed) -> None:
     codes, scales = encode_index(x.bfloat16())
     assert (scales.log2() == scales.log2().round()).all()
     assert torch.equal(decode_index(codes, scales), round_index(x.bfloat16()).float())
+
+
+def test_packed_codes_hold_what_fp4_holds(seed) -> None:
+    x = torch.randn(200, 128) * torch.exp2(torch.randint(-7, 7, (200, 128)).float())
+    x[3], x[5, :64] = 0, 0
+    codes, scales = pack_index(x.bfloat16())
+    assert codes.shape == (200, 64) and scales.shape == (200, 4)
+    values, scale = e2m1_as_e4m3(codes, scales)
+    wanted, wanted_scale = encode_index(x.bfloat16())
+    assert torch.equal(values.float(), wanted.float()) and torch.equal(scale, wanted_scale)
+    assert torch.equal(decode_index(values, scale), round_index(x.bfloat16()).float())
+
+
+@pytest.mark.parametrize("far", [0, 30])
+def test_formats_of_keys_give_the_same_bits(far, seed) -> None:
+    """Groups of a key that FP8 keys hold without loss, and too far apart for that."""
+    case = Case((90, 41), topk=9, far=far, heads=4, dim=64, rope_dim=8, page=6)
+    first, second = (
+        run_op(Inputs.make(replace(case, key_format=each), seed)) for each in INDEX_FORMATS
+    )
+    assert torch.equal(first["indices"], second["indices"])
+    assert torch.equal(first["scores"][0, :90], second["scores"][0, :90])
+
+
+@pytest.mark.parametrize("key_format", INDEX_FORMATS)
+def test_keys_are_written_where_they_are_read(key_format, seed) -> None:
+    """Into pages that lie apart; what has no slot is dropped."""
+    keys, size = torch.randn(7, 64).bfloat16(), 3
+    row = IndexEntry(64, key_format).bytes
+    frame = torch.full((4 * 512,), 0x55, dtype=torch.uint8)
+    pool = frame.as_strided((4, size, row), (512, row, 1))
+    slots = torch.tensor([11, 0, -1, 4, 12, 7, 2], dtype=torch.int32)
+    write_keys(keys, slots, pool, is_rounded=True)
+    is_kept = (slots >= 0) & (slots < 4 * size)
+    kept = slots[is_kept].long()
+    found = read_keys(pool, 64, kept // size, kept % size)
+    assert torch.equal(found, round_index(keys[is_kept]).float())
+    changed = (frame.view(4, 512) != 0x55).nonzero()
+    assert changed[:, 1].max() < size * row
+    assert set(changed[:, 0].tolist()) == set((kept // size).tolist())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

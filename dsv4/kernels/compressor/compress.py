@@ -18,14 +18,25 @@ from operator import add
 from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint32, cute
+from cutlass import (
+    BFloat16,
+    Boolean,
+    Float8E4M3FN,
+    Float32,
+    Int32,
+    Int64,
+    Uint8,
+    Uint16,
+    Uint32,
+    cute,
+)
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.compressor.config import ARGS, SLICE, CompressConfig, has_kernel, values
-from dsv4.kernels.indexer.queries import coded, rotated, transformed
+from dsv4.kernels.indexer.queries import coded, packed, rotated, transformed
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.args import compile_kernel
-from dsv4.kernels.kit.index_entry import SCALE_BYTES
+from dsv4.kernels.kit.index_entry import FP4_GROUP, SCALE_BYTES, IndexEntry
 from dsv4.kernels.kit.kv_entry import GROUP, ROPE_DIM, Fp8Entry
 from dsv4.kernels.kit.remote import store_remote
 from dsv4.kernels.kit.rms import inverse_rms
@@ -425,9 +436,15 @@ class Compress:
         turned = rotated(pairs, *turns)
         pairs = [Uint32(cutlass.select_(is_rotated, new, old)) for new, old in zip(turned, pairs)]
         if cutlass.const_expr(config.is_index):
-            codes, scale = coded(transformed(pairs, lane))
-            if thread < self.lanes:
-                self.store_key(operands.pool, target, codes, scale, lane)
+            pairs = transformed(pairs, lane)
+            if cutlass.const_expr(config.kv_format == "fp4"):
+                codes, exponent = packed(pairs)
+                if thread < self.lanes:
+                    self.store_packed_key(operands.pool, target, codes, exponent, lane)
+            else:
+                codes, scale = coded(pairs)
+                if thread < self.lanes:
+                    self.store_key(operands.pool, target, codes, scale, lane)
         else:
             scale = quant.e8m0_scale_e4m3(quant.amax_bf16(pairs, GROUP // VECTOR))
             if thread < self.lanes:
@@ -470,7 +487,7 @@ class Compress:
     def store_key(
         self, pool: cute.Tensor, target: tuple, codes: cute.Tensor, scale: Float32, lane: Int32
     ):
-        """Write an index key."""
+        """Write an FP8 index key."""
         page, place = target
         start = address_of(pool, Int64(page) * pool.stride[0])
         at = start + place * SLICE + lane * VECTOR
@@ -478,6 +495,19 @@ class Compress:
         if lane == 0:
             at = start + pool.shape[1] * SLICE + place * SCALE_BYTES
             pointer_to(at, Float32, SCALE_BYTES).store(scale)
+
+    @cute.jit
+    def store_packed_key(
+        self, pool: cute.Tensor, target: tuple, codes: Uint32, exponent: Int32, lane: Int32
+    ):
+        """Write the lane's part of an FP4 index key."""
+        entry, (page, place) = IndexEntry(SLICE, "fp4"), target
+        start = address_of(pool, Int64(page) * pool.stride[0])
+        at = start + place * entry.code_bytes + lane * (VECTOR // 2)
+        pointer_to(at, Uint16, VECTOR // 2).store(Uint16(codes))
+        if lane % (FP4_GROUP // VECTOR) == 0:
+            at = start + pool.shape[1] * entry.code_bytes + place * entry.scale_bytes
+            pointer_to(at + lane // (FP4_GROUP // VECTOR), Uint8, 1).store(Uint8(exponent))
 
     @cute.jit
     def store_entry(

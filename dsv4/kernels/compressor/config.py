@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4.kernels.kit.args import In, InOut
-from dsv4.kernels.kit.index_entry import SCALE_BYTES, IndexEntry
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS, IndexEntry
 from dsv4.kernels.kit.kv_entry import (
     ALIGNMENT,
     FP8_ENTRY_ALIGNMENT,
@@ -38,7 +38,7 @@ class CompressConfig:
         overlap: whether the block before is pooled, too.
         eps: added to the mean square; at least 1e-18.
         latent: what a mean is rounded to: "bf16" or "fp32".
-        kv_format: of the pool: "bf16" or "fp32" rows, or "fp8" entries.
+        kv_format: of the pool: "bf16" or "fp32" rows, or "fp8" entries; of index keys also "fp4".
         is_index: whether entries are index keys: Hadamard-transformed and rounded to FP4 where
             `is_rounded`.
         is_rounded: whether rows hold what FP8 entries would.
@@ -63,7 +63,8 @@ class CompressConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not MIN_EPS <= self.eps < float("inf"):
             raise ValueError(f"eps must be at least {MIN_EPS}, got {self.eps}")
-        for name, known in (("latent", tuple(LATENTS)), ("kv_format", KV_FORMATS)):
+        formats = (*KV_FORMATS, *INDEX_FORMATS[1:]) if self.is_index else KV_FORMATS
+        for name, known in (("latent", tuple(LATENTS)), ("kv_format", formats)):
             if getattr(self, name) not in known:
                 raise ValueError(
                     f"{name} must be one of {known}, got {quoted(getattr(self, name))}"
@@ -75,14 +76,19 @@ class CompressConfig:
             raise ValueError(
                 f"rope_dim must be even and in 0..dim = {self.dim}, got {self.rope_dim}"
             )
-        if self.kv_format == "fp8" and not self.is_rounded:
-            raise ValueError("is_rounded: FP8 index keys hold rounded keys, got False")
+        if self.is_packed and not self.is_rounded:
+            raise ValueError("is_rounded: FP8 and FP4 index keys hold rounded keys, got False")
         if self.is_rounded:
             IndexEntry(self.dim)  # refuses channels that are no whole groups
             if self.dim & (self.dim - 1):
                 raise ValueError(
                     f"dim: the Hadamard transform needs a power of two, got {self.dim}"
                 )
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether entries are codes and scales."""
+        return self.kv_format in INDEX_FORMATS
 
     @property
     def insertion(self) -> KvInsertConfig:
@@ -104,7 +110,7 @@ class CompressConfig:
     def row(self) -> int:
         """Last dimension of the pool."""
         if self.is_index:
-            return IndexEntry(self.dim).bytes if self.kv_format == "fp8" else self.dim
+            return IndexEntry(self.dim, self.kv_format).bytes if self.is_packed else self.dim
         return row_elements(self.kv_format, self.dim, self.rope_dim)
 
 
@@ -116,7 +122,7 @@ def has_kernel(config: CompressConfig) -> bool:
         and config.latent == "bf16"
         and config.kv_format != "fp32"
         and not config.uniform_scale
-        and (not config.is_index or (config.dim == SLICE and config.kv_format == "fp8"))
+        and (not config.is_index or (config.dim == SLICE and config.is_packed))
         and config.terms % 8 == 0
         and config.terms <= MAX_TERMS
     )
@@ -146,7 +152,11 @@ ARGS = (
 
 def values(config: CompressConfig) -> dict[str, int | str]:
     """The sizes and dtypes that a kernel is compiled for."""
-    packed = SCALE_BYTES if config.is_index else FP8_ENTRY_ALIGNMENT
+    alignment = ALIGNMENT
+    if config.is_packed:
+        alignment = FP8_ENTRY_ALIGNMENT
+        if config.is_index:
+            alignment = IndexEntry(config.dim, config.kv_format).alignment
     return {
         "d": config.dim,
         "width": config.width,
@@ -154,6 +164,6 @@ def values(config: CompressConfig) -> dict[str, int | str]:
         "two": 2,
         "rope_dim": config.rope_dim,
         "row": config.row,
-        "kv_dtype": KV_DTYPES[config.kv_format],
-        "entry_align": packed if config.kv_format == "fp8" else ALIGNMENT,
+        "kv_dtype": "uint8" if config.is_packed else KV_DTYPES[config.kv_format],
+        "entry_align": alignment,
     }

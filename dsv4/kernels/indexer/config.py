@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4.kernels.kit.args import In, Out, Scalar, Workspace
-from dsv4.kernels.kit.index_entry import ALIGNMENT, SCALE_BYTES, IndexEntry
+from dsv4.kernels.kit.index_entry import ALIGNMENT, INDEX_FORMATS, IndexEntry
 from dsv4.quoting import quoted
 
-KEY_FORMATS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "uint8"}
+KEY_FORMATS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "uint8", "fp4": "uint8"}
 RANKS = {"bf16": "bfloat16", "fp32": "float32"}
 KERNEL_HEADS, KERNEL_DIM, KERNEL_ROPE_DIM = 64, 128, 64  # of the released models
 TILE_KEYS = 64  # rows of a product
+FP4_PAGES = (16, 32, 64)  # keys of a page of FP4 keys that kernels take
 # Of a selection: bins of the upper bits of a score, whose counts the scores' kernel makes.
 BINS = 2048
 BIN_SHIFT = 5  # bits of an order key below its bin
@@ -32,7 +33,7 @@ class IndexTopkConfig:
         topk: entries chosen for a token.
         page: keys of a page.
         weight_scale: factor of the heads' weights.
-        key_format: of the pages: "bf16" or "fp32" rows, or "fp8" (`kit.index_entry`).
+        key_format: of the pages: "bf16" or "fp32" rows, or "fp8" or "fp4" (`kit.index_entry`).
         is_rounded: whether queries pass through the Hadamard transform and FP4, as keys have.
         rank: what scores are rounded to before they are compared: "bf16", or "fp32", not at all.
         gives_slots: whether chosen entries are named by their slots, page * P + place, not by
@@ -67,13 +68,18 @@ class IndexTopkConfig:
                 )
         if self.is_rounded and self.dim & (self.dim - 1):
             raise ValueError(f"dim: the Hadamard transform needs a power of two, got {self.dim}")
-        if self.is_rounded or self.key_format == "fp8":
+        if self.is_rounded or self.is_packed:
             IndexEntry(self.dim)  # refuses channels that are no whole groups
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether keys are codes and scales."""
+        return self.key_format in INDEX_FORMATS
 
     @property
     def row(self) -> int:
         """Last dimension of the pages."""
-        return IndexEntry(self.dim).bytes if self.key_format == "fp8" else self.dim
+        return IndexEntry(self.dim, self.key_format).bytes if self.is_packed else self.dim
 
     @property
     def page_tiles(self) -> bool:
@@ -82,16 +88,19 @@ class IndexTopkConfig:
 
 
 def has_kernel(config: IndexTopkConfig) -> bool:
-    """Whether kernels take a configuration: the released models', with FP8 keys."""
+    """Whether kernels take a configuration: the released models', with FP8 or FP4 keys."""
     sizes = (config.heads, config.dim, config.rope_dim)
+    # A box of the tensor map is whole swizzle atoms; one of FP4 keys is a page with its scales,
+    # whose 16 rows of a warp lie in one page.
+    has_boxes = config.page % 8 == 0 and config.page_tiles
+    if config.key_format == "fp4":
+        has_boxes = config.page in FP4_PAGES
     return (
         sizes == (KERNEL_HEADS, KERNEL_DIM, KERNEL_ROPE_DIM)
-        and config.key_format == "fp8"
+        and config.is_packed
         and config.is_rounded
         and config.rank == "bf16"
-        # A box of the tensor map is whole swizzle atoms.
-        and config.page % 8 == 0
-        and config.page_tiles
+        and has_boxes
     )
 
 
@@ -123,7 +132,9 @@ ARGS = (
 
 def values(config: IndexTopkConfig) -> dict[str, int | str]:
     """What a kernel is compiled for."""
-    is_packed = config.key_format == "fp8"
+    key_align = ALIGNMENT
+    if config.is_packed:
+        key_align = IndexEntry(config.dim, config.key_format).alignment
     return {
         "hd": config.heads * config.dim,
         "h": config.heads,
@@ -132,6 +143,6 @@ def values(config: IndexTopkConfig) -> dict[str, int | str]:
         "row": config.row,
         "k": config.topk,
         "key_dtype": KEY_FORMATS[config.key_format],
-        "key_align": SCALE_BYTES if is_packed else ALIGNMENT,
+        "key_align": key_align,
         "rank_dtype": RANKS[config.rank],
     }

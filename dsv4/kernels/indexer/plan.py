@@ -15,7 +15,7 @@ from dsv4.kernels.indexer.config import (
     LOW_KEYS,
     TILE_KEYS,
 )
-from dsv4.kernels.kit.index_entry import SCALE_BYTES
+from dsv4.kernels.kit.index_entry import IndexEntry
 from dsv4.kernels.kit.plan import (
     WARP_THREADS,
     WARPGROUP_WARPS,
@@ -31,7 +31,9 @@ from dsv4.kernels.kit.ring_plan import RingPlan
 GROUPS = 2  # consumer warpgroups: a tile of keys each
 # Load warps, every other tile each: issuing the copies of a tile takes longer than scoring it.
 LOADERS = 2
-TILE_BYTES = TILE_KEYS * (KERNEL_DIM + SCALE_BYTES)
+WGMMAS = 4  # of 128 channels
+# Swizzled pages of FP4 keys begin at multiples of so many bytes: the period of the swizzle.
+PAGE_ALIGNMENT = 512
 START_WORDS = 2  # where a CTA's work begins: token, tile
 # CTAs that choose for a token, from scores in memory, and in one launch with the scores.
 CLUSTERS = (1, 2, 8)
@@ -50,14 +52,62 @@ MANY_KEYS = 1 << 18
 
 
 @dataclass(frozen=True)
+class KeyTile:
+    """A tile of keys in the ring.
+
+    Attributes:
+        key_format: "fp8" or "fp4".
+        page: keys of a page.
+    """
+
+    key_format: str
+    page: int
+
+    @property
+    def box(self) -> int:
+        """Keys of a copy."""
+        return min(self.page, TILE_KEYS)
+
+    @property
+    def parts(self) -> int:
+        """Pages of a tile."""
+        return TILE_KEYS // self.box
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of a tile's copies."""
+        return TILE_KEYS * IndexEntry(KERNEL_DIM, self.key_format).bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes between the pages of a tile of FP4 keys."""
+        loaded = self.loaded_bytes // self.parts
+        return loaded + -loaded % PAGE_ALIGNMENT
+
+    @property
+    def stage_bytes(self) -> int:
+        """Bytes of a stage, of codes and scales of FP4 keys; of codes of FP8 keys."""
+        if self.key_format == "fp4":
+            return self.parts * self.part_bytes
+        return TILE_KEYS * KERNEL_DIM
+
+
+@dataclass(frozen=True)
 class ScoresPlan(RingPlan):
     """CTA of the scores' kernel; half of an SM, so that the launches before and after fit beside.
 
     Attributes:
         lanes_per_warp: lanes that arrive for a warp.
+        key_format, page: of the keys.
     """
 
     lanes_per_warp: int = 1
+    key_format: str = "fp8"
+    page: int = 32
+
+    @property
+    def tile(self) -> KeyTile:
+        return KeyTile(self.key_format, self.page)
 
     @property
     def ctas_per_sm(self) -> int:
@@ -77,10 +127,13 @@ class ScoresPlan(RingPlan):
         return GROUPS * WARPGROUP_WARPS * WARP_THREADS
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
+        is_fp4 = self.key_format == "fp4"
+        keys = "Uint8" if is_fp4 else "Float8E4M3FN"
+        scales = () if is_fp4 else (Buffer("scales", "Float32", stages * TILE_KEYS, 16),)
         return (
-            Buffer("keys", "Float8E4M3FN", stages * TILE_KEYS * KERNEL_DIM, 1024),
+            Buffer("keys", keys, stages * self.tile.stage_bytes, 1024),
             Buffer("queries", "Float8E4M3FN", KERNEL_HEADS * KERNEL_DIM, 1024),
-            Buffer("scales", "Float32", stages * TILE_KEYS, 16),
+            *scales,
             Buffer("factors", "Float32", KERNEL_HEADS, 16),
             Buffer("counts", "Int32", BINS, 16),
             Buffer("sums", "Int32", self.warps.threads // WARP_THREADS),
@@ -93,7 +146,7 @@ class ScoresPlan(RingPlan):
             "ring", "tile of keys and their scales",
             (Arrival("load", Arrive.TMA),),
             (Arrival("consumers", Arrive.WARP, warps=WARPGROUP_WARPS),),
-            stages, TILE_BYTES,
+            stages, self.tile.loaded_bytes,
         )  # fmt: skip
         return BarrierGraph(self.warps, (tiles,), self.lanes_per_warp)
 
@@ -108,12 +161,10 @@ class ClusterPlan(ScoresPlan):
     Attributes:
         cluster: CTAs of a token.
         topk: entries chosen for a token.
-        page: keys of a page.
     """
 
     cluster: int = 8
     topk: int = 512
-    page: int = 32
 
     @property
     def sent_bytes(self) -> tuple[int, int]:

@@ -64,27 +64,61 @@ def transformed(pairs: list[Uint32], lane: Int32) -> list[Uint32]:
 def coded(pairs: list[Uint32]) -> tuple[cute.Tensor, Float32]:
     """e4m3 codes of a lane's channels, rounded to FP4 with a scale per group, and the scale of the
     row's codes, a power of two."""
-    values = [value for pair in pairs for value in quant.unpack_bf16(pair)]
+    values, exponent = _rounded(pairs)
     held = len(values)
-    amax = quant.amax_bf16(pairs, FP4_GROUP // held)
+    top = exponent
+    for offset in _offsets(FP4_GROUP // held, KERNEL_DIM // held):
+        top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
+    row = row_exponent(top)
+    # A group of zeros may lie further below the row's scale than an exponent reaches.
+    shift = cutlass.max(exponent - row, Int32(-BIAS + 1))
+    factor = power_of_two(shift + BIAS)
+    wide = cute.make_rmem_tensor(len(values), Float32)
+    for i, value in enumerate(values):
+        wide[i] = value * factor
+    codes = cute.make_rmem_tensor(len(values), Float8E4M3FN)
+    codes.store(wide.load().to(Float8E4M3FN))
+    return codes, power_of_two(row)
+
+
+def packed(pairs: list[Uint32]) -> tuple[Uint32, Int32]:
+    """e2m1 codes of a lane's channels, at most eight, four bits each from the lowest on, and the
+    E8M0 scale of their group."""
+    values, exponent = _rounded(pairs)
+    codes = Uint32(0)
+    for i, value in enumerate(values):
+        codes |= _code_e2m1(value) << (4 * i)
+    # A value that is rounded to 0 keeps its sign.
+    for i, pair in enumerate(pairs):
+        codes |= ((pair >> 12) & Uint32(8) | (pair >> 24) & Uint32(0x80)) << (8 * i)
+    return codes, exponent
+
+
+def row_exponent(top: Int32) -> Int32:
+    """Biased exponent of the scale of a row of e4m3 codes, by that of its largest group."""
+    return cutlass.max(top - TOP_SHIFT, Int32(BIAS + MIN_EXPONENT))
+
+
+def _rounded(pairs: list[Uint32]) -> tuple[list[Float32], Int32]:
+    """A lane's channels rounded to values of e2m1 over the scale of their group, and its biased
+    exponent."""
+    values = [value for pair in pairs for value in quant.unpack_bf16(pair)]
+    amax = quant.amax_bf16(pairs, FP4_GROUP // len(values))
     ratio = cute.arch.fmax(amax, Float32(E2M1_AMAX_FLOOR)) * Float32(1 / E2M1_MAX)
     mantissa = quant.FP32_MANTISSA
     exponent = Int32((ratio.bitcast(Uint32) + ((1 << mantissa) - 1)) >> mantissa)
     exponent = cutlass.min(exponent, 2 * BIAS)
-    top = exponent
-    for offset in _offsets(FP4_GROUP // held, KERNEL_DIM // held):
-        top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
-    row = cutlass.max(top - TOP_SHIFT, Int32(BIAS + MIN_EXPONENT))
-    # A group of zeros may lie further below the row's scale than an exponent reaches.
-    shift = cutlass.max(exponent - row, Int32(-BIAS + 1))
-    inverse = _power_of_two(2 * BIAS - exponent)
-    factor = _power_of_two(shift + BIAS)
-    wide = cute.make_rmem_tensor(held, Float32)
-    for i, value in enumerate(values):
-        wide[i] = rounded_e2m1(value * inverse) * factor
-    codes = cute.make_rmem_tensor(held, Float8E4M3FN)
-    codes.store(wide.load().to(Float8E4M3FN))
-    return codes, _power_of_two(row)
+    inverse = power_of_two(2 * BIAS - exponent)
+    return [rounded_e2m1(value * inverse) for value in values], exponent
+
+
+def _code_e2m1(value: Float32) -> Uint32:
+    """Code of the magnitude of a value of e2m1, 0 to 7."""
+    bits = value.bitcast(Uint32) & Uint32(0x7FFFFFFF)
+    # From 1 on codes are an exponent and a bit of the mantissa; below there are 0 and 0.5.
+    code = (bits >> (quant.FP32_MANTISSA - 1)) - Uint32(2 * BIAS - 2)
+    small = cutlass.select_(bits == 0, Uint32(0), Uint32(1))
+    return Uint32(cutlass.select_(bits >= Uint32(BIAS << quant.FP32_MANTISSA), code, small))
 
 
 def _offsets(first: int, end: int) -> list[int]:
@@ -102,7 +136,7 @@ def rounded_e2m1(x: Float32) -> Float32:
     return (x + magic) - magic
 
 
-def _power_of_two(exponent: Int32) -> Float32:
+def power_of_two(exponent: Int32) -> Float32:
     """2^(exponent - 127), of 1 to 254."""
     return (exponent << quant.FP32_MANTISSA).bitcast(Float32)
 

@@ -35,7 +35,7 @@ class LatentRowsConfig:
         overlap: whether the block before is pooled, too.
         latent: what means are rounded to: "bf16" or "fp32".
         index_dim: channels of an index key; 0: there is no indexer.
-        index_format: of the pool of index keys, as `kv_format`.
+        index_format: of the pool of index keys: as `kv_format`, or "fp4".
     """
 
     dim: int

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from dsv4.kernels.compressor.config import CompressConfig, has_kernel
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS
 from dsv4.ops.compress import COMPRESS
-from dsv4.testing.compress import EPS, Case, Inputs, assert_step
+from dsv4.testing.compress import EPS, Case, Inputs, assert_step, decoded
 from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, simulator
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.mutate import Edit, at
@@ -46,7 +48,8 @@ def kernels(request: pytest.FixtureRequest) -> OpKernels:
     "case",
     [
         pytest.param(DECODE, marks=pytest.mark.slow),
-        changed(CHUNK, dim=128, is_index=True),
+        changed(CHUNK, dim=128, is_index=True, kv_format="fp4"),
+        pytest.param(changed(CHUNK, dim=128, is_index=True), marks=pytest.mark.slow),
         pytest.param(CHUNK, marks=pytest.mark.slow),
         pytest.param(changed(DECODE, kv_format="bf16"), marks=pytest.mark.slow),
         pytest.param(changed(DECODE, kv_format="bf16", is_rounded=False), marks=pytest.mark.slow),
@@ -56,6 +59,19 @@ def kernels(request: pytest.FixtureRequest) -> OpKernels:
 )
 def test_equals_the_torch_implementation(kernels, case, seed) -> None:
     run(kernels, case, seed, None)
+
+
+@pytest.mark.slow
+def test_fp4_index_keys_hold_what_fp8_ones_hold(kernels, seed) -> None:
+    pools = []
+    for kv_format in INDEX_FORMATS:
+        case = changed(CHUNK, dim=128, is_index=True, kv_format=kv_format)
+        outcome = run(kernels, case, seed)
+        pools.append(decoded(case, outcome.scratch["pool"].cpu()))
+    written = Inputs.make(case, seed).tensors["slots"].flatten().long()
+    written = written[written >= 0]
+    first, second = (pool.flatten(0, 1)[written] for pool in pools)
+    assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("case", [HCA, changed(HCA, chunk=3, lens=(3, 1, 2))], ids=str)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dsv4.kernels.indexer.config import KERNEL_DIM, KERNEL_HEADS, IndexTopkConfig, has_kernel
+from dsv4.kernels.indexer.config import (
+    FP4_PAGES,
+    KERNEL_DIM,
+    KERNEL_HEADS,
+    IndexTopkConfig,
+    has_kernel,
+)
 from dsv4.kernels.indexer.plan import (
     CLUSTERS,
     GROUPS,
@@ -19,6 +26,7 @@ from dsv4.kernels.indexer.plan import (
     ScoresPlan,
     choose_launch,
 )
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS
 from dsv4.ops.index_topk import INDEX_TOPK
 from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, simulator
 from dsv4.testing.index_topk import Case, Inputs, assert_choice
@@ -40,7 +48,9 @@ FEWEST_AND_MOST = [
     *({**TWO, "cluster": CLUSTERS[i]} for i in (0, -1)),
 ]
 # Tokens that share a CTA, one that a CTA begins within, lists of all lengths.
-RAGGED = Case((70, 330, 5, 64, 0, 130, 65), topk=64, gives_slots=True, padding_rows=1)
+LENS = (70, 330, 5, 64, 0, 130, 65)
+RAGGED = Case(LENS, topk=64, gives_slots=True, padding_rows=1, key_format="fp4")
+FP8 = replace(RAGGED, key_format="fp8")
 
 
 def run(inputs: Inputs, seed: int, schedules: int | None = 1, **scalars: int) -> Outcome:
@@ -55,7 +65,8 @@ def run(inputs: Inputs, seed: int, schedules: int | None = 1, **scalars: int) ->
 def test_a_stage_is_always_the_same_warpgroup_s() -> None:
     """With 11 stages a warpgroup took a copy that had not landed for its own: on an H200 an illegal
     arrival, with pools so large that copies of neighbouring tiles take very different times."""
-    for plan in (ScoresPlan(), ClusterPlan()):
+    plans = (kind(key_format=each) for kind in (ScoresPlan, ClusterPlan) for each in INDEX_FORMATS)
+    for plan in plans:
         assert plan.stages % GROUPS == 0
         assert plan.stages % LOADERS == 0
 
@@ -66,9 +77,29 @@ def test_ragged_lists(launch: dict[str, int], seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", [RAGGED, FP8], ids=["fp4", "fp8"])
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-def test_every_schedule(launch: dict[str, int], seed: int) -> None:
-    run(Inputs.make(RAGGED, seed), seed, None, **launch)
+def test_every_schedule(case: Case, launch: dict[str, int], seed: int) -> None:
+    run(Inputs.make(case, seed), seed, None, **launch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [FEWEST_AND_MOST[0], FEWEST_AND_MOST[2]], ids=str)
+@pytest.mark.parametrize("page", FP4_PAGES)
+@pytest.mark.parametrize("far", [0, 5, 30])
+def test_formats_of_keys_give_the_same_bits(
+    page: int, far: int, launch: dict[str, int], seed: int
+) -> None:
+    """Groups of a key that FP8 keys hold without loss, and too far apart for that."""
+    found = []
+    for case in (RAGGED, FP8):
+        inputs = Inputs.make(replace(case, page=page, far=far), seed)
+        found.append(run(inputs, seed, **launch).outputs)
+    first, second = found
+    assert torch.equal(first["indices"], second["indices"])
+    for token, count in enumerate(inputs.counts()):
+        if count > RAGGED.topk:
+            assert torch.equal(first["scores"][token, :count], second["scores"][token, :count])
 
 
 @pytest.mark.slow
@@ -78,11 +109,14 @@ def test_numbers_of_ctas(num_ctas: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [8, 16, 64, 128])
+@pytest.mark.parametrize(
+    ("page", "key_format"),
+    [*((page, "fp8") for page in (8, 16, 64, 128)), *((page, "fp4") for page in (16, 64))],
+)
 @pytest.mark.parametrize("tokens_per_request", [1, 2])
-def test_pages(page: int, tokens_per_request: int, seed: int) -> None:
-    lens = (300, 290, 1000)
-    case = Case(lens, 128, page, gives_slots=True, tokens_per_request=tokens_per_request)
+def test_pages(page: int, key_format: str, tokens_per_request: int, seed: int) -> None:
+    options = {"tokens_per_request": tokens_per_request, "key_format": key_format}
+    case = Case((300, 290, 1000), 128, page, gives_slots=True, **options)
     inputs = Inputs.make(case, seed)
     for launch in ({"num_ctas": 3, "cluster": 1}, {**ONE, "cluster": 4}):
         run(inputs, seed, **launch)
@@ -138,13 +172,15 @@ def test_no_synchronisation_is_left_out(seed: int) -> None:
 
 
 def test_plan_leaves_half_of_an_sm() -> None:
-    plan = ScoresPlan()
-    assert plan.stages >= 8
-    assert plan.smem.total_bytes <= 113 * 1024
-    assert "tile of keys" in str(plan)
-    cluster = ClusterPlan(cluster=16, topk=8192, page=8)
-    assert cluster.stages >= 4
-    assert cluster.smem.total_bytes <= 113 * 1024
+    plans = ScoresPlan(), ScoresPlan(key_format="fp4")
+    for plan, stages in zip(plans, (8, 16)):
+        assert plan.stages >= stages
+        assert plan.smem.total_bytes <= 113 * 1024
+        assert "tile of keys" in str(plan)
+    for keys in ({"page": 8}, {"key_format": "fp4", "page": 16}):
+        cluster = ClusterPlan(cluster=16, topk=8192, **keys)
+        assert cluster.stages >= 4
+        assert cluster.smem.total_bytes <= 113 * 1024
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 16, 17, 64, 65, 4000])
@@ -166,11 +202,14 @@ def test_a_launch_for_each_size() -> None:
 def test_configurations_with_kernels() -> None:
     sizes = (KERNEL_HEADS, KERNEL_DIM, 64)
     assert has_kernel(IndexTopkConfig(*sizes, 512, 32, 1.0))
+    assert has_kernel(IndexTopkConfig(*sizes, 512, 32, 1.0, "fp4"))
     for other in (
         IndexTopkConfig(32, KERNEL_DIM, 64, 512, 32, 1.0),
         IndexTopkConfig(*sizes, 512, 4, 1.0),
         IndexTopkConfig(*sizes, 512, 96, 1.0),
         IndexTopkConfig(*sizes, 512, 32, 1.0, "bf16"),
+        IndexTopkConfig(*sizes, 512, 8, 1.0, "fp4"),
+        IndexTopkConfig(*sizes, 512, 128, 1.0, "fp4"),
         IndexTopkConfig(*sizes, 512, 32, 1.0, rank="fp32"),
         IndexTopkConfig(*sizes, 512, 32, 1.0, is_rounded=False),
     ):
@@ -225,6 +264,9 @@ BUGS: dict[str, Edit] = {
     "scores counted before all are there": at("OneLaunchSm90.add_counts")
     .call("cute.arch.sync_threads")
     .delete(),
+    "groups taken for near ones": at("are_near").expression("0xF0F0F0F0").replace("0"),
+    "signs of other codes": at("put_codes").expression("word << 4").replace("word << 8"),
+    "words of other banks": at("Fp4Tiles.decode").expression("lane // 8").replace("lane // 16"),
     "the transform's first stage left out": at("transformed")
     .expression("half < held")
     .replace("half < held // 2"),
@@ -234,7 +276,7 @@ BUGS: dict[str, Edit] = {
 def checked(build: Callable, seed: int) -> None:
     """The checks that every test makes, of what `build` compiles."""
     kernels = OpKernels(INDEX_TOPK, Simulator("sm_90a"))
-    for case in (RAGGED, Case((1400, 300), topk=64, levels=3)):
+    for case in (replace(RAGGED, far=12), Case((1400, 300), topk=64, levels=3)):
         inputs = Inputs.make(case, seed)
         compiled = kernels.compile(inputs.config, build)
         for launch in ({**ONE, "cluster": 4}, {**TWO, "cluster": 1}, {**TWO, "cluster": 8}):

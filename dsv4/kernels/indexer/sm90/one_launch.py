@@ -35,6 +35,8 @@ from dsv4.kernels.indexer.selection import (
     Selection,
     Share,
 )
+from dsv4.kernels.indexer.sm90.fp4_tiles import Fp4Ring
+from dsv4.kernels.indexer.sm90.fp8_tiles import Fp8Ring
 from dsv4.kernels.indexer.sm90.tile_scores import WARP, Run, TileScores
 from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.kit.remote import add_remote
@@ -53,11 +55,9 @@ VECTORS = WARP // LANE_WORDS
 class ClusterSmem(NamedTuple):
     """Views of shared memory: those of `tile_scores.Smem`, and of the choice."""
 
-    keys: cute.Tensor
+    keys: Fp8Ring | Fp4Ring
     queries: cute.Tensor
-    keys_start: cute.Pointer
     queries_start: cute.Pointer
-    scales: cute.Tensor
     factors: cute.Tensor
     counts: cute.Tensor
     order_keys: cute.Tensor  # [HELD_KEYS / 2], two a word
@@ -127,7 +127,8 @@ class OneLaunchSm90(TileScores):
     """
 
     def __init__(self, config: IndexTopkConfig, cluster: int):
-        plan = ClusterPlan(self.lanes_per_warp, cluster, config.topk, config.page)
+        keys = config.key_format, config.page
+        plan = ClusterPlan(self.lanes_per_warp, *keys, cluster, config.topk)
         super().__init__(config, plan)
         self.cluster = cluster
         self.threads = plan.warps.threads
@@ -138,7 +139,7 @@ class OneLaunchSm90(TileScores):
     @cute.jit
     def launch(self, operands: Operands, stream):
         """A cluster for each token."""
-        key_map = self.key_map(operands.keys)
+        key_map = self.tiles.key_map(operands.keys)
         self.kernel((key_map,), operands).launch(
             grid=[operands.indices.shape[0] * self.cluster, 1, 1],
             block=[self.threads, 1, 1],
@@ -286,7 +287,8 @@ class OneLaunchSm90(TileScores):
         # A vector of four lanes' codes has four senders, each for some of the CTAs.
         number = lane % VECTORS
         words = tuple(
-            cute.arch.shuffle_sync(code, number * LANE_WORDS + i) for i in range(LANE_WORDS)
+            cute.arch.shuffle_sync(code, self.tiles.source_word(number, i))
+            for i in range(LANE_WORDS)
         )
         word = head * (KERNEL_DIM // 4) + (number ^ (head % 8)) * LANE_WORDS
         target = cute.recast_ptr(smem.queries_start, dtype=Int32) + word

@@ -37,14 +37,14 @@ class ScoresSm90(TileScores):
     """Kernel of one configuration."""
 
     def __init__(self, config: IndexTopkConfig):
-        super().__init__(config, ScoresPlan(self.lanes_per_warp))
+        super().__init__(config, ScoresPlan(self.lanes_per_warp, config.key_format, config.page))
 
     # ---- host ----
 
     @cute.jit
     def launch(self, operands: Operands, stream, num_ctas: Int32):
         """Score the entries of all tokens that see more than `topk`."""
-        key_map = self.key_map(operands.keys)
+        key_map = self.tiles.key_map(operands.keys)
         self.kernel((key_map,), operands).launch(
             grid=[num_ctas, 1, 1],
             block=[self.plan.warps.threads, 1, 1],

@@ -1,12 +1,14 @@
 """Scores of tiles of index keys for Hopper: FP8 wgmma of keys by heads, keys from pages by TMA.
 
-    load warps    tiles of 64 keys and their scales -> ring, every other one each
+    load warps    tiles of 64 keys and their scales -> ring, every other one each; how they lie
+                  there, and become operands, is `Fp8Tiles`' or `Fp4Tiles`'
     consumers     two warpgroups: a token's queries, rounded, into shared memory; a tile each in
                   turn: products with all heads, ReLU, weights, sum over heads; scores; counts of
                   scores by their upper bits, which the selection begins with
 
 A score is a sum over heads in the order of a quad's columns, whatever the tile, and its products
-are those of one tensor core chain of 128: bits depend on the token's query and the key alone.
+are those of one tensor core chain of 128: bits depend on the token's query and the key alone, not
+on the format of the key.
 """
 
 from __future__ import annotations
@@ -15,8 +17,7 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_tensor_map_tiled
+from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.indexer.config import (
     BIN_SHIFT,
@@ -28,19 +29,20 @@ from dsv4.kernels.indexer.config import (
     IndexTopkConfig,
 )
 from dsv4.kernels.indexer.context import Operands
-from dsv4.kernels.indexer.plan import GROUPS, LOADERS, PREFETCHED_BYTES, TILE_BYTES, ScoresPlan
+from dsv4.kernels.indexer.plan import GROUPS, LOADERS, PREFETCHED_BYTES, ScoresPlan
 from dsv4.kernels.indexer.queries import LANES, PAIRS, coded, rotated, transformed
+from dsv4.kernels.indexer.sm90.fp4_tiles import Fp4Ring, Fp4Tiles
+from dsv4.kernels.indexer.sm90.fp8_tiles import Fp8Ring, Fp8Tiles
 from dsv4.kernels.kit import mbarrier, quant
-from dsv4.kernels.kit.index_entry import FP4_GROUP, SCALE_BYTES
+from dsv4.kernels.kit.index_entry import FP4_GROUP
 from dsv4.kernels.kit.mbarrier import Ring
 from dsv4.kernels.kit.reduce import quad_sum
-from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES, operand_atoms
-from dsv4.kernels.kit.tma import bulk_load, bulk_prefetch, tma_load
+from dsv4.kernels.kit.swizzle import SPAN_BYTES, VECTOR_BYTES, operand_atoms
+from dsv4.kernels.kit.tma import bulk_prefetch
 from dsv4.kernels.kit.vectors import address_of, pointer_to, vector_at
-from dsv4.kernels.kit.wgmma import by_row, gemm, make_mma
+from dsv4.kernels.kit.wgmma import by_row
 
 WARP = 32
-WGMMAS = 4  # of 128 channels
 UNIT_ROWS = 16  # of a warp in a product
 CONSUMING = 1  # named barrier
 
@@ -58,11 +60,9 @@ class Run(NamedTuple):
 class Smem(NamedTuple):
     """Views of shared memory."""
 
-    keys: cute.Tensor  # swizzled [64, 128, stage]
+    keys: Fp8Ring | Fp4Ring
     queries: cute.Tensor  # swizzled [64, 128]
-    keys_start: cute.Pointer
     queries_start: cute.Pointer
-    scales: cute.Tensor  # [64, stage]
     factors: cute.Tensor  # [64]: weights of the heads times the scales of their queries
     counts: cute.Tensor  # [BINS]
 
@@ -80,37 +80,19 @@ class TileScores:
     def __init__(self, config: IndexTopkConfig, plan: ScoresPlan):
         self.config = config
         self.plan = plan
-        self.box = min(config.page, TILE_KEYS)  # keys of a copy
-        self.parts = TILE_KEYS // self.box  # copies of a tile
-
-    # ---- host ----
-
-    def key_map(self, keys: cute.Tensor):
-        """TMA descriptor of the codes of the keys as (channel, key of a page, page)."""
-        return create_tensor_map_tiled(
-            keys.iterator.toint(),
-            Float8E4M3FN,
-            [KERNEL_DIM, self.config.page, cutlass.max(Int32(keys.shape[0]), 1)],
-            [KERNEL_DIM // VECTOR_BYTES, Int64(keys.stride[0]) // VECTOR_BYTES],
-            [KERNEL_DIM, self.box, 1],
-            swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
-            l2_promotion=TensorMapL2Promotion.none,
-        )
+        kind = Fp4Tiles if config.key_format == "fp4" else Fp8Tiles
+        self.tiles = kind(config, plan.tile)
 
     # ---- shared memory ----
 
     def views(self, storage) -> Smem:
         """Views of the plan's shared memory."""
-        plan = self.plan
         k_major, _ = operand_atoms(Float8E4M3FN, SPAN_BYTES)
-        a = cute.tile_to_shape(k_major, (TILE_KEYS, KERNEL_DIM, plan.stages), order=(0, 1, 2))
         b = cute.tile_to_shape(k_major, (KERNEL_HEADS, KERNEL_DIM), order=(0, 1))
         return Smem(
-            keys=storage.keys.get_tensor(a.outer, swizzle=a.inner),
+            keys=self.tiles.views(storage, self.plan.stages),
             queries=storage.queries.get_tensor(b.outer, swizzle=b.inner),
-            keys_start=storage.keys.data_ptr(),
             queries_start=storage.queries.data_ptr(),
-            scales=storage.scales.get_tensor(cute.make_layout((TILE_KEYS, plan.stages))),
             factors=storage.factors.get_tensor(cute.make_layout(KERNEL_HEADS)),
             counts=self.words(storage, "counts"),
         )
@@ -141,7 +123,7 @@ class TileScores:
         Args:
             first: tile of the run that is this warp's first one; it takes every other one.
         """
-        page_keys, table = self.config.page, operands.block_table
+        page_keys, table, tile = self.config.page, operands.block_table, self.plan.tile
         last_of_pool = cutlass.max(operands.keys.shape[0] - 1, 0)
         lane = cute.arch.lane_idx()
         last = cutlass.max(run.count - 1, 0) // page_keys
@@ -149,17 +131,20 @@ class TileScores:
         for i in cutlass.range(first, run.tiles, LOADERS, unroll=1):
             entry = (run.tile + i) * TILE_KEYS
             page = entry // page_keys
-            if page + self.parts > base + WARP:
+            if page + tile.parts > base + WARP:
                 base = page
                 held = table[run.request, cutlass.min(page + lane, last)]
                 held = cutlass.max(cutlass.min(held, last_of_pool), 0)
             ring.acquire(cursor)
             if lane == 0:
-                ring.expect(cursor.stage, TILE_BYTES)
+                ring.expect(cursor.stage, tile.loaded_bytes)
             cute.arch.sync_warp()
             mine = cute.arch.shuffle_sync(held, (page - base + lane) % WARP)
-            if lane < self.parts:
-                self.load_part(operands, smem, ring, key_map, cursor, mine, entry, lane)
+            if lane < tile.parts:
+                full = ring.at(cursor.stage).full
+                self.tiles.load_part(
+                    operands, smem.keys, full, key_map, cursor.stage, mine, entry, lane
+                )
             cursor = ring.skip(cursor, LOADERS)
         return cursor
 
@@ -181,26 +166,6 @@ class TileScores:
             at = address_of(keys, Int64(page) * keys.stride[0])
             bulk_prefetch(pointer_to(at, cutlass.Uint8, 16), page_keys * self.config.row)
 
-    @cute.jit
-    def load_part(
-        self, operands: Operands, smem: Smem, ring: Ring, key_map, cursor, page, first, part
-    ):
-        """Codes and scales of the keys of a tile that lie in one page."""
-        row = Int32(0)
-        if cutlass.const_expr(self.config.page > TILE_KEYS):
-            row = first % self.config.page
-        full = ring.at(cursor.stage).full
-        target = cursor.stage * TILE_KEYS + part * self.box
-        tma_load(key_map, smem.keys_start + target * KERNEL_DIM, [0, row, page], full)
-        at = Int64(page) * operands.keys.stride[0] + self.config.page * KERNEL_DIM
-        source = address_of(operands.keys, at + row * SCALE_BYTES)
-        bulk_load(
-            pointer_to(source, cutlass.Uint8, 16),
-            smem.scales.iterator + target,
-            self.box * SCALE_BYTES,
-            full,
-        )
-
     # ---- consumers ----
 
     @cute.jit
@@ -215,10 +180,11 @@ class TileScores:
         weights = cute.make_rmem_tensor((2, KERNEL_HEADS // 8), Float32)
         for j in cutlass.range_constexpr(KERNEL_HEADS // 8):
             for c in cutlass.range_constexpr(2):
-                weights[c, j] = smem.factors[j * 8 + lane % 4 * 2 + c]
+                # Halves, since they are multiplied with twice the positive numbers.
+                weights[c, j] = smem.factors[j * 8 + lane % 4 * 2 + c] * Float32(0.5)
         for i in cutlass.range(first, run.tiles, GROUPS, unroll=1):
-            entry = (run.tile + i) * TILE_KEYS + unit * UNIT_ROWS + lane // 4
-            self.score_tile(operands, smem, ring, cursor, weights, run, entry)
+            first_key = (run.tile + i) * TILE_KEYS
+            self.score_tile(operands, smem, ring, cursor, weights, run, first_key, unit)
             cursor = ring.skip(cursor, GROUPS)
         return cursor
 
@@ -240,7 +206,7 @@ class TileScores:
             )
             four = cute.make_rmem_tensor(4, Uint32)
             for i in cutlass.range_constexpr(4):
-                four[i] = words[half * 4 + i]
+                four[i] = words[self.tiles.source_word(half, i)]
             cute.autovec_copy(four, cute.make_tensor(target, cute.make_layout(4)))
         if part == 0:
             smem.factors[head] = weight * scale
@@ -281,29 +247,29 @@ class TileScores:
         ]
 
     @cute.jit
-    def score_tile(self, operands: Operands, smem: Smem, ring: Ring, cursor, weights, run, entry):
-        """Scores of a tile: a warp has 16 keys, a quad two of them."""
+    def score_tile(
+        self, operands: Operands, smem: Smem, ring: Ring, cursor, weights, run, first, unit
+    ):
+        """Scores of a tile: a warp has 16 keys, a quad two of them.
+
+        Args:
+            first: entry of its first key.
+            unit: of 16 keys, the warp's.
+        """
         lane = cute.arch.lane_idx()
-        mma = tile_mma()
+        mma = self.tiles.mma()
         acc = mma.make_fragment_C(mma.partition_shape_C((TILE_KEYS, KERNEL_HEADS)))
-        own = mma.get_slice(0)
-        a = mma.make_fragment_A(own.partition_A(smem.keys))
-        b = mma.make_fragment_B(own.partition_B(smem.queries))
         ring.wait(cursor)
-        warpgroup.fence()
-        stage = cursor.stage
-        gemm(tile_mma, acc, a[None, None, None, stage], b, range(WGMMAS), 0, False)
-        warpgroup.commit_group()
-        row = entry % TILE_KEYS
-        scales = [smem.scales[row + 8 * r, stage] for r in range(2)]
+        scales = self.tiles.multiply(smem.keys, smem.queries, acc, cursor.stage, unit, lane)
         warpgroup.wait_group(0)
         rows, sums = by_row(acc), []
         for r in cutlass.range_constexpr(2):
             total = Float32(0.0)
             for j in cutlass.range_constexpr(KERNEL_HEADS // 8):
                 for c in cutlass.range_constexpr(2):
-                    positive = cute.arch.fmax(rows[r, c, j], Float32(0.0))
-                    total = cute.math.fma(positive, weights[c, j], total)
+                    # A maximum would be as many instructions of a pipe half as wide.
+                    twice = rows[r, c, j] + cute.math.absf(rows[r, c, j])
+                    total = cute.math.fma(twice, weights[c, j], total)
             sums.append(quad_sum(total) * scales[r])
         # Not earlier: an arrival overtakes loads of scales on their way, and the next copy would
         # be what they read. A fence would wait for the stores of the tile before, too.
@@ -311,7 +277,7 @@ class TileScores:
         # Two lanes of a quad store a row each.
         own_row = lane % 4
         value = cutlass.select_(own_row == 0, sums[0], sums[1])
-        entry += own_row * 8
+        entry = first + unit * UNIT_ROWS + lane // 4 + own_row * 8
         if own_row < 2:
             bits = quant.pack_bf16(value, Float32(0.0)) & Uint32(0xFFFF)
             # -0 equals 0, and has its bits from here on.
@@ -326,11 +292,6 @@ class TileScores:
         """Count an order key by its upper bits."""
         target = smem.counts.iterator + Int32(key >> BIN_SHIFT)
         cute.arch.atomic_add(target, Int32(1))
-
-
-def tile_mma():
-    """wgmma of 64 keys and all heads."""
-    return make_mma(Float8E4M3FN, (TILE_KEYS, KERNEL_HEADS), OperandMajorMode.K)
 
 
 def sync_consumers(threads: int) -> None:
