@@ -51,7 +51,7 @@ class Fp4Ring(NamedTuple):
 
 
 class Fp4Tiles:
-    """How tiles of a configuration's keys are loaded and multiplied.
+    """Ring, copies and products of tiles of a configuration's keys.
 
     Args:
         tile: of the plan.

@@ -30,7 +30,7 @@ class Fp8Ring(NamedTuple):
 
 
 class Fp8Tiles:
-    """How tiles of a configuration's keys are loaded and multiplied.
+    """Ring, copies and products of tiles of a configuration's keys.
 
     Args:
         tile: of the plan.
