@@ -69,6 +69,15 @@ DELETED = {
         ("mbarrier.try_wait", "receive"): (1, WITH_S),
         ("bar.sync", "kernel"): (1, "the combine's: three splits are one group, it sums alone"),
     },
+    "one_cta_fp8": {
+        **gathered(REDUNDANT["single"], "load_warps"),
+        ("griddepcontrol.launch_dependents", "_load_entries"): (1, LAUNCH),
+        ("bar.warp", "arrive_warp"): (2, ONE_LANE),
+        ("mbarrier.try_wait", "receive"): (1, WITH_S),
+        ("mbarrier.try_wait", "send"): (1, BEHIND_KEYS),
+        ("tcgen05.commit", "_pv"): (3, "the last tile's chunks (2) and P: nobody fills them again"),
+        ("bar.sync", "kernel"): (1, "the combine's: three splits are one group, it sums alone"),
+    },
     "two_ctas": {
         **gathered(REDUNDANT["pair"], "load_warps"),
         ("griddepcontrol.launch_dependents", "_load_rows"): (1, LAUNCH),
@@ -99,6 +108,12 @@ WEAKER = {
         ("mbarrier.arrive", "_load_rows", "relaxed"): (1, EXPECTS),
         ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, WITH_S),
         ("mbarrier.try_wait", "receive", "relaxed"): (1, WITH_S),
+    },
+    "one_cta_fp8": {
+        **gathered(HARMLESS["single"], "_load_tiles"),
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, f"full: {WITH_S}; empty: {BEHIND_KEYS}"),
+        ("mbarrier.try_wait", "receive", "relaxed"): (1, WITH_S),
+        ("mbarrier.try_wait", "send", "relaxed"): (1, BEHIND_KEYS),
     },
     "two_ctas": {
         **gathered(HARMLESS["pair"], "_load_tiles"),
