@@ -40,6 +40,7 @@ from dsv4.ops.quantized_attention.quantize_kv import (
 )
 from dsv4.ops.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_runner_id
 from dsv4.ops.runtime.warmup import warmup
+from dsv4.ops.sample_tokens import sample_tokens, sample_tokens_runner_id
 from dsv4.ops.step_indices import StepIndexTensors, step_indices, step_indices_runner_id
 
 __all__ = [
@@ -83,6 +84,8 @@ __all__ = [
     "quantized_attention_runner_id",
     "rms_norm_fp8",
     "rms_norm_fp8_runner_id",
+    "sample_tokens",
+    "sample_tokens_runner_id",
     "sparse_fmha_paged",
     "sparse_fmha_paged_runner_id",
     "sparse_fmha_with_swa",
