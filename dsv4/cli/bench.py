@@ -20,6 +20,7 @@ from dsv4.cli import (
     bench_paged,
     bench_prefill,
     bench_rms_norm_fp8,
+    bench_sampler,
     bench_step,
 )
 from dsv4.cli.arguments import input_path
@@ -81,6 +82,7 @@ def add_parser(subparsers) -> None:
     bench_fp8_linear.add_parser(benchmarks)
     bench_merged_linear.add_parser(benchmarks)
     bench_moe.add_parser(benchmarks)
+    bench_sampler.add_parser(benchmarks)
     bench_step.add_parser(benchmarks)
     bench_prefill.add_parser(benchmarks)
     bench_engine.add_parser(benchmarks)

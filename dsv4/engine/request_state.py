@@ -151,7 +151,7 @@ class RequestState:
             chunk=shape.chunk,
             capacity=shape.capacity,
         )
-        return ForwardInputs(step, tokens, tokens, self.sampling(rows, shape.sampling, columns.t()))
+        return ForwardInputs(step, tokens, tokens, self.sampling(rows, shape.sampling, columns))
 
     def sampling(
         self, rows: Tensor, kind: SamplingKind, ints: Tensor | None = None
@@ -159,19 +159,20 @@ class RequestState:
         """How requests sample: rows [B] int64 of this state; device work alone.
 
         Args:
-            ints: of these rows, where they are at hand.
+            ints: of these rows, by columns, where they are at hand.
         """
         temperature = top_p = seed = top_k = min_p = penalties = bias = None
         if not kind.greedy or kind.penalized:
-            reals = self.reals.index_select(0, rows)
+            # By columns, each contiguous, as operators take them.
+            reals = self.reals.t().index_select(1, rows)
         if not kind.greedy:
-            ints = self.ints.index_select(0, rows) if ints is None else ints
-            temperature, top_p, seed = reals[:, TEMPERATURE], reals[:, TOP_P], ints[:, -2]
-            top_k = ints[:, -1] if kind.top_k else None
-            min_p = reals[:, MIN_P] if kind.min_p else None
+            ints = self.ints.t().index_select(1, rows) if ints is None else ints
+            temperature, top_p, seed = reals[TEMPERATURE], reals[TOP_P], ints[-2]
+            top_k = ints[-1] if kind.top_k else None
+            min_p = reals[MIN_P] if kind.min_p else None
         if kind.penalized:
             penalties = Penalties(
-                *(reals[:, column] for column in (REPETITION, PRESENCE, FREQUENCY)),
+                *(reals[column] for column in (REPETITION, PRESENCE, FREQUENCY)),
                 self.history.prompted.index_select(0, rows),
                 self.history.generated.index_select(0, rows),
             )

@@ -4,7 +4,7 @@ Sampling draws `argmax(p / e)` with `e ~ Exp(1)` per candidate, the exponential 
 trick that the official inference/generate.py uses. Here `e` is a pure function of (seed, position,
 candidate) instead of a generator's state: a request draws the same tokens in any batch,
 whether or not it was speculated, and after being recomputed, and the whole step stays free of host
-work.
+work. Bias and penalties are added here; `sample_tokens` draws.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsv4.engine.noise import exponential
 from dsv4.ops.linear_argmax import FAILED  # in place of a token
-
-TEMPERATURE_FLOOR = 1e-5  # official inference/generate.py
+from dsv4.ops.sample_tokens import sample_tokens
 
 
 @dataclass(frozen=True)
@@ -128,46 +126,16 @@ def sample(
         logits = logits.scatter_add(2, ids, values)
     if batch.penalties is not None:
         logits = batch.penalties.apply(logits, following)
-    best, likeliest = logits.max(-1)
     if not batch.greedy:
-        drawn = _draw(logits, positions, batch)
-        # Infinite logits have no probabilities, yet a best one.
-        draws = (batch.temperature[:, None] > 0) & (best < math.inf)
-        likeliest = torch.where(draws, drawn, likeliest)
+        return sample_tokens(
+            logits,
+            positions,
+            batch.temperature,
+            batch.seed,
+            top_p=batch.top_p if batch.nucleus else None,
+            top_k=batch.top_k,
+            min_p=batch.min_p,
+        )
+    best, likeliest = logits.max(-1)
     # A maximum is NaN where any value is.
     return torch.where(best > -math.inf, likeliest, FAILED)
-
-
-def _draw(logits: Tensor, positions: Tensor, batch: SamplingBatch) -> Tensor:
-    temperature = batch.temperature.clamp_min(TEMPERATURE_FLOOR)
-    probabilities = torch.softmax(logits / temperature[:, None, None], dim=-1)
-    if batch.min_p is not None:
-        least = batch.min_p[:, None, None] * probabilities.amax(-1, keepdim=True)
-        probabilities = torch.where(probabilities >= least, probabilities, 0.0)
-    if batch.nucleus or batch.top_k is not None:
-        top_k = None if batch.top_k is None else batch.top_k[:, None, None]
-        probabilities = _truncated(probabilities, batch.top_p[:, None, None], top_k)
-    noise = exponential(batch.seed[:, None], positions, logits.shape[-1])
-    return (probabilities / noise).argmax(-1)
-
-
-def _truncated(probabilities: Tensor, top_p: Tensor, top_k: Tensor | None = None) -> Tensor:
-    """Zero all but the top_k likeliest tokens and, of these, all but the smallest set of likeliest
-    ones with a share >= top_p of their mass, at least one.
-
-    Not renormalised: a common factor does not change an argmax.
-
-    Args:
-        top_p, top_k: [B, 1, 1]; top_k 0 or None: all.
-    """
-    ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    if top_k is not None:
-        rank = torch.arange(ranked.shape[-1], device=ranked.device)
-        ranked = torch.where((rank < top_k) | (top_k == 0), ranked, 0.0)
-    # In fp64: in fp32 the sum over a large vocabulary depends on how the device splits the scan.
-    mass = ranked.cumsum(-1, dtype=torch.float64)
-    # A sum may round up to the whole before the last token, and top_p = 1 means every token. A
-    # top_p that is 0 in fp32 would keep none, and all zeros have their maximum at token 0.
-    share = top_p.clamp_min(torch.finfo(top_p.dtype).tiny) * mass[..., -1:]
-    kept = (mass - ranked < share) | (top_p >= 1)
-    return torch.zeros_like(probabilities).scatter_(-1, order, ranked * kept)

@@ -106,9 +106,7 @@ def sample_tokens(
         tokens = torch.empty_like(positions)
         _op(logits, positions, temperature, seed, tokens, identity, top_p, top_k, min_p)
     except Exception:
-        SAMPLE_TOKENS.explain(
-            logits, positions, temperature, seed, tokens, top_p, top_k, min_p
-        )
+        SAMPLE_TOKENS.explain(logits, positions, temperature, seed, tokens, top_p, top_k, min_p)
         raise
     return tokens
 

@@ -13,7 +13,11 @@ from dsv4.kernels.sampling.config import SampleTokensConfig
 from dsv4.ops.sample_tokens import SAMPLE_TOKENS, sample_tokens
 from dsv4.testing.kernel_call import OpInputs
 
+# By row; of lengths that make all kinds of rows meet.
 TEMPERATURES = (0.8, 0.0, 1.3, 1e-7, 1.0, 0.6)
+TOP_P = (0.9, 1.0, 0.3, 0.99, 1e-30)
+TOP_K = (0, 0, 40, 3, 1 << 31, 0, 1, 7, 0, 20, 0)
+MIN_P = (0.0, 0.0, 0.05, 0.0, 0.3, 0.0, 1e-4, 0.0, 0.0, 1.0, 0.0, 0.0, 0.01)
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,12 @@ class Inputs(OpInputs):
             _shape_row(logits[number // chunk, number % chunk], number, generator)
         positions = torch.randint(1 << 20, (rows, chunk), generator=generator)
         seeds = torch.randint(-(1 << 62), 1 << 62, (rows,), generator=generator)
-        temperature = torch.tensor(TEMPERATURES).repeat(-(-rows // len(TEMPERATURES)))[:rows]
-        found = logits, positions, temperature, seeds
-        return cls(case, *(tensor.to(device) for tensor in found))
+        temperature = _by_row(TEMPERATURES, rows)
+        found = [logits, positions, temperature, seeds]
+        if case.truncates:
+            found += [_by_row(values, rows) for values in (TOP_P, TOP_K, MIN_P)]
+        # As strided as they are: the gaps are part of the case.
+        return cls(case, *(_moved(tensor, device) for tensor in found))
 
     def first(self, rows: int) -> Inputs:
         """The same of the first requests alone."""
@@ -86,6 +93,16 @@ class Inputs(OpInputs):
     @property
     def arguments(self) -> Mapping[str, Tensor | None]:
         return {"logits": self.logits, **self.given}
+
+
+def _by_row(values: tuple, rows: int) -> Tensor:
+    """Rows take turns with values."""
+    return torch.tensor(values).repeat(-(-rows // len(values)))[:rows]
+
+
+def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    shape, stride = tensor.shape, tensor.stride()
+    return torch.empty_strided(shape, stride, dtype=tensor.dtype, device=device).copy_(tensor)
 
 
 def _shape_row(row: Tensor, number: int, generator: torch.Generator) -> None:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from dsv4.engine.logprobs import packed_logprobs, unpacked_logprobs
-from dsv4.engine.noise import exponential, mix
-from dsv4.engine.sampler import FAILED, Penalties, SamplingBatch, _truncated, sample
+from dsv4.engine.sampler import FAILED, Penalties, SamplingBatch, sample
 from dsv4.engine.sampling_params import MAX_LOGIT_BIAS, SamplingKind, SamplingParams
 
 pytestmark = pytest.mark.stage("sampler")
@@ -42,21 +41,6 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> tuple[float
     # Mean + 6 standard deviations of chi-square, plus slack for its right tail at few degrees of
     # freedom.
     return statistic, freedom + 6 * math.sqrt(2 * freedom) + 20
-
-
-def test_mix_is_splitmix64() -> None:
-    """First outputs of SplitMix64 from state 1234567, the published test vector."""
-    gamma = 0x9E3779B97F4A7C15
-    states = [(1234567 + i * gamma) % 2**64 for i in range(1, 6)]
-    signed = torch.tensor([s - 2**64 if s >> 63 else s for s in states])
-    unsigned = [z % 2**64 for z in mix(signed).tolist()]
-    assert unsigned == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
 
 
 def test_temperature_zero_and_below_the_floor_take_the_argmax(seed: int) -> None:
@@ -95,37 +79,6 @@ def test_distribution_over_seeds_and_consecutive_positions(seed: int) -> None:
     assert statistic < bound
 
 
-def test_noise_is_exponential_down_to_its_smallest_values(seed: int) -> None:
-    """The smallest noise decides which rare token wins: no zeros, no coarse grid near 0."""
-    noise = exponential(torch.tensor([[seed]]), torch.arange(100)[None], 50_000).flatten()
-    total = noise.numel()
-    assert noise.min() > 0
-    for bound in (2.0**-14, 2.0**-7, 0.5, 1.0, 4.0):
-        share = -math.expm1(-bound)
-        deviation = math.sqrt(total * share * (1 - share))
-        assert abs((noise < bound).sum().item() - total * share) < 6 * deviation, bound
-    small = noise[noise < 2.0**-14]
-    assert (small * 2**24 % 1 != 0).double().mean() > 0.9
-
-
-# Seeds that start position 0 where candidate 0 gets a hash at the end of the range.
-HASH_OF_ZEROS, HASH_OF_ONES = 375401267548542172, 5702167136079024375
-
-
-def test_noise_is_positive_where_the_hash_is_zero() -> None:
-    """Candidate 0 would win by x / 0."""
-    noise = exponential(torch.tensor([[HASH_OF_ZEROS]]), torch.tensor([[0]]), 3)
-    assert 0 < noise[0, 0, 0] < 1e-15
-
-
-def test_noise_is_finite_where_the_hash_rounds_up_to_one() -> None:
-    """Else the only token that is left would lose to those that are not, by 0 / x."""
-    noise = exponential(torch.tensor([[HASH_OF_ONES]]), torch.tensor([[0]]), 3)
-    assert 16 < noise[0, 0, 0] < 17
-    only = torch.tensor([-9.0, 9.0])
-    assert draw(only.flip(0), torch.tensor([0]), top_k=torch.tensor([1]), seed=HASH_OF_ONES) == 0
-
-
 @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.6, 0.95])
 def test_nucleus_is_the_smallest_set_with_the_mass(seed: int, top_p: float) -> None:
     logits = torch.randn(30)
@@ -150,11 +103,6 @@ def test_nucleus_keeps_exactly_the_boundary_token() -> None:
     assert set(draw(logits, positions, top_p=0.5).tolist()) == {0}
     assert set(draw(logits, positions, top_p=0.51).tolist()) == {0, 1}  # ties: the lower id first
     assert set(draw(logits, positions, top_p=0.76).tolist()) == {0, 1, 2}
-
-
-def test_top_p_one_keeps_tokens_past_a_sum_that_rounded_up_to_one() -> None:
-    probabilities = torch.tensor([0.5, 0.50000006, 1e-12])
-    assert torch.equal(_truncated(probabilities, torch.tensor(1.0)), probabilities)
 
 
 def test_nucleus_keeps_the_likeliest_token_whatever_top_p(seed: int) -> None:

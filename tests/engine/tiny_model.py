@@ -10,10 +10,10 @@ from torch import Tensor
 from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
-from dsv4.engine.noise import exponential
 from dsv4.engine.sampling_params import SamplingParams
 from dsv4.layers.hyper_connection import Streams
 from dsv4.model.model import DeepseekV4
+from dsv4.ops.sampling_torch import exponential, philox_words
 
 WINDOW = 16
 BLOCK = 128
@@ -95,7 +95,8 @@ def assert_same_tokens(
     known = prompt + actual[:parting]
     scores = model(torch.tensor([known]))[0, -1]
     if sampling.temperature:
-        noise = exponential(torch.tensor([[sampling.seed]]), torch.tensor([[len(known)]]), VOCAB)
+        seed, position = torch.tensor([[sampling.seed]]), torch.tensor([[len(known)]])
+        noise = exponential(*philox_words(seed, position, VOCAB))
         scores = scores / sampling.temperature - noise[0, 0].log()
     gap = abs(scores[actual[parting]] - scores[expected[parting]]).item()
     best = scores.max() - max(scores[actual[parting]], scores[expected[parting]])

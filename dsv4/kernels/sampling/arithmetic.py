@@ -1,4 +1,4 @@
-"""Arithmetic of the sampler on the device: what `numbers` defines, bit for bit, and bounds of it."""
+"""Arithmetic of the sampler on the device: what `numbers` defines, bit for bit, and a bound."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ MAX_VOCAB = 1 << 30
 VECTOR = 4  # logits of a load, and words of a block of noise
 WARP = 32
 THREADS = 512
+CTAS_PER_SM = 2
 CLUSTER, MAX_CLUSTER = 8, 16  # CTAs of a row: where they suffice, at most
 HELD = 8  # vectors of a thread, at most: more registers would leave one CTA on an SM
 

@@ -29,6 +29,7 @@ from dsv4.kernels.kit.vectors import address_of, vector_at
 from dsv4.kernels.sampling import arithmetic, numbers
 from dsv4.kernels.sampling.config import (
     ARGS,
+    CTAS_PER_SM,
     THREADS,
     VECTOR,
     WARP,
@@ -106,7 +107,7 @@ class SampleTokens:
             block=[THREADS, 1, 1],
             cluster=[ranks, 1, 1],
             stream=stream,
-            min_blocks_per_mp=2,
+            min_blocks_per_mp=CTAS_PER_SM,
             # Given, because the compiler would ask a driver for the capacity.
             preferred_smem_carveout=10,
             use_pdl=True,
@@ -149,9 +150,7 @@ class SampleTokens:
             first=first,
             end=end,
             best=arithmetic.of_order_key(best),
-            rate=arithmetic.inverse(
-                cute.arch.fmax(degree, Float32(numbers.TEMPERATURE_FLOOR))
-            ),
+            rate=arithmetic.inverse(cute.arch.fmax(degree, Float32(numbers.TEMPERATURE_FLOOR))),
             position=(Uint32(position), Uint32(position >> 32)),
             key=(Uint32(key), Uint32(key >> 32)),
         )
@@ -294,9 +293,7 @@ class SampleTokens:
         return least * Float32(SLACK)
 
     @cute.jit
-    def compare(
-        self, row: Row, j: Int32, score: Float32, token: Int32
-    ) -> tuple[Float32, Int32]:
+    def compare(self, row: Row, j: Int32, score: Float32, token: Int32) -> tuple[Float32, Int32]:
         """The better of a token and those of a vector of the thread; of equals the first."""
         # From memory: the place of a register cannot be a variable.
         x = cute.make_rmem_tensor(VECTOR, Float32)
@@ -348,9 +345,7 @@ class SampleTokens:
         return token
 
     @cute.jit
-    def listed(
-        self, scores: cute.Tensor, tokens: cute.Tensor, lane: Int32
-    ) -> tuple[Int32, Int32]:
+    def listed(self, scores: cute.Tensor, tokens: cute.Tensor, lane: Int32) -> tuple[Int32, Int32]:
         """The lane's entry of lists, or one that is no better."""
         score, token = Int32(0), Int32(NO_TOKEN)
         if lane < cute.size(scores):
