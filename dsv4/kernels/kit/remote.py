@@ -18,3 +18,12 @@ def add_remote(target: cute.Pointer, rank: Int32, value: Int32) -> None:
         "red.relaxed.cluster.shared::cluster.add.s32 [{$r0}], {$r1};",
         read_only_args=[cute.arch.map_dsmem_ptr(target, rank).toint(), value],
     )
+
+
+def load_remote(source: cute.Pointer, rank: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """Four words of the same place in a CTA of the cluster, aligned to 16 bytes."""
+    return cute.arch.inline_ptx(
+        "ld.shared::cluster.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[cute.arch.map_dsmem_ptr(source, rank).toint()],
+    )

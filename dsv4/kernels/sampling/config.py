@@ -79,9 +79,7 @@ def tiling_of(config: SampleTokensConfig) -> RowTiling:
 
 def has_kernel(config: SampleTokensConfig) -> bool:
     """Whether kernels take the configuration."""
-    if config.truncates or config.vocab_size % VECTOR:
-        return False
-    return tiling_of(config).held <= HELD
+    return config.vocab_size % VECTOR == 0 and tiling_of(config).held <= HELD
 
 
 ARGS = (

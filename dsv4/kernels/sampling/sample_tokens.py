@@ -26,7 +26,7 @@ from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.remote import store_remote
 from dsv4.kernels.kit.vectors import address_of, vector_at
-from dsv4.kernels.sampling import arithmetic, numbers
+from dsv4.kernels.sampling import arithmetic, numbers, truncation
 from dsv4.kernels.sampling.config import (
     ARGS,
     CTAS_PER_SM,
@@ -38,6 +38,7 @@ from dsv4.kernels.sampling.config import (
     tiling_of,
     values,
 )
+from dsv4.kernels.sampling.truncation import Board, Cut, Truncation
 
 WARPS = THREADS // WARP
 FAILED = -1  # in place of a token
@@ -48,6 +49,7 @@ INF_KEY = 0x7F800000
 ZERO_WORD = 1.5
 # The best token's noise is under 17.
 LEAST_BEST = 2.0**-32 / 17
+MOST_TOP_K = 0x7FFFFFFF
 # What rounding may take off a lower bound: of the fast exponential, and of its argument, which is
 # at most 126.
 SLACK = 1 - 2.0**-10
@@ -63,6 +65,7 @@ class Smem(NamedTuple):
     rank_keys: cute.Tensor  # [ranks] int32: what each CTA of the cluster sends
     rank_scores: cute.Tensor
     rank_tokens: cute.Tensor
+    board: Board | None  # of cuts, where rows may have some
 
 
 class Row(NamedTuple):
@@ -77,6 +80,19 @@ class Row(NamedTuple):
     key: tuple[Uint32, Uint32]
 
 
+class Keep(NamedTuple):
+    """Which of a row's tokens are left.
+
+    Attributes:
+        min_p: probability of each, at least.
+        is_cut: 1 where there is a top_k or top_p, so that probabilities are rounded.
+    """
+
+    min_p: Float32
+    is_cut: Int32
+    cut: Cut
+
+
 class SampleTokens:
     """Kernel of one configuration."""
 
@@ -84,6 +100,7 @@ class SampleTokens:
         assert has_kernel(config), config
         self.config = config
         self.tiling = tiling_of(config)
+        self.truncation = Truncation(self.tiling)
 
     # ---- host ----
 
@@ -102,7 +119,8 @@ class SampleTokens:
         min_p: cute.Tensor,  # [B] fp32
     ):
         ranks = self.tiling.ranks
-        self.kernel(logits, positions, temperature, seed, tokens).launch(
+        options = top_p, top_k, min_p
+        self.kernel(logits, positions, temperature, seed, tokens, options).launch(
             grid=[tokens.shape[0] * tokens.shape[1] * ranks, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[ranks, 1, 1],
@@ -123,6 +141,7 @@ class SampleTokens:
         temperature: cute.Tensor,
         seed: cute.Tensor,
         tokens: cute.Tensor,
+        options: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
     ):
         ranks = self.tiling.ranks
         rank = Int32(0)
@@ -157,7 +176,10 @@ class SampleTokens:
         # Of the thread: bits of its best score, and the token.
         score, token = Int32(0), Int32(NO_TOKEN)
         if degree > 0 and best < INF_KEY and best > MIN_INF_KEY:
-            score, token = self.draw(smem, row, x)
+            keep = Keep(Float32(0.0), Int32(0), Cut(Int32(0), Int32(0)))
+            if cutlass.const_expr(self.config.truncates):
+                keep = self.truncate(smem, row, x, options, request, rank)
+            score, token = self.draw(smem, row, x, keep)
         else:
             score, token = self.find_best(row, x)
         score, token = self.best_of_warp(score, token)
@@ -178,6 +200,7 @@ class SampleTokens:
         return Smem(
             tensor(WARPS), tensor(WARPS, Float32), tensor(WARPS), tensor(WARPS),
             tensor(ranks), tensor(ranks), tensor(ranks),
+            truncation.allocate() if self.config.truncates else None,
         )  # fmt: skip
 
     # ---- logits ----
@@ -238,11 +261,61 @@ class SampleTokens:
         """First token of a vector of the thread."""
         return (row.first + j * THREADS + cute.arch.thread_idx()[0]) * VECTOR
 
+    # ---- what is left ----
+
+    @cute.jit
+    def truncate(
+        self, smem: Smem, row: Row, x: cute.Tensor, options: tuple, request: Int32, rank: Int32
+    ) -> Keep:
+        """Make the thread's logits probabilities, 0 where a token is not left."""
+        least, top_p, top_k = Float32(0.0), Float32(1.0), Int32(0)
+        if request < options[0].shape[0]:
+            top_p = options[0][request]
+        if request < options[1].shape[0]:
+            top_k = Int32(cutlass.min(options[1][request], Int64(MOST_TOP_K)))
+        if request < options[2].shape[0]:
+            least = options[2][request]
+        is_cut = Int32(cutlass.select_(top_p < 1 or top_k > 0, Int32(1), Int32(0)))
+        keep = Keep(least, is_cut, Cut(Int32(0), Int32(truncation.LAST_TOKEN)))
+        for j in cutlass.range_constexpr(self.tiling.held):
+            for i in cutlass.range_constexpr(VECTOR):
+                x[i, j] = self.rounded(keep, self.probability(row, x[i, j]))
+        key, token = keep.cut.key, keep.cut.token
+        if is_cut != 0:
+            # First by number, then by share of what is left; a row may have one of them.
+            for turn in cutlass.range(2, unroll=1):
+                number = Int32(cutlass.select_(turn == 0, top_k, Int32(0)))
+                if number > 0 or (turn == 1 and top_p < 1):
+                    cut = self.truncation.cut(smem.board, x, row.first, number, top_p, rank)
+                    key, token = cut.key, cut.token
+        return Keep(least, is_cut, Cut(key, token))
+
+    def probability(self, row: Row, logit: Float32) -> Float32:
+        """Of a token, relative to the best one's."""
+        return arithmetic.probability(arithmetic.product(logit - row.best, row.rate))
+
+    @cute.jit
+    def rounded(self, keep: Keep, p: Float32) -> Float32:
+        """A probability in the units of the row, 0 where it is too small."""
+        p = Float32(cutlass.select_(p >= keep.min_p, p, Float32(0.0)))
+        return Float32(cutlass.select_(keep.is_cut != 0, truncation.in_units(p), p))
+
+    @cute.jit
+    def kept(self, keep: Keep, p: Float32, token: Int32) -> Float32:
+        """The same of one token, 0 where it is not left."""
+        p = self.rounded(keep, p)
+        is_kept = keep.is_cut == 0 or keep.cut.keeps(truncation.key_of(p), token)
+        return Float32(cutlass.select_(is_kept, p, Float32(0.0)))
+
     # ---- draws ----
 
     @cute.jit
-    def draw(self, smem: Smem, row: Row, x: cute.Tensor) -> tuple[Int32, Int32]:
-        """The best of the thread's candidates: bits of p / e, and the token."""
+    def draw(self, smem: Smem, row: Row, x: cute.Tensor, keep: Keep) -> tuple[Int32, Int32]:
+        """The best of the thread's candidates: bits of p / e, and the token.
+
+        Args:
+            x: logits, or the probabilities that are left of them.
+        """
         most, second, place = self.bounds(row, x)
         least = self.least_best(smem, most)
         score, token = Float32(0.0), Int32(NO_TOKEN)
@@ -253,7 +326,7 @@ class SampleTokens:
                 j, end = Int32(0), Int32(self.tiling.held)
             while j < end:
                 if row.first + j * THREADS + cute.arch.thread_idx()[0] < row.end:
-                    score, token = self.compare(row, j, score, token)
+                    score, token = self.compare(row, keep, j, score, token)
                 j += 1
         return score.bitcast(Int32), token
 
@@ -266,7 +339,9 @@ class SampleTokens:
             words = self.words(row, Int32(j))
             found = []
             for i in cutlass.range_constexpr(VECTOR):
-                p = cute.math.exp2((x[i, j] - row.best) * scale, fastmath=True)
+                p = x[i, j]
+                if cutlass.const_expr(not self.config.truncates):
+                    p = cute.math.exp2((p - row.best) * scale, fastmath=True)
                 found.append(p * arithmetic.inverse_bound(Float32(words[i])))
             bound = tree(cute.arch.fmax, found)
             second = cute.arch.fmax(second, cute.arch.fmin(most, bound))
@@ -293,7 +368,9 @@ class SampleTokens:
         return least * Float32(SLACK)
 
     @cute.jit
-    def compare(self, row: Row, j: Int32, score: Float32, token: Int32) -> tuple[Float32, Int32]:
+    def compare(
+        self, row: Row, keep: Keep, j: Int32, score: Float32, token: Int32
+    ) -> tuple[Float32, Int32]:
         """The better of a token and those of a vector of the thread; of equals the first."""
         # From memory: the place of a register cannot be a variable.
         x = cute.make_rmem_tensor(VECTOR, Float32)
@@ -301,7 +378,9 @@ class SampleTokens:
         cute.autovec_copy(self.vector(row.address, place), x)
         words = self.words(row, j)
         for i in cutlass.range_constexpr(VECTOR):
-            p = arithmetic.probability(arithmetic.product(x[i] - row.best, row.rate))
+            p = self.probability(row, x[i])
+            if cutlass.const_expr(self.config.truncates):
+                p = self.kept(keep, p, place * VECTOR + i)
             e = arithmetic.exponential(words[i], words[(i + 1) % VECTOR])
             found = arithmetic.product(p, arithmetic.inverse(e))
             if found > score:
