@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsv4.kernels.sampling.config import SampleTokensConfig
+from dsv4.kernels.sampling.config import THREADS, VECTOR, SampleTokensConfig
 from dsv4.ops.sample_tokens import SAMPLE_TOKENS, sample_tokens
 from dsv4.testing.kernel_call import OpInputs
 
@@ -42,7 +42,7 @@ class Inputs(OpInputs):
     """Tensors of a case.
 
     Rows take turns: a few likely tokens among many, tokens of about one probability, ties of the
-    best, some masked, an infinite logit, NaN, all masked.
+    best, some masked, all equal, two vectors of a thread, an infinite logit, NaN, all masked.
     """
 
     op = SAMPLE_TOKENS
@@ -74,10 +74,10 @@ class Inputs(OpInputs):
         # As strided as they are: the gaps are part of the case.
         return cls(case, *(_moved(tensor, device) for tensor in found))
 
-    def first(self, rows: int) -> Inputs:
-        """The same of the first requests alone."""
+    def of(self, rows: slice | list[int]) -> Inputs:
+        """The same of some requests alone."""
         names = ("logits", *self.given)
-        return replace(self, **{name: getattr(self, name)[:rows] for name in names})
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
 
     @property
     def config(self) -> SampleTokensConfig:
@@ -106,7 +106,7 @@ def _moved(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _shape_row(row: Tensor, number: int, generator: torch.Generator) -> None:
-    kind = number % 7
+    kind = number % 9
     if kind == 0:
         row.mul_(4)
     elif kind == 1:
@@ -120,6 +120,13 @@ def _shape_row(row: Tensor, number: int, generator: torch.Generator) -> None:
     elif kind == 4:
         row[len(row) * 2 // 3] = math.inf
     elif kind == 5:
+        row.fill_(0.5)
+    elif kind == 6:
+        # The first of a CTA.
+        row.mul_(0.1)
+        row[VECTOR : VECTOR * THREADS] = -math.inf
+        row[VECTOR * (THREADS + 1) :] = -math.inf
+    elif kind == 7:
         row[len(row) // 2] = math.nan
         row[0] = math.inf
     else:

@@ -32,7 +32,7 @@ def test_tokens_of_the_cpu(rows, chunk, vocab_size, padding, truncates, seed) ->
     wanted = expected(inputs)
     assert torch.equal(chosen(inputs).cpu(), wanted)
     for count in {1, rows // 2 + 1}:
-        assert torch.equal(chosen(inputs.first(count)).cpu(), wanted[:count])
+        assert torch.equal(chosen(inputs.of(slice(count))).cpu(), wanted[:count])
 
 
 def test_many_draws_of_the_cpu(seed) -> None:

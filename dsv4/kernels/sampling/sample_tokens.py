@@ -10,7 +10,7 @@ with the arithmetic of `numbers`. So bounds decide what is computed, never what 
 The bound of p / u, in units of 2^32: p by the special function unit, u >= word 2^-32, and the
 inverse of a word by its bits, at most 9 / 8 of it. Since -log(1 - u) lies between u and
 u / (1 - u), and a word c > 0 means u < 2 c 2^-32, a bound b of a candidate means a quotient of at
-least b / (9 / 4) - 2^-32.
+least b / (9 / 4) - p 2^-32.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class SampleTokens:
         return Smem(
             tensor(WARPS), tensor(WARPS, Float32), tensor(WARPS), tensor(WARPS),
             tensor(ranks), tensor(ranks), tensor(ranks),
-            truncation.allocate() if self.config.truncates else None,
+            self.truncation.allocate() if self.config.truncates else None,
         )  # fmt: skip
 
     # ---- logits ----
@@ -316,8 +316,8 @@ class SampleTokens:
         Args:
             x: logits, or the probabilities that are left of them.
         """
-        most, second, place = self.bounds(row, x)
-        least = self.least_best(smem, most)
+        most, second, place, least = self.bounds(row, x)
+        least = self.least_best(smem, most, least)
         score, token = Float32(0.0), Int32(NO_TOKEN)
         if most >= least:
             j, end = place, place + 1
@@ -331,33 +331,34 @@ class SampleTokens:
         return score.bitcast(Int32), token
 
     @cute.jit
-    def bounds(self, row: Row, x: cute.Tensor) -> tuple[Float32, Float32, Int32]:
-        """The largest bounds of two vectors of the thread, and the place of the first."""
+    def bounds(self, row: Row, x: cute.Tensor) -> tuple[Float32, Float32, Int32, Float32]:
+        """The largest bounds of two vectors of the thread, the place of the first, and a lower
+        bound of the best quotient, where no word is 0."""
         scale = row.rate * Float32(numbers.LOG2_E)
-        most, second, place = Float32(0.0), Float32(0.0), Int32(0)
+        most, second, place, least = Float32(0.0), Float32(0.0), Int32(0), Float32(LEAST_BEST)
         for j in cutlass.range_constexpr(self.tiling.held):
             words = self.words(row, Int32(j))
-            found = []
-            for i in cutlass.range_constexpr(VECTOR):
-                p = x[i, j]
-                if cutlass.const_expr(not self.config.truncates):
-                    p = cute.math.exp2((p - row.best) * scale, fastmath=True)
-                found.append(p * arithmetic.inverse_bound(Float32(words[i])))
-            bound = tree(cute.arch.fmax, found)
+            p = [x[i, j] for i in range(VECTOR)]
+            if cutlass.const_expr(not self.config.truncates):
+                p = [cute.math.exp2((each - row.best) * scale, fastmath=True) for each in p]
+            inverses = [arithmetic.inverse_bound(Float32(word)) for word in words]
+            bound = tree(cute.arch.fmax, [a * b for a, b in zip(p, inverses)])
+            # Of the token with this bound, p is at most the vector's largest.
+            largest = tree(cute.arch.fmax, p)
+            lower = bound * Float32(SLACK * 4 / 9) - largest * Float32(2.0**-32)
+            least = cute.arch.fmax(least, lower)
             second = cute.arch.fmax(second, cute.arch.fmin(most, bound))
             place = Int32(cutlass.select_(bound > most, Int32(j), place))
             most = cute.arch.fmax(most, bound)
-        return most, second, place
+        return most, second, place, least
 
     @cute.jit
-    def least_best(self, smem: Smem, most: Float32) -> Float32:
+    def least_best(self, smem: Smem, most: Float32, least: Float32) -> Float32:
         """What bounds of the CTA's candidates must reach: its best quotient does, at least."""
         thread = cute.arch.thread_idx()[0]
-        usual = most * Float32(SLACK * 4 / 9) - Float32(2.0**-32)
         # A word 0 is refined: u is under 2^-32.
-        of_zero = most * Float32(SLACK * 2.0**-127)
-        least = cutlass.select_(most > Float32(ZERO_WORD), of_zero, usual)
-        least = cute.arch.fmax(least, Float32(LEAST_BEST))
+        of_zero = cute.arch.fmax(most * Float32(SLACK * 2.0**-127), Float32(LEAST_BEST))
+        least = Float32(cutlass.select_(most > Float32(ZERO_WORD), of_zero, least))
         # Positive floats are ordered as their bits.
         bits = cute.arch.warp_redux_sync(least.bitcast(Int32), "max")
         if thread % WARP == 0:

@@ -20,7 +20,7 @@ import cutlass
 from cutlass import Boolean, Float32, Float64, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
-from dsv4.kernels.kit.remote import load_remote
+from dsv4.kernels.kit.remote import load_remote, store_remote
 from dsv4.kernels.sampling import numbers
 from dsv4.kernels.sampling.config import THREADS, VECTOR, WARP, RowTiling
 
@@ -41,10 +41,10 @@ class Board(NamedTuple):
 
     counts: cute.Tensor  # [PADDED] int32: tokens by value of a digit
     rests: cute.Tensor  # [PADDED] int32: sums of their digits behind, without sign
-    warp_counts: cute.Tensor  # [WARPS] int32
-    warp_masses: cute.Tensor  # [WARPS] int64
+    warp_sums: cute.Tensor  # [WARPS] int64
+    rank_masses: cute.Tensor  # [2 ranks] int32: what each CTA of the cluster sends, low words first
     found: cute.Tensor  # [2] int32: value of a digit, its tokens
-    found_above: cute.Tensor  # [2] int64: tokens above it, their mass
+    found_above: cute.Tensor  # [1] int64: those above it, or their mass
 
 
 class Cut(NamedTuple):
@@ -83,24 +83,23 @@ def mass_of(key: Int32, count: Int64, rest: Int64) -> Int64:
     return found
 
 
-def allocate() -> Board:
-    """The shared memory of a CTA."""
-    smem = SmemAllocator()
-
-    def tensor(count: int, dtype: type = Int32) -> cute.Tensor:
-        return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
-
-    return Board(
-        tensor(PADDED), tensor(PADDED), tensor(WARPS), tensor(WARPS, Int64), tensor(2),
-        tensor(2, Int64),
-    )  # fmt: skip
-
-
 class Truncation:
     """Cuts of a row of probabilities that a cluster's threads hold."""
 
     def __init__(self, tiling: RowTiling):
         self.tiling = tiling
+
+    def allocate(self) -> Board:
+        """The shared memory of a CTA."""
+        smem = SmemAllocator()
+
+        def tensor(count: int, dtype: type = Int32) -> cute.Tensor:
+            return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
+
+        return Board(
+            tensor(PADDED), tensor(PADDED), tensor(WARPS, Int64), tensor(2 * self.tiling.ranks),
+            tensor(2), tensor(1, Int64),
+        )  # fmt: skip
 
     @cute.jit
     def cut(
@@ -108,9 +107,13 @@ class Truncation:
     ) -> Cut:
         """The cut behind the number `top_k`, or where that is 0 behind the share `top_p`; the
         thread's probabilities behind it become 0."""
-        by_mass, target = top_k == 0, Int64(top_k)
-        # Tokens above those that the digits so far leave, and their mass.
-        above, mass = Int32(0), Int64(0)
+        by_mass, target, least = top_k == 0, Int64(top_k), Int32(0)
+        if by_mass:
+            mass = self.total_mass(smem, p, rank)
+            target = share_of(mass, top_p)
+            least = self.least_key(mass - target)
+        # Tokens above those that the digits so far leave, or their mass.
+        above = Int64(0)
         key, token = Int32(0), Int32(LAST_TOKEN)
         number, base = Int32(0), Int32(0)
         while number < DIGITS:
@@ -119,45 +122,87 @@ class Truncation:
                 shift = Int32(FIRST_SHIFT)
             elif number != KEY_DIGITS - 1 and number != DIGITS - 1:
                 shift = Int32(SHIFT)
-            self.count(smem, p, first, (number, base, shift, key))
-            counts, masses = self.totals(smem, rank, base, shift)
-            before, mass_before, all_counts, all_mass = sums_before(smem, counts, masses)
+            self.count(smem, p, first, (number, base, shift, key), by_mass, least)
+            counts, parts = self.totals(smem, (number, base, shift, key), by_mass, rank)
+            before, total = sums_before(smem, parts)
             if cutlass.const_expr(self.tiling.ranks > 1):
                 # The others have read this CTA's counts.
                 cute.arch.cluster_wait()
-            if number == 0 and by_mass:
-                target = share_of(all_mass, top_p)
-            if number == 0 and not by_mass and all_counts <= top_k:
+            if number == 0 and not by_mass and total <= target:
                 number = Int32(DIGITS)  # all are kept
             else:
-                place = above + before, mass + mass_before
-                locate(smem, counts, masses, place, by_mass, target)
+                locate(smem, counts, parts, above + before, target)
                 cute.arch.sync_threads()
-                value, there = base + smem.found[0], smem.found[1]
-                above, mass = Int32(smem.found_above[0]), smem.found_above[1]
+                value, there, above = base + smem.found[0], smem.found[1], smem.found_above[0]
                 if number < KEY_DIGITS:
                     key = value << shift
                 else:
                     token = LAST_TOKEN - (value << shift)
                 base = value << SHIFT
-                left = target - Int64(above)
-                if number == KEY_DIGITS - 1 and by_mass:
-                    # Of equals so many that the last one begins below the share.
-                    each = mass_of(key, Int64(1), Int64(0))
-                    left = (target - mass + each - 1) // each
-                if number == KEY_DIGITS - 1:
-                    by_mass, target = Boolean(False), left
-                    base, above = Int32(0), Int32(0)
-                # All of these tokens are kept: what follows would tell them apart in vain.
-                if there == 1 or (not by_mass and Int64(there) == left):
-                    number = Int32(DIGITS)
                 number += 1
+                others = Int64(there - 1)
+                if by_mass and there > 1:
+                    others = Int64(1) << 62  # of different masses
+                    if number >= KEY_DIGITS:
+                        others = mass_of(key, Int64(there - 1), Int64(0))
+                if above + others < target:
+                    # All of these tokens are kept: to tell them apart would be in vain.
+                    number = Int32(DIGITS)
+                if number == KEY_DIGITS:
+                    base = Int32(0)
+        if key < least:
+            key = least
         self.drop(p, first, Cut(key, token))
         return Cut(key, token)
 
     @cute.jit
-    def count(self, smem: Board, p: cute.Tensor, first: Int32, digit: tuple):
-        """Count the thread's tokens by a digit, and add up what is behind it."""
+    def total_mass(self, smem: Board, p: cute.Tensor, rank: Int32) -> Int64:
+        """Mass of the row."""
+        ranks = self.tiling.ranks
+        thread = cute.arch.thread_idx()[0]
+        total = Int64(0)
+        for j in cutlass.range_constexpr(self.tiling.held):
+            for i in cutlass.range_constexpr(VECTOR):
+                total += Int64(p[i, j] * Float32(2.0**numbers.MASS_BITS))
+        for step in cutlass.range_constexpr(5):
+            total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
+        # The sums of a cut before are read.
+        cute.arch.sync_threads()
+        if thread % WARP == 0:
+            smem.warp_sums[thread // WARP] = total
+        cute.arch.sync_threads()
+        total = Int64(0)
+        for warp in cutlass.range_constexpr(WARPS):
+            total += smem.warp_sums[warp]
+        if cutlass.const_expr(ranks > 1):
+            if thread < ranks:
+                words = smem.rank_masses.iterator + 2 * rank
+                store_remote(words, thread, Int32(Uint32(total)))
+                store_remote(words + 1, thread, Int32(total >> 32))
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            total = Int64(0)
+            for other in cutlass.range_constexpr(ranks):
+                low, high = smem.rank_masses[2 * other], smem.rank_masses[2 * other + 1]
+                total += (Int64(high) << 32) + Int64(Uint32(low))
+        return total
+
+    def least_key(self, tail: Int64) -> Int32:
+        """Key such that all smaller ones together have no more mass than `tail`."""
+        scale = (1 - 2.0**-20) / (2.0**numbers.MASS_BITS * VECTOR * self.tiling.vectors)
+        return cutlass.max(key_of(Float32(tail) * Float32(scale)), Int32(0))
+
+    @cute.jit
+    def count(
+        self, smem: Board, p: cute.Tensor, first: Int32, digit: tuple, by_mass: Boolean,
+        least: Int32,
+    ):  # fmt: skip
+        """Count the thread's tokens by a digit, and add up what is behind it.
+
+        Args:
+            digit: its number, the digits before as a value of it, its shift, the key of equals.
+            least: key under which tokens are behind the cut.
+        """
         number, base, shift, key = digit
         thread = cute.arch.thread_idx()[0]
         for i in cutlass.range(thread, PADDED, THREADS, unroll=1):
@@ -173,22 +218,24 @@ class Truncation:
                 own = key_of(p[i, j])
                 digits = Int32(cutlass.select_(is_token, LAST_TOKEN - token - i, own))
                 value = (digits >> shift) - base
-                if own >= 0 and value >= 0 and value < values and (own == key or not is_token):
+                if own >= least and value >= 0 and value < values and (own == key or not is_token):
                     cute.arch.atomic_add(smem.counts.iterator + value, Int32(1))
-                    rest = digits & ((Int32(1) << shift) - 1)
-                    cute.arch.atomic_add(smem.rests.iterator + value, rest)
+                    if by_mass:
+                        rest = digits & ((Int32(1) << shift) - 1)
+                        cute.arch.atomic_add(smem.rests.iterator + value, rest)
 
     @cute.jit
     def totals(
-        self, smem: Board, rank: Int32, base: Int32, shift: Int32
+        self, smem: Board, digit: tuple, by_mass: Boolean, rank: Int32
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Tokens of the cluster, and their masses, by the thread's values of a digit; thread 0 has
-        the uppermost ones."""
+        """Tokens of the cluster by the thread's values of a digit, and what they are compared by:
+        their masses, or numbers. Thread 0 has the uppermost values."""
         ranks = self.tiling.ranks
+        number, base, shift, key = digit
         counts = cute.make_rmem_tensor(THREAD_VALUES, Int32)
-        rests = cute.make_rmem_tensor(THREAD_VALUES, Int64)
+        parts = cute.make_rmem_tensor(THREAD_VALUES, Int64)
         counts.fill(0)
-        rests.fill(0)
+        parts.fill(0)
         lowest = PADDED - (cute.arch.thread_idx()[0] + 1) * THREAD_VALUES
         if cutlass.const_expr(ranks > 1):
             cute.arch.cluster_arrive()
@@ -196,20 +243,27 @@ class Truncation:
         else:
             cute.arch.sync_threads()
         if lowest >= 0:
+            at = cute.assume(lowest, divby=THREAD_VALUES)
             for other in cutlass.range_constexpr(ranks):
-                source = (rank + other) % ranks
-                at = cute.assume(lowest, divby=THREAD_VALUES)
-                found = load_remote(smem.counts.iterator + at, source)
-                behind = load_remote(smem.rests.iterator + at, source)
+                found = load_remote(smem.counts.iterator + at, (rank + other) & (ranks - 1))
                 for i in cutlass.range_constexpr(THREAD_VALUES):
                     counts[i] += found[i]
-                    rests[i] += Int64(Uint32(behind[i]))
+            if by_mass:
+                for other in cutlass.range_constexpr(ranks):
+                    found = load_remote(smem.rests.iterator + at, (rank + other) & (ranks - 1))
+                    for i in cutlass.range_constexpr(THREAD_VALUES):
+                        parts[i] += Int64(Uint32(found[i]))
         if cutlass.const_expr(ranks > 1):
             cute.arch.cluster_arrive()
-        masses = cute.make_rmem_tensor(THREAD_VALUES, Int64)
         for i in cutlass.range_constexpr(THREAD_VALUES):
-            masses[i] = mass_of((base + lowest + i) << shift, Int64(counts[i]), rests[i])
-        return counts, masses
+            count, part = Int64(counts[i]), parts[i]
+            parts[i] = count
+            if by_mass:
+                if number < KEY_DIGITS:
+                    parts[i] = mass_of((base + lowest + i) << shift, count, part)
+                else:
+                    parts[i] = mass_of(key, count, Int64(0))
+        return counts, parts
 
     @cute.jit
     def drop(self, p: cute.Tensor, first: Int32, cut: Cut):
@@ -232,56 +286,45 @@ def share_of(mass: Int64, top_p: Float32) -> Int64:
 
 
 @cute.jit
-def sums_before(smem: Board, counts: cute.Tensor, masses: cute.Tensor) -> tuple:
-    """Tokens and mass of the threads before this one, and of all."""
+def sums_before(smem: Board, parts: cute.Tensor) -> tuple[Int64, Int64]:
+    """Sum of the parts of the threads before this one, and of all."""
     thread = cute.arch.thread_idx()[0]
     lane, warp = thread % WARP, thread // WARP
-    own, mass = Int32(0), Int64(0)
+    own = Int64(0)
     for i in cutlass.range_constexpr(THREAD_VALUES):
-        own += counts[i]
-        mass += masses[i]
-    count_here, mass_here = own, mass
+        own += parts[i]
+    inclusive = own
     for step in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(count_here, 1 << step, mask_and_clamp=0)
-        mass_below = cute.arch.shuffle_sync_up(mass_here, 1 << step, mask_and_clamp=0)
+        below = cute.arch.shuffle_sync_up(inclusive, 1 << step, mask_and_clamp=0)
         if lane >= 1 << step:
-            count_here += below
-            mass_here += mass_below
+            inclusive += below
     if lane == WARP - 1:
-        smem.warp_counts[warp] = count_here
-        smem.warp_masses[warp] = mass_here
+        smem.warp_sums[warp] = inclusive
     cute.arch.sync_threads()
-    before, mass_before = count_here - own, mass_here - mass
-    all_counts, all_mass = Int32(0), Int64(0)
+    before, total = inclusive - own, Int64(0)
     for other in cutlass.range_constexpr(WARPS):
-        part, mass_part = smem.warp_counts[other], smem.warp_masses[other]
-        if other < warp:
-            before += part
-            mass_before += mass_part
-        all_counts += part
-        all_mass += mass_part
-    return before, mass_before, all_counts, all_mass
+        part = smem.warp_sums[other]
+        before += cutlass.select_(other < warp, part, Int64(0))
+        total += part
+    return before, total
 
 
 @cute.jit
-def locate(
-    smem: Board, counts: cute.Tensor, masses: cute.Tensor, place: tuple, by_mass: Boolean,
-    target: Int64,
-):  # fmt: skip
-    """Write down the value of a digit at which a number or mass is reached, if the thread has it.
+def locate(smem: Board, counts: cute.Tensor, parts: cute.Tensor, above: Int64, target: Int64):
+    """Write down the value of a digit at which the target is reached, if the thread has it.
 
     Args:
-        place: tokens above the thread's values, and their mass.
+        above: sum of all parts above the thread's.
     """
-    above, mass = place
     lowest = PADDED - (cute.arch.thread_idx()[0] + 1) * THREAD_VALUES
+    value, count, before = Int32(-1), Int32(0), Int64(0)
     for i in cutlass.range_constexpr(THREAD_VALUES - 1, -1, -1):
-        before = Int64(cutlass.select_(by_mass, mass, Int64(above)))
-        part = Int64(cutlass.select_(by_mass, masses[i], Int64(counts[i])))
-        if before < target and before + part >= target:
-            smem.found[0] = lowest + i
-            smem.found[1] = counts[i]
-            smem.found_above[0] = Int64(above)
-            smem.found_above[1] = mass
-        above += counts[i]
-        mass += masses[i]
+        is_here = (above < target) & (above + parts[i] >= target)
+        value = Int32(cutlass.select_(is_here, lowest + i, value))
+        count = Int32(cutlass.select_(is_here, counts[i], count))
+        before = Int64(cutlass.select_(is_here, above, before))
+        above += parts[i]
+    if value >= 0:
+        smem.found[0] = value
+        smem.found[1] = count
+        smem.found_above[0] = before
