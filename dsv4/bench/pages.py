@@ -31,6 +31,7 @@ from dsv4.bench import (
     paged_attention,
     prefill,
     rms_norm_fp8,
+    sampler,
     step,
 )
 from dsv4.bench.report import table_head, table_line
@@ -193,6 +194,7 @@ TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "engine": partial(rows_table, engine),
     "prefill": partial(rows_table, prefill),
     "rms_norm_fp8": partial(rows_table, rms_norm_fp8),
+    "sampler": partial(rows_table, sampler),
     "step": partial(rows_table, step),
 }
 

@@ -54,7 +54,10 @@ class SampleTokens(KernelOp):
 
     def aot(self) -> Mapping[str, SampleTokensConfig]:
         """The vocabulary of Flash and Pro."""
-        return {"temperature": SampleTokensConfig(VOCAB_SIZE)}
+        return {
+            "temperature": SampleTokensConfig(VOCAB_SIZE),
+            "top_p, top_k, min_p": SampleTokensConfig(VOCAB_SIZE, truncates=True),
+        }
 
 
 SAMPLE_TOKENS = SampleTokens()

@@ -30,11 +30,11 @@ from dsv4.kernels.sampling import arithmetic, numbers, truncation
 from dsv4.kernels.sampling.config import (
     ARGS,
     CTAS_PER_SM,
+    HELD,
     THREADS,
     VECTOR,
     WARP,
     SampleTokensConfig,
-    has_kernel,
     tiling_of,
     values,
 )
@@ -97,7 +97,7 @@ class SampleTokens:
     """Kernel of one configuration."""
 
     def __init__(self, config: SampleTokensConfig):
-        assert has_kernel(config), config
+        assert config.vocab_size % VECTOR == 0 and tiling_of(config).held <= HELD, config
         self.config = config
         self.tiling = tiling_of(config)
         self.truncation = Truncation(self.tiling)
