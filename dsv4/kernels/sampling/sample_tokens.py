@@ -81,7 +81,7 @@ class Row(NamedTuple):
 
 
 class Keep(NamedTuple):
-    """Which of a row's tokens are left.
+    """Choice of a row's tokens that are left.
 
     Attributes:
         min_p: probability of each, at least.
