@@ -17,6 +17,7 @@ from dsv4.kernels.gemm.plan import (
     LinearPlan,
     Tiling,
     cheapest,
+    deepened,
     leaves_ring,
 )
 
@@ -58,6 +59,7 @@ def tilings(config: MergedLinearConfig) -> tuple[Tiling, ...]:
 
     found = [] if config.has_codes else [_resident(config, RESIDENT_TOKENS)]
     found.append(Tiling(FEW_TOKENS, True, clusters(2)[0]))
+    found = [deepened(tiling, _long_tiles(config, tiling.rows)) for tiling in found]
     if clusters(2)[0] == slices:
         found.append(Tiling(MANY_TOKENS, True, slices, is_light=True))
     found.append(Tiling(MANY_TOKENS, True, min(clusters(1)[0], 2)))
@@ -65,6 +67,12 @@ def tilings(config: MergedLinearConfig) -> tuple[Tiling, ...]:
         found.append(Tiling(MOST_TOKENS, True, 2))
     found.append(Tiling(MOST_TOKENS, True, 1, SHARING))
     return tuple(found)
+
+
+def _long_tiles(config: MergedLinearConfig, rows: int) -> int:
+    """Row tiles, those of shorter rows counted by their bytes: a cluster takes several of them."""
+    read = sum(kind.value * row_tiles(config, kind, rows) for kind in config.kinds)
+    return -(-read // max(kind.value for kind in config.kinds))
 
 
 def _resident(config: MergedLinearConfig, tokens: int) -> Tiling:

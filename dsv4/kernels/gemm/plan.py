@@ -40,6 +40,7 @@ LEVELS_IN_REGISTERS = 2
 # (H200).
 WIDE_COST, EXCHANGE_COST = 1.6, 3.0
 SHARING = 2  # CTAs that share activations: L2 hands out less than two tiles a k block ask for
+GPC_SMS = 18  # SMs that a cluster is placed among; of an H200, in one of its GPCs fewer
 # Where one CTA takes an SM, clusters of more than two leave SMs without one: 18 SMs of a GPC hold
 # four of four, and 32 clusters of four run in two waves.
 USABLE_BY_CLUSTERS = 0.75
@@ -57,6 +58,7 @@ class Tiling:
         cluster: CTAs that share the slices of a tile.
         sharing: CTAs with row tiles of their own that load the same activations once, by multicast.
         is_light: whether two CTAs of many tokens fit an SM: each sums one slice.
+        is_deep: whether a CTA of few tokens has the shared memory of an SM.
         terms: e4m3 codes of an activation, each a column of the products: 1, or 2 for bf16 ones
             that nothing rounds (see `quantize`).
     """
@@ -67,6 +69,7 @@ class Tiling:
     sharing: int = 1
     is_light: bool = False
     terms: int = 1
+    is_deep: bool = False
 
     @property
     def columns(self) -> int:
@@ -88,7 +91,7 @@ class Tiling:
     def ctas_per_sm(self) -> int:
         """Two CTAs fit an SM, so that the next launch's fill their rings while this one ends; the
         accumulators of many tokens take the registers of both."""
-        return 2 if self.tokens <= FEW_TOKENS or self.is_light else 1
+        return 2 if (self.tokens <= FEW_TOKENS and not self.is_deep) or self.is_light else 1
 
     @property
     def rows(self) -> int:
@@ -391,9 +394,14 @@ def spread(out_features: int, arch: Arch = SM_90A) -> int:
     return ctas
 
 
+def most_rows(ctas: int) -> int:
+    """Rows of which so many CTAs share each 128-row tile, where that is more than one."""
+    return SM_90A.num_sms // ctas * 2 * M_TILE
+
+
 def representative(config: Fp8LinearConfig) -> Fp8LinearConfig:
     """The configuration that stands for all with the same kernels: numbers of rows by `spread`."""
-    rows = SM_90A.num_sms // spread(config.out_features) * 2 * M_TILE
+    rows = most_rows(spread(config.out_features))
     if config.rotation is not None:
         rows -= rows % config.rotation.head_dim
         if rows == 0 or spread(rows) != spread(config.out_features):
@@ -416,11 +424,28 @@ def tilings(config: Fp8LinearConfig) -> tuple[Tiling, ...]:
             tiling = replace(tiling, cluster=2 * tiling.cluster)
         found.append(tiling)
     found.append(Tiling(FEW_TOKENS, True, min(ctas, slices)))
+    if ctas > 1:  # else there may be any number of rows
+        found = [deepened(tiling, most_rows(ctas) // tiling.rows) for tiling in found]
     clusters = {1: (1,), 2: (2, 1), 4: (2, 1), 8: (4, 2, 1)}[ctas]
     found += [Tiling(MANY_TOKENS, True, cluster) for cluster in clusters if cluster <= slices]
     found += [Tiling(MOST_TOKENS, True, cluster) for cluster in clusters if 1 < cluster <= slices]
     found.append(Tiling(MOST_TOKENS, True, 1, SHARING))
     return tuple(found)
+
+
+def clusters_at_once(ctas: int, num_sms):
+    """Clusters that find a place where each CTA takes an SM: a GPC of 18 SMs holds four of four."""
+    if ctas <= 2:
+        return num_sms // ctas
+    return num_sms // GPC_SMS * (GPC_SMS // ctas)
+
+
+def deepened(tiling: Tiling, row_tiles: int) -> Tiling:
+    """The tiling for weights of so many row tiles: where each cluster has one to take, and SMs to
+    itself, rings are as deep as SMs allow, and no SM gets two CTAs while another one has none."""
+    is_few = tiling.tokens <= FEW_TOKENS
+    is_deep = is_few and row_tiles <= clusters_at_once(tiling.ctas, SM_90A.num_sms)
+    return replace(tiling, is_deep=is_deep)
 
 
 def leaves_ring(in_features: int, tiling: Tiling) -> bool:

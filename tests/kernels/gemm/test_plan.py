@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dsv4.arch import SM_90A
@@ -10,6 +12,7 @@ from dsv4.kernels.gemm.plan import (
     LinearPlan,
     Tiling,
     choose,
+    clusters_at_once,
     representative,
     spread,
     tilings,
@@ -89,6 +92,27 @@ def test_choice(rows, width, expected) -> None:
     config = Fp8LinearConfig(width, rows)
     found = {tokens: tilings(config)[choose(config, tokens, 132)] for tokens in expected}
     assert {tokens: (t.tokens, t.cluster) for tokens, t in found.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "expected"),
+    [
+        # 512 and 256 tiles, 64 and 32, 128 and 64, 24 and 12; the second of four CTAs but for 8192.
+        (32768, 1024, {8: False, 16: False}),
+        (4096, 8192, {8: True, 16: False}),
+        (8192, 4096, {8: True, 16: True}),
+        (1536, 4096, {8: True, 16: True}),
+    ],
+)
+def test_rings_are_deep_where_every_cluster_finds_a_place(rows, width, expected) -> None:
+    assert [clusters_at_once(ctas, 132) for ctas in (1, 2, 4)] == [132, 66, 28]
+    few = [t for t in tilings(Fp8LinearConfig(width, rows)) if t.tokens <= 16]
+    assert {tiling.tokens: tiling.is_deep for tiling in few} == expected
+    for tiling in few:
+        plain = replace(tiling, is_deep=False)
+        stages = LinearPlan(width, tiling).stages, LinearPlan(width, plain).stages
+        assert tiling.ctas_per_sm == (1 if tiling.is_deep else 2)
+        assert stages[0] > 2 * stages[1] if tiling.is_deep else stages[0] == stages[1]
 
 
 def test_a_choice_exists_for_any_number_of_tokens() -> None:

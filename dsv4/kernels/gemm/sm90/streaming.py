@@ -37,7 +37,7 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.gemm.config import STEP_BYTES, Kind
 from dsv4.kernels.gemm.epilogues import Epilogue
-from dsv4.kernels.gemm.plan import LinearPlan, Tiling
+from dsv4.kernels.gemm.plan import LinearPlan, Tiling, clusters_at_once
 from dsv4.kernels.gemm.sm90.consumers import Consumers
 from dsv4.kernels.gemm.sm90.context import (
     DTYPES,
@@ -219,6 +219,8 @@ class StreamingLinear:
             operands.append(factor.operands)
             tiles.append(body.tiles(factor.operands))
         resident = num_sms * tiling.ctas_per_sm // tiling.ctas
+        if cutlass.const_expr(tiling.is_deep):
+            resident = clusters_at_once(tiling.ctas, num_sms)
         clusters = self._share_out(tiles, resident)
         grids = tuple(Grid(*tile, count) for tile, count in zip(tiles, clusters))
         self.kernel(tuple(maps), tuple(operands), grids).launch(
