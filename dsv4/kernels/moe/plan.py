@@ -313,7 +313,7 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
     has_tall = config.hidden % (8 * PANEL_ROWS) == 0
     tall = {"warpgroups": 4, "ctas_per_sm": 1, "stages": 6} if has_tall else {}
     return (
-        Tiling(8, 8, 8, stages=3),
+        Tiling(8, 8, 8, warpgroups=1, ctas_per_sm=3, stages=3),
         Tiling(8, 8, 8, stages=3, is_joint=True),
         Tiling(8, 32, 32, is_joint=True, **tall),
         Tiling(16, 64, 32, has_codes=True, **tall),
@@ -323,10 +323,15 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
 
 # Most tokens of a launch for each tiling but the last.
 MOST_TOKENS = (1, 8, 128, 256)
+# Tiles of gate and up of one token that the CTAs of a Hopper GPU take in one turn: more of them are
+# better off in the launch of both products, where CTAs that are ahead take what is left.
+ONE_TURN = 396
 
 
 def choose(config: ExpertsConfig, tokens: int) -> int:
     """Index in `tilings(config)` of the tiling for so many tokens."""
+    if tokens == 1 and config.top_k * (config.inner // PANEL_ROWS) > ONE_TURN:
+        return 1
     for index, most in enumerate(MOST_TOKENS):
         if tokens <= most:
             return index

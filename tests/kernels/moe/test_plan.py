@@ -65,6 +65,8 @@ def test_few_tokens_take_the_smallest_tile() -> None:
     found = [tilings(config)[choose(config, tokens)] for tokens in (1, 8, 9, 64, 256, 8192)]
     assert [tiling.tokens for tiling in found] == sorted(tiling.tokens for tiling in found)
     assert found[0].tokens == found[0].shared_tokens == 8
+    # One token of Pro has more tiles than CTAs take in a turn.
+    assert [choose(CONFIGS[name], 1) for name in ("Flash", "Pro")] == [0, 1]
     # A tile takes the fewest columns that hold its tokens.
     wide = ProductPlan.down(config, found[-1], 1)
     assert [kind.tokens for kind in wide.routed] == [found[-1].tokens // 2, found[-1].tokens]

@@ -7,6 +7,7 @@ these are does not depend on h. What multiplies them waits for all tiles of its 
 
 Tiles are taken by ticket, in that order, so that no CTA waits for one that may not have started: a
 tile of h with a lower ticket has a CTA that runs, and which has nothing to wait for before it. The
+next ticket is drawn with the last stages of a tile: CTAs that are ahead take more of them. The
 shared expert's h is that of the launch before: its down product comes between, for CTAs that have
 no tile of gate and up.
 
@@ -36,7 +37,6 @@ ARRIVED = 3  # word of a group: tiles of its h that are there
 H_STORED, H_THERE = 1, 2  # named barriers, of the consumers and of the activation warps
 WARP = 32
 VECTOR = 4  # words of a load
-ALL = 1 << 20  # more stages than a tile has
 
 
 class JointTile(NamedTuple):
@@ -182,17 +182,19 @@ class JointProducts:
         tile = tiles.find(cute.arch.shuffle_sync(ticket, 0))
         place = self._show(ctx, tile, lane, place)
         while tile.product != NONE:
-            # The next ticket is on its way while the ring is filled, and its tile is known before
-            # the last weights of this one are.
-            ticket, ahead, first = self._take(ctx, lane), tile, Int32(0)
-            for part in cutlass.range(2, unroll=1):
-                most = cutlass.select_(part == 0, Int32(plan.stages), Int32(ALL))
-                cursor = self._load_tile(ctx, tile, lane, first, most, cursor)
-                first += plan.stages
-                if part == 0:
-                    ahead = tiles.find(cute.arch.shuffle_sync(ticket, 0))
-                    place = self._show(ctx, ahead, lane, place)
-            tile = ahead
+            # The next ticket is on its way while the last stages wait for room in the ring.
+            last = cutlass.max(self._steps(tile) - plan.stages, 0)
+            cursor = self._load_tile(ctx, tile, lane, Int32(0), last, cursor)
+            ticket = self._take(ctx, lane)
+            cursor = self._load_tile(ctx, tile, lane, last, Int32(plan.stages), cursor)
+            tile = tiles.find(cute.arch.shuffle_sync(ticket, 0))
+            place = self._show(ctx, tile, lane, place)
+
+    def _steps(self, tile: JointTile) -> Int32:
+        """Stages of a tile."""
+        up, down = self.up.plan.routed[0].steps, self.down.plan.routed[0].steps
+        routed = cutlass.select_(tile.product == UP, Int32(up), Int32(down))
+        return cutlass.select_(tile.is_shared, Int32(self.down.plan.shared.steps), routed)
 
     @cute.jit
     def _read_list(self, ctx: JointContext, lane) -> TileList:
