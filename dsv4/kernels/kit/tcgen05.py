@@ -1,7 +1,7 @@
 """Building blocks for tcgen05: products, fences, TMEM copies, pipelines of a barrier graph."""
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, pipeline
+from cutlass import BFloat16, Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 from cutlass.utils import blackwell_helpers as sm100
 
@@ -78,4 +78,76 @@ def create_pipeline(graph: BarrierGraph, name: str, storage, cta_layout: cute.La
         cta_layout_vmnk=cta_layout,
         defer_sync=True,
         **options,
+    )
+
+
+# ---- products with block scales ------------------------------------------------------------------
+
+_SWIZZLE_128B, _DESCRIPTOR_VERSION = 1 << 62, 1 << 46
+_GROUP_ROWS = 8  # that lie together in an operand
+_E8M0_SCALES = 1 << 23
+
+
+def operand_descriptor(address: Int32, span_bytes: int = 0) -> Int64:
+    """Descriptor of a K-major operand in shared memory, in groups of eight rows.
+
+    Args:
+        address: in shared memory; of a swizzled operand also inside a row.
+        span_bytes: of a swizzled row, 128; 0: rows of 16 bytes, as `copy_scales` reads them.
+    """
+    row_bytes = span_bytes or 16
+    fixed = _DESCRIPTOR_VERSION | (_GROUP_ROWS * row_bytes >> 4) << 32
+    if span_bytes:
+        fixed |= _SWIZZLE_128B | 1 << 16  # the stride along K within a row, which is not looked at
+    return Int64(address >> 4) | Int64(fixed)
+
+
+def scaled_e4m3_product(rows: int, columns: int) -> int:
+    """Instruction descriptor of e4m3 products of so many rows of A and B, with E8M0 scales in the
+    first bytes of their words."""
+    return columns >> 3 << 17 | _E8M0_SCALES | rows >> 7 << 27
+
+
+def multiply_scaled(
+    sums: cute.Pointer, a: Int64, b: Int64, descriptor: int, a_scales, b_scales, accumulate
+):
+    """sums += (A * its scales) (B * its scales)^T over 32 elements of K, or = without `accumulate`;
+    one thread issues it, elected where it does: ptxas 13.0 fails on loops of one thread alone.
+
+    Args:
+        sums, a_scales, b_scales: in TMEM.
+        a, b: of `operand_descriptor`.
+        descriptor: of the instruction.
+    """
+    cute.arch.inline_ptx(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r6}, 0;\n"
+        "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X "
+        "[{$r0}], {$r1}, {$r2}, {$r3}, [{$r4}], [{$r5}], p;\n}",
+        read_only_args=[
+            sums.toint(), a, b, Int32(descriptor), a_scales.toint(), b_scales.toint(),
+            Int32(accumulate),
+        ],
+    )  # fmt: skip
+
+
+@cute.jit
+def copy_scales(target: cute.Pointer, source: Int64):
+    """512 bytes of shared memory to four TMEM columns, row r of 32 to lanes r, 32 + r, 64 + r and
+    96 + r: in order with the products that the same thread issues.
+
+    Args:
+        source: of `operand_descriptor`.
+    """
+    cute.arch.inline_ptx(
+        "tcgen05.cp.cta_group::1.32x128b.warpx4 [{$r0}], {$r1};",
+        read_only_args=[target.toint(), source],
+    )
+
+
+@cute.jit
+def commit(barrier: cute.Pointer):
+    """Arrive at an mbarrier once all products and copies that this thread has issued are over."""
+    cute.arch.inline_ptx(
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];",
+        read_only_args=[barrier.toint()],
     )

@@ -1,0 +1,1 @@
+"""Linears for Blackwell (sm_100a)."""

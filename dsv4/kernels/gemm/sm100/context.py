@@ -1,0 +1,146 @@
+"""Context of the FP8 linear of Blackwell: what its roles share while it is traced."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Float32, Int32, cute, pipeline
+
+from dsv4.kernels.gemm.sm100.plan import LinearPlan, NamedBarriers
+from dsv4.kernels.kit import mbarrier
+from dsv4.kernels.kit.storage import storage_struct
+
+BAND = 8  # token tiles
+
+
+class HeadOperands(NamedTuple):
+    """Tensors of the epilogue `head_rotation`."""
+
+    rope: cute.Tensor  # [R, 64] fp32, cosines, then sines, per position
+    positions: cute.Tensor  # [T] int32
+    squares: cute.Tensor  # [T, H, N] fp32, written; or [0, H, N]
+
+
+class Operands(NamedTuple):
+    """Tensors of a launch that are not read through TMA."""
+
+    scale: cute.Tensor  # [ceil(M / 128), K / 128] of the weight: E8M0 bytes, or fp32
+    x: cute.Tensor  # [T, K] bf16, where it is quantised here
+    x_scale: cute.Tensor  # [T, K / 128] E8M0 bytes, of codes
+    y: cute.Tensor  # [T, M], written
+    heads: HeadOperands | None = None
+
+
+class OutputTile(NamedTuple):
+    """Coordinates of an output tile."""
+
+    row_tile: Int32
+    token_tile: Int32
+
+
+@dataclass(frozen=True)
+class TileScheduler:
+    """Output tiles of a cluster: every `clusters`-th from `cluster` on.
+
+    Token tiles come in bands: those of a row tile run side by side, so that its weights come from
+    DRAM once.
+    """
+
+    cluster: Int32
+    clusters: Int32
+    row_tiles: Int32
+    token_tiles: Int32
+
+    @property
+    def count(self) -> Int32:
+        """Tiles of this cluster."""
+        tiles = self.row_tiles * self.token_tiles
+        return (tiles - self.cluster + self.clusters - 1) // self.clusters
+
+    def tile(self, n) -> OutputTile:
+        """The n-th tile of this cluster."""
+        index = self.cluster + n * self.clusters
+        first = index // (self.row_tiles * BAND) * BAND
+        width = cutlass.min(self.token_tiles - first, BAND)
+        place = index - first * self.row_tiles
+        return OutputTile(place // width, first + place % width)
+
+
+@dataclass(frozen=True)
+class Smem:
+    """Shared memory."""
+
+    weight: cute.Pointer  # swizzled [row, 128], by stage
+    x: cute.Pointer  # swizzled [token, 128], by stage
+    weight_scales: cute.Pointer  # [lane, word], by stage
+    x_scales: cute.Pointer  # [lane, word], by stage and 128 tokens
+    partials: cute.Pointer | None  # [part, group of own tokens, row, token]
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """The edges of `LinearPlan.barriers`."""
+
+    ring: mbarrier.Ring
+    sums: mbarrier.Ring
+    partials: mbarrier.Buffer | None  # between the CTAs of a cluster
+
+
+@dataclass(frozen=True)
+class Tmem:
+    """Tensor Memory of the CTA."""
+
+    holder: cute.Pointer  # in shared memory, of the address
+
+    def allocate(self, columns: int) -> None:
+        """One warp asks for columns."""
+        cute.arch.alloc_tmem(columns, self.holder)
+
+    def start(self, users: int) -> cute.Pointer:
+        """Address of the first column, once it is known; all users call this."""
+        pipeline.NamedBarrier(NamedBarriers.TMEM_ALLOCATED, users).arrive_and_wait()
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)
+
+    def free(self, columns: int, start: cute.Pointer) -> None:
+        """The warp that asked for them returns the columns."""
+        cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.dealloc_tmem(start, columns)
+
+
+@dataclass(frozen=True)
+class LinearContext:
+    """A CTA's part of a launch."""
+
+    operands: Operands
+    scheduler: TileScheduler
+    rank: Int32  # among the CTAs that share the slices of a tile
+    smem: Smem
+    pipes: Pipelines
+    tmem: Tmem
+
+
+def ring_of(plan: LinearPlan, storage, name: str) -> mbarrier.Ring:
+    """The mbarriers of an edge as a ring, of one stage, too."""
+    graph = plan.barriers
+    full, empty = (getattr(storage, f"{name}_{side}").data_ptr() for side in ("full", "empty"))
+    return mbarrier.Ring(full, empty, graph[name].stages, 1, graph.lanes_per_warp)
+
+
+def allocate(plan: LinearPlan, start: cute.Pointer):
+    """Shared memory of a CTA from `start` on: its parts, the mbarriers in it, and what holds the
+    address of its TMEM."""
+    storage = storage_struct(plan.smem)(start)
+    has_partials = plan.partial_bytes > 0
+    smem = Smem(
+        weight=storage.weight.data_ptr(),
+        x=storage.x.data_ptr(),
+        weight_scales=storage.weight_scales.data_ptr(),
+        x_scales=storage.x_scales.data_ptr(),
+        partials=storage.partials.data_ptr() if has_partials else None,
+    )
+    pipes = Pipelines(
+        ring=ring_of(plan, storage, "ring"),
+        sums=ring_of(plan, storage, "sums"),
+        partials=mbarrier.pipeline(plan.barriers, storage, "partials") if has_partials else None,
+    )
+    return smem, pipes, Tmem(storage.tmem_address.data_ptr())

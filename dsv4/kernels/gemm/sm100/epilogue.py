@@ -1,0 +1,207 @@
+"""Epilogue of the FP8 linear of Blackwell: sums from TMEM, parts of the CTAs of a cluster, outputs.
+
+A thread has a row of the weight, and all tokens of it.
+"""
+
+import cutlass
+from cutlass import Float32, Int32, cute, pipeline
+from cutlass.cute.nvgpu import tcgen05
+
+from dsv4.kernels.gemm.epilogues import HeadRotation
+from dsv4.kernels.gemm.sm100.context import LinearContext, OutputTile
+from dsv4.kernels.gemm.sm100.head_rotation import RotateHeads
+from dsv4.kernels.gemm.sm100.plan import ROWS, LinearPlan, NamedBarriers
+from dsv4.kernels.kit import pdl
+from dsv4.kernels.kit.mbarrier import Cursor
+from dsv4.kernels.kit.reduce import tree
+from dsv4.kernels.kit.tcgen05 import (
+    TMEM_LANES,
+    fence_after_thread_sync,
+    fence_before_thread_sync,
+    make_tmem_copy,
+)
+
+WARP = 32
+MOST_COLUMNS = 32  # of sums that are in registers at once, and stored
+
+
+class Epilogue:
+    """The warpgroup that reads sums."""
+
+    def __init__(self, plan: LinearPlan, rotation: HeadRotation | None):
+        self.plan = plan
+        self.rotate = None if rotation is None else RotateHeads(rotation)
+        self.columns = min(plan.tokens, MOST_COLUMNS)
+        self.own_columns = min(plan.own_tokens, MOST_COLUMNS)
+
+    @cute.jit
+    def store_tiles(self, ctx: LinearContext):
+        """Store every tile of the CTA."""
+        plan, sums = self.plan, ctx.pipes.sums
+        is_first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0
+        if is_first:
+            ctx.tmem.allocate(plan.tmem.allocated_columns)
+        address = ctx.tmem.start(plan.tmem_users)
+        pdl.wait_for_previous_launch()
+        if cutlass.const_expr(plan.tiling.cluster > 1):
+            # The barriers of the other CTAs exist from here on.
+            cute.arch.cluster_wait()
+        cursor, turn = sums.consumer(), Int32(0)
+        for n in cutlass.range(ctx.scheduler.count, unroll=1):
+            tile = ctx.scheduler.tile(n)
+            self._expect_parts(ctx)
+            if cutlass.const_expr(plan.is_promoted):
+                cursor = self._store_promoted(ctx, tile, address, cursor, turn)
+            else:
+                cursor = self._store_sums(ctx, tile, address, cursor, turn)
+            if cutlass.const_expr(plan.tiling.cluster > 1):
+                self._store_parts(ctx, tile, turn)
+            turn ^= 1
+        # Freed while another warp still reads, the sums would belong to the next CTA of this SM.
+        fence_before_thread_sync()
+        threads = plan.warps["epilogue"].threads
+        pipeline.NamedBarrier(NamedBarriers.TMEM_UNUSED, threads).arrive_and_wait()
+        fence_after_thread_sync()
+        if is_first:
+            ctx.tmem.free(plan.tmem.allocated_columns, address)
+
+    # ---- sums of the CTA ----
+
+    @cute.jit
+    def _store_sums(self, ctx: LinearContext, tile: OutputTile, address, cursor: Cursor, turn):
+        """Store, or send, the sums of a tile: those of the CTA's slices added as a balanced tree;
+        returns the next stage of sums."""
+        plan, sums = self.plan, ctx.pipes.sums
+        sums.wait(cursor)
+        fence_after_thread_sync()
+        self._acquire_parts(ctx, turn)
+        start = address + cursor.stage * plan.sum_columns
+        for first in cutlass.range(0, plan.tokens, self.columns, unroll=1):
+            slices = []
+            for s in cutlass.range_constexpr(plan.own_slices):
+                slices.append(self._load(start + s * plan.tokens + first, self.columns))
+            cute.arch.fence_view_async_tmem_load()
+            values = slices[0]
+            for i in cutlass.range_constexpr(self.columns):
+                values[i] = tree(lambda a, b: a + b, [part[i] for part in slices])
+            self._pass_on(ctx, tile, values, first)
+        self._release(ctx, cursor)
+        return sums.next(cursor)
+
+    @cute.jit
+    def _store_promoted(self, ctx: LinearContext, tile: OutputTile, address, cursor: Cursor, turn):
+        """Store, or send, the sums of k blocks times the scales of the weight, added in the order
+        of k; returns the next stage of sums."""
+        plan, sums, scale = self.plan, ctx.pipes.sums, ctx.operands.scale
+        total = cute.make_rmem_tensor(plan.tokens, Float32)
+        total.fill(0.0)
+        for block in cutlass.range(plan.cta_blocks, unroll=1):
+            factor = scale[tile.row_tile, ctx.rank * plan.cta_blocks + block]
+            sums.wait(cursor)
+            fence_after_thread_sync()
+            for first in cutlass.range_constexpr(0, plan.tokens, self.columns):
+                values = self._load(address + cursor.stage * plan.tokens + first, self.columns)
+                cute.arch.fence_view_async_tmem_load()
+                for i in cutlass.range_constexpr(self.columns):
+                    total[first + i] = total[first + i] + values[i] * factor
+            self._release(ctx, cursor)
+            cursor = sums.next(cursor)
+        self._acquire_parts(ctx, turn)
+        for first in cutlass.range_constexpr(0, plan.tokens, self.columns):
+            part = cute.make_tensor(total.iterator + first, cute.make_layout(self.columns))
+            self._pass_on(ctx, tile, part, first)
+        return cursor
+
+    @cute.jit
+    def _load(self, address: cute.Pointer, columns: cutlass.Constexpr):
+        """Ask for the thread's lane of some columns: there after the fence of TMEM loads."""
+        thread = cute.arch.thread_idx()[0]
+        copy, tensor = make_tmem_copy(tcgen05.Ld32x32bOp, columns, columns, address, thread)
+        coordinates = cute.make_identity_tensor((TMEM_LANES, columns))
+        fragment = cute.make_rmem_tensor(copy.partition_D(coordinates).shape, Float32)
+        cute.copy(copy, copy.partition_S(tensor), fragment)
+        return cute.make_tensor(fragment.iterator, cute.make_layout(columns))
+
+    @cute.jit
+    def _release(self, ctx: LinearContext, cursor: Cursor):
+        """Sums of a stage have been read."""
+        fence_before_thread_sync()
+        ctx.pipes.sums.release(cursor, cute.arch.lane_idx())
+
+    # ---- parts of the CTAs of a cluster ----
+
+    @cute.jit
+    def _expect_parts(self, ctx: LinearContext):
+        """Announce the bytes of a tile's parts, which all CTAs of the cluster will send."""
+        if cutlass.const_expr(ctx.pipes.partials is not None):  # noqa: SIM102 static, then dynamic
+            if cute.arch.thread_idx()[0] == 0:
+                ctx.pipes.partials.expect(self.plan.partial_bytes)
+
+    @cute.jit
+    def _acquire_parts(self, ctx: LinearContext, turn):
+        """Wait until all CTAs have added the parts of the tile before."""
+        if cutlass.const_expr(ctx.pipes.partials is not None):
+            ctx.pipes.partials.acquire(turn ^ 1)
+
+    def _part(self, ctx: LinearContext, part, group) -> cute.Pointer:
+        """Address of a thread's values of a group of own tokens."""
+        plan, row = self.plan, cute.arch.thread_idx()[0]
+        place = (part * (plan.own_tokens // plan.vector) + group) * ROWS + row
+        return ctx.smem.partials + cute.assume(place * plan.vector, divby=plan.vector)
+
+    @cute.jit
+    def _pass_on(self, ctx: LinearContext, tile: OutputTile, values: cute.Tensor, first):
+        """Store a row's values of tokens from `first` on, or send each to the CTA that adds its
+        parts."""
+        plan = self.plan
+        if cutlass.const_expr(plan.tiling.cluster == 1):
+            self._store(ctx, tile, values, first)
+        else:
+            words = cute.recast_tensor(values, Int32)
+            for i in cutlass.range_constexpr(0, self.columns, plan.vector):
+                token = first + i
+                owner, own = token // plan.own_tokens, token % plan.own_tokens
+                target = self._part(ctx, ctx.rank, own // plan.vector)
+                value = tuple(words[i + j] for j in range(plan.vector))
+                cute.arch.store_async_dsmem(target, value, ctx.pipes.partials.full, Int32(owner))
+
+    @cute.jit
+    def _store_parts(self, ctx: LinearContext, tile: OutputTile, turn):
+        """Add the parts of the own tokens as a balanced tree, and store the sums."""
+        plan, partials = self.plan, ctx.pipes.partials
+        lane, vector = cute.arch.lane_idx(), plan.vector
+        partials.wait(turn)
+        for first in cutlass.range_constexpr(0, plan.own_tokens, self.own_columns):
+            sums = cute.make_rmem_tensor(self.own_columns, Float32)
+            for i in cutlass.range_constexpr(0, self.own_columns, vector):
+                parts = []
+                for p in cutlass.range_constexpr(plan.tiling.cluster):
+                    values = cute.make_rmem_tensor(vector, Float32)
+                    source = self._part(ctx, p, (first + i) // vector)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(vector)), values)
+                    parts.append(values)
+                for j in cutlass.range_constexpr(vector):
+                    sums[i + j] = tree(lambda a, b: a + b, [part[j] for part in parts])
+            self._store(ctx, tile, sums, ctx.rank * plan.own_tokens + first)
+        cute.arch.sync_warp()
+        # Each CTA of the cluster may send its parts of the next tile.
+        if lane < plan.tiling.cluster:
+            cute.arch.mbarrier_arrive(partials.empty, lane)
+
+    # ---- outputs ----
+
+    @cute.jit
+    def _store(self, ctx: LinearContext, tile: OutputTile, values: cute.Tensor, first):
+        """Round and store a row's values of tokens from `first` on: a warp has 32 rows of a token,
+        which lie side by side."""
+        y, thread = ctx.operands.y, cute.arch.thread_idx()[0]
+        row, token = tile.row_tile * ROWS + thread, tile.token_tile * self.plan.tokens + first
+        rows, tokens = Int32(y.shape[1]), Int32(y.shape[0])
+        if cutlass.const_expr(self.rotate is not None):
+            values.store(values.load().to(y.element_type).to(Float32))
+            warp_row = tile.row_tile * ROWS + cute.arch.make_warp_uniform(thread // WARP) * WARP
+            self.rotate.apply(ctx.operands.heads, values, warp_row, token, rows, tokens)
+        if row < rows:
+            for i in cutlass.range_constexpr(cute.size(values)):
+                if token + i < tokens:
+                    y[token + i, row] = values[i].to(y.element_type)

@@ -1,0 +1,98 @@
+"""MMA warp of the FP8 linear of Blackwell: scales to TMEM, products, commits."""
+
+import cutlass
+from cutlass import cute
+
+from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.gemm.sm100.context import LinearContext
+from dsv4.kernels.gemm.sm100.plan import ATOM_ROWS, ATOM_WORDS, ROWS, LinearPlan
+from dsv4.kernels.kit.mbarrier import Cursor
+from dsv4.kernels.kit.swizzle import SPAN_BYTES
+from dsv4.kernels.kit.tcgen05 import (
+    commit,
+    copy_scales,
+    fence_after_thread_sync,
+    multiply_scaled,
+    operand_descriptor,
+    scaled_e4m3_product,
+)
+
+DEPTH = 32  # elements of K of a product
+
+
+class MmaWarp:
+    """Consumer of the ring, producer of the sums: one lane issues all of it, which keeps copies of
+    scales and products in order."""
+
+    def __init__(self, plan: LinearPlan):
+        self.plan = plan
+        self.product = scaled_e4m3_product(ROWS, plan.tokens)
+
+    @cute.jit
+    def multiply(self, ctx: LinearContext):
+        """The products of every tile."""
+        plan, sums = self.plan, ctx.pipes.sums
+        address = ctx.tmem.start(plan.tmem_users)
+        cursor, target = ctx.pipes.ring.consumer(), sums.producer()
+        for _ in cutlass.range(ctx.scheduler.count, unroll=1):
+            if cutlass.const_expr(plan.is_promoted):
+                for _block in cutlass.range(plan.cta_blocks, unroll=1):
+                    self._begin(ctx, target)
+                    cursor = self._sum(ctx, address, target.stage, 1, cursor)
+                    target = self._end(ctx, target)
+            else:
+                self._begin(ctx, target)
+                for s in cutlass.range(plan.own_slices, unroll=1):
+                    place = target.stage * plan.own_slices + s
+                    cursor = self._sum(ctx, address, place, plan.slice_blocks, cursor)
+                target = self._end(ctx, target)
+
+    @cute.jit
+    def _begin(self, ctx: LinearContext, target: Cursor):
+        """Wait until the sums before in the same columns have been read."""
+        ctx.pipes.sums.acquire(target)
+        fence_after_thread_sync()
+
+    @cute.jit
+    def _end(self, ctx: LinearContext, target: Cursor) -> Cursor:
+        """Sums of a stage are there once the products so far are over; returns the next one."""
+        with cute.arch.elect_one():
+            commit(ctx.pipes.sums.full + target.stage)
+        return ctx.pipes.sums.next(target)
+
+    @cute.jit
+    def _sum(
+        self,
+        ctx: LinearContext,
+        address: cute.Pointer,
+        place,
+        blocks: cutlass.Constexpr,
+        cursor: Cursor,
+    ):
+        """Sum so many k blocks in the columns of a place, in the order of k, from zero; returns the
+        next stage of the ring."""
+        plan, smem, ring = self.plan, ctx.smem, ctx.pipes.ring
+        columns = address + place * plan.tokens
+        weight_scales = address + plan.tmem.column("weight_scales")
+        x_scales = address + plan.tmem.column("x_scales")
+        for block in cutlass.range(blocks, unroll=1):
+            ring.wait(cursor)
+            stage = cursor.stage
+            with cute.arch.elect_one():
+                # A copy waits for the products before it, which still read what it writes.
+                scales = smem.weight_scales.toint() + stage * (4 * ATOM_WORDS)
+                copy_scales(weight_scales, operand_descriptor(scales))
+                for atom in cutlass.range_constexpr(plan.token_atoms):
+                    place_of = stage * plan.token_atoms + atom
+                    scales = smem.x_scales.toint() + place_of * (4 * ATOM_WORDS)
+                    copy_scales(x_scales + atom * (ATOM_ROWS // 32), operand_descriptor(scales))
+                weight = smem.weight.toint() + stage * plan.weight_bytes
+                x = smem.x.toint() + stage * plan.x_bytes
+                for k in cutlass.range_constexpr(K_BLOCK // DEPTH):
+                    a = operand_descriptor(weight + k * DEPTH, SPAN_BYTES)
+                    b = operand_descriptor(x + k * DEPTH, SPAN_BYTES)
+                    adds = block > 0 if k == 0 else True
+                    multiply_scaled(columns, a, b, self.product, weight_scales, x_scales, adds)
+                commit(ring.empty + stage)
+            cursor = ring.next(cursor)
+        return cursor
