@@ -6,7 +6,6 @@ import argparse
 
 from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
 
-ARCH = "sm_90a"
 ONE_SM = 1  # its CTAs take every tile
 SIZES = (
     Size("tokens", 11, "T"),
@@ -25,24 +24,24 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         "of the quantised input and all others with it, bit for bit.",
         SIZES,
         run,
+        has_arch=True,
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    from dsv4.kernels.gemm.plan import tilings
-    from dsv4.ops.fp8_linear import FP8_LINEAR
+    from dsv4.ops.fp8_linear import FP8_LINEAR, PLANS
     from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
     from dsv4.testing.harness import SCHEDULES
     from dsv4.testing.kernel_call import OpKernels
 
-    launches = CheckedLaunches(args, ARCH)
+    launches = CheckedLaunches(args, args.arch)
     inputs = Inputs.make(Case(args.tokens, args.width, args.rows), args.seed)
     kernels = OpKernels(FP8_LINEAR, launches.target)
     compiled = kernels.compile(inputs.config)
     first = None
     with launches.checks():
-        for index, tiling in enumerate(tilings(inputs.case.config)):
+        for index, tiling in enumerate(PLANS[args.arch].tilings(inputs.case.config)):
             for schedule in SCHEDULES:
                 outcome = launches.run(
                     compiled,
@@ -53,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
                     assert_linear_close(outcome["out"], inputs)
                     first = outcome
                 first.assert_same_bits(outcome, f"{tiling}, {schedule}")
-                way = "streamed" if tiling.is_streamed else "resident"
+                way = "streamed" if tiling.is_streamed else "quantised"
                 print(
-                    f"{ARCH}, {args.tokens} tokens, {args.rows} x {args.width}, {way} tiles of "
-                    f"{tiling.tokens} tokens, CTAs a tile: {tiling.cluster}, {schedule}: "
+                    f"{args.arch}, {args.tokens} tokens, {args.rows} x {args.width}, {way} tiles "
+                    f"of {tiling.tokens} tokens, CTAs a tile: {tiling.cluster}, {schedule}: "
                     "equal bits, no race"
                 )
     return launches.finish()

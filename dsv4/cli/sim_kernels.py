@@ -49,11 +49,14 @@ KERNELS = (
         )
         for arch in ("sm_100a", "sm_90a")
     ),
-    SimulatedKernel(
-        "FP8 linear",
-        "sm_90a",
-        "fp8_linear, every tiling",
-        "dsv4 sim fp8_linear",
+    *(
+        SimulatedKernel(
+            "FP8 linear",
+            arch,
+            "fp8_linear, every tiling",
+            f"dsv4 sim fp8_linear --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
     ),
     SimulatedKernel(
         "merged linear",

@@ -15,6 +15,7 @@ from dsv4.kernels.gemm import epilogues
 from dsv4.kernels.gemm import plan as plans
 from dsv4.kernels.gemm.args import ARGS, values
 from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig, has_kernel
+from dsv4.kernels.gemm.sm100 import plan as blackwell_plans
 from dsv4.ops.head_rotation import HeadRotation, check_heads, epilogue_config, rotate_heads_
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
 from dsv4.ops.runtime.backend import Device
@@ -43,6 +44,8 @@ MODEL_LAYERS = {
 }
 
 
+# Tilings of an architecture, and which one a launch takes.
+PLANS = {"sm_90a": plans, "sm_100a": blackwell_plans, "sm_103a": blackwell_plans}
 MODEL_EPILOGUE = str(epilogues.HeadRotation(512))  # of the queries
 
 
@@ -52,20 +55,25 @@ class Fp8Linear(KernelOp):
     name = "fp8_linear"
     config = Fp8LinearConfig
     args = ARGS
-    kernels: ClassVar = {"sm_90a": "dsv4.kernels.gemm.sm90.fp8_linear"}
+    kernels: ClassVar = {
+        "sm_90a": "dsv4.kernels.gemm.sm90.fp8_linear",
+        "sm_100a": "dsv4.kernels.gemm.sm100.fp8_linear",
+        "sm_103a": "dsv4.kernels.gemm.sm100.fp8_linear",
+    }
 
     def values(self, config: Fp8LinearConfig) -> Mapping[str, int | str]:
         return values(config)
 
     def compiled_config(self, config: Fp8LinearConfig, arch: str) -> Fp8LinearConfig:
         """M is known at run time; what remains of it is which tilings there are."""
-        return plans.representative(config)
+        return PLANS[arch].representative(config)
 
     def plan(self, config: Fp8LinearConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """Index of the tiling, and number of SMs; refuses scales that the kernel would read past
         the end of."""
         check_scale_rows(config, **{name: sizes[name] for name in ("T", "M", "G", "S")})
-        return plans.choose(config, sizes["T"], device.num_sms), device.num_sms
+        found = PLANS[device.arch].choose(config, sizes["T"], device.num_sms)
+        return found, device.num_sms
 
     def check_sizes(self, config: Fp8LinearConfig, *tensors: Tensor | None) -> None:
         x, weight, scale, x_scale = tensors[:4]
@@ -123,15 +131,15 @@ class Fp8Linear(KernelOp):
         self, config: Fp8LinearConfig, target: Device, device: torch.device
     ) -> Iterator[tuple[Tensor | int, ...]]:
         """One token through every tiling, with the scratch that leads to the quantisation."""
-        for tiling in range(len(plans.tilings(config))):
+        for tiling in range(len(PLANS[target.arch].tilings(config))):
             call = list(smallest_call(self, config, (tiling, target.num_sms), device))
             call[self.num_required : self.num_required + 2] = scratch(1, config.in_features, device)
             yield tuple(call)
 
     def aot(self) -> Mapping[str, Fp8LinearConfig]:
         """Linears of Flash and Pro, their inputs in bf16, and in codes where the layers' come so;
-        each compiled configuration once."""
-        found: dict[Fp8LinearConfig, str] = {}
+        those that no architecture tells apart once."""
+        found: dict[tuple[Fp8LinearConfig, ...], tuple[str, Fp8LinearConfig]] = {}
         for label, (rows, width) in MODEL_LAYERS.items():
             takes_codes = "wq_b" in label or "wo_b" in label
             for x_dtype in ("bfloat16", "float8_e4m3fn")[: 2 if takes_codes else 1]:
@@ -142,8 +150,9 @@ class Fp8Linear(KernelOp):
                 config = Fp8LinearConfig(width, rows, x_dtype, epilogue=epilogue)
                 suffix = ", codes" if has_codes else ""
                 name = f"{label}, {rows} x {width}{suffix}"
-                found.setdefault(plans.representative(config), name)
-        return {name: config for config, name in found.items()}
+                kinds = plans.representative(config), blackwell_plans.representative(config)
+                found.setdefault(kinds, (name, config))
+        return dict(found.values())
 
 
 FP8_LINEAR = Fp8Linear()
@@ -165,8 +174,10 @@ def fp8_linear(
     y[t, m] = sum over k of x[t, k] * weight[m, k] * scale[m // 128, k // 128], where x was rounded
     to e4m3 with one power-of-two scale per 128 elements: as `dsv4.ops.quantize.quantize_e4m3` does
     it here for bf16, or before, for codes with `x_scale`. On Hopper a k block of 128 is summed by
-    the tensor core, then scaled, and added in fp32 in an order that K alone decides: the bits of a
-    token depend on neither T nor the other tokens, which may hold anything. Elsewhere torch
+    the tensor core, then scaled, and added in fp32 in an order that K alone decides. On Blackwell
+    the tensor core scales and sums slices of K, whose number the weight's shape decides; where
+    `scale` is float32, which may hold other than powers of two, k blocks as on Hopper. The bits of
+    a token depend on neither T nor the other tokens, which may hold anything. Elsewhere torch
     multiplies the decoded weight.
 
     Launches may begin while the one before ends: `weight` and `scale` must not be what a kernel of

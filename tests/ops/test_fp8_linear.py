@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dsv4.kernels.gemm.plan import representative, tilings
 from dsv4.ops import fp8_linear, fp8_linear_runner_id
-from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_LAYERS
+from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_LAYERS, PLANS
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3, quantize_e4m3
+from dsv4.ops.runtime.registry import ahead_of_time
 from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
 
 pytestmark = [pytest.mark.stage("op"), pytest.mark.stage("projections")]
@@ -103,13 +103,14 @@ def test_fake_tensors_are_checked(seed) -> None:
             fp8_linear(x, weight, scale[:1])
 
 
-def test_what_is_compiled_ahead_of_time_serves_every_layer() -> None:
-    keys = {FP8_LINEAR.compile_key(c, "sm_90a") for c in FP8_LINEAR.aot().values()}
+@pytest.mark.parametrize("arch", PLANS)
+def test_what_is_compiled_ahead_of_time_serves_every_layer(arch) -> None:
+    keys = [key for label, key in ahead_of_time(arch) if "fp8_linear:" in label]
     for rows, width in MODEL_LAYERS.values():
-        config = FP8_LINEAR.config(width, rows)
-        assert FP8_LINEAR.compile_key(config, "sm_90a") in keys
-        assert tilings(representative(config)) == tilings(config)
-    assert len(keys) == len(FP8_LINEAR.aot())
+        config, plans = FP8_LINEAR.config(width, rows), PLANS[arch]
+        assert FP8_LINEAR.compile_key(config, arch) in keys
+        assert plans.tilings(plans.representative(config)) == plans.tilings(config)
+    assert len(keys) == len(set(keys))
 
 
 X = torch.ones(3, K, dtype=torch.bfloat16)

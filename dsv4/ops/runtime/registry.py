@@ -69,9 +69,12 @@ def build(key: CompileKey, options: str = "") -> Any:
 
 
 def ahead_of_time(arch: str) -> Iterator[tuple[str, CompileKey]]:
-    """Labelled keys of everything the released models need on an architecture."""
+    """Labelled keys of everything the released models need on an architecture, each once."""
     archs.of_name(arch)
     for op in OPS.values():
-        if arch in op.kernels:
-            for label, config in op.aot().items():
-                yield f"{arch}, {op.name}: {label}", compile_key(op, config, arch)
+        found: set[CompileKey] = set()
+        for label, config in op.aot().items() if arch in op.kernels else ():
+            key = compile_key(op, config, arch)
+            if key not in found:
+                found.add(key)
+                yield f"{arch}, {op.name}: {label}", key

@@ -1,4 +1,5 @@
-"""The kernels of `fp8_linear`: in the simulator, with races and schedules, and on a Hopper GPU.
+"""The kernels of `fp8_linear`: in the simulator, of both architectures, with races and schedules,
+and on a Hopper GPU.
 
 Every tiling gives the same bits, close to the reference.
 """
@@ -10,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.kernels.gemm.plan import choose, tilings
-from dsv4.ops.fp8_linear import FP8_LINEAR
+from dsv4.kernels.gemm.config import Fp8LinearConfig
+from dsv4.ops.fp8_linear import FP8_LINEAR, PLANS
 from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
 from dsv4.testing.harness import (
     Device,
@@ -30,10 +31,25 @@ ANY_ROWS = 32768  # a configuration of many rows: every tile has one CTA
 HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
 
 
-@pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sm_90a",
+        pytest.param("sm_100a", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=HOPPER),
+    ],
+)
 def kernels(request: pytest.FixtureRequest) -> OpKernels:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     return OpKernels(FP8_LINEAR, Device() if request.param == "cuda" else simulator(request.param))
+
+
+def tilings(kernels: OpKernels, config: Fp8LinearConfig) -> tuple:
+    return PLANS[kernels.target.arch].tilings(config)
+
+
+def choose(kernels: OpKernels, config: Fp8LinearConfig, tokens: int) -> int:
+    return PLANS[kernels.target.arch].choose(kernels, config, tokens)
 
 
 def run(
@@ -47,7 +63,7 @@ def check_every_tiling(
     kernels: OpKernels, inputs: Inputs, seed: int, schedules: int | None = 1
 ) -> Outcome:
     """Compare one tiling with the reference, and all others with it bit for bit."""
-    every = tilings(inputs.config)
+    every = tilings(kernels, inputs.config)
     outcomes = [run(kernels, inputs, tiling, seed, schedules) for tiling in range(len(every))]
     assert_linear_close(outcomes[0]["out"], inputs)
     for tiling, outcome in zip(every, outcomes):
@@ -73,10 +89,18 @@ def test_every_tiling_gives_the_same_bits(kernels, case, schedules, seed) -> Non
     check_every_tiling(kernels, Inputs.make(case, seed), seed, schedules)
 
 
+def test_every_tiling_of_blackwell_gives_the_same_bits(seed) -> None:
+    """The cheapest to compile; the others of this module are slow."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    kernels = OpKernels(FP8_LINEAR, simulator("sm_100a"))
+    case = Case(21, 512, 264, x_dtype="float8_e4m3fn")
+    check_every_tiling(kernels, Inputs.make(case, seed), seed)
+
+
 def test_every_schedule_gives_the_same_bits(kernels, seed) -> None:
     """Of a tiling with resident activations, and of one with streamed ones in clusters."""
     inputs = Inputs.make(Case(21, 512, 136), seed)
-    for tiling in (0, choose(inputs.config, 64, FEW_SMS)):
+    for tiling in (0, choose(kernels, inputs.config, 64)):
         run(kernels, inputs, tiling, seed, schedules=None)
 
 
@@ -101,6 +125,8 @@ def test_dtypes(kernels, case, seed) -> None:
 @pytest.mark.slow
 def test_one_cta_for_all_slices(kernels, seed) -> None:
     """Layers with many rows: sums of all slices on one stack."""
+    if kernels.target.arch != "sm_90a":
+        pytest.skip("the number of rows decides how many slices there are")
     inputs = Inputs.make(Case(19, 2048, 72), seed)
     alone = check_every_tiling(kernels, replace(inputs, rows=ANY_ROWS), seed)
     run(kernels, inputs, 1, seed).assert_same_bits(alone, "clusters against one CTA a tile")
@@ -110,10 +136,10 @@ def test_one_cta_for_all_slices(kernels, seed) -> None:
 def test_a_token_has_the_same_bits_among_any_number(kernels, seed) -> None:
     inputs = Inputs.make(Case(200, 512, 136), seed)
     config = inputs.case.config
-    all_tokens = run(kernels, inputs, choose(config, 200, FEW_SMS), seed)["out"]
+    all_tokens = run(kernels, inputs, choose(kernels, config, 200), seed)["out"]
     assert_linear_close(all_tokens, inputs)
     for tokens in (1, 2, 7, 8, 9, 16, 17, 64, 65):
-        found = run(kernels, inputs.first(tokens), choose(config, tokens, FEW_SMS), seed)["out"]
+        found = run(kernels, inputs.first(tokens), choose(kernels, config, tokens), seed)["out"]
         assert torch.equal(found, all_tokens[:tokens]), f"T = {tokens}"
 
 
@@ -133,7 +159,7 @@ def test_rows_that_are_not_finite_touch_no_other(kernels, seed) -> None:
 def test_without_scratch_many_tokens_follow_each_other(kernels, seed) -> None:
     inputs = Inputs.make(Case(21, 512, 136), seed)
     right = run(kernels, inputs, 0, seed)
-    for tiling in range(1, len(tilings(inputs.case.config))):
+    for tiling in range(1, len(tilings(kernels, inputs.case.config))):
         found = run(kernels, replace(inputs, has_scratch=False), tiling, seed)
         found.assert_same_bits(right, "no scratch")
 
@@ -141,7 +167,7 @@ def test_without_scratch_many_tokens_follow_each_other(kernels, seed) -> None:
 def test_nothing_is_written_beside_the_output(kernels, seed) -> None:
     inputs = Inputs.make(Case(9, 512, 136, is_strided=True), seed)
     compiled = kernels.compile(inputs.config)
-    for tiling in range(len(tilings(inputs.config))):
+    for tiling in range(len(tilings(kernels, inputs.config))):
         call = kernels.call(inputs, tiling=tiling, num_sms=FEW_SMS)
         y = call.outputs["out"]
         frame = y.as_strided((y.shape[0] - 1, y.stride(0)), y.stride())[:, y.shape[1] :]
@@ -151,13 +177,16 @@ def test_nothing_is_written_beside_the_output(kernels, seed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("config_rows", [136, ANY_ROWS])
-def test_every_barrier_and_fence_is_reached(config_rows, seed) -> None:
+def test_every_barrier_and_fence_is_reached(arch, config_rows, seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     # A simulator of its own: coverage adds up over all launches of a compiled function.
-    kernels = OpKernels(FP8_LINEAR, Simulator("sm_90a"))
+    kernels = OpKernels(FP8_LINEAR, Simulator(arch))
     inputs = replace(Inputs.make(Case(65, 1024, 136), seed), rows=config_rows)
-    outcomes = [run(kernels, inputs, tiling) for tiling in range(len(tilings(inputs.config)))]
+    outcomes = [
+        run(kernels, inputs, tiling) for tiling in range(len(tilings(kernels, inputs.config)))
+    ]
     for outcome in outcomes:
         assert_clean(outcome.report)
     assert not missed_synchronisation(outcome.report for outcome in outcomes)

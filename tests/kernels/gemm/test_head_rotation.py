@@ -1,5 +1,5 @@
-"""Linears whose weights have the epilogue `head_rotation`: in the simulator, with races and
-schedules, and on a Hopper GPU.
+"""Linears whose weights have the epilogue `head_rotation`: in the simulator of both architectures,
+with races and schedules, and on a Hopper GPU.
 
 Every tiling gives what the torch implementation makes of the same kernel's plain output, bit for
 bit: so the rotated channels and the sums of squares depend on neither the tile nor the batch.
@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from dsv4.kernels.gemm import merged_plan
-from dsv4.kernels.gemm.plan import choose, tilings
-from dsv4.ops.fp8_linear import FP8_LINEAR
+from dsv4.kernels.gemm.config import Fp8LinearConfig
+from dsv4.ops.fp8_linear import FP8_LINEAR, PLANS
 from dsv4.ops.merged_linear import MERGED_LINEAR
 from dsv4.testing.fp8_linear import Case
 from dsv4.testing.harness import (
@@ -43,8 +43,29 @@ def target(request: pytest.FixtureRequest) -> Simulator | Device:
 
 
 @pytest.fixture(scope="module")
-def kernels(target: Simulator | Device) -> OpKernels:
+def hopper(target: Simulator | Device) -> OpKernels:
     return OpKernels(FP8_LINEAR, target)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sm_90a",
+        pytest.param("sm_100a", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=HOPPER),
+    ],
+)
+def kernels(request: pytest.FixtureRequest) -> OpKernels:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    return OpKernels(FP8_LINEAR, Device() if request.param == "cuda" else simulator(request.param))
+
+
+def tilings(kernels: OpKernels, config: Fp8LinearConfig) -> tuple:
+    return PLANS[kernels.target.arch].tilings(config)
+
+
+def choose(kernels: OpKernels, config: Fp8LinearConfig, tokens: int) -> int:
+    return PLANS[kernels.target.arch].choose(config, tokens, FEW_SMS)
 
 
 def run(kernels: OpKernels, inputs, tiling: int, seed: int, schedules: int | None = 1) -> Outcome:
@@ -60,7 +81,7 @@ def check(kernels: OpKernels, inputs: Inputs, seed: int, schedules: int | None =
         found = run(kernels, inputs, 0, seed)["squares"].cpu()
         torch.testing.assert_close(found, squares, rtol=1e-6, atol=0)
         squares = found
-    for i, tiling in enumerate(tilings(inputs.config)):
+    for i, tiling in enumerate(tilings(kernels, inputs.config)):
         outcome = run(kernels, inputs, i, seed, schedules)
         for name, expected in (("out", y), ("squares", squares)):
             found = outcome[name].cpu()
@@ -104,10 +125,10 @@ def test_outputs_that_tma_cannot_write(kernels, seed) -> None:
 @pytest.mark.slow
 def test_a_token_has_the_same_bits_among_any_number(kernels, seed) -> None:
     inputs = Inputs.make_heads(Case(200, 512, 256), 128, seed)
-    together = run(kernels, inputs, choose(inputs.config, 200, FEW_SMS), seed)
+    together = run(kernels, inputs, choose(kernels, inputs.config, 200), seed)
     for tokens in (1, 2, 7, 8, 9, 16, 17, 64, 65):
         part = inputs.first(tokens)
-        found = run(kernels, part, choose(inputs.config, tokens, FEW_SMS), seed)
+        found = run(kernels, part, choose(kernels, inputs.config, tokens), seed)
         for name in ("out", "squares"):
             assert torch.equal(found[name], together[name][:tokens]), f"{name}, T = {tokens}"
 
@@ -117,7 +138,7 @@ def test_what_is_not_asked_for_is_not_written(kernels, seed) -> None:
     """Squares; and a frame around the outputs."""
     inputs = Inputs.make_heads(Case(67, 512, 256, is_strided=True), 128, seed)
     compiled = kernels.compile(inputs.config)
-    for tiling in range(len(tilings(inputs.config))):
+    for tiling in range(len(tilings(kernels, inputs.config))):
         call = kernels.call(inputs, tiling=tiling, num_sms=FEW_SMS)
         wanted = run(kernels, inputs, tiling, seed)
         y, squares = call.outputs["out"], call.outputs["squares"]
@@ -149,10 +170,10 @@ def test_what_is_not_asked_for_is_not_written(kernels, seed) -> None:
     ],
     ids=str,
 )
-def test_the_first_weight_of_a_merged_linear(target, kernels, case, schedules, seed) -> None:
+def test_the_first_weight_of_a_merged_linear(target, hopper, case, schedules, seed) -> None:
     inputs, merged = MergedInputs.make_heads(case, 128, seed), OpKernels(MERGED_LINEAR, target)
-    alone = run(kernels, inputs.heads, 0, seed)
-    others = [run(kernels, part, 0, seed)["out"] for part in inputs.linears[1:]]
+    alone = run(hopper, inputs.heads, 0, seed)
+    others = [run(hopper, part, 0, seed)["out"] for part in inputs.linears[1:]]
     for tiling in range(len(merged_plan.tilings(inputs.config))):
         found = merged.run(inputs, seed, schedules, tiling=tiling, num_sms=4)
         assert torch.equal(found["out_0"], alone["out"]), f"tiling {tiling}"
@@ -162,13 +183,16 @@ def test_the_first_weight_of_a_merged_linear(target, kernels, case, schedules, s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("config_rows", [256, ANY_ROWS])
-def test_every_barrier_and_fence_is_reached(config_rows, seed) -> None:
+def test_every_barrier_and_fence_is_reached(arch, config_rows, seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     # A simulator of its own: coverage adds up over all launches of a compiled function.
-    kernels = OpKernels(FP8_LINEAR, Simulator("sm_90a"))
+    kernels = OpKernels(FP8_LINEAR, Simulator(arch))
     inputs = replace(Inputs.make_heads(Case(65, 1024, 256), 128, seed), rows=config_rows)
-    outcomes = [run(kernels, inputs, tiling, seed) for tiling in range(len(tilings(inputs.config)))]
+    outcomes = [
+        run(kernels, inputs, tiling, seed) for tiling in range(len(tilings(kernels, inputs.config)))
+    ]
     for outcome in outcomes:
         assert_clean(outcome.report)
     assert not missed_synchronisation(outcome.report for outcome in outcomes)

@@ -66,7 +66,7 @@ class Fp8LinearSm100:
     @cute.jit
     def _launch_streamed(self, weight, codes, operands, stream, tiling, num_sms):
         for i in cutlass.range_constexpr(len(self.linears)):
-            if cutlass.const_expr(not self.linears[i].plan.tiling.is_quantizing):  # noqa: SIM102
+            if cutlass.const_expr(self.linears[i].plan.tiling.is_streamed):  # noqa: SIM102 static
                 if tiling == i:
                     self.linears[i].launch(weight, codes, operands, stream, num_sms)
 

@@ -20,7 +20,7 @@ class LoadWarp:
     def load(self, ctx: LinearContext, weight_map, x_map):
         """Load the k blocks of every tile; one lane does all of it."""
         plan, ring = self.plan, ctx.pipes.ring
-        has_codes = not plan.tiling.is_quantizing
+        has_codes = plan.tiling.is_streamed
         if cute.arch.lane_idx() == 0:
             prefetch_descriptors((weight_map, x_map) if has_codes else (weight_map,))
             count = ctx.scheduler.count * plan.cta_blocks

@@ -54,13 +54,13 @@ class Tiling:
     Attributes:
         tokens: of a token tile: N of the products.
         cluster: CTAs that share the slices of a tile.
-        is_quantizing: whether bf16 activations become codes on their way to shared memory. Else
-            codes pass through the ring beside the weights.
+        is_streamed: whether codes of activations pass through the ring beside the weights. Else
+            bf16 ones become codes on their way to shared memory.
     """
 
     tokens: int
     cluster: int
-    is_quantizing: bool = False
+    is_streamed: bool = True
 
     @property
     def ctas_per_sm(self) -> int:
@@ -117,7 +117,7 @@ class LinearPlan(RingPlan):
     @property
     def filler(self) -> str:
         """Role that fills the scales of a stage."""
-        return "activations" if self.tiling.is_quantizing else "scales"
+        return "scales" if self.tiling.is_streamed else "activations"
 
     @property
     def token_words(self) -> int:
@@ -152,7 +152,7 @@ class LinearPlan(RingPlan):
     @property
     def loaded_bytes(self) -> int:
         """Of a stage, by TMA."""
-        return self.weight_bytes + (0 if self.tiling.is_quantizing else self.x_bytes)
+        return self.weight_bytes + (self.x_bytes if self.tiling.is_streamed else 0)
 
     @property
     def partial_bytes(self) -> int:
@@ -164,9 +164,9 @@ class LinearPlan(RingPlan):
     @property
     def warps(self) -> Warps:
         """Warp w reaches TMEM lanes 32 (w % 4) to 32 (w % 4) + 31: the epilogue is a warpgroup."""
-        if self.tiling.is_quantizing:
-            return Warps.of(epilogue=4, activations=4, load=1, mma=1)
-        return Warps.of(epilogue=4, load=1, mma=1, scales=1)
+        if self.tiling.is_streamed:
+            return Warps.of(epilogue=4, load=1, mma=1, scales=1)
+        return Warps.of(epilogue=4, activations=4, load=1, mma=1)
 
     @property
     def tmem_users(self) -> int:
@@ -239,7 +239,7 @@ class LinearPlan(RingPlan):
         assert self.slice_blocks * self.slices == blocks, f"{self.slices} slices of {blocks} blocks"
         assert not self.is_promoted or self.own_slices == 1, f"{tiling}: promoted slices"
         assert self.own_tokens * tiling.cluster == self.tokens, f"{tiling}: tokens of a CTA"
-        assert not tiling.is_quantizing or self.tokens == QUANTIZED_TOKENS, f"{tiling}: too many"
+        assert tiling.is_streamed or self.tokens == QUANTIZED_TOKENS, f"{tiling}: too many"
         assert self.sum_stages >= 1, f"TMEM: {self.sum_columns} columns of sums, and scales"
         assert self.stages >= MIN_STAGES, f"{tiling}: {self.stages} stages fit"
         columns = TMEM_COLUMNS // self.ctas_per_sm
@@ -288,7 +288,7 @@ def representative(config: Fp8LinearConfig) -> Fp8LinearConfig:
 def tilings(config: Fp8LinearConfig) -> tuple[Tiling, ...]:
     """Tilings of a configuration's kernels, by tokens."""
     slices = num_slices(config)
-    found = [Tiling(QUANTIZED_TOKENS, slices, True)] if config.quantizes else []
+    found = [Tiling(QUANTIZED_TOKENS, slices, False)] if config.quantizes else []
     found += [Tiling(tokens, slices) for tokens in (FEW_TOKENS, MANY_TOKENS, MOST_TOKENS)]
     if not is_promoted(config):
         # A CTA's own slices leave their partial sums in TMEM: fewer are exchanged.

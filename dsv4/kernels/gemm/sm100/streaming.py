@@ -61,7 +61,7 @@ class StreamingLinear:
     def __init__(self, plan: LinearPlan, rotation: HeadRotation | None = None):
         self.plan = plan
         self.loader, self.mma = LoadWarp(plan), MmaWarp(plan)
-        filler = ActivationWarps if plan.tiling.is_quantizing else ScaleWarp
+        filler = ScaleWarp if plan.tiling.is_streamed else ActivationWarps
         self.filler, self.epilogue = filler(plan), Epilogue(plan, rotation)
 
     @cute.jit
@@ -74,7 +74,7 @@ class StreamingLinear:
         plan, cluster = self.plan, self.plan.tiling.cluster
         weight_map = block_map(weight, ROWS)
         x_map = weight_map
-        if cutlass.const_expr(not plan.tiling.is_quantizing):
+        if cutlass.const_expr(plan.tiling.is_streamed):
             x_map = block_map(codes, plan.tokens)
         y = operands.y
         row_tiles = cute.ceil_div(Int32(y.shape[1]), ROWS)
