@@ -186,7 +186,8 @@ def merged_linear(
 ) -> list[Tensor]:
     """Multiply T tokens with several weights in one launch, FP8 and bf16 ones.
 
-    An FP8 weight gives what `fp8_linear` gives, bit for bit. A plain one gives x W^T of x as it is,
+    An FP8 weight gives what `fp8_linear` gives, bit for bit; on Blackwell, where kernels serve that
+    one alone, but for the order of its sums. A plain one gives x W^T of x as it is,
     bf16 products added in fp32: those of a slice of K by the tensor core, slices as those of FP8
     weights. A token's bits depend on neither T nor the other tokens.
 

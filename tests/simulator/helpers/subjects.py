@@ -200,6 +200,17 @@ def merged(tokens: int, tiling: int) -> Subject:
 
 
 @cache
+def blackwell_fp8(case: fp8_linear.Case, rows: int, tiling: int) -> Subject:
+    """A tiling of Blackwell's kernels; `rows` decide the slices."""
+    inputs = replace(fp8_linear.Inputs.make(case, SEED), rows=rows)
+    return _subject_of_op(
+        "sm_100a",
+        [(inputs, {"tiling": tiling, "num_sms": 1})],
+        lambda given, found: fp8_linear.assert_linear_close(found["out"], given),
+    )
+
+
+@cache
 def rotated(tokens: int, tiling: int) -> Subject:
     """With the epilogue that rotates heads."""
     from dsv4.kernels.gemm.plan import tilings

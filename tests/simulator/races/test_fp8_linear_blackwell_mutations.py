@@ -1,0 +1,52 @@
+"""Deleting any one synchronisation instruction of Blackwell's FP8 linear is noticed."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from dsv4.testing.fp8_linear import Case
+from dsv4.testing.harness import SCHEDULES
+from tests.simulator.helpers import subjects
+from tests.simulator.helpers.changes import check_deleted
+
+pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
+
+pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+
+LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what orders"
+FIRST = "orders a launch after the one before it, and each run here begins with this one"
+LOADED = "what was read of sums is there for the whole warp: its loads end together"
+PARTS = "the parts that the first warp waits for were sent by all warps, which had read their sums"
+ENDS = "every warp has read its sums, and what follows a barrier of them reads none"
+COMMON = {
+    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    ("griddepcontrol.wait", "store_tiles"): (1, FIRST),
+    ("griddepcontrol.wait", "load"): (1, FIRST),
+    ("griddepcontrol.wait", "fill"): (1, FIRST),
+    ("bar.warp", "arrive_warp"): (1, LOADED),
+    ("tcgen05.fence::before_thread_sync", "store_tiles"): (1, ENDS),
+}
+CLUSTERS = {**COMMON, ("bar.sync", "store_tiles"): (1, PARTS)}
+CODES = partial(Case, x_dtype="float8_e4m3fn")
+ONE_SLICE = 32768  # rows of a configuration
+
+# Subject, and what is not missed: by instruction and the kernel's function, how many of them, and
+# why.
+KERNELS = {
+    "alone": (partial(subjects.blackwell_fp8, CODES(19, 512, 264), ONE_SLICE, 0), COMMON),
+    "clusters": (partial(subjects.blackwell_fp8, CODES(19, 1024, 136), 136, 0), CLUSTERS),
+    "quantised": (partial(subjects.blackwell_fp8, Case(11, 1024, 136), 136, 0), CLUSTERS),
+    "promoted": (
+        partial(subjects.blackwell_fp8, CODES(19, 512, 264, scale_dtype="float32"), ONE_SLICE, 0),
+        COMMON,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_deletions_are_noticed(name: str) -> None:
+    make, redundant = KERNELS[name]
+    compiled, runs = make()
+    check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], redundant)
