@@ -358,7 +358,7 @@ def copy_async(w: Warp, target, source, size: int, source_size, mask) -> None:
             raise KernelFault(f"cp.async of {size} bytes is misaligned")
         if not 0 <= offset <= w.cta.shared_limit - size:
             raise KernelFault(f"cp.async to shared offset {offset:#x} is out of bounds")
-        moves.append((offset, address, wanted))
+        moves.append((lane, offset, address, wanted))
     monitor = w.launch.monitor
     clock = monitor.copy_issue(w, moves, size) if monitor is not None else 0
 
@@ -367,7 +367,7 @@ def copy_async(w: Warp, target, source, size: int, source_size, mask) -> None:
     def perform() -> None:
         # Once: a copy may be in the group of a wait, and is before every later arrival.
         while waiting:
-            offset, address, wanted = waiting.pop()
+            _, offset, address, wanted = waiting.pop()
             w.cta.s8[offset : offset + size] = 0
             if wanted:
                 w.cta.s8[offset : offset + wanted] = w.cluster.memory.read(address, wanted)

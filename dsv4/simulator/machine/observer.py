@@ -130,7 +130,7 @@ class Observer(ABC):
 
     @abstractmethod
     def copy_issue(self, w, moves, size: int) -> int:
-        """cp.async: `moves` holds (shared offset, address, bytes) of each lane. Returns its number
+        """cp.async: `moves` holds (lane, shared offset, address, bytes) of each. Returns its number
         among those of the warp."""
 
     @abstractmethod

@@ -94,14 +94,15 @@ class CopyRaces(SharedRaces):
 
     # --- cp.async --------------------------------------------------------------------------------
     def copy_issue(self, w, moves, size: int) -> int:
-        """cp.async by some lanes: `moves` holds (shared offset, address, bytes) of each."""
+        """cp.async by some lanes: `moves` holds (lane, shared offset, address, bytes) of each."""
         state = w.cluster.state
         agent = state.clocks.agent(("cp.async", w.agent))
         clock = state.count(("cp.async", w.agent))
-        where = granules(np.array([offset for offset, _, _ in moves]), size)
+        where = granules(np.array([offset for _, offset, _, _ in moves]), size)
+        lanes = np.repeat([lane for lane, *_ in moves], size // 4)
         # Copies of one warp into one place are ordered like the instructions.
-        self._engine_writes(w, w.cta, where, agent, clock, "cp.async", generic=True)
-        for _, address, wanted in moves:
+        self._engine_writes(w, w.cta, where, agent, clock, "cp.async", generic=True, of_lanes=lanes)
+        for _, _, address, wanted in moves:
             if wanted:
                 source = (address & ~3, np.arange(-(-(wanted + address % 4) // 4)))
                 self.memory.engine_reads(w, source, agent, clock, None, generic=True)
@@ -111,7 +112,9 @@ class CopyRaces(SharedRaces):
         """cp.async.wait_group: copies up to a number are complete."""
         state = w.cluster.state
         w.order.catch_up(w.collectives)
-        state.clocks.learn(w.agent, state.clocks.agent(("cp.async", w.agent)), clock)
+        agent = state.clocks.agent(("cp.async", w.agent))
+        w.order.wait_for_copies(clock, int(state.clocks.know[w.agent][SEEN, agent]))
+        state.clocks.learn(w.agent, agent, clock)
 
     def snapshot_copies(self, w):
         """What cp.async.mbarrier.arrive will publish once the copies before it are complete."""

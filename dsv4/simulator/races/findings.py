@@ -67,7 +67,7 @@ class Findings:
         clocks = w.cluster.state.clocks
         name = clocks.names[earlier.agent]
         who = _who(name, w.cluster, self.role(earlier.at), self.entry)
-        if name[0] == "warp" and earlier.lane != SEVERAL:
+        if name[0] in ("warp", "cp.async") and earlier.lane != SEVERAL:
             who += f", lane {earlier.lane}"
         elif earlier.agent == w.agent:
             who = "accesses of other lanes of the warp"

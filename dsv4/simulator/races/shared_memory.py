@@ -61,9 +61,11 @@ class SharedRaces(Findings):
         order, seen = w.order, know[SEEN]
         kind = "write-write race" if write else "read-write race"
         what = f"{'write' if write else 'read'} of shared memory at"
-        self._against_writes(w, cta, shadow, where, seen, kind, what)
+        raced = self._against_writes(w, cta, shadow, where, seen, kind, what)
         if order.unsettled:
             self._between_lanes(w, cta, shadow, where, numbers, write, what)
+        if not raced and order.copies_synced < order.copies_waited:
+            self._behind_copies(w, cta, shadow, where, numbers, kind, what)
         atomics = state.atomics.get(cta.rank)
         if atomics is not None:
             words, whose = atomics.cells(np.asarray(offsets, np.int64) & ~3, max(size, 4), whose)
@@ -172,6 +174,20 @@ class SharedRaces(Findings):
             self.race(w, CONVERGENCE if warning else kind, text, earlier, warning=warning)
             return
 
+    def _behind_copies(
+        self, w, cta: Cta, shadow: Shadow, where, lanes, kind: str, what: str
+    ) -> None:
+        """Conflicts with what other lanes of the warp copied by cp.async and have waited for."""
+        order = w.order
+        agent = w.cluster.state.clocks.agent(("cp.async", w.agent))
+        converged = max(order.copies_synced, order.copies_converged)
+        for since, warning in ((converged, False), (order.copies_synced, True)):
+            earlier = shadow.write_by_other_lane(where, lanes, agent, since + 1)
+            if earlier is not None:
+                text = f"{what} {self._at(w, cta, where, earlier)}"
+                self.race(w, CONVERGENCE if warning else kind, text, earlier, warning=warning)
+                return
+
     # --- atomics ---------------------------------------------------------------------------------
     def shared_atomic(self, w, cta: Cta, offsets: np.ndarray, mask, size: int) -> None:
         """An atomic operation on shared memory: in no race with other atomics."""
@@ -207,12 +223,18 @@ class SharedRaces(Findings):
         lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
         know = state.clocks.view(w.agent, lanes)
         text = f"{what} of shared memory at"
+        raced = False
         if not shadow.settled(where, know[SEEN], know[FENCED_SHARED], state.clocks.ordinary):
-            if not self._against_writes(w, cta, shadow, where, know[SEEN], "read-write race", text):
+            kind = "read-write race"
+            raced = self._against_writes(w, cta, shadow, where, know[SEEN], kind, text)
+            if not raced:
                 self._proxy_fenced(w, cta, where, know, text)
             self._initialised(w, cta, where, f"{what} of {cta.name} reads")
         if w.order.unsettled:
             self._between_lanes(w, cta, shadow, where, _number(lane), False, text)
+        if not raced and w.order.copies_synced < w.order.copies_waited:
+            kind = "read-write race"
+            self._behind_copies(w, cta, shadow, where, _number(lane), kind, text)
         shadow.note_read(where, agent, clock, place(w.at, SEVERAL))
 
     def _proxy_fenced(self, w, cta: Cta, where, know, text: str) -> None:
@@ -230,9 +252,10 @@ class SharedRaces(Findings):
 
     def _engine_writes(
         self, w, cta: Cta, where, agent: int, clock: int, what: str, lane: int | None = None,
-        generic: bool = False,
+        generic: bool = False, of_lanes: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """An engine writes shared memory; `generic` engines need no proxy fence."""
+        """An engine writes shared memory; `generic` engines need no proxy fence. `of_lanes` are
+        those that each granule is copied for."""
         state = w.cluster.state
         self._remote(w, cta)
         shadow = state.shared[cta.rank]
@@ -243,7 +266,10 @@ class SharedRaces(Findings):
             self._against_barriers(w, cta, where << 2, 4, f"{what} into")
         if state.flights.late and not generic:
             self._against_flights(w, cta, where, know[SEEN], text)
-        where = shadow.refined(where)
+        if of_lanes is None:
+            where, numbers = shadow.refined(where), _number(lane)
+        else:
+            where, numbers = shadow.refined_of(where, of_lanes)
         if not shadow.settled(where, know[SEEN], know[FENCED_SHARED], state.clocks.ordinary):
             kind = "write-write race"
             raced = self._against_writes(w, cta, shadow, where, know[SEEN], kind, text)
@@ -251,10 +277,11 @@ class SharedRaces(Findings):
                 self._proxy_fenced(w, cta, where, know, text)
         self._against_reads(w, cta, where, know[SEEN], agent, text)
         if w.order.unsettled:
-            self._between_lanes(w, cta, shadow, where, _number(lane), True, text)
+            self._between_lanes(w, cta, shadow, where, numbers, True, text)
         if not generic:
             state.remote.setdefault(cta.rank, {})[agent] = (clock, w.at)
-        shadow.note_write(where, agent, clock, place(w.at, SEVERAL))
+        of_all = of_lanes is None
+        shadow.note_write(where, agent, clock, place(w.at, SEVERAL if of_all else numbers))
 
     def _against_flights(self, w, cta: Cta, where: np.ndarray, seen: np.ndarray, text: str) -> None:
         found = w.cluster.state.flights.under(cta.rank, where, seen)

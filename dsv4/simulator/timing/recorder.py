@@ -245,7 +245,7 @@ class Recorder(Observer):
 
     def copy_issue(self, w, moves, size: int) -> int:
         number = self._count("cp.async", w)
-        loaded = sum(wanted for _, _, wanted in moves)
+        loaded = sum(wanted for *_, wanted in moves)
         w.cluster.state.loaded += loaded
         self._add(w, trace.AsyncCopy(w.at, loaded, number))
         return number

@@ -50,7 +50,17 @@ ld.global.b32 %r10, [%d3];
 {sync}
 st.global.b32 [%d2], %r10;
 """
+COPY = """
+cp.async.ca.shared.global [%r4], [%d2], 4;
+cp.async.commit_group;
+cp.async.wait_group 0;
+{sync}
+xor.b32 %r8, %r3, 4;
+add.s32 %r9, %r2, %r8;
+ld.shared.b32 %r10, [%r9];
+"""
 CASES = {
+    "copy": COPY,
     "exchange": EXCHANGE,
     "reuse": REUSE,
     "broadcast": BROADCAST,
@@ -100,6 +110,20 @@ def test_a_collective_of_some_lanes_is_not_one_of_the_warp():
 def test_a_lane_reads_what_it_wrote():
     body = "st.shared.b32 [%r4], %r1; ld.shared.b32 %r10, [%r4]; st.shared.b32 [%r4], 1;"
     assert kinds(body) == []
+
+
+def test_a_lane_reads_what_it_copied():
+    body = COPY.format(sync="").replace("xor.b32 %r8, %r3, 4;", "mov.b32 %r8, %r3;")
+    assert kinds(body) == []
+
+
+def test_a_lane_copies_over_what_it_read_and_no_other_did():
+    body = "st.shared.b32 [%r4], 1; bar.warp.sync 0xffffffff; ld.shared.b32 %r10, [{from}];" + (
+        "cp.async.ca.shared.global [%r4], [%d2], 4; cp.async.wait_all;"
+    )
+    assert kinds(body.format(**{"from": "%r4"})) == []
+    other = "xor.b32 %r8, %r3, 4; add.s32 %r9, %r2, %r8;" + body.format(**{"from": "%r9"})
+    assert kinds(other, threads=32) == ["read-write race"]
 
 
 def test_lanes_of_one_store_write_one_place():

@@ -69,6 +69,10 @@ class Cells:
         """Cells of whole granules."""
         return where if self.split is None else self._refined(where, 0)[0]
 
+    def refined_of(self, where: np.ndarray, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Cells of whole granules, a lane's each, and the lane of each cell."""
+        return (where, lanes) if self.split is None else self._refined(where, lanes)
+
     def _refined(self, where: np.ndarray, lanes):
         first = self.split[where]
         divided = first >= 0

@@ -2,9 +2,10 @@
 
 Lanes of a warp run in step here, and mostly so on hardware, but nothing promises it: memory
 accesses of different lanes are ordered by bar.warp.sync, by barriers that all lanes take part in,
-or through other synchronisation. Collectives (shuffles, votes, elect, everything `.aligned`) bring
-the lanes together without ordering memory. Compiled code relies on that, and hardware issues a
-warp's accesses in order, so conflicts that a collective lies between are only warned of.
+or through other synchronisation. So are copies by cp.async, of which a wait tells each lane its
+own. Collectives (shuffles, votes, elect, everything `.aligned`) bring the lanes together without
+ordering memory. Compiled code relies on that, and hardware issues a warp's accesses in order, so
+conflicts that a collective lies between are only warned of.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ class LaneOrder:
     Accesses at `synced` or later are not ordered between lanes; those before `converged` have at
     least a collective behind them. `recent` holds what lanes accessed since: the memory (a Shadow,
     or a History of global memory), the warp's number there, and the cells.
+
+    Copies have clocks of their own: lanes have waited for theirs up to `copies_waited`, a
+    collective lies behind those up to `copies_converged`, and all lanes know of `copies_synced`.
     """
 
     __slots__ = (
-        "agent", "clocks", "collectives", "converged", "gathered", "recent", "released", "synced",
+        "agent", "clocks", "collectives", "converged", "copies_converged", "copies_synced",
+        "copies_waited", "copy_waits", "gathered", "recent", "released", "synced",
     )  # fmt: skip
 
     def __init__(self, agent: int, clocks: Clocks):
         self.agent, self.clocks = agent, clocks
+        self.copies_waited = self.copies_converged = self.copies_synced = 0
+        self.copy_waits: list[tuple[int, int]] = []  # the warp's clock, and that of the copies
         self.synced = self.converged = 1
         self.collectives = 0
         self.recent: list[tuple[object, int, np.ndarray]] = []
@@ -47,6 +54,7 @@ class LaneOrder:
         if collectives == self.collectives:
             return
         self.collectives = collectives
+        self.copies_converged = self.copies_waited
         self.clocks.converge(self.agent)
         if self.recent:
             self.gathered = _merged(self.gathered + self.recent)
@@ -57,6 +65,7 @@ class LaneOrder:
         """All lanes are together and see each other's accesses."""
         self.clocks.converge(self.agent)
         self.recent, self.gathered = [], []
+        self.copies_synced, self.copy_waits = self.copies_waited, []
         self.synced = self.converged = self.clocks.advance(self.agent)
 
     def covered(self, clock: int) -> None:
@@ -64,6 +73,17 @@ class LaneOrder:
         if clock >= self.synced:
             self.synced = clock + 1
             self.converged = max(self.converged, self.synced)
+        while self.copy_waits and self.copy_waits[0][0] <= clock:
+            self.copies_synced = max(self.copies_synced, self.copy_waits.pop(0)[1])
+
+    def wait_for_copies(self, clock: int, known: int) -> None:
+        """Each lane has waited for its copies up to a clock; of those up to `known` the warp knew
+        before, by an earlier wait or from a barrier, which is for all lanes."""
+        if known > self.copies_waited:
+            self.copies_synced = known
+        if clock > self.copies_waited:
+            self.copies_waited = clock
+            self.copy_waits.append((int(self.clocks.seen[self.agent, self.agent]), clock))
 
     def note(self, memory, owner: int, cells: np.ndarray) -> None:
         """Lanes accessed cells."""
