@@ -10,7 +10,7 @@ from dsv4.simulator.ptx.qualifiers import Scope
 from dsv4.simulator.races.cells.granules import granules
 from dsv4.simulator.races.cells.shadow import SEVERAL, Earlier, Shadow, place
 from dsv4.simulator.races.cluster_state import ClusterState, lanes_of
-from dsv4.simulator.races.findings import CONVERGENCE, Findings
+from dsv4.simulator.races.lane_races import LaneRaces
 from dsv4.simulator.races.order.clocks import (
     EVER,
     FENCED_GLOBAL,
@@ -28,7 +28,7 @@ _LANES = np.arange(32)
 ONE_LANE = [lane == _LANES for lane in range(32)]
 
 
-class SharedRaces(Findings):
+class SharedRaces(LaneRaces):
     """Ordinary accesses and atomics, engines' accesses, barriers and fences."""
 
     def __init__(self, entry):
@@ -112,10 +112,6 @@ class SharedRaces(Findings):
             text = f"{what} {self._at(w, cta, where, earlier)}"
             self.race(w, "read-write race", text, earlier)
 
-    def _at(self, w, cta: Cta, where: np.ndarray, earlier: Earlier) -> str:
-        offset = w.cluster.state.shared[cta.rank].offset(int(where[earlier.index]))
-        return self.shared_place(cta, offset)
-
     def _against_barriers(self, w, cta: Cta, offsets, size: int, what: str) -> None:
         """A write to live mbarriers: only mbarrier instructions may touch them until .inval."""
         live = w.cluster.state.barriers.get(cta.rank)
@@ -153,40 +149,6 @@ class SharedRaces(Findings):
                     f"lanes of {w.cta.name} warp {w.number} write different values to one place"
                 )
                 self.report("write-write race", message, (w.at,), (w.at,))
-
-    # --- lanes of one warp -----------------------------------------------------------------------
-    def _between_lanes(
-        self, w, cta: Cta, shadow: Shadow, where, lanes, write: bool, what: str
-    ) -> None:
-        """Conflicts with accesses of other lanes of the warp."""
-        order = w.order
-        if not shadow.touched_by(w.agent, order.synced, write):
-            return
-        for since, warning in ((order.converged, False), (order.synced, True)):
-            earlier = shadow.write_by_other_lane(where, lanes, w.agent, since)
-            kind = "write-write race" if write else "read-write race"
-            if earlier is None and write:
-                earlier = shadow.read_by_other_lane(where, lanes, w.agent, since)
-                kind = "read-write race"
-            if earlier is None:
-                continue
-            text = f"{what} {self._at(w, cta, where, earlier)}"
-            self.race(w, CONVERGENCE if warning else kind, text, earlier, warning=warning)
-            return
-
-    def _behind_copies(
-        self, w, cta: Cta, shadow: Shadow, where, lanes, kind: str, what: str
-    ) -> None:
-        """Conflicts with what other lanes of the warp copied by cp.async and have waited for."""
-        order = w.order
-        agent = w.cluster.state.clocks.agent(("cp.async", w.agent))
-        converged = max(order.copies_synced, order.copies_converged)
-        for since, warning in ((converged, False), (order.copies_synced, True)):
-            earlier = shadow.write_by_other_lane(where, lanes, agent, since + 1)
-            if earlier is not None:
-                text = f"{what} {self._at(w, cta, where, earlier)}"
-                self.race(w, CONVERGENCE if warning else kind, text, earlier, warning=warning)
-                return
 
     # --- atomics ---------------------------------------------------------------------------------
     def shared_atomic(self, w, cta: Cta, offsets: np.ndarray, mask, size: int) -> None:
