@@ -180,8 +180,7 @@ class TileScores:
         weights = cute.make_rmem_tensor((2, KERNEL_HEADS // 8), Float32)
         for j in cutlass.range_constexpr(KERNEL_HEADS // 8):
             for c in cutlass.range_constexpr(2):
-                # Halves, since they are multiplied with twice the positive numbers.
-                weights[c, j] = smem.factors[j * 8 + lane % 4 * 2 + c] * Float32(0.5)
+                weights[c, j] = smem.factors[j * 8 + lane % 4 * 2 + c]
         for i in cutlass.range(first, run.tiles, GROUPS, unroll=1):
             first_key = (run.tile + i) * TILE_KEYS
             self.score_tile(operands, smem, ring, cursor, weights, run, first_key, unit)
@@ -267,9 +266,8 @@ class TileScores:
             total = Float32(0.0)
             for j in cutlass.range_constexpr(KERNEL_HEADS // 8):
                 for c in cutlass.range_constexpr(2):
-                    # A maximum would be as many instructions of a pipe half as wide.
-                    twice = rows[r, c, j] + cute.math.absf(rows[r, c, j])
-                    total = cute.math.fma(twice, weights[c, j], total)
+                    positive = cute.arch.fmax(rows[r, c, j], Float32(0.0))
+                    total = cute.math.fma(positive, weights[c, j], total)
             sums.append(quad_sum(total) * scales[r])
         # Not earlier: an arrival overtakes loads of scales on their way, and the next copy would
         # be what they read. A fence would wait for the stores of the tile before, too.
