@@ -10,6 +10,8 @@ from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_te
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES
 
 MAX_COORDINATE = (1 << 31) - 1
+# Policy of L2, as `createpolicy` encodes it: what is read once leaves before what is read again.
+EVICT_FIRST = 0x12F0000000000000
 EVEN_CTA = 0xFEFFFFFF  # mask of shared addresses: bit 24 is the lowest of the CTA's rank
 
 
@@ -175,11 +177,17 @@ def tma_gather4(address, smem, column, rows, barrier, is_pair: bool) -> None:
     )
 
 
-def bulk_load(source: cute.Pointer, smem: cute.Pointer, size, barrier: cute.Pointer):
+def bulk_load(
+    source: cute.Pointer, smem: cute.Pointer, size, barrier: cute.Pointer, policy: int | None = None
+):
     """One elected thread fetches `size` bytes as they lie, a multiple of 16, into `smem`; they are
-    counted on `barrier`."""
+    counted on `barrier`.
+
+    Args:
+        policy: of L2 for them, as `EVICT_FIRST`; None: the usual one.
+    """
     primitives.cp_async_bulk_shared_cluster_global(
-        smem.to_llvm_ptr(), source.to_llvm_ptr(), barrier.to_llvm_ptr(), size
+        smem.to_llvm_ptr(), source.to_llvm_ptr(), barrier.to_llvm_ptr(), size, l2_cache_hint=policy
     )
 
 

@@ -54,6 +54,8 @@ class Tiling:
             its first stage late; few tokens are over before that is made up for.
         is_joint: whether both products are one launch: the weights of the second are on their way
             while the first one ends.
+        reads_once: whether few tiles read a weight, so that it may leave L2 first: what every layer
+            reads stays there, instructions above all.
     """
 
     tokens: int
@@ -64,6 +66,7 @@ class Tiling:
     ctas_per_sm: int = 2
     stages: int = 4
     is_joint: bool = False
+    reads_once: bool = True
 
     @property
     def alone(self) -> Tiling:
@@ -316,8 +319,8 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
         Tiling(8, 8, 8, warpgroups=1, ctas_per_sm=3, stages=3),
         Tiling(8, 8, 8, stages=3, is_joint=True),
         Tiling(8, 32, 32, is_joint=True, **tall),
-        Tiling(16, 64, 32, has_codes=True, **tall),
-        Tiling(32, 64, 32, has_codes=True),
+        Tiling(16, 64, 32, has_codes=True, reads_once=False, **tall),
+        Tiling(32, 64, 32, has_codes=True, reads_once=False),
     )
 
 

@@ -5,7 +5,7 @@ from cutlass import Int32, Int64, Uint8, cute
 
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor
-from dsv4.kernels.kit.tma import bulk_load
+from dsv4.kernels.kit.tma import EVICT_FIRST, bulk_load
 from dsv4.kernels.moe.layout import PANEL_ROWS
 from dsv4.kernels.moe.plan import ProductPlan
 from dsv4.kernels.moe.sm90.context import (
@@ -78,6 +78,7 @@ class LoadWarp:
         """Announce the bytes of a stage, and load them: k blocks of a panel follow each other."""
         plan, operands = self.plan, ctx.operands
         barriers = ctx.pipes.ring.at(stage)
+        policy = EVICT_FIRST if plan.tiling.reads_once else None
         blocks = Int32(kind.blocks)
         if cutlass.const_expr(plan.k_blocks % kind.blocks != 0):
             blocks = cutlass.min(plan.k_blocks - step * kind.blocks, kind.blocks)
@@ -100,6 +101,7 @@ class LoadWarp:
                 ctx.smem.weight + weight_offset(plan, stage, lane, kind, 0),
                 blocks * kind.block_bytes,
                 barriers.full,
+                policy,
             )
             if cutlass.const_expr(kind.scale_block_bytes > 0):
                 bulk_load(
@@ -107,6 +109,7 @@ class LoadWarp:
                     ctx.smem.scale + scale_offset(plan, stage, lane, kind, 0),
                     blocks * kind.scale_block_bytes,
                     barriers.full,
+                    policy,
                 )
 
 
