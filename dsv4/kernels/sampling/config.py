@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Integral
 
-from dsv4.kernels.kit.args import In, OptIn, Out
+from dsv4.kernels.kit.args import In, OptIn, Out, Scalar
 from dsv4.quoting import quoted
 
 MAX_VOCAB = 1 << 30
@@ -79,10 +79,7 @@ def tiling_of(config: SampleTokensConfig) -> RowTiling:
 
 def has_kernel(config: SampleTokensConfig) -> bool:
     """Whether kernels take the configuration."""
-    # Cuts have not run on a GPU yet.
-    return (
-        not config.truncates and config.vocab_size % VECTOR == 0 and tiling_of(config).held <= HELD
-    )
+    return config.vocab_size % VECTOR == 0 and tiling_of(config).held <= HELD
 
 
 ARGS = (
@@ -94,6 +91,7 @@ ARGS = (
     OptIn("top_p", "B", "float32", differentiable=False),
     OptIn("top_k", "B", "int64"),
     OptIn("min_p", "B", "float32", differentiable=False),
+    Scalar("ahead"),
 )
 
 

@@ -25,22 +25,24 @@ from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.remote import store_remote
-from dsv4.kernels.kit.vectors import address_of, vector_at
+from dsv4.kernels.kit.tma import bulk_prefetch
+from dsv4.kernels.kit.vectors import address_of, pointer_to, vector_at
 from dsv4.kernels.sampling import arithmetic, numbers, truncation
 from dsv4.kernels.sampling.config import (
     ARGS,
     CTAS_PER_SM,
-    HELD,
     THREADS,
     VECTOR,
     WARP,
     SampleTokensConfig,
+    has_kernel,
     tiling_of,
     values,
 )
 from dsv4.kernels.sampling.truncation import Board, Cut, Truncation
 
 WARPS = THREADS // WARP
+VECTOR_BYTES = 4 * VECTOR
 FAILED = -1  # in place of a token
 NO_TOKEN = 0x7FFFFFFF
 MIN_INF_KEY = -0x7F800001  # order key of minus infinity
@@ -97,7 +99,7 @@ class SampleTokens:
     """Kernel of one configuration."""
 
     def __init__(self, config: SampleTokensConfig):
-        assert config.vocab_size % VECTOR == 0 and tiling_of(config).held <= HELD, config
+        assert has_kernel(config), config
         self.config = config
         self.tiling = tiling_of(config)
         self.truncation = Truncation(self.tiling)
@@ -117,10 +119,11 @@ class SampleTokens:
         top_p: cute.Tensor,  # [B] fp32, or no rows, as all that follow
         top_k: cute.Tensor,  # [B] int64
         min_p: cute.Tensor,  # [B] fp32
+        ahead: Int32,  # rows that run at a time
     ):
         ranks = self.tiling.ranks
         options = top_p, top_k, min_p
-        self.kernel(logits, positions, temperature, seed, tokens, options).launch(
+        self.kernel(logits, positions, temperature, seed, tokens, options, ahead).launch(
             grid=[tokens.shape[0] * tokens.shape[1] * ranks, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[ranks, 1, 1],
@@ -142,6 +145,7 @@ class SampleTokens:
         seed: cute.Tensor,
         tokens: cute.Tensor,
         options: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
+        ahead: Int32,
     ):
         ranks = self.tiling.ranks
         rank = Int32(0)
@@ -150,17 +154,21 @@ class SampleTokens:
             # Shared memory of the others exists once they have begun.
             cute.arch.cluster_arrive()
         smem = self.allocate()
-        number = cute.arch.block_idx()[0] // ranks
-        chunk = tokens.shape[1]
+        number, chunk = cute.arch.block_idx()[0] // ranks, tokens.shape[1]
         request = number // chunk
         column = number - request * chunk
         first = rank * self.tiling.share
         end = cutlass.min(first + self.tiling.share, self.tiling.vectors)
-        offset = Int64(request) * logits.stride[0] + Int64(column) * logits.stride[1]
-        address = address_of(logits, offset)
+        address = self.address(logits, number, chunk)
         pdl.launch_dependents()
         pdl.wait_for_previous_launch()
         x = self.load(address, first, end)
+        if cute.arch.thread_idx()[0] == 0 and first < end:
+            later = number + ahead
+            if later < tokens.shape[0] * chunk:
+                # While this row is looked at, memory is idle: the next ones come to L2.
+                at = self.address(logits, later, chunk) + Int64(first) * VECTOR_BYTES
+                bulk_prefetch(pointer_to(at, Float32, 16), (end - first) * VECTOR_BYTES)
         degree = temperature[request]
         position, key = positions[request, column], seed[request]
         best = self.largest(smem, x, rank)
@@ -205,6 +213,13 @@ class SampleTokens:
 
     # ---- logits ----
 
+    def address(self, logits: cute.Tensor, number: Int32, chunk: Int32) -> Int64:
+        """Address of a row."""
+        request = number // chunk
+        column = number - request * chunk
+        offset = Int64(request) * logits.stride[0] + Int64(column) * logits.stride[1]
+        return address_of(logits, offset)
+
     @cute.jit
     def load(self, address: Int64, first: Int32, end: Int32) -> cute.Tensor:
         """The thread's logits, [VECTOR, held]; minus infinity where there are none."""
@@ -219,7 +234,7 @@ class SampleTokens:
 
     def vector(self, address: Int64, place: Int32) -> cute.Tensor:
         """A vector of the row, in memory."""
-        return vector_at(address + Int64(place) * (VECTOR * 4), Float32, 0, VECTOR)
+        return vector_at(address + Int64(place) * VECTOR_BYTES, Float32, 0, VECTOR)
 
     @cute.jit
     def largest(self, smem: Smem, x: cute.Tensor, rank: Int32) -> Int32:

@@ -25,7 +25,7 @@ SMALL = {truncates: Case(15, 2, 24, truncates, padding=4) for truncates in (Fals
 def run(arch: str, inputs: Inputs, seed: int, schedules: int | None = 1) -> Outcome:
     """Run, and compare with the torch implementation, bit for bit."""
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    outcome = OpKernels(SAMPLE_TOKENS, simulator(arch)).run(inputs, seed, schedules)
+    outcome = OpKernels(SAMPLE_TOKENS, simulator(arch)).run(inputs, seed, schedules, ahead=2)
     assert torch.equal(outcome["tokens"], expected(inputs))
     return outcome
 
