@@ -15,8 +15,7 @@ from dsv4.arch import ARCHS
 from dsv4.kernels.sampling import config as configs
 from dsv4.kernels.sampling.config import ARGS, SampleTokensConfig, values
 from dsv4.ops import sampling_torch
-from dsv4.ops.runtime.backend import Device
-from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+from dsv4.ops.runtime.kernel_op import KernelOp
 
 VOCAB_SIZE = 129_280  # of the released models
 
@@ -34,10 +33,6 @@ class SampleTokens(KernelOp):
 
     def has_kernel(self, config: SampleTokensConfig) -> bool:
         return configs.has_kernel(config)
-
-    def plan(self, config: SampleTokensConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
-        """Rows that run at a time: so far ahead a row's logits are asked for."""
-        return (device.num_sms * configs.CTAS_PER_SM // configs.tiling_of(config).ranks,)
 
     def needs(self, config: SampleTokensConfig, name: str) -> bool | None:
         return None if config.truncates else False

@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from numbers import Integral
 
-from dsv4.kernels.kit.args import In, OptIn, Out, Scalar
+from dsv4.kernels.kit.args import In, OptIn, Out
 from dsv4.quoting import quoted
 
 MAX_VOCAB = 1 << 30
 VECTOR = 4  # logits of a load, and words of a block of noise
 WARP = 32
 THREADS = 512
-CTAS_PER_SM = 2
 CLUSTER, MAX_CLUSTER = 8, 16  # CTAs of a row: where they suffice, at most
 HELD = 8  # vectors of a thread, at most: more registers would leave one CTA on an SM
 
@@ -91,7 +90,6 @@ ARGS = (
     OptIn("top_p", "B", "float32", differentiable=False),
     OptIn("top_k", "B", "int64"),
     OptIn("min_p", "B", "float32", differentiable=False),
-    Scalar("ahead"),
 )
 
 

@@ -25,12 +25,10 @@ from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.remote import store_remote
-from dsv4.kernels.kit.tma import bulk_prefetch
-from dsv4.kernels.kit.vectors import address_of, pointer_to, vector_at
+from dsv4.kernels.kit.vectors import address_of, vector_at
 from dsv4.kernels.sampling import arithmetic, numbers, truncation
 from dsv4.kernels.sampling.config import (
     ARGS,
-    CTAS_PER_SM,
     THREADS,
     VECTOR,
     WARP,
@@ -119,16 +117,16 @@ class SampleTokens:
         top_p: cute.Tensor,  # [B] fp32, or no rows, as all that follow
         top_k: cute.Tensor,  # [B] int64
         min_p: cute.Tensor,  # [B] fp32
-        ahead: Int32,  # rows that run at a time
     ):
         ranks = self.tiling.ranks
         options = top_p, top_k, min_p
-        self.kernel(logits, positions, temperature, seed, tokens, options, ahead).launch(
+        self.kernel(logits, positions, temperature, seed, tokens, options).launch(
             grid=[tokens.shape[0] * tokens.shape[1] * ranks, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[ranks, 1, 1],
             stream=stream,
-            min_blocks_per_mp=CTAS_PER_SM,
+            # Two hide each other's exchanges; cuts need more registers than that leaves.
+            min_blocks_per_mp=1 if self.config.truncates else 2,
             # Given, because the compiler would ask a driver for the capacity.
             preferred_smem_carveout=10,
             use_pdl=True,
@@ -145,7 +143,6 @@ class SampleTokens:
         seed: cute.Tensor,
         tokens: cute.Tensor,
         options: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
-        ahead: Int32,
     ):
         ranks = self.tiling.ranks
         rank = Int32(0)
@@ -159,16 +156,11 @@ class SampleTokens:
         column = number - request * chunk
         first = rank * self.tiling.share
         end = cutlass.min(first + self.tiling.share, self.tiling.vectors)
-        address = self.address(logits, number, chunk)
+        offset = Int64(request) * logits.stride[0] + Int64(column) * logits.stride[1]
+        address = address_of(logits, offset)
         pdl.launch_dependents()
         pdl.wait_for_previous_launch()
         x = self.load(address, first, end)
-        if cute.arch.thread_idx()[0] == 0 and first < end:
-            later = number + ahead
-            if later < tokens.shape[0] * chunk:
-                # While this row is looked at, memory is idle: the next ones come to L2.
-                at = self.address(logits, later, chunk) + Int64(first) * VECTOR_BYTES
-                bulk_prefetch(pointer_to(at, Float32, 16), (end - first) * VECTOR_BYTES)
         degree = temperature[request]
         position, key = positions[request, column], seed[request]
         best = self.largest(smem, x, rank)
@@ -212,13 +204,6 @@ class SampleTokens:
         )  # fmt: skip
 
     # ---- logits ----
-
-    def address(self, logits: cute.Tensor, number: Int32, chunk: Int32) -> Int64:
-        """Address of a row."""
-        request = number // chunk
-        column = number - request * chunk
-        offset = Int64(request) * logits.stride[0] + Int64(column) * logits.stride[1]
-        return address_of(logits, offset)
 
     @cute.jit
     def load(self, address: Int64, first: Int32, end: Int32) -> cute.Tensor:

@@ -122,8 +122,13 @@ class Truncation:
                 shift = Int32(FIRST_SHIFT)
             elif number != KEY_DIGITS - 1 and number != DIGITS - 1:
                 shift = Int32(SHIFT)
-            self.count(smem, p, first, (number, base, shift, key), by_mass, least)
-            counts, parts = self.totals(smem, (number, base, shift, key), by_mass, rank)
+            # Values that tokens may have: of the first digit few where least ones are left out.
+            values, lowest = Int32(VALUES), Int32(0)
+            if number == 0:
+                values, lowest = Int32(FIRST_VALUES), least >> FIRST_SHIFT
+            digit = number, base, shift, key
+            self.count(smem, p, first, digit, values, by_mass, least)
+            counts, parts = self.totals(smem, digit, (lowest, values), by_mass, rank)
             before, total = sums_before(smem, parts)
             if cutlass.const_expr(self.tiling.ranks > 1):
                 # The others have read this CTA's counts.
@@ -194,24 +199,24 @@ class Truncation:
 
     @cute.jit
     def count(
-        self, smem: Board, p: cute.Tensor, first: Int32, digit: tuple, by_mass: Boolean,
-        least: Int32,
+        self, smem: Board, p: cute.Tensor, first: Int32, digit: tuple, values: Int32,
+        by_mass: Boolean, least: Int32,
     ):  # fmt: skip
         """Count the thread's tokens by a digit, and add up what is behind it.
 
         Args:
             digit: its number, the digits before as a value of it, its shift, the key of equals.
+            values: of the digit.
             least: key under which tokens are behind the cut.
         """
         number, base, shift, key = digit
         thread = cute.arch.thread_idx()[0]
-        for i in cutlass.range(thread, PADDED, THREADS, unroll=1):
+        # Vectors of values are read whole.
+        for i in cutlass.range(thread, values + THREAD_VALUES - 1, THREADS, unroll=1):
             smem.counts[i] = Int32(0)
             smem.rests[i] = Int32(0)
         cute.arch.sync_threads()
-        values, is_token = Int32(VALUES), number >= KEY_DIGITS
-        if number == 0:
-            values = Int32(FIRST_VALUES)
+        is_token = number >= KEY_DIGITS
         for j in cutlass.range_constexpr(self.tiling.held):
             token = (first + j * THREADS + thread) * VECTOR
             for i in cutlass.range_constexpr(VECTOR):
@@ -226,10 +231,14 @@ class Truncation:
 
     @cute.jit
     def totals(
-        self, smem: Board, digit: tuple, by_mass: Boolean, rank: Int32
+        self, smem: Board, digit: tuple, values: tuple, by_mass: Boolean, rank: Int32
     ) -> tuple[cute.Tensor, cute.Tensor]:
         """Tokens of the cluster by the thread's values of a digit, and what they are compared by:
-        their masses, or numbers. Thread 0 has the uppermost values."""
+        their masses, or numbers. Thread 0 has the uppermost values.
+
+        Args:
+            values: lowest value that tokens may have, and the end.
+        """
         ranks = self.tiling.ranks
         number, base, shift, key = digit
         counts = cute.make_rmem_tensor(THREAD_VALUES, Int32)
@@ -242,7 +251,7 @@ class Truncation:
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        if lowest >= 0:
+        if lowest + THREAD_VALUES > values[0] and lowest >= 0 and lowest < values[1]:
             at = cute.assume(lowest, divby=THREAD_VALUES)
             for other in cutlass.range_constexpr(ranks):
                 found = load_remote(smem.counts.iterator + at, (rank + other) & (ranks - 1))

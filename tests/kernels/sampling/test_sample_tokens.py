@@ -25,7 +25,7 @@ SMALL = {truncates: Case(15, 2, 24, truncates, padding=4) for truncates in (Fals
 def run(arch: str, inputs: Inputs, seed: int, schedules: int | None = 1) -> Outcome:
     """Run, and compare with the torch implementation, bit for bit."""
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    outcome = OpKernels(SAMPLE_TOKENS, simulator(arch)).run(inputs, seed, schedules, ahead=2)
+    outcome = OpKernels(SAMPLE_TOKENS, simulator(arch)).run(inputs, seed, schedules)
     assert torch.equal(outcome["tokens"], expected(inputs))
     return outcome
 
@@ -145,26 +145,19 @@ BUGS: dict[str, Edit] = {
 }
 
 
-def noticed(build: Callable, seed: int) -> bool:
-    """Whether the checks that every test makes fail on what `build` compiles."""
-    from dsv4.simulator.errors import Deadlock, KernelFault
-
+def checked(build: Callable, seed: int) -> None:
+    """The checks that every test makes, of what `build` compiles."""
     kernels = OpKernels(SAMPLE_TOKENS, Simulator("sm_90a"))
-    ties = Inputs.make(Case(15, 1, 20_000), seed).of([0, 1, 2, 6, 7, 8])
-    cuts = Inputs.make(Case(15, 1, 5000, truncates=True), seed).of([0, 2, 5, 14])
-    few = Inputs.make(SMALL[True], seed)
-    ties = replace(ties, temperature=torch.full((6,), 0.8))
-    try:
-        for inputs in (few, cuts, ties):
-            outcome = kernels.run(inputs, seed, None, kernels.compile(inputs.config, build))
-            assert torch.equal(outcome["tokens"], expected(inputs))
-    except (AssertionError, Deadlock, KernelFault):
-        return True
-    return False
+    ties = Inputs.make(Case(15, 1, 20_000), seed).of([0, 2, 6, 7])
+    cuts = Inputs.make(Case(15, 1, 5000, truncates=True), seed).of([0, 2, 5])
+    ties = replace(ties, temperature=torch.full((4,), 0.8))
+    for inputs in (Inputs.make(SMALL[True], seed), ties, cuts):
+        outcome = kernels.run(inputs, seed, None, kernels.compile(inputs.config, build))
+        assert torch.equal(outcome["tokens"], expected(inputs))
 
 
 (
     test_bug_has_its_place,
     test_bug_is_noticed,
     test_without_a_bug_nothing_is_noticed,
-) = planted_bugs.tests_of(BUGS, "dsv4.kernels.sampling.sample_tokens", noticed)
+) = planted_bugs.tests_of(BUGS, "dsv4.kernels.sampling.sample_tokens", checked)
