@@ -111,9 +111,6 @@ BUGS: dict[str, Edit] = {
     "bounds read before all warps have theirs": at("SampleTokens.least_best")
     .call("cute.arch.sync_threads")
     .delete(),
-    "a thread's other vectors forgotten": at("SampleTokens.draw")
-    .branch("second >= least")
-    .test.replace("second > most"),
     "the last of equals": at("SampleTokens.compare")
     .branch("found > score")
     .test.replace("found >= score"),
