@@ -111,9 +111,6 @@ BUGS: dict[str, Edit] = {
     "bounds read before all warps have theirs": at("SampleTokens.least_best")
     .call("cute.arch.sync_threads")
     .delete(),
-    "the last of equals": at("SampleTokens.compare")
-    .branch("found > score")
-    .test.replace("found >= score"),
     "noise of the neighbour": at("SampleTokens.compare")
     .expression("arithmetic.exponential(words[i], words[(i + 1) % VECTOR])")
     .replace("arithmetic.exponential(words[i ^ 1], words[i])"),
