@@ -177,7 +177,8 @@ def _head(
         of_k = [key_group(granularity, row, geometry) for row in range(len(k))]
         a, a_scale = quantize_rows(queries, of_q, rule)
         b, b_scale = quantize_rows(keys, of_k, rule)
-        scores = a.double() @ b.double().T * a_scale.double()[:, None] * b_scale.double()
+        product = mma(torch.zeros(len(a), len(b)), a, b.T) if config.qk == "fp8" else a @ b.T
+        scores = product.double() * a_scale.double()[:, None] * b_scale.double()
         scores = scores if config.folds_scale else scores * factor
     if config.causal != "none":
         limit = seen_keys(len(q), len(k), config.causal)

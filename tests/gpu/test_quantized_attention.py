@@ -13,11 +13,13 @@ from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
 from dsv4.testing.harness import Device, run_all
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.lowp import Case, Metrics, expected, make_inputs
-from dsv4.testing.lowp_attention import Inputs, assert_attention
+from dsv4.testing.lowp_attention import Inputs, assert_attention, make_mask
 from dsv4.testing.lowp_codes import KvInputs, assert_codes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stage("lowp")]
 
+FP8_ROWS = {"qk": "fp8", "qk_quant_gran": "per_row"}
+FP8_BLOCKS = {"qk": "fp8", "qk_quant_gran": "per_64"}
 CASES = {
     "128 channels": Case(2, 4, 4, 2048, 2048, 128, "kbias"),
     "64 channels": Case(2, 4, 2, 1000, 3001, 64, "vbias"),
@@ -30,6 +32,20 @@ CASES = {
     "zeros": Case(1, 2, 1, 300, 300, 64, "zeros"),
     "per warp": Case(1, 2, 1, 200, 900, 128, options={"qk_quant_gran": "per_warp"}),
     "per block": Case(1, 2, 1, 200, 900, 64, options={"qk_quant_gran": "per_block"}),
+    "FP8 scores": Case(2, 4, 2, 1000, 2001, 128, "kbias", options=FP8_ROWS),
+    "FP8 scores, per 64": Case(1, 4, 2, 700, 1300, 64, options=FP8_BLOCKS),
+    "FP8 scores, causal": Case(1, 8, 2, 1111, 1111, 64, options={**FP8_ROWS, "causal": "top_left"}),
+    "fp16 values": Case(1, 4, 2, 700, 1300, 128, "vbias", options={"pv": "fp16"}),
+    "fp16 values, two levels": Case(
+        1, 4, 2, 700, 1300, 128, options={"pv": "fp16", "pv_accum_dtype": "fp16+fp32"}
+    ),
+    "fp16 values, 64 channels": Case(
+        1, 8, 2, 1111, 1111, 64, options={"pv": "fp16", "causal": "top_left"}
+    ),
+    "a mask": Case(2, 4, 2, 500, 1001, 128, options={"mask": "bool"}),
+    "added to scores": Case(
+        2, 4, 2, 500, 1001, 64, options={"mask": "float", "causal": "top_left"}
+    ),
 }
 PACKED = ((700, 3000), (0, 40), (1, 1), (130, 0), (2000, 2000), (64, 128))
 
@@ -73,7 +89,7 @@ def test_packed_sequences(causal: str, device: Device, seed: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_codes_are_torch_s(name: str, device: Device, seed: int) -> None:
     case = CASES[name]
-    options = {key: x for key, x in case.options.items() if key != "causal"}
+    options = {key: x for key, x in case.options.items() if key not in ("causal", "mask")}
     run_codes(
         KvInputs.make(Case(**{**vars(case), "options": options}), seed, device="cuda"), device
     )
@@ -101,12 +117,73 @@ def test_one_accumulator_loses_what_two_levels_keep(dim: int, seed: int) -> None
     assert errors["fp32"] >= 10 * errors["fp32+fp32"]
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_fp16_sums_of_fp16_products(dim: int, device: Device, seed: int) -> None:
+    options = {"pv": "fp16", "pv_accum_dtype": "fp16", "smooth_v": True}
+    inputs = Inputs.make(
+        Case(1, 4, 2, 500, 1300, dim, "vbias", options=options), seed, device="cuda"
+    )
+    outcome = OpKernels(QUANTIZED_ATTENTION, device).run(inputs, schedules=None)
+    assert_attention(inputs, outcome, tiles=2 * -(-1300 // 128))
+
+
 def test_a_head_has_the_same_bits_alone_and_in_a_batch(seed: int) -> None:
     q, k, v = (x.cuda() for x in make_inputs(Case(3, 8, 2, 700, 1300, 128), seed))
     whole, lse = quantized_attention(q, k, v, return_lse=True)
     part, part_lse = quantized_attention(q[1:2, 4:, :496], k[1:2, 1:], v[1:2, 1:], return_lse=True)
     assert torch.equal(part, whole[1:2, 4:, :496])
     assert torch.equal(part_lse, lse[1:2, 4:, :496])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_packed_sequences_have_the_bits_that_they_have_alone(dim: int, seed: int) -> None:
+    """Which others are packed beside it, and where, changes no bit of a sequence."""
+    rows, keys = (sum(pair[i] for pair in PACKED) for i in range(2))
+    q, k, v = (
+        x[0].transpose(0, 1).cuda() for x in make_inputs(Case(1, 4, 2, rows, keys, dim), seed)
+    )
+    ends = [torch.tensor([0, *(pair[i] for pair in PACKED)]).cumsum(0) for i in range(2)]
+    on_gpu = [x.int().cuda() for x in ends]
+    found, lse = quantized_attention(
+        q, k, v, cu_seqlens_q=on_gpu[0], cu_seqlens_k=on_gpu[1], return_lse=True
+    )
+    for i, (of_q, of_k) in enumerate(PACKED):
+        if of_q and of_k:
+            at, of = int(ends[0][i]), int(ends[1][i])
+            part = (
+                x.transpose(0, 1)[None]
+                for x in (q[at : at + of_q], k[of : of + of_k], v[of : of + of_k])
+            )
+            alone, alone_lse = quantized_attention(*part, return_lse=True)
+            assert torch.equal(alone[0].transpose(0, 1), found[at : at + of_q]), i
+            assert torch.equal(alone_lse[0], lse[:, at : at + of_q]), i
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_every_run_has_the_same_bits(dim: int, is_causal: bool, seed: int) -> None:
+    """More work tiles than CTAs, other work on the GPU beside, memory that was overwritten."""
+    q, k, v = (x.cuda() for x in make_inputs(Case(2, 32, 8, 1111, 1111, dim), seed))
+    options = {"is_causal": is_causal, "return_lse": True}
+    wanted, wanted_lse = quantized_attention(q, k, v, **options)
+    stream, noise = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda")
+    out = torch.empty_like(wanted)
+    for _ in range(20):
+        with torch.cuda.stream(stream):
+            noise = (noise @ noise).clamp_(-1, 1)
+        out.fill_(torch.nan)
+        _, lse = quantized_attention(q, k, v, **options, out=out)
+        assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_that_all_heads_share_is_not_copied(kind: str, seed: int) -> None:
+    q, k, v = (x.cuda() for x in make_inputs(Case(2, 4, 2, 300, 501, 64), seed))
+    mask = make_mask(kind, q, 501, seed)
+    mask = mask != 0 if kind == "bool" else mask
+    wanted = quantized_attention(q, k, v, attn_mask=mask)
+    assert torch.equal(quantized_attention(q, k, v, attn_mask=mask[:, :1]), wanted)
+    assert not wanted[:, :, 150].any()
 
 
 def test_layouts_have_the_same_bits(seed: int) -> None:

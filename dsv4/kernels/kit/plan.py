@@ -24,7 +24,8 @@ MAX_REGISTERS = 255  # of a thread at launch
 MBARRIER_BYTES = 8
 MAX_ARRIVALS = (1 << 20) - 1  # of one phase of an mbarrier
 DTYPE_BYTES = {
-    "Float8E4M3FN": 1, "BFloat16": 2, "Float32": 4, "Int8": 1, "Int32": 4, "Int64": 8, "Uint8": 1
+    "Float8E4M3FN": 1, "BFloat16": 2, "Float16": 2, "Float32": 4, "Int8": 1, "Int32": 4, "Int64": 8,
+    "Uint8": 1
 }  # fmt: skip
 
 

@@ -39,6 +39,12 @@ ACCUMULATORS = {
     "fp16": ("fp32", "fp16+fp32", "fp16"),
     "nvfp4": ("fp32",),
 }
+# Those that Hopper's kernel has.
+KERNEL_ACCUMULATORS = {
+    "fp8": ("fp32+fp32", "fp32"),
+    "fp16": ("fp32", "fp16+fp32", "fp16"),
+    "nvfp4": (),
+}
 # Accumulation beside which the mean of V can be added again at the end.
 SMOOTH_V_ACCUMULATOR = {"fp8": "fp32", "fp16": "fp16"}
 # Whose rounding: SageAttention's Triton quantisers or its CUDA ones.
@@ -189,7 +195,8 @@ class QuantizedAttentionConfig(QuantizeKvConfig):
 def has_codes_kernel(config: QuantizeKvConfig) -> bool:
     """Whether kernels take a configuration of `quantize_kv`."""
     return (
-        (config.qk, config.pv, config.geometry) == ("int8", "fp8", "sm90")
+        _has_scores_kernel(config)
+        and config.pv != "nvfp4"
         and config.dtype != "float32"
         and config.row_align == VECTOR_BYTES
         and not config.smooth_q
@@ -200,14 +207,21 @@ def has_codes_kernel(config: QuantizeKvConfig) -> bool:
 def has_kernel(config: QuantizedAttentionConfig) -> bool:
     """Whether the attention kernel of Hopper takes a configuration."""
     return (
-        (config.qk, config.pv, config.geometry, config.mask) == ("int8", "fp8", "sm90", "none")
-        and config.pv_accum_dtype in ("fp32+fp32", "fp32")
+        _has_scores_kernel(config)
+        and config.pv_accum_dtype in KERNEL_ACCUMULATORS[config.pv]
         and config.dtype != "float32"
         and config.row_align == VECTOR_BYTES
         and not config.smooth_q
         # Scores are compared before they are scaled.
         and config.sm_scale >= 0
     )
+
+
+def _has_scores_kernel(config: QuantizeKvConfig) -> bool:
+    """Whether kernels take the format of queries and keys."""
+    # A scale of a head would need all of its queries before the first is coded.
+    is_local = config.qk_quant_gran != "per_head"
+    return config.qk in ("int8", "fp8") and is_local and config.geometry == "sm90"
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...], where: str = "") -> None:

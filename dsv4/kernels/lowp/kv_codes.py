@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float16, Float32, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl
+from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.lowp.config import QuantizeKvConfig
 from dsv4.kernels.lowp.groups import V_ALIGN, V_ORDER
@@ -22,12 +23,11 @@ from dsv4.kernels.lowp.kv_statistics import (
 )
 from dsv4.kernels.lowp.plan import V_FACTOR
 from dsv4.kernels.lowp.rounding import (
-    Int8Scale,
     abs_of,
     across_lanes,
     fmax_nan,
     pack_e4m3,
-    pack_int8,
+    row_scale,
 )
 
 QUAD = 4  # keys whose codes of a channel are a word: positions 4 q to 4 q + 3 of 16
@@ -41,7 +41,7 @@ class Codes:
         self.dim = config.padded_dim
         self.vectors = self.dim // VECTOR  # of a row
         self.rows = THREADS // self.vectors  # that are loaded at a time
-        self.scale = Int8Scale(config.quantizer, not config.folds_scale)
+        self.scale = row_scale(config)
 
     @cute.jit
     def launch(self, operands: Operands, stream):
@@ -73,7 +73,10 @@ class Codes:
         if index % 2 == 0:
             self.code_keys(operands, tile, (batch, head, number), maxima)
         else:
-            self.code_values(operands, tile, (batch, head, number), words)
+            if cutlass.const_expr(self.config.pv == "fp16"):
+                self.round_values(operands, tile, (batch, head, number))
+            else:
+                self.code_values(operands, tile, (batch, head, number), words)
 
     # ---- keys ----
 
@@ -81,15 +84,11 @@ class Codes:
     def code_keys(self, operands: Operands, tile: Tile, place, maxima: cute.Tensor):
         """Codes and scales of a tile's rows.
 
-        A thread has the rows whose numbers are its own modulo 16 or 32. The lanes of a pair of
-        neighbouring rows are a unit: all its rows are of one group, as are those of the units that
-        are four apart; or all units of a tile.
+        A thread has the rows whose numbers are its own modulo 16 or 32.
         """
         batch, head, number = place
         thread, count = cute.arch.thread_idx()[0], TILE // self.rows
         channel, first = thread % self.vectors * VECTOR, thread // self.vectors
-        lanes = 2 * self.vectors
-        unit, units, groups = thread // lanes, THREADS // lanes, self.config.key_scales
         means = cute.make_rmem_tensor(VECTOR, Float32)
         means.fill(0.0)
         if cutlass.const_expr(self.config.smooth_k):  # noqa: SIM102 static, then dynamic
@@ -98,35 +97,87 @@ class Codes:
                     means[j] = operands.km[tile.sequence, head, channel + j].to(Float32)
         rows = [first + self.rows * i for i in range(count)]
         x = load_rows(operands.k, tile, batch, head, channel, rows, self.config.head_dim)
-        amax = Float32(0.0)
+        largest = []  # of each row
         for i in cutlass.range_constexpr(count):
+            amax = Float32(0.0)
             for j in cutlass.range_constexpr(VECTOR):
                 value = abs_of(self.smoothed(x[j, i], means[j]))
                 value = cutlass.select_(rows[i] < tile.rows, value, Float32(0.0))
                 amax = fmax_nan(amax, value)
-        amax = across_lanes(fmax_nan, amax, lanes)
-        if thread % lanes == 0:
-            maxima[unit] = amax
-        cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(units // groups):
-            amax = fmax_nan(amax, maxima[unit % groups + groups * i])
-        scale, divisor, inverse = self.scale.of(amax)
-        if thread % lanes == 0 and unit < groups:
-            value = cutlass.select_(tile.rows == 0, Float32(0.0), Float32(scale))
-            operands.k_scale[batch, head, number, unit] = value
+            largest.append(amax)
+        scales = operands.k_scale[batch, head, number, None]
+        found = self.scales_of(largest, rows, tile, scales, maxima, thread)
         for i in cutlass.range_constexpr(count):
+            _, divisor, inverse = found[i]
             if rows[i] < tile.rows:
                 words = cute.make_rmem_tensor(2, Uint32)
                 for h in cutlass.range_constexpr(2):
                     four = [
                         self.smoothed(x[j, i], means[j]) for j in range(QUAD * h, QUAD * h + QUAD)
                     ]
-                    words[h] = pack_int8(
-                        *(self.scale.code(value, divisor, inverse) for value in four)
+                    words[h] = self.scale.pack(
+                        [self.scale.code(value, divisor, inverse) for value in four]
                     )
                 self.store_row(operands, batch, head, tile.first + rows[i], channel, words)
         if cutlass.const_expr(self.config.is_varlen):
             self.clear_rest(operands, batch, head, number, first, channel)
+
+    @cute.jit
+    def scales_of(
+        self, largest, rows, tile: Tile, scales: cute.Tensor, maxima: cute.Tensor, thread
+    ) -> list:
+        """Scale of each of a thread's rows, and what codes need of it; scales of the tile written.
+
+        Args:
+            largest: of its channels, by row.
+        """
+        if cutlass.const_expr(self.config.qk_quant_gran == "per_row"):
+            found = [self.scale.of(across_lanes(fmax_nan, x, self.vectors)) for x in largest]
+            if thread % self.vectors == 0:
+                for i in cutlass.range_constexpr(len(rows)):
+                    scales[rows[i]] = self.of_tile(found[i], tile)
+            return found
+        if cutlass.const_expr(self.config.qk_quant_gran == "per_64"):
+            return self.scales_of_halves(largest, tile, scales, maxima, thread)
+        # The lanes of a pair of neighbouring rows are a unit: all its rows are of one group, as are
+        # those of the units that are four apart; or all units of a tile.
+        lanes = 2 * self.vectors
+        unit, units, groups = thread // lanes, THREADS // lanes, self.config.key_scales
+        amax = across_lanes(fmax_nan, tree(fmax_nan, largest), lanes)
+        if thread % lanes == 0:
+            maxima[unit] = amax
+        cute.arch.sync_threads()
+        for i in cutlass.range_constexpr(units // groups):
+            amax = fmax_nan(amax, maxima[unit % groups + groups * i])
+        found = self.scale.of(amax)
+        if thread % lanes == 0 and unit < groups:
+            scales[unit] = self.of_tile(found, tile)
+        return [found] * len(rows)
+
+    @cute.jit
+    def scales_of_halves(
+        self, largest, tile: Tile, scales: cute.Tensor, maxima: cute.Tensor, thread
+    ) -> list:
+        """The same where each half of a tile's rows has one scale: the first rows of all threads
+        are the first half."""
+        warps, size = THREADS // 32, len(largest) // 2
+        found = []
+        for half in cutlass.range_constexpr(2):
+            own = tree(fmax_nan, list(largest[half * size : half * size + size]))
+            own = across_lanes(fmax_nan, own, 32)
+            if thread % 32 == 0:
+                maxima[half * warps + thread // 32] = own
+        cute.arch.sync_threads()
+        for half in cutlass.range_constexpr(2):
+            amax = tree(fmax_nan, [maxima[half * warps + i] for i in range(warps)])
+            found.append(self.scale.of(amax))
+            if thread == 0:
+                scales[half] = self.of_tile(found[half], tile)
+        return [found[0]] * size + [found[1]] * size
+
+    def of_tile(self, scale, tile: Tile) -> Float32:
+        """A scale as it is written: 0 of no rows."""
+        return cutlass.select_(tile.rows == 0, Float32(0.0), Float32(scale[0]))
 
     def smoothed(self, x, mean: Float32) -> Float32:
         """A key without its mean, in the precision of the quantiser; computed where it is needed
@@ -160,6 +211,38 @@ class Codes:
     # ---- values ----
 
     @cute.jit
+    def round_values(self, operands: Operands, tile: Tile, place):
+        """A tile's rows in fp16, zeros where there are none."""
+        batch, head, number = place
+        thread, count = cute.arch.thread_idx()[0], TILE // self.rows
+        channel, first = thread % self.vectors * VECTOR, thread // self.vectors
+        means = self.value_means(operands, tile, head, channel)
+        rows = [first + self.rows * i for i in range(count)]
+        x = load_rows(operands.v, tile, batch, head, channel, rows, self.config.head_dim)
+        strides = operands.v_codes.stride
+        start = Int64(batch) * strides[0] + Int64(head) * strides[1] + Int64(number) * strides[2]
+        for i in cutlass.range_constexpr(count):
+            found = cute.make_rmem_tensor(VECTOR, Float16)
+            for j in cutlass.range_constexpr(VECTOR):
+                value = x[j, i].to(Float32) - means[j]
+                value = cutlass.select_(rows[i] < tile.rows, value, Float32(0.0))
+                found[j] = Float32(value).to(Float16)
+            address = address_of(operands.v_codes, start + Int64(rows[i]) * strides[3] + channel)
+            target = pointer_to(address, Float16, 16)
+            cute.autovec_copy(found, cute.make_tensor(target, cute.make_layout(VECTOR)))
+
+    @cute.jit
+    def value_means(self, operands: Operands, tile: Tile, head, channel) -> cute.Tensor:
+        """Means of eight channels of a tile's sequence, zeros where nothing is taken off."""
+        means = cute.make_rmem_tensor(VECTOR, Float32)
+        means.fill(0.0)
+        if cutlass.const_expr(self.config.smooth_v):  # noqa: SIM102 static, then dynamic
+            if tile.rows > 0 and channel < self.config.head_dim:
+                for j in cutlass.range_constexpr(VECTOR):
+                    means[j] = operands.vm[tile.sequence, head, channel + j]
+        return means
+
+    @cute.jit
     def code_values(self, operands: Operands, tile: Tile, place, words: cute.Tensor):
         """Codes of a tile's columns, keys innermost and in the tensor core's order.
 
@@ -172,8 +255,7 @@ class Codes:
         vector, quad = thread % self.vectors, thread // self.vectors
         channel = vector * VECTOR
         start = Int64(0)
-        factors, means = (cute.make_rmem_tensor(VECTOR, Float32) for _ in range(2))
-        means.fill(0.0)
+        factors = cute.make_rmem_tensor(VECTOR, Float32)
         factors.fill(0.0)
         if tile.rows > 0:
             first_tile = number - self.tile_in_sequence(operands, tile)
@@ -181,10 +263,7 @@ class Codes:
             start += V_FACTOR * self.dim + channel
             for j in cutlass.range_constexpr(VECTOR):
                 factors[j] = operands.partials[start + j]
-        if cutlass.const_expr(self.config.smooth_v):  # noqa: SIM102 static, then dynamic
-            if tile.rows > 0 and channel < self.config.head_dim:
-                for j in cutlass.range_constexpr(VECTOR):
-                    means[j] = operands.vm[tile.sequence, head, channel + j]
+        means = self.value_means(operands, tile, head, channel)
         quads = [quad + self.rows * step for step in range(TILE // QUAD // self.rows)]
         # Positions 4 q to 4 q + 3 hold keys 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of 16.
         rows = [q // 4 * V_ALIGN + V_ORDER[i] + q % 4 * 2 for q in quads for i in range(QUAD)]

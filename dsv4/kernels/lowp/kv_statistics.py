@@ -124,9 +124,13 @@ class TileStatistics:
         if cutlass.const_expr(self.config.smooth_k):
             x = self.load(operands.k, tile, batch, head, thread)
             self.reduce(x, exchanged, operands.partials, start + K_SUM * dim, operator.add)
-        x = self.load(operands.v, tile, batch, head, thread)
+        if cutlass.const_expr(self.config.pv == "fp8" or self.config.smooth_v):
+            x = self.load(operands.v, tile, batch, head, thread)
         if cutlass.const_expr(self.config.smooth_v):
             self.reduce(x, exchanged, operands.partials, start + V_SUM * dim, operator.add)
+        if cutlass.const_expr(self.config.pv == "fp16"):
+            return
+        if cutlass.const_expr(self.config.smooth_v):
             # Zeros fill the last 16 rows, and count.
             counted = (tile.rows + V_ALIGN - 1) // V_ALIGN * V_ALIGN
             for limit, name, choose in ((-1, V_MAX, fmax_nan), (1, V_MIN, fmin_nan)):
@@ -185,7 +189,9 @@ class SequenceStatistics:
     @cute.jit
     def launch(self, operands: Operands, stream):
         """Statistics of all sequences."""
-        sequences = operands.v_scale.shape[0]
+        sequences = operands.k.shape[0]
+        if cutlass.const_expr(self.config.is_varlen):
+            sequences = operands.ends.shape[0] - 1
         self.kernel(operands).launch(
             grid=[operands.k.shape[1], sequences, 1],
             block=[self.config.padded_dim, 1, 1],
@@ -207,23 +213,32 @@ class SequenceStatistics:
         dim = config.padded_dim
         start = partial_of(operands, batch, head, first, dim) + channel
         tiles = (rows + TILE - 1) // TILE
-        wanted = [(V_MAX, fmax_nan, -Float32.inf)]
+        is_fp8 = config.pv == "fp8"
+        wanted = [(V_MAX, fmax_nan, -Float32.inf)] if is_fp8 else []
         if cutlass.const_expr(config.smooth_k):
             wanted.append((K_SUM, operator.add, 0.0))
         if cutlass.const_expr(config.smooth_v):
-            wanted += [(V_MIN, fmin_nan, Float32.inf), (V_SUM, operator.add, 0.0)]
+            wanted += [(V_MIN, fmin_nan, Float32.inf)] if is_fp8 else []
+            wanted += [(V_SUM, operator.add, 0.0)]
         found = self.fold(operands, start, tiles, wanted)
-        amax = found[V_MAX]
         if cutlass.const_expr(config.smooth_k):
             mean = found[K_SUM] / divisor_of(rows)
             if channel < config.head_dim:
                 operands.km[sequence, head, channel] = mean.to(operands.km.element_type)
         if cutlass.const_expr(config.smooth_v):
-            counted = (rows + V_ALIGN - 1) // V_ALIGN * V_ALIGN
+            counted = (rows + V_ALIGN - 1) // V_ALIGN * V_ALIGN if is_fp8 else rows
             mean = found[V_SUM] / divisor_of(counted)
-            amax = fmax_nan(abs_of(found[V_MAX] - mean), abs_of(found[V_MIN] - mean))
+            if cutlass.const_expr(is_fp8):
+                found[V_MAX] = fmax_nan(abs_of(found[V_MAX] - mean), abs_of(found[V_MIN] - mean))
             if channel < config.head_dim:
                 operands.vm[sequence, head, channel] = mean
+        if cutlass.const_expr(is_fp8):
+            self.store_scale(operands, sequence, head, channel, tiles, start, found[V_MAX])
+
+    @cute.jit
+    def store_scale(self, operands: Operands, sequence, head, channel, tiles, start, amax: Float32):
+        """Write a channel's scale, and the factor that codes are made with."""
+        config, dim = self.config, self.config.padded_dim
         if tiles == 0:
             amax = Float32(0.0)
         operands.v_scale[sequence, head, channel] = amax / Float32(config.v_max)

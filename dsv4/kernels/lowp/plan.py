@@ -28,6 +28,7 @@ TILE_QUERIES = GROUPS * GROUP_QUERIES  # of a work tile
 TILE_KEYS = 128
 SPAN = 64  # channels of queries that a box of TMA holds
 MOST_STAGES = 5
+FORMATS = {"int8": "Int8", "fp8": "Float8E4M3FN", "fp16": "Float16"}
 WORK_WORDS = 12  # that hold a `Work`: whole vectors
 # Statistics of a tile of keys and values: rows of channels.
 K_SUM, V_SUM, V_MAX, V_MIN, V_FACTOR, STATISTICS = range(6)
@@ -39,18 +40,19 @@ class Order(NamedTuple):
     """Order of a warpgroup's products: weighted values of a tile, then the scores of the next one.
 
     Attributes:
-        shares_registers: whether both have the same accumulators, so that the scores wait until
-            the weighted values are added up.
+        is_serial: whether scores wait until the weighted values are added up, whose registers they
+            take.
         turn: what warpgroups do one after the other: "products", to be issued, or "weights", where
             the special function unit is what they would all wait for at a time.
     """
 
-    shares_registers: bool
+    is_serial: bool
     turn: str
 
 
 # By the channels of codes. With 128 the sums, a tile's and its scores are 192 of the 160 registers
 # that a thread of three warpgroups has.
+FP16_ORDER = Order(True, "products")  # with values, and so codes of weights, of two bytes
 ORDERS = {64: Order(False, "weights"), 128: Order(True, "products")}
 
 
@@ -62,11 +64,21 @@ class AttentionPlan(RingPlan):
         dim: channels of codes, 64 or 128.
         lanes_per_warp: lanes that arrive for a warp.
         qk: format of queries and keys, "int8" or "fp8".
+        key_scales: scales of a tile of keys that come with it: of keys that have one each.
+        pv: format of weights and values, "fp8" or "fp16".
     """
 
     dim: int
     lanes_per_warp: int = 1
     qk: str = "int8"
+    key_scales: int = 0
+    pv: str = "fp8"
+
+    @classmethod
+    def of(cls, config: QuantizedAttentionConfig, lanes_per_warp: int = 1) -> AttentionPlan:
+        """The plan of a configuration."""
+        key_scales = TILE_KEYS if config.qk_quant_gran == "per_row" else 0
+        return cls(config.padded_dim, lanes_per_warp, config.qk, key_scales, config.pv)
 
     @property
     def most_stages(self) -> int | None:
@@ -83,12 +95,27 @@ class AttentionPlan(RingPlan):
     @property
     def order(self) -> Order:
         """Order of products."""
-        return ORDERS[self.dim]
+        return ORDERS[self.dim] if self.pv == "fp8" else FP16_ORDER
 
     @property
     def tile_bytes(self) -> int:
-        """Of a tile of keys, and of values."""
+        """Of a tile of keys."""
         return TILE_KEYS * self.dim
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a tile of values."""
+        return self.tile_bytes * (1 if self.pv == "fp8" else 2)
+
+    @property
+    def scaled_channels(self) -> int:
+        """Channels of values that have a scale each."""
+        return self.dim if self.pv == "fp8" else 0
+
+    @property
+    def keys_bytes(self) -> int:
+        """Of a tile of keys with what comes with it."""
+        return self.tile_bytes + 4 * self.key_scales
 
     @property
     def span_bytes(self) -> int:
@@ -98,30 +125,36 @@ class AttentionPlan(RingPlan):
     @property
     def query_bytes(self) -> int:
         """Of all rows of a work tile, and the scales of its values."""
-        return self.dim // SPAN * self.span_bytes + 4 * self.dim
+        return self.dim // SPAN * self.span_bytes + 4 * self.scaled_channels
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
-        qk = {"int8": "Int8", "fp8": "Float8E4M3FN"}[self.qk]
+        qk = FORMATS[self.qk]
         return (
             Buffer("queries", qk, TILE_QUERIES * self.dim, 1024),
             Buffer("keys", qk, stages * self.tile_bytes, 1024),
-            Buffer("values", "Float8E4M3FN", stages * self.tile_bytes, 1024),
+            Buffer("values", FORMATS[self.pv], stages * self.tile_bytes, 1024),
             Buffer("rows", "BFloat16", TILE_QUERIES * self.dim, 1024),  # or fp16
+            Buffer("maxima", "Float32", GROUPS * WARPGROUP_WARPS),
+            *self._key_scales(stages),
             # By the parity of a CTA's work tiles: those of one are read to its end, when the next
             # one's are there already.
             Buffer("works", "Int32", 2 * WORK_WORDS, 16),
-            Buffer("value_scales", "Float32", 2 * self.dim, 16),
-            Buffer("maxima", "Float32", GROUPS * WARPGROUP_WARPS),
+            Buffer("value_scales", "Float32", max(2 * self.scaled_channels, 4), 16),
             *self._barriers(stages).split_buffers,
         )
+
+    def _key_scales(self, stages: int) -> tuple[Buffer, ...]:
+        if not self.key_scales:
+            return ()
+        return (Buffer("key_scales", "Float32", stages * self.key_scales, 16),)
 
     def _barriers(self, stages: int) -> BarrierGraph:
         load = (Arrival("load", Arrive.TMA),)
         consumers = (Arrival("consumers", Arrive.WARP),)
         edges = (
             Edge("queries", "rows of a work tile", load, consumers, 1, self.query_bytes),
-            Edge("keys", "tile of codes of keys", load, consumers, stages, self.tile_bytes),
-            Edge("values", "tile of codes of values", load, consumers, stages, self.tile_bytes),
+            Edge("keys", "tile of codes of keys", load, consumers, stages, self.keys_bytes),
+            Edge("values", "tile of codes of values", load, consumers, stages, self.value_bytes),
         )
         return BarrierGraph(self.warps, edges, self.lanes_per_warp)
 

@@ -29,6 +29,12 @@ RAGGED = Case(1, 2, 1, 200, 810, 64, options={"causal": "bottom_right"})
 WIDE = replace(RAGGED, dim=128)
 # Work tiles that are shorter than the rings: nothing but their own edge keeps queries apart.
 SHORT = Case(1, 2, 1, 400, 100, 64)
+FP8_ROWS = {"qk": "fp8", "qk_quant_gran": "per_row"}
+FP8_BLOCKS = {"qk": "fp8", "qk_quant_gran": "per_64"}
+# Scales of keys in the ring, too.
+ROWS = Case(1, 2, 1, 200, 810, 64, options={**FP8_ROWS, "causal": "bottom_right"})
+HALVES = replace(RAGGED, dim=128, options={"pv": "fp16", "pv_accum_dtype": "fp16+fp32"})
+SCHEDULED = {"64": RAGGED, "128": WIDE, "rows": ROWS, "halves": HALVES}
 PACKED = ((70, 300), (0, 40), (1, 1), (130, 0), (200, 200))
 
 
@@ -53,7 +59,7 @@ def test_ragged_causal_attention(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [RAGGED, WIDE], ids=["64", "128"])
+@pytest.mark.parametrize("case", SCHEDULED.values(), ids=SCHEDULED)
 @pytest.mark.parametrize("ctas", [1, 2, 5])
 def test_every_schedule(ctas: int, case: Case, seed: int) -> None:
     run(Inputs.make(case, seed), seed, None, ctas)
@@ -79,11 +85,12 @@ def test_sizes_and_kinds(name: str, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("qk", [{}, FP8_ROWS, FP8_BLOCKS], ids=["int8", "rows", "blocks"])
 @pytest.mark.parametrize("mode", ["fp32+fp32", "fp32"])
-def test_sums_are_those_of_hopper_s_accumulator(mode: str, seed: int) -> None:
+def test_sums_are_those_of_hopper_s_accumulator(mode: str, qk: dict, seed: int) -> None:
     """Bit for bit with the reference, but for rows with a weight beside a tie of e4m3, whose scores
     are rounded otherwise here."""
-    case = Case(1, 2, 1, 150, 600, 64, "vbias", options={"pv_accum_dtype": mode})
+    case = Case(1, 2, 1, 150, 600, 64, "vbias", options={**qk, "pv_accum_dtype": mode})
     outcome = run(Inputs.make(case, seed), seed)
     config = Inputs.make(case, seed).config
     wanted, _ = oracle(config, *make_inputs(case, seed), hopper_sum)
@@ -98,6 +105,17 @@ FORMATS = {
     "one level": {"pv_accum_dtype": "fp32"},
     "one level, smoothed": {"pv_accum_dtype": "fp32", "smooth_v": True},
     "keys as they are": {"smooth_k": False},
+    "FP8 scores, per row": FP8_ROWS,
+    "FP8 scores, per 64": FP8_BLOCKS,
+    "FP8 scores, one level": {**FP8_ROWS, "pv_accum_dtype": "fp32"},
+    "fp16 values": {"pv": "fp16"},
+    "fp16 values, two levels": {"pv": "fp16", "pv_accum_dtype": "fp16+fp32"},
+    "fp16 values and sums": {"pv": "fp16", "pv_accum_dtype": "fp16", "smooth_v": True},
+    "FP8 scores, fp16 values": {**FP8_BLOCKS, "pv": "fp16", "causal": "top_left"},
+    "a mask": {"mask": "bool", "causal": "top_left"},
+    "a mask, FP8 scores": {"mask": "bool", **FP8_ROWS},
+    "added to scores": {"mask": "float"},
+    "added to scores, fp16 values": {"mask": "float", "pv": "fp16", **FP8_BLOCKS},
 }
 
 
@@ -110,11 +128,12 @@ def test_formats(name: str, dim: int, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, FP8_ROWS, FP8_BLOCKS], ids=["int8", "rows", "blocks"])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_packed_sequences(causal: str, seed: int) -> None:
+def test_packed_sequences(causal: str, options: dict, seed: int) -> None:
     """Rows behind the last sequence, too."""
     rows, keys = (sum(pair[i] for pair in PACKED) for i in range(2))
-    case = Case(1, 2, 1, rows + 30, keys + 9, 64, options={"causal": causal})
+    case = Case(1, 2, 1, rows + 30, keys + 9, 64, options={**options, "causal": causal})
     run(Inputs.make(case, seed, PACKED), seed, None, 3)
 
 
@@ -135,7 +154,7 @@ def test_a_head_has_the_same_bits_alone_and_in_a_batch(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [RAGGED, WIDE], ids=["64", "128"])
+@pytest.mark.parametrize("case", SCHEDULED.values(), ids=SCHEDULED)
 def test_no_synchronisation_is_left_out(case: Case, seed: int) -> None:
     reports = [run(Inputs.make(case, seed), seed, ctas=ctas).report for ctas in (1, 3)]
     assert not missed_synchronisation(reports)
@@ -149,19 +168,28 @@ def test_plan() -> None:
     causal = QuantizedAttentionConfig(128, causal="top_left", sm_scale=1.0)
     assert choose_launch(causal, 128, 128, 8192, 8192, 132)[1:] == (12, 132)
     assert choose_launch(causal, 128, 32, 8192, 8192, 132)[1:] == (44, 132)
+    assert AttentionPlan(128, qk="fp8", key_scales=128).stages == 4
+    assert AttentionPlan(128, pv="fp16").stages == 3
     assert choose_launch(QuantizedAttentionConfig(128), 2, 2, 200, 200, 132)[1:] == (1, 4)
 
 
 def test_configurations_with_kernels() -> None:
     assert has_kernel(QuantizedAttentionConfig(128))
     assert has_kernel(QuantizedAttentionConfig(40, dtype="float16"))
+    assert has_kernel(QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype="fp32"))
+    assert has_kernel(QuantizedAttentionConfig(128, mask="bool"))
+    for granularity in ("per_row", "per_64"):
+        fp8 = {"qk": "fp8", "qk_quant_gran": granularity, "quantizer": ""}
+        assert has_kernel(QuantizedAttentionConfig(64, **fp8))
     for other in (
         QuantizedAttentionConfig(128, dtype="float32"),
         QuantizedAttentionConfig(33),
         QuantizedAttentionConfig(128, geometry="sm89"),
         QuantizedAttentionConfig(128, pv_accum_dtype="fp32+fp16"),
-        QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype="fp32"),
-        QuantizedAttentionConfig(128, mask="bool"),
+        QuantizedAttentionConfig(
+            128, pv="nvfp4", qk="nvfp4", qk_quant_gran="per_16", quantizer="", pv_accum_dtype="fp32"
+        ),
+        QuantizedAttentionConfig(128, qk="fp8", qk_quant_gran="per_head", quantizer=""),
         QuantizedAttentionConfig(128, smooth_q=True),
         QuantizedAttentionConfig(128, sm_scale=-1.0),
     ):

@@ -21,6 +21,9 @@ pytestmark = pytest.mark.stage("lowp")
 
 RAGGED = Case(2, 2, 2, 1, 300, 64, "kbias")
 ONE_LEVEL = {"pv_accum_dtype": "fp32", "smooth_v": True}
+FP16_VALUES = {"pv": "fp16", "pv_accum_dtype": "fp16", "smooth_v": True}
+FP8_ROWS = {"qk": "fp8", "qk_quant_gran": "per_row"}
+FP8_BLOCKS = {"qk": "fp8", "qk_quant_gran": "per_64"}
 
 
 def run(inputs: KvInputs, seed: int, schedules: int | None = 1) -> Outcome:
@@ -56,6 +59,12 @@ FORMATS = {
     "values without their mean": Case(1, 2, 1, 1, 1100, 64, "vbias", options=ONE_LEVEL),
     "small values": Case(1, 1, 1, 1, 200, 64, options={"pv_accum_dtype": "fp32+fp16"}),
     "keys as they are": Case(1, 1, 1, 1, 200, 64, "kbias", options={"smooth_k": False}),
+    "fp16 values": Case(1, 2, 1, 1, 300, 96, "zeros", options={"pv": "fp16"}),
+    "fp16 values without their mean": Case(1, 2, 1, 1, 1100, 128, "vbias", options=FP16_VALUES),
+    "FP8 keys, per row": Case(1, 2, 1, 1, 300, 128, "zeros", options=FP8_ROWS),
+    "FP8 keys, 64 channels": Case(1, 1, 1, 1, 200, 64, "kbias", options=FP8_ROWS),
+    "FP8 keys, per 64": Case(1, 2, 1, 1, 300, 64, "zeros", options=FP8_BLOCKS),
+    "FP8 keys, 128 channels": Case(1, 1, 1, 1, 190, 128, "kbias", options=FP8_BLOCKS),
 }
 
 
@@ -66,7 +75,11 @@ def test_formats(name: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, ONE_LEVEL], ids=["default", "one level"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, ONE_LEVEL, FP8_ROWS, FP8_BLOCKS, FP16_VALUES],
+    ids=["default", "one level", "rows", "blocks", "fp16"],
+)
 def test_packed_sequences(options: dict, seed: int) -> None:
     """Rows behind the last one, too, and tiles between them."""
     case = Case(1, 2, 2, 1, 720, 64, "vbias", options=options)
@@ -75,22 +88,29 @@ def test_packed_sequences(options: dict, seed: int) -> None:
 
 @pytest.mark.slow
 def test_no_synchronisation_is_left_out(seed: int) -> None:
-    cases = (RAGGED, Case(1, 2, 1, 1, 400, 64, options=ONE_LEVEL))
+    cases = [RAGGED, *(Case(1, 2, 1, 1, 400, 64, options=x) for x in (ONE_LEVEL, FP8_BLOCKS))]
     reports = [run(KvInputs.make(case, seed), seed).report for case in cases]
     assert not missed_synchronisation(reports)
 
 
 def test_configurations_with_kernels() -> None:
     assert has_codes_kernel(QuantizeKvConfig(128))
+    assert has_codes_kernel(QuantizeKvConfig(128, pv="fp16", pv_accum_dtype="fp32"))
+    assert has_codes_kernel(fp8_keys(64, "per_row"))
+    assert not has_codes_kernel(fp8_keys(64, "per_head"))
     for other in (
         QuantizeKvConfig(128, dtype="float32"),
         QuantizeKvConfig(33),
         QuantizeKvConfig(128, geometry="sm89"),
-        QuantizeKvConfig(128, pv="fp16", pv_accum_dtype="fp32"),
         QuantizeKvConfig(128, smooth_q=True),
         QuantizeKvConfig(128, km_scope="packed"),
     ):
         assert not has_codes_kernel(other), other
+
+
+def fp8_keys(dim: int, granularity: str) -> QuantizeKvConfig:
+    """Configuration of FP8 keys."""
+    return QuantizeKvConfig(dim, qk="fp8", qk_quant_gran=granularity, quantizer="")
 
 
 # ---- bugs ----------------------------------------------------------------------------------------
@@ -102,13 +122,13 @@ BUGS: dict[str, Edit] = {
     "sums overwritten while they are read": at("TileStatistics.reduce")
     .call("cute.arch.sync_threads", 1)
     .delete(),
-    "maxima read before all are written": at("Codes.code_keys")
+    "maxima read before all are written": at("Codes.scales_of")
     .call("cute.arch.sync_threads")
     .delete(),
     "columns read before all are written": at("Codes.code_values")
     .call("cute.arch.sync_threads")
     .delete(),
-    "the largest of half a group": at("Codes.code_keys").expression("units // groups").replace("1"),
+    "the largest of half a group": at("Codes.scales_of").expression("units // groups").replace("1"),
     "values in the order of keys": at("Codes.code_values").expression("V_ORDER[i]").replace("i"),
     "zeros that fill 16 rows left out": at("TileStatistics.kernel")
     .expression("(tile.rows + V_ALIGN - 1) // V_ALIGN * V_ALIGN")

@@ -1,4 +1,4 @@
-"""Attention over codes for Hopper (sm_90a): INT8 scores, FP8 weights and values.
+"""Attention over codes for Hopper (sm_90a): INT8 or FP8 scores, FP8 weights and values.
 
     load warp             queries; tiles of keys and values -> rings (TMA)
     consumer warpgroups   queries, coded; scores, weights, sums: 64 queries each
@@ -39,7 +39,7 @@ class AttentionSm90:
 
     def __init__(self, config: QuantizedAttentionConfig):
         self.config = config
-        self.plan = AttentionPlan(config.padded_dim, self.lanes_per_warp, config.qk)
+        self.plan = AttentionPlan.of(config, self.lanes_per_warp)
         self.tiles = WorkTiles(config)
         # ==== roles ====
         self.loader = LoadWarp(self.plan)
@@ -62,7 +62,7 @@ class AttentionSm90:
         km: cute.Tensor,  # [N, Hk, d], or [0, ..]: nothing was taken off
         vm: cute.Tensor,  # [N, Hk, d] fp32
         k_smooth: cute.Tensor,
-        attn_mask: cute.Tensor,
+        attn_mask: cute.Tensor,  # [b, Hq, L, S] uint8 or fp32, or [0, ..]
         cu_seqlens_q: cute.Tensor,  # [N + 1] int32 of packed sequences
         cu_seqlens_k: cute.Tensor,
         lse: cute.Tensor,  # [b, Hq, L] fp32, written, or [0, ..]: not wanted
@@ -74,7 +74,7 @@ class AttentionSm90:
         maps = (make_query_map(q), make_key_map(self.plan, k_codes), make_value_map(v_codes))
         operands = Operands(
             q, k_codes, k_scale, out, v_scale, km, vm, cu_seqlens_q, cu_seqlens_k, lse, factor,
-            section,
+            section, attn_mask,
         )  # fmt: skip
         self.kernel(maps, operands).launch(
             grid=[num_ctas, 1, 1],
@@ -103,8 +103,7 @@ class AttentionSm90:
         ctx = AttentionContext(operands, self.tiles, smem, pipes)
         if warp == 0:
             with cute.arch.elect_one():
-                edges = {"queries": pipes.queries, "keys": pipes.keys, "values": pipes.values}
-                mbarrier.init(plan.barriers, edges)
+                mbarrier.init(plan.barriers, vars(pipes))
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         pdl.launch_dependents()

@@ -17,30 +17,34 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Float16, Float32, Int32, Int64, Uint32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.kit.wgmma import by_row, gemm
-from dsv4.kernels.lowp.config import QuantizedAttentionConfig
+from dsv4.kernels.lowp.config import P_OFFSET, QuantizedAttentionConfig
 from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, TILE_KEYS, AttentionPlan
+from dsv4.kernels.lowp.rounding import pack_half, unpack_half
 from dsv4.kernels.lowp.sm90.context import AttentionContext, scores_mma, values_mma
 from dsv4.kernels.lowp.sm90.epilogue import Epilogue
+from dsv4.kernels.lowp.sm90.mask import MaskRows, apply_mask
 from dsv4.kernels.lowp.sm90.queries import Queries
 from dsv4.kernels.lowp.sm90.softmax import RowState, encode, hide_unseen, raise_maxima, weigh
 from dsv4.kernels.lowp.sm90.work import Operands, Share, Work
 
-K_STEP = 32  # of a product of bytes
+# Of a product, by format.
+K_STEPS = {"int8": 32, "fp8": 32, "fp16": 16}
 COLUMN_GROUPS = TILE_KEYS // 8
-PASSED = 12  # column groups whose weights a warpgroup computes before it passes a turn at them
+PASSED = 10  # column groups whose weights a warpgroup computes before it passes a turn at them
+NO_RESULT = 0x7F812345  # bits of a NaN
 TURNS = 1  # named barrier of the first warpgroup's turns; those of the others follow
 
 
 class Fragments(NamedTuple):
     """Operands and sums of a thread."""
 
-    q: cute.Tensor
+    q: cute.Tensor  # of all warpgroups and stages, or of one
     k: cute.Tensor
     v: cute.Tensor
     scores: cute.Tensor
@@ -50,23 +54,42 @@ class Fragments(NamedTuple):
     state: RowState
 
 
+class Seen(NamedTuple):
+    """What a thread's two rows see of a tile.
+
+    Attributes:
+        limits: keys, by row.
+        mask, rows, tile: the call's mask, places of the rows in it, and the tile's number.
+    """
+
+    limits: tuple[Int32, Int32]
+    mask: cute.Tensor | None = None
+    rows: MaskRows | None = None
+    tile: Int32 | None = None
+
+
 class Consumers:
     """All warpgroups."""
 
     def __init__(self, config: QuantizedAttentionConfig, plan: AttentionPlan):
         self.config = config
         self.plan = plan
-        self.has_two_levels = config.pv_accum_dtype == "fp32+fp32"
+        self.has_two_levels = config.pv_accum_dtype in ("fp32+fp32", "fp16+fp32")
+        self.mma_sums = Float16 if config.pv_accum_dtype.startswith("fp16") else Float32
+        self.is_fp16 = config.pv == "fp16"
+        self.offset = P_OFFSET[config.pv]
+        self.has_mask = config.mask != "none"
         self.turn = plan.order.turn
-        self.shares_registers = plan.order.shares_registers and self.has_two_levels
-        self.queries = Queries(config, plan)
+        self.is_serial = plan.order.is_serial and (self.has_two_levels or self.is_fp16)
         self.epilogue = Epilogue(config, plan)
+        self.queries = Queries(config, plan)
+        self.key_scales = {"per_row": 0, "per_64": 2}.get(config.qk_quant_gran, 1)
 
     @cute.jit
     def compute(self, ctx: AttentionContext, warp):
         """Outputs of every work tile of the CTA."""
         lane, group = cute.arch.lane_idx(), warp // 4
-        f = self._fragments(ctx, group)
+        f = self._fragments(ctx)
         keys = ctx.pipes.keys.consumer()
         # The last one passes the first turn, and the first one takes the last that is passed.
         if group == GROUPS - 1:
@@ -76,24 +99,28 @@ class Consumers:
         while index < stop:
             ctx.pipes.queries.wait(parity)
             work = Work.load(ctx.smem.works[None, parity])
-            keys = self._pass_keys(ctx, f, work, warp, lane, keys)
-            self.epilogue.store(ctx, f.sums, f.state, warp, lane, parity)
+            factor = self.queries.take(ctx, work.rows, warp, lane)
+            its = f._replace(q=f.q[None, None, None, group])
+            keys = self._pass_keys(ctx, its, work, factor, warp, lane, keys)
+            self.epilogue.store(ctx, Sums(f.sums).wide(), f.state, warp, lane, parity)
             parity ^= 1
             index += cute.arch.grid_dim()[0]
         if group == 0:
             await_turn(group)
 
-    def _fragments(self, ctx: AttentionContext, group) -> Fragments:
-        scores, values = scores_mma(self.plan), values_mma(self.plan)
+    def _fragments(self, ctx: AttentionContext) -> Fragments:
+        scores, values = scores_mma(self.plan), self._values_mma()
         own, of_values = scores.get_slice(0), values.get_slice(0)
         sums = values.partition_shape_C((GROUP_QUERIES, self.plan.dim))
         o = values.make_fragment_C(sums)
         s = scores.make_fragment_C(scores.partition_shape_C((GROUP_QUERIES, TILE_KEYS)))
-        t = values.make_fragment_C(sums) if self.has_two_levels else o
-        if self.shares_registers:
-            t = cute.make_tensor(cute.recast_ptr(s.iterator, dtype=Float32), o.layout)
+        t = o
+        if self.has_two_levels:
+            o, t = cute.make_rmem_tensor(o.layout, Float32), values.make_fragment_C(sums)
+            if self.is_serial and not self.is_fp16:
+                t = cute.make_tensor(cute.recast_ptr(s.iterator, dtype=Float32), o.layout)
         return Fragments(
-            q=own.make_fragment_A(own.partition_A(ctx.smem.queries))[None, None, None, group],
+            q=own.make_fragment_A(own.partition_A(ctx.smem.queries)),
             k=own.make_fragment_B(own.partition_B(ctx.smem.keys)),
             v=of_values.make_fragment_B(of_values.partition_B(ctx.smem.values)),
             scores=s,
@@ -105,23 +132,18 @@ class Consumers:
 
     @cute.jit
     def _pass_keys(
-        self, ctx: AttentionContext, f: Fragments, work: Work, warp, lane, keys: Cursor
+        self, ctx: AttentionContext, f: Fragments, work: Work, factor, warp, lane, keys: Cursor
     ) -> Cursor:
         """Sums over all keys of a work tile; the next place in both rings."""
         share = ctx.tiles.share(work, warp // 4)
         # Opaque, or they would be computed again for every tile.
         count = cute.arch.make_warp_uniform(share.count)
         all_tiles = cute.arch.make_warp_uniform(work.count)
-        scale, first_scale = KeyScale.of(ctx.operands, work, lane), Float32(0.0)
-        if count > 0:
-            first_scale = scale.load()
-        factor = self.queries.take(ctx, work, warp, lane)
+        scale = KeyScale.of(ctx.operands, work, lane)
         f.state.reset()
         f.sums.fill(0.0)
         if count > 0:
-            keys = self._pass_seen(
-                ctx, f, work, share, count, scale, factor * first_scale, factor, warp, lane, keys
-            )
+            keys = self._pass_seen(ctx, f, work, share, count, scale, factor, warp, lane, keys)
         # ---- tiles that other warpgroups' queries see ----
         for tile in cutlass.range(count, all_tiles, unroll=1):
             ctx.pipes.keys.wait(keys)
@@ -137,41 +159,47 @@ class Consumers:
     @cute.jit
     def _pass_seen(
         self, ctx: AttentionContext, f: Fragments, work: Work, share: Share, count,
-        scale: KeyScale, of_tile, factor, warp, lane, keys: Cursor,
+        scale: KeyScale, factor, warp, lane, keys: Cursor,
     ) -> Cursor:  # fmt: skip
         """Sums over the keys that a warpgroup's queries see, of which there are some. The place in
         the ring of values is a tile behind."""
         first = share.seen + (warp % 4 * 16 + lane // 4 if ctx.tiles.is_causal else 0)
         middle = cutlass.max(cutlass.min(share.full, share.count), 1)
+        if cutlass.const_expr(self.has_mask):
+            middle = Int32(1)
         middle = cute.arch.make_warp_uniform(middle)
         # ---- first tile ----
+        of_tile = times(factor, scale.load(self.key_scales))
         ctx.pipes.keys.wait(keys)
         warpgroup.fence()
         self._issue_scores(f, keys.stage)
         scale = scale.next(count > 1)
-        ahead = scale.load()
+        ahead = scale.load(self.key_scales)
         warpgroup.wait_group(0)
-        ctx.pipes.keys.release(keys, lane)
-        limits = self._limits(ctx, work, first, Int32(0))
-        if share.full > 0:
-            self._raise_maxima(f, of_tile, limits, lane, False)
-            weigh(f.scores, f.state, of_tile, range(COLUMN_GROUPS), False)
+        self._take_scores(ctx, f, keys, lane)
+        seen = self._seen(ctx, work, first, Int32(0), warp, lane)
+        if cutlass.const_expr(self.has_mask):
+            self._start(f, of_tile, seen, lane, True)
         else:
-            self._raise_maxima(f, of_tile, limits, lane, True)
-            weigh(f.scores, f.state, of_tile, range(COLUMN_GROUPS), True)
-        encode(f.scores, f.codes)
+            if share.full > 0:
+                self._start(f, of_tile, seen, lane, False)
+            else:
+                self._start(f, of_tile, seen, lane, True)
+        self._encode(f)
         values, keys = keys, ctx.pipes.keys.next(keys)
         # ---- tiles that all queries see whole, then the others ----
-        for tile in cutlass.range(1, middle, unroll=1):
-            of_tile, scale = factor * ahead, scale.next(tile + 1 < count)
-            ahead = scale.load()
-            self._step(ctx, f, of_tile, (Int32(0), Int32(0)), lane, keys, values, False)
-            values, keys = keys, ctx.pipes.keys.next(keys)
+        if cutlass.const_expr(not self.has_mask):
+            for tile in cutlass.range(1, middle, unroll=1):
+                of_tile, scale = times(factor, ahead), scale.next(tile + 1 < count)
+                ahead = scale.load(self.key_scales)
+                seen = Seen((Int32(0), Int32(0)))
+                self._step(ctx, f, of_tile, seen, lane, keys, values, False)
+                values, keys = keys, ctx.pipes.keys.next(keys)
         for tile in cutlass.range(middle, count, unroll=1):
-            of_tile, scale = factor * ahead, scale.next(tile + 1 < count)
-            ahead = scale.load()
-            limits = self._limits(ctx, work, first, tile)
-            self._step(ctx, f, of_tile, limits, lane, keys, values, True)
+            of_tile, scale = times(factor, ahead), scale.next(tile + 1 < count)
+            ahead = scale.load(self.key_scales)
+            seen = self._seen(ctx, work, first, tile, warp, lane)
+            self._step(ctx, f, of_tile, seen, lane, keys, values, True)
             values, keys = keys, ctx.pipes.keys.next(keys)
         # ---- values of the last tile ----
         ctx.pipes.values.wait(values)
@@ -184,7 +212,7 @@ class Consumers:
 
     @cute.jit
     def _step(
-        self, ctx: AttentionContext, f: Fragments, factor, limits, lane, keys: Cursor,
+        self, ctx: AttentionContext, f: Fragments, factor, seen: Seen, lane, keys: Cursor,
         values: Cursor, is_masked: cutlass.Constexpr,
     ):  # fmt: skip
         """The weighted values of the tile before, then the weights of a tile."""
@@ -195,51 +223,103 @@ class Consumers:
             await_turn(group)
         warpgroup.fence()
         self._issue_values(f, values.stage)
-        if cutlass.const_expr(not self.shares_registers):
+        if cutlass.const_expr(not self.is_serial):
             self._issue_scores(f, keys.stage)
             if cutlass.const_expr(self.turn == "products"):
                 pass_turn(group)
-        warpgroup.wait_group(0 if self.shares_registers else 1)
+        warpgroup.wait_group(0 if self.is_serial else 1)
         ctx.pipes.values.release(values, lane)
         self._add_tile(f)
-        if cutlass.const_expr(self.shares_registers):
+        if cutlass.const_expr(self.is_serial):
             warpgroup.fence()
             self._issue_scores(f, keys.stage)
             if cutlass.const_expr(self.turn == "products"):
                 pass_turn(group)
         warpgroup.wait_group(0)
-        ctx.pipes.keys.release(keys, lane)
-        self._raise_maxima(f, factor, limits, lane, is_masked)
+        self._take_scores(ctx, f, keys, lane)
+        self._raise_maxima(f, factor, seen, lane, is_masked)
         if cutlass.const_expr(self.turn == "weights"):
-            await_turn(group)
-            # The next step's wait, here a branch: the assembler would move weights before the turn.
+            await_turn(group, [f.state.decay[r] for r in range(2)])
+            # The next step's wait, here a branch: the assembler would move weights before the turn,
+            # and the end of the turn behind the weights that follow it.
             ctx.pipes.values.wait(keys)
-            weigh(f.scores, f.state, factor, range(PASSED), is_masked)
+            self._weigh(f, factor, range(PASSED), is_masked)
             weights = by_row(cute.recast_tensor(f.scores, Float32))
             pass_turn(group, [weights[r, 1, PASSED - 1] for r in range(2)])
-            weigh(f.scores, f.state, factor, range(PASSED, COLUMN_GROUPS), is_masked)
+            ctx.pipes.values.wait(keys)
+            self._weigh(f, factor, range(PASSED, COLUMN_GROUPS), is_masked)
         else:
-            weigh(f.scores, f.state, factor, range(COLUMN_GROUPS), is_masked)
-        encode(f.scores, f.codes)
+            self._weigh(f, factor, range(COLUMN_GROUPS), is_masked)
+        self._encode(f)
 
     @cute.jit
-    def _raise_maxima(self, f: Fragments, factor, limits, lane, is_masked: cutlass.Constexpr):
+    def _encode(self, f: Fragments):
+        """Codes of a tile's weights."""
+        encode(f.scores, f.codes)
+        if cutlass.const_expr(self.is_fp16):
+            # They take half of the weights' registers, which the next product would keep.
+            f.scores.fill(0)
+
+    @cute.jit
+    def _take_scores(self, ctx: AttentionContext, f: Fragments, keys: Cursor, lane):
+        """Release a tile of keys whose scores are there, which get the scales of keys that have one
+        each."""
+        if cutlass.const_expr(self.plan.key_scales > 0):
+            rows = by_row(f.scores)
+            pairs = cute.make_tensor(
+                ctx.smem.key_scales[None, keys.stage].iterator + lane % 4 * 2,
+                cute.make_layout((2, COLUMN_GROUPS), stride=(1, 8)),
+            )
+            for j in cutlass.range_constexpr(COLUMN_GROUPS):
+                for c in cutlass.range_constexpr(2):
+                    scale = pairs[c, j]
+                    for r in cutlass.range_constexpr(2):
+                        rows[r, c, j] = rows[r, c, j] * scale
+        ctx.pipes.keys.release(keys, lane)
+
+    @cute.jit
+    def _start(self, f: Fragments, factor, seen: Seen, lane, is_masked: cutlass.Constexpr):
+        """Weights of the first tile."""
+        self._raise_maxima(f, factor, seen, lane, is_masked)
+        self._weigh(f, factor, range(COLUMN_GROUPS), is_masked)
+
+    def _scores(self, f: Fragments, factor):
+        """Scores, and the factors on them; a mask was added to scores that are scaled."""
+        if not self.has_mask:
+            return f.scores, factor
+        return cute.recast_tensor(f.scores, Float32), ((Float32(1.0),),) * 2
+
+    def _weigh(self, f: Fragments, factor, columns: range, is_masked: bool) -> None:
+        """Weights of some groups of columns."""
+        scores, factor = self._scores(f, factor)
+        weigh(scores, f.state, factor, columns, is_masked)
+
+    @cute.jit
+    def _raise_maxima(self, f: Fragments, factor, seen: Seen, lane, is_masked: cutlass.Constexpr):
         """Maxima with a tile's scores; sums that no later product is added to follow them."""
-        if cutlass.const_expr(is_masked):
-            hide_unseen(f.scores, limits, lane)
-        raise_maxima(f.scores, f.state, factor, is_masked)
+        if cutlass.const_expr(self.has_mask):
+            apply_mask(f.scores, seen.mask, seen.rows, factor, seen.limits, seen.tile, lane)
+        elif cutlass.const_expr(is_masked):
+            hide_unseen(f.scores, seen.limits, lane)
+        scores, factor = self._scores(f, factor)
+        raise_maxima(scores, f.state, factor, self.offset, is_masked)
         if cutlass.const_expr(not self.has_two_levels):
             self._scale(f)
 
-    def _limits(self, ctx: AttentionContext, work: Work, first, tile):
+    def _seen(self, ctx: AttentionContext, work: Work, first, tile, warp, lane) -> Seen:
         """Keys of a tile that each of this thread's two rows sees."""
         step = 8 if ctx.tiles.is_causal else 0
         before = tile * TILE_KEYS
-        return tuple(cutlass.min(first + step * r, work.keys) - before for r in range(2))
+        limits = tuple(cutlass.min(first + step * r, work.keys) - before for r in range(2))
+        if not self.has_mask:
+            return Seen(limits)
+        mask = ctx.operands.attn_mask
+        rows = MaskRows.of(ctx.operands, work, warp * 16 + lane // 4)
+        return Seen(limits, mask, rows, tile)
 
     def _issue_scores(self, f: Fragments, stage) -> None:
         """S = Q K^T of a stage's keys."""
-        steps = range(self.plan.dim // K_STEP)
+        steps = range(self.plan.dim // K_STEPS[self.plan.qk])
         gemm(
             lambda: scores_mma(self.plan),
             f.scores,
@@ -253,33 +333,78 @@ class Consumers:
 
     def _issue_values(self, f: Fragments, stage) -> None:
         """T = P V of a stage's values."""
-        steps = range(TILE_KEYS // K_STEP)
+        steps = range(TILE_KEYS // K_STEPS[self.plan.pv])
         target, v = f.tile_sums, f.v[None, None, None, stage]
-        gemm(lambda: values_mma(self.plan), target, f.codes, v, steps, 0, not self.has_two_levels)
+        gemm(self._values_mma, target, f.codes, v, steps, 0, not self.has_two_levels)
         warpgroup.commit_group()
+
+    def _values_mma(self):
+        return values_mma(self.plan, self.mma_sums)
 
     @cute.jit
     def _add_tile(self, f: Fragments):
         """O with the last tile whose values were weighted."""
         if cutlass.const_expr(self.has_two_levels):
-            sums, tile_sums, decay = by_row(f.sums), by_row(f.tile_sums), f.state.decay
+            sums, tile_sums, decay = by_row(f.sums), Sums(f.tile_sums), f.state.decay
             for j in cutlass.range_constexpr(cute.size(sums, mode=[2])):
                 for r in cutlass.range_constexpr(2):
+                    added = tile_sums.pair(r, j)
                     for c in cutlass.range_constexpr(2):
-                        sums[r, c, j] = cute.math.fma(sums[r, c, j], decay[r], tile_sums[r, c, j])
+                        sums[r, c, j] = cute.math.fma(sums[r, c, j], decay[r], added[c])
 
     @cute.jit
     def _scale(self, f: Fragments):
         """O relative to the maxima of the last tile."""
-        sums = by_row(f.sums)
-        for j in cutlass.range_constexpr(cute.size(sums, mode=[2])):
+        sums = Sums(f.sums)
+        for j in cutlass.range_constexpr(sums.groups):
             for r in cutlass.range_constexpr(2):
-                for c in cutlass.range_constexpr(2):
-                    sums[r, c, j] = sums[r, c, j] * f.state.decay[r]
+                sums.set_pair(r, j, [x * f.state.decay[r] for x in sums.pair(r, j)])
+
+
+class Sums:
+    """An accumulator by row and group of eight columns, of which a thread has a pair each.
+
+    One of fp16 is read and written by words: halves would be taken from its registers where the
+    product is issued, not where it is waited for.
+    """
+
+    def __init__(self, fragment: cute.Tensor):
+        self.is_half = fragment.element_type is Float16
+        self.rows = None if self.is_half else by_row(fragment)
+        self.words = cute.recast_tensor(fragment, Uint32) if self.is_half else None
+        self.groups = cute.size(fragment) // 4
+
+    def pair(self, r: int, j: int) -> list[Float32]:
+        """Two sums."""
+        if self.is_half:
+            return list(unpack_half(self.words[2 * j + r]))
+        return [self.rows[r, c, j] for c in range(2)]
+
+    def set_pair(self, r: int, j: int, values) -> None:
+        """Replace two sums."""
+        if self.is_half:
+            self.words[2 * j + r] = pack_half(*values)
+            return
+        for c in range(2):
+            self.rows[r, c, j] = values[c]
+
+    def wide(self) -> cute.Tensor:
+        """All of them as float32."""
+        if not self.is_half:
+            return self.rows
+        found = cute.make_rmem_tensor(
+            cute.make_layout((2, 2, self.groups), stride=(2, 1, 4)), Float32
+        )
+        for j in range(self.groups):
+            for r in range(2):
+                for c, x in enumerate(self.pair(r, j)):
+                    found[r, c, j] = x
+        return found
 
 
 class KeyScale(NamedTuple):
-    """Scales of the keys of a work tile: a thread's columns of a tile share one."""
+    """Scales of the keys of a work tile: a thread's columns of a tile share one, or each half of
+    them."""
 
     address: Int64
     stride: Int64
@@ -290,7 +415,7 @@ class KeyScale(NamedTuple):
         scale = operands.k_scale
         offset = Int64(work.batch) * scale.stride[0] + Int64(work.key_head) * scale.stride[1]
         offset += Int64(work.first_tile) * scale.stride[2]
-        if scale.shape[3] > 1:
+        if scale.shape[3] == 4:
             offset += lane % 4
         return KeyScale(address_of(scale, offset), Int64(scale.stride[2]) * 4)
 
@@ -299,20 +424,36 @@ class KeyScale(NamedTuple):
         step = cutlass.select_(exists, self.stride, Int64(0))
         return KeyScale(self.address + step, self.stride)
 
-    def load(self) -> Float32:
-        """Scale of the tile."""
-        return pointer_to(self.address, Float32, 4).load()
+    def load(self, count: int) -> tuple[Float32, ...]:
+        """So many scales of a tile; 1 of keys that have one each."""
+        if count == 0:
+            return (Float32(1.0),)
+        return tuple(pointer_to(self.address + 4 * i, Float32, 4).load() for i in range(count))
 
 
-def await_turn(group) -> None:
-    """Wait for the warpgroup before."""
-    cute.arch.barrier(barrier_id=TURNS + group, number_of_threads=256)
+def times(of_rows, of_keys):
+    """Factors on scores: by row, then by the part of a tile's keys."""
+    return tuple(tuple(x * y for y in of_keys) for x in of_rows)
+
+
+def await_turn(group, weights=()) -> None:
+    """Wait for the warpgroup before, when some weights are there."""
+    own = when_there(group, weights)
+    cute.arch.barrier(barrier_id=TURNS + own, number_of_threads=256)
 
 
 def pass_turn(group, weights=()) -> None:
     """Let the next warpgroup have its turn, when some weights are there."""
     after = cutlass.select_(group == GROUPS - 1, Int32(0), group + 1)
-    for weight in weights:
-        # None is negative, which the assembler does not know: it would pass the turn before them.
-        after = cutlass.select_(weight < 0.0, after + Int32(8), after)
+    after = when_there(after, weights)
     cute.arch.barrier_arrive(barrier_id=TURNS + after, number_of_threads=256)
+
+
+def when_there(group, values):
+    """A number of a warpgroup that is known when some float32 values are."""
+    for value in values:
+        # No arithmetic has such a NaN, which the assembler does not know: it would move a turn
+        # before them.
+        is_none = value.bitcast(Int32) == NO_RESULT
+        group = cutlass.select_(is_none, group + Int32(8), group)
+    return group

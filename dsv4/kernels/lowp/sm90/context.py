@@ -13,13 +13,19 @@ from cutlass.memory import SmemAllocator
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
-from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, TILE_KEYS, WORK_WORDS, AttentionPlan
+from dsv4.kernels.lowp.plan import (
+    GROUP_QUERIES,
+    GROUPS,
+    TILE_KEYS,
+    WORK_WORDS,
+    AttentionPlan,
+)
 from dsv4.kernels.lowp.sm90.work import Operands, WorkTiles
 
 DTYPES = {"int8": cutlass.Int8, "fp8": cutlass.Float8E4M3FN}
 SCORES = {"int8": cutlass.Int32, "fp8": cutlass.Float32}
-VALUES = cutlass.Float8E4M3FN
-K_MAJOR = OperandMajorMode.K
+VALUES = {"fp8": cutlass.Float8E4M3FN, "fp16": cutlass.Float16}
+K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,10 @@ class Smem:
     rows_start: cute.Pointer  # of queries as they are, swizzled [row, channel] of 64 channels
     keys_start: cute.Pointer
     values_start: cute.Pointer
+    maxima: cute.Tensor  # [warp]
+    key_scales: cute.Tensor | None  # [key, stage]
     works: cute.Tensor  # [word, parity]
     value_scales: cute.Tensor  # [channel, parity]
-    maxima: cute.Tensor  # [warp]
 
 
 @dataclass(frozen=True)
@@ -61,10 +68,13 @@ def allocate(plan: AttentionPlan) -> tuple[Smem, Pipelines]:
     """Shared memory of a CTA: its views, and the mbarriers in it."""
     storage = SmemAllocator().allocate(storage_struct(plan.smem))
     rows, _ = operand_atoms(DTYPES[plan.qk], plan.dim)
-    columns, _ = operand_atoms(VALUES, SPAN_BYTES)
+    columns, fp16_columns = operand_atoms(VALUES[plan.pv], SPAN_BYTES)
     q = cute.tile_to_shape(rows, (GROUP_QUERIES, plan.dim, GROUPS), order=(0, 1, 2))
     k = cute.tile_to_shape(rows, (TILE_KEYS, plan.dim, plan.stages), order=(0, 1, 2))
-    v = cute.tile_to_shape(columns, (plan.dim, TILE_KEYS, plan.stages), order=(0, 1, 2))
+    if plan.pv == "fp8":
+        v = cute.tile_to_shape(columns, (plan.dim, TILE_KEYS, plan.stages), order=(0, 1, 2))
+    else:
+        v = cute.tile_to_shape(fp16_columns, (plan.dim, TILE_KEYS, plan.stages), order=(1, 0, 2))
     smem = Smem(
         queries=storage.queries.get_tensor(q.outer, swizzle=q.inner),
         keys=storage.keys.get_tensor(k.outer, swizzle=k.inner),
@@ -73,11 +83,16 @@ def allocate(plan: AttentionPlan) -> tuple[Smem, Pipelines]:
         rows_start=storage.rows.data_ptr(),
         keys_start=storage.keys.data_ptr(),
         values_start=storage.values.data_ptr(),
-        works=storage.works.get_tensor(cute.make_layout((WORK_WORDS, 2))),
-        value_scales=storage.value_scales.get_tensor(cute.make_layout((plan.dim, 2))),
         maxima=storage.maxima.get_tensor(cute.make_layout(plan.smem["maxima"].count)),
+        key_scales=storage.key_scales.get_tensor(cute.make_layout((plan.key_scales, plan.stages)))
+        if plan.key_scales
+        else None,
+        works=storage.works.get_tensor(cute.make_layout((WORK_WORDS, 2))),
+        value_scales=storage.value_scales.get_tensor(
+            cute.make_layout((plan.scaled_channels or 1, 2))
+        ),
     )
-    names = ("queries", "keys", "values")
+    names = [edge.name for edge in plan.barriers.edges]
     pipes = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
     return smem, Pipelines(**pipes)
 
@@ -90,8 +105,17 @@ def scores_mma(plan: AttentionPlan):
     return cute.make_tiled_mma(op(dtype, dtype, sums, shape, source, major, major))
 
 
-def values_mma(plan: AttentionPlan):
-    """wgmma of weights in registers with a tile of values."""
-    shape, source, major = (GROUP_QUERIES, plan.dim, 32), warpgroup.OperandSource.RMEM, K_MAJOR
-    op = warpgroup.MmaF8Op(VALUES, VALUES, cutlass.Float32, shape, source, major, major)
+def values_mma(plan: AttentionPlan, sums=cutlass.Float32):
+    """wgmma of weights in registers with a tile of values.
+
+    Args:
+        sums: dtype of the accumulators.
+    """
+    dtype, source = VALUES[plan.pv], warpgroup.OperandSource.RMEM
+    if plan.pv == "fp8":
+        shape = (GROUP_QUERIES, plan.dim, 32)
+        op = warpgroup.MmaF8Op(dtype, dtype, sums, shape, source, K_MAJOR, K_MAJOR)
+    else:
+        shape = (GROUP_QUERIES, plan.dim, 16)
+        op = warpgroup.MmaF16BF16Op(dtype, sums, shape, source, K_MAJOR, MN_MAJOR)
     return cute.make_tiled_mma(op)

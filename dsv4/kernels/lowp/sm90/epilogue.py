@@ -9,7 +9,6 @@ from dsv4.kernels.kit.epilogue import quad_transpose
 from dsv4.kernels.kit.reduce import quad_sum
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 from dsv4.kernels.kit.vectors import pointer_to
-from dsv4.kernels.kit.wgmma import by_row
 from dsv4.kernels.lowp.config import LOG2E, QuantizedAttentionConfig
 from dsv4.kernels.lowp.plan import AttentionPlan
 from dsv4.kernels.lowp.sm90.context import AttentionContext
@@ -29,7 +28,11 @@ class Epilogue:
 
     @cute.jit
     def store(self, ctx: AttentionContext, sums: cute.Tensor, state: RowState, warp, lane, parity):
-        """Write a work tile's rows; 0 and -inf of a row without keys."""
+        """Write a work tile's rows; 0 and -inf of a row without keys.
+
+        Args:
+            sums: [row of the thread, column of a pair, group of eight columns] float32.
+        """
         operands, work = ctx.operands, Work.load(ctx.smem.works[None, parity])
         scales = ctx.smem.value_scales[None, parity]
         inverse = cute.make_rmem_tensor(2, Float32)
@@ -49,23 +52,21 @@ class Epilogue:
     ):
         """Scale, round and write 16 bytes at a time."""
         out, dim = operands.out, self.config.head_dim
-        rows, dtype, quad = by_row(sums), operands.out.element_type, lane % 4
-        sequence = cutlass.min(work.sequence, Int32(operands.v_scale.shape[0]) - 1)
+        dtype, quad = operands.out.element_type, lane % 4
+        sequence = cutlass.min(work.sequence, Int32(operands.vm.shape[0]) - 1)
         targets = [
             row_of(out, work.batch, work.head, work.first_row + row + 8 * r) for r in range(2)
         ]
         for first in cutlass.range_constexpr(0, self.plan.dim // 8, TOGETHER):
             if cutlass.const_expr(first * 8 < dim):
-                factors = [
-                    [scales[(first + j) * 8 + quad * 2 + c] for c in range(2)]
-                    for j in range(TOGETHER)
-                ]
+                factors = self._factors(scales, first, quad)
                 means = self._means(operands, work, sequence, first, quad)
                 for r in cutlass.range_constexpr(2):
                     values = cute.make_rmem_tensor(2 * TOGETHER, dtype)
                     for j in cutlass.range_constexpr(TOGETHER):
                         for c in cutlass.range_constexpr(2):
-                            value = rows[r, c, first + j] * inverse[r] * factors[j][c]
+                            value = sums[r, c, first + j] * inverse[r]
+                            value = value * factors[j][c]
                             if cutlass.const_expr(self.config.smooth_v):
                                 has_keys = state.total[r] != 0.0
                                 mean = cutlass.select_(has_keys, means[j][c], Float32(0.0))
@@ -79,6 +80,12 @@ class Epilogue:
                         cute.autovec_copy(
                             values, cute.make_tensor(target, cute.make_layout(VECTOR))
                         )
+
+    def _factors(self, scales: cute.Tensor, first: int, quad):
+        """Scales of the channels of some column groups."""
+        if self.config.pv == "fp16":
+            return [[Float32(1.0)] * 2] * TOGETHER
+        return [[scales[(first + j) * 8 + quad * 2 + c] for c in range(2)] for j in range(TOGETHER)]
 
     @cute.jit
     def _means(self, operands: Operands, work: Work, sequence, first: cutlass.Constexpr, quad):

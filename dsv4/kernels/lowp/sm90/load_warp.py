@@ -49,15 +49,16 @@ def make_key_map(plan: cutlass.Constexpr, k_codes: cute.Tensor):
 
 @cute.jit
 def make_value_map(v_codes: cute.Tensor):
-    """TMA descriptor of values [b, Hk, tiles, d, keys] as (key, channel, tile, head, batch)."""
-    batch, heads, tiles, dim, keys = v_codes.shape
-    strides = [Int64(v_codes.stride[i]) // VECTOR_BYTES for i in (3, 2, 1, 0)]
+    """TMA descriptor of values [b, Hk, tiles, d, keys] as (key, channel, tile, head, batch), a tile
+    a box; of fp16, [b, Hk, tiles, keys, d], as (channel, key, ..), a box of 64 channels."""
+    batch, heads, tiles, rows, columns = v_codes.shape
+    units = VECTOR_BYTES * 8 // v_codes.element_type.width
     return create_tensor_map_tiled(
         v_codes.iterator.toint(),
         v_codes.element_type,
-        [keys, dim, cutlass.max(Int32(tiles), 1), Int32(heads), Int32(batch)],
-        strides,
-        [keys, dim, 1, 1, 1],
+        [columns, rows, cutlass.max(Int32(tiles), 1), Int32(heads), Int32(batch)],
+        [Int64(v_codes.stride[i]) // units for i in (3, 2, 1, 0)],
+        [SPAN_BYTES * 8 // v_codes.element_type.width, rows, 1, 1, 1],
         swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
         l2_promotion=TensorMapL2Promotion.none,
     )
@@ -77,16 +78,23 @@ class LoadWarp:
             prefetch_descriptors((query_map, key_map, value_map))
             parity, index = Int32(0), Int32(cute.arch.block_idx()[0])
             stop = ctx.tiles.count(ctx.operands)
-            while index < stop:
+            if index < stop:
                 work = ctx.tiles.find(ctx.operands, index)
                 self._load_queries(ctx, query_map, work, parity)
+            while index < stop:
+                work = ctx.tiles.find(ctx.operands, index)
+                index += cute.arch.grid_dim()[0]
+                parity ^= 1
+                # When a ring has gone round these queries are coded, and there is room for others.
+                ahead = cutlass.min(work.count, self.plan.stages + 1)
                 for tile in cutlass.range(work.count + 1, unroll=1):
+                    if tile == ahead and index < stop:
+                        following = ctx.tiles.find(ctx.operands, index)
+                        self._load_queries(ctx, query_map, following, parity)
                     if tile < work.count:
                         keys = self._load_keys(ctx, key_map, work, tile, keys)
                     if tile > 0:
                         values = self._load_values(ctx, value_map, work, tile - 1, values)
-                parity ^= 1
-                index += cute.arch.grid_dim()[0]
 
     @cute.jit
     def _load_queries(self, ctx: AttentionContext, query_map, work: Work, parity):
@@ -99,23 +107,31 @@ class LoadWarp:
             target = smem.rows_start + i * (self.plan.span_bytes // 2)
             place = [i * SPAN, work.first_row, work.head, work.batch]
             tma_load(query_map, target, place, pipe.full)
-        # Rows behind the last sequence are nobody's.
-        sequence = cutlass.min(work.sequence, Int32(scales.shape[0]) - 1)
-        source = scales.iterator + Int64(sequence) * scales.stride[0]
-        source = source + Int64(work.key_head) * scales.stride[1]
-        target = smem.value_scales[None, parity].iterator
-        bulk_load(source, target, 4 * self.plan.dim, pipe.full)
+        if cutlass.const_expr(self.plan.scaled_channels > 0):
+            # Rows behind the last sequence are nobody's.
+            sequence = cutlass.min(work.sequence, Int32(scales.shape[0]) - 1)
+            source = scales.iterator + Int64(sequence) * scales.stride[0]
+            source = source + Int64(work.key_head) * scales.stride[1]
+            target = smem.value_scales[None, parity].iterator
+            bulk_load(source, target, 4 * self.plan.dim, pipe.full)
 
     @cute.jit
     def _load_keys(self, ctx: AttentionContext, key_map, work: Work, tile, cursor: Cursor):
         """Load a tile of keys, and whatever rows follow the last."""
         ring = ctx.pipes.keys
         ring.acquire(cursor)
-        ring.expect(cursor.stage, self.plan.tile_bytes)
+        ring.expect(cursor.stage, self.plan.keys_bytes)
         target = ctx.smem.keys_start + cursor.stage * self.plan.tile_bytes
         row = work.first_key + tile * TILE_KEYS
         place = [0, row, work.key_head, work.batch]
         tma_load(key_map, target, place, ring.at(cursor.stage).full)
+        if cutlass.const_expr(self.plan.key_scales > 0):
+            scales = ctx.operands.k_scale
+            source = scales.iterator + Int64(work.batch) * scales.stride[0]
+            source = source + Int64(work.key_head) * scales.stride[1]
+            source = source + Int64(work.first_tile + tile) * scales.stride[2]
+            target = ctx.smem.key_scales[None, cursor.stage].iterator
+            bulk_load(source, target, 4 * self.plan.key_scales, ring.at(cursor.stage).full)
         return ring.next(cursor)
 
     @cute.jit
@@ -123,8 +139,11 @@ class LoadWarp:
         """Load a tile of values."""
         ring = ctx.pipes.values
         ring.acquire(cursor)
-        ring.expect(cursor.stage, self.plan.tile_bytes)
-        target = ctx.smem.values_start + cursor.stage * self.plan.tile_bytes
-        place = [0, 0, work.first_tile + tile, work.key_head, work.batch]
-        tma_load(value_map, target, place, ring.at(cursor.stage).full)
+        ring.expect(cursor.stage, self.plan.value_bytes)
+        start = ctx.smem.values_start + cursor.stage * (TILE_KEYS * self.plan.dim)
+        boxes = 1 if self.plan.pv == "fp8" else self.plan.dim // SPAN
+        for i in cutlass.range_constexpr(boxes):
+            place = [i * SPAN, 0, work.first_tile + tile, work.key_head, work.batch]
+            target = start + i * (TILE_KEYS * SPAN)
+            tma_load(value_map, target, place, ring.at(cursor.stage).full)
         return ring.next(cursor)

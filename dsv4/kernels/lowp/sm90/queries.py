@@ -1,7 +1,8 @@
 """Queries of a work tile: coded by the warps that multiply them, bit for bit as in torch.
 
 A quad of lanes has two rows, 8 apart, of a warp's 16: the ones whose scores it will hold. Per
-thread, that is a group of queries which share a scale, and the scale never leaves the registers.
+thread, that is a group of queries which share a scale, and the scale never leaves the registers;
+per row, each has its own.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from cutlass import Float32, Uint32, cute
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
-from dsv4.kernels.lowp.plan import GROUP_QUERIES, SPAN, TILE_QUERIES, AttentionPlan
-from dsv4.kernels.lowp.rounding import Int8Scale, abs_of, fmax_nan, pack_int8
+from dsv4.kernels.lowp.plan import SPAN, TILE_QUERIES, AttentionPlan
+from dsv4.kernels.lowp.rounding import abs_of, across_lanes, fmax_nan, row_scale
 from dsv4.kernels.lowp.sm90.context import AttentionContext
-from dsv4.kernels.lowp.sm90.work import Work
 
-CHUNK = VECTOR_BYTES  # channels whose codes are one vector
-VECTOR = VECTOR_BYTES // 2  # channels of one load
+VECTOR = VECTOR_BYTES // 2  # channels of a load
+SPAN_VECTORS = SPAN // VECTOR
+LANES, ROWS = 4, 2  # of a quad
 BARRIER = 4  # named barrier of the first warpgroup's queries; those of the others follow
 
 
@@ -28,70 +29,39 @@ class Queries:
     def __init__(self, config: QuantizedAttentionConfig, plan: AttentionPlan):
         self.config = config
         self.plan = plan
-        self.scale = Int8Scale(config.quantizer, not config.folds_scale)
-        self.chunks = plan.dim // CHUNK // 4  # of a lane in each of its rows
+        self.scale = row_scale(config)
+        self.has_rows_apart = config.qk_quant_gran == "per_row"
 
     @cute.jit
-    def take(self, ctx: AttentionContext, work: Work, warp, lane) -> Float32:
-        """Code a warpgroup's queries into shared memory, and release them; the scale of this
+    def take(self, ctx: AttentionContext, rows, warp, lane):
+        """Code a warpgroup's queries into shared memory, and release them; the scales of this
         thread's rows, times the factor on scores."""
-        group = warp // 4
-        values = self._load(ctx, work, warp, lane)
-        factor = ctx.operands.factor.bitcast(Float32)
-        if cutlass.const_expr(self.config.folds_scale):
-            for i in cutlass.range_constexpr(cute.size(values)):
-                values[i] = values[i] * factor
-        magnitudes = [abs_of(values[i]) for i in range(cute.size(values))]
-        amax = self._amax(ctx, tree(fmax_nan, magnitudes), warp, lane)
-        # What the largest of all values is known from has been read.
-        ctx.pipes.queries.release(lane)
-        scale = self._encode(values, amax)
+        group, row = warp // 4, warp * 16 + lane // 4
+        part = lane % LANES
+        amax = [across_lanes(fmax_nan, x, LANES) for x in self._amax(ctx, row, rows, part)]
+        if cutlass.const_expr(not self.has_rows_apart):
+            amax = [self._of_group(ctx, fmax_nan(*amax), warp, lane)] * 2
+        found = [self.scale.of(x) for x in amax]
         # All warps' products with the queries before are over: PTX does not say that a warp's part
         # of a product reads that warp's rows alone.
         sync(group)
-        self._store(ctx, values, warp, lane)
+        self._store(ctx, row, rows, part, found)
+        ctx.pipes.queries.release(lane)
         # wgmma reads through the async proxy.
         cute.arch.fence_view_async_shared()
         sync(group)
         if cutlass.const_expr(self.config.folds_scale):
-            return scale
-        return scale * factor
+            return tuple(x[0] for x in found)
+        return tuple(x[0] * ctx.operands.factor.bitcast(Float32) for x in found)
 
     @cute.jit
-    def _load(self, ctx: AttentionContext, work: Work, warp, lane):
-        """This lane's channels of its two rows as float32, zeros where there are none."""
-        dtype = ctx.operands.q.element_type
-        values = cute.make_rmem_tensor((CHUNK, self.chunks, 2), Float32)
-        for r in cutlass.range_constexpr(2):
-            row = warp * 16 + lane // 4 + 8 * r
-            for i in cutlass.range_constexpr(self.chunks):
-                for half in cutlass.range_constexpr(CHUNK // VECTOR):
-                    # The row in eight permutes the vectors of a span.
-                    vector = (lane % 4 * (CHUNK // VECTOR) + half) ^ (row % 8)
-                    offset = (i * TILE_QUERIES + row) * SPAN + vector * VECTOR
-                    source = cute.recast_ptr(
-                        ctx.smem.rows_start + cute.assume(offset, divby=VECTOR), dtype=dtype
-                    )
-                    loaded = cute.make_rmem_tensor(VECTOR, dtype)
-                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), loaded)
-                    for j in cutlass.range_constexpr(VECTOR):
-                        value = loaded[j].to(Float32)
-                        if cutlass.const_expr(self.config.is_varlen):
-                            # Rows of the next sequence.
-                            value = cutlass.select_(row < work.rows, value, Float32(0.0))
-                        values[half * VECTOR + j, i, r] = value
-        return values
-
-    @cute.jit
-    def _amax(self, ctx: AttentionContext, amax: Float32, warp, lane) -> Float32:
-        """Largest magnitude of the group of queries that this thread's rows belong to."""
+    def _of_group(self, ctx: AttentionContext, amax: Float32, warp, lane) -> Float32:
+        """Largest magnitude of the queries that share a scale."""
         granularity, maxima = self.config.qk_quant_gran, ctx.smem.maxima
-        for offset in cutlass.range_constexpr(2):
-            amax = fmax_nan(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << offset))
         if cutlass.const_expr(granularity != "per_thread"):
             for offset in cutlass.range_constexpr(2, 5):
                 amax = fmax_nan(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << offset))
-        if cutlass.const_expr(granularity == "per_block"):
+        if cutlass.const_expr(granularity in ("per_block", "per_64")):
             if lane == 0:
                 maxima[warp] = amax
             sync(warp // 4)
@@ -101,31 +71,61 @@ class Queries:
         return amax
 
     @cute.jit
-    def _encode(self, values: cute.Tensor, amax: Float32) -> Float32:
-        """Replace values by numbers whose integer parts are the codes; their scale."""
-        scale, divisor, inverse = self.scale.of(amax)
-        for i in cutlass.range_constexpr(cute.size(values)):
-            values[i] = self.scale.code(values[i], divisor, inverse)
-        return scale
+    def _amax(self, ctx: AttentionContext, row, rows, part) -> tuple[Float32, Float32]:
+        """Largest magnitude of each of a lane's rows."""
+        first, second = Float32(0.0), Float32(0.0)
+        for i in cutlass.range_constexpr(self.plan.dim // VECTOR // LANES):
+            vector = i // 2 * (2 * LANES) + part * 2 + i % 2
+            values = [self._load(ctx, row + 8 * r, rows, vector) for r in range(ROWS)]
+            found = [[abs_of(x[j]) for j in range(VECTOR)] for x in values]
+            first = tree(fmax_nan, [first, *found[0]])
+            second = tree(fmax_nan, [second, *found[1]])
+        return first, second
 
     @cute.jit
-    def _store(self, ctx: AttentionContext, values: cute.Tensor, warp, lane):
-        """Write a lane's codes where the product reads them."""
+    def _store(self, ctx: AttentionContext, row, rows, part, scales):
+        """Write the codes of a lane's rows where the product reads them."""
         dim = self.plan.dim
-        for r in cutlass.range_constexpr(2):
-            row = warp % 4 * 16 + lane // 4 + 8 * r
-            # Spans of 128 bytes are permuted by the row in eight, spans of 64 by the pair of rows.
-            turn = row % 8 if dim == 128 else row // 2 % 4
-            for i in cutlass.range_constexpr(self.chunks):
-                chunk = (lane % 4 + 4 * i) ^ turn
-                offset = (warp // 4 * GROUP_QUERIES + row) * dim + chunk * CHUNK
+        # Spans of 128 bytes are permuted by the row in eight, spans of 64 by the pair of rows.
+        turn = row % 8 if dim == 128 else row // 2 % 4
+        for i in cutlass.range_constexpr(dim // VECTOR // LANES):
+            vector = i // 2 * (2 * LANES) + part * 2 + i % 2
+            place = ((vector // 2) ^ turn) * VECTOR_BYTES + vector % 2 * VECTOR
+            for r in cutlass.range_constexpr(ROWS):
+                _, divisor, inverse = scales[r]
+                values = self._load(ctx, row + 8 * r, rows, vector)
+                codes = [self.scale.code(values[j], divisor, inverse) for j in range(VECTOR)]
+                offset = (row + 8 * r) * dim + place
                 target = cute.recast_ptr(
-                    ctx.smem.queries_start + cute.assume(offset, divby=CHUNK), dtype=Uint32
+                    ctx.smem.queries_start + cute.assume(offset, divby=VECTOR), dtype=Uint32
                 )
-                words = cute.make_rmem_tensor(CHUNK // 4, Uint32)
-                for j in cutlass.range_constexpr(CHUNK // 4):
-                    words[j] = pack_int8(*(values[4 * j + k, i, r] for k in range(4)))
-                cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(CHUNK // 4)))
+                words = cute.make_rmem_tensor(VECTOR // 4, Uint32)
+                for j in cutlass.range_constexpr(VECTOR // 4):
+                    words[j] = self.scale.pack(codes[4 * j : 4 * j + 4])
+                cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(VECTOR // 4)))
+
+    @cute.jit
+    def _load(self, ctx: AttentionContext, row, rows, vector) -> cute.Tensor:
+        """Eight channels of a row as float32, zeros where there is none."""
+        dtype = ctx.operands.q.element_type
+        # The row in eight permutes the vectors of a span.
+        span, place = vector // SPAN_VECTORS, vector % SPAN_VECTORS ^ row % 8
+        offset = (span * TILE_QUERIES + row) * SPAN + place * VECTOR
+        source = cute.recast_ptr(
+            ctx.smem.rows_start + cute.assume(offset, divby=VECTOR), dtype=dtype
+        )
+        loaded = cute.make_rmem_tensor(VECTOR, dtype)
+        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), loaded)
+        values = cute.make_rmem_tensor(VECTOR, Float32)
+        for j in cutlass.range_constexpr(VECTOR):
+            value = loaded[j].to(Float32)
+            if cutlass.const_expr(self.config.is_varlen):
+                # Rows of the next sequence.
+                value = cutlass.select_(row < rows, value, Float32(0.0))
+            if cutlass.const_expr(self.config.folds_scale):
+                value = value * ctx.operands.factor.bitcast(Float32)
+            values[j] = value
+        return values
 
 
 def sync(group) -> None:

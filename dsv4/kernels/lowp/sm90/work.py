@@ -28,6 +28,7 @@ class Operands(NamedTuple):
     lse: cute.Tensor
     factor: Int32  # bits of the factor on scores
     section: Int32  # heads that pass a tile of queries together
+    attn_mask: cute.Tensor
 
 
 class Work(NamedTuple):
