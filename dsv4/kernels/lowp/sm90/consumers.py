@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float16, Float32, Int32, Int64, Uint32, cute
+from cutlass import Float16, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.kit.mbarrier import Cursor
@@ -25,12 +25,12 @@ from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.kit.wgmma import by_row, gemm
 from dsv4.kernels.lowp.config import P_OFFSET, QuantizedAttentionConfig
 from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, TILE_KEYS, AttentionPlan
-from dsv4.kernels.lowp.rounding import pack_half, unpack_half
 from dsv4.kernels.lowp.sm90.context import AttentionContext, scores_mma, values_mma
 from dsv4.kernels.lowp.sm90.epilogue import Epilogue
 from dsv4.kernels.lowp.sm90.mask import MaskRows, apply_mask
 from dsv4.kernels.lowp.sm90.queries import Queries
 from dsv4.kernels.lowp.sm90.softmax import RowState, encode, hide_unseen, raise_maxima, weigh
+from dsv4.kernels.lowp.sm90.sums import Sums
 from dsv4.kernels.lowp.sm90.work import Operands, Share, Work
 
 # Of a product, by format.
@@ -359,47 +359,6 @@ class Consumers:
         for j in cutlass.range_constexpr(sums.groups):
             for r in cutlass.range_constexpr(2):
                 sums.set_pair(r, j, [x * f.state.decay[r] for x in sums.pair(r, j)])
-
-
-class Sums:
-    """An accumulator by row and group of eight columns, of which a thread has a pair each.
-
-    One of fp16 is read and written by words: halves would be taken from its registers where the
-    product is issued, not where it is waited for.
-    """
-
-    def __init__(self, fragment: cute.Tensor):
-        self.is_half = fragment.element_type is Float16
-        self.rows = None if self.is_half else by_row(fragment)
-        self.words = cute.recast_tensor(fragment, Uint32) if self.is_half else None
-        self.groups = cute.size(fragment) // 4
-
-    def pair(self, r: int, j: int) -> list[Float32]:
-        """Two sums."""
-        if self.is_half:
-            return list(unpack_half(self.words[2 * j + r]))
-        return [self.rows[r, c, j] for c in range(2)]
-
-    def set_pair(self, r: int, j: int, values) -> None:
-        """Replace two sums."""
-        if self.is_half:
-            self.words[2 * j + r] = pack_half(*values)
-            return
-        for c in range(2):
-            self.rows[r, c, j] = values[c]
-
-    def wide(self) -> cute.Tensor:
-        """All of them as float32."""
-        if not self.is_half:
-            return self.rows
-        found = cute.make_rmem_tensor(
-            cute.make_layout((2, 2, self.groups), stride=(2, 1, 4)), Float32
-        )
-        for j in range(self.groups):
-            for r in range(2):
-                for c, x in enumerate(self.pair(r, j)):
-                    found[r, c, j] = x
-        return found
 
 
 class KeyScale(NamedTuple):
