@@ -55,7 +55,7 @@ class Fragments(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a thread's two rows see of a tile.
+    """Part of a tile that a thread's two rows see.
 
     Attributes:
         limits: keys, by row.
