@@ -49,7 +49,7 @@ def tilings(kernels: OpKernels, config: Fp8LinearConfig) -> tuple:
 
 
 def choose(kernels: OpKernels, config: Fp8LinearConfig, tokens: int) -> int:
-    return PLANS[kernels.target.arch].choose(kernels, config, tokens)
+    return PLANS[kernels.target.arch].choose(config, tokens, FEW_SMS)
 
 
 def run(
