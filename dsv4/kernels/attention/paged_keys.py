@@ -13,6 +13,7 @@ from cutlass import cute
 
 from dsv4.kernels.attention.key_span import BOTH_BRANCHES, KeySpan, tiles_of_split
 from dsv4.kernels.attention.mask import clamp_length
+from dsv4.kernels.kit.vectors import prefetch_l2
 
 LINE_WORDS = 32  # of a line of L2
 
@@ -43,9 +44,9 @@ class KeyPool(NamedTuple):
         """Bring the start of a token's list, and its length, into L2; a warp calls this."""
         column = lane * LINE_WORDS
         if column < self.indices.shape[1]:
-            _prefetch_l2(self.indices[token, None].iterator + column)
+            prefetch_l2((self.indices[token, None].iterator + column).toint())
         if lane == 0 and token < self.lens.shape[0]:
-            _prefetch_l2(self.lens.iterator + token)
+            prefetch_l2((self.lens.iterator + token).toint())
 
     @cute.jit
     def fetch(self, token, request, n, end):
@@ -204,7 +205,3 @@ class PagedKeys(NamedTuple):
         else:
             address, scales = self.compressed.addresses(word, first + row, entry)
         return address, scales
-
-
-def _prefetch_l2(pointer: cute.Pointer) -> None:
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[pointer.toint()])

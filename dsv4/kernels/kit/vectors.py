@@ -27,6 +27,11 @@ def vector_at(address: Int64, dtype: type, element: int | Int32, count: int = 8)
     return cute.make_tensor(pointer, cute.make_layout(count))
 
 
+def prefetch_l2(address: Int64) -> None:
+    """The calling thread asks for the line of an address to be brought into L2."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address])
+
+
 def in_registers(words: Sequence[Uint32]) -> cute.Tensor:
     """The words as a tensor."""
     tensor = cute.make_rmem_tensor(len(words), Uint32)

@@ -11,11 +11,18 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
 
 from dsv4.kernels.kit import quant
 from dsv4.kernels.kit.rms import inverse_rms_approx
-from dsv4.kernels.kit.vectors import address_of, in_registers, pointer_to, vector_at
+from dsv4.kernels.kit.vectors import (
+    address_of,
+    in_registers,
+    pointer_to,
+    prefetch_l2,
+    vector_at,
+)
 from dsv4.kernels.seam.config import GROUP, LANE_COLUMNS, STREAMS, WARP, SeamConfig
 from dsv4.kernels.seam.mixing import sigmoid
 
 PAIRS = LANE_COLUMNS // 2
+GROUP_LINES = 2  # of L2, of 128 bytes, that a group's columns of a stream take
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,24 @@ class Columns:
             cute.make_rmem_tensor((STREAMS, STREAMS + 1, tokens), Float32),
             cute.make_rmem_tensor(tokens, Int32),
         )
+
+    @cute.jit
+    def prefetch(self, operands: Operands, token, group, lane) -> None:
+        """Ask for a group's columns of a token's streams, and for their weights, to be brought into
+        L2, a line a lane: the weights of the sublayer in between have passed through L2."""
+        streams, lines = operands.streams, STREAMS * GROUP_LINES
+        at = Int64(token) * streams.stride[0] + lane // GROUP_LINES % STREAMS * Int64(
+            streams.stride[1]
+        )
+        at += group * GROUP + lane % GROUP_LINES * (GROUP // GROUP_LINES)
+        address = address_of(streams, at)
+        if cutlass.const_expr(self.config.expands):
+            for tensor in (operands.post, operands.comb):
+                weights = address_of(tensor, Int64(token) * tensor.stride[0])
+                address = cutlass.select_(lane == lines, weights, address)
+                lines += 1
+        if lane < lines:
+            prefetch_l2(address)
 
     @cute.jit
     def load(

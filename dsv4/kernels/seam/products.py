@@ -96,12 +96,14 @@ class Products:
         lane = cute.arch.lane_idx()
         place = Place(warp, lane, group, group * GROUP + lane * LANE_COLUMNS)
         buffers = self.allocate()
+        tokens = operands.x.shape[0]
+        first, step = part * TILE, cute.arch.grid_dim()[1] * TILE
         pdl.launch_dependents()
         # fn is no output of the launch before.
         weights = self.load_fn(fn, place)
+        if first + warp < tokens:
+            self.columns.prefetch(operands, first + warp, group, lane)
         pdl.wait_for_previous_launch()
-        tokens = operands.x.shape[0]
-        first, step = part * TILE, cute.arch.grid_dim()[1] * TILE
         live = tokens
         if cutlass.const_expr(self.config.top_k > 0):
             live = operands.counts[1]

@@ -189,6 +189,9 @@ class Seam:
         # The parameters are no outputs of the launch before.
         if place.warp < WARPS:
             self.load_fn(fn, buffers, place)
+            # These warps have the fewest tokens of a pass.
+            if place.set == self.tiling.sets - 1 and place.is_group:
+                self.prefetch(operands, place, pass_tokens)
         held = self.columns.load_parameters(operands)
         gains = cute.make_rmem_tensor(LANE_COLUMNS, Float32)
         gains.fill(0.0)
@@ -268,6 +271,15 @@ class Seam:
                         target = buffers.fn[None, place.lane, place.group, j, row]
                         cute.copy(copy_async(), source, target)
         cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def prefetch(self, operands: Operands, place: Place, pass_tokens: Int32) -> None:
+        """Ask for the streams of the first pass, in the warp's columns, to be brought into L2."""
+        first = cute.arch.block_idx()[0] // self.tiling.ranks * pass_tokens
+        end = cutlass.min(first + pass_tokens, operands.x.shape[0])
+        group = place.rank + place.group * self.tiling.ranks
+        for token in cutlass.range(first, end, unroll=1):
+            self.columns.prefetch(operands, token, group, place.lane)
 
     @cute.jit
     def run(
