@@ -120,9 +120,6 @@ BUGS: dict[str, Edit] = {
     "the best of other CTAs not waited for": at("SampleTokens.best_of_row")
     .call("cute.arch.cluster_wait")
     .delete(),
-    "logits read before the launch before is over": at("SampleTokens.kernel")
-    .call("pdl.wait_for_previous_launch")
-    .delete(),
     "counts before they are 0": at("Truncation.count").call("cute.arch.sync_threads").delete(),
     "counts of others overwritten": at("Truncation.cut").call("cute.arch.cluster_wait").delete(),
     "counts read before all have counted": at("Truncation.totals")
@@ -132,10 +129,6 @@ BUGS: dict[str, Edit] = {
     "sums of warps read before they are there": at("truncation:sums_before")
     .call("cute.arch.sync_threads")
     .delete(),
-    "an equal too many": at("Truncation.cut")
-    .expression("LAST_TOKEN - (value << shift)")
-    .replace("LAST_TOKEN - (value << shift) + 1"),
-    "a share rounded down": at("share_of").branch("Float64(found) < exact").delete(),
 }
 
 
