@@ -16,7 +16,9 @@ from dsv4.kernels.gemm.config import K_BLOCK, TERM_ROWS
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.pointers import pointer_at
 
+WARP = 32
 TEAM = 16  # lanes that share a group
+WARP_TEAMS = WARP // TEAM
 VECTOR = K_BLOCK // TEAM  # elements of a lane
 PAIRS = VECTOR // 2  # registers that hold them
 BATCH = 4  # loads of a thread under way
@@ -84,30 +86,36 @@ class QuantizeRows:
         thread = cute.arch.thread_idx()[0]
         lane, teams = thread % TEAM, self.threads // TEAM
         step = cute.arch.grid_dim()[0] * teams
-        first = cute.arch.block_idx()[0] * teams + thread // TEAM
+        # Of a warp, whose lanes shuffle together even where only one of its teams has a group.
+        first = cute.arch.block_idx()[0] * teams + thread // WARP * WARP_TEAMS
+        team = thread % WARP // TEAM
         groups = x.shape[0] * self.k_blocks
         pdl.launch_dependents()
         pdl.wait_for_previous_launch()
-        # Even numbers: both teams of a warp, whose lanes shuffle, have a group, or neither has.
         for start in cutlass.range(first, groups, step * BATCH, unroll=1):
             words = cute.make_rmem_tensor((PAIRS, BATCH), Uint32)
             words.fill(0)
             for i in cutlass.range_constexpr(BATCH):
-                group = start + i * step
+                group = start + team + i * step
                 if group < groups:
                     token, k_block = group // self.k_blocks, group % self.k_blocks
                     load_vectors(x, token, k_block, lane, words[None, i])
             for i in cutlass.range_constexpr(BATCH):
-                group = start + i * step
-                if group < groups:
+                group = start + team + i * step
+                if start + i * step < groups:
                     vectors, scale = term_vectors(words[None, i], self.terms)
-                    token, k_block = group // self.k_blocks, group % self.k_blocks
-                    for term in cutlass.range_constexpr(self.terms):
-                        row = Int64(code_row(token, term, self.terms))
-                        offset = row * codes.stride[0] + (k_block * K_BLOCK + lane * VECTOR)
-                        target = pointer_at(codes.iterator, offset, Uint32, align=VECTOR)
-                        words_of = cute.make_tensor(target, cute.make_layout(2))
-                        cute.autovec_copy(vectors[term], words_of)
-                    if lane == 0:
-                        offset = Int64(token) * scales.stride[0] + k_block
-                        pointer_at(scales.iterator, offset, Uint8, align=1).store(Uint8(scale))
+                    if group < groups:
+                        self._store(codes, scales, group, lane, vectors, scale)
+
+    @cute.jit
+    def _store(self, codes: cute.Tensor, scales: cute.Tensor, group, lane, vectors, scale):
+        """A lane's codes of a group, and the group's scale."""
+        token, k_block = group // self.k_blocks, group % self.k_blocks
+        for term in cutlass.range_constexpr(self.terms):
+            row = Int64(code_row(token, term, self.terms))
+            offset = row * codes.stride[0] + (k_block * K_BLOCK + lane * VECTOR)
+            target = pointer_at(codes.iterator, offset, Uint32, align=VECTOR)
+            cute.autovec_copy(vectors[term], cute.make_tensor(target, cute.make_layout(2)))
+        if lane == 0:
+            offset = Int64(token) * scales.stride[0] + k_block
+            pointer_at(scales.iterator, offset, Uint8, align=1).store(Uint8(scale))

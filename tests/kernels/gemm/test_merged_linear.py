@@ -104,7 +104,6 @@ def test_fp8_weights_give_the_bits_of_fp8_linear(target, kernels, seed) -> None:
         assert torch.equal(found, merged[f"out_{i}"])
 
 
-@pytest.mark.slow
 def test_a_token_has_the_same_bits_among_any_number(kernels, seed) -> None:
     inputs = Inputs.make(Case(67, 512, WEIGHTS), seed)
     together = run(kernels, inputs, choose(inputs.config, 67, FEW_SMS), seed)
