@@ -245,7 +245,7 @@ def test_more_than_2_31_elements() -> None:
     v[:, -1, -1] = 2.0**21
     out = quantized_attention(q, k, v)
     assert not out[:, :-1].any()
-    torch.testing.assert_close(out[:, -1].float(), torch.ones(128, 128, device="cuda"))
+    torch.testing.assert_close(out[0, -1].float(), torch.ones(128, 128, device="cuda"))
 
 
 def test_runs_agree_on_streams_of_their_own(device: Device, seed: int) -> None:

@@ -61,6 +61,12 @@ PLAIN_WIDE = {
     ("bar.warp", "release_to"): (4, PRODUCTS),
     ("bar.sync", "run"): (1, CLUSTER),
 }
+MERGED_WIDE = {
+    **GROUPED_WIDE,
+    **PLAIN_WIDE,
+    ("griddepcontrol.launch_dependents", "run"): (2, LAUNCH),
+    ("bar.sync", "run"): (2, CLUSTER),
+}
 COMPRESSOR = {
     ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
     ("griddepcontrol.wait", "run"): (1, FIRST),
@@ -75,6 +81,7 @@ KERNELS = {
     "grouped linear, resident": (partial(subjects.grouped, 11, 0), resident(1)),
     "grouped linear, streamed": (partial(subjects.grouped, 21, 1), streamed(1)),
     "grouped linear, wide": (partial(subjects.grouped, 67, -1), GROUPED_WIDE),
+    "merged linear, wide": (partial(subjects.merged, 150, -1), MERGED_WIDE),
     "rotated linear, streamed": (partial(subjects.rotated, 19, 1), streamed(2)),
     "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), COMPRESSOR),
     "compressor, Blackwell": (partial(subjects.compressor, "sm_100a"), COMPRESSOR),

@@ -94,15 +94,17 @@ DELETED = {
         ("mbarrier.try_wait", "send"): (2, BEHIND_KEYS),
     },
 }
+SWAP_AB_HARMLESS = {
+    ("atom.global", "__init__", "acquire"): HARMLESS["few"]["atom.global", "", "acquire"],
+    ("atom.global", "__init__", "cluster"): HARMLESS["few"]["atom.global", "", "cluster"],
+    ("mbarrier.arrive", "gather", "relaxed"): (1, EXPECTS),
+    ("mbarrier.try_wait", "_find_keys", "relaxed"): (1, SPAN),
+    ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, SPAN),
+    ("mbarrier.try_wait", "compute", "relaxed"): (1, "the first one: " + LAUNCHES_IN_ORDER),
+}
 WEAKER = {
-    "swap_ab": {
-        ("atom.global", "__init__", "acquire"): HARMLESS["few"]["atom.global", "", "acquire"],
-        ("atom.global", "__init__", "cluster"): HARMLESS["few"]["atom.global", "", "cluster"],
-        ("mbarrier.arrive", "gather", "relaxed"): (1, EXPECTS),
-        ("mbarrier.try_wait", "_find_keys", "relaxed"): (1, SPAN),
-        ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, SPAN),
-        ("mbarrier.try_wait", "compute", "relaxed"): (1, "the first one: " + LAUNCHES_IN_ORDER),
-    },
+    "swap_ab": SWAP_AB_HARMLESS,
+    "swap_ab_fp8": SWAP_AB_HARMLESS,
     "one_cta": {
         **gathered(HARMLESS["single"], "_load_tiles"),
         ("mbarrier.arrive", "_load_rows", "relaxed"): (1, EXPECTS),

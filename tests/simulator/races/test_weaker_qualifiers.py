@@ -48,8 +48,7 @@ def weights(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
 
 # The last two in the loop of each of two slices.
 TURN = "gives the warpgroups turns at the tensor cores: their order changes no product"
-GROUPED_WIDE_HARMLESS = {
-    **weights(2),
+TURNS = {
     ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, TURN),
     ("mbarrier.try_wait", "_sum_slice", "relaxed"): (2, TURN),
 }
@@ -69,10 +68,11 @@ KERNELS = {
     "plain linear, wide": (partial(subjects.plain, 150, -1), weights(2), {}),
     "grouped linear, resident": (partial(subjects.grouped, 11, 0), weights(4), {}),
     "grouped linear, streamed": (partial(subjects.grouped, 21, 1), GROUPED_STREAMED_HARMLESS, {}),
-    "grouped linear, wide": (partial(subjects.grouped, 67, -1), GROUPED_WIDE_HARMLESS, {}),
+    "grouped linear, wide": (partial(subjects.grouped, 67, -1), {**weights(2), **TURNS}, {}),
     "rotated linear, streamed": (partial(subjects.rotated, 19, 1), weights(2), {}),
     # Of both kinds of weights.
     "merged linear, resident": (partial(subjects.merged, 19, 0), weights(8), {}),
+    "merged linear, wide": (partial(subjects.merged, 150, -1), {**weights(4), **TURNS}, {}),
     "seam, Hopper": (partial(subjects.seam, "sm_90a"), SEAM_HARMLESS, {}),
     "seam, Blackwell": (partial(subjects.seam, "sm_100a"), SEAM_HARMLESS, {}),
     "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), {}, {}),
