@@ -38,23 +38,27 @@ BUGS: dict[str, Bug] = {
         at("LoadWarp.load_tile").call("ring.acquire").delete(),
     ),
     "an empty stage not waited for by codes": Bug(
-        at("ActivationWarps._copy").call("ctx.pipes.ring.acquire").delete(),
+        at("activations:ActivationWarps._copy").call("ctx.pipes.ring.acquire").delete(),
     ),
     "an empty stage not waited for by rows": Bug(
-        at("ActivationWarps._quantize").call("ctx.pipes.ring.acquire").delete(),
+        at("activations:ActivationWarps._quantize").call("ctx.pipes.ring.acquire").delete(),
     ),
     "codes not handed to the async proxy": Bug(
-        at("ActivationWarps._fill_stages").call("cute.arch.fence_view_async_shared").delete(),
+        at("activations:ActivationWarps._fill_stages")
+        .call("cute.arch.fence_view_async_shared")
+        .delete(),
     ),
     "rows not handed to the async proxy by who reads them": Bug(
         at("Consumers._tile").call("cute.arch.fence_view_async_shared").delete(),
         tiling=JOINT,
     ),
     "copies that do not arrive": Bug(
-        at("ActivationWarps._copy").call("cute.arch.cp_async_mbarrier_arrive_noinc").delete(),
+        at("activations:ActivationWarps._copy")
+        .call("cute.arch.cp_async_mbarrier_arrive_noinc")
+        .delete(),
     ),
     "rows read before the launch before is over": Bug(
-        at("ActivationWarps.fill").call("pdl.wait_for_previous_launch").delete(),
+        at("activations:ActivationWarps.fill").call("pdl.wait_for_previous_launch").delete(),
     ),
     "sums read while they are made": Bug(
         at("Consumers._blocks").call("warpgroup.wait_group").delete(),
