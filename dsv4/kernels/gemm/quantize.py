@@ -29,6 +29,13 @@ SECOND_TERM = 2.0**-4  # of the scale: 16, the largest second term, becomes 256
 TERMS_AMAX_FLOOR = 2.0**-90
 
 
+def as_bytes(scale: cute.Tensor) -> cute.Tensor:
+    """E8M0 scales as bytes; fp32 ones as they are."""
+    if scale.element_type is cutlass.Float32:
+        return scale
+    return cute.make_tensor(cute.recast_ptr(scale.iterator, dtype=Uint8), scale.layout)
+
+
 @cute.jit
 def load_vectors(x: cute.Tensor, token, k_block, lane, words: cute.Tensor) -> None:
     """words[pair] = this lane's elements of x[token, k_block * 128:]."""

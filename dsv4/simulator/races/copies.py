@@ -101,7 +101,7 @@ class CopyRaces(SharedRaces):
         where = granules(np.array([offset for _, offset, _, _ in moves]), size)
         lanes = np.repeat([lane for lane, *_ in moves], size // 4)
         # Copies of one warp into one place are ordered like the instructions.
-        self._engine_writes(w, w.cta, where, agent, clock, "cp.async", generic=True, of_lanes=lanes)
+        self._engine_writes(w, w.cta, where, agent, clock, "cp.async", lanes, generic=True)
         for _, _, address, wanted in moves:
             if wanted:
                 source = (address & ~3, np.arange(-(-(wanted + address % 4) // 4)))

@@ -64,7 +64,7 @@ class SharedRaces(LaneRaces):
         raced = self._against_writes(w, cta, shadow, where, seen, kind, what)
         if order.unsettled:
             self._between_lanes(w, cta, shadow, where, numbers, write, what)
-        if not raced and order.copies_synced < order.copies_waited:
+        if not raced and order.has_own_copies:
             self._behind_copies(w, cta, shadow, where, numbers, kind, what)
         atomics = state.atomics.get(cta.rank)
         if atomics is not None:
@@ -194,7 +194,7 @@ class SharedRaces(LaneRaces):
             self._initialised(w, cta, where, f"{what} of {cta.name} reads")
         if w.order.unsettled:
             self._between_lanes(w, cta, shadow, where, _number(lane), False, text)
-        if not raced and w.order.copies_synced < w.order.copies_waited:
+        if not raced and w.order.has_own_copies:
             kind = "read-write race"
             self._behind_copies(w, cta, shadow, where, _number(lane), kind, text)
         shadow.note_read(where, agent, clock, place(w.at, SEVERAL))
@@ -213,25 +213,26 @@ class SharedRaces(LaneRaces):
                 return
 
     def _engine_writes(
-        self, w, cta: Cta, where, agent: int, clock: int, what: str, lane: int | None = None,
-        generic: bool = False, of_lanes: np.ndarray | None = None,
+        self, w, cta: Cta, where, agent: int, clock: int, what: str,
+        lane: int | np.ndarray | None = None, generic: bool = False,
     ) -> None:  # fmt: skip
-        """An engine writes shared memory; `generic` engines need no proxy fence. `of_lanes` are
-        those that each granule is copied for."""
+        """An engine, started by all of `w`, by one lane, or by a lane for each granule, writes
+        shared memory; `generic` engines need no proxy fence."""
         state = w.cluster.state
         self._remote(w, cta)
         shadow = state.shared[cta.rank]
-        lanes = lanes_of(w, None if lane is None else ONE_LANE[lane])
+        of_each = isinstance(lane, np.ndarray)
+        lanes = lanes_of(w, None if of_each or lane is None else ONE_LANE[lane])
         know = state.clocks.view(w.agent, lanes)
         text = f"{what} into shared memory at"
         if len(where):
             self._against_barriers(w, cta, where << 2, 4, f"{what} into")
         if state.flights.late and not generic:
             self._against_flights(w, cta, where, know[SEEN], text)
-        if of_lanes is None:
-            where, numbers = shadow.refined(where), _number(lane)
+        if of_each:
+            where, numbers = shadow.refined_of(where, lane)
         else:
-            where, numbers = shadow.refined_of(where, of_lanes)
+            where, numbers = shadow.refined(where), _number(lane)
         if not shadow.settled(where, know[SEEN], know[FENCED_SHARED], state.clocks.ordinary):
             kind = "write-write race"
             raced = self._against_writes(w, cta, shadow, where, know[SEEN], kind, text)
@@ -242,8 +243,7 @@ class SharedRaces(LaneRaces):
             self._between_lanes(w, cta, shadow, where, numbers, True, text)
         if not generic:
             state.remote.setdefault(cta.rank, {})[agent] = (clock, w.at)
-        of_all = of_lanes is None
-        shadow.note_write(where, agent, clock, place(w.at, SEVERAL if of_all else numbers))
+        shadow.note_write(where, agent, clock, place(w.at, numbers if of_each else SEVERAL))
 
     def _against_flights(self, w, cta: Cta, where: np.ndarray, seen: np.ndarray, text: str) -> None:
         found = w.cluster.state.flights.under(cta.rank, where, seen)

@@ -11,11 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.kernels.gemm.config import Fp8LinearConfig
-from dsv4.ops.fp8_linear import FP8_LINEAR, PLANS
+from dsv4.ops.fp8_linear import FP8_LINEAR
 from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
 from dsv4.testing.harness import (
-    Device,
     Outcome,
     Simulator,
     assert_clean,
@@ -23,40 +21,12 @@ from dsv4.testing.harness import (
     simulator,
 )
 from dsv4.testing.kernel_call import OpKernels
+from tests.kernels.gemm.fp8_kernels import FEW_SMS, choose, run, tilings
 
 pytestmark = pytest.mark.stage("projections")
 
-FEW_SMS = 1  # a cluster has several tiles, its ring wraps
 ANY_ROWS = 32768  # a configuration of many rows: every tile has one CTA
 HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "sm_90a",
-        pytest.param("sm_100a", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=HOPPER),
-    ],
-)
-def kernels(request: pytest.FixtureRequest) -> OpKernels:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    return OpKernels(FP8_LINEAR, Device() if request.param == "cuda" else simulator(request.param))
-
-
-def tilings(kernels: OpKernels, config: Fp8LinearConfig) -> tuple:
-    return PLANS[kernels.target.arch].tilings(config)
-
-
-def choose(kernels: OpKernels, config: Fp8LinearConfig, tokens: int) -> int:
-    return PLANS[kernels.target.arch].choose(config, tokens, FEW_SMS)
-
-
-def run(
-    kernels: OpKernels, inputs: Inputs, tiling: int, seed: int = 0, schedules: int | None = 1
-) -> Outcome:
-    """Run one tiling in the first few schedules, all for None."""
-    return kernels.run(inputs, seed, schedules, tiling=tiling, num_sms=FEW_SMS)
 
 
 def check_every_tiling(

@@ -13,13 +13,11 @@ import pytest
 import torch
 
 from dsv4.kernels.gemm import merged_plan
-from dsv4.kernels.gemm.config import Fp8LinearConfig
-from dsv4.ops.fp8_linear import FP8_LINEAR, PLANS
+from dsv4.ops.fp8_linear import FP8_LINEAR
 from dsv4.ops.merged_linear import MERGED_LINEAR
 from dsv4.testing.fp8_linear import Case
 from dsv4.testing.harness import (
     Device,
-    Outcome,
     Simulator,
     assert_clean,
     missed_synchronisation,
@@ -28,10 +26,10 @@ from dsv4.testing.harness import (
 from dsv4.testing.head_rotation import Inputs, MergedInputs
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.merged_linear import Case as MergedCase
+from tests.kernels.gemm.fp8_kernels import FEW_SMS, choose, run, tilings
 
 pytestmark = pytest.mark.stage("projections")
 
-FEW_SMS = 1  # a cluster has several tiles, its ring wraps
 ANY_ROWS = 32768  # a configuration of many rows: every tile has one CTA
 HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -45,31 +43,6 @@ def target(request: pytest.FixtureRequest) -> Simulator | Device:
 @pytest.fixture(scope="module")
 def hopper(target: Simulator | Device) -> OpKernels:
     return OpKernels(FP8_LINEAR, target)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "sm_90a",
-        pytest.param("sm_100a", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=HOPPER),
-    ],
-)
-def kernels(request: pytest.FixtureRequest) -> OpKernels:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    return OpKernels(FP8_LINEAR, Device() if request.param == "cuda" else simulator(request.param))
-
-
-def tilings(kernels: OpKernels, config: Fp8LinearConfig) -> tuple:
-    return PLANS[kernels.target.arch].tilings(config)
-
-
-def choose(kernels: OpKernels, config: Fp8LinearConfig, tokens: int) -> int:
-    return PLANS[kernels.target.arch].choose(config, tokens, FEW_SMS)
-
-
-def run(kernels: OpKernels, inputs, tiling: int, seed: int, schedules: int | None = 1) -> Outcome:
-    return kernels.run(inputs, seed, schedules, tiling=tiling, num_sms=FEW_SMS)
 
 
 def check(kernels: OpKernels, inputs: Inputs, seed: int, schedules: int | None = 1) -> None:

@@ -12,43 +12,30 @@ import pytest
 
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import subjects
-from tests.simulator.helpers.changes import check_deleted
+from tests.simulator.helpers.changes import Listed, check_deleted
+from tests.simulator.races.test_fp8_linear_mutations import (
+    CLUSTER,
+    FIRST,
+    LAUNCH,
+    PRODUCTS,
+    RESIDENT,
+    STREAMED,
+    TURN,
+)
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
 pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 
-LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what orders"
-FIRST = "orders a launch after the one before it, and each run here begins with this one"
-NO_ACTIVATIONS = "this warp loads weights alone, which no launch writes"
-PRODUCTS = "what was read of a stage was read by products, which the whole warpgroup has waited for"
-TURN = "gives the warpgroups turns at the tensor cores: their order changes no product"
-CLUSTER = "the barrier of the cluster, which every warp waits for, orders the same"
 
-
-def resident(releases: int) -> dict[tuple[str, str], tuple[int, str]]:
-    """Kernels whose consumers round activations themselves."""
-    return {
-        ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
-        ("griddepcontrol.wait", "compute"): (1, FIRST),
-        ("griddepcontrol.wait", "load"): (1, NO_ACTIVATIONS),
-        ("bar.warp", "arrive_warp"): (releases, PRODUCTS),
-    }
-
-
-def streamed(releases: int) -> dict[tuple[str, str], tuple[int, str]]:
-    """Kernels behind the launch that rounds activations: its wait is the first."""
-    return {
-        ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
-        ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
-        ("griddepcontrol.wait", "kernel"): (1, FIRST),
-        ("bar.warp", "arrive_warp"): (releases, PRODUCTS),
-    }
+def releasing(kernel: Listed, releases: int) -> Listed:
+    """A kernel's list, with so many releases of stages."""
+    return {**kernel, ("bar.warp", "arrive_warp"): (releases, PRODUCTS)}
 
 
 # In the loop of each of two slices.
 GROUPED_WIDE = {
-    **streamed(2),
+    **STREAMED,
     ("bar.warp", "arrive_warp"): (2, TURN),
     ("wgmma.commit_group", "_sum_slice"): (2, TURN),
     ("wgmma.wait_group", "_sum_slice"): (2, TURN),
@@ -76,13 +63,13 @@ COMPRESSOR = {
 # why.
 KERNELS = {
     # A slice's blocks but the last, and the last one.
-    "plain linear, resident": (partial(subjects.plain, 11, 0), resident(2)),
+    "plain linear, resident": (partial(subjects.plain, 11, 0), releasing(RESIDENT, 2)),
     "plain linear, wide": (partial(subjects.plain, 150, -1), PLAIN_WIDE),
-    "grouped linear, resident": (partial(subjects.grouped, 11, 0), resident(1)),
-    "grouped linear, streamed": (partial(subjects.grouped, 21, 1), streamed(1)),
+    "grouped linear, resident": (partial(subjects.grouped, 11, 0), RESIDENT),
+    "grouped linear, streamed": (partial(subjects.grouped, 21, 1), STREAMED),
     "grouped linear, wide": (partial(subjects.grouped, 67, -1), GROUPED_WIDE),
     "merged linear, wide": (partial(subjects.merged, 150, -1), MERGED_WIDE),
-    "rotated linear, streamed": (partial(subjects.rotated, 19, 1), streamed(2)),
+    "rotated linear, streamed": (partial(subjects.rotated, 19, 1), releasing(STREAMED, 2)),
     "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), COMPRESSOR),
     "compressor, Blackwell": (partial(subjects.compressor, "sm_100a"), COMPRESSOR),
 }

@@ -10,13 +10,12 @@ from dsv4.testing.fp8_linear import Case
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import subjects
 from tests.simulator.helpers.changes import check_deleted
+from tests.simulator.races.test_fp8_linear_mutations import FIRST, LAUNCH
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
 pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 
-LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what orders"
-FIRST = "orders a launch after the one before it, and each run here begins with this one"
 LOADED = "what was read of sums is there for the whole warp: its loads end together"
 PARTS = "the parts that the first warp waits for were sent by all warps, which had read their sums"
 ENDS = "every warp has read its sums, and what follows a barrier of them reads none"

@@ -16,6 +16,7 @@ from dsv4.testing import kv_insert, rms_norm_fp8
 from dsv4.testing.harness import compiler_options
 from tests.simulator.helpers import subjects
 from tests.simulator.helpers.changes import check_weaker, weakenings_of
+from tests.simulator.races.test_fp8_linear_mutations import TURN
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -46,8 +47,7 @@ def weights(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
     return {("mbarrier.arrive", "load_weights", "relaxed"): (copies, EXPECTS)}
 
 
-# The last two in the loop of each of two slices.
-TURN = "gives the warpgroups turns at the tensor cores: their order changes no product"
+# In the loop of each of two slices.
 TURNS = {
     ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, TURN),
     ("mbarrier.try_wait", "_sum_slice", "relaxed"): (2, TURN),

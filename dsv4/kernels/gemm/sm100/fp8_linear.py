@@ -8,11 +8,11 @@ tilings (`streaming`), and one that quantises bf16 activations for those that st
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, Uint8, cute
+from cutlass import Int32, cute
 
 from dsv4.kernels.gemm.args import ARGS, values
 from dsv4.kernels.gemm.config import Fp8LinearConfig
-from dsv4.kernels.gemm.quantize import QuantizeRows
+from dsv4.kernels.gemm.quantize import QuantizeRows, as_bytes
 from dsv4.kernels.gemm.sm100.context import HeadOperands, Operands
 from dsv4.kernels.gemm.sm100.plan import plan_of, tilings
 from dsv4.kernels.gemm.sm100.streaming import StreamingLinear
@@ -69,13 +69,6 @@ class Fp8LinearSm100:
             if cutlass.const_expr(self.linears[i].plan.tiling.is_streamed):  # noqa: SIM102 static
                 if tiling == i:
                     self.linears[i].launch(weight, codes, operands, stream, num_sms)
-
-
-def as_bytes(scale: cute.Tensor) -> cute.Tensor:
-    """E8M0 scales as bytes; fp32 ones as they are."""
-    if scale.element_type is cutlass.Float32:
-        return scale
-    return cute.make_tensor(cute.recast_ptr(scale.iterator, dtype=Uint8), scale.layout)
 
 
 def build(config: Fp8LinearConfig, options: str = ""):

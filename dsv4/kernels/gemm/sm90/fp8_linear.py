@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Int64, Uint8, cute
+from cutlass import Int32, Int64, cute
 
 from dsv4.kernels.gemm.args import ARGS, values
 from dsv4.kernels.gemm.config import Fp8LinearConfig
 from dsv4.kernels.gemm.plan import tilings
-from dsv4.kernels.gemm.quantize import QuantizeRows
+from dsv4.kernels.gemm.quantize import QuantizeRows, as_bytes
 from dsv4.kernels.gemm.sm90.context import Operands
 from dsv4.kernels.gemm.sm90.head_rotation import HeadOperands
 from dsv4.kernels.gemm.sm90.streaming import Factors, StreamingLinear
@@ -95,13 +95,6 @@ class Fp8LinearSm90:
                 if tiling == i:
                     factors = Factors((weight,), codes, operands)
                     self.linears[i].launch((factors,), stream, num_sms)
-
-
-def as_bytes(scale: cute.Tensor) -> cute.Tensor:
-    """E8M0 scales as bytes; fp32 ones as they are."""
-    if scale.element_type is cutlass.Float32:
-        return scale
-    return cute.make_tensor(cute.recast_ptr(scale.iterator, dtype=Uint8), scale.layout)
 
 
 @cute.jit

@@ -16,9 +16,9 @@ from dsv4.kernels.gemm.config import num_code_rows
 from dsv4.kernels.gemm.grouped_args import ARGS, values
 from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig
 from dsv4.kernels.gemm.grouped_plan import tilings
-from dsv4.kernels.gemm.quantize import QuantizeRows
+from dsv4.kernels.gemm.quantize import QuantizeRows, as_bytes
 from dsv4.kernels.gemm.sm90.context import Operands
-from dsv4.kernels.gemm.sm90.fp8_linear import as_bytes, is_aligned
+from dsv4.kernels.gemm.sm90.fp8_linear import is_aligned
 from dsv4.kernels.gemm.sm90.streaming import Factors, StreamingLinear
 from dsv4.kernels.kit.args import compile_kernel
 

@@ -49,6 +49,11 @@ class LaneOrder:
         """Some accesses of the warp are not ordered between its lanes."""
         return bool(self.recent) or self.synced < self.converged
 
+    @property
+    def has_own_copies(self) -> bool:
+        """Lanes have waited for copies of which others do not know."""
+        return self.copies_synced < self.copies_waited
+
     def catch_up(self, collectives: int) -> None:
         """The warp has executed this many collectives."""
         if collectives == self.collectives:

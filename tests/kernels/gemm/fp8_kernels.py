@@ -1,0 +1,25 @@
+"""Runs of the kernels of `fp8_linear`, by tiling."""
+
+from __future__ import annotations
+
+from dsv4.kernels.gemm.config import Fp8LinearConfig
+from dsv4.ops.fp8_linear import PLANS
+from dsv4.testing.harness import Outcome
+from dsv4.testing.kernel_call import OpKernels
+
+FEW_SMS = 1  # a cluster has several tiles, its ring wraps
+
+
+def tilings(kernels: OpKernels, config: Fp8LinearConfig) -> tuple:
+    return PLANS[kernels.target.arch].tilings(config)
+
+
+def choose(kernels: OpKernels, config: Fp8LinearConfig, tokens: int) -> int:
+    return PLANS[kernels.target.arch].choose(config, tokens, FEW_SMS)
+
+
+def run(
+    kernels: OpKernels, inputs, tiling: int, seed: int = 0, schedules: int | None = 1
+) -> Outcome:
+    """Run one tiling in the first few schedules, all for None."""
+    return kernels.run(inputs, seed, schedules, tiling=tiling, num_sms=FEW_SMS)
