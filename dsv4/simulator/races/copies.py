@@ -102,6 +102,7 @@ class CopyRaces(SharedRaces):
         lanes = np.repeat([lane for lane, *_ in moves], size // 4)
         # Copies of one warp into one place are ordered like the instructions.
         self._engine_writes(w, w.cta, where, agent, clock, "cp.async", lanes, generic=True)
+        w.order.copies.append((state.shared[w.cta.rank], where, clock))
         for _, _, address, wanted in moves:
             if wanted:
                 source = (address & ~3, np.arange(-(-(wanted + address % 4) // 4)))
@@ -122,6 +123,7 @@ class CopyRaces(SharedRaces):
         know = state.clocks.know[w.agent].copy()
         agent = state.clocks.agent(("cp.async", w.agent))
         know[SEEN, agent] = state.counts.get(("cp.async", w.agent), 0)
+        w.order.copies.clear()
         state.clocks.advance(w.agent)
         return state, know
 

@@ -203,11 +203,11 @@ class SharedRaces(LaneRaces):
         """Ordinary writes, by warps, need the fence; engines' writes do not. Its lack behind
         cp.async is warned of: PTX does not except it, but NVIDIA's own main loops go without."""
         shadow, clocks = w.cluster.state.shared[cta.rank], w.cluster.state.clocks
-        for below, kind in ((clocks.warps, MISSING_FENCE), (clocks.ordinary, UNFENCED_COPY)):
-            earlier = shadow.unordered_write(where, know[FENCED_SHARED], below=below)
+        for below, is_copy in ((clocks.warps, False), (clocks.ordinary, True)):
+            earlier = shadow.unfenced_write(where, know[FENCED_SHARED], below, is_copy)
             if earlier:
                 text = f"{text} {self._at(w, cta, where, earlier)}"
-                warning = kind == UNFENCED_COPY
+                kind, warning = UNFENCED_COPY if is_copy else MISSING_FENCE, is_copy
                 lacking = "fence.proxy.async"
                 self.race(w, kind, text, earlier, lacking=lacking, warning=warning)
                 return

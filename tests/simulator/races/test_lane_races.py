@@ -167,6 +167,60 @@ def test_one_lane_arrives_for_the_warp():
     assert kinds(_released("")) == ["read-write race"]
 
 
+def _copied(sync: str, what: str = "") -> str:
+    """Warp 1 copies, each lane waits for its own copies, and one lane arrives for all."""
+    copy = "cp.async.ca.shared.global [%r4], [%d2], 4; cp.async.wait_all;"
+    return _released(sync).replace("st.shared.b32 [%r4], %r1;", copy + what)
+
+
+def test_one_lane_arrives_for_what_the_warp_copied():
+    assert not run_body(_copied(SYNC)).warnings
+    assert kinds(_copied(SYNC)) == kinds(_copied(ELECT)) == []
+    assert [f.kind for f in run_body(_copied(ELECT)).warnings] == [CONVERGENCE]
+    (race,) = run_body(_copied("")).races
+    assert race.kind == "read-write race" and "lane 1" in race.message
+
+
+def test_a_lane_arrives_for_what_it_copied():
+    own = _copied("").replace("ld.shared.b32 %r10, [%r4+128]", "ld.shared.b32 %r10, [%r2+128]")
+    assert kinds(own) == []
+    assert kinds(own.replace("[%r2+128]", "[%r2+132]")) == ["read-write race"]
+
+
+def test_copies_that_every_lane_has_released_stay_released():
+    """All lanes arrive at one mbarrier, then one of them at the other."""
+    arrivals = "mbarrier.arrive.shared.b64 %d5, [%r30+8];"
+    body = _copied("", what=arrivals).replace("[%r30+8], 1;", "[%r30+8], 32;", 1)
+    assert kinds(body.replace("[%r30+0]", "[%r30+8]")) == []
+
+
+def test_copies_that_an_mbarrier_tells_of_need_no_more():
+    """Their arrivals are waited for, whoever arrives elsewhere since."""
+    arrivals = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r30+8];"
+    body = _copied("", what=arrivals).replace("[%r30+8], 1;", "[%r30+8], 32;", 1)
+    assert kinds(body.replace("[%r30+0]", "[%r30+8]")) == []
+
+
+def test_a_proxy_fence_behind_copies_is_still_only_warned_of():
+    """One lane arrives behind bar.warp.sync, another before; a bulk store reads the copies."""
+    body = f"""
+    cp.async.ca.shared.global [%r4], [%d2], 4;
+    cp.async.wait_all;
+    {_BARRIERS}
+    setp.eq.u32 %p5, %r6, 3;
+    @%p5 mbarrier.arrive.shared.b64 %d5, [%r30];
+    bar.warp.sync 0xffffffff;
+    @!%p2 bra DONE;
+    cp.async.bulk.global.shared::cta.bulk_group [%d1], [%r2], 128;
+    cp.async.bulk.commit_group;
+    cp.async.bulk.wait_group.read 0;
+    DONE:
+    """.replace("bar.sync 0;", "")
+    report = run_body(body, threads=32)
+    assert not report.races
+    assert "cp.async without proxy fence" in [f.kind for f in report.warnings]
+
+
 def test_what_a_lane_released_stays_released():
     body = f"""{_BARRIERS}
     setp.eq.u32 %p5, %r6, 0;

@@ -124,6 +124,7 @@ class Shadow(Cells):
 
     tables = (
         "writer", "write_clock", "write_at", "read_clock", "read_at", "weak_write", "weak_read",
+        "copied",
     )  # fmt: skip
 
     def __init__(self, count: int):
@@ -141,6 +142,8 @@ class Shadow(Cells):
         # were they to count as later; 0 for others. None until there is one.
         self.weak_write: np.ndarray | None = None
         self.weak_read: np.ndarray | None = None
+        # Last writes that count as a warp's and were copies by cp.async. None until there is one.
+        self.copied: np.ndarray | None = None
 
     def settled(self, where, seen: np.ndarray, other: np.ndarray, engines: int | None) -> bool:
         """The common case, quickly: one agent wrote all of the cells last, and both clocks cover
@@ -158,16 +161,22 @@ class Shadow(Cells):
         return bool(covered)
 
     # --- accesses of other agents ----------------------------------------------------------------
-    def unordered_write(self, where, clock: np.ndarray, below: int | None = None):
-        """A last write that `clock` does not cover, by an agent `below` a number, or None."""
+    def unordered_write(self, where, clock: np.ndarray):
+        """A last write that `clock` does not cover, or None."""
         writer = self.writer[where]
-        late = self.write_clock[where] > clock[writer]
-        if below is not None:
-            late &= writer < below
-        found = self._write(where, late)
-        if found is None and self.weak_write is not None and below is None:
+        found = self._write(where, self.write_clock[where] > clock[writer])
+        if found is None and self.weak_write is not None:
             found = self._write(where, self.weak_write[where] > clock[writer], weak=True)
         return found
+
+    def unfenced_write(self, where, fenced: np.ndarray, below: int, has_copies: bool):
+        """A last write that `fenced` does not cover, by an agent `below` a number, or None;
+        `has_copies`: copies that count as a warp's writes are among them."""
+        writer = self.writer[where]
+        late = (self.write_clock[where] > fenced[writer]) & (writer < below)
+        if self.copied is not None and not has_copies:
+            late &= ~self.copied[where]
+        return self._write(where, late)
 
     def _write(self, where, late: np.ndarray, weak: bool = False) -> Earlier | None:
         if not late.any():
@@ -257,6 +266,16 @@ class Shadow(Cells):
             self.weak_read[row, where[late]] = clock
             self.last_read[row] = max(self.last_read[row], clock)
 
+    def hand_over(self, where, copier: int, number: int, warp: int, clock: int) -> np.ndarray:
+        """Cells of the copy with this number, which from now on a warp wrote at a clock of its."""
+        where = self.refined(where)
+        cells = where[(self.writer[where] == copier) & (self.write_clock[where] == number)]
+        if self.copied is None:
+            self.copied = np.zeros(self.writer.shape, np.bool_)
+        self.writer[cells], self.write_clock[cells], self.copied[cells] = warp, clock, True
+        self.last_write[warp] = max(self.last_write.get(warp, 0), clock)
+        return cells
+
     # --- recording -------------------------------------------------------------------------------
     def _row(self, agent: int) -> int:
         row = self.row_of.get(agent)
@@ -304,6 +323,8 @@ class Shadow(Cells):
         self.write_at[where] = code
         if self.weak_write is not None:
             self.weak_write[where] = 0
+        if self.copied is not None:
+            self.copied[where] = False
 
     def forget(self, where) -> None:
         """The cells hold nothing any more."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dsv4.simulator.races.cells.shadow import LANE_CODES, SEVERAL
+from dsv4.simulator.races.cells.shadow import LANE_CODES, SEVERAL, Shadow
 from dsv4.simulator.races.order.clocks import EVER, Clocks
 
 _MERGE = 64
@@ -27,17 +27,20 @@ class LaneOrder:
 
     Copies have clocks of their own: lanes have waited for theirs up to `copies_waited`, a
     collective lies behind those up to `copies_converged`, and all lanes know of `copies_synced`.
+    `copies` holds those that no mbarrier tells of: the memory, the cells and the clock. When some
+    lanes release, those of them that others have waited for become writes of these.
     """
 
     __slots__ = (
-        "agent", "clocks", "collectives", "converged", "copies_converged", "copies_synced",
-        "copies_waited", "copy_waits", "gathered", "recent", "released", "synced",
+        "agent", "clocks", "collectives", "converged", "copies", "copies_converged",
+        "copies_synced", "copies_waited", "copy_waits", "gathered", "recent", "released", "synced",
     )  # fmt: skip
 
     def __init__(self, agent: int, clocks: Clocks):
         self.agent, self.clocks = agent, clocks
         self.copies_waited = self.copies_converged = self.copies_synced = 0
         self.copy_waits: list[tuple[int, int]] = []  # the warp's clock, and that of the copies
+        self.copies: list[tuple[Shadow, np.ndarray, int]] = []
         self.synced = self.converged = 1
         self.collectives = 0
         self.recent: list[tuple[object, int, np.ndarray]] = []
@@ -59,9 +62,10 @@ class LaneOrder:
         if collectives == self.collectives:
             return
         self.collectives = collectives
+        has_waited = self.copies_converged < self.copies_waited
         self.copies_converged = self.copies_waited
         self.clocks.converge(self.agent)
-        if self.recent:
+        if self.recent or has_waited:
             self.gathered = _merged(self.gathered + self.recent)
             self.recent = []
             self.converged = self.clocks.advance(self.agent)
@@ -71,6 +75,8 @@ class LaneOrder:
         self.clocks.converge(self.agent)
         self.recent, self.gathered = [], []
         self.copies_synced, self.copy_waits = self.copies_waited, []
+        if self.copies:
+            self.copies = [copy for copy in self.copies if copy[2] > self.copies_waited]
         self.synced = self.converged = self.clocks.advance(self.agent)
 
     def covered(self, clock: int) -> None:
@@ -90,6 +96,19 @@ class LaneOrder:
             self.copies_waited = clock
             self.copy_waits.append((int(self.clocks.seen[self.agent, self.agent]), clock))
 
+    def _own_copies(self) -> None:
+        """Copies that lanes have waited for count as written by them when they had."""
+        copier, left = self.clocks.agent(("cp.async", self.agent)), []
+        for memory, cells, number in self.copies:
+            if number > self.copies_waited:
+                left.append((memory, cells, number))
+            elif number > self.copies_synced:
+                waited = next(clock for clock, last in self.copy_waits if last >= number)
+                cells = memory.hand_over(cells, copier, number, self.agent, waited)
+                since = self.gathered if number <= self.copies_converged else self.recent
+                since.append((memory, self.agent, cells))
+        self.copies = left
+
     def note(self, memory, owner: int, cells: np.ndarray) -> None:
         """Lanes accessed cells."""
         self.recent.append((memory, owner, cells))
@@ -107,7 +126,11 @@ class LaneOrder:
     def leave_behind(self, lanes: np.ndarray | None) -> None:
         """Some lanes released something: what the others did and have not released themselves is
         not covered, as if it came later."""
-        if lanes is None or not (self.recent or self.gathered):
+        if lanes is None:
+            return
+        if self.copies and self.has_own_copies:
+            self._own_copies()
+        if not (self.recent or self.gathered):
             return
         since = np.maximum(self.released + 1, self.synced)
         since[:32][lanes] = EVER
