@@ -111,7 +111,8 @@ class Replay:
         self._handlers: dict[type, Callable] = {
             trace.SharedAccess: self._shared, trace.GlobalAccess: self._global,
             trace.Signal: self._signal, trace.Wait: self._wait,
-            trace.BulkLoad: self._bulk_load, trace.BulkStore: self._bulk_store,
+            trace.BulkLoad: self._bulk_load, trace.RemoteStore: self._remote_store,
+            trace.BulkStore: self._bulk_store,
             trace.BulkWait: self._bulk_wait, trace.AsyncCopy: self._copy,
             trace.AsyncCopyArrive: self._copy_arrive, trace.AsyncCopyWait: self._copy_wait,
             trace.Multiply: self._multiply, trace.Commit: self._commit,
@@ -289,6 +290,12 @@ class Replay:
             self._contribute(warp.cluster, key, done)
         place = self.placement[warp.cluster][warp.trace.cta]
         self._span(warp, f"SM {place} TMA", f"load {event.size} B", issued, done)
+
+    def _remote_store(self, warp: _Warp, event: trace.RemoteStore) -> None:
+        # Not by the TMA unit: what bounds it is the way to the other SM, as of every instruction.
+        for (rank, key), size in event.targets.items():
+            sm = self.sms[self.placement[warp.cluster][rank]]
+            self._contribute(warp.cluster, key, sm.receive(warp.time, size))
 
     def _bulk_store(self, warp: _Warp, event: trace.BulkStore) -> None:
         issued = warp.sm.copies.take(warp.time, event.rows * self.machine.copy_issue)

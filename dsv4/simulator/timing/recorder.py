@@ -229,7 +229,16 @@ class Recorder(Observer):
         self._add(w, trace.BulkLoad(w.at, size, targets, remote, _rows(parts)))
 
     def store_async(self, w, cta: Cta, barrier, offset: int, size: int, lane=None) -> None:
-        self.bulk_load(w, [(cta, barrier.address)], np.arange(offset, offset + size, 16))
+        """A lane's part of what the warp stores at once."""
+        events = self._pending[w]
+        last = events[-1] if events else None
+        if not isinstance(last, trace.RemoteStore) or last.at != w.at:
+            last = trace.RemoteStore(w.at, {})
+            events.append(last)
+        target = cta.rank, ("mbarrier", barrier.address, barrier.phase)
+        if target not in last.targets:
+            w.cluster.state.signals[target[1]] += 1
+        last.targets[target] = last.targets.get(target, 0) + size
 
     def bulk_store(self, w, cta: Cta, offsets: np.ndarray, lane=None, target=None, op=None) -> None:
         size = 16 * len(offsets)

@@ -68,6 +68,13 @@ class BulkLoad(Event):
 
 
 @dataclass(slots=True)
+class RemoteStore(Event):
+    """st.async of a warp: bytes by target, a CTA's rank and the key that they signal."""
+
+    targets: dict[tuple[int, Key], int]
+
+
+@dataclass(slots=True)
 class BulkStore(Event):
     """A copy of `size` bytes out of shared memory, part of bulk group number `group`; `rows` as of
     BulkLoad."""

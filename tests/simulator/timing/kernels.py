@@ -178,3 +178,41 @@ mbarrier.try_wait.parity.shared::cta.b64 %done, [%bar], 0, 1000;
 ret;
 }}
 """
+
+
+def remote_stores_kernel(count: int) -> str:
+    """Each warp of a cluster of two stores `count` times 512 bytes to the other CTA, and waits for
+    what the other one stores there."""
+    stores = "\n".join(
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%to], "
+        "{%lane, %lane, %lane, %lane}, [%bar];"
+        for _ in range(count)
+    )
+    return f"""{_HEAD}
+.visible .entry stores()
+.reqntid 32
+{{
+.reg .b32 %lane, %rank, %own, %to, %bar;
+.reg .pred %leader, %done;
+mov.u32 %lane, %tid.x;
+mov.u32 %rank, %cluster_ctarank;
+xor.b32 %rank, %rank, 1;
+mov.u32 %own, smem;
+elect.sync _|%leader, 0xffffffff;
+@%leader mbarrier.init.shared::cta.b64 [%own], 1;
+@%leader fence.mbarrier_init.release.cluster;
+@%leader mbarrier.arrive.expect_tx.shared::cta.b64 _, [%own], {512 * count};
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+shl.b32 %to, %lane, 4;
+add.u32 %to, %to, %own;
+add.u32 %to, %to, 16;
+mapa.shared::cluster.u32 %to, %to, %rank;
+mapa.shared::cluster.u32 %bar, %own, %rank;
+{stores}
+WAIT:
+mbarrier.try_wait.parity.shared::cta.b64 %done, [%own], 0, 1000;
+@!%done bra WAIT;
+ret;
+}}
+"""
