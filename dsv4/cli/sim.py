@@ -16,6 +16,7 @@ from dsv4.cli import (
     sim_index_topk,
     sim_kv_insert,
     sim_latent_rows,
+    sim_linears,
     sim_lowp,
     sim_merged_linear,
     sim_mhc_seam,
@@ -25,6 +26,8 @@ from dsv4.cli import (
     sim_ptx,
     sim_rms_norm_fp8,
     sim_run,
+    sim_sample_tokens,
+    sim_step_indices,
 )
 from dsv4.cli.arguments import input_path
 from dsv4.cli.output_file import output_file
@@ -118,6 +121,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     sim_rms_norm_fp8.add_parser(kernels)
     sim_fp8_linear.add_parser(kernels)
     sim_merged_linear.add_parser(kernels)
+    sim_linears.add_parser(kernels)
     sim_index_topk.add_parser(kernels)
     sim_compress.add_parser(kernels)
     sim_lowp.add_parser(kernels)
@@ -126,6 +130,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     sim_paged.add_parser(kernels)
     sim_kv_insert.add_parser(kernels)
     sim_latent_rows.add_parser(kernels)
+    sim_step_indices.add_parser(kernels)
+    sim_sample_tokens.add_parser(kernels)
     sim_run.add_parser(kernels)
     sim_ptx.add_parser(kernels)
 

@@ -64,6 +64,24 @@ KERNELS = (
         "merged_linear, every tiling",
         "dsv4 sim merged_linear",
     ),
+    SimulatedKernel(
+        "grouped linear",
+        "sm_90a",
+        "grouped_linear, every tiling",
+        "dsv4 sim grouped_linear",
+    ),
+    SimulatedKernel(
+        "plain linear",
+        "sm_90a",
+        "plain_linear, every tiling",
+        "dsv4 sim plain_linear",
+    ),
+    SimulatedKernel(
+        "best rows of a linear",
+        "sm_90a",
+        "linear_argmax, every tiling",
+        "dsv4 sim linear_argmax",
+    ),
     *(
         SimulatedKernel(
             "mHC seam",
@@ -130,10 +148,28 @@ KERNELS = (
         )
         for arch in ("sm_100a", "sm_90a")
     ),
+    *(
+        SimulatedKernel(
+            "indices of a step",
+            arch,
+            "step_indices: what all layers derive from requests",
+            f"dsv4 sim step_indices --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
+    ),
+    *(
+        SimulatedKernel(
+            "sampler",
+            arch,
+            "sample_tokens, with and without top_k, top_p and min_p",
+            f"dsv4 sim sample_tokens --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
+    ),
     SimulatedKernel(
         "quantised attention",
         "sm_90a",
-        "quantized_attention, INT8 scores and FP8 values; quantize_kv",
+        "quantized_attention: scores and values of every format; quantize_kv",
         "dsv4 sim lowp",
     ),
     SimulatedKernel(

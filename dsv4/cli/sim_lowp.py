@@ -44,12 +44,22 @@ def run(args: argparse.Namespace) -> int:
     launches = CheckedLaunches(args, ARCH)
     builds = {QUANTIZE_KV: quantize_kv.build, QUANTIZED_ATTENTION: attention.build}
     smooth = {"pv_accum_dtype": "fp32", "smooth_v": True}
-    causal = Case(1, 2, 1, args.queries, args.keys, args.dim, options={"causal": "bottom_right"})
+    formats = (
+        {},
+        {"qk": "fp8", "qk_quant_gran": "per_row"},
+        {"qk": "fp8", "qk_quant_gran": "per_64"},
+        {"pv": "fp16", "pv_accum_dtype": "fp16+fp32"},
+    )
     cases = (
         (QUANTIZE_KV, KvInputs.make(Case(1, 2, 1, 1, args.keys, args.dim), args.seed)),
         (QUANTIZE_KV, KvInputs.make(Case(1, 2, 1, 1, args.keys, args.dim, options=smooth),
                                     args.seed)),
-        (QUANTIZED_ATTENTION, Inputs.make(causal, args.seed)),
+        *(
+            (QUANTIZED_ATTENTION, Inputs.make(
+                Case(1, 2, 1, args.queries, args.keys, args.dim,
+                     options={"causal": "bottom_right", **options}), args.seed))
+            for options in formats
+        ),
     )  # fmt: skip
     with launches.checks():
         for op, inputs in cases:
@@ -60,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
                 if op is QUANTIZE_KV:
                     assert_codes(inputs, outcome)
                 else:
-                    assert_attention(inputs, outcome)
-                print(f"{ARCH}, {op.name}, {inputs.config.pv_accum_dtype}, {schedule}: as torch")
+                    assert_attention(inputs, outcome, tiles=inputs.summed_tiles)
+                way = f"{inputs.config.qk}, {inputs.config.pv_accum_dtype}"
+                print(f"{ARCH}, {op.name}, {way}, {schedule}: as torch")
     return launches.finish()

@@ -77,6 +77,16 @@ class Inputs(OpInputs):
     def arguments(self) -> dict[str, Tensor | None]:
         return {"q": self.queries, **self.codes}
 
+    @property
+    def summed_tiles(self) -> int:
+        """Tiles of keys whose products one accumulator sums. One that is never emptied loses twice
+        as much as a fresh one: its sum, too, is cut by every product."""
+        if self.config.pv_accum_dtype == "fp32+fp32":
+            return 1
+        keys = self.codes["k_codes"]
+        assert keys is not None
+        return 2 * -(-keys.shape[2] // 128)
+
     def expected(self, codes: dict[str, Tensor | None] | None = None) -> tuple[Tensor, Tensor]:
         """out and lse of the torch implementation, float32."""
         tensors = {**self.arguments, **(codes or {})}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.step.config import StepIndicesConfig
-from dsv4.ops.step_indices import STEP_INDICES
+from dsv4.ops.step_indices import STEP_INDICES, step_indices
 from dsv4.testing.kernel_call import OpInputs
 
 FLASH_WITH_A_DRAFT = StepIndicesConfig(129, 128, 4, 128)
@@ -86,3 +86,17 @@ class Inputs(OpInputs):
                 outputs[f"completed_{kind}"] = empty(-(-case.chunk // ratio))
                 outputs[f"visible_{kind}"] = empty(case.chunk)
         return {**self.requests, **outputs}
+
+
+def expected(inputs: Inputs) -> dict[str, Tensor]:
+    """What the operator gives on the CPU, by the names of the table."""
+    case, config = inputs.case, inputs.config
+    ratios = tuple(filter(None, config.ratios))
+    sizes = {"ring": config.ring, "block": config.block, "ratios": ratios}
+    found = step_indices(**inputs.requests, chunk=case.chunk, **sizes)
+    names = ("requests", "pages", "positions", "request_ids", "window_slots", "live_tokens")
+    by_name = dict(zip(names, found))
+    for kind in range(len(ratios)):
+        by_name[f"completed_{kind}"] = found.completed[kind]
+        by_name[f"visible_{kind}"] = found.visible[kind]
+    return by_name

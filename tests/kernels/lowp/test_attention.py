@@ -47,10 +47,7 @@ def run(
     call = kernels.call(inputs).options
     scalars = {name: call[name] for name in ("factor", "section")} | scalars
     outcome = kernels.run(inputs, seed, schedules, num_ctas=ctas, **scalars)
-    # One accumulator loses twice as much as a fresh one: its sum, too, is cut by every product.
-    tiles = 2 * -(-inputs.codes["k_codes"].shape[2] // 128)
-    has_two_levels = inputs.config.pv_accum_dtype == "fp32+fp32"
-    assert_attention(inputs, outcome, tiles=1 if has_two_levels else tiles)
+    assert_attention(inputs, outcome, tiles=inputs.summed_tiles)
     return outcome
 
 

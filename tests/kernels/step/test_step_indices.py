@@ -7,26 +7,12 @@ import pytest
 import torch
 
 from dsv4.kernels.step.config import StepIndicesConfig
-from dsv4.ops.step_indices import STEP_INDICES, step_indices
+from dsv4.ops.step_indices import STEP_INDICES
 from dsv4.testing.harness import Simulator
 from dsv4.testing.kernel_call import OpKernels
-from dsv4.testing.step_indices import Case, Inputs
+from dsv4.testing.step_indices import Case, Inputs, expected
 
 pytestmark = pytest.mark.stage("rows")
-
-
-def expected(inputs: Inputs) -> dict[str, torch.Tensor]:
-    """What the operator gives on the CPU, by the names of the table."""
-    case, config = inputs.case, inputs.config
-    ratios = tuple(filter(None, config.ratios))
-    sizes = {"ring": config.ring, "block": config.block, "ratios": ratios}
-    found = step_indices(**inputs.requests, chunk=case.chunk, **sizes)
-    names = ("requests", "pages", "positions", "request_ids", "window_slots", "live_tokens")
-    by_name = dict(zip(names, found))
-    for kind in range(len(ratios)):
-        by_name[f"completed_{kind}"] = found.completed[kind]
-        by_name[f"visible_{kind}"] = found.visible[kind]
-    return by_name
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

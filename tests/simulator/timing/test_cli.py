@@ -13,6 +13,7 @@ from dsv4.cli import sim, sim_attention
 from dsv4.cli.main import build_parser, main
 from dsv4.cli.sim_kernels import KERNELS
 from dsv4.cli.sim_status import CHECK_FAILED, NOT_COVERED
+from dsv4.ops.runtime.registry import OPS
 from dsv4.simulator.timing import MACHINES, LaunchPrediction, timeline
 from dsv4.simulator.timing.engine import Span
 
@@ -36,6 +37,11 @@ SLOW = (
     "mixture of experts",
     "FP8 linear",
     "merged linear",
+    "grouped linear",
+    "plain linear",
+    "best rows of a linear",
+    "indices of a step",
+    "sampler",
     "mHC seam",
     "quantised attention",
     "indexer",
@@ -86,6 +92,11 @@ def test_alone_it_lists_every_kernel(capsys):
         arguments = build_parser().parse_args(kernel.command.split()[1:])
         # A family with kernels for one architecture has no choice of it.
         assert getattr(arguments, "arch", kernel.arch) == kernel.arch
+
+
+def test_every_operator_with_a_kernel_is_in_the_list():
+    listed = {(name, kernel.arch) for kernel in KERNELS for name in OPS if name in kernel.serves}
+    assert listed == {(op, arch) for op in OPS for arch in OPS[op].kernels if arch in MACHINES}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,160 @@
+"""`dsv4 sim grouped_linear`, `plain_linear`, `linear_argmax`: simulated in every tiling."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
+
+if TYPE_CHECKING:
+    from dsv4.ops.runtime.kernel_op import KernelOp
+    from dsv4.testing.harness import Outcome
+    from dsv4.testing.kernel_call import OpInputs
+
+ARCH = "sm_90a"
+FEW_SMS = 2  # clusters have several tiles: rings wrap
+TOKENS = Size("tokens", 67, "T")
+WIDTH = Size("width", 1024, "K, input features, a multiple of 512")
+ROWS = Size("rows", 392, "M, output features")
+GROUPS = (
+    TOKENS,
+    WIDTH,
+    Size("rows", 256, "output features of a group, a multiple of 128"),
+    Size("groups", 3, "that have input features and rows of their own"),
+)
+
+
+def add_parser(kernels: argparse._SubParsersAction) -> None:
+    """Declare the commands."""
+    way = (
+        "simulate each tiling in every schedule, compare one with exact sums and all others with "
+        "it, bit for bit"
+    )
+    add_command(
+        kernels,
+        "grouped_linear",
+        "linears of a group of features each, every tiling in every schedule",
+        f"Compile the kernels, {way}; outputs as they are, and as FP8 codes.",
+        GROUPS,
+        run_grouped,
+    )
+    add_command(
+        kernels,
+        "plain_linear",
+        "linear with bf16 weights, every tiling in every schedule",
+        f"Compile the kernels, {way}.",
+        (TOKENS, ROWS, WIDTH),
+        run_plain,
+    )
+    add_command(
+        kernels,
+        "linear_argmax",
+        "the row of each token's largest product, every tiling in every schedule",
+        f"Compile the kernels, {way}; rows of the largest outputs with the outputs, and alone.",
+        (TOKENS, ROWS, WIDTH),
+        run_argmax,
+    )
+
+
+class _Tilings:
+    """Launches of every tiling in every schedule, whose bits agree."""
+
+    def __init__(self, args: argparse.Namespace, op: KernelOp) -> None:
+        from dsv4.testing.kernel_call import OpKernels
+
+        self.launches = CheckedLaunches(args, ARCH)
+        self.kernels = OpKernels(op, self.launches.target)
+
+    def check(
+        self, inputs: OpInputs, tilings: Sequence[Any], what: str, check: Callable[[Outcome], None]
+    ) -> None:
+        """Simulate all of them, and print one line per launch; `check` is for the first."""
+        from dsv4.testing.harness import SCHEDULES
+
+        compiled, first = self.kernels.compile(inputs.config), None
+        for index, tiling in enumerate(tilings):
+            call = partial(self.kernels.call, inputs, tiling=index, num_sms=FEW_SMS)
+            for schedule in SCHEDULES:
+                outcome = self.launches.run(compiled, call, schedule)
+                if first is None:
+                    first = outcome
+                    check(first)
+                first.assert_same_bits(outcome, f"{tiling}, {schedule}")
+                print(
+                    f"{ARCH}, {what}, tiles of {tiling.tokens} tokens, {schedule}: equal bits, "
+                    "no race"
+                )
+
+
+def run_grouped(args: argparse.Namespace) -> int:
+    """Simulate and print one line per launch."""
+    from dataclasses import replace
+
+    from dsv4.kernels.gemm.grouped_config import CODES
+    from dsv4.kernels.gemm.grouped_plan import tilings
+    from dsv4.ops.grouped_linear import GROUPED_LINEAR
+    from dsv4.testing.grouped_linear import Case, Inputs, assert_grouped_close
+
+    case = Case(args.tokens, args.width, args.rows, args.groups)
+    every = _Tilings(args, GROUPED_LINEAR)
+    inputs, codes = (
+        Inputs.make(replace(case, out_dtype=dtype), args.seed) for dtype in (case.out_dtype, CODES)
+    )
+    what = f"{args.tokens} tokens, {args.groups} groups of {args.rows} x {args.width}"
+    with every.launches.checks():
+        every.check(
+            inputs,
+            tilings(inputs.config),
+            what,
+            lambda found: assert_grouped_close(found["out"], inputs),
+        )
+        every.check(codes, tilings(codes.config), f"{what}, codes", lambda found: None)
+    return every.launches.finish()
+
+
+def run_plain(args: argparse.Namespace) -> int:
+    """Simulate and print one line per launch."""
+    from dsv4.kernels.gemm.plain_plan import TILINGS
+    from dsv4.ops.plain_linear import PLAIN_LINEAR
+    from dsv4.testing.fp8_linear import Case
+    from dsv4.testing.plain_linear import Inputs, assert_plain_close
+
+    every = _Tilings(args, PLAIN_LINEAR)
+    inputs = Inputs.make(Case(args.tokens, args.width, args.rows), args.seed)
+    what = f"{args.tokens} tokens, {args.rows} x {args.width}"
+    with every.launches.checks():
+        every.check(inputs, TILINGS, what, lambda found: assert_plain_close(found["out"], inputs))
+    return every.launches.finish()
+
+
+def run_argmax(args: argparse.Namespace) -> int:
+    """Simulate and print one line per launch."""
+    from dataclasses import replace
+
+    from dsv4.kernels.gemm.plain_plan import TILINGS
+    from dsv4.ops.linear_argmax import LINEAR_ARGMAX
+    from dsv4.testing.fp8_linear import Case
+    from dsv4.testing.linear_argmax import Inputs, rows_of
+    from dsv4.testing.plain_linear import assert_plain_close
+
+    every = _Tilings(args, LINEAR_ARGMAX)
+    case = Case(args.tokens, args.width, args.rows, out_dtype="float32")
+    inputs = Inputs.make(case, args.seed)
+    what = f"{args.tokens} tokens, best of {args.rows} x {args.width}"
+    found_rows = []
+
+    def check(found: Outcome) -> None:
+        assert_plain_close(found["out"], inputs.plain)
+        assert found["rows"].equal(rows_of(found["out"])), "rows: not those of the largest outputs"
+        found_rows.append(found["rows"])
+
+    def check_alone(found: Outcome) -> None:
+        assert found["rows"].equal(found_rows[0]), "rows: others without outputs"
+
+    with every.launches.checks():
+        every.check(inputs, TILINGS, what, check)
+        every.check(replace(inputs, writes=False), TILINGS, f"{what}, rows alone", check_alone)
+    return every.launches.finish()
