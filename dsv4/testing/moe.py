@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.kernels.moe.args import ARGS, values
 from dsv4.kernels.moe.config import FP4_GROUP, K_BLOCK, ExpertsConfig
 from dsv4.kernels.moe.layout import MAX_SPREAD
+from dsv4.kernels.moe.wide_plan import scale_columns
 from dsv4.ops.moe import layout
 from dsv4.ops.quantize import dequantize_e2m1, dequantize_e4m3_blocks, quantize_e4m3
 from dsv4.reference.moe import group_pairs
@@ -205,7 +206,8 @@ class Inputs:
                 tensors[prefix + name] = weight.codes
                 tensors[prefix + name.replace("w", "s")] = weight.scale
         scalars = {"tiling": tiling, "num_sms": num_sms}
-        rows = {"R": case.tokens * (case.top_k + 1)}
+        count = case.tokens * (case.top_k + 1)
+        rows = {"R": count, "Q": scale_columns(count)}
         return make_call(ARGS, values(case.config), tensors, scalars, sizes=rows)
 
 

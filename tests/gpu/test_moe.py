@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsv4 import ops
+from dsv4.kernels.moe.plan import tilings
 from dsv4.ops.moe.op import MOE
 from dsv4.ops.moe.weights import GatedWeights
 from dsv4.testing.harness import Device
@@ -87,6 +88,32 @@ def test_every_step_is_close(changes, is_hashed, seed) -> None:
         y = layer(tokens, live_tokens=live, out_dtype=found.dtype)
         assert torch.equal(y.nan_to_num(7), found.nan_to_num(7))
         assert (found[case.num_live :] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        dict(spread=14),
+        dict(expert_dtype="fp8", scale_dtype="float32"),
+        dict(one_expert=True, live=290),
+        dict(hidden=512, inner=384, experts=32, top_k=3),
+    ],
+    ids=str,
+)
+def test_every_tiling_has_the_same_bits(changes, seed) -> None:
+    case = replace(SMALL, **changes)
+    inputs = Layer(case, seed).inputs
+    kernels = OpKernels(MOE, Device())
+    compiled = kernels.compile(inputs.config)
+    first = None
+    for tiling in range(len(tilings(inputs.config.kernels))):
+        call = inputs.call_tiled(tiling, kernels.planned_for)
+        outcome = kernels.target.run(compiled, call)
+        first = outcome["out"] if first is None else first
+        assert torch.equal(outcome["out"].nan_to_num(7), first.nan_to_num(7)), f"tiling {tiling}"
+    # The last one has the most tokens of a tile.
+    assert_layer_close(outcome, inputs)
 
 
 def test_a_flash_layer_has_the_same_bits_for_any_number_of_tokens(seed) -> None:

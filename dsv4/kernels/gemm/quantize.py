@@ -118,11 +118,16 @@ class QuantizeRows:
     def _store(self, codes: cute.Tensor, scales: cute.Tensor, group, lane, vectors, scale):
         """A lane's codes of a group, and the group's scale."""
         token, k_block = group // self.k_blocks, group % self.k_blocks
+        self.store_codes(codes, token, k_block, lane, vectors)
+        if lane == 0:
+            offset = Int64(token) * scales.stride[0] + k_block
+            pointer_at(scales.iterator, offset, Uint8, align=1).store(Uint8(scale))
+
+    @cute.jit
+    def store_codes(self, codes: cute.Tensor, token, k_block, lane, vectors):
+        """A lane's codes of a group."""
         for term in cutlass.range_constexpr(self.terms):
             row = Int64(code_row(token, term, self.terms))
             offset = row * codes.stride[0] + (k_block * K_BLOCK + lane * VECTOR)
             target = pointer_at(codes.iterator, offset, Uint32, align=VECTOR)
             cute.autovec_copy(vectors[term], cute.make_tensor(target, cute.make_layout(2)))
-        if lane == 0:
-            offset = Int64(token) * scales.stride[0] + k_block
-            pointer_at(scales.iterator, offset, Uint8, align=1).store(Uint8(scale))

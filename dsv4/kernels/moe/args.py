@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dsv4.kernels.kit.args import In, InOut, Out, Scalar
 from dsv4.kernels.moe.config import FP4_GROUP, K_BLOCK, ExpertsConfig
+from dsv4.kernels.moe.wide_plan import SCALE_COPIES
 
 ARGS = (
     In("x_codes", "T D", "float8_e4m3fn", align=16),
@@ -36,7 +37,7 @@ ARGS = (
     Out("h", "R I", "bfloat16", align=16),  # R = P + T: routed by position, then shared by token
     # Of h, where many tokens go to an expert.
     Out("h_codes", "R I", "float8_e4m3fn", align=16),
-    Out("h_scale", "R i", "float8_e8m0fnu"),
+    Out("h_scale", "i2 Q", "float32", align=16),  # Q: `wide_plan.scale_columns(R)`
     Out("rows", "T k1 D", "bfloat16", align=16),  # by place among a token's experts; last: shared
     Out("y", "T D", "out_dtype", align=16),
     Scalar("tiling"),
@@ -54,6 +55,7 @@ def values(config: ExpertsConfig) -> dict[str, int | str]:
         "I": inner,
         "d": hidden // K_BLOCK,
         "i": inner // K_BLOCK,
+        "i2": SCALE_COPIES * inner // K_BLOCK,
         "k": config.top_k,
         "k1": config.top_k + 1,
         "four": 4,

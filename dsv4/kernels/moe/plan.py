@@ -56,6 +56,8 @@ class Tiling:
             while the first one ends.
         reads_once: whether few tiles read a weight, so that it may leave L2 first: what every layer
             reads stays there, instructions above all.
+        is_wide: whether a launch before gathers the tokens, and tiles are of up to 128: see
+            `wide_plan`.
     """
 
     tokens: int
@@ -67,6 +69,7 @@ class Tiling:
     stages: int = 4
     is_joint: bool = False
     reads_once: bool = True
+    is_wide: bool = False
 
     @property
     def alone(self) -> Tiling:
@@ -218,6 +221,10 @@ class ProductPlan(RingPlan):
 
     # ---- a stage ----
 
+    def stage_bytes(self, kind: Kind) -> int:
+        """Bytes that copies announce for each k block of a stage: weights and their scales."""
+        return 2 * self.panels * (kind.block_bytes + kind.scale_block_bytes)
+
     @property
     def x_rows(self) -> int:
         """Rows of 128 codes of a stage."""
@@ -321,11 +328,14 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
         Tiling(8, 32, 32, is_joint=True, **tall),
         Tiling(16, 64, 32, has_codes=True, reads_once=False, **tall),
         Tiling(32, 64, 32, has_codes=True, reads_once=False),
+        Tiling(
+            128, 128, 128, has_codes=True, ctas_per_sm=1, stages=8, reads_once=False, is_wide=True
+        ),
     )
 
 
 # Most tokens of a launch for each tiling but the last.
-MOST_TOKENS = (1, 8, 128, 256)
+MOST_TOKENS = (1, 8, 128, 256, 1024)
 # Tiles of gate and up of one token that the CTAs of a Hopper GPU take in one turn: more of them are
 # better off in the launch of both products, where CTAs that are ahead take what is left.
 ONE_TURN = 396

@@ -10,6 +10,7 @@ from typing import Any
 from dsv4.kernels.moe.config import K_BLOCK
 from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS, gate_tiling
+from dsv4.kernels.moe.wide_plan import SCALE_COPIES, scale_columns
 
 ALIGNMENT = 64  # bytes that every section starts at a multiple of
 WORD = 4  # bytes
@@ -37,7 +38,7 @@ def sections(config: MoeConfig, tokens: Any, splits: Any) -> dict[str, Any]:
         "arrivals": ARRIVAL_WORDS * WORD,
         "h": (pairs + tokens) * (config.inner * BF16),
         "h_codes": (pairs + tokens) * config.inner,
-        "h_scale": (pairs + tokens) * (config.inner // K_BLOCK),
+        "h_scale": scale_columns(pairs + tokens) * (config.inner // K_BLOCK * SCALE_COPIES * WORD),
         "rows": tokens * ((k + 1) * config.hidden * BF16),
     }
     starts, start = {}, 0

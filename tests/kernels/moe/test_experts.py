@@ -137,17 +137,15 @@ def test_every_barrier_and_fence_is_reached(seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     simulator = Simulator("sm_90a")
     # The shared expert has tiles that are asked for early, and others; the last ones reach every
-    # copy behind the unrolled ones.
+    # copy behind the unrolled ones. Many tokens: groups of all kinds of tiles.
     inputs = Inputs.make(Case(45, **SMALL, one_expert=True), seed)
+    many = Inputs.make(Case(208, **SMALL | {"experts": 8}, one_expert=True), seed)
     config = inputs.case.config
     compiled = simulator.compile(build, config)
-    outcomes = [
-        simulator.run(
-            compiled,
-            inputs.first(44 if tiling.has_codes else 45).experts_call(i, FEW_SMS, tiling.tokens),
-        )
-        for i, tiling in enumerate(tilings(config))
-    ]
+    outcomes = []
+    for i, tiling in enumerate(tilings(config)):
+        own = many if tiling.is_wide else inputs.first(44 if tiling.has_codes else 45)
+        outcomes.append(simulator.run(compiled, own.experts_call(i, FEW_SMS, tiling.tokens)))
     for outcome in outcomes:
         assert_clean(outcome.report)
     assert not missed_synchronisation(outcome.report for outcome in outcomes)

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.stage("moe")
 FEW_SMS = 1  # rings wrap
 CASE = Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
 RAW = Case(3, 256, 128, 4, 2, spread=20)
+# Tiles of more than one kind, and groups that begin at odd places.
+MANY = Case(41, 256, 384, 4, 2, one_expert=True, has_missing=True, live=40)
 
 
 class Bug(NamedTuple):
@@ -27,10 +29,16 @@ class Bug(NamedTuple):
     case: Case = CASE
     tiling: int = 0
 
+    @property
+    def edits(self) -> tuple[Edit, Edit]:
+        """With the tilings in question: others take as long to compile."""
+        return (ONLY_WIDE if self.tiling == WIDE else FIRST), self.edit
+
 
 JOINT = 1  # the tiling whose products are one launch
-# The tilings in question: others take as long to compile.
+WIDE = -1  # the tiling of many tokens
 FIRST = at("ExpertsSm90.__init__").expression("tilings(config)").replace("tilings(config)[:2]")
+ONLY_WIDE = at("ExpertsSm90.__init__").expression("tilings(config)").replace("tilings(config)[-1:]")
 BUGS: dict[str, Bug] = {
     "a full stage not waited for": Bug(at("Consumers._tile").call("ring.wait").delete()),
     "a stage never released": Bug(at("Consumers._tile").call("ring.release").delete()),
@@ -113,6 +121,50 @@ BUGS: dict[str, Bug] = {
     "a gate below the limit clamped": Bug(
         at("SwiGlu._swiglu").expression("gate > limit").replace("gate < limit"),
     ),
+    **{
+        f"many tokens: {name}": Bug(edit, MANY, WIDE)
+        for name, edit in {
+            "a full stage not waited for": at("WideTileConsumers._step")
+            .call("ctx.pipes.ring.wait")
+            .delete(),
+            "a first full stage not waited for": at("WideTileConsumers._sum")
+            .call("ctx.pipes.ring.wait")
+            .delete(),
+            "a stage never released": at("WideTileConsumers._add")
+            .call("ctx.pipes.ring.release_to")
+            .delete(),
+            "a stage released to its own CTA alone": at("WideTileConsumers._add")
+            .expression("self.plan.sharing")
+            .replace("1"),
+            "an empty stage not waited for": at("WideTileLoadWarp._load")
+            .call("ring.acquire")
+            .delete(),
+            "sums read while they are made": at("WideTileConsumers._add")
+            .call("warpgroup.wait_group")
+            .delete(),
+            "barriers of the other CTA not waited for": at("WideProduct.kernel")
+            .call("cute.arch.cluster_wait", 0)
+            .delete(),
+            "lists read before the launch before is over": at("WideTileLoadWarp.load")
+            .call("pdl.wait_for_previous_launch")
+            .delete(),
+            "tokens gathered before the launch before is over": at("GatherTokens.kernel")
+            .call("pdl.wait_for_previous_launch")
+            .delete(),
+            "the second copy of scales in the place of the first": at("store_scale")
+            .expression("row + i")
+            .replace("row"),
+            "tokens of the wrong part": at("WideTileLoadWarp._load")
+            .expression("row + ctx.rank * part")
+            .replace("row"),
+            "weights of another column": at("WideSwiGlu._weights")
+            .expression("first + c")
+            .replace("first"),
+            "scales of the shared expert lifted": at("GatherTokens.kernel")
+            .expression("Float32(1.0)")
+            .replace("Float32(self.lift)"),
+        }.items()
+    },
 }
 
 
@@ -123,9 +175,12 @@ def noticed(build: Callable, case: Case, seed: int, tiling: int = 0) -> bool:
     simulator, inputs = Simulator("sm_90a"), Inputs.make(case, seed)
     try:
         compiled = simulator.compile(build, case.config)
-        group_tokens = tilings(case.config)[tiling].tokens
+        chosen = tilings(case.config)[tiling]
+        group_tokens = chosen.tokens
+        # Alone, the tiling of many tokens is the first; its CTAs come in pairs.
+        number, sms = (0, 2) if chosen.is_wide else (tiling, FEW_SMS)
         outcome = run_all(
-            simulator, compiled, lambda: inputs.experts_call(tiling, FEW_SMS, group_tokens), seed
+            simulator, compiled, lambda: inputs.experts_call(number, sms, group_tokens), seed
         )
         assert_experts_close(outcome, inputs)
     except (AssertionError, Deadlock, KernelFault):
@@ -136,7 +191,7 @@ def noticed(build: Callable, case: Case, seed: int, tiling: int = 0) -> bool:
 @pytest.mark.parametrize("name", BUGS)
 def test_bug_has_its_place(name: str) -> None:
     """What is renamed in a kernel is found here at once."""
-    check(FIRST, BUGS[name].edit)
+    check(*BUGS[name].edits)
 
 
 @pytest.mark.slow
@@ -146,17 +201,21 @@ def test_bug_is_noticed(tmp_path: Path, name: str, seed: int) -> None:
     from dsv4.kernels.moe.sm90 import experts
 
     bug = BUGS[name]
-    build = mutated(experts.build, tmp_path, FIRST, bug.edit)
+    build = mutated(experts.build, tmp_path, *bug.edits)
     assert noticed(build, bug.case, seed, bug.tiling), f"{name}: passes {bug}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiling", [0, JOINT])
-@pytest.mark.parametrize("case", [CASE, RAW], ids=str)
+@pytest.mark.parametrize(
+    ("tiling", "case"),
+    [(0, CASE), (JOINT, CASE), (0, RAW), (JOINT, RAW), (WIDE, MANY)],
+    ids=str,
+)
 def test_without_a_bug_nothing_is_noticed(
     tmp_path: Path, case: Case, tiling: int, seed: int
 ) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     from dsv4.kernels.moe.sm90 import experts
 
-    assert not noticed(mutated(experts.build, tmp_path, FIRST), case, seed, tiling)
+    tilings_alone = Bug(FIRST, case, tiling).edits[0]
+    assert not noticed(mutated(experts.build, tmp_path, tilings_alone), case, seed, tiling)

@@ -6,6 +6,7 @@ import pytest
 
 from dsv4.kernels.moe.config import ExpertsConfig
 from dsv4.kernels.moe.plan import ProductPlan, Tiling, choose, tilings
+from dsv4.kernels.moe.wide_plan import COLUMNS, WidePlan, parts_of, scale_columns
 
 CONFIGS = {
     "Flash": ExpertsConfig(4096, 2048),
@@ -17,6 +18,8 @@ CONFIGS = {
 
 
 def plans_of(config: ExpertsConfig, tiling: Tiling) -> list[ProductPlan]:
+    if tiling.is_wide:
+        return [WidePlan.up(config, tiling, 1), WidePlan.down(config, tiling, 1)]
     products = [
         ProductPlan.gate_and_up(config, tiling, is_shared, 1) for is_shared in (True, False)
     ]
@@ -28,14 +31,22 @@ def test_every_tiling_has_a_plan_within_its_budgets(config) -> None:
     for tiling in tilings(config):
         for plan in plans_of(config, tiling):
             assert plan.smem.total_bytes <= plan.capacity
-            # The load warp's, an activation warp's, and those of its lanes' copies.
-            assert plan.barriers.full_arrivals("ring") == (2 + 32 if plan.has_copies else 2)
-            assert plan.barriers.empty_arrivals("ring") == 4 * plan.panels
+            consumers = 4 * plan.panels
+            if tiling.is_wide:
+                assert plan.barriers.full_arrivals("ring") == 1
+                assert plan.barriers.empty_arrivals("ring") == consumers * plan.sharing
+            else:
+                # The load warp's, an activation warp's, and those of its lanes' copies.
+                copies = 32 if plan.has_copies else 0
+                assert plan.barriers.full_arrivals("ring") == 2 + copies
+                assert plan.barriers.empty_arrivals("ring") == consumers
             assert f"{plan.tile_rows} rows" in str(plan)
             assert plan.row_tiles * plan.tile_rows == plan.out_rows * (2 if plan.is_gated else 1)
             for kind in plan.kinds:
                 assert kind.steps * kind.blocks >= plan.k_blocks > (kind.steps - 1) * kind.blocks
-                assert 2 * plan.panels * kind.blocks * kind.block_bytes == plan.weight_bytes
+                weights = 2 * plan.panels * kind.blocks * kind.block_bytes
+                # A stage of many tokens is one k block, of FP8 or half as many bytes of FP4.
+                assert weights == plan.weight_bytes or tiling.is_wide
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
@@ -68,8 +79,28 @@ def test_few_tokens_take_the_smallest_tile() -> None:
     # One token of Pro has more tiles than CTAs take in a turn.
     assert [choose(CONFIGS[name], 1) for name in ("Flash", "Pro")] == [0, 1]
     # A tile takes the fewest columns that hold its tokens.
-    wide = ProductPlan.down(config, found[-1], 1)
-    assert [kind.tokens for kind in wide.routed] == [found[-1].tokens // 2, found[-1].tokens]
+    for tiling in found[-2:]:
+        columns = [kind.tokens for kind in plans_of(config, tiling)[-1].routed]
+        wanted = list(COLUMNS) if tiling.is_wide else [tiling.tokens // 2, tiling.tokens]
+        assert columns == wanted
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_tiles_of_many_tokens_are_those_of_tma_and_tensor_cores(config) -> None:
+    for plan in plans_of(config, tilings(config)[-1]):
+        assert plan.row_groups * plan.sharing == plan.row_tiles
+        for kind in plan.kinds:
+            # Swizzled tiles begin at multiples of eight rows, those of a CTA's part, too.
+            assert kind.tokens % (8 * plan.sharing) == 0
+            assert kind.tokens % (8 * parts_of(kind)) == 0
+            assert kind.tokens <= plan.x_rows
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 28_672])
+def test_columns_of_scales_begin_at_16_bytes(rows) -> None:
+    # The second copy is moved up by one.
+    assert scale_columns(rows) >= rows + 1
+    assert scale_columns(rows) % 4 == 0
 
 
 @pytest.mark.parametrize(

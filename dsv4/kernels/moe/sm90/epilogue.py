@@ -71,11 +71,16 @@ class SwiGlu:
         if cutlass.const_expr(is_shared):
             row += ctx.operands.pairs.shape[0]
         for n in cutlass.range_constexpr(kind.column_groups):
+            weights = self._weights(factors, n, lane)
             values = [
-                self._swiglu(sums[4 * n + c], sums[4 * n + 2 + c]) * factors[c, n] for c in range(2)
+                self._swiglu(sums[4 * n + c], sums[4 * n + 2 + c]) * weights[c] for c in range(2)
             ]
             column = n * 8 + lane // 4
             store_channels(h, row + column, channel, *values, column < tile.count, lane)
+
+    def _weights(self, factors: cute.Tensor, n: int, lane) -> list[Float32]:
+        """Routing weights of a lane's columns of a group of eight."""
+        return [factors[c, n] for c in range(2)]
 
     def _swiglu(self, gate: Float32, up: Float32) -> Float32:
         """NaN stays NaN: comparisons with it are false."""
@@ -126,6 +131,11 @@ class Rows:
         channel = tile.row_tile * (2 * rows) + warp * UNIT_ROWS
         for n in cutlass.range_constexpr(kind.column_groups):
             is_used = n * 8 + lane // 4 < tile.count
+            row = self._row(found, n, lane)
             for r in cutlass.range_constexpr(2):
                 values = [sums[4 * n + 2 * r + c] for c in range(2)]
-                store_channels(y, found[n], channel + r * rows, *values, is_used, lane)
+                store_channels(y, row, channel + r * rows, *values, is_used, lane)
+
+    def _row(self, found: cute.Tensor, n: int, lane) -> Int32:
+        """Row of column `lane / 4` of a group of eight."""
+        return found[n]

@@ -12,13 +12,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Int32, Uint8, cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, cute
 
 from dsv4.kernels.gemm.quantize import QuantizeRows
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.moe.args import ARGS, values
 from dsv4.kernels.moe.combine import Combine
-from dsv4.kernels.moe.config import ExpertsConfig
+from dsv4.kernels.moe.config import K_BLOCK, ExpertsConfig
+from dsv4.kernels.moe.gather import Gathered, GatherTokens, QuantizeOrdered
 from dsv4.kernels.moe.plan import ProductPlan, Source, Tiling, tilings
 from dsv4.kernels.moe.routing import RoutingConfig
 from dsv4.kernels.moe.select import Lists, Select
@@ -26,6 +27,10 @@ from dsv4.kernels.moe.sm90.context import Operands
 from dsv4.kernels.moe.sm90.epilogue import Rows, SwiGlu
 from dsv4.kernels.moe.sm90.joint_products import JointProducts
 from dsv4.kernels.moe.sm90.product import GroupedProduct, ProductBesideSelection
+from dsv4.kernels.moe.sm90.wide_context import Activations
+from dsv4.kernels.moe.sm90.wide_epilogue import WideRows, WideSwiGlu
+from dsv4.kernels.moe.sm90.wide_product import WideProduct
+from dsv4.kernels.moe.wide_plan import SCALE_BYTES, SCALE_COPIES, WidePlan, lift_of, scale_columns
 
 
 class ExpertTensors(NamedTuple):
@@ -70,11 +75,40 @@ class ExpertTensors(NamedTuple):
         tokens, places, hidden = self.rows.shape
         layout = cute.make_layout((tokens * places, hidden), stride=(hidden, 1))
         return Operands(
-            self.h_codes if has_codes else self.h, as_bytes(self.h_scale),
+            self.h_codes if has_codes else self.h, self.h_scale_bytes,
             *(self.w2, as_bytes(self.s2)) * 2, *(self.shared_w2, as_bytes(self.shared_s2)) * 2,
             live_tokens, self.groups, self.counts, self.pairs, self.weights,
             cute.make_tensor(self.rows.iterator, layout),
         )  # fmt: skip
+
+    @property
+    def h_scale_bytes(self) -> cute.Tensor:
+        """[P + T, I / 128] E8M0 bytes, instead."""
+        start = cute.recast_ptr(self.h_scale.iterator, dtype=Uint8)
+        blocks = self.h_scale.shape[0] // SCALE_COPIES
+        layout = cute.make_layout((self.h.shape[0], blocks), stride=(blocks, 1))
+        return cute.make_tensor(start, layout)
+
+    @property
+    def gathered(self) -> Gathered:
+        """Where `rows` will be, tokens in the order of tiles until all of h is there."""
+        pairs, (tokens, hidden) = self.pairs.shape[0], self.x_codes.shape
+        blocks, columns = hidden // K_BLOCK * SCALE_COPIES, scale_columns(pairs + tokens)
+        start = self.rows.iterator.toint()
+
+        def at(offset, dtype) -> cute.Pointer:
+            return cute.make_ptr(dtype, start + offset, cute.AddressSpace.gmem, assumed_align=16)
+
+        scales = Int64(pairs) * hidden
+        factors = scales + Int64(columns) * (SCALE_BYTES * blocks)
+        codes = cute.make_layout((pairs, hidden), stride=(hidden, 1))
+        return Gathered(
+            cute.make_tensor(at(0, Float8E4M3FN), codes),
+            cute.make_tensor(
+                at(scales, Float32), cute.make_layout((blocks, columns), stride=(columns, 1))
+            ),
+            cute.make_tensor(at(factors, Float32), cute.make_layout((pairs,))),
+        )
 
 
 class Selection(NamedTuple):
@@ -97,7 +131,11 @@ class ExpertsSm90:
     def __init__(self, config: ExpertsConfig, routing: RoutingConfig | None = None):
         self.config = config
         self.products = []
+        self.wide = None
         for tiling in tilings(config):
+            if tiling.is_wide:
+                self.wide = WideProducts(config, tiling, routing, self.lanes_per_warp)
+                continue
             shared, routed = (self._gate_and_up(tiling, is_shared) for is_shared in (True, False))
             if routing is not None:
                 select = Select(routing, shared.plan.warps.threads // 32)
@@ -140,7 +178,7 @@ class ExpertsSm90:
         weights: cute.Tensor,  # [T, k] fp32
         h: cute.Tensor,  # [P + T, I] bf16, scratch
         h_codes: cute.Tensor,  # [P + T, I] e4m3, scratch
-        h_scale: cute.Tensor,  # [P + T, I / 128] E8M0, scratch
+        h_scale: cute.Tensor,  # [2 I / 128, Q > P + T] fp32, scratch; or E8M0 by row
         rows: cute.Tensor,  # [T, k + 1, D] bf16, scratch
         y: cute.Tensor,  # [T, D], written
         stream,
@@ -169,6 +207,8 @@ class ExpertsSm90:
         num_sms: Int32,
     ):
         """Launch one tiling's kernels up to the rows, the selection among them."""
+        if tiling == len(self.products):
+            self.wide.launch(tensors, live_tokens, selection, stream, num_sms)
         up = tensors.up_operands(live_tokens)
         for i in cutlass.range_constexpr(len(self.products)):
             if tiling == i:
@@ -185,9 +225,49 @@ class ExpertsSm90:
                     routed.launch(up, stream, num_sms)
                     if cutlass.const_expr(has_codes):
                         self.quantizer.launch(
-                            tensors.h, tensors.h_codes, tensors.h_scale, stream, num_sms
+                            tensors.h, tensors.h_codes, tensors.h_scale_bytes, stream, num_sms
                         )
                     second.launch(down, stream, num_sms)
+
+
+class WideProducts:
+    """Launches of many tokens: selection, where a router leads; tokens in the order of tiles; gate
+    and up of all experts; h rounded; down of all.
+
+    Args:
+        routing: as of `ExpertsSm90`.
+    """
+
+    def __init__(self, config: ExpertsConfig, tiling: Tiling, routing, lanes_per_warp: int):
+        self.select = None if routing is None else Select(routing)
+        lift = lift_of(config)
+        self.gather = GatherTokens(config.hidden, config.top_k, lift)
+        plan = WidePlan.up(config, tiling, lanes_per_warp)
+        self.up = WideProduct(plan, WideSwiGlu(plan.panels, config.top_k, config.limit))
+        self.quantizer = QuantizeOrdered(config.inner, config.top_k, lift)
+        plan = WidePlan.down(config, tiling, lanes_per_warp)
+        self.down = WideProduct(plan, WideRows(plan.panels, config.top_k))
+
+    @cute.jit
+    def launch(
+        self, tensors: ExpertTensors, live_tokens: cute.Tensor, selection: Selection | None, stream,
+        num_sms: Int32,
+    ):  # fmt: skip
+        """Launch everything up to the rows."""
+        if cutlass.const_expr(selection is not None):
+            self.select.launch(selection.lists, stream, selection.group_tokens)
+        gathered = tensors.gathered
+        self.gather.launch(
+            tensors.x_codes, as_bytes(tensors.x_scale), tensors.groups, tensors.counts,
+            tensors.pairs, tensors.weights, gathered, stream, num_sms,
+        )  # fmt: skip
+        x = Activations(gathered.codes, tensors.x_codes, gathered.scales, Int32(0))
+        self.up.launch(tensors.up_operands(live_tokens), x, gathered.factors, stream, num_sms)
+        scales = tensors.h_scale
+        self.quantizer.launch(tensors.h, tensors.h_codes, scales, stream, num_sms)
+        h = Activations(tensors.h_codes, tensors.h_codes, scales, Int32(tensors.pairs.shape[0]))
+        down = tensors.down_operands(True, live_tokens)
+        self.down.launch(down, h, gathered.factors, stream, num_sms)
 
 
 def as_bytes(scale: cute.Tensor) -> cute.Tensor:

@@ -55,14 +55,34 @@ def load_words(source: cute.Pointer, count: int) -> cute.Tensor:
     return words
 
 
+def make_fragment() -> cute.Tensor:
+    """Registers of the A operand of a k block: words [of a step, step]."""
+    return cute.make_rmem_tensor((WORDS, STEPS), Uint32)
+
+
+def operand(fragment: cute.Tensor) -> cute.Tensor:
+    """A fragment as wgmma takes it: e4m3 [16, 1, step]."""
+    codes = cute.recast_tensor(fragment, DTYPE)
+    layout = cute.make_layout(((4, 2, 2), 1, STEPS), stride=((1, 4, 8), 0, 4 * WORDS))
+    return cute.make_tensor(codes.iterator, layout)
+
+
 def load_fragment(smem: Smem, plan: ProductPlan, stage, block, kind: Kind, warp, lane):
-    """The A operand of a k block: e4m3 [16, 1, step], and its rows' scale words (g, g + 8) of FP4.
+    """The A operand of a k block, and its rows' scale words (g, g + 8) of FP4."""
+    fragment = make_fragment()
+    scales = fill_fragment(fragment, smem, plan, stage, block, kind, warp, lane)
+    return operand(fragment), scales
+
+
+def fill_fragment(
+    fragment: cute.Tensor, smem: Smem, plan: ProductPlan, stage, block, kind: Kind, warp, lane
+) -> list[Uint32]:
+    """Load or decode a k block; its rows' scale words (g, g + 8) of FP4.
 
     Args:
         warp: of the consumers.
     """
     warpgroup, unit = warp // WARPGROUP, warp % WARPGROUP
-    fragment = cute.make_rmem_tensor((WORDS, STEPS), Uint32)
     scales = []
     for panel in range(2):
         source = warpgroup + panel * plan.panels
@@ -92,9 +112,7 @@ def load_fragment(smem: Smem, plan: ProductPlan, stage, block, kind: Kind, warp,
                     step = half * 2 + i
                     fragment[panel, step] = words[2 * i]
                     fragment[2 + panel, step] = words[2 * i + 1]
-    codes = cute.recast_tensor(fragment, DTYPE)
-    layout = cute.make_layout(((4, 2, 2), 1, STEPS), stride=((1, 4, 8), 0, 4 * WORDS))
-    return cute.make_tensor(codes.iterator, layout), scales
+    return scales
 
 
 def packed_scale(word: Uint32) -> Float32:

@@ -19,6 +19,7 @@ from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS
 from dsv4.kernels.moe.scratch import ALIGNMENT, sections
 from dsv4.kernels.moe.select import Lists
 from dsv4.kernels.moe.sm90.experts import ExpertsSm90, ExpertTensors, Selection, as_bytes
+from dsv4.kernels.moe.wide_plan import SCALE_COPIES, scale_columns
 
 
 class MoeSm90:
@@ -94,7 +95,8 @@ class MoeSm90:
         h = section("h", BFloat16, (pairs + tokens, config.inner), config.inner)
         h_rows, h_blocks = pairs + tokens, config.inner // K_BLOCK
         h_codes = section("h_codes", Float8E4M3FN, (h_rows, config.inner), config.inner)
-        h_scale = section("h_scale", Float8E8M0FNU, (h_rows, h_blocks), h_blocks)
+        h_scales = (SCALE_COPIES * h_blocks, scale_columns(h_rows))
+        h_scale = section("h_scale", Float32, h_scales, h_scales[1])
         row = (k + 1) * config.hidden
         rows = section("rows", BFloat16, (tokens, k + 1, config.hidden), row, config.hidden)
         tensors = GateTensors(x, gate, partials, codes, as_bytes(scales), arrivals)

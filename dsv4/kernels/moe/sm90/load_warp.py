@@ -83,8 +83,7 @@ class LoadWarp:
         if cutlass.const_expr(plan.k_blocks % kind.blocks != 0):
             blocks = cutlass.min(plan.k_blocks - step * kind.blocks, kind.blocks)
         if lane == 0:
-            panel_bytes = kind.block_bytes + kind.scale_block_bytes
-            barriers.expect(blocks * (2 * plan.panels * panel_bytes))
+            barriers.expect(blocks * plan.stage_bytes(kind))
         cute.arch.sync_warp()
         if lane < 2 * plan.panels:
             is_second = lane >= plan.panels

@@ -1,0 +1,126 @@
+"""Plan of the experts' products for many tokens: tiles of 128 rows and up to 128 tokens.
+
+A launch before gathers the tokens' codes in the order of tiles, so that TMA loads them; scales of
+activations lie by k block, in fp32. Two CTAs with row tiles of their own share a tile's tokens.
+Nothing here changes a bit of a result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dsv4.kernels.kit.plan import (
+    WARP_THREADS,
+    Arrival,
+    Arrive,
+    BarrierGraph,
+    Buffer,
+    Edge,
+    Registers,
+    Warps,
+)
+from dsv4.kernels.moe.config import ExpertsConfig
+from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, TABLE_EXPONENT
+from dsv4.kernels.moe.plan import WARPGROUP, Kind, ProductPlan, Source, Tiling
+
+# Columns that there is code for: a tile takes the fewest that hold its tokens.
+COLUMNS = (32, 64, 96, 128)
+TWO_PARTS = 64  # columns
+SCALE_BYTES = 4  # of a token's k block, fp32
+# TMA loads from multiples of so many scales (16 bytes) on, and a lane reads two. So scales are
+# there twice, the second time moved up by one: those of a tile begin at an even place in one.
+SCALE_STEP = 4
+SCALE_COPIES = 2
+
+
+def lift_of(config: ExpertsConfig) -> float:
+    """Factor in the scales of activations of routed experts: packed FP4 codes are times 2^-5."""
+    is_packed = config.expert_dtype == "fp4" and config.scale_form == "packed"
+    return 2.0**-TABLE_EXPONENT if is_packed else 1.0
+
+
+def parts_of(kind: Kind) -> int:
+    """Parts of a tile's columns whose products are under way by themselves: one is promoted while
+    the tensor cores have the other."""
+    return 2 if kind.tokens >= TWO_PARTS else 1
+
+
+def scale_columns(rows: Any) -> Any:
+    """Columns of the scales of so many rows."""
+    return (rows + SCALE_COPIES - 1 + SCALE_STEP - 1) // SCALE_STEP * SCALE_STEP
+
+
+@dataclass(frozen=True)
+class WidePlan(ProductPlan):
+    """Every budget of a CTA; a stage is one k block."""
+
+    @classmethod
+    def up(cls, config: ExpertsConfig, tiling: Tiling, lanes_per_warp: int) -> WidePlan:
+        """Of w1 and w3, of all experts: a tile has as many rows of each."""
+        return cls(
+            config.hidden, config.inner, config.inner // (PANEL_ROWS * tiling.warpgroups),
+            config.expert_dtype, config.scale_form, tiling, Source.TOKENS, True, True,
+            lanes_per_warp,
+        )  # fmt: skip
+
+    @property
+    def routed(self) -> tuple[Kind, ...]:
+        is_packed = self.scale_form == "packed"
+        return tuple(self._kind(self.expert_dtype, count, is_packed) for count in COLUMNS)
+
+    @property
+    def sharing(self) -> int:
+        """CTAs of a cluster, which have row tiles of their own and load the same tokens once."""
+        return 2 if self.row_tiles % 2 == 0 else 1
+
+    @property
+    def row_groups(self) -> int:
+        """Row tiles of the clusters together."""
+        return self.row_tiles // self.sharing
+
+    def _kind(self, dtype: str, tokens: int, is_packed: bool) -> Kind:
+        return Kind(dtype, tokens, 1, self.k_blocks, is_packed)
+
+    @property
+    def scale_rows(self) -> int:
+        """Scales of activations of a stage, up to a multiple of what TMA aligns its targets to."""
+        return self.x_rows + WARP_THREADS
+
+    def stage_bytes(self, kind: Kind) -> int:
+        scales = (kind.tokens + SCALE_STEP) * SCALE_BYTES
+        return super().stage_bytes(kind) + kind.tokens * K_BLOCK + scales
+
+    # ---- budgets ----
+
+    @property
+    def warps(self) -> Warps:
+        return Warps.of(consumers=WARPGROUP * self.tiling.warpgroups, load=1, idle=3)
+
+    @property
+    def registers(self) -> Registers:
+        """Most of them for the accumulators."""
+        return Registers.of(self.warps, consumers=232, load=40, idle=40)
+
+    def _buffers(self, stages: int) -> tuple[Buffer, ...]:
+        return (
+            # [stage, panel]
+            Buffer("weight", "Uint8", stages * self.weight_bytes, 1024),
+            Buffer("x", "Float8E4M3FN", stages * self.x_rows * K_BLOCK, 1024),
+            Buffer("scale", "Uint8", max(stages * self.scale_bytes, 128), 128),
+            # [stage, token]
+            Buffer("x_scale", "Float32", stages * self.scale_rows, 128),
+            *self._barriers(stages).split_buffers,
+        )
+
+    def _barriers(self, stages: int) -> BarrierGraph:
+        edge = Edge(
+            "ring", "k block of a weight tile, of its tokens",
+            (Arrival("load", Arrive.TMA),),
+            (Arrival("consumers", Arrive.WARP, ctas=self.sharing),),
+            stages,
+        )  # fmt: skip
+        return BarrierGraph(self.warps, (edge,), self.lanes_per_warp)
+
+    def __post_init__(self) -> None:
+        assert self.tiling.tokens == self.tiling.shared_tokens == COLUMNS[-1], self.tiling
