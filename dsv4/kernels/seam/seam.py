@@ -544,6 +544,8 @@ class Seam:
             if t < size and first + t < operands.x.shape[0]:
                 logits = buffers.logits[None, place.lane]
                 self.mixing.store_comb(logits, operands.comb_out, first + t)
+        # The next pass writes the logits that other lanes read here.
+        cute.arch.sync_warp()
 
 
 @cute.jit
