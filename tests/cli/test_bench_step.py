@@ -12,6 +12,7 @@ import torch
 
 from dsv4.bench import engine, prefill, timeline
 from dsv4.bench import step as bench
+from dsv4.bench.kernel_times import Span, own_times
 from dsv4.bench.machine import Machine
 from dsv4.bench.random_model import fitting_sets, random_model, truncated
 from dsv4.bench.step_floor import Load, StepFloor
@@ -179,6 +180,18 @@ def _trace(path: Path) -> None:
     spans += [(names[i % 2], 10.0 + 10 * i, 12.0) for i in range(8)]
     events = [{"cat": "kernel", "name": n, "ts": 100 + t, "dur": d} for n, t, d in reversed(spans)]
     path.write_text(json.dumps({"traceEvents": [*events, {"cat": "cpu_op", "ts": 0, "dur": 1}]}))
+
+
+def test_a_kernel_that_waits_for_the_one_before_does_not_count_the_wait() -> None:
+    spans = [
+        Span("second", 2.0, 15.0),  # starts early
+        Span("first", 0.0, 10.0),
+        Span("beside", 3.0, 9.0),  # of another stream
+        Span("first", 20.0, 24.0),
+    ]
+    wanted = [("first", 2, 14.0), ("second", 1, 5.0), ("beside", 1, 0.0)]
+    assert own_times(spans) == wanted
+    assert own_times([]) == []
 
 
 def test_a_timeline_names_kernels_and_shows_layers(tmp_path) -> None:
