@@ -12,6 +12,7 @@ from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES
 MAX_COORDINATE = (1 << 31) - 1
 # Policy of L2, as `createpolicy` encodes it: what is read once leaves before what is read again.
 EVICT_FIRST = 0x12F0000000000000
+EVICT_NORMAL = 0x1000000000000000  # the usual one, where a choice is made at run time
 EVEN_CTA = 0xFEFFFFFF  # mask of shared addresses: bit 24 is the lowest of the CTA's rank
 
 
@@ -149,10 +150,20 @@ def chosen_descriptor(descriptors, index):
     return DescriptorAddress(cutlass.Int64(address))
 
 
-def tma_load(descriptor, smem: cute.Pointer, coordinates, barrier: cute.Pointer):
-    """One elected thread fetches a box into `smem`; its bytes are counted on `barrier`."""
+def tma_load(
+    descriptor, smem: cute.Pointer, coordinates, barrier: cute.Pointer, policy: int | None = None
+):
+    """One elected thread fetches a box into `smem`; its bytes are counted on `barrier`.
+
+    Args:
+        policy: of L2 for them, as `EVICT_FIRST`; None: the usual one.
+    """
     primitives.cp_async_bulk_tensor_shared_cta_global(
-        smem.to_llvm_ptr(), descriptor.get_ptr(), coordinates, barrier.to_llvm_ptr()
+        smem.to_llvm_ptr(),
+        descriptor.get_ptr(),
+        coordinates,
+        barrier.to_llvm_ptr(),
+        l2_cache_hint=policy,
     )
 
 

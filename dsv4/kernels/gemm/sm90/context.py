@@ -8,10 +8,11 @@ from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from dsv4.kernels.gemm.config import Kind
-from dsv4.kernels.gemm.plan import M_TILE, LinearPlan
+from dsv4.kernels.gemm.plan import FEW_TOKENS, M_TILE, LinearPlan
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
+from dsv4.kernels.kit.tma import EVICT_FIRST, EVICT_NORMAL
 from dsv4.kernels.kit.wgmma import make_mma
 
 DTYPES = {Kind.FP8: cutlass.Float8E4M3FN, Kind.BF16: cutlass.BFloat16}
@@ -158,6 +159,17 @@ class LinearContext:
     rank: Int32  # among the CTAs that share the slices of a tile
     smem: Smem
     pipes: Pipelines
+    weight_policy: Int64 | int  # of L2
+
+
+def weight_policy(plan: LinearPlan, token_tiles: Int32) -> Int64 | int:
+    """Policy of L2 for weights: what one token tile reads is not read again, and leaves first.
+
+    Else the weights of a step, more than L2 holds between two uses of a kernel, would push out
+    instructions, the streams between the sublayers and the keys of a cache."""
+    if plan.tokens <= FEW_TOKENS:  # a launch of them has one token tile
+        return EVICT_FIRST
+    return Int64(cutlass.select_(token_tiles == 1, Int64(EVICT_FIRST), Int64(EVICT_NORMAL)))
 
 
 def tile_mma(plan: LinearPlan):

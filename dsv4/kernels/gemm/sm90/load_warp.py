@@ -65,7 +65,8 @@ def load_weights(plan: LinearPlan, ctx: LinearContext, weight_maps, tile: Output
         barriers.expect(plan.weight_bytes + plan.x_bytes)
         target = ctx.smem.weight_start + slot * (plan.rows * plan.kind.step)
         k_block = (ctx.rank * plan.rings + part) * plan.ring_blocks + block
-        tma_load(weight_map, target, [0, tile.row_tile * plan.rows, k_block], barriers.full)
+        place = [0, tile.row_tile * plan.rows, k_block]
+        tma_load(weight_map, target, place, barriers.full, ctx.weight_policy)
 
 
 def load_activations(plan: LinearPlan, ctx: LinearContext, x_map, tile: OutputTile, block, stage):

@@ -45,6 +45,7 @@ from dsv4.kernels.gemm.sm90.context import (
     Operands,
     TileScheduler,
     allocate,
+    weight_policy,
 )
 from dsv4.kernels.gemm.sm90.load_warp import LoadWarp
 from dsv4.kernels.gemm.sm90.wide import ScaleWarp, WideConsumers, WideLoadWarp
@@ -129,7 +130,8 @@ class LinearBody:
             bands = grid.token_tiles
         tiling_of = (grid.row_groups, tiles, grid.first_tiles, tiling.sharing, row_rank, bands)
         scheduler = TileScheduler(cluster, grid.clusters, *tiling_of)
-        ctx = LinearContext(operands, scheduler, rank, smem, pipes)
+        policy = weight_policy(plan, grid.token_tiles)
+        ctx = LinearContext(operands, scheduler, rank, smem, pipes, policy)
         if warp >= plan.warps["load"].first:
             if cutlass.const_expr(tiling.is_wide):
                 cute.arch.setmaxregister_decrease(plan.registers["load"])
