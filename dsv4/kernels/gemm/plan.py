@@ -153,6 +153,12 @@ class LinearPlan(RingPlan):
         return self.row_blocks // self.slices
 
     @property
+    def blocks_under_way(self) -> int:
+        """k blocks whose products a warpgroup has under way: of few tokens two, since what they
+        wait for is a chain of latencies, once the ring is full."""
+        return 2 if self.tokens <= FEW_TOKENS else 1
+
+    @property
     def ring_blocks(self) -> int:
         """k blocks of a tile that pass through a ring: steps of a tile."""
         return self.own_slices * self.slice_blocks

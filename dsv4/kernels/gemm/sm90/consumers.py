@@ -115,42 +115,75 @@ class Consumers:
         ring_part, group, lane, cursor: Cursor,
     ):  # fmt: skip
         """sums = the products of a slice; returns the next place in the ring."""
-        plan, ring = self.plan, ctx.pipes.ring
+        plan = self.plan
         mma = tile_mma(plan)
-        acc = mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.columns)))
-        mma_slice = mma.get_slice(0)
+        shape = mma.partition_shape_C((M_TILE, plan.columns))
+        accs = [mma.make_fragment_C(shape) for _ in range(plan.blocks_under_way)]
+        turns, rest = divmod(plan.slice_blocks, len(accs))
+        first = s * plan.slice_blocks
+        place = (ring_part, group, lane)
+        sums.fill(0.0)
+        for turn in cutlass.range(turns, unroll=1):
+            block = first + turn * len(accs)
+            cursor = self._add_blocks(ctx, sums, accs, scales, block, *place, cursor)
+        if cutlass.const_expr(rest > 0):
+            block = first + turns * len(accs)
+            cursor = self._add_blocks(ctx, sums, accs[:rest], scales, block, *place, cursor)
+        return cursor
+
+    @cute.jit
+    def _add_blocks(
+        self, ctx: LinearContext, sums: cute.Tensor, accs: list, scales: cute.Tensor, first,
+        ring_part, group, lane, cursor: Cursor,
+    ):  # fmt: skip
+        """sums += the products of as many k blocks as there are accumulators, one block promoted
+        while those behind it are multiplied; returns the next place in the ring."""
+        plan, ring = self.plan, ctx.pipes.ring
+        mma_slice = tile_mma(plan).get_slice(0)
+        mma = tile_mma(plan)
         a = mma.make_fragment_A(mma_slice.partition_A(ctx.smem.weight))
         b = mma.make_fragment_B(mma_slice.partition_B(ctx.smem.x))
-        sums.fill(0.0)
-        for step in cutlass.range(plan.slice_blocks, unroll=1):
+        cursors = []
+        for i in cutlass.range_constexpr(len(accs)):
             ring.wait(cursor, ring_part)
-            block = s * plan.slice_blocks + step
-            own_block = ring_part * plan.ring_blocks + block
             weight_tile = x_tile = ring.slot(cursor, ring_part)
             if cutlass.const_expr(plan.tiling.is_streamed):
                 weight_tile = x_tile * 2 + group
             else:
-                x_tile = own_block
+                x_tile = ring_part * plan.ring_blocks + first + i
             warpgroup.fence()
             a_block, b_block = a[None, None, None, weight_tile], b[None, None, None, x_tile]
-            gemm(lambda: tile_mma(plan), acc, a_block, b_block, range(WGMMAS), 0, False)
+            gemm(lambda: tile_mma(plan), accs[i], a_block, b_block, range(WGMMAS), 0, False)
             warpgroup.commit_group()
-            scale = self._scale(scales, block)
-            warpgroup.wait_group(0)
-            ring.release(cursor, lane, ring_part)
-            self._promote(ctx, sums, acc, scale, own_block, lane)
+            cursors.append(cursor)
             cursor = ring.next(cursor)
+        for i in cutlass.range_constexpr(len(accs)):
+            scale = self._scale(scales, first + i)
+            own_block = ring_part * plan.ring_blocks + first + i
+            factors = None
+            if cutlass.const_expr(len(accs) > 1):
+                factors = self._factors(ctx, scale, own_block, lane)
+            warpgroup.wait_group(len(accs) - 1 - i)
+            ring.release(cursors[i], lane, ring_part)
+            if cutlass.const_expr(len(accs) == 1):
+                # Not before: factors of many tokens would take as many registers as their products.
+                factors = self._factors(ctx, scale, own_block, lane)
+            self._promote(sums, accs[i], factors)
         return cursor
 
-    @cute.jit
-    def _promote(self, ctx: LinearContext, sums, acc, weight_scale, block, lane):
-        """sums += acc * (activation scale of the column * weight scale)."""
-        for n in cutlass.range_constexpr(self.plan.column_groups):
-            for c in cutlass.range_constexpr(2):
-                factor = ctx.smem.scales[n * 8 + lane % 4 * 2 + c, block] * weight_scale
-                for r in cutlass.range_constexpr(2):
+    def _factors(self, ctx: LinearContext, weight_scale, block, lane) -> list:
+        """Activation scale * weight scale of a lane's columns, in a k block of this CTA."""
+        scales = ctx.smem.scales
+        columns = [n * 8 + lane % 4 * 2 + c for n in range(self.plan.column_groups) for c in (0, 1)]
+        return [scales[column, block] * weight_scale for column in columns]
+
+    def _promote(self, sums: cute.Tensor, acc: cute.Tensor, factors: list) -> None:
+        """sums += acc * the factor of its column."""
+        for n in range(self.plan.column_groups):
+            for c in range(2):
+                for r in range(2):
                     i = n * 4 + r * 2 + c
-                    sums[i] = sums[i] + product(self.plan, acc, n, r, c) * factor
+                    sums[i] = sums[i] + product(self.plan, acc, n, r, c) * factors[2 * n + c]
 
     @cute.jit
     def _load_scales(self, ctx: LinearContext, index, first_block, lane, words: cute.Tensor):
