@@ -69,7 +69,7 @@ KERNELS = {
     "grouped linear, streamed": (partial(subjects.grouped, 21, 1), STREAMED),
     "grouped linear, wide": (partial(subjects.grouped, 67, -1), GROUPED_WIDE),
     "merged linear, wide": (partial(subjects.merged, 150, -1), MERGED_WIDE),
-    "rotated linear, streamed": (partial(subjects.rotated, 19, 1), releasing(STREAMED, 2)),
+    "rotated linear, streamed": (partial(subjects.rotated, 19, 1), releasing(STREAMED, 4)),
     "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), COMPRESSOR),
     "compressor, Blackwell": (partial(subjects.compressor, "sm_100a"), COMPRESSOR),
 }

@@ -68,14 +68,15 @@ RESIDENT = {
     ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
     ("griddepcontrol.wait", "compute"): (1, FIRST),
     ("griddepcontrol.wait", "load"): (1, NO_ACTIVATIONS),
-    ("bar.warp", "arrive_warp"): (1, PRODUCTS),
+    # Of the two blocks under way.
+    ("bar.warp", "arrive_warp"): (2, PRODUCTS),
 }
 # Behind the launch that quantises: its wait is the first.
 STREAMED = {
     ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
     ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
     ("griddepcontrol.wait", "kernel"): (1, FIRST),
-    ("bar.warp", "arrive_warp"): (1, PRODUCTS),
+    ("bar.warp", "arrive_warp"): (2, PRODUCTS),
 }
 TURN = "gives the warpgroups turns at the tensor cores: their order changes no product"
 CLUSTER = "the barrier of the cluster, which every warp waits for, orders the same"
@@ -95,8 +96,8 @@ def wide(slices: int) -> dict[tuple[str, str], tuple[int, str]]:
 REDUNDANT = {
     "resident": RESIDENT,
     "resident_clusters": RESIDENT,
-    # Once for each slice.
-    "streamed": {**STREAMED, ("bar.warp", "arrive_warp"): (2, PRODUCTS)},
+    # In the loop of each slice.
+    "streamed": {**STREAMED, ("bar.warp", "arrive_warp"): (4, PRODUCTS)},
     "streamed_clusters": STREAMED,
     # Two slices, and a cluster whose every role waits for all of it.
     "wide": {**wide(2), ("bar.sync", "run"): (1, CLUSTER)},

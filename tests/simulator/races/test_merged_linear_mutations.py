@@ -36,7 +36,7 @@ WEIGHTS = "72 float8_e8m0fnu bfloat16, 136 bfloat16 float32"
 RESIDENT, WIDE = 0, -1
 CASES = {RESIDENT: Case(19, 512, WEIGHTS), WIDE: Case(150, 512, WEIGHTS)}
 REDUNDANT = {
-    RESIDENT: {("bar.warp", "arrive_warp"): (3, PRODUCTS)},
+    RESIDENT: {("bar.warp", "arrive_warp"): (4, PRODUCTS)},
     # Of the FP8 body: once for each slice.
     WIDE: {("bar.warp", "arrive_warp"): (2, TURN)},
 }

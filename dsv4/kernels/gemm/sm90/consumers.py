@@ -144,6 +144,7 @@ class Consumers:
         a = mma.make_fragment_A(mma_slice.partition_A(ctx.smem.weight))
         b = mma.make_fragment_B(mma_slice.partition_B(ctx.smem.x))
         cursors = []
+        warpgroup.fence()
         for i in cutlass.range_constexpr(len(accs)):
             ring.wait(cursor, ring_part)
             weight_tile = x_tile = ring.slot(cursor, ring_part)
@@ -151,7 +152,6 @@ class Consumers:
                 weight_tile = x_tile * 2 + group
             else:
                 x_tile = ring_part * plan.ring_blocks + first + i
-            warpgroup.fence()
             a_block, b_block = a[None, None, None, weight_tile], b[None, None, None, x_tile]
             gemm(lambda: tile_mma(plan), accs[i], a_block, b_block, range(WGMMAS), 0, False)
             warpgroup.commit_group()
