@@ -35,12 +35,12 @@ def kernel_times(
         torch.cuda.synchronize()
     if trace is not None:
         found.export_chrome_trace(str(trace))
-    events = (e for e in found.events() if e.device_type != DeviceType.CPU)
-    return own_times(
+    spans = (
         Span(e.name, e.time_range.start, e.time_range.end)
-        for e in events
-        if not e.is_user_annotation
-    )[:SHOWN_KERNELS]
+        for e in found.events()
+        if e.device_type != DeviceType.CPU
+    )
+    return own_times(spans)[:SHOWN_KERNELS]
 
 
 def own_times(spans: Iterable[Span]) -> list[tuple[str, int, float]]:

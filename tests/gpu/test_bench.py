@@ -16,6 +16,7 @@ from dsv4.bench.attention import (
     measure,
     relative_error,
 )
+from dsv4.bench.kernel_times import kernel_times
 from dsv4.bench.machine import Machine
 from dsv4.bench.peers import Peer, attention, torch_peers
 from dsv4.bench.shapes import Arguments, model_cases
@@ -158,6 +159,15 @@ def test_host_cost_beyond_the_launch(seed) -> None:
     cost = host_cost()
     assert 0 < cost.launch < cost.operator
     assert cost.beyond <= 20
+
+
+@pytest.mark.gpu
+def test_kernels_of_some_work_are_counted_and_timed() -> None:
+    x = torch.zeros(1 << 20, device="cuda")
+    x.sum()
+    rows = kernel_times(lambda: (x.add_(1), x.sum(), x.add_(1)))
+    assert len(rows) >= 2 and 2 in [calls for _, calls, _ in rows]
+    assert all(time > 0 for _, _, time in rows)
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "1,2,3,x", "0,8,64,64", "1,8,0,0", "1,8,-1,64"])
