@@ -153,10 +153,14 @@ class GlobalRaces:
                     self._within_scope(
                         w, others, words, know, self.monitor.entry.instructions[w.at].order, what
                     )
-                others.note_write(words, owner, clock, place(w.at, whose_words))
+                code = place(w.at, whose_words)
+                others.note_write(words, owner, clock, code)
+                # The last one hides those before it: the last two owners are kept as readers are.
+                others.note_read(Read(words, 0, owner, clock, code))
                 order.note(others, owner, words)
                 return
             self._conflicts(w, others, words, whose_words, know, False, what, owner)
+            self._after_atomics(w, others, words, know, what, owner)
         code = place(w.at, whose)
         if write:
             history.note_write(where, owner, clock, code)
@@ -202,15 +206,21 @@ class GlobalRaces:
         self, w, others: History, words, know, order: Order, what: str
     ) -> None:  # fmt: skip
         """Strong accesses that nothing orders must include each other in their scopes."""
-        late = self._late(w, others.writer[words], others.write_clock[words], know, SEEN)
-        for i in np.flatnonzero(late & (others.writer[words] >= 0)).tolist():
-            owner, code = int(others.writer[words][i]), int(others.write_at[words][i])
-            earlier = self.monitor.entry.instructions[place_of(code)[0]].order
-            distance = _distance(w, owner)
-            # The reductions of asynchronous copies are of the GPU's scope.
-            if distance > min(order.scope, earlier.scope if earlier.strong else Scope.GPU):
-                self._report(w, others, NARROW, what, words, i, code, "access")
-                return
+        others.settle_reads()
+        tables = (
+            (others.writer, others.write_clock, others.write_at),
+            *zip(others.reader, others.read_clock, others.read_at),
+        )
+        for writer, clock, at in tables:
+            late = self._late(w, writer[words], clock[words], know, SEEN)
+            for i in np.flatnonzero(late & (writer[words] >= 0)).tolist():
+                owner, code = int(writer[words][i]), int(at[words][i])
+                earlier = self.monitor.entry.instructions[place_of(code)[0]].order
+                distance = _distance(w, owner)
+                # The reductions of asynchronous copies are of the GPU's scope.
+                if distance > min(order.scope, earlier.scope if earlier.strong else Scope.GPU):
+                    self._report(w, others, NARROW, what, words, i, code, "access")
+                    return
 
     def _conflicts(
         self, w, history: History, where, whose, know, write: bool, what: str, owner: int
@@ -330,6 +340,20 @@ class GlobalRaces:
             lacking = "fence.proxy.async"
             kind = "missing proxy fence"
             self._report(w, history, kind, what, where, i, code, "write", lacking)
+
+    def _after_atomics(self, w, others: History, words, know, what: str, owner: int) -> None:
+        """Ordinary accesses come after the atomics of the last two owners."""
+        others.settle_reads()
+        kind = "read-write race" if "read" in what else "write-write race"
+        for slot in (0, 1):
+            found = others.reader[slot, words]
+            late = self._late(w, found, others.read_clock[slot, words], know, SEEN)
+            late &= found != owner
+            if late.any():
+                i = int(late.argmax())
+                code = int(others.read_at[slot, words][i])
+                self._report(w, others, kind, what, words, i, code, "atomic")
+                return
 
     def _after_reads(self, w, history: History, where, know, what: str, owner: int) -> None:
         for slot in (0, 1):

@@ -384,3 +384,32 @@ def test_flags_in_shared_memory(sem, clean):
     DONE:
     """
     assert kinds(body) == ([] if clean else RACE)
+
+
+# --- atomics of several CTAs ----------------------------------------------------------------------
+_LAST_CLEARS = """
+@!%p2 bra DONE;
+red.relaxed.gpu.global.add.u32 [%d1], 1;
+atom.{order}.global.add.u32 %r12, [%d1+64], 1;
+setp.ne.u32 %p4, %r12, 1;
+@%p4 bra DONE;
+{access}
+DONE:
+"""
+
+
+@pytest.mark.parametrize("access", ["st.global.b32 [%d1], 0;", "ld.global.b32 %r13, [%d1];"])
+def test_an_own_atomic_hides_none_of_another_cta(access):
+    """The last of two CTAs to count touches, in an ordinary way, what both have added to."""
+    body = _LAST_CLEARS.format(order="acq_rel.gpu", access=access)
+    assert kinds(body, grid=2) == []
+    for order in ("acquire.gpu", "release.gpu", "relaxed.gpu"):
+        assert kinds(_LAST_CLEARS.format(order=order, access=access), grid=2) != [], order
+
+
+def test_an_own_atomic_hides_no_scope_that_is_too_narrow():
+    """The last of two CTAs to count reads what both have added to."""
+    access = "ld.relaxed.{}.global.b32 %r13, [%d1];"
+    body = _LAST_CLEARS.format(order="relaxed.gpu", access=access)
+    assert kinds(body.format("gpu"), grid=2) == []
+    assert kinds(body.format("cta"), grid=2) == ["scope too narrow"]
