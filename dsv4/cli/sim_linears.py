@@ -21,9 +21,9 @@ WIDTH = Size("width", 1024, "K, input features, a multiple of 512")
 ROWS = Size("rows", 392, "M, output features")
 GROUPS = (
     TOKENS,
-    WIDTH,
+    Size("width", 1024, "K, input features of a group, a multiple of 512"),
     Size("rows", 256, "output features of a group, a multiple of 128"),
-    Size("groups", 3, "that have input features and rows of their own"),
+    Size("groups", 2, "that have input features and rows of their own"),
 )
 
 
@@ -36,8 +36,9 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
     add_command(
         kernels,
         "grouped_linear",
-        "linears of a group of features each, every tiling in every schedule",
-        f"Compile the kernels, {way}; outputs as they are, and as FP8 codes.",
+        "linears of a group of features each, every tiling",
+        "Compile the kernels, simulate each tiling, in turns in every schedule, compare one with "
+        "exact sums and all others with it, bit for bit; outputs as they are, and as FP8 codes.",
         GROUPS,
         run_grouped,
     )
@@ -69,15 +70,22 @@ class _Tilings:
         self.kernels = OpKernels(op, self.launches.target)
 
     def check(
-        self, inputs: OpInputs, tilings: Sequence[Any], what: str, check: Callable[[Outcome], None]
+        self,
+        inputs: OpInputs,
+        tilings: Sequence[Any],
+        what: str,
+        check: Callable[[Outcome], None],
+        in_turns: bool = False,
     ) -> None:
-        """Simulate all of them, and print one line per launch; `check` is for the first."""
+        """Simulate all of them in every schedule, or each in another one, and print one line per
+        launch; `check` is for the first."""
         from dsv4.testing.harness import SCHEDULES
 
         compiled, first = self.kernels.compile(inputs.config), None
         for index, tiling in enumerate(tilings):
             call = partial(self.kernels.call, inputs, tiling=index, num_sms=FEW_SMS)
-            for schedule in SCHEDULES:
+            turn = index % len(SCHEDULES)
+            for schedule in SCHEDULES[turn : turn + 1] if in_turns else SCHEDULES:
                 outcome = self.launches.run(compiled, call, schedule)
                 if first is None:
                     first = outcome
@@ -110,8 +118,11 @@ def run_grouped(args: argparse.Namespace) -> int:
             tilings(inputs.config),
             what,
             lambda found: assert_grouped_close(found["out"], inputs),
+            in_turns=True,
         )
-        every.check(codes, tilings(codes.config), f"{what}, codes", lambda found: None)
+        every.check(
+            codes, tilings(codes.config), f"{what}, codes", lambda found: None, in_turns=True
+        )
     return every.launches.finish()
 
 

@@ -8,6 +8,8 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
+import torch
+
 from dsv4.kernels.attention.paged_plan import workspace_size
 from dsv4.kernels.indexer.plan import CLUSTERS
 from dsv4.kernels.seam.config import tiling_of
@@ -17,11 +19,17 @@ from dsv4.testing import (
     grouped_linear,
     head_rotation,
     index_topk,
+    latent_rows,
+    linear_argmax,
+    lowp,
+    lowp_attention,
+    lowp_codes,
     merged_linear,
     mhc_seam,
     moe,
     paged_attention,
     plain_linear,
+    sample_tokens,
 )
 from dsv4.testing.attention import assert_attention_close
 from dsv4.testing.harness import Call, Outcome, Simulator, compiler_options
@@ -91,17 +99,18 @@ def _subject(
 # ---- experts and router --------------------------------------------------------------------------
 # Three tiles of tokens, one of them of a single expert, on one SM: rings wrap.
 EXPERTS = moe.Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
+APART, JOINT = 0, 1  # tilings: a launch for each product, one launch for both
 # Two CTAs of the selection, four tiles of a CTA of the gate, two slices one after the other.
 ROUTER, ROUTER_TILING = RouterCase(27, 1024), (1, 4)
 
 
 @cache
-def experts() -> Subject:
+def experts(tiling: int = APART) -> Subject:
     from dsv4.kernels.moe.sm90.experts import build
 
     inputs = moe.Inputs.make(EXPERTS, SEED)
     compiled = build(EXPERTS.config, compiler_options("sm_90a", has_lines=True))
-    make = partial(inputs.experts_call, 0, 1, 8)
+    make = partial(inputs.experts_call, tiling, 1, 8)
     return _subject(compiled, [make], lambda found: moe.assert_experts_close(found, inputs))
 
 
@@ -254,6 +263,22 @@ def plain(tokens: int, tiling: int) -> Subject:
     )
 
 
+@cache
+def argmax(tokens: int, tiling: int) -> Subject:
+    from dsv4.kernels.gemm.plain_plan import TILINGS
+
+    case = fp8_linear.Case(tokens, 512, 328, out_dtype="float32")
+    inputs = linear_argmax.Inputs.make(case, SEED)
+    # Two clusters, which meet at the counter.
+    scalars = {"tiling": tiling % len(TILINGS), "num_sms": FEW_SMS * TILINGS[tiling].cluster}
+
+    def check(given: linear_argmax.Inputs, found: Outcome) -> None:
+        plain_linear.assert_plain_close(found["out"], given.plain)
+        assert torch.equal(found["rows"], linear_argmax.rows_of(found["out"]))
+
+    return _subject_of_op("sm_90a", [(inputs, scalars)], check)
+
+
 # ---- seam, indexer, compressor -------------------------------------------------------------------
 @cache
 def seam(arch: str) -> Subject:
@@ -292,3 +317,61 @@ def compressor(arch: str) -> Subject:
     return _subject_of_op(
         arch, [(inputs, {})], lambda given, found: compress.assert_step(given, found.scratch)
     )
+
+
+@cache
+def latents(arch: str) -> Subject:
+    """All tasks of a layer with an indexer, several blocks of a request, rows in turns."""
+    case = latent_rows.Case((5, 6, 0), (13, 9, -1), 13)
+    return _subject_of_op(
+        arch,
+        [(latent_rows.Inputs.make(case, SEED), {"num_ctas": 1})],
+        lambda given, found: latent_rows.assert_tasks(given, {**found.outputs, **found.scratch}),
+    )
+
+
+# ---- quantised attention, sampler ----------------------------------------------------------------
+LOWP = {
+    "rows": lowp.Case(
+        1, 2, 1, 200, 810, 64,
+        options={"qk": "fp8", "qk_quant_gran": "per_row", "causal": "bottom_right"},
+    ),
+    "wide": lowp.Case(1, 2, 1, 200, 810, 128, options={"causal": "bottom_right"}),
+    "halves": lowp.Case(
+        1, 2, 1, 200, 810, 128,
+        options={"pv": "fp16", "pv_accum_dtype": "fp16+fp32", "causal": "bottom_right"},
+    ),
+}  # fmt: skip
+
+
+@cache
+def quantized(name: str) -> Subject:
+    """More tiles of keys than stages, both kinds of tiles, several work tiles of a CTA."""
+    inputs = lowp_attention.Inputs.make(LOWP[name], SEED)
+    return _subject_of_op(
+        "sm_90a",
+        [(inputs, {"num_ctas": ctas}) for ctas in (1, 2)],
+        lambda given, found: lowp_attention.assert_attention(
+            given, found, tiles=given.summed_tiles
+        ),
+    )
+
+
+@cache
+def codes() -> Subject:
+    """Codes of keys and values, and their scales."""
+    options = {"pv_accum_dtype": "fp32", "smooth_v": True}
+    inputs = lowp_codes.KvInputs.make(lowp.Case(1, 2, 1, 1, 400, 64, options=options), SEED)
+    return _subject_of_op("sm_90a", [(inputs, {})], lowp_codes.assert_codes)
+
+
+@cache
+def sampler(arch: str, truncates: bool) -> Subject:
+    """A cluster a row: few likely tokens, ties of the best, all equal."""
+    inputs = sample_tokens.Inputs.make(sample_tokens.Case(6, 1, 2056, truncates), SEED)
+    inputs = inputs.of([0, 2, 5])
+
+    def check(given: sample_tokens.Inputs, found: Outcome) -> None:
+        assert torch.equal(found["tokens"], sample_tokens.expected(given))
+
+    return _subject_of_op(arch, [(inputs, {})], check)

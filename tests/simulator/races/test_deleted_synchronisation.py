@@ -1,5 +1,5 @@
 """Deleting any one synchronisation instruction of a kernel is noticed: linears with code of their
-own, and the compressor.
+own, the compressor, rows of latents, quantisers of keys and values, the sampler.
 
 The bodies of FP8 weights are those of `fp8_linear`, whose deletions have a test of their own.
 """
@@ -17,6 +17,7 @@ from tests.simulator.races.test_fp8_linear_mutations import (
     CLUSTER,
     FIRST,
     LAUNCH,
+    NO_ACTIVATIONS,
     PRODUCTS,
     RESIDENT,
     STREAMED,
@@ -48,15 +49,56 @@ PLAIN_WIDE = {
     ("bar.warp", "release_to"): (4, PRODUCTS),
     ("bar.sync", "run"): (1, CLUSTER),
 }
+# Of both kinds of weights.
+MERGED_RESIDENT = {
+    ("griddepcontrol.launch_dependents", "run"): (2, LAUNCH),
+    ("griddepcontrol.wait", "compute"): (2, FIRST),
+    ("griddepcontrol.wait", "load"): (2, NO_ACTIVATIONS),
+    ("bar.warp", "arrive_warp"): (3, PRODUCTS),
+}
 MERGED_WIDE = {
     **GROUPED_WIDE,
     **PLAIN_WIDE,
     ("griddepcontrol.launch_dependents", "run"): (2, LAUNCH),
     ("bar.sync", "run"): (2, CLUSTER),
 }
+BEST_ROWS = {
+    ("griddepcontrol.wait", "finish"): (1, "of CTAs without a tile: here all have some"),
+    ("bar.sync", "sync_consumers"): (
+        3,
+        "behind zeros, and behind a tile's maxima: the ring goes round before a warp reads them, "
+        "and its releases tell the consumers of each other; two in a row at the end",
+    ),
+}
 COMPRESSOR = {
     ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
     ("griddepcontrol.wait", "run"): (1, FIRST),
+}
+LATENT_ROWS = {
+    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    # Of each task.
+    ("griddepcontrol.wait", "run"): (4, FIRST),
+}
+QUANTIZE_KV = {
+    # Of its three launches.
+    ("griddepcontrol.launch_dependents", "kernel"): (3, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (1, FIRST),
+    ("bar.sync", "reduce"): (1, "behind the last sums of a tile: nothing is written there again"),
+}
+SAMPLER = {
+    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (1, FIRST),
+}
+SAMPLER_CUTS = {
+    **SAMPLER,
+    ("bar.sync", "total_mass"): (
+        1,
+        "before the sums of warps: barriers of its digits lie behind the cut before",
+    ),
+    ("atom.shared", "__init__"): (
+        4,
+        "work, not order: digits behind of masses, whose loss moves no cut of these rows",
+    ),
 }
 
 # Subject, and what is not missed: by instruction and the kernel's function, how many of them, and
@@ -65,13 +107,25 @@ KERNELS = {
     # A slice's blocks but the last, and the last one.
     "plain linear, resident": (partial(subjects.plain, 11, 0), releasing(RESIDENT, 2)),
     "plain linear, wide": (partial(subjects.plain, 150, -1), PLAIN_WIDE),
+    "best rows, resident": (
+        partial(subjects.argmax, 11, 0),
+        {**releasing(RESIDENT, 2), **BEST_ROWS},
+    ),
+    "best rows, wide": (partial(subjects.argmax, 150, -1), {**PLAIN_WIDE, **BEST_ROWS}),
     "grouped linear, resident": (partial(subjects.grouped, 11, 0), RESIDENT),
     "grouped linear, streamed": (partial(subjects.grouped, 21, 1), STREAMED),
     "grouped linear, wide": (partial(subjects.grouped, 67, -1), GROUPED_WIDE),
+    "merged linear, resident": (partial(subjects.merged, 19, 0), MERGED_RESIDENT),
     "merged linear, wide": (partial(subjects.merged, 150, -1), MERGED_WIDE),
     "rotated linear, streamed": (partial(subjects.rotated, 19, 1), releasing(STREAMED, 4)),
     "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), COMPRESSOR),
     "compressor, Blackwell": (partial(subjects.compressor, "sm_100a"), COMPRESSOR),
+    "rows of latents, Hopper": (partial(subjects.latents, "sm_90a"), LATENT_ROWS),
+    "rows of latents, Blackwell": (partial(subjects.latents, "sm_100a"), LATENT_ROWS),
+    "quantisers of keys and values": (subjects.codes, QUANTIZE_KV),
+    "sampler, Hopper": (partial(subjects.sampler, "sm_90a", False), SAMPLER),
+    "sampler, Blackwell": (partial(subjects.sampler, "sm_100a", False), SAMPLER),
+    "sampler, cuts": (partial(subjects.sampler, "sm_90a", True), SAMPLER_CUTS),
 }
 
 

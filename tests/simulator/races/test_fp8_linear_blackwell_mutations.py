@@ -1,4 +1,5 @@
-"""Deleting any one synchronisation instruction of Blackwell's FP8 linear is noticed."""
+"""Deleting any one synchronisation instruction of Blackwell's FP8 linear, or weakening any one of
+its qualifiers by a step, is noticed."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ import pytest
 from dsv4.testing.fp8_linear import Case
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import subjects
-from tests.simulator.helpers.changes import check_deleted
-from tests.simulator.races.test_fp8_linear_mutations import FIRST, LAUNCH
+from tests.simulator.helpers.changes import check_deleted, check_weaker
+from tests.simulator.races.test_fp8_linear_mutations import EXPECTS, FIRST, LAUNCH
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
@@ -28,24 +29,34 @@ COMMON = {
     ("tcgen05.fence::before_thread_sync", "store_tiles"): (1, ENDS),
 }
 CLUSTERS = {**COMMON, ("bar.sync", "store_tiles"): (1, PARTS)}
+WEIGHTS = {("mbarrier.arrive", "_load_weights", "relaxed"): (2, EXPECTS)}
+SENT = {**WEIGHTS, ("mbarrier.arrive", "_expect_parts", "relaxed"): (1, EXPECTS)}
 CODES = partial(Case, x_dtype="float8_e4m3fn")
 ONE_SLICE = 32768  # rows of a configuration
 
-# Subject, and what is not missed: by instruction and the kernel's function, how many of them, and
-# why.
+# Subject, what is not missed and what may be weaker: by instruction, the kernel's function and the
+# new qualifier, how many of them, and why.
 KERNELS = {
-    "alone": (partial(subjects.blackwell_fp8, CODES(19, 512, 264), ONE_SLICE, 0), COMMON),
-    "clusters": (partial(subjects.blackwell_fp8, CODES(19, 1024, 136), 136, 0), CLUSTERS),
-    "quantised": (partial(subjects.blackwell_fp8, Case(11, 1024, 136), 136, 0), CLUSTERS),
+    "alone": (partial(subjects.blackwell_fp8, CODES(19, 512, 264), ONE_SLICE, 0), COMMON, WEIGHTS),
+    "clusters": (partial(subjects.blackwell_fp8, CODES(19, 1024, 136), 136, 0), CLUSTERS, SENT),
+    "quantised": (partial(subjects.blackwell_fp8, Case(11, 1024, 136), 136, 0), CLUSTERS, SENT),
     "promoted": (
         partial(subjects.blackwell_fp8, CODES(19, 512, 264, scale_dtype="float32"), ONE_SLICE, 0),
         COMMON,
+        WEIGHTS,
     ),
 }
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_deletions_are_noticed(name: str) -> None:
-    make, redundant = KERNELS[name]
+    make, redundant, _ = KERNELS[name]
     compiled, runs = make()
     check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], redundant)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
+    make, _, harmless = KERNELS[name]
+    compiled, runs = make()
+    check_weaker(compiled, runs("eager"), harmless)

@@ -1,5 +1,5 @@
 """Weakening any one qualifier of a kernel by a step is noticed: experts, router, linears, seam,
-compressor, and kernels that have none.
+compressor, sampler, and kernels that have none.
 
 A weaker qualifier changes nothing but the checker's order, which is that of one schedule but for
 waits that follow a test: which of the two acquires depends on the schedule.
@@ -58,6 +58,18 @@ GROUPED_STREAMED_HARMLESS = {
 }
 # Two for each number of tokens a pass: streams, and what the mixture sends.
 SEAM_HARMLESS = {("mbarrier.arrive", "expect", "relaxed"): (6, EXPECTS)}
+BEST_ROWS_HARMLESS = {
+    ("ld.relaxed", "finish", "cluster"): (
+        1,
+        "a key, which the last CTA reads: the counter's atomic has acquired every maximum",
+    ),
+}
+SAMPLER_HARMLESS = {
+    ("barrier.cluster", "kernel", "relaxed"): (
+        1,
+        "tells that the other CTAs have begun: there is nothing yet to hand over",
+    )
+}
 
 
 # Subject, what goes unnoticed, and what no launch runs.
@@ -66,6 +78,22 @@ KERNELS = {
     "router": (subjects.router, {}, {}),
     "plain linear, resident": (partial(subjects.plain, 11, 0), weights(4), {}),
     "plain linear, wide": (partial(subjects.plain, 150, -1), weights(2), {}),
+    "best rows, resident": (
+        partial(subjects.argmax, 11, 0), {**weights(4), **BEST_ROWS_HARMLESS}, {},
+    ),
+    "best rows, wide": (
+        partial(subjects.argmax, 150, -1),
+        {
+            **weights(2),
+            **BEST_ROWS_HARMLESS,
+            ("atom.global", "__init__", "cluster"): (
+                1,
+                "a maximum: tiles of other rows of a token are the same cluster's here; resident "
+                "ones are not, and it is noticed",
+            ),
+        },
+        {},
+    ),
     "grouped linear, resident": (partial(subjects.grouped, 11, 0), weights(4), {}),
     "grouped linear, streamed": (partial(subjects.grouped, 21, 1), GROUPED_STREAMED_HARMLESS, {}),
     "grouped linear, wide": (partial(subjects.grouped, 67, -1), {**weights(2), **TURNS}, {}),
@@ -77,6 +105,19 @@ KERNELS = {
     "seam, Blackwell": (partial(subjects.seam, "sm_100a"), SEAM_HARMLESS, {}),
     "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), {}, {}),
     "compressor, Blackwell": (partial(subjects.compressor, "sm_100a"), {}, {}),
+    "rows of latents, Hopper": (partial(subjects.latents, "sm_90a"), {}, {}),
+    "rows of latents, Blackwell": (partial(subjects.latents, "sm_100a"), {}, {}),
+    "quantisers of keys and values": (subjects.codes, {}, {}),
+    "sampler, Hopper": (partial(subjects.sampler, "sm_90a", False), SAMPLER_HARMLESS, {}),
+    "sampler, Blackwell": (partial(subjects.sampler, "sm_100a", False), SAMPLER_HARMLESS, {}),
+    "sampler, cuts": (
+        partial(subjects.sampler, "sm_90a", True),
+        {
+            **SAMPLER_HARMLESS,
+            ("atom.shared", "__init__", "cluster"): (8, "words of one CTA: any scope is enough"),
+        },
+        {},
+    ),
 }  # fmt: skip
 
 
