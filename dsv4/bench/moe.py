@@ -14,9 +14,10 @@ from dsv4 import ops
 from dsv4.bench.machine import Machine
 from dsv4.bench.timing import graph_microseconds
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.ops.moe.op import MODEL_LAYERS, MOE
+from dsv4.ops.moe.op import FORMS, MODEL_LAYERS, MOE
 from dsv4.ops.moe.torch_path import route
 from dsv4.ops.moe.weights import GatedWeights, prepare_
+from dsv4.ops.runtime.backend import device_of
 
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096)
 CALLS = 24  # of a graph, each with tokens of its own, and so with experts of its own
@@ -99,6 +100,8 @@ class Layer:
         self.model, self.device = model, device
         self.config = Shape(model, 1).config
         config = self.config
+        found = device_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self.form = "packed" if found is None else FORMS[found.arch][0]
         self.experts = self._fp4()
         self.gates, self.shared = [], []
         for _ in range(SHARED_SETS):
@@ -133,7 +136,7 @@ class Layer:
         hidden, inner = self.config.hidden, self.config.inner
         pairs = [make(inner, hidden), make(inner, hidden), make(hidden, inner)]
         weights = GatedWeights(*(p[0] for p in pairs), *(p[1] for p in pairs))
-        prepare_(weights, "packed")
+        prepare_(weights, self.form)
         return weights
 
     def call(self, x: Tensor, index: int, **options: Any) -> Tensor:
@@ -141,7 +144,7 @@ class Layer:
         place, config = index % SHARED_SETS, self.config
         return ops.moe(
             x, self.gates[place], self.experts, self.shared[place], top_k=config.top_k,
-            scaling=config.scaling, limit=config.limit, form="packed", bias=self.bias, **options,
+            scaling=config.scaling, limit=config.limit, form=self.form, bias=self.bias, **options,
         )  # fmt: skip
 
     @torch.inference_mode()

@@ -6,7 +6,6 @@ import argparse
 
 from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
 
-ARCH = "sm_90a"
 FEW_SMS = 2  # whose CTAs take all tiles
 FEW_TOKENS = (5, 9)  # for which one CTA chooses experts, and sorts without counting
 SIZES = (
@@ -32,6 +31,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         "many that are padding, which the sort goes through in several turns.",
         SIZES,
         run,
+        has_arch=True,
     )
     parser.add_argument(
         "--experts-in", choices=("fp4", "fp8"), default="fp4", help="format of weights (fp4)"
@@ -40,8 +40,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    from dsv4.kernels.moe.plan import tilings
-    from dsv4.ops.moe.op import MOE
+    from dsv4.ops.moe.op import MOE, PLANS
     from dsv4.ops.runtime.backend import Device
     from dsv4.testing.harness import SCHEDULES
     from dsv4.testing.kernel_call import OpKernels
@@ -49,21 +48,22 @@ def run(args: argparse.Namespace) -> int:
     from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
 
     sizes = (args.hidden, args.inner, args.experts, args.top_k, args.experts_in)
+    options = {"is_tiled": args.arch != "sm_90a"}
     cases = (
-        *(Case(tokens, *sizes) for tokens in FEW_TOKENS),
-        Case(args.tokens, *sizes, one_expert=True),
-        Case(args.many, *sizes, live=min(args.live, args.many)),
+        *(Case(tokens, *sizes, **options) for tokens in FEW_TOKENS),
+        Case(args.tokens, *sizes, one_expert=True, **options),
+        Case(args.many, *sizes, live=min(args.live, args.many), **options),
     )
     config = LayerInputs.make(cases[0], args.seed).config
     if config.why_no_kernel:
         raise ValueError(f"no kernel: {config.why_no_kernel}")
-    launches = CheckedLaunches(args, ARCH)
+    launches = CheckedLaunches(args, args.arch)
     compiled = OpKernels(MOE, launches.target).compile(config)
-    device = Device(ARCH, FEW_SMS)
+    device = Device(args.arch, FEW_SMS)
     with launches.checks():
         for case in cases:
             inputs, first = LayerInputs.make(case, args.seed), None
-            for index, tiling in enumerate(tilings(config.kernels)):
+            for index, tiling in enumerate(PLANS[args.arch].tilings(config.kernels)):
                 schedule = SCHEDULES[index % len(SCHEDULES)]
                 outcome = launches.run(
                     compiled, lambda i=index, given=inputs: given.call_tiled(i, device), schedule
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
                     first = outcome["out"]
                 assert first.equal(outcome["out"]), f"out: other bits in {tiling}"
                 print(
-                    f"{ARCH}, {case.num_live} of {case.tokens} tokens, {args.experts} experts "
+                    f"{args.arch}, {case.num_live} of {case.tokens} tokens, {args.experts} experts "
                     f"{args.hidden} x {args.inner} in {args.experts_in}, tiles of {tiling.tokens} "
                     f"tokens, {schedule}: close, equal bits, no race"
                 )

@@ -10,7 +10,7 @@ from torch import Tensor
 from dsv4.layers.experts import Experts, SharedExpert
 from dsv4.layers.module import Module
 from dsv4.layers.router import Router
-from dsv4.ops.moe.op import moe, reads_prepared
+from dsv4.ops.moe.op import moe, prepared_forms
 from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.moe.weights import GatedWeights, choose_form, prepare_, restore_, restored
 
@@ -82,16 +82,17 @@ class MoE(Module):
         Reads scales back and rewrites the weights: before graphs are captured.
         """
         experts, shared = self.experts.weights, self.shared_experts.weights
-        if self.form != RELEASED or not reads_prepared(
-            self.gate.weight, experts, shared, self.block, self.gate.topk
-        ):
+        if self.form != RELEASED:
+            return
+        forms = prepared_forms(self.gate.weight, experts, shared, self.block, self.gate.topk)
+        if not forms:
             return
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "moe: the experts' weights are not prepared and a CUDA graph is being captured; "
                 "run the layer once before the capture"
             )
-        form = choose_form(experts)
+        form = choose_form(experts, forms)
         for weights in (experts, shared):
             prepare_(weights, form)
         self.form = form

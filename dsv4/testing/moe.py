@@ -43,6 +43,7 @@ class Case:
         has_special_rows: whether some live tokens are NaN, Inf in one place, zero, or huge in one.
         limit: of gate and up; small enough to bind.
         out_dtype: of the result.
+        is_tiled: whether weights are prepared for Blackwell, whose kernels leave codes of h.
     """
 
     tokens: int
@@ -59,6 +60,7 @@ class Case:
     has_special_rows: bool = False
     limit: float = 4.0
     out_dtype: str = "bfloat16"
+    is_tiled: bool = False
 
     @property
     def num_live(self) -> int:
@@ -66,6 +68,8 @@ class Case:
 
     @property
     def scale_form(self) -> str:
+        if self.is_tiled:
+            return "tiled"
         return "packed" if self.spread <= MAX_SPREAD else "raw"
 
     @property
@@ -99,10 +103,10 @@ class Weight:
 
     def prepared(self, form: str) -> Weight:
         """The same in the order of the kernels' reads."""
+        codes = layout.prepare_codes(self.codes, form)
         if self.codes.dtype == torch.int8:
-            codes = layout.prepare_fp4_codes(self.codes)
             return Weight(codes, layout.prepare_fp4_scales(self.scale, form))
-        return Weight(layout.prepare_fp8_codes(self.codes), self.scale)
+        return Weight(codes, self.scale)
 
 
 def make_weight(
@@ -233,6 +237,75 @@ def gated(x: Tensor, w1: Tensor, w3: Tensor, weights: Tensor, limit: float) -> t
     return h, error * weights.abs() + h.abs() * SILU_ERROR
 
 
+@dataclass(frozen=True)
+class Hidden:
+    """h [n, I] as kernels leave it: bf16 values, or codes with scales [n, I / 128].
+
+    Attributes:
+        values: bf16, or codes times their scales.
+        scales: None beside bf16 values.
+    """
+
+    values: Tensor
+    scales: Tensor | None
+
+    @classmethod
+    def of(cls, outcome: Outcome, case: Case, device: torch.device) -> Hidden:
+        """What a launch has left."""
+        if not case.is_tiled:
+            return cls(outcome["h"].to(device), None)
+        codes = outcome["h_codes"].to(device).double()
+        shape = len(codes), case.inner // K_BLOCK
+        scales = outcome["h_scale"].flatten().view(torch.uint8)[: shape[0] * shape[1]]
+        scales = scales.view(torch.float8_e8m0fnu).view(shape).to(device).double()
+        return cls(codes * scales.repeat_interleave(K_BLOCK, 1), scales)
+
+    def first(self, rows: Tensor) -> Hidden:
+        """Some rows."""
+        return Hidden(self.values[rows], None if self.scales is None else self.scales[rows])
+
+    @property
+    def rounded(self) -> Tensor:
+        """What the second product reads, fp64."""
+        return rounded(self.values) if self.scales is None else self.values
+
+    def check(self, name: str, wanted: Tensor, error: Tensor) -> None:
+        """Fail where h is further off than `error` and its own rounding explain."""
+        if self.scales is None:
+            _check(name, self.values, wanted, error)
+        else:
+            self._check_codes(name, wanted, error)
+
+    def _check_codes(self, name: str, wanted: Tensor, error: Tensor) -> None:
+        """Each code, and each scale, is that of a value within the bound: rounding is monotonic."""
+        bound = _allowed(wanted, error)
+        blocks = wanted.unflatten(1, (-1, K_BLOCK))
+        bound = bound.unflatten(1, (-1, K_BLOCK))
+        finite = blocks.isfinite().all(-1)
+        lost = self.scales.isfinite() != finite
+        assert not lost.any(), f"{name}: {int(lost.sum())} groups are finite where they should not"
+        largest = blocks.abs()
+        least, most = (
+            quantize_e4m3(edge.clamp(min=0).float().nan_to_num(), K_BLOCK)[1].double().squeeze(-1)
+            for edge in (largest - bound, largest + bound)
+        )
+        off = finite & ((self.scales < least) | (self.scales > most))
+        assert not off.any(), f"{name}: {int(off.sum())} scales are not those of their groups"
+        scales = self.scales[..., None]
+        low, high = (
+            (edge / scales).clamp(-448, 448).float().to(torch.float8_e4m3fn).double() * scales
+            for edge in (blocks - bound, blocks + bound)
+        )
+        codes = self.values.unflatten(1, (-1, K_BLOCK))
+        off = finite[..., None] & ((codes < low) | (codes > high))
+        assert not off.any(), f"{name}: {int(off.sum())} codes are not those of their values"
+
+
+def _allowed(wanted: Tensor, error: Tensor) -> Tensor:
+    """Most that a bf16 value may be off, beside `error` before its rounding."""
+    return (error + (wanted.abs() + error) * ROUNDING["bfloat16"] + 2.0**-133) * (1 + 1e-6)
+
+
 def assert_experts_close(outcome: Outcome, inputs: Inputs) -> None:
     """Fail where h, the rows of the second product, or their sums are further from the oracle than
     rounding and the accumulator allow; each is compared for what the kernel had before it."""
@@ -240,7 +313,8 @@ def assert_experts_close(outcome: Outcome, inputs: Inputs) -> None:
     ids = inputs.ids.cpu().long()
     pairs, _ = group_pairs(ids, case.experts, 1)
     device = inputs.x.device
-    h, rows = (outcome[name].to(device) for name in ("h", "rows"))
+    rows = outcome["rows"].to(device)
+    h = Hidden.of(outcome, case, device)
     x = rounded(inputs.x)
     found = rows.new_zeros(rows.shape[:2], dtype=torch.bool)
     positions = torch.arange(len(pairs), device=device)
@@ -251,14 +325,16 @@ def assert_experts_close(outcome: Outcome, inputs: Inputs) -> None:
         at = tokens[own], slots[own]
         weight = {name: inputs.routed[name].dense(expert) for name in MATRICES}
         factors = inputs.weights[at].double().unsqueeze(1)
-        _check_products(h[positions[own]], rows[at], x[at[0]], weight, factors, case, f"{expert}")
+        _check_products(
+            h.first(positions[own]), rows[at], x[at[0]], weight, factors, case, f"{expert}"
+        )
         found[at] = True
     live = case.num_live
     shared = {name: inputs.shared[name].dense() for name in MATRICES}
     begin = case.tokens * case.top_k
     ones = torch.ones(live, 1, dtype=torch.float64, device=device)
-    own = h[begin : begin + live]
-    _check_products(own, rows[:live, -1], x[:live], shared, ones, case, "shared")
+    own = torch.arange(begin, begin + live, device=device)
+    _check_products(h.first(own), rows[:live, -1], x[:live], shared, ones, case, "shared")
     found[:live, -1] = True
     total = torch.zeros(case.tokens, case.hidden, device=device)
     for slot in range(case.top_k + 1):
@@ -268,11 +344,11 @@ def assert_experts_close(outcome: Outcome, inputs: Inputs) -> None:
     assert same.all(), f"y: {int((~same).sum())} elements are not the sums of their rows"
 
 
-def _check_products(h, rows, x, weight, factors, case: Case, name: str) -> None:
+def _check_products(h: Hidden, rows, x, weight, factors, case: Case, name: str) -> None:
     """Compare one expert's h with its inputs, and its rows with its h."""
     wanted, error = gated(x, weight["w1"], weight["w3"], factors, case.limit)
-    _check(f"h of expert {name}", h, wanted, error)
-    codes = rounded(h)
+    h.check(f"h of expert {name}", wanted, error)
+    codes = h.rounded
     wanted, error = codes @ weight["w2"].T, codes.abs() @ weight["w2"].abs().T * SUM_ERROR
     _check(f"rows of expert {name}", rows, wanted, error)
 
@@ -283,8 +359,8 @@ def _check(name: str, actual: Tensor, wanted: Tensor, error: Tensor) -> None:
     assert not lost.any(), f"{name}: {int(lost.sum())} elements are finite where they should not be"
     finite = wanted.isfinite()
     off = torch.where(finite, actual - wanted, 0.0).abs()
-    allowed = error + (wanted.abs() + error) * ROUNDING["bfloat16"] + 2.0**-133
-    worst = torch.where(finite, off - allowed * (1 + 1e-6), -1.0)
+    allowed = _allowed(wanted, error)
+    worst = torch.where(finite, off - allowed, -1.0)
     if worst.numel() == 0:
         return
     where = divmod(int(worst.argmax()), worst.shape[1])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.kit.args import scalars_of
+from dsv4.kernels.moe.config import K_BLOCK
 from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.kernels.moe.routing import gate_tiling
 from dsv4.kernels.moe.scratch import scratch_bytes, sections
@@ -160,8 +161,17 @@ def assert_layer_close(outcome: Outcome, inputs: LayerInputs) -> None:
     assert ((off <= WEIGHT_ERROR * SCALING) | is_nan).all(), f"weights: off by {off.max():.2e}"
     device = inputs.inputs.x.device
     routed = replace(inputs.inputs, ids=ids.to(device), weights=weights.to(device))
+    h_rows = tokens * (k + 1)
+    if case.is_tiled:
+        blocks = case.inner // K_BLOCK
+        h = {
+            "h_codes": found("h_codes", torch.float8_e4m3fn, h_rows, case.inner),
+            "h_scale": found("h_scale", torch.uint8, h_rows, blocks),
+        }
+    else:
+        h = {"h": found("h", torch.bfloat16, h_rows, case.inner)}
     steps = {
-        "h": found("h", torch.bfloat16, tokens * (k + 1), case.inner),
+        **h,
         "rows": found("rows", torch.bfloat16, tokens, k + 1, case.hidden),
         "y": outcome["out"],
     }

@@ -1,5 +1,9 @@
-"""Building blocks for tcgen05: products, fences, TMEM copies, pipelines of a barrier graph."""
+"""Building blocks for tcgen05: products, fences, TMEM and its copies, pipelines of a barrier
+graph."""
 
+from dataclasses import dataclass
+
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
@@ -57,6 +61,43 @@ def make_tmem_copy(op, repetitions: int, columns: int, address: cute.Pointer, th
     return tcgen05.make_tmem_copy(atom, tensor).get_slice(thread), tensor
 
 
+@dataclass(frozen=True)
+class Tmem:
+    """Tensor Memory of a CTA.
+
+    Attributes:
+        holder: in shared memory, of the address.
+        barrier_id: of the hardware barrier behind which it is known.
+    """
+
+    holder: cute.Pointer
+    barrier_id: int
+
+    def allocate(self, columns: int) -> None:
+        """One warp asks for columns."""
+        cute.arch.alloc_tmem(columns, self.holder)
+
+    def start(self, users: int) -> cute.Pointer:
+        """Address of the first column, once it is known; all users call this."""
+        pipeline.NamedBarrier(self.barrier_id, users).arrive_and_wait()
+        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)
+
+    def free(self, columns: int, start: cute.Pointer) -> None:
+        """The warp that asked for them returns the columns."""
+        cute.arch.relinquish_tmem_alloc_permit()
+        cute.arch.dealloc_tmem(start, columns)
+
+
+@cute.jit
+def load_lane(address: cute.Pointer, columns: cutlass.Constexpr, thread):
+    """Ask for the thread's lane of some columns: there after the fence of TMEM loads."""
+    copy, tensor = make_tmem_copy(tcgen05.Ld32x32bOp, columns, columns, address, thread)
+    coordinates = cute.make_identity_tensor((TMEM_LANES, columns))
+    fragment = cute.make_rmem_tensor(copy.partition_D(coordinates).shape, Float32)
+    cute.copy(copy, copy.partition_S(tensor), fragment)
+    return cute.make_tensor(fragment.iterator, cute.make_layout(columns))
+
+
 def create_pipeline(graph: BarrierGraph, name: str, storage, cta_layout: cute.Layout):
     """Pipeline of an edge, with the graph's arrival counts; its mbarriers are initialised here.
 
@@ -86,6 +127,7 @@ def create_pipeline(graph: BarrierGraph, name: str, storage, cta_layout: cute.La
 _SWIZZLE_128B, _DESCRIPTOR_VERSION = 1 << 62, 1 << 46
 _GROUP_ROWS = 8  # that lie together in an operand
 _E8M0_SCALES = 1 << 23
+E4M3, E2M1 = 0, 5  # element formats; e2m1 lies in shared memory in groups of 16, padded to 16 bytes
 
 
 def operand_descriptor(address: Int32, span_bytes: int = 0) -> Int64:
@@ -102,10 +144,15 @@ def operand_descriptor(address: Int32, span_bytes: int = 0) -> Int64:
     return Int64(address >> 4) | Int64(fixed)
 
 
-def scaled_e4m3_product(rows: int, columns: int) -> int:
-    """Instruction descriptor of e4m3 products of so many rows of A and B, with E8M0 scales in the
-    first bytes of their words."""
-    return columns >> 3 << 17 | _E8M0_SCALES | rows >> 7 << 27
+def scaled_product(rows: int, columns, a_format: int = E4M3, a_scale_byte: int = 0):
+    """Instruction descriptor of products of so many rows of A and of B, which is e4m3, with E8M0
+    scales: those of B in the first bytes of their words.
+
+    Args:
+        columns: rows of B, may be known at run time only.
+    """
+    fixed = _E8M0_SCALES | a_format << 7 | rows >> 7 << 27 | a_scale_byte << 29
+    return columns >> 3 << 17 | fixed
 
 
 def multiply_scaled(

@@ -202,6 +202,29 @@ def bulk_load(
     )
 
 
+def bulk_send(
+    source: cute.Pointer, target: cute.Pointer, size, barrier: cute.Pointer, rank
+) -> None:
+    """The calling thread copies `size` bytes of shared memory, a multiple of 16, to another CTA of
+    its cluster; they are counted on a barrier there.
+
+    Args:
+        source: pointer.
+        target, barrier: pointers, as if to this CTA.
+    """
+    cute.arch.inline_ptx(
+        "{\n.reg .b32 there, full;\n"
+        "mapa.shared::cluster.u32 there, {$r1}, {$r4};\n"
+        "mapa.shared::cluster.u32 full, {$r3}, {$r4};\n"
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
+        "[there], [{$r0}], {$r2}, [full];\n}",
+        read_only_args=[
+            source.toint(), target.toint(), cutlass.Int32(size), barrier.toint(),
+            cutlass.Int32(rank),
+        ],
+    )  # fmt: skip
+
+
 def bulk_prefetch(source: cute.Pointer, size) -> None:
     """The calling thread asks for `size` bytes, a multiple of 16, to be brought into L2."""
     primitives.cp_async_bulk_prefetch(source.to_llvm_ptr(), size)

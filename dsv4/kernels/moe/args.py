@@ -14,11 +14,11 @@ from dsv4.kernels.moe.wide_plan import SCALE_COPIES
 ARGS = (
     In("x_codes", "T D", "float8_e4m3fn", align=16),
     In("x_scale", "T d", "float8_e8m0fnu"),
-    In("w1", "E I Dc", "weight_dtype", align=16),  # gate
+    In("w1", "E I Dc", "weight_dtype", align=32),  # gate
     In("s1", "E Ir Ds", "scale_dtype"),
-    In("w3", "E I Dc", "weight_dtype", align=16),  # up
+    In("w3", "E I Dc", "weight_dtype", align=32),  # up
     In("s3", "E Ir Ds", "scale_dtype"),
-    In("w2", "E D Ic", "weight_dtype", align=16),  # down
+    In("w2", "E D Ic", "weight_dtype", align=32),  # down
     In("s2", "E Dr Is", "scale_dtype"),
     In("shared_w1", "I D", "float8_e4m3fn", align=16),
     In("shared_s1", "i d", "shared_scale_dtype"),

@@ -49,13 +49,15 @@ class Combine:
                 source = pointer_at(rows.iterator, offset, Uint32)
                 vector = cute.make_tensor(source, cute.make_layout(PAIRS))
                 cute.autovec_copy(vector, words[None, place])
+            experts = [ids[token, place] for place in range(self.top_k)]
+            live = counts[1]
             sums = cute.make_rmem_tensor(VECTOR, Float32)
             sums.fill(0.0)
-            is_live = token < counts[1]
+            is_live = token < live
             for place in cutlass.range_constexpr(self.top_k + 1):
                 is_used = is_live
                 if cutlass.const_expr(place < self.top_k):
-                    is_used = is_live & (ids[token, place] >= 0)
+                    is_used = is_live & (experts[place] >= 0)
                 for i in cutlass.range_constexpr(PAIRS):
                     for c, value in enumerate(quant.unpack_bf16(words[i, place])):
                         total = sums[2 * i + c]

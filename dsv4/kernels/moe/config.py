@@ -13,7 +13,7 @@ K_BLOCK = 128  # elements of a token that share a scale
 FP4_GROUP = 32  # e2m1 weights of a row that share a scale
 MAX_TOP_K = 16
 EXPERT_DTYPES = ("fp4", "fp8")
-SCALE_FORMS = ("packed", "raw")
+SCALE_FORMS = ("packed", "raw", "tiled")
 SCALE_DTYPES = ("float8_e8m0fnu", "float32")
 OUT_DTYPES = ("bfloat16", "float32")
 
@@ -30,7 +30,8 @@ class ExpertsConfig:
             with a scale per 128 x 128).
         scale_form: of FP4 scales. "packed": the four groups of a row's k block are exponents of at
             most `layout.MAX_SPREAD` above a common one, and fold into the e4m3 codes. "raw": any,
-            and every 32 elements are summed by themselves.
+            and every 32 elements are summed by themselves. "tiled": any, on Blackwell, whose tensor
+            core takes them; the order of all prepared weights there.
         scale_dtype: of FP8 experts.
         shared_scale_dtype: of the shared expert, which is FP8.
         limit: gate is at most that, up within plus and minus that.

@@ -14,11 +14,11 @@ ARGS = (
     In("x", "T D", also=("float32",), align=16),
     In("gate", "E D", "gate_dtype", align=16),
     In("bias", "Eb", "float32"),
-    In("w1", "E I Dc", "expert_dtype", align=16),  # gate
+    In("w1", "E I Dc", "expert_dtype", align=32),  # gate
     In("w1_scale", "Es Ir Ds", "expert_scale", align=1),
-    In("w3", "E I Dc", "expert_dtype", align=16),  # up
+    In("w3", "E I Dc", "expert_dtype", align=32),  # up
     In("w3_scale", "Es Ir Ds", "expert_scale", align=1),
-    In("w2", "E D Ic", "expert_dtype", align=16),  # down
+    In("w2", "E D Ic", "expert_dtype", align=32),  # down
     In("w2_scale", "Es Dr Is", "expert_scale", align=1),
     In("global_scales", "three E", "float32"),  # of NVFP4: of w1, w3 and w2
     In("shared_w1", "I D", "shared_dtype", align=16),

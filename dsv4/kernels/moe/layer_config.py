@@ -35,7 +35,7 @@ class MoeConfig:
         scale_dtype: of FP8 blocks, "float8_e8m0fnu" or "float32".
         block_rows, block_columns: of an FP8 block.
         form: of quantised weights: "released", as checkpoints store them; or prepared for kernels,
-            with FP4 scales "packed" or "raw".
+            with FP4 scales "packed" or "raw" (Hopper), or "tiled" (Blackwell).
         is_hashed: whether a table gives a token's experts; else its best scores do.
         scaling: that the weights of a token's experts add up to.
         limit: gate is at most that, up within plus and minus that.
@@ -123,7 +123,8 @@ class MoeConfig:
     @property
     def kernels(self) -> ExpertsConfig:
         """What the experts' kernels are compiled for."""
-        form = self.form if self.expert_dtype == "fp4" else "packed"
+        has_forms = self.expert_dtype == "fp4" or self.form == "tiled"
+        form = self.form if has_forms else "packed"
         return ExpertsConfig(
             self.hidden, self.inner, self.top_k, self.expert_dtype, form, self.scale_dtype,
             self.scale_dtype, self.limit, self.out_dtype,

@@ -1,9 +1,9 @@
 """Order of prepared weights in memory: that of the kernels' reads.
 
-A weight [M, K] is cut into panels of 32 rows, a panel into k blocks of 128. Two panels, of which a
-warpgroup has one each as the rows g and g + 8 of its fragments, make the A operand of a wgmma, 16
-bytes of a lane at a time. Units of 8 rows follow each other in a block, one for each warp; lane l
-reads row l / 4 of a unit.
+For Hopper ("packed" or "raw"), a weight [M, K] is cut into panels of 32 rows, a panel into k blocks
+of 128. Two panels, of which a warpgroup has one each as the rows g and g + 8 of its fragments, make
+the A operand of a wgmma, 16 bytes of a lane at a time. Units of 8 rows follow each other in a
+block, one for each warp; lane l reads row l / 4 of a unit.
 
 FP4, a block of 2 KB [unit (4), lane (32), step (4)] of words: word s of lane l holds elements
 k = 32 s + 4 (l % 4) + {0, 1, 2, 3}, then + 16. Bits 4 j .. 4 j + 2 are the magnitude of element j;
@@ -16,6 +16,11 @@ four E8M0 bytes.
 
 FP8, a block of 4 KB [unit (4), half (2), lane (32), step (2), 16 k (2)] of words: the four codes
 from k = 32 (2 half + step) + 16 (word) + 4 (l % 4) on. FP8 scales lie as in the checkpoint.
+
+For Blackwell ("tiled"). A weight is cut into tiles of 128 rows, a tile into k blocks of 128, whose
+rows follow each other: 64 bytes each of FP4, 128 of FP8, in the order of the checkpoint. The E8M0
+bytes of an FP4 block's rows lie as the tensor core reads scales, [lane (32), row / 32 (4), group of
+32 (4)] where the row is 32 (row / 32) + lane. FP8 scales lie as in the checkpoint.
 """
 
 from __future__ import annotations
@@ -27,6 +32,9 @@ K_BLOCK = 128
 WGMMA_K = 32  # e4m3 elements of a step
 STEPS = K_BLOCK // WGMMA_K
 VECTOR_BYTES = 16  # of a lane's load
+TILE_ROWS = 128
+ATOM_LANES = 32
+ATOM_BYTES = TILE_ROWS * K_BLOCK // 32  # scales of an FP4 block
 MAX_SPREAD = 11  # of the exponents of a packed word: e4m3 holds 0.5 * 2^-5 to 6 * 2^6
 # e2m1 magnitudes as e4m3 codes, times 2^-5: 0, 0.5, 1, 1.5 and 2, 3, 4, 6.
 TABLE_LOW, TABLE_HIGH = 0x14100800, 0x24201C18

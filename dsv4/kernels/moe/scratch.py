@@ -36,7 +36,8 @@ def sections(config: MoeConfig, tokens: Any, splits: Any) -> dict[str, Any]:
         "groups": (pairs + 1) * (GROUP_WORDS * WORD),
         "counts": 2 * WORD,
         "arrivals": ARRIVAL_WORDS * WORD,
-        "h": (pairs + tokens) * (config.inner * BF16),
+        # Blackwell's kernels round h at once.
+        "h": (pairs + tokens) * (0 if config.form == "tiled" else config.inner * BF16),
         "h_codes": (pairs + tokens) * config.inner,
         "h_scale": scale_columns(pairs + tokens) * (config.inner // K_BLOCK * SCALE_COPIES * WORD),
         "rows": tokens * ((k + 1) * config.hidden * BF16),

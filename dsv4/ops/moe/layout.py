@@ -2,12 +2,14 @@
 
 A prepared tensor has the shape, the dtype and the bytes of the released one, in another order
 (`dsv4/kernels/moe/layout.py` says which), so that it takes the released one's place in memory, and
-its inverse gives back every byte. Scales of FP4 groups have two forms:
+its inverse gives back every byte. The forms of Hopper differ in the scales of FP4 groups:
 
 * "packed": the least exponent of a row's four groups of a k block, and how far each is above it;
   only where no group is more than `MAX_SPREAD` above, and every exponent is of a normal number;
 * "raw": the four exponents, whatever they are; the kernels then sum every 32 elements by
   themselves.
+
+"tiled" is the form of Blackwell, whatever the scales are.
 
 All functions take any leading dimensions, run on CPU and CUDA, and never synchronise.
 """
@@ -17,19 +19,71 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.kernels.moe.layout import K_BLOCK, MAX_SPREAD, PANEL_ROWS, STEPS, UNIT_ROWS, UNITS
+from dsv4.kernels.moe.layout import (
+    ATOM_LANES,
+    K_BLOCK,
+    MAX_SPREAD,
+    PANEL_ROWS,
+    STEPS,
+    TILE_ROWS,
+    UNIT_ROWS,
+    UNITS,
+)
 from dsv4.ops.quantize import pack_e2m1, unpack_e2m1
 
 QUAD = 4  # lanes that share a row, and elements or bytes of a lane that lie side by side
 HALVES = 2  # of a step's k, 16 elements each
 FP4_GROUPS = 4  # of a k block
 LEAST_EXPONENT, LARGEST_EXPONENT = 1, 254  # of normal numbers
+TILED = "tiled"
 FORMS = ("packed", "raw")
 
 # Axes of a weight [panel, unit, row, k block, step, half, lane of the quad, element], and the order
 # in which prepared FP4 and FP8 codes have them. FP8 steps are cut once more: [.., pair, step, ..].
 _FP4_ORDER = (0, 3, 1, 2, 6, 4, 5, 7)
 _FP8_ORDER = (0, 3, 1, 4, 2, 7, 5, 6, 8)
+
+
+def prepare_codes(codes: Tensor, form: str) -> Tensor:
+    """Prepared form of e2m1 codes [..., M, K / 2] int8, two in a byte, or of e4m3 ones [..., M,
+    K]."""
+    is_fp4 = codes.dtype == torch.int8
+    if form == TILED:
+        return _tile(codes, K_BLOCK // (2 if is_fp4 else 1))
+    return prepare_fp4_codes(codes) if is_fp4 else prepare_fp8_codes(codes)
+
+
+def restore_codes(prepared: Tensor, form: str) -> Tensor:
+    """Inverse of `prepare_codes`."""
+    is_fp4 = prepared.dtype == torch.int8
+    if form == TILED:
+        return _untile(prepared, K_BLOCK // (2 if is_fp4 else 1))
+    return restore_fp4_codes(prepared) if is_fp4 else restore_fp8_codes(prepared)
+
+
+def _tile(codes: Tensor, row_bytes: int) -> Tensor:
+    """Blocks of 128 rows, one behind the other."""
+    axes = _tile_axes(codes, row_bytes)
+    ordered = _reorder(_cut(codes.contiguous().view(torch.uint8), axes), _TILED, 4)
+    return ordered.reshape(codes.shape).view(codes.dtype)
+
+
+def _untile(prepared: Tensor, row_bytes: int) -> Tensor:
+    axes = _tile_axes(prepared, row_bytes)
+    ordered = tuple(axes[i] for i in _TILED)
+    cut = _reorder(_cut(prepared.contiguous().view(torch.uint8), ordered), _TILED, 4)
+    return cut.reshape(prepared.shape).view(prepared.dtype)
+
+
+# [tile, row, block, byte] and back; of scales [tile, row / 32, lane, block, group], and back.
+_TILED = (0, 2, 1, 3)
+_ATOM = (0, 3, 2, 1, 4)
+
+
+def _tile_axes(codes: Tensor, row_bytes: int) -> tuple[int, ...]:
+    rows, size = codes.shape[-2:]
+    _check(rows, size // row_bytes * K_BLOCK + size % row_bytes, TILED)
+    return (rows // TILE_ROWS, TILE_ROWS, size // row_bytes, row_bytes)
 
 
 def prepare_fp4_codes(codes: Tensor) -> Tensor:
@@ -83,6 +137,10 @@ def fits_packed(scale: Tensor) -> Tensor:
 
 def prepare_fp4_scales(scale: Tensor, form: str) -> Tensor:
     """Prepared form of E8M0 scales [..., M, K / 32]; "packed" only if `fits_packed` says so."""
+    if form == TILED:
+        axes = _atom_axes(scale)
+        ordered = _reorder(_cut(scale.contiguous().view(torch.uint8), axes), _ATOM, 5)
+        return ordered.reshape(scale.shape).view(scale.dtype)
     ordered = _reorder(_cut(scale.contiguous().view(torch.uint8), _scale_axes(scale)), _SCALE, 4)
     if form == "packed":
         low = ordered.amin(-1)
@@ -96,6 +154,10 @@ def prepare_fp4_scales(scale: Tensor, form: str) -> Tensor:
 
 def restore_fp4_scales(prepared: Tensor, form: str) -> Tensor:
     """Inverse of `prepare_fp4_scales`."""
+    if form == TILED:
+        axes = tuple(_atom_axes(prepared)[i] for i in _ATOM)
+        cut = _cut(prepared.contiguous().view(torch.uint8), axes)
+        return _reorder(cut, _ATOM, 5).reshape(prepared.shape).view(prepared.dtype)
     axes = _scale_axes(prepared)
     ordered = _cut(prepared.contiguous().view(torch.uint8), tuple(axes[i] for i in _SCALE))
     if form == "packed":
@@ -107,10 +169,11 @@ def restore_fp4_scales(prepared: Tensor, form: str) -> Tensor:
 _SCALE = (0, 2, 1, 3)  # [panel, row, k block, group] and back
 
 
-def why_not_prepared(rows: int, columns: int) -> str:
+def why_not_prepared(rows: int, columns: int, form: str = "packed") -> str:
     """What keeps a weight [rows, columns] from being prepared; an empty string if nothing."""
-    if rows % PANEL_ROWS:
-        return f"rows must be a multiple of {PANEL_ROWS}, got {rows}"
+    group = TILE_ROWS if form == TILED else PANEL_ROWS
+    if rows % group:
+        return f"rows must be a multiple of {group}, got {rows}"
     if columns % K_BLOCK:
         return f"columns must be a multiple of {K_BLOCK}, got {columns}"
     return ""
@@ -134,8 +197,15 @@ def _scale_axes(scale: Tensor) -> tuple[int, ...]:
     return (rows // PANEL_ROWS, PANEL_ROWS, groups // FP4_GROUPS, FP4_GROUPS)
 
 
-def _check(rows: int, columns: int) -> None:
-    reason = why_not_prepared(rows, columns)
+def _atom_axes(scale: Tensor) -> tuple[int, ...]:
+    rows, groups = scale.shape[-2:]
+    _check(rows, groups * K_BLOCK // FP4_GROUPS, TILED)
+    parts = TILE_ROWS // ATOM_LANES
+    return (rows // TILE_ROWS, parts, ATOM_LANES, groups // FP4_GROUPS, FP4_GROUPS)
+
+
+def _check(rows: int, columns: int, form: str = "packed") -> None:
+    reason = why_not_prepared(rows, columns, form)
     if reason:
         raise ValueError(f"weight: {reason}")
 

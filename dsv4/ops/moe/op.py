@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dsv4.kernels.moe import plan as plans
 from dsv4.kernels.moe.layer_args import ARGS, values
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.kernels.moe.plan import choose, tilings
 from dsv4.kernels.moe.routing import MAX_TOKENS, gate_tiling
 from dsv4.kernels.moe.scratch import scratch_bytes
+from dsv4.kernels.moe.sm100 import plan as blackwell_plans
 from dsv4.ops.moe.rows import ExpertRows, rows_in
 from dsv4.ops.moe.torch_path import (
     MAX_GATHERED_TOKENS,
@@ -38,13 +39,23 @@ MODEL_LAYERS = {
 }
 
 
+# Tilings of an architecture, and which one a launch takes.
+PLANS = {"sm_90a": plans, "sm_100a": blackwell_plans, "sm_103a": blackwell_plans}
+# Orders of prepared weights that the kernels of an architecture read.
+FORMS = {"sm_90a": ("packed", "raw"), "sm_100a": ("tiled",), "sm_103a": ("tiled",)}
+
+
 class Moe(KernelOp):
     """Routed experts, chosen and weighed by scores or a table, plus one that every token passes."""
 
     name = "moe"
     config = MoeConfig
     args = ARGS
-    kernels: ClassVar = {"sm_90a": "dsv4.kernels.moe.sm90.layer"}
+    kernels: ClassVar = {
+        "sm_90a": "dsv4.kernels.moe.sm90.layer",
+        "sm_100a": "dsv4.kernels.moe.sm100.layer",
+        "sm_103a": "dsv4.kernels.moe.sm100.layer",
+    }
 
     def values(self, config: MoeConfig) -> Mapping[str, int | str]:
         return values(config)
@@ -60,6 +71,11 @@ class Moe(KernelOp):
                 "w1: got weights in the order of checkpoints (form 'released'), the kernels need "
                 "them prepared: dsv4.ops.moe.weights.prepare_"
             )
+        if config.form not in FORMS[arch]:
+            raise ValueError(
+                f"w1: got weights prepared as {quoted(config.form)}, the kernels of {arch} need "
+                f"{' or '.join(map(repr, FORMS[arch]))}: dsv4.ops.moe.weights.prepare_"
+            )
         return replace(config, combines=True)
 
     def plan(self, config: MoeConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
@@ -73,12 +89,13 @@ class Moe(KernelOp):
         needed = scratch_bytes(config, tokens)
         if sizes["bytes"] < needed:
             raise ValueError(f"scratch: got {sizes['bytes']} bytes, needs {needed}")
-        return self.scalars(config, tokens, choose(config.kernels, tokens), device)
+        tiling = PLANS[device.arch].choose(config.kernels, tokens)
+        return self.scalars(config, tokens, tiling, device)
 
     @staticmethod
     def scalars(config: MoeConfig, tokens: int, tiling: int, device: Device) -> tuple[int, ...]:
         """Scalars of a launch with one of the experts' tilings."""
-        group_tokens = tilings(config.kernels)[tiling].tokens
+        group_tokens = PLANS[device.arch].tilings(config.kernels)[tiling].tokens
         combines = int(config.combines)
         return tiling, *gate_tiling(config.routing, tokens), group_tokens, device.num_sms, combines
 
@@ -99,7 +116,7 @@ class Moe(KernelOp):
             dtype = getattr(torch, arg.dtype_in(values(config)))
             tensors.append(torch.zeros(made, dtype=dtype, device=device).expand(shape))
         live = torch.zeros(1, dtype=torch.int32, device=device)
-        for tiling in range(len(tilings(config.kernels))):
+        for tiling in range(len(PLANS[target.arch].tilings(config.kernels))):
             yield (*tensors, live, *self.scalars(config, 1, tiling, target))
 
     def warmup_hint(self, config: MoeConfig) -> str:
@@ -133,13 +150,17 @@ class Moe(KernelOp):
         out.copy_(total if live is None else torch.where(live[:, None], total, 0.0))
 
     def aot(self) -> Mapping[str, MoeConfig]:
+        """Those of Hopper."""
+        return self.aot_for("sm_90a")
+
+    def aot_for(self, arch: str) -> Mapping[str, MoeConfig]:
         """Layers of Flash and Pro, by scores and by token id; and Flash-Base's, in FP8."""
-        found = {}
+        found, form = {}, FORMS[arch][0]
         for model, sizes in MODEL_LAYERS.items():
             for is_hashed, kind in ((False, "scores"), (True, "token ids")):
-                fields = {"form": "packed", "is_hashed": is_hashed}
+                fields = {"form": form, "is_hashed": is_hashed}
                 found[f"{model}, {kind}"] = replace(sizes, **fields)
-        base = {"expert_dtype": "fp8", "scale_dtype": "float32", "form": "packed"}
+        base = {"expert_dtype": "fp8", "scale_dtype": "float32", "form": form}
         found["Flash-Base, scores"] = replace(MODEL_LAYERS["Flash"], **base)
         return found
 
@@ -209,19 +230,19 @@ def moe(
     expert is w2(h), h = silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit) * weight, and the
     shared one has no weight. FP8 and FP4 experts round x and h to e4m3 with one power-of-two scale
     per 128 elements. A token's results are added in fp32 in ascending order of experts, then the
-    shared one's: on Hopper its bits depend on neither T nor the other tokens.
+    shared one's: where kernels run, its bits depend on neither T nor the other tokens.
 
     Args:
         x: [T, D] bfloat16; or float32, on GPUs too by the torch implementation.
         gate: [E, D] bfloat16 or float32.
-        experts: E stacked units. Hopper's kernels take FP4 and FP8 with one scale per 128 x 128,
-            prepared (`dsv4.ops.moe.weights.prepare_`); else torch runs.
+        experts: E stacked units. Kernels take FP4 and FP8 with one scale per 128 x 128, prepared
+            (`dsv4.ops.moe.weights.prepare_`); else torch runs.
         shared: one unit, without the leading dimension, prepared where `experts` are.
         top_k: k.
         scaling: sum of a token's weights.
         limit: of gate and up.
-        form: "released", or what the FP4 scales were prepared as: "packed" or "raw". FP8 weights
-            alone are "packed".
+        form: "released", or what the weights were prepared as: "packed" or "raw" for Hopper, where
+            FP8 weights alone are "packed"; "tiled" for Blackwell.
         block: rows and columns of FP8 scales.
         bias: [E] float32; where scores choose.
         table: [V, k] int64, and
@@ -263,7 +284,7 @@ def moe(
         identity = moe_runner_id(*fields)
         config = config_of(MOE, identity)
         leaves_rows = not combine and out is None and dtype == torch.bfloat16 == x.dtype
-        leaves_rows = leaves_rows and MOE.has_kernel(config) and _has_kernels(x)
+        leaves_rows = leaves_rows and MOE.has_kernel(config) and _device(x) is not None
         if leaves_rows:
             identity = moe_runner_id(*fields, False)
         filled = _filled(given, config, x.device)
@@ -370,28 +391,30 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def reads_prepared(
+def prepared_forms(
     gate: Tensor,
     experts: GatedWeights,
     shared: GatedWeights,
     block: tuple[int, int],
     top_k: int,
-) -> bool:
-    """Whether kernels of the weights' device take these weights, prepared."""
-    if not _has_kernels(gate):
-        return False
+) -> tuple[str, ...]:
+    """Forms of these weights, prepared, that kernels of their device take; none where there are no
+    kernels for them."""
+    device = _device(gate)
+    if device is None:
+        return ()
     count, inner = experts.w1.shape[:2]
     scale = shared.w1_scale if shared.w1_scale is not None else experts.w1_scale
     config = MoeConfig(
         gate.shape[1], inner, count, top_k, experts.dtype_name, shared.dtype_name,
         _name(gate.dtype), _block_scale_dtype(scale), *block,
     )  # fmt: skip
-    return MOE.has_kernel(config)
+    return FORMS[device.arch] if MOE.has_kernel(config) else ()
 
 
-def _has_kernels(tensor: Tensor) -> bool:
-    """Whether there are kernels for the tensor's device."""
-    return tensor.is_cuda and find_kernel(MOE.name, MOE.kernels, tensor.get_device()) is not None
+def _device(tensor: Tensor) -> Device | None:
+    """The tensor's device, where there are kernels for it."""
+    return find_kernel(MOE.name, MOE.kernels, tensor.get_device()) if tensor.is_cuda else None
 
 
 def _block_scale_dtype(scale: Tensor | None) -> str:

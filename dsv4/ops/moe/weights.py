@@ -70,10 +70,10 @@ def decoded(
     if codes.is_floating_point() and codes.element_size() > 1:
         return codes.to(dtype)
     if codes.dtype == torch.float8_e4m3fn:
-        released = codes if form == "released" else layout.restore_fp8_codes(codes)
+        released = codes if form == "released" else layout.restore_codes(codes, form)
         return dequantize_e4m3_blocks(released, scale, block, dtype)
     if form != "released":
-        codes = layout.restore_fp4_codes(codes)
+        codes = layout.restore_codes(codes, form)
         scale = layout.restore_fp4_scales(scale, form)
     if global_scale is None:
         return dequantize_e2m1(codes, scale, dtype)
@@ -81,11 +81,14 @@ def decoded(
     return wide.mul_(global_scale[..., None, None]).to(dtype)
 
 
-def choose_form(weights: GatedWeights) -> str:
-    """The form that routed experts can be prepared in: "packed" where all FP4 scales fit it.
+def choose_form(weights: GatedWeights, forms: tuple[str, ...]) -> str:
+    """The form that routed experts can be prepared in, of those that kernels read: "packed" only
+    where all FP4 scales fit it.
 
     Reads the scales back: for loading, not for steps.
     """
+    if "packed" not in forms:
+        return forms[0]
     if weights.dtype_name != "fp4":
         return "packed"
     fits = torch.stack([layout.fits_packed(scale) for scale in weights.scales]).all()
@@ -95,33 +98,29 @@ def choose_form(weights: GatedWeights) -> str:
 @torch.no_grad()
 def prepare_(weights: GatedWeights, form: str) -> None:
     """Bring FP4 or FP8 weights, where they are, from the released order into the kernels'."""
-    _move_(weights, form, layout.prepare_fp4_codes, layout.prepare_fp8_codes,
-           layout.prepare_fp4_scales)  # fmt: skip
+    _move_(weights, form, layout.prepare_codes, layout.prepare_fp4_scales)
 
 
 @torch.no_grad()
 def restore_(weights: GatedWeights, form: str) -> None:
     """Invert `prepare_`, byte for byte."""
-    _move_(weights, form, layout.restore_fp4_codes, layout.restore_fp8_codes,
-           layout.restore_fp4_scales)  # fmt: skip
+    _move_(weights, form, layout.restore_codes, layout.restore_fp4_scales)
 
 
 def restored(tensor: Tensor, form: str, is_scale: bool) -> Tensor:
     """A released copy of prepared codes or scales."""
-    if tensor.dtype == torch.int8:
-        return layout.restore_fp4_codes(tensor)
-    if not is_scale:
-        return layout.restore_fp8_codes(tensor)
-    return layout.restore_fp4_scales(tensor, form)
+    if is_scale:
+        return layout.restore_fp4_scales(tensor, form)
+    return layout.restore_codes(tensor, form)
 
 
-def _move_(weights: GatedWeights, form: str, fp4_codes, fp8_codes, fp4_scales) -> None:
+def _move_(weights: GatedWeights, form: str, move_codes, move_scales) -> None:
     for codes, scale in zip(weights.codes, weights.scales):
-        if codes.dtype == torch.int8:
-            _replace_(codes, fp4_codes, 2 * codes.shape[-1])
-            _replace_(scale, lambda part: fp4_scales(part, form), scale.shape[-1])
-        else:
-            _replace_(codes, fp8_codes, codes.shape[-1])
+        is_fp4 = codes.dtype == torch.int8
+        columns = codes.shape[-1] * (2 if is_fp4 else 1)
+        _replace_(codes, lambda part: move_codes(part, form), columns)
+        if is_fp4:
+            _replace_(scale, lambda part: move_scales(part, form), scale.shape[-1])
 
 
 def _replace_(tensor: Tensor, move, columns: int) -> None:

@@ -51,6 +51,10 @@ class KernelOp:
         """Configurations of the released models by readable label: what `dsv4 compile` makes."""
         raise NotImplementedError
 
+    def aot_for(self, arch: str) -> Mapping[str, Any]:
+        """Those of an architecture, where they differ."""
+        return self.aot()
+
     def compiled_config(self, config: Any, arch: str) -> Any:
         """The configuration with the fields blanked that the kernel of `arch` takes at run time."""
         return config

@@ -73,7 +73,7 @@ def ahead_of_time(arch: str) -> Iterator[tuple[str, CompileKey]]:
     archs.of_name(arch)
     for op in OPS.values():
         found: set[CompileKey] = set()
-        for label, config in op.aot().items() if arch in op.kernels else ():
+        for label, config in op.aot_for(arch).items() if arch in op.kernels else ():
             key = compile_key(op, config, arch)
             if key not in found:
                 found.add(key)

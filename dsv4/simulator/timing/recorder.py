@@ -21,6 +21,7 @@ from dsv4.simulator.timing import trace
 from dsv4.simulator.timing.trace import ClusterTrace, Key, LaunchTrace, WarpTrace
 
 SECTOR = 32  # bytes of global memory that travel together
+CELL = 4  # bytes of a cell of a copy's source
 Choose = Callable[[int], Sequence[int]]  # number of clusters -> those to record
 
 
@@ -222,8 +223,10 @@ class Recorder(Observer):
         parts = self._instruction(w).parts
         remote = "global" not in parts  # from another CTA's shared memory
         if not remote:
-            w.cluster.state.loaded += size * len(targets)
             address, cells = source
+            # Padding of elements and what lies outside a tensor are not fetched.
+            size = min(size, CELL * len(cells))
+            w.cluster.state.loaded += size * len(targets)
             place = (address, len(cells))
             w.cluster.state.sources.update({(rank, place): size for rank, _ in targets})
         self._add(w, trace.BulkLoad(w.at, size, targets, remote, _rows(parts)))

@@ -1,4 +1,5 @@
-"""The experts' kernels: in the simulator, with races and schedules, and on a Hopper GPU.
+"""The experts' kernels: in the simulator, of both architectures, with races and schedules, and on a
+Hopper GPU.
 
 Every tiling gives the same bits, close to the reference; each product is compared with what the
 kernel itself had before it.
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from dsv4.kernels.moe.config import ExpertsConfig
-from dsv4.kernels.moe.plan import choose, tilings
+from dsv4.ops.moe.op import PLANS
 from dsv4.testing.harness import (
     Device,
     Outcome,
@@ -31,16 +32,38 @@ SMALL = {"hidden": 256, "inner": 384, "experts": 6, "top_k": 2}
 HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
 
 
-@pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sm_90a", pytest.param("sm_100a", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=HOPPER),
+    ],
+)  # fmt: skip
 def target(request: pytest.FixtureRequest) -> Target:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     return Device() if request.param == "cuda" else Simulator(request.param)
 
 
 def build(config: ExpertsConfig, options: str):
-    from dsv4.kernels.moe.sm90.experts import build
+    if config.scale_form == "tiled":
+        from dsv4.kernels.moe.sm100.experts import build
+    else:
+        from dsv4.kernels.moe.sm90.experts import build
 
     return build(config, options)
+
+
+def inputs_of(target: Target, case: Case, seed: int) -> Inputs:
+    """Of a case, whose weights are those of the target's kernels."""
+    return Inputs.make(replace(case, is_tiled=target.arch != "sm_90a"), seed)
+
+
+def tilings(target: Target, config: ExpertsConfig) -> tuple:
+    return PLANS[target.arch].tilings(config)
+
+
+def choose(target: Target, config: ExpertsConfig, tokens: int) -> int:
+    return PLANS[target.arch].choose(config, tokens)
 
 
 def run(
@@ -56,7 +79,7 @@ def run(
     return run_all(
         target,
         target.compile(build, config),
-        lambda: inputs.experts_call(tiling, num_sms, tilings(config)[tiling].tokens).to(
+        lambda: inputs.experts_call(tiling, num_sms, tilings(target, config)[tiling].tokens).to(
             target.device
         ),
         seed,
@@ -66,7 +89,7 @@ def run(
 
 def check_every_tiling(target: Target, inputs: Inputs, seed: int, **options) -> Outcome:
     """Compare one tiling with the reference, and all others with it bit for bit."""
-    found = tilings(inputs.case.config)
+    found = tilings(target, inputs.case.config)
     outcomes = [run(target, inputs, tiling, seed, **options) for tiling in range(len(found))]
     assert_experts_close(outcomes[0], inputs)
     for tiling, outcome in zip(found, outcomes):
@@ -86,7 +109,7 @@ def check_every_tiling(target: Target, inputs: Inputs, seed: int, **options) -> 
     ids=str,
 )
 def test_every_tiling_in_every_schedule(target, case, seed) -> None:
-    check_every_tiling(target, Inputs.make(case, seed), seed, schedules=None)
+    check_every_tiling(target, inputs_of(target, case, seed), seed, schedules=None)
 
 
 @pytest.mark.slow
@@ -100,35 +123,35 @@ def test_every_tiling_in_every_schedule(target, case, seed) -> None:
     ids=str,
 )
 def test_other_weights(target, case, seed) -> None:
-    inputs = Inputs.make(case, seed)
-    for tiling in (0, 1):
+    inputs = inputs_of(target, case, seed)
+    for tiling in range(min(2, len(tilings(target, inputs.case.config)))):
         assert_experts_close(run(target, inputs, tiling, seed), inputs)
 
 
 @pytest.mark.slow
 def test_a_token_has_the_same_bits_among_any_number(target, seed) -> None:
-    inputs = Inputs.make(Case(33, **SMALL), seed)
+    inputs = inputs_of(target, Case(33, **SMALL), seed)
     config = inputs.case.config
-    all_tokens = run(target, inputs, choose(config, 33), seed)["y"]
+    all_tokens = run(target, inputs, choose(target, config, 33), seed)["y"]
     for tokens in (1, 8, 9):
-        found = run(target, inputs.first(tokens), choose(config, tokens), seed)["y"]
+        found = run(target, inputs.first(tokens), choose(target, config, tokens), seed)["y"]
         assert torch.equal(found, all_tokens[:tokens]), f"T = {tokens}"
 
 
 def test_rows_that_are_not_finite_touch_no_other(target, seed) -> None:
     case = Case(10, **SMALL, has_special_rows=True)
-    inputs = Inputs.make(case, seed)
+    inputs = inputs_of(target, case, seed)
     outcome = run(target, inputs, 0, seed)
     assert_experts_close(outcome, inputs)
     ordinary = replace(
-        inputs, case=replace(case, tokens=2),
+        inputs, case=replace(inputs.case, tokens=2),
         x=inputs.x[4::5], ids=inputs.ids[4::5], weights=inputs.weights[4::5],
     )  # fmt: skip
     assert torch.equal(run(target, ordinary, 0, seed)["y"], outcome["y"][4::5])
 
 
 def test_without_a_live_token_the_result_is_zero(target, seed) -> None:
-    inputs = Inputs.make(Case(3, **SMALL, live=0), seed)
+    inputs = inputs_of(target, Case(3, **SMALL, live=0), seed)
     assert (run(target, inputs, 0, seed)["y"] == 0).all()
 
 
@@ -138,14 +161,45 @@ def test_every_barrier_and_fence_is_reached(seed) -> None:
     simulator = Simulator("sm_90a")
     # The shared expert has tiles that are asked for early, and others; the last ones reach every
     # copy behind the unrolled ones. Many tokens: groups of all kinds of tiles.
-    inputs = Inputs.make(Case(45, **SMALL, one_expert=True), seed)
-    many = Inputs.make(Case(208, **SMALL | {"experts": 8}, one_expert=True), seed)
+    inputs = inputs_of(simulator, Case(45, **SMALL, one_expert=True), seed)
+    many = inputs_of(simulator, Case(208, **SMALL | {"experts": 8}, one_expert=True), seed)
     config = inputs.case.config
     compiled = simulator.compile(build, config)
     outcomes = []
-    for i, tiling in enumerate(tilings(config)):
+    for i, tiling in enumerate(tilings(simulator, config)):
         own = many if tiling.is_wide else inputs.first(44 if tiling.has_codes else 45)
         outcomes.append(simulator.run(compiled, own.experts_call(i, FEW_SMS, tiling.tokens)))
     for outcome in outcomes:
         assert_clean(outcome.report)
     assert not missed_synchronisation(outcome.report for outcome in outcomes)
+
+
+@pytest.mark.slow
+def test_every_barrier_and_fence_of_blackwell_is_reached(seed) -> None:
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    simulator = Simulator("sm_100a")
+    inputs = inputs_of(simulator, Case(70, **SMALL, one_expert=True), seed)
+    config = inputs.case.config
+    compiled = simulator.compile(build, config)
+    # The first tile of a CTA is one of the shared expert, whose weights are known, or are not, or
+    # one of a routed expert.
+    launches = ((70, 2), (70, 8), (3, 16))
+    outcomes = [
+        simulator.run(compiled, inputs.first(tokens).experts_call(i, sms, tiling.tokens))
+        for i, tiling in enumerate(tilings(simulator, config))
+        for tokens, sms in launches
+    ]
+    for outcome in outcomes:
+        assert_clean(outcome.report)
+    assert not missed_synchronisation(outcome.report for outcome in outcomes)
+
+
+def test_few_tokens_on_blackwell(seed, monkeypatch) -> None:
+    """The cheapest to compile of its kernels; the others of this module are slow."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.moe.sm100 import experts, plan
+
+    monkeypatch.setattr(experts, "tilings", lambda config: plan.tilings(config)[:1])
+    target = Simulator("sm_100a")
+    inputs = inputs_of(target, Case(9, 128, 256, 4, 2, one_expert=True, live=8), seed)
+    assert_experts_close(run(target, inputs, 0, seed), inputs)

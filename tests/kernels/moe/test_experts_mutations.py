@@ -116,10 +116,10 @@ BUGS: dict[str, Bug] = {
         RAW,
     ),
     "experts that a token lacks are added": Bug(
-        at("Combine.kernel").expression("ids[token, place] >= 0").replace("(token >= 0)"),
+        at("Combine.kernel").expression("experts[place] >= 0").replace("(token >= 0)"),
     ),
     "a gate below the limit clamped": Bug(
-        at("SwiGlu._swiglu").expression("gate > limit").replace("gate < limit"),
+        at("swiglu").expression("gate > bound").replace("gate < bound"),
     ),
     **{
         f"many tokens: {name}": Bug(edit, MANY, WIDE)

@@ -1,4 +1,5 @@
-"""A whole layer: router and experts in one call, in the simulator and on a Hopper GPU."""
+"""A whole layer: router and experts in one call, in the simulator, of both architectures,
+and on a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -8,9 +9,8 @@ import pytest
 import torch
 
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.kernels.moe.plan import tilings
 from dsv4.kernels.moe.scratch import scratch_bytes, sections
-from dsv4.ops.moe.op import MOE
+from dsv4.ops.moe.op import MOE, PLANS
 from dsv4.ops.runtime.backend import Device as Planned
 from dsv4.testing.harness import Device, Target, run_all, simulator
 from dsv4.testing.kernel_call import OpKernels
@@ -23,7 +23,7 @@ HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
 FEW_SMS = 2
 
 
-@pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
+@pytest.fixture(scope="module", params=["sm_90a", "sm_100a", pytest.param("cuda", marks=HOPPER)])
 def target(request: pytest.FixtureRequest) -> Target:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     return Device() if request.param == "cuda" else simulator(request.param)
@@ -46,16 +46,17 @@ SMALL = Case(5, 512, 128, 32, 3, live=4)
 @pytest.mark.parametrize("schedules", [1, None])
 @pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])
 def test_every_step_is_close(target, is_hashed, schedules, seed) -> None:
-    case = replace(SMALL, has_missing=is_hashed)
+    case = replace(SMALL, has_missing=is_hashed, is_tiled=target.arch != "sm_90a")
     inputs = LayerInputs.make(case, seed, is_hashed=is_hashed)
     assert_layer_close(run(target, inputs, 0, seed, schedules), inputs)
 
 
 @pytest.mark.slow
 def test_a_token_has_the_same_bits_in_every_tiling(target, seed) -> None:
-    inputs = LayerInputs.make(replace(SMALL, tokens=19, live=None), seed)
+    case = replace(SMALL, tokens=19, live=None, is_tiled=target.arch != "sm_90a")
+    inputs = LayerInputs.make(case, seed)
     first = run(target, inputs, 0, seed)["out"]
-    for tiling in range(1, len(tilings(layer_config(SMALL).kernels))):
+    for tiling in range(1, len(PLANS[target.arch].tilings(layer_config(case).kernels))):
         assert torch.equal(run(target, inputs, tiling, seed)["out"], first), f"tiling {tiling}"
     assert torch.equal(run(target, inputs.first(3), 0, seed)["out"], first[:3])
 

@@ -66,6 +66,28 @@ def test_fp4_scales_lie_by_row_of_a_block(form, seed) -> None:
             assert word == wanted
 
 
+def test_tiles_have_their_rows_one_behind_the_other(seed) -> None:
+    rows, blocks = 2 * ROWS, COLUMNS // 128
+    for codes, size in (
+        (random_bytes(rows, COLUMNS // 2).view(torch.int8), 64),
+        (random_bytes(rows, COLUMNS).view(torch.float8_e4m3fn), 128),
+    ):
+        found = layout.prepare_codes(codes, "tiled").view(torch.uint8).view(-1, blocks, 128, size)
+        released = codes.view(torch.uint8)
+        for tile, block, row in ((0, 0, 0), (1, 2, 127), (1, 1, 33), (0, 2, 64)):
+            wanted = released[128 * tile + row, size * block : size * (block + 1)]
+            assert torch.equal(found[tile, block, row], wanted)
+
+
+def test_scales_of_tiles_lie_as_the_tensor_core_reads_them(seed) -> None:
+    scale = random_bytes(2 * ROWS, COLUMNS // 32).view(torch.float8_e8m0fnu)
+    found = layout.prepare_fp4_scales(scale, "tiled").view(torch.uint8).view(2, -1, 32, 4, 4)
+    released = scale.view(torch.uint8)
+    for tile, block, lane, part, group in ((0, 0, 0, 0, 0), (1, 2, 31, 3, 3), (1, 1, 5, 2, 1)):
+        row = 128 * tile + 32 * part + lane
+        assert found[tile, block, lane, part, group] == released[row, 4 * block + group]
+
+
 @pytest.mark.parametrize("lead", [(), (3,), (2, 2)])
 def test_every_byte_comes_back(lead, seed) -> None:
     fp4 = random_bytes(*lead, ROWS, COLUMNS // 2).view(torch.int8)
@@ -79,6 +101,12 @@ def test_every_byte_comes_back(lead, seed) -> None:
          lambda x: layout.restore_fp4_scales(x, "raw"), scale),
         (lambda x: layout.prepare_fp4_scales(x, "packed"),
          lambda x: layout.restore_fp4_scales(x, "packed"), narrow),
+        (lambda x: layout.prepare_codes(x, "tiled"),
+         lambda x: layout.restore_codes(x, "tiled"), fp4),
+        (lambda x: layout.prepare_codes(x, "tiled"),
+         lambda x: layout.restore_codes(x, "tiled"), fp8),
+        (lambda x: layout.prepare_fp4_scales(x, "tiled"),
+         lambda x: layout.restore_fp4_scales(x, "tiled"), scale),
     ):  # fmt: skip
         moved = there(tensor)
         assert (moved.shape, moved.dtype) == (tensor.shape, tensor.dtype)
@@ -99,3 +127,7 @@ def test_weights_of_other_sizes_are_refused() -> None:
         layout.prepare_fp8_codes(torch.zeros(72, 128, dtype=torch.float8_e4m3fn))
     with pytest.raises(ValueError, match="columns must be a multiple of 128, got 192"):
         layout.prepare_fp4_codes(torch.zeros(64, 96, dtype=torch.int8))
+    with pytest.raises(ValueError, match="rows must be a multiple of 128, got 64"):
+        layout.prepare_codes(torch.zeros(64, 128, dtype=torch.float8_e4m3fn), "tiled")
+    with pytest.raises(ValueError, match="columns must be a multiple of 128, got"):
+        layout.prepare_codes(torch.zeros(128, 96, dtype=torch.int8), "tiled")

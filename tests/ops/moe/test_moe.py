@@ -142,16 +142,20 @@ def test_nvfp4_weights_with_activations_that_are_not_rounded(seed) -> None:
     assert relative(packed, layer(layer.x.float())) < 1e-6
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("spread", [11, 14])
 @pytest.mark.parametrize("expert_dtype", ["fp4", "fp8"])
-def test_prepared_weights_are_the_same_weights(expert_dtype, spread, seed, monkeypatch) -> None:
+def test_prepared_weights_are_the_same_weights(
+    expert_dtype, spread, arch, seed, monkeypatch
+) -> None:
     case = case_of(20, expert_dtype=expert_dtype, spread=spread)
     layer = Layer(case, seed)
     before = [t.view(torch.uint8).clone() for t in (*layer.experts, *layer.shared) if t is not None]
     expected = layer()
-    layer.form = choose_form(layer.experts)
+    layer.form = choose_form(layer.experts, op.FORMS[arch])
     is_raw = expert_dtype == "fp4" and spread > 11
-    assert layer.form == ("raw" if is_raw else "packed")
+    hopper = "raw" if is_raw else "packed"
+    assert layer.form == (hopper if arch == "sm_90a" else "tiled")
     # Several parts, the last of them smaller.
     monkeypatch.setattr(weights_module, "MAX_MOVED", 3 * HIDDEN * INNER)
     for weights in (layer.experts, layer.shared):
@@ -280,6 +284,11 @@ def test_kernels_refuse_weights_that_are_not_prepared() -> None:
     with pytest.raises(ValueError, match=r"^w1: got weights in the order of checkpoints"):
         op.MOE.compile_key(config, "sm_90a")
     assert op.MOE.compile_key(replace(config, form="raw"), "sm_90a")
+    assert op.MOE.compile_key(replace(config, form="tiled"), "sm_100a")
+    with pytest.raises(ValueError, match=r"^w1: got weights prepared as 'raw', .* need 'tiled'"):
+        op.MOE.compile_key(replace(config, form="raw"), "sm_100a")
+    with pytest.raises(ValueError, match=r"^w1: got .* 'tiled', .* need 'packed' or 'raw'"):
+        op.MOE.compile_key(replace(config, form="tiled"), "sm_90a")
     wide = replace(config, form="packed")
     sizes = {"T": 3, "V": 0, "S": 0, "bytes": 17}
     device = op.Device("sm_90a", 132)

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute, pipeline
+from cutlass import Int32, cute
 
 from dsv4.kernels.gemm.sm100.plan import LinearPlan, NamedBarriers
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.storage import storage_struct
+from dsv4.kernels.kit.tcgen05 import Tmem
 
 BAND = 8  # token tiles
 
@@ -87,27 +88,6 @@ class Pipelines:
 
 
 @dataclass(frozen=True)
-class Tmem:
-    """Tensor Memory of the CTA."""
-
-    holder: cute.Pointer  # in shared memory, of the address
-
-    def allocate(self, columns: int) -> None:
-        """One warp asks for columns."""
-        cute.arch.alloc_tmem(columns, self.holder)
-
-    def start(self, users: int) -> cute.Pointer:
-        """Address of the first column, once it is known; all users call this."""
-        pipeline.NamedBarrier(NamedBarriers.TMEM_ALLOCATED, users).arrive_and_wait()
-        return cute.arch.retrieve_tmem_ptr(Float32, 16, self.holder)
-
-    def free(self, columns: int, start: cute.Pointer) -> None:
-        """The warp that asked for them returns the columns."""
-        cute.arch.relinquish_tmem_alloc_permit()
-        cute.arch.dealloc_tmem(start, columns)
-
-
-@dataclass(frozen=True)
 class LinearContext:
     """A CTA's part of a launch."""
 
@@ -143,4 +123,4 @@ def allocate(plan: LinearPlan, start: cute.Pointer):
         sums=ring_of(plan, storage, "sums"),
         partials=mbarrier.pipeline(plan.barriers, storage, "partials") if has_partials else None,
     )
-    return smem, pipes, Tmem(storage.tmem_address.data_ptr())
+    return smem, pipes, Tmem(storage.tmem_address.data_ptr(), NamedBarriers.TMEM_ALLOCATED)

@@ -5,7 +5,6 @@ A thread has a row of the weight, and all tokens of it.
 
 import cutlass
 from cutlass import Float32, Int32, cute, pipeline
-from cutlass.cute.nvgpu import tcgen05
 
 from dsv4.kernels.gemm.epilogues import HeadRotation
 from dsv4.kernels.gemm.sm100.context import LinearContext, OutputTile
@@ -15,10 +14,9 @@ from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.tcgen05 import (
-    TMEM_LANES,
     fence_after_thread_sync,
     fence_before_thread_sync,
-    make_tmem_copy,
+    load_lane,
 )
 
 WARP = 32
@@ -71,7 +69,7 @@ class Epilogue:
     def _store_sums(self, ctx: LinearContext, tile: OutputTile, address, cursor: Cursor, turn):
         """Store, or send, the sums of a tile: those of the CTA's slices added as a balanced tree;
         returns the next stage of sums."""
-        plan, sums = self.plan, ctx.pipes.sums
+        plan, sums, thread = self.plan, ctx.pipes.sums, cute.arch.thread_idx()[0]
         sums.wait(cursor)
         fence_after_thread_sync()
         self._acquire_parts(ctx, turn)
@@ -79,7 +77,7 @@ class Epilogue:
         for first in cutlass.range(0, plan.tokens, self.columns, unroll=1):
             slices = []
             for s in cutlass.range_constexpr(plan.own_slices):
-                slices.append(self._load(start + s * plan.tokens + first, self.columns))
+                slices.append(load_lane(start + s * plan.tokens + first, self.columns, thread))
             cute.arch.fence_view_async_tmem_load()
             values = slices[0]
             for i in cutlass.range_constexpr(self.columns):
@@ -100,7 +98,8 @@ class Epilogue:
             sums.wait(cursor)
             fence_after_thread_sync()
             for first in cutlass.range_constexpr(0, plan.tokens, self.columns):
-                values = self._load(address + cursor.stage * plan.tokens + first, self.columns)
+                place = address + cursor.stage * plan.tokens + first
+                values = load_lane(place, self.columns, cute.arch.thread_idx()[0])
                 cute.arch.fence_view_async_tmem_load()
                 for i in cutlass.range_constexpr(self.columns):
                     total[first + i] = total[first + i] + values[i] * factor
@@ -111,16 +110,6 @@ class Epilogue:
             part = cute.make_tensor(total.iterator + first, cute.make_layout(self.columns))
             self._pass_on(ctx, tile, part, first)
         return cursor
-
-    @cute.jit
-    def _load(self, address: cute.Pointer, columns: cutlass.Constexpr):
-        """Ask for the thread's lane of some columns: there after the fence of TMEM loads."""
-        thread = cute.arch.thread_idx()[0]
-        copy, tensor = make_tmem_copy(tcgen05.Ld32x32bOp, columns, columns, address, thread)
-        coordinates = cute.make_identity_tensor((TMEM_LANES, columns))
-        fragment = cute.make_rmem_tensor(copy.partition_D(coordinates).shape, Float32)
-        cute.copy(copy, copy.partition_S(tensor), fragment)
-        return cute.make_tensor(fragment.iterator, cute.make_layout(columns))
 
     @cute.jit
     def _release(self, ctx: LinearContext, cursor: Cursor):

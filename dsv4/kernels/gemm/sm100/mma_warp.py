@@ -14,7 +14,7 @@ from dsv4.kernels.kit.tcgen05 import (
     fence_after_thread_sync,
     multiply_scaled,
     operand_descriptor,
-    scaled_e4m3_product,
+    scaled_product,
 )
 
 DEPTH = 32  # elements of K of a product
@@ -26,7 +26,7 @@ class MmaWarp:
 
     def __init__(self, plan: LinearPlan):
         self.plan = plan
-        self.product = scaled_e4m3_product(ROWS, plan.tokens)
+        self.product = scaled_product(ROWS, plan.tokens)
 
     @cute.jit
     def multiply(self, ctx: LinearContext):

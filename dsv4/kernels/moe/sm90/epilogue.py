@@ -8,8 +8,7 @@ from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.quant import pack_bf16
 from dsv4.kernels.moe.layout import PANEL_ROWS, UNIT_ROWS
 from dsv4.kernels.moe.sm90.context import ProductContext, WorkTile
-
-LOG2_E = 1.4426950408889634
+from dsv4.kernels.moe.swiglu import swiglu
 
 
 @cute.jit
@@ -83,13 +82,7 @@ class SwiGlu:
         return [factors[c, n] for c in range(2)]
 
     def _swiglu(self, gate: Float32, up: Float32) -> Float32:
-        """NaN stays NaN: comparisons with it are false."""
-        limit = Float32(self.limit)
-        gate = cutlass.select_(gate > limit, limit, gate)
-        up = cutlass.select_(up > limit, limit, up)
-        up = cutlass.select_(up < -limit, -limit, up)
-        decay = cute.math.exp2(gate * Float32(-LOG2_E), fastmath=True)
-        return gate * cute.arch.rcp_approx(Float32(1.0) + decay) * up
+        return swiglu(gate, up, self.limit)
 
 
 class Rows:

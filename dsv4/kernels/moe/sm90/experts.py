@@ -9,20 +9,19 @@ leads, its selection shares that launch.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, Uint8, cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, cute
 
-from dsv4.kernels.gemm.quantize import QuantizeRows
+from dsv4.kernels.gemm.quantize import QuantizeRows, as_bytes
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.moe.args import ARGS, values
 from dsv4.kernels.moe.combine import Combine
 from dsv4.kernels.moe.config import K_BLOCK, ExpertsConfig
+from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
 from dsv4.kernels.moe.gather import Gathered, GatherTokens, QuantizeOrdered
 from dsv4.kernels.moe.plan import ProductPlan, Source, Tiling, tilings
 from dsv4.kernels.moe.routing import RoutingConfig
-from dsv4.kernels.moe.select import Lists, Select
+from dsv4.kernels.moe.select import Select
 from dsv4.kernels.moe.sm90.context import Operands
 from dsv4.kernels.moe.sm90.epilogue import Rows, SwiGlu
 from dsv4.kernels.moe.sm90.joint_products import JointProducts
@@ -31,91 +30,6 @@ from dsv4.kernels.moe.sm90.wide_context import Activations
 from dsv4.kernels.moe.sm90.wide_epilogue import WideRows, WideSwiGlu
 from dsv4.kernels.moe.sm90.wide_product import WideProduct
 from dsv4.kernels.moe.wide_plan import SCALE_BYTES, SCALE_COPIES, WidePlan, lift_of, scale_columns
-
-
-class ExpertTensors(NamedTuple):
-    """Tensors of `args.ARGS`, but the sum of the rows."""
-
-    x_codes: cute.Tensor
-    x_scale: cute.Tensor
-    w1: cute.Tensor
-    s1: cute.Tensor
-    w3: cute.Tensor
-    s3: cute.Tensor
-    w2: cute.Tensor
-    s2: cute.Tensor
-    shared_w1: cute.Tensor
-    shared_s1: cute.Tensor
-    shared_w3: cute.Tensor
-    shared_s3: cute.Tensor
-    shared_w2: cute.Tensor
-    shared_s2: cute.Tensor
-    groups: cute.Tensor
-    counts: cute.Tensor
-    taken: cute.Tensor
-    pairs: cute.Tensor
-    ids: cute.Tensor
-    weights: cute.Tensor
-    h: cute.Tensor
-    h_codes: cute.Tensor
-    h_scale: cute.Tensor
-    rows: cute.Tensor
-
-    def up_operands(self, live_tokens: cute.Tensor) -> Operands:
-        """Of gate and up."""
-        return Operands(
-            self.x_codes, as_bytes(self.x_scale), self.w1, as_bytes(self.s1), self.w3,
-            as_bytes(self.s3), self.shared_w1, as_bytes(self.shared_s1), self.shared_w3,
-            as_bytes(self.shared_s3), live_tokens, self.groups, self.counts, self.pairs,
-            self.weights, self.h,
-        )  # fmt: skip
-
-    def down_operands(self, has_codes: bool, live_tokens: cute.Tensor) -> Operands:
-        """Of down, from codes of h or from h."""
-        tokens, places, hidden = self.rows.shape
-        layout = cute.make_layout((tokens * places, hidden), stride=(hidden, 1))
-        return Operands(
-            self.h_codes if has_codes else self.h, self.h_scale_bytes,
-            *(self.w2, as_bytes(self.s2)) * 2, *(self.shared_w2, as_bytes(self.shared_s2)) * 2,
-            live_tokens, self.groups, self.counts, self.pairs, self.weights,
-            cute.make_tensor(self.rows.iterator, layout),
-        )  # fmt: skip
-
-    @property
-    def h_scale_bytes(self) -> cute.Tensor:
-        """[P + T, I / 128] E8M0 bytes, instead."""
-        start = cute.recast_ptr(self.h_scale.iterator, dtype=Uint8)
-        blocks = self.h_scale.shape[0] // SCALE_COPIES
-        layout = cute.make_layout((self.h.shape[0], blocks), stride=(blocks, 1))
-        return cute.make_tensor(start, layout)
-
-    @property
-    def gathered(self) -> Gathered:
-        """Where `rows` will be, tokens in the order of tiles until all of h is there."""
-        pairs, (tokens, hidden) = self.pairs.shape[0], self.x_codes.shape
-        blocks, columns = hidden // K_BLOCK * SCALE_COPIES, scale_columns(pairs + tokens)
-        start = self.rows.iterator.toint()
-
-        def at(offset, dtype) -> cute.Pointer:
-            return cute.make_ptr(dtype, start + offset, cute.AddressSpace.gmem, assumed_align=16)
-
-        scales = Int64(pairs) * hidden
-        factors = scales + Int64(columns) * (SCALE_BYTES * blocks)
-        codes = cute.make_layout((pairs, hidden), stride=(hidden, 1))
-        return Gathered(
-            cute.make_tensor(at(0, Float8E4M3FN), codes),
-            cute.make_tensor(
-                at(scales, Float32), cute.make_layout((blocks, columns), stride=(columns, 1))
-            ),
-            cute.make_tensor(at(factors, Float32), cute.make_layout((pairs,))),
-        )
-
-
-class Selection(NamedTuple):
-    """Arguments of a selection beside the shared expert's first product."""
-
-    lists: Lists
-    group_tokens: Int32
 
 
 class ExpertsSm90:
@@ -209,7 +123,7 @@ class ExpertsSm90:
         """Launch one tiling's kernels up to the rows, the selection among them."""
         if tiling == len(self.products):
             self.wide.launch(tensors, live_tokens, selection, stream, num_sms)
-        up = tensors.up_operands(live_tokens)
+        up = up_operands(tensors, live_tokens)
         for i in cutlass.range_constexpr(len(self.products)):
             if tiling == i:
                 shared, routed, second, joint = self.products[i]
@@ -218,7 +132,7 @@ class ExpertsSm90:
                 else:
                     shared.launch(up, selection.lists, stream, num_sms, selection.group_tokens)
                 has_codes = second.plan.source is Source.CODES
-                down = tensors.down_operands(has_codes, live_tokens)
+                down = down_operands(tensors, has_codes, live_tokens)
                 if cutlass.const_expr(joint is not None):
                     joint.launch(up, down, tensors.taken, stream, num_sms)
                 else:
@@ -256,25 +170,62 @@ class WideProducts:
         """Launch everything up to the rows."""
         if cutlass.const_expr(selection is not None):
             self.select.launch(selection.lists, stream, selection.group_tokens)
-        gathered = tensors.gathered
+        gathered = gathered_of(tensors)
         self.gather.launch(
             tensors.x_codes, as_bytes(tensors.x_scale), tensors.groups, tensors.counts,
             tensors.pairs, tensors.weights, gathered, stream, num_sms,
         )  # fmt: skip
         x = Activations(gathered.codes, tensors.x_codes, gathered.scales, Int32(0))
-        self.up.launch(tensors.up_operands(live_tokens), x, gathered.factors, stream, num_sms)
+        self.up.launch(up_operands(tensors, live_tokens), x, gathered.factors, stream, num_sms)
         scales = tensors.h_scale
         self.quantizer.launch(tensors.h, tensors.h_codes, scales, stream, num_sms)
         h = Activations(tensors.h_codes, tensors.h_codes, scales, Int32(tensors.pairs.shape[0]))
-        down = tensors.down_operands(True, live_tokens)
+        down = down_operands(tensors, True, live_tokens)
         self.down.launch(down, h, gathered.factors, stream, num_sms)
 
 
-def as_bytes(scale: cute.Tensor) -> cute.Tensor:
-    """E8M0 scales as bytes; fp32 ones as they are."""
-    if scale.element_type is cutlass.Float32:
-        return scale
-    return cute.make_tensor(cute.recast_ptr(scale.iterator, dtype=Uint8), scale.layout)
+def up_operands(tensors: ExpertTensors, live_tokens: cute.Tensor) -> Operands:
+    """Operands of gate and up."""
+    return Operands(
+        tensors.x_codes, as_bytes(tensors.x_scale), tensors.w1, as_bytes(tensors.s1), tensors.w3,
+        as_bytes(tensors.s3), tensors.shared_w1, as_bytes(tensors.shared_s1), tensors.shared_w3,
+        as_bytes(tensors.shared_s3), live_tokens, tensors.groups, tensors.counts, tensors.pairs,
+        tensors.weights, tensors.h,
+    )  # fmt: skip
+
+
+def down_operands(tensors: ExpertTensors, has_codes: bool, live_tokens: cute.Tensor) -> Operands:
+    """Operands of down, from codes of h or from h."""
+    tokens, places, hidden = tensors.rows.shape
+    layout = cute.make_layout((tokens * places, hidden), stride=(hidden, 1))
+    return Operands(
+        tensors.h_codes if has_codes else tensors.h, tensors.h_scale_bytes,
+        *(tensors.w2, as_bytes(tensors.s2)) * 2,
+        *(tensors.shared_w2, as_bytes(tensors.shared_s2)) * 2,
+        live_tokens, tensors.groups, tensors.counts, tensors.pairs, tensors.weights,
+        cute.make_tensor(tensors.rows.iterator, layout),
+    )  # fmt: skip
+
+
+def gathered_of(tensors: ExpertTensors) -> Gathered:
+    """Where `rows` will be, tokens in the order of tiles until all of h is there."""
+    pairs, (tokens, hidden) = tensors.pairs.shape[0], tensors.x_codes.shape
+    blocks, columns = hidden // K_BLOCK * SCALE_COPIES, scale_columns(pairs + tokens)
+    start = tensors.rows.iterator.toint()
+
+    def at(offset, dtype) -> cute.Pointer:
+        return cute.make_ptr(dtype, start + offset, cute.AddressSpace.gmem, assumed_align=16)
+
+    scales = Int64(pairs) * hidden
+    factors = scales + Int64(columns) * (SCALE_BYTES * blocks)
+    codes = cute.make_layout((pairs, hidden), stride=(hidden, 1))
+    return Gathered(
+        cute.make_tensor(at(0, Float8E4M3FN), codes),
+        cute.make_tensor(
+            at(scales, Float32), cute.make_layout((blocks, columns), stride=(columns, 1))
+        ),
+        cute.make_tensor(at(factors, Float32), cute.make_layout((pairs,))),
+    )
 
 
 def build(config: ExpertsConfig, options: str = ""):

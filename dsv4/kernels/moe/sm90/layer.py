@@ -2,118 +2,22 @@
 
 Four or five launches, of which each begins while the one before ends: gate and quantisation;
 selection and sort beside gate and up of the shared expert; gate and up of the routed experts, and
-down of all, in one launch or two; sum over a token's experts, unless their reader adds them. What
-they hand to each other lies in the caller's scratch (`scratch.sections`).
+down of all, in one launch or two; sum over a token's experts, unless their reader adds them.
 """
 
 from __future__ import annotations
 
-from cutlass import BFloat16, Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Int64, cute
-
 from dsv4.kernels.kit.args import compile_kernel
-from dsv4.kernels.moe.config import K_BLOCK
-from dsv4.kernels.moe.gate import Gate, GateTensors
+from dsv4.kernels.moe.layer import MoeLayer
 from dsv4.kernels.moe.layer_args import ARGS, values
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS
-from dsv4.kernels.moe.scratch import ALIGNMENT, sections
-from dsv4.kernels.moe.select import Lists
-from dsv4.kernels.moe.sm90.experts import ExpertsSm90, ExpertTensors, Selection, as_bytes
-from dsv4.kernels.moe.wide_plan import SCALE_COPIES, scale_columns
+from dsv4.kernels.moe.sm90.experts import ExpertsSm90
 
 
-class MoeSm90:
+class MoeSm90(MoeLayer):
     """Kernels of one configuration."""
 
     experts = ExpertsSm90
-
-    def __init__(self, config: MoeConfig):
-        reason = config.why_no_kernel
-        assert not reason, reason
-        self.config = config
-        self.gate_kernel = Gate(config.routing)
-        self.expert_kernels = self.experts(config.kernels, config.routing)
-
-    @cute.jit
-    def __call__(
-        self,
-        x: cute.Tensor,  # [T, D] bf16
-        gate: cute.Tensor,  # [E, D] bf16
-        bias: cute.Tensor,  # [E] fp32, or no rows
-        w1: cute.Tensor,  # prepared, as everything up to shared_w2_scale
-        w1_scale: cute.Tensor,
-        w3: cute.Tensor,
-        w3_scale: cute.Tensor,
-        w2: cute.Tensor,
-        w2_scale: cute.Tensor,
-        global_scales: cute.Tensor,  # no rows
-        shared_w1: cute.Tensor,
-        shared_w1_scale: cute.Tensor,
-        shared_w3: cute.Tensor,
-        shared_w3_scale: cute.Tensor,
-        shared_w2: cute.Tensor,
-        shared_w2_scale: cute.Tensor,
-        table: cute.Tensor,  # [V, k] int64, or no rows
-        input_ids: cute.Tensor,  # [T] int64, or no rows
-        out: cute.Tensor,  # [T, D], written unless the rows are handed on
-        scratch: cute.Tensor,  # [scratch_bytes] uint8
-        stream,
-        *,
-        live_tokens: cute.Tensor,  # [1] int32, or no rows
-        tiling: Int32,  # of the experts' products
-        splits: Int32,  # of the gate
-        token_tiles: Int32,  # of the gate
-        group_tokens: Int32,  # of the tiling
-        num_sms: Int32,
-        combines: Int32,  # whether `out` is written
-    ):
-        """Launch everything."""
-        config = self.config
-        tokens, k = x.shape[0], config.top_k
-        pairs = tokens * k
-        at = sections(config, Int64(tokens), Int64(splits))
-
-        def section(name: str, dtype, shape: tuple, *strides: int) -> cute.Tensor:
-            address = (scratch.iterator + at[name]).toint()
-            start = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=ALIGNMENT)
-            return cute.make_tensor(start, cute.make_layout(shape, stride=(*strides, 1)))
-
-        slice_elements = tokens * config.experts
-        partials = section(
-            "partials", Float32, (splits, tokens, config.experts), slice_elements, config.experts
-        )
-        codes = section("codes", Float8E4M3FN, (tokens, config.hidden), config.hidden)
-        blocks = config.hidden // K_BLOCK
-        scales = section("scales", Float8E8M0FNU, (tokens, blocks), blocks)
-        ids = section("ids", Int32, (tokens, k), k)
-        weights = section("weights", Float32, (tokens, k), k)
-        order = section("pairs", Int32, (pairs,))
-        groups = section("groups", Int32, (pairs + 1, GROUP_WORDS), GROUP_WORDS)
-        counts = section("counts", Int32, (2,))
-        arrivals = section("arrivals", Int32, (ARRIVAL_WORDS,))
-        taken = cute.make_tensor(arrivals.iterator + 1, cute.make_layout((1,)))
-        h = section("h", BFloat16, (pairs + tokens, config.inner), config.inner)
-        h_rows, h_blocks = pairs + tokens, config.inner // K_BLOCK
-        h_codes = section("h_codes", Float8E4M3FN, (h_rows, config.inner), config.inner)
-        h_scales = (SCALE_COPIES * h_blocks, scale_columns(h_rows))
-        h_scale = section("h_scale", Float32, h_scales, h_scales[1])
-        row = (k + 1) * config.hidden
-        rows = section("rows", BFloat16, (tokens, k + 1, config.hidden), row, config.hidden)
-        tensors = GateTensors(x, gate, partials, codes, as_bytes(scales), arrivals)
-        self.gate_kernel.launch(tensors, stream, token_tiles)
-        lists = Lists(
-            partials, bias, table, input_ids, live_tokens, ids, weights, order, groups, counts,
-            arrivals,
-        )  # fmt: skip
-        experts = ExpertTensors(
-            codes, scales, w1, w1_scale, w3, w3_scale, w2, w2_scale,
-            shared_w1, shared_w1_scale, shared_w3, shared_w3_scale, shared_w2, shared_w2_scale,
-            groups, counts, taken, order, ids, weights, h, h_codes, h_scale, rows,
-        )  # fmt: skip
-        selection = Selection(lists, group_tokens)
-        self.expert_kernels.launch(experts, live_tokens, selection, stream, tiling, num_sms)
-        if combines != 0:
-            self.expert_kernels.combine.launch(rows, ids, counts, out, stream)
 
 
 def build(config: MoeConfig, options: str = ""):

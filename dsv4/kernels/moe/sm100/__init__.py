@@ -1,0 +1,1 @@
+"""Experts for Blackwell (sm_100a)."""

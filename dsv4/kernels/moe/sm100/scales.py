@@ -1,0 +1,115 @@
+"""Scale warp of a grouped product of Blackwell: scales of tokens, and of FP8 weights, where the
+tensor core expects them.
+
+The tensor core takes a scale for each 32 elements of K of a row. Those of a token are equal in a k
+block of 128, so that every product of the block reads the same byte of a column's word; those of
+FP4 weights are the four bytes of a row's word, which the load warp brings; those of FP8 weights are
+equal in 128 rows, too.
+"""
+
+import cutlass
+from cutlass import Int32, cute
+
+from dsv4.kernels.gemm.sm100.scales import LANE_WORDS, ONE, WARP, store_words
+from dsv4.kernels.kit import pdl
+from dsv4.kernels.moe.sm100.context import ProductContext, WorkTile
+from dsv4.kernels.moe.sm100.plan import ATOM_WORDS, LOADS_AHEAD, ProductPlan
+
+EVERY_BYTE = 0x01010101
+
+
+class ScaleWarp:
+    """Producer of scales: reads those of some k blocks ahead."""
+
+    def __init__(self, plan: ProductPlan, top_k: int):
+        self.plan = plan
+        self.top_k = top_k
+        self.token_words = -(-plan.columns // WARP)  # of a lane
+        self.values = self.token_words + plan.weights
+
+    @cute.jit
+    def fill(self, ctx: ProductContext):
+        """Write the scales of every stage."""
+        plan, ring, lane = self.plan, ctx.pipes.ring, cute.arch.lane_idx()
+        pdl.wait_for_previous_launch()
+        scheduler, counts = ctx.schedule(plan), ctx.operands.counts
+        words, words_ahead = scheduler.words(Int32(0)), scheduler.words(Int32(1))
+        num_groups, live = counts[0], counts[1]
+        columns = [w * WARP + lane for w in range(self.token_words)]
+        here = cute.make_rmem_tensor((self.values, LOADS_AHEAD), Int32)
+        next_values = cute.make_rmem_tensor((self.values, LOADS_AHEAD), Int32)
+        tile, count = scheduler.tile(Int32(0), words, live), scheduler.count(num_groups)
+        pairs = ctx.places(tile, columns)
+        ahead = scheduler.tile(Int32(1), words_ahead, live)
+        rows = ctx.rows(plan, self.top_k, tile, columns, pairs)
+        if count > 0:
+            self._load(ctx, tile, rows, lane, Int32(0), next_values)
+        cursor = ring.producer()
+        for n in cutlass.range(count, unroll=1):
+            # Asked for a tile early.
+            later = scheduler.words(n + 2)
+            pairs = ctx.places(ahead, columns)
+            rows_ahead = ctx.rows(plan, self.top_k, ahead, columns, pairs)
+            for first in cutlass.range(0, tile.steps, LOADS_AHEAD, unroll=1):
+                here.store(next_values.load())
+                if first + LOADS_AHEAD < plan.k_blocks:
+                    self._load(ctx, tile, rows, lane, first + LOADS_AHEAD, next_values)
+                elif n + 1 < count:
+                    self._load(ctx, ahead, rows_ahead, lane, Int32(0), next_values)
+                for i in cutlass.range_constexpr(LOADS_AHEAD):
+                    if first + i < plan.k_blocks:
+                        ring.acquire(cursor)
+                        self._store(ctx, tile, cursor.stage, lane, here[None, i])
+                        # The tensor core reads through another proxy.
+                        cute.arch.fence_view_async_shared()
+                        ring.at(cursor.stage).commit(lane)
+                        cursor = ring.next(cursor)
+            if tile.steps == 0 and n + 1 < count:
+                self._load(ctx, ahead, rows_ahead, lane, Int32(0), next_values)
+            tile, rows = ahead, rows_ahead
+            ahead = scheduler.tile(n + 2, later, live)
+
+    @cute.jit
+    def _load(self, ctx: ProductContext, tile: WorkTile, rows, lane, first, values: cute.Tensor):
+        """Ask for the scales of some k blocks: of a lane's columns, then of FP8 weights."""
+        plan, operands = self.plan, ctx.operands
+        for i in cutlass.range_constexpr(LOADS_AHEAD):
+            block = first + i
+            if block < plan.k_blocks:
+                for w in cutlass.range_constexpr(self.token_words):
+                    scale = Int32(ONE)
+                    if w * WARP + lane < tile.count:
+                        # A byte of a recast tensor has no sign of its own.
+                        scale = Int32(operands.x_scale[rows[w], block]) & 0xFF
+                    values[w, i] = scale
+                for m in cutlass.range_constexpr(plan.weights):
+                    scale = Int32(ONE)
+                    if cutlass.const_expr(plan.is_promoted):
+                        pass  # they are multiplied later
+                    elif tile.is_shared:
+                        scales = operands.shared_scales
+                        if m == ctx.rank % plan.weights:
+                            scale = Int32(scales[m][tile.row_tile, block]) & 0xFF
+                    elif cutlass.const_expr(plan.expert_dtype == "fp8"):
+                        scale = operands.scales[m][tile.expert, tile.row_tile, block]
+                        scale = Int32(scale) & 0xFF
+                    values[self.token_words + m, i] = scale
+
+    @cute.jit
+    def _store(self, ctx: ProductContext, tile: WorkTile, stage, lane, values: cute.Tensor):
+        """Write the scales of a stage."""
+        plan, smem = self.plan, ctx.smem
+        words = [values[w] if w < self.token_words else Int32(ONE) for w in range(LANE_WORDS)]
+        store_words(smem.x_scales + stage * ATOM_WORDS, lane, words)
+        atoms = smem.weight_scales + stage * (plan.weights * ATOM_WORDS)
+        if tile.is_shared:
+            # Of the one weight that this CTA has.
+            scale = values[self.token_words]
+            for m in cutlass.range_constexpr(1, plan.weights):
+                own = values[self.token_words + m]
+                scale = cutlass.select_(ctx.rank == m, own, scale)
+            store_words(atoms, lane, [scale * EVERY_BYTE] * LANE_WORDS)
+        elif cutlass.const_expr(plan.expert_dtype == "fp8"):
+            for m in cutlass.range_constexpr(plan.weights):
+                scale = values[self.token_words + m] * EVERY_BYTE
+                store_words(atoms + m * ATOM_WORDS, lane, [scale] * LANE_WORDS)
