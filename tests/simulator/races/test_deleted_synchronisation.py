@@ -111,7 +111,7 @@ KERNELS = {
         partial(subjects.argmax, 11, 0),
         {**releasing(RESIDENT, 2), **BEST_ROWS},
     ),
-    "best rows, wide": (partial(subjects.argmax, 150, -1), {**PLAIN_WIDE, **BEST_ROWS}),
+    "best rows, wide": (partial(subjects.argmax, 150, -1, 4), {**PLAIN_WIDE, **BEST_ROWS}),
     "grouped linear, resident": (partial(subjects.grouped, 11, 0), RESIDENT),
     "grouped linear, streamed": (partial(subjects.grouped, 21, 1), STREAMED),
     "grouped linear, wide": (partial(subjects.grouped, 67, -1), GROUPED_WIDE),

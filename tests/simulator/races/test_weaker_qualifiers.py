@@ -82,7 +82,7 @@ KERNELS = {
         partial(subjects.argmax, 11, 0), {**weights(4), **BEST_ROWS_HARMLESS}, {},
     ),
     "best rows, wide": (
-        partial(subjects.argmax, 150, -1),
+        partial(subjects.argmax, 150, -1, 4),
         {
             **weights(2),
             **BEST_ROWS_HARMLESS,
