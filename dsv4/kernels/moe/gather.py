@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from dsv4.kernels.gemm.quantize import QuantizeRows
+from dsv4.kernels.gemm.quantize import PAIRS, TEAM, VECTOR, load_vectors, quantize_vector
 from dsv4.kernels.gemm.sm90.activations import scale_value
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.pointers import pointer_at
@@ -22,6 +22,8 @@ from dsv4.kernels.moe.wide_plan import SCALE_COPIES
 WARP = 32
 BATCH = 8  # loads of a lane under way
 CTAS_PER_SM = 4
+ROUNDED = 4  # k blocks of a row that a team of lanes rounds together
+ROUND_CTAS_PER_SM = 8  # of one, too few loads are under way for DRAM
 
 
 class Gathered(NamedTuple):
@@ -33,7 +35,7 @@ class Gathered(NamedTuple):
 
 
 class GatherTokens:
-    """Kernel: a warp for each position, and for each token of the shared expert.
+    """Kernel: a CTA for 32 positions, or for 32 tokens of the shared expert.
 
     Args:
         lift: factor in the scales of routed rows.
@@ -54,10 +56,9 @@ class GatherTokens:
             codes, scales: of tokens, [T, D] e4m3 and [T, D / 128] bytes.
             groups, counts, pairs, weights: as in `args`.
         """
-        rows = pairs.shape[0] + codes.shape[0]
-        warps = self.threads // WARP
+        blocks = cute.ceil_div(pairs.shape[0], WARP) + cute.ceil_div(codes.shape[0], WARP)
         self.kernel(codes, scales, groups, counts, pairs, weights, to).launch(
-            grid=[cutlass.min(cute.ceil_div(rows, warps), num_sms * CTAS_PER_SM), 1, 1],
+            grid=[cutlass.min(blocks, num_sms * CTAS_PER_SM), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=True,
@@ -66,7 +67,6 @@ class GatherTokens:
     @cute.kernel
     def kernel(self, codes, scales, groups, counts, pairs, weights, to: Gathered):
         lane = cute.arch.lane_idx()
-        warps = self.threads // WARP
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         pdl.launch_dependents()
         pdl.wait_for_previous_launch()
@@ -75,24 +75,48 @@ class GatherTokens:
         if last >= 0:
             positions = groups[last, 1] + groups[last, 2]
         factors = cute.make_tensor(weights.iterator, cute.make_layout(cute.size(weights.shape)))
-        first = Int32(cute.arch.block_idx()[0]) * warps + warp
-        step = Int32(cute.arch.grid_dim()[0]) * warps
-        for index in cutlass.range(first, positions + live, step, unroll=1):
-            is_routed = index < positions
-            token, row, lift = index - positions, index - positions, Float32(1.0)
+        routed = cute.ceil_div(positions, WARP)
+        blocks = routed + cute.ceil_div(live, WARP)
+        first, step = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
+        for block in cutlass.range(first, blocks, step, unroll=1):
+            is_routed = block < routed
+            start = cutlass.select_(is_routed, block, block - routed) * WARP
+            count = cutlass.select_(is_routed, positions, live) - start
+            # Of a lane: a row, and its token.
+            token, row, lift = start + lane, start + lane, Float32(1.0)
             if is_routed:
-                pair = pairs[index]
-                token, row, lift = pair // self.top_k, index, Float32(self.lift)
-                if lane == 0:
-                    to.factors[row] = factors[pair]
-                self._copy(codes, to.codes, token, row, lane)
+                lift = Float32(self.lift)
+                token = Int32(0)
+                if lane < count:
+                    pair = pairs[row]
+                    token = pair // self.top_k
+                    if warp == 0:
+                        to.factors[row] = factors[pair]
+                self._copy_rows(codes, to.codes, token, start, count, warp)
             else:
                 row += pairs.shape[0]
-            for block in cutlass.range_constexpr(0, self.hidden // K_BLOCK, WARP):
-                k_block = block + lane
-                if k_block < self.hidden // K_BLOCK:
-                    value = scale_value(scales[token, k_block]) * lift
-                    store_scale(to.scales, k_block, row, value)
+            if lane < count:
+                self._store_scales(scales, to.scales, token, row, lift, warp)
+
+    @cute.jit
+    def _copy_rows(self, source, target, token, start, count, warp):
+        """A warp's rows of codes among those of a block; lanes hold the rows' tokens."""
+        lane, rows = cute.arch.lane_idx(), WARP // (self.threads // WARP)
+        for i in cutlass.range_constexpr(rows):
+            row = warp * rows + i
+            own = cute.arch.shuffle_sync(token, row)
+            if row < count:
+                self._copy(source, target, own, start + row, lane)
+
+    @cute.jit
+    def _store_scales(self, scales, to, token, row, lift, warp):
+        """Scales of a lane's row, every warp those of some k blocks: neighbouring lanes write
+        neighbouring places."""
+        blocks, warps = self.hidden // K_BLOCK, self.threads // WARP
+        for i in cutlass.range_constexpr(-(-blocks // warps)):
+            k_block = i * warps + warp
+            if k_block < blocks:
+                store_scale(to, k_block, row, scale_value(scales[token, k_block]) * lift)
 
     @cute.jit
     def _copy(self, source: cute.Tensor, target: cute.Tensor, token, row, lane):
@@ -127,23 +151,63 @@ def store_scale(scales: cute.Tensor, k_block, row, value: Float32):
         pointer_at(scales.iterator, offset, Float32, align=4).store(value)
 
 
-class QuantizeOrdered(QuantizeRows):
+class QuantizeOrdered:
     """Kernel: codes [rows, K] and scales [2 K / 128, > rows] fp32 of h [rows, K] bf16.
+
+    A team of lanes has some k blocks of a row, those of a CTA neighbouring rows.
 
     Args:
         top_k: k of each k + 1 rows are those of routed experts, which come first.
         lift: factor in their scales.
     """
 
+    threads = 256
+
     def __init__(self, in_features: int, top_k: int, lift: float):
-        super().__init__(in_features)
+        self.k_blocks = in_features // K_BLOCK
         self.top_k = top_k
         self.lift = lift
+        self.parts = -(-self.k_blocks // ROUNDED)
+        self.teams = self.threads // TEAM
 
     @cute.jit
-    def _store(self, codes: cute.Tensor, scales: cute.Tensor, group, lane, vectors, scale):
-        row, k_block = group // self.k_blocks, group % self.k_blocks
-        self.store_codes(codes, row, k_block, lane, vectors)
+    def launch(self, x, codes, scales, stream, num_sms):
+        items = cute.ceil_div(x.shape[0], self.teams) * self.parts
+        self.kernel(x, codes, scales).launch(
+            grid=[cutlass.min(items, num_sms * ROUND_CTAS_PER_SM), 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, x: cute.Tensor, codes: cute.Tensor, scales: cute.Tensor):
+        thread = cute.arch.thread_idx()[0]
+        lane, team = thread % TEAM, thread // TEAM
+        rows = x.shape[0]
+        items = cute.ceil_div(rows, self.teams) * self.parts
+        first, step = Int32(cute.arch.block_idx()[0]), Int32(cute.arch.grid_dim()[0])
+        pdl.launch_dependents()
+        pdl.wait_for_previous_launch()
+        for item in cutlass.range(first, items, step, unroll=1):
+            row, block = item // self.parts * self.teams + team, item % self.parts * ROUNDED
+            words = cute.make_rmem_tensor((PAIRS, ROUNDED), Uint32)
+            words.fill(0)
+            for i in cutlass.range_constexpr(ROUNDED):
+                if row < rows and block + i < self.k_blocks:
+                    load_vectors(x, row, block + i, lane, words[None, i])
+            for i in cutlass.range_constexpr(ROUNDED):
+                # Lanes of a warp shuffle together, with rows or without.
+                vector, scale = quantize_vector(words[None, i])
+                if row < rows and block + i < self.k_blocks:
+                    self._store(codes, scales, row, block + i, lane, vector, scale)
+
+    @cute.jit
+    def _store(self, codes: cute.Tensor, scales: cute.Tensor, row, k_block, lane, vector, scale):
+        """A lane's codes of a group, and the group's scale."""
+        offset = Int64(row) * codes.stride[0] + (k_block * K_BLOCK + lane * VECTOR)
+        target = pointer_at(codes.iterator, offset, Uint32, align=VECTOR)
+        cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(2)))
         if lane == 0:
             routed = codes.shape[0] // (self.top_k + 1) * self.top_k
             lift = cutlass.select_(row < routed, Float32(self.lift), Float32(1.0))
