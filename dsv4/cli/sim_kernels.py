@@ -166,11 +166,14 @@ KERNELS = (
         )
         for arch in ("sm_100a", "sm_90a")
     ),
-    SimulatedKernel(
-        "quantised attention",
-        "sm_90a",
-        "quantized_attention: scores and values of every format; quantize_kv",
-        "dsv4 sim lowp",
+    *(
+        SimulatedKernel(
+            "quantised attention",
+            arch,
+            "quantized_attention: scores and values of every format; quantize_kv",
+            f"dsv4 sim lowp --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
     ),
     SimulatedKernel(
         "mixture of experts",

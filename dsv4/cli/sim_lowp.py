@@ -7,9 +7,9 @@ from functools import partial
 
 from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
 
-ARCH = "sm_90a"
 SIZES = (
-    Size("queries", 200, "rows of queries"),
+    # Work tiles of which a warpgroup has no query.
+    Size("queries", 300, "rows of queries"),
     # More tiles of 128 keys than the rings have stages.
     Size("keys", 810, "rows of keys"),
     Size("dim", 64, "channels of a head, up to 128"),
@@ -26,13 +26,13 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         "for bit, outputs within what rounding explains.",
         SIZES,
         run,
+        has_arch=True,
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    from dsv4.kernels.lowp import quantize_kv
-    from dsv4.kernels.lowp.sm90 import attention
+    from dsv4.kernels.lowp.config import has_kernel
     from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
     from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
     from dsv4.testing.harness import SCHEDULES
@@ -41,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from dsv4.testing.lowp_attention import Inputs, assert_attention
     from dsv4.testing.lowp_codes import KvInputs, assert_codes
 
-    launches = CheckedLaunches(args, ARCH)
-    builds = {QUANTIZE_KV: quantize_kv.build, QUANTIZED_ATTENTION: attention.build}
+    launches = CheckedLaunches(args, args.arch)
     smooth = {"pv_accum_dtype": "fp32", "smooth_v": True}
     formats = (
         {},
@@ -61,16 +60,24 @@ def run(args: argparse.Namespace) -> int:
             for options in formats
         ),
     )  # fmt: skip
+    is_blackwell = args.arch == "sm_100a"
     with launches.checks():
         for op, inputs in cases:
+            if op is QUANTIZED_ATTENTION and not has_kernel(inputs.config, args.arch):
+                continue
             kernels = OpKernels(op, launches.target)
-            compiled = kernels.compile(inputs.config, builds[op])
+            compiled = kernels.compile(inputs.config)
+            make = partial(kernels.call, inputs)
+            if op is QUANTIZED_ATTENTION and is_blackwell:
+                # One CTA goes from one work tile to the next.
+                make = partial(make, num_ctas=1)
             for schedule in SCHEDULES:
-                outcome = launches.run(compiled, partial(kernels.call, inputs), schedule)
+                outcome = launches.run(compiled, make, schedule)
                 if op is QUANTIZE_KV:
                     assert_codes(inputs, outcome)
                 else:
-                    assert_attention(inputs, outcome, tiles=inputs.summed_tiles)
+                    tiles = inputs.summed_tiles
+                    assert_attention(inputs, outcome, tiles=tiles, has_fp32_sums=is_blackwell)
                 way = f"{inputs.config.qk}, {inputs.config.pv_accum_dtype}"
-                print(f"{ARCH}, {op.name}, {way}, {schedule}: as torch")
+                print(f"{args.arch}, {op.name}, {way}, {schedule}: as torch")
     return launches.finish()

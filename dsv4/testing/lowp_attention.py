@@ -18,13 +18,14 @@ from dsv4.testing.lowp import Case, Metrics, make_inputs
 # (relative to the sum of their magnitudes: docs/design/lowp.md).
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 TRUNCATION = 2.0**-10
+FP32_LOSS = 2.0**-17  # the same of sums in float32, of a hundred tiles: beside it a tie shows
 LSE_ERROR = 1e-5
 # What Hopper's FP8 sums of 64 or 128 products lose of a score.
 SCORE_ERROR = {"int8": 0.0, "fp8": 2.0**-11}
 # A weight beside a tie of e4m3, whose score is rounded otherwise, gets the next code: at most an
 # eighth more or less. Few rows have such a weight that counts; more where scores are off further.
 NEXT_CODE = 2.0**-3
-ROWS_WITH_TIES = {"int8": 1e-3, "fp8": 0.1}
+ROWS_WITH_TIES = {"int8": 1e-3, "fp8": 0.1, "fp32": 0.01}
 
 
 @dataclass(frozen=True)
@@ -125,28 +126,33 @@ def make_mask(kind: str, q: Tensor, keys: int, seed: int) -> Tensor | None:
     return mask.to(q.device).repeat(1, heads, 1, 1)
 
 
-def assert_attention(inputs: Inputs, outcome: Outcome, *, tiles: int = 1) -> None:
+def assert_attention(
+    inputs: Inputs, outcome: Outcome, *, tiles: int = 1, has_fp32_sums: bool = False
+) -> None:
     """Fail where outputs are further from torch's, on the same codes, than rounding explains.
 
     Args:
         tiles: of keys whose products one accumulator sums.
+        has_fp32_sums: whether tensor cores sum in float32, as Blackwell's.
     """
     out, lse = inputs.expected()
     found = {name: x.to(out.device) for name, x in outcome.outputs.items()}
     dtype, qk = inputs.queries.dtype, inputs.config.qk
     assert found["out"].isfinite().all()
     off = (found["out"].float() - out).abs()
-    lost = TRUNCATION * tiles + 2 * SCORE_ERROR[qk]
+    score_error = 0.0 if has_fp32_sums else SCORE_ERROR[qk]
+    lost = FP32_LOSS if has_fp32_sums else TRUNCATION * tiles + 2 * score_error
+    ties = ROWS_WITH_TIES["fp32" if has_fp32_sums else qk]
     bound = ROUNDING[dtype] * out.abs() + lost * inputs.magnitudes() + 1e-30
     is_beyond = off > bound
     rows = int(is_beyond.any(-1).sum())
     worst = float((off / bound).max()) if off.numel() else 0.0
-    most = 1 + int(ROWS_WITH_TIES[qk] * is_beyond[..., 0].numel())
+    most = 1 + int(ties * is_beyond[..., 0].numel())
     assert rows <= most, f"{rows} rows are off, by up to {worst:.2f} of what rounding explains"
     assert (off <= bound + NEXT_CODE * inputs.magnitudes()).all(), "off by more than a code"
     if out.any():
         metrics = Metrics.of(found["out"], out)
         assert metrics.l1 <= ROUNDING[dtype] + lost, metrics
     assert ((found["lse"] == -torch.inf) == (lse == -torch.inf)).all()
-    error = LSE_ERROR + SCORE_ERROR[qk]
+    error = LSE_ERROR + score_error
     torch.testing.assert_close(found["lse"], lse, rtol=1e-6, atol=error)

@@ -122,12 +122,19 @@ def create_pipeline(graph: BarrierGraph, name: str, storage, cta_layout: cute.La
     )
 
 
-# ---- products with block scales ------------------------------------------------------------------
+# ---- products by descriptors ---------------------------------------------------------------------
 
-_SWIZZLE_128B, _DESCRIPTOR_VERSION = 1 << 62, 1 << 46
+_DESCRIPTOR_VERSION = 1 << 46
+# By the bytes of a swizzled row; the field is the highest of a signed word.
+_SWIZZLES = {128: 1 << 62, 64: -(1 << 63)}
 _GROUP_ROWS = 8  # that lie together in an operand
 _E8M0_SCALES = 1 << 23
 E4M3, E2M1 = 0, 5  # element formats; e2m1 lies in shared memory in groups of 16, padded to 16 bytes
+# By format: kind of the products, and in their descriptor the sums and both factors.
+_FORMATS = {
+    "fp8": ("f8f6f4", 1 << 4),
+    "int8": ("i8", 2 << 4 | 1 << 7 | 1 << 10),
+}
 
 
 def operand_descriptor(address: Int32, span_bytes: int = 0) -> Int64:
@@ -135,13 +142,38 @@ def operand_descriptor(address: Int32, span_bytes: int = 0) -> Int64:
 
     Args:
         address: in shared memory; of a swizzled operand also inside a row.
-        span_bytes: of a swizzled row, 128; 0: rows of 16 bytes, as `copy_scales` reads them.
+        span_bytes: of a swizzled row, 64 or 128; 0: rows of 16 bytes, as `copy_scales` reads them.
     """
     row_bytes = span_bytes or 16
     fixed = _DESCRIPTOR_VERSION | (_GROUP_ROWS * row_bytes >> 4) << 32
     if span_bytes:
-        fixed |= _SWIZZLE_128B | 1 << 16  # the stride along K within a row, which is not looked at
+        fixed |= _SWIZZLES[span_bytes] | 1 << 16  # the stride along K, which is not looked at
     return Int64(address >> 4) | Int64(fixed)
+
+
+def multiply(
+    sums: cute.Pointer, a: Int64, b: Int64, shape: tuple[int, int], accumulate, qk: str = "fp8"
+) -> None:
+    """sums += A B^T over 32 elements of K, or = without `accumulate`; one thread issues it, elected
+    where it does.
+
+    Args:
+        sums: in TMEM, fp32, of int8 int32.
+        a, b: of `operand_descriptor`.
+        shape: rows of A and of B.
+        qk: format of both factors, e4m3 ("fp8") or "int8".
+    """
+    kind, formats = _FORMATS[qk]
+    rows, columns = shape
+    descriptor = formats | columns >> 3 << 17 | rows >> 4 << 24
+    cute.arch.inline_ptx(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r4}, 0;\n"
+        f"tcgen05.mma.cta_group::1.kind::{kind} [{{$r0}}], {{$r1}}, {{$r2}}, {{$r3}}, p;\n}}",
+        read_only_args=[sums.toint(), a, b, Int32(descriptor), Int32(accumulate)],
+    )
+
+
+# ---- products with block scales ------------------------------------------------------------------
 
 
 def scaled_product(rows: int, columns, a_format: int = E4M3, a_scale_byte: int = 0):

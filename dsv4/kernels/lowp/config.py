@@ -33,17 +33,18 @@ GRANULARITIES = {
     "fp8": ("per_head", "per_row", "per_64"),
     "nvfp4": ("per_16",),
 }
+MASKS = ("none", "bool", "float")
 # Accumulation of P V by the format of V, the default first.
 ACCUMULATORS = {
     "fp8": ("fp32+fp32", "fp32+fp16", "fp32"),
     "fp16": ("fp32", "fp16+fp32", "fp16"),
     "nvfp4": ("fp32",),
 }
-# Those that Hopper's kernel has.
+# Those that kernels have, by architecture. Blackwell's tensor cores sum in fp32: there two levels
+# are one.
 KERNEL_ACCUMULATORS = {
-    "fp8": ("fp32+fp32", "fp32"),
-    "fp16": ("fp32", "fp16+fp32", "fp16"),
-    "nvfp4": (),
+    "sm_90a": {"fp8": ("fp32+fp32", "fp32"), "fp16": ("fp32", "fp16+fp32", "fp16")},
+    "sm_100a": {"fp8": ("fp32+fp32", "fp32")},
 }
 # Accumulation beside which the mean of V can be added again at the end.
 SMOOTH_V_ACCUMULATOR = {"fp8": "fp32", "fp16": "fp16"}
@@ -54,7 +55,6 @@ QUANTIZERS = {
     "per_block": ("triton", "cuda"),
 }
 CAUSAL = ("none", "top_left", "bottom_right")
-MASKS = ("none", "bool", "float")
 KM_SCOPES = ("sequence", "packed")
 
 
@@ -204,11 +204,11 @@ def has_codes_kernel(config: QuantizeKvConfig) -> bool:
     )
 
 
-def has_kernel(config: QuantizedAttentionConfig) -> bool:
-    """Whether the attention kernel of Hopper takes a configuration."""
+def has_kernel(config: QuantizedAttentionConfig, arch: str = "sm_90a") -> bool:
+    """Whether the attention kernel of an architecture takes a configuration."""
     return (
         _has_scores_kernel(config)
-        and config.pv_accum_dtype in KERNEL_ACCUMULATORS[config.pv]
+        and config.pv_accum_dtype in KERNEL_ACCUMULATORS[arch].get(config.pv, ())
         and config.dtype != "float32"
         and config.row_align == VECTOR_BYTES
         and not config.smooth_q

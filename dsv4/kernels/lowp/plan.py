@@ -1,4 +1,5 @@
-"""Plan of attention on Hopper: warps, registers, shared memory, barriers, order of work.
+"""Plans of attention: what tiles weigh, the order of work; and on Hopper warps, registers, shared
+memory, barriers.
 
 Plain Python: `print(AttentionPlan(128))` works without a GPU.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 from dsv4.kernels.kit.plan import (
     WARPGROUP_WARPS,
@@ -25,6 +26,7 @@ from dsv4.kernels.lowp.config import LOG2E, QuantizedAttentionConfig
 GROUPS = 3  # consumer warpgroups
 GROUP_QUERIES = 64  # of a warpgroup: rows of a product, and of the official kernel's tile
 TILE_QUERIES = GROUPS * GROUP_QUERIES  # of a work tile
+WORK_QUERIES = {"sm_90a": TILE_QUERIES, "sm_100a": 256}  # the same, by architecture
 TILE_KEYS = 128
 SPAN = 64  # channels of queries that a box of TMA holds
 MOST_STAGES = 5
@@ -57,8 +59,8 @@ ORDERS = {64: Order(False, "weights"), 128: Order(True, "products")}
 
 
 @dataclass(frozen=True)
-class AttentionPlan(RingPlan):
-    """Every budget of a CTA.
+class TilePlan(RingPlan):
+    """What tiles of queries, keys and values weigh, whoever multiplies them.
 
     Attributes:
         dim: channels of codes, 64 or 128.
@@ -74,28 +76,20 @@ class AttentionPlan(RingPlan):
     key_scales: int = 0
     pv: str = "fp8"
 
+    # Warpgroups that share a work tile, and queries of each.
+    groups: ClassVar[int]
+    group_queries: ClassVar[int]
+
     @classmethod
-    def of(cls, config: QuantizedAttentionConfig, lanes_per_warp: int = 1) -> AttentionPlan:
+    def of(cls, config: QuantizedAttentionConfig, lanes_per_warp: int = 1) -> Self:
         """The plan of a configuration."""
         key_scales = TILE_KEYS if config.qk_quant_gran == "per_row" else 0
         return cls(config.padded_dim, lanes_per_warp, config.qk, key_scales, config.pv)
 
     @property
-    def most_stages(self) -> int | None:
-        return MOST_STAGES
-
-    @property
-    def warps(self) -> Warps:
-        return Warps.of(consumers=GROUPS * WARPGROUP_WARPS, load=WARPGROUP_WARPS)
-
-    @property
-    def registers(self) -> Registers:
-        return Registers.of(self.warps, consumers=160, load=32)
-
-    @property
-    def order(self) -> Order:
-        """Order of products."""
-        return ORDERS[self.dim] if self.pv == "fp8" else FP16_ORDER
+    def tile_queries(self) -> int:
+        """Queries of a work tile."""
+        return self.groups * self.group_queries
 
     @property
     def tile_bytes(self) -> int:
@@ -120,12 +114,37 @@ class AttentionPlan(RingPlan):
     @property
     def span_bytes(self) -> int:
         """Of a tile of queries' rows, 64 channels of them."""
-        return TILE_QUERIES * SPAN * 2
+        return self.tile_queries * SPAN * 2
 
     @property
     def query_bytes(self) -> int:
         """Of all rows of a work tile, and the scales of its values."""
         return self.dim // SPAN * self.span_bytes + 4 * self.scaled_channels
+
+
+@dataclass(frozen=True)
+class AttentionPlan(TilePlan):
+    """Every budget of a CTA on Hopper."""
+
+    groups = GROUPS
+    group_queries = GROUP_QUERIES
+
+    @property
+    def most_stages(self) -> int | None:
+        return MOST_STAGES
+
+    @property
+    def warps(self) -> Warps:
+        return Warps.of(consumers=GROUPS * WARPGROUP_WARPS, load=WARPGROUP_WARPS)
+
+    @property
+    def registers(self) -> Registers:
+        return Registers.of(self.warps, consumers=160, load=32)
+
+    @property
+    def order(self) -> Order:
+        """Order of products."""
+        return ORDERS[self.dim] if self.pv == "fp8" else FP16_ORDER
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         qk = FORMATS[self.qk]
@@ -172,6 +191,7 @@ def choose_launch(
     queries: int,
     keys: int,
     num_sms: int,
+    tile_queries: int = TILE_QUERIES,
 ) -> tuple[int, int, int]:
     """Scalars of a launch: bits of the factor on scores, heads of a section, CTAs.
 
@@ -180,6 +200,7 @@ def choose_launch(
 
     Args:
         heads, key_heads: of all batches together.
+        tile_queries: of a work tile.
     """
     factor = struct.unpack("<i", struct.pack("<f", config.sm_scale * LOG2E))[0]
     section, ctas = 1, num_sms
@@ -190,5 +211,5 @@ def choose_launch(
             # Where the CTAs are a multiple, each has its share of long and short tiles.
             section = max(n for n in range(1, section + 1) if num_sms % n == 0)
     if not config.is_varlen:
-        ctas = max(1, min(num_sms, heads * -(-queries // TILE_QUERIES)))
+        ctas = max(1, min(num_sms, heads * -(-queries // tile_queries)))
     return factor, section, ctas

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from dsv4.kernels.lowp.args import ATTENTION_ARGS, CODES, needs, values
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
-from dsv4.kernels.lowp.plan import choose_launch
+from dsv4.kernels.lowp.plan import WORK_QUERIES, choose_launch
 from dsv4.ops.quantized_attention.dump import write_dumps
 from dsv4.ops.quantized_attention.knobs import dump_prefixes
 from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
@@ -44,26 +44,37 @@ class QuantizedAttention(KernelOp):
     name = "quantized_attention"
     config = QuantizedAttentionConfig
     args = ATTENTION_ARGS
-    kernels: ClassVar = {"sm_90a": "dsv4.kernels.lowp.sm90.attention"}
+    kernels: ClassVar = {
+        "sm_90a": "dsv4.kernels.lowp.sm90.attention",
+        "sm_100a": "dsv4.kernels.lowp.sm100.attention",
+    }
 
     def values(self, config: QuantizedAttentionConfig) -> Mapping[str, int | str]:
         return values(config)
 
     def has_kernel(self, config: QuantizedAttentionConfig) -> bool:
-        return has_kernel(config)
+        return any(self.serves(config, arch) for arch in self.kernels)
+
+    def serves(self, config: QuantizedAttentionConfig, arch: str) -> bool:
+        return has_kernel(config, arch)
 
     def compiled_config(
         self, config: QuantizedAttentionConfig, arch: str
     ) -> QuantizedAttentionConfig:
         # How keys were smoothed is in their codes and in `km`.
-        return replace(config, sm_scale=1.0, smooth_k=False, km_scope="sequence")
+        found = replace(config, sm_scale=1.0, smooth_k=False, km_scope="sequence")
+        # Blackwell's tensor cores sum in fp32: two levels are one.
+        is_one = arch == "sm_100a" and config.pv_accum_dtype == "fp32+fp32"
+        return replace(found, pv_accum_dtype="fp32") if is_one else found
 
     def plan(
         self, config: QuantizedAttentionConfig, sizes: Sizes, device: Device
     ) -> tuple[int, ...]:
         """Bits of the factor on scores, heads of a section, CTAs."""
         heads, key_heads = sizes["b"] * sizes["Hq"], sizes["b"] * sizes["Hk"]
-        return choose_launch(config, heads, key_heads, sizes["L"], sizes["S"], device.num_sms)
+        queries = WORK_QUERIES[device.arch]
+        lengths = sizes["L"], sizes["S"]
+        return choose_launch(config, heads, key_heads, *lengths, device.num_sms, queries)
 
     def make_launch(self, state: State) -> Launch:
         """The launch that follows from the table, of sizes that fit each other: the compiled
@@ -122,11 +133,13 @@ class QuantizedAttention(KernelOp):
                 lse[:, :, of_q.rows] = found_lse
 
     def aot(self) -> Mapping[str, QuantizedAttentionConfig]:
-        """SageAttention's defaults on Hopper."""
+        """SageAttention's defaults on Hopper; and FP8 scores, which every Blackwell has."""
+        fp8 = {"qk": "fp8", "qk_quant_gran": "per_64", "quantizer": ""}
         return {
-            f"INT8 and FP8, d {dim}{', causal' * is_causal}": QuantizedAttentionConfig(
-                dim, sm_scale=dim**-0.5, causal="top_left" if is_causal else "none"
+            f"{scores} and FP8, d {dim}{', causal' * is_causal}": QuantizedAttentionConfig(
+                dim, sm_scale=dim**-0.5, causal="top_left" if is_causal else "none", **formats
             )
+            for scores, formats in (("INT8", {}), ("FP8", fp8))
             for dim in (128, 64)
             for is_causal in (False, True)
         }

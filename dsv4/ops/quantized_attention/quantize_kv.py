@@ -69,7 +69,7 @@ class QuantizeKv(KernelOp):
     name = "quantize_kv"
     config = QuantizeKvConfig
     args = QUANTIZE_KV_ARGS
-    kernels: ClassVar = {"sm_90a": "dsv4.kernels.lowp.quantize_kv"}
+    kernels: ClassVar = dict.fromkeys(("sm_90a", "sm_100a"), "dsv4.kernels.lowp.quantize_kv")
 
     def values(self, config: QuantizeKvConfig) -> Mapping[str, int | str]:
         return values(config)
@@ -123,8 +123,13 @@ class QuantizeKv(KernelOp):
         return needs(config, name)
 
     def aot(self) -> Mapping[str, QuantizeKvConfig]:
-        """SageAttention's defaults on Hopper."""
-        return {f"INT8 keys, FP8 values, d {dim}": QuantizeKvConfig(dim) for dim in (128, 64)}
+        """As `quantized_attention`."""
+        fp8 = {"qk": "fp8", "qk_quant_gran": "per_64", "quantizer": ""}
+        return {
+            f"{keys} keys, FP8 values, d {dim}": QuantizeKvConfig(dim, **formats)
+            for keys, formats in (("INT8", {}), ("FP8", fp8))
+            for dim in (128, 64)
+        }
 
 
 QUANTIZE_KV = QuantizeKv()

@@ -63,6 +63,10 @@ class KernelOp:
         """Whether kernels take the configuration; the torch implementation runs all others."""
         return True
 
+    def serves(self, config: Any, arch: str) -> bool:
+        """Whether the kernel of an architecture takes the configuration; asked where some does."""
+        return True
+
     def plan(self, config: Any, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """The table's scalars for a launch of these sizes. Remembered by sizes."""
         return ()

@@ -31,7 +31,8 @@ def launch_for(op: KernelOp, config: Any, first: Tensor) -> tuple[Launch, bool]:
     """What runs calls whose first tensor is like this one, and whether that is a kernel."""
     # Kernels have one dtype. A model loaded in float32 is there to be exact, not fast.
     has_kernel = first.dtype not in other_dtypes(op) and op.has_kernel(config)
-    if has_kernel and find_kernel(op.name, op.kernels, first.get_device()) is not None:
+    device = find_kernel(op.name, op.kernels, first.get_device()) if has_kernel else None
+    if device is not None and op.serves(config, device.arch):
         return state_of(op, config, first.device).launch, True
 
     def launch(*arguments: Any) -> None:

@@ -26,5 +26,6 @@ def warmup(runner_id: int, max_tokens: int, device: torch.device | str | None = 
     device = torch.device(device)
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
-        if op.has_kernel(config) and find_kernel(op.name, op.kernels, index) is not None:
+        found = find_kernel(op.name, op.kernels, index) if op.has_kernel(config) else None
+        if found is not None and op.serves(config, found.arch):
             op.warmup(config, max_tokens, torch.device("cuda", index))

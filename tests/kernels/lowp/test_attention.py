@@ -210,8 +210,10 @@ BUGS: dict[str, Edit] = {
     "values overwritten while they are read": at("LoadWarp._load_values")
     .call("ring.acquire")
     .delete(),
-    "queries read before all are written": at("Queries.take").call("sync", 1).delete(),
-    "queries without a fence": at("Queries.take")
+    "queries read before all are written": at("lowp.sm90.queries:Queries.take")
+    .call("sync", 1)
+    .delete(),
+    "queries without a fence": at("lowp.sm90.queries:Queries.take")
     .call("cute.arch.fence_view_async_shared")
     .delete(),
     "sums read before they are there": at("Consumers._step")

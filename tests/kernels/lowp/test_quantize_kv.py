@@ -26,12 +26,12 @@ FP8_ROWS = {"qk": "fp8", "qk_quant_gran": "per_row"}
 FP8_BLOCKS = {"qk": "fp8", "qk_quant_gran": "per_64"}
 
 
-def run(inputs: KvInputs, seed: int, schedules: int | None = 1) -> Outcome:
+def run(inputs: KvInputs, seed: int, schedules: int | None = 1, arch: str = "sm_90a") -> Outcome:
     """Run, and compare with torch."""
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     from dsv4.kernels.lowp.quantize_kv import build
 
-    kernels = OpKernels(QUANTIZE_KV, simulator("sm_90a"))
+    kernels = OpKernels(QUANTIZE_KV, simulator(arch))
     compiled = kernels.compile(inputs.config, build)
     outcome = kernels.run(inputs, seed, schedules, compiled)
     assert_codes(inputs, outcome)
@@ -72,6 +72,17 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(name: str, seed: int) -> None:
     run(KvInputs.make(FORMATS[name], seed), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, FP8_ROWS, FP8_BLOCKS], ids=["int8", "rows", "blocks"])
+def test_blackwell_has_the_same_codes(options: dict, seed: int) -> None:
+    run(
+        KvInputs.make(Case(1, 2, 1, 1, 300, 128, "kbias", options=options), seed),
+        seed,
+        None,
+        "sm_100a",
+    )
 
 
 @pytest.mark.slow

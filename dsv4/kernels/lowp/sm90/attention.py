@@ -18,16 +18,16 @@ from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.lowp.args import ATTENTION_ARGS, values
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
-from dsv4.kernels.lowp.plan import AttentionPlan
-from dsv4.kernels.lowp.sm90.consumers import Consumers
-from dsv4.kernels.lowp.sm90.context import AttentionContext, allocate
-from dsv4.kernels.lowp.sm90.load_warp import (
+from dsv4.kernels.lowp.load_warp import (
     LoadWarp,
     make_key_map,
     make_query_map,
     make_value_map,
 )
-from dsv4.kernels.lowp.sm90.work import Operands, WorkTiles
+from dsv4.kernels.lowp.plan import AttentionPlan
+from dsv4.kernels.lowp.sm90.consumers import Consumers
+from dsv4.kernels.lowp.sm90.context import AttentionContext, allocate
+from dsv4.kernels.lowp.work import Operands, WorkTiles
 
 
 class AttentionSm90:
@@ -40,7 +40,7 @@ class AttentionSm90:
     def __init__(self, config: QuantizedAttentionConfig):
         self.config = config
         self.plan = AttentionPlan.of(config, self.lanes_per_warp)
-        self.tiles = WorkTiles(config)
+        self.tiles = WorkTiles(config, self.plan.groups, self.plan.group_queries)
         # ==== roles ====
         self.loader = LoadWarp(self.plan)
         self.consumers = Consumers(config, self.plan)
@@ -71,7 +71,11 @@ class AttentionSm90:
         num_ctas: Int32,
     ):
         """Launch the attention."""
-        maps = (make_query_map(q), make_key_map(self.plan, k_codes), make_value_map(v_codes))
+        maps = (
+            make_query_map(self.plan, q),
+            make_key_map(self.plan, k_codes),
+            make_value_map(v_codes),
+        )
         operands = Operands(
             q, k_codes, k_scale, out, v_scale, km, vm, cu_seqlens_q, cu_seqlens_k, lse, factor,
             section, attn_mask,

@@ -31,14 +31,14 @@ from dsv4.kernels.lowp.sm90.mask import MaskRows, apply_mask
 from dsv4.kernels.lowp.sm90.queries import Queries
 from dsv4.kernels.lowp.sm90.softmax import RowState, encode, hide_unseen, raise_maxima, weigh
 from dsv4.kernels.lowp.sm90.sums import Sums
-from dsv4.kernels.lowp.sm90.work import Operands, Share, Work
+from dsv4.kernels.lowp.turns import Turns
+from dsv4.kernels.lowp.work import Operands, Share, Work
 
 # Of a product, by format.
 K_STEPS = {"int8": 32, "fp8": 32, "fp16": 16}
 COLUMN_GROUPS = TILE_KEYS // 8
 PASSED = 10  # column groups whose weights a warpgroup computes before it passes a turn at them
-NO_RESULT = 0x7F812345  # bits of a NaN
-TURNS = 1  # named barrier of the first warpgroup's turns; those of the others follow
+TURNS = Turns(1, GROUPS)
 
 
 class Fragments(NamedTuple):
@@ -93,7 +93,7 @@ class Consumers:
         keys = ctx.pipes.keys.consumer()
         # The last one passes the first turn, and the first one takes the last that is passed.
         if group == GROUPS - 1:
-            pass_turn(group)
+            TURNS.give(group)
         parity, index = Int32(0), Int32(cute.arch.block_idx()[0])
         stop = ctx.tiles.count(ctx.operands)
         while index < stop:
@@ -106,7 +106,7 @@ class Consumers:
             parity ^= 1
             index += cute.arch.grid_dim()[0]
         if group == 0:
-            await_turn(group)
+            TURNS.take(group)
 
     def _fragments(self, ctx: AttentionContext) -> Fragments:
         scores, values = scores_mma(self.plan), self._values_mma()
@@ -151,8 +151,8 @@ class Consumers:
             ctx.pipes.values.wait(keys)
             ctx.pipes.values.release(keys, lane)
             if tile > 0:
-                await_turn(warp // 4)
-                pass_turn(warp // 4)
+                TURNS.take(warp // 4)
+                TURNS.give(warp // 4)
             keys = ctx.pipes.keys.next(keys)
         return keys
 
@@ -220,13 +220,13 @@ class Consumers:
         ctx.pipes.keys.wait(keys)
         ctx.pipes.values.wait(values)
         if cutlass.const_expr(self.turn == "products"):
-            await_turn(group)
+            TURNS.take(group)
         warpgroup.fence()
         self._issue_values(f, values.stage)
         if cutlass.const_expr(not self.is_serial):
             self._issue_scores(f, keys.stage)
             if cutlass.const_expr(self.turn == "products"):
-                pass_turn(group)
+                TURNS.give(group)
         warpgroup.wait_group(0 if self.is_serial else 1)
         ctx.pipes.values.release(values, lane)
         self._add_tile(f)
@@ -234,18 +234,18 @@ class Consumers:
             warpgroup.fence()
             self._issue_scores(f, keys.stage)
             if cutlass.const_expr(self.turn == "products"):
-                pass_turn(group)
+                TURNS.give(group)
         warpgroup.wait_group(0)
         self._take_scores(ctx, f, keys, lane)
         self._raise_maxima(f, factor, seen, lane, is_masked)
         if cutlass.const_expr(self.turn == "weights"):
-            await_turn(group, [f.state.decay[r] for r in range(2)])
+            TURNS.take(group, [f.state.decay[r] for r in range(2)])
             # The next step's wait, here a branch: the assembler would move weights before the turn,
             # and the end of the turn behind the weights that follow it.
             ctx.pipes.values.wait(keys)
             self._weigh(f, factor, range(PASSED), is_masked)
             weights = by_row(cute.recast_tensor(f.scores, Float32))
-            pass_turn(group, [weights[r, 1, PASSED - 1] for r in range(2)])
+            TURNS.give(group, [weights[r, 1, PASSED - 1] for r in range(2)])
             ctx.pipes.values.wait(keys)
             self._weigh(f, factor, range(PASSED, COLUMN_GROUPS), is_masked)
         else:
@@ -393,26 +393,3 @@ class KeyScale(NamedTuple):
 def times(of_rows, of_keys):
     """Factors on scores: by row, then by the part of a tile's keys."""
     return tuple(tuple(x * y for y in of_keys) for x in of_rows)
-
-
-def await_turn(group, weights=()) -> None:
-    """Wait for the warpgroup before, when some weights are there."""
-    own = when_there(group, weights)
-    cute.arch.barrier(barrier_id=TURNS + own, number_of_threads=256)
-
-
-def pass_turn(group, weights=()) -> None:
-    """Let the next warpgroup have its turn, when some weights are there."""
-    after = cutlass.select_(group == GROUPS - 1, Int32(0), group + 1)
-    after = when_there(after, weights)
-    cute.arch.barrier_arrive(barrier_id=TURNS + after, number_of_threads=256)
-
-
-def when_there(group, values):
-    """A number of a warpgroup that is known when some float32 values are."""
-    for value in values:
-        # No arithmetic has such a NaN, which the assembler does not know: it would move a turn
-        # before them.
-        is_none = value.bitcast(Int32) == NO_RESULT
-        group = cutlass.select_(is_none, group + Int32(8), group)
-    return group

@@ -20,7 +20,7 @@ from dsv4.kernels.lowp.plan import (
     WORK_WORDS,
     AttentionPlan,
 )
-from dsv4.kernels.lowp.sm90.work import Operands, WorkTiles
+from dsv4.kernels.lowp.work import Operands, WorkTiles
 
 DTYPES = {"int8": cutlass.Int8, "fp8": cutlass.Float8E4M3FN}
 SCORES = {"int8": cutlass.Int32, "fp8": cutlass.Float32}

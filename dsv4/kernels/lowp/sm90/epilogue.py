@@ -13,7 +13,7 @@ from dsv4.kernels.lowp.config import LOG2E, QuantizedAttentionConfig
 from dsv4.kernels.lowp.plan import AttentionPlan
 from dsv4.kernels.lowp.sm90.context import AttentionContext
 from dsv4.kernels.lowp.sm90.softmax import RowState
-from dsv4.kernels.lowp.sm90.work import Operands, Work, row_of
+from dsv4.kernels.lowp.work import Operands, Work, row_of
 
 VECTOR = 8  # channels of a store, and of a column group of a fragment
 TOGETHER = 4  # column groups that a quad transposes

@@ -15,7 +15,7 @@ from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.kit.wgmma import by_row
 from dsv4.kernels.lowp.config import LOG2E
 from dsv4.kernels.lowp.plan import TILE_KEYS
-from dsv4.kernels.lowp.sm90.work import Operands, Work, row_of
+from dsv4.kernels.lowp.work import Operands, Work, row_of
 
 
 class MaskRows(NamedTuple):

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, cute
 
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
 from dsv4.kernels.lowp.groups import first_block
-from dsv4.kernels.lowp.plan import GROUP_QUERIES, TILE_KEYS, TILE_QUERIES
+from dsv4.kernels.lowp.plan import TILE_KEYS
 from dsv4.kernels.lowp.sequences import Rows, rows_of, sequence_of
 
 
@@ -83,9 +83,15 @@ class Share(NamedTuple):
 
 
 class WorkTiles:
-    """Order of the work tiles of a configuration."""
+    """Order of the work tiles of a configuration.
 
-    def __init__(self, config: QuantizedAttentionConfig):
+    Args:
+        groups, group_queries: warpgroups that share a work tile, and queries of each.
+    """
+
+    def __init__(self, config: QuantizedAttentionConfig, groups: int, group_queries: int):
+        self.group_queries = group_queries
+        self.queries = groups * group_queries
         self.is_causal = config.causal != "none"
         self.is_bottom_right = config.causal == "bottom_right"
         self.is_varlen = config.is_varlen
@@ -96,8 +102,8 @@ class WorkTiles:
         rows = Int32(operands.q.shape[2])
         if cutlass.const_expr(self.is_varlen):
             # One sequence more: the rows behind the last.
-            return rows // TILE_QUERIES + Int32(operands.cu_seqlens_q.shape[0])
-        return (rows + TILE_QUERIES - 1) // TILE_QUERIES
+            return rows // self.queries + Int32(operands.cu_seqlens_q.shape[0])
+        return (rows + self.queries - 1) // self.queries
 
     @cute.jit
     def count(self, operands: Operands) -> Int32:
@@ -122,16 +128,16 @@ class WorkTiles:
         first_tile = Int32(0)
         if cutlass.const_expr(self.is_varlen):
             ends = operands.cu_seqlens_q
-            sequence = sequence_of(ends, block, TILE_QUERIES)
+            sequence = sequence_of(ends, block, self.queries)
             queries = rows_of(ends, sequence, operands.q.shape[2])
-            block = cutlass.max(block - first_block(queries.first, sequence, TILE_QUERIES), 0)
+            block = cutlass.max(block - first_block(queries.first, sequence, self.queries), 0)
             # Rows behind the last sequence are nobody's, and have no keys.
             keys = Rows(sequence, Int32(0), Int32(0))
             if sequence < ends.shape[0] - 1:
                 keys = rows_of(operands.cu_seqlens_k, sequence, operands.k_codes.shape[2])
             first_tile = first_block(keys.first, sequence, TILE_KEYS)
-        first = block * TILE_QUERIES
-        rows = cutlass.max(cutlass.min(queries.count - first, TILE_QUERIES), 0)
+        first = block * self.queries
+        rows = cutlass.max(cutlass.min(queries.count - first, self.queries), 0)
         seen, last = keys.count, keys.count
         if cutlass.const_expr(self.is_causal):
             offset = Int32(1)
@@ -158,8 +164,8 @@ class WorkTiles:
     @cute.jit
     def share(self, work: Work, group) -> Share:
         """Keys that a warpgroup's queries see."""
-        first = group * GROUP_QUERIES
-        rows = cutlass.max(cutlass.min(work.rows - first, GROUP_QUERIES), 0)
+        first = group * self.group_queries
+        rows = cutlass.max(cutlass.min(work.rows - first, self.group_queries), 0)
         seen, last = work.keys, work.keys
         if cutlass.const_expr(self.is_causal):
             seen = work.seen + first

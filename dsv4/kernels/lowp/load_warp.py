@@ -1,4 +1,7 @@
-"""Load warp of attention: queries, keys and values by TMA, keys one tile ahead of values."""
+"""Load warp of attention: queries, keys and values by TMA, keys one tile ahead of values.
+
+The same for every architecture: plans and contexts have the same names.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,12 @@ from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_te
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
 from dsv4.kernels.kit.tma import bulk_load, prefetch_descriptors, tma_load
-from dsv4.kernels.lowp.plan import SPAN, TILE_KEYS, TILE_QUERIES, AttentionPlan
-from dsv4.kernels.lowp.sm90.context import AttentionContext
-from dsv4.kernels.lowp.sm90.work import Work
+from dsv4.kernels.lowp.plan import SPAN, TILE_KEYS, TilePlan
+from dsv4.kernels.lowp.work import Work
 
 
 @cute.jit
-def make_query_map(q: cute.Tensor):
+def make_query_map(plan: cutlass.Constexpr, q: cute.Tensor):
     """TMA descriptor of queries [b, Hq, L, d] as (channel, row, head, batch), a box of 64 channels;
     zeros are where there are none."""
     batch, heads, rows, dim = q.shape
@@ -25,7 +27,7 @@ def make_query_map(q: cute.Tensor):
         q.element_type,
         [dim, cutlass.max(Int32(rows), 1), Int32(heads), Int32(batch)],
         [Int64(q.stride[i]) // units for i in (2, 1, 0)],
-        [SPAN, TILE_QUERIES, 1, 1],
+        [SPAN, plan.tile_queries, 1, 1],
         swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
         l2_promotion=TensorMapL2Promotion.none,
     )
@@ -67,11 +69,11 @@ def make_value_map(v_codes: cute.Tensor):
 class LoadWarp:
     """Producer of queries and of both rings."""
 
-    def __init__(self, plan: AttentionPlan):
+    def __init__(self, plan: TilePlan):
         self.plan = plan
 
     @cute.jit
-    def load(self, ctx: AttentionContext, query_map, key_map, value_map):
+    def load(self, ctx, query_map, key_map, value_map):
         """Load what every work tile needs; one lane does all of it."""
         keys, values = ctx.pipes.keys.producer(), ctx.pipes.values.producer()
         if cute.arch.lane_idx() == 0:
@@ -97,7 +99,7 @@ class LoadWarp:
                         values = self._load_values(ctx, value_map, work, tile - 1, values)
 
     @cute.jit
-    def _load_queries(self, ctx: AttentionContext, query_map, work: Work, parity):
+    def _load_queries(self, ctx, query_map, work: Work, parity):
         """Load a work tile's rows and the scales of its values, and hand it over itself."""
         pipe, smem, scales = ctx.pipes.queries, ctx.smem, ctx.operands.v_scale
         pipe.acquire(parity ^ 1)
@@ -116,7 +118,7 @@ class LoadWarp:
             bulk_load(source, target, 4 * self.plan.dim, pipe.full)
 
     @cute.jit
-    def _load_keys(self, ctx: AttentionContext, key_map, work: Work, tile, cursor: Cursor):
+    def _load_keys(self, ctx, key_map, work: Work, tile, cursor: Cursor):
         """Load a tile of keys, and whatever rows follow the last."""
         ring = ctx.pipes.keys
         ring.acquire(cursor)
@@ -135,7 +137,7 @@ class LoadWarp:
         return ring.next(cursor)
 
     @cute.jit
-    def _load_values(self, ctx: AttentionContext, value_map, work: Work, tile, cursor: Cursor):
+    def _load_values(self, ctx, value_map, work: Work, tile, cursor: Cursor):
         """Load a tile of values."""
         ring = ctx.pipes.values
         ring.acquire(cursor)

@@ -1,0 +1,1 @@
+"""Attention over codes for Blackwell."""

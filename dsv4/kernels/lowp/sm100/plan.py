@@ -1,0 +1,119 @@
+"""Plan of attention on Blackwell: warps, registers, Tensor Memory, shared memory, barriers.
+
+Plain Python: `print(AttentionPlanSm100(128))` works without a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from dsv4.arch import SM_100A
+from dsv4.kernels.kit.plan import (
+    WARPGROUP_WARPS,
+    Arrival,
+    Arrive,
+    BarrierGraph,
+    Buffer,
+    Edge,
+    Registers,
+    TmemPlan,
+    Warps,
+)
+from dsv4.kernels.lowp.plan import FORMATS, TILE_KEYS, WORK_QUERIES, WORK_WORDS, TilePlan
+
+GROUPS = 2  # softmax warpgroups: one computes weights while the products of the other run
+GROUP_QUERIES = 128  # of a warpgroup: lanes of Tensor Memory, a row of scores each
+MOST_STAGES = 6
+
+
+class NamedBarriers(IntEnum):
+    """Hardware barriers of a CTA; 0 is that of `__syncthreads`."""
+
+    QUERIES = 1  # of the first warpgroup; that of the second follows
+    TURNS = 3  # the same
+    TMEM_UNUSED = 5  # the warps that read sums
+
+
+@dataclass(frozen=True)
+class AttentionPlanSm100(TilePlan):
+    """Every budget of a CTA."""
+
+    arch = SM_100A
+    groups = GROUPS
+    group_queries = GROUP_QUERIES
+
+    @property
+    def most_stages(self) -> int | None:
+        return MOST_STAGES
+
+    @property
+    def warps(self) -> Warps:
+        """Warp w reaches TMEM lanes 32 (w % 4) to 32 (w % 4) + 31. One warp loads: four roles of a
+        warpgroup give registers up together."""
+        return Warps.of(softmax=GROUPS * WARPGROUP_WARPS, mma=1, load=WARPGROUP_WARPS - 1)
+
+    @property
+    def registers(self) -> Registers:
+        return Registers.of(self.warps, softmax=224, mma=56, load=56)
+
+    @property
+    def tmem(self) -> TmemPlan:
+        """Scores of each warpgroup, and its sums."""
+        scores = [(f"scores{g}", TILE_KEYS) for g in range(GROUPS)]
+        return TmemPlan((*scores, *((f"sums{g}", self.dim) for g in range(GROUPS))))
+
+    @property
+    def group_bytes(self) -> int:
+        """Of the codes of a warpgroup's queries."""
+        return GROUP_QUERIES * self.dim
+
+    def _buffers(self, stages: int) -> tuple[Buffer, ...]:
+        qk = FORMATS[self.qk]
+        scales = ()
+        if self.key_scales:
+            scales = (Buffer("key_scales", "Float32", stages * self.key_scales, 16),)
+        return (
+            Buffer("queries", qk, self.tile_queries * self.dim, 1024),
+            Buffer("keys", qk, stages * self.tile_bytes, 1024),
+            Buffer("values", FORMATS[self.pv], stages * self.tile_bytes, 1024),
+            Buffer("weights", FORMATS[self.pv], self.tile_queries * TILE_KEYS, 1024),
+            Buffer("rows", "BFloat16", self.tile_queries * self.dim, 1024),  # or fp16
+            Buffer("maxima", "Float32", GROUPS * WARPGROUP_WARPS),
+            *scales,
+            # By the parity of a CTA's work tiles: those of one are read to its end, when the next
+            # one's are there already.
+            Buffer("works", "Int32", 2 * WORK_WORDS, 16),
+            Buffer("value_scales", "Float32", max(2 * self.scaled_channels, 4), 16),
+            Buffer("tmem_address", "Int32", 1),
+            *self._barriers(stages).split_buffers,
+        )
+
+    def _barriers(self, stages: int) -> BarrierGraph:
+        load, mma = (Arrival("load", Arrive.TMA),), Arrival("mma", Arrive.MMA)
+        softmax = Arrival("softmax", Arrive.WARP)
+        group = (Arrival("softmax", Arrive.WARP, warps=WARPGROUP_WARPS),)
+        # Scales that come with keys are read by the softmax.
+        of_keys = (mma, softmax) if self.key_scales else (mma,)
+        edges = (
+            Edge("queries", "rows of a work tile", load, (softmax,), 1, self.query_bytes),
+            Edge("keys", "tile of codes of keys", load, of_keys, stages, self.keys_bytes),
+            Edge("values", "tile of codes of values", load, (mma,), stages, self.value_bytes),
+            # By warpgroup. Sums are the way back of weights, and the last scores that of queries.
+            Edge("coded", "codes of queries", group, (mma,), GROUPS, is_signal=True),
+            Edge("scores", "scores of a tile", (mma,), group, GROUPS),
+            Edge("weights", "codes of weights, and scaled sums", group, (mma,), GROUPS,
+                 is_signal=True),
+            Edge("sums", "sums with a tile", (mma,), group, GROUPS, is_signal=True),
+        )  # fmt: skip
+        return BarrierGraph(self.warps, edges, self.lanes_per_warp)
+
+    def __post_init__(self) -> None:
+        assert self.tile_queries == WORK_QUERIES[self.arch.name]
+        assert self.stages >= 2, f"SMEM: {self.stages} stages fit, keys are a tile ahead of values"
+
+    def __str__(self) -> str:
+        return (
+            f"warps      {self.warps}\nregisters  {self.registers}\nTMEM       {self.tmem}\n"
+            f"SMEM       {self.smem}\n{self.barriers}"
+        )
