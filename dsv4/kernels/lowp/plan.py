@@ -60,7 +60,7 @@ ORDERS = {64: Order(False, "weights"), 128: Order(True, "products")}
 
 @dataclass(frozen=True)
 class TilePlan(RingPlan):
-    """What tiles of queries, keys and values weigh, whoever multiplies them.
+    """Sizes of tiles of queries, keys and values, whoever multiplies them.
 
     Attributes:
         dim: channels of codes, 64 or 128.

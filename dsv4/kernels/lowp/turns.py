@@ -1,4 +1,4 @@
-"""Turns that warpgroups of a CTA take, so that they do not all want the same unit at a time."""
+"""Order of warpgroups of a CTA that would else all want the same unit at a time: turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ THREADS = 256  # of the warpgroup that waits, and of the one that passes a turn
 
 
 class Turns(NamedTuple):
-    """Turns of some warpgroups.
+    """Order in which some warpgroups have their turns.
 
     Attributes:
         first: named barrier of the first warpgroup; those of the others follow.

@@ -28,7 +28,7 @@ DEPTH = 32  # bytes of K of a product
 
 
 class Issued(NamedTuple):
-    """What has been issued so far, by warpgroup: work tiles, scores and sums of tiles."""
+    """Counts of what has been issued so far, by warpgroup: work tiles, scores and sums of tiles."""
 
     works_0: Int32
     works_1: Int32
