@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -112,6 +113,37 @@ def experts(tiling: int = APART) -> Subject:
     compiled = build(EXPERTS.config, compiler_options("sm_90a", has_lines=True))
     make = partial(inputs.experts_call, tiling, 1, 8)
     return _subject(compiled, [make], lambda found: moe.assert_experts_close(found, inputs))
+
+
+# Several turns of a pair of CTAs; CTAs that begin with a tile of the shared expert whose weights
+# are known, or are not, and with one of a routed expert.
+BLACKWELL_EXPERTS = ((11, 2), (11, 8), (3, 16))  # tokens, SMs
+
+
+@cache
+def blackwell_experts() -> Subject:
+    """The tiling of few tokens."""
+    from dsv4.kernels.moe.sm100 import experts, plan
+
+    inputs = moe.Inputs.make(replace(EXPERTS, is_tiled=True), SEED)
+    with mock.patch.object(experts, "tilings", lambda config: plan.tilings(config)[:1]):
+        options = compiler_options("sm_100a", has_lines=True)
+        compiled = experts.build(inputs.case.config, options)
+
+    def runs(schedule: str) -> list[Run]:
+        found = []
+        for tokens, sms in BLACKWELL_EXPERTS:
+            own = inputs.first(tokens)
+            make = partial(own.experts_call, 0, sms, 8)
+            check = partial(_check_experts, own)
+            found.append(run_of_call(make, check, schedule))
+        return found
+
+    return Subject(compiled, runs)
+
+
+def _check_experts(inputs: moe.Inputs, found: Outcome) -> None:
+    moe.assert_experts_close(found, inputs)
 
 
 @cache

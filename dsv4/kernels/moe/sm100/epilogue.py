@@ -199,10 +199,9 @@ class SwiGlu(Epilogue):
             else:
                 self._store_chunk(*chunk, CHUNK)
             chunk_turn ^= 1
-        if tile.is_shared:
-            cute.arch.sync_warp()
-            if cute.arch.lane_idx() == 0:
-                cute.arch.mbarrier_arrive(pipe.empty, UP)
+        # Every warp has read its sums of up: the barrier of the last chunk's maxima follows.
+        if tile.is_shared and cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(pipe.empty, UP)
         return chunk_turn
 
     @cute.jit

@@ -150,7 +150,6 @@ class LoadWarp:
                         source = pointer_at(scale.iterator, Int64(block) * ATOM_BYTES, Uint8)
                         atom = smem.weight_scales + (stage * plan.weights + i) * ATOM_WORDS
                         bulk_load(source, atom, ATOM_BYTES, barriers.full)
-        cute.arch.sync_warp()
 
     @cute.jit
     def _load_codes(self, ctx: ProductContext, x_map, tile: WorkTile, rows, lane, step, stage):
@@ -163,4 +162,3 @@ class LoadWarp:
             tma_gather4(
                 address, target.toint(), step * K_BLOCK, rows, barrier.toint(), is_pair=False
             )
-        cute.arch.sync_warp()
