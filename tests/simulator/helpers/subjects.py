@@ -117,7 +117,7 @@ def experts(tiling: int = APART) -> Subject:
 
 # Several turns of a pair of CTAs; CTAs that begin with a tile of the shared expert whose weights
 # are known, or are not, and with one of a routed expert.
-BLACKWELL_EXPERTS = ((11, 2), (11, 8), (3, 16))  # tokens, SMs
+BLACKWELL_EXPERTS = ((11, 1), (11, 8), (3, 16))  # tokens, SMs
 
 
 @cache
