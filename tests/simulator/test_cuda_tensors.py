@@ -26,6 +26,18 @@ def test_tensors_are_where_code_put_them():
     assert made.device == HOST
 
 
+def test_new_tensors_are_aligned_as_on_a_gpu():
+    with CudaTensors():
+        made = torch.ones(5, 7, device="cuda")
+        views = [made[1:], made.add_(0)]
+        # Many: some would be aligned by chance.
+        new = [make(made) for make in (torch.empty_like, torch.relu, torch.clone) for _ in range(8)]
+        assert all(tensor.data_ptr() % 256 == 0 for tensor in (made, *new))
+        start = made.untyped_storage().data_ptr()
+        assert all(tensor.untyped_storage().data_ptr() == start for tensor in views)
+        assert new[-1].tolist() == made.tolist()
+
+
 def test_meta_tensors_stay_so():
     with CudaTensors():
         assert torch.empty(2, device="meta").device.type == "meta"

@@ -44,7 +44,7 @@ class CudaTensors(TorchFunctionMode):
             if isinstance(result, torch.Tensor) and result is arguments[0] and _on_gpu(result):
                 result = result.clone()  # from a GPU it is a copy
         elif not all(map(_on_host, _tensors(given))):
-            return result
+            return _as_allocated(result) if _is_misaligned(result, given) else result
         for tensor in _tensors([result]):
             setattr(tensor, _HOST, True)
         return result
@@ -79,6 +79,20 @@ _ANSWERS = {
     _DEVICE_OF: lambda tensor: _DEVICE if _on_gpu(tensor) else tensor.device,
     torch.Tensor.get_device: lambda tensor: 0 if _on_gpu(tensor) else tensor.get_device(),
 }
+
+
+def _is_misaligned(result, given: Iterable) -> bool:
+    """True for a new tensor that no GPU would have allocated there."""
+    if not isinstance(result, torch.Tensor) or not _on_gpu(result) or result.requires_grad:
+        return False
+    if not result.numel() or result.storage_offset() or result.data_ptr() % ALIGNMENT == 0:
+        return False
+    storage = result.untyped_storage().data_ptr()
+    return all(
+        tensor.untyped_storage().data_ptr() != storage
+        for tensor in _tensors(given)
+        if _real(tensor)
+    )
 
 
 def _tensors(values: Iterable) -> Iterable[torch.Tensor]:
