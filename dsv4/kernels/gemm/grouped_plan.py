@@ -42,7 +42,7 @@ def tilings(config: GroupedLinearConfig) -> tuple[Tiling, ...]:
         resident = replace(resident, cluster=2 * resident.cluster)
     found = [] if config.rounds_output else [resident]
     found.append(Tiling(FEW_TOKENS, True, min(ctas, slices), terms=terms))
-    found = [plans.placed(tiling, config.out_features // tiling.rows) for tiling in found]
+    found = [plans.deepened(tiling, config.out_features // tiling.rows) for tiling in found]
     clusters = [count for count in (2, 1) if count <= min(ctas, slices)]
     for columns in (MANY_TOKENS, MOST_TOKENS):
         found += [Tiling(columns // terms, True, count, terms=terms) for count in clusters]

@@ -17,8 +17,8 @@ from dsv4.kernels.gemm.plan import (
     LinearPlan,
     Tiling,
     cheapest,
+    deepened,
     leaves_ring,
-    placed,
 )
 
 # Fitted to 7,168 inputs with 64 and 256 tokens (H200): bytes per microsecond that L2 hands out,
@@ -59,7 +59,7 @@ def tilings(config: MergedLinearConfig) -> tuple[Tiling, ...]:
 
     found = [] if config.has_codes else [_resident(config, RESIDENT_TOKENS)]
     found.append(Tiling(FEW_TOKENS, True, clusters(2)[0]))
-    found = [placed(tiling, _long_tiles(config, tiling.rows)) for tiling in found]
+    found = [deepened(tiling, _long_tiles(config, tiling.rows)) for tiling in found]
     if clusters(2)[0] == slices:
         found.append(Tiling(MANY_TOKENS, True, slices, is_light=True))
     found.append(Tiling(MANY_TOKENS, True, min(clusters(1)[0], 2)))

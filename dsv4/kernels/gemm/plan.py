@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dsv4.arch import KIB, SM_90A, Arch
+from dsv4.arch import SM_90A, Arch
 from dsv4.kernels.gemm.config import K_BLOCK, STEP_BYTES, Fp8LinearConfig, Kind, num_slices
 from dsv4.kernels.gemm.epilogues import ArgMax, Epilogue, HeadRotation, Rounding
 from dsv4.kernels.kit.plan import (
@@ -21,7 +21,7 @@ from dsv4.kernels.kit.plan import (
     Registers,
     Warps,
 )
-from dsv4.kernels.kit.ring_plan import CTA_RESERVED, RingPlan
+from dsv4.kernels.kit.ring_plan import RingPlan
 
 M_TILE = 64  # rows of a wgmma
 UNIT_ROWS = 16  # of a warp's accumulators
@@ -31,7 +31,6 @@ LANE_VALUES = 4  # that a lane holds of UNIT_ROWS rows and 8 columns
 STAGED_ROW = K_BLOCK + 8
 CONSUMER_WARPS = 8
 MIN_STAGES = 2
-NEIGHBOUR_BYTES = 110 * KIB  # of shared memory, with what is reserved: Flash's seam has 109.8 KiB
 RESIDENT_TOKENS, FEW_TOKENS, MANY_TOKENS, MOST_TOKENS = 8, 16, 64, 128  # of the tilings
 # Levels of the stack of sums that MOST_TOKENS leave registers for, beside a block's products; a
 # deeper one waits in shared memory.
@@ -59,7 +58,7 @@ class Tiling:
         cluster: CTAs that share the slices of a tile.
         sharing: CTAs with row tiles of their own that load the same activations once, by multicast.
         is_light: whether two CTAs of many tokens fit an SM: each sums one slice.
-        is_alone: whether no other CTA of a launch of few tokens fits the SM of one; see `placed`.
+        is_deep: whether a CTA of few tokens has the shared memory of an SM.
         terms: e4m3 codes of an activation, each a column of the products: 1, or 2 for bf16 ones
             that nothing rounds (see `quantize`).
     """
@@ -70,7 +69,7 @@ class Tiling:
     sharing: int = 1
     is_light: bool = False
     terms: int = 1
-    is_alone: bool = False
+    is_deep: bool = False
 
     @property
     def columns(self) -> int:
@@ -92,7 +91,7 @@ class Tiling:
     def ctas_per_sm(self) -> int:
         """Two CTAs fit an SM, so that the next launch's fill their rings while this one ends; the
         accumulators of many tokens take the registers of both."""
-        return 2 if (self.tokens <= FEW_TOKENS and not self.is_alone) or self.is_light else 1
+        return 2 if (self.tokens <= FEW_TOKENS and not self.is_deep) or self.is_light else 1
 
     @property
     def rows(self) -> int:
@@ -283,18 +282,6 @@ class LinearPlan(RingPlan):
         return self.tiling.ctas_per_sm
 
     @property
-    def capacity(self) -> int:
-        """Bytes of shared memory of a CTA, without what a neighbour takes beside one that is alone
-        in its launch."""
-        return super().capacity - (NEIGHBOUR_BYTES if self.tiling.is_alone else 0)
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Bytes of shared memory that a CTA takes: of one that is alone, more than fit twice."""
-        least = self.arch.smem_per_sm // 2 - CTA_RESERVED + 1 if self.tiling.is_alone else 0
-        return max(self.smem.total_bytes, least)
-
-    @property
     def x_tiles(self) -> int:
         """[columns, k block] tiles of activations in shared memory."""
         return self._x_tiles(self.stages)
@@ -444,7 +431,7 @@ def tilings(config: Fp8LinearConfig) -> tuple[Tiling, ...]:
         found.append(tiling)
     found.append(Tiling(FEW_TOKENS, True, min(ctas, slices)))
     if ctas > 1:  # else there may be any number of rows
-        found = [placed(tiling, most_rows(ctas) // tiling.rows) for tiling in found]
+        found = [deepened(tiling, most_rows(ctas) // tiling.rows) for tiling in found]
     clusters = {1: (1,), 2: (2, 1), 4: (2, 1), 8: (4, 2, 1)}[ctas]
     found += [Tiling(MANY_TOKENS, True, cluster) for cluster in clusters if cluster <= slices]
     found += [Tiling(MOST_TOKENS, True, cluster) for cluster in clusters if 1 < cluster <= slices]
@@ -459,14 +446,12 @@ def clusters_at_once(ctas: int, num_sms):
     return num_sms // GPC_SMS * (GPC_SMS // ctas)
 
 
-def placed(tiling: Tiling, row_tiles: int) -> Tiling:
+def deepened(tiling: Tiling, row_tiles: int) -> Tiling:
     """The tiling for weights of so many row tiles: where each cluster has one to take, and SMs to
-    itself, a CTA takes just over half of an SM's shared memory, so that no SM gets two while
-    another one has none. It leaves what a CTA of a seam takes, whose launch is the one behind wo_b:
-    with all of an SM in deeper rings, that one could load nothing until wo_b had ended."""
+    itself, rings are as deep as SMs allow, and no SM gets two CTAs while another one has none."""
     is_few = tiling.tokens <= FEW_TOKENS
-    is_alone = is_few and row_tiles <= clusters_at_once(tiling.ctas, SM_90A.num_sms)
-    return replace(tiling, is_alone=is_alone)
+    is_deep = is_few and row_tiles <= clusters_at_once(tiling.ctas, SM_90A.num_sms)
+    return replace(tiling, is_deep=is_deep)
 
 
 def leaves_ring(in_features: int, tiling: Tiling) -> bool:

@@ -54,12 +54,12 @@ def test_choice() -> None:
     }
 
 
-def test_ctas_are_alone_where_every_cluster_finds_a_place() -> None:
+def test_rings_are_deep_where_every_cluster_finds_a_place() -> None:
     """21 tiles of bf16 and 12 of FP8, of half as many bytes, are 27 for 28 clusters of four."""
     found = {}
     for label in ("Flash CSA x", "Flash HCA x", "Flash CSA latent", "Pro CSA x"):
         config = MergedLinearConfig(*MODEL_INPUTS[label], True)
-        found[label] = tilings(config)[choose(config, 1, 132)].is_alone
+        found[label] = tilings(config)[choose(config, 1, 132)].is_deep
     assert found == {
         "Flash CSA x": True, "Flash HCA x": True, "Flash CSA latent": False, "Pro CSA x": False,
     }  # fmt: skip

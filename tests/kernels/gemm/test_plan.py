@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dsv4.arch import SM_90A
@@ -15,8 +17,6 @@ from dsv4.kernels.gemm.plan import (
     spread,
     tilings,
 )
-from dsv4.kernels.kit.ring_plan import CTA_RESERVED
-from dsv4.kernels.seam.config import SeamTiling
 from dsv4.ops.fp8_linear import MODEL_LAYERS
 
 pytestmark = pytest.mark.stage("projections")
@@ -104,18 +104,15 @@ def test_choice(rows, width, expected) -> None:
         (1536, 4096, {8: True, 16: True}),
     ],
 )
-def test_ctas_are_alone_where_every_cluster_finds_a_place(rows, width, expected) -> None:
+def test_rings_are_deep_where_every_cluster_finds_a_place(rows, width, expected) -> None:
     assert [clusters_at_once(ctas, 132) for ctas in (1, 2, 4)] == [132, 66, 28]
     few = [t for t in tilings(Fp8LinearConfig(width, rows)) if t.tokens <= 16]
-    assert {tiling.tokens: tiling.is_alone for tiling in few} == expected
-    seam = SeamTiling(groups=32, rows=24)  # Flash's
-    neighbour = seam.smem_bytes(seam.pass_sizes[-1]) + CTA_RESERVED
+    assert {tiling.tokens: tiling.is_deep for tiling in few} == expected
     for tiling in few:
-        plan = LinearPlan(width, tiling)
-        taken = plan.allocated_bytes + CTA_RESERVED
-        assert tiling.ctas_per_sm == (1 if tiling.is_alone else 2)
-        assert (2 * taken > SM_90A.smem_per_sm) == tiling.is_alone
-        assert taken + neighbour <= SM_90A.smem_per_sm
+        plain = replace(tiling, is_deep=False)
+        stages = LinearPlan(width, tiling).stages, LinearPlan(width, plain).stages
+        assert tiling.ctas_per_sm == (1 if tiling.is_deep else 2)
+        assert stages[0] > 2 * stages[1] if tiling.is_deep else stages[0] == stages[1]
 
 
 def test_a_choice_exists_for_any_number_of_tokens() -> None:

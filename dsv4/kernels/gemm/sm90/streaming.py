@@ -221,7 +221,7 @@ class StreamingLinear:
             operands.append(factor.operands)
             tiles.append(body.tiles(factor.operands))
         resident = num_sms * tiling.ctas_per_sm // tiling.ctas
-        if cutlass.const_expr(tiling.is_alone):
+        if cutlass.const_expr(tiling.is_deep):
             resident = clusters_at_once(tiling.ctas, num_sms)
         clusters = self._share_out(tiles, resident)
         grids = tuple(Grid(*tile, count) for tile, count in zip(tiles, clusters))
@@ -260,7 +260,7 @@ class StreamingLinear:
     ):
         """Send every cluster to the body of its kind."""
         size = self.tiling.ctas
-        start = SmemAllocator().allocate(max(b.plan.allocated_bytes for b in self.bodies), 1024)
+        start = SmemAllocator().allocate(max(b.plan.smem.total_bytes for b in self.bodies), 1024)
         cluster = cute.arch.block_idx()[0] // size
         if cutlass.const_expr(len(self.bodies) == 1):
             self.bodies[0].run(start, maps[0], operands[0], grids[0], cluster)
