@@ -175,11 +175,14 @@ KERNELS = (
         )
         for arch in ("sm_100a", "sm_90a")
     ),
-    SimulatedKernel(
-        "mixture of experts",
-        "sm_90a",
-        "moe: router, sort, experts, sum; every tiling",
-        "dsv4 sim moe",
+    *(
+        SimulatedKernel(
+            "mixture of experts",
+            arch,
+            "moe: router, sort, experts, sum; every tiling",
+            f"dsv4 sim moe --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
     ),
 )
 
