@@ -45,8 +45,6 @@ class Step:
             considered.
         indices: what follows from the tensors, where one launch has made it, for entries of
             `ratios` positions; None: each is made when it is first asked for.
-        indices: what follows from the tensors, where one launch has made it, for entries of
-            `ratios` positions; None: each is made when it is first asked for.
 
     Raises:
         ValueError: a tensor has another shape or dtype; the message names it.
