@@ -121,8 +121,9 @@ class ExpertsSm90:
         num_sms: Int32,
     ):
         """Launch one tiling's kernels up to the rows, the selection among them."""
-        if tiling == len(self.products):
-            self.wide.launch(tensors, live_tokens, selection, stream, num_sms)
+        if cutlass.const_expr(self.wide is not None):  # noqa: SIM102 static
+            if tiling == len(self.products):
+                self.wide.launch(tensors, live_tokens, selection, stream, num_sms)
         up = up_operands(tensors, live_tokens)
         for i in cutlass.range_constexpr(len(self.products)):
             if tiling == i:
