@@ -35,6 +35,10 @@ CASES = {
     "FP8 scores": Case(2, 4, 2, 1000, 2001, 128, "kbias", options=FP8_ROWS),
     "FP8 scores, per 64": Case(1, 4, 2, 700, 1300, 64, options=FP8_BLOCKS),
     "FP8 scores, causal": Case(1, 8, 2, 1111, 1111, 64, options={**FP8_ROWS, "causal": "top_left"}),
+    "FP8 scores, per head": Case(2, 4, 2, 1000, 2001, 128, "kbias", options={"qk": "fp8"}),
+    "FP8 scores, per head, causal": Case(
+        1, 8, 2, 1111, 1111, 64, "outlier", options={"qk": "fp8", "causal": "top_left"}
+    ),
     "fp16 values": Case(1, 4, 2, 700, 1300, 128, "vbias", options={"pv": "fp16"}),
     "fp16 values, two levels": Case(
         1, 4, 2, 700, 1300, 128, options={"pv": "fp16", "pv_accum_dtype": "fp16+fp32"}
@@ -78,10 +82,11 @@ def test_attention_is_torch_s(name: str, device: Device, seed: int) -> None:
     assert_attention(inputs, OpKernels(QUANTIZED_ATTENTION, device).run(inputs, schedules=None))
 
 
+@pytest.mark.parametrize("qk", ["int8", "fp8"])
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_packed_sequences(causal: str, device: Device, seed: int) -> None:
+def test_packed_sequences(causal: str, qk: str, device: Device, seed: int) -> None:
     rows, keys = (sum(pair[i] for pair in PACKED) for i in range(2))
-    case = Case(1, 4, 2, rows + 30, keys + 9, 64, options={"causal": causal})
+    case = Case(1, 4, 2, rows + 30, keys + 9, 64, options={"qk": qk, "causal": causal})
     inputs = Inputs.make(case, seed, PACKED, "cuda")
     assert_attention(inputs, OpKernels(QUANTIZED_ATTENTION, device).run(inputs, schedules=None))
 

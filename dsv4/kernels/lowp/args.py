@@ -45,6 +45,7 @@ ATTENTION_ARGS = (
     OptIn("cu_seqlens_q", "N1", "int32"),
     OptIn("cu_seqlens_k", "N1", "int32"),
     OptOut("lse", "b Hq L", "float32"),
+    Workspace(),
     Scalar("factor"),  # on scores, times log2(e): the bits of a float32
     Scalar("section"),  # heads that pass a tile of queries together
     Scalar("num_ctas"),

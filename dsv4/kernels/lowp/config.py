@@ -164,6 +164,11 @@ class QuantizeKvConfig:
         return size if self.head_dim * size % VECTOR_BYTES else VECTOR_BYTES
 
     @property
+    def is_per_head(self) -> bool:
+        """Whether all queries of a head share one scale, and all keys."""
+        return self.qk_quant_gran == "per_head"
+
+    @property
     def folds_scale(self) -> bool:
         """Whether queries are multiplied by softmax scale and log2(e) before they are coded."""
         return self.qk_quant_gran == "per_block"
@@ -219,9 +224,7 @@ def has_kernel(config: QuantizedAttentionConfig, arch: str = "sm_90a") -> bool:
 
 def _has_scores_kernel(config: QuantizeKvConfig) -> bool:
     """Whether kernels take the format of queries and keys."""
-    # A scale of a head would need all of its queries before the first is coded.
-    is_local = config.qk_quant_gran != "per_head"
-    return config.qk in ("int8", "fp8") and is_local and config.geometry == "sm90"
+    return config.qk in ("int8", "fp8") and config.geometry == "sm90"
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...], where: str = "") -> None:

@@ -14,14 +14,11 @@ from dsv4.kernels.lowp.groups import V_ALIGN, V_ORDER
 from dsv4.kernels.lowp.kv_statistics import (
     THREADS,
     TILE,
-    VECTOR,
     Operands,
-    Tile,
-    load_rows,
     partial_of,
     tile_of,
 )
-from dsv4.kernels.lowp.plan import V_FACTOR
+from dsv4.kernels.lowp.plan import K_LARGEST, V_FACTOR
 from dsv4.kernels.lowp.rounding import (
     abs_of,
     across_lanes,
@@ -29,6 +26,7 @@ from dsv4.kernels.lowp.rounding import (
     pack_e4m3,
     row_scale,
 )
+from dsv4.kernels.lowp.sequences import VECTOR, Tile, load_rows
 
 QUAD = 4  # keys whose codes of a channel are a word: positions 4 q to 4 q + 3 of 16
 
@@ -97,16 +95,12 @@ class Codes:
                     means[j] = operands.km[tile.sequence, head, channel + j].to(Float32)
         rows = [first + self.rows * i for i in range(count)]
         x = load_rows(operands.k, tile, batch, head, channel, rows, self.config.head_dim)
-        largest = []  # of each row
-        for i in cutlass.range_constexpr(count):
-            amax = Float32(0.0)
-            for j in cutlass.range_constexpr(VECTOR):
-                value = abs_of(self.smoothed(x[j, i], means[j]))
-                value = cutlass.select_(rows[i] < tile.rows, value, Float32(0.0))
-                amax = fmax_nan(amax, value)
-            largest.append(amax)
         scales = operands.k_scale[batch, head, number, None]
-        found = self.scales_of(largest, rows, tile, scales, maxima, thread)
+        if cutlass.const_expr(self.config.is_per_head):
+            found = [self.scale_of_head(operands, tile, place, scales, thread)] * count
+        else:
+            largest = [self.largest_of(x, means, i, rows[i] < tile.rows) for i in range(count)]
+            found = self.scales_of(largest, rows, tile, scales, maxima, thread)
         for i in cutlass.range_constexpr(count):
             _, divisor, inverse = found[i]
             if rows[i] < tile.rows:
@@ -121,6 +115,31 @@ class Codes:
                 self.store_row(operands, batch, head, tile.first + rows[i], channel, words)
         if cutlass.const_expr(self.config.is_varlen):
             self.clear_rest(operands, batch, head, number, first, channel)
+
+    def largest_of(self, x: cute.Tensor, means: cute.Tensor, i: int, exists) -> Float32:
+        """Largest magnitude of a thread's part of a row."""
+        amax = Float32(0.0)
+        for j in range(VECTOR):
+            value = abs_of(self.smoothed(x[j, i], means[j]))
+            value = cutlass.select_(exists, value, Float32(0.0))
+            amax = fmax_nan(amax, value)
+        return amax
+
+    @cute.jit
+    def scale_of_head(
+        self, operands: Operands, tile: Tile, place, scales: cute.Tensor, thread
+    ) -> tuple[Float32, Float32, Float32]:
+        """Scale that all keys of a head and sequence share, and what codes need of it."""
+        batch, head, number = place
+        amax = Float32(0.0)
+        if tile.rows > 0:
+            first_tile = number - self.tile_in_sequence(operands, tile)
+            start = partial_of(operands, batch, head, first_tile, self.dim)
+            amax = operands.partials[start + K_LARGEST * self.dim]
+        found = self.scale.of(amax)
+        if thread == 0:
+            scales[0] = self.of_tile(found, tile)
+        return found
 
     @cute.jit
     def scales_of(

@@ -6,21 +6,31 @@ import operator
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl
-from dsv4.kernels.kit.vectors import address_of, vector_at
+from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.lowp.config import QuantizeKvConfig
 from dsv4.kernels.lowp.groups import V_ALIGN, first_block
-from dsv4.kernels.lowp.plan import K_SUM, STATISTICS, V_FACTOR, V_MAX, V_MIN, V_SUM
-from dsv4.kernels.lowp.rounding import abs_of, fmax_nan
-from dsv4.kernels.lowp.sequences import Rows, rows_of, sequence_of
+from dsv4.kernels.lowp.plan import (
+    K_LARGEST,
+    K_MAX,
+    K_MIN,
+    K_SUM,
+    STATISTICS,
+    V_FACTOR,
+    V_MAX,
+    V_MIN,
+    V_SUM,
+)
+from dsv4.kernels.lowp.rounding import abs_of, across_lanes, fmax_nan
+from dsv4.kernels.lowp.sequences import VECTOR, Tile, load_rows, rows_of, tile_of_rows
 
 TILE = 128  # rows
 CHAINS = 8  # of sums of tiles: see `column_sums`
-VECTOR = 8  # channels of a load
 THREADS = 256
+WARP = 32
 
 
 class Operands(NamedTuple):
@@ -40,27 +50,11 @@ class Operands(NamedTuple):
     )  # [b, Hk, tiles, STATISTICS, dp], flat; of a sequence those of its first tile
 
 
-class Tile(NamedTuple):
-    """A tile of rows: its sequence, the first row in the tensor, rows that there are."""
-
-    sequence: Int32
-    first: Int32
-    rows: Int32
-
-
 @cute.jit
 def tile_of(operands: Operands, batch, number, is_varlen: cutlass.Constexpr) -> Tile:
-    """Rows of a tile; none of one between sequences."""
-    size = Int32(operands.k.shape[2])
-    rows, place = Rows(Int32(batch), Int32(0), size), Int32(number)
-    if cutlass.const_expr(is_varlen):
-        last = Int32(operands.ends.shape[0]) - 2
-        sequence = cutlass.min(sequence_of(operands.ends, number, TILE), last)
-        rows = rows_of(operands.ends, sequence, size)
-        place = cutlass.max(number - first_block(rows.first, sequence, TILE), 0)
-    first = place * TILE
-    count = cutlass.max(cutlass.min(rows.count - first, TILE), 0)
-    return Tile(rows.sequence, rows.first + first, Int32(count))
+    """Rows of a tile of keys and values."""
+    size = operands.k.shape[2]
+    return tile_of_rows(operands.ends, size, batch, number, TILE, is_varlen)
 
 
 def partial_of(operands: Operands, batch, head, tile, dim: int) -> Int64:
@@ -68,27 +62,6 @@ def partial_of(operands: Operands, batch, head, tile, dim: int) -> Int64:
     heads, tiles = operands.k.shape[1], operands.k_scale.shape[2]
     place = (Int64(batch) * heads + head) * tiles + tile
     return place * (STATISTICS * dim)
-
-
-@cute.jit
-def load_rows(tensor: cute.Tensor, tile: Tile, batch, head, channel, rows, dim: cutlass.Constexpr):
-    """Eight channels from `channel` on of some rows of a tile [8, i], all loads in flight at a
-    time; zeros where there is no row, or no channel of `dim`."""
-    found = cute.make_rmem_tensor((VECTOR, len(rows)), tensor.element_type)
-    words = cute.recast_tensor(found, Uint32)
-    words.fill(0)
-    if tile.rows > 0 and channel < dim:
-        strides = tensor.stride
-        start = Int64(batch) * strides[0] + Int64(head) * strides[1] + channel
-        for i in cutlass.range_constexpr(len(rows)):
-            row = cutlass.min(rows[i], tile.rows - 1)
-            offset = start + Int64(tile.first + row) * strides[2]
-            source = vector_at(address_of(tensor, offset), tensor.element_type, 0)
-            cute.autovec_copy(source, found[None, i])
-        for i in cutlass.range_constexpr(len(rows)):
-            for j in cutlass.range_constexpr(VECTOR // 2):
-                words[j, i] = cutlass.select_(rows[i] < tile.rows, words[j, i], Uint32(0))
-    return found
 
 
 class TileStatistics:
@@ -121,9 +94,14 @@ class TileStatistics:
         smem = SmemAllocator()
         exchanged = smem.allocate_tensor(Float32, cute.make_layout((dim, self.rows)), 16)
         start = partial_of(operands, batch, head, number, dim)
-        if cutlass.const_expr(self.config.smooth_k):
+        if cutlass.const_expr(self.config.smooth_k or self.config.is_per_head):
             x = self.load(operands.k, tile, batch, head, thread)
+        if cutlass.const_expr(self.config.smooth_k):
             self.reduce(x, exchanged, operands.partials, start + K_SUM * dim, operator.add)
+        if cutlass.const_expr(self.config.is_per_head):
+            for sign, name, choose in ((-1, K_MAX, fmax_nan), (1, K_MIN, fmin_nan)):
+                y = self.bounded(x, tile.rows, sign, thread)
+                self.reduce(y, exchanged, operands.partials, start + name * dim, choose)
         if cutlass.const_expr(self.config.pv == "fp8" or self.config.smooth_v):
             x = self.load(operands.v, tile, batch, head, thread)
         if cutlass.const_expr(self.config.smooth_v):
@@ -215,16 +193,27 @@ class SequenceStatistics:
         tiles = (rows + TILE - 1) // TILE
         is_fp8 = config.pv == "fp8"
         wanted = [(V_MAX, fmax_nan, -Float32.inf)] if is_fp8 else []
+        if cutlass.const_expr(config.is_per_head):
+            wanted += [(K_MAX, fmax_nan, -Float32.inf), (K_MIN, fmin_nan, Float32.inf)]
         if cutlass.const_expr(config.smooth_k):
             wanted.append((K_SUM, operator.add, 0.0))
         if cutlass.const_expr(config.smooth_v):
             wanted += [(V_MIN, fmin_nan, Float32.inf)] if is_fp8 else []
             wanted += [(V_SUM, operator.add, 0.0)]
         found = self.fold(operands, start, tiles, wanted)
+        key_mean = Float32(0.0)
         if cutlass.const_expr(config.smooth_k):
-            mean = found[K_SUM] / divisor_of(rows)
+            mean = (found[K_SUM] / divisor_of(rows)).to(operands.km.element_type)
+            key_mean = mean.to(Float32)
             if channel < config.head_dim:
-                operands.km[sequence, head, channel] = mean.to(operands.km.element_type)
+                operands.km[sequence, head, channel] = mean
+        if cutlass.const_expr(config.is_per_head):
+            # No rounding changes an order: the largest key is the largest one without its mean.
+            dtype = operands.k.element_type
+            ends = [(found[name] - key_mean).to(dtype).to(Float32) for name in (K_MAX, K_MIN)]
+            amax = fmax_nan(*(abs_of(x) for x in ends))
+            if tiles > 0:
+                self.store_largest(operands, start - channel, channel, amax)
         if cutlass.const_expr(config.smooth_v):
             counted = (rows + V_ALIGN - 1) // V_ALIGN * V_ALIGN if is_fp8 else rows
             mean = found[V_SUM] / divisor_of(counted)
@@ -247,6 +236,19 @@ class SequenceStatistics:
         factor = cutlass.select_(amax == 0.0, Float32(0.0), Float32(factor))
         if tiles > 0:
             operands.partials[start + V_FACTOR * dim] = factor
+
+    @cute.jit
+    def store_largest(self, operands: Operands, start, channel, amax: Float32):
+        """Write the largest of all channels' magnitudes."""
+        count = self.config.padded_dim // WARP
+        maxima = SmemAllocator().allocate_tensor(Float32, cute.make_layout(count), 16)
+        amax = across_lanes(fmax_nan, amax, WARP)
+        if channel % WARP == 0:
+            maxima[channel // WARP] = amax
+        cute.arch.sync_threads()
+        if channel == 0:
+            amax = tree(fmax_nan, [maxima[i] for i in range(count)])
+            operands.partials[start + K_LARGEST * self.config.padded_dim] = amax
 
     @cute.jit
     def fold(self, operands: Operands, start, tiles, wanted: cutlass.Constexpr):

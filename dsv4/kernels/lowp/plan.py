@@ -31,11 +31,15 @@ TILE_KEYS = 128
 SPAN = 64  # channels of queries that a box of TMA holds
 MOST_STAGES = 5
 FORMATS = {"int8": "Int8", "fp8": "Float8E4M3FN", "fp16": "Float16"}
+MAXIMA_ROWS = 128  # queries of a block whose largest magnitude comes before the attention
 WORK_WORDS = 12  # that hold a `Work`: whole vectors
 # Statistics of a tile of keys and values: rows of channels.
-K_SUM, V_SUM, V_MAX, V_MIN, V_FACTOR, STATISTICS = range(6)
+K_SUM, K_MAX, K_MIN, K_LARGEST, V_SUM, V_MAX, V_MIN, V_FACTOR, STATISTICS = range(9)
 # Codes of keys and values that stay in L2 while all queries of their heads pass.
 L2_BYTES = 24 << 20
+
+
+Arrivals = tuple[Arrival, ...]
 
 
 class Order(NamedTuple):
@@ -121,6 +125,40 @@ class TilePlan(RingPlan):
         """Of all rows of a work tile, and the scales of its values."""
         return self.dim // SPAN * self.span_bytes + 4 * self.scaled_channels
 
+    def _operands(self, stages: int, weights: tuple[Buffer, ...] = ()) -> tuple[Buffer, ...]:
+        """Shared memory of what is loaded or coded.
+
+        Args:
+            weights: buffers of codes of weights.
+        """
+        qk, scales = FORMATS[self.qk], ()
+        if self.key_scales:
+            scales = (Buffer("key_scales", "Float32", stages * self.key_scales, 16),)
+        return (
+            Buffer("queries", qk, self.tile_queries * self.dim, 1024),
+            Buffer("keys", qk, stages * self.tile_bytes, 1024),
+            Buffer("values", FORMATS[self.pv], stages * self.tile_bytes, 1024),
+            *weights,
+            Buffer("rows", "BFloat16", self.tile_queries * self.dim, 1024),  # or fp16
+            Buffer("maxima", "Float32", self.groups * WARPGROUP_WARPS),
+            *scales,
+            # By the parity of a CTA's work tiles: those of one are read to its end, when the next
+            # one's are there already.
+            Buffer("works", "Int32", 2 * WORK_WORDS, 16),
+            Buffer("value_scales", "Float32", max(2 * self.scaled_channels, 4), 16),
+        )
+
+    def _loads(
+        self, stages: int, queries: Arrivals, keys: Arrivals, values: Arrivals
+    ) -> tuple[Edge, ...]:
+        """What the load warp hands over, and who releases it."""
+        load = (Arrival("load", Arrive.TMA),)
+        return (
+            Edge("queries", "rows of a work tile", load, queries, 1, self.query_bytes),
+            Edge("keys", "tile of codes of keys", load, keys, stages, self.keys_bytes),
+            Edge("values", "tile of codes of values", load, values, stages, self.value_bytes),
+        )
+
 
 @dataclass(frozen=True)
 class AttentionPlan(TilePlan):
@@ -147,34 +185,11 @@ class AttentionPlan(TilePlan):
         return ORDERS[self.dim] if self.pv == "fp8" else FP16_ORDER
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
-        qk = FORMATS[self.qk]
-        return (
-            Buffer("queries", qk, TILE_QUERIES * self.dim, 1024),
-            Buffer("keys", qk, stages * self.tile_bytes, 1024),
-            Buffer("values", FORMATS[self.pv], stages * self.tile_bytes, 1024),
-            Buffer("rows", "BFloat16", TILE_QUERIES * self.dim, 1024),  # or fp16
-            Buffer("maxima", "Float32", GROUPS * WARPGROUP_WARPS),
-            *self._key_scales(stages),
-            # By the parity of a CTA's work tiles: those of one are read to its end, when the next
-            # one's are there already.
-            Buffer("works", "Int32", 2 * WORK_WORDS, 16),
-            Buffer("value_scales", "Float32", max(2 * self.scaled_channels, 4), 16),
-            *self._barriers(stages).split_buffers,
-        )
-
-    def _key_scales(self, stages: int) -> tuple[Buffer, ...]:
-        if not self.key_scales:
-            return ()
-        return (Buffer("key_scales", "Float32", stages * self.key_scales, 16),)
+        return (*self._operands(stages), *self._barriers(stages).split_buffers)
 
     def _barriers(self, stages: int) -> BarrierGraph:
-        load = (Arrival("load", Arrive.TMA),)
         consumers = (Arrival("consumers", Arrive.WARP),)
-        edges = (
-            Edge("queries", "rows of a work tile", load, consumers, 1, self.query_bytes),
-            Edge("keys", "tile of codes of keys", load, consumers, stages, self.keys_bytes),
-            Edge("values", "tile of codes of values", load, consumers, stages, self.value_bytes),
-        )
+        edges = self._loads(stages, consumers, consumers, consumers)
         return BarrierGraph(self.warps, edges, self.lanes_per_warp)
 
     def __str__(self) -> str:

@@ -29,6 +29,7 @@ class Operands(NamedTuple):
     factor: Int32  # bits of the factor on scores
     section: Int32  # heads that pass a tile of queries together
     attn_mask: cute.Tensor
+    maxima: cute.Tensor  # of blocks of queries, where a head's share one scale
 
 
 class Work(NamedTuple):

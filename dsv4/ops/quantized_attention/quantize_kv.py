@@ -20,6 +20,7 @@ from dsv4.ops.quantized_attention.codes import encode_kv, key_means
 from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
 from dsv4.ops.quantized_attention.options import FORMAT_OPTIONS, complete
 from dsv4.ops.quantized_attention.sequences import check_count, check_ends, sequences_of
+from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.calls import tensors_of_call
 from dsv4.ops.runtime.checks import check_is_tensor
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
@@ -82,6 +83,10 @@ class QuantizeKv(KernelOp):
     ) -> int:
         """Statistics of every tile."""
         return sizes["b"] * sizes["Hk"] * sizes["Gk"] * STATISTICS * config.padded_dim
+
+    def max_workspace_size(self, config: QuantizeKvConfig, rows: int, device: Device) -> int:
+        """Enough for a capture to know that it needs one: the lengths are not known."""
+        return 1
 
     def make_launch(self, state: State) -> Launch:
         """The launch that follows from the table, of sizes that fit each other: the compiled

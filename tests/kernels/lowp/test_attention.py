@@ -31,10 +31,13 @@ WIDE = replace(RAGGED, dim=128)
 SHORT = Case(1, 2, 1, 400, 100, 64)
 FP8_ROWS = {"qk": "fp8", "qk_quant_gran": "per_row"}
 FP8_BLOCKS = {"qk": "fp8", "qk_quant_gran": "per_64"}
+FP8_HEADS = {"qk": "fp8", "qk_quant_gran": "per_head"}
 # Scales of keys in the ring, too.
 ROWS = Case(1, 2, 1, 200, 810, 64, options={**FP8_ROWS, "causal": "bottom_right"})
 HALVES = replace(RAGGED, dim=128, options={"pv": "fp16", "pv_accum_dtype": "fp16+fp32"})
-SCHEDULED = {"64": RAGGED, "128": WIDE, "rows": ROWS, "halves": HALVES}
+# Maxima of queries from a launch before.
+HEADS = Case(1, 4, 2, 300, 400, 64, options={**FP8_HEADS, "causal": "top_left"})
+SCHEDULED = {"64": RAGGED, "128": WIDE, "rows": ROWS, "halves": HALVES, "heads": HEADS}
 PACKED = ((70, 300), (0, 40), (1, 1), (130, 0), (200, 200))
 
 
@@ -99,6 +102,7 @@ FORMATS = {
     "per warp": {"qk_quant_gran": "per_warp"},
     "per block": {"qk_quant_gran": "per_block"},
     "per block, CUDA": {"qk_quant_gran": "per_block", "quantizer": "cuda"},
+    "FP8 scores, per head": FP8_HEADS,
     "one level": {"pv_accum_dtype": "fp32"},
     "one level, smoothed": {"pv_accum_dtype": "fp32", "smooth_v": True},
     "keys as they are": {"smooth_k": False},
@@ -125,7 +129,9 @@ def test_formats(name: str, dim: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, FP8_ROWS, FP8_BLOCKS], ids=["int8", "rows", "blocks"])
+@pytest.mark.parametrize(
+    "options", [{}, FP8_ROWS, FP8_BLOCKS, FP8_HEADS], ids=["int8", "rows", "blocks", "heads"]
+)
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 def test_packed_sequences(causal: str, options: dict, seed: int) -> None:
     """Rows behind the last sequence, too."""
@@ -175,7 +181,7 @@ def test_configurations_with_kernels() -> None:
     assert has_kernel(QuantizedAttentionConfig(40, dtype="float16"))
     assert has_kernel(QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype="fp32"))
     assert has_kernel(QuantizedAttentionConfig(128, mask="bool"))
-    for granularity in ("per_row", "per_64"):
+    for granularity in ("per_head", "per_row", "per_64"):
         fp8 = {"qk": "fp8", "qk_quant_gran": granularity, "quantizer": ""}
         assert has_kernel(QuantizedAttentionConfig(64, **fp8))
     for other in (
@@ -186,7 +192,6 @@ def test_configurations_with_kernels() -> None:
         QuantizedAttentionConfig(
             128, pv="nvfp4", qk="nvfp4", qk_quant_gran="per_16", quantizer="", pv_accum_dtype="fp32"
         ),
-        QuantizedAttentionConfig(128, qk="fp8", qk_quant_gran="per_head", quantizer=""),
         QuantizedAttentionConfig(128, smooth_q=True),
         QuantizedAttentionConfig(128, sm_scale=-1.0),
     ):

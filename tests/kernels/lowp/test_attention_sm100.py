@@ -23,6 +23,7 @@ pytestmark = pytest.mark.stage("lowp")
 
 FP8_ROWS = {"qk": "fp8", "qk_quant_gran": "per_row"}
 FP8_BLOCKS = {"qk": "fp8", "qk_quant_gran": "per_64"}
+FP8_HEADS = {"qk": "fp8", "qk_quant_gran": "per_head"}
 # More tiles of keys than stages, a diagonal in both warpgroups' tiles, work tiles of which the
 # second warpgroup has few queries or none, two heads of queries to one of keys.
 RAGGED = Case(1, 2, 1, 300, 1050, 64, options={**FP8_BLOCKS, "causal": "bottom_right"})
@@ -92,6 +93,7 @@ FORMATS = {
     "per warp": {"qk_quant_gran": "per_warp"},
     "per block": {"qk_quant_gran": "per_block"},
     "per block, CUDA": {"qk_quant_gran": "per_block", "quantizer": "cuda"},
+    "FP8 scores, per head": FP8_HEADS,
     "one level": {"pv_accum_dtype": "fp32"},
     "one level, smoothed": {"pv_accum_dtype": "fp32", "smooth_v": True},
     "keys as they are": {"smooth_k": False},
@@ -113,7 +115,9 @@ def test_formats(name: str, dim: int, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, FP8_ROWS, FP8_BLOCKS], ids=["int8", "rows", "blocks"])
+@pytest.mark.parametrize(
+    "options", [{}, FP8_ROWS, FP8_BLOCKS, FP8_HEADS], ids=["int8", "rows", "blocks", "heads"]
+)
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 def test_packed_sequences(causal: str, options: dict, seed: int) -> None:
     """Rows behind the last sequence, too."""
@@ -182,13 +186,10 @@ def test_plan() -> None:
 def test_configurations_with_kernels() -> None:
     assert has_kernel(QuantizedAttentionConfig(128), "sm_100a")
     assert has_kernel(QuantizedAttentionConfig(128, mask="bool"), "sm_100a")
-    for granularity in ("per_row", "per_64"):
+    for granularity in ("per_head", "per_row", "per_64"):
         fp8 = {"qk": "fp8", "qk_quant_gran": granularity, "quantizer": ""}
         assert has_kernel(QuantizedAttentionConfig(64, **fp8), "sm_100a")
-    for other in (
-        QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype="fp32"),
-        QuantizedAttentionConfig(128, qk="fp8", qk_quant_gran="per_head", quantizer=""),
-    ):
+    for other in (QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype="fp32"),):
         assert not has_kernel(other, "sm_100a"), other
 
 

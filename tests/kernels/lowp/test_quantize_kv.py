@@ -24,6 +24,7 @@ ONE_LEVEL = {"pv_accum_dtype": "fp32", "smooth_v": True}
 FP16_VALUES = {"pv": "fp16", "pv_accum_dtype": "fp16", "smooth_v": True}
 FP8_ROWS = {"qk": "fp8", "qk_quant_gran": "per_row"}
 FP8_BLOCKS = {"qk": "fp8", "qk_quant_gran": "per_64"}
+FP8_HEADS = {"qk": "fp8", "qk_quant_gran": "per_head"}
 
 
 def run(inputs: KvInputs, seed: int, schedules: int | None = 1, arch: str = "sm_90a") -> Outcome:
@@ -64,6 +65,10 @@ FORMATS = {
     "FP8 keys, per row": Case(1, 2, 1, 1, 300, 128, "zeros", options=FP8_ROWS),
     "FP8 keys, 64 channels": Case(1, 1, 1, 1, 200, 64, "kbias", options=FP8_ROWS),
     "FP8 keys, per 64": Case(1, 2, 1, 1, 300, 64, "zeros", options=FP8_BLOCKS),
+    "FP8 keys, per head": Case(1, 2, 2, 1, 300, 96, "kbias", options=FP8_HEADS),
+    "FP8 keys, per head, as they are": Case(
+        1, 2, 1, 1, 300, 64, "zeros", options={**FP8_HEADS, "smooth_k": False}
+    ),
     "FP8 keys, 128 channels": Case(1, 1, 1, 1, 190, 128, "kbias", options=FP8_BLOCKS),
 }
 
@@ -75,7 +80,9 @@ def test_formats(name: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, FP8_ROWS, FP8_BLOCKS], ids=["int8", "rows", "blocks"])
+@pytest.mark.parametrize(
+    "options", [{}, FP8_ROWS, FP8_BLOCKS, FP8_HEADS], ids=["int8", "rows", "blocks", "heads"]
+)
 def test_blackwell_has_the_same_codes(options: dict, seed: int) -> None:
     run(
         KvInputs.make(Case(1, 2, 1, 1, 300, 128, "kbias", options=options), seed),
@@ -88,8 +95,8 @@ def test_blackwell_has_the_same_codes(options: dict, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, ONE_LEVEL, FP8_ROWS, FP8_BLOCKS, FP16_VALUES],
-    ids=["default", "one level", "rows", "blocks", "fp16"],
+    [{}, ONE_LEVEL, FP8_ROWS, FP8_BLOCKS, FP8_HEADS, FP16_VALUES],
+    ids=["default", "one level", "rows", "blocks", "heads", "fp16"],
 )
 def test_packed_sequences(options: dict, seed: int) -> None:
     """Rows behind the last one, too, and tiles between them."""
@@ -99,7 +106,10 @@ def test_packed_sequences(options: dict, seed: int) -> None:
 
 @pytest.mark.slow
 def test_no_synchronisation_is_left_out(seed: int) -> None:
-    cases = [RAGGED, *(Case(1, 2, 1, 1, 400, 64, options=x) for x in (ONE_LEVEL, FP8_BLOCKS))]
+    cases = [
+        RAGGED,
+        *(Case(1, 2, 1, 1, 400, 64, options=x) for x in (ONE_LEVEL, FP8_BLOCKS, FP8_HEADS)),
+    ]
     reports = [run(KvInputs.make(case, seed), seed).report for case in cases]
     assert not missed_synchronisation(reports)
 
@@ -108,7 +118,7 @@ def test_configurations_with_kernels() -> None:
     assert has_codes_kernel(QuantizeKvConfig(128))
     assert has_codes_kernel(QuantizeKvConfig(128, pv="fp16", pv_accum_dtype="fp32"))
     assert has_codes_kernel(fp8_keys(64, "per_row"))
-    assert not has_codes_kernel(fp8_keys(64, "per_head"))
+    assert has_codes_kernel(fp8_keys(64, "per_head"))
     for other in (
         QuantizeKvConfig(128, dtype="float32"),
         QuantizeKvConfig(33),

@@ -9,24 +9,15 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.storage import storage_struct
-from dsv4.kernels.lowp.plan import WORK_WORDS
+from dsv4.kernels.lowp.context import Context, Tiles, pipelines, views
 from dsv4.kernels.lowp.sm100.plan import AttentionPlanSm100
-from dsv4.kernels.lowp.work import Operands, WorkTiles
 
 
 @dataclass(frozen=True)
-class Smem:
+class Smem(Tiles):
     """Views of shared memory."""
 
-    queries_start: cute.Pointer  # of codes, swizzled [query, channel] by warpgroup
-    rows_start: cute.Pointer  # of queries as they are, swizzled [row, channel] of 64 channels
-    keys_start: cute.Pointer  # swizzled [key, channel] by stage
-    values_start: cute.Pointer  # swizzled [channel, key] by stage
     weights_start: cute.Pointer  # of codes, swizzled [query, key] by warpgroup
-    maxima: cute.Tensor  # [warp]
-    key_scales: cute.Tensor | None  # [key, stage]
-    works: cute.Tensor  # [word, parity]
-    value_scales: cute.Tensor  # [channel, parity]
 
 
 @dataclass(frozen=True)
@@ -43,11 +34,9 @@ class Pipelines:
 
 
 @dataclass(frozen=True)
-class AttentionContext:
+class AttentionContext(Context):
     """A CTA's part of a launch."""
 
-    operands: Operands
-    tiles: WorkTiles
     smem: Smem
     pipes: Pipelines
     tmem: cute.Pointer  # first column
@@ -57,25 +46,8 @@ def allocate(plan: AttentionPlanSm100) -> tuple[Smem, Pipelines, cute.Pointer]:
     """Shared memory of a CTA: its views, the mbarriers in it, and what holds the address of its
     Tensor Memory."""
     storage = SmemAllocator().allocate(storage_struct(plan.smem))
-    scales = None
-    if plan.key_scales:
-        layout = cute.make_layout((plan.key_scales, plan.stages))
-        scales = storage.key_scales.get_tensor(layout)
-    channels = cute.make_layout((plan.scaled_channels or 1, 2))
-    smem = Smem(
-        queries_start=storage.queries.data_ptr(),
-        rows_start=storage.rows.data_ptr(),
-        keys_start=storage.keys.data_ptr(),
-        values_start=storage.values.data_ptr(),
-        weights_start=storage.weights.data_ptr(),
-        maxima=storage.maxima.get_tensor(cute.make_layout(plan.smem["maxima"].count)),
-        key_scales=scales,
-        works=storage.works.get_tensor(cute.make_layout((WORK_WORDS, 2))),
-        value_scales=storage.value_scales.get_tensor(channels),
-    )
-    names = [edge.name for edge in plan.barriers.edges]
-    pipes = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
-    return smem, Pipelines(**pipes), storage.tmem_address.data_ptr()
+    smem = Smem(**views(plan, storage), weights_start=storage.weights.data_ptr())
+    return smem, Pipelines(**pipelines(plan, storage)), storage.tmem_address.data_ptr()
 
 
 def tmem_start(holder: cute.Pointer) -> cute.Pointer:

@@ -20,7 +20,7 @@ from dsv4.kernels.kit.plan import (
     TmemPlan,
     Warps,
 )
-from dsv4.kernels.lowp.plan import FORMATS, TILE_KEYS, WORK_QUERIES, WORK_WORDS, TilePlan
+from dsv4.kernels.lowp.plan import FORMATS, TILE_KEYS, WORK_QUERIES, TilePlan
 
 GROUPS = 2  # softmax warpgroups: one computes weights while the products of the other run
 GROUP_QUERIES = 128  # of a warpgroup: lanes of Tensor Memory, a row of scores each
@@ -69,36 +69,21 @@ class AttentionPlanSm100(TilePlan):
         return GROUP_QUERIES * self.dim
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
-        qk = FORMATS[self.qk]
-        scales = ()
-        if self.key_scales:
-            scales = (Buffer("key_scales", "Float32", stages * self.key_scales, 16),)
+        weights = Buffer("weights", FORMATS[self.pv], self.tile_queries * TILE_KEYS, 1024)
         return (
-            Buffer("queries", qk, self.tile_queries * self.dim, 1024),
-            Buffer("keys", qk, stages * self.tile_bytes, 1024),
-            Buffer("values", FORMATS[self.pv], stages * self.tile_bytes, 1024),
-            Buffer("weights", FORMATS[self.pv], self.tile_queries * TILE_KEYS, 1024),
-            Buffer("rows", "BFloat16", self.tile_queries * self.dim, 1024),  # or fp16
-            Buffer("maxima", "Float32", GROUPS * WARPGROUP_WARPS),
-            *scales,
-            # By the parity of a CTA's work tiles: those of one are read to its end, when the next
-            # one's are there already.
-            Buffer("works", "Int32", 2 * WORK_WORDS, 16),
-            Buffer("value_scales", "Float32", max(2 * self.scaled_channels, 4), 16),
+            *self._operands(stages, (weights,)),
             Buffer("tmem_address", "Int32", 1),
             *self._barriers(stages).split_buffers,
         )
 
     def _barriers(self, stages: int) -> BarrierGraph:
-        load, mma = (Arrival("load", Arrive.TMA),), Arrival("mma", Arrive.MMA)
+        mma = Arrival("mma", Arrive.MMA)
         softmax = Arrival("softmax", Arrive.WARP)
         group = (Arrival("softmax", Arrive.WARP, warps=WARPGROUP_WARPS),)
         # Scales that come with keys are read by the softmax.
         of_keys = (mma, softmax) if self.key_scales else (mma,)
         edges = (
-            Edge("queries", "rows of a work tile", load, (softmax,), 1, self.query_bytes),
-            Edge("keys", "tile of codes of keys", load, of_keys, stages, self.keys_bytes),
-            Edge("values", "tile of codes of values", load, (mma,), stages, self.value_bytes),
+            *self._loads(stages, (softmax,), of_keys, (mma,)),
             # By warpgroup. Sums are the way back of weights, and the last scores that of queries.
             Edge("coded", "codes of queries", group, (mma,), GROUPS, is_signal=True),
             Edge("scores", "scores of a tile", (mma,), group, GROUPS),

@@ -10,14 +10,12 @@ from cutlass import Float32, Uint32, cute
 
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
-from dsv4.kernels.lowp.config import QuantizedAttentionConfig
-from dsv4.kernels.lowp.plan import SPAN
-from dsv4.kernels.lowp.rounding import abs_of, fmax_nan, row_scale
+from dsv4.kernels.lowp.queries import VECTOR, QueryRows
+from dsv4.kernels.lowp.rounding import abs_of, fmax_nan
 from dsv4.kernels.lowp.sm100.context import AttentionContext
-from dsv4.kernels.lowp.sm100.plan import GROUP_QUERIES, AttentionPlanSm100, NamedBarriers
+from dsv4.kernels.lowp.sm100.plan import GROUP_QUERIES, NamedBarriers
+from dsv4.kernels.lowp.work import Work
 
-VECTOR = VECTOR_BYTES // 2  # channels of a load
-SPAN_VECTORS = SPAN // VECTOR
 # By granularity: distances of the lanes of a warp whose rows share a scale.
 SHARED = {
     "per_row": (),
@@ -29,28 +27,25 @@ SHARED = {
 BY_TWO_WARPS = ("per_block", "per_64")
 
 
-class Queries:
+class Queries(QueryRows):
     """Quantiser of queries."""
 
-    def __init__(self, config: QuantizedAttentionConfig, plan: AttentionPlanSm100):
-        self.config = config
-        self.plan = plan
-        self.scale = row_scale(config)
-
     @cute.jit
-    def take(self, ctx: AttentionContext, rows, warp, lane) -> Float32:
+    def take(self, ctx: AttentionContext, work: Work, warp, lane) -> Float32:
         """Code a warpgroup's queries, hand them over, and release their rows; the scale of this
         thread's row, times the factor on scores."""
-        row, group = warp * 32 + lane, warp // 4
-        scale, divisor, inverse = self.scale.of(self._of_group(ctx, row, rows, warp, lane))
+        row, group, rows = warp * 32 + lane, warp // 4, work.rows
+        if cutlass.const_expr(self.config.is_per_head):
+            amax = self.largest_of_head(ctx, work, lane)
+        else:
+            amax = self._of_group(ctx, row, rows, warp, lane)
+        scale, divisor, inverse = self.scale.of(amax)
         self._store(ctx, row, rows, divisor, inverse)
         ctx.pipes.queries.release(lane)
         # The tensor core reads through the async proxy.
         cute.arch.fence_view_async_shared()
         ctx.pipes.coded.at(group).arrive(lane)
-        if cutlass.const_expr(self.config.folds_scale):
-            return scale
-        return scale * ctx.operands.factor.bitcast(Float32)
+        return self.times_factor(ctx, scale)
 
     @cute.jit
     def _of_group(self, ctx: AttentionContext, row, rows, warp, lane) -> Float32:
@@ -58,7 +53,7 @@ class Queries:
         granularity, maxima = self.config.qk_quant_gran, ctx.smem.maxima
         amax = Float32(0.0)
         for vector in cutlass.range_constexpr(self.plan.dim // VECTOR):
-            values = self._load(ctx, row, rows, vector)
+            values = self.load(ctx, row, rows, vector)
             amax = tree(fmax_nan, [amax, *(abs_of(values[j]) for j in range(VECTOR))])
         for offset in cutlass.range_constexpr(len(SHARED[granularity])):
             distance = SHARED[granularity][offset]
@@ -75,12 +70,11 @@ class Queries:
     def _store(self, ctx: AttentionContext, row, rows, divisor: Float32, inverse: Float32):
         """Write the codes of a row where products read them."""
         dim = self.plan.dim
-        # Spans of 128 bytes are permuted by the row in eight, spans of 64 by the pair of rows.
-        turn = row % 8 if dim == 128 else row // 2 % 4
+        turn = self.turn(row)
         for i in cutlass.range_constexpr(dim // VECTOR_BYTES):
             codes = []
             for half in cutlass.range_constexpr(2):
-                values = self._load(ctx, row, rows, 2 * i + half)
+                values = self.load(ctx, row, rows, 2 * i + half)
                 codes += [self.scale.code(values[j], divisor, inverse) for j in range(VECTOR)]
             words = cute.make_rmem_tensor(4, Uint32)
             for j in cutlass.range_constexpr(4):
@@ -88,26 +82,3 @@ class Queries:
             offset = cute.assume(row * dim + (i ^ turn) * VECTOR_BYTES, divby=VECTOR_BYTES)
             target = cute.recast_ptr(ctx.smem.queries_start + offset, dtype=Uint32)
             cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(4)))
-
-    @cute.jit
-    def _load(self, ctx: AttentionContext, row, rows, vector: cutlass.Constexpr) -> cute.Tensor:
-        """Eight channels of a row as float32, zeros where there is none."""
-        dtype = ctx.operands.q.element_type
-        # The row in eight permutes the vectors of a span.
-        span, place = vector // SPAN_VECTORS, vector % SPAN_VECTORS ^ row % 8
-        offset = (span * self.plan.tile_queries + row) * SPAN + place * VECTOR
-        source = cute.recast_ptr(
-            ctx.smem.rows_start + cute.assume(offset, divby=VECTOR), dtype=dtype
-        )
-        loaded = cute.make_rmem_tensor(VECTOR, dtype)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), loaded)
-        values = cute.make_rmem_tensor(VECTOR, Float32)
-        for j in cutlass.range_constexpr(VECTOR):
-            value = loaded[j].to(Float32)
-            if cutlass.const_expr(self.config.is_varlen):
-                # Rows of the next sequence.
-                value = cutlass.select_(row < rows, value, Float32(0.0))
-            if cutlass.const_expr(self.config.folds_scale):
-                value = value * ctx.operands.factor.bitcast(Float32)
-            values[j] = value
-        return values

@@ -93,7 +93,7 @@ class SoftmaxWarps:
             state.reset()
             factor = Float32(0.0)
             if count > 0:
-                factor = self.queries.take(ctx, work.rows, warp, lane)
+                factor = self.queries.take(ctx, work, warp, lane)
             else:
                 ctx.pipes.queries.release(lane)
             first = share.seen + (warp % 4 * 32 + lane if ctx.tiles.is_causal else 0)

@@ -99,7 +99,7 @@ class Consumers:
         while index < stop:
             ctx.pipes.queries.wait(parity)
             work = Work.load(ctx.smem.works[None, parity])
-            factor = self.queries.take(ctx, work.rows, warp, lane)
+            factor = self.queries.take(ctx, work, warp, lane)
             its = f._replace(q=f.q[None, None, None, group])
             keys = self._pass_keys(ctx, its, work, factor, warp, lane, keys)
             self.epilogue.store(ctx, Sums(f.sums).wide(), f.state, warp, lane, parity)

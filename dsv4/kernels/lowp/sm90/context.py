@@ -1,4 +1,4 @@
-"""Context of the attention kernel: what its roles share while it is traced."""
+"""Context of Hopper's attention kernel: what its roles share while it is traced."""
 
 from __future__ import annotations
 
@@ -13,14 +13,8 @@ from cutlass.memory import SmemAllocator
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
-from dsv4.kernels.lowp.plan import (
-    GROUP_QUERIES,
-    GROUPS,
-    TILE_KEYS,
-    WORK_WORDS,
-    AttentionPlan,
-)
-from dsv4.kernels.lowp.work import Operands, WorkTiles
+from dsv4.kernels.lowp.context import Context, Tiles, pipelines, views
+from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, TILE_KEYS, AttentionPlan
 
 DTYPES = {"int8": cutlass.Int8, "fp8": cutlass.Float8E4M3FN}
 SCORES = {"int8": cutlass.Int32, "fp8": cutlass.Float32}
@@ -29,20 +23,12 @@ K_MAJOR, MN_MAJOR = OperandMajorMode.K, OperandMajorMode.MN
 
 
 @dataclass(frozen=True)
-class Smem:
-    """Views of shared memory."""
+class Smem(Tiles):
+    """Views of shared memory, with those that products read."""
 
     queries: cute.Tensor  # swizzled [64, channel, warpgroup]
     keys: cute.Tensor  # swizzled [key, channel, stage]
     values: cute.Tensor  # swizzled [channel, key, stage]
-    queries_start: cute.Pointer
-    rows_start: cute.Pointer  # of queries as they are, swizzled [row, channel] of 64 channels
-    keys_start: cute.Pointer
-    values_start: cute.Pointer
-    maxima: cute.Tensor  # [warp]
-    key_scales: cute.Tensor | None  # [key, stage]
-    works: cute.Tensor  # [word, parity]
-    value_scales: cute.Tensor  # [channel, parity]
 
 
 @dataclass(frozen=True)
@@ -55,11 +41,9 @@ class Pipelines:
 
 
 @dataclass(frozen=True)
-class AttentionContext:
+class AttentionContext(Context):
     """A CTA's part of a launch."""
 
-    operands: Operands
-    tiles: WorkTiles
     smem: Smem
     pipes: Pipelines
 
@@ -76,25 +60,12 @@ def allocate(plan: AttentionPlan) -> tuple[Smem, Pipelines]:
     else:
         v = cute.tile_to_shape(fp16_columns, (plan.dim, TILE_KEYS, plan.stages), order=(1, 0, 2))
     smem = Smem(
+        **views(plan, storage),
         queries=storage.queries.get_tensor(q.outer, swizzle=q.inner),
         keys=storage.keys.get_tensor(k.outer, swizzle=k.inner),
         values=storage.values.get_tensor(v.outer, swizzle=v.inner),
-        queries_start=storage.queries.data_ptr(),
-        rows_start=storage.rows.data_ptr(),
-        keys_start=storage.keys.data_ptr(),
-        values_start=storage.values.data_ptr(),
-        maxima=storage.maxima.get_tensor(cute.make_layout(plan.smem["maxima"].count)),
-        key_scales=storage.key_scales.get_tensor(cute.make_layout((plan.key_scales, plan.stages)))
-        if plan.key_scales
-        else None,
-        works=storage.works.get_tensor(cute.make_layout((WORK_WORDS, 2))),
-        value_scales=storage.value_scales.get_tensor(
-            cute.make_layout((plan.scaled_channels or 1, 2))
-        ),
     )
-    names = [edge.name for edge in plan.barriers.edges]
-    pipes = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
-    return smem, Pipelines(**pipes)
+    return smem, Pipelines(**pipelines(plan, storage))
 
 
 def scores_mma(plan: AttentionPlan):

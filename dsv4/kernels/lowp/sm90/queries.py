@@ -12,35 +12,30 @@ from cutlass import Float32, Uint32, cute
 
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
-from dsv4.kernels.lowp.config import QuantizedAttentionConfig
-from dsv4.kernels.lowp.plan import SPAN, TILE_QUERIES, AttentionPlan
-from dsv4.kernels.lowp.rounding import abs_of, across_lanes, fmax_nan, row_scale
+from dsv4.kernels.lowp.queries import VECTOR, QueryRows
+from dsv4.kernels.lowp.rounding import abs_of, across_lanes, fmax_nan
 from dsv4.kernels.lowp.sm90.context import AttentionContext
+from dsv4.kernels.lowp.work import Work
 
-VECTOR = VECTOR_BYTES // 2  # channels of a load
-SPAN_VECTORS = SPAN // VECTOR
 LANES, ROWS = 4, 2  # of a quad
 BARRIER = 4  # named barrier of the first warpgroup's queries; those of the others follow
 
 
-class Queries:
+class Queries(QueryRows):
     """Quantiser of queries."""
 
-    def __init__(self, config: QuantizedAttentionConfig, plan: AttentionPlan):
-        self.config = config
-        self.plan = plan
-        self.scale = row_scale(config)
-        self.has_rows_apart = config.qk_quant_gran == "per_row"
-
     @cute.jit
-    def take(self, ctx: AttentionContext, rows, warp, lane):
+    def take(self, ctx: AttentionContext, work: Work, warp, lane):
         """Code a warpgroup's queries into shared memory, and release them; the scales of this
         thread's rows, times the factor on scores."""
-        group, row = warp // 4, warp * 16 + lane // 4
+        group, row, rows = warp // 4, warp * 16 + lane // 4, work.rows
         part = lane % LANES
-        amax = [across_lanes(fmax_nan, x, LANES) for x in self._amax(ctx, row, rows, part)]
-        if cutlass.const_expr(not self.has_rows_apart):
-            amax = [self._of_group(ctx, fmax_nan(*amax), warp, lane)] * 2
+        if cutlass.const_expr(self.config.is_per_head):
+            amax = [self.largest_of_head(ctx, work, lane)] * 2
+        else:
+            amax = [across_lanes(fmax_nan, x, LANES) for x in self._amax(ctx, row, rows, part)]
+            if cutlass.const_expr(self.config.qk_quant_gran != "per_row"):
+                amax = [self._of_group(ctx, fmax_nan(*amax), warp, lane)] * 2
         found = [self.scale.of(x) for x in amax]
         # All warps' products with the queries before are over: PTX does not say that a warp's part
         # of a product reads that warp's rows alone.
@@ -50,9 +45,7 @@ class Queries:
         # wgmma reads through the async proxy.
         cute.arch.fence_view_async_shared()
         sync(group)
-        if cutlass.const_expr(self.config.folds_scale):
-            return tuple(x[0] for x in found)
-        return tuple(x[0] * ctx.operands.factor.bitcast(Float32) for x in found)
+        return tuple(self.times_factor(ctx, x[0]) for x in found)
 
     @cute.jit
     def _of_group(self, ctx: AttentionContext, amax: Float32, warp, lane) -> Float32:
@@ -76,7 +69,7 @@ class Queries:
         first, second = Float32(0.0), Float32(0.0)
         for i in cutlass.range_constexpr(self.plan.dim // VECTOR // LANES):
             vector = i // 2 * (2 * LANES) + part * 2 + i % 2
-            values = [self._load(ctx, row + 8 * r, rows, vector) for r in range(ROWS)]
+            values = [self.load(ctx, row + 8 * r, rows, vector) for r in range(ROWS)]
             found = [[abs_of(x[j]) for j in range(VECTOR)] for x in values]
             first = tree(fmax_nan, [first, *found[0]])
             second = tree(fmax_nan, [second, *found[1]])
@@ -86,14 +79,13 @@ class Queries:
     def _store(self, ctx: AttentionContext, row, rows, part, scales):
         """Write the codes of a lane's rows where the product reads them."""
         dim = self.plan.dim
-        # Spans of 128 bytes are permuted by the row in eight, spans of 64 by the pair of rows.
-        turn = row % 8 if dim == 128 else row // 2 % 4
+        turn = self.turn(row)
         for i in cutlass.range_constexpr(dim // VECTOR // LANES):
             vector = i // 2 * (2 * LANES) + part * 2 + i % 2
             place = ((vector // 2) ^ turn) * VECTOR_BYTES + vector % 2 * VECTOR
             for r in cutlass.range_constexpr(ROWS):
                 _, divisor, inverse = scales[r]
-                values = self._load(ctx, row + 8 * r, rows, vector)
+                values = self.load(ctx, row + 8 * r, rows, vector)
                 codes = [self.scale.code(values[j], divisor, inverse) for j in range(VECTOR)]
                 offset = (row + 8 * r) * dim + place
                 target = cute.recast_ptr(
@@ -103,29 +95,6 @@ class Queries:
                 for j in cutlass.range_constexpr(VECTOR // 4):
                     words[j] = self.scale.pack(codes[4 * j : 4 * j + 4])
                 cute.autovec_copy(words, cute.make_tensor(target, cute.make_layout(VECTOR // 4)))
-
-    @cute.jit
-    def _load(self, ctx: AttentionContext, row, rows, vector) -> cute.Tensor:
-        """Eight channels of a row as float32, zeros where there is none."""
-        dtype = ctx.operands.q.element_type
-        # The row in eight permutes the vectors of a span.
-        span, place = vector // SPAN_VECTORS, vector % SPAN_VECTORS ^ row % 8
-        offset = (span * TILE_QUERIES + row) * SPAN + place * VECTOR
-        source = cute.recast_ptr(
-            ctx.smem.rows_start + cute.assume(offset, divby=VECTOR), dtype=dtype
-        )
-        loaded = cute.make_rmem_tensor(VECTOR, dtype)
-        cute.autovec_copy(cute.make_tensor(source, cute.make_layout(VECTOR)), loaded)
-        values = cute.make_rmem_tensor(VECTOR, Float32)
-        for j in cutlass.range_constexpr(VECTOR):
-            value = loaded[j].to(Float32)
-            if cutlass.const_expr(self.config.is_varlen):
-                # Rows of the next sequence.
-                value = cutlass.select_(row < rows, value, Float32(0.0))
-            if cutlass.const_expr(self.config.folds_scale):
-                value = value * ctx.operands.factor.bitcast(Float32)
-            values[j] = value
-        return values
 
 
 def sync(group) -> None:
