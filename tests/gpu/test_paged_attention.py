@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dsv4 import ops
+from dsv4.kernels.attention.paged_args import PagedFmhaTensors
 from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
 from dsv4.testing.paged_attention import Case, Inputs, assert_paged_close, make_inputs
 
@@ -192,5 +193,7 @@ def test_the_torch_implementation_agrees(seed) -> None:
     inputs = make_inputs(Case(3, 2, 64, kv_format="fp8", ragged=True), seed).to("cuda")
     outputs = [torch.empty_like(x) for x in run(inputs)]
     config = inputs.case.config
-    SPARSE_FMHA_PAGED.torch(config, *inputs.tensors, outputs[0], *(None,) * 6, *outputs[1:])
+    given = PagedFmhaTensors(*inputs.tensors, *(None,) * 11)
+    given = given._replace(**inputs.optional, **dict(zip(("o", "lse", "max_logits"), outputs)))
+    SPARSE_FMHA_PAGED.torch(config, *given[:-1])
     assert_paged_close(inputs.to("cpu"), *(x.cpu() for x in outputs))
