@@ -8,7 +8,7 @@ from dsv4.simulator.compile.registers import BITS_OF_KIND, DTYPES, KIND_OF_TYPE,
 from dsv4.simulator.ptx.entry import Instruction
 
 _SMALL_PAIRS = {f"{name}x2": name for name in SMALL_FLOATS}
-_TYPES = {*KIND_OF_TYPE, *_SMALL_PAIRS, "ue8m0x2", "tf32"}
+_TYPES = {*KIND_OF_TYPE, *_SMALL_PAIRS, "ue8m0x2", "s2f6x2", "tf32"}
 _ROUNDINGS = {"rni": "np.rint", "rzi": "np.trunc", "rmi": "np.floor", "rpi": "np.ceil"}
 
 
@@ -21,6 +21,10 @@ def convert(e: BlockEmitter, ins: Instruction) -> None:
     target, source = types[0], types[1]
     if target in _SMALL_PAIRS or target == "ue8m0x2":
         _to_small(e, ins, target, source)
+    elif target == "s2f6x2":
+        raise ValueError("fixed point from floats")
+    elif source == "s2f6x2":
+        _from_fixed(e, ins)
     elif source in _SMALL_PAIRS or source == "ue8m0x2":
         _from_small(e, ins, target, source)
     elif target in ("bf16x2", "f16x2"):
@@ -148,6 +152,14 @@ def _from_small(e: BlockEmitter, ins: Instruction, target: str, source: str) -> 
     if "relu" in ins.parts:
         values = f"np.maximum({values}, f32(0))"
     e.define(ins.operands[0], f"{name}({values}).view(u32)[:, 0]", "u32")
+
+
+def _from_fixed(e: BlockEmitter, ins: Instruction) -> None:
+    """Two bytes with six bits behind the point to bf16x2, scaled by powers of two."""
+    values = f"words({e.value(ins.operands[1], 'u16')}, i8) / f32(64)"
+    if len(ins.operands) > 2:
+        values += f" * f32_of_ue8m0(words({e.value(ins.operands[2], 'u16')}, u8))"
+    e.define(ins.operands[0], f"{_half_of(ins, 'bf16', values)}.view(u32)[:, 0]", "u32")
 
 
 def _pack_saturated(e: BlockEmitter, ins: Instruction) -> None:

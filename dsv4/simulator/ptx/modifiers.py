@@ -44,7 +44,7 @@ _MODIFIERS: dict[str, str] = {
     # Comparison, conversion, moves.
     "set": _COMPARISONS, "setp": _COMPARISONS, "selp": "", "slct": "ftz", "isspacep": _SPACES,
     "cvt": _FLOAT + "rna rni rzi rmi rpi satfinite pack "
-           "tf32 (e4m3|e5m2|e2m3|e3m2|e2m1|ue8m0)x[24]",
+           "tf32 (e4m3|e5m2|e2m3|e3m2|e2m1|ue8m0)x[24] s2f6x2 scaled::n2::ue8m0",
     "mov": "", "cvta": "to " + _SPACES, "mapa": _SHARED, "getctarank": _SHARED,
     # Control and collectives.
     "bra": "uni", "ret": "uni", "exit": "", "trap": "", "brkpt": "", "vprintf": "",

@@ -389,6 +389,36 @@ def quantized(name: str) -> Subject:
     )
 
 
+# Of Blackwell: scales of keys in the ring, all of Tensor Memory, a mask.
+BLACKWELL_LOWP = {
+    "rows": lowp.Case(
+        1, 2, 1, 300, 810, 64,
+        options={"qk": "fp8", "qk_quant_gran": "per_row", "causal": "bottom_right"},
+    ),
+    "wide": lowp.Case(
+        1, 2, 1, 300, 600, 128,
+        options={"qk": "fp8", "qk_quant_gran": "per_64", "causal": "top_left"},
+    ),
+    "masked": lowp.Case(1, 2, 1, 300, 600, 64, options={"mask": "bool", "causal": "bottom_right"}),
+}  # fmt: skip
+
+
+@cache
+def blackwell_quantized(name: str) -> Subject:
+    """More tiles of keys than stages, and work tiles that are shorter than the rings."""
+    case = BLACKWELL_LOWP[name]
+    short = replace(case, queries=600, keys=100)
+    launches = [
+        (lowp_attention.Inputs.make(given, SEED), {"num_ctas": ctas})
+        for given, ctas in ((short, 1), (case, 1), (case, 2))
+    ]
+    return _subject_of_op(
+        "sm_100a",
+        launches,
+        lambda given, found: lowp_attention.assert_attention(given, found, has_fp32_sums=True),
+    )
+
+
 @cache
 def codes() -> Subject:
     """Codes of keys and values, and their scales."""

@@ -95,6 +95,10 @@ RUNS: dict[str, list[str]] = {
     "convert.and.pack.integer": ["cvt.pack.sat.u8.s32.b32 %r0, %r1, %r2, %r3;",
                                  "cvt.pack.sat.s16.s32 %r0, %r1, %r2;"],
     "convert.bf16x2.to.f8x2": ["cvt.rn.satfinite.e4m3x2.f16x2 %h0, %r1;"],
+    "convert.f16x2.to.f4x2": ["cvt.rn.satfinite.e2m1x2.f16x2 %b0, %r1;"],
+    "convert.f16x2.to.f6x2": ["cvt.rn.satfinite.relu.e2m3x2.f16x2 %h0, %r1;"],
+    "convert.bf16x2.to.f4x2": ["cvt.rn.satfinite.relu.e2m1x2.bf16x2 %b0, %r1;"],
+    "convert.bf16x2.to.f6x2": ["cvt.rn.satfinite.e3m2x2.bf16x2 %h0, %r1;"],
     "convert.f16x2.to.f8x2": ["cvt.rn.satfinite.relu.e5m2x2.f16x2 %h0, %r1;"],
     "convert.f32x2.to.bf16x2": ["cvt.rn.bf16x2.f32 %r0, %f1, %f2;",
                                 "cvt.rz.relu.bf16x2.f32 %r0, %f1, %f2;",
@@ -112,6 +116,8 @@ RUNS: dict[str, list[str]] = {
     "convert.f6x2.to.f16x2": ["cvt.rn.f16x2.e2m3x2 %r0, %h1;", "cvt.rn.f16x2.e3m2x2 %r0, %h1;"],
     "convert.f8x2.to.f16x2": ["cvt.rn.f16x2.e4m3x2 %r0, %h1;", "cvt.rn.relu.f16x2.e5m2x2 %r0, %h1;"],
     "convert.f8x2.to.bf16x2": ["cvt.rn.bf16x2.ue8m0x2 %r0, %h1;"],
+    "convert.s2f6x2.to.bf16x2": ["cvt.rn.bf16x2.s2f6x2 %r0, %h1;",
+                                 "cvt.rn.satfinite.relu.scaled::n2::ue8m0.bf16x2.s2f6x2 %r0, %h1, %h2;"],
     "convert.float.to.integer": ["cvt.rni.s32.f32 %r0, %f1;", "cvt.rzi.u64.f64 %d0, %e1;",
                                  "cvt.rmi.ftz.u8.f32 %h0, %f1;", "cvt.rzi.s32.f16 %r0, %h1;"],
     "convert.float.to.tf32": ["cvt.rna.tf32.f32 %r0, %f1;", "cvt.rn.relu.tf32.f32 %r0, %f1;",
@@ -336,6 +342,8 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(
         ["convert.f32x4.to.f4x4", "convert.f32x4.to.f6x4", "convert.f32x4.to.f8x4",
          "cvt.to.f4x8.packed"], "stochastic rounding"),
+    **dict.fromkeys(
+        ["convert.bf16x2.to.s2f6x2", "convert.f32x2.to.s2f6x2"], "fixed point from floats"),
     **dict.fromkeys([f"read.ptx.sreg.envreg{i}" for i in range(32)], "what a driver leaves there"),
     **dict.fromkeys(
         ["add.packed.bf16x2.f32x2.f32x2", "add.packed.f16x2.f32x2.f32x2",
@@ -345,9 +353,7 @@ REFUSED: dict[str, str] = {
          "mul.packed.bf16x2.bf16x2.f16x2", "mul.packed.bf16x2.f32x2.f32x2",
          "mul.packed.f16x2.f16x2.bf16x2", "mul.packed.f16x2.f32x2.f32x2",
          "fma.packed.f32x2.bf16x2.f32x2.f32x2", "fma.packed.f32x2.f16x2.f32x2.f32x2", "clmad",
-         "convert.bf16x2.to.f4x2", "convert.bf16x2.to.f6x2", "convert.bf16x2.to.s2f6x2",
-         "convert.f16x2.to.f4x2", "convert.f16x2.to.f6x2", "convert.f32x2.to.s2f6x2",
-         "convert.s2f6x2.to.bf16x2", "cvt.packfloat", "cvt.packfloat.f32",
+         "cvt.packfloat", "cvt.packfloat.f32",
          "cp.async.bulk.tensor.global.shared.cta.override",
          "cp.async.bulk.tensor.prefetch.override", "cp.async.bulk.tensor.reduce.override",
          "cp.async.bulk.tensor.shared.cluster.global.override", "applypriority.async.bulk",
@@ -370,6 +376,7 @@ REFUSALS = [
     ("wmma.load.a.sync.aligned.row.m16n16k16.f16 {%x0, %x1, %x2, %x3, %x4, %x5, %x6, %x7}, [%d0];",
      "opaque"),
     ("cvt.rs.satfinite.e4m3x4.f32 %r0, {%f1, %f2, %f3, %f4}, %r1;", "stochastic rounding"),
+    ("cvt.rn.satfinite.s2f6x2.f32 %h0, %f1, %f2;", "fixed point from floats"),
     ("cp.async.bulk.tensor.3d.shared::cta.global.im2col.mbarrier::complete_tx::bytes "
      "[%r0], [%d1, {%r2, %r3, %r4}], [%r1], {%h0};", "im2col"),
     ("mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32 {%x0, %x1, %x2, %x3, %x4, %x5, %x6, %x7}, "

@@ -106,14 +106,49 @@ def test_from_exponent_scales():
     assert np.isnan(values[-1])
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
-def test_from_packed_halves(name, seed):
-    values = np.random.default_rng(seed).standard_normal(64).astype(np.float16) * np.float16(30)
-    found = run_lanes(
-        f"cvt.rn.satfinite.{name}x2.f16x2 %y, %x0;", [values.view(np.uint32)], np.uint16
-    )
-    wanted = [_encode(float(v), name, False) for v in values]
-    np.testing.assert_array_equal(found.view(np.uint8), wanted)
+@pytest.mark.parametrize("relu", ["", ".relu"])
+def test_from_fixed_point(relu):
+    """Every value, with scales of its own in both halves; what is too large ends at the largest."""
+    for start in range(0, 256, 64):
+        codes = np.arange(start, start + 64).astype(np.uint8)
+        scales = (117 + codes % 23).astype(np.uint8)
+        scales[-2:] = 254, 255
+        operands = [codes.view(np.uint16), scales.view(np.uint16)]
+        found = run_lanes(
+            f"cvt.rn.satfinite{relu}.scaled::n2::ue8m0.bf16x2.s2f6x2 %y, %x0, %x1;",
+            operands,
+            np.uint32,
+        )
+        values = (found.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        wanted = codes.view(np.int8) / 64 * 2.0 ** (scales.astype(float) - 127)
+        if relu:
+            wanted = np.maximum(wanted, 0)
+        np.testing.assert_array_equal(values[:-2], wanted[:-2])
+        largest = float.fromhex("0x1.fep127")
+        assert values[-2] == np.clip(wanted[-2], -largest, largest)
+        assert np.isnan(values[-1])
+        plain = run_lanes("cvt.rn.bf16x2.s2f6x2 %y, %x0;", operands[:1], np.uint32)
+        values = (plain.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        np.testing.assert_array_equal(values, codes.view(np.int8) / 64)
+
+
+@pytest.mark.parametrize("source", ["f16", "bf16"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_from_packed_halves(name, source, seed):
+    values = np.random.default_rng(seed).standard_normal(64).astype(np.float32) * np.float32(3)
+    if source == "f16":
+        halves = values.astype(np.float16)
+        values = halves.astype(np.float32)
+    else:
+        halves = (values.view(np.uint32) >> 16).astype(np.uint16)
+        values = (halves.astype(np.uint32) << 16).view(np.float32)
+    line = f"cvt.rn.satfinite.{name}x2.{source}x2 %y, %x0;"
+    if name == "e2m1":
+        found = run_lanes(line, [halves.view(np.uint32)], np.uint8)
+        codes = np.stack((found & 15, found >> 4), 1).reshape(-1)
+    else:
+        codes = run_lanes(line, [halves.view(np.uint32)], np.uint16).view(np.uint8)
+    np.testing.assert_array_equal(codes, [_encode(float(v), name, False) for v in values])
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
