@@ -38,6 +38,28 @@ def test_new_tensors_are_aligned_as_on_a_gpu():
         assert new[-1].tolist() == made.tolist()
 
 
+class Doubled(torch.autograd.Function):
+    """A function whose backward asks where its gradient is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert gradient.is_cuda and gradient.device == GPU
+        return gradient * 2
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_gradients_are_on_the_gpu(given):
+    with CudaTensors():
+        leaf = torch.ones(3, device="cuda", requires_grad=True)
+        out = Doubled.apply(leaf)
+        out.backward(torch.ones_like(out)) if given else out.sum().backward()
+        assert leaf.grad.is_cuda and leaf.grad.tolist() == [2, 2, 2]
+
+
 def test_meta_tensors_stay_so():
     with CudaTensors():
         assert torch.empty(2, device="meta").device.type == "meta"

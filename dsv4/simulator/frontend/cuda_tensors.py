@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -11,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 ALIGNMENT = 256  # of what CUDA allocates
 _DEVICE = torch.device("cuda", 0)
 _HOST = "_simulated_on_host"  # attribute of tensors that would be on the CPU
+_BACKWARD = (torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 _IS_CUDA, _IS_CPU = torch.Tensor.is_cuda.__get__, torch.Tensor.is_cpu.__get__
 _DEVICE_OF = torch.Tensor.device.__get__
 
@@ -34,12 +36,21 @@ class CudaTensors(TorchFunctionMode):
         given = [*arguments, *keywords.values()]
         moved = any(map(_is_cuda_device, given))
         keywords.pop("pin_memory", None)
+        if function in _BACKWARD:
+            # What the graph's functions do is seen, too.
+            engine = torch.autograd._engine_run_backward
+            with mock.patch.object(torch.autograd, "_engine_run_backward", self.around(engine)):
+                return function(*arguments, **keywords)
         result = function(
             *("cpu" if _is_cuda_device(v) else v for v in arguments),
             **{k: "cpu" if _is_cuda_device(v) else v for k, v in keywords.items()},
         )
         if moved and isinstance(result, torch.Tensor):
-            return _as_allocated(result) if _real(result) else result
+            if not _real(result):
+                return result
+            if any(True for _ in _tensors(given)):
+                return _as_allocated(result)
+            return _as_allocated(result.detach()).requires_grad_(result.requires_grad)  # a leaf
         if function is torch.Tensor.cpu or any(map(_is_host_device, given)):
             if isinstance(result, torch.Tensor) and result is arguments[0] and _on_gpu(result):
                 result = result.clone()  # from a GPU it is a copy

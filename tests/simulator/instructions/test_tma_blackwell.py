@@ -150,6 +150,35 @@ def test_stores_undo_what_loads_do(atomicity, seed):
     np.testing.assert_array_equal(target.numpy(), tensor.numpy())
 
 
+AHEAD = 1 << 30  # rows of a ragged tensor that come before memory
+
+
+@pytest.mark.parametrize("row", [0, 3])
+def test_ragged_tensors(row, seed):
+    """A map whose address lies far ahead of memory, and whose end cuts boxes: the box that is
+    copied has to lie in memory, not the whole."""
+    tensor, target = _noise(seed, 10, 128), torch.zeros((10, 128), dtype=torch.uint8)
+    size = (128, AHEAD + 10)
+    raw = _map(tensor.data_ptr() - AHEAD * 128, BYTES, size, 128, (128, 16))
+    found = _load(tensor, raw, (0, AHEAD + row), 2048, 2048).reshape(16, 128)
+    np.testing.assert_array_equal(found[: 10 - row], tensor.numpy()[row:])
+    assert not found[10 - row :].any()
+    back = _map(target.data_ptr() - AHEAD * 128, BYTES, size, 128, (128, 16))
+    statement = (
+        "cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group "
+        f"[%d0, {{0, {AHEAD + row}}}], [%smem];\n"
+        "cp.async.bulk.commit_group;\ncp.async.bulk.wait_group 0;"
+    )
+    simulate_ptx(
+        _kernel(statement, 2048, 0), "k", grid=(1, 1, 1), block=(32, 1, 1), shared=2112,
+        params=(back, torch.from_numpy(found.reshape(-1).copy()),
+                torch.zeros(2048, dtype=torch.uint8)), buffers=(target,),
+    )  # fmt: skip
+    np.testing.assert_array_equal(target.numpy()[row:], tensor.numpy()[row:])
+    with pytest.raises(KernelFault, match="outside every argument"):
+        _load(tensor, raw, (0, 5), 2048, 2048)
+
+
 @pytest.mark.parametrize(("code", "bits", "padded"), [(B4, 4, False), (B4_PADDED, 4, True),
                                                       (B6_PADDED, 6, True)])  # fmt: skip
 @pytest.mark.parametrize("swizzle", [0, 3])

@@ -34,6 +34,7 @@ _SUB_BYTE = {11: (4, False), 12: (4, True), 13: (6, True)}
 _NAN_FILL = 0x7FF7  # in every 16 bits of elements outside the tensor
 _TF32_NAN = np.uint32(0x7FFFE000)
 _CHUNK = 16  # bytes; the granularity of the innermost dimension
+_MOST_BYTES = 1 << 36  # of a tensor that can be in memory
 _SLICE = 16  # bytes of the channels kept together by the first kind of interleave; the second: 32
 _SWIZZLE_SPAN = {0: 0, 1: 32, 2: 64, 3: 128}
 # Of the 128-byte swizzle: bytes kept together, and whether the 8-byte halves of 16 bytes change
@@ -112,8 +113,11 @@ class TensorMap:
         self._check()
         self.memory = memory
         self._laid_down: dict[tuple[int, int | None], Placement] = {}
-        self.view = self._view(self.dims)
-        self.chunks = self._chunk_view()
+        # Ragged tensors declare more than there is memory, from an address ahead of it: of theirs
+        # only the boxes that are copied have to lie in memory.
+        is_ragged = self._extent(self.dims) > _MOST_BYTES
+        self.view = None if is_ragged else self._view(self.dims)
+        self.chunks = None if is_ragged else self._chunk_view()
 
     def _extent(self, dims: list[int]) -> int:
         """Bytes from the first element to the end of the last."""
@@ -125,6 +129,21 @@ class TensorMap:
             self.memory.read(self.address, self._extent(dims)),
             shape=(*reversed(dims), self.element),
             strides=(*reversed(self.strides), 1),
+        )
+
+    def _part(self, slices: tuple, dims: list[int]) -> np.ndarray:
+        """The bytes of a part of the tensor that `slices` names, outermost first."""
+        if self.view is not None:
+            return (self.view if dims == self.dims else self._view(dims))[slices]
+        inside = tuple(reversed(slices))
+        first = self.address + sum(s.start * stride for s, stride in zip(inside, self.strides))
+        counts = [-(-(s.stop - s.start) // s.step) for s in inside]
+        steps = [stride * s.step for s, stride in zip(inside, self.strides)]
+        extent = self.element + sum((n - 1) * step for n, step in zip(counts, steps))
+        return np.lib.stride_tricks.as_strided(
+            self.memory.read(first, extent),
+            shape=(*reversed(counts), self.element),
+            strides=(*reversed(steps), 1),
         )
 
     def _chunk_view(self) -> np.ndarray | None:
@@ -226,7 +245,7 @@ class TensorMap:
             box = np.zeros(self._box_shape(), np.uint8)
         slices = self.slices(self.in_bytes(origin), self.dims)
         if slices:
-            inside = self.view[slices[0]]
+            inside = self._part(slices[0], self.dims)
             if self.rounds_to_tf32:
                 words = np.ascontiguousarray(inside).view(np.uint32)
                 nan = (words & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -249,12 +268,12 @@ class TensorMap:
         slices = self.slices(origin, dims)
         if not slices:
             return
-        view = self.view if dims == self.dims else self._view(dims)
+        part = self._part(slices[0], dims)
         box = rows.reshape(self._box_shape())[slices[1]]
         if op is not None:
-            old = np.ascontiguousarray(view[slices[0]])
+            old = np.ascontiguousarray(part)
             box = reduce_bytes(op, self.dtype, old, np.ascontiguousarray(box))
-        view[slices[0]] = box
+        part[:] = box
 
     def gather(self, column: int, rows) -> np.ndarray:
         """gather4: four rows of a 2-D tensor, `box[0]` elements from `column`."""
