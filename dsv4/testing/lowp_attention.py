@@ -82,7 +82,7 @@ class Inputs(OpInputs):
     def summed_tiles(self) -> int:
         """Tiles of keys whose products one accumulator sums. One that is never emptied loses twice
         as much as a fresh one: its sum, too, is cut by every product."""
-        if self.config.pv_accum_dtype == "fp32+fp32":
+        if self.config.pv_accum_dtype in ("fp32+fp32", "fp32+fp16"):
             return 1
         keys = self.codes["k_codes"]
         assert keys is not None

@@ -6,10 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4.kernels.lowp.config import has_kernel
+from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
 from dsv4.ops import quantize_kv, quantized_attention
 from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
 from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
+from dsv4.ops.runtime.runner import config_of
+from dsv4.ops.runtime.state import warm_up
 from dsv4.testing.harness import Device, run_all
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.lowp import Case, Metrics, expected, make_inputs
@@ -37,7 +39,13 @@ CASES = {
     "FP8 scores, causal": Case(1, 8, 2, 1111, 1111, 64, options={**FP8_ROWS, "causal": "top_left"}),
     "FP8 scores, per head": Case(2, 4, 2, 1000, 2001, 128, "kbias", options={"qk": "fp8"}),
     "FP8 scores, per head, causal": Case(
-        1, 8, 2, 1111, 1111, 64, "outlier", options={"qk": "fp8", "causal": "top_left"}
+        1, 8, 2, 1111, 1111, 64, "kbias", options={"qk": "fp8", "causal": "top_left"}
+    ),
+    "fp16 sums of 64 keys": Case(
+        2, 4, 2, 500, 1001, 128, "vbias", options={"pv_accum_dtype": "fp32+fp16"}
+    ),
+    "fp16 sums of 64 keys, causal": Case(
+        1, 4, 2, 700, 700, 64, options={"pv_accum_dtype": "fp32+fp16", "causal": "top_left"}
     ),
     "fp16 values": Case(1, 4, 2, 700, 1300, 128, "vbias", options={"pv": "fp16"}),
     "fp16 values, two levels": Case(
@@ -213,6 +221,23 @@ def test_graph_replay_reads_new_inputs(seed: int) -> None:
         tensor.copy_(other)
     found.fill_(torch.nan)
     graph.replay()
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"qk": "fp8"}], ids=["int8", "fp8"])
+def test_a_warm_runner_can_be_captured(options: dict, seed: int) -> None:
+    """Warmed up, but never called: the first call is the captured one."""
+    q, k, v = (x.cuda() for x in make_inputs(Case(1, 2, 2, 200, 300, 64), seed))
+    of_keys = quantize_kv(k.cpu(), v.cpu(), **options, smooth_k=False).config
+    of_all = QuantizedAttentionConfig(**vars(of_keys), sm_scale=0.3)
+    for op, one in ((QUANTIZE_KV, of_keys), (QUANTIZED_ATTENTION, of_all)):
+        warm_up(op, config_of(op, op.runner_id(*vars(one).values())), 1, q.device)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = quantized_attention(q, k, v, **options, smooth_k=False, sm_scale=0.3)
+    graph.replay()
+    wanted = quantized_attention(q, k, v, **options, smooth_k=False, sm_scale=0.3)
     assert torch.equal(found, wanted)
 
 

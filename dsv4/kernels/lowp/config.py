@@ -43,7 +43,7 @@ ACCUMULATORS = {
 # Those that kernels have, by architecture. Blackwell's tensor cores sum in fp32: there two levels
 # are one.
 KERNEL_ACCUMULATORS = {
-    "sm_90a": {"fp8": ("fp32+fp32", "fp32"), "fp16": ("fp32", "fp16+fp32", "fp16")},
+    "sm_90a": {"fp8": ("fp32+fp32", "fp32+fp16", "fp32"), "fp16": ("fp32", "fp16+fp32", "fp16")},
     "sm_100a": {"fp8": ("fp32+fp32", "fp32")},
 }
 # Accumulation beside which the mean of V can be added again at the end.

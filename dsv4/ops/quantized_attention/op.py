@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from numbers import Real
 from operator import index
@@ -20,6 +20,7 @@ from dsv4.ops.quantized_attention.dump import write_dumps
 from dsv4.ops.quantized_attention.knobs import dump_prefixes
 from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
 from dsv4.ops.quantized_attention.options import FORMAT_OPTIONS
+from dsv4.ops.quantized_attention.probes import probes_of
 from dsv4.ops.quantized_attention.quantize_kv import (
     QuantizedKV,
     check_codes,
@@ -92,6 +93,11 @@ class QuantizedAttention(KernelOp):
     ) -> int:
         """Enough for a capture to know that it needs one: the lengths are not known."""
         return int(config.is_per_head)
+
+    def probes(
+        self, config: QuantizedAttentionConfig, target: Device, device: torch.device
+    ) -> Iterator[tuple[Tensor | int, ...]]:
+        return probes_of(self, config, target, device)
 
     def make_launch(self, state: State) -> Launch:
         """The launch that follows from the table, of sizes that fit each other: the compiled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import index
 from typing import Any, ClassVar
@@ -19,6 +19,7 @@ from dsv4.kernels.lowp.plan import STATISTICS
 from dsv4.ops.quantized_attention.codes import encode_kv, key_means
 from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
 from dsv4.ops.quantized_attention.options import FORMAT_OPTIONS, complete
+from dsv4.ops.quantized_attention.probes import probes_of
 from dsv4.ops.quantized_attention.sequences import check_count, check_ends, sequences_of
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.calls import tensors_of_call
@@ -87,6 +88,11 @@ class QuantizeKv(KernelOp):
     def max_workspace_size(self, config: QuantizeKvConfig, rows: int, device: Device) -> int:
         """Enough for a capture to know that it needs one: the lengths are not known."""
         return 1
+
+    def probes(
+        self, config: QuantizeKvConfig, target: Device, device: torch.device
+    ) -> Iterator[tuple[Tensor | int, ...]]:
+        return probes_of(self, config, target, device)
 
     def make_launch(self, state: State) -> Launch:
         """The launch that follows from the table, of sizes that fit each other: the compiled

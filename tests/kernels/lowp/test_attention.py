@@ -9,14 +9,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dsv4.kernels.kit.args import optional_of, required_of, scalars_of
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
 from dsv4.kernels.lowp.plan import AttentionPlan, choose_launch
 from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
+from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
 from dsv4.reference.lowp_sums import hopper_sum
-from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, simulator
+from dsv4.testing.harness import Call, Outcome, Simulator, missed_synchronisation, simulator
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.lowp import Case, make_inputs, oracle
 from dsv4.testing.lowp_attention import Inputs, assert_attention
+from dsv4.testing.lowp_codes import KvInputs
 from dsv4.testing.mutate import Edit, at
 from tests.kernels import planted_bugs
 
@@ -105,6 +108,8 @@ FORMATS = {
     "FP8 scores, per head": FP8_HEADS,
     "one level": {"pv_accum_dtype": "fp32"},
     "one level, smoothed": {"pv_accum_dtype": "fp32", "smooth_v": True},
+    "fp16 sums of 64 keys": {"pv_accum_dtype": "fp32+fp16"},
+    "fp16 sums of 64 keys, FP8 scores": {**FP8_BLOCKS, "pv_accum_dtype": "fp32+fp16"},
     "keys as they are": {"smooth_k": False},
     "FP8 scores, per row": FP8_ROWS,
     "FP8 scores, per 64": FP8_BLOCKS,
@@ -163,6 +168,21 @@ def test_no_synchronisation_is_left_out(case: Case, seed: int) -> None:
     assert not missed_synchronisation(reports)
 
 
+@pytest.mark.slow
+def test_the_call_that_warms_up_runs(seed: int) -> None:
+    """With all tensors that its configuration reads and writes."""
+    for op, inputs in (
+        (QUANTIZED_ATTENTION, Inputs.make(RAGGED, seed)),
+        (QUANTIZE_KV, KvInputs.make(SHORT, seed)),
+    ):
+        kernels = OpKernels(op, simulator("sm_90a"))
+        probe = next(op.probes(inputs.config, kernels.planned_for, torch.device("cpu")))
+        count = len(required_of(op.args))
+        names = (arg.name for arg in (*optional_of(op.args), *scalars_of(op.args)))
+        call = Call(probe[:count], dict(zip(names, probe[count:], strict=True)), {}, {})
+        kernels.target.run(kernels.compile(inputs.config), call)
+
+
 def test_plan() -> None:
     for dim in (64, 128):
         plan = AttentionPlan(dim)
@@ -180,6 +200,7 @@ def test_configurations_with_kernels() -> None:
     assert has_kernel(QuantizedAttentionConfig(128))
     assert has_kernel(QuantizedAttentionConfig(40, dtype="float16"))
     assert has_kernel(QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype="fp32"))
+    assert has_kernel(QuantizedAttentionConfig(128, pv_accum_dtype="fp32+fp16"))
     assert has_kernel(QuantizedAttentionConfig(128, mask="bool"))
     for granularity in ("per_head", "per_row", "per_64"):
         fp8 = {"qk": "fp8", "qk_quant_gran": granularity, "quantizer": ""}
@@ -188,7 +209,6 @@ def test_configurations_with_kernels() -> None:
         QuantizedAttentionConfig(128, dtype="float32"),
         QuantizedAttentionConfig(33),
         QuantizedAttentionConfig(128, geometry="sm89"),
-        QuantizedAttentionConfig(128, pv_accum_dtype="fp32+fp16"),
         QuantizedAttentionConfig(
             128, pv="nvfp4", qk="nvfp4", qk_quant_gran="per_16", quantizer="", pv_accum_dtype="fp32"
         ),

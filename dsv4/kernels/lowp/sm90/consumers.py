@@ -9,7 +9,8 @@ While the products of one warpgroup run, the others compute weights. A warpgroup
 `plan.Order` says whether S(j) is issued before T is there, or takes its registers, and at what
 warpgroups take turns: the tensor cores, or the special function unit. T is a fresh accumulator for
 each tile ("fp32+fp32"): an FP8 tensor core keeps 14 bits of its sums. With "fp32" the products of
-all tiles stay in O, which is scaled between them.
+all tiles stay in O, which is scaled between them. With "fp32+fp16" T is two accumulators of fp16,
+one for each half of a tile's keys: more of them would overflow.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cutlass.cute.nvgpu import warpgroup
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.kit.wgmma import by_row, gemm
-from dsv4.kernels.lowp.config import P_OFFSET, QuantizedAttentionConfig
+from dsv4.kernels.lowp.config import FP16_FLUSH_KEYS, P_OFFSET, QuantizedAttentionConfig
 from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, TILE_KEYS, AttentionPlan
 from dsv4.kernels.lowp.sm90.context import AttentionContext, scores_mma, values_mma
 from dsv4.kernels.lowp.sm90.epilogue import Epilogue
@@ -50,7 +51,7 @@ class Fragments(NamedTuple):
     scores: cute.Tensor
     codes: cute.Tensor  # of weights
     sums: cute.Tensor  # O
-    tile_sums: cute.Tensor  # T
+    tile_sums: tuple[cute.Tensor, ...]  # T, of all of a tile's keys or of the halves of them
     state: RowState
 
 
@@ -74,8 +75,11 @@ class Consumers:
     def __init__(self, config: QuantizedAttentionConfig, plan: AttentionPlan):
         self.config = config
         self.plan = plan
-        self.has_two_levels = config.pv_accum_dtype in ("fp32+fp32", "fp16+fp32")
-        self.mma_sums = Float16 if config.pv_accum_dtype.startswith("fp16") else Float32
+        self.has_two_levels = config.pv_accum_dtype in ("fp32+fp32", "fp32+fp16", "fp16+fp32")
+        is_flushed = config.pv_accum_dtype == "fp32+fp16"
+        self.parts = TILE_KEYS // FP16_FLUSH_KEYS if is_flushed else 1  # of a tile's sums
+        has_half = is_flushed or config.pv_accum_dtype.startswith("fp16")
+        self.mma_sums = Float16 if has_half else Float32
         self.is_fp16 = config.pv == "fp16"
         self.offset = P_OFFSET[config.pv]
         self.has_mask = config.mask != "none"
@@ -114,11 +118,15 @@ class Consumers:
         sums = values.partition_shape_C((GROUP_QUERIES, self.plan.dim))
         o = values.make_fragment_C(sums)
         s = scores.make_fragment_C(scores.partition_shape_C((GROUP_QUERIES, TILE_KEYS)))
-        t = o
+        t = (o,)
         if self.has_two_levels:
-            o, t = cute.make_rmem_tensor(o.layout, Float32), values.make_fragment_C(sums)
+            layout = o.layout
+            t = tuple(values.make_fragment_C(sums) for _ in range(self.parts))
             if self.is_serial and not self.is_fp16:
-                t = cute.make_tensor(cute.recast_ptr(s.iterator, dtype=Float32), o.layout)
+                start = cute.recast_ptr(s.iterator, dtype=self.mma_sums)
+                size = cute.cosize(layout)
+                t = tuple(cute.make_tensor(start + i * size, layout) for i in range(self.parts))
+            o = cute.make_rmem_tensor(layout, Float32)
         return Fragments(
             q=own.make_fragment_A(own.partition_A(ctx.smem.queries)),
             k=own.make_fragment_B(own.partition_B(ctx.smem.keys)),
@@ -333,9 +341,10 @@ class Consumers:
 
     def _issue_values(self, f: Fragments, stage) -> None:
         """T = P V of a stage's values."""
-        steps = range(TILE_KEYS // K_STEPS[self.plan.pv])
-        target, v = f.tile_sums, f.v[None, None, None, stage]
-        gemm(self._values_mma, target, f.codes, v, steps, 0, not self.has_two_levels)
+        v, count = f.v[None, None, None, stage], TILE_KEYS // K_STEPS[self.plan.pv] // self.parts
+        for i, target in enumerate(f.tile_sums):
+            steps = range(i * count, (i + 1) * count)
+            gemm(self._values_mma, target, f.codes, v, steps, 0, not self.has_two_levels)
         warpgroup.commit_group()
 
     def _values_mma(self):
@@ -345,12 +354,17 @@ class Consumers:
     def _add_tile(self, f: Fragments):
         """O with the last tile whose values were weighted."""
         if cutlass.const_expr(self.has_two_levels):
-            sums, tile_sums, decay = by_row(f.sums), Sums(f.tile_sums), f.state.decay
+            sums, decay = by_row(f.sums), f.state.decay
+            first, *others = [Sums(part) for part in f.tile_sums]
             for j in cutlass.range_constexpr(cute.size(sums, mode=[2])):
                 for r in cutlass.range_constexpr(2):
-                    added = tile_sums.pair(r, j)
+                    added = first.pair(r, j)
                     for c in cutlass.range_constexpr(2):
                         sums[r, c, j] = cute.math.fma(sums[r, c, j], decay[r], added[c])
+                    for part in others:
+                        added = part.pair(r, j)
+                        for c in cutlass.range_constexpr(2):
+                            sums[r, c, j] = sums[r, c, j] + added[c]
 
     @cute.jit
     def _scale(self, f: Fragments):

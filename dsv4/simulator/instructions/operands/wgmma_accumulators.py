@@ -193,14 +193,14 @@ def _add_f16(part, values: np.ndarray) -> None:
         if part.accumulate:
             old = numerics.words(R[index], u16)
             pair = pair + numerics.f32_of_f16(np.ascontiguousarray(old.T))
-        R[index] = _packed(pair)
+        R[index] = _packed(pair).view(R[index].dtype)
 
 
 def _write_f16(part, values: np.ndarray) -> None:
     """float32 [registers, lanes] to packed float16 registers."""
     R = part.warp.registers
     for k, index in enumerate(part.accumulators.indices):
-        R[index] = _packed(values[2 * k : 2 * k + 2])
+        R[index] = _packed(values[2 * k : 2 * k + 2]).view(R[index].dtype)
 
 
 def _packed(pair: np.ndarray) -> np.ndarray:
