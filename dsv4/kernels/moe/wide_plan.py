@@ -21,12 +21,12 @@ from dsv4.kernels.kit.plan import (
     Warps,
 )
 from dsv4.kernels.moe.config import ExpertsConfig
-from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, TABLE_EXPONENT
+from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, TABLE_EXPONENT, VECTOR_BYTES
 from dsv4.kernels.moe.plan import WARPGROUP, Kind, ProductPlan, Source, Tiling
 
 # Columns that there is code for: a tile takes the fewest that hold its tokens.
 COLUMNS = (32, 64, 96, 128)
-TWO_PARTS = 64  # columns
+LOAD_WARPS = 4  # of each stage, a panel each
 SCALE_BYTES = 4  # of a token's k block, fp32
 # TMA loads from multiples of so many scales (16 bytes) on, and a lane reads two. So scales are
 # there twice, the second time moved up by one: those of a tile begin at an even place in one.
@@ -38,12 +38,6 @@ def lift_of(config: ExpertsConfig) -> float:
     """Factor in the scales of activations of routed experts: packed FP4 codes are times 2^-5."""
     is_packed = config.expert_dtype == "fp4" and config.scale_form == "packed"
     return 2.0**-TABLE_EXPONENT if is_packed else 1.0
-
-
-def parts_of(kind: Kind) -> int:
-    """Parts of a tile's columns whose products are under way by themselves: one is promoted while
-    the tensor cores have the other."""
-    return 2 if kind.tokens >= TWO_PARTS else 1
 
 
 def scale_columns(rows: Any) -> Any:
@@ -91,16 +85,22 @@ class WidePlan(ProductPlan):
         scales = (kind.tokens + SCALE_STEP) * SCALE_BYTES
         return super().stage_bytes(kind) + kind.tokens * K_BLOCK + scales
 
+    @property
+    def staged_row(self) -> int:
+        """Bytes of a token's outputs of down in shared memory, padded: eight rows are in banks of
+        their own."""
+        return 2 * self.tile_rows + VECTOR_BYTES
+
     # ---- budgets ----
 
     @property
     def warps(self) -> Warps:
-        return Warps.of(consumers=WARPGROUP * self.tiling.warpgroups, load=1, idle=3)
+        return Warps.of(consumers=WARPGROUP * self.tiling.warpgroups, load=LOAD_WARPS)
 
     @property
     def registers(self) -> Registers:
         """Most of them for the accumulators."""
-        return Registers.of(self.warps, consumers=232, load=40, idle=40)
+        return Registers.of(self.warps, consumers=232, load=40)
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         return (
@@ -110,7 +110,16 @@ class WidePlan(ProductPlan):
             Buffer("scale", "Uint8", max(stages * self.scale_bytes, 128), 128),
             # [stage, token]
             Buffer("x_scale", "Float32", stages * self.scale_rows, 128),
+            *(() if self.is_gated else self._staged_buffers),
             *self._barriers(stages).split_buffers,
+        )
+
+    @property
+    def _staged_buffers(self) -> tuple[Buffer, ...]:
+        return (
+            # [token, output] bf16, padded; row of y by token
+            Buffer("staged", "Uint8", self.x_rows * self.staged_row, 128),
+            Buffer("places", "Int32", self.x_rows, 16),
         )
 
     def _barriers(self, stages: int) -> BarrierGraph:
@@ -120,7 +129,13 @@ class WidePlan(ProductPlan):
             (Arrival("consumers", Arrive.WARP, ctas=self.sharing),),
             stages,
         )  # fmt: skip
-        return BarrierGraph(self.warps, (edge,), self.lanes_per_warp)
+        group = (Arrival("consumers", Arrive.WARP, warps=WARPGROUP),)
+        payload = "turn of a warpgroup at promoting"
+        turns = Edge("turns", payload, group, group, self.tiling.warpgroups, is_signal=True)
+        return BarrierGraph(self.warps, (edge, turns), self.lanes_per_warp)
 
     def __post_init__(self) -> None:
         assert self.tiling.tokens == self.tiling.shared_tokens == COLUMNS[-1], self.tiling
+        # They take turns.
+        assert self.tiling.warpgroups == 2, self.tiling
+        assert 2 * self.panels == LOAD_WARPS, self.tiling

@@ -124,15 +124,13 @@ BUGS: dict[str, Bug] = {
     **{
         f"many tokens: {name}": Bug(edit, MANY, WIDE)
         for name, edit in {
-            "a full stage not waited for": at("WideTileConsumers._step")
+            "a full stage not waited for": at("WideTileConsumers._fill_next")
             .call("ctx.pipes.ring.wait")
             .delete(),
             "a first full stage not waited for": at("WideTileConsumers._sum")
             .call("ctx.pipes.ring.wait")
             .delete(),
-            "a stage never released": at("WideTileConsumers._add")
-            .call("ctx.pipes.ring.release_to")
-            .delete(),
+            "a stage never released": at("WideTileConsumers._add").call("ring.release_to").delete(),
             "a stage released to its own CTA alone": at("WideTileConsumers._add")
             .expression("self.plan.sharing")
             .replace("1"),
@@ -144,6 +142,12 @@ BUGS: dict[str, Bug] = {
             .delete(),
             "barriers of the other CTA not waited for": at("WideProduct.kernel")
             .call("cute.arch.cluster_wait", 0)
+            .delete(),
+            "a turn never given": at("WideTileConsumers._add")
+            .expression("group ^ 1")
+            .replace("group"),
+            "outputs read before all are staged": at("WideRows.store")
+            .call("self._sync", 1)
             .delete(),
             "lists read before the launch before is over": at("WideTileLoadWarp.load")
             .call("pdl.wait_for_previous_launch")

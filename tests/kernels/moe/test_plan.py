@@ -6,7 +6,7 @@ import pytest
 
 from dsv4.kernels.moe.config import ExpertsConfig
 from dsv4.kernels.moe.plan import ProductPlan, Tiling, choose, tilings
-from dsv4.kernels.moe.wide_plan import COLUMNS, WidePlan, parts_of, scale_columns
+from dsv4.kernels.moe.wide_plan import COLUMNS, WidePlan, scale_columns
 
 CONFIGS = {
     "Flash": ExpertsConfig(4096, 2048),
@@ -92,7 +92,6 @@ def test_tiles_of_many_tokens_are_those_of_tma_and_tensor_cores(config) -> None:
         for kind in plan.kinds:
             # Swizzled tiles begin at multiples of eight rows, those of a CTA's part, too.
             assert kind.tokens % (8 * plan.sharing) == 0
-            assert kind.tokens % (8 * parts_of(kind)) == 0
             assert kind.tokens <= plan.x_rows
 
 

@@ -161,7 +161,7 @@ class WideProducts:
         self.up = WideProduct(plan, WideSwiGlu(plan.panels, config.top_k, config.limit))
         self.quantizer = QuantizeOrdered(config.inner, config.top_k, lift)
         plan = WidePlan.down(config, tiling, lanes_per_warp)
-        self.down = WideProduct(plan, WideRows(plan.panels, config.top_k))
+        self.down = WideProduct(plan, WideRows(plan, config.top_k))
 
     @cute.jit
     def launch(

@@ -75,10 +75,9 @@ class LoadWarp:
         self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
         row_tile, expert, lane, step, stage,
     ):  # fmt: skip
-        """Announce the bytes of a stage, and load them: k blocks of a panel follow each other."""
-        plan, operands = self.plan, ctx.operands
+        """Announce the bytes of a stage, and load them."""
+        plan = self.plan
         barriers = ctx.pipes.ring.at(stage)
-        policy = EVICT_FIRST if plan.tiling.reads_once else None
         blocks = Int32(kind.blocks)
         if cutlass.const_expr(plan.k_blocks % kind.blocks != 0):
             blocks = cutlass.min(plan.k_blocks - step * kind.blocks, kind.blocks)
@@ -86,30 +85,45 @@ class LoadWarp:
             barriers.expect(blocks * plan.stage_bytes(kind))
         cute.arch.sync_warp()
         if lane < 2 * plan.panels:
-            is_second = lane >= plan.panels
-            a, b = panels_of(plan, row_tile)
-            panel = cutlass.select_(is_second, b - plan.panels, a) + lane
-            block = Int64(expert) * (plan.out_rows // PANEL_ROWS) + panel
-            block = block * plan.k_blocks + step * kind.blocks
-            weights = operands.a, operands.b
-            scales = operands.a_scale, operands.b_scale
-            if cutlass.const_expr(is_shared):
-                weights = operands.shared_a, operands.shared_b
+            self.load_panel(ctx, kind, is_shared, row_tile, expert, lane, step, blocks, stage)
+
+    @cute.jit
+    def load_panel(
+        self, ctx: ProductContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
+        row_tile, expert, number, step, blocks, stage,
+    ):  # fmt: skip
+        """Load the k blocks of a stage of a panel, which follow each other.
+
+        Args:
+            number: among those of a tile.
+        """
+        plan, operands = self.plan, ctx.operands
+        full = ctx.pipes.ring.at(stage).full
+        policy = EVICT_FIRST if plan.tiling.reads_once else None
+        is_second = number >= plan.panels
+        a, b = panels_of(plan, row_tile)
+        panel = cutlass.select_(is_second, b - plan.panels, a) + number
+        block = Int64(expert) * (plan.out_rows // PANEL_ROWS) + panel
+        block = block * plan.k_blocks + step * kind.blocks
+        weights = operands.a, operands.b
+        scales = operands.a_scale, operands.b_scale
+        if cutlass.const_expr(is_shared):
+            weights = operands.shared_a, operands.shared_b
+        bulk_load(
+            either(weights, is_second, block * kind.block_bytes),
+            ctx.smem.weight + weight_offset(plan, stage, number, kind, 0),
+            blocks * kind.block_bytes,
+            full,
+            policy,
+        )
+        if cutlass.const_expr(kind.scale_block_bytes > 0):
             bulk_load(
-                either(weights, is_second, block * kind.block_bytes),
-                ctx.smem.weight + weight_offset(plan, stage, lane, kind, 0),
-                blocks * kind.block_bytes,
-                barriers.full,
+                either(scales, is_second, block * kind.scale_block_bytes),
+                ctx.smem.scale + scale_offset(plan, stage, number, kind, 0),
+                blocks * kind.scale_block_bytes,
+                full,
                 policy,
             )
-            if cutlass.const_expr(kind.scale_block_bytes > 0):
-                bulk_load(
-                    either(scales, is_second, block * kind.scale_block_bytes),
-                    ctx.smem.scale + scale_offset(plan, stage, lane, kind, 0),
-                    blocks * kind.scale_block_bytes,
-                    barriers.full,
-                    policy,
-                )
 
 
 def either(tensors: tuple[cute.Tensor, cute.Tensor], is_second, offset: Int64) -> cute.Pointer:

@@ -1,4 +1,4 @@
-"""Roles of a product of many tokens: the load warp, and consumers that decode a k block while the
+"""Roles of a product of many tokens: load warps, and consumers that decode a k block while the
 tensor cores have the one before."""
 
 from typing import NamedTuple
@@ -13,7 +13,8 @@ from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load, tma_multicast
 from dsv4.kernels.kit.wgmma import gemm
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, STEPS
-from dsv4.kernels.moe.sm90.context import WorkTile, panels_of
+from dsv4.kernels.moe.plan import WARPGROUP
+from dsv4.kernels.moe.sm90.context import WorkTile, panels_of, tile_mma
 from dsv4.kernels.moe.sm90.fragments import (
     fill_fragment,
     load_fragment,
@@ -25,12 +26,10 @@ from dsv4.kernels.moe.sm90.fragments import (
 from dsv4.kernels.moe.sm90.load_warp import LoadWarp
 from dsv4.kernels.moe.sm90.wide_context import (
     WideContext,
-    part_mma,
-    part_tokens,
     read_schedule,
     scale_place,
 )
-from dsv4.kernels.moe.wide_plan import WidePlan, parts_of
+from dsv4.kernels.moe.wide_plan import WidePlan
 
 
 class TileView(NamedTuple):
@@ -49,50 +48,54 @@ class TileView(NamedTuple):
 
 
 class WideTileLoadWarp(LoadWarp):
-    """Producer of the ring: weights by bulk copies, tokens and their scales by TMA; CTAs of a
-    cluster load a part of the tokens each, for all."""
+    """Producers of the ring: weights by bulk copies, a warp for each panel, tokens and their scales
+    by TMA. CTAs of a cluster load a part of the tokens each, for all.
+
+    One lane of each warp issues: copies of several lanes would follow each other in a loop.
+    """
 
     @cute.jit
-    def load(self, ctx: WideContext, maps: tuple[tuple, tuple]):
+    def load(self, ctx: WideContext, maps: tuple[tuple, tuple], warp):
         """Load every tile.
 
         Args:
             maps: as `make_maps` has them.
+            warp: within the role.
         """
         plan = self.plan
-        lane = cute.arch.lane_idx()
-        if lane == 0:
-            prefetch_descriptors((*maps[0], *maps[1]))
-        pdl.wait_for_previous_launch()
-        scheduler = read_schedule(ctx, plan)
-        cursor, slot = ctx.pipes.ring.producer(), ctx.slot
-        tile = scheduler.find(slot)
-        while scheduler.exists(slot):
-            slot = scheduler.next(slot)
-            ahead = scheduler.find(slot)
-            if tile.is_shared:
-                cursor = self._load(ctx, maps, len(plan.routed), tile, lane, cursor)
-            else:
-                cursor = self._load_routed(ctx, maps, 0, tile, lane, cursor)
-            tile = ahead
+        if cute.arch.lane_idx() == 0:
+            if warp == 0:
+                prefetch_descriptors((*maps[0], *maps[1]))
+            pdl.wait_for_previous_launch()
+            scheduler = read_schedule(ctx, plan)
+            cursor, slot = ctx.pipes.ring.producer(), ctx.slot
+            tile = scheduler.find(slot)
+            while scheduler.exists(slot):
+                slot = scheduler.next(slot)
+                ahead = scheduler.find(slot)
+                if tile.is_shared:
+                    cursor = self._load(ctx, maps, len(plan.routed), tile, warp, cursor)
+                else:
+                    cursor = self._load_routed(ctx, maps, 0, tile, warp, cursor)
+                tile = ahead
 
     @cute.jit
     def _load_routed(
-        self, ctx: WideContext, maps, index: cutlass.Constexpr, tile: WorkTile, lane,
+        self, ctx: WideContext, maps, index: cutlass.Constexpr, tile: WorkTile, warp,
         cursor: Cursor,
     ):  # fmt: skip
         """A tile by its kind, from the kind of this index on."""
         if cutlass.const_expr(index == len(self.plan.routed) - 1):  # noqa: SIM114 static
-            cursor = self._load(ctx, maps, index, tile, lane, cursor)
+            cursor = self._load(ctx, maps, index, tile, warp, cursor)
         elif tile.count <= self.plan.routed[index].tokens:
-            cursor = self._load(ctx, maps, index, tile, lane, cursor)
+            cursor = self._load(ctx, maps, index, tile, warp, cursor)
         else:
-            cursor = self._load_routed(ctx, maps, index + 1, tile, lane, cursor)
+            cursor = self._load_routed(ctx, maps, index + 1, tile, warp, cursor)
         return cursor
 
     @cute.jit
     def _load(
-        self, ctx: WideContext, maps, index: cutlass.Constexpr, tile: WorkTile, lane,
+        self, ctx: WideContext, maps, index: cutlass.Constexpr, tile: WorkTile, warp,
         cursor: Cursor,
     ):  # fmt: skip
         """A tile of the kind of an index among the launch's."""
@@ -107,12 +110,13 @@ class WideTileLoadWarp(LoadWarp):
         for step in cutlass.range(kind.steps, unroll=1):
             ring.acquire(cursor)
             stage = cursor.stage
-            self.load_stage(ctx, kind, is_shared, tile.row_tile, tile.expert, lane, step, stage)
-            if lane == 0:
-                full = ring.at(stage).full
+            full = ring.at(stage).full
+            if warp == 0:
+                ring.at(stage).expect(plan.stage_bytes(kind))
                 target = ctx.smem.x_scale + stage * plan.scale_rows
                 where = [place.first, place.copy * plan.k_blocks + step]
                 tma_load(scales, target, where, full)
+            elif warp == 1:
                 target = ctx.smem.x + stage * (plan.x_rows * K_BLOCK)
                 if cutlass.const_expr(plan.sharing == 1):
                     tma_load(codes, target, [0, row, step], full)
@@ -120,12 +124,25 @@ class WideTileLoadWarp(LoadWarp):
                     target += ctx.rank * (part * K_BLOCK)
                     where = [0, row + ctx.rank * part, step]
                     tma_multicast(codes, target, where, full, (1 << plan.sharing) - 1)
+            self.load_panel(
+                ctx, kind, is_shared, tile.row_tile, tile.expert, warp, step, Int32(1), stage
+            )
             cursor = ring.next(cursor)
         return cursor
 
 
+class Progress(NamedTuple):
+    """A consumer's place in the ring, and the parity of its warpgroup's next turn."""
+
+    cursor: Cursor
+    turn: Int32
+
+
 class WideTileConsumers:
     """Warpgroups of consumers: 64 rows each of a tile, those of two panels, all of K.
+
+    They take turns at promoting: products of both would end together, since the tensor cores serve
+    them in turn, and then wait for both promotions.
 
     Args:
         epilogue: what becomes of the sums.
@@ -142,106 +159,114 @@ class WideTileConsumers:
         lane = cute.arch.lane_idx()
         pdl.wait_for_previous_launch()
         scheduler = read_schedule(ctx, plan)
-        cursor, slot = ctx.pipes.ring.consumer(), ctx.slot
+        at, slot = Progress(ctx.pipes.ring.consumer(), Int32(0)), ctx.slot
         tile = scheduler.find(slot)
         while scheduler.exists(slot):
             slot = scheduler.next(slot)
             ahead = scheduler.find(slot)
             if tile.is_shared:
-                cursor = self._tile(ctx, plan.shared, True, tile, warp, lane, cursor)
+                at = self._tile(ctx, plan.shared, True, tile, warp, lane, at)
             else:
-                cursor = self._routed(ctx, 0, tile, warp, lane, cursor)
+                at = self._routed(ctx, 0, tile, warp, lane, at)
             tile = ahead
 
     @cute.jit
     def _routed(
-        self, ctx: WideContext, index: cutlass.Constexpr, tile: WorkTile, warp, lane,
-        cursor: Cursor,
-    ):  # fmt: skip
+        self, ctx: WideContext, index: cutlass.Constexpr, tile: WorkTile, warp, lane, at: Progress
+    ):
         """A tile by its kind, from the kind of this index on."""
         kind = self.plan.routed[index]
         if cutlass.const_expr(index == len(self.plan.routed) - 1):  # noqa: SIM114 static
-            cursor = self._tile(ctx, kind, False, tile, warp, lane, cursor)
+            at = self._tile(ctx, kind, False, tile, warp, lane, at)
         elif tile.count <= kind.tokens:
-            cursor = self._tile(ctx, kind, False, tile, warp, lane, cursor)
+            at = self._tile(ctx, kind, False, tile, warp, lane, at)
         else:
-            cursor = self._routed(ctx, index + 1, tile, warp, lane, cursor)
-        return cursor
+            at = self._routed(ctx, index + 1, tile, warp, lane, at)
+        return at
 
     @cute.jit
     def _tile(
         self, ctx: WideContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
-        tile: WorkTile, warp, lane, cursor: Cursor,
+        tile: WorkTile, warp, lane, at: Progress,
     ):  # fmt: skip
-        """Sum k blocks in order, and store; returns the next place in the ring."""
-        mma = part_mma(kind)
-        accs = [
-            mma.make_fragment_C(mma.partition_shape_C((2 * PANEL_ROWS, part_tokens(kind))))
-            for _ in range(parts_of(kind))
-        ]
-        sums = cute.make_rmem_tensor(4 * kind.column_groups, Float32)
+        """Sum k blocks in order, and store; returns the progress."""
+        mma = tile_mma(kind)
+        acc = mma.make_fragment_C(mma.partition_shape_C((2 * PANEL_ROWS, kind.tokens)))
+        sums = cute.make_rmem_tensor(cute.size(acc), Float32)
         sums.fill(0.0)
         shift = scale_place(ctx, is_shared, tile).shift
         view = TileView(is_shared, tile, warp, lane, shift)
-        columns = self.epilogue.load_columns(ctx, kind, is_shared, tile, lane)
+        columns = self.epilogue.load_columns(ctx, kind, is_shared, tile, warp, lane)
         if cutlass.const_expr(kind.is_summed_by_step):
-            cursor = self._sum_by_step(ctx, kind, sums, accs, view, cursor)
+            cursor = self._sum_by_step(ctx, kind, sums, acc, view, at.cursor)
+            at = Progress(cursor, at.turn)
         else:
-            cursor = self._sum(ctx, kind, sums, accs, view, cursor)
+            at = self._sum(ctx, kind, sums, acc, view, at)
         self.epilogue.store(ctx, kind, is_shared, sums, columns, tile, warp, lane)
-        return cursor
+        return at
 
     # ---- packed FP4, and FP8 ----
 
     @cute.jit
     def _sum(
-        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor,
-        accs: cutlass.Constexpr, view: TileView, cursor: Cursor,
+        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
+        view: TileView, at: Progress,
     ):  # fmt: skip
         """Two operands in turn: one is filled while the tensor cores have the other."""
         operands = [(make_fragment(), cute.make_rmem_tensor(2, Float32)) for _ in range(2)]
         factors = self._first_factors(ctx, kind, view)
-        ctx.pipes.ring.wait(cursor)
-        self._fill(ctx, kind, operands[0], factors, view, Int32(0), cursor.stage)
+        ctx.pipes.ring.wait(at.cursor)
+        self._fill(ctx, kind, operands[0], factors, view, Int32(0), at.cursor.stage)
         # All steps but the last are followed by one.
         followed = kind.steps - 1
         for pair in cutlass.range(followed // 2, unroll=1):
             for i in cutlass.range_constexpr(2):
                 now, after = operands[i], operands[1 - i]
-                step = 2 * pair + i
-                cursor = self._step(ctx, kind, sums, accs, now, after, factors, view, step, cursor)
-        last = operands[0]
+                self._multiply(ctx, kind, acc, now, at.cursor.stage)
+                self._fill_next(ctx, kind, after, factors, view, 2 * pair + i, at.cursor)
+                at = self._add(ctx, kind, sums, acc, now, view, at)
         if cutlass.const_expr(followed % 2 == 1):
-            last, step = operands[1], Int32(followed - 1)
-            cursor = self._step(
-                ctx, kind, sums, accs, operands[0], last, factors, view, step, cursor
-            )
-        self._multiply(ctx, kind, accs, last, cursor.stage)
-        return self._add(ctx, kind, sums, accs, last, view, cursor)
+            self._multiply(ctx, kind, acc, operands[0], at.cursor.stage)
+            step = Int32(followed - 1)
+            self._fill_next(ctx, kind, operands[1], factors, view, step, at.cursor)
+            at = self._add(ctx, kind, sums, acc, operands[0], view, at)
+        last = operands[followed % 2]
+        self._multiply(ctx, kind, acc, last, at.cursor.stage)
+        return self._add(ctx, kind, sums, acc, last, view, at)
 
     @cute.jit
-    def _step(
-        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor,
-        accs: cutlass.Constexpr, now, after, factors, view: TileView, step, cursor: Cursor,
-    ):  # fmt: skip
-        """A k block's products; the next one is decoded meanwhile."""
-        self._multiply(ctx, kind, accs, now, cursor.stage)
-        following = ctx.pipes.ring.next(cursor)
-        ctx.pipes.ring.wait(following)
-        self._fill(ctx, kind, after, factors, view, step + 1, following.stage)
-        return self._add(ctx, kind, sums, accs, now, view, cursor)
+    def _multiply(self, ctx: WideContext, kind: cutlass.Constexpr, acc: cute.Tensor, now, stage):
+        """Send the products of a k block on their way."""
+        warpgroup.fence()
+        b = self._tokens(ctx, kind, stage)
+        gemm(lambda: tile_mma(kind), acc, operand(now[0]), b, range(STEPS), 0, False)
+        warpgroup.commit_group()
 
     @cute.jit
     def _add(
-        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor,
-        accs: cutlass.Constexpr, now, view: TileView, cursor: Cursor,
+        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor, now,
+        view: TileView, at: Progress,
     ):  # fmt: skip
-        """Add each part of a k block's products when it is there, and give its stage back."""
-        for part in cutlass.range_constexpr(len(accs)):
-            warpgroup.wait_group(len(accs) - 1 - part)
-            self._promote(ctx, kind, sums, accs, part, now[1], view, cursor.stage)
-        ctx.pipes.ring.release_to(cursor, view.lane, self.plan.sharing)
-        return ctx.pipes.ring.next(cursor)
+        """Add the products of a k block in the warpgroup's turn, and give its stage back."""
+        ring, turns = ctx.pipes.ring, ctx.pipes.edges["turns"]
+        group = view.warp // WARPGROUP
+        # The first warpgroup's first turn is free. A wait between the decoding before and the
+        # products: behind these, ptxas would have put it, too.
+        turns.at(group).wait(at.turn ^ group ^ 1)
+        warpgroup.wait_group(0)
+        self._promote(ctx, kind, sums, acc, now[1], view, at.cursor.stage)
+        turns.at(group ^ 1).arrive(view.lane)
+        ring.release_to(at.cursor, view.lane, self.plan.sharing)
+        return Progress(ring.next(at.cursor), at.turn ^ 1)
+
+    @cute.jit
+    def _fill_next(
+        self, ctx: WideContext, kind: cutlass.Constexpr, into, factors, view, step, cursor: Cursor
+    ):
+        """Fill an operand with the k block after a step."""
+        following = ctx.pipes.ring.next(cursor)
+        ctx.pipes.ring.wait(following)
+        self._fill(ctx, kind, into, factors, view, step + 1, following.stage)
 
     @cute.jit
     def _fill(self, ctx: WideContext, kind: cutlass.Constexpr, into, factors, view, step, stage):
@@ -279,23 +304,12 @@ class WideTileConsumers:
             return operands.shared_a_scale, operands.shared_b_scale
         return operands.a_scale, operands.b_scale
 
-    @cute.jit
-    def _multiply(
-        self, ctx: WideContext, kind: cutlass.Constexpr, accs: cutlass.Constexpr, now, stage
-    ):
-        """Send the products of a k block on their way, a part of the columns after the other."""
-        warpgroup.fence()
-        for part in cutlass.range_constexpr(len(accs)):
-            b = self._tokens(ctx, kind, part, stage)
-            gemm(lambda: part_mma(kind), accs[part], operand(now[0]), b, range(STEPS), 0, False)
-            warpgroup.commit_group()
-
     # ---- raw FP4 ----
 
     @cute.jit
     def _sum_by_step(
-        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor,
-        accs: cutlass.Constexpr, view: TileView, cursor: Cursor,
+        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
+        view: TileView, cursor: Cursor,
     ):  # fmt: skip
         """Each step of 32 by itself."""
         ring = ctx.pipes.ring
@@ -305,42 +319,39 @@ class WideTileConsumers:
             fragment, words = load_fragment(
                 ctx.smem, self.plan, cursor.stage, 0, kind, view.warp, view.lane
             )
+            b = self._tokens(ctx, kind, cursor.stage)
             for step in cutlass.range_constexpr(STEPS):
+                warpgroup.fence()
+                gemm(lambda: tile_mma(kind), acc, fragment, b, [step], 0, False)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
                 for panel in cutlass.range_constexpr(2):
                     factors[panel] = raw_scale(words[panel], step)
-                for part in cutlass.range_constexpr(len(accs)):
-                    b = self._tokens(ctx, kind, part, cursor.stage)
-                    warpgroup.fence()
-                    gemm(lambda: part_mma(kind), accs[part], fragment, b, [step], 0, False)
-                    warpgroup.commit_group()
-                    warpgroup.wait_group(0)
-                    self._promote(ctx, kind, sums, accs, part, factors, view, cursor.stage)
+                self._promote(ctx, kind, sums, acc, factors, view, cursor.stage)
             ring.release_to(cursor, view.lane, self.plan.sharing)
             cursor = ring.next(cursor)
         return cursor
 
     # ---- both ----
 
-    def _tokens(self, ctx: WideContext, kind, part: int, stage):
-        """The B operand of a part of the columns."""
-        mma = part_mma(kind)
+    def _tokens(self, ctx: WideContext, kind, stage):
+        """The B operand of a stage."""
+        mma = tile_mma(kind)
         b = mma.make_fragment_B(mma.get_slice(0).partition_B(ctx.smem.x_tiles[kind.tokens]))
-        return b[None, None, None, part, stage]
+        return b[None, None, None, stage]
 
     @cute.jit
     def _promote(
-        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor,
-        accs: cutlass.Constexpr, part: cutlass.Constexpr, factors: cute.Tensor, view: TileView,
-        stage,
+        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
+        factors: cute.Tensor, view: TileView, stage,
     ):  # fmt: skip
         """sums += products * (activation scale of the column * weight scale of the row)."""
-        groups = kind.column_groups // len(accs)
         first = stage * self.plan.scale_rows + (view.shift + view.lane % 4 * 2)
-        for n in cutlass.range_constexpr(groups):
+        for n in cutlass.range_constexpr(kind.column_groups):
             pair = cute.make_rmem_tensor(2, Float32)
-            start = ctx.smem.x_scale + cute.assume(first + (part * groups + n) * 8, divby=2)
+            start = ctx.smem.x_scale + cute.assume(first + n * 8, divby=2)
             cute.autovec_copy(cute.make_tensor(start, cute.make_layout(2)), pair)
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
-                    i, own = n * 4 + r * 2 + c, part * groups * 4
-                    sums[own + i] = sums[own + i] + accs[part][i] * (pair[c] * factors[r])
+                    i = n * 4 + r * 2 + c
+                    sums[i] = sums[i] + acc[i] * (pair[c] * factors[r])

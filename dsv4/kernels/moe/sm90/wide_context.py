@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import OperandMajorMode
 from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_tensor_map_tiled
 from cutlass.memory import SmemAllocator
 
@@ -13,11 +12,9 @@ from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES, operand_atoms
-from dsv4.kernels.kit.wgmma import make_mma
-from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
-from dsv4.kernels.moe.plan import Kind
+from dsv4.kernels.moe.layout import K_BLOCK
 from dsv4.kernels.moe.sm90.context import DTYPE, Pipelines, ProductContext, Smem, WorkTile
-from dsv4.kernels.moe.wide_plan import SCALE_BYTES, SCALE_COPIES, SCALE_STEP, WidePlan, parts_of
+from dsv4.kernels.moe.wide_plan import SCALE_BYTES, SCALE_COPIES, SCALE_STEP, WidePlan
 
 
 class Activations(NamedTuple):
@@ -80,6 +77,14 @@ class WideScheduler:
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
             expert, first, count = words[0], words[1], words[2]
         return WorkTile(is_shared, row_tile, expert, first, count)
+
+
+@dataclass(frozen=True)
+class WideSmem(Smem):
+    """Views of shared memory, with outputs of down on their way."""
+
+    staged: cute.Pointer | None  # bytes [token, output of bf16]
+    places: cute.Pointer | None  # int32 [token]
 
 
 @dataclass(frozen=True)
@@ -158,39 +163,28 @@ def make_maps(plan: WidePlan, activations: Activations) -> tuple[tuple, tuple]:
     )
 
 
-def part_tokens(kind: Kind) -> int:
-    """Columns of a product."""
-    return kind.tokens // parts_of(kind)
-
-
-def part_mma(kind: Kind):
-    """wgmma of 64 rows of the weight, in registers, and a part of a tile's tokens."""
-    shape = (2 * PANEL_ROWS, part_tokens(kind))
-    return make_mma(DTYPE, shape, OperandMajorMode.K, is_a_in_registers=True)
-
-
-def allocate(plan: WidePlan) -> tuple[Smem, Pipelines]:
+def allocate(plan: WidePlan) -> tuple[WideSmem, Pipelines]:
     """Shared memory of a CTA: its views, and the mbarriers in it."""
     storage = SmemAllocator().allocate(storage_struct(plan.smem))
     k_major, _ = operand_atoms(DTYPE, SPAN_BYTES)
 
-    def tiles_of(kind: Kind) -> cute.Tensor:
-        """[tokens of a part, 128, part, stage]"""
-        tokens = part_tokens(kind)
+    def tiles_of(tokens: int) -> cute.Tensor:
+        """[tokens, 128, stage]"""
         tile = cute.tile_to_shape(k_major, (tokens, K_BLOCK), order=(0, 1))
-        parts = cute.make_layout(parts_of(kind), stride=tokens * K_BLOCK)
         stages = cute.make_layout(plan.stages, stride=plan.x_rows * K_BLOCK)
-        layout = cute.append(cute.append(tile.outer, parts), stages)
-        return storage.x.get_tensor(layout, swizzle=tile.inner)
+        return storage.x.get_tensor(cute.append(tile.outer, stages), swizzle=tile.inner)
 
-    smem = Smem(
+    smem = WideSmem(
         weight=storage.weight.data_ptr(),
         scale=storage.scale.data_ptr(),
         x=storage.x.data_ptr(),
-        x_tiles={kind.tokens: tiles_of(kind) for kind in plan.kinds},
+        x_tiles={kind.tokens: tiles_of(kind.tokens) for kind in plan.kinds},
         x_scale=storage.x_scale.data_ptr(),
         block_scale=None,
         board=None,
+        staged=None if plan.is_gated else storage.staged.data_ptr(),
+        places=None if plan.is_gated else storage.places.data_ptr(),
     )
-    ring = mbarrier.pipeline(plan.barriers, storage, "ring")
-    return smem, Pipelines({"ring": ring})
+    names = [edge.name for edge in plan.barriers.edges]
+    edges = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
+    return smem, Pipelines(edges)

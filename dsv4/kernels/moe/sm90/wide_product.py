@@ -1,10 +1,10 @@
 """Grouped product of many tokens of each expert for Hopper: tiles of 128 rows x up to 128 tokens.
 
-    load warp   prepared weights -> shared memory, as they lie (bulk copies); tokens of the tile, in
+    load warps  prepared weights -> shared memory, as they lie (bulk copies); tokens of the tile, in
                 the order of tiles, and their scales (TMA), shared by two CTAs with row tiles of
                 their own
     consumers   two warpgroups: weights into registers, FP4 decoded there, while the tensor cores
-                have the k block before; promotion by its scales; epilogue
+                have the k block before; promotion by its scales, in turn; epilogue
 
 The arithmetic is that of every other tiling (`product`).
 """
@@ -81,9 +81,8 @@ class WideProduct:
             cute.arch.cluster_wait()
         if warp >= plan.warps["load"].first:
             cute.arch.setmaxregister_decrease(plan.registers["load"])
-            if warp == plan.warps["load"].first:
-                pdl.launch_dependents()
-                self.loader.load(ctx, maps)
+            pdl.launch_dependents()
+            self.loader.load(ctx, maps, warp - plan.warps["load"].first)
         else:
             cute.arch.setmaxregister_increase(plan.registers["consumers"])
             self.consumers.compute(ctx, warp)
