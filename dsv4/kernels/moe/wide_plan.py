@@ -129,13 +129,8 @@ class WidePlan(ProductPlan):
             (Arrival("consumers", Arrive.WARP, ctas=self.sharing),),
             stages,
         )  # fmt: skip
-        group = (Arrival("consumers", Arrive.WARP, warps=WARPGROUP),)
-        payload = "turn of a warpgroup at promoting"
-        turns = Edge("turns", payload, group, group, self.tiling.warpgroups, is_signal=True)
-        return BarrierGraph(self.warps, (edge, turns), self.lanes_per_warp)
+        return BarrierGraph(self.warps, (edge,), self.lanes_per_warp)
 
     def __post_init__(self) -> None:
         assert self.tiling.tokens == self.tiling.shared_tokens == COLUMNS[-1], self.tiling
-        # They take turns.
-        assert self.tiling.warpgroups == 2, self.tiling
         assert 2 * self.panels == LOAD_WARPS, self.tiling

@@ -143,9 +143,6 @@ BUGS: dict[str, Bug] = {
             "barriers of the other CTA not waited for": at("WideProduct.kernel")
             .call("cute.arch.cluster_wait", 0)
             .delete(),
-            "a turn never given": at("WideTileConsumers._add")
-            .expression("group ^ 1")
-            .replace("group"),
             "outputs read before all are staged": at("WideRows.store")
             .call("self._sync", 1)
             .delete(),

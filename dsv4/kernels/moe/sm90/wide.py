@@ -13,7 +13,6 @@ from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.tma import prefetch_descriptors, tma_load, tma_multicast
 from dsv4.kernels.kit.wgmma import gemm
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, STEPS
-from dsv4.kernels.moe.plan import WARPGROUP
 from dsv4.kernels.moe.sm90.context import WorkTile, panels_of, tile_mma
 from dsv4.kernels.moe.sm90.fragments import (
     fill_fragment,
@@ -131,18 +130,8 @@ class WideTileLoadWarp(LoadWarp):
         return cursor
 
 
-class Progress(NamedTuple):
-    """A consumer's place in the ring, and the parity of its warpgroup's next turn."""
-
-    cursor: Cursor
-    turn: Int32
-
-
 class WideTileConsumers:
     """Warpgroups of consumers: 64 rows each of a tile, those of two panels, all of K.
-
-    They take turns at promoting: products of both would end together, since the tensor cores serve
-    them in turn, and then wait for both promotions.
 
     Args:
         epilogue: what becomes of the sums.
@@ -159,37 +148,37 @@ class WideTileConsumers:
         lane = cute.arch.lane_idx()
         pdl.wait_for_previous_launch()
         scheduler = read_schedule(ctx, plan)
-        at, slot = Progress(ctx.pipes.ring.consumer(), Int32(0)), ctx.slot
+        cursor, slot = ctx.pipes.ring.consumer(), ctx.slot
         tile = scheduler.find(slot)
         while scheduler.exists(slot):
             slot = scheduler.next(slot)
             ahead = scheduler.find(slot)
             if tile.is_shared:
-                at = self._tile(ctx, plan.shared, True, tile, warp, lane, at)
+                cursor = self._tile(ctx, plan.shared, True, tile, warp, lane, cursor)
             else:
-                at = self._routed(ctx, 0, tile, warp, lane, at)
+                cursor = self._routed(ctx, 0, tile, warp, lane, cursor)
             tile = ahead
 
     @cute.jit
     def _routed(
-        self, ctx: WideContext, index: cutlass.Constexpr, tile: WorkTile, warp, lane, at: Progress
+        self, ctx: WideContext, index: cutlass.Constexpr, tile: WorkTile, warp, lane, cursor: Cursor
     ):
         """A tile by its kind, from the kind of this index on."""
         kind = self.plan.routed[index]
         if cutlass.const_expr(index == len(self.plan.routed) - 1):  # noqa: SIM114 static
-            at = self._tile(ctx, kind, False, tile, warp, lane, at)
+            cursor = self._tile(ctx, kind, False, tile, warp, lane, cursor)
         elif tile.count <= kind.tokens:
-            at = self._tile(ctx, kind, False, tile, warp, lane, at)
+            cursor = self._tile(ctx, kind, False, tile, warp, lane, cursor)
         else:
-            at = self._routed(ctx, index + 1, tile, warp, lane, at)
-        return at
+            cursor = self._routed(ctx, index + 1, tile, warp, lane, cursor)
+        return cursor
 
     @cute.jit
     def _tile(
         self, ctx: WideContext, kind: cutlass.Constexpr, is_shared: cutlass.Constexpr,
-        tile: WorkTile, warp, lane, at: Progress,
+        tile: WorkTile, warp, lane, cursor: Cursor,
     ):  # fmt: skip
-        """Sum k blocks in order, and store; returns the progress."""
+        """Sum k blocks in order, and store; returns the next place in the ring."""
         mma = tile_mma(kind)
         acc = mma.make_fragment_C(mma.partition_shape_C((2 * PANEL_ROWS, kind.tokens)))
         sums = cute.make_rmem_tensor(cute.size(acc), Float32)
@@ -198,41 +187,40 @@ class WideTileConsumers:
         view = TileView(is_shared, tile, warp, lane, shift)
         columns = self.epilogue.load_columns(ctx, kind, is_shared, tile, warp, lane)
         if cutlass.const_expr(kind.is_summed_by_step):
-            cursor = self._sum_by_step(ctx, kind, sums, acc, view, at.cursor)
-            at = Progress(cursor, at.turn)
+            cursor = self._sum_by_step(ctx, kind, sums, acc, view, cursor)
         else:
-            at = self._sum(ctx, kind, sums, acc, view, at)
+            cursor = self._sum(ctx, kind, sums, acc, view, cursor)
         self.epilogue.store(ctx, kind, is_shared, sums, columns, tile, warp, lane)
-        return at
+        return cursor
 
     # ---- packed FP4, and FP8 ----
 
     @cute.jit
     def _sum(
         self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
-        view: TileView, at: Progress,
+        view: TileView, cursor: Cursor,
     ):  # fmt: skip
         """Two operands in turn: one is filled while the tensor cores have the other."""
         operands = [(make_fragment(), cute.make_rmem_tensor(2, Float32)) for _ in range(2)]
         factors = self._first_factors(ctx, kind, view)
-        ctx.pipes.ring.wait(at.cursor)
-        self._fill(ctx, kind, operands[0], factors, view, Int32(0), at.cursor.stage)
+        ctx.pipes.ring.wait(cursor)
+        self._fill(ctx, kind, operands[0], factors, view, Int32(0), cursor.stage)
         # All steps but the last are followed by one.
         followed = kind.steps - 1
         for pair in cutlass.range(followed // 2, unroll=1):
             for i in cutlass.range_constexpr(2):
                 now, after = operands[i], operands[1 - i]
-                self._multiply(ctx, kind, acc, now, at.cursor.stage)
-                self._fill_next(ctx, kind, after, factors, view, 2 * pair + i, at.cursor)
-                at = self._add(ctx, kind, sums, acc, now, view, at)
+                self._multiply(ctx, kind, acc, now, cursor.stage)
+                self._fill_next(ctx, kind, after, factors, view, 2 * pair + i, cursor)
+                cursor = self._add(ctx, kind, sums, acc, now, view, cursor)
         if cutlass.const_expr(followed % 2 == 1):
-            self._multiply(ctx, kind, acc, operands[0], at.cursor.stage)
+            self._multiply(ctx, kind, acc, operands[0], cursor.stage)
             step = Int32(followed - 1)
-            self._fill_next(ctx, kind, operands[1], factors, view, step, at.cursor)
-            at = self._add(ctx, kind, sums, acc, operands[0], view, at)
+            self._fill_next(ctx, kind, operands[1], factors, view, step, cursor)
+            cursor = self._add(ctx, kind, sums, acc, operands[0], view, cursor)
         last = operands[followed % 2]
-        self._multiply(ctx, kind, acc, last, at.cursor.stage)
-        return self._add(ctx, kind, sums, acc, last, view, at)
+        self._multiply(ctx, kind, acc, last, cursor.stage)
+        return self._add(ctx, kind, sums, acc, last, view, cursor)
 
     @cute.jit
     def _multiply(self, ctx: WideContext, kind: cutlass.Constexpr, acc: cute.Tensor, now, stage):
@@ -245,19 +233,14 @@ class WideTileConsumers:
     @cute.jit
     def _add(
         self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor, now,
-        view: TileView, at: Progress,
+        view: TileView, cursor: Cursor,
     ):  # fmt: skip
-        """Add the products of a k block in the warpgroup's turn, and give its stage back."""
-        ring, turns = ctx.pipes.ring, ctx.pipes.edges["turns"]
-        group = view.warp // WARPGROUP
-        # The first warpgroup's first turn is free. A wait between the decoding before and the
-        # products: behind these, ptxas would have put it, too.
-        turns.at(group).wait(at.turn ^ group ^ 1)
+        """Add the products of a k block, and give its stage back."""
+        ring = ctx.pipes.ring
         warpgroup.wait_group(0)
-        self._promote(ctx, kind, sums, acc, now[1], view, at.cursor.stage)
-        turns.at(group ^ 1).arrive(view.lane)
-        ring.release_to(at.cursor, view.lane, self.plan.sharing)
-        return Progress(ring.next(at.cursor), at.turn ^ 1)
+        self._promote(ctx, kind, sums, acc, now[1], view, cursor.stage)
+        ring.release_to(cursor, view.lane, self.plan.sharing)
+        return ring.next(cursor)
 
     @cute.jit
     def _fill_next(

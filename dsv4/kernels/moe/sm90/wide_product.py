@@ -4,7 +4,7 @@
                 the order of tiles, and their scales (TMA), shared by two CTAs with row tiles of
                 their own
     consumers   two warpgroups: weights into registers, FP4 decoded there, while the tensor cores
-                have the k block before; promotion by its scales, in turn; epilogue
+                have the k block before; promotion by its scales; epilogue
 
 The arithmetic is that of every other tiling (`product`).
 """
