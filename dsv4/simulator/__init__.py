@@ -15,6 +15,7 @@ copies, stochastic rounding, multimem, wmma, textures. Time has no meaning here;
 """
 
 from dsv4.simulator.api import simulate
+from dsv4.simulator.chain import ChainCall, simulate_chain
 from dsv4.simulator.errors import (
     Deadlock,
     Endless,
@@ -28,6 +29,7 @@ from dsv4.simulator.frontend.ptx_text import simulate_ptx
 from dsv4.simulator.report import Finding, LaunchReport, Report
 
 __all__ = [
-    "CudaView", "Deadlock", "Endless", "Finding", "KernelFault", "LaunchReport", "Report",
-    "SimulatorError", "UnsupportedInstruction", "named", "simulate", "simulate_ptx",
+    "ChainCall", "CudaView", "Deadlock", "Endless", "Finding", "KernelFault", "LaunchReport",
+    "Report", "SimulatorError", "UnsupportedInstruction", "named", "simulate", "simulate_chain",
+    "simulate_ptx",
 ]  # fmt: skip

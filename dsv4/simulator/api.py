@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,6 +51,14 @@ class Host(Protocol):
     """Stand-in for host code, which gives launches."""
 
     def run(self, arguments: list, keywords: dict) -> list[LaunchConfig]: ...
+
+
+class Prepared(NamedTuple):
+    """A launch that is about to run."""
+
+    program: Program
+    config: LaunchConfig
+    multiprocessors: int
 
 
 class Simulation:
@@ -121,25 +129,38 @@ class Simulation:
             raise ValueError("overlap and peers cannot be simulated together")
         held = (arguments, keywords, buffers, peers, uninitialised)
         with shared_arguments(*held, workers=workers) as (*values, empty):
-            undefined = tuple((x.data_ptr(), x.data_ptr() + x.nbytes) for x in empty)
+            memory = GlobalMemory()
+            self.register(memory, *values)
+            launches = self.prepare(memory, values[0], values[1], values[3])
             if overlap != "none":
-                return self._run_overlapped(*values, schedule, seed, instructions_per_warp, overlap)
-            return self._run_here(
-                *values, schedule, seed, races, workers, instructions_per_warp, undefined
+                return run_overlapped(
+                    memory, launches, schedule, seed, instructions_per_warp, overlap
+                )
+            undefined = tuple((x.data_ptr(), x.data_ptr() + x.nbytes) for x in empty)
+            return run_in_order(
+                memory, launches, schedule, seed, races, workers, instructions_per_warp, undefined
             )
 
-    def _launches(self, arguments, keywords: dict, buffers, peers) -> tuple[GlobalMemory, list]:
-        """The memory that kernels may touch, and what the host code launches on all GPUs."""
-        memory = GlobalMemory()
+    def register(
+        self, memory: GlobalMemory, arguments, keywords: dict, buffers=(), peers=(), whose: str = ""
+    ) -> None:
+        """Make what a call gives, on all GPUs, accessible to kernels.
+
+        Args:
+            whose: a suffix of the tensors' names.
+        """
         names = [*self.argument_names[: len(arguments)]]
         names += [f"argument {i}" for i in range(len(names), len(arguments))]
         for name, value in zip([*names, *keywords], [*arguments, *keywords.values()]):
-            _register(memory, value, name, whole=False)
+            _register(memory, value, name + whose, whole=False)
         for gpu, given in enumerate(peers, 1):
             for i, value in enumerate(given):
                 _register(memory, value, f"argument {i} of GPU {gpu}", whole=False)
         for i, value in enumerate(buffers):
             _register(memory, value, f"buffer {i}", whole=True)
+
+    def prepare(self, memory: GlobalMemory, arguments, keywords: dict, peers=()) -> list[Prepared]:
+        """What the host code launches, on all GPUs, in order."""
         configs = self.host.run(list(arguments), keywords)
         for given in peers:
             configs = [
@@ -154,50 +175,60 @@ class Simulation:
             self.program(config.kernel)
             for name, (_, data) in self.variables.items():
                 memory.add(data.ctypes.data, data.nbytes, f"variable {name}", data)
-        return memory, configs
-
-    def _run_overlapped(
-        self, arguments, keywords, buffers, peers, schedule: str, seed: int,
-        instructions_per_warp: int, overlap: str,
-    ) -> Report:  # fmt: skip
-        memory, configs = self._launches(arguments, keywords, buffers, peers)
-        launches = [
-            Launch(
-                config, self.program(config.kernel), memory, schedule, seed, self.multiprocessors,
-                instructions_per_warp=instructions_per_warp,
-            )
+        return [
+            Prepared(self.program(config.kernel), config, self.multiprocessors)
             for config in configs
-        ]  # fmt: skip
-        before, start = [instructions_run(x.program) for x in launches], time.perf_counter()
-        early = run_chain(launches, overlap, seed)
-        seconds = time.perf_counter() - start
-        described = [
-            _described(launch, instructions_run(launch.program) - count, seconds)
-            for launch, count in zip(launches, before)
         ]
-        return Report(described, early_starts=early)
 
-    def _run_here(
-        self, arguments, keywords, buffers, peers, schedule: str, seed: int, races: bool,
-        workers: int, instructions_per_warp: int, undefined: tuple[tuple[int, int], ...],
-    ) -> Report:  # fmt: skip
-        memory, configs = self._launches(arguments, keywords, buffers, peers)
-        report, before = Report(), None
-        for config in configs:
-            program = self.program(config.kernel)
-            monitor = None
-            if races:
-                earlier = before if config.programmatic else None
-                monitor = Monitor(program.entry, earlier, undefined)
-            launch = Launch(config, program, memory, schedule, seed, self.multiprocessors, monitor)
-            launch.instructions_per_warp = instructions_per_warp
-            report.launches.append(_run(launch, workers))
-            if monitor is not None:
-                monitor.registers_never_written(program)
-                report.races += monitor.findings
-                report.warnings += monitor.warnings
-            before = monitor
-        return report
+
+def run_overlapped(
+    memory: GlobalMemory, launches: Sequence[Prepared], schedule: str, seed: int,
+    instructions_per_warp: int, overlap: str,
+) -> Report:  # fmt: skip
+    """Run launches of which some start early, unchecked."""
+    started = [
+        Launch(
+            config, program, memory, schedule, seed, multiprocessors,
+            instructions_per_warp=instructions_per_warp,
+        )
+        for program, config, multiprocessors in launches
+    ]  # fmt: skip
+    before, start = [instructions_run(x.program) for x in started], time.perf_counter()
+    early = run_chain(started, overlap, seed)
+    seconds = time.perf_counter() - start
+    described = [
+        _described(launch, instructions_run(launch.program) - count, seconds)
+        for launch, count in zip(started, before)
+    ]
+    return Report(described, early_starts=early)
+
+
+def run_in_order(
+    memory: GlobalMemory, launches: Sequence[Prepared], schedule: str, seed: int, races: bool,
+    workers: int, instructions_per_warp: int, undefined: tuple[tuple[int, int], ...],
+    before: Monitor | None = None,
+) -> Report:  # fmt: skip
+    """Run launches one after the other.
+
+    Args:
+        undefined: addresses [start, stop) that hold nothing yet.
+        before: of what ran before them.
+    """
+    report = Report()
+    for program, config, multiprocessors in launches:
+        monitor = None
+        if races:
+            earlier = before if config.programmatic else None
+            monitor = Monitor(program.entry, earlier, undefined)
+        launch = Launch(config, program, memory, schedule, seed, multiprocessors, monitor)
+        launch.instructions_per_warp = instructions_per_warp
+        report.launches.append(_run(launch, workers))
+        if monitor is not None:
+            monitor.registers_never_written(program)
+            report.races += monitor.findings
+            report.warnings += monitor.warnings
+        before = monitor
+    return report
 
 
 def _shared_bytes(size: int) -> np.ndarray:
@@ -286,6 +317,14 @@ def simulate(
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
+    return simulation_of(compiled).run(
+        args, kwargs, buffers, schedule, seed, races, workers, instructions_per_warp, uninitialised,
+        overlap, peers,
+    )  # fmt: skip
+
+
+def simulation_of(compiled) -> Simulation:
+    """The simulation of a function compiled by `cute.compile`, made once."""
     try:
         simulation = _prepared.get(compiled)
     except TypeError:
@@ -294,10 +333,7 @@ def simulate(
         simulation = Simulation.of_compiled(compiled)
         with contextlib.suppress(TypeError):  # not every compiled object can be referred to weakly
             _prepared[compiled] = simulation
-    return simulation.run(
-        args, kwargs, buffers, schedule, seed, races, workers, instructions_per_warp, uninitialised,
-        overlap, peers,
-    )  # fmt: skip
+    return simulation
 
 
 def _register(memory: GlobalMemory, value, name: str, whole: bool) -> None:

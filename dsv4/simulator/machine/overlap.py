@@ -38,6 +38,7 @@ def run_chain(launches: list[Launch], overlap: str, seed: int) -> int:
     """
     early, chance = early_launches(launches, overlap, seed), random.Random(seed)
     runs: list[LaunchRun] = []
+    waiting: set[LaunchRun] = set()  # for the launch before, and for nothing else
     started_early = idle = 0
     while len(runs) < len(launches) or not all(run.done for run in runs):
         if len(runs) < len(launches):
@@ -50,8 +51,11 @@ def run_chain(launches: list[Launch], overlap: str, seed: int) -> int:
             run.launch.launch_before_done = i == 0 or runs[i - 1].done
             if overlap == "random" and chance.random() < 0.5:
                 skipped = True
-            elif not run.done:
-                progressed |= run.step()
+            elif not run.done and (run.launch.launch_before_done or run not in waiting):
+                moved = run.step()
+                progressed |= moved
+                if not moved:
+                    waiting.add(run)
         idle = 0 if progressed else idle + (not skipped)
         if idle > IDLE_ROUNDS:
             raise Deadlock(describe_deadlock([warp for run in runs for warp in run.live()]))

@@ -1,10 +1,11 @@
 """Happens-before over global memory, within and between clusters.
 
 Strong accesses (atomics, acquire, release, relaxed, volatile) synchronise (see flags.py). Strong
-loads are not checked against ordinary writes; atomics and strong stores are in conflict with
-ordinary accesses. With each other strong accesses are in conflict only where the scope of one of
-them does not include the other thread. Reads are kept in a list until there is a write to the
-allocation: most of them are of inputs. Of each cell the last two readers are known.
+loads are not checked against ordinary writes, but for those of launches before: a poll must not
+find what they left. Atomics and strong stores are in conflict with ordinary accesses. With each
+other strong accesses are in conflict only where the scope of one of them does not include the other
+thread. Reads are kept in a list until there is a write to the allocation: most of them are of
+inputs. Of each cell the last two readers are known.
 """
 
 from __future__ import annotations
@@ -97,6 +98,9 @@ class GlobalRaces:
         order = self.monitor.entry.instructions[w.at].order
         lanes = lanes_of(w, mask)
         if order.strong and not write:
+            if self.before is not None:
+                know = w.cluster.state.clocks.view(w.agent, lanes)
+                self._strong_load_of_earlier(w, active, know, size)
             if self.narrow:
                 self._strong_load(w, active, mask, lanes, size, order)
             for address in np.unique(active).tolist():
@@ -106,6 +110,17 @@ class GlobalRaces:
         if order.strong:
             for address in np.unique(active).tolist():
                 self.flags.write(w, ("global", address), order, False, lanes)
+
+    def _strong_load_of_earlier(self, w, active, know, size: int) -> None:
+        """A strong load against the writes of launches before."""
+        for address in active.tolist():
+            history = self.history(w.cluster.memory.find(address, address + size))
+            words = (address - history.region.start >> 2) + np.arange(-(-size // 4))
+            owner = np.minimum(history.writer[words], NOBODY)
+            late = self._late(w, owner, history.write_clock[words], know, SEEN)
+            for i in np.flatnonzero(late)[:1]:
+                where, whose = int(words[i]), int(owner[i])
+                self._report_launch(w, history, "strong read of", where, "writes", whose)
 
     def _strong_load(self, w, active, mask, lanes, size: int, order: Order) -> None:
         know = w.cluster.state.clocks.view(w.agent, lanes)

@@ -170,10 +170,11 @@ def _host(compiled, module: Module, multiprocessors: int) -> HostRunner:
 
 def simulate_text(compiled, ptx: str, run: Run) -> tuple[Report, bool]:
     """Run a changed module under the compiled host function; the report, and if it was right."""
-    return _simulate(_simulation(compiled, ptx), run)
+    return _simulate(changed_simulation(compiled, ptx), run)
 
 
-def _simulation(compiled, ptx: str) -> Simulation:
+def changed_simulation(compiled, ptx: str) -> Simulation:
+    """The simulation of a compiled function with another PTX of the same kernels."""
     return Simulation(parse_module(ptx), functools.partial(_host, compiled))
 
 
@@ -204,7 +205,7 @@ def known_warnings(compiled, runs: Iterable[Run]) -> set[tuple]:
 
 def noticed(compiled, text: str, runs: Iterable[Run], known: set[tuple]) -> str:
     """How the first run that notices a change of the PTX does so; "" if none does."""
-    simulation = _simulation(compiled, text)
+    simulation = changed_simulation(compiled, text)
     for run in runs:
         try:
             with mock.patch.object(Findings, "report", _end):

@@ -95,6 +95,13 @@ class History(Cells):
         self.written = bool((self.writer != NOBODY).any())
         self.read = self.read or bool(done.read.any())
 
+    def touch(self, start: int, stop: int) -> None:
+        """Count bytes [start, stop) of the allocation as written and read, by no warp in
+        particular."""
+        words = np.zeros(self.count, np.bool_)
+        words[start // 4 : -(-stop // 4)] = True
+        self.follow(Footprint(words, words, np.zeros_like(words)), 0)
+
     def untouched(self, where, write: bool) -> bool:
         """Nobody wrote any of the cells, nor (for a `write`) read anything of the allocation; the
         reads are settled."""

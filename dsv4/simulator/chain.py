@@ -1,0 +1,93 @@
+"""`simulate_chain`: calls of several compiled functions on one stream."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dsv4.simulator.api import Prepared, Simulation, run_in_order, run_overlapped, simulation_of
+from dsv4.simulator.machine.asynchronous import SCHEDULES
+from dsv4.simulator.machine.memory import GlobalMemory
+from dsv4.simulator.machine.overlap import OVERLAPS
+from dsv4.simulator.machine.scheduler import INSTRUCTIONS_PER_WARP
+from dsv4.simulator.races.monitor import Monitor
+from dsv4.simulator.report import Report
+
+
+@dataclass(frozen=True)
+class ChainCall:
+    """A call of a compiled function.
+
+    Attributes:
+        function: what `cute.compile` made, or the simulation of it.
+        args, kwargs: CPU tensors, numbers, streams, as `simulate` takes them.
+    """
+
+    function: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def simulation(self) -> Simulation:
+        """That of the function."""
+        is_made = isinstance(self.function, Simulation)
+        return self.function if is_made else simulation_of(self.function)
+
+
+def simulate_chain(
+    calls: Sequence[ChainCall],
+    *,
+    schedule: str = "eager",
+    seed: int = 0,
+    races: bool = True,
+    overlap: str = "none",
+    recycled: Sequence[torch.Tensor] = (),
+    instructions_per_warp: int = INSTRUCTIONS_PER_WARP,
+) -> Report:
+    """Run calls one after the other on one stream, in place.
+
+    Args:
+        calls: in the order of the stream; what one writes may be what another one reads.
+        schedule, seed, races, overlap, instructions_per_warp: as of `simulate`.
+        recycled: tensors in memory that launches before the chain may still read and write, as
+            where an allocator gives memory of one tensor to the next. What touches them before
+            `griddepcontrol.wait` is a race: a store of an output, even if no call of the chain
+            reads it before.
+
+    Returns: one Report of all launches; outputs are written to the tensors.
+    Raises: as `simulate`.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if overlap not in OVERLAPS:
+        raise ValueError(f"overlap must be one of {', '.join(OVERLAPS)}, got {overlap!r}")
+    if overlap != "none" and races:
+        raise ValueError("overlap needs races=False")
+    memory, launches = GlobalMemory(), []
+    for number, call in enumerate(calls):
+        simulation = call.simulation
+        simulation.register(memory, call.args, dict(call.kwargs), whose=f" of call {number}")
+    for call in calls:
+        launches += call.simulation.prepare(memory, call.args, dict(call.kwargs))
+    if overlap != "none":
+        return run_overlapped(memory, launches, schedule, seed, instructions_per_warp, overlap)
+    before = _touching(launches[0], memory, recycled) if races and launches else None
+    return run_in_order(
+        memory, launches, schedule, seed, races, 1, instructions_per_warp, (), before
+    )
+
+
+def _touching(like: Prepared, memory: GlobalMemory, tensors: Sequence[torch.Tensor]) -> Monitor:
+    """A launch of the same kernel that read and wrote every byte of these tensors."""
+    monitor = Monitor(like.program.entry)
+    for tensor in tensors:
+        if tensor.numel():
+            region = memory.find(tensor.data_ptr(), tensor.data_ptr() + 1)
+            last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+            start = tensor.data_ptr() - region.start
+            stop = start + (last + 1) * tensor.element_size()
+            monitor.memory.history(region).touch(start, stop)
+    return monitor
