@@ -13,32 +13,43 @@ from torch import Tensor
 from dsv4 import ops
 from dsv4.bench.machine import Machine
 from dsv4.bench.timing import graph_microseconds
-from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.ops.moe.op import FORMS, MODEL_LAYERS, MOE
+from dsv4.kernels.moe.config import BF16_DTYPES
+from dsv4.kernels.moe.layer_config import NVFP4_GROUP, MoeConfig
+from dsv4.ops.moe.op import FORMS, MODEL_LAYERS, MOE, OTHER_LAYERS
 from dsv4.ops.moe.torch_path import route
 from dsv4.ops.moe.weights import GatedWeights, prepare_
 from dsv4.ops.runtime.backend import device_of
 
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096)
+FEWER_TOKENS = (1, 4, 16, 64, 256)
+# Those of `MODEL_LAYERS` and in other formats.
+LAYERS = {
+    **MODEL_LAYERS,
+    **OTHER_LAYERS,
+    "Flash-BF16": replace(MODEL_LAYERS["Flash"], expert_dtype="bfloat16"),
+}
+# Of a weight of the routed experts, its scales included.
+BYTES = {"fp4": 0.5 + 1 / 32, "fp8": 1 + 4 / 128**2, "nvfp4": 0.5 + 1 / 16, "bfloat16": 2}
 CALLS = 24  # of a graph, each with tokens of its own, and so with experts of its own
 SHARED_SETS = 8  # of the shared expert and the gate: together several times L2
 CHECKED_TOKENS = 16
 # Of y, against the torch implementation, which rounds gate and up to bf16: codes of h tip.
 MAX_RELATIVE_ERROR = 6e-2
 COLUMNS = ("layer", "T", "experts", "us", "GB/s", "floor us", "of floor")
+NVFP4_SCALE = 2.0**-7
 FP4_EXPONENT, FP8_EXPONENT = 120, 119  # of most scales
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of `MODEL_LAYERS`, and tokens."""
+    """A model of `LAYERS`, and tokens."""
 
     model: str
     tokens: int
 
     @property
     def config(self) -> MoeConfig:
-        return replace(MODEL_LAYERS[self.model], form="packed")
+        return replace(LAYERS[self.model], form="packed")
 
     def bytes(self, distinct: float) -> float:
         """Routed experts that some token uses, the shared one and the gate are read; x and y, in
@@ -48,12 +59,15 @@ class Shape:
         shared = 3 * matrix * (1 + 1 / (128 * 128))
         gate = 2 * config.experts * config.hidden
         rows = 2 * 2 * self.tokens * config.hidden
-        return distinct * 3 * matrix * (0.5 + 1 / 32) + shared + gate + rows
+        return distinct * 3 * matrix * BYTES[config.expert_dtype] + shared + gate + rows
 
     @property
-    def flops(self) -> int:
+    def flops(self) -> float:
+        """In bf16: two of FP8 take the time of one."""
         config = self.config
-        return 2 * self.tokens * (config.top_k + 1) * 3 * config.hidden * config.inner
+        unit = 2 * self.tokens * 3 * config.hidden * config.inner
+        is_bf16 = config.expert_dtype in BF16_DTYPES
+        return unit * (config.top_k * (1 if is_bf16 else 0.5) + 0.5)
 
 
 @dataclass(frozen=True)
@@ -72,8 +86,14 @@ class Result:
 
 
 def model_shapes() -> list[Shape]:
-    """Layers of Flash and Pro, from one token to 4,096."""
-    return [Shape(model, tokens) for model in MODEL_LAYERS for tokens in TOKENS]
+    """Layers of Flash and Pro, from one token to 4,096; fewer sizes of other formats, where the
+    GPU has kernels for them."""
+    found = device_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    shapes = [Shape(model, tokens) for model in MODEL_LAYERS for tokens in TOKENS]
+    for model, config in LAYERS.items():
+        if model not in MODEL_LAYERS and (found is None or MOE.serves(config, found.arch)):
+            shapes += [Shape(model, tokens) for tokens in FEWER_TOKENS]
+    return shapes
 
 
 def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
@@ -102,7 +122,7 @@ class Layer:
         config = self.config
         found = device_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
         self.form = "packed" if found is None else FORMS[found.arch][0]
-        self.experts = self._fp4()
+        self.experts = self._routed()
         self.gates, self.shared = [], []
         for _ in range(SHARED_SETS):
             gate = torch.randn(config.experts, config.hidden, device=device)
@@ -110,25 +130,40 @@ class Layer:
             self.shared.append(self._fp8())
         self.bias = torch.zeros(config.experts, device=device)
 
-    def _fp4(self) -> GatedWeights:
+    def _routed(self) -> GatedWeights:
         config = self.config
+        dtype, experts = config.expert_dtype, config.experts
+        if dtype == "fp8":
+            return self._fp8(experts)
+        options = {"device": self.device}
 
+        def make(rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+            if dtype == "bfloat16":
+                weight = torch.empty(experts, rows, columns, dtype=torch.bfloat16, **options)
+                return weight.normal_(std=columns**-0.5), None
+            shape = (experts, rows, columns // 2)
+            codes = torch.randint(-128, 128, shape, dtype=torch.int8, **options)
+            if dtype == "fp4":
+                return codes, self._exponents((experts, rows, columns // 32), FP4_EXPONENT)
+            scale = torch.rand(experts, rows, columns // NVFP4_GROUP, **options) + 0.5
+            return codes.view(torch.uint8), scale.to(torch.float8_e4m3fn)
+
+        whole = torch.full((3, experts), NVFP4_SCALE, **options) if dtype == "nvfp4" else None
+        return self._prepared(make)._replace(global_scales=whole)
+
+    def _fp8(self, *experts: int) -> GatedWeights:
         def make(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-            shape = (config.experts, rows, columns // 2)
-            codes = torch.randint(-128, 128, shape, dtype=torch.int8, device=self.device)
-            shape = (config.experts, rows, columns // 32)
-            return codes, self._scales(shape, FP4_EXPONENT)
+            shape = (*experts, rows, columns)
+            codes = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+            for part in codes if experts else [codes]:
+                part.copy_(torch.randn(rows, columns, device=self.device))
+            scale = self._exponents((*experts, rows // 128, columns // 128), FP8_EXPONENT)
+            is_float32 = self.config.scale_dtype == "float32"
+            return codes, scale.float() if is_float32 else scale
 
         return self._prepared(make)
 
-    def _fp8(self) -> GatedWeights:
-        def make(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-            codes = torch.randn(rows, columns, device=self.device).to(torch.float8_e4m3fn)
-            return codes, self._scales((rows // 128, columns // 128), FP8_EXPONENT)
-
-        return self._prepared(make)
-
-    def _scales(self, shape: tuple[int, ...], exponent: int) -> Tensor:
+    def _exponents(self, shape: tuple[int, ...], exponent: int) -> Tensor:
         options = {"dtype": torch.uint8, "device": self.device}
         return torch.randint(exponent, exponent + 3, shape, **options).view(torch.float8_e8m0fnu)
 
@@ -159,14 +194,17 @@ class Layer:
     def _plain(self, x: Tensor) -> Tensor:
         """The same layer by the torch implementation, which reads prepared weights, too."""
         out, absent = torch.empty_like(x), torch.empty(0, dtype=torch.int64, device=x.device)
+        none = self.bias[:0]
         weights = [
-            tensor
+            none if tensor is None else tensor
             for part in (self.experts, self.shared[0])
             for pair in zip(part.codes, part.scales)
             for tensor in pair
         ]
+        whole = self.experts.global_scales
         MOE.torch(
-            self.config, x, self.gates[0], self.bias, *weights[:6], self.bias[:0], *weights[6:],
+            self.config, x, self.gates[0], self.bias, *weights[:6],
+            none if whole is None else whole, *weights[6:],
             absent, absent, out, absent, None,
         )  # fmt: skip
         return out
@@ -183,8 +221,7 @@ class Layer:
             distinct += ids.unique().numel()
             calls.append(partial(self.call, x, index, out=torch.empty_like(x)))
         distinct /= CALLS
-        # The rate is that of bf16, half of FP8's.
-        floor = machine.floor(shape.bytes(distinct), shape.flops / 2)
+        floor = machine.floor(shape.bytes(distinct), shape.flops)
         return Result(shape, distinct, graph_microseconds(calls), floor)
 
 

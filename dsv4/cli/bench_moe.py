@@ -20,7 +20,10 @@ def add_parser(benchmarks) -> None:
         "experts of a call, and FLOPs over twice the bf16 rate, both measured now. Results are "
         "compared with the torch implementation before anything is timed.",
     )
-    more = "measure this layer, Flash or Pro, and number of tokens instead of all (repeatable)"
+    more = (
+        "measure this layer (Flash, Pro, Flash-NVFP4, ...) and number of tokens instead of all "
+        "(repeatable)"
+    )
     bench_rows.add_options(parser, parse_shape, SHAPE_FORMAT, more)
     parser.set_defaults(run=run)
 
@@ -34,11 +37,11 @@ def run(args: argparse.Namespace) -> int:
 
 def parse_shape(text: str) -> tuple[str, int]:
     """Model and tokens of a `SHAPE_FORMAT`, for argparse."""
-    from dsv4.ops.moe.op import MODEL_LAYERS
+    from dsv4.bench.moe import LAYERS
 
     model, _, tokens = text.partition(",")
-    if model not in MODEL_LAYERS or not tokens.isdecimal() or int(tokens) < 1:
-        models = " or ".join(MODEL_LAYERS)
+    if model not in LAYERS or not tokens.isdecimal() or int(tokens) < 1:
+        models = ", ".join(LAYERS)
         raise argparse.ArgumentTypeError(
             f"got {quoted(text)}, expected {SHAPE_FORMAT}: {models}, tokens"
         )

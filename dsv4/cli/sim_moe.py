@@ -6,6 +6,7 @@ import argparse
 from functools import partial
 
 from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
+from dsv4.kernels.moe.config import EXPERT_DTYPES
 
 FEW_SMS = 2  # whose CTAs take all tiles
 # By case, of Blackwell: CTAs there begin with a tile of the shared expert whose weights are known
@@ -38,7 +39,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         has_arch=True,
     )
     parser.add_argument(
-        "--experts-in", choices=("fp4", "fp8"), default="fp4", help="format of weights (fp4)"
+        "--experts-in", choices=EXPERT_DTYPES, default="fp4", help="format of weights (fp4)"
     )
 
 
@@ -61,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
     config = LayerInputs.make(cases[0], args.seed).config
     if config.why_no_kernel:
         raise ValueError(f"no kernel: {config.why_no_kernel}")
+    if not MOE.serves(config, args.arch):
+        raise ValueError(f"no kernel: experts in {args.experts_in} on {args.arch}")
     launches = CheckedLaunches(args, args.arch)
     compiled = OpKernels(MOE, launches.target).compile(config)
     sms = (FEW_SMS,) * len(cases) if args.arch == "sm_90a" else BLACKWELL_SMS

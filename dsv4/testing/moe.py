@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dsv4.kernels.moe.args import ARGS, values
 from dsv4.kernels.moe.config import FP4_GROUP, K_BLOCK, ExpertsConfig
+from dsv4.kernels.moe.layer_config import NVFP4_GROUP
 from dsv4.kernels.moe.layout import MAX_SPREAD
 from dsv4.kernels.moe.wide_plan import scale_columns
 from dsv4.ops.moe import layout
@@ -24,6 +25,8 @@ MAX_RELATIVE_ERROR = 4e-3  # of a product's rows, each by its norm
 SILU_SLOPE = 1.1
 # silu by fast exponential and division, relative.
 SILU_ERROR = 2**-18
+# Of bf16 products, which the tensor core adds up over a whole K.
+BF16_SUM_ERROR = 2**-20
 E2M1_DEVIATION, E4M3_DEVIATION = 2.6, 1.0  # of random codes
 MATRICES = ("w1", "w3", "w2")
 
@@ -34,7 +37,7 @@ class Case:
 
     Attributes:
         tokens, hidden, inner, experts, top_k: T, D, I, E and k.
-        expert_dtype: "fp4" or "fp8".
+        expert_dtype: "fp4", "fp8", "nvfp4" or "bfloat16".
         scale_dtype: of FP8 scales, those of the shared expert too.
         spread: largest distance of the exponents of a row's FP4 groups.
         live: tokens that are not padding; None: all. Padding rows are NaN.
@@ -44,6 +47,7 @@ class Case:
         limit: of gate and up; small enough to bind.
         out_dtype: of the result.
         is_tiled: whether weights are prepared for Blackwell, whose kernels leave codes of h.
+        shared_dtype: of the shared expert, "fp8" or "bfloat16".
     """
 
     tokens: int
@@ -61,6 +65,7 @@ class Case:
     limit: float = 4.0
     out_dtype: str = "bfloat16"
     is_tiled: bool = False
+    shared_dtype: str = "fp8"
 
     @property
     def num_live(self) -> int:
@@ -76,7 +81,7 @@ class Case:
     def config(self) -> ExpertsConfig:
         return ExpertsConfig(
             self.hidden, self.inner, self.top_k, self.expert_dtype, self.scale_form,
-            self.scale_dtype, self.scale_dtype, self.limit, self.out_dtype,
+            self.scale_dtype, self.scale_dtype, self.limit, self.out_dtype, self.shared_dtype,
         )  # fmt: skip
 
     def shape(self, matrix: str) -> tuple[int, int]:
@@ -87,16 +92,40 @@ class Case:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight as checkpoints store it, of all experts or of the shared one."""
+    """A weight as checkpoints store it, of all experts or of the shared one.
+
+    Attributes:
+        scale: None of bf16 weights.
+        whole: [E] fp32 of NVFP4.
+    """
 
     codes: Tensor
-    scale: Tensor
+    scale: Tensor | None
+    whole: Tensor | None = None
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether products with it are of bf16, activations as they are."""
+        return self.codes.dtype in (torch.uint8, torch.bfloat16)
+
+    def activations(self, x: Tensor) -> Tensor:
+        """What products read of x, fp64."""
+        return x.double() if self.is_bf16 else rounded(x)
+
+    @property
+    def sum_error(self) -> float:
+        """Bound on a sum's error, by the terms' magnitudes."""
+        return BF16_SUM_ERROR if self.is_bf16 else SUM_ERROR
 
     def dense(self, expert: int | None = None) -> Tensor:
         """[out, in] fp64, of one expert."""
         codes, scale = self.codes, self.scale
+        if self.codes.dtype == torch.bfloat16:
+            return (codes if expert is None else codes[expert]).double()
         if expert is not None:
             codes, scale = codes[expert], scale[expert]
+        if codes.dtype == torch.uint8:
+            return dequantize_e2m1(codes, scale, torch.float64) * self.whole[expert].double()
         if codes.dtype == torch.int8:
             return dequantize_e2m1(codes, scale, torch.float32).double()
         return dequantize_e4m3_blocks(codes, scale, (K_BLOCK, K_BLOCK), torch.float32).double()
@@ -104,9 +133,9 @@ class Weight:
     def prepared(self, form: str) -> Weight:
         """The same in the order of the kernels' reads."""
         codes = layout.prepare_codes(self.codes, form)
-        if self.codes.dtype == torch.int8:
-            return Weight(codes, layout.prepare_fp4_scales(self.scale, form))
-        return Weight(codes, self.scale)
+        if self.codes.dtype in (torch.int8, torch.uint8):
+            return replace(self, codes=codes, scale=layout.prepare_scales(self.scale, form))
+        return replace(self, codes=codes)
 
 
 def make_weight(
@@ -117,6 +146,10 @@ def make_weight(
     *lead, rows, columns = shape
     deviation = E2M1_DEVIATION if dtype == "fp4" else E4M3_DEVIATION
     top = 127 - round(math.log2(deviation * columns**0.5)) + 1
+    if dtype == "bfloat16":
+        return Weight((torch.randn(shape, **options) * columns**-0.5).bfloat16(), None)
+    if dtype == "nvfp4":
+        return _make_nvfp4(shape, generator)
     if dtype == "fp4":
         codes = torch.randint(0, 256, (*lead, rows, columns // 2), dtype=torch.uint8, **options)
         groups = (*lead, rows, columns // FP4_GROUP)
@@ -130,6 +163,20 @@ def make_weight(
         return Weight(codes, (torch.rand(blocks, **options) + 0.5) * 2.0 ** (top - 127))
     below = torch.randint(0, 3, blocks, **options)
     return Weight(codes, (top - below).byte().view(torch.float8_e8m0fnu))
+
+
+def _make_nvfp4(shape: tuple[int, ...], generator: torch.Generator) -> Weight:
+    """Any codes and scales of every exponent, zeros among them, of either sign."""
+    options = {"generator": generator, "device": generator.device}
+    *lead, rows, columns = shape
+    codes = torch.randint(0, 256, (*lead, rows, columns // 2), dtype=torch.uint8, **options)
+    groups = (*lead, rows, columns // NVFP4_GROUP)
+    scale = torch.randn(groups, **options)
+    # Most are near one, some are subnormal or zero.
+    far = torch.randint(0, 16, groups, **options)
+    scale = torch.where(far == 0, scale * 2.0**-8, torch.where(far == 1, 0.0, scale))
+    whole = (torch.rand(lead, **options) + 0.5) / (E2M1_DEVIATION * columns**0.5)
+    return Weight(codes, scale.to(torch.float8_e4m3fn), whole)
 
 
 def make_x(case: Case, generator: torch.Generator) -> Tensor:
@@ -178,7 +225,9 @@ class Inputs:
             name: make_weight((case.experts, *case.shape(name)), case.expert_dtype, *options)
             for name in MATRICES
         }
-        shared = {name: make_weight(case.shape(name), "fp8", *options) for name in MATRICES}
+        shared = {
+            name: make_weight(case.shape(name), case.shared_dtype, *options) for name in MATRICES
+        }
         ids = make_ids(case, generator)
         shape = (case.tokens, case.top_k)
         weights = torch.rand(shape, generator=generator, device=device) + 0.1
@@ -224,12 +273,14 @@ def rounded(x: Tensor) -> Tensor:
     return codes.double() * scales.double().repeat_interleave(K_BLOCK, -1)
 
 
-def gated(x: Tensor, w1: Tensor, w3: Tensor, weights: Tensor, limit: float) -> tuple:
+def gated(
+    x: Tensor, w1: Tensor, w3: Tensor, weights: Tensor, limit: float, sum_error: float = SUM_ERROR
+) -> tuple:
     """h [n, I] = silu(min(x w1, limit)) * clamp(x w3) * weights, fp64, and how far off it may be
     for errors of both sums."""
     gate, up = x @ w1.T, x @ w3.T
-    gate_error = x.abs() @ w1.abs().T * SUM_ERROR
-    up_error = x.abs() @ w3.abs().T * SUM_ERROR
+    gate_error = x.abs() @ w1.abs().T * sum_error
+    up_error = x.abs() @ w3.abs().T * sum_error
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     silu = torch.nn.functional.silu(gate)
     error = SILU_SLOPE * gate_error * (up.abs() + up_error) + silu.abs() * up_error
@@ -264,10 +315,9 @@ class Hidden:
         """Some rows."""
         return Hidden(self.values[rows], None if self.scales is None else self.scales[rows])
 
-    @property
-    def rounded(self) -> Tensor:
+    def read_by(self, weight: Weight) -> Tensor:
         """What the second product reads, fp64."""
-        return rounded(self.values) if self.scales is None else self.values
+        return weight.activations(self.values) if self.scales is None else self.values
 
     def check(self, name: str, wanted: Tensor, error: Tensor) -> None:
         """Fail where h is further off than `error` and its own rounding explain."""
@@ -315,7 +365,7 @@ def assert_experts_close(outcome: Outcome, inputs: Inputs) -> None:
     device = inputs.x.device
     rows = outcome["rows"].to(device)
     h = Hidden.of(outcome, case, device)
-    x = rounded(inputs.x)
+    x = inputs.x
     found = rows.new_zeros(rows.shape[:2], dtype=torch.bool)
     positions = torch.arange(len(pairs), device=device)
     tokens, slots = (pairs // case.top_k).to(device), (pairs % case.top_k).to(device)
@@ -323,18 +373,16 @@ def assert_experts_close(outcome: Outcome, inputs: Inputs) -> None:
     for expert in experts.unique().tolist():
         own = experts == expert
         at = tokens[own], slots[own]
-        weight = {name: inputs.routed[name].dense(expert) for name in MATRICES}
         factors = inputs.weights[at].double().unsqueeze(1)
         _check_products(
-            h.first(positions[own]), rows[at], x[at[0]], weight, factors, case, f"{expert}"
+            h.first(positions[own]), rows[at], x[at[0]], inputs.routed, expert, factors, case.limit
         )
         found[at] = True
     live = case.num_live
-    shared = {name: inputs.shared[name].dense() for name in MATRICES}
     begin = case.tokens * case.top_k
     ones = torch.ones(live, 1, dtype=torch.float64, device=device)
     own = torch.arange(begin, begin + live, device=device)
-    _check_products(h.first(own), rows[:live, -1], x[:live], shared, ones, case, "shared")
+    _check_products(h.first(own), rows[:live, -1], x[:live], inputs.shared, None, ones, case.limit)
     found[:live, -1] = True
     total = torch.zeros(case.tokens, case.hidden, device=device)
     for slot in range(case.top_k + 1):
@@ -344,12 +392,19 @@ def assert_experts_close(outcome: Outcome, inputs: Inputs) -> None:
     assert same.all(), f"y: {int((~same).sum())} elements are not the sums of their rows"
 
 
-def _check_products(h: Hidden, rows, x, weight, factors, case: Case, name: str) -> None:
+def _check_products(
+    h: Hidden, rows: Tensor, x: Tensor, unit: dict[str, Weight], expert: int | None,
+    factors: Tensor, limit: float,
+) -> None:  # fmt: skip
     """Compare one expert's h with its inputs, and its rows with its h."""
-    wanted, error = gated(x, weight["w1"], weight["w3"], factors, case.limit)
+    name = "shared" if expert is None else f"{expert}"
+    w1, w3, w2 = (unit[matrix].dense(expert) for matrix in MATRICES)
+    down = unit["w2"]
+    x = down.activations(x)
+    wanted, error = gated(x, w1, w3, factors, limit, down.sum_error)
     h.check(f"h of expert {name}", wanted, error)
-    codes = h.rounded
-    wanted, error = codes @ weight["w2"].T, codes.abs() @ weight["w2"].abs().T * SUM_ERROR
+    read = h.read_by(down)
+    wanted, error = read @ w2.T, read.abs() @ w2.abs().T * down.sum_error
     _check(f"rows of expert {name}", rows, wanted, error)
 
 

@@ -17,9 +17,10 @@ from dsv4.ops.moe.op import MOE
 from dsv4.ops.moe.torch_path import route
 from dsv4.ops.moe.weights import GatedWeights
 from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.tensors import absent
 from dsv4.testing.harness import Call, Outcome
 from dsv4.testing.kernel_call import OpInputs
-from dsv4.testing.moe import MATRICES, Case, Inputs, assert_experts_close, gated, rounded
+from dsv4.testing.moe import MATRICES, Case, Inputs, assert_experts_close, gated
 from dsv4.testing.moe_router import WEIGHT_ERROR
 
 MAX_RELATIVE_ERROR = 1e-2  # of a token, where codes of h may tip
@@ -33,7 +34,8 @@ SCALING = 1.5
 def layer_config(case: Case, is_hashed: bool = False, form: str | None = None) -> MoeConfig:
     """The operator's configuration of a case, its weights prepared."""
     return MoeConfig(
-        case.hidden, case.inner, case.experts, case.top_k, case.expert_dtype, "fp8", "bfloat16",
+        case.hidden, case.inner, case.experts, case.top_k, case.expert_dtype, case.shared_dtype,
+        "bfloat16",
         case.scale_dtype, form=case.scale_form if form is None else form, is_hashed=is_hashed,
         scaling=SCALING, limit=case.limit, out_dtype=case.out_dtype,
     )  # fmt: skip
@@ -94,7 +96,9 @@ class LayerInputs(OpInputs):
             own = [part[name] for name in MATRICES]
             if is_prepared:
                 own = [weight.prepared(self.case.scale_form) for weight in own]
-            found.append(GatedWeights(*(w.codes for w in own), *(w.scale for w in own)))
+            scales = [weight.whole for weight in own if weight.whole is not None]
+            whole = torch.stack(scales) if scales else None
+            found.append(GatedWeights(*(w.codes for w in own), *(w.scale for w in own), whole))
         return found[0], found[1]
 
     @property
@@ -103,23 +107,33 @@ class LayerInputs(OpInputs):
 
     @property
     def arguments(self) -> dict[str, Tensor | None]:
-        """By the table's names: weights prepared, scratch of ones, no global scales."""
+        """By the table's names: weights prepared, scratch of ones."""
         case, x = self.case, self.inputs.x
         size = scratch_bytes(self.config, case.tokens)
         found = {
             "x": x, "gate": self.gate,
-            "global_scales": self.bias.new_empty((0, case.experts)),
             "bias": self.bias[: 0 if self.is_hashed else None],
             "table": self.table[: None if self.is_hashed else 0],
             "input_ids": self.input_ids[: None if self.is_hashed else 0],
             "scratch": torch.full((size,), 0xFF, dtype=torch.uint8, device=x.device),
         }  # fmt: skip
-        for prefix, part in zip(("", "shared_"), self.weights(is_prepared=True)):
+        weights = self.weights(is_prepared=True)
+        whole = weights[0].global_scales
+        found["global_scales"] = self.bias.new_empty((0, case.experts)) if whole is None else whole
+        for prefix, part in zip(("", "shared_"), weights):
             for name, codes, scale in zip(MATRICES, part.codes, part.scales, strict=True):
-                found |= {prefix + name: codes, f"{prefix}{name}_scale": scale}
+                key = f"{prefix}{name}_scale"
+                found |= {prefix + name: codes, key: self._scale(key, scale)}
         if case.live is not None:
             found["live_tokens"] = torch.tensor([case.live], dtype=torch.int32, device=x.device)
         return found
+
+    def _scale(self, name: str, scale: Tensor | None) -> Tensor:
+        """Of weights that have none, one without rows."""
+        if scale is not None:
+            return scale
+        arg = next(arg for arg in MOE.tensors if arg.name == name)
+        return absent(arg, MOE.values(self.config), self.bias.device)
 
     def call_tiled(self, tiling: int, device: Device) -> Call:
         """A call of the compiled kernels with one of the experts' tilings."""
@@ -187,8 +201,8 @@ def expected(inputs: Inputs, off_by: float = 0.0, draw: int = 0) -> Tensor:
         draw: seed of that.
     """
     case = inputs.case
-    x, ids = rounded(inputs.x), inputs.ids.long()
-    total = torch.zeros_like(x)
+    x, ids = inputs.x, inputs.ids.long()
+    total = torch.zeros_like(x, dtype=torch.float64)
     live = torch.arange(len(x), device=x.device) < case.num_live
     units = [(e, (ids == e).nonzero(as_tuple=True)) for e in ids.unique().tolist() if e >= 0]
     units.append((None, (live.nonzero()[:, 0], None)))
@@ -196,11 +210,13 @@ def expected(inputs: Inputs, off_by: float = 0.0, draw: int = 0) -> Tensor:
     for expert, (tokens, slots) in units:
         part = inputs.shared if expert is None else inputs.routed
         w1, w3, w2 = (part[name].dense(expert) for name in MATRICES)
+        down = part["w2"]
         factor = x.new_ones(len(tokens)) if slots is None else inputs.weights[tokens, slots]
-        h, error = gated(x[tokens], w1, w3, factor.double()[:, None], case.limit)
+        own = down.activations(x[tokens])
+        h, error = gated(own, w1, w3, factor.double()[:, None], case.limit, down.sum_error)
         noise = torch.randn(h.shape, generator=generator, device=h.device, dtype=h.dtype)
         h = h + noise * error * off_by if off_by else h
-        total[tokens] += rounded(h.bfloat16()) @ w2.T
+        total[tokens] += down.activations(h.bfloat16()) @ w2.T
     return total
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import pytest
 
 from dsv4.bench import moe as bench
 from dsv4.bench.machine import Machine
 from dsv4.cli.bench_moe import parse_shape
-from dsv4.kernels.moe.layer_config import MoeConfig
 
 pytestmark = pytest.mark.stage("moe")
 
@@ -24,10 +24,21 @@ def test_bytes_are_those_of_the_experts_that_are_used() -> None:
     assert pro.bytes(6) == pytest.approx(210.6e6 + 66.1e6 + 5.5e6, rel=1e-2)
 
 
+def small_layer(model: str, monkeypatch) -> bench.Layer:
+    sizes = {"hidden": 512, "inner": 256, "experts": 32, "top_k": 3}
+    monkeypatch.setitem(bench.LAYERS, model, replace(bench.LAYERS[model], **sizes))
+    return bench.Layer(model, "cpu")
+
+
+@pytest.mark.parametrize("model", ["Flash-Base", "Flash-NVFP4", "Flash-BF16"])
+def test_layers_in_other_formats(model, monkeypatch) -> None:
+    layer = small_layer(model, monkeypatch)
+    assert layer.experts.dtype_name == layer.config.expert_dtype
+    layer.check()
+
+
 def test_layers_are_prepared_and_compared(monkeypatch) -> None:
-    small = MoeConfig(512, 256, 32, 3, scaling=1.5)
-    monkeypatch.setitem(bench.MODEL_LAYERS, "Flash", small)
-    layer = bench.Layer("Flash", "cpu")
+    layer = small_layer("Flash", monkeypatch)
     layer.check()
     monkeypatch.setattr(bench, "MAX_RELATIVE_ERROR", -1.0)
     with pytest.raises(RuntimeError, match="Flash: relative error"):
@@ -52,4 +63,6 @@ def test_sizes_on_the_command_line() -> None:
 
 def test_all_layers_are_measured() -> None:
     found = {(shape.model, shape.tokens) for shape in bench.model_shapes()}
-    assert found == {(model, tokens) for model in ("Flash", "Pro") for tokens in bench.TOKENS}
+    models = {(model, tokens) for model in ("Flash", "Pro") for tokens in bench.TOKENS}
+    others = {(model, tokens) for model in bench.LAYERS for tokens in bench.FEWER_TOKENS}
+    assert found == models | others

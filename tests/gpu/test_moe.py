@@ -11,7 +11,7 @@ import torch
 from dsv4 import ops
 from dsv4.kernels.moe.plan import tilings
 from dsv4.ops.moe.op import MOE
-from dsv4.ops.moe.weights import GatedWeights
+from dsv4.ops.moe.weights import GatedWeights, prepare_
 from dsv4.testing.harness import Device
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.moe import Case
@@ -70,6 +70,10 @@ def check_steps(layer: Layer, tokens: int) -> torch.Tensor:
         dict(spread=14),
         dict(expert_dtype="fp8"),
         dict(expert_dtype="fp8", scale_dtype="float32"),
+        dict(expert_dtype="nvfp4"),
+        dict(expert_dtype="bfloat16"),
+        dict(expert_dtype="bfloat16", shared_dtype="bfloat16", one_expert=True),
+        dict(expert_dtype="nvfp4", live=33, has_special_rows=True),
         dict(one_expert=True),
         dict(live=33, has_special_rows=True, out_dtype="float32"),
         dict(live=0),
@@ -96,6 +100,9 @@ def test_every_step_is_close(changes, is_hashed, seed) -> None:
         {},
         dict(spread=14),
         dict(expert_dtype="fp8", scale_dtype="float32"),
+        dict(expert_dtype="nvfp4", one_expert=True, live=290),
+        dict(expert_dtype="nvfp4", hidden=512, inner=384, experts=32, top_k=3),
+        dict(expert_dtype="bfloat16", shared_dtype="bfloat16"),
         dict(one_expert=True, live=290),
         dict(hidden=512, inner=384, experts=32, top_k=3),
     ],
@@ -116,8 +123,9 @@ def test_every_tiling_has_the_same_bits(changes, seed) -> None:
     assert_layer_close(outcome, inputs)
 
 
-def test_a_flash_layer_has_the_same_bits_for_any_number_of_tokens(seed) -> None:
-    layer = Layer(FLASH, seed)
+@pytest.mark.parametrize("expert_dtype", ["fp4", "nvfp4", "bfloat16"])
+def test_a_flash_layer_has_the_same_bits_for_any_number_of_tokens(expert_dtype, seed) -> None:
+    layer = Layer(replace(FLASH, expert_dtype=expert_dtype), seed)
     together = layer()
     assert torch.equal(check_steps(layer, 64), together[:64])
     for tokens in TOKENS:
@@ -129,8 +137,9 @@ def test_a_flash_layer_has_the_same_bits_for_any_number_of_tokens(seed) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 13, 100])
-def test_graph_replay_reads_new_inputs(tokens, seed) -> None:
-    layer = Layer(replace(SMALL, tokens=tokens), seed)
+@pytest.mark.parametrize("expert_dtype", ["fp4", "nvfp4"])
+def test_graph_replay_reads_new_inputs(expert_dtype, tokens, seed) -> None:
+    layer = Layer(replace(SMALL, tokens=tokens, expert_dtype=expert_dtype), seed)
     other = torch.randn_like(layer.x)
     first = layer.x.clone()
     expected = []
@@ -226,10 +235,16 @@ def test_other_experts_take_the_torch_implementation(seed) -> None:
     routed = [layer.inputs.inputs.routed[name] for name in ("w1", "w3", "w2")]
     dense = [torch.stack([w.dense(e) for e in range(SMALL.experts)]).bfloat16() for w in routed]
     expected = layer()
-    layer.weights = GatedWeights(*dense), layer.inputs.weights(is_prepared=False)[1]
+    released = layer.inputs.weights(is_prepared=False)[1]
+    layer.weights = GatedWeights(*(weight.float() for weight in dense)), released
     found = layer(form="released")
     error = (found.float() - expected.float()).norm() / expected.float().norm()
     assert error < 6e-2  # the routed experts round nothing to FP8
+    prepared = GatedWeights(*dense)
+    prepare_(prepared, "packed")
+    layer.weights = prepared, layer.inputs.weights(is_prepared=True)[1]
+    error = (layer().float() - found.float()).norm() / found.float().norm()
+    assert error < 2e-2  # codes of the shared expert's h tip
 
 
 def test_no_tokens(seed) -> None:

@@ -116,7 +116,7 @@ def _quotients(pairs: Sequence[Uint32], scale: Int32) -> list[Float32]:
     """bf16 pairs over an E8M0 scale."""
     # Scales of bf16 values lie far below 254; that of NaN is divided by as if it were infinite.
     reciprocal = Uint32(cutlass.max(254 - scale, Int32(0)) * _BF16X2_EXPONENT)
-    return [x for pair in pairs for x in unpack_bf16(_multiply_bf16x2(pair, reciprocal))]
+    return [x for pair in pairs for x in unpack_bf16(multiply_bf16x2(pair, reciprocal))]
 
 
 def _e4m3_codes(values: Sequence[Float32]) -> cute.Tensor:
@@ -167,12 +167,13 @@ def dequantize_e4m3(codes: Uint32, scale: Uint32) -> tuple[Uint32, Uint32]:
         # them. Its exponent is then 120 too small, which a product makes good, for subnormal codes,
         # too.
         code = Uint32(cute.arch.prmt(codes, Uint32(0), selector))
-        value = _multiply_bf16x2((code << 4) & Uint32(0x87F087F0), bias)
-        pairs.append(_multiply_bf16x2(value, scale))
+        value = multiply_bf16x2((code << 4) & Uint32(0x87F087F0), bias)
+        pairs.append(multiply_bf16x2(value, scale))
     return tuple(pairs)
 
 
-def _multiply_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+def multiply_bf16x2(a: Uint32, b: Uint32) -> Uint32:
+    """a b in each half, rounded to nearest even; subnormals are kept."""
     return cute.arch.inline_ptx(
         "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[a, b]
     )

@@ -134,38 +134,34 @@ E4M3, E2M1 = 0, 5  # element formats; e2m1 lies in shared memory in groups of 16
 _FORMATS = {
     "fp8": ("f8f6f4", 1 << 4),
     "int8": ("i8", 2 << 4 | 1 << 7 | 1 << 10),
-    "fp16": ("f16", 1 << 4 | 1 << 16),  # B is MN-major
 }
 
 
-def operand_descriptor(address: Int32, span_bytes: int = 0, step_bytes: int = 16) -> Int64:
-    """Descriptor of an operand in shared memory, in groups of eight rows: of its own (K-major), or
-    of K (MN-major).
+def operand_descriptor(address: Int32, span_bytes: int = 0) -> Int64:
+    """Descriptor of a K-major operand in shared memory, in groups of eight rows.
 
     Args:
         address: in shared memory; of a swizzled operand also inside a row.
         span_bytes: of a swizzled row, 64 or 128; 0: rows of 16 bytes, as `copy_scales` reads them.
-        step_bytes: from a span of an MN-major operand to the next; of a K-major one nothing looks
-            at it.
     """
     row_bytes = span_bytes or 16
     fixed = _DESCRIPTOR_VERSION | (_GROUP_ROWS * row_bytes >> 4) << 32
     if span_bytes:
-        fixed |= _SWIZZLES[span_bytes] | step_bytes >> 4 << 16
+        fixed |= _SWIZZLES[span_bytes] | 1 << 16  # the stride along K, which is not looked at
     return Int64(address >> 4) | Int64(fixed)
 
 
 def multiply(
     sums: cute.Pointer, a: Int64, b: Int64, shape: tuple[int, int], accumulate, qk: str = "fp8"
 ) -> None:
-    """sums += A B^T over 32 bytes of K, or = without `accumulate`; one thread issues it, elected
+    """sums += A B^T over 32 elements of K, or = without `accumulate`; one thread issues it, elected
     where it does.
 
     Args:
         sums: in TMEM, fp32, of int8 int32.
-        a, b: of `operand_descriptor`, K-major; b of fp16 MN-major.
+        a, b: of `operand_descriptor`.
         shape: rows of A and of B.
-        qk: format of both factors, e4m3 ("fp8"), "int8" or "fp16".
+        qk: format of both factors, e4m3 ("fp8") or "int8".
     """
     kind, formats = _FORMATS[qk]
     rows, columns = shape

@@ -12,7 +12,9 @@ from dsv4.quoting import quoted
 K_BLOCK = 128  # elements of a token that share a scale
 FP4_GROUP = 32  # e2m1 weights of a row that share a scale
 MAX_TOP_K = 16
-EXPERT_DTYPES = ("fp4", "fp8")
+EXPERT_DTYPES = ("fp4", "fp8", "nvfp4", "bfloat16")
+SHARED_DTYPES = ("fp8", "bfloat16")
+BF16_DTYPES = ("nvfp4", "bfloat16")  # multiplied with activations in bf16
 SCALE_FORMS = ("packed", "raw", "tiled")
 SCALE_DTYPES = ("float8_e8m0fnu", "float32")
 OUT_DTYPES = ("bfloat16", "float32")
@@ -27,15 +29,17 @@ class ExpertsConfig:
         inner: I, width between the two products; a multiple of 128.
         top_k: experts of a token.
         expert_dtype: of the routed experts: "fp4" (E2M1 with an E8M0 scale per 32) or "fp8" (E4M3
-            with a scale per 128 x 128).
+            with a scale per 128 x 128); "nvfp4" (E2M1 with an E4M3 scale per 16 and one fp32 scale)
+            or "bfloat16", whose products are of bf16.
         scale_form: of FP4 scales. "packed": the four groups of a row's k block are exponents of at
             most `layout.MAX_SPREAD` above a common one, and fold into the e4m3 codes. "raw": any,
             and every 32 elements are summed by themselves. "tiled": any, on Blackwell, whose tensor
             core takes them; the order of all prepared weights there.
         scale_dtype: of FP8 experts.
-        shared_scale_dtype: of the shared expert, which is FP8.
+        shared_scale_dtype: of the shared expert, where it is FP8.
         limit: gate is at most that, up within plus and minus that.
         out_dtype: of the result.
+        shared_dtype: of the shared expert: "fp8"; or "bfloat16", beside such routed ones.
     """
 
     hidden: int
@@ -47,6 +51,7 @@ class ExpertsConfig:
     shared_scale_dtype: str = "float8_e8m0fnu"
     limit: float = 10.0
     out_dtype: str = "bfloat16"
+    shared_dtype: str = "fp8"
 
     def __post_init__(self) -> None:
         for name in ("hidden", "inner"):
@@ -63,6 +68,7 @@ class ExpertsConfig:
             ("scale_dtype", SCALE_DTYPES),
             ("shared_scale_dtype", SCALE_DTYPES),
             ("out_dtype", OUT_DTYPES),
+            ("shared_dtype", SHARED_DTYPES),
         ):
             value = getattr(self, name)
             if value not in allowed:

@@ -11,7 +11,7 @@ from dsv4.kernels.moe.wide_plan import SCALE_COPIES
 
 
 class ExpertTensors(NamedTuple):
-    """Tensors of `args.ARGS`, but the sum of the rows."""
+    """Tensors of `args.ARGS`, but the sum of the rows; and what products in bf16 take, too."""
 
     x_codes: cute.Tensor
     x_scale: cute.Tensor
@@ -37,6 +37,8 @@ class ExpertTensors(NamedTuple):
     h_codes: cute.Tensor
     h_scale: cute.Tensor
     rows: cute.Tensor
+    x: cute.Tensor | None = None  # [T, D] bf16
+    global_scales: cute.Tensor | None = None  # [3, E]
 
     @property
     def h_scale_bytes(self) -> cute.Tensor:

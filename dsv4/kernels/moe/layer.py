@@ -50,7 +50,7 @@ class MoeLayer:
         w3_scale: cute.Tensor,
         w2: cute.Tensor,
         w2_scale: cute.Tensor,
-        global_scales: cute.Tensor,  # no rows
+        global_scales: cute.Tensor,  # [3, E] fp32 of NVFP4, or no rows
         shared_w1: cute.Tensor,
         shared_w1_scale: cute.Tensor,
         shared_w3: cute.Tensor,
@@ -112,7 +112,8 @@ class MoeLayer:
         experts = ExpertTensors(
             codes, scales, w1, w1_scale, w3, w3_scale, w2, w2_scale,
             shared_w1, shared_w1_scale, shared_w3, shared_w3_scale, shared_w2, shared_w2_scale,
-            groups, counts, taken, order, ids, weights, h, h_codes, h_scale, rows,
+            groups, counts, taken, order, ids, weights, h, h_codes, h_scale, rows, x,
+            global_scales,
         )  # fmt: skip
         selection = Selection(lists, group_tokens)
         self.expert_kernels.launch(experts, live_tokens, selection, stream, tiling, num_sms)

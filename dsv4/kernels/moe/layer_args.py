@@ -54,12 +54,15 @@ def values(config: MoeConfig) -> dict[str, int | str]:
     optional = {"three": 3} if dtype == "nvfp4" else {}
     if config.has_router_bias:
         optional["Eb"] = config.experts
+    if dtype != "bfloat16":
+        optional["Es"] = config.experts if up_rows else 0
+    if config.shared_dtype != "bfloat16":
+        optional |= {"i": shared_up[0], "d2": shared_down[0]}
     return {
         "D": hidden, "I": inner, "E": config.experts, "k": config.top_k,
         "Dc": hidden // per_byte, "Ic": inner // per_byte,
-        "Es": config.experts if up_rows else 0,
         "Ir": up_rows, "Ds": up_columns, "Dr": down_rows, "Is": down_columns,
-        "i": shared_up[0], "d": shared_up[1], "d2": shared_down[0], "i2": shared_down[1],
+        "d": shared_up[1], "i2": shared_down[1],
         "gate_dtype": config.gate_dtype,
         "expert_dtype": WEIGHT_DTYPES.get(dtype, dtype),
         "expert_scale": scale_dtypes.get(dtype, config.scale_dtype),

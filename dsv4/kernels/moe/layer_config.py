@@ -17,6 +17,10 @@ FLOAT_DTYPES = ("bfloat16", "float32")
 EXPERT_DTYPES = (*FLOAT_DTYPES, "fp8", "fp4", "nvfp4")
 SHARED_DTYPES = (*FLOAT_DTYPES, "fp8")
 BLOCK_SCALE_DTYPES = ("float8_e8m0fnu", "float32")
+# Routed experts beside a shared one that kernels take.
+KERNEL_DTYPES = (
+    ("fp4", "fp8"), ("fp8", "fp8"), ("nvfp4", "fp8"), ("bfloat16", "fp8"), ("bfloat16", "bfloat16"),
+)  # fmt: skip
 FORMS = ("released", *SCALE_FORMS)
 WEIGHT_DTYPES = {"fp8": "float8_e4m3fn", "fp4": "int8", "nvfp4": "uint8"}
 
@@ -103,7 +107,7 @@ class MoeConfig:
     @property
     def why_no_kernel(self) -> str:
         """What the kernels cannot take, whatever form the weights have; empty if nothing."""
-        if self.expert_dtype not in ("fp4", "fp8") or self.shared_dtype != "fp8":
+        if (self.expert_dtype, self.shared_dtype) not in KERNEL_DTYPES:
             return f"experts in {self.expert_dtype} beside a shared one in {self.shared_dtype}"
         if self.gate_dtype != "bfloat16":
             return f"gate_dtype {self.gate_dtype}"
@@ -117,8 +121,9 @@ class MoeConfig:
     def routing(self) -> RoutingConfig:
         """What the router's kernels are compiled for."""
         return RoutingConfig(
-            self.hidden, self.experts, self.top_k, self.is_hashed, self.scaling, quantizes=True
-        )
+            self.hidden, self.experts, self.top_k, self.is_hashed, self.scaling,
+            quantizes=self.shared_dtype == "fp8",
+        )  # fmt: skip
 
     @property
     def kernels(self) -> ExpertsConfig:
@@ -127,13 +132,15 @@ class MoeConfig:
         form = self.form if has_forms else "packed"
         return ExpertsConfig(
             self.hidden, self.inner, self.top_k, self.expert_dtype, form, self.scale_dtype,
-            self.scale_dtype, self.limit, self.out_dtype,
+            self.scale_dtype, self.limit, self.out_dtype, self.shared_dtype,
         )  # fmt: skip
 
     def scale_shape(self, rows: int, columns: int, dtype: str) -> tuple[int, int]:
-        """Scales of a weight [rows, columns]; (0, 0) where it has none."""
+        """Scales of a weight [rows, columns] that has some; of those of bf16 weights, which have no
+        rows, the last dimensions."""
         if dtype == "fp8":
             return -(-rows // self.block_rows), -(-columns // self.block_columns)
         if dtype in ("fp4", "nvfp4"):
             return rows, columns // (FP4_GROUP if dtype == "fp4" else NVFP4_GROUP)
-        return 0, 0
+        # Kernels, which take them, have no constants of 0.
+        return (1, 1) if dtype == "bfloat16" else (0, 0)

@@ -6,18 +6,21 @@ Nothing here changes a bit of a result.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 from dsv4.kernels.kit.plan import Arrival, Arrive, BarrierGraph, Buffer, Edge, Warps
 from dsv4.kernels.kit.ring_plan import RingPlan
-from dsv4.kernels.moe.config import ExpertsConfig
+from dsv4.kernels.moe.config import BF16_DTYPES, ExpertsConfig
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
 
 WARPGROUP = 4  # warps
 # Each fills every third stage: a ring has as many, or their parities would not tell phases apart.
 ACTIVATION_WARPS = 3
 PANEL_BLOCKS = 4  # k blocks of FP4 in a stage of a tile of one warpgroup; half as many of FP8
+WEIGHT_BITS = {"fp4": 4, "nvfp4": 4, "fp8": 8, "bfloat16": 16}
+ROW_SCALE_BYTES = {"fp4": 4, "nvfp4": 8}  # of a row's k block
 FEWEST_COLUMNS = 8
 MOST_IN_FLIGHT = 16  # tokens of a tile with two accumulators
 FEW_COLUMNS = 32  # of a tile of the shared expert alone that has one warpgroup
@@ -87,7 +90,7 @@ class Kind:
     """Passage of the tiles of one kind of expert through the ring.
 
     Attributes:
-        dtype: of its weights, "fp4" or "fp8".
+        dtype: of its weights: "fp4" or "fp8", multiplied in e4m3; "nvfp4" or "bfloat16", in bf16.
         tokens: columns.
         blocks: k blocks of a stage.
         steps: stages of a tile.
@@ -106,6 +109,17 @@ class Kind:
         return self.dtype == "fp4" and not self.is_packed
 
     @property
+    def is_bf16(self) -> bool:
+        """Whether products are of bf16, activations as they are: two rows of 64 in the place of one
+        of 128 codes."""
+        return self.dtype in BF16_DTYPES
+
+    @property
+    def x_rows(self) -> int:
+        """Rows of 128 bytes of a k block's tokens."""
+        return self.tokens * (2 if self.is_bf16 else 1)
+
+    @property
     def in_flight(self) -> int:
         """k blocks of a stage whose products are under way at a time: as registers allow."""
         return min(self.blocks, 2) if self.tokens <= MOST_IN_FLIGHT else 1
@@ -118,12 +132,12 @@ class Kind:
     @property
     def block_bytes(self) -> int:
         """Of a panel's k block."""
-        return PANEL_ROWS * K_BLOCK // (2 if self.dtype == "fp4" else 1)
+        return PANEL_ROWS * K_BLOCK * WEIGHT_BITS[self.dtype] // 8
 
     @property
     def scale_block_bytes(self) -> int:
         """Of the scales of a panel's k block that pass through the ring as they are."""
-        return 4 * PANEL_ROWS if self.dtype == "fp4" else 0
+        return ROW_SCALE_BYTES.get(self.dtype, 0) * PANEL_ROWS
 
 
 @dataclass(frozen=True)
@@ -150,6 +164,7 @@ class ProductPlan(RingPlan):
     has_shared: bool
     has_routed: bool
     lanes_per_warp: int = 1
+    shared_dtype: str = "fp8"
 
     @classmethod
     def gate_and_up(
@@ -161,7 +176,7 @@ class ProductPlan(RingPlan):
         return cls(
             config.hidden, config.inner, config.inner // (PANEL_ROWS * tiling.warpgroups),
             config.expert_dtype, config.scale_form, tiling, Source.TOKENS, is_shared,
-            not is_shared, lanes_per_warp,
+            not is_shared, lanes_per_warp, config.shared_dtype,
         )  # fmt: skip
 
     @classmethod
@@ -171,6 +186,7 @@ class ProductPlan(RingPlan):
         return cls(
             config.inner, config.hidden, config.hidden // (2 * PANEL_ROWS * tiling.warpgroups),
             config.expert_dtype, config.scale_form, tiling, source, True, True, lanes_per_warp,
+            config.shared_dtype,
         )  # fmt: skip
 
     @property
@@ -196,7 +212,7 @@ class ProductPlan(RingPlan):
 
     @property
     def shared(self) -> Kind:
-        return self._kind("fp8", self.tiling.shared_tokens, True)
+        return self._kind(self.shared_dtype, self.tiling.shared_tokens, True)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -204,8 +220,13 @@ class ProductPlan(RingPlan):
         shared = (self.shared,) if self.has_shared else ()
         return (*self.routed, *shared) if self.has_routed else shared
 
+    @property
+    def ring_kinds(self) -> tuple[Kind, ...]:
+        """What the ring has room for: products that share a launch share it."""
+        return (*self.routed, self.shared) if self.tiling.is_joint else self.kinds
+
     def _kind(self, dtype: str, tokens: int, is_packed: bool) -> Kind:
-        blocks = PANEL_BLOCKS // (1 if dtype == "fp4" else 2) // min(self.panels, 2)
+        blocks = max(PANEL_BLOCKS * 4 // WEIGHT_BITS[dtype] // min(self.panels, 2), 1)
         return Kind(dtype, tokens, blocks, -(-self.k_blocks // blocks), is_packed)
 
     @property
@@ -217,7 +238,8 @@ class ProductPlan(RingPlan):
     def has_copies(self) -> bool:
         """Whether activations are copied as they lie, by this product or by the other one of the
         launch: the copies of each lane then arrive, too."""
-        return self.source is not Source.BFLOAT16 or self.tiling.is_joint
+        has_bf16 = any(kind.is_bf16 for kind in self.kinds)
+        return self.source is not Source.BFLOAT16 or self.tiling.is_joint or has_bf16
 
     # ---- a stage ----
 
@@ -227,25 +249,24 @@ class ProductPlan(RingPlan):
 
     @property
     def x_rows(self) -> int:
-        """Rows of 128 codes of a stage."""
-        # Products that share a launch share the ring.
-        kinds = (*self.routed, self.shared) if self.tiling.is_joint else self.kinds
-        return max(kind.blocks * kind.tokens for kind in kinds)
+        """Rows of 128 bytes of a stage."""
+        return max(kind.blocks * kind.x_rows for kind in self.ring_kinds)
 
     @property
     def weight_bytes(self) -> int:
         """Of a stage."""
-        return 2 * self.panels * max(kind.blocks * kind.block_bytes for kind in self.kinds)
+        return 2 * self.panels * max(kind.blocks * kind.block_bytes for kind in self.ring_kinds)
 
     @property
     def scale_bytes(self) -> int:
         """Of a stage, of FP4 weights."""
-        return 2 * self.panels * max(kind.blocks * kind.scale_block_bytes for kind in self.kinds)
+        blocks = max(kind.blocks * kind.scale_block_bytes for kind in self.ring_kinds)
+        return 2 * self.panels * blocks
 
     @property
     def block_scales(self) -> int:
         """FP8 scales of a stage: one for each k block and panel."""
-        return 2 * max(kind.blocks for kind in self.kinds)
+        return 2 * max(kind.blocks for kind in self.ring_kinds)
 
     # ---- budgets ----
 
@@ -298,7 +319,7 @@ class ProductPlan(RingPlan):
     def __post_init__(self) -> None:
         tiling = self.tiling
         assert all(kind.tokens % FEWEST_COLUMNS == 0 for kind in self.kinds), tiling
-        assert all(self.x_rows % kind.tokens == 0 for kind in self.kinds), tiling
+        assert all(self.x_rows % kind.x_rows == 0 for kind in self.kinds), tiling
         assert self.stages >= ACTIVATION_WARPS, (
             f"{tiling}: K {self.in_features} has {self.stages} stages"
         )
@@ -319,6 +340,8 @@ class ProductPlan(RingPlan):
 
 def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
     """Tilings of the kernels, by the tokens of a tile."""
+    if config.expert_dtype in BF16_DTYPES:
+        return bf16_tilings(config)
     # Tiles of 256 rows: activations are loaded once for all of them.
     has_tall = config.hidden % (8 * PANEL_ROWS) == 0
     tall = {"warpgroups": 4, "ctas_per_sm": 1, "stages": 6} if has_tall else {}
@@ -334,6 +357,21 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
     )
 
 
+def bf16_tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
+    """Those of products in bf16: a tile of as many tokens has twice the bytes of activations, and
+    sums of a whole K, which nothing promotes."""
+    is_bf16 = config.expert_dtype == "bfloat16"
+    ctas_per_sm = 3 if is_bf16 else 2  # as stages fit
+    tokens, shared_tokens = (32, 32) if is_bf16 else (64, 64)
+    return (
+        Tiling(8, 8, 8, warpgroups=1, ctas_per_sm=ctas_per_sm, is_joint=True),
+        Tiling(8, 32, 32, is_joint=True),
+        Tiling(tokens, 64, shared_tokens, ctas_per_sm=1, reads_once=False),
+    )
+
+
+# Of bf16 weights, then of NVFP4, whose decoding a tile of more tokens does not make up for.
+MOST_BF16_TOKENS = {"bfloat16": (1, 128), "nvfp4": (1, 256)}
 # Most tokens of a launch for each tiling but the last.
 MOST_TOKENS = (1, 8, 128, 256, 1024)
 # Tiles of gate and up of one token that the CTAs of a Hopper GPU take in one turn: more of them are
@@ -343,6 +381,8 @@ ONE_TURN = 396
 
 def choose(config: ExpertsConfig, tokens: int) -> int:
     """Index in `tilings(config)` of the tiling for so many tokens."""
+    if config.expert_dtype in BF16_DTYPES:
+        return bisect_left(MOST_BF16_TOKENS[config.expert_dtype], tokens)
     if tokens == 1 and config.top_k * (config.inner // PANEL_ROWS) > ONE_TURN:
         return 1
     for index, most in enumerate(MOST_TOKENS):

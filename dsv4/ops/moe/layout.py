@@ -9,7 +9,8 @@ its inverse gives back every byte. The forms of Hopper differ in the scales of F
 * "raw": the four exponents, whatever they are; the kernels then sum every 32 elements by
   themselves.
 
-"tiled" is the form of Blackwell, whatever the scales are.
+"tiled" is the form of Blackwell, whatever the scales are. NVFP4 and bf16 weights have one form,
+"packed", on Hopper: see `bf16_layout`.
 
 All functions take any leading dimensions, run on CPU and CUDA, and never synchronise.
 """
@@ -29,6 +30,7 @@ from dsv4.kernels.moe.layout import (
     UNIT_ROWS,
     UNITS,
 )
+from dsv4.ops.moe import bf16_layout
 from dsv4.ops.quantize import pack_e2m1, unpack_e2m1
 
 QUAD = 4  # lanes that share a row, and elements or bytes of a lane that lie side by side
@@ -42,11 +44,18 @@ FORMS = ("packed", "raw")
 # in which prepared FP4 and FP8 codes have them. FP8 steps are cut once more: [.., pair, step, ..].
 _FP4_ORDER = (0, 3, 1, 2, 6, 4, 5, 7)
 _FP8_ORDER = (0, 3, 1, 4, 2, 7, 5, 6, 8)
+# By dtype, what has one order whatever the form, and its inverse.
+_MULTIPLIED_IN_BF16 = {
+    torch.uint8: (bf16_layout.prepare_nvfp4_codes, bf16_layout.restore_nvfp4_codes),
+    torch.bfloat16: (bf16_layout.prepare_bf16, bf16_layout.restore_bf16),
+}
 
 
 def prepare_codes(codes: Tensor, form: str) -> Tensor:
-    """Prepared form of e2m1 codes [..., M, K / 2] int8, two in a byte, or of e4m3 ones [..., M,
-    K]."""
+    """Prepared form of e2m1 codes [..., M, K / 2], two in a byte, int8 (FP4) or uint8 (NVFP4), or
+    of e4m3 or bf16 ones [..., M, K]."""
+    if codes.dtype in _MULTIPLIED_IN_BF16:
+        return _MULTIPLIED_IN_BF16[codes.dtype][0](codes)
     is_fp4 = codes.dtype == torch.int8
     if form == TILED:
         return _tile(codes, K_BLOCK // (2 if is_fp4 else 1))
@@ -55,6 +64,8 @@ def prepare_codes(codes: Tensor, form: str) -> Tensor:
 
 def restore_codes(prepared: Tensor, form: str) -> Tensor:
     """Inverse of `prepare_codes`."""
+    if prepared.dtype in _MULTIPLIED_IN_BF16:
+        return _MULTIPLIED_IN_BF16[prepared.dtype][1](prepared)
     is_fp4 = prepared.dtype == torch.int8
     if form == TILED:
         return _untile(prepared, K_BLOCK // (2 if is_fp4 else 1))
@@ -133,6 +144,21 @@ def fits_packed(scale: Tensor) -> Tensor:
     low, high = groups.aminmax(dim=-1)
     is_normal = (low >= LEAST_EXPONENT) & (high <= LARGEST_EXPONENT)
     return (is_normal & (high - low <= MAX_SPREAD)).all()
+
+
+def prepare_scales(scale: Tensor, form: str) -> Tensor:
+    """Prepared form of E8M0 scales [..., M, K / 32] of FP4, "packed" only if `fits_packed` says so,
+    or of e4m3 ones [..., M, K / 16] of NVFP4."""
+    if scale.dtype == torch.float8_e4m3fn:
+        return bf16_layout.prepare_nvfp4_scales(scale)
+    return prepare_fp4_scales(scale, form)
+
+
+def restore_scales(prepared: Tensor, form: str) -> Tensor:
+    """Inverse of `prepare_scales`."""
+    if prepared.dtype == torch.float8_e4m3fn:
+        return bf16_layout.restore_nvfp4_scales(prepared)
+    return restore_fp4_scales(prepared, form)
 
 
 def prepare_fp4_scales(scale: Tensor, form: str) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsv4.kernels.moe import plan as plans
+from dsv4.kernels.moe.config import BF16_DTYPES
 from dsv4.kernels.moe.layer_args import ARGS, values
 from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.kernels.moe.routing import MAX_TOKENS, gate_tiling
@@ -39,6 +40,12 @@ MODEL_LAYERS = {
 }
 
 
+# Layers of other releases: Flash-Base's experts in FP8, NVIDIA's in NVFP4.
+OTHER_LAYERS = {
+    "Flash-Base": replace(MODEL_LAYERS["Flash"], expert_dtype="fp8", scale_dtype="float32"),
+    "Flash-NVFP4": replace(MODEL_LAYERS["Flash"], expert_dtype="nvfp4"),
+    "Pro-NVFP4": replace(MODEL_LAYERS["Pro"], expert_dtype="nvfp4"),
+}
 # Tilings of an architecture, and which one a launch takes.
 PLANS = {"sm_90a": plans, "sm_100a": blackwell_plans, "sm_103a": blackwell_plans}
 # Orders of prepared weights that the kernels of an architecture read.
@@ -63,6 +70,10 @@ class Moe(KernelOp):
     def has_kernel(self, config: MoeConfig) -> bool:
         return not config.why_no_kernel
 
+    def serves(self, config: MoeConfig, arch: str) -> bool:
+        """Products in bf16 are Hopper's."""
+        return arch == "sm_90a" or config.expert_dtype not in BF16_DTYPES
+
     def compiled_config(self, config: MoeConfig, arch: str) -> MoeConfig:
         """The configuration, whether it adds rows or not; refuses weights in an order that no
         kernel reads."""
@@ -86,6 +97,11 @@ class Moe(KernelOp):
         )
         if tokens > MAX_TOKENS:
             raise ValueError(f"x: got {tokens} tokens, needs at most {MAX_TOKENS}")
+        check_plain(
+            w1_scale=sizes.get("Es", 0),
+            shared_w1_scale=sizes.get("i", 0),
+            shared_w2_scale=sizes.get("d2", 0),
+        )
         needed = scratch_bytes(config, tokens)
         if sizes["bytes"] < needed:
             raise ValueError(f"scratch: got {sizes['bytes']} bytes, needs {needed}")
@@ -105,7 +121,8 @@ class Moe(KernelOp):
         """A padding token through every tiling: it reads no routed expert, so that one stands for
         all of them."""
         dims = {name: size for name, size in values(config).items() if isinstance(size, int)}
-        sizes = {"T": 1, "V": 1, "S": 1, "three": 0, "Eb": 0, "bytes": scratch_bytes(config, 1)}
+        sizes = {"T": 1, "V": 1, "S": 1, "three": 0, "Eb": 0, "Es": 0, "i": 0, "d2": 0}
+        sizes["bytes"] = scratch_bytes(config, 1)
         if not config.is_hashed:
             sizes |= {"V": 0, "S": 0}
         tensors = []
@@ -125,6 +142,10 @@ class Moe(KernelOp):
     def check_sizes(self, config: MoeConfig, *tensors: Tensor | None) -> None:
         rows = {arg.name: len(tensor) for arg, tensor in zip(self.tensors, tensors[:-1])}
         check_choice(config, rows["x"], rows["bias"], rows["table"], rows["input_ids"])
+        for dtype, prefix in ((config.expert_dtype, ""), (config.shared_dtype, "shared_")):
+            if dtype == "bfloat16":
+                names = [f"{prefix}{matrix}_scale" for matrix in MATRICES]
+                check_plain(**{name: rows[name] for name in names})
         live = tensors[-1]
         if live is not None and len(live) > 1:
             raise ValueError(f"live_tokens: got {len(live)} numbers, needs one")
@@ -154,14 +175,16 @@ class Moe(KernelOp):
         return self.aot_for("sm_90a")
 
     def aot_for(self, arch: str) -> Mapping[str, MoeConfig]:
-        """Layers of Flash and Pro, by scores and by token id; and Flash-Base's, in FP8."""
+        """Layers of Flash and Pro, by scores and by token id; and those in other formats that the
+        architecture has kernels for."""
         found, form = {}, FORMS[arch][0]
         for model, sizes in MODEL_LAYERS.items():
             for is_hashed, kind in ((False, "scores"), (True, "token ids")):
                 fields = {"form": form, "is_hashed": is_hashed}
                 found[f"{model}, {kind}"] = replace(sizes, **fields)
-        base = {"expert_dtype": "fp8", "scale_dtype": "float32", "form": form}
-        found["Flash-Base, scores"] = replace(MODEL_LAYERS["Flash"], **base)
+        for model, config in OTHER_LAYERS.items():
+            if self.serves(config, arch):
+                found[f"{model}, scores"] = replace(config, form=form)
         return found
 
 
@@ -189,6 +212,13 @@ def check_choice(config: MoeConfig, tokens: int, bias: int, table: int, ids: int
         raise ValueError("table: got no rows, experts are chosen by it")
     if ids != tokens:
         raise ValueError(f"input_ids: got {ids} ids, x has {tokens} tokens")
+
+
+def check_plain(**rows: int) -> None:
+    """Refuse rows of scales of weights that have none: ValueError."""
+    for name, found in rows.items():
+        if found:
+            raise ValueError(f"{name}: got {found} rows, the weights are bfloat16")
 
 
 def _weights(config: MoeConfig, given: Mapping[str, Tensor], prefix: str) -> GatedWeights:
@@ -229,20 +259,22 @@ def moe(
     of range are no experts. Their weights are the scores, normalised to a sum of `scaling`. An
     expert is w2(h), h = silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit) * weight, and the
     shared one has no weight. FP8 and FP4 experts round x and h to e4m3 with one power-of-two scale
-    per 128 elements. A token's results are added in fp32 in ascending order of experts, then the
-    shared one's: where kernels run, its bits depend on neither T nor the other tokens.
+    per 128 elements; NVFP4 and bf16 ones round neither (W4A16 where weights are NVFP4). A token's
+    results are added in fp32 in ascending order of experts, then the shared one's: where kernels
+    run, its bits depend on neither T nor the other tokens.
 
     Args:
         x: [T, D] bfloat16; or float32, on GPUs too by the torch implementation.
         gate: [E, D] bfloat16 or float32.
-        experts: E stacked units. Kernels take FP4 and FP8 with one scale per 128 x 128, prepared
-            (`dsv4.ops.moe.weights.prepare_`); else torch runs.
-        shared: one unit, without the leading dimension, prepared where `experts` are.
+        experts: E stacked units. Kernels take FP4 and FP8 with one scale per 128 x 128, those of
+            Hopper NVFP4 and bf16, too, prepared (`dsv4.ops.moe.weights.prepare_`); else torch runs.
+        shared: one unit, without the leading dimension, prepared where `experts` are; FP8, or bf16
+            beside bf16 ones.
         top_k: k.
         scaling: sum of a token's weights.
         limit: of gate and up.
         form: "released", or what the weights were prepared as: "packed" or "raw" for Hopper, where
-            FP8 weights alone are "packed"; "tiled" for Blackwell.
+            other weights than FP4 are "packed"; "tiled" for Blackwell.
         block: rows and columns of FP8 scales.
         bias: [E] float32; where scores choose.
         table: [V, k] int64, and
@@ -284,7 +316,7 @@ def moe(
         identity = moe_runner_id(*fields)
         config = config_of(MOE, identity)
         leaves_rows = not combine and out is None and dtype == torch.bfloat16 == x.dtype
-        leaves_rows = leaves_rows and MOE.has_kernel(config) and _device(x) is not None
+        leaves_rows = leaves_rows and _served_by(config, x) is not None
         if leaves_rows:
             identity = moe_runner_id(*fields, False)
         filled = _filled(given, config, x.device)
@@ -409,7 +441,13 @@ def prepared_forms(
         gate.shape[1], inner, count, top_k, experts.dtype_name, shared.dtype_name,
         _name(gate.dtype), _block_scale_dtype(scale), *block,
     )  # fmt: skip
-    return FORMS[device.arch] if MOE.has_kernel(config) else ()
+    return FORMS[device.arch] if _served_by(config, gate) is not None else ()
+
+
+def _served_by(config: MoeConfig, tensor: Tensor) -> Device | None:
+    """The tensor's device, where it has kernels for the configuration."""
+    device = _device(tensor) if MOE.has_kernel(config) else None
+    return device if device is not None and MOE.serves(config, device.arch) else None
 
 
 def _device(tensor: Tensor) -> Device | None:

@@ -11,6 +11,7 @@ from dsv4.ops.moe import layout
 from dsv4.ops.quantize import dequantize_e2m1, dequantize_e4m3_blocks
 
 MATRICES = ("w1", "w3", "w2")
+E4M3_NAN = 0x7F  # without its sign
 # Bound on the elements that are moved at once: a temporary copy stays small beside the weights.
 MAX_MOVED = 1 << 27
 
@@ -68,13 +69,13 @@ def decoded(
         global_scale: [...] float32, of NVFP4.
     """
     if codes.is_floating_point() and codes.element_size() > 1:
-        return codes.to(dtype)
+        return (codes if form == "released" else layout.restore_codes(codes, form)).to(dtype)
     if codes.dtype == torch.float8_e4m3fn:
         released = codes if form == "released" else layout.restore_codes(codes, form)
         return dequantize_e4m3_blocks(released, scale, block, dtype)
     if form != "released":
         codes = layout.restore_codes(codes, form)
-        scale = layout.restore_fp4_scales(scale, form)
+        scale = layout.restore_scales(scale, form)
     if global_scale is None:
         return dequantize_e2m1(codes, scale, dtype)
     wide = dequantize_e2m1(codes, scale, torch.float32)
@@ -86,7 +87,12 @@ def choose_form(weights: GatedWeights, forms: tuple[str, ...]) -> str:
     where all FP4 scales fit it.
 
     Reads the scales back: for loading, not for steps.
+
+    Raises:
+        ValueError: a scale of NVFP4 weights is NaN.
     """
+    if weights.dtype_name == "nvfp4":
+        _check_no_nan(weights)
     if "packed" not in forms:
         return forms[0]
     if weights.dtype_name != "fp4":
@@ -95,31 +101,43 @@ def choose_form(weights: GatedWeights, forms: tuple[str, ...]) -> str:
     return "packed" if bool(fits) else "raw"
 
 
+def _check_no_nan(weights: GatedWeights) -> None:
+    for name, scale in zip(MATRICES, weights.scales):
+        codes = scale.view(torch.uint8) & E4M3_NAN
+        if bool((codes == E4M3_NAN).any()):
+            raise ValueError(f"{name}_scale: got NaN, which is no scale of NVFP4 weights")
+
+
 @torch.no_grad()
 def prepare_(weights: GatedWeights, form: str) -> None:
-    """Bring FP4 or FP8 weights, where they are, from the released order into the kernels'."""
-    _move_(weights, form, layout.prepare_codes, layout.prepare_fp4_scales)
+    """Bring weights, where they are, from the released order into the kernels'."""
+    _move_(weights, form, layout.prepare_codes, layout.prepare_scales)
 
 
 @torch.no_grad()
 def restore_(weights: GatedWeights, form: str) -> None:
     """Invert `prepare_`, byte for byte."""
-    _move_(weights, form, layout.restore_codes, layout.restore_fp4_scales)
+    _move_(weights, form, layout.restore_codes, layout.restore_scales)
 
 
 def restored(tensor: Tensor, form: str, is_scale: bool) -> Tensor:
     """A released copy of prepared codes or scales."""
     if is_scale:
-        return layout.restore_fp4_scales(tensor, form)
+        return layout.restore_scales(tensor, form)
     return layout.restore_codes(tensor, form)
+
+
+def has_row_scales(codes: Tensor) -> bool:
+    """Whether codes are e2m1, whose scales are prepared with them."""
+    return codes.dtype in (torch.int8, torch.uint8)
 
 
 def _move_(weights: GatedWeights, form: str, move_codes, move_scales) -> None:
     for codes, scale in zip(weights.codes, weights.scales):
-        is_fp4 = codes.dtype == torch.int8
-        columns = codes.shape[-1] * (2 if is_fp4 else 1)
+        has_groups = has_row_scales(codes)
+        columns = codes.shape[-1] * (2 if has_groups else 1)
         _replace_(codes, lambda part: move_codes(part, form), columns)
-        if is_fp4:
+        if has_groups:
             _replace_(scale, lambda part: move_scales(part, form), scale.shape[-1])
 
 

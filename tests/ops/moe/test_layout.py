@@ -131,3 +131,57 @@ def test_weights_of_other_sizes_are_refused() -> None:
         layout.prepare_codes(torch.zeros(64, 128, dtype=torch.float8_e4m3fn), "tiled")
     with pytest.raises(ValueError, match="columns must be a multiple of 128, got"):
         layout.prepare_codes(torch.zeros(128, 96, dtype=torch.int8), "tiled")
+
+
+def test_nvfp4_codes_lie_where_lanes_read_them(seed) -> None:
+    codes = random_bytes(ROWS, COLUMNS // 2)
+    nibbles = unpack_e2m1(codes).int()
+    words = words_of(layout.prepare_codes(codes, "packed"), ROWS // 32, COLUMNS // 128, 4, 32, 4)
+    for _ in range(300):
+        panel, block, unit, lane, w = (int(torch.randint(n, ())) for n in words.shape)
+        word = int(words[panel, block, unit, lane, w]) & 0xFFFFFFFF
+        row = 32 * panel + 8 * unit + lane // 4
+        for pair, (magnitude, sign) in enumerate(((6, 15), (3, 12), (0, 13), (9, 14))):
+            step, half = 2 * w + pair // 2, pair % 2
+            for odd in range(2):
+                k = 128 * block + 16 * step + 8 * half + 2 * (lane % 4) + odd
+                assert word >> (magnitude + 16 * odd) & 7 == nibbles[row, k] & 7
+                assert word >> (sign + 16 * odd) & 1 == nibbles[row, k] >> 3
+
+
+def test_bf16_weights_lie_where_lanes_read_them(seed) -> None:
+    weight = torch.randn(ROWS, COLUMNS).bfloat16()
+    prepared = layout.prepare_codes(weight, "packed")
+    lanes = prepared.view(ROWS // 32, COLUMNS // 128, 4, 4, 32, 2, 2, 2)
+    for _ in range(300):
+        place = tuple(int(torch.randint(n, ())) for n in lanes.shape)
+        panel, block, unit, vector, lane, step, half, odd = place
+        row = 32 * panel + 8 * unit + lane // 4
+        k = 128 * block + 16 * (2 * vector + step) + 8 * half + 2 * (lane % 4) + odd
+        assert lanes[place] == weight[row, k]
+
+
+def test_nvfp4_scales_lie_by_row_of_a_block(seed) -> None:
+    scale = random_bytes(ROWS, COLUMNS // 16)
+    prepared = layout.prepare_scales(scale.view(torch.float8_e4m3fn), "packed").view(torch.uint8)
+    rows = prepared.view(ROWS // 32, COLUMNS // 128, 32, 8)
+    for row in range(ROWS):
+        found = rows[row // 32, :, row % 32].flatten()
+        assert torch.equal(found, scale[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_every_byte_of_what_is_multiplied_in_bf16_comes_back(dtype, seed) -> None:
+    codes = random_bytes(3, ROWS, COLUMNS).view(dtype)
+    size = codes.shape[-1] // 128 * 128
+    codes = codes[..., :size].contiguous()
+    prepared = layout.prepare_codes(codes, "packed")
+    assert prepared.shape == codes.shape
+    assert prepared.dtype == dtype
+    restored = layout.restore_codes(prepared, "packed")
+    assert torch.equal(restored.view(torch.uint8), codes.view(torch.uint8))
+    scale = random_bytes(3, ROWS, COLUMNS // 16).view(torch.float8_e4m3fn)
+    back = layout.restore_scales(layout.prepare_scales(scale, "packed"), "packed")
+    assert torch.equal(back.view(torch.uint8), scale.view(torch.uint8))
+    with pytest.raises(ValueError, match="columns must be a multiple of 128"):
+        layout.prepare_codes(codes[..., :-32], "packed")

@@ -31,7 +31,9 @@ def no_gradients():
 
 def gated(weights: dict[str, Weight]) -> GatedWeights:
     parts = [weights[name] for name in ("w1", "w3", "w2")]
-    return GatedWeights(*(p.codes.clone() for p in parts), *(p.scale.clone() for p in parts))
+    scales = [None if p.scale is None else p.scale.clone() for p in parts]
+    whole = None if parts[0].whole is None else torch.stack([p.whole for p in parts])
+    return GatedWeights(*(p.codes.clone() for p in parts), *scales, whole)
 
 
 def plain(weights: dict[str, Weight], dtype: torch.dtype) -> GatedWeights:
@@ -166,6 +168,40 @@ def test_prepared_weights_are_the_same_weights(
         restore_(weights, layer.form)
     after = [t.view(torch.uint8) for t in (*layer.experts, *layer.shared) if t is not None]
     assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("expert_dtype", ["nvfp4", "bfloat16"])
+def test_weights_multiplied_in_bf16_are_prepared(expert_dtype, seed, monkeypatch) -> None:
+    layer = Layer(case_of(20, expert_dtype=expert_dtype, shared_dtype="fp8"), seed)
+    before = [t.view(torch.uint8).clone() for t in layer.experts if t is not None]
+    expected, few = layer(), layer(layer.x[:7])
+    layer.form = choose_form(layer.experts, op.FORMS["sm_90a"])
+    assert layer.form == "packed"
+    monkeypatch.setattr(weights_module, "MAX_MOVED", 3 * HIDDEN * INNER)
+    for weights in (layer.experts, layer.shared):
+        prepare_(weights, layer.form)
+    assert torch.equal(layer(), expected)
+    assert torch.equal(layer(layer.x[:7]), few)
+    for weights in (layer.experts, layer.shared):
+        restore_(weights, layer.form)
+    after = [t.view(torch.uint8) for t in layer.experts if t is not None]
+    assert all(map(torch.equal, before, after))
+
+
+def test_nvfp4_scales_that_are_not_numbers_are_refused(seed) -> None:
+    experts = Layer(case_of(2, expert_dtype="nvfp4"), seed).experts
+    experts.w3_scale.view(torch.uint8)[1, 5, 3] = 0xFF
+    with pytest.raises(ValueError, match=r"^w3_scale: got NaN"):
+        choose_form(experts, op.FORMS["sm_90a"])
+
+
+def test_scales_of_bf16_weights_are_refused_by_name(seed) -> None:
+    layer = Layer(case_of(2, expert_dtype="bfloat16"), seed)
+    scale = torch.ones(EXPERTS, 1, 1).to(torch.float8_e8m0fnu)
+    names = ("w1_scale", "w3_scale", "w2_scale")
+    layer.experts = layer.experts._replace(**dict.fromkeys(names, scale))
+    with pytest.raises(ValueError, match=r"^w1_scale: got \d+ rows, the weights are bfloat16"):
+        layer()
 
 
 def test_both_torch_paths_agree(seed, monkeypatch) -> None:

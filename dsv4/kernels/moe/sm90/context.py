@@ -40,6 +40,7 @@ class Operands(NamedTuple):
     pairs: cute.Tensor  # [P]
     weights: cute.Tensor  # [T, k]
     y: cute.Tensor  # written
+    global_scales: cute.Tensor | None = None  # [3, E] of w1, w3, w2: of NVFP4
 
 
 class WorkTile(NamedTuple):
@@ -137,6 +138,7 @@ class Smem:
     x_scale: cute.Pointer  # fp32 [stage, k block of the stage, token]
     block_scale: cute.Pointer  # fp32 [stage, k block of the stage, panel]
     board: cute.Pointer | None  # int32 [stage, word], of joint products
+    x_bf16_tiles: dict[int, cute.Tensor]  # as `x_tiles`, in bf16
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,12 @@ def allocate(plan: ProductPlan) -> tuple[Smem, Pipelines]:
         weight=storage.weight.data_ptr(),
         scale=storage.scale.data_ptr(),
         x=storage.x.data_ptr(),
-        x_tiles={kind.tokens: tiles_of(kind.tokens) for kind in plan.kinds},
+        x_tiles={kind.tokens: tiles_of(kind.tokens) for kind in plan.kinds if not kind.is_bf16},
+        x_bf16_tiles={
+            kind.tokens: bf16_tiles(storage.x.data_ptr(), rows // kind.x_rows, kind.tokens)
+            for kind in plan.kinds
+            if kind.is_bf16
+        },
         x_scale=storage.x_scale.data_ptr(),
         block_scale=storage.block_scale.data_ptr(),
         board=storage.board.data_ptr() if plan.tiling.is_joint else None,
@@ -227,3 +234,11 @@ def allocate(plan: ProductPlan) -> tuple[Smem, Pipelines]:
     names = [edge.name for edge in plan.barriers.edges]
     edges = {name: mbarrier.pipeline(plan.barriers, storage, name) for name in names}
     return smem, Pipelines(edges)
+
+
+def bf16_tiles(start: cute.Pointer, count: int, tokens: int) -> cute.Tensor:
+    """[tokens, 128, tile] bf16 from `start` on, in two swizzled spans of 64 elements."""
+    k_major, _ = operand_atoms(cutlass.BFloat16, SPAN_BYTES)
+    layout = cute.tile_to_shape(k_major, (tokens, K_BLOCK, count), order=(0, 1, 2))
+    pointer = cute.recast_ptr(start, layout.inner, dtype=cutlass.BFloat16)
+    return cute.make_tensor(pointer, layout.outer)

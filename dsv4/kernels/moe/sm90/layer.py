@@ -8,16 +8,22 @@ down of all, in one launch or two; sum over a token's experts, unless their read
 from __future__ import annotations
 
 from dsv4.kernels.kit.args import compile_kernel
+from dsv4.kernels.moe.config import BF16_DTYPES, ExpertsConfig
 from dsv4.kernels.moe.layer import MoeLayer
 from dsv4.kernels.moe.layer_args import ARGS, values
 from dsv4.kernels.moe.layer_config import MoeConfig
+from dsv4.kernels.moe.routing import RoutingConfig
+from dsv4.kernels.moe.sm90.bf16_experts import Bf16Experts
 from dsv4.kernels.moe.sm90.experts import ExpertsSm90
 
 
 class MoeSm90(MoeLayer):
     """Kernels of one configuration."""
 
-    experts = ExpertsSm90
+    @staticmethod
+    def experts(config: ExpertsConfig, routing: RoutingConfig):
+        is_bf16 = config.expert_dtype in BF16_DTYPES
+        return (Bf16Experts if is_bf16 else ExpertsSm90)(config, routing)
 
 
 def build(config: MoeConfig, options: str = ""):

@@ -15,6 +15,8 @@ The launch before makes lists and activations, never weights: the shared expert'
 asked for before `griddepcontrol.wait`. `print(ProductPlan.down(...))` shows the budgets.
 """
 
+from typing import ClassVar
+
 import cutlass
 from cutlass import Int32, cute
 
@@ -35,11 +37,15 @@ class GroupedProduct:
         top_k: experts of a token.
     """
 
+    # Of the kinds of tiles that there are.
+    activation_warps: ClassVar[type[ActivationWarps]] = ActivationWarps
+    consumer_warps: ClassVar[type[Consumers]] = Consumers
+
     def __init__(self, plan: ProductPlan, epilogue, top_k: int):
         self.plan = plan
         self.loader = LoadWarp(plan)
-        self.activations = ActivationWarps(plan, top_k)
-        self.consumers = Consumers(plan, epilogue)
+        self.activations = self.activation_warps(plan, top_k)
+        self.consumers = self.consumer_warps(plan, epilogue)
 
     @cute.jit
     def launch(self, operands: Operands, stream, num_sms):
