@@ -49,8 +49,8 @@ class ModelConfig:
         rope_scaling: YaRN of the layers with a compressor; None = none.
         linear_scheme: "fp8" = e4m3 weights with one scale per `fp8_block`; None = unquantised.
         expert_scheme: format of the routed experts. "fp4" = e2m1 with one E8M0 scale per 32 inputs,
-            "fp8" = as the linears, None = unquantised. "nvfp4" exists in files only: the loader
-            dequantises it and builds the model with None.
+            "nvfp4" = e2m1 with one e4m3 scale per 16 inputs and one fp32 scale, "fp8" = as the
+            linears, None = unquantised. Beside "nvfp4" the MTP layers' experts are "fp4".
         scale_dtype: how FP8 block scales are stored, "e8m0" or "float32" (the Base checkpoints).
         fp8_block: (outputs, inputs) that share an FP8 scale.
 

@@ -14,7 +14,7 @@ from dsv4.quoting import quoted
 if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
 
-FP4_GROUP = 32
+FP4_GROUP, NVFP4_GROUP = 32, 16
 
 
 class ExpertWeight(Module):
@@ -22,9 +22,11 @@ class ExpertWeight(Module):
 
     Attributes:
         weight: [E, out, in] in `dtype`; float8_e4m3fn (scheme "fp8"); or two e2m1 codes per byte,
-            [E, out, in / 2] int8 (scheme "fp4").
+            [E, out, in / 2] int8 (scheme "fp4") or uint8 ("nvfp4").
         scale: [E, ceil(out / block[0]), ceil(in / block[1])] or [E, out, in / 32]; None if not
             quantised.
+        weight_scale, weight_scale_2: [E, out, in / 16] float8_e4m3fn and [E] float32 of "nvfp4", by
+            the names of such checkpoints; None of others.
     """
 
     def __init__(
@@ -39,11 +41,15 @@ class ExpertWeight(Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.scale = None
-        if scheme == "fp4":
-            self.weight = empty_parameter(
-                (experts, out_features, in_features // 2), torch.int8, device
-            )
+        self.scale = self.weight_scale = self.weight_scale_2 = None
+        packed = (experts, out_features, in_features // 2)
+        if scheme == "nvfp4":
+            self.weight = empty_parameter(packed, torch.uint8, device)
+            groups = (experts, out_features, in_features // NVFP4_GROUP)
+            self.weight_scale = empty_parameter(groups, torch.float8_e4m3fn, device)
+            self.weight_scale_2 = empty_parameter((experts,), torch.float32, device)
+        elif scheme == "fp4":
+            self.weight = empty_parameter(packed, torch.int8, device)
             groups = in_features // FP4_GROUP
             self.scale = empty_parameter(
                 (experts, out_features, groups), torch.float8_e8m0fnu, device
@@ -74,10 +80,9 @@ class Experts(Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if scheme not in (None, "fp4", "fp8"):
+        if scheme not in (None, "fp4", "fp8", "nvfp4"):
             raise ValueError(
-                f"scheme of experts must be None, 'fp4' or 'fp8', got {quoted(scheme)}; "
-                "NVFP4 experts are decoded when they are loaded"
+                f"scheme of experts must be None, 'fp4', 'fp8' or 'nvfp4', got {quoted(scheme)}"
             )
         hidden, inner = config.hidden_size, config.moe_intermediate_size
         for name, width in (("hidden_size", hidden), ("moe_intermediate_size", inner)):
@@ -92,10 +97,27 @@ class Experts(Module):
         self.w2 = ExpertWeight(count, inner, hidden, *options)
         self.w3 = ExpertWeight(count, hidden, inner, *options)
 
+    def join_scales_(self) -> None:
+        """Move the fp32 scales of NVFP4 into rows of one tensor, as the operator takes them."""
+        parts = [weight.weight_scale_2 for weight in self.matrices]
+        if parts[0] is not None and _as_rows(parts) is None:
+            for part, row in zip(parts, torch.stack(parts).unbind()):
+                part.data = row
+
+    @property
+    def matrices(self) -> tuple[ExpertWeight, ExpertWeight, ExpertWeight]:
+        """In the order of `GatedWeights`."""
+        return self.w1, self.w3, self.w2
+
     @property
     def weights(self) -> GatedWeights:
         """As the operator takes them."""
-        return gated_weights(self)
+        found = gated_weights(self)
+        parts = [weight.weight_scale_2 for weight in self.matrices]
+        if parts[0] is None:
+            return found
+        rows = _as_rows(parts)
+        return found._replace(global_scales=torch.stack(parts) if rows is None else rows)
 
 
 class SharedExpert(Module):
@@ -116,8 +138,20 @@ class SharedExpert(Module):
         return gated_weights(self)
 
 
+def _as_rows(parts: list[torch.Tensor]) -> torch.Tensor | None:
+    """Neighbouring rows of one tensor as that; None for others."""
+    first, size = parts[0], parts[0].numel()
+    starts = [part.data_ptr() - first.data_ptr() for part in parts]
+    if first.is_meta or starts != [i * size * first.element_size() for i in range(len(parts))]:
+        return None
+    storages = {part.untyped_storage().data_ptr() for part in parts}
+    return first.as_strided((len(parts), size), (size, 1)) if len(storages) == 1 else None
+
+
 def gated_weights(unit: Module) -> GatedWeights:
     """Weights and scales of a module with `w1`, `w2` and `w3`."""
     parts = [unit.w1, unit.w3, unit.w2]
     scales = [getattr(part, "scale", None) for part in parts]
+    if getattr(unit.w1, "weight_scale", None) is not None:
+        scales = [part.weight_scale for part in parts]
     return GatedWeights(*(part.weight for part in parts), *scales)

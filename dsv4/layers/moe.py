@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,14 @@ from dsv4.layers.module import Module
 from dsv4.layers.router import Router
 from dsv4.ops.moe.op import moe, prepared_forms
 from dsv4.ops.moe.rows import ExpertRows
-from dsv4.ops.moe.weights import GatedWeights, choose_form, prepare_, restore_, restored
+from dsv4.ops.moe.weights import (
+    GatedWeights,
+    choose_form,
+    has_row_scales,
+    prepare_,
+    restore_,
+    restored,
+)
 
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
@@ -26,7 +34,7 @@ RELEASED = "released"
 class MoE(Module):
     """The feed-forward part of a layer.
 
-    Quantised weights are kept as released until a GPU with kernels is to read them: `prepare` then
+    Weights are kept as released until a GPU with kernels is to read them: `prepare` then
     brings them into the kernels' order, in place. What leaves the module is as released:
     `state_dict` gives restored copies of prepared tensors.
 
@@ -46,7 +54,10 @@ class MoE(Module):
         self.block = config.fp8_block
         self.form = RELEASED
         self.gate = Router(config, spec, dtype, device)
-        self.experts = Experts(config, scheme=config.expert_scheme, dtype=dtype, device=device)
+        # NVIDIA requantised the experts of main layers alone.
+        is_fp4 = config.expert_scheme == "nvfp4" and spec.is_mtp
+        scheme = "fp4" if is_fp4 else config.expert_scheme
+        self.experts = Experts(config, scheme=scheme, dtype=dtype, device=device)
         self.shared_experts = SharedExpert(config, dtype, device)
         self.register_state_dict_post_hook(_release_copies)
         self.register_load_state_dict_pre_hook(_release_weights)
@@ -92,10 +103,17 @@ class MoE(Module):
                 "moe: the experts' weights are not prepared and a CUDA graph is being captured; "
                 "run the layer once before the capture"
             )
+        self.experts.join_scales_()
         form = choose_form(experts, forms)
         for weights in (experts, shared):
             prepare_(weights, form)
         self.form = form
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        # Plain weights follow a conversion to a dtype that no kernel takes.
+        if self.experts.w1.plain:
+            self.release()
+        return super()._apply(fn, recurse)
 
     def release(self) -> None:
         """Invert `prepare`."""
@@ -113,8 +131,9 @@ def _release_copies(module: MoE, state: dict[str, Any], prefix: str, _: Any) -> 
         for matrix, codes, scale in zip(("w1", "w3", "w2"), weights.codes, weights.scales):
             stem = f"{prefix}{name}.{matrix}"
             state[f"{stem}.weight"] = restored(codes, module.form, is_scale=False)
-            if codes.dtype == torch.int8:
-                state[f"{stem}.scale"] = restored(scale, module.form, is_scale=True)
+            if has_row_scales(codes):
+                part = "scale" if codes.dtype == torch.int8 else "weight_scale"
+                state[f"{stem}.{part}"] = restored(scale, module.form, is_scale=True)
 
 
 def _release_weights(module: MoE, *_: Any) -> None:

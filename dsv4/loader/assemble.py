@@ -19,7 +19,7 @@ from dsv4.loader.reader import Checkpoint
 from dsv4.model.model import DeepseekV4
 from dsv4.quoting import quoted
 
-STACKED_EXPERTS = re.compile(r"(.+)\.ffn\.experts\.(w[123])\.(weight|scale)")
+STACKED_EXPERTS = re.compile(r"(.+)\.ffn\.experts\.(w[123])\.(weight(?:_scale(?:_2)?)?|scale)")
 
 
 def load(
@@ -34,8 +34,9 @@ def load(
 
     Reads the released layout (FP8 linears; FP4, FP8 or NVFP4 experts; E8M0 or float32 scales) and
     what `DeepseekV4ForCausalLM.save_pretrained` of transformers writes, in one file or many.
-    Headers are checked before any data is read. FP8 and FP4 weights stay as stored; NVFP4 experts
-    are dequantised.
+    Headers are checked before any data is read. Quantised weights stay as stored; but NVFP4 drafts,
+    of which no release is known, make the loader dequantise all experts, and scales of NVFP4
+    activations are not read: such experts take theirs in bfloat16.
 
     Args:
         path: folder with `config.json` and `.safetensors` files.

@@ -96,10 +96,9 @@ class Checkpoint:
     @property
     def model_config(self) -> ModelConfig:
         """The configuration to build the model with: formats that it cannot hold become None."""
-        mixed = (
-            self.config.num_nextn_predict_layers and self._mtp_scheme != self.config.expert_scheme
-        )
-        if mixed or self.config.expert_scheme == "nvfp4":
+        scheme = self.config.expert_scheme
+        drafts = "fp4" if scheme == "nvfp4" else scheme
+        if self.config.num_nextn_predict_layers and self._mtp_scheme != drafts:
             return replace(self.config, expert_scheme=None)
         return self.config
 

@@ -65,6 +65,38 @@ def test_prepared_weights_take_the_place_of_the_released(layer, arch) -> None:
     assert torch.equal(layer.experts.w1.scale.view(torch.uint8), scales.view(torch.uint8))
 
 
+@pytest.mark.parametrize("scheme", ["nvfp4", None])
+def test_experts_multiplied_in_bf16_are_prepared(scheme, monkeypatch, seed) -> None:
+    monkeypatch.setattr(module, "prepared_forms", lambda *arguments: FORMS["sm_90a"])
+    spec = LayerSpec(LayerKind.SWA, 0, False, 0, "layers.0")
+    layer = MoE(quantized_config("S", expert_scheme=scheme), spec, torch.bfloat16)
+    for name, parameter in layer.named_parameters():
+        if parameter.dtype == torch.uint8:
+            parameter.data.copy_(torch.randint(0, 256, parameter.shape))
+        elif name.endswith("scale"):
+            parameter.data.copy_(torch.exp2(torch.randint(-8, -3, parameter.shape).float()))
+        else:
+            parameter.data.copy_(torch.randn(parameter.shape).clamp(-4, 4))
+    x, ids = torch.randn(2, 3, 128).bfloat16(), torch.zeros(2, 3, dtype=torch.int64)
+    released, expected = state_of(layer), layer(x, ids)
+    codes = layer.experts.w2.weight.clone()
+    layer.prepare()
+    assert layer.form == "packed"
+    assert not torch.equal(layer.experts.w2.weight, codes)
+    assert torch.equal(layer(x, ids), expected)
+    assert_same(layer.state_dict(), released)
+    whole = layer.experts.weights.global_scales
+    if scheme == "nvfp4":
+        assert whole.data_ptr() == layer.experts.w1.weight_scale_2.data_ptr()
+        assert torch.equal(whole[2], layer.experts.w2.weight_scale_2)
+    else:
+        # What follows a conversion is not left in an order that nothing reads.
+        assert layer.float().form == "released"
+        assert torch.equal(layer.experts.w2.weight, codes.float())
+    layer.release()
+    assert torch.equal(layer.experts.w2.weight, codes.to(layer.experts.w2.weight.dtype))
+
+
 def test_a_state_dict_is_loaded_into_released_weights(layer) -> None:
     released = state_of(layer)
     layer.prepare()

@@ -14,7 +14,7 @@ import dsv4
 from dsv4.config.model_config import ModelConfig
 from dsv4.loader import inventory, load_tensors, save
 from dsv4.loader.assemble import model_tensors
-from dsv4.reference.weights import decode_fp4, decode_nvfp4
+from dsv4.reference.weights import decode_nvfp4
 from tests.loader.tiny import FORMATS, random_tensors, same_bytes
 
 pytestmark = pytest.mark.stage("loader")
@@ -47,11 +47,6 @@ def test_model_holds_what_is_stored(
     assert not model.training
     for name, held in model_tensors(model):
         stored = tensors[name]
-        if stored.dtype == torch.uint8:
-            scales = tensors[f"{name}_scale"], tensors[f"{name}_scale_2"]
-            stored = decode_nvfp4(stored, *scales)
-        elif stored.dtype == torch.int8 and config.expert_scheme == "nvfp4":
-            stored = decode_fp4(stored, tensors[name.replace(".weight", ".scale")])
         quantised = stored.dtype.itemsize == 1
         assert not quantised or held.dtype == stored.dtype, name
         assert same_bytes(held, stored.to(held.dtype)), name
@@ -68,7 +63,7 @@ def test_model_on_the_gpu_holds_the_same(config: ModelConfig, tmp_path: Path, se
         assert same_bytes(held.cpu(), on_cpu[name]), name
 
 
-@pytest.mark.parametrize("name", ["plain", "released", "base", "plain-experts"])
+@pytest.mark.parametrize("name", ["plain", "released", "base", "plain-experts", "nvfp4"])
 def test_saved_model_equals_its_checkpoint(name: str, tmp_path: Path, seed: int) -> None:
     config = FORMATS[name]
     tensors = random_tensors(config, seed)
@@ -76,7 +71,10 @@ def test_saved_model_equals_its_checkpoint(name: str, tmp_path: Path, seed: int)
     save(tmp_path / "b", config, dsv4.load(tmp_path / "a"), shards=2)
     found_config, found = load_tensors(tmp_path / "b")
     assert found_config == config
-    assert all(same_bytes(found[key], tensors[key]) for key in tensors)
+    # Scales of activations are no part of a model, which does not round those of NVFP4 experts.
+    kept = {key for key in tensors if not key.endswith("input_scale")}
+    assert found.keys() == kept
+    assert all(same_bytes(found[key], tensors[key]) for key in kept)
 
 
 def test_saved_model_keeps_the_precision_that_the_release_dtype_would_lose(

@@ -108,7 +108,6 @@ def test_weights_stay_quantised_in_memory() -> None:
     [
         (dict(q_lora_rank=96), "in_features"),
         (dict(moe_intermediate_size=96), "must be a multiple of 128"),
-        (dict(expert_scheme="nvfp4"), "scheme"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused_by_name(changes: dict, named: str) -> None:
