@@ -378,11 +378,17 @@ LOWP = {
 
 @cache
 def quantized(name: str) -> Subject:
-    """More tiles of keys than stages, both kinds of tiles, several work tiles of a CTA."""
-    inputs = lowp_attention.Inputs.make(LOWP[name], SEED)
+    """More tiles of keys than stages, both kinds of tiles, several work tiles of a CTA, some of
+    them shorter than the rings."""
+    case = LOWP[name]
+    short = replace(case, batch=5, queries=100, keys=100)
+    launches = [
+        (lowp_attention.Inputs.make(given, SEED), {"num_ctas": ctas})
+        for given, ctas in ((short, 1), (case, 1), (case, 2))
+    ]
     return _subject_of_op(
         "sm_90a",
-        [(inputs, {"num_ctas": ctas}) for ctas in (1, 2)],
+        launches,
         lambda given, found: lowp_attention.assert_attention(
             given, found, tiles=given.summed_tiles
         ),

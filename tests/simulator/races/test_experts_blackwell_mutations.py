@@ -1,4 +1,5 @@
-"""Deleting any one synchronisation instruction of Blackwell's experts is noticed."""
+"""Deleting any one synchronisation instruction of Blackwell's experts, or weakening any one of its
+qualifiers by a step, is noticed."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import pytest
 
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import subjects
-from tests.simulator.helpers.changes import check_deleted
-from tests.simulator.races.test_fp8_linear_mutations import FIRST, LAUNCH
+from tests.simulator.helpers.changes import check_deleted, check_weaker
+from tests.simulator.races.test_fp8_linear_mutations import EXPECTS, FIRST, LAUNCH
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
@@ -32,8 +33,19 @@ REDUNDANT = {
     ("bar.sync", "store_tiles"): (1, MAXIMA),
     ("barrier.cluster", "kernel"): (1, PAIR),
 }
+# What may be weaker, likewise, by the new qualifier.
+HARMLESS = {
+    # Routed and shared experts' weights, in the copies of both products' loops.
+    ("mbarrier.arrive", "_load_weights", "relaxed"): (12, EXPECTS),
+    ("mbarrier.arrive", "_store", "relaxed"): (1, f"sums of up: {EXPECTS}"),
+}
 
 
 def test_all_deletions_are_noticed() -> None:
     compiled, runs = subjects.blackwell_experts()
     check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], REDUNDANT)
+
+
+def test_all_weaker_qualifiers_are_noticed() -> None:
+    compiled, runs = subjects.blackwell_experts()
+    check_weaker(compiled, runs("eager"), HARMLESS)

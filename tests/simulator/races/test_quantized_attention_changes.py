@@ -1,0 +1,105 @@
+"""Deleting any one synchronisation instruction of quantised attention, or weakening any one of its
+qualifiers by a step, is noticed: 128 channels on Hopper, scales of rows on Blackwell."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from dsv4.testing.harness import SCHEDULES
+from tests.simulator.helpers import subjects
+from tests.simulator.helpers.changes import check_deleted, check_weaker
+from tests.simulator.races.test_fp8_linear_mutations import EXPECTS, FIRST, LAUNCH, PRODUCTS
+
+pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
+
+pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+
+FREE = "the first one: nothing was in their place"
+LAST_TURN = "the last turn, which is taken so that its barrier is left as it was: nothing follows"
+UNSEEN = (
+    "tiles of which a warpgroup sees nothing are released unread; they are fewer than the ring's"
+)
+ALL_READ = (
+    "before queries are coded: the last weighted values, a product of all four warps behind all "
+    "products with the queries before, were waited for"
+)
+LAST_VALUES = (
+    "values of a work tile's last tiles: before their places are filled again here, keys or "
+    "queries are loaded, whose places the same warps have released since"
+)
+LOADS = {
+    ("mbarrier.arrive", "_load_keys", "relaxed"): (1, EXPECTS),
+    ("mbarrier.arrive", "_load_queries", "relaxed"): (2, EXPECTS),
+    ("mbarrier.arrive", "_load_values", "relaxed"): (1, EXPECTS),
+}
+HOPPER = {
+    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (2, FIRST),
+    ("mbarrier.try_wait", "_load_queries"): (1, FREE),
+    ("mbarrier.try_wait", "_pass_keys"): (2, UNSEEN),
+    ("bar.warp", "arrive_warp"): (8, f"{PRODUCTS}; two: {UNSEEN}"),
+    ("bar.sync", "take"): (1, LAST_TURN),
+    ("bar.sync", "sync"): (1, ALL_READ),
+}
+HOPPER_WEAKER = {
+    **LOADS,
+    ("mbarrier.try_wait", "_load_queries", "relaxed"): (1, FREE),
+    ("mbarrier.try_wait", "_pass_keys", "relaxed"): (2, UNSEEN),
+    ("mbarrier.arrive", "arrive_warp", "relaxed"): (
+        4,
+        f"two: {UNSEEN}; two: {LAST_VALUES}",
+    ),
+}
+CODED = (
+    "the first scores of a work tile: its queries' codes were waited for, which each warp hands "
+    "over when it has read the scores before"
+)
+AT_THE_END = "so that no commit outlives the CTA: that of the sums, of the same products, does not"
+WITH_SCORES = "scales of keys: the scores were waited for, whose product waited for both"
+BLACKWELL = {
+    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (3, FIRST),
+    ("mbarrier.try_wait", "_load_queries"): (1, FREE),
+    # Of each warpgroup.
+    ("mbarrier.try_wait", "_score"): (3, f"{CODED} (2); {AT_THE_END}"),
+    ("tcgen05.fence::after_thread_sync", "_score"): (2, CODED),
+    ("mbarrier.try_wait", "_load_products"): (1, WITH_SCORES),
+    ("mbarrier.try_wait", "compute"): (1, UNSEEN),
+    ("bar.warp", "arrive_warp"): (
+        3,
+        f"queries of which a warpgroup has none are released unread; scores: what was read of them "
+        f"is there for the whole warp, its loads end together; {UNSEEN}",
+    ),
+    ("bar.sync", "take"): (1, LAST_TURN),
+}
+BLACKWELL_WEAKER = {
+    **LOADS,
+    ("mbarrier.try_wait", "_load_queries", "relaxed"): (1, FREE),
+    ("mbarrier.try_wait", "_score", "relaxed"): (3, f"{CODED} (2); {AT_THE_END}"),
+    ("mbarrier.try_wait", "_load_products", "relaxed"): (1, WITH_SCORES),
+    ("mbarrier.try_wait", "compute", "relaxed"): (1, UNSEEN),
+    ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, UNSEEN),
+}
+
+# Subject, what is not missed and what may be weaker: by instruction, the kernel's function and the
+# new qualifier, how many of them, and why.
+KERNELS = {
+    "Hopper": (partial(subjects.quantized, "wide"), HOPPER, HOPPER_WEAKER),
+    "Blackwell": (partial(subjects.blackwell_quantized, "rows"), BLACKWELL, BLACKWELL_WEAKER),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_deletions_are_noticed(name: str) -> None:
+    make, redundant, _ = KERNELS[name]
+    compiled, runs = make()
+    check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], redundant)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
+    make, _, harmless = KERNELS[name]
+    compiled, runs = make()
+    check_weaker(compiled, runs("eager"), harmless)
