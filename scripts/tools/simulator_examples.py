@@ -49,8 +49,8 @@ Written by `scripts/tools/simulator_examples.py --page` from
 unmodified, or a call of a library's public function. `right`: its outputs are what PyTorch
 computes. `refused` names the instruction that is not simulated. Every launch runs under the race
 checker; what that says of code that is right on a GPU is a rule of PTX that the code leaves to the
-hardware or the assembler. CuTeDSL's libraries for CUDA 12 compiled some of NVIDIA's cases, those for
-CUDA 13 the others, whose code of three more GEMMs for Hopper lacks `wgmma.fence`.
+hardware or the assembler. CuTeDSL's libraries for CUDA 12 compiled some of NVIDIA's cases, those
+for CUDA 13 the others, whose code of three more GEMMs for Hopper lacks `wgmma.fence`.
 
 """
 
