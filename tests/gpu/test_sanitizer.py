@@ -29,6 +29,20 @@ for heads in (24, 72):
         check_op(inputs, num_splits)
 """
 
+# Tests of a family whose launches memcheck follows, few and small: file and -k.
+FAMILIES = {
+    "paged_attention": "style_of_flash_mla and not 321 and not 74",
+    "kv_insert": "bytes_of_the_cpu",
+    "fp8_linear": "ragged_rows or not_finite",
+    "merged_linear": "ragged_rows or not_finite",
+    "grouped_linear": "strides or not_finite",
+    "mhc_seam": "test_equals_the_oracle",
+    "latent_rows": "test_decode",
+    "index_topk": "equals_the_oracle",
+    "moe": "every_step_is_close",
+    "quantized_attention": "test_attention_is_torch_s",
+}
+
 
 def sanitize(tool: str, head_dim: int, lanes_per_warp: int, cache: Path) -> tuple[int, str]:
     """Exit status and output of compute-sanitizer; 9 where it found something."""
@@ -80,3 +94,19 @@ def test_racecheck_sees_hand_overs(tmp_path) -> None:
     status, output = sanitize("racecheck", 64, 1, tmp_path)
     assert status == 9, output
     assert "Race reported" in output
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_memory_accesses_of_a_family(family) -> None:
+    """The family's own tests under memcheck, after a plain run that compiles their kernels."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not installed")
+    file = f"tests/gpu/test_{family}.py"
+    chosen = ["-m", "pytest", "-q", "-p", "no:cacheprovider", file, "-k", FAMILIES[family]]
+    chosen += ["-m", "not slow"]
+    for prefix in ([], [sanitizer, "--tool", "memcheck", "--error-exitcode", "9"]):
+        done = subprocess.run(
+            [*prefix, sys.executable, *chosen], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
