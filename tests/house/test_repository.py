@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-MAX_BYTES = 12 * 2**20
+MAX_BYTES = 14 * 2**20
 MAX_HOST_LINES, MAX_KERNEL_LINES = 500, 900
 
 
