@@ -1,44 +1,24 @@
 """Epilogue of a linear of which the row of each token's largest output is wanted: a head's.
 
-An output is a key, ordered as the values are and below them by descending rows, so that the largest
-key is that of the first row with the largest value. Maxima are exact in any order: those of a warp
-wait in shared memory while its CTA multiplies other rows of the same tokens, those of CTAs meet in
-global memory, and the last CTA to finish reads them and leaves zeros, which are below all keys.
+Keys of a warp (`gemm.best_keys`) wait in shared memory while its CTA multiplies other rows of the
+same tokens, those of CTAs meet in global memory, and the last CTA to finish reads them and leaves
+zeros.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from dsv4.kernels.gemm.epilogues import COUNTER_WORDS, KEY_WORDS
+from dsv4.kernels.gemm.best_keys import NO_VALUE, key_of, or_none, ordered, row_of
+from dsv4.kernels.gemm.operands import OutputTile
 from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, LinearPlan
 from dsv4.kernels.gemm.sm90.activations import CONSUMERS, sync_consumers
-from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile
+from dsv4.kernels.gemm.sm90.context import LinearContext
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.pointers import pointer_at
 
 WARP = 32
-ROW_BITS = 31
-LAST_ROW = (1 << ROW_BITS) - 1
-INFINITY = 0x7F800000  # in fp32
-# Upper parts of keys.
-NO_VALUE, INFINITY_BELOW, NAN = 0, 0x007FFFFF, 0xFFFFFFFF
-FAILED = -1
-
-
-class BestOperands(NamedTuple):
-    """Tensors of the epilogue."""
-
-    rows: cute.Tensor  # [T] int64, written: the row of the largest output, or -1
-    workspace: cute.Tensor  # zeros
-
-    def key(self, token) -> cute.Pointer:
-        """That of a token."""
-        base = cute.recast_ptr(self.workspace.iterator, dtype=Int64)
-        return pointer_at(base, Int64(COUNTER_WORDS // KEY_WORDS) + token, Int64, align=8)
 
 
 class BestRows:
@@ -67,13 +47,13 @@ class BestRows:
         for n in cutlass.range_constexpr(cute.size(sums) // LANE_VALUES):
             for c in cutlass.range_constexpr(2):
                 values = [sums[LANE_VALUES * n + 2 * r + c].to(y.element_type) for r in range(2)]
-                low, high = (_ordered(value.to(Float32)) for value in values)
-                low = _or_none(row < y.shape[1], low)
-                high = _or_none(row + 8 < y.shape[1], high)
+                low, high = (ordered(value.to(Float32)) for value in values)
+                low = or_none(row < y.shape[1], low)
+                high = or_none(row + 8 < y.shape[1], high)
                 is_low = low >= high
                 value = Uint32(cutlass.select_(is_low, low, high))
                 place = Int32(cutlass.select_(is_low, row, row + 8))
-                keys.append(_key(value, place))
+                keys.append(key_of(value, place))
         first, found, copies = _spread_largest(keys, lane)
         if lane // 4 % copies == 0:
             warp = cute.arch.thread_idx()[0] // WARP
@@ -123,35 +103,9 @@ class BestRows:
             for token in cutlass.range(thread, best.rows.shape[0], CONSUMERS, unroll=1):
                 key = cute.arch.load(best.key(token), Int64, sem="relaxed", scope="gpu")
                 best.key(token).store(Int64(NO_VALUE))
-                best.rows[token] = _row(key)
+                best.rows[token] = row_of(key)
             if thread == 0:
                 counter.store(Int32(0))
-
-
-def _ordered(value: Float32) -> Uint32:
-    """Bits that are ordered as values are; NaN above all others, and both zeros the same."""
-    bits = value.bitcast(Int32)
-    magnitude = bits & Int32(0x7FFFFFFF)
-    bits = Int32(cutlass.select_(magnitude == 0, Int32(0), bits))
-    ordered = Uint32(bits ^ (bits >> 31 | Int32(-(2**31))))
-    return Uint32(cutlass.select_(magnitude > Int32(INFINITY), Uint32(NAN), ordered))
-
-
-def _or_none(condition, value: Uint32) -> Uint32:
-    return Uint32(cutlass.select_(condition, value, Uint32(NO_VALUE)))
-
-
-def _key(value: Uint32, row: Int32) -> Int64:
-    return Int64(value) << ROW_BITS | Int64(Int32(LAST_ROW) - row)
-
-
-@cute.jit
-def _row(key: Int64) -> Int64:
-    """Row of a key; `FAILED` for NaN and minus infinity."""
-    value = key >> ROW_BITS
-    row = Int64(LAST_ROW) - (key & LAST_ROW)
-    has_failed = (value == NAN) | (value <= INFINITY_BELOW)
-    return Int64(cutlass.select_(has_failed, Int64(FAILED), row))
 
 
 def _spread_largest(keys: list, lane) -> tuple[Int32, list, int]:

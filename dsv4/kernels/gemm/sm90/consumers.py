@@ -5,16 +5,11 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.gemm.operands import chosen_matrix, first_x_block
 from dsv4.kernels.gemm.plan import M_TILE, LinearPlan
 from dsv4.kernels.gemm.quantize import SECOND_TERM
 from dsv4.kernels.gemm.sm90.activations import Activations, scale_value
-from dsv4.kernels.gemm.sm90.context import (
-    LinearContext,
-    chosen_matrix,
-    first_x_block,
-    sum_fragment,
-    tile_mma,
-)
+from dsv4.kernels.gemm.sm90.context import LinearContext, sum_fragment, tile_mma
 from dsv4.kernels.gemm.sm90.epilogue import Epilogue
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.mbarrier import Cursor, Ring
@@ -139,8 +134,8 @@ class Consumers:
         """sums += the products of as many k blocks as there are accumulators, one block promoted
         while those behind it are multiplied; returns the next place in the ring."""
         plan, ring = self.plan, ctx.pipes.ring
-        mma_slice = tile_mma(plan).get_slice(0)
         mma = tile_mma(plan)
+        mma_slice = mma.get_slice(0)
         a = mma.make_fragment_A(mma_slice.partition_A(ctx.smem.weight))
         b = mma.make_fragment_B(mma_slice.partition_B(ctx.smem.x))
         cursors = []

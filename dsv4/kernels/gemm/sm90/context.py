@@ -8,6 +8,7 @@ from cutlass import Boolean, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode
 
 from dsv4.kernels.gemm.config import Kind
+from dsv4.kernels.gemm.operands import OutputTile, output_tile
 from dsv4.kernels.gemm.plan import FEW_TOKENS, M_TILE, LinearPlan
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.storage import storage_struct
@@ -37,19 +38,6 @@ class Operands(NamedTuple):
         return Int32(self.best[0].rows.shape[0] if self.best else self.ys[0].shape[0])
 
 
-class OutputTile(NamedTuple):
-    """Coordinates of an output tile.
-
-    Attributes:
-        weight: index among those of its kind, static where there is one.
-        row_tile: of the weight.
-    """
-
-    weight: Int32 | int
-    row_tile: Int32
-    token_tile: Int32
-
-
 @dataclass(frozen=True)
 class TileScheduler:
     """Output tiles of a cluster: every `clusters`-th from `cluster` on.
@@ -69,22 +57,14 @@ class TileScheduler:
 
     def coordinates(self, index: Int32) -> OutputTile:
         if self.token_tiles is None:
-            return self._tile(index % self.row_groups, index // self.row_groups)
+            row_tile, token_tile = index % self.row_groups, index // self.row_groups
+            return output_tile(self.first_tiles, row_tile, token_tile)
         band = index // (self.row_groups * BAND)
         first = band * BAND
         width = cutlass.min(self.token_tiles - first, BAND)
         place = index - first * self.row_groups
         row_tile = place // width * self.sharing + self.row_rank
-        return self._tile(row_tile, first + place % width)
-
-    def _tile(self, row_tile: Int32, token_tile: Int32) -> OutputTile:
-        """A row tile among those of all weights, one behind the other."""
-        weight, row = 0, row_tile
-        for i, first in enumerate(self.first_tiles, 1):
-            is_here = row_tile >= first
-            weight = Int32(cutlass.select_(is_here, Int32(i), Int32(weight)))
-            row = Int32(cutlass.select_(is_here, row_tile - first, row))
-        return OutputTile(weight, row, token_tile)
+        return output_tile(self.first_tiles, row_tile, first + place % width)
 
     @property
     def count(self) -> Int32:
@@ -97,31 +77,6 @@ class TileScheduler:
 
     def exists(self, index: Int32) -> Boolean:
         return index < self.tiles
-
-
-def chosen(values, index: Int32 | int):
-    """The value at an index that is known at run time."""
-    result = values[0]
-    for i in range(1, len(values)):
-        result = type(result)(cutlass.select_(index == i, values[i], result))
-    return result
-
-
-def chosen_matrix(matrices: tuple[cute.Tensor, ...], index: Int32 | int, dtype) -> cute.Tensor:
-    """The matrix at an index, seen as one of `dtype`."""
-    if len(matrices) == 1:
-        return matrices[0]
-    address = chosen([matrix.iterator.toint() for matrix in matrices], index)
-    rows, columns, stride = (
-        chosen([value(matrix) for matrix in matrices], index)
-        for value in (
-            lambda matrix: Int32(matrix.shape[0]),
-            lambda matrix: Int32(matrix.shape[1]),
-            lambda matrix: Int64(matrix.stride[0]),
-        )
-    )
-    start = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=dtype.width // 8)
-    return cute.make_tensor(start, cute.make_layout((rows, columns), stride=(stride, 1)))
 
 
 @dataclass(frozen=True)
@@ -182,13 +137,6 @@ def sum_fragment(plan: LinearPlan) -> cute.Tensor:
     tile = (M_TILE, plan.tokens)
     mma = make_mma(DTYPES[plan.kind], tile, OperandMajorMode.K)
     return mma.make_fragment_C(mma.partition_shape_C(tile))
-
-
-def first_x_block(plan: LinearPlan, tile: OutputTile) -> Int32 | int:
-    """k block of x that the first one of a tile's rows is multiplied with."""
-    if not plan.group_rows:
-        return 0
-    return tile.row_tile * plan.rows // plan.group_rows * plan.row_blocks
 
 
 def allocate(plan: LinearPlan, start: cute.Pointer) -> tuple[Smem, Pipelines]:

@@ -2,18 +2,14 @@
 rounding, store."""
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.experimental.cuda.tensor_map import create_tensor_map_tiled
 
+from dsv4.kernels.gemm.operands import OutputTile, chosen_matrix, outputs_by_dtype
 from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, M_TILE, UNIT_ROWS, LinearPlan
 from dsv4.kernels.gemm.sm90.activations import sync_consumers
 from dsv4.kernels.gemm.sm90.best_rows import BestRows
-from dsv4.kernels.gemm.sm90.context import (
-    LinearContext,
-    OutputTile,
-    chosen,
-    chosen_matrix,
-)
+from dsv4.kernels.gemm.sm90.context import LinearContext
 from dsv4.kernels.gemm.sm90.rounded_tile import RoundedTile
 from dsv4.kernels.gemm.sm90.weight_epilogues import LoadedAhead, WeightEpilogues
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
@@ -274,15 +270,6 @@ class Epilogue:
                 for r in cutlass.range_constexpr(2):
                     if row + r * 8 < y.shape[1]:
                         y[token, row + r * 8] = values[r * 2 + c].to(y.element_type)
-
-
-def outputs_by_dtype(ys: tuple[cute.Tensor, ...], weight) -> list:
-    """Each dtype among the outputs, and whether that of a weight has it."""
-    dtypes = [y.element_type for y in ys]
-    if len(set(dtypes)) == 1:
-        return [(dtypes[0], True)]
-    is_wide = chosen([Boolean(dtype is Float32) for dtype in dtypes], weight)
-    return [(Float32, is_wide), (BFloat16, is_wide ^ True)]
 
 
 def in_registers(values: list) -> cute.Tensor:

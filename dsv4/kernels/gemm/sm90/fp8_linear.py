@@ -14,10 +14,10 @@ from cutlass import Int32, Int64, cute
 
 from dsv4.kernels.gemm.args import ARGS, values
 from dsv4.kernels.gemm.config import Fp8LinearConfig
+from dsv4.kernels.gemm.operands import HeadOperands
 from dsv4.kernels.gemm.plan import tilings
 from dsv4.kernels.gemm.quantize import QuantizeRows, as_bytes
 from dsv4.kernels.gemm.sm90.context import Operands
-from dsv4.kernels.gemm.sm90.head_rotation import HeadOperands
 from dsv4.kernels.gemm.sm90.streaming import Factors, StreamingLinear
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES

@@ -14,8 +14,8 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from dsv4.kernels.gemm.epilogues import HeadRotation
+from dsv4.kernels.gemm.operands import HeadOperands, chosen
 from dsv4.kernels.gemm.plan import LANE_VALUES, UNIT_ROWS
-from dsv4.kernels.gemm.sm90.context import chosen
 from dsv4.kernels.kit import quant
 from dsv4.kernels.kit.head_squares import CHANNELS
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
@@ -29,14 +29,6 @@ PAIRS = ROPE_DIM // 2
 VECTOR = VECTOR_BYTES // 2  # channels
 TURNS = 4  # cosine and sine of a lane's two rows
 WARP = 32
-
-
-class HeadOperands(NamedTuple):
-    """Tensors of the epilogues of one launch."""
-
-    rope: cute.Tensor  # [R, 64] fp32, cosines, then sines, per position
-    positions: cute.Tensor  # [T] int32
-    squares: tuple[cute.Tensor, ...]  # [T, H, N] fp32 of each weight, written; or [0, H, N]
 
 
 class Block(NamedTuple):

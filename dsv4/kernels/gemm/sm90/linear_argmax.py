@@ -7,12 +7,12 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from dsv4.kernels.gemm.argmax_args import ARGS
+from dsv4.kernels.gemm.best_keys import BestOperands
 from dsv4.kernels.gemm.config import Kind
 from dsv4.kernels.gemm.epilogues import ArgMax
 from dsv4.kernels.gemm.plain_args import values
 from dsv4.kernels.gemm.plain_config import PlainLinearConfig
 from dsv4.kernels.gemm.plain_plan import TILINGS
-from dsv4.kernels.gemm.sm90.best_rows import BestOperands
 from dsv4.kernels.gemm.sm90.context import Operands
 from dsv4.kernels.gemm.sm90.streaming import Factors, StreamingLinear
 from dsv4.kernels.kit.args import compile_kernel

@@ -3,8 +3,9 @@
 import cutlass
 from cutlass import cute
 
+from dsv4.kernels.gemm.operands import OutputTile, first_x_block
 from dsv4.kernels.gemm.plan import LinearPlan
-from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile, first_x_block
+from dsv4.kernels.gemm.sm90.context import LinearContext
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.tma import (
     chosen_descriptor,

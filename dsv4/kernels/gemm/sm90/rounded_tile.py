@@ -11,10 +11,11 @@ import cutlass
 from cutlass import BFloat16, Int64, Uint8, Uint32, cute
 
 from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.gemm.operands import OutputTile
 from dsv4.kernels.gemm.plan import STAGED_ROW, UNIT_ROWS, LinearPlan
 from dsv4.kernels.gemm.quantize import PAIRS, TEAM, VECTOR, quantize_vector
 from dsv4.kernels.gemm.sm90.activations import CONSUMERS
-from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile
+from dsv4.kernels.gemm.sm90.context import LinearContext
 from dsv4.kernels.kit.pointers import pointer_at
 
 TEAMS = CONSUMERS // TEAM

@@ -37,6 +37,7 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.gemm.config import STEP_BYTES, Kind
 from dsv4.kernels.gemm.epilogues import Epilogue
+from dsv4.kernels.gemm.operands import clusters_of_kinds
 from dsv4.kernels.gemm.plan import LinearPlan, Tiling, clusters_at_once
 from dsv4.kernels.gemm.sm90.consumers import Consumers
 from dsv4.kernels.gemm.sm90.context import (
@@ -223,7 +224,9 @@ class StreamingLinear:
         resident = num_sms * tiling.ctas_per_sm // tiling.ctas
         if cutlass.const_expr(tiling.is_deep):
             resident = clusters_at_once(tiling.ctas, num_sms)
-        clusters = self._share_out(tiles, resident)
+        counts = [row_groups * token_tiles for _, row_groups, token_tiles in tiles]
+        row_bytes = [body.plan.kind.value for body in self.bodies]
+        clusters = clusters_of_kinds(counts, row_bytes, resident)
         grids = tuple(Grid(*tile, count) for tile, count in zip(tiles, clusters))
         self.kernel(tuple(maps), tuple(operands), grids).launch(
             grid=[sum(clusters[1:], clusters[0]) * tiling.ctas, 1, 1],
@@ -235,21 +238,6 @@ class StreamingLinear:
             preferred_smem_carveout=100,
             use_pdl=True,
         )
-
-    def _share_out(self, tiles: list, resident: Int32) -> list[Int32]:
-        """Clusters of each kind: one a tile, or as many as are resident at once by their bytes."""
-        counts = [row_groups * token_tiles for _, row_groups, token_tiles in tiles]
-        if len(counts) == 1:
-            return [cutlass.max(cutlass.min(counts[0], resident), 1)]
-        first, second = counts
-        bytes_of = [body.plan.kind.value for body in self.bodies]
-        whole = first * bytes_of[0] + second * bytes_of[1]
-        share = (resident * first * bytes_of[0] + whole // 2) // cutlass.max(whole, 1)
-        share = cutlass.max(cutlass.min(share, cutlass.min(first, resident - 1)), 1)
-        fits = first + second <= resident
-        rest = cutlass.max(cutlass.min(second, resident - share), 1)
-        pairs = (first, share), (second, rest)
-        return [Int32(cutlass.select_(fits, *pair)) for pair in pairs]
 
     @cute.kernel
     def kernel(

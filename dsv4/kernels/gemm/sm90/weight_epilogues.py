@@ -9,8 +9,9 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, cute
 
 from dsv4.kernels.gemm.epilogues import HeadRotation
+from dsv4.kernels.gemm.operands import OutputTile, chosen_matrix
 from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, M_TILE, UNIT_ROWS, LinearPlan
-from dsv4.kernels.gemm.sm90.context import LinearContext, OutputTile, chosen_matrix
+from dsv4.kernels.gemm.sm90.context import LinearContext
 from dsv4.kernels.gemm.sm90.head_rotation import (
     TURNS,
     VECTOR,

@@ -6,6 +6,7 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.gemm.config import K_BLOCK
+from dsv4.kernels.gemm.operands import OutputTile, chosen_matrix, first_x_block
 from dsv4.kernels.gemm.plan import M_TILE, LinearPlan
 from dsv4.kernels.gemm.sm90.activations import scale_value
 from dsv4.kernels.gemm.sm90.consumers import (
@@ -15,14 +16,7 @@ from dsv4.kernels.gemm.sm90.consumers import (
     product,
     sum_unscaled_slice,
 )
-from dsv4.kernels.gemm.sm90.context import (
-    LinearContext,
-    OutputTile,
-    chosen_matrix,
-    first_x_block,
-    sum_fragment,
-    tile_mma,
-)
+from dsv4.kernels.gemm.sm90.context import LinearContext, sum_fragment, tile_mma
 from dsv4.kernels.gemm.sm90.epilogue import Epilogue
 from dsv4.kernels.gemm.sm90.load_warp import load_activations, load_weights
 from dsv4.kernels.kit import pdl
