@@ -6,12 +6,12 @@ at a time. The 128 rows of a tile of gate and up are the channels that share a s
 """
 
 import cutlass
-from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, Uint8, cute, pipeline
+from cutlass import BFloat16, Float32, Int32, Int64, Uint8, cute, pipeline
 
-from dsv4.kernels.kit import pdl, quant
+from dsv4.kernels.kit import pdl
+from dsv4.kernels.kit.column_codes import column_codes, column_maxima
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.pointers import pointer_at
-from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.tcgen05 import fence_after_thread_sync, fence_before_thread_sync, load_lane
 from dsv4.kernels.kit.tma import bulk_send
 from dsv4.kernels.moe.layout import TILE_ROWS
@@ -21,7 +21,6 @@ from dsv4.kernels.moe.swiglu import swiglu
 
 WARP = 32
 COLUMN_BYTES = TILE_ROWS * 4  # of sums
-MAGNITUDE = 0x7FFFFFFF
 GATE, UP = 0, 1  # ranks of the CTAs that have one of them each of a tile of the shared expert
 
 
@@ -262,42 +261,11 @@ class SwiGlu(Epilogue):
             factor = self.of_column(factors, first + i)
             h = swiglu(gate[i], up[i], self.limit) * factor
             values.append(h.to(BFloat16).to(Float32))
-        amax = self._amax(ctx, values, turn, thread)
-        scales = [quant.e8m0_scale_e4m3(bits.bitcast(Float32)) for bits in amax]
-        wide = cute.make_rmem_tensor(CHUNK, Float32)
-        wide.fill(0.0)
-        for i in cutlass.range_constexpr(columns):
-            # The quotient is exact, or so small that its code is 0; scales of bf16 values lie far
-            # below 254, and that of NaN is divided by as if it were infinite.
-            reciprocal = cutlass.max(254 - scales[i], Int32(0)) << quant.FP32_MANTISSA
-            wide[i] = values[i] * Int32(reciprocal).bitcast(Float32)
-        codes = cute.make_rmem_tensor(CHUNK, Float8E4M3FN)
-        codes.store(wide.load().to(Float8E4M3FN))
-        self._store_codes(ctx, tile, cute.recast_tensor(codes, Uint8), scales, first, thread)
-
-    @cute.jit
-    def _amax(self, ctx: ProductContext, values, turn, thread):
-        """Bits of the largest magnitude of each column among all channels; a NaN wins."""
-        columns = len(values)
-        own = cute.make_rmem_tensor(columns, Int32)
-        for i in cutlass.range_constexpr(columns):
-            bits = values[i].bitcast(Int32) & MAGNITUDE
-            own[i] = cute.arch.warp_redux_sync(bits, "max")
-        board = ctx.smem.amax + cute.assume(turn * (EPILOGUE_WARPS * CHUNK), divby=CHUNK)
-        if thread % WARP == 0:
-            target = board + cute.assume(thread // WARP * CHUNK, divby=CHUNK)
-            cute.autovec_copy(own, cute.make_tensor(target, cute.make_layout(columns)))
-        # Two boards by turns: who writes the one after the next has read this one.
-        threads = self.plan.warps["epilogue"].threads
-        pipeline.NamedBarrier(NamedBarriers.AMAX_THERE, threads).arrive_and_wait()
-        shape = (columns, EPILOGUE_WARPS)
-        found = cute.make_rmem_tensor(shape, Int32)
-        of_warps = cute.make_tensor(board, cute.make_layout(shape, stride=(1, CHUNK)))
-        cute.autovec_copy(of_warps, found)
-        return [
-            tree(cutlass.max, [found[i, warp] for warp in range(EPILOGUE_WARPS)])
-            for i in range(columns)
-        ]
+        place = cute.assume(turn * (EPILOGUE_WARPS * CHUNK), divby=CHUNK)
+        board = ctx.smem.amax + place
+        maxima = column_maxima(values, board, CHUNK, NamedBarriers.AMAX_THERE)
+        codes, scales = column_codes(values, maxima)
+        self._store_codes(ctx, tile, codes, scales, first, thread)
 
     @cute.jit
     def _store_codes(self, ctx: ProductContext, tile: WorkTile, codes, scales, first, thread):
