@@ -56,7 +56,8 @@ def _operators() -> list[Configuration] | None:
     found = _attention(attention.aot(), attention.compile_key, table.build)
     for op in table.OPS.values():
         for arch in ARCHITECTURES if op is not attention else ():
-            for label, config in op.aot().items() if arch in op.kernels else ():
+            shipped = op.aot_for(arch) if hasattr(op, "aot_for") else op.aot()
+            for label, config in shipped.items() if arch in op.kernels else ():
                 key = op.compile_key(config, arch)
                 build = functools.partial(table.build, key)
                 found.append(Configuration(arch, f"{op.name}: {label}", repr(key), build))
