@@ -58,29 +58,41 @@ KERNELS = (
         )
         for arch in ("sm_100a", "sm_90a")
     ),
-    SimulatedKernel(
-        "merged linear",
-        "sm_90a",
-        "merged_linear, every tiling",
-        "dsv4 sim merged_linear",
+    *(
+        SimulatedKernel(
+            "merged linear",
+            arch,
+            "merged_linear, every tiling",
+            f"dsv4 sim merged_linear --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
     ),
-    SimulatedKernel(
-        "grouped linear",
-        "sm_90a",
-        "grouped_linear, every tiling",
-        "dsv4 sim grouped_linear",
+    *(
+        SimulatedKernel(
+            "grouped linear",
+            arch,
+            "grouped_linear, every tiling",
+            f"dsv4 sim grouped_linear --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
     ),
-    SimulatedKernel(
-        "plain linear",
-        "sm_90a",
-        "plain_linear, every tiling",
-        "dsv4 sim plain_linear",
+    *(
+        SimulatedKernel(
+            "plain linear",
+            arch,
+            "plain_linear, every tiling",
+            f"dsv4 sim plain_linear --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
     ),
-    SimulatedKernel(
-        "best rows of a linear",
-        "sm_90a",
-        "linear_argmax, every tiling",
-        "dsv4 sim linear_argmax",
+    *(
+        SimulatedKernel(
+            "best rows of a linear",
+            arch,
+            "linear_argmax, every tiling",
+            f"dsv4 sim linear_argmax --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
     ),
     *(
         SimulatedKernel(

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from dsv4.testing.harness import Outcome
     from dsv4.testing.kernel_call import OpInputs
 
-ARCH = "sm_90a"
 FEW_SMS = 2  # clusters have several tiles: rings wrap
 TOKENS = Size("tokens", 67, "T")
 WIDTH = Size("width", 1024, "K, input features, a multiple of 512")
@@ -22,7 +21,7 @@ ROWS = Size("rows", 392, "M, output features")
 GROUPS = (
     TOKENS,
     Size("width", 1024, "K, input features of a group, a multiple of 512"),
-    Size("rows", 256, "output features of a group, a multiple of 128"),
+    Size("rows", 256, "output features of a group, a multiple of 256"),
     Size("groups", 2, "that have input features and rows of their own"),
 )
 
@@ -41,6 +40,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         "exact sums and all others with it, bit for bit; outputs as they are, and as FP8 codes.",
         GROUPS,
         run_grouped,
+        has_arch=True,
     )
     add_command(
         kernels,
@@ -49,6 +49,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         f"Compile the kernels, {way}.",
         (TOKENS, ROWS, WIDTH),
         run_plain,
+        has_arch=True,
     )
     add_command(
         kernels,
@@ -57,6 +58,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         f"Compile the kernels, {way}; rows of the largest outputs with the outputs, and alone.",
         (TOKENS, ROWS, WIDTH),
         run_argmax,
+        has_arch=True,
     )
 
 
@@ -66,7 +68,7 @@ class _Tilings:
     def __init__(self, args: argparse.Namespace, op: KernelOp) -> None:
         from dsv4.testing.kernel_call import OpKernels
 
-        self.launches = CheckedLaunches(args, ARCH)
+        self.launches = CheckedLaunches(args, args.arch)
         self.kernels = OpKernels(op, self.launches.target)
 
     def check(
@@ -92,8 +94,8 @@ class _Tilings:
                     check(first)
                 first.assert_same_bits(outcome, f"{tiling}, {schedule}")
                 print(
-                    f"{ARCH}, {what}, tiles of {tiling.tokens} tokens, {schedule}: equal bits, "
-                    "no race"
+                    f"{self.kernels.target.arch}, {what}, tiles of {tiling.tokens} tokens, "
+                    f"{schedule}: equal bits, no race"
                 )
 
 
@@ -102,12 +104,11 @@ def run_grouped(args: argparse.Namespace) -> int:
     from dataclasses import replace
 
     from dsv4.kernels.gemm.grouped_config import CODES
-    from dsv4.kernels.gemm.grouped_plan import tilings
-    from dsv4.ops.grouped_linear import GROUPED_LINEAR
+    from dsv4.ops.grouped_linear import GROUPED_LINEAR, PLANS
     from dsv4.testing.grouped_linear import Case, Inputs, assert_grouped_close
 
     case = Case(args.tokens, args.width, args.rows, args.groups)
-    every = _Tilings(args, GROUPED_LINEAR)
+    every, tilings = _Tilings(args, GROUPED_LINEAR), PLANS[args.arch].tilings
     inputs, codes = (
         Inputs.make(replace(case, out_dtype=dtype), args.seed) for dtype in (case.out_dtype, CODES)
     )
@@ -128,8 +129,7 @@ def run_grouped(args: argparse.Namespace) -> int:
 
 def run_plain(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    from dsv4.kernels.gemm.plain_plan import TILINGS
-    from dsv4.ops.plain_linear import PLAIN_LINEAR
+    from dsv4.ops.plain_linear import PLAIN_LINEAR, PLANS
     from dsv4.testing.fp8_linear import Case
     from dsv4.testing.plain_linear import Inputs, assert_plain_close
 
@@ -137,7 +137,12 @@ def run_plain(args: argparse.Namespace) -> int:
     inputs = Inputs.make(Case(args.tokens, args.width, args.rows), args.seed)
     what = f"{args.tokens} tokens, {args.rows} x {args.width}"
     with every.launches.checks():
-        every.check(inputs, TILINGS, what, lambda found: assert_plain_close(found["out"], inputs))
+        every.check(
+            inputs,
+            PLANS[args.arch].TILINGS,
+            what,
+            lambda found: assert_plain_close(found["out"], inputs),
+        )
     return every.launches.finish()
 
 
@@ -145,8 +150,8 @@ def run_argmax(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
     from dataclasses import replace
 
-    from dsv4.kernels.gemm.plain_plan import TILINGS
     from dsv4.ops.linear_argmax import LINEAR_ARGMAX
+    from dsv4.ops.plain_linear import PLANS
     from dsv4.testing.fp8_linear import Case
     from dsv4.testing.linear_argmax import Inputs, rows_of
     from dsv4.testing.plain_linear import assert_plain_close
@@ -155,7 +160,7 @@ def run_argmax(args: argparse.Namespace) -> int:
     case = Case(args.tokens, args.width, args.rows, out_dtype="float32")
     inputs = Inputs.make(case, args.seed)
     what = f"{args.tokens} tokens, best of {args.rows} x {args.width}"
-    found_rows = []
+    found_rows, tilings = [], PLANS[args.arch].TILINGS
 
     def check(found: Outcome) -> None:
         assert_plain_close(found["out"], inputs.plain)
@@ -166,6 +171,6 @@ def run_argmax(args: argparse.Namespace) -> int:
         assert found["rows"].equal(found_rows[0]), "rows: others without outputs"
 
     with every.launches.checks():
-        every.check(inputs, TILINGS, what, check)
-        every.check(replace(inputs, writes=False), TILINGS, f"{what}, rows alone", check_alone)
+        every.check(inputs, tilings, what, check)
+        every.check(replace(inputs, writes=False), tilings, f"{what}, rows alone", check_alone)
     return every.launches.finish()

@@ -6,7 +6,6 @@ import argparse
 
 from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
 
-ARCH = "sm_90a"
 FEW_SMS = 4  # two clusters or fewer of each kind, which have several tiles: rings wrap
 # Ragged rows, both dtypes of outputs in each kind.
 WEIGHTS = (
@@ -29,6 +28,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         "with it, bit for bit; the input as it is, and with its FP8 codes.",
         SIZES,
         run,
+        has_arch=True,
     )
     parser.add_argument(
         "--weights",
@@ -40,13 +40,12 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    from dsv4.kernels.gemm.merged_plan import tilings
-    from dsv4.ops.merged_linear import MERGED_LINEAR
+    from dsv4.ops.merged_linear import MERGED_LINEAR, PLANS
     from dsv4.testing.harness import SCHEDULES
     from dsv4.testing.kernel_call import OpKernels
     from dsv4.testing.merged_linear import Case, Inputs, assert_merged_close
 
-    launches = CheckedLaunches(args, ARCH)
+    launches = CheckedLaunches(args, args.arch)
     kernels = OpKernels(MERGED_LINEAR, launches.target)
     first = None
     with launches.checks():
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             case = Case(args.tokens, args.width, args.weights, has_codes=has_codes)
             inputs = Inputs.make(case, args.seed)
             compiled = kernels.compile(inputs.config)
-            for index, tiling in enumerate(tilings(inputs.config)):
+            for index, tiling in enumerate(PLANS[args.arch].tilings(inputs.config)):
                 schedule = SCHEDULES[index % len(SCHEDULES)]
                 outcome = launches.run(
                     compiled,
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
                     assert tensor.equal(outcome[name]), f"{name}: other bits in {tiling}"
                 given = "codes of x" if has_codes else "x"
                 print(
-                    f"{ARCH}, {args.tokens} tokens of {args.width}, {given}, tiles of "
+                    f"{args.arch}, {args.tokens} tokens of {args.width}, {given}, tiles of "
                     f"{tiling.tokens} tokens, {schedule}: equal bits, no race"
                 )
     return launches.finish()

@@ -17,6 +17,7 @@ from dsv4.kernels.gemm.config import K_BLOCK, num_code_rows
 from dsv4.kernels.gemm.grouped_args import ARGS, values
 from dsv4.kernels.gemm.grouped_config import CODES, GroupedLinearConfig, takes_groups
 from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
+from dsv4.kernels.gemm.sm100 import grouped_plan as blackwell_plans
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3, quantize_e4m3
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
@@ -27,6 +28,9 @@ from dsv4.quoting import quoted
 # In features and rows of a group, groups: the first half of the output projection.
 MODEL_GROUPS = {"Flash wo_a": (4096, 1024, 8), "Pro wo_a": (4096, 1024, 16)}
 
+# Tilings of an architecture, and which one a launch takes.
+PLANS = {"sm_90a": plans, "sm_100a": blackwell_plans, "sm_103a": blackwell_plans}
+
 
 class GroupedLinear(KernelOp):
     """y = x W^T of each group, W in e4m3 with a scale per 128 x 128 elements."""
@@ -34,14 +38,19 @@ class GroupedLinear(KernelOp):
     name = "grouped_linear"
     config = GroupedLinearConfig
     args = ARGS
-    kernels: ClassVar = {"sm_90a": "dsv4.kernels.gemm.sm90.grouped_linear"}
+    kernels: ClassVar = {
+        "sm_90a": "dsv4.kernels.gemm.sm90.grouped_linear",
+        "sm_100a": "dsv4.kernels.gemm.sm100.grouped_linear",
+        "sm_103a": "dsv4.kernels.gemm.sm100.grouped_linear",
+    }
 
     def values(self, config: GroupedLinearConfig) -> Mapping[str, int | str]:
         return values(config)
 
     def plan(self, config: GroupedLinearConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """Index of the tiling, and number of SMs."""
-        return plans.choose(config, sizes["T"], device.num_sms), device.num_sms
+        found = PLANS[device.arch].choose(config, sizes["T"], device.num_sms)
+        return found, device.num_sms
 
     def needs(self, config: GroupedLinearConfig, name: str) -> bool | None:
         return config.rounds_output if name == "out_scale" else None
@@ -104,7 +113,7 @@ class GroupedLinear(KernelOp):
         self, config: GroupedLinearConfig, target: Device, device: torch.device
     ) -> Iterator[tuple[Tensor | int, ...]]:
         """One token through every tiling, with the scratch that leads to the quantisation."""
-        for tiling in range(len(plans.tilings(config))):
+        for tiling in range(len(PLANS[target.arch].tilings(config))):
             call = list(smallest_call(self, config, (tiling, target.num_sms), device))
             width, place = config.groups * config.in_features, self.num_required
             call[place : place + 2] = _scratch(1, width, config.terms, device)
@@ -137,11 +146,12 @@ def grouped_linear(
 
     y[t, m] = sum over k of x[t, g K + k] * weight[m, k] * scale[m // 128, k // 128], where g is the
     group of row m: M rows and groups * K columns of x lie in as many equal groups. x is not
-    rounded: on Hopper it is multiplied as the sum of two e4m3 terms, which differ from it by less
-    than 2^-21 of the largest value of 128, and not at all where it is at least 2^-14 of that. A k
-    block of 128 is summed by the tensor core, then scaled, and added in fp32 in an order that K
-    alone decides: the bits of a token depend on neither T nor the other tokens, which may hold
-    anything. Elsewhere torch multiplies the decoded weight.
+    rounded: on Hopper and Blackwell it is multiplied as the sum of two e4m3 terms, which differ
+    from it by less than 2^-21 of the largest value of 128, and not at all where it is at least
+    2^-14 of that. On Hopper a k block of 128 is summed by the tensor core, then scaled, and added
+    in fp32 in an order that K alone decides; on Blackwell sums are those of `fp8_linear`. The bits
+    of a token depend on neither T nor the other tokens, which may hold anything. Elsewhere torch
+    multiplies the decoded weight.
 
     Launches may begin while the one before ends: `weight` and `scale` must not be what a kernel of
     this package wrote just before.

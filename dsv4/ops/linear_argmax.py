@@ -27,7 +27,11 @@ class LinearArgMax(PlainLinear):
 
     name = "linear_argmax"
     args = ARGS
-    kernels: ClassVar = {"sm_90a": "dsv4.kernels.gemm.sm90.linear_argmax"}
+    kernels: ClassVar = {
+        "sm_90a": "dsv4.kernels.gemm.sm90.linear_argmax",
+        "sm_100a": "dsv4.kernels.gemm.sm100.linear_argmax",
+        "sm_103a": "dsv4.kernels.gemm.sm100.linear_argmax",
+    }
 
     def plan(self, config: PlainLinearConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """Index of the tiling, and number of SMs; refuses a weight without rows."""
@@ -71,8 +75,8 @@ def linear_argmax(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Te
     """Find the likeliest of a language model's tokens: the row of its head with the largest logit.
 
     rows[t] = arg max over m of y[t, m], the first of equals, of the y that `plain_linear` gives,
-    bit for bit. On Hopper the product's CTAs compare what they have, and y is written only where it
-    is asked for.
+    bit for bit. On Hopper and Blackwell the product's CTAs compare what they have, and y is written
+    only where it is asked for.
 
     Launches may begin while the one before ends: `weight` must not be what a kernel of this package
     wrote just before.

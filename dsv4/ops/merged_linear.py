@@ -23,6 +23,7 @@ from dsv4.kernels.gemm.merged_config import (
     weights_text,
 )
 from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
+from dsv4.kernels.gemm.sm100 import merged_plan as blackwell_plans
 from dsv4.kernels.kit.args import Scratch, tensors_of
 from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_EPILOGUE, scratch
 from dsv4.ops.head_rotation import HeadRotation, check_table, epilogue_config
@@ -36,6 +37,8 @@ from dsv4.quoting import quoted
 
 SCRATCH = tuple(arg.name for arg in ARGS if isinstance(arg, Scratch))
 FIRST_OF_HEADS = [arg.name for arg in tensors_of(ARGS)].index("rope")
+# Tilings of an architecture, and which one a launch takes.
+PLANS = {"sm_90a": plans, "sm_100a": blackwell_plans, "sm_103a": blackwell_plans}
 E8M0, F32, BF16 = "float8_e8m0fnu", "float32", "bfloat16"
 
 
@@ -71,14 +74,19 @@ class MergedLinear(KernelOp):
     name = "merged_linear"
     config = MergedLinearConfig
     args = ARGS
-    kernels: ClassVar = {"sm_90a": "dsv4.kernels.gemm.sm90.merged_linear"}
+    kernels: ClassVar = {
+        "sm_90a": "dsv4.kernels.gemm.sm90.merged_linear",
+        "sm_100a": "dsv4.kernels.gemm.sm100.merged_linear",
+        "sm_103a": "dsv4.kernels.gemm.sm100.merged_linear",
+    }
 
     def values(self, config: MergedLinearConfig) -> Mapping[str, int | str]:
         return values(config)
 
     def plan(self, config: MergedLinearConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """Index of the tiling, and number of SMs."""
-        return plans.choose(config, sizes["T"], device.num_sms), device.num_sms
+        found = PLANS[device.arch].choose(config, sizes["T"], device.num_sms)
+        return found, device.num_sms
 
     def needs(self, config: MergedLinearConfig, name: str) -> bool | None:
         return None if name in SCRATCH + _squares(config) else name in _needed(config)
@@ -158,7 +166,7 @@ class MergedLinear(KernelOp):
         ]
         first = [arg.name for arg in self.tensors].index(SCRATCH[0])
         tensors[first : first + len(SCRATCH)] = scratch(1, config.in_features, device)
-        for tiling in range(len(plans.tilings(config))):
+        for tiling in range(len(PLANS[target.arch].tilings(config))):
             yield (*tensors, tiling, target.num_sms)
 
     def aot(self) -> Mapping[str, MergedLinearConfig]:
@@ -186,9 +194,9 @@ def merged_linear(
 ) -> list[Tensor]:
     """Multiply T tokens with several weights in one launch, FP8 and bf16 ones.
 
-    An FP8 weight gives what `fp8_linear` gives, bit for bit; on Blackwell, where kernels serve that
-    one alone, but for the order of its sums. A plain one gives x W^T of x as it is,
-    bf16 products added in fp32: those of a slice of K by the tensor core, slices as those of FP8
+    An FP8 weight gives what `fp8_linear` gives, bit for bit; on Blackwell but for the number of
+    slices, which all weights of a launch share. A plain one gives x W^T of x as it is, bf16
+    products added in fp32: those of a slice of K by the tensor core, slices as those of FP8
     weights. A token's bits depend on neither T nor the other tokens.
 
     Launches may begin while the one before ends: `weights` and `scales` must not be what a kernel

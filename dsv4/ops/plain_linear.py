@@ -16,6 +16,7 @@ from dsv4.kernels.gemm import plain_plan as plans
 from dsv4.kernels.gemm.config import has_kernel
 from dsv4.kernels.gemm.plain_args import ARGS, values
 from dsv4.kernels.gemm.plain_config import PlainLinearConfig
+from dsv4.kernels.gemm.sm100 import plain_plan as blackwell_plans
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.state import smallest_call
@@ -24,6 +25,9 @@ from dsv4.quoting import quoted
 VOCABULARY = 129_280
 MODEL_HEADS = {"Flash head": (4096, VOCABULARY), "Pro head": (7168, VOCABULARY)}
 
+# Tilings of an architecture, and which one a launch takes.
+PLANS = {"sm_90a": plans, "sm_100a": blackwell_plans, "sm_103a": blackwell_plans}
+
 
 class PlainLinear(KernelOp):
     """y = x W^T in bf16, with fp32 sums."""
@@ -31,7 +35,11 @@ class PlainLinear(KernelOp):
     name = "plain_linear"
     config = PlainLinearConfig
     args = ARGS
-    kernels: ClassVar = {"sm_90a": "dsv4.kernels.gemm.sm90.plain_linear"}
+    kernels: ClassVar = {
+        "sm_90a": "dsv4.kernels.gemm.sm90.plain_linear",
+        "sm_100a": "dsv4.kernels.gemm.sm100.plain_linear",
+        "sm_103a": "dsv4.kernels.gemm.sm100.plain_linear",
+    }
 
     def values(self, config: PlainLinearConfig) -> Mapping[str, int | str]:
         return values(config)
@@ -42,7 +50,7 @@ class PlainLinear(KernelOp):
 
     def plan(self, config: PlainLinearConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """Index of the tiling, and number of SMs."""
-        return plans.choose(sizes["T"]), device.num_sms
+        return PLANS[device.arch].choose(sizes["T"]), device.num_sms
 
     def torch(self, config: PlainLinearConfig, x: Tensor, weight: Tensor, out: Tensor) -> None:
         # bf16 products are exact in fp32.
@@ -52,7 +60,7 @@ class PlainLinear(KernelOp):
         self, config: PlainLinearConfig, target: Device, device: torch.device
     ) -> Iterator[tuple[Tensor | int, ...]]:
         """One token through every tiling."""
-        for tiling in range(len(plans.TILINGS)):
+        for tiling in range(len(PLANS[target.arch].TILINGS)):
             yield tuple(smallest_call(self, config, (tiling, target.num_sms), device))
 
     def aot(self) -> Mapping[str, PlainLinearConfig]:
@@ -74,8 +82,9 @@ def plain_linear(
     """Multiply T tokens with a bf16 weight, as a language model's head does.
 
     y[t, m] = sum over k of x[t, k] * weight[m, k]. On Hopper the tensor core sums the products of a
-    slice of K in fp32, and slices are added as a balanced tree, in an order that K alone decides:
-    the bits of a token depend on neither T nor the other tokens, which may hold anything.
+    slice of K in fp32, and slices are added as a balanced tree, in an order that K alone decides;
+    on Blackwell it sums all of K. The bits of a token depend on neither T nor the other tokens,
+    which may hold anything.
 
     Launches may begin while the one before ends: `weight` must not be what a kernel of this package
     wrote just before.

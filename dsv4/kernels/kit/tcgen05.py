@@ -133,19 +133,21 @@ E4M3, E2M1 = 0, 5  # element formats; e2m1 lies in shared memory in groups of 16
 # By format: kind of the products, and in their descriptor the sums and both factors.
 _FORMATS = {
     "fp8": ("f8f6f4", 1 << 4),
+    "bf16": ("f16", 1 << 4 | 1 << 7 | 1 << 10),
     "int8": ("i8", 2 << 4 | 1 << 7 | 1 << 10),
 }
 
 
-def operand_descriptor(address: Int32, span_bytes: int = 0) -> Int64:
+def operand_descriptor(address: Int32, span_bytes: int = 0, group_step: int = 1) -> Int64:
     """Descriptor of a K-major operand in shared memory, in groups of eight rows.
 
     Args:
         address: in shared memory; of a swizzled operand also inside a row.
         span_bytes: of a swizzled row, 64 or 128; 0: rows of 16 bytes, as `copy_scales` reads them.
+        group_step: groups of rows from one of the operand to its next.
     """
     row_bytes = span_bytes or 16
-    fixed = _DESCRIPTOR_VERSION | (_GROUP_ROWS * row_bytes >> 4) << 32
+    fixed = _DESCRIPTOR_VERSION | (group_step * _GROUP_ROWS * row_bytes >> 4) << 32
     if span_bytes:
         fixed |= _SWIZZLES[span_bytes] | 1 << 16  # the stride along K, which is not looked at
     return Int64(address >> 4) | Int64(fixed)
@@ -161,7 +163,7 @@ def multiply(
         sums: in TMEM, fp32, of int8 int32.
         a, b: of `operand_descriptor`.
         shape: rows of A and of B.
-        qk: format of both factors, e4m3 ("fp8") or "int8".
+        qk: format of both factors, e4m3 ("fp8"), "bf16" or "int8".
     """
     kind, formats = _FORMATS[qk]
     rows, columns = shape
@@ -176,14 +178,18 @@ def multiply(
 # ---- products with block scales ------------------------------------------------------------------
 
 
-def scaled_product(rows: int, columns, a_format: int = E4M3, a_scale_byte: int = 0):
+def scaled_product(
+    rows: int, columns, a_format: int = E4M3, a_scale_byte: int = 0, b_scale_byte: int = 0
+):
     """Instruction descriptor of products of so many rows of A and of B, which is e4m3, with E8M0
-    scales: those of B in the first bytes of their words.
+    scales.
 
     Args:
         columns: rows of B, may be known at run time only.
+        a_scale_byte, b_scale_byte: of the words of scales, those that are multiplied with.
     """
-    fixed = _E8M0_SCALES | a_format << 7 | rows >> 7 << 27 | a_scale_byte << 29
+    fixed = _E8M0_SCALES | a_format << 7 | rows >> 7 << 27
+    fixed |= a_scale_byte << 29 | b_scale_byte << 4
     return columns >> 3 << 17 | fixed
 
 

@@ -1,4 +1,5 @@
-"""The kernels of `grouped_linear`: in the simulator, with races and schedules, and on a Hopper GPU.
+"""The kernels of `grouped_linear`: in the simulator, of both architectures, with races and
+schedules, and on a Hopper GPU.
 
 Every tiling gives the same bits, close to the reference, which does not round x.
 """
@@ -11,9 +12,8 @@ import pytest
 import torch
 
 from dsv4.kernels.gemm.config import K_BLOCK
-from dsv4.kernels.gemm.grouped_config import CODES
-from dsv4.kernels.gemm.grouped_plan import choose, tilings
-from dsv4.ops.grouped_linear import GROUPED_LINEAR
+from dsv4.kernels.gemm.grouped_config import CODES, GroupedLinearConfig
+from dsv4.ops.grouped_linear import GROUPED_LINEAR, PLANS
 from dsv4.ops.quantize import quantize_e4m3
 from dsv4.testing.grouped_linear import Case, Inputs, assert_grouped_close
 from dsv4.testing.harness import (
@@ -25,6 +25,7 @@ from dsv4.testing.harness import (
     simulator,
 )
 from dsv4.testing.kernel_call import OpKernels
+from tests.kernels.gemm.fp8_kernels import some_tilings
 
 pytestmark = pytest.mark.stage("projections")
 
@@ -32,11 +33,26 @@ FEW_SMS = 2  # clusters have several tiles, of several groups: rings wrap
 HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
 
 
-@pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sm_90a",
+        pytest.param("sm_100a", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=HOPPER),
+    ],
+)
 def kernels(request: pytest.FixtureRequest) -> OpKernels:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     is_device = request.param == "cuda"
     return OpKernels(GROUPED_LINEAR, Device() if is_device else simulator(request.param))
+
+
+def tilings(kernels: OpKernels, config: GroupedLinearConfig) -> tuple:
+    return PLANS[kernels.target.arch].tilings(config)
+
+
+def choose(kernels: OpKernels, config: GroupedLinearConfig, tokens: int) -> int:
+    return PLANS[kernels.target.arch].choose(config, tokens, FEW_SMS)
 
 
 def run(
@@ -50,7 +66,7 @@ def check_every_tiling(
     kernels: OpKernels, inputs: Inputs, seed: int, schedules: int | None = 1
 ) -> list[Outcome]:
     """Compare one tiling with the reference, and all others with it bit for bit."""
-    every = tilings(inputs.config)
+    every = tilings(kernels, inputs.config)
     outcomes = [run(kernels, inputs, tiling, seed, schedules) for tiling in range(len(every))]
     assert_grouped_close(outcomes[0]["out"], inputs)
     for tiling, outcome in zip(every, outcomes):
@@ -70,6 +86,17 @@ def check_every_tiling(
 )
 def test_every_tiling_gives_the_same_bits(kernels, case, schedules, seed) -> None:
     check_every_tiling(kernels, Inputs.make(case, seed), seed, schedules)
+
+
+def test_a_tiling_of_blackwell(seed) -> None:
+    """The cheapest one to compile; the others are slow."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    inputs = Inputs.make(Case(19, 512, 256, 3), seed)
+    with some_tilings(GROUPED_LINEAR, slice(1)) as kernels:
+        together = run(kernels, inputs, 0, seed)["out"]
+        alone = run(kernels, inputs.first(7), 0, seed)["out"]
+    assert_grouped_close(together, inputs)
+    assert torch.equal(alone, together[:7])
 
 
 @pytest.mark.slow
@@ -97,10 +124,10 @@ def test_small_activations_are_not_rounded(kernels, seed) -> None:
 @pytest.mark.slow
 def test_a_token_has_the_same_bits_among_any_number(kernels, seed) -> None:
     inputs = Inputs.make(Case(130, 512, 256, 2), seed)
-    together = run(kernels, inputs, choose(inputs.config, 130, FEW_SMS), seed)["out"]
+    together = run(kernels, inputs, choose(kernels, inputs.config, 130), seed)["out"]
     assert_grouped_close(together, inputs)
     for tokens in (1, 7, 8, 9, 16, 17, 33, 65):
-        found = run(kernels, inputs.first(tokens), choose(inputs.config, tokens, FEW_SMS), seed)
+        found = run(kernels, inputs.first(tokens), choose(kernels, inputs.config, tokens), seed)
         assert torch.equal(found["out"], together[:tokens]), f"T = {tokens}"
 
 
@@ -118,7 +145,7 @@ def test_rows_that_are_not_finite_touch_no_other(kernels, seed) -> None:
 def test_without_scratch_many_tokens_follow_each_other(kernels, seed) -> None:
     inputs = Inputs.make(Case(21, 512, 256, 2), seed)
     right = run(kernels, inputs, 0, seed)
-    for tiling in range(1, len(tilings(inputs.config))):
+    for tiling in range(1, len(tilings(kernels, inputs.config))):
         found = run(kernels, replace(inputs, has_scratch=False), tiling, seed)
         found.assert_same_bits(right, "no scratch")
 
@@ -130,7 +157,7 @@ def check_codes(
     inputs, outcomes = Inputs.make(replace(case, out_dtype=CODES), seed), []
     y = run(kernels, inputs.in_bfloat16, 0, seed)["out"]
     codes, scales = quantize_e4m3(y, K_BLOCK)
-    for i, tiling in enumerate(tilings(inputs.config)):
+    for i, tiling in enumerate(tilings(kernels, inputs.config)):
         outcomes.append(run(kernels, inputs, i, seed, schedules))
         for name, wanted in (("out", codes), ("out_scale", scales)):
             bits = outcomes[-1][name].view(torch.uint8)
@@ -156,11 +183,12 @@ def test_outputs_become_codes(kernels, case, schedules, seed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("gives_codes", [False, True])
-def test_every_barrier_and_fence_is_reached(gives_codes, seed) -> None:
+def test_every_barrier_and_fence_is_reached(arch, gives_codes, seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     # A simulator of its own: coverage adds up over all launches of a compiled function.
-    kernels, case = OpKernels(GROUPED_LINEAR, Simulator("sm_90a")), Case(65, 1024, 256, 2)
+    kernels, case = OpKernels(GROUPED_LINEAR, Simulator(arch)), Case(65, 1024, 256, 2)
     if gives_codes:
         outcomes = check_codes(kernels, case, seed)
     else:

@@ -1,4 +1,5 @@
-"""The kernels of `linear_argmax`: in the simulator, with races and schedules, and on a Hopper GPU.
+"""The kernels of `linear_argmax`: in the simulator, of both architectures, with races and
+schedules, and on a Hopper GPU.
 
 Every tiling finds the rows of the largest outputs, which have the same bits in all of them.
 """
@@ -10,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.kernels.gemm.plain_plan import TILINGS
 from dsv4.ops.linear_argmax import LINEAR_ARGMAX
+from dsv4.ops.plain_linear import PLANS
 from dsv4.testing.fp8_linear import Case
 from dsv4.testing.harness import (
     Device,
@@ -24,6 +25,7 @@ from dsv4.testing.harness import (
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.linear_argmax import Inputs, rows_of
 from dsv4.testing.plain_linear import assert_plain_close
+from tests.kernels.gemm.fp8_kernels import some_tilings
 
 pytestmark = pytest.mark.stage("projections")
 
@@ -31,7 +33,14 @@ FEW_SMS = 2  # clusters have several tiles: rings wrap
 HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
 
 
-@pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sm_90a",
+        pytest.param("sm_100a", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=HOPPER),
+    ],
+)
 def kernels(request: pytest.FixtureRequest) -> OpKernels:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     is_device = request.param == "cuda"
@@ -39,11 +48,15 @@ def kernels(request: pytest.FixtureRequest) -> OpKernels:
 
 
 def check(
-    kernels: OpKernels, inputs: Inputs, seed: int, schedules: int | None = 1
+    kernels: OpKernels,
+    inputs: Inputs,
+    seed: int,
+    schedules: int | None = 1,
+    tilings: slice = slice(None),
 ) -> list[Outcome]:
     """Compare every tiling's rows with those of the outputs, and the outputs of all tilings."""
     outcomes = []
-    for i, tiling in enumerate(TILINGS):
+    for i, tiling in enumerate(PLANS[kernels.target.arch].TILINGS[tilings]):
         options = {"tiling": i, "num_sms": FEW_SMS}
         outcomes.append(kernels.run(inputs, seed, schedules, **options))
         wanted = rows_of(outcomes[0]["out"])
@@ -70,6 +83,15 @@ def test_every_tiling_finds_the_best_rows(kernels, case, schedules, seed) -> Non
     assert_plain_close(outcomes[0]["out"], inputs.plain)
 
 
+def test_a_tiling_of_blackwell(seed) -> None:
+    """The cheapest one to compile, which `plain_linear` shares; the others are slow."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    inputs, which = Inputs.make(Case(35, 512, 328, out_dtype="float32"), seed), slice(1)
+    with some_tilings(LINEAR_ARGMAX, which, "TILINGS") as kernels:
+        outcome, *_ = check(kernels, inputs, seed, tilings=which)
+    assert_plain_close(outcome["out"], inputs.plain)
+
+
 @pytest.mark.slow
 def test_values_that_are_not_finite(kernels, seed) -> None:
     """NaN and minus infinity alone are failures; of several infinities the first is the best."""
@@ -86,10 +108,11 @@ def test_values_that_are_not_finite(kernels, seed) -> None:
 
 
 @pytest.mark.slow
-def test_every_barrier_and_fence_is_reached(seed) -> None:
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_every_barrier_and_fence_is_reached(arch, seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     # A simulator of its own: coverage adds up over all launches of a compiled function.
-    kernels = OpKernels(LINEAR_ARGMAX, Simulator("sm_90a"))
+    kernels = OpKernels(LINEAR_ARGMAX, Simulator(arch))
     inputs = Inputs.make(Case(130, 1024, 328, out_dtype="float32"), seed)
     outcomes = check(kernels, inputs, seed)
     for outcome in outcomes:

@@ -1,4 +1,5 @@
-"""The kernels of `merged_linear`: in the simulator, with races and schedules, and on a Hopper GPU.
+"""The kernels of `merged_linear`: in the simulator, of both architectures, with races and
+schedules, and on a Hopper GPU.
 
 Every tiling gives the same bits, close to the reference; FP8 weights give those of `fp8_linear`.
 """
@@ -10,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dsv4.kernels.gemm.merged_plan import choose, tilings
+from dsv4.kernels.gemm.merged_config import MergedLinearConfig
 from dsv4.ops.fp8_linear import FP8_LINEAR
-from dsv4.ops.merged_linear import MERGED_LINEAR
+from dsv4.ops.merged_linear import MERGED_LINEAR, PLANS
 from dsv4.testing.harness import (
     Device,
     Outcome,
@@ -22,6 +23,7 @@ from dsv4.testing.harness import (
 )
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.merged_linear import Case, Inputs, assert_merged_close
+from tests.kernels.gemm.fp8_kernels import some_tilings
 
 pytestmark = pytest.mark.stage("projections")
 
@@ -34,7 +36,14 @@ WEIGHTS = (
 )
 
 
-@pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sm_90a",
+        pytest.param("sm_100a", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=HOPPER),
+    ],
+)
 def target(request: pytest.FixtureRequest) -> Simulator | Device:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     return Device() if request.param == "cuda" else simulator(request.param)
@@ -43,6 +52,14 @@ def target(request: pytest.FixtureRequest) -> Simulator | Device:
 @pytest.fixture(scope="module")
 def kernels(target: Simulator | Device) -> OpKernels:
     return OpKernels(MERGED_LINEAR, target)
+
+
+def tilings(kernels: OpKernels, config: MergedLinearConfig) -> tuple:
+    return PLANS[kernels.target.arch].tilings(config)
+
+
+def choose(kernels: OpKernels, config: MergedLinearConfig, tokens: int) -> int:
+    return PLANS[kernels.target.arch].choose(config, tokens, FEW_SMS)
 
 
 def run(
@@ -76,7 +93,7 @@ def run(
 )
 def test_every_tiling_gives_the_same_bits(kernels, case, schedules, seed) -> None:
     inputs = Inputs.make(case, seed)
-    every = tilings(inputs.config)
+    every = tilings(kernels, inputs.config)
     outcomes = [run(kernels, inputs, i, seed, schedules) for i in range(len(every))]
     assert_merged_close(outcomes[0], inputs)
     for tiling, outcome in zip(every, outcomes):
@@ -86,11 +103,23 @@ def test_every_tiling_gives_the_same_bits(kernels, case, schedules, seed) -> Non
         assert not missed, "barriers and fences that no tiling reached"
 
 
+def test_a_tiling_of_blackwell(seed) -> None:
+    """The cheapest one to compile; the others are slow."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    inputs = Inputs.make(Case(35, 512, WEIGHTS, has_codes=True), seed)
+    with some_tilings(MERGED_LINEAR, slice(1)) as kernels:
+        together = run(kernels, inputs, 0, seed)
+        alone = run(kernels, inputs.first(9), 0, seed)
+    assert_merged_close(together, inputs)
+    for name in inputs.outputs:
+        assert torch.equal(alone[name], together[name][:9]), name
+
+
 @pytest.mark.slow
 def test_codes_give_the_bits_of_what_they_were_rounded_from(kernels, seed) -> None:
     inputs = Inputs.make(Case(67, 512, WEIGHTS, has_codes=True), seed)
     here = run(kernels, Inputs.make(Case(67, 512, WEIGHTS), seed), 0, seed)
-    for tiling in range(len(tilings(inputs.config))):
+    for tiling in range(len(tilings(kernels, inputs.config))):
         run(kernels, inputs, tiling, seed, None).assert_same_bits(here, f"codes, tiling {tiling}")
 
 
@@ -106,11 +135,11 @@ def test_fp8_weights_give_the_bits_of_fp8_linear(target, kernels, seed) -> None:
 
 def test_a_token_has_the_same_bits_among_any_number(kernels, seed) -> None:
     inputs = Inputs.make(Case(67, 512, WEIGHTS), seed)
-    together = run(kernels, inputs, choose(inputs.config, 67, FEW_SMS), seed)
+    together = run(kernels, inputs, choose(kernels, inputs.config, 67), seed)
     assert_merged_close(together, inputs)
     for tokens in (8, 9, 17):
         part = inputs.first(tokens)
-        found = run(kernels, part, choose(inputs.config, tokens, FEW_SMS), seed)
+        found = run(kernels, part, choose(kernels, inputs.config, tokens), seed)
         for name in inputs.outputs:
             assert torch.equal(found[name], together[name][:tokens]), f"{name}, T = {tokens}"
 
@@ -129,7 +158,7 @@ def test_rows_that_are_not_finite_touch_no_other(kernels, seed) -> None:
 def test_without_scratch_many_tokens_follow_each_other(kernels, seed) -> None:
     inputs = Inputs.make(Case(21, 512, WEIGHTS), seed)
     right = run(kernels, inputs, 0, seed)
-    for tiling in range(1, len(tilings(inputs.config))):
+    for tiling in range(1, len(tilings(kernels, inputs.config))):
         found = run(kernels, replace(inputs, has_scratch=False), tiling, seed)
         found.assert_same_bits(right, "no scratch")
 
@@ -138,7 +167,7 @@ def test_without_scratch_many_tokens_follow_each_other(kernels, seed) -> None:
 def test_nothing_is_written_beside_the_outputs(kernels, seed) -> None:
     inputs = Inputs.make(Case(9, 512, WEIGHTS, is_strided=True), seed)
     compiled = kernels.compile(inputs.config)
-    for tiling in range(len(tilings(inputs.config))):
+    for tiling in range(len(tilings(kernels, inputs.config))):
         call = kernels.call(inputs, tiling=tiling, num_sms=FEW_SMS)
         frames = []
         for y in call.outputs.values():

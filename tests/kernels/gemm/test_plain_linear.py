@@ -1,4 +1,5 @@
-"""The kernels of `plain_linear`: in the simulator, with races and schedules, and on a Hopper GPU.
+"""The kernels of `plain_linear`: in the simulator, of both architectures, with races and schedules,
+and on a Hopper GPU.
 
 Every tiling gives the same bits, close to the reference.
 """
@@ -8,8 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsv4.kernels.gemm.plain_plan import TILINGS, choose
-from dsv4.ops.plain_linear import PLAIN_LINEAR
+from dsv4.ops.plain_linear import PLAIN_LINEAR, PLANS
 from dsv4.testing.fp8_linear import Case
 from dsv4.testing.harness import Device, simulator
 from dsv4.testing.kernel_call import OpKernels
@@ -21,7 +21,14 @@ FEW_SMS = 2  # clusters have several tiles: rings wrap
 HOPPER = [pytest.mark.gpu, pytest.mark.sm90]
 
 
-@pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "sm_90a",
+        pytest.param("sm_100a", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=HOPPER),
+    ],
+)
 def kernels(request: pytest.FixtureRequest) -> OpKernels:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     is_device = request.param == "cuda"
@@ -41,21 +48,33 @@ def kernels(request: pytest.FixtureRequest) -> OpKernels:
     ids=str,
 )
 def test_every_tiling_gives_the_same_bits(kernels, case, schedules, seed) -> None:
-    inputs = Inputs.make(case, seed)
+    inputs, tilings = Inputs.make(case, seed), PLANS[kernels.target.arch].TILINGS
     outcomes = [
-        kernels.run(inputs, seed, schedules, tiling=i, num_sms=FEW_SMS) for i in range(len(TILINGS))
+        kernels.run(inputs, seed, schedules, tiling=i, num_sms=FEW_SMS) for i in range(len(tilings))
     ]
     assert_plain_close(outcomes[0]["out"], inputs)
-    for tiling, outcome in zip(TILINGS, outcomes):
+    for tiling, outcome in zip(tilings, outcomes):
         outcomes[0].assert_same_bits(outcome, str(tiling))
 
 
 @pytest.mark.slow
 def test_rows_that_are_not_finite_touch_no_other(kernels, seed) -> None:
     case = Case(15, 512, 136, out_dtype="float32", has_special_rows=True)
-    inputs = Inputs.make(case, seed)
+    inputs, choose = Inputs.make(case, seed), PLANS[kernels.target.arch].choose
     together = kernels.run(inputs, seed, tiling=choose(15), num_sms=FEW_SMS)["out"]
     assert together[0::5].isnan().all()
     alone = Inputs(inputs.x[4::5].clone(), inputs.weight)
     found = kernels.run(alone, seed, tiling=choose(3), num_sms=FEW_SMS)["out"]
     assert torch.equal(found, together[4::5])
+
+
+@pytest.mark.slow
+def test_a_token_has_the_same_bits_among_any_number(kernels, seed) -> None:
+    inputs = Inputs.make(Case(260, 512, 136, out_dtype="float32"), seed)
+    choose = PLANS[kernels.target.arch].choose
+    together = kernels.run(inputs, seed, tiling=choose(260), num_sms=FEW_SMS)["out"]
+    assert_plain_close(together, inputs)
+    for tokens in (1, 7, 9, 17, 65, 129):
+        part, scalars = inputs.first(tokens), {"tiling": choose(tokens), "num_sms": FEW_SMS}
+        found = kernels.run(part, seed, **scalars)["out"]
+        assert torch.equal(found, together[:tokens]), f"T = {tokens}"

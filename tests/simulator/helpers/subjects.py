@@ -282,6 +282,31 @@ def grouped(tokens: int, tiling: int) -> Subject:
 
 
 @cache
+def blackwell_argmax(tokens: int, tiling: int) -> Subject:
+    """A tiling of Blackwell's kernels: CTAs that meet at the counter."""
+    case = fp8_linear.Case(tokens, 512, 712, out_dtype="float32")
+    inputs = linear_argmax.Inputs.make(case, SEED)
+
+    def check(given: linear_argmax.Inputs, found: Outcome) -> None:
+        plain_linear.assert_plain_close(found["out"], given.plain)
+        assert torch.equal(found["rows"], linear_argmax.rows_of(found["out"]))
+
+    scalars = {"tiling": tiling, "num_sms": 1}
+    return _subject_of_op("sm_100a", [(inputs, scalars)], check)
+
+
+@cache
+def blackwell_grouped(case: grouped_linear.Case, tiling: int) -> Subject:
+    """A tiling of Blackwell's kernels."""
+    inputs = grouped_linear.Inputs.make(case, SEED)
+    return _subject_of_op(
+        "sm_100a",
+        [(inputs, {"tiling": tiling, "num_sms": 1})],
+        lambda given, found: grouped_linear.assert_grouped_close(found["out"], given),
+    )
+
+
+@cache
 def plain(tokens: int, tiling: int) -> Subject:
     from dsv4.kernels.gemm.plain_plan import TILINGS
 

@@ -1,5 +1,5 @@
-"""Deleting any one synchronisation instruction of Blackwell's FP8 linear, or weakening any one of
-its qualifiers by a step, is noticed."""
+"""Deleting any one synchronisation instruction of Blackwell's linears, or weakening any one of
+their qualifiers by a step, is noticed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from dsv4.testing.fp8_linear import Case
+from dsv4.testing.grouped_linear import Case as GroupedCase
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import subjects
 from tests.simulator.helpers.changes import check_deleted, check_weaker
@@ -21,7 +22,7 @@ LOADED = "what was read of sums is there for the whole warp: its loads end toget
 PARTS = "the parts that the first warp waits for were sent by all warps, which had read their sums"
 ENDS = "every warp has read its sums, and what follows a barrier of them reads none"
 COMMON = {
-    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
     ("griddepcontrol.wait", "store_tiles"): (1, FIRST),
     ("griddepcontrol.wait", "load"): (1, FIRST),
     ("griddepcontrol.wait", "fill"): (1, FIRST),
@@ -31,6 +32,14 @@ COMMON = {
 CLUSTERS = {**COMMON, ("bar.sync", "store_tiles"): (1, PARTS)}
 WEIGHTS = {("mbarrier.arrive", "_load_weights", "relaxed"): (2, EXPECTS)}
 SENT = {**WEIGHTS, ("mbarrier.arrive", "_expect_parts", "relaxed"): (1, EXPECTS)}
+WITHOUT_SCALES = {place: why for place, why in COMMON.items() if place[1] != "fill"}
+MAXIMA = "the barrier of the last tile's maxima: every warp has read its sums"
+KEYS = {
+    ("ld.relaxed", "finish", "cluster"): (
+        1,
+        "a key, which the last CTA reads: the counter's atomic has acquired every maximum",
+    ),
+}
 CODES = partial(Case, x_dtype="float8_e4m3fn")
 ONE_SLICE = 32768  # rows of a configuration
 
@@ -40,12 +49,21 @@ KERNELS = {
     "alone": (partial(subjects.blackwell_fp8, CODES(19, 512, 264), ONE_SLICE, 0), COMMON, WEIGHTS),
     "clusters": (partial(subjects.blackwell_fp8, CODES(19, 1024, 136), 136, 0), CLUSTERS, SENT),
     "quantised": (partial(subjects.blackwell_fp8, Case(11, 1024, 136), 136, 0), CLUSTERS, SENT),
+    # Three groups of rows.
+    "grouped, quantised": (
+        partial(subjects.blackwell_grouped, GroupedCase(11, 512, 256, 3), 0), COMMON, WEIGHTS,
+    ),
+    "best rows": (
+        partial(subjects.blackwell_argmax, 35, 0),
+        {**WITHOUT_SCALES, ("bar.sync", "store_tiles"): (1, MAXIMA)},
+        {**WEIGHTS, **KEYS},
+    ),
     "promoted": (
         partial(subjects.blackwell_fp8, CODES(19, 512, 264, scale_dtype="float32"), ONE_SLICE, 0),
         COMMON,
         WEIGHTS,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -1,4 +1,4 @@
-"""Context of the FP8 linear of Blackwell: what its roles share while it is traced."""
+"""Context of Blackwell's linears: what their roles share while they are traced."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -6,6 +6,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Int32, cute
 
+from dsv4.kernels.gemm.operands import OutputTile, output_tile
 from dsv4.kernels.gemm.sm100.plan import LinearPlan, NamedBarriers
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.storage import storage_struct
@@ -14,29 +15,21 @@ from dsv4.kernels.kit.tcgen05 import Tmem
 BAND = 8  # token tiles
 
 
-class HeadOperands(NamedTuple):
-    """Tensors of the epilogue `head_rotation`."""
-
-    rope: cute.Tensor  # [R, 64] fp32, cosines, then sines, per position
-    positions: cute.Tensor  # [T] int32
-    squares: cute.Tensor  # [T, H, N] fp32, written; or [0, H, N]
-
-
 class Operands(NamedTuple):
-    """Tensors of a launch that are not read through TMA."""
+    """Tensors of one kind of weights that are not read through TMA."""
 
-    scale: cute.Tensor  # [ceil(M / 128), K / 128] of the weight: E8M0 bytes, or fp32
+    scales: tuple[cute.Tensor, ...]  # [ceil(M / 128), K / 128] of each weight: E8M0 bytes, or fp32
     x: cute.Tensor  # [T, K] bf16, where it is quantised here
     x_scale: cute.Tensor  # [T, K / 128] E8M0 bytes, of codes
-    y: cute.Tensor  # [T, M], written
-    heads: HeadOperands | None = None
+    ys: tuple[cute.Tensor, ...]  # [T, M] of each weight, written
+    heads: tuple = ()  # `HeadOperands` where a weight has this epilogue
+    y_scale: tuple[cute.Tensor, ...] = ()  # [T, M / 128] E8M0 bytes, written, where y are codes
+    best: tuple = ()  # `BestOperands` where the largest output is looked for
 
-
-class OutputTile(NamedTuple):
-    """Coordinates of an output tile."""
-
-    row_tile: Int32
-    token_tile: Int32
+    @property
+    def tokens(self) -> Int32:
+        """T; y may be absent where there is something else to write."""
+        return Int32(self.best[0].rows.shape[0] if self.best else self.ys[0].shape[0])
 
 
 @dataclass(frozen=True)
@@ -51,6 +44,7 @@ class TileScheduler:
     clusters: Int32
     row_tiles: Int32
     token_tiles: Int32
+    first_tiles: tuple[Int32, ...]  # first row tile of each weight but the first
 
     @property
     def count(self) -> Int32:
@@ -64,7 +58,7 @@ class TileScheduler:
         first = index // (self.row_tiles * BAND) * BAND
         width = cutlass.min(self.token_tiles - first, BAND)
         place = index - first * self.row_tiles
-        return OutputTile(place // width, first + place % width)
+        return output_tile(self.first_tiles, place // width, first + place % width)
 
 
 @dataclass(frozen=True)
@@ -73,9 +67,11 @@ class Smem:
 
     weight: cute.Pointer  # swizzled [row, 128], by stage
     x: cute.Pointer  # swizzled [token, 128], by stage
-    weight_scales: cute.Pointer  # [lane, word], by stage
-    x_scales: cute.Pointer  # [lane, word], by stage and 128 tokens
+    weight_scales: cute.Pointer | None  # [lane, word], by stage
+    x_scales: cute.Pointer | None  # [lane, word], by stage and 128 tokens
     partials: cute.Pointer | None  # [part, group of own tokens, row, token]
+    maxima: cute.Pointer | None  # int32 [turn, warp, token], of outputs that are rounded
+    best: cute.Pointer | None  # int64 [warp, token], keys of the largest outputs
 
 
 @dataclass(frozen=True)
@@ -110,13 +106,15 @@ def allocate(plan: LinearPlan, start: cute.Pointer):
     """Shared memory of a CTA from `start` on: its parts, the mbarriers in it, and what holds the
     address of its TMEM."""
     storage = storage_struct(plan.smem)(start)
-    has_partials = plan.partial_bytes > 0
+    has_partials, has_scales = plan.partial_bytes > 0, plan.is_quantized
     smem = Smem(
         weight=storage.weight.data_ptr(),
         x=storage.x.data_ptr(),
-        weight_scales=storage.weight_scales.data_ptr(),
-        x_scales=storage.x_scales.data_ptr(),
+        weight_scales=storage.weight_scales.data_ptr() if has_scales else None,
+        x_scales=storage.x_scales.data_ptr() if has_scales else None,
         partials=storage.partials.data_ptr() if has_partials else None,
+        maxima=storage.maxima.data_ptr() if plan.rounds_output else None,
+        best=storage.best.data_ptr() if plan.finds_best else None,
     )
     pipes = Pipelines(
         ring=ring_of(plan, storage, "ring"),

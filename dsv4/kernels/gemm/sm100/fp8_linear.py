@@ -12,10 +12,11 @@ from cutlass import Int32, cute
 
 from dsv4.kernels.gemm.args import ARGS, values
 from dsv4.kernels.gemm.config import Fp8LinearConfig
+from dsv4.kernels.gemm.operands import HeadOperands
 from dsv4.kernels.gemm.quantize import QuantizeRows, as_bytes
-from dsv4.kernels.gemm.sm100.context import HeadOperands, Operands
+from dsv4.kernels.gemm.sm100.context import Operands
 from dsv4.kernels.gemm.sm100.plan import plan_of, tilings
-from dsv4.kernels.gemm.sm100.streaming import StreamingLinear
+from dsv4.kernels.gemm.sm100.streaming import Factors, StreamingLinear
 from dsv4.kernels.kit.args import compile_kernel
 
 
@@ -24,8 +25,7 @@ class Fp8LinearSm100:
 
     def __init__(self, config: Fp8LinearConfig):
         self.config = config
-        plans = [plan_of(config, tiling) for tiling in tilings(config)]
-        self.linears = [StreamingLinear(plan, config.rotation) for plan in plans]
+        self.linears = [StreamingLinear(plan_of(config, tiling)) for tiling in tilings(config)]
         self.quantizer = QuantizeRows(config.in_features)
 
     @cute.jit
@@ -47,28 +47,29 @@ class Fp8LinearSm100:
         num_sms: Int32,
     ):
         """Launch one tiling's kernel, after the quantisation where it streams bf16 activations."""
-        heads = None
+        heads = ()
         if cutlass.const_expr(self.config.rotation is not None):
-            heads = HeadOperands(rope, positions, squares)
-        operands = Operands(as_bytes(scale), x, as_bytes(x_scale), y, heads)
+            heads = (HeadOperands(rope, positions, (squares,)),)
+        operands = Operands((as_bytes(scale),), x, as_bytes(x_scale), (y,), heads)
         if cutlass.const_expr(self.config.quantizes):
             # Without scratch, token tiles of the tiling that quantises follow each other.
             has_scratch = cutlass.min(codes.shape[0], code_scales.shape[0]) >= x.shape[0]
             if tiling == 0 or not has_scratch:
-                self.linears[0].launch(weight, codes, operands, stream, num_sms)
+                self.linears[0].launch((Factors((weight,), codes, operands),), stream, num_sms)
             else:
                 self.quantizer.launch(x, codes, code_scales, stream, num_sms)
-                operands = Operands(as_bytes(scale), x, as_bytes(code_scales), y, heads)
-                self._launch_streamed(weight, codes, operands, stream, tiling, num_sms)
+                operands = Operands((as_bytes(scale),), x, as_bytes(code_scales), (y,), heads)
+                factors = Factors((weight,), codes, operands)
+                self._launch_streamed(factors, stream, tiling, num_sms)
         else:
-            self._launch_streamed(weight, x, operands, stream, tiling, num_sms)
+            self._launch_streamed(Factors((weight,), x, operands), stream, tiling, num_sms)
 
     @cute.jit
-    def _launch_streamed(self, weight, codes, operands, stream, tiling, num_sms):
+    def _launch_streamed(self, factors: Factors, stream, tiling, num_sms):
         for i in cutlass.range_constexpr(len(self.linears)):
             if cutlass.const_expr(self.linears[i].plan.tiling.is_streamed):  # noqa: SIM102 static
                 if tiling == i:
-                    self.linears[i].launch(weight, codes, operands, stream, num_sms)
+                    self.linears[i].launch((factors,), stream, num_sms)
 
 
 def build(config: Fp8LinearConfig, options: str = ""):

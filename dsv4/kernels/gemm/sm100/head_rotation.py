@@ -10,7 +10,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from dsv4.kernels.gemm.epilogues import HeadRotation
-from dsv4.kernels.gemm.sm100.context import HeadOperands
+from dsv4.kernels.gemm.operands import HeadOperands
 from dsv4.kernels.kit.head_squares import CHANNELS
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
 from dsv4.kernels.kit.reduce import spread_sums
@@ -29,17 +29,21 @@ class RotateHeads:
         self.head_dim = config.head_dim
 
     @cute.jit
-    def apply(self, heads: HeadOperands, values: cute.Tensor, row, first_token, rows, tokens):
+    def apply(
+        self, heads: HeadOperands, weight: cutlass.Constexpr, values: cute.Tensor, row, first_token,
+        rows, tokens,
+    ):  # fmt: skip
         """Store the sums of squares of a warp's 32 channels, and rotate them in place.
 
         Args:
+            weight: index, of whose heads they are.
             values: fp32 of the thread's channel, rounded as they are stored, of tokens from
                 `first_token` on.
             row: the warp's first channel among the `rows` of the weight; those behind are no
                 head's.
         """
         lane = cute.arch.lane_idx()
-        self._add_squares(heads.squares, values, row, first_token, rows, lane)
+        self._add_squares(heads.squares[weight], values, row, first_token, rows, lane)
         channel = row % self.head_dim - (self.head_dim - ROPE_DIM)
         if channel >= 0:
             rope, pair = heads.rope, (channel + lane) // 2

@@ -1,15 +1,17 @@
 """Scales of a ring's stage, where the tensor core expects them, and codes of bf16 activations.
 
 The tensor core takes a scale for each 32 elements of K of a row. Those of a k block of 128 are
-equal, so that every product of the block reads the same byte of a row's word.
+equal, so that every product of the block reads the same byte of a row's word: products of second
+terms, whose scale is a sixteenth, that of the byte after it.
 """
 
 import cutlass
 from cutlass import Int32, Uint32, cute
 
 from dsv4.kernels.gemm.config import K_BLOCK
-from dsv4.kernels.gemm.quantize import PAIRS, TEAM, load_vectors, quantize_vector
-from dsv4.kernels.gemm.sm100.context import LinearContext, OutputTile
+from dsv4.kernels.gemm.operands import OutputTile, chosen_matrix, first_x_block
+from dsv4.kernels.gemm.quantize import PAIRS, TEAM, code_row, load_vectors, term_vectors
+from dsv4.kernels.gemm.sm100.context import LinearContext
 from dsv4.kernels.gemm.sm100.load_warp import place
 from dsv4.kernels.gemm.sm100.plan import ATOM_WORDS, LOADS_AHEAD, LinearPlan
 from dsv4.kernels.kit import pdl
@@ -18,6 +20,7 @@ from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 WARP = 32
 LANE_WORDS = 4
 ONE = 127  # as E8M0
+TERM_BITS = 4  # of the scale between both terms
 
 
 @cute.jit
@@ -25,8 +28,17 @@ def weight_scale(plan: cutlass.Constexpr, ctx: LinearContext, tile: OutputTile, 
     """E8M0 byte of a k block of a row tile; 1 where the scale is multiplied later."""
     if cutlass.const_expr(plan.is_promoted):
         return Int32(ONE)
+    scales = ctx.operands.scales
+    scale = chosen_matrix(scales, tile.weight, scales[0].element_type)
     # A byte of a recast tensor has no sign of its own.
-    return Int32(ctx.operands.scale[tile.row_tile, k_block]) & 0xFF
+    return Int32(scale[tile.row_tile, k_block]) & 0xFF
+
+
+def scale_word(plan: LinearPlan, byte: Int32) -> Int32:
+    """Scales of a token's terms, one byte each."""
+    if plan.tiling.terms == 1:
+        return byte
+    return byte | (byte - TERM_BITS) << 8
 
 
 @cute.jit
@@ -76,12 +88,13 @@ class ScaleWarp:
             if first + i < count:
                 tile, k_block = place(plan, ctx, first + i)
                 values[0, i] = weight_scale(plan, ctx, tile, k_block)
+                k_block += first_x_block(plan, tile)
                 for w in cutlass.range_constexpr(plan.token_words):
                     token = tile.token_tile * plan.tokens + w * WARP + cute.arch.lane_idx()
                     scale = Int32(ONE)
                     if token < x_scale.shape[0]:
                         scale = Int32(x_scale[token, k_block]) & 0xFF
-                    values[1 + w, i] = scale
+                    values[1 + w, i] = scale_word(plan, scale)
 
     @cute.jit
     def _store(self, ctx: LinearContext, stage, lane, values: cute.Tensor):
@@ -140,6 +153,7 @@ class ActivationWarps:
             if first + i < count:
                 tile, k_block = place(plan, ctx, first + i)
                 scales[i] = weight_scale(plan, ctx, tile, k_block)
+                k_block += first_x_block(plan, tile)
                 token = tile.token_tile * plan.tokens + thread // TEAM
                 if token < x.shape[0]:
                     load_vectors(x, token, k_block, thread % TEAM, words[None, i])
@@ -147,18 +161,20 @@ class ActivationWarps:
     @cute.jit
     def _store(self, ctx: LinearContext, stage, thread, words: cute.Tensor, weight_byte):
         """Write a lane's codes where the swizzle has them, and the scales."""
-        plan, smem = self.plan, ctx.smem
+        plan, smem, terms = self.plan, ctx.smem, self.plan.tiling.terms
         token, lane = thread // TEAM, thread % TEAM
-        codes, scale = quantize_vector(words)
+        codes, scale = term_vectors(words, terms)
         vector = (lane // 2) ^ (token % 8)
-        offset = stage * plan.x_bytes + token * K_BLOCK
-        offset += vector * VECTOR_BYTES + lane % 2 * (VECTOR_BYTES // 2)
-        target = cute.recast_ptr(smem.x + cute.assume(offset, divby=8), dtype=Uint32)
-        cute.autovec_copy(codes, cute.make_tensor(target, cute.make_layout(2)))
+        for term in cutlass.range_constexpr(terms):
+            offset = stage * plan.x_bytes + code_row(token, term, terms) * K_BLOCK
+            offset += vector * VECTOR_BYTES + lane % 2 * (VECTOR_BYTES // 2)
+            target = cute.recast_ptr(smem.x + cute.assume(offset, divby=8), dtype=Uint32)
+            cute.autovec_copy(codes[term], cute.make_tensor(target, cute.make_layout(2)))
         if lane < WARP // plan.tokens:
             # Rows that are no token's, too: the copy reads all.
             atom = smem.x_scales + stage * ATOM_WORDS
-            store_words(atom, lane * plan.tokens + token, [scale] * LANE_WORDS)
+            word = scale_word(plan, scale)
+            store_words(atom, lane * plan.tokens + token, [word] * LANE_WORDS)
         if thread < WARP:
             atom = smem.weight_scales + stage * ATOM_WORDS
             store_words(atom, thread, [weight_byte] * LANE_WORDS)

@@ -1,0 +1,49 @@
+"""Arg-max of a plain linear for Blackwell (sm_100a): each token's row of the largest y = x W^T, in
+the launch of the product, whose bits are those of `plain_linear`."""
+
+from __future__ import annotations
+
+import cutlass
+from cutlass import Int32, cute
+
+from dsv4.kernels.gemm.argmax_args import ARGS
+from dsv4.kernels.gemm.best_keys import BestOperands
+from dsv4.kernels.gemm.epilogues import ArgMax
+from dsv4.kernels.gemm.plain_args import values
+from dsv4.kernels.gemm.plain_config import PlainLinearConfig
+from dsv4.kernels.gemm.sm100.context import Operands
+from dsv4.kernels.gemm.sm100.plain_plan import TILINGS, plan_of
+from dsv4.kernels.gemm.sm100.streaming import Factors, StreamingLinear
+from dsv4.kernels.kit.args import compile_kernel
+
+
+class LinearArgMaxSm100:
+    """Kernels of one configuration, in the order of `plain_plan.TILINGS`."""
+
+    def __init__(self, config: PlainLinearConfig):
+        self.linears = [StreamingLinear(plan_of(config, tiling, ArgMax())) for tiling in TILINGS]
+
+    @cute.jit
+    def __call__(
+        self,
+        x: cute.Tensor,  # [T, K] bf16
+        weight: cute.Tensor,  # [M, K] bf16
+        rows: cute.Tensor,  # [T] int64, written
+        stream,
+        *,
+        out: cute.Tensor,  # [T, M] bf16 or fp32, written, or [0, M]
+        workspace: cute.Tensor,  # fp32, zeros before and after
+        tiling: Int32,  # index
+        num_sms: Int32,
+    ):
+        """Launch one tiling's kernel."""
+        operands = Operands((), x, x, (out,), best=(BestOperands(rows, workspace),))
+        factors = Factors((weight,), x, operands)
+        for i in cutlass.range_constexpr(len(self.linears)):
+            if tiling == i:
+                self.linears[i].launch((factors,), stream, num_sms)
+
+
+def build(config: PlainLinearConfig, options: str = ""):
+    """Compile the kernels of `config` for the architecture of `CUTE_DSL_ARCH`; needs no GPU."""
+    return compile_kernel(LinearArgMaxSm100(config), ARGS, values(config), options)
