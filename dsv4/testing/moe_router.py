@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.moe.router_args import ARGS, values
-from dsv4.kernels.moe.routing import RoutingConfig, gate_tiling, most_groups
+from dsv4.kernels.moe.routing import MOST_RUNS, RoutingConfig, gate_tiling, most_groups
 from dsv4.reference.moe import group_pairs
 from dsv4.reference.quantize import quantize_e4m3
 from dsv4.testing.harness import Call, Outcome
@@ -107,7 +107,7 @@ class RouterInputs:
         else:
             tensors["bias"] = self.bias
         scalars = {"token_tiles": token_tiles, "group_tokens": case.group_tokens}
-        sizes = {"S": splits, "P": pairs, "G": groups}
+        sizes = {"S": splits, "P": pairs, "G": groups, "R": MOST_RUNS}
         return make_call(ARGS, values(case.config), tensors, scalars, sizes=sizes)
 
     def exact_logits(self) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,9 @@ from dsv4.kernels.gemm.quantize import as_bytes
 from dsv4.kernels.moe.config import K_BLOCK
 from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
 from dsv4.kernels.moe.gate import Gate, GateTensors
+from dsv4.kernels.moe.gate_many import GateMany
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS
+from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS, MOST_RUNS
 from dsv4.kernels.moe.scratch import ALIGNMENT, sections
 from dsv4.kernels.moe.select import Lists
 from dsv4.kernels.moe.wide_plan import SCALE_COPIES, scale_columns
@@ -36,6 +37,7 @@ class MoeLayer:
         assert not reason, reason
         self.config = config
         self.gate_kernel = Gate(config.routing)
+        self.gate_of_many = GateMany(config.routing)
         self.expert_kernels = self.experts(config.kernels, config.routing)
 
     @cute.jit
@@ -66,7 +68,7 @@ class MoeLayer:
         live_tokens: cute.Tensor,  # [1] int32, or no rows
         tiling: Int32,  # of the experts' products
         splits: Int32,  # of the gate
-        token_tiles: Int32,  # of the gate
+        token_tiles: Int32,  # of the gate; 0: it is that of many tokens
         group_tokens: Int32,  # of the tiling
         num_sms: Int32,
         combines: Int32,  # whether `out` is written
@@ -95,6 +97,7 @@ class MoeLayer:
         groups = section("groups", Int32, (pairs + 1, GROUP_WORDS), GROUP_WORDS)
         counts = section("counts", Int32, (2,))
         arrivals = section("arrivals", Int32, (ARRIVAL_WORDS,))
+        run_counts = section("run_counts", Int32, (MOST_RUNS, config.experts), config.experts)
         taken = cute.make_tensor(arrivals.iterator + 1, cute.make_layout((1,)))
         h = section("h", BFloat16, (pairs + tokens, config.inner), config.inner)
         h_rows, h_blocks = pairs + tokens, config.inner // K_BLOCK
@@ -104,10 +107,13 @@ class MoeLayer:
         row = (k + 1) * config.hidden
         rows = section("rows", BFloat16, (tokens, k + 1, config.hidden), row, config.hidden)
         tensors = GateTensors(x, gate, partials, codes, as_bytes(scales), arrivals)
-        self.gate_kernel.launch(tensors, stream, token_tiles)
+        if token_tiles == 0:
+            self.gate_of_many.launch(tensors, stream)
+        else:
+            self.gate_kernel.launch(tensors, stream, token_tiles)
         lists = Lists(
             partials, bias, table, input_ids, live_tokens, ids, weights, order, groups, counts,
-            arrivals,
+            arrivals, run_counts,
         )  # fmt: skip
         experts = ExpertTensors(
             codes, scales, w1, w1_scale, w3, w3_scale, w2, w2_scale,

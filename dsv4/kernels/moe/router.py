@@ -5,22 +5,29 @@ By itself for tests and measurements; inside `moe` the same launches lead the ex
 
 from __future__ import annotations
 
+import cutlass
 from cutlass import Int32, Uint8, cute
 
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.moe.gate import Gate, GateTensors
+from dsv4.kernels.moe.gate_many import GateMany
 from dsv4.kernels.moe.router_args import ARGS, values
 from dsv4.kernels.moe.routing import RoutingConfig
 from dsv4.kernels.moe.select import Lists, Select
+from dsv4.kernels.moe.select_many import SelectMany
 
 
 class Router:
-    """Both launches."""
+    """Both launches, or those of many tokens.
 
-    def __init__(self, config: RoutingConfig):
-        self.config = config
-        self.gate = Gate(config)
-        self.select = Select(config)
+    Args:
+        is_many: whether the launches are those of many tokens.
+    """
+
+    def __init__(self, config: RoutingConfig, is_many: bool = False):
+        self.config, self.is_many = config, is_many
+        self.gate = GateMany(config) if is_many else Gate(config)
+        self.select = SelectMany(config) if is_many else Select(config)
 
     @cute.jit
     def __call__(
@@ -36,6 +43,7 @@ class Router:
         groups: cute.Tensor,  # [G, 4] int32, written
         counts: cute.Tensor,  # [2] int32, written
         arrivals: cute.Tensor,  # [2] int32, scratch
+        run_counts: cute.Tensor,  # [MOST_RUNS, E] int32, scratch
         stream,
         *,
         bias: cute.Tensor,  # [E] fp32, or no rows
@@ -47,10 +55,13 @@ class Router:
     ):
         """Launch the gate, then the selection."""
         tensors = GateTensors(x, weight, partials, codes, as_bytes(scales), arrivals)
-        self.gate.launch(tensors, stream, token_tiles)
+        if cutlass.const_expr(self.is_many):
+            self.gate.launch(tensors, stream)
+        else:
+            self.gate.launch(tensors, stream, token_tiles)
         lists = Lists(
             partials, bias, table, input_ids, live_tokens, ids, weights, pairs, groups, counts,
-            arrivals,
+            arrivals, run_counts,
         )  # fmt: skip
         self.select.launch(lists, stream, group_tokens)
 
@@ -63,3 +74,8 @@ def as_bytes(scales: cute.Tensor) -> cute.Tensor:
 def build(config: RoutingConfig, options: str = ""):
     """Compile the router for the architecture of `CUTE_DSL_ARCH`; needs no GPU."""
     return compile_kernel(Router(config), ARGS, values(config), options)
+
+
+def build_many(config: RoutingConfig, options: str = ""):
+    """The same with the launches of many tokens."""
+    return compile_kernel(Router(config, is_many=True), ARGS, values(config), options)

@@ -18,6 +18,7 @@ ARGS = (
     Out("groups", "G four", "int32", align=16),
     Out("counts", "two", "int32"),
     Out("arrivals", "two", "int32"),
+    Out("run_counts", "R E", "int32"),
     OptIn("bias", "B", "float32", align=16),
     OptIn("table", "V k", "int64"),
     OptIn("input_ids", "I", "int64"),

@@ -6,6 +6,7 @@ Plain Python; imports neither cutlass nor torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 PART = 128  # elements of K in a chain of tensor-core sums; also those that share an FP8 scale
 SLICE_PARTS = 4  # parts of a slice, one a warp
@@ -16,7 +17,9 @@ MOST_TILES = 8  # token tiles of a CTA of the gate
 GATE_THREADS = 32 * SLICE_PARTS
 GATE_CTAS = 264  # of the gate that a GPU holds at a time
 ONE_SPLIT_TOKENS = 512  # above, a CTA adds all slices itself: no partial sums in memory
+FEW_TOKENS = 1024  # above, the gate is that of many tokens
 SELECT_WARPS = 16  # tokens of a CTA of the selection by itself
+MOST_RUNS = 128  # CTAs of the selection of many tokens
 VECTOR = 4  # neighbouring experts of a lane
 MAX_TOP_K = 7
 MAX_EXPERTS = 1024
@@ -74,10 +77,13 @@ def why_no_kernel(hidden: int, experts: int, top_k: int) -> str:
 
 
 def gate_tiling(config: RoutingConfig, tokens: int) -> tuple[int, int]:
-    """Partial sums of a logit in memory, and token tiles of a CTA, for so many tokens.
+    """Partial sums of a logit in memory, and token tiles of a CTA, for so many tokens; no tiles are
+    those of the gate of many tokens.
 
     No bit of a result depends on either.
     """
+    if tokens > FEW_TOKENS:
+        return 1, 0
     if tokens > ONE_SPLIT_TOKENS:
         return 1, MOST_TILES
     columns = config.experts // EXPERT_TILE * config.slices
@@ -85,6 +91,11 @@ def gate_tiling(config: RoutingConfig, tokens: int) -> tuple[int, int]:
     while tiles < MOST_TILES and columns * -(-tokens // (TOKEN_TILE * tiles)) > GATE_CTAS:
         tiles *= 2
     return config.slices, tiles
+
+
+def run_rounds(tokens: Any) -> Any:
+    """Tokens of each warp of the selection of so many: as few as keep the runs few."""
+    return (tokens + SELECT_WARPS * MOST_RUNS - 1) // (SELECT_WARPS * MOST_RUNS)
 
 
 def most_groups(experts: int, pairs: int, group_tokens: int) -> int:

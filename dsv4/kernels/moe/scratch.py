@@ -9,7 +9,7 @@ from typing import Any
 
 from dsv4.kernels.moe.config import K_BLOCK
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS, gate_tiling
+from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS, MOST_RUNS, gate_tiling
 from dsv4.kernels.moe.wide_plan import SCALE_COPIES, scale_columns
 
 ALIGNMENT = 64  # bytes that every section starts at a multiple of
@@ -36,6 +36,7 @@ def sections(config: MoeConfig, tokens: Any, splits: Any) -> dict[str, Any]:
         "groups": (pairs + 1) * (GROUP_WORDS * WORD),
         "counts": 2 * WORD,
         "arrivals": ARRIVAL_WORDS * WORD,
+        "run_counts": MOST_RUNS * config.experts * WORD,
         # Blackwell's kernels round h at once.
         "h": (pairs + tokens) * (0 if config.form == "tiled" else config.inner * BF16),
         "h_codes": (pairs + tokens) * config.inner,

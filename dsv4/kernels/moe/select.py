@@ -56,6 +56,7 @@ class Lists(NamedTuple):
     groups: cute.Tensor  # [.., 4] int32, written
     counts: cute.Tensor  # [2] int32, written
     arrivals: cute.Tensor  # [2] int32, 0
+    run_counts: cute.Tensor  # [runs, E] int32, written where tokens are many
 
 
 class Select:

@@ -4,6 +4,7 @@ GPU."""
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,7 +44,24 @@ def build(config: RoutingConfig, options: str):
     return build(config, options)
 
 
-def run(target: Target, inputs: RouterInputs, seed: int, schedules: int | None = 1, tiling=None):
+def build_many(config: RoutingConfig, options: str):
+    from dsv4.kernels.moe.router import build_many
+
+    return build_many(config, options)
+
+
+def build_few_runs(config: RoutingConfig, options: str):
+    """As `build_many`, with three tokens of a run for each warp."""
+    from dsv4.kernels.moe import select_many
+
+    with patch.object(select_many, "run_rounds", lambda tokens: 3):
+        return build_many(config, options)
+
+
+def run(
+    target: Target, inputs: RouterInputs, seed: int, schedules: int | None = 1, tiling=None,
+    build=build,
+):  # fmt: skip
     compiled = target.compile(build, inputs.case.config)
     return run_all(
         target,
@@ -119,3 +137,40 @@ def test_every_barrier_and_fence_is_reached(seed) -> None:
     outcome = run(simulator("sm_90a"), inputs, seed, tiling=(1, 8))
     assert_routed(outcome, inputs)
     assert not missed_synchronisation([outcome.report])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        # Experts past the last one, tiles without tokens, several runs.
+        RouterCase(70, live=61),
+        # The ring wraps.
+        pytest.param(RouterCase(70, 1024, live=61), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_many_tokens_have_the_bits_of_few(target, case, seed) -> None:
+    inputs = RouterInputs.make(case, seed)
+    many = run(target, inputs, seed, tiling=(1, 1), build=build_few_runs)
+    assert_routed(many, inputs)
+    same(run(target, inputs, seed, tiling=(1, 8)), many, 70, "few")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        RouterCase(70, live=67),
+        RouterCase(130, one_expert=True, group_tokens=16),
+        RouterCase(50, live=0),
+        RouterCase(37, is_hashed=True, live=30),
+        RouterCase(70, 1536, experts=160, top_k=7),
+        RouterCase(33, experts=640, top_k=6),
+    ],
+    ids=str,
+)
+def test_many_tokens_in_every_schedule(target, case, seed) -> None:
+    inputs = RouterInputs.make(case, seed)
+    outcome = run(target, inputs, seed, schedules=None, tiling=(1, 1), build=build_many)
+    assert_routed(outcome, inputs)
+    same(run(target, inputs, seed, tiling=(1, 8)), outcome, case.tokens, "few")

@@ -22,6 +22,7 @@ from dsv4.kernels.moe.gather import Gathered, GatherTokens, QuantizeOrdered
 from dsv4.kernels.moe.plan import ProductPlan, Source, Tiling, tilings
 from dsv4.kernels.moe.routing import RoutingConfig
 from dsv4.kernels.moe.select import Select
+from dsv4.kernels.moe.select_many import SelectMany
 from dsv4.kernels.moe.sm90.context import Operands
 from dsv4.kernels.moe.sm90.epilogue import Rows, SwiGlu
 from dsv4.kernels.moe.sm90.joint_products import JointProducts
@@ -154,7 +155,7 @@ class WideProducts:
     """
 
     def __init__(self, config: ExpertsConfig, tiling: Tiling, routing, lanes_per_warp: int):
-        self.select = None if routing is None else Select(routing)
+        self.select = None if routing is None else SelectMany(routing)
         lift = lift_of(config)
         self.gather = GatherTokens(config.hidden, config.top_k, lift)
         plan = WidePlan.up(config, tiling, lanes_per_warp)
