@@ -18,6 +18,7 @@ CONTEXT = 8192  # compressed entries of a request
 ROTATION_BYTES = 1e9  # keys that the sets of a measurement read together, at least
 DISTINCT_PAGES = 512  # pages of different content; a pool repeats them
 TOKENS = (1, 4, 16, 64, 128, 256, 1024)
+CODES_TOKENS = (64, 128, 256, 1024)  # launches that multiply FP8 codes
 
 
 @dataclass(frozen=True)
@@ -72,20 +73,28 @@ class Shape:
         return max(2, math.ceil(ROTATION_BYTES / self.read_bytes)) if self.requests == 0 else 2
 
     def __str__(self) -> str:
+        products = "" if self.compute == "bf16" else f", {self.compute} products"
         return (
             f"{self.name}, T={self.tokens}, {self.heads} heads, {self.top_k} + {self.window} "
-            f"{self.kv_format} keys"
+            f"{self.kv_format} keys{products}"
         )
 
 
 def model_shapes() -> list[Shape]:
-    """Pro and Flash in both formats, ranks with few heads, a long context, a prefill chunk."""
+    """Pro and Flash in both formats and with products of FP8 codes, ranks with few heads, a long
+    context, a prefill chunk."""
     models = (("Pro", 128, 1024), ("Flash", 64, 512))
     shapes = [
         Shape(name, tokens, heads, top_k, kv_format=kv_format)
         for name, heads, top_k in models
         for kv_format in ("bf16", "fp8")
         for tokens in TOKENS
+    ]
+    shapes += [
+        Shape(name, tokens, heads, top_k, compute=compute)
+        for name, heads, top_k in models
+        for compute in ("fp8x2", "fp8")
+        for tokens in CODES_TOKENS
     ]
     for heads in (8, 16, 32):
         shapes += [Shape(f"Pro/{128 // heads}", tokens, heads, 1024) for tokens in (64, 256)]
@@ -173,7 +182,8 @@ def _slots(pages: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _pool(shape: Shape, pages: int, generator: torch.Generator) -> Tensor:
-    """[pages, PAGE, row] of normal keys in the shape's format."""
+    """[pages, PAGE, row] of normal keys in the shape's format; codes that are multiplied as they
+    are share a scale."""
     distinct = min(pages, DISTINCT_PAGES)
     size = (distinct, PAGE, HEAD_DIM)
     keys = torch.randn(size, generator=generator, device=generator.device).bfloat16()
@@ -182,7 +192,7 @@ def _pool(shape: Shape, pages: int, generator: torch.Generator) -> Tensor:
         for begin in range(0, pages, distinct):
             pool[begin : begin + distinct] = keys[: pages - begin]
         return pool
-    packed = pack_pages(keys)
+    packed = pack_pages(keys, uniform_scale=shape.compute != "bf16")
     pool = packed.new_empty((pages, packed.shape[1]))
     for begin in range(0, pages, distinct):
         pool[begin : begin + distinct] = packed[: pages - begin]

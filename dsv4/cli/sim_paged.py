@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
+from dsv4.kernels.attention.paged_config import COMPUTE
 
 FORMATS = ("bf16", "fp8")
 FORMS = ("list", "table", "mixed")
@@ -33,6 +34,12 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         has_arch=True,
     )
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help="of pages (bf16)")
+    parser.add_argument(
+        "--compute",
+        choices=COMPUTE,
+        default=COMPUTE[0],
+        help="products of bf16 values, or of FP8 codes with one scale an entry (bf16)",
+    )
     parser.add_argument("--form", choices=FORMS, help="of the indices (all)")
 
 
@@ -48,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         for form in (args.form,) if args.form else FORMS:
             case = Case(
                 3, 1, args.heads, args.head_dim, args.format, args.window, args.entries, 53, 61,
-                form, wild=form == "list", growing=True, **RAGGED,
+                form, wild=form == "list", growing=True, compute=args.compute,
+                uniform=args.compute != COMPUTE[0], **RAGGED,
             )  # fmt: skip
             compiled = compiled_kernel(launches.target, case)
             inputs = make_inputs(case, args.seed)

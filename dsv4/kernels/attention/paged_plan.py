@@ -15,6 +15,8 @@ from dsv4.kernels.kit.kv_entry import ROPE_DIM
 
 HEAD_DIMS = {"bf16": (64, 128, 512), "fp8": (512,)}  # that kernels exist for
 MOST_HEADS = 128
+# Of so few, products take less than the conversion of codes, which few heads share.
+MOST_CONVERTED_HEADS = 32
 # Fitted to measurements on an H200 of 1 to 64 tokens of 8 to 128 heads, as those of dense keys are,
 # which serve bf16 rows, too. A key tile of FP8 entries takes what its conversion takes.
 _H200 = launch_plan.H200
@@ -27,6 +29,12 @@ COSTS = {
 }
 
 
+def serves(config: PagedFmhaConfig, arch: str) -> bool:
+    """Whether the kernels of an architecture serve a configuration that some do: Blackwell's
+    multiply bf16 values alone."""
+    return config.compute == "bf16" or arch == "sm_90a"
+
+
 def has_kernel(config: PagedFmhaConfig) -> bool:
     """Whether a GPU kernel serves a configuration."""
     heads = config.num_query_heads
@@ -34,10 +42,15 @@ def has_kernel(config: PagedFmhaConfig) -> bool:
         config.head_dim in HEAD_DIMS.get(config.kv_format, ())
         and heads % 8 == 0
         and heads <= MOST_HEADS
-        and config.compute == "bf16"
         and config.rope_dim == ROPE_DIM
         and config.scale > 0
     )
+
+
+def multiplies_codes(config: PagedFmhaConfig) -> bool:
+    """Whether launches without splits multiply FP8 codes on Hopper; all others multiply bf16
+    values, which are more exact."""
+    return config.compute != "bf16" and config.num_query_heads > MOST_CONVERTED_HEADS
 
 
 def scalars(
@@ -56,7 +69,16 @@ def scalars(
         size = (sizes["T"], sizes["k_c"], sizes["k_w"])
         costs = COSTS.get(config.kv_format, _H200)
         splits = launch_plan.num_splits(_dense(config), *size, num_sms, arch, costs)
+        if config.num_splits is None and _fills_half(config, sizes["T"], num_sms):
+            splits = 1
     return splits, num_sms, config.sliding_window, config.ratio
+
+
+def _fills_half(config: PagedFmhaConfig, tokens: int, num_sms: int) -> bool:
+    """Whether a launch without splits, whose products are of codes, has work for half of the SMs:
+    it is then faster than one of bf16 values with splits."""
+    tiles = tokens * -(-config.num_query_heads // launch_plan.TILE_HEADS)
+    return multiplies_codes(config) and 2 * tiles > num_sms
 
 
 def workspace_size(

@@ -79,17 +79,42 @@ def quantize_e4m3(pairs: Sequence[Uint32], scale: Int32) -> cute.Tensor:
 
     The quotient is exact, or so small that its code is 0.
     """
-    return _e4m3_codes(_quotients(pairs, scale))
+    return _e4m3_codes(divide_e8m0(pairs, scale))
 
 
 def split_e4m3(pairs: Sequence[Uint32], scale: Int32) -> tuple[cute.Tensor, cute.Tensor]:
     """e4m3 codes c0 and c1 of bf16 pairs over an E8M0 scale, an even number of pairs: each value is
     scale * (c0 + c1 / 16) but for what lies below 2^-14 scale."""
-    quotients = _quotients(pairs, scale)
+    quotients = divide_e8m0(pairs, scale)
     codes = _e4m3_codes(quotients)
     # Exact: c0 is within half of its last place.
     rest = _e4m3_codes([(q - c) * Float32(16.0) for q, c in zip(quotients, unpack_e4m3(codes))])
     return codes, rest
+
+
+def e4m3_terms(values: Sequence[Float32], terms: int) -> list[Uint32]:
+    """Words of four e4m3 codes each: four values, and with two `terms` what is left of them.
+
+    c0 + c1 is a value of up to eight bits but for what lies below 2^-10, and any other within
+    2^-8 of it. Unlike in `split_e4m3`, sums of products with both terms may share an accumulator.
+    """
+    first = (
+        "cvt.rn.f16x2.f32 a, {$r1}, {$r0}; cvt.rn.f16x2.f32 b, {$r3}, {$r2}; "
+        "cvt.rn.satfinite.e4m3x2.f16x2 c, a; cvt.rn.satfinite.e4m3x2.f16x2 d, b; "
+        "mov.b32 {$w0}, {c, d}; "
+    )
+    rest = (
+        "cvt.rn.f16x2.e4m3x2 e, c; cvt.rn.f16x2.e4m3x2 f, d; "
+        "sub.rn.f16x2 a, a, e; sub.rn.f16x2 b, b, f; "
+        "cvt.rn.satfinite.e4m3x2.f16x2 c, a; cvt.rn.satfinite.e4m3x2.f16x2 d, b; "
+        "mov.b32 {$w1}, {c, d}; "
+    )
+    words = cute.arch.inline_ptx(
+        "{ .reg .b32 a, b, e, f; .reg .b16 c, d; " + first + (rest if terms == 2 else "") + "}",
+        write_only_types=[Uint32] * terms,
+        read_only_args=list(values),
+    )
+    return list(words) if terms == 2 else [words]
 
 
 def unpack_e4m3(codes: cute.Tensor) -> list[Float32]:
@@ -112,11 +137,16 @@ def unpack_e4m3(codes: cute.Tensor) -> list[Float32]:
     return values
 
 
-def _quotients(pairs: Sequence[Uint32], scale: Int32) -> list[Float32]:
+def divide_e8m0(pairs: Sequence[Uint32], scale: Int32) -> list[Float32]:
     """bf16 pairs over an E8M0 scale."""
-    # Scales of bf16 values lie far below 254; that of NaN is divided by as if it were infinite.
-    reciprocal = Uint32(cutlass.max(254 - scale, Int32(0)) * _BF16X2_EXPONENT)
+    reciprocal = reciprocal_bf16x2(scale)
     return [x for pair in pairs for x in unpack_bf16(multiply_bf16x2(pair, reciprocal))]
+
+
+def reciprocal_bf16x2(scale: Int32) -> Uint32:
+    """1 / 2^(scale - 127) in both halves of a register."""
+    # Scales of bf16 values lie far below 254; that of NaN is divided by as if it were infinite.
+    return Uint32(cutlass.max(254 - scale, Int32(0)) * _BF16X2_EXPONENT)
 
 
 def _e4m3_codes(values: Sequence[Float32]) -> cute.Tensor:

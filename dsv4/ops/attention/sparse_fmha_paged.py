@@ -45,15 +45,21 @@ class SparseFmhaPaged(KernelOp):
     def has_kernel(self, config: PagedFmhaConfig) -> bool:
         return paged_plan.has_kernel(config)
 
+    def serves(self, config: PagedFmhaConfig, arch: str) -> bool:
+        return paged_plan.serves(config, arch)
+
     def compiled_config(self, config: PagedFmhaConfig, arch: str) -> PagedFmhaConfig:
         """Blank what the kernel takes at run time; of a fixed number of splits remains that it is
-        fixed, where the kernel is otherwise one of two."""
+        fixed, where the kernel is otherwise one of two. And products of codes where there are
+        none."""
+        has_codes = paged_plan.multiplies_codes(config)
         return replace(
             config,
             softmax_scale=config.scale,
             sliding_window=0,
             ratio=0,
             num_splits=None if config.num_splits is None else 1,
+            compute=config.compute if has_codes else "bf16",
         )
 
     def plan(self, config: PagedFmhaConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
@@ -93,6 +99,23 @@ class SparseFmhaPaged(KernelOp):
             for kv_format in ("bf16", "fp8")
             for label, q_eps in (("", None), (", norm of q", MODEL_EPS))
         }
+
+    def aot_for(self, arch: str) -> Mapping[str, PagedFmhaConfig]:
+        """Those, and products of FP8 codes where there are such kernels."""
+        codes = {
+            f"{heads} heads, fp8, {compute} products{label}": PagedFmhaConfig(
+                MODEL_HEAD_DIM, heads, "fp8", compute=compute, q_eps=q_eps
+            )
+            for heads in MODEL_HEADS
+            for compute in ("fp8", "fp8x2")
+            for label, q_eps in (("", None), (", norm of q", MODEL_EPS))
+        }
+        served = {
+            label: config
+            for label, config in codes.items()
+            if paged_plan.multiplies_codes(config) and self.serves(config, arch)
+        }
+        return {**self.aot(), **served}
 
 
 SPARSE_FMHA_PAGED = SparseFmhaPaged()
@@ -173,7 +196,8 @@ def sparse_fmha_paged(
         num_splits: KV splits of the GPU kernel; default chosen by the size of the launch.
         batch_invariant: a token's bits depend on its own keys alone, not on the batch.
         compute: "bf16"; "fp8" and "fp8x2" multiply FP8 codes, in one and two terms, of entries
-            whose groups share one scale, which the caller promises.
+            whose groups share one scale, which the caller promises. Kernels do so on Hopper with
+            more than 32 heads and without splits, and multiply bf16 values otherwise; torch does.
         rope_dim: rotated channels, bf16 in FP8 entries; default those of `rope`, or 64.
         out: [T, n_h, head_dim] to write into; default a new tensor.
         return_lse: also return lse [T, n_h] float32, see `sparse_fmha_with_swa`.

@@ -8,6 +8,7 @@ class HeadsMBarrier(IntEnum):
 
     COMBINE = 1  # of the first output warpgroup; that of the second is the next one
     COMBINE_SECOND = 2
+    QUERIES = 3  # of the score warpgroup, around its codes of queries
 
 
 class SwapAbBarrier(IntEnum):

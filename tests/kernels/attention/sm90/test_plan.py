@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dsv4.kernels.attention.sm90.codes_plan import CodesPlan
 from dsv4.kernels.attention.sm90.plan import (
     KEYS,
     STAGES,
@@ -117,3 +118,31 @@ def test_paged_arrivals_are_those_of_copies_and_of_warps(is_fp8) -> None:
         assert plan.barriers.full_arrivals("span") == 1
     assert plans[0].barriers.empty_arrivals("span") == 4 + 8
     assert plans[1].smem["tile_info"].count == 4 * plans[1].slots
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_products_of_codes_fill_the_register_file_and_no_more(terms) -> None:
+    plan = CodesPlan(512, terms=terms)
+    threads = {role.name: role.threads for role in plan.warps.roles}
+    assert sum(plan.registers[name] * count for name, count in threads.items()) == 64 * 1024
+    # The accumulators of half of the columns, and the sum of a key tile over 64 of them.
+    assert plan.registers["output"] > 256 * 64 // 128 + 64 * 64 // 128
+    assert plan.smem.total_bytes <= SMEM_CAPACITY
+    assert str(plan)
+
+
+@pytest.mark.parametrize("terms", [1, 2])
+def test_a_key_tile_of_codes_is_one_of_records(terms) -> None:
+    plan = CodesPlan(512, terms=terms)
+    assert plan.code_bytes + plan.rope_bytes == KEYS * 576
+    # Q takes as many bytes less as another stage of keys.
+    assert plan.stages == 5 - terms
+    assert plan.smem["q_codes"].bytes == terms * plan.code_bytes
+
+
+def test_arrivals_of_products_of_codes_follow_from_the_roles() -> None:
+    graph = CodesPlan(512).barriers
+    # Every thread when its copies are complete, every warp for what it has stored.
+    assert (graph.full_arrivals("kv"), graph.empty_arrivals("kv")) == (128 + 4, 8)
+    assert (graph.full_arrivals("p"), graph.empty_arrivals("p")) == (4, 8)
+    assert graph.empty_arrivals("span") == 4 + 8
