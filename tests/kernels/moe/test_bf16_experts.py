@@ -132,11 +132,13 @@ def test_every_barrier_and_fence_is_reached(expert_dtype, seed) -> None:
     assert not missed_synchronisation(outcome.report for outcome in outcomes)
 
 
+@pytest.mark.parametrize("shared_dtype", ["fp8", "bfloat16"])
 @pytest.mark.parametrize("expert_dtype", ["nvfp4", "bfloat16"])
-def test_budgets_of_layers_of_the_models(expert_dtype) -> None:
+def test_budgets_of_layers_of_the_models(expert_dtype, shared_dtype) -> None:
     """Planning checks them: shared memory, stages, tiles."""
     for hidden, inner in ((4096, 2048), (7168, 3072), (512, 128)):
-        case = Case(1, hidden, inner, 32, 6, expert_dtype=expert_dtype)
+        dtypes = {"expert_dtype": expert_dtype, "shared_dtype": shared_dtype}
+        case = Case(1, hidden, inner, 32, 6, **dtypes)
         for tiling in tilings(case):
             for is_shared in (True, False):
                 plan.ProductPlan.gate_and_up(case.config, tiling, is_shared, 1)
