@@ -53,6 +53,10 @@ def epilogue(function: str):
     return at(f"moe.sm100.epilogue:{function}")
 
 
+def columns(function: str):
+    return at(f"kit.column_codes:{function}")
+
+
 BUGS: dict[str, Bug] = {
     "an empty stage not waited for by copies": Bug(load("load").call("ring.acquire").delete()),
     "an empty stage not waited for by scales": Bug(scales("fill").call("ring.acquire").delete()),
@@ -91,10 +95,10 @@ BUGS: dict[str, Bug] = {
         epilogue("SwiGlu._store").assignment("chunk_turn").delete()
     ),
     "the largest values read before they are there": Bug(
-        epilogue("SwiGlu._amax").call("arrive_and_wait").delete()
+        columns("column_maxima").call("arrive_and_wait").delete()
     ),
     "the largest value of one warp": Bug(
-        epilogue("SwiGlu._amax").expression("range(EPILOGUE_WARPS)").replace("range(1)")
+        columns("column_maxima").expression("range(WARPS)").replace("range(1)")
     ),
     "every group of FP4 weights scaled like the first": Bug(
         mma("_sum")
