@@ -155,7 +155,7 @@ class Moe(KernelOp):
                 reason = why_not_prepared(*shape, config.form)
                 if reason:
                     raise ValueError(
-                        f"{name}: no weights are prepared as {config.form!r}: {reason}"
+                        f"{name}: no weights are prepared as {quoted(config.form)}: {reason}"
                     )
         live = tensors[-1]
         if live is not None and len(live) > 1:
