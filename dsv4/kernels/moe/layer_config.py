@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4.kernels.moe.config import FP4_GROUP, K_BLOCK, SCALE_FORMS, ExpertsConfig
+from dsv4.kernels.moe.config import BF16_DTYPES, FP4_GROUP, K_BLOCK, SCALE_FORMS, ExpertsConfig
 from dsv4.kernels.moe.layout import PANEL_ROWS
 from dsv4.kernels.moe.routing import RoutingConfig, why_no_kernel
 from dsv4.quoting import quoted
@@ -88,15 +88,21 @@ class MoeConfig:
         self._check_groups()
 
     def _check_groups(self) -> None:
-        """Refuse widths that quantised activations or weights do not fill in whole groups."""
+        """Refuse widths that quantised activations or weights, or prepared ones, do not fill in
+        whole groups."""
         quantised = [d for d in (self.expert_dtype, self.shared_dtype) if d in ("fp4", "fp8")]
-        group = K_BLOCK if quantised else NVFP4_GROUP if self.expert_dtype == "nvfp4" else 1
+        group, what = 1, self.expert_dtype
+        if quantised:
+            group, what = K_BLOCK, quantised[0]
+        elif self.form != "released" and {self.expert_dtype, self.shared_dtype} & set(BF16_DTYPES):
+            group, what = K_BLOCK, "prepared"
+        elif self.expert_dtype == "nvfp4":
+            group = NVFP4_GROUP
         for name in ("hidden", "inner"):
             value = getattr(self, name)
             if value % group:
-                kind = quantised[0] if quantised else self.expert_dtype
                 raise ValueError(
-                    f"{name} must be a multiple of {group} for {kind} experts, got {value}"
+                    f"{name} must be a multiple of {group} for {what} experts, got {value}"
                 )
 
     @property

@@ -364,13 +364,11 @@ def bf16_tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
     ctas_per_sm = 3 if is_bf16 else 2  # as stages fit
     tokens, shared_tokens = (32, 32) if is_bf16 else (64, 64)
     # A ring has a stage for each warp that copies tokens: beside a shared expert of bf16 those of
-    # two CTAs an SM have room for 16 tokens, and for none where the routed ones are NVFP4.
-    few = Tiling(8, 32, 32, is_joint=True)
-    if config.shared_dtype == "bfloat16":
-        few = Tiling(8, 16, 16, is_joint=True) if is_bf16 else replace(few, ctas_per_sm=1)
+    # two CTAs an SM have room for 16 tokens.
+    alone = 16 if config.shared_dtype == "bfloat16" else 32
     return (
         Tiling(8, 8, 8, warpgroups=1, ctas_per_sm=ctas_per_sm, is_joint=True),
-        few,
+        Tiling(8, alone, alone, is_joint=True),
         Tiling(tokens, 64, shared_tokens, ctas_per_sm=1, reads_once=False),
     )
 

@@ -18,7 +18,6 @@ from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.kernels.moe.routing import MAX_TOKENS, gate_tiling
 from dsv4.kernels.moe.scratch import scratch_bytes
 from dsv4.kernels.moe.sm100 import plan as blackwell_plans
-from dsv4.ops.moe.layout import why_not_prepared
 from dsv4.ops.moe.rows import ExpertRows, rows_in
 from dsv4.ops.moe.torch_path import (
     MAX_GATHERED_TOKENS,
@@ -147,16 +146,6 @@ class Moe(KernelOp):
             if dtype == "bfloat16":
                 names = [f"{prefix}{matrix}_scale" for matrix in MATRICES]
                 check_plain(**{name: rows[name] for name in names})
-        if config.form != "released":
-            for name, shape in (
-                ("w1", (config.inner, config.hidden)),
-                ("w2", (config.hidden, config.inner)),
-            ):
-                reason = why_not_prepared(*shape, config.form)
-                if reason:
-                    raise ValueError(
-                        f"{name}: no weights are prepared as {quoted(config.form)}: {reason}"
-                    )
         live = tensors[-1]
         if live is not None and len(live) > 1:
             raise ValueError(f"live_tokens: got {len(live)} numbers, needs one")

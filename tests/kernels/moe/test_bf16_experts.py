@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from dsv4.kernels.moe import plan
+from dsv4.kernels.moe.config import BF16_DTYPES
+from dsv4.kernels.moe.layer_config import KERNEL_DTYPES
 from dsv4.ops.moe.op import MOE
 from dsv4.ops.runtime.backend import Device as Planned
 from dsv4.testing.harness import (
@@ -132,8 +134,10 @@ def test_every_barrier_and_fence_is_reached(expert_dtype, seed) -> None:
     assert not missed_synchronisation(outcome.report for outcome in outcomes)
 
 
-@pytest.mark.parametrize("shared_dtype", ["fp8", "bfloat16"])
-@pytest.mark.parametrize("expert_dtype", ["nvfp4", "bfloat16"])
+@pytest.mark.parametrize(
+    ("expert_dtype", "shared_dtype"),
+    [pair for pair in KERNEL_DTYPES if pair[0] in BF16_DTYPES],
+)
 def test_budgets_of_layers_of_the_models(expert_dtype, shared_dtype) -> None:
     """Planning checks them: shared memory, stages, tiles."""
     for hidden, inner in ((4096, 2048), (7168, 3072), (512, 128)):

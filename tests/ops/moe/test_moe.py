@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4 import ops
+from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.ops.moe import op, torch_path
 from dsv4.ops.moe import weights as weights_module
 from dsv4.ops.moe.weights import GatedWeights, choose_form, prepare_, restore_
@@ -186,6 +187,23 @@ def test_weights_multiplied_in_bf16_are_prepared(expert_dtype, seed, monkeypatch
         restore_(weights, layer.form)
     after = [t.view(torch.uint8) for t in layer.experts if t is not None]
     assert all(map(torch.equal, before, after))
+
+
+def test_float32_weights_have_one_form(seed) -> None:
+    """The form says how the quantised ones beside them lie."""
+    weight = torch.randn(3, 32, 128)
+    for form in ("released", "packed", "raw", "tiled"):
+        found = weights_module.decoded(weight, None, form, (128, 128), torch.float32)
+        assert torch.equal(found, weight)
+
+
+@pytest.mark.parametrize("dtypes", [("nvfp4", "float32"), ("float32", "bfloat16")])
+def test_widths_that_no_weights_are_prepared_of_are_refused(dtypes) -> None:
+    sizes = {"hidden": 128, "inner": 64, "experts": 4, "top_k": 2}
+    named = dict(zip(("expert_dtype", "shared_dtype"), dtypes))
+    MoeConfig(**sizes, **named)
+    with pytest.raises(ValueError, match="inner must be a multiple of 128 for prepared experts"):
+        MoeConfig(**sizes, **named, form="packed")
 
 
 def test_nvfp4_scales_that_are_not_numbers_are_refused(seed) -> None:
