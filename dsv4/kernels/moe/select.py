@@ -295,16 +295,11 @@ class Select:
         own = counts[None, warp]
         # A run of pairs that one batch holds is read once.
         held = load_ids(lists.ids, config.top_k, begin, end)
-        count_batch(own, held)
-        for start in cutlass.range(begin + 32 * BATCH, end, 32 * BATCH, unroll=1):
-            count_batch(own, load_ids(lists.ids, config.top_k, start, end))
+        count_run(lists, own, held, config.top_k, begin, end)
         cute.arch.sync_threads()
         self.add_counts(lists, counts, board, group_tokens, live)
         cute.arch.sync_threads()
-        place_batch(lists.pairs, own, held, begin)
-        for start in cutlass.range(begin + 32 * BATCH, end, 32 * BATCH, unroll=1):
-            ids = load_ids(lists.ids, config.top_k, start, end)
-            place_batch(lists.pairs, own, ids, start)
+        place_run(lists, own, held, config.top_k, begin, end)
 
     @cute.jit
     def add_counts(
@@ -469,6 +464,26 @@ def load_ids(ids: cute.Tensor, top_k: int, start: Int32, end: Int32) -> cute.Ten
         if pair < end:
             found[i] = flat[pair]
     return found
+
+
+@cute.jit
+def count_run(
+    lists: Lists, counts: cute.Tensor, held: cute.Tensor, top_k: int, begin: Int32, end: Int32
+) -> None:
+    """Count the experts of a warp's run of pairs, of which `held` is the first batch."""
+    count_batch(counts, held)
+    for start in cutlass.range(begin + 32 * BATCH, end, 32 * BATCH, unroll=1):
+        count_batch(counts, load_ids(lists.ids, top_k, start, end))
+
+
+@cute.jit
+def place_run(
+    lists: Lists, places: cute.Tensor, held: cute.Tensor, top_k: int, begin: Int32, end: Int32
+) -> None:
+    """Put a warp's run of pairs, of which `held` is the first batch, in their places."""
+    place_batch(lists.pairs, places, held, begin)
+    for start in cutlass.range(begin + 32 * BATCH, end, 32 * BATCH, unroll=1):
+        place_batch(lists.pairs, places, load_ids(lists.ids, top_k, start, end), start)
 
 
 @cute.jit

@@ -18,12 +18,12 @@ from dsv4.kernels.moe.select import (
     BOARD_WORDS,
     Lists,
     Select,
-    count_batch,
+    count_run,
     exclusive_sums,
     live_count,
     load_bias,
     load_ids,
-    place_batch,
+    place_run,
 )
 
 WARPS = SELECT_WARPS
@@ -127,16 +127,11 @@ class SortRuns:
         own = places[None, warp]
         held = load_ids(lists.ids, config.top_k, begin, end)
         self.add_runs(lists.run_counts, sums, thread, run)
-        count_batch(own, held)
-        for start in cutlass.range(begin + 32 * BATCH, end, 32 * BATCH, unroll=1):
-            count_batch(own, load_ids(lists.ids, config.top_k, start, end))
+        count_run(lists, own, held, config.top_k, begin, end)
         cute.arch.sync_threads()
         self.set_places(lists, places, sums, board, group_tokens)
         cute.arch.sync_threads()
-        place_batch(lists.pairs, own, held, begin)
-        for start in cutlass.range(begin + 32 * BATCH, end, 32 * BATCH, unroll=1):
-            ids = load_ids(lists.ids, config.top_k, start, end)
-            place_batch(lists.pairs, own, ids, start)
+        place_run(lists, own, held, config.top_k, begin, end)
 
     @cute.jit
     def add_runs(self, run_counts: cute.Tensor, sums: cute.Tensor, thread: Int32, run: Int32):
