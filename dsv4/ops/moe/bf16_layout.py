@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dsv4.kernels.moe.bf16_layout import GROUP, MAGNITUDE_BITS, ODD, PAIRS, SIGN_BITS, STEPS
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, UNIT_ROWS, UNITS
+from dsv4.ops.moe.axes import check_whole, cut_into, inverse, reordered
 from dsv4.ops.quantize import pack_e2m1, unpack_e2m1
 
 HALVES, QUAD, PAIR = 2, 4, 2  # of a step's k, 8 elements each; lanes of a row; elements of a lane
@@ -27,7 +28,7 @@ def prepare_nvfp4_codes(codes: Tensor) -> Tensor:
     """Prepared form of e2m1 codes [..., M, K / 2] uint8, two in a byte."""
     lead = codes.shape[:-2]
     nibbles = unpack_e2m1(codes).reshape(*lead, *_nvfp4_axes(codes))
-    nibbles = _permuted(nibbles, _NVFP4_ORDER).reshape(*lead, -1, PAIRS, PAIR)
+    nibbles = reordered(nibbles, _NVFP4_ORDER).reshape(*lead, -1, PAIRS, PAIR)
     words = torch.zeros(nibbles.shape[:-2], dtype=torch.int32, device=codes.device)
     for pair, element, magnitude, sign in _places():
         nibble = nibbles[..., pair, element].int()
@@ -44,36 +45,36 @@ def restore_nvfp4_codes(prepared: Tensor) -> Tensor:
     for pair, element, magnitude, sign in _places():
         nibbles[..., pair, element] = (words >> magnitude & 7) | (words >> sign & 1) << 3
     nibbles = nibbles.reshape(*lead, *(axes[i] for i in _NVFP4_ORDER))
-    nibbles = _permuted(nibbles, _inverse(_NVFP4_ORDER))
+    nibbles = reordered(nibbles, inverse(_NVFP4_ORDER))
     rows, size = prepared.shape[-2:]
     return pack_e2m1(nibbles.reshape(*lead, rows, 2 * size)).view(prepared.dtype)
 
 
 def prepare_nvfp4_scales(scale: Tensor) -> Tensor:
     """Prepared form of e4m3 scales [..., M, K / 16]."""
-    cut = scale.contiguous().view(torch.uint8).reshape(*scale.shape[:-2], *_scale_axes(scale))
-    return _permuted(cut, _SCALE_ORDER).reshape(scale.shape).view(scale.dtype)
+    cut = cut_into(scale.contiguous().view(torch.uint8), _scale_axes(scale))
+    return reordered(cut, _SCALE_ORDER).reshape(scale.shape).view(scale.dtype)
 
 
 def restore_nvfp4_scales(prepared: Tensor) -> Tensor:
     """Inverse of `prepare_nvfp4_scales`."""
     axes = _scale_axes(prepared)
-    ordered = (*prepared.shape[:-2], *(axes[i] for i in _SCALE_ORDER))
-    cut = prepared.contiguous().view(torch.uint8).reshape(ordered)
-    return _permuted(cut, _inverse(_SCALE_ORDER)).reshape(prepared.shape).view(prepared.dtype)
+    ordered = tuple(axes[i] for i in _SCALE_ORDER)
+    cut = cut_into(prepared.contiguous().view(torch.uint8), ordered)
+    return reordered(cut, inverse(_SCALE_ORDER)).reshape(prepared.shape).view(prepared.dtype)
 
 
 def prepare_bf16(weight: Tensor) -> Tensor:
     """Prepared form of bf16 weights [..., M, K]."""
-    cut = weight.reshape(*weight.shape[:-2], *_bf16_axes(weight))
-    return _permuted(cut, _BF16_ORDER).reshape(weight.shape)
+    cut = cut_into(weight, _bf16_axes(weight))
+    return reordered(cut, _BF16_ORDER).reshape(weight.shape)
 
 
 def restore_bf16(prepared: Tensor) -> Tensor:
     """Inverse of `prepare_bf16`."""
     axes = _bf16_axes(prepared)
-    cut = prepared.reshape(*prepared.shape[:-2], *(axes[i] for i in _BF16_ORDER))
-    return _permuted(cut, _inverse(_BF16_ORDER)).reshape(prepared.shape)
+    cut = cut_into(prepared, tuple(axes[i] for i in _BF16_ORDER))
+    return reordered(cut, inverse(_BF16_ORDER)).reshape(prepared.shape)
 
 
 def _places():
@@ -102,17 +103,5 @@ def _scale_axes(scale: Tensor) -> tuple[int, ...]:
 
 
 def _blocks(rows: int, columns: int) -> tuple[int, int]:
-    for name, size, group in (("rows", rows, PANEL_ROWS), ("columns", columns, K_BLOCK)):
-        if size % group:
-            raise ValueError(f"weight: {name} must be a multiple of {group}, got {size}")
+    check_whole(rows, columns)
     return rows // PANEL_ROWS, columns // K_BLOCK
-
-
-def _permuted(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Permute the last axes."""
-    lead = tensor.dim() - len(order)
-    return tensor.permute(*range(lead), *(lead + axis for axis in order))
-
-
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(order.index(axis) for axis in range(len(order)))

@@ -31,6 +31,7 @@ from dsv4.kernels.moe.layout import (
     UNITS,
 )
 from dsv4.ops.moe import bf16_layout
+from dsv4.ops.moe.axes import check_whole, cut_into, inverse, reordered
 from dsv4.ops.quantize import pack_e2m1, unpack_e2m1
 
 QUAD = 4  # lanes that share a row, and elements or bytes of a lane that lie side by side
@@ -75,14 +76,14 @@ def restore_codes(prepared: Tensor, form: str) -> Tensor:
 def _tile(codes: Tensor, row_bytes: int) -> Tensor:
     """Blocks of 128 rows, one behind the other."""
     axes = _tile_axes(codes, row_bytes)
-    ordered = _reorder(_cut(codes.contiguous().view(torch.uint8), axes), _TILED, 4)
+    ordered = reordered(cut_into(codes.contiguous().view(torch.uint8), axes), _TILED)
     return ordered.reshape(codes.shape).view(codes.dtype)
 
 
 def _untile(prepared: Tensor, row_bytes: int) -> Tensor:
     axes = _tile_axes(prepared, row_bytes)
     ordered = tuple(axes[i] for i in _TILED)
-    cut = _reorder(_cut(prepared.contiguous().view(torch.uint8), ordered), _TILED, 4)
+    cut = reordered(cut_into(prepared.contiguous().view(torch.uint8), ordered), _TILED)
     return cut.reshape(prepared.shape).view(prepared.dtype)
 
 
@@ -93,14 +94,14 @@ _ATOM = (0, 3, 2, 1, 4)
 
 def _tile_axes(codes: Tensor, row_bytes: int) -> tuple[int, ...]:
     rows, size = codes.shape[-2:]
-    _check(rows, size // row_bytes * K_BLOCK + size % row_bytes, TILED)
+    check_whole(rows, size // row_bytes * K_BLOCK + size % row_bytes, TILE_ROWS)
     return (rows // TILE_ROWS, TILE_ROWS, size // row_bytes, row_bytes)
 
 
 def prepare_fp4_codes(codes: Tensor) -> Tensor:
     """Prepared form of e2m1 codes [..., M, K / 2], two in a byte."""
-    nibbles = _cut(unpack_e2m1(codes), _fp4_axes(codes.shape[-2], 2 * codes.shape[-1]))
-    ordered = _reorder(nibbles, _FP4_ORDER, 8).flatten(-2)
+    nibbles = cut_into(unpack_e2m1(codes), _fp4_axes(codes.shape[-2], 2 * codes.shape[-1]))
+    ordered = reordered(nibbles, _FP4_ORDER).flatten(-2)
     magnitudes, signs = ordered & 7, ordered >> 3
     low = magnitudes[..., 0::2] | signs[..., :QUAD] << 3
     high = magnitudes[..., 1::2] | signs[..., QUAD:] << 3
@@ -118,14 +119,14 @@ def restore_fp4_codes(prepared: Tensor) -> Tensor:
     magnitudes = torch.stack((low & 7, high & 7), -1).flatten(-2)
     signs = torch.cat((low >> 3, high >> 3), -1)
     nibbles = (magnitudes | signs << 3).unflatten(-1, (HALVES, QUAD))
-    nibbles = _reorder(nibbles, _inverse(_FP4_ORDER), 8)
+    nibbles = reordered(nibbles, inverse(_FP4_ORDER))
     return pack_e2m1(nibbles.reshape(*prepared.shape[:-2], rows, columns)).view(prepared.dtype)
 
 
 def prepare_fp8_codes(codes: Tensor) -> Tensor:
     """Prepared form of e4m3 codes [..., M, K]."""
     axes = _fp8_axes(*codes.shape[-2:])
-    ordered = _reorder(_cut(codes.contiguous().view(torch.uint8), axes), _FP8_ORDER, 9)
+    ordered = reordered(cut_into(codes.contiguous().view(torch.uint8), axes), _FP8_ORDER)
     return ordered.reshape(codes.shape).view(codes.dtype)
 
 
@@ -133,8 +134,8 @@ def restore_fp8_codes(prepared: Tensor) -> Tensor:
     """Inverse of `prepare_fp8_codes`."""
     axes = _fp8_axes(*prepared.shape[-2:])
     ordered = tuple(axes[i] for i in _FP8_ORDER)
-    cut = _cut(prepared.contiguous().view(torch.uint8), ordered)
-    cut = _reorder(cut, _inverse(_FP8_ORDER), 9)
+    cut = cut_into(prepared.contiguous().view(torch.uint8), ordered)
+    cut = reordered(cut, inverse(_FP8_ORDER))
     return cut.reshape(prepared.shape).view(prepared.dtype)
 
 
@@ -165,9 +166,9 @@ def prepare_fp4_scales(scale: Tensor, form: str) -> Tensor:
     """Prepared form of E8M0 scales [..., M, K / 32]; "packed" only if `fits_packed` says so."""
     if form == TILED:
         axes = _atom_axes(scale)
-        ordered = _reorder(_cut(scale.contiguous().view(torch.uint8), axes), _ATOM, 5)
+        ordered = reordered(cut_into(scale.contiguous().view(torch.uint8), axes), _ATOM)
         return ordered.reshape(scale.shape).view(scale.dtype)
-    ordered = _reorder(_cut(scale.contiguous().view(torch.uint8), _scale_axes(scale)), _SCALE, 4)
+    ordered = reordered(cut_into(scale.contiguous().view(torch.uint8), _scale_axes(scale)), _SCALE)
     if form == "packed":
         low = ordered.amin(-1)
         above = ordered - low[..., None]
@@ -182,69 +183,39 @@ def restore_fp4_scales(prepared: Tensor, form: str) -> Tensor:
     """Inverse of `prepare_fp4_scales`."""
     if form == TILED:
         axes = tuple(_atom_axes(prepared)[i] for i in _ATOM)
-        cut = _cut(prepared.contiguous().view(torch.uint8), axes)
-        return _reorder(cut, _ATOM, 5).reshape(prepared.shape).view(prepared.dtype)
+        cut = cut_into(prepared.contiguous().view(torch.uint8), axes)
+        return reordered(cut, _ATOM).reshape(prepared.shape).view(prepared.dtype)
     axes = _scale_axes(prepared)
-    ordered = _cut(prepared.contiguous().view(torch.uint8), tuple(axes[i] for i in _SCALE))
+    ordered = cut_into(prepared.contiguous().view(torch.uint8), tuple(axes[i] for i in _SCALE))
     if form == "packed":
         pairs, low = ordered[..., :2], ordered[..., 3:]
         ordered = torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(-2) + low
-    return _reorder(ordered, _SCALE, 4).reshape(prepared.shape).view(prepared.dtype)
+    return reordered(ordered, _SCALE).reshape(prepared.shape).view(prepared.dtype)
 
 
 _SCALE = (0, 2, 1, 3)  # [panel, row, k block, group] and back
 
 
-def why_not_prepared(rows: int, columns: int, form: str = "packed") -> str:
-    """What keeps a weight [rows, columns] from being prepared; an empty string if nothing."""
-    group = TILE_ROWS if form == TILED else PANEL_ROWS
-    if rows % group:
-        return f"rows must be a multiple of {group}, got {rows}"
-    if columns % K_BLOCK:
-        return f"columns must be a multiple of {K_BLOCK}, got {columns}"
-    return ""
-
-
 def _fp4_axes(rows: int, columns: int) -> tuple[int, ...]:
-    _check(rows, columns)
+    check_whole(rows, columns)
     panels, blocks = rows // PANEL_ROWS, columns // K_BLOCK
     return (panels, UNITS, UNIT_ROWS, blocks, STEPS, HALVES, QUAD, QUAD)
 
 
 def _fp8_axes(rows: int, columns: int) -> tuple[int, ...]:
-    _check(rows, columns)
+    check_whole(rows, columns)
     panels, blocks = rows // PANEL_ROWS, columns // K_BLOCK
     return (panels, UNITS, UNIT_ROWS, blocks, STEPS // 2, 2, HALVES, QUAD, QUAD)
 
 
 def _scale_axes(scale: Tensor) -> tuple[int, ...]:
     rows, groups = scale.shape[-2:]
-    _check(rows, groups * K_BLOCK // FP4_GROUPS)
+    check_whole(rows, groups * K_BLOCK // FP4_GROUPS)
     return (rows // PANEL_ROWS, PANEL_ROWS, groups // FP4_GROUPS, FP4_GROUPS)
 
 
 def _atom_axes(scale: Tensor) -> tuple[int, ...]:
     rows, groups = scale.shape[-2:]
-    _check(rows, groups * K_BLOCK // FP4_GROUPS, TILED)
+    check_whole(rows, groups * K_BLOCK // FP4_GROUPS, TILE_ROWS)
     parts = TILE_ROWS // ATOM_LANES
     return (rows // TILE_ROWS, parts, ATOM_LANES, groups // FP4_GROUPS, FP4_GROUPS)
-
-
-def _check(rows: int, columns: int, form: str = "packed") -> None:
-    reason = why_not_prepared(rows, columns, form)
-    if reason:
-        raise ValueError(f"weight: {reason}")
-
-
-def _cut(matrix: Tensor, axes: tuple[int, ...]) -> Tensor:
-    return matrix.reshape(*matrix.shape[:-2], *axes)
-
-
-def _reorder(tensor: Tensor, order: tuple[int, ...], count: int) -> Tensor:
-    """Permute the last `count` axes."""
-    lead = tensor.dim() - count
-    return tensor.permute(*range(lead), *(lead + axis for axis in order))
-
-
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(order.index(axis) for axis in range(len(order)))
