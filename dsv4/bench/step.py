@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from dsv4.bench.machine import Machine
 from dsv4.bench.random_model import MODELS, RandomModel, fitting_model, random_cache, truncated
 from dsv4.bench.report import layers_cell
 from dsv4.bench.step_floor import Load, StepFloor
-from dsv4.bench.timing import elapsed_microseconds
+from dsv4.bench.timing import captured, elapsed_microseconds
 from dsv4.cache.manager import CacheManager
 from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
@@ -156,7 +156,7 @@ class _Bench:
 
     def measure(self, machine: Machine, trace: Path | None) -> Result:
         distinct = self._count_experts()
-        graph = _captured(self._step)
+        graph = captured(self._step)
         for _ in range(WARM_UP):
             graph.replay()
         time = statistics.median(elapsed_microseconds(graph.replay) for _ in range(REPLAYS))
@@ -217,7 +217,7 @@ class _Bench:
             chosen = [spec.index for spec in specs if spec.kind is kind][:LAYERS_OF_A_KIND]
             if not chosen:
                 continue
-            graph = _captured(lambda chosen=chosen: self._chain(chosen))
+            graph = captured(lambda chosen=chosen: self._chain(chosen))
             repeats = -(-LAYERS_OF_A_KIND // len(chosen))
             graph.replay()
             times = [elapsed_microseconds(graph.replay) for _ in range(REPLAYS)]
@@ -257,20 +257,6 @@ def _inputs(cache: ModelCache, rows: int, tokens: int, start: int) -> ForwardInp
     )
     ids = torch.zeros(rows, tokens, dtype=torch.int64, device=cache.device)
     return ForwardInputs(step, ids, ids, GREEDY)
-
-
-def _captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `work`, which ran once before it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph):
-        work()
-    graph.instantiate()
-    return graph
 
 
 def _nodes(graph: torch.cuda.CUDAGraph) -> int | None:

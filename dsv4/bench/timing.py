@@ -54,6 +54,20 @@ def capture(calls: Sequence[Callable[[], object]], enough: int) -> tuple[torch.c
     return graph, count
 
 
+def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of `work`, which ran once before it; its nodes can be counted."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    with torch.cuda.graph(graph):
+        work()
+    graph.instantiate()
+    return graph
+
+
 def elapsed_microseconds(work: Callable[[], object]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dsv4.bench.random_model import random_cache, random_model, truncated
+from dsv4.bench.timing import captured
 from dsv4.cache.manager import CacheManager
 from dsv4.cache.model_cache import ModelCache
 from dsv4.cache.step import Step
@@ -55,8 +56,8 @@ class Rounds:
         self.differing = torch.zeros((), dtype=torch.int64, device=device)
         self.known: list[Tensor] = []  # by output, [ROUND, ...]
         self.kept = [tensor.clone() for tensor in _written(self.cache)]
-        self.forward = self._captured(self._forward)
-        self.back = self._captured(self._back)
+        self.forward = captured(self._forward)
+        self.back = captured(self._back)
 
     def run(self, replays: int) -> int:
         """Elements of outputs that were not those of the first round."""
@@ -94,18 +95,6 @@ class Rounds:
             tensor.copy_(kept)
         self.step.starts.copy_(self.starts)
         self.number.zero_()
-
-    def _captured(self, work) -> torch.cuda.CUDAGraph:
-        """A graph of `work`, which ran once before it."""
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            work()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return graph
 
 
 def _written(cache: ModelCache) -> list[Tensor]:
