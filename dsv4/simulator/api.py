@@ -20,9 +20,9 @@ from dsv4.simulator.coverage import coverage_of, instructions_run
 from dsv4.simulator.errors import SimulatorError
 from dsv4.simulator.frontend.cutedsl import HostRunner, argument_names
 from dsv4.simulator.frontend.kernel_names import allocations_of
-from dsv4.simulator.machine.asynchronous import SCHEDULES
+from dsv4.simulator.machine.asynchronous import check_schedule
 from dsv4.simulator.machine.memory import GlobalMemory
-from dsv4.simulator.machine.overlap import OVERLAPS, run_chain
+from dsv4.simulator.machine.overlap import check_overlap, run_chain
 from dsv4.simulator.machine.scheduler import INSTRUCTIONS_PER_WARP, Launch, LaunchConfig
 from dsv4.simulator.machine.workers import run_parallel, shared_arguments
 from dsv4.simulator.ptx.parser import Module, parse_module
@@ -118,13 +118,7 @@ class Simulation:
         uninitialised=(), overlap: str = "none", peers: Sequence[Sequence] = (),
     ) -> Report:  # fmt: skip
         """Run the host function, then each launch it made, in order."""
-        if overlap not in OVERLAPS:
-            raise ValueError(f"overlap must be one of {', '.join(OVERLAPS)}, got {overlap!r}")
-        if overlap != "none" and (races or workers > 1):
-            raise ValueError(
-                "overlap needs races=False and one worker: the checker finds what is missing "
-                "between launches by running them one after another"
-            )
+        check_overlap(overlap, races, workers)
         if overlap != "none" and peers:
             raise ValueError("overlap and peers cannot be simulated together")
         held = (arguments, keywords, buffers, peers, uninitialised)
@@ -313,8 +307,7 @@ def simulate(
     Raises: UnsupportedInstruction, KernelFault, Deadlock, Endless; SimulatorError for a missing C
         compiler or an unsupported compiler version; ValueError for a bad argument.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    check_schedule(schedule)
     if workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     return simulation_of(compiled).run(

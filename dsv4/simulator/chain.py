@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from dsv4.simulator.api import Prepared, Simulation, run_in_order, run_overlapped, simulation_of
-from dsv4.simulator.machine.asynchronous import SCHEDULES
+from dsv4.simulator.machine.asynchronous import check_schedule
 from dsv4.simulator.machine.memory import GlobalMemory
-from dsv4.simulator.machine.overlap import OVERLAPS
+from dsv4.simulator.machine.overlap import check_overlap
 from dsv4.simulator.machine.scheduler import INSTRUCTIONS_PER_WARP
 from dsv4.simulator.races.monitor import Monitor
 from dsv4.simulator.report import Report
@@ -60,16 +60,11 @@ def simulate_chain(
     Returns: one Report of all launches; outputs are written to the tensors.
     Raises: as `simulate`.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    if overlap not in OVERLAPS:
-        raise ValueError(f"overlap must be one of {', '.join(OVERLAPS)}, got {overlap!r}")
-    if overlap != "none" and races:
-        raise ValueError("overlap needs races=False")
+    check_schedule(schedule)
+    check_overlap(overlap, races)
     memory, launches = GlobalMemory(), []
     for number, call in enumerate(calls):
-        simulation = call.simulation
-        simulation.register(memory, call.args, dict(call.kwargs), whose=f" of call {number}")
+        call.simulation.register(memory, call.args, dict(call.kwargs), whose=f" of call {number}")
     for call in calls:
         launches += call.simulation.prepare(memory, call.args, dict(call.kwargs))
     if overlap != "none":

@@ -8,7 +8,7 @@ import struct
 import torch
 
 from dsv4.simulator.api import Simulation
-from dsv4.simulator.machine.asynchronous import SCHEDULES
+from dsv4.simulator.machine.asynchronous import check_schedule
 from dsv4.simulator.machine.scheduler import INSTRUCTIONS_PER_WARP, LaunchConfig
 from dsv4.simulator.ptx.entry import Entry
 from dsv4.simulator.ptx.parser import Module, parse_module
@@ -73,8 +73,7 @@ def simulate_ptx(
     Returns: a Report with one launch.
     Raises: as `simulate`; ValueError for an entry or parameters the module does not have.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    check_schedule(schedule)
     simulation = single_launch(
         ptx, entry, grid=grid, block=block, params=params, cluster=cluster, shared=shared,
         non_portable=non_portable, peers=peers,

@@ -13,6 +13,12 @@ from collections.abc import Callable, Hashable
 SCHEDULES = ("eager", "lazy", "random")
 
 
+def check_schedule(schedule: str) -> None:
+    """Refuse what is none: ValueError."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+
+
 class AsyncEngine:
     """Queues of operations issued but not yet performed."""
 

@@ -18,6 +18,17 @@ from dsv4.simulator.machine.scheduler import IDLE_ROUNDS, Launch, LaunchRun
 OVERLAPS = ("none", "all", "random")
 
 
+def check_overlap(overlap: str, races: bool, workers: int = 1) -> None:
+    """Refuse what is none, and what cannot be checked meanwhile: ValueError."""
+    if overlap not in OVERLAPS:
+        raise ValueError(f"overlap must be one of {', '.join(OVERLAPS)}, got {overlap!r}")
+    if overlap != "none" and (races or workers > 1):
+        raise ValueError(
+            "overlap needs races=False and one worker: the checker finds what is missing "
+            "between launches by running them one after another"
+        )
+
+
 def early_launches(launches: list[Launch], overlap: str, seed: int) -> list[bool]:
     """Which launches start early: none, all that may, or a seeded choice of those."""
     chance = random.Random(seed)
