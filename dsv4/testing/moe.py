@@ -279,8 +279,11 @@ def gated(
     """h [n, I] = silu(min(x w1, limit)) * clamp(x w3) * weights, fp64, and how far off it may be
     for errors of both sums."""
     gate, up = x @ w1.T, x @ w3.T
-    gate_error = x.abs() @ w1.abs().T * sum_error
-    up_error = x.abs() @ w3.abs().T * sum_error
+    # An infinite sum is exact: an infinite error would become NaN beside a routing weight of 0.
+    gate_error, up_error = (
+        torch.where(found.isfinite(), x.abs() @ weight.abs().T * sum_error, 0.0)
+        for found, weight in ((gate, w1), (up, w3))
+    )
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     silu = torch.nn.functional.silu(gate)
     error = SILU_SLOPE * gate_error * (up.abs() + up_error) + silu.abs() * up_error
