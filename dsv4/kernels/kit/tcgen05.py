@@ -135,35 +135,41 @@ _FORMATS = {
     "fp8": ("f8f6f4", 1 << 4),
     "bf16": ("f16", 1 << 4 | 1 << 7 | 1 << 10),
     "int8": ("i8", 2 << 4 | 1 << 7 | 1 << 10),
+    "fp16": ("f16", 1 << 4 | 1 << 16),  # B is MN-major
 }
 
 
-def operand_descriptor(address: Int32, span_bytes: int = 0, group_step: int = 1) -> Int64:
-    """Descriptor of a K-major operand in shared memory, in groups of eight rows.
+def operand_descriptor(
+    address: Int32, span_bytes: int = 0, group_step: int = 1, step_bytes: int = 16
+) -> Int64:
+    """Descriptor of an operand in shared memory, in groups of eight rows: of its own (K-major), or
+    of K (MN-major).
 
     Args:
         address: in shared memory; of a swizzled operand also inside a row.
         span_bytes: of a swizzled row, 64 or 128; 0: rows of 16 bytes, as `copy_scales` reads them.
         group_step: groups of rows from one of the operand to its next.
+        step_bytes: from a span of an MN-major operand to the next; of a K-major one nothing looks
+            at it.
     """
     row_bytes = span_bytes or 16
     fixed = _DESCRIPTOR_VERSION | (group_step * _GROUP_ROWS * row_bytes >> 4) << 32
     if span_bytes:
-        fixed |= _SWIZZLES[span_bytes] | 1 << 16  # the stride along K, which is not looked at
+        fixed |= _SWIZZLES[span_bytes] | step_bytes >> 4 << 16
     return Int64(address >> 4) | Int64(fixed)
 
 
 def multiply(
     sums: cute.Pointer, a: Int64, b: Int64, shape: tuple[int, int], accumulate, qk: str = "fp8"
 ) -> None:
-    """sums += A B^T over 32 elements of K, or = without `accumulate`; one thread issues it, elected
+    """sums += A B^T over 32 bytes of K, or = without `accumulate`; one thread issues it, elected
     where it does.
 
     Args:
         sums: in TMEM, fp32, of int8 int32.
-        a, b: of `operand_descriptor`.
+        a, b: of `operand_descriptor`, K-major; b of fp16 MN-major.
         shape: rows of A and of B.
-        qk: format of both factors, e4m3 ("fp8"), "bf16" or "int8".
+        qk: format of both factors, e4m3 ("fp8"), "bf16", "int8" or "fp16".
     """
     kind, formats = _FORMATS[qk]
     rows, columns = shape

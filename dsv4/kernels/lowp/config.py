@@ -44,7 +44,7 @@ ACCUMULATORS = {
 # are one.
 KERNEL_ACCUMULATORS = {
     "sm_90a": {"fp8": ("fp32+fp32", "fp32+fp16", "fp32"), "fp16": ("fp32", "fp16+fp32", "fp16")},
-    "sm_100a": {"fp8": ("fp32+fp32", "fp32")},
+    "sm_100a": {"fp8": ("fp32+fp32", "fp32"), "fp16": ("fp32",)},
 }
 # Accumulation beside which the mean of V can be added again at the end.
 SMOOTH_V_ACCUMULATOR = {"fp8": "fp32", "fp16": "fp16"}

@@ -90,13 +90,18 @@ class LoadWarp:
                 # When a ring has gone round these queries are coded, and there is room for others.
                 ahead = cutlass.min(work.count, self.plan.stages + 1)
                 for tile in cutlass.range(work.count + 1, unroll=1):
-                    if tile == ahead and index < stop:
-                        following = ctx.tiles.find(ctx.operands, index)
-                        self._load_queries(ctx, query_map, following, parity)
+                    if cutlass.const_expr(not self.plan.shares_rows):  # noqa: SIM102 then dynamic
+                        if tile == ahead and index < stop:
+                            following = ctx.tiles.find(ctx.operands, index)
+                            self._load_queries(ctx, query_map, following, parity)
                     if tile < work.count:
                         keys = self._load_keys(ctx, key_map, work, tile, keys)
                     if tile > 0:
                         values = self._load_values(ctx, value_map, work, tile - 1, values)
+                if cutlass.const_expr(self.plan.shares_rows):  # noqa: SIM102 static, then dynamic
+                    if index < stop:
+                        following = ctx.tiles.find(ctx.operands, index)
+                        self._load_queries(ctx, query_map, following, parity)
 
     @cute.jit
     def _load_queries(self, ctx, query_map, work: Work, parity):

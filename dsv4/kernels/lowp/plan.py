@@ -106,6 +106,12 @@ class TilePlan(RingPlan):
         return self.tile_bytes * (1 if self.pv == "fp8" else 2)
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether a work tile's rows of queries make room for codes of weights once they are coded,
+        and come no earlier than at its end."""
+        return False
+
+    @property
     def scaled_channels(self) -> int:
         """Channels of values that have a scale each."""
         return self.dim if self.pv == "fp8" else 0

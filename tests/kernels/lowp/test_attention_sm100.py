@@ -34,7 +34,18 @@ ROWS = replace(RAGGED, options={**FP8_ROWS, "causal": "bottom_right"})
 # Work tiles that are shorter than the rings: nothing but their own edge keeps queries apart.
 SHORT = Case(1, 2, 1, 600, 100, 64, options={"qk_quant_gran": "per_block"})
 MASKED = replace(RAGGED, options={"mask": "bool", "causal": "bottom_right"})
-SCHEDULED = {"64": RAGGED, "128": WIDE, "rows": ROWS, "short": SHORT, "masked": MASKED}
+# fp16 weights, which take the place of the queries' rows; and those that have one of their own.
+HALVES = Case(1, 2, 1, 600, 700, 128, options={"pv": "fp16", "causal": "top_left"})
+NARROW = Case(1, 2, 1, 300, 1050, 64, options={"pv": "fp16", "causal": "bottom_right"})
+SCHEDULED = {
+    "64": RAGGED,
+    "128": WIDE,
+    "rows": ROWS,
+    "short": SHORT,
+    "masked": MASKED,
+    "halves": HALVES,
+    "narrow halves": NARROW,
+}
 PACKED = ((70, 300), (0, 40), (1, 1), (130, 0), (280, 200))
 
 
@@ -99,6 +110,8 @@ FORMATS = {
     "keys as they are": {"smooth_k": False},
     "FP8 scores, one level": {**FP8_ROWS, "pv_accum_dtype": "fp32"},
     "FP8 scores, smoothed": {**FP8_BLOCKS, "pv_accum_dtype": "fp32", "smooth_v": True},
+    "fp16 values": {"pv": "fp16"},
+    "fp16 values, FP8 scores": {**FP8_ROWS, "pv": "fp16", "causal": "top_left"},
     "a mask": {"mask": "bool", "causal": "top_left"},
     "a mask, FP8 scores": {"mask": "bool", **FP8_ROWS},
     "added to scores": {"mask": "float"},
@@ -181,6 +194,8 @@ def test_plan() -> None:
         assert plan.stages == stages and plan.tmem.used_columns == 256 + 2 * dim
         assert "codes of weights, and scaled sums" in str(plan)
     assert AttentionPlanSm100(128, qk="fp8", key_scales=128).stages == 3
+    assert AttentionPlanSm100(128, pv="fp16").stages == 2
+    assert AttentionPlanSm100(64, pv="fp16").stages == 4
 
 
 def test_configurations_with_kernels() -> None:
@@ -189,8 +204,10 @@ def test_configurations_with_kernels() -> None:
     for granularity in ("per_head", "per_row", "per_64"):
         fp8 = {"qk": "fp8", "qk_quant_gran": granularity, "quantizer": ""}
         assert has_kernel(QuantizedAttentionConfig(64, **fp8), "sm_100a")
-    for other in (QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype="fp32"),):
-        assert not has_kernel(other, "sm_100a"), other
+    assert has_kernel(QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype="fp32"), "sm_100a")
+    for accumulation in ("fp16+fp32", "fp16"):
+        other = QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype=accumulation)
+        assert not has_kernel(other, "sm_100a")
 
 
 # ---- bugs ----------------------------------------------------------------------------------------
@@ -284,3 +301,35 @@ def checked(build: Callable, seed: int) -> None:
     test_bug_is_noticed,
     test_without_a_bug_nothing_is_noticed,
 ) = planted_bugs.tests_of(BUGS, "dsv4.kernels.lowp.sm100.attention", checked)
+
+# ---- bugs of rows that make room for weights -----------------------------------------------------
+
+BUGS_OF_SHARED_ROWS: dict[str, Edit] = {
+    "rows released before weights are read": at("lowp.sm100.queries:Queries.take")
+    .expression("not self.plan.shares_rows")
+    .replace("True"),
+    "rows loaded over weights": at("LoadWarp._load_queries").call("pipe.acquire").delete(),
+    "weights read before they are written": at("lowp.sm100.softmax_warps:SoftmaxWarps._step")
+    .call("cute.arch.fence_view_async_shared")
+    .delete(),
+    "values of other channels": at("lowp.sm100.mma_warp:MmaWarp._value_operand")
+    .expression("TILE_KEYS * SPAN_BYTES")
+    .replace("SPAN_BYTES"),
+}
+
+
+def checked_halves(build: Callable, seed: int) -> None:
+    """The same of fp16 weights of 128 channels."""
+    kernels = OpKernels(QUANTIZED_ATTENTION, Simulator("sm_100a"))
+    inputs = Inputs.make(replace(HALVES, keys=300), seed)
+    compiled = kernels.compile(inputs.config, build)
+    scalars = planned(kernels, inputs, {})
+    outcome = kernels.run(inputs, seed, None, compiled, num_ctas=1, **scalars)
+    assert_attention(inputs, outcome, has_fp32_sums=True)
+
+
+(
+    test_bug_of_shared_rows_has_its_place,
+    test_bug_of_shared_rows_is_noticed,
+    test_shared_rows_without_a_bug,
+) = planted_bugs.tests_of(BUGS_OF_SHARED_ROWS, "dsv4.kernels.lowp.sm100.attention", checked_halves)

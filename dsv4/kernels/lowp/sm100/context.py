@@ -17,7 +17,7 @@ from dsv4.kernels.lowp.sm100.plan import AttentionPlanSm100
 class Smem(Tiles):
     """Views of shared memory."""
 
-    weights_start: cute.Pointer  # of codes, swizzled [query, key] by warpgroup
+    weights_start: cute.Pointer  # of codes, swizzled [query, key] of 128 bytes of keys
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ def allocate(plan: AttentionPlanSm100) -> tuple[Smem, Pipelines, cute.Pointer]:
     """Shared memory of a CTA: its views, the mbarriers in it, and what holds the address of its
     Tensor Memory."""
     storage = SmemAllocator().allocate(storage_struct(plan.smem))
-    smem = Smem(**views(plan, storage), weights_start=storage.weights.data_ptr())
+    # A thread reads its row of queries before it writes its weights over it.
+    weights = storage.rows if plan.shares_rows else storage.weights
+    smem = Smem(**views(plan, storage), weights_start=weights.data_ptr())
     return smem, Pipelines(**pipelines(plan, storage)), storage.tmem_address.data_ptr()
 
 

@@ -60,7 +60,8 @@ class Epilogue:
                 values = cute.make_rmem_tensor(VECTOR, out.element_type)
                 for j in cutlass.range_constexpr(VECTOR):
                     value = sums[begin + j] * inverse
-                    value = value * scales[first + begin + j]
+                    if cutlass.const_expr(self.plan.scaled_channels > 0):
+                        value = value * scales[first + begin + j]
                     if cutlass.const_expr(self.config.smooth_v):
                         channel = cutlass.min(first + begin + j, dim - 1)
                         mean = operands.vm[sequence, work.key_head, channel]

@@ -151,16 +151,27 @@ class MmaWarp:
         if tile < count:
             pipes.weights.at(group).wait(issued.sums(group) % 2)
             fence_after_thread_sync()
-            weights = ctx.smem.weights_start.toint() + group * (GROUP_QUERIES * TILE_KEYS)
+            weights = ctx.smem.weights_start.toint() + group * (GROUP_QUERIES * SPAN_BYTES)
             values = ctx.smem.values_start.toint() + stage * plan.value_bytes
             target = columns_of(ctx, plan, "sums", group)
             with cute.arch.elect_one():
-                for step in cutlass.range_constexpr(TILE_KEYS // DEPTH):
-                    a = operand_descriptor(weights + step * DEPTH, SPAN_BYTES)
-                    b = operand_descriptor(values + step * DEPTH, SPAN_BYTES)
+                for step in cutlass.range_constexpr(TILE_KEYS * plan.weight_bytes // DEPTH):
+                    span, place = step * DEPTH // SPAN_BYTES, step * DEPTH % SPAN_BYTES
+                    start = weights + span * plan.weight_span_bytes + place
+                    a = operand_descriptor(start, SPAN_BYTES)
+                    b = self._value_operand(values, step)
                     adds = tile > 0 if step == 0 else True
-                    multiply(target, a, b, (GROUP_QUERIES, plan.dim), adds)
+                    multiply(target, a, b, (GROUP_QUERIES, plan.dim), adds, plan.pv)
                 commit(pipes.sums.at(group).full)
+
+    def _value_operand(self, values, step: int):
+        """Descriptor of a step's values: of fp16 rows of channels, else columns of keys."""
+        if self.plan.pv == "fp8":
+            return operand_descriptor(values + step * DEPTH, SPAN_BYTES)
+        keys = DEPTH // 2
+        return operand_descriptor(
+            values + step * keys * SPAN_BYTES, SPAN_BYTES, step_bytes=TILE_KEYS * SPAN_BYTES
+        )
 
     @cute.jit
     def _release(self, ring, cursor: Cursor):

@@ -20,6 +20,7 @@ from dsv4.kernels.kit.plan import (
     TmemPlan,
     Warps,
 )
+from dsv4.kernels.kit.swizzle import SPAN_BYTES
 from dsv4.kernels.lowp.plan import FORMATS, TILE_KEYS, WORK_QUERIES, TilePlan
 
 GROUPS = 2  # softmax warpgroups: one computes weights while the products of the other run
@@ -64,6 +65,27 @@ class AttentionPlanSm100(TilePlan):
         return TmemPlan((*scores, *((f"sums{g}", self.dim) for g in range(GROUPS))))
 
     @property
+    def weight_bytes(self) -> int:
+        """Of a code of a weight."""
+        return 1 if self.pv == "fp8" else 2
+
+    @property
+    def weight_spans(self) -> int:
+        """Spans of 128 bytes that hold a row's weights of a tile of keys: one after the other for
+        all rows, as those of queries' rows lie."""
+        return TILE_KEYS * self.weight_bytes // SPAN_BYTES
+
+    @property
+    def weight_span_bytes(self) -> int:
+        """Of a span of all rows."""
+        return self.tile_queries * SPAN_BYTES
+
+    @property
+    def shares_rows(self) -> bool:
+        # Codes of 128 channels, their rows, fp16 weights and two stages are more than there is.
+        return self.pv == "fp16" and self.dim == 128
+
+    @property
     def group_bytes(self) -> int:
         """Of the codes of a warpgroup's queries."""
         return GROUP_QUERIES * self.dim
@@ -71,7 +93,7 @@ class AttentionPlanSm100(TilePlan):
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         weights = Buffer("weights", FORMATS[self.pv], self.tile_queries * TILE_KEYS, 1024)
         return (
-            *self._operands(stages, (weights,)),
+            *self._operands(stages, () if self.shares_rows else (weights,)),
             Buffer("tmem_address", "Int32", 1),
             *self._barriers(stages).split_buffers,
         )

@@ -32,8 +32,8 @@ class Queries(QueryRows):
 
     @cute.jit
     def take(self, ctx: AttentionContext, work: Work, warp, lane) -> Float32:
-        """Code a warpgroup's queries, hand them over, and release their rows; the scale of this
-        thread's row, times the factor on scores."""
+        """Code a warpgroup's queries, hand them over, and release their rows where nothing else
+        comes to lie there; the scale of this thread's row, times the factor on scores."""
         row, group, rows = warp * 32 + lane, warp // 4, work.rows
         if cutlass.const_expr(self.config.is_per_head):
             amax = self.largest_of_head(ctx, work, lane)
@@ -41,7 +41,8 @@ class Queries(QueryRows):
             amax = self._of_group(ctx, row, rows, warp, lane)
         scale, divisor, inverse = self.scale.of(amax)
         self._store(ctx, row, rows, divisor, inverse)
-        ctx.pipes.queries.release(lane)
+        if cutlass.const_expr(not self.plan.shares_rows):
+            ctx.pipes.queries.release(lane)
         # The tensor core reads through the async proxy.
         cute.arch.fence_view_async_shared()
         ctx.pipes.coded.at(group).arrive(lane)

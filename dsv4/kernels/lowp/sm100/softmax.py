@@ -18,7 +18,7 @@ from dsv4.kernels.attention.softmax import exp2_in_branch
 from dsv4.kernels.kit.reduce import largest, tree
 from dsv4.kernels.lowp.groups import V_ORDER
 from dsv4.kernels.lowp.plan import TILE_KEYS
-from dsv4.kernels.lowp.rounding import pack_e4m3
+from dsv4.kernels.lowp.rounding import pack_e4m3, pack_half
 
 # In place of products of keys that a row does not see: no sum of products is as small.
 UNSEEN = {Int32: -(1 << 31), Float32: float("-inf")}
@@ -101,14 +101,18 @@ def clear_unseen(weights: cute.Tensor, limit, first: cutlass.Constexpr):
         weights[i] = cutlass.select_(i < limit, weights[i], Float32(0.0))
 
 
-def encode(weights: cute.Tensor, codes: cute.Tensor, state: RowState, first: int) -> None:
+def encode(
+    weights: cute.Tensor, codes: cute.Tensor, state: RowState, first: int, is_half: bool
+) -> None:
     """Codes of a chunk of weights, four a word, in the order of keys that `groups.V_ORDER` gives
-    values; the weights are added to the row's sum before they are rounded."""
-    for word in range(CHUNK // 4):
+    values, or two of fp16; the weights are added to the row's sum before they are rounded."""
+    for word in range(0 if is_half else CHUNK // 4):
         begin = first + word // 4 * len(V_ORDER)
         places = V_ORDER[word % 4 * 4 : word % 4 * 4 + 4]
         code = pack_e4m3(*(weights[begin + place] for place in places))
         codes[first // 4 + word] = code.bitcast(Float32)
+    for i in range(first, first + CHUNK if is_half else first, 2):
+        codes[i // 2] = pack_half(weights[i], weights[i + 1]).bitcast(Float32)
     pairs = [(weights[i], weights[i + 1]) for i in range(first, first + CHUNK, 2)]
     sums = pairs[:_CHAINS]
     for i in range(_CHAINS, len(pairs)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 
 from dsv4.kernels.attention.softmax import exp2_in_branch
 from dsv4.kernels.kit.mbarrier import Cursor
@@ -94,7 +94,7 @@ class SoftmaxWarps:
             factor = Float32(0.0)
             if count > 0:
                 factor = self.queries.take(ctx, work, warp, lane)
-            else:
+            elif not plan.shares_rows:
                 ctx.pipes.queries.release(lane)
             first = share.seen + (warp % 4 * 32 + lane if ctx.tiles.is_causal else 0)
             mask = None
@@ -122,6 +122,8 @@ class SoftmaxWarps:
             if count > 0:
                 ctx.pipes.sums.at(group).wait((scored + 1) % 2)
                 fence_after_thread_sync()
+            if cutlass.const_expr(plan.shares_rows):
+                ctx.pipes.queries.release(lane)
             self.epilogue.store(ctx, state, count > 0, warp, lane, parity)
             parity ^= 1
             index += cute.arch.grid_dim()[0]
@@ -171,7 +173,7 @@ class SoftmaxWarps:
             if tile.number > 0:
                 self._scale_sums(columns_of(ctx, self.plan, "sums", group), decay)
         weights = cute.make_rmem_tensor(TILE_KEYS, Float32)
-        codes = cute.make_rmem_tensor(TILE_KEYS // 4, Float32)
+        codes = cute.make_rmem_tensor(TILE_KEYS * self.plan.weight_bytes // 4, Float32)
         TURNS.take(group, [top])
         # While the special function unit is at work, the weights before are coded.
         for first in cutlass.range_constexpr(0, TILE_KEYS + CHUNK, CHUNK):
@@ -183,7 +185,7 @@ class SoftmaxWarps:
             if cutlass.const_expr(first + CHUNK == PASSED):
                 TURNS.give(group, [weights[PASSED - 1]])
             if cutlass.const_expr(first > 0):
-                encode(weights, codes, state, first - CHUNK)
+                encode(weights, codes, state, first - CHUNK, self.plan.pv == "fp16")
         self._store_codes(ctx, codes)
         cute.arch.fence_view_async_tmem_store()
         fence_before_thread_sync()
@@ -195,10 +197,13 @@ class SoftmaxWarps:
     def _store_codes(self, ctx: AttentionContext, codes: cute.Tensor):
         """Write a row's codes of weights where products read them."""
         row = cute.arch.thread_idx()[0]
-        for i in cutlass.range_constexpr(TILE_KEYS // VECTOR_BYTES):
-            place = (row * SPAN_BYTES) + ((i ^ row % 8) * VECTOR_BYTES)
+        start = cute.recast_ptr(ctx.smem.weights_start, dtype=Uint8)
+        for i in cutlass.range_constexpr(TILE_KEYS * self.plan.weight_bytes // VECTOR_BYTES):
+            span, part = i // (SPAN_BYTES // VECTOR_BYTES), i % (SPAN_BYTES // VECTOR_BYTES)
+            place = (row * SPAN_BYTES) + ((part ^ row % 8) * VECTOR_BYTES)
+            place = place + span * self.plan.weight_span_bytes
             offset = cute.assume(place, divby=VECTOR_BYTES)
-            target = cute.recast_ptr(ctx.smem.weights_start + offset, dtype=Float32)
+            target = cute.recast_ptr(start + offset, dtype=Float32)
             vector = cute.make_tensor(codes.iterator + 4 * i, cute.make_layout(4))
             cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
 
