@@ -288,7 +288,9 @@ def gated(
     silu = torch.nn.functional.silu(gate)
     error = SILU_SLOPE * gate_error * (up.abs() + up_error) + silu.abs() * up_error
     h = silu * up * weights
-    return h, error * weights.abs() + h.abs() * SILU_ERROR
+    # A weight of 0 leaves nothing of an error, however large.
+    error = torch.where(weights == 0, 0.0, error * weights.abs())
+    return h, error + h.abs() * SILU_ERROR
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dsv4.testing.grouped_linear import Case, Inputs, assert_grouped_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.stage("projections")]
 
-TOKENS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 200, 256, 257, 1000, 4096)
+TOKENS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 200, 256, 257, 1000, 4096, 8192)
 
 
 @pytest.fixture(autouse=True)

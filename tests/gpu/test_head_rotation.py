@@ -18,7 +18,7 @@ from dsv4.testing.paged_attention import assert_paged_close, make_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.stage("projections")]
 
-TOKENS = (1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 128, 200, 256, 257, 300)
+TOKENS = (1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 128, 200, 256, 257, 300, 1000, 4096, 8192)
 HEAD_DIM = 512
 
 

@@ -13,7 +13,7 @@ from dsv4.testing.linear_argmax import Inputs, rows_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.stage("projections")]
 
-TOKENS = (1, 2, 7, 8, 9, 16, 17, 64, 65, 128, 129, 256, 257, 600)
+TOKENS = (1, 2, 7, 8, 9, 16, 17, 64, 65, 128, 129, 200, 256, 257, 600, 1000, 4096, 8192)
 
 
 @pytest.fixture(autouse=True)

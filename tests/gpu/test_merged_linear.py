@@ -13,7 +13,7 @@ from dsv4.testing.merged_linear import Case, Inputs, assert_merged_close
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.stage("projections")]
 
-TOKENS = (1, 2, 7, 8, 9, 16, 17, 64, 65, 200, 256, 257, 1000, 4096)
+TOKENS = (1, 2, 7, 8, 9, 16, 17, 64, 65, 200, 256, 257, 1000, 4096, 8192)
 WEIGHTS = (
     "456 float8_e8m0fnu bfloat16, 72 float8_e8m0fnu float32, 1000 bfloat16 float32, "
     "64 bfloat16 bfloat16, 1 bfloat16 bfloat16"

@@ -19,8 +19,8 @@ from dsv4.testing.moe_layer import SCALING, LayerInputs, assert_layer_close, lay
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.stage("moe")]
 
-TOKENS = (1, 2, 7, 8, 9, 16, 17, 64, 65, 200, 256, 257, 512, 513, 1000, 4096)
-FLASH = Case(4096, 4096, 2048, 256, 6)
+TOKENS = (1, 2, 7, 8, 9, 16, 17, 64, 65, 200, 256, 257, 512, 513, 1000, 4096, 8192)
+FLASH = Case(8192, 4096, 2048, 256, 6)
 SMALL = Case(300, 1024, 512, 64, 6)
 
 
@@ -123,7 +123,7 @@ def test_every_tiling_has_the_same_bits(changes, seed) -> None:
     assert_layer_close(outcome, inputs)
 
 
-@pytest.mark.parametrize("expert_dtype", ["fp4", "nvfp4", "bfloat16"])
+@pytest.mark.parametrize("expert_dtype", ["fp4", "fp8", "nvfp4", "bfloat16"])
 def test_a_flash_layer_has_the_same_bits_for_any_number_of_tokens(expert_dtype, seed) -> None:
     layer = Layer(replace(FLASH, expert_dtype=expert_dtype), seed)
     together = layer()
