@@ -6,7 +6,7 @@ workspaces and scalars follow.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,9 @@ from dsv4.kernels.kit.args import (
 )
 from dsv4.ops.runtime import tensors as make
 from dsv4.ops.runtime.backend import Device
+from dsv4.ops.runtime.cache import RUNNERS
 from dsv4.ops.runtime.kernel_op import KernelOp
+from dsv4.ops.runtime.registry import CompileKey
 from dsv4.ops.runtime.registry import build as build_product
 from dsv4.ops.runtime.state import sized_dimensions
 from dsv4.testing.harness import Build, Call, Outcome, Target, run_all
@@ -125,6 +127,12 @@ def _apart(
     return make.empty(arg, wide, {}, device)[..., :width]
 
 
+def _stored(key: CompileKey) -> Callable[..., None]:
+    """A kernel as its operator runs it: compiled once on a machine, and called by position."""
+    runner = RUNNERS.get(key)
+    return lambda *args, **options: runner(*args, *options.values())
+
+
 class OpInputs:
     """Inputs of one case of an operator: what a family declares, to run on any target.
 
@@ -192,11 +200,10 @@ class OpKernels:
         if build is not None:
             return self.target.compile(build, config)
         # Configurations that differ in what is known at run time share a compilation.
-        return self.target.compile(self._build, self.op.compile_key(config, self.target.arch))
-
-    @staticmethod
-    def _build(key: Any, options: str) -> Any:
-        return build_product(key, options)
+        key = self.op.compile_key(config, self.target.arch)
+        if self.target.device == "cuda":
+            return _stored(key)
+        return self.target.compile(build_product, key)
 
     def call(
         self, inputs: OpInputs, given: Mapping[str, Tensor] | None = None, **scalars: int
