@@ -34,7 +34,7 @@ class Attention:
         q: cute.Tensor,  # [b, Hq, L, d] bf16 or fp16
         k_codes: cute.Tensor,  # [b, Hk, S, dp] int8 or e4m3
         k_scale: cute.Tensor,  # [b, Hk, tiles, scales] fp32
-        v_codes: cute.Tensor,  # [b, Hk, tiles, dp, 128] e4m3
+        v_codes: cute.Tensor,  # [b, Hk, tiles, dp, n] e4m3
         out: cute.Tensor,  # [b, Hq, L, d], written
         stream,
         *,
@@ -54,12 +54,12 @@ class Attention:
     ):
         """Launch the attention."""
         plan = self.plan
-        maps = (make_query_map(plan, q), make_key_map(plan, k_codes), make_value_map(v_codes))
+        maps = (make_query_map(plan, q), make_key_map(plan, k_codes), make_value_map(plan, v_codes))
         operands = Operands(
             q, k_codes, k_scale, out, v_scale, km, vm, cu_seqlens_q, cu_seqlens_k, lse, factor,
             section, attn_mask, workspace,
         )  # fmt: skip
-        if cutlass.const_expr(self.config.is_per_head):
+        if cutlass.const_expr(self.config.has_query_maxima):
             self.maxima.launch(operands, stream)
         self.kernel(maps, operands).launch(
             grid=[num_ctas, 1, 1],

@@ -46,6 +46,8 @@ KERNEL_ACCUMULATORS = {
     "sm_90a": {"fp8": ("fp32+fp32", "fp32+fp16", "fp32"), "fp16": ("fp32", "fp16+fp32", "fp16")},
     "sm_100a": {"fp8": ("fp32+fp32", "fp32"), "fp16": ("fp32",)},
 }
+KERNEL_GEOMETRIES = {"sm_90a": ("sm90", "sm89"), "sm_100a": ("sm90",)}
+KERNEL_SCORES = ("int8", "fp8")
 # Accumulation beside which the mean of V can be added again at the end.
 SMOOTH_V_ACCUMULATOR = {"fp8": "fp32", "fp16": "fp16"}
 # Whose rounding: SageAttention's Triton quantisers or its CUDA ones.
@@ -169,6 +171,22 @@ class QuantizeKvConfig:
         return self.qk_quant_gran == "per_head"
 
     @property
+    def has_pairs_of_warps(self) -> bool:
+        """Whether queries share a scale that two warps of 16 have."""
+        return self.qk_quant_gran in ("per_thread", "per_warp") and self.tiles.warp_q > 16
+
+    @property
+    def has_wide_blocks(self) -> bool:
+        """Whether more queries share a scale than a work tile is sure to have all of: a block of
+        128."""
+        return self.qk_quant_gran == "per_block" and self.tiles.block_q > 64
+
+    @property
+    def has_query_maxima(self) -> bool:
+        """Whether the largest queries are found in a launch before the attention."""
+        return self.is_per_head or self.has_wide_blocks
+
+    @property
     def folds_scale(self) -> bool:
         """Whether queries are multiplied by softmax scale and log2(e) before they are coded."""
         return self.qk_quant_gran == "per_block"
@@ -200,7 +218,7 @@ class QuantizedAttentionConfig(QuantizeKvConfig):
 def has_codes_kernel(config: QuantizeKvConfig) -> bool:
     """Whether kernels take a configuration of `quantize_kv`."""
     return (
-        _has_scores_kernel(config)
+        config.qk in KERNEL_SCORES
         and config.pv != "nvfp4"
         and config.dtype != "float32"
         and config.row_align == VECTOR_BYTES
@@ -212,7 +230,8 @@ def has_codes_kernel(config: QuantizeKvConfig) -> bool:
 def has_kernel(config: QuantizedAttentionConfig, arch: str = "sm_90a") -> bool:
     """Whether the attention kernel of an architecture takes a configuration."""
     return (
-        _has_scores_kernel(config)
+        config.qk in KERNEL_SCORES
+        and config.geometry in KERNEL_GEOMETRIES[arch]
         and config.pv_accum_dtype in KERNEL_ACCUMULATORS[arch].get(config.pv, ())
         and config.dtype != "float32"
         and config.row_align == VECTOR_BYTES
@@ -220,11 +239,6 @@ def has_kernel(config: QuantizedAttentionConfig, arch: str = "sm_90a") -> bool:
         # Scores are compared before they are scaled.
         and config.sm_scale >= 0
     )
-
-
-def _has_scores_kernel(config: QuantizeKvConfig) -> bool:
-    """Whether kernels take the format of queries and keys."""
-    return config.qk in ("int8", "fp8") and config.geometry == "sm90"
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...], where: str = "") -> None:

@@ -10,14 +10,8 @@ from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.lowp.config import QuantizeKvConfig
-from dsv4.kernels.lowp.groups import V_ALIGN, V_ORDER
-from dsv4.kernels.lowp.kv_statistics import (
-    THREADS,
-    TILE,
-    Operands,
-    partial_of,
-    tile_of,
-)
+from dsv4.kernels.lowp.groups import V_ALIGN, V_ORDER, first_block
+from dsv4.kernels.lowp.kv_statistics import THREADS, TILE, Operands, partial_of
 from dsv4.kernels.lowp.plan import K_LARGEST, V_FACTOR
 from dsv4.kernels.lowp.rounding import (
     abs_of,
@@ -26,7 +20,7 @@ from dsv4.kernels.lowp.rounding import (
     pack_e4m3,
     row_scale,
 )
-from dsv4.kernels.lowp.sequences import VECTOR, Tile, load_rows
+from dsv4.kernels.lowp.sequences import VECTOR, Tile, load_rows, rows_of, tile_of_rows
 
 QUAD = 4  # keys whose codes of a channel are a word: positions 4 q to 4 q + 3 of 16
 
@@ -37,6 +31,7 @@ class Codes:
     def __init__(self, config: QuantizeKvConfig):
         self.config = config
         self.dim = config.padded_dim
+        self.tile = config.tiles.block_k
         self.vectors = self.dim // VECTOR  # of a row
         self.rows = THREADS // self.vectors  # that are loaded at a time
         self.scale = row_scale(config)
@@ -64,10 +59,11 @@ class Codes:
         head = operands.k.shape[1] - 1 - head
         batch = operands.k.shape[0] - 1 - batch
         number = index // 2
-        tile = tile_of(operands, batch, number, self.config.is_varlen)
+        ends, size = operands.ends, operands.k.shape[2]
+        tile = tile_of_rows(ends, size, batch, number, self.tile, self.config.is_varlen)
         smem = SmemAllocator()
         maxima = smem.allocate_tensor(Float32, cute.make_layout(THREADS // 16), 16)
-        words = smem.allocate_tensor(Uint32, cute.make_layout((TILE // QUAD, self.dim)), 16)
+        words = smem.allocate_tensor(Uint32, cute.make_layout((self.tile // QUAD, self.dim)), 16)
         if index % 2 == 0:
             self.code_keys(operands, tile, (batch, head, number), maxima)
         else:
@@ -85,7 +81,7 @@ class Codes:
         A thread has the rows whose numbers are its own modulo 16 or 32.
         """
         batch, head, number = place
-        thread, count = cute.arch.thread_idx()[0], TILE // self.rows
+        thread, count = cute.arch.thread_idx()[0], self.tile // self.rows
         channel, first = thread % self.vectors * VECTOR, thread // self.vectors
         means = cute.make_rmem_tensor(VECTOR, Float32)
         means.fill(0.0)
@@ -130,11 +126,10 @@ class Codes:
         self, operands: Operands, tile: Tile, place, scales: cute.Tensor, thread
     ) -> tuple[Float32, Float32, Float32]:
         """Scale that all keys of a head and sequence share, and what codes need of it."""
-        batch, head, number = place
+        batch, head, _ = place
         amax = Float32(0.0)
         if tile.rows > 0:
-            first_tile = number - self.tile_in_sequence(operands, tile)
-            start = partial_of(operands, batch, head, first_tile, self.dim)
+            start = self.statistics_of(operands, tile, batch, head)
             amax = operands.partials[start + K_LARGEST * self.dim]
         found = self.scale.of(amax)
         if thread == 0:
@@ -156,7 +151,7 @@ class Codes:
                 for i in cutlass.range_constexpr(len(rows)):
                     scales[rows[i]] = self.of_tile(found[i], tile)
             return found
-        if cutlass.const_expr(self.config.qk_quant_gran == "per_64"):
+        if cutlass.const_expr(self.config.qk_quant_gran == "per_64" and self.tile > 64):
             return self.scales_of_halves(largest, tile, scales, maxima, thread)
         # The lanes of a pair of neighbouring rows are a unit: all its rows are of one group, as are
         # those of the units that are four apart; or all units of a tile.
@@ -233,7 +228,7 @@ class Codes:
     def round_values(self, operands: Operands, tile: Tile, place):
         """A tile's rows in fp16, zeros where there are none."""
         batch, head, number = place
-        thread, count = cute.arch.thread_idx()[0], TILE // self.rows
+        thread, count = cute.arch.thread_idx()[0], self.tile // self.rows
         channel, first = thread % self.vectors * VECTOR, thread // self.vectors
         means = self.value_means(operands, tile, head, channel)
         rows = [first + self.rows * i for i in range(count)]
@@ -266,24 +261,35 @@ class Codes:
         """Codes of a tile's columns, keys innermost and in the tensor core's order.
 
         A thread codes eight channels of four keys at a time, whose codes are a word of a column.
-        Words lie exchanged by the column in eight, so that the lanes of a warp, which are apart by
-        eight columns, reach all banks.
+        Words lie exchanged by the vector of the column, so that the lanes of a warp, which are
+        apart by eight columns, reach all banks, or half of them with 64 keys.
         """
         batch, head, number = place
         thread = cute.arch.thread_idx()[0]
         vector, quad = thread % self.vectors, thread // self.vectors
+        if cutlass.const_expr(self.rows > self.tile // QUAD):
+            if quad < self.tile // QUAD:
+                self.code_quads(operands, tile, (batch, head, vector), [quad], words)
+        else:
+            quads = [quad + i for i in range(0, self.tile // QUAD, self.rows)]
+            self.code_quads(operands, tile, (batch, head, vector), quads, words)
+        cute.arch.sync_threads()
+        self.store_columns(operands, batch, head, number, words, thread)
+
+    @cute.jit
+    def code_quads(self, operands: Operands, tile: Tile, place, quads, words: cute.Tensor):
+        """Words of a vector of channels, of some fours of keys."""
+        batch, head, vector = place
         channel = vector * VECTOR
         start = Int64(0)
         factors = cute.make_rmem_tensor(VECTOR, Float32)
         factors.fill(0.0)
         if tile.rows > 0:
-            first_tile = number - self.tile_in_sequence(operands, tile)
-            start = partial_of(operands, batch, head, first_tile, self.dim)
+            start = self.statistics_of(operands, tile, batch, head)
             start += V_FACTOR * self.dim + channel
             for j in cutlass.range_constexpr(VECTOR):
                 factors[j] = operands.partials[start + j]
         means = self.value_means(operands, tile, head, channel)
-        quads = [quad + self.rows * step for step in range(TILE // QUAD // self.rows)]
         # Positions 4 q to 4 q + 3 hold keys 2 q, 2 q + 1, 2 q + 8, 2 q + 9 of 16.
         rows = [q // 4 * V_ALIGN + V_ORDER[i] + q % 4 * 2 for q in quads for i in range(QUAD)]
         x = load_rows(operands.v, tile, batch, head, channel, rows, self.config.head_dim)
@@ -293,31 +299,30 @@ class Codes:
                 words[quads[step] ^ self.turn(vector), channel + j] = pack_e4m3(
                     *((value - means[j]) * factors[j] for value in four)
                 )
-        cute.arch.sync_threads()
-        self.store_columns(operands, batch, head, number, words, thread)
 
     def turn(self, vector):
         """What places of words are exchanged by, in the columns of a vector of channels."""
-        return vector % 8 * 4
+        return vector % (self.tile // V_ALIGN) * QUAD
 
     @cute.jit
-    def tile_in_sequence(self, operands: Operands, tile: Tile) -> Int32:
-        """Number of a tile among those of its sequence."""
-        begin = Int32(0)
+    def statistics_of(self, operands: Operands, tile: Tile, batch, head) -> Int64:
+        """Offset of the statistics of a tile's sequence: those of its first 128 rows."""
+        first = Int32(0)
         if cutlass.const_expr(self.config.is_varlen):
-            begin = cutlass.max(operands.ends[tile.sequence], 0)
-        return (tile.first - begin) // TILE
+            rows = rows_of(operands.ends, tile.sequence, operands.k.shape[2])
+            first = first_block(rows.first, tile.sequence, TILE)
+        return partial_of(operands, batch, head, first, self.config)
 
     @cute.jit
     def store_columns(self, operands: Operands, batch, head, number, words: cute.Tensor, thread):
         """Sixteen codes of a column at a time."""
         strides = operands.v_codes.stride
         offset = Int64(batch) * strides[0] + Int64(head) * strides[1] + Int64(number) * strides[2]
-        chunks = TILE // V_ALIGN
+        chunks = self.tile // V_ALIGN
         for i in cutlass.range_constexpr(self.dim * chunks // THREADS):
             place = thread + i * THREADS
             column, chunk = place // chunks, place % chunks
-            source = words.iterator + column * (TILE // QUAD)
+            source = words.iterator + column * (self.tile // QUAD)
             source = source + (chunk * QUAD ^ self.turn(column // VECTOR))
             four = cute.make_rmem_tensor(QUAD, Uint32)
             cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(QUAD)), four)

@@ -50,18 +50,19 @@ class Operands(NamedTuple):
     )  # [b, Hk, tiles, STATISTICS, dp], flat; of a sequence those of its first tile
 
 
-@cute.jit
-def tile_of(operands: Operands, batch, number, is_varlen: cutlass.Constexpr) -> Tile:
-    """Rows of a tile of keys and values."""
-    size = operands.k.shape[2]
-    return tile_of_rows(operands.ends, size, batch, number, TILE, is_varlen)
+def count_tiles(operands: Operands, is_varlen: bool) -> Int32:
+    """Tiles of a head: `groups.num_blocks`."""
+    rows = Int32(operands.k.shape[2])
+    if is_varlen:
+        return rows // TILE + Int32(operands.ends.shape[0]) - 1
+    return (rows + TILE - 1) // TILE
 
 
-def partial_of(operands: Operands, batch, head, tile, dim: int) -> Int64:
+def partial_of(operands: Operands, batch, head, tile, config: QuantizeKvConfig) -> Int64:
     """Offset of a tile's first partial result."""
-    heads, tiles = operands.k.shape[1], operands.k_scale.shape[2]
+    heads, tiles = operands.k.shape[1], count_tiles(operands, config.is_varlen)
     place = (Int64(batch) * heads + head) * tiles + tile
-    return place * (STATISTICS * dim)
+    return place * (STATISTICS * config.padded_dim)
 
 
 class TileStatistics:
@@ -77,7 +78,7 @@ class TileStatistics:
         """Statistics of all tiles."""
         batch, heads = operands.k.shape[0], operands.k.shape[1]
         self.kernel(operands).launch(
-            grid=[operands.k_scale.shape[2], heads, batch],
+            grid=[count_tiles(operands, self.config.is_varlen), heads, batch],
             block=[THREADS, 1, 1],
             stream=stream,
             use_pdl=True,
@@ -90,10 +91,11 @@ class TileStatistics:
         number, head, batch = cute.arch.block_idx()
         thread = cute.arch.thread_idx()[0]
         dim = self.config.padded_dim
-        tile = tile_of(operands, batch, number, self.config.is_varlen)
+        ends, size = operands.ends, operands.k.shape[2]
+        tile = tile_of_rows(ends, size, batch, number, TILE, self.config.is_varlen)
         smem = SmemAllocator()
         exchanged = smem.allocate_tensor(Float32, cute.make_layout((dim, self.rows)), 16)
-        start = partial_of(operands, batch, head, number, dim)
+        start = partial_of(operands, batch, head, number, self.config)
         if cutlass.const_expr(self.config.smooth_k or self.config.is_per_head):
             x = self.load(operands.k, tile, batch, head, thread)
         if cutlass.const_expr(self.config.smooth_k):
@@ -188,8 +190,7 @@ class SequenceStatistics:
             found = rows_of(operands.ends, sequence, rows)
             batch, rows = Int32(0), found.count
             first = first_block(found.first, sequence, TILE)
-        dim = config.padded_dim
-        start = partial_of(operands, batch, head, first, dim) + channel
+        start = partial_of(operands, batch, head, first, config) + channel
         tiles = (rows + TILE - 1) // TILE
         is_fp8 = config.pv == "fp8"
         wanted = [(V_MAX, fmax_nan, -Float32.inf)] if is_fp8 else []

@@ -12,7 +12,7 @@ from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_te
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
 from dsv4.kernels.kit.tma import bulk_load, prefetch_descriptors, tma_load
-from dsv4.kernels.lowp.plan import SPAN, TILE_KEYS, TilePlan
+from dsv4.kernels.lowp.plan import SPAN, TilePlan
 from dsv4.kernels.lowp.work import Work
 
 
@@ -43,25 +43,26 @@ def make_key_map(plan: cutlass.Constexpr, k_codes: cute.Tensor):
         k_codes.element_type,
         [dim, cutlass.max(Int32(rows), 1), Int32(heads), Int32(batch)],
         strides,
-        [dim, TILE_KEYS, 1, 1],
+        [dim, plan.tile_keys, 1, 1],
         swizzle=TENSOR_MAP_SWIZZLES[plan.dim],
         l2_promotion=TensorMapL2Promotion.none,
     )
 
 
 @cute.jit
-def make_value_map(v_codes: cute.Tensor):
+def make_value_map(plan: cutlass.Constexpr, v_codes: cute.Tensor):
     """TMA descriptor of values [b, Hk, tiles, d, keys] as (key, channel, tile, head, batch), a tile
     a box; of fp16, [b, Hk, tiles, keys, d], as (channel, key, ..), a box of 64 channels."""
     batch, heads, tiles, rows, columns = v_codes.shape
     units = VECTOR_BYTES * 8 // v_codes.element_type.width
+    span = plan.tile_keys if plan.pv == "fp8" else SPAN
     return create_tensor_map_tiled(
         v_codes.iterator.toint(),
         v_codes.element_type,
         [columns, rows, cutlass.max(Int32(tiles), 1), Int32(heads), Int32(batch)],
         [Int64(v_codes.stride[i]) // units for i in (3, 2, 1, 0)],
-        [SPAN_BYTES * 8 // v_codes.element_type.width, rows, 1, 1, 1],
-        swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
+        [span, rows, 1, 1, 1],
+        swizzle=TENSOR_MAP_SWIZZLES[span * v_codes.element_type.width // 8],
         l2_promotion=TensorMapL2Promotion.none,
     )
 
@@ -129,7 +130,7 @@ class LoadWarp:
         ring.acquire(cursor)
         ring.expect(cursor.stage, self.plan.keys_bytes)
         target = ctx.smem.keys_start + cursor.stage * self.plan.tile_bytes
-        row = work.first_key + tile * TILE_KEYS
+        row = work.first_key + tile * self.plan.tile_keys
         place = [0, row, work.key_head, work.batch]
         tma_load(key_map, target, place, ring.at(cursor.stage).full)
         if cutlass.const_expr(self.plan.key_scales > 0):
@@ -147,10 +148,10 @@ class LoadWarp:
         ring = ctx.pipes.values
         ring.acquire(cursor)
         ring.expect(cursor.stage, self.plan.value_bytes)
-        start = ctx.smem.values_start + cursor.stage * (TILE_KEYS * self.plan.dim)
+        start = ctx.smem.values_start + cursor.stage * self.plan.tile_bytes
         boxes = 1 if self.plan.pv == "fp8" else self.plan.dim // SPAN
         for i in cutlass.range_constexpr(boxes):
             place = [i * SPAN, 0, work.first_tile + tile, work.key_head, work.batch]
-            target = start + i * (TILE_KEYS * SPAN)
+            target = start + i * (self.plan.tile_keys * SPAN)
             tma_load(value_map, target, place, ring.at(cursor.stage).full)
         return ring.next(cursor)

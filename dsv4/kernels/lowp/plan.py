@@ -27,9 +27,9 @@ GROUPS = 3  # consumer warpgroups
 GROUP_QUERIES = 64  # of a warpgroup: rows of a product, and of the official kernel's tile
 TILE_QUERIES = GROUPS * GROUP_QUERIES  # of a work tile
 WORK_QUERIES = {"sm_90a": TILE_QUERIES, "sm_100a": 256}  # the same, by architecture
-TILE_KEYS = 128
+TILE_KEYS = 128  # of all geometries but "sm89"
 SPAN = 64  # channels of queries that a box of TMA holds
-MOST_STAGES = 5
+MOST_STAGES = 5  # of 128 keys
 FORMATS = {"int8": "Int8", "fp8": "Float8E4M3FN", "fp16": "Float16"}
 MAXIMA_ROWS = 128  # queries of a block whose largest magnitude comes before the attention
 WORK_WORDS = 12  # that hold a `Work`: whole vectors
@@ -72,6 +72,8 @@ class TilePlan(RingPlan):
         qk: format of queries and keys, "int8" or "fp8".
         key_scales: scales of a tile of keys that come with it: of keys that have one each.
         pv: format of weights and values, "fp8" or "fp16".
+        tile_keys: keys of a tile, 64 or 128.
+        warp_maxima: maxima that a warp shows those that share its scales.
     """
 
     dim: int
@@ -79,6 +81,8 @@ class TilePlan(RingPlan):
     qk: str = "int8"
     key_scales: int = 0
     pv: str = "fp8"
+    tile_keys: int = TILE_KEYS
+    warp_maxima: int = 1
 
     # Warpgroups that share a work tile, and queries of each.
     groups: ClassVar[int]
@@ -87,8 +91,16 @@ class TilePlan(RingPlan):
     @classmethod
     def of(cls, config: QuantizedAttentionConfig, lanes_per_warp: int = 1) -> Self:
         """The plan of a configuration."""
-        key_scales = TILE_KEYS if config.qk_quant_gran == "per_row" else 0
-        return cls(config.padded_dim, lanes_per_warp, config.qk, key_scales, config.pv)
+        keys = config.tiles.block_k
+        return cls(
+            config.padded_dim,
+            lanes_per_warp,
+            config.qk,
+            keys if config.qk_quant_gran == "per_row" else 0,
+            config.pv,
+            keys,
+            config.query_groups.count if config.has_pairs_of_warps else 1,
+        )
 
     @property
     def tile_queries(self) -> int:
@@ -98,7 +110,7 @@ class TilePlan(RingPlan):
     @property
     def tile_bytes(self) -> int:
         """Of a tile of keys."""
-        return TILE_KEYS * self.dim
+        return self.tile_keys * self.dim
 
     @property
     def value_bytes(self) -> int:
@@ -146,7 +158,7 @@ class TilePlan(RingPlan):
             Buffer("values", FORMATS[self.pv], stages * self.tile_bytes, 1024),
             *weights,
             Buffer("rows", "BFloat16", self.tile_queries * self.dim, 1024),  # or fp16
-            Buffer("maxima", "Float32", self.groups * WARPGROUP_WARPS),
+            Buffer("maxima", "Float32", self.groups * WARPGROUP_WARPS * self.warp_maxima),
             *scales,
             # By the parity of a CTA's work tiles: those of one are read to its end, when the next
             # one's are there already.
@@ -175,7 +187,7 @@ class AttentionPlan(TilePlan):
 
     @property
     def most_stages(self) -> int | None:
-        return MOST_STAGES
+        return MOST_STAGES * TILE_KEYS // self.tile_keys
 
     @property
     def warps(self) -> Warps:

@@ -59,6 +59,15 @@ class QueryRows:
         """A scale times the factor on scores, where the queries did not have it before."""
         return scale if self.config.folds_scale else scale * ctx.operands.factor.bitcast(Float32)
 
+    @cute.jit
+    def largest_of_block(self, ctx, work: Work, row) -> Float32:
+        """Largest magnitude of the 128 queries that a row is one of."""
+        amax = self.maxima.of_block(ctx.operands, work, row)
+        if cutlass.const_expr(self.config.folds_scale):
+            # No rounding changes an order.
+            amax = amax * ctx.operands.factor.bitcast(Float32)
+        return amax
+
     def largest_of_head(self, ctx, work: Work, lane) -> Float32:
         """Largest magnitude of all queries of a head."""
         return self.maxima.of_head(ctx.operands, work, lane)

@@ -1,5 +1,5 @@
-"""Largest magnitude of every block of a head's queries, where all of them share one scale: a launch
-before the attention, whose CTAs have but some of them.
+"""Largest magnitude of every block of a head's queries, where all of them share one scale, or those
+of a block: a launch before the attention, whose CTAs have but some of them.
 """
 
 from __future__ import annotations
@@ -74,6 +74,20 @@ class QueryMaxima:
         """Place of the first block of a head."""
         heads = operands.q.shape[1]
         return (Int64(batch) * heads + head) * Int64(self.blocks(operands))
+
+    @cute.jit
+    def of_block(self, operands: Operands, work: Work, row) -> Float32:
+        """Largest magnitude of the block that a row of a work tile is in."""
+        place, first = work.first_row + row, Int32(0)
+        if cutlass.const_expr(self.config.is_varlen):
+            ends = operands.cu_seqlens_q
+            # Rows behind the last sequence have no keys, and need no scale.
+            sequence = cutlass.min(work.sequence, Int32(ends.shape[0]) - 2)
+            rows = rows_of(ends, sequence, operands.q.shape[2])
+            place = place - rows.first
+            first = first_block(rows.first, sequence, MAXIMA_ROWS)
+        block = cutlass.min(first + place // MAXIMA_ROWS, self.blocks(operands) - 1)
+        return operands.maxima[self.first(operands, work.batch, work.head) + block]
 
     @cute.jit
     def of_head(self, operands: Operands, work: Work, lane) -> Float32:

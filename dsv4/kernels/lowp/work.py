@@ -9,7 +9,6 @@ from cutlass import Int32, Int64, cute
 
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
 from dsv4.kernels.lowp.groups import first_block
-from dsv4.kernels.lowp.plan import TILE_KEYS
 from dsv4.kernels.lowp.sequences import Rows, rows_of, sequence_of
 
 
@@ -93,6 +92,7 @@ class WorkTiles:
     def __init__(self, config: QuantizedAttentionConfig, groups: int, group_queries: int):
         self.group_queries = group_queries
         self.queries = groups * group_queries
+        self.keys = config.tiles.block_k  # of a tile
         self.is_causal = config.causal != "none"
         self.is_bottom_right = config.causal == "bottom_right"
         self.is_varlen = config.is_varlen
@@ -136,7 +136,7 @@ class WorkTiles:
             keys = Rows(sequence, Int32(0), Int32(0))
             if sequence < ends.shape[0] - 1:
                 keys = rows_of(operands.cu_seqlens_k, sequence, operands.k_codes.shape[2])
-            first_tile = first_block(keys.first, sequence, TILE_KEYS)
+            first_tile = first_block(keys.first, sequence, self.keys)
         first = block * self.queries
         rows = cutlass.max(cutlass.min(queries.count - first, self.queries), 0)
         seen, last = keys.count, keys.count
@@ -159,7 +159,7 @@ class WorkTiles:
             first_tile=first_tile,
             keys=keys.count,
             seen=seen,
-            count=(last + TILE_KEYS - 1) // TILE_KEYS,
+            count=(last + self.keys - 1) // self.keys,
         )
 
     @cute.jit
@@ -173,8 +173,8 @@ class WorkTiles:
             last = cutlass.max(cutlass.min(seen + rows - 1, work.keys), 0)
         if rows == 0:
             last = Int32(0)
-        full = cutlass.max(cutlass.min(seen, work.keys), 0) // TILE_KEYS
-        return Share(seen, (last + TILE_KEYS - 1) // TILE_KEYS, full)
+        full = cutlass.max(cutlass.min(seen, work.keys), 0) // self.keys
+        return Share(seen, (last + self.keys - 1) // self.keys, full)
 
 
 def row_of(tensor: cute.Tensor, batch, head, row) -> Int64:

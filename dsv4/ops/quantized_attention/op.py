@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from dsv4.kernels.lowp.args import ATTENTION_ARGS, CODES, needs, values
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
 from dsv4.kernels.lowp.groups import num_blocks
-from dsv4.kernels.lowp.plan import MAXIMA_ROWS, TILE_KEYS, WORK_QUERIES, choose_launch
+from dsv4.kernels.lowp.plan import MAXIMA_ROWS, WORK_QUERIES, choose_launch
 from dsv4.ops.quantized_attention.dump import write_dumps
 from dsv4.ops.quantized_attention.knobs import dump_prefixes
 from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
@@ -81,18 +81,18 @@ class QuantizedAttention(KernelOp):
     def workspace_size(
         self, config: QuantizedAttentionConfig, sizes: Sizes, scalars: tuple[int, ...]
     ) -> int:
-        """Maxima of blocks of queries, where those of a head share one scale."""
-        if not config.is_per_head:
+        """Maxima of blocks of queries, where a launch before the attention finds them."""
+        if not config.has_query_maxima:
             return 0
         # As many sequences as the tiles of keys are made for.
-        sequences = sizes["Gk"] - sizes["S"] // TILE_KEYS if config.is_varlen else None
+        sequences = sizes["Gk"] - sizes["S"] // config.tiles.block_k if config.is_varlen else None
         return sizes["b"] * sizes["Hq"] * num_blocks(sizes["L"], MAXIMA_ROWS, sequences)
 
     def max_workspace_size(
         self, config: QuantizedAttentionConfig, rows: int, device: Device
     ) -> int:
         """Enough for a capture to know that it needs one: the lengths are not known."""
-        return int(config.is_per_head)
+        return int(config.has_query_maxima)
 
     def probes(
         self, config: QuantizedAttentionConfig, target: Device, device: torch.device

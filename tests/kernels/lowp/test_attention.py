@@ -40,7 +40,26 @@ ROWS = Case(1, 2, 1, 200, 810, 64, options={**FP8_ROWS, "causal": "bottom_right"
 HALVES = replace(RAGGED, dim=128, options={"pv": "fp16", "pv_accum_dtype": "fp16+fp32"})
 # Maxima of queries from a launch before.
 HEADS = Case(1, 4, 2, 300, 400, 64, options={**FP8_HEADS, "causal": "top_left"})
-SCHEDULED = {"64": RAGGED, "128": WIDE, "rows": ROWS, "halves": HALVES, "heads": HEADS}
+# Tiles of 64 keys: the official kernels' in another geometry. Two warps share scales of queries.
+SM89 = {"geometry": "sm89"}
+TILES64 = Case(1, 2, 1, 200, 810, 64, options={**SM89, "causal": "bottom_right"})
+# Sums of a tile take more registers than its scores.
+WIDE64 = replace(WIDE, options={**SM89, "causal": "bottom_right", "qk_quant_gran": "per_warp"})
+# Maxima of 128 queries from a launch before, of which a work tile has a part.
+BLOCKS64 = {
+    **SM89, "pv": "fp16", "pv_accum_dtype": "fp16+fp32", "qk_quant_gran": "per_block",
+}  # fmt: skip
+HALVES64 = Case(1, 4, 2, 300, 400, 128, options={**BLOCKS64, "causal": "top_left"})
+SCHEDULED = {
+    "64": RAGGED,
+    "128": WIDE,
+    "rows": ROWS,
+    "halves": HALVES,
+    "heads": HEADS,
+    "tiles of 64": TILES64,
+    "wide tiles of 64": WIDE64,
+    "halves, tiles of 64": HALVES64,
+}
 PACKED = ((70, 300), (0, 40), (1, 1), (130, 0), (200, 200))
 
 
@@ -118,6 +137,28 @@ FORMATS = {
     "fp16 values, two levels": {"pv": "fp16", "pv_accum_dtype": "fp16+fp32"},
     "fp16 values and sums": {"pv": "fp16", "pv_accum_dtype": "fp16", "smooth_v": True},
     "FP8 scores, fp16 values": {**FP8_BLOCKS, "pv": "fp16", "causal": "top_left"},
+    "tiles of 64 keys": SM89,
+    "tiles of 64 keys, one level": {**SM89, "pv_accum_dtype": "fp32", "smooth_v": True},
+    "tiles of 64 keys, fp16 sums": {**SM89, "pv_accum_dtype": "fp32+fp16"},
+    "tiles of 64 keys, per block": BLOCKS64,
+    "tiles of 64 keys, per block, CUDA": {**BLOCKS64, "quantizer": "cuda"},
+    "tiles of 64 keys, fp16 values": {**SM89, "pv": "fp16"},
+    "tiles of 64 keys, fp16 values, two levels": {
+        **SM89,
+        "pv": "fp16",
+        "pv_accum_dtype": "fp16+fp32",
+    },
+    "tiles of 64 keys, fp16 values and sums": {
+        **SM89,
+        "pv": "fp16",
+        "pv_accum_dtype": "fp16",
+        "smooth_v": True,
+        "qk_quant_gran": "per_warp",
+    },
+    "tiles of 64 keys, FP8 scores, per row": {**SM89, **FP8_ROWS},
+    "tiles of 64 keys, FP8 scores, per 64": {**SM89, **FP8_BLOCKS},
+    "tiles of 64 keys, FP8 scores, per head": {**SM89, **FP8_HEADS},
+    "tiles of 64 keys, a mask": {**BLOCKS64, "mask": "float"},
     "a mask": {"mask": "bool", "causal": "top_left"},
     "a mask, FP8 scores": {"mask": "bool", **FP8_ROWS},
     "added to scores": {"mask": "float"},
@@ -135,7 +176,9 @@ def test_formats(name: str, dim: int, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, FP8_ROWS, FP8_BLOCKS, FP8_HEADS], ids=["int8", "rows", "blocks", "heads"]
+    "options",
+    [{}, FP8_ROWS, FP8_BLOCKS, FP8_HEADS, SM89, BLOCKS64],
+    ids=["int8", "rows", "blocks", "heads", "64", "64 blocks"],
 )
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 def test_packed_sequences(causal: str, options: dict, seed: int) -> None:
@@ -202,13 +245,14 @@ def test_configurations_with_kernels() -> None:
     assert has_kernel(QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype="fp32"))
     assert has_kernel(QuantizedAttentionConfig(128, pv_accum_dtype="fp32+fp16"))
     assert has_kernel(QuantizedAttentionConfig(128, mask="bool"))
+    assert has_kernel(QuantizedAttentionConfig(128, geometry="sm89"))
+    assert not has_kernel(QuantizedAttentionConfig(128, geometry="sm89"), "sm_100a")
     for granularity in ("per_head", "per_row", "per_64"):
         fp8 = {"qk": "fp8", "qk_quant_gran": granularity, "quantizer": ""}
         assert has_kernel(QuantizedAttentionConfig(64, **fp8))
     for other in (
         QuantizedAttentionConfig(128, dtype="float32"),
         QuantizedAttentionConfig(33),
-        QuantizedAttentionConfig(128, geometry="sm89"),
         QuantizedAttentionConfig(
             128, pv="nvfp4", qk="nvfp4", qk_quant_gran="per_16", quantizer="", pv_accum_dtype="fp32"
         ),

@@ -25,6 +25,7 @@ FP16_VALUES = {"pv": "fp16", "pv_accum_dtype": "fp16", "smooth_v": True}
 FP8_ROWS = {"qk": "fp8", "qk_quant_gran": "per_row"}
 FP8_BLOCKS = {"qk": "fp8", "qk_quant_gran": "per_64"}
 FP8_HEADS = {"qk": "fp8", "qk_quant_gran": "per_head"}
+SM89 = {"geometry": "sm89"}  # tiles of 64 keys
 
 
 def run(inputs: KvInputs, seed: int, schedules: int | None = 1, arch: str = "sm_90a") -> Outcome:
@@ -69,6 +70,15 @@ FORMATS = {
     "FP8 keys, per head, as they are": Case(
         1, 2, 1, 1, 300, 64, "zeros", options={**FP8_HEADS, "smooth_k": False}
     ),
+    "tiles of 64 keys": Case(2, 2, 2, 1, 330, 64, "kbias", options=SM89),
+    "tiles of 64 keys, 128 channels": Case(
+        1, 2, 1, 1, 300, 128, "zeros", options={**SM89, **ONE_LEVEL, "qk_quant_gran": "per_warp"}
+    ),
+    "tiles of 64 keys, per block": Case(
+        1, 2, 1, 1, 200, 64, "zeros", options={**SM89, "qk_quant_gran": "per_block", "pv": "fp16"}
+    ),
+    "tiles of 64 keys, FP8 keys": Case(1, 1, 1, 1, 260, 96, options={**SM89, **FP8_BLOCKS}),
+    "tiles of 64 keys, FP8 keys, per row": Case(1, 1, 1, 1, 90, 64, options={**SM89, **FP8_ROWS}),
     "FP8 keys, 128 channels": Case(1, 1, 1, 1, 190, 128, "kbias", options=FP8_BLOCKS),
 }
 
@@ -95,8 +105,18 @@ def test_blackwell_has_the_same_codes(options: dict, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, ONE_LEVEL, FP8_ROWS, FP8_BLOCKS, FP8_HEADS, FP16_VALUES],
-    ids=["default", "one level", "rows", "blocks", "heads", "fp16"],
+    [
+        {},
+        ONE_LEVEL,
+        FP8_ROWS,
+        FP8_BLOCKS,
+        FP8_HEADS,
+        FP16_VALUES,
+        SM89,
+        {**SM89, **FP8_HEADS},
+        {**SM89, **FP16_VALUES, "qk_quant_gran": "per_block"},
+    ],
+    ids=["default", "one level", "rows", "blocks", "heads", "fp16", "64", "64 heads", "64 fp16"],
 )
 def test_packed_sequences(options: dict, seed: int) -> None:
     """Rows behind the last one, too, and tiles between them."""
@@ -108,7 +128,7 @@ def test_packed_sequences(options: dict, seed: int) -> None:
 def test_no_synchronisation_is_left_out(seed: int) -> None:
     cases = [
         RAGGED,
-        *(Case(1, 2, 1, 1, 400, 64, options=x) for x in (ONE_LEVEL, FP8_BLOCKS, FP8_HEADS)),
+        *(Case(1, 2, 1, 1, 400, 64, options=x) for x in (ONE_LEVEL, FP8_BLOCKS, FP8_HEADS, SM89)),
     ]
     reports = [run(KvInputs.make(case, seed), seed).report for case in cases]
     assert not missed_synchronisation(reports)
@@ -119,10 +139,10 @@ def test_configurations_with_kernels() -> None:
     assert has_codes_kernel(QuantizeKvConfig(128, pv="fp16", pv_accum_dtype="fp32"))
     assert has_codes_kernel(fp8_keys(64, "per_row"))
     assert has_codes_kernel(fp8_keys(64, "per_head"))
+    assert has_codes_kernel(QuantizeKvConfig(128, geometry="sm89"))
     for other in (
         QuantizeKvConfig(128, dtype="float32"),
         QuantizeKvConfig(33),
-        QuantizeKvConfig(128, geometry="sm89"),
         QuantizeKvConfig(128, smooth_q=True),
         QuantizeKvConfig(128, km_scope="packed"),
     ):

@@ -25,7 +25,7 @@ from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.kit.wgmma import by_row, gemm
 from dsv4.kernels.lowp.config import FP16_FLUSH_KEYS, P_OFFSET, QuantizedAttentionConfig
-from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, TILE_KEYS, AttentionPlan
+from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, AttentionPlan
 from dsv4.kernels.lowp.sm90.context import AttentionContext, scores_mma, values_mma
 from dsv4.kernels.lowp.sm90.epilogue import Epilogue
 from dsv4.kernels.lowp.sm90.mask import MaskRows, apply_mask
@@ -37,8 +37,8 @@ from dsv4.kernels.lowp.work import Operands, Share, Work
 
 # Of a product, by format.
 K_STEPS = {"int8": 32, "fp8": 32, "fp16": 16}
-COLUMN_GROUPS = TILE_KEYS // 8
-PASSED = 10  # column groups whose weights a warpgroup computes before it passes a turn at them
+# Part of a tile's weights that a warpgroup computes before it passes a turn at them.
+PASSED = 10 / 16
 TURNS = Turns(1, GROUPS)
 
 
@@ -77,17 +77,20 @@ class Consumers:
         self.plan = plan
         self.has_two_levels = config.pv_accum_dtype in ("fp32+fp32", "fp32+fp16", "fp16+fp32")
         is_flushed = config.pv_accum_dtype == "fp32+fp16"
-        self.parts = TILE_KEYS // FP16_FLUSH_KEYS if is_flushed else 1  # of a tile's sums
+        self.parts = plan.tile_keys // FP16_FLUSH_KEYS if is_flushed else 1  # of a tile's sums
         has_half = is_flushed or config.pv_accum_dtype.startswith("fp16")
         self.mma_sums = Float16 if has_half else Float32
         self.is_fp16 = config.pv == "fp16"
         self.offset = P_OFFSET[config.pv]
         self.has_mask = config.mask != "none"
+        self.column_groups = plan.tile_keys // 8
+        self.passed = int(self.column_groups * PASSED)
         self.turn = plan.order.turn
         self.is_serial = plan.order.is_serial and (self.has_two_levels or self.is_fp16)
         self.epilogue = Epilogue(config, plan)
         self.queries = Queries(config, plan)
-        self.key_scales = {"per_row": 0, "per_64": 2}.get(config.qk_quant_gran, 1)
+        scales = {"per_row": 0, "per_64": plan.tile_keys // 64}
+        self.key_scales = scales.get(config.qk_quant_gran, 1)
 
     @cute.jit
     def compute(self, ctx: AttentionContext, warp):
@@ -115,24 +118,23 @@ class Consumers:
     def _fragments(self, ctx: AttentionContext) -> Fragments:
         scores, values = scores_mma(self.plan), self._values_mma()
         own, of_values = scores.get_slice(0), values.get_slice(0)
-        sums = values.partition_shape_C((GROUP_QUERIES, self.plan.dim))
-        o = values.make_fragment_C(sums)
-        s = scores.make_fragment_C(scores.partition_shape_C((GROUP_QUERIES, TILE_KEYS)))
+        shape = values.partition_shape_C((GROUP_QUERIES, self.plan.dim))
+        weights = GROUP_QUERIES, self.plan.tile_keys
+        o = values.make_fragment_C(shape)
+        s = scores.make_fragment_C(scores.partition_shape_C(weights))
         t = (o,)
         if self.has_two_levels:
             layout = o.layout
-            t = tuple(values.make_fragment_C(sums) for _ in range(self.parts))
+            t = tuple(values.make_fragment_C(shape) for _ in range(self.parts))
             if self.is_serial and not self.is_fp16:
-                start = cute.recast_ptr(s.iterator, dtype=self.mma_sums)
-                size = cute.cosize(layout)
-                t = tuple(cute.make_tensor(start + i * size, layout) for i in range(self.parts))
+                s, t = shared(s, t)
             o = cute.make_rmem_tensor(layout, Float32)
         return Fragments(
             q=own.make_fragment_A(own.partition_A(ctx.smem.queries)),
             k=own.make_fragment_B(own.partition_B(ctx.smem.keys)),
             v=of_values.make_fragment_B(of_values.partition_B(ctx.smem.values)),
             scores=s,
-            codes=values.make_fragment_A(values.partition_shape_A((GROUP_QUERIES, TILE_KEYS))),
+            codes=values.make_fragment_A(values.partition_shape_A(weights)),
             sums=o,
             tile_sums=t,
             state=RowState.make(),
@@ -251,13 +253,13 @@ class Consumers:
             # The next step's wait, here a branch: the assembler would move weights before the turn,
             # and the end of the turn behind the weights that follow it.
             ctx.pipes.values.wait(keys)
-            self._weigh(f, factor, range(PASSED), is_masked)
+            self._weigh(f, factor, range(self.passed), is_masked)
             weights = by_row(cute.recast_tensor(f.scores, Float32))
-            TURNS.give(group, [weights[r, 1, PASSED - 1] for r in range(2)])
+            TURNS.give(group, [weights[r, 1, self.passed - 1] for r in range(2)])
             ctx.pipes.values.wait(keys)
-            self._weigh(f, factor, range(PASSED, COLUMN_GROUPS), is_masked)
+            self._weigh(f, factor, range(self.passed, self.column_groups), is_masked)
         else:
-            self._weigh(f, factor, range(COLUMN_GROUPS), is_masked)
+            self._weigh(f, factor, range(self.column_groups), is_masked)
         self._encode(f)
 
     @cute.jit
@@ -276,9 +278,9 @@ class Consumers:
             rows = by_row(f.scores)
             pairs = cute.make_tensor(
                 ctx.smem.key_scales[None, keys.stage].iterator + lane % 4 * 2,
-                cute.make_layout((2, COLUMN_GROUPS), stride=(1, 8)),
+                cute.make_layout((2, self.column_groups), stride=(1, 8)),
             )
-            for j in cutlass.range_constexpr(COLUMN_GROUPS):
+            for j in cutlass.range_constexpr(self.column_groups):
                 for c in cutlass.range_constexpr(2):
                     scale = pairs[c, j]
                     for r in cutlass.range_constexpr(2):
@@ -289,7 +291,7 @@ class Consumers:
     def _start(self, f: Fragments, factor, seen: Seen, lane, is_masked: cutlass.Constexpr):
         """Weights of the first tile."""
         self._raise_maxima(f, factor, seen, lane, is_masked)
-        self._weigh(f, factor, range(COLUMN_GROUPS), is_masked)
+        self._weigh(f, factor, range(self.column_groups), is_masked)
 
     def _scores(self, f: Fragments, factor):
         """Scores, and the factors on them; a mask was added to scores that are scaled."""
@@ -317,7 +319,7 @@ class Consumers:
     def _seen(self, ctx: AttentionContext, work: Work, first, tile, warp, lane) -> Seen:
         """Keys of a tile that each of this thread's two rows sees."""
         step = 8 if ctx.tiles.is_causal else 0
-        before = tile * TILE_KEYS
+        before = tile * self.plan.tile_keys
         limits = tuple(cutlass.min(first + step * r, work.keys) - before for r in range(2))
         if not self.has_mask:
             return Seen(limits)
@@ -341,7 +343,8 @@ class Consumers:
 
     def _issue_values(self, f: Fragments, stage) -> None:
         """T = P V of a stage's values."""
-        v, count = f.v[None, None, None, stage], TILE_KEYS // K_STEPS[self.plan.pv] // self.parts
+        v = f.v[None, None, None, stage]
+        count = self.plan.tile_keys // K_STEPS[self.plan.pv] // self.parts
         for i, target in enumerate(f.tile_sums):
             steps = range(i * count, (i + 1) * count)
             gemm(self._values_mma, target, f.codes, v, steps, 0, not self.has_two_levels)
@@ -373,6 +376,19 @@ class Consumers:
         for j in cutlass.range_constexpr(sums.groups):
             for r in cutlass.range_constexpr(2):
                 sums.set_pair(r, j, [x * f.state.decay[r] for x in sums.pair(r, j)])
+
+
+def shared(
+    scores: cute.Tensor, sums: tuple[cute.Tensor, ...]
+) -> tuple[cute.Tensor, tuple[cute.Tensor, ...]]:
+    """Scores and a tile's sums in the same registers: those of the larger one."""
+    first = sums[0]
+    words = cute.size(first) * first.element_type.width // 32 * len(sums)
+    if words > cute.size(scores):
+        start = cute.recast_ptr(first.iterator, dtype=scores.element_type)
+        return cute.make_tensor(start, scores.layout), sums
+    start, size = cute.recast_ptr(scores.iterator, dtype=first.element_type), cute.cosize(first)
+    return scores, tuple(cute.make_tensor(start + i * size, first.layout) for i in range(len(sums)))
 
 
 class KeyScale(NamedTuple):

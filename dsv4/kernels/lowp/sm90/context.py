@@ -14,7 +14,7 @@ from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
 from dsv4.kernels.lowp.context import Context, Tiles, pipelines, views
-from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, TILE_KEYS, AttentionPlan
+from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, AttentionPlan
 
 DTYPES = {"int8": cutlass.Int8, "fp8": cutlass.Float8E4M3FN}
 SCORES = {"int8": cutlass.Int32, "fp8": cutlass.Float32}
@@ -52,13 +52,15 @@ def allocate(plan: AttentionPlan) -> tuple[Smem, Pipelines]:
     """Shared memory of a CTA: its views, and the mbarriers in it."""
     storage = SmemAllocator().allocate(storage_struct(plan.smem))
     rows, _ = operand_atoms(DTYPES[plan.qk], plan.dim)
-    columns, fp16_columns = operand_atoms(VALUES[plan.pv], SPAN_BYTES)
+    keys = plan.tile_keys
+    span = keys if plan.pv == "fp8" else SPAN_BYTES
+    columns, fp16_columns = operand_atoms(VALUES[plan.pv], span)
     q = cute.tile_to_shape(rows, (GROUP_QUERIES, plan.dim, GROUPS), order=(0, 1, 2))
-    k = cute.tile_to_shape(rows, (TILE_KEYS, plan.dim, plan.stages), order=(0, 1, 2))
+    k = cute.tile_to_shape(rows, (keys, plan.dim, plan.stages), order=(0, 1, 2))
     if plan.pv == "fp8":
-        v = cute.tile_to_shape(columns, (plan.dim, TILE_KEYS, plan.stages), order=(0, 1, 2))
+        v = cute.tile_to_shape(columns, (plan.dim, keys, plan.stages), order=(0, 1, 2))
     else:
-        v = cute.tile_to_shape(fp16_columns, (plan.dim, TILE_KEYS, plan.stages), order=(1, 0, 2))
+        v = cute.tile_to_shape(fp16_columns, (plan.dim, keys, plan.stages), order=(1, 0, 2))
     smem = Smem(
         **views(plan, storage),
         queries=storage.queries.get_tensor(q.outer, swizzle=q.inner),
@@ -70,9 +72,10 @@ def allocate(plan: AttentionPlan) -> tuple[Smem, Pipelines]:
 
 def scores_mma(plan: AttentionPlan):
     """wgmma of a warpgroup's queries with a tile of keys, both in shared memory."""
-    shape, source, major = (GROUP_QUERIES, TILE_KEYS, 32), warpgroup.OperandSource.SMEM, K_MAJOR
+    shape, major = (GROUP_QUERIES, plan.tile_keys, 32), K_MAJOR
     dtype, sums = DTYPES[plan.qk], SCORES[plan.qk]
     op = MmaI8Op if plan.qk == "int8" else warpgroup.MmaF8Op
+    source = warpgroup.OperandSource.SMEM
     return cute.make_tiled_mma(op(dtype, dtype, sums, shape, source, major, major))
 
 

@@ -14,7 +14,6 @@ from cutlass import Float32, Int32, Int64, cute
 from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.kit.wgmma import by_row
 from dsv4.kernels.lowp.config import LOG2E
-from dsv4.kernels.lowp.plan import TILE_KEYS
 from dsv4.kernels.lowp.work import Operands, Work, row_of
 
 
@@ -49,7 +48,7 @@ def apply_mask(scores: cute.Tensor, mask: cute.Tensor, rows: MaskRows, factors, 
     sums, found = by_row(scores), by_row(cute.recast_tensor(scores, Float32))
     groups, dtype = cute.size(sums, mode=[2]), mask.element_type
     size, parts = dtype.width // 8, len(factors[0])
-    begin = tile * TILE_KEYS
+    begin = tile * (8 * groups)
     for r in cutlass.range_constexpr(2):
         address = rows.first if r == 0 else rows.second
         for j in cutlass.range_constexpr(groups):

@@ -2,7 +2,8 @@
 
 A quad of lanes has two rows, 8 apart, of a warp's 16: the ones whose scores it will hold. Per
 thread, that is a group of queries which share a scale, and the scale never leaves the registers;
-per row, each has its own.
+per row, each has its own. Groups of 32 queries are those of two warps, which show each other their
+maxima.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Queries(QueryRows):
         part = lane % LANES
         if cutlass.const_expr(self.config.is_per_head):
             amax = [self.largest_of_head(ctx, work, lane)] * 2
+        elif cutlass.const_expr(self.config.has_wide_blocks):
+            amax = [self.largest_of_block(ctx, work, row)] * 2
         else:
             amax = [across_lanes(fmax_nan, x, LANES) for x in self._amax(ctx, row, rows, part)]
             if cutlass.const_expr(self.config.qk_quant_gran != "per_row"):
@@ -54,6 +57,12 @@ class Queries(QueryRows):
         if cutlass.const_expr(granularity != "per_thread"):
             for offset in cutlass.range_constexpr(2, 5):
                 amax = fmax_nan(amax, cute.arch.shuffle_sync_bfly(amax, offset=1 << offset))
+        if cutlass.const_expr(self.config.has_pairs_of_warps):
+            groups = self.plan.warp_maxima
+            if lane % LANES == 0 and lane // LANES < groups:
+                maxima[warp * groups + lane // LANES] = amax
+            sync(warp // 4)
+            amax = fmax_nan(amax, maxima[(warp ^ 1) * groups + lane // LANES % groups])
         if cutlass.const_expr(granularity in ("per_block", "per_64")):
             if lane == 0:
                 maxima[warp] = amax
