@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from dsv4.compat import sageattention as sage
+from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
 from dsv4.ops import quantize_kv
+from dsv4.ops.quantized_attention.options import FORMAT_OPTIONS, complete
 from dsv4.testing.accuracy import assert_same_bits
 from dsv4.testing.lowp import Case, Metrics, expected, make_inputs, official_values
 
@@ -71,6 +73,18 @@ def test_functions_are_attention(name, is_causal, seed) -> None:
     assert found.cosine > (0.98 if "3" in name[:9] else 0.998), found
     with pytest.raises(TypeError, match="smooth_kk: got an unknown keyword"):
         getattr(sage, name)(q, k, v, smooth_kk=True)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "sageattn_varlen"])
+def test_functions_have_a_kernel_on_hopper(name, monkeypatch) -> None:
+    """But for FP4, which its tensor cores do not have."""
+    calls = []
+    monkeypatch.setattr(sage, "quantized_attention", lambda *_, **options: calls.append(options))
+    x, ends = torch.zeros(2, 64, 64), torch.tensor([0, 2])
+    getattr(sage, name)(x, x, x, *((ends, ends, 2, 2) if "varlen" in name else ()))
+    formats = complete({option: calls[0].get(option) for option in FORMAT_OPTIONS})
+    has_its_kernel = has_kernel(QuantizedAttentionConfig(64, **formats), "sm_90a")
+    assert has_its_kernel == (name != "sageattn3_blackwell")
 
 
 def test_functions_differ_in_their_numerics(seed) -> None:

@@ -22,6 +22,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.stage("lowp")]
 
 FP8_ROWS = {"qk": "fp8", "qk_quant_gran": "per_row"}
 FP8_BLOCKS = {"qk": "fp8", "qk_quant_gran": "per_64"}
+# Tiles of 64 keys, of the official functions but two.
+SM89 = {"geometry": "sm89"}
+SM89_BLOCKS = {
+    **SM89, "qk_quant_gran": "per_block", "pv": "fp16", "pv_accum_dtype": "fp16+fp32",
+}  # fmt: skip
 CASES = {
     "128 channels": Case(2, 4, 4, 2048, 2048, 128, "kbias"),
     "64 channels": Case(2, 4, 2, 1000, 3001, 64, "vbias"),
@@ -54,6 +59,21 @@ CASES = {
     "fp16 values, 64 channels": Case(
         1, 8, 2, 1111, 1111, 64, options={"pv": "fp16", "causal": "top_left"}
     ),
+    "tiles of 64 keys": Case(
+        2, 4, 2, 1000, 2001, 128, "vbias", options={**SM89, "pv_accum_dtype": "fp32+fp16"}
+    ),
+    "tiles of 64 keys, two levels": Case(
+        1, 8, 2, 1111, 1111, 64, "kbias", options={**SM89, "causal": "top_left"}
+    ),
+    "tiles of 64 keys, per warp": Case(
+        1, 4, 2, 700, 1300, 128, options={**SM89, "qk_quant_gran": "per_warp"}
+    ),
+    "tiles of 64 keys, fp16 values": Case(1, 4, 2, 700, 1300, 64, options={**SM89, "pv": "fp16"}),
+    "tiles of 64 keys, blocks": Case(1, 4, 2, 700, 1300, 128, "vbias", options=SM89_BLOCKS),
+    "tiles of 64 keys, blocks, causal": Case(
+        1, 8, 2, 1111, 1111, 64, options={**SM89_BLOCKS, "causal": "top_left"}
+    ),
+    "tiles of 64 keys, FP8 scores": Case(2, 4, 2, 500, 901, 64, options={**SM89, "qk": "fp8"}),
     "a mask": Case(2, 4, 2, 500, 1001, 128, options={"mask": "bool"}),
     "added to scores": Case(
         2, 4, 2, 500, 1001, 64, options={"mask": "float", "causal": "top_left"}
@@ -90,11 +110,13 @@ def test_attention_is_torch_s(name: str, device: Device, seed: int) -> None:
     assert_attention(inputs, OpKernels(QUANTIZED_ATTENTION, device).run(inputs, schedules=None))
 
 
-@pytest.mark.parametrize("qk", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    "options", [{}, {"qk": "fp8"}, SM89, SM89_BLOCKS], ids=["int8", "fp8", "64", "64 blocks"]
+)
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_packed_sequences(causal: str, qk: str, device: Device, seed: int) -> None:
+def test_packed_sequences(causal: str, options: dict, device: Device, seed: int) -> None:
     rows, keys = (sum(pair[i] for pair in PACKED) for i in range(2))
-    case = Case(1, 4, 2, rows + 30, keys + 9, 64, options={"qk": qk, "causal": causal})
+    case = Case(1, 4, 2, rows + 30, keys + 9, 64, options={**options, "causal": causal})
     inputs = Inputs.make(case, seed, PACKED, "cuda")
     assert_attention(inputs, OpKernels(QUANTIZED_ATTENTION, device).run(inputs, schedules=None))
 

@@ -80,6 +80,10 @@ def test_ragged_causal_attention(seed: int) -> None:
     run(Inputs.make(RAGGED, seed), seed)
 
 
+def test_tiles_of_64_keys(seed: int) -> None:
+    run(Inputs.make(Case(1, 2, 1, 100, 150, 64, options=SM89), seed), seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SCHEDULED.values(), ids=SCHEDULED)
 @pytest.mark.parametrize("ctas", [1, 2, 5])
@@ -316,3 +320,39 @@ def checked(build: Callable, seed: int) -> None:
     test_bug_is_noticed,
     test_without_a_bug_nothing_is_noticed,
 ) = planted_bugs.tests_of(BUGS, "dsv4.kernels.lowp.sm90.attention", checked)
+
+# Of groups of queries that two warps have, and of blocks that two work tiles have.
+BUGS64: dict[str, Edit] = {
+    "maxima read before both warps' are written": at("lowp.sm90.queries:Queries._of_group")
+    .call("sync", 0)
+    .delete(),
+    "the largest of one warp's queries": at("lowp.sm90.queries:Queries._of_group")
+    .expression("warp ^ 1")
+    .replace("warp"),
+    "the largest of another block": at("QueryMaxima.of_block")
+    .expression("place // MAXIMA_ROWS")
+    .replace("place // (2 * MAXIMA_ROWS)"),
+    "sums of half a tile": at("Consumers._issue_values")
+    .expression("(i + 1) * count")
+    .replace("i * count + 1"),
+}
+
+
+def checked64(build: Callable, seed: int) -> None:
+    """The same of tiles of 64 keys."""
+    kernels = OpKernels(QUANTIZED_ATTENTION, Simulator("sm_90a"))
+    blocks = {**BLOCKS64, "causal": "top_left"}
+    for options in (SM89, blocks):
+        inputs = Inputs.make(Case(1, 2, 1, 300, 330, 64, options=options), seed)
+        compiled = kernels.compile(inputs.config, build)
+        scalars = kernels.call(inputs).options
+        scalars = {name: scalars[name] for name in ("factor", "section")}
+        outcome = kernels.run(inputs, seed, None, compiled, num_ctas=1, **scalars)
+        assert_attention(inputs, outcome)
+
+
+(
+    test_bug_of_tiles_of_64_keys_has_its_place,
+    test_bug_of_tiles_of_64_keys_is_noticed,
+    test_without_a_bug_tiles_of_64_keys_are_right,
+) = planted_bugs.tests_of(BUGS64, "dsv4.kernels.lowp.sm90.attention", checked64)
