@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -132,7 +133,8 @@ def _time(peer: Peer, inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool) ->
         call = peer.prepare(*inputs, is_causal)
         call()
         torch.cuda.synchronize()
-    except (RuntimeError, ValueError, TypeError):
+    except Exception as error:  # noqa: BLE001 each has errors of its own
+        print(f"{peer.name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         return None
     return graph_microseconds([call])
 

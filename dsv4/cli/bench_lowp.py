@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from dsv4.cli import bench_rows
 from dsv4.quoting import quoted
@@ -16,10 +17,17 @@ def add_parser(benchmarks) -> None:
         help="quantised attention: TFLOP/s with and without the quantisers, accuracy, peers",
         description="CUDA-graph replays, medians; 4 sequences of 32 heads of queries. Accuracy is "
         "that against exact attention on the inputs, in SageAttention's terms. Peers are torch's "
-        "attention, and FlashAttention 3 and SageAttention where they can be imported.",
+        "attention, and FlashAttention 3, cuDNN's FP8 attention and SageAttention where they can "
+        "be imported, or are given as libraries.",
     )
     more = "measure D channels, L rows, CAUSAL 0 or 1, KEY_HEADS instead of the table (repeatable)"
     bench_rows.add_options(parser, parse_shape, SHAPE_FORMAT, more)
+    parser.add_argument(
+        "--fa3", type=Path, metavar="LIBRARY", help="_vllm_fa3_C.abi3.so of vLLM's wheel"
+    )
+    parser.add_argument(
+        "--sage", type=Path, metavar="LIBRARY", help="what `scripts/sage_parity library` builds"
+    )
     parser.add_argument("--no-peers", action="store_true", help="time our kernels alone")
     parser.set_defaults(run=run)
 
@@ -36,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise RuntimeError("bench needs a CUDA GPU, none is available")
     shapes = [lowp.Shape(*numbers) for numbers in args.shape or ()] or lowp.model_shapes()
     machine = Machine.measure()
-    others = [] if args.no_peers else list(peers())
+    others = [] if args.no_peers else list(peers(args.fa3, args.sage))
     print(machine)
     print(report.table_head([*lowp.COLUMNS, *(f"{peer.name}, TFLOP/s" for peer in others)]))
     rows = []

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import pytest
 import torch
 
 from dsv4.bench import lowp as bench
+from dsv4.bench.lowp_libraries import by_group
 from dsv4.bench.lowp_peers import Peer, peers
 from dsv4.cli.bench_lowp import parse_shape
 from dsv4.testing.lowp import Metrics
@@ -49,6 +51,18 @@ def test_peers_of_every_installation() -> None:
     found = list(peers())
     assert all(isinstance(peer, Peer) for peer in found)
     assert [peer.name for peer in found[:2]] == ["SDPA flash", "SDPA cuDNN"]
+    names = [peer.name for peer in peers(Path("fa3.so"), Path("sage.so"))]
+    assert {"FA3", "FA3 FP8", "SageAttention"} <= set(names) and len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("key_heads", [2, 4])
+def test_peers_get_one_scale_for_a_group_of_heads(key_heads: int, seed: int) -> None:
+    x = torch.randn(2, 4, 30, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    codes, scale = by_group(x, key_heads)
+    assert codes.shape == x.shape and scale.shape == (2, key_heads)
+    spread = scale.repeat_interleave(4 // key_heads, 1)[:, :, None, None]
+    assert codes.float().abs().amax((2, 3)).amax() == 448
+    assert Metrics.of(codes.float() * spread, x).cosine > 0.999
 
 
 def test_shapes() -> None:
