@@ -10,12 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.lowp_stages import stages_of
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip GPU tests, with the reason, on machines without the GPU they need."""
+    """Skip GPU tests, with the reason, on machines without the GPU they need; mark those of
+    quantised attention with what they prove of it."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     needs = {"gpu": None, "sm90": (9, 0), "sm100": (10, 0)}
     for item in items:
+        for stage in stages_of(item.nodeid):
+            item.add_marker(pytest.mark.stage(stage))
         for marker, required in needs.items():
             if item.get_closest_marker(marker) is None:
                 continue

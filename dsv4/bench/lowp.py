@@ -133,7 +133,7 @@ def _time(peer: Peer, inputs: tuple[Tensor, Tensor, Tensor], is_causal: bool) ->
         call = peer.prepare(*inputs, is_causal)
         call()
         torch.cuda.synchronize()
-    except Exception as error:  # noqa: BLE001 each has errors of its own
+    except Exception as error:
         print(f"{peer.name}: {type(error).__name__}: {str(error)[:200]}", file=sys.stderr)
         return None
     return graph_microseconds([call])

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import lowp_stages
+
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 14 * 2**20
 MAX_HOST_LINES, MAX_KERNEL_LINES = 500, 900
@@ -63,6 +65,20 @@ def test_a_failing_stage_fails_the_table(tmp_path: Path) -> None:
     failing = run_stages({"op": {"cpu": {"tests/x.py::test": "failed"}}}, tmp_path)
     assert failing.returncode == 1
     assert "op" in failing.stderr
+
+
+def test_stages_of_quantised_attention_are_the_rows_of_its_page() -> None:
+    page = (ROOT / "docs" / "design" / "lowp.md").read_text()
+    rows = re.findall(r"^\| (lowp-[\w-]+) \|", page, re.MULTILINE)
+    listed = [name for name, _ in load_script("stages").STAGES if name.startswith("lowp-")]
+    assert rows == listed == list(lowp_stages.STAGES)
+    for entries in lowp_stages.STAGES.values():
+        for entry in entries:
+            file, _, function = entry.split(" ")[0].partition("::")
+            assert f"def {function}(" in (ROOT / file).read_text(), entry
+    assert lowp_stages.stages_of(
+        "tests/kernels/lowp/test_attention.py::test_formats[64-a mask]"
+    ) == ["lowp-masks"]
 
 
 def test_runs_on_several_machines_are_merged() -> None:

@@ -93,6 +93,22 @@ def test_every_tie_of_fp4_goes_to_the_even_code() -> None:
     assert q8.decode_e2m1(q8.round_e2m1(ties)).tolist() == wanted
 
 
+@pytest.mark.parametrize("rule", ["triton", "cuda"])
+def test_int4_has_seven_levels_of_a_sign(rule, seed) -> None:
+    """No tensor core of either architecture multiplies them: codes of the reference alone."""
+    x = torch.randn(96, 64, generator=torch.Generator().manual_seed(seed))
+    x[32:64] = 0
+    groups = [reference.query_group("per_thread", row, "sm90") for row in range(len(x))]
+    codes, scale = reference.quantize_rows(x, groups, rule, 7)
+    assert codes.abs().max() == 7 and torch.equal(codes, codes.round())
+    assert not codes[32:64].any()
+    assert ((codes * scale[:, None] - x).abs() <= scale[:, None] * 0.5001).all()
+    amax = x.abs().amax(1)
+    for row in (0, 95):
+        of_group = [i for i, group in enumerate(groups) if group == groups[row]]
+        torch.testing.assert_close(scale[row], amax[of_group].max() / 7, rtol=1e-5, atol=2e-7)
+
+
 def test_the_biased_encoding_of_zeros_is_its_middle() -> None:
     codes, scale = reference.quantize_uint8(torch.zeros(4, 8))
     assert scale == 1 and (codes == 128).all()
