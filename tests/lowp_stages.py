@@ -57,6 +57,9 @@ STAGES: dict[str, tuple[str, ...]] = {
         f"{_CLI}.py::test_a_process_takes_its_knobs_from_the_environment",
         f"{_CLI}.py::test_a_dump_is_read_back_without_a_difference",
         f"{_CLI}.py::test_cases_are_within_their_bounds",
+        f"{_CLI}.py::test_a_sample_has_the_stages_of_a_block_of_queries",
+        f"{_CLI}.py::test_toggles_change_who_computes_and_no_bit",
+        f"{_GPU}::test_toggles_of_the_environment",
     ),
     "lowp-sizes": (
         f"{_SEMANTICS}::test_any_head_dimension",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -123,6 +124,39 @@ def test_the_environment_overrides_calls_and_says_so_once(environment, caplog, t
     names = {p: set(dump.read(tmp_path / p)[0]) for p in "bcd"}
     assert names["b"] == {"o", "lse"} and names["c"] == {"q", "k", "v"}
     assert names["d"] == {"q_codes", "q_scale", "k_codes", "k_scale"}
+
+
+def test_a_sample_has_the_stages_of_a_block_of_queries(environment, monkeypatch, tmp_path) -> None:
+    q, k, v = make_inputs(Case(2, 4, 2, 100, 70, 64), 0)
+    monkeypatch.setattr(dump, "_samples", itertools.count())
+    environment(
+        DSV4_SAGE_SAMPLE_PREFIX=f"{tmp_path}/x", DSV4_SAGE_SAMPLE_HEAD="3",
+        GGML_SAGE_SAMPLE_BLOCK="1", DSV4_SAGE_DUMP=f"{tmp_path}/a",
+    )  # fmt: skip
+    out = quantized_attention(q, k, v)
+    quantized_attention(q + 1, k, v)  # beyond the limit
+    arrays, meta = dump.read(tmp_path / "x")
+    assert (meta["head"], meta["first_query"]) == (3, 64)
+    assert torch.equal(arrays["o"], out[:, 3, 64:]) and torch.equal(arrays["k"], k[:, 1])
+    assert set(arrays) == set(dump.read(tmp_path / "a")[0])
+    environment(DSV4_SAGE_SAMPLE_HEAD="x")
+    with pytest.raises(ValueError, match="DSV4_SAGE_SAMPLE_HEAD: got 'x', needs a number"):
+        quantized_attention(q, k, v)
+
+
+def test_toggles_change_who_computes_and_no_bit(environment, caplog) -> None:
+    """On the CPU both are the torch code; on a GPU tests/gpu has them."""
+    q, k, v = make_inputs(Case(1, 2, 1, 30, 70, 64, "zeros"), 0)
+    wanted, wanted_lse = quantized_attention(q, k, v, return_lse=True)
+    environment(
+        DSV4_SAGE_FORCE_HOST_QK="1", DSV4_SAGE_FORCE_SIMPLE_QK="1", DSV4_SAGE_DEBUG_QUANT="1"
+    )
+    out, lse = quantized_attention(q, k, v, return_lse=True)
+    assert torch.equal(out, wanted) and torch.equal(lse, wanted_lse)
+    said = [record.getMessage() for record in caplog.records]
+    assert any(text.startswith("v_scale: 0 to ") and "21 of 64 are 0" in text for text in said), (
+        said
+    )
 
 
 def test_what_does_not_fit_is_reported_once(environment, caplog) -> None:

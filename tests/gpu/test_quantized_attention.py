@@ -8,6 +8,7 @@ import torch
 
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
 from dsv4.ops import quantize_kv, quantized_attention
+from dsv4.ops.quantized_attention import knobs
 from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
 from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
 from dsv4.ops.runtime.runner import config_of
@@ -261,6 +262,17 @@ def test_a_warm_runner_can_be_captured(options: dict, seed: int) -> None:
     graph.replay()
     wanted = quantized_attention(q, k, v, **options, smooth_k=False, sm_scale=0.3)
     assert torch.equal(found, wanted)
+
+
+def test_toggles_of_the_environment(monkeypatch, seed: int) -> None:
+    """Codes made on the CPU give the kernel's bits; the torch code is close."""
+    q, k, v = (x.cuda() for x in make_inputs(Case(1, 4, 2, 300, 500, 64, "vbias"), seed))
+    wanted = quantized_attention(q, k, v)
+    monkeypatch.setattr(knobs, "overrides", lambda: {"host_codes": True})
+    assert torch.equal(quantized_attention(q, k, v), wanted)
+    monkeypatch.setattr(knobs, "overrides", lambda: {"torch_code": True})
+    found = quantized_attention(q, k, v)
+    assert not torch.equal(found, wanted) and Metrics.of(found, wanted).l1 < 0.005
 
 
 def test_a_side_stream(seed: int) -> None:

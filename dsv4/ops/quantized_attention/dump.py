@@ -8,6 +8,7 @@ refused, not reordered: a buffer of another order of dimensions has the same num
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
-from dsv4.ops.quantized_attention.knobs import dump_prefixes, overrides
+from dsv4.ops.quantized_attention.knobs import LOG, dump_prefixes, overrides
 from dsv4.ops.quantized_attention.torch_path import attend
 from dsv4.quoting import quoted
 
@@ -137,4 +138,44 @@ def write_dumps(
     }
     chosen = {"dump": tuple(found), "dump_qkv": INPUTS, "dump_codes": CODES, "dump_out": OUTPUTS}
     for what, prefix in dump_prefixes().items():
-        write(prefix, {name: found[name] for name in chosen[what] if name in found}, about)
+        if what in chosen:
+            write(prefix, {name: found[name] for name in chosen[what] if name in found}, about)
+    _write_sample(config, found, about)
+
+
+SAMPLED_ROWS = 64  # queries of a sample
+OF_QUERIES = ("q", "q_codes", "q_scale", "s", "p", "p_codes", "m", "d", "o_sum", "o", "lse")
+_samples = itertools.count()
+
+
+def _write_sample(
+    config: QuantizedAttentionConfig, found: Mapping[str, Tensor], about: Mapping[str, Any]
+) -> None:
+    """Write the stages of one block of queries of one head of all sequences, and of its keys."""
+    given = overrides()
+    if "sample" not in given or config.is_varlen or next(_samples) >= given.get("sample_limit", 1):
+        return
+    head, block = given.get("sample_head", 0), given.get("sample_block", 0)
+    heads, keys = found["s"].shape[1], found["k_codes"].shape[1]
+    if head >= heads or block * SAMPLED_ROWS >= found["s"].shape[2]:
+        raise ValueError(f"DSV4_SAGE_SAMPLE_HEAD, _BLOCK: got {head} and {block}, there are none")
+    rows = slice(block * SAMPLED_ROWS, (block + 1) * SAMPLED_ROWS)
+    part = {}
+    for name, x in found.items():
+        if name not in OF_QUERIES:
+            part[name] = x[:, head * keys // heads]
+        elif name == "q_scale":
+            part[name] = x[:, head]
+        else:
+            part[name] = x[:, head, rows]
+    write(given["sample"], part, {**about, "head": head, "first_query": rows.start})
+
+
+def report_scales(codes: Mapping[str, Tensor | None]) -> None:
+    """Say between what numbers the scales of keys and values lie, which synchronises."""
+    for name in ("k_scale", "v_scale"):
+        scale = codes.get(name)
+        if scale is not None and scale.numel():
+            low, high = scale.float().aminmax()
+            zeros = int((scale.float() == 0).sum())
+            LOG.warning("%s: %g to %g, %d of %d are 0", name, low, high, zeros, scale.numel())

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dsv4.kernels.lowp.config import ACCUMULATORS, GRANULARITIES
 from dsv4.quoting import quoted
 
@@ -27,7 +29,7 @@ class Knob:
         variable: without its prefix.
         argument: that it overrides.
         values: text -> value; any text where it is empty.
-        help: for `dsv4 sage --knobs` and the design page.
+        help: what it does, for the design page.
     """
 
     variable: str
@@ -37,6 +39,7 @@ class Knob:
 
 
 _FLAG = {"0": False, "1": True}
+_COUNT = {str(number): number for number in range(4096)}
 
 
 def _names(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
@@ -52,6 +55,13 @@ KNOBS = (
     Knob("DUMP_QKV", "dump_qkv", {}, "write the inputs alone"),
     Knob("DUMP_QK_INT8", "dump_codes", {}, "write codes and scales alone"),
     Knob("DUMP_OUT", "dump_out", {}, "write outputs alone"),
+    Knob("SAMPLE_PREFIX", "sample", {}, "write the stages of some queries of a head"),
+    Knob("SAMPLE_HEAD", "sample_head", _COUNT, "the head, default 0"),
+    Knob("SAMPLE_BLOCK", "sample_block", _COUNT, "the block of 64 queries, default 0"),
+    Knob("SAMPLE_LIMIT", "sample_limit", _COUNT, "calls that are sampled, default 1"),
+    Knob("FORCE_HOST_QK", "host_codes", _FLAG, "code keys and values on the CPU, for the kernel"),
+    Knob("FORCE_SIMPLE_QK", "torch_code", _FLAG, "run the torch code in place of the kernel"),
+    Knob("DEBUG_QUANT", "report_scales", _FLAG, "report the scales of every call"),
 )
 
 
@@ -70,9 +80,9 @@ def overrides() -> Mapping[str, Any]:
                 continue
             text = os.environ[name]
             if knob.values and text not in knob.values:
-                raise ValueError(
-                    f"{name}: got {quoted(text)}, needs one of {', '.join(knob.values)}"
-                )
+                needs = "a number below 4096" if knob.values is _COUNT else ""
+                needs = needs or f"one of {', '.join(knob.values)}"
+                raise ValueError(f"{name}: got {quoted(text)}, needs {needs}")
             found[knob.argument] = knob.values[text] if knob.values else text
             LOG.warning("%s=%s overrides %s in every call", name, text, knob.argument)
             break
@@ -85,10 +95,18 @@ def warn_once(text: str) -> None:
     LOG.warning("%s", text)
 
 
+@torch.compiler.assume_constant_result
+def is_set(argument: str) -> bool:
+    """Whether a flag of the environment is 1."""
+    return bool(overrides().get(argument))
+
+
 def dump_prefixes() -> dict[str, str]:
     """Prefixes of dumps by what is to be written; empty without any."""
     given = overrides()
     return {name: given[name] for name in _DUMPS if name in given}
 
 
-_DUMPS: tuple[str, ...] = tuple(knob.argument for knob in KNOBS if knob.variable[:4] == "DUMP")
+_DUMPS: tuple[str, ...] = tuple(
+    knob.argument for knob in KNOBS if knob.variable[:4] == "DUMP" or knob.argument == "sample"
+)

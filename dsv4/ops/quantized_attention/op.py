@@ -16,8 +16,8 @@ from dsv4.kernels.lowp.args import ATTENTION_ARGS, CODES, needs, values
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
 from dsv4.kernels.lowp.groups import num_blocks
 from dsv4.kernels.lowp.plan import MAXIMA_ROWS, WORK_QUERIES, choose_launch
-from dsv4.ops.quantized_attention.dump import write_dumps
-from dsv4.ops.quantized_attention.knobs import dump_prefixes
+from dsv4.ops.quantized_attention.dump import report_scales, write_dumps
+from dsv4.ops.quantized_attention.knobs import dump_prefixes, is_set
 from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
 from dsv4.ops.quantized_attention.options import FORMAT_OPTIONS
 from dsv4.ops.quantized_attention.probes import probes_of
@@ -262,10 +262,16 @@ def quantized_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     shape = queries.shape[:3]
     lse = torch.empty(shape, dtype=torch.float32, device=q.device) if return_lse else None
-    given = (mask, cu_seqlens_q, codes.cu_seqlens_k)
     tensors = tuple(codes.codes.values())
     written = heads_first(out, tensor_layout)
-    _op(queries, *tensors[:3], written, identity, *tensors[3:], *given, lse)
+    operands = (queries, *tensors[:3], written)
+    optional = (*tensors[3:], mask, cu_seqlens_q, codes.cu_seqlens_k, lse)
+    if is_set("torch_code"):
+        QUANTIZED_ATTENTION.torch(config_of(QUANTIZED_ATTENTION, identity), *operands, *optional)
+    else:
+        _op(*operands, identity, *optional)
+    if is_set("report_scales"):
+        report_scales(codes.codes)
     if not torch.compiler.is_compiling() and dump_prefixes():
         inputs = (q, k, v) if isinstance(k, Tensor) else (q, None, None)
         write_dumps(config_of(QUANTIZED_ATTENTION, identity), inputs, queries, codes, mask, written)

@@ -17,6 +17,7 @@ from dsv4.kernels.lowp.config import QuantizeKvConfig, has_codes_kernel
 from dsv4.kernels.lowp.groups import num_blocks
 from dsv4.kernels.lowp.plan import STATISTICS
 from dsv4.ops.quantized_attention.codes import encode_kv, key_means
+from dsv4.ops.quantized_attention.knobs import is_set
 from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
 from dsv4.ops.quantized_attention.options import FORMAT_OPTIONS, complete
 from dsv4.ops.quantized_attention.probes import probes_of
@@ -247,6 +248,11 @@ def quantize_kv(
 def encode(k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, identity: int) -> QuantizedKV:
     """`quantize_kv` of keys and values [b, Hk, S, d] by the id of its configuration."""
     config = config_of(QUANTIZE_KV, identity)
+    if is_set("host_codes") and k.is_cuda:
+        ends = None if cu_seqlens_k is None else cu_seqlens_k.cpu()
+        found = encode(k.cpu(), v.cpu(), ends, identity)
+        moved = (x if x is None else x.to(k.device) for x in found.codes.values())
+        return QuantizedKV(config, cu_seqlens_k, *moved)
     k, v = aligned(k), aligned(v)
     if cu_seqlens_k is not None:
         check_is_tensor("cu_seqlens_k", cu_seqlens_k)

@@ -170,7 +170,7 @@ BUGS: dict[str, Edit] = {
     .call("cute.arch.sync_threads")
     .delete(),
     "the largest of half a group": at("Codes.scales_of").expression("units // groups").replace("1"),
-    "values in the order of keys": at("Codes.code_values").expression("V_ORDER[i]").replace("i"),
+    "values in the order of keys": at("Codes.code_quads").expression("V_ORDER[i]").replace("i"),
     "zeros that fill 16 rows left out": at("TileStatistics.kernel")
     .expression("(tile.rows + V_ALIGN - 1) // V_ALIGN * V_ALIGN")
     .replace("tile.rows"),
