@@ -27,6 +27,7 @@ from dsv4.engine.inputs import ForwardInputs
 from dsv4.engine.memory_plan import MemoryPlan, plan_memory
 from dsv4.engine.sampler import GREEDY
 from dsv4.layers.hyper_connection import Streams
+from dsv4.layers.linear import Rounded
 from dsv4.layers.moe import MoE
 from dsv4.layers.reductions import full_precision_sums
 from dsv4.model.model import DeepseekV4
@@ -199,6 +200,7 @@ class _Bench:
 
         def count(layer: MoE, given: tuple[Tensor, ...]) -> None:
             x, ids = given[:2]
+            x = x.values if isinstance(x, Rounded) else x
             counts.append(layer.gate(x.flatten(0, 1), ids.flatten())[0].unique().numel())
 
         hooks = [layer.ffn.register_forward_pre_hook(count) for layer in self.model.layers]

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from dsv4.config.model_config import ModelConfig
 
 MIN_ROW_TOKENS = 64
-"""Tokens from which on the next layer's first seam adds the rows of experts. Fewer are added by a
-launch of their own: it takes no longer than the seam's weights on their way beside it."""
+"""Tokens from which on the next layer's first seam adds the rows of experts, as it does for one.
+Others are added by a launch of their own: it takes no longer than the seam's weights on their way
+beside it."""
 
 
 class Block(Module):
@@ -64,6 +65,11 @@ class Block(Module):
             quantize=self.attn.wq_a.takes_codes(streams.values),
         )
         streams = streams.after(self.attn(x, cache, step))
-        x, streams = self.hyper.read(streams, hyper_parameters(self, "hc_ffn"), self.ffn_norm)
-        combine = self.is_last or input_ids.numel() < MIN_ROW_TOKENS
+        x, streams = self.hyper.read(
+            streams,
+            hyper_parameters(self, "hc_ffn"),
+            self.ffn_norm,
+            quantize=self.ffn.takes_codes(input_ids.numel()),
+        )
+        combine = self.is_last or 1 < input_ids.numel() < MIN_ROW_TOKENS
         return streams.after(self.ffn(x, input_ids, step.live_tokens, combine=combine))

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from dsv4.kernels.moe.routing import ROUTER_TOKENS
 from dsv4.layers.experts import Experts, SharedExpert
+from dsv4.layers.linear import Rounded
 from dsv4.layers.module import Module
 from dsv4.layers.router import Router
-from dsv4.ops.moe.op import moe, prepared_forms
+from dsv4.ops.moe.op import FORMS, moe, prepared_forms
 from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.moe.weights import (
     GatedWeights,
@@ -64,7 +66,7 @@ class MoE(Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Tensor | Rounded,
         input_ids: Tensor,
         live_tokens: Tensor | None = None,
         *,
@@ -77,15 +79,23 @@ class MoE(Module):
                 expert is read.
             combine: False where the reader takes rows that are still to be added, too.
         """
+        codes = scale = None
+        if isinstance(x, Rounded):
+            x, codes, scale = x
         if self.form == RELEASED and x.is_cuda:
             self.prepare()
         y = moe(
             x.flatten(0, 1), self.gate.weight, self.experts.weights, self.shared_experts.weights,
             top_k=self.gate.topk, scaling=self.gate.scaling, limit=self.limit, form=self.form,
             block=self.block, live_tokens=live_tokens, combine=combine,
+            x_codes=codes, x_scale=scale,
             **self.gate.choice(input_ids.flatten().contiguous()),
         )  # fmt: skip
         return y if isinstance(y, ExpertRows) else y.view_as(x)
+
+    def takes_codes(self, tokens: int) -> bool:
+        """Whether FP8 codes of so many tokens are of use, beside the tokens themselves."""
+        return self.form in FORMS["sm_90a"] and tokens <= ROUTER_TOKENS
 
     def prepare(self) -> None:
         """Bring the weights into the order of this device's kernels, where it has some for them.

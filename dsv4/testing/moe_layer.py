@@ -16,6 +16,7 @@ from dsv4.kernels.moe.scratch import scratch_bytes, sections
 from dsv4.ops.moe.op import MOE
 from dsv4.ops.moe.torch_path import route
 from dsv4.ops.moe.weights import GatedWeights
+from dsv4.ops.quantize import quantize_e4m3
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.tensors import absent
 from dsv4.testing.harness import Call, Outcome
@@ -44,7 +45,11 @@ def layer_config(case: Case, is_hashed: bool = False, form: str | None = None) -
 @dataclass(frozen=True)
 class LayerInputs(OpInputs):
     """Tensors of a layer: experts and activations (`Inputs`, whose routing is not used), a gate,
-    and a bias or a table."""
+    and a bias or a table.
+
+    Attributes:
+        has_codes: whether the call gets x in FP8, too.
+    """
 
     op = MOE
 
@@ -54,6 +59,7 @@ class LayerInputs(OpInputs):
     table: Tensor
     input_ids: Tensor
     is_hashed: bool = False
+    has_codes: bool = False
 
     @classmethod
     def make(
@@ -124,6 +130,9 @@ class LayerInputs(OpInputs):
             for name, codes, scale in zip(MATRICES, part.codes, part.scales, strict=True):
                 key = f"{prefix}{name}_scale"
                 found |= {prefix + name: codes, key: self._scale(key, scale)}
+        if self.has_codes:
+            codes, scale = quantize_e4m3(x, K_BLOCK)
+            found |= {"x_codes": codes, "x_scale": scale}
         if case.live is not None:
             found["live_tokens"] = torch.tensor([case.live], dtype=torch.int32, device=x.device)
         return found

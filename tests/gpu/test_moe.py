@@ -12,6 +12,7 @@ from dsv4 import ops
 from dsv4.kernels.moe.plan import tilings
 from dsv4.ops.moe.op import MOE
 from dsv4.ops.moe.weights import GatedWeights, prepare_
+from dsv4.ops.quantize import quantize_e4m3
 from dsv4.testing.harness import Device
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.moe import Case
@@ -48,6 +49,12 @@ class Layer:
             "form": self.case.scale_form, **choice, **options,
         }  # fmt: skip
         return ops.moe(self.x[part], self.inputs.gate, *self.weights, **arguments)
+
+    def with_codes(self, tokens: slice | int | None = None, **options) -> torch.Tensor:
+        """The same with x in FP8 beside it."""
+        part = tokens if isinstance(tokens, slice) else slice(tokens)
+        codes, scale = quantize_e4m3(self.x[part], 128)
+        return self(tokens, x_codes=codes, x_scale=scale, **options)
 
 
 def check_steps(layer: Layer, tokens: int) -> torch.Tensor:
@@ -157,7 +164,28 @@ def test_graph_replay_reads_new_inputs(expert_dtype, tokens, seed) -> None:
         assert torch.equal(out, wanted)
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 200])
+@pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])
+def test_codes_change_no_bit(is_hashed, seed) -> None:
+    """Up to eight tokens the router then shares a launch."""
+    layer = Layer(FLASH, seed, is_hashed)
+    for tokens in (1, 2, 5, 8, 9, 64):
+        wanted = layer(tokens)
+        for _ in range(3):
+            assert torch.equal(layer.with_codes(tokens), wanted)
+    live = torch.tensor([3], dtype=torch.int32, device="cuda")
+    assert torch.equal(layer.with_codes(8, live_tokens=live), layer(8, live_tokens=live))
+
+
+def test_codes_without_scales_are_refused(seed) -> None:
+    layer = Layer(replace(SMALL, tokens=2), seed)
+    codes, scale = quantize_e4m3(layer.x, 128)
+    with pytest.raises(ValueError, match="x_scale: got nothing beside x_codes"):
+        layer(x_codes=codes)
+    with pytest.raises(ValueError, match="x_codes"):
+        layer(x_codes=codes[:1], x_scale=scale[:1])
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16, 200])
 def test_a_chain_of_layers_that_overlap(tokens, seed) -> None:
     """A layer reads what the one before it wrote, though it begins while that one ends."""
     layers = [Layer(replace(SMALL, tokens=tokens), seed + i) for i in range(3)]
@@ -172,7 +200,7 @@ def test_a_chain_of_layers_that_overlap(tokens, seed) -> None:
         y = start
         for layer in layers * 2:
             layer.x.copy_(y)
-            y = layer() / 4
+            y = layer.with_codes() / 4
     for _ in range(20):
         graph.replay()
         assert torch.equal(y, wanted)

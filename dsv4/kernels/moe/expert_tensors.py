@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cutlass import Int32, Uint8, cute
+from cutlass import Boolean, Int32, Uint8, cute
 
+from dsv4.kernels.moe.gate import GateTensors
 from dsv4.kernels.moe.select import Lists
 from dsv4.kernels.moe.wide_plan import SCALE_COPIES
 
@@ -50,7 +51,11 @@ class ExpertTensors(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """Arguments of a selection beside the shared expert's first product."""
+    """Arguments of a router's launches."""
 
     lists: Lists
     group_tokens: Int32
+    gate: GateTensors
+    token_tiles: Int32  # of the gate
+    leads: Boolean  # whether the whole router is part of the experts' first launch
+    counter: cute.Tensor  # [1] int32, 0 between launches

@@ -27,6 +27,7 @@ from dsv4.kernels.moe.gate import (
     M_TILE,
     M_TILES,
     WORDS,
+    Gate,
     GateTensors,
     mma_bf16,
     store_codes,
@@ -256,3 +257,18 @@ def store_logits(partials: cute.Tensor, totals: cute.Tensor, place: Place) -> No
                         expert = place.expert + m * M_TILE + half * 8 + group
                         if expert < partials.shape[2]:
                             partials[0, token, expert] = totals[2 * half + column, m, n]
+
+
+class Gates:
+    """The gate of few tokens and that of many, of which a launch takes one."""
+
+    def __init__(self, config: RoutingConfig):
+        self.few, self.many = Gate(config), GateMany(config)
+
+    @cute.jit
+    def launch(self, tensors: GateTensors, stream, token_tiles: Int32):
+        """`token_tiles` of `Gate.launch`; 0: the gate of many tokens."""
+        if token_tiles == 0:
+            self.many.launch(tensors, stream)
+        else:
+            self.few.launch(tensors, stream, token_tiles)

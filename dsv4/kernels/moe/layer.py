@@ -9,18 +9,29 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from cutlass import BFloat16, Float8E4M3FN, Float8E8M0FNU, Float32, Int32, Int64, cute
+from cutlass import (
+    BFloat16,
+    Boolean,
+    Float8E4M3FN,
+    Float8E8M0FNU,
+    Float32,
+    Int32,
+    Int64,
+    cute,
+    select_,
+)
 
 from dsv4.kernels.gemm.quantize import as_bytes
 from dsv4.kernels.moe.config import K_BLOCK
 from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
-from dsv4.kernels.moe.gate import Gate, GateTensors
-from dsv4.kernels.moe.gate_many import GateMany
+from dsv4.kernels.moe.gate import GateTensors
 from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS, MOST_RUNS
 from dsv4.kernels.moe.scratch import ALIGNMENT, sections
 from dsv4.kernels.moe.select import Lists
 from dsv4.kernels.moe.wide_plan import SCALE_COPIES, scale_columns
+
+ROW_ALIGNMENT = 1  # bytes that rows of codes and of scales start at a multiple of: kernels say more
 
 
 class MoeLayer:
@@ -36,8 +47,6 @@ class MoeLayer:
         reason = config.why_no_kernel
         assert not reason, reason
         self.config = config
-        self.gate_kernel = Gate(config.routing)
-        self.gate_of_many = GateMany(config.routing)
         self.expert_kernels = self.experts(config.kernels, config.routing)
 
     @cute.jit
@@ -66,6 +75,9 @@ class MoeLayer:
         stream,
         *,
         live_tokens: cute.Tensor,  # [1] int32, or no rows
+        x_codes: cute.Tensor,  # [T, D] e4m3 of x, or no rows
+        x_scale: cute.Tensor,  # [T, D / 128] E8M0, the same
+        workspace: cute.Tensor,  # zeros where there are codes
         tiling: Int32,  # of the experts' products
         splits: Int32,  # of the gate
         token_tiles: Int32,  # of the gate; 0: it is that of many tokens
@@ -107,10 +119,8 @@ class MoeLayer:
         row = (k + 1) * config.hidden
         rows = section("rows", BFloat16, (tokens, k + 1, config.hidden), row, config.hidden)
         tensors = GateTensors(x, gate, partials, codes, as_bytes(scales), arrivals)
-        if token_tiles == 0:
-            self.gate_of_many.launch(tensors, stream)
-        else:
-            self.gate_kernel.launch(tensors, stream, token_tiles)
+        leads = self.expert_kernels.leads(Int32(tokens), x_codes, num_sms)
+        codes, scales = one_of(leads, x_codes, codes), one_of(leads, x_scale, scales)
         lists = Lists(
             partials, bias, table, input_ids, live_tokens, ids, weights, order, groups, counts,
             arrivals, run_counts,
@@ -121,7 +131,21 @@ class MoeLayer:
             groups, counts, taken, order, ids, weights, h, h_codes, h_scale, rows, x,
             global_scales,
         )  # fmt: skip
-        selection = Selection(lists, group_tokens)
+        counter = cute.make_tensor(
+            cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout((1,))
+        )
+        selection = Selection(lists, group_tokens, tensors, token_tiles, leads, counter)
         self.expert_kernels.launch(experts, live_tokens, selection, stream, tiling, num_sms)
         if combines != 0:
             self.expert_kernels.combine.launch(rows, ids, counts, out, stream)
+
+
+def one_of(is_first: Boolean, first: cute.Tensor, other: cute.Tensor) -> cute.Tensor:
+    """One of two tensors of a dtype and a shape."""
+    addresses = (Int64(tensor.iterator.toint()) for tensor in (first, other))
+    strides = (Int64(tensor.stride[0]) for tensor in (first, other))
+    address, stride = (select_(is_first, *pair) for pair in (addresses, strides))
+    start = cute.make_ptr(
+        other.element_type, Int64(address), cute.AddressSpace.gmem, assumed_align=ROW_ALIGNMENT
+    )
+    return cute.make_tensor(start, cute.make_layout(other.shape, stride=(Int64(stride), 1)))

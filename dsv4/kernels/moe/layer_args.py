@@ -7,7 +7,8 @@ plain weights, a bias where a table routes, a table where scores do) has no rows
 
 from __future__ import annotations
 
-from dsv4.kernels.kit.args import In, InOut, OptIn, Out, Scalar
+from dsv4.kernels.kit.args import In, InOut, OptIn, Out, Scalar, Workspace
+from dsv4.kernels.moe.config import K_BLOCK
 from dsv4.kernels.moe.layer_config import WEIGHT_DTYPES, MoeConfig
 
 ARGS = (
@@ -32,6 +33,10 @@ ARGS = (
     Out("out", "T D", "out_dtype", align=16),
     InOut("scratch", "bytes", "uint8", align=64),
     OptIn("live_tokens", "L", "int32"),
+    # Of x, for up to `ROUTER_TOKENS` tokens: the router then takes no launch of its own.
+    OptIn("x_codes", "T D", "float8_e4m3fn", align=16),
+    OptIn("x_scale", "T g", "float8_e8m0fnu"),
+    Workspace(),
     Scalar("tiling"),
     Scalar("splits"),
     Scalar("token_tiles"),
@@ -60,6 +65,7 @@ def values(config: MoeConfig) -> dict[str, int | str]:
         optional |= {"i": shared_up[0], "d2": shared_down[0]}
     return {
         "D": hidden, "I": inner, "E": config.experts, "k": config.top_k,
+        "g": -(-hidden // K_BLOCK),
         "Dc": hidden // per_byte, "Ic": inner // per_byte,
         "Ir": up_rows, "Ds": up_columns, "Dr": down_rows, "Is": down_columns,
         "d": shared_up[1], "i2": shared_down[1],

@@ -59,6 +59,17 @@ class Lists(NamedTuple):
     run_counts: cute.Tensor  # [runs, E] int32, written where tokens are many
 
 
+class SelectSmem(NamedTuple):
+    """Views of shared memory."""
+
+    scores: cute.Tensor  # [expert, warp]
+    counts: cute.Tensor  # the same place: scores are of no more use where the sort begins
+    board: cute.Tensor
+    # ids of this CTA's tokens: where there is no other CTA, the sort reads no global memory.
+    own_ids: cute.Tensor
+    is_last: cute.Tensor
+
+
 class Select:
     """Kernel: experts and weights of each token, and the list of pairs by expert.
 
@@ -96,6 +107,20 @@ class Select:
         words = self.config.experts + BOARD_WORDS + self.config.top_k
         return 4 * (self.warps * words + 1)
 
+    def views(self, storage: cute.Pointer) -> SelectSmem:
+        """Views of `smem_bytes` of shared memory."""
+        words = cute.recast_ptr(storage, dtype=Int32)
+        by_expert = cute.make_layout((self.config.experts, self.warps))
+        scores = cute.make_tensor(cute.recast_ptr(storage, dtype=Float32), by_expert)
+        counts = cute.make_tensor(words, by_expert)
+        words += self.warps * self.config.experts
+        board = cute.make_tensor(words, cute.make_layout((self.warps, BOARD_WORDS)))
+        words += self.warps * BOARD_WORDS
+        ids = cute.make_layout((self.warps, self.config.top_k), stride=(self.config.top_k, 1))
+        own_ids = cute.make_tensor(words, ids)
+        is_last = cute.make_tensor(words + self.warps * self.config.top_k, cute.make_layout(1))
+        return SelectSmem(scores, counts, board, own_ids, is_last)
+
     @cute.jit
     def run(
         self, lists: Lists, storage: cute.Pointer, cta: Int32, ctas: Int32, group_tokens: Int32
@@ -106,21 +131,8 @@ class Select:
         Args:
             storage: `smem_bytes` of shared memory.
         """
-        config = self.config
-        scores = cute.make_tensor(
-            cute.recast_ptr(storage, dtype=Float32), cute.make_layout((config.experts, self.warps))
-        )
-        # The scores are of no more use where the sort begins.
-        words = cute.recast_ptr(storage, dtype=Int32)
-        counts = cute.make_tensor(words, scores.layout)
-        words += self.warps * config.experts
-        board = cute.make_tensor(words, cute.make_layout((self.warps, BOARD_WORDS)))
-        words += self.warps * BOARD_WORDS
-        # ids of this CTA's tokens: where there is no other CTA, the sort reads no global memory.
-        own_ids = cute.make_tensor(
-            words, cute.make_layout((self.warps, config.top_k), stride=(config.top_k, 1))
-        )
-        is_last = cute.make_tensor(words + self.warps * config.top_k, cute.make_layout(1))
+        config, views = self.config, self.views(storage)
+        own_ids, is_last = views.own_ids, views.is_last
         thread = cute.arch.thread_idx()[0]
         warp = cute.arch.make_warp_uniform(thread // 32)
         pdl.launch_dependents()
@@ -133,16 +145,17 @@ class Select:
         live = live_count(lists.live_tokens, tokens)
         token = cta * self.warps + warp
         if token < tokens:
-            self.select(lists, scores[None, warp], bias, own_ids[warp, None], token, token < live)
+            scores = views.scores[None, warp]
+            self.select(lists, scores, bias, own_ids[warp, None], token, token < live)
         cute.arch.sync_threads()
         if thread == 0:
             is_last[0] = Int32(arrive(lists.arrivals, ctas))
         cute.arch.sync_threads()
         if is_last[0] != 0:
             if ctas == 1:
-                self.sort_few(lists, counts, own_ids, group_tokens, live)
+                self.sort_few(lists, views.counts, own_ids, group_tokens, live)
             else:
-                self.sort(lists, counts, board, group_tokens, live)
+                self.sort(lists, views.counts, views.board, group_tokens, live)
 
     # ---- one token, one warp ---------------------------------------------------------------------
 

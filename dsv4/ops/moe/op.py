@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsv4.kernels.moe import plan as plans
-from dsv4.kernels.moe.config import BF16_DTYPES
+from dsv4.kernels.moe.config import BF16_DTYPES, K_BLOCK
 from dsv4.kernels.moe.layer_args import ARGS, values
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.kernels.moe.routing import MAX_TOKENS, gate_tiling
+from dsv4.kernels.moe.routing import MAX_TOKENS, ROUTER_TOKENS, gate_tiling
 from dsv4.kernels.moe.scratch import scratch_bytes
 from dsv4.kernels.moe.sm100 import plan as blackwell_plans
 from dsv4.ops.moe.rows import ExpertRows, rows_in
@@ -33,6 +33,7 @@ from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.runner import config_of
 from dsv4.quoting import quoted
 
+COUNTER_WORDS = 4  # of the workspace
 # Layers of the released models.
 MODEL_LAYERS = {
     "Flash": MoeConfig(4096, 2048, 256, 6, scaling=1.5),
@@ -133,20 +134,35 @@ class Moe(KernelOp):
             dtype = getattr(torch, arg.dtype_in(values(config)))
             tensors.append(torch.zeros(made, dtype=dtype, device=device).expand(shape))
         live = torch.zeros(1, dtype=torch.int32, device=device)
-        for tiling in range(len(PLANS[target.arch].tilings(config.kernels))):
-            yield (*tensors, live, *self.scalars(config, 1, tiling, target))
+        counter = torch.zeros(COUNTER_WORDS, dtype=torch.float32, device=device)
+        blocks = config.hidden // K_BLOCK
+        for rows in (0, 1):
+            codes = live.new_zeros((rows, config.hidden), dtype=torch.float8_e4m3fn)
+            scale = live.new_zeros((rows, blocks), dtype=torch.float8_e8m0fnu)
+            for tiling in range(len(PLANS[target.arch].tilings(config.kernels)) if not rows else 1):
+                scalars = self.scalars(config, 1, tiling, target)
+                yield (*tensors, live, codes, scale, counter, *scalars)
+
+    def workspace_size(self, config: MoeConfig, sizes: Sizes, scalars: tuple[int, ...]) -> int:
+        """A counter of few tokens' launches."""
+        return COUNTER_WORDS if sizes["T"] <= ROUTER_TOKENS else 0
+
+    def max_workspace_size(self, config: MoeConfig, rows: int, device: Device) -> int:
+        return COUNTER_WORDS
 
     def warmup_hint(self, config: MoeConfig) -> str:
         return "run the layer once"
 
     def check_sizes(self, config: MoeConfig, *tensors: Tensor | None) -> None:
-        rows = {arg.name: len(tensor) for arg, tensor in zip(self.tensors, tensors[:-1])}
+        given = {arg.name: tensor for arg, tensor in zip(self.tensors, tensors)}
+        rows = {name: len(tensor) for name, tensor in given.items() if tensor is not None}
         check_choice(config, rows["x"], rows["bias"], rows["table"], rows["input_ids"])
         for dtype, prefix in ((config.expert_dtype, ""), (config.shared_dtype, "shared_")):
             if dtype == "bfloat16":
                 names = [f"{prefix}{matrix}_scale" for matrix in MATRICES]
                 check_plain(**{name: rows[name] for name in names})
-        live = tensors[-1]
+        check_codes(given["x_codes"], given["x_scale"])
+        live = given["live_tokens"]
         if live is not None and len(live) > 1:
             raise ValueError(f"live_tokens: got {len(live)} numbers, needs one")
 
@@ -221,6 +237,13 @@ def check_plain(**rows: int) -> None:
             raise ValueError(f"{name}: got {found} rows, the weights are bfloat16")
 
 
+def check_codes(codes: Tensor | None, scale: Tensor | None) -> None:
+    """Refuse codes without scales, and scales without codes: ValueError."""
+    if (codes is None) != (scale is None):
+        name, other = ("x_codes", "x_scale") if codes is None else ("x_scale", "x_codes")
+        raise ValueError(f"{name}: got nothing beside {other}")
+
+
 def _weights(config: MoeConfig, given: Mapping[str, Tensor], prefix: str) -> GatedWeights:
     """The weights of a call, None for what has no elements."""
     codes = [given[f"{prefix}{name}"] for name in ("w1", "w3", "w2")]
@@ -248,6 +271,8 @@ def moe(
     table: Tensor | None = None,
     input_ids: Tensor | None = None,
     live_tokens: Tensor | None = None,
+    x_codes: Tensor | None = None,
+    x_scale: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     combine: bool = True,
@@ -281,6 +306,9 @@ def moe(
         input_ids: [T] int64; where a table does.
         live_tokens: [1] int32: only the first so many tokens are real. Rows of padding may hold
             anything, and their results are 0.
+        x_codes: [T, D] float8_e4m3fn, and
+        x_scale: [T, D / 128] float8_e8m0fnu: x as `quantize_e4m3` rounds it, where that is known.
+            Up to eight tokens, Hopper's kernels then spare a launch; nothing else looks at them.
         out: [T, D] to write into; default a new tensor.
         out_dtype: bfloat16 or float32; default that of `out`, else of x.
         combine: False where the reader takes rows, too: kernels then leave the last sum to it.
@@ -326,11 +354,12 @@ def moe(
             input_ids = _empty((0,), torch.int64, x.device)
         if out is None:
             out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
+        check_codes(x_codes, x_scale)
         needed = scratch_bytes(config, tokens) if x.is_cuda and MOE.has_kernel(config) else 0
         scratch = _empty((needed,), torch.uint8, x.device)
-        _op(*filled, table, input_ids, out, scratch, identity, live_tokens)
+        _op(*filled, table, input_ids, out, scratch, identity, live_tokens, x_codes, x_scale)
     except Exception:
-        _explain(*given, table, input_ids, out, None, live_tokens)
+        _explain(*given, table, input_ids, out, None, live_tokens, x_codes, x_scale)
         check_flag("combine", combine)
         raise
     return rows_in(scratch, config, tokens) if leaves_rows else out

@@ -12,7 +12,7 @@ from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.kernels.moe.scratch import scratch_bytes, sections
 from dsv4.ops.moe.op import MOE, PLANS
 from dsv4.ops.runtime.backend import Device as Planned
-from dsv4.testing.harness import Device, Target, run_all, simulator
+from dsv4.testing.harness import Device, Outcome, Target, run_all, simulator
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.moe import Case
 from dsv4.testing.moe_layer import LayerInputs, assert_layer_close, layer_config
@@ -59,6 +59,33 @@ def test_a_token_has_the_same_bits_in_every_tiling(target, seed) -> None:
     for tiling in range(1, len(PLANS[target.arch].tilings(layer_config(case).kernels))):
         assert torch.equal(run(target, inputs, tiling, seed)["out"], first), f"tiling {tiling}"
     assert torch.equal(run(target, inputs.first(3), 0, seed)["out"], first[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])
+@pytest.mark.parametrize(
+    ("tokens", "tiling"), [(1, 0), (8, 1)], ids=["a launch each", "both products in one"]
+)
+def test_router_beside_the_first_product_has_the_same_bits(
+    target, tokens, tiling, is_hashed, seed
+) -> None:
+    """Units of the gate leave a CTA half empty (5 slices); padding is NaN."""
+    if target.arch != "sm_90a":
+        pytest.skip("Blackwell's kernels have no such launch")
+    case = replace(SMALL, tokens=tokens, hidden=2560, live=max(1, tokens - 2))
+    inputs = LayerInputs.make(case, seed, is_hashed=is_hashed)
+    device = Planned(target.arch, 132)
+    kernels = OpKernels(MOE, target).compile(inputs.config)
+
+    def found(inputs: LayerInputs, schedules: int | None) -> Outcome:
+        call = lambda: inputs.call_tiled(tiling, device).to(target.device)
+        return run_all(target, kernels, call, seed, target.schedules[:schedules])
+
+    plain = found(inputs, 1)
+    assert_layer_close(plain, inputs)
+    beside = found(replace(inputs, has_codes=True), None)
+    assert torch.equal(beside["out"], plain["out"])
+    assert not beside.scratch["workspace"].any()
 
 
 def test_sections_of_the_scratch_do_not_overlap() -> None:

@@ -13,6 +13,7 @@ from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.ops.moe import op, torch_path
 from dsv4.ops.moe import weights as weights_module
 from dsv4.ops.moe.weights import GatedWeights, choose_form, prepare_, restore_
+from dsv4.ops.quantize import quantize_e4m3
 from dsv4.reference import moe as oracle
 from dsv4.reference.quantize import fake_quantize_e4m3
 from dsv4.reference.router import route
@@ -355,3 +356,19 @@ def test_kernels_refuse_weights_that_are_not_prepared() -> None:
     hashed = replace(wide, is_hashed=True)
     with pytest.raises(ValueError, match=r"^input_ids: got 2 ids, x has 3 tokens"):
         op.MOE.plan(hashed, {**sizes, "Eb": 0, "V": 9, "S": 2}, device)
+
+
+def test_codes_of_x_change_nothing_here(seed) -> None:
+    layer = Layer(case_of(3), seed)
+    codes, scale = quantize_e4m3(layer.x, 128)
+    assert torch.equal(layer(x_codes=codes, x_scale=scale), layer())
+
+
+@pytest.mark.parametrize("name", ["x_codes", "x_scale"])
+def test_codes_and_scales_come_together(name, seed) -> None:
+    layer = Layer(case_of(3), seed)
+    given = dict(zip(("x_codes", "x_scale"), quantize_e4m3(layer.x, 128)))
+    with pytest.raises(ValueError, match=f"{name}: got nothing beside "):
+        layer(**{**given, name: None})
+    with pytest.raises(ValueError, match=name):
+        layer(**{**given, name: given[name][:2]})

@@ -9,7 +9,7 @@ token's experts. Where a router leads, its selection comes first.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 
 from dsv4.kernels.gemm.quantize import as_bytes
 from dsv4.kernels.kit.args import compile_kernel
@@ -17,6 +17,7 @@ from dsv4.kernels.moe.args import ARGS, values
 from dsv4.kernels.moe.combine import Combine
 from dsv4.kernels.moe.config import ExpertsConfig
 from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
+from dsv4.kernels.moe.gate_many import Gates
 from dsv4.kernels.moe.routing import RoutingConfig
 from dsv4.kernels.moe.select import Select
 from dsv4.kernels.moe.sm100.context import Operands
@@ -42,6 +43,7 @@ class ExpertsSm100:
                 GroupedProduct(up, SwiGlu(up, config.top_k, config.limit), config.top_k),
                 GroupedProduct(down, Rows(down, config.top_k), config.top_k),
             ))  # fmt: skip
+        self.gate = None if routing is None else Gates(routing)
         self.select = None if routing is None else Select(routing)
         self.combine = Combine(config.hidden, config.top_k)
 
@@ -87,6 +89,10 @@ class ExpertsSm100:
         self.launch(tensors, None, None, stream, tiling, num_sms)
         self.combine.launch(rows, ids, counts, y, stream)
 
+    def leads(self, tokens: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
+        """Whether the whole router shares a launch with a product: never."""
+        return Boolean(False)
+
     @cute.jit
     def launch(
         self,
@@ -99,6 +105,7 @@ class ExpertsSm100:
     ):
         """Launch one tiling's kernels up to the rows, the selection among them."""
         if cutlass.const_expr(selection is not None):
+            self.gate.launch(selection.gate, stream, selection.token_tiles)
             self.select.launch(selection.lists, stream, selection.group_tokens)
         up, down = up_operands(tensors), down_operands(tensors)
         for i in cutlass.range_constexpr(len(self.products)):

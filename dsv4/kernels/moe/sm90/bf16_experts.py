@@ -9,11 +9,12 @@ into registers, and nothing rounds x or h but bf16 itself.
 from __future__ import annotations
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 
 from dsv4.kernels.moe.combine import Combine
 from dsv4.kernels.moe.config import ExpertsConfig
 from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
+from dsv4.kernels.moe.gate_many import Gates
 from dsv4.kernels.moe.plan import ProductPlan, Tiling, tilings
 from dsv4.kernels.moe.routing import RoutingConfig
 from dsv4.kernels.moe.select import Select
@@ -42,6 +43,7 @@ class Bf16Experts:
     lanes_per_warp = 1
 
     def __init__(self, config: ExpertsConfig, routing: RoutingConfig):
+        self.gate = Gates(routing)
         self.config = config
         self.has_bf16_shared = config.shared_dtype == "bfloat16"
         self.products = []
@@ -61,6 +63,10 @@ class Bf16Experts:
         epilogue = SwiGlu(plan.panels, config.top_k, config.limit)
         return Bf16Product(plan, epilogue, config.top_k)
 
+    def leads(self, tokens: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
+        """Whether the whole router shares a launch with a product: never."""
+        return Boolean(False)
+
     @cute.jit
     def launch(
         self,
@@ -71,7 +77,8 @@ class Bf16Experts:
         tiling: Int32,
         num_sms: Int32,
     ):
-        """Launch one tiling's kernels up to the rows, the selection among them."""
+        """Launch one tiling's kernels up to the rows, the router's among them."""
+        self.gate.launch(selection.gate, stream, selection.token_tiles)
         codes = up_operands(tensors, live_tokens)
         scales = None
         if cutlass.const_expr(self.config.expert_dtype == "nvfp4"):

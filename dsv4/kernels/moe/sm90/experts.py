@@ -4,13 +4,13 @@ any number of tokens.
 `ExpertsSm90` is what callers construct, compile and call: launches of which each begins while the
 one before ends. Gate and up with SwiGLU of the shared expert; the same of the routed ones, and down
 of all, in one launch or two; sum over a token's experts. The first needs no routing: where a router
-leads, its selection shares that launch.
+leads, its selection shares that launch, or all of it does.
 """
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
 
 from dsv4.kernels.gemm.quantize import QuantizeRows, as_bytes
 from dsv4.kernels.kit.args import compile_kernel
@@ -18,15 +18,17 @@ from dsv4.kernels.moe.args import ARGS, values
 from dsv4.kernels.moe.combine import Combine
 from dsv4.kernels.moe.config import K_BLOCK, ExpertsConfig
 from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
+from dsv4.kernels.moe.gate_many import Gates
 from dsv4.kernels.moe.gather import Gathered, GatherTokens, QuantizeOrdered
 from dsv4.kernels.moe.plan import ProductPlan, Source, Tiling, tilings
-from dsv4.kernels.moe.routing import RoutingConfig
+from dsv4.kernels.moe.routing import ROUTER_TOKENS, RoutingConfig
 from dsv4.kernels.moe.select import Select
 from dsv4.kernels.moe.select_many import SelectMany
 from dsv4.kernels.moe.sm90.context import Operands
 from dsv4.kernels.moe.sm90.epilogue import Rows, SwiGlu
 from dsv4.kernels.moe.sm90.joint_products import JointProducts
 from dsv4.kernels.moe.sm90.product import GroupedProduct, ProductBesideSelection
+from dsv4.kernels.moe.sm90.router_beside_product import RouterBesideProduct, RouterTensors
 from dsv4.kernels.moe.sm90.wide_context import Activations
 from dsv4.kernels.moe.sm90.wide_epilogue import WideRows, WideSwiGlu
 from dsv4.kernels.moe.sm90.wide_product import WideProduct
@@ -46,13 +48,16 @@ class ExpertsSm90:
     def __init__(self, config: ExpertsConfig, routing: RoutingConfig | None = None):
         self.config = config
         self.products = []
-        self.wide = None
+        self.wide, self.leading = None, None
+        self.gate = None if routing is None else Gates(routing)
         for tiling in tilings(config):
             if tiling.is_wide:
                 self.wide = WideProducts(config, tiling, routing, self.lanes_per_warp)
                 continue
             shared, routed = (self._gate_and_up(tiling, is_shared) for is_shared in (True, False))
             if routing is not None:
+                if self.leading is None and tiling.alone_tokens <= ROUTER_TOKENS:
+                    self.leading = RouterBesideProduct(shared, routing)
                 select = Select(routing, shared.plan.warps.threads // 32)
                 shared = ProductBesideSelection(shared, select)
             plan = ProductPlan.down(config, tiling, self.lanes_per_warp)
@@ -121,18 +126,20 @@ class ExpertsSm90:
         tiling: Int32,
         num_sms: Int32,
     ):
-        """Launch one tiling's kernels up to the rows, the selection among them."""
+        """Launch one tiling's kernels up to the rows, the router's among them."""
+        up = up_operands(tensors, live_tokens)
+        if cutlass.const_expr(selection is not None):
+            self._lead(up, selection, stream, num_sms)
         if cutlass.const_expr(self.wide is not None):  # noqa: SIM102 static
             if tiling == len(self.products):
                 self.wide.launch(tensors, live_tokens, selection, stream, num_sms)
-        up = up_operands(tensors, live_tokens)
         for i in cutlass.range_constexpr(len(self.products)):
             if tiling == i:
                 shared, routed, second, joint = self.products[i]
                 if cutlass.const_expr(selection is None):
                     shared.launch(up, stream, num_sms)
                 else:
-                    shared.launch(up, selection.lists, stream, num_sms, selection.group_tokens)
+                    self._select(i, up, selection, stream, num_sms)
                 has_codes = second.plan.source is Source.CODES
                 down = down_operands(tensors, has_codes, live_tokens)
                 if cutlass.const_expr(joint is not None):
@@ -144,6 +151,33 @@ class ExpertsSm90:
                             tensors.h, tensors.h_codes, tensors.h_scale_bytes, stream, num_sms
                         )
                     second.launch(down, stream, num_sms)
+
+    @cute.jit
+    def _select(
+        self, i: cutlass.Constexpr, up: Operands, selection: Selection, stream, num_sms: Int32
+    ):
+        """Launch the selection beside the shared expert's first product, unless the whole router is
+        there."""
+        if not selection.leads:
+            lists, group_tokens = selection.lists, selection.group_tokens
+            self.products[i][0].launch(up, lists, stream, num_sms, group_tokens)
+
+    def leads(self, tokens: Int32, x_codes: cute.Tensor, num_sms: Int32) -> Boolean:
+        """Whether the whole router shares a launch with the shared expert's first product."""
+        if self.leading is None:
+            return Boolean(False)
+        return self.leading.serves(tokens, x_codes, num_sms)
+
+    @cute.jit
+    def _lead(self, up: Operands, selection: Selection, stream, num_sms: Int32):
+        """Launch the gate, or the whole router beside the shared expert's first product."""
+        gate = selection.gate
+        if not selection.leads:
+            self.gate.launch(gate, stream, selection.token_tiles)
+        if cutlass.const_expr(self.leading is not None):
+            router = RouterTensors(gate.x, gate.weight, selection.counter, selection.lists)
+            if selection.leads:
+                self.leading.launch(up, router, stream, num_sms, selection.group_tokens)
 
 
 class WideProducts:
