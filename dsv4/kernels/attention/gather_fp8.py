@@ -20,11 +20,13 @@ from dsv4.kernels.kit.kv_entry import GROUP, Fp8Entry
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.quant import dequantize_e4m3, scale_bf16x2, scale_or_nan
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
+from dsv4.kernels.kit.vectors import prefetch_l2
 
 ELEMENT_BYTES = 2  # of what the tiles hold
 QUARTERS = 4  # lanes that have a row's span together
 SPAN_ROWS = 32 // QUARTERS  # rows of an instruction
 SPAN_BYTES = GROUP * ELEMENT_BYTES
+LINE_BYTES = 128  # of L2
 
 
 class Segment(NamedTuple):
@@ -65,6 +67,20 @@ class Fp8Rows:
         self.in_registers = tuple(piece for piece in pieces if piece not in self.staged)
         assert ahead == 1 or not self.in_registers, f"registers hold one tile, {ahead} wait"
         self.segments = self._make_segments(head_dim // unit_dim)
+
+    def prefetch(self, address, scales, lane) -> None:
+        """Ask for the rows of a warp to be brought into L2: lane `n % warp_keys` of each has the
+        address of row n, or 0."""
+        turns = 32 // self.warp_keys
+        for first in range(0, self.entry.record_bytes, turns * LINE_BYTES):
+            offset = cutlass.min(first + lane // self.warp_keys * LINE_BYTES, self.last_offset)
+            prefetch_line(address, offset)
+        prefetch_line(scales, 0)
+
+    @property
+    def last_offset(self) -> int:
+        """Of a record's last byte."""
+        return self.entry.record_bytes - 1
 
     def _make_segments(self, units: int) -> dict[int, list[Segment]]:
         """What is staged of a row, by the unit whose conversion makes room for it.
@@ -275,6 +291,13 @@ def _divide(first: int, lane, divisor: int) -> tuple:
         is_beyond = lane >= multiple * divisor - first
         quotient = cutlass.select_(is_beyond, cutlass.Int32(multiple), quotient)
     return quotient, first + lane - quotient * divisor
+
+
+@cute.jit
+def prefetch_line(address, offset) -> None:
+    """Ask for a line of a row, if there is one."""
+    if address != 0:
+        prefetch_l2(address + cutlass.Int64(offset))
 
 
 def load_words(address, target: cute.Tensor, lane_offset=0, offset: int = 0) -> None:

@@ -171,6 +171,12 @@ class PagedKeys(NamedTuple):
         self.compressed.prefetch(token, lane)
         self.window.prefetch(token, lane)
 
+    def has_table(self, span: KeySpan, i):
+        """Whether a table names the rows of key tile i of a token."""
+        is_window = i >= span.compressed_tiles
+        own, others = self.window.has_table(), self.compressed.has_table()
+        return cutlass.select_(is_window, cutlass.Boolean(own), cutlass.Boolean(others))
+
     @cute.jit
     def _entries(self, position):
         """Compressed keys of a table that a position sees."""

@@ -1,10 +1,27 @@
 """Base of the gather warps of both paged kernels: their place, the span of a work tile."""
 
+from typing import NamedTuple
+
+import cutlass
 from cutlass import cute
 
+from dsv4.kernels.attention.key_span import KeySpan
 from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.plan import KEYS
 from dsv4.kernels.kit.tma import prefetch_descriptors
+
+
+class EarlyKeys(NamedTuple):
+    """Keys of a CTA's first work tile, found while the launch before may still run."""
+
+    span: KeySpan
+    word: cutlass.Int32  # of the thread's row of the first key tile, where a table names it
+    is_known: cutlass.Boolean
+    has_word: cutlass.Boolean
+
+    def none(self):
+        """For the work tiles after the first one."""
+        return self._replace(is_known=cutlass.Boolean(False), has_word=cutlass.Boolean(False))
 
 
 class GatherRole:
@@ -21,12 +38,37 @@ class GatherRole:
         return warp, lane
 
     @cute.jit
-    def _find_keys(self, ctx, keys: PagedKeys, token, split, phase, warp, lane):
+    def _find_early(self, ctx, keys: PagedKeys, token, split, warp, lane) -> EarlyKeys:
+        """Keys of a work tile from lengths, positions and tables alone, which the launch before
+        does not write; rows that a table names are asked for, to L2. What that launch still writes
+        of them meets them there."""
+        is_known = cutlass.Boolean(not self.is_gate)
+        span = keys.span(token, split, ctx.tiling.by_splits, KEYS, False)
+        row = warp * self.rows.warp_keys + lane % self.rows.warp_keys
+        word = cutlass.Int32(-1)
+        has_word = is_known & (span.count > 0) & keys.has_table(span, span.first)
+        if has_word:
+            word = keys.fetch(span, token, span.first, row, KEYS)
+            address, scales = keys.addresses(span, span.first, row, word, KEYS, self.rows.entry)
+            self.rows.prefetch(address, scales, lane)
+        return EarlyKeys(span, word, is_known, has_word)
+
+    @cute.jit
+    def _find_keys(
+        self, ctx, keys: PagedKeys, token, split, phase, warp, lane, early: EarlyKeys | None = None
+    ):
         """Span of a work tile's keys, which warp 0 tells the warps that compute, and the word of
         the first key tile's row that the thread has."""
-        span = keys.span(token, split, ctx.tiling.by_splits, KEYS, self.is_gate)
         row = warp * self.rows.warp_keys + lane % self.rows.warp_keys
-        word = keys.fetch(span, token, span.first, row, KEYS)
+        if cutlass.const_expr(early is None):
+            span = keys.span(token, split, ctx.tiling.by_splits, KEYS, self.is_gate)
+            word = keys.fetch(span, token, span.first, row, KEYS)
+        else:
+            span, word = early.span, early.word
+            if not early.is_known:
+                span = keys.span(token, split, ctx.tiling.by_splits, KEYS, self.is_gate)
+            if not early.has_word:
+                word = keys.fetch(span, token, span.first, row, KEYS)
         if warp == 0:
             ctx.pipes.span.acquire(phase)
             if lane == 0:

@@ -24,12 +24,16 @@ class Bf16Rows:
 
     # Whether a copy is complete before its thread arrives; else a product fences after its wait.
     is_complete = False
+    entry = None
     warp_keys = WARP_KEYS
 
     def __init__(self, unit_dim: int, chunk: int):
         self.unit_bytes = KEYS * unit_dim * ELEMENT_BYTES
         self.chunk_bytes = chunk * ELEMENT_BYTES
         self.chunks = unit_dim // chunk
+
+    def prefetch(self, address, scales, lane) -> None:
+        """See `Fp8Rows`: rows of bf16 are many lines, which their loads ask for soon enough."""
 
     @cute.jit
     def gather_tiles(

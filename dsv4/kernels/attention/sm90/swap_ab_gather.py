@@ -31,6 +31,8 @@ class GatherWarps(GatherRole):
         """Load what every work tile needs."""
         warp, lane = self._begin(q_map)
         index, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
+        _, split, token = ctx.tiling.coordinates(index)
+        early = self._find_early(ctx, keys, token, split, warp, lane)
         # Whatever ran before may still be writing the inputs, or reading what this launch writes.
         pdl.wait_for_previous_launch()
         phase = cutlass.Int32(1)
@@ -43,7 +45,8 @@ class GatherWarps(GatherRole):
                 if lane == 0:
                     ctx.pipes.q.expect(self.plan.q_bytes)
                     tma_load(q_map, ctx.smem.q_start, [0, head, 0, token], ctx.pipes.q.full)
-            span, word = self._find_keys(ctx, keys, token, split, phase, warp, lane)
+            span, word = self._find_keys(ctx, keys, token, split, phase, warp, lane, early)
+            early = early.none()
             phase ^= 1
             kv = self.rows.gather_tiles(slots, keys, span, token, word, warp, lane, kv)
             index += step
