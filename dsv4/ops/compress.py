@@ -31,6 +31,7 @@ class Compress(KernelOp):
     config = CompressConfig
     args = ARGS
     kernels: ClassVar = dict.fromkeys(ARCHS, "dsv4.kernels.compressor.compress")
+    early = ("weight",)
 
     def values(self, config: CompressConfig) -> Mapping[str, int | str]:
         return values(config)

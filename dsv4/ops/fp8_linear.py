@@ -60,6 +60,7 @@ class Fp8Linear(KernelOp):
         "sm_100a": "dsv4.kernels.gemm.sm100.fp8_linear",
         "sm_103a": "dsv4.kernels.gemm.sm100.fp8_linear",
     }
+    early = ("weight", "scale")
 
     def values(self, config: Fp8LinearConfig) -> Mapping[str, int | str]:
         return values(config)

@@ -43,6 +43,7 @@ class GroupedLinear(KernelOp):
         "sm_100a": "dsv4.kernels.gemm.sm100.grouped_linear",
         "sm_103a": "dsv4.kernels.gemm.sm100.grouped_linear",
     }
+    early = ("weight", "scale")
 
     def values(self, config: GroupedLinearConfig) -> Mapping[str, int | str]:
         return values(config)

@@ -50,6 +50,7 @@ class IndexTopk(KernelOp):
     config = IndexTopkConfig
     args = ARGS
     kernels: ClassVar = {"sm_90a": "dsv4.kernels.indexer.sm90.index_topk"}
+    early = ("rope", "positions", "lens", "request_ids", "block_table")
 
     def values(self, config: IndexTopkConfig) -> Mapping[str, int | str]:
         return values(config)

@@ -31,6 +31,7 @@ class KvInsert(KernelOp):
     config = KvInsertConfig
     args = ARGS
     kernels: ClassVar = dict.fromkeys(ARCHS, "dsv4.kernels.rows.kv_insert")
+    early = ("weight",)
 
     def values(self, config: KvInsertConfig) -> Mapping[str, int | str]:
         return values(config)

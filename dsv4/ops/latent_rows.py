@@ -47,6 +47,7 @@ class LatentRows(KernelOp):
     config = LatentRowsConfig
     args = ARGS
     kernels: ClassVar = dict.fromkeys(ARCHS, "dsv4.kernels.rows.latent_rows")
+    early = ("weight", "query_weight", "ape", "entry_weight", "index_ape", "index_weight")
 
     def values(self, config: LatentRowsConfig) -> Mapping[str, int | str]:
         return values(config)

@@ -32,6 +32,7 @@ class LinearArgMax(PlainLinear):
         "sm_100a": "dsv4.kernels.gemm.sm100.linear_argmax",
         "sm_103a": "dsv4.kernels.gemm.sm100.linear_argmax",
     }
+    early = ("weight",)
 
     def plan(self, config: PlainLinearConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """Index of the tiling, and number of SMs; refuses a weight without rows."""

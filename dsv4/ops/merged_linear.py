@@ -24,7 +24,7 @@ from dsv4.kernels.gemm.merged_config import (
 )
 from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
 from dsv4.kernels.gemm.sm100 import merged_plan as blackwell_plans
-from dsv4.kernels.kit.args import Scratch, tensors_of
+from dsv4.kernels.kit.args import In, Scratch, tensors_of
 from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_EPILOGUE, scratch
 from dsv4.ops.head_rotation import HeadRotation, check_table, epilogue_config
 from dsv4.ops.runtime import tensors as make
@@ -79,6 +79,11 @@ class MergedLinear(KernelOp):
         "sm_100a": "dsv4.kernels.gemm.sm100.merged_linear",
         "sm_103a": "dsv4.kernels.gemm.sm100.merged_linear",
     }
+    early = tuple(
+        arg.name
+        for arg in ARGS
+        if arg.name.startswith(("weight_", "scale_", "plain_")) and isinstance(arg, In)
+    )
 
     def values(self, config: MergedLinearConfig) -> Mapping[str, int | str]:
         return values(config)

@@ -70,6 +70,7 @@ class MhcSeam(KernelOp):
     config = SeamConfig
     args = ARGS
     kernels: ClassVar = dict.fromkeys(ARCHS, "dsv4.kernels.seam.seam")
+    early = ("fn", "base", "scale", "norm_weight")
 
     def values(self, config: SeamConfig) -> Mapping[str, int | str]:
         return values(config)

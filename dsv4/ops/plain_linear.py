@@ -40,6 +40,7 @@ class PlainLinear(KernelOp):
         "sm_100a": "dsv4.kernels.gemm.sm100.plain_linear",
         "sm_103a": "dsv4.kernels.gemm.sm100.plain_linear",
     }
+    early = ("weight",)
 
     def values(self, config: PlainLinearConfig) -> Mapping[str, int | str]:
         return values(config)

@@ -31,6 +31,7 @@ class RmsNormFp8(KernelOp):
     config = RmsNormFp8Config
     args = ARGS
     kernels: ClassVar = dict.fromkeys(ARCHS, "dsv4.kernels.rows.rms_norm_fp8")
+    early = ("weight",)
 
     def values(self, config: RmsNormFp8Config) -> Mapping[str, int | str]:
         return values(config)

@@ -61,7 +61,13 @@ class Recorded:
     @property
     def tensors(self) -> list[Tensor]:
         """Those among its arguments that have memory."""
-        return [x for x in self.args if isinstance(x, Tensor) and x.numel()]
+        return [x for x in self.args if _has_memory(x)]
+
+    @property
+    def late(self) -> list[Tensor]:
+        """Those that its kernels may not touch while the launch before still runs."""
+        named = zip(self.op.tensors, self.args)
+        return [x for arg, x in named if _has_memory(x) and arg.name not in self.op.early]
 
 
 class _State:
@@ -219,16 +225,21 @@ class Chain:
         storages = {x.untyped_storage().data_ptr(): x for x in tensors}
         return [_bytes_of(x).clone() for x in storages.values()]
 
-    def simulate(self, changed: Mapping[int, Any] | None = None, **options: Any) -> Report:
+    def simulate(
+        self,
+        changed: Mapping[int, Any] | None = None,
+        recycled: Sequence[Tensor] | None = None,
+        **options: Any,
+    ) -> Report:
         """Run the chain on what memory held before it, as `simulate_chain` does.
-
-        Memory that it writes counts as that of launches before, too: tensors come and go.
 
         Args:
             changed: other functions, by the number of the call.
+            recycled: what launches before it may still write; None: what it writes itself, since
+                tensors come and go.
         """
         self.restore()
-        return _simulate(self.calls, changed or {}, **options)
+        return _simulate(self.calls, changed or {}, recycled, **options)
 
     def run(self, expected: Sequence[Tensor], **options: Any) -> Report:
         """The same; fails with what the checker finds, or where memory then holds something else
@@ -241,11 +252,17 @@ class Chain:
         return report
 
 
-def _simulate(calls: Sequence[Recorded], changed: Mapping[int, Any], **options: Any) -> Report:
+def _simulate(
+    calls: Sequence[Recorded],
+    changed: Mapping[int, Any],
+    recycled: Sequence[Tensor] | None = None,
+    **options: Any,
+) -> Report:
     from dsv4.simulator import ChainCall, simulate_chain
 
     given = [ChainCall(changed.get(i, call.compiled), call.args) for i, call in enumerate(calls)]
-    recycled = [tensor for call in calls for tensor in call.written]
+    if recycled is None:
+        recycled = [tensor for call in calls for tensor in call.written]
     return simulate_chain(given, recycled=recycled, **options)
 
 

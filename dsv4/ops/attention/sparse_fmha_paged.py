@@ -38,6 +38,14 @@ class SparseFmhaPaged(KernelOp):
         "sm_90a": "dsv4.kernels.attention.sm90.paged",
         "sm_100a": "dsv4.kernels.attention.sm100.paged",
     }
+    early = (
+        "window_lens",
+        "compressed_lens",
+        "positions",
+        "request_ids",
+        "window_table",
+        "block_table",
+    )
 
     def values(self, config: PagedFmhaConfig) -> Mapping[str, int | str]:
         return values(config)
@@ -191,6 +199,8 @@ def sparse_fmha_paged(
             and window_table those of window_pool, too.
         request_ids: [T] int32, rows of the tables; a token of a negative one is padding: o = 0.
         window_table: [requests, columns] int32, pages of window_pool.
+            GPUs read lens, tables, `positions` and `request_ids` while the launch before may still
+            run: they must not be what a kernel with programmatic dependent launch just wrote.
         sliding_window, ratio: of tables.
         softmax_scale: factor on q . k; default head_dim ** -0.5.
         num_splits: KV splits of the GPU kernel; default chosen by the size of the launch.

@@ -64,6 +64,17 @@ class Moe(KernelOp):
         "sm_100a": "dsv4.kernels.moe.sm100.layer",
         "sm_103a": "dsv4.kernels.moe.sm100.layer",
     }
+    early = (
+        "gate",
+        "bias",
+        *(
+            f"{prefix}{name}{suffix}"
+            for prefix in ("", "shared_")
+            for name in MATRICES
+            for suffix in ("", "_scale")
+        ),
+        "global_scales",
+    )
 
     def values(self, config: MoeConfig) -> Mapping[str, int | str]:
         return values(config)

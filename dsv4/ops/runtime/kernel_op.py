@@ -29,6 +29,8 @@ class KernelOp:
         config: frozen dataclass of hashable fields; checks them, naming the one that is wrong.
         args: argument table, in the order of the operator and of the kernels' run-time call.
         kernels: architecture -> module with `build(config, options)`.
+        early: tensors that kernels may read while the launch before still runs, where that is one
+            that lets others start early: it must not write them.
         overload: the registered operator, the object that is fastest to call.
     """
 
@@ -36,6 +38,7 @@ class KernelOp:
     config: ClassVar[type]
     args: ClassVar[Table]
     kernels: ClassVar[Mapping[str, str]]
+    early: ClassVar[tuple[str, ...]] = ()
 
     # ---- what a family says ----
 

@@ -8,7 +8,7 @@ takes memory that the chain writes for theirs, too, as an allocator would have i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib import import_module
@@ -127,11 +127,23 @@ def check(chain: Chain, seed: int, randoms: int = 1, races: bool = True) -> None
         chain.run(expected, races=False, **options)
 
 
+def check_early(calls: Iterable[Recorded]) -> None:
+    """What kernels touch while the launch before still runs is what their operator says."""
+    for call in calls:
+        chain = Chain((call,))
+        late = chain.simulate(recycled=call.late).races
+        assert not late, f"{call.op.name}: {late[0].message}"
+        known = [x for x in call.tensors if not any(x is other for other in call.late)]
+        early = chain.simulate(recycled=known).races
+        assert any(x.kind == "race with the launch before" for x in early), call.op.name
+
+
 def test_the_head_overlaps(seed) -> None:
     """Seam and the arg-max of logits, which loads and stores too early without its waits."""
     (chain,) = chains_of(calls_of_head("sm_90a"))
     assert chain.name == "mhc_seam > linear_argmax"
     check(chain, seed)
+    check_early(chain.calls)
     (waits,) = launched_waits(chain.calls[1])
     assert_both_are_missed(chain, 1, waits)
 
@@ -142,6 +154,7 @@ def test_a_layer_overlaps(kind, seed) -> None:
     """As many of its launches at the same time as let the next one start."""
     chain = longest(calls_of_layer("sm_90a", kind))
     assert tuple(call.op.name for call in chain.calls) == LAYERS[kind]
+    check_early(chain.calls)
     check(chain, seed, randoms=2)
 
 
