@@ -65,7 +65,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class LayerTime:
-    """Mean time of a kind's layers in microseconds, its floor, and the nodes of a graph of one."""
+    """Mean time of a kind's layers in microseconds, its floor, and a graph's nodes for one more."""
 
     microseconds: float
     floor: float
@@ -158,9 +158,7 @@ class _Bench:
     def measure(self, machine: Machine, trace: Path | None) -> Result:
         distinct = self._count_experts()
         graph = captured(self._step)
-        for _ in range(WARM_UP):
-            graph.replay()
-        time = statistics.median(elapsed_microseconds(graph.replay) for _ in range(REPLAYS))
+        time = _median(graph)
         kernels = kernel_times(graph.replay, trace)
         floor = StepFloor(self.model.config, machine)
         tokens = 1 + self.shape.drafts
@@ -213,31 +211,39 @@ class _Bench:
         return statistics.mean(counts)
 
     def _kinds(self, floor: StepFloor, load: Load) -> Iterator[tuple[str, LayerTime]]:
-        """Layers of each kind in a chain of their own."""
+        """Layers of each kind: what a chain twice as long takes more, since what layers share is
+        launched once, and a graph takes its time to begin."""
         specs = [spec for spec in self.model.config.schedule if not spec.is_mtp]
         for kind in KINDS:
             chosen = [spec.index for spec in specs if spec.kind is kind][:LAYERS_OF_A_KIND]
             if not chosen:
                 continue
-            graph = captured(lambda chosen=chosen: self._chain(chosen))
             repeats = -(-LAYERS_OF_A_KIND // len(chosen))
-            graph.replay()
-            times = [elapsed_microseconds(graph.replay) for _ in range(REPLAYS)]
-            time = statistics.median(times) / (repeats * len(chosen))
-            nodes = _nodes(graph)
-            launches = None if nodes is None else nodes / (repeats * len(chosen))
-            spec = specs[chosen[0]]
-            yield kind.name, LayerTime(time, floor.layer(spec, load), launches)
+            once, twice = (
+                captured(lambda indices=chosen * times: self._chain(indices))
+                for times in (repeats, 2 * repeats)
+            )
+            layers = repeats * len(chosen)
+            time = (_median(twice) - _median(once)) / layers
+            nodes = _nodes(once), _nodes(twice)
+            launches = None if None in nodes else (nodes[1] - nodes[0]) / layers
+            yield kind.name, LayerTime(time, floor.layer(specs[chosen[0]], load), launches)
 
     @full_precision_sums
     def _chain(self, indices: Sequence[int]) -> None:
         inputs = self._fresh()
         step = self.cache.prepared(inputs.step)
         streams = Streams(self.model.hyper.start(self.model.embed(inputs.tokens)))
-        for _ in range(-(-LAYERS_OF_A_KIND // len(indices))):
-            for index in indices:
-                layer, cache = self.model.layers[index], self.cache.layers[index]
-                streams = layer(streams, inputs.tokens, cache, step)
+        for index in indices:
+            layer, cache = self.model.layers[index], self.cache.layers[index]
+            streams = layer(streams, inputs.tokens, cache, step)
+
+
+def _median(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of a replay."""
+    for _ in range(WARM_UP):
+        graph.replay()
+    return statistics.median(elapsed_microseconds(graph.replay) for _ in range(REPLAYS))
 
 
 def _inputs(cache: ModelCache, rows: int, tokens: int, start: int) -> ForwardInputs:

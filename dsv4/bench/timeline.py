@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 OTHERS = "other kernels"
 OURS = re.compile(r"dsv4kernels(?P<name>\w+?)_object_at")
 LAYERS_SHOWN = 2  # in the lower half of the picture
+ROUTERS = ("Gate", "GateMany", "RouterBesideProduct")  # every layer launches one of them
 
 
 class Bar(NamedTuple):
@@ -46,10 +47,10 @@ def _name(symbol: str) -> str:
     return re.sub(r"^[a-z0-9_]*?(?=[A-Z])", "", found["name"])
 
 
-def window(found: Sequence[Bar], kernel: str = "Gate") -> tuple[float, float]:
-    """From one launch of a kernel that every layer has once, in the middle of the step, to the one
-    `LAYERS_SHOWN` layers later; without, the whole step."""
-    starts = [bar.start for bar in found if bar.kernel == kernel]
+def window(found: Sequence[Bar]) -> tuple[float, float]:
+    """From one launch of a router, in the middle of the step, to the one `LAYERS_SHOWN` layers
+    later; without, the whole step."""
+    starts = [bar.start for bar in found if bar.kernel in ROUTERS]
     if len(starts) <= LAYERS_SHOWN:
         return 0.0, max(bar.end for bar in found)
     middle = (len(starts) - LAYERS_SHOWN) // 2

@@ -21,12 +21,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
         "compile", help="compile kernels ahead of time, no GPU needed", description=__doc__
     )
-    parser.add_argument(
+    archs = parser.add_mutually_exclusive_group(required=True)
+    archs.add_argument(
         "--arch",
         action="append",
-        required=True,
         choices=tuple(ARCHS),
         help=f"GPU architecture: {products}; repeatable",
+    )
+    archs.add_argument(
+        "--all",
+        dest="arch",
+        action="store_const",
+        const=list(ARCHS),
+        help="every architecture",
     )
     parser.add_argument(
         "--report",
