@@ -88,7 +88,7 @@ class Rounds:
             self.differing += (known.index_select(0, self.number)[0] != output).sum()
             known.index_copy_(0, self.number, output[None])
         self.number.add_(1).remainder_(ROUND)
-        self.step.starts += 1
+        self.step.starts.add_(1)
 
     def _back(self) -> None:
         for tensor, kept in zip(_written(self.cache), self.kept):
