@@ -53,14 +53,11 @@ class SparseFmhaPaged(KernelOp):
     def has_kernel(self, config: PagedFmhaConfig) -> bool:
         return paged_plan.has_kernel(config)
 
-    def serves(self, config: PagedFmhaConfig, arch: str) -> bool:
-        return paged_plan.serves(config, arch)
-
     def compiled_config(self, config: PagedFmhaConfig, arch: str) -> PagedFmhaConfig:
         """Blank what the kernel takes at run time; of a fixed number of splits remains that it is
         fixed, where the kernel is otherwise one of two. And products of codes where there are
         none."""
-        has_codes = paged_plan.multiplies_codes(config)
+        has_codes = paged_plan.multiplies_codes(config, arch)
         return replace(
             config,
             softmax_scale=config.scale,
@@ -121,7 +118,7 @@ class SparseFmhaPaged(KernelOp):
         served = {
             label: config
             for label, config in codes.items()
-            if paged_plan.multiplies_codes(config) and self.serves(config, arch)
+            if paged_plan.multiplies_codes(config, arch)
         }
         return {**self.aot(), **served}
 

@@ -16,26 +16,32 @@ SMS = 132
 CODES = PagedFmhaConfig(512, 128, "fp8", compute="fp8x2")
 
 
-def splits(config: PagedFmhaConfig, tokens: int) -> int:
+def splits(config: PagedFmhaConfig, tokens: int, arch: str = "sm_90a") -> int:
     sizes = {"T": tokens, "k_w": 128, "k_c": 1024}
-    return paged_plan.scalars(config, sizes, SMS, "sm_90a")[0]
+    return paged_plan.scalars(config, sizes, SMS, arch)[0]
 
 
 @pytest.mark.parametrize("compute", ["fp8", "fp8x2"])
 def test_hopper_alone_has_products_of_codes(compute) -> None:
+    """Blackwell's kernels take the same calls: they multiply bf16 values, without another one to be
+    compiled."""
     config = replace(CODES, compute=compute)
     assert paged_plan.has_kernel(config)
-    assert SPARSE_FMHA_PAGED.serves(config, "sm_90a")
-    assert not SPARSE_FMHA_PAGED.serves(config, "sm_100a")
-    assert SPARSE_FMHA_PAGED.serves(replace(config, compute="bf16"), "sm_100a")
     labels = [
         label
         for label, found in SPARSE_FMHA_PAGED.aot_for("sm_90a").items()
         if found.compute == compute
     ]
     assert len(labels) == 4
-    others = SPARSE_FMHA_PAGED.aot_for("sm_100a").values()
-    assert not any(found.compute == compute for found in others)
+    values = replace(config, compute="bf16")
+    for arch in ("sm_100a", "sm_103a"):
+        assert SPARSE_FMHA_PAGED.serves(config, arch)
+        keys = [SPARSE_FMHA_PAGED.compiled_config(one, arch) for one in (config, values)]
+        assert keys[0] == keys[1]
+        for tokens in (1, 128):
+            assert splits(config, tokens, arch) == splits(values, tokens, arch)
+        others = SPARSE_FMHA_PAGED.aot_for(arch).values()
+        assert not any(found.compute == compute for found in others)
 
 
 def test_few_heads_share_the_kernel_of_values() -> None:

@@ -9,12 +9,10 @@ from cutlass import BFloat16
 from dsv4.kernels.attention.paged_call import PagedFmhaCall
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.paged_context import PagedArguments
-from dsv4.kernels.attention.paged_plan import serves
 from dsv4.kernels.attention.sm100.combine import Combine
 from dsv4.kernels.attention.sm100.costs import variant_of
 from dsv4.kernels.attention.sm100.paged_1cta import PagedFmha1Cta
 from dsv4.kernels.attention.sm100.paged_2cta import PagedFmha2Cta
-from dsv4.quoting import quoted
 
 
 class PagedFmhaSm100(PagedFmhaCall):
@@ -22,8 +20,6 @@ class PagedFmhaSm100(PagedFmhaCall):
 
     def __init__(self, config: PagedFmhaConfig):
         super().__init__(config)
-        if not serves(config, "sm_100a"):
-            raise ValueError(f"compute {quoted(config.compute)} has no kernel on sm_100a")
         variant, _, _ = variant_of(config.head_dim, config.num_query_heads)
         self.variant = PagedFmha2Cta(config) if variant == "2cta" else PagedFmha1Cta(config)
         self.combine = Combine(config.head_dim, config.num_query_heads, config.sink_mode, BFloat16)
