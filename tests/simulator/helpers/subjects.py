@@ -30,7 +30,9 @@ from dsv4.testing import (
     moe,
     paged_attention,
     plain_linear,
+    rms_norm_fp8,
     sample_tokens,
+    step_indices,
 )
 from dsv4.testing.attention import assert_attention_close
 from dsv4.testing.harness import Call, Outcome, Simulator, compiler_options
@@ -107,11 +109,15 @@ ROUTER, ROUTER_TILING = RouterCase(27, 1024), (1, 4)
 
 @cache
 def experts(tiling: int = APART) -> Subject:
-    from dsv4.kernels.moe.sm90.experts import build
+    """A tiling alone: the others would take longer to compile and to read."""
+    from dsv4.kernels.moe import plan
+    from dsv4.kernels.moe.sm90 import experts
 
     inputs = moe.Inputs.make(EXPERTS, SEED)
-    compiled = build(EXPERTS.config, compiler_options("sm_90a", has_lines=True))
-    make = partial(inputs.experts_call, tiling, 1, 8)
+    chosen = plan.tilings(EXPERTS.config)[tiling : tiling + 1]
+    with mock.patch.object(experts, "tilings", lambda config: chosen):
+        compiled = experts.build(EXPERTS.config, compiler_options("sm_90a", has_lines=True))
+    make = partial(inputs.experts_call, 0, 1, 8)
     return _subject(compiled, [make], lambda found: moe.assert_experts_close(found, inputs))
 
 
@@ -153,6 +159,23 @@ def router() -> Subject:
     inputs = RouterInputs.make(ROUTER, SEED)
     compiled = build(ROUTER.config, compiler_options("sm_90a", has_lines=True))
     make = partial(inputs.call, ROUTER_TILING)
+    return _subject(compiled, [make], lambda found: assert_routed(found, inputs))
+
+
+# Tiles without tokens, pairs of several runs, a ring that wraps.
+ROUTER_MANY, ROUTER_MANY_TILING = RouterCase(70, 1024, live=61), (1, 1)
+
+
+@cache
+def router_of_many() -> Subject:
+    """The gate and the selection of many tokens, with three tokens of a run for each warp."""
+    from dsv4.kernels.moe import select_many
+    from dsv4.kernels.moe.router import build_many
+
+    inputs = RouterInputs.make(ROUTER_MANY, SEED)
+    with mock.patch.object(select_many, "run_rounds", lambda tokens: 3):
+        compiled = build_many(ROUTER_MANY.config, compiler_options("sm_90a", has_lines=True))
+    make = partial(inputs.call, ROUTER_MANY_TILING)
     return _subject(compiled, [make], lambda found: assert_routed(found, inputs))
 
 
@@ -236,6 +259,17 @@ def merged(tokens: int, tiling: int) -> Subject:
     return _subject_of_op(
         "sm_90a",
         [(inputs, scalars)],
+        lambda given, found: merged_linear.assert_merged_close(found, given),
+    )
+
+
+@cache
+def blackwell_merged(case: merged_linear.Case, tiling: int) -> Subject:
+    """A tiling of Blackwell's kernels; CTAs of both kinds have several tiles."""
+    inputs = merged_linear.Inputs.make(case, SEED)
+    return _subject_of_op(
+        "sm_100a",
+        [(inputs, {"tiling": tiling, "num_sms": FEW_SMS})],
         lambda given, found: merged_linear.assert_merged_close(found, given),
     )
 
@@ -385,6 +419,31 @@ def latents(arch: str) -> Subject:
         [(latent_rows.Inputs.make(case, SEED), {"num_ctas": 1})],
         lambda given, found: latent_rows.assert_tasks(given, {**found.outputs, **found.scratch}),
     )
+
+
+# ---- rows, indices of a step ---------------------------------------------------------------------
+@cache
+def norm(arch: str, dim: int) -> Subject:
+    """More rows than stages, the last ones in part, on one CTA."""
+    inputs = rms_norm_fp8.Inputs.make(rms_norm_fp8.Case(45, dim), SEED)
+
+    def check(given: rms_norm_fp8.Inputs, found: Outcome) -> None:
+        for name, tensor in given.expected().items():
+            rms_norm_fp8.assert_same_codes(name, found[name], tensor)
+
+    return _subject_of_op(arch, [(inputs, {"num_ctas": 1})], check)
+
+
+@cache
+def indices(arch: str) -> Subject:
+    """Requests with drafts, padding among them."""
+    inputs = step_indices.Inputs.make(step_indices.Case(37, 3, 40), SEED)
+
+    def check(given: step_indices.Inputs, found: Outcome) -> None:
+        for name, tensor in step_indices.expected(given).items():
+            assert torch.equal(found[name], tensor), name
+
+    return _subject_of_op(arch, [(inputs, {"num_ctas": 1})], check)
 
 
 # ---- quantised attention, sampler ----------------------------------------------------------------

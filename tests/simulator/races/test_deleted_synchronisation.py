@@ -1,5 +1,5 @@
 """Deleting any one synchronisation instruction of a kernel is noticed: linears with code of their
-own, the compressor, rows of latents, quantisers of keys and values, the sampler.
+own, the compressor, norms and rows of latents, indices, quantisers of keys and values, the sampler.
 
 The bodies of FP8 weights are those of `fp8_linear`, whose deletions have a test of their own.
 """
@@ -79,6 +79,11 @@ LATENT_ROWS = {
     # Of each task.
     ("griddepcontrol.wait", "run"): (4, FIRST),
 }
+NORM = COMPRESSOR
+INDICES = {
+    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (1, FIRST),
+}
 QUANTIZE_KV = {
     # Of its three launches.
     ("griddepcontrol.launch_dependents", "kernel"): (3, LAUNCH),
@@ -122,6 +127,9 @@ KERNELS = {
     "compressor, Blackwell": (partial(subjects.compressor, "sm_100a"), COMPRESSOR),
     "rows of latents, Hopper": (partial(subjects.latents, "sm_90a"), LATENT_ROWS),
     "rows of latents, Blackwell": (partial(subjects.latents, "sm_100a"), LATENT_ROWS),
+    "norms of rows, a warp each": (partial(subjects.norm, "sm_90a", 512), NORM),
+    "norms of rows, a CTA each": (partial(subjects.norm, "sm_90a", 4096), NORM),
+    "indices of a step": (partial(subjects.indices, "sm_90a"), INDICES),
     "quantisers of keys and values": (subjects.codes, QUANTIZE_KV),
     "sampler, Hopper": (partial(subjects.sampler, "sm_90a", False), SAMPLER),
     "sampler, Blackwell": (partial(subjects.sampler, "sm_100a", False), SAMPLER),
