@@ -16,20 +16,14 @@ from dsv4.kernels.indexer.plan import CLUSTERS
 from dsv4.kernels.seam.config import tiling_of
 from dsv4.testing import (
     compress,
-    fp8_linear,
-    grouped_linear,
-    head_rotation,
     index_topk,
     latent_rows,
-    linear_argmax,
     lowp,
     lowp_attention,
     lowp_codes,
-    merged_linear,
     mhc_seam,
     moe,
     paged_attention,
-    plain_linear,
     rms_norm_fp8,
     sample_tokens,
     step_indices,
@@ -42,6 +36,7 @@ from dsv4.testing.paged_kernel import compiled_kernel
 from tests.simulator.helpers.mutations import Run
 
 SEED = 1
+FEW_SMS = 2  # clusters have several tiles: rings wrap
 
 
 class Subject(NamedTuple):
@@ -74,7 +69,7 @@ def run_of_call(
 Launch = tuple[OpInputs, dict[str, int]]  # inputs, and the scalars of a launch
 
 
-def _subject_of_op(
+def subject_of_op(
     arch: str, launches: Sequence[Launch], check: Callable[[OpInputs, Outcome], None]
 ) -> Subject:
     """The kernel of the inputs, which share a configuration, and these launches of it."""
@@ -244,132 +239,6 @@ def paged(name: str) -> Subject:
     return _subject(compiled, [partial(make, *launch) for launch in launches], check)
 
 
-# ---- linears -------------------------------------------------------------------------------------
-FEW_SMS = 2  # clusters have several tiles: rings wrap
-MANY_ROWS = 32768  # of a configuration whose tiles have one CTA
-MERGED = "328 float8_e8m0fnu bfloat16, 392 bfloat16 float32"
-
-
-@cache
-def merged(tokens: int, tiling: int) -> Subject:
-    from dsv4.kernels.gemm.merged_plan import tilings
-
-    inputs = merged_linear.Inputs.make(merged_linear.Case(tokens, 512, MERGED), SEED)
-    scalars = {"tiling": tiling % len(tilings(inputs.config)), "num_sms": FEW_SMS}
-    return _subject_of_op(
-        "sm_90a",
-        [(inputs, scalars)],
-        lambda given, found: merged_linear.assert_merged_close(found, given),
-    )
-
-
-@cache
-def blackwell_merged(case: merged_linear.Case, tiling: int) -> Subject:
-    """A tiling of Blackwell's kernels; CTAs of both kinds have several tiles."""
-    inputs = merged_linear.Inputs.make(case, SEED)
-    return _subject_of_op(
-        "sm_100a",
-        [(inputs, {"tiling": tiling, "num_sms": FEW_SMS})],
-        lambda given, found: merged_linear.assert_merged_close(found, given),
-    )
-
-
-@cache
-def blackwell_fp8(case: fp8_linear.Case, rows: int, tiling: int) -> Subject:
-    """A tiling of Blackwell's kernels; `rows` decide the slices."""
-    inputs = replace(fp8_linear.Inputs.make(case, SEED), rows=rows)
-    return _subject_of_op(
-        "sm_100a",
-        [(inputs, {"tiling": tiling, "num_sms": 1})],
-        lambda given, found: fp8_linear.assert_linear_close(found["out"], given),
-    )
-
-
-@cache
-def rotated(tokens: int, tiling: int) -> Subject:
-    """With the epilogue that rotates heads."""
-    from dsv4.kernels.gemm.plan import tilings
-
-    case = fp8_linear.Case(tokens, 1024, 256)
-    inputs = replace(head_rotation.Inputs.make_heads(case, 128, SEED), rows=MANY_ROWS)
-    scalars = {"tiling": tiling % len(tilings(inputs.config)), "num_sms": 1}
-    return _subject_of_op(
-        "sm_90a",
-        [(inputs, scalars)],
-        lambda given, found: head_rotation.assert_heads_close(
-            found["out"], found["squares"], given
-        ),
-    )
-
-
-@cache
-def grouped(tokens: int, tiling: int) -> Subject:
-    from dsv4.kernels.gemm.grouped_plan import tilings
-
-    inputs = grouped_linear.Inputs.make(grouped_linear.Case(tokens, 512, 256, 3), SEED)
-    scalars = {"tiling": tiling % len(tilings(inputs.config)), "num_sms": 1}
-    return _subject_of_op(
-        "sm_90a",
-        [(inputs, scalars)],
-        lambda given, found: grouped_linear.assert_grouped_close(found["out"], given),
-    )
-
-
-@cache
-def blackwell_argmax(tokens: int, tiling: int) -> Subject:
-    """A tiling of Blackwell's kernels: CTAs that meet at the counter."""
-    case = fp8_linear.Case(tokens, 512, 712, out_dtype="float32")
-    inputs = linear_argmax.Inputs.make(case, SEED)
-
-    def check(given: linear_argmax.Inputs, found: Outcome) -> None:
-        plain_linear.assert_plain_close(found["out"], given.plain)
-        assert torch.equal(found["rows"], linear_argmax.rows_of(found["out"]))
-
-    scalars = {"tiling": tiling, "num_sms": 1}
-    return _subject_of_op("sm_100a", [(inputs, scalars)], check)
-
-
-@cache
-def blackwell_grouped(case: grouped_linear.Case, tiling: int) -> Subject:
-    """A tiling of Blackwell's kernels."""
-    inputs = grouped_linear.Inputs.make(case, SEED)
-    return _subject_of_op(
-        "sm_100a",
-        [(inputs, {"tiling": tiling, "num_sms": 1})],
-        lambda given, found: grouped_linear.assert_grouped_close(found["out"], given),
-    )
-
-
-@cache
-def plain(tokens: int, tiling: int) -> Subject:
-    from dsv4.kernels.gemm.plain_plan import TILINGS
-
-    case = fp8_linear.Case(tokens, 512, 328, out_dtype="float32")
-    inputs = plain_linear.Inputs.make(case, SEED)
-    scalars = {"tiling": tiling % len(TILINGS), "num_sms": 1}
-    return _subject_of_op(
-        "sm_90a",
-        [(inputs, scalars)],
-        lambda given, found: plain_linear.assert_plain_close(found["out"], given),
-    )
-
-
-@cache
-def argmax(tokens: int, tiling: int, num_sms: int = FEW_SMS) -> Subject:
-    """CTAs that meet at the counter; wide tiles are those of pairs."""
-    from dsv4.kernels.gemm.plain_plan import TILINGS
-
-    case = fp8_linear.Case(tokens, 512, 328, out_dtype="float32")
-    inputs = linear_argmax.Inputs.make(case, SEED)
-    scalars = {"tiling": tiling % len(TILINGS), "num_sms": num_sms}
-
-    def check(given: linear_argmax.Inputs, found: Outcome) -> None:
-        plain_linear.assert_plain_close(found["out"], given.plain)
-        assert torch.equal(found["rows"], linear_argmax.rows_of(found["out"]))
-
-    return _subject_of_op("sm_90a", [(inputs, scalars)], check)
-
-
 # ---- seam, indexer, compressor -------------------------------------------------------------------
 @cache
 def seam(arch: str) -> Subject:
@@ -379,7 +248,7 @@ def seam(arch: str) -> Subject:
     launches = [
         (inputs, {"num_clusters": 1, "pass_tokens": size, "parts": parts}) for size, parts in ways
     ]
-    return _subject_of_op(
+    return subject_of_op(
         arch, launches, lambda given, found: mhc_seam.assert_seam_close(given, found.outputs)
     )
 
@@ -396,7 +265,7 @@ def indexer() -> Subject:
             (long, FEW_SMS, 1),
         )
     ]  # fmt: skip
-    return _subject_of_op(
+    return subject_of_op(
         "sm_90a", launches, lambda given, found: index_topk.assert_choice(given, found.outputs)
     )
 
@@ -405,7 +274,7 @@ def indexer() -> Subject:
 def compressor(arch: str) -> Subject:
     """Chunks longer than rings: what the first blocks read is overwritten by the last tokens."""
     inputs = compress.Inputs.make(compress.Case((5, 0, 18, 2), (21, 9, 20, -1), 21), SEED)
-    return _subject_of_op(
+    return subject_of_op(
         arch, [(inputs, {})], lambda given, found: compress.assert_step(given, found.scratch)
     )
 
@@ -414,7 +283,7 @@ def compressor(arch: str) -> Subject:
 def latents(arch: str) -> Subject:
     """All tasks of a layer with an indexer, several blocks of a request, rows in turns."""
     case = latent_rows.Case((5, 6, 0), (13, 9, -1), 13)
-    return _subject_of_op(
+    return subject_of_op(
         arch,
         [(latent_rows.Inputs.make(case, SEED), {"num_ctas": 1})],
         lambda given, found: latent_rows.assert_tasks(given, {**found.outputs, **found.scratch}),
@@ -431,7 +300,7 @@ def norm(arch: str, dim: int) -> Subject:
         for name, tensor in given.expected().items():
             rms_norm_fp8.assert_same_codes(name, found[name], tensor)
 
-    return _subject_of_op(arch, [(inputs, {"num_ctas": 1})], check)
+    return subject_of_op(arch, [(inputs, {"num_ctas": 1})], check)
 
 
 @cache
@@ -443,7 +312,7 @@ def indices(arch: str) -> Subject:
         for name, tensor in step_indices.expected(given).items():
             assert torch.equal(found[name], tensor), name
 
-    return _subject_of_op(arch, [(inputs, {"num_ctas": 1})], check)
+    return subject_of_op(arch, [(inputs, {"num_ctas": 1})], check)
 
 
 # ---- quantised attention, sampler ----------------------------------------------------------------
@@ -470,7 +339,7 @@ def quantized(name: str) -> Subject:
         (lowp_attention.Inputs.make(given, SEED), {"num_ctas": ctas})
         for given, ctas in ((short, 1), (case, 1), (case, 2))
     ]
-    return _subject_of_op(
+    return subject_of_op(
         "sm_90a",
         launches,
         lambda given, found: lowp_attention.assert_attention(
@@ -502,7 +371,7 @@ def blackwell_quantized(name: str) -> Subject:
         (lowp_attention.Inputs.make(given, SEED), {"num_ctas": ctas})
         for given, ctas in ((short, 1), (case, 1), (case, 2))
     ]
-    return _subject_of_op(
+    return subject_of_op(
         "sm_100a",
         launches,
         lambda given, found: lowp_attention.assert_attention(given, found, has_fp32_sums=True),
@@ -514,7 +383,7 @@ def codes() -> Subject:
     """Codes of keys and values, and their scales."""
     options = {"pv_accum_dtype": "fp32", "smooth_v": True}
     inputs = lowp_codes.KvInputs.make(lowp.Case(1, 2, 1, 1, 400, 64, options=options), SEED)
-    return _subject_of_op("sm_90a", [(inputs, {})], lowp_codes.assert_codes)
+    return subject_of_op("sm_90a", [(inputs, {})], lowp_codes.assert_codes)
 
 
 @cache
@@ -526,4 +395,4 @@ def sampler(arch: str, truncates: bool) -> Subject:
     def check(given: sample_tokens.Inputs, found: Outcome) -> None:
         assert torch.equal(found["tokens"], sample_tokens.expected(given))
 
-    return _subject_of_op(arch, [(inputs, {})], check)
+    return subject_of_op(arch, [(inputs, {})], check)

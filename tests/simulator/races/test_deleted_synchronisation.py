@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from dsv4.testing.harness import SCHEDULES
-from tests.simulator.helpers import subjects
+from tests.simulator.helpers import linears, subjects
 from tests.simulator.helpers.changes import Listed, check_deleted
 from tests.simulator.races.test_fp8_linear_mutations import (
     CLUSTER,
@@ -110,19 +110,19 @@ SAMPLER_CUTS = {
 # why.
 KERNELS = {
     # A slice's blocks but the last, and the last one.
-    "plain linear, resident": (partial(subjects.plain, 11, 0), releasing(RESIDENT, 2)),
-    "plain linear, wide": (partial(subjects.plain, 150, -1), PLAIN_WIDE),
+    "plain linear, resident": (partial(linears.plain, 11, 0), releasing(RESIDENT, 2)),
+    "plain linear, wide": (partial(linears.plain, 150, -1), PLAIN_WIDE),
     "best rows, resident": (
-        partial(subjects.argmax, 11, 0),
+        partial(linears.argmax, 11, 0),
         {**releasing(RESIDENT, 2), **BEST_ROWS},
     ),
-    "best rows, wide": (partial(subjects.argmax, 150, -1, 4), {**PLAIN_WIDE, **BEST_ROWS}),
-    "grouped linear, resident": (partial(subjects.grouped, 11, 0), RESIDENT),
-    "grouped linear, streamed": (partial(subjects.grouped, 21, 1), STREAMED),
-    "grouped linear, wide": (partial(subjects.grouped, 67, -1), GROUPED_WIDE),
-    "merged linear, resident": (partial(subjects.merged, 19, 0), MERGED_RESIDENT),
-    "merged linear, wide": (partial(subjects.merged, 150, -1), MERGED_WIDE),
-    "rotated linear, streamed": (partial(subjects.rotated, 19, 1), releasing(STREAMED, 4)),
+    "best rows, wide": (partial(linears.argmax, 150, -1, 4), {**PLAIN_WIDE, **BEST_ROWS}),
+    "grouped linear, resident": (partial(linears.grouped, 11, 0), RESIDENT),
+    "grouped linear, streamed": (partial(linears.grouped, 21, 1), STREAMED),
+    "grouped linear, wide": (partial(linears.grouped, 67, -1), GROUPED_WIDE),
+    "merged linear, resident": (partial(linears.merged, 19, 0), MERGED_RESIDENT),
+    "merged linear, wide": (partial(linears.merged, 150, -1), MERGED_WIDE),
+    "rotated linear, streamed": (partial(linears.rotated, 19, 1), releasing(STREAMED, 4)),
     "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), COMPRESSOR),
     "compressor, Blackwell": (partial(subjects.compressor, "sm_100a"), COMPRESSOR),
     "rows of latents, Hopper": (partial(subjects.latents, "sm_90a"), LATENT_ROWS),

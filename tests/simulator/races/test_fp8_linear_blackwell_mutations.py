@@ -11,7 +11,7 @@ from dsv4.testing.fp8_linear import Case
 from dsv4.testing.grouped_linear import Case as GroupedCase
 from dsv4.testing.harness import SCHEDULES
 from dsv4.testing.merged_linear import Case as MergedCase
-from tests.simulator.helpers import subjects
+from tests.simulator.helpers import linears
 from tests.simulator.helpers.changes import Listed, check_deleted, check_weaker
 from tests.simulator.races.test_fp8_linear_mutations import EXPECTS, FIRST, LAUNCH
 
@@ -67,35 +67,35 @@ KEYS = {
     ),
 }
 CODES = partial(Case, x_dtype="float8_e4m3fn")
-MERGED_OF = partial(MergedCase, in_features=512, weights=subjects.MERGED)
+MERGED_OF = partial(MergedCase, in_features=512, weights=linears.MERGED)
 ONE_SLICE = 32768  # rows of a configuration
 
 # Subject, what is not missed and what may be weaker: by instruction, the kernel's function and the
 # new qualifier, how many of them, and why.
 KERNELS = {
-    "alone": (partial(subjects.blackwell_fp8, CODES(19, 512, 264), ONE_SLICE, 0), COMMON, WEIGHTS),
-    "clusters": (partial(subjects.blackwell_fp8, CODES(19, 1024, 136), 136, 0), CLUSTERS, SENT),
-    "quantised": (partial(subjects.blackwell_fp8, Case(11, 1024, 136), 136, 0), CLUSTERS, SENT),
+    "alone": (partial(linears.blackwell_fp8, CODES(19, 512, 264), ONE_SLICE, 0), COMMON, WEIGHTS),
+    "clusters": (partial(linears.blackwell_fp8, CODES(19, 1024, 136), 136, 0), CLUSTERS, SENT),
+    "quantised": (partial(linears.blackwell_fp8, Case(11, 1024, 136), 136, 0), CLUSTERS, SENT),
     # One CTA sums all of K for two tiles of tokens.
-    "wide": (partial(subjects.blackwell_fp8, CODES(150, 512, 264), ONE_SLICE, 3), COMMON, WEIGHTS),
+    "wide": (partial(linears.blackwell_fp8, CODES(150, 512, 264), ONE_SLICE, 3), COMMON, WEIGHTS),
     # Three groups of rows, two terms of each activation.
     "grouped, quantised": (
-        partial(subjects.blackwell_grouped, GroupedCase(11, 512, 256, 3), 0), COMMON, WEIGHTS,
+        partial(linears.blackwell_grouped, GroupedCase(11, 512, 256, 3), 0), COMMON, WEIGHTS,
     ),
     "grouped, streamed": (
-        partial(subjects.blackwell_grouped, GroupedCase(35, 512, 256, 3), 1), STREAMED, WEIGHTS,
+        partial(linears.blackwell_grouped, GroupedCase(35, 512, 256, 3), 1), STREAMED, WEIGHTS,
     ),
     "merged, quantised": (
-        partial(subjects.blackwell_merged, MERGED_OF(19), 0), MERGED, MERGED_WEIGHTS,
+        partial(linears.blackwell_merged, MERGED_OF(19), 0), MERGED, MERGED_WEIGHTS,
     ),
     "merged, codes": (
-        partial(subjects.blackwell_merged, MERGED_OF(35, has_codes=True), 0),
+        partial(linears.blackwell_merged, MERGED_OF(35, has_codes=True), 0),
         MERGED,
         MERGED_WEIGHTS,
     ),
     # bf16 weights begin behind the launch that quantises for the others, too.
     "merged, wide": (
-        partial(subjects.blackwell_merged, MERGED_OF(150), 4),
+        partial(linears.blackwell_merged, MERGED_OF(150), 4),
         {
             **both_kinds(STREAMED, "kernel"),
             ("griddepcontrol.wait", "load"): (
@@ -106,12 +106,12 @@ KERNELS = {
         MERGED_WEIGHTS,
     ),
     "best rows": (
-        partial(subjects.blackwell_argmax, 35, 0),
+        partial(linears.blackwell_argmax, 35, 0),
         {**WITHOUT_SCALES, ("bar.sync", "store_tiles"): (1, MAXIMA)},
         {**WEIGHTS, **KEYS},
     ),
     "promoted": (
-        partial(subjects.blackwell_fp8, CODES(19, 512, 264, scale_dtype="float32"), ONE_SLICE, 0),
+        partial(linears.blackwell_fp8, CODES(19, 512, 264, scale_dtype="float32"), ONE_SLICE, 0),
         COMMON,
         WEIGHTS,
     ),

@@ -14,7 +14,7 @@ import pytest
 
 from dsv4.testing import kv_insert, rms_norm_fp8
 from dsv4.testing.harness import compiler_options
-from tests.simulator.helpers import subjects
+from tests.simulator.helpers import linears, subjects
 from tests.simulator.helpers.changes import check_weaker, weakenings_of
 from tests.simulator.races.test_fp8_linear_mutations import TURN
 
@@ -76,13 +76,13 @@ SAMPLER_HARMLESS = {
 KERNELS = {
     "experts": (subjects.experts, EXPERTS_HARMLESS, {}),
     "router": (subjects.router, {}, {}),
-    "plain linear, resident": (partial(subjects.plain, 11, 0), weights(4), {}),
-    "plain linear, wide": (partial(subjects.plain, 150, -1), weights(2), {}),
+    "plain linear, resident": (partial(linears.plain, 11, 0), weights(4), {}),
+    "plain linear, wide": (partial(linears.plain, 150, -1), weights(2), {}),
     "best rows, resident": (
-        partial(subjects.argmax, 11, 0), {**weights(4), **BEST_ROWS_HARMLESS}, {},
+        partial(linears.argmax, 11, 0), {**weights(4), **BEST_ROWS_HARMLESS}, {},
     ),
     "best rows, wide": (
-        partial(subjects.argmax, 150, -1, 4),
+        partial(linears.argmax, 150, -1, 4),
         {
             **weights(2),
             **BEST_ROWS_HARMLESS,
@@ -94,13 +94,13 @@ KERNELS = {
         },
         {},
     ),
-    "grouped linear, resident": (partial(subjects.grouped, 11, 0), weights(4), {}),
-    "grouped linear, streamed": (partial(subjects.grouped, 21, 1), GROUPED_STREAMED_HARMLESS, {}),
-    "grouped linear, wide": (partial(subjects.grouped, 67, -1), {**weights(2), **TURNS}, {}),
-    "rotated linear, streamed": (partial(subjects.rotated, 19, 1), weights(2), {}),
+    "grouped linear, resident": (partial(linears.grouped, 11, 0), weights(4), {}),
+    "grouped linear, streamed": (partial(linears.grouped, 21, 1), GROUPED_STREAMED_HARMLESS, {}),
+    "grouped linear, wide": (partial(linears.grouped, 67, -1), {**weights(2), **TURNS}, {}),
+    "rotated linear, streamed": (partial(linears.rotated, 19, 1), weights(2), {}),
     # Of both kinds of weights.
-    "merged linear, resident": (partial(subjects.merged, 19, 0), weights(8), {}),
-    "merged linear, wide": (partial(subjects.merged, 150, -1), {**weights(4), **TURNS}, {}),
+    "merged linear, resident": (partial(linears.merged, 19, 0), weights(8), {}),
+    "merged linear, wide": (partial(linears.merged, 150, -1), {**weights(4), **TURNS}, {}),
     "seam, Hopper": (partial(subjects.seam, "sm_90a"), SEAM_HARMLESS, {}),
     "seam, Blackwell": (partial(subjects.seam, "sm_100a"), SEAM_HARMLESS, {}),
     "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), {}, {}),
