@@ -29,7 +29,7 @@ from dsv4.ops.quantize import dequantize_e4m3_blocks, quantize_e4m3
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096)
 CODED = ("wq_b", "wo_b")  # layers of which a step has the input as codes
 CHAIN_LAUNCHES, CHAIN_SIZES = 12, ((8192, 4096), (4096, 8192))
-COLUMNS = ("projection", "T", "us", "GB/s", "floor us", "of floor", "cuBLAS us")
+COLUMNS = ("projection", "T", "us", "GB/s", "floor us", "of floor", "cuBLAS us", "error")
 
 Call = Callable[[], object]
 
@@ -133,16 +133,22 @@ class Merged(Projection):
 
 @dataclass(frozen=True)
 class Grouped(Projection):
-    """`grouped_linear`, or `grouped_linear_fp8`, whose results are codes."""
+    """`grouped_linear`, or `grouped_linear_fp8`, whose results are codes.
+
+    Attributes:
+        act: what activations are multiplied as; the error of "fp8" is theirs.
+    """
 
     width: int
     rows: int
     groups: int
     gives_codes: bool = False
+    act: str = "bf16"
 
     @property
     def error(self) -> float:
-        return 0.04 if self.gives_codes else fp8_linear.MAX_RELATIVE_ERROR
+        is_rounded = self.gives_codes or self.act == "fp8"
+        return 0.04 if is_rounded else fp8_linear.MAX_RELATIVE_ERROR
 
     def bytes(self, tokens: int) -> int:
         rows, width = self.groups * self.rows, self.groups * self.width
@@ -150,8 +156,8 @@ class Grouped(Projection):
         return rows * self.width * (K_BLOCK**2 + 1) // K_BLOCK**2 + 2 * tokens * width + output
 
     def half_rate_flops(self, tokens: int) -> float:
-        # Each activation is two codes.
-        return 2.0 * tokens * self.groups * self.rows * self.width
+        terms = 2.0 if self.act == "bf16" else 1.0  # codes of an activation
+        return terms * tokens * self.groups * self.rows * self.width
 
     def make(self, tokens: int, device: str) -> Calls:
         shape = fp8_linear.Shape(1, self.groups * self.rows, self.width)
@@ -169,7 +175,8 @@ class Grouped(Projection):
         def codes() -> Decoded:
             return Decoded(*ops.grouped_linear_fp8(x, weight, scale))
 
-        ours = codes if self.gives_codes else partial(ops.grouped_linear, x, weight, scale)
+        rounded_once = partial(ops.grouped_linear, x, weight, scale, act=self.act)
+        ours = codes if self.gives_codes else rounded_once
         return Calls(ours, partial(torch.bmm, parts, dense), exact)
 
 
@@ -263,6 +270,7 @@ def _projections() -> dict[str, Projection]:
     for label, size in MODEL_GROUPS.items():
         found[label] = Grouped(*size)
         found[f"{label}, codes out"] = Grouped(*size, gives_codes=True)
+        found[f"{label}, act fp8"] = Grouped(*size, act="fp8")
     for label, size in MODEL_HEADS.items():
         found[label] = Head(*size)
     sizes = " and ".join(f"{rows} x {width}" for rows, width in CHAIN_SIZES)
@@ -286,12 +294,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Result:
-    """Microseconds of a launch; `peer`: of cuBLAS, `failure`: why it has none."""
+    """Microseconds of a launch; `peer`: of cuBLAS, `failure`: why it has none; `error`: of the
+    outputs against products in fp32."""
 
     shape: Shape
     microseconds: float
     floor: float
     peer: float | None
+    error: float
     failure: str | None = None
 
     @property
@@ -326,7 +336,7 @@ def _measure(shape: Shape, machine: Machine) -> Result:
     # Together several times what L2 holds.
     sets = 1 if moved > fp8_linear.REPLAY_BYTES else round(fp8_linear.REPLAY_BYTES / moved) + 1
     given = [projection.make(tokens, "cuda") for _ in range(sets)]
-    check(shape, given[0].ours(), given[0].exact())
+    error = check(shape, given[0].ours(), given[0].exact())
     torch.cuda.empty_cache()
     time = graph_microseconds([calls.ours for calls in given])
     peer, failure = None, None
@@ -336,16 +346,22 @@ def _measure(shape: Shape, machine: Machine) -> Result:
         except RuntimeError as error:
             failure = str(error).splitlines()[0]
     floor = machine.floor(moved, projection.half_rate_flops(tokens))
-    return Result(shape, time / projection.launches, floor / projection.launches, peer, failure)
+    launches = projection.launches
+    return Result(shape, time / launches, floor / launches, peer, error, failure)
 
 
-def check(shape: Shape, actual: Any, expected: Any) -> None:
-    """Compare outputs with products in fp32."""
+def check(shape: Shape, actual: Any, expected: Any) -> float:
+    """The largest error of outputs against products in fp32, relative, by the norm.
+
+    Raises:
+        RuntimeError: an error is larger than the projection's.
+    """
     pairs = zip(actual, expected, strict=True) if isinstance(actual, list) else [(actual, expected)]
-    for i, (y, exact) in enumerate(pairs):
-        error = float((y.float() - exact).norm() / exact.norm())
+    errors = [float((y.float() - exact).norm() / exact.norm()) for y, exact in pairs]
+    for i, error in enumerate(errors):
         if not error <= shape.projection.error:
             raise RuntimeError(f"{shape}: relative error {error:.1e} of output {i}")
+    return max(errors)
 
 
 def as_row(result: Result) -> dict[str, Any]:
@@ -364,4 +380,5 @@ def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
         f"{row['floor']:.2f}",
         f"{row['floor'] / time:.0%}",
         "-" if row["peer"] is None else f"{row['peer']:.1f}",
+        f"{row['error']:.1e}",
     ]

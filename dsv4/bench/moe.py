@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -35,7 +35,7 @@ SHARED_SETS = 8  # of the shared expert and the gate: together several times L2
 CHECKED_TOKENS = 16
 # Of y, against the torch implementation, which rounds gate and up to bf16: codes of h tip.
 MAX_RELATIVE_ERROR = 6e-2
-COLUMNS = ("layer", "T", "experts", "us", "GB/s", "floor us", "of floor")
+COLUMNS = ("layer", "T", "experts", "us", "GB/s", "floor us", "of floor", "torch us")
 NVFP4_SCALE = 2.0**-7
 FP4_EXPONENT, FP8_EXPONENT = 120, 119  # of most scales
 
@@ -72,12 +72,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Result:
-    """Mean number of distinct experts of a call, and times in microseconds."""
+    """Mean number of distinct experts of a call, and times in microseconds; `peer`: of
+    `GroupedPeer`, None where the machine has none."""
 
     shape: Shape
     distinct: float
     microseconds: float
     floor: float
+    peer: float | None = None
 
     @property
     def gigabytes(self) -> float:
@@ -112,6 +114,49 @@ def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
         yield layer.measure(shape, machine)
 
 
+class GroupedPeer:
+    """torch's grouped products of the routed experts, both, with FP8 weights and a scale a row.
+
+    That is less than a layer: tokens are sorted and rounded beforehand, and neither the router, the
+    gated unit, the shared expert nor the sum is in it. Weights have twice the bytes of FP4.
+    """
+
+    def __init__(self, config: MoeConfig, device: str = "cuda") -> None:
+        self.config, self.device = config, device
+        self.up = self._weight(2 * config.inner, config.hidden)
+        self.down = self._weight(config.hidden, config.inner)
+
+    def _weight(self, rows: int, columns: int) -> Tensor:
+        """Codes of finite values, any."""
+        shape = (self.config.experts, rows, columns)
+        codes = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        return codes.random_(0, 0x60).view(torch.float8_e4m3fn)
+
+    def call(self, ids: Tensor) -> Callable[[], object]:
+        """A call of both products for tokens with these experts."""
+        config, pairs = self.config, ids.numel()
+        counts = ids.flatten().long().bincount(minlength=config.experts)
+        ends = counts.cumsum(0).int()
+        scale = torch.full((pairs,), 2.0**-9, device=self.device)
+        inputs = [
+            torch.randn(pairs, width, device=self.device).to(torch.float8_e4m3fn)
+            for width in (config.hidden, config.inner)
+        ]
+        scales = [torch.full(w.shape[:2], 2.0**-9, device=self.device) for w in self.weights]
+
+        def products() -> None:
+            for codes, weight, of_rows in zip(inputs, self.weights, scales):
+                torch._scaled_grouped_mm(
+                    codes, weight.mT, scale, of_rows, offs=ends, out_dtype=torch.bfloat16
+                )
+
+        return products
+
+    @property
+    def weights(self) -> tuple[Tensor, Tensor]:
+        return self.up, self.down
+
+
 class Layer:
     """Random weights of a model's layer, prepared."""
 
@@ -129,6 +174,17 @@ class Layer:
             self.gates.append((gate * config.hidden**-0.5).bfloat16())
             self.shared.append(self._fp8())
         self.bias = torch.zeros(config.experts, device=device)
+        self.peer = self._peer() if model in MODEL_LAYERS and found is not None else None
+
+    def _peer(self) -> GroupedPeer | None:
+        """What torch has for such experts; None where they do not fit or it cannot."""
+        try:
+            peer = GroupedPeer(self.config, self.device)
+            peer.call(torch.zeros((1, self.config.top_k), dtype=torch.int32, device=self.device))()
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return None
+        return peer
 
     def _routed(self) -> GatedWeights:
         config = self.config
@@ -213,16 +269,19 @@ class Layer:
     def measure(self, shape: Shape, machine: Machine) -> Result:
         """Time calls that follow each other, each with tokens of its own."""
         config = self.config
-        calls, distinct = [], 0
+        calls, peers, distinct = [], [], 0
         for index in range(CALLS):
             x = torch.randn(shape.tokens, config.hidden, device=self.device).bfloat16()
             gate = self.gates[index % SHARED_SETS]
             ids, _ = route(x, gate, top_k=config.top_k, scaling=1.0, bias=self.bias)
             distinct += ids.unique().numel()
             calls.append(partial(self.call, x, index, out=torch.empty_like(x)))
+            if self.peer is not None:
+                peers.append(self.peer.call(ids))
         distinct /= CALLS
         floor = machine.floor(shape.bytes(distinct), shape.flops)
-        return Result(shape, distinct, graph_microseconds(calls), floor)
+        time = graph_microseconds(calls)
+        return Result(shape, distinct, time, floor, graph_microseconds(peers) if peers else None)
 
 
 def as_row(result: Result) -> dict[str, Any]:
@@ -232,7 +291,7 @@ def as_row(result: Result) -> dict[str, Any]:
 
 def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     """A row of a record under `COLUMNS`."""
-    time, shape = row["microseconds"], row["shape"]
+    time, shape, peer = row["microseconds"], row["shape"], row.get("peer")
     return [
         shape["model"],
         f"{shape['tokens']}",
@@ -241,4 +300,5 @@ def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
         f"{row['gigabytes_per_second']:.0f}",
         f"{row['floor']:.1f}",
         f"{row['floor'] / time:.0%}",
+        "-" if peer is None else f"{peer:.1f}",
     ]
