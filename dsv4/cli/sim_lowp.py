@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
         {"qk": "fp8", "qk_quant_gran": "per_row"},
         {"qk": "fp8", "qk_quant_gran": "per_64"},
         {"pv": "fp16", "pv_accum_dtype": "fp16+fp32"},
+        {"qk": "nvfp4"},
+        {"qk": "nvfp4", "smooth_q": True},
     )
     cases = (
         (QUANTIZE_KV, KvInputs.make(Case(1, 2, 1, 1, args.keys, args.dim), args.seed)),

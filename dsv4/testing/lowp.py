@@ -57,7 +57,7 @@ class Case:
 
     Attributes:
         batch, heads, key_heads, queries, keys, dim: sizes.
-        kind: "normal", "kbias", "vbias", "outlier", "zeros" (channels and rows of zeros).
+        kind: "normal", "qbias", "kbias", "vbias", "outlier", "zeros" (channels and rows of zeros).
         options: keywords of the call.
     """
 
@@ -87,7 +87,9 @@ def make_inputs(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     q = normal(case.batch, case.heads, case.queries, case.dim)
     k, v = (normal(case.batch, case.key_heads, case.keys, case.dim) for _ in range(2))
     per_head = (case.batch, case.key_heads, 1, case.dim)
-    if case.kind == "kbias":
+    if case.kind == "qbias":
+        q += 3 * normal(case.batch, case.heads, 1, case.dim)
+    elif case.kind == "kbias":
         k += 8 * normal(*per_head)
     elif case.kind == "vbias":
         v += 3 * normal(*per_head)

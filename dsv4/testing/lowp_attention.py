@@ -104,6 +104,8 @@ class Inputs(OpInputs):
         values = self.codes["v_codes"]
         if self.config.pv == "fp16":
             values = values.abs()
+        elif self.config.pv == "nvfp4":
+            values = values & 0x77
         else:
             values = (values.view(torch.uint8) & 0x7F).view(torch.float8_e4m3fn)
         codes: dict[str, Tensor | None] = {"v_codes": values}

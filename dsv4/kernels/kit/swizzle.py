@@ -1,6 +1,6 @@
 """Swizzled operands in shared memory: atoms, rows cleared and written by 16-byte vectors.
 
-A swizzle span is a row of 64 or 128 bytes. Swizzling permutes the 16-byte vectors of a span, so
+A swizzle span is a row of 32, 64 or 128 bytes. Swizzling permutes the 16-byte vectors of a span, so
 that whole rows may be cleared without regard to it.
 """
 
@@ -12,7 +12,11 @@ from cutlass.experimental.cuda.tensor_map import TensorMapSwizzle
 SPAN_BYTES = 128  # of the widest swizzle
 VECTOR_BYTES = 16  # that a swizzle leaves together
 # By the bytes of a span.
-TENSOR_MAP_SWIZZLES = {64: TensorMapSwizzle.s64b, 128: TensorMapSwizzle.s128b}
+TENSOR_MAP_SWIZZLES = {
+    32: TensorMapSwizzle.s32b,
+    64: TensorMapSwizzle.s64b,
+    128: TensorMapSwizzle.s128b,
+}
 ATOMS = {64: "SW64", 128: "SW128"}
 
 

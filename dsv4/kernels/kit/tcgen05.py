@@ -126,16 +126,19 @@ def create_pipeline(graph: BarrierGraph, name: str, storage, cta_layout: cute.La
 
 _DESCRIPTOR_VERSION = 1 << 46
 # By the bytes of a swizzled row; the field is the highest of a signed word.
-_SWIZZLES = {128: 1 << 62, 64: -(1 << 63)}
+_SWIZZLES = {128: 1 << 62, 64: -(1 << 63), 32: -(1 << 62)}
 _GROUP_ROWS = 8  # that lie together in an operand
 _E8M0_SCALES = 1 << 23
+_SCALE_VECTORS = {"mxf8f6f4": "scale_vec::1X", "mxf4nvf4": "scale_vec::4X"}
+_PACKED_E2M1 = 1 << 7 | 1 << 10  # both factors, two elements a byte
 E4M3, E2M1 = 0, 5  # element formats; e2m1 lies in shared memory in groups of 16, padded to 16 bytes
 # By format: kind of the products, and in their descriptor the sums and both factors.
 _FORMATS = {
     "fp8": ("f8f6f4", 1 << 4),
     "bf16": ("f16", 1 << 4 | 1 << 7 | 1 << 10),
     "int8": ("i8", 2 << 4 | 1 << 7 | 1 << 10),
-    "fp16": ("f16", 1 << 4 | 1 << 16),  # B is MN-major
+    "fp16": ("f16", 1 << 4),
+    "fp16 values": ("f16", 1 << 4 | 1 << 16),  # B is MN-major
 }
 
 
@@ -147,7 +150,8 @@ def operand_descriptor(
 
     Args:
         address: in shared memory; of a swizzled operand also inside a row.
-        span_bytes: of a swizzled row, 64 or 128; 0: rows of 16 bytes, as `copy_scales` reads them.
+        span_bytes: of a swizzled row, 32, 64 or 128; 0: rows of 16 bytes, as `copy_scales` reads
+            them.
         group_step: groups of rows from one of the operand to its next.
         step_bytes: from a span of an MN-major operand to the next; of a K-major one nothing looks
             at it.
@@ -167,9 +171,9 @@ def multiply(
 
     Args:
         sums: in TMEM, fp32, of int8 int32.
-        a, b: of `operand_descriptor`, K-major; b of fp16 MN-major.
+        a, b: of `operand_descriptor`, K-major; b of "fp16 values" MN-major.
         shape: rows of A and of B.
-        qk: format of both factors, e4m3 ("fp8"), "bf16", "int8" or "fp16".
+        qk: format of both factors, e4m3 ("fp8"), "bf16", "int8", "fp16" or "fp16 values".
     """
     kind, formats = _FORMATS[qk]
     rows, columns = shape
@@ -199,20 +203,27 @@ def scaled_product(
     return columns >> 3 << 17 | fixed
 
 
+def packed_product(rows: int, columns: int) -> int:
+    """Instruction descriptor of products of so many rows of A and of B, both packed e2m1 with an
+    e4m3 scale for each 16 elements."""
+    return _PACKED_E2M1 | columns >> 3 << 17 | rows >> 7 << 27
+
+
 def multiply_scaled(
-    sums: cute.Pointer, a: Int64, b: Int64, descriptor: int, a_scales, b_scales, accumulate
-):
-    """sums += (A * its scales) (B * its scales)^T over 32 elements of K, or = without `accumulate`;
+    sums: cute.Pointer, a: Int64, b: Int64, descriptor: int, a_scales, b_scales, accumulate,
+    kind: str = "mxf8f6f4",
+):  # fmt: skip
+    """sums += (A * its scales) (B * its scales)^T over 32 bytes of K, or = without `accumulate`;
     one thread issues it, elected where it does: ptxas 13.0 fails on loops of one thread alone.
 
     Args:
         sums, a_scales, b_scales: in TMEM.
         a, b: of `operand_descriptor`.
-        descriptor: of the instruction.
+        descriptor: of the instruction, of `scaled_product`; of kind "mxf4nvf4" `packed_product`.
     """
     cute.arch.inline_ptx(
         "{\n.reg .pred p;\nsetp.ne.s32 p, {$r6}, 0;\n"
-        "tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X "
+        f"tcgen05.mma.cta_group::1.kind::{kind}.block_scale.{_SCALE_VECTORS[kind]} "
         "[{$r0}], {$r1}, {$r2}, {$r3}, [{$r4}], [{$r5}], p;\n}",
         read_only_args=[
             sums.toint(), a, b, Int32(descriptor), a_scales.toint(), b_scales.toint(),

@@ -18,6 +18,8 @@ _SCALES = {
     "vm": ("N Hk d", "float32"),
     "k_smooth": ("b Hk S d", "dtype"),  # keys without their mean, not coded
 }
+# Those that are loaded in whole vectors, by attention.
+_ALIGNED = {"v_scale": 16, "v_block_scale": 16, "k_smooth": "row_align"}
 CODES = ("k_codes", "k_scale", "v_codes", *_SCALES)
 
 QUANTIZE_KV_ARGS = (
@@ -34,11 +36,11 @@ QUANTIZE_KV_ARGS = (
 ATTENTION_ARGS = (
     In("q", "b Hq L d", "dtype", align="row_align"),
     In("k_codes", "b Hk S dk", "k_dtype", align=16, differentiable=False),
-    In("k_scale", "b Hk Gk sk", "k_scale_dtype", differentiable=False),
+    In("k_scale", "b Hk Gk sk", "k_scale_dtype", align="k_scale_align", differentiable=False),
     In("v_codes", "b Hk Gk v0 v1", "v_dtype", align=16, differentiable=False),
     Out("out", "b Hq L d", "dtype", align="row_align"),
     *(
-        OptIn(name, dims, dtype, align=16 if name == "v_scale" else None)
+        OptIn(name, dims, dtype, align=_ALIGNED.get(name))
         for name, (dims, dtype) in _SCALES.items()
     ),
     OptIn("attn_mask", "b Hq L S", "mask_dtype"),
@@ -70,6 +72,8 @@ def values(config: QuantizeKvConfig) -> dict[str, int | str]:
         "dtype": config.dtype,
         "k_dtype": _CODE_DTYPES[config.qk],
         "k_scale_dtype": "float8_e4m3fn" if config.qk == "nvfp4" else "float32",
+        # What comes with a tile of keys is loaded whole.
+        "k_scale_align": 16 if config.qk == "nvfp4" else 4,
         "v_dtype": _CODE_DTYPES[config.pv],
         "mask_dtype": "float32",
         "row_align": config.row_align,

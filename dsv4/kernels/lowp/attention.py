@@ -8,8 +8,8 @@ import cutlass
 from cutlass import Int32, cute
 
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
-from dsv4.kernels.lowp.load_warp import LoadWarp, make_key_map, make_query_map, make_value_map
-from dsv4.kernels.lowp.plan import TilePlan
+from dsv4.kernels.lowp.load_warp import LoadWarp, make_key_map, make_row_map, make_value_map
+from dsv4.kernels.lowp.plan import TILE_KEYS, TilePlan
 from dsv4.kernels.lowp.query_maxima import QueryMaxima
 from dsv4.kernels.lowp.work import Operands, WorkTiles
 
@@ -32,17 +32,17 @@ class Attention:
     def __call__(
         self,
         q: cute.Tensor,  # [b, Hq, L, d] bf16 or fp16
-        k_codes: cute.Tensor,  # [b, Hk, S, dp] int8 or e4m3
-        k_scale: cute.Tensor,  # [b, Hk, tiles, scales] fp32
-        v_codes: cute.Tensor,  # [b, Hk, tiles, dp, n] e4m3
+        k_codes: cute.Tensor,  # [b, Hk, S, dp] int8 or e4m3; FP4 [.., dp / 2]
+        k_scale: cute.Tensor,  # [b, Hk, tiles, scales] fp32; of FP4 e4m3
+        v_codes: cute.Tensor,  # [b, Hk, tiles, dp, n] e4m3; FP4 [.., n / 2]; fp16 [.., n, dp]
         out: cute.Tensor,  # [b, Hq, L, d], written
         stream,
         *,
         v_scale: cute.Tensor,  # [N, Hk, dp] fp32
-        v_block_scale: cute.Tensor,
+        v_block_scale: cute.Tensor,  # [b, Hk, tiles, 8 dp] e4m3, of FP4
         km: cute.Tensor,  # [N, Hk, d], or [0, ..]: nothing was taken off
         vm: cute.Tensor,  # [N, Hk, d] fp32
-        k_smooth: cute.Tensor,
+        k_smooth: cute.Tensor,  # [b, Hk, S, d], of smoothed queries
         attn_mask: cute.Tensor,  # [b, Hq, L, S] uint8 or fp32, or [0, ..]
         cu_seqlens_q: cute.Tensor,  # [N + 1] int32 of packed sequences
         cu_seqlens_k: cute.Tensor,
@@ -54,9 +54,16 @@ class Attention:
     ):
         """Launch the attention."""
         plan = self.plan
-        maps = (make_query_map(plan, q), make_key_map(plan, k_codes), make_value_map(plan, v_codes))
+        maps = (
+            make_row_map(q, plan.tile_queries),
+            make_key_map(plan, k_codes),
+            make_value_map(plan, v_codes),
+        )
+        if cutlass.const_expr(plan.smooth_bytes > 0):
+            maps = (*maps, make_row_map(k_smooth, plan.tile_keys))
+        of_values = v_block_scale if self.config.pv == "nvfp4" else v_scale
         operands = Operands(
-            q, k_codes, k_scale, out, v_scale, km, vm, cu_seqlens_q, cu_seqlens_k, lse, factor,
+            q, k_codes, k_scale, out, of_values, km, vm, cu_seqlens_q, cu_seqlens_k, lse, factor,
             section, attn_mask, workspace,
         )  # fmt: skip
         if cutlass.const_expr(self.config.has_query_maxima):

@@ -44,10 +44,10 @@ ACCUMULATORS = {
 # are one.
 KERNEL_ACCUMULATORS = {
     "sm_90a": {"fp8": ("fp32+fp32", "fp32+fp16", "fp32"), "fp16": ("fp32", "fp16+fp32", "fp16")},
-    "sm_100a": {"fp8": ("fp32+fp32", "fp32"), "fp16": ("fp32",)},
+    "sm_100a": {"fp8": ("fp32+fp32", "fp32"), "fp16": ("fp32",), "nvfp4": ("fp32",)},
 }
 KERNEL_GEOMETRIES = {"sm_90a": ("sm90", "sm89"), "sm_100a": ("sm90",)}
-KERNEL_SCORES = ("int8", "fp8")
+KERNEL_SCORES = {"sm_90a": ("int8", "fp8"), "sm_100a": ("int8", "fp8", "nvfp4")}
 # Accumulation beside which the mean of V can be added again at the end.
 SMOOTH_V_ACCUMULATOR = {"fp8": "fp32", "fp16": "fp16"}
 # Whose rounding: SageAttention's Triton quantisers or its CUDA ones.
@@ -218,8 +218,7 @@ class QuantizedAttentionConfig(QuantizeKvConfig):
 def has_codes_kernel(config: QuantizeKvConfig) -> bool:
     """Whether kernels take a configuration of `quantize_kv`."""
     return (
-        config.qk in KERNEL_SCORES
-        and config.pv != "nvfp4"
+        config.qk in ("int8", "fp8")
         and config.dtype != "float32"
         and config.row_align == VECTOR_BYTES
         and not config.smooth_q
@@ -230,12 +229,12 @@ def has_codes_kernel(config: QuantizeKvConfig) -> bool:
 def has_kernel(config: QuantizedAttentionConfig, arch: str = "sm_90a") -> bool:
     """Whether the attention kernel of an architecture takes a configuration."""
     return (
-        config.qk in KERNEL_SCORES
+        config.qk in KERNEL_SCORES[arch]
         and config.geometry in KERNEL_GEOMETRIES[arch]
         and config.pv_accum_dtype in KERNEL_ACCUMULATORS[arch].get(config.pv, ())
         and config.dtype != "float32"
         and config.row_align == VECTOR_BYTES
-        and not config.smooth_q
+        and not (config.smooth_q and config.qk != "nvfp4")
         # Scores are compared before they are scaled.
         and config.sm_scale >= 0
     )

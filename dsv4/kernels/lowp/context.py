@@ -21,7 +21,8 @@ class Tiles:
     keys_start: cute.Pointer  # swizzled [key, channel] by stage
     values_start: cute.Pointer  # swizzled [channel, key] by stage
     maxima: cute.Tensor  # [warp]
-    key_scales: cute.Tensor | None  # [key, stage]
+    key_scales: cute.Tensor | None  # [scale, stage]
+    value_block_scales: cute.Tensor | None  # the same
     works: cute.Tensor  # [word, parity]
     value_scales: cute.Tensor  # [channel, parity]
 
@@ -42,10 +43,13 @@ class Context:
 
 def views(plan: TilePlan, storage) -> dict[str, Any]:
     """The fields of `Tiles` in a CTA's shared memory."""
-    scales = None
+    scales = block_scales = None
     if plan.key_scales:
         layout = cute.make_layout((plan.key_scales, plan.stages))
         scales = storage.key_scales.get_tensor(layout)
+    if plan.value_scale_bytes:
+        layout = cute.make_layout((plan.value_scale_bytes, plan.stages))
+        block_scales = storage.value_block_scales.get_tensor(layout)
     channels = cute.make_layout((plan.scaled_channels or 1, 2))
     return {
         "queries_start": storage.queries.data_ptr(),
@@ -54,6 +58,7 @@ def views(plan: TilePlan, storage) -> dict[str, Any]:
         "values_start": storage.values.data_ptr(),
         "maxima": storage.maxima.get_tensor(cute.make_layout(plan.smem["maxima"].count)),
         "key_scales": scales,
+        "value_block_scales": block_scales,
         "works": storage.works.get_tensor(cute.make_layout((WORK_WORDS, 2))),
         "value_scales": storage.value_scales.get_tensor(channels),
     }

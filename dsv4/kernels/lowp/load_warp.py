@@ -17,9 +17,9 @@ from dsv4.kernels.lowp.work import Work
 
 
 @cute.jit
-def make_query_map(plan: cutlass.Constexpr, q: cute.Tensor):
-    """TMA descriptor of queries [b, Hq, L, d] as (channel, row, head, batch), a box of 64 channels;
-    zeros are where there are none."""
+def make_row_map(q: cute.Tensor, count: cutlass.Constexpr):
+    """TMA descriptor of queries or keys as they are [b, H, L, d] as (channel, row, head, batch), a
+    box of 64 channels of so many; zeros are where there are none."""
     batch, heads, rows, dim = q.shape
     units = VECTOR_BYTES * 8 // q.element_type.width
     return create_tensor_map_tiled(
@@ -27,7 +27,7 @@ def make_query_map(plan: cutlass.Constexpr, q: cute.Tensor):
         q.element_type,
         [dim, cutlass.max(Int32(rows), 1), Int32(heads), Int32(batch)],
         [Int64(q.stride[i]) // units for i in (2, 1, 0)],
-        [SPAN, plan.tile_queries, 1, 1],
+        [SPAN, count, 1, 1],
         swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
         l2_promotion=TensorMapL2Promotion.none,
     )
@@ -44,7 +44,7 @@ def make_key_map(plan: cutlass.Constexpr, k_codes: cute.Tensor):
         [dim, cutlass.max(Int32(rows), 1), Int32(heads), Int32(batch)],
         strides,
         [dim, plan.tile_keys, 1, 1],
-        swizzle=TENSOR_MAP_SWIZZLES[plan.dim],
+        swizzle=TENSOR_MAP_SWIZZLES[plan.row_bytes],
         l2_promotion=TensorMapL2Promotion.none,
     )
 
@@ -55,7 +55,7 @@ def make_value_map(plan: cutlass.Constexpr, v_codes: cute.Tensor):
     a box; of fp16, [b, Hk, tiles, keys, d], as (channel, key, ..), a box of 64 channels."""
     batch, heads, tiles, rows, columns = v_codes.shape
     units = VECTOR_BYTES * 8 // v_codes.element_type.width
-    span = plan.tile_keys if plan.pv == "fp8" else SPAN
+    span = SPAN if plan.pv == "fp16" else columns
     return create_tensor_map_tiled(
         v_codes.iterator.toint(),
         v_codes.element_type,
@@ -74,11 +74,16 @@ class LoadWarp:
         self.plan = plan
 
     @cute.jit
-    def load(self, ctx, query_map, key_map, value_map):
-        """Load what every work tile needs; one lane does all of it."""
+    def load(self, ctx, query_map, key_map, value_map, smooth_map=None):
+        """Load what every work tile needs; one lane does all of it.
+
+        Args:
+            smooth_map: of keys that come as they are, too.
+        """
         keys, values = ctx.pipes.keys.producer(), ctx.pipes.values.producer()
         if cute.arch.lane_idx() == 0:
             prefetch_descriptors((query_map, key_map, value_map))
+            key_maps = (key_map, smooth_map)
             parity, index = Int32(0), Int32(cute.arch.block_idx()[0])
             stop = ctx.tiles.count(ctx.operands)
             if index < stop:
@@ -96,7 +101,7 @@ class LoadWarp:
                             following = ctx.tiles.find(ctx.operands, index)
                             self._load_queries(ctx, query_map, following, parity)
                     if tile < work.count:
-                        keys = self._load_keys(ctx, key_map, work, tile, keys)
+                        keys = self._load_keys(ctx, key_maps, work, tile, keys)
                     if tile > 0:
                         values = self._load_values(ctx, value_map, work, tile - 1, values)
                 if cutlass.const_expr(self.plan.shares_rows):  # noqa: SIM102 static, then dynamic
@@ -124,7 +129,7 @@ class LoadWarp:
             bulk_load(source, target, 4 * self.plan.dim, pipe.full)
 
     @cute.jit
-    def _load_keys(self, ctx, key_map, work: Work, tile, cursor: Cursor):
+    def _load_keys(self, ctx, maps, work: Work, tile, cursor: Cursor):
         """Load a tile of keys, and whatever rows follow the last."""
         ring = ctx.pipes.keys
         ring.acquire(cursor)
@@ -132,14 +137,18 @@ class LoadWarp:
         target = ctx.smem.keys_start + cursor.stage * self.plan.tile_bytes
         row = work.first_key + tile * self.plan.tile_keys
         place = [0, row, work.key_head, work.batch]
-        tma_load(key_map, target, place, ring.at(cursor.stage).full)
+        tma_load(maps[0], target, place, ring.at(cursor.stage).full)
+        if cutlass.const_expr(self.plan.smooth_bytes > 0):
+            for i in cutlass.range_constexpr(self.plan.dim // SPAN):
+                offset = cursor.stage * (self.plan.smooth_bytes // 2) + i * (
+                    self.plan.tile_keys * SPAN
+                )
+                place = [i * SPAN, row, work.key_head, work.batch]
+                tma_load(maps[1], ctx.smem.smooth_keys + offset, place, ring.at(cursor.stage).full)
         if cutlass.const_expr(self.plan.key_scales > 0):
-            scales = ctx.operands.k_scale
-            source = scales.iterator + Int64(work.batch) * scales.stride[0]
-            source = source + Int64(work.key_head) * scales.stride[1]
-            source = source + Int64(work.first_tile + tile) * scales.stride[2]
+            source = scales_of_tile(ctx.operands.k_scale, work, tile)
             target = ctx.smem.key_scales[None, cursor.stage].iterator
-            bulk_load(source, target, 4 * self.plan.key_scales, ring.at(cursor.stage).full)
+            bulk_load(source, target, self.plan.key_scale_bytes, ring.at(cursor.stage).full)
         return ring.next(cursor)
 
     @cute.jit
@@ -147,11 +156,23 @@ class LoadWarp:
         """Load a tile of values."""
         ring = ctx.pipes.values
         ring.acquire(cursor)
-        ring.expect(cursor.stage, self.plan.value_bytes)
-        start = ctx.smem.values_start + cursor.stage * self.plan.tile_bytes
-        boxes = 1 if self.plan.pv == "fp8" else self.plan.dim // SPAN
+        ring.expect(cursor.stage, self.plan.values_bytes)
+        dtype = ctx.smem.values_start.dtype
+        start = ctx.smem.values_start + cursor.stage * (self.plan.value_bytes * 8 // dtype.width)
+        boxes = self.plan.dim // SPAN if self.plan.pv == "fp16" else 1
         for i in cutlass.range_constexpr(boxes):
             place = [i * SPAN, 0, work.first_tile + tile, work.key_head, work.batch]
             target = start + i * (self.plan.tile_keys * SPAN)
             tma_load(value_map, target, place, ring.at(cursor.stage).full)
+        if cutlass.const_expr(self.plan.value_scale_bytes > 0):
+            source = scales_of_tile(ctx.operands.v_scale, work, tile)
+            target = ctx.smem.value_block_scales[None, cursor.stage].iterator
+            bulk_load(source, target, self.plan.value_scale_bytes, ring.at(cursor.stage).full)
         return ring.next(cursor)
+
+
+def scales_of_tile(scales: cute.Tensor, work: Work, tile) -> cute.Pointer:
+    """Scales [b, Hk, tiles, n] of a tile of keys."""
+    start = scales.iterator + Int64(work.batch) * scales.stride[0]
+    start = start + Int64(work.key_head) * scales.stride[1]
+    return start + Int64(work.first_tile + tile) * scales.stride[2]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
 from dsv4.kernels.kit.plan import (
+    DTYPE_BYTES,
     WARPGROUP_WARPS,
     Arrival,
     Arrive,
@@ -22,6 +23,7 @@ from dsv4.kernels.kit.plan import (
 )
 from dsv4.kernels.kit.ring_plan import RingPlan
 from dsv4.kernels.lowp.config import LOG2E, QuantizedAttentionConfig
+from dsv4.kernels.lowp.groups import FP4_BLOCK
 
 GROUPS = 3  # consumer warpgroups
 GROUP_QUERIES = 64  # of a warpgroup: rows of a product, and of the official kernel's tile
@@ -30,7 +32,8 @@ WORK_QUERIES = {"sm_90a": TILE_QUERIES, "sm_100a": 256}  # the same, by architec
 TILE_KEYS = 128  # of all geometries but "sm89"
 SPAN = 64  # channels of queries that a box of TMA holds
 MOST_STAGES = 5  # of 128 keys
-FORMATS = {"int8": "Int8", "fp8": "Float8E4M3FN", "fp16": "Float16"}
+FORMATS = {"int8": "Int8", "fp8": "Float8E4M3FN", "fp16": "Float16", "nvfp4": "Uint8"}
+CODE_BITS = {"int8": 8, "fp8": 8, "fp16": 16, "nvfp4": 4}
 MAXIMA_ROWS = 128  # queries of a block whose largest magnitude comes before the attention
 WORK_WORDS = 12  # that hold a `Work`: whole vectors
 # Statistics of a tile of keys and values: rows of channels.
@@ -69,9 +72,10 @@ class TilePlan(RingPlan):
     Attributes:
         dim: channels of codes, 64 or 128.
         lanes_per_warp: lanes that arrive for a warp.
-        qk: format of queries and keys, "int8" or "fp8".
-        key_scales: scales of a tile of keys that come with it: of keys that have one each.
-        pv: format of weights and values, "fp8" or "fp16".
+        qk: format of queries and keys, "int8", "fp8" or "nvfp4".
+        key_scales: scales of a tile of keys that come with it: of keys that have one each, or one
+            for 16 channels.
+        pv: format of weights and values, "fp8", "fp16" or "nvfp4".
         tile_keys: keys of a tile, 64 or 128.
         warp_maxima: maxima that a warp shows those that share its scales.
     """
@@ -96,7 +100,7 @@ class TilePlan(RingPlan):
             config.padded_dim,
             lanes_per_warp,
             config.qk,
-            keys if config.qk_quant_gran == "per_row" else 0,
+            {"per_row": keys, "per_16": config.key_scales}.get(config.qk_quant_gran, 0),
             config.pv,
             keys,
             config.query_groups.count if config.has_pairs_of_warps else 1,
@@ -108,14 +112,34 @@ class TilePlan(RingPlan):
         return self.groups * self.group_queries
 
     @property
+    def row_bytes(self) -> int:
+        """Of the codes of a query or key."""
+        return self.dim * CODE_BITS[self.qk] // 8
+
+    @property
     def tile_bytes(self) -> int:
         """Of a tile of keys."""
-        return self.tile_keys * self.dim
+        return self.tile_keys * self.row_bytes
+
+    @property
+    def key_scale_bytes(self) -> int:
+        """Of the scales that come with a tile of keys."""
+        return self.key_scales * (1 if self.qk == "nvfp4" else 4)
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether keys have a scale each, which their scores are multiplied by."""
+        return self.key_scales > 0 and self.qk == "fp8"
 
     @property
     def value_bytes(self) -> int:
         """Of a tile of values."""
-        return self.tile_bytes * (1 if self.pv == "fp8" else 2)
+        return self.tile_keys * self.dim * CODE_BITS[self.pv] // 8
+
+    @property
+    def value_scale_bytes(self) -> int:
+        """Of the scales that come with a tile of values: of 16 keys of a channel."""
+        return self.tile_keys * self.dim // FP4_BLOCK if self.pv == "nvfp4" else 0
 
     @property
     def shares_rows(self) -> bool:
@@ -131,7 +155,17 @@ class TilePlan(RingPlan):
     @property
     def keys_bytes(self) -> int:
         """Of a tile of keys with what comes with it."""
-        return self.tile_bytes + 4 * self.key_scales
+        return self.tile_bytes + self.key_scale_bytes + self.smooth_bytes
+
+    @property
+    def smooth_bytes(self) -> int:
+        """Of a tile of keys as they are, for the scores of the queries' means."""
+        return 0
+
+    @property
+    def values_bytes(self) -> int:
+        """Of a tile of values with what comes with it."""
+        return self.value_bytes + self.value_scale_bytes
 
     @property
     def span_bytes(self) -> int:
@@ -150,12 +184,18 @@ class TilePlan(RingPlan):
             weights: buffers of codes of weights.
         """
         qk, scales = FORMATS[self.qk], ()
-        if self.key_scales:
+        if self.key_scales and self.qk == "fp8":
             scales = (Buffer("key_scales", "Float32", stages * self.key_scales, 16),)
+        elif self.key_scales:
+            scales = (
+                Buffer("key_scales", "Uint8", stages * self.key_scale_bytes, 128),
+                Buffer("value_block_scales", "Uint8", stages * self.value_scale_bytes, 128),
+            )
+        pv = FORMATS[self.pv]
         return (
-            Buffer("queries", qk, self.tile_queries * self.dim, 1024),
+            Buffer("queries", qk, self.tile_queries * self.row_bytes, 1024),
             Buffer("keys", qk, stages * self.tile_bytes, 1024),
-            Buffer("values", FORMATS[self.pv], stages * self.tile_bytes, 1024),
+            Buffer("values", pv, stages * self.value_bytes // DTYPE_BYTES[pv], 1024),
             *weights,
             Buffer("rows", "BFloat16", self.tile_queries * self.dim, 1024),  # or fp16
             Buffer("maxima", "Float32", self.groups * WARPGROUP_WARPS * self.warp_maxima),
@@ -174,7 +214,7 @@ class TilePlan(RingPlan):
         return (
             Edge("queries", "rows of a work tile", load, queries, 1, self.query_bytes),
             Edge("keys", "tile of codes of keys", load, keys, stages, self.keys_bytes),
-            Edge("values", "tile of codes of values", load, values, stages, self.value_bytes),
+            Edge("values", "tile of codes of values", load, values, stages, self.values_bytes),
         )
 
 

@@ -52,8 +52,9 @@ class QueryRows:
 
     def turn(self, row):
         """What the row permutes vectors of codes by: spans of 128 bytes by the row in eight, spans
-        of 64 by the pair of rows."""
-        return row % 8 if self.plan.dim == 128 else row // 2 % 4
+        of 64 by the pair of rows, spans of 32 by four of them."""
+        vectors = self.plan.row_bytes // VECTOR_BYTES
+        return row // (8 // vectors) % vectors
 
     def times_factor(self, ctx, scale: Float32) -> Float32:
         """A scale times the factor on scores, where the queries did not have it before."""

@@ -19,7 +19,7 @@ class Operands(NamedTuple):
     k_codes: cute.Tensor
     k_scale: cute.Tensor
     out: cute.Tensor
-    v_scale: cute.Tensor
+    v_scale: cute.Tensor  # of channels; of FP4 those of 16 keys of a channel
     km: cute.Tensor
     vm: cute.Tensor
     cu_seqlens_q: cute.Tensor

@@ -53,7 +53,7 @@ def _encode_keys(config: QuantizeKvConfig, k: Tensor) -> dict[str, Tensor]:
     k = _pad_channels(config, k)
     if config.qk == "nvfp4":
         codes, scale = q8.quantize_fp4(q8.pad_rows(k, config.tiles.block_k))
-        scale = scale.unflatten(-2, (-1, config.tiles.block_k)).flatten(-2)
+        scale = q8.in_scale_order(scale.unflatten(-2, (-1, config.tiles.block_k)))
         return {"k_codes": q8.pack_fp4(codes[..., : k.shape[-2], :]), "k_scale": scale}
     codes, scale = _encode_rows(config, k, config.key_groups)
     return {"k_codes": codes, "k_scale": scale}
@@ -81,7 +81,7 @@ def _encode_values(config: QuantizeKvConfig, v: Tensor) -> dict[str, Tensor]:
     if config.pv == "nvfp4":
         tiles = wide.unflatten(-2, (-1, block)).transpose(-1, -2)
         codes, scale = q8.quantize_fp4(tiles)
-        return {"v_codes": q8.pack_fp4(codes), "v_block_scale": scale.flatten(-2)}
+        return {"v_codes": q8.pack_fp4(codes), "v_block_scale": q8.in_scale_order(scale)}
     codes, scale, mean = q8.quantize_columns(wide, rows, config.v_max, config.smooth_v)
     tiles = q8.in_v_order(codes.view(torch.uint8)).unflatten(-2, (-1, block)).transpose(-1, -2)
     found["v_scale"] = scale
@@ -98,7 +98,7 @@ def decode_keys(config: QuantizeKvConfig, codes: Codes) -> tuple[Tensor, Tensor]
     packed, scale = codes["k_codes"], codes["k_scale"]
     rows = packed.shape[-2]
     if config.qk == "nvfp4":
-        per_key = scale.unflatten(-1, (config.tiles.block_k, -1)).flatten(-3, -2)
+        per_key = q8.out_of_scale_order(scale, config.tiles.block_k).flatten(-3, -2)
         values = q8.decode_fp4(packed, per_key[..., :rows, :])
         return values, values.new_ones(values.shape[:-1])
     values = decode_e4m3(packed.contiguous()) if config.qk == "fp8" else packed.float()
@@ -111,7 +111,7 @@ def decode_values(config: QuantizeKvConfig, codes: Codes) -> Tensor:
     if config.pv == "fp16":
         return tiles.float().flatten(-3, -2)
     if config.pv == "nvfp4":
-        scale = codes["v_block_scale"].unflatten(-1, (config.padded_dim, -1))
+        scale = q8.out_of_scale_order(codes["v_block_scale"], config.padded_dim)
         return q8.decode_fp4(tiles, scale).transpose(-1, -2).flatten(-3, -2)
     tokens = tiles.transpose(-1, -2).flatten(-3, -2)
     return decode_e4m3(q8.out_of_v_order(tokens.view(torch.uint8)).view(torch.float8_e4m3fn))

@@ -156,16 +156,27 @@ class QuantizedAttention(KernelOp):
                 lse[:, :, of_q.rows] = found_lse
 
     def aot(self) -> Mapping[str, QuantizedAttentionConfig]:
-        """SageAttention's defaults on Hopper; and FP8 scores, which every Blackwell has."""
+        """SageAttention's defaults on Hopper; FP8 scores, which every Blackwell has; and those of
+        SageAttention3."""
         fp8 = {"qk": "fp8", "qk_quant_gran": "per_64", "quantizer": ""}
+        fp4 = {"qk": "nvfp4", "pv": "nvfp4", "qk_quant_gran": "per_16", "quantizer": ""}
+        fp4 |= {"pv_accum_dtype": "fp32", "smooth_q": True}
         return {
-            f"{scores} and FP8, d {dim}{', causal' * is_causal}": QuantizedAttentionConfig(
+            f"{formats_of}, d {dim}{', causal' * is_causal}": QuantizedAttentionConfig(
                 dim, sm_scale=dim**-0.5, causal="top_left" if is_causal else "none", **formats
             )
-            for scores, formats in (("INT8", {}), ("FP8", fp8))
+            for formats_of, formats in (
+                ("INT8 and FP8", {}),
+                ("FP8 and FP8", fp8),
+                ("FP4, smoothed queries", fp4),
+            )
             for dim in (128, 64)
             for is_causal in (False, True)
         }
+
+    def aot_for(self, arch: str) -> Mapping[str, QuantizedAttentionConfig]:
+        found = self.aot().items()
+        return {label: config for label, config in found if self.serves(config, arch)}
 
 
 QUANTIZED_ATTENTION = QuantizedAttention()

@@ -44,7 +44,8 @@ class QuantizedKV:
         v_codes: [b, Hk, tiles, d, n] float8_e4m3fn, or two FP4 a byte; float16 [b, Hk, tiles, n,
             d].
         v_scale: [N, Hk, d] float32, of FP8.
-        v_block_scale: [b, Hk, tiles, d * n / 16] float8_e4m3fn, of FP4.
+        v_block_scale: [b, Hk, tiles, d * n / 16] float8_e4m3fn, of FP4; as `k_scale` of FP4 in the
+            order of `quantizers.in_scale_order`.
         km, vm: [N, Hk, d] means that were taken off.
         k_smooth: [b, Hk, S, d] keys without their mean, where queries are to be smoothed.
     """

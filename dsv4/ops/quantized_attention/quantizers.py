@@ -15,6 +15,7 @@ from dsv4.ops.quantize import E2M1_MAX, E2M1_VALUES, E4M3_MAX, decode_e4m3, pack
 
 SUM_ROWS, SUM_CHAINS = 128, 8  # of `column_sums`
 INT8_MAX = 127.0
+SCALE_LANES, SCALE_WORD = 32, 4  # rows and scales of a row that the tensor core reads together
 INT8_FLOOR = 1e-7  # of a scale (Triton), of a largest magnitude (CUDA)
 
 
@@ -156,6 +157,34 @@ def decode_fp4(packed: Tensor, scale: Tensor) -> Tensor:
     """Float32 values of packed codes [..., n / 2] with scales [..., n / 16]."""
     values = decode_e2m1(unpack_e2m1(packed)).unflatten(-1, (-1, FP4_BLOCK))
     return (values * decode_e4m3(scale.contiguous()).unsqueeze(-1)).flatten(-2)
+
+
+def in_scale_order(scale: Tensor) -> Tensor:
+    """Scales of a tile's rows [..., rows, n / 16] as the tensor core reads them, flat.
+
+    The four of a row and 64 elements are a word; words of rows 32 apart, then of the next 64
+    elements, lie beside each other, four at a time.
+    """
+    rows, blocks = scale.shape[-2:]
+    words = scale.unflatten(-2, (-1, SCALE_LANES)).unflatten(-1, (-1, SCALE_WORD))
+    # [rows / 32, 32, blocks / 4, 4] -> columns, four of them, 32, 4.
+    columns = words.movedim(-2, -4).flatten(-4, -3)
+    together = columns.unflatten(-3, (-1, _words_together(rows, blocks)))
+    return together.transpose(-3, -2).flatten(-4)
+
+
+def out_of_scale_order(scale: Tensor, rows: int) -> Tensor:
+    """The inverse of `in_scale_order`, of tiles of so many rows: [..., rows, n / 16]."""
+    blocks = scale.shape[-1] // rows
+    shape = (-1, SCALE_LANES, _words_together(rows, blocks), SCALE_WORD)
+    columns = scale.unflatten(-1, shape).transpose(-3, -2).flatten(-4, -3)
+    words = columns.unflatten(-3, (-1, rows // SCALE_LANES)).movedim(-4, -2)
+    return words.flatten(-2).flatten(-3, -2)
+
+
+def _words_together(rows: int, blocks: int) -> int:
+    """Words of scales that lie beside each other: 16 bytes, of small tiles all."""
+    return min(4, rows // SCALE_LANES * blocks // SCALE_WORD)
 
 
 def in_v_order(x: Tensor) -> Tensor:

@@ -252,16 +252,18 @@ BUGS: dict[str, Edit] = {
     "scores released without a fence": at("lowp.sm100.softmax_warps:SoftmaxWarps._load_products")
     .call("fence_before_thread_sync")
     .delete(),
-    "sums scaled before they are there": at("lowp.sm100.softmax_warps:SoftmaxWarps._step")
-    .call("pipes.sums.at().wait")
+    "sums scaled before they are there": at("lowp.sm100.softmax_warps:SoftmaxWarps._raise_maximum")
+    .call("ctx.pipes.sums.at().wait")
     .delete(),
-    "sums handed over before they are written": at("lowp.sm100.softmax_warps:SoftmaxWarps._step")
+    "sums handed over before they are written": at(
+        "lowp.sm100.softmax_warps:SoftmaxWarps._signal_weights"
+    )
     .call("cute.arch.fence_view_async_tmem_store")
     .delete(),
-    "sums without a fence": at("lowp.sm100.softmax_warps:SoftmaxWarps._step")
+    "sums without a fence": at("lowp.sm100.softmax_warps:SoftmaxWarps._signal_weights")
     .call("fence_before_thread_sync")
     .delete(),
-    "weights without a fence": at("lowp.sm100.softmax_warps:SoftmaxWarps._step")
+    "weights without a fence": at("lowp.sm100.softmax_warps:SoftmaxWarps._signal_weights")
     .call("cute.arch.fence_view_async_shared")
     .delete(),
     "sums read before they are there": at("lowp.sm100.softmax_warps:SoftmaxWarps.compute")
@@ -309,7 +311,9 @@ BUGS_OF_SHARED_ROWS: dict[str, Edit] = {
     .expression("not self.plan.shares_rows")
     .replace("True"),
     "rows loaded over weights": at("LoadWarp._load_queries").call("pipe.acquire").delete(),
-    "weights read before they are written": at("lowp.sm100.softmax_warps:SoftmaxWarps._step")
+    "weights read before they are written": at(
+        "lowp.sm100.softmax_warps:SoftmaxWarps._signal_weights"
+    )
     .call("cute.arch.fence_view_async_shared")
     .delete(),
     "values of other channels": at("lowp.sm100.mma_warp:MmaWarp._value_operand")

@@ -1,4 +1,5 @@
-"""Attention over codes for Blackwell (sm_100a): INT8 or FP8 scores, FP8 weights and values.
+"""Attention over codes for Blackwell (sm_100a): INT8 or FP8 scores, FP8 or fp16 weights and values;
+or all in FP4.
 
     load      queries; tiles of keys and values -> rings (TMA)
     softmax   two warpgroups, 128 queries each: codes of queries; weights of scores, a row a thread;
@@ -22,6 +23,9 @@ from dsv4.kernels.lowp.args import ATTENTION_ARGS, values
 from dsv4.kernels.lowp.attention import Attention
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
 from dsv4.kernels.lowp.sm100.context import AttentionContext, allocate, tmem_start
+from dsv4.kernels.lowp.sm100.fp4_mma_warp import Fp4MmaWarp
+from dsv4.kernels.lowp.sm100.fp4_plan import Fp4Plan
+from dsv4.kernels.lowp.sm100.fp4_softmax_warps import Fp4SoftmaxWarps
 from dsv4.kernels.lowp.sm100.mma_warp import MmaWarp
 from dsv4.kernels.lowp.sm100.plan import AttentionPlanSm100
 from dsv4.kernels.lowp.sm100.softmax_warps import SoftmaxWarps
@@ -32,17 +36,16 @@ class AttentionSm100(Attention):
     """Kernel of one configuration."""
 
     def __init__(self, config: QuantizedAttentionConfig):
-        super().__init__(config, AttentionPlanSm100.of(config, self.lanes_per_warp))
-        self.mma, self.softmax = MmaWarp(self.plan), SoftmaxWarps(config, self.plan)
+        is_fp4 = config.qk == "nvfp4"
+        plan = Fp4Plan if is_fp4 else AttentionPlanSm100
+        super().__init__(config, plan.of(config, self.lanes_per_warp))
+        self.mma = (Fp4MmaWarp if is_fp4 else MmaWarp)(self.plan)
+        self.softmax = (Fp4SoftmaxWarps if is_fp4 else SoftmaxWarps)(config, self.plan)
 
     @cute.kernel
     def kernel(
         self,
-        maps: tuple[
-            cutlass.GridConstant[TensorMap],  # queries
-            cutlass.GridConstant[TensorMap],  # keys
-            cutlass.GridConstant[TensorMap],  # values
-        ],
+        maps: tuple[cutlass.GridConstant[TensorMap], ...],  # queries, keys, values, smoothed keys
         operands: Operands,
     ):
         """Initialise, then send every warp to its role."""

@@ -17,7 +17,14 @@ from dsv4.kernels.lowp.sm100.plan import AttentionPlanSm100
 class Smem(Tiles):
     """Views of shared memory."""
 
-    weights_start: cute.Pointer  # of codes, swizzled [query, key] of 128 bytes of keys
+    weights_start: cute.Pointer  # of codes, swizzled [query, key] of 64 or 128 bytes of keys
+    # Of FP4, by warpgroup, as the tensor core reads them.
+    query_scales: cute.Pointer | None = None
+    weight_scales: cute.Pointer | None = None
+    # Of smoothed queries: their means by warpgroup, and keys as they are by stage, swizzled [row,
+    # channel] of 64 channels.
+    means: cute.Pointer | None = None
+    smooth_keys: cute.Pointer | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,8 @@ def allocate(plan: AttentionPlanSm100) -> tuple[Smem, Pipelines, cute.Pointer]:
     storage = SmemAllocator().allocate(storage_struct(plan.smem))
     # A thread reads its row of queries before it writes its weights over it.
     weights = storage.rows if plan.shares_rows else storage.weights
-    smem = Smem(**views(plan, storage), weights_start=weights.data_ptr())
+    own = {name: getattr(storage, name).data_ptr() for name in plan.own_buffers}
+    smem = Smem(**views(plan, storage), weights_start=weights.data_ptr(), **own)
     return smem, Pipelines(**pipelines(plan, storage)), storage.tmem_address.data_ptr()
 
 
@@ -59,5 +67,5 @@ def tmem_start(holder: cute.Pointer) -> cute.Pointer:
 
 def columns_of(ctx: AttentionContext, plan: AttentionPlanSm100, name: str, group) -> cute.Pointer:
     """First column of a warpgroup's scores or sums."""
-    first, second = plan.tmem.column(f"{name}0"), plan.tmem.column(f"{name}1")
+    first, second = plan.columns(name)
     return ctx.tmem + (first + Int32(group) * (second - first))

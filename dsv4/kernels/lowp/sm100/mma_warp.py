@@ -93,7 +93,7 @@ class MmaWarp:
                 for g in cutlass.range_constexpr(GROUPS):
                     if counts[g] > 0:
                         pipes.coded.at(g).wait(issued.works(g) % 2)
-                    self._score(ctx, g, keys.stage, Int32(0), counts[g], issued)
+                    self._score(ctx, g, keys.stage, Int32(0), counts, issued)
                 self._release(pipes.keys, keys)
                 keys = pipes.keys.next(keys)
                 issued = issued.start(counts)
@@ -102,11 +102,11 @@ class MmaWarp:
                 if has_next:
                     pipes.keys.wait(keys)
                 pipes.values.wait(values)
-                self._score(ctx, 0, keys.stage, tile + 1, counts[0], issued)
+                self._score(ctx, 0, keys.stage, tile + 1, counts, issued)
                 if tile > 0:
                     self._weigh(ctx, 1, behind.stage, tile - 1, counts[1], issued)
                     self._release(pipes.values, behind)
-                self._score(ctx, 1, keys.stage, tile + 1, counts[1], issued)
+                self._score(ctx, 1, keys.stage, tile + 1, counts, issued)
                 if has_next:
                     self._release(pipes.keys, keys)
                     keys = pipes.keys.next(keys)
@@ -125,11 +125,11 @@ class MmaWarp:
 
     @cute.jit
     def _score(
-        self, ctx: AttentionContext, group: cutlass.Constexpr, stage, tile, count, issued: Issued
+        self, ctx: AttentionContext, group: cutlass.Constexpr, stage, tile, counts, issued: Issued
     ):
         """S = Q K^T of a tile that a warpgroup sees, into its columns."""
         plan, scores = self.plan, ctx.pipes.scores.at(group)
-        if tile < count:
+        if tile < counts[group]:
             scores.acquire(issued.scores(group) % 2 ^ 1)
             fence_after_thread_sync()
             queries = ctx.smem.queries_start.toint() + group * plan.group_bytes
@@ -137,8 +137,8 @@ class MmaWarp:
             target = columns_of(ctx, plan, "scores", group)
             with cute.arch.elect_one():
                 for step in cutlass.range_constexpr(plan.dim // DEPTH):
-                    a = operand_descriptor(queries + step * DEPTH, plan.dim)
-                    b = operand_descriptor(keys + step * DEPTH, plan.dim)
+                    a = operand_descriptor(queries + step * DEPTH, plan.row_bytes)
+                    b = operand_descriptor(keys + step * DEPTH, plan.row_bytes)
                     multiply(target, a, b, (GROUP_QUERIES, TILE_KEYS), step > 0, plan.qk)
                 commit(scores.full)
 
@@ -161,7 +161,8 @@ class MmaWarp:
                     a = operand_descriptor(start, SPAN_BYTES)
                     b = self._value_operand(values, step)
                     adds = tile > 0 if step == 0 else True
-                    multiply(target, a, b, (GROUP_QUERIES, plan.dim), adds, plan.pv)
+                    kind = "fp8" if plan.pv == "fp8" else "fp16 values"
+                    multiply(target, a, b, (GROUP_QUERIES, plan.dim), adds, kind)
                 commit(pipes.sums.at(group).full)
 
     def _value_operand(self, values, step: int):

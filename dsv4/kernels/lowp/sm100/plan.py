@@ -88,7 +88,16 @@ class AttentionPlanSm100(TilePlan):
     @property
     def group_bytes(self) -> int:
         """Of the codes of a warpgroup's queries."""
-        return GROUP_QUERIES * self.dim
+        return GROUP_QUERIES * self.row_bytes
+
+    @property
+    def own_buffers(self) -> tuple[str, ...]:
+        """Shared memory that other formats do not have."""
+        return ()
+
+    def columns(self, name: str) -> tuple[int, int]:
+        """First columns of the warpgroups' scores or sums."""
+        return self.tmem.column(f"{name}0"), self.tmem.column(f"{name}1")
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         weights = Buffer("weights", FORMATS[self.pv], self.tile_queries * TILE_KEYS, 1024)
@@ -103,7 +112,7 @@ class AttentionPlanSm100(TilePlan):
         softmax = Arrival("softmax", Arrive.WARP)
         group = (Arrival("softmax", Arrive.WARP, warps=WARPGROUP_WARPS),)
         # Scales that come with keys are read by the softmax.
-        of_keys = (mma, softmax) if self.key_scales else (mma,)
+        of_keys = (mma, softmax) if self.has_row_scales else (mma,)
         edges = (
             *self._loads(stages, (softmax,), of_keys, (mma,)),
             # By warpgroup. Sums are the way back of weights, and the last scores that of queries.

@@ -41,6 +41,7 @@ from dsv4.kernels.lowp.work import Operands, Work
 
 PASSED = TILE_KEYS  # columns whose weights are computed before a turn at them is passed
 SCALES = 4  # of keys, of a load
+KEY_SCALES = {"per_row": 0, "per_16": 0, "per_64": 2, "per_thread": 4}
 TURNS = Turns(NamedBarriers.TURNS, GROUPS)
 
 
@@ -64,14 +65,16 @@ class Tile(NamedTuple):
 class SoftmaxWarps:
     """Both warpgroups."""
 
+    make_queries = Queries
+
     def __init__(self, config: QuantizedAttentionConfig, plan: AttentionPlanSm100):
         self.config = config
         self.plan = plan
-        self.queries = Queries(config, plan)
+        self.queries = self.make_queries(config, plan)
         self.epilogue = Epilogue(config, plan)
         self.has_mask = config.mask != "none"
         # Scales of a tile's keys that are factors on its scores.
-        self.key_scales = {"per_row": 0, "per_64": 2, "per_thread": 4}.get(config.qk_quant_gran, 1)
+        self.key_scales = KEY_SCALES.get(config.qk_quant_gran, 1)
 
     @cute.jit
     def compute(self, ctx: AttentionContext, warp):
@@ -109,11 +112,11 @@ class SoftmaxWarps:
                 seen = Tile(tile, scored, limit, tile < share.full, mask)
                 self._step(ctx, state, factors, seen, group, keys)
                 scored += 1
-                if cutlass.const_expr(plan.key_scales > 0):
+                if cutlass.const_expr(plan.has_row_scales):
                     keys = ctx.pipes.keys.next(keys)
             # ---- tiles that the other warpgroup's queries see ----
             for _tile in cutlass.range(count, work.count, unroll=1):
-                if cutlass.const_expr(plan.key_scales > 0):
+                if cutlass.const_expr(plan.has_row_scales):
                     ctx.pipes.keys.wait(keys)
                     ctx.pipes.keys.release(keys, lane)
                     keys = ctx.pipes.keys.next(keys)
@@ -151,27 +154,9 @@ class SoftmaxWarps:
         Args:
             factors: on products, by the part of the tile's keys.
         """
-        pipes, lane = ctx.pipes, cute.arch.lane_idx()
-        products = self._load_products(ctx, group, tile.scored % 2, lane, keys)
-        if cutlass.const_expr(self.has_mask):
-            mask = ctx.operands.attn_mask
-            products = masked(products, mask, tile.mask, factors, tile.limit, tile.number)
-            factors = (Float32(1.0),)
-        else:
-            if not tile.is_whole:
-                hide_unseen(products, tile.limit)
+        products, factors = self._scores(ctx, factors, tile, group, keys)
         top = raised_top(products, state, factors, P_OFFSET[self.config.pv])
-        if tile.number > 0:
-            # The product with the weights before is over: it may be their turn to be overwritten.
-            pipes.sums.at(group).wait((tile.scored + 1) % 2)
-            fence_after_thread_sync()
-        # Where no row of a warp has a new maximum, sums are scaled by 1.
-        if cute.arch.vote_any_sync(top > state.top[0]):
-            decay = exp2_in_branch(state.top[0] - top)
-            state.total[0] = state.total[0] * decay
-            state.top[0] = top
-            if tile.number > 0:
-                self._scale_sums(columns_of(ctx, self.plan, "sums", group), decay)
+        self._raise_maximum(ctx, state, top, tile, group)
         weights = cute.make_rmem_tensor(TILE_KEYS, Float32)
         codes = cute.make_rmem_tensor(TILE_KEYS * self.plan.weight_bytes // 4, Float32)
         TURNS.take(group, [top])
@@ -187,11 +172,46 @@ class SoftmaxWarps:
             if cutlass.const_expr(first > 0):
                 encode(weights, codes, state, first - CHUNK, self.plan.pv == "fp16")
         self._store_codes(ctx, codes)
+        self._signal_weights(ctx, group)
+
+    @cute.jit
+    def _scores(self, ctx: AttentionContext, factors, tile: Tile, group, keys: Cursor):
+        """Products of a row with a tile of keys, those that it does not see marked, and the factors
+        on them that are left."""
+        lane = cute.arch.lane_idx()
+        products = self._load_products(ctx, group, tile.scored % 2, lane, keys)
+        if cutlass.const_expr(self.has_mask):
+            mask = ctx.operands.attn_mask
+            products = masked(products, mask, tile.mask, factors, tile.limit, tile.number)
+            factors = (Float32(1.0),)
+        else:
+            if not tile.is_whole:
+                hide_unseen(products, tile.limit)
+        return products, factors
+
+    @cute.jit
+    def _raise_maximum(self, ctx: AttentionContext, state: RowState, top, tile: Tile, group):
+        """Make what a row has so far relative to its new maximum."""
+        if tile.number > 0:
+            # The product with the weights before is over: it may be their turn to be overwritten.
+            ctx.pipes.sums.at(group).wait((tile.scored + 1) % 2)
+            fence_after_thread_sync()
+        # Where no row of a warp has a new maximum, sums are scaled by 1.
+        if cute.arch.vote_any_sync(top > state.top[0]):
+            decay = exp2_in_branch(state.top[0] - top)
+            state.total[0] = state.total[0] * decay
+            state.top[0] = top
+            if tile.number > 0:
+                self._scale_sums(columns_of(ctx, self.plan, "sums", group), decay)
+
+    @cute.jit
+    def _signal_weights(self, ctx: AttentionContext, group):
+        """Let the tensor core have scaled sums and codes."""
         cute.arch.fence_view_async_tmem_store()
         fence_before_thread_sync()
         # The tensor core reads codes through the async proxy.
         cute.arch.fence_view_async_shared()
-        pipes.weights.at(group).arrive(lane)
+        ctx.pipes.weights.at(group).arrive(cute.arch.lane_idx())
 
     @cute.jit
     def _store_codes(self, ctx: AttentionContext, codes: cute.Tensor):
@@ -237,7 +257,7 @@ class SoftmaxWarps:
         cute.arch.fence_view_async_tmem_load()
         fence_before_thread_sync()
         ctx.pipes.scores.at(group).release(lane)
-        if cutlass.const_expr(self.plan.key_scales > 0):
+        if cutlass.const_expr(self.plan.has_row_scales):
             ctx.pipes.keys.wait(keys)
             scales = cute.make_tensor(
                 ctx.smem.key_scales[None, keys.stage].iterator,
