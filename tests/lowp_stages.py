@@ -12,6 +12,7 @@ _OPS, _KERNELS, _CLI = "tests/ops/quantized_attention", "tests/kernels/lowp", "t
 _ATTENTION = (f"{_KERNELS}/test_attention.py", f"{_KERNELS}/test_attention_sm100.py")
 _CODES, _GPU = f"{_KERNELS}/test_quantize_kv.py", "tests/gpu/test_quantized_attention.py"
 _SEMANTICS, _ACCURACY = f"{_OPS}/test_semantics.py", f"{_OPS}/test_accuracy.py"
+_FP4 = f"{_KERNELS}/test_attention_fp4.py"
 _COMPAT = "tests/compat/test_sageattention.py"
 
 
@@ -98,6 +99,11 @@ STAGES: dict[str, tuple[str, ...]] = {
         f"{_ACCURACY}::test_fp4_meets_its_bars_and_smoothing_of_queries_helps",
         f"{_OPS}/test_quantizers.py::test_fp4_has_the_codes_of_the_reference",
         f"{_OPS}/test_quantizers.py::test_every_tie_of_fp4_goes_to_the_even_code",
+        f"{_OPS}/test_quantizers.py::test_scales_of_fp4_lie_as_the_tensor_core_reads_them",
+        f"{_FP4}::test_ragged_causal_attention",
+        f"{_FP4}::test_every_schedule",
+        f"{_FP4}::test_sizes_and_kinds",
+        f"{_FP4}::test_packed_sequences",
     ),
     "lowp-sm89": (
         f"{_COMPAT}::test_functions_are_attention",

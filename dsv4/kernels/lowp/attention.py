@@ -9,7 +9,7 @@ from cutlass import Int32, cute
 
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
 from dsv4.kernels.lowp.load_warp import LoadWarp, make_key_map, make_row_map, make_value_map
-from dsv4.kernels.lowp.plan import TILE_KEYS, TilePlan
+from dsv4.kernels.lowp.plan import TilePlan
 from dsv4.kernels.lowp.query_maxima import QueryMaxima
 from dsv4.kernels.lowp.work import Operands, WorkTiles
 

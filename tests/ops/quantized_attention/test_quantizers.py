@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -169,3 +171,17 @@ def test_a_tile_of_packed_sequences_is_that_of_the_sequence_alone(seed) -> None:
         assert torch.equal(tiles.view(torch.uint8), alone.v_codes.view(torch.uint8))
         assert torch.equal(packed.km[number], alone.km[0])
         assert torch.equal(packed.v_scale[number], alone.v_scale[0])
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(128, 8), (128, 4), (64, 8), (64, 4)])
+def test_scales_of_fp4_lie_as_the_tensor_core_reads_them(rows: int, blocks: int) -> None:
+    """A word of four for a row and 64 elements; four columns of words of 32 rows together."""
+    scale = torch.arange(rows * blocks).unflatten(0, (rows, blocks)).expand(3, -1, -1)
+    found = q8.in_scale_order(scale)
+    together = min(4, rows // 32 * blocks // 4)
+    for row, block in itertools.product((0, 1, 31, 32, rows - 1), range(blocks)):
+        column = block // 4 * (rows // 32) + row // 32
+        atom, place = divmod(column, together)
+        word = (atom * 32 + row % 32) * together + place
+        assert found[1, 4 * word + block % 4] == row * blocks + block
+    assert torch.equal(q8.out_of_scale_order(found, rows), scale)
