@@ -16,6 +16,7 @@ from dsv4.testing.paged_attention import Case, Inputs, assert_paged_close, make_
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.stage("op")]
 
 FORMATS = ("bf16", "fp8")
+CODES = ("fp8", "fp8x2")
 STYLES = [
     Case(1, 1, 64, window=64, entries=256),
     Case(4, 2, 128, window=128, entries=640, entry_page=61, wild=True, ragged=True, padded=True),
@@ -197,3 +198,44 @@ def test_the_torch_implementation_agrees(seed) -> None:
     given = given._replace(**inputs.optional, **dict(zip(("o", "lse", "max_logits"), outputs)))
     SPARSE_FMHA_PAGED.torch(config, *given[:-1])
     assert_paged_close(inputs.to("cpu"), *(x.cpu() for x in outputs))
+
+
+# ---- products of FP8 codes -----------------------------------------------------------------------
+
+
+def codes_case(compute: str, requests: int, heads: int, **options) -> Case:
+    """Over uniform entries; a call for the largest scores has one split."""
+    options = {"entries": 300, "entry_page": 53, **options}
+    return Case(requests, 2, heads, 512, "fp8", uniform=True, compute=compute, **options)
+
+
+@pytest.mark.parametrize("compute", CODES)
+@pytest.mark.parametrize("form", ["list", "table", "mixed"])
+@pytest.mark.parametrize("sink_mode", ["softmax", "swa_gate"])
+@pytest.mark.parametrize("heads", [40, 72])
+def test_products_of_codes(compute, form, sink_mode, heads, seed) -> None:
+    options = {"ragged": True, "wild": True, "padded": True, "has_rope": True, "has_factor": True}
+    check(codes_case(compute, 9, heads, form=form, sink_mode=sink_mode, **options), seed)
+
+
+@pytest.mark.parametrize("compute", CODES)
+@pytest.mark.parametrize("sink_mode", ["softmax", "swa_gate"])
+def test_codes_of_many_tokens_and_special_sinks(compute, sink_mode, seed) -> None:
+    """Each CTA has several work tiles; maxima grow; sinks are infinite or huge."""
+    case = codes_case(
+        compute, 150, 128, sink_mode=sink_mode, growing=True, has_factor=True, has_signs=True,
+        ragged=True,
+    )  # fmt: skip
+    inputs = make_inputs(case, seed)
+    inputs.sink_logits[:4] = torch.tensor([torch.inf, -torch.inf, 1000.0, -1000.0])
+    assert_paged_close(inputs, *(x.cpu() for x in run(inputs.to("cuda"))))
+
+
+@pytest.mark.parametrize("compute", CODES)
+@pytest.mark.parametrize("heads", [64, 128])
+def test_codes_have_the_same_bits_in_any_batch(compute, heads, seed) -> None:
+    case = codes_case(compute, 150, heads, entries=512, ragged=True, batch_invariant=True)
+    inputs = make_inputs(case, seed).to("cuda")
+    together = run(inputs)
+    for part in (slice(0, 1), slice(3, 20), slice(77, 149), slice(None)):
+        assert_same(run(inputs.of_tokens(part)), tuple(x[part] for x in together))

@@ -29,6 +29,38 @@ for heads in (24, 72):
         check_op(inputs, num_splits)
 """
 
+PAGED_SCRIPT = """
+import torch
+from dsv4.kernels.attention.sm90.paged_codes import PagedCodes
+from dsv4.kernels.attention.sm90.swap_ab import FmhaSwapAB
+from dsv4.kernels.attention.sm90.heads_m import FmhaHeadsM
+from dsv4.ops import sparse_fmha_paged
+from dsv4.testing.paged_attention import Case, assert_paged_close, make_inputs
+
+FmhaSwapAB.lanes_per_warp = FmhaHeadsM.lanes_per_warp = {lanes_per_warp}
+PagedCodes.lanes_per_warp = {lanes_per_warp}
+options = {options}
+case = Case(3, 1, window=40, entries=150, entry_page=53, ragged=True, wild=True, padded=True,
+            has_rope=True, has_factor=True, **options)
+inputs = make_inputs(case, 0)
+moved = inputs.to("cuda")
+for splits in (1, 3) if case.compute == "bf16" else (1,):
+    found = sparse_fmha_paged(
+        *moved.tensors, **moved.options, **{{**moved.kernel_options, "num_splits": splits}},
+        return_lse=True, return_max_logits=splits == 1,
+    )
+    o, lse, *most = (x.cpu() for x in found)
+    assert_paged_close(inputs, o, lse, *(most or [inputs.expected()[2]]))
+"""
+# Few heads, more than one head tile, bf16 rows, entries, products of codes; both sink modes.
+PAGED = {
+    "few heads": {"heads": 8, "head_dim": 64},
+    "few heads, entries": {"heads": 16, "kv_format": "fp8", "sink_mode": "swa_gate"},
+    "head tiles": {"heads": 72, "form": "mixed"},
+    "head tiles, entries": {"heads": 72, "kv_format": "fp8", "form": "table"},
+    "head tiles, codes": {"heads": 72, "kv_format": "fp8", "uniform": True, "compute": "fp8x2"},
+}
+
 # Tests of a family whose launches memcheck follows, few and small: file and -k.
 FAMILIES = {
     "paged_attention": "style_of_flash_mla and not 321 and not 74",
@@ -44,7 +76,7 @@ FAMILIES = {
 }
 
 
-def sanitize(tool: str, head_dim: int, lanes_per_warp: int, cache: Path) -> tuple[int, str]:
+def sanitize(tool: str, script: str, cache: Path) -> tuple[int, str]:
     """Exit status and output of compute-sanitizer; 9 where it found something."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
@@ -52,7 +84,6 @@ def sanitize(tool: str, head_dim: int, lanes_per_warp: int, cache: Path) -> tupl
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     # A cache of its own: the number of arrivals is no part of a stored kernel's key.
     environment = {**os.environ, "PYTHONPATH": paths, "DSV4_CACHE_DIR": str(cache)}
-    script = SCRIPT.format(head_dim=head_dim, lanes_per_warp=lanes_per_warp)
 
     def run(*prefix: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -73,7 +104,8 @@ def sanitize(tool: str, head_dim: int, lanes_per_warp: int, cache: Path) -> tupl
 
 @pytest.mark.parametrize("head_dim", [64, 512])
 def test_memory_accesses(head_dim, tmp_path) -> None:
-    status, output = sanitize("memcheck", head_dim, 1, tmp_path)
+    script = SCRIPT.format(head_dim=head_dim, lanes_per_warp=1)
+    status, output = sanitize("memcheck", script, tmp_path)
     assert status == 0, output
 
 
@@ -85,13 +117,25 @@ def test_races(head_dim, tmp_path) -> None:
     releases, whatever orders the two lanes. The simulator's checker knows the memory model's rule
     and watches the kernel as it is.
     """
-    status, output = sanitize("racecheck", head_dim, 32, tmp_path)
+    script = SCRIPT.format(head_dim=head_dim, lanes_per_warp=32)
+    status, output = sanitize("racecheck", script, tmp_path)
+    assert status == 0, output
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("name", PAGED)
+def test_paged_attention(name, tool, tmp_path) -> None:
+    """Without splits and, where there are any, with."""
+    lanes = 32 if tool == "racecheck" else 1
+    script = PAGED_SCRIPT.format(options=PAGED[name], lanes_per_warp=lanes)
+    status, output = sanitize(tool, script, tmp_path)
     assert status == 0, output
 
 
 def test_racecheck_sees_hand_overs(tmp_path) -> None:
     """Without those arrivals it does report: it looks at the accesses that the barriers order."""
-    status, output = sanitize("racecheck", 64, 1, tmp_path)
+    script = SCRIPT.format(head_dim=64, lanes_per_warp=1)
+    status, output = sanitize("racecheck", script, tmp_path)
     assert status == 9, output
     assert "Race reported" in output
 

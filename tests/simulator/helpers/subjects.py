@@ -14,6 +14,7 @@ import torch
 from dsv4.kernels.attention.paged_plan import workspace_size
 from dsv4.kernels.indexer.plan import CLUSTERS
 from dsv4.kernels.seam.config import tiling_of
+from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
 from dsv4.testing import (
     compress,
     index_topk,
@@ -237,6 +238,29 @@ def paged(name: str) -> Subject:
     # Only Hopper's splits wait for each other.
     launches = PAGED_LAUNCHES if arch == "sm_90a" else PAGED_LAUNCHES[:2]
     return _subject(compiled, [partial(make, *launch) for launch in launches], check)
+
+
+# Scores that grow and spread: O is rescaled in the middle, too.
+PAGED_CODES = paged_attention.Case(
+    5, 1, 72, 512, "fp8", 40, 200, 64, 53,
+    uniform=True, compute="fp8x2", growing=True, **OPTIONS,
+)  # fmt: skip
+
+
+@cache
+def paged_codes() -> Subject:
+    """Products of FP8 codes: a launch without splits, a CTA of each head tile."""
+    from dsv4.testing.codes_kernel import build
+
+    inputs = paged_attention.make_inputs(PAGED_CODES, SEED)
+    target = Simulator("sm_90a", has_lines=True)
+    config = SPARSE_FMHA_PAGED.compiled_config(PAGED_CODES.config, "sm_90a")
+    make = partial(inputs.call, (1, 2, PAGED_CODES.config.sliding_window, PAGED_CODES.config.ratio))
+
+    def check(found: Outcome) -> None:
+        paged_attention.assert_paged_close(inputs, found["o"], found["lse"], found["max_logits"])
+
+    return _subject(target.compile(build, config), [make], check)
 
 
 # ---- seam, indexer, compressor -------------------------------------------------------------------

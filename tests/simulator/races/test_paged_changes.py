@@ -11,7 +11,7 @@ import pytest
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers.changes import Listed, check_deleted, check_weaker
 from tests.simulator.helpers.mutations import Run
-from tests.simulator.helpers.subjects import paged
+from tests.simulator.helpers.subjects import paged, paged_codes
 from tests.simulator.races.test_attention_mutations import (
     EARLY_START,
     EXPECTS,
@@ -102,6 +102,29 @@ DELETED = {
             f"what is said of a tile (4): {ONE_LANE}; PV's turns (9) hand nothing over; what was "
             "read of Q (2) and of V (2) was read by products, which the whole warpgroup has waited "
             f"for; Q of a token without keys (2) is released unread; {ROWS_WITH_P} (2)",
+        ),
+    },
+    "codes": {
+        ("fence.mbarrier_init", "kernel"): (
+            1,
+            "neither another CTA nor a copy of the async proxy arrives: the CTA's barrier orders",
+        ),
+        ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+        ("griddepcontrol.wait", "gather"): (1, LAUNCHES_IN_ORDER),
+        ("bar.sync", "_sync"): (
+            1,
+            "the first one: a warp stores the rows of Q that its own products have read",
+        ),
+        ("mbarrier.test_wait", "_multiply_keys"): (1, HINT),
+        ("wgmma.commit_group", "_multiply_keys"): (1, TURNS),
+        ("wgmma.wait_group", "_multiply_keys"): (1, TURNS),
+        ("wgmma.wait_group", "_multiply_tile"): (
+            2,
+            "the last sum but one: the compiler adds it behind the wait for the last one",
+        ),
+        ("bar.warp", "arrive_warp"): (
+            2,
+            "the release of P: products read it, which the whole warpgroup has waited for",
         ),
     },
     "one_cta": {
@@ -225,7 +248,7 @@ UNREACHED_WEAKER = {
 
 def launches(name: str) -> tuple[object, list[Run]]:
     """A compiled kernel, and its launches in two schedules."""
-    compiled, runs = paged(name)
+    compiled, runs = paged_codes() if name == "codes" else paged(name)
     return compiled, [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
 
 

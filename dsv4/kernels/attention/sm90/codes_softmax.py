@@ -26,6 +26,8 @@ from dsv4.kernels.kit.wgmma import by_row
 
 # In log2: weights reach 2^(OFFSET + THRESHOLD) before their reference follows, just below 448.
 OFFSET, THRESHOLD = 5.8, 3.0
+# Of a weight without the scale of its key, which is 2^-100 at least; their sum stays finite, too.
+MOST = 112.0
 COLUMN_GROUPS = 8  # of eight keys, in a tile
 
 
@@ -92,8 +94,10 @@ def follow_maxima(
         reference = cutlass.select_(is_empty, cutlass.Float32(0.0), rows.row_max[r])
         shift = (OFFSET + bias[r]) - reference
         if cutlass.const_expr(is_gate):
-            # A huge bias swallows the score in the reference: see `heads_m_softmax.softmax`.
-            shift = cute.arch.fmin(shift, OFFSET + THRESHOLD - most - tile_max[r])
+            # A huge bias swallows the score in the reference: see `heads_m_softmax.softmax`. The
+            # threads of a row have bounds of their own, and must agree on what is added: the limit
+            # is far above any weight.
+            shift = cute.arch.fmin(shift, MOST - tile_max[r])
         shifts.append(shift)
     return shifts
 
