@@ -99,6 +99,7 @@ def _subject(
 # Three tiles of tokens, one of them of a single expert, on one SM: rings wrap.
 EXPERTS = moe.Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
 APART, JOINT = 0, 1  # tilings: a launch for each product, one launch for both
+EXPERTS_SMS = {APART: (1,), JOINT: (1, 8)}  # where CTAs share the tiles out, they wait for h
 # Two CTAs of the selection, four tiles of a CTA of the gate, two slices one after the other.
 ROUTER, ROUTER_TILING = RouterCase(27, 1024), (1, 4)
 
@@ -113,8 +114,8 @@ def experts(tiling: int = APART) -> Subject:
     chosen = plan.tilings(EXPERTS.config)[tiling : tiling + 1]
     with mock.patch.object(experts, "tilings", lambda config: chosen):
         compiled = experts.build(EXPERTS.config, compiler_options("sm_90a", has_lines=True))
-    make = partial(inputs.experts_call, 0, 1, 8)
-    return _subject(compiled, [make], lambda found: moe.assert_experts_close(found, inputs))
+    makes = [partial(inputs.experts_call, 0, sms, 8) for sms in EXPERTS_SMS[tiling]]
+    return _subject(compiled, makes, lambda found: moe.assert_experts_close(found, inputs))
 
 
 # Several turns of a pair of CTAs; CTAs that begin with a tile of the shared expert whose weights

@@ -27,7 +27,7 @@ EXPECTS = "the copies it expects complete with a release of their own, and are a
 
 # ---- experts and router --------------------------------------------------------------------------
 EXPERTS_HARMLESS = {
-    ("mbarrier.arrive", "_load_stage", "relaxed"): (6, EXPECTS),
+    ("mbarrier.arrive", "load_stage", "relaxed"): (6, EXPECTS),
     ("fence.proxy", "clear", "global"): (
         3,
         "zeros: the CTA's barrier tells every warp of them, and the fence behind a stage's codes, "
