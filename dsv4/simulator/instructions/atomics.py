@@ -16,7 +16,8 @@ from dsv4.simulator.arithmetic.numerics import (
 )
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.instructions.memory_access import WINDOW_MASK
-from dsv4.simulator.machine.memory import OFFSET_MASK, SHARED_WINDOW
+from dsv4.simulator.machine.mbarrier import MemoryBarrier
+from dsv4.simulator.machine.memory import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW, Cta
 from dsv4.simulator.machine.warp import Warp
 
 
@@ -126,21 +127,40 @@ def store_async(w: Warp, op, dtype, address, values, bits: int, barrier, mask) -
     """st.async, red.async: store to a CTA of the cluster, or combine by `op` with the value of
     `dtype` there, and complete its bytes on an mbarrier there."""
     size = len(values) * bits // 8
-    monitor = w.launch.monitor
-    for lane in np.flatnonzero(mask).tolist():
-        where = int(address[lane])
-        cta, offset = w.cluster.cta_at(where), where & OFFSET_MASK
-        if offset + size > cta.shared_limit or offset % size:
+    data = np.stack(values, 1).view(np.uint8)
+    for lanes in _by_target(address >> RANK_SHIFT, barrier, np.flatnonzero(mask)):
+        cta = w.cluster.cta_at(int(address[lanes[0]]))
+        offsets = (address[lanes] & OFFSET_MASK).astype(np.int64)
+        wrong = (offsets + size > cta.shared_limit) | (offsets % size != 0)
+        if wrong.any():
+            offset = int(offsets[int(wrong.argmax())])
             raise KernelFault(f"asynchronous store of {size} bytes to shared offset {offset:#x}")
-        data = np.array([value[lane] for value in values]).view(np.uint8)
-        target = w.cluster.barrier(int(barrier[lane]))
-        ticket = None
-        if monitor is not None:
-            ticket = monitor.store_async(w, cta, target, offset, size, lane)
+        target = w.cluster.barrier(int(barrier[lanes[0]]))
+        _store_to(w, cta, target, offsets, data[lanes], lanes, op, dtype)
 
-        def perform(cta=cta, offset=offset, data=data, target=target, ticket=ticket) -> None:
+
+def _by_target(ranks: np.ndarray, barrier: np.ndarray, lanes: np.ndarray) -> list[np.ndarray]:
+    """The lanes of each CTA and mbarrier, in the order of their first ones."""
+    groups: dict[tuple[int, int], list[int]] = {}
+    for lane, *key in zip(lanes.tolist(), ranks[lanes].tolist(), barrier[lanes].tolist()):
+        groups.setdefault(tuple(key), []).append(lane)
+    return [np.array(group) for group in groups.values()]
+
+
+def _store_to(
+    w: Warp, cta: Cta, target: MemoryBarrier, offsets: np.ndarray, data: np.ndarray,
+    lanes: np.ndarray, op, dtype,
+) -> None:  # fmt: skip
+    """Asynchronous stores of `data` [lane, byte] to one CTA, which complete on one mbarrier."""
+    size, monitor = data.shape[1], w.launch.monitor
+    tickets = [None] * len(lanes)
+    if monitor is not None:
+        tickets = monitor.store_async(w, cta, target, offsets, size, lanes)
+    for ticket, offset, row in zip(tickets, offsets.tolist(), data):
+
+        def perform(ticket=ticket, offset=offset, row=row) -> None:
             held = cta.s8[offset : offset + size]
-            held[:] = data if op is None else _combined(op, held.view(dtype), data.view(dtype))
+            held[:] = row if op is None else _combined(op, held.view(dtype), row.view(dtype))
             if monitor is not None:
                 monitor.bulk_load_done(ticket, cta, target)
             target.complete(size)

@@ -109,8 +109,11 @@ class Observer(ABC):
         """The source of a copy to another CTA, which completes on the mbarrier at `address`."""
 
     @abstractmethod
-    def store_async(self, w, cta: Cta, barrier, offset: int, size: int, lane=None) -> object:
-        """st.async: a small copy that completes on an mbarrier. Returns a ticket as `bulk_load`."""
+    def store_async(
+        self, w, cta: Cta, barrier, offsets: np.ndarray, size: int, lanes: np.ndarray
+    ) -> list:
+        """st.async of some lanes: `size` bytes at an offset each, which complete on one mbarrier.
+        Returns a ticket a lane, as `bulk_load`."""
 
     @abstractmethod
     def bulk_store(self, w, cta: Cta, offsets: np.ndarray, lane=None, target=None, op=None) -> None:

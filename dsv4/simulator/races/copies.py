@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from dsv4.simulator.machine.memory import Cta
 from dsv4.simulator.races.cells.granules import granules
-from dsv4.simulator.races.cluster_state import lanes_of
+from dsv4.simulator.races.cluster_state import ClusterState, lanes_of
 from dsv4.simulator.races.order.clocks import SEEN
 from dsv4.simulator.races.shared_memory import ONE_LANE, SharedRaces
+
+
+class Ticket(NamedTuple):
+    """A copy into shared memory under way.
+
+    Attributes:
+        know: what is told with the copy.
+        agents: the agent that copies, by the address of the mbarrier that the copy completes on.
+        told: mbarriers and phases at which that was published.
+    """
+
+    state: ClusterState
+    know: np.ndarray
+    agents: dict[int, int]
+    told: set[tuple[int, int]]
 
 
 class CopyRaces(SharedRaces):
@@ -22,7 +39,7 @@ class CopyRaces(SharedRaces):
         if source is not None:
             (_, address), *_ = receivers
             agent, clock = ticket[2][address], w.cluster.barrier(address).phase + 1
-            self.memory.engine_reads(w, source, agent, clock, _one(lane))
+            self.memory.engine_reads(w, source, agent, clock, _mask(lane))
         return ticket
 
     def cluster_copy(self, w, offsets: np.ndarray, address: int, lane: int) -> None:
@@ -31,14 +48,29 @@ class CopyRaces(SharedRaces):
         clock = w.cluster.barrier(address).phase + 1
         self._engine_reads(w, w.cta, granules(offsets, 16), agent, clock, "bulk copy", lane)
 
-    def store_async(self, w, cta: Cta, barrier, offset: int, size: int, lane: int | None = None):
-        """st.async: a small copy that completes on an mbarrier."""
-        where = granules(np.array([offset]), size)
-        return self._copy_into(w, [(cta, barrier.address)], where, "st.async", lane, generic=True)
+    def store_async(
+        self, w, cta: Cta, barrier, offsets: np.ndarray, size: int, lanes: np.ndarray
+    ) -> list[Ticket]:
+        """st.async: a small copy of each lane, which completes on an mbarrier.
+
+        They count as one copy, unless lanes know of different things or write to one place.
+        """
+        receivers, cells = [(cta, barrier.address)], granules(offsets, size)
+        is_one = not w.cluster.state.clocks.differ(w.agent) and len(np.unique(cells)) == len(cells)
+        if is_one:
+            of_each = np.repeat(lanes, size // 4)
+            ticket = self._copy_into(w, receivers, cells, "st.async", of_each, generic=True)
+            return [ticket] * len(lanes)
+        return [
+            self._copy_into(w, receivers, where, "st.async", lane, generic=True)
+            for where, lane in zip(cells.reshape(len(lanes), -1), lanes.tolist())
+        ]
 
     def _copy_into(
-        self, w, receivers, where: np.ndarray, what: str, lane: int | None, generic: bool = False
-    ):
+        self, w, receivers, where: np.ndarray, what: str, lane: int | np.ndarray | None,
+        generic: bool = False,
+    ) -> Ticket:  # fmt: skip
+        """A copy that all of a warp, one lane, or a lane for each granule of it, started."""
         state = w.cluster.state
         clocks, agents = state.clocks, {}
         for cta, address in receivers:
@@ -47,19 +79,22 @@ class CopyRaces(SharedRaces):
             agent = clocks.agent(("copies", address))
             agents[address] = agent
             self._engine_writes(w, cta, where, agent, barrier.phase + 1, what, lane, generic)
-        lanes = lanes_of(w, _one(lane))
+        lanes = lanes_of(w, _mask(lane))
         w.order.covers(lanes)
-        ticket = (state, clocks.view(w.agent, lanes).copy(), agents)
+        ticket = Ticket(state, clocks.view(w.agent, lanes).copy(), agents, set())
         clocks.advance(w.agent)
         w.order.leave_behind(lanes)
         return ticket
 
-    def bulk_load_done(self, ticket, cta: Cta, barrier) -> None:
-        """The copy into one CTA is complete."""
-        state, know, agents = ticket
-        known = know.copy()
-        known[SEEN, agents[barrier.address]] = barrier.phase + 1
-        self._publish_at(state, barrier, known)
+    def bulk_load_done(self, ticket: Ticket, cta: Cta, barrier) -> None:
+        """The copy into one CTA, or a lane's part of it, is complete."""
+        phase = barrier.address, barrier.phase
+        if phase in ticket.told:
+            return
+        ticket.told.add(phase)
+        known = ticket.know.copy()
+        known[SEEN, ticket.agents[barrier.address]] = barrier.phase + 1
+        self._publish_at(ticket.state, barrier, known)
 
     # --- out of shared memory --------------------------------------------------------------------
     def bulk_store(
@@ -72,7 +107,9 @@ class CopyRaces(SharedRaces):
         self._engine_reads(w, cta, granules(offsets, 16), agent, clock, "bulk store", lane)
         if target is not None:
             agent = state.clocks.agent(("writes of bulk stores", w.agent))
-            self.memory.engine_writes(w, target, agent, clock, _one(lane), reduction=op is not None)
+            self.memory.engine_writes(
+                w, target, agent, clock, _mask(lane), reduction=op is not None
+            )
 
     def bulk_committed(self, w) -> None:
         """cp.async.bulk.commit_group."""
@@ -133,5 +170,10 @@ class CopyRaces(SharedRaces):
         self._publish_at(state, barrier, know)
 
 
-def _one(lane: int | None) -> np.ndarray | None:
-    return None if lane is None else ONE_LANE[lane]
+def _mask(lane: int | np.ndarray | None) -> np.ndarray | None:
+    """The mask of one lane or some; None for all."""
+    if lane is None or not isinstance(lane, np.ndarray):
+        return None if lane is None else ONE_LANE[lane]
+    mask = np.zeros(32, np.bool_)
+    mask[lane] = True
+    return mask

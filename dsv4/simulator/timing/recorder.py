@@ -231,8 +231,10 @@ class Recorder(Observer):
             w.cluster.state.sources.update({(rank, place): size for rank, _ in targets})
         self._add(w, trace.BulkLoad(w.at, size, targets, remote, _rows(parts)))
 
-    def store_async(self, w, cta: Cta, barrier, offset: int, size: int, lane=None) -> None:
-        """A lane's part of what the warp stores at once."""
+    def store_async(
+        self, w, cta: Cta, barrier, offsets: np.ndarray, size: int, lanes: np.ndarray
+    ) -> list:
+        """The part that goes to one CTA of what the warp stores at once."""
         events = self._pending[w]
         last = events[-1] if events else None
         if not isinstance(last, trace.RemoteStore) or last.at != w.at:
@@ -241,7 +243,8 @@ class Recorder(Observer):
         target = cta.rank, ("mbarrier", barrier.address, barrier.phase)
         if target not in last.targets:
             w.cluster.state.signals[target[1]] += 1
-        last.targets[target] = last.targets.get(target, 0) + size
+        last.targets[target] = last.targets.get(target, 0) + size * len(lanes)
+        return [None] * len(lanes)
 
     def bulk_store(self, w, cta: Cta, offsets: np.ndarray, lane=None, target=None, op=None) -> None:
         size = 16 * len(offsets)

@@ -78,6 +78,10 @@ class Clocks:
         rest[SEEN, warp] = self.seen[warp, warp]
         return rest
 
+    def differ(self, warp: int) -> bool:
+        """Whether some lanes know more than others."""
+        return warp in self.rest
+
     def _informed(self, warp: int, lanes: np.ndarray | None) -> bool:
         return lanes is not None and not (lanes & ~self.informed[warp]).any()
 
