@@ -63,8 +63,9 @@ class LatentRows(KernelOp):
         return name in needed(config) or name in WINDOW
 
     def check_sizes(self, config: LatentRowsConfig, *tensors: Tensor | None) -> None:
+        wanted = {*needed(config), *WINDOW}
         for arg, tensor in zip(self.tensors, tensors):
-            if self.needs(config, arg.name) != (tensor is not None):
+            if (arg.name in wanted) != (tensor is not None):
                 has = "nothing" if tensor is None else "a tensor"
                 wants = "the layer's tasks need one" if tensor is None else "no task takes one"
                 raise ValueError(f"{arg.name}: got {has}, {wants}")

@@ -11,6 +11,7 @@ one size. Imports neither torch nor cutlass: `fake_arguments` loads cutlass when
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,7 @@ class TensorArg:
     is_output = False
     is_optional = False
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[str, ...]:
         """Names of the dimensions."""
         return tuple(self.dims.split())
