@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import secrets
 import zlib
@@ -32,6 +33,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                         reason=f"needs compute capability {required}, got {capability}"
                     )
                 )
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what is imported and collected by now, a million objects, out of garbage collections:
+    tracing a kernel makes so many objects that they are frequent."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture

@@ -217,12 +217,14 @@ class OpKernels:
         seed: int = 0,
         schedules: int | None = 1,
         compiled: Any = None,
+        races: bool = True,
         **scalars: int,
     ) -> Outcome:
         """Run in the first few schedules, all for None, whose outputs must agree in every bit.
 
         Args:
             compiled: instead of the kernel of the inputs' configuration.
+            races: whether the simulator looks for them, for three times the time.
             scalars: instead of the planned ones.
         """
         compiled = self.compile(inputs.config) if compiled is None else compiled
@@ -232,4 +234,5 @@ class OpKernels:
             lambda: self.call(inputs, **scalars),
             seed,
             self.target.schedules[:schedules],
+            races=races,
         )

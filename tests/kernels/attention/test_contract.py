@@ -31,7 +31,8 @@ from dsv4.testing.attention_kernel import (
 )
 from dsv4.testing.harness import Device, simulator
 
-# The window is causal in one mode and a ring in the other, so that two compilations show it all.
+# The window is causal in one mode and a ring in the other, so that two compilations show it all: by
+# default the first; the second is slow here, and every kernel has tests of its own in it.
 IS_CAUSAL = {"swa_gate": True, "softmax": False}
 # Infinite, swallowed by rounding, near the largest float, within reach of a score; and ordinary.
 SINKS = (math.inf, -math.inf, 1e8, -1e8, 3e38, -3e38, 1e4, -1e4, 200.0, -200.0, 0.3, -1.2)
@@ -48,8 +49,9 @@ class Subject:
     head_dim: int
 
     def case(self, **options) -> Case:
-        """Four tiles of compressed keys, two of window keys."""
+        """Four tiles of compressed keys, two of window keys; causal, with a gate."""
         options = {"top_k": 200, "window_rows": 100, "sliding_window": 20, **options}
+        options = {"sink_mode": "swa_gate", "is_causal": True, **options}
         return Case(heads=self.heads, head_dim=self.head_dim, **options)
 
     def run(
@@ -249,12 +251,12 @@ def test_scores_of_thousands_under_huge_sinks(
 
 @small_kernels
 def test_a_token_is_the_same_alone_and_in_a_batch(subject: Subject, seed: int) -> None:
-    """Bit for bit, at one number of splits."""
+    """Bit for bit, at one number of splits; the last token of a request, as its window says."""
     inputs = make_inputs(subject.case(), seed)
-    batch, alone = subject.run(inputs, 2), subject.run(inputs.of_tokens(slice(6, 7)), 2)
+    batch, alone = subject.run(inputs, 2), subject.run(inputs.of_tokens(slice(8, 9)), 2)
     assert_right(batch, inputs)
-    assert_same_bits("o", alone.o[0], batch.o[6])
-    assert_same_bits("lse", alone.lse[0], batch.lse[6])
+    assert_same_bits("o", alone.o[0], batch.o[8])
+    assert_same_bits("lse", alone.lse[0], batch.lse[8])
 
 
 @pytest.mark.parametrize("splits", [1, 3])

@@ -85,8 +85,12 @@ def test_every_schedule_gives_the_same_bits(kernels, seed) -> None:
     ids=str,
 )
 def test_dtypes(kernels, case, seed) -> None:
+    """Of a tiling with resident activations, and of one with streamed ones in clusters."""
     inputs = Inputs.make(case, seed)
-    found = check_every_tiling(kernels, inputs, seed)
+    found = run(kernels, inputs, 0, seed)
+    assert_linear_close(found["out"], inputs)
+    streamed = run(kernels, inputs, choose(kernels, inputs.config, 64), seed)
+    streamed.assert_same_bits(found, "streamed against resident")
     if case.x_dtype == "float8_e4m3fn":
         wide = Inputs.make(replace(case, x_dtype="bfloat16"), seed)
         run(kernels, wide, 0, seed).assert_same_bits(found, "codes against bf16")
@@ -142,7 +146,7 @@ def test_nothing_is_written_beside_the_output(kernels, seed) -> None:
         y = call.outputs["out"]
         frame = y.as_strided((y.shape[0] - 1, y.stride(0)), y.stride())[:, y.shape[1] :]
         frame.fill_(7)
-        kernels.target.run(compiled, call)
+        kernels.target.run(compiled, call, races=False)
         assert (frame == 7).all()
 
 

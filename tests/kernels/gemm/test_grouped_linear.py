@@ -112,6 +112,7 @@ def test_options(kernels, case, seed) -> None:
     check_every_tiling(kernels, Inputs.make(case, seed), seed)
 
 
+@pytest.mark.slow  # a compilation of its own
 def test_small_activations_are_not_rounded(kernels, seed) -> None:
     """Values of one group that differ by 2^14 and are far below what FP8 scales are floored at."""
     inputs = Inputs.make(Case(3, 512, 256, 2), seed)

@@ -57,6 +57,7 @@ BUGS = {
         .replace("branch.source[(None, None, 0, branch.batch)][None, chunk]"),
         exposed_by=THREE_TILES,
         hidden_from=ONE_TILE,
+        is_slow=True,
     ),
     # P is read where the first P was written.
     "P offset missing": Bug(
@@ -121,6 +122,7 @@ BUGS = {
         SOFTMAX_WARPS.branch("tile > keys.first").call("consumer_wait").delete(),
         exposed_by=THREE_TILES,
         hidden_from=ONE_TILE,
+        is_slow=True,
     ),
     # TMEM is given back while other warps still read O from it.
     "TMEM freed too early": Bug(

@@ -80,7 +80,7 @@ def attention(splits: int):
         pytest.param(HEADS_M, 64, 1, True, "swa_gate", marks=pytest.mark.slow),
         (HEADS_M, 64, 3, False, "softmax"),
         (16, 128, 2, True, "swa_gate"),
-        (8, 512, 1, False, "softmax"),
+        pytest.param(8, 512, 1, False, "softmax", marks=pytest.mark.slow),
         (24, 512, 2, True, "swa_gate"),
         pytest.param(72, 64, 3, False, "swa_gate", marks=pytest.mark.slow),
         pytest.param(72, 512, 2, True, "swa_gate", marks=pytest.mark.slow),
@@ -267,7 +267,13 @@ def test_work_tiles_beyond_whole_grids(seed, schedule) -> None:
 def test_splits_that_run_together(seed, heads, head_dim, sink_mode, schedule) -> None:
     """Every split has a CTA, and tiles get fewer heads. Launches with different numbers of splits
     follow each other on one workspace, whose counters nobody resets."""
-    case = Case.random(2, heads, head_dim, 300, 100, 2, seed, ragged=True, sink_mode=sink_mode)
+    case = Case.random(
+        *(2, heads, head_dim, 300, 100, 2, seed),
+        ragged=True,
+        is_causal=sink_mode == "swa_gate",
+        sliding_window=WINDOW,
+        sink_mode=sink_mode,
+    )
     inputs = make_inputs(case, seed)
     workspace = new_workspace("sm_90a", config_of(case), 2, 5)
     for num_splits in (5, 2):
@@ -320,7 +326,13 @@ def test_a_cta_that_stops_polling(seed, schedule, heads, impatient, monkeypatch)
 
 @pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
 @pytest.mark.parametrize(
-    ("head_dim", "magnitude"), [(64, "tiny"), (64, "huge"), (64, "columns"), (512, "pieces")]
+    ("head_dim", "magnitude"),
+    [
+        (64, "tiny"),
+        (64, "huge"),
+        (64, "columns"),
+        pytest.param(512, "pieces", marks=pytest.mark.slow),
+    ],
 )
 def test_partial_rows_of_any_magnitude(seed, head_dim, magnitude, heads) -> None:
     """Splits pass through the workspace in 16 bits: what shares a scale is right to the largest's
