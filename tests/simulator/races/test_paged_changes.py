@@ -190,6 +190,7 @@ WEAKER = {
         ("mbarrier.try_wait", "_multiply_tiles", "relaxed"): (6, f"{V_WITH_P}; {TURNS} (4)"),
         ("mbarrier.try_wait", "score", "relaxed"): (2, ROWS_WITH_P),
     },
+    "codes": {("mbarrier.test_wait", "_multiply_keys", "relaxed"): (1, HINT)},
     "one_cta": {
         **gathered(HARMLESS["single"], "_load_tiles"),
         ("mbarrier.arrive", "_load_rows", "relaxed"): (1, EXPECTS),
