@@ -24,11 +24,6 @@ if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
     from dsv4.config.model_config import ModelConfig
 
-MIN_ROW_TOKENS = 64
-"""Tokens from which on the next layer's first seam adds the rows of experts, as it does for one.
-Others are added by a launch of their own: it takes no longer than the seam's weights on their way
-beside it."""
-
 
 class Block(Module):
     """A decoder layer. Each sublayer reads one mixture of the streams and writes to all of them."""
@@ -71,5 +66,5 @@ class Block(Module):
             self.ffn_norm,
             quantize=self.ffn.takes_codes(input_ids.numel()),
         )
-        combine = self.is_last or 1 < input_ids.numel() < MIN_ROW_TOKENS
-        return streams.after(self.ffn(x, input_ids, step.live_tokens, combine=combine))
+        # The next layer's first seam adds the rows of experts.
+        return streams.after(self.ffn(x, input_ids, step.live_tokens, combine=self.is_last))
