@@ -29,6 +29,9 @@ from dsv4.kernels.rows.rms_norm_fp8 import RmsNormFp8
 WARPS = THREADS // WARP
 # Which bounds registers: compressors keep loads under way in more than 64.
 CTAS_PER_SM, CTAS_PER_SM_ENTRIES = 4, 2
+# Of short means, whose loads are one a thread: where they have more CTAs than a GPU has SMs, having
+# more of them at a time is worth what they spill.
+CTAS_PER_SM_SHORT, FEW_ENTRIES = 4, 132
 
 
 class Grid(NamedTuple):
@@ -74,6 +77,7 @@ class LatentRows:
             assert self.keys.cluster == 1, "index keys take any place in a cluster"
         self.cluster = 1 if self.entries is None else self.entries.cluster
         self.ctas_per_sm = CTAS_PER_SM if self.entries is None else CTAS_PER_SM_ENTRIES
+        self.is_short = self.entries is not None and self.entries.own_terms == 1
 
     @cute.jit
     def __call__(
@@ -128,13 +132,23 @@ class LatentRows:
             self.row_ctas(x, self.norm.tiling.rows, num_ctas) if self.norm is not None else none,
             self.row_ctas(x, self.insertion.rows, num_ctas),
         )
-        window = x, weight, rope, positions, slots, pool
-        self.kernel(entries, keys, queries, window, grid).launch(
+        tensors = entries, keys, queries, (x, weight, rope, positions, slots, pool)
+        if cutlass.const_expr(self.is_short):
+            if grid.entries > FEW_ENTRIES:
+                self.launch(tensors, grid, CTAS_PER_SM_SHORT, stream)
+            else:
+                self.launch(tensors, grid, self.ctas_per_sm, stream)
+        else:
+            self.launch(tensors, grid, self.ctas_per_sm, stream)
+
+    def launch(self, tensors: tuple, grid: Grid, ctas_per_sm: int, stream) -> None:
+        """Launch all tasks with registers for so many CTAs an SM."""
+        self.kernel(*tensors, grid).launch(
             grid=[grid.rounded(self.cluster), 1, 1],
             block=[THREADS, 1, 1],
             cluster=[self.cluster, 1, 1],
             stream=stream,
-            min_blocks_per_mp=self.ctas_per_sm,
+            min_blocks_per_mp=ctas_per_sm,
             preferred_smem_carveout=100,
             use_pdl=True,
         )
