@@ -99,7 +99,7 @@ def _subject(
 # Three tiles of tokens, one of them of a single expert, on one SM: rings wrap.
 EXPERTS = moe.Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
 APART, JOINT = 0, 1  # tilings: a launch for each product, one launch for both
-EXPERTS_SMS = {APART: (1,), JOINT: (1, 8)}  # where CTAs share the tiles out, they wait for h
+EXPERTS_SMS = {APART: (1,), JOINT: (8, 1)}  # where CTAs share the tiles out, they wait for h
 # Two CTAs of the selection, four tiles of a CTA of the gate, two slices one after the other.
 ROUTER, ROUTER_TILING = RouterCase(27, 1024), (1, 4)
 
