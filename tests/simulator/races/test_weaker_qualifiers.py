@@ -15,7 +15,7 @@ import pytest
 from dsv4.testing import kv_insert, rms_norm_fp8
 from dsv4.testing.harness import compiler_options
 from tests.simulator.helpers import linears, subjects
-from tests.simulator.helpers.changes import check_weaker, weakenings_of
+from tests.simulator.helpers.changes import check, check_weaker, weakenings_of
 from tests.simulator.races.test_fp8_linear_mutations import TURN
 
 pytestmark = pytest.mark.stage("simulator")
@@ -64,18 +64,26 @@ BEST_ROWS_HARMLESS = {
         "a key, which the last CTA reads: the counter's atomic has acquired every maximum",
     ),
 }
-SAMPLER_HARMLESS = {
-    ("barrier.cluster", "kernel", "relaxed"): (
-        1,
-        "tells that the other CTAs have begun: there is nothing yet to hand over",
-    )
-}
+BEGUN = "tells that the other CTAs have begun: there is nothing yet to hand over"
+SAMPLER_HARMLESS = {("barrier.cluster", "kernel", "relaxed"): (1, BEGUN)}
 
 
 # Subject, what goes unnoticed, and what no launch runs.
 KERNELS = {
     "experts": (subjects.experts, EXPERTS_HARMLESS, {}),
     "router": (subjects.router, {}, {}),
+    "router, many tokens": (
+        subjects.router_of_many,
+        {
+            ("barrier.cluster", "kernel", "relaxed"): (
+                1,
+                "tells that the other CTA has begun, and of its mbarriers: with their fence, a "
+                "relaxed arrival is enough for both",
+            ),
+            ("mbarrier.arrive", "load", "relaxed"): (1, EXPECTS),
+        },
+        {},
+    ),
     "plain linear, resident": (partial(linears.plain, 11, 0), weights(4), {}),
     "plain linear, wide": (partial(linears.plain, 150, -1), weights(2), {}),
     "best rows, resident": (
@@ -127,6 +135,19 @@ def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
     make, harmless, unreached = KERNELS[name]
     compiled, runs = make()
     check_weaker(compiled, runs("eager"), harmless, unreached)
+
+
+@pytest.mark.slow
+def test_joint_products_hand_h_over_to_all_ctas() -> None:
+    """In the schedule in which CTAs share the tiles out: else one takes nearly all of them."""
+    compiled, runs = subjects.experts(subjects.JOINT)
+    changes = [
+        change
+        for change in weakenings_of(compiled.artifacts.PTX)
+        if change.place[1] in ("_publish_h", "_wait_for_h")
+    ]
+    assert len(changes) == 4, changes  # release and acquire: semantics and scope
+    check(compiled, runs("lazy")[:1], changes, {}, {})
 
 
 # ---- kernels without qualifiers ------------------------------------------------------------------
