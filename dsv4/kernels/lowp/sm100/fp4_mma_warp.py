@@ -44,6 +44,8 @@ SMOOTH_STEP = 32  # bytes of K of a product of smoothed keys
 class Fp4MmaWarp(MmaWarp):
     """Consumer of codes and weights and of their scales, producer of scores and sums."""
 
+    weighs_first = True
+
     def __init__(self, plan: Fp4Plan):
         super().__init__(plan)
 

@@ -72,6 +72,9 @@ class Issued(NamedTuple):
 class MmaWarp:
     """Consumer of codes and weights, producer of scores and sums; one elected lane issues."""
 
+    # Whether values come before the scores of the tile after, as these wait for a place.
+    weighs_first = False
+
     def __init__(self, plan: AttentionPlanSm100):
         self.plan = plan
 
@@ -102,15 +105,20 @@ class MmaWarp:
                 if has_next:
                     pipes.keys.wait(keys)
                 pipes.values.wait(values)
-                self._score(ctx, 0, keys.stage, tile + 1, counts, issued)
+                if cutlass.const_expr(not self.weighs_first):
+                    self._score(ctx, 0, keys.stage, tile + 1, counts, issued)
                 if tile > 0:
                     self._weigh(ctx, 1, behind.stage, tile - 1, counts[1], issued)
                     self._release(pipes.values, behind)
+                if cutlass.const_expr(self.weighs_first):
+                    self._score(ctx, 0, keys.stage, tile + 1, counts, issued)
+                    self._weigh(ctx, 0, values.stage, tile, counts[0], issued)
                 self._score(ctx, 1, keys.stage, tile + 1, counts, issued)
                 if has_next:
                     self._release(pipes.keys, keys)
                     keys = pipes.keys.next(keys)
-                self._weigh(ctx, 0, values.stage, tile, counts[0], issued)
+                if cutlass.const_expr(not self.weighs_first):
+                    self._weigh(ctx, 0, values.stage, tile, counts[0], issued)
                 issued = issued.next(tile, counts)
                 behind, values = values, pipes.values.next(values)
             if work.count > 0:
