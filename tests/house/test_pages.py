@@ -83,3 +83,23 @@ def test_the_pages_that_are_made_from_code_are_current() -> None:
     command = [sys.executable, "scripts/docs", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_page_of_the_house_names_every_operator() -> None:
+    """With kernels that are there."""
+    import dsv4.ops  # noqa: F401
+    from dsv4.ops.runtime.registry import OPS
+
+    table = (ROOT / "docs/architecture.md").read_text().partition("## Operators")[2]
+    table = table.partition("\n## ")[0]
+    missing = [name for name in OPS if f"`{name}`" not in table]
+    assert not missing
+    kernels = ROOT / "dsv4/kernels"
+    places = [
+        place.replace("{sm90,sm100}", arch)
+        for row in table.splitlines()[4:]
+        for place in re.findall(r"`([^`]+)`", row.rpartition("| ")[2])
+        for arch in ("sm90", "sm100")
+    ]
+    absent = sorted({place for place in places if not (kernels / place).exists()})
+    assert places and not absent
