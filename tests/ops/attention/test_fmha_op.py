@@ -301,7 +301,18 @@ def test_token_alone_equals_token_in_batch(seed: int) -> None:
         torch.testing.assert_close(alone[0], o[t])
 
 
-def test_runner_ids() -> None:
+@pytest.fixture(scope="module")
+def another_process() -> subprocess.CompletedProcess[str]:
+    """A process that imports the package: an operator, and an id of a configuration."""
+    code = (
+        "import sys, dsv4, torch; print(torch.ops.dsv4.sparse_fmha_with_swa.default); "
+        "print(dsv4.ops.fmha_runner_id(512, 128, 128, 1024, sink_mode='softmax')); "
+        "raise SystemExit('cutlass' in sys.modules)"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_runner_ids(another_process) -> None:
     """One id per configuration, the same in every process."""
     first = fmha_runner_id(512, 128, 128, 1024, sink_mode="softmax")
     assert first == fmha_runner_id(512, 128, 128, 1024, sink_mode="softmax", is_causal=False)
@@ -314,12 +325,7 @@ def test_runner_ids() -> None:
     }
     assert len(others | {first}) == 6
     assert runner.runner_config(first) == FmhaConfig(512, 128, 128, 1024, sink_mode="softmax")
-    code = (
-        "from dsv4.ops import fmha_runner_id; "
-        "print(fmha_runner_id(512, 128, 128, 1024, sink_mode='softmax'))"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert int(printed.stdout) == first
+    assert int(another_process.stdout.split()[1]) == first
 
 
 def test_growing_context_keeps_its_runner(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
@@ -464,13 +470,9 @@ def test_autocast_changes_nothing(dtype: torch.dtype, seed: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, expected))
 
 
-def test_import_of_the_package_registers_the_operators() -> None:
+def test_import_of_the_package_registers_the_operators(another_process) -> None:
     """`torch.ops.dsv4.*` is there after `import dsv4`, and no kernel compiler with it."""
-    code = (
-        "import sys, dsv4, torch; print(torch.ops.dsv4.sparse_fmha_with_swa.default); "
-        "raise SystemExit('cutlass' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = another_process
     assert (done.returncode, done.stderr) == (0, "")
     assert "dsv4.sparse_fmha_with_swa.default" in done.stdout
 

@@ -81,7 +81,7 @@ def test_each_value_has_its_place(backend: AttentionKernels, seed: int) -> None:
 
 
 @pytest.mark.stage("D5d")
-@pytest.mark.parametrize("splits", [3, *slow(1)])
+@pytest.mark.parametrize("splits", slow(1, 3))  # the contract has a pair in every schedule
 def test_mixed_batch(backend: AttentionKernels, splits: int, seed: int) -> None:
     backend.check(MIXED, seed, splits, ONE_PAIR)
 

@@ -103,7 +103,7 @@ def test_ragged_lengths(seed, heads, head_dim, num_splits, is_causal, sink_mode,
     ("tokens", "heads", "num_splits", "is_causal", "sink_mode"),
     [
         (1, HEADS_M, 1, False, "softmax"),
-        (2, HEADS_M, 1, False, "softmax"),
+        pytest.param(2, HEADS_M, 1, False, "softmax", marks=pytest.mark.slow),
         pytest.param(1, 72, 1, True, "swa_gate", marks=pytest.mark.slow),
         pytest.param(1, 48, 3, False, "swa_gate", marks=pytest.mark.slow),
     ],
@@ -244,7 +244,9 @@ def test_speculative_first_tiles_and_window_lengths(seed, requests, num_splits, 
     check(inputs, num_splits, "random", ctas=24)
 
 
-@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+@pytest.mark.parametrize(
+    "schedule", [*(pytest.param(s, marks=pytest.mark.slow) for s in ("eager", "lazy")), "random"]
+)
 def test_work_tiles_beyond_whole_grids(seed, schedule) -> None:
     """Six grids of three work tiles, and two that are CTAs of their own; tokens without keys, and
     some of three key tiles after and before some of one."""
