@@ -53,16 +53,20 @@ class Order(NamedTuple):
             take.
         turn: what warpgroups do one after the other: "products", to be issued, or "weights", where
             the special function unit is what they would all wait for at a time.
+        block: column groups whose weights are computed at a time; 0: the assembler's choice.
     """
 
     is_serial: bool
     turn: str
+    block: int = 0
 
 
 # By the channels of codes. With 128 the sums, a tile's and its scores are 192 of the 160 registers
 # that a thread of three warpgroups has.
 FP16_ORDER = Order(True, "products")  # with values, and so codes of weights, of two bytes
-ORDERS = {64: Order(False, "weights"), 128: Order(True, "products")}
+ORDERS = {64: Order(True, "weights", 2), 128: Order(True, "products")}
+# Where attention is causal, or tiles have 64 keys.
+OTHER_ORDERS = {**ORDERS, 64: Order(False, "weights")}
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class TilePlan(RingPlan):
         pv: format of weights and values, "fp8", "fp16" or "nvfp4".
         tile_keys: keys of a tile, 64 or 128.
         warp_maxima: maxima that a warp shows those that share its scales.
+        is_causal: whether queries see the keys up to their own.
     """
 
     dim: int
@@ -87,6 +92,7 @@ class TilePlan(RingPlan):
     pv: str = "fp8"
     tile_keys: int = TILE_KEYS
     warp_maxima: int = 1
+    is_causal: bool = False
 
     # Warpgroups that share a work tile, and queries of each.
     groups: ClassVar[int]
@@ -104,6 +110,7 @@ class TilePlan(RingPlan):
             config.pv,
             keys,
             config.query_groups.count if config.has_pairs_of_warps else 1,
+            config.causal != "none",
         )
 
     @property
@@ -240,7 +247,9 @@ class AttentionPlan(TilePlan):
     @property
     def order(self) -> Order:
         """Order of products."""
-        return ORDERS[self.dim] if self.pv == "fp8" else FP16_ORDER
+        is_other = self.is_causal or self.tile_keys < TILE_KEYS
+        orders = OTHER_ORDERS if is_other else ORDERS
+        return orders[self.dim] if self.pv == "fp8" else FP16_ORDER
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         return (*self._operands(stages), *self._barriers(stages).split_buffers)

@@ -50,8 +50,11 @@ BLOCKS64 = {
     **SM89, "pv": "fp16", "pv_accum_dtype": "fp16+fp32", "qk_quant_gran": "per_block",
 }  # fmt: skip
 HALVES64 = Case(1, 4, 2, 300, 400, 128, options={**BLOCKS64, "causal": "top_left"})
+# Weights in blocks.
+BLOCKS = replace(RAGGED, options={})
 SCHEDULED = {
     "64": RAGGED,
+    "blocks": BLOCKS,
     "128": WIDE,
     "rows": ROWS,
     "halves": HALVES,
@@ -321,8 +324,13 @@ def checked(build: Callable, seed: int) -> None:
     test_without_a_bug_nothing_is_noticed,
 ) = planted_bugs.tests_of(BUGS, "dsv4.kernels.lowp.sm90.attention", checked)
 
-# Of groups of queries that two warps have, and of blocks that two work tiles have.
+# Of weights in blocks, of groups of queries that two warps have, and of blocks that two work tiles
+# have.
 BUGS64: dict[str, Edit] = {
+    "the first tile's values read before they are there": at("Consumers._pass_seen")
+    .call("ctx.pipes.values.wait", 0)
+    .delete(),
+    "weights of the last block left out": at("Weights.finish").call("self.take").delete(),
     "maxima read before both warps' are written": at("lowp.sm90.queries:Queries._of_group")
     .call("sync", 0)
     .delete(),
@@ -339,10 +347,10 @@ BUGS64: dict[str, Edit] = {
 
 
 def checked64(build: Callable, seed: int) -> None:
-    """The same of tiles of 64 keys."""
+    """The same of weights in blocks, and of tiles of 64 keys."""
     kernels = OpKernels(QUANTIZED_ATTENTION, Simulator("sm_90a"))
     blocks = {**BLOCKS64, "causal": "top_left"}
-    for options in (SM89, blocks):
+    for options in ({}, SM89, blocks):
         inputs = Inputs.make(Case(1, 2, 1, 300, 330, 64, options=options), seed)
         compiled = kernels.compile(inputs.config, build)
         scalars = kernels.call(inputs).options

@@ -30,7 +30,14 @@ from dsv4.kernels.lowp.sm90.context import AttentionContext, scores_mma, values_
 from dsv4.kernels.lowp.sm90.epilogue import Epilogue
 from dsv4.kernels.lowp.sm90.mask import MaskRows, apply_mask
 from dsv4.kernels.lowp.sm90.queries import Queries
-from dsv4.kernels.lowp.sm90.softmax import RowState, encode, hide_unseen, raise_maxima, weigh
+from dsv4.kernels.lowp.sm90.softmax import (
+    RowState,
+    Weights,
+    encode,
+    hide_unseen,
+    raise_maxima,
+    weigh,
+)
 from dsv4.kernels.lowp.sm90.sums import Sums
 from dsv4.kernels.lowp.turns import Turns
 from dsv4.kernels.lowp.work import Operands, Share, Work
@@ -85,7 +92,7 @@ class Consumers:
         self.has_mask = config.mask != "none"
         self.column_groups = plan.tile_keys // 8
         self.passed = int(self.column_groups * PASSED)
-        self.turn = plan.order.turn
+        self.turn, self.block = plan.order.turn, plan.order.block
         self.is_serial = plan.order.is_serial and (self.has_two_levels or self.is_fp16)
         self.epilogue = Epilogue(config, plan)
         self.queries = Queries(config, plan)
@@ -196,6 +203,8 @@ class Consumers:
             else:
                 self._start(f, of_tile, seen, lane, True)
         self._encode(f)
+        if cutlass.const_expr(self.block > 0):
+            ctx.pipes.values.wait(keys)
         values, keys = keys, ctx.pipes.keys.next(keys)
         # ---- tiles that all queries see whole, then the others ----
         if cutlass.const_expr(not self.has_mask):
@@ -228,7 +237,8 @@ class Consumers:
         """The weighted values of the tile before, then the weights of a tile."""
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // 4
         ctx.pipes.keys.wait(keys)
-        ctx.pipes.values.wait(values)
+        if cutlass.const_expr(self.block == 0):
+            ctx.pipes.values.wait(values)
         if cutlass.const_expr(self.turn == "products"):
             TURNS.take(group)
         warpgroup.fence()
@@ -248,6 +258,9 @@ class Consumers:
         warpgroup.wait_group(0)
         self._take_scores(ctx, f, keys, lane)
         self._raise_maxima(f, factor, seen, lane, is_masked)
+        if cutlass.const_expr(self.block > 0):
+            self._weigh_in_blocks(ctx, f, factor, group, keys, is_masked)
+            return
         if cutlass.const_expr(self.turn == "weights"):
             TURNS.take(group, [f.state.decay[r] for r in range(2)])
             # The next step's wait, here a branch: the assembler would move weights before the turn,
@@ -261,6 +274,23 @@ class Consumers:
         else:
             self._weigh(f, factor, range(self.column_groups), is_masked)
         self._encode(f)
+
+    @cute.jit
+    def _weigh_in_blocks(
+        self, ctx: AttentionContext, f: Fragments, factor, group, keys: Cursor,
+        is_masked: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Weights of a tile, their codes with them; its values are waited for."""
+        weights = Weights(*self._scores(f, factor), f.codes, f.state, is_masked, self.block)
+        TURNS.take(group, weights.ends(0))
+        # A branch, as above.
+        ctx.pipes.values.wait(keys)
+        for block in cutlass.range_constexpr(len(weights.blocks)):
+            weights.compute(block)
+            if cutlass.const_expr((block + 1) * self.block == self.passed):
+                TURNS.give(group, weights.ends(block))
+                ctx.pipes.values.wait(keys)
+        weights.finish()
 
     @cute.jit
     def _encode(self, f: Fragments):

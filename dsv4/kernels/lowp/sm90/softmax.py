@@ -126,6 +126,83 @@ def weigh(
         state.total[r] = state.total[r] + tree(operator.add, sums)
 
 
+class Weights:
+    """Weights of a tile, in blocks of column groups, in place of its scores.
+
+    With the exponentials of some groups go the exponents of the next ones, and sums and codes of
+    the ones before, so that no unit waits for another. The assembler would bring all scores to
+    exponents first: those of a block take up a weight of the block but one before, times zero.
+
+    Args:
+        factors: on scores, by row and by the part of the columns.
+        size: column groups of a block.
+    """
+
+    def __init__(self, scores: cute.Tensor, factors, codes: cute.Tensor, state: RowState,
+                 is_masked: bool, size: int):  # fmt: skip
+        self.scores, self.weights = by_row(scores), by_row(cute.recast_tensor(scores, Float32))
+        self.codes, self.state, self.factors = codes, state, factors
+        self.unseen = UNSEEN[scores.element_type]
+        self.is_masked, self.size = is_masked, size
+        self.groups = cute.size(scores) // 4
+        self.sums: list[list] = [[None] * _CHAINS for _ in range(2)]
+        self.lowered = [-state.top[r] for r in range(2)]
+        self.find_exponents(0)
+
+    @property
+    def blocks(self) -> range:
+        """Numbers of the blocks."""
+        return range(self.groups // self.size)
+
+    def elements(self, block: int):
+        """Row, column and group of a block's elements."""
+        groups = range(block * self.size, (block + 1) * self.size)
+        return [(r, c, j) for j in groups for r in range(2) for c in range(2)]
+
+    def find_exponents(self, block: int) -> None:
+        """Scores to exponents."""
+        for r, c, j in self.elements(block):
+            score, parts = self.scores[r, c, j], len(self.factors[0])
+            factor = self.factors[r][j * parts // self.groups]
+            found = cute.math.fma(Float32(score), factor, self.lowered[r])
+            if self.is_masked:
+                found = cutlass.select_(score == self.unseen, -Float32.inf, Float32(found))
+            self.weights[r, c, j] = found
+
+    def compute(self, block: int) -> None:
+        """Weights of a block, behind everything before."""
+        for r, c, j in self.elements(block):
+            self.weights[r, c, j] = exp2(self.weights[r, c, j])
+        if block + 1 < len(self.blocks):
+            if block > 0:
+                self.lowered = [
+                    cute.math.fma(x, Float32(0.0), y)
+                    for x, y in zip(self.ends(block - 1), self.lowered)
+                ]
+            self.find_exponents(block + 1)
+        if block > 0:
+            self.take(block - 1)
+
+    def take(self, block: int) -> None:
+        """Sums and codes of a block's weights."""
+        for r, c, j in self.elements(block):
+            chain = (2 * j + c) % _CHAINS
+            before, weight = self.sums[r][chain], self.weights[r, c, j]
+            self.sums[r][chain] = weight if before is None else before + weight
+        for pair in range(block * self.size // 2, (block + 1) * self.size // 2):
+            encode_pair(self.weights, self.codes, pair)
+
+    def ends(self, block: int) -> list[Float32]:
+        """The last values of each row of a block."""
+        return [self.weights[r, 1, (block + 1) * self.size - 1] for r in range(2)]
+
+    def finish(self) -> None:
+        """The last block's sums and codes, and the rows' sums."""
+        self.take(self.blocks[-1])
+        for r in range(2):
+            self.state.total[r] = self.state.total[r] + tree(operator.add, self.sums[r])
+
+
 def highest(scores, dtype):
     """The largest of some scores."""
     return largest(scores) if dtype is Int32 else tree(cute.arch.fmax, scores)
@@ -141,20 +218,24 @@ def chain(values):
 
 @cute.jit
 def encode(scores: cute.Tensor, codes: cute.Tensor):
-    """Codes of weights as the operand of the next product.
+    """Codes of weights as the operand of the next product."""
+    weights = by_row(cute.recast_tensor(scores, Float32))
+    for pair in cutlass.range_constexpr(cute.size(weights, mode=[2]) // 2):
+        encode_pair(weights, codes, pair)
+
+
+def encode_pair(weights: cute.Tensor, codes: cute.Tensor, pair: int) -> None:
+    """Codes of the weights of two column groups as the operand of the next product.
 
     A thread's weights of 16 keys become four neighbouring bytes for each row: the order of keys
     that `groups.V_ORDER` gives FP8 values. In fp16 they stay where they are.
     """
-    weights = by_row(cute.recast_tensor(scores, Float32))
     words = cute.recast_tensor(codes, Uint32)
-    is_half = codes.element_type is Float16
-    for i in cutlass.range_constexpr(cute.size(weights, mode=[2]) // 2):
-        for r in cutlass.range_constexpr(2):
-            if cutlass.const_expr(is_half):
-                for j in cutlass.range_constexpr(2):
-                    two = [weights[r, c, 2 * i + j] for c in range(2)]
-                    words[4 * i + 2 * j + r] = pack_half(*two)
-            else:
-                four = [weights[r, c, 2 * i + j] for j in range(2) for c in range(2)]
-                words[2 * i + r] = pack_e4m3(*four)
+    for r in range(2):
+        if codes.element_type is Float16:
+            for j in range(2):
+                two = [weights[r, c, 2 * pair + j] for c in range(2)]
+                words[4 * pair + 2 * j + r] = pack_half(*two)
+        else:
+            four = [weights[r, c, 2 * pair + j] for j in range(2) for c in range(2)]
+            words[2 * pair + r] = pack_e4m3(*four)
