@@ -11,7 +11,6 @@ one size. Imports neither torch nor cutlass: `fake_arguments` loads cutlass when
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +78,7 @@ class TensorArg:
     is_output = False
     is_optional = False
 
-    @functools.cached_property
+    @property
     def shape(self) -> tuple[str, ...]:
         """Names of the dimensions."""
         return tuple(self.dims.split())
