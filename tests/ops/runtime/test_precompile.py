@@ -136,7 +136,8 @@ def test_failure_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 @needs_compiler
-@pytest.mark.parametrize("folder", ["/proc/nope", pytest.param("a file", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["/proc/nope", "a file"])
 def test_what_was_not_stored_has_failed(
     folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

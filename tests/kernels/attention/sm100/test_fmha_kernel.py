@@ -46,9 +46,7 @@ def parity_inputs(tokens: int, seed: int) -> Inputs:
 
 
 PARITY = FmhaConfig(512, 128, 128, 1024)
-# What users compile ahead of time, and the grid.
-# Each compiles a kernel: of each variant one that the released models take; others with `--full`.
-QUICK_REPORTS = ("64 heads, ring",)
+# What users compile ahead of time, and the grid. Each compiles a kernel, with `--full`.
 CONFIGURATIONS = {
     "parity": PARITY,
     **SPARSE_FMHA.aot(),
@@ -180,13 +178,8 @@ def test_runner_is_compiled_once(backend: AttentionKernels, tmp_path: Path, seed
     assert_attention_close(result.o, expected[0], result.lse, expected[1])
 
 
-@pytest.mark.parametrize(
-    "label",
-    [
-        label if label in QUICK_REPORTS else pytest.param(label, marks=pytest.mark.slow)
-        for label in CONFIGURATIONS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("label", CONFIGURATIONS)
 def test_compiler_report(label: str, monkeypatch, tmp_path) -> None:
     """No spill, no local memory, shared memory as planned: for the models and the test grid."""
     monkeypatch.setenv("DSV4_CACHE_DIR", str(tmp_path))

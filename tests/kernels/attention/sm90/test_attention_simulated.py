@@ -232,7 +232,7 @@ def test_no_requests(seed, top_k, num_splits, heads) -> None:
 
 
 @pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("num_splits", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("requests", [(0, 0, 1, 1, 2, 2), (2, -1, 0, 1, 1, 0)])
 def test_speculative_first_tiles_and_window_lengths(seed, requests, num_splits, heads) -> None:
     """Full lengths and equally many tokens of each request, a hit; and requests in another order,
