@@ -15,6 +15,7 @@ from dsv4.quoting import quoted
 
 MAX_TOP_K = 8192  # index columns of a token in a pool
 COMPUTE = ("bf16", "fp8", "fp8x2")
+TERMS = {"fp8": 1, "fp8x2": 2}  # e4m3 numbers of a query, or a weight, where codes are multiplied
 _INTEGERS = ("head_dim", "num_query_heads", "sliding_window", "ratio", "num_splits", "rope_dim")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from dsv4.arch import SM_90A
 from dsv4.kernels.attention import launch_plan
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
@@ -42,11 +41,10 @@ def has_kernel(config: PagedFmhaConfig) -> bool:
     )
 
 
-def multiplies_codes(config: PagedFmhaConfig, arch: str) -> bool:
-    """Whether launches without splits multiply FP8 codes, which Hopper's do; all others multiply
-    bf16 values, which are more exact."""
-    has_products = config.compute != "bf16" and arch == SM_90A.name
-    return has_products and config.num_query_heads > MOST_CONVERTED_HEADS
+def multiplies_codes(config: PagedFmhaConfig) -> bool:
+    """Whether launches without splits multiply FP8 codes; all others multiply bf16 values, which
+    are more exact."""
+    return config.compute != "bf16" and config.num_query_heads > MOST_CONVERTED_HEADS
 
 
 def scalars(
@@ -65,16 +63,16 @@ def scalars(
         size = (sizes["T"], sizes["k_c"], sizes["k_w"])
         costs = COSTS.get(config.kv_format, _H200)
         splits = launch_plan.num_splits(_dense(config), *size, num_sms, arch, costs)
-        if config.num_splits is None and _fills_half(config, sizes["T"], num_sms, arch):
+        if config.num_splits is None and _fills_half(config, sizes["T"], num_sms):
             splits = 1
     return splits, num_sms, config.sliding_window, config.ratio
 
 
-def _fills_half(config: PagedFmhaConfig, tokens: int, num_sms: int, arch: str) -> bool:
+def _fills_half(config: PagedFmhaConfig, tokens: int, num_sms: int) -> bool:
     """Whether a launch without splits, whose products are of codes, has work for half of the SMs:
     it is then faster than one of bf16 values with splits."""
     tiles = tokens * -(-config.num_query_heads // launch_plan.TILE_HEADS)
-    return multiplies_codes(config, arch) and 2 * tiles > num_sms
+    return multiplies_codes(config) and 2 * tiles > num_sms
 
 
 def workspace_size(

@@ -32,7 +32,9 @@ def vectors_per_span(span_bytes: int) -> int:
 
 
 def vector_offset(row, vector, span_bytes: int):
-    """Byte offset of a vector of a row in a tile of rows of one swizzle span of 64 or 128 bytes."""
-    # 128 bytes: the last three bits of the row; 64 bytes, two rows in 128: the two before the last.
-    key = row % 8 if span_bytes == 128 else row // 2 % 4
+    """Byte offset of a vector of a row in a tile of rows of one swizzle span of 32, 64 or 128
+    bytes."""
+    # Bits of the row's number, behind those that count rows within 128 bytes.
+    rows = 128 // span_bytes
+    key = (row // rows if rows > 1 else row) % (span_bytes // VECTOR_BYTES)
     return row * span_bytes + (vector ^ key) * VECTOR_BYTES

@@ -2,6 +2,7 @@
 graph."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -161,6 +162,60 @@ def operand_descriptor(
     if span_bytes:
         fixed |= _SWIZZLES[span_bytes] | step_bytes >> 4 << 16
     return Int64(address >> 4) | Int64(fixed)
+
+
+class Descriptor(NamedTuple):
+    """Descriptor of an operand by its words: only the lower one, with the address, is not known
+    when the kernel is compiled."""
+
+    low: Int32
+    high: int
+
+    def __add__(self, size: int) -> "Descriptor":
+        """The descriptor so many bytes further on."""
+        return Descriptor(self.low + (size >> 4), self.high)
+
+
+def pair_operand(address: Int32, span_bytes: int, run_step: int | None = None) -> Descriptor:
+    """Operand of `multiply_pair` in swizzled rows of so many bytes, in groups of eight.
+
+    Args:
+        run_step: None: K-major. Else the same bytes MN-major, rows are columns of K; bytes from one
+            span of all rows to the next.
+    """
+    leading = 1 if run_step is None else run_step >> 4
+    fixed = _DESCRIPTOR_VERSION | (_GROUP_ROWS * span_bytes >> 4) << 32 | _SWIZZLES[span_bytes]
+    high = (fixed >> 32) & 0xFFFFFFFF
+    return Descriptor((address >> 4) | leading << 16, high)
+
+
+def multiply_pair(
+    sums: cute.Pointer, a: Descriptor | cute.Pointer, b: Descriptor, columns: int, accumulate,
+    kind: str = "fp8", is_mn_major: bool = False,
+) -> None:  # fmt: skip
+    """`multiply` by a pair of CTAs, M = 128: each has 64 rows, and brings half of the columns.
+
+    Args:
+        a: in TMEM, or a K-major operand.
+        columns: of both CTAs.
+        is_mn_major: whether B is.
+    """
+    kind, formats = _FORMATS[kind]
+    form = formats | is_mn_major << 16 | columns >> 3 << 17 | 128 >> 4 << 24
+    is_in_tmem = isinstance(a, cute.Pointer)
+    place = "[{$r1}]" if is_in_tmem else "a"
+    high = 0 if is_in_tmem else a.high
+    adds = "mov.pred p, 1;" if accumulate is True else "setp.ne.s32 p, {$r3}, 0;"
+    cute.arch.inline_ptx(
+        "{\n.reg .pred p;\n.reg .b32 form;\n.reg .b64 a, b;\n" + adds + "\n"
+        + ("" if is_in_tmem else f"mov.b64 a, {{{{$r1}}, {high}}};\n")
+        + f"mov.b64 b, {{{{$r2}}, {b.high}}};\nmov.b32 form, {form};\n"
+        f"tcgen05.mma.cta_group::2.kind::{kind} [{{$r0}}], {place}, b, form, p;\n}}",
+        read_only_args=[
+            sums.toint(), a.toint() if is_in_tmem else a.low, b.low,
+            *([] if accumulate is True else [Int32(accumulate)]),
+        ],
+    )  # fmt: skip
 
 
 def multiply(

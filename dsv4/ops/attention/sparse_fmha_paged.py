@@ -57,7 +57,7 @@ class SparseFmhaPaged(KernelOp):
         """Blank what the kernel takes at run time; of a fixed number of splits remains that it is
         fixed, where the kernel is otherwise one of two. And products of codes where there are
         none."""
-        has_codes = paged_plan.multiplies_codes(config, arch)
+        has_codes = paged_plan.multiplies_codes(config)
         return replace(
             config,
             softmax_scale=config.scale,
@@ -116,9 +116,7 @@ class SparseFmhaPaged(KernelOp):
             for label, q_eps in (("", None), (", norm of q", MODEL_EPS))
         }
         served = {
-            label: config
-            for label, config in codes.items()
-            if paged_plan.multiplies_codes(config, arch)
+            label: config for label, config in codes.items() if paged_plan.multiplies_codes(config)
         }
         return {**self.aot(), **served}
 
@@ -203,8 +201,8 @@ def sparse_fmha_paged(
         num_splits: KV splits of the GPU kernel; default chosen by the size of the launch.
         batch_invariant: a token's bits depend on its own keys alone, not on the batch.
         compute: "bf16"; "fp8" and "fp8x2" multiply FP8 codes, in one and two terms, of entries
-            whose groups share one scale, which the caller promises. Kernels do so on Hopper with
-            more than 32 heads and without splits, and multiply bf16 values otherwise; torch does.
+            whose groups share one scale, which the caller promises. Kernels do so with more
+            than 32 heads and without splits, and multiply bf16 values otherwise; torch does.
         rope_dim: rotated channels, bf16 in FP8 entries; default those of `rope`, or 64.
         out: [T, n_h, head_dim] to write into; default a new tensor.
         return_lse: also return lse [T, n_h] float32, see `sparse_fmha_with_swa`.

@@ -115,17 +115,27 @@ def first_of(thread: Thread, row: int) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def store_units(tile: cute.Pointer, row: Int32, first_unit: Int32, values: cute.Tensor):
-    """Round values to bf16 into a row of a 128-byte swizzled tile, 16 bytes at a time.
+def store_units(
+    tile: cute.Pointer,
+    row: Int32,
+    first_unit: Int32,
+    values: cute.Tensor,
+    row_units: cutlass.Constexpr[int] = ROW_UNITS,
+):
+    """Round values to bf16 into a row of a swizzled tile, 16 bytes at a time.
 
-    Swizzling puts unit u of row r at u ^ (r % 8), so 8 rows fill all banks.
+    Swizzling permutes units so that 8 rows fill all banks.
+
+    Args:
+        row_units: of a row: 8 with a 128-byte swizzle, 4 with one of 64.
     """
     units = cute.size(values) // UNIT
     rounded = cute.make_rmem_tensor(cute.make_layout((UNIT, units)), BFloat16)
     by_unit = cute.make_tensor(values.iterator, cute.make_layout((UNIT, units)))
     rounded.store(by_unit.load().to(BFloat16))
+    key = row % ROW_UNITS if row_units == ROW_UNITS else row // 2 % row_units
     for i in cutlass.range_constexpr(units):
-        unit = row * ROW_UNITS + ((first_unit + i) ^ (row % ROW_UNITS))
+        unit = row * row_units + ((first_unit + i) ^ key)
         pointer = cute.recast_ptr(tile + cute.assume(unit * UNIT, divby=UNIT), dtype=BFloat16)
         cute.autovec_copy(rounded[None, i], cute.make_tensor(pointer, cute.make_layout(UNIT)))
     # The tensor core and TMA read through another proxy: without the fence they see old bytes.

@@ -3,16 +3,19 @@
 The variants are those of `fmha.FmhaKernel`, and so is the combine of several splits.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16
 
 from dsv4.kernels.attention.paged_call import PagedFmhaCall
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.paged_context import PagedArguments
+from dsv4.kernels.attention.paged_plan import multiplies_codes
 from dsv4.kernels.attention.sm100.combine import Combine
 from dsv4.kernels.attention.sm100.costs import variant_of
 from dsv4.kernels.attention.sm100.paged_1cta import PagedFmha1Cta
 from dsv4.kernels.attention.sm100.paged_2cta import PagedFmha2Cta
+from dsv4.kernels.attention.sm100.paged_codes import PagedCodes2Cta
 
 
 class PagedFmhaSm100(PagedFmhaCall):
@@ -22,6 +25,7 @@ class PagedFmhaSm100(PagedFmhaCall):
         super().__init__(config)
         variant, _, _ = variant_of(config.head_dim, config.num_query_heads)
         self.variant = PagedFmha2Cta(config) if variant == "2cta" else PagedFmha1Cta(config)
+        self.codes = PagedCodes2Cta(config) if multiplies_codes(config) else None
         self.combine = Combine(config.head_dim, config.num_query_heads, config.sink_mode, BFloat16)
 
     @property
@@ -31,8 +35,14 @@ class PagedFmhaSm100(PagedFmhaCall):
 
     @cute.jit
     def launch(self, arguments: PagedArguments, stream):
-        """Launch the attention, then with several splits the combine."""
-        self.variant.launch(arguments, stream)
+        """Launch the attention, then with several splits the combine; products of codes are those
+        without splits."""
+        if cutlass.const_expr(self.codes is None):
+            self.variant.launch(arguments, stream)
+        elif arguments.num_splits == 1:
+            self.codes.launch(arguments, stream)
+        else:
+            self.variant.launch(arguments, stream)
         if arguments.num_splits > 1:
             self.combine.launch(arguments, stream)
 

@@ -47,6 +47,10 @@ class PagedFmha2Cta(PagedVariant, Fmha2Cta):
         params = PagedParams.of(
             arguments, q, make_output_tma(arguments.o, q.iterator, WARP_ROWS), self.head_blocks
         )
+        self._launch_pairs(arguments, params, stream)
+
+    @cute.jit
+    def _launch_pairs(self, arguments: PagedArguments, params: PagedParams, stream):
         clusters = cutlass.min(params.work_tiles, cutlass.max(arguments.num_sms // 2, 1))
         self._kernel_of(arguments, params).launch(
             grid=(2 * clusters, 1, 1),

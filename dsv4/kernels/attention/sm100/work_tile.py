@@ -25,7 +25,7 @@ COLUMNS = 64  # of one access: a 128-byte swizzle row of bf16
 
 def row_layout(tile: tuple[int, int], stages: int) -> cute.ComposedLayout:
     """(rows, columns, stages) as a K-major operand lies in shared memory: boxes of 64 columns,
-    128-byte swizzled, one behind the other.
+    128-byte swizzled, one behind the other; 32 columns are a box with a 64-byte swizzle.
     """
     return sm100.make_smem_layout_epi(BFloat16, LayoutEnum.ROW_MAJOR, tile, stages)
 
@@ -50,10 +50,13 @@ def tma_row_view(x: cute.Tensor, fallback: cute.Pointer) -> cute.Tensor:
 
 
 def make_output_tma(
-    o: cute.Tensor, fallback: cute.Pointer, rows: cutlass.Constexpr[int]
+    o: cute.Tensor,
+    fallback: cute.Pointer,
+    rows: cutlass.Constexpr[int],
+    columns: cutlass.Constexpr[int] = COLUMNS,
 ) -> cpasync.TmaInfo:
-    """TMA descriptor of stores of `rows` heads x `COLUMNS` columns of a token."""
-    tile = (rows, COLUMNS)
+    """TMA descriptor of stores of `rows` heads x `columns` columns of a token."""
+    tile = (rows, columns)
     box = cute.select(row_layout(tile, 1), mode=[0, 1])
     store = cpasync.CopyBulkTensorTileS2GOp()
     return cpasync.make_tiled_tma_atom(store, tma_row_view(o, fallback), box, tile)

@@ -4,6 +4,7 @@
 import cutlass
 from cutlass import cute
 
+from dsv4.kernels.attention.entry_codes import load_scales, scale_byte, scale_of
 from dsv4.kernels.attention.key_span import KeySpan
 from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
 from dsv4.kernels.attention.paged_keys import PagedKeys
@@ -17,14 +18,10 @@ from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.gather import copy_vector, vector_offset, vectors_per_span
 from dsv4.kernels.kit.kv_entry import GROUP, Fp8Entry
 from dsv4.kernels.kit.mbarrier import Cursor, arrive_warp
-from dsv4.kernels.kit.quant import E8M0_NAN, FP32_MANTISSA
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, VECTOR_BYTES
 from dsv4.kernels.kit.vectors import prefetch_l2
 
 LINE_BYTES = 128  # of L2
-# E8M0 of the least scale, 2^-100: a weight relative to scaled ones stays finite. What is scaled by
-# less is 0 beside anything that is not.
-LEAST_SCALE = 27
 
 
 class RawEntries:
@@ -70,7 +67,7 @@ class RawEntries:
             self._copy_rope(ctx, address, kv.stage, warp, lane)
             cute.arch.cp_async_mbarrier_arrive_noinc(ctx.pipes.kv.full + kv.stage)
             if lane < WARP_KEYS:
-                tile_scales[row, kv.stage] = scale_of(scales)
+                tile_scales[row, kv.stage] = scale_of(scale_byte(scales))
             scales = load_scales(scale_address)
             is_key = cute.arch.vote_ballot_sync(address != 0)
             first, is_window = kv.stage * TILE_INFO_WORDS, i >= span.compressed_tiles
@@ -118,23 +115,6 @@ def _row(address, row):
     """Address of one of the warp's rows, and the bytes of a copy of it: 0 where there is none."""
     source = cute.arch.shuffle_sync(address, row)
     return source, cutlass.select_(source != 0, cutlass.Int32(VECTOR_BYTES), cutlass.Int32(0))
-
-
-def load_scales(address):
-    """Ask for the first four scales of an entry; zeros of address 0."""
-    return cute.arch.inline_ptx(
-        "mov.b32 {$w0}, 0; @{$r1} ld.global.nc.b32 {$w0}, [{$r0}];",
-        write_only_types=[cutlass.Uint32],
-        read_only_args=[address, address != 0],
-    )
-
-
-def scale_of(scales: cutlass.Uint32) -> cutlass.Float32:
-    """The first scale of four, which all groups share."""
-    byte = cutlass.Int32(scales & 0xFF)
-    bits = cutlass.max(byte, LEAST_SCALE) << FP32_MANTISSA
-    bits = cutlass.select_(byte == E8M0_NAN, cutlass.Int32(0x7FC00000), cutlass.Int32(bits))
-    return cutlass.Int32(bits).bitcast(cutlass.Float32)
 
 
 class CodesGather(GatherRole):

@@ -19,7 +19,6 @@ from dsv4.kernels.kit.plan import Arrival, Arrive, BarrierGraph, Buffer, Edge, R
 PLACES = 2  # of P: that of a key tile is stored while the one before it is read
 SCORE_WARPS = 4
 QUERY_SCALES = 3  # row input beside those of `paged_score`
-TERMS = {"fp8": 1, "fp8x2": 2}  # e4m3 terms of a query and of P, by `compute`
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import warpgroup
 
+from dsv4.kernels.attention.entry_codes import OFFSET
 from dsv4.kernels.attention.key_span import BOTH_BRANCHES, KeySpan
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.sm90.codes_context import (
@@ -17,7 +18,6 @@ from dsv4.kernels.attention.sm90.codes_context import (
 from dsv4.kernels.attention.sm90.codes_plan import PLACES, QUERY_SCALES, CodesPlan
 from dsv4.kernels.attention.sm90.codes_queries import CodeQueries
 from dsv4.kernels.attention.sm90.codes_softmax import (
-    OFFSET,
     follow_maxima,
     key_scales,
     scale_scores,

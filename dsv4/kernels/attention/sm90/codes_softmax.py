@@ -15,18 +15,18 @@ import operator
 import cutlass
 from cutlass import cute
 
+from dsv4.kernels.attention.entry_codes import OFFSET, THRESHOLD, log2_of
 from dsv4.kernels.attention.sm90.codes_context import Smem
 from dsv4.kernels.attention.sm90.heads_m_softmax import Rows, thread_maxima
 from dsv4.kernels.attention.softmax import exp2
 from dsv4.kernels.kit.kv_entry import GROUP
-from dsv4.kernels.kit.quant import FP32_MANTISSA, e4m3_terms, pack_bf16
+from dsv4.kernels.kit.quant import e4m3_terms, pack_bf16
 from dsv4.kernels.kit.reduce import largest, quad_max, tree
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, VECTOR_BYTES
 from dsv4.kernels.kit.wgmma import by_row
 
-# In log2: weights reach 2^(OFFSET + THRESHOLD) before their reference follows, just below 448.
-OFFSET, THRESHOLD = 5.8, 3.0
-# Of a weight without the scale of its key, which is 2^-100 at least; their sum stays finite, too.
+# In log2, of a weight without the scale of its key, which is 2^-100 at least; their sum stays
+# finite, too.
 MOST = 112.0
 COLUMN_GROUPS = 8  # of eight keys, in a tile
 
@@ -50,11 +50,6 @@ def scale_scores(scores: cute.Tensor, scales: cute.Tensor):
         for c in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
                 s[r, c, j] *= scales[c, j]
-
-
-def log2_of(scale: cutlass.Float32) -> cutlass.Float32:
-    """Exponent of a power of two."""
-    return cutlass.Float32((scale.bitcast(cutlass.Int32) >> FP32_MANTISSA) - 127)
 
 
 @cute.jit

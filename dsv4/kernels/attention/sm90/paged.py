@@ -3,7 +3,6 @@
 import cutlass
 from cutlass import cute
 
-from dsv4.arch import SM_90A
 from dsv4.kernels.attention.paged_call import PagedFmhaCall
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.paged_context import PagedArguments
@@ -21,7 +20,7 @@ class PagedFmhaSm90(PagedFmhaCall):
         super().__init__(config)
         is_one_kernel = config.num_splits is not None or config.batch_invariant
         self.variants = Variants(config, is_one_kernel, PagedSwapAB, PagedHeadsM)
-        self.codes = PagedCodes(config) if multiplies_codes(config, SM_90A.name) else None
+        self.codes = PagedCodes(config) if multiplies_codes(config) else None
 
     @cute.jit
     def launch(self, arguments: PagedArguments, stream):

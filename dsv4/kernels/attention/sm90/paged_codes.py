@@ -16,13 +16,13 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.attention.paged_config import TERMS, PagedFmhaConfig
 from dsv4.kernels.attention.paged_context import PagedArguments
 from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.codes_context import allocate
 from dsv4.kernels.attention.sm90.codes_gather import CodesGather
 from dsv4.kernels.attention.sm90.codes_output import CodesOutputWarpgroups
-from dsv4.kernels.attention.sm90.codes_plan import TERMS, CodesPlan
+from dsv4.kernels.attention.sm90.codes_plan import CodesPlan
 from dsv4.kernels.attention.sm90.codes_score import CodesScoreWarpgroup
 from dsv4.kernels.attention.sm90.heads_m_combine import HeadsMCombine
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext
