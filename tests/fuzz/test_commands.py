@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +58,15 @@ def _failing(command: str) -> dict[str, str]:
     chosen = FAILING.get(command, {})
     options = set(_options(COMMANDS[command]))
     return chosen or {name: value for name, value in SIMULATED.items() if name in options}
+
+
+@pytest.fixture(autouse=True)
+def one_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making the parser takes longer than what is tried with it."""
+    monkeypatch.setattr(sys.modules["dsv4.cli.main"], "build_parser", _parser)
+
+
+_parser = functools.cache(build_parser)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
