@@ -47,12 +47,10 @@ def run(args: argparse.Namespace) -> int:
     others = [] if args.no_peers else list(peers(args.fa3, args.sage))
     print(machine)
     print(report.table_head([*lowp.COLUMNS, *(f"{peer.name}, TFLOP/s" for peer in others)]))
-    rows = []
-    for result in lowp.measure(shapes, others):
-        rows.append(lowp.as_row(result))
-        print(report.table_line(lowp.cells(rows[-1])), flush=True)
-    if args.json is not None:
-        report.write_record(args.json, report.record("lowp", machine, rows))
+    with bench_rows.recorded(args.json, "lowp", machine) as rows:
+        for result in lowp.measure(shapes, others):
+            rows.append(lowp.as_row(result))
+            print(report.table_line(lowp.cells(rows[-1])), flush=True)
     return 0
 
 

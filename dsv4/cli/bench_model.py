@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
+from dsv4.cli import bench_rows
 from dsv4.cli.output_file import output_file
 from dsv4.quoting import quoted
 
@@ -59,24 +60,22 @@ def measure(
     machine = Machine.measure()
     print(machine)
     print(report.table_head(bench.COLUMNS))
-    rows = []
     folder = tempfile.TemporaryDirectory()
     trace = Path(args.trace) if args.trace is not None else None
     if trace is None and args.plot is not None:
         trace = Path(folder.name) / "trace.json"
-    try:
-        for result in bench.measure(shapes, machine, args.alias_experts, trace):
-            rows.append(bench.as_row(result))
-            print(report.table_line(bench.cells(rows[-1])), flush=True)
-    finally:
-        # What was measured is told also where a later shape fails.
-        for row in rows:
-            total = sum(kernel[2] for kernel in row["kernels"])
-            print(f"\nkernels of {named(row['shape'])}, {total / 1e3:.2f} ms:")
-            for name, calls, time in row["kernels"]:
-                print(f"{time:10.1f} us {calls:6} x  {name[:90]}")
-    if args.json is not None:
-        report.write_record(args.json, report.record(family, machine, rows))
+    with bench_rows.recorded(args.json, family, machine) as rows:
+        try:
+            for result in bench.measure(shapes, machine, args.alias_experts, trace):
+                rows.append(bench.as_row(result))
+                print(report.table_line(bench.cells(rows[-1])), flush=True)
+        finally:
+            # What was measured is told also where a later shape fails.
+            for row in rows:
+                total = sum(kernel[2] for kernel in row["kernels"])
+                print(f"\nkernels of {named(row['shape'])}, {total / 1e3:.2f} ms:")
+                for name, calls, time in row["kernels"]:
+                    print(f"{time:10.1f} us {calls:6} x  {name[:90]}")
     if args.plot is not None:
         timeline.draw(trace, args.plot)
     folder.cleanup()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from dsv4.cli import bench_rows
+
 
 def run(args: argparse.Namespace) -> int:
     """Time the operator and FlashMLA; print the table while it grows."""
@@ -20,15 +22,14 @@ def run(args: argparse.Namespace) -> int:
     machine = Machine.measure()
     print(machine)
     print(report.table_head(paged_attention.COLUMNS))
-    rows, failures = [], []
-    for result in paged_attention.measure(shapes or model_shapes(), machine, library):
-        rows.append(paged_attention.as_row(result))
-        print(report.table_line(paged_attention.cells(rows[-1])), flush=True)
-        if result.failure:
-            failures.append(f"{paged_attention.PEER} at {result.shape}: {result.failure}")
+    failures = []
+    with bench_rows.recorded(args.json, "paged_attention", machine) as rows:
+        for result in paged_attention.measure(shapes or model_shapes(), machine, library):
+            rows.append(paged_attention.as_row(result))
+            print(report.table_line(paged_attention.cells(rows[-1])), flush=True)
+            if result.failure:
+                failures.append(f"{paged_attention.PEER} at {result.shape}: {result.failure}")
     print("\n".join(failures), end="\n" if failures else "")
-    if args.json is not None:
-        report.write_record(args.json, report.record("paged_attention", machine, rows))
     return 0
 
 

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from dsv4.cli.output_file import output_file
+
+if TYPE_CHECKING:
+    from dsv4.bench.machine import Machine
 
 
 def add_options(
@@ -17,6 +23,28 @@ def add_options(
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="also write the results here"
     )
+
+
+@contextlib.contextmanager
+def recorded(path: Path | None, family: str, machine: Machine) -> Iterator[list[dict[str, Any]]]:
+    """Rows that a run appends to, written as a record when it is over.
+
+    Minutes of a GPU are in the rows of a run that fails or is interrupted: they are kept in a file
+    beside `path`, which keeps what it has.
+    """
+    from dsv4.bench import report
+
+    rows: list[dict[str, Any]] = []
+    try:
+        yield rows
+    except BaseException:
+        if path is not None and rows:
+            path = path.with_name(f"{path.name}.part")
+            report.write_record(path, report.record(family, machine, rows))
+            print(f"not complete: what was measured is in {path}")
+        raise
+    if path is not None:
+        report.write_record(path, report.record(family, machine, rows))
 
 
 def measure(args: argparse.Namespace, family: str, bench: ModuleType) -> int:
@@ -32,10 +60,8 @@ def measure(args: argparse.Namespace, family: str, bench: ModuleType) -> int:
     machine = Machine.measure()
     print(machine)
     print(report.table_head(bench.COLUMNS))
-    rows = []
-    for result in bench.measure(shapes, machine):
-        rows.append(bench.as_row(result))
-        print(report.table_line(bench.cells(rows[-1])), flush=True)
-    if args.json is not None:
-        report.write_record(args.json, report.record(family, machine, rows))
+    with recorded(args.json, family, machine) as rows:
+        for result in bench.measure(shapes, machine):
+            rows.append(bench.as_row(result))
+            print(report.table_line(bench.cells(rows[-1])), flush=True)
     return 0
