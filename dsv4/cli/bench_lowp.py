@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from dsv4.cli import bench_rows
+from dsv4.cli.arguments import input_path
 from dsv4.quoting import quoted
 
 SHAPE_FORMAT = "D,L,CAUSAL,KEY_HEADS"
@@ -23,10 +23,13 @@ def add_parser(benchmarks) -> None:
     more = "measure D channels, L rows, CAUSAL 0 or 1, KEY_HEADS instead of the table (repeatable)"
     bench_rows.add_options(parser, parse_shape, SHAPE_FORMAT, more)
     parser.add_argument(
-        "--fa3", type=Path, metavar="LIBRARY", help="_vllm_fa3_C.abi3.so of vLLM's wheel"
+        "--fa3", type=input_path, metavar="LIBRARY", help="_vllm_fa3_C.abi3.so of vLLM's wheel"
     )
     parser.add_argument(
-        "--sage", type=Path, metavar="LIBRARY", help="what `scripts/sage_parity library` builds"
+        "--sage",
+        type=input_path,
+        metavar="LIBRARY",
+        help="what `scripts/sage_parity library` builds",
     )
     parser.add_argument("--no-peers", action="store_true", help="time our kernels alone")
     parser.set_defaults(run=run)

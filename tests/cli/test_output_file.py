@@ -13,7 +13,7 @@ import pytest
 from dsv4.cli.main import build_parser, main
 from dsv4.cli.output_file import output_file, output_folder
 
-READ = {"--measured", "--flashmla"}  # files that commands read
+READ = {"--measured", "--flashmla", "--fa3", "--sage"}  # files that commands read
 
 
 def _file_options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
