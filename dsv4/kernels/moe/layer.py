@@ -7,6 +7,8 @@ and the sum over a token's experts are the same on all.
 
 from __future__ import annotations
 
+from itertools import accumulate
+from operator import mul
 from typing import ClassVar
 
 from cutlass import (
@@ -86,50 +88,24 @@ class MoeLayer:
         combines: Int32,  # whether `out` is written
     ):
         """Launch everything."""
-        config = self.config
-        tokens, k = x.shape[0], config.top_k
-        pairs = tokens * k
-        at = sections(config, Int64(tokens), Int64(splits))
-
-        def section(name: str, dtype, shape: tuple, *strides: int) -> cute.Tensor:
-            address = (scratch.iterator + at[name]).toint()
-            start = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=ALIGNMENT)
-            return cute.make_tensor(start, cute.make_layout(shape, stride=(*strides, 1)))
-
-        slice_elements = tokens * config.experts
-        partials = section(
-            "partials", Float32, (splits, tokens, config.experts), slice_elements, config.experts
-        )
-        codes = section("codes", Float8E4M3FN, (tokens, config.hidden), config.hidden)
-        blocks = config.hidden // K_BLOCK
-        scales = section("scales", Float8E8M0FNU, (tokens, blocks), blocks)
-        ids = section("ids", Int32, (tokens, k), k)
-        weights = section("weights", Float32, (tokens, k), k)
-        order = section("pairs", Int32, (pairs,))
-        groups = section("groups", Int32, (pairs + 1, GROUP_WORDS), GROUP_WORDS)
-        counts = section("counts", Int32, (2,))
-        arrivals = section("arrivals", Int32, (ARRIVAL_WORDS,))
-        run_counts = section("run_counts", Int32, (MOST_RUNS, config.experts), config.experts)
+        tokens = x.shape[0]
+        at = scratch_tensors(self.config, scratch, tokens, splits)
+        codes, scales, partials = at["codes"], at["scales"], at["partials"]
+        ids, weights, order = at["ids"], at["weights"], at["pairs"]
+        groups, counts, arrivals, rows = at["groups"], at["counts"], at["arrivals"], at["rows"]
         taken = cute.make_tensor(arrivals.iterator + 1, cute.make_layout((1,)))
-        h = section("h", BFloat16, (pairs + tokens, config.inner), config.inner)
-        h_rows, h_blocks = pairs + tokens, config.inner // K_BLOCK
-        h_codes = section("h_codes", Float8E4M3FN, (h_rows, config.inner), config.inner)
-        h_scales = (SCALE_COPIES * h_blocks, scale_columns(h_rows))
-        h_scale = section("h_scale", Float32, h_scales, h_scales[1])
-        row = (k + 1) * config.hidden
-        rows = section("rows", BFloat16, (tokens, k + 1, config.hidden), row, config.hidden)
         tensors = GateTensors(x, gate, partials, codes, as_bytes(scales), arrivals)
         leads = self.expert_kernels.leads(Int32(tokens), x_codes, num_sms)
         codes, scales = one_of(leads, x_codes, codes), one_of(leads, x_scale, scales)
         lists = Lists(
             partials, bias, table, input_ids, live_tokens, ids, weights, order, groups, counts,
-            arrivals, run_counts,
+            arrivals, at["run_counts"],
         )  # fmt: skip
         experts = ExpertTensors(
             codes, scales, w1, w1_scale, w3, w3_scale, w2, w2_scale,
             shared_w1, shared_w1_scale, shared_w3, shared_w3_scale, shared_w2, shared_w2_scale,
-            groups, counts, taken, order, ids, weights, h, h_codes, h_scale, rows, x,
-            global_scales,
+            groups, counts, taken, order, ids, weights, at["h"], at["h_codes"], at["h_scale"],
+            rows, x, global_scales,
         )  # fmt: skip
         counter = cute.make_tensor(
             cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout((1,))
@@ -138,6 +114,38 @@ class MoeLayer:
         self.expert_kernels.launch(experts, live_tokens, selection, stream, tiling, num_sms)
         if combines != 0:
             self.expert_kernels.combine.launch(rows, ids, counts, out, stream)
+
+
+def scratch_tensors(
+    config: MoeConfig, scratch: cute.Tensor, tokens: Int32, splits: Int32
+) -> dict[str, cute.Tensor]:
+    """A tensor of each section of the scratch, with contiguous rows."""
+    k, pairs = config.top_k, tokens * config.top_k
+    starts = sections(config, Int64(tokens), Int64(splits))
+    h_rows, h_blocks = pairs + tokens, config.inner // K_BLOCK
+    shapes = {
+        "partials": (Float32, (splits, tokens, config.experts)),
+        "codes": (Float8E4M3FN, (tokens, config.hidden)),
+        "scales": (Float8E8M0FNU, (tokens, config.hidden // K_BLOCK)),
+        "ids": (Int32, (tokens, k)),
+        "weights": (Float32, (tokens, k)),
+        "pairs": (Int32, (pairs,)),
+        "groups": (Int32, (pairs + 1, GROUP_WORDS)),
+        "counts": (Int32, (2,)),
+        "arrivals": (Int32, (ARRIVAL_WORDS,)),
+        "run_counts": (Int32, (MOST_RUNS, config.experts)),
+        "h": (BFloat16, (h_rows, config.inner)),
+        "h_codes": (Float8E4M3FN, (h_rows, config.inner)),
+        "h_scale": (Float32, (SCALE_COPIES * h_blocks, scale_columns(h_rows))),
+        "rows": (BFloat16, (tokens, k + 1, config.hidden)),
+    }
+    tensors = {}
+    for name, (dtype, shape) in shapes.items():
+        address = (scratch.iterator + starts[name]).toint()
+        start = cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=ALIGNMENT)
+        strides = (*accumulate(shape[:0:-1], mul),)[::-1]
+        tensors[name] = cute.make_tensor(start, cute.make_layout(shape, stride=(*strides, 1)))
+    return tensors
 
 
 def one_of(is_first: Boolean, first: cute.Tensor, other: cute.Tensor) -> cute.Tensor:
