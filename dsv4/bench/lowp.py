@@ -21,8 +21,19 @@ ROWS = (1024, 2048, 4096, 8192, 16384, 32768)
 CHECKED = 128  # queries of a head that are compared with exact attention, the last ones
 COLUMNS = (
     "d", "heads", "causal", "L", "kernel us", "TFLOP/s", "end to end us", "TFLOP/s", "of kernel",
-    "cosine", "L1", "RMSE",
+    "cosine", "L1", "RMSE", "target", "of the better",
 )  # fmt: skip
+# TFLOP/s asked for on an H200, by channels and rows: not causal, causal; of a head of keys each.
+TARGETS = {
+    (128, 2048): (870, 680),
+    (128, 8192): (1030, 900),
+    (128, 32768): (1050, 980),
+    (64, 2048): (560, 470),
+    (64, 8192): (660, 600),
+}
+# What `of the better` compares with, and how many times the better of them is asked for.
+RATED_PEERS, RATE = ("FA3 FP8", "SageAttention"), 1.10
+LONG, WHOLE_RATE = 8192, 0.92  # rows from which on so much of the kernel's rate is asked for
 
 
 @dataclass(frozen=True)
@@ -166,5 +177,44 @@ def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
         f"{accuracy['cosine']:.5f}",
         f"{accuracy['l1']:.4f}",
         f"{accuracy['rmse']:.1e}",
+        f"{target_of(shape) or '-'}",
+        "-" if ratio_of(row) is None else f"{ratio_of(row):.2f}",
         *(rate(time) for time in row["peers"].values()),
     ]
+
+
+def target_of(shape: Shape) -> int | None:
+    """TFLOP/s asked for of a shape."""
+    found = TARGETS.get((shape.dim, shape.rows)) if shape.key_heads == HEADS else None
+    return found and found[shape.is_causal]
+
+
+def ratio_of(row: Mapping[str, Any]) -> float | None:
+    """How many times as fast as the better of `RATED_PEERS` the kernel was, where one ran."""
+    times = [row["peers"].get(name) for name in RATED_PEERS]
+    return min((time / row["kernel"] for time in times if time is not None), default=None)
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the rows of a record say about what was asked for, in one paragraph."""
+    shapes = [Shape(**row["shape"]) for row in rows]
+    rates = [shape.flops / row["kernel"] / 1e6 for shape, row in zip(shapes, rows)]
+    met = [rate >= target for rate, shape in zip(rates, shapes) if (target := target_of(shape))]
+    ratios = [ratio for row in rows if (ratio := ratio_of(row)) is not None]
+    wholes = [
+        row["kernel"] / row["end_to_end"] for row, shape in zip(rows, shapes) if shape.rows >= LONG
+    ]
+    said = [f"Targets met: {sum(met)} of {len(met)}."] if met else []
+    if ratios:
+        said.append(
+            f"{min(ratios):.2f} to {max(ratios):.2f} times the better of "
+            f"{' and '.join(RATED_PEERS)}, at least {RATE:.2f} times in "
+            f"{sum(ratio >= RATE for ratio in ratios)} rows of {len(ratios)}."
+        )
+    if wholes:
+        said.append(
+            f"With the quantisers {min(wholes):.2f} to {max(wholes):.2f} of the kernel's rate from "
+            f"{LONG} rows on, at least {WHOLE_RATE:.2f} in "
+            f"{sum(whole >= WHOLE_RATE for whole in wholes)} rows of {len(wholes)}."
+        )
+    return " ".join(said)

@@ -25,6 +25,7 @@ from dsv4.bench import (
     index_topk,
     latent_rows,
     linear,
+    lowp,
     merged_linear,
     mhc_seam,
     moe,
@@ -179,10 +180,21 @@ def paged_table(records: Sequence[Record], folder: Path) -> str:
     return "\n".join([*lines, "", f"Targets met: {sum(met)} of {len(met)}."])
 
 
+def lowp_table(records: Sequence[Record], folder: Path) -> str:
+    """What one run of the benchmark of quantised attention measured, with its peers."""
+    (record,) = records
+    rows = record["results"]
+    columns = (*lowp.COLUMNS, *(f"{name}, TFLOP/s" for name in rows[0]["peers"]))
+    lines = [circumstances(record), "", table_head(columns)]
+    lines += [table_line(lowp.cells(row, is_bold=True)) for row in rows]
+    return "\n".join([*lines, "", lowp.summary(rows)])
+
+
 TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "attention": attention_table,
     "attention-machines": attention_machines_table,
     "linear": partial(rows_table, linear),
+    "lowp": lowp_table,
     "fp8_linear": partial(rows_table, fp8_linear),
     "merged_linear": partial(rows_table, merged_linear),
     "mhc_seam": partial(rows_table, mhc_seam),

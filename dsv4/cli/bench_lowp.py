@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         for result in lowp.measure(shapes, others):
             rows.append(lowp.as_row(result))
             print(report.table_line(lowp.cells(rows[-1])), flush=True)
+        print(f"\n{lowp.summary(rows)}")
     return 0
 
 

@@ -65,6 +65,7 @@ def examine() -> list[Finding]:
         _kernel_compiler,
         _simulator,
         _compile_cache,
+        _knobs,
         _libraries,
         _engines,
     )
@@ -182,6 +183,15 @@ def _simulator() -> list[Finding]:
         is_chosen = bool(os.environ.get("CC"))
         remedy = "set CC to a C compiler, or unset it" if is_chosen else "apt install gcc"
         return [Finding(name, BROKEN if is_chosen else MISSING, str(error), remedy)]
+
+
+def _knobs() -> list[Finding]:
+    from dsv4.ops.quantized_attention.knobs import KNOBS, PREFIXES
+
+    names = [prefix + knob.variable for knob in KNOBS for prefix in PREFIXES]
+    found = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    detail = ", ".join(found) or "none set"
+    return [Finding("attention knobs", INFO, detail, "docs/design/lowp.md has all" * bool(found))]
 
 
 def _compile_cache() -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from dsv4.bench import lowp as bench
 from dsv4.bench.lowp_libraries import by_group
 from dsv4.bench.lowp_peers import Peer, peers
+from dsv4.bench.pages import rendered
 from dsv4.cli.bench_lowp import parse_shape
 from dsv4.testing.lowp import Metrics
 
@@ -45,6 +47,31 @@ def test_rows_of_the_table() -> None:
     assert cells[:4] == ["64", "32/8", "yes", "96"]
     assert cells[8] == "0.80" and cells[-1] == "-"
     assert bench.cells(row, is_bold=True)[5] == f"**{cells[5]}**"
+
+
+def test_rates_beside_targets_and_peers(tmp_path: Path) -> None:
+    """The table of a record, and what it says: the better of two peers, not the first."""
+    shape = bench.Shape(128, 8192, True)
+    times = {"FA3 FP8": 3000.0, "SageAttention": 2400.0, "SDPA flash": 2100.0}
+    results = [
+        bench.Result(shape, 2000.0, 2500.0, Metrics(0.9993, 0.038, 1e-3), times),
+        bench.Result(SHAPE, 10.0, 12.5, Metrics(0.9993, 0.038, 1e-3), dict.fromkeys(times)),
+    ]
+    rows = [bench.as_row(result) for result in results]
+    place = bench.COLUMNS.index("target")
+    assert [bench.cells(row)[place : place + 2] for row in rows] == [["900", "1.20"], ["-", "-"]]
+    machine = {"name": "NVIDIA H200", "copy": 4e12, "read": 4.4e12, "rate": 8e14}
+    record = {
+        "machine": machine,
+        "software": {},
+        "date": "2026-11-28",
+        "command": "dsv4 bench lowp",
+    }
+    (tmp_path / "lowp.json").write_text(json.dumps(record | {"results": rows}))
+    page = rendered("<!-- benchmarks: lowp lowp.json -->\n<!-- /benchmarks -->", tmp_path)
+    assert "| SDPA flash, TFLOP/s |" in page
+    assert "Targets met: 1 of 1. 1.20 to 1.20 times the better of FA3 FP8 and Sage" in page
+    assert "With the quantisers 0.80 to 0.80 of the kernel's rate from 8192 rows on" in page
 
 
 def test_peers_of_every_installation() -> None:

@@ -144,6 +144,92 @@ def test_a_sample_has_the_stages_of_a_block_of_queries(environment, monkeypatch,
         quantized_attention(q, k, v)
 
 
+def test_a_sample_of_a_warp_and_what_it_needs(environment, monkeypatch, caplog, tmp_path) -> None:
+    q, k, v = make_inputs(Case(1, 2, 2, 100, 70, 64), 0)
+    environment(DSV4_SAGE_SAMPLE_WARP="2", DSV4_SAGE_KERNEL_PRINT_LIMIT="3")
+    for _ in range(2):
+        quantized_attention(q, k, v)
+    said = [record.getMessage() for record in caplog.records]
+    assert said[2:] == [
+        "DSV4_SAGE_SAMPLE_WARP is ignored: it needs DSV4_SAGE_SAMPLE_PREFIX or "
+        "DSV4_SAGE_DEBUG_KERNEL_ITERS",
+        "DSV4_SAGE_KERNEL_PRINT_LIMIT is ignored: it needs DSV4_SAGE_DEBUG_KERNEL_ITERS",
+    ]
+    monkeypatch.setattr(dump, "_samples", itertools.count())
+    environment(DSV4_SAGE_SAMPLE_PREFIX=f"{tmp_path}/x")
+    out = quantized_attention(q, k, v)
+    arrays, meta = dump.read(tmp_path / "x")
+    assert meta["first_query"] == 32 and torch.equal(arrays["o"], out[:, 0, 32:48])
+    environment(DSV4_SAGE_SAMPLE_WARP="4")
+    monkeypatch.setattr(dump, "_samples", itertools.count())
+    with pytest.raises(ValueError, match="_WARP: got 0, 0 and 4, there are none"):
+        quantized_attention(q, k, v)
+
+
+def test_tiles_are_reported_up_to_a_limit(environment, monkeypatch, caplog) -> None:
+    """Maxima rise and are those of the stages; the limit is of all calls together."""
+    q, k, v = make_inputs(Case(1, 2, 2, 100, 300, 64), 0)
+    monkeypatch.setattr(dump, "_lines", itertools.count())
+    environment(
+        DSV4_SAGE_DEBUG_KERNEL_ITERS="2",
+        DSV4_SAGE_KERNEL_PRINT_LIMIT="3",
+        GGML_SAGE_SAMPLE_HEAD="1",
+    )
+    out = quantized_attention(q, k, v)
+    quantized_attention(q, k, v)
+    pattern = r"head 1, queries from 0, tile (\d): m (\S+) to (\S+), d (\S+) to (\S+)"
+    found = [re.fullmatch(pattern, record.getMessage()) for record in caplog.records[3:]]
+    assert [int(match[1]) for match in found] == [0, 1, 0]
+    assert float(found[0][2]) <= float(found[1][2]) and float(found[0][3]) <= float(found[1][3])
+    assert [float(x) for x in found[0].groups()] == [float(x) for x in found[2].groups()]
+    environment(DSV4_SAGE_DEBUG_KERNEL_ITERS="0")
+    assert torch.equal(quantized_attention(q, k, v), out)
+    assert not any(re.fullmatch(pattern, r.getMessage()) for r in caplog.records[6:])
+
+
+def test_packed_sequences_have_no_stages_and_say_so_once(environment, caplog, tmp_path) -> None:
+    q, k, v = (x[0].transpose(0, 1) for x in make_inputs(Case(1, 2, 2, 70, 70, 64), 0))
+    ends = torch.tensor([0, 30, 70], dtype=torch.int32)
+    environment(DSV4_SAGE_DUMP=f"{tmp_path}/x", DSV4_SAGE_DEBUG_KERNEL_ITERS="1")
+    for _ in range(2):
+        quantized_attention(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends)
+    assert set(dump.read(tmp_path / "x")[0]) == {"q", "k", "v", "o"}
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3 and said[2].startswith("packed sequences: dumps have inputs and outputs")
+
+
+@pytest.mark.parametrize("is_packed", [False, True], ids=["batch", "packed"])
+def test_one_head_after_the_other_has_the_same_bits(is_packed, environment) -> None:
+    q, k, v = make_inputs(Case(1, 4, 2, 70, 70, 64, "kbias"), 0)
+    options = {"return_lse": True, "pv_accum_dtype": "fp32", "smooth_v": True}
+    if is_packed:
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        ends = torch.tensor([0, 30, 70], dtype=torch.int32)
+        options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    else:
+        options["attn_mask"] = torch.randn(1, 4, 70, 70)
+    wanted = quantized_attention(q, k, v, **options)
+    environment(DSV4_SAGE_Q_SERIAL="1")
+    found = quantized_attention(q, k, v, **options)
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted))
+
+
+def test_scales_are_reported_by_device(environment, caplog) -> None:
+    q, k, v = make_inputs(Case(1, 2, 1, 30, 70, 64), 0)
+    environment(DSV4_SAGE_DEBUG_QUANT_DEV="1")
+    quantized_attention(q, k, v)
+    assert len(caplog.records) == 1
+    environment(DSV4_SAGE_DEBUG_QUANT_HOST="1")
+    quantized_attention(q, k, v)
+    assert [r.getMessage()[:7] for r in caplog.records[3:]] == ["k_scale", "v_scale"]
+
+
+def test_every_knob_of_the_table_is_documented() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/design/lowp.md").read_text()
+    for knob in knobs.KNOBS:
+        assert re.search(rf"`(DSV4_SAGE)?_{knob.variable}`", page), knob.variable
+
+
 def test_toggles_change_who_computes_and_no_bit(environment, caplog) -> None:
     """On the CPU both are the torch code; on a GPU tests/gpu has them."""
     q, k, v = make_inputs(Case(1, 2, 1, 30, 70, 64, "zeros"), 0)

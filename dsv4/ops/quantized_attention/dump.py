@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
-from dsv4.ops.quantized_attention.knobs import LOG, dump_prefixes, overrides
+from dsv4.ops.quantized_attention.knobs import LOG, dump_prefixes, overrides, warn_once
 from dsv4.ops.quantized_attention.torch_path import attend
 from dsv4.quoting import quoted
 
@@ -127,9 +127,11 @@ def write_dumps(
     attn_mask: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write what the environment asks for of one call; packed sequences have their output alone."""
+    """Write and report what the environment asks for of one call."""
     found = {name: x for name, x in zip(INPUTS, inputs) if x is not None}
-    if not config.is_varlen:
+    if config.is_varlen:
+        warn_once("packed sequences: dumps have inputs and outputs alone, no stage is reported")
+    else:
         found |= stages(config, queries, codes.codes, attn_mask)
     found["o"] = out
     about = {
@@ -140,26 +142,38 @@ def write_dumps(
     for what, prefix in dump_prefixes().items():
         if what in chosen:
             write(prefix, {name: found[name] for name in chosen[what] if name in found}, about)
-    _write_sample(config, found, about)
+    if not config.is_varlen:
+        _write_sample(found, about)
+        _report_tiles(found)
 
 
-SAMPLED_ROWS = 64  # queries of a sample
+SAMPLED_ROWS, WARP_ROWS = 64, 16  # queries of a sample: of a block, or of a warp of it
 OF_QUERIES = ("q", "q_codes", "q_scale", "s", "p", "p_codes", "m", "d", "o_sum", "o", "lse")
-_samples = itertools.count()
+_samples, _lines = itertools.count(), itertools.count()
 
 
-def _write_sample(
-    config: QuantizedAttentionConfig, found: Mapping[str, Tensor], about: Mapping[str, Any]
-) -> None:
-    """Write the stages of one block of queries of one head of all sequences, and of its keys."""
+def _sampled(found: Mapping[str, Tensor]) -> tuple[int, slice]:
+    """Head and queries that the environment chooses: ValueError where there are none."""
     given = overrides()
-    if "sample" not in given or config.is_varlen or next(_samples) >= given.get("sample_limit", 1):
+    head, block, warp = (given.get(f"sample_{name}", 0) for name in ("head", "block", "warp"))
+    heads, queries = found["s"].shape[1:3]
+    first, size = block * SAMPLED_ROWS, SAMPLED_ROWS
+    if "sample_warp" in given:
+        first, size = first + warp * WARP_ROWS, WARP_ROWS
+    if head >= heads or first >= queries or warp >= SAMPLED_ROWS // WARP_ROWS:
+        raise ValueError(
+            f"DSV4_SAGE_SAMPLE_HEAD, _BLOCK, _WARP: got {head}, {block} and {warp}, there are none"
+        )
+    return head, slice(first, first + size)
+
+
+def _write_sample(found: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write the stages of some queries of one head of all sequences, and of its keys."""
+    given = overrides()
+    if "sample" not in given or next(_samples) >= given.get("sample_limit", 1):
         return
-    head, block = given.get("sample_head", 0), given.get("sample_block", 0)
+    head, rows = _sampled(found)
     heads, keys = found["s"].shape[1], found["k_codes"].shape[1]
-    if head >= heads or block * SAMPLED_ROWS >= found["s"].shape[2]:
-        raise ValueError(f"DSV4_SAGE_SAMPLE_HEAD, _BLOCK: got {head} and {block}, there are none")
-    rows = slice(block * SAMPLED_ROWS, (block + 1) * SAMPLED_ROWS)
     part = {}
     for name, x in found.items():
         if name not in OF_QUERIES:
@@ -169,6 +183,26 @@ def _write_sample(
         else:
             part[name] = x[:, head, rows]
     write(given["sample"], part, {**about, "head": head, "first_query": rows.start})
+
+
+def _report_tiles(found: Mapping[str, Tensor]) -> None:
+    """Say what running maxima and sums of the sampled queries are after each tile of keys, as the
+    torch code finds them from the call's codes."""
+    given = overrides()
+    tiles = min(given.get("report_tiles", 0), found["m"].shape[-1])
+    if not tiles:
+        return
+    head, rows = _sampled(found)
+    for tile in range(tiles):
+        if next(_lines) >= given.get("report_limit", 256):
+            return
+        (low, high), (least, most) = (
+            found[name][:, head, rows, tile].aminmax() for name in ("m", "d")
+        )
+        LOG.warning(
+            "head %d, queries from %d, tile %d: m %g to %g, d %g to %g",
+            head, rows.start, tile, low, high, least, most,
+        )  # fmt: skip
 
 
 def report_scales(codes: Mapping[str, Tensor | None]) -> None:

@@ -30,12 +30,14 @@ class Knob:
         argument: that it overrides.
         values: text -> value; any text where it is empty.
         help: what it does, for the design page.
+        needs: arguments of other knobs, of which one has to be set.
     """
 
     variable: str
     argument: str
     values: Mapping[str, Any]
     help: str
+    needs: tuple[str, ...] = ()
 
 
 _FLAG = {"0": False, "1": True}
@@ -46,6 +48,7 @@ def _names(table: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
     return {name: name for names in table.values() for name in names}
 
 
+_SAMPLED = ("sample", "report_tiles")
 KNOBS = (
     Knob("SMOOTH_K", "smooth_k", _FLAG, "code keys without their mean"),
     Knob("SMOOTH_V", "smooth_v", _FLAG, "code values without their mean"),
@@ -56,12 +59,29 @@ KNOBS = (
     Knob("DUMP_QK_INT8", "dump_codes", {}, "write codes and scales alone"),
     Knob("DUMP_OUT", "dump_out", {}, "write outputs alone"),
     Knob("SAMPLE_PREFIX", "sample", {}, "write the stages of some queries of a head"),
-    Knob("SAMPLE_HEAD", "sample_head", _COUNT, "the head, default 0"),
-    Knob("SAMPLE_BLOCK", "sample_block", _COUNT, "the block of 64 queries, default 0"),
-    Knob("SAMPLE_LIMIT", "sample_limit", _COUNT, "calls that are sampled, default 1"),
+    Knob("SAMPLE_HEAD", "sample_head", _COUNT, "the head, default 0", _SAMPLED),
+    Knob("SAMPLE_BLOCK", "sample_block", _COUNT, "the block of 64 queries, default 0", _SAMPLED),
+    Knob("SAMPLE_WARP", "sample_warp", _COUNT, "16 queries of it, default all", _SAMPLED),
+    Knob("SAMPLE_LIMIT", "sample_limit", _COUNT, "calls that are sampled, default 1", ("sample",)),
     Knob("FORCE_HOST_QK", "host_codes", _FLAG, "code keys and values on the CPU, for the kernel"),
     Knob("FORCE_SIMPLE_QK", "torch_code", _FLAG, "run the torch code in place of the kernel"),
+    Knob("Q_SERIAL", "serial_heads", _FLAG, "code and attend a head at a time, a launch each"),
     Knob("DEBUG_QUANT", "report_scales", _FLAG, "report the scales of every call"),
+    Knob("DEBUG_QUANT_HOST", "report_host_scales", _FLAG, "the same of calls on the CPU alone"),
+    Knob("DEBUG_QUANT_DEV", "report_device_scales", _FLAG, "the same of calls on a GPU alone"),
+    Knob(
+        "DEBUG_KERNEL_ITERS",
+        "report_tiles",
+        _COUNT,
+        "report maxima and sums of the sampled queries after so many tiles of keys",
+    ),
+    Knob(
+        "KERNEL_PRINT_LIMIT",
+        "report_limit",
+        _COUNT,
+        "lines that DEBUG_KERNEL_ITERS reports at most, default 256",
+        ("report_tiles",),
+    ),
 )
 
 
@@ -86,6 +106,13 @@ def overrides() -> Mapping[str, Any]:
             found[knob.argument] = knob.values[text] if knob.values else text
             LOG.warning("%s=%s overrides %s in every call", name, text, knob.argument)
             break
+    for knob in KNOBS:
+        if knob.argument in found and knob.needs and not any(map(found.get, knob.needs)):
+            others = " or ".join(
+                PREFIXES[0] + k.variable for k in KNOBS if k.argument in knob.needs
+            )
+            LOG.warning("%s is ignored: it needs %s", PREFIXES[0] + knob.variable, others)
+            del found[knob.argument]
     return found
 
 
@@ -105,6 +132,17 @@ def dump_prefixes() -> dict[str, str]:
     """Prefixes of dumps by what is to be written; empty without any."""
     given = overrides()
     return {name: given[name] for name in _DUMPS if name in given}
+
+
+def wants_stages() -> bool:
+    """Whether stages of a call are to be written or reported."""
+    return bool(dump_prefixes() or overrides().get("report_tiles"))
+
+
+def reports_scales(device: torch.device) -> bool:
+    """Whether scales of a call on a device are to be reported."""
+    of_device = "report_device_scales" if device.type == "cuda" else "report_host_scales"
+    return is_set("report_scales") or is_set(of_device)
 
 
 _DUMPS: tuple[str, ...] = tuple(

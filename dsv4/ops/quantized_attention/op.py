@@ -17,7 +17,7 @@ from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
 from dsv4.kernels.lowp.groups import num_blocks
 from dsv4.kernels.lowp.plan import MAXIMA_ROWS, WORK_QUERIES, choose_launch
 from dsv4.ops.quantized_attention.dump import report_scales, write_dumps
-from dsv4.ops.quantized_attention.knobs import dump_prefixes, is_set
+from dsv4.ops.quantized_attention.knobs import is_set, reports_scales, wants_stages
 from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
 from dsv4.ops.quantized_attention.options import FORMAT_OPTIONS
 from dsv4.ops.quantized_attention.probes import probes_of
@@ -25,6 +25,7 @@ from dsv4.ops.quantized_attention.quantize_kv import (
     QuantizedKV,
     check_codes,
     encode,
+    one_head,
     place,
     quantize_kv_runner_id,
 )
@@ -277,18 +278,39 @@ def quantized_attention(
     written = heads_first(out, tensor_layout)
     operands = (queries, *tensors[:3], written)
     optional = (*tensors[3:], mask, cu_seqlens_q, codes.cu_seqlens_k, lse)
-    if is_set("torch_code"):
-        QUANTIZED_ATTENTION.torch(config_of(QUANTIZED_ATTENTION, identity), *operands, *optional)
+    if is_set("serial_heads"):
+        _run_by_heads(identity, operands, optional)
     else:
-        _op(*operands, identity, *optional)
-    if is_set("report_scales"):
+        _run(identity, operands, optional)
+    if reports_scales(q.device):
         report_scales(codes.codes)
-    if not torch.compiler.is_compiling() and dump_prefixes():
+    if not torch.compiler.is_compiling() and wants_stages():
         inputs = (q, k, v) if isinstance(k, Tensor) else (q, None, None)
         write_dumps(config_of(QUANTIZED_ATTENTION, identity), inputs, queries, codes, mask, written)
     if not return_lse:
         return out
     return out, lse if q.dim() == 4 else lse[0]
+
+
+def _run(identity: int, operands: tuple[Tensor, ...], optional: tuple[Tensor | None, ...]) -> None:
+    """Run the operator, or its torch code where the environment says so."""
+    if is_set("torch_code"):
+        QUANTIZED_ATTENTION.torch(config_of(QUANTIZED_ATTENTION, identity), *operands, *optional)
+    else:
+        _op(*operands, identity, *optional)
+
+
+def _run_by_heads(
+    identity: int, operands: tuple[Tensor, ...], optional: tuple[Tensor | None, ...]
+) -> None:
+    """The same, a head of queries after the other."""
+    given = dict(zip((arg.name for arg in QUANTIZED_ATTENTION.tensors), (*operands, *optional)))
+    heads, key_heads = operands[0].shape[1], operands[1].shape[1]
+    for head in range(heads):
+        key_head = head * key_heads // heads
+        places = {**dict.fromkeys(CODES, key_head), "cu_seqlens_q": None, "cu_seqlens_k": None}
+        found = [one_head(x, places.get(name, head)) for name, x in given.items()]
+        _run(identity, tuple(found[: len(operands)]), tuple(found[len(operands) :]))
 
 
 def _encode(

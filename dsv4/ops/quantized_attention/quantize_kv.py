@@ -272,8 +272,18 @@ def encode(k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, identity: int) -> 
         for arg in tensors_of(QUANTIZE_KV_ARGS)
         if arg.name in CODES
     ]
-    _op(k, v, *outputs[:3], identity, *outputs[3:], cu_seqlens_k)
+    if is_set("serial_heads"):
+        for head in range(heads):
+            of_head = [one_head(x, head) for x in (k, v, *outputs)]
+            _op(*of_head[:5], identity, *of_head[5:], cu_seqlens_k)
+    else:
+        _op(k, v, *outputs[:3], identity, *outputs[3:], cu_seqlens_k)
     return QuantizedKV(config, cu_seqlens_k, *outputs)
+
+
+def one_head(x: Tensor | None, head: int | None) -> Tensor | None:
+    """The part of a tensor [b, H, ..] that belongs to a head; all of it without one."""
+    return x if x is None or head is None else x[:, head : head + 1]
 
 
 @torch.compiler.assume_constant_result
