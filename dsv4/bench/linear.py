@@ -1,14 +1,15 @@
-"""Every projection of the released models on a GPU: time beside the floor, and beside cuBLAS.
+"""Every projection of the released models on a GPU: time beside the floor, and beside peers.
 
 A projection is measured as a layer calls it: several weights of one input in a launch, the output
-projection in groups, the head in bf16. cuBLAS gets each weight by itself, FP8 ones with codes of
-the input made before and one scale for each tensor, which is less work; weights of groups in bf16.
+projection in groups, the head in bf16. Peers get each weight by itself, FP8 ones with codes of the
+input made before: cuBLAS one scale for each tensor, which is less work, and weights of groups in
+bf16; DeepGEMM the same scales as ours, and groups with FP8 activations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 
 from dsv4 import ops
-from dsv4.bench import fp8_linear, merged_linear
+from dsv4.bench import fp8_linear, merged_linear, targets
+from dsv4.bench.linear_peers import NAMES, Peer, Product
 from dsv4.bench.machine import Machine
 from dsv4.bench.timing import graph_microseconds
 from dsv4.kernels.gemm.config import K_BLOCK
@@ -24,12 +26,15 @@ from dsv4.ops.fp8_linear import MODEL_LAYERS
 from dsv4.ops.grouped_linear import GROUPED_LINEAR, MODEL_GROUPS
 from dsv4.ops.merged_linear import MODEL_INPUTS
 from dsv4.ops.plain_linear import MODEL_HEADS
-from dsv4.ops.quantize import dequantize_e4m3_blocks, quantize_e4m3
+from dsv4.ops.quantize import quantize_e4m3
 
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096)
 CODED = ("wq_b", "wo_b")  # layers of which a step has the input as codes
 CHAIN_LAUNCHES, CHAIN_SIZES = 12, ((8192, 4096), (4096, 8192))
-COLUMNS = ("projection", "T", "us", "GB/s", "floor us", "of floor", "cuBLAS us", "error")
+COLUMNS = (
+    "projection", "T", "us", "GB/s", "floor us", "of floor", "of FP8 rate",
+    *(f"{name} us" for name in NAMES), "error", *targets.COLUMNS,
+)  # fmt: skip
 
 Call = Callable[[], object]
 
@@ -39,12 +44,12 @@ class Calls(NamedTuple):
 
     Attributes:
         ours: returns y, or several.
-        peer: the same by cuBLAS; None: there is nothing to compare with.
+        products: the same for peers, one for each weight; none: there is nothing to compare with.
         exact: y in fp32, or several.
     """
 
     ours: Call
-    peer: Call | None
+    products: Sequence[Product]
     exact: Call
 
 
@@ -96,7 +101,7 @@ class Fp8(Projection):
             exponents = exponents.to(torch.float8_e8m0fnu)
             call = partial(ops.fp8_linear, codes, weight, scale, x_scale=exponents)
         exact = partial(fp8_linear.plain, x, weight, scale, torch.float32)
-        return Calls(call, partial(scaled_mm, codes, weight), exact)
+        return Calls(call, [Product(x, weight, scale)], exact)
 
 
 @dataclass(frozen=True)
@@ -115,11 +120,8 @@ class Merged(Projection):
         given = merged_linear.Inputs.make(merged_linear.Shape(self.label, tokens), device)
         count = len(given.scales)
 
-        def peer() -> None:
-            for weight in given.weights[:count]:
-                scaled_mm(given.codes["x_codes"], weight)
-            for weight in given.weights[count:]:
-                torch.mm(given.x, weight.mT)
+        scales = [*given.scales, *[None] * (len(given.weights) - count)]
+        products = [Product(given.x, *pair) for pair in zip(given.weights, scales)]
 
         def exact() -> list[Tensor]:
             fp8 = zip(given.weights, given.scales)
@@ -128,7 +130,7 @@ class Merged(Projection):
                 *(torch.mm(given.x.float(), weight.float().mT) for weight in given.weights[count:]),
             ]
 
-        return Calls(given.merged, peer, exact)
+        return Calls(given.merged, products, exact)
 
 
 @dataclass(frozen=True)
@@ -163,8 +165,6 @@ class Grouped(Projection):
         shape = fp8_linear.Shape(1, self.groups * self.rows, self.width)
         _, weight, scale = fp8_linear.make_inputs(shape, device)
         x = torch.randn(tokens, self.groups * self.width, device=device).bfloat16()
-        dense = dequantize_e4m3_blocks(weight, scale).unflatten(0, (self.groups, -1)).mT
-        parts = x.unflatten(1, (self.groups, -1)).transpose(0, 1)
 
         def exact() -> Tensor:
             config = GROUPED_LINEAR.config(self.width, self.rows, self.groups, out_dtype="float32")
@@ -177,7 +177,7 @@ class Grouped(Projection):
 
         rounded_once = partial(ops.grouped_linear, x, weight, scale, act=self.act)
         ours = codes if self.gives_codes else rounded_once
-        return Calls(ours, partial(torch.bmm, parts, dense), exact)
+        return Calls(ours, [Product(x, weight, scale, self.groups)], exact)
 
 
 class Decoded(NamedTuple):
@@ -212,7 +212,7 @@ class Head(Projection):
         def exact() -> Tensor:
             return torch.mm(x.float(), weight.float().mT)
 
-        return Calls(partial(ops.plain_linear, x, weight), partial(torch.mm, x, weight.mT), exact)
+        return Calls(partial(ops.plain_linear, x, weight), [Product(x, weight)], exact)
 
 
 @dataclass(frozen=True)
@@ -249,13 +249,7 @@ class Chain(Projection):
                 y = fp8_linear.plain(y, *pair)
             return y.float()
 
-        return Calls(ours, None, exact)
-
-
-def scaled_mm(codes: Tensor, weight: Tensor) -> Tensor:
-    """cuBLAS's FP8 product with one scale each."""
-    one = torch.ones((), device=codes.device)
-    return torch._scaled_mm(codes, weight.mT, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return Calls(ours, [], exact)
 
 
 def _projections() -> dict[str, Projection]:
@@ -294,15 +288,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Result:
-    """Microseconds of a launch; `peer`: of cuBLAS, `failure`: why it has none; `error`: of the
-    outputs against products in fp32."""
+    """Microseconds of a launch, and of peers by their names; `failures`: why some have none;
+    `error`: of the outputs against products in fp32; `fp8_share`: of the FP8 rate of the machine,
+    bf16 products counted as two."""
 
     shape: Shape
     microseconds: float
     floor: float
-    peer: float | None
+    peers: dict[str, float]
     error: float
-    failure: str | None = None
+    failures: dict[str, str] = field(default_factory=dict)
+    fp8_share: float | None = None
 
     @property
     def gigabytes(self) -> float:
@@ -317,37 +313,72 @@ def model_shapes() -> list[Shape]:
     return [Shape(label, tokens) for label in PROJECTIONS for tokens in TOKENS]
 
 
-def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
+def measure(
+    shapes: Sequence[Shape], machine: Machine, peers: Sequence[Peer] = ()
+) -> Iterator[Result]:
     """Measure each shape; nothing is timed that is not right.
 
     Raises:
         RuntimeError: an output is further from its product in fp32 than its rounding allows.
     """
     for shape in shapes:
-        yield _measure(shape, machine)
+        yield _measure(shape, machine, peers)
         # The next shape needs the memory, in blocks of other sizes.
         torch.cuda.empty_cache()
 
 
 @torch.inference_mode()
-def _measure(shape: Shape, machine: Machine) -> Result:
+def _measure(shape: Shape, machine: Machine, peers: Sequence[Peer]) -> Result:
     projection, tokens = shape.projection, shape.tokens
-    moved = projection.bytes(tokens)
+    moved, flops = projection.bytes(tokens), projection.half_rate_flops(tokens)
     # Together several times what L2 holds.
     sets = 1 if moved > fp8_linear.REPLAY_BYTES else round(fp8_linear.REPLAY_BYTES / moved) + 1
     given = [projection.make(tokens, "cuda") for _ in range(sets)]
-    error = check(shape, given[0].ours(), given[0].exact())
+    exact = given[0].exact()
+    error = check(shape, given[0].ours(), exact)
     torch.cuda.empty_cache()
-    time = graph_microseconds([calls.ours for calls in given])
-    peer, failure = None, None
-    if given[0].peer is not None:
+    time = graph_microseconds([calls.ours for calls in given]) / projection.launches
+    floor = machine.floor(moved, flops) / projection.launches
+    times, failures = {}, {}
+    for peer in peers if given[0].products else ():
         try:
-            peer = graph_microseconds([calls.peer for calls in given])
-        except RuntimeError as error:
-            failure = str(error).splitlines()[0]
-    floor = machine.floor(moved, projection.half_rate_flops(tokens))
-    launches = projection.launches
-    return Result(shape, time / launches, floor / launches, peer, error, failure)
+            times[peer.name] = time_of(peer, [calls.products for calls in given], exact)
+        except (RuntimeError, AssertionError, TypeError) as found:
+            failures[peer.name] = (str(found).splitlines() or [type(found).__name__])[0]
+        torch.cuda.empty_cache()
+    share = None
+    if machine.fp8_rate is not None:
+        share = 2 * flops / projection.launches / (time * 1e-6) / machine.fp8_rate
+    return Result(shape, time, floor, times, error, failures, share)
+
+
+def time_of(peer: Peer, sets: Sequence[Sequence[Product]], exact: Any) -> float:
+    """Microseconds of a peer for all products of a set.
+
+    Args:
+        exact: what those of the first set are in fp32, one or several.
+
+    Raises:
+        RuntimeError: a result is further from it than the peer's may be.
+    """
+    runs = [[peer.prepare(product) for product in products] for products in sets]
+    outputs = exact if isinstance(exact, list) else [exact]
+    if peer.error is not None:
+        for i, (run, expected) in enumerate(zip(runs[0], outputs, strict=True)):
+            error = relative_error(run(), expected)
+            if not error <= peer.error:
+                raise RuntimeError(f"{peer.name}: relative error {error:.1e} of output {i}")
+
+    def call(calls: Sequence[Call]) -> None:
+        for each in calls:
+            each()
+
+    return graph_microseconds([partial(call, calls) for calls in runs])
+
+
+def relative_error(actual: Any, expected: Tensor) -> float:
+    """By the norm."""
+    return float((actual.float() - expected).norm() / expected.norm())
 
 
 def check(shape: Shape, actual: Any, expected: Any) -> float:
@@ -357,7 +388,7 @@ def check(shape: Shape, actual: Any, expected: Any) -> float:
         RuntimeError: an error is larger than the projection's.
     """
     pairs = zip(actual, expected, strict=True) if isinstance(actual, list) else [(actual, expected)]
-    errors = [float((y.float() - exact).norm() / exact.norm()) for y, exact in pairs]
+    errors = [relative_error(*pair) for pair in pairs]
     for i, error in enumerate(errors):
         if not error <= shape.projection.error:
             raise RuntimeError(f"{shape}: relative error {error:.1e} of output {i}")
@@ -379,6 +410,13 @@ def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
         f"{row['gigabytes_per_second']:.0f}",
         f"{row['floor']:.2f}",
         f"{row['floor'] / time:.0%}",
-        "-" if row["peer"] is None else f"{row['peer']:.1f}",
+        "-" if row["fp8_share"] is None else f"{row['fp8_share']:.0%}",
+        *(f"{row['peers'][name]:.1f}" if name in row["peers"] else "-" for name in NAMES),
         f"{row['error']:.1e}",
+        *targets.cells(target_of(row)),
     ]
+
+
+def target_of(row: Mapping[str, Any]) -> targets.Target:
+    """The target of a row of a record."""
+    return targets.LINEAR.get((row["shape"]["label"], row["shape"]["tokens"]), targets.NONE)

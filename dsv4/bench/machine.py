@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dsv4.bench.timing import copy_bandwidth, matmul_rate, read_bandwidth
+from dsv4.bench.timing import copy_bandwidth, fp8_rate, matmul_rate, read_bandwidth
 
 # Column of `nvidia-smi --query-gpu` -> key of the record.
 GPU_QUERIES = {
@@ -28,16 +28,20 @@ GPU_QUERIES = {
 @dataclass(frozen=True)
 class Machine:
     """Rates of this GPU: bytes per second of a large copy and of a large reduction, FLOP per
-    second of a large matrix product."""
+    second of a large matrix product in bf16, and of one in FP8 where it has these."""
 
     name: str
     copy: float
     read: float
     rate: float
+    fp8_rate: float | None = None
 
     @classmethod
     def measure(cls) -> Machine:
-        return cls(torch.cuda.get_device_name(), copy_bandwidth(), read_bandwidth(), matmul_rate())
+        return cls(
+            torch.cuda.get_device_name(), copy_bandwidth(), read_bandwidth(), matmul_rate(),
+            fp8_rate(),
+        )  # fmt: skip
 
     @property
     def bandwidth(self) -> float:
@@ -52,6 +56,7 @@ class Machine:
         return (
             f"{self.name}: copy {self.copy / 1e12:.2f} TB/s, read {self.read / 1e12:.2f} TB/s, "
             f"matmul {self.rate / 1e12:.0f} TFLOP/s"
+            + ("" if self.fp8_rate is None else f", in FP8 {self.fp8_rate / 1e12:.0f}")
         )
 
 

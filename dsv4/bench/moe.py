@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from dsv4 import ops
+from dsv4.bench import targets
 from dsv4.bench.machine import Machine
+from dsv4.bench.moe_peers import NAMES, Peer
 from dsv4.bench.timing import graph_microseconds
 from dsv4.kernels.moe.config import BF16_DTYPES
 from dsv4.kernels.moe.layer_config import NVFP4_GROUP, MoeConfig
@@ -35,8 +37,15 @@ SHARED_SETS = 8  # of the shared expert and the gate: together several times L2
 CHECKED_TOKENS = 16
 # Of y, against the torch implementation, which rounds gate and up to bf16: codes of h tip.
 MAX_RELATIVE_ERROR = 6e-2
-COLUMNS = ("layer", "T", "experts", "us", "GB/s", "floor us", "of floor", "torch us")
+COLUMNS = (
+    "layer", "T", "experts", "us", "GB/s", "floor us", "of floor", "of FP8 rate",
+    *(f"{name} us" for name in NAMES), *targets.COLUMNS,
+)  # fmt: skip
+MAX_SKEW = 0.03  # of the mean number of distinct experts from that of uniform routing
 NVFP4_SCALE = 2.0**-7
+NamedPeer = tuple[str, Callable[[MoeConfig, str], Peer]]
+# What another package's functions raise for sizes that they do not have.
+PEER_ERRORS = (RuntimeError, AssertionError, TypeError, ValueError, IndexError, KeyError)
 FP4_EXPONENT, FP8_EXPONENT = 120, 119  # of most scales
 
 
@@ -72,14 +81,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Result:
-    """Mean number of distinct experts of a call, and times in microseconds; `peer`: of
-    `GroupedPeer`, None where the machine has none."""
+    """Mean number of distinct experts of a call, and times in microseconds, those of peers by their
+    names; `failures`: why some have none; `fp8_share`: of the FP8 rate of the machine."""
 
     shape: Shape
     distinct: float
     microseconds: float
     floor: float
-    peer: float | None = None
+    peers: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    fp8_share: float | None = None
 
     @property
     def gigabytes(self) -> float:
@@ -98,8 +109,13 @@ def model_shapes() -> list[Shape]:
     return shapes
 
 
-def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
+def measure(
+    shapes: Sequence[Shape], machine: Machine, peers: Sequence[NamedPeer] = ()
+) -> Iterator[Result]:
     """Measure each shape: router, sort and quantisation included, every call with other tokens.
+
+    Args:
+        peers: names and makers, of `moe_peers.find`.
 
     Raises:
         RuntimeError: the kernels are further from the torch implementation than roundings allow.
@@ -111,50 +127,9 @@ def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
             torch.cuda.empty_cache()
             layer = Layer(shape.model)
             layer.check()
+            if shape.model in MODEL_LAYERS:
+                layer.make_peers(peers)
         yield layer.measure(shape, machine)
-
-
-class GroupedPeer:
-    """torch's grouped products of the routed experts, both, with FP8 weights and a scale a row.
-
-    That is less than a layer: tokens are sorted and rounded beforehand, and neither the router, the
-    gated unit, the shared expert nor the sum is in it. Weights have twice the bytes of FP4.
-    """
-
-    def __init__(self, config: MoeConfig, device: str = "cuda") -> None:
-        self.config, self.device = config, device
-        self.up = self._weight(2 * config.inner, config.hidden)
-        self.down = self._weight(config.hidden, config.inner)
-
-    def _weight(self, rows: int, columns: int) -> Tensor:
-        """Codes of finite values, any."""
-        shape = (self.config.experts, rows, columns)
-        codes = torch.empty(shape, dtype=torch.uint8, device=self.device)
-        return codes.random_(0, 0x60).view(torch.float8_e4m3fn)
-
-    def call(self, ids: Tensor) -> Callable[[], object]:
-        """A call of both products for tokens with these experts."""
-        config, pairs = self.config, ids.numel()
-        counts = ids.flatten().long().bincount(minlength=config.experts)
-        ends = counts.cumsum(0).int()
-        scale = torch.full((pairs,), 2.0**-9, device=self.device)
-        inputs = [
-            torch.randn(pairs, width, device=self.device).to(torch.float8_e4m3fn)
-            for width in (config.hidden, config.inner)
-        ]
-        scales = [torch.full(w.shape[:2], 2.0**-9, device=self.device) for w in self.weights]
-
-        def products() -> None:
-            for codes, weight, of_rows in zip(inputs, self.weights, scales):
-                torch._scaled_grouped_mm(
-                    codes, weight.mT, scale, of_rows, offs=ends, out_dtype=torch.bfloat16
-                )
-
-        return products
-
-    @property
-    def weights(self) -> tuple[Tensor, Tensor]:
-        return self.up, self.down
 
 
 class Layer:
@@ -174,17 +149,17 @@ class Layer:
             self.gates.append((gate * config.hidden**-0.5).bfloat16())
             self.shared.append(self._fp8())
         self.bias = torch.zeros(config.experts, device=device)
-        self.peer = self._peer() if model in MODEL_LAYERS and found is not None else None
+        self.peers: dict[str, Peer] = {}
+        self.failures: dict[str, str] = {}
 
-    def _peer(self) -> GroupedPeer | None:
-        """What torch has for such experts; None where they do not fit or it cannot."""
-        try:
-            peer = GroupedPeer(self.config, self.device)
-            peer.call(torch.zeros((1, self.config.top_k), dtype=torch.int32, device=self.device))()
-            torch.cuda.synchronize()
-        except RuntimeError:
-            return None
-        return peer
+    @torch.inference_mode()
+    def make_peers(self, found: Sequence[NamedPeer]) -> None:
+        """Weights of peers, of those that can."""
+        for name, make in found:
+            try:
+                self.peers[name] = make(self.config, self.device)
+            except PEER_ERRORS as error:
+                self.failures[name] = reason_of(error)
 
     def _routed(self) -> GatedWeights:
         config = self.config
@@ -269,19 +244,41 @@ class Layer:
     def measure(self, shape: Shape, machine: Machine) -> Result:
         """Time calls that follow each other, each with tokens of its own."""
         config = self.config
-        calls, peers, distinct = [], [], 0
+        calls, routings, distinct = [], [], 0
         for index in range(CALLS):
             x = torch.randn(shape.tokens, config.hidden, device=self.device).bfloat16()
             gate = self.gates[index % SHARED_SETS]
             ids, _ = route(x, gate, top_k=config.top_k, scaling=1.0, bias=self.bias)
             distinct += ids.unique().numel()
             calls.append(partial(self.call, x, index, out=torch.empty_like(x)))
-            if self.peer is not None:
-                peers.append(self.peer.call(ids))
+            routings.append((x, ids))
         distinct /= CALLS
+        check_distinct(shape, distinct)
         floor = machine.floor(shape.bytes(distinct), shape.flops)
         time = graph_microseconds(calls)
-        return Result(shape, distinct, time, floor, graph_microseconds(peers) if peers else None)
+        times, failures = {}, dict(self.failures)
+        for name, peer in self.peers.items():
+            try:
+                times[name] = graph_microseconds([peer.call(*given) for given in routings])
+            except PEER_ERRORS as error:
+                failures[name] = reason_of(error)
+        share = None
+        if machine.fp8_rate is not None:
+            share = 2 * shape.flops / (time * 1e-6) / machine.fp8_rate
+        return Result(shape, distinct, time, floor, times, failures, share)
+
+
+def check_distinct(shape: Shape, distinct: float) -> None:
+    """Refuse a mean number of distinct experts unlike that of uniform routing: RuntimeError."""
+    config = shape.config
+    expected = config.experts * (1 - (1 - config.top_k / config.experts) ** shape.tokens)
+    if not abs(distinct / expected - 1) <= MAX_SKEW:
+        raise RuntimeError(f"{shape}: {distinct:.1f} distinct experts, expected {expected:.1f}")
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def as_row(result: Result) -> dict[str, Any]:
@@ -291,7 +288,7 @@ def as_row(result: Result) -> dict[str, Any]:
 
 def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     """A row of a record under `COLUMNS`."""
-    time, shape, peer = row["microseconds"], row["shape"], row.get("peer")
+    time, shape, peers = row["microseconds"], row["shape"], row.get("peers", {})
     return [
         shape["model"],
         f"{shape['tokens']}",
@@ -300,5 +297,12 @@ def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
         f"{row['gigabytes_per_second']:.0f}",
         f"{row['floor']:.1f}",
         f"{row['floor'] / time:.0%}",
-        "-" if peer is None else f"{peer:.1f}",
+        "-" if row.get("fp8_share") is None else f"{row['fp8_share']:.0%}",
+        *(f"{peers[name]:.1f}" if name in peers else "-" for name in NAMES),
+        *targets.cells(target_of(row)),
     ]
+
+
+def target_of(row: Mapping[str, Any]) -> targets.Target:
+    """The target of a row of a record."""
+    return targets.MOE.get((row["shape"]["model"], row["shape"]["tokens"]), targets.NONE)

@@ -34,6 +34,7 @@ from dsv4.bench import (
     rms_norm_fp8,
     sampler,
     step,
+    targets,
 )
 from dsv4.bench.report import table_head, table_line
 from dsv4.quoting import quoted
@@ -160,6 +161,13 @@ def rows_table(family: ModuleType, records: Sequence[Record], folder: Path) -> s
     return "\n".join(lines)
 
 
+def targets_table(family: ModuleType, records: Sequence[Record], folder: Path) -> str:
+    """`rows_table` of a family whose rows have targets, and how many are met."""
+    (record,) = records
+    rows = ((family.target_of(row), row) for row in record["results"])
+    return f"{rows_table(family, records, folder)}\n\n{targets.met(rows)}"
+
+
 def paged_table(records: Sequence[Record], folder: Path) -> str:
     """What one run of the paged benchmark measured, beside the targets."""
     (record,) = records
@@ -193,7 +201,7 @@ def lowp_table(records: Sequence[Record], folder: Path) -> str:
 TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "attention": attention_table,
     "attention-machines": attention_machines_table,
-    "linear": partial(rows_table, linear),
+    "linear": partial(targets_table, linear),
     "lowp": lowp_table,
     "fp8_linear": partial(rows_table, fp8_linear),
     "merged_linear": partial(rows_table, merged_linear),
@@ -201,7 +209,7 @@ TABLES: dict[str, Callable[[Sequence[Record], Path], str]] = {
     "index_topk": partial(rows_table, index_topk),
     "compress": partial(rows_table, compress),
     "latent_rows": partial(rows_table, latent_rows),
-    "moe": partial(rows_table, moe),
+    "moe": partial(targets_table, moe),
     "paged_attention": paged_table,
     "engine": partial(rows_table, engine),
     "prefill": partial(rows_table, prefill),

@@ -120,3 +120,17 @@ def matmul_rate() -> float:
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     return 2 * size**3 / graph_microseconds([lambda: torch.mm(a, b, out=out)], best=True) * 1e6
+
+
+def fp8_rate() -> float | None:
+    """The same of e4m3, a scale for each tensor, with bf16 results; None where there is none."""
+    size, one = 8192, torch.ones((), device="cuda")
+    a, b = (torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+
+    def product() -> None:
+        torch._scaled_mm(a, b.mT, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+    try:
+        return 2 * size**3 / graph_microseconds([product], best=True) * 1e6
+    except RuntimeError:
+        return None

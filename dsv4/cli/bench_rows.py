@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from dsv4.cli.arguments import input_path
 from dsv4.cli.output_file import output_file
 
 if TYPE_CHECKING:
@@ -23,6 +24,15 @@ def add_options(
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="also write the results here"
     )
+
+
+def add_vllm_option(parser: argparse.ArgumentParser, what: str) -> None:
+    """`--vllm`, and `--no-peers`."""
+    parser.add_argument(
+        "--vllm", type=input_path, metavar="FOLDER",
+        help=f"folder `vllm` of an unpacked vLLM wheel, which has {what}",
+    )  # fmt: skip
+    parser.add_argument("--no-peers", action="store_true", help="time our kernels alone")
 
 
 @contextlib.contextmanager
@@ -47,8 +57,17 @@ def recorded(path: Path | None, family: str, machine: Machine) -> Iterator[list[
         report.write_record(path, report.record(family, machine, rows))
 
 
-def measure(args: argparse.Namespace, family: str, bench: ModuleType) -> int:
-    """Time a family's operator; print the table while it grows."""
+def measure(
+    args: argparse.Namespace,
+    family: str,
+    bench: ModuleType,
+    peers: Callable[[], Sequence] | None = None,
+) -> int:
+    """Time a family's operator; print the table while it grows.
+
+    Args:
+        peers: finds other packages that `bench.measure` times, too.
+    """
     import torch
 
     from dsv4.bench import report
@@ -57,11 +76,12 @@ def measure(args: argparse.Namespace, family: str, bench: ModuleType) -> int:
     if not torch.cuda.is_available():
         raise RuntimeError("bench needs a CUDA GPU, none is available")
     shapes = [bench.Shape(*numbers) for numbers in args.shape or ()] or bench.model_shapes()
+    more = () if peers is None else (peers(),)
     machine = Machine.measure()
     print(machine)
     print(report.table_head(bench.COLUMNS))
     with recorded(args.json, family, machine) as rows:
-        for result in bench.measure(shapes, machine):
+        for result in bench.measure(shapes, machine, *more):
             rows.append(bench.as_row(result))
             print(report.table_line(bench.cells(rows[-1])), flush=True)
     return 0

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
+import torch
 
 from dsv4.bench import moe as bench
+from dsv4.bench import moe_peers, packages, targets
 from dsv4.bench.machine import Machine
 from dsv4.cli.bench_moe import parse_shape
 
@@ -52,6 +55,53 @@ def test_rows_of_the_table() -> None:
     assert len(cells) == len(bench.COLUMNS)
     assert cells[:4] == ["Flash", "16", "80.8", "300.0"]
     assert bench.cells(row, is_bold=True)[3] == "**300.0**"
+    assert cells[7:] == ["-"] * 6 + ["280 us", "300"]
+    row |= {"fp8_share": 0.41, "peers": {"Marlin": 320.0}}
+    assert bench.cells(row)[7:] == ["41%", "-", "-", "320.0", "-", "-", "280 us", "300"]
+
+
+def test_a_peer_that_cannot_be_made_is_named(monkeypatch) -> None:
+    layer = small_layer("Flash", monkeypatch)
+
+    def fails(config, device):
+        raise AssertionError(f"{config.hidden} on {device}")
+
+    layer.make_peers([("Marlin", fails), ("DeepGEMM", lambda config, device: config)])
+    assert layer.failures == {"Marlin": "512 on cpu"}
+    assert layer.peers == {"DeepGEMM": layer.config}
+
+
+class FakeDeepGemm:
+    """Notes what it is given."""
+
+    seen: ClassVar[list] = []
+
+    @classmethod
+    def m_grouped_fp8_gemm_nt_masked(cls, inputs, weight, out, counts, expected, **options) -> None:
+        assert inputs[0].shape[-1] == weight[0].shape[-1] == 128 * inputs[1].shape[-1]
+        assert out.shape == (*inputs[0].shape[:2], weight[0].shape[1])
+        cls.seen.append((out.shape[-1], counts.tolist(), expected))
+
+
+def test_deep_gemm_has_a_place_for_each_expert(monkeypatch) -> None:
+    config = small_layer("Flash", monkeypatch).config
+    peer = moe_peers.DeepGemm(FakeDeepGemm, config, "cpu")
+    ids = torch.tensor([[0, 2, 31], [2, 5, 31]], dtype=torch.int32)
+    peer.call(torch.zeros(2, 512), ids)()
+    (up, counts, expected), (down, *_) = FakeDeepGemm.seen
+    assert (up, down, expected) == (512, 512, 1)
+    assert {i: n for i, n in enumerate(counts) if n} == {0: 1, 2: 2, 5: 1, 31: 2}
+
+
+def test_folders_of_packages(tmp_path) -> None:
+    with pytest.raises(ValueError, match="humming: vllm is not given"):
+        list(moe_peers.find(None, tmp_path))
+    found = moe_peers.find(tmp_path)
+    assert next(found)[0] == "torch"
+    with pytest.raises(ValueError, match=r"deep_gemm: .* has no __init__.py"):
+        next(found)
+    with pytest.raises(ValueError, match=r"vllm: .*_C_stable_libtorch.abi3.so cannot be used"):
+        packages.vllm_operators(tmp_path)
 
 
 def test_sizes_on_the_command_line() -> None:
@@ -66,3 +116,15 @@ def test_all_layers_are_measured() -> None:
     models = {(model, tokens) for model in ("Flash", "Pro") for tokens in bench.TOKENS}
     others = {(model, tokens) for model in bench.LAYERS for tokens in bench.FEWER_TOKENS}
     assert found == models | others
+    assert set(targets.MOE) <= found
+
+
+def test_routing_that_is_not_uniform_is_refused() -> None:
+    """The design's mean numbers of distinct experts."""
+    expected = {1: 6, 4: 23.2, 16: 80.8, 64: 199.9, 256: 255.4}
+    for tokens, distinct in expected.items():
+        shape = bench.Shape("Flash", tokens)
+        bench.check_distinct(shape, distinct)
+        for wrong in (0.96, 1.04, float("nan")):
+            with pytest.raises(RuntimeError, match="distinct experts, expected"):
+                bench.check_distinct(shape, distinct * wrong)
