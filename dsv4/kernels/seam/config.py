@@ -102,8 +102,9 @@ class SeamTiling:
 
     @property
     def ranks(self) -> int:
-        """CTAs of the cluster: a power of two."""
-        return min(MAX_RANKS, 1 << (self.groups - 1).bit_length())
+        """CTAs of the cluster: a power of two; at least two, since compute-sanitizer refuses stores
+        between CTAs in a cluster of one."""
+        return max(2, min(MAX_RANKS, 1 << (self.groups - 1).bit_length()))
 
     @property
     def rank_groups(self) -> int:
