@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dsv4.bench.attention import HostCost, Result
-from dsv4.bench.machine import Machine
-from dsv4.bench.report import RooflinePoint, record
+from dsv4.bench.report import RooflinePoint
 from dsv4.bench.shapes import sizes_of
 
 COLUMNS = ("shape", "T", "heads", "keys", "splits", "us", "TFLOP/s", "GB/s", "floor us", "of floor")
@@ -53,11 +52,9 @@ def cells(row: Mapping[str, Any], peers: Sequence[str], is_bold: bool = False) -
     ]
 
 
-def to_record(machine: Machine, results: Sequence[Result], host: HostCost) -> dict[str, Any]:
-    """The record of a run."""
-    costs = {**asdict(host), "beyond_the_launch": host.beyond}
-    rows = [as_row(result) for result in results]
-    return record("attention", machine, rows, host_microseconds=costs)
+def host_row(host: HostCost) -> dict[str, float]:
+    """The host's cost of a call as records keep it."""
+    return {**asdict(host), "beyond_the_launch": host.beyond}
 
 
 def roofline(results: Sequence[Result]) -> list[RooflinePoint]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsv4.cli import (
     bench_compress,
@@ -20,6 +20,7 @@ from dsv4.cli import (
     bench_paged,
     bench_prefill,
     bench_rms_norm_fp8,
+    bench_rows,
     bench_sampler,
     bench_step,
 )
@@ -116,21 +117,22 @@ def run_attention(args: argparse.Namespace) -> int:
     print(machine)
     names = [peer.name for peer in peers]
     print(report.table_head(attention_report.columns(names)))
-    results = []
-    for result in attention.measure(cases, machine, num_splits=args.num_splits, peers=peers):
-        results.append(result)
-        row = attention_report.as_row(result)
-        print(report.table_line(attention_report.cells(row, names)), flush=True)
-    for result in results:
-        for name, reason in result.failures.items():
-            print(f"{name} at {attention.described(result.case)}: {reason.splitlines()[0]}")
-    host = attention.host_cost()
-    print(
-        f"host: {host.operator:.1f} us per call of the operator, {host.launch:.1f} us of them the "
-        f"launch itself, {host.beyond:.1f} us beyond it"
-    )
-    if args.json is not None:
-        report.write_record(args.json, attention_report.to_record(machine, results, host))
+    results: list[attention.Result] = []
+    extra: dict[str, Any] = {}
+    with bench_rows.recorded(args.json, "attention", machine, extra) as rows:
+        for result in attention.measure(cases, machine, num_splits=args.num_splits, peers=peers):
+            results.append(result)
+            rows.append(attention_report.as_row(result))
+            print(report.table_line(attention_report.cells(rows[-1], names)), flush=True)
+        for result in results:
+            for name, reason in result.failures.items():
+                print(f"{name} at {attention.described(result.case)}: {reason.splitlines()[0]}")
+        host = attention.host_cost()
+        print(
+            f"host: {host.operator:.1f} us per call of the operator, {host.launch:.1f} us of them "
+            f"the launch itself, {host.beyond:.1f} us beyond it"
+        )
+        extra["host_microseconds"] = attention_report.host_row(host)
     if args.plot is not None:
         report.plot(machine, attention_report.roofline(results), args.plot)
     return 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -36,8 +36,10 @@ def add_vllm_option(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 @contextlib.contextmanager
-def recorded(path: Path | None, family: str, machine: Machine) -> Iterator[list[dict[str, Any]]]:
-    """Rows that a run appends to, written as a record when it is over.
+def recorded(
+    path: Path | None, family: str, machine: Machine, extra: Mapping[str, Any] | None = None
+) -> Iterator[list[dict[str, Any]]]:
+    """Rows that a run appends to, written as a record when it is over, with what `extra` has then.
 
     Minutes of a GPU are in the rows of a run that fails or is interrupted: they are kept in a file
     beside `path`, which keeps what it has.
@@ -50,11 +52,11 @@ def recorded(path: Path | None, family: str, machine: Machine) -> Iterator[list[
     except BaseException:
         if path is not None and rows:
             path = path.with_name(f"{path.name}.part")
-            report.write_record(path, report.record(family, machine, rows))
+            report.write_record(path, report.record(family, machine, rows, **(extra or {})))
             print(f"not complete: what was measured is in {path}")
         raise
     if path is not None:
-        report.write_record(path, report.record(family, machine, rows))
+        report.write_record(path, report.record(family, machine, rows, **(extra or {})))
 
 
 def measure(

@@ -20,6 +20,7 @@ from dsv4.bench.kernel_times import kernel_times
 from dsv4.bench.machine import Machine
 from dsv4.bench.peers import Peer, attention, torch_peers
 from dsv4.bench.shapes import Arguments, model_cases
+from dsv4.cli.bench_rows import recorded
 from dsv4.cli.main import main
 from dsv4.compat import flash_mla as compat
 from dsv4.reference.attention import sparse_fmha_with_swa as oracle
@@ -65,8 +66,9 @@ def test_table_json_and_plot(tmp_path) -> None:
     assert rows[0].endswith("| 76% | 900.0 |")
     assert rows[1].endswith("| - |")
     path = tmp_path / "record.json"
-    record = attention_report.to_record(MACHINE, results, HostCost(11.0, 7.0))
-    report.write_record(path, record)
+    extra = {"host_microseconds": attention_report.host_row(HostCost(11.0, 7.0))}
+    with recorded(path, "attention", MACHINE, extra) as stored_rows:
+        stored_rows += [attention_report.as_row(result) for result in results]
     stored = json.loads(path.read_text())
     assert stored["machine"]["rate"] == 8e14
     assert stored["host_microseconds"]["beyond_the_launch"] == 4.0

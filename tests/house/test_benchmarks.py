@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from dsv4.bench.machine import Machine
 from dsv4.bench.pages import PAGED_TARGETS, TARGETS, rendered
 from dsv4.bench.report import record, write_record
+from tests.house.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
@@ -24,7 +24,7 @@ def test_page_is_up_to_date() -> None:
     assert page == rendered(page, FOLDER)
 
 
-def test_script_notices_a_figure_that_is_no_record(tmp_path: Path) -> None:
+def test_script_notices_a_figure_that_is_no_record(tmp_path: Path, monkeypatch, capsys) -> None:
     """A copy of the page with one changed figure fails the check and is mended by --write."""
     page = (ROOT / "BENCHMARKS.md").read_text()
     # The first figure of the first table: in bold, as all of ours.
@@ -32,10 +32,12 @@ def test_script_notices_a_figure_that_is_no_record(tmp_path: Path) -> None:
     assert changed != page
     copy = tmp_path / "BENCHMARKS.md"
     copy.write_text(changed)
-    command = [sys.executable, ROOT / "scripts" / "benchmarks", "--page", copy]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1 and "not up to date" in done.stderr
-    assert subprocess.run([*command, "--write"]).returncode == 0
+    script = load_script("benchmarks")
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--page", str(copy)])
+    assert script.main() == 1
+    assert "not up to date" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--write"])
+    assert script.main() == 0
     assert copy.read_text() == page
 
 

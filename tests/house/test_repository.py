@@ -7,13 +7,12 @@ import os
 import re
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
 
 from tests import lowp_stages
+from tests.house.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 14 * 2**20
@@ -53,18 +52,19 @@ def test_the_two_commands_are_executable(name: str) -> None:
     assert f"scripts/{name}" in (ROOT / "README.md").read_text()
 
 
-def run_stages(results: dict, folder: Path) -> subprocess.CompletedProcess:
+def run_stages(results: dict, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     path = folder / "results.json"
     path.write_text(json.dumps(results))
-    command = [sys.executable, str(ROOT / "scripts" / "stages"), "--results", str(path)]
-    return subprocess.run(command, capture_output=True, text=True)
+    monkeypatch.setattr(sys, "argv", ["stages", "--results", str(path)])
+    return load_script("stages").main()
 
 
-def test_a_failing_stage_fails_the_table(tmp_path: Path) -> None:
-    assert run_stages({"op": {"cpu": {"tests/x.py::test": "passed"}}}, tmp_path).returncode == 0
-    failing = run_stages({"op": {"cpu": {"tests/x.py::test": "failed"}}}, tmp_path)
-    assert failing.returncode == 1
-    assert "op" in failing.stderr
+def test_a_failing_stage_fails_the_table(tmp_path: Path, monkeypatch, capsys) -> None:
+    passed = {"op": {"cpu": {"tests/x.py::test": "passed"}}}
+    assert run_stages(passed, tmp_path, monkeypatch) == 0
+    failed = {"op": {"cpu": {"tests/x.py::test": "failed"}}}
+    assert run_stages(failed, tmp_path, monkeypatch) == 1
+    assert "op" in capsys.readouterr().err
 
 
 def test_stages_of_quantised_attention_are_the_rows_of_its_page() -> None:
@@ -102,18 +102,10 @@ def test_recorded_passes_count_where_their_file_still_holds_tests() -> None:
     assert stages.passed_by_file({"x.py::a": "passed", "x.py::b": "failed"}) == {"x.py": 1}
 
 
-def load_script(name: str):
-    """A script without a suffix, as a module."""
-    loader = SourceFileLoader(f"script_{name}", str(ROOT / "scripts" / name))
-    module = module_from_spec(spec_from_loader(loader.name, loader))
-    loader.exec_module(module)
-    return module
-
-
-def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
-    result = run_stages({"Z9": {"cpu": {"tests/x.py::test": "passed"}}}, tmp_path)
-    assert result.returncode == 1
-    assert "Z9" in result.stderr
+def test_an_unknown_stage_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
+    unknown = {"Z9": {"cpu": {"tests/x.py::test": "passed"}}}
+    assert run_stages(unknown, tmp_path, monkeypatch) == 1
+    assert "Z9" in capsys.readouterr().err
 
 
 def test_stages_names_only_existing_tests() -> None:
