@@ -7,16 +7,24 @@ import json
 import secrets
 import zlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.lowp_stages import stages_of
 
+# What compiles or simulates kernels takes longest: workers begin with it, and end together.
+FIRST = ("tests/kernels/", "tests/simulator/")
+# Folders whose files compile the same kernels: one worker takes all of them.
+UNITS = ("tests/kernels/attention/sm100",)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip GPU tests, with the reason, on machines without the GPU they need; mark those of
     quantised attention with what they prove of it."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     needs = {"gpu": None, "sm90": (9, 0), "sm100": (10, 0)}
     for item in items:
@@ -41,6 +49,28 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """The scheduler of `--dist loadfile`, with units in the order of the tests: by default files
+    with the fewest tests come last, which are those with the longest."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+def unit_of(nodeid: str) -> str:
+    """What one worker takes together: a file, or a folder of files that share kernels."""
+    file = nodeid.partition("::")[0]
+    return next((folder for folder in UNITS if file.startswith(f"{folder}/")), file)
 
 
 @pytest.fixture

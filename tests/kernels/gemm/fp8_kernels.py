@@ -32,14 +32,16 @@ def run(
 
 
 @contextmanager
-def some_tilings(op: KernelOp, which: slice, name: str = "tilings") -> Iterator[OpKernels]:
-    """Kernels of Blackwell with some of their tilings alone: compiling all takes ten seconds.
+def some_tilings(
+    op: KernelOp, which: slice, name: str = "tilings", arch: str = "sm_100a"
+) -> Iterator[OpKernels]:
+    """Kernels with some of their tilings alone: compiling all takes ten seconds.
 
     Args:
         name: of what the kernel's module takes tilings from, a function or all of them.
     """
-    kernels = OpKernels(op, Simulator("sm_100a"))
-    module = import_module(op.kernels["sm_100a"])
+    kernels = OpKernels(op, Simulator(arch))
+    module = import_module(op.kernels[arch])
     every = getattr(module, name)
     some = (lambda config: every(config)[which]) if callable(every) else every[which]
     with mock.patch.object(module, name, some):

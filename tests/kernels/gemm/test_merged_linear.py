@@ -6,7 +6,9 @@ Every tiling gives the same bits, close to the reference; FP8 weights give those
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,13 +16,7 @@ import torch
 from dsv4.kernels.gemm.merged_config import MergedLinearConfig
 from dsv4.ops.fp8_linear import FP8_LINEAR
 from dsv4.ops.merged_linear import MERGED_LINEAR, PLANS
-from dsv4.testing.harness import (
-    Device,
-    Outcome,
-    Simulator,
-    missed_synchronisation,
-    simulator,
-)
+from dsv4.testing.harness import Device, Outcome, missed_synchronisation, simulator
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.merged_linear import Case, Inputs, assert_merged_close
 from tests.kernels.gemm.fp8_kernels import some_tilings
@@ -39,19 +35,26 @@ WEIGHTS = (
 @pytest.fixture(
     scope="module",
     params=[
-        "sm_90a",
+        # Tilings of up to 64 tokens; all of them in the slow ones, and of FP8 linears in theirs.
+        "few of sm_90a",
+        pytest.param("sm_90a", marks=pytest.mark.slow),
         pytest.param("sm_100a", marks=pytest.mark.slow),
         pytest.param("cuda", marks=HOPPER),
     ],
 )
-def target(request: pytest.FixtureRequest) -> Simulator | Device:
+def kernels(request: pytest.FixtureRequest) -> Iterator[OpKernels]:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    return Device() if request.param == "cuda" else simulator(request.param)
-
-
-@pytest.fixture(scope="module")
-def kernels(target: Simulator | Device) -> OpKernels:
-    return OpKernels(MERGED_LINEAR, target)
+    if request.param.startswith("few"):
+        plan, few = PLANS["sm_90a"], slice(3)
+        every = plan.tilings
+        with (
+            some_tilings(MERGED_LINEAR, few, arch="sm_90a") as some,
+            mock.patch.object(plan, "tilings", lambda config: every(config)[few]),
+        ):
+            yield some
+    else:
+        target = Device() if request.param == "cuda" else simulator(request.param)
+        yield OpKernels(MERGED_LINEAR, target)
 
 
 def tilings(kernels: OpKernels, config: MergedLinearConfig) -> tuple:
@@ -125,10 +128,10 @@ def test_codes_give_the_bits_of_what_they_were_rounded_from(kernels, seed) -> No
 
 
 @pytest.mark.slow
-def test_fp8_weights_give_the_bits_of_fp8_linear(target, kernels, seed) -> None:
+def test_fp8_weights_give_the_bits_of_fp8_linear(kernels, seed) -> None:
     inputs = Inputs.make(Case(21, 512, WEIGHTS), seed)
     merged = run(kernels, inputs, 0, seed)
-    alone = OpKernels(FP8_LINEAR, target)
+    alone = OpKernels(FP8_LINEAR, kernels.target)
     for i, part in enumerate(inputs.linears):
         found = alone.run(part, seed, 1, tiling=0, num_sms=FEW_SMS)["out"]
         assert torch.equal(found, merged[f"out_{i}"])

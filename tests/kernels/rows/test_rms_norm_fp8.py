@@ -20,7 +20,13 @@ FEW_CTAS = 2  # each takes several blocks of rows
 
 
 @pytest.fixture(
-    scope="module", params=["sm_90a", "sm_100a", pytest.param("cuda", marks=pytest.mark.gpu)]
+    scope="module",
+    params=[
+        "sm_90a",
+        # The same kernel: the test of its blocks and the listed command of `dsv4 sim` are not slow.
+        pytest.param("sm_100a", marks=pytest.mark.slow),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
 )
 def kernels(request: pytest.FixtureRequest) -> OpKernels:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")

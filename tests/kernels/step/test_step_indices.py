@@ -8,7 +8,7 @@ import torch
 
 from dsv4.kernels.step.config import StepIndicesConfig
 from dsv4.ops.step_indices import STEP_INDICES
-from dsv4.testing.harness import Simulator
+from dsv4.testing.harness import Simulator, simulator
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.step_indices import Case, Inputs, expected
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.stage("rows")
 def test_numbers_of_the_torch_implementation(arch, case, seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     inputs = Inputs.make(case, seed)
-    outcome = OpKernels(STEP_INDICES, Simulator(arch)).run(inputs, seed, None)
+    outcome = OpKernels(STEP_INDICES, simulator(arch)).run(inputs, seed, None)
     wanted = expected(inputs)
     assert outcome.outputs.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -41,6 +41,7 @@ def test_numbers_of_the_torch_implementation(arch, case, seed) -> None:
 def test_every_block_of_the_kernel_runs(arch, seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     inputs = Inputs.make(Case(300, 2, 40), seed)
+    # A simulator of its own: coverage adds up over all launches of a compiled function.
     outcome = OpKernels(STEP_INDICES, Simulator(arch)).run(inputs, seed, num_ctas=1)
     (coverage,) = outcome.report.coverage
     assert coverage.complete, coverage.missed

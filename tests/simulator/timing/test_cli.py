@@ -48,7 +48,11 @@ SLOW = (
     "compressor",
 )
 # Of kernels that are the same on both architectures, one is enough.
-SLOW_THERE = (("rows of latents", "sm_100a"),)
+SLOW_THERE = (
+    ("rows of latents", "sm_100a"),
+    ("RMSNorm with FP8 output", "sm_90a"),
+    ("insertion into pages", "sm_90a"),
+)
 _compile = functools.cache(sim_attention.compile_attention)
 
 

@@ -19,7 +19,7 @@ from dsv4.testing.attention_kernel import (
     config_of,
     new_workspace,
 )
-from dsv4.testing.harness import Simulator, simulator
+from dsv4.testing.harness import SCHEDULES, Simulator, simulator
 from dsv4.testing.magnitudes import check_columns, check_rows
 
 pytestmark = pytest.mark.stage("H")
@@ -32,6 +32,10 @@ SWAP_AB, HEADS_M = 24, 40
 # Fewer CTAs than work items: each goes through several.
 CTAS = 3
 KERNELS = AttentionKernels(simulator("sm_90a"), CTAS)
+
+
+def slow(*values: object) -> list:
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def run(
@@ -72,18 +76,26 @@ def attention(splits: int):
     return compute
 
 
-@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+RAGGED = (
+    (24, 512, 2, True, "swa_gate"),
+    (8, 64, 1, True, "softmax"),
+    (HEADS_M, 64, 3, False, "softmax"),
+    (16, 128, 2, True, "swa_gate"),
+    (HEADS_M, 64, 1, True, "swa_gate"),
+    (8, 512, 1, False, "softmax"),
+    (72, 64, 3, False, "swa_gate"),
+    (72, 512, 2, True, "swa_gate"),
+)
+# The contract has both kernels in every schedule, of 64 channels.
+QUICK = [*((*RAGGED[0], schedule) for schedule in SCHEDULES)]
+QUICK += [(*case, "random") for case in RAGGED[1:4]]
+
+
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "num_splits", "is_causal", "sink_mode"),
+    ("heads", "head_dim", "num_splits", "is_causal", "sink_mode", "schedule"),
     [
-        (8, 64, 1, True, "softmax"),
-        pytest.param(HEADS_M, 64, 1, True, "swa_gate", marks=pytest.mark.slow),
-        (HEADS_M, 64, 3, False, "softmax"),
-        (16, 128, 2, True, "swa_gate"),
-        pytest.param(8, 512, 1, False, "softmax", marks=pytest.mark.slow),
-        (24, 512, 2, True, "swa_gate"),
-        pytest.param(72, 64, 3, False, "swa_gate", marks=pytest.mark.slow),
-        pytest.param(72, 512, 2, True, "swa_gate", marks=pytest.mark.slow),
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in ((*case, schedule) for case in RAGGED for schedule in SCHEDULES)
     ],
 )
 def test_ragged_lengths(seed, heads, head_dim, num_splits, is_causal, sink_mode, schedule) -> None:
@@ -98,7 +110,7 @@ def test_ragged_lengths(seed, heads, head_dim, num_splits, is_causal, sink_mode,
     check(make_inputs(case, seed), num_splits, schedule)
 
 
-@pytest.mark.parametrize("schedule", ["lazy", "random"])
+@pytest.mark.parametrize("schedule", [*slow("lazy"), "random"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "num_splits", "is_causal", "sink_mode"),
     [
@@ -125,7 +137,7 @@ def test_ctas_that_slice_columns(
     sliced.assert_same_bits(alone, "columns sliced against whole")
 
 
-@pytest.mark.parametrize("schedule", ["lazy", "random"])
+@pytest.mark.parametrize("schedule", [*slow("lazy"), "random"])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "num_splits", "num_ctas", "sink_mode"),
     [
@@ -164,10 +176,8 @@ def test_ctas_that_share_heads(
     check(make_inputs(case, seed), num_splits, schedule, ctas=num_ctas)
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize(
-    "heads", [64, *(pytest.param(heads, marks=pytest.mark.slow) for heads in (32, 128))]
-)
+@pytest.mark.parametrize("num_splits", [1, *slow(3)])  # three: the test of combining CTAs below
+@pytest.mark.parametrize("heads", [64, *slow(32, 128)])
 def test_at_fixed_splits_bits_do_not_depend_on_how_many_ctas_there_are(
     seed, heads, num_splits
 ) -> None:
@@ -221,7 +231,10 @@ def test_rows_whose_scores_are_all_far_below_0(seed, heads, outlier) -> None:
 
 
 @pytest.mark.parametrize("heads", [SWAP_AB, HEADS_M])
-@pytest.mark.parametrize(("top_k", "num_splits"), [(0, 1), (100, 1), (100, 4)])
+@pytest.mark.parametrize(
+    ("top_k", "num_splits"),
+    [(0, 1), pytest.param(100, 1, marks=pytest.mark.slow), (100, 4)],
+)
 def test_no_requests(seed, top_k, num_splits, heads) -> None:
     """A speculative first tile in a window, of which there is none, is not loaded from past the end
     of q."""
@@ -244,9 +257,7 @@ def test_speculative_first_tiles_and_window_lengths(seed, requests, num_splits, 
     check(inputs, num_splits, "random", ctas=24)
 
 
-@pytest.mark.parametrize(
-    "schedule", [*(pytest.param(s, marks=pytest.mark.slow) for s in ("eager", "lazy")), "random"]
-)
+@pytest.mark.parametrize("schedule", [*slow("eager", "lazy"), "random"])
 def test_work_tiles_beyond_whole_grids(seed, schedule) -> None:
     """Six grids of three work tiles, and two that are CTAs of their own; tokens without keys, and
     some of three key tiles after and before some of one."""
@@ -257,13 +268,21 @@ def test_work_tiles_beyond_whole_grids(seed, schedule) -> None:
     check(inputs, 1, schedule)
 
 
-@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "sink_mode"),
+    ("heads", "head_dim", "sink_mode", "schedule"),
     [
-        (16, 128, "swa_gate"),
-        (64, 64, "softmax"),
-        pytest.param(48, 64, "softmax", marks=pytest.mark.slow),
+        (16, 128, "swa_gate", "random"),
+        (64, 64, "softmax", "lazy"),
+        (64, 64, "softmax", "random"),
+        *(
+            pytest.param(*case, schedule, marks=pytest.mark.slow)
+            for case, schedules in (
+                ((16, 128, "swa_gate"), ("eager", "lazy")),
+                ((64, 64, "softmax"), ("eager",)),
+                ((48, 64, "softmax"), SCHEDULES),
+            )
+            for schedule in schedules
+        ),
     ],
 )
 def test_splits_that_run_together(seed, heads, head_dim, sink_mode, schedule) -> None:
@@ -288,10 +307,9 @@ def test_splits_that_run_together(seed, heads, head_dim, sink_mode, schedule) ->
 @pytest.mark.parametrize(
     ("heads", "num_splits"),
     [
-        (SWAP_AB, 3),
         (SWAP_AB, 9),
         (64, 3),
-        *(pytest.param(SWAP_AB, n, marks=pytest.mark.slow) for n in (5, 18, 32)),
+        *(pytest.param(SWAP_AB, n, marks=pytest.mark.slow) for n in (3, 5, 18, 32)),
         *(pytest.param(64, n, marks=pytest.mark.slow) for n in (5, 9, 18, 32)),
     ],
 )
@@ -316,7 +334,7 @@ def impatient() -> AttentionKernels:
 
 
 @pytest.mark.parametrize("heads", [8, pytest.param(HEADS_M, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+@pytest.mark.parametrize("schedule", [*slow("eager"), "lazy", "random"])
 def test_a_cta_that_stops_polling(seed, schedule, heads, impatient, monkeypatch) -> None:
     """CTAs that do not run together: the last to arrive combines the slices of the others."""
     from dsv4.kernels.kit import semaphore
