@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.bench.machine import Machine
+from dsv4.bench.rows import Result, each_shape
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops import compress
 from dsv4.ops.compress import COMPRESS
@@ -45,33 +46,18 @@ class Shape:
         return self.requests * 4 * 2 * (config.terms * config.dim + 2 * config.width)
 
 
-@dataclass(frozen=True)
-class Result:
-    """Times in microseconds; `torch` is that of the operator's torch implementation."""
-
-    shape: Shape
-    microseconds: float
-    floor: float
-    torch: float
-
-
 def model_shapes() -> list[Shape]:
     """Compressors of the released models, all requests at a block's end at once."""
     return [Shape(count, kind) for kind in KINDS for count in REQUESTS]
 
 
-def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
-    """Measure each shape; nothing is timed that is not right.
+@each_shape
+def measure(shape: Shape, machine: Machine) -> Result:
+    """Measure a shape; nothing is timed that is not right.
 
     Raises:
         AssertionError: the kernel's results are not the torch implementation's.
     """
-    for shape in shapes:
-        yield _measure(shape, machine)
-
-
-@torch.inference_mode()
-def _measure(shape: Shape, machine: Machine) -> Result:
     inputs = Inputs.make(shape.case, 0, "cuda")
     sets = [inputs.arguments for _ in range(SETS)]
     _run(inputs, sets[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4 import ops
 from dsv4.bench.machine import Machine
+from dsv4.bench.rows import Result, each_shape
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_LAYERS
 
@@ -42,42 +43,20 @@ class Shape:
         return 2 * self.tokens * self.rows * self.width
 
 
-@dataclass(frozen=True)
-class Result:
-    """Times in microseconds; `torch` is that of the operator's torch implementation."""
-
-    shape: Shape
-    microseconds: float
-    floor: float
-    torch: float
-
-    @property
-    def gigabytes(self) -> float:
-        """GB/s."""
-        return self.shape.bytes / self.microseconds / 1e3
-
-
 def model_shapes() -> list[Shape]:
     """FP8 linears of Flash and Pro, each size once, from one token to 4,096."""
     sizes = dict.fromkeys(MODEL_LAYERS.values())
     return [Shape(tokens, *size) for size in sizes for tokens in TOKENS]
 
 
-def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
-    """Measure each shape, the quantisation of its input included; nothing is timed that is not
+@each_shape
+def measure(shape: Shape, machine: Machine) -> Result:
+    """Measure a shape, the quantisation of its input included; nothing is timed that is not
     right.
 
     Raises:
         RuntimeError: the kernel is further from the torch implementation than its rounding allows.
     """
-    for shape in shapes:
-        yield _measure(shape, machine)
-        # The next shape needs the memory, in blocks of other sizes.
-        torch.cuda.empty_cache()
-
-
-@torch.inference_mode()
-def _measure(shape: Shape, machine: Machine) -> Result:
     sets = max(2, round(REPLAY_BYTES / shape.bytes))
     inputs = [make_inputs(shape, "cuda") for _ in range(sets)]
     y = ops.fp8_linear(*inputs[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.bench.machine import Machine
+from dsv4.bench.rows import Result, each_shape
 from dsv4.bench.timing import graph_microseconds
 from dsv4.kernels.kit.index_entry import MODEL_FORMAT, IndexEntry
 from dsv4.ops.index_topk import INDEX_TOPK, index_topk
@@ -39,36 +40,18 @@ class Shape:
         return self.tokens * self.entries * IndexEntry(128, self.key_format).bytes
 
 
-@dataclass(frozen=True)
-class Result:
-    """Times in microseconds; `torch` is that of the operator's torch implementation, 0 where it was
-    not timed."""
-
-    shape: Shape
-    microseconds: float
-    floor: float
-    torch: float
-
-
 def model_shapes() -> list[Shape]:
     """Decode steps of 16k to 512k tokens of context."""
     return [Shape(tokens, entries) for tokens in TOKENS for entries in ENTRIES]
 
 
-def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
-    """Measure each shape; nothing is timed that is not right.
+@each_shape
+def measure(shape: Shape, machine: Machine) -> Result:
+    """Measure a shape; nothing is timed that is not right.
 
     Raises:
         AssertionError: the kernel's results are not the oracle's.
     """
-    for shape in shapes:
-        yield _measure(shape, machine)
-        # The next shape needs the memory, in blocks of other sizes.
-        torch.cuda.empty_cache()
-
-
-@torch.inference_mode()
-def _measure(shape: Shape, machine: Machine) -> Result:
     # Pages as the cache lays them out.
     options = {"gives_slots": True, "gap": 0, "key_format": shape.key_format}
     case = Case((shape.entries,) * shape.tokens, TOPK, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.bench.machine import Machine
+from dsv4.bench.rows import each_shape
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops import compress, kv_insert, latent_rows, rms_norm_fp8
 from dsv4.testing.latent_rows import (
@@ -79,18 +80,13 @@ def model_shapes() -> list[Shape]:
     return [Shape(n, kind, end) for kind in KINDS for end in ends[kind] for n in TOKENS]
 
 
-def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
-    """Measure each shape; nothing is timed that is not right.
+@each_shape
+def measure(shape: Shape, machine: Machine) -> Result:
+    """Measure a shape; nothing is timed that is not right.
 
     Raises:
         AssertionError: the kernel's results are not the torch implementations'.
     """
-    for shape in shapes:
-        yield _measure(shape, machine)
-
-
-@torch.inference_mode()
-def _measure(shape: Shape, machine: Machine) -> Result:
     inputs = Inputs.make(shape.case, 0, "cuda")
     first = inputs.arguments
     size = sum(tensor.numel() * tensor.element_size() for tensor in first.values())

@@ -8,7 +8,7 @@ bf16; DeepGEMM the same scales as ours, and groups with FP8 activations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from dsv4 import ops
 from dsv4.bench import fp8_linear, merged_linear, targets
 from dsv4.bench.linear_peers import NAMES, Peer, Product
 from dsv4.bench.machine import Machine
+from dsv4.bench.rows import each_shape
 from dsv4.bench.timing import graph_microseconds
 from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.ops.fp8_linear import MODEL_LAYERS
@@ -313,22 +314,13 @@ def model_shapes() -> list[Shape]:
     return [Shape(label, tokens) for label in PROJECTIONS for tokens in TOKENS]
 
 
-def measure(
-    shapes: Sequence[Shape], machine: Machine, peers: Sequence[Peer] = ()
-) -> Iterator[Result]:
-    """Measure each shape; nothing is timed that is not right.
+@each_shape
+def measure(shape: Shape, machine: Machine, peers: Sequence[Peer] = ()) -> Result:
+    """Measure a shape; nothing is timed that is not right.
 
     Raises:
         RuntimeError: an output is further from its product in fp32 than its rounding allows.
     """
-    for shape in shapes:
-        yield _measure(shape, machine, peers)
-        # The next shape needs the memory, in blocks of other sizes.
-        torch.cuda.empty_cache()
-
-
-@torch.inference_mode()
-def _measure(shape: Shape, machine: Machine, peers: Sequence[Peer]) -> Result:
     projection, tokens = shape.projection, shape.tokens
     moved, flops = projection.bytes(tokens), projection.half_rate_flops(tokens)
     # Together several times what L2 holds.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 from dsv4 import ops
 from dsv4.bench import fp8_linear
 from dsv4.bench.machine import Machine
+from dsv4.bench.rows import each_shape
 from dsv4.bench.timing import graph_microseconds
 from dsv4.kernels.gemm.config import Kind
 from dsv4.kernels.gemm.merged_config import MergedLinearConfig
@@ -71,18 +72,6 @@ def model_shapes() -> list[Shape]:
     return [Shape(label, tokens) for label in MODEL_INPUTS for tokens in TOKENS]
 
 
-def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
-    """Measure each shape; nothing is timed that is not right.
-
-    Raises:
-        RuntimeError: an output differs from that of its weight by itself.
-    """
-    for shape in shapes:
-        yield _measure(shape, machine)
-        # The next shape needs the memory, in blocks of other sizes.
-        torch.cuda.empty_cache()
-
-
 @dataclass(frozen=True)
 class Inputs:
     """x, also as codes with scales, weights, scales of the FP8 ones, and outputs."""
@@ -128,8 +117,13 @@ class Inputs:
         ]
 
 
-@torch.inference_mode()
-def _measure(shape: Shape, machine: Machine) -> Result:
+@each_shape
+def measure(shape: Shape, machine: Machine) -> Result:
+    """Measure a shape; nothing is timed that is not right.
+
+    Raises:
+        RuntimeError: an output differs from that of its weight by itself.
+    """
     sets = max(2, round(fp8_linear.REPLAY_BYTES / shape.bytes))
     inputs = [Inputs.make(shape, "cuda") for _ in range(sets)]
     check(shape, [y.clone() for y in inputs[0].merged()], inputs[0].one_by_one())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.bench.machine import Machine
+from dsv4.bench.rows import Result, each_shape
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops.mhc_seam import MHC_SEAM
 from dsv4.testing.mhc_seam import Case, Inputs, assert_seam_close, run_op
@@ -36,35 +37,18 @@ class Shape:
         return ROWS * STREAMS * self.dim * 4 + self.tokens * self.dim * row
 
 
-@dataclass(frozen=True)
-class Result:
-    """Times in microseconds; `torch` is that of the operator's torch implementation."""
-
-    shape: Shape
-    microseconds: float
-    floor: float
-    torch: float
-
-
 def model_shapes() -> list[Shape]:
     """Seams of Flash and Pro, from one token to a prefill."""
     return [Shape(tokens, dim) for dim in DIMS for tokens in TOKENS]
 
 
-def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
-    """Measure each shape; nothing is timed that is not right.
+@each_shape
+def measure(shape: Shape, machine: Machine) -> Result:
+    """Measure a shape; nothing is timed that is not right.
 
     Raises:
         AssertionError: the kernel's results are not the oracle's.
     """
-    for shape in shapes:
-        yield _measure(shape, machine)
-        # The next shape needs the memory, in blocks of other sizes.
-        torch.cuda.empty_cache()
-
-
-@torch.inference_mode()
-def _measure(shape: Shape, machine: Machine) -> Result:
     case = Case(shape.tokens, shape.dim)
     first = Inputs.make(case, 0, "cuda")
     assert_seam_close(first, run_op(first))

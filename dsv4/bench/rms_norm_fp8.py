@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dsv4 import ops
 from dsv4.bench.machine import Machine
+from dsv4.bench.rows import Result, each_shape
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops.quantize import quantize_e4m3
 from dsv4.ops.rms_norm_fp8 import MODEL_EPS, rms_norm_rows
@@ -38,40 +39,18 @@ class Shape:
         return self.tokens * (3 * self.dim + self.dim // GROUP) + 4 * self.dim
 
 
-@dataclass(frozen=True)
-class Result:
-    """Times in microseconds; `torch` is that of the operator's torch implementation."""
-
-    shape: Shape
-    microseconds: float
-    floor: float
-    torch: float
-
-    @property
-    def gigabytes(self) -> float:
-        """GB/s."""
-        return self.shape.bytes / self.microseconds / 1e3
-
-
 def model_shapes() -> list[Shape]:
     """Hidden states of Flash and Pro, from one token to a prefill."""
     return [Shape(tokens, dim) for dim in DIMS for tokens in TOKENS]
 
 
-def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
-    """Measure each shape; nothing is timed that is not right.
+@each_shape
+def measure(shape: Shape, machine: Machine) -> Result:
+    """Measure a shape; nothing is timed that is not right.
 
     Raises:
         RuntimeError: the kernel's bits are not those of the torch implementation.
     """
-    for shape in shapes:
-        yield _measure(shape, machine)
-        # The next shape needs the memory, in blocks of other sizes.
-        torch.cuda.empty_cache()
-
-
-@torch.inference_mode()
-def _measure(shape: Shape, machine: Machine) -> Result:
     sets = max(2, min(MOST_SETS, round(REPLAY_BYTES / shape.bytes)))
     weight = torch.randn(shape.dim, device="cuda")
     size = (shape.tokens, shape.dim)

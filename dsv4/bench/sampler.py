@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.bench.machine import Machine
+from dsv4.bench.rows import Result, each_shape
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops.sample_tokens import VOCAB_SIZE, sample_tokens
 from dsv4.ops.sampling_torch import tokens_of
@@ -43,35 +44,18 @@ class Shape:
         return self.rows * VOCAB_SIZE * LOGIT_BYTES
 
 
-@dataclass(frozen=True)
-class Result:
-    """Times in microseconds; `torch` is that of the operator's torch implementation."""
-
-    shape: Shape
-    microseconds: float
-    floor: float
-    torch: float
-
-
 def model_shapes() -> list[Shape]:
     """Decode steps, by options."""
     return [Shape(rows, options) for options in OPTIONS for rows in ROWS]
 
 
-def measure(shapes: Sequence[Shape], machine: Machine) -> Iterator[Result]:
-    """Measure each shape; nothing is timed that is not right.
+@each_shape
+def measure(shape: Shape, machine: Machine) -> Result:
+    """Measure a shape; nothing is timed that is not right.
 
     Raises:
         RuntimeError: the kernel's tokens are not those of the torch implementation.
     """
-    for shape in shapes:
-        yield _measure(shape, machine)
-        # The next shape needs the memory, in blocks of other sizes.
-        torch.cuda.empty_cache()
-
-
-@torch.inference_mode()
-def _measure(shape: Shape, machine: Machine) -> Result:
     rows = shape.rows
     sets = min(max(2, round(REPLAY_BYTES / shape.bytes)), MAX_SETS)
     logits = [torch.randn(rows, 1, VOCAB_SIZE, device="cuda") * SPREAD for _ in range(sets)]
