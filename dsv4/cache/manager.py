@@ -19,7 +19,7 @@ class OutOfSlotsError(RuntimeError):
 
 
 class CacheManager:
-    """Hands out the slots and blocks of a `ModelCache` and describes each forward as a `Step`.
+    """Owner of the slots and blocks of a `ModelCache`, and the source of each forward's `Step`.
 
     A request is known by its slot, the row of the state cache it owns from `admit` to `release`.
     Its length is the number of positions written. Blocks are taken for positions to come (`admit`,

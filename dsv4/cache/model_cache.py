@@ -26,8 +26,8 @@ MIN_BLOCK_TOKENS = 128
 
 
 class ModelCache:
-    """State and pages of every layer, MTP layers included. Device memory only: who owns what is the
-    manager's.
+    """State and pages of every layer, MTP layers included. Device memory only: which request owns
+    what, the manager knows.
 
     Args:
         config: the model.

@@ -110,7 +110,7 @@ def as_utf8(argument: str) -> str:
 
 
 class TextPrinter:
-    """Prints one request's tokens as they come, holding back unfinished characters."""
+    """Printer of one request's tokens as they come; unfinished characters are held back."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._stream = tokenizer.stream()

@@ -313,7 +313,7 @@ def _kernel_rows(outcome: Outcome) -> list[dict[str, object]]:
 
 
 def _summary(outcome: Outcome) -> dict[str, object]:
-    """Everything the tables say, for machines; `races` is null when nobody looked."""
+    """Everything the tables say, for machines; `races` is null where none were looked for."""
     verdict, report = outcome.verdict, outcome.report
     longest = outcome.prediction.longest
     return {
@@ -335,7 +335,7 @@ def _summary(outcome: Outcome) -> dict[str, object]:
 
 
 def _assumed(prediction: Prediction) -> str:
-    """How much of the machine's model nobody has measured."""
+    """How much of the machine's model was never measured."""
     from dsv4.simulator.timing import ASSUMED
 
     machine = prediction.machine

@@ -1,4 +1,4 @@
-"""Declaration of `config.json`: every key that is read, its type, its range, who must have it.
+"""Declaration of `config.json`: every key that is read, its type, its range, and where it must be.
 
 `FIELDS` is the whole file format but for the nested objects, whose keys are `YARN_FIELDS` and
 `QUANTISATION_FIELDS`. Ranges are far beyond any released model; they bound the work that a hostile

@@ -385,7 +385,7 @@ class Engine:
         self._state.place(slots, shape.rows)
         letter = self._decoder(shape)
         flight = self._fly(letter, list(enumerate(requests)), shape.chunk, None, started)
-        if shape.chunk == 1:  # else nobody knows yet where the requests stand
+        if shape.chunk == 1:  # else positions are not known yet
             flight.saved.update((row, self._reuse.save(r)) for row, r in flight.rows)
 
     def _prefill(self, requests: list[Request], limit: int) -> None:

@@ -126,6 +126,8 @@ class DecodeForward:
 
 @dataclass(frozen=True)
 class _Shape:
+    """Forward of one shape, and where its results go."""
+
     run: Forward
     mailbox: Mailbox
 

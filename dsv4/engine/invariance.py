@@ -53,7 +53,7 @@ def depends_on_neighbours(model: DeepseekV4) -> list[str]:
 
 
 class _Probe(TorchDispatchMode):
-    """Collects calls whose sums may be in an order of the library's."""
+    """Record of calls whose sums may be in an order of the library's."""
 
     def __init__(self) -> None:
         super().__init__()

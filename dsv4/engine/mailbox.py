@@ -50,7 +50,7 @@ class Mailbox:
     """Two places for the results of one captured forward, by turns.
 
     A replay writes to one while the result of the replay before leaves the other, on a stream of
-    its own: nothing lies between two replays. Whose turn it is a replay must find on the device.
+    its own: nothing lies between two replays. Which one is next, a replay must find on the device.
 
     Args:
         rows, width: of the results, int64.

@@ -40,7 +40,7 @@ class DecodeShape(NamedTuple):
 class RequestState:
     """Requests by slot: newest tokens, lengths, blocks, and how each samples.
 
-    The host writes what it decides: who sits in a slot, its blocks, which slots a forward takes. A
+    The host writes what it decides: requests of slots, their blocks, which slots a forward takes. A
     forward writes what it finds: newest token, drafts, length. So a forward can be started before
     the host has read what the one before found. All of it stays at its address, as captured
     graphs need. The row behind the slots belongs to no request: it is a forward's padding.

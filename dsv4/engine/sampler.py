@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, repeatable per request and without a word from the host.
+"""Choice of tokens from logits, repeatable per request and without a word from the host.
 
 Sampling draws `argmax(p / e)` with `e ~ Exp(1)` per candidate, the exponential form of the Gumbel
 trick that the official inference/generate.py uses. Here `e` is a pure function of (seed, position,

@@ -1,4 +1,4 @@
-"""From tokens to the model and back: embedding, and streams to logits."""
+"""Ends of the model: embedding of tokens, and streams to logits."""
 
 from __future__ import annotations
 

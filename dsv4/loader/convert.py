@@ -1,4 +1,4 @@
-"""From the layouts in circulation to the released one: names, fused experts, weight formats."""
+"""Conversion of other layouts to the released one: names, fused experts, weight formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writing a checkpoint in the released layout."""
+"""Writer of checkpoints in the released layout."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def attention_with_lse(
         o [..., T, H, D] FP32 and lse [..., T, H] FP32 (natural log); a query that sees no key gets
         0 and -inf.
     """
-    # A row nobody sees may hold NaN, and 0 * NaN is NaN.
+    # A row that no token sees may hold NaN, and 0 * NaN is NaN.
     kv = torch.where(visible.any(-2)[..., None], kv.float(), 0.0)
     logits = torch.einsum("...thd,...kd->...thk", q.float(), kv) * scale
     logits = logits.masked_fill(~visible.unsqueeze(-2), -torch.inf)

@@ -16,6 +16,7 @@ from tests.house.scripts import load_script
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks"
+PEERS = ("FlashMLA", "FlashMLA fp8")
 
 
 def test_page_is_up_to_date() -> None:
@@ -45,6 +46,41 @@ def test_every_record_is_shown() -> None:
     page = (ROOT / "BENCHMARKS.md").read_text()
     records = {path.name for path in FOLDER.glob("*.json")} - {TARGETS, PAGED_TARGETS}
     assert records and all(name in page for name in records), records
+
+
+def test_figures_of_the_readme_are_those_of_the_records() -> None:
+    records = {
+        name: json.loads((FOLDER / f"{name}_h200{run}.json").read_text())["results"]
+        for name, run in (
+            ("attention", "_5"), ("paged_attention", ""), ("step_flash", ""), ("prefill_flash", ""),
+        )
+    }  # fmt: skip
+    gathered = next(
+        row
+        for row in records["attention"]
+        if (row["shape"]["name"], row["shape"]["tokens"]) == ("Pro", 64)
+    )
+    paged = next(
+        row
+        for row in records["paged_attention"]
+        if (row["shape"]["name"], row["shape"]["tokens"], row["shape"]["kv_format"])
+        == ("Pro", 64, "bf16")
+    )
+    ahead = [row["peer"] / row["microseconds"] for row in records["paged_attention"]]
+    steps = {row["shape"]["batch"]: row["microseconds"] / 1e3 for row in records["step_flash"]}
+    (prompt,) = records["prefill_flash"]
+    figures = (
+        f"**{gathered['microseconds']:.1f} us** for the attention of one",
+        f"where FlashMLA takes {min(gathered['peers'][n] for n in PEERS):.1f}",
+        f"{paged['microseconds']:.1f} us there, FlashMLA {paged['peer']:.1f} over the same",
+        f"and ahead at all {len(ahead)} shapes",
+        f"{min(ahead):.2f} to {max(ahead):.1f} times as fast as FlashMLA over the same pages",
+        f"takes {steps[1]:.1f} ms for one request and {steps[64]:.1f} ms for 64",
+        f"a prompt of 8,192 tokens {prompt['microseconds'] / 1e3:.0f} ms",
+    )
+    page = " ".join((ROOT / "README.md").read_text().split())
+    assert min(ahead) > 1
+    assert not [figure for figure in figures if figure not in page]
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*_h*.json")), ids=lambda path: path.stem)

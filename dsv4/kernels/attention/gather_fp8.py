@@ -44,7 +44,7 @@ class Segment(NamedTuple):
 
 
 class Fp8Rows:
-    """Converts entries.
+    """Rows that are converted from entries.
 
     Args:
         head_dim: of the entries.

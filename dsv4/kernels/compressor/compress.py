@@ -362,7 +362,7 @@ class Compress:
         item, end = self.items(operands, request)
         is_item = appends & (item < end)
         item = Int32(cutlass.select_(is_item, item, Int32(0)))
-        # Who appends nothing loads one sector for all lanes.
+        # Lanes that append nothing load one sector, all the same.
         return self.load_new(
             operands, request, item, Int32(cutlass.select_(is_item, channel, Int32(0)))
         )

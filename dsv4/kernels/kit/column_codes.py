@@ -22,8 +22,8 @@ def column_maxima(values, board: cute.Pointer, step: cutlass.Constexpr, barrier:
 
     Args:
         values: fp32 of the thread's row, of each column.
-        board: int32 [warp, column] in shared memory, `step` apart: one of two by turns. Who writes
-            the one after the next has read this one.
+        board: int32 [warp, column] in shared memory, `step` apart: one of two by turns. A warp that
+            writes the one after the next has read this one.
         barrier: hardware barrier of the warpgroup.
     """
     columns, thread = len(values), cute.arch.thread_idx()[0]

@@ -144,7 +144,7 @@ class QuantizedAttention(KernelOp):
             if lse is not None:
                 lse.copy_(found_lse)
             return
-        # Rows behind the last sequence are nobody's: zeros, not what the memory held.
+        # Rows behind the last sequence belong to none: zeros, not what the memory held.
         out.zero_()
         if lse is not None:
             lse.fill_(-torch.inf)

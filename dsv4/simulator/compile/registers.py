@@ -74,7 +74,7 @@ class RegisterMap:
 def unwritten_reads(entry: Entry) -> list[tuple[Instruction, str]]:
     """Instructions that use a register which no instruction writes, and its name.
 
-    A copy makes another such register; a pack may have a part that nobody needs. What stands first
+    A copy makes another such register; a pack may have a part that is not needed. What stands first
     counts as written, unless it is an address.
     """
     sources: dict[str, set[str]] = {}  # register -> what its writers copy; "" where one computes

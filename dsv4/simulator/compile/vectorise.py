@@ -26,6 +26,8 @@ class Argument(NamedTuple):
 
 
 class _Operation(NamedTuple):
+    """Assignment of a register."""
+
     register: str
     name: str  # of the variable it defines
     arguments: tuple[Argument, ...]

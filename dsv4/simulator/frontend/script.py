@@ -77,7 +77,7 @@ def _encode_tiled(
 
 
 class Launcher:
-    """Simulates what compiled functions launch, instead of handing it to a driver.
+    """Launcher of compiled functions in the simulator, in place of the driver's.
 
     Args:
         schedules: each launch runs in all of them, from the same memory; the script goes on with

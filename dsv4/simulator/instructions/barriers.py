@@ -140,7 +140,7 @@ def _complete_cluster(w: Warp) -> None:
     if missing:
         for warp in (warp for cta in cluster.ctas for warp in cta.warps):
             if warp.frames and warp.frames[0].mask is ALL:
-                continue  # nobody has exited: the common case
+                continue  # no thread has exited: the common case
             exited = ~warp.frames[0].mask if warp.frames else ALL
             missing -= int((exited & (warp.cluster_tickets != cluster.barrier_generation)).sum())
     if not missing:

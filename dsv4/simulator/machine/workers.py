@@ -1,4 +1,4 @@
-"""Spreading the clusters of a launch over processes.
+"""Distribution of the clusters of a launch over processes.
 
 Tensors move to shared memory for the run, so CTAs in different processes still communicate through
 global memory; atomics take a lock. The checker sees each process alone. Where clusters of different

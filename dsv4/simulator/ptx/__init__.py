@@ -1,1 +1,1 @@
-"""Reading PTX: text to instructions, instructions to basic blocks."""
+"""Parser of PTX: text to instructions, instructions to basic blocks."""

@@ -17,8 +17,8 @@ from dsv4.simulator.machine.warp import ALL
 from dsv4.simulator.ptx.qualifiers import Order, Scope
 from dsv4.simulator.races.cells.histories import (
     EARLIER_LAUNCH,
-    NOBODY,
     UNAWAITED_LAUNCH,
+    UNTOUCHED,
     Footprint,
     History,
     Read,
@@ -116,7 +116,7 @@ class GlobalRaces:
         for address in active.tolist():
             history = self.history(w.cluster.memory.find(address, address + size))
             words = (address - history.region.start >> 2) + np.arange(-(-size // 4))
-            owner = np.minimum(history.writer[words], NOBODY)
+            owner = np.minimum(history.writer[words], UNTOUCHED)
             late = self._late(w, owner, history.write_clock[words], know, SEEN)
             for i in np.flatnonzero(late)[:1]:
                 where, whose = int(words[i]), int(owner[i])
@@ -295,7 +295,7 @@ class GlobalRaces:
         self._after_incoherent(w, history, where, what)
         if not self._after_writes(w, history, where, know, what):
             self._after_fence(w, history, where, know, what)
-        self._after_reads(w, history, where, know, what, NOBODY)
+        self._after_reads(w, history, where, know, what, UNTOUCHED)
         if w.order.unsettled:
             number = SEVERAL if lanes is None else int(lanes.argmax())
             self._between_lanes(w, history, where, number, True, what)
@@ -338,7 +338,7 @@ class GlobalRaces:
         i = int(late.argmax())
         kind = "read-write race" if "read" in what else "write-write race"
         owner, code = int(history.writer[where][i]), int(history.write_at[where][i])
-        if owner < NOBODY:
+        if owner < UNTOUCHED:
             self._report_launch(w, history, what, int(where[i]), "writes", owner)
         else:
             self._report(w, history, kind, what, where, i, code, "write")
@@ -378,7 +378,7 @@ class GlobalRaces:
             if late.any():
                 i = int(late.argmax())
                 code = int(history.read_at[slot, where][i])
-                if reader[i] < NOBODY:
+                if reader[i] < UNTOUCHED:
                     owner = int(reader[i])
                     self._report_launch(w, history, what, int(where[i]), "reads", owner)
                 else:

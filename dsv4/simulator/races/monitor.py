@@ -25,7 +25,7 @@ from dsv4.simulator.races.tensor_memory import TensorRaces
 
 
 class Monitor(CopyRaces, TensorRaces, Observer):
-    """Receives every access and synchronisation of a launch; collects findings.
+    """Receiver of every access and synchronisation of a launch, and its findings.
 
     Args:
         entry: the kernel.
@@ -76,7 +76,7 @@ class Monitor(CopyRaces, TensorRaces, Observer):
 
     def registers_never_written(self, program: Program) -> None:
         """Uses of registers that nothing writes, in blocks that have run. Compilers leave values
-        undefined that nobody needs: these are warnings."""
+        undefined that is not needed: these are warnings."""
         for ins, register in program.unwritten_reads:
             block = next(b for b in program.blocks if b.start <= ins.index < b.stop)
             if program.hits[block.number]:

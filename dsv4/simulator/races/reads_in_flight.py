@@ -1,7 +1,7 @@
 """Loads from shared memory that are not complete when their warp hands the memory over.
 
 An arrival at an mbarrier (released to the CTA) or a named barrier does not wait for a load whose
-registers nobody has used yet: the load stands in a queue of the multiprocessor. Ordinary stores by
+registers are not used yet: the load stands in a queue of the multiprocessor. Ordinary stores by
 others come behind it in that queue, but a bulk or tensor copy does not: an H200 then loads what the
 copy wrote. What makes a load complete there: a use of its registers, fence.proxy.async or another
 fence of memory, a release to the cluster; not the use of a later load's registers. A proxy fence of
@@ -130,7 +130,7 @@ class _Flow:
 
 
 class ReadsInFlight:
-    """Of one cluster: what such loads read, and since when other agents may know them complete.
+    """Reads in flight of one cluster, and since when other agents may know them complete.
 
     `watched` holds the cells that each warp last read by a load, `late` per CTA and warp the clock
     that covers the reads and their instructions, by cell.

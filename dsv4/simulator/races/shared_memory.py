@@ -335,7 +335,7 @@ class SharedRaces(LaneRaces):
             state.gathered[w.agent] = state.clocks.advance(w.agent)
 
     def _tell_commits(self, w) -> None:
-        """Who is told anything by a warp after its commits counts as told of their arrivals."""
+        """What learns anything of a warp after its commits counts as told of their arrivals."""
         state = w.cluster.state
         for agent, clock in state.commits.pop(w.agent, {}).items():
             state.clocks.learn(w.agent, agent, clock)

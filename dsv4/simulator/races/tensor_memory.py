@@ -174,8 +174,8 @@ class TensorRaces(SharedRaces):
     def commit(self, w, barriers: list):
         """tcgen05.commit: what it will publish; it acts as a fence::before_thread_sync.
 
-        Arrivals in other CTAs come in no certain order: who has seen one need not have the others,
-        and the CTA must be told of each, by its barrier or by the warp.
+        Arrivals in other CTAs come in no certain order: an agent that has seen one need not have
+        seen the others, and the CTA must be told of each, by its barrier or by the warp.
         """
         state, remote = w.cluster.state, {}
         for barrier in barriers:

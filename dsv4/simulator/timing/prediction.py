@@ -1,4 +1,4 @@
-"""From recorded clusters to the time of a whole launch, and of the launches of a call."""
+"""Time of a whole launch, and of the launches of a call, from recorded clusters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LaunchPrediction:
         cycles: from the first CTA's start to the last one's end, at the machine's clock.
         busy: cycles that each unit of an SM works, over all waves.
         waiting: cycles that the warps of one CTA wait, by what for (longest wave).
-        spans: who did what when, in the first wave.
+        spans: what each unit did when, in the first wave.
     """
 
     kernel: str

@@ -128,7 +128,7 @@ def _no_time(*_, **__) -> None:
 
 
 class Recorder(Observer):
-    """Receives what the race checker receives, and keeps it as a trace.
+    """Recorder of what the race checker receives, as a trace.
 
     Under the eager schedule an asynchronous operation is complete when it has been issued, so
     the phase of a barrier that it signals is the one at issue.

@@ -133,7 +133,7 @@ class Sm:
         return self.loads.take(now, cycles) + latency
 
     def send(self, now: float, size: int) -> float:
-        """Bytes to global memory; the time when they have left. Nobody waits for them on the way,
+        """Bytes to global memory; the time when they have left. No warp waits for them on the way,
         but memory serves loads later."""
         self.inbound.take(now, size / self.rates.loads)
         return self.outbound.take(now, size / self.rates.stores)

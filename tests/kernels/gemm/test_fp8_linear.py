@@ -60,12 +60,24 @@ def test_every_tiling_gives_the_same_bits(kernels, case, schedules, seed) -> Non
     check_every_tiling(kernels, Inputs.make(case, seed), seed, schedules)
 
 
+BLACKWELL = Case(21, 512, 264, x_dtype="float8_e4m3fn")
+
+
+@pytest.mark.slow
 def test_every_tiling_of_blackwell_gives_the_same_bits(seed) -> None:
-    """The cheapest to compile; the others of this module are slow."""
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     kernels = OpKernels(FP8_LINEAR, simulator("sm_100a"))
-    case = Case(21, 512, 264, x_dtype="float8_e4m3fn")
-    check_every_tiling(kernels, Inputs.make(case, seed), seed)
+    check_every_tiling(kernels, Inputs.make(BLACKWELL, seed), seed)
+
+
+def test_two_tilings_of_blackwell_give_the_same_bits(seed) -> None:
+    """The cheapest to compile; the others of this module are slow."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    inputs = Inputs.make(BLACKWELL, seed)
+    with some_tilings(FP8_LINEAR, slice(2)) as kernels:
+        one, other = (run(kernels, inputs, tiling, seed) for tiling in range(2))
+    assert_linear_close(one["out"], inputs)
+    other.assert_same_bits(one, "one tiling against the other")
 
 
 def test_every_schedule_gives_the_same_bits(kernels, seed) -> None:

@@ -15,7 +15,7 @@ WARP_KEYS = KEYS // GATHER_WARPS  # rows of a key tile that each warp has
 
 
 class Bf16Rows:
-    """Copies rows as they are.
+    """Rows that are copied as they are.
 
     Args:
         unit_dim: columns of a slot.

@@ -28,7 +28,7 @@ def load_sinks(sink_logits, head, heads: cutlass.Constexpr):
 
 
 class RowStatistics:
-    """Finishes the softmax state of rows: their output scale and lse, or what a split leaves."""
+    """Finished softmax state of rows: their output scale and lse, or what a split leaves."""
 
     def __init__(self, config: FmhaConfig, combine: HeadsMCombine):
         self.num_query_heads = config.num_query_heads

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class HeadsMBarrier(IntEnum):
-    """Of the heads-in-M kernel."""
+    """Barriers of the heads-in-M kernel."""
 
     COMBINE = 1  # of the first output warpgroup; that of the second is the next one
     COMBINE_SECOND = 2
@@ -12,7 +12,7 @@ class HeadsMBarrier(IntEnum):
 
 
 class SwapAbBarrier(IntEnum):
-    """Of the swap-AB kernel."""
+    """Barriers of the swap-AB kernel."""
 
     COMBINE = 1  # of the math warpgroup, around the semaphore
     MATH = 3  # of the math warpgroup, around its reductions

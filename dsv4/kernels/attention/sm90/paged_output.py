@@ -13,7 +13,7 @@ from dsv4.kernels.kit.wgmma import by_row
 
 
 class PagedOutputWarpgroups(OutputWarpgroups):
-    """Rotates the accumulators of every work tile, if there is a table."""
+    """Output warpgroups that rotate the accumulators of every work tile, if there is a table."""
 
     is_paged = True
 

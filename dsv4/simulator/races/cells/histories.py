@@ -11,11 +11,13 @@ from dsv4.simulator.races.cells.shadow import SEVERAL, Cells, other_lanes
 
 # In place of an owner: EARLIER_LAUNCH is complete after griddepcontrol.wait; UNAWAITED_LAUNCH, one
 # before it that it did not wait for, may be running all the time.
-NOBODY, EARLIER_LAUNCH, UNAWAITED_LAUNCH = -1, -2, -3
+UNTOUCHED, EARLIER_LAUNCH, UNAWAITED_LAUNCH = -1, -2, -3
 _MAX_READS = 20_000
 
 
 class Read(NamedTuple):
+    """Cells that an owner has read at a time of its clock."""
+
     cells: np.ndarray
     base: int  # added to the cells
     owner: int
@@ -31,7 +33,7 @@ class Footprint(NamedTuple):
     atomic: np.ndarray
 
     def conflicts(self, other: Footprint) -> bool:
-        """Whether somebody writes what the other one touches."""
+        """Whether one of the two writes what the other one touches."""
         touched = self.written | self.read | self.atomic
         theirs = other.written | other.read | other.atomic
         return bool((self.written & theirs | other.written & touched).any())
@@ -50,10 +52,10 @@ class History(Cells):
         super().__init__(count)
         self.region = region
         self.written = self.read = False
-        self.writer = np.full(count, NOBODY, np.int64)
+        self.writer = np.full(count, UNTOUCHED, np.int64)
         self.write_clock = np.zeros(count, np.int32)
         self.write_at = np.zeros(count, np.int32)
-        self.reader = np.full((2, count), NOBODY, np.int64)
+        self.reader = np.full((2, count), UNTOUCHED, np.int64)
         self.read_clock = np.zeros((2, count), np.int32)
         self.read_at = np.zeros((2, count), np.int32)
         self.reads: list[Read] = []
@@ -81,7 +83,7 @@ class History(Cells):
         return Footprint(written, self._words(self.reader[0], earlier), touched)
 
     def _words(self, table: np.ndarray, earlier: bool) -> np.ndarray:
-        known = table < NOBODY if earlier else table >= 0
+        known = table < UNTOUCHED if earlier else table >= 0
         words = known[: self.count].copy()
         bytes_of = known[self.count : self.count + 4 * len(self.owners)]
         if len(bytes_of):
@@ -92,7 +94,7 @@ class History(Cells):
         """Take over what was done to the allocation elsewhere."""
         self.writer[: self.count][done.written | done.atomic] = owner
         self.reader[0, : self.count][done.read] = owner
-        self.written = bool((self.writer != NOBODY).any())
+        self.written = bool((self.writer != UNTOUCHED).any())
         self.read = self.read or bool(done.read.any())
 
     def touch(self, start: int, stop: int) -> None:
@@ -103,11 +105,11 @@ class History(Cells):
         self.follow(Footprint(words, words, np.zeros_like(words)), 0)
 
     def untouched(self, where, write: bool) -> bool:
-        """Nobody wrote any of the cells, nor (for a `write`) read anything of the allocation; the
+        """None wrote any of the cells, nor (for a `write`) read anything of the allocation; the
         reads are settled."""
         if write and self.read:
             return False
-        return not self.written or int(np.maximum.reduce(self.writer[where])) == NOBODY == int(
+        return not self.written or int(np.maximum.reduce(self.writer[where])) == UNTOUCHED == int(
             np.minimum.reduce(self.writer[where])
         )
 
@@ -158,7 +160,7 @@ class History(Cells):
 
     def first_undefined(self, where) -> int | None:
         """Index of the first cell that was never written and held nothing before."""
-        missing = self.undefined[where] & (self.writer[where] == NOBODY)
+        missing = self.undefined[where] & (self.writer[where] == UNTOUCHED)
         return int(missing.argmax()) if missing.any() else None
 
     def note_write(self, where, owner: int, clock: int, code) -> None:

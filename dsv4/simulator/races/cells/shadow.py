@@ -14,7 +14,7 @@ import numpy as np
 
 from dsv4.simulator.races.cells.granules import granules
 
-NOBODY = -1
+UNTOUCHED = -1
 SEVERAL = 32  # in place of a lane: the warp as a whole, or more lanes than one
 LANE_CODES = 64
 _LANE_BITS, _LANE = 6, LANE_CODES - 1
@@ -129,7 +129,7 @@ class Shadow(Cells):
 
     def __init__(self, count: int):
         super().__init__(count)
-        self.writer = np.full(count, NOBODY, np.int32)
+        self.writer = np.full(count, UNTOUCHED, np.int32)
         self.write_clock = np.zeros(count, np.int32)
         self.write_at = np.zeros(count, np.int32)
         self.last_write: dict[int, int] = {}  # of each agent, the highest clock anywhere
@@ -328,17 +328,17 @@ class Shadow(Cells):
 
     def forget(self, where) -> None:
         """The cells hold nothing any more."""
-        self.writer[where] = NOBODY
+        self.writer[where] = UNTOUCHED
         self.write_clock[where] = 0
 
     def first_unwritten(self, where) -> int | None:
-        """Index of the first cell nobody ever wrote."""
-        missing = self.writer[where] == NOBODY
+        """Index of the first cell that was never written."""
+        missing = self.writer[where] == UNTOUCHED
         return int(missing.argmax()) if missing.any() else None
 
 
 def other_lanes(codes: np.ndarray, lanes) -> np.ndarray:
-    """Which places are not of the given lanes: places or lanes, one for each; SEVERAL is nobody's
+    """Which places are not of the given lanes: places or lanes, one for each; SEVERAL is none's
     own."""
     mine = codes & _LANE
     return (mine != (lanes & _LANE)) | (mine == SEVERAL)
