@@ -17,7 +17,7 @@ from tests.lowp_stages import stages_of
 # What compiles or simulates kernels takes longest: workers begin with it, and end together.
 FIRST = ("tests/kernels/", "tests/simulator/")
 # Folders whose files compile the same kernels: one worker takes all of them.
-UNITS = ("tests/kernels/attention/sm100",)
+UNITS = ("tests/kernels/attention",)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

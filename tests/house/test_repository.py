@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import lowp_stages
+from tests.conftest import FIRST, UNITS, unit_of
 from tests.house.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,6 +107,14 @@ def test_an_unknown_stage_is_refused(tmp_path: Path, monkeypatch, capsys) -> Non
     unknown = {"Z9": {"cpu": {"tests/x.py::test": "passed"}}}
     assert run_stages(unknown, tmp_path, monkeypatch) == 1
     assert "Z9" in capsys.readouterr().err
+
+
+def test_units_of_workers_are_files_and_folders_that_are_there() -> None:
+    assert unit_of("tests/cli/test_cli.py::test_a[x::y]") == "tests/cli/test_cli.py"
+    for folder in UNITS:
+        assert list((ROOT / folder).rglob("test_*.py"))
+        assert unit_of(f"{folder}/sm90/test_a.py::test_b") == folder
+    assert all((ROOT / folder).is_dir() for folder in FIRST)
 
 
 def test_stages_names_only_existing_tests() -> None:

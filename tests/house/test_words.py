@@ -16,7 +16,7 @@ STARTS = {
     "Keeps", "Lets", "Runs", "Running", "Makes", "Making", "Does", "Turns", "Stands", "Computes",
     "Adds", "Gives", "Takes", "Holds", "Reads", "Writes", "Sends", "Knows", "Tells", "Says",
     "Receives", "Collects", "Prints", "Converts", "Finishes", "Rotates", "Hands", "Simulates",
-    "Choosing", "Building", "Writing", "Spreading", "From", "Of",
+    "Choosing", "Writing", "Spreading", "From", "Of",
 }  # fmt: skip
 REPLACED = ("patience", "await_others", "nobody asks", "hand_over")
 PERSONS = re.compile(r"\b(nobody|somebody|anybody|everybody)\b(?!'s)", re.IGNORECASE)

@@ -130,7 +130,7 @@ class _Flow:
 
 
 class ReadsInFlight:
-    """Reads in flight of one cluster, and since when other agents may know them complete.
+    """Loads in flight of one cluster, and since when other agents may know them complete.
 
     `watched` holds the cells that each warp last read by a load, `late` per CTA and warp the clock
     that covers the reads and their instructions, by cell.

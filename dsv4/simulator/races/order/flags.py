@@ -30,7 +30,7 @@ class Source(NamedTuple):
 
 
 class _Release(NamedTuple):
-    """What an acquire of a released flag learns."""
+    """Knowledge that a release hands to an acquire."""
 
     know: np.ndarray  # [row, agent] of the releasing cluster; after a fence, by distance
     # The releases of other clusters it tells of, readers on the same GPU and on others.

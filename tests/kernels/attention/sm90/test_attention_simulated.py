@@ -78,9 +78,9 @@ def attention(splits: int):
 
 RAGGED = (
     (24, 512, 2, True, "swa_gate"),
-    (8, 64, 1, True, "softmax"),
     (HEADS_M, 64, 3, False, "softmax"),
     (16, 128, 2, True, "swa_gate"),
+    (8, 64, 1, True, "softmax"),
     (HEADS_M, 64, 1, True, "swa_gate"),
     (8, 512, 1, False, "softmax"),
     (72, 64, 3, False, "swa_gate"),
@@ -88,7 +88,7 @@ RAGGED = (
 )
 # The contract has both kernels in every schedule, of 64 channels.
 QUICK = [*((*RAGGED[0], schedule) for schedule in SCHEDULES)]
-QUICK += [(*case, "random") for case in RAGGED[1:4]]
+QUICK += [(*case, "random") for case in RAGGED[1:3]]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,9 @@ def test_at_fixed_splits_bits_do_not_depend_on_how_many_ctas_there_are(
 @pytest.mark.parametrize(
     ("heads", "sink_mode"),
     [
-        (16, "swa_gate"),
+        (SWAP_AB, "softmax"),
         (64, "softmax"),
+        pytest.param(16, "swa_gate", marks=pytest.mark.slow),
         pytest.param(64, "swa_gate", marks=pytest.mark.slow),
     ],
 )
