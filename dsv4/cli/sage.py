@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 CASE = re.compile(r"b(\d+)_(causal|full)_seq(\d+)_d(\d+)")
 FLASH_L1 = 0.06  # of outputs beside exact attention, heads without outliers
 SAGE_L1 = 5e-4  # beside the reference on the same codes
+CALL_L1 = 2e-3  # of the operator beside its stages, which a kernel rounds in another order
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -51,6 +52,18 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--load", type=some_text, metavar="PREFIX", help="inputs, and stages to compare, of a dump"
     )
+    parser.add_argument(
+        "--iters",
+        type=int,
+        default=1,
+        help="calls of the operator, all of which must have the same bits (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the operator is called; stages are the torch code's on the CPU",
+    )
     parser.set_defaults(run=run)
 
 
@@ -73,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dump:
         _dump(Path(args.dump), args, dict(zip("qkv", inputs)) | found, config)
     is_right = _compare_stages(found, loaded)
+    is_right = _compare_calls(args, case, inputs, found["o"]) and is_right
     metrics, bound = _compare(args.compare, case, config, inputs, found["o"])
     print(f"{args.compare}: {metrics} (L1 at most {bound})")
     return 0 if is_right and metrics.l1 <= bound else 1
@@ -170,6 +184,29 @@ def _compare_stages(found: dict[str, Tensor], loaded: dict[str, Tensor]) -> bool
         print(f"{name}: max diff: {worst:g}, rms: {off.square().mean().sqrt().item():g}")
         is_right = is_right and worst == 0
     return is_right
+
+
+def _compare_calls(
+    args: argparse.Namespace, case: Case, inputs: tuple[Tensor, ...], wanted: Tensor
+) -> bool:
+    """Call the operator so many times, and print how far it is from its stages; whether all calls
+    have the same bits and are close."""
+    import torch
+
+    from dsv4.ops import quantized_attention
+    from dsv4.testing.lowp import Metrics
+
+    if args.iters < 1:
+        raise ValueError(f"--iters: got {args.iters}, needs at least 1")
+    moved = [x.to(args.device) for x in inputs]
+    calls = [quantized_attention(*moved, **case.options).cpu() for _ in range(args.iters)]
+    differ = sum(not torch.equal(out, calls[0]) for out in calls)
+    metrics = Metrics.of(calls[0], wanted.to(calls[0].dtype))
+    print(
+        f"operator on {args.device}, {args.iters} calls: {differ} with other bits, {metrics} "
+        f"(L1 at most {CALL_L1})"
+    )
+    return not differ and metrics.l1 <= CALL_L1
 
 
 def _compare(

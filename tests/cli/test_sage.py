@@ -59,6 +59,19 @@ def test_cases_are_within_their_bounds(compare, options, capsys) -> None:
     assert re.search(rf"{compare}: cosine (0\.99|1\.0)", capsys.readouterr().out)
 
 
+def test_calls_of_the_operator_are_compared(monkeypatch, capsys) -> None:
+    """With its stages, and with each other."""
+    assert main(["sage", *SMALL, "--iters", "3"]) == 0
+    assert "operator on cpu, 3 calls: 0 with other bits, cosine 1.0" in capsys.readouterr().out
+    real, calls = quantized_attention, itertools.count()
+    monkeypatch.setattr(
+        "dsv4.ops.quantized_attention", lambda *x, **given: real(*x, **given) + next(calls)
+    )
+    assert main(["sage", *SMALL, "--iters", "2"]) == 1
+    assert "2 calls: 1 with other bits" in capsys.readouterr().out
+    assert main(["sage", *SMALL, "--iters", "0"]) == 2
+
+
 def test_a_dump_is_read_back_without_a_difference(tmp_path, capsys) -> None:
     prefix = str(tmp_path / "folder" / "x")
     case = ["--case", "b2_full_seq70_d64"]
