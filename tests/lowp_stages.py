@@ -12,7 +12,7 @@ _OPS, _KERNELS, _CLI = "tests/ops/quantized_attention", "tests/kernels/lowp", "t
 _ATTENTION = (f"{_KERNELS}/test_attention.py", f"{_KERNELS}/test_attention_sm100.py")
 _CODES, _GPU = f"{_KERNELS}/test_quantize_kv.py", "tests/gpu/test_quantized_attention.py"
 _SEMANTICS, _ACCURACY = f"{_OPS}/test_semantics.py", f"{_OPS}/test_accuracy.py"
-_FP4 = f"{_KERNELS}/test_attention_fp4.py"
+_FP4, _FP4_CODES = f"{_KERNELS}/test_attention_fp4.py", f"{_KERNELS}/test_quantize_kv_fp4.py"
 _COMPAT = "tests/compat/test_sageattention.py"
 
 
@@ -109,6 +109,11 @@ STAGES: dict[str, tuple[str, ...]] = {
         f"{_FP4}::test_every_schedule",
         f"{_FP4}::test_sizes_and_kinds",
         f"{_FP4}::test_packed_sequences",
+        f"{_FP4_CODES}::test_ragged_rows",
+        f"{_FP4_CODES}::test_every_schedule",
+        f"{_FP4_CODES}::test_formats",
+        f"{_FP4_CODES}::test_packed_sequences",
+        f"{_FP4_CODES}::test_numbers_of_all_magnitudes",
     ),
     "lowp-sm89": (
         f"{_COMPAT}::test_functions_are_attention",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from typing import Any
 
 from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
 
@@ -14,11 +15,22 @@ SIZES = (
     Size("keys", 810, "rows of keys"),
     Size("dim", 64, "channels of a head, up to 128"),
 )
+# Formats whose time is modelled, by name, with what differs from the defaults.
+MODELLED: dict[str, dict[str, Any]] = {
+    "int8": {},
+    "fp8": {"qk": "fp8", "qk_quant_gran": "per_64"},
+    "fp8-rows": {"qk": "fp8", "qk_quant_gran": "per_row"},
+    "fp16-values": {"qk": "fp8", "qk_quant_gran": "per_64", "pv": "fp16"},
+    "nvfp4": {"qk": "nvfp4"},
+    "nvfp4-smooth-q": {"qk": "nvfp4", "smooth_q": True},
+}
+# Two work tiles of 256 queries for each SM of a B200, heads of keys that their queries share.
+MODEL_HEADS, MODEL_KEY_HEADS, MODEL_QUERIES, MODEL_KEYS = 148, 4, 512, 8192
 
 
 def add_parser(kernels: argparse._SubParsersAction) -> None:
     """Declare the command."""
-    add_command(
+    parser = add_command(
         kernels,
         "lowp",
         "quantised attention, causal, and the quantisers of keys and values",
@@ -28,11 +40,51 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         run,
         has_arch=True,
     )
+    parser.add_argument(
+        "--model",
+        choices=MODELLED,
+        metavar="FORMAT",
+        help="only model the time of a long call of one format, codes given, with --dim channels: "
+        f"{MODEL_HEADS} heads ({MODEL_KEY_HEADS} of keys), {MODEL_QUERIES} queries, "
+        f"{MODEL_KEYS:,} keys; {', '.join(MODELLED)}",
+    )
+
+
+def model(name: str, dim: int, arch: str, seed: int) -> int:
+    """Print the modelled time of a format on an architecture's machine."""
+    from dsv4.kernels.lowp.config import has_kernel
+    from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
+    from dsv4.simulator.timing import MACHINES, predict
+    from dsv4.testing.harness import Simulator
+    from dsv4.testing.kernel_call import OpKernels
+    from dsv4.testing.lowp import Case
+    from dsv4.testing.lowp_attention import Inputs
+
+    shape = (1, MODEL_HEADS, MODEL_KEY_HEADS, MODEL_QUERIES, MODEL_KEYS, dim)
+    inputs = Inputs.make(Case(*shape, options=MODELLED[name]), seed)
+    if not has_kernel(inputs.config, arch):
+        raise ValueError(f"--model: got {name!r}, {arch} has no kernel for it")
+    kernels = OpKernels(QUANTIZED_ATTENTION, Simulator(arch))
+    machine = MACHINES[arch]
+    call = kernels.call(inputs)
+    call.options["num_ctas"] = machine.multiprocessors
+    found = predict(kernels.compile(inputs.config), *call.args, **call.options)
+    flops = 4 * MODEL_HEADS * MODEL_QUERIES * MODEL_KEYS * dim
+    longest = found.longest
+    shares = sorted(longest.busy.items(), key=lambda item: -item[1])[:3]
+    busy = ", ".join(f"{unit} {cycles / longest.cycles:.0%}" for unit, cycles in shares)
+    print(
+        f"{machine.name} model, {name}, {dim} channels: {flops / found.microseconds / 1e6:,.0f} "
+        f"TFLOP/s, {found.microseconds:.1f} us, a prediction; busy: {busy}"
+    )
+    return 0
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    from dsv4.kernels.lowp.config import has_kernel
+    if args.model is not None:
+        return model(args.model, args.dim, args.arch, args.seed)
+    from dsv4.kernels.lowp.config import has_codes_kernel, has_kernel
     from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
     from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
     from dsv4.testing.harness import SCHEDULES
@@ -52,9 +104,11 @@ def run(args: argparse.Namespace) -> int:
         {"qk": "nvfp4", "smooth_q": True},
     )
     cases = (
-        (QUANTIZE_KV, KvInputs.make(Case(1, 2, 1, 1, args.keys, args.dim), args.seed)),
-        (QUANTIZE_KV, KvInputs.make(Case(1, 2, 1, 1, args.keys, args.dim, options=smooth),
-                                    args.seed)),
+        *(
+            (QUANTIZE_KV, KvInputs.make(
+                Case(1, 2, 1, 1, args.keys, args.dim, options=options), args.seed))
+            for options in ({}, smooth, {"qk": "nvfp4", "smooth_q": True})
+        ),
         *(
             (QUANTIZED_ATTENTION, Inputs.make(
                 Case(1, 2, 1, args.queries, args.keys, args.dim,
@@ -65,7 +119,8 @@ def run(args: argparse.Namespace) -> int:
     is_blackwell = args.arch == "sm_100a"
     with launches.checks():
         for op, inputs in cases:
-            if op is QUANTIZED_ATTENTION and not has_kernel(inputs.config, args.arch):
+            serves = has_kernel if op is QUANTIZED_ATTENTION else has_codes_kernel
+            if not serves(inputs.config, args.arch):
                 continue
             kernels = OpKernels(op, launches.target)
             compiled = kernels.compile(inputs.config)

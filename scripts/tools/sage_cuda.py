@@ -1,4 +1,5 @@
-"""SageAttention's CUDA quantisers in the simulator, against dsv4's torch code: equal bytes.
+"""SageAttention's CUDA quantisers in the simulator, against dsv4's torch code, and in FP4 its kernel
+for Blackwell: equal bytes.
 
 Their device code is cut from a clone, compiled to PTX by nvcc, and runs on the CPU. IEEE divides
 there, and so does nvcc without `--use_fast_math`, which the official build has: on a GPU a scale
@@ -21,7 +22,12 @@ from torch import Tensor
 from dsv4.compat import sageattention as ours
 from dsv4.kernels.lowp.groups import Groups
 from dsv4.ops.quantized_attention import quantizers as q8
+from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
 from dsv4.simulator.frontend.ptx_text import simulate_ptx
+from dsv4.testing.harness import simulator
+from dsv4.testing.kernel_call import OpKernels
+from dsv4.testing.lowp import Case
+from dsv4.testing.lowp_codes import KvInputs
 
 # Headers of the host's part, which is cut away.
 HOST_HEADERS = (
@@ -207,9 +213,11 @@ def compare_fp4(source: Path) -> bool:
         )
     ptx = compiled(source, FP4, instances)
     entries, is_right = re.findall(r"\.visible \.entry (\w+)\(", ptx), True
+    kernels = {}
     for kind, dim, dtype in itertools.product(KINDS, (64, 128), TYPES):
         x, mangled = rows_of(kind, 256, dim, dtype), TYPES[dtype][1]
         order = torch.tensor(PERMUTED)
+        wanted = {}
         forms = {
             "rows": (f"scaled_fp4_quant_kernelILj{dim}ELj128ELb0E{mangled}", x),
             "rows in order": (
@@ -224,7 +232,37 @@ def compare_fp4(source: Path) -> bool:
             found, of = q8.quantize_fp4(wide.float().contiguous())
             pair = q8.pack_fp4(found), of.view(torch.uint8)
             is_right &= differences(f"FP4, {form}, {kind}, {dim}, {dtype}", pair, (codes, scale))
+            wanted[form] = codes, scale
+        if (dim, dtype) not in kernels:
+            kernels[dim, dtype] = KernelFp4(dim, dtype)
+        for form, pair in kernels[dim, dtype].run(x).items():
+            name = f"FP4 by the kernel, {form}, {kind}, {dim}, {dtype}"
+            is_right &= differences(name, pair, wanted[form])
     return is_right
+
+
+class KernelFp4:
+    """dsv4's kernel of FP4 codes, for the same numbers as keys and as values."""
+
+    def __init__(self, dim: int, dtype: torch.dtype) -> None:
+        options = {"qk": "nvfp4", "smooth_k": False}
+        self.inputs = KvInputs.make(Case(1, 1, 1, 1, 256, dim, dtype=dtype, options=options), 0)
+        self.kernels = OpKernels(QUANTIZE_KV, simulator("sm_100a"))
+        self.compiled = self.kernels.compile(self.inputs.config)
+
+    def run(self, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Packed codes and scales of rows [rows, dim] and of columns, in the order of blocks."""
+        config, (rows, dim) = self.inputs.config, x.shape
+        inputs = KvInputs(config, x[None, None], x[None, None])
+        found = self.kernels.run(inputs, 0, 1, self.compiled)
+        k_scale = q8.out_of_scale_order(found["k_scale"][0, 0].view(torch.uint8), 128)
+        v_scale = q8.out_of_scale_order(found["v_block_scale"][0, 0].view(torch.uint8), dim)
+        return {
+            "rows": (found["k_codes"][0, 0], k_scale.reshape(rows, dim // 16)),
+            "columns": tuple(
+                part.transpose(0, 1).reshape(dim, -1) for part in (found["v_codes"][0, 0], v_scale)
+            ),
+        }
 
 
 def official_fp4(ptx: str, entry: str, x: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ _SCALES = {
     "vm": ("N Hk d", "float32"),
     "k_smooth": ("b Hk S d", "dtype"),  # keys without their mean, not coded
 }
-# Those that are loaded in whole vectors, by attention.
+# Those that are stored and loaded in whole vectors.
 _ALIGNED = {"v_scale": 16, "v_block_scale": 16, "k_smooth": "row_align"}
 CODES = ("k_codes", "k_scale", "v_codes", *_SCALES)
 
@@ -26,9 +26,12 @@ QUANTIZE_KV_ARGS = (
     In("k", "b Hk S d", "dtype", align="row_align"),
     In("v", "b Hk S d", "dtype", align="row_align"),
     Out("k_codes", "b Hk S dk", "k_dtype", align=16),
-    Out("k_scale", "b Hk Gk sk", "k_scale_dtype"),
+    Out("k_scale", "b Hk Gk sk", "k_scale_dtype", align="k_scale_align"),
     Out("v_codes", "b Hk Gk v0 v1", "v_dtype", align=16),
-    *(OptOut(name, dims, dtype) for name, (dims, dtype) in _SCALES.items()),
+    *(
+        OptOut(name, dims, dtype, align=_ALIGNED.get(name))
+        for name, (dims, dtype) in _SCALES.items()
+    ),
     OptIn("cu_seqlens_k", "N1", "int32"),
     Workspace(),
 )

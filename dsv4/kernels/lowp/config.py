@@ -187,6 +187,11 @@ class QuantizeKvConfig:
         return self.is_per_head or self.has_wide_blocks
 
     @property
+    def has_statistics(self) -> bool:
+        """Whether codes depend on all keys or values of a sequence."""
+        return self.smooth_k or self.smooth_v or self.is_per_head or self.pv == "fp8"
+
+    @property
     def folds_scale(self) -> bool:
         """Whether queries are multiplied by softmax scale and log2(e) before they are coded."""
         return self.qk_quant_gran == "per_block"
@@ -215,13 +220,13 @@ class QuantizedAttentionConfig(QuantizeKvConfig):
             raise ValueError(f"mask: got {quoted(self.mask)}, packed sequences have none")
 
 
-def has_codes_kernel(config: QuantizeKvConfig) -> bool:
-    """Whether kernels take a configuration of `quantize_kv`."""
+def has_codes_kernel(config: QuantizeKvConfig, arch: str = "sm_90a") -> bool:
+    """Whether the kernels of an architecture take a configuration of `quantize_kv`."""
     return (
-        config.qk in ("int8", "fp8")
+        config.qk in KERNEL_SCORES[arch]
         and config.dtype != "float32"
         and config.row_align == VECTOR_BYTES
-        and not config.smooth_q
+        and not (config.smooth_q and config.qk != "nvfp4")
         and config.km_scope == "sequence"
     )
 

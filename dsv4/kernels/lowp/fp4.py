@@ -10,6 +10,7 @@ from cutlass import Float32, Uint32, cute
 from dsv4.kernels.lowp.rounding import divide
 
 E2M1_MAX = 6.0
+LANES, TOGETHER = 32, 4  # rows whose words of scales are a column; columns that lie side by side
 
 
 def block_scale(amax: Float32) -> tuple[Float32, Float32]:
@@ -20,6 +21,19 @@ def block_scale(amax: Float32) -> tuple[Float32, Float32]:
     is_zero = scale == 0.0
     inverse = Float32(1.0) / cutlass.select_(is_zero, Float32(1.0), scale)
     return unrounded, cutlass.select_(is_zero, Float32(0.0), inverse)
+
+
+def scale_place(row, word, rows: int, words: int):
+    """Place of a row's word of scales, of those of a tile's rows: in words, as
+    `ops.quantized_attention.quantizers.in_scale_order` has it.
+
+    Args:
+        row, word: of the scale: of its row the word's number.
+        rows, words: of a tile, and of a row of it.
+    """
+    column = word * (rows // LANES) + row // LANES
+    together = min(TOGETHER, rows // LANES * words)
+    return (column // together * LANES + row % LANES) * together + column % together
 
 
 def rounded_e4m3(x: Float32) -> Float32:

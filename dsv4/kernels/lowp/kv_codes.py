@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import cutlass
 from cutlass import Float16, Float32, Int32, Int64, Uint32, cute
 from cutlass.memory import SmemAllocator
@@ -23,6 +25,13 @@ from dsv4.kernels.lowp.rounding import (
 from dsv4.kernels.lowp.sequences import VECTOR, Tile, load_rows, rows_of, tile_of_rows
 
 QUAD = 4  # keys whose codes of a channel are a word: positions 4 q to 4 q + 3 of 16
+
+
+class Shared(NamedTuple):
+    """Shared memory of a CTA: largest magnitudes of parts of a tile of keys, codes of values."""
+
+    maxima: cute.Tensor
+    words: cute.Tensor
 
 
 class Codes:
@@ -61,21 +70,25 @@ class Codes:
         number = index // 2
         ends, size = operands.ends, operands.k.shape[2]
         tile = tile_of_rows(ends, size, batch, number, self.tile, self.config.is_varlen)
-        smem = SmemAllocator()
-        maxima = smem.allocate_tensor(Float32, cute.make_layout(THREADS // 16), 16)
-        words = smem.allocate_tensor(Uint32, cute.make_layout((self.tile // QUAD, self.dim)), 16)
+        shared = self.allocate(SmemAllocator())
         if index % 2 == 0:
-            self.code_keys(operands, tile, (batch, head, number), maxima)
+            self.code_keys(operands, tile, (batch, head, number), shared)
         else:
             if cutlass.const_expr(self.config.pv == "fp16"):
                 self.round_values(operands, tile, (batch, head, number))
             else:
-                self.code_values(operands, tile, (batch, head, number), words)
+                self.code_values(operands, tile, (batch, head, number), shared)
+
+    def allocate(self, smem: SmemAllocator) -> Shared:
+        """What both kinds of CTAs need."""
+        maxima = smem.allocate_tensor(Float32, cute.make_layout(THREADS // 16), 16)
+        words = smem.allocate_tensor(Uint32, cute.make_layout((self.tile // QUAD, self.dim)), 16)
+        return Shared(maxima, words)
 
     # ---- keys ----
 
     @cute.jit
-    def code_keys(self, operands: Operands, tile: Tile, place, maxima: cute.Tensor):
+    def code_keys(self, operands: Operands, tile: Tile, place, shared: Shared):
         """Codes and scales of a tile's rows.
 
         A thread has the rows whose numbers are its own modulo 16 or 32.
@@ -83,12 +96,7 @@ class Codes:
         batch, head, number = place
         thread, count = cute.arch.thread_idx()[0], self.tile // self.rows
         channel, first = thread % self.vectors * VECTOR, thread // self.vectors
-        means = cute.make_rmem_tensor(VECTOR, Float32)
-        means.fill(0.0)
-        if cutlass.const_expr(self.config.smooth_k):  # noqa: SIM102 static, then dynamic
-            if channel < self.config.head_dim:
-                for j in cutlass.range_constexpr(VECTOR):
-                    means[j] = operands.km[tile.sequence, head, channel + j].to(Float32)
+        means = self.key_means(operands, tile, head, channel)
         rows = [first + self.rows * i for i in range(count)]
         x = load_rows(operands.k, tile, batch, head, channel, rows, self.config.head_dim)
         scales = operands.k_scale[batch, head, number, None]
@@ -96,7 +104,7 @@ class Codes:
             found = [self.scale_of_head(operands, tile, place, scales, thread)] * count
         else:
             largest = [self.largest_of(x, means, i, rows[i] < tile.rows) for i in range(count)]
-            found = self.scales_of(largest, rows, tile, scales, maxima, thread)
+            found = self.scales_of(largest, rows, tile, scales, shared.maxima, thread)
         for i in cutlass.range_constexpr(count):
             _, divisor, inverse = found[i]
             if rows[i] < tile.rows:
@@ -111,6 +119,17 @@ class Codes:
                 self.store_row(operands, batch, head, tile.first + rows[i], channel, words)
         if cutlass.const_expr(self.config.is_varlen):
             self.clear_rest(operands, batch, head, number, first, channel)
+
+    @cute.jit
+    def key_means(self, operands: Operands, tile: Tile, head, channel) -> cute.Tensor:
+        """Means of eight channels of a tile's sequence, zeros where nothing is taken off."""
+        means = cute.make_rmem_tensor(VECTOR, Float32)
+        means.fill(0.0)
+        if cutlass.const_expr(self.config.smooth_k):  # noqa: SIM102 static, then dynamic
+            if channel < self.config.head_dim:
+                for j in cutlass.range_constexpr(VECTOR):
+                    means[j] = operands.km[tile.sequence, head, channel + j].to(Float32)
+        return means
 
     def largest_of(self, x: cute.Tensor, means: cute.Tensor, i: int, exists) -> Float32:
         """Largest magnitude of a thread's part of a row."""
@@ -214,13 +233,18 @@ class Codes:
     def clear_rest(self, operands: Operands, batch, head, number, first, channel):
         """Zeros in the rows behind the last sequence, by the CTA of the last tile."""
         if number == operands.k_scale.shape[2] - 1:
-            zeros = cute.make_rmem_tensor(2, Uint32)
-            zeros.fill(0)
             size = Int32(operands.k.shape[2])
             begin = operands.ends[operands.ends.shape[0] - 1]
             begin = cutlass.max(cutlass.min(begin, size), 0)
             for row in cutlass.range(begin + first, size, self.rows, unroll=1):
-                self.store_row(operands, batch, head, row, channel, zeros)
+                self.clear_row(operands, batch, head, row, channel)
+
+    @cute.jit
+    def clear_row(self, operands: Operands, batch, head, row, channel):
+        """Zeros in place of eight codes of a row."""
+        zeros = cute.make_rmem_tensor(2, Uint32)
+        zeros.fill(0)
+        self.store_row(operands, batch, head, row, channel, zeros)
 
     # ---- values ----
 
@@ -257,7 +281,7 @@ class Codes:
         return means
 
     @cute.jit
-    def code_values(self, operands: Operands, tile: Tile, place, words: cute.Tensor):
+    def code_values(self, operands: Operands, tile: Tile, place, shared: Shared):
         """Codes of a tile's columns, keys innermost and in the tensor core's order.
 
         A thread codes eight channels of four keys at a time, whose codes are a word of a column.
@@ -265,7 +289,7 @@ class Codes:
         apart by eight columns, reach all banks, or half of them with 64 keys.
         """
         batch, head, number = place
-        thread = cute.arch.thread_idx()[0]
+        thread, words = cute.arch.thread_idx()[0], shared.words
         vector, quad = thread % self.vectors, thread // self.vectors
         if cutlass.const_expr(self.rows > self.tile // QUAD):
             if quad < self.tile // QUAD:

@@ -48,6 +48,8 @@ class Operands(NamedTuple):
     partials: (
         cute.Tensor
     )  # [b, Hk, tiles, STATISTICS, dp], flat; of a sequence those of its first tile
+    v_block_scale: cute.Tensor
+    k_smooth: cute.Tensor
 
 
 def count_tiles(operands: Operands, is_varlen: bool) -> Int32:
@@ -108,7 +110,7 @@ class TileStatistics:
             x = self.load(operands.v, tile, batch, head, thread)
         if cutlass.const_expr(self.config.smooth_v):
             self.reduce(x, exchanged, operands.partials, start + V_SUM * dim, operator.add)
-        if cutlass.const_expr(self.config.pv == "fp16"):
+        if cutlass.const_expr(self.config.pv != "fp8"):
             return
         if cutlass.const_expr(self.config.smooth_v):
             # Zeros fill the last 16 rows, and count.

@@ -79,7 +79,10 @@ class QuantizeKv(KernelOp):
         return values(config)
 
     def has_kernel(self, config: QuantizeKvConfig) -> bool:
-        return has_codes_kernel(config)
+        return any(self.serves(config, arch) for arch in self.kernels)
+
+    def serves(self, config: QuantizeKvConfig, arch: str) -> bool:
+        return has_codes_kernel(config, arch)
 
     def workspace_size(
         self, config: QuantizeKvConfig, sizes: Sizes, scalars: tuple[int, ...]
@@ -138,11 +141,21 @@ class QuantizeKv(KernelOp):
     def aot(self) -> Mapping[str, QuantizeKvConfig]:
         """As `quantized_attention`."""
         fp8 = {"qk": "fp8", "qk_quant_gran": "per_64", "quantizer": ""}
+        fp4 = {"qk": "nvfp4", "pv": "nvfp4", "qk_quant_gran": "per_16", "quantizer": ""}
+        fp4 |= {"pv_accum_dtype": "fp32", "smooth_q": True}
         return {
-            f"{keys} keys, FP8 values, d {dim}": QuantizeKvConfig(dim, **formats)
-            for keys, formats in (("INT8", {}), ("FP8", fp8))
+            f"{codes}, d {dim}": QuantizeKvConfig(dim, **formats)
+            for codes, formats in (
+                ("INT8 keys, FP8 values", {}),
+                ("FP8 keys, FP8 values", fp8),
+                ("FP4, keys without their mean, too", fp4),
+            )
             for dim in (128, 64)
         }
+
+    def aot_for(self, arch: str) -> Mapping[str, QuantizeKvConfig]:
+        found = self.aot().items()
+        return {label: config for label, config in found if self.serves(config, arch)}
 
 
 QUANTIZE_KV = QuantizeKv()

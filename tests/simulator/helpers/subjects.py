@@ -373,7 +373,8 @@ def quantized(name: str) -> Subject:
     )
 
 
-# Of Blackwell: scales of keys in the ring, all of Tensor Memory, a mask.
+# Of Blackwell: scales of keys in the ring, all of Tensor Memory, a mask; in FP4, with the means of
+# queries.
 BLACKWELL_LOWP = {
     "rows": lowp.Case(
         1, 2, 1, 300, 810, 64,
@@ -384,6 +385,10 @@ BLACKWELL_LOWP = {
         options={"qk": "fp8", "qk_quant_gran": "per_64", "causal": "top_left"},
     ),
     "masked": lowp.Case(1, 2, 1, 300, 600, 64, options={"mask": "bool", "causal": "bottom_right"}),
+    "fp4": lowp.Case(
+        1, 2, 1, 300, 810, 64, "qbias",
+        options={"qk": "nvfp4", "smooth_q": True, "causal": "bottom_right"},
+    ),
 }  # fmt: skip
 
 
