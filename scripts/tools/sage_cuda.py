@@ -1,5 +1,5 @@
-"""SageAttention's CUDA quantisers in the simulator, against dsv4's torch code, and in FP4 its kernel
-for Blackwell: equal bytes.
+"""SageAttention's CUDA quantisers in the simulator, against dsv4's torch code, and in FP4 its
+kernel for Blackwell: equal bytes.
 
 Their device code is cut from a clone, compiled to PTX by nvcc, and runs on the CPU. IEEE divides
 there, and so does nvcc without `--use_fast_math`, which the official build has: on a GPU a scale

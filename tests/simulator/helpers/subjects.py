@@ -385,8 +385,9 @@ BLACKWELL_LOWP = {
         options={"qk": "fp8", "qk_quant_gran": "per_64", "causal": "top_left"},
     ),
     "masked": lowp.Case(1, 2, 1, 300, 600, 64, options={"mask": "bool", "causal": "bottom_right"}),
+    # Two heads of keys: scales of the head before are others.
     "fp4": lowp.Case(
-        1, 2, 1, 300, 810, 64, "qbias",
+        1, 2, 2, 300, 810, 64, "qbias",
         options={"qk": "nvfp4", "smooth_q": True, "causal": "bottom_right"},
     ),
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """Deleting any one synchronisation instruction of quantised attention, or weakening any one of its
-qualifiers by a step, is noticed: 128 channels on Hopper, scales of rows on Blackwell."""
+qualifiers by a step, is noticed: 128 channels on Hopper, scales of rows, and FP4 with the means of
+queries, on Blackwell."""
 
 from __future__ import annotations
 
@@ -82,12 +83,45 @@ BLACKWELL_WEAKER = {
     ("mbarrier.try_wait", "compute", "relaxed"): (1, UNSEEN),
     ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, UNSEEN),
 }
+SCORES_READ = (
+    "the first scores of a work tile: the weights of all tiles before were waited for, which warps "
+    "write when they have read the scores, of both warpgroups"
+)
+SAME_VALUES = (
+    "scales of a tile of values that is not the last: the first warpgroup's product with it came "
+    "before and copied them, since it sees all tiles but the last that the second one sees"
+)
+TURN = (
+    "a turn: it is for speed alone, and in FP4 warpgroups alternate at the one place of scores, "
+    "too; the arrivals of these launches make up pairs without it"
+)
+FP4 = {
+    ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (3, FIRST),
+    ("mbarrier.try_wait", "_load_queries"): (1, FREE),
+    # Of both warpgroups' scores before those of the first one; of its own before the second one's.
+    ("mbarrier.try_wait", "_score"): (4, f"{SCORES_READ} (3); {AT_THE_END}"),
+    ("tcgen05.fence::after_thread_sync", "_score"): (1, SCORES_READ),
+    ("tcgen05.cp", "copy_scales"): (1, SAME_VALUES),
+    ("bar.warp", "arrive_warp"): (
+        2,
+        "codes of queries: the lanes met when they released the rows, and have only fenced since; "
+        "scores: what was read of them is there for the whole warp, its loads end together",
+    ),
+    ("bar.sync", "take"): (2, f"{TURN}; {LAST_TURN}"),
+}
+FP4_WEAKER = {
+    **LOADS,
+    ("mbarrier.try_wait", "_load_queries", "relaxed"): (1, FREE),
+    ("mbarrier.try_wait", "_score", "relaxed"): (4, f"{SCORES_READ} (3); {AT_THE_END}"),
+}
 
 # Subject, what is not missed and what may be weaker: by instruction, the kernel's function and the
 # new qualifier, how many of them, and why.
 KERNELS = {
     "Hopper": (partial(subjects.quantized, "wide"), HOPPER, HOPPER_WEAKER),
     "Blackwell": (partial(subjects.blackwell_quantized, "rows"), BLACKWELL, BLACKWELL_WEAKER),
+    "Blackwell, FP4": (partial(subjects.blackwell_quantized, "fp4"), FP4, FP4_WEAKER),
 }
 
 
