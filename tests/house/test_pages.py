@@ -86,6 +86,27 @@ def test_the_pages_that_are_made_from_code_are_current(monkeypatch, capsys) -> N
     assert load_script("docs").main() == 0, capsys.readouterr().err
 
 
+def test_the_ways_on_the_page_of_the_house_can_be_gone() -> None:
+    """Every file that it names is there, and every function of the newcomer's path is in one of the
+    files of its row."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    package = ROOT / "dsv4"
+    folders = [ROOT, package, *(path for path in package.rglob("*") if path.is_dir())]
+
+    def found(name: str) -> list[Path]:
+        spelled = [name.replace("{sm90,sm100}", arch) for arch in ("sm90", "sm100")]
+        return [path for one in spelled for folder in folders for path in folder.glob(one)]
+
+    names = re.findall(r"`([\w/{},*.]+\.py)`", page)
+    assert names and not [name for name in names if not found(name)]
+    path = page.partition("## A newcomer's path")[2].partition("\n## ")[0]
+    for row in path.splitlines():
+        files = [file for name in re.findall(r"`([\w/.]+\.py)`", row) for file in found(name)]
+        text = "".join(file.read_text() for file in files)
+        names = [name for name in re.findall(r"`(_?[a-z]\w+)`", row) if not found(name)]
+        assert not files or not [name for name in names if f"def {name}(" not in text], row
+
+
 def test_the_page_of_the_house_names_every_operator() -> None:
     """With kernels that are there."""
     import dsv4.ops  # noqa: F401
