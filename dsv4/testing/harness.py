@@ -1,4 +1,4 @@
-"""Targets that run a compiled kernel under test: the simulator, and the GPU of this machine.
+"""Targets that run a kernel under test: torch code in its place, the simulator, and a GPU.
 
 A family describes one call (`Call`: arguments, and which of them the kernel writes); a target runs
 it into poisoned outputs. Simulated calls are checked for races and missing fences in every
@@ -123,6 +123,31 @@ class Target(Protocol):
     def run(
         self, compiled: Any, call: Call, schedule: str = ..., seed: int = 0, races: bool = True
     ) -> Outcome: ...
+
+
+class TorchCode:
+    """Target `cpu`: torch implementations, called as the kernels are."""
+
+    arch = device = "cpu"
+    schedules = ("as written",)
+    multiprocessors = 1
+
+    def compile(self, build: Build, config: Any) -> Any:
+        """What `build` makes of a configuration."""
+        return build(config, "")
+
+    def run(
+        self,
+        compiled: Any,
+        call: Call,
+        schedule: str = schedules[0],
+        seed: int = 0,
+        races: bool = True,
+    ) -> Outcome:
+        """Run a call; torch has neither schedules nor races."""
+        call.poisoned()
+        compiled(*call.args, **call.options)
+        return Outcome.of(call)
 
 
 class _Compiler:

@@ -28,10 +28,11 @@ from dsv4.ops.runtime import tensors as make
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.cache import RUNNERS
 from dsv4.ops.runtime.kernel_op import KernelOp
+from dsv4.ops.runtime.launch import run_torch
 from dsv4.ops.runtime.registry import CompileKey
 from dsv4.ops.runtime.registry import build as build_product
 from dsv4.ops.runtime.state import sized_dimensions
-from dsv4.testing.harness import Build, Call, Outcome, Target, run_all
+from dsv4.testing.harness import Build, Call, Outcome, Target, TorchCode, run_all
 
 
 def make_call(
@@ -133,6 +134,22 @@ def _stored(key: CompileKey) -> Callable[..., None]:
     return lambda *args, **options: runner(*args, *options.values())
 
 
+def _torch_code(op: KernelOp, config: Any) -> Callable[..., None]:
+    """An operator's torch implementation, called as its kernel is: what is absent has no rows."""
+    required = [arg.name for arg in required_of(op.args)]
+
+    def run(*args: Tensor, **options: Any) -> None:
+        given = {**dict(zip(required, args, strict=True)), **options}
+        tensors = [(arg, given[arg.name]) for arg in op.tensors]
+        run_torch(op, config, tuple(None if _is_absent(*each) else each[1] for each in tensors))
+
+    return run
+
+
+def _is_absent(arg: TensorArg, tensor: Tensor) -> bool:
+    return arg.is_optional and tensor.numel() == 0
+
+
 class OpInputs:
     """Inputs of one case of an operator: what a family declares, to run on any target.
 
@@ -199,6 +216,8 @@ class OpKernels:
         """The kernel that `build` makes of `config`; by default the package's."""
         if build is not None:
             return self.target.compile(build, config)
+        if isinstance(self.target, TorchCode):
+            return self.target.compile(lambda config, _: _torch_code(self.op, config), config)
         # Configurations that differ in what is known at run time share a compilation.
         key = self.op.compile_key(config, self.target.arch)
         if self.target.device == "cuda":

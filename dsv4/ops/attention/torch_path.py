@@ -95,8 +95,9 @@ def sparse_fmha(
     if tokens == 0:
         return
     top_k = compressed_kv.shape[1]
-    active = request_ids >= 0
-    entry = request_ids.clamp(min=0).long()
+    # On a GPU ids are not checked: as for kernels, one that names no request is padding.
+    active = (request_ids >= 0) & (request_ids < swa_kv.shape[0])
+    entry = torch.where(active, request_ids, 0).long()
     count = active * top_k if compressed_lens is None else compressed_lens.clamp(0, top_k) * active
     window_first, window_count = _window(config, swa_kv, swa_lens, entry, active)
     chunk = tokens_at_once(q)
