@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from tests.house.scripts import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 14 * 2**20
-MAX_HOST_LINES, MAX_KERNEL_LINES = 500, 900
+MAX_HOST_LINES, MAX_KERNEL_LINES, MAX_FUNCTION_LINES = 500, 900, 80
 
 
 def tracked_files() -> list[Path]:
@@ -43,6 +45,33 @@ def test_files_keep_to_their_budget() -> None:
         lines = len(path.read_text().splitlines())
         if lines > (MAX_KERNEL_LINES if kernel else MAX_HOST_LINES):
             too_long[str(path.relative_to(ROOT))] = lines
+    assert not too_long
+
+
+def functions_of(scope: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
+    """Functions of a module and methods of its classes; what is inside of them is theirs."""
+    for node in scope.body:
+        if isinstance(node, ast.FunctionDef):
+            yield node
+        elif isinstance(node, ast.ClassDef):
+            yield from functions_of(node)
+
+
+def lines_of(function: ast.FunctionDef) -> int:
+    """Lines of a function but for its docstring."""
+    first = function.body[0]
+    is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    docstring = first.end_lineno - first.lineno + 1 if is_docstring else 0
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
+def test_functions_keep_to_their_budget() -> None:
+    too_long = {
+        f"{path.relative_to(ROOT)}, {node.name}": lines_of(node)
+        for path in sorted((ROOT / "dsv4").rglob("*.py"))
+        for node in functions_of(ast.parse(path.read_text()))
+        if lines_of(node) > MAX_FUNCTION_LINES
+    }
     assert not too_long
 
 
