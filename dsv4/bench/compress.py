@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.bench.machine import Machine
-from dsv4.bench.rows import Result, each_shape
+from dsv4.bench.rows import Result, each_shape, time_cells
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops import compress
 from dsv4.ops.compress import COMPRESS
@@ -87,12 +87,9 @@ def as_row(result: Result) -> dict[str, Any]:
 
 def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     """A row of a record under `COLUMNS`."""
-    time = row["microseconds"]
     return [
         f"{row['shape']['requests']}",
         row["shape"]["kind"],
-        f"**{time:.2f}**" if is_bold else f"{time:.2f}",
-        f"{row['floor']:.2f}",
-        f"{row['floor'] / time:.0%}",
+        *time_cells(row, is_bold),
         f"{row['torch']:.1f}",
     ]

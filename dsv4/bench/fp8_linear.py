@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4 import ops
 from dsv4.bench.machine import Machine
-from dsv4.bench.rows import Result, each_shape
+from dsv4.bench.rows import Result, each_shape, time_cells
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_LAYERS
 
@@ -105,14 +105,11 @@ def as_row(result: Result) -> dict[str, Any]:
 
 def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     """A row of a record under `COLUMNS`."""
-    time, shape = row["microseconds"], row["shape"]
+    shape = row["shape"]
     return [
         f"{shape['tokens']}",
         f"{shape['rows']}",
         f"{shape['width']}",
-        f"**{time:.2f}**" if is_bold else f"{time:.2f}",
-        f"{row['gigabytes_per_second']:.0f}",
-        f"{row['floor']:.2f}",
-        f"{row['floor'] / time:.0%}",
+        *time_cells(row, is_bold),
         f"{row['torch']:.1f}",
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.bench.machine import Machine
-from dsv4.bench.rows import Result, each_shape
+from dsv4.bench.rows import Result, each_shape, time_cells
 from dsv4.bench.timing import graph_microseconds
 from dsv4.kernels.kit.index_entry import MODEL_FORMAT, IndexEntry
 from dsv4.ops.index_topk import INDEX_TOPK, index_topk
@@ -99,14 +99,11 @@ def as_row(result: Result) -> dict[str, Any]:
 
 def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     """A row of a record under `COLUMNS`."""
-    time = row["microseconds"]
     return [
         f"{row['shape']['tokens']}",
         f"{row['shape']['entries']}",
         # Records are older than FP4 keys.
         row["shape"].get("key_format", "fp8"),
-        f"**{time:.2f}**" if is_bold else f"{time:.2f}",
-        f"{row['floor']:.2f}",
-        f"{row['floor'] / time:.0%}",
+        *time_cells(row, is_bold),
         f"{row['torch']:.0f}" if row["torch"] else "-",
     ]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dsv4.bench.machine import Machine
-from dsv4.bench.rows import each_shape
+from dsv4.bench.rows import each_shape, time_cells
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops import compress, kv_insert, latent_rows, rms_norm_fp8
 from dsv4.testing.latent_rows import (
@@ -121,14 +121,12 @@ def as_row(result: Result) -> dict[str, Any]:
 
 def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     """A row of a record under `COLUMNS`."""
-    time, shape = row["microseconds"], row["shape"]
+    shape = row["shape"]
     return [
         f"{shape['requests']}",
         shape["kind"],
         "yes" if shape["ends"] else "no",
-        f"**{time:.2f}**" if is_bold else f"{time:.2f}",
-        f"{row['floor']:.2f}",
-        f"{row['floor'] / time:.0%}",
+        *time_cells(row, is_bold),
         f"{row['separate']:.2f}",
         f"{row['launches']}",
     ]

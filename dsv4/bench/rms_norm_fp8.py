@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsv4 import ops
 from dsv4.bench.machine import Machine
-from dsv4.bench.rows import Result, each_shape
+from dsv4.bench.rows import Result, each_shape, time_cells
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops.quantize import quantize_e4m3
 from dsv4.ops.rms_norm_fp8 import MODEL_EPS, rms_norm_rows
@@ -90,13 +90,9 @@ def as_row(result: Result) -> dict[str, Any]:
 
 def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     """A row of a record under `COLUMNS`."""
-    time = row["microseconds"]
     return [
         f"{row['shape']['tokens']}",
         f"{row['shape']['dim']}",
-        f"**{time:.2f}**" if is_bold else f"{time:.2f}",
-        f"{row['gigabytes_per_second']:.0f}",
-        f"{row['floor']:.2f}",
-        f"{row['floor'] / time:.0%}",
+        *time_cells(row, is_bold),
         f"{row['torch']:.1f}",
     ]

@@ -1,8 +1,8 @@
-"""Parts that benchmarks of operators share: results, and one shape after the other."""
+"""Parts that benchmarks of operators share: results, their cells, one shape after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -41,3 +41,15 @@ def each_shape(one: Callable[..., Any]) -> Callable[..., Iterator[Any]]:
             torch.cuda.empty_cache()
 
     return measure
+
+
+def time_cells(row: Mapping[str, Any], is_bold: bool) -> list[str]:
+    """Cells of our time, its rate where the row has one, the floor, and how near the time is."""
+    time, floor = row["microseconds"], row["floor"]
+    rate = row.get("gigabytes_per_second")
+    return [
+        f"**{time:.2f}**" if is_bold else f"{time:.2f}",
+        *([] if rate is None else [f"{rate:.0f}"]),
+        f"{floor:.2f}",
+        f"{floor / time:.0%}",
+    ]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dsv4.bench.machine import Machine
-from dsv4.bench.rows import Result, each_shape
+from dsv4.bench.rows import Result, each_shape, time_cells
 from dsv4.bench.timing import graph_microseconds
 from dsv4.ops.sample_tokens import VOCAB_SIZE, sample_tokens
 from dsv4.ops.sampling_torch import tokens_of
@@ -89,12 +89,9 @@ def as_row(result: Result) -> dict[str, Any]:
 
 def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
     """A row of a record under `COLUMNS`."""
-    time = row["microseconds"]
     return [
         f"{row['shape']['rows']}",
         row["shape"]["options"],
-        f"**{time:.2f}**" if is_bold else f"{time:.2f}",
-        f"{row['floor']:.2f}",
-        f"{row['floor'] / time:.0%}",
+        *time_cells(row, is_bold),
         f"{row['torch']:.0f}",
     ]
