@@ -10,23 +10,28 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from dsv4.kernels.gemm.best_keys import NO_VALUE, key_of, or_none, ordered, row_of
+from dsv4.kernels.gemm.best_keys import NO_VALUE, key_of, or_none, ordered
+from dsv4.kernels.gemm.grid_maxima import GridMaxima
 from dsv4.kernels.gemm.operands import OutputTile
 from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, LinearPlan
 from dsv4.kernels.gemm.sm90.activations import CONSUMERS, sync_consumers
 from dsv4.kernels.gemm.sm90.context import LinearContext
 from dsv4.kernels.kit import pdl
-from dsv4.kernels.kit.pointers import pointer_at
 
 WARP = 32
 
 
-class BestRows:
+class BestRows(GridMaxima):
     """The device functions of the epilogue `ArgMax`."""
 
+    warps, threads = CONSUMER_WARPS, CONSUMERS
+
     def __init__(self, plan: LinearPlan):
-        self.plan = plan
+        self.tokens = plan.tokens
         self.slots = CONSUMER_WARPS * plan.tokens
+
+    def sync(self) -> None:
+        sync_consumers()
 
     @cute.jit
     def clear(self, ctx: LinearContext):
@@ -60,52 +65,25 @@ class BestRows:
             for i in cutlass.range_constexpr(len(found)):
                 term = first + i
                 token = (first_group + term // 2) * 8 + lane % 4 * 2 + term % 2
-                slot = ctx.smem.best + (warp * self.plan.tokens + token)
+                slot = ctx.smem.best + (warp * self.tokens + token)
                 slot.store(cutlass.max(slot.load(), found[i]))
 
     @cute.jit
     def end_tile(self, ctx: LinearContext, tile: OutputTile, index_after):
         """Hand the maxima on where the CTA's next tile is of other tokens, or there is none."""
-        scheduler, tokens = ctx.scheduler, self.plan.tokens
+        scheduler = ctx.scheduler
         is_last = scheduler.exists(index_after) ^ True
         is_last |= scheduler.coordinates(index_after).token_tile != tile.token_tile
         if is_last:
-            best = ctx.operands.best[0]
-            sync_consumers()
-            for own in cutlass.range(cute.arch.thread_idx()[0], tokens, CONSUMERS, unroll=1):
-                found = Int64(NO_VALUE)
-                for warp in cutlass.range_constexpr(CONSUMER_WARPS):
-                    slot = ctx.smem.best + (warp * tokens + own)
-                    found = cutlass.max(found, slot.load())
-                    slot.store(Int64(NO_VALUE))
-                token = tile.token_tile * tokens + own
-                if token < best.rows.shape[0]:
-                    cute.arch.atomic_max(best.key(token), found, sem="relaxed", scope="gpu")
-            sync_consumers()
+            self.hand_on(ctx, tile)
 
     @cute.jit
     def finish(self, ctx: LinearContext):
-        """Write the rows, if all other CTAs have handed on what they had.
-
-        The atomic releases and acquires at GPU scope; the barriers extend that to all consumers.
-        """
-        best, thread = ctx.operands.best[0], cute.arch.thread_idx()[0]
-        counter = pointer_at(best.workspace.iterator, Int64(0), Int32, align=4)
-        flag = cute.recast_ptr(ctx.smem.best, dtype=Int32)
+        """Write the rows in the last CTA."""
         # A CTA without a tile has not waited for the launch before, which may be at these keys.
         pdl.wait_for_previous_launch()
         sync_consumers()
-        if thread == 0:
-            before = cute.arch.atomic_add(counter, Int32(1), sem="acq_rel", scope="gpu")
-            flag.store(Int32(before == cute.arch.grid_dim()[0] - 1))
-        sync_consumers()
-        if flag.load() != 0:
-            for token in cutlass.range(thread, best.rows.shape[0], CONSUMERS, unroll=1):
-                key = cute.arch.load(best.key(token), Int64, sem="relaxed", scope="gpu")
-                best.key(token).store(Int64(NO_VALUE))
-                best.rows[token] = row_of(key)
-            if thread == 0:
-                counter.store(Int32(0))
+        self.write_rows(ctx)
 
 
 def _spread_largest(keys: list, lane) -> tuple[Int32, list, int]:
