@@ -35,10 +35,13 @@ class SimulatedCodes:
         return outcome
 
 
-def call_of(inputs, ctas: int = CTAS):
-    """A call of the kernel, with every output."""
+def call_of(inputs, ctas: int = CTAS, has_largest: bool = True):
+    """A call of the kernel, with every output, or without the largest scores."""
     config = inputs.case.config
-    return inputs.call((1, ctas, config.sliding_window, config.ratio))
+    call = inputs.call((1, ctas, config.sliding_window, config.ratio))
+    if not has_largest:
+        call.options["max_logits"] = call.outputs.pop("max_logits")[:0]
+    return call
 
 
 def latents(heads: int, compute: str, *sizes: int, **options) -> Case:

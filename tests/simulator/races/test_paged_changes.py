@@ -247,9 +247,12 @@ UNREACHED_WEAKER = {
 }
 
 
+CODES = {"codes": "sm_90a", "codes_pair": "sm_100a"}
+
+
 def launches(name: str) -> tuple[object, list[Run]]:
     """A compiled kernel, and its launches in two schedules."""
-    compiled, runs = paged_codes() if name == "codes" else paged(name)
+    compiled, runs = paged_codes(CODES[name]) if name in CODES else paged(name)
     return compiled, [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
 
 

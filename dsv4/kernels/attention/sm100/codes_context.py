@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, pipeline
+from cutlass import BFloat16, Float32, Int32, Uint32, pipeline
 
 from dsv4.kernels.attention.key_tiles import TILE_INFO_WORDS
 from dsv4.kernels.attention.sm100.fragments_2cta import WARP_ROWS
@@ -19,7 +19,7 @@ from dsv4.kernels.attention.sm100.plan_codes import (
     HALVES,
     O_BOXES,
     PLACES,
-    SCALE_WORDS,
+    SCALE_HALVES,
     CodesBarriers,
     CodesPlan2Cta,
 )
@@ -29,6 +29,7 @@ from dsv4.kernels.attention.tile_info import store_tile_info
 from dsv4.kernels.kit.gather import vector_offset
 from dsv4.kernels.kit.mbarrier import Buffer, Signal
 from dsv4.kernels.kit.plan import BarrierGraph
+from dsv4.kernels.kit.quant import unpack_bf16
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, VECTOR_BYTES
 
 CODE_VECTORS = HALF_KEYS // VECTOR_BYTES  # of weights of a softmax thread in one term
@@ -141,7 +142,7 @@ class KeyScales(NamedTuple):
 class CodesInfo(TileInfo):
     """Words about key tiles, with the scales of their keys; and scales of rows of queries."""
 
-    scales: cute.Tensor  # (SCALE_WORDS, stage) fp32
+    scales: cute.Tensor  # (SCALE_HALVES, stage) bf16: powers of two
     q_scales: cute.Tensor  # (row,) fp32
     queries: Buffer
     turn: Signal
@@ -151,7 +152,7 @@ class CodesInfo(TileInfo):
         """The rings of a plan, their mbarriers initialised; see `TileInfo.create`."""
         barriers, queries = storage.info_barriers.data_ptr(), storage.q_scales_barriers.data_ptr()
         words = storage.tile_info.get_tensor(cute.make_layout(INFO_STAGES * TILE_INFO_WORDS))
-        scales = storage.scales.get_tensor(cute.make_layout((SCALE_WORDS, INFO_STAGES)))
+        scales = storage.scales.get_tensor(cute.make_layout((SCALE_HALVES, INFO_STAGES)))
         info = cls(
             *(words, barriers, barriers + INFO_STAGES, scales),
             storage.q_scales.get_tensor(cute.make_layout(ROWS)),
@@ -189,9 +190,9 @@ class CodesInfo(TileInfo):
         # Positive numbers order as their bits do, and NaN is the largest.
         largest = cute.arch.warp_redux_sync(scale.bitcast(Int32), "max")
         if lane < warp_keys:
-            self.scales[warp * warp_keys + lane, stage] = scale
+            self.scales[warp * warp_keys + lane, stage] = scale.to(BFloat16)
         if lane == 0:
-            self.scales[KEYS + warp, stage] = Int32(largest).bitcast(Float32)
+            self.scales[KEYS + warp, stage] = Int32(largest).bitcast(Float32).to(BFloat16)
         barriers.commit(lane)
 
     @cute.jit
@@ -202,14 +203,17 @@ class CodesInfo(TileInfo):
         barriers.wait(parity)
         word = self.words[stage * TILE_INFO_WORDS + thread.half]
         scales = cute.make_rmem_tensor(HALF_KEYS, Float32)
-        start = self.scales.iterator + stage * SCALE_WORDS + thread.half * HALF_KEYS
-        for i in cutlass.range_constexpr(HALF_KEYS // 4):
+        words = cute.make_rmem_tensor(4, Uint32)
+        start = self.scales.iterator + stage * SCALE_HALVES + thread.half * HALF_KEYS
+        for i in cutlass.range_constexpr(HALF_KEYS // 8):
             source = cute.make_ptr(
-                Float32, (start + 4 * i).toint(), start.memspace, assumed_align=16
+                Uint32, (start + 8 * i).toint(), start.memspace, assumed_align=16
             )
-            target = cute.make_tensor(scales.iterator + 4 * i, cute.make_layout(4))
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), target)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), words)
+            for k in cutlass.range_constexpr(4):
+                scales[8 * i + 2 * k], scales[8 * i + 2 * k + 1] = unpack_bf16(words[k])
         # They are the rows of two gather warps.
-        bits = [self.scales[KEYS + 2 * thread.half + i, stage].bitcast(Int32) for i in range(2)]
+        largest = [Float32(self.scales[KEYS + 2 * thread.half + i, stage]) for i in range(2)]
+        bound = cute.arch.fmax(*largest, nan=True)
         barriers.release(thread.lane)
-        return word, KeyScales(scales, cutlass.max(*bits).bitcast(Float32))
+        return word, KeyScales(scales, bound)

@@ -107,17 +107,13 @@ class CodeQueries:
         rows = range(BATCH * batch, BATCH * (batch + 1))
         return [self._load_row(ctx, work, thread, r) for r in rows]
 
-    def store_batch(
-        self, address: cute.Pointer, thread: Thread, rows: list, scales: list, batch: int
-    ) -> None:
-        """Write two rows to TMEM; the caller fences.
+    def codes(self, rows: list, scales: list) -> list:
+        """What two rows are in TMEM: words of 16 lanes, by first column of Q.
 
         Args:
-            address: first column of Q.
             rows, scales: of the batch.
         """
-        lanes = (thread.warp * 32 + 16 * batch) * LANE_STEP
-        start = Int32(address.toint()) + lanes
+        found = []
         for span in range(SPANS):
             terms = [
                 self._terms(codes[span], scale)
@@ -125,13 +121,25 @@ class CodeQueries:
             ]
             for term in range(self.plan.terms):
                 column = term * HALF_CODES // 4 + span * STORE_COLUMNS
-                _store(start + column, [word for row in terms for word in row[term]])
+                found.append((column, [word for row in terms for word in row[term]]))
         for i in range(ROPE_STORES):
             words = []
             for (_, rope), scale in zip(rows, scales, strict=True):
                 reciprocal = reciprocal_bf16x2(scale)
                 words += [multiply_bf16x2(word, reciprocal) for word in rope[i]]
-            _store(start + self.plan.q_rope_column + i * STORE_COLUMNS, words)
+            found.append((self.plan.q_rope_column + i * STORE_COLUMNS, words))
+        return found
+
+    def store_batch(self, address: cute.Pointer, thread: Thread, batch: int, codes: list) -> None:
+        """Write two rows to TMEM; the caller fences.
+
+        Args:
+            address: first column of Q.
+            codes: of the batch.
+        """
+        start = Int32(address.toint()) + (thread.warp * 32 + 16 * batch) * LANE_STEP
+        for column, words in codes:
+            _store(start + column, words)
 
     def _terms(self, vector: list, scale) -> list[tuple]:
         """By term, two words of codes of eight values over their scale."""

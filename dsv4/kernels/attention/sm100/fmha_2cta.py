@@ -357,10 +357,22 @@ class Fmha2Cta:
                 for i in cutlass.range_constexpr(2):
                     self._load_q(ctx, work, thread, i, halves[i])
 
-        # ---- epilogue: the last Q has been read
+        self._end_queries(q_pipe, state)
+
+    def _end_queries(self, q_pipe: pipeline.PipelineAsyncUmma, state) -> None:
+        """Wait until the last Q has been read; the query warps use no TMEM from here."""
         q_pipe.producer_acquire(state)
         fence_before_thread_sync()
         self._tmem_unused().arrive_and_wait()
+
+    def _free_tmem(self, ctx: Context2Cta, address: cute.Pointer) -> None:
+        """The end of the softmax warps: their stores have read what they store, TMEM is free."""
+        self._wait_for_stores()
+        fence_before_thread_sync()
+        self._tmem_unused().arrive_and_wait()
+        fence_after_thread_sync()
+        ctx.tmem.relinquish_alloc_permit()
+        ctx.tmem.free(address)
 
     def _tmem_unused(self) -> pipeline.NamedBarrier:
         """Barrier of softmax and query warps: freed while one of them still uses it, TMEM would
@@ -531,12 +543,7 @@ class Fmha2Cta:
             self._store_largest(ctx, work, thread, largest)
             tiles_done = tiles_done + keys.last - keys.first
             keys = upcoming
-        self._wait_for_stores()
-        fence_before_thread_sync()
-        self._tmem_unused().arrive_and_wait()
-        fence_after_thread_sync()
-        ctx.tmem.relinquish_alloc_permit()
-        ctx.tmem.free(address)
+        self._free_tmem(ctx, address)
 
     @cute.jit
     def _row_sink(self, ctx: Context2Cta, work: WorkTile, thread: Thread) -> cute.Tensor:

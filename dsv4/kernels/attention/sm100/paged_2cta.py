@@ -30,6 +30,8 @@ from dsv4.kernels.attention.softmax import LN_2
 class PagedFmha2Cta(PagedVariant, Fmha2Cta):
     """Attention kernel of two CTAs per token, 128 heads and split, over the pages of two pools."""
 
+    min_blocks = 0  # of an SM that the compiler is told; roles can change registers with 1
+
     def _make_plan(self) -> PagedPlan2Cta:
         return PagedPlan2Cta(is_fp8=self.is_fp8)
 
@@ -57,6 +59,7 @@ class PagedFmha2Cta(PagedVariant, Fmha2Cta):
             block=(self.warps.threads, 1, 1),
             cluster=self.cluster,
             stream=stream,
+            min_blocks_per_mp=self.min_blocks,
         )
 
     # ---- device --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ half of the lanes. Up to 64 heads, CTA 1 computes rows that are not stored.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline
+from cutlass import Boolean, Float32, Int32, pipeline
 from cutlass.cute.nvgpu import cpasync
 
 from dsv4.kernels.attention import mask, sink_merge, softmax
@@ -48,6 +48,7 @@ from dsv4.kernels.attention.sm100.plan_codes import (
     SPANS,
     CodesPlan2Cta,
 )
+from dsv4.kernels.attention.sm100.plan_paged import GATHER_WARPS
 from dsv4.kernels.attention.sm100.work_tile import (
     CONSUMER,
     PRODUCER,
@@ -62,6 +63,8 @@ QK_AHEAD = 2  # tiles
 
 class PagedCodes2Cta(PagedFmha2Cta):
     """Attention over FP8 entries with products of FP8 codes, without splits (sm_100a)."""
+
+    min_blocks = 1
 
     def __init__(self, config):
         super().__init__(config)
@@ -85,6 +88,10 @@ class PagedCodes2Cta(PagedFmha2Cta):
 
     # ---- device --------------------------------------------------------------------------------
 
+    def _is_load(self, warp_idx: Int32) -> Boolean:
+        """Idle ones, too."""
+        return (warp_idx >= self.warps["load"].first) & (warp_idx != self.warps["mma"].first)
+
     def _create_info(self, storage) -> CodesInfo:
         return CodesInfo.create(storage, self.barriers)
 
@@ -105,9 +112,20 @@ class PagedCodes2Cta(PagedFmha2Cta):
     @cute.jit
     def load_warps(self, ctx: Context2Cta):
         """This CTA's half of the columns of every tile, once."""
+        warp, lane = self._gather_warp()
+        if warp < GATHER_WARPS:
+            cute.arch.setmaxregister_decrease(self.plan.registers["load"])
+            self._gather(ctx, warp, lane)
+        else:
+            # Beside the MMA warp.
+            cute.arch.setmaxregister_decrease(self.plan.registers["idle"])
+            self._wait_for_cluster()
+
+    @cute.jit
+    def _gather(self, ctx: Context2Cta, warp: Int32, lane: Int32):
+        """Rows of a warp, of every work tile."""
         scheduler, stages = ctx.scheduler, self.plan.kv_stages
         cute.arch.griddepcontrol_launch_dependents()
-        warp, lane = self._gather_warp()
         entries = HalfEntries(ctx.cta_rank)
         keys = self._find_keys(ctx, scheduler.first)
         # Every stage is empty.
@@ -122,42 +140,44 @@ class PagedCodes2Cta(PagedFmha2Cta):
 
     @cute.jit
     def query_warps(self, ctx: Context2Cta):
-        """Q of every work tile into TMEM, as soon as the one before it has its last score."""
+        """Q of every work tile into TMEM, as soon as the one before it has its last score; until
+        then it waits in registers, as codes."""
+        cute.arch.setmaxregister_increase(self.plan.registers["query"])
         scheduler, q_pipe = ctx.scheduler, ctx.pipelines.q
         thread = fragments.this_thread(self.warps["query"].first)
         state = pipeline.make_pipeline_state(PRODUCER, self.barriers["q"].stages)
+        batches = range(THREAD_ROWS // BATCH)
         self._wait_for_cluster()
         ctx.tmem.wait_for_alloc()
         address = ctx.tmem.retrieve_ptr(Float32) + self.tmem.column("q")
+
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.step, unroll=1):
             work = self._work_tile(ctx, index)
             parity = self._parity(ctx, work.token)
             self.queries.acquire(ctx, parity)
-            rows = self.queries.load_batch(ctx, work, thread, 0)
-            scales = self.queries.scales(ctx, thread, rows, 0, parity)
+            codes = []
+            for batch in batches:
+                rows = self.queries.load_batch(ctx, work, thread, batch)
+                scales = self.queries.scales(ctx, thread, rows, batch, parity)
+                codes.append(self.queries.codes(rows, scales))
+            self.queries.commit(ctx, thread)
             q_pipe.producer_acquire(state)
             fence_after_thread_sync()
-            self.queries.store_batch(address, thread, rows, scales, 0)
-            for batch in cutlass.range_constexpr(1, THREAD_ROWS // BATCH):
-                others = self.queries.load_batch(ctx, work, thread, batch)
-                scales = self.queries.scales(ctx, thread, others, batch, parity)
-                self.queries.store_batch(address, thread, others, scales, batch)
-            self.queries.commit(ctx, thread)
+            for batch in batches:
+                self.queries.store_batch(address, thread, batch, codes[batch])
             cute.arch.fence_view_async_tmem_store()
             fence_before_thread_sync()
             q_pipe.producer_commit(state)
             state.advance()
 
-        # ---- epilogue: the last Q has been read
-        q_pipe.producer_acquire(state)
-        fence_before_thread_sync()
-        self._tmem_unused().arrive_and_wait()
+        self._end_queries(q_pipe, state)
 
     # ---- MMA warp ------------------------------------------------------------------------------
 
     @cute.jit
     def mma_warp(self, ctx: Context2Cta):
         """S two tiles ahead of O: what CTA 1 says of its weights takes long to arrive."""
+        cute.arch.setmaxregister_decrease(self.plan.registers["mma"])
         scheduler, q_pipe = ctx.scheduler, ctx.pipelines.q
         self._wait_for_cluster()
         ctx.tmem.wait_for_alloc()
@@ -220,6 +240,7 @@ class PagedCodes2Cta(PagedFmha2Cta):
 
         Row maxima pass from one to the other with each tile, row sums stay.
         """
+        cute.arch.setmaxregister_increase(self.plan.registers["softmax"])
         scheduler = ctx.scheduler
         thread = CodesThread.this(self.warps["softmax"].first)
         self._wait_for_cluster()
@@ -227,12 +248,13 @@ class PagedCodes2Cta(PagedFmha2Cta):
         ctx.tmem.wait_for_alloc()
         address = ctx.tmem.retrieve_ptr(Float32)
         keys = self._find_keys(ctx, scheduler.first, has_flags=True)
+        # Work tiles are tokens: a thread's head stays the same.
+        sink = self._row_sink(ctx, self._work_tile(ctx, scheduler.first), thread)
         tiles_done = Int32(0)
         for index in cutlass.range(scheduler.first, scheduler.count, scheduler.step, unroll=1):
             # ---- prologue: row state
             work = self._work_tile(ctx, index)
             both = self._has_both_branches(keys)
-            sink = self._row_sink(ctx, work, thread)
             scale, largest = self._row_scale(ctx, work, thread), self._new_largest()
             rows = sink_merge.new_rows(sink, both, self.config.sink_mode)
 
@@ -254,12 +276,7 @@ class PagedCodes2Cta(PagedFmha2Cta):
             self._epilogue(ctx, work, keys, own, address, thread, rows)
             self._store_largest(ctx, work, thread, largest)
             keys = upcoming
-        self._wait_for_stores()
-        fence_before_thread_sync()
-        self._tmem_unused().arrive_and_wait()
-        fence_after_thread_sync()
-        ctx.tmem.relinquish_alloc_permit()
-        ctx.tmem.free(address)
+        self._free_tmem(ctx, address)
 
     @cute.jit
     def _weigh(
@@ -396,7 +413,7 @@ class PagedCodes2Cta(PagedFmha2Cta):
             # The thread's own last tile may be the one before.
             is_own = (last - own) % GROUPS == 0
             crosses = (last == keys.compressed_tiles) & (not is_own)
-            self._follow_row_max(ctx, thread, rows, crosses, cutlass.Boolean(False))
+            self._follow_row_max(ctx, thread, rows, crosses, Boolean(False))
             maxima = ctx.smem.row_maxima
             if last >= keys.compressed_tiles:
                 rows.compressed_row_max[0] = maxima[row, 1]
@@ -415,6 +432,9 @@ class PagedCodes2Cta(PagedFmha2Cta):
         thread.sync_rows()
         factor, has_keys = values[row, PLACES], keys.last > keys.first
         self._store_output(ctx, work, address, thread, factor, has_keys)
+        # Whichever warpgroup has the next weights, all of O has been read; and the next row sums,
+        # or maxima, go to the same place.
+        thread.sync_rows()
 
     @cute.jit
     def _store_output(

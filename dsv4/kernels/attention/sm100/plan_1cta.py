@@ -38,6 +38,18 @@ class NamedBarriers(IntEnum):
     TMEM_UNUSED = 2  # the warps that read or write TMEM by themselves
 
 
+def budgets(title: str, plan) -> str:
+    """A plan for people: what it is of, and what each resource is used for."""
+    return "\n".join([
+        title,
+        f"warps      {plan.warps}",
+        f"registers  {plan.registers}",
+        f"TMEM       {plan.tmem}",
+        f"SMEM       {plan.smem}",
+        str(plan.barriers),
+    ])  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Tiling:
     """Slices of head_dim: a KV tile of `KEYS` rows is `chunks` boxes of `chunk_dim` columns."""
@@ -146,12 +158,8 @@ class Plan1Cta:
         )
 
     def __str__(self) -> str:
-        return "\n".join([
+        title = (
             f"head_dim {self.head_dim}, 1 CTA: {ROWS} heads x {KEYS} keys, "
-            f"{self.tiling.chunks} chunks of {self.tiling.chunk_dim} columns",
-            f"warps      {self.warps}",
-            f"registers  {self.registers}",
-            f"TMEM       {self.tmem}",
-            f"SMEM       {self.smem}",
-            str(self.barriers),
-        ])  # fmt: skip
+            f"{self.tiling.chunks} chunks of {self.tiling.chunk_dim} columns"
+        )
+        return budgets(title, self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from dsv4.kernels.attention.sm100.plan_1cta import BF16_BYTES, KEYS, ROWS, SWIZZLE_ALIGN
+from dsv4.kernels.attention.sm100.plan_1cta import BF16_BYTES, KEYS, ROWS, SWIZZLE_ALIGN, budgets
 from dsv4.kernels.kit.plan import (
     Arrival,
     Arrive,
@@ -107,13 +107,13 @@ class Plan2Cta:
         # Both assert what they hold.
         _ = self.tmem, self.smem
 
-    def __str__(self) -> str:
-        return "\n".join([
+    @property
+    def title(self) -> str:
+        """What a cluster computes."""
+        return (
             f"head_dim {HEAD_DIM}, 2 CTAs: {HEADS} heads x {KEYS} keys, "
-            f"{HALF_DIM} columns of every key in each CTA",
-            f"warps      {self.warps}",
-            f"registers  {self.registers}",
-            f"TMEM       {self.tmem}",
-            f"SMEM       {self.smem}",
-            str(self.barriers),
-        ])  # fmt: skip
+            f"{HALF_DIM} columns of every key in each CTA"
+        )
+
+    def __str__(self) -> str:
+        return budgets(self.title, self)

@@ -9,10 +9,19 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from dsv4.kernels.attention.sm100.plan_1cta import BF16_BYTES, KEYS, ROWS, SWIZZLE_ALIGN
-from dsv4.kernels.attention.sm100.plan_2cta import HALF_DIM, HEAD_DIM, HEADS
+from dsv4.kernels.attention.sm100.plan_2cta import HALF_DIM, HEAD_DIM
 from dsv4.kernels.attention.sm100.plan_paged import GATHER_WARPS, INFO_STAGES, PagedPlan2Cta
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
-from dsv4.kernels.kit.plan import Arrival, Arrive, BarrierGraph, Buffer, Edge, SmemPlan, Warps
+from dsv4.kernels.kit.plan import (
+    Arrival,
+    Arrive,
+    BarrierGraph,
+    Buffer,
+    Edge,
+    Registers,
+    SmemPlan,
+    Warps,
+)
 
 HALVES = 2
 HALF_CODES = (HEAD_DIM - ROPE_DIM) // HALVES  # columns of codes that one CTA holds of every key
@@ -23,7 +32,8 @@ SPANS = HALF_CODES // CODE_SPAN
 CODE_BYTES = KEYS * HALF_CODES  # of a key tile in one CTA
 ROPE_BYTES = KEYS * ROPE_SPAN
 STAGE_BYTES = CODE_BYTES + ROPE_BYTES
-SCALE_WORDS = KEYS + 4  # scales of a tile's keys, and the largest of each gather warp's
+# bf16 scales of a tile's keys, the largest of each gather warp's; whole vectors.
+SCALE_HALVES = KEYS + 8
 GROUPS = 2  # softmax warpgroups, which take tiles in turn: each takes longer than its products
 PLACES = HALVES * GROUPS  # softmax threads of a row
 O_BOXES = HALF_DIM // HALF_ROPE // GROUPS  # of 32 columns of O that a softmax thread scales, stores
@@ -52,7 +62,13 @@ class CodesPlan2Cta(PagedPlan2Cta):
 
     @property
     def warps(self) -> Warps:
-        return Warps.of(softmax=4 * GROUPS, query=4, mma=1, load=GATHER_WARPS)
+        # Registers are those of warpgroups.
+        return Warps.of(softmax=4 * GROUPS, query=4, load=GATHER_WARPS, mma=1, idle=3)
+
+    @property
+    def registers(self) -> Registers:
+        """The query warps hold a whole Q until the one before it has been read."""
+        return Registers.of(self.warps, softmax=104, query=152, load=72, mma=48, idle=48)
 
     @property
     def q_columns(self) -> int:
@@ -86,7 +102,7 @@ class CodesPlan2Cta(PagedPlan2Cta):
             Buffer("row_values", "Float32", (PLACES + 1) * ROWS, 16),
             # Row maxima, now and where the window was entered, as `sink_merge.RowState` has them.
             Buffer("row_maxima", "Float32", 3 * ROWS),
-            Buffer("scales", "Float32", INFO_STAGES * SCALE_WORDS, 16),
+            Buffer("scales", "BFloat16", INFO_STAGES * SCALE_HALVES, 16),
             Buffer("q_scales", "Float32", ROWS),
             # Largest magnitudes of the halves of rows, of two work tiles in turn.
             Buffer("q_maxima", "Float32", 2 * HALVES * ROWS),
@@ -124,13 +140,6 @@ class CodesPlan2Cta(PagedPlan2Cta):
         # Both assert what they hold.
         _ = self.tmem, self.smem
 
-    def __str__(self) -> str:
-        return "\n".join([
-            f"head_dim {HEAD_DIM}, 2 CTAs: {HEADS} heads x {KEYS} keys, queries and weights in "
-            f"{self.terms} e4m3 terms, {HALF_DIM} columns of every key in each CTA",
-            f"warps      {self.warps}",
-            f"registers  {self.registers}",
-            f"TMEM       {self.tmem}",
-            f"SMEM       {self.smem}",
-            str(self.barriers),
-        ])  # fmt: skip
+    @property
+    def title(self) -> str:
+        return f"{super().title}, queries and weights in {self.terms} e4m3 terms"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from dsv4.testing.accuracy import Accuracy
-from dsv4.testing.harness import SCHEDULES
-from dsv4.testing.paged_attention import make_inputs
+from dsv4.testing.harness import SCHEDULES, run_all
+from dsv4.testing.paged_attention import assert_paged_close, make_inputs
 from tests.kernels.attention.codes import SimulatedCodes, call_of, latents, set_scale, shifted
 
 pytestmark = [pytest.mark.stage("D5c"), pytest.mark.slow]
@@ -123,6 +123,18 @@ def test_a_cluster_goes_through_tokens_without_keys(seed) -> None:
         lens[[0, 2, 4]] = 0
     inputs.compressed_lens[1] = inputs.window_lens[3] = 0
     CODES.check(case, seed, inputs)
+
+
+def test_a_launch_without_largest_scores(seed) -> None:
+    """Nothing but the epilogue makes the weights of the next token wait until all of O is read."""
+    case = replace(latents(72, "fp8x2", 70, 200), requests=4)
+    inputs = make_inputs(case, seed)
+    kernel = CODES.kernel_of(case)
+    outcome = run_all(
+        CODES.simulator, kernel, lambda: call_of(inputs, has_largest=False), seed, SCHEDULES
+    )
+    largest = inputs.expected()[2]
+    assert_paged_close(inputs, outcome["o"], outcome["lse"], largest)
 
 
 def test_infinite_gates(seed) -> None:
