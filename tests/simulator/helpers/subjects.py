@@ -4,6 +4,7 @@ tiles of everything, few CTAs, so that rings wrap and each CTA has several token
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -12,9 +13,12 @@ from unittest import mock
 import torch
 
 from dsv4.kernels.attention.paged_plan import workspace_size
-from dsv4.kernels.indexer.plan import CLUSTERS
+from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS
+from dsv4.kernels.moe.plan import Tiling, tilings
 from dsv4.kernels.seam.config import tiling_of
 from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
+from dsv4.ops.moe.op import MOE
+from dsv4.ops.runtime.backend import Device
 from dsv4.testing import (
     compress,
     index_topk,
@@ -32,6 +36,7 @@ from dsv4.testing import (
 from dsv4.testing.attention import assert_attention_close
 from dsv4.testing.harness import Call, Outcome, Simulator, compiler_options
 from dsv4.testing.kernel_call import OpInputs, OpKernels
+from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
 from dsv4.testing.moe_router import RouterCase, RouterInputs, assert_routed
 from dsv4.testing.paged_kernel import compiled_kernel
 from tests.simulator.helpers.mutations import Run
@@ -98,8 +103,21 @@ def _subject(
 # ---- experts and router --------------------------------------------------------------------------
 # Three tiles of tokens, one of them of a single expert, on one SM: rings wrap.
 EXPERTS = moe.Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
-APART, JOINT = 0, 1  # tilings: a launch for each product, one launch for both
-EXPERTS_SMS = {APART: (1,), JOINT: (8, 1)}  # where CTAs share the tiles out, they wait for h
+# Tiles of each kind, groups that begin at odd places; pairs of CTAs.
+WIDE_EXPERTS = moe.Case(131, 256, 384, 4, 2, one_expert=True, live=130)
+# Tilings: a launch for each product, one launch for both, many tokens.
+APART, JOINT, WIDE = 0, 1, -1
+# Where CTAs share the tiles out, they wait for h.
+EXPERTS_SMS = {APART: (1,), JOINT: (8, 1)}
+WIDE_LAUNCHES = ((90, 2), (131, 2))  # tokens, SMs
+# Experts that are multiplied in bf16: tilings of one launch for both products, and of one for each.
+BF16_JOINT, BF16_APART = 0, 2
+BF16_EXPERTS = {
+    "nvfp4": moe.Case(11, 512, 384, 32, 2, expert_dtype="nvfp4", one_expert=True, live=10),
+    "bfloat16": moe.Case(
+        5, 512, 384, 32, 2, expert_dtype="bfloat16", shared_dtype="bfloat16", live=4,
+    ),
+}  # fmt: skip
 # Two CTAs of the selection, four tiles of a CTA of the gate, two slices one after the other.
 ROUTER, ROUTER_TILING = RouterCase(27, 1024), (1, 4)
 
@@ -107,15 +125,46 @@ ROUTER, ROUTER_TILING = RouterCase(27, 1024), (1, 4)
 @cache
 def experts(tiling: int = APART) -> Subject:
     """A tiling alone: the others would take longer to compile and to read."""
-    from dsv4.kernels.moe import plan
+    inputs = moe.Inputs.make(EXPERTS, SEED)
+    compiled, chosen = _compiled_experts(EXPERTS, tiling)
+    makes = [partial(inputs.experts_call, 0, sms, chosen.tokens) for sms in EXPERTS_SMS[tiling]]
+    return _subject(compiled, makes, partial(_check_experts, inputs))
+
+
+@cache
+def wide_experts() -> Subject:
+    """The tiling of many tokens, in pairs of CTAs."""
+    inputs = moe.Inputs.make(WIDE_EXPERTS, SEED)
+    compiled, chosen = _compiled_experts(WIDE_EXPERTS, WIDE)
+    return Subject(compiled, partial(_runs_of_experts, inputs, WIDE_LAUNCHES, chosen.tokens))
+
+
+def _compiled_experts(case: moe.Case, tiling: int) -> tuple[Any, Tiling]:
+    """The kernels with one tiling, and it."""
     from dsv4.kernels.moe.sm90 import experts
 
-    inputs = moe.Inputs.make(EXPERTS, SEED)
-    chosen = plan.tilings(EXPERTS.config)[tiling : tiling + 1]
-    with mock.patch.object(experts, "tilings", lambda config: chosen):
-        compiled = experts.build(EXPERTS.config, compiler_options("sm_90a", has_lines=True))
-    makes = [partial(inputs.experts_call, 0, sms, 8) for sms in EXPERTS_SMS[tiling]]
-    return _subject(compiled, makes, lambda found: moe.assert_experts_close(found, inputs))
+    chosen = tilings(case.config)[tiling]
+    with mock.patch.object(experts, "tilings", lambda config: (chosen,)):
+        return experts.build(case.config, compiler_options("sm_90a", has_lines=True)), chosen
+
+
+@cache
+def bf16_experts(dtype: str, tiling: int) -> Subject:
+    """A layer with a tiling alone, on one SM."""
+    from dsv4.kernels.moe.sm90 import bf16_experts, layer
+
+    inputs = LayerInputs.make(BF16_EXPERTS[dtype], SEED)
+    chosen = tilings(inputs.case.config)[tiling]
+    with mock.patch.object(bf16_experts, "tilings", lambda config: (chosen,)):
+        config = MOE.compiled_config(inputs.config, "sm_90a")
+        compiled = layer.build(config, compiler_options("sm_90a", has_lines=True))
+
+    def make() -> Call:
+        call = inputs.call_tiled(tiling, Device("sm_90a", 1))
+        call.options["tiling"] = 0
+        return call
+
+    return _subject(compiled, [make], lambda found: assert_layer_close(found, inputs))
 
 
 # Several turns of a pair of CTAs; CTAs that begin with a tile of the shared expert whose weights
@@ -132,17 +181,19 @@ def blackwell_experts() -> Subject:
     with mock.patch.object(experts, "tilings", lambda config: plan.tilings(config)[:1]):
         options = compiler_options("sm_100a", has_lines=True)
         compiled = experts.build(inputs.case.config, options)
+    return Subject(compiled, partial(_runs_of_experts, inputs, BLACKWELL_EXPERTS, 8))
 
-    def runs(schedule: str) -> list[Run]:
-        found = []
-        for tokens, sms in BLACKWELL_EXPERTS:
-            own = inputs.first(tokens)
-            make = partial(own.experts_call, 0, sms, 8)
-            check = partial(_check_experts, own)
-            found.append(run_of_call(make, check, schedule))
-        return found
 
-    return Subject(compiled, runs)
+def _runs_of_experts(
+    inputs: moe.Inputs, launches: Sequence[tuple[int, int]], group_tokens: int, schedule: str
+) -> list[Run]:
+    """Launches of the first tokens."""
+    found = []
+    for tokens, sms in launches:
+        own = inputs.first(tokens)
+        make = partial(own.experts_call, 0, sms, group_tokens)
+        found.append(run_of_call(make, partial(_check_experts, own), schedule))
+    return found
 
 
 def _check_experts(inputs: moe.Inputs, found: Outcome) -> None:
@@ -159,18 +210,23 @@ def router() -> Subject:
     return _subject(compiled, [make], lambda found: assert_routed(found, inputs))
 
 
-# Tiles without tokens, pairs of several runs, a ring that wraps.
-ROUTER_MANY, ROUTER_MANY_TILING = RouterCase(70, 1024, live=61), (1, 1)
+# Tiles without tokens, pairs of several runs, a ring that wraps. Each warp of a run has so many
+# tokens, whose pairs are two batches; further loads of a thread are copies of an unrolled loop.
+ROUTER_MANY, ROUTER_MANY_TILING = RouterCase(90, 1024, top_k=7, live=81), (1, 1)
+ROUNDS = 5
 
 
 @cache
 def router_of_many() -> Subject:
-    """The gate and the selection of many tokens, with three tokens of a run for each warp."""
-    from dsv4.kernels.moe import select_many
+    """The gate and the selection of many tokens."""
+    from dsv4.kernels.moe import select, select_many
     from dsv4.kernels.moe.router import build_many
 
     inputs = RouterInputs.make(ROUTER_MANY, SEED)
-    with mock.patch.object(select_many, "run_rounds", lambda tokens: 3):
+    with ExitStack() as stack:
+        for module in (select, select_many):
+            stack.enter_context(mock.patch.object(module, "BATCH", 1))
+        stack.enter_context(mock.patch.object(select_many, "run_rounds", lambda tokens: ROUNDS))
         compiled = build_many(ROUTER_MANY.config, compiler_options("sm_90a", has_lines=True))
     make = partial(inputs.call, ROUTER_MANY_TILING)
     return _subject(compiled, [make], lambda found: assert_routed(found, inputs))
@@ -292,20 +348,36 @@ def seam(arch: str) -> Subject:
 
 
 @cache
-def indexer() -> Subject:
-    """Ragged lists, in one launch, by CTAs and by clusters, and one that registers do not hold."""
-    ragged = index_topk.Case((70, 330, 5, 64, 0, 130, 65), 64, gives_slots=True, padding_rows=1)
-    long = index_topk.Case((17_000, 100), 64, gives_slots=True)
+def indexer(key_format: str = "fp8") -> Subject:
+    """Ragged lists, in one launch of each size of a cluster, and behind a launch of scores by CTAs
+    and by clusters; and one that registers do not hold, which hold a vector of a thread here:
+    further ones are copies of an unrolled loop."""
+    from dsv4.kernels.indexer import select, selection
+    from dsv4.kernels.indexer.sm90 import one_launch
+
+    lens = (70, 330, 5, 64, 0, 130, 65)
+    options = {"gives_slots": True, "key_format": key_format, "levels": 30}
+    ragged = index_topk.Case(lens, 64, padding_rows=1, **options)
+    few = index_topk.Case(lens[:3], 64, **options)
+    long = index_topk.Case((4_200, 100), 64, **options)
+    small, *large = ONE_LAUNCH_CLUSTERS
     launches = [
-        (index_topk.Inputs.make(case, SEED), {"num_ctas": ctas, "cluster": cluster})
-        for case, ctas, cluster in (
-            (ragged, 0, 4), (ragged, FEW_SMS, 1), (ragged, FEW_SMS, CLUSTERS[-1]),
-            (long, FEW_SMS, 1),
+        (ragged, 0, small),
+        *((few, 0, cluster) for cluster in large),
+        *((ragged, FEW_SMS, cluster) for cluster in CLUSTERS),
+        (long, FEW_SMS, 1),
+    ]
+    with ExitStack() as stack:
+        for module in (select, selection, one_launch):
+            stack.enter_context(mock.patch.object(module, "HELD", 1))
+        return subject_of_op(
+            "sm_90a",
+            [
+                (index_topk.Inputs.make(case, SEED), {"num_ctas": ctas, "cluster": cluster})
+                for case, ctas, cluster in launches
+            ],
+            lambda given, found: index_topk.assert_choice(given, found.outputs),
         )
-    ]  # fmt: skip
-    return subject_of_op(
-        "sm_90a", launches, lambda given, found: index_topk.assert_choice(given, found.outputs)
-    )
 
 
 @cache

@@ -1,5 +1,6 @@
 """Deleting any one synchronisation instruction of a kernel is noticed: linears with code of their
-own, the compressor, norms and rows of latents, indices, experts, quantisers, the sampler.
+own, the compressor, norms and rows of latents, indices, experts, the router of many tokens,
+quantisers, the sampler.
 
 The bodies of FP8 weights are those of `fp8_linear`, whose deletions have a test of their own.
 """
@@ -23,6 +24,7 @@ from tests.simulator.races.test_fp8_linear_mutations import (
     STREAMED,
     TURN,
 )
+from tests.simulator.races.test_router_mutations import LAST
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
@@ -106,6 +108,19 @@ SAMPLER_CUTS = {
     ),
 }
 
+ROUTER_MANY = {
+    # Of the gate, the selection and the sort.
+    ("griddepcontrol.launch_dependents", "kernel"): (3, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (1, FIRST),
+    ("bar.sync", "kernel"): (1, CLUSTER),
+    ("bar.warp", "kernel"): (
+        1,
+        "behind the reads of a token's ids: those of the next one are written behind the sync that "
+        "its scores need",
+    ),
+    ("bar.warp", "count_pairs"): (1, "of the last batch: the CTA's barrier follows"),
+    ("bar.warp", "next_place"): (1, LAST),
+}
 # Of the three launches of products; the first two read no h.
 EXPERTS = {
     ("griddepcontrol.launch_dependents", "kernel"): (1, f"of the sum: {LAUNCH}"),
@@ -142,6 +157,7 @@ EXPERTS_UNREACHED = {
 # why.
 KERNELS = {
     "experts": (subjects.experts, EXPERTS),
+    "router, many tokens": (subjects.router_of_many, ROUTER_MANY),
     # A slice's blocks but the last, and the last one.
     "plain linear, resident": (partial(linears.plain, 11, 0), releasing(RESIDENT, 2)),
     "plain linear, wide": (partial(linears.plain, 150, -1), PLAIN_WIDE),

@@ -65,6 +65,7 @@ BEST_ROWS_HARMLESS = {
     ),
 }
 BEGUN = "tells that the other CTAs have begun: there is nothing yet to hand over"
+OF_ONE_CTA = "words of one CTA: any scope is enough"
 SAMPLER_HARMLESS = {("barrier.cluster", "kernel", "relaxed"): (1, BEGUN)}
 
 
@@ -81,6 +82,7 @@ KERNELS = {
                 "relaxed arrival is enough for both",
             ),
             ("mbarrier.arrive", "load", "relaxed"): (1, EXPECTS),
+            ("atom.shared", "__init__", "cluster"): (1, OF_ONE_CTA),
         },
         {},
     ),
@@ -122,7 +124,7 @@ KERNELS = {
         partial(subjects.sampler, "sm_90a", True),
         {
             **SAMPLER_HARMLESS,
-            ("atom.shared", "__init__", "cluster"): (8, "words of one CTA: any scope is enough"),
+            ("atom.shared", "__init__", "cluster"): (8, OF_ONE_CTA),
         },
         {},
     ),
