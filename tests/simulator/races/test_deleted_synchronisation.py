@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from dsv4.testing.harness import SCHEDULES
-from tests.simulator.helpers import linears, subjects
+from tests.simulator.helpers import experts, linears, subjects
 from tests.simulator.helpers.changes import Listed, check_deleted
 from tests.simulator.races.test_fp8_linear_mutations import (
     CLUSTER,
@@ -156,8 +156,8 @@ EXPERTS_UNREACHED = {
 # Subject, and what is not missed: by instruction and the kernel's function, how many of them, and
 # why.
 KERNELS = {
-    "experts": (subjects.experts, EXPERTS),
-    "router, many tokens": (subjects.router_of_many, ROUTER_MANY),
+    "experts": (experts.experts, EXPERTS),
+    "router, many tokens": (experts.router_of_many, ROUTER_MANY),
     # A slice's blocks but the last, and the last one.
     "plain linear, resident": (partial(linears.plain, 11, 0), releasing(RESIDENT, 2)),
     "plain linear, wide": (partial(linears.plain, 150, -1), PLAIN_WIDE),

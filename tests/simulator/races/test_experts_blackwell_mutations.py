@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from dsv4.testing.harness import SCHEDULES
-from tests.simulator.helpers import subjects
+from tests.simulator.helpers import experts
 from tests.simulator.helpers.changes import check_deleted, check_weaker
 from tests.simulator.races.test_fp8_linear_mutations import EXPECTS, FIRST, LAUNCH
 
@@ -42,10 +42,10 @@ HARMLESS = {
 
 
 def test_all_deletions_are_noticed() -> None:
-    compiled, runs = subjects.blackwell_experts()
+    compiled, runs = experts.blackwell_experts()
     check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], REDUNDANT)
 
 
 def test_all_weaker_qualifiers_are_noticed() -> None:
-    compiled, runs = subjects.blackwell_experts()
+    compiled, runs = experts.blackwell_experts()
     check_weaker(compiled, runs("eager"), HARMLESS)

@@ -8,6 +8,8 @@ import pytest
 
 from dsv4.testing.harness import SCHEDULES, Outcome, compiler_options
 from dsv4.testing.moe_router import RouterInputs, assert_routed
+from tests.simulator.helpers.experts import ROUTER as CASE
+from tests.simulator.helpers.experts import ROUTER_TILING as TILING
 from tests.simulator.helpers.mutations import (
     Run,
     known_warnings,
@@ -17,8 +19,6 @@ from tests.simulator.helpers.mutations import (
     without,
 )
 from tests.simulator.helpers.places import places
-from tests.simulator.helpers.subjects import ROUTER as CASE
-from tests.simulator.helpers.subjects import ROUTER_TILING as TILING
 from tests.simulator.races.test_fp8_linear_mutations import reached
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]

@@ -14,7 +14,7 @@ import pytest
 
 from dsv4.testing import kv_insert, rms_norm_fp8
 from dsv4.testing.harness import compiler_options
-from tests.simulator.helpers import linears, subjects
+from tests.simulator.helpers import experts, linears, subjects
 from tests.simulator.helpers.changes import check, check_weaker, weakenings_of
 from tests.simulator.races.test_fp8_linear_mutations import TURN
 
@@ -71,10 +71,10 @@ SAMPLER_HARMLESS = {("barrier.cluster", "kernel", "relaxed"): (1, BEGUN)}
 
 # Subject, what goes unnoticed, and what no launch runs.
 KERNELS = {
-    "experts": (subjects.experts, EXPERTS_HARMLESS, {}),
-    "router": (subjects.router, {}, {}),
+    "experts": (experts.experts, EXPERTS_HARMLESS, {}),
+    "router": (experts.router, {}, {}),
     "router, many tokens": (
-        subjects.router_of_many,
+        experts.router_of_many,
         {
             ("barrier.cluster", "kernel", "relaxed"): (
                 1,
@@ -142,7 +142,7 @@ def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
 @pytest.mark.slow
 def test_joint_products_hand_h_over_to_all_ctas() -> None:
     """In the schedule in which CTAs share the tiles out: else one takes nearly all of them."""
-    compiled, runs = subjects.experts(subjects.JOINT)
+    compiled, runs = experts.experts(experts.JOINT)
     changes = [
         change
         for change in weakenings_of(compiled.artifacts.PTX)
