@@ -265,10 +265,13 @@ def test_a_warm_runner_can_be_captured(options: dict, seed: int) -> None:
 
 
 def test_toggles_of_the_environment(monkeypatch, seed: int) -> None:
-    """Codes made on the CPU give the kernel's bits; the torch code is close."""
+    """Codes made on the CPU and launches of one head give the kernel's bits; the torch code is
+    close."""
     q, k, v = (x.cuda() for x in make_inputs(Case(1, 4, 2, 300, 500, 64, "vbias"), seed))
     wanted = quantized_attention(q, k, v)
     monkeypatch.setattr(knobs, "overrides", lambda: {"host_codes": True})
+    assert torch.equal(quantized_attention(q, k, v), wanted)
+    monkeypatch.setattr(knobs, "overrides", lambda: {"serial_heads": True})
     assert torch.equal(quantized_attention(q, k, v), wanted)
     monkeypatch.setattr(knobs, "overrides", lambda: {"torch_code": True})
     found = quantized_attention(q, k, v)
