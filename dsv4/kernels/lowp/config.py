@@ -48,6 +48,8 @@ KERNEL_ACCUMULATORS = {
 }
 KERNEL_GEOMETRIES = {"sm_90a": ("sm90", "sm89"), "sm_100a": ("sm90",)}
 KERNEL_SCORES = {"sm_90a": ("int8", "fp8"), "sm_100a": ("int8", "fp8", "nvfp4")}
+# Formats of queries and keys that an architecture's tensor cores do not multiply.
+ABSENT_PRODUCTS = {"sm_90a": ("nvfp4",), "sm_103a": ("int8",)}
 # Accumulation beside which the mean of V can be added again at the end.
 SMOOTH_V_ACCUMULATOR = {"fp8": "fp32", "fp16": "fp16"}
 # Whose rounding: SageAttention's Triton quantisers or its CUDA ones.
@@ -222,27 +224,33 @@ class QuantizedAttentionConfig(QuantizeKvConfig):
 
 def has_codes_kernel(config: QuantizeKvConfig, arch: str = "sm_90a") -> bool:
     """Whether the kernels of an architecture take a configuration of `quantize_kv`."""
-    return (
-        config.qk in KERNEL_SCORES[arch]
-        and config.dtype != "float32"
-        and config.row_align == VECTOR_BYTES
-        and not (config.smooth_q and config.qk != "nvfp4")
-        and config.km_scope == "sequence"
-    )
+    return not without_kernel(config, arch)
 
 
 def has_kernel(config: QuantizedAttentionConfig, arch: str = "sm_90a") -> bool:
     """Whether the attention kernel of an architecture takes a configuration."""
-    return (
-        config.qk in KERNEL_SCORES[arch]
-        and config.geometry in KERNEL_GEOMETRIES[arch]
-        and config.pv_accum_dtype in KERNEL_ACCUMULATORS[arch].get(config.pv, ())
-        and config.dtype != "float32"
-        and config.row_align == VECTOR_BYTES
-        and not (config.smooth_q and config.qk != "nvfp4")
+    return not without_kernel(config, arch)
+
+
+def without_kernel(config: QuantizeKvConfig, arch: str) -> str:
+    """Which options of a configuration the kernels of an architecture do not have, by name and
+    value; empty where they have all."""
+    accumulators = KERNEL_ACCUMULATORS[arch].get(config.pv, ())
+    is_attention = isinstance(config, QuantizedAttentionConfig)
+    found = {
+        "qk": config.qk not in KERNEL_SCORES[arch],
+        "dtype": config.dtype == "float32",
+        "head_dim": config.row_align != VECTOR_BYTES,
+        "smooth_q": config.smooth_q and config.qk != "nvfp4",
+    }
+    if is_attention:
+        found["geometry"] = config.geometry not in KERNEL_GEOMETRIES[arch]
+        found["pv_accum_dtype"] = config.pv_accum_dtype not in accumulators
         # Scores are compared before they are scaled.
-        and config.sm_scale >= 0
-    )
+        found["sm_scale"] = config.sm_scale < 0
+    else:
+        found["km_scope"] = config.km_scope != "sequence"
+    return ", ".join(f"{name} {getattr(config, name)!r}" for name, is_so in found.items() if is_so)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...], where: str = "") -> None:

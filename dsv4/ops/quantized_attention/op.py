@@ -16,6 +16,7 @@ from dsv4.kernels.lowp.args import ATTENTION_ARGS, CODES, needs, values
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
 from dsv4.kernels.lowp.groups import num_blocks
 from dsv4.kernels.lowp.plan import MAXIMA_ROWS, WORK_QUERIES, choose_launch
+from dsv4.ops.quantized_attention.backends import check_device
 from dsv4.ops.quantized_attention.dump import report_scales, write_dumps
 from dsv4.ops.quantized_attention.knobs import is_set, reports_scales, wants_stages
 from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
@@ -271,6 +272,7 @@ def quantized_attention(
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         QUANTIZED_ATTENTION.check_no_gradients(q, None, None, None, out)
     identity = _runner_id(codes.config, index(q.shape[-1]), causal, kind, _scale(sm_scale, q))
+    check_device(QUANTIZED_ATTENTION, identity, q.device)
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     shape = queries.shape[:3]
     lse = torch.empty(shape, dtype=torch.float32, device=q.device) if return_lse else None

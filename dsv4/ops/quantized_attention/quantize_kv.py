@@ -16,6 +16,7 @@ from dsv4.kernels.lowp.args import CODES, QUANTIZE_KV_ARGS, needs, values
 from dsv4.kernels.lowp.config import QuantizeKvConfig, has_codes_kernel
 from dsv4.kernels.lowp.groups import num_blocks
 from dsv4.kernels.lowp.plan import STATISTICS
+from dsv4.ops.quantized_attention.backends import check_device
 from dsv4.ops.quantized_attention.codes import encode_kv, key_means
 from dsv4.ops.quantized_attention.knobs import is_set
 from dsv4.ops.quantized_attention.layouts import aligned, check_layout, check_rank, heads_first
@@ -267,6 +268,7 @@ def encode(k: Tensor, v: Tensor, cu_seqlens_k: Tensor | None, identity: int) -> 
         found = encode(k.cpu(), v.cpu(), ends, identity)
         moved = (x if x is None else x.to(k.device) for x in found.codes.values())
         return QuantizedKV(config, cu_seqlens_k, *moved)
+    check_device(QUANTIZE_KV, identity, k.device)
     k, v = aligned(k), aligned(v)
     if cu_seqlens_k is not None:
         check_is_tensor("cu_seqlens_k", cu_seqlens_k)

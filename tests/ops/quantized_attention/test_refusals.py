@@ -3,13 +3,31 @@ design page shows the table that says so."""
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 import torch
 
-from dsv4.kernels.lowp.config import ACCUMULATORS, GRANULARITIES, SMOOTH_V_ACCUMULATOR
-from dsv4.ops import quantize_kv, quantized_attention
+from dsv4.kernels.lowp.config import (
+    ABSENT_PRODUCTS,
+    ACCUMULATORS,
+    GRANULARITIES,
+    SMOOTH_V_ACCUMULATOR,
+    QuantizedAttentionConfig,
+)
+from dsv4.ops import (
+    quantize_kv,
+    quantize_kv_runner_id,
+    quantized_attention,
+    quantized_attention_runner_id,
+)
+from dsv4.ops.quantized_attention import backends
+from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
+from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
+from dsv4.ops.runtime import backend
+from dsv4.ops.runtime.backend import Device
 from dsv4.testing.lowp import Case, make_inputs
 
 pytestmark = pytest.mark.stage("lowp")
@@ -107,3 +125,85 @@ def test_ends_of_sequences_that_do_not_rise_are_refused(ends, seed) -> None:
     ends = torch.tensor(ends, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"^cu_seqlens_k: got"):
         quantized_attention(q, k, v, cu_seqlens_q=ENDS, cu_seqlens_k=ends)
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """Sets which architecture GPUs are of."""
+
+    def set_(arch: str | None) -> None:
+        device = arch and Device(arch, 132)
+        monkeypatch.setattr(backend, "device_of", lambda index: device)
+        backends.check_once.cache_clear()
+
+    yield set_
+    backends.check_once.cache_clear()
+
+
+def identity_of(**options: object) -> int:
+    return quantized_attention_runner_id(*astuple(QuantizedAttentionConfig(64, **options)))
+
+
+FP4 = {"qk": "nvfp4", "pv": "nvfp4", "qk_quant_gran": "per_16", "quantizer": ""}
+FP4 |= {"pv_accum_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    "arch, options, message",
+    [
+        ("sm_90a", FP4, "qk: got 'nvfp4', which tensor cores of sm_90a do not multiply, needs "
+         "'int8' or 'fp8'; DSV4_OPS=torch"),
+        ("sm_103a", {}, "qk: got 'int8', which tensor cores of sm_103a do not multiply, needs "
+         "'fp8' or 'nvfp4'"),
+    ],
+)  # fmt: skip
+def test_formats_that_a_gpu_does_not_multiply_are_refused(
+    arch, options, message, gpu_of, monkeypatch
+) -> None:
+    device, identity = torch.device("cuda", 0), identity_of(**options)
+    gpu_of(arch)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^{message}"):
+            backends.check_device(QUANTIZED_ATTENTION, identity, device)
+    monkeypatch.setenv("DSV4_OPS", "torch")
+    backends.check_device(QUANTIZED_ATTENTION, identity, device)
+    monkeypatch.delenv("DSV4_OPS")
+    backends.check_device(QUANTIZED_ATTENTION, identity, torch.device("cpu"))
+    gpu_of(None)  # another GPU: the operator's own warning
+    backends.check_device(QUANTIZED_ATTENTION, identity, device)
+
+
+def test_options_without_a_kernel_run_in_torch_with_one_warning(gpu_of) -> None:
+    device = torch.device("cuda", 0)
+    gpu_of("sm_100a")
+    sm89 = identity_of(geometry="sm89", sm_scale=-1.0)
+    with pytest.warns(RuntimeWarning, match="sm_100a has geometry 'sm89', sm_scale -1.0; the slow"):
+        backends.check_device(QUANTIZED_ATTENTION, sm89, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backends.check_device(QUANTIZED_ATTENTION, sm89, device)
+        backends.check_device(QUANTIZED_ATTENTION, identity_of(), device)
+    keys = quantize_kv_runner_id(64, "float32", False)
+    with pytest.warns(
+        RuntimeWarning, match="quantize_kv: no kernel of sm_100a has dtype 'float32'"
+    ):
+        backends.check_device(QUANTIZE_KV, keys, device)
+
+
+@pytest.mark.slow
+def test_a_call_on_a_gpu_compiles_into_one_graph(gpu_of, monkeypatch, seed) -> None:
+    monkeypatch.setattr(backends, "GPU", "cpu")
+    gpu_of("sm_90a")
+    given = make_inputs(Case(), seed)
+    torch._dynamo.reset()
+    compiled = torch.compile(quantized_attention, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*given), quantized_attention(*given))
+
+
+def test_the_page_shows_what_gpus_do_not_multiply() -> None:
+    page = PAGE.read_text()
+    for arch, formats in ABSENT_PRODUCTS.items():
+        assert f"| {arch} | {', '.join(formats)} |\n" in page
