@@ -15,6 +15,7 @@ from dsv4.ops.runtime import backend
 from dsv4.ops.runtime.kernel_op import KernelOp
 from dsv4.ops.runtime.registry import OPS
 from dsv4.ops.runtime.runner import config_of
+from dsv4.quoting import quoted
 
 GPU = "cuda"
 
@@ -43,8 +44,8 @@ def check_once(name: str, identity: int, index: int) -> None:
     if config.qk in absent:
         others = " or ".join(repr(qk) for qk in GRANULARITIES if qk not in absent)
         raise ValueError(
-            f"qk: got {config.qk!r}, which tensor cores of {arch} do not multiply, needs {others}; "
-            "DSV4_OPS=torch or DSV4_SAGE_FORCE_SIMPLE_QK=1 computes it in torch"
+            f"qk: got {quoted(config.qk)}, which tensor cores of {arch} do not multiply, needs "
+            f"{others}; DSV4_OPS=torch or DSV4_SAGE_FORCE_SIMPLE_QK=1 computes it in torch"
         )
     missing = without_kernel(config, arch) if arch in op.kernels else ""
     if missing:
