@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
+from dsv4.quoting import quoted
 
 SIZES = (
     # Work tiles of which a warpgroup has no query.
@@ -68,7 +69,7 @@ def model(name: str, dim: int, arch: str, seed: int) -> int:
     shape = (1, MODEL_HEADS, MODEL_KEY_HEADS, MODEL_QUERIES, MODEL_KEYS, dim)
     inputs = Inputs.make(Case(*shape, options=MODELLED[name]), seed)
     if not has_kernel(inputs.config, arch):
-        raise ValueError(f"--model: got {name!r}, {arch} has no kernel for it")
+        raise ValueError(f"--model: got {quoted(name)}, {arch} has no kernel for it")
     kernels = OpKernels(QUANTIZED_ATTENTION, Simulator(arch))
     machine = MACHINES[arch]
     call = kernels.call(inputs)
