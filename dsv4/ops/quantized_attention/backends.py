@@ -1,5 +1,5 @@
-"""What a GPU cannot do: formats that its tensor cores do not multiply are refused by name, other
-options without a kernel run in torch, with one warning.
+"""Limits of GPUs: formats that tensor cores do not multiply are refused by name, other options
+without a kernel run in torch, with one warning.
 """
 
 from __future__ import annotations
