@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from dsv4.arch import ARCHS
-from dsv4.quoting import printable
+from dsv4.quoting import printable, quoted
 
 if TYPE_CHECKING:
     from dsv4.ops.runtime.precompile import Outcome
@@ -34,6 +34,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         action="store_const",
         const=list(ARCHS),
         help="every architecture",
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help='kernels whose label has this, as --only "Flash" (repeatable; default: all)',
     )
     parser.add_argument(
         "--report",
@@ -69,7 +75,14 @@ def run(args: argparse.Namespace) -> int:
     from dsv4.ops.runtime.precompile import precompile
     from dsv4.ops.runtime.registry import ahead_of_time
 
-    keys = [labelled for arch in dict.fromkeys(args.arch) for labelled in ahead_of_time(arch)]
+    keys = [
+        (label, key)
+        for arch in dict.fromkeys(args.arch)
+        for label, key in ahead_of_time(arch)
+        if args.only is None or any(text.lower() in label.lower() for text in args.only)
+    ]
+    if not keys:
+        raise ValueError(f"--only: got {quoted(args.only)}, no kernel's label has any of it")
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

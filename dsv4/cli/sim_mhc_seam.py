@@ -30,7 +30,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    from dsv4.kernels.seam.config import has_kernel, tiling_of
+    from dsv4.kernels.seam.config import can_join, has_kernel, tiling_of
     from dsv4.ops.mhc_seam import MHC_SEAM
     from dsv4.testing.harness import SCHEDULES
     from dsv4.testing.kernel_call import OpKernels
@@ -50,10 +50,15 @@ def run(args: argparse.Namespace) -> int:
         for name, case in cases.items():
             inputs = Inputs.make(case, args.seed)
             compiled = kernels.compile(inputs.config)
-            ways = [(f"{size} a pass", size, 0) for size in tiling_of(inputs.config).pass_sizes]
-            for index, (way, size, parts) in enumerate([*ways, ("two launches", 1, 1)]):
+            tiling = tiling_of(inputs.config)
+            ways = [(f"{size} a pass", (size, 0, 0)) for size in tiling.pass_sizes]
+            ways.append(("two launches", (1, 1, 0)))
+            if can_join(tiling):
+                ways.append(("one launch of parts", (1, 1, 1)))
+            for index, (way, sizes_) in enumerate(ways):
                 schedule = SCHEDULES[index % len(SCHEDULES)]
-                scalars = {"num_clusters": ONE_CLUSTER, "pass_tokens": size, "parts": parts}
+                scalars = {"num_clusters": ONE_CLUSTER}
+                scalars |= dict(zip(("pass_tokens", "parts", "is_joined"), sizes_))
                 outcome = launches.run(
                     compiled,
                     lambda given=inputs, scalars=scalars: kernels.call(given, **scalars),

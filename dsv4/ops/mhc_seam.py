@@ -15,9 +15,12 @@ from torch.autograd import forward_ad
 from dsv4.arch import ARCHS
 from dsv4.kernels.seam.args import ARGS, values
 from dsv4.kernels.seam.config import (
+    COUNTER_WORDS,
     GROUP,
+    MAX_PARTS,
     PARTIAL_ROWS,
     SeamConfig,
+    can_join,
     choose_parts,
     choose_pass,
     has_kernel,
@@ -79,24 +82,26 @@ class MhcSeam(KernelOp):
         return has_kernel(config)
 
     def plan(self, config: SeamConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
-        """Clusters of a launch, tokens that each takes at a time, parts of two launches."""
+        """Clusters of a launch, tokens that each takes at a time; parts in place of clusters, and
+        whether in one launch."""
         given = (tiling_of(config), sizes["T"], device.num_sms)
-        return *choose_pass(*given), choose_parts(*given)
+        return *choose_pass(*given), *choose_parts(*given)
 
     def workspace_size(self, config: SeamConfig, sizes: Sizes, scalars: tuple[int, ...]) -> int:
-        """Sums by token and group of columns, where two launches take them."""
-        return sizes["T"] * (config.dim // GROUP) * PARTIAL_ROWS if scalars[-1] else 0
+        """Counts, and sums by token and group of columns, where parts take them."""
+        parts = scalars[2]
+        return _workspace_size(config, sizes["T"]) if parts else 0
 
     def max_workspace_size(self, config: SeamConfig, rows: int, device: Device) -> int:
-        return rows * (config.dim // GROUP) * PARTIAL_ROWS if has_kernel(config) else 0
+        return _workspace_size(config, rows) if has_kernel(config) else 0
 
     def probes(
         self, config: SeamConfig, target: Device, device: torch.device
     ) -> Iterator[tuple[Tensor | int, ...]]:
-        """A token through one launch and through two, with all that the configuration reads and
-        writes."""
-        for parts in (0, 1):
-            call = list(states.smallest_call(self, config, (1, 1, parts), device))
+        """A token through clusters and parts, with all that the configuration reads and writes."""
+        ways = [(0, 0), (1, 0), (1, 1)] if can_join(tiling_of(config)) else [(0, 0), (1, 0)]
+        for way in ways:
+            call = list(states.smallest_call(self, config, (1, 1, *way), device))
             for place, arg in enumerate(self.tensors):
                 if arg.is_optional and self.needs(config, arg.name):
                     call[place] = make.empty(arg, self.values(config), {"T": 1}, device).zero_()
@@ -187,6 +192,11 @@ class MhcSeam(KernelOp):
                 sizes, options = (dim, MODEL_STREAMS), (MODEL_SINKHORN_ITERS, MODEL_EPS, MODEL_EPS)
                 found[f"{label}, {kind}"] = SeamConfig(*sizes, is_head, expands, *options, top_k)
         return found
+
+
+def _workspace_size(config: SeamConfig, tokens: int) -> int:
+    sums = tokens * (config.dim // GROUP) * PARTIAL_ROWS
+    return MAX_PARTS * COUNTER_WORDS + sums
 
 
 MHC_SEAM = MhcSeam()

@@ -34,6 +34,7 @@ ARGS = (
     Scalar("num_clusters"),
     Scalar("pass_tokens"),
     Scalar("parts"),
+    Scalar("is_joined"),
 )
 
 

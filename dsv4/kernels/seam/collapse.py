@@ -78,15 +78,18 @@ class Place:
 class Collapse:
     """Kernel of one configuration."""
 
-    def __init__(self, config: SeamConfig, columns: Columns):
+    def __init__(self, config: SeamConfig, columns: Columns, all_warps: int | None = None):
+        """`all_warps`: of a CTA, the mixing one among them; default one for every four groups."""
         self.config = config
         self.columns = columns
         self.tiling = tiling_of(config)
         self.mixing = None if config.is_head else Mixing(config, self.tiling)
-        groups = self.tiling.groups
+        groups, mixes = self.tiling.groups, self.mixing is not None
         self.warps = min(MAX_WARPS, -(-groups // WARP_GROUPS))
+        if all_warps is not None:
+            self.warps = all_warps - mixes
         self.warp_groups = -(-groups // self.warps)
-        self.all_warps = self.warps + (self.mixing is not None)
+        self.all_warps = self.warps + mixes
 
     @cute.jit
     def launch(self, operands: Operands, partials: cute.Tensor, stream):
@@ -106,11 +109,29 @@ class Collapse:
         )
         pdl.launch_dependents()
         # The parameters are no outputs of the launch before.
-        held = self.columns.load_parameters(operands)
+        parameters = self.load_parameters(operands, place.lane)
+        pdl.wait_for_previous_launch()
+        self.take(operands, partials, buffers, place, parameters)
+
+    @cute.jit
+    def load_parameters(self, operands: Operands, lane: Int32) -> tuple:
+        """Parameters of pre, and of the row that the lane mixes."""
         mix_row = None
         if cutlass.const_expr(self.mixing is not None):
-            mix_row = self.mixing.load_parameters(operands, place.lane)
-        pdl.wait_for_previous_launch()
+            mix_row = self.mixing.load_parameters(operands, lane)
+        return self.columns.load_parameters(operands), mix_row
+
+    @cute.jit
+    def take(
+        self,
+        operands: Operands,
+        partials: cute.Tensor,
+        buffers: Buffers,
+        place: Place,
+        parameters: tuple,
+    ) -> None:
+        """Everything of a token."""
+        held, mix_row = parameters
         # First what is needed first; all loads are under way before one is waited for.
         sums = self.load_partials(partials, place)
         words = self.load_streams(operands, place)

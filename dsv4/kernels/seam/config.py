@@ -20,13 +20,17 @@ SQUARES_ROW = 24  # of the sums over a group's columns: behind the rows of fn
 PARTIAL_ROWS = 32
 TILE = 8  # tokens that a CTA of the first of two launches takes at a time
 TILE_CTAS = 2  # of that launch that share an SM
+MAX_PARTS = 512  # of the tokens, by which the CTAs of that launch divide them
+COUNTER_WORDS = 8  # of a part, where the two are one
+MAX_JOINED_GROUPS = 56  # of columns that the CTAs of that one have registers for: Pro's
 SMEM_LIMIT = 226 * KIB  # of the buffers of an SM's CTAs; mbarriers take the rest
 PASS_SIZES = (1, 2, 4)
 # What a pass takes on an H200 beyond the first, in us: at all, and by token.
 PASS_COST, TOKEN_COST = 2.2, 0.3
 MAX_TOP_K = 31  # a warp looks at the experts of a token
-# Tokens from which on two launches are faster than one, by the time model of the simulator.
-TWO_LAUNCHES = 16
+# Tokens from which on parts are faster than clusters, by the time model of the simulator; and up to
+# which one launch takes them.
+MANY_TOKENS, MOST_JOINED = 16, 512
 MIN_EPS = 1e-18
 MAX_ITERS, KERNEL_ITERS = 1000, 64  # of Sinkhorn's: of any, and of a kernel, which unrolls them
 
@@ -170,11 +174,17 @@ def has_kernel(config: SeamConfig) -> bool:
     return tiling.rank_groups <= WARPS and bool(tiling.pass_sizes)
 
 
-def choose_parts(tiling: SeamTiling, tokens: int, num_sms: int) -> int:
-    """Parts of the tokens that CTAs of two launches take; 0 where one launch is faster."""
-    if tokens < TWO_LAUNCHES:
-        return 0
-    return min(-(-tokens // TILE), max(1, num_sms * TILE_CTAS // tiling.groups))
+def choose_parts(tiling: SeamTiling, tokens: int, num_sms: int) -> tuple[int, int]:
+    """Parts of the tokens that CTAs take, 0 where clusters are faster; whether in one launch."""
+    if tokens < MANY_TOKENS:
+        return 0, 0
+    parts = min(-(-tokens // TILE), max(1, num_sms * TILE_CTAS // tiling.groups), MAX_PARTS)
+    return parts, int(can_join(tiling) and tokens <= MOST_JOINED)
+
+
+def can_join(tiling: SeamTiling) -> bool:
+    """Whether there is a kernel that multiplies and collapses in one launch."""
+    return tiling.groups <= MAX_JOINED_GROUPS
 
 
 def choose_pass(tiling: SeamTiling, tokens: int, num_sms: int) -> tuple[int, int]:

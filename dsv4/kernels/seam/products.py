@@ -21,8 +21,10 @@ from dsv4.kernels.kit.reduce import spread_sums
 from dsv4.kernels.kit.vectors import address_of, vector_at
 from dsv4.kernels.seam.columns import PAIRS, Columns, Operands, squares_of
 from dsv4.kernels.seam.config import (
+    COUNTER_WORDS,
     GROUP,
     LANE_COLUMNS,
+    MAX_PARTS,
     PARTIAL_ROWS,
     SQUARES_ROW,
     STREAMS,
@@ -54,11 +56,12 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Place:
-    """A thread's place: warp and lane, the CTA's group, and the first of the lane's columns."""
+    """A thread's place: warp, lane, the CTA's group and part, the first of the lane's columns."""
 
     warp: Int32
     lane: Int32
     group: Int32
+    part: Int32
     column: Int32
 
 
@@ -91,26 +94,59 @@ class Products:
 
     @cute.kernel
     def kernel(self, operands: Operands, fn: cute.Tensor, partials: cute.Tensor):
+        place = self.find_place()
+        buffers = self.allocate()
+        weights = self.begin(operands, fn, place)
+        live = self.write_first(operands, buffers, place, partials)
+        self.run(operands, buffers, place, weights, live, partials)
+
+    def find_place(self) -> Place:
+        """This thread's place."""
         group, part, _ = cute.arch.block_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         lane = cute.arch.lane_idx()
-        place = Place(warp, lane, group, group * GROUP + lane * LANE_COLUMNS)
-        buffers = self.allocate()
-        tokens = operands.x.shape[0]
-        first, step = part * TILE, cute.arch.grid_dim()[1] * TILE
+        return Place(warp, lane, group, part, group * GROUP + lane * LANE_COLUMNS)
+
+    @cute.jit
+    def begin(self, operands: Operands, fn: cute.Tensor, place: Place) -> cute.Tensor:
+        """Load the warp's rows of fn, and wait for the launch before."""
         pdl.launch_dependents()
         # fn is no output of the launch before.
         weights = self.load_fn(fn, place)
-        if first + warp < tokens:
-            self.columns.prefetch(operands, first + warp, group, lane)
+        token = place.part * TILE + place.warp
+        if token < operands.x.shape[0]:
+            self.columns.prefetch(operands, token, place.group, place.lane)
         pdl.wait_for_previous_launch()
-        live = tokens
+        return weights
+
+    @cute.jit
+    def write_first(
+        self, operands: Operands, buffers: Buffers, place: Place, partials: cute.Tensor
+    ) -> Int32:
+        """Write the first tile to the streams; how many tokens have rows of experts."""
+        live = operands.x.shape[0]
         if cutlass.const_expr(self.config.top_k > 0):
             live = operands.counts[1]
-        stage = Int32(0)
+        first, stage = place.part * TILE, Int32(0)
         self.load(operands, buffers, place, first, stage)
         self.write(operands, buffers, place, first, live, partials, stage)
         cute.arch.sync_threads()
+        return live
+
+    @cute.jit
+    def run(
+        self,
+        operands: Operands,
+        buffers: Buffers,
+        place: Place,
+        weights: cute.Tensor,
+        live,
+        partials: cute.Tensor,
+    ) -> None:
+        """All tiles, of which the first is written; at the end all warps have met."""
+        tokens = operands.x.shape[0]
+        first, step = place.part * TILE, cute.arch.grid_dim()[1] * TILE
+        stage = Int32(0)
         while first < tokens:
             # The other stage was read in the round before, at whose end all warps have met.
             self.load(operands, buffers, place, first + step, stage ^ 1)
@@ -254,7 +290,7 @@ def partials_in(workspace: cute.Tensor, tokens: Int32, groups: int) -> cute.Tens
     """Sums by token, group of columns and row: [T, groups, 32] fp32, the rows of fn first."""
     row = groups * PARTIAL_ROWS
     layout = cute.make_layout((tokens, groups, PARTIAL_ROWS), stride=(Int64(row), PARTIAL_ROWS, 1))
-    return cute.make_tensor(workspace.iterator, layout)
+    return cute.make_tensor(workspace.iterator + COUNTER_WORDS * MAX_PARTS, layout)
 
 
 def read_words(source: cute.Tensor, target: cute.Tensor) -> None:

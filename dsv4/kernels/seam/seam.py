@@ -52,8 +52,10 @@ from dsv4.kernels.seam.config import (
     WARP,
     WARPS,
     SeamConfig,
+    can_join,
     tiling_of,
 )
+from dsv4.kernels.seam.joined import Joined
 from dsv4.kernels.seam.mixing import Mixing
 from dsv4.kernels.seam.products import Products, partials_in
 
@@ -115,6 +117,9 @@ class Seam:
         self.columns = Columns(config)
         self.products = Products(config, self.columns)
         self.collapse_tokens = Collapse(config, self.columns)
+        self.joined = None
+        if can_join(self.tiling):
+            self.joined = Joined(config, self.columns, self.products)
         self.max_tokens = self.tiling.pass_sizes[-1]
         self.mixing = None if config.is_head else Mixing(config, self.tiling)
         self.threads = COMPUTE + WARP * (not config.is_head)
@@ -144,7 +149,8 @@ class Seam:
         workspace: cute.Tensor,  # of two launches
         num_clusters: Int32,
         pass_tokens: Int32,  # a pass size of the tiling
-        parts: Int32,  # of the tokens, of the first of two launches; 0: one launch
+        parts: Int32,  # of the tokens; 0: clusters take them
+        is_joined: Int32,  # whether parts take one launch; else two
     ):
         operands = Operands(
             streams, base, scale, norm_weight, x, y, post, comb, rows, ids, counts, streams_out,
@@ -152,10 +158,22 @@ class Seam:
         )  # fmt: skip
         if parts > 0:
             partials = partials_in(workspace, x.shape[0], self.tiling.groups)
-            self.products.launch(operands, fn, partials, parts, stream)
-            self.collapse_tokens.launch(operands, partials, stream)
+            if cutlass.const_expr(self.joined is None):
+                self.launch_both(operands, fn, partials, parts, stream)
+            elif is_joined > 0:
+                self.joined.launch(operands, fn, partials, workspace, parts, stream)
+            else:
+                self.launch_both(operands, fn, partials, parts, stream)
         else:
             self.launch(operands, fn, num_clusters, pass_tokens, stream)
+
+    @cute.jit
+    def launch_both(
+        self, operands: Operands, fn: cute.Tensor, partials: cute.Tensor, parts: Int32, stream
+    ):
+        """Two launches: products of groups, and tokens."""
+        self.products.launch(operands, fn, partials, parts, stream)
+        self.collapse_tokens.launch(operands, partials, stream)
 
     @cute.jit
     def launch(

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsv4.kernels.seam.config import (
+    MAX_PARTS,
     SeamConfig,
     choose_parts,
     choose_pass,
@@ -43,10 +44,11 @@ def run(
     clusters: int,
     size: int,
     schedules: int | None = None,
-    parts: int = 0,
+    parts: tuple[int, int] = (0, 0),
 ) -> Outcome:
     """Run in every schedule, or the first few, and compare with the oracle."""
-    scalars = {"num_clusters": clusters, "pass_tokens": size, "parts": parts}
+    scalars = {"num_clusters": clusters, "pass_tokens": size}
+    scalars |= {"parts": parts[0], "is_joined": parts[1]}
     outcome = kernels.run(inputs, seed, schedules, **scalars)
     assert_seam_close(inputs, outcome.outputs)
     return outcome
@@ -89,19 +91,21 @@ def test_a_cta_mixes_several_tokens_of_each_pass(kernels, seed) -> None:
     ],
     ids=str,
 )
-def test_two_launches_equal_the_oracle(kernels, case, seed) -> None:
-    run(kernels, Inputs.make(case, seed), seed, 1, 1, parts=2)
+@pytest.mark.parametrize("is_joined", [0, 1], ids=["two launches", "one"])
+def test_parts_equal_the_oracle(kernels, case, is_joined, seed) -> None:
+    run(kernels, Inputs.make(case, seed), seed, 1, 1, parts=(2, is_joined))
 
 
 def test_no_bit_depends_on_the_pass(kernels, seed) -> None:
     """Nor on the other tokens, of which some are NaN, nor on the number of launches."""
     inputs = Inputs.make(Case(11, 256, padding_rows=2, top_k=2), seed)
     first = run(kernels, inputs, seed, 1, 4, schedules=1)
-    for clusters, size, parts in ((3, 1, 0), (1, 2, 0), (1, 1, 1)):
+    ways = ((3, 1, (0, 0)), (1, 2, (0, 0)), (1, 1, (1, 0)), (1, 1, (1, 1)))
+    for clusters, size, parts in ways:
         other = run(kernels, inputs, seed, clusters, size, 1, parts)
         for name, tensor in first.outputs.items():
             live = tensor[:9].view(torch.uint8), other[name][:9].view(torch.uint8)
-            what = f"{clusters} clusters, {size} tokens a pass, {parts} parts"
+            what = f"{clusters} clusters, {size} tokens a pass, parts {parts}"
             assert torch.equal(*live), f"{name}: {what}"
     alone = run(kernels, inputs.rows(6, 7), seed, 1, 1, schedules=1)
     for name, tensor in alone.outputs.items():
@@ -122,7 +126,7 @@ def test_a_warm_up_touches_only_what_it_brings(kernels) -> None:
 
     config = SEAM.config
     calls = list(MHC_SEAM.probes(config, kernels.planned_for, torch.device("cpu")))
-    assert [call[-1] for call in calls] == [0, 1]
+    assert [call[-2:] for call in calls] == [(0, 0), (1, 0), (1, 1)]
     for call in calls:
         simulate(kernels.compile(config), *call).raise_if_racy()
 
@@ -136,12 +140,29 @@ def test_every_block_of_the_kernel_runs(arch, seed) -> None:
     for quantizes in (True, False):
         inputs = Inputs.make(Case(11, 384, quantizes=quantizes), seed)
         for size, parts in ((1, 0), (2, 0), (4, 0), (1, 1)):
-            scalars = {"num_clusters": 1, "pass_tokens": size, "parts": parts}
+            scalars = {"num_clusters": 1, "pass_tokens": size, "parts": parts, "is_joined": 0}
             outcome = kernels.run(inputs, **scalars)
             found |= {one.kernel: one for one in outcome.report.coverage}
     assert len(found) == 3
     for coverage in found.values():
         assert coverage.complete, coverage.missed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_every_block_of_the_joined_launch_runs(arch, seed, monkeypatch) -> None:
+    """Where no other CTA runs beside it a CTA leaves its tokens to the last one; then every block
+    runs, under one schedule or another."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    from dsv4.kernels.seam import joined
+
+    monkeypatch.setattr(joined, "MAX_POLLS", 1)
+    kernels = OpKernels(MHC_SEAM, Simulator(arch))
+    for quantizes in (True, False):
+        inputs = Inputs.make(Case(19, 256, quantizes=quantizes), seed)
+        outcome = run(kernels, inputs, seed, 1, 1, parts=(1, 1))
+    (coverage,) = outcome.report.coverage
+    assert coverage.complete, coverage.missed
 
 
 def test_tilings_hold_every_group_and_fit() -> None:
@@ -159,8 +180,9 @@ def test_tilings_hold_every_group_and_fit() -> None:
                 clusters, size = choose_pass(tiling, tokens, 132)
                 assert size in tiling.pass_sizes
                 assert clusters * tiling.ranks <= 132 * tiling.ctas_per_sm
-                parts = choose_parts(tiling, tokens, 132)
+                parts, is_joined = choose_parts(tiling, tokens, 132)
                 assert (parts > 0) == (tokens >= 16)
+                assert parts <= MAX_PARTS and is_joined <= (parts > 0)
                 assert parts <= tokens and tiling.groups * max(parts, 1) <= 2 * 132
     for dim in (4096, 7168):
         assert has_kernel(SeamConfig(dim, 4, False, True, 20, EPS, EPS)), dim
@@ -188,17 +210,17 @@ BUGS: dict[str, Edit] = {
     "tokens read before they are loaded": at("Products.write")
     .call("cute.arch.cp_async_wait_group")
     .delete(),
-    "the first tile multiplied too early": at("Products.kernel")
-    .call("cute.arch.sync_threads", 0)
+    "the first tile multiplied too early": at("Products.write_first")
+    .call("cute.arch.sync_threads")
     .delete(),
-    "a tile multiplied too early": at("Products.kernel").call("cute.arch.sync_threads", 1).delete(),
+    "a tile multiplied too early": at("Products.run").call("cute.arch.sync_threads").delete(),
     "products read before they are written": at("Collapse.kernel")
     .call("pdl.wait_for_previous_launch")
     .delete(),
-    "groups added before they are shared": at("Collapse.kernel")
+    "groups added before they are shared": at("Collapse.take")
     .call("cute.arch.sync_threads", 0)
     .delete(),
-    "totals read before they are there": at("Collapse.kernel")
+    "totals read before they are there": at("Collapse.take")
     .call("cute.arch.sync_threads", 1)
     .delete(),
     "squares of other warps read too early": at("Collapse.write_row")
@@ -206,6 +228,12 @@ BUGS: dict[str, Edit] = {
     .delete(),
     "logits of the second launch read too early": at("Collapse.mix")
     .call("cute.arch.sync_warp")
+    .delete(),
+    "products of other CTAs of a joined launch not waited for": at("Joined.meet")
+    .expression("arrived < groups")
+    .replace("arrived < 0"),
+    "tokens of a joined launch taken before all threads know": at("Joined.kernel")
+    .call("cute.arch.sync_threads")
     .delete(),
     "mixed before the sums are there": at("Seam.mix").call("cute.arch.mbarrier_wait").delete(),
     "comb of the transposed matrix": at("expand")
@@ -223,11 +251,12 @@ BUGS: dict[str, Edit] = {
 def checked(build: Callable, seed: int) -> None:
     """The checks that every test makes, of what `build` compiles."""
     kernels = OpKernels(MHC_SEAM, Simulator("sm_90a"))
-    # In one launch, and three tiles in two.
-    for tokens, parts in ((3, 0), (20, 1)):
+    # By a cluster, and three tiles in two launches and in one.
+    for tokens, parts, is_joined in ((3, 0, 0), (20, 1, 0), (20, 1, 1)):
         inputs = Inputs.make(replace(SEAM, tokens=tokens), seed)
         compiled = kernels.compile(inputs.config, build)
-        scalars = {"num_clusters": 1, "pass_tokens": 2, "parts": parts}
+        scalars = {"num_clusters": 1, "pass_tokens": 2}
+        scalars |= {"parts": parts, "is_joined": is_joined}
         outcome = kernels.run(inputs, seed, None, compiled, **scalars)
         assert_seam_close(inputs, outcome.outputs)
 

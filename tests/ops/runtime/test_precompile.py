@@ -81,6 +81,25 @@ def test_command_offers_every_architecture() -> None:
         command.run(parse("--arch", "sm_90a", "--jobs", "0"))
 
 
+@needs_compiler
+def test_command_compiles_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def pretend(keys, **options):
+        asked.extend(label for label, _ in keys)
+        return ()
+
+    monkeypatch.setattr(precompile, "precompile", pretend)
+    texts = ("--only", "mhc_seam: flash", "--only", "pro head")
+    assert command.run(parse("--arch", "sm_90a", *texts)) == 0
+    kinds = ("first", "seam", "seam of experts", "head")
+    wanted = [f"sm_90a, mhc_seam: Flash, {kind}" for kind in kinds]
+    heads = ["sm_90a, plain_linear: Pro head", "sm_90a, linear_argmax: Pro head"]
+    assert sorted(asked) == sorted([*wanted, *heads])
+    with pytest.raises(ValueError, match="--only: got .'flashier'., no kernel's label"):
+        command.run(parse("--arch", "sm_90a", "--only", "flashier"))
+
+
 def test_command_reports(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:

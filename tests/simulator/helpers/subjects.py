@@ -198,12 +198,11 @@ def paged_codes(arch: str) -> Subject:
 # ---- seam, indexer, compressor -------------------------------------------------------------------
 @cache
 def seam(arch: str) -> Subject:
-    """Every number of tokens a pass, on one cluster, and two launches."""
+    """Every number of tokens a pass, on one cluster, and parts in two launches and in one."""
     inputs = mhc_seam.Inputs.make(mhc_seam.Case(11, 384), SEED)
-    ways = [(size, 0) for size in tiling_of(inputs.config).pass_sizes] + [(1, 1)]
-    launches = [
-        (inputs, {"num_clusters": 1, "pass_tokens": size, "parts": parts}) for size, parts in ways
-    ]
+    ways = [(size, 0, 0) for size in tiling_of(inputs.config).pass_sizes] + [(1, 1, 0), (1, 1, 1)]
+    names = ("pass_tokens", "parts", "is_joined")
+    launches = [(inputs, {"num_clusters": 1, **dict(zip(names, way))}) for way in ways]
     return subject_of_op(
         arch, launches, lambda given, found: mhc_seam.assert_seam_close(given, found.outputs)
     )
