@@ -42,6 +42,8 @@ MODEL_LAYERS = {
     "Pro shared w2": (7168, 3072),
     "Pro indexer wq_b": (8192, 1536),
 }
+# Of what the draft layer makes of an embedding and of a stream.
+DRAFT_LAYERS = {"Flash draft": (4096, 4096), "Pro draft": (7168, 7168)}
 
 
 # Tilings of an architecture, and which one a launch takes.
@@ -141,9 +143,11 @@ class Fp8Linear(KernelOp):
         """Linears of Flash and Pro, their inputs in bf16, and in codes where the layers' come so;
         those that no architecture tells apart once."""
         found: dict[tuple[Fp8LinearConfig, ...], tuple[str, Fp8LinearConfig]] = {}
-        for label, (rows, width) in MODEL_LAYERS.items():
-            takes_codes = "wq_b" in label or "wo_b" in label
-            for x_dtype in ("bfloat16", "float8_e4m3fn")[: 2 if takes_codes else 1]:
+        for label, (rows, width) in (MODEL_LAYERS | DRAFT_LAYERS).items():
+            x_dtypes = ["bfloat16"] if label in MODEL_LAYERS else []
+            if "wq_b" in label or "wo_b" in label or label in DRAFT_LAYERS:
+                x_dtypes.append("float8_e4m3fn")
+            for x_dtype in x_dtypes:
                 has_codes = x_dtype != "bfloat16"
                 # Queries come out of the layers' own call as attention takes them.
                 are_queries = has_codes and label.endswith(" wq_b") and "indexer" not in label
