@@ -176,10 +176,11 @@ class SampleTokens:
         # Of the thread: bits of its best score, and the token.
         score, token = Int32(0), Int32(NO_TOKEN)
         if degree > 0 and best < INF_KEY and best > MIN_INF_KEY:
-            keep = Keep(Float32(0.0), Int32(0), Cut(Int32(0), Int32(0)))
             if cutlass.const_expr(self.config.truncates):
-                keep = self.truncate(smem, row, x, options, request, rank)
-            score, token = self.draw(smem, row, x, keep)
+                score, token = self.draw_kept(smem, row, x, options, request, rank)
+            else:
+                keep = Keep(Float32(0.0), Int32(0), Cut(Int32(0), Int32(0)))
+                score, token = self.draw(smem, row, x, keep)
         else:
             score, token = self.find_best(row, x)
         score, token = self.best_of_warp(score, token)
@@ -264,10 +265,33 @@ class SampleTokens:
     # ---- what is left ----
 
     @cute.jit
+    def draw_kept(
+        self, smem: Smem, row: Row, x: cute.Tensor, options: tuple, request: Int32, rank: Int32
+    ) -> tuple[Int32, Int32]:
+        """The best of the thread's candidates that the options leave; as `draw`."""
+        keep, share = self.truncate(smem, row, x, options, request, rank)
+        score, token = self.draw(smem, row, x, keep)
+        # Of the row's best token: whether those before it have less than the share.
+        is_found = share == 0
+        while not is_found:
+            winner = self.best_of_cluster(smem, score, token, rank)
+            logit = vector_at(row.address, Float32, winner, 1)[0]
+            p = self.rounded(keep, self.probability(row, logit))
+            cut = Cut(truncation.key_of(p), winner - 1)
+            board, first = smem.board, row.first
+            is_found = self.truncation.mass(board, x, first, cut, rank) < share
+            if not is_found:
+                self.truncation.drop(x, first, cut)
+                keep = Keep(keep.min_p, keep.is_cut, cut)
+                score, token = self.draw(smem, row, x, keep)
+        return score, token
+
+    @cute.jit
     def truncate(
         self, smem: Smem, row: Row, x: cute.Tensor, options: tuple, request: Int32, rank: Int32
-    ) -> Keep:
-        """Make the thread's logits probabilities, 0 where a token is not left."""
+    ) -> tuple[Keep, Int64]:
+        """Make the thread's logits probabilities, 0 where min_p or top_k leave none, and maybe
+        where top_p does; and the mass that it leaves, 0 where all are left."""
         least, top_p, top_k = Float32(0.0), Float32(1.0), Int32(0)
         if request < options[0].shape[0]:
             top_p = options[0][request]
@@ -280,15 +304,20 @@ class SampleTokens:
         for j in cutlass.range_constexpr(self.tiling.held):
             for i in cutlass.range_constexpr(VECTOR):
                 x[i, j] = self.rounded(keep, self.probability(row, x[i, j]))
-        key, token = keep.cut.key, keep.cut.token
-        if is_cut != 0:
-            # First by number, then by share of what is left; a row may have one of them.
-            for turn in cutlass.range(2, unroll=1):
-                number = Int32(cutlass.select_(turn == 0, top_k, Int32(0)))
-                if number > 0 or (turn == 1 and top_p < 1):
-                    cut = self.truncation.cut(smem.board, x, row.first, number, top_p, rank)
-                    key, token = cut.key, cut.token
-        return Keep(least, is_cut, Cut(key, token))
+        key, token, share = keep.cut.key, keep.cut.token, Int64(0)
+        board, first = smem.board, row.first
+        # First by number, then by share of what is left.
+        if top_k > 0:
+            cut = self.truncation.cut(board, x, first, top_k, rank)
+            key, token = cut.key, cut.token
+        if top_p < 1:
+            mass = self.truncation.mass(board, x, first, keep.cut, rank)
+            share = truncation.share_of(mass, top_p)
+            lowest = self.truncation.least_key(mass - share)
+            if lowest > key:
+                key, token = lowest, Int32(truncation.LAST_TOKEN)
+                self.truncation.drop(x, first, Cut(key, token))
+        return Keep(least, is_cut, Cut(key, token)), share
 
     def probability(self, row: Row, logit: Float32) -> Float32:
         """Of a token, relative to the best one's."""
@@ -337,20 +366,26 @@ class SampleTokens:
         scale = row.rate * Float32(numbers.LOG2_E)
         most, second, place, least = Float32(0.0), Float32(0.0), Int32(0), Float32(LEAST_BEST)
         for j in cutlass.range_constexpr(self.tiling.held):
-            words = self.words(row, Int32(j))
             p = [x[i, j] for i in range(VECTOR)]
             if cutlass.const_expr(not self.config.truncates):
                 p = [cute.math.exp2((each - row.best) * scale, fastmath=True) for each in p]
-            inverses = [arithmetic.inverse_bound(Float32(word)) for word in words]
-            bound = tree(cute.arch.fmax, [a * b for a, b in zip(p, inverses)])
-            # Of the token with this bound, p is at most the vector's largest.
-            largest = tree(cute.arch.fmax, p)
+            # Of the token with the largest bound, p is at most the vector's largest.
+            largest, bound = tree(cute.arch.fmax, p), Float32(0.0)
+            if cutlass.const_expr(not self.config.truncates):  # noqa: SIM114 static, then dynamic
+                bound = self.bound_of(row, j, p)
+            elif largest > 0:
+                bound = self.bound_of(row, j, p)
             lower = bound * Float32(SLACK * 4 / 9) - largest * Float32(2.0**-32)
             least = cute.arch.fmax(least, lower)
             second = cute.arch.fmax(second, cute.arch.fmin(most, bound))
             place = Int32(cutlass.select_(bound > most, Int32(j), place))
             most = cute.arch.fmax(most, bound)
         return most, second, place, least
+
+    def bound_of(self, row: Row, j: int, p: list[Float32]) -> Float32:
+        """The largest bound of a vector of the thread."""
+        inverses = [arithmetic.inverse_bound(Float32(word)) for word in self.words(row, Int32(j))]
+        return tree(cute.arch.fmax, [a * b for a, b in zip(p, inverses)])
 
     @cute.jit
     def least_best(self, smem: Smem, most: Float32, least: Float32) -> Float32:
@@ -422,6 +457,26 @@ class SampleTokens:
             if rank == 0 and thread < WARP:
                 found = self.listed(smem.rank_scores, smem.rank_tokens, thread)
                 score, token = self.best_of_warp(*found)
+        return token
+
+    @cute.jit
+    def best_of_cluster(self, smem: Smem, score: Int32, token: Int32, rank: Int32) -> Int32:
+        """The row's best token so far, in all threads of the cluster."""
+        ranks = self.tiling.ranks
+        thread = cute.arch.thread_idx()[0]
+        score, token = self.best_of_warp(score, token)
+        if thread % WARP == 0:
+            smem.scores[thread // WARP], smem.tokens[thread // WARP] = score, token
+        cute.arch.sync_threads()
+        score, token = self.best_of_warp(*self.listed(smem.scores, smem.tokens, thread % WARP))
+        if cutlass.const_expr(ranks > 1):
+            if thread < ranks:
+                store_remote(smem.rank_scores.iterator + rank, thread, score)
+                store_remote(smem.rank_tokens.iterator + rank, thread, token)
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            found = self.listed(smem.rank_scores, smem.rank_tokens, thread % WARP)
+            score, token = self.best_of_warp(*found)
         return token
 
     @cute.jit

@@ -1,15 +1,20 @@
 """Sets of likeliest tokens: by number (top_k), and by share of the mass (top_p), exactly.
 
 Probabilities are multiples of 2^-44, so that masses are integers, whose sums are exact in any
-order. They are ordered by the bits that they have as floats, and of equals by token: a cut of this
-order is found digit by digit. For each digit the CTAs of the cluster count their tokens by its
-values and add up the digits behind; every CTA reads the others' counts, and all find the value at
-which the number or the mass is reached. What is left to tell apart are the tokens of that value:
-after two digits there is usually one.
+order. They are ordered by the bits that they have as floats, and of equals by token. Which tokens
+are the first k of this order is found digit by digit: for each digit the CTAs of the cluster count
+their tokens by its values; every CTA reads the others' counts, and all find the value at which the
+number is reached. What is left to tell apart are the tokens of that value: after two digits there
+is usually one.
 
     digit             0                1                2                    3, 4
     of the key        bits 18 and up   bits 9 to 17     bits 0 to 8          equal
     of the token                                                             bits 9 to 17, 0 to 8
+
+Where a share of the mass ends is not looked for. A token belongs to it if those before it have less
+than the share: the one that is drawn of all is looked at, and while it does not belong, drawn again
+of those before it. That is the token that a draw of the share alone gives, for a draw is an arg
+max; and of a share of 0.9 it is the first one nine times out of ten.
 """
 
 from __future__ import annotations
@@ -40,11 +45,11 @@ class Board(NamedTuple):
     """Shared memory of a CTA."""
 
     counts: cute.Tensor  # [PADDED] int32: tokens by value of a digit
-    rests: cute.Tensor  # [PADDED] int32: sums of their digits behind, without sign
-    warp_sums: cute.Tensor  # [WARPS] int64
+    warp_sums: cute.Tensor  # [WARPS] int32
+    warp_masses: cute.Tensor  # [WARPS] int64
     rank_masses: cute.Tensor  # [2 ranks] int32: what each CTA of the cluster sends, low words first
     found: cute.Tensor  # [2] int32: value of a digit, its tokens
-    found_above: cute.Tensor  # [1] int64: those above it, or their mass
+    found_above: cute.Tensor  # [1] int32: those above it
 
 
 class Cut(NamedTuple):
@@ -69,20 +74,6 @@ def in_units(p: Float32) -> Float32:
     return Float32(cutlass.select_(p < rounder, (p + rounder) - rounder, p))
 
 
-@cute.jit
-def mass_of(key: Int32, count: Int64, rest: Int64) -> Int64:
-    """Units of `count` tokens whose keys have the same exponent as `key`, and add up to count
-    times its mantissa and `rest`."""
-    exponent = key >> MANTISSA
-    total = count * Int64((1 << MANTISSA) + (key & ((1 << MANTISSA) - 1))) + rest
-    found = total
-    if exponent >= MANTISSA:
-        found = total << Int64(exponent - MANTISSA)
-    else:
-        found = total >> Int64(MANTISSA - exponent)
-    return found
-
-
 class Truncation:
     """Cuts of a row of probabilities that a cluster's threads hold."""
 
@@ -97,23 +88,14 @@ class Truncation:
             return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
 
         return Board(
-            tensor(PADDED), tensor(PADDED), tensor(WARPS, Int64), tensor(2 * self.tiling.ranks),
-            tensor(2), tensor(1, Int64),
+            tensor(PADDED), tensor(WARPS), tensor(WARPS, Int64), tensor(2 * self.tiling.ranks),
+            tensor(2), tensor(1),
         )  # fmt: skip
 
     @cute.jit
-    def cut(
-        self, smem: Board, p: cute.Tensor, first: Int32, top_k: Int32, top_p: Float32, rank: Int32
-    ) -> Cut:
-        """The cut behind the number `top_k`, or where that is 0 behind the share `top_p`; the
-        thread's probabilities behind it become 0."""
-        by_mass, target, least = top_k == 0, Int64(top_k), Int32(0)
-        if by_mass:
-            mass = self.total_mass(smem, p, rank)
-            target = share_of(mass, top_p)
-            least = self.least_key(mass - target)
-        # Tokens above those that the digits so far leave, or their mass.
-        above = Int64(0)
+    def cut(self, smem: Board, p: cute.Tensor, first: Int32, top_k: Int32, rank: Int32) -> Cut:
+        """The cut behind the number `top_k`; the thread's probabilities behind it become 0."""
+        above = Int32(0)  # tokens above those that the digits so far leave
         key, token = Int32(0), Int32(LAST_TOKEN)
         number, base = Int32(0), Int32(0)
         while number < DIGITS:
@@ -122,21 +104,17 @@ class Truncation:
                 shift = Int32(FIRST_SHIFT)
             elif number != KEY_DIGITS - 1 and number != DIGITS - 1:
                 shift = Int32(SHIFT)
-            # Values that tokens may have: of the first digit few where least ones are left out.
-            values, lowest = Int32(VALUES), Int32(0)
-            if number == 0:
-                values, lowest = Int32(FIRST_VALUES), least >> FIRST_SHIFT
-            digit = number, base, shift, key
-            self.count(smem, p, first, digit, values, by_mass, least)
-            counts, parts = self.totals(smem, digit, (lowest, values), by_mass, rank)
-            before, total = sums_before(smem, parts)
+            values = Int32(cutlass.select_(number == 0, Int32(FIRST_VALUES), Int32(VALUES)))
+            self.count(smem, p, first, (number, base, shift, key), values)
+            counts = self.totals(smem, values, rank)
+            before, total = sums_before(smem, counts)
             if cutlass.const_expr(self.tiling.ranks > 1):
                 # The others have read this CTA's counts.
                 cute.arch.cluster_wait()
-            if number == 0 and not by_mass and total <= target:
+            if number == 0 and total <= top_k:
                 number = Int32(DIGITS)  # all are kept
             else:
-                locate(smem, counts, parts, above + before, target)
+                locate(smem, counts, above + before, top_k)
                 cute.arch.sync_threads()
                 value, there, above = base + smem.found[0], smem.found[1], smem.found_above[0]
                 if number < KEY_DIGITS:
@@ -145,40 +123,37 @@ class Truncation:
                     token = LAST_TOKEN - (value << shift)
                 base = value << SHIFT
                 number += 1
-                others = Int64(there - 1)
-                if by_mass and there > 1:
-                    others = Int64(1) << 62  # of different masses
-                    if number >= KEY_DIGITS:
-                        others = mass_of(key, Int64(there - 1), Int64(0))
-                if above + others < target:
+                if above + there <= top_k:
                     # All of these tokens are kept: to tell them apart would be in vain.
                     number = Int32(DIGITS)
                 if number == KEY_DIGITS:
                     base = Int32(0)
-        if key < least:
-            key = least
-        self.drop(p, first, Cut(key, token))
-        return Cut(key, token)
+        found = Cut(key, token)
+        self.drop(p, first, found)
+        return found
 
     @cute.jit
-    def total_mass(self, smem: Board, p: cute.Tensor, rank: Int32) -> Int64:
-        """Mass of the row."""
+    def mass(self, smem: Board, p: cute.Tensor, first: Int32, cut: Cut, rank: Int32) -> Int64:
+        """Mass of the row's tokens before a cut."""
         ranks = self.tiling.ranks
         thread = cute.arch.thread_idx()[0]
         total = Int64(0)
         for j in cutlass.range_constexpr(self.tiling.held):
+            token = (first + j * THREADS + thread) * VECTOR
             for i in cutlass.range_constexpr(VECTOR):
-                total += Int64(p[i, j] * Float32(2.0**numbers.MASS_BITS))
+                is_counted = cut.keeps(key_of(p[i, j]), token + i)
+                own = Float32(cutlass.select_(is_counted, p[i, j], Float32(0.0)))
+                total += Int64(own * Float32(2.0**numbers.MASS_BITS))
         for step in cutlass.range_constexpr(5):
             total += cute.arch.shuffle_sync_bfly(total, offset=1 << step)
-        # The sums of a cut before are read.
+        # The sums of a mass before are read.
         cute.arch.sync_threads()
         if thread % WARP == 0:
-            smem.warp_sums[thread // WARP] = total
+            smem.warp_masses[thread // WARP] = total
         cute.arch.sync_threads()
         total = Int64(0)
         for warp in cutlass.range_constexpr(WARPS):
-            total += smem.warp_sums[warp]
+            total += smem.warp_masses[warp]
         if cutlass.const_expr(ranks > 1):
             if thread < ranks:
                 words = smem.rank_masses.iterator + 2 * rank
@@ -198,23 +173,18 @@ class Truncation:
         return cutlass.max(key_of(Float32(tail) * Float32(scale)), Int32(0))
 
     @cute.jit
-    def count(
-        self, smem: Board, p: cute.Tensor, first: Int32, digit: tuple, values: Int32,
-        by_mass: Boolean, least: Int32,
-    ):  # fmt: skip
-        """Count the thread's tokens by a digit, and add up what is behind it.
+    def count(self, smem: Board, p: cute.Tensor, first: Int32, digit: tuple, values: Int32) -> None:
+        """Count the thread's tokens by a digit.
 
         Args:
             digit: its number, the digits before as a value of it, its shift, the key of equals.
             values: of the digit.
-            least: key under which tokens are behind the cut.
         """
         number, base, shift, key = digit
         thread = cute.arch.thread_idx()[0]
         # Vectors of values are read whole.
         for i in cutlass.range(thread, values + THREAD_VALUES - 1, THREADS, unroll=1):
             smem.counts[i] = Int32(0)
-            smem.rests[i] = Int32(0)
         cute.arch.sync_threads()
         is_token = number >= KEY_DIGITS
         for j in cutlass.range_constexpr(self.tiling.held):
@@ -223,56 +193,30 @@ class Truncation:
                 own = key_of(p[i, j])
                 digits = Int32(cutlass.select_(is_token, LAST_TOKEN - token - i, own))
                 value = (digits >> shift) - base
-                if own >= least and value >= 0 and value < values and (own == key or not is_token):
+                if own >= 0 and value >= 0 and value < values and (own == key or not is_token):
                     cute.arch.atomic_add(smem.counts.iterator + value, Int32(1))
-                    if by_mass:
-                        rest = digits & ((Int32(1) << shift) - 1)
-                        cute.arch.atomic_add(smem.rests.iterator + value, rest)
 
     @cute.jit
-    def totals(
-        self, smem: Board, digit: tuple, values: tuple, by_mass: Boolean, rank: Int32
-    ) -> tuple[cute.Tensor, cute.Tensor]:
-        """Tokens of the cluster by the thread's values of a digit, and what they are compared by:
-        their masses, or numbers. Thread 0 has the uppermost values.
-
-        Args:
-            values: lowest value that tokens may have, and the end.
-        """
+    def totals(self, smem: Board, values: Int32, rank: Int32) -> cute.Tensor:
+        """Tokens of the cluster by the thread's values of a digit; thread 0 has the uppermost."""
         ranks = self.tiling.ranks
-        number, base, shift, key = digit
         counts = cute.make_rmem_tensor(THREAD_VALUES, Int32)
-        parts = cute.make_rmem_tensor(THREAD_VALUES, Int64)
         counts.fill(0)
-        parts.fill(0)
         lowest = PADDED - (cute.arch.thread_idx()[0] + 1) * THREAD_VALUES
         if cutlass.const_expr(ranks > 1):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         else:
             cute.arch.sync_threads()
-        if lowest + THREAD_VALUES > values[0] and lowest >= 0 and lowest < values[1]:
+        if lowest >= 0 and lowest < values:
             at = cute.assume(lowest, divby=THREAD_VALUES)
             for other in cutlass.range_constexpr(ranks):
                 found = load_remote(smem.counts.iterator + at, (rank + other) & (ranks - 1))
                 for i in cutlass.range_constexpr(THREAD_VALUES):
                     counts[i] += found[i]
-            if by_mass:
-                for other in cutlass.range_constexpr(ranks):
-                    found = load_remote(smem.rests.iterator + at, (rank + other) & (ranks - 1))
-                    for i in cutlass.range_constexpr(THREAD_VALUES):
-                        parts[i] += Int64(Uint32(found[i]))
         if cutlass.const_expr(ranks > 1):
             cute.arch.cluster_arrive()
-        for i in cutlass.range_constexpr(THREAD_VALUES):
-            count, part = Int64(counts[i]), parts[i]
-            parts[i] = count
-            if by_mass:
-                if number < KEY_DIGITS:
-                    parts[i] = mass_of((base + lowest + i) << shift, count, part)
-                else:
-                    parts[i] = mass_of(key, count, Int64(0))
-        return counts, parts
+        return counts
 
     @cute.jit
     def drop(self, p: cute.Tensor, first: Int32, cut: Cut):
@@ -295,11 +239,11 @@ def share_of(mass: Int64, top_p: Float32) -> Int64:
 
 
 @cute.jit
-def sums_before(smem: Board, parts: cute.Tensor) -> tuple[Int64, Int64]:
+def sums_before(smem: Board, parts: cute.Tensor) -> tuple[Int32, Int32]:
     """Sum of the parts of the threads before this one, and of all."""
     thread = cute.arch.thread_idx()[0]
     lane, warp = thread % WARP, thread // WARP
-    own = Int64(0)
+    own = Int32(0)
     for i in cutlass.range_constexpr(THREAD_VALUES):
         own += parts[i]
     inclusive = own
@@ -310,29 +254,29 @@ def sums_before(smem: Board, parts: cute.Tensor) -> tuple[Int64, Int64]:
     if lane == WARP - 1:
         smem.warp_sums[warp] = inclusive
     cute.arch.sync_threads()
-    before, total = inclusive - own, Int64(0)
+    before, total = inclusive - own, Int32(0)
     for other in cutlass.range_constexpr(WARPS):
         part = smem.warp_sums[other]
-        before += cutlass.select_(other < warp, part, Int64(0))
+        before += cutlass.select_(other < warp, part, Int32(0))
         total += part
     return before, total
 
 
 @cute.jit
-def locate(smem: Board, counts: cute.Tensor, parts: cute.Tensor, above: Int64, target: Int64):
+def locate(smem: Board, counts: cute.Tensor, above: Int32, target: Int32):
     """Write down the value of a digit at which the target is reached, if the thread has it.
 
     Args:
-        above: sum of all parts above the thread's.
+        above: tokens above the thread's values.
     """
     lowest = PADDED - (cute.arch.thread_idx()[0] + 1) * THREAD_VALUES
-    value, count, before = Int32(-1), Int32(0), Int64(0)
+    value, count, before = Int32(-1), Int32(0), Int32(0)
     for i in cutlass.range_constexpr(THREAD_VALUES - 1, -1, -1):
-        is_here = (above < target) & (above + parts[i] >= target)
+        is_here = (above < target) & (above + counts[i] >= target)
         value = Int32(cutlass.select_(is_here, lowest + i, value))
         count = Int32(cutlass.select_(is_here, counts[i], count))
-        before = Int64(cutlass.select_(is_here, above, before))
-        above += parts[i]
+        before = Int32(cutlass.select_(is_here, above, before))
+        above += counts[i]
     if value >= 0:
         smem.found[0] = value
         smem.found[1] = count
