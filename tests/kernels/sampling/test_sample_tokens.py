@@ -74,12 +74,13 @@ def test_a_row_is_drawn_as_it_is_alone(seed) -> None:
 @pytest.mark.parametrize("truncates", [False, True])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_block_of_the_kernel_runs(arch, truncates, seed) -> None:
-    """Two vectors of a thread that both have candidates; equals that only their numbers tell."""
-    inputs = Inputs.make(Case(8, 1, 20_000, truncates), seed).of([1, 5, 6, 7])
+    """Two vectors of a thread that both have candidates; equals that only their numbers tell; of
+    about one probability, whose first draw is rarely in a small share."""
+    inputs = Inputs.make(Case(8, 1, 20_000, truncates), seed).of([1, 1, 5, 6, 7])
     if truncates:
-        top_p, top_k = torch.tensor([1.0, 0.9, 1.0, 1.0]), torch.tensor([0, 0, 9, 0])
-        inputs = replace(inputs, top_p=top_p, top_k=top_k, min_p=torch.zeros(4))
-    inputs = replace(inputs, temperature=torch.tensor([0.0, 1.0, 0.8, 1.0]))
+        top_p, top_k = torch.tensor([1.0, 0.02, 1.0, 0.9, 1.0]), torch.tensor([0, 0, 9, 0, 0])
+        inputs = replace(inputs, top_p=top_p, top_k=top_k, min_p=torch.zeros(5))
+    inputs = replace(inputs, temperature=torch.tensor([0.0, 1.0, 1.0, 0.8, 1.0]))
     (coverage,) = run(arch, inputs, seed).report.coverage
     assert coverage.complete, coverage.missed
 
@@ -123,6 +124,15 @@ BUGS: dict[str, Edit] = {
     "counts before they are 0": at("Truncation.count").call("cute.arch.sync_threads").delete(),
     "counts of others overwritten": at("Truncation.cut").call("cute.arch.cluster_wait").delete(),
     "counts read before all have counted": at("Truncation.totals")
+    .call("cute.arch.cluster_wait")
+    .delete(),
+    "a share of the mass before a warp's is there": at("Truncation.mass")
+    .call("cute.arch.sync_threads", 1)
+    .delete(),
+    "the mass of other CTAs not waited for": at("Truncation.mass")
+    .call("cute.arch.cluster_wait")
+    .delete(),
+    "the draw of other CTAs not waited for": at("SampleTokens.best_of_cluster")
     .call("cute.arch.cluster_wait")
     .delete(),
     "a cut read before it is found": at("Truncation.cut").call("cute.arch.sync_threads").delete(),

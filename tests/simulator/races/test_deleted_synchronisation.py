@@ -98,13 +98,9 @@ SAMPLER = {
 }
 SAMPLER_CUTS = {
     **SAMPLER,
-    ("bar.sync", "total_mass"): (
-        1,
-        "before the sums of warps: barriers of its digits lie behind the cut before",
-    ),
-    ("atom.shared", "__init__"): (
-        4,
-        "work, not order: digits behind of masses, whose loss moves no cut of these rows",
+    ("bar.sync", "mass"): (
+        2,
+        "before the sums of warps, of the row and of a draw: barriers of draws lie between two",
     ),
 }
 
