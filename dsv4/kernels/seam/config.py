@@ -22,15 +22,17 @@ TILE = 8  # tokens that a CTA of the first of two launches takes at a time
 TILE_CTAS = 2  # of that launch that share an SM
 MAX_PARTS = 512  # of the tokens, by which the CTAs of that launch divide them
 COUNTER_WORDS = 8  # of a part, where the two are one
-MAX_JOINED_GROUPS = 56  # of columns that the CTAs of that one have registers for: Pro's
+MAX_JOINED_GROUPS = 32  # of columns for which that one is faster: Flash's
 SMEM_LIMIT = 226 * KIB  # of the buffers of an SM's CTAs; mbarriers take the rest
 PASS_SIZES = (1, 2, 4)
 # What a pass takes on an H200 beyond the first, in us: at all, and by token.
 PASS_COST, TOKEN_COST = 2.2, 0.3
 MAX_TOP_K = 31  # a warp looks at the experts of a token
-# Tokens from which on parts are faster than clusters, by the time model of the simulator; and up to
-# which one launch takes them.
-MANY_TOKENS, MOST_JOINED = 16, 512
+# Tokens up to which clusters take them; in wider rows than Flash's parts are faster from 16 on. Parts
+# take one launch for so many tokens of rows that are not wider. Measured on an H200:
+# docs/design/decode_step.md, "Seams".
+FEW_TOKENS, FEW_TOKENS_WIDE = 16, 15
+JOINED_TOKENS = range(33, 257)
 MIN_EPS = 1e-18
 MAX_ITERS, KERNEL_ITERS = 1000, 64  # of Sinkhorn's: of any, and of a kernel, which unrolls them
 
@@ -175,11 +177,11 @@ def has_kernel(config: SeamConfig) -> bool:
 
 
 def choose_parts(tiling: SeamTiling, tokens: int, num_sms: int) -> tuple[int, int]:
-    """Parts of the tokens that CTAs take, 0 where clusters are faster; whether in one launch."""
-    if tokens < MANY_TOKENS:
+    """Parts of the tokens that CTAs take, 0 where clusters do; whether in one launch."""
+    if tokens <= (FEW_TOKENS if can_join(tiling) else FEW_TOKENS_WIDE):
         return 0, 0
     parts = min(-(-tokens // TILE), max(1, num_sms * TILE_CTAS // tiling.groups), MAX_PARTS)
-    return parts, int(can_join(tiling) and tokens <= MOST_JOINED)
+    return parts, int(can_join(tiling) and tokens in JOINED_TOKENS)
 
 
 def can_join(tiling: SeamTiling) -> bool:
