@@ -28,8 +28,8 @@ PASS_SIZES = (1, 2, 4)
 # What a pass takes on an H200 beyond the first, in us: at all, and by token.
 PASS_COST, TOKEN_COST = 2.2, 0.3
 MAX_TOP_K = 31  # a warp looks at the experts of a token
-# Tokens up to which clusters take them; in wider rows than Flash's parts are faster from 16 on. Parts
-# take one launch for so many tokens of rows that are not wider. Measured on an H200:
+# Tokens up to which clusters take them; of wider rows than Flash's, parts are faster from 16 on.
+# Parts take one launch for so many tokens of rows that are not wider. Measured on an H200:
 # docs/design/decode_step.md, "Seams".
 FEW_TOKENS, FEW_TOKENS_WIDE = 16, 15
 JOINED_TOKENS = range(33, 257)

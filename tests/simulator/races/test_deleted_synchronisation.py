@@ -98,10 +98,11 @@ SAMPLER = {
 }
 SAMPLER_CUTS = {
     **SAMPLER,
-    ("bar.sync", "mass"): (
-        2,
-        "before the sums of warps, of the row and of a draw: barriers of draws lie between two",
+    ("bar.sync", "own_mass"): (
+        1,
+        "before the sums of warps, of those before a draw: the exchange of the draw lies between",
     ),
+    ("atom.shared", "__init__"): (4, "work, not order: counts whose loss moves no draw here"),
 }
 
 ROUTER_MANY = {
