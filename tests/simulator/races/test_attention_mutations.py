@@ -111,11 +111,11 @@ REDUNDANT = {
             "before, which the softmax made from what this stage then held",
         ),
         ("tcgen05.fence::after_thread_sync", "_qk"): (2, "S: as the wait it follows"),
-        ("mbarrier.try_wait", "query_warps"): (
+        ("mbarrier.try_wait", "_end_queries"): (
             1,
             "the last Q: the softmax warps, which free TMEM, have waited for every product",
         ),
-        ("tcgen05.fence::before_thread_sync", "query_warps"): (
+        ("tcgen05.fence::before_thread_sync", "_end_queries"): (
             1,
             "the one before the end: every Q was handed over when it was stored",
         ),
@@ -359,7 +359,7 @@ HARMLESS["sums_last"] = HARMLESS["few"]
 HARMLESS["pair"] = {
     ("mbarrier.arrive", "_load_tiles", "relaxed"): (2, EXPECTS),
     ("mbarrier.try_wait", "_qk", "relaxed"): (2, "S: as without it"),
-    ("mbarrier.try_wait", "query_warps", "relaxed"): (1, "the last Q: as without it"),
+    ("mbarrier.try_wait", "_end_queries", "relaxed"): (1, "the last Q: as without it"),
     ("mbarrier.arrive", "_load_scores", "relaxed"): (1, HANDED_OVER_WITH_P),
     ("mbarrier.arrive", "_load_scores", "cta"): (1, HANDED_OVER_WITH_P),
     ("mbarrier.try_wait", "softmax_warps", "relaxed"): (
