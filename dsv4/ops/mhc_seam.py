@@ -180,14 +180,15 @@ class MhcSeam(KernelOp):
 
     def aot(self) -> Mapping[str, SeamConfig]:
         """Seams of Flash and Pro: at the first sublayer, behind attention, behind experts, and at
-        the head."""
+        the head, of a last layer's output or of streams that it is written to."""
         found = {}
         for label, dim in MODEL_DIMS.items():
             for kind, is_head, expands, top_k in (
                 ("first", False, False, 0),
                 ("seam", False, True, 0),
                 ("seam of experts", False, True, MODEL_TOP_K),
-                ("head", True, False, 0),
+                ("head", True, True, 0),
+                ("head of streams", True, False, 0),
             ):
                 sizes, options = (dim, MODEL_STREAMS), (MODEL_SINKHORN_ITERS, MODEL_EPS, MODEL_EPS)
                 found[f"{label}, {kind}"] = SeamConfig(*sizes, is_head, expands, *options, top_k)

@@ -92,7 +92,7 @@ def test_command_compiles_what_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(precompile, "precompile", pretend)
     texts = ("--only", "mhc_seam: flash", "--only", "pro head")
     assert command.run(parse("--arch", "sm_90a", *texts)) == 0
-    kinds = ("first", "seam", "seam of experts", "head")
+    kinds = ("first", "seam", "seam of experts", "head", "head of streams")
     wanted = [f"sm_90a, mhc_seam: Flash, {kind}" for kind in kinds]
     heads = ["sm_90a, plain_linear: Pro head", "sm_90a, linear_argmax: Pro head"]
     assert sorted(asked) == sorted([*wanted, *heads])
