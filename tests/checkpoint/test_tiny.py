@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ import dsv4
 from dsv4.cli import demo_checks
 from dsv4.cli.attention_watch import AttentionWatch
 from dsv4.config.layer_schedule import LayerKind, layer_schedule
+from dsv4.kernels.kit.kv_entry import ROPE_DIM
 from dsv4.loader import inventory, load_tensors
 from dsv4.loader.tokenizer import load_tokenizer
+from dsv4.ops.attention import paged_torch, torch_path
 from dsv4.reference.model import ReferenceModel
 from scripts.tools.tiny_evaluate import PHASES, Task, recall, window_losses
 
@@ -130,6 +133,50 @@ def test_the_format_of_the_cache_changes_no_bit(task: Task) -> None:
     assert cache.kv_format.name == "fp8" and cache.layers[1].entries.data.dtype == torch.uint8
     for logits, tokens in found[1:]:
         assert torch.equal(logits, found[0][0]) and tokens == found[0][1]
+
+
+def attend_codes(terms: int, q: Tensor, keys, round_p: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`torch_path.attend` with the roundings of products of FP8 codes: queries and weights are sums
+    of e4m3 terms, but for the rotated channels."""
+
+    def rounded(x: Tensor) -> Tensor:
+        # A power of two, as kernels take one: codes then reach at least half of the largest.
+        scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True) / 448)))
+        scale = scale.nan_to_num(1.0).clamp(min=2.0**-120)
+        rest, found = x / scale, torch.zeros_like(x)
+        for _ in range(terms):
+            term = rest.to(torch.float8_e4m3fn).float()
+            rest, found = rest - term, found + term
+        return found * scale
+
+    codes = q.shape[-1] - ROPE_DIM
+    if keys.hi == 0:
+        return torch_path.attend(q, keys, round_p)
+    values, mask = keys.tile(0, keys.hi)
+    logits = torch.cat((rounded(q[..., :codes]), q[..., codes:]), -1) @ values.mT
+    logits = logits.masked_fill(~mask, -torch.inf)
+    largest = logits.amax(-1, keepdim=True)
+    weights = (logits - largest.nan_to_num(neginf=0.0)).exp()
+    total = weights.sum(-1, keepdim=True)
+    o = rounded(weights) @ values[..., :codes]
+    o = torch.cat((o, weights.bfloat16().float() @ values[..., codes:]), -1)
+    o = (o / total).nan_to_num(0.0)
+    return o, (largest + total.log()).squeeze(-1), largest.squeeze(-1)
+
+
+@pytest.mark.slow
+def test_products_of_fp8_codes_cost_little_loss(task: Task, monkeypatch) -> None:
+    """The operator's `compute`: kernels round queries and weights so, and serve 512 channels."""
+    model = dsv4.load(FOLDER, device="cpu", kv_format="fp8", uniform_scale=True)
+    rows, losses = task.windows[:2], {}
+    for terms in (0, 1, 2):
+        if terms:
+            monkeypatch.setattr(paged_torch, "attend", partial(attend_codes, terms))
+        with torch.no_grad():
+            losses[terms] = mean(window_losses(model(rows), rows))
+    assert losses[1] != losses[0] and losses[2] != losses[0]
+    for terms in (1, 2):
+        assert losses[terms] == pytest.approx(losses[0], rel=0.005), terms
 
 
 def test_loss_and_recall_over_a_cache_of_fp8_entries(task: Task) -> None:
