@@ -1,9 +1,10 @@
 """SageAttention's functions over `quantized_attention`: names, order and defaults of the originals.
 
 `from dsv4.compat.sageattention import sageattn` stands for the package (https://github.com/thu-ml/
-SageAttention, 2.2). A name says which numerics are meant, not which GPU: each runs everywhere. What
-the originals swallow is refused: an unknown keyword is a TypeError. Functions of queries, keys and
-values take those of `torch.nn.functional.scaled_dot_product_attention`, so that
+SageAttention, 2.2). A name says which numerics are meant, not which GPU: each runs on the CPU, and
+on GPUs but for formats that their tensor cores do not multiply (FP4 on Hopper). What the originals
+swallow is refused: an unknown keyword is a TypeError. Functions of queries, keys and values take
+those of `torch.nn.functional.scaled_dot_product_attention`, so that
 `F.scaled_dot_product_attention = sageattn` works.
 """
 
