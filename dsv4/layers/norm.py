@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.layers.linear import Rounded
 from dsv4.layers.module import Module, empty_parameter
-from dsv4.ops.rms_norm_fp8 import rms_norm_fp8
 
 
 def rms_normalize(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
@@ -33,10 +31,3 @@ class RMSNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., dim] -> [..., dim] in the dtype of `x`."""
         return rms_normalize(x, self.eps, self.weight)
-
-    def rounded(self, x: Tensor) -> Rounded:
-        """The same with its codes, in one launch: input of FP8 linears that take them."""
-        codes, scale, y = rms_norm_fp8(
-            x.reshape(-1, x.shape[-1]), self.weight, eps=self.eps, return_norm=True
-        )
-        return Rounded(y.view(x.shape), codes, scale)

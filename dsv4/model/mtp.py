@@ -75,8 +75,8 @@ class MTPBlock(Block):
     ) -> Streams:
         """`forward`, the last sublayer's output still to be written to the streams."""
         embed, _ = self._shared
-        token = _normalized(embed(next_ids), self.enorm, self.e_proj)
-        mixed = token.unsqueeze(-2) + _normalized(streams, self.hnorm, self.h_proj)
+        token = self.e_proj(self.enorm(embed(next_ids)))
+        mixed = token.unsqueeze(-2) + self.h_proj(self.hnorm(streams))
         layer_cache = cache.layers[self.index]
         return super().forward(Streams(mixed), next_ids, layer_cache, cache.prepared(step))
 
@@ -95,8 +95,3 @@ class MTPBlock(Block):
         """Return the likeliest tokens t + 2 of the block's streams, as `best_of`."""
         _, head = self._shared
         return best_of(streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, head)
-
-
-def _normalized(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor:
-    """linear(norm(x)), rounded where it is normalised if kernels multiply codes."""
-    return linear(norm.rounded(x) if linear.takes_codes(x) else norm(x))

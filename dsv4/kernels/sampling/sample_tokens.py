@@ -174,20 +174,17 @@ class SampleTokens:
             key=(Uint32(key), Uint32(key >> 32)),
         )
         # Of the thread: bits of its best score, and the token.
-        score, token, winner = Int32(0), Int32(NO_TOKEN), Int32(NO_TOKEN)
+        score, token = Int32(0), Int32(NO_TOKEN)
         if degree > 0 and best < INF_KEY and best > MIN_INF_KEY:
             if cutlass.const_expr(self.config.truncates):
-                found = self.draw_kept(smem, row, x, options, request, rank)
-                score, token, winner = found
+                score, token = self.draw_kept(smem, row, x, options, request, rank)
             else:
                 keep = Keep(Float32(0.0), Int32(0), Cut(Int32(0), Int32(0)))
                 score, token = self.draw(smem, row, x, keep)
         else:
             score, token = self.find_best(row, x)
-        if winner == NO_TOKEN:
-            score, token = self.best_of_warp(score, token)
-            winner = self.best_of_row(smem, score, token, rank)
-        token = winner
+        score, token = self.best_of_warp(score, token)
+        token = self.best_of_row(smem, score, token, rank)
         if rank == 0 and cute.arch.thread_idx()[0] == 0:
             if best <= MIN_INF_KEY or best == arithmetic.NAN_KEY:
                 token = Int32(FAILED)
@@ -270,33 +267,31 @@ class SampleTokens:
     @cute.jit
     def draw_kept(
         self, smem: Smem, row: Row, x: cute.Tensor, options: tuple, request: Int32, rank: Int32
-    ) -> tuple[Int32, Int32, Int32]:
-        """The best of the thread's candidates that min_p and top_k leave, as `draw`; with a top_p
-        also the row's token, which all threads know then."""
-        keep, top_p = self.truncate(smem, row, x, options, request, rank)
+    ) -> tuple[Int32, Int32]:
+        """The best of the thread's candidates that the options leave; as `draw`."""
+        keep, share = self.truncate(smem, row, x, options, request, rank)
         score, token = self.draw(smem, row, x, keep)
-        winner, share = Int32(NO_TOKEN), Int64(0)
-        is_found = top_p >= 1
+        # Of the row's best token: whether those before it have less than the share.
+        is_found = share == 0
         while not is_found:
-            winner, mass = self.best_and_mass(smem, row, x, score, token, rank)
-            if share == 0:
-                share = truncation.share_of(mass, top_p)
-            # The token is left if those before it have less than the share.
+            winner = self.best_of_cluster(smem, score, token, rank)
             logit = vector_at(row.address, Float32, winner, 1)[0]
             p = self.rounded(keep, self.probability(row, logit))
             cut = Cut(truncation.key_of(p), winner - 1)
-            is_found = self.truncation.mass(smem.board, x, row.first, cut, rank) < share
+            board, first = smem.board, row.first
+            is_found = self.truncation.mass(board, x, first, cut, rank) < share
             if not is_found:
-                self.truncation.drop(x, row.first, cut)
+                self.truncation.drop(x, first, cut)
                 keep = Keep(keep.min_p, keep.is_cut, cut)
                 score, token = self.draw(smem, row, x, keep)
-        return score, token, winner
+        return score, token
 
     @cute.jit
     def truncate(
         self, smem: Smem, row: Row, x: cute.Tensor, options: tuple, request: Int32, rank: Int32
-    ) -> tuple[Keep, Float32]:
-        """Make the thread's logits probabilities, 0 where min_p or top_k leave none; and top_p."""
+    ) -> tuple[Keep, Int64]:
+        """Make the thread's logits probabilities, 0 where min_p or top_k leave none, and maybe
+        where top_p does; and the mass that it leaves, 0 where all are left."""
         least, top_p, top_k = Float32(0.0), Float32(1.0), Int32(0)
         if request < options[0].shape[0]:
             top_p = options[0][request]
@@ -305,15 +300,24 @@ class SampleTokens:
         if request < options[2].shape[0]:
             least = options[2][request]
         is_cut = Int32(cutlass.select_(top_p < 1 or top_k > 0, Int32(1), Int32(0)))
-        keep = Keep(least, is_cut, truncation.every())
+        keep = Keep(least, is_cut, Cut(Int32(0), Int32(truncation.LAST_TOKEN)))
         for j in cutlass.range_constexpr(self.tiling.held):
             for i in cutlass.range_constexpr(VECTOR):
                 x[i, j] = self.rounded(keep, self.probability(row, x[i, j]))
-        key, token = keep.cut.key, keep.cut.token
+        key, token, share = keep.cut.key, keep.cut.token, Int64(0)
+        board, first = smem.board, row.first
+        # First by number, then by share of what is left.
         if top_k > 0:
-            cut = self.truncation.cut(smem.board, x, row.first, top_k, rank)
+            cut = self.truncation.cut(board, x, first, top_k, rank)
             key, token = cut.key, cut.token
-        return Keep(least, is_cut, Cut(key, token)), top_p
+        if top_p < 1:
+            mass = self.truncation.mass(board, x, first, keep.cut, rank)
+            share = truncation.share_of(mass, top_p)
+            lowest = self.truncation.least_key(mass - share)
+            if lowest > key:
+                key, token = lowest, Int32(truncation.LAST_TOKEN)
+                self.truncation.drop(x, first, Cut(key, token))
+        return Keep(least, is_cut, Cut(key, token)), share
 
     def probability(self, row: Row, logit: Float32) -> Float32:
         """Of a token, relative to the best one's."""
@@ -456,29 +460,24 @@ class SampleTokens:
         return token
 
     @cute.jit
-    def best_and_mass(
-        self, smem: Smem, row: Row, x: cute.Tensor, score: Int32, token: Int32, rank: Int32
-    ) -> tuple[Int32, Int64]:
-        """The row's best token, and the mass of all, in all threads of the cluster."""
+    def best_of_cluster(self, smem: Smem, score: Int32, token: Int32, rank: Int32) -> Int32:
+        """The row's best token so far, in all threads of the cluster."""
         ranks = self.tiling.ranks
         thread = cute.arch.thread_idx()[0]
         score, token = self.best_of_warp(score, token)
         if thread % WARP == 0:
             smem.scores[thread // WARP], smem.tokens[thread // WARP] = score, token
-        # Its barriers are those of the list, too.
-        mass = self.truncation.own_mass(smem.board, x, row.first, truncation.every())
+        cute.arch.sync_threads()
         score, token = self.best_of_warp(*self.listed(smem.scores, smem.tokens, thread % WARP))
         if cutlass.const_expr(ranks > 1):
             if thread < ranks:
                 store_remote(smem.rank_scores.iterator + rank, thread, score)
                 store_remote(smem.rank_tokens.iterator + rank, thread, token)
-            self.truncation.send_mass(smem.board, mass, rank, 0)
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
             found = self.listed(smem.rank_scores, smem.rank_tokens, thread % WARP)
             score, token = self.best_of_warp(*found)
-            mass = self.truncation.sent_mass(smem.board, 0)
-        return token, mass
+        return token
 
     @cute.jit
     def listed(self, scores: cute.Tensor, tokens: cute.Tensor, lane: Int32) -> tuple[Int32, Int32]:

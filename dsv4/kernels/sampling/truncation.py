@@ -47,8 +47,7 @@ class Board(NamedTuple):
     counts: cute.Tensor  # [PADDED] int32: tokens by value of a digit
     warp_sums: cute.Tensor  # [WARPS] int32
     warp_masses: cute.Tensor  # [WARPS] int64
-    rank_masses: cute.Tensor  # [2, ranks, 2] int32: what each CTA of the cluster sends, low words
-    # first, in two exchanges by turns
+    rank_masses: cute.Tensor  # [2 ranks] int32: what each CTA of the cluster sends, low words first
     found: cute.Tensor  # [2] int32: value of a digit, its tokens
     found_above: cute.Tensor  # [1] int32: those above it
 
@@ -62,11 +61,6 @@ class Cut(NamedTuple):
     def keeps(self, key: Int32, token: Int32) -> Boolean:
         """Whether a token is one of them."""
         return (key > self.key) | ((key == self.key) & (token <= self.token))
-
-
-def every() -> Cut:
-    """The cut before which all tokens are that are left."""
-    return Cut(Int32(0), Int32(LAST_TOKEN))
 
 
 def key_of(p: Float32) -> Int32:
@@ -94,7 +88,7 @@ class Truncation:
             return smem.allocate_tensor(dtype, cute.make_layout(count), byte_alignment=16)
 
         return Board(
-            tensor(PADDED), tensor(WARPS), tensor(WARPS, Int64), tensor(4 * self.tiling.ranks),
+            tensor(PADDED), tensor(WARPS), tensor(WARPS, Int64), tensor(2 * self.tiling.ranks),
             tensor(2), tensor(1),
         )  # fmt: skip
 
@@ -141,17 +135,7 @@ class Truncation:
     @cute.jit
     def mass(self, smem: Board, p: cute.Tensor, first: Int32, cut: Cut, rank: Int32) -> Int64:
         """Mass of the row's tokens before a cut."""
-        total = self.own_mass(smem, p, first, cut)
-        if cutlass.const_expr(self.tiling.ranks > 1):
-            self.send_mass(smem, total, rank, 1)
-            cute.arch.cluster_arrive()
-            cute.arch.cluster_wait()
-            total = self.sent_mass(smem, 1)
-        return total
-
-    @cute.jit
-    def own_mass(self, smem: Board, p: cute.Tensor, first: Int32, cut: Cut) -> Int64:
-        """Mass of the CTA's tokens before a cut."""
+        ranks = self.tiling.ranks
         thread = cute.arch.thread_idx()[0]
         total = Int64(0)
         for j in cutlass.range_constexpr(self.tiling.held):
@@ -170,26 +154,23 @@ class Truncation:
         total = Int64(0)
         for warp in cutlass.range_constexpr(WARPS):
             total += smem.warp_masses[warp]
+        if cutlass.const_expr(ranks > 1):
+            if thread < ranks:
+                words = smem.rank_masses.iterator + 2 * rank
+                store_remote(words, thread, Int32(Uint32(total)))
+                store_remote(words + 1, thread, Int32(total >> 32))
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+            total = Int64(0)
+            for other in cutlass.range_constexpr(ranks):
+                low, high = smem.rank_masses[2 * other], smem.rank_masses[2 * other + 1]
+                total += (Int64(high) << 32) + Int64(Uint32(low))
         return total
 
-    @cute.jit
-    def send_mass(self, smem: Board, total: Int64, rank: Int32, turn: int) -> None:
-        """Send the CTA's mass to the cluster's. Two exchanges follow each other, without a barrier
-        between what is read of one and sent in the next: they have a place each."""
-        thread = cute.arch.thread_idx()[0]
-        if thread < self.tiling.ranks:
-            words = smem.rank_masses.iterator + 2 * (turn * self.tiling.ranks + rank)
-            store_remote(words, thread, Int32(Uint32(total)))
-            store_remote(words + 1, thread, Int32(total >> 32))
-
-    def sent_mass(self, smem: Board, turn: int) -> Int64:
-        """Sum of what the cluster's CTAs sent."""
-        total = Int64(0)
-        for other in range(self.tiling.ranks):
-            place = 2 * (turn * self.tiling.ranks + other)
-            low, high = smem.rank_masses[place], smem.rank_masses[place + 1]
-            total += (Int64(high) << 32) + Int64(Uint32(low))
-        return total
+    def least_key(self, tail: Int64) -> Int32:
+        """Key such that all smaller ones together have no more mass than `tail`."""
+        scale = (1 - 2.0**-20) / (2.0**numbers.MASS_BITS * VECTOR * self.tiling.vectors)
+        return cutlass.max(key_of(Float32(tail) * Float32(scale)), Int32(0))
 
     @cute.jit
     def count(self, smem: Board, p: cute.Tensor, first: Int32, digit: tuple, values: Int32) -> None:

@@ -126,13 +126,13 @@ BUGS: dict[str, Edit] = {
     "counts read before all have counted": at("Truncation.totals")
     .call("cute.arch.cluster_wait")
     .delete(),
-    "a share of the mass before a warp's is there": at("Truncation.own_mass")
+    "a share of the mass before a warp's is there": at("Truncation.mass")
     .call("cute.arch.sync_threads", 1)
     .delete(),
     "the mass of other CTAs not waited for": at("Truncation.mass")
     .call("cute.arch.cluster_wait")
     .delete(),
-    "the draw of other CTAs not waited for": at("SampleTokens.best_and_mass")
+    "the draw of other CTAs not waited for": at("SampleTokens.best_of_cluster")
     .call("cute.arch.cluster_wait")
     .delete(),
     "a cut read before it is found": at("Truncation.cut").call("cute.arch.sync_threads").delete(),

@@ -98,9 +98,9 @@ SAMPLER = {
 }
 SAMPLER_CUTS = {
     **SAMPLER,
-    ("bar.sync", "own_mass"): (
-        1,
-        "before the sums of warps, of those before a draw: the exchange of the draw lies between",
+    ("bar.sync", "mass"): (
+        2,
+        "before the sums of warps, of the row and of a draw: barriers of draws lie between two",
     ),
     ("atom.shared", "__init__"): (4, "work, not order: counts whose loss moves no draw here"),
 }
