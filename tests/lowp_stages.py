@@ -118,8 +118,9 @@ STAGES: dict[str, tuple[str, ...]] = {
     "lowp-sm89": (
         f"{_COMPAT}::test_functions_are_attention",
         f"{_COMPAT}::test_functions_have_a_kernel_on_hopper",
+        f"{_COMPAT}::test_functions_have_a_kernel_on_blackwell",
         f"{_ATTENTION[0]}::test_tiles_of_64_keys",
-        f"{_ATTENTION[0]}::test_every_schedule tiles of 64",
+        *(f"{file}::test_every_schedule tiles of 64" for file in _ATTENTION),
         *_formats("tiles of 64"),
     ),
     "lowp-fp8": (

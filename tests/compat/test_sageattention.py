@@ -78,13 +78,25 @@ def test_functions_are_attention(name, is_causal, seed) -> None:
 @pytest.mark.parametrize("name", [*FUNCTIONS, "sageattn_varlen"])
 def test_functions_have_a_kernel_on_hopper(name, monkeypatch) -> None:
     """But for FP4, which its tensor cores do not have."""
+    config = config_of(name, monkeypatch)
+    assert has_kernel(config, "sm_90a") == (name != "sageattn3_blackwell")
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "sageattn_varlen"])
+def test_functions_have_a_kernel_on_blackwell(name, monkeypatch) -> None:
+    """But for those whose sums are in fp16."""
+    config = config_of(name, monkeypatch)
+    assert has_kernel(config, "sm_100a") == ("fp16" not in config.pv_accum_dtype)
+
+
+def config_of(name: str, monkeypatch) -> QuantizedAttentionConfig:
+    """What a function asks for by default."""
     calls = []
     monkeypatch.setattr(sage, "quantized_attention", lambda *_, **options: calls.append(options))
     x, ends = torch.zeros(2, 64, 64), torch.tensor([0, 2])
     getattr(sage, name)(x, x, x, *((ends, ends, 2, 2) if "varlen" in name else ()))
     formats = complete({option: calls[0].get(option) for option in FORMAT_OPTIONS})
-    has_its_kernel = has_kernel(QuantizedAttentionConfig(64, **formats), "sm_90a")
-    assert has_its_kernel == (name != "sageattn3_blackwell")
+    return QuantizedAttentionConfig(64, **formats)
 
 
 def test_functions_differ_in_their_numerics(seed) -> None:

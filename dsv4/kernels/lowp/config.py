@@ -46,8 +46,12 @@ KERNEL_ACCUMULATORS = {
     "sm_90a": {"fp8": ("fp32+fp32", "fp32+fp16", "fp32"), "fp16": ("fp32", "fp16+fp32", "fp16")},
     "sm_100a": {"fp8": ("fp32+fp32", "fp32"), "fp16": ("fp32",), "nvfp4": ("fp32",)},
 }
-KERNEL_GEOMETRIES = {"sm_90a": ("sm90", "sm89"), "sm_100a": ("sm90",)}
-KERNEL_SCORES = {"sm_90a": ("int8", "fp8"), "sm_100a": ("int8", "fp8", "nvfp4")}
+BOTH = ("sm90", "sm89")
+# The same by the format of Q and K; no official function has FP4 in tiles of 64 keys.
+KERNEL_GEOMETRIES = {
+    "sm_90a": {"int8": BOTH, "fp8": BOTH},
+    "sm_100a": {"int8": BOTH, "fp8": BOTH, "nvfp4": ("sm90",)},
+}
 # Formats of queries and keys that an architecture's tensor cores do not multiply.
 ABSENT_PRODUCTS = {"sm_90a": ("nvfp4",), "sm_103a": ("int8",)}
 # Accumulation beside which the mean of V can be added again at the end.
@@ -235,16 +239,17 @@ def has_kernel(config: QuantizedAttentionConfig, arch: str = "sm_90a") -> bool:
 def without_kernel(config: QuantizeKvConfig, arch: str) -> str:
     """Which options of a configuration the kernels of an architecture do not have, by name and
     value; empty where they have all."""
+    geometries = KERNEL_GEOMETRIES[arch].get(config.qk, ())
     accumulators = KERNEL_ACCUMULATORS[arch].get(config.pv, ())
     is_attention = isinstance(config, QuantizedAttentionConfig)
     found = {
-        "qk": config.qk not in KERNEL_SCORES[arch],
+        "qk": not geometries,
         "dtype": config.dtype == "float32",
         "head_dim": config.row_align != VECTOR_BYTES,
         "smooth_q": config.smooth_q and config.qk != "nvfp4",
     }
     if is_attention:
-        found["geometry"] = config.geometry not in KERNEL_GEOMETRIES[arch]
+        found["geometry"] = config.geometry not in geometries
         found["pv_accum_dtype"] = config.pv_accum_dtype not in accumulators
         # Scores are compared before they are scaled.
         found["sm_scale"] = config.sm_scale < 0

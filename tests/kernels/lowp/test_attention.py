@@ -253,7 +253,6 @@ def test_configurations_with_kernels() -> None:
     assert has_kernel(QuantizedAttentionConfig(128, pv_accum_dtype="fp32+fp16"))
     assert has_kernel(QuantizedAttentionConfig(128, mask="bool"))
     assert has_kernel(QuantizedAttentionConfig(128, geometry="sm89"))
-    assert not has_kernel(QuantizedAttentionConfig(128, geometry="sm89"), "sm_100a")
     for granularity in ("per_head", "per_row", "per_64"):
         fp8 = {"qk": "fp8", "qk_quant_gran": granularity, "quantizer": ""}
         assert has_kernel(QuantizedAttentionConfig(64, **fp8))

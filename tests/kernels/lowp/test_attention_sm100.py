@@ -24,6 +24,8 @@ pytestmark = pytest.mark.stage("lowp")
 FP8_ROWS = {"qk": "fp8", "qk_quant_gran": "per_row"}
 FP8_BLOCKS = {"qk": "fp8", "qk_quant_gran": "per_64"}
 FP8_HEADS = {"qk": "fp8", "qk_quant_gran": "per_head"}
+SM89 = {"geometry": "sm89"}  # tiles of 64 keys
+SM89_BLOCKS = {**SM89, "qk_quant_gran": "per_block"}
 # More tiles of keys than stages, a diagonal in both warpgroups' tiles, work tiles of which the
 # second warpgroup has few queries or none, two heads of queries to one of keys.
 RAGGED = Case(1, 2, 1, 300, 1050, 64, options={**FP8_BLOCKS, "causal": "bottom_right"})
@@ -37,6 +39,12 @@ MASKED = replace(RAGGED, options={"mask": "bool", "causal": "bottom_right"})
 # fp16 weights, which take the place of the queries' rows; and those that have one of their own.
 HALVES = Case(1, 2, 1, 600, 700, 128, options={"pv": "fp16", "causal": "top_left"})
 NARROW = Case(1, 2, 1, 300, 1050, 64, options={"pv": "fp16", "causal": "bottom_right"})
+# Tiles of 64 keys; with fp16 weights that do not take the place of the queries' rows, whose largest
+# comes from a launch before.
+TILES_OF_64 = Case(1, 2, 1, 300, 1050, 64, options={**SM89, "causal": "bottom_right"})
+HALVES_OF_64 = Case(
+    1, 2, 1, 300, 600, 128, options={**SM89_BLOCKS, "pv": "fp16", "causal": "top_left"}
+)
 SCHEDULED = {
     "64": RAGGED,
     "128": WIDE,
@@ -45,6 +53,8 @@ SCHEDULED = {
     "masked": MASKED,
     "halves": HALVES,
     "narrow halves": NARROW,
+    "tiles of 64": TILES_OF_64,
+    "tiles of 64, halves": HALVES_OF_64,
 }
 PACKED = ((70, 300), (0, 40), (1, 1), (130, 0), (280, 200))
 
@@ -116,6 +126,14 @@ FORMATS = {
     "a mask, FP8 scores": {"mask": "bool", **FP8_ROWS},
     "added to scores": {"mask": "float"},
     "added to scores, FP8 scores": {"mask": "float", **FP8_BLOCKS},
+    "tiles of 64 keys": SM89,
+    "tiles of 64 keys, per warp": {**SM89, "qk_quant_gran": "per_warp", "smooth_k": False},
+    "tiles of 64 keys, per block": {**SM89_BLOCKS, "causal": "top_left"},
+    "tiles of 64 keys, per block, CUDA": {**SM89_BLOCKS, "quantizer": "cuda", "pv": "fp16"},
+    "tiles of 64 keys, FP8 scores, per row": {**SM89, **FP8_ROWS, "mask": "bool"},
+    "tiles of 64 keys, FP8 scores, per 64": {**SM89, **FP8_BLOCKS, "pv": "fp16"},
+    "tiles of 64 keys, FP8 scores, per head": {**SM89, **FP8_HEADS, "mask": "float"},
+    "tiles of 64 keys, smoothed": {**SM89, "pv_accum_dtype": "fp32", "smooth_v": True},
 }
 
 
@@ -129,7 +147,9 @@ def test_formats(name: str, dim: int, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, FP8_ROWS, FP8_BLOCKS, FP8_HEADS], ids=["int8", "rows", "blocks", "heads"]
+    "options",
+    [{}, FP8_ROWS, FP8_BLOCKS, FP8_HEADS, SM89_BLOCKS],
+    ids=["int8", "rows", "blocks", "heads", "tiles of 64"],
 )
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
 def test_packed_sequences(causal: str, options: dict, seed: int) -> None:
@@ -196,6 +216,10 @@ def test_plan() -> None:
     assert AttentionPlanSm100(128, qk="fp8", key_scales=128).stages == 3
     assert AttentionPlanSm100(128, pv="fp16").stages == 2
     assert AttentionPlanSm100(64, pv="fp16").stages == 4
+    for dim, pv, stages in ((64, "fp8", 12), (128, "fp8", 7), (64, "fp16", 12), (128, "fp16", 4)):
+        plan = AttentionPlanSm100(dim, pv=pv, tile_keys=64)
+        assert plan.stages == stages and not plan.shares_rows
+        assert plan.tmem.used_columns == 128 + 2 * dim
 
 
 def test_configurations_with_kernels() -> None:
@@ -205,6 +229,7 @@ def test_configurations_with_kernels() -> None:
         fp8 = {"qk": "fp8", "qk_quant_gran": granularity, "quantizer": ""}
         assert has_kernel(QuantizedAttentionConfig(64, **fp8), "sm_100a")
     assert has_kernel(QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype="fp32"), "sm_100a")
+    assert has_kernel(QuantizedAttentionConfig(128, geometry="sm89"), "sm_100a")
     for accumulation in ("fp16+fp32", "fp16"):
         other = QuantizedAttentionConfig(128, pv="fp16", pv_accum_dtype=accumulation)
         assert not has_kernel(other, "sm_100a")
@@ -317,7 +342,7 @@ BUGS_OF_SHARED_ROWS: dict[str, Edit] = {
     .call("cute.arch.fence_view_async_shared")
     .delete(),
     "values of other channels": at("lowp.sm100.mma_warp:MmaWarp._value_operand")
-    .expression("TILE_KEYS * SPAN_BYTES")
+    .expression("self.plan.tile_keys * SPAN_BYTES")
     .replace("SPAN_BYTES"),
 }
 

@@ -14,6 +14,8 @@ from dsv4.kernels.lowp.config import (
     ABSENT_PRODUCTS,
     ACCUMULATORS,
     GRANULARITIES,
+    KERNEL_ACCUMULATORS,
+    KERNEL_GEOMETRIES,
     SMOOTH_V_ACCUMULATOR,
     QuantizedAttentionConfig,
 )
@@ -40,6 +42,17 @@ def test_the_page_shows_the_table_of_formats() -> None:
         assert f"| {qk} | {', '.join(granularities)} |\n" in page
     for pv, modes in ACCUMULATORS.items():
         assert f"| {pv} | {', '.join(modes)} | {SMOOTH_V_ACCUMULATOR.get(pv, '-')} |\n" in page
+
+
+def test_the_page_shows_what_kernels_take() -> None:
+    page = PAGE.read_text()
+    for product, formats, table in (
+        ("qk", GRANULARITIES, KERNEL_GEOMETRIES),
+        ("pv", ACCUMULATORS, KERNEL_ACCUMULATORS),
+    ):
+        for name in formats:
+            cells = (", ".join(table[arch].get(name, ())) or "-" for arch in ("sm_90a", "sm_100a"))
+            assert f"| {product} {name} | {' | '.join(cells)} |\n" in page
 
 
 @pytest.mark.parametrize("qk", GRANULARITIES)
@@ -179,8 +192,10 @@ def test_formats_that_a_gpu_does_not_multiply_are_refused(
 def test_options_without_a_kernel_run_in_torch_with_one_warning(gpu_of) -> None:
     device = torch.device("cuda", 0)
     gpu_of("sm_100a")
-    sm89 = identity_of(geometry="sm89", sm_scale=-1.0)
-    with pytest.warns(RuntimeWarning, match="sm_100a has geometry 'sm89', sm_scale -1.0; the slow"):
+    sm89 = identity_of(geometry="sm89", pv_accum_dtype="fp32+fp16", sm_scale=-1.0)
+    with pytest.warns(
+        RuntimeWarning, match="sm_100a has pv_accum_dtype 'fp32.fp16', sm_scale -1.0;"
+    ):
         backends.check_device(QUANTIZED_ATTENTION, sm89, device)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

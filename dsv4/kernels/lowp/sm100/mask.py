@@ -12,7 +12,6 @@ from cutlass import Float32, Int32, Int64, cute
 
 from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.lowp.config import LOG2E
-from dsv4.kernels.lowp.plan import TILE_KEYS
 from dsv4.kernels.lowp.sm100.softmax import CHUNK, part_of
 from dsv4.kernels.lowp.work import Operands, Work, row_of
 
@@ -44,11 +43,12 @@ def masked(
         factors: on products, by the part of the tile's keys.
         limit: keys of the tile that the row sees otherwise.
     """
-    scores, dtype = cute.make_rmem_tensor(TILE_KEYS, Float32), mask.element_type
+    keys, dtype = cute.size(products), mask.element_type
+    scores = cute.make_rmem_tensor(keys, Float32)
     size, parts = dtype.width // 8, len(factors)
-    for first in cutlass.range_constexpr(0, TILE_KEYS, CHUNK):
+    for first in cutlass.range_constexpr(0, keys, CHUNK):
         for i in cutlass.range_constexpr(first, first + CHUNK):
-            at = cutlass.min(tile * TILE_KEYS + i, row.last)
+            at = cutlass.min(tile * keys + i, row.last)
             value = pointer_to(row.first + Int64(at) * size, dtype, size).load()
             is_seen, factor = i < limit, factors[part_of(i, parts)]
             score = Float32(products[i])

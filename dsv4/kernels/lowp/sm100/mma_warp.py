@@ -20,7 +20,6 @@ from dsv4.kernels.kit.tcgen05 import (
     multiply,
     operand_descriptor,
 )
-from dsv4.kernels.lowp.plan import TILE_KEYS
 from dsv4.kernels.lowp.sm100.context import AttentionContext, columns_of
 from dsv4.kernels.lowp.sm100.plan import GROUP_QUERIES, GROUPS, AttentionPlanSm100
 
@@ -147,7 +146,7 @@ class MmaWarp:
                 for step in cutlass.range_constexpr(plan.dim // DEPTH):
                     a = operand_descriptor(queries + step * DEPTH, plan.row_bytes)
                     b = operand_descriptor(keys + step * DEPTH, plan.row_bytes)
-                    multiply(target, a, b, (GROUP_QUERIES, TILE_KEYS), step > 0, plan.qk)
+                    multiply(target, a, b, (GROUP_QUERIES, plan.tile_keys), step > 0, plan.qk)
                 commit(scores.full)
 
     @cute.jit
@@ -159,14 +158,15 @@ class MmaWarp:
         if tile < count:
             pipes.weights.at(group).wait(issued.sums(group) % 2)
             fence_after_thread_sync()
-            weights = ctx.smem.weights_start.toint() + group * (GROUP_QUERIES * SPAN_BYTES)
+            span_bytes = plan.weight_span
+            weights = ctx.smem.weights_start.toint() + group * (GROUP_QUERIES * span_bytes)
             values = ctx.smem.values_start.toint() + stage * plan.value_bytes
             target = columns_of(ctx, plan, "sums", group)
             with cute.arch.elect_one():
-                for step in cutlass.range_constexpr(TILE_KEYS * plan.weight_bytes // DEPTH):
-                    span, place = step * DEPTH // SPAN_BYTES, step * DEPTH % SPAN_BYTES
+                for step in cutlass.range_constexpr(plan.tile_keys * plan.weight_bytes // DEPTH):
+                    span, place = step * DEPTH // span_bytes, step * DEPTH % span_bytes
                     start = weights + span * plan.weight_span_bytes + place
-                    a = operand_descriptor(start, SPAN_BYTES)
+                    a = operand_descriptor(start, span_bytes)
                     b = self._value_operand(values, step)
                     adds = tile > 0 if step == 0 else True
                     kind = "fp8" if plan.pv == "fp8" else "fp16 values"
@@ -176,11 +176,12 @@ class MmaWarp:
     def _value_operand(self, values, step: int):
         """Descriptor of a step's values: of fp16 rows of channels, else columns of keys."""
         if self.plan.pv == "fp8":
-            return operand_descriptor(values + step * DEPTH, SPAN_BYTES)
-        keys = DEPTH // 2
-        return operand_descriptor(
-            values + step * keys * SPAN_BYTES, SPAN_BYTES, step_bytes=TILE_KEYS * SPAN_BYTES
+            return operand_descriptor(values + step * DEPTH, self.plan.tile_keys)
+        start, step_bytes = (
+            values + step * (DEPTH // 2) * SPAN_BYTES,
+            self.plan.tile_keys * SPAN_BYTES,
         )
+        return operand_descriptor(start, SPAN_BYTES, step_bytes=step_bytes)
 
     @cute.jit
     def _release(self, ring, cursor: Cursor):

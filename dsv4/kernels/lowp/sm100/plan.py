@@ -25,7 +25,7 @@ from dsv4.kernels.lowp.plan import FORMATS, TILE_KEYS, WORK_QUERIES, TilePlan
 
 GROUPS = 2  # softmax warpgroups: one computes weights while the products of the other run
 GROUP_QUERIES = 128  # of a warpgroup: lanes of Tensor Memory, a row of scores each
-MOST_STAGES = 6
+MOST_STAGES = 6  # of 128 keys
 
 
 class NamedBarriers(IntEnum):
@@ -46,7 +46,7 @@ class AttentionPlanSm100(TilePlan):
 
     @property
     def most_stages(self) -> int | None:
-        return MOST_STAGES
+        return MOST_STAGES * TILE_KEYS // self.tile_keys
 
     @property
     def warps(self) -> Warps:
@@ -61,7 +61,7 @@ class AttentionPlanSm100(TilePlan):
     @property
     def tmem(self) -> TmemPlan:
         """Scores of each warpgroup, and its sums."""
-        scores = [(f"scores{g}", TILE_KEYS) for g in range(GROUPS)]
+        scores = [(f"scores{g}", self.tile_keys) for g in range(GROUPS)]
         return TmemPlan((*scores, *((f"sums{g}", self.dim) for g in range(GROUPS))))
 
     @property
@@ -70,20 +70,20 @@ class AttentionPlanSm100(TilePlan):
         return 1 if self.pv == "fp8" else 2
 
     @property
-    def weight_spans(self) -> int:
-        """Spans of 128 bytes that hold a row's weights of a tile of keys: one after the other for
-        all rows, as those of queries' rows lie."""
-        return TILE_KEYS * self.weight_bytes // SPAN_BYTES
+    def weight_span(self) -> int:
+        """Bytes of a row's weights of a tile of keys that lie together, 64 or 128: spans lie one
+        after the other for all rows, as those of queries' rows do."""
+        return min(self.tile_keys * self.weight_bytes, SPAN_BYTES)
 
     @property
     def weight_span_bytes(self) -> int:
         """Of a span of all rows."""
-        return self.tile_queries * SPAN_BYTES
+        return self.tile_queries * self.weight_span
 
     @property
     def shares_rows(self) -> bool:
         # Codes of 128 channels, their rows, fp16 weights and two stages are more than there is.
-        return self.pv == "fp16" and self.dim == 128
+        return self.pv == "fp16" and self.dim == 128 and self.tile_keys == TILE_KEYS
 
     @property
     def group_bytes(self) -> int:
@@ -100,7 +100,7 @@ class AttentionPlanSm100(TilePlan):
         return self.tmem.column(f"{name}0"), self.tmem.column(f"{name}1")
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
-        weights = Buffer("weights", FORMATS[self.pv], self.tile_queries * TILE_KEYS, 1024)
+        weights = Buffer("weights", FORMATS[self.pv], self.tile_queries * self.tile_keys, 1024)
         return (
             *self._operands(stages, () if self.shares_rows else (weights,)),
             Buffer("tmem_address", "Int32", 1),

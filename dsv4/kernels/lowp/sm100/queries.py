@@ -16,7 +16,8 @@ from dsv4.kernels.lowp.sm100.context import AttentionContext
 from dsv4.kernels.lowp.sm100.plan import GROUP_QUERIES, NamedBarriers
 from dsv4.kernels.lowp.work import Work
 
-# By granularity: distances of the lanes of a warp whose rows share a scale.
+# By granularity: distances of the lanes of a warp whose rows share a scale, where 16 queries are a
+# warp's; where 32 are, the other 16 lanes have some, too.
 SHARED = {
     "per_row": (),
     "per_thread": (8,),
@@ -38,7 +39,10 @@ class Queries(QueryRows):
         if cutlass.const_expr(self.config.is_per_head):
             amax = self.largest_of_head(ctx, work, lane)
         else:
-            amax = self._of_group(ctx, row, rows, warp, lane)
+            if cutlass.const_expr(self.config.has_wide_blocks):
+                amax = self.largest_of_block(ctx, work, row)
+            else:
+                amax = self._of_group(ctx, row, rows, warp, lane)
         scale, divisor, inverse = self.scale.of(amax)
         self._store(ctx, row, rows, divisor, inverse)
         if cutlass.const_expr(not self.plan.shares_rows):
@@ -56,9 +60,9 @@ class Queries(QueryRows):
         for vector in cutlass.range_constexpr(self.plan.dim // VECTOR):
             values = self.load(ctx, row, rows, vector)
             amax = tree(fmax_nan, [amax, *(abs_of(values[j]) for j in range(VECTOR))])
-        for offset in cutlass.range_constexpr(len(SHARED[granularity])):
-            distance = SHARED[granularity][offset]
-            amax = fmax_nan(amax, cute.arch.shuffle_sync_bfly(amax, offset=distance))
+        distances = SHARED[granularity] + (16,) * self.config.has_pairs_of_warps
+        for i in cutlass.range_constexpr(len(distances)):
+            amax = fmax_nan(amax, cute.arch.shuffle_sync_bfly(amax, offset=distances[i]))
         if cutlass.const_expr(granularity in BY_TWO_WARPS):
             if lane == 0:
                 maxima[warp] = amax

@@ -53,7 +53,7 @@ class RowState(NamedTuple):
 
 def part_of(column: int, parts: int) -> int:
     """Part of a tile's keys whose scale a column has: of four they take turns in pairs, of two
-    they are halves."""
+    they are halves of 128."""
     return column % 8 // 2 if parts == 4 else column * parts // TILE_KEYS
 
 
@@ -61,7 +61,7 @@ def part_of(column: int, parts: int) -> int:
 def hide_unseen(products: cute.Tensor, limit):
     """Mark the products of keys from `limit` on."""
     dtype = products.element_type
-    for first in cutlass.range_constexpr(0, TILE_KEYS, CHUNK):
+    for first in cutlass.range_constexpr(0, cute.size(products), CHUNK):
         for i in cutlass.range_constexpr(first, first + CHUNK):
             products[i] = cutlass.select_(i < limit, products[i], dtype(UNSEEN[dtype]))
 
@@ -74,7 +74,7 @@ def raised_top(products: cute.Tensor, state: RowState, factors, offset: float) -
     """
     parts, dtype, tops = len(factors), products.element_type, []
     for part in range(parts):
-        found = [products[i] for i in range(TILE_KEYS) if part_of(i, parts) == part]
+        found = [products[i] for i in range(cute.size(products)) if part_of(i, parts) == part]
         top = largest(found) if dtype is Int32 else tree(cute.arch.fmax, found)
         # No key of the part is seen; and a factor may be 0.
         is_unseen = top == dtype(UNSEEN[dtype])

@@ -14,11 +14,10 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 
 from dsv4.kernels.attention.softmax import exp2_in_branch
 from dsv4.kernels.kit.mbarrier import Cursor
-from dsv4.kernels.kit.swizzle import SPAN_BYTES, VECTOR_BYTES
+from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 from dsv4.kernels.kit.tcgen05 import fence_after_thread_sync, fence_before_thread_sync
 from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.lowp.config import P_OFFSET, QuantizedAttentionConfig
-from dsv4.kernels.lowp.plan import TILE_KEYS
 from dsv4.kernels.lowp.rounding import fmax_nan
 from dsv4.kernels.lowp.sm100.context import AttentionContext, columns_of
 from dsv4.kernels.lowp.sm100.epilogue import Epilogue
@@ -39,9 +38,7 @@ from dsv4.kernels.lowp.sm100.tmem_rows import load_row, store_row
 from dsv4.kernels.lowp.turns import Turns
 from dsv4.kernels.lowp.work import Operands, Work
 
-PASSED = TILE_KEYS  # columns whose weights are computed before a turn at them is passed
 SCALES = 4  # of keys, of a load
-KEY_SCALES = {"per_row": 0, "per_16": 0, "per_64": 2, "per_thread": 4}
 TURNS = Turns(NamedBarriers.TURNS, GROUPS)
 
 
@@ -74,7 +71,7 @@ class SoftmaxWarps:
         self.epilogue = Epilogue(config, plan)
         self.has_mask = config.mask != "none"
         # Scales of a tile's keys that are factors on its scores.
-        self.key_scales = KEY_SCALES.get(config.qk_quant_gran, 1)
+        self.key_scales = 0 if plan.key_scales else config.key_scales
 
     @cute.jit
     def compute(self, ctx: AttentionContext, warp):
@@ -108,7 +105,7 @@ class SoftmaxWarps:
             for tile in cutlass.range(count, unroll=1):
                 factors = tuple(fmax_nan(factor * x, Float32(SMALLEST_FACTOR)) for x in ahead)
                 ahead = self._load_scales(ctx.operands, scales, tile + 1, work.count)
-                limit = cutlass.min(first, work.keys) - tile * TILE_KEYS
+                limit = cutlass.min(first, work.keys) - tile * plan.tile_keys
                 seen = Tile(tile, scored, limit, tile < share.full, mask)
                 self._step(ctx, state, factors, seen, group, keys)
                 scored += 1
@@ -157,18 +154,19 @@ class SoftmaxWarps:
         products, factors = self._scores(ctx, factors, tile, group, keys)
         top = raised_top(products, state, factors, P_OFFSET[self.config.pv])
         self._raise_maximum(ctx, state, top, tile, group)
-        weights = cute.make_rmem_tensor(TILE_KEYS, Float32)
-        codes = cute.make_rmem_tensor(TILE_KEYS * self.plan.weight_bytes // 4, Float32)
+        size = self.plan.tile_keys
+        weights = cute.make_rmem_tensor(size, Float32)
+        codes = cute.make_rmem_tensor(size * self.plan.weight_bytes // 4, Float32)
         TURNS.take(group, [top])
         # While the special function unit is at work, the weights before are coded.
-        for first in cutlass.range_constexpr(0, TILE_KEYS + CHUNK, CHUNK):
-            if cutlass.const_expr(first < TILE_KEYS):
+        for first in cutlass.range_constexpr(0, size + CHUNK, CHUNK):
+            if cutlass.const_expr(first < size):
                 weigh(products, weights, state, factors, first)
                 if cutlass.const_expr(products.element_type is Int32):  # noqa: SIM102 as above
                     if not tile.is_whole:
                         clear_unseen(weights, tile.limit, first)
-            if cutlass.const_expr(first + CHUNK == PASSED):
-                TURNS.give(group, [weights[PASSED - 1]])
+            if cutlass.const_expr(first + CHUNK == size):
+                TURNS.give(group, [weights[size - 1]])
             if cutlass.const_expr(first > 0):
                 encode(weights, codes, state, first - CHUNK, self.plan.pv == "fp16")
         self._store_codes(ctx, codes)
@@ -216,11 +214,18 @@ class SoftmaxWarps:
     @cute.jit
     def _store_codes(self, ctx: AttentionContext, codes: cute.Tensor):
         """Write a row's codes of weights where products read them."""
-        row = cute.arch.thread_idx()[0]
-        start = cute.recast_ptr(ctx.smem.weights_start, dtype=Uint8)
-        for i in cutlass.range_constexpr(TILE_KEYS * self.plan.weight_bytes // VECTOR_BYTES):
-            span, part = i // (SPAN_BYTES // VECTOR_BYTES), i % (SPAN_BYTES // VECTOR_BYTES)
-            place = (row * SPAN_BYTES) + ((part ^ row % 8) * VECTOR_BYTES)
+        row, span_bytes = cute.arch.thread_idx()[0], self.plan.weight_span
+        start, vectors = (
+            cute.recast_ptr(ctx.smem.weights_start, dtype=Uint8),
+            span_bytes // VECTOR_BYTES,
+        )
+        # Spans of 64 bytes are permuted by the pair of rows.
+        turn = row // (8 // vectors) % vectors
+        for i in cutlass.range_constexpr(
+            self.plan.tile_keys * self.plan.weight_bytes // VECTOR_BYTES
+        ):
+            span, part = i // vectors, i % vectors
+            place = (row * span_bytes) + ((part ^ turn) * VECTOR_BYTES)
             place = place + span * self.plan.weight_span_bytes
             offset = cute.assume(place, divby=VECTOR_BYTES)
             target = cute.recast_ptr(start + offset, dtype=Float32)
@@ -252,7 +257,8 @@ class SoftmaxWarps:
         ctx.pipes.scores.at(group).wait(phase)
         fence_after_thread_sync()
         dtype = Int32 if self.plan.qk == "int8" else Float32
-        products = cute.make_rmem_tensor(TILE_KEYS, dtype)
+        size = self.plan.tile_keys
+        products = cute.make_rmem_tensor(size, dtype)
         load_row(start, products)
         cute.arch.fence_view_async_tmem_load()
         fence_before_thread_sync()
@@ -261,9 +267,9 @@ class SoftmaxWarps:
             ctx.pipes.keys.wait(keys)
             scales = cute.make_tensor(
                 ctx.smem.key_scales[None, keys.stage].iterator,
-                cute.make_layout((SCALES, TILE_KEYS // SCALES)),
+                cute.make_layout((SCALES, size // SCALES)),
             )
-            for first in cutlass.range_constexpr(0, TILE_KEYS, CHUNK):
+            for first in cutlass.range_constexpr(0, size, CHUNK):
                 some = cute.make_rmem_tensor((SCALES, CHUNK // SCALES), Float32)
                 for j in cutlass.range_constexpr(CHUNK // SCALES):
                     cute.autovec_copy(scales[None, first // SCALES + j], some[None, j])
