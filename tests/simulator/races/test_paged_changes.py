@@ -191,6 +191,20 @@ WEAKER = {
         ("mbarrier.try_wait", "score", "relaxed"): (2, ROWS_WITH_P),
     },
     "codes": {("mbarrier.test_wait", "_multiply_keys", "relaxed"): (1, HINT)},
+    "codes_pair": {
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, f"full: {WITH_S}; empty: {BEHIND_KEYS}"),
+        ("mbarrier.try_wait", "receive_keys", "relaxed"): (1, WITH_S),
+        ("mbarrier.try_wait", "send_keys", "relaxed"): (1, BEHIND_KEYS),
+        ("mbarrier.try_wait", "_end_queries", "relaxed"): (
+            1,
+            "the last Q: the softmax warps, which free TMEM, have waited for every product",
+        ),
+        ("mbarrier.try_wait", "_qk", "relaxed"): (
+            1,
+            "S of a token's first tiles: weights of the last token's were waited for, which were "
+            "made from what these stages held",
+        ),
+    },
     "one_cta": {
         **gathered(HARMLESS["single"], "_load_tiles"),
         ("mbarrier.arrive", "_load_rows", "relaxed"): (1, EXPECTS),
