@@ -16,6 +16,7 @@ from dsv4.kernels.gemm import plan as plans
 from dsv4.kernels.gemm.args import ARGS, values
 from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig, has_kernel
 from dsv4.kernels.gemm.sm100 import plan as blackwell_plans
+from dsv4.ops.aliasing import check_given
 from dsv4.ops.head_rotation import HeadRotation, check_heads, epilogue_config, rotate_heads_
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
 from dsv4.ops.runtime.backend import Device
@@ -226,6 +227,8 @@ def fp8_linear(
             )
         if out is None:
             out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
+        else:
+            check_given(FP8_LINEAR, x, weight, scale, x_scale, out)
         options: tuple[Tensor | None, ...] = ()
         if x.dtype == torch.bfloat16 and x.is_cuda and tokens > plans.RESIDENT_TOKENS:
             options = scratch(tokens, width, x.device)

@@ -18,6 +18,7 @@ from dsv4.kernels.gemm.grouped_args import ARGS, values
 from dsv4.kernels.gemm.grouped_config import CODES, GroupedLinearConfig, takes_groups
 from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
 from dsv4.kernels.gemm.sm100 import grouped_plan as blackwell_plans
+from dsv4.ops.aliasing import check_given
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3, quantize_e4m3
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
@@ -185,6 +186,8 @@ def grouped_linear(
         identity = _runner_id_of(x, weight, scale, act, name)
         if out is None:
             out = torch.empty((tokens, weight.shape[0]), dtype=out_dtype, device=x.device)
+        else:
+            check_given(GROUPED_LINEAR, x, weight, scale, out)
         if x.dtype == torch.bfloat16 and x.is_cuda and tokens > RESIDENT_TOKENS:
             scratch = _scratch(tokens, width, _terms(act), x.device)
             _op(x, weight, scale, out, identity, *scratch)

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from dsv4.kernels.gemm.argmax_args import ARGS
 from dsv4.kernels.gemm.epilogues import ArgMax
 from dsv4.kernels.gemm.plain_config import PlainLinearConfig
+from dsv4.ops.aliasing import check_given
 from dsv4.ops.plain_linear import PlainLinear
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.kernel_op import Sizes
@@ -104,6 +105,8 @@ def linear_argmax(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Te
         name = str(dtype).removeprefix("torch.")
         identity = linear_argmax_runner_id(index(width), index(weight.shape[0]), name)
         rows = torch.empty(tokens, dtype=torch.int64, device=x.device)
+        if out is not None:
+            check_given(LINEAR_ARGMAX, x, weight, rows, out)
         _op(x, weight, rows, identity, out)
     except Exception:
         LINEAR_ARGMAX.explain(x, weight, rows, out)

@@ -25,6 +25,7 @@ from dsv4.kernels.gemm.merged_config import (
 from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
 from dsv4.kernels.gemm.sm100 import merged_plan as blackwell_plans
 from dsv4.kernels.kit.args import In, Scratch, tensors_of
+from dsv4.ops.aliasing import check_given
 from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_EPILOGUE, scratch
 from dsv4.ops.head_rotation import HeadRotation, check_table, epilogue_config
 from dsv4.ops.runtime import tensors as make
@@ -249,6 +250,7 @@ def merged_linear(
         missing = "x_scale" if has_codes else "x_codes"
         raise ValueError(f"{missing}: got nothing, codes and scales of x go together")
     identity = merged_linear_runner_id(index(width), described, has_codes)
+    are_given = outs is not None
     if outs is None:
         outs = [
             torch.empty((tokens, weight.shape[0]), dtype=dtype, device=x.device)
@@ -256,6 +258,8 @@ def merged_linear(
         ]
     first, *rest = _places(x, weights, scales, outs, num_fp8)
     rest += [x_codes, x_scale]
+    if are_given:
+        check_given(MERGED_LINEAR, first, *rest)
     if not has_codes and x.dtype == torch.bfloat16 and x.is_cuda and tokens > RESIDENT_TOKENS:
         rest += scratch(tokens, width, x.device)
     heads = [one for one in own if one is not None]

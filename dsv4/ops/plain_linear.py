@@ -17,6 +17,7 @@ from dsv4.kernels.gemm.config import has_kernel
 from dsv4.kernels.gemm.plain_args import ARGS, values
 from dsv4.kernels.gemm.plain_config import PlainLinearConfig
 from dsv4.kernels.gemm.sm100 import plain_plan as blackwell_plans
+from dsv4.ops.aliasing import check_given
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.state import smallest_call
@@ -114,6 +115,8 @@ def plain_linear(
         identity = plain_linear_runner_id(index(width), index(rows), name)
         if out is None:
             out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
+        else:
+            check_given(PLAIN_LINEAR, x, weight, out)
         _op(x, weight, out, identity)
     except Exception:
         PLAIN_LINEAR.explain(x, weight, out)

@@ -67,3 +67,31 @@ def test_rows_that_are_not_finite_touch_no_other(tokens, seed) -> None:
     found = run(inputs)
     assert found[0::5].isnan().all()
     assert torch.equal(ops.plain_linear(inputs.x[4::5], inputs.weight), found[4::5])
+
+
+def test_two_streams(seed) -> None:
+    both = [
+        Inputs.make(Case(tokens, 4096, 5000, out_dtype="float32"), seed + tokens, "cuda")
+        for tokens in (5, 40)
+    ]
+    wanted = [run(inputs) for inputs in both]
+    torch.cuda.synchronize()
+    found = []
+    for inputs in both:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            found.append([ops.plain_linear(inputs.x, inputs.weight) for _ in range(20)])
+    torch.cuda.synchronize()
+    for outputs, expected in zip(found, wanted, strict=True):
+        assert all(torch.equal(y.to(expected.dtype), expected) for y in outputs)
+
+
+def test_no_tokens(seed) -> None:
+    inputs = Inputs.make(Case(1, 4096, 300, out_dtype="float32"), seed, "cuda")
+    assert ops.plain_linear(inputs.x[:0], inputs.weight).shape == (0, 300)
+
+
+def test_outputs_that_overlap_inputs_are_refused(seed) -> None:
+    x = torch.randn(4096, 4096, device="cuda").bfloat16()
+    weight = torch.randn(4096, 4096, device="cuda").bfloat16()
+    with pytest.raises(ValueError, match="out"):
+        ops.plain_linear(x, weight, out=x)

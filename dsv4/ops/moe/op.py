@@ -18,6 +18,7 @@ from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.kernels.moe.routing import MAX_TOKENS, ROUTER_TOKENS, gate_tiling
 from dsv4.kernels.moe.scratch import scratch_bytes
 from dsv4.kernels.moe.sm100 import plan as blackwell_plans
+from dsv4.ops.aliasing import check_given
 from dsv4.ops.moe.rows import ExpertRows, rows_in
 from dsv4.ops.moe.torch_path import (
     MAX_GATHERED_TOKENS,
@@ -365,6 +366,8 @@ def moe(
             input_ids = _empty((0,), torch.int64, x.device)
         if out is None:
             out = torch.empty((tokens, hidden), dtype=dtype, device=x.device)
+        else:
+            check_given(MOE, *filled, table, input_ids, out)
         check_codes(x_codes, x_scale)
         needed = scratch_bytes(config, tokens) if x.is_cuda and MOE.has_kernel(config) else 0
         scratch = _empty((needed,), torch.uint8, x.device)
