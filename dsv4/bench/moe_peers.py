@@ -242,8 +242,8 @@ class Humming:
             layer_config=layer.humming_config, use_f16_accum=False, use_batch_invariant=False,
             gemm_type=GemmType.INDEXED,
         )  # fmt: skip
-        own = [entry for entry in found if entry[0] < pairs <= entry[1]]
-        return json.dumps(own), own[0][2]["block_shape"][0]
+        own = next(entry for low, high, entry in found if low < pairs <= (high or pairs))
+        return json.dumps(own), own["block_shape"][0]
 
     def call(self, x: Tensor, ids: Tensor) -> Call:
         from humming.forward import may_process_input

@@ -42,9 +42,10 @@ CASES = [
     Case(3, **SMALL, expert_dtype="bfloat16", shared_dtype="bfloat16", out_dtype="float32"),
 ]
 # More tokens than the widest tiles of bf16 experts have, and half of the widest ones of NVFP4: all
-# of one expert, for other experts take as long again.
-ONE_EXPERT = SMALL | {"inner": 128, "top_k": 1}
+# of one expert, for other experts take as long again. K of five k blocks: a stage, and part of one.
+ONE_EXPERT = SMALL | {"inner": 640, "top_k": 1}
 WIDE_TOKENS = 35
+TILINGS = 3
 
 
 @pytest.fixture(scope="module", params=["sm_90a", pytest.param("cuda", marks=HOPPER)])
@@ -88,15 +89,14 @@ def test_few_tokens(first_tiling_alone, seed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tiling", range(TILINGS))
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_tiling_in_every_schedule(target, case, seed) -> None:
-    inputs, first = LayerInputs.make(case, seed), None
-    for tiling in range(len(tilings(case))):
-        outcome = run(target, inputs, tiling, seed, schedules=None)
-        if first is None:
-            assert_layer_close(outcome, inputs)
-            first = outcome["out"]
-        assert torch.equal(first, outcome["out"]), f"tiling {tiling}"
+def test_every_tiling_in_every_schedule(target, case, tiling, seed) -> None:
+    inputs = LayerInputs.make(case, seed)
+    outcome = run(target, inputs, tiling, seed, schedules=None)
+    assert_layer_close(outcome, inputs)
+    if tiling > 0:
+        assert torch.equal(run(target, inputs, 0, seed)["out"], outcome["out"])
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_rows_that_are_not_finite_touch_no_other(target, seed) -> None:
     outcome = run(target, inputs, 0, seed)
     x = inputs.inputs.x[4::5]
     few = replace(inputs.inputs, case=replace(case, tokens=2), x=x)
-    ordinary = replace(inputs, inputs=few, input_ids=inputs.input_ids[4::5])
+    ordinary = replace(inputs, inputs=few, input_ids=inputs.input_ids[4::5].contiguous())
     assert torch.equal(run(target, ordinary, 0, seed)["out"], outcome["out"][4::5])
 
 
@@ -136,7 +136,9 @@ def test_every_barrier_and_fence_is_reached(expert_dtype, seed) -> None:
     ]
     for outcome in outcomes:
         assert_clean(outcome.report)
-    assert not missed_synchronisation(outcome.report for outcome in outcomes)
+    missed = missed_synchronisation(outcome.report for outcome in outcomes)
+    # The gate has a test of its own.
+    assert not {kernel: lines for kernel, lines in missed.items() if "moesm90" in kernel}
 
 
 @pytest.mark.parametrize(
@@ -154,5 +156,6 @@ def test_budgets_of_layers_of_the_models(expert_dtype, shared_dtype) -> None:
             down = plan.ProductPlan.down(case.config, tiling, 1)
             assert down.smem.total_bytes <= down.capacity
             assert all(kind.is_bf16 for kind in down.routed)
+        assert len(tilings(case)) == TILINGS
         numbers = [plan.choose(case.config, tokens) for tokens in (1, 2, 128, 257, 32768)]
         assert numbers == [0, 1, 1, 2, 2]
