@@ -27,7 +27,7 @@ from dsv4.ops.moe.torch_path import (
     route,
     routed_experts,
 )
-from dsv4.ops.moe.weights import MATRICES, GatedWeights
+from dsv4.ops.moe.weights import MATRICES, GatedWeights, block_scale_dtype
 from dsv4.ops.runtime.backend import Device, find_kernel
 from dsv4.ops.runtime.checks import check_are_tensors, check_flag, check_is_tensor, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
@@ -350,7 +350,7 @@ def moe(
         scale = shared.w1_scale if shared.w1_scale is not None else experts.w1_scale
         fields = (
             index(hidden), index(inner), index(count), top_k, experts.dtype_name,
-            shared.dtype_name, _name(gate.dtype), _block_scale_dtype(scale), *block,
+            shared.dtype_name, _name(gate.dtype), block_scale_dtype(scale), *block,
             form, table is not None, scaling, limit, _name(dtype),
         )  # fmt: skip
         identity = moe_runner_id(*fields)
@@ -482,7 +482,7 @@ def prepared_forms(
     scale = shared.w1_scale if shared.w1_scale is not None else experts.w1_scale
     config = MoeConfig(
         gate.shape[1], inner, count, top_k, experts.dtype_name, shared.dtype_name,
-        _name(gate.dtype), _block_scale_dtype(scale), *block,
+        _name(gate.dtype), block_scale_dtype(scale), *block,
     )  # fmt: skip
     return FORMS[device.arch] if _served_by(config, gate) is not None else ()
 
@@ -496,8 +496,3 @@ def _served_by(config: MoeConfig, tensor: Tensor) -> Device | None:
 def _device(tensor: Tensor) -> Device | None:
     """The tensor's device, where there are kernels for it."""
     return find_kernel(MOE.name, MOE.kernels, tensor.get_device()) if tensor.is_cuda else None
-
-
-def _block_scale_dtype(scale: Tensor | None) -> str:
-    is_float32 = scale is not None and scale.dtype == torch.float32
-    return "float32" if is_float32 else "float8_e8m0fnu"

@@ -150,3 +150,9 @@ def _replace_(tensor: Tensor, move, columns: int) -> None:
     for begin in range(0, parts.shape[0], size):
         part = parts[begin : begin + size]
         part.view(torch.uint8).copy_(move(part).view(torch.uint8))
+
+
+def block_scale_dtype(scale: Tensor | None) -> str:
+    """Name of the dtype of FP8 blocks' scales."""
+    is_float32 = scale is not None and scale.dtype == torch.float32
+    return "float32" if is_float32 else "float8_e8m0fnu"
