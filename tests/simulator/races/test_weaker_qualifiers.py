@@ -57,7 +57,14 @@ GROUPED_STREAMED_HARMLESS = {
     ("mbarrier.arrive", "expect_parts", "relaxed"): (1, EXPECTS),
 }
 # Two for each number of tokens a pass: streams, and what the mixture sends.
-SEAM_HARMLESS = {("mbarrier.arrive", "expect", "relaxed"): (6, EXPECTS)}
+SEAM_HARMLESS = {
+    ("mbarrier.arrive", "expect", "relaxed"): (6, EXPECTS),
+    ("ld.relaxed", "__init__", "cluster"): (
+        1,
+        "of the CTAs that left their tokens: the last arrival has acquired their words",
+    ),
+}
+SEAM_UNREACHED = {("red.relaxed", "meet", "cluster"): (1, "no CTA leaves its tokens here")}
 BEST_ROWS_HARMLESS = {
     ("ld.relaxed", "finish", "cluster"): (
         1,
@@ -111,8 +118,8 @@ KERNELS = {
     # Of both kinds of weights.
     "merged linear, resident": (partial(linears.merged, 19, 0), weights(8), {}),
     "merged linear, wide": (partial(linears.merged, 150, -1), {**weights(4), **TURNS}, {}),
-    "seam, Hopper": (partial(subjects.seam, "sm_90a"), SEAM_HARMLESS, {}),
-    "seam, Blackwell": (partial(subjects.seam, "sm_100a"), SEAM_HARMLESS, {}),
+    "seam, Hopper": (partial(subjects.seam, "sm_90a"), SEAM_HARMLESS, SEAM_UNREACHED),
+    "seam, Blackwell": (partial(subjects.seam, "sm_100a"), SEAM_HARMLESS, SEAM_UNREACHED),
     "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), {}, {}),
     "compressor, Blackwell": (partial(subjects.compressor, "sm_100a"), {}, {}),
     "rows of latents, Hopper": (partial(subjects.latents, "sm_90a"), {}, {}),
