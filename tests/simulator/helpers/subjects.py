@@ -209,7 +209,7 @@ def seam(arch: str) -> Subject:
 
 
 @cache
-def indexer(key_format: str = "fp8") -> Subject:
+def indexer() -> Subject:
     """Ragged lists, in one launch of each size of a cluster, and behind a launch of scores by CTAs
     and by clusters; and one that registers do not hold, which hold a vector of a thread here:
     further ones are copies of an unrolled loop."""
@@ -217,7 +217,7 @@ def indexer(key_format: str = "fp8") -> Subject:
     from dsv4.kernels.indexer.sm90 import one_launch
 
     lens = (70, 330, 5, 64, 0, 130, 65)
-    options = {"gives_slots": True, "key_format": key_format, "levels": 30}
+    options = {"gives_slots": True, "levels": 30}
     ragged = index_topk.Case(lens, 64, padding_rows=1, **options)
     few = index_topk.Case(lens[:3], 64, **options)
     long = index_topk.Case((4_200, 100), 64, **options)
