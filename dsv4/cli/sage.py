@@ -69,8 +69,15 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compute and compare; status 1 when something is out of bounds."""
+    import torch
+
     from dsv4.testing.lowp import make_inputs
 
+    # Refused before a dump is written.
+    if args.iters < 1:
+        raise ValueError(f"--iters: got {args.iters}, needs at least 1")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device: got cuda, needs a CUDA GPU, and PyTorch sees none")
     case = _case(args)
     inputs = make_inputs(case, args.seed)
     loaded: dict[str, Tensor] = {}
@@ -196,8 +203,6 @@ def _compare_calls(
     from dsv4.ops import quantized_attention
     from dsv4.testing.lowp import Metrics
 
-    if args.iters < 1:
-        raise ValueError(f"--iters: got {args.iters}, needs at least 1")
     moved = [x.to(args.device) for x in inputs]
     calls = [quantized_attention(*moved, **case.options).cpu() for _ in range(args.iters)]
     differ = sum(not torch.equal(out, calls[0]) for out in calls)

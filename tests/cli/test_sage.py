@@ -72,6 +72,14 @@ def test_calls_of_the_operator_are_compared(monkeypatch, capsys) -> None:
     assert main(["sage", *SMALL, "--iters", "0"]) == 2
 
 
+@pytest.mark.parametrize("option", [("--iters", "0"), ("--device", "cuda")], ids=str)
+def test_a_refused_call_writes_no_dump(option, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    prefix = tmp_path / "folder" / "x"
+    assert main(["sage", *SMALL, *option, "--dump", str(prefix)]) == 2
+    assert option[0] in capsys.readouterr().err and not prefix.parent.exists()
+
+
 def test_a_dump_is_read_back_without_a_difference(tmp_path, capsys) -> None:
     prefix = str(tmp_path / "folder" / "x")
     case = ["--case", "b2_full_seq70_d64"]
