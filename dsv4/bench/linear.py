@@ -20,6 +20,7 @@ from dsv4 import ops
 from dsv4.bench import fp8_linear, merged_linear, targets
 from dsv4.bench.linear_peers import NAMES, Peer, Product
 from dsv4.bench.machine import Machine
+from dsv4.bench.packages import reason_of
 from dsv4.bench.rows import each_shape
 from dsv4.bench.timing import graph_microseconds
 from dsv4.kernels.gemm.config import K_BLOCK
@@ -336,7 +337,7 @@ def measure(shape: Shape, machine: Machine, peers: Sequence[Peer] = ()) -> Resul
         try:
             times[peer.name] = time_of(peer, [calls.products for calls in given], exact)
         except (RuntimeError, AssertionError, TypeError) as found:
-            failures[peer.name] = (str(found).splitlines() or [type(found).__name__])[0]
+            failures[peer.name] = reason_of(found)
         torch.cuda.empty_cache()
     share = None
     if machine.fp8_rate is not None:

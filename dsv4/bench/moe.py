@@ -14,6 +14,7 @@ from dsv4 import ops
 from dsv4.bench import targets
 from dsv4.bench.machine import Machine
 from dsv4.bench.moe_peers import NAMES, Peer
+from dsv4.bench.packages import reason_of
 from dsv4.bench.timing import graph_microseconds
 from dsv4.kernels.moe.config import BF16_DTYPES
 from dsv4.kernels.moe.layer_config import NVFP4_GROUP, MoeConfig
@@ -274,11 +275,6 @@ def check_distinct(shape: Shape, distinct: float) -> None:
     expected = config.experts * (1 - (1 - config.top_k / config.experts) ** shape.tokens)
     if not abs(distinct / expected - 1) <= MAX_SKEW:
         raise RuntimeError(f"{shape}: {distinct:.1f} distinct experts, expected {expected:.1f}")
-
-
-def reason_of(error: Exception) -> str:
-    """The first line of an error."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def as_row(result: Result) -> dict[str, Any]:

@@ -20,6 +20,11 @@ VLLM_OPERATORS = (
 )  # fmt: skip
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of an error, or what it is."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 @cache
 def package(name: str, folder: Path) -> ModuleType:
     """The package that lies in `folder`, whatever else the installation has.
@@ -40,8 +45,7 @@ def package(name: str, folder: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         sys.modules.pop(name, None)
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{name}: {folder} cannot be used ({reason})") from None
+        raise ValueError(f"{name}: {folder} cannot be used ({reason_of(error)})") from None
     return module
 
 
@@ -79,8 +83,7 @@ def vllm_operators(vllm: Path) -> None:
         try:
             torch.ops.load_library(str(path))
         except OSError as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"vllm: {path} cannot be used ({reason})") from None
+            raise ValueError(f"vllm: {path} cannot be used ({reason_of(error)})") from None
     for space, operator in VLLM_OPERATORS:
         if not hasattr(getattr(torch.ops, space), operator):
             raise ValueError(f"vllm: {vllm} has no operator {space}.{operator}")
