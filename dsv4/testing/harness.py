@@ -125,7 +125,19 @@ class Target(Protocol):
     ) -> Outcome: ...
 
 
-class TorchCode:
+class _Caller:
+    """Calls of a target that runs what was compiled as it is, without schedules or races."""
+
+    def run(
+        self, compiled: Any, call: Call, schedule: str = "", seed: int = 0, races: bool = True
+    ) -> Outcome:
+        """Call it with tensors of the target's device."""
+        call.poisoned()
+        compiled(*call.args, **call.options)
+        return Outcome.of(call)
+
+
+class TorchCode(_Caller):
     """Target `cpu`: torch implementations, called as the kernels are."""
 
     arch = device = "cpu"
@@ -135,19 +147,6 @@ class TorchCode:
     def compile(self, build: Build, config: Any) -> Any:
         """What `build` makes of a configuration."""
         return build(config, "")
-
-    def run(
-        self,
-        compiled: Any,
-        call: Call,
-        schedule: str = schedules[0],
-        seed: int = 0,
-        races: bool = True,
-    ) -> Outcome:
-        """Run a call; torch has neither schedules nor races."""
-        call.poisoned()
-        compiled(*call.args, **call.options)
-        return Outcome.of(call)
 
 
 class _Compiler:
@@ -237,7 +236,7 @@ def simulator(arch: str) -> Simulator:
     return Simulator(arch)
 
 
-class Device(_Compiler):
+class Device(_Caller, _Compiler):
     """Target `cuda`: compiles for the GPU of this machine and runs there."""
 
     device = "cuda"
@@ -250,19 +249,6 @@ class Device(_Compiler):
     def multiprocessors(self) -> int:
         """SMs of the GPU."""
         return torch.cuda.get_device_properties(self.device).multi_processor_count
-
-    def run(
-        self,
-        compiled: Any,
-        call: Call,
-        schedule: str = schedules[0],
-        seed: int = 0,
-        races: bool = True,
-    ) -> Outcome:
-        """Launch a call whose tensors are on the GPU; schedules and races are the hardware's."""
-        call.poisoned()
-        compiled(*call.args, **call.options)
-        return Outcome.of(call)
 
     def replay(self, compiled: Any, call: Call) -> Outcome:
         """Capture a call in a CUDA graph, poison its outputs, and replay it."""
