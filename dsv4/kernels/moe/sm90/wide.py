@@ -4,7 +4,7 @@ tensor cores have the one before."""
 from typing import NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.gemm.sm90.activations import scale_value
@@ -210,24 +210,21 @@ class WideTileConsumers:
         for pair in cutlass.range(followed // 2, unroll=1):
             for i in cutlass.range_constexpr(2):
                 now, after = operands[i], operands[1 - i]
-                self._multiply(ctx, kind, acc, now, factors, cursor.stage)
+                self._multiply(ctx, kind, acc, now, cursor.stage)
                 self._fill_next(ctx, kind, after, factors, view, 2 * pair + i, cursor)
                 cursor = self._add(ctx, kind, sums, acc, now, view, cursor)
         if cutlass.const_expr(followed % 2 == 1):
-            self._multiply(ctx, kind, acc, operands[0], factors, cursor.stage)
+            self._multiply(ctx, kind, acc, operands[0], cursor.stage)
             step = Int32(followed - 1)
             self._fill_next(ctx, kind, operands[1], factors, view, step, cursor)
             cursor = self._add(ctx, kind, sums, acc, operands[0], view, cursor)
         last = operands[followed % 2]
-        self._multiply(ctx, kind, acc, last, factors, cursor.stage)
+        self._multiply(ctx, kind, acc, last, cursor.stage)
         return self._add(ctx, kind, sums, acc, last, view, cursor)
 
     @cute.jit
-    def _multiply(
-        self, ctx: WideContext, kind: cutlass.Constexpr, acc: cute.Tensor, now, factors, stage
-    ):
+    def _multiply(self, ctx: WideContext, kind: cutlass.Constexpr, acc: cute.Tensor, now, stage):
         """Send the products of a k block on their way."""
-        await_factors(factors)
         warpgroup.fence()
         b = self._tokens(ctx, kind, stage)
         gemm(lambda: tile_mma(kind), acc, operand(now[0]), b, range(STEPS), 0, False)
@@ -341,24 +338,3 @@ class WideTileConsumers:
                 for r in cutlass.range_constexpr(2):
                     i = n * 4 + r * 2 + c
                     sums[i] = sums[i] + acc[i] * (pair[c] * factors[r])
-
-
-def await_factors(factors: tuple | None) -> None:
-    """Wait until scales have arrived, by a sleep of 1 ns where one is NaN.
-
-    Without it ptxas puts the first use of the next k block's scales between the products of this
-    one. A warp that waits there for memory, with some of its four products on their way, got other
-    sums in the last eight columns (an H200, FP8 experts, about once in 5,000 tokens).
-    """
-    for factor in factors or ():
-        scale = factor[0]
-        if scale.dtype is Float32:
-            word, not_a_number = scale.bitcast(Uint32), 0x7FFFFFFF
-        else:
-            word, not_a_number = Uint32(scale), 0xFF
-        cute.arch.inline_ptx(
-            "{\n.reg .pred rare;\n"
-            f"setp.eq.u32 rare, {{$r0}}, {not_a_number};\n"
-            "@rare nanosleep.u32 1;\n}",
-            read_only_args=[word],
-        )
