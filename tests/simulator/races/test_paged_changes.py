@@ -56,6 +56,11 @@ ROWS_WITH_P = (
 
 # By kernel, what is not missed, and what may be weaker: by instruction, the kernel's function and
 # the new qualifier, how many of them, and why.
+PAIR = REDUNDANT["pair"]
+FIRST_S = (
+    "S of a token's first tiles: weights of the last token's were waited for, which were made from "
+    "what these stages held"
+)
 SWAP_AB_DELETED = {
     ("griddepcontrol.launch_dependents", "gather"): (1, LAUNCH),
     ("griddepcontrol.wait", "gather"): (1, LAUNCHES_IN_ORDER),
@@ -125,6 +130,31 @@ DELETED = {
         ("bar.warp", "arrive_warp"): (
             2,
             "the release of P: products read it, which the whole warpgroup has waited for",
+        ),
+    },
+    "codes_pair": {
+        **{
+            place: PAIR[place]
+            for place in (
+                ("fence.mbarrier_init", "run"),
+                ("tcgen05.fence::after_thread_sync", "mma_warp"),
+                ("mbarrier.try_wait", "_end_queries"),
+                ("tcgen05.fence::before_thread_sync", "_end_queries"),
+            )
+        },
+        ("griddepcontrol.launch_dependents", "_gather"): (1, LAUNCH),
+        ("mbarrier.try_wait", "_qk"): (1, FIRST_S),
+        ("tcgen05.fence::after_thread_sync", "_qk"): (1, FIRST_S),
+        ("mbarrier.try_wait", "receive_keys"): (1, WITH_S),
+        ("mbarrier.try_wait", "send_keys"): (1, BEHIND_KEYS),
+        ("bar.warp", "arrive_warp"): (2, f"full: {WITH_S}; empty: {BEHIND_KEYS}"),
+        ("cp.async", "_store_output"): (
+            3,
+            "all boxes but the last: its group, which is waited for, has the stores before it, too",
+        ),
+        ("bar.warp", "_wait_for_stores"): (
+            1,
+            "after the last token: nothing is written to these places any more",
         ),
     },
     "one_cta": {
@@ -199,11 +229,7 @@ WEAKER = {
             1,
             "the last Q: the softmax warps, which free TMEM, have waited for every product",
         ),
-        ("mbarrier.try_wait", "_qk", "relaxed"): (
-            1,
-            "S of a token's first tiles: weights of the last token's were waited for, which were "
-            "made from what these stages held",
-        ),
+        ("mbarrier.try_wait", "_qk", "relaxed"): (1, FIRST_S),
     },
     "one_cta": {
         **gathered(HARMLESS["single"], "_load_tiles"),

@@ -1,6 +1,6 @@
 """Deleting any one synchronisation instruction of quantised attention, or weakening any one of its
-qualifiers by a step, is noticed: 128 channels on Hopper, scales of rows, and FP4 with the means of
-queries, on Blackwell."""
+qualifiers by a step, is noticed: 128 channels, scales of rows, and fp16 values on Hopper; scales of
+rows, 128 channels, a mask, and FP4 with the means of queries on Blackwell."""
 
 from __future__ import annotations
 
@@ -53,32 +53,65 @@ HOPPER_WEAKER = {
         f"two: {UNSEEN}; two: {LAST_VALUES}",
     ),
 }
+# Fp16 values have the very table of FP8 ones. With scales of rows the softmax has the turns, and
+# reads scales of keys before it releases these.
+THREE_WAITS = (
+    "values: a step waits for those of its tile twice, around its weights, for a branch, and the "
+    "next step once more, but for the first step's: one of them is enough"
+)
+HOPPER_ROWS = {
+    **HOPPER,
+    ("mbarrier.try_wait", "_step"): (4, THREE_WAITS),
+    ("bar.warp", "arrive_warp"): (5, f"values (3): {PRODUCTS}; two: {UNSEEN}"),
+}
+HOPPER_ROWS_WEAKER = {**HOPPER_WEAKER, ("mbarrier.try_wait", "_step", "relaxed"): (4, THREE_WAITS)}
 CODED = (
     "the first scores of a work tile: its queries' codes were waited for, which each warp hands "
     "over when it has read the scores before"
 )
 AT_THE_END = "so that no commit outlives the CTA: that of the sums, of the same products, does not"
 WITH_SCORES = "scales of keys: the scores were waited for, whose product waited for both"
-BLACKWELL = {
+ARRIVALS = (
+    "codes of queries: the lanes met when they released the rows, and have only fenced since; "
+    "scores: what was read of them is there for the whole warp, its loads end together"
+)
+# Scales of tiles' keys are no part of the ring.
+MASKED = {
     ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
     ("griddepcontrol.wait", "kernel"): (3, FIRST),
     ("mbarrier.try_wait", "_load_queries"): (1, FREE),
     # Of each warpgroup.
     ("mbarrier.try_wait", "_score"): (3, f"{CODED} (2); {AT_THE_END}"),
     ("tcgen05.fence::after_thread_sync", "_score"): (2, CODED),
-    ("mbarrier.try_wait", "_load_products"): (1, WITH_SCORES),
-    ("mbarrier.try_wait", "compute"): (1, UNSEEN),
-    ("bar.warp", "arrive_warp"): (
-        3,
-        f"queries of which a warpgroup has none are released unread; scores: what was read of them "
-        f"is there for the whole warp, its loads end together; {UNSEEN}",
-    ),
+    ("bar.warp", "arrive_warp"): (2, ARRIVALS),
     ("bar.sync", "take"): (1, LAST_TURN),
 }
-BLACKWELL_WEAKER = {
+MASKED_WEAKER = {
     **LOADS,
     ("mbarrier.try_wait", "_load_queries", "relaxed"): (1, FREE),
     ("mbarrier.try_wait", "_score", "relaxed"): (3, f"{CODED} (2); {AT_THE_END}"),
+}
+WIDE = {
+    **MASKED,
+    ("tcgen05.fence::after_thread_sync", "_weigh"): (
+        1,
+        "the second warpgroup's tiles but the last: it sees two at most in these launches, and the "
+        "first one's values replace sums that nobody has scaled; a third tile would need it",
+    ),
+    ("bar.sync", "take"): (
+        2,
+        "a turn: it is for speed alone, and the arrivals of these launches make up pairs without "
+        f"it; {LAST_TURN}",
+    ),
+}
+BLACKWELL = {
+    **MASKED,
+    ("mbarrier.try_wait", "_load_products"): (1, WITH_SCORES),
+    ("mbarrier.try_wait", "compute"): (1, UNSEEN),
+    ("bar.warp", "arrive_warp"): (3, f"{ARRIVALS}; {UNSEEN}"),
+}
+BLACKWELL_WEAKER = {
+    **MASKED_WEAKER,
     ("mbarrier.try_wait", "_load_products", "relaxed"): (1, WITH_SCORES),
     ("mbarrier.try_wait", "compute", "relaxed"): (1, UNSEEN),
     ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, UNSEEN),
@@ -103,11 +136,7 @@ FP4 = {
     ("mbarrier.try_wait", "_score"): (4, f"{SCORES_READ} (3); {AT_THE_END}"),
     ("tcgen05.fence::after_thread_sync", "_score"): (1, SCORES_READ),
     ("tcgen05.cp", "copy_scales"): (1, SAME_VALUES),
-    ("bar.warp", "arrive_warp"): (
-        2,
-        "codes of queries: the lanes met when they released the rows, and have only fenced since; "
-        "scores: what was read of them is there for the whole warp, its loads end together",
-    ),
+    ("bar.warp", "arrive_warp"): (2, ARRIVALS),
     ("bar.sync", "take"): (2, f"{TURN}; {LAST_TURN}"),
 }
 FP4_WEAKER = {
@@ -120,7 +149,11 @@ FP4_WEAKER = {
 # new qualifier, how many of them, and why.
 KERNELS = {
     "Hopper": (partial(subjects.quantized, "wide"), HOPPER, HOPPER_WEAKER),
+    "Hopper, rows": (partial(subjects.quantized, "rows"), HOPPER_ROWS, HOPPER_ROWS_WEAKER),
+    "Hopper, fp16": (partial(subjects.quantized, "halves"), HOPPER, HOPPER_WEAKER),
     "Blackwell": (partial(subjects.blackwell_quantized, "rows"), BLACKWELL, BLACKWELL_WEAKER),
+    "Blackwell, wide": (partial(subjects.blackwell_quantized, "wide"), WIDE, MASKED_WEAKER),
+    "Blackwell, masked": (partial(subjects.blackwell_quantized, "masked"), MASKED, MASKED_WEAKER),
     "Blackwell, FP4": (partial(subjects.blackwell_quantized, "fp4"), FP4, FP4_WEAKER),
 }
 
