@@ -16,6 +16,7 @@ from tests.simulator.helpers import experts, linears, subjects
 from tests.simulator.helpers.changes import Listed, check_deleted, deletions_of, reached
 from tests.simulator.races.test_fp8_linear_mutations import (
     CLUSTER,
+    FENCE,
     FIRST,
     LAUNCH,
     NO_ACTIVATIONS,
@@ -23,6 +24,7 @@ from tests.simulator.races.test_fp8_linear_mutations import (
     RESIDENT,
     STREAMED,
     TURN,
+    UNDER_WAY,
 )
 from tests.simulator.races.test_router_mutations import LAST
 
@@ -43,12 +45,14 @@ GROUPED_WIDE = {
     ("wgmma.commit_group", "_sum_slice"): (2, TURN),
     ("wgmma.wait_group", "_sum_slice"): (2, TURN),
     ("bar.sync", "run"): (1, CLUSTER),
+    FENCE: (2, UNDER_WAY),
 }
 PLAIN_WIDE = {
     ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
     ("griddepcontrol.wait", "load"): (1, FIRST),
     # In the loop of each of two slices, and behind it.
     ("bar.warp", "release_to"): (4, PRODUCTS),
+    FENCE: (4, UNDER_WAY),
     ("bar.sync", "run"): (1, CLUSTER),
 }
 # Of both kinds of weights.
@@ -63,6 +67,7 @@ MERGED_WIDE = {
     **PLAIN_WIDE,
     ("griddepcontrol.launch_dependents", "run"): (2, LAUNCH),
     ("bar.sync", "run"): (2, CLUSTER),
+    FENCE: (6, UNDER_WAY),
 }
 BEST_ROWS = {
     ("griddepcontrol.wait", "finish"): (1, "of CTAs without a tile: here all have some"),
@@ -106,6 +111,7 @@ SAMPLER_CUTS = {
 }
 
 ROUTER_MANY = {
+    FENCE: (4, UNDER_WAY),
     # Of the gate, the selection and the sort.
     ("griddepcontrol.launch_dependents", "kernel"): (3, LAUNCH),
     ("griddepcontrol.wait", "kernel"): (1, FIRST),

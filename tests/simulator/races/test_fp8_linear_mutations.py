@@ -80,6 +80,13 @@ STREAMED = {
 }
 TURN = "gives the warpgroups turns at the tensor cores: their order changes no product"
 CLUSTER = "the barrier of the cluster, which every warp waits for, orders the same"
+UNDER_WAY = "completes loads whose uses ptxas moves behind the arrival: in PTX they come before it"
+FENCE = ("fence.acq_rel", "release_to")
+
+
+def fences(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
+    """Weaker fences before a release to the cluster."""
+    return {(*FENCE, weaker): (copies, UNDER_WAY) for weaker in ("acquire", "release")}
 
 
 def wide(slices: int) -> dict[tuple[str, str], tuple[int, str]]:
@@ -89,7 +96,8 @@ def wide(slices: int) -> dict[tuple[str, str], tuple[int, str]]:
         ("wgmma.wait_group", "_sum_slice"),
         ("bar.warp", "arrive_warp"),
     )
-    return {**STREAMED, **{place: (slices, TURN) for place in places}}
+    turns = {place: (slices, TURN) for place in places}
+    return {**STREAMED, **turns, FENCE: (slices, UNDER_WAY)}
 
 
 REDUNDANT = {
@@ -183,8 +191,8 @@ HARMLESS = {
     "resident_clusters": {**weights(4), PARTS: (1, EXPECTS)},
     "streamed": weights(2),
     "streamed_clusters": {**weights(2), PARTS: (1, EXPECTS)},
-    "wide": {**weights(2), **turns(2)},
-    "wide_clusters": {**weights(2), PARTS: (1, EXPECTS), **turns(1)},
+    "wide": {**weights(2), **turns(2), **fences(2)},
+    "wide_clusters": {**weights(2), PARTS: (1, EXPECTS), **turns(1), **fences(1)},
 }
 
 

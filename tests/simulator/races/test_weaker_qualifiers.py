@@ -16,7 +16,7 @@ from dsv4.testing import kv_insert, rms_norm_fp8
 from dsv4.testing.harness import compiler_options
 from tests.simulator.helpers import experts, linears, subjects
 from tests.simulator.helpers.changes import check, check_weaker, weakenings_of
-from tests.simulator.races.test_fp8_linear_mutations import TURN
+from tests.simulator.races.test_fp8_linear_mutations import TURN, fences
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -89,12 +89,15 @@ KERNELS = {
                 "relaxed arrival is enough for both",
             ),
             ("mbarrier.arrive", "load", "relaxed"): (1, EXPECTS),
+            **fences(4),
             ("atom.shared", "__init__", "cluster"): (1, OF_ONE_CTA),
         },
         {},
     ),
     "plain linear, resident": (partial(linears.plain, 11, 0), weights(4), {}),
-    "plain linear, wide": (partial(linears.plain, 150, -1), weights(2), {}),
+    "plain linear, wide": (
+        partial(linears.plain, 150, -1), {**weights(2), **fences(4)}, {},
+    ),
     "best rows, resident": (
         partial(linears.argmax, 11, 0), {**weights(4), **BEST_ROWS_HARMLESS}, {},
     ),
@@ -102,6 +105,7 @@ KERNELS = {
         partial(linears.argmax, 150, -1, 4),
         {
             **weights(2),
+            **fences(4),
             **BEST_ROWS_HARMLESS,
             ("atom.global", "__init__", "cluster"): (
                 1,
@@ -113,11 +117,15 @@ KERNELS = {
     ),
     "grouped linear, resident": (partial(linears.grouped, 11, 0), weights(4), {}),
     "grouped linear, streamed": (partial(linears.grouped, 21, 1), GROUPED_STREAMED_HARMLESS, {}),
-    "grouped linear, wide": (partial(linears.grouped, 67, -1), {**weights(2), **TURNS}, {}),
+    "grouped linear, wide": (
+        partial(linears.grouped, 67, -1), {**weights(2), **TURNS, **fences(2)}, {},
+    ),
     "rotated linear, streamed": (partial(linears.rotated, 19, 1), weights(2), {}),
     # Of both kinds of weights.
     "merged linear, resident": (partial(linears.merged, 19, 0), weights(8), {}),
-    "merged linear, wide": (partial(linears.merged, 150, -1), {**weights(4), **TURNS}, {}),
+    "merged linear, wide": (
+        partial(linears.merged, 150, -1), {**weights(4), **TURNS, **fences(6)}, {},
+    ),
     "seam, Hopper": (partial(subjects.seam, "sm_90a"), SEAM_HARMLESS, SEAM_UNREACHED),
     "seam, Blackwell": (partial(subjects.seam, "sm_100a"), SEAM_HARMLESS, SEAM_UNREACHED),
     "compressor, Hopper": (partial(subjects.compressor, "sm_90a"), {}, {}),
