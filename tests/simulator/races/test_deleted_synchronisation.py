@@ -1,6 +1,6 @@
 """Deleting any one synchronisation instruction of a kernel is noticed: linears with code of their
 own, the compressor, norms and rows of latents, indices, experts, the router of many tokens,
-quantisers, the sampler.
+quantisers, the sampler, the seam of hyper-connections.
 
 The bodies of FP8 weights are those of `fp8_linear`, whose deletions have a test of their own.
 """
@@ -124,6 +124,14 @@ ROUTER_MANY = {
     ("bar.warp", "count_pairs"): (1, "of the last batch: the CTA's barrier follows"),
     ("bar.warp", "next_place"): (1, LAST),
 }
+ZEROS_FENCED = (
+    "the proxy fence behind the zeros, of the lane that initialises too, lies before the same "
+    "barrier of the CTA"
+)
+EXPECTED_LATE = (
+    "bytes may arrive before they are expected: the phase does not end without the arrival that "
+    "expects them, and every lane has waited for the stage by itself"
+)
 # Of the three launches of products; the first two read no h.
 EXPERTS = {
     ("griddepcontrol.launch_dependents", "kernel"): (1, f"of the sum: {LAUNCH}"),
@@ -135,31 +143,78 @@ EXPERTS = {
         "not touch",
     ),
     ("griddepcontrol.wait", "fill"): (2, "reads x and lists, which no launch here writes"),
-    ("fence.mbarrier_init", "run"): (
-        3,
-        "the proxy fence behind the zeros, of the lane that initialises too, lies before the same "
-        "barrier of the CTA",
-    ),
+    ("fence.mbarrier_init", "run"): (3, ZEROS_FENCED),
     ("fence.proxy", "clear"): (
         3,
         "zeros: the CTA's barrier tells every warp of them, and the fence behind a stage's codes, "
         "before the stage is handed over, is for all that its warp knows of",
     ),
     # Routed and shared experts, in each launch's loops.
-    ("bar.warp", "load_stage"): (
-        6,
-        "bytes may arrive before they are expected: the phase does not end without the arrival "
-        "that expects them, and every lane has waited for the stage by itself",
-    ),
+    ("bar.warp", "load_stage"): (6, EXPECTED_LATE),
 }
 EXPERTS_UNREACHED = {
     ("cp.async", "copy_vector"): (6, "of the copies' unrolled loop: a tile has fewer vectors here"),
 }
+# Gate and up of the shared expert, then both products of the others.
+BOARD = (
+    "tiles of gate and up have one stage here: the board, of two tiles, lets the load warp run no "
+    "further ahead than the ring's three stages"
+)
+JOINT = {
+    ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
+    ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
+    ("griddepcontrol.wait", "load"): (2, "reads weights and lists, which no launch here writes"),
+    ("griddepcontrol.wait", "compute"): (
+        2,
+        "reads lists, and what the activation warps bring; its outputs the launch before does "
+        "not touch",
+    ),
+    ("griddepcontrol.wait", "fill"): (
+        2,
+        "of the first launch: reads x and lists; of the second: the load warp has waited for the "
+        "launch before, whose h this reads, before it shows a tile on the board",
+    ),
+    ("fence.mbarrier_init", "run"): (1, ZEROS_FENCED),
+    ("fence.mbarrier_init", "kernel"): (1, ZEROS_FENCED),
+    ("fence.proxy", "clear"): (
+        2,
+        "zeros: the CTA's barrier tells every warp of them, and consumers fence before products",
+    ),
+    ("bar.warp", "load_stage"): (5, EXPECTED_LATE),
+    ("bar.warp", "arrive_warp"): (
+        2,
+        "of a tile on the board, first and further ones: the lane that writes it arrives",
+    ),
+    ("mbarrier.try_wait", "_show"): (1, "of the first tile: the board is empty"),
+    ("mbarrier.try_wait", "load_tile"): (1, BOARD),
+    ("mbarrier.try_wait", "_copy"): (1, BOARD),
+}
+JOINT_UNREACHED = {
+    ("cp.async", "copy_vector"): (4, EXPERTS_UNREACHED["cp.async", "copy_vector"][1])
+}
+SEAM = {
+    # Of clusters, of both launches of parts and of the joint one.
+    ("griddepcontrol.launch_dependents", "begin"): (2, LAUNCH),
+    ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
+    ("griddepcontrol.wait", "begin"): (2, FIRST),
+    ("griddepcontrol.wait", "kernel"): (1, f"of clusters: {FIRST}"),
+    ("bar.sync", "kernel"): (
+        1,
+        "behind the mbarriers' fence: the barrier of the cluster, which every warp waits for, "
+        "orders the same",
+    ),
+    ("red.relaxed", "kernel"): (
+        1,
+        "work, not order: CTAs that do not see the others begin leave their tokens to the last one",
+    ),
+}
+SEAM_UNREACHED = {("red.relaxed", "meet"): (1, "no CTA leaves its tokens here")}
 
 # Subject, and what is not missed: by instruction and the kernel's function, how many of them, and
 # why.
 KERNELS = {
     "experts": (experts.experts, EXPERTS),
+    "joint experts": (partial(experts.experts, experts.JOINT), JOINT),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY),
     # A slice's blocks but the last, and the last one.
     "plain linear, resident": (partial(linears.plain, 11, 0), releasing(RESIDENT, 2)),
@@ -186,9 +241,16 @@ KERNELS = {
     "sampler, Hopper": (partial(subjects.sampler, "sm_90a", False), SAMPLER),
     "sampler, Blackwell": (partial(subjects.sampler, "sm_100a", False), SAMPLER),
     "sampler, cuts": (partial(subjects.sampler, "sm_90a", True), SAMPLER_CUTS),
+    "seam, Hopper": (partial(subjects.seam, "sm_90a"), SEAM),
+    "seam, Blackwell": (partial(subjects.seam, "sm_100a"), SEAM),
 }
 
-UNREACHED = {"experts": EXPERTS_UNREACHED}
+UNREACHED = {
+    "experts": EXPERTS_UNREACHED,
+    "joint experts": JOINT_UNREACHED,
+    "seam, Hopper": SEAM_UNREACHED,
+    "seam, Blackwell": SEAM_UNREACHED,
+}
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -39,6 +39,31 @@ EXPERTS_HARMLESS = {
         "warp's arrival behind them hands nothing over",
     ),
 }
+BOARD = (
+    "tiles of gate and up have one stage here: the board, of two tiles, lets the load warp run no "
+    "further ahead than the ring's three stages"
+)
+ALONE = "one CTA takes nearly all tiles: noticed where they share them out, in a test of its own"
+JOINT_HARMLESS = {
+    ("mbarrier.arrive", "load_stage", "relaxed"): (5, EXPECTS),
+    ("fence.proxy", "clear", "global"): (
+        2,
+        "zeros: the CTA's barrier tells every warp of them, and consumers fence before products",
+    ),
+    # Of both products behind the first launch: of the shared expert too.
+    ("mbarrier.arrive", "arrive_warp", "relaxed"): (
+        3,
+        "every lane's copies arrive at the stage by themselves, behind all that the lane writes "
+        "there, and the warp's arrival behind them hands nothing over",
+    ),
+    ("mbarrier.try_wait", "_show", "relaxed"): (1, "of the first tile: the board is empty"),
+    ("mbarrier.try_wait", "load_tile", "relaxed"): (1, BOARD),
+    ("mbarrier.try_wait", "_copy", "relaxed"): (1, BOARD),
+    ("ld.acquire", "_wait_for_h", "relaxed"): (1, ALONE),
+    ("ld.acquire", "_wait_for_h", "cluster"): (1, ALONE),
+    ("red.release", "_publish_h", "relaxed"): (1, ALONE),
+    ("red.release", "_publish_h", "cluster"): (1, ALONE),
+}
 
 
 # ---- linears, seam -------------------------------------------------------------------------------
@@ -79,6 +104,7 @@ SAMPLER_HARMLESS = {("barrier.cluster", "kernel", "relaxed"): (1, BEGUN)}
 # Subject, what goes unnoticed, and what no launch runs.
 KERNELS = {
     "experts": (experts.experts, EXPERTS_HARMLESS, {}),
+    "joint experts": (partial(experts.experts, experts.JOINT), JOINT_HARMLESS, {}),
     "router": (experts.router, {}, {}),
     "router, many tokens": (
         experts.router_of_many,
