@@ -6,6 +6,9 @@ others come behind it in that queue, but a bulk or tensor copy does not: an H200
 copy wrote. What makes a load complete there: a use of its registers, fence.proxy.async or another
 fence of memory, a release to the cluster; not the use of a later load's registers. A proxy fence of
 global memory alone promises nothing of shared memory, and does not count.
+
+A use counts where PTX has it. ptxas moves arithmetic behind arrivals, so that a load may be under
+way in machine code where this finds none: `Ring.release_to` fences for that reason.
 """
 
 from __future__ import annotations
