@@ -160,6 +160,8 @@ BOARD = (
     "tiles of gate and up have one stage here: the board, of two tiles, lets the load warp run no "
     "further ahead than the ring's three stages"
 )
+FIRST_TILE = "of the first tile: the board is empty"
+ZEROS = "zeros: the CTA's barrier tells every warp of them, and consumers fence before products"
 JOINT = {
     ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
     ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
@@ -176,16 +178,13 @@ JOINT = {
     ),
     ("fence.mbarrier_init", "run"): (1, ZEROS_FENCED),
     ("fence.mbarrier_init", "kernel"): (1, ZEROS_FENCED),
-    ("fence.proxy", "clear"): (
-        2,
-        "zeros: the CTA's barrier tells every warp of them, and consumers fence before products",
-    ),
+    ("fence.proxy", "clear"): (2, ZEROS),
     ("bar.warp", "load_stage"): (5, EXPECTED_LATE),
     ("bar.warp", "arrive_warp"): (
         2,
         "of a tile on the board, first and further ones: the lane that writes it arrives",
     ),
-    ("mbarrier.try_wait", "_show"): (1, "of the first tile: the board is empty"),
+    ("mbarrier.try_wait", "_show"): (1, FIRST_TILE),
     ("mbarrier.try_wait", "load_tile"): (1, BOARD),
     ("mbarrier.try_wait", "_copy"): (1, BOARD),
 }
@@ -198,11 +197,7 @@ SEAM = {
     ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
     ("griddepcontrol.wait", "begin"): (2, FIRST),
     ("griddepcontrol.wait", "kernel"): (1, f"of clusters: {FIRST}"),
-    ("bar.sync", "kernel"): (
-        1,
-        "behind the mbarriers' fence: the barrier of the cluster, which every warp waits for, "
-        "orders the same",
-    ),
+    ("bar.sync", "kernel"): (1, f"behind the mbarriers' fence: {CLUSTER}"),
     ("red.relaxed", "kernel"): (
         1,
         "work, not order: CTAs that do not see the others begin leave their tokens to the last one",

@@ -16,6 +16,7 @@ from dsv4.testing import kv_insert, rms_norm_fp8
 from dsv4.testing.harness import compiler_options
 from tests.simulator.helpers import experts, linears, subjects
 from tests.simulator.helpers.changes import check, check_weaker, weakenings_of
+from tests.simulator.races.test_deleted_synchronisation import BOARD, FIRST_TILE, ZEROS
 from tests.simulator.races.test_fp8_linear_mutations import TURN, fences
 
 pytestmark = pytest.mark.stage("simulator")
@@ -39,24 +40,17 @@ EXPERTS_HARMLESS = {
         "warp's arrival behind them hands nothing over",
     ),
 }
-BOARD = (
-    "tiles of gate and up have one stage here: the board, of two tiles, lets the load warp run no "
-    "further ahead than the ring's three stages"
-)
 ALONE = "one CTA takes nearly all tiles: noticed where they share them out, in a test of its own"
 JOINT_HARMLESS = {
     ("mbarrier.arrive", "load_stage", "relaxed"): (5, EXPECTS),
-    ("fence.proxy", "clear", "global"): (
-        2,
-        "zeros: the CTA's barrier tells every warp of them, and consumers fence before products",
-    ),
+    ("fence.proxy", "clear", "global"): (2, ZEROS),
     # Of both products behind the first launch: of the shared expert too.
     ("mbarrier.arrive", "arrive_warp", "relaxed"): (
         3,
         "every lane's copies arrive at the stage by themselves, behind all that the lane writes "
         "there, and the warp's arrival behind them hands nothing over",
     ),
-    ("mbarrier.try_wait", "_show", "relaxed"): (1, "of the first tile: the board is empty"),
+    ("mbarrier.try_wait", "_show", "relaxed"): (1, FIRST_TILE),
     ("mbarrier.try_wait", "load_tile", "relaxed"): (1, BOARD),
     ("mbarrier.try_wait", "_copy", "relaxed"): (1, BOARD),
     ("ld.acquire", "_wait_for_h", "relaxed"): (1, ALONE),
