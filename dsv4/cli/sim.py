@@ -17,6 +17,7 @@ from dsv4.cli import (
     sim_kv_insert,
     sim_latent_rows,
     sim_linears,
+    sim_loads,
     sim_lowp,
     sim_merged_linear,
     sim_mhc_seam,
@@ -134,6 +135,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     sim_sample_tokens.add_parser(kernels)
     sim_run.add_parser(kernels)
     sim_ptx.add_parser(kernels)
+    sim_loads.add_parser(kernels)
 
 
 def _list_kernels(args: argparse.Namespace) -> int:

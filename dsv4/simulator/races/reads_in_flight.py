@@ -8,7 +8,7 @@ fence of memory, a release to the cluster; not the use of a later load's registe
 global memory alone promises nothing of shared memory, and does not count.
 
 A use counts where PTX has it. ptxas moves arithmetic behind arrivals, so that a load may be under
-way in machine code where this finds none: `Ring.release_to` fences for that reason.
+way in machine code where this finds none: `loads_in_flight` looks there.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def places(instructions: list[Instruction]) -> list[tuple[str, str]]:
     Fences of Tensor Memory go with the wait before or the arrival after them: they share two
     functions, whatever they are for.
     """
-    functions = [_function_of(ins) for ins in instructions]
+    functions = [function_of(*ins.source) for ins in instructions]
     for i, ins in enumerate(instructions):
         if ins.opcode == "tcgen05.fence::after_thread_sync":
             functions[i] = functions[i - 1]
@@ -24,8 +24,8 @@ def places(instructions: list[Instruction]) -> list[tuple[str, str]]:
     return [(".".join(ins.parts[:2]), name) for ins, name in zip(instructions, functions)]
 
 
-def _function_of(ins: Instruction) -> str:
-    path, line = ins.source
+def function_of(path: str, line: int) -> str:
+    """The innermost function that a line stands in; "" outside of all."""
     begun = [found for found in _functions(path) if found[0] <= line]
     # The compiler counts lines of an inlined library function on from its call: past the end, too.
     names = [name for _, last, name in begun if line <= last] or [name for *_, name in begun]
