@@ -96,8 +96,7 @@ def wide(slices: int) -> dict[tuple[str, str], tuple[int, str]]:
         ("wgmma.wait_group", "_sum_slice"),
         ("bar.warp", "arrive_warp"),
     )
-    turns = {place: (slices, TURN) for place in places}
-    return {**STREAMED, **turns, FENCE: (slices, UNDER_WAY)}
+    return {**STREAMED, **{place: (slices, TURN) for place in places}}
 
 
 REDUNDANT = {
@@ -107,7 +106,7 @@ REDUNDANT = {
     "streamed": {**STREAMED, ("bar.warp", "arrive_warp"): (4, PRODUCTS)},
     "streamed_clusters": STREAMED,
     # Two slices, and a cluster whose every role waits for all of it.
-    "wide": {**wide(2), ("bar.sync", "run"): (1, CLUSTER)},
+    "wide": {**wide(2), FENCE: (2, UNDER_WAY), ("bar.sync", "run"): (1, CLUSTER)},
     "wide_clusters": {
         **wide(1),
         ("mbarrier.try_wait", "_sum_slice"): (
@@ -192,7 +191,7 @@ HARMLESS = {
     "streamed": weights(2),
     "streamed_clusters": {**weights(2), PARTS: (1, EXPECTS)},
     "wide": {**weights(2), **turns(2), **fences(2)},
-    "wide_clusters": {**weights(2), PARTS: (1, EXPECTS), **turns(1), **fences(1)},
+    "wide_clusters": {**weights(2), PARTS: (1, EXPECTS), **turns(1)},
 }
 
 

@@ -126,6 +126,7 @@ def test_the_place_of_an_instruction() -> None:
 
 # Loads that may be under way at an arrival in their CTA, by the function that they stand in, and
 # why: what they read is written by nobody but threads of the CTA, whose stores come behind them.
+# Which of them are depends on the compiler: these are of CUDA 12's and of CUDA 13's.
 OWN_STORES = {
     ("attention/key_span.py", "load"): "a span's words, by the warp that finds keys",
     ("attention/sm90/heads_m_output.py", "_load_p"): "P, by the softmax warps",
@@ -138,6 +139,13 @@ OWN_STORES = {
         "attention/sm90/paged_score.py",
         "_sinks",
     ): "by copies of the warp itself, which come behind in its queue",
+    ("attention/sm90/paged_score.py", "_tile_info"): "words about a tile, by the gather warps",
+    ("attention/sm90/codes_context.py", "allocate"): "a span's words: lines are not exact",
+    ("attention/sm90/codes_softmax.py", "key_scales"): "scales of keys, by the gather warps",
+    ("attention/sm90/codes_output.py", "_store"): "factors of rows, by the softmax warps",
+    ("indexer/sm90/tile_scores.py", "score_run"): "factors of heads, written once or by consumers",
+    ("indexer/sm90/one_launch.py", "vector"): "order keys, by the consumers",
+    ("gemm/sm90/wide.py", "_merge"): "the thread's own sums",
     ("gemm/sm90/wide.py", "_promote"): "factors of tokens, by the scale warp",
     ("gemm/sm90/consumers.py", "_factors"): "scales of tokens, by the activation warps",
     ("moe/sm90/consumers.py", "_promote"): "scales of tokens, by the activation warps",

@@ -85,7 +85,7 @@ SEAM_HARMLESS = {
 }
 SEAM_UNREACHED = {("red.relaxed", "meet", "cluster"): (1, "no CTA leaves its tokens here")}
 BEST_ROWS_HARMLESS = {
-    ("ld.relaxed", "finish", "cluster"): (
+    ("ld.relaxed", "write_rows", "cluster"): (
         1,
         "a key, which the last CTA reads: the counter's atomic has acquired every maximum",
     ),
