@@ -13,7 +13,7 @@ import pytest
 
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import experts, linears, subjects
-from tests.simulator.helpers.changes import Listed, check_deleted, deletions_of, reached
+from tests.simulator.helpers.changes import Listed, check_deleted
 from tests.simulator.races.test_fp8_linear_mutations import (
     CLUSTER,
     FENCE,
@@ -254,12 +254,3 @@ def test_all_deletions_are_noticed(name: str) -> None:
     compiled, runs = make()
     runs = [run for s in SCHEDULES[:2] for run in runs(s)]
     check_deleted(compiled, runs, redundant, UNREACHED.get(name))
-
-
-def test_launches_of_the_indexer_reach_all_of_it() -> None:
-    """Of which no table is whole yet."""
-    compiled, runs = subjects.indexer()
-    launches = reached(compiled, runs("eager"))
-    for change in deletions_of(compiled.artifacts.PTX):
-        of_entry = [found for found in launches if change.ins.ptx_line in found.lines]
-        assert any(change.ins.where() not in found.never for found in of_entry), str(change)

@@ -1,0 +1,92 @@
+"""Deleting any one synchronisation instruction of the indexer for Hopper, or weakening any one of
+its qualifiers by a step, is noticed.
+
+Its kernels: one launch, by clusters of three sizes; scores; the choice, by CTAs and clusters of two
+sizes. A place that several of them have counts once for each.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4.testing.harness import SCHEDULES
+from tests.simulator.helpers import subjects
+from tests.simulator.helpers.changes import check_deleted, check_weaker
+from tests.simulator.races.test_deleted_synchronisation import EXPECTED_LATE
+from tests.simulator.races.test_fp8_linear_mutations import CLUSTER, EXPECTS, FIRST, LAUNCH
+from tests.simulator.races.test_weaker_qualifiers import BEGUN, OF_ONE_CTA
+
+pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
+
+pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+
+LONG_RING = (
+    "one launch: no CTA has more tiles here than its ring has stages; the loop of the scores' "
+    "launch is the same function, and there it is noticed"
+)
+SENT_BY_CTAS = (
+    "not seen: the checker asks for no proxy fence behind st.async, by which queries come; the "
+    "kernel fences as it does for ordinary stores"
+)
+DELETED = {
+    ("griddepcontrol.launch_dependents", "kernel"): (7, LAUNCH),
+    # Of one launch, by load warps and where all are chosen; of scores, by both roles.
+    ("griddepcontrol.wait", "kernel"): (8, FIRST),
+    ("griddepcontrol.wait", "share_queries"): (3, FIRST),
+    ("cp.async", "bulk_prefetch"): (4, "a hint, which moves nothing but lines of L2"),
+    ("fence.mbarrier_init", "prepare"): (
+        3,
+        "one launch: thread 0, the lane that is elected, fences again behind the mbarriers of "
+        "what is sent, before the same barrier of the cluster",
+    ),
+    ("fence.proxy", "kernel"): (3, SENT_BY_CTAS),
+    ("bar.warp", "load_run"): (4, EXPECTED_LATE),
+    ("mbarrier.try_wait", "load_run"): (3, LONG_RING),
+    ("bar.warp", "arrive_warp"): (3, LONG_RING),
+    ("mbarrier.arrive", "arrive_warp"): (3, LONG_RING),
+    ("bar.sync", "sync_consumers"): (
+        1,
+        "before a token's queries are stored: at the barrier before the counts of the token before "
+        "were added up, all were done with that one's queries and factors",
+    ),
+    # Of clusters of the choice.
+    ("bar.sync", "exchange"): (2, CLUSTER),
+    ("atom.shared", "__init__"): (
+        14,
+        "work, not order: counts whose loss moves no choice here; of keys above the bin (1), only "
+        "CTAs behind this one need the number, and there is one",
+    ),
+}
+WEAKER = {
+    ("atom.shared", "__init__", "cluster"): (58, OF_ONE_CTA),
+    ("red.relaxed", "add_remote", "cta"): (
+        28,
+        "not seen: the checker takes all atomics on shared memory for atomic to each other, "
+        "whatever their scopes; PTX asks for the cluster's",
+    ),
+    ("barrier.cluster", "exchange", "relaxed"): (
+        2,
+        f"the first one: {BEGUN}; within a CTA, the barrier before it orders",
+    ),
+    ("barrier.cluster", "kernel", "relaxed"): (
+        2,
+        "zeros: of warps that send queries, these tell (of 16 CTAs some warps send none, and it is "
+        "noticed); into bins that load warps clear no score falls here",
+    ),
+    ("fence.proxy", "kernel", "global"): (3, SENT_BY_CTAS),
+    # Of queries, and of counts, which CTAs of the cluster send.
+    ("mbarrier.arrive", "kernel", "relaxed"): (6, EXPECTS),
+    ("mbarrier.arrive", "load_run", "relaxed"): (4, EXPECTS),
+    ("mbarrier.try_wait", "load_run", "relaxed"): (3, LONG_RING),
+    ("mbarrier.arrive", "arrive_warp", "relaxed"): (3, LONG_RING),
+}
+
+
+def test_all_deletions_are_noticed() -> None:
+    compiled, runs = subjects.indexer()
+    check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], DELETED)
+
+
+def test_all_weaker_qualifiers_are_noticed() -> None:
+    compiled, runs = subjects.indexer()
+    check_weaker(compiled, runs("eager"), WEAKER)
