@@ -10,6 +10,7 @@ from dsv4.simulator.report import Finding
 
 MAX_FINDINGS = 50
 CONVERGENCE = "lanes ordered by convergence alone"
+NARROW = "scope too narrow"
 
 
 class Findings:

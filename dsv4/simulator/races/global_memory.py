@@ -25,11 +25,10 @@ from dsv4.simulator.races.cells.histories import (
 )
 from dsv4.simulator.races.cells.shadow import SEVERAL, other_lanes, place, place_of
 from dsv4.simulator.races.cluster_state import lanes_of
-from dsv4.simulator.races.findings import CONVERGENCE, relation
+from dsv4.simulator.races.findings import CONVERGENCE, NARROW, relation
 from dsv4.simulator.races.order.clocks import FENCED_GLOBAL, SEEN
 from dsv4.simulator.races.order.flags import Flags
 
-NARROW = "scope too narrow"
 INCOHERENT = "non-coherent read of data written in the launch"
 LAUNCH_BEFORE = ("launch before",)  # an agent: clock 1 is its end
 _AGENT_BITS = 20  # of an owner: cluster number and agent

@@ -10,6 +10,7 @@ from dsv4.simulator.ptx.qualifiers import Scope
 from dsv4.simulator.races.cells.granules import granules
 from dsv4.simulator.races.cells.shadow import SEVERAL, Earlier, Shadow, place
 from dsv4.simulator.races.cluster_state import ClusterState, lanes_of
+from dsv4.simulator.races.findings import NARROW
 from dsv4.simulator.races.lane_races import LaneRaces
 from dsv4.simulator.races.order.clocks import (
     EVER,
@@ -152,7 +153,8 @@ class SharedRaces(LaneRaces):
 
     # --- atomics ---------------------------------------------------------------------------------
     def shared_atomic(self, w, cta: Cta, offsets: np.ndarray, mask, size: int) -> None:
-        """An atomic operation on shared memory: in no race with other atomics."""
+        """An atomic operation on shared memory: in no race with other atomics, if the scopes of
+        those of several CTAs include the cluster."""
         state, agent = w.cluster.state, w.agent
         lanes = lanes_of(w, mask)
         self._remote(w, cta)
@@ -170,8 +172,19 @@ class SharedRaces(LaneRaces):
         if w.order.unsettled:
             self._between_lanes(w, cta, shadow, where, numbers, True, what)
         self._initialised(w, cta, where, f"atomic of {self.warp_at(w, w.at)} on")
+        self._within_scope(w, cta, atomics, words, seen, what)
         atomics.note_write(words, agent, int(seen[agent]), place(w.at, numbers))
         w.order.note(atomics, agent, words)
+
+    def _within_scope(self, w, cta: Cta, atomics: Shadow, words, seen, what: str) -> None:
+        """The last atomic of another CTA on a word comes before this one, or both have a scope
+        that includes the other thread."""
+        earlier = atomics.unordered_write(words, seen)
+        if earlier is None or earlier.agent // len(w.cta.warps) == w.cta.rank:
+            return
+        instructions = self.entry.instructions
+        if min(instructions[at].order.scope for at in (earlier.at, w.at)) < Scope.CLUSTER:
+            self.race(w, NARROW, f"{what} {self._at(w, cta, words, earlier)}", earlier)
 
     # --- asynchronous engines --------------------------------------------------------------------
     def _engine_reads(

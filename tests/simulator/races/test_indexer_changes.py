@@ -59,11 +59,6 @@ DELETED = {
 }
 WEAKER = {
     ("atom.shared", "__init__", "cluster"): (58, OF_ONE_CTA),
-    ("red.relaxed", "add_remote", "cta"): (
-        28,
-        "not seen: the checker takes all atomics on shared memory for atomic to each other, "
-        "whatever their scopes; PTX asks for the cluster's",
-    ),
     ("barrier.cluster", "exchange", "relaxed"): (
         2,
         f"the first one: {BEGUN}; within a CTA, the barrier before it orders",

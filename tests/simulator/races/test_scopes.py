@@ -202,6 +202,45 @@ def test_atomics_of_several_ctas_need_a_scope_that_includes_them(scope, clean):
     assert kinds(body, grid=2, cluster=2) == (["scope too narrow"] if scope == "cta" else [])
 
 
+# Both CTAs of a cluster count in a word of CTA 0.
+_COUNTS = """
+@%p2 st.shared.b32 [%r2], 0;
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+mapa.shared::cluster.u32 %r10, %r2, 0;
+@%p2 {first}.shared::cluster{operation} [%r10], 1;
+{between}
+barrier.cluster.arrive.aligned;
+barrier.cluster.wait.aligned;
+"""
+
+
+@pytest.mark.parametrize(
+    ("operation", "scope", "clean"),
+    [
+        ("red.relaxed", "cta", False),
+        ("red.relaxed", "cluster", True),
+        ("red.relaxed", "gpu", True),
+        ("st.relaxed", "cta", False),
+        ("st.relaxed", "cluster", True),
+    ],
+)
+def test_atomics_on_shared_memory_of_several_ctas(operation, scope, clean):
+    kind = ".add.u32" if operation.startswith("red") else ".b32"
+    body = _COUNTS.format(first=f"{operation}.{scope}", operation=kind, between="")
+    assert kinds(body, grid=2, cluster=2) == ([] if clean else ["scope too narrow"])
+
+
+def test_a_narrow_scope_is_enough_within_a_cta_and_behind_a_barrier():
+    barrier = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
+    own = "mov.u32 %r11, %cluster_ctarank; setp.eq.u32 %p4, %r11, 0;"
+    alone = f"{own} @%p4 red.relaxed.cta.shared::cluster.add.u32 [%r10], 1;"
+    body = _COUNTS.format(
+        first="red.relaxed.cluster", operation=".add.u32", between=barrier + alone
+    )
+    assert kinds(body, grid=2, cluster=2) == []
+
+
 # A warp of CTA 0 writes to its shared memory, CTA 1 reads it after the cluster barrier.
 _CLUSTER = """
 st.shared.b32 [%r4], %r1;
