@@ -79,6 +79,41 @@ SWAP_AB_DELETED = {
         "reads of the work tile before; before the largest scores: those of the sums do",
     ),
 }
+# Heads in M of 512 columns, a sub-tile of them each in slices. Two kernels, as for "heads_m".
+SLICES = "slices of columns: a CTA has one split, whose tiles have stages of their own here"
+OTHER_HALF = "what another slice has of a stage (1): QK alone read it, and its P was waited for"
+STAGED_Q = "Q's stage (4): TMA alone fills it"
+Q_HALF = (
+    "keys fill the other half of Q's stage first, whose release is behind the same reads; where Q "
+    "comes next, as with splits, it is noticed"
+)
+P_OF_STAGE = (
+    "P's place beside a work tile's second key tile: that one's stage is free behind the products "
+    "with the P that is there, unless a token without keys, whose span is taken behind them, lies "
+    "between; beside third ones it is noticed"
+)
+WIDE_DELETED = {
+    **gathered(REDUNDANT["hopper"], "load", "schedule", "lockstep", "cluster_sync"),
+    ("griddepcontrol.wait", "gather"): (2, LAUNCHES_IN_ORDER),
+    ("cp.async", "copy_word"): (1, COPY_WORD),
+    ("cp.async", "tma_prefetch"): (16, "a hint, which moves nothing but lines of L2"),
+    ("cp.async", "_store_staged"): REDUNDANT["streaming"]["cp.async", "_store_staged"],
+    ("mbarrier.arrive", "arrive_warp"): (2, SLICES),
+    ("mbarrier.try_wait", "_multiply_tiles"): (8, f"{V_WITH_P} (3); {TURNS} (5)"),
+    ("mbarrier.try_wait", "score"): (1, ROWS_WITH_P),
+    ("wgmma.commit_group", "_multiply_values"): (
+        9,
+        REDUNDANT["hopper"]["wgmma.commit_group", "_multiply_values"][1],
+    ),
+    ("wgmma.wait_group", "_multiply_values"): (
+        6,
+        REDUNDANT["hopper"]["wgmma.wait_group", "_multiply_values"][1],
+    ),
+}
+READ_BY_PRODUCTS = (
+    "what was read of Q (2) and of V (3) was read by products, which the whole warpgroup has "
+    "waited for; Q of a token without keys (2) is released unread"
+)
 DELETED = {
     "swap_ab": SWAP_AB_DELETED,
     "swap_ab_fp8": {
@@ -107,6 +142,38 @@ DELETED = {
             f"what is said of a tile (4): {ONE_LANE}; PV's turns (9) hand nothing over; what was "
             "read of Q (2) and of V (2) was read by products, which the whole warpgroup has waited "
             f"for; Q of a token without keys (2) is released unread; {ROWS_WITH_P} (2)",
+        ),
+    },
+    "heads_m_fp8": {
+        **WIDE_DELETED,
+        ("mbarrier.test_wait", "_issue_scores"): (1, P_OF_STAGE),
+        ("bar.warp", "arrive_warp"): (
+            16,
+            f"PV's turns (7) hand nothing over; {READ_BY_PRODUCTS}; {ROWS_WITH_P} (1); "
+            f"{OTHER_HALF}",
+        ),
+    },
+    "heads_m_latents": {
+        **WIDE_DELETED,
+        ("fence.proxy", "_load_q_registers"): (
+            4,
+            "the wait's own: TMA brings Q, and its mbarrier is what ordinary loads wait for",
+        ),
+        ("fence.proxy", "_multiply_keys"): (2, FENCED_TWICE),
+        ("fence.proxy", "_multiply_tiles"): (3, V_WITH_P),
+        ("mbarrier.test_wait", "_issue_scores"): (3, f"{HINT} (2); {P_OF_STAGE} (1)"),
+        ("mbarrier.try_wait", "_send_q"): (
+            1,
+            "the second half of Q's stage, with splits of two tiles at most: what it held was read "
+            "before the span was free, or is the Q before, of which both halves were read before "
+            "the first was released; of longer ones, as without splits, it is noticed",
+        ),
+        ("bar.warp", "arrive_warp"): (
+            29,
+            f"{STAGED_Q}; what is said of a tile (4): {ONE_LANE}; the second half of Q's stage "
+            "(2): the sync for the first one follows the same reads; the first one without splits "
+            f"(1): {Q_HALF}; PV's turns (9) hand nothing over; {READ_BY_PRODUCTS}; {ROWS_WITH_P} "
+            f"(1); {OTHER_HALF}",
         ),
     },
     "codes": {
@@ -197,6 +264,17 @@ SWAP_AB_HARMLESS = {
     ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, SPAN),
     ("mbarrier.try_wait", "compute", "relaxed"): (1, "the first one: " + LAUNCHES_IN_ORDER),
 }
+# Compare "heads_m": the counter's `or` at the scope of a cluster is noticed in these.
+WIDE_HARMLESS = {
+    ("atom.global", "__init__", "acquire"): HARMLESS["few"]["atom.global", "", "acquire"],
+    ("atom.global", "__init__", "release"): (
+        1,
+        "the counter's `or`: splits that nobody waits for are of one CTA here",
+    ),
+    ("mbarrier.arrive", "_load_q_smem", "relaxed"): (2, EXPECTS),
+    ("mbarrier.try_wait", "_multiply_tiles", "relaxed"): (8, f"{V_WITH_P} (3); {TURNS} (5)"),
+    ("mbarrier.try_wait", "score", "relaxed"): (1, ROWS_WITH_P),
+}
 WEAKER = {
     "swap_ab": SWAP_AB_HARMLESS,
     "swap_ab_fp8": SWAP_AB_HARMLESS,
@@ -219,6 +297,43 @@ WEAKER = {
         ("mbarrier.test_wait", "_issue_scores", "relaxed"): (2, HINT),
         ("mbarrier.try_wait", "_multiply_tiles", "relaxed"): (6, f"{V_WITH_P}; {TURNS} (4)"),
         ("mbarrier.try_wait", "score", "relaxed"): (2, ROWS_WITH_P),
+    },
+    "heads_m_fp8": {
+        **WIDE_HARMLESS,
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (
+            10,
+            f"PV's turns (7) hand nothing over; {ROWS_WITH_P} (1); {SLICES} (2)",
+        ),
+        ("mbarrier.test_wait", "_has_landed", "relaxed"): (2, HINT),
+        ("mbarrier.test_wait", "_issue_scores", "relaxed"): (1, P_OF_STAGE),
+    },
+    "heads_m_latents": {
+        **WIDE_HARMLESS,
+        ("atom.global", "__init__", "cluster"): HARMLESS["few"]["atom.global", "", "cluster"],
+        ("fence.proxy", "_load_q_registers", "global"): (4, "as without it"),
+        ("fence.proxy", "_multiply_keys", "global"): (2, FENCED_TWICE),
+        ("fence.proxy", "_multiply_tiles", "global"): (3, V_WITH_P),
+        ("mbarrier.arrive", "_send_q", "relaxed"): (
+            8,
+            f"{EXPECTS} (4); threads arrive for copies of keys, of which Q's stage has none (4)",
+        ),
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (
+            21,
+            f"{STAGED_Q}; what is said of a tile (4): the arrival of the other half's copies comes "
+            f"behind the words; the first half of Q without splits (1): {Q_HALF}; PV's turns (9) "
+            f"hand nothing over; {ROWS_WITH_P} (1); {SLICES} (2)",
+        ),
+        ("mbarrier.test_wait", "_has_landed", "relaxed"): (
+            3,
+            f"{HINT} (2); without splits, the next tile's (1): its other half, whose copies are "
+            "behind, is found to be there before its products",
+        ),
+        ("mbarrier.test_wait", "_issue_scores", "relaxed"): (
+            4,
+            f"{HINT} (2); with splits (1): {P_OF_STAGE}; without (1): the same, and where P's "
+            "place is not free at the test, the wait that follows acquires",
+        ),
+        ("mbarrier.try_wait", "_send_q", "relaxed"): (1, "as without it"),
     },
     "codes": {("mbarrier.test_wait", "_multiply_keys", "relaxed"): (1, HINT)},
     "codes_pair": {
@@ -271,6 +386,9 @@ WEAKER = {
 
 # What no launch here runs, likewise.
 LATE_TWICE = "PV goes first where the rest of a tile is late: here it is there at the second look"
+LATE = "PV goes first where the rest of a tile is late: here that of first ones alone is"
+SHORT = "splits have two tiles at most here, and the second one is there in time"
+P_IS_FREE = "P's place is free at the test"
 UNREACHED = {
     "heads_m": {
         ("cp.async", "tma_prefetch"): (2, EARLY_START),
@@ -278,10 +396,37 @@ UNREACHED = {
         ("mbarrier.arrive", "arrive_warp"): (2, f"{LATE_TWICE}; {UNSHARED}"),
         ("mbarrier.try_wait", "output"): (1, UNSHARED),
     },
+    "heads_m_fp8": {
+        ("bar.warp", "arrive_warp"): (5, f"{LATE} (2); {SHORT} (2); {UNSHARED} (1)"),
+        ("mbarrier.arrive", "arrive_warp"): (5, f"{LATE} (2); {SHORT} (2); {UNSHARED} (1)"),
+        ("mbarrier.try_wait", "_issue_scores"): (3, f"{P_IS_FREE} (2); {SHORT} (1)"),
+        ("mbarrier.try_wait", "_multiply_keys"): (1, SHORT),
+        ("mbarrier.try_wait", "output"): (1, UNSHARED),
+    },
+    "heads_m_latents": {
+        ("bar.warp", "arrive_warp"): (2, f"{LATE_TWICE}; {UNSHARED}"),
+        ("mbarrier.arrive", "arrive_warp"): (2, f"{LATE_TWICE}; {UNSHARED}"),
+        ("mbarrier.try_wait", "_issue_scores"): (1, f"with splits, {P_IS_FREE}"),
+        ("mbarrier.try_wait", "output"): (1, UNSHARED),
+    },
 }
 UNREACHED_WEAKER = {
     "heads_m": {
         ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, f"{LATE_TWICE}; {UNSHARED}"),
+        ("mbarrier.try_wait", "output", "relaxed"): (1, UNSHARED),
+    },
+    "heads_m_fp8": {
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (
+            5,
+            f"{LATE} (2); {SHORT} (2); {UNSHARED} (1)",
+        ),
+        ("mbarrier.try_wait", "_issue_scores", "relaxed"): (3, f"{P_IS_FREE} (2); {SHORT} (1)"),
+        ("mbarrier.try_wait", "_multiply_keys", "relaxed"): (1, SHORT),
+        ("mbarrier.try_wait", "output", "relaxed"): (1, UNSHARED),
+    },
+    "heads_m_latents": {
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, f"{LATE_TWICE}; {UNSHARED}"),
+        ("mbarrier.try_wait", "_issue_scores", "relaxed"): (1, f"with splits, {P_IS_FREE}"),
         ("mbarrier.try_wait", "output", "relaxed"): (1, UNSHARED),
     },
 }
