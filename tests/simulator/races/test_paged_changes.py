@@ -252,6 +252,11 @@ DELETED = {
         **gathered(REDUNDANT["pair"], "load_warps"),
         ("griddepcontrol.launch_dependents", "_load_entries"): (2, LAUNCH),
         ("bar.warp", "arrive_warp"): (3, ONE_LANE),
+        ("mbarrier.arrive", "arrive_warp"): (
+            1,
+            "the release of words about a tile: eight tiles, as many as there are places, so that "
+            "nobody waits for one; with ten it is a deadlock",
+        ),
         ("mbarrier.try_wait", "receive"): (1, WITH_S),
         ("mbarrier.try_wait", "send"): (2, BEHIND_KEYS),
     },
