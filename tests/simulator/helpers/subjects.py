@@ -13,7 +13,8 @@ from unittest import mock
 import torch
 
 from dsv4.kernels.attention.paged_plan import workspace_size
-from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS
+from dsv4.kernels.indexer.config import TILE_KEYS
+from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS, ClusterPlan
 from dsv4.kernels.seam.config import tiling_of
 from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
 from dsv4.testing import (
@@ -212,7 +213,11 @@ def seam(arch: str) -> Subject:
 def indexer() -> Subject:
     """Ragged lists, in one launch of each size of a cluster, and behind a launch of scores by CTAs
     and by clusters; and one that registers do not hold, which hold a vector of a thread here:
-    further ones are copies of an unrolled loop."""
+    further ones are copies of an unrolled loop.
+
+    In clusters but the largest, where so many tiles take long, also lists that go round the ring,
+    with scores of all magnitudes: of bins that every warp has cleared.
+    """
     from dsv4.kernels.indexer import select, selection
     from dsv4.kernels.indexer.sm90 import one_launch
 
@@ -222,11 +227,17 @@ def indexer() -> Subject:
     few = index_topk.Case(lens[:3], 64, **options)
     long = index_topk.Case((4_200, 100), 64, **options)
     small, *large = ONE_LAUNCH_CLUSTERS
+
+    def filling(cluster: int) -> index_topk.Case:
+        tiles = ClusterPlan(cluster=cluster, topk=64).stages + 1
+        return index_topk.Case((cluster * tiles * TILE_KEYS - 30,), 64, gives_slots=True, spread=6)
+
     launches = [
         (ragged, 0, small),
         *((few, 0, cluster) for cluster in large),
         *((ragged, FEW_SMS, cluster) for cluster in CLUSTERS),
         (long, FEW_SMS, 1),
+        *((filling(cluster), 0, cluster) for cluster in (small, *large[:-1])),
     ]
     with ExitStack() as stack:
         for module in (select, selection, one_launch):
