@@ -51,6 +51,10 @@ class MachineInstruction:
         return self.body.split()[0]
 
     @property
+    def operands(self) -> str:
+        return self.body.partition(" ")[2].strip()
+
+    @property
     def is_guarded(self) -> bool:
         return self.text.startswith("@") and not self.text.startswith("@PT")
 
@@ -70,38 +74,58 @@ class MachineFunction:
     labels: dict[str, int] = field(default_factory=dict)
 
     def successors(self) -> list[list[int]]:
-        """What may run after each instruction."""
-        count, meetings = len(self.instructions), self._meetings()
-        return [
-            [next_one for next_one in self._after(i, ins, meetings) if next_one < count]
-            for i, ins in enumerate(self.instructions)
-        ]
+        """What may run after each instruction.
 
-    def _after(self, i: int, ins: MachineInstruction, meetings: dict[str, set[int]]) -> list[int]:
+        BSYNC goes on where the BSSY that set its barrier says: which ones reach it is found along
+        the way, since a barrier has many uses.
+        """
+        count = len(self.instructions)
+        found: list[list[int]] = [[] for _ in range(count)]
+        meetings: list[dict[str, frozenset[int]] | None] = [None] * count
+        waiting = [0] if count else []
+        if count:
+            meetings[0] = {}
+        while waiting:
+            i = waiting.pop()
+            ins, known = self.instructions[i], meetings[i]
+            if ins.opcode.startswith("BSSY"):
+                barrier = ins.operands.split(",")[0]
+                known = {**known, barrier: frozenset({self.labels[_TARGET.search(ins.text)[1]]})}
+            found[i] = [after for after in self._after(i, ins, known) if after < count]
+            for after in found[i]:
+                before = meetings[after]
+                joined = known if before is None else _joined(before, known)
+                if joined != before:
+                    meetings[after] = joined
+                    waiting.append(after)
+        return found
+
+    def _after(
+        self, i: int, ins: MachineInstruction, meetings: dict[str, frozenset[int]]
+    ) -> list[int]:
         target = _TARGET.search(ins.text)
-        opcode, rest = ins.opcode.split(".")[0], ins.body.partition(" ")[2].strip()
+        opcode = ins.opcode.split(".")[0]
         if opcode == "BRA" and target:
             # Conditions stand before the target, too: `BRA.U UP0, ...`, `BRA.DIV UR4, ...`.
-            may_fall_through = ins.is_guarded or not rest.startswith("`")
+            may_fall_through = ins.is_guarded or not ins.operands.startswith("`")
             return [self.labels[target[1]], *([i + 1] if may_fall_through else [])]
         if opcode in ("EXIT", "RET", "KILL"):
             return [i + 1] if ins.is_guarded else []
         if opcode in ("BRX", "JMX", "BRXU"):
             return list(self.labels.values())
         if opcode == "BSYNC":
-            return [i + 1, *meetings.get(rest.split()[0], ())]
+            return [i + 1, *meetings.get(ins.operands, ())]
         if opcode == "CALL" and target:
             return [i + 1, self.labels[target[1]]]
         return [i + 1]
 
-    def _meetings(self) -> dict[str, set[int]]:
-        """Where the threads of a convergence barrier go on."""
-        found: dict[str, set[int]] = {}
-        for ins in self.instructions:
-            if ins.opcode.startswith("BSSY"):
-                barrier = ins.body.partition(" ")[2].split(",")[0].strip()
-                found.setdefault(barrier, set()).add(self.labels[_TARGET.search(ins.text)[1]])
-        return found
+
+def _joined(
+    one: dict[str, frozenset[int]], other: dict[str, frozenset[int]]
+) -> dict[str, frozenset[int]]:
+    """What holds on either of two ways."""
+    empty: frozenset[int] = frozenset()
+    return {key: one.get(key, empty) | other.get(key, empty) for key in {*one, *other}}
 
 
 def read_listing(text: str) -> list[MachineFunction]:

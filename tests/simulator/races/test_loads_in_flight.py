@@ -1,5 +1,5 @@
-"""Loads of shared memory under way at arrivals, in machine code: of small listings, and of the
-kernels for Hopper, where each has a reason why nothing overwrites what it reads."""
+"""Loads of shared memory under way at arrivals, in machine code: of small listings, and of kernels,
+where each has a reason why nothing overwrites what it reads."""
 
 from __future__ import annotations
 
@@ -114,6 +114,15 @@ def test_threads_that_meet() -> None:
     assert loads_of(loads_in_flight(code)) == [(ARRIVAL, [LOAD[0]])]
 
 
+def test_a_barrier_of_convergence_is_used_again() -> None:
+    """BSYNC does not go on where another use of its barrier meets."""
+    code = function(
+        "BSSY B0, `(.L_x_0)", LOAD, "BSYNC B0", ".L_x_0:", ("FFMA R1, R16, R3, R4", 7, 0),
+        "BSSY B0, `(.L_x_1)", "BSYNC B0", ".L_x_1:", ARRIVAL, EXIT,
+    )  # fmt: skip
+    assert loads_in_flight(code) == []
+
+
 def test_the_place_of_an_instruction() -> None:
     listing = (
         '\t.section\t.text.one,"ax",@progbits\n\t//## File "/a/b.py", line 17\n'
@@ -124,11 +133,14 @@ def test_the_place_of_an_instruction() -> None:
     assert (one.name, two.name, two.instructions) == ("one", "two", [])
 
 
+TENSOR_MEMORY = ("kit/tcgen05.py", "start")
 # Loads that may be under way at an arrival in their CTA, by the function that they stand in, and
 # why: what they read is written by nobody but threads of the CTA, whose stores come behind them.
 # Which of them are depends on the compiler: these are of CUDA 12's and of CUDA 13's.
 OWN_STORES = {
     ("attention/key_span.py", "load"): "a span's words, by the warp that finds keys",
+    ("attention/sm100/paged_context.py", "receive"): "words about a tile, by the load warps",
+    TENSOR_MEMORY: "the address of Tensor Memory, written once",
     ("attention/sm90/heads_m_output.py", "_load_p"): "P, by the softmax warps",
     (
         "attention/sm90/heads_m_output.py",
@@ -154,7 +166,7 @@ OWN_STORES = {
     ("moe/sm90/joint_products.py", "_read"): "the board, by the scheduler warp",
     ("lowp/work.py", "load"): "the work tile's words, by the load warp",
 }
-KERNELS = {
+HOPPER = {
     "sparse_fmha_with_swa": ("128 heads, ring", "8 heads, ring"),
     "sparse_fmha_paged": (
         "64 heads, bf16", "64 heads, fp8", "16 heads, fp8", "128 heads, fp8, fp8x2 products",
@@ -174,26 +186,40 @@ KERNELS = {
     "quantized_attention": ("INT8 and FP8, d 128", "FP8 and FP8, d 64, causal"),
     "sample_tokens": ("top_p, top_k, min_p",),
 }  # fmt: skip
+BLACKWELL = {
+    "sparse_fmha_paged": ("128 heads, bf16", "64 heads, bf16"),
+    "fp8_linear": ("Flash wq_a, 1024 x 4096",),
+    "grouped_linear": ("Flash wo_a, codes",),
+    "merged_linear": ("Flash CSA latent",),
+    "quantized_attention": ("FP8 and FP8, d 128", "FP4, smoothed queries, d 128"),
+}
+KERNELS = [
+    (arch, op, label)
+    for arch, ops in (("sm_90a", HOPPER), ("sm_100a", BLACKWELL))
+    for op, labels in ops.items()
+    for label in labels
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("op", "label"), [(op, label) for op, labels in KERNELS.items() for label in labels]
-)
-def test_nothing_overwrites_what_is_being_loaded(op: str, label: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("arch", "op", "label"), KERNELS)
+def test_nothing_overwrites_what_is_being_loaded(
+    arch: str, op: str, label: str, tmp_path: Path
+) -> None:
     """An H200 gave wrong sums where another CTA's copies did."""
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     from dsv4.ops.runtime import registry
 
     declared = registry.OPS[op]
-    key = declared.compile_key(declared.aot_for("sm_90a")[label], "sm_90a")
-    options = f"--gpu-arch sm_90a --keep-cubin --generate-line-info --dump-dir {tmp_path}"
+    key = declared.compile_key(declared.aot_for(arch)[label], arch)
+    options = f"--gpu-arch {arch} --keep-cubin --generate-line-info --dump-dir {tmp_path}"
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(registry.build(key, options).artifacts.CUBIN)
     kernels = disassemble(cubin)
     assert any(kernel.instructions for kernel in kernels)
     found = [hand_over for kernel in kernels for hand_over in loads_in_flight(kernel)]
-    assert [str(at.arrival) for at in found if at.is_remote] == []
+    remote = [load for at in found if at.is_remote for load in at.loads]
+    assert [load for load in remote if _place(load) != TENSOR_MEMORY] == []
     places = {_place(load) for at in found for load in at.loads}
     assert places - set(OWN_STORES) == set()
 
