@@ -12,12 +12,14 @@ What is found is no fault by itself: that depends on who writes there next.
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 from dsv4.simulator.races.machine_code import (
     SCOREBOARDS,
     MachineFunction,
     MachineInstruction,
+    flow,
 )
 
 _LOADS = ("LDS", "LDSM")
@@ -47,31 +49,27 @@ def loads_in_flight(function: MachineFunction) -> list[HandOver]:
         if code[i].scoreboard is not None:
             counted[code[i].scoreboard] |= bit[i]
     successors = function.successors()
-    before: list[int | None] = [None] * len(code)
-    at_arrival: dict[int, int] = {}
-    waiting = [0] if code else []
-    if code:
-        before[0] = 0
-    while waiting:
-        i = waiting.pop()
-        ins, state = code[i], before[i]
-        for scoreboard in _waited_for(ins):
+
+    def under_way(i: int, state: int) -> int:
+        """The loads that an instruction, once it starts, has left of those before it."""
+        if code[i].opcode.startswith(_FENCES):
+            return 0
+        for scoreboard in _waited_for(code[i]):
             state &= ~counted[scoreboard]
-        if ins.opcode.startswith(_FENCES):
-            state = 0
-        if state and ins.opcode.startswith(_HANDS_OVER):
-            at_arrival[i] = at_arrival.get(i, 0) | state
-        if i in bit and ins.scoreboard is not None:
-            state |= bit[i]
-        for after in successors[i]:
-            joined = state if before[after] is None else before[after] | state
-            if joined != before[after]:
-                before[after] = joined
-                waiting.append(after)
-    return [
-        HandOver(code[i], tuple(code[k] for k in loads if at_arrival[i] & bit[k]))
-        for i in sorted(at_arrival)
-    ]
+        return state
+
+    def step(i: int, state: int) -> tuple[int, list[int]]:
+        issued = bit.get(i, 0) if code[i].scoreboard is not None else 0
+        return under_way(i, state) | issued, successors[i]
+
+    found = []
+    for i, state in enumerate(flow(len(code), 0, step, operator.or_)):
+        if state is None or not code[i].opcode.startswith(_HANDS_OVER):
+            continue
+        left = under_way(i, state)
+        if left:
+            found.append(HandOver(code[i], tuple(code[k] for k in loads if left & bit[k])))
+    return found
 
 
 def _waited_for(ins: MachineInstruction) -> set[int]:

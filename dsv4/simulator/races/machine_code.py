@@ -6,11 +6,14 @@ import importlib.util
 import re
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from dsv4.simulator.errors import SimulatorError
 
+State = TypeVar("State")
 SCOREBOARDS = 6
 _NONE = 7  # the scoreboard of an instruction that has none
 
@@ -65,6 +68,32 @@ class MachineInstruction:
         self.waits = frozenset(i for i in range(SCOREBOARDS) if high >> 52 + i & 1)
 
 
+def flow(
+    count: int,
+    start: State,
+    step: Callable[[int, State], tuple[State, Iterable[int]]],
+    join: Callable[[State, State], State],
+) -> list[State | None]:
+    """What holds before each of so many instructions, on any path; None where none leads.
+
+    Args:
+        start: what holds before the first one.
+        step: of an instruction and what holds before it, what holds behind it, and where next.
+        join: what holds on either of two paths.
+    """
+    before: list[State | None] = [start, *[None] * (count - 1)][:count]
+    waiting = [0] if count else []
+    while waiting:
+        i = waiting.pop()
+        state, successors = step(i, before[i])
+        for after in successors:
+            joined = state if before[after] is None else join(before[after], state)
+            if joined != before[after]:
+                before[after] = joined
+                waiting.append(after)
+    return before
+
+
 @dataclass
 class MachineFunction:
     """A kernel: its instructions, and where its labels stand among them."""
@@ -79,26 +108,22 @@ class MachineFunction:
         BSYNC goes on where the BSSY that set its barrier says: which ones reach it is found along
         the way, since a barrier has many uses.
         """
+        meetings = flow(len(self.instructions), {}, self._step, _joined)
+        return [
+            self._step(i, known)[1] if known is not None else [] for i, known in enumerate(meetings)
+        ]
+
+    def _step(
+        self, i: int, meetings: dict[str, frozenset[int]]
+    ) -> tuple[dict[str, frozenset[int]], list[int]]:
+        """Where threads meet behind an instruction, by barrier, and what may run after it."""
+        ins = self.instructions[i]
+        if ins.opcode.startswith("BSSY"):
+            barrier = ins.operands.split(",")[0]
+            meeting = frozenset({self.labels[_TARGET.search(ins.text)[1]]})
+            meetings = {**meetings, barrier: meeting}
         count = len(self.instructions)
-        found: list[list[int]] = [[] for _ in range(count)]
-        meetings: list[dict[str, frozenset[int]] | None] = [None] * count
-        waiting = [0] if count else []
-        if count:
-            meetings[0] = {}
-        while waiting:
-            i = waiting.pop()
-            ins, known = self.instructions[i], meetings[i]
-            if ins.opcode.startswith("BSSY"):
-                barrier = ins.operands.split(",")[0]
-                known = {**known, barrier: frozenset({self.labels[_TARGET.search(ins.text)[1]]})}
-            found[i] = [after for after in self._after(i, ins, known) if after < count]
-            for after in found[i]:
-                before = meetings[after]
-                joined = known if before is None else _joined(before, known)
-                if joined != before:
-                    meetings[after] = joined
-                    waiting.append(after)
-        return found
+        return meetings, [after for after in self._after(i, ins, meetings) if after < count]
 
     def _after(
         self, i: int, ins: MachineInstruction, meetings: dict[str, frozenset[int]]
