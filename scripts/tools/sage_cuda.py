@@ -63,13 +63,18 @@ def rows_of(kind: str, rows: int, dim: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def compiled(source: Path, which: tuple[str, str, str], instances: list[str]) -> str:
-    """PTX of the device code of one file, with template instances.
+def nvcc(
+    source: Path, which: tuple[str, str], more: list[str], out: Path, flags: list[str]
+) -> None:
+    """Compile the device code of one file, with further lines behind it.
+
+    Args:
+        which: path in the clone, and where the host's part begins.
 
     Raises:
         SystemExit: no nvcc, no clone, or it does not compile.
     """
-    path, host, arch = which
+    path, host = which
     text = source / path
     if shutil.which("nvcc") is None or not text.is_file():
         raise SystemExit(f"sage_parity: needs nvcc, and {text}")
@@ -79,15 +84,23 @@ def compiled(source: Path, which: tuple[str, str, str], instances: list[str]) ->
             (folder / header).parent.mkdir(parents=True, exist_ok=True)
             (folder / header).write_text("#include <cstdint>\n#include <type_traits>\n")
         device = text.read_text().partition(host)[0]
-        (folder / "device.cu").write_text("\n".join((device, *instances)))
+        (folder / "device.cu").write_text("\n".join((device, *more)))
         command = [
-            "nvcc", "-ptx", f"-arch={arch}", "-std=c++17", "-I", name, "-I", str(text.parent),
-            "-o", str(folder / "device.ptx"), str(folder / "device.cu"),
+            "nvcc", *flags, "-std=c++17", "-I", name, "-I", str(text.parent), "-o", str(out),
+            str(folder / "device.cu"),
         ]  # fmt: skip
         found = subprocess.run(command, capture_output=True, text=True, check=False)
         if found.returncode:
             raise SystemExit(f"sage_parity: nvcc: {found.stderr[-2000:]}")
-        return (folder / "device.ptx").read_text()
+
+
+def compiled(source: Path, which: tuple[str, str, str], instances: list[str]) -> str:
+    """PTX of the device code of one file, with template instances."""
+    *part, arch = which
+    with tempfile.TemporaryDirectory() as name:
+        out = Path(name) / "device.ptx"
+        nvcc(source, tuple(part), instances, out, ["-ptx", f"-arch={arch}"])
+        return out.read_text()
 
 
 def packs(block: int, dim: int) -> int:
