@@ -79,6 +79,8 @@ def cases(dims: tuple[int, ...]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
 
 def compare(source: Path, dims: tuple[int, ...]) -> bool:
     """Codes and scales of all quantisers that a Hopper GPU has: whether all are explained."""
+    if not torch.cuda.is_available():
+        raise SystemExit("sage_parity: gpu needs a Hopper GPU")
     # What runs in torch in place of a kernel proves nothing of the kernel.
     warnings.filterwarnings("error", ".*torch implementation", RuntimeWarning)
     table = Table()
