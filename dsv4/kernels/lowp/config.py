@@ -17,7 +17,7 @@ from dsv4.kernels.lowp.groups import (
 )
 from dsv4.quoting import quoted
 
-MAX_HEAD_DIM = 128
+HEAD_DIMS = (64, 128, 256)  # channels of codes, which zeros fill
 LOG2E = 1.44269504  # as SageAttention rounds it
 # log2 of the largest P, by format: a row's largest score is raised by it. 448 * 6 is the largest
 # value of an FP4 block.
@@ -46,6 +46,8 @@ KERNEL_ACCUMULATORS = {
     "sm_90a": {"fp8": ("fp32+fp32", "fp32+fp16", "fp32"), "fp16": ("fp32", "fp16+fp32", "fp16")},
     "sm_100a": {"fp8": ("fp32+fp32", "fp32"), "fp16": ("fp32",), "nvfp4": ("fp32",)},
 }
+# Most channels that they have.
+KERNEL_HEAD_DIMS = {"sm_90a": 128, "sm_100a": 128}
 BOTH = ("sm90", "sm89")
 # The same by the format of Q and K; no official function has FP4 in tiles of 64 keys.
 KERNEL_GEOMETRIES = {
@@ -71,7 +73,7 @@ class QuantizeKvConfig:
     """Identity of `quantize_kv`: all that codes, scales and means of keys and values depend on.
 
     Attributes:
-        head_dim: channels of a head, up to 128; codes have 64 or 128, zeros fill them.
+        head_dim: channels of a head, up to 256; codes have 64, 128 or 256, zeros fill them.
         dtype: of keys and values: "bfloat16", "float16", "float32".
         qk: format of queries and keys: "int8", "fp8", "nvfp4".
         pv: format of weights and values: "fp8", "fp16", "nvfp4".
@@ -101,9 +103,9 @@ class QuantizeKvConfig:
     is_varlen: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.head_dim <= MAX_HEAD_DIM:
+        if not 1 <= self.head_dim <= HEAD_DIMS[-1]:
             raise ValueError(
-                f"head_dim: got {self.head_dim}, needs 1 to {MAX_HEAD_DIM}; "
+                f"head_dim: got {self.head_dim}, needs 1 to {HEAD_DIMS[-1]}; "
                 "dsv4.ops.quantized_attention offers no larger heads"
             )
         _check_choice("dtype", self.dtype, DTYPES)
@@ -140,7 +142,7 @@ class QuantizeKvConfig:
     @property
     def padded_dim(self) -> int:
         """Channels of codes."""
-        return 64 if self.head_dim <= 64 else 128
+        return next(dim for dim in HEAD_DIMS if self.head_dim <= dim)
 
     @property
     def key_groups(self) -> Groups:
@@ -245,7 +247,7 @@ def without_kernel(config: QuantizeKvConfig, arch: str) -> str:
     found = {
         "qk": not geometries,
         "dtype": config.dtype == "float32",
-        "head_dim": config.row_align != VECTOR_BYTES,
+        "head_dim": config.row_align != VECTOR_BYTES or config.head_dim > KERNEL_HEAD_DIMS[arch],
         "smooth_q": config.smooth_q and config.qk != "nvfp4",
     }
     if is_attention:

@@ -218,7 +218,7 @@ def quantized_attention(
 
     Args:
         q: [B, Hq, L, d] ("HND") or [B, L, Hq, d] ("NHD"), packed sequences [L, Hq, d]; bfloat16,
-            float16, or float32. d is at most 128, channels are contiguous.
+            float16, or float32. d is at most 256, channels are contiguous.
         k, v: the same with Hk heads and S rows, where Hk divides Hq; or as `k` alone what
             `quantize_kv` made of them, which then says all about formats.
         tensor_layout: "HND" or "NHD".

@@ -230,7 +230,7 @@ def quantize_kv(
 
     Args:
         k, v: [B, Hk, S, d] ("HND") or [B, S, Hk, d] ("NHD"), packed sequences [S, Hk, d]; bfloat16,
-            float16, or float32. d is at most 128, channels are contiguous.
+            float16, or float32. d is at most 256, channels are contiguous.
         tensor_layout: "HND" or "NHD".
         cu_seqlens_k: [N + 1] int32 ends of packed sequences.
         qk, pv, qk_quant_gran, geometry, quantizer, pv_accum_dtype, smooth_k, smooth_v, smooth_q,

@@ -32,7 +32,13 @@ FORMATS = {
     "fp8 by 64": {"qk": "fp8", "qk_quant_gran": "per_64"},
     "fp4": {"qk": "nvfp4"},
 }
-SIZES = ((2, 4, 2, 70, 200, 64), (1, 2, 2, 130, 333, 128), (1, 3, 1, 5, 9, 40))
+SIZES = (
+    (2, 4, 2, 70, 200, 64),
+    (1, 2, 2, 130, 333, 128),
+    (1, 3, 1, 5, 9, 40),
+    (1, 2, 1, 20, 150, 200),
+    (1, 1, 1, 5, 70, 256),
+)
 
 
 def config_of(case: Case, k: torch.Tensor) -> QuantizedAttentionConfig:
@@ -68,27 +74,33 @@ def test_causal_attention_is_that_of_the_oracle(name, causal_align, seed) -> Non
     torch.testing.assert_close(lse, wanted_lse.float(), rtol=0, atol=1e-5)
 
 
-# Bounds on cosine and L1 against exact attention on the inputs, 8,192 keys of 64 channels. Heads
-# with outliers range from 0.953 to 0.990 and from 0.13 to 0.25, since few keys take all weight;
-# SageAttention's formulas, written out elsewhere, give the same on each.
-BARS = {"normal": (0.9990, 0.042), "kbias": (0.9990, 0.042), "outlier": (0.94, 0.27)}
+# Bounds on cosine and L1 against exact attention on the inputs, 8,192 keys of 64 channels. With
+# outliers few keys take all weight: 16 heads have an L1 of 0.219 +- 0.008 per thread, 0.268 +- 0.012
+# per warp, their cosines are 0.970 and 0.958; SageAttention's formulas, written out elsewhere, give
+# the same on each. Heads of 128 and 256 channels are no worse.
+BARS = {"normal": (0.9990, 0.042), "kbias": (0.9990, 0.042)}
+OUTLIER_BARS = {"per_thread": (0.963, 0.25), "per_warp": (0.945, 0.31)}
 
 
-@pytest.mark.parametrize("kind", BARS)
-@pytest.mark.parametrize("granularity", ["per_thread", "per_warp"])
-def test_long_rows_are_as_accurate_as_sageattention(kind, granularity, seed) -> None:
-    heads = 4 if kind == "outlier" else 1
+@pytest.mark.parametrize("keys, dim", [(8192, 64), (2048, 256)])
+@pytest.mark.parametrize("kind", [*BARS, "outlier"])
+@pytest.mark.parametrize("granularity", OUTLIER_BARS)
+def test_long_rows_are_as_accurate_as_sageattention(kind, granularity, keys, dim, seed) -> None:
+    heads = 1 if kind in BARS else 16 * 64 // dim
     options = {"qk_quant_gran": granularity}
-    case = Case(1, heads, heads, 64, 8192, 64, kind, options=options)
+    case = Case(1, heads, heads, 64, keys, dim, kind, options=options)
     q, k, v = make_inputs(case, seed)
     found = Metrics.of(run(case, q, k, v)[0], expected(case, q, k, v)[0])
-    cosine, l1 = BARS[kind]
+    cosine, l1 = BARS.get(kind) or OUTLIER_BARS[granularity]
     assert found.cosine >= cosine and found.l1 <= l1, found
 
 
-@pytest.mark.parametrize("kind, factor", [("kbias", 1.5), ("outlier", 1.0)])
-def test_smoothing_of_keys_is_what_rescues_biased_ones(kind, factor, seed) -> None:
-    case = Case(1, 4, 4, 64, 8192, 64, kind)
+@pytest.mark.parametrize(
+    "kind, factor, keys, dim",
+    [("kbias", 1.5, 8192, 64), ("outlier", 1.0, 8192, 64), ("kbias", 1.5, 1024, 256)],
+)
+def test_smoothing_of_keys_is_what_rescues_biased_ones(kind, factor, keys, dim, seed) -> None:
+    case = Case(1, 4, 4, 64, keys, dim, kind)
     q, k, v = make_inputs(case, seed)
     wanted = expected(case, q, k, v)[0]
     on, off = (Metrics.of(run(case, q, k, v, smooth_k=x)[0], wanted) for x in (True, False))

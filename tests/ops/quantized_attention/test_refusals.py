@@ -16,6 +16,7 @@ from dsv4.kernels.lowp.config import (
     GRANULARITIES,
     KERNEL_ACCUMULATORS,
     KERNEL_GEOMETRIES,
+    KERNEL_HEAD_DIMS,
     SMOOTH_V_ACCUMULATOR,
     QuantizedAttentionConfig,
 )
@@ -53,6 +54,8 @@ def test_the_page_shows_what_kernels_take() -> None:
         for name in formats:
             cells = (", ".join(table[arch].get(name, ())) or "-" for arch in ("sm_90a", "sm_100a"))
             assert f"| {product} {name} | {' | '.join(cells)} |\n" in page
+    most = (f"to {KERNEL_HEAD_DIMS[arch]}" for arch in ("sm_90a", "sm_100a"))
+    assert f"| channels | {' | '.join(most)} |\n" in page
 
 
 @pytest.mark.parametrize("qk", GRANULARITIES)
@@ -109,13 +112,13 @@ def test_arguments_are_refused_by_name(options, message, seed) -> None:
 
 def test_tensors_are_refused_by_name(seed) -> None:
     q, k, v = make_inputs(Case(), seed)
-    wide = torch.zeros(1, 2, 64, 256, dtype=q.dtype)
+    wide = torch.zeros(1, 2, 64, 257, dtype=q.dtype)
     for given, message in (
         ((q, k, v[:, :, :9]), "v: got shape"),
         ((q, k, None), "v: got None, needs a torch.Tensor"),
         ((q, k.float(), v), "k: got dtype torch.float32, q has torch.bfloat16"),
         ((q[:, :1], k, v), "q: got 1 heads, needs a multiple of the 2 heads"),
-        ((wide, wide, wide), "head_dim: got 256, needs 1 to 128"),
+        ((wide, wide, wide), "head_dim: got 257, needs 1 to 256"),
         ((q, k.transpose(2, 3), v), "k: got strides"),
         ((q.clone().requires_grad_(), k, v), "q: requires grad"),
         ((q, k.clone().requires_grad_(), v), "k: requires grad"),
@@ -206,6 +209,9 @@ def test_options_without_a_kernel_run_in_torch_with_one_warning(gpu_of) -> None:
         RuntimeWarning, match="quantize_kv: no kernel of sm_100a has dtype 'float32'"
     ):
         backends.check_device(QUANTIZE_KV, keys, device)
+    wide = quantize_kv_runner_id(136, "bfloat16", False)
+    with pytest.warns(RuntimeWarning, match="no kernel of sm_100a has head_dim 136;"):
+        backends.check_device(QUANTIZE_KV, wide, device)
 
 
 @pytest.mark.slow

@@ -36,9 +36,10 @@ def test_channels_of_zeros_are_zeros(options, seed) -> None:
         assert all(x.isfinite().all() for x in run(case, *zeros))
 
 
-def test_float_masks_are_in_the_units_of_scores(seed) -> None:
+@pytest.mark.parametrize("dim", [64, 200])
+def test_float_masks_are_in_the_units_of_scores(dim, seed) -> None:
     """D4: added to scores in units of log2, the official mask is off by a factor of ln 2."""
-    case = Case(2, 2, 1, 40, 150, 64, options={"pv": "fp16"})
+    case = Case(2, 2, 1, 40, 150, dim, options={"pv": "fp16"})
     q, k, v = make_inputs(case, seed)
     mask = 3 * torch.randn(2, 1, 40, 150)
     out, lse = run(case, q, k, v, attn_mask=mask)
@@ -164,14 +165,16 @@ def test_a_request_does_not_depend_on_its_batch(options, seed) -> None:
 
 
 @pytest.mark.parametrize("causal", [{}, {"is_causal": True, "causal_align": "bottom_right"}])
-@pytest.mark.parametrize("options", FORMATS, ids=str)
-def test_packed_sequences_are_those_of_calls_alone(options, causal, seed) -> None:
+@pytest.mark.parametrize(
+    "options, dim", [*((options, 64) for options in FORMATS), ({}, 256)], ids=str
+)
+def test_packed_sequences_are_those_of_calls_alone(options, dim, causal, seed) -> None:
     lengths = ((5, 70), (64, 0), (0, 30), (130, 200), (1, 1))
     ends = [torch.tensor([0, *torch.tensor(x).cumsum(0).tolist()], dtype=torch.int32)
             for x in zip(*lengths)]  # fmt: skip
     # A row of NaN behind each end: nothing may read over it.
-    q = torch.full((int(ends[0][-1]) + 3, 4, 64), torch.nan)
-    k, v = torch.full((2, int(ends[1][-1]) + 2, 2, 64), torch.nan).unbind(0)
+    q = torch.full((int(ends[0][-1]) + 3, 4, dim), torch.nan)
+    k, v = torch.full((2, int(ends[1][-1]) + 2, 2, dim), torch.nan).unbind(0)
     q[:-3], k[:-2], v[:-2] = (torch.randn_like(x) for x in (q[:-3], k[:-2], v[:-2]))
     packed = {"cu_seqlens_q": ends[0], "cu_seqlens_k": ends[1]}
     out, lse = quantized_attention(q, k, v, return_lse=True, **packed, **options, **causal)
@@ -191,7 +194,7 @@ def test_quantised_keys_stand_for_keys(options, seed) -> None:
     bits(quantized_attention(q, quantize_kv(k, v, **options), return_lse=True), wanted)
 
 
-@pytest.mark.parametrize("dim", [1, 40, 64, 72, 96, 128])
+@pytest.mark.parametrize("dim", [1, 40, 64, 72, 96, 128, 129, 192, 256])
 def test_any_head_dimension(dim, seed) -> None:
     case = Case(1, 2, 1, 30, 150, dim, dtype=torch.float16)
     q, k, v = make_inputs(case, seed)
@@ -209,8 +212,9 @@ def test_any_length(sizes, seed) -> None:
         assert Metrics.of(out, expected(case, q, k, v)[0]).cosine > 0.997
 
 
-def test_halves_of_the_keys_merge_by_their_lse(seed) -> None:
-    case = Case(1, 2, 2, 40, 512, 64)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_halves_of_the_keys_merge_by_their_lse(dim, seed) -> None:
+    case = Case(1, 2, 2, 40, 512, dim)
     q, k, v = make_inputs(case, seed)
     parts = [run(case, q, k[:, :, x], v[:, :, x]) for x in (slice(0, 200), slice(200, 512))]
     lse = torch.logaddexp(parts[0][1], parts[1][1])
