@@ -75,9 +75,9 @@ def test_causal_attention_is_that_of_the_oracle(name, causal_align, seed) -> Non
 
 
 # Bounds on cosine and L1 against exact attention on the inputs, 8,192 keys of 64 channels. With
-# outliers few keys take all weight: 16 heads have an L1 of 0.219 +- 0.008 per thread, 0.268 +- 0.012
-# per warp, their cosines are 0.970 and 0.958; SageAttention's formulas, written out elsewhere, give
-# the same on each. Heads of 128 and 256 channels are no worse.
+# outliers few keys take all weight: 16 heads have an L1 of 0.219 +- 0.008 per thread, of 0.268 +-
+# 0.012 per warp, their cosines are 0.970 and 0.958; SageAttention's formulas, written out
+# elsewhere, give the same on each. Heads of 128 and 256 channels are no worse.
 BARS = {"normal": (0.9990, 0.042), "kbias": (0.9990, 0.042)}
 OUTLIER_BARS = {"per_thread": (0.963, 0.25), "per_warp": (0.945, 0.31)}
 
