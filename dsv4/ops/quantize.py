@@ -20,6 +20,7 @@ E2M1_MAX = 6.0
 E4M3_AMAX_FLOOR = 1e-4
 E2M1_AMAX_FLOOR = 6 * 2.0**-126
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+NVFP4_BLOCK = 16
 
 
 def qdq_e4m3(x: Tensor, block: int) -> Tensor:
@@ -67,6 +68,30 @@ def quantize_e2m1(x: Tensor, block: int = 32) -> tuple[Tensor, Tensor]:
     magnitudes = torch.tensor(E2M1_VALUES, device=x.device)
     codes = torch.bucketize(values.abs(), magnitudes) + 8 * torch.signbit(values)
     return pack_e2m1(codes.to(torch.uint8).flatten(-2)), _as_e8m0(exponent.squeeze(-1))
+
+
+def qdq_nvfp4(x: Tensor, whole: Tensor) -> Tensor:
+    """Round `x` [..., n] to what NVFP4 can hold: `quantize_nvfp4`, decoded to float32."""
+    blocks = _blocks(x, NVFP4_BLOCK)
+    scale, inverse = _nvfp4_scales(blocks, whole)
+    step = (scale.float() * whole.float()[..., None]).unsqueeze(-1)
+    return _round_e2m1(blocks * inverse).mul_(step).flatten(-2)
+
+
+def quantize_nvfp4(x: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise `x` [..., n] -> (packed codes [..., n / 2] uint8, scales [..., n / 16] e4m3).
+
+    A block's scale is amax / 6 in units of `whole`, float32 and of leading dimensions of `x`;
+    values are code * scale * whole. A block that is not finite has the scale NaN.
+    """
+    blocks = _blocks(x, NVFP4_BLOCK)
+    scale, inverse = _nvfp4_scales(blocks, whole)
+    values = _round_e2m1(blocks * inverse)
+    magnitudes = torch.tensor(E2M1_VALUES, device=x.device)
+    codes = torch.bucketize(values.abs(), magnitudes) + 8 * torch.signbit(values)
+    # A NaN is above all magnitudes.
+    codes = codes.to(torch.uint8).clamp_(max=15)
+    return pack_e2m1(codes.flatten(-2)).view(torch.uint8), scale
 
 
 def quantize_e2m1_as_e4m3(x: Tensor, block: int = 32) -> tuple[Tensor, Tensor]:
@@ -216,6 +241,18 @@ def _scale_exponent(blocks: Tensor, floor: float, largest: float) -> Tensor:
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
     # A NaN would carry into the sign bit and decode to -0.
     return exponent.clamp_(max=255).to(torch.int32)
+
+
+def _nvfp4_scales(blocks: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales [..., blocks] e4m3 of `quantize_nvfp4`, and what elements are multiplied by to become
+    codes, [..., blocks, 1]: 0 where the scale has become 0."""
+    whole = whole.float()[..., None]
+    amax = blocks.abs().amax(-1)
+    ratio = amax * (E2M1_MAX * whole).reciprocal()
+    ratio = torch.where(amax.isfinite(), ratio.clamp(max=E4M3_MAX), torch.nan)
+    scale = ratio.to(torch.float8_e4m3fn)
+    step = scale.float() * whole
+    return scale, torch.where(step == 0, 0.0, step.reciprocal()).unsqueeze(-1)
 
 
 def _share_scale(values: Tensor, exponent: Tensor) -> tuple[Tensor, Tensor]:

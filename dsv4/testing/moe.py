@@ -14,7 +14,15 @@ from dsv4.kernels.moe.layer_config import NVFP4_GROUP
 from dsv4.kernels.moe.layout import MAX_SPREAD
 from dsv4.kernels.moe.wide_plan import scale_columns
 from dsv4.ops.moe import layout
-from dsv4.ops.quantize import dequantize_e2m1, dequantize_e4m3_blocks, quantize_e4m3
+from dsv4.ops.quantize import (
+    E2M1_VALUES,
+    NVFP4_BLOCK,
+    dequantize_e2m1,
+    dequantize_e4m3_blocks,
+    qdq_nvfp4,
+    quantize_e4m3,
+    quantize_nvfp4,
+)
 from dsv4.reference.moe import group_pairs
 from dsv4.testing.fp8_linear import ROUNDING, SUM_ERROR
 from dsv4.testing.harness import Call, Outcome
@@ -29,6 +37,8 @@ SILU_ERROR = 2**-18
 BF16_SUM_ERROR = 2**-20
 E2M1_DEVIATION, E4M3_DEVIATION = 2.6, 1.0  # of random codes
 MATRICES = ("w1", "w3", "w2")
+# fp32 scales of x and of h in NVFP4, about: of the latter such that some blocks saturate.
+INPUT_SCALES = (2.0**-7, 2.0**-12)
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,10 @@ class Case:
     shared_dtype: str = "fp8"
 
     @property
+    def rounds_to_nvfp4(self) -> bool:
+        return self.expert_dtype == "nvfp4" and self.is_tiled
+
+    @property
     def num_live(self) -> int:
         return self.tokens if self.live is None else min(max(self.live, 0), self.tokens)
 
@@ -97,19 +111,28 @@ class Weight:
     Attributes:
         scale: None of bf16 weights.
         whole: [E] fp32 of NVFP4.
+        inputs: [E] fp32, of inputs, where those of NVFP4 are rounded to it.
     """
 
     codes: Tensor
     scale: Tensor | None
     whole: Tensor | None = None
+    inputs: Tensor | None = None
 
     @property
     def is_bf16(self) -> bool:
         """Whether products with it are of bf16, activations as they are."""
-        return self.codes.dtype in (torch.uint8, torch.bfloat16)
+        is_nvfp4 = self.codes.dtype == torch.uint8 and self.inputs is None
+        return is_nvfp4 or self.codes.dtype == torch.bfloat16
 
-    def activations(self, x: Tensor) -> Tensor:
-        """What products read of x, fp64."""
+    def activations(self, x: Tensor, whole: Tensor | None) -> Tensor:
+        """What products read of x, fp64.
+
+        Args:
+            whole: fp32 scale of x in NVFP4.
+        """
+        if whole is not None:
+            return qdq_nvfp4(x, whole.expand(1)).double()
         return x.double() if self.is_bf16 else rounded(x)
 
     @property
@@ -136,6 +159,15 @@ class Weight:
         if self.codes.dtype in (torch.int8, torch.uint8):
             return replace(self, codes=codes, scale=layout.prepare_scales(self.scale, form))
         return replace(self, codes=codes)
+
+
+def whole_scales(unit: dict[str, Weight], expert: int | None) -> tuple[Tensor | None, ...]:
+    """fp32 scales of an expert's x and h, where both are rounded to NVFP4: that of x is the largest
+    of all experts'."""
+    if unit["w2"].inputs is None:
+        return None, None
+    of_x = torch.cat([unit[name].inputs for name in ("w1", "w3")]).amax()
+    return of_x, unit["w2"].inputs[expert]
 
 
 def make_weight(
@@ -228,6 +260,14 @@ class Inputs:
         shared = {
             name: make_weight(case.shape(name), case.shared_dtype, *options) for name in MATRICES
         }
+        if case.rounds_to_nvfp4:
+            for i, name in enumerate(MATRICES):
+                scales = torch.rand(case.experts, generator=generator, device=device) + 0.5
+                weight = routed[name]
+                # Blackwell's scales have no sign.
+                positive = weight.scale.float().abs().to(weight.scale.dtype)
+                inputs = scales * INPUT_SCALES[i == 2]
+                routed[name] = replace(weight, scale=positive, inputs=inputs)
         ids = make_ids(case, generator)
         shape = (case.tokens, case.top_k)
         weights = torch.rand(shape, generator=generator, device=device) + 0.1
@@ -307,7 +347,7 @@ class Hidden:
 
     @classmethod
     def of(cls, outcome: Outcome, case: Case, device: torch.device) -> Hidden:
-        """What a launch has left."""
+        """What a launch has left, but for rows in NVFP4."""
         if not case.is_tiled:
             return cls(outcome["h"].to(device), None)
         codes = outcome["h_codes"].to(device).double()
@@ -322,7 +362,7 @@ class Hidden:
 
     def read_by(self, weight: Weight) -> Tensor:
         """What the second product reads, fp64."""
-        return weight.activations(self.values) if self.scales is None else self.values
+        return weight.activations(self.values, None) if self.scales is None else self.values
 
     def check(self, name: str, wanted: Tensor, error: Tensor) -> None:
         """Fail where h is further off than `error` and its own rounding explain."""
@@ -356,6 +396,58 @@ class Hidden:
         assert not off.any(), f"{name}: {int(off.sum())} codes are not those of their values"
 
 
+@dataclass(frozen=True)
+class PackedHidden(Hidden):
+    """h [n, I] in NVFP4, with scales [n, I / 16].
+
+    Attributes:
+        whole: the fp32 scale, of an expert.
+    """
+
+    whole: Tensor
+
+    @classmethod
+    def of_expert(
+        cls, outcome: Outcome, rows: Tensor, whole: Tensor, device: torch.device
+    ) -> PackedHidden:
+        """Some rows that a launch has left."""
+        codes = outcome["packed_h"].to(device)[rows]
+        scales = outcome["packed_h_scales"].to(device)[rows].view(torch.float8_e4m3fn)
+        values = dequantize_e2m1(codes, scales, torch.float64) * whole.double()
+        return cls(values, scales.double(), whole)
+
+    def _check_codes(self, name: str, wanted: Tensor, error: Tensor) -> None:
+        """As of FP8."""
+        bound = _allowed(wanted, error).unflatten(1, (-1, NVFP4_BLOCK))
+        blocks = wanted.unflatten(1, (-1, NVFP4_BLOCK))
+        finite = blocks.isfinite().all(-1)
+        lost = self.scales.isfinite() != finite
+        assert not lost.any(), f"{name}: {int(lost.sum())} groups are finite where they should not"
+        largest, whole = blocks.abs(), self.whole.expand(1)
+        least, most = (
+            quantize_nvfp4(edge.clamp(min=0).flatten(1).float().nan_to_num(), whole)[1].double()
+            for edge in (largest - bound, largest + bound)
+        )
+        off = finite & ((self.scales < least) | (self.scales > most))
+        assert not off.any(), f"{name}: {int(off.sum())} scales are not those of their groups"
+        steps = (self.scales * self.whole.double())[..., None]
+        low, high = (
+            _nearest_e2m1(torch.where(steps == 0, 0.0, edge / steps)) * steps
+            for edge in (blocks - bound, blocks + bound)
+        )
+        codes = self.values.unflatten(1, (-1, NVFP4_BLOCK))
+        slack = steps * 1e-6
+        off = finite[..., None] & ((codes < low - slack) | (codes > high + slack))
+        assert not off.any(), f"{name}: {int(off.sum())} codes are not those of their values"
+
+
+def _nearest_e2m1(x: Tensor) -> Tensor:
+    """The nearest of the values of e2m1, by trying all."""
+    values = torch.tensor([*(-v for v in E2M1_VALUES[::-1]), *E2M1_VALUES], device=x.device)
+    values = values.double()
+    return values[(x[..., None] - values).abs().argmin(-1)]
+
+
 def _allowed(wanted: Tensor, error: Tensor) -> Tensor:
     """Most that a bf16 value may be off, beside `error` before its rounding."""
     return (error + (wanted.abs() + error) * ROUNDING["bfloat16"] + 2.0**-133) * (1 + 1e-6)
@@ -379,9 +471,11 @@ def assert_experts_close(outcome: Outcome, inputs: Inputs) -> None:
         own = experts == expert
         at = tokens[own], slots[own]
         factors = inputs.weights[at].double().unsqueeze(1)
-        _check_products(
-            h.first(positions[own]), rows[at], x[at[0]], inputs.routed, expert, factors, case.limit
-        )
+        part, whole = positions[own], whole_scales(inputs.routed, expert)[1]
+        of_expert = h.first(part)
+        if whole is not None:
+            of_expert = PackedHidden.of_expert(outcome, part, whole, device)
+        _check_products(of_expert, rows[at], x[at[0]], inputs.routed, expert, factors, case.limit)
         found[at] = True
     live = case.num_live
     begin = case.tokens * case.top_k
@@ -405,7 +499,7 @@ def _check_products(
     name = "shared" if expert is None else f"{expert}"
     w1, w3, w2 = (unit[matrix].dense(expert) for matrix in MATRICES)
     down = unit["w2"]
-    x = down.activations(x)
+    x = down.activations(x, whole_scales(unit, expert)[0])
     wanted, error = gated(x, w1, w3, factors, limit, down.sum_error)
     h.check(f"h of expert {name}", wanted, error)
     read = h.read_by(down)

@@ -10,18 +10,25 @@ from torch import Tensor
 
 from dsv4.kernels.kit.args import scalars_of
 from dsv4.kernels.moe.config import K_BLOCK
-from dsv4.kernels.moe.layer_config import MoeConfig
+from dsv4.kernels.moe.layer_config import NVFP4_GROUP, MoeConfig
 from dsv4.kernels.moe.routing import gate_tiling
 from dsv4.kernels.moe.scratch import scratch_bytes, sections
 from dsv4.ops.moe.op import MOE
 from dsv4.ops.moe.torch_path import route
-from dsv4.ops.moe.weights import GatedWeights
-from dsv4.ops.quantize import quantize_e4m3
+from dsv4.ops.moe.weights import E4M3_NAN, GatedWeights
+from dsv4.ops.quantize import quantize_e4m3, quantize_nvfp4
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.tensors import absent
 from dsv4.testing.harness import Call, Outcome
 from dsv4.testing.kernel_call import OpInputs
-from dsv4.testing.moe import MATRICES, Case, Inputs, assert_experts_close, gated
+from dsv4.testing.moe import (
+    MATRICES,
+    Case,
+    Inputs,
+    assert_experts_close,
+    gated,
+    whole_scales,
+)
 from dsv4.testing.moe_router import WEIGHT_ERROR
 
 MAX_RELATIVE_ERROR = 1e-2  # of a token, where codes of h may tip
@@ -103,6 +110,7 @@ class LayerInputs(OpInputs):
             if is_prepared:
                 own = [weight.prepared(self.case.scale_form) for weight in own]
             scales = [weight.whole for weight in own if weight.whole is not None]
+            scales += [weight.inputs for weight in own if weight.inputs is not None]
             whole = torch.stack(scales) if scales else None
             found.append(GatedWeights(*(w.codes for w in own), *(w.scale for w in own), whole))
         return found[0], found[1]
@@ -191,6 +199,8 @@ def assert_layer_close(outcome: Outcome, inputs: LayerInputs) -> None:
             "h_codes": found("h_codes", torch.float8_e4m3fn, h_rows, case.inner),
             "h_scale": found("h_scale", torch.uint8, h_rows, blocks),
         }
+        if case.rounds_to_nvfp4:
+            h |= _packed(found, inputs)
     else:
         h = {"h": found("h", torch.bfloat16, h_rows, case.inner)}
     steps = {
@@ -200,6 +210,30 @@ def assert_layer_close(outcome: Outcome, inputs: LayerInputs) -> None:
     }
     assert_experts_close(Outcome(steps, {}), routed)
     assert_whole_close(outcome["out"], routed)
+
+
+def _packed(found, inputs: LayerInputs) -> dict[str, Tensor]:
+    """Rows of h in NVFP4, once those of x are as they must be."""
+    case, x = inputs.case, inputs.inputs.x
+    groups, pairs = NVFP4_GROUP, case.tokens * case.top_k
+    whole = found("packed_whole", torch.float32, 1)
+    wanted = whole_scales(inputs.inputs.routed, 0)[0]
+    assert torch.equal(whole[0], wanted.cpu()), f"scale of x: got {whole}, needs {wanted}"
+    codes, scales = quantize_nvfp4(x, wanted.expand(1))
+    own = (
+        found("packed", torch.uint8, case.tokens, case.hidden // 2),
+        found("packed_scales", torch.uint8, case.tokens, case.hidden // groups),
+    )
+    scales = scales.view(torch.uint8).cpu()
+    assert torch.equal(own[1], scales), f"x: {int((own[1] != scales).sum())} scales are others"
+    # A code beside a NaN is none.
+    is_number = (scales & E4M3_NAN != E4M3_NAN).repeat_interleave(groups // 2, 1)
+    off = is_number & (own[0] != codes.cpu())
+    assert not off.any(), f"x: {int(off.sum())} pairs of codes are others"
+    return {
+        "packed_h": found("packed_h", torch.uint8, pairs, case.inner // 2),
+        "packed_h_scales": found("packed_h_scales", torch.uint8, pairs, case.inner // groups),
+    }
 
 
 def expected(inputs: Inputs, off_by: float = 0.0, draw: int = 0) -> Tensor:
@@ -221,11 +255,12 @@ def expected(inputs: Inputs, off_by: float = 0.0, draw: int = 0) -> Tensor:
         w1, w3, w2 = (part[name].dense(expert) for name in MATRICES)
         down = part["w2"]
         factor = x.new_ones(len(tokens)) if slots is None else inputs.weights[tokens, slots]
-        own = down.activations(x[tokens])
+        of_x, of_h = whole_scales(part, expert)
+        own = down.activations(x[tokens], of_x)
         h, error = gated(own, w1, w3, factor.double()[:, None], case.limit, down.sum_error)
         noise = torch.randn(h.shape, generator=generator, device=h.device, dtype=h.dtype)
         h = h + noise * error * off_by if off_by else h
-        total[tokens] += down.activations(h.bfloat16()) @ w2.T
+        total[tokens] += down.activations(h.bfloat16(), of_h) @ w2.T
     return total
 
 

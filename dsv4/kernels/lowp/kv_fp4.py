@@ -10,9 +10,10 @@ import cutlass
 from cutlass import Int64, Uint8, Uint32, cute
 from cutlass.memory import SmemAllocator
 
+from dsv4.kernels.kit.fp4 import pack_e2m1
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.vectors import address_of, pointer_to
-from dsv4.kernels.lowp.fp4 import block_scale, pack_e2m1, scale_place
+from dsv4.kernels.lowp.fp4 import block_scale, scale_place
 from dsv4.kernels.lowp.groups import FP4_BLOCK as BLOCK
 from dsv4.kernels.lowp.kv_codes import Codes
 from dsv4.kernels.lowp.kv_statistics import THREADS, Operands

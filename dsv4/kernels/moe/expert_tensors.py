@@ -7,12 +7,14 @@ from typing import NamedTuple
 from cutlass import Boolean, Int32, Uint8, cute
 
 from dsv4.kernels.moe.gate import GateTensors
+from dsv4.kernels.moe.packed_rows import PackedRows, PackedTokens
 from dsv4.kernels.moe.select import Lists
 from dsv4.kernels.moe.wide_plan import SCALE_COPIES
 
 
 class ExpertTensors(NamedTuple):
-    """Tensors of `args.ARGS`, but the sum of the rows; and what products in bf16 take, too."""
+    """Tensors of `args.ARGS`, but the sum of the rows; and what products in bf16 and in NVFP4 take,
+    too."""
 
     x_codes: cute.Tensor
     x_scale: cute.Tensor
@@ -39,7 +41,9 @@ class ExpertTensors(NamedTuple):
     h_scale: cute.Tensor
     rows: cute.Tensor
     x: cute.Tensor | None = None  # [T, D] bf16
-    global_scales: cute.Tensor | None = None  # [3, E]
+    global_scales: cute.Tensor | None = None  # [3, E], or [6, E] with those of inputs
+    packed: PackedTokens | None = None
+    packed_h: PackedRows | None = None
 
     @property
     def h_scale_bytes(self) -> cute.Tensor:

@@ -8,7 +8,7 @@ order, then slices. So the bits of a token depend on neither the number of token
 Both operands go from global memory to registers in 16-byte vectors: k may be permuted within a
 chain, and a lane's eight neighbouring elements are two fragments of either operand. A quad so holds
 128 elements of a token, which are one group of FP8 quantisation: CTAs of the first experts also
-write its codes and its scale.
+write its codes and its scale, those of the last ones NVFP4 codes and scales where they are wanted.
 
 Weights are loaded before `griddepcontrol.wait`.
 """
@@ -23,6 +23,7 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.pointers import pointer_at
+from dsv4.kernels.moe.packed_rows import PackedTokens, pack_tokens, scale_of_tokens
 from dsv4.kernels.moe.routing import (
     ARRIVAL_WORDS,
     EXPERT_TILE,
@@ -52,6 +53,7 @@ class GateTensors(NamedTuple):
     codes: cute.Tensor  # [T, D] e4m3, written
     scales: cute.Tensor  # [T, D / 128] E8M0 bytes, written
     arrivals: cute.Tensor  # [2] int32, set to 0 for the launches that follow
+    packed: PackedTokens | None = None  # x in NVFP4, written
 
 
 class Gate:
@@ -89,10 +91,15 @@ class Gate:
         pdl.launch_dependents()
         weights = cute.make_rmem_tensor((WORDS, 2 * M_TILES, CHUNKS), Uint32)
         load_weights(tensors.weight, expert_tile, first, warp, weights)
+        whole = Float32(0.0)
+        if cutlass.const_expr(self.config.packs):
+            whole = scale_of_tokens(tensors.packed.global_scales)
         pdl.wait_for_previous_launch()
         if expert_tile + split + block == 0 and cute.arch.thread_idx()[0] == 0:
             for word in cutlass.range_constexpr(ARRIVAL_WORDS):
                 tensors.arrivals[word] = Int32(0)
+            if cutlass.const_expr(self.config.packs):
+                tensors.packed.whole[0] = whole
         totals = cute.make_rmem_tensor((2, MOST_TILES), Float32)
         totals.fill(0.0)
         # Those of a tile are on their way while the tile before is multiplied.
@@ -114,6 +121,13 @@ class Gate:
                         words[None, None, tile % 2], totals[None, tile], token, k_block,
                         expert_tile, warp,
                     )  # fmt: skip
+                    if cutlass.const_expr(self.config.packs):  # noqa: SIM102 static
+                        if expert_tile == cute.arch.grid_dim()[0] - 1:
+                            lane = cute.arch.lane_idx()
+                            pack_tokens(
+                                tensors.packed, words[None, None, tile % 2], token + lane // 4,
+                                k_block, lane % 4, whole,
+                            )  # fmt: skip
         for tile in cutlass.range_constexpr(MOST_TILES):
             if tile < tiles:
                 token = first_token + tile * TOKEN_TILE

@@ -41,6 +41,7 @@ from dsv4.kernels.moe.gate_plan import (
     WARP_TOKENS,
     GatePlan,
 )
+from dsv4.kernels.moe.packed_rows import pack_tokens, scale_of_tokens
 from dsv4.kernels.moe.routing import ARRIVAL_WORDS, SLICE_PARTS, TOKEN_TILE, RoutingConfig
 
 N_TILES = WARP_TOKENS // TOKEN_TILE
@@ -62,7 +63,7 @@ class Place(NamedTuple):
 
 
 class GateMany:
-    """Kernel: logits as one partial sum, and FP8 codes of x."""
+    """Kernel: logits as one partial sum, and codes of x."""
 
     def __init__(self, config: RoutingConfig):
         self.config = config
@@ -162,13 +163,18 @@ class GateMany:
         totals = cute.make_rmem_tensor(shape, Float32)
         totals.fill(0.0)
         sums = cute.make_rmem_tensor(shape, Float32)
-        cursor = ring.consumer()
+        cursor, whole = ring.consumer(), Float32(0.0)
+        if cutlass.const_expr(self.config.packs):
+            whole = scale_of_tokens(tensors.packed.global_scales)
+            if place.expert_tile * EXPERT_WARPS + place.expert_warp + place.token == 0:  # noqa: SIM102
+                if place.lane == 0:
+                    tensors.packed.whole[0] = whole
         for piece in cutlass.range(plan.slices, unroll=1):
             for part in cutlass.range_constexpr(SLICE_PARTS):
                 ring.wait(cursor)
                 found = self.products(place, cursor.stage)
                 if cutlass.const_expr(self.config.quantizes):
-                    self.quantize(tensors, place, piece * SLICE_PARTS + part, cursor.stage)
+                    self.quantize(tensors, place, piece * SLICE_PARTS + part, cursor.stage, whole)
                 ring.release_to(cursor, place.lane, plan.sharing)
                 cursor = ring.next(cursor)
                 for i in cutlass.range_constexpr(cute.size(sums)):
@@ -203,7 +209,7 @@ class GateMany:
         return sums
 
     @cute.jit
-    def quantize(self, tensors: GateTensors, place: Place, k_block, stage):
+    def quantize(self, tensors: GateTensors, place: Place, k_block, stage, whole):
         """Codes and scales of the warp's tokens, of the k blocks that are its expert warp's among
         those of all expert tiles."""
         plan = self.plan
@@ -216,6 +222,8 @@ class GateMany:
                     read(place.x, stage * plan.x_bytes + offset, words[None, c])
                 token = place.token + n * TOKEN_TILE + place.lane // 4
                 store_codes(tensors, words, token, k_block, place.lane % 4)
+                if cutlass.const_expr(self.config.packs):
+                    pack_tokens(tensors.packed, words, token, k_block, place.lane % 4, whole)
 
 
 def row_map(rows: cute.Tensor, box: int):

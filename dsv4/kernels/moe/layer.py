@@ -11,6 +11,7 @@ from itertools import accumulate
 from operator import mul
 from typing import ClassVar
 
+import cutlass
 from cutlass import (
     BFloat16,
     Boolean,
@@ -19,6 +20,7 @@ from cutlass import (
     Float32,
     Int32,
     Int64,
+    Uint8,
     cute,
     select_,
 )
@@ -27,7 +29,8 @@ from dsv4.kernels.gemm.quantize import as_bytes
 from dsv4.kernels.moe.config import K_BLOCK
 from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
 from dsv4.kernels.moe.gate import GateTensors
-from dsv4.kernels.moe.layer_config import MoeConfig
+from dsv4.kernels.moe.layer_config import NVFP4_GROUP, MoeConfig
+from dsv4.kernels.moe.packed_rows import PackedRows, PackedTokens
 from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS, MOST_RUNS
 from dsv4.kernels.moe.scratch import ALIGNMENT, sections
 from dsv4.kernels.moe.select import Lists
@@ -63,7 +66,7 @@ class MoeLayer:
         w3_scale: cute.Tensor,
         w2: cute.Tensor,
         w2_scale: cute.Tensor,
-        global_scales: cute.Tensor,  # [3, E] fp32 of NVFP4, or no rows
+        global_scales: cute.Tensor,  # of NVFP4 [3, E] or [6, E] fp32, or no rows
         shared_w1: cute.Tensor,
         shared_w1_scale: cute.Tensor,
         shared_w3: cute.Tensor,
@@ -95,6 +98,12 @@ class MoeLayer:
         groups, counts, arrivals, rows = at["groups"], at["counts"], at["arrivals"], at["rows"]
         taken = cute.make_tensor(arrivals.iterator + 1, cute.make_layout((1,)))
         tensors = GateTensors(x, gate, partials, codes, as_bytes(scales), arrivals)
+        packed, packed_h = None, None
+        if cutlass.const_expr(self.config.rounds_to_nvfp4):
+            of_x = PackedRows(at["packed"], at["packed_scales"])
+            packed = PackedTokens(of_x, at["packed_whole"], global_scales)
+            packed_h = PackedRows(at["packed_h"], at["packed_h_scales"])
+            tensors = tensors._replace(packed=packed)
         leads = self.expert_kernels.leads(Int32(tokens), x_codes, num_sms)
         codes, scales = one_of(leads, x_codes, codes), one_of(leads, x_scale, scales)
         lists = Lists(
@@ -105,7 +114,7 @@ class MoeLayer:
             codes, scales, w1, w1_scale, w3, w3_scale, w2, w2_scale,
             shared_w1, shared_w1_scale, shared_w3, shared_w3_scale, shared_w2, shared_w2_scale,
             groups, counts, taken, order, ids, weights, at["h"], at["h_codes"], at["h_scale"],
-            rows, x, global_scales,
+            rows, x, global_scales, packed, packed_h,
         )  # fmt: skip
         counter = cute.make_tensor(
             cute.recast_ptr(workspace.iterator, dtype=Int32), cute.make_layout((1,))
@@ -139,6 +148,14 @@ def scratch_tensors(
         "h_scale": (Float32, (SCALE_COPIES * h_blocks, scale_columns(h_rows))),
         "rows": (BFloat16, (tokens, k + 1, config.hidden)),
     }
+    if config.rounds_to_nvfp4:
+        shapes |= {
+            "packed": (Uint8, (tokens, config.hidden // 2)),
+            "packed_scales": (Uint8, (tokens, config.hidden // NVFP4_GROUP)),
+            "packed_whole": (Float32, (1,)),
+            "packed_h": (Uint8, (pairs, config.inner // 2)),
+            "packed_h_scales": (Uint8, (pairs, config.inner // NVFP4_GROUP)),
+        }
     tensors = {}
     for name, (dtype, shape) in shapes.items():
         address = (scratch.iterator + starts[name]).toint()

@@ -11,6 +11,8 @@ from dsv4.kernels.kit.args import In, InOut, OptIn, Out, Scalar, Workspace
 from dsv4.kernels.moe.config import K_BLOCK
 from dsv4.kernels.moe.layer_config import WEIGHT_DTYPES, MoeConfig
 
+WHOLE_SCALES = ("w1", "w3", "w2")
+
 ARGS = (
     In("x", "T D", also=("float32",), align=16),
     In("gate", "E D", "gate_dtype", align=16),
@@ -21,7 +23,8 @@ ARGS = (
     In("w3_scale", "Es Ir Ds", "expert_scale", align=1),
     In("w2", "E D Ic", "expert_dtype", align=32),  # down
     In("w2_scale", "Es Dr Is", "expert_scale", align=1),
-    In("global_scales", "three E", "float32"),  # of NVFP4: of w1, w3 and w2
+    # Of NVFP4: of w1, w3 and w2; where activations are rounded to it, then of their inputs.
+    In("global_scales", "N E", "float32"),
     In("shared_w1", "I D", "shared_dtype", align=16),
     In("shared_w1_scale", "i d", "shared_scale"),
     In("shared_w3", "I D", "shared_dtype", align=16),
@@ -56,7 +59,9 @@ def values(config: MoeConfig) -> dict[str, int | str]:
     per_byte = 2 if dtype in ("fp4", "nvfp4") else 1
     scale_dtypes = {"fp4": "float8_e8m0fnu", "nvfp4": "float8_e4m3fn"}
     # What is absent has no rows, but kernels have no constants of 0: sizes of the call, then.
-    optional = {"three": 3} if dtype == "nvfp4" else {}
+    optional = {}
+    if dtype == "nvfp4" and config.form != "released":
+        optional["N"] = len(WHOLE_SCALES) * (2 if config.rounds_to_nvfp4 else 1)
     if config.has_router_bias:
         optional["Eb"] = config.experts
     if dtype != "bfloat16":

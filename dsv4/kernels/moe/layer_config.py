@@ -33,7 +33,8 @@ class MoeConfig:
         hidden, inner, experts, top_k: D, I, E and k.
         expert_dtype: of the routed experts: "bfloat16", "float32", "fp8" (e4m3 in blocks), "fp4"
             (e2m1 with an E8M0 scale per 32), "nvfp4" (e2m1 with an e4m3 scale per 16 and one fp32
-            scale per matrix; multiplied with activations that are not rounded).
+            scale per matrix; multiplied with activations of this format where their fp32 scales are
+            given, else with such that are not rounded).
         shared_dtype: of the shared expert: "bfloat16", "float32" or "fp8".
         gate_dtype: of the router's weight: "bfloat16" or "float32".
         scale_dtype: of FP8 blocks, "float8_e8m0fnu" or "float32".
@@ -124,11 +125,16 @@ class MoeConfig:
         return why_no_kernel(self.hidden, self.experts, self.top_k)
 
     @property
+    def rounds_to_nvfp4(self) -> bool:
+        """Whether kernels multiply activations in NVFP4: those of Blackwell."""
+        return self.expert_dtype == "nvfp4" and self.form == "tiled"
+
+    @property
     def routing(self) -> RoutingConfig:
         """What the router's kernels are compiled for."""
         return RoutingConfig(
             self.hidden, self.experts, self.top_k, self.is_hashed, self.scaling,
-            quantizes=self.shared_dtype == "fp8",
+            quantizes=self.shared_dtype == "fp8", packs=self.rounds_to_nvfp4,
         )  # fmt: skip
 
     @property

@@ -20,7 +20,8 @@ from k = 32 (2 half + step) + 16 (word) + 4 (l % 4) on. FP8 scales lie as in the
 For Blackwell ("tiled"). A weight is cut into tiles of 128 rows, a tile into k blocks of 128, whose
 rows follow each other: 64 bytes each of FP4, 128 of FP8, in the order of the checkpoint. The E8M0
 bytes of an FP4 block's rows lie as the tensor core reads scales, [lane (32), row / 32 (4), group of
-32 (4)] where the row is 32 (row / 32) + lane. FP8 scales lie as in the checkpoint.
+32 (4)] where the row is 32 (row / 32) + lane. FP8 scales lie as in the checkpoint. NVFP4 codes lie
+as those of FP4; the e4m3 bytes of a block are two such atoms, each of a group of 16 of 64 elements.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STEPS = K_BLOCK // WGMMA_K
 VECTOR_BYTES = 16  # of a lane's load
 TILE_ROWS = 128
 ATOM_LANES = 32
-ATOM_BYTES = TILE_ROWS * K_BLOCK // 32  # scales of an FP4 block
+ATOM_BYTES = TILE_ROWS * K_BLOCK // 32  # scales of an FP4 block, of half an NVFP4 one
 MAX_SPREAD = 11  # of the exponents of a packed word: e4m3 holds 0.5 * 2^-5 to 6 * 2^6
 # e2m1 magnitudes as e4m3 codes, times 2^-5: 0, 0.5, 1, 1.5 and 2, 3, 4, 6.
 TABLE_LOW, TABLE_HIGH = 0x14100800, 0x24201C18

@@ -41,6 +41,7 @@ class RoutingConfig:
         is_hashed: whether a table gives the experts by token id; else the best scores do.
         scaling: that the weights of a token add up to.
         quantizes: whether the gate also writes e4m3 codes and E8M0 scales of x.
+        packs: whether it also writes NVFP4 codes and e4m3 scales.
     """
 
     hidden: int
@@ -49,6 +50,7 @@ class RoutingConfig:
     is_hashed: bool
     scaling: float
     quantizes: bool = True
+    packs: bool = False
 
     def __post_init__(self) -> None:
         reason = why_no_kernel(self.hidden, self.experts, self.top_k)

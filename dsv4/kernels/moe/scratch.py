@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsv4.kernels.moe.config import K_BLOCK
-from dsv4.kernels.moe.layer_config import MoeConfig
+from dsv4.kernels.moe.layer_config import NVFP4_GROUP, MoeConfig
 from dsv4.kernels.moe.routing import ARRIVAL_WORDS, GROUP_WORDS, MOST_RUNS, gate_tiling
 from dsv4.kernels.moe.wide_plan import SCALE_COPIES, scale_columns
 
@@ -43,6 +43,15 @@ def sections(config: MoeConfig, tokens: Any, splits: Any) -> dict[str, Any]:
         "h_scale": scale_columns(pairs + tokens) * (config.inner // K_BLOCK * SCALE_COPIES * WORD),
         "rows": tokens * ((k + 1) * config.hidden * BF16),
     }
+    if config.rounds_to_nvfp4:
+        # Of h those of routed experts alone.
+        sizes |= {
+            "packed": tokens * (config.hidden // 2),
+            "packed_scales": tokens * (config.hidden // NVFP4_GROUP),
+            "packed_whole": WORD,
+            "packed_h": pairs * (config.inner // 2),
+            "packed_h_scales": pairs * (config.inner // NVFP4_GROUP),
+        }
     starts, start = {}, 0
     for name, size in sizes.items():
         starts[name] = start

@@ -9,8 +9,8 @@ its inverse gives back every byte. The forms of Hopper differ in the scales of F
 * "raw": the four exponents, whatever they are; the kernels then sum every 32 elements by
   themselves.
 
-"tiled" is the form of Blackwell, whatever the scales are. NVFP4 and bf16 weights have one form,
-"packed", on Hopper: see `bf16_layout`.
+"tiled" is the form of Blackwell, whatever the scales are. On Hopper NVFP4 and bf16 weights have one
+form, "packed": see `bf16_layout`.
 
 All functions take any leading dimensions, run on CPU and CUDA, and never synchronise.
 """
@@ -32,7 +32,7 @@ from dsv4.kernels.moe.layout import (
 )
 from dsv4.ops.moe import bf16_layout
 from dsv4.ops.moe.axes import check_whole, cut_into, inverse, reordered
-from dsv4.ops.quantize import pack_e2m1, unpack_e2m1
+from dsv4.ops.quantize import NVFP4_BLOCK, pack_e2m1, unpack_e2m1
 
 QUAD = 4  # lanes that share a row, and elements or bytes of a lane that lie side by side
 HALVES = 2  # of a step's k, 16 elements each
@@ -45,7 +45,7 @@ FORMS = ("packed", "raw")
 # in which prepared FP4 and FP8 codes have them. FP8 steps are cut once more: [.., pair, step, ..].
 _FP4_ORDER = (0, 3, 1, 2, 6, 4, 5, 7)
 _FP8_ORDER = (0, 3, 1, 4, 2, 7, 5, 6, 8)
-# By dtype, what has one order whatever the form, and its inverse.
+# By dtype, what Hopper multiplies in bf16, and its inverse.
 _MULTIPLIED_IN_BF16 = {
     torch.uint8: (bf16_layout.prepare_nvfp4_codes, bf16_layout.restore_nvfp4_codes),
     torch.bfloat16: (bf16_layout.prepare_bf16, bf16_layout.restore_bf16),
@@ -55,21 +55,21 @@ _MULTIPLIED_IN_BF16 = {
 def prepare_codes(codes: Tensor, form: str) -> Tensor:
     """Prepared form of e2m1 codes [..., M, K / 2], two in a byte, int8 (FP4) or uint8 (NVFP4), or
     of e4m3 or bf16 ones [..., M, K]."""
+    is_fp4 = codes.dtype in (torch.int8, torch.uint8)
+    if form == TILED and codes.dtype != torch.bfloat16:
+        return _tile(codes, K_BLOCK // (2 if is_fp4 else 1))
     if codes.dtype in _MULTIPLIED_IN_BF16:
         return _MULTIPLIED_IN_BF16[codes.dtype][0](codes)
-    is_fp4 = codes.dtype == torch.int8
-    if form == TILED:
-        return _tile(codes, K_BLOCK // (2 if is_fp4 else 1))
     return prepare_fp4_codes(codes) if is_fp4 else prepare_fp8_codes(codes)
 
 
 def restore_codes(prepared: Tensor, form: str) -> Tensor:
     """Inverse of `prepare_codes`."""
+    is_fp4 = prepared.dtype in (torch.int8, torch.uint8)
+    if form == TILED and prepared.dtype != torch.bfloat16:
+        return _untile(prepared, K_BLOCK // (2 if is_fp4 else 1))
     if prepared.dtype in _MULTIPLIED_IN_BF16:
         return _MULTIPLIED_IN_BF16[prepared.dtype][1](prepared)
-    is_fp4 = prepared.dtype == torch.int8
-    if form == TILED:
-        return _untile(prepared, K_BLOCK // (2 if is_fp4 else 1))
     return restore_fp4_codes(prepared) if is_fp4 else restore_fp8_codes(prepared)
 
 
@@ -87,7 +87,7 @@ def _untile(prepared: Tensor, row_bytes: int) -> Tensor:
     return cut.reshape(prepared.shape).view(prepared.dtype)
 
 
-# [tile, row, block, byte] and back; of scales [tile, row / 32, lane, block, group], and back.
+# [tile, row, block, byte] and back; of scales [tile, row / 32, lane, atom, group], and back.
 _TILED = (0, 2, 1, 3)
 _ATOM = (0, 3, 2, 1, 4)
 
@@ -151,23 +151,22 @@ def prepare_scales(scale: Tensor, form: str) -> Tensor:
     """Prepared form of E8M0 scales [..., M, K / 32] of FP4, "packed" only if `fits_packed` says so,
     or of e4m3 ones [..., M, K / 16] of NVFP4."""
     if scale.dtype == torch.float8_e4m3fn:
-        return bf16_layout.prepare_nvfp4_scales(scale)
+        return tile_scales(scale) if form == TILED else bf16_layout.prepare_nvfp4_scales(scale)
     return prepare_fp4_scales(scale, form)
 
 
 def restore_scales(prepared: Tensor, form: str) -> Tensor:
     """Inverse of `prepare_scales`."""
     if prepared.dtype == torch.float8_e4m3fn:
-        return bf16_layout.restore_nvfp4_scales(prepared)
+        is_tiled = form == TILED
+        return untile_scales(prepared) if is_tiled else bf16_layout.restore_nvfp4_scales(prepared)
     return restore_fp4_scales(prepared, form)
 
 
 def prepare_fp4_scales(scale: Tensor, form: str) -> Tensor:
     """Prepared form of E8M0 scales [..., M, K / 32]; "packed" only if `fits_packed` says so."""
     if form == TILED:
-        axes = _atom_axes(scale)
-        ordered = reordered(cut_into(scale.contiguous().view(torch.uint8), axes), _ATOM)
-        return ordered.reshape(scale.shape).view(scale.dtype)
+        return tile_scales(scale)
     ordered = reordered(cut_into(scale.contiguous().view(torch.uint8), _scale_axes(scale)), _SCALE)
     if form == "packed":
         low = ordered.amin(-1)
@@ -182,15 +181,27 @@ def prepare_fp4_scales(scale: Tensor, form: str) -> Tensor:
 def restore_fp4_scales(prepared: Tensor, form: str) -> Tensor:
     """Inverse of `prepare_fp4_scales`."""
     if form == TILED:
-        axes = tuple(_atom_axes(prepared)[i] for i in _ATOM)
-        cut = cut_into(prepared.contiguous().view(torch.uint8), axes)
-        return reordered(cut, _ATOM).reshape(prepared.shape).view(prepared.dtype)
+        return untile_scales(prepared)
     axes = _scale_axes(prepared)
     ordered = cut_into(prepared.contiguous().view(torch.uint8), tuple(axes[i] for i in _SCALE))
     if form == "packed":
         pairs, low = ordered[..., :2], ordered[..., 3:]
         ordered = torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(-2) + low
     return reordered(ordered, _SCALE).reshape(prepared.shape).view(prepared.dtype)
+
+
+def tile_scales(scale: Tensor) -> Tensor:
+    """Atoms of the scales of 128 rows, [..., M, K / 32] E8M0 or [..., M, K / 16] e4m3."""
+    axes = _atom_axes(scale)
+    ordered = reordered(cut_into(scale.contiguous().view(torch.uint8), axes), _ATOM)
+    return ordered.reshape(scale.shape).view(scale.dtype)
+
+
+def untile_scales(prepared: Tensor) -> Tensor:
+    """Inverse of `tile_scales`."""
+    axes = tuple(_atom_axes(prepared)[i] for i in _ATOM)
+    cut = cut_into(prepared.contiguous().view(torch.uint8), axes)
+    return reordered(cut, _ATOM).reshape(prepared.shape).view(prepared.dtype)
 
 
 _SCALE = (0, 2, 1, 3)  # [panel, row, k block, group] and back
@@ -216,6 +227,7 @@ def _scale_axes(scale: Tensor) -> tuple[int, ...]:
 
 def _atom_axes(scale: Tensor) -> tuple[int, ...]:
     rows, groups = scale.shape[-2:]
-    check_whole(rows, groups * K_BLOCK // FP4_GROUPS, TILE_ROWS)
+    group = NVFP4_BLOCK if scale.dtype == torch.float8_e4m3fn else K_BLOCK // FP4_GROUPS
+    check_whole(rows, groups * group, TILE_ROWS)
     parts = TILE_ROWS // ATOM_LANES
     return (rows // TILE_ROWS, parts, ATOM_LANES, groups // FP4_GROUPS, FP4_GROUPS)

@@ -84,8 +84,11 @@ class Moe(KernelOp):
         return not config.why_no_kernel
 
     def serves(self, config: MoeConfig, arch: str) -> bool:
-        """Products in bf16 are Hopper's."""
-        return arch == "sm_90a" or config.expert_dtype not in BF16_DTYPES
+        """Products in bf16 are Hopper's, NVFP4 activations Blackwell's, whose kernels for them take
+        a shared expert with E8M0 scales."""
+        if arch == "sm_90a" or config.expert_dtype not in BF16_DTYPES:
+            return True
+        return config.expert_dtype == "nvfp4" and config.scale_dtype == "float8_e8m0fnu"
 
     def compiled_config(self, config: MoeConfig, arch: str) -> MoeConfig:
         """The configuration, whether it adds rows or not; refuses weights in an order that no
@@ -134,7 +137,7 @@ class Moe(KernelOp):
         """A padding token through every tiling: it reads no routed expert, so that one stands for
         all of them."""
         dims = {name: size for name, size in values(config).items() if isinstance(size, int)}
-        sizes = {"T": 1, "V": 1, "S": 1, "three": 0, "Eb": 0, "Es": 0, "i": 0, "d2": 0}
+        sizes = {"T": 1, "V": 1, "S": 1, "N": 0, "Eb": 0, "Es": 0, "i": 0, "d2": 0}
         sizes["bytes"] = scratch_bytes(config, 1)
         if not config.is_hashed:
             sizes |= {"V": 0, "S": 0}
@@ -173,6 +176,8 @@ class Moe(KernelOp):
             if dtype == "bfloat16":
                 names = [f"{prefix}{matrix}_scale" for matrix in MATRICES]
                 check_plain(**{name: rows[name] for name in names})
+        if config.expert_dtype == "nvfp4" and rows["global_scales"] not in (3, 6):
+            raise ValueError(f"global_scales: got {rows['global_scales']} rows, needs 3, or 6")
         check_codes(given["x_codes"], given["x_scale"])
         live = given["live_tokens"]
         if live is not None and len(live) > 1:

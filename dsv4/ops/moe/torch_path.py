@@ -1,8 +1,9 @@
 """Mixture of experts in plain torch: the CPU backend, and the readable path of all others.
 
 Roundings are those of the official forward pass: quantised experts round their inputs to FP8 per
-128 elements, before w1 and w3 and before w2, FP4 experts, too; the routing weight is applied before
-w2; routed and shared results are added in fp32.
+128 elements, before w1 and w3 and before w2, FP4 experts, too; NVFP4 experts whose scales of inputs
+are given round them to NVFP4; the routing weight is applied before w2; routed and shared results
+are added in fp32.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from dsv4.kernels.moe.config import K_BLOCK
 from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.ops.moe.weights import GatedWeights, decoded
-from dsv4.ops.quantize import qdq_e4m3
+from dsv4.ops.quantize import qdq_e4m3, qdq_nvfp4
 from dsv4.ops.topk import topk_stable
 
 MAX_GATHERED_ELEMENTS = 1 << 27
@@ -85,13 +86,18 @@ class Gated:
     def __call__(self, x: Tensor, weight: Tensor | None, expert: Tensor | int | None) -> Tensor:
         """[..., n, hidden] -> the same; one expert, or one for each leading index, or the shared
         one (None); `weight` multiplies before the second product."""
-        x = self._rounded(x)
-        gate, up = self._product(x, 0, expert), self._product(x, 1, expert)
+        dtype = x.dtype
+        x = self._rounded(x, self.weights.x_scale)
+        gate, up = (self._product(x, i, expert).to(dtype) for i in range(2))
         inner = swiglu(gate, up, self.config.limit)
-        inner = (inner if weight is None else inner * weight).to(x.dtype)
-        return self._product(self._rounded(inner), 2, expert)
+        inner = (inner if weight is None else inner * weight).to(dtype)
+        whole = self.weights.h_scales
+        inner = self._rounded(inner, None if whole is None else whole[expert][..., None])
+        return self._product(inner, 2, expert).to(dtype)
 
-    def _rounded(self, x: Tensor) -> Tensor:
+    def _rounded(self, x: Tensor, whole: Tensor | None) -> Tensor:
+        if whole is not None:
+            return qdq_nvfp4(x, whole)
         return qdq_e4m3(x, K_BLOCK) if self.rounds else x
 
     def _product(self, x: Tensor, matrix: int, expert: Tensor | int | None) -> Tensor:
@@ -106,7 +112,7 @@ class Gated:
         config = self.config
         block = (config.block_rows, config.block_columns)
         dense = decoded(codes, scale, config.form, block, dtype, whole)
-        return torch.matmul(x.to(dtype), dense.mT).to(x.dtype)
+        return torch.matmul(x.to(dtype), dense.mT)
 
 
 def _rows(scale: Tensor, expert: Tensor | int) -> Tensor:

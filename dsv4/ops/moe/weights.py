@@ -24,7 +24,8 @@ class GatedWeights(NamedTuple):
             byte, [(E,) I, D / 2] int8 (FP4) or uint8 (NVFP4).
         w2: down, [(E,) D, I], the same.
         w1_scale, w3_scale, w2_scale: of quantised weights; None for others.
-        global_scales: [3, E] float32 of NVFP4: of w1, w3 and w2.
+        global_scales: of NVFP4, [3, E] float32: of w1, w3 and w2; or [6, E], then of their inputs,
+            which are rounded to NVFP4.
     """
 
     w1: Tensor
@@ -40,6 +41,24 @@ class GatedWeights(NamedTuple):
         """As configurations call it."""
         names = {torch.float8_e4m3fn: "fp8", torch.int8: "fp4", torch.uint8: "nvfp4"}
         return names.get(self.w1.dtype, str(self.w1.dtype).removeprefix("torch."))
+
+    @property
+    def rounds_to_nvfp4(self) -> bool:
+        """Whether scales of the inputs are given."""
+        return self.global_scales is not None and len(self.global_scales) > len(MATRICES)
+
+    @property
+    def x_scale(self) -> Tensor | None:
+        """[1] of x, where it is rounded to NVFP4: the largest of all experts', which so read the
+        same codes."""
+        if not self.rounds_to_nvfp4:
+            return None
+        return self.global_scales[len(MATRICES) : len(MATRICES) + 2].amax().unsqueeze(0)
+
+    @property
+    def h_scales(self) -> Tensor | None:
+        """[E] of the inputs of w2, where they are rounded to NVFP4."""
+        return self.global_scales[-1] if self.rounds_to_nvfp4 else None
 
     @property
     def scales(self) -> tuple[Tensor | None, ...]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float32, Uint32, cute
 
+from dsv4.kernels.kit.fp4 import pack_e2m1
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
-from dsv4.kernels.lowp.fp4 import block_scale, pack_e2m1
+from dsv4.kernels.lowp.fp4 import block_scale
 from dsv4.kernels.lowp.groups import FP4_BLOCK as BLOCK
 from dsv4.kernels.lowp.plan import SPAN
 from dsv4.kernels.lowp.queries import VECTOR, QueryRows

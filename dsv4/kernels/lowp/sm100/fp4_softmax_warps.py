@@ -15,11 +15,11 @@ import cutlass
 from cutlass import Float32, Uint32, cute
 
 from dsv4.kernels.attention.softmax import exp2_in_branch
+from dsv4.kernels.kit.fp4 import E2M1_MAX, pack_e2m1
 from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 from dsv4.kernels.lowp.config import P_OFFSET
-from dsv4.kernels.lowp.fp4 import E2M1_MAX, pack_e2m1
 from dsv4.kernels.lowp.groups import FP4_BLOCK as BLOCK
 from dsv4.kernels.lowp.plan import TILE_KEYS
 from dsv4.kernels.lowp.rounding import pack_e4m3

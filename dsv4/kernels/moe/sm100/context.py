@@ -10,8 +10,18 @@ from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.tcgen05 import Tmem
+from dsv4.kernels.moe.packed_rows import PackedRows
 from dsv4.kernels.moe.routing import GROUP_WORDS
 from dsv4.kernels.moe.sm100.plan import CHUNK, NamedBarriers, ProductPlan
+
+
+class PackedOperands(NamedTuple):
+    """Those of routed experts in NVFP4, beside codes of the shared one."""
+
+    x: PackedRows  # of tokens, or by position of a pair
+    x_whole: cute.Tensor  # [1] fp32, of tokens
+    y: PackedRows  # of h, by position of a pair; written by the first product
+    global_scales: cute.Tensor  # [6, E] fp32
 
 
 class Operands(NamedTuple):
@@ -32,6 +42,7 @@ class Operands(NamedTuple):
     factors: cute.Tensor  # [T, k], routing weights
     y: cute.Tensor  # written: codes of h, or rows
     y_scale: cute.Tensor  # [P + T, M / 128] bytes, written, of codes of h
+    packed: PackedOperands | None = None
 
 
 class WorkTile(NamedTuple):
@@ -160,10 +171,10 @@ class TileScheduler:
 class Smem:
     """Shared memory."""
 
-    weight: cute.Pointer  # swizzled [row, 128], by stage and weight
-    x: cute.Pointer  # swizzled [token, 128], by stage
-    weight_scales: cute.Pointer  # [lane, word], by stage and weight
-    x_scales: cute.Pointer  # [lane, word], by stage
+    weight: cute.Pointer  # swizzled [row, 128], by stage and weight; packed [row, 64]
+    x: cute.Pointer  # swizzled [token, 128], by stage; packed [token, 64]
+    weight_scales: cute.Pointer  # [lane, word] of each atom, by stage and weight
+    x_scales: cute.Pointer  # [lane, word] of each atom, by stage
     up: cute.Pointer | None  # fp32 [column, row], to or from the other CTA
     amax: cute.Pointer | None  # [turn, warp, column]
 

@@ -132,6 +132,14 @@ class Epilogue:
             return totals[weight]
         return load_lane(start + weight * self.plan.columns + first, columns, thread)
 
+    def scaled(self, value: Float32, columns: tuple, weight: int) -> Float32:
+        """A sum with what the tensor core has not multiplied.
+
+        Args:
+            columns: of `load_columns`.
+        """
+        return value
+
     def of_column(self, values: tuple, column):
         """What the lane of a column has of it."""
         found = cute.arch.shuffle_sync(values[0], column % WARP)
@@ -197,7 +205,7 @@ class SwiGlu(Epilogue):
                 self._store_chunk(*chunk, 1)
             else:
                 self._store_chunk(*chunk, CHUNK)
-            chunk_turn ^= 1
+            chunk_turn ^= self.exchanges(tile)
         # Every warp has read its sums of up: the barrier of the last chunk's maxima follows.
         if tile.is_shared and cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(pipe.empty, UP)
@@ -259,8 +267,19 @@ class SwiGlu(Epilogue):
         values = []
         for i in cutlass.range_constexpr(columns):
             factor = self.of_column(factors, first + i)
-            h = swiglu(gate[i], up[i], self.limit) * factor
+            both = self.scaled(gate[i], factors, 0), self.scaled(up[i], factors, 1)
+            h = swiglu(*both, self.limit) * factor
             values.append(h.to(BFloat16).to(Float32))
+        self.store_rounded(ctx, tile, factors, values, first, turn)
+
+    def exchanges(self, tile: WorkTile):
+        """Of maxima, of a chunk."""
+        return 1
+
+    @cute.jit
+    def store_rounded(self, ctx: ProductContext, tile: WorkTile, factors, values, first, turn):
+        """Codes and scales of a thread's values of some columns."""
+        thread = cute.arch.thread_idx()[0]
         place = cute.assume(turn * (EPILOGUE_WARPS * CHUNK), divby=CHUNK)
         board = ctx.smem.amax + place
         maxima = column_maxima(values, board, CHUNK, NamedBarriers.AMAX_THERE)
@@ -312,5 +331,5 @@ class Rows(Epilogue):
                 if first + i < tile.count:
                     offset = Int64(row) * y.stride[0] + channel
                     target = pointer_at(y.iterator, offset, BFloat16, align=2)
-                    target.store(values[i].to(BFloat16))
+                    target.store(self.scaled(values[i], found, 0).to(BFloat16))
         return turns

@@ -1,8 +1,8 @@
-"""Experts of a layer for Blackwell (sm_100a): FP4 or FP8 weights, FP8 activations, one arithmetic
-for any number of tokens.
+"""Experts of a layer for Blackwell (sm_100a): FP4 or FP8 weights and FP8 activations, or both in
+NVFP4, one arithmetic for any number of tokens.
 
 `ExpertsSm100` is what callers construct, compile and call: launches of which each begins while the
-one before ends. Gate and up of all experts, with SwiGLU and FP8 codes of h; down of all; sum over a
+one before ends. Gate and up of all experts, with SwiGLU and codes of h; down of all; sum over a
 token's experts. Where a router leads, its selection comes first.
 """
 
@@ -18,10 +18,12 @@ from dsv4.kernels.moe.combine import Combine
 from dsv4.kernels.moe.config import ExpertsConfig
 from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
 from dsv4.kernels.moe.gate_many import Gates
+from dsv4.kernels.moe.packed_rows import PackedRows
 from dsv4.kernels.moe.routing import RoutingConfig
 from dsv4.kernels.moe.select import Select
-from dsv4.kernels.moe.sm100.context import Operands
+from dsv4.kernels.moe.sm100.context import Operands, PackedOperands
 from dsv4.kernels.moe.sm100.epilogue import Rows, SwiGlu
+from dsv4.kernels.moe.sm100.packed_epilogue import PackedDown, PackedSwiGlu
 from dsv4.kernels.moe.sm100.plan import ProductPlan, tilings
 from dsv4.kernels.moe.sm100.product import GroupedProduct
 
@@ -39,9 +41,10 @@ class ExpertsSm100:
         for tiling in tilings(config):
             up = ProductPlan.gate_and_up(config, tiling)
             down = ProductPlan.down(config, tiling)
+            first, second = (PackedSwiGlu, PackedDown) if up.is_packed else (SwiGlu, Rows)
             self.products.append((
-                GroupedProduct(up, SwiGlu(up, config.top_k, config.limit), config.top_k),
-                GroupedProduct(down, Rows(down, config.top_k), config.top_k),
+                GroupedProduct(up, first(up, config.top_k, config.limit), config.top_k),
+                GroupedProduct(down, second(down, config.top_k), config.top_k),
             ))  # fmt: skip
         self.gate = None if routing is None else Gates(routing)
         self.select = None if routing is None else Select(routing)
@@ -121,6 +124,7 @@ def up_operands(t: ExpertTensors) -> Operands:
         t.x_codes, as_bytes(t.x_scale), (t.w1, t.w3), (as_bytes(t.s1), as_bytes(t.s3)),
         (t.shared_w1, t.shared_w3), (as_bytes(t.shared_s1), as_bytes(t.shared_s3)),
         t.groups, t.counts, t.pairs, t.weights, t.h_codes, t.h_scale_bytes,
+        packed_operands(t, None if t.packed is None else t.packed.rows),
     )  # fmt: skip
 
 
@@ -132,8 +136,15 @@ def down_operands(t: ExpertTensors) -> Operands:
     return Operands(
         t.h_codes, h_scale, (t.w2, t.w2), (as_bytes(t.s2),) * 2, (t.shared_w2,) * 2,
         (as_bytes(t.shared_s2),) * 2, t.groups, t.counts, t.pairs, t.weights,
-        cute.make_tensor(t.rows.iterator, rows), h_scale,
+        cute.make_tensor(t.rows.iterator, rows), h_scale, packed_operands(t, t.packed_h),
     )  # fmt: skip
+
+
+def packed_operands(t: ExpertTensors, x: PackedRows | None) -> PackedOperands | None:
+    """Operands in NVFP4 of a product with x, where there are any."""
+    if x is None:
+        return None
+    return PackedOperands(x, t.packed.whole, t.packed_h, t.global_scales)
 
 
 def build(config: ExpertsConfig, options: str = ""):

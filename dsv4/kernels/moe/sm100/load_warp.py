@@ -2,8 +2,8 @@
 TMA.
 
 FP4 weights lie packed in memory; on its way to shared memory each 16 of them are padded to 16
-bytes, as the tensor core takes them beside e4m3. Codes of tokens are gathered four rows at a time,
-by as many lanes.
+bytes, as the tensor core takes them beside e4m3; NVFP4 ones stay packed, beside tokens that are,
+too. Codes of tokens are gathered four rows at a time, by as many lanes.
 """
 
 import cutlass
@@ -26,7 +26,7 @@ from dsv4.kernels.kit.tma import (
 )
 from dsv4.kernels.moe.layout import ATOM_BYTES, K_BLOCK, TILE_ROWS
 from dsv4.kernels.moe.sm100.context import ProductContext, WorkTile
-from dsv4.kernels.moe.sm100.plan import ATOM_WORDS, ProductPlan
+from dsv4.kernels.moe.sm100.plan import PACKED_BYTES, ProductPlan
 
 UNIT_BYTES = 16  # of a descriptor's strides
 GATHERED = 4  # rows of a copy
@@ -37,33 +37,34 @@ FIRST_STAGES = 2  # whose weights are asked for before the tokens are known
 def tiled_map(weight: cute.Tensor, dtype: cutlass.Constexpr):
     """TMA descriptor of a tiled weight as (k of a block, row of a block), blocks one behind the
     other."""
-    is_fp4 = dtype == "fp4"
-    row_bytes = K_BLOCK // 2 if is_fp4 else K_BLOCK
+    is_fp4, is_packed = dtype == "fp4", dtype == "nvfp4"
+    row_bytes = K_BLOCK if dtype == "fp8" else PACKED_BYTES
     size = Int64(1)  # past 2^31
     for extent in weight.shape:
         size *= extent
     return create_tensor_map_tiled(
         weight.iterator.toint(),
-        Float4E2M1FNx2 if is_fp4 else Float8E4M3FN,
-        [K_BLOCK, Int32(size // row_bytes)],
+        Uint8 if is_packed else Float4E2M1FNx2 if is_fp4 else Float8E4M3FN,
+        [row_bytes if is_packed else K_BLOCK, Int32(size // row_bytes)],
         [row_bytes // UNIT_BYTES],
-        [K_BLOCK, TILE_ROWS],
-        swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
+        [row_bytes if is_packed else K_BLOCK, TILE_ROWS],
+        swizzle=TENSOR_MAP_SWIZZLES[row_bytes if is_packed else SPAN_BYTES],
         l2_promotion=TensorMapL2Promotion.none,
         tma_format=TensorMapDataFormat.B4X16_P64 if is_fp4 else None,
     )
 
 
 @cute.jit
-def row_map(codes: cute.Tensor):
-    """TMA descriptor of [row, K] e4m3 codes, whose rows are gathered, a k block at a time."""
+def row_map(codes: cute.Tensor, block_bytes: cutlass.Constexpr = K_BLOCK):
+    """TMA descriptor of [row, K] e4m3 codes, or of bytes of packed ones, whose rows are gathered, a
+    k block at a time."""
     return create_tensor_map_tiled(
         codes.iterator.toint(),
-        Float8E4M3FN,
+        Float8E4M3FN if block_bytes == K_BLOCK else Uint8,
         [codes.shape[1], Int32(codes.shape[0])],
         [Int64(codes.stride[0]) // UNIT_BYTES],
-        [K_BLOCK, 1],
-        swizzle=TENSOR_MAP_SWIZZLES[SPAN_BYTES],
+        [block_bytes, 1],
+        swizzle=TENSOR_MAP_SWIZZLES[block_bytes],
         l2_promotion=TensorMapL2Promotion.none,
     )
 
@@ -76,7 +77,7 @@ class LoadWarp:
         self.top_k = top_k
 
     @cute.jit
-    def load(self, ctx: ProductContext, x_map, routed_maps, shared_maps):
+    def load(self, ctx: ProductContext, x_maps, routed_maps, shared_maps):
         """Load the k blocks of every tile."""
         plan, ring, lane = self.plan, ctx.pipes.ring, cute.arch.lane_idx()
         scheduler, counts = ctx.schedule(plan), ctx.operands.counts
@@ -93,7 +94,7 @@ class LoadWarp:
         words, words_ahead = scheduler.words(Int32(0)), scheduler.words(Int32(1))
         num_groups, live = counts[0], counts[1]
         if lane == 0:
-            prefetch_descriptors((x_map, *routed_maps, *shared_maps))
+            prefetch_descriptors((*x_maps, *routed_maps, *shared_maps))
         tile = scheduler.tile(Int32(0), words, live)
         if not scheduler.has_tile(num_groups) or tile.steps == 0:
             early, first = Int32(0), Int32(0)
@@ -103,9 +104,9 @@ class LoadWarp:
         pairs = ctx.places(tile, columns)
         rows = ctx.rows(plan, self.top_k, tile, columns, pairs)
         for step in cutlass.range(first, unroll=1):
-            self._load_codes(ctx, x_map, tile, rows, lane, step, step)
+            self._load_codes(ctx, x_maps, tile, rows, lane, step, step)
         for step in cutlass.range(first, early, unroll=1):
-            self._load_codes(ctx, x_map, tile, rows, lane, step, step)
+            self._load_codes(ctx, x_maps, tile, rows, lane, step, step)
             self._load_weights(ctx, routed_maps, shared_maps, tile, lane, step, step)
         # ---- what is left of it, and the others ----
         cursor, first = ring.skip(ring.producer(), early), early
@@ -116,7 +117,7 @@ class LoadWarp:
             pairs = ctx.places(ahead, columns)
             for step in cutlass.range(first, tile.steps, unroll=1):
                 ring.acquire(cursor)
-                self._load_codes(ctx, x_map, tile, rows, lane, step, cursor.stage)
+                self._load_codes(ctx, x_maps, tile, rows, lane, step, cursor.stage)
                 self._load_weights(ctx, routed_maps, shared_maps, tile, lane, step, cursor.stage)
                 cursor = ring.next(cursor)
             tile, first = ahead, Int32(0)
@@ -132,7 +133,7 @@ class LoadWarp:
         barriers = ctx.pipes.ring.at(stage)
         if lane == 0:
             x_bytes = tile.columns * K_BLOCK
-            target = smem.weight + stage * (plan.weights * plan.block_bytes)
+            target = smem.weight + stage * plan.weight_bytes
             block = tile.row_tile * plan.k_blocks + step
             if tile.is_shared:
                 barriers.expect(plan.loaded_bytes("fp8", 1) + x_bytes)
@@ -140,25 +141,31 @@ class LoadWarp:
                 weight_map = chosen_descriptor(shared_maps, ctx.rank)
                 tma_load(weight_map, target, [0, block * TILE_ROWS], barriers.full)
             else:
+                if cutlass.const_expr(plan.is_packed):
+                    x_bytes = tile.columns * PACKED_BYTES
                 barriers.expect(plan.loaded_bytes(plan.expert_dtype, plan.weights) + x_bytes)
                 block += tile.expert * (plan.row_tiles * plan.k_blocks)
                 for i in cutlass.range_constexpr(plan.weights):
                     place = target + i * plan.block_bytes
                     tma_load(routed_maps[i], place, [0, block * TILE_ROWS], barriers.full)
-                    if cutlass.const_expr(plan.expert_dtype == "fp4"):
-                        scale = ctx.operands.scales[i]
-                        source = pointer_at(scale.iterator, Int64(block) * ATOM_BYTES, Uint8)
-                        atom = smem.weight_scales + (stage * plan.weights + i) * ATOM_WORDS
-                        bulk_load(source, atom, ATOM_BYTES, barriers.full)
+                    if cutlass.const_expr(plan.expert_dtype != "fp8"):
+                        scale, size = ctx.operands.scales[i], plan.atoms * ATOM_BYTES
+                        source = pointer_at(scale.iterator, Int64(block) * size, Uint8)
+                        atom = smem.weight_scales + (stage * plan.weights + i) * plan.atom_words
+                        bulk_load(source, atom, size, barriers.full)
 
     @cute.jit
-    def _load_codes(self, ctx: ProductContext, x_map, tile: WorkTile, rows, lane, step, stage):
+    def _load_codes(self, ctx: ProductContext, x_maps, tile: WorkTile, rows, lane, step, stage):
         """Load the codes of a stage."""
         column = lane * GATHERED
         if column < tile.columns:
-            target = ctx.smem.x + stage * self.plan.x_bytes + column * K_BLOCK
+            row_bytes, address = K_BLOCK, x_maps[0].get_ptr().toint()
+            if cutlass.const_expr(self.plan.is_packed):
+                packed = x_maps[1].get_ptr().toint()
+                address = cutlass.select_(tile.is_shared, address, packed)
+                row_bytes = cutlass.select_(tile.is_shared, Int32(K_BLOCK), Int32(PACKED_BYTES))
+            target = ctx.smem.x + stage * self.plan.x_bytes + column * row_bytes
             barrier = ctx.pipes.ring.full + stage
-            address = x_map.get_ptr().toint()
             tma_gather4(
-                address, target.toint(), step * K_BLOCK, rows, barrier.toint(), is_pair=False
+                address, target.toint(), step * row_bytes, rows, barrier.toint(), is_pair=False
             )

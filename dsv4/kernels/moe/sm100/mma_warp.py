@@ -14,14 +14,14 @@ from dsv4.kernels.kit.tcgen05 import (
     fence_after_thread_sync,
     multiply_scaled,
     operand_descriptor,
+    packed_product,
     scaled_product,
 )
 from dsv4.kernels.moe.layout import ATOM_BYTES, K_BLOCK, TILE_ROWS
 from dsv4.kernels.moe.sm100.context import ProductContext, WorkTile
-from dsv4.kernels.moe.sm100.plan import ProductPlan
+from dsv4.kernels.moe.sm100.plan import PACKED_BYTES, SCALE_COLUMNS, ProductPlan
 
-DEPTH = 32  # elements of K of a product
-SCALE_COLUMNS = TILE_ROWS // 32
+DEPTH = 32  # elements of K of a product, and its bytes; of packed ones the bytes
 
 
 class MmaWarp:
@@ -75,32 +75,51 @@ class MmaWarp:
         plan, smem, ring = self.plan, ctx.smem, ctx.pipes.ring
         weight_scales = address + plan.tmem.column("weight_scales")
         x_scales = address + plan.tmem.column("x_scales")
-        a_format = E2M1 if dtype == "fp4" else E4M3
-        # The four scales of an FP4 row's word by turns; those of FP8 are the same.
-        products = [
-            scaled_product(TILE_ROWS, tile.columns, a_format, k) for k in range(K_BLOCK // DEPTH)
-        ]
+        steps = self._steps(tile, dtype)
+        span, kind = SPAN_BYTES, "mxf8f6f4"
+        if cutlass.const_expr(dtype == "nvfp4"):
+            span, kind = PACKED_BYTES, "mxf4nvf4"
         for block in cutlass.range(1 if plan.is_promoted else plan.k_blocks, unroll=1):
             ring.wait(cursor)
             stage = cursor.stage
             with cute.arch.elect_one():
                 # A copy waits for the products before it, which still read what it writes.
-                scales = smem.x_scales.toint() + stage * ATOM_BYTES
-                copy_scales(x_scales, operand_descriptor(scales))
+                scales = smem.x_scales.toint() + stage * (plan.atoms * ATOM_BYTES)
+                self._copy(x_scales, scales, dtype)
                 x = smem.x.toint() + stage * plan.x_bytes
                 for i in cutlass.range_constexpr(weights):
                     place = stage * plan.weights + i
-                    scales = smem.weight_scales.toint() + place * ATOM_BYTES
-                    copy_scales(weight_scales + i * SCALE_COLUMNS, operand_descriptor(scales))
-                    weight = smem.weight.toint() + place * plan.block_bytes
-                    for k in cutlass.range_constexpr(K_BLOCK // DEPTH):
-                        a = operand_descriptor(weight + k * DEPTH, SPAN_BYTES)
-                        b = operand_descriptor(x + k * DEPTH, SPAN_BYTES)
+                    scales = smem.weight_scales.toint() + place * (plan.atoms * ATOM_BYTES)
+                    own_scales = weight_scales + i * (plan.atoms * SCALE_COLUMNS)
+                    self._copy(own_scales, scales, dtype)
+                    slot = stage * plan.slots + i
+                    weight = smem.weight.toint() + slot * plan.block_bytes
+                    for k, (descriptor, columns) in enumerate(steps):
+                        a = operand_descriptor(weight + k * DEPTH, span)
+                        b = operand_descriptor(x + k * DEPTH, span)
                         adds = block > 0 if k == 0 else Boolean(True)
                         multiply_scaled(
-                            start + i * plan.columns, a, b, products[k],
-                            weight_scales + i * SCALE_COLUMNS, x_scales, adds,
+                            start + i * plan.columns, a, b, descriptor, own_scales + columns,
+                            x_scales + columns, adds, kind,
                         )  # fmt: skip
                 commit(ring.empty + stage)
             cursor = ring.next(cursor)
         return cursor
+
+    def _steps(self, tile: WorkTile, dtype: str) -> list:
+        """Of each product of a k block its descriptor, and the column of its scales."""
+        if dtype == "nvfp4":
+            descriptor = packed_product(TILE_ROWS, tile.columns)
+            return [(descriptor, atom * SCALE_COLUMNS) for atom in range(self.plan.atoms)]
+        a_format = E2M1 if dtype == "fp4" else E4M3
+        # The four scales of an FP4 row's word by turns; those of FP8 are the same.
+        return [
+            (scaled_product(TILE_ROWS, tile.columns, a_format, k), 0)
+            for k in range(K_BLOCK // DEPTH)
+        ]
+
+    def _copy(self, target: cute.Pointer, source, dtype: str) -> None:
+        """Copy the scales of 128 rows."""
+        for atom in range(self.plan.atoms if dtype == "nvfp4" else 1):
+            descriptor = operand_descriptor(source + atom * ATOM_BYTES)
+            copy_scales(target + atom * SCALE_COLUMNS, descriptor)

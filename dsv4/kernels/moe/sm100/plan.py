@@ -32,6 +32,9 @@ LOADS_AHEAD = 4  # k blocks whose scales are on their way
 CHUNK = 8  # columns that the epilogue has in registers
 MOST_COLUMNS = 64  # of a tile: two scales of a lane, and sums of two tiles fit in TMEM
 ATOM_WORDS = ATOM_BYTES // 4
+SCALE_COLUMNS = TILE_ROWS // 32  # of TMEM, of an atom
+PACKED_BYTES = K_BLOCK // 2  # of a row's e2m1 codes of a k block, two in a byte
+PACKED_DEPTH = 64  # elements of K of a product of such, whose scales are a word
 EPILOGUE_WARPS = 4
 
 
@@ -71,7 +74,7 @@ class ProductPlan(RingPlan):
         in_features: K.
         row_tiles: of an expert's product: of 128 rows of gate and as many of up, or of down.
         is_gated: whether a tile has rows of two weights, gate and up.
-        expert_dtype: of the routed experts, "fp4" or "fp8".
+        expert_dtype: of the routed experts, "fp4", "fp8" or "nvfp4".
         is_promoted: whether scales of FP8 weights are fp32, which the tensor core does not take:
             the sum of a k block is then multiplied with them in registers.
         lanes_per_warp: lanes that arrive for their warp; 32 for a checker that follows threads.
@@ -125,7 +128,7 @@ class ProductPlan(RingPlan):
     def width(self) -> int:
         """Tiles of routed experts that a CTA takes where another one takes a tile of the shared
         expert: about as many bytes."""
-        return 2 if self.expert_dtype == "fp4" and not self.is_gated else 1
+        return 2 if self.expert_dtype in ("fp4", "nvfp4") and not self.is_gated else 1
 
     @property
     def columns(self) -> int:
@@ -135,9 +138,35 @@ class ProductPlan(RingPlan):
     # ---- a stage ----
 
     @property
+    def is_packed(self) -> bool:
+        """Whether products of routed experts are of two e2m1 codes a byte on either side."""
+        return self.expert_dtype == "nvfp4"
+
+    @property
     def block_bytes(self) -> int:
-        """Of 128 rows of a weight in shared memory, where e2m1 codes take a byte, too."""
-        return TILE_ROWS * K_BLOCK
+        """Of 128 rows of a routed expert's weight in shared memory, where e2m1 codes beside e4m3
+        take a byte, too."""
+        return TILE_ROWS * (PACKED_BYTES if self.is_packed else K_BLOCK)
+
+    @property
+    def slots(self) -> int:
+        """Blocks that a stage has room for: of a routed expert, or one of the shared expert."""
+        return max(self.weights, TILE_ROWS * K_BLOCK // self.block_bytes)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a stage."""
+        return self.slots * self.block_bytes
+
+    @property
+    def atoms(self) -> int:
+        """Of scales of 128 rows."""
+        return K_BLOCK // PACKED_DEPTH if self.is_packed else 1
+
+    @property
+    def atom_words(self) -> int:
+        """Of the scales of 128 rows."""
+        return self.atoms * ATOM_WORDS
 
     @property
     def x_bytes(self) -> int:
@@ -145,9 +174,9 @@ class ProductPlan(RingPlan):
 
     def loaded_bytes(self, dtype: str, weights: int) -> int:
         """By TMA, of weights of a type and their scales."""
-        if dtype == "fp4":
-            return weights * (self.block_bytes // 2 + ATOM_BYTES)
-        return weights * self.block_bytes
+        if dtype == "fp8":
+            return weights * TILE_ROWS * K_BLOCK
+        return weights * (TILE_ROWS * PACKED_BYTES + self.atoms * ATOM_BYTES)
 
     # ---- budgets ----
 
@@ -181,8 +210,8 @@ class ProductPlan(RingPlan):
         quarter of the lanes."""
         return TmemPlan((
             ("sums", self.sum_stages * self.sum_columns),
-            ("weight_scales", self.weights * (TILE_ROWS // 32)),
-            ("x_scales", TILE_ROWS // 32),
+            ("weight_scales", self.weights * self.atoms * SCALE_COLUMNS),
+            ("x_scales", self.atoms * SCALE_COLUMNS),
         ))  # fmt: skip
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
@@ -193,10 +222,10 @@ class ProductPlan(RingPlan):
             Buffer("amax", "Int32", 2 * EPILOGUE_WARPS * CHUNK, 16),
         )
         return (
-            Buffer("weight", "Uint8", stages * self.weights * self.block_bytes, 1024),
+            Buffer("weight", "Uint8", stages * self.weight_bytes, 1024),
             Buffer("x", "Float8E4M3FN", stages * self.x_bytes, 1024),
-            Buffer("weight_scales", "Int32", stages * self.weights * ATOM_WORDS, 128),
-            Buffer("x_scales", "Int32", stages * ATOM_WORDS, 128),
+            Buffer("weight_scales", "Int32", stages * self.weights * self.atom_words, 128),
+            Buffer("x_scales", "Int32", stages * self.atom_words, 128),
             *(gated if self.is_gated else ()),
             Buffer("tmem_address", "Int32", 1),
             *self._barriers(stages).split_buffers,
@@ -241,7 +270,8 @@ class ProductPlan(RingPlan):
 def is_promoted(config: ExpertsConfig) -> bool:
     """As in `ProductPlan`."""
     is_float32 = config.shared_scale_dtype == "float32"
-    assert config.expert_dtype == "fp4" or is_float32 == (config.scale_dtype == "float32"), (
+    assert config.expert_dtype != "nvfp4" or not is_float32, "NVFP4 beside fp32 scales"
+    assert config.expert_dtype != "fp8" or is_float32 == (config.scale_dtype == "float32"), (
         f"scales in {config.scale_dtype} beside {config.shared_scale_dtype}"
     )
     return is_float32

@@ -11,6 +11,8 @@ A persistent CTA takes tiles of 128 rows of an expert and some of its tokens:
 Arithmetic, the same in every tiling and for any number of tokens: the tensor core
 (tcgen05.mma of kind mxf8f6f4) sums all of K in one accumulator, 32 elements a product, with the
 scales of both factors: nothing is promoted in registers. A column's bits depend on no other column.
+Routed experts in NVFP4 are multiplied by kind mxf4nvf4, 64 elements a product, and their tokens are
+in NVFP4, too; the epilogue multiplies a sum with the fp32 scales of both.
 
 A tile of the first product has 128 rows of gate and as many of up, so that a thread has both of a
 channel, and 128 channels share a scale of h. Where a tile of the shared expert would take twice as
@@ -28,22 +30,23 @@ from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.moe.sm100.context import Division, Operands, ProductContext, allocate
 from dsv4.kernels.moe.sm100.load_warp import LoadWarp, row_map, tiled_map
 from dsv4.kernels.moe.sm100.mma_warp import MmaWarp
-from dsv4.kernels.moe.sm100.plan import ProductPlan
-from dsv4.kernels.moe.sm100.scales import ScaleWarp
+from dsv4.kernels.moe.sm100.plan import PACKED_BYTES, ProductPlan
+from dsv4.kernels.moe.sm100.scales import PackedScaleWarp, ScaleWarp
 
 
 class GroupedProduct:
     """One of the two products of all experts.
 
     Args:
-        epilogue: `SwiGlu` or `Rows`.
+        epilogue: `SwiGlu` or `Rows`, or those of NVFP4.
         top_k: experts of a token.
     """
 
     def __init__(self, plan: ProductPlan, epilogue, top_k: int):
         self.plan = plan
         self.loader, self.mma = LoadWarp(plan, top_k), MmaWarp(plan)
-        self.scales, self.epilogue = ScaleWarp(plan, top_k), epilogue
+        scales = PackedScaleWarp if plan.is_packed else ScaleWarp
+        self.scales, self.epilogue = scales(plan, top_k), epilogue
 
     @cute.jit
     def launch(self, operands: Operands, stream, num_sms):
@@ -53,8 +56,11 @@ class GroupedProduct:
             tiled_map(operands.weights[i], plan.expert_dtype) for i in range(plan.weights)
         )
         shared = tuple(tiled_map(operands.shared_weights[i], "fp8") for i in range(plan.weights))
+        tokens = (row_map(operands.x),)
+        if cutlass.const_expr(plan.is_packed):
+            tokens += (row_map(operands.packed.x.codes, PACKED_BYTES),)
         division = self.divide(operands, num_sms)
-        self.kernel((row_map(operands.x), routed, shared), operands, division).launch(
+        self.kernel((tokens, routed, shared), operands, division).launch(
             grid=[division.clusters * plan.cluster, 1, 1],
             block=[plan.warps.threads, 1, 1],
             cluster=[plan.cluster, 1, 1],

@@ -4,14 +4,15 @@ tensor core expects them.
 The tensor core takes a scale for each 32 elements of K of a row. Those of a token are equal in a k
 block of 128, so that every product of the block reads the same byte of a column's word; those of
 FP4 weights are the four bytes of a row's word, which the load warp brings; those of FP8 weights are
-equal in 128 rows, too.
+equal in 128 rows, too. Of tokens in NVFP4 a word of four is that of 64 elements.
 """
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, Int64, cute
 
 from dsv4.kernels.gemm.sm100.scales import LANE_WORDS, ONE, WARP, store_words
 from dsv4.kernels.kit import pdl
+from dsv4.kernels.kit.pointers import pointer_at
 from dsv4.kernels.moe.sm100.context import ProductContext, WorkTile
 from dsv4.kernels.moe.sm100.plan import ATOM_WORDS, LOADS_AHEAD, ProductPlan
 
@@ -25,7 +26,8 @@ class ScaleWarp:
         self.plan = plan
         self.top_k = top_k
         self.token_words = -(-plan.columns // WARP)  # of a lane
-        self.values = self.token_words + plan.weights
+        self.token_values = self.token_words * plan.atoms
+        self.values = self.token_values + plan.weights
 
     @cute.jit
     def fill(self, ctx: ProductContext):
@@ -76,12 +78,7 @@ class ScaleWarp:
         for i in cutlass.range_constexpr(LOADS_AHEAD):
             block = first + i
             if block < plan.k_blocks:
-                for w in cutlass.range_constexpr(self.token_words):
-                    scale = Int32(ONE)
-                    if w * WARP + lane < tile.count:
-                        # A byte of a recast tensor has no sign of its own.
-                        scale = Int32(operands.x_scale[rows[w], block]) & 0xFF
-                    values[w, i] = scale
+                self._load_tokens(ctx, tile, rows, lane, block, values[None, i])
                 for m in cutlass.range_constexpr(plan.weights):
                     scale = Int32(ONE)
                     if cutlass.const_expr(plan.is_promoted):
@@ -93,23 +90,81 @@ class ScaleWarp:
                     elif cutlass.const_expr(plan.expert_dtype == "fp8"):
                         scale = operands.scales[m][tile.expert, tile.row_tile, block]
                         scale = Int32(scale) & 0xFF
-                    values[self.token_words + m, i] = scale
+                    values[self.token_values + m, i] = scale
+
+    @cute.jit
+    def _load_tokens(
+        self, ctx: ProductContext, tile: WorkTile, rows, lane, block, values: cute.Tensor
+    ):
+        """Ask for the scales of a lane's columns."""
+        for w in cutlass.range_constexpr(self.token_words):
+            scale = Int32(ONE)
+            if w * WARP + lane < tile.count:
+                # A byte of a recast tensor has no sign of its own.
+                scale = Int32(ctx.operands.x_scale[rows[w], block]) & 0xFF
+            values[w * self.plan.atoms] = scale
 
     @cute.jit
     def _store(self, ctx: ProductContext, tile: WorkTile, stage, lane, values: cute.Tensor):
         """Write the scales of a stage."""
-        plan, smem = self.plan, ctx.smem
-        words = [values[w] if w < self.token_words else Int32(ONE) for w in range(LANE_WORDS)]
-        store_words(smem.x_scales + stage * ATOM_WORDS, lane, words)
-        atoms = smem.weight_scales + stage * (plan.weights * ATOM_WORDS)
+        plan = self.plan
+        self._store_tokens(ctx, tile, stage, lane, values)
+        atoms = ctx.smem.weight_scales + stage * (plan.weights * plan.atom_words)
         if tile.is_shared:
             # Of the one weight that this CTA has.
-            scale = values[self.token_words]
+            scale = values[self.token_values]
             for m in cutlass.range_constexpr(1, plan.weights):
-                own = values[self.token_words + m]
+                own = values[self.token_values + m]
                 scale = cutlass.select_(ctx.rank == m, own, scale)
             store_words(atoms, lane, [scale * EVERY_BYTE] * LANE_WORDS)
         elif cutlass.const_expr(plan.expert_dtype == "fp8"):
             for m in cutlass.range_constexpr(plan.weights):
-                scale = values[self.token_words + m] * EVERY_BYTE
+                scale = values[self.token_values + m] * EVERY_BYTE
                 store_words(atoms + m * ATOM_WORDS, lane, [scale] * LANE_WORDS)
+
+    @cute.jit
+    def _store_tokens(self, ctx: ProductContext, tile: WorkTile, stage, lane, values: cute.Tensor):
+        """Write the scales of tokens of a stage, and 1 where there is no column."""
+        words = [
+            values[w * self.plan.atoms] if w < self.token_words else Int32(ONE)
+            for w in range(LANE_WORDS)
+        ]
+        store_words(ctx.smem.x_scales + stage * self.plan.atom_words, lane, words)
+
+
+class PackedScaleWarp(ScaleWarp):
+    """That of routed experts in NVFP4: of their tokens a word for each product."""
+
+    @cute.jit
+    def _load_tokens(
+        self, ctx: ProductContext, tile: WorkTile, rows, lane, block, values: cute.Tensor
+    ):
+        """Ask for the scales of a lane's columns; zeros where there is no token."""
+        atoms = self.plan.atoms
+        if tile.is_shared:
+            ScaleWarp._load_tokens(self, ctx, tile, rows, lane, block, values)
+        else:
+            scales = ctx.operands.packed.x.scales
+            for w in cutlass.range_constexpr(self.token_words):
+                words = cute.make_rmem_tensor(atoms, Int32)
+                words.fill(0)
+                if w * WARP + lane < tile.count:
+                    offset = Int64(rows[w]) * scales.stride[0] + block * (4 * atoms)
+                    source = pointer_at(scales.iterator, offset, Int32, align=4 * atoms)
+                    cute.autovec_copy(cute.make_tensor(source, cute.make_layout(atoms)), words)
+                for atom in cutlass.range_constexpr(atoms):
+                    values[w * atoms + atom] = words[atom]
+
+    @cute.jit
+    def _store_tokens(self, ctx: ProductContext, tile: WorkTile, stage, lane, values: cute.Tensor):
+        """Write the scales of tokens of a stage."""
+        atoms, place = self.plan.atoms, ctx.smem.x_scales + stage * self.plan.atom_words
+        if tile.is_shared:
+            ScaleWarp._store_tokens(self, ctx, tile, stage, lane, values)
+        else:
+            for atom in cutlass.range_constexpr(atoms):
+                words = [
+                    values[w * atoms + atom] if w < self.token_words else Int32(0)
+                    for w in range(LANE_WORDS)
+                ]
+                store_words(place + atom * ATOM_WORDS, lane, words)
