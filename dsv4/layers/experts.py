@@ -27,6 +27,7 @@ class ExpertWeight(Module):
             quantised.
         weight_scale, weight_scale_2: [E, out, in / 16] float8_e4m3fn and [E] float32 of "nvfp4", by
             the names of such checkpoints; None of others.
+        input_scale: [E] float32 of "nvfp4", of the inputs; None where a checkpoint has none.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class ExpertWeight(Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self.scale = self.weight_scale = self.weight_scale_2 = None
+        self.scale = self.weight_scale = self.weight_scale_2 = self.input_scale = None
         packed = (experts, out_features, in_features // 2)
         if scheme == "nvfp4":
             self.weight = empty_parameter(packed, torch.uint8, device)
             groups = (experts, out_features, in_features // NVFP4_GROUP)
             self.weight_scale = empty_parameter(groups, torch.float8_e4m3fn, device)
             self.weight_scale_2 = empty_parameter((experts,), torch.float32, device)
+            self.input_scale = empty_parameter((experts,), torch.float32, device)
         elif scheme == "fp4":
             self.weight = empty_parameter(packed, torch.int8, device)
             groups = in_features // FP4_GROUP
@@ -97,12 +99,24 @@ class Experts(Module):
         self.w2 = ExpertWeight(count, inner, hidden, *options)
         self.w3 = ExpertWeight(count, hidden, inner, *options)
 
+    def drop_input_scales_(self) -> None:
+        """Activations of a checkpoint without their scales are not rounded."""
+        for weight in self.matrices:
+            weight.input_scale = None
+
     def join_scales_(self) -> None:
         """Move the fp32 scales of NVFP4 into rows of one tensor, as the operator takes them."""
-        parts = [weight.weight_scale_2 for weight in self.matrices]
-        if parts[0] is not None and _as_rows(parts) is None:
+        parts = self._whole_scales
+        if parts and _as_rows(parts) is None:
             for part, row in zip(parts, torch.stack(parts).unbind()):
                 part.data = row
+
+    @property
+    def _whole_scales(self) -> list[torch.Tensor]:
+        """fp32 scales of NVFP4, of the weights and then of their inputs."""
+        found = [weight.weight_scale_2 for weight in self.matrices]
+        found += [weight.input_scale for weight in self.matrices]
+        return [scale for scale in found if scale is not None]
 
     @property
     def matrices(self) -> tuple[ExpertWeight, ExpertWeight, ExpertWeight]:
@@ -112,9 +126,8 @@ class Experts(Module):
     @property
     def weights(self) -> GatedWeights:
         """As the operator takes them."""
-        found = gated_weights(self)
-        parts = [weight.weight_scale_2 for weight in self.matrices]
-        if parts[0] is None:
+        found, parts = gated_weights(self), self._whole_scales
+        if not parts:
             return found
         rows = _as_rows(parts)
         return found._replace(global_scales=torch.stack(parts) if rows is None else rows)

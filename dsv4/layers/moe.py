@@ -13,7 +13,7 @@ from dsv4.layers.experts import Experts, SharedExpert
 from dsv4.layers.linear import Rounded
 from dsv4.layers.module import Module
 from dsv4.layers.router import Router
-from dsv4.ops.moe.op import FORMS, moe, prepared_forms
+from dsv4.ops.moe.op import FORMS, moe, prepared_forms, rounds_to_nvfp4
 from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.moe.weights import (
     GatedWeights,
@@ -84,8 +84,11 @@ class MoE(Module):
             x, codes, scale = x
         if self.form == RELEASED and x.is_cuda:
             self.prepare()
+        experts = self.experts.weights
+        if experts.rounds_to_nvfp4 and not rounds_to_nvfp4(self.form, x):
+            experts = experts.without_input_scales()
         y = moe(
-            x.flatten(0, 1), self.gate.weight, self.experts.weights, self.shared_experts.weights,
+            x.flatten(0, 1), self.gate.weight, experts, self.shared_experts.weights,
             top_k=self.gate.topk, scaling=self.gate.scaling, limit=self.limit, form=self.form,
             block=self.block, live_tokens=live_tokens, combine=combine,
             x_codes=codes, x_scale=scale,

@@ -17,9 +17,12 @@ from dsv4.loader.errors import CheckpointError, brief
 from dsv4.loader.layout import expert_name
 from dsv4.loader.reader import Checkpoint
 from dsv4.model.model import DeepseekV4
+from dsv4.ops.moe.weights import MATRICES
 from dsv4.quoting import quoted
 
-STACKED_EXPERTS = re.compile(r"(.+)\.ffn\.experts\.(w[123])\.(weight(?:_scale(?:_2)?)?|scale)")
+STACKED_EXPERTS = re.compile(
+    r"(.+)\.ffn\.experts\.(w[123])\.(weight(?:_scale(?:_2)?)?|(?:input_)?scale)"
+)
 
 
 def load(
@@ -35,8 +38,8 @@ def load(
     Reads the released layout (FP8 linears; FP4, FP8 or NVFP4 experts; E8M0 or float32 scales) and
     what `DeepseekV4ForCausalLM.save_pretrained` of transformers writes, in one file or many.
     Headers are checked before any data is read. Quantised weights stay as stored; but NVFP4 drafts,
-    of which no release is known, make the loader dequantise all experts, and scales of NVFP4
-    activations are not read: such experts take theirs in bfloat16.
+    of which no release is known, make the loader dequantise all experts. NVFP4 experts round their
+    activations to NVFP4, too, where the file has scales for them, but on Hopper, and else not.
 
     Args:
         path: folder with `config.json` and `.safetensors` files.
@@ -75,6 +78,9 @@ def _filled(
         model = DeepseekV4(checkpoint.model_config, dtype=dtype, device=device)
     except ValueError as error:  # sizes that no kernel of a quantised model takes
         raise CheckpointError(f"checkpoint {checkpoint.path}: {brief(error)}") from error
+    for name, module in model.named_modules():
+        if isinstance(module, MoE):
+            _drop_absent_scales(checkpoint, name.removesuffix(".ffn"), module)
     targets = dict(model_tensors(model))
     total = sum(checkpoint.stored[name].nbytes for name in targets)
     with _progress_bar(progress, total) as advance:
@@ -85,6 +91,14 @@ def _filled(
         if isinstance(module, MoE):
             module.prepare()
     return model.eval()
+
+
+def _drop_absent_scales(checkpoint: Checkpoint, prefix: str, layer: MoE) -> None:
+    """A layer's activations are rounded to NVFP4 where all of their scales are there."""
+    experts = range(checkpoint.config.n_routed_experts)
+    names = (expert_name(prefix, e, name, "input_scale") for e in experts for name in MATRICES)
+    if not all(name in checkpoint.stored for name in names):
+        layer.experts.drop_input_scales_()
 
 
 def _usable(device: torch.device | str) -> torch.device:

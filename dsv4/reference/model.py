@@ -8,7 +8,7 @@ queries and keys; gradients pass straight through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,11 @@ from dsv4.reference.attention import attention_with_lse, merge
 from dsv4.reference.compressor import compress, visible_entries
 from dsv4.reference.hadamard import hadamard
 from dsv4.reference.norm import rms_norm
-from dsv4.reference.quantize import fake_quantize_e2m1, fake_quantize_e4m3
+from dsv4.reference.quantize import (
+    fake_quantize_e2m1,
+    fake_quantize_e4m3,
+    fake_quantize_nvfp4,
+)
 from dsv4.reference.router import route
 from dsv4.reference.weights import decode_fp4, decode_fp8, decode_nvfp4
 
@@ -85,10 +89,17 @@ class ReferenceModel:
             (`experts.{e}.w1.weight`) or stacked (`experts.w1.weight`, [E, ...]).
         compressed_branch: False leaves out the compressed entries of every layer, to see what they
             are worth.
+        rounds_nvfp4_inputs: whether inputs of NVFP4 experts are rounded to NVFP4 where there is an
+            `.input_scale` of each; False is what runs on Hopper.
     """
 
     def __init__(
-        self, config: Any, tensors: Mapping[str, Tensor], *, compressed_branch: bool = True
+        self,
+        config: Any,
+        tensors: Mapping[str, Tensor],
+        *,
+        compressed_branch: bool = True,
+        rounds_nvfp4_inputs: bool = True,
     ) -> None:
         self.config = config
         self.tensors = tensors
@@ -96,8 +107,7 @@ class ReferenceModel:
         self.quantized = config.linear_scheme is not None or config.expert_scheme is not None
         quantize = partial(fake_quantize_e4m3, block=128)
         self.quantize_linear = quantize if config.linear_scheme else lambda x: x
-        # NVFP4 experts are decoded and used with unquantised inputs.
-        self.quantize_expert = quantize if config.expert_scheme in ("fp8", "fp4") else lambda x: x
+        self.rounds_nvfp4_inputs = rounds_nvfp4_inputs
         rotated, theta = config.qk_rope_head_dim, config.compress_rope_theta
         device = tensors["embed.weight"].device
         self.window_freqs = rope.frequencies(rotated, config.rope_theta, device=device)
@@ -222,7 +232,8 @@ class ReferenceModel:
             traces.append(RouteTrace(prefix, ids))
         dense = moe.dense_weights(ids, weights, config.n_routed_experts)
         w1, w2, w3 = (self._experts(prefix + "experts.", name) for name in ("w1", "w2", "w3"))
-        y = moe.routed_experts(x, w1, w2, w3, dense, config.swiglu_limit, self.quantize_expert)
+        rounding = self._rounding(prefix + "experts.")
+        y = moe.routed_experts(x, w1, w2, w3, dense, config.swiglu_limit, *rounding)
         w1, w2, w3 = (self.weight(f"{prefix}shared_experts.{name}") for name in ("w1", "w2", "w3"))
         return y + moe.shared_expert(x, w1, w2, w3, config.swiglu_limit, self.quantize_linear)
 
@@ -255,6 +266,31 @@ class ReferenceModel:
         return torch.stack(
             [self.weight(f"{prefix}{e}.{name}") for e in range(self.config.n_routed_experts)]
         )
+
+    def _rounding(self, prefix: str) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """Of the inputs of w1 and w3, and of w2, of the routed experts."""
+        if any(f"{prefix}{each}w1.weight_scale" in self.tensors for each in ("", "0.")):
+            scales = [self._input_scales(prefix, name) for name in ("w1", "w3", "w2")]
+            if not self.rounds_nvfp4_inputs or any(scale is None for scale in scales):
+                return (lambda x: x,) * 2
+            # Experts read the same tokens.
+            of_x = torch.cat(scales[:2]).amax()[None]
+            return (
+                lambda x: fake_quantize_nvfp4(x, of_x),
+                lambda hidden: fake_quantize_nvfp4(hidden, scales[2]),
+            )
+        if self.config.expert_scheme is None:
+            return (lambda x: x,) * 2
+        return (partial(fake_quantize_e4m3, block=128),) * 2
+
+    def _input_scales(self, prefix: str, name: str) -> Tensor | None:
+        """[E], those of all experts; None where one has none."""
+        stacked = self.tensors.get(f"{prefix}{name}.input_scale")
+        if stacked is not None:
+            return stacked
+        experts = range(self.config.n_routed_experts)
+        found = [self.tensors.get(f"{prefix}{e}.{name}.input_scale") for e in experts]
+        return None if any(one is None for one in found) else torch.stack(found)
 
     def _entries(self, prefix: str, x: Tensor, dim: int) -> Tensor:
         """Compressed entries [B, N, dim], normed and rotated at their block's first position."""

@@ -30,6 +30,7 @@ def routed_experts(
     weights: Tensor,
     limit: float,
     quantize: Callable[[Tensor], Tensor] = _identity,
+    quantize_hidden: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Weighted sum of expert outputs.
 
@@ -40,11 +41,13 @@ def routed_experts(
         weights: [..., E], 0 for experts not chosen.
         limit: clamp of gate (above) and up (both sides).
         quantize: applied to the inputs of every product.
+        quantize_hidden: instead, to those of w2, [..., E, I].
     """
     x = quantize(x.float())
+    quantize_hidden = quantize_hidden or quantize
     gate = torch.einsum("...d,eid->...ei", x, w1.float())
     up = torch.einsum("...d,eid->...ei", x, w3.float())
-    hidden = quantize(clamped_swiglu(gate, up, limit) * weights[..., None])
+    hidden = quantize_hidden(clamped_swiglu(gate, up, limit) * weights[..., None])
     return torch.einsum("...ei,edi->...d", hidden, w2.float())
 
 

@@ -7,8 +7,8 @@ The number formats (OCP FP8 and microscaling):
 * e8m0: a byte b that means 2^(b - 127), 255 is NaN.
 
 Scales of activations are powers of two, rounded up (official `inference/kernel.py`, `act_quant` and
-`fp4_quant`). Every fake quantiser passes gradients straight through, so that a model can be trained
-under it.
+`fp4_quant`), but in NVFP4, which NVIDIA's checkpoints have, e4m3 numbers. Every fake quantiser
+passes gradients straight through, so that a model can be trained under it.
 """
 
 from __future__ import annotations
@@ -119,3 +119,29 @@ def fake_quantize_e2m1(x: Tensor, block: int = 32) -> Tensor:
     """Q4 and back, FP32; gradients pass straight through."""
     values, scale = quantize_e2m1(x, block)
     return straight_through(x, values * scale.repeat_interleave(block, -1))
+
+
+def quantize_nvfp4(x: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    """NVFP4: groups of 16 share an e4m3 scale in units of a given one.
+
+    Args:
+        x: [..., K]; K a multiple of 16.
+        whole: FP32, of leading dimensions of x: the tensor's scale.
+
+    Returns:
+        values [..., K] FP32 on the e2m1 grid, and scales [..., K / 16] FP32 on that of e4m3: x ~
+        values * scale * whole.
+    """
+    groups, whole = _grouped(x, 16, "quantize_nvfp4"), whole.float()[..., None]
+    scale = round_e4m3(groups.abs().amax(-1) / (E2M1_MAX * whole))
+    step = (scale * whole)[..., None]
+    # Of a group whose scale has become zero nothing is left.
+    quotient = torch.where(step == 0, 0.0, groups / step)
+    return round_e2m1(quotient).flatten(-2), scale
+
+
+def fake_quantize_nvfp4(x: Tensor, whole: Tensor) -> Tensor:
+    """`quantize_nvfp4` and back, FP32; gradients pass straight through."""
+    values, scale = quantize_nvfp4(x, whole)
+    step = scale * whole.float()[..., None]
+    return straight_through(x, values * step.repeat_interleave(16, -1))

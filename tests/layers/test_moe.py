@@ -65,9 +65,8 @@ def test_prepared_weights_take_the_place_of_the_released(layer, arch) -> None:
     assert torch.equal(layer.experts.w1.scale.view(torch.uint8), scales.view(torch.uint8))
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4", None])
-def test_experts_multiplied_in_bf16_are_prepared(scheme, monkeypatch, seed) -> None:
-    monkeypatch.setattr(module, "prepared_forms", lambda *arguments: FORMS["sm_90a"])
+def layer_of(scheme: str | None) -> MoE:
+    """With random experts."""
     spec = LayerSpec(LayerKind.SWA, 0, False, 0, "layers.0")
     layer = MoE(quantized_config("S", expert_scheme=scheme), spec, torch.bfloat16)
     for name, parameter in layer.named_parameters():
@@ -77,8 +76,21 @@ def test_experts_multiplied_in_bf16_are_prepared(scheme, monkeypatch, seed) -> N
             parameter.data.copy_(torch.exp2(torch.randint(-8, -3, parameter.shape).float()))
         else:
             parameter.data.copy_(torch.randn(parameter.shape).clamp(-4, 4))
+    return layer
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", None])
+def test_experts_multiplied_in_bf16_are_prepared(scheme, monkeypatch, seed) -> None:
+    monkeypatch.setattr(module, "prepared_forms", lambda *arguments: FORMS["sm_90a"])
+    layer = layer_of(scheme)
     x, ids = torch.randn(2, 3, 128).bfloat16(), torch.zeros(2, 3, dtype=torch.int64)
-    released, expected = state_of(layer), layer(x, ids)
+    released, rounded = state_of(layer), layer(x, ids)
+    # Hopper's kernels take activations as they are, and so does torch with weights for them.
+    monkeypatch.setattr(module, "rounds_to_nvfp4", lambda form, x: False)
+    expected = layer(x, ids)
+    assert torch.equal(expected, rounded) == (scheme is None)
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "prepared_forms", lambda *arguments: FORMS["sm_90a"])
     codes = layer.experts.w2.weight.clone()
     layer.prepare()
     assert layer.form == "packed"
@@ -89,12 +101,31 @@ def test_experts_multiplied_in_bf16_are_prepared(scheme, monkeypatch, seed) -> N
     if scheme == "nvfp4":
         assert whole.data_ptr() == layer.experts.w1.weight_scale_2.data_ptr()
         assert torch.equal(whole[2], layer.experts.w2.weight_scale_2)
+        assert torch.equal(whole[5], layer.experts.w2.input_scale)
     else:
         # What follows a conversion is not left in an order that nothing reads.
         assert layer.float().form == "released"
         assert torch.equal(layer.experts.w2.weight, codes.float())
     layer.release()
     assert torch.equal(layer.experts.w2.weight, codes.to(layer.experts.w2.weight.dtype))
+
+
+def test_nvfp4_experts_are_prepared_for_blackwell(monkeypatch, seed) -> None:
+    monkeypatch.setattr(module, "prepared_forms", lambda *arguments: FORMS["sm_100a"])
+    layer = layer_of("nvfp4")
+    x, ids = torch.randn(2, 3, 128).bfloat16(), torch.zeros(2, 3, dtype=torch.int64)
+    released, expected = state_of(layer), layer(x, ids)
+    scales = layer.experts.w2.weight_scale.clone()
+    layer.prepare()
+    assert layer.form == "tiled"
+    assert not torch.equal(layer.experts.w2.weight_scale.float(), scales.float())
+    assert torch.equal(layer(x, ids), expected)
+    assert_same(layer.state_dict(), released)
+    layer.release()
+    # Without scales of inputs these are not rounded.
+    layer.experts.drop_input_scales_()
+    assert not torch.equal(layer(x, ids), expected)
+    assert not any(name.endswith("input_scale") for name in layer.state_dict())
 
 
 def test_a_state_dict_is_loaded_into_released_weights(layer) -> None:

@@ -13,8 +13,10 @@ from dsv4.ops.quantize import (
     pack_e2m1,
     qdq_e2m1,
     qdq_e4m3,
+    qdq_nvfp4,
     quantize_e2m1,
     quantize_e4m3,
+    quantize_nvfp4,
     unpack_e2m1,
 )
 from dsv4.reference import quantize as reference
@@ -185,3 +187,46 @@ def test_errors_name_the_argument() -> None:
         pack_e2m1(torch.zeros(3, dtype=torch.uint8))
     with pytest.raises(ValueError, match="power of two"):
         hadamard(torch.zeros(2, 96))
+
+
+@pytest.mark.parametrize("whole", [2.0**-9, 0.0371])
+def test_nvfp4_is_that_of_the_reference(whole: float, seed: int) -> None:
+    """Blocks of every magnitude: below the scales, subnormal ones, above the largest."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(3, 40, 64, generator=generator)
+    x *= torch.exp2(torch.linspace(-24, 16, 40))[:, None] * whole
+    x[0, 5] = 0
+    scales = torch.tensor([whole, 2 * whole, whole / 3])[:, None]
+    codes, scale = quantize_nvfp4(x, scales)
+    values, wanted = reference.quantize_nvfp4(x, scales)
+    # Divided by six times the scale there, multiplied with the inverse here: ties.
+    same = scale.float() == wanted
+    assert same.float().mean() > 0.99
+    found = dequantize_e2m1(codes, torch.ones_like(scale), torch.float32).unflatten(-1, (-1, 16))
+    equal = (found == values.unflatten(-1, (-1, 16))) | ~same[..., None]
+    assert equal.float().mean() > 0.999
+    whole_values = dequantize_e2m1(codes, scale, torch.float32) * scales[..., None]
+    assert torch.allclose(qdq_nvfp4(x, scales), whole_values, rtol=1e-6, atol=0)
+    assert (scale.float() == 448).any() and (scale.float() == 0).any()
+    assert (scale.float()[scale.float() > 0] < 2.0**-6).any()
+
+
+def test_nvfp4_by_hand() -> None:
+    """amax 12 in units of 6 x 0.25: scale 8, a step of 2."""
+    x = torch.zeros(1, 16)
+    x[0, :4] = torch.tensor([12.0, -3.0, 5.0, 7.0])
+    codes, scale = quantize_nvfp4(x, torch.tensor([0.25]))
+    assert scale.float().tolist() == [[8.0]]
+    # 6, -1.5, 2.5 and 3.5, whose neighbours 2 and 4 have even codes.
+    assert unpack_e2m1(codes)[0, :4].tolist() == [7, 11, 4, 6]
+    assert qdq_nvfp4(x, torch.tensor([0.25]))[0, :4].tolist() == [12.0, -3.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_an_nvfp4_block_that_is_not_finite_is_lost_alone(value: float) -> None:
+    x = torch.ones(1, 48)
+    x[0, 20] = value
+    scale = quantize_nvfp4(x, torch.tensor([0.01]))[1]
+    assert scale.isnan().tolist() == [[False, True, False]]
+    found = qdq_nvfp4(x, torch.tensor([0.01])).isnan()
+    assert found[0, 16:32].all() and not found[0, :16].any() and not found[0, 32:].any()

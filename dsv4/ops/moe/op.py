@@ -28,7 +28,7 @@ from dsv4.ops.moe.torch_path import (
     routed_experts,
 )
 from dsv4.ops.moe.weights import MATRICES, GatedWeights, block_scale_dtype
-from dsv4.ops.runtime.backend import Device, find_kernel
+from dsv4.ops.runtime.backend import Device, device_of, find_kernel
 from dsv4.ops.runtime.checks import check_are_tensors, check_flag, check_is_tensor, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.runner import config_of
@@ -88,7 +88,7 @@ class Moe(KernelOp):
         a shared expert with E8M0 scales."""
         if arch == "sm_90a" or config.expert_dtype not in BF16_DTYPES:
             return True
-        return config.expert_dtype == "nvfp4" and config.scale_dtype == "float8_e8m0fnu"
+        return config.rounds_to_nvfp4 and config.scale_dtype == "float8_e8m0fnu"
 
     def compiled_config(self, config: MoeConfig, arch: str) -> MoeConfig:
         """The configuration, whether it adds rows or not; refuses weights in an order that no
@@ -215,9 +215,10 @@ class Moe(KernelOp):
             for is_hashed, kind in ((False, "scores"), (True, "token ids")):
                 fields = {"form": form, "is_hashed": is_hashed}
                 found[f"{model}, {kind}"] = replace(sizes, **fields)
-        for model, config in OTHER_LAYERS.items():
+        for model, sizes in OTHER_LAYERS.items():
+            config = replace(sizes, form=form)
             if self.serves(config, arch):
-                found[f"{model}, scores"] = replace(config, form=form)
+                found[f"{model}, scores"] = config
         return found
 
 
@@ -301,15 +302,18 @@ def moe(
     of range are no experts. Their weights are the scores, normalised to a sum of `scaling`. An
     expert is w2(h), h = silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit) * weight, and the
     shared one has no weight. FP8 and FP4 experts round x and h to e4m3 with one power-of-two scale
-    per 128 elements; NVFP4 and bf16 ones round neither (W4A16 where weights are NVFP4). A token's
-    results are added in fp32 in ascending order of experts, then the shared one's: where kernels
-    run, its bits depend on neither T nor the other tokens.
+    per 128 elements; NVFP4 ones whose `global_scales` have those of inputs round both to NVFP4, x
+    with the largest scale of all experts (`quantize_nvfp4`); other NVFP4 ones (W4A16) and bf16 ones
+    round neither. A token's results are added in fp32 in ascending order of experts, then the
+    shared one's: where kernels run, its bits depend on neither T nor the other tokens.
 
     Args:
         x: [T, D] bfloat16; or float32, on GPUs too by the torch implementation.
         gate: [E, D] bfloat16 or float32.
-        experts: E stacked units. Kernels take FP4 and FP8 with one scale per 128 x 128, those of
-            Hopper NVFP4 and bf16, too, prepared (`dsv4.ops.moe.weights.prepare_`); else torch runs.
+        experts: E stacked units. Kernels take FP4 and FP8 with one scale per 128 x 128, and NVFP4,
+            those of Blackwell with scales of inputs (beside a shared one with E8M0 scales), those
+            of Hopper without, and bf16, too; prepared (`dsv4.ops.moe.weights.prepare_`); else torch
+            runs.
         shared: one unit, without the leading dimension, prepared where `experts` are; FP8, or bf16
             beside bf16 ones.
         top_k: k.
@@ -489,7 +493,25 @@ def prepared_forms(
         gate.shape[1], inner, count, top_k, experts.dtype_name, shared.dtype_name,
         _name(gate.dtype), block_scale_dtype(scale), *block,
     )  # fmt: skip
-    return FORMS[device.arch] if _served_by(config, gate) is not None else ()
+    forms = FORMS[device.arch]
+    if not MOE.has_kernel(config) or not MOE.serves(replace(config, form=forms[0]), device.arch):
+        return ()
+    is_nvfp4 = experts.dtype_name == "nvfp4"
+    return () if is_nvfp4 and "tiled" in forms and not experts.rounds_to_nvfp4 else forms
+
+
+def rounds_to_nvfp4(form: str, x: Tensor) -> bool:
+    """Whether experts in NVFP4 round activations to it whose scales are known: everywhere but on
+    Hopper (W4A16), whatever its implementation, and with weights prepared for it."""
+    if form in FORMS["sm_90a"]:
+        return False
+    return not x.is_cuda or not _is_hopper(x.get_device())
+
+
+@torch.compiler.assume_constant_result
+def _is_hopper(index: int) -> bool:
+    device = device_of(index)
+    return device is not None and device.arch == "sm_90a"
 
 
 def _served_by(config: MoeConfig, tensor: Tensor) -> Device | None:

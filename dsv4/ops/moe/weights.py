@@ -47,6 +47,10 @@ class GatedWeights(NamedTuple):
         """Whether scales of the inputs are given."""
         return self.global_scales is not None and len(self.global_scales) > len(MATRICES)
 
+    def without_input_scales(self) -> GatedWeights:
+        """The same, whose activations are not rounded."""
+        return self._replace(global_scales=self.global_scales[: len(MATRICES)])
+
     @property
     def x_scale(self) -> Tensor | None:
         """[1] of x, where it is rounded to NVFP4: the largest of all experts', which so read the
@@ -110,11 +114,13 @@ def choose_form(weights: GatedWeights, forms: tuple[str, ...]) -> str:
     Reads the scales back: for loading, not for steps.
 
     Raises:
-        ValueError: a scale of NVFP4 weights is NaN.
+        ValueError: a scale of NVFP4 weights is NaN, or one that Blackwell's tensor cores do not
+            multiply is: of a weight negative, of inputs not positive.
     """
+    is_tiled = "packed" not in forms
     if weights.dtype_name == "nvfp4":
-        _check_no_nan(weights)
-    if "packed" not in forms:
+        _check_nvfp4(weights, is_tiled)
+    if is_tiled:
         return forms[0]
     if weights.dtype_name != "fp4":
         return "packed"
@@ -122,11 +128,16 @@ def choose_form(weights: GatedWeights, forms: tuple[str, ...]) -> str:
     return "packed" if bool(fits) else "raw"
 
 
-def _check_no_nan(weights: GatedWeights) -> None:
+def _check_nvfp4(weights: GatedWeights, is_tiled: bool) -> None:
     for name, scale in zip(MATRICES, weights.scales):
-        codes = scale.view(torch.uint8) & E4M3_NAN
-        if bool((codes == E4M3_NAN).any()):
+        codes = scale.view(torch.uint8)
+        if bool((codes & E4M3_NAN == E4M3_NAN).any()):
             raise ValueError(f"{name}_scale: got NaN, which is no scale of NVFP4 weights")
+        if is_tiled and bool((codes > E4M3_NAN).any()):
+            raise ValueError(f"{name}_scale: got a negative scale, kernels of Blackwell need none")
+    inputs = weights.global_scales[len(MATRICES) :]
+    if is_tiled and not bool((inputs.isfinite() & (inputs > 0)).all()):
+        raise ValueError("global_scales: got a scale of inputs that is no positive number")
 
 
 @torch.no_grad()

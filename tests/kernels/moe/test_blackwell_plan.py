@@ -13,10 +13,11 @@ pytestmark = pytest.mark.stage("moe")
 
 FP8 = {"expert_dtype": "fp8"}
 FP32 = {**FP8, "scale_dtype": "float32", "shared_scale_dtype": "float32"}
+NVFP4 = {"expert_dtype": "nvfp4"}
 CONFIGS = [
     ExpertsConfig(hidden, inner, scale_form="tiled", **fields)
     for hidden, inner in ((4096, 2048), (7168, 3072), (512, 128))
-    for fields in ({}, FP8, FP32)
+    for fields in ({}, FP8, FP32, NVFP4)
 ]
 
 
@@ -44,8 +45,26 @@ def test_bytes_of_a_stage() -> None:
     assert plan.smem["weight"].bytes == plan.stages * 2 * 128 * 128
 
 
+def test_nvfp4_stays_packed() -> None:
+    """Gate and up have the room of one weight of the shared expert, whose CTA has one of both."""
+    config = CONFIGS[3]
+    for tiling in tilings(config):
+        up, down = ProductPlan.gate_and_up(config, tiling), ProductPlan.down(config, tiling)
+        for plan in (up, down):
+            assert plan.smem["weight"].bytes == plan.stages * 128 * 128
+            # A scale for each 16, of gate and of up.
+            weights = plan.weights
+            assert plan.loaded_bytes("nvfp4", weights) == weights * 128 * (128 // 2 + 128 // 16)
+            assert plan.smem["weight_scales"].bytes == plan.stages * weights * 128 * 8
+            assert plan.smem["x_scales"].bytes == plan.stages * 128 * 8
+        assert (up.width, down.width) == (1, 2)
+        assert up.stages > ProductPlan.gate_and_up(CONFIGS[0], tiling).stages
+
+
 def test_a_turn_has_about_as_many_bytes_of_either_kind() -> None:
-    for config, up_width, down_width in ((CONFIGS[0], 1, 2), (CONFIGS[1], 1, 1)):
+    for config, up_width, down_width in (
+        (CONFIGS[0], 1, 2), (CONFIGS[1], 1, 1), (CONFIGS[3], 1, 2),
+    ):  # fmt: skip
         up, down = (
             ProductPlan.gate_and_up(config, Tiling(8, 8)),
             ProductPlan.down(config, Tiling(8, 8)),

@@ -185,3 +185,23 @@ def test_every_byte_of_what_is_multiplied_in_bf16_comes_back(dtype, seed) -> Non
     assert torch.equal(back.view(torch.uint8), scale.view(torch.uint8))
     with pytest.raises(ValueError, match="columns must be a multiple of 128"):
         layout.prepare_codes(codes[..., :-32], "packed")
+
+
+def test_nvfp4_tiles_lie_as_blackwell_reads_them(seed) -> None:
+    """Codes as those of FP4; scales in two atoms of 64 elements a block, by lane and row / 32."""
+    codes = random_bytes(2, 256, COLUMNS // 2)
+    prepared = layout.prepare_codes(codes, "tiled")
+    as_fp4 = layout.prepare_codes(codes.view(torch.int8), "tiled").view(torch.uint8)
+    assert torch.equal(prepared, as_fp4)
+    assert torch.equal(layout.restore_codes(prepared, "tiled"), codes)
+    scale = random_bytes(2, 256, COLUMNS // 16)
+    tiled = layout.prepare_scales(scale.view(torch.float8_e4m3fn), "tiled")
+    atoms = tiled.view(torch.uint8).view(2, 2, COLUMNS // 64, 32, 4, 4)
+    for _ in range(300):
+        place = tuple(int(torch.randint(n, ())) for n in atoms.shape)
+        expert, tile, atom, lane, part, group = place
+        assert atoms[place] == scale[expert, 128 * tile + 32 * part + lane, 4 * atom + group]
+    back = layout.restore_scales(tiled, "tiled")
+    assert torch.equal(back.view(torch.uint8), scale)
+    with pytest.raises(ValueError, match="columns must be a multiple of 128, got 64"):
+        layout.prepare_scales(torch.zeros(128, 4, dtype=torch.float8_e4m3fn), "tiled")

@@ -14,8 +14,9 @@ from dsv4.ops.moe import op, torch_path
 from dsv4.ops.moe import weights as weights_module
 from dsv4.ops.moe.weights import GatedWeights, choose_form, prepare_, restore_
 from dsv4.ops.quantize import quantize_e4m3
+from dsv4.ops.runtime.backend import Device
 from dsv4.reference import moe as oracle
-from dsv4.reference.quantize import fake_quantize_e4m3
+from dsv4.reference.quantize import fake_quantize_e4m3, fake_quantize_nvfp4
 from dsv4.reference.router import route
 from dsv4.testing.moe import Case, Inputs, Weight
 
@@ -34,7 +35,9 @@ def no_gradients():
 def gated(weights: dict[str, Weight]) -> GatedWeights:
     parts = [weights[name] for name in ("w1", "w3", "w2")]
     scales = [None if p.scale is None else p.scale.clone() for p in parts]
-    whole = None if parts[0].whole is None else torch.stack([p.whole for p in parts])
+    rows = [p.whole for p in parts] + [p.inputs for p in parts]
+    rows = [row for row in rows if row is not None]
+    whole = torch.stack(rows) if rows else None
     return GatedWeights(*(p.codes.clone() for p in parts), *scales, whole)
 
 
@@ -205,6 +208,90 @@ def test_widths_that_no_weights_are_prepared_of_are_refused(dtypes) -> None:
     MoeConfig(**sizes, **named)
     with pytest.raises(ValueError, match="inner must be a multiple of 128 for prepared experts"):
         MoeConfig(**sizes, **named, form="packed")
+
+
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_nvfp4_activations_equal_the_reference(tokens, seed) -> None:
+    """Both torch paths; x with the largest scale of all experts, h with each one's own."""
+    case = case_of(tokens, expert_dtype="nvfp4", shared_dtype="bfloat16", is_tiled=True)
+    layer = Layer(case, seed)
+    scales = layer.experts.global_scales
+    ids, weights = route(layer.x, layer.gate, top_k=TOP_K, scaling=SCALING, bias=layer.bias)
+    dense = oracle.dense_weights(ids, weights, EXPERTS)
+    w1, w3, w2 = plain(layer.inputs.routed, torch.float32).codes
+    of_x, of_h = scales[3:5].amax()[None], scales[5]
+    expected = oracle.routed_experts(
+        layer.x, w1, w2, w3, dense, LIMIT,
+        lambda x: fake_quantize_nvfp4(x, of_x), lambda h: fake_quantize_nvfp4(h, of_h),
+    )  # fmt: skip
+    w1, w3, w2 = plain(layer.inputs.shared, torch.float32).codes
+    expected = expected + oracle.shared_expert(layer.x, w1, w2, w3, LIMIT)
+    wide = layer(layer.x.float())
+    assert relative(wide, expected) < 2e-2  # a code or two tip
+    assert relative(layer(), expected) < 8e-2
+    plain_inputs = layer.experts.without_input_scales()
+    assert len(plain_inputs.global_scales) == 3 and not plain_inputs.rounds_to_nvfp4
+    layer.experts = plain_inputs
+    assert relative(layer(layer.x.float()), expected) > 2e-2
+
+
+def test_nvfp4_for_blackwell_is_the_same_weights(seed, monkeypatch) -> None:
+    layer = Layer(case_of(20, expert_dtype="nvfp4", is_tiled=True), seed)
+    before = [t.view(torch.uint8).clone() for t in layer.experts if t is not None]
+    expected, few = layer(), layer(layer.x[:7])
+    layer.form = choose_form(layer.experts, op.FORMS["sm_100a"])
+    assert layer.form == "tiled"
+    monkeypatch.setattr(weights_module, "MAX_MOVED", 3 * HIDDEN * INNER)
+    for weights in (layer.experts, layer.shared):
+        prepare_(weights, layer.form)
+    assert torch.equal(layer(), expected)
+    assert torch.equal(layer(layer.x[:7]), few)
+    # The kernels' arithmetic goes with the order of the weights.
+    layer.experts = layer.experts.without_input_scales()
+    with pytest.raises(ValueError, match="global_scales"):
+        layer()
+    layer.experts = layer.experts._replace(global_scales=None)
+    layer.form = "released"
+    with pytest.raises(ValueError, match="global_scales: got 0 rows, needs 3, or 6"):
+        layer()
+    for weights in (layer.experts, layer.shared):
+        restore_(weights, "tiled")
+    after = [t.view(torch.uint8) for t in layer.experts if t is not None]
+    assert all(map(torch.equal, before, after))
+
+
+def test_input_scales_beside_weights_for_hopper_are_refused(seed) -> None:
+    layer = Layer(case_of(20, expert_dtype="nvfp4", is_tiled=True), seed)
+    layer.form = "packed"
+    with pytest.raises(ValueError, match="global_scales"):
+        layer()
+
+
+@pytest.mark.parametrize(
+    ("arch", "has_scales", "served"),
+    [("sm_90a", True, True), ("sm_90a", False, True), ("sm_100a", True, True),
+     ("sm_100a", False, False), ("sm_103a", True, True)],
+)  # fmt: skip
+def test_forms_of_nvfp4(arch, has_scales, served, seed, monkeypatch) -> None:
+    """Blackwell's kernels need scales of inputs."""
+    monkeypatch.setattr(op, "_device", lambda tensor: Device(arch, 1))
+    layer = Layer(Case(2, 512, 256, 32, 2, expert_dtype="nvfp4", is_tiled=True), seed)
+    experts = layer.experts if has_scales else layer.experts.without_input_scales()
+    found = op.prepared_forms(layer.gate.bfloat16(), experts, layer.shared, (128, 128), 2)
+    assert found == (op.FORMS[arch] if served else ())
+
+
+def test_nvfp4_that_blackwell_does_not_multiply_is_refused(seed) -> None:
+    experts = Layer(case_of(2, expert_dtype="nvfp4", is_tiled=True), seed).experts
+    experts.w1_scale.view(torch.uint8)[1, 5, 3] = 0x81
+    assert choose_form(experts, op.FORMS["sm_90a"]) == "packed"
+    with pytest.raises(ValueError, match=r"^w1_scale: got a negative scale"):
+        choose_form(experts, op.FORMS["sm_100a"])
+    experts.w1_scale.view(torch.uint8)[1, 5, 3] = 0
+    for value in (0.0, torch.nan, torch.inf, -1.0):
+        experts.global_scales[4, 2] = value
+        with pytest.raises(ValueError, match="global_scales: got a scale of inputs that is no"):
+            choose_form(experts, op.FORMS["sm_100a"])
 
 
 def test_nvfp4_scales_that_are_not_numbers_are_refused(seed) -> None:

@@ -159,13 +159,15 @@ class LoadWarp:
         """Load the codes of a stage."""
         column = lane * GATHERED
         if column < tile.columns:
-            row_bytes, address = K_BLOCK, x_maps[0].get_ptr().toint()
+            row_bytes = K_BLOCK
             if cutlass.const_expr(self.plan.is_packed):
-                packed = x_maps[1].get_ptr().toint()
-                address = cutlass.select_(tile.is_shared, address, packed)
                 row_bytes = cutlass.select_(tile.is_shared, Int32(K_BLOCK), Int32(PACKED_BYTES))
             target = ctx.smem.x + stage * self.plan.x_bytes + column * row_bytes
             barrier = ctx.pipes.ring.full + stage
+            address = x_maps[0].get_ptr().toint()
+            if cutlass.const_expr(self.plan.is_packed):
+                packed = x_maps[1].get_ptr().toint()
+                address = cutlass.select_(tile.is_shared, address, packed)
             tma_gather4(
                 address, target.toint(), step * row_bytes, rows, barrier.toint(), is_pair=False
             )
