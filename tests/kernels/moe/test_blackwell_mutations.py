@@ -101,15 +101,15 @@ BUGS: dict[str, Bug] = {
         columns("column_maxima").expression("range(WARPS)").replace("range(1)")
     ),
     "every group of FP4 weights scaled like the first": Bug(
-        mma("_sum")
+        mma("_steps")
         .expression("scaled_product(TILE_ROWS, tile.columns, a_format, k)")
         .replace("scaled_product(TILE_ROWS, tile.columns, a_format, 0)")
     ),
     "FP4 weights taken for FP8": Bug(
-        mma("_sum").expression("E2M1 if dtype == 'fp4' else E4M3").replace("E4M3")
+        mma("_steps").expression("E2M1 if dtype == 'fp4' else E4M3").replace("E4M3")
     ),
     "scales of gate for up": Bug(
-        mma("_sum").expression("weight_scales + i * SCALE_COLUMNS", nth=1).replace("weight_scales")
+        mma("_sum").expression("own_scales + columns").replace("weight_scales + columns")
     ),
     "columns of the first eight tokens": Bug(
         at("in_chunks").expression("cutlass.max((count + (CHUNK - 1)) // CHUNK, 1)").replace("1"),

@@ -205,7 +205,7 @@ class SwiGlu(Epilogue):
                 self._store_chunk(*chunk, 1)
             else:
                 self._store_chunk(*chunk, CHUNK)
-            chunk_turn ^= self.exchanges(tile)
+            chunk_turn ^= 1
         # Every warp has read its sums of up: the barrier of the last chunk's maxima follows.
         if tile.is_shared and cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(pipe.empty, UP)
@@ -271,10 +271,6 @@ class SwiGlu(Epilogue):
             h = swiglu(*both, self.limit) * factor
             values.append(h.to(BFloat16).to(Float32))
         self.store_rounded(ctx, tile, factors, values, first, turn)
-
-    def exchanges(self, tile: WorkTile):
-        """Of maxima, of a chunk."""
-        return 1
 
     @cute.jit
     def store_rounded(self, ctx: ProductContext, tile: WorkTile, factors, values, first, turn):

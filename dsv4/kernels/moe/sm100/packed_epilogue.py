@@ -37,9 +37,6 @@ class PackedSwiGlu(SwiGlu):
     def scaled(self, value: Float32, columns: tuple, weight: int) -> Float32:
         return value * columns[self.lane_columns + weight]
 
-    def exchanges(self, tile: WorkTile):
-        return cutlass.select_(tile.is_shared, Int32(1), Int32(0))
-
     @cute.jit
     def store_rounded(self, ctx: ProductContext, tile: WorkTile, factors, values, first, turn):
         """Codes and scales of a thread's values of some columns."""
