@@ -44,6 +44,7 @@ COLUMNS = (
 )  # fmt: skip
 MAX_SKEW = 0.03  # of the mean number of distinct experts from that of uniform routing
 NVFP4_SCALE = 2.0**-7
+INPUT_SCALE = 2.0**-8  # of blocks of up to 10
 NamedPeer = tuple[str, Callable[[MoeConfig, str], Peer]]
 # What another package's functions raise for sizes that they do not have.
 PEER_ERRORS = (RuntimeError, AssertionError, TypeError, ValueError, IndexError, KeyError)
@@ -105,7 +106,9 @@ def model_shapes() -> list[Shape]:
     found = device_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
     shapes = [Shape(model, tokens) for model in MODEL_LAYERS for tokens in TOKENS]
     for model, config in LAYERS.items():
-        if model not in MODEL_LAYERS and (found is None or MOE.serves(config, found.arch)):
+        if model in MODEL_LAYERS:
+            continue
+        if found is None or MOE.serves(replace(config, form=FORMS[found.arch][0]), found.arch):
             shapes += [Shape(model, tokens) for tokens in FEWER_TOKENS]
     return shapes
 
@@ -180,7 +183,10 @@ class Layer:
             scale = torch.rand(experts, rows, columns // NVFP4_GROUP, **options) + 0.5
             return codes.view(torch.uint8), scale.to(torch.float8_e4m3fn)
 
-        whole = torch.full((3, experts), NVFP4_SCALE, **options) if dtype == "nvfp4" else None
+        whole = None
+        if dtype == "nvfp4":
+            scales = [NVFP4_SCALE] * 3 + [INPUT_SCALE] * (3 if self.form == "tiled" else 0)
+            whole = torch.tensor(scales, **options)[:, None].repeat(1, experts)
         return self._prepared(make)._replace(global_scales=whole)
 
     def _fp8(self, *experts: int) -> GatedWeights:
