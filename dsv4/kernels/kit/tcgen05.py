@@ -258,9 +258,9 @@ def scaled_product(
     return columns >> 3 << 17 | fixed
 
 
-def packed_product(rows: int, columns: int) -> int:
+def packed_product(rows: int, columns):
     """Instruction descriptor of products of so many rows of A and of B, both packed e2m1 with an
-    e4m3 scale for each 16 elements."""
+    e4m3 scale for each 16 elements; `columns` may be known at run time only."""
     return _PACKED_E2M1 | columns >> 3 << 17 | rows >> 7 << 27
 
 

@@ -168,8 +168,8 @@ def tma_load(
 
 
 def tma_gather4(address, smem, column, rows, barrier, is_pair: bool) -> None:
-    """The calling thread fetches a swizzle span of columns of four rows, 512 bytes, zeros of rows
-    outside the tensor; its bytes are counted on `barrier`.
+    """The calling thread fetches a swizzle span of columns of four rows, zeros of rows outside the
+    tensor; its bytes are counted on `barrier`.
 
     Args:
         address: of the descriptor.

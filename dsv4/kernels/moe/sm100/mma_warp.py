@@ -21,7 +21,7 @@ from dsv4.kernels.moe.layout import ATOM_BYTES, K_BLOCK, TILE_ROWS
 from dsv4.kernels.moe.sm100.context import ProductContext, WorkTile
 from dsv4.kernels.moe.sm100.plan import PACKED_BYTES, SCALE_COLUMNS, ProductPlan
 
-DEPTH = 32  # elements of K of a product, and its bytes; of packed ones the bytes
+DEPTH = 32  # bytes of K of a product: as many elements, of packed ones twice as many
 
 
 class MmaWarp:
