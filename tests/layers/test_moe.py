@@ -11,6 +11,7 @@ from dsv4.layers.moe import MoE
 from dsv4.loader.assemble import load
 from dsv4.loader.writer import save
 from dsv4.ops.moe.op import FORMS
+from dsv4.reference.model import ReferenceModel
 from tests.model.tiny import quantized_config, random_model
 
 pytestmark = pytest.mark.stage("moe")
@@ -65,10 +66,10 @@ def test_prepared_weights_take_the_place_of_the_released(layer, arch) -> None:
     assert torch.equal(layer.experts.w1.scale.view(torch.uint8), scales.view(torch.uint8))
 
 
-def layer_of(scheme: str | None) -> MoE:
+def layer_of(scheme: str | None, dtype: torch.dtype = torch.bfloat16) -> MoE:
     """With random experts."""
     spec = LayerSpec(LayerKind.SWA, 0, False, 0, "layers.0")
-    layer = MoE(quantized_config("S", expert_scheme=scheme), spec, torch.bfloat16)
+    layer = MoE(quantized_config("S", expert_scheme=scheme), spec, dtype)
     for name, parameter in layer.named_parameters():
         if parameter.dtype == torch.uint8:
             parameter.data.copy_(torch.randint(0, 256, parameter.shape))
@@ -126,6 +127,27 @@ def test_nvfp4_experts_are_prepared_for_blackwell(monkeypatch, seed) -> None:
     layer.experts.drop_input_scales_()
     assert not torch.equal(layer(x, ids), expected)
     assert not any(name.endswith("input_scale") for name in layer.state_dict())
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_nvfp4_layer_is_that_of_the_reference(rounds, monkeypatch, seed) -> None:
+    """With the scales of inputs that checkpoints have, and as on Hopper."""
+    layer = layer_of("nvfp4", torch.float32)
+    for name, parameter in layer.named_parameters():
+        if name.endswith("input_scale"):
+            # Some blocks of x and most of h are above what the scales reach to.
+            parameter.data.uniform_(2.0**-11, 2.0**-10)
+    if not rounds:
+        monkeypatch.setattr(module, "rounds_to_nvfp4", lambda form, x: False)
+    config = quantized_config("S", expert_scheme="nvfp4")
+    tensors = {f"ffn.{name}": tensor for name, tensor in layer.state_dict().items()}
+    tensors["embed.weight"] = torch.zeros(1)
+    reference = ReferenceModel(config, tensors, rounds_nvfp4_inputs=rounds)
+    x, ids = torch.randn(2, 3, 128), torch.zeros(2, 3, dtype=torch.int64)
+    found, expected = layer(x, ids), reference.moe("ffn.", x, ids)
+    assert (found - expected).norm() / expected.norm() < (2e-2 if rounds else 1e-3)
+    other = ReferenceModel(config, tensors, rounds_nvfp4_inputs=not rounds).moe("ffn.", x, ids)
+    assert (found - other).norm() / other.norm() > 3e-2
 
 
 def test_a_state_dict_is_loaded_into_released_weights(layer) -> None:
