@@ -13,7 +13,8 @@ from dsv4.layers.experts import Experts, SharedExpert
 from dsv4.layers.linear import Rounded
 from dsv4.layers.module import Module
 from dsv4.layers.router import Router
-from dsv4.ops.moe.op import FORMS, moe, prepared_forms, rounds_to_nvfp4
+from dsv4.ops.moe.forms import prepared_forms, rounds_to_nvfp4
+from dsv4.ops.moe.op import FORMS, moe
 from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.moe.weights import (
     GatedWeights,

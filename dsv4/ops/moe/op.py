@@ -28,7 +28,7 @@ from dsv4.ops.moe.torch_path import (
     routed_experts,
 )
 from dsv4.ops.moe.weights import MATRICES, GatedWeights, block_scale_dtype
-from dsv4.ops.runtime.backend import Device, device_of, find_kernel
+from dsv4.ops.runtime.backend import Device, find_kernel
 from dsv4.ops.runtime.checks import check_are_tensors, check_flag, check_is_tensor, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.runner import config_of
@@ -359,8 +359,8 @@ def moe(
         scale = shared.w1_scale if shared.w1_scale is not None else experts.w1_scale
         fields = (
             index(hidden), index(inner), index(count), top_k, experts.dtype_name,
-            shared.dtype_name, _name(gate.dtype), block_scale_dtype(scale), *block,
-            form, table is not None, scaling, limit, _name(dtype),
+            shared.dtype_name, dtype_name(gate.dtype), block_scale_dtype(scale), *block,
+            form, table is not None, scaling, limit, dtype_name(dtype),
         )  # fmt: skip
         identity = moe_runner_id(*fields)
         config = config_of(MOE, identity)
@@ -469,57 +469,19 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As configurations call it."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"out_dtype: got {quoted(dtype)}, needs a torch.dtype")
     return str(dtype).removeprefix("torch.")
 
 
-def prepared_forms(
-    gate: Tensor,
-    experts: GatedWeights,
-    shared: GatedWeights,
-    block: tuple[int, int],
-    top_k: int,
-) -> tuple[str, ...]:
-    """Forms of these weights, prepared, that kernels of their device take; none where there are no
-    kernels for them."""
-    device = _device(gate)
-    if device is None:
-        return ()
-    count, inner = experts.w1.shape[:2]
-    scale = shared.w1_scale if shared.w1_scale is not None else experts.w1_scale
-    config = MoeConfig(
-        gate.shape[1], inner, count, top_k, experts.dtype_name, shared.dtype_name,
-        _name(gate.dtype), block_scale_dtype(scale), *block,
-    )  # fmt: skip
-    forms = FORMS[device.arch]
-    if not MOE.has_kernel(config) or not MOE.serves(replace(config, form=forms[0]), device.arch):
-        return ()
-    is_nvfp4 = experts.dtype_name == "nvfp4"
-    return () if is_nvfp4 and "tiled" in forms and not experts.rounds_to_nvfp4 else forms
-
-
-def rounds_to_nvfp4(form: str, x: Tensor) -> bool:
-    """Whether experts in NVFP4 round activations to it whose scales are known: everywhere but on
-    Hopper (W4A16), whatever its implementation, and with weights prepared for it."""
-    if form in FORMS["sm_90a"]:
-        return False
-    return not x.is_cuda or not _is_hopper(x.get_device())
-
-
-@torch.compiler.assume_constant_result
-def _is_hopper(index: int) -> bool:
-    device = device_of(index)
-    return device is not None and device.arch == "sm_90a"
-
-
 def _served_by(config: MoeConfig, tensor: Tensor) -> Device | None:
     """The tensor's device, where it has kernels for the configuration."""
-    device = _device(tensor) if MOE.has_kernel(config) else None
+    device = kernel_device(tensor) if MOE.has_kernel(config) else None
     return device if device is not None and MOE.serves(config, device.arch) else None
 
 
-def _device(tensor: Tensor) -> Device | None:
+def kernel_device(tensor: Tensor) -> Device | None:
     """The tensor's device, where there are kernels for it."""
     return find_kernel(MOE.name, MOE.kernels, tensor.get_device()) if tensor.is_cuda else None

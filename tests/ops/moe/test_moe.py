@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dsv4 import ops
 from dsv4.kernels.moe.layer_config import MoeConfig
-from dsv4.ops.moe import op, torch_path
+from dsv4.ops.moe import forms, op, torch_path
 from dsv4.ops.moe import weights as weights_module
 from dsv4.ops.moe.weights import GatedWeights, choose_form, prepare_, restore_
 from dsv4.ops.quantize import quantize_e4m3
@@ -274,10 +274,10 @@ def test_input_scales_beside_weights_for_hopper_are_refused(seed) -> None:
 )  # fmt: skip
 def test_forms_of_nvfp4(arch, has_scales, served, seed, monkeypatch) -> None:
     """Blackwell's kernels need scales of inputs."""
-    monkeypatch.setattr(op, "_device", lambda tensor: Device(arch, 1))
+    monkeypatch.setattr(forms, "kernel_device", lambda tensor: Device(arch, 1))
     layer = Layer(Case(2, 512, 256, 32, 2, expert_dtype="nvfp4", is_tiled=True), seed)
     experts = layer.experts if has_scales else layer.experts.without_input_scales()
-    found = op.prepared_forms(layer.gate.bfloat16(), experts, layer.shared, (128, 128), 2)
+    found = forms.prepared_forms(layer.gate.bfloat16(), experts, layer.shared, (128, 128), 2)
     assert found == (op.FORMS[arch] if served else ())
 
 
