@@ -17,6 +17,7 @@ from dsv4.ops.grouped_linear import (
     grouped_linear_runner_id,
 )
 from dsv4.ops.head_rotation import HeadRotation, head_squares
+from dsv4.ops.index_rounding import IndexRounding, index_scales
 from dsv4.ops.index_topk import index_topk, index_topk_runner_id
 from dsv4.ops.kv_insert import kv_insert, kv_insert_runner_id
 from dsv4.ops.latent_rows import (
@@ -48,6 +49,7 @@ __all__ = [
     "ExpertRows",
     "GatedWeights",
     "HeadRotation",
+    "IndexRounding",
     "QuantizedKV",
     "Requests",
     "Seam",
@@ -62,6 +64,7 @@ __all__ = [
     "grouped_linear_fp8",
     "grouped_linear_runner_id",
     "head_squares",
+    "index_scales",
     "index_topk",
     "index_topk_runner_id",
     "kv_insert",

@@ -18,6 +18,7 @@ from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig, has_kernel
 from dsv4.kernels.gemm.sm100 import plan as blackwell_plans
 from dsv4.ops.aliasing import check_given
 from dsv4.ops.head_rotation import HeadRotation, check_heads, epilogue_config, rotate_heads_
+from dsv4.ops.index_rounding import IndexRounding, round_heads
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
@@ -50,6 +51,8 @@ DRAFT_LAYERS = {"Flash draft": (4096, 4096), "Pro draft": (7168, 7168)}
 # Tilings of an architecture, and which one a launch takes.
 PLANS = {"sm_90a": plans, "sm_100a": blackwell_plans, "sm_103a": blackwell_plans}
 MODEL_EPILOGUE = str(epilogues.HeadRotation(512))  # of the queries
+INDEX_EPILOGUE = str(epilogues.IndexRounding())  # of the indexer's
+OF_HEADS = 4  # tensors of an epilogue, the last ones
 
 
 class Fp8Linear(KernelOp):
@@ -84,20 +87,20 @@ class Fp8Linear(KernelOp):
         check_scale_rows(
             config, T=x.shape[0], M=weight.shape[0], G=scale.shape[0], S=x_scale.shape[0]
         )
-        if config.rotation is not None:
-            check_heads(config.rotation, weight.shape[0], *tensors[-3:])
+        if config.head_epilogue is not None:
+            check_heads(config.head_epilogue, weight.shape[0], *tensors[-OF_HEADS:])
 
     def make_launch(self, state: State) -> Launch:
         """The usual launch; behind a check of the epilogue's tensors, where there is one: the
         compiled function takes none of them, and squares of any number of heads."""
-        launch, rotation = super().make_launch(state), state.config.rotation
-        if rotation is None:
+        launch, epilogue = super().make_launch(state), state.config.head_epilogue
+        if epilogue is None:
             return launch
         count = len(self.tensors) + 1  # and the runner's id
 
         def checked(*arguments: Any) -> None:
-            given = (*arguments, *(None,) * (count - len(arguments)))[-3:]
-            check_heads(rotation, arguments[1].shape[0], *given)
+            given = (*arguments, *(None,) * (count - len(arguments)))[-OF_HEADS:]
+            check_heads(epilogue, arguments[1].shape[0], *given)
             launch(*arguments)
 
         return checked
@@ -115,6 +118,7 @@ class Fp8Linear(KernelOp):
         rope: Tensor | None = None,
         positions: Tensor | None = None,
         squares: Tensor | None = None,
+        head_scales: Tensor | None = None,
     ) -> None:
         if config.quantizes:
             rounded = qdq_e4m3(x, K_BLOCK)
@@ -124,12 +128,19 @@ class Fp8Linear(KernelOp):
             )
         # e4m3 times a power of two is exact in bf16; times an arbitrary fp32 scale it is not. And
         # bf16 products are rounded to bf16.
-        is_exact = out.dtype == torch.bfloat16 and config.scale_dtype == "float8_e8m0fnu"
+        is_index = isinstance(config.head_epilogue, epilogues.IndexRounding)
+        out_dtype = torch.bfloat16 if is_index else out.dtype
+        is_exact = out_dtype == torch.bfloat16 and config.scale_dtype == "float8_e8m0fnu"
         compute = torch.bfloat16 if is_exact else torch.float32
         dense = dequantize_e4m3_blocks(weight, scale, (K_BLOCK, K_BLOCK), compute)
-        out.copy_(F.linear(rounded.to(compute), dense))
-        if config.rotation is not None:
-            rotate_heads_(out, config.rotation.head_dim, rope, positions, squares)
+        y = F.linear(rounded.to(compute), dense)
+        if is_index:
+            for target, found in zip((out, head_scales), round_heads(y.bfloat16(), rope, positions)):
+                target.copy_(found)
+            return
+        out.copy_(y)
+        if config.head_epilogue is not None:
+            rotate_heads_(out, config.head_epilogue.head_dim, rope, positions, squares)
 
     def probes(
         self, config: Fp8LinearConfig, target: Device, device: torch.device
@@ -171,7 +182,7 @@ def fp8_linear(
     x_scale: Tensor | None = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    epilogue: HeadRotation | None = None,
+    epilogue: HeadRotation | IndexRounding | None = None,
 ) -> Tensor:
     """Multiply T tokens with a weight as FP8 checkpoints store it, without preparation.
 
@@ -195,7 +206,8 @@ def fp8_linear(
         x_scale: [T, K / 128] float8_e8m0fnu.
         out: [T, M] to write into; default a new tensor.
         out_dtype: bfloat16 or float32; default that of `out`, else of x, bfloat16 for codes.
-        epilogue: what becomes of y before it is stored; M is then that of whole heads.
+        epilogue: what becomes of y before it is stored; M is then that of whole heads. An
+            `IndexRounding` needs x in codes, and makes y codes, too.
 
     Returns:
         y [T, M].
@@ -212,6 +224,8 @@ def fp8_linear(
         has_codes = x.dtype == torch.float8_e4m3fn
         if out_dtype is None:
             out_dtype = torch.bfloat16 if has_codes else x.dtype
+            if isinstance(epilogue, IndexRounding):
+                out_dtype = torch.float8_e4m3fn
             out_dtype = out_dtype if out is None else out.dtype
         identity = fp8_linear_runner_id(
             index(width),
@@ -236,7 +250,8 @@ def fp8_linear(
             options = (*(options or (None, None)), *epilogue.tensors)
         _op(x, weight, scale, x_scale, out, identity, *options)
     except Exception:
-        heads = epilogue.tensors if isinstance(epilogue, HeadRotation) else ()
+        has_tensors = isinstance(epilogue, HeadRotation | IndexRounding)
+        heads = epilogue.tensors if has_tensors else ()
         _explain(x, weight, scale, given, out, None, None, *heads)
         if not isinstance(out_dtype, torch.dtype | None):
             raise TypeError(f"out_dtype: got {quoted(out_dtype)}, needs a torch.dtype") from None
@@ -259,8 +274,8 @@ def fp8_linear_runner_id(
         in_features, out_features: K and M of the weight.
         x_dtype: "bfloat16", also for float32, or "float8_e4m3fn".
         scale_dtype: of the weight's scales, "float8_e8m0fnu" or "float32".
-        out_dtype: "bfloat16" or "float32".
-        epilogue: "", or "head_rotation:512" with the channels of a head.
+        out_dtype: "bfloat16" or "float32", or "float8_e4m3fn" with the second epilogue.
+        epilogue: "", "head_rotation:512" with the channels of a head, or "index_rounding".
     """
     return FP8_LINEAR.runner_id(
         in_features, out_features, x_dtype, scale_dtype, out_dtype, epilogue

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.kernels.gemm import epilogues
 from dsv4.kernels.kit.head_squares import CHANNELS, parts
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
+from dsv4.ops.index_rounding import IndexRounding
 from dsv4.ops.kv_insert import rotate_rows_
 from dsv4.quoting import quoted
 
@@ -44,9 +45,9 @@ class HeadRotation(NamedTuple):
         return str(epilogues.HeadRotation(self.head_dim))
 
     @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, None]:
         """In the order of the operators."""
-        return self.rope, self.positions, self.squares
+        return self.rope, self.positions, self.squares, None
 
     def apply_(self, y: Tensor) -> Tensor:
         """Do to y [T, H * head_dim] in place what the epilogue does, in torch, for rotations of
@@ -74,8 +75,11 @@ def epilogue_config(epilogue: object, rows: int, name: str = "epilogue") -> str:
     """
     if epilogue is None:
         return ""
-    if not isinstance(epilogue, HeadRotation):
-        raise TypeError(f"{name}: got {quoted(epilogue)}, needs a dsv4.ops.HeadRotation or None")
+    if not isinstance(epilogue, HeadRotation | IndexRounding):
+        raise TypeError(
+            f"{name}: got {quoted(epilogue)}, needs a dsv4.ops.HeadRotation, a "
+            "dsv4.ops.IndexRounding or None"
+        )
     try:
         text = epilogue.config
         epilogues.check(text, rows)
@@ -85,17 +89,21 @@ def epilogue_config(epilogue: object, rows: int, name: str = "epilogue") -> str:
 
 
 def check_heads(
-    config: epilogues.HeadRotation,
+    config: epilogues.HeadEpilogue,
     rows: int,
     rope: Tensor | None,
     positions: Tensor | None,
     squares: Tensor | None,
+    scales: Tensor | None,
 ) -> None:
     """Refuse what an epilogue's kernel would read or write past the end of: ValueError.
 
     Numbers of tokens are checked where the other optional tensors' are.
     """
-    for what, tensor in (("rope", rope), ("positions", positions)):
+    needed = {"rope": rope, "positions": positions}
+    if isinstance(config, epilogues.IndexRounding):
+        needed["head_scales"] = scales
+    for what, tensor in needed.items():
         if tensor is None:
             raise ValueError(f"{what}: got None, the epilogue {config} needs it")
     check_table(rope)
@@ -103,11 +111,12 @@ def check_heads(
         heads = config.heads(rows)
     except ValueError as error:
         raise ValueError(f"weight: {error}") from None
-    if squares is not None and squares.shape[1] != heads:
-        raise ValueError(
-            f"squares: got {squares.shape[1]} heads, a weight of {rows} rows has {heads} of "
-            f"{config.head_dim}"
-        )
+    for what, tensor in (("squares", squares), ("head_scales", scales)):
+        if tensor is not None and tensor.shape[1] != heads:
+            raise ValueError(
+                f"{what}: got {tensor.shape[1]} heads, a weight of {rows} rows has {heads} of "
+                f"{config.head_dim}"
+            )
 
 
 def check_table(rope: Tensor) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from dsv4.kernels.gemm import epilogues as kinds
 from dsv4.kernels.gemm import merged_plan as plans
 from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig
 from dsv4.kernels.gemm.merged_args import ARGS, values
@@ -28,6 +29,7 @@ from dsv4.kernels.kit.args import In, Scratch, tensors_of
 from dsv4.ops.aliasing import check_given
 from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_EPILOGUE, scratch
 from dsv4.ops.head_rotation import HeadRotation, check_table, epilogue_config
+from dsv4.ops.index_rounding import IndexRounding
 from dsv4.ops.runtime import tensors as make
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_is_tensor
@@ -40,6 +42,7 @@ SCRATCH = tuple(arg.name for arg in ARGS if isinstance(arg, Scratch))
 FIRST_OF_HEADS = [arg.name for arg in tensors_of(ARGS)].index("rope")
 # Tilings of an architecture, and which one a launch takes.
 PLANS = {"sm_90a": plans, "sm_100a": blackwell_plans, "sm_103a": blackwell_plans}
+Epilogue = HeadRotation | IndexRounding
 E8M0, F32, BF16 = "float8_e8m0fnu", "float32", "bfloat16"
 
 
@@ -95,7 +98,8 @@ class MergedLinear(KernelOp):
         return found, device.num_sms
 
     def needs(self, config: MergedLinearConfig, name: str) -> bool | None:
-        return None if name in SCRATCH + _squares(config) else name in _needed(config)
+        squares = _of_heads(config, "squares", kinds.HeadRotation)
+        return None if name in SCRATCH + squares else name in _needed(config)
 
     def check_sizes(self, config: MergedLinearConfig, *tensors: Tensor | None) -> None:
         for arg, tensor in zip(self.tensors, tensors):
@@ -152,7 +156,8 @@ class MergedLinear(KernelOp):
                 weight.epilogue,
             )
             matrix, scale, out = (given[f"{name}_{i}"] for name in ("weight", "scale", "out"))
-            heads = given["rope"], given["positions"], given[f"squares_{i}"]
+            heads = [given[f"{name}_{i}"] for name in ("squares", "head_scales")]
+            heads = given["rope"], given["positions"], *heads
             FP8_LINEAR.torch(part, codes, matrix, scale, x_scale, out, None, None, *heads)
         for i in range(len(config.plain)):
             matrix, out = given[f"plain_{i}"], given[f"plain_out_{i}"]
@@ -196,7 +201,7 @@ def merged_linear(
     x_scale: Tensor | None = None,
     out_dtypes: Sequence[torch.dtype] | None = None,
     outs: Sequence[Tensor] | None = None,
-    epilogues: Sequence[HeadRotation | None] | None = None,
+    epilogues: Sequence[Epilogue | None] | None = None,
 ) -> list[Tensor]:
     """Multiply T tokens with several weights in one launch, FP8 and bf16 ones.
 
@@ -219,7 +224,8 @@ def merged_linear(
         out_dtypes: bfloat16 or float32 of each output; default those of `outs`, else of x.
         outs: [T, M_i] each, to write into; default new tensors.
         epilogues: of each weight, or None: what becomes of its output before it is stored. Plain
-            weights have none; those of two FP8 weights share `rope` and `positions`.
+            weights have none; those of two FP8 weights share `rope` and `positions`. An
+            `IndexRounding` needs `x_codes`, and its output are codes, too.
 
     Returns:
         y_i [T, M_i], in the order of the weights.
@@ -232,13 +238,17 @@ def merged_linear(
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         places = _places(x, weights, scales, outs or [None] * len(weights), num_fp8)
         MERGED_LINEAR.check_no_gradients(*places)
-    if out_dtypes is None:
-        out_dtypes = [x.dtype if outs is None else outs[i].dtype for i in range(len(weights))]
+    own = _epilogues(epilogues, weights)
+    if out_dtypes is None and outs is None:
+        out_dtypes = [
+            torch.float8_e4m3fn if isinstance(one, IndexRounding) else x.dtype for one in own
+        ]
+    elif out_dtypes is None:
+        out_dtypes = [out.dtype for out in outs]
     elif not isinstance(out_dtypes, list | tuple):
         raise TypeError(f"out_dtypes: got {quoted(out_dtypes)}, needs a list of torch.dtype")
     elif len(out_dtypes) != len(weights):
         raise ValueError(f"out_dtypes: got {len(out_dtypes)}, {len(weights)} weights need as many")
-    own = _epilogues(epilogues, weights)
     described = ", ".join(
         f"{index(weight.shape[0])} {_name(scales[i].dtype) if i < num_fp8 else PLAIN} "
         f"{_name(out_dtypes[i])} "
@@ -265,7 +275,10 @@ def merged_linear(
     heads = [one for one in own if one is not None]
     if heads:
         rest += [None] * (FIRST_OF_HEADS - 1 - len(rest))
-        rest += [*heads[0].tensors[:2], *(one and one.squares for one in own[:MOST_FP8])]
+        rest += heads[0].tensors[:2]
+        for place in (2, 3):
+            own_tensors = [one and one.tensors[place] for one in own[:MOST_FP8]]
+            rest += own_tensors + [None] * (MOST_FP8 - len(own_tensors))
     _op(first, *rest[:3], identity, *rest[3:])
     return list(outs)
 
@@ -278,7 +291,7 @@ def merged_linear_runner_id(in_features: int, weights: str, has_codes: bool = Fa
         in_features: K.
         weights: "rows stored out_dtype" of each between commas, FP8 ones first: the dtype of their
             scales, "float8_e8m0fnu" or "float32", or "bfloat16" of plain ones; dtype of the output;
-            and its epilogue where it has one, "head_rotation:512".
+            and its epilogue where it has one, "head_rotation:512" or "index_rounding".
         has_codes: whether x comes in e4m3, too.
     """
     return MERGED_LINEAR.runner_id(in_features, weights, has_codes)
@@ -298,14 +311,18 @@ def _needed(config: MergedLinearConfig) -> dict[str, int | None]:
         found[f"out_{i}"] = None
     for i, weight in enumerate(config.plain):
         found |= {f"plain_{i}": weight.rows, f"plain_out_{i}": None}
-    if config.rotations:
+    if config.head_epilogues:
         found |= {"rope": 0, "positions": None}
+    found |= {name: None for name in _of_heads(config, "head_scales", kinds.IndexRounding)}
     return found | ({"x_codes": None, "x_scale": None} if config.has_codes else {})
 
 
-def _squares(config: MergedLinearConfig) -> tuple[str, ...]:
-    """Sums of squares that a call may ask for."""
-    return tuple(f"squares_{i}" for i, rotation in enumerate(config.rotations) if rotation)
+def _of_heads(config: MergedLinearConfig, name: str, kind: type) -> tuple[str, ...]:
+    """What epilogues of a kind write: the scales of codes, or sums of squares, if a call asks for
+    them."""
+    return tuple(
+        f"{name}_{i}" for i, found in enumerate(config.head_epilogues) if isinstance(found, kind)
+    )
 
 
 def _check_given(
@@ -346,16 +363,16 @@ def _check_given(
 
 
 def _epilogues(
-    epilogues: Sequence[HeadRotation | None] | None, weights: Sequence[Tensor]
-) -> list[HeadRotation | None]:
+    epilogues: Sequence[Epilogue | None] | None, weights: Sequence[Tensor]
+) -> list[Epilogue | None]:
     """Epilogue of each weight; TypeError or ValueError for what a launch does not serve."""
     if epilogues is None:
         return [None] * len(weights)
-    if not isinstance(epilogues, list | tuple) or isinstance(epilogues, HeadRotation):
+    if not isinstance(epilogues, list | tuple) or isinstance(epilogues, Epilogue):
         raise TypeError(f"epilogues: got {quoted(epilogues)}, needs a list")
     if len(epilogues) != len(weights):
         raise ValueError(f"epilogues: got {len(epilogues)}, {len(weights)} weights need as many")
-    found = [one for one in epilogues if isinstance(one, HeadRotation)]
+    found = [one for one in epilogues if isinstance(one, Epilogue)]
     if any(
         one is not None and weight.dtype != torch.float8_e4m3fn
         for one, weight in zip(epilogues, weights)

@@ -33,7 +33,7 @@ from cutlass import (
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.compressor.config import ARGS, SLICE, CompressConfig, has_kernel, values
-from dsv4.kernels.indexer.queries import coded, packed, rotated, transformed
+from dsv4.kernels.kit.index_rounding import coded, packed, rotated, transformed
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.kit.index_entry import FP4_GROUP, SCALE_BYTES, IndexEntry

@@ -20,7 +20,7 @@ TERM_ROWS = 8  # tokens whose codes of a term lie together, where activations ha
 MIN_SLICE_BLOCKS = 4  # of a slice, where K has enough for more than two
 X_DTYPES = ("bfloat16", "float8_e4m3fn")
 SCALE_DTYPES = ("float8_e8m0fnu", "float32")
-OUT_DTYPES = ("bfloat16", "float32")
+OUT_DTYPES = epilogues.OUT_DTYPES
 
 
 class Kind(Enum):
@@ -44,7 +44,8 @@ class Fp8LinearConfig:
         out_features: M; compiled kernels take it at run time.
         x_dtype: "bfloat16", quantised by the kernel, or "float8_e4m3fn".
         scale_dtype: of the weight's scales.
-        out_dtype: of the result.
+        out_dtype: of the result: "bfloat16" or "float32", or "float8_e4m3fn" where the epilogue
+            makes codes.
         epilogue: "", or one as `epilogues.parse` takes it.
     """
 
@@ -63,21 +64,22 @@ class Fp8LinearConfig:
             )
         if self.out_features < 1:
             raise ValueError(f"out_features must be positive, got {self.out_features}")
+        try:
+            epilogues.check(self.epilogue, self.out_features)
+            epilogues.check_input(self.epilogue, self.x_dtype != "bfloat16")
+        except ValueError as error:
+            raise ValueError(f"epilogue: {error}") from None
         for name, allowed in (
             ("x_dtype", X_DTYPES),
             ("scale_dtype", SCALE_DTYPES),
-            ("out_dtype", OUT_DTYPES),
+            ("out_dtype", epilogues.out_dtypes(self.epilogue)),
         ):
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {quoted(value)}")
-        try:
-            epilogues.check(self.epilogue, self.out_features)
-        except ValueError as error:
-            raise ValueError(f"epilogue: {error}") from None
 
     @property
-    def rotation(self) -> epilogues.HeadRotation | None:
+    def head_epilogue(self) -> epilogues.HeadEpilogue | None:
         """The epilogue, where there is one."""
         return epilogues.parse(self.epilogue)
 

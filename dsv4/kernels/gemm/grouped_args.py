@@ -7,11 +7,10 @@ each row has G scales, and both scratch tensors are there.
 
 from __future__ import annotations
 
+from dsv4.kernels.gemm.args import out_align
 from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig
-from dsv4.kernels.kit.args import DTYPES, In, OptOut, Out, Scalar, Scratch
-
-VECTOR_BYTES = 8  # of codes, which are stored so
+from dsv4.kernels.kit.args import In, OptOut, Out, Scalar, Scratch
 
 # TMA reads from addresses and strides that are multiples of 16 bytes; so do vector loads. float32
 # is for the torch implementation.
@@ -40,5 +39,5 @@ def values(config: GroupedLinearConfig) -> dict[str, int | str]:
         "G": config.out_features // K_BLOCK,
         "scale_dtype": config.scale_dtype,
         "out_dtype": config.out_dtype,
-        "out_align": VECTOR_BYTES if config.rounds_output else DTYPES[config.out_dtype],
+        "out_align": out_align(config.out_dtype),
     }

@@ -13,12 +13,11 @@ from dsv4.kernels.gemm.config import (
     OUT_DTYPES,
     SCALE_DTYPES,
 )
-from dsv4.kernels.gemm.epilogues import Rounding
+from dsv4.kernels.gemm.epilogues import CODES, Rounding
 from dsv4.quoting import quoted
 
 ACTS = ("bf16", "fp8")
 MAX_GROUP_FEATURES = 8192  # two terms of eight tokens fit beside a ring
-CODES = "float8_e4m3fn"
 GROUP_STEP = 2 * K_BLOCK  # rows: what two CTAs that share activations take
 
 

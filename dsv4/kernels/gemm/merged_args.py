@@ -2,11 +2,12 @@
 
 K has g blocks of 128, M_i has G_i, the last of which may be ragged. FP8 weights have scales, plain
 ones have the dtype of x. Epilogues of FP8 weights share the table and positions; each of the H_i
-heads of weight i has N_i sums of squares.
+heads of weight i has N_i sums of squares, or a scale of its codes.
 """
 
 from __future__ import annotations
 
+from dsv4.kernels.gemm.args import out_align
 from dsv4.kernels.gemm.merged_config import MOST_FP8, MOST_PLAIN, MergedLinearConfig
 from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Scratch
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
@@ -16,7 +17,9 @@ def _fp8(i: int, read: type[In], written: type[Out]) -> tuple[In | Out, ...]:
     return (
         read(f"weight_{i}", f"M{i} K", "float8_e4m3fn", align=16),
         read(f"scale_{i}", f"G{i} g", "scale_dtype", differentiable=True),
-        written(f"out_{i}", f"T M{i}", f"out_{i}_dtype", differentiable=True),
+        written(
+            f"out_{i}", f"T M{i}", f"out_{i}_dtype", align=f"out_{i}_align", differentiable=True
+        ),
     )
 
 
@@ -41,6 +44,7 @@ ARGS = (
     OptIn("rope", "R rope_dim", "float32", align=16),
     OptIn("positions", "T", "int32"),
     *(OptOut(f"squares_{i}", f"T H{i} N{i}", "float32", align=16) for i in range(MOST_FP8)),
+    *(OptOut(f"head_scales_{i}", f"T H{i}", "float32") for i in range(MOST_FP8)),
     Scalar("tiling"),
     Scalar("num_sms"),
 )
@@ -55,14 +59,17 @@ def values(config: MergedLinearConfig) -> dict[str, int | str]:
         "rope_dim": ROPE_DIM,
     }
     for i in range(MOST_FP8):
-        found |= {f"out_{i}_dtype": "bfloat16", f"N{i}": 1}
+        found |= {f"out_{i}_dtype": "bfloat16", f"out_{i}_align": out_align("bfloat16")}
+        found[f"N{i}"] = 1
     for i in range(MOST_PLAIN):
         found[f"plain_out_{i}_dtype"] = "bfloat16"
     for i, weight in enumerate(config.fp8):
         blocks = -(-weight.rows // (config.in_features // config.k_blocks))
         found |= {f"M{i}": weight.rows, f"G{i}": blocks, f"out_{i}_dtype": weight.out_dtype}
-        if weight.rotation is not None:
-            found |= {f"H{i}": weight.rotation.heads(weight.rows), f"N{i}": weight.rotation.parts}
+        found[f"out_{i}_align"] = out_align(weight.out_dtype)
+        epilogue = weight.head_epilogue
+        if epilogue is not None:
+            found |= {f"H{i}": epilogue.heads(weight.rows), f"N{i}": epilogue.parts}
     for i, weight in enumerate(config.plain):
         found |= {f"P{i}": weight.rows, f"plain_out_{i}_dtype": weight.out_dtype}
     return found

@@ -14,7 +14,6 @@ from dsv4.kernels.gemm.config import (
     K_BLOCK,
     K_STEP,
     MAX_IN_FEATURES,
-    OUT_DTYPES,
     SCALE_DTYPES,
     Kind,
     has_kernel,
@@ -44,25 +43,25 @@ class Weight:
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"weights: rows must be positive, got {self.rows}")
+        try:
+            epilogues.check(self.epilogue, self.rows)
+        except ValueError as error:
+            raise ValueError(f"weights: epilogue: {error}") from None
         for what, value, allowed in (
             ("scales must be", self.stored, (*SCALE_DTYPES, PLAIN)),
-            ("outputs must be", self.out_dtype, OUT_DTYPES),
+            ("outputs must be", self.out_dtype, epilogues.out_dtypes(self.epilogue)),
         ):
             if value not in allowed:
                 raise ValueError(f"weights: {what} one of {allowed}, got {quoted(value)}")
         if self.epilogue and self.kind is Kind.BF16:
             raise ValueError(f"weights: plain ones have no epilogue, got {quoted(self.epilogue)}")
-        try:
-            epilogues.check(self.epilogue, self.rows)
-        except ValueError as error:
-            raise ValueError(f"weights: epilogue: {error}") from None
 
     @property
     def kind(self) -> Kind:
         return Kind.BF16 if self.stored == PLAIN else Kind.FP8
 
     @property
-    def rotation(self) -> epilogues.HeadRotation | None:
+    def head_epilogue(self) -> epilogues.HeadEpilogue | None:
         """The epilogue, where there is one."""
         return epilogues.parse(self.epilogue)
 
@@ -115,6 +114,11 @@ class MergedLinearConfig:
             )
         if len({weight.stored for weight in self.fp8}) > 1:
             raise ValueError(f"weights: scales must share a dtype, got {quoted(self.weights)}")
+        for weight in self.fp8:
+            try:
+                epilogues.check_input(weight.epilogue, self.has_codes)
+            except ValueError as error:
+                raise ValueError(f"weights: epilogue: {error}") from None
 
     @cached_property
     def parsed(self) -> tuple[Weight, ...]:
@@ -134,9 +138,9 @@ class MergedLinearConfig:
         return (Kind.BF16, Kind.FP8) if self.plain else (Kind.FP8,)
 
     @property
-    def rotations(self) -> tuple[epilogues.HeadRotation | None, ...]:
+    def head_epilogues(self) -> tuple[epilogues.HeadEpilogue | None, ...]:
         """Epilogue of each FP8 weight; nothing where none has one."""
-        found = tuple(weight.rotation for weight in self.fp8)
+        found = tuple(weight.head_epilogue for weight in self.fp8)
         return found if any(found) else ()
 
     def of_kind(self, kind: Kind) -> tuple[Weight, ...]:

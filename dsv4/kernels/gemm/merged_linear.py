@@ -9,7 +9,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from dsv4.kernels.gemm.merged_config import MergedLinearConfig
-from dsv4.kernels.gemm.operands import HeadOperands
+from dsv4.kernels.gemm.operands import head_operands
 from dsv4.kernels.gemm.quantize import QuantizeRows
 
 
@@ -41,7 +41,7 @@ class MergedLinear:
         x: cute.Tensor,  # [T, K] bf16
         weight_0: cute.Tensor,  # [M0, K] e4m3
         scale_0: cute.Tensor,  # [ceil(M0 / 128), K / 128] E8M0 or fp32
-        out_0: cute.Tensor,  # [T, M0] bf16 or fp32, written
+        out_0: cute.Tensor,  # [T, M0] bf16, fp32 or e4m3, written
         stream,
         *,
         weight_1: cute.Tensor,
@@ -65,6 +65,8 @@ class MergedLinear:
         positions: cute.Tensor,  # [T] int32, or [0]
         squares_0: cute.Tensor,  # [T, H0, N0] fp32, written, or [0, H0, N0]
         squares_1: cute.Tensor,
+        head_scales_0: cute.Tensor,  # [T, H0] fp32, written where out_0 are codes, or [0, H0]
+        head_scales_1: cute.Tensor,
         tiling: Int32,  # index
         num_sms: Int32,
     ):
@@ -74,9 +76,8 @@ class MergedLinear:
             (plain_0, plain_out_0), (plain_1, plain_out_1), (plain_2, plain_out_2),
             (plain_3, plain_out_3), (plain_4, plain_out_4),
         )[: len(self.config.plain)]  # fmt: skip
-        heads = ()
-        if cutlass.const_expr(self.config.rotations):
-            heads = (HeadOperands(rope, positions, (squares_0, squares_1)),)
+        squares, head_scales = (squares_0, squares_1), (head_scales_0, head_scales_1)
+        heads = head_operands(self.config.head_epilogues, rope, positions, squares, head_scales)
         products = Products(fp8, plain, heads)
         # Without scratch, token tiles of a resident tiling follow each other.
         has_scratch = cutlass.min(codes.shape[0], code_scales.shape[0]) >= x.shape[0]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from dsv4.arch import SM_90A
 from dsv4.kernels.gemm.config import K_BLOCK, STEP_BYTES, Kind, num_slices
+from dsv4.kernels.gemm.epilogues import IndexRounding
 from dsv4.kernels.gemm.merged_config import MergedLinearConfig
 from dsv4.kernels.gemm.plan import (
     FEW_TOKENS,
@@ -51,9 +52,13 @@ def tilings(config: MergedLinearConfig) -> tuple[Tiling, ...]:
     """
     slices = num_slices(config.in_features)
     wide = sum(row_tiles(config, kind, 2 * M_TILE) for kind in config.kinds)
+    # CTAs exchange the sums of a tile by tokens where one is rounded, and by rows where none is.
+    rounds_some = any(isinstance(e, IndexRounding) for e in config.head_epilogues)
 
     def clusters(ctas_per_sm: int) -> list[int]:
         """CTAs that may share the slices of a tile, most first."""
+        if rounds_some:
+            return [1]
         most = ctas_per_sm * SM_90A.num_sms
         return [c for c in (4, 2, 1) if c <= slices and (c == 1 or c * wide <= most)]
 

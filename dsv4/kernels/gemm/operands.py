@@ -3,18 +3,38 @@ that a tile belongs to, and the clusters of each kind of weights."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
+
+from dsv4.kernels.gemm.epilogues import HeadEpilogue, IndexRounding
 
 
 class HeadOperands(NamedTuple):
-    """Tensors of the epilogues `HeadRotation` of one launch."""
+    """Tensors of the epilogues of heads of one launch."""
 
     rope: cute.Tensor  # [R, 64] fp32, cosines, then sines, per position
     positions: cute.Tensor  # [T] int32
     squares: tuple[cute.Tensor, ...]  # [T, H, N] fp32 of each weight, written; or [0, H, N]
+    scales: tuple[cute.Tensor, ...] = ()  # [T, H] fp32 of each weight, written, where one has codes
+
+
+def head_operands(
+    epilogues: Sequence[HeadEpilogue | None], rope: cute.Tensor, positions: cute.Tensor,
+    squares: tuple[cute.Tensor, ...], scales: tuple[cute.Tensor, ...],
+) -> tuple[HeadOperands, ...]:  # fmt: skip
+    """Those of a launch, where it has such an epilogue."""
+    if not any(epilogues):
+        return ()
+    has_codes = any(isinstance(epilogue, IndexRounding) for epilogue in epilogues)
+    return (HeadOperands(rope, positions, squares, scales if has_codes else ()),)
+
+
+def table_row(rope: cute.Tensor, position: Int32) -> Int32:
+    """Row of a position, clamped."""
+    return cutlass.max(cutlass.min(position, Int32(rope.shape[0]) - 1), Int32(0))
 
 
 class OutputTile(NamedTuple):
@@ -77,10 +97,11 @@ def chosen_matrix(matrices: tuple[cute.Tensor, ...], index: Int32 | int, dtype) 
 
 
 def outputs_by_dtype(ys: tuple[cute.Tensor, ...], weight) -> list:
-    """Each dtype among the outputs, and whether that of a weight has it."""
+    """Each dtype among the outputs that are no codes, and whether that of a weight has it."""
     dtypes = [y.element_type for y in ys]
-    if len(set(dtypes)) == 1:
-        return [(dtypes[0], True)]
+    stored = set(dtypes) - {Float8E4M3FN}
+    if len(stored) < 2:
+        return [(dtype, True) for dtype in stored]
     is_wide = chosen([Boolean(dtype is Float32) for dtype in dtypes], weight)
     return [(Float32, is_wide), (BFloat16, is_wide ^ True)]
 

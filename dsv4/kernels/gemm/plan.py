@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 
 from dsv4.arch import SM_90A, Arch
 from dsv4.kernels.gemm.config import K_BLOCK, STEP_BYTES, Fp8LinearConfig, Kind, num_slices
-from dsv4.kernels.gemm.epilogues import ArgMax, Epilogue, HeadRotation, Rounding
+from dsv4.kernels.gemm.epilogues import (
+    ROUNDINGS,
+    ArgMax,
+    Epilogue,
+    HeadRotation,
+    IndexRounding,
+)
 from dsv4.kernels.kit.plan import (
     Arrival,
     Arrive,
@@ -201,15 +207,20 @@ class LinearPlan(RingPlan):
 
     @property
     def rounds_output(self) -> bool:
-        """Whether outputs become codes, whose scale needs all rows of a tile."""
-        return self._has(Rounding)
+        """Whether outputs of a weight become codes, whose scale needs all rows of a tile."""
+        return self._has(ROUNDINGS)
+
+    @property
+    def rounds_some(self) -> bool:
+        """Whether those of another weight do not."""
+        return self.rounds_output and not all(isinstance(e, ROUNDINGS) for e in self.epilogues)
 
     @property
     def finds_best(self) -> bool:
         """Whether each token's largest output is looked for."""
         return self._has(ArgMax)
 
-    def _has(self, kind: type) -> bool:
+    def _has(self, kind: type | tuple[type, ...]) -> bool:
         return any(isinstance(epilogue, kind) for epilogue in self.epilogues)
 
     @property
@@ -297,7 +308,7 @@ class LinearPlan(RingPlan):
     def stages_output(self) -> bool:
         """Whether tiles of a bf16 output pass through shared memory, in rows of a token: where an
         epilogue works on them there, too."""
-        if self.parts > 1 or self.rounds_output:
+        if self.parts > 1 or (self.rounds_output and not self.rounds_some):
             return False
         is_plain_wide = self.tiling.is_wide and not self.is_merged
         return is_plain_wide or (self._has(HeadRotation) and self.tokens >= MANY_TOKENS)
@@ -374,6 +385,8 @@ class LinearPlan(RingPlan):
         blocks = self.rows // UNIT_ROWS * self.column_groups
         assert self.own_units * self.own_groups * self.tiling.cluster == blocks, self.tiling
         assert not self.rounds_output or self.rows == K_BLOCK, f"{self.tiling}: {self.rows} rows"
+        # Parts are exchanged by tokens where outputs are rounded, else by rows.
+        assert not self.rounds_some or self.parts == 1, f"{self.tiling}: {self.parts} parts"
         assert self.stages >= MIN_STAGES, f"{self.tiling}: K {self.in_features} does not fit"
         shared = self.rows * self.tiling.sharing  # rows that are multiplied with the same x
         assert self.group_rows % shared == 0, f"{self.tiling}: groups of {self.group_rows} rows"
@@ -408,8 +421,8 @@ def most_rows(ctas: int) -> int:
 def representative(config: Fp8LinearConfig) -> Fp8LinearConfig:
     """The configuration that stands for all with the same kernels: numbers of rows by `spread`."""
     rows = most_rows(spread(config.out_features))
-    if config.rotation is not None:
-        rows -= rows % config.rotation.head_dim
+    if config.head_epilogue is not None:
+        rows -= rows % config.head_epilogue.head_dim
         if rows == 0 or spread(rows) != spread(config.out_features):
             return config
     return replace(config, out_features=rows)
@@ -422,6 +435,9 @@ def tilings(config: Fp8LinearConfig) -> tuple[Tiling, ...]:
     Measured on an H200 with the layers of Flash and Pro, 1 to 256 tokens.
     """
     slices, ctas = num_slices(config.in_features), spread(config.out_features)
+    if isinstance(config.head_epilogue, IndexRounding):
+        # CTAs that share the slices of a tile have groups of 8 tokens to round.
+        ctas = min(ctas, FEW_TOKENS // 8)
     found = []
     if config.quantizes:
         cluster = min(max(ctas // 2, 1), slices // 2)

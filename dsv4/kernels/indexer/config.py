@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dsv4.kernels.kit.args import In, Out, Scalar, Workspace
-from dsv4.kernels.kit.index_entry import ALIGNMENT, INDEX_FORMATS, IndexEntry
+from dsv4.kernels.kit.index_entry import ALIGNMENT, INDEX_FORMATS, MODEL_DIM, IndexEntry
 from dsv4.quoting import quoted
 
 KEY_FORMATS = {"bf16": "bfloat16", "fp32": "float32", "fp8": "uint8", "fp4": "uint8"}
 RANKS = {"bf16": "bfloat16", "fp32": "float32"}
-KERNEL_HEADS, KERNEL_DIM, KERNEL_ROPE_DIM = 64, 128, 64  # of the released models
+KERNEL_HEADS, KERNEL_DIM, KERNEL_ROPE_DIM = 64, MODEL_DIM, 64  # of the released models
 TILE_KEYS = 64  # rows of a product
 FP4_PAGES = (16, 32, 64)  # keys of a page of FP4 keys that kernels take
 # Of a selection: bins of the upper bits of a score, whose counts the scores' kernel makes.

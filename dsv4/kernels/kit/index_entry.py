@@ -24,6 +24,7 @@ ALIGNMENT = 16  # bytes: of pages
 SCALE_BYTES = 4  # of "fp8"
 WORD = 4  # bytes
 INDEX_FORMATS = ("fp8", "fp4")
+MODEL_DIM = 128  # channels, of the released models
 MODEL_FORMAT = "fp8"  # of this package's caches
 # Exponent of the largest group's scale over that of its key: 6 * 2^6 is the largest code, 384.
 TOP_SHIFT = 6

@@ -71,6 +71,7 @@ class Smem:
     x_scales: cute.Pointer | None  # [lane, word], by stage and 128 tokens
     partials: cute.Pointer | None  # [part, group of own tokens, row, token]
     maxima: cute.Pointer | None  # int32 [turn, warp, token], of outputs that are rounded
+    staged: cute.Pointer | None  # bf16 [token, row], padded, of index heads
     best: cute.Pointer | None  # int64 [warp, token], keys of the largest outputs
 
 
@@ -114,6 +115,7 @@ def allocate(plan: LinearPlan, start: cute.Pointer):
         x_scales=storage.x_scales.data_ptr() if has_scales else None,
         partials=storage.partials.data_ptr() if has_partials else None,
         maxima=storage.maxima.data_ptr() if plan.rounds_output else None,
+        staged=storage.staged.data_ptr() if plan.rounds_heads else None,
         best=storage.best.data_ptr() if plan.finds_best else None,
     )
     pipes = Pipelines(

@@ -11,6 +11,7 @@ from dsv4.kernels.gemm.operands import OutputTile, chosen_matrix, outputs_by_dty
 from dsv4.kernels.gemm.sm100.best_rows import BestRows
 from dsv4.kernels.gemm.sm100.context import LinearContext
 from dsv4.kernels.gemm.sm100.head_rotation import RotateHeads
+from dsv4.kernels.gemm.sm100.index_tile import IndexTile
 from dsv4.kernels.gemm.sm100.plan import MOST_COLUMNS, ROWS, LinearPlan, NamedBarriers
 from dsv4.kernels.gemm.sm100.rounded_tile import RoundedTile
 from dsv4.kernels.kit import pdl
@@ -36,6 +37,7 @@ class Epilogue:
             for config in plan.epilogues
         ]
         self.rounded, self.best = RoundedTile(plan), BestRows(plan)
+        self.index = IndexTile(plan)
         self.columns = min(plan.tokens, MOST_COLUMNS)
 
     @cute.jit
@@ -196,18 +198,28 @@ class Epilogue:
     def _store(self, ctx: LinearContext, tile: OutputTile, values: cute.Tensor, first, turn):
         """Round and store a row's values of tokens from `first` on: a warp has 32 rows of a token,
         which lie side by side."""
-        ys, thread = ctx.operands.ys, cute.arch.thread_idx()[0]
-        row, token = tile.row_tile * ROWS + thread, tile.token_tile * self.plan.tokens + first
+        token = tile.token_tile * self.plan.tokens + first
         if cutlass.const_expr(self.plan.rounds_output):
             self.rounded.store(ctx, tile, values, token, turn)
+        elif cutlass.const_expr(self.plan.rounds_heads):
+            if self.index.is_here(tile.weight):
+                self.index.store(ctx, tile, values, token)
+            else:
+                self._store_outputs(ctx, tile, values, first, token)
         else:
-            self._rotate(ctx, tile, values, token)
-            if cutlass.const_expr(self.plan.finds_best):
-                self.best.take(ctx, tile, values, first)
-            for dtype, is_here in outputs_by_dtype(ys, tile.weight):
-                y = chosen_matrix(ys, tile.weight, dtype)
-                if is_here:
-                    self._store_row(y, values, row, token)
+            self._store_outputs(ctx, tile, values, first, token)
+
+    @cute.jit
+    def _store_outputs(self, ctx: LinearContext, tile: OutputTile, values: cute.Tensor, first, token):
+        """Store a row's values of tokens from one on, of a tile from `first` on."""
+        ys, row = ctx.operands.ys, tile.row_tile * ROWS + cute.arch.thread_idx()[0]
+        self._rotate(ctx, tile, values, token)
+        if cutlass.const_expr(self.plan.finds_best):
+            self.best.take(ctx, tile, values, first)
+        for dtype, is_here in outputs_by_dtype(ys, tile.weight):
+            y = chosen_matrix(ys, tile.weight, dtype)
+            if is_here:
+                self._store_row(y, values, row, token)
 
     @cute.jit
     def _store_row(self, y: cute.Tensor, values: cute.Tensor, row, token):

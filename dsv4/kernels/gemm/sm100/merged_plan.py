@@ -37,7 +37,7 @@ def plans(
     for kind in config.kinds:
         has_scales = kind is Kind.FP8
         promoted = has_scales and is_promoted(config)
-        epilogues = config.rotations if has_scales else ()
+        epilogues = config.head_epilogues if has_scales else ()
         given = config.in_features, slices, tiling, lanes_per_warp, promoted, kind
         found.append(LinearPlan(*given, epilogues=epilogues))
     return tuple(found)

@@ -11,8 +11,9 @@ from enum import IntEnum
 
 from dsv4.arch import SM_100A, Arch
 from dsv4.kernels.gemm.config import STEP_BYTES, Fp8LinearConfig, Kind
-from dsv4.kernels.gemm.epilogues import ArgMax, Epilogue, Rounding
+from dsv4.kernels.gemm.epilogues import ArgMax, Epilogue, IndexRounding, Rounding
 from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig
+from dsv4.kernels.gemm.plan import STAGED_ROW
 from dsv4.kernels.kit.plan import (
     TMEM_COLUMNS,
     Arrival,
@@ -53,6 +54,7 @@ class NamedBarriers(IntEnum):
     TMEM_UNUSED = 2  # the warps that read sums
     MAXIMA_THERE = 3  # the same
     BEST_THERE = 4  # the same
+    HEADS_THERE = 5  # the same
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,11 @@ class LinearPlan(RingPlan):
     def rounds_output(self) -> bool:
         """Whether outputs become codes, whose scale needs all rows of a tile."""
         return self._has(Rounding)
+
+    @property
+    def rounds_heads(self) -> bool:
+        """Whether those of a weight are index heads."""
+        return self._has(IndexRounding)
 
     @property
     def finds_best(self) -> bool:
@@ -283,6 +290,9 @@ class LinearPlan(RingPlan):
         if self.rounds_output:
             # [turn, warp, token]
             return (Buffer("maxima", "Int32", 2 * EPILOGUE_WARPS * self.stored_tokens, 16),)
+        if self.rounds_heads:
+            # [token, row], padded
+            return (Buffer("staged", "BFloat16", self.stored_tokens * STAGED_ROW, 16),)
         if self.finds_best:
             # [warp, token]
             return (Buffer("best", "Int64", EPILOGUE_WARPS * self.tokens, 16),)
@@ -383,8 +393,8 @@ def representative(config: Fp8LinearConfig) -> Fp8LinearConfig:
     """The configuration that stands for all with the same kernels: numbers of rows by
     `num_slices`."""
     rows = SM_100A.num_sms // num_slices(config) * ROWS
-    if config.rotation is not None:
-        rows -= rows % config.rotation.head_dim
+    if config.head_epilogue is not None:
+        rows -= rows % config.head_epilogue.head_dim
         if rows == 0 or num_slices(replace(config, out_features=rows)) != num_slices(config):
             return config
     return replace(config, out_features=rows)
@@ -423,7 +433,7 @@ def is_promoted(config: Fp8LinearConfig | GroupedLinearConfig) -> bool:
 
 def plan_of(config: Fp8LinearConfig, tiling: Tiling, lanes_per_warp: int = 1) -> LinearPlan:
     """Plan of one of a configuration's tilings."""
-    epilogues = (config.rotation,) if config.rotation else ()
+    epilogues = (config.head_epilogue,) if config.head_epilogue else ()
     return LinearPlan(
         config.in_features, num_slices(config), tiling, lanes_per_warp, is_promoted(config),
         epilogues=epilogues,

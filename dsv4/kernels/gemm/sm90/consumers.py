@@ -77,7 +77,7 @@ class Consumers:
                     self.activations.take(ctx, tile.token_tile, x_block)
                     last_token_tile, last_x_block = tile.token_tile, Int32(x_block)
             if cutlass.const_expr(loaded is not None):
-                self.epilogue.weights.load_turns(ctx, tile, unit, loaded)
+                self.epilogue.load_turns(ctx, tile, unit, loaded)
             self.epilogue.expect_parts(ctx)
             # ---- slices, added as a balanced tree: a subtree has one sum, wherever it is held ----
             for s in cutlass.range_constexpr(plan.own_slices):

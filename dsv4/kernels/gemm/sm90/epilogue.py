@@ -2,7 +2,7 @@
 rounding, store."""
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, cute
 from cutlass.experimental.cuda.tensor_map import create_tensor_map_tiled
 
 from dsv4.kernels.gemm.operands import OutputTile, chosen_matrix, outputs_by_dtype
@@ -10,6 +10,7 @@ from dsv4.kernels.gemm.plan import CONSUMER_WARPS, LANE_VALUES, M_TILE, UNIT_ROW
 from dsv4.kernels.gemm.sm90.activations import sync_consumers
 from dsv4.kernels.gemm.sm90.best_rows import BestRows
 from dsv4.kernels.gemm.sm90.context import LinearContext
+from dsv4.kernels.gemm.sm90.index_tile import IndexTile
 from dsv4.kernels.gemm.sm90.rounded_tile import RoundedTile
 from dsv4.kernels.gemm.sm90.weight_epilogues import LoadedAhead, WeightEpilogues
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
@@ -48,23 +49,42 @@ class Epilogue:
         self.plan = plan
         self.weights = WeightEpilogues(plan)
         self.rounded = RoundedTile(plan)
+        self.index = IndexTile(plan)
         self.best = BestRows(plan)
 
     def can_stage(self, ys: tuple[cute.Tensor, ...]) -> bool:
         """Whether tiles of outputs pass through shared memory, in rows of a token."""
-        return self.plan.stages_output and all(y.element_type is BFloat16 for y in ys)
+        return self.plan.stages_output and all(y.element_type is BFloat16 for y in uncoded(ys))
 
     def output_maps(self, ys: tuple[cute.Tensor, ...]) -> tuple:
         """TMA descriptor of each output that is staged; host code."""
-        return tuple(output_map(y, self.plan.tokens) for y in ys) if self.can_stage(ys) else ()
+        if not self.can_stage(ys):
+            return ()
+        # Beside codes there is one, which is then taken without a look at the weight.
+        stored = uncoded(ys)
+        assert len(stored) in (1, len(ys)), "a descriptor for each weight"
+        return tuple(output_map(y, self.plan.tokens) for y in stored)
 
     def make_loaded(self, ctx: LinearContext) -> LoadedAhead | None:
         """Registers of what epilogues of weights load ahead."""
-        return self.weights.make_loaded(self.can_stage(ctx.operands.ys))
+        loaded = self.weights.make_loaded(self.can_stage(ctx.operands.ys))
+        if self.index.heads is not None:
+            loaded = (loaded or LoadedAhead())._replace(head=self.index.heads.held())
+        return loaded
 
     def load_positions(self, ctx: LinearContext, tile: OutputTile, loaded: LoadedAhead) -> None:
         """Ask for the positions of a token tile, where a weight has an epilogue."""
-        self.weights.load_positions(ctx, tile, loaded, self.can_stage(ctx.operands.ys))
+        if loaded.positions is not None:
+            self.weights.load_positions(ctx, tile, loaded, self.can_stage(ctx.operands.ys))
+        if loaded.head is not None:
+            self.index.load_position(ctx, tile, loaded.head)
+
+    def load_turns(self, ctx: LinearContext, tile: OutputTile, unit, loaded: LoadedAhead) -> None:
+        """Ask for what a tile is rotated by, where registers hold it while it is multiplied."""
+        if loaded.positions is not None:
+            self.weights.load_turns(ctx, tile, unit, loaded)
+        if loaded.head is not None and self.index.loads_ahead:
+            self.index.load_turns(ctx, tile, loaded.head)
 
     @cute.jit
     def expect_parts(self, ctx: LinearContext):
@@ -81,15 +101,49 @@ class Epilogue:
         """Write a tile of y, of which `sums` is a part of a unit of rows."""
         plan = self.plan
         warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.lane_idx()
+        if cutlass.const_expr(self.index.heads is not None and not self.index.loads_ahead):
+            self.index.load_turns(ctx, tile, loaded.head)
         if cutlass.const_expr(plan.parts > 1):
             self._publish(ctx, sums, part, unit, lane, turn)
             self._add_parts(ctx, tile, warp, lane, loaded)
+            if cutlass.const_expr(plan.rounds_output):
+                self._store_rounded(ctx, tile, loaded)
+        elif cutlass.const_expr(plan.rounds_some):
+            if self.index.is_here(tile.weight):
+                self._stage_rounded(ctx, sums, unit, lane)
+                self._store_rounded(ctx, tile, loaded)
+            else:
+                self._store_outputs(ctx, sums, tile, unit, lane, y_maps, loaded)
         elif cutlass.const_expr(plan.rounds_output):
-            sync_consumers()
-            for n in cutlass.range_constexpr(plan.column_groups):
-                values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
-                self.rounded.stage(ctx, unit, n, lane, values)
-        elif cutlass.const_expr(self.can_stage(ctx.operands.ys) and any(self.weights.own)):
+            self._stage_rounded(ctx, sums, unit, lane)
+            self._store_rounded(ctx, tile, loaded)
+        else:
+            self._store_outputs(ctx, sums, tile, unit, lane, y_maps, loaded)
+
+    @cute.jit
+    def _stage_rounded(self, ctx: LinearContext, sums: cute.Tensor, unit, lane):
+        """Put a unit of rows where outputs that become codes meet."""
+        sync_consumers()
+        for n in cutlass.range_constexpr(self.plan.column_groups):
+            values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
+            self.rounded.stage(ctx, unit, n, lane, values)
+
+    @cute.jit
+    def _store_rounded(self, ctx: LinearContext, tile: OutputTile, loaded: LoadedAhead | None):
+        """Write what has been staged as codes."""
+        sync_consumers()
+        if cutlass.const_expr(self.index.heads is not None):
+            self.index.store_heads(ctx, tile, loaded.head)
+        else:
+            self.rounded.store(ctx, tile)
+
+    @cute.jit
+    def _store_outputs(
+        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, unit, lane, y_maps,
+        loaded: LoadedAhead | None,
+    ):  # fmt: skip
+        """Write a tile of y, of which `sums` is a unit of rows."""
+        if cutlass.const_expr(self.can_stage(ctx.operands.ys) and any(self.weights.own)):
             self._store_staged(ctx, sums, tile, y_maps, loaded)
         elif cutlass.const_expr(self.can_stage(ctx.operands.ys)):
             if ctx.operands.stores_by_tma:
@@ -98,9 +152,6 @@ class Epilogue:
                 self._store_unit(ctx, sums, tile, unit, lane, loaded)
         else:
             self._store_unit(ctx, sums, tile, unit, lane, loaded)
-        if cutlass.const_expr(plan.rounds_output):
-            sync_consumers()
-            self.rounded.store(ctx, tile)
 
     @cute.jit
     def _store_unit(
@@ -270,6 +321,11 @@ class Epilogue:
                 for r in cutlass.range_constexpr(2):
                     if row + r * 8 < y.shape[1]:
                         y[token, row + r * 8] = values[r * 2 + c].to(y.element_type)
+
+
+def uncoded(ys: tuple[cute.Tensor, ...]) -> list[cute.Tensor]:
+    """Outputs that are no codes."""
+    return [y for y in ys if y.element_type is not Float8E4M3FN]
 
 
 def in_registers(values: list) -> cute.Tensor:

@@ -14,7 +14,7 @@ from cutlass import Int32, Int64, cute
 
 from dsv4.kernels.gemm.args import ARGS, values
 from dsv4.kernels.gemm.config import Fp8LinearConfig
-from dsv4.kernels.gemm.operands import HeadOperands
+from dsv4.kernels.gemm.operands import head_operands
 from dsv4.kernels.gemm.plan import tilings
 from dsv4.kernels.gemm.quantize import QuantizeRows, as_bytes
 from dsv4.kernels.gemm.sm90.context import Operands
@@ -40,7 +40,7 @@ class Fp8LinearSm90:
 
     def __init__(self, config: Fp8LinearConfig):
         self.config = config
-        epilogues = (config.rotation,) if config.rotation else ()
+        epilogues = (config.head_epilogue,) if config.head_epilogue else ()
         self.linears = [
             self.streaming(config.in_features, tiling, epilogues=epilogues)
             for tiling in tilings(config)
@@ -54,7 +54,7 @@ class Fp8LinearSm90:
         weight: cute.Tensor,  # [M, K] e4m3
         scale: cute.Tensor,  # [ceil(M / 128), K / 128] E8M0 or fp32
         x_scale: cute.Tensor,  # [T, K / 128] E8M0, or [0, K / 128] beside bf16
-        y: cute.Tensor,  # [T, M] bf16 or fp32, written
+        y: cute.Tensor,  # [T, M] bf16, fp32 or e4m3, written
         stream,
         *,
         codes: cute.Tensor,  # [T, K] e4m3 scratch of bf16 activations that are streamed, or [0, K]
@@ -62,14 +62,15 @@ class Fp8LinearSm90:
         rope: cute.Tensor,  # [R, 64] fp32 of the epilogue, or [0, 64]
         positions: cute.Tensor,  # [T] int32, or [0]
         squares: cute.Tensor,  # [T, H, N] fp32, written, or [0, H, N]
+        head_scales: cute.Tensor,  # [T, H] fp32, written where y are codes, or [0, H]
         tiling: Int32,  # index
         num_sms: Int32,
     ):
         """Launch one tiling's kernel, after the quantisation where it streams bf16 activations."""
         tokens = x.shape[0]
-        heads = ()
-        if cutlass.const_expr(self.config.rotation is not None):
-            heads = (HeadOperands(rope, positions, (squares,)),)
+        heads = head_operands(
+            (self.config.head_epilogue,), rope, positions, (squares,), (head_scales,)
+        )
         outputs = Outputs(y, heads)
         if cutlass.const_expr(self.config.quantizes):
             # Without scratch, token tiles of the resident tiling follow each other.

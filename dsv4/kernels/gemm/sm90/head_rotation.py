@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from dsv4.kernels.gemm.epilogues import HeadRotation
-from dsv4.kernels.gemm.operands import HeadOperands, chosen
+from dsv4.kernels.gemm.operands import HeadOperands, chosen, table_row
 from dsv4.kernels.gemm.plan import LANE_VALUES, UNIT_ROWS
 from dsv4.kernels.kit import quant
 from dsv4.kernels.kit.head_squares import CHANNELS
@@ -255,11 +255,6 @@ def position_of(positions: cute.Tensor, first: Int32 | int, token) -> Int32:
     words = [positions[i] for i in range(cute.size(positions))]
     word = words[first // WARP] if isinstance(first, int) else chosen(words, first // WARP)
     return cute.arch.shuffle_sync(word, first % WARP + token)
-
-
-def table_row(rope: cute.Tensor, position: Int32) -> Int32:
-    """Row of a position, clamped."""
-    return cutlass.max(cutlass.min(position, Int32(rope.shape[0]) - 1), Int32(0))
 
 
 def _swap(condition, a: Float32, b: Float32) -> tuple[Float32, Float32]:

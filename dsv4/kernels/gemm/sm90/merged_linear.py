@@ -16,6 +16,7 @@ from dsv4.kernels.gemm.merged_config import MergedLinearConfig
 from dsv4.kernels.gemm.merged_linear import MergedLinear
 from dsv4.kernels.gemm.merged_plan import tilings
 from dsv4.kernels.gemm.sm90.context import Operands
+from dsv4.kernels.gemm.sm90.epilogue import uncoded
 from dsv4.kernels.gemm.sm90.fp8_linear import as_bytes, is_aligned
 from dsv4.kernels.gemm.sm90.streaming import Factors, StreamingLinear
 from dsv4.kernels.kit.args import compile_kernel
@@ -33,7 +34,7 @@ class MergedLinearSm90(MergedLinear):
                 tiling,
                 config.kinds,
                 is_merged=True,
-                epilogues=config.rotations,
+                epilogues=config.head_epilogues,
             )
             for tiling in tilings(config)
         ]
@@ -44,9 +45,9 @@ class MergedLinearSm90(MergedLinear):
         never = stores_by_tma = Boolean(False)
         factors = {}
         weights, scales, ys = zip(*products.fp8)
-        if cutlass.const_expr(self.config.rotations):
-            stores_by_tma = is_aligned(ys[0])
-            for y in ys[1:]:
+        if cutlass.const_expr(self.config.head_epilogues):
+            stores_by_tma = Boolean(True)
+            for y in uncoded(ys):
                 stores_by_tma = stores_by_tma & is_aligned(y)
         x_scale = as_bytes(code_scales)
         scales = tuple(as_bytes(scale) for scale in scales)

@@ -30,8 +30,12 @@ MOST_GROUPS_AHEAD = 2
 class LoadedAhead(NamedTuple):
     """Values that an epilogue has before the products of a tile."""
 
-    positions: cute.Tensor  # of token 32 i + lane of the token tile; staged: of the thread's token
-    turns: cute.Tensor | None  # cosines and sines of the warp's block, where they are loaded ahead
+    # Of token 32 i + lane of the token tile; staged: of the thread's token.
+    positions: cute.Tensor | None = None
+    # Cosines and sines of the warp's block, where they are loaded ahead.
+    turns: cute.Tensor | None = None
+    # Position, and cosines and sines, as `index_heads` has them.
+    head: tuple[cute.Tensor, cute.Tensor] | None = None
 
 
 class WeightEpilogues:
@@ -39,7 +43,8 @@ class WeightEpilogues:
 
     def __init__(self, plan: LinearPlan):
         self.plan = plan
-        # Others are not applied to outputs by themselves: see `rounded_tile` and `best_rows`.
+        # Others are not applied to outputs by themselves: see `rounded_tile`, `index_tile` and
+        # `best_rows`.
         self.own = [
             RotateHeads(config) if isinstance(config, HeadRotation) else None
             for config in plan.epilogues

@@ -26,7 +26,7 @@ from dsv4.kernels.indexer.config import (
 )
 from dsv4.kernels.indexer.context import Operands, bits_of, order_key, tiles_of, visible
 from dsv4.kernels.indexer.plan import GROUPS, LOADERS, ClusterPlan
-from dsv4.kernels.indexer.queries import coded, rotated, transformed
+from dsv4.kernels.kit.index_rounding import coded, rotated, transformed
 from dsv4.kernels.indexer.selection import (
     BOARD_STRIDE,
     HELD,

@@ -30,7 +30,7 @@ from dsv4.kernels.indexer.config import (
 )
 from dsv4.kernels.indexer.context import Operands
 from dsv4.kernels.indexer.plan import GROUPS, LOADERS, PREFETCHED_BYTES, ScoresPlan
-from dsv4.kernels.indexer.queries import LANES, PAIRS, coded, rotated, transformed
+from dsv4.kernels.kit.index_rounding import LANES, PAIRS, coded, rotated, transformed
 from dsv4.kernels.indexer.sm90.fp4_tiles import Fp4Ring, Fp4Tiles
 from dsv4.kernels.indexer.sm90.fp8_tiles import Fp8Ring, Fp8Tiles
 from dsv4.kernels.kit import mbarrier, quant

@@ -1,8 +1,9 @@
 """Rounding of index queries and keys in registers: rotation, Hadamard transform, FP4, e4m3 codes.
 
-Neighbouring lanes hold a row of 128 channels: four of them 32 each, which is a group of FP4, or 32
-of them four each. The arithmetic is that of `dsv4.ops.index_keys`, bit for bit: additions of the
-transform in the same order, one rounding to bf16 after the rotation and one after the transform.
+Neighbouring lanes hold a row of 128 channels: four of them 32 each, which is a group of FP4, 16
+eight each, or 32 four each. The arithmetic is that of `dsv4.ops.index_keys`, bit for bit: additions
+of the transform in the same order, one rounding to bf16 after the rotation and one after the
+transform.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ from __future__ import annotations
 import cutlass
 from cutlass import Float8E4M3FN, Float32, Int32, Uint32, cute
 
-from dsv4.kernels.indexer.config import KERNEL_DIM
 from dsv4.kernels.kit import quant
-from dsv4.kernels.kit.index_entry import FP4_GROUP, MIN_EXPONENT, TOP_SHIFT
+from dsv4.kernels.kit.index_entry import FP4_GROUP, MIN_EXPONENT, MODEL_DIM, TOP_SHIFT
 from dsv4.kernels.kit.rms import NEAREST
 
 LANES = 4  # of a row of a query
@@ -49,14 +49,14 @@ def transformed(pairs: list[Uint32], lane: Int32) -> list[Uint32]:
                 a, b = values[low], values[low + half]
                 values[low], values[low + half] = a + b, a - b
         half *= 2
-    for offset in _offsets(1, KERNEL_DIM // held):
+    for offset in _offsets(1, MODEL_DIM // held):
         is_high = lane & offset != 0
         others = [cute.arch.shuffle_sync_bfly(value, offset=offset) for value in values]
         values = [
             Float32(cutlass.select_(is_high, other - value, value + other))
             for value, other in zip(values, others)
         ]
-    factor = Float32(KERNEL_DIM**-0.5)
+    factor = Float32(MODEL_DIM**-0.5)
     values = [value * factor for value in values]
     return [quant.pack_bf16(*values[i : i + 2]) for i in range(0, held, 2)]
 
@@ -67,7 +67,7 @@ def coded(pairs: list[Uint32]) -> tuple[cute.Tensor, Float32]:
     values, exponent = _rounded(pairs)
     held = len(values)
     top = exponent
-    for offset in _offsets(FP4_GROUP // held, KERNEL_DIM // held):
+    for offset in _offsets(FP4_GROUP // held, MODEL_DIM // held):
         top = cutlass.max(top, cute.arch.shuffle_sync_bfly(top, offset=offset))
     row = row_exponent(top)
     # A group of zeros may lie further below the row's scale than an exponent reaches.
