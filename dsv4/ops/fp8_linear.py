@@ -20,6 +20,7 @@ from dsv4.ops.aliasing import check_given
 from dsv4.ops.head_rotation import HeadRotation, check_heads, epilogue_config, rotate_heads_
 from dsv4.ops.index_rounding import IndexRounding, round_heads
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
+from dsv4.ops.runtime import tensors as make
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_are_tensors, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
@@ -145,10 +146,19 @@ class Fp8Linear(KernelOp):
     def probes(
         self, config: Fp8LinearConfig, target: Device, device: torch.device
     ) -> Iterator[tuple[Tensor | int, ...]]:
-        """One token through every tiling, with the scratch that leads to the quantisation."""
+        """One token through every tiling, with the scratch that leads to the quantisation; of heads
+        one, with what their epilogue needs."""
+        epilogue, dtypes = config.head_epilogue, self.values(config)
+        sizes = dict.fromkeys(("T", "S", "R", "H", "C"), 1)
         for tiling in range(len(PLANS[target.arch].tilings(config))):
             call = list(smallest_call(self, config, (tiling, target.num_sms), device))
             call[self.num_required : self.num_required + 2] = scratch(1, config.in_features, device)
+            if epilogue is not None:
+                rows = {"M": epilogue.head_dim, "G": -(-epilogue.head_dim // K_BLOCK)}
+                for place, arg in enumerate(self.tensors):
+                    is_scratch = self.num_required <= place < self.num_required + 2
+                    if not (is_scratch or (arg.name == "x_scale" and config.quantizes)):
+                        call[place] = make.empty(arg, dtypes, sizes | rows, device).zero_()
             yield tuple(call)
 
     def aot(self) -> Mapping[str, Fp8LinearConfig]:

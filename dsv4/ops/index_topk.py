@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from numbers import Integral
 from operator import index
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,9 @@ from dsv4.ops.runtime import state as states
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_is_tensor
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
+from dsv4.ops.runtime.launch import Launch
 from dsv4.ops.topk import topk_stable
+from dsv4.quoting import quoted
 
 MODEL_PAGE = 32  # entries of a block of 128 tokens
 MODEL_TOPK = {"Flash": 512, "Pro": 1024}
@@ -71,8 +73,12 @@ class IndexTopk(KernelOp):
     def max_workspace_size(self, config: IndexTopkConfig, rows: int, device: Device) -> int:
         return BINS * rows
 
+    def needs(self, config: IndexTopkConfig, name: str) -> bool | None:
+        return config.has_codes if name == "q_scale" else None
+
     def check_sizes(self, config: IndexTopkConfig, *tensors: Tensor | None) -> None:
-        rope, keys = tensors[2], tensors[7]
+        rope, keys, q_scale = tensors[2], tensors[7], tensors[10]
+        _check_scale(config, q_scale, weights=tensors[1])
         if rope.shape[0] == 0:
             raise ValueError("rope: got no rows, needs one per position")
         size, row = keys.shape[1:]
@@ -81,6 +87,21 @@ class IndexTopk(KernelOp):
                 f"keys: got strides {tuple(keys.stride())}, each page of FP8 or FP4 keys must be "
                 f"contiguous: [any, {row}, 1]"
             )
+
+    def make_launch(self, state: states.State) -> Launch:
+        """The usual launch; of codes behind a check of their scales: the compiled function takes
+        any number of rows."""
+        launch, config = super().make_launch(state), state.config
+        if not config.has_codes:
+            return launch
+        place = self.num_required + 1  # behind the runner's id
+
+        def checked(*arguments: Any) -> None:
+            q_scale = arguments[place] if len(arguments) > place else None
+            _check_scale(config, q_scale, arguments[1])
+            launch(*arguments)
+
+        return checked
 
     def probes(
         self, config: IndexTopkConfig, target: Device, device: torch.device
@@ -103,19 +124,14 @@ class IndexTopk(KernelOp):
         keys: Tensor,
         indices: Tensor,
         scores: Tensor,
+        q_scale: Tensor | None = None,
     ) -> None:
         requests, columns = block_table.shape
         entries = min(columns * config.page, scores.shape[1])
         if 0 in (q.shape[0], requests, entries, keys.shape[0]):
             indices.fill_(-1)
             return
-        queries = q.unflatten(1, (config.heads, config.dim)).clone()
-        rotation = rope[positions.clamp(0, rope.shape[0] - 1)]
-        rotate_rows_(queries, rotation[:, None])
-        if config.is_packed:
-            queries = decode_index(*encode_index(queries))
-        elif config.is_rounded:
-            queries = round_index(queries)
+        queries = _queries_of(config, q, q_scale, rope, positions)
         factors = (weights * config.weight_scale).float()
         is_request = (request_ids >= 0) & (request_ids < requests)
         counts = torch.where(is_request, lens, 0).clamp(0, entries)
@@ -147,11 +163,12 @@ class IndexTopk(KernelOp):
         scale = KERNEL_DIM**-0.5 * KERNEL_HEADS**-0.5
         sizes = (KERNEL_HEADS, KERNEL_DIM, KERNEL_ROPE_DIM)
         return {
-            f"{label}, {keys}": IndexTopkConfig(
-                *sizes, topk, MODEL_PAGE, scale, keys, gives_slots=True
+            f"{label}, {keys}{', codes' * has_codes}": IndexTopkConfig(
+                *sizes, topk, MODEL_PAGE, scale, keys, gives_slots=True, has_codes=has_codes
             )
             for label, topk in MODEL_TOPK.items()
             for keys in INDEX_FORMATS
+            for has_codes in (False, True)
         }
 
 
@@ -169,6 +186,7 @@ def index_topk(
     block_table: Tensor,
     keys: Tensor,
     *,
+    q_scale: Tensor | None = None,
     topk: int,
     weight_scale: float,
     is_rounded: bool = True,
@@ -189,8 +207,9 @@ def index_topk(
     its keys alone. Nothing is read back to the host.
 
     Args:
-        q: [T, h * d] bfloat16 (float32 by the torch implementation).
-        weights: [T, h], in the dtype of q.
+        q: [T, h * d] bfloat16 (float32 by the torch implementation); or float8_e4m3fn with
+            `q_scale`: rotated and rounded before, as `fp8_linear` does it with `IndexRounding`.
+        weights: [T, h], in the dtype of q; of codes bfloat16.
         rope: [R, rope_dim] float32, cosines, then sines, per position.
         positions: [T] int32, clamped to 0..R - 1.
         lens: [T] int32, entries that each token sees: the first ones of its request. Clamped to
@@ -203,6 +222,7 @@ def index_topk(
         keys: [pages, P, d + 4] uint8 of FP8 keys or [pages, P, d / 2 + d / 32] uint8 of FP4 keys
             (`dsv4.kernels.kit.index_entry`), which give the same bits; or [pages, P, d] rows in the
             dtype of q. Pages may lie apart. Kernels take FP8 and FP4 keys of 128 channels.
+        q_scale: [T, h] float32, of the heads of codes.
         topk: entries chosen.
         rank: "bf16", or "fp32": scores are not rounded (by the torch implementation).
         gives_slots: return slots, page * P + place, instead of entries.
@@ -217,16 +237,20 @@ def index_topk(
     Raises:
         ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
     """
+    has_codes = _have_codes(q, weights, q_scale)
+    if has_codes:
+        # What the table has of them: the dtype of q is that of the weights.
+        q = q.view(torch.bfloat16)
     given = (q, weights, rope, positions, lens, request_ids, block_table, keys)
     try:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             INDEX_TOPK.check_no_gradients(*given)
         heads, tokens = index(weights.shape[1]), q.shape[0]
-        dim = index(q.shape[1]) // max(heads, 1)
+        dim = index(q.shape[1]) * (2 if has_codes else 1) // max(heads, 1)
         key_format = _FORMATS.get(keys.dtype) or format_of(dim, index(keys.shape[2]))
         identity = index_topk_runner_id(
             heads, dim, index(rope.shape[1]), topk, index(keys.shape[1]), weight_scale, key_format,
-            is_rounded, rank, gives_slots,
+            is_rounded, rank, gives_slots, has_codes,
         )  # fmt: skip
         if out is None:
             out = torch.empty((tokens, topk), dtype=torch.int32, device=q.device)
@@ -234,7 +258,7 @@ def index_topk(
         if max_entries is not None:
             entries = min(entries, _checked_bound(max_entries))
         if scores_out is not None:
-            _op(*given, out, scores_out, identity)
+            _op(*given, out, scores_out, identity, *([q_scale] if has_codes else []))
             return out
         entries += -entries % _ALIGNED
         dtype = getattr(torch, RANKS[rank])
@@ -244,9 +268,10 @@ def index_topk(
             part = slice(start, start + step)
             rows = (q[part], weights[part], rope, *(x[part] for x in given[3:6]), *given[6:])
             chosen = out[part]
-            _op(*rows, chosen, scores[: chosen.shape[0]], identity)
+            scales = [q_scale[part]] if has_codes else []
+            _op(*rows, chosen, scores[: chosen.shape[0]], identity, *scales)
     except Exception:
-        INDEX_TOPK.explain(*given, out, scores_out)
+        INDEX_TOPK.explain(*given, out, scores_out, q_scale)
         for name, tensor in (("out", out), ("scores_out", scores_out)):
             if tensor is not None:
                 check_is_tensor(name, tensor)
@@ -266,11 +291,44 @@ def index_topk_runner_id(
     is_rounded: bool = True,
     rank: str = "bf16",
     gives_slots: bool = False,
+    has_codes: bool = False,
 ) -> int:
     """Id of a configuration, what `torch.ops.dsv4.index_topk` takes; see `IndexTopkConfig`."""
     return INDEX_TOPK.runner_id(
-        heads, dim, rope_dim, topk, page, weight_scale, key_format, is_rounded, rank, gives_slots
-    )
+        heads, dim, rope_dim, topk, page, weight_scale, key_format, is_rounded, rank, gives_slots,
+        has_codes,
+    )  # fmt: skip
+
+
+def _have_codes(q: Tensor, weights: Tensor, q_scale: Tensor | None) -> bool:
+    """Whether queries come in codes; TypeError or ValueError where they lack their scales, or have
+    some without codes."""
+    for name, tensor in (("q", q), ("weights", weights)):
+        check_is_tensor(name, tensor)
+    has_codes = q.dtype == torch.float8_e4m3fn
+    if has_codes == (q_scale is None):
+        got = "nothing" if q_scale is None else "a tensor"
+        raise ValueError(f"q_scale: got {got}, q is {q.dtype}")
+    if not has_codes:
+        return False
+    check_is_tensor("q_scale", q_scale)
+    if weights.dtype != torch.bfloat16:
+        raise TypeError(f"weights: got {weights.dtype}, beside codes of queries needs torch.bfloat16")
+    if q.dim() != 2 or q.shape[1] % 2 or q.stride(1) != 1 or q.stride(0) % 2:
+        raise ValueError(
+            f"q: got shape {quoted(q.shape)}, strides {quoted(q.stride())}, codes need "
+            f"[T, h * {KERNEL_DIM}] in contiguous rows"
+        )
+    return True
+
+
+def _check_scale(config: IndexTopkConfig, q_scale: Tensor | None, weights: Tensor) -> None:
+    """Refuse scales of queries without codes, and codes without theirs: ValueError."""
+    if config.has_codes == (q_scale is None):
+        got = "nothing" if q_scale is None else "a tensor"
+        raise ValueError(f"q_scale: got {got}, q is {'in codes' if config.has_codes else 'no codes'}")
+    if q_scale is not None and q_scale.shape[0] != weights.shape[0]:
+        raise ValueError(f"q_scale: got {q_scale.shape[0]} rows, needs {weights.shape[0]}")
 
 
 def _checked_bound(max_entries: object) -> int:
@@ -284,6 +342,21 @@ def _checked_bound(max_entries: object) -> int:
 
 
 # ---- torch implementation ------------------------------------------------------------------------
+
+
+def _queries_of(
+    config: IndexTopkConfig, q: Tensor, q_scale: Tensor | None, rope: Tensor, positions: Tensor
+) -> Tensor:
+    """Queries [T, h, d] as they are multiplied."""
+    if config.has_codes:
+        codes = q.view(torch.float8_e4m3fn).unflatten(1, (config.heads, config.dim))
+        return decode_index(codes, q_scale)
+    queries = q.unflatten(1, (config.heads, config.dim)).clone()
+    rotation = rope[positions.clamp(0, rope.shape[0] - 1)]
+    rotate_rows_(queries, rotation[:, None])
+    if config.is_packed:
+        return decode_index(*encode_index(queries))
+    return round_index(queries) if config.is_rounded else queries
 
 
 def _keys_of(config: IndexTopkConfig, keys: Tensor, pages: Tensor, numbers: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dsv4.kernels.indexer.config import IndexTopkConfig
 from dsv4.kernels.kit.index_entry import IndexEntry
 from dsv4.ops.index_keys import key_views, pack_index, packed_views, read_keys
+from dsv4.ops.index_rounding import round_heads
 from dsv4.ops.index_topk import INDEX_TOPK, index_topk
 from dsv4.ops.quantize import e2m1_as_e4m3
 from dsv4.reference.hadamard import hadamard
@@ -38,6 +39,7 @@ class Case:
         gap: bytes between pages.
         key_format: of the pages: "fp8" or "fp4".
         far: magnitudes of a key's groups differ by up to so many powers of two.
+        has_codes: whether queries are rounded before the call.
     """
 
     lens: tuple[int, ...]
@@ -55,12 +57,14 @@ class Case:
     gap: int = 48
     key_format: str = "fp8"
     far: int = 0
+    has_codes: bool = False
 
     @property
     def config(self) -> IndexTopkConfig:
         scale = (self.heads * self.dim) ** -0.5
         sizes = (self.heads, self.dim, self.rope_dim, self.topk, self.page, scale)
-        return IndexTopkConfig(*sizes, self.key_format, gives_slots=self.gives_slots)
+        options = {"gives_slots": self.gives_slots, "has_codes": self.has_codes}
+        return IndexTopkConfig(*sizes, self.key_format, **options)
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,19 @@ class Inputs(OpInputs):
         """By the table's names, with scores of their own."""
         shape = (len(self.case.lens), self.entries + -self.entries % 8)
         scores = torch.empty(shape, dtype=torch.bfloat16, device=self.tensors["q"].device)
-        return {**self.tensors, "scores": scores}
+        found = {**self.tensors, "scores": scores}
+        if self.case.has_codes:
+            codes, found["q_scale"] = self.codes()
+            found["q"] = codes.view(torch.bfloat16)
+        return found
+
+    def codes(self) -> tuple[Tensor, Tensor]:
+        """Queries in codes, and their scales; those of padding are NaN."""
+        tensors, live = self.tensors, len(self.case.lens) - self.case.padding_rows
+        codes, scales = round_heads(tensors["q"], tensors["rope"], tensors["positions"])
+        codes.view(torch.uint8)[live:] = NAN_BYTES["fp8"]
+        scales[live:] = torch.nan
+        return codes, scales
 
     def rows(self, start: int, stop: int) -> Inputs:
         """The same for some of the tokens."""
@@ -240,6 +256,8 @@ def run_op(inputs: Inputs) -> dict[str, Tensor]:
     """Results of the public function by the operator's names."""
     arguments, case = inputs.arguments, inputs.case
     scores = arguments.pop("scores").fill_(torch.nan)
+    if case.has_codes:
+        arguments["q"] = arguments["q"].view(torch.float8_e4m3fn)
     found = index_topk(
         **arguments,
         topk=case.topk,

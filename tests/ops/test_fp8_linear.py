@@ -78,7 +78,7 @@ def test_operator_is_sound_for_torch(seed) -> None:
         test_utils=("test_faketensor", "test_autograd_registration"),
     )
     written = [arg.name for arg in op._schema.arguments if arg.alias_info is not None]
-    assert written == ["out", "codes", "code_scales", "squares"]
+    assert written == ["out", "codes", "code_scales", "squares", "head_scales"]
 
 
 def test_whole_graph_compilation(seed) -> None:

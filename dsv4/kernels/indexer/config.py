@@ -1,5 +1,6 @@
 """Configuration of `index_topk`, and its arguments: T tokens of h index heads of d channels, N
-entries at most, pages of P keys.
+entries at most, pages of P keys. A row of q has qd elements: the channels of all heads, or pairs of
+their codes, which have scales then.
 
 Imports neither cutlass nor torch, so that every layer may use it.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dsv4.kernels.kit.args import In, Out, Scalar, Workspace
+from dsv4.kernels.kit.args import In, OptIn, Out, Scalar, Workspace
 from dsv4.kernels.kit.index_entry import ALIGNMENT, INDEX_FORMATS, MODEL_DIM, IndexEntry
 from dsv4.quoting import quoted
 
@@ -38,6 +39,7 @@ class IndexTopkConfig:
         rank: what scores are rounded to before they are compared: "bf16", or "fp32", not at all.
         gives_slots: whether chosen entries are named by their slots, page * P + place, not by
             their numbers.
+        has_codes: whether queries come rotated and rounded, as e4m3 codes with a scale a head.
     """
 
     heads: int
@@ -50,6 +52,7 @@ class IndexTopkConfig:
     is_rounded: bool = True
     rank: str = "bf16"
     gives_slots: bool = False
+    has_codes: bool = False
 
     def __post_init__(self) -> None:
         for name in ("heads", "dim", "topk", "page"):
@@ -68,6 +71,8 @@ class IndexTopkConfig:
                 )
         if self.is_rounded and self.dim & (self.dim - 1):
             raise ValueError(f"dim: the Hadamard transform needs a power of two, got {self.dim}")
+        if self.has_codes and not self.is_rounded:
+            raise ValueError("has_codes: codes are rounded, is_rounded must be True, got False")
         if self.is_rounded or self.is_packed:
             IndexEntry(self.dim)  # refuses channels that are no whole groups
 
@@ -107,7 +112,7 @@ def has_kernel(config: IndexTopkConfig) -> bool:
 _ROWS = {"dtype": "bfloat16", "also": ("float32",)}
 
 ARGS = (
-    In("q", "T hd", align=16, **_ROWS),
+    In("q", "T qd", align=16, **_ROWS),
     In("weights", "T h", **_ROWS),
     In("rope", "R rope_dim", "float32", align=16),
     In("positions", "T", "int32"),
@@ -124,6 +129,7 @@ ARGS = (
     ),
     Out("indices", "T k", "int32", public="out"),
     Out("scores", "T N", "rank_dtype", align=16, public="scores_out", differentiable=True),
+    OptIn("q_scale", "T h", "float32"),
     Workspace(),
     Scalar("num_ctas"),
     Scalar("cluster"),
@@ -136,7 +142,7 @@ def values(config: IndexTopkConfig) -> dict[str, int | str]:
     if config.is_packed:
         key_align = IndexEntry(config.dim, config.key_format).alignment
     return {
-        "hd": config.heads * config.dim,
+        "qd": config.heads * config.dim // (2 if config.has_codes else 1),
         "h": config.heads,
         "rope_dim": config.rope_dim,
         "P": config.page,

@@ -16,7 +16,7 @@ SIGN = 0x8000  # of a bf16
 class Operands(NamedTuple):
     """Tensors of a launch."""
 
-    q: cute.Tensor  # [T, h d] bf16
+    q: cute.Tensor  # [T, h d] bf16; or [T, h d / 2], pairs of codes
     weights: cute.Tensor  # [T, h] bf16
     rope: cute.Tensor  # [R, rope_dim] fp32
     positions: cute.Tensor  # [T] int32
@@ -27,6 +27,7 @@ class Operands(NamedTuple):
     indices: cute.Tensor  # [T, k] int32, written
     scores: cute.Tensor  # [T, N] bf16, written
     counts: cute.Tensor  # [T, BINS] int32, zeros before and after
+    q_scale: tuple[cute.Tensor, ...] = ()  # [T, h] fp32, of codes
 
 
 def counts_of(workspace: cute.Tensor, tokens: Int32) -> cute.Tensor:

@@ -103,6 +103,23 @@ def test_formats_of_keys_give_the_same_bits(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", [RAGGED, FP8], ids=["fp4", "fp8"])
+@pytest.mark.parametrize("launch", [FEWEST_AND_MOST[0], *FEWEST_AND_MOST[2:]], ids=str)
+def test_queries_in_codes_give_the_same_bits(
+    case: Case, launch: dict[str, int], seed: int
+) -> None:
+    """In every schedule; nothing but scores that are seen is compared."""
+    inputs = Inputs.make(case, seed)
+    wanted = run(inputs, seed, **launch).outputs
+    coded = replace(inputs, case=replace(case, has_codes=True))
+    found = run(coded, seed, None, **launch).outputs
+    assert torch.equal(found["indices"], wanted["indices"])
+    for token, count in enumerate(inputs.counts()):
+        if count > case.topk:
+            assert torch.equal(found["scores"][token, :count], wanted["scores"][token, :count])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ctas", [1, 3, 20])
 def test_numbers_of_ctas(num_ctas: int, seed: int) -> None:
     run(Inputs.make(RAGGED, seed), seed, None, num_ctas=num_ctas, cluster=CLUSTER)

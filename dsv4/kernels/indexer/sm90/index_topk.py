@@ -19,6 +19,7 @@ class IndexTopkSm90:
 
     def __init__(self, config: IndexTopkConfig):
         assert has_kernel(config), config
+        self.has_codes = config.has_codes
         self.scores = ScoresSm90(config)
         self.select = [Select(config, ctas) for ctas in CLUSTERS]
         self.one_launch = [OneLaunchSm90(config, ctas) for ctas in ONE_LAUNCH_CLUSTERS]
@@ -26,7 +27,7 @@ class IndexTopkSm90:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,  # [T, h d] bf16
+        q: cute.Tensor,  # [T, h d] bf16; or [T, h d / 2], pairs of codes
         weights: cute.Tensor,  # [T, h] bf16
         rope: cute.Tensor,  # [R, rope_dim] fp32
         positions: cute.Tensor,  # [T] int32
@@ -38,6 +39,7 @@ class IndexTopkSm90:
         scores: cute.Tensor,  # [T, N] bf16, written
         stream,
         *,
+        q_scale: cute.Tensor,  # [T, h] fp32 of codes, or [0, h]
         workspace: cute.Tensor,
         num_ctas: Int32,  # of the scores' launch; 0: there is one launch
         cluster: Int32,  # CTAs that choose for a token: of ONE_LAUNCH_CLUSTERS, or of CLUSTERS
@@ -46,7 +48,7 @@ class IndexTopkSm90:
         counts = counts_of(workspace, Int32(q.shape[0]))
         operands = Operands(
             q, weights, rope, positions, lens, request_ids, block_table, keys, indices, scores,
-            counts,
+            counts, (q_scale,) if self.has_codes else (),
         )  # fmt: skip
         if num_ctas == 0:
             for i in cutlass.range_constexpr(len(ONE_LAUNCH_CLUSTERS)):

@@ -37,7 +37,7 @@ from dsv4.kernels.indexer.selection import (
 )
 from dsv4.kernels.indexer.sm90.fp4_tiles import Fp4Ring
 from dsv4.kernels.indexer.sm90.fp8_tiles import Fp8Ring
-from dsv4.kernels.indexer.sm90.tile_scores import WARP, Run, TileScores
+from dsv4.kernels.indexer.sm90.tile_scores import WARP, Run, TileScores, code_address
 from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.kit.remote import add_remote
 from dsv4.kernels.kit.storage import storage_struct
@@ -247,7 +247,7 @@ class OneLaunchSm90(TileScores):
         """Round some of the token's heads for all CTAs of the cluster: a warp has a head, a lane
         four channels."""
         lane = cute.arch.lane_idx()
-        turns = self.load_turns(operands, token, lane)
+        turns = [] if self.config.has_codes else self.load_turns(operands, token, lane)
         pdl.wait_for_previous_launch()
         heads = KERNEL_HEADS // self.cluster
         for first in cutlass.range_constexpr(0, heads, WARPS):
@@ -270,20 +270,8 @@ class OneLaunchSm90(TileScores):
     @cute.jit
     def share_head(self, operands: Operands, smem: ClusterSmem, token, rank, head, turns, lane):
         """Round a head, and send its codes and its factor to all CTAs."""
-        at = Int64(token) * operands.q.stride[0] + head * KERNEL_DIM + lane * LANE_CHANNELS
-        words = cute.make_rmem_tensor(PAIRS, Uint32)
-        source = vector_at(address_of(operands.q, at), BFloat16, 0, LANE_CHANNELS)
-        cute.autovec_copy(cute.recast_tensor(source, Uint32), words)
+        code, scale = self.code_of(operands, token, head, turns, lane)
         weight = self.weight_of(operands, token, head)
-        pairs = [words[i] for i in range(PAIRS)]
-        # The rotated channels are those of the last lanes.
-        is_rotated = lane >= WARP_HALF
-        pairs = [
-            Uint32(cutlass.select_(is_rotated, new, old))
-            for new, old in zip(rotated(pairs, *turns), pairs)
-        ]
-        codes, scale = coded(transformed(pairs, lane))
-        code = cute.recast_tensor(codes, Int32)[0]
         # A vector of four lanes' codes has four senders, each for some of the CTAs.
         number = lane % VECTORS
         words = tuple(
@@ -299,6 +287,27 @@ class OneLaunchSm90(TileScores):
             target = cute.recast_ptr(smem.factors.iterator, dtype=Int32) + head
             factor = (weight * scale).bitcast(Int32)
             cute.arch.store_async_dsmem(target, factor, smem.sent, lane)
+
+    def code_of(
+        self, operands: Operands, token, head, turns: list[cute.Tensor], lane
+    ) -> tuple[Int32, Float32]:
+        """A lane's codes of a head, in a word, and the head's scale."""
+        if self.config.has_codes:
+            address = code_address(operands, token, head, lane * LANE_CHANNELS)
+            return vector_at(address, Int32, 0, 1)[0], operands.q_scale[0][token, head]
+        at = Int64(token) * operands.q.stride[0] + head * KERNEL_DIM + lane * LANE_CHANNELS
+        words = cute.make_rmem_tensor(PAIRS, Uint32)
+        source = vector_at(address_of(operands.q, at), BFloat16, 0, LANE_CHANNELS)
+        cute.autovec_copy(cute.recast_tensor(source, Uint32), words)
+        pairs = [words[i] for i in range(PAIRS)]
+        # The rotated channels are those of the last lanes.
+        is_rotated = lane >= WARP_HALF
+        pairs = [
+            Uint32(cutlass.select_(is_rotated, new, old))
+            for new, old in zip(rotated(pairs, *turns), pairs)
+        ]
+        codes, scale = coded(transformed(pairs, lane))
+        return cute.recast_tensor(codes, Int32)[0], scale
 
     # ---- scores ----
 

@@ -44,6 +44,7 @@ from dsv4.kernels.kit.wgmma import by_row
 
 WARP = 32
 UNIT_ROWS = 16  # of a warp in a product
+CODE_WORD = 4  # codes of a word
 CONSUMING = 1  # named barrier
 
 
@@ -191,12 +192,10 @@ class TileScores:
     def take_token(self, operands: Operands, smem: Smem, token, thread, lane):
         """Codes of a token's queries, and factors of its heads, into shared memory."""
         head, part = thread // LANES, thread % LANES
-        pairs = self.load_query(operands, token, head, part)
-        codes, scale = coded(transformed(pairs, lane))
+        words, scale = self.codes_of(operands, token, head, part, lane)
         weight = self.weight_of(operands, token, head)
         # All are done with the token before.
         sync_consumers(self.plan.consumers)
-        words = cute.recast_tensor(codes, Uint32)
         for half in cutlass.range_constexpr(2):
             vector = (part * 2 + half) ^ (head % 8)
             offset = head * KERNEL_DIM + vector * VECTOR_BYTES
@@ -212,6 +211,21 @@ class TileScores:
         # wgmma reads through the async proxy.
         cute.arch.fence_view_async_shared()
         sync_consumers(self.plan.consumers)
+
+    def codes_of(
+        self, operands: Operands, token, head, part, lane
+    ) -> tuple[cute.Tensor, Float32]:
+        """A lane's codes of a query, as words, and the query's scale."""
+        if not self.config.has_codes:
+            pairs = self.load_query(operands, token, head, part)
+            codes, scale = coded(transformed(pairs, lane))
+            return cute.recast_tensor(codes, Uint32), scale
+        words = cute.make_rmem_tensor(FP4_GROUP // CODE_WORD, Uint32)
+        address = code_address(operands, token, head, part * FP4_GROUP)
+        for v in range(FP4_GROUP // VECTOR_BYTES):
+            target = cute.make_tensor(words.iterator + v * 4, cute.make_layout(4))
+            cute.autovec_copy(vector_at(address, Uint32, v * 4, 4), target)
+        return words, operands.q_scale[0][token, head]
 
     def weight_of(self, operands: Operands, token, head) -> Float32:
         """Weight of a head times the configuration's factor, rounded to bf16."""
@@ -290,6 +304,12 @@ class TileScores:
         """Count an order key by its upper bits."""
         target = smem.counts.iterator + Int32(key >> BIN_SHIFT)
         cute.arch.atomic_add(target, Int32(1))
+
+
+def code_address(operands: Operands, token, head, channel) -> Int64:
+    """Address of the code of a channel of a query."""
+    pair = head * (KERNEL_DIM // 2) + channel // 2
+    return address_of(operands.q, Int64(token) * operands.q.stride[0] + pair)
 
 
 def sync_consumers(threads: int) -> None:
