@@ -97,7 +97,7 @@ def test_operator_is_sound_for_torch(seed) -> None:
     )
     written = [arg.name for arg in op._schema.arguments if arg.alias_info is not None]
     outputs = ["out_0", "out_1", *(f"plain_out_{i}" for i in range(5)), "codes", "code_scales"]
-    outputs += ["squares_0", "squares_1"]
+    outputs += ["squares_0", "squares_1", "head_scales_0", "head_scales_1"]
     assert written == outputs
 
 
