@@ -93,14 +93,16 @@ class Attention(Module):
         rotation = HeadRotation(table, step.token_positions, self.head_dim, squares)
         window = cache.window.view(step)
         latent = self._take_in(down, key, sides, table, window, cache, step)
-        q, *index_queries = project(latent, ups, rotation)
+        rounding = self.indexer.rounding(latent, step) if scores_entries else None
+        q, *index_queries = project(latent, ups, *[rotation, rounding][: len(ups)])
+        index_scales = None if rounding is None else rounding.scales
         # Values carry their own rotation: turning back by the query's leaves the relative one.
         o = sparse_fmha_paged(
             q.view(-1, self.heads, self.head_dim),
             cache.window.data,
             window.indices,
             window.lens,
-            *self._entries(sides, index_queries, cache, step),
+            *self._entries(sides, (*index_queries, index_scales), cache, step),
             self.attn_sink,
             sink_mode=SINK_MODE,
             q_squares=squares,
@@ -171,7 +173,7 @@ class Attention(Module):
     def _entries(
         self,
         sides: list[Tensor],
-        index_queries: list[Tensor],
+        index_queries: tuple[Tensor | None, ...],
         cache: LayerCache,
         step: Step,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -179,7 +181,7 @@ class Attention(Module):
 
         Args:
             sides: `_side_linears` of the tokens.
-            index_queries: of the indexer, where it scores entries.
+            index_queries: of the indexer, where it scores entries, and the scales of their codes.
 
         Returns:
             Pool, slots [T, k] and lengths [T] as the operator takes them; no slots where a token
@@ -190,7 +192,8 @@ class Attention(Module):
         if self._sees_all(step):
             return cache.entries.data, None, None
         lens = step.visible(self.ratio)
-        slots = self.indexer.select(*index_queries, sides[4], lens, cache, step)
+        queries, scales = index_queries
+        slots = self.indexer.select(queries, sides[4], lens, cache, step, scales)
         return cache.entries.data, slots, lens
 
     def _sees_all(self, step: Step) -> bool:

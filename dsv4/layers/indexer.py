@@ -10,10 +10,11 @@ from torch import Tensor
 from dsv4.cache.layer_cache import LayerCache
 from dsv4.cache.step import Step
 from dsv4.layers.compressor import Compressor
-from dsv4.layers.linear import Linear, linear_options
+from dsv4.layers.linear import Linear, Rounded, linear_options
 from dsv4.layers.module import Module
 from dsv4.layers.rope import Rope
-from dsv4.ops import index_topk
+from dsv4.ops import IndexRounding, index_scales, index_topk
+from dsv4.ops.index_rounding import takes_index_heads
 
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
@@ -60,15 +61,33 @@ class Indexer(Module):
         """Projections of the layer's input: those of the compressor, weights of the heads."""
         return *self.compressor.linears, self.weights_proj
 
+    def rounding(self, latent: Tensor | Rounded, step: Step) -> IndexRounding | None:
+        """The epilogue of `wq_b` that makes codes of queries, where it has one for such latents; else
+        scores round a query in every CTA that takes its token up."""
+        if not (isinstance(latent, Rounded) and self.wq_b.takes_codes(latent.values)):
+            return None
+        if not (self.quantized and takes_index_heads(self.dim, self.rope.dim)):
+            return None
+        device = latent.codes.device
+        scales = index_scales(latent.codes.shape[0], self.heads, device)
+        return IndexRounding(self.rope.table(step.capacity, device), step.token_positions, scales)
+
     def select(
-        self, queries: Tensor, weights: Tensor, lens: Tensor, cache: LayerCache, step: Step
+        self,
+        queries: Tensor,
+        weights: Tensor,
+        lens: Tensor,
+        cache: LayerCache,
+        step: Step,
+        scales: Tensor | None = None,
     ) -> Tensor:
         """Choose among the entries that each of the T = B * C tokens sees.
 
         Args:
-            queries: [B, C, heads * dim], `wq_b` of the normalised query latent.
+            queries: [B, C, heads * dim], `wq_b` of the normalised query latent, or its codes.
             weights: [B, C, heads], `weights_proj` of the layer's input.
             lens: [T] int32, entries that each token sees.
+            scales: [T, heads] of codes.
 
         Returns:
             Slots [T, topk] int32 in ascending order of entries, -1 behind the last.
@@ -82,11 +101,12 @@ class Indexer(Module):
             step.request_ids,
             step.pages,
             cache.index_keys.data,
+            q_scale=scales,
             topk=self.topk,
             weight_scale=self.scale,
             is_rounded=self.quantized,
             # What a float32 model computes in float32 for is not rounded away.
-            rank="bf16" if queries.dtype == torch.bfloat16 else "fp32",
+            rank="bf16" if weights.dtype == torch.bfloat16 else "fp32",
             gives_slots=True,
             max_entries=step.capacity // self.compressor.ratio,
         )

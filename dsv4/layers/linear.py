@@ -15,6 +15,7 @@ from dsv4.ops.fp8_linear import fp8_linear, takes
 from dsv4.ops.grouped_linear import grouped_linear, grouped_linear_fp8
 from dsv4.ops.grouped_linear import takes as takes_groups
 from dsv4.ops.head_rotation import HeadRotation, takes_heads
+from dsv4.ops.index_rounding import IndexRounding
 from dsv4.ops.linear_argmax import linear_argmax
 from dsv4.ops.merged_linear import has_room, merged_linear
 from dsv4.ops.plain_linear import plain_linear
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 ACTIVATION_BLOCK = 128
 OPERATOR_DTYPES = (torch.bfloat16, torch.float32)  # of the input of `fp8_linear`
+Epilogue = HeadRotation | IndexRounding
 SCALE_DTYPES = {"e8m0": torch.float8_e8m0fnu, "float32": torch.float32}
 
 
@@ -106,11 +108,12 @@ class Linear(Module):
             blocks = (-(-out_features // block[0]), -(-in_features // block[1]))
             self.scale = empty_parameter(blocks, scale_dtype, device)
 
-    def forward(self, x: Tensor | Rounded, epilogue: HeadRotation | None = None) -> Tensor:
-        """[..., in] -> [..., out] in the dtype of `x`, or in float32.
+    def forward(self, x: Tensor | Rounded, epilogue: Epilogue | None = None) -> Tensor:
+        """[..., in] -> [..., out] in the dtype of `x`, in float32, or in the codes of an epilogue.
 
         Args:
-            epilogue: of the outputs, of which there is one for all rows of x.
+            epilogue: of the outputs, of which there is one for all rows of x; `IndexRounding` where
+                `takes_codes`.
         """
         values = x.values if isinstance(x, Rounded) else x
         if epilogue is not None and not self._has_epilogue(values, epilogue):
@@ -164,13 +167,16 @@ class Linear(Module):
             return y.view(*x.shape[:-1], self.out_features)
         return F.linear(x.float(), self.weight.float())
 
-    def _has_epilogue(self, x: Tensor, epilogue: HeadRotation) -> bool:
+    def _has_epilogue(self, x: Tensor, epilogue: Epilogue) -> bool:
         """Whether the operator of this linear does what is asked for."""
         return (
             self.scheme is not None
             and x.dtype in OPERATOR_DTYPES
             and takes(self.in_features, self.block)
-            and takes_heads(epilogue.head_dim, epilogue.rope.shape[1])
+            and (
+                isinstance(epilogue, IndexRounding)
+                or takes_heads(epilogue.head_dim, epilogue.rope.shape[1])
+            )
         )
 
     def dense_weight(self, dtype: torch.dtype) -> Tensor:
@@ -188,14 +194,15 @@ class Linear(Module):
 
 
 def project(
-    x: Tensor | Rounded, linears: Sequence[Linear], epilogue: HeadRotation | None = None
+    x: Tensor | Rounded, linears: Sequence[Linear], *epilogues: Epilogue | None
 ) -> list[Tensor]:
     """Each linear of the same x [..., in]: in one launch where their weights allow it.
 
     Args:
         linears: those with FP8 weights first.
-        epilogue: of the first one's outputs.
+        epilogues: of the first ones' outputs.
     """
+    own = [*epilogues, *[None] * (len(linears) - len(epilogues))]
     values = x.values if isinstance(x, Rounded) else x
     fp8 = [linear for linear in linears if linear.scheme is not None]
     plain = linears[len(fp8) :]
@@ -205,21 +212,26 @@ def project(
         and has_room(len(fp8), len(plain))
         and all(takes(linear.in_features, linear.block) for linear in fp8)
         and all(linear.weight.dtype == values.dtype for linear in plain)
-        and (epilogue is None or linears[0]._has_epilogue(values, epilogue))
+        and all(e is None or linear._has_epilogue(values, e) for linear, e in zip(linears, own))
     )
     if not can_merge:
-        first, *others = linears
-        return [first(x, epilogue), *(linear(x) for linear in others)]
+        return [linear(x, e) if e else linear(x) for linear, e in zip(linears, own, strict=True)]
     ys = merged_linear(
         values.reshape(-1, values.shape[-1]),
         [linear.weight for linear in linears],
         [linear.scale for linear in fp8],
         x_codes=x.codes if isinstance(x, Rounded) else None,
         x_scale=x.scale if isinstance(x, Rounded) else None,
-        out_dtypes=[torch.float32 if linear.is_wide else values.dtype for linear in linears],
-        epilogues=[epilogue, *[None] * (len(linears) - 1)],
+        out_dtypes=[_out_dtype(linear, e, values) for linear, e in zip(linears, own)],
+        epilogues=own,
     )
     return [y.view(*values.shape[:-1], -1) for y in ys]
+
+
+def _out_dtype(linear: Linear, epilogue: Epilogue | None, x: Tensor) -> torch.dtype:
+    if isinstance(epilogue, IndexRounding):
+        return torch.float8_e4m3fn
+    return torch.float32 if linear.is_wide else x.dtype
 
 
 class GroupedLinear(Linear):

@@ -136,7 +136,9 @@ class Fp8Linear(KernelOp):
         dense = dequantize_e4m3_blocks(weight, scale, (K_BLOCK, K_BLOCK), compute)
         y = F.linear(rounded.to(compute), dense)
         if is_index:
-            for target, found in zip((out, head_scales), round_heads(y.bfloat16(), rope, positions)):
+            for target, found in zip(
+                (out, head_scales), round_heads(y.bfloat16(), rope, positions)
+            ):
                 target.copy_(found)
             return
         out.copy_(y)

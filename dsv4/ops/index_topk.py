@@ -313,11 +313,14 @@ def _have_codes(q: Tensor, weights: Tensor, q_scale: Tensor | None) -> bool:
         return False
     check_is_tensor("q_scale", q_scale)
     if weights.dtype != torch.bfloat16:
-        raise TypeError(f"weights: got {weights.dtype}, beside codes of queries needs torch.bfloat16")
-    if q.dim() != 2 or q.shape[1] % 2 or q.stride(1) != 1 or q.stride(0) % 2:
+        raise TypeError(
+            f"weights: got {weights.dtype}, beside codes of queries needs torch.bfloat16"
+        )
+    odd = q.dim() != 2 or q.shape[1] % 2 or q.stride(0) % 2 or q.storage_offset() % 2
+    if odd or q.stride(1) != 1:
         raise ValueError(
-            f"q: got shape {quoted(q.shape)}, strides {quoted(q.stride())}, codes need "
-            f"[T, h * {KERNEL_DIM}] in contiguous rows"
+            f"q: got shape {quoted(q.shape)}, strides {quoted(q.stride())}, codes need [T, h * d] "
+            "in contiguous rows that start at multiples of two bytes"
         )
     return True
 
@@ -326,7 +329,9 @@ def _check_scale(config: IndexTopkConfig, q_scale: Tensor | None, weights: Tenso
     """Refuse scales of queries without codes, and codes without theirs: ValueError."""
     if config.has_codes == (q_scale is None):
         got = "nothing" if q_scale is None else "a tensor"
-        raise ValueError(f"q_scale: got {got}, q is {'in codes' if config.has_codes else 'no codes'}")
+        raise ValueError(
+            f"q_scale: got {got}, q is {'in codes' if config.has_codes else 'no codes'}"
+        )
     if q_scale is not None and q_scale.shape[0] != weights.shape[0]:
         raise ValueError(f"q_scale: got {q_scale.shape[0]} rows, needs {weights.shape[0]}")
 

@@ -102,9 +102,7 @@ def assert_same_heads(
     """Fail where codes or scales of finite heads of y differ; zeros have any sign."""
     heads = y.cpu().float().unflatten(1, (-1, MODEL_DIM))
     is_finite = heads.isfinite().all(-1)
-    codes, scales = (
-        [t.cpu() for t in pair] for pair in zip(found, expected, strict=True)
-    )
+    codes, scales = ([t.cpu() for t in pair] for pair in zip(found, expected, strict=True))
     wrong = (scales[0] != scales[1]) & is_finite
     assert not wrong.any(), f"{label}: {int(wrong.sum())} scales differ"
     codes = [t.float().view_as(heads) for t in codes]

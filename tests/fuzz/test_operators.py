@@ -20,8 +20,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dsv4.ops
+from dsv4.kernels.gemm import epilogues
 from dsv4.kernels.rows.latent_rows_config import COMPRESSOR, INDEXER, REQUESTS
-from dsv4.ops import Compression, GatedWeights, HeadRotation, Requests
+from dsv4.ops import Compression, GatedWeights, HeadRotation, IndexRounding, Requests
 from dsv4.ops.runtime import registry
 from dsv4.ops.runtime.kernel_op import KernelOp
 from tests.fuzz.operands import MAX_ELEMENTS, Operands, any_config, hostile_field, hostile_tensor
@@ -258,7 +259,7 @@ def _bundles(op: KernelOp, operands: Operands) -> dict[str, Any]:
         for arg, tensor in zip(op.tensors, operands.tensors)
     }
     if op.name == "fp8_linear":
-        return {"epilogue": _epilogue(operands.config.rotation, given, "squares")}
+        return {"epilogue": _epilogue(operands.config.head_epilogue, given, "")}
     if op.name == "merged_linear":
         lists = {
             "weights": ("weight_", "plain_"),
@@ -274,8 +275,8 @@ def _bundles(op: KernelOp, operands: Operands) -> dict[str, Any]:
             ]
             for name, stems in lists.items()
         }
-        rotations = [weight.rotation for weight in operands.config.parsed]
-        own = [_epilogue(one, given, f"squares_{i}") for i, one in enumerate(rotations)]
+        heads = [weight.head_epilogue for weight in operands.config.parsed]
+        own = [_epilogue(one, given, f"_{i}") for i, one in enumerate(heads)]
         return {**call, "epilogues": own}
     if op.name == "latent_rows":
         groups = ("requests", Requests, REQUESTS), ("entries", Compression, COMPRESSOR)
@@ -304,11 +305,16 @@ def _width(op: KernelOp, operands: Operands, name: str) -> int:
     return operands.tensors[place].shape[-1]
 
 
-def _epilogue(rotation: Any, given: dict[str, Tensor | None], squares: str) -> HeadRotation | None:
+def _epilogue(
+    config: Any, given: dict[str, Tensor | None], suffix: str
+) -> HeadRotation | IndexRounding | None:
     """What says the same as a configuration's epilogue and the tensors beside it."""
-    if rotation is None:
+    if config is None:
         return None
-    return HeadRotation(given["rope"], given["positions"], rotation.head_dim, given[squares])
+    table = given["rope"], given["positions"]
+    if isinstance(config, epilogues.IndexRounding):
+        return IndexRounding(*table, given[f"head_scales{suffix}"])
+    return HeadRotation(*table, config.head_dim, given[f"squares{suffix}"])
 
 
 def _refusal(op: KernelOp, function: Any, arguments: list[Any], named: Any = None) -> str:

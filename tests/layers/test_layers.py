@@ -26,7 +26,7 @@ from dsv4.layers.norm import RMSNorm, rms_normalize
 from dsv4.layers.rope import Rope
 from dsv4.layers.router import Router
 from dsv4.model.model import DeepseekV4
-from dsv4.ops import compress, merged_linear
+from dsv4.ops import compress, index_topk, merged_linear
 from dsv4.ops.kv_insert import rotate_rows_
 from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.moe.torch_path import swiglu
@@ -36,7 +36,7 @@ from dsv4.reference import mhc as oracle_mhc
 from dsv4.reference import rope as oracle_rope
 from dsv4.reference import router as oracle_router
 from dsv4.reference.norm import rms_norm
-from tests.model.tiny import random_model, relative_error, tiny_config
+from tests.model.tiny import quantized_config, random_model, relative_error, tiny_config
 
 YARN = RopeScaling(factor=16.0, original_max_position_embeddings=65536)
 
@@ -455,3 +455,30 @@ def test_a_model_can_be_moved() -> None:
 def test_bad_input_ids_are_refused(ids: torch.Tensor, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         random_model(tiny_config("S"))(ids)
+
+
+@pytest.mark.stage("indexer")
+def test_index_queries_in_codes_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded behind their projection, as on GPUs, and by the scores: the same entries."""
+    sizes = dict(q_lora_rank=512, index_head_dim=128, index_n_heads=4, index_topk=3)
+    model, ids = (
+        random_model(quantized_config("C", **sizes), torch.bfloat16),
+        torch.arange(60)[None],
+    )
+    found, given = [], []
+
+    def takes_codes(linear: Linear, x: torch.Tensor) -> bool:
+        return linear.scheme is not None and linear.in_features % 512 == 0
+
+    def counted(*args, **options):
+        given.append(options["q_scale"] is not None)
+        return index_topk(*args, **options)
+
+    monkeypatch.setattr(Linear, "takes_codes", takes_codes)
+    monkeypatch.setattr(sys.modules["dsv4.layers.indexer"], "index_topk", counted)
+    with torch.inference_mode():
+        found.append(model(ids, chunk=20))
+        monkeypatch.setattr(Indexer, "rounding", lambda *_: None)
+        found.append(model(ids, chunk=20))
+    assert given == [True, True, True, False, False, False]
+    assert torch.equal(*found)

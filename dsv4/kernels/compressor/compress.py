@@ -33,10 +33,10 @@ from cutlass import (
 from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.compressor.config import ARGS, SLICE, CompressConfig, has_kernel, values
-from dsv4.kernels.kit.index_rounding import coded, packed, rotated, transformed
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.args import compile_kernel
 from dsv4.kernels.kit.index_entry import FP4_GROUP, SCALE_BYTES, IndexEntry
+from dsv4.kernels.kit.index_rounding import coded, packed, rotated, transformed
 from dsv4.kernels.kit.kv_entry import GROUP, ROPE_DIM, Fp8Entry
 from dsv4.kernels.kit.remote import store_remote
 from dsv4.kernels.kit.rms import inverse_rms

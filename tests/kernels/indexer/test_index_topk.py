@@ -105,9 +105,7 @@ def test_formats_of_keys_give_the_same_bits(
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [RAGGED, FP8], ids=["fp4", "fp8"])
 @pytest.mark.parametrize("launch", [FEWEST_AND_MOST[0], *FEWEST_AND_MOST[2:]], ids=str)
-def test_queries_in_codes_give_the_same_bits(
-    case: Case, launch: dict[str, int], seed: int
-) -> None:
+def test_queries_in_codes_give_the_same_bits(case: Case, launch: dict[str, int], seed: int) -> None:
     """In every schedule; nothing but scores that are seen is compared."""
     inputs = Inputs.make(case, seed)
     wanted = run(inputs, seed, **launch).outputs

@@ -198,24 +198,25 @@ class Epilogue:
     def _store(self, ctx: LinearContext, tile: OutputTile, values: cute.Tensor, first, turn):
         """Round and store a row's values of tokens from `first` on: a warp has 32 rows of a token,
         which lie side by side."""
-        token = tile.token_tile * self.plan.tokens + first
+        thread = cute.arch.thread_idx()[0]
+        row, token = tile.row_tile * ROWS + thread, tile.token_tile * self.plan.tokens + first
         if cutlass.const_expr(self.plan.rounds_output):
             self.rounded.store(ctx, tile, values, token, turn)
         elif cutlass.const_expr(self.plan.rounds_heads):
             if self.index.is_here(tile.weight):
                 self.index.store(ctx, tile, values, token)
             else:
-                self._store_outputs(ctx, tile, values, first, token)
+                self._store_outputs(ctx, tile, values, row, token)
         else:
-            self._store_outputs(ctx, tile, values, first, token)
+            if cutlass.const_expr(self.plan.finds_best):
+                self.best.take(ctx, tile, values, first)
+            self._store_outputs(ctx, tile, values, row, token)
 
     @cute.jit
-    def _store_outputs(self, ctx: LinearContext, tile: OutputTile, values: cute.Tensor, first, token):
-        """Store a row's values of tokens from one on, of a tile from `first` on."""
-        ys, row = ctx.operands.ys, tile.row_tile * ROWS + cute.arch.thread_idx()[0]
+    def _store_outputs(self, ctx: LinearContext, tile: OutputTile, values: cute.Tensor, row, token):
+        """Store a row's values of tokens from one on, after the epilogue of their weight."""
+        ys = ctx.operands.ys
         self._rotate(ctx, tile, values, token)
-        if cutlass.const_expr(self.plan.finds_best):
-            self.best.take(ctx, tile, values, first)
         for dtype, is_here in outputs_by_dtype(ys, tile.weight):
             y = chosen_matrix(ys, tile.weight, dtype)
             if is_here:

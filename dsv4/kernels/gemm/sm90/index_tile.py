@@ -6,7 +6,6 @@ of `rounded_tile` do; what becomes of them there is `index_heads`'.
 
 from __future__ import annotations
 
-import cutlass
 from cutlass import Int32, cute
 
 from dsv4.kernels.gemm.epilogues import IndexRounding

@@ -24,8 +24,8 @@ from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_te
 from dsv4.kernels.indexer.config import KERNEL_DIM, KERNEL_HEADS, TILE_KEYS, IndexTopkConfig
 from dsv4.kernels.indexer.context import Operands
 from dsv4.kernels.indexer.plan import WGMMAS, KeyTile
-from dsv4.kernels.kit.index_rounding import power_of_two, row_exponent
 from dsv4.kernels.kit.index_entry import WORD
+from dsv4.kernels.kit.index_rounding import power_of_two, row_exponent
 from dsv4.kernels.kit.swizzle import TENSOR_MAP_SWIZZLES, VECTOR_BYTES
 from dsv4.kernels.kit.tma import tma_load
 from dsv4.kernels.kit.wgmma import gemm, make_mma

@@ -26,7 +26,6 @@ from dsv4.kernels.indexer.config import (
 )
 from dsv4.kernels.indexer.context import Operands, bits_of, order_key, tiles_of, visible
 from dsv4.kernels.indexer.plan import GROUPS, LOADERS, ClusterPlan
-from dsv4.kernels.kit.index_rounding import coded, rotated, transformed
 from dsv4.kernels.indexer.selection import (
     BOARD_STRIDE,
     HELD,
@@ -39,6 +38,7 @@ from dsv4.kernels.indexer.sm90.fp4_tiles import Fp4Ring
 from dsv4.kernels.indexer.sm90.fp8_tiles import Fp8Ring
 from dsv4.kernels.indexer.sm90.tile_scores import WARP, Run, TileScores, code_address
 from dsv4.kernels.kit import mbarrier, pdl
+from dsv4.kernels.kit.index_rounding import coded, rotated, transformed
 from dsv4.kernels.kit.remote import add_remote
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.tma import prefetch_descriptors
@@ -270,8 +270,11 @@ class OneLaunchSm90(TileScores):
     @cute.jit
     def share_head(self, operands: Operands, smem: ClusterSmem, token, rank, head, turns, lane):
         """Round a head, and send its codes and its factor to all CTAs."""
-        code, scale = self.code_of(operands, token, head, turns, lane)
+        words, scale = self.load_head(operands, token, head, lane)
         weight = self.weight_of(operands, token, head)
+        code = words[0]
+        if cutlass.const_expr(not self.config.has_codes):
+            code, scale = self.code_of(words, turns, lane)
         # A vector of four lanes' codes has four senders, each for some of the CTAs.
         number = lane % VECTORS
         words = tuple(
@@ -288,17 +291,21 @@ class OneLaunchSm90(TileScores):
             factor = (weight * scale).bitcast(Int32)
             cute.arch.store_async_dsmem(target, factor, smem.sent, lane)
 
-    def code_of(
-        self, operands: Operands, token, head, turns: list[cute.Tensor], lane
-    ) -> tuple[Int32, Float32]:
-        """A lane's codes of a head, in a word, and the head's scale."""
+    def load_head(
+        self, operands: Operands, token, head, lane
+    ) -> tuple[cute.Tensor, Float32 | None]:
+        """A lane's channels of a head: pairs of them, or a word of codes and the head's scale."""
         if self.config.has_codes:
             address = code_address(operands, token, head, lane * LANE_CHANNELS)
-            return vector_at(address, Int32, 0, 1)[0], operands.q_scale[0][token, head]
+            return vector_at(address, Int32, 0, 1), operands.q_scale[0][token, head]
         at = Int64(token) * operands.q.stride[0] + head * KERNEL_DIM + lane * LANE_CHANNELS
         words = cute.make_rmem_tensor(PAIRS, Uint32)
         source = vector_at(address_of(operands.q, at), BFloat16, 0, LANE_CHANNELS)
         cute.autovec_copy(cute.recast_tensor(source, Uint32), words)
+        return words, None
+
+    def code_of(self, words: cute.Tensor, turns: list[cute.Tensor], lane) -> tuple[Int32, Float32]:
+        """A lane's codes of a head, in a word, and the head's scale."""
         pairs = [words[i] for i in range(PAIRS)]
         # The rotated channels are those of the last lanes.
         is_rotated = lane >= WARP_HALF

@@ -30,11 +30,11 @@ from dsv4.kernels.indexer.config import (
 )
 from dsv4.kernels.indexer.context import Operands
 from dsv4.kernels.indexer.plan import GROUPS, LOADERS, PREFETCHED_BYTES, ScoresPlan
-from dsv4.kernels.kit.index_rounding import LANES, PAIRS, coded, rotated, transformed
 from dsv4.kernels.indexer.sm90.fp4_tiles import Fp4Ring, Fp4Tiles
 from dsv4.kernels.indexer.sm90.fp8_tiles import Fp8Ring, Fp8Tiles
 from dsv4.kernels.kit import mbarrier, quant
 from dsv4.kernels.kit.index_entry import FP4_GROUP
+from dsv4.kernels.kit.index_rounding import LANES, PAIRS, coded, rotated, transformed
 from dsv4.kernels.kit.mbarrier import Ring
 from dsv4.kernels.kit.reduce import quad_sum
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, VECTOR_BYTES, operand_atoms
@@ -212,9 +212,7 @@ class TileScores:
         cute.arch.fence_view_async_shared()
         sync_consumers(self.plan.consumers)
 
-    def codes_of(
-        self, operands: Operands, token, head, part, lane
-    ) -> tuple[cute.Tensor, Float32]:
+    def codes_of(self, operands: Operands, token, head, part, lane) -> tuple[cute.Tensor, Float32]:
         """A lane's codes of a query, as words, and the query's scale."""
         if not self.config.has_codes:
             pairs = self.load_query(operands, token, head, part)
