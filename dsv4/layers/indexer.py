@@ -62,8 +62,10 @@ class Indexer(Module):
         return *self.compressor.linears, self.weights_proj
 
     def rounding(self, latent: Tensor | Rounded, step: Step) -> IndexRounding | None:
-        """The epilogue of `wq_b` that makes codes of queries, where it has one for such latents; else
-        scores round a query in every CTA that takes its token up."""
+        """The epilogue of `wq_b` that makes codes of queries, where it has one for such latents.
+
+        Without, scores round a query in every CTA that takes its token up.
+        """
         if not (isinstance(latent, Rounded) and self.wq_b.takes_codes(latent.values)):
             return None
         if not (self.quantized and takes_index_heads(self.dim, self.rope.dim)):

@@ -79,6 +79,8 @@ class IndexTopk(KernelOp):
     def check_sizes(self, config: IndexTopkConfig, *tensors: Tensor | None) -> None:
         rope, keys, q_scale = tensors[2], tensors[7], tensors[10]
         _check_scale(config, q_scale, weights=tensors[1])
+        if config.has_codes and tensors[0].dtype != torch.bfloat16:
+            raise TypeError(f"q: got {tensors[0].dtype}, pairs of codes are torch.bfloat16")
         if rope.shape[0] == 0:
             raise ValueError("rope: got no rows, needs one per position")
         size, row = keys.shape[1:]
@@ -253,7 +255,8 @@ def index_topk(
             is_rounded, rank, gives_slots, has_codes,
         )  # fmt: skip
         if out is None:
-            out = torch.empty((tokens, topk), dtype=torch.int32, device=q.device)
+            size = tokens, _integer("topk", topk)
+            out = torch.empty(size, dtype=torch.int32, device=q.device)
         entries = block_table.shape[1] * keys.shape[1]
         if max_entries is not None:
             entries = min(entries, _checked_bound(max_entries))
@@ -337,13 +340,17 @@ def _check_scale(config: IndexTopkConfig, q_scale: Tensor | None, weights: Tenso
 
 
 def _checked_bound(max_entries: object) -> int:
-    if isinstance(max_entries, bool) or not isinstance(max_entries, Integral):
-        raise TypeError(
-            f"max_entries: got a {type(max_entries).__name__}, needs an integer or None"
-        )
-    if max_entries < 0:
-        raise ValueError(f"max_entries: got {max_entries}, needs at least 0")
-    return int(max_entries)
+    bound = _integer("max_entries", max_entries, " or None")
+    if bound < 0:
+        raise ValueError(f"max_entries: got {bound}, needs at least 0")
+    return bound
+
+
+def _integer(name: str, value: object, others: str = "") -> int:
+    """A number that is an integer, not only equal to one; TypeError for another."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: got a {type(value).__name__}, needs an integer{others}")
+    return int(value)
 
 
 # ---- torch implementation ------------------------------------------------------------------------
