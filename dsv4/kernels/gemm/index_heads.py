@@ -116,3 +116,12 @@ class IndexHeads:
         ]
         codes, scale = coded(transformed(pairs, lane))
         return cute.recast_tensor(codes, Uint32), scale
+
+
+def is_one_of(chosen: list[bool], index: Int32 | int):
+    """Whether the flag at an index, which may be known at run time, is set."""
+    found = False
+    for i, is_chosen in enumerate(chosen):
+        if is_chosen:
+            found = (index == i) | found
+    return found

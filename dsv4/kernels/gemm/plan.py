@@ -35,6 +35,7 @@ LANE_VALUES = 4  # that a lane holds of UNIT_ROWS rows and 8 columns
 # bf16 outputs of a token that wait to be rounded: 16 bytes more than K_BLOCK, so that neither the
 # lanes that write four tokens nor those that read one meet in a bank.
 STAGED_ROW = K_BLOCK + 8
+SPILL_GRANULE = 512  # fp32 elements: so both halves of a buffer are aligned as TMA swizzles them
 CONSUMER_WARPS = 8
 MIN_STAGES = 2
 RESIDENT_TOKENS, FEW_TOKENS, MANY_TOKENS, MOST_TOKENS = 8, 16, 64, 128  # of the tilings
@@ -299,10 +300,18 @@ class LinearPlan(RingPlan):
 
     @property
     def spill_values(self) -> int:
-        """fp32 elements of the spilled levels; an output tile in bf16 takes half of a level."""
+        """fp32 elements of the spilled levels; an output tile in bf16 takes half of a level. Beside
+        such outputs heads that are rounded take their place by turns."""
         tile = self.rows * self.tokens
         staged = tile // 2 if self.stages_output else 0
+        if staged and self.rounds_some:
+            staged = -(-self.staged_values // 2 // SPILL_GRANULE) * SPILL_GRANULE
         return max(self.spilled_levels * tile, staged)
+
+    @property
+    def staged_values(self) -> int:
+        """bf16 outputs [token, row] that wait to be rounded, padded."""
+        return self.own_groups * 8 * STAGED_ROW
 
     @property
     def stages_output(self) -> bool:
@@ -315,9 +324,9 @@ class LinearPlan(RingPlan):
 
     @property
     def _epilogue_buffers(self) -> tuple[Buffer, ...]:
-        if self.rounds_output:
+        if self.rounds_output and not self.stages_output:
             # [token, row], padded
-            return (Buffer("staged", "BFloat16", self.own_groups * 8 * STAGED_ROW, 16),)
+            return (Buffer("staged", "BFloat16", self.staged_values, 16),)
         if self.finds_best:
             # [warp, token]
             return (Buffer("best", "Int64", CONSUMER_WARPS * self.tokens, 16),)

@@ -93,13 +93,21 @@ def target(request: pytest.FixtureRequest) -> Simulator | Device:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tokens", "plain", "schedules"),
-    [(21, "", None), (150, "", 1), (67, ", 72 bfloat16 float32", 1)],
+    ("tokens", "width", "plain", "schedules"),
+    [
+        (21, 1024, "", None),
+        (150, 1024, "", 1),
+        # Sums of wide tiles wait where outputs do.
+        (150, 2048, "", 1),
+        (67, 1024, ", 72 bfloat16 float32", 1),
+    ],
 )
-def test_beside_rotated_heads_in_a_merged_linear(target, tokens, plain, schedules, seed) -> None:
+def test_beside_rotated_heads_in_a_merged_linear(
+    target, tokens, width, plain, schedules, seed
+) -> None:
     """A layer's queries: what attention takes, and what the indexer takes."""
     weights = "256 float8_e8m0fnu bfloat16, 128 float8_e8m0fnu bfloat16" + plain
-    case = MergedCase(tokens, 1024, weights, has_codes=True)
+    case = MergedCase(tokens, width, weights, has_codes=True)
     inputs, merged = MergedInputs.make_heads(case, 128, seed), OpKernels(MERGED_LINEAR, target)
     linears = OpKernels(FP8_LINEAR, target)
     queries = run(linears, inputs.heads, 0, seed)

@@ -10,7 +10,7 @@ import cutlass
 from cutlass import BFloat16, Int32, cute, pipeline
 
 from dsv4.kernels.gemm.epilogues import IndexRounding
-from dsv4.kernels.gemm.index_heads import IndexHeads
+from dsv4.kernels.gemm.index_heads import IndexHeads, is_one_of
 from dsv4.kernels.gemm.operands import OutputTile
 from dsv4.kernels.gemm.plan import STAGED_ROW
 from dsv4.kernels.gemm.sm100.context import LinearContext
@@ -28,11 +28,7 @@ class IndexTile:
 
     def is_here(self, weight: Int32 | int):
         """Whether it is the epilogue of a weight."""
-        found = False
-        for i, has_it in enumerate(self.weights):
-            if has_it:
-                found = (weight == i) | found
-        return found
+        return is_one_of(self.weights, weight)
 
     @cute.jit
     def store(self, ctx: LinearContext, tile: OutputTile, sums: cute.Tensor, token):

@@ -139,6 +139,15 @@ def sum_fragment(plan: LinearPlan) -> cute.Tensor:
     return mma.make_fragment_C(mma.partition_shape_C(tile))
 
 
+def staged_outputs(plan: LinearPlan, storage) -> cute.Pointer | None:
+    """Where outputs that are rounded meet: in place of those that are stored by TMA, if any are."""
+    if not plan.rounds_output:
+        return None
+    if plan.stages_output:
+        return cute.recast_ptr(storage.spills.data_ptr(), dtype=cutlass.BFloat16)
+    return storage.staged.data_ptr()
+
+
 def allocate(plan: LinearPlan, start: cute.Pointer) -> tuple[Smem, Pipelines]:
     """Shared memory of a CTA from `start` on: its views, and the mbarriers in it."""
     storage = storage_struct(plan.smem)(start)
@@ -159,7 +168,7 @@ def allocate(plan: LinearPlan, start: cute.Pointer) -> tuple[Smem, Pipelines]:
         partials=storage.partials.data_ptr(),
         scales=scales,
         spills=storage.spills.data_ptr() if plan.spill_values else None,
-        staged=storage.staged.data_ptr() if plan.rounds_output else None,
+        staged=staged_outputs(plan, storage),
         best=storage.best.data_ptr() if plan.finds_best else None,
     )
     graph = plan.barriers

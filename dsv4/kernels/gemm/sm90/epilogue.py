@@ -123,6 +123,8 @@ class Epilogue:
     @cute.jit
     def _stage_rounded(self, ctx: LinearContext, sums: cute.Tensor, unit, lane):
         """Put a unit of rows where outputs that become codes meet."""
+        if cutlass.const_expr(self.plan.stages_output):
+            self.drain()
         sync_consumers()
         for n in cutlass.range_constexpr(self.plan.column_groups):
             values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
@@ -230,9 +232,13 @@ class Epilogue:
 
     @cute.jit
     def reclaim(self, group):
-        """Wait until the stores before have read the warpgroup's spill buffer."""
+        """Wait until the stores before have read the warpgroup's spill buffer, and both warpgroups
+        the heads that took its place."""
         self.drain()
-        sync_group(group)
+        if cutlass.const_expr(self.plan.rounds_some):
+            sync_consumers()
+        else:
+            sync_group(group)
 
     def own_spills(self, ctx: LinearContext, group) -> cute.Pointer:
         """A warpgroup's half of the spill buffer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from cutlass import Int32, cute
 
 from dsv4.kernels.gemm.epilogues import IndexRounding
-from dsv4.kernels.gemm.index_heads import IndexHeads
+from dsv4.kernels.gemm.index_heads import IndexHeads, is_one_of
 from dsv4.kernels.gemm.operands import OutputTile
 from dsv4.kernels.gemm.plan import FEW_TOKENS, LinearPlan
 from dsv4.kernels.gemm.sm90.activations import CONSUMERS
@@ -31,11 +31,7 @@ class IndexTile(RoundedTile):
 
     def is_here(self, weight: Int32 | int):
         """Whether it is the epilogue of a weight."""
-        found = False
-        for i, has_it in enumerate(self.weights):
-            if has_it:
-                found = (weight == i) | found
-        return found
+        return is_one_of(self.weights, weight)
 
     def first_token(self, ctx: LinearContext, tile: OutputTile) -> Int32:
         """First of the CTA's tokens of a tile."""
