@@ -245,10 +245,17 @@ class LinearPlan(RingPlan):
         return self.tiling.is_streamed or not self.is_quantized
 
     @property
-    def has_turns(self) -> bool:
-        """Whether the warpgroups of a wide tile take turns, one promoting while the other's
-        products are computed."""
+    def has_tokens_in_m(self) -> bool:
+        """Whether tokens are M of the products, and rows of the weight N: of wide tiles whose k
+        blocks are promoted. A thread then reads the scales of one or two tokens for a k block; of
+        columns it would be 32, and loads of shared memory starve beside products."""
         return self.tiling.is_wide and self.is_quantized
+
+    @property
+    def warp_groups(self) -> int:
+        """Groups of eight tokens in a warp's sums of 16 rows of the weight, where no other warp has
+        a part of them."""
+        return 2 // self.tiling.terms if self.has_tokens_in_m else self.column_groups
 
     @property
     def weight_bytes(self) -> int:
@@ -287,16 +294,11 @@ class LinearPlan(RingPlan):
         last one."""
         levels = self.own_slices.bit_length()
         in_registers = LEVELS_IN_REGISTERS * self.tiling.terms
-        return max(levels - in_registers, 0) if self.has_turns else 0
+        return max(levels - in_registers, 0) if self.has_tokens_in_m else 0
 
     @property
     def ctas_per_sm(self) -> int:
         return self.tiling.ctas_per_sm
-
-    @property
-    def x_tiles(self) -> int:
-        """[columns, k block] tiles of activations in shared memory."""
-        return self._x_tiles(self.stages)
 
     @property
     def spill_values(self) -> int:
@@ -340,6 +342,7 @@ class LinearPlan(RingPlan):
         return (Buffer("spills", "Float32", self.spill_values, 1024),)
 
     def _x_tiles(self, stages: int) -> int:
+        """[columns, k block] tiles of activations in shared memory."""
         return stages * self.rings if self.has_streamed_x else self.cta_blocks
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
@@ -363,7 +366,7 @@ class LinearPlan(RingPlan):
         sharing = self.tiling.sharing
         consumers = Arrival("consumers", Arrive.WARP, CONSUMER_WARPS // self.rings, ctas=sharing)
         producers = [Arrival("load", Arrive.TMA)]
-        if self.has_turns:
+        if self.has_tokens_in_m:
             producers.append(Arrival("scales", Arrive.WARP))
         edges = [
             Edge(
@@ -372,10 +375,6 @@ class LinearPlan(RingPlan):
                 stages * self.rings, self.weight_bytes + self.x_bytes,
             ),
         ]  # fmt: skip
-        if self.has_turns:
-            group = (Arrival("consumers", Arrive.WARP, warps=CONSUMER_WARPS // 2),)
-            payload = "turn of a warpgroup at the tensor cores"
-            edges.append(Edge("turns", payload, group, group, stages=2, is_signal=True))
         if self.tiling.cluster > 1:
             everywhere = Arrival("consumers", Arrive.WARP, ctas=self.tiling.cluster)
             # One thread expects the bytes that all CTAs of the cluster store asynchronously.

@@ -83,3 +83,16 @@ def transpose(word: cutlass.Int32) -> cutlass.Int32:
         write_only_types=[cutlass.Int32],
         read_only_args=[word],
     )
+
+
+def transpose_pair(
+    a: cutlass.Float32, b: cutlass.Float32
+) -> tuple[cutlass.Float32, cutlass.Float32]:
+    """Transpose the 8 x 8 matrix of fp32 that a warp holds, a quad each row, a lane two neighbours
+    of it: halves of 16 bits by themselves."""
+    upper, lower = cutlass.Uint32(0xFFFF0000), cutlass.Uint32(0xFFFF)
+    a, b = (value.bitcast(cutlass.Uint32) for value in (a, b))
+    high = cutlass.Uint32(transpose(cutlass.Int32(a >> 16 | b & upper)))
+    low = cutlass.Uint32(transpose(cutlass.Int32(a & lower | b << 16)))
+    first, second = high << 16 | low & lower, high & upper | low >> 16
+    return first.bitcast(cutlass.Float32), second.bitcast(cutlass.Float32)

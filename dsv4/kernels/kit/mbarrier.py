@@ -187,18 +187,24 @@ class Ring:
         arrive_warp(self.empty + self.slot(cursor, part), lane, self.lanes_per_warp, arrivals)
 
     @cute.jit
-    def release_to(self, cursor: Cursor, lane, ctas: Constexpr) -> None:
-        """The arrival of a consuming warp in each CTA of its cluster.
+    def release_to(self, cursor: Cursor, lane, ctas: Constexpr, is_read: Constexpr = False) -> None:
+        """The arrival of a consuming warp in each CTA of its cluster, or in its own.
 
-        An arrival in another CTA overtakes loads of shared memory that are on their way, and that
-        CTA then sends the next tokens over them: without the fence an H200 gave other sums in the
-        last columns of FP8 experts, in 7 of 24 calls of 8,192 tokens. `.release.cluster` would
-        order them, too, and waits for global memory as well.
+        An arrival overtakes loads of shared memory that are on their way, and the copies that it
+        lets in, tokens' scales of a later k block, then arrive before them: without the fence an
+        H200 gave other sums in the last columns of FP8 experts, in 7 of 24 calls of 8,192 tokens,
+        and, without a cluster, in each of 256. `.release.cluster` would order them, too, and waits
+        for global memory as well.
+
+        Args:
+            is_read: whether something else has waited for the warp's loads of the stage: products
+                that overwrite what came of them, or that have read it themselves.
         """
+        if const_expr(not is_read):
+            cute.arch.fence_acq_rel_cta()
         if const_expr(ctas == 1):
             self.release(cursor, lane)
         else:
-            cute.arch.fence_acq_rel_cta()
             cute.arch.sync_warp()
             if lane < ctas:
                 cute.arch.mbarrier_arrive(self.empty + cursor.stage, lane)

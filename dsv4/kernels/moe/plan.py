@@ -59,8 +59,7 @@ class Tiling:
             while the first one ends.
         reads_once: whether few tiles read a weight, so that it may leave L2 first: what every layer
             reads stays there, instructions above all.
-        is_wide: whether a launch before gathers the tokens, and tiles are of up to 128: see
-            `wide_plan`.
+        is_wide: whether a launch before gathers the tokens: see `wide_plan`.
     """
 
     tokens: int
@@ -350,11 +349,14 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
         Tiling(8, 8, 8, stages=3, is_joint=True),
         Tiling(8, 32, 32, is_joint=True, **tall),
         Tiling(16, 64, 32, has_codes=True, reads_once=False, **tall),
-        Tiling(32, 64, 32, has_codes=True, reads_once=False),
-        Tiling(
-            128, 128, 128, has_codes=True, ctas_per_sm=1, stages=8, reads_once=False, is_wide=True
+        *(
+            Tiling(
+                tokens, tokens, tokens, has_codes=True, ctas_per_sm=1, stages=8, reads_once=False,
+                is_wide=True,
+            )
+            for tokens in (64, 128)
         ),
-    )
+    )  # fmt: skip
 
 
 def bf16_tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:

@@ -1,4 +1,4 @@
-"""Plan of the experts' products for many tokens: tiles of 128 rows and up to 128 tokens.
+"""Plan of the experts' products for many tokens: tiles of 128 rows and up to 64 or 128 tokens.
 
 A launch before gathers the tokens' codes in the order of tiles, so that TMA loads them; scales of
 activations lie by k block, in fp32. Two CTAs with row tiles of their own share a tile's tokens.
@@ -24,7 +24,7 @@ from dsv4.kernels.moe.config import ExpertsConfig
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, TABLE_EXPONENT, VECTOR_BYTES
 from dsv4.kernels.moe.plan import WARPGROUP, Kind, ProductPlan, Source, Tiling
 
-# Columns that there is code for: a tile takes the fewest that hold its tokens.
+# Columns that there is code for, up to a tiling's: a tile takes the fewest that hold its tokens.
 COLUMNS = (32, 64, 96, 128)
 LOAD_WARPS = 4  # of each stage, a panel each
 SCALE_BYTES = 4  # of a token's k block, fp32
@@ -61,12 +61,19 @@ class WidePlan(ProductPlan):
     @property
     def routed(self) -> tuple[Kind, ...]:
         is_packed = self.scale_form == "packed"
-        return tuple(self._kind(self.expert_dtype, count, is_packed) for count in COLUMNS)
+        return tuple(self._kind(self.expert_dtype, count, is_packed) for count in self.columns)
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """Of the kinds of routed tiles."""
+        return tuple(count for count in COLUMNS if count <= self.tiling.tokens)
 
     @property
     def sharing(self) -> int:
-        """CTAs of a cluster, which have row tiles of their own and load the same tokens once."""
-        return 2 if self.row_tiles % 2 == 0 else 1
+        """CTAs of a cluster, which have row tiles of their own and load the same tokens once. Where
+        these are few beside the weights, none waits for another."""
+        is_shared = self.tiling.tokens == COLUMNS[-1] and self.row_tiles % 2 == 0
+        return 2 if is_shared else 1
 
     @property
     def row_groups(self) -> int:
@@ -132,5 +139,5 @@ class WidePlan(ProductPlan):
         return BarrierGraph(self.warps, (edge,), self.lanes_per_warp)
 
     def __post_init__(self) -> None:
-        assert self.tiling.tokens == self.tiling.shared_tokens == COLUMNS[-1], self.tiling
+        assert self.tiling.tokens == self.tiling.shared_tokens == self.columns[-1], self.tiling
         assert 2 * self.panels == LOAD_WARPS, self.tiling

@@ -73,21 +73,20 @@ def test_a_ring_has_a_stage_for_every_activation_warp() -> None:
 
 def test_few_tokens_take_the_smallest_tile() -> None:
     config = CONFIGS["Flash"]
-    found = [tilings(config)[choose(config, tokens)] for tokens in (1, 8, 9, 64, 256, 8192)]
+    found = [tilings(config)[choose(config, tokens)] for tokens in (1, 8, 9, 64, 256, 1024, 8192)]
     assert [tiling.tokens for tiling in found] == sorted(tiling.tokens for tiling in found)
     assert found[0].tokens == found[0].shared_tokens == 8
     # One token of Pro has more tiles than CTAs take in a turn.
     assert [choose(CONFIGS[name], 1) for name in ("Flash", "Pro")] == [0, 1]
     # A tile takes the fewest columns that hold its tokens.
-    for tiling in found[-2:]:
-        columns = [kind.tokens for kind in plans_of(config, tiling)[-1].routed]
-        wanted = list(COLUMNS) if tiling.is_wide else [tiling.tokens // 2, tiling.tokens]
-        assert columns == wanted
+    wanted = [8, 16], [32, 64], list(COLUMNS)
+    for tiling, columns in zip(found[-3:], wanted, strict=True):
+        assert [kind.tokens for kind in plans_of(config, tiling)[-1].routed] == columns
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
 def test_tiles_of_many_tokens_are_those_of_tma_and_tensor_cores(config) -> None:
-    for plan in plans_of(config, tilings(config)[-1]):
+    for plan in (plan for tiling in tilings(config)[-2:] for plan in plans_of(config, tiling)):
         assert plan.row_groups * plan.sharing == plan.row_tiles
         for kind in plan.kinds:
             # Swizzled tiles begin at multiples of eight rows, those of a CTA's part, too.

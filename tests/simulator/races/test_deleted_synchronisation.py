@@ -23,8 +23,8 @@ from tests.simulator.races.test_fp8_linear_mutations import (
     PRODUCTS,
     RESIDENT,
     STREAMED,
-    TURN,
     UNDER_WAY,
+    WIDE,
 )
 from tests.simulator.races.test_router_mutations import LAST
 
@@ -38,13 +38,10 @@ def releasing(kernel: Listed, releases: int) -> Listed:
     return {**kernel, ("bar.warp", "arrive_warp"): (releases, PRODUCTS)}
 
 
-# In the loop of each of two slices.
 GROUPED_WIDE = {
-    **STREAMED,
-    ("bar.warp", "arrive_warp"): (2, TURN),
-    ("wgmma.commit_group", "_sum_slice"): (2, TURN),
-    ("wgmma.wait_group", "_sum_slice"): (2, TURN),
+    **WIDE,
     ("bar.sync", "run"): (1, CLUSTER),
+    # Behind each of two slices.
     FENCE: (2, UNDER_WAY),
 }
 PLAIN_WIDE = {
@@ -52,7 +49,6 @@ PLAIN_WIDE = {
     ("griddepcontrol.wait", "load"): (1, FIRST),
     # In the loop of each of two slices, and behind it.
     ("bar.warp", "release_to"): (4, PRODUCTS),
-    FENCE: (4, UNDER_WAY),
     ("bar.sync", "run"): (1, CLUSTER),
 }
 # Of both kinds of weights.
@@ -67,7 +63,6 @@ MERGED_WIDE = {
     **PLAIN_WIDE,
     ("griddepcontrol.launch_dependents", "run"): (2, LAUNCH),
     ("bar.sync", "run"): (2, CLUSTER),
-    FENCE: (6, UNDER_WAY),
 }
 BEST_ROWS = {
     ("griddepcontrol.wait", "finish"): (1, "of CTAs without a tile: here all have some"),

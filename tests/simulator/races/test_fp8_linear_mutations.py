@@ -78,7 +78,6 @@ STREAMED = {
     ("griddepcontrol.wait", "kernel"): (1, FIRST),
     ("bar.warp", "arrive_warp"): (2, PRODUCTS),
 }
-TURN = "gives the warpgroups turns at the tensor cores: their order changes no product"
 CLUSTER = "the barrier of the cluster, which every warp waits for, orders the same"
 UNDER_WAY = "completes loads whose uses ptxas moves behind the arrival: in PTX they come before it"
 FENCE = ("fence.acq_rel", "release_to")
@@ -89,16 +88,7 @@ def fences(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
     return {(*FENCE, weaker): (copies, UNDER_WAY) for weaker in ("acquire", "release")}
 
 
-def wide(slices: int) -> dict[tuple[str, str], tuple[int, str]]:
-    """Turns of the warpgroups, in the loop of each slice."""
-    places = (
-        ("wgmma.commit_group", "_sum_slice"),
-        ("wgmma.wait_group", "_sum_slice"),
-        ("bar.warp", "arrive_warp"),
-    )
-    return {**STREAMED, **{place: (slices, TURN) for place in places}}
-
-
+WIDE = {place: STREAMED[place] for place in STREAMED if place[0] != "bar.warp"}
 REDUNDANT = {
     "resident": RESIDENT,
     "resident_clusters": RESIDENT,
@@ -106,14 +96,8 @@ REDUNDANT = {
     "streamed": {**STREAMED, ("bar.warp", "arrive_warp"): (4, PRODUCTS)},
     "streamed_clusters": STREAMED,
     # Two slices, and a cluster whose every role waits for all of it.
-    "wide": {**wide(2), FENCE: (2, UNDER_WAY), ("bar.sync", "run"): (1, CLUSTER)},
-    "wide_clusters": {
-        **wide(1),
-        ("mbarrier.try_wait", "_sum_slice"): (
-            1,
-            f"{TURN}; that the one before is over, the barriers of parts tell",
-        ),
-    },
+    "wide": {**WIDE, FENCE: (2, UNDER_WAY), ("bar.sync", "run"): (1, CLUSTER)},
+    "wide_clusters": {**WIDE, FENCE: (1, UNDER_WAY)},
 }
 
 
@@ -177,21 +161,13 @@ def weights(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
     return {("mbarrier.arrive", "load_weights", "relaxed"): (copies, EXPECTS)}
 
 
-def turns(slices: int) -> dict[tuple[str, str, str], tuple[int, str]]:
-    """Turns of the warpgroups, in the loop of each slice."""
-    return {
-        ("mbarrier.try_wait", "_sum_slice", "relaxed"): (slices, TURN),
-        ("mbarrier.arrive", "arrive_warp", "relaxed"): (slices, TURN),
-    }
-
-
 HARMLESS = {
     "resident": weights(4),
     "resident_clusters": {**weights(4), PARTS: (1, EXPECTS)},
     "streamed": weights(2),
     "streamed_clusters": {**weights(2), PARTS: (1, EXPECTS)},
-    "wide": {**weights(2), **turns(2), **fences(2)},
-    "wide_clusters": {**weights(2), PARTS: (1, EXPECTS), **turns(1)},
+    "wide": {**weights(2), **fences(2)},
+    "wide_clusters": {**weights(2), PARTS: (1, EXPECTS), **fences(1)},
 }
 
 

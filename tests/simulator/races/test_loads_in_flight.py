@@ -158,7 +158,7 @@ OWN_STORES = {
     ("indexer/sm90/tile_scores.py", "score_run"): "factors of heads, written once or by consumers",
     ("indexer/sm90/one_launch.py", "vector"): "order keys, by the consumers",
     ("gemm/sm90/wide.py", "_merge"): "the thread's own sums",
-    ("gemm/sm90/wide.py", "_promote"): "factors of tokens, by the scale warp",
+    ("gemm/sm90/wide.py", "_factors"): "factors of tokens, by the scale warp",
     ("gemm/sm90/consumers.py", "_factors"): "scales of tokens, by the activation warps",
     ("moe/sm90/consumers.py", "_promote"): "scales of tokens, by the activation warps",
     ("moe/sm90/consumers.py", "_weight_scales"): "scales of FP8 blocks, by the activation warps",

@@ -24,7 +24,7 @@ from tests.simulator.helpers.mutations import (
     without,
 )
 from tests.simulator.races.test_attention_mutations import places
-from tests.simulator.races.test_fp8_linear_mutations import PRODUCTS, TURN, reached
+from tests.simulator.races.test_fp8_linear_mutations import PRODUCTS, reached
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
@@ -37,8 +37,7 @@ RESIDENT, WIDE = 0, -1
 CASES = {RESIDENT: Case(19, 512, WEIGHTS), WIDE: Case(150, 512, WEIGHTS)}
 REDUNDANT = {
     RESIDENT: {("bar.warp", "arrive_warp"): (4, PRODUCTS)},
-    # Of the FP8 body: once for each slice.
-    WIDE: {("bar.warp", "arrive_warp"): (2, TURN)},
+    WIDE: {},
 }
 
 

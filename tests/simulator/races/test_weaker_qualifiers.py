@@ -17,7 +17,7 @@ from dsv4.testing.harness import compiler_options
 from tests.simulator.helpers import experts, linears, subjects
 from tests.simulator.helpers.changes import check, check_weaker, weakenings_of
 from tests.simulator.races.test_deleted_synchronisation import BOARD, FIRST_TILE, ZEROS
-from tests.simulator.races.test_fp8_linear_mutations import TURN, fences
+from tests.simulator.races.test_fp8_linear_mutations import fences
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -66,11 +66,6 @@ def weights(copies: int) -> dict[tuple[str, str, str], tuple[int, str]]:
     return {("mbarrier.arrive", "load_weights", "relaxed"): (copies, EXPECTS)}
 
 
-# In the loop of each of two slices.
-TURNS = {
-    ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, TURN),
-    ("mbarrier.try_wait", "_sum_slice", "relaxed"): (2, TURN),
-}
 GROUPED_STREAMED_HARMLESS = {
     **weights(2),
     ("mbarrier.arrive", "expect_parts", "relaxed"): (1, EXPECTS),
@@ -116,7 +111,7 @@ KERNELS = {
     ),
     "plain linear, resident": (partial(linears.plain, 11, 0), weights(4), {}),
     "plain linear, wide": (
-        partial(linears.plain, 150, -1), {**weights(2), **fences(4)}, {},
+        partial(linears.plain, 150, -1), weights(2), {},
     ),
     "best rows, resident": (
         partial(linears.argmax, 11, 0), {**weights(4), **BEST_ROWS_HARMLESS}, {},
@@ -125,7 +120,6 @@ KERNELS = {
         partial(linears.argmax, 150, -1, 4),
         {
             **weights(2),
-            **fences(4),
             **BEST_ROWS_HARMLESS,
             ("atom.global", "__init__", "cluster"): (
                 1,
@@ -138,13 +132,13 @@ KERNELS = {
     "grouped linear, resident": (partial(linears.grouped, 11, 0), weights(4), {}),
     "grouped linear, streamed": (partial(linears.grouped, 21, 1), GROUPED_STREAMED_HARMLESS, {}),
     "grouped linear, wide": (
-        partial(linears.grouped, 67, -1), {**weights(2), **TURNS, **fences(2)}, {},
+        partial(linears.grouped, 67, -1), {**weights(2), **fences(2)}, {},
     ),
     "rotated linear, streamed": (partial(linears.rotated, 19, 1), weights(2), {}),
     # Of both kinds of weights.
     "merged linear, resident": (partial(linears.merged, 19, 0), weights(8), {}),
     "merged linear, wide": (
-        partial(linears.merged, 150, -1), {**weights(4), **TURNS, **fences(6)}, {},
+        partial(linears.merged, 150, -1), {**weights(4), **fences(2)}, {},
     ),
     "seam, Hopper": (partial(subjects.seam, "sm_90a"), SEAM_HARMLESS, SEAM_UNREACHED),
     "seam, Blackwell": (partial(subjects.seam, "sm_100a"), SEAM_HARMLESS, SEAM_UNREACHED),

@@ -239,8 +239,9 @@ def sum_unscaled_slice(
 
 
 def release(plan: LinearPlan, ring: Ring, cursor: Cursor, lane, ring_part) -> None:
-    """A warp is done with a stage, which CTAs that share activations fill for each other."""
+    """A warp is done with a stage, which CTAs that share activations fill for each other; only
+    products have read it."""
     if plan.tiling.sharing == 1:
         ring.release(cursor, lane, ring_part)
     else:
-        ring.release_to(cursor, lane, plan.tiling.sharing)
+        ring.release_to(cursor, lane, plan.tiling.sharing, is_read=True)

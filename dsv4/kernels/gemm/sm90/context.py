@@ -83,8 +83,8 @@ class TileScheduler:
 class Smem:
     """Views of shared memory."""
 
-    weight: cute.Tensor  # swizzled [64, k block, 64-row tile]
-    x: cute.Tensor  # swizzled [columns, k block, tile]
+    weight: cute.Tensor  # swizzled [64, k block, 64-row tile]; tokens in M: [128, k block, tile]
+    x: cute.Tensor  # swizzled [columns, k block, tile]; tokens in M: [64, k block, half of a tile]
     weight_start: cute.Pointer
     x_start: cute.Pointer
     partials: cute.Pointer  # [part, own unit, group of columns, lane, 4]
@@ -102,7 +102,6 @@ class Pipelines:
 
     ring: mbarrier.Ring
     partials: mbarrier.Buffer | None  # between the CTAs of a cluster
-    turns: mbarrier.Signal | None  # between the warpgroups of a wide tile
 
 
 @dataclass(frozen=True)
@@ -128,12 +127,13 @@ def weight_policy(plan: LinearPlan, token_tiles: Int32) -> Int64 | int:
 
 
 def tile_mma(plan: LinearPlan):
-    """wgmma of 64 rows of the weight and a tile of columns."""
-    return make_mma(DTYPES[plan.kind], (M_TILE, plan.columns), OperandMajorMode.K)
+    """wgmma of 64 rows of the weight and a tile of columns, or of 64 columns and a tile of rows."""
+    n = plan.rows if plan.has_tokens_in_m else plan.columns
+    return make_mma(DTYPES[plan.kind], (M_TILE, n), OperandMajorMode.K)
 
 
 def sum_fragment(plan: LinearPlan) -> cute.Tensor:
-    """Sums of 64 rows of the weight and a tile of tokens, as wgmma has products of one term."""
+    """A warpgroup's share of a tile's sums, as wgmma has products of one term."""
     tile = (M_TILE, plan.tokens)
     mma = make_mma(DTYPES[plan.kind], tile, OperandMajorMode.K)
     return mma.make_fragment_C(mma.partition_shape_C(tile))
@@ -153,16 +153,20 @@ def allocate(plan: LinearPlan, start: cute.Pointer) -> tuple[Smem, Pipelines]:
     storage = storage_struct(plan.smem)(start)
     k_major, _ = operand_atoms(DTYPES[plan.kind], SPAN_BYTES)
     step = plan.kind.step
-    weight_tiles = plan.smem["weight"].count // (M_TILE * step)
-    a = cute.tile_to_shape(k_major, (M_TILE, step, weight_tiles), order=(0, 1, 2))
-    b = cute.tile_to_shape(k_major, (plan.columns, step, plan.x_tiles), order=(0, 1, 2))
+    rows, columns = M_TILE, plan.columns
+    if plan.has_tokens_in_m:
+        rows, columns = plan.rows, M_TILE
+    weight_tiles = plan.smem["weight"].count // (rows * step)
+    x_tiles = plan.smem["x"].count // (columns * step)
+    weight = cute.tile_to_shape(k_major, (rows, step, weight_tiles), order=(0, 1, 2))
+    x = cute.tile_to_shape(k_major, (columns, step, x_tiles), order=(0, 1, 2))
     scales = None
     if plan.is_quantized:
-        columns = plan.smem["scales"].count // plan.tokens
-        scales = storage.scales.get_tensor(cute.make_layout((plan.tokens, columns)))
+        blocks = plan.smem["scales"].count // plan.tokens
+        scales = storage.scales.get_tensor(cute.make_layout((plan.tokens, blocks)))
     smem = Smem(
-        weight=storage.weight.get_tensor(a.outer, swizzle=a.inner),
-        x=storage.x.get_tensor(b.outer, swizzle=b.inner),
+        weight=storage.weight.get_tensor(weight.outer, swizzle=weight.inner),
+        x=storage.x.get_tensor(x.outer, swizzle=x.inner),
         weight_start=storage.weight.data_ptr(),
         x_start=storage.x.data_ptr(),
         partials=storage.partials.data_ptr(),
@@ -173,9 +177,7 @@ def allocate(plan: LinearPlan, start: cute.Pointer) -> tuple[Smem, Pipelines]:
     )
     graph = plan.barriers
     ring = mbarrier.pipeline(graph, storage, "ring", plan.rings)
-    partials = turns = None
+    partials = None
     if plan.tiling.cluster > 1:
         partials = mbarrier.pipeline(graph, storage, "partials")
-    if plan.has_turns:
-        turns = mbarrier.pipeline(graph, storage, "turns")
-    return smem, Pipelines(ring, partials, turns)
+    return smem, Pipelines(ring, partials)

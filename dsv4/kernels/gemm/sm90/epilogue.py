@@ -1,6 +1,9 @@
 """Epilogue of the weight-streaming kernel: sum of the parts of K, what a weight has of its own,
 rounding, store."""
 
+import itertools
+from typing import NamedTuple
+
 import cutlass
 from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, cute
 from cutlass.experimental.cuda.tensor_map import create_tensor_map_tiled
@@ -13,6 +16,7 @@ from dsv4.kernels.gemm.sm90.context import LinearContext
 from dsv4.kernels.gemm.sm90.index_tile import IndexTile
 from dsv4.kernels.gemm.sm90.rounded_tile import RoundedTile
 from dsv4.kernels.gemm.sm90.weight_epilogues import LoadedAhead, WeightEpilogues
+from dsv4.kernels.kit.epilogue import transpose_pair
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES
 from dsv4.kernels.kit.tma import chosen_descriptor, tma_store
 
@@ -26,9 +30,27 @@ def sync_group(group) -> None:
     cute.arch.barrier(barrier_id=FIRST_GROUP + group, number_of_threads=WARPGROUP)
 
 
+class UnitSums(NamedTuple):
+    """A lane's sums of 16 rows of the weight and some groups of 8 tokens: of each group those of
+    columns 2 (lane % 4) + {0, 1} of rows lane / 4 + {0, 8}."""
+
+    unit: Int32 | int  # of the tile
+    first_group: Int32 | int  # of the tile
+    values: cute.Tensor  # fp32 [row, column, group]
+
+    @property
+    def blocks(self) -> list[tuple]:
+        """Group of each block, and its four values."""
+        count = cute.size(self.values) // LANE_VALUES
+        values = [
+            [self.values[LANE_VALUES * n + i] for i in range(LANE_VALUES)] for n in range(count)
+        ]
+        return [(self.first_group + n, values[n]) for n in range(count)]
+
+
 @cute.jit
 def output_map(y: cute.Tensor, tokens: cutlass.Constexpr):
-    """TMA descriptor of y [token, row] for the rows of a warpgroup; of an unaligned y it is not
+    """TMA descriptor of y [token, row] for 64 rows of some tokens; of an unaligned y it is not
     used."""
     return create_tensor_map_tiled(
         y.iterator.toint(),
@@ -63,7 +85,7 @@ class Epilogue:
         # Beside codes there is one, which is then taken without a look at the weight.
         stored = uncoded(ys)
         assert len(stored) in (1, len(ys)), "a descriptor for each weight"
-        return tuple(output_map(y, self.plan.tokens) for y in stored)
+        return tuple(output_map(y, self.weights.staged_tokens) for y in stored)
 
     def make_loaded(self, ctx: LinearContext) -> LoadedAhead | None:
         """Registers of what epilogues of weights load ahead."""
@@ -98,13 +120,18 @@ class Epilogue:
         self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, part, unit, turn, y_maps,
         loaded: LoadedAhead | None,
     ):  # fmt: skip
-        """Write a tile of y, of which `sums` is a part of a unit of rows."""
+        """Write a tile of y.
+
+        Args:
+            sums: those of a warp, or a part of them: a unit of rows, or where tokens are M two
+                groups of tokens.
+        """
         plan = self.plan
         warp, lane = cute.arch.thread_idx()[0] // WARP, cute.arch.lane_idx()
         if cutlass.const_expr(self.index.heads is not None and not self.index.loads_ahead):
             self.index.load_turns(ctx, tile, loaded.head)
         if cutlass.const_expr(plan.parts > 1):
-            self._publish(ctx, sums, part, unit, lane, turn)
+            self._publish(ctx, self._units(sums, unit), part, lane, turn)
             self._add_parts(ctx, tile, warp, lane, loaded)
             if cutlass.const_expr(plan.rounds_output):
                 self._store_rounded(ctx, tile, loaded)
@@ -122,13 +149,13 @@ class Epilogue:
 
     @cute.jit
     def _stage_rounded(self, ctx: LinearContext, sums: cute.Tensor, unit, lane):
-        """Put a unit of rows where outputs that become codes meet."""
+        """Put the sums of a warp where outputs that become codes meet."""
         if cutlass.const_expr(self.plan.stages_output):
             self.drain()
         sync_consumers()
-        for n in cutlass.range_constexpr(self.plan.column_groups):
-            values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
-            self.rounded.stage(ctx, unit, n, lane, values)
+        for found in self._units(sums, unit):
+            for group, values in found.blocks:
+                self.rounded.stage(ctx, found.unit, group, lane, values)
 
     @cute.jit
     def _store_rounded(self, ctx: LinearContext, tile: OutputTile, loaded: LoadedAhead | None):
@@ -144,84 +171,130 @@ class Epilogue:
         self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, unit, lane, y_maps,
         loaded: LoadedAhead | None,
     ):  # fmt: skip
-        """Write a tile of y, of which `sums` is a unit of rows."""
+        """Write a tile of y, of which `sums` are those of a warp."""
         if cutlass.const_expr(self.can_stage(ctx.operands.ys) and any(self.weights.own)):
             self._store_staged(ctx, sums, tile, y_maps, loaded)
         elif cutlass.const_expr(self.can_stage(ctx.operands.ys)):
             if ctx.operands.stores_by_tma:
                 self._store_staged(ctx, sums, tile, y_maps, loaded)
             else:
-                self._store_unit(ctx, sums, tile, unit, lane, loaded)
+                self._store_units(ctx, sums, tile, unit, lane, loaded)
         else:
-            self._store_unit(ctx, sums, tile, unit, lane, loaded)
+            self._store_units(ctx, sums, tile, unit, lane, loaded)
+
+    def _units(self, sums: cute.Tensor, unit) -> list[UnitSums]:
+        """A warp's sums by units of rows: one, or where tokens are M, all of the tile; then lanes
+        exchange them, a matrix of 8 x 8 at a time."""
+        if not self.plan.has_tokens_in_m:
+            return [UnitSums(unit, 0, sums)]
+        groups = self.plan.warp_groups
+        found = []
+        for own in range(self.plan.rows // UNIT_ROWS):
+            values = cute.make_rmem_tensor(LANE_VALUES * groups, Float32)
+            for r, group in itertools.product(range(2), range(groups)):
+                first = ((2 * own + r) * groups + group) * 2
+                pair = transpose_pair(sums[first], sums[first + 1])
+                for c in range(2):
+                    values[LANE_VALUES * group + 2 * r + c] = pair[c]
+            found.append(UnitSums(own, unit * groups, values))
+        return found
+
+    def _store_units(
+        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, unit, lane,
+        loaded: LoadedAhead | None,
+    ) -> None:  # fmt: skip
+        """Write the sums of a warp, each element by itself."""
+        for found in self._units(sums, unit):
+            self._store_unit(ctx, found, tile, lane, loaded)
 
     @cute.jit
     def _store_unit(
-        self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, unit, lane,
+        self, ctx: LinearContext, found: UnitSums, tile: OutputTile, lane,
         loaded: LoadedAhead | None,
     ):  # fmt: skip
-        """Write a unit of rows of a warp, each element by itself."""
+        """Write the sums of a unit of rows."""
         ys, weight = ctx.operands.ys, tile.weight
-        row = tile.row_tile * self.plan.rows + unit * UNIT_ROWS
+        row = tile.row_tile * self.plan.rows + found.unit * UNIT_ROWS
         first_token = tile.token_tile * self.plan.tokens
         if cutlass.const_expr(any(self.weights.own)):
-            self.weights.apply(ctx, weight, sums, self.weights.block(tile, unit, 0), loaded)
+            block = self.weights.block(tile, found.unit, found.first_group)
+            self.weights.apply(ctx, weight, found.values, block, loaded)
         if cutlass.const_expr(self.plan.finds_best):
-            self.best.take(ctx, row, 0, lane, sums)
+            self.best.take(ctx, row, 0, lane, found.values)
         for dtype, is_here in outputs_by_dtype(ys, weight):
             y = chosen_matrix(ys, weight, dtype)
             if is_here:
-                for n in cutlass.range_constexpr(self.plan.column_groups):
-                    values = [sums[LANE_VALUES * n + j] for j in range(LANE_VALUES)]
-                    self._store_values(y, row + lane // 4, first_token + n * 8, lane, values)
+                for group, values in found.blocks:
+                    self._store_values(y, row + lane // 4, first_token + group * 8, lane, values)
 
     @cute.jit
     def _store_staged(
         self, ctx: LinearContext, sums: cute.Tensor, tile: OutputTile, y_maps,
         loaded: LoadedAhead | None,
     ):  # fmt: skip
-        """Write the rows of a warpgroup through shared memory, transposed on the way: full
-        sectors of a token's y. Rows and tokens past the last one are out of bounds."""
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        """Write the sums of a warpgroup through shared memory: full sectors of a token's y. Rows
+        and tokens past the last one are out of bounds.
+
+        They are spans of 64 rows, [token, row] each: one, transposed on the way, or where tokens
+        are M, two of half of the tokens.
+        """
+        thread = cute.arch.thread_idx()[0]
         group, warp = thread // WARPGROUP, thread % WARPGROUP // WARP
-        span = cute.recast_ptr(self.own_spills(ctx, group), dtype=BFloat16)
+        start = cute.recast_ptr(self.own_spills(ctx, group), dtype=BFloat16)
+        size = self.weights.staged_tokens * M_TILE
+        shares = self.weights.staged_shares(tile, group)
+        spans = [start + cute.assume(i * size, divby=size) for i in range(len(shares))]
         if cutlass.const_expr(any(self.weights.own)):
-            share = self.weights.staged_share(tile, group)
-            turns = self.weights.load_staged_turns(ctx, tile, share, loaded)
+            turns = [self.weights.load_staged_turns(ctx, tile, share, loaded) for share in shares]
         self.reclaim(group)
-        # Four 8 x 8 matrices at a time: two of rows, of two groups of columns.
-        token, vector = lane // 16 * 8 + lane % 8, 2 * warp + lane // 8 % 2
-        address = span.toint() + token * SPAN_BYTES + (vector ^ (lane % 8)) * VECTOR_BYTES
-        for n in cutlass.range_constexpr(0, self.plan.column_groups, 2):
-            values = cute.make_rmem_tensor(2 * LANE_VALUES, BFloat16)
-            for i in cutlass.range_constexpr(2 * LANE_VALUES):
-                values[i] = sums[LANE_VALUES * n + i].to(BFloat16)
-            words = cute.recast_tensor(values, Int32)
-            cute.arch.inline_ptx(
-                "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], "
-                "{{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[address + n * 8 * SPAN_BYTES, *(words[i] for i in range(4))],
-            )
+        if cutlass.const_expr(self.plan.has_tokens_in_m):
+            self._stage_tokens(sums, start.toint(), warp)
+        else:
+            self._stage_rows(sums, start.toint(), warp)
         if cutlass.const_expr(any(self.weights.own)):
             sync_group(group)
-            self.weights.apply_staged(ctx, tile, share, span, turns)
+            for i in cutlass.range_constexpr(len(shares)):
+                self.weights.apply_staged(ctx, tile, shares[i], spans[i], turns[i])
         cute.arch.fence_view_async_shared()
         sync_group(group)
         if cutlass.const_expr(any(self.weights.own)):
             if ctx.operands.stores_by_tma:
-                self._store_span(span, tile, group, y_maps)
+                self._store_spans(spans, shares, tile, y_maps)
             else:
-                self.weights.copy_staged(ctx, tile, share, span)
+                for i in cutlass.range_constexpr(len(shares)):
+                    self.weights.copy_staged(ctx, tile, shares[i], spans[i])
         else:
-            self._store_span(span, tile, group, y_maps)
+            self._store_spans(spans, shares, tile, y_maps)
+
+    def _stage_rows(self, sums: cute.Tensor, address, warp) -> None:
+        """Write sums of 16 rows of all tokens to a span, rounded to bf16, four 8 x 8 matrices at a
+        time: two of rows, of two groups of columns."""
+        lane = cute.arch.lane_idx()
+        token, vector = lane // 16 * 8 + lane % 8, 2 * warp + lane // 8 % 2
+        address += token * SPAN_BYTES + (vector ^ (lane % 8)) * VECTOR_BYTES
+        for n in range(0, self.plan.column_groups, 2):
+            _store_matrices(sums, n, address + n * 8 * SPAN_BYTES, ".trans")
+
+    def _stage_tokens(self, sums: cute.Tensor, address, warp) -> None:
+        """Write sums of all rows of 16 tokens, or of two terms of 8, to two spans, rounded to bf16,
+        four 8 x 8 matrices at a time: of two or four vectors of rows."""
+        lane, groups = cute.arch.lane_idx(), self.plan.warp_groups
+        matrix, vectors = lane // 8, LANE_VALUES // groups
+        token = (warp * groups + matrix % groups) * 8 + lane % 8
+        span_bytes = self.weights.staged_tokens * SPAN_BYTES
+        for n in range(0, self.plan.rows // 8, vectors):
+            span, first = divmod(n, SPAN_BYTES // VECTOR_BYTES)
+            vector = first + matrix // groups
+            place = token * SPAN_BYTES + (vector ^ (lane % 8)) * VECTOR_BYTES
+            _store_matrices(sums, n * groups // 2, address + span * span_bytes + place)
 
     @cute.jit
-    def _store_span(self, span: cute.Pointer, tile: OutputTile, group, y_maps):
-        """Send the rows of a warpgroup from shared memory."""
-        row, first_token = tile.row_tile * self.plan.rows, tile.token_tile * self.plan.tokens
+    def _store_spans(self, spans: list, shares: list, tile: OutputTile, y_maps):
+        """Send the spans of a warpgroup from shared memory."""
         if cute.arch.thread_idx()[0] % WARPGROUP == 0:
             y_map = chosen_descriptor(y_maps, tile.weight)
-            tma_store(y_map, span, [row + group * M_TILE, first_token])
+            for span, share in zip(spans, shares):
+                tma_store(y_map, span, [share.row, share.first_token])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
@@ -246,33 +319,40 @@ class Epilogue:
         return ctx.smem.spills + cute.assume(group * half, divby=half)
 
     @cute.jit
-    def _publish(self, ctx: LinearContext, sums: cute.Tensor, part, unit, lane, turn):
-        """Send a part of a unit of rows to the CTA that owns it, and wait for those of the own
+    def _publish(self, ctx: LinearContext, units: list, part, lane, turn):
+        """Send parts of units of rows to the CTAs that own them, and wait for those of the own
         units."""
-        plan, barriers = self.plan, ctx.pipes.partials
-        owner, own = unit // plan.own_units, unit % plan.own_units
-        if cutlass.const_expr(plan.rounds_output):
-            owner, own = Int32(0), unit
-        words = cute.recast_tensor(sums, Int32)
+        barriers = ctx.pipes.partials
         if cutlass.const_expr(barriers is not None):
             barriers.acquire(turn ^ 1)
         else:
             sync_consumers()
-        for n in cutlass.range_constexpr(plan.column_groups):
-            target = self._partial(ctx, part, own, n % plan.own_groups, lane)
-            if cutlass.const_expr(barriers is not None):
-                if cutlass.const_expr(plan.rounds_output):
-                    owner = Int32(n // plan.own_groups)
-                value = tuple(words[LANE_VALUES * n + i] for i in range(LANE_VALUES))
-                cute.arch.store_async_dsmem(target, value, barriers.full, owner)
-            else:
-                layout = cute.make_layout(LANE_VALUES)
-                values = cute.make_tensor(sums.iterator + LANE_VALUES * n, layout)
-                cute.autovec_copy(values, cute.make_tensor(target, layout))
+        for found in units:
+            self._send(ctx, found, part, lane)
         if cutlass.const_expr(barriers is not None):
             barriers.wait(turn)
         else:
             sync_consumers()
+
+    def _send(self, ctx: LinearContext, found: UnitSums, part, lane) -> None:
+        """Send a part of a unit of rows, or where outputs are rounded of its groups of tokens."""
+        plan, barriers = self.plan, ctx.pipes.partials
+        owner, own = found.unit // plan.own_units, found.unit % plan.own_units
+        if plan.rounds_output:
+            own = found.unit
+        words = cute.recast_tensor(found.values, Int32)
+        for n in range(cute.size(found.values) // LANE_VALUES):
+            group = found.first_group + n
+            target = self._partial(ctx, part, own, group % plan.own_groups, lane)
+            if barriers is not None:
+                if plan.rounds_output:
+                    owner = group // plan.own_groups
+                value = tuple(words[LANE_VALUES * n + i] for i in range(LANE_VALUES))
+                cute.arch.store_async_dsmem(target, value, barriers.full, Int32(owner))
+            else:
+                layout = cute.make_layout(LANE_VALUES)
+                values = cute.make_tensor(found.values.iterator + LANE_VALUES * n, layout)
+                cute.autovec_copy(values, cute.make_tensor(target, layout))
 
     def _partial(self, ctx: LinearContext, part, own, n, lane) -> cute.Pointer:
         """Address of four values of a lane: columns 2 (lane % 4) + {0, 1} of rows
@@ -332,6 +412,23 @@ class Epilogue:
 def uncoded(ys: tuple[cute.Tensor, ...]) -> list[cute.Tensor]:
     """Outputs that are no codes."""
     return [y for y in ys if y.element_type is not Float8E4M3FN]
+
+
+def _store_matrices(sums: cute.Tensor, first: int, address, order: str = "") -> None:
+    """Round eight sums of a lane to bf16, and store the four 8 x 8 matrices that they are of.
+
+    Args:
+        first: in units of four.
+    """
+    values = cute.make_rmem_tensor(2 * LANE_VALUES, BFloat16)
+    for i in range(2 * LANE_VALUES):
+        values[i] = sums[LANE_VALUES * first + i].to(BFloat16)
+    words = cute.recast_tensor(values, Int32)
+    cute.arch.inline_ptx(
+        f"stmatrix.sync.aligned.m8n8.x4{order}.shared.b16 [{{$r0}}], "
+        "{{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *(words[i] for i in range(4))],
+    )
 
 
 def in_registers(values: list) -> cute.Tensor:

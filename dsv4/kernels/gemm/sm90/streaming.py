@@ -1,4 +1,5 @@
-"""Weight-streaming kernel of Hopper: weights in M, tokens in N, one tiling.
+"""Weight-streaming kernel of Hopper, one tiling: weights in M, tokens in N, or of many tokens the
+other way round.
 
 K is cut into slices of equal length, and a warpgroup computes 64 rows of some slices, one after the
 other; the CTAs of a cluster may share the slices of a tile, and then send each other partial rows:
@@ -142,7 +143,7 @@ class LinearBody:
             if warp == plan.warps["load"].first:
                 pdl.launch_dependents()
                 self.loader.load(ctx, weight_maps, x_map)
-            if cutlass.const_expr(plan.has_turns):  # noqa: SIM102 static, then dynamic
+            if cutlass.const_expr(plan.has_tokens_in_m):  # noqa: SIM102 static, then dynamic
                 if warp == plan.warps["scales"].first:
                     self.scales.load(ctx)
             if cutlass.const_expr(tiling.cluster > 1):

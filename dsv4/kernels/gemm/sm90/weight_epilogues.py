@@ -49,11 +49,15 @@ class WeightEpilogues:
             RotateHeads(config) if isinstance(config, HeadRotation) else None
             for config in plan.epilogues
         ]
-        # A warp of a tile that is not summed in parts has one unit of rows and all tokens; else
-        # some units' groups of tokens, one after the other.
-        self.groups = plan.column_groups if plan.parts == 1 else 1
+        # A warp of a tile that is not summed in parts has one unit of rows and all tokens, or where
+        # tokens are M all units and some tokens; else some units' groups of tokens, one after the
+        # other.
+        self.groups = plan.warp_groups if plan.parts == 1 else 1
         has_one_block = plan.parts == 1 or plan.own_units * plan.column_groups <= CONSUMER_WARPS
-        self.loads_ahead = has_one_block and self.groups <= MOST_GROUPS_AHEAD
+        self.loads_ahead = (
+            has_one_block and self.groups <= MOST_GROUPS_AHEAD and not plan.has_tokens_in_m
+        )
+        self.staged_tokens = plan.tokens // 2 if plan.has_tokens_in_m else plan.tokens
 
     def make_loaded(self, is_staged: bool) -> LoadedAhead | None:
         """Registers of `load_positions` and `load_turns`, where a weight has an epilogue.
@@ -76,7 +80,12 @@ class WeightEpilogues:
         """Ask for the positions of a token tile."""
         positions = ctx.operands.heads[0].positions
         first = tile.token_tile * self.plan.tokens
-        first += self.staged_share(tile, 0).token if is_staged else cute.arch.lane_idx()
+        lane = cute.arch.lane_idx()
+        if is_staged:
+            group = cute.arch.thread_idx()[0] // WARPGROUP
+            share = self.staged_shares(tile, group)[0]
+            lane = share.first_token + share.token - first
+        first += lane
         for i in range(cute.size(loaded.positions)):
             token = cutlass.min(first + i * WARP, Int32(positions.shape[0]) - 1)
             loaded.positions[i] = positions[token]
@@ -127,12 +136,18 @@ class WeightEpilogues:
                     values.store(values.load().to(ys[i].element_type).to(Float32))
                     self.own[i].apply(heads.squares[i], values, turns, block, ys[i].shape[1])
 
-    def staged_share(self, tile: OutputTile, group) -> StagedShare:
-        """What this thread takes of the 64 rows of a warpgroup in shared memory."""
-        plan = self.plan
-        row = tile.row_tile * plan.rows + group * M_TILE
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        return StagedShare(row, tile.token_tile * plan.tokens, thread, WARPGROUP // plan.tokens)
+    def staged_shares(self, tile: OutputTile, group) -> list[StagedShare]:
+        """What this thread takes of each span of 64 rows that a warpgroup has in shared memory."""
+        plan, count = self.plan, self.staged_tokens
+        row, token = tile.row_tile * plan.rows, tile.token_tile * plan.tokens
+        thread, threads = cute.arch.thread_idx()[0] % WARPGROUP, WARPGROUP // count
+        if not plan.has_tokens_in_m:
+            return [StagedShare(row + group * M_TILE, token, thread, threads)]
+        token += group * count
+        return [
+            StagedShare(row + first, token, thread, threads)
+            for first in range(0, plan.rows, M_TILE)
+        ]
 
     @cute.jit
     def load_staged_turns(

@@ -7,13 +7,13 @@ from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.gemm.operands import OutputTile, chosen_matrix, first_x_block
-from dsv4.kernels.gemm.plan import M_TILE, LinearPlan
+from dsv4.kernels.gemm.plan import LANE_VALUES, M_TILE, UNIT_ROWS, LinearPlan
+from dsv4.kernels.gemm.quantize import SECOND_TERM
 from dsv4.kernels.gemm.sm90.activations import scale_value
 from dsv4.kernels.gemm.sm90.consumers import (
     WARP,
     WARPGROUP_WARPS,
     WGMMAS,
-    product,
     sum_unscaled_slice,
 )
 from dsv4.kernels.gemm.sm90.context import LinearContext, sum_fragment, tile_mma
@@ -120,8 +120,8 @@ class ScaleWarp:
 
 
 class WideConsumers:
-    """Two warpgroups, 64 rows of a tile each. Those of scaled products take turns: while one's are
-    computed, the other promotes its own.
+    """Two warpgroups, 64 of a tile's M each: of scaled products tokens, or codes of them, else rows
+    of the weight.
 
     Registers hold the products of a k block, the sum of a slice and the first level of the stack of
     sums; other levels of the stack wait in shared memory. Without scales all levels are in
@@ -138,10 +138,10 @@ class WideConsumers:
         plan, scheduler = self.plan, ctx.scheduler
         group, lane = warp // WARPGROUP_WARPS, cute.arch.lane_idx()
         mma = tile_mma(plan)
-        acc = mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.columns)))
+        acc = mma.make_fragment_C(mma.partition_shape_C((M_TILE, plan.rows)))
         levels = plan.own_slices.bit_length() - plan.spilled_levels
         stack = [sum_fragment(plan) for _ in range(levels)]
-        cursor, phase, turn = ctx.pipes.ring.consumer(), Int32(0), Int32(0)
+        cursor, turn = ctx.pipes.ring.consumer(), Int32(0)
         index = scheduler.index(0)
         loaded = self.epilogue.make_loaded(ctx)
         if cutlass.const_expr(plan.finds_best):
@@ -159,8 +159,8 @@ class WideConsumers:
             for s in cutlass.range_constexpr(plan.own_slices):
                 level, merges = plan.tree[s]
                 sums = stack[min(level, len(stack) - 1)]
-                if cutlass.const_expr(plan.has_turns):
-                    cursor, phase = self._sum_slice(ctx, sums, acc, group, cursor, phase)
+                if cutlass.const_expr(plan.has_tokens_in_m):
+                    cursor = self._sum_slice(ctx, sums, acc, warp, cursor)
                 else:
                     cursor = sum_unscaled_slice(plan, ctx, sums, Int32(0), group, lane, cursor)
                 for m in cutlass.range_constexpr(len(merges)):
@@ -179,48 +179,51 @@ class WideConsumers:
 
     @cute.jit
     def _sum_slice(
-        self, ctx: LinearContext, sums: cute.Tensor, acc: cute.Tensor, group, cursor: Cursor, phase
+        self, ctx: LinearContext, sums: cute.Tensor, acc: cute.Tensor, warp, cursor: Cursor
     ):
-        """sums = the products of a slice; returns the next place in the ring, and its turn."""
-        plan, ring, turns = self.plan, ctx.pipes.ring, ctx.pipes.turns
+        """sums = the products of a slice; returns the next place in the ring.
+
+        A stage is given back when the products of the next one are on their way, into registers
+        that its own ones have left: nothing of it is read any more.
+        """
+        plan, ring = self.plan, ctx.pipes.ring
+        sharing, group, lane = plan.tiling.sharing, warp // WARPGROUP_WARPS, cute.arch.lane_idx()
         mma = tile_mma(plan)
         mma_slice = mma.get_slice(0)
-        lane = cute.arch.lane_idx()
-        a = mma.make_fragment_A(mma_slice.partition_A(ctx.smem.weight))
-        b = mma.make_fragment_B(mma_slice.partition_B(ctx.smem.x))
+        a = mma.make_fragment_A(mma_slice.partition_A(ctx.smem.x))
+        b = mma.make_fragment_B(mma_slice.partition_B(ctx.smem.weight))
         sums.fill(0.0)
-        for _ in cutlass.range(plan.slice_blocks, unroll=1):
+        for block in cutlass.range(plan.slice_blocks, unroll=1):
             ring.wait(cursor)
-            # The first warpgroup's first turn is free.
-            turns.at(group).wait(phase ^ group ^ 1)
             warpgroup.fence()
             tiles = a[None, None, None, cursor.stage * 2 + group], b[None, None, None, cursor.stage]
-            # Its last quarter under way, the other warpgroup's products follow without a gap.
-            gemm(lambda: tile_mma(plan), acc, *tiles, range(WGMMAS - 1), 0, False)
+            gemm(lambda: tile_mma(plan), acc, *tiles, range(WGMMAS), 0, False)
             warpgroup.commit_group()
-            gemm(lambda: tile_mma(plan), acc, *tiles, [WGMMAS - 1], 0, True)
-            warpgroup.commit_group()
-            warpgroup.wait_group(1)
-            turns.at(group ^ 1).arrive(lane)
+            if block > 0:
+                ring.release_to(ring.previous(cursor), lane, sharing, is_read=True)
+            factors = self._factors(ctx, cursor.stage, warp, lane)
             warpgroup.wait_group(0)
-            self._promote(ctx, sums, acc, cursor.stage, lane)
-            ring.release_to(cursor, lane, plan.tiling.sharing)
+            self._promote(sums, acc, factors)
             cursor = ring.next(cursor)
-            phase ^= 1
-        return cursor, phase
+        ring.release_to(ring.previous(cursor), lane, sharing)
+        return cursor
 
-    @cute.jit
-    def _promote(self, ctx: LinearContext, sums, acc, stage, lane):
-        """sums += acc * the scales of the columns."""
-        for n in cutlass.range_constexpr(self.plan.column_groups):
-            place = stage * self.plan.tokens + n * 8 + lane % 4 * 2
-            source = ctx.smem.scales.iterator + cute.assume(place, divby=2)
-            factors = cute.make_rmem_tensor(2, Float32)
-            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(2)), factors)
-            for c in cutlass.range_constexpr(2):
-                for r in cutlass.range_constexpr(2):
-                    i = n * 4 + r * 2 + c
-                    sums[i] = sums[i] + product(self.plan, acc, n, r, c) * factors[c]
+    def _factors(self, ctx: LinearContext, stage, warp, lane) -> list:
+        """Scales of a lane's tokens of a stage."""
+        rows = UNIT_ROWS // self.plan.tiling.terms  # tokens of a warp
+        tokens = [warp * rows + lane // 4 + first for first in range(0, rows, 8)]
+        return [ctx.smem.scales[token, stage] for token in tokens]
+
+    def _promote(self, sums, acc, factors: list) -> None:
+        """sums += acc * the scales of the tokens; of two terms, both of a token are a lane's."""
+        for n in range(cute.size(acc) // LANE_VALUES):
+            for c in range(2):
+                found = [acc[LANE_VALUES * n + 2 * r + c] for r in range(2)]
+                if self.plan.tiling.terms == 2:
+                    found = [found[0] + found[1] * SECOND_TERM]
+                for r, (value, factor) in enumerate(zip(found, factors)):
+                    i = (n * len(found) + r) * 2 + c
+                    sums[i] = sums[i] + value * factor
 
     @cute.jit
     def _merge(self, ctx: LinearContext, stack: list, level: cutlass.Constexpr, group):

@@ -48,11 +48,11 @@ class ExpertsSm90:
     def __init__(self, config: ExpertsConfig, routing: RoutingConfig | None = None):
         self.config = config
         self.products = []
-        self.wide, self.leading = None, None
+        self.wide, self.leading = [], None  # of many tokens, behind the others
         self.gate = None if routing is None else Gates(routing)
         for tiling in tilings(config):
             if tiling.is_wide:
-                self.wide = WideProducts(config, tiling, routing, self.lanes_per_warp)
+                self.wide.append(WideProducts(config, tiling, routing, self.lanes_per_warp))
                 continue
             shared, routed = (self._gate_and_up(tiling, is_shared) for is_shared in (True, False))
             if routing is not None:
@@ -130,9 +130,9 @@ class ExpertsSm90:
         up = up_operands(tensors, live_tokens)
         if cutlass.const_expr(selection is not None):
             self._lead(up, selection, stream, num_sms)
-        if cutlass.const_expr(self.wide is not None):  # noqa: SIM102 static
-            if tiling == len(self.products):
-                self.wide.launch(tensors, live_tokens, selection, stream, num_sms)
+        for i in cutlass.range_constexpr(len(self.wide)):
+            if tiling == len(self.products) + i:
+                self.wide[i].launch(tensors, live_tokens, selection, stream, num_sms)
         for i in cutlass.range_constexpr(len(self.products)):
             if tiling == i:
                 shared, routed, second, joint = self.products[i]

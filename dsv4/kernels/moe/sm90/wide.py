@@ -210,37 +210,46 @@ class WideTileConsumers:
         for pair in cutlass.range(followed // 2, unroll=1):
             for i in cutlass.range_constexpr(2):
                 now, after = operands[i], operands[1 - i]
-                self._multiply(ctx, kind, acc, now, cursor.stage)
-                self._fill_next(ctx, kind, after, factors, view, 2 * pair + i, cursor)
+                step = 2 * pair + i
+                self._multiply(ctx, kind, acc, now, view, step, cursor)
+                self._fill_next(ctx, kind, after, factors, view, step, cursor)
                 cursor = self._add(ctx, kind, sums, acc, now, view, cursor)
         if cutlass.const_expr(followed % 2 == 1):
-            self._multiply(ctx, kind, acc, operands[0], cursor.stage)
             step = Int32(followed - 1)
+            self._multiply(ctx, kind, acc, operands[0], view, step, cursor)
             self._fill_next(ctx, kind, operands[1], factors, view, step, cursor)
             cursor = self._add(ctx, kind, sums, acc, operands[0], view, cursor)
         last = operands[followed % 2]
-        self._multiply(ctx, kind, acc, last, cursor.stage)
-        return self._add(ctx, kind, sums, acc, last, view, cursor)
+        self._multiply(ctx, kind, acc, last, view, Int32(followed), cursor)
+        cursor = self._add(ctx, kind, sums, acc, last, view, cursor)
+        ring = ctx.pipes.ring
+        ring.release_to(ring.previous(cursor), view.lane, self.plan.sharing)
+        return cursor
 
     @cute.jit
-    def _multiply(self, ctx: WideContext, kind: cutlass.Constexpr, acc: cute.Tensor, now, stage):
-        """Send the products of a k block on their way."""
+    def _multiply(
+        self, ctx: WideContext, kind: cutlass.Constexpr, acc: cute.Tensor, now, view: TileView,
+        step, cursor: Cursor,
+    ):  # fmt: skip
+        """Send the products of a k block on their way, and give the stage of the one before back:
+        they go where its own have been read, so that all of its scales have arrived."""
         warpgroup.fence()
-        b = self._tokens(ctx, kind, stage)
+        b = self._tokens(ctx, kind, cursor.stage)
         gemm(lambda: tile_mma(kind), acc, operand(now[0]), b, range(STEPS), 0, False)
         warpgroup.commit_group()
+        if step > 0:
+            ring = ctx.pipes.ring
+            ring.release_to(ring.previous(cursor), view.lane, self.plan.sharing, is_read=True)
 
     @cute.jit
     def _add(
         self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor, now,
         view: TileView, cursor: Cursor,
     ):  # fmt: skip
-        """Add the products of a k block, and give its stage back."""
-        ring = ctx.pipes.ring
+        """Add the products of a k block."""
         warpgroup.wait_group(0)
         self._promote(ctx, kind, sums, acc, now[1], view, cursor.stage)
-        ring.release_to(cursor, view.lane, self.plan.sharing)
-        return ring.next(cursor)
+        return ctx.pipes.ring.next(cursor)
 
     @cute.jit
     def _fill_next(

@@ -1,8 +1,9 @@
-"""Grouped product of many tokens of each expert for Hopper: tiles of 128 rows x up to 128 tokens.
+"""Grouped product of many tokens of each expert for Hopper: tiles of 128 rows x up to 64 or 128
+tokens.
 
     load warps  prepared weights -> shared memory, as they lie (bulk copies); tokens of the tile, in
-                the order of tiles, and their scales (TMA), shared by two CTAs with row tiles of
-                their own
+                the order of tiles, and their scales (TMA), where they are many shared by two CTAs
+                with row tiles of their own
     consumers   two warpgroups: weights into registers, FP4 decoded there, while the tensor cores
                 have the k block before; promotion by its scales; epilogue
 
