@@ -101,13 +101,21 @@ def unwritten_reads(entry: Entry) -> list[tuple[Instruction, str]]:
 
 
 def _accumulators(entry: Entry) -> dict[str, str]:
-    """Kinds of wgmma's accumulators: one for all of a product, which takes them as one array."""
-    return {
-        register: "f32" if ins.parts[5] == "f32" else "u32"
-        for ins in entry.instructions
-        if ins.opcode.startswith("wgmma.mma_async")
-        for register in REGISTER.findall(ins.operands[0])
-    }
+    """Kinds of wgmma's accumulators: one for all of a product, which takes them as one array, and so
+    for all of the products that have a register in common, whatever they add up."""
+    groups: list[tuple[set[str], bool]] = []
+    for ins in entry.instructions:
+        if not ins.opcode.startswith("wgmma.mma_async"):
+            continue
+        registers, is_float = set(REGISTER.findall(ins.operands[0])), ins.parts[5] == "f32"
+        others = []
+        for members, has_float in groups:
+            if members.isdisjoint(registers):
+                others.append((members, has_float))
+            else:
+                registers, is_float = registers | members, is_float or has_float
+        groups = [*others, (registers, is_float)]
+    return {r: "f32" if has_float else "u32" for registers, has_float in groups for r in registers}
 
 
 def _float_weight(ins: Instruction) -> int:

@@ -118,6 +118,23 @@ def test_a_sum_is_used_as_an_integer(schedule, seed):
     assert (out[:128] == int(expected)).all()
 
 
+@SCHEDULES
+def test_sums_of_integers_and_of_floats_share_some_registers(schedule):
+    """The register of both, first in either, is a float's; the others of the integers are not."""
+    out = torch.zeros(256, dtype=torch.int32)
+    ones = (f"mov.b32 %r{r}, 0x01010101;" for r in range(44, 48))
+    integers = (
+        "wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8 {%r40, %r51, %r52, %r53}, "
+        "{%r44, %r45, %r46, %r47}, %d8, %p9;"
+    )
+    body = _SETUP.replace("[%r4], %r1;", "[%r4], 0x01010101;") + "\n".join(
+        (*ones, _FENCE, integers, _COMMIT, _LAST, "selp.b32 %r10, %r51, %r1, %p8;",
+         "st.global.b32 [%d2], %r10;", _FENCE, _FROM_REGISTERS, _COMMIT, _LAST)
+    )  # fmt: skip
+    run_body(body, threads=128, out=out, schedule=schedule).raise_if_racy()
+    assert (out[:128] == 32).all()
+
+
 def test_both_places_are_named():
     body = _body(_FROM_REGISTERS, _COMMIT, WRITES["load"], USES["read"], _LAST)
     report = run_body(body, threads=128)
