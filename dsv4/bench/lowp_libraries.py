@@ -124,6 +124,8 @@ def sage_kernel(library: Path, q: Tensor, k: Tensor, v: Tensor, is_causal: bool)
     """SageAttention's kernel for Hopper, of a library that `scripts/sage_parity library` builds, on
     our codes, which are equal to its own: int8 per thread, FP8 values, fp32+fp32."""
     launch = _sage_launch(library)
+    if q.shape[-1] not in (64, 128):
+        raise ValueError(f"q: got {q.shape[-1]} channels, the kernel has 64 or 128")
     batch, heads, rows, dim = q.shape
     config, codes = QuantizedAttentionConfig(dim), quantize_kv(k, v).codes
     # One sequence at a time: the torch code holds several copies.

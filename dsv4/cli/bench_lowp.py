@@ -64,9 +64,9 @@ def parse_shape(text: str) -> tuple[int, int, bool, int]:
         dim, rows, causal, key_heads = (int(number) for number in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"got {quoted(text)}, expected {SHAPE_FORMAT}") from None
-    if dim not in range(1, 129) or rows < 1 or causal not in (0, 1):
+    if dim not in range(1, 257) or rows < 1 or causal not in (0, 1):
         raise argparse.ArgumentTypeError(
-            f"{quoted(text)}: D is 1 to 128, L positive, CAUSAL 0 or 1"
+            f"{quoted(text)}: D is 1 to 256, L positive, CAUSAL 0 or 1"
         )
     if key_heads not in (1, 2, 4, 8, 16, 32):
         raise argparse.ArgumentTypeError(f"{quoted(text)}: KEY_HEADS divides 32")

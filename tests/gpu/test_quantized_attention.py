@@ -75,6 +75,29 @@ CASES = {
         1, 8, 2, 1111, 1111, 64, options={**SM89_BLOCKS, "causal": "top_left"}
     ),
     "tiles of 64 keys, FP8 scores": Case(2, 4, 2, 500, 901, 64, options={**SM89, "qk": "fp8"}),
+    "256 channels": Case(2, 4, 4, 1000, 2048, 256, "kbias"),
+    "256 channels, causal": Case(1, 8, 2, 1111, 1111, 256, "vbias", options={"causal": "top_left"}),
+    "200 channels, bottom right": Case(1, 2, 1, 300, 3000, 200, options={"causal": "bottom_right"}),
+    "256 channels, one level": Case(
+        1, 4, 2, 500, 901, 256, "vbias", options={"pv_accum_dtype": "fp32", "smooth_v": True}
+    ),
+    "256 channels, FP8 scores": Case(2, 4, 2, 500, 1001, 256, "kbias", options=FP8_ROWS),
+    "256 channels, FP8 scores, per 64": Case(1, 4, 2, 700, 1300, 256, options=FP8_BLOCKS),
+    "192 channels, FP8 scores, per head": Case(2, 4, 2, 500, 1001, 192, options={"qk": "fp8"}),
+    "256 channels, tiles of 64 keys": Case(
+        2, 4, 2, 1000, 2001, 256, "vbias", options={**SM89, "pv_accum_dtype": "fp32+fp16"}
+    ),
+    "256 channels, tiles of 64 keys, per warp": Case(
+        1,
+        4,
+        2,
+        700,
+        1300,
+        256,
+        dtype=torch.float16,
+        options={**SM89, "qk_quant_gran": "per_warp", "causal": "bottom_right"},
+    ),
+    "256 channels, a mask": Case(1, 4, 2, 500, 1001, 256, options={"mask": "float"}),
     "a mask": Case(2, 4, 2, 500, 1001, 128, options={"mask": "bool"}),
     "added to scores": Case(
         2, 4, 2, 500, 1001, 64, options={"mask": "float", "causal": "top_left"}
@@ -112,12 +135,14 @@ def test_attention_is_torch_s(name: str, device: Device, seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"qk": "fp8"}, SM89, SM89_BLOCKS], ids=["int8", "fp8", "64", "64 blocks"]
+    "options, dim",
+    [({}, 64), ({"qk": "fp8"}, 64), (SM89, 64), (SM89_BLOCKS, 64), ({}, 256), ({"qk": "fp8"}, 256)],
+    ids=["int8", "fp8", "64", "64 blocks", "256", "256 fp8"],
 )
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_packed_sequences(causal: str, options: dict, device: Device, seed: int) -> None:
+def test_packed_sequences(causal: str, options: dict, dim: int, device: Device, seed: int) -> None:
     rows, keys = (sum(pair[i] for pair in PACKED) for i in range(2))
-    case = Case(1, 4, 2, rows + 30, keys + 9, 64, options={**options, "causal": causal})
+    case = Case(1, 4, 2, rows + 30, keys + 9, dim, options={**options, "causal": causal})
     inputs = Inputs.make(case, seed, PACKED, "cuda")
     assert_attention(inputs, OpKernels(QUANTIZED_ATTENTION, device).run(inputs, schedules=None))
 
@@ -171,7 +196,7 @@ def test_a_head_has_the_same_bits_alone_and_in_a_batch(seed: int) -> None:
     assert torch.equal(part_lse, lse[1:2, 4:, :496])
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_packed_sequences_have_the_bits_that_they_have_alone(dim: int, seed: int) -> None:
     """Which others are packed beside it, and where, changes no bit of a sequence."""
     rows, keys = (sum(pair[i] for pair in PACKED) for i in range(2))
@@ -196,7 +221,7 @@ def test_packed_sequences_have_the_bits_that_they_have_alone(dim: int, seed: int
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["", "causal"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_run_has_the_same_bits(dim: int, is_causal: bool, seed: int) -> None:
     """More work tiles than CTAs, other work on the GPU beside, memory that was overwritten."""
     q, k, v = (x.cuda() for x in make_inputs(Case(2, 32, 8, 1111, 1111, dim), seed))

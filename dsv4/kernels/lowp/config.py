@@ -46,8 +46,11 @@ KERNEL_ACCUMULATORS = {
     "sm_90a": {"fp8": ("fp32+fp32", "fp32+fp16", "fp32"), "fp16": ("fp32", "fp16+fp32", "fp16")},
     "sm_100a": {"fp8": ("fp32+fp32", "fp32"), "fp16": ("fp32",), "nvfp4": ("fp32",)},
 }
-# Most channels that they have.
-KERNEL_HEAD_DIMS = {"sm_90a": 128, "sm_100a": 128}
+# Most channels that they have, by the format of V.
+KERNEL_HEAD_DIMS = {
+    "sm_90a": {"fp8": 256, "fp16": 128},
+    "sm_100a": {"fp8": 128, "fp16": 128, "nvfp4": 128},
+}
 BOTH = ("sm90", "sm89")
 # The same by the format of Q and K; no official function has FP4 in tiles of 64 keys.
 KERNEL_GEOMETRIES = {
@@ -243,11 +246,12 @@ def without_kernel(config: QuantizeKvConfig, arch: str) -> str:
     value; empty where they have all."""
     geometries = KERNEL_GEOMETRIES[arch].get(config.qk, ())
     accumulators = KERNEL_ACCUMULATORS[arch].get(config.pv, ())
+    most = KERNEL_HEAD_DIMS[arch].get(config.pv, config.head_dim)
     is_attention = isinstance(config, QuantizedAttentionConfig)
     found = {
         "qk": not geometries,
         "dtype": config.dtype == "float32",
-        "head_dim": config.row_align != VECTOR_BYTES or config.head_dim > KERNEL_HEAD_DIMS[arch],
+        "head_dim": config.row_align != VECTOR_BYTES or config.head_dim > most,
         "smooth_q": config.smooth_q and config.qk != "nvfp4",
     }
     if is_attention:

@@ -13,7 +13,7 @@ from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.lowp.config import QuantizeKvConfig
 from dsv4.kernels.lowp.groups import V_ALIGN, V_ORDER, first_block
-from dsv4.kernels.lowp.kv_statistics import THREADS, TILE, Operands, partial_of
+from dsv4.kernels.lowp.kv_statistics import THREADS, TILE, WARP, Operands, partial_of
 from dsv4.kernels.lowp.plan import K_LARGEST, V_FACTOR
 from dsv4.kernels.lowp.rounding import (
     abs_of,
@@ -53,7 +53,8 @@ class Codes:
             grid=[2 * operands.k_scale.shape[2], heads, batch],
             block=[THREADS, 1, 1],
             stream=stream,
-            min_blocks_per_mp=3,
+            # With 256 channels the rows of a thread are twice as many.
+            min_blocks_per_mp=2 if self.dim * self.tile > 1 << 14 else 3,
             # Given, because the compiler would ask a driver for the capacity.
             preferred_smem_carveout=50,
             use_pdl=True,
@@ -174,17 +175,22 @@ class Codes:
             return self.scales_of_halves(largest, tile, scales, maxima, thread)
         # The lanes of a pair of neighbouring rows are a unit: all its rows are of one group, as are
         # those of the units that are four apart; or all units of a tile.
-        lanes = 2 * self.vectors
+        lanes = min(2 * self.vectors, WARP)
         unit, units, groups = thread // lanes, THREADS // lanes, self.config.key_scales
         amax = across_lanes(fmax_nan, tree(fmax_nan, largest), lanes)
         if thread % lanes == 0:
             maxima[unit] = amax
         cute.arch.sync_threads()
+        # With 256 channels a warp has a row: units of a group are neighbours.
+        each = units // groups
+        group = unit // each if self.vectors == WARP else unit % groups
         for i in cutlass.range_constexpr(units // groups):
-            amax = fmax_nan(amax, maxima[unit % groups + groups * i])
+            other = group * each + i if self.vectors == WARP else group + groups * i
+            amax = fmax_nan(amax, maxima[other])
         found = self.scale.of(amax)
-        if thread % lanes == 0 and unit < groups:
-            scales[unit] = self.of_tile(found, tile)
+        is_first = unit % each == 0 if self.vectors == WARP else unit < groups
+        if thread % lanes == 0 and is_first:
+            scales[group] = self.of_tile(found, tile)
         return [found] * len(rows)
 
     @cute.jit

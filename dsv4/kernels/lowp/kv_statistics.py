@@ -119,8 +119,9 @@ class TileStatistics:
                 y = self.bounded(x, counted, limit, thread)
                 self.reduce(y, exchanged, operands.partials, start + name * dim, choose)
         else:
-            for i in cutlass.range_constexpr(cute.size(x)):
-                x[i] = abs_of(x[i])
+            for i in cutlass.range_constexpr(TILE // self.rows):
+                for j in cutlass.range_constexpr(VECTOR):
+                    x[j, i] = abs_of(x[j, i])
             self.reduce(x, exchanged, operands.partials, start + V_MAX * dim, fmax_nan)
 
     @cute.jit

@@ -35,7 +35,8 @@ def make_row_map(q: cute.Tensor, count: cutlass.Constexpr):
 
 @cute.jit
 def make_key_map(plan: cutlass.Constexpr, k_codes: cute.Tensor):
-    """TMA descriptor of keys [b, Hk, S, d] as (channel, key, head, batch), a tile a box."""
+    """TMA descriptor of keys [b, Hk, S, d] as (channel, key, head, batch), a tile a box, or
+    128 channels of one."""
     batch, heads, rows, dim = k_codes.shape
     strides = [Int64(k_codes.stride[i]) // VECTOR_BYTES for i in (2, 1, 0)]
     return create_tensor_map_tiled(
@@ -43,8 +44,8 @@ def make_key_map(plan: cutlass.Constexpr, k_codes: cute.Tensor):
         k_codes.element_type,
         [dim, cutlass.max(Int32(rows), 1), Int32(heads), Int32(batch)],
         strides,
-        [dim, plan.tile_keys, 1, 1],
-        swizzle=TENSOR_MAP_SWIZZLES[plan.row_bytes],
+        [min(dim, SPAN_BYTES), plan.tile_keys, 1, 1],
+        swizzle=TENSOR_MAP_SWIZZLES[plan.span_of_codes],
         l2_promotion=TensorMapL2Promotion.none,
     )
 
@@ -136,8 +137,11 @@ class LoadWarp:
         ring.expect(cursor.stage, self.plan.keys_bytes)
         target = ctx.smem.keys_start + cursor.stage * self.plan.tile_bytes
         row = work.first_key + tile * self.plan.tile_keys
-        place = [0, row, work.key_head, work.batch]
-        tma_load(maps[0], target, place, ring.at(cursor.stage).full)
+        span = self.plan.span_of_codes
+        for i in cutlass.range_constexpr(self.plan.row_bytes // span):
+            place = [i * span, row, work.key_head, work.batch]
+            box = target + i * (self.plan.tile_keys * span)
+            tma_load(maps[0], box, place, ring.at(cursor.stage).full)
         if cutlass.const_expr(self.plan.smooth_bytes > 0):
             for i in cutlass.range_constexpr(self.plan.dim // SPAN):
                 offset = cursor.stage * (self.plan.smooth_bytes // 2) + i * (

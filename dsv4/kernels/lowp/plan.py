@@ -7,6 +7,7 @@ Plain Python: `print(AttentionPlan(128))` works without a GPU.
 from __future__ import annotations
 
 import struct
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Self
 
@@ -25,12 +26,12 @@ from dsv4.kernels.kit.ring_plan import RingPlan
 from dsv4.kernels.lowp.config import LOG2E, QuantizedAttentionConfig
 from dsv4.kernels.lowp.groups import FP4_BLOCK
 
-GROUPS = 3  # consumer warpgroups
+GROUPS = {64: 3, 128: 3, 256: 2}  # consumer warpgroups on Hopper, by the channels of codes
 GROUP_QUERIES = 64  # of a warpgroup: rows of a product, and of the official kernel's tile
-TILE_QUERIES = GROUPS * GROUP_QUERIES  # of a work tile
-WORK_QUERIES = {"sm_90a": TILE_QUERIES, "sm_100a": 256}  # the same, by architecture
+WORK_QUERIES = {"sm_90a": 192, "sm_100a": 256}  # of a work tile with up to 128 channels
 TILE_KEYS = 128  # of all geometries but "sm89"
 SPAN = 64  # channels of queries that a box of TMA holds
+SPAN_BYTES = 128  # of a row of codes that a box of TMA holds at most
 MOST_STAGES = 5  # of 128 keys
 FORMATS = {"int8": "Int8", "fp8": "Float8E4M3FN", "fp16": "Float16", "nvfp4": "Uint8"}
 CODE_BITS = {"int8": 8, "fp8": 8, "fp16": 16, "nvfp4": 4}
@@ -63,8 +64,8 @@ class Order(NamedTuple):
 
 # By the channels of codes. With 128 the sums, a tile's and its scores are 192 of the 160 registers
 # that a thread of three warpgroups has.
-FP16_ORDER = Order(True, "products")  # with values, and so codes of weights, of two bytes
-ORDERS = {64: Order(True, "weights", 2), 128: Order(True, "products")}
+SERIAL = Order(True, "products")
+ORDERS = {64: Order(True, "weights", 2), 128: SERIAL, 256: SERIAL}
 # Where attention is causal, or tiles have 64 keys.
 OTHER_ORDERS = {**ORDERS, 64: Order(False, "weights")}
 
@@ -74,7 +75,7 @@ class TilePlan(RingPlan):
     """Sizes of tiles of queries, keys and values, whoever multiplies them.
 
     Attributes:
-        dim: channels of codes, 64 or 128.
+        dim: channels of codes, 64, 128 or 256.
         lanes_per_warp: lanes that arrive for a warp.
         qk: format of queries and keys, "int8", "fp8" or "nvfp4".
         key_scales: scales of a tile of keys that come with it: of keys that have one each, or one
@@ -94,9 +95,7 @@ class TilePlan(RingPlan):
     warp_maxima: int = 1
     is_causal: bool = False
 
-    # Warpgroups that share a work tile, and queries of each.
-    groups: ClassVar[int]
-    group_queries: ClassVar[int]
+    group_queries: ClassVar[int]  # of each warpgroup that shares a work tile
 
     @classmethod
     def of(cls, config: QuantizedAttentionConfig, lanes_per_warp: int = 1) -> Self:
@@ -114,6 +113,11 @@ class TilePlan(RingPlan):
         )
 
     @property
+    @abstractmethod
+    def groups(self) -> int:
+        """Warpgroups that share a work tile."""
+
+    @property
     def tile_queries(self) -> int:
         """Queries of a work tile."""
         return self.groups * self.group_queries
@@ -122,6 +126,11 @@ class TilePlan(RingPlan):
     def row_bytes(self) -> int:
         """Of the codes of a query or key."""
         return self.dim * CODE_BITS[self.qk] // 8
+
+    @property
+    def span_of_codes(self) -> int:
+        """Bytes of a row of codes that a swizzle permutes; rows of more are several spans."""
+        return min(self.row_bytes, SPAN_BYTES)
 
     @property
     def tile_bytes(self) -> int:
@@ -229,8 +238,11 @@ class TilePlan(RingPlan):
 class AttentionPlan(TilePlan):
     """Every budget of a CTA on Hopper."""
 
-    groups = GROUPS
     group_queries = GROUP_QUERIES
+
+    @property
+    def groups(self) -> int:
+        return GROUPS[self.dim]
 
     @property
     def most_stages(self) -> int | None:
@@ -238,10 +250,12 @@ class AttentionPlan(TilePlan):
 
     @property
     def warps(self) -> Warps:
-        return Warps.of(consumers=GROUPS * WARPGROUP_WARPS, load=WARPGROUP_WARPS)
+        return Warps.of(consumers=self.groups * WARPGROUP_WARPS, load=WARPGROUP_WARPS)
 
     @property
     def registers(self) -> Registers:
+        if self.groups == 2:
+            return Registers.of(self.warps, consumers=240, load=24)
         return Registers.of(self.warps, consumers=160, load=32)
 
     @property
@@ -249,7 +263,8 @@ class AttentionPlan(TilePlan):
         """Order of products."""
         is_other = self.is_causal or self.tile_keys < TILE_KEYS
         orders = OTHER_ORDERS if is_other else ORDERS
-        return orders[self.dim] if self.pv == "fp8" else FP16_ORDER
+        # Values of two bytes, and so codes of weights, take as much.
+        return orders[self.dim] if self.pv == "fp8" else SERIAL
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         return (*self._operands(stages), *self._barriers(stages).split_buffers)
@@ -266,6 +281,13 @@ class AttentionPlan(TilePlan):
         )
 
 
+def work_queries(config: QuantizedAttentionConfig, arch: str) -> int:
+    """Queries of a work tile."""
+    if arch == "sm_90a":
+        return GROUPS[config.padded_dim] * GROUP_QUERIES
+    return WORK_QUERIES[arch]
+
+
 def choose_launch(
     config: QuantizedAttentionConfig,
     heads: int,
@@ -273,7 +295,7 @@ def choose_launch(
     queries: int,
     keys: int,
     num_sms: int,
-    tile_queries: int = TILE_QUERIES,
+    tile_queries: int = WORK_QUERIES["sm_90a"],
 ) -> tuple[int, int, int]:
     """Scalars of a launch: bits of the factor on scores, heads of a section, CTAs.
 

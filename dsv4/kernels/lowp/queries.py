@@ -53,7 +53,7 @@ class QueryRows:
     def turn(self, row):
         """What the row permutes vectors of codes by: spans of 128 bytes by the row in eight, spans
         of 64 by the pair of rows, spans of 32 by four of them."""
-        vectors = self.plan.row_bytes // VECTOR_BYTES
+        vectors = self.plan.span_of_codes // VECTOR_BYTES
         return row // (8 // vectors) % vectors
 
     def times_factor(self, ctx, scale: Float32) -> Float32:

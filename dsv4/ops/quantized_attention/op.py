@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from dsv4.kernels.lowp.args import ATTENTION_ARGS, CODES, needs, values
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
 from dsv4.kernels.lowp.groups import num_blocks
-from dsv4.kernels.lowp.plan import MAXIMA_ROWS, WORK_QUERIES, choose_launch
+from dsv4.kernels.lowp.plan import MAXIMA_ROWS, choose_launch, work_queries
 from dsv4.ops.quantized_attention.backends import check_device
 from dsv4.ops.quantized_attention.dump import report_scales, write_dumps
 from dsv4.ops.quantized_attention.knobs import is_set, reports_scales, wants_stages
@@ -76,7 +76,7 @@ class QuantizedAttention(KernelOp):
     ) -> tuple[int, ...]:
         """Bits of the factor on scores, heads of a section, CTAs."""
         heads, key_heads = sizes["b"] * sizes["Hq"], sizes["b"] * sizes["Hk"]
-        queries = WORK_QUERIES[device.arch]
+        queries = work_queries(config, device.arch)
         lengths = sizes["L"], sizes["S"]
         return choose_launch(config, heads, key_heads, *lengths, device.num_sms, queries)
 

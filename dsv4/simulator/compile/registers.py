@@ -101,8 +101,8 @@ def unwritten_reads(entry: Entry) -> list[tuple[Instruction, str]]:
 
 
 def _accumulators(entry: Entry) -> dict[str, str]:
-    """Kinds of wgmma's accumulators: one for all of a product, which takes them as one array, and so
-    for all of the products that have a register in common, whatever they add up."""
+    """Kinds of wgmma's accumulators: one for all of a product, which takes them as one array, and
+    so for all of the products that have a register in common, whatever they add up."""
     groups: list[tuple[set[str], bool]] = []
     for ins in entry.instructions:
         if not ins.opcode.startswith("wgmma.mma_async"):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dsv4.kernels.kit.args import optional_of, required_of, scalars_of
-from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
-from dsv4.kernels.lowp.plan import AttentionPlan, choose_launch
+from dsv4.kernels.lowp.config import KERNEL_HEAD_DIMS, QuantizedAttentionConfig, has_kernel
+from dsv4.kernels.lowp.plan import AttentionPlan, choose_launch, work_queries
 from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
 from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
 from dsv4.reference.lowp_sums import hopper_sum
@@ -52,6 +52,10 @@ BLOCKS64 = {
 HALVES64 = Case(1, 4, 2, 300, 400, 128, options={**BLOCKS64, "causal": "top_left"})
 # Weights in blocks.
 BLOCKS = replace(RAGGED, options={})
+# Two warpgroups, rows of codes in two spans, sums of a tile in two parts; a ring of one stage.
+WIDEST = replace(RAGGED, dim=256)
+WIDEST64 = replace(TILES64, dim=200, options={**TILES64.options, "pv_accum_dtype": "fp32+fp16"})
+ONE_STAGE = replace(ROWS, dim=256)
 SCHEDULED = {
     "64": RAGGED,
     "blocks": BLOCKS,
@@ -62,6 +66,9 @@ SCHEDULED = {
     "tiles of 64": TILES64,
     "wide tiles of 64": WIDE64,
     "halves, tiles of 64": HALVES64,
+    "256": WIDEST,
+    "256, tiles of 64": WIDEST64,
+    "256, one stage": ONE_STAGE,
 }
 PACKED = ((70, 300), (0, 40), (1, 1), (130, 0), (200, 200))
 
@@ -104,6 +111,10 @@ SIZES = {
     "fp16": Case(1, 2, 1, 64, 200, 128, dtype=torch.float16),
     "more queries than keys": Case(1, 2, 1, 300, 100, 64, options={"causal": "bottom_right"}),
     "causal": Case(1, 4, 2, 300, 300, 128, options={"causal": "top_left"}),
+    "256 channels": Case(2, 2, 2, 130, 700, 256, "kbias"),
+    "136 channels, one query": Case(1, 3, 1, 1, 300, 136),
+    "256 channels, zeros": Case(1, 2, 1, 100, 260, 256, "zeros", dtype=torch.float16),
+    "192 channels, causal": Case(1, 4, 2, 300, 300, 192, options={"causal": "top_left"}),
 }
 
 
@@ -114,12 +125,16 @@ def test_sizes_and_kinds(name: str, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("qk", [{}, FP8_ROWS, FP8_BLOCKS], ids=["int8", "rows", "blocks"])
+@pytest.mark.parametrize(
+    "qk, dim",
+    [({}, 64), (FP8_ROWS, 64), (FP8_BLOCKS, 64), ({}, 256), (FP8_BLOCKS, 256)],
+    ids=["int8", "rows", "blocks", "256", "256 blocks"],
+)
 @pytest.mark.parametrize("mode", ["fp32+fp32", "fp32"])
-def test_sums_are_those_of_hopper_s_accumulator(mode: str, qk: dict, seed: int) -> None:
+def test_sums_are_those_of_hopper_s_accumulator(mode: str, qk: dict, dim: int, seed: int) -> None:
     """Bit for bit with the reference, but for rows with a weight beside a tie of e4m3, whose scores
     are rounded otherwise here."""
-    case = Case(1, 2, 1, 150, 600, 64, "vbias", options={**qk, "pv_accum_dtype": mode})
+    case = Case(1, 2, 1, 150, 600, dim, "vbias", options={**qk, "pv_accum_dtype": mode})
     outcome = run(Inputs.make(case, seed), seed)
     config = Inputs.make(case, seed).config
     wanted, _ = oracle(config, *make_inputs(case, seed), hopper_sum)
@@ -174,8 +189,15 @@ FORMATS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "dim, name",
+    [
+        (dim, name)
+        for dim in (64, 128, 256)
+        for name, options in FORMATS.items()
+        if dim <= KERNEL_HEAD_DIMS["sm_90a"][options.get("pv", "fp8")]
+    ],
+)
 def test_formats(name: str, dim: int, seed: int) -> None:
     case = Case(1, 2, 1, 150, 300, dim, "vbias", options=FORMATS[name])
     run(Inputs.make(case, seed), seed)
@@ -183,15 +205,19 @@ def test_formats(name: str, dim: int, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{}, FP8_ROWS, FP8_BLOCKS, FP8_HEADS, SM89, BLOCKS64],
-    ids=["int8", "rows", "blocks", "heads", "64", "64 blocks"],
+    "options, dim",
+    [
+        *((options, 64) for options in ({}, FP8_ROWS, FP8_BLOCKS, FP8_HEADS, SM89, BLOCKS64)),
+        ({}, 256),
+        (FP8_HEADS, 256),
+    ],
+    ids=["int8", "rows", "blocks", "heads", "64", "64 blocks", "256", "256 heads"],
 )
 @pytest.mark.parametrize("causal", ["none", "top_left", "bottom_right"])
-def test_packed_sequences(causal: str, options: dict, seed: int) -> None:
+def test_packed_sequences(causal: str, options: dict, dim: int, seed: int) -> None:
     """Rows behind the last sequence, too."""
     rows, keys = (sum(pair[i] for pair in PACKED) for i in range(2))
-    case = Case(1, 2, 1, rows + 30, keys + 9, 64, options={**options, "causal": causal})
+    case = Case(1, 2, 1, rows + 30, keys + 9, dim, options={**options, "causal": causal})
     run(Inputs.make(case, seed, PACKED), seed, None, 3)
 
 
@@ -202,8 +228,9 @@ def test_no_keys_at_all(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_head_has_the_same_bits_alone_and_in_a_batch(seed: int) -> None:
-    inputs = Inputs.make(Case(2, 4, 2, 150, 300, 64), seed)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_a_head_has_the_same_bits_alone_and_in_a_batch(dim: int, seed: int) -> None:
+    inputs = Inputs.make(Case(2, 4, 2, 150, 300, dim), seed)
     found = run(inputs, seed, section=3)
     codes = {name: None if x is None else x[1:, 1:] for name, x in inputs.codes.items()}
     alone = run(Inputs(inputs.config, inputs.queries[1:, 2:, :96], codes), seed, ctas=1)
@@ -234,15 +261,18 @@ def test_the_call_that_warms_up_runs(seed: int) -> None:
 
 
 def test_plan() -> None:
-    for dim in (64, 128):
+    for dim in (64, 128, 256):
         plan = AttentionPlan(dim)
-        assert plan.stages == {64: 5, 128: 4}[dim] and plan.registers["consumers"] == 160
+        assert plan.stages == {64: 5, 128: 4, 256: 2}[dim]
+        assert plan.registers["consumers"] == (240 if dim == 256 else 160)
+        assert plan.tile_queries == work_queries(QuantizedAttentionConfig(dim), "sm_90a")
         assert "tile of codes of values" in str(plan)
     causal = QuantizedAttentionConfig(128, causal="top_left", sm_scale=1.0)
     assert choose_launch(causal, 128, 128, 8192, 8192, 132)[1:] == (12, 132)
     assert choose_launch(causal, 128, 32, 8192, 8192, 132)[1:] == (44, 132)
     assert AttentionPlan(128, qk="fp8", key_scales=128).stages == 4
     assert AttentionPlan(128, pv="fp16").stages == 3
+    assert AttentionPlan(256, qk="fp8", key_scales=128).stages == 1
     assert choose_launch(QuantizedAttentionConfig(128), 2, 2, 200, 200, 132)[1:] == (1, 4)
 
 
@@ -253,6 +283,7 @@ def test_configurations_with_kernels() -> None:
     assert has_kernel(QuantizedAttentionConfig(128, pv_accum_dtype="fp32+fp16"))
     assert has_kernel(QuantizedAttentionConfig(128, mask="bool"))
     assert has_kernel(QuantizedAttentionConfig(128, geometry="sm89"))
+    assert has_kernel(QuantizedAttentionConfig(256, causal="top_left"))
     for granularity in ("per_head", "per_row", "per_64"):
         fp8 = {"qk": "fp8", "qk_quant_gran": granularity, "quantizer": ""}
         assert has_kernel(QuantizedAttentionConfig(64, **fp8))
@@ -264,6 +295,8 @@ def test_configurations_with_kernels() -> None:
         ),
         QuantizedAttentionConfig(128, smooth_q=True),
         QuantizedAttentionConfig(128, sm_scale=-1.0),
+        QuantizedAttentionConfig(129),
+        QuantizedAttentionConfig(256, pv="fp16", pv_accum_dtype="fp32"),
     ):
         assert not has_kernel(other), other
 
@@ -322,6 +355,46 @@ def checked(build: Callable, seed: int) -> None:
     test_bug_is_noticed,
     test_without_a_bug_nothing_is_noticed,
 ) = planted_bugs.tests_of(BUGS, "dsv4.kernels.lowp.sm90.attention", checked)
+
+# Of 256 channels.
+BUGS256: dict[str, Edit] = {
+    "sums of a part read before they are there": at("Consumers._add_values")
+    .call("warpgroup.wait_group")
+    .delete(),
+    "values released before the last part has read them": at("Consumers._add_values")
+    .expression("part + 1 == self.parts")
+    .replace("part == 0"),
+    "the first part's values for all": at("Consumers._channels_of")
+    .expression("part, 0, None")
+    .replace("0, 0, None"),
+    "the first span of keys for both": at("LoadWarp._load_keys")
+    .expression("i * span")
+    .replace("0 * span"),
+    "a warpgroup's spans over the other's": at("lowp.sm90.queries:Queries._store")
+    .expression("spans - 1")
+    .replace("0"),
+    "sums of the first part in place of the second": at("Consumers._add_tile")
+    .expression("part * (self.channels // 8)")
+    .replace("0"),
+}
+
+
+def checked256(build: Callable, seed: int) -> None:
+    """The same of 256 channels."""
+    kernels = OpKernels(QUANTIZED_ATTENTION, Simulator("sm_90a"))
+    inputs = Inputs.make(Case(1, 2, 1, 200, 530, 256), seed)
+    compiled = kernels.compile(inputs.config, build)
+    scalars = kernels.call(inputs).options
+    scalars = {name: scalars[name] for name in ("factor", "section")}
+    outcome = kernels.run(inputs, seed, None, compiled, num_ctas=1, **scalars)
+    assert_attention(inputs, outcome)
+
+
+(
+    test_bug_of_256_channels_has_its_place,
+    test_bug_of_256_channels_is_noticed,
+    test_without_a_bug_256_channels_are_right,
+) = planted_bugs.tests_of(BUGS256, "dsv4.kernels.lowp.sm90.attention", checked256)
 
 # Of weights in blocks, of groups of queries that two warps have, and of blocks that two work tiles
 # have.

@@ -45,7 +45,7 @@ def test_ragged_rows(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_schedule(dim: int, seed: int) -> None:
     run(KvInputs.make(Case(1, 2, 1, 1, 400, dim, options=ONE_LEVEL), seed), seed, None)
 
@@ -80,6 +80,20 @@ FORMATS = {
     "tiles of 64 keys, FP8 keys": Case(1, 1, 1, 1, 260, 96, options={**SM89, **FP8_BLOCKS}),
     "tiles of 64 keys, FP8 keys, per row": Case(1, 1, 1, 1, 90, 64, options={**SM89, **FP8_ROWS}),
     "FP8 keys, 128 channels": Case(1, 1, 1, 1, 190, 128, "kbias", options=FP8_BLOCKS),
+    "256 channels": Case(1, 2, 2, 1, 700, 256, "outlier"),
+    "200 channels, values without their mean": Case(
+        1, 2, 1, 1, 261, 200, "zeros", options=ONE_LEVEL
+    ),
+    "256 channels, per warp": Case(
+        1, 2, 1, 1, 200, 256, "zeros", options={"qk_quant_gran": "per_warp"}
+    ),
+    "256 channels, FP8 keys, per row": Case(1, 1, 1, 1, 200, 256, "zeros", options=FP8_ROWS),
+    "256 channels, FP8 keys, per 64": Case(1, 1, 1, 1, 190, 256, "kbias", options=FP8_BLOCKS),
+    "256 channels, FP8 keys, per head": Case(1, 2, 2, 1, 300, 256, "kbias", options=FP8_HEADS),
+    "256 channels, tiles of 64 keys": Case(2, 2, 2, 1, 330, 256, "kbias", options=SM89),
+    "136 channels, tiles of 64 keys, per warp": Case(
+        1, 1, 1, 1, 90, 136, options={**SM89, "qk_quant_gran": "per_warp"}
+    ),
 }
 
 
@@ -118,9 +132,10 @@ def test_blackwell_has_the_same_codes(options: dict, seed: int) -> None:
     ],
     ids=["default", "one level", "rows", "blocks", "heads", "fp16", "64", "64 heads", "64 fp16"],
 )
-def test_packed_sequences(options: dict, seed: int) -> None:
+@pytest.mark.parametrize("dim", [64, 256])
+def test_packed_sequences(dim: int, options: dict, seed: int) -> None:
     """Rows behind the last one, too, and tiles between them."""
-    case = Case(1, 2, 2, 1, 720, 64, "vbias", options=options)
+    case = Case(1, 2, 2, 1, 720, dim, "vbias", options=options)
     run(KvInputs.make(case, seed, (300, 0, 1, 128, 271)), seed, None)
 
 
@@ -129,6 +144,7 @@ def test_no_synchronisation_is_left_out(seed: int) -> None:
     cases = [
         RAGGED,
         *(Case(1, 2, 1, 1, 400, 64, options=x) for x in (ONE_LEVEL, FP8_BLOCKS, FP8_HEADS, SM89)),
+        Case(1, 2, 1, 1, 400, 256, options=ONE_LEVEL),
     ]
     reports = [run(KvInputs.make(case, seed), seed).report for case in cases]
     assert not missed_synchronisation(reports)
@@ -140,9 +156,12 @@ def test_configurations_with_kernels() -> None:
     assert has_codes_kernel(fp8_keys(64, "per_row"))
     assert has_codes_kernel(fp8_keys(64, "per_head"))
     assert has_codes_kernel(QuantizeKvConfig(128, geometry="sm89"))
+    assert has_codes_kernel(QuantizeKvConfig(256))
     for other in (
         QuantizeKvConfig(128, dtype="float32"),
         QuantizeKvConfig(33),
+        QuantizeKvConfig(129),
+        QuantizeKvConfig(256, pv="fp16", pv_accum_dtype="fp32"),
         QuantizeKvConfig(128, smooth_q=True),
         QuantizeKvConfig(128, km_scope="packed"),
     ):

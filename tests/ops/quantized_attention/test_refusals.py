@@ -54,8 +54,10 @@ def test_the_page_shows_what_kernels_take() -> None:
         for name in formats:
             cells = (", ".join(table[arch].get(name, ())) or "-" for arch in ("sm_90a", "sm_100a"))
             assert f"| {product} {name} | {' | '.join(cells)} |\n" in page
-    most = (f"to {KERNEL_HEAD_DIMS[arch]}" for arch in ("sm_90a", "sm_100a"))
-    assert f"| channels | {' | '.join(most)} |\n" in page
+    for pv in ACCUMULATORS:
+        most = (KERNEL_HEAD_DIMS[arch].get(pv) for arch in ("sm_90a", "sm_100a"))
+        cells = (f"to {dim}" if dim else "-" for dim in most)
+        assert f"| channels, pv {pv} | {' | '.join(cells)} |\n" in page
 
 
 @pytest.mark.parametrize("qk", GRANULARITIES)

@@ -11,6 +11,9 @@ warpgroups take turns: the tensor cores, or the special function unit. T is a fr
 each tile ("fp32+fp32"): an FP8 tensor core keeps 14 bits of its sums. With "fp32" the products of
 all tiles stay in O, which is scaled between them. With "fp32+fp16" T is two accumulators of fp16,
 one for each half of a tile's keys: more of them would overflow.
+
+With 256 channels T is made and added in two parts: all of it beside O would be more registers than
+a thread has.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from dsv4.kernels.kit.mbarrier import Cursor
 from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.kit.wgmma import by_row, gemm
 from dsv4.kernels.lowp.config import FP16_FLUSH_KEYS, P_OFFSET, QuantizedAttentionConfig
-from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, AttentionPlan
+from dsv4.kernels.lowp.plan import GROUP_QUERIES, AttentionPlan
 from dsv4.kernels.lowp.sm90.context import AttentionContext, scores_mma, values_mma
 from dsv4.kernels.lowp.sm90.epilogue import Epilogue
 from dsv4.kernels.lowp.sm90.mask import MaskRows, apply_mask
@@ -46,7 +49,8 @@ from dsv4.kernels.lowp.work import Operands, Share, Work
 K_STEPS = {"int8": 32, "fp8": 32, "fp16": 16}
 # Part of a tile's weights that a warpgroup computes before it passes a turn at them.
 PASSED = 10 / 16
-TURNS = Turns(1, GROUPS)
+TURNS = 1  # named barrier of the first warpgroup's turns; those of the others follow
+PART = 128  # channels of a part of T
 
 
 class Fragments(NamedTuple):
@@ -54,11 +58,12 @@ class Fragments(NamedTuple):
 
     q: cute.Tensor  # of all warpgroups and stages, or of one
     k: cute.Tensor
-    v: cute.Tensor
+    v: tuple[cute.Tensor, ...]  # of each part of the channels
     scores: cute.Tensor
     codes: cute.Tensor  # of weights
     sums: cute.Tensor  # O
-    tile_sums: tuple[cute.Tensor, ...]  # T, of all of a tile's keys or of the halves of them
+    # T, of all of a tile's keys or of the halves of them; of a part of the channels at a time.
+    tile_sums: tuple[cute.Tensor, ...]
     state: RowState
 
 
@@ -84,7 +89,11 @@ class Consumers:
         self.plan = plan
         self.has_two_levels = config.pv_accum_dtype in ("fp32+fp32", "fp32+fp16", "fp16+fp32")
         is_flushed = config.pv_accum_dtype == "fp32+fp16"
-        self.parts = plan.tile_keys // FP16_FLUSH_KEYS if is_flushed else 1  # of a tile's sums
+        self.halves = plan.tile_keys // FP16_FLUSH_KEYS if is_flushed else 1  # of a tile's sums
+        # Channels of a product of values, and such products.
+        self.channels = PART if plan.dim > 128 and self.has_two_levels else plan.dim
+        self.parts = plan.dim // self.channels
+        self.turns = Turns(TURNS, plan.groups)
         has_half = is_flushed or config.pv_accum_dtype.startswith("fp16")
         self.mma_sums = Float16 if has_half else Float32
         self.is_fp16 = config.pv == "fp16"
@@ -106,8 +115,8 @@ class Consumers:
         f = self._fragments(ctx)
         keys = ctx.pipes.keys.consumer()
         # The last one passes the first turn, and the first one takes the last that is passed.
-        if group == GROUPS - 1:
-            TURNS.give(group)
+        if group == self.plan.groups - 1:
+            self.turns.give(group)
         parity, index = Int32(0), Int32(cute.arch.block_idx()[0])
         stop = ctx.tiles.count(ctx.operands)
         while index < stop:
@@ -120,31 +129,42 @@ class Consumers:
             parity ^= 1
             index += cute.arch.grid_dim()[0]
         if group == 0:
-            TURNS.take(group)
+            self.turns.take(group)
 
     def _fragments(self, ctx: AttentionContext) -> Fragments:
         scores, values = scores_mma(self.plan), self._values_mma()
         own, of_values = scores.get_slice(0), values.get_slice(0)
-        shape = values.partition_shape_C((GROUP_QUERIES, self.plan.dim))
+        shape = values.partition_shape_C((GROUP_QUERIES, self.channels))
         weights = GROUP_QUERIES, self.plan.tile_keys
-        o = values.make_fragment_C(shape)
+        o = values.make_fragment_C(values.partition_shape_C((GROUP_QUERIES, self.plan.dim)))
         s = scores.make_fragment_C(scores.partition_shape_C(weights))
         t = (o,)
         if self.has_two_levels:
             layout = o.layout
-            t = tuple(values.make_fragment_C(shape) for _ in range(self.parts))
+            t = tuple(values.make_fragment_C(shape) for _ in range(self.halves))
             if self.is_serial and not self.is_fp16:
                 s, t = shared(s, t)
             o = cute.make_rmem_tensor(layout, Float32)
         return Fragments(
             q=own.make_fragment_A(own.partition_A(ctx.smem.queries)),
             k=own.make_fragment_B(own.partition_B(ctx.smem.keys)),
-            v=of_values.make_fragment_B(of_values.partition_B(ctx.smem.values)),
+            v=tuple(
+                of_values.make_fragment_B(of_values.partition_B(self._channels_of(ctx, part)))
+                for part in range(self.parts)
+            ),
             scores=s,
             codes=values.make_fragment_A(values.partition_shape_A(weights)),
             sums=o,
             tile_sums=t,
             state=RowState.make(),
+        )
+
+    def _channels_of(self, ctx: AttentionContext, part: int) -> cute.Tensor:
+        """A part of the channels of all stages' values."""
+        if self.parts == 1:
+            return ctx.smem.values
+        return cute.local_tile(
+            ctx.smem.values, (self.channels, self.plan.tile_keys), (part, 0, None)
         )
 
     @cute.jit
@@ -168,8 +188,8 @@ class Consumers:
             ctx.pipes.values.wait(keys)
             ctx.pipes.values.release(keys, lane)
             if tile > 0:
-                TURNS.take(warp // 4)
-                TURNS.give(warp // 4)
+                self.turns.take(warp // 4)
+                self.turns.give(warp // 4)
             keys = ctx.pipes.keys.next(keys)
         return keys
 
@@ -222,11 +242,7 @@ class Consumers:
             values, keys = keys, ctx.pipes.keys.next(keys)
         # ---- values of the last tile ----
         ctx.pipes.values.wait(values)
-        warpgroup.fence()
-        self._issue_values(f, values.stage)
-        warpgroup.wait_group(0)
-        ctx.pipes.values.release(values, lane)
-        self._add_tile(f)
+        self._add_values(ctx, f, values, lane)
         return keys
 
     @cute.jit
@@ -240,21 +256,22 @@ class Consumers:
         if cutlass.const_expr(self.block == 0):
             ctx.pipes.values.wait(values)
         if cutlass.const_expr(self.turn == "products"):
-            TURNS.take(group)
-        warpgroup.fence()
-        self._issue_values(f, values.stage)
-        if cutlass.const_expr(not self.is_serial):
-            self._issue_scores(f, keys.stage)
-            if cutlass.const_expr(self.turn == "products"):
-                TURNS.give(group)
-        warpgroup.wait_group(0 if self.is_serial else 1)
-        ctx.pipes.values.release(values, lane)
-        self._add_tile(f)
+            self.turns.take(group)
         if cutlass.const_expr(self.is_serial):
+            self._add_values(ctx, f, values, lane)
             warpgroup.fence()
             self._issue_scores(f, keys.stage)
             if cutlass.const_expr(self.turn == "products"):
-                TURNS.give(group)
+                self.turns.give(group)
+        else:
+            warpgroup.fence()
+            self._issue_values(f, values.stage)
+            self._issue_scores(f, keys.stage)
+            if cutlass.const_expr(self.turn == "products"):
+                self.turns.give(group)
+            warpgroup.wait_group(1)
+            ctx.pipes.values.release(values, lane)
+            self._add_tile(f)
         warpgroup.wait_group(0)
         self._take_scores(ctx, f, keys, lane)
         self._raise_maxima(f, factor, seen, lane, is_masked)
@@ -262,13 +279,13 @@ class Consumers:
             self._weigh_in_blocks(ctx, f, factor, group, keys, is_masked)
             return
         if cutlass.const_expr(self.turn == "weights"):
-            TURNS.take(group, [f.state.decay[r] for r in range(2)])
+            self.turns.take(group, [f.state.decay[r] for r in range(2)])
             # The next step's wait, here a branch: the assembler would move weights before the turn,
             # and the end of the turn behind the weights that follow it.
             ctx.pipes.values.wait(keys)
             self._weigh(f, factor, range(self.passed), is_masked)
             weights = by_row(cute.recast_tensor(f.scores, Float32))
-            TURNS.give(group, [weights[r, 1, self.passed - 1] for r in range(2)])
+            self.turns.give(group, [weights[r, 1, self.passed - 1] for r in range(2)])
             ctx.pipes.values.wait(keys)
             self._weigh(f, factor, range(self.passed, self.column_groups), is_masked)
         else:
@@ -282,13 +299,13 @@ class Consumers:
     ):  # fmt: skip
         """Weights of a tile, their codes with them; its values are waited for."""
         weights = Weights(*self._scores(f, factor), f.codes, f.state, is_masked, self.block)
-        TURNS.take(group, weights.ends(0))
+        self.turns.take(group, weights.ends(0))
         # A branch, as above.
         ctx.pipes.values.wait(keys)
         for block in cutlass.range_constexpr(len(weights.blocks)):
             weights.compute(block)
             if cutlass.const_expr((block + 1) * self.block == self.passed):
-                TURNS.give(group, weights.ends(block))
+                self.turns.give(group, weights.ends(block))
                 ctx.pipes.values.wait(keys)
         weights.finish()
 
@@ -371,31 +388,44 @@ class Consumers:
         )
         warpgroup.commit_group()
 
-    def _issue_values(self, f: Fragments, stage) -> None:
-        """T = P V of a stage's values."""
-        v = f.v[None, None, None, stage]
-        count = self.plan.tile_keys // K_STEPS[self.plan.pv] // self.parts
+    def _issue_values(self, f: Fragments, stage, part: int = 0) -> None:
+        """T = P V of a stage's values, or of a part of their channels."""
+        v = f.v[part][None, None, None, stage]
+        count = self.plan.tile_keys // K_STEPS[self.plan.pv] // self.halves
         for i, target in enumerate(f.tile_sums):
             steps = range(i * count, (i + 1) * count)
             gemm(self._values_mma, target, f.codes, v, steps, 0, not self.has_two_levels)
         warpgroup.commit_group()
 
     def _values_mma(self):
-        return values_mma(self.plan, self.mma_sums)
+        return values_mma(self.plan, self.mma_sums, self.channels)
 
     @cute.jit
-    def _add_tile(self, f: Fragments):
-        """O with the last tile whose values were weighted."""
+    def _add_values(self, ctx: AttentionContext, f: Fragments, values: Cursor, lane):
+        """O with a stage's weighted values, part by part of their channels; the stage is
+        released."""
+        for part in cutlass.range_constexpr(self.parts):
+            warpgroup.fence()
+            self._issue_values(f, values.stage, part)
+            warpgroup.wait_group(0)
+            if cutlass.const_expr(part + 1 == self.parts):
+                ctx.pipes.values.release(values, lane)
+            self._add_tile(f, part)
+
+    @cute.jit
+    def _add_tile(self, f: Fragments, part: cutlass.Constexpr = 0):
+        """O, or a part of its channels, with the last tile whose values were weighted."""
         if cutlass.const_expr(self.has_two_levels):
             sums, decay = by_row(f.sums), f.state.decay
-            first, *others = [Sums(part) for part in f.tile_sums]
-            for j in cutlass.range_constexpr(cute.size(sums, mode=[2])):
+            first, *others = [Sums(half) for half in f.tile_sums]
+            for group in cutlass.range_constexpr(self.channels // 8):
+                j = part * (self.channels // 8) + group
                 for r in cutlass.range_constexpr(2):
-                    added = first.pair(r, j)
+                    added = first.pair(r, group)
                     for c in cutlass.range_constexpr(2):
                         sums[r, c, j] = cute.math.fma(sums[r, c, j], decay[r], added[c])
-                    for part in others:
-                        added = part.pair(r, j)
+                    for half in others:
+                        added = half.pair(r, group)
                         for c in cutlass.range_constexpr(2):
                             sums[r, c, j] = sums[r, c, j] + added[c]
 

@@ -14,7 +14,7 @@ from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.storage import storage_struct
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, operand_atoms
 from dsv4.kernels.lowp.context import Context, Tiles, pipelines, views
-from dsv4.kernels.lowp.plan import GROUP_QUERIES, GROUPS, AttentionPlan
+from dsv4.kernels.lowp.plan import GROUP_QUERIES, AttentionPlan
 
 DTYPES = {"int8": cutlass.Int8, "fp8": cutlass.Float8E4M3FN}
 SCORES = {"int8": cutlass.Int32, "fp8": cutlass.Float32}
@@ -51,11 +51,11 @@ class AttentionContext(Context):
 def allocate(plan: AttentionPlan) -> tuple[Smem, Pipelines]:
     """Shared memory of a CTA: its views, and the mbarriers in it."""
     storage = SmemAllocator().allocate(storage_struct(plan.smem))
-    rows, _ = operand_atoms(DTYPES[plan.qk], plan.dim)
+    rows, _ = operand_atoms(DTYPES[plan.qk], plan.span_of_codes)
     keys = plan.tile_keys
     span = keys if plan.pv == "fp8" else SPAN_BYTES
     columns, fp16_columns = operand_atoms(VALUES[plan.pv], span)
-    q = cute.tile_to_shape(rows, (GROUP_QUERIES, plan.dim, GROUPS), order=(0, 1, 2))
+    q = cute.tile_to_shape(rows, (GROUP_QUERIES, plan.dim, plan.groups), order=(0, 1, 2))
     k = cute.tile_to_shape(rows, (keys, plan.dim, plan.stages), order=(0, 1, 2))
     if plan.pv == "fp8":
         v = cute.tile_to_shape(columns, (plan.dim, keys, plan.stages), order=(0, 1, 2))
@@ -79,17 +79,19 @@ def scores_mma(plan: AttentionPlan):
     return cute.make_tiled_mma(op(dtype, dtype, sums, shape, source, major, major))
 
 
-def values_mma(plan: AttentionPlan, sums=cutlass.Float32):
+def values_mma(plan: AttentionPlan, sums=cutlass.Float32, channels: int | None = None):
     """wgmma of weights in registers with a tile of values.
 
     Args:
         sums: dtype of the accumulators.
+        channels: of a product; all.
     """
+    channels = channels or plan.dim
     dtype, source = VALUES[plan.pv], warpgroup.OperandSource.RMEM
     if plan.pv == "fp8":
-        shape = (GROUP_QUERIES, plan.dim, 32)
+        shape = (GROUP_QUERIES, channels, 32)
         op = warpgroup.MmaF8Op(dtype, dtype, sums, shape, source, K_MAJOR, K_MAJOR)
     else:
-        shape = (GROUP_QUERIES, plan.dim, 16)
+        shape = (GROUP_QUERIES, channels, 16)
         op = warpgroup.MmaF16BF16Op(dtype, sums, shape, source, K_MAJOR, MN_MAJOR)
     return cute.make_tiled_mma(op)

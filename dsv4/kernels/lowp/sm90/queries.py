@@ -13,6 +13,7 @@ from cutlass import Float32, Uint32, cute
 
 from dsv4.kernels.kit.reduce import tree
 from dsv4.kernels.kit.swizzle import VECTOR_BYTES
+from dsv4.kernels.lowp.plan import GROUP_QUERIES
 from dsv4.kernels.lowp.queries import VECTOR, QueryRows
 from dsv4.kernels.lowp.rounding import abs_of, across_lanes, fmax_nan
 from dsv4.kernels.lowp.sm90.context import AttentionContext
@@ -87,16 +88,22 @@ class Queries(QueryRows):
     @cute.jit
     def _store(self, ctx: AttentionContext, row, rows, part, scales):
         """Write the codes of a lane's rows where the product reads them."""
-        dim = self.plan.dim
-        turn = self.turn(row)
-        for i in cutlass.range_constexpr(dim // VECTOR // LANES):
+        span, turn = self.plan.span_of_codes, self.turn(row)
+        spans = self.plan.row_bytes // span
+        for i in cutlass.range_constexpr(self.plan.dim // VECTOR // LANES):
             vector = i // 2 * (2 * LANES) + part * 2 + i % 2
-            place = ((vector // 2) ^ turn) * VECTOR_BYTES + vector % 2 * VECTOR
+            # A quad has 64 bytes of a span.
+            own = i // 2 * LANES * VECTOR_BYTES // span
+            at = vector // 2 - own * (span // VECTOR_BYTES)
+            place = (at ^ turn) * VECTOR_BYTES + vector % 2 * VECTOR
+            if cutlass.const_expr(spans > 1):
+                # Those of a warpgroup's rows lie one after the other.
+                place += (row // GROUP_QUERIES * (spans - 1) + own) * (GROUP_QUERIES * span)
             for r in cutlass.range_constexpr(ROWS):
                 _, divisor, inverse = scales[r]
                 values = self.load(ctx, row + 8 * r, rows, vector)
                 codes = [self.scale.code(values[j], divisor, inverse) for j in range(VECTOR)]
-                offset = (row + 8 * r) * dim + place
+                offset = (row + 8 * r) * span + place
                 target = cute.recast_ptr(
                     ctx.smem.queries_start + cute.assume(offset, divby=VECTOR), dtype=Uint32
                 )
