@@ -46,10 +46,10 @@ KERNEL_ACCUMULATORS = {
     "sm_90a": {"fp8": ("fp32+fp32", "fp32+fp16", "fp32"), "fp16": ("fp32", "fp16+fp32", "fp16")},
     "sm_100a": {"fp8": ("fp32+fp32", "fp32"), "fp16": ("fp32",), "nvfp4": ("fp32",)},
 }
-# Most channels that they have, by the format of V.
+# Most channels that they have, by the format of V, in the order of `BOTH`.
 KERNEL_HEAD_DIMS = {
-    "sm_90a": {"fp8": 256, "fp16": 128},
-    "sm_100a": {"fp8": 128, "fp16": 128, "nvfp4": 128},
+    "sm_90a": {"fp8": (256, 256), "fp16": (128, 256)},
+    "sm_100a": {"fp8": (128, 128), "fp16": (128, 128), "nvfp4": (128,)},
 }
 BOTH = ("sm90", "sm89")
 # The same by the format of Q and K; no official function has FP4 in tiles of 64 keys.
@@ -241,12 +241,19 @@ def has_kernel(config: QuantizedAttentionConfig, arch: str = "sm_90a") -> bool:
     return not without_kernel(config, arch)
 
 
+def most_channels(arch: str, pv: str, geometry: str) -> int:
+    """Most channels that the kernels of an architecture have beside these formats; where they have
+    no kernel for any other reason, all."""
+    found = dict(zip(BOTH, KERNEL_HEAD_DIMS[arch].get(pv, ())))
+    return found.get(geometry, HEAD_DIMS[-1])
+
+
 def without_kernel(config: QuantizeKvConfig, arch: str) -> str:
     """Which options of a configuration the kernels of an architecture do not have, by name and
     value; empty where they have all."""
     geometries = KERNEL_GEOMETRIES[arch].get(config.qk, ())
     accumulators = KERNEL_ACCUMULATORS[arch].get(config.pv, ())
-    most = KERNEL_HEAD_DIMS[arch].get(config.pv, config.head_dim)
+    most = most_channels(arch, config.pv, config.geometry)
     is_attention = isinstance(config, QuantizedAttentionConfig)
     found = {
         "qk": not geometries,

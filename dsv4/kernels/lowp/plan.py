@@ -165,8 +165,9 @@ class TilePlan(RingPlan):
 
     @property
     def scaled_channels(self) -> int:
-        """Channels of values that have a scale each."""
-        return self.dim if self.pv == "fp8" else 0
+        """Channels of values whose scales come with the queries; those of 256 would take the place
+        of a stage of a tile's keys with a scale each."""
+        return self.dim if self.pv == "fp8" and self.dim <= 128 else 0
 
     @property
     def keys_bytes(self) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dsv4.kernels.kit.args import optional_of, required_of, scalars_of
-from dsv4.kernels.lowp.config import KERNEL_HEAD_DIMS, QuantizedAttentionConfig, has_kernel
+from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel, most_channels
 from dsv4.kernels.lowp.plan import AttentionPlan, choose_launch, work_queries
 from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
 from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
@@ -52,10 +52,11 @@ BLOCKS64 = {
 HALVES64 = Case(1, 4, 2, 300, 400, 128, options={**BLOCKS64, "causal": "top_left"})
 # Weights in blocks.
 BLOCKS = replace(RAGGED, options={})
-# Two warpgroups, rows of codes in two spans, sums of a tile in two parts; a ring of one stage.
+# Two warpgroups, rows of codes in two spans, sums of a tile in two parts.
 WIDEST = replace(RAGGED, dim=256)
 WIDEST64 = replace(TILES64, dim=200, options={**TILES64.options, "pv_accum_dtype": "fp32+fp16"})
-ONE_STAGE = replace(ROWS, dim=256)
+WIDEST_ROWS = replace(ROWS, dim=256)
+WIDEST_HALVES = replace(HALVES64, dim=256)
 SCHEDULED = {
     "64": RAGGED,
     "blocks": BLOCKS,
@@ -68,7 +69,8 @@ SCHEDULED = {
     "halves, tiles of 64": HALVES64,
     "256": WIDEST,
     "256, tiles of 64": WIDEST64,
-    "256, one stage": ONE_STAGE,
+    "256, rows": WIDEST_ROWS,
+    "256, halves, tiles of 64": WIDEST_HALVES,
 }
 PACKED = ((70, 300), (0, 40), (1, 1), (130, 0), (200, 200))
 
@@ -195,7 +197,7 @@ FORMATS = {
         (dim, name)
         for dim in (64, 128, 256)
         for name, options in FORMATS.items()
-        if dim <= KERNEL_HEAD_DIMS["sm_90a"][options.get("pv", "fp8")]
+        if dim <= most_channels("sm_90a", options.get("pv", "fp8"), options.get("geometry", "sm90"))
     ],
 )
 def test_formats(name: str, dim: int, seed: int) -> None:
@@ -272,7 +274,8 @@ def test_plan() -> None:
     assert choose_launch(causal, 128, 32, 8192, 8192, 132)[1:] == (44, 132)
     assert AttentionPlan(128, qk="fp8", key_scales=128).stages == 4
     assert AttentionPlan(128, pv="fp16").stages == 3
-    assert AttentionPlan(256, qk="fp8", key_scales=128).stages == 1
+    assert AttentionPlan(256, qk="fp8", key_scales=128).stages == 2
+    assert AttentionPlan(256, pv="fp16", tile_keys=64).stages == 2
     assert choose_launch(QuantizedAttentionConfig(128), 2, 2, 200, 200, 132)[1:] == (1, 4)
 
 
@@ -284,6 +287,7 @@ def test_configurations_with_kernels() -> None:
     assert has_kernel(QuantizedAttentionConfig(128, mask="bool"))
     assert has_kernel(QuantizedAttentionConfig(128, geometry="sm89"))
     assert has_kernel(QuantizedAttentionConfig(256, causal="top_left"))
+    assert has_kernel(QuantizedAttentionConfig(256, **SM89, pv="fp16", pv_accum_dtype="fp32"))
     for granularity in ("per_head", "per_row", "per_64"):
         fp8 = {"qk": "fp8", "qk_quant_gran": granularity, "quantizer": ""}
         assert has_kernel(QuantizedAttentionConfig(64, **fp8))

@@ -55,8 +55,8 @@ def test_the_page_shows_what_kernels_take() -> None:
             cells = (", ".join(table[arch].get(name, ())) or "-" for arch in ("sm_90a", "sm_100a"))
             assert f"| {product} {name} | {' | '.join(cells)} |\n" in page
     for pv in ACCUMULATORS:
-        most = (KERNEL_HEAD_DIMS[arch].get(pv) for arch in ("sm_90a", "sm_100a"))
-        cells = (f"to {dim}" if dim else "-" for dim in most)
+        most = (KERNEL_HEAD_DIMS[arch].get(pv, ()) for arch in ("sm_90a", "sm_100a"))
+        cells = (", ".join(f"to {dim}" for dim in dims) or "-" for dims in most)
         assert f"| channels, pv {pv} | {' | '.join(cells)} |\n" in page
 
 

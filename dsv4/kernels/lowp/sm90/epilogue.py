@@ -59,7 +59,7 @@ class Epilogue:
         ]
         for first in cutlass.range_constexpr(0, self.plan.dim // 8, TOGETHER):
             if cutlass.const_expr(first * 8 < dim):
-                factors = self._factors(scales, first, quad)
+                factors = self._factors(operands, work, scales, first, quad)
                 means = self._means(operands, work, sequence, first, quad)
                 for r in cutlass.range_constexpr(2):
                     values = cute.make_rmem_tensor(2 * TOGETHER, dtype)
@@ -81,10 +81,14 @@ class Epilogue:
                             values, cute.make_tensor(target, cute.make_layout(VECTOR))
                         )
 
-    def _factors(self, scales: cute.Tensor, first: int, quad):
+    def _factors(self, operands: Operands, work: Work, scales: cute.Tensor, first: int, quad):
         """Scales of the channels of some column groups."""
         if self.config.pv == "fp16":
             return [[Float32(1.0)] * 2] * TOGETHER
+        if self.plan.scaled_channels == 0:
+            # Rows behind the last sequence are nobody's.
+            sequence = cutlass.min(work.sequence, Int32(operands.v_scale.shape[0]) - 1)
+            scales = operands.v_scale[sequence, work.key_head, None]
         return [[scales[(first + j) * 8 + quad * 2 + c] for c in range(2)] for j in range(TOGETHER)]
 
     @cute.jit
