@@ -2,8 +2,8 @@
 kernel for Blackwell: equal bytes.
 
 Their device code is cut from a clone, compiled to PTX by nvcc, and runs on the CPU. IEEE divides
-there, and so does nvcc without `--use_fast_math`, which the official build has: on a GPU a scale
-may be 2 units in its last place off. Part of `scripts/sage_parity`.
+there, and so does nvcc without `--use_fast_math`, which the official build has: `sage_gpu.py` shows
+what that changes. Part of `scripts/sage_parity`.
 """
 
 from __future__ import annotations
