@@ -264,7 +264,7 @@ class AttentionPlan(TilePlan):
         """Order of products."""
         is_other = self.is_causal or self.tile_keys < TILE_KEYS
         orders = OTHER_ORDERS if is_other else ORDERS
-        # Values of two bytes, and so codes of weights, take as much.
+        # Values of two bytes, and so codes of weights, take as many registers.
         return orders[self.dim] if self.pv == "fp8" else SERIAL
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
