@@ -182,15 +182,17 @@ class Codes:
             maxima[unit] = amax
         cute.arch.sync_threads()
         # With 256 channels a warp has a row: units of a group are neighbours.
+        is_row = self.vectors == WARP
         each = units // groups
-        group = unit // each if self.vectors == WARP else unit % groups
+        group = unit // each if is_row else unit % groups
         for i in cutlass.range_constexpr(units // groups):
-            other = group * each + i if self.vectors == WARP else group + groups * i
-            amax = fmax_nan(amax, maxima[other])
+            member = group * each + i if is_row else group + groups * i
+            amax = fmax_nan(amax, maxima[member])
         found = self.scale.of(amax)
-        is_first = unit % each == 0 if self.vectors == WARP else unit < groups
+        place = group if is_row else unit
+        is_first = unit % each == 0 if is_row else unit < groups
         if thread % lanes == 0 and is_first:
-            scales[group] = self.of_tile(found, tile)
+            scales[place] = self.of_tile(found, tile)
         return [found] * len(rows)
 
     @cute.jit

@@ -53,9 +53,9 @@ HALVES64 = Case(1, 4, 2, 300, 400, 128, options={**BLOCKS64, "causal": "top_left
 # Weights in blocks.
 BLOCKS = replace(RAGGED, options={})
 # Two warpgroups, rows of codes in two spans, sums of a tile in two parts.
-WIDEST = replace(RAGGED, dim=256)
+WIDEST = replace(RAGGED, dim=256, keys=750)
 WIDEST64 = replace(TILES64, dim=200, options={**TILES64.options, "pv_accum_dtype": "fp32+fp16"})
-WIDEST_ROWS = replace(ROWS, dim=256)
+WIDEST_ROWS = replace(ROWS, dim=256, keys=750)
 WIDEST_HALVES = replace(HALVES64, dim=256)
 SCHEDULED = {
     "64": RAGGED,
