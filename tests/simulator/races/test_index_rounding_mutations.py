@@ -53,6 +53,13 @@ SCALES = {
         "keeps the scales of a token tile until all have used them: the epilogue's barriers, too",
     )
 }
+PARTS = {
+    ("bar.sync", "sync_consumers"): (
+        2,
+        "that one; and what keeps heads until all have read them: the parts that a tile waits for "
+        "were sent by warps that had",
+    )
+}
 LAST = {
     ("cp.async", "drain"): (1, "behind the last tile: its heads took the place of what is sent")
 }
