@@ -97,6 +97,12 @@ CASES = {
         dtype=torch.float16,
         options={**SM89, "qk_quant_gran": "per_warp", "causal": "bottom_right"},
     ),
+    "256 channels, tiles of 64 keys, fp16 values": Case(
+        1, 4, 2, 700, 1300, 256, options={**SM89, "pv": "fp16"}
+    ),
+    "192 channels, tiles of 64 keys, blocks": Case(
+        1, 4, 2, 700, 1300, 192, "vbias", options=SM89_BLOCKS
+    ),
     "256 channels, a mask": Case(1, 4, 2, 500, 1001, 256, options={"mask": "float"}),
     "a mask": Case(2, 4, 2, 500, 1001, 128, options={"mask": "bool"}),
     "added to scores": Case(
