@@ -25,7 +25,14 @@ class Indexer(Module):
     """Scores I[t, n] = sum over heads of w[t, h] * relu(q[t, h] . k[n]) and keeps the best.
 
     Keys are entries of a compressor of its own. Equal scores: the earlier entry wins.
+
+    Attributes:
+        has_coded_queries: whether queries leave their projection as codes where it has an epilogue
+            for them; else scores round a query in every CTA that takes its token up. The same
+            entries; which is faster: docs/design/decode_step.md, "Epilogues of a weight".
     """
+
+    has_coded_queries = False
 
     def __init__(
         self,
@@ -62,13 +69,13 @@ class Indexer(Module):
         return *self.compressor.linears, self.weights_proj
 
     def rounding(self, latent: Tensor | Rounded, step: Step) -> IndexRounding | None:
-        """The epilogue of `wq_b` that makes codes of queries, where it has one for such latents.
-
-        Without, scores round a query in every CTA that takes its token up.
-        """
+        """The epilogue of `wq_b` that makes codes of queries, where it is asked for and there for
+        such latents."""
         if not (isinstance(latent, Rounded) and self.wq_b.takes_codes(latent.values)):
             return None
-        if not (self.quantized and takes_index_heads(self.dim, self.rope.dim)):
+        if not (
+            self.has_coded_queries and self.quantized and takes_index_heads(self.dim, self.rope.dim)
+        ):
             return None
         device = latent.codes.device
         scales = index_scales(latent.codes.shape[0], self.heads, device)

@@ -165,12 +165,11 @@ class IndexTopk(KernelOp):
         scale = KERNEL_DIM**-0.5 * KERNEL_HEADS**-0.5
         sizes = (KERNEL_HEADS, KERNEL_DIM, KERNEL_ROPE_DIM)
         return {
-            f"{label}, {keys}{', codes' * has_codes}": IndexTopkConfig(
-                *sizes, topk, MODEL_PAGE, scale, keys, gives_slots=True, has_codes=has_codes
+            f"{label}, {keys}": IndexTopkConfig(
+                *sizes, topk, MODEL_PAGE, scale, keys, gives_slots=True
             )
             for label, topk in MODEL_TOPK.items()
             for keys in INDEX_FORMATS
-            for has_codes in (False, True)
         }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from operator import index
 from typing import Any, ClassVar
 
@@ -28,7 +27,7 @@ from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
 from dsv4.kernels.gemm.sm100 import merged_plan as blackwell_plans
 from dsv4.kernels.kit.args import In, Scratch, tensors_of
 from dsv4.ops.aliasing import check_given
-from dsv4.ops.fp8_linear import FP8_LINEAR, INDEX_EPILOGUE, MODEL_EPILOGUE, scratch
+from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_EPILOGUE, scratch
 from dsv4.ops.head_rotation import HeadRotation, check_table, epilogue_config
 from dsv4.ops.index_rounding import IndexRounding
 from dsv4.ops.runtime import tensors as make
@@ -44,7 +43,7 @@ FIRST_OF_HEADS = [arg.name for arg in tensors_of(ARGS)].index("rope")
 # Tilings of an architecture, and which one a launch takes.
 PLANS = {"sm_90a": plans, "sm_100a": blackwell_plans, "sm_103a": blackwell_plans}
 Epilogue = HeadRotation | IndexRounding
-E8M0, F32, BF16, CODES = "float8_e8m0fnu", "float32", "bfloat16", "float8_e4m3fn"
+E8M0, F32, BF16 = "float8_e8m0fnu", "float32", "bfloat16"
 
 
 def _of_layer(*rows: int, plain: Sequence[tuple[int, str]] = (), epilogue: str = "") -> str:
@@ -182,19 +181,11 @@ class MergedLinear(KernelOp):
             yield (*tensors, tiling, target.num_sms)
 
     def aot(self) -> Mapping[str, MergedLinearConfig]:
-        """What the layers of Flash and Pro multiply one input with; attention's comes as codes, of
-        which a layer that scores entries makes its index queries, too."""
-        found = {
+        """What the layers of Flash and Pro multiply one input with; attention's comes as codes."""
+        return {
             label: MergedLinearConfig(*given, has_codes="shared" not in label)
             for label, given in MODEL_INPUTS.items()
         }
-        for label in tuple(found):
-            if label.endswith("latent"):
-                queries, index_queries = found[label].parsed
-                rounded = replace(index_queries, epilogue=INDEX_EPILOGUE, out_dtype=CODES)
-                text = weights_text([queries, rounded])
-                found[f"{label}, index codes"] = replace(found[label], weights=text)
-        return found
 
 
 MERGED_LINEAR = MergedLinear()

@@ -144,7 +144,8 @@ def test_a_layer_chooses_the_same_entries(chunk, seed, monkeypatch) -> None:
         return made[-1]
 
     monkeypatch.setattr(Indexer, "rounding", counted)
+    monkeypatch.setattr(Indexer, "has_coded_queries", True)
     found = twin(ids, chunk=chunk)
     assert made and all(made)
-    monkeypatch.setattr(Indexer, "rounding", lambda *_: None)
+    monkeypatch.setattr(Indexer, "has_coded_queries", False)
     assert torch.equal(found, twin(ids, chunk=chunk))

@@ -475,10 +475,11 @@ def test_index_queries_in_codes_change_nothing(seed: int, monkeypatch: pytest.Mo
         return index_topk(*args, **options)
 
     monkeypatch.setattr(Linear, "takes_codes", takes_codes)
+    monkeypatch.setattr(Indexer, "has_coded_queries", True)
     monkeypatch.setattr(sys.modules["dsv4.layers.indexer"], "index_topk", counted)
     with torch.inference_mode():
         found.append(model(ids, chunk=20))
-        monkeypatch.setattr(Indexer, "rounding", lambda *_: None)
+        monkeypatch.setattr(Indexer, "has_coded_queries", False)
         found.append(model(ids, chunk=20))
     assert given == [True, True, True, False, False, False]
     assert torch.equal(*found)
