@@ -9,8 +9,11 @@ from functools import cache, partial
 from unittest import mock
 
 from dsv4.kernels.moe.plan import tilings
+from dsv4.ops.moe.op import MOE
+from dsv4.ops.runtime.backend import Device
 from dsv4.testing import moe
 from dsv4.testing.harness import Outcome, compiler_options
+from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
 from dsv4.testing.moe_router import RouterCase, RouterInputs, assert_routed
 from tests.simulator.helpers.mutations import Run
 from tests.simulator.helpers.subjects import SEED, Subject, run_of_call, subject_of_calls
@@ -52,6 +55,41 @@ def blackwell_experts() -> Subject:
         options = compiler_options("sm_100a", has_lines=True)
         compiled = experts.build(inputs.case.config, options)
     return Subject(compiled, partial(_runs_of_experts, inputs, BLACKWELL_EXPERTS, 8))
+
+
+# As above, and one token: the products are launches of a layer, behind its router.
+PACKED_EXPERTS = (*BLACKWELL_EXPERTS, (1, 1))
+PACKED = moe.Case(
+    11, 512, 384, 32, 2, expert_dtype="nvfp4", is_tiled=True, one_expert=True, live=10
+)  # fmt: skip
+
+
+@cache
+def packed_experts() -> Subject:
+    """A layer in NVFP4, the tiling of few tokens."""
+    from dsv4.kernels.moe.sm100 import experts, layer, plan
+
+    inputs = LayerInputs.make(PACKED, SEED)
+    config = MOE.compiled_config(inputs.config, "sm_100a")
+    with mock.patch.object(experts, "tilings", lambda config: plan.tilings(config)[:1]):
+        compiled = layer.build(config, compiler_options("sm_100a", has_lines=True))
+    return Subject(compiled, partial(_runs_of_layer, inputs, PACKED_EXPERTS))
+
+
+def _runs_of_layer(
+    inputs: LayerInputs, launches: Sequence[tuple[int, int]], schedule: str
+) -> list[Run]:
+    """Launches of the first tokens."""
+    found = []
+    for tokens, sms in launches:
+        own = inputs.first(tokens)
+        make = partial(own.call_tiled, 0, Device("sm_100a", sms))
+        found.append(run_of_call(make, partial(_check_layer, own), schedule))
+    return found
+
+
+def _check_layer(inputs: LayerInputs, found: Outcome) -> None:
+    assert_layer_close(found, inputs)
 
 
 def _runs_of_experts(

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 
+from dsv4.simulator.ptx.parser import parse_module
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import experts
-from tests.simulator.helpers.changes import check_deleted, check_weaker
+from tests.simulator.helpers.changes import check, check_deleted, check_weaker, deletions_of
 from tests.simulator.races.test_fp8_linear_mutations import EXPECTS, FIRST, LAUNCH
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
@@ -33,6 +34,13 @@ REDUNDANT = {
     ("bar.sync", "store_tiles"): (1, MAXIMA),
     ("barrier.cluster", "kernel"): (1, PAIR),
 }
+# Of both products of NVFP4, which read what the router's launches have left.
+PACKED_REDUNDANT = {
+    ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
+    ("bar.warp", "arrive_warp"): (2, LOADED),
+    ("tcgen05.fence::before_thread_sync", "store_tiles"): (2, ENDS),
+    ("barrier.cluster", "kernel"): (1, PAIR),
+}
 # What may be weaker, likewise, by the new qualifier.
 HARMLESS = {
     # Routed and shared experts' weights, in the copies of both products' loops.
@@ -49,3 +57,14 @@ def test_all_deletions_are_noticed() -> None:
 def test_all_weaker_qualifiers_are_noticed() -> None:
     compiled, runs = experts.blackwell_experts()
     check_weaker(compiled, runs("eager"), HARMLESS)
+
+
+def test_all_deletions_in_products_of_nvfp4_are_noticed() -> None:
+    """The router's are the matter of its own test."""
+    compiled, runs = experts.packed_experts()
+    entries = parse_module(compiled.artifacts.PTX).entries
+    products = [entry for name, entry in entries.items() if "GroupedProduct" in name]
+    lines = {ins.ptx_line for entry in products for ins in entry.instructions}
+    changes = [c for c in deletions_of(compiled.artifacts.PTX) if c.ins.ptx_line in lines]
+    all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
+    check(compiled, all_runs, changes, PACKED_REDUNDANT, {})
