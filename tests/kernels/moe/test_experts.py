@@ -185,16 +185,19 @@ def test_every_barrier_and_fence_is_reached(seed) -> None:
     simulator = Simulator("sm_90a")
     # The shared expert has tiles that are asked for early, and others; the last ones reach every
     # copy behind the unrolled ones. Many tokens: groups of all kinds of tiles. Codes of h: several
-    # tiles of an expert and of the shared one.
+    # tiles of an expert and of the shared one, the last with copies behind the unrolled ones, too.
     inputs = inputs_of(simulator, Case(45, **SMALL, one_expert=True), seed)
     many = inputs_of(simulator, Case(208, **SMALL | {"experts": 8}, one_expert=True), seed)
     config = inputs.case.config
     compiled = simulator.compile(build, config)
     outcomes = []
     for i, tiling in enumerate(tilings(simulator, config)):
-        own = many.first(80) if tiling.has_codes else inputs
-        own = many if tiling.is_wide else own
-        outcomes.append(simulator.run(compiled, own.experts_call(i, FEW_SMS, tiling.tokens)))
+        launches = [inputs]
+        if tiling.has_codes:
+            launches = [many] if tiling.is_wide else [many.first(count) for count in (80, 76, 70)]
+        for own in launches:
+            call = own.experts_call(i, FEW_SMS, tiling.tokens)
+            outcomes.append(simulator.run(compiled, call))
     for outcome in outcomes:
         assert_clean(outcome.report)
     assert not missed_synchronisation(outcome.report for outcome in outcomes)
