@@ -167,7 +167,12 @@ HARMLESS = {
     "streamed": weights(2),
     "streamed_clusters": {**weights(2), PARTS: (1, EXPECTS)},
     "wide": {**weights(2), **fences(2)},
-    "wide_clusters": {**weights(2), PARTS: (1, EXPECTS), **fences(1)},
+    "wide_clusters": {
+        **weights(2),
+        PARTS: (1, EXPECTS),
+        **fences(1),
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, "the fence before it releases"),
+    },
 }
 
 
