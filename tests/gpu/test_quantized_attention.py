@@ -320,6 +320,19 @@ def test_a_side_stream(seed: int) -> None:
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_d10_the_current_device_stays(seed: int) -> None:
+    """Tensors of a device that is not current: it is not made current; the bits are the same."""
+    inputs = make_inputs(Case(1, 4, 2, 600, 900, 128), seed)
+    wanted = quantized_attention(*(x.to("cuda:0") for x in inputs))
+    for current in (0, 1):
+        with torch.cuda.device(current):
+            found = quantized_attention(*(x.to("cuda:1") for x in inputs))
+            assert torch.cuda.current_device() == current
+        assert found.device == torch.device("cuda:1")
+        assert torch.equal(found.to("cuda:0"), wanted)
+
+
 def test_rows_past_the_keys_are_not_read(seed: int) -> None:
     """NaN behind the last key, and in the rows of other sequences' values."""
     q, k, v = (x.cuda() for x in make_inputs(Case(1, 2, 1, 200, 384, 64), seed))
