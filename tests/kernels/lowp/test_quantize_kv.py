@@ -188,7 +188,9 @@ BUGS: dict[str, Edit] = {
     "columns read before all are written": at("Codes.code_values")
     .call("cute.arch.sync_threads")
     .delete(),
-    "the largest of half a group": at("Codes.scales_of").expression("units // groups").replace("1"),
+    "the largest of half a group": at("Codes.scales_of")
+    .expression("units // groups", 1)
+    .replace("1"),
     "values in the order of keys": at("Codes.code_quads").expression("V_ORDER[i]").replace("i"),
     "zeros that fill 16 rows left out": at("TileStatistics.kernel")
     .expression("(tile.rows + V_ALIGN - 1) // V_ALIGN * V_ALIGN")

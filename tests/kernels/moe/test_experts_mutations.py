@@ -130,8 +130,13 @@ BUGS: dict[str, Bug] = {
             "a first full stage not waited for": at("WideTileConsumers._sum")
             .call("ctx.pipes.ring.wait")
             .delete(),
-            "a stage never released": at("WideTileConsumers._add").call("ring.release_to").delete(),
-            "a stage released to its own CTA alone": at("WideTileConsumers._add")
+            "a stage never released": at("WideTileConsumers._multiply")
+            .call("ring.release_to")
+            .delete(),
+            "a tile's last stage never released": at("WideTileConsumers._sum")
+            .call("ring.release_to")
+            .delete(),
+            "a stage released to its own CTA alone": at("WideTileConsumers._multiply")
             .expression("self.plan.sharing")
             .replace("1"),
             "an empty stage not waited for": at("WideTileLoadWarp._load")
