@@ -61,8 +61,13 @@ def takes_index_heads(dim: int, rope_dim: int) -> bool:
 def round_heads(y: Tensor, rope: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Codes [T, H * 128] float8_e4m3fn and scales [T, H] of index queries y [T, H * 128] in
     bfloat16."""
-    heads = y.unflatten(1, (-1, MODEL_DIM)).clone()
+    codes, scales = encode_index(rotated_heads(y, MODEL_DIM, rope, positions))
+    return codes.flatten(1), scales
+
+
+def rotated_heads(y: Tensor, dim: int, rope: Tensor, positions: Tensor) -> Tensor:
+    """A copy [T, H, dim] of queries y [T, H * dim], the last channels of each turned."""
+    heads = y.unflatten(1, (-1, dim)).clone()
     rotation = rope[positions.clamp(0, rope.shape[0] - 1)]
     rotate_rows_(heads, rotation[:, None])
-    codes, scales = encode_index(heads)
-    return codes.flatten(1), scales
+    return heads

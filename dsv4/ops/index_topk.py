@@ -25,7 +25,7 @@ from dsv4.kernels.indexer.config import (
 from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS, choose_launch
 from dsv4.kernels.kit.index_entry import INDEX_FORMATS, format_of
 from dsv4.ops.index_keys import decode_index, encode_index, read_keys, round_index
-from dsv4.ops.kv_insert import rotate_rows_
+from dsv4.ops.index_rounding import rotated_heads
 from dsv4.ops.runtime import state as states
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_is_tensor
@@ -362,9 +362,7 @@ def _queries_of(
     if config.has_codes:
         codes = q.view(torch.float8_e4m3fn).unflatten(1, (config.heads, config.dim))
         return decode_index(codes, q_scale)
-    queries = q.unflatten(1, (config.heads, config.dim)).clone()
-    rotation = rope[positions.clamp(0, rope.shape[0] - 1)]
-    rotate_rows_(queries, rotation[:, None])
+    queries = rotated_heads(q, config.dim, rope, positions)
     if config.is_packed:
         return decode_index(*encode_index(queries))
     return round_index(queries) if config.is_rounded else queries

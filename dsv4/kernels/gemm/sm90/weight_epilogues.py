@@ -79,13 +79,10 @@ class WeightEpilogues:
     ) -> None:
         """Ask for the positions of a token tile."""
         positions = ctx.operands.heads[0].positions
-        first = tile.token_tile * self.plan.tokens
-        lane = cute.arch.lane_idx()
+        first = tile.token_tile * self.plan.tokens + cute.arch.lane_idx()
         if is_staged:
-            group = cute.arch.thread_idx()[0] // WARPGROUP
-            share = self.staged_shares(tile, group)[0]
-            lane = share.first_token + share.token - first
-        first += lane
+            share = self.staged_shares(tile, cute.arch.thread_idx()[0] // WARPGROUP)[0]
+            first = share.first_token + share.token
         for i in range(cute.size(loaded.positions)):
             token = cutlass.min(first + i * WARP, Int32(positions.shape[0]) - 1)
             loaded.positions[i] = positions[token]
