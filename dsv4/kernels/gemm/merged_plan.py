@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dsv4.arch import SM_90A
-from dsv4.kernels.gemm.config import K_BLOCK, STEP_BYTES, Kind, num_slices
+from dsv4.kernels.gemm.config import K_BLOCK, Kind, num_slices
 from dsv4.kernels.gemm.epilogues import IndexRounding
 from dsv4.kernels.gemm.merged_config import MergedLinearConfig
 from dsv4.kernels.gemm.plan import (
@@ -16,19 +16,13 @@ from dsv4.kernels.gemm.plan import (
     RESIDENT_TOKENS,
     SHARING,
     LinearPlan,
+    Share,
     Tiling,
     cheapest,
     deepened,
+    launch_time,
     leaves_ring,
 )
-
-# Fitted to 7,168 inputs with 64 and 256 tokens (H200): bytes per microsecond that L2 hands out,
-# microseconds of a k block where that is not the bound, of an exchange with one more CTA.
-L2_RATE = 4.9e6
-BLOCK_TIME = {MANY_TOKENS: 0.24, MOST_TOKENS: 0.36}
-EXCHANGE_TIME = {MANY_TOKENS: 0.7, MOST_TOKENS: 2.0}
-# Of a launch whose CTAs leave no room for those of the next one.
-EDGE_TIME = 1.5
 
 
 def row_tiles(config: MergedLinearConfig, kind: Kind, rows: int) -> int:
@@ -65,8 +59,6 @@ def tilings(config: MergedLinearConfig) -> tuple[Tiling, ...]:
     found = [] if config.has_codes else [_resident(config, RESIDENT_TOKENS)]
     found.append(Tiling(FEW_TOKENS, True, clusters(2)[0]))
     found = [deepened(tiling, _long_tiles(config, tiling.rows)) for tiling in found]
-    if clusters(2)[0] == slices:
-        found.append(Tiling(MANY_TOKENS, True, slices, is_light=True))
     found.append(Tiling(MANY_TOKENS, True, min(clusters(1)[0], 2)))
     if clusters(1)[0] > 1:
         found.append(Tiling(MOST_TOKENS, True, 2))
@@ -99,17 +91,12 @@ def choose(config: MergedLinearConfig, tokens: int, num_sms: int) -> int:
 
 
 def cost(config: MergedLinearConfig, tiling: Tiling, tokens: int, num_sms: int) -> float:
-    """Microseconds of a launch: what its CTAs read from L2, or their k blocks one after the other;
-    the kinds share the clusters out by their blocks, as `streaming` does it."""
-    token_tiles, total, longest, read = -(-tokens // tiling.tokens), 0, 0, 0.0
-    for plan in plans(config, tiling):
-        groups = -(-row_tiles(config, plan.kind, tiling.rows) // tiling.sharing)
-        blocks = plan.row_blocks // tiling.cluster
-        count = groups * token_tiles * tiling.ctas * blocks
-        total, longest = total + count, max(longest, blocks)
-        x_bytes = tiling.tokens * STEP_BYTES / tiling.sharing
-        read += count * (plan.weight_bytes + x_bytes)
-    waves = max(longest, total / num_sms) * BLOCK_TIME[tiling.tokens]
-    exchange = EXCHANGE_TIME[tiling.tokens] * (tiling.cluster.bit_length() - 1)
-    edge = EDGE_TIME if tiling.ctas_per_sm == 1 else 0.0
-    return max(waves, read / L2_RATE) + exchange + edge
+    """Microseconds of a launch."""
+    shares = [
+        Share(
+            -(-row_tiles(config, plan.kind, tiling.rows) // tiling.sharing),
+            plan.row_blocks // tiling.cluster,
+        )
+        for plan in plans(config, tiling)
+    ]
+    return launch_time(tiling, shares, tokens, num_sms)

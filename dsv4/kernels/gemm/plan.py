@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from dsv4.arch import SM_90A, Arch
 from dsv4.kernels.gemm.config import K_BLOCK, STEP_BYTES, Fp8LinearConfig, Kind, num_slices
@@ -42,14 +43,17 @@ RESIDENT_TOKENS, FEW_TOKENS, MANY_TOKENS, MOST_TOKENS = 8, 16, 64, 128  # of the
 # Levels of the stack of sums that MOST_TOKENS leave registers for, beside a block's products; a
 # deeper one waits in shared memory.
 LEVELS_IN_REGISTERS = 2
-# Of a k block of MOST_TOKENS, and of an exchange of MANY_TOKENS' partial sums with one more CTA,
-# each against a k block of MANY_TOKENS: fitted to launches of 7 layers with 64 to 4,096 tokens
-# (H200).
-WIDE_COST, EXCHANGE_COST = 1.6, 3.0
+# Microseconds of an H200, fitted to every tiling of 20 linears of Flash and Pro with 64 to 4,096
+# tokens: of a k block, of the end of a tile, of an exchange of partial sums among twice as many
+# CTAs, of a launch whose CTAs leave no room for those of the next one.
+BLOCK_TIME = {MANY_TOKENS: 0.455, MOST_TOKENS: 0.47}
+TILE_TIME, EDGE_TIME = 1.4, 1.0
+EXCHANGE_TIME = {MANY_TOKENS: 0.65, MOST_TOKENS: 2.2}
+L2_RATE = 4.83e6  # bytes a microsecond
 SHARING = 2  # CTAs that share activations: L2 hands out less than two tiles a k block ask for
 GPC_SMS = 18  # SMs that a cluster is placed among; of an H200, in one of its GPCs fewer
 # Where one CTA takes an SM, clusters of more than two leave SMs without one: 18 SMs of a GPC hold
-# four of four, and 32 clusters of four run in two waves.
+# four of four, and 32 clusters of four run in two turns.
 USABLE_BY_CLUSTERS = 0.75
 
 
@@ -457,6 +461,9 @@ def tilings(config: Fp8LinearConfig) -> tuple[Tiling, ...]:
     if ctas > 1:  # else there may be any number of rows
         found = [deepened(tiling, most_rows(ctas) // tiling.rows) for tiling in found]
     clusters = {1: (1,), 2: (2, 1), 4: (2, 1), 8: (4, 2, 1)}[ctas]
+    if clusters[0] < slices <= ctas:
+        # Clusters of four find no place each unless two of their CTAs fit an SM.
+        found.append(Tiling(MANY_TOKENS, True, slices, is_light=True))
     found += [Tiling(MANY_TOKENS, True, cluster) for cluster in clusters if cluster <= slices]
     found += [Tiling(MOST_TOKENS, True, cluster) for cluster in clusters if 1 < cluster <= slices]
     found.append(Tiling(MOST_TOKENS, True, 1, SHARING))
@@ -501,10 +508,40 @@ def cheapest(found: Sequence[Tiling], tokens: int, cost: Callable[[Tiling], floa
 
 
 def cost(config: Fp8LinearConfig, tiling: Tiling, tokens: int, num_sms: int) -> float:
-    """Time of a launch in k blocks of a tile of MANY_TOKENS, as fitted to an H200."""
-    row_groups = -(-config.out_features // (tiling.rows * tiling.sharing))
-    ctas = row_groups * -(-tokens // tiling.tokens) * tiling.ctas
-    usable = num_sms if tiling.ctas <= 2 else num_sms * USABLE_BY_CLUSTERS
-    blocks = config.k_blocks // tiling.cluster * -(-ctas // int(usable))
-    exchange = EXCHANGE_COST * (tiling.cluster.bit_length() - 1)
-    return WIDE_COST * blocks + 3 * exchange if tiling.is_wide else blocks + exchange
+    """Microseconds of a launch."""
+    groups = -(-config.out_features // (tiling.rows * tiling.sharing))
+    share = Share(groups, config.k_blocks // tiling.cluster)
+    return launch_time(tiling, (share,), tokens, num_sms)
+
+
+class Share(NamedTuple):
+    """Work on one kind of weights.
+
+    Attributes:
+        groups: of row tiles, of as many CTAs as share activations.
+        blocks: k blocks of a CTA's tile.
+    """
+
+    groups: int
+    blocks: int
+
+
+def launch_time(tiling: Tiling, shares: Sequence[Share], tokens: int, num_sms: int) -> float:
+    """Microseconds of an H200, but for what all tilings of many tokens take alike: tiles of a CTA
+    one after the other, or what CTAs read from L2."""
+    token_tiles = -(-tokens // tiling.tokens)
+    ctas = [token_tiles * share.groups * tiling.ctas for share in shares]
+    blocks = sum(count * share.blocks for count, share in zip(ctas, shares))
+    usable = num_sms
+    if tiling.ctas > 2 and not tiling.is_light:
+        usable = int(num_sms * USABLE_BY_CLUSTERS)
+    # Kinds share the clusters out by their blocks, as `streaming` does it.
+    turns: float = -(-ctas[0] // usable)
+    longest = max(share.blocks for share in shares)
+    if len(shares) > 1:
+        turns = max(1.0, blocks / (usable * longest))
+    tiles = turns * (longest * BLOCK_TIME[tiling.columns] + TILE_TIME)
+    read = blocks * K_BLOCK * (tiling.rows + tiling.columns / tiling.sharing)
+    exchange = EXCHANGE_TIME[tiling.columns] * (tiling.cluster.bit_length() - 1)
+    edge = EDGE_TIME if tiling.ctas_per_sm == 1 else 0.0
+    return max(tiles, read / L2_RATE) + exchange + edge

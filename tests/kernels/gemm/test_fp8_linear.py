@@ -130,6 +130,16 @@ def test_one_cta_for_all_slices(kernels, seed) -> None:
     run(kernels, inputs, 1, seed).assert_same_bits(alone, "clusters against one CTA a tile")
 
 
+@pytest.mark.slow
+def test_two_ctas_of_many_tokens_on_an_sm(kernels, seed) -> None:
+    """Of layers whose tiles are as many as clusters of four find places for in pairs alone."""
+    if kernels.target.arch != "sm_90a":
+        pytest.skip("the number of rows decides which tilings there are")
+    inputs = replace(Inputs.make(Case(70, 2048, 136), seed), rows=4096)
+    assert [t.cluster for t in tilings(kernels, inputs.config) if t.is_light] == [4]
+    check_every_tiling(kernels, inputs, seed, schedules=None)
+
+
 @pytest.mark.slow  # that of merged linears, whose kernel is the same, is not
 def test_a_token_has_the_same_bits_among_any_number(kernels, seed) -> None:
     inputs = Inputs.make(Case(200, 512, 136), seed)
