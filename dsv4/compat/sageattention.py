@@ -18,8 +18,9 @@ from torch import Tensor
 from dsv4.kernels.lowp.groups import Geometry, key_groups, query_groups
 from dsv4.ops import quantized_attention
 from dsv4.ops.quantized_attention import quantizers as q8
+from dsv4.ops.quantized_attention.codes import key_means
 from dsv4.ops.quantized_attention.layouts import check_layout, check_rank, heads_first
-from dsv4.ops.runtime.checks import check_is_tensor
+from dsv4.ops.runtime.checks import check_flag, check_is_tensor
 from dsv4.quoting import quoted
 
 LOG2E = 1.44269504
@@ -226,12 +227,14 @@ def sageattn3_blackwell(
         q, k, v: [B, H, L, d].
         attn_mask: bool or floating-point, broadcast to [B, Hq, L, S].
         is_causal: whether query i sees keys up to i alone.
-        per_block_mean: whether 128 queries share a mean; that of all queries is not offered.
+        per_block_mean: whether 128 queries share a mean, or all of a head.
     """
+    check_flag("per_block_mean", per_block_mean)
+    formats = {"qk": "nvfp4", "pv": "nvfp4", "smooth_k": True, "smooth_q": per_block_mean}
+    call = {"attn_mask": attn_mask, "sm_scale": sdpa.pop("scale", None)}
     if not per_block_mean:
-        raise ValueError("per_block_mean: got False, needs True: means of 128 queries")
-    formats = {"qk": "nvfp4", "pv": "nvfp4", "smooth_k": True, "smooth_q": True}
-    return _attend(q, k, v, "HND", is_causal, {"attn_mask": attn_mask}, formats, sdpa)
+        q, call["attn_mask"] = _without_mean(q, k, **call)
+    return _attend(q, k, v, "HND", is_causal, call, formats, sdpa)
 
 
 # ---- quantisers ----------------------------------------------------------------------------------
@@ -364,6 +367,38 @@ def _attend(
         q, k, v, tensor_layout=tensor_layout, is_causal=is_causal, causal_align=align,
         **call, **formats,
     )  # fmt: skip
+
+
+def _without_mean(
+    q: Tensor, k: Tensor, attn_mask: Tensor | None, sm_scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Queries without the mean of a head's, and a mask that adds the scores of that mean: one row
+    for all queries, with what was given."""
+    queries, keys = _rows(q, "q", "HND"), _rows(k, "k", "HND")
+    if not keys.shape[1] or queries.shape[1] % keys.shape[1]:
+        raise ValueError(f"q: got {queries.shape[1]} heads, k has {keys.shape[1]}")
+    mean = (q8.column_sums(queries) / max(queries.shape[-2], 1)).to(q.dtype).float()
+    keys = (keys - key_means(k).float().unsqueeze(-2)).to(k.dtype).double()
+    keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    added = ((keys @ mean.double().unsqueeze(-1)).mT * scale).float()
+    if attn_mask is not None:
+        check_is_tensor("attn_mask", attn_mask)
+        shape = (*queries.shape[:3], keys.shape[2])
+        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+            raise TypeError(f"attn_mask: got {attn_mask.dtype}, needs torch.bool or a float dtype")
+        try:
+            attn_mask.expand(shape)
+        except RuntimeError:
+            raise ValueError(
+                f"attn_mask: got shape {quoted(attn_mask.shape)}, needs one that broadcasts to "
+                f"{quoted(shape)}"
+            ) from None
+        if attn_mask.dtype == torch.bool:
+            added = added.masked_fill(~attn_mask, -torch.inf)
+        else:
+            added = added + attn_mask
+    return (queries - mean.unsqueeze(-2)).to(q.dtype), added
 
 
 def _fine(qk_quant_gran: str) -> dict[str, str]:

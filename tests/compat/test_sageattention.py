@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from dsv4.compat import sageattention as sage
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
-from dsv4.ops import quantize_kv
+from dsv4.ops import quantize_kv, quantized_attention
 from dsv4.ops.quantized_attention.options import FORMAT_OPTIONS, complete
 from dsv4.testing.accuracy import assert_same_bits
 from dsv4.testing.lowp import Case, Metrics, expected, make_inputs, official_values
@@ -126,6 +126,34 @@ def test_it_stands_in_for_torch_s_attention(monkeypatch, seed) -> None:
         F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
 
 
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "causal"])
+def test_one_mean_of_all_queries_of_a_head(mask, seed) -> None:
+    """FP4 of queries with a bias: as accurate as means of 128, which without any is not."""
+    case = Case(2, 4, 2, 130, 200, 64, "qbias")
+    q, k, v = make_inputs(case, seed)
+    options = {}
+    if mask == "causal":
+        case = Case(2, 4, 2, 130, 200, 64, options={"is_causal": True})
+        options = {"is_causal": True}
+    elif mask != "none":
+        options["attn_mask"] = torch.rand(130, 200) < 0.8
+        if mask == "float":
+            options["attn_mask"] = torch.where(
+                options["attn_mask"], torch.randn(130, 200), -torch.inf
+            )
+    wanted = expected(case, q, k, v, attn_mask=options.get("attn_mask"))[0]
+    copies = [x.clone() for x in (q, k, v)]
+    one = sage.sageattn3_blackwell(q, k, v, per_block_mean=False, **options)
+    assert all(torch.equal(a, b) for a, b in zip((q, k, v), copies)), "D6"
+    blocks = sage.sageattn3_blackwell(q, k, v, **options)
+    assert not torch.equal(one, blocks)
+    plain = quantized_attention(
+        q, k, v, qk="nvfp4", causal_align="top_left" if mask == "causal" else None, **options
+    )
+    l1 = [Metrics.of(out, wanted).l1 for out in (one, blocks, plain)]
+    assert l1[0] <= 1.05 * l1[1] and l1[0] < 0.9 * l1[2], l1
+
+
 def test_packed_sequences(seed) -> None:
     q, k, v = torch.randn(3, 150, 2, 64).bfloat16()
     ends = torch.tensor([0, 70, 150], dtype=torch.int32)
@@ -170,7 +198,11 @@ def test_quantisers_are_those_of_the_operators(seed) -> None:
         ("sageattn_qk_int8_pv_fp16_triton", {"quantization_backend": "x"}, "quantization_backend"),
         ("sageattn", {"tensor_layout": "BHSD"}, "tensor_layout: got 'BHSD'"),
         ("sageattn", {"sm_scale": 0.1, "scale": 0.1}, "scale: got a second value for sm_scale"),
-        ("sageattn3_blackwell", {"per_block_mean": False}, "per_block_mean: got False"),
+        (
+            "sageattn3_blackwell",
+            {"per_block_mean": False, "attn_mask": torch.ones(3, 3)},
+            "attn_mask: got shape",
+        ),
     ],
 )
 def test_what_is_not_offered_is_refused_by_name(name, arguments, message, seed) -> None:
