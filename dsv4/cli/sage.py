@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 CASE = re.compile(r"b(\d+)_(causal|full)_seq(\d+)_d(\d+)")
 FLASH_L1 = 0.06  # of outputs beside exact attention, heads without outliers
 SAGE_L1 = 5e-4  # beside the reference on the same codes
+RAW = ("sage_quant", "sage")  # outputs of other programs, by the names of their files
+RAW_RMS = 1e-3  # beside another program's output on the same inputs
 CALL_L1 = 2e-3  # of the operator beside its stages, which a kernel rounds in another order
 
 
@@ -83,16 +85,17 @@ def run(args: argparse.Namespace) -> int:
     loaded: dict[str, Tensor] = {}
     if args.load:
         loaded, case = _load(Path(args.load), case)
-        inputs = (loaded["q"], loaded["k"], loaded["v"])
+        inputs = tuple(loaded.pop(name) for name in "qkv")
     found, config = _stages(case, *inputs)
     print(
         f"case: {case.batch} x {case.heads}/{case.key_heads} heads, {case.queries} queries, "
         f"{case.keys} keys, d {case.dim}; {config.qk} {config.qk_quant_gran}, {config.pv} "
         f"{config.pv_accum_dtype}, smooth_k {config.smooth_k}, smooth_v {config.smooth_v}"
     )
+    found |= _outputs(case, config, inputs) if args.dump or loaded else {}
     if args.dump:
         _dump(Path(args.dump), args, dict(zip("qkv", inputs)) | found, config)
-    is_right = _compare_stages(found, loaded)
+    is_right = all([_compare_stages(found, loaded), _compare_raw(found, loaded)])
     is_right = _compare_calls(args, case, inputs, found["o"]) and is_right
     metrics, bound = _compare(args.compare, case, config, inputs, found["o"])
     print(f"{args.compare}: {metrics} (L1 at most {bound})")
@@ -133,6 +136,8 @@ def _load(prefix: Path, case: Case) -> tuple[dict[str, Tensor], Case]:
 
     from dsv4.ops.quantized_attention import dump
 
+    if not prefix.with_name(f"{prefix.name}.meta").exists():
+        return _load_raw(prefix, case), case
     arrays, meta = dump.read(prefix)
     missing = [name for name in dump.INPUTS if name not in arrays]
     if missing:
@@ -145,6 +150,40 @@ def _load(prefix: Path, case: Case) -> tuple[dict[str, Tensor], Case]:
     made_with = {k: v for k, v in meta.get("options", {}).items() if k not in case.options}
     options = case.options | made_with
     return arrays, replace(case, **sizes, keys=keys, dim=dim, options=options)
+
+
+def _load_raw(prefix: Path, case: Case) -> dict[str, Tensor]:
+    """Buffers of another program without a description: q, k, v in float32 [B, H, S, d] of the
+    case's sizes, and an output, which older programs wrote in the order [d, S, H, B]."""
+    import torch
+
+    from dsv4.ops.quantized_attention.dump import load_buffer
+    from dsv4.ops.quantized_attention.layouts import dshb_to_bhsd
+
+    of_q = (case.batch, case.heads, case.queries, case.dim)
+    of_k = (case.batch, case.key_heads, case.keys, case.dim)
+    path = {name: prefix.with_name(f"{prefix.name}.{name}.bin") for name in (*"qkv", *RAW)}
+    found = {name: load_buffer(path[name], of_q if name == "q" else of_k).half() for name in "qkv"}
+    if path["sage_quant"].exists():
+        return found | {"raw_quant": load_buffer(path["sage_quant"], of_q)}
+    if path["sage"].exists():
+        print(
+            f"warning: {prefix} has no .sage_quant.bin; its .sage.bin is turned from "
+            "channels first (heads first is off by 0.39 rms or more; write the dump again)"
+        )
+        flat = load_buffer(path["sage"], (1, 1, 1, torch.Size(of_q).numel())).flatten()
+        found["raw"] = dshb_to_bhsd(flat, of_q)
+    return found
+
+
+def _outputs(case: Case, config: Any, inputs: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    """What is dumped beside the stages: whole tiles of the inputs, the reference's output on the
+    same codes, and exact attention."""
+    from dsv4.ops.quantized_attention.dump import padded
+    from dsv4.testing.lowp import expected, oracle
+
+    exact = expected(case, *inputs)[0].float()
+    return padded(config, *inputs) | {"sage_quant": oracle(config, *inputs)[0], "flash": exact}
 
 
 def _stages(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[dict[str, Tensor], Any]:
@@ -191,6 +230,16 @@ def _compare_stages(found: dict[str, Tensor], loaded: dict[str, Tensor]) -> bool
         print(f"{name}: max diff: {worst:g}, rms: {off.square().mean().sqrt().item():g}")
         is_right = is_right and worst == 0
     return is_right
+
+
+def _compare_raw(found: dict[str, Tensor], loaded: dict[str, Tensor]) -> bool:
+    """Print how far another program's output is; whether one of the same codes is close."""
+    for name in ("raw_quant", "raw"):
+        if name in loaded:
+            rms = (found["o"].double() - loaded[name].double()).square().mean().sqrt().item()
+            print(f"{RAW[name != 'raw_quant']} of the dump: rms: {rms:g} (at most {RAW_RMS})")
+            return rms <= RAW_RMS or name == "raw"
+    return True
 
 
 def _compare_calls(

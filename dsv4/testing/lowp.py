@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.kernels.lowp.config import QuantizedAttentionConfig
+from dsv4.kernels.lowp.config import SMOOTH_Q_ROWS, QuantizedAttentionConfig
 from dsv4.ops.quantized_attention.op import quantized_attention
 from dsv4.ops.quantized_attention.quantizers import out_of_v_order
 from dsv4.reference.lowp_attention import LOG2E, attend, exact_attention, seen_keys
@@ -132,7 +132,7 @@ def oracle(
     mma: Sum = exact_sum,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The reference's quantised attention, head by head, quantisers included; no smoothed q.
+    """The reference's quantised attention, head by head, quantisers included.
 
     Returns: out [B, Hq, L, d] float32, and lse [B, Hq, L].
     """
@@ -163,7 +163,8 @@ def _head(
         keys = keys - mean
         keys = keys if config.quantizer == "cuda" else keys.to(k.dtype).float()
     factor = config.sm_scale * LOG2E
-    queries = q.float() * factor if config.folds_scale else q.float()
+    means = _query_means(config, q)
+    queries = (q.float() - means) * (factor if config.folds_scale else 1.0)
     if config.qk == "nvfp4":
         (a, a_scale), (b, b_scale) = (
             quantize_fp4(torch.nn.functional.pad(x, (0, -x.shape[1] % 16))) for x in (queries, keys)
@@ -182,6 +183,7 @@ def _head(
         product = mma(torch.zeros(len(a), len(b)), a, b.T) if config.qk == "fp8" else a @ b.T
         scores = product.double() * a_scale.double()[:, None] * b_scale.double()
         scores = scores if config.folds_scale else scores * factor
+    scores = scores + means.double() @ keys.to(k.dtype).double().T * factor
     if config.causal != "none":
         limit = seen_keys(len(q), len(k), config.causal)
         seen = limit if seen is None else seen & limit
@@ -195,6 +197,14 @@ def _head(
     out = torch.where(has_keys, out * scale + v_mean, 0.0)
     lse = ((torch.log2(total) + top) / LOG2E)[:, 0] + (q.double() @ mean.double()) * config.sm_scale
     return out[:, : v.shape[1]], torch.where(has_keys[:, 0], lse, -math.inf)
+
+
+def _query_means(config: QuantizedAttentionConfig, q: Tensor) -> Tensor:
+    """What is taken off each query of a head [L, d]: the mean of its 128, in their dtype."""
+    if not config.smooth_q:
+        return torch.zeros_like(q, dtype=torch.float32)
+    blocks = q.float().split(SMOOTH_Q_ROWS)
+    return torch.cat([x.mean(0).to(q.dtype).float().expand_as(x) for x in blocks])
 
 
 def _decoded(values: Tensor, scale: Tensor) -> Tensor:

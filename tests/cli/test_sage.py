@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dsv4.cli.main import main
+from dsv4.kernels.lowp.config import LOG2E
 from dsv4.ops import quantized_attention
 from dsv4.ops.quantized_attention import dump, knobs
 from dsv4.ops.quantized_attention.layouts import dshb_to_bhsd
@@ -23,8 +24,10 @@ pytestmark = pytest.mark.stage("lowp")
 SMALL = ["--heads", "2", "--kv-heads", "1"]
 STAGES = {
     *("q", "k", "v", "k_codes", "k_scale", "v_codes", "v_scale", "km", "q_codes", "q_scale"),
-    *("s", "p", "p_codes", "m", "d", "o_sum", "o", "lse"),
+    *("q_pad", "k_pad", "v_pad", "v_tp", "s_raw", "s", "p", "p_codes", "m", "d", "o_tile"),
+    *("o_sum", "o", "lse"),
 }
+OUTPUTS = {"sage_quant", "flash"}  # of the command, beside the stages
 
 
 @pytest.fixture
@@ -86,12 +89,12 @@ def test_a_dump_is_read_back_without_a_difference(tmp_path, capsys) -> None:
     options = ["--granularity", "per_warp", "--pv-accum", "fp32+fp16"]
     assert main(["sage", *case, *SMALL, *options, "--dump", prefix]) == 0
     arrays, meta = dump.read(prefix)
-    assert set(arrays) == STAGES
+    assert set(arrays) == STAGES | OUTPUTS
     assert meta["config"]["qk_quant_gran"] == "per_warp" and meta["options"]["smooth_k"] is True
     capsys.readouterr()
     assert main(["sage", "--case", "b1_full_seq8_d64", "--load", prefix]) == 0
     printed = capsys.readouterr().out
-    assert printed.count("max diff: 0, rms: 0") == len(STAGES) - 3
+    assert printed.count("max diff: 0, rms: 0") == len(STAGES | OUTPUTS) - 3
     # Another seed's output under the same description: refused; with its own: a difference.
     path = Path(f"{prefix}.o.bin")
     path.write_bytes(bytes(path.stat().st_size))
@@ -122,6 +125,68 @@ def test_a_dump_of_another_order_is_refused(tmp_path) -> None:
     assert torch.equal(dshb_to_bhsd(buffer, tuple(x.shape)), x)
     with pytest.raises(ValueError, match="x: got 210 elements"):
         dshb_to_bhsd(buffer, (2, 3, 5, 8))
+
+
+def test_stages_follow_from_each_other(environment, tmp_path) -> None:
+    """Every stage of a dump, from the ones before it; inputs as rows come with heads before."""
+    q, k, v = make_inputs(Case(1, 2, 1, 30, 170, 40), 0)
+    environment(DSV4_SAGE_DUMP=f"{tmp_path}/x")
+    turned = [x.transpose(1, 2) for x in (q, k, v)]
+    options = {"qk_quant_gran": "per_warp", "smooth_q": True, "tensor_layout": "NHD"}
+    quantized_attention(*turned, **options)
+    found, _ = dump.read(tmp_path / "x")
+    assert set(found) == STAGES | {"q_mean", "delta_s", "k_smooth"}
+    assert all(torch.equal(found[name], x) for name, x in zip("qkv", (q, k, v)))
+    assert found["q_pad"].shape == (1, 2, 64, 64) and not found["q_pad"][..., 30:, :].any()
+    assert torch.equal(found["v_pad"][..., :170, :40], v) and not found["v_pad"][..., 40:].any()
+    of_codes = found["v_codes"].transpose(2, 3).flatten(3).float() * found["v_scale"][..., None]
+    assert (of_codes - found["v_tp"].float()).abs().max() < 0.07 * v.abs().max()
+    product = found["q_codes"].int() @ found["k_codes"].int().transpose(2, 3)
+    assert found["s_raw"].dtype == torch.int32 and torch.equal(found["s_raw"], product)
+    scale = found["q_scale"].flatten(2).repeat_interleave(16, 2)[..., :30, None] * 40**-0.5
+    per_key = found["k_scale"].flatten(2).repeat_interleave(128, 2)[:, :, None, :170]
+    scores = product * (scale * LOG2E) * per_key + found["delta_s"]
+    torch.testing.assert_close(found["s"][..., :170], scores)
+    for tile, keys in enumerate((slice(0, 128), slice(128, 256))):
+        weights = torch.exp2(found["s"][..., keys] - found["m"][..., tile, None])
+        torch.testing.assert_close(found["p"][..., keys], weights)
+    torch.testing.assert_close(found["p_codes"], found["p"].to(torch.float8_e4m3fn).float())
+    fade = torch.exp2(found["m"][..., :1] - found["m"][..., 1:])
+    total = found["o_tile"][:, :, 0] * fade + found["o_tile"][:, :, 1]
+    torch.testing.assert_close(found["o_sum"], total)
+    out = (total / found["d"][..., 1:] * found["v_scale"].unsqueeze(2))[..., :40]
+    torch.testing.assert_close(found["o"].float(), out, rtol=2**-8, atol=1e-6)
+
+
+def test_buffers_of_other_programs(tmp_path, capsys) -> None:
+    """Without a description: float32, heads first. An old one's output is channels first; one that
+    is not is the 0.39 rms that say nothing of the attention."""
+    case = Case(1, 2, 1, 64, 64, 64, dtype=torch.float16)
+    q, k, v = make_inputs(case, 0)
+    v *= 8
+    out = quantized_attention(q, k, v).float()
+    command = ["sage", "--case", "b1_full_seq64_d64", *SMALL, "--load", str(tmp_path / "x")]
+
+    def write(**buffers: torch.Tensor) -> None:
+        for name, x in buffers.items():
+            (tmp_path / f"x.{name}.bin").write_bytes(x.float().contiguous().numpy().tobytes())
+
+    write(q=q, k=k, v=v, sage=out.permute(3, 2, 1, 0))
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "has no .sage_quant.bin" in printed and rms_of(printed) < 1e-3
+    write(sage=out)  # heads first
+    assert main(command) == 0 and rms_of(capsys.readouterr().out) > 0.39
+    write(sage_quant=out)
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "warning" not in printed and rms_of(printed) < 1e-3
+    write(sage_quant=out + 0.01)
+    assert main(command) == 1
+
+
+def rms_of(printed: str) -> float:
+    return float(re.search(r"of the dump: rms: (\S+) \(", printed)[1])
 
 
 def test_the_environment_overrides_calls_and_says_so_once(environment, caplog, tmp_path) -> None:

@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
+from dsv4.ops.quantized_attention import quantizers as q8
 from dsv4.ops.quantized_attention.knobs import LOG, dump_prefixes, overrides, warn_once
+from dsv4.ops.quantized_attention.layouts import heads_first
 from dsv4.ops.quantized_attention.torch_path import attend
 from dsv4.quoting import quoted
 
@@ -110,8 +113,10 @@ def stages(
 ) -> dict[str, Tensor]:
     """Every stage of a call by name, from queries [b, Hq, L, d] and codes.
 
-    `s` scores in units of log2, `p` weights, `p_codes` as the second product gets them, `m` and `d`
-    running maxima and sums by tile, `o_sum` the sum of weighted values, `o`, `lse`.
+    `s_raw` products of codes, `s` scores in units of log2, `p` weights, `p_codes` as the second
+    product gets them, `m` and `d` running maxima and sums by tile, `o_tile` weighted values of a
+    tile [b, Hq, tiles, L, dp], `o_sum` the sum of all, `o`, `lse`; `q_mean` and `delta_s` of
+    smoothed queries.
     """
     given = {name: tensor for name, tensor in codes.items() if tensor is not None}
     found = dict(given)
@@ -119,20 +124,37 @@ def stages(
     return {name: tensor for name, tensor in found.items() if tensor.numel()}
 
 
+def padded(config: QuantizedAttentionConfig, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+    """Inputs [b, H, rows, d] as whole tiles of the codes' channels, behind which are zeros, by
+    name; and FP8 values transposed, in the order of their codes, `v_tp`."""
+    tiles, found = config.tiles, {}
+    for name, x, rows in zip(INPUTS, (q, k, v), (tiles.block_q, tiles.block_k, tiles.block_k)):
+        wide = F.pad(x, (0, config.padded_dim - x.shape[-1]))
+        found[f"{name}_pad"] = q8.pad_rows(wide, rows)
+    if config.pv == "fp8":
+        found["v_tp"] = q8.in_v_order(found["v_pad"]).transpose(-1, -2)
+    return found
+
+
 def write_dumps(
     config: QuantizedAttentionConfig,
     inputs: tuple[Tensor | None, ...],
+    tensor_layout: str,
     queries: Tensor,
     codes: Any,
     attn_mask: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Write and report what the environment asks for of one call."""
-    found = {name: x for name, x in zip(INPUTS, inputs) if x is not None}
+    """Write and report what the environment asks for of one call; inputs in the order of dumps,
+    whatever layout they came in."""
+    given = zip(INPUTS, inputs)
+    found = {name: heads_first(x, tensor_layout) for name, x in given if x is not None}
     if config.is_varlen:
         warn_once("packed sequences: dumps have inputs and outputs alone, no stage is reported")
     else:
         found |= stages(config, queries, codes.codes, attn_mask)
+        if "k" in found:
+            found |= padded(config, *(found[name] for name in INPUTS))
     found["o"] = out
     about = {
         "config": asdict(config),
@@ -148,7 +170,10 @@ def write_dumps(
 
 
 SAMPLED_ROWS, WARP_ROWS = 64, 16  # queries of a sample: of a block, or of a warp of it
-OF_QUERIES = ("q", "q_codes", "q_scale", "s", "p", "p_codes", "m", "d", "o_sum", "o", "lse")
+OF_QUERIES = (
+    *("q", "q_pad", "q_codes", "q_scale", "q_mean", "delta_s", "s_raw", "s", "p", "p_codes", "m"),
+    *("d", "o_tile", "o_sum", "o", "lse"),
+)
 _samples, _lines = itertools.count(), itertools.count()
 
 
@@ -178,8 +203,10 @@ def _write_sample(found: Mapping[str, Tensor], about: Mapping[str, Any]) -> None
     for name, x in found.items():
         if name not in OF_QUERIES:
             part[name] = x[:, head * keys // heads]
-        elif name == "q_scale":
+        elif name in ("q_scale", "q_mean"):
             part[name] = x[:, head]
+        elif name == "o_tile":
+            part[name] = x[:, head, :, rows]
         else:
             part[name] = x[:, head, rows]
     write(given["sample"], part, {**about, "head": head, "first_query": rows.start})

@@ -288,7 +288,8 @@ def quantized_attention(
         report_scales(codes.codes)
     if not torch.compiler.is_compiling() and wants_stages():
         inputs = (q, k, v) if isinstance(k, Tensor) else (q, None, None)
-        write_dumps(config_of(QUANTIZED_ATTENTION, identity), inputs, queries, codes, mask, written)
+        config = config_of(QUANTIZED_ATTENTION, identity)
+        write_dumps(config, inputs, tensor_layout, queries, codes, mask, written)
     if not return_lse:
         return out
     return out, lse if q.dim() == 4 else lse[0]

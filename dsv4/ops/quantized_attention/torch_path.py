@@ -36,6 +36,10 @@ from dsv4.ops.quantized_attention.codes import (
 FP8_KEYS, FP16_KEYS = 32, 16  # that one matrix instruction sums over
 
 
+# Stages that each tile of keys has a part of: the dimension of the parts.
+_OF_TILES = {"s_raw": -1, "s": -1, "p": -1, "p_codes": -1, "m": -1, "d": -1, "o_tile": 2}
+
+
 class Heads(NamedTuple):
     """Queries' and keys' decoded codes, with a head of keys for each head of queries.
 
@@ -90,19 +94,23 @@ def attend(
         heads.q.new_full((*heads.q.shape[:-1], 1), -math.inf),
         heads.q.new_zeros((*heads.q.shape[:-1], 1)),
     )
-    parts: dict[str, list[Tensor]] = {"s": [], "p": [], "p_codes": [], "m": [], "d": []}
+    parts: dict[str, list[Tensor]] = {name: [] for name in _OF_TILES}
     for begin in range(0, heads.k.shape[-2], tile):
         keys = slice(begin, begin + tile)
         scores = _scores(heads, seen, keys, tile)
         weights, state = _weigh(config, scores, state)
-        state = state._replace(o=_add_values(config, weights, heads.v[..., keys, :], state))
+        values = heads.v[..., keys, :]
+        state = state._replace(o=_add_values(config, weights, values, state))
         if stages is not None:
-            found = (scores, weights.exact, weights.rounded, state.top, state.total)
+            found = (
+                _products(config, heads, keys), scores, weights.exact, weights.rounded, state.top,
+                state.total, _product(weights.rounded, values).unsqueeze(2),
+            )  # fmt: skip
             for name, part in zip(parts, found):
                 parts[name].append(part)
     out, lse = _finish(config, q, codes, state)
     if stages is not None:
-        stages |= {name: torch.cat(found, -1) for name, found in parts.items() if found}
+        stages |= {name: torch.cat(x, _OF_TILES[name]) for name, x in parts.items() if x}
         stages["o_sum"] = state.o
         stages |= {"o": out, "lse": lse}
     return out, lse
@@ -138,6 +146,8 @@ def _heads(
     added = None
     if config.smooth_q:
         added = _delta(config, q_mean, codes["k_smooth"], q.shape[-2], group)
+        if stages is not None:
+            stages["delta_s"] = added
     if config.mask == "float":
         bias = attn_mask * LOG2E
         added = bias if added is None else added + bias
@@ -173,6 +183,12 @@ def _seen(
         listed = attn_mask != 0
         seen = listed if seen is None else seen & listed
     return seen
+
+
+def _products(config: QuantizedAttentionConfig, heads: Heads, keys: slice) -> Tensor:
+    """Products of the codes of queries and of a tile's keys: int32 of int8 codes."""
+    found = heads.q @ heads.k[..., keys, :].transpose(-1, -2)
+    return found.to(torch.int32) if config.qk == "int8" else found.float()
 
 
 def _scores(heads: Heads, seen: Tensor | None, keys: slice, tile: int) -> Tensor:

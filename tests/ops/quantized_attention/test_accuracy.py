@@ -31,6 +31,8 @@ FORMATS = {
     "fp8 rows": {"qk": "fp8", "qk_quant_gran": "per_row", "smooth_k": False},
     "fp8 by 64": {"qk": "fp8", "qk_quant_gran": "per_64"},
     "fp4": {"qk": "nvfp4"},
+    "smoothed queries": {"smooth_q": True},
+    "fp4, smoothed queries": {"qk": "nvfp4", "smooth_q": True},
 }
 SIZES = (
     (2, 4, 2, 70, 200, 64),
@@ -38,6 +40,8 @@ SIZES = (
     (1, 3, 1, 5, 9, 40),
     (1, 2, 1, 20, 150, 200),
     (1, 1, 1, 5, 70, 256),
+    (1, 7, 1, 9, 40, 64),
+    (1, 16, 2, 9, 40, 64),
 )
 
 
