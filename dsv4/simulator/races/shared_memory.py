@@ -24,6 +24,7 @@ from dsv4.simulator.races.reads_in_flight import incomplete_loads
 OVERWRITTEN = "mbarrier overwritten"
 IN_FLIGHT = "copy over a read in flight"
 MISSING_FENCE, UNFENCED_COPY = "missing proxy fence", "cp.async without proxy fence"
+UNFENCED_SENT = "st.async without proxy fence"
 _OTHER_CTAS = "other CTAs"  # where arrivals from other CTAs at an mbarrier are published
 _LANES = np.arange(32)
 ONE_LANE = [lane == _LANES for lane in range(32)]
@@ -214,15 +215,16 @@ class SharedRaces(LaneRaces):
 
     def _proxy_fenced(self, w, cta: Cta, where, know, text: str) -> None:
         """Ordinary writes, by warps, need the fence; engines' writes do not. Its lack behind
-        cp.async is warned of: PTX does not except it, but NVIDIA's own main loops go without."""
+        cp.async is warned of: PTX does not except it, but NVIDIA's own main loops go without.
+        Behind st.async, too, of whose proxy PTX says nothing."""
         shadow, clocks = w.cluster.state.shared[cta.rank], w.cluster.state.clocks
         for below, is_copy in ((clocks.warps, False), (clocks.ordinary, True)):
             earlier = shadow.unfenced_write(where, know[FENCED_SHARED], below, is_copy)
             if earlier:
                 text = f"{text} {self._at(w, cta, where, earlier)}"
-                kind, warning = UNFENCED_COPY if is_copy else MISSING_FENCE, is_copy
-                lacking = "fence.proxy.async"
-                self.race(w, kind, text, earlier, lacking=lacking, warning=warning)
+                of_copies = UNFENCED_SENT if earlier.agent >= clocks.ordinary else UNFENCED_COPY
+                kind, lacking = of_copies if is_copy else MISSING_FENCE, "fence.proxy.async"
+                self.race(w, kind, text, earlier, lacking=lacking, warning=is_copy)
                 return
 
     def _engine_writes(
@@ -257,6 +259,8 @@ class SharedRaces(LaneRaces):
         if not generic:
             state.remote.setdefault(cta.rank, {})[agent] = (clock, w.at)
         shadow.note_write(where, agent, clock, place(w.at, numbers if of_each else SEVERAL))
+        if generic and agent >= state.clocks.ordinary:
+            shadow.mark_copied(where)
 
     def _against_flights(self, w, cta: Cta, where: np.ndarray, seen: np.ndarray, text: str) -> None:
         found = w.cluster.state.flights.under(cta.rank, where, seen)

@@ -361,3 +361,26 @@ def test_what_cp_async_wrote_is_fenced_for_other_copies(before, after, clean, sc
     report = run_body(body, schedule=schedule)
     found = {warning.kind for warning in report.warnings}
     assert not report.races and found == (set() if clean else {"cp.async without proxy fence"})
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("fence", "clean"), [(FENCE, True), ("", False), ("fence.proxy.async.global;", False)]
+)
+def test_what_st_async_wrote_is_fenced_for_other_copies(fence, clean, schedule):
+    """PTX does not say through which proxy it writes: a warning, too. Threads need no fence."""
+    body = f"""{BARRIER}
+    @%p2 {EXPECT}
+    bar.sync 0;
+    st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%r4], %r1, [%r30];
+    {WAIT}
+    ld.shared.b32 %r10, [%r4];
+    {fence}
+    bar.sync 0;
+    @%p2 {STORE}
+    @%p2 {COMMIT}
+    @%p2 {WHOLE}
+    """
+    report = run_body(body, schedule=schedule)
+    found = {warning.kind for warning in report.warnings}
+    assert not report.races and found == (set() if clean else {"st.async without proxy fence"})

@@ -24,10 +24,6 @@ LONG_RING = (
     "one launch by 16 CTAs: none has more tiles here than its ring has stages; in smaller "
     "clusters, whose loop is the same function, it is noticed"
 )
-SENT_BY_CTAS = (
-    "not seen: the checker asks for no proxy fence behind st.async, by which queries come; the "
-    "kernel fences as it does for ordinary stores"
-)
 DELETED = {
     ("griddepcontrol.launch_dependents", "kernel"): (7, LAUNCH),
     # Of one launch, by load warps and where all are chosen; of scores, by both roles.
@@ -39,7 +35,6 @@ DELETED = {
         "one launch: thread 0, the lane that is elected, fences again behind the mbarriers of "
         "what is sent, before the same barrier of the cluster",
     ),
-    ("fence.proxy", "kernel"): (3, SENT_BY_CTAS),
     ("bar.warp", "load_run"): (4, EXPECTED_LATE),
     ("mbarrier.try_wait", "load_run"): (1, LONG_RING),
     ("bar.warp", "arrive_warp"): (1, LONG_RING),
@@ -63,7 +58,6 @@ WEAKER = {
         2,
         f"the first one: {BEGUN}; within a CTA, the barrier before it orders",
     ),
-    ("fence.proxy", "kernel", "global"): (3, SENT_BY_CTAS),
     # Of queries, and of counts, which CTAs of the cluster send.
     ("mbarrier.arrive", "kernel", "relaxed"): (6, EXPECTS),
     ("mbarrier.arrive", "load_run", "relaxed"): (4, EXPECTS),

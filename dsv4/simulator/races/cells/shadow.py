@@ -142,7 +142,8 @@ class Shadow(Cells):
         # were they to count as later; 0 for others. None until there is one.
         self.weak_write: np.ndarray | None = None
         self.weak_read: np.ndarray | None = None
-        # Last writes that count as a warp's and were copies by cp.async. None until there is one.
+        # Last writes that count as a warp's and were copies by cp.async, or by st.async. None until
+        # there is one.
         self.copied: np.ndarray | None = None
 
     def settled(self, where, seen: np.ndarray, other: np.ndarray, engines: int | None) -> bool:
@@ -155,7 +156,9 @@ class Shadow(Cells):
         first = int(writer[0])
         if first < 0 or np.logical_or.reduce(writer != first) or clock > seen[first]:
             return False
-        covered = clock <= other[first] or (engines is not None and first >= engines)
+        covered = clock <= other[first]
+        if not covered and engines is not None and first >= engines:
+            covered = self.copied is None or not np.logical_or.reduce(self.copied[where])
         if covered and self.weak_write is not None:
             covered = np.maximum.reduce(self.weak_write[where]) <= seen[first]
         return bool(covered)
@@ -171,11 +174,13 @@ class Shadow(Cells):
 
     def unfenced_write(self, where, fenced: np.ndarray, below: int, has_copies: bool):
         """A last write that `fenced` does not cover, by an agent `below` a number, or None;
-        `has_copies`: copies that count as a warp's writes are among them."""
+        `has_copies`: so are copies by cp.async and st.async."""
         writer = self.writer[where]
-        late = (self.write_clock[where] > fenced[writer]) & (writer < below)
-        if self.copied is not None and not has_copies:
-            late &= ~self.copied[where]
+        ordinary = writer < below
+        if self.copied is not None:
+            copied = self.copied[where]
+            ordinary = ordinary | copied if has_copies else ordinary & ~copied
+        late = (self.write_clock[where] > fenced[writer]) & ordinary
         return self._write(where, late)
 
     def _write(self, where, late: np.ndarray, weak: bool = False) -> Earlier | None:
@@ -270,11 +275,16 @@ class Shadow(Cells):
         """Cells of the copy with this number, which from now on a warp wrote at a clock of its."""
         where = self.refined(where)
         cells = where[(self.writer[where] == copier) & (self.write_clock[where] == number)]
-        if self.copied is None:
-            self.copied = np.zeros(self.writer.shape, np.bool_)
-        self.writer[cells], self.write_clock[cells], self.copied[cells] = warp, clock, True
+        self.writer[cells], self.write_clock[cells] = warp, clock
+        self.mark_copied(cells)
         self.last_write[warp] = max(self.last_write.get(warp, 0), clock)
         return cells
+
+    def mark_copied(self, where) -> None:
+        """The last writes of cells were copies, of which the asynchronous proxy must be told."""
+        if self.copied is None:
+            self.copied = np.zeros(self.writer.shape, np.bool_)
+        self.copied[where] = True
 
     # --- recording -------------------------------------------------------------------------------
     def _row(self, agent: int) -> int:
