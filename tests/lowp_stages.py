@@ -23,7 +23,13 @@ def _formats(pattern: str) -> tuple[str, ...]:
 
 
 STAGES: dict[str, tuple[str, ...]] = {
-    "lowp-layout": (f"{_CLI}.py::test_a_dump_of_another_order_is_refused",),
+    "lowp-layout": (
+        f"{_CLI}.py::test_a_dump_of_another_order_is_refused",
+        f"{_CLI}.py::test_buffers_of_other_programs",
+        f"{_KERNELS}/test_relayout.py::test_the_kernel_is_torch_s",
+        f"{_KERNELS}/test_relayout.py::test_sizes_and_dtypes",
+        f"{_KERNELS}/test_relayout.py::test_the_function",
+    ),
     "lowp-values": (
         f"{_OPS}/test_quantizers.py::test_values_are_always_transposed_and_permuted",
         f"{_CODES}::test_ragged_rows",
@@ -57,6 +63,7 @@ STAGES: dict[str, tuple[str, ...]] = {
         f"{_CLI}.py::test_the_environment_overrides_calls_and_says_so_once",
         f"{_CLI}.py::test_a_process_takes_its_knobs_from_the_environment",
         f"{_CLI}.py::test_a_dump_is_read_back_without_a_difference",
+        f"{_CLI}.py::test_stages_follow_from_each_other",
         f"{_CLI}.py::test_cases_are_within_their_bounds",
         f"{_CLI}.py::test_a_sample_has_the_stages_of_a_block_of_queries",
         f"{_CLI}.py::test_a_sample_of_a_warp_and_what_it_needs",

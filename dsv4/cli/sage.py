@@ -157,8 +157,8 @@ def _load_raw(prefix: Path, case: Case) -> dict[str, Tensor]:
     case's sizes, and an output, which older programs wrote in the order [d, S, H, B]."""
     import torch
 
+    from dsv4.ops import dshb_to_bhsd
     from dsv4.ops.quantized_attention.dump import load_buffer
-    from dsv4.ops.quantized_attention.layouts import dshb_to_bhsd
 
     of_q = (case.batch, case.heads, case.queries, case.dim)
     of_k = (case.batch, case.key_heads, case.keys, case.dim)

@@ -182,7 +182,7 @@ KERNELS = (
         SimulatedKernel(
             "quantised attention",
             arch,
-            "quantized_attention: scores and values of every format; quantize_kv",
+            "quantized_attention: scores and values of every format; quantize_kv; dshb_to_bhsd",
             f"dsv4 sim lowp --arch {arch}",
         )
         for arch in ("sm_100a", "sm_90a")

@@ -1,4 +1,4 @@
-"""`dsv4 sim lowp`: quantised attention and its quantisers, simulated and compared with torch."""
+"""`dsv4 sim lowp`: quantised attention, its quantisers, and layouts turned, compared with torch."""
 
 from __future__ import annotations
 
@@ -91,14 +91,15 @@ def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
     if args.model is not None:
         return model(args.model, args.dim, args.arch, args.seed)
-    from dsv4.kernels.lowp.config import has_codes_kernel, has_kernel
     from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
     from dsv4.ops.quantized_attention.quantize_kv import QUANTIZE_KV
+    from dsv4.ops.quantized_attention.relayout import DSHB_TO_BHSD
     from dsv4.testing.harness import SCHEDULES
     from dsv4.testing.kernel_call import OpKernels
     from dsv4.testing.lowp import Case
     from dsv4.testing.lowp_attention import Inputs, assert_attention
     from dsv4.testing.lowp_codes import KvInputs, assert_codes
+    from dsv4.testing.relayout import RelayoutInputs, assert_turned
 
     launches = CheckedLaunches(args, args.arch)
     smooth = {"pv_accum_dtype": "fp32", "smooth_v": True}
@@ -122,12 +123,12 @@ def run(args: argparse.Namespace) -> int:
                      options={"causal": "bottom_right", **options}), args.seed))
             for options in formats
         ),
+        (DSHB_TO_BHSD, RelayoutInputs.make((1, 2, 37, args.dim), args.seed)),
     )  # fmt: skip
     is_blackwell = args.arch == "sm_100a"
     with launches.checks():
         for op, inputs in cases:
-            serves = has_kernel if op is QUANTIZED_ATTENTION else has_codes_kernel
-            if not serves(inputs.config, args.arch):
+            if not op.serves(inputs.config, args.arch):
                 continue
             kernels = OpKernels(op, launches.target)
             compiled = kernels.compile(inputs.config)
@@ -137,11 +138,15 @@ def run(args: argparse.Namespace) -> int:
                 make = partial(make, num_ctas=1)
             for schedule in SCHEDULES:
                 outcome = launches.run(compiled, make, schedule)
-                if op is QUANTIZE_KV:
+                way = "channels first"
+                if op is DSHB_TO_BHSD:
+                    assert_turned(inputs, outcome)
+                elif op is QUANTIZE_KV:
                     assert_codes(inputs, outcome)
                 else:
                     tiles = inputs.summed_tiles
                     assert_attention(inputs, outcome, tiles=tiles, has_fp32_sums=is_blackwell)
-                way = f"{inputs.config.qk}, {inputs.config.pv_accum_dtype}"
+                if op is not DSHB_TO_BHSD:
+                    way = f"{inputs.config.qk}, {inputs.config.pv_accum_dtype}"
                 print(f"{args.arch}, {op.name}, {way}, {schedule}: as torch")
     return launches.finish()

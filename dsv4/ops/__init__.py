@@ -39,6 +39,7 @@ from dsv4.ops.quantized_attention.quantize_kv import (
     quantize_kv,
     quantize_kv_runner_id,
 )
+from dsv4.ops.quantized_attention.relayout import dshb_to_bhsd, dshb_to_bhsd_runner_id
 from dsv4.ops.rms_norm_fp8 import rms_norm_fp8, rms_norm_fp8_runner_id
 from dsv4.ops.runtime.warmup import warmup
 from dsv4.ops.sample_tokens import sample_tokens, sample_tokens_runner_id
@@ -56,6 +57,8 @@ __all__ = [
     "StepIndexTensors",
     "compress",
     "compress_runner_id",
+    "dshb_to_bhsd",
+    "dshb_to_bhsd_runner_id",
     "fmha_capacity",
     "fmha_runner_id",
     "fp8_linear",

@@ -15,9 +15,8 @@ import torch
 
 from dsv4.cli.main import main
 from dsv4.kernels.lowp.config import LOG2E
-from dsv4.ops import quantized_attention
+from dsv4.ops import dshb_to_bhsd, quantized_attention
 from dsv4.ops.quantized_attention import dump, knobs
-from dsv4.ops.quantized_attention.layouts import dshb_to_bhsd
 from dsv4.testing.lowp import Case, make_inputs
 
 pytestmark = pytest.mark.stage("lowp")

@@ -258,6 +258,8 @@ def _bundles(op: KernelOp, operands: Operands) -> dict[str, Any]:
         arg.name: tensor if tensor is not None and len(tensor) else None
         for arg, tensor in zip(op.tensors, operands.tensors)
     }
+    if op.name == "dshb_to_bhsd":
+        return {"shape": tuple(operands.tensors[0].shape[::-1])}
     if op.name == "fp8_linear":
         return {"epilogue": _epilogue(operands.config.head_epilogue, given, "")}
     if op.name == "merged_linear":

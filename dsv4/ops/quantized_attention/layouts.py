@@ -44,21 +44,3 @@ def aligned(x: Tensor) -> Tensor:
     if x.shape[-1] % elements or not any(start % elements for start in starts):
         return x
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def dshb_to_bhsd(x: Tensor, shape: tuple[int, int, int, int]) -> Tensor:
-    """Tensor [B, H, S, d] of elements that lie as [d, S, H, B], as ggml's kernels take them.
-
-    Args:
-        x: as many elements, contiguous, in whatever shape.
-        shape: B, H, S, d.
-
-    Raises:
-        ValueError: another number of elements, or elements that do not lie one after the other.
-    """
-    batch, heads, rows, dim = shape
-    if not x.is_contiguous():
-        raise ValueError(f"x: got strides {tuple(x.stride())}, needs a contiguous tensor")
-    if x.numel() != batch * heads * rows * dim:
-        raise ValueError(f"x: got {x.numel()} elements, {tuple(shape)} has another number")
-    return x.view(dim, rows, heads, batch).permute(3, 2, 1, 0).contiguous()
