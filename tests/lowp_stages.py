@@ -36,7 +36,10 @@ STAGES: dict[str, tuple[str, ...]] = {
         f"{_CODES}::test_formats",
         f"{_GPU}::test_codes_are_torch_s",
     ),
-    "lowp-official": (f"{_OPS}/test_official.py::test_the_official_code_gives_the_same",),
+    "lowp-official": (
+        f"{_OPS}/test_official.py::test_codes_and_scales_are_the_official_ones",
+        f"{_OPS}/test_official.py::test_the_official_code_gives_the_same",
+    ),
     "lowp-scales": (
         f"{_OPS}/test_quantizers.py::test_rows_have_the_codes_of_the_reference",
         f"{_ACCURACY}::test_smoothing_of_keys_is_what_rescues_biased_ones",

@@ -40,6 +40,12 @@ FP4 = (
     "void scaled_fp4_quant(",
     "sm_100a",
 )
+# What is coded of rows, and the official kernel of it.
+FP4_FORMS = {
+    "rows": "scaled_fp4_quant_kernelILj{}ELj128ELb0E{}",
+    "rows in order": "scaled_fp4_quant_kernelILj{}ELj128ELb1E{}",
+    "columns": "scaled_fp4_quant_trans_kernelILj{}ELj128E{}",
+}
 TYPES = {torch.bfloat16: ("nv_bfloat16", "13__nv_bfloat16"), torch.float16: ("half", "6__half")}
 THREADS, PACK = 1024, 8  # of a CTA at most; channels that a thread of it loads at a time
 SIZES = ((200, 64), (333, 128))
@@ -212,46 +218,56 @@ def compare_int8(source: Path) -> bool:
 
 def compare_fp4(source: Path) -> bool:
     """Those of FP4 blocks: rows, rows in the order of the official kernel's keys, columns."""
-    instances = []
-    pointers, integers = "uint8_t*, uint8_t*", ", ".join(["int"] * 12)
-    for (name, _), dim in itertools.product(TYPES.values(), (64, 128)):
-        for flags in ("<{}, 128, false, {}>", "<{}, 128, true, {}>"):
-            instances.append(
-                f"template __global__ void scaled_fp4_quant_kernel{flags.format(dim, name)}"
-                f"(const {name}*, {pointers}, {integers});"
-            )
-        instances.append(
-            f"template __global__ void scaled_fp4_quant_trans_kernel<{dim}, 128, {name}>"
-            f"(const {name}*, {pointers}, {integers});"
-        )
-    ptx = compiled(source, FP4, instances)
-    entries, is_right = re.findall(r"\.visible \.entry (\w+)\(", ptx), True
-    kernels = {}
+    official, is_right, kernels = Fp4(source), True, {}
     for kind, dim, dtype in itertools.product(KINDS, (64, 128), TYPES):
-        x, mangled = rows_of(kind, 256, dim, dtype), TYPES[dtype][1]
-        order = torch.tensor(PERMUTED)
-        wanted = {}
-        forms = {
-            "rows": (f"scaled_fp4_quant_kernelILj{dim}ELj128ELb0E{mangled}", x),
-            "rows in order": (
-                f"scaled_fp4_quant_kernelILj{dim}ELj128ELb1E{mangled}",
-                x.unflatten(0, (-1, 32))[:, order].flatten(0, 1),
-            ),
-            "columns": (f"scaled_fp4_quant_trans_kernelILj{dim}ELj128E{mangled}", x.T),
-        }
-        for form, (name, wide) in forms.items():
-            (entry,) = (entry for entry in entries if name in entry)
-            codes, scale = official_fp4(ptx, entry, x, wide.shape)
+        x, wanted = rows_of(kind, 256, dim, dtype), {}
+        for form in FP4_FORMS:
+            wide = in_form(x, form)
+            wanted[form] = official.run(x, form)
             found, of = q8.quantize_fp4(wide.float().contiguous())
             pair = q8.pack_fp4(found), of.view(torch.uint8)
-            is_right &= differences(f"FP4, {form}, {kind}, {dim}, {dtype}", pair, (codes, scale))
-            wanted[form] = codes, scale
+            is_right &= differences(f"FP4, {form}, {kind}, {dim}, {dtype}", pair, wanted[form])
         if (dim, dtype) not in kernels:
             kernels[dim, dtype] = KernelFp4(dim, dtype)
         for form, pair in kernels[dim, dtype].run(x).items():
             name = f"FP4 by the kernel, {form}, {kind}, {dim}, {dtype}"
             is_right &= differences(name, pair, wanted[form])
     return is_right
+
+
+def in_form(x: Tensor, form: str) -> Tensor:
+    """What is coded of rows [rows, dim]: rows, rows in another order, or columns."""
+    if form == "columns":
+        return x.T
+    return (
+        x if form == "rows" else x.unflatten(0, (-1, 32))[:, torch.tensor(PERMUTED)].flatten(0, 1)
+    )
+
+
+class Fp4:
+    """Official quantisers of FP4."""
+
+    def __init__(self, source: Path) -> None:
+        instances = []
+        pointers, integers = "uint8_t*, uint8_t*", ", ".join(["int"] * 12)
+        for (name, _), dim in itertools.product(TYPES.values(), (64, 128)):
+            for flags in ("<{}, 128, false, {}>", "<{}, 128, true, {}>"):
+                instances.append(
+                    f"template __global__ void scaled_fp4_quant_kernel{flags.format(dim, name)}"
+                    f"(const {name}*, {pointers}, {integers});"
+                )
+            instances.append(
+                f"template __global__ void scaled_fp4_quant_trans_kernel<{dim}, 128, {name}>"
+                f"(const {name}*, {pointers}, {integers});"
+            )
+        self.ptx = compiled(source, FP4, instances)
+        self.entries = re.findall(r"\.visible \.entry (\w+)\(", self.ptx)
+
+    def run(self, x: Tensor, form: str) -> tuple[Tensor, Tensor]:
+        """Packed codes and scales of rows in a form."""
+        name = FP4_FORMS[form].format(x.shape[1], TYPES[x.dtype][1])
+        (entry,) = (entry for entry in self.entries if name in entry)
+        return official_fp4(self.ptx, entry, x, in_form(x, form).shape)
 
 
 class KernelFp4:
