@@ -61,6 +61,33 @@ PAGED = {
     "head tiles, codes": {"heads": 72, "kv_format": "fp8", "uniform": True, "compute": "fp8x2"},
 }
 
+LOWP_SCRIPT = """
+import torch
+from dsv4.kernels.lowp.attention import Attention
+from dsv4.ops import quantized_attention
+from dsv4.testing.lowp import Case, Metrics, make_inputs
+
+Attention.lanes_per_warp = {lanes_per_warp}
+case = Case(1, 2, 1, 200, 330, {head_dim}, "vbias")
+inputs = make_inputs(case, 0)
+options = {options}
+wanted = quantized_attention(*inputs, **options)
+with torch.inference_mode():
+    found = quantized_attention(*(x.cuda() for x in inputs), **options)
+assert Metrics.of(found.cpu(), wanted).l1 < 4e-3
+"""
+# Both widths, every kind of codes and sums, a launch for the maxima of queries, tiles of 64 keys.
+LOWP = {
+    "default": (64, {}),
+    "default, 128 channels, causal": (128, {"is_causal": True, "causal_align": "top_left"}),
+    "256 channels": (256, {}),
+    "one level, smoothed values": (64, {"pv_accum_dtype": "fp32", "smooth_v": True}),
+    "scales of keys": (64, {"qk": "fp8", "qk_quant_gran": "per_row"}),
+    "scales of heads": (64, {"qk": "fp8"}),
+    "fp16 values": (64, {"pv": "fp16"}),
+    "tiles of 64 keys": (64, {"geometry": "sm89", "pv_accum_dtype": "fp32+fp16"}),
+}
+
 # Its own tests compare in fp64 on the GPU, which takes memcheck minutes each.
 MOE_SCRIPT = """
 import torch
@@ -146,6 +173,17 @@ def test_paged_attention(name, tool, tmp_path) -> None:
     """Without splits and, where there are any, with."""
     lanes = 32 if tool == "racecheck" else 1
     script = PAGED_SCRIPT.format(options=PAGED[name], lanes_per_warp=lanes)
+    status, output = sanitize(tool, script, tmp_path)
+    assert status == 0, output
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@pytest.mark.parametrize("name", LOWP)
+def test_quantized_attention(name, tool, tmp_path) -> None:
+    """With its quantisers."""
+    head_dim, options = LOWP[name]
+    lanes = 32 if tool == "racecheck" else 1
+    script = LOWP_SCRIPT.format(head_dim=head_dim, options=options, lanes_per_warp=lanes)
     status, output = sanitize(tool, script, tmp_path)
     assert status == 0, output
 

@@ -96,6 +96,10 @@ def test_heads_sizes_and_sink_modes(kv_format, sink_mode, head_dim, heads, seed)
         Case(requests=3, window=0, entries=40, wild=True, head_dim=128),
         Case(requests=5, form="table", wild=True, has_rope=True, head_dim=128),
         Case(requests=2, entries=4100, head_dim=64, softmax_scale=0.3, ragged=True),
+        Case(requests=1, entries=8192, head_dim=64, wild=True),
+        # A chunk of a prompt, its window a causal range of the pool.
+        Case(requests=1, queries=150, form="table", window=40, head_dim=64, has_rope=True),
+        Case(requests=1, queries=150, form="mixed", window=40, head_dim=64, wild=True),
     ],
     ids=str,
 )
