@@ -138,6 +138,9 @@ STAGES: dict[str, tuple[str, ...]] = {
         f"{_OPS}/test_quantizers.py::test_the_biased_encoding_of_zeros_is_its_middle",
         *_formats("FP8 scores, per head"),
     ),
+    "lowp-object": (
+        "tests/gpu/test_precompiled.py::test_a_stored_object_needs_no_compiler quantised",
+    ),
     "lowp-bench": ("tests/cli/test_bench_lowp.py::test_rows_of_the_table",),
     "lowp-defects": (
         f"{_SEMANTICS}::test_channels_of_zeros_are_zeros",
