@@ -32,9 +32,7 @@ def row_tiles(config: MergedLinearConfig, kind: Kind, rows: int) -> int:
 
 def plans(config: MergedLinearConfig, tiling: Tiling) -> tuple[LinearPlan, ...]:
     """Plan of each kind."""
-    return tuple(
-        LinearPlan(config.in_features, tiling, kind=kind, is_merged=True) for kind in config.kinds
-    )
+    return tuple(LinearPlan(config.in_features, tiling, kind=kind) for kind in config.kinds)
 
 
 def tilings(config: MergedLinearConfig) -> tuple[Tiling, ...]:

@@ -29,9 +29,7 @@ def linear_plan(
 ) -> LinearPlan:
     """Budgets of a tiling's CTA."""
     epilogues = () if epilogue is None else (epilogue,)
-    return LinearPlan(
-        config.in_features, tiling, kind=Kind.BF16, is_merged=True, epilogues=epilogues
-    )
+    return LinearPlan(config.in_features, tiling, kind=Kind.BF16, epilogues=epilogues)
 
 
 def choose(tokens: int) -> int:

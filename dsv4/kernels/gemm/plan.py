@@ -118,7 +118,6 @@ class LinearPlan(RingPlan):
         in_features: K.
         lanes_per_warp: lanes that arrive for their warp; 32 for a checker that follows threads.
         kind: of the weights.
-        is_merged: whether there may be several, with an output each.
         group_rows: rows of the weight that are multiplied with the same K columns of x, those after
             them with the next K; 0: all of them.
         epilogues: of each weight, where any has one.
@@ -128,7 +127,6 @@ class LinearPlan(RingPlan):
     tiling: Tiling
     lanes_per_warp: int = 1
     kind: Kind = Kind.FP8
-    is_merged: bool = False
     group_rows: int = 0
     epilogues: tuple[Epilogue | None, ...] = ()
 
@@ -321,12 +319,12 @@ class LinearPlan(RingPlan):
 
     @property
     def stages_output(self) -> bool:
-        """Whether tiles of a bf16 output pass through shared memory, in rows of a token: where an
-        epilogue works on them there, too."""
+        """Whether tiles of a bf16 output pass through shared memory, in rows of a token: where
+        tokens are M, and where an epilogue works on them there."""
         if self.parts > 1 or (self.rounds_output and not self.rounds_some):
             return False
-        is_plain_wide = self.tiling.is_wide and not self.is_merged
-        return is_plain_wide or (self._has(HeadRotation) and self.tokens >= MANY_TOKENS)
+        is_rotated = self._has(HeadRotation) and self.tokens >= MANY_TOKENS
+        return self.has_tokens_in_m or is_rotated
 
     @property
     def _epilogue_buffers(self) -> tuple[Buffer, ...]:

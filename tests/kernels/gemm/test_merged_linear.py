@@ -88,7 +88,7 @@ def run(
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            Case(70, 1024, "200 float8_e8m0fnu bfloat16, 328 float8_e8m0fnu bfloat16"),
+            Case(150, 1024, "200 float8_e8m0fnu bfloat16, 328 float8_e8m0fnu bfloat16"),
             None,
             marks=pytest.mark.slow,
         ),

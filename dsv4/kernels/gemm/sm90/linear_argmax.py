@@ -24,9 +24,8 @@ class LinearArgMaxSm90:
     streaming = StreamingLinear
 
     def __init__(self, config: PlainLinearConfig):
-        options = {"is_merged": True, "epilogues": (ArgMax(),)}
         self.linears = [
-            self.streaming(config.in_features, tiling, (Kind.BF16,), **options)
+            self.streaming(config.in_features, tiling, (Kind.BF16,), epilogues=(ArgMax(),))
             for tiling in TILINGS
         ]
 

@@ -33,7 +33,6 @@ class MergedLinearSm90(MergedLinear):
                 config.in_features,
                 tiling,
                 config.kinds,
-                is_merged=True,
                 epilogues=config.head_epilogues,
             )
             for tiling in tilings(config)
@@ -42,13 +41,11 @@ class MergedLinearSm90(MergedLinear):
 
     @cute.jit
     def _launch(self, i: cutlass.Constexpr, codes, code_scales, x, products, stream, num_sms):
-        never = stores_by_tma = Boolean(False)
+        never, stores_by_tma = Boolean(False), Boolean(True)
         factors = {}
         weights, scales, ys = zip(*products.fp8)
-        if cutlass.const_expr(self.config.head_epilogues):
-            stores_by_tma = Boolean(True)
-            for y in uncoded(ys):
-                stores_by_tma = stores_by_tma & is_aligned(y)
+        for y in uncoded(ys):
+            stores_by_tma = stores_by_tma & is_aligned(y)
         x_scale = as_bytes(code_scales)
         scales = tuple(as_bytes(scale) for scale in scales)
         operands = Operands(scales, x, x_scale, ys, stores_by_tma, products.heads)

@@ -23,10 +23,8 @@ class PlainLinearSm90:
     streaming = StreamingLinear
 
     def __init__(self, config: PlainLinearConfig):
-        # As a merged linear's: outputs are stored from registers.
         self.linears = [
-            self.streaming(config.in_features, tiling, (Kind.BF16,), is_merged=True)
-            for tiling in TILINGS
+            self.streaming(config.in_features, tiling, (Kind.BF16,)) for tiling in TILINGS
         ]
 
     @cute.jit

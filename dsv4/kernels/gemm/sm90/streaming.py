@@ -171,7 +171,7 @@ class StreamingLinear:
 
     Args:
         kinds: of the weights, those with the longest rows first: their clusters start first.
-        is_merged, group_rows: as in `LinearPlan`.
+        group_rows: as in `LinearPlan`.
         epilogues: of the weights of the last kind, as there.
     """
 
@@ -183,12 +183,10 @@ class StreamingLinear:
         in_features: int,
         tiling: Tiling,
         kinds: tuple[Kind, ...] = (Kind.FP8,),
-        is_merged: bool = False,
         group_rows: int = 0,
         epilogues: tuple[Epilogue | None, ...] = (),
     ):
         self.tiling = tiling
-        options = {"is_merged": is_merged, "group_rows": group_rows}
         self.bodies = [
             LinearBody(
                 LinearPlan(
@@ -196,7 +194,7 @@ class StreamingLinear:
                     tiling,
                     self.lanes_per_warp,
                     kind,
-                    **options,
+                    group_rows=group_rows,
                     epilogues=epilogues if kind is kinds[-1] else (),
                 )
             )
