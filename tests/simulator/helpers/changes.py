@@ -67,6 +67,14 @@ def weakenings_of(ptx: str) -> list[Change]:
     ]
 
 
+def in_entries(ptx: str, names: Iterable[str], changes: Iterable[Change]) -> list[Change]:
+    """The changes of a module's entries whose names have one of these parts."""
+    entries = parse_module(ptx).entries
+    own = [entry for key, entry in entries.items() if any(name in key for name in names)]
+    lines = {ins.ptx_line for entry in own for ins in entry.instructions}
+    return [change for change in changes if change.ins.ptx_line in lines]
+
+
 def _qualifiers(ins: Instruction) -> set[str]:
     """The parts of an opcode and what it has by default."""
     semantics = {"acquire"} if ins.order.acquires else set()

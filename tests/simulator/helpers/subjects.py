@@ -210,7 +210,7 @@ def seam(arch: str) -> Subject:
 
 
 @cache
-def indexer() -> Subject:
+def indexer(key_format: str = "fp8") -> Subject:
     """Ragged lists, in one launch of each size of a cluster, and behind a launch of scores by CTAs
     and by clusters; and one that registers do not hold, which hold a vector of a thread here:
     further ones are copies of an unrolled loop.
@@ -222,15 +222,17 @@ def indexer() -> Subject:
     from dsv4.kernels.indexer.sm90 import one_launch
 
     lens = (70, 330, 5, 64, 0, 130, 65)
-    options = {"gives_slots": True, "levels": 30}
+    options = {"gives_slots": True, "levels": 30, "key_format": key_format}
     ragged = index_topk.Case(lens, 64, padding_rows=1, **options)
     few = index_topk.Case(lens[:3], 64, **options)
     long = index_topk.Case((4_200, 100), 64, **options)
     small, *large = ONE_LAUNCH_CLUSTERS
 
     def filling(cluster: int) -> index_topk.Case:
-        tiles = ClusterPlan(cluster=cluster, topk=64).stages + 1
-        return index_topk.Case((cluster * tiles * TILE_KEYS - 30,), 64, gives_slots=True, spread=6)
+        plan = ClusterPlan(key_format=key_format, page=ragged.page, cluster=cluster, topk=64)
+        tiles = plan.stages + 1
+        entries = cluster * tiles * TILE_KEYS - 30
+        return index_topk.Case((entries,), 64, **{**options, "levels": 0}, spread=6)
 
     launches = [
         (ragged, 0, small),
@@ -308,6 +310,20 @@ LOWP = {
         1, 2, 1, 200, 810, 128,
         options={"pv": "fp16", "pv_accum_dtype": "fp16+fp32", "causal": "bottom_right"},
     ),
+    "masked": lowp.Case(1, 2, 1, 200, 810, 64, options={"mask": "bool", "causal": "bottom_right"}),
+    # Behind a launch that finds the largest queries of a head; warps that show each other theirs.
+    "heads": lowp.Case(
+        1, 2, 1, 200, 810, 64,
+        options={"qk": "fp8", "qk_quant_gran": "per_head", "causal": "bottom_right"},
+    ),
+    "blocks": lowp.Case(
+        1, 2, 1, 200, 810, 64,
+        options={"qk": "fp8", "qk_quant_gran": "per_64", "causal": "bottom_right"},
+    ),
+    "pairs": lowp.Case(
+        1, 2, 1, 200, 810, 64,
+        options={"qk_quant_gran": "per_warp", "geometry": "sm89", "causal": "bottom_right"},
+    ),
 }  # fmt: skip
 
 
@@ -321,7 +337,7 @@ def quantized(name: str) -> Subject:
         (lowp_attention.Inputs.make(given, SEED), {"num_ctas": ctas})
         for given, ctas in ((short, 1), (case, 1), (case, 2))
     ]
-    if name == "rows":
+    if name in ("rows", "heads", "blocks"):
         # A second tile that is masked: no whole one's step has waited for the first one's values.
         masked = replace(case, queries=100, keys=200)
         launches.append((lowp_attention.Inputs.make(masked, SEED), {"num_ctas": 1}))

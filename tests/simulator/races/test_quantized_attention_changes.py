@@ -1,6 +1,7 @@
 """Deleting any one synchronisation instruction of quantised attention, or weakening any one of its
-qualifiers by a step, is noticed: 128 channels, scales of rows, and fp16 values on Hopper; scales of
-rows, 128 channels, a mask, and FP4 with the means of queries on Blackwell."""
+qualifiers by a step, is noticed: 128 channels, scales of rows, of heads, of blocks and of pairs of
+warps, fp16 values and a mask on Hopper; scales of rows, 128 channels, a mask, and FP4 with the
+means of queries on Blackwell."""
 
 from __future__ import annotations
 
@@ -65,6 +66,29 @@ HOPPER_ROWS = {
     ("bar.warp", "arrive_warp"): (5, f"values (3): {PRODUCTS}; two: {UNSEEN}"),
 }
 HOPPER_ROWS_WEAKER = {**HOPPER_WEAKER, ("mbarrier.try_wait", "_step", "relaxed"): (4, THREE_WAITS)}
+# The softmax has the turns, too; scales of keys are no part of the ring.
+HOPPER_BLOCKS = {**HOPPER, ("mbarrier.try_wait", "_step"): (4, THREE_WAITS)}
+# Behind the launch that finds the largest queries.
+HOPPER_HEADS = {
+    **HOPPER_BLOCKS,
+    ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (
+        3,
+        f"of the first launch: {FIRST}; of the load warp: it reads nothing of that launch; of the "
+        "others: queries, which they wait for first, are loaded behind the load warp's wait",
+    ),
+}
+# All tiles but a work tile's first one pass the loop of masked ones.
+HOPPER_MASKED = {
+    **HOPPER,
+    ("mbarrier.try_wait", "_step"): (2, THREE_WAITS),
+    ("bar.warp", "arrive_warp"): (6, f"{PRODUCTS}; two: {UNSEEN}"),
+}
+HOPPER_MASKED_WEAKER = {
+    **HOPPER_WEAKER,
+    ("mbarrier.try_wait", "_step", "relaxed"): (2, THREE_WAITS),
+    ("mbarrier.arrive", "arrive_warp", "relaxed"): (3, f"two: {UNSEEN}; one: {LAST_VALUES}"),
+}
 CODED = (
     "the first scores of a work tile: its queries' codes were waited for, which each warp hands "
     "over when it has read the scores before"
@@ -150,6 +174,10 @@ FP4_WEAKER = {
 KERNELS = {
     "Hopper": (partial(subjects.quantized, "wide"), HOPPER, HOPPER_WEAKER),
     "Hopper, rows": (partial(subjects.quantized, "rows"), HOPPER_ROWS, HOPPER_ROWS_WEAKER),
+    "Hopper, heads": (partial(subjects.quantized, "heads"), HOPPER_HEADS, HOPPER_ROWS_WEAKER),
+    "Hopper, blocks": (partial(subjects.quantized, "blocks"), HOPPER_BLOCKS, HOPPER_ROWS_WEAKER),
+    "Hopper, pairs": (partial(subjects.quantized, "pairs"), HOPPER_BLOCKS, HOPPER_ROWS_WEAKER),
+    "Hopper, masked": (partial(subjects.quantized, "masked"), HOPPER_MASKED, HOPPER_MASKED_WEAKER),
     "Hopper, fp16": (partial(subjects.quantized, "halves"), HOPPER, HOPPER_WEAKER),
     "Blackwell": (partial(subjects.blackwell_quantized, "rows"), BLACKWELL, BLACKWELL_WEAKER),
     "Blackwell, wide": (partial(subjects.blackwell_quantized, "wide"), WIDE, MASKED_WEAKER),
