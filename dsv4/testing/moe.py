@@ -11,7 +11,7 @@ from torch import Tensor
 from dsv4.kernels.moe.args import ARGS, values
 from dsv4.kernels.moe.config import FP4_GROUP, K_BLOCK, ExpertsConfig
 from dsv4.kernels.moe.layer_config import NVFP4_GROUP
-from dsv4.kernels.moe.layout import MAX_SPREAD, PANEL_ROWS
+from dsv4.kernels.moe.layout import MAX_SPREAD
 from dsv4.kernels.moe.wide_plan import scale_columns
 from dsv4.ops.moe import layout
 from dsv4.ops.quantize import (
@@ -182,12 +182,9 @@ def make_weight(
     if dtype == "fp4":
         codes = torch.randint(0, 256, (*lead, rows, columns // 2), dtype=torch.uint8, **options)
         groups = (*lead, rows, columns // FP4_GROUP)
-        # Most groups are near the largest, as in checkpoints; every row has one far below. A few
-        # rows, of one warp in four, have k blocks too far apart for one exponent.
+        # Most groups are near the largest, as in checkpoints; every row has one far below.
         below = torch.randint(0, 3, groups, **options)
         below[..., :: K_BLOCK // FP4_GROUP] = spread
-        of_block = below.unflatten(-1, (-1, K_BLOCK // FP4_GROUP))
-        of_block[..., 11::PANEL_ROWS, 1::2, :] += 4
         return Weight(codes.view(torch.int8), (top - below).byte().view(torch.float8_e8m0fnu))
     codes = torch.randn(shape, **options).to(torch.float8_e4m3fn)
     blocks = (*lead, -(-rows // K_BLOCK), -(-columns // K_BLOCK))

@@ -10,9 +10,9 @@ k = 32 s + 4 (l % 4) + {0, 1, 2, 3}, then + 16. Bits 4 j .. 4 j + 2 are the magn
 its sign is bit 8 j + 3 for the first four, bit 8 (j - 4) + 7 for the others: where they are after a
 shift, or without one, in e4m3 codes.
 
-FP4 scales, a word for each row of a block [row (32)]: "packed", an exponent in bits 24 to 31, the
-same in all blocks of most rows, and how far each of the row's four groups is above it, 4 bits from
-bit 4 s on; "raw", the four E8M0 bytes.
+FP4 scales, a word for each row of a block [row (32)]: "packed", the least exponent of the row's
+four groups in bits 24 to 31, and how far each one is above it, 4 bits from bit 4 s on; "raw", the
+four E8M0 bytes.
 
 FP8, a block of 4 KB [unit (4), half (2), lane (32), step (2), 16 k (2)] of words: the four codes
 from k = 32 (2 half + step) + 16 (word) + 4 (l % 4) on. FP8 scales lie as in the checkpoint.

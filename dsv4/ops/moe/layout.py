@@ -4,10 +4,8 @@ A prepared tensor has the shape, the dtype and the bytes of the released one, in
 (`dsv4/kernels/moe/layout.py` says which), so that it takes the released one's place in memory, and
 its inverse gives back every byte. The forms of Hopper differ in the scales of FP4 groups:
 
-* "packed": an exponent, and how far each of a row's four groups of a k block is above it; only
-  where no group is more than `MAX_SPREAD` above their least one, and every exponent is of a normal
-  number. The exponent is the least of the whole row where all its groups are as near, so that
-  kernels of many tokens may leave it to the end of a tile, else that of the four;
+* "packed": the least exponent of a row's four groups of a k block, and how far each is above it;
+  only where no group is more than `MAX_SPREAD` above, and every exponent is of a normal number;
 * "raw": the four exponents, whatever they are; the kernels then sum every 32 elements by
   themselves.
 
@@ -172,9 +170,6 @@ def prepare_fp4_scales(scale: Tensor, form: str) -> Tensor:
     ordered = reordered(cut_into(scale.contiguous().view(torch.uint8), _scale_axes(scale)), _SCALE)
     if form == "packed":
         low = ordered.amin(-1)
-        of_row = low.amin(-2, keepdim=True)
-        is_near = ordered.amax(-1).amax(-2, keepdim=True) - of_row <= MAX_SPREAD
-        low = torch.where(is_near, of_row, low)
         above = ordered - low[..., None]
         even, odd = above[..., 0::2], above[..., 1::2]
         ordered = torch.stack(

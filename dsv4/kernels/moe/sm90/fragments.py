@@ -116,7 +116,7 @@ def fill_fragment(
 
 
 def packed_scale(word: Uint32) -> Float32:
-    """2^(exponent - 127) of a packed word, whose codes are times 2^-5."""
+    """2^(least exponent - 127) of a packed word, whose codes are times 2^-5."""
     return ((word >> 1) & EXPONENT_BITS).bitcast(Float32)
 
 

@@ -46,19 +46,6 @@ class TileView(NamedTuple):
     shift: Int32
 
 
-class Sums(NamedTuple):
-    """A thread's sums of a tile, in units of their rows.
-
-    Attributes:
-        values: fp32 [column, row of two, group of columns].
-        units: of the rows g and g + 8. Scales of FP4 rows that are the same in all k blocks are
-            left to the end of the tile.
-    """
-
-    values: cute.Tensor
-    units: cute.Tensor
-
-
 class WideTileLoadWarp(LoadWarp):
     """Producers of the ring: weights by bulk copies, a warp for each panel, tokens and their scales
     by TMA. CTAs of a cluster load a part of the tokens each, for all.
@@ -194,11 +181,8 @@ class WideTileConsumers:
         """Sum k blocks in order, and store; returns the next place in the ring."""
         mma = tile_mma(kind)
         acc = mma.make_fragment_C(mma.partition_shape_C((2 * PANEL_ROWS, kind.tokens)))
-        sums = Sums(
-            cute.make_rmem_tensor(cute.size(acc), Float32), cute.make_rmem_tensor(2, Float32)
-        )
-        sums.values.fill(0.0)
-        sums.units.fill(1.0)
+        sums = cute.make_rmem_tensor(cute.size(acc), Float32)
+        sums.fill(0.0)
         shift = scale_place(ctx, is_shared, tile).shift
         view = TileView(is_shared, tile, warp, lane, shift)
         columns = self.epilogue.load_columns(ctx, kind, is_shared, tile, warp, lane)
@@ -206,14 +190,14 @@ class WideTileConsumers:
             cursor = self._sum_by_step(ctx, kind, sums, acc, view, cursor)
         else:
             cursor = self._sum(ctx, kind, sums, acc, view, cursor)
-        self.epilogue.store(ctx, kind, is_shared, sums.values, columns, tile, warp, lane)
+        self.epilogue.store(ctx, kind, is_shared, sums, columns, tile, warp, lane)
         return cursor
 
     # ---- packed FP4, and FP8 ----
 
     @cute.jit
     def _sum(
-        self, ctx: WideContext, kind: cutlass.Constexpr, sums: Sums, acc: cute.Tensor,
+        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
         view: TileView, cursor: Cursor,
     ):  # fmt: skip
         """Two operands in turn: one is filled while the tensor cores have the other."""
@@ -221,8 +205,6 @@ class WideTileConsumers:
         factors = self._first_factors(ctx, kind, view)
         ctx.pipes.ring.wait(cursor)
         self._fill(ctx, kind, operands[0], factors, view, Int32(0), cursor.stage)
-        if cutlass.const_expr(kind.dtype == "fp4"):
-            sums.units.store(operands[0][1].load())
         # All steps but the last are followed by one.
         followed = kind.steps - 1
         for pair in cutlass.range(followed // 2, unroll=1):
@@ -242,8 +224,6 @@ class WideTileConsumers:
         cursor = self._add(ctx, kind, sums, acc, last, view, cursor)
         ring = ctx.pipes.ring
         ring.release_to(ring.previous(cursor), view.lane, self.plan.sharing)
-        if cutlass.const_expr(kind.dtype == "fp4"):
-            self._apply_units(sums)
         return cursor
 
     @cute.jit
@@ -263,28 +243,13 @@ class WideTileConsumers:
 
     @cute.jit
     def _add(
-        self, ctx: WideContext, kind: cutlass.Constexpr, sums: Sums, acc: cute.Tensor, now,
+        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor, now,
         view: TileView, cursor: Cursor,
     ):  # fmt: skip
         """Add the products of a k block."""
         warpgroup.wait_group(0)
-        scales, units = now[1], sums.units
-        if cutlass.const_expr(kind.dtype == "fp4"):
-            differs = (scales[0] != units[0]) | (scales[1] != units[1])
-            if cute.arch.vote_any_sync(differs):
-                self._apply_units(sums)
-                self._promote(ctx, kind, sums.values, acc, scales, view, cursor.stage)
-            else:
-                self._promote(ctx, kind, sums.values, acc, None, view, cursor.stage)
-        else:
-            self._promote(ctx, kind, sums.values, acc, scales, view, cursor.stage)
+        self._promote(ctx, kind, sums, acc, now[1], view, cursor.stage)
         return ctx.pipes.ring.next(cursor)
-
-    def _apply_units(self, sums: Sums) -> None:
-        """Make the units of all sums 1: powers of two change no bit."""
-        for i in range(cute.size(sums.values)):
-            sums.values[i] = sums.values[i] * sums.units[i // 2 % 2]
-        sums.units.fill(1.0)
 
     @cute.jit
     def _fill_next(
@@ -335,7 +300,7 @@ class WideTileConsumers:
 
     @cute.jit
     def _sum_by_step(
-        self, ctx: WideContext, kind: cutlass.Constexpr, sums: Sums, acc: cute.Tensor,
+        self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
         view: TileView, cursor: Cursor,
     ):  # fmt: skip
         """Each step of 32 by itself."""
@@ -354,7 +319,7 @@ class WideTileConsumers:
                 warpgroup.wait_group(0)
                 for panel in cutlass.range_constexpr(2):
                     factors[panel] = raw_scale(words[panel], step)
-                self._promote(ctx, kind, sums.values, acc, factors, view, cursor.stage)
+                self._promote(ctx, kind, sums, acc, factors, view, cursor.stage)
             ring.release_to(cursor, view.lane, self.plan.sharing)
             cursor = ring.next(cursor)
         return cursor
@@ -370,10 +335,9 @@ class WideTileConsumers:
     @cute.jit
     def _promote(
         self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
-        factors: cute.Tensor | None, view: TileView, stage,
+        factors: cute.Tensor, view: TileView, stage,
     ):  # fmt: skip
-        """sums += products * (activation scale of the column * weight scale of the row, if there
-        are any)."""
+        """sums += products * (activation scale of the column * weight scale of the row)."""
         first = stage * self.plan.scale_rows + (view.shift + view.lane % 4 * 2)
         for n in cutlass.range_constexpr(kind.column_groups):
             pair = cute.make_rmem_tensor(2, Float32)
@@ -382,7 +346,4 @@ class WideTileConsumers:
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
                     i = n * 4 + r * 2 + c
-                    factor = pair[c]
-                    if cutlass.const_expr(factors is not None):
-                        factor = factor * factors[r]
-                    sums[i] = sums[i] + acc[i] * factor
+                    sums[i] = sums[i] + acc[i] * (pair[c] * factors[r])
