@@ -51,6 +51,7 @@ TILE_TIME, EDGE_TIME = 1.4, 1.0
 EXCHANGE_TIME = {MANY_TOKENS: 0.65, MOST_TOKENS: 2.2}
 L2_RATE = 4.83e6  # bytes a microsecond
 SHARING = 2  # CTAs that share activations: L2 hands out less than two tiles a k block ask for
+BAND_BYTES = 4096  # of a row of weights, with the most token tiles in a band
 GPC_SMS = 18  # SMs that a cluster is placed among; of an H200, in one of its GPCs fewer
 # Where one CTA takes an SM, clusters of more than two leave SMs without one: 18 SMs of a GPC hold
 # four of four, and 32 clusters of four run in two turns.
@@ -252,6 +253,12 @@ class LinearPlan(RingPlan):
         blocks are promoted. A thread then reads the scales of one or two tokens for a k block; of
         columns it would be 32, and loads of shared memory starve beside products."""
         return self.tiling.is_wide and self.is_quantized
+
+    @property
+    def band(self) -> int:
+        """Token tiles that pass a row tile side by side, so that its weights are read once for
+        them: as many as leave room in L2 for their activations."""
+        return 32 if self.in_features * self.kind.value <= BAND_BYTES else 8
 
     @property
     def warp_groups(self) -> int:

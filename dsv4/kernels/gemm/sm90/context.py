@@ -17,7 +17,6 @@ from dsv4.kernels.kit.tma import EVICT_FIRST, EVICT_NORMAL
 from dsv4.kernels.kit.wgmma import make_mma
 
 DTYPES = {Kind.FP8: cutlass.Float8E4M3FN, Kind.BF16: cutlass.BFloat16}
-BAND = 8  # token tiles
 
 
 class Operands(NamedTuple):
@@ -54,14 +53,14 @@ class TileScheduler:
     sharing: int
     row_rank: Int32  # among those CTAs
     token_tiles: Int32 | None = None  # where they come in bands
+    band: int = 1  # token tiles
 
     def coordinates(self, index: Int32) -> OutputTile:
         if self.token_tiles is None:
             row_tile, token_tile = index % self.row_groups, index // self.row_groups
             return output_tile(self.first_tiles, row_tile, token_tile)
-        band = index // (self.row_groups * BAND)
-        first = band * BAND
-        width = cutlass.min(self.token_tiles - first, BAND)
+        first = index // (self.row_groups * self.band) * self.band
+        width = cutlass.min(self.token_tiles - first, self.band)
         place = index - first * self.row_groups
         row_tile = place // width * self.sharing + self.row_rank
         return output_tile(self.first_tiles, row_tile, first + place % width)

@@ -131,7 +131,7 @@ class LinearBody:
         if cutlass.const_expr(tiling.is_wide):
             bands = grid.token_tiles
         tiling_of = (grid.row_groups, tiles, grid.first_tiles, tiling.sharing, row_rank, bands)
-        scheduler = TileScheduler(cluster, grid.clusters, *tiling_of)
+        scheduler = TileScheduler(cluster, grid.clusters, *tiling_of, plan.band)
         policy = weight_policy(plan, grid.token_tiles)
         ctx = LinearContext(operands, scheduler, rank, smem, pipes, policy)
         if warp >= plan.warps["load"].first:
