@@ -16,7 +16,7 @@ from dsv4.testing.harness import Outcome, compiler_options
 from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
 from dsv4.testing.moe_router import RouterCase, RouterInputs, assert_routed
 from tests.simulator.helpers.mutations import Run
-from tests.simulator.helpers.subjects import SEED, Subject, run_of_call, subject_of_calls
+from tests.simulator.helpers.subjects import FEW_SMS, SEED, Subject, run_of_call, subject_of_calls
 
 # Three tiles of tokens, one of them of a single expert, on one SM: rings wrap.
 EXPERTS = moe.Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
@@ -38,6 +38,34 @@ def experts(tiling: int = APART) -> Subject:
         compiled = experts.build(EXPERTS.config, compiler_options("sm_90a", has_lines=True))
     makes = [partial(inputs.experts_call, 0, sms, chosen.tokens) for sms in EXPERTS_SMS[tiling]]
     return subject_of_calls(compiled, makes, partial(_check_experts, inputs))
+
+
+# Tiles of so many tokens have the code of those of 64 (one CTA) and of 128 (two of a cluster), and
+# fewer columns; rings go round within a tile. Three tiles of one expert and of the shared one on
+# two CTAs, and CTAs that begin with one of a routed expert.
+WIDE_TOKENS, WIDE_STAGES = 32, 3
+WIDE_EXPERTS = moe.Case(66, 512, 384, 3, 2, one_expert=True, live=65)
+WIDE_LAUNCHES = ((66, FEW_SMS), (8, 8))  # tokens, SMs
+
+
+@cache
+def wide_experts(sharing: int) -> Subject:
+    """The tiling of many tokens, of clusters of so many CTAs."""
+    from dsv4.kernels.moe import wide_plan
+    from dsv4.kernels.moe.sm90 import experts
+
+    inputs = moe.Inputs.make(WIDE_EXPERTS, SEED)
+    config = inputs.case.config
+    tiling = next(tiling for tiling in tilings(config) if tiling.is_wide)
+    sizes = dict.fromkeys(("tokens", "alone_tokens", "shared_tokens"), WIDE_TOKENS)
+    chosen = replace(tiling, **sizes, stages=WIDE_STAGES)
+    # Tokens of tiles with the most columns are shared.
+    columns = (WIDE_TOKENS, *(() if sharing == 2 else (2 * WIDE_TOKENS,)))
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(wide_plan, "COLUMNS", columns))
+        stack.enter_context(mock.patch.object(experts, "tilings", lambda config: (chosen,)))
+        compiled = experts.build(config, compiler_options("sm_90a", has_lines=True))
+    return Subject(compiled, partial(_runs_of_experts, inputs, WIDE_LAUNCHES, WIDE_TOKENS))
 
 
 # Several turns of a pair of CTAs; CTAs that begin with a tile of the shared expert whose weights

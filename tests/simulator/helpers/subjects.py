@@ -210,7 +210,7 @@ def seam(arch: str) -> Subject:
 
 
 @cache
-def indexer(key_format: str = "fp8") -> Subject:
+def indexer() -> Subject:
     """Ragged lists, in one launch of each size of a cluster, and behind a launch of scores by CTAs
     and by clusters; and one that registers do not hold, which hold a vector of a thread here:
     further ones are copies of an unrolled loop.
@@ -222,17 +222,15 @@ def indexer(key_format: str = "fp8") -> Subject:
     from dsv4.kernels.indexer.sm90 import one_launch
 
     lens = (70, 330, 5, 64, 0, 130, 65)
-    options = {"gives_slots": True, "levels": 30, "key_format": key_format}
+    options = {"gives_slots": True, "levels": 30}
     ragged = index_topk.Case(lens, 64, padding_rows=1, **options)
     few = index_topk.Case(lens[:3], 64, **options)
     long = index_topk.Case((4_200, 100), 64, **options)
     small, *large = ONE_LAUNCH_CLUSTERS
 
     def filling(cluster: int) -> index_topk.Case:
-        plan = ClusterPlan(key_format=key_format, page=ragged.page, cluster=cluster, topk=64)
-        tiles = plan.stages + 1
-        entries = cluster * tiles * TILE_KEYS - 30
-        return index_topk.Case((entries,), 64, **{**options, "levels": 0}, spread=6)
+        tiles = ClusterPlan(cluster=cluster, topk=64).stages + 1
+        return index_topk.Case((cluster * tiles * TILE_KEYS - 30,), 64, gives_slots=True, spread=6)
 
     launches = [
         (ragged, 0, small),
