@@ -67,7 +67,10 @@ class Call:
                 copy = torch.empty_strided(
                     value.shape, value.stride(), dtype=value.dtype, device=device
                 )
-                copies[id(value)] = copy.copy_(value)
+                # Of what is repeated, one place is written.
+                once = tuple(slice(0, 1) if step == 0 else slice(None) for step in value.stride())
+                copy[once].copy_(value[once])
+                copies[id(value)] = copy
             return copies[id(value)]
 
         return Call(

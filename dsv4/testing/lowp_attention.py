@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -127,6 +127,41 @@ def make_mask(kind: str, q: Tensor, keys: int, seed: int) -> Tensor | None:
     if kind == "float":
         mask = torch.where(is_seen, 4 * numbers - 2, -torch.inf)
     return mask.to(q.device).repeat(1, heads, 1, 1)
+
+
+def with_hidden_tiles(inputs: Inputs, seed: int, is_shared: bool = False) -> tuple[Inputs, Inputs]:
+    """Inputs whose mask hides whole tiles of keys; and the same with NaN in the codes and scales of
+    tiles that no query sees, which a kernel must not read.
+
+    Args:
+        is_shared: whether all heads and batches have one mask, of stride 0.
+    """
+    tile, keys = inputs.config.tiles.block_k, inputs.codes["k_codes"].shape[2]
+    batch, heads, rows, _ = inputs.queries.shape
+    shape = (1, 1) if is_shared else (batch, heads)
+    generator = torch.Generator().manual_seed(seed)
+    tiles = torch.rand(*shape, -(-rows // 64), -(-keys // tile), generator=generator) < 0.4
+    tiles[..., 1], tiles[..., -1], tiles[:, :, :4] = False, False, False
+    spread = tiles.repeat_interleave(64, 2)[:, :, :rows].repeat_interleave(tile, 3)[..., :keys]
+    seen = spread & (torch.rand(*shape, rows, keys, generator=generator) < 0.7)
+    if inputs.config.mask == "float":
+        mask = torch.where(seen, 4 * torch.rand(seen.shape, generator=generator) - 2, -torch.inf)
+    else:
+        mask = seen.to(torch.uint8)
+    mask = mask.to(inputs.queries.device).expand(batch, heads, -1, -1)
+    clean = replace(inputs, codes={**inputs.codes, "attn_mask": mask})
+    poisoned = {name: None if x is None else x.clone() for name, x in inputs.codes.items()}
+    poisoned["attn_mask"] = mask
+    for number in (1, -1):
+        for name in ("k_scale", "v_codes", "v_block_scale"):
+            tensor = poisoned[name]
+            if tensor is not None:
+                part = tensor[:, :, number]
+                if part.dtype in (torch.float32, torch.float16):
+                    part.fill_(torch.nan)
+                else:
+                    part.view(torch.uint8).fill_(0x7F)
+    return clean, replace(clean, codes=poisoned)
 
 
 def assert_attention(

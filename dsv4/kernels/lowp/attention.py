@@ -1,5 +1,5 @@
 """Launch of attention over codes, the same for every architecture: arguments, descriptors, and the
-maxima of queries where a head's share one scale.
+maxima of queries where a head's share one scale, and the tiles that a mask lets them see.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from cutlass import Int32, cute
 
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
 from dsv4.kernels.lowp.load_warp import LoadWarp, make_key_map, make_row_map, make_value_map
+from dsv4.kernels.lowp.mask_tiles import MaskTiles
 from dsv4.kernels.lowp.plan import TilePlan
 from dsv4.kernels.lowp.query_maxima import QueryMaxima
 from dsv4.kernels.lowp.work import Operands, WorkTiles
@@ -27,6 +28,7 @@ class Attention:
         self.tiles = WorkTiles(config, plan.groups, plan.group_queries)
         self.loader = LoadWarp(plan)
         self.maxima = QueryMaxima(config)
+        self.lists = MaskTiles(self.tiles)
 
     @cute.jit
     def __call__(
@@ -47,7 +49,7 @@ class Attention:
         cu_seqlens_q: cute.Tensor,  # [N + 1] int32 of packed sequences
         cu_seqlens_k: cute.Tensor,
         lse: cute.Tensor,  # [b, Hq, L] fp32, written, or [0, ..]: not wanted
-        workspace: cute.Tensor,  # maxima of blocks of queries
+        workspace: cute.Tensor,  # maxima of blocks of queries, lists of tiles of a mask
         factor: Int32,
         section: Int32,
         num_ctas: Int32,
@@ -64,10 +66,13 @@ class Attention:
         of_values = v_block_scale if self.config.pv == "nvfp4" else v_scale
         operands = Operands(
             q, k_codes, k_scale, out, of_values, km, vm, cu_seqlens_q, cu_seqlens_k, lse, factor,
-            section, attn_mask, workspace,
+            section, attn_mask, workspace, workspace.iterator.toint(),
         )  # fmt: skip
         if cutlass.const_expr(self.config.has_query_maxima):
             self.maxima.launch(operands, stream)
+        if cutlass.const_expr(self.config.mask != "none"):
+            operands = operands._replace(lists=self.maxima.end(operands))
+            self.lists.launch(operands, stream)
         self.kernel(maps, operands).launch(
             grid=[num_ctas, 1, 1],
             block=[plan.warps.threads, 1, 1],

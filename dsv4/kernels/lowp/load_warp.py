@@ -132,6 +132,7 @@ class LoadWarp:
     @cute.jit
     def _load_keys(self, ctx, maps, work: Work, tile, cursor: Cursor):
         """Load a tile of keys, and whatever rows follow the last."""
+        tile = ctx.tiles.number(ctx.operands, work, tile)
         ring = ctx.pipes.keys
         ring.acquire(cursor)
         ring.expect(cursor.stage, self.plan.keys_bytes)
@@ -158,6 +159,7 @@ class LoadWarp:
     @cute.jit
     def _load_values(self, ctx, value_map, work: Work, tile, cursor: Cursor):
         """Load a tile of values."""
+        tile = ctx.tiles.number(ctx.operands, work, tile)
         ring = ctx.pipes.values
         ring.acquire(cursor)
         ring.expect(cursor.stage, self.plan.values_bytes)

@@ -35,6 +35,7 @@ SPAN_BYTES = 128  # of a row of codes that a box of TMA holds at most
 MOST_STAGES = 5  # of 128 keys
 FORMATS = {"int8": "Int8", "fp8": "Float8E4M3FN", "fp16": "Float16", "nvfp4": "Uint8"}
 CODE_BITS = {"int8": 8, "fp8": 8, "fp16": 16, "nvfp4": 4}
+SMALLEST_WORK = 128  # queries of a work tile of any kernel, at least
 MAXIMA_ROWS = 128  # queries of a block whose largest magnitude comes before the attention
 WORK_WORDS = 12  # that hold a `Work`: whole vectors
 # Statistics of a tile of keys and values: rows of channels.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute
 
+from dsv4.kernels.kit.vectors import pointer_to
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
 from dsv4.kernels.lowp.groups import first_block
 from dsv4.kernels.lowp.sequences import Rows, rows_of, sequence_of
@@ -29,6 +30,7 @@ class Operands(NamedTuple):
     section: Int32  # heads that pass a tile of queries together
     attn_mask: cute.Tensor
     maxima: cute.Tensor  # of blocks of queries, where a head's share one scale
+    lists: Int64  # address of the lists of tiles that a mask lets queries see
 
 
 class Work(NamedTuple):
@@ -42,7 +44,7 @@ class Work(NamedTuple):
         keys: keys that the sequence has.
         seen: keys that the first query sees; where attention is causal each one after it sees one
             more.
-        count: tiles of keys that some query sees.
+        count: tiles of keys that some query sees, of a list where a mask has made one.
     """
 
     batch: Int32
@@ -96,6 +98,7 @@ class WorkTiles:
         self.is_causal = config.causal != "none"
         self.is_bottom_right = config.causal == "bottom_right"
         self.is_varlen = config.is_varlen
+        self.has_mask = config.mask != "none"
 
     @cute.jit
     def blocks(self, operands: Operands) -> Int32:
@@ -114,7 +117,39 @@ class WorkTiles:
 
     @cute.jit
     def find(self, operands: Operands, index) -> Work:
-        """A work tile. Of a section the last queries come first: they see the most keys."""
+        """A work tile, with as many tiles of keys as its list has."""
+        work = self.find_any(operands, index)
+        if cutlass.const_expr(self.has_mask):
+            count = Int32(0)
+            if work.count > 0:
+                count = pointer_to(self.list_of(operands, work), Int32, 4).load()
+            work = work._replace(count=count)
+        return work
+
+    @cute.jit
+    def list_of(self, operands: Operands, work: Work) -> Int64:
+        """Address of a work tile's list: how many tiles, and which."""
+        mask, keys = operands.attn_mask, Int32(operands.k_codes.shape[2])
+        batch = Int32(0) if mask.stride[0] == 0 else work.batch
+        head = Int32(0) if mask.stride[1] == 0 else work.head
+        number = Int64(batch) * mask.shape[1] + head
+        number = number * self.blocks(operands) + work.first_row // self.queries
+        words = (keys + self.keys - 1) // self.keys + 1
+        return operands.lists + number * words * 4
+
+    @cute.jit
+    def number(self, operands: Operands, work: Work, tile) -> Int32:
+        """Number among a sequence's tiles of keys of one of those that a work tile passes."""
+        found = Int32(tile)
+        if cutlass.const_expr(self.has_mask):
+            words = self.list_of(operands, work)
+            found = pointer_to(words + Int64(tile + 1) * 4, Int32, 4).load()
+        return found
+
+    @cute.jit
+    def find_any(self, operands: Operands, index) -> Work:
+        """A work tile without its mask. Of a section the last queries come first: they see the most
+        keys."""
         heads, key_heads = Int32(operands.q.shape[1]), Int32(operands.k_codes.shape[1])
         all_heads = Int32(operands.q.shape[0]) * heads
         blocks = self.blocks(operands)
@@ -174,7 +209,13 @@ class WorkTiles:
         if rows == 0:
             last = Int32(0)
         full = cutlass.max(cutlass.min(seen, work.keys), 0) // self.keys
-        return Share(seen, (last + self.keys - 1) // self.keys, full)
+        count = (last + self.keys - 1) // self.keys
+        if cutlass.const_expr(self.has_mask):
+            # Those of the list, whichever of the warpgroups' queries see them.
+            count = Int32(0)
+            if rows > 0:
+                count = work.count
+        return Share(seen, count, full)
 
 
 def row_of(tensor: cute.Tensor, batch, head, row) -> Int64:

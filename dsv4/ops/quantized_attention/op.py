@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from dsv4.kernels.lowp.args import ATTENTION_ARGS, CODES, needs, values
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig, has_kernel
 from dsv4.kernels.lowp.groups import num_blocks
-from dsv4.kernels.lowp.plan import MAXIMA_ROWS, choose_launch, work_queries
+from dsv4.kernels.lowp.plan import MAXIMA_ROWS, SMALLEST_WORK, choose_launch, work_queries
 from dsv4.ops.quantized_attention.backends import check_device
 from dsv4.ops.quantized_attention.dump import report_scales, write_dumps
 from dsv4.ops.quantized_attention.knobs import is_set, reports_scales, wants_stages
@@ -83,18 +83,24 @@ class QuantizedAttention(KernelOp):
     def workspace_size(
         self, config: QuantizedAttentionConfig, sizes: Sizes, scalars: tuple[int, ...]
     ) -> int:
-        """Maxima of blocks of queries, where a launch before the attention finds them."""
-        if not config.has_query_maxima:
-            return 0
-        # As many sequences as the tiles of keys are made for.
-        sequences = sizes["Gk"] - sizes["S"] // config.tiles.block_k if config.is_varlen else None
-        return sizes["b"] * sizes["Hq"] * num_blocks(sizes["L"], MAXIMA_ROWS, sequences)
+        """What launches before the attention find: maxima of blocks of queries, and which tiles of
+        keys a mask lets a work tile see."""
+        heads, words = sizes["b"] * sizes["Hq"], 0
+        if config.has_query_maxima:
+            # As many sequences as the tiles of keys are made for.
+            tiles = sizes["S"] // config.tiles.block_k
+            sequences = sizes["Gk"] - tiles if config.is_varlen else None
+            words += heads * num_blocks(sizes["L"], MAXIMA_ROWS, sequences)
+        if config.mask != "none":
+            lists = num_blocks(sizes["L"], SMALLEST_WORK)
+            words += heads * lists * (num_blocks(sizes["S"], config.tiles.block_k) + 1)
+        return words
 
     def max_workspace_size(
         self, config: QuantizedAttentionConfig, rows: int, device: Device
     ) -> int:
         """Enough for a capture to know that it needs one: the lengths are not known."""
-        return int(config.has_query_maxima)
+        return int(config.has_query_maxima or config.mask != "none")
 
     def probes(
         self, config: QuantizedAttentionConfig, target: Device, device: torch.device

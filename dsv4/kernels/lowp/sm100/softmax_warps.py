@@ -46,13 +46,15 @@ class Tile(NamedTuple):
     """A tile of keys, as a row sees it.
 
     Attributes:
-        number, scored: of the tile in its work tile, and among all so far.
+        number, place, scored: of the tile among those that its work tile passes, among all of its
+            keys, and among all so far.
         limit: keys of the tile that the row sees.
         is_whole: whether all rows of the warpgroup see all of them.
         mask: the row's place in the call's mask.
     """
 
     number: Int32
+    place: Int32
     scored: Int32
     limit: Int32
     is_whole: Boolean
@@ -101,12 +103,24 @@ class SoftmaxWarps:
             if cutlass.const_expr(self.has_mask):
                 mask = MaskRow.of(ctx.operands, work, warp * 32 + lane)
             scales = self._key_scale(ctx.operands, work)
-            ahead = self._load_scales(ctx.operands, scales, 0, work.count)
+            following = Int32(0)  # of the mask's list
+            if cutlass.const_expr(self.has_mask):
+                if count > 0:
+                    following = ctx.tiles.number(ctx.operands, work, Int32(0))
+                ahead = self._load_scales(ctx.operands, scales, following, following + 1)
+            else:
+                ahead = self._load_scales(ctx.operands, scales, 0, work.count)
             for tile in cutlass.range(count, unroll=1):
                 factors = tuple(fmax_nan(factor * x, Float32(SMALLEST_FACTOR)) for x in ahead)
-                ahead = self._load_scales(ctx.operands, scales, tile + 1, work.count)
-                limit = cutlass.min(first, work.keys) - tile * plan.tile_keys
-                seen = Tile(tile, scored, limit, tile < share.full, mask)
+                number = tile
+                if cutlass.const_expr(self.has_mask):
+                    number, next_tile = following, cutlass.min(tile + 1, count - 1)
+                    following = ctx.tiles.number(ctx.operands, work, next_tile)
+                    ahead = self._load_scales(ctx.operands, scales, following, following + 1)
+                else:
+                    ahead = self._load_scales(ctx.operands, scales, tile + 1, work.count)
+                limit = cutlass.min(first, work.keys) - number * plan.tile_keys
+                seen = Tile(tile, number, scored, limit, tile < share.full, mask)
                 self._step(ctx, state, factors, seen, group, keys)
                 scored += 1
                 if cutlass.const_expr(plan.has_row_scales):
@@ -180,7 +194,7 @@ class SoftmaxWarps:
         products = self._load_products(ctx, group, tile.scored % 2, lane, keys)
         if cutlass.const_expr(self.has_mask):
             mask = ctx.operands.attn_mask
-            products = masked(products, mask, tile.mask, factors, tile.limit, tile.number)
+            products = masked(products, mask, tile.mask, factors, tile.limit, tile.place)
             factors = (Float32(1.0),)
         else:
             if not tile.is_whole:

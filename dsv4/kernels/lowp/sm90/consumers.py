@@ -206,15 +206,25 @@ class Consumers:
             middle = Int32(1)
         middle = cute.arch.make_warp_uniform(middle)
         # ---- first tile ----
+        start = scale
+        if cutlass.const_expr(self.has_mask):
+            scale = start.at(ctx.tiles.number(ctx.operands, work, Int32(0)))
         of_tile = times(factor, scale.load(self.key_scales))
         ctx.pipes.keys.wait(keys)
         warpgroup.fence()
         self._issue_scores(f, keys.stage)
-        scale = scale.next(count > 1)
+        number, following = Int32(0), Int32(0)
+        if cutlass.const_expr(self.has_mask):
+            following = ctx.tiles.number(ctx.operands, work, cutlass.min(Int32(1), count - 1))
+            scale = start.at(following)
+        else:
+            scale = scale.next(count > 1)
         ahead = scale.load(self.key_scales)
         warpgroup.wait_group(0)
         self._take_scores(ctx, f, keys, lane)
-        seen = self._seen(ctx, work, first, Int32(0), warp, lane)
+        if cutlass.const_expr(self.has_mask):
+            number = ctx.tiles.number(ctx.operands, work, Int32(0))
+        seen = self._seen(ctx, work, first, number, warp, lane)
         if cutlass.const_expr(self.has_mask):
             self._start(f, of_tile, seen, lane, True)
         else:
@@ -235,9 +245,16 @@ class Consumers:
                 self._step(ctx, f, of_tile, seen, lane, keys, values, False)
                 values, keys = keys, ctx.pipes.keys.next(keys)
         for tile in cutlass.range(middle, count, unroll=1):
-            of_tile, scale = times(factor, ahead), scale.next(tile + 1 < count)
+            of_tile = times(factor, ahead)
+            if cutlass.const_expr(self.has_mask):
+                number = following
+                next_tile = cutlass.min(tile + 1, count - 1)
+                following = ctx.tiles.number(ctx.operands, work, next_tile)
+                scale = start.at(following)
+            else:
+                number, scale = tile, scale.next(tile + 1 < count)
             ahead = scale.load(self.key_scales)
-            seen = self._seen(ctx, work, first, tile, warp, lane)
+            seen = self._seen(ctx, work, first, number, warp, lane)
             self._step(ctx, f, of_tile, seen, lane, keys, values, True)
             values, keys = keys, ctx.pipes.keys.next(keys)
         # ---- values of the last tile ----
@@ -472,6 +489,10 @@ class KeyScale(NamedTuple):
         """Those from the next tile on, where it exists."""
         step = cutlass.select_(exists, self.stride, Int64(0))
         return KeyScale(self.address + step, self.stride)
+
+    def at(self, tile) -> KeyScale:
+        """Those of a tile further on."""
+        return KeyScale(self.address + Int64(tile) * self.stride, self.stride)
 
     def load(self, count: int) -> tuple[Float32, ...]:
         """So many scales of a tile; 1 of keys that have one each."""
