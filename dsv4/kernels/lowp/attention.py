@@ -66,12 +66,11 @@ class Attention:
         of_values = v_block_scale if self.config.pv == "nvfp4" else v_scale
         operands = Operands(
             q, k_codes, k_scale, out, of_values, km, vm, cu_seqlens_q, cu_seqlens_k, lse, factor,
-            section, attn_mask, workspace, workspace.iterator.toint(),
+            section, attn_mask, workspace,
         )  # fmt: skip
         if cutlass.const_expr(self.config.has_query_maxima):
             self.maxima.launch(operands, stream)
         if cutlass.const_expr(self.config.mask != "none"):
-            operands = operands._replace(lists=self.maxima.end(operands))
             self.lists.launch(operands, stream)
         self.kernel(maps, operands).launch(
             grid=[num_ctas, 1, 1],

@@ -10,7 +10,6 @@ from cutlass.memory import SmemAllocator
 
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.reduce import tree
-from dsv4.kernels.kit.vectors import address_of
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
 from dsv4.kernels.lowp.groups import first_block
 from dsv4.kernels.lowp.plan import MAXIMA_ROWS
@@ -75,14 +74,6 @@ class QueryMaxima:
         """Place of the first block of a head."""
         heads = operands.q.shape[1]
         return (Int64(batch) * heads + head) * Int64(self.blocks(operands))
-
-    @cute.jit
-    def end(self, operands: Operands) -> Int64:
-        """Address behind the maxima."""
-        count = Int64(0)
-        if cutlass.const_expr(self.config.has_query_maxima):
-            count = self.first(operands, operands.q.shape[0], 0)
-        return address_of(operands.maxima, count)
 
     @cute.jit
     def of_block(self, operands: Operands, work: Work, row) -> Float32:

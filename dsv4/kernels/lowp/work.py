@@ -7,9 +7,10 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Int32, Int64, cute
 
-from dsv4.kernels.kit.vectors import pointer_to
+from dsv4.kernels.kit.vectors import address_of, pointer_to
 from dsv4.kernels.lowp.config import QuantizedAttentionConfig
 from dsv4.kernels.lowp.groups import first_block
+from dsv4.kernels.lowp.plan import MAXIMA_ROWS
 from dsv4.kernels.lowp.sequences import Rows, rows_of, sequence_of
 
 
@@ -29,8 +30,9 @@ class Operands(NamedTuple):
     factor: Int32  # bits of the factor on scores
     section: Int32  # heads that pass a tile of queries together
     attn_mask: cute.Tensor
-    maxima: cute.Tensor  # of blocks of queries, where a head's share one scale
-    lists: Int64  # address of the lists of tiles that a mask lets queries see
+    # Maxima of blocks of queries, where a head's share one scale; then the lists of tiles that a
+    # mask lets queries see.
+    maxima: cute.Tensor
 
 
 class Work(NamedTuple):
@@ -99,6 +101,7 @@ class WorkTiles:
         self.is_bottom_right = config.causal == "bottom_right"
         self.is_varlen = config.is_varlen
         self.has_mask = config.mask != "none"
+        self.has_query_maxima = config.has_query_maxima
 
     @cute.jit
     def blocks(self, operands: Operands) -> Int32:
@@ -134,8 +137,11 @@ class WorkTiles:
         head = Int32(0) if mask.stride[1] == 0 else work.head
         number = Int64(batch) * mask.shape[1] + head
         number = number * self.blocks(operands) + work.first_row // self.queries
-        words = (keys + self.keys - 1) // self.keys + 1
-        return operands.lists + number * words * 4
+        number = number * ((keys + self.keys - 1) // self.keys + 1)
+        if cutlass.const_expr(self.has_query_maxima):
+            blocks = (Int32(operands.q.shape[2]) + MAXIMA_ROWS - 1) // MAXIMA_ROWS
+            number = number + Int64(operands.q.shape[0]) * operands.q.shape[1] * blocks
+        return address_of(operands.maxima, number)
 
     @cute.jit
     def number(self, operands: Operands, work: Work, tile) -> Int32:
