@@ -71,7 +71,6 @@ class MaskTiles:
                     place = found + Int32(cute.arch.popc(ballot & before))
                     word_at(words, 1 + place).store(first + lane)
                 found += Int32(cute.arch.popc(ballot))
-                cute.arch.sync_warp()
             if lane == 0:
                 word_at(words, 0).store(found)
 

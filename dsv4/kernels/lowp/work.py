@@ -148,8 +148,7 @@ class WorkTiles:
         """Number among a sequence's tiles of keys of one of those that a work tile passes."""
         found = Int32(tile)
         if cutlass.const_expr(self.has_mask):
-            words = self.list_of(operands, work)
-            found = pointer_to(words + Int64(tile + 1) * 4, Int32, 4).load()
+            found = listed(self.list_of(operands, work), tile)
         return found
 
     @cute.jit
@@ -222,6 +221,11 @@ class WorkTiles:
             if rows > 0:
                 count = work.count
         return Share(seen, count, full)
+
+
+def listed(words: Int64, tile) -> Int32:
+    """A tile's number of a list."""
+    return pointer_to(words + Int64(tile + 1) * 4, Int32, 4).load()
 
 
 def row_of(tensor: cute.Tensor, batch, head, row) -> Int64:

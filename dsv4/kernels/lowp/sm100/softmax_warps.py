@@ -36,7 +36,7 @@ from dsv4.kernels.lowp.sm100.softmax import (
 )
 from dsv4.kernels.lowp.sm100.tmem_rows import load_row, store_row
 from dsv4.kernels.lowp.turns import Turns
-from dsv4.kernels.lowp.work import Operands, Work
+from dsv4.kernels.lowp.work import Operands, Work, listed
 
 SCALES = 4  # of keys, of a load
 TURNS = Turns(NamedBarriers.TURNS, GROUPS)
@@ -105,8 +105,9 @@ class SoftmaxWarps:
             scales = self._key_scale(ctx.operands, work)
             following = Int32(0)  # of the mask's list
             if cutlass.const_expr(self.has_mask):
+                words = ctx.tiles.list_of(ctx.operands, work)
                 if count > 0:
-                    following = ctx.tiles.number(ctx.operands, work, Int32(0))
+                    following = listed(words, Int32(0))
                 ahead = self._load_scales(ctx.operands, scales, following, following + 1)
             else:
                 ahead = self._load_scales(ctx.operands, scales, 0, work.count)
@@ -114,8 +115,7 @@ class SoftmaxWarps:
                 factors = tuple(fmax_nan(factor * x, Float32(SMALLEST_FACTOR)) for x in ahead)
                 number = tile
                 if cutlass.const_expr(self.has_mask):
-                    number, next_tile = following, cutlass.min(tile + 1, count - 1)
-                    following = ctx.tiles.number(ctx.operands, work, next_tile)
+                    number, following = following, listed(words, cutlass.min(tile + 1, count - 1))
                     ahead = self._load_scales(ctx.operands, scales, following, following + 1)
                 else:
                     ahead = self._load_scales(ctx.operands, scales, tile + 1, work.count)

@@ -43,7 +43,7 @@ from dsv4.kernels.lowp.sm90.softmax import (
 )
 from dsv4.kernels.lowp.sm90.sums import Sums
 from dsv4.kernels.lowp.turns import Turns
-from dsv4.kernels.lowp.work import Operands, Share, Work
+from dsv4.kernels.lowp.work import Operands, Share, Work, listed
 
 # Of a product, by format.
 K_STEPS = {"int8": 32, "fp8": 32, "fp16": 16}
@@ -206,24 +206,24 @@ class Consumers:
             middle = Int32(1)
         middle = cute.arch.make_warp_uniform(middle)
         # ---- first tile ----
-        start = scale
+        start, number = scale, Int32(0)
         if cutlass.const_expr(self.has_mask):
-            scale = start.at(ctx.tiles.number(ctx.operands, work, Int32(0)))
+            words = ctx.tiles.list_of(ctx.operands, work)
+            number = listed(words, Int32(0))
+            scale = start.at(number)
         of_tile = times(factor, scale.load(self.key_scales))
         ctx.pipes.keys.wait(keys)
         warpgroup.fence()
         self._issue_scores(f, keys.stage)
-        number, following = Int32(0), Int32(0)
+        following = Int32(0)
         if cutlass.const_expr(self.has_mask):
-            following = ctx.tiles.number(ctx.operands, work, cutlass.min(Int32(1), count - 1))
+            following = listed(words, cutlass.min(Int32(1), count - 1))
             scale = start.at(following)
         else:
             scale = scale.next(count > 1)
         ahead = scale.load(self.key_scales)
         warpgroup.wait_group(0)
         self._take_scores(ctx, f, keys, lane)
-        if cutlass.const_expr(self.has_mask):
-            number = ctx.tiles.number(ctx.operands, work, Int32(0))
         seen = self._seen(ctx, work, first, number, warp, lane)
         if cutlass.const_expr(self.has_mask):
             self._start(f, of_tile, seen, lane, True)
@@ -248,8 +248,7 @@ class Consumers:
             of_tile = times(factor, ahead)
             if cutlass.const_expr(self.has_mask):
                 number = following
-                next_tile = cutlass.min(tile + 1, count - 1)
-                following = ctx.tiles.number(ctx.operands, work, next_tile)
+                following = listed(words, cutlass.min(tile + 1, count - 1))
                 scale = start.at(following)
             else:
                 number, scale = tile, scale.next(tile + 1 < count)
