@@ -96,6 +96,8 @@ STAGES: dict[str, tuple[str, ...]] = {
         f"{_SEMANTICS}::test_packed_sequences_are_those_of_calls_alone",
         f"{_SEMANTICS}::test_float_masks_are_in_the_units_of_scores",
         *(f"{file}::test_packed_sequences" for file in (*_ATTENTION, _CODES, _GPU, _COMPAT)),
+        f"{_KERNELS}/test_mask_tiles.py::test_hidden_tiles_are_not_read",
+        f"{_KERNELS}/test_mask_tiles.py::test_every_schedule",
         *_formats("mask|added"),
     ),
     "lowp-int4": (f"{_OPS}/test_quantizers.py::test_int4_has_seven_levels_of_a_sign",),
