@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from dsv4.ops.quantized_attention.op import QUANTIZED_ATTENTION
-from dsv4.testing.harness import Device, Target, simulator
+from dsv4.testing.harness import Device, Simulator, Target, simulator
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.lowp import Case
 from dsv4.testing.lowp_attention import Inputs, assert_attention, with_hidden_tiles
+from dsv4.testing.mutate import Edit, at
+from tests.kernels import planted_bugs
 
 pytestmark = [pytest.mark.stage("lowp"), pytest.mark.slow]
 
@@ -62,3 +66,37 @@ def test_hidden_tiles_are_not_read(arch: str, case: Case, seed: int) -> None:
 def test_every_schedule(arch: str, seed: int) -> None:
     """Lists that all heads share, which one head's work tiles write."""
     check(arch, CASES["bool, causal"], seed, None, is_shared=True)
+
+
+# ---- bugs ----------------------------------------------------------------------------------------
+
+BUGS: dict[str, Edit] = {
+    "words read before they are written": at("MaskTiles.write")
+    .call("cute.arch.sync_threads")
+    .delete(),
+    "the list of another work tile": at("WorkTiles.list_of")
+    .expression("work.first_row // self.queries")
+    .replace("0"),
+    "tiles in place of those of the list": at("LoadWarp._load_values")
+    .call("ctx.tiles.number")
+    .replace("tile"),
+    "a tile left out": at("MaskTiles.write").expression("1 + place").replace("place"),
+}
+
+
+def checked(build: Callable, seed: int) -> None:
+    """The check that every test makes, of what `build` compiles."""
+    kernels = OpKernels(QUANTIZED_ATTENTION, Simulator("sm_90a"))
+    clean, poisoned = with_hidden_tiles(Inputs.make(CASES["bool"], seed), seed)
+    compiled = kernels.compile(clean.config, build)
+    call = kernels.call(poisoned).options
+    scalars = {name: call[name] for name in ("factor", "section")}
+    outcome = kernels.run(poisoned, seed, 1, compiled, num_ctas=1, **scalars)
+    assert_attention(clean, outcome)
+
+
+(
+    test_bug_has_its_place,
+    test_bug_is_noticed,
+    test_without_a_bug_nothing_is_noticed,
+) = planted_bugs.tests_of(BUGS, "dsv4.kernels.lowp.sm90.attention", checked)
