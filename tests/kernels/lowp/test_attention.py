@@ -252,6 +252,7 @@ def test_the_call_that_warms_up_runs(seed: int) -> None:
     """With all tensors that its configuration reads and writes."""
     for op, inputs in (
         (QUANTIZED_ATTENTION, Inputs.make(RAGGED, seed)),
+        (QUANTIZED_ATTENTION, Inputs.make(replace(SHORT, options={"mask": "bool"}), seed)),
         (QUANTIZE_KV, KvInputs.make(SHORT, seed)),
     ):
         kernels = OpKernels(op, simulator("sm_90a"))
