@@ -78,9 +78,19 @@ HOPPER_HEADS = {
         "others: queries, which they wait for first, are loaded behind the load warp's wait",
     ),
 }
-# All tiles but a work tile's first one pass the loop of masked ones.
+# All tiles but a work tile's first one pass the loop of masked ones; behind the launch that lists
+# tiles, whose lists the load warp reads first.
+LISTS = {
+    ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (
+        2,
+        f"of the first launch: {FIRST}; of the consumers: queries, which they wait for first, are "
+        "loaded behind the load warp's wait",
+    ),
+}
 HOPPER_MASKED = {
     **HOPPER,
+    **LISTS,
     ("mbarrier.try_wait", "_step"): (2, THREE_WAITS),
     ("bar.warp", "arrive_warp"): (6, f"{PRODUCTS}; two: {UNSEEN}"),
 }
