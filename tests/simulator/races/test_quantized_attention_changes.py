@@ -125,6 +125,21 @@ MASKED_WEAKER = {
     ("mbarrier.try_wait", "_load_queries", "relaxed"): (1, FREE),
     ("mbarrier.try_wait", "_score", "relaxed"): (3, f"{CODED} (2); {AT_THE_END}"),
 }
+SPEED_ALONE = (
+    "a turn: it is for speed alone, and the arrivals of these launches make up pairs without "
+    f"it; {LAST_TURN}"
+)
+LISTED = {
+    **MASKED,
+    ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (
+        2,
+        f"of the first launch: {FIRST}; of the softmax: queries, which it waits for first, are "
+        "loaded behind the load warp's wait",
+    ),
+    # Both warpgroups pass the tiles of one list.
+    ("bar.sync", "take"): (2, SPEED_ALONE),
+}
 WIDE = {
     **MASKED,
     ("tcgen05.fence::after_thread_sync", "_weigh"): (
@@ -132,11 +147,7 @@ WIDE = {
         "the second warpgroup's tiles but the last: it sees two at most in these launches, and the "
         "first one's values replace sums that nobody has scaled; a third tile would need it",
     ),
-    ("bar.sync", "take"): (
-        2,
-        "a turn: it is for speed alone, and the arrivals of these launches make up pairs without "
-        f"it; {LAST_TURN}",
-    ),
+    ("bar.sync", "take"): (2, SPEED_ALONE),
 }
 BLACKWELL = {
     **MASKED,
@@ -191,7 +202,7 @@ KERNELS = {
     "Hopper, fp16": (partial(subjects.quantized, "halves"), HOPPER, HOPPER_WEAKER),
     "Blackwell": (partial(subjects.blackwell_quantized, "rows"), BLACKWELL, BLACKWELL_WEAKER),
     "Blackwell, wide": (partial(subjects.blackwell_quantized, "wide"), WIDE, MASKED_WEAKER),
-    "Blackwell, masked": (partial(subjects.blackwell_quantized, "masked"), MASKED, MASKED_WEAKER),
+    "Blackwell, masked": (partial(subjects.blackwell_quantized, "masked"), LISTED, MASKED_WEAKER),
     "Blackwell, FP4": (partial(subjects.blackwell_quantized, "fp4"), FP4, FP4_WEAKER),
 }
 
