@@ -157,6 +157,8 @@ def weakened(ptx: str, ins: Instruction, opcode: str) -> str:
     return "\n".join(lines)
 
 
+# Launches of these tests run a small part of it; by default an endless change takes half an hour.
+INSTRUCTIONS_PER_WARP = 2_000_000
 _hosts: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -180,7 +182,10 @@ def changed_simulation(compiled, ptx: str) -> Simulation:
 
 def _simulate(simulation: Simulation, run: Run) -> tuple[Report, bool]:
     positional, keywords = run.prepare()
-    report = simulation.run(positional, keywords, (), run.schedule, run.seed)
+    report = simulation.run(
+        positional, keywords, (), run.schedule, run.seed,
+        instructions_per_warp=INSTRUCTIONS_PER_WARP,
+    )  # fmt: skip
     return report, run.correct(positional, keywords)
 
 
