@@ -20,6 +20,7 @@ from dsv4.ops import quantized_attention
 from dsv4.ops.quantized_attention import quantizers as q8
 from dsv4.ops.quantized_attention.codes import key_means
 from dsv4.ops.quantized_attention.layouts import check_layout, check_rank, heads_first
+from dsv4.ops.quantized_attention.op import spread_mask
 from dsv4.ops.runtime.checks import check_flag, check_is_tensor
 from dsv4.quoting import quoted
 
@@ -384,16 +385,8 @@ def _without_mean(
     added = ((keys @ mean.double().unsqueeze(-1)).mT * scale).float()
     if attn_mask is not None:
         check_is_tensor("attn_mask", attn_mask)
-        shape = (*queries.shape[:3], keys.shape[2])
-        if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-            raise TypeError(f"attn_mask: got {attn_mask.dtype}, needs torch.bool or a float dtype")
-        try:
-            attn_mask.expand(shape)
-        except RuntimeError:
-            raise ValueError(
-                f"attn_mask: got shape {quoted(attn_mask.shape)}, needs one that broadcasts to "
-                f"{quoted(shape)}"
-            ) from None
+        # Checked alone: a mask of one row for all queries stays one.
+        spread_mask(attn_mask, (*queries.shape[:3], keys.shape[2]))
         if attn_mask.dtype == torch.bool:
             added = added.masked_fill(~attn_mask, -torch.inf)
         else:

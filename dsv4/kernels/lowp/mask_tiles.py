@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from dsv4.kernels.kit import pdl
 from dsv4.kernels.kit.vectors import address_of, pointer_to
-from dsv4.kernels.lowp.work import Operands, Work, WorkTiles, row_of
+from dsv4.kernels.lowp.work import Operands, Work, WorkTiles, row_of, word_at
 
 WARP, WARPS = 32, 8
 ROWS = 4  # of the mask that a warp looks at together
@@ -97,8 +97,3 @@ class MaskTiles:
             found = Boolean(cute.arch.vote_any_sync(any_seen))
             row += ROWS
         return found
-
-
-def word_at(words: Int64, place) -> cute.Pointer:
-    """A word of a list."""
-    return pointer_to(words + Int64(place) * 4, Int32, 4)

@@ -125,7 +125,7 @@ class WorkTiles:
         if cutlass.const_expr(self.has_mask):
             count = Int32(0)
             if work.count > 0:
-                count = pointer_to(self.list_of(operands, work), Int32, 4).load()
+                count = word_at(self.list_of(operands, work), 0).load()
             work = work._replace(count=count)
         return work
 
@@ -223,9 +223,14 @@ class WorkTiles:
         return Share(seen, count, full)
 
 
+def word_at(words: Int64, place) -> cute.Pointer:
+    """A word of a list."""
+    return pointer_to(words + Int64(place) * 4, Int32, 4)
+
+
 def listed(words: Int64, tile) -> Int32:
     """A tile's number of a list."""
-    return pointer_to(words + Int64(tile + 1) * 4, Int32, 4).load()
+    return word_at(words, tile + 1).load()
 
 
 def row_of(tensor: cute.Tensor, batch, head, row) -> Int64:

@@ -436,23 +436,31 @@ def _mask(
     check_is_tensor("attn_mask", attn_mask)
     if queries.dim() != 4 or codes.config.is_varlen:
         raise ValueError("attn_mask: got a tensor, packed sequences have none")
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise TypeError(f"attn_mask: got {attn_mask.dtype}, needs torch.bool or a float dtype")
     if attn_mask.requires_grad and torch.is_grad_enabled():
         raise ValueError("attn_mask: requires grad, but quantized_attention has no backward pass")
-    shape = (*queries.shape[:3], codes.k_codes.shape[2])
-    try:
-        spread = attn_mask.expand(shape)
-    except RuntimeError:
-        raise ValueError(
-            f"attn_mask: got shape {quoted(attn_mask.shape)}, needs one that broadcasts to "
-            f"{quoted(shape)}"
-        ) from None
+    spread = spread_mask(attn_mask, (*queries.shape[:3], codes.k_codes.shape[2]))
     if attn_mask.dtype == torch.bool:
         spread, kind = spread.view(torch.uint8), "bool"
     else:
         spread, kind = spread.float(), "float"
     return (spread if spread.stride(-1) == 1 else spread.contiguous()), kind
+
+
+def spread_mask(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A mask broadcast to [b, Hq, L, S].
+
+    Raises:
+        ValueError, TypeError: it has another dtype than bool or a float one, or does not broadcast.
+    """
+    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+        raise TypeError(f"attn_mask: got {attn_mask.dtype}, needs torch.bool or a float dtype")
+    try:
+        return attn_mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"attn_mask: got shape {quoted(attn_mask.shape)}, needs one that broadcasts to "
+            f"{quoted(shape)}"
+        ) from None
 
 
 def _scale(sm_scale: object, q: Tensor) -> float:

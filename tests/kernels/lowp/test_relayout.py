@@ -7,7 +7,7 @@ import torch
 
 from dsv4.ops import dshb_to_bhsd
 from dsv4.ops.quantized_attention.relayout import DSHB_TO_BHSD
-from dsv4.testing.harness import Device, Simulator, Target
+from dsv4.testing.harness import Simulator, Target
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.relayout import RelayoutInputs, assert_turned
 
@@ -15,19 +15,6 @@ pytestmark = pytest.mark.stage("lowp")
 
 # b, h, s, d, all different: more than a tile of either dimension, and parts of tiles.
 SHAPE = (2, 3, 25, 70)
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "sm_90a",
-        pytest.param("sm_100a", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-)
-def target(request: pytest.FixtureRequest) -> Target:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    return Device() if request.param == "cuda" else Simulator(request.param)
 
 
 def check(target: Target, inputs: RelayoutInputs) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from dsv4.kernels.moe.routing import RoutingConfig
 from dsv4.testing.harness import (
-    Device,
     Outcome,
     Target,
     missed_synchronisation,
@@ -23,19 +22,6 @@ from dsv4.testing.moe_router import RouterCase, RouterInputs, assert_routed
 pytestmark = pytest.mark.stage("router")
 
 RESULTS = ("codes", "scales", "ids", "weights")
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "sm_90a",
-        pytest.param("sm_100a", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-)
-def target(request: pytest.FixtureRequest) -> Target:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    return Device() if request.param == "cuda" else simulator(request.param)
 
 
 def build(config: RoutingConfig, options: str):

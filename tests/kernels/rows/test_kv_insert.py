@@ -6,27 +6,13 @@ from __future__ import annotations
 import pytest
 
 from dsv4.ops.kv_insert import KV_INSERT
-from dsv4.testing.harness import Device, Simulator, Target
+from dsv4.testing.harness import Simulator, Target
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.kv_insert import FILL, Case, Inputs, assert_same_pool, frame_of
 
 pytestmark = pytest.mark.stage("rows")
 
 FEW_CTAS = 2  # each takes several latents
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        "sm_90a",
-        # The same kernel: the test of its blocks and the listed command of `dsv4 sim` are not slow.
-        pytest.param("sm_100a", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-)
-def target(request: pytest.FixtureRequest) -> Target:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    return Device() if request.param == "cuda" else Simulator(request.param)
 
 
 def run(target: Target, inputs: Inputs, num_ctas: int, seed: int = 0, schedules: int | None = None):

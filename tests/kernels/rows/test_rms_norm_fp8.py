@@ -10,7 +10,7 @@ import torch
 
 from dsv4.kernels.rows.config import RmsNormFp8Config, RowTiling, choose_tiling
 from dsv4.ops.rms_norm_fp8 import RMS_NORM_FP8
-from dsv4.testing.harness import Device, Outcome, Simulator, simulator
+from dsv4.testing.harness import Outcome, Simulator, Target
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.rms_norm_fp8 import EPS, Case, Inputs, assert_same_codes
 
@@ -19,18 +19,8 @@ pytestmark = pytest.mark.stage("rows")
 FEW_CTAS = 2  # each takes several blocks of rows
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "sm_90a",
-        # The same kernel: the test of its blocks and the listed command of `dsv4 sim` are not slow.
-        pytest.param("sm_100a", marks=pytest.mark.slow),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ],
-)
-def kernels(request: pytest.FixtureRequest) -> OpKernels:
-    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    target = Device() if request.param == "cuda" else simulator(request.param)
+@pytest.fixture(scope="module")
+def kernels(target: Target) -> OpKernels:
     return OpKernels(RMS_NORM_FP8, target)
 
 
