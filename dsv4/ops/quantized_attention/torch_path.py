@@ -97,14 +97,16 @@ def attend(
     parts: dict[str, list[Tensor]] = {name: [] for name in _OF_TILES}
     for begin in range(0, heads.k.shape[-2], tile):
         keys = slice(begin, begin + tile)
-        scores = _scores(heads, seen, keys, tile)
+        products = heads.q @ heads.k[..., keys, :].transpose(-1, -2)
+        scores = _scores(heads, products, seen, keys, tile)
         weights, state = _weigh(config, scores, state)
         values = heads.v[..., keys, :]
         state = state._replace(o=_add_values(config, weights, values, state))
         if stages is not None:
             found = (
-                _products(config, heads, keys), scores, weights.exact, weights.rounded, state.top,
-                state.total, _product(weights.rounded, values).unsqueeze(2),
+                products.to(torch.int32 if config.qk == "int8" else torch.float32), scores,
+                weights.exact, weights.rounded, state.top, state.total,
+                _product(weights.rounded, values).unsqueeze(2),
             )  # fmt: skip
             for name, part in zip(parts, found):
                 parts[name].append(part)
@@ -185,16 +187,13 @@ def _seen(
     return seen
 
 
-def _products(config: QuantizedAttentionConfig, heads: Heads, keys: slice) -> Tensor:
-    """Products of the codes of queries and of a tile's keys: int32 of int8 codes."""
-    found = heads.q @ heads.k[..., keys, :].transpose(-1, -2)
-    return found.to(torch.int32) if config.qk == "int8" else found.float()
+def _scores(heads: Heads, products: Tensor, seen: Tensor | None, keys: slice, tile: int) -> Tensor:
+    """Scores of a tile in units of log2, -inf where a query sees no key and past the last one.
 
-
-def _scores(heads: Heads, seen: Tensor | None, keys: slice, tile: int) -> Tensor:
-    """Scores of a tile in units of log2, -inf where a query sees no key and past the last one."""
-    product = (heads.q @ heads.k[..., keys, :].transpose(-1, -2)).float()
-    scores = product * heads.q_scale.unsqueeze(-1) * heads.k_scale[..., None, keys]
+    Args:
+        products: of the codes of queries and of the tile's keys.
+    """
+    scores = products.float() * heads.q_scale.unsqueeze(-1) * heads.k_scale[..., None, keys]
     if heads.added is not None:
         scores = scores + heads.added[..., keys]
     if seen is not None:
