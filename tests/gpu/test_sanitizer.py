@@ -71,12 +71,16 @@ Attention.lanes_per_warp = {lanes_per_warp}
 case = Case(1, 2, 1, 200, 330, {head_dim}, "vbias")
 inputs = make_inputs(case, 0)
 options = {options}
-wanted = quantized_attention(*inputs, **options)
+mask = torch.ones(200, 330, dtype=torch.bool).tril(-60) if {is_masked} else None
+wanted = quantized_attention(*inputs, attn_mask=mask, **options)
 with torch.inference_mode():
-    found = quantized_attention(*(x.cuda() for x in inputs), **options)
+    if mask is not None:
+        mask = mask.cuda()
+    found = quantized_attention(*(x.cuda() for x in inputs), attn_mask=mask, **options)
 assert Metrics.of(found.cpu(), wanted).l1 < 4e-3
 """
-# Both widths, every kind of codes and sums, a launch for the maxima of queries, tiles of 64 keys.
+# Both widths, every kind of codes and sums, a launch for the maxima of queries, tiles of 64 keys,
+# and a mask, whose launch lists the tiles that are seen.
 LOWP = {
     "default": (64, {}),
     "default, 128 channels, causal": (128, {"is_causal": True, "causal_align": "top_left"}),
@@ -86,6 +90,7 @@ LOWP = {
     "scales of heads": (64, {"qk": "fp8"}),
     "fp16 values": (64, {"pv": "fp16"}),
     "tiles of 64 keys": (64, {"geometry": "sm89", "pv_accum_dtype": "fp32+fp16"}),
+    "a mask": (64, {}),
 }
 
 # Its own tests compare in fp64 on the GPU, which takes memcheck minutes each.
@@ -183,7 +188,9 @@ def test_quantized_attention(name, tool, tmp_path) -> None:
     """With its quantisers."""
     head_dim, options = LOWP[name]
     lanes = 32 if tool == "racecheck" else 1
-    script = LOWP_SCRIPT.format(head_dim=head_dim, options=options, lanes_per_warp=lanes)
+    script = LOWP_SCRIPT.format(
+        head_dim=head_dim, options=options, is_masked=name == "a mask", lanes_per_warp=lanes
+    )
     status, output = sanitize(tool, script, tmp_path)
     assert status == 0, output
 
