@@ -210,7 +210,7 @@ class BlockEmitter:
     def _emit(self, emit: Emit, ins: Instruction) -> None:
         try:
             emit(self, ins)
-        except (KeyError, IndexError, ValueError, AssertionError) as error:
+        except (KeyError, IndexError, ValueError, AssertionError, StopIteration) as error:
             raise UnsupportedInstruction(
                 f"form of {ins.opcode} not simulated ({error!r}): {ins.where()}"
             ) from error

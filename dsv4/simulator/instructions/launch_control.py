@@ -10,7 +10,7 @@ from dsv4.simulator.compile.codegen import BlockEmitter, emits
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.instructions.operands.tensor_map import MAP_BYTES
 from dsv4.simulator.machine.memory import OFFSET_MASK, RANK_SHIFT
-from dsv4.simulator.machine.warp import Warp
+from dsv4.simulator.machine.warp import LANE, Warp
 from dsv4.simulator.ptx.entry import Instruction
 
 RESPONSE_BYTES = 16
@@ -102,18 +102,25 @@ def _field(raw: bytearray, name: str, index: int, value: int) -> None:
     raw[:] = struct.pack("<16Q", *w)
 
 
-def _map_bytes(w: Warp, shared: bool, address: int) -> np.ndarray:
+def _map_bytes(w: Warp, shared: bool, address: int, lanes, write: bool) -> np.ndarray:
+    """The 128 bytes of a map, all of which an access of some lanes counts for."""
+    monitor, count = w.launch.monitor, int(lanes.sum())
     if not shared:
+        if monitor is not None:
+            active = np.full(count, address, np.uint64)
+            monitor.global_access(w, active, lanes, MAP_BYTES, write)
         return w.cluster.memory.read(address, MAP_BYTES)
     cta = w.cluster.cta_at(address)
     offset = address & OFFSET_MASK
+    if monitor is not None:
+        monitor.shared(w, cta, np.full(count, offset, np.uint32), lanes, MAP_BYTES, write)
     return cta.s8[offset : offset + MAP_BYTES]
 
 
 def replace_field(w: Warp, shared: bool, name: str, index: int, address, value, mask) -> None:
     """tensormap.replace by each active lane."""
     for lane in np.flatnonzero(mask).tolist():
-        place = _map_bytes(w, shared, int(address[lane]))
+        place = _map_bytes(w, shared, int(address[lane]), lane == LANE, True)
         raw = bytearray(place.tobytes())
         _field(raw, name, index, int(value[lane]))
         place[:] = np.frombuffer(raw, np.uint8)
@@ -122,8 +129,8 @@ def replace_field(w: Warp, shared: bool, name: str, index: int, address, value, 
 def publish_map(w: Warp, target, source, mask) -> None:
     """tensormap.cp_fenceproxy: the whole warp copies one map from shared to global memory."""
     lane = int(mask.argmax())
-    data = _map_bytes(w, True, int(source[lane])).copy()
-    w.cluster.memory.read(int(target[lane]), MAP_BYTES)[:] = data
+    data = _map_bytes(w, True, int(source[lane]), mask, False).copy()
+    _map_bytes(w, False, int(target[lane]), lane == LANE, True)[:] = data
 
 
 @emits("tensormap.replace")

@@ -10,17 +10,18 @@ from dsv4.simulator.machine.memory import CHUNK
 from dsv4.simulator.machine.warp import ALL, Warp
 
 
-def _matrix_rows(w: Warp, address: np.ndarray, count: int, mask, write: bool, size: int = 16):
+def _matrix_rows(w: Warp, address: np.ndarray, count: int, mask, write: bool) -> np.ndarray:
+    """Offsets of 16 bytes by each of the first 8 `count` lanes."""
     if mask is not ALL:
         raise KernelFault("ldmatrix and stmatrix need all 32 lanes")
     rows = address[: 8 * count]
     offsets = rows - w.base
-    if int(offsets.max()) + size > w.cta.shared_limit:
+    if int(offsets.max()) + 16 > w.cta.shared_limit:
         raise KernelFault("matrix row outside shared memory")
-    if int(np.bitwise_or.reduce(offsets)) & (size - 1):
-        raise KernelFault(f"matrix row not {size}-byte aligned")
+    if int(np.bitwise_or.reduce(offsets)) & 15:
+        raise KernelFault("matrix row not 16-byte aligned")
     if w.launch.monitor is not None:
-        w.launch.monitor.shared(w, w.cta, offsets, None, size, write)
+        w.launch.monitor.shared(w, w.cta, offsets, None, 16, write)
     return offsets
 
 
@@ -67,7 +68,7 @@ def store_matrix_b8(w: Warp, address, values, mask) -> None:
 
 def load_matrix_b8(w: Warp, address, count: int, bits: int, mask) -> list[np.ndarray]:
     """ldmatrix m16n16 trans b8, or of padded elements of `bits`: two registers per matrix."""
-    offsets = _matrix_rows_wide(w, address, count, mask)
+    offsets = _matrix_rows(w, address, 2 * count, mask, False)
     out = []
     for k in range(count):
         rows = w.cta.rows[offsets[16 * k : 16 * k + 16] >> np.uint32(4)]
@@ -75,12 +76,3 @@ def load_matrix_b8(w: Warp, address, count: int, bits: int, mask) -> list[np.nda
         words = np.ascontiguousarray(tile).view(np.uint32)  # [16 rows, 4 words]
         out += [words[:8].reshape(32), words[8:].reshape(32)]
     return out
-
-
-def _matrix_rows_wide(w: Warp, address: np.ndarray, count: int, mask) -> np.ndarray:
-    if mask is not ALL:
-        raise KernelFault("ldmatrix needs all 32 lanes")
-    offsets = address[: 16 * count] - w.base
-    if int(offsets.max()) + 16 > w.cta.shared_limit or int(np.bitwise_or.reduce(offsets)) & 15:
-        raise KernelFault("matrix row outside shared memory or misaligned")
-    return offsets

@@ -16,6 +16,7 @@ import numpy as np
 from dsv4.simulator.arithmetic import numerics
 from dsv4.simulator.arithmetic.numerics import f32, f64, i32, i64, u8, u16, u32, u64
 from dsv4.simulator.compile.codegen import BlockEmitter, emits
+from dsv4.simulator.compile.registers import BITS_OF_KIND
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.machine.warp import ALL, Warp
 from dsv4.simulator.ptx.entry import Instruction
@@ -46,6 +47,7 @@ _DECODE = {
     "b1": (u8, lambda x: np.unpackbits(x, axis=-1, bitorder="little").astype(f32)),
 }
 _ROWS = {"m8n8": 8, "m16n8": 16}
+_BITS = {"f16": 16, "bf16": 16, "tf32": 32, "f64": 64, "s4": 4, "u4": 4, "b1": 1}  # the others: 8
 
 
 @lru_cache(maxsize=32)
@@ -119,11 +121,12 @@ def transpose(value: np.ndarray, mask) -> np.ndarray:
 _REFUSED = {
     "sp": "sparse mma.sync", "sp::ordered_metadata": "sparse mma.sync",
     "block_scale": "block-scaled mma.sync exists on sm_120a only",
-    "kind::f8f6f4": "mma.sync kind::f8f6f4 exists on sm_120a only",
+    **{kind: f"mma.sync {kind} exists on sm_120a only"
+       for kind in ("kind::f8f6f4", "kind::mxf8f6f4", "kind::mxf4", "kind::mxf4nvf4")},
 }  # fmt: skip
 
 
-@emits("mma", "mma.sync")
+@emits("mma")
 def emit_multiply(e: BlockEmitter, ins: Instruction) -> None:
     for part in ins.parts:
         if part in _REFUSED:
@@ -136,6 +139,10 @@ def emit_multiply(e: BlockEmitter, ins: Instruction) -> None:
     bitwise = next((p for p in ins.parts if p in ("and", "xor")), "")
     form = (rows, depth, *types[:3], bitwise)
     kind = "u64" if types[0] == "f64" else "u32"
+    for operand, name, lines in zip(ins.operands[1:3], types[1:3], (rows, 8)):
+        bits = lines * depth * _BITS.get(name, 8)  # of all lanes
+        if 32 * BITS_OF_KIND[kind] * len(e.vector(operand)) != bits:
+            raise ValueError("register count")
     a, b, c = (", ".join(e.value(r, kind) for r in e.vector(x)) for x in ins.operands[1:4])
     out = e.temporary()
     e.mark()

@@ -244,9 +244,7 @@ def fence(e: BlockEmitter, ins: Instruction) -> None:
     e.line(f"fence(w, {ins.opcode!r}, {e.mask})")
 
 
-@emits(
-    "prefetch", "prefetchu", "pragma", "applypriority", "discard", "createpolicy", "nop", "pmevent"
-)
+@emits("prefetch", "prefetchu", "applypriority", "discard", "createpolicy", "pmevent")
 def hint(e: BlockEmitter, ins: Instruction) -> None:
     """No effect on results; a policy register is never read by anything simulated."""
     if ins.parts[0] == "createpolicy":

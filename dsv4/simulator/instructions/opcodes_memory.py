@@ -147,7 +147,7 @@ def _atomic_vector(e, ins, target: str, operands: list[str], op: str, name: str)
     )
     if target != "_":
         for i, register in enumerate(e.vector(target)):
-            e.define(register, f"{out}[{i}]", kind)
+            e.define(register, f"{out}[{i}].view({DTYPES[kind]})", kind)
 
 
 def _padded_bits(ins: Instruction, default: int | None = None) -> int:

@@ -34,11 +34,7 @@ def relinquish(e: BlockEmitter, ins: Instruction) -> None:
     e.line("relinquish(w)")
 
 
-@emits(
-    "tcgen05.fence",
-    "tcgen05.fence::before_thread_sync",
-    "tcgen05.fence::after_thread_sync",
-)
+@emits("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync")
 def fence(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()
     e.line(f"fence(w, {ins.opcode!r}, {e.mask})")

@@ -296,11 +296,18 @@ def bulk_to_cluster(w: Warp, reduction, target, source, size, barrier, mask) -> 
 
 
 # --- emitters ------------------------------------------------------------------------------------
-def _tensor_operand(e: BlockEmitter, operand: str) -> tuple[str, str]:
+def _tensor_operand(e: BlockEmitter, ins: Instruction, operand: str) -> tuple[str, str]:
     m = re.match(r"^\[\s*(\S+?)\s*,\s*\{(.*)\}\s*\]$", operand)
     if m is None:
         raise ValueError(f"tensor operand {operand}")
-    coordinates = ", ".join(e.value(c, "u32") for c in m.group(2).split(","))
+    names = m.group(2).split(",")
+    dimensions = next(int(p[0]) for p in ins.parts if re.fullmatch(r"\dd", p))
+    # A column and four rows, or a coordinate for each dimension.
+    if _mode(ins) != "tile" and (dimensions, len(names)) != (2, 5):
+        raise ValueError("gather4 and scatter4 of anything but two dimensions")
+    if _mode(ins) == "tile" and dimensions != len(names):
+        raise ValueError(f"{len(names)} coordinates")
+    coordinates = ", ".join(e.value(c, "u32") for c in names)
     return e.value(m.group(1), "u64"), f"({coordinates},)"
 
 
@@ -317,13 +324,13 @@ def _mode(ins: Instruction) -> str:
 def emit_tensor(e: BlockEmitter, ins: Instruction) -> None:
     e.mark()
     if ".global.shared::cta" in ins.opcode:
-        tensor, coordinates = _tensor_operand(e, ins.operands[0])
+        tensor, coordinates = _tensor_operand(e, ins, ins.operands[0])
         op = next((p for p in ins.parts if p in _REDUCTIONS), None)
         source = e.address(ins.operands[1], "u32")
         form = (_mode(ins), op if ins.parts[1] == "reduce" else None)
         e.line(f"tensor_store(w, {form!r}, {tensor}, {coordinates}, {source}, {e.mask})")
         return
-    tensor, coordinates = _tensor_operand(e, ins.operands[1])
+    tensor, coordinates = _tensor_operand(e, ins, ins.operands[1])
     target, barrier = e.address(ins.operands[0], "u32"), e.address(ins.operands[2], "u32")
     multicast = "None"
     if "multicast::cluster" in ins.parts:

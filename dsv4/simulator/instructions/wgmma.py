@@ -205,6 +205,8 @@ def emit_multiply(e: BlockEmitter, ins: Instruction) -> None:
     m = re.fullmatch(r"m64n(\d+)k(\d+)", next(p for p in ins.parts if p.startswith("m64n")))
     n, depth = int(m.group(1)), int(m.group(2))
     d_type, a_type, b_type = (p for p in ins.parts[4:] if p in (*_TYPES, "f32", "s32"))
+    if n % 8 or not 8 <= n <= 256 or depth * _TYPES[a_type][0] != 32:
+        raise ValueError("shape")
     accumulators = f"accumulators_{ins.index}"
     e.constants[accumulators] = register_group(
         tuple(e.registers.index[r] for r in e.vector(ins.operands[0]))

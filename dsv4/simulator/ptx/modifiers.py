@@ -7,6 +7,7 @@ from functools import cache
 
 from dsv4.simulator.errors import UnsupportedInstruction
 from dsv4.simulator.ptx.entry import Instruction
+from dsv4.simulator.ptx.qualifiers import is_defined
 from dsv4.simulator.ptx.types import TYPE_BITS
 
 _ROUNDINGS = "rn rz rm rp "
@@ -22,13 +23,21 @@ _CACHING = (
 )
 _ATOMICS = "add min max and or xor exch cas inc dec noftz "
 _MATRICES = r"sync aligned trans x[124] m8n8 m16n16 m8n16 m16n8 "
+_PAIR = "cta_group::[12] "
 _BULK_BYTES = "mbarrier::complete_tx::bytes "
+_CLUSTER = "cta cluster " + _SHARED
+_VOTES = "popc and or aligned"
+_REDUCED = "add min max and or xor inc dec noftz "
+_TENSOR = (
+    "[1-5]d tile tile::(gather4|scatter4) im2col.* bulk_group multicast::cluster global " + _PAIR
+)
+_FRAGMENTS = "sync aligned 16x(64|128|256)b 32x32b 16x32bx2 x(1|2|4|8|16|32|64|128) "
 # Sums of 8- and 16-bit elements in one register of 32.
 _PACKED = "s16x2 u16x2 "
 
-# Opcode -> its modifiers beside the types, as regular expressions. What an emitter refuses with a
-# reason of its own is listed, too.
-_MODIFIERS: dict[str, str] = {
+# Opcode, or its first parts -> the modifiers behind them beside the types, as regular expressions;
+# the longest key counts. What an emitter refuses with a reason of its own is listed, too.
+MODIFIERS: dict[str, str] = {
     # Arithmetic.
     "add": _FLOAT + _PACKED + "cc", "sub": _FLOAT + _PACKED + "cc", "addc": "cc", "subc": "cc",
     "mul": _FLOAT + "lo hi wide", "mad": _FLOAT + "lo hi wide cc", "madc": "lo hi cc",
@@ -51,16 +60,23 @@ _MODIFIERS: dict[str, str] = {
     "shfl": "sync up down bfly idx", "vote": "sync all any uni ballot", "activemask": "",
     "elect": "sync", "match": "sync any all", "redux": "sync add min max and or xor abs NaN",
     # Barriers, fences and launches.
-    "bar": "sync arrive red warp cta aligned popc and or",
-    "barrier": "sync arrive red wait cta cluster aligned popc and or release acquire relaxed",
-    "mbarrier": "init inval arrive arrive_drop expect_tx complete_tx pending_count test_wait "
-                "try_wait parity noComplete relaxed acquire release cta cluster " + _SHARED,
+    "bar": "sync arrive cta aligned", "bar.warp": "sync",
+    "barrier": "sync arrive cta aligned",
+    "barrier.cluster": "arrive wait aligned release acquire relaxed",
+    **dict.fromkeys(("bar.red", "bar.cta.red", "barrier.red", "barrier.cta.red"), _VOTES),
+    **dict.fromkeys(("mbarrier.init", "mbarrier.inval", "mbarrier.pending_count"), _SHARED),
+    **dict.fromkeys(("mbarrier.expect_tx", "mbarrier.complete_tx"), "relaxed " + _CLUSTER),
+    **dict.fromkeys(("mbarrier.arrive", "mbarrier.arrive_drop"),
+                    "expect_tx noComplete relaxed release " + _CLUSTER),
+    **dict.fromkeys(("mbarrier.test_wait", "mbarrier.try_wait"),
+                    "parity relaxed acquire " + _CLUSTER),
     "fence": "proxy alias async async::generic tensormap::generic mbarrier_init acquire release "
              "acq_rel sc global sync_restrict::shared::(cta|cluster) " + _SCOPES + _SHARED,
-    "membar": "cta gl sys", "griddepcontrol": "wait launch_dependents", "nanosleep": "",
-    "setmaxnreg": "inc dec sync aligned", "pragma": "", "nop": "", "pmevent": "mask",
-    "clusterlaunchcontrol": "try_cancel query_cancel async is_canceled multicast::cluster::all v4 "
-                            r"get_first_ctaid(::[xyz])? shared::cta " + _BULK_BYTES,
+    "membar": "cta gl sys", "nanosleep": "",
+    "griddepcontrol.wait": "", "griddepcontrol.launch_dependents": "",
+    "setmaxnreg": "inc dec sync aligned", "pmevent": "mask",
+    "clusterlaunchcontrol.try_cancel": "async multicast::cluster::all shared::cta " + _BULK_BYTES,
+    "clusterlaunchcontrol.query_cancel": "is_canceled get_first_ctaid(::[xyz])? v4",
     # Memory.
     "ld": "weak relaxed acquire volatile mmio nc ca cg cs lu cv v[248] param::(entry|func) "
           + _SCOPES + _SPACES + _CACHING,
@@ -75,51 +91,71 @@ _MODIFIERS: dict[str, str] = {
     "prefetchu": "L1", "applypriority": "global L2::evict_normal", "discard": "global L2",
     "createpolicy": r"fractional range global cvt L2 L2::evict_(last|normal|first|unchanged)",
     "ldmatrix": _MATRICES + "b8x16 b6x16_p32 b4x16_p64 " + _SHARED, "stmatrix": _MATRICES + _SHARED,
-    "cp": r"async reduce bulk tensor prefetch [1-5]d tile tile::(gather4|scatter4) im2col.* "
-          "bulk_group commit_group wait_group wait_all read mbarrier arrive noinc ca cg L2 cp_mask "
-          r"multicast::cluster cta_group::[12] global add min max and or xor inc dec noftz "
-          + _BULK_BYTES + _SHARED + _CACHING,
-    "tensormap": "replace tile cp_fenceproxy global_address rank box_dim global_dim global_stride "
-                 "element_stride elemtype interleave_layout swizzle_mode fill_mode global b1024 "
-                 "tensormap::generic release sync aligned " + _SCOPES + _SHARED,
+    "cp.async": "ca cg global " + _SHARED + _CACHING,
+    **dict.fromkeys(("cp.async.commit_group", "cp.async.wait_group", "cp.async.wait_all"), ""),
+    "cp.async.mbarrier": "arrive noinc " + _SHARED,
+    "cp.async.bulk": "bulk_group multicast::cluster cp_mask global "
+                     + _BULK_BYTES + _SHARED + _CACHING,
+    "cp.async.bulk.tensor": _TENSOR + _BULK_BYTES + _SHARED + _CACHING,
+    "cp.async.bulk.prefetch": _TENSOR + "tensor L2 " + _CACHING,
+    "cp.async.bulk.commit_group": "", "cp.async.bulk.wait_group": "read",
+    "cp.reduce.async.bulk": "bulk_group global " + _REDUCED + _BULK_BYTES + _SHARED + _CACHING,
+    "cp.reduce.async.bulk.tensor": _TENSOR + _REDUCED + _SHARED + _CACHING,
+    "tensormap.replace": "tile (global|box|element)_(address|dim|stride) rank elemtype fill_mode "
+                         "interleave_layout swizzle_(mode|atomicity) global b1024 " + _SHARED,
+    "tensormap.cp_fenceproxy": "global tensormap::generic release sync aligned "
+                               + _SCOPES + _SHARED,
     # Products.
-    "mma": r"sync aligned m\d+n\d+k\d+ row col satfinite and xor popc e4m3 e5m2 tf32 s4 u4 b1 "
-           r"sp sp::ordered_metadata block_scale kind::\w+ scale_vec::[124]X ue8m0 ue4m3 "
-           "e2m1 e2m3 e3m2",
+    "mma": r"sync aligned m8n8k(4|16|32|128) m16n8k(4|8|16|32|64|128|256) row col satfinite and "
+           r"xor popc e4m3 e5m2 tf32 s4 u4 b1 sp sp::ordered_metadata block_scale ue8m0 ue4m3 "
+           r"scale_vec::[124]X kind::(f8f6f4|mxf8f6f4|mxf4|mxf4nvf4) e2m1 e2m3 e3m2",
     "movmatrix": "sync aligned m8n8 trans",
-    "wgmma": r"mma_async fence commit_group wait_group sync aligned sp satfinite m64n\d+k\d+ "
-             "e4m3 e5m2 tf32",
-    "tcgen05": "alloc dealloc relinquish_alloc_permit ld st mma cp shift commit fence red down "
-               "fence::(before|after)_thread_sync wait::(ld|st) sync aligned cta_group::[12] "
-               r"16x(64|128|256)b 32x32b 16x32bx2 x\d+ pack::16b unpack::16b ws sp ashift max min "
-               r"kind::\w+ block_scale scale_vec::[124]X block(16|32) abs NaN "
-               r"collector::(a|b[0-3])::(fill|use|lastuse|discard) mbarrier::arrive::one "
-               r"multicast::cluster (4|128)x256b (128|64|32)x128b warpx4 warpx2::(02_13|01_23) "
-               "b8x16 b6x16_p32 b4x16_p64 " + _SHARED,
+    "wgmma.mma_async": r"sync aligned sp satfinite m64n\d+k(8|16|32|64) e4m3 e5m2 tf32",
+    **dict.fromkeys(("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group"), "sync aligned"),
+    "tcgen05.alloc": _PAIR + "sync aligned " + _SHARED,
+    **dict.fromkeys(("tcgen05.dealloc", "tcgen05.relinquish_alloc_permit"), _PAIR + "sync aligned"),
+    "tcgen05.ld": _FRAGMENTS + "pack::16b red max min abs NaN",
+    "tcgen05.st": _FRAGMENTS + "unpack::16b",
+    **dict.fromkeys(("tcgen05.wait::ld", "tcgen05.wait::st"), "sync aligned"),
+    **dict.fromkeys(("tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"), ""),
+    "tcgen05.mma": _PAIR + "kind::(f16|tf32|f8f6f4|i8|mxf8f6f4|mxf4|mxf4nvf4) ws sp ashift "
+                   r"block_scale scale_vec::[124]X block(16|32) "
+                   r"collector::(a|b[0-3])::(fill|use|lastuse|discard)",
+    "tcgen05.cp": _PAIR + "(4|128)x256b (128|64|32)x128b warpx4 warpx2::(02_13|01_23) b8x16 "
+                  "b6x16_p32 b4x16_p64",
+    "tcgen05.shift": _PAIR + "down",
+    "tcgen05.commit": _PAIR + "mbarrier::arrive::one multicast::cluster " + _SHARED,
     # Refused whatever their modifiers.
     "multimem": ".*", "wmma": ".*",
 }  # fmt: skip
 
 
 @cache
-def _known(stem: str) -> re.Pattern:
-    return re.compile("|".join(_MODIFIERS[stem].split()) or "(?!)")
+def _known(key: str) -> re.Pattern:
+    return re.compile("|".join(MODIFIERS[key].split()) or "(?!)")
 
 
 @cache
 def _unknown(parts: tuple[str, ...]) -> str | None:
     """The first modifier that nothing implements."""
-    for part in parts[1:]:
-        if part not in TYPE_BITS and not _known(parts[0]).fullmatch(part):
+    keys = ((n, ".".join(parts[:n])) for n in range(len(parts), 0, -1))
+    count, key = next(((n, key) for n, key in keys if key in MODIFIERS), (1, ""))
+    for part in parts[count:]:
+        if not key or (part not in TYPE_BITS and not _known(key).fullmatch(part)):
             return part
     return None
 
 
 def check_modifiers(ins: Instruction) -> None:
-    """Raise UnsupportedInstruction for a modifier that nothing implements."""
+    """Raise UnsupportedInstruction for a modifier that nothing implements, and for semantics or a
+    scope that mean nothing here."""
     part = _unknown(ins.parts)
     if part is not None:
         what = " (stochastic rounding)" if part == "rs" else ""
         raise UnsupportedInstruction(
             f"modifier .{part} of {ins.opcode}{what} is not simulated: {ins.where()}"
+        )
+    if not is_defined(ins.parts):
+        raise UnsupportedInstruction(
+            f"PTX defines no {ins.opcode}, by its semantics and scope: {ins.where()}"
         )

@@ -15,7 +15,7 @@ from dsv4.simulator.ptx.entry import Entry, Instruction
 from dsv4.simulator.timing.machine import Machine
 
 _REGISTER = re.compile(r"%[\w$]+")
-_FREE = ("mov", "cvta", "pragma", "nop", "createpolicy", "prefetch", "prefetchu", "wgmma.fence")
+_FREE = ("mov", "cvta", "createpolicy", "prefetch", "prefetchu", "wgmma.fence")
 _MUFU = ("ex2", "lg2", "rcp", "rsqrt", "sqrt", "sin", "cos", "tanh")
 _MEMORY = ("ld", "st", "ldmatrix", "stmatrix", "atom", "red")
 _FLOAT = ("f32", "f32x2", "f16x2", "bf16x2", "f16", "bf16")

@@ -15,20 +15,33 @@ pytestmark = pytest.mark.stage("simulator")
 _WIDTH = {"r": 32, "x": 32, "f": 32, "d": 64, "e": 64, "h": 16, "b": 8}
 _REGISTER = re.compile(r"%([rxfdehb])(\d+)")
 _UNGUARDED = {line for _, line in LINES if line.startswith(("bra", "ret", "exit"))}
-_ALL_LINES = sorted({line for _, line in LINES} - _UNGUARDED)
-_TIMELESS = [line for line in _ALL_LINES if "clock" not in line and "globaltimer" not in line]
+TABLE = sorted({line for _, line in LINES} - _UNGUARDED)
+_TIMELESS = [line for line in TABLE if "clock" not in line and "globaltimer" not in line]
 
 
 def _module(line: str, guard: str) -> tuple[str, int]:
     """A module that runs the line between a known state of its registers and their store; the
-    number of registers. %p3 is true, %p2 false."""
+    number of registers. Addresses are those of an array, of shared memory, of mbarriers, of TMEM:
+    most lines do something. %p3 is true, %p2 false."""
     registers = sorted(set(_REGISTER.findall(line)))
     predicates = sorted(set(re.findall(r"%p([01])", line)))
     before, after = [], []
+    if tmem := re.match(r"tcgen05\.(ld|st|shift)\.", line):
+        before.append("mov.b32 %word, 1024;")
+        before.append("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%word], 64;")
+        after.append("mov.b32 %word, 0;")
+        after.append("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %word, 64;")
     for i, (kind, number) in enumerate(registers):
         bits, name = _WIDTH[kind], f"%{kind}{number}"
         value = 2048 + 128 * i if bits >= 32 else 7 + i
-        before.append(f"mov.b{max(bits, 16)} {name}, {value};" if bits > 8 else "")
+        if tmem and kind == "r":
+            value = 0
+        if kind == "d" and f"[{name}" in line:
+            before.append(f"add.u64 {name}, %data, {128 * i};")
+        elif bits > 8:
+            before.append(f"mov.b{max(bits, 16)} {name}, {value};")
+        if kind == "r" and "mbarrier" in line and "mbarrier.init" not in line:
+            before.append(f"@%leader mbarrier.init.shared.b64 [{name}], 65536;")
         store = "st.global.b8" if bits == 8 else f"st.global.b{bits}"
         after.append(f"{store} [%out+{256 * i}], {name};")
     for i, number in enumerate(predicates, len(registers)):
@@ -38,11 +51,13 @@ def _module(line: str, guard: str) -> tuple[str, int]:
 .version 9.0
 .target sm_100a
 .address_size 64
-.visible .entry k(.param .b64 in)
+.visible .entry k(.param .b64 in, .param .b64 array)
 {{
-.reg .pred %p<4>; .reg .b8 %b<4>; .reg .b16 %h<8>; .reg .b32 %r<16>, %x<128>, %word;
-.reg .b64 %d<8>, %out, %lane; .reg .f32 %f<8>; .reg .f64 %e<4>; .reg .b128 %q<4>;
+.reg .pred %p<4>, %leader; .reg .b8 %b<4>; .reg .b16 %h<8>; .reg .b32 %r<16>, %x<128>, %word;
+.reg .b64 %d<8>, %out, %data, %lane; .reg .f32 %f<8>; .reg .f64 %e<4>; .reg .b128 %q<4>;
 ld.param.b64 %out, [in];
+ld.param.b64 %data, [array];
+setp.eq.u32 %leader, %tid.x, 0;
 cvt.u64.u32 %lane, %tid.x;
 shl.b64 %lane, %lane, 3;
 add.u64 %out, %out, %lane;
@@ -61,28 +76,30 @@ ret;
     return text, len(registers) + len(predicates)
 
 
-def _outcome(line: str, guard: str) -> tuple[str, torch.Tensor]:
-    """Words of the error, without what a guard changes in it, and what the registers held."""
+_DATA = torch.zeros(4096, dtype=torch.int32)  # one place, so that addresses are equal in all runs
+
+
+def outcome(line: str, guard: str) -> tuple[str, torch.Tensor]:
+    """The error, without what a guard changes in its words, and what registers and memory held."""
     return _run(*_module(line, guard))
 
 
 def _run(text: str, count: int) -> tuple[str, torch.Tensor]:
     out = torch.zeros(256 * max(count, 1) // 4, dtype=torch.int32)
+    torch.remainder(torch.arange(4096, dtype=torch.int32), 1024, out=_DATA)
     error = ""
     try:
-        simulate_ptx(
-            text, "k", grid=(1, 1, 1), block=(32, 1, 1), params=(out,), buffers=(out,), shared=65536
-        )
+        simulate_ptx(text, "k", grid=(1, 1, 1), block=(32, 1, 1), params=(out, _DATA), shared=65536)
     except SimulatorError as raised:
         error = f"{type(raised).__name__}: {raised}".partition("\n")[0]
         error = re.sub(r"@!?%p\d|-?(0x)?[0-9a-f]{6,}", "", error)  # addresses differ by run
-    return error, out
+    return error, torch.cat((out, _DATA))
 
 
 @pytest.mark.parametrize("guard", ["@%p2", "@!%p3"])
-@pytest.mark.parametrize("line", _ALL_LINES)
+@pytest.mark.parametrize("line", TABLE)
 def test_a_false_guard_leaves_everything_alone(line, guard):
-    error, out = _outcome(line, guard)
+    error, out = outcome(line, guard)
     assert error == ""
     text, count = _module(line, guard)
     _, expected = _run(text.replace(f"{guard} {line}", ""), count)
@@ -92,8 +109,8 @@ def test_a_false_guard_leaves_everything_alone(line, guard):
 @pytest.mark.parametrize("guard", ["@%p3", "@!%p2"])
 @pytest.mark.parametrize("line", _TIMELESS)
 def test_a_true_guard_changes_nothing(line, guard):
-    expected_error, expected = _outcome(line, "")
-    error, out = _outcome(line, guard)
+    expected_error, expected = outcome(line, "")
+    error, out = outcome(line, guard)
     assert error == expected_error
     assert torch.equal(out, expected)
 
@@ -128,3 +145,20 @@ def test_one_warp_waits_for_its_own_copies_under_a_guard():
     """
     assert kinds(body.format(guard="@%p1")) == []
     assert kinds(body.format(guard="@!%p1")) == ["read-write race"]
+
+
+@pytest.mark.parametrize(
+    ("guard", "leaves"), [("@%p3", True), ("@!%p2", True), ("@%p2", False), ("@!%p3", False)]
+)
+@pytest.mark.parametrize("line", ["bra END;", "exit;", "ret;"])
+def test_control_flow_under_a_guard_of_every_lane(line, guard, leaves):
+    out = torch.zeros(256, dtype=torch.int32)
+    body = f"""
+    setp.eq.u32 %p3, %r1, %r1;
+    setp.ne.u32 %p2, %r1, %r1;
+    {guard} {line}
+    st.global.b32 [%d2], 7;
+    END:
+    """
+    run_body(body, threads=32, out=out)
+    assert out[:32].tolist() == [0 if leaves else 7] * 32

@@ -5,8 +5,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from tests.simulator.helpers.lane_kernel import run_lanes
+from tests.simulator.helpers.ptx import run_body
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -260,3 +262,18 @@ def test_packed_comparisons(kind, seed):
         less = a < b
     wanted = np.stack((less, np.roll(less, 7)), 1).reshape(-1)
     np.testing.assert_array_equal(found, wanted * {"u32": 0xFFFF, "bf16x2": 0x3F80}[kind])
+
+
+def test_old_values_of_a_vector_atomic_are_numbers():
+    """Arithmetic on what the atomic returns, guarded or not."""
+    for guard in ("", "@%p1"):
+        out = torch.arange(256, dtype=torch.float32)
+        body = f"""
+        .reg .f32 %f<8>;
+        mov.b32 %f4, 0x3F800000;
+        {guard} atom.global.v2.f32.add {{%f1, %f2}}, [%d1+8], {{%f4, %f4}};
+        add.f32 %f3, %f1, %f2;
+        st.global.f32 [%d1], %f3;
+        """
+        run_body(body, threads=1, out=out)
+        assert out[:5].tolist() == [5, 1, 3, 4, 4], guard

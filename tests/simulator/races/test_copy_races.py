@@ -384,3 +384,61 @@ def test_what_st_async_wrote_is_fenced_for_other_copies(fence, clean, schedule):
     report = run_body(body, schedule=schedule)
     found = {warning.kind for warning in report.warnings}
     assert not report.races and found == (set() if clean else {"st.async without proxy fence"})
+
+
+# --- matrices and tensor maps in shared memory ----------------------------------------------------
+@pytest.mark.parametrize(
+    "load",
+    [
+        "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r20, %r21, %r22, %r23}",
+        "ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8 {%r20, %r21}",
+        "ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8x16.b6x16_p32 {%r20, %r21, %r22, %r23}",
+        "ldmatrix.sync.aligned.m8n16.x2.shared.b8x16.b4x16_p64 {%r20, %r21}",
+    ],
+)
+def test_matrices_are_read_behind_a_barrier(load):
+    """Warp 1 loads what warp 0 stores."""
+    body = f"""
+    shl.b32 %r8, %r6, 4;
+    add.u32 %r9, %r2, %r8;
+    @%p1 st.shared.v4.b32 [%r9], {{%r1, %r1, %r1, %r1}};
+    SYNC
+    @%p1 bra END;
+    {load}, [%r9];
+    add.u32 %r24, %r20, %r21;
+    END:
+    """
+    assert kinds(body.replace("SYNC", ""), target="sm_100a") == ["read-write race"]
+    assert kinds(body.replace("SYNC", "bar.sync 0;"), target="sm_100a") == []
+
+
+@pytest.mark.parametrize(
+    ("space", "place", "word"), [("shared::cta", "%r2", "%r4"), ("global", "%d1", "%d2")]
+)
+def test_an_edited_tensor_map_is_written_as_a_whole(space, place, word):
+    body = f"""
+    st.{space}.b32 [{word}], %r1;
+    {{sync}}
+    @%p2 tensormap.replace.tile.global_dim.{space}.b1024.b32 [{place}+128], 1, 64;
+    """
+    assert kinds(body.format(sync="")) == ["write-write race"]
+    assert kinds(body.format(sync="bar.sync 0;")) == []
+
+
+def test_a_published_tensor_map_is_read_and_written():
+    """Warp 0 edits a map in shared memory and copies it to global memory; warp 1 reads it."""
+    body = """
+    @%p1 st.shared.b32 [%r4], %r1;
+    bar.sync 0;
+    @%p2 tensormap.replace.tile.global_dim.shared::cta.b1024.b32 [%r2], 1, 64;
+    {warp}
+    @%p1 tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned
+        [%d1], [%r2], 128;
+    {cta}
+    @!%p1 ld.global.b32 %r9, [%d2+-128];
+    """
+    warp, cta = "bar.warp.sync -1;", "bar.sync 0;"
+    assert kinds(body.format(warp=warp, cta=cta)) == []
+    assert kinds(body.format(warp=warp, cta="")) == ["read-write race"]
+    warnings = run_body(body.format(warp="", cta=cta)).warnings
+    assert [found.kind for found in warnings] == ["lanes ordered by convergence alone"]
