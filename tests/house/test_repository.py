@@ -132,6 +132,14 @@ def test_recorded_passes_count_where_their_file_still_holds_tests() -> None:
     assert stages.passed_by_file({"x.py::a": "passed", "x.py::b": "failed"}) == {"x.py": 1}
 
 
+def test_rows_of_other_stages_stay_as_they_are() -> None:
+    stages = load_script("stages")
+    known = "| stage |\n| op | 5 |\n| lowp | 3 |\n"
+    page = "| stage |\n| op | 1 |\n| lowp | 4 |\n| lowp-object | 1 |\n"
+    assert stages.keep_others(page, known, "lowp") == page.replace("| op | 1 |", "| op | 5 |")
+    assert stages.keep_others(page, known, "") == page
+
+
 def test_an_unknown_stage_is_refused(tmp_path: Path, monkeypatch, capsys) -> None:
     unknown = {"Z9": {"cpu": {"tests/x.py::test": "passed"}}}
     assert run_stages(unknown, tmp_path, monkeypatch) == 1
