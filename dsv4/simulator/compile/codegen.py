@@ -223,6 +223,10 @@ class BlockEmitter:
         """Append a line without effects, which runs whatever the guard of the instruction is."""
         self.lines.append(text)
 
+    def park_unless(self, call: str) -> None:
+        """Park the warp, to run the block again, unless a call says that it need not wait."""
+        self.line(f"if not {call}: return {BLOCKED}")
+
     def mark(self) -> None:
         """Note the current instruction in the warp: error reports and checks name it."""
         self.line(f"w.at = {self.current.index}")

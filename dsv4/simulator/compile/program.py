@@ -14,26 +14,30 @@ from dsv4.simulator.compile.tmem_registers import TmemRegisters, check_loads
 from dsv4.simulator.errors import KernelFault, UnsupportedInstruction
 from dsv4.simulator.instructions import (
     atomics,
-    barriers,
+    branch,
     collectives,
-    control,
+    compare,
+    convert,
+    cp_async,
     device_print,
+    fences,
+    floats,
+    hints,
     launch_control,
-    matrix_access,
-    memory_access,
+    load_store,
+    matrix,
+    mbarrier,
     mma_sync,
-    opcodes_control,
-    opcodes_memory,
-    opcodes_tcgen05,
+    move,
+    named_barriers,
+    refused,
+    setmaxnreg,
     tcgen05,
+    tensor_map_edits,
     tma,
     wgmma,
 )
-from dsv4.simulator.instructions import compare as opcodes_compare
-from dsv4.simulator.instructions import convert as opcodes_convert
-from dsv4.simulator.instructions import floats as opcodes_float
-from dsv4.simulator.instructions import integers as opcodes_integer
-from dsv4.simulator.instructions import move as opcodes_move
+from dsv4.simulator.instructions import integers as integer_instructions
 from dsv4.simulator.machine import memory
 from dsv4.simulator.machine.warp import ALL
 from dsv4.simulator.ptx.blocks import blocks_of
@@ -41,43 +45,31 @@ from dsv4.simulator.ptx.entry import Entry
 from dsv4.simulator.ptx.modifiers import check_modifiers
 from dsv4.simulator.ptx.shared_names import Allocation
 
-# Importing a module registers its emitters.
-EMITTER_MODULES = (
-    opcodes_compare, opcodes_control, opcodes_convert, opcodes_float, opcodes_integer,
-    opcodes_memory, opcodes_move, opcodes_tcgen05, tma, wgmma, launch_control, mma_sync,
+# Families of instructions: importing one registers its emitters, whose generated code calls its
+# public functions by name.
+FAMILIES = (
+    atomics, branch, collectives, compare, convert, cp_async, device_print, fences, floats, hints,
+    integer_instructions, launch_control, load_store, matrix, mbarrier, mma_sync, move,
+    named_barriers, refused, setmaxnreg, tcgen05, tensor_map_edits, tma, wgmma,
 )  # fmt: skip
+
+
+CALLED = (*FAMILIES, numerics, integers, vectorise, memory)
+
+
+def functions_of(module) -> dict[str, object]:
+    """What generated code may use of a module: its public names but for emitters."""
+    emitters = set(map(id, codegen.EMITTERS.values()))
+    public = ((name, value) for name, value in vars(module).items() if not name.startswith("_"))
+    return {name: value for name, value in public if id(value) not in emitters}
 
 
 def _namespace() -> dict[str, object]:
     """What generated code may call."""
     names: dict[str, object] = {"np": np, "where": np.where, "ALL": ALL, "bool_": np.bool_}
-    for module in (
-        numerics,
-        integers,
-        atomics,
-        vectorise,
-        matrix_access,
-        barriers,
-        collectives,
-        control,
-        device_print,
-        memory,
-        memory_access,
-        tma,
-        tcgen05,
-        launch_control,
-    ):
-        names.update({k: v for k, v in vars(module).items() if not k.startswith("_")})
-    names.update(
-        mma_sync=mma_sync.multiply,
-        transpose_matrix=mma_sync.transpose,
-        wgmma_issue=wgmma.issue,
-        wgmma_in_step=wgmma.in_step,
-        wgmma_commit=wgmma.commit,
-        wgmma_wait=wgmma.wait,
-        check_products=wgmma_registers.check_products,
-        check_loads=check_loads,
-    )
+    for module in CALLED:
+        names.update(functions_of(module))
+    names.update(check_products=wgmma_registers.check_products, check_loads=check_loads)
     return names
 
 

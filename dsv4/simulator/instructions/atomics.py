@@ -1,6 +1,6 @@
 """Atomic operations, lane by lane, and the asynchronous stores to other CTAs that may combine.
 
-All take the warp first; see memory_access.py for addresses and masks.
+All take the warp first; see load_store.py for addresses and masks.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from dsv4.simulator.arithmetic.numerics import (
     f32_of_f16,
     flush,
 )
+from dsv4.simulator.compile.codegen import BlockEmitter, emits, type_of
+from dsv4.simulator.compile.registers import BITS_OF_KIND, DTYPES, KIND_OF_TYPE, UNSIGNED
 from dsv4.simulator.errors import KernelFault
-from dsv4.simulator.instructions.memory_access import WINDOW_MASK
+from dsv4.simulator.instructions.load_store import WINDOW_MASK, access_count, access_space
 from dsv4.simulator.machine.mbarrier import MemoryBarrier
 from dsv4.simulator.machine.memory import OFFSET_MASK, RANK_SHIFT, SHARED_WINDOW, Cta
 from dsv4.simulator.machine.warp import Warp
+from dsv4.simulator.ptx.entry import Instruction
 
 
 def _word(w: Warp, space: str, address: int, dtype: type) -> np.ndarray:
@@ -190,3 +193,62 @@ def atomic_wide(w: Warp, op: str, address, operands, mask) -> np.ndarray:
             if op == "exch" or (old[lane] == operands[0][lane]).all():
                 word[:] = operands[-1][lane]
     return old
+
+
+# --- emitters ------------------------------------------------------------------------------------
+_ATOMIC = ("add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec")
+
+
+@emits("atom", "red")
+def emit_atomic(e: BlockEmitter, ins: Instruction) -> None:
+    returns = ins.parts[0] == "atom"
+    target = ins.operands[0] if returns else "_"
+    operands = ins.operands[1:] if returns else ins.operands
+    op = next(p for p in ins.parts if p in _ATOMIC)
+    name = type_of(ins)
+    kind = KIND_OF_TYPE[name]
+    space = access_space(ins)
+    if name in ("f16x2", "bf16x2", "bf16", "f16") or access_count(ins) > 1:
+        _atomic_vector(e, ins, target, operands, op, name)
+        return
+    address = e.address(operands[0], "u32" if space == "shared" else "u64")
+    values = ", ".join(e.value(x, kind) for x in operands[1:])
+    e.mark()
+    if kind == "u128":
+        if space == "shared":
+            raise ValueError("16-byte atomics of shared memory")
+        e.define(target, f"atomic_wide(w, {op!r}, {address}, ({values},), {e.mask})", kind)
+        return
+    out = f"atomic(w, {space!r}, {op!r}, {DTYPES[kind]}, {address}, ({values},), {e.mask})"
+    e.define(target, out, kind)
+
+
+def _atomic_vector(e, ins, target: str, operands: list[str], op: str, name: str) -> None:
+    """Vector or half-precision add: element by element, lanes ascending."""
+    space = access_space(ins)
+    address = e.address(operands[0], "u32" if space == "shared" else "u64")
+    kind = KIND_OF_TYPE[name]
+    values = ", ".join(e.value(x, kind) for x in e.vector(operands[1]))
+    out = e.temporary()
+    e.mark()
+    e.line(
+        f"{out} = atomic_vector(w, {space!r}, {op!r}, {name!r}, {address}, ({values},), {e.mask})"
+    )
+    if target != "_":
+        for i, register in enumerate(e.vector(target)):
+            e.define(register, f"{out}[{i}].view({DTYPES[kind]})", kind)
+
+
+@emits("st.async", "red.async")
+def emit_store_async(e: BlockEmitter, ins: Instruction) -> None:
+    """st.async and red.async: remote writes that complete bytes on an mbarrier."""
+    kind = KIND_OF_TYPE[type_of(ins)]
+    op = next((p for p in ins.parts if p in _ATOMIC), None)
+    unsigned = UNSIGNED[BITS_OF_KIND[kind]]
+    values = ", ".join(e.value(v, unsigned) for v in e.vector(ins.operands[1]))
+    address, barrier = e.address(ins.operands[0], "u32"), e.address(ins.operands[2], "u32")
+    e.mark()
+    e.line(
+        f"store_async(w, {op!r}, {DTYPES[kind]}, {address}, ({values},), {BITS_OF_KIND[kind]}, "
+        f"{barrier}, {e.mask})"
+    )

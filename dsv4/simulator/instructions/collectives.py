@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from dsv4.simulator.compile.codegen import BlockEmitter, emits, type_of
+from dsv4.simulator.compile.registers import KIND_OF_TYPE
 from dsv4.simulator.errors import KernelFault, UnsupportedInstruction
 from dsv4.simulator.machine.warp import ALL, LANE, Warp
+from dsv4.simulator.ptx.entry import Instruction
 
 _LANE = LANE.astype(np.int32)
 _BROADCAST = [np.full(32, lane, np.uint32) for lane in range(32)]
@@ -128,3 +131,78 @@ def match_all(value: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarr
     same = bool((active == active[0]).all())
     bits = ballot(mask, mask) if same else np.zeros(32, np.uint32)
     return bits, ALL if same else _NONE
+
+
+# --- emitters ------------------------------------------------------------------------------------
+_EVERYONE = ("-1", "0xffffffff", "0xFFFFFFFF", "4294967295")  # as a member mask
+
+
+def emit_check_members(e: BlockEmitter, ins: Instruction) -> None:
+    """Compare the lanes that execute a collective with its member mask, the last operand."""
+    if e.full and not e.guarded and ins.operands[-1] in _EVERYONE:
+        return
+    e.mark()
+    e.line(f"check_members(w, {e.value(ins.operands[-1], 'u32')}, {e.mask}, {ins.opcode!r})")
+
+
+@emits("shfl")
+def emit_shuffle(e: BlockEmitter, ins: Instruction) -> None:
+    emit_check_members(e, ins)
+    targets = ins.operands[0].split("|")
+    value, b, c = (e.value(x, "u32") for x in ins.operands[1:4])
+    mode = next(p for p in ins.parts if p in ("idx", "bfly", "up", "down"))
+    out, inside = e.temporary(), e.temporary()
+    e.line(f"{out}, {inside} = shuffle(w, {mode!r}, {value}, {b}, {c}, {e.mask})")
+    e.define(targets[0], out, "u32")
+    if len(targets) > 1:
+        e.define(targets[1], inside, "p")
+
+
+@emits("elect")
+def emit_elect(e: BlockEmitter, ins: Instruction) -> None:
+    emit_check_members(e, ins)
+    targets = ins.operands[0].split("|")
+    lane, chosen = e.temporary(), e.temporary()
+    e.line(f"{lane}, {chosen} = elect({e.mask})")
+    e.define(targets[0], lane, "u32")
+    e.define(targets[1], chosen, "p")
+
+
+@emits("vote", "activemask")
+def emit_vote(e: BlockEmitter, ins: Instruction) -> None:
+    if ins.parts[0] == "activemask":
+        e.define(ins.operands[0], f"ballot({e.mask}, {e.mask})", "u32")
+        return
+    emit_check_members(e, ins)
+    mode = next(p for p in ins.parts if p in ("ballot", "any", "all", "uni"))
+    predicate = e.value(ins.operands[1], "p")
+    if mode == "ballot":
+        e.define(ins.operands[0], f"ballot({predicate}, {e.mask})", "u32")
+    else:
+        e.define(ins.operands[0], f"vote({mode!r}, {predicate}, {e.mask})", "p")
+
+
+@emits("redux")
+def emit_reduce(e: BlockEmitter, ins: Instruction) -> None:
+    emit_check_members(e, ins)
+    kind = KIND_OF_TYPE[type_of(ins)]
+    op = next(p for p in ins.parts if p in ("add", "min", "max", "and", "or", "xor"))
+    value = e.value(ins.operands[1], kind)
+    if "abs" in ins.parts:
+        value = f"np.abs({value})"
+    e.define(ins.operands[0], f"reduce({op!r}, {value}, {e.mask}, {'NaN' in ins.parts})", kind)
+
+
+@emits("match")
+def emit_match(e: BlockEmitter, ins: Instruction) -> None:
+    emit_check_members(e, ins)
+    value = e.value(ins.operands[1], KIND_OF_TYPE[type_of(ins)])
+    if "any" in ins.parts:
+        e.define(ins.operands[0], f"match_any({value}, {e.mask})", "u32")
+        return
+    targets = ins.operands[0].split("|")
+    bits, same = e.temporary(), e.temporary()
+    e.line(f"{bits}, {same} = match_all({value}, {e.mask})")
+    e.define(targets[0], bits, "u32")
+    if len(targets) > 1:
+        e.define(targets[1], same, "p")

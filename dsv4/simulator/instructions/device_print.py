@@ -7,8 +7,10 @@ import sys
 
 import numpy as np
 
-from dsv4.simulator.instructions.memory_access import load_generic
+from dsv4.simulator.compile.codegen import BlockEmitter, emits
+from dsv4.simulator.instructions.load_store import load_generic
 from dsv4.simulator.machine.warp import Warp
+from dsv4.simulator.ptx.entry import Instruction
 
 _CONVERSION = re.compile(r"%([-+ #0]*\d*(?:\.\d+)?)(hh|h|ll|l|j|z|t)?([diouxXeEfFgGaAcsp%])")
 _LONG = ("l", "ll", "j", "z", "t")
@@ -74,3 +76,14 @@ class _Arguments:
         if kind in "di" and value >> (bits - 1):
             value -= 1 << bits
         return f"%{flags}{'d' if kind == 'u' else kind}" % value
+
+
+# --- emitters ------------------------------------------------------------------------------------
+@emits("vprintf")
+def emit_print(e: BlockEmitter, ins: Instruction) -> None:
+    """A call of printf, as the parser writes it: result, format, packed arguments."""
+    form, arguments = (e.value(operand, "u64") for operand in ins.operands[1:])
+    e.mark()
+    out = e.temporary()
+    e.line(f"{out} = vprintf(w, {form}, {arguments}, {e.mask})")
+    e.define(ins.operands[0], out, "u32")

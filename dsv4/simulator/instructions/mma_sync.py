@@ -81,7 +81,7 @@ def _product(form, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return total.astype(i64)
 
 
-def multiply(w: Warp, form, saturate: bool, a, b, c, mask) -> list[np.ndarray]:
+def mma_sync(w: Warp, form, saturate: bool, a, b, c, mask) -> list[np.ndarray]:
     """D = A B + C of one warp; `form` = (rows, K, D type, A type, B type, bit operation).
 
     Returns: registers of D, of the kind of C's.
@@ -109,7 +109,7 @@ def multiply(w: Warp, form, saturate: bool, a, b, c, mask) -> list[np.ndarray]:
     return [(value + x.view(f32)).view(u32) for value, x in zip(values, c)]
 
 
-def transpose(value: np.ndarray, mask) -> np.ndarray:
+def transpose_matrix(value: np.ndarray, mask) -> np.ndarray:
     """movmatrix: an 8 x 8 matrix of 16-bit elements, two of a row in each lane, transposed."""
     if mask is not ALL:
         raise KernelFault("movmatrix needs all lanes of the warp")

@@ -1,8 +1,8 @@
-"""Emitters for moves between registers and selects."""
+"""Emitters for moves between registers, selects, and addresses in other CTAs."""
 
 from __future__ import annotations
 
-from dsv4.simulator.compile.codegen import BlockEmitter, computes, type_of
+from dsv4.simulator.compile.codegen import BlockEmitter, computes, emits, type_of
 from dsv4.simulator.compile.registers import DTYPES, KIND_OF_TYPE, UNSIGNED
 from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.types import TYPE_BITS
@@ -63,3 +63,21 @@ def _move_128(e: BlockEmitter, target: str, source: str) -> None:
         e.define(target, f"np.stack(({low}, {high}), 1)", "u128")
     else:
         e.define(target, e.value(source, "u128"), "u128")
+
+
+@emits("mapa")
+def map_address(e: BlockEmitter, ins: Instruction) -> None:
+    """The same offset in the CTA of another rank."""
+    wide = type_of(ins) == "u64"
+    kind = "u64" if wide else "u32"
+    address, rank = e.value(ins.operands[1], kind), e.value(ins.operands[2], "u32")
+    dtype = DTYPES[kind]
+    shifted = f"({rank}.astype({dtype}) << {dtype}(24))"
+    keep = "0xff00000000ffffff" if wide else "0xffffff"
+    e.define(ins.operands[0], f"({address} & {dtype}({keep})) | {shifted}", kind)
+
+
+@emits("getctarank")
+def cta_rank(e: BlockEmitter, ins: Instruction) -> None:
+    address = e.value(ins.operands[1], KIND_OF_TYPE[type_of(ins)])
+    e.define(ins.operands[0], f"(({address} >> 24) & 0xff).astype(u32)", "u32")

@@ -114,7 +114,7 @@ class Product:
         ].reshape(-1, depth)
 
 
-def in_step(w: Warp) -> None:
+def wgmma_in_step(w: Warp) -> None:
     """The warps of a warpgroup must come to the same wgmma.fence, .mma_async and .commit_group:
     on hardware those in different branches would wait for each other for ever."""
     w.wgmma_steps += 1
@@ -131,11 +131,11 @@ def in_step(w: Warp) -> None:
         del steps[key]
 
 
-def issue(w: Warp, form, accumulators, a, b, scale_d, signs, majors, mask) -> None:
+def wgmma_issue(w: Warp, form, accumulators, a, b, scale_d, signs, majors, mask) -> None:
     """wgmma.mma_async: the warp must be whole, its operands uniform."""
     if mask is not ALL:
         raise KernelFault("wgmma.mma_async needs all lanes of the warp")
-    in_step(w)
+    wgmma_in_step(w)
     a = a if isinstance(a, tuple) else int(a[0])
     b = int(b[0])
     w.wgmma_issued += 1
@@ -164,13 +164,13 @@ def _warpgroup(w: Warp) -> list[Warp]:
     return w.cta.warps[first : first + WARPGROUP]
 
 
-def commit(w: Warp) -> None:
+def wgmma_commit(w: Warp) -> None:
     """wgmma.commit_group."""
-    in_step(w)
+    wgmma_in_step(w)
     w.wgmma_groups.append(w.wgmma_issued)
 
 
-def wait(w: Warp, groups: int) -> bool:
+def wgmma_wait(w: Warp, groups: int) -> bool:
     """wgmma.wait_group: all but the youngest `groups` groups are complete.
 
     A product is one operation of the whole warpgroup: its other warps must have issued it too.

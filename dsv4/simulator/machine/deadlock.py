@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dsv4.simulator.instructions.barriers import Awaited
-from dsv4.simulator.instructions.control import AwaitedRegisters
+from dsv4.simulator.instructions.mbarrier import Awaited
+from dsv4.simulator.instructions.setmaxnreg import AwaitedRegisters
 from dsv4.simulator.machine.warp import Warp
 
 

@@ -12,7 +12,7 @@ import torch
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.compile.codegen import BLOCKED
 from dsv4.simulator.compile.program import Program
-from dsv4.simulator.instructions.barriers import mbarrier_test
+from dsv4.simulator.instructions.mbarrier import mbarrier_test
 from dsv4.simulator.instructions.operands.tensor_core import Multiplication
 from dsv4.simulator.machine.memory import Cluster, Cta, GlobalMemory
 from dsv4.simulator.machine.observer import Observer

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dsv4.simulator import KernelFault
-from dsv4.simulator.instructions import barriers
+from dsv4.simulator.instructions import mbarrier
 from tests.simulator.helpers.ptx import INIT_BARRIER, run_body
 
 pytestmark = pytest.mark.stage("simulator")
@@ -41,12 +41,12 @@ def test_warps_see_a_phase_complete_at_different_times(test, monkeypatch):
     seen = {tuple(_landed(seed, test)) for seed in range(12)}
     assert any(len(set(warps)) == 2 for warps in seen)
     assert {warps[3] for warps in seen} == {True, False}
-    monkeypatch.setattr(barriers, "_MISSED", 1)
+    monkeypatch.setattr(mbarrier, "_MISSED", 1)
     assert not any(any(_landed(seed, test)) for seed in range(12))
 
 
 def test_a_completion_that_the_warp_knows_of_is_never_missed(monkeypatch):
-    monkeypatch.setattr(barriers, "_MISSED", 1)
+    monkeypatch.setattr(mbarrier, "_MISSED", 1)
     wait = "V: mbarrier.try_wait.parity.shared.b64 %p8, [%r30], 0;\n@!%p8 bra V;"
     told = f"@!%p1 bra TOLD;\n{wait}\nTOLD:\nbar.sync 0;"
     for seed in range(20):

@@ -23,9 +23,10 @@ _FENCED = slice(FENCED_SHARED, FENCED_GLOBAL + 1)
 class Clocks:
     """Clocks by warp, and the clocks published at synchronisation objects.
 
-    `know[w]` is [row, agent] of warp agent w. Some lanes may know more than the others, when they
-    alone waited for something: `know` is then theirs and `rest` what the other lanes know, until
-    the warp converges.
+    `know[w]` is [row, agent] of warp agent w. Some lanes may be ahead of the others, when they
+    alone waited for something: `know` is then theirs and `of_the_others` what the rest knows, until
+    the warp converges. Lane 0 waits for a copy, and may read what it brought; lane 1 may not before
+    a bar.warp.sync.
     """
 
     def __init__(self, warps: int):
@@ -37,8 +38,8 @@ class Clocks:
         self.agents |= {("cp.async", w): warps + w for w in range(warps)}
         self.names: list[Hashable] = list(self.agents)
         self.published: dict[Hashable, np.ndarray] = {}
-        self.informed: dict[int, np.ndarray] = {}  # warp -> lanes that know more
-        self.rest: dict[int, np.ndarray] = {}
+        self.lanes_ahead: dict[int, np.ndarray] = {}  # warp -> those that know more
+        self.of_the_others: dict[int, np.ndarray] = {}
         # What the warp knew at its last fence of each scope or wider: relaxed operations hand it to
         # threads within that scope. `restricted` is for mbarriers alone.
         self.at_fence = np.zeros((warps, len(Scope), _ROWS, 0), np.int32)
@@ -56,7 +57,7 @@ class Clocks:
         self.know, self.at_fence, self.restricted, self.settled = (
             _wide(x, capacity) for x in (self.know, self.at_fence, self.restricted, self.settled)
         )
-        self.rest = {w: _wide(x, capacity) for w, x in self.rest.items()}
+        self.of_the_others = {w: _wide(x, capacity) for w, x in self.of_the_others.items()}
         self.seen = self.know[:, SEEN]
 
     def agent(self, key: Hashable) -> int:
@@ -72,34 +73,34 @@ class Clocks:
     # --- what lanes know -------------------------------------------------------------------------
     def view(self, warp: int, lanes: np.ndarray | None) -> np.ndarray:
         """[row, agent] that all of `lanes` (None: the warp) know. Not to be kept."""
-        rest = self.rest.get(warp)
-        if rest is None or self._informed(warp, lanes):
+        others = self.of_the_others.get(warp)
+        if others is None or self._are_ahead(warp, lanes):
             return self.know[warp]
-        rest[SEEN, warp] = self.seen[warp, warp]
-        return rest
+        others[SEEN, warp] = self.seen[warp, warp]
+        return others
 
     def differ(self, warp: int) -> bool:
         """Whether some lanes know more than others."""
-        return warp in self.rest
+        return warp in self.of_the_others
 
-    def _informed(self, warp: int, lanes: np.ndarray | None) -> bool:
-        return lanes is not None and not (lanes & ~self.informed[warp]).any()
+    def _are_ahead(self, warp: int, lanes: np.ndarray | None) -> bool:
+        return lanes is not None and not (lanes & ~self.lanes_ahead[warp]).any()
 
     def _targets(self, warp: int, lanes: np.ndarray | None) -> list[np.ndarray]:
         """What changes when `lanes` learn something. Lanes that differ from those already informed
         are given the benefit of the doubt: what they learn, all know."""
-        if warp not in self.rest:
+        if warp not in self.of_the_others:
             if lanes is None:
                 return [self.know[warp]]
-            self.rest[warp], self.informed[warp] = self.know[warp].copy(), lanes
-        if self._informed(warp, lanes):
+            self.of_the_others[warp], self.lanes_ahead[warp] = self.know[warp].copy(), lanes
+        if self._are_ahead(warp, lanes):
             return [self.know[warp]]
-        return [self.know[warp], self.rest[warp]]
+        return [self.know[warp], self.of_the_others[warp]]
 
     def converge(self, warp: int) -> None:
         """All lanes know what some of them knew."""
-        if self.rest.pop(warp, None) is not None:
-            del self.informed[warp]
+        if self.of_the_others.pop(warp, None) is not None:
+            del self.lanes_ahead[warp]
 
     # --- synchronisation objects -----------------------------------------------------------------
     def advance(self, warp: int) -> int:
@@ -180,7 +181,7 @@ class Clocks:
         """fence.proxy.async: ordinary writes the lanes know of become visible to async engines;
         `row` is that of one state space, None of both."""
         views = [self.view(warp, lanes)]
-        if warp in self.rest and lanes is None:
+        if warp in self.of_the_others and lanes is None:
             views.append(self.know[warp])
         for know in views:
             fenced = know[_FENCED if row is None else slice(row, row + 1)]

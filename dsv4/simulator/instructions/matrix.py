@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
+from dsv4.simulator.compile.codegen import BlockEmitter, emits, type_of
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.instructions.operands.formats import unpacked
 from dsv4.simulator.machine.memory import CHUNK
 from dsv4.simulator.machine.warp import ALL, Warp
+from dsv4.simulator.ptx.entry import Instruction
 
 
 def _matrix_rows(w: Warp, address: np.ndarray, count: int, mask, write: bool) -> np.ndarray:
@@ -76,3 +80,47 @@ def load_matrix_b8(w: Warp, address, count: int, bits: int, mask) -> list[np.nda
         words = np.ascontiguousarray(tile).view(np.uint32)  # [16 rows, 4 words]
         out += [words[:8].reshape(32), words[8:].reshape(32)]
     return out
+
+
+# --- emitters ------------------------------------------------------------------------------------
+def _padded_bits(ins: Instruction, default: int | None = None) -> int:
+    """Bits of elements that are padded to 16 bytes a row."""
+    for name, bits in (("b4x16_p64", 4), ("b6x16_p32", 6)):
+        if name in ins.parts:
+            return bits
+    if default is None:
+        raise ValueError("ldmatrix shape")
+    return default
+
+
+@emits("ldmatrix")
+def emit_load(e: BlockEmitter, ins: Instruction) -> None:
+    count = next(int(p[1:]) for p in ins.parts if re.fullmatch(r"x[124]", p))
+    address = e.address(ins.operands[1], "u32")
+    out = e.temporary()
+    e.mark()
+    if "m8n8" in ins.parts:
+        trans = "trans" in ins.parts
+        e.line(f"{out} = load_matrix(w, {address}, {count}, {trans}, {e.mask})")
+    elif "m16n16" in ins.parts and "trans" in ins.parts:
+        e.line(f"{out} = load_matrix_b8(w, {address}, {count}, {_padded_bits(ins, 8)}, {e.mask})")
+    elif "m8n16" in ins.parts:
+        bits = _padded_bits(ins)
+        e.line(f"{out} = load_matrix_padded(w, {address}, {count}, {bits}, {e.mask})")
+    else:
+        raise ValueError("ldmatrix shape")
+    for i, target in enumerate(e.vector(ins.operands[0])):
+        e.define(target, f"{out}[{i}]", "u32")
+
+
+@emits("stmatrix")
+def emit_store(e: BlockEmitter, ins: Instruction) -> None:
+    values = ", ".join(e.value(v, "u32") for v in e.vector(ins.operands[1]))
+    address = e.address(ins.operands[0], "u32")
+    e.mark()
+    if "m16n8" in ins.parts and type_of(ins) == "b8" and "trans" in ins.parts:
+        e.line(f"store_matrix_b8(w, {address}, ({values},), {e.mask})")
+        return
+    if "m8n8" not in ins.parts or type_of(ins) != "b16":
+        raise ValueError("stmatrix shape")
+    e.line(f"store_matrix(w, {address}, ({values},), {'trans' in ins.parts}, {e.mask})")

@@ -1,4 +1,4 @@
-"""Loads and stores of 32 lanes in every state space, and atomics.
+"""Loads and stores of 32 lanes in every state space.
 
 All take the warp first. Addresses are uint32 (shared) or uint64 (global, generic) arrays; `mask` is
 the module's ALL when every lane takes part. A vector access of `count` elements of `bits` each
@@ -7,8 +7,12 @@ gives or takes a list of `count` arrays.
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 
+from dsv4.simulator.compile.codegen import BlockEmitter, emits, type_of
+from dsv4.simulator.compile.registers import BITS_OF_KIND, DTYPES, KIND_OF_TYPE, UNSIGNED
 from dsv4.simulator.errors import KernelFault
 from dsv4.simulator.machine.memory import (
     ELEMENT,
@@ -20,6 +24,7 @@ from dsv4.simulator.machine.memory import (
     Region,
 )
 from dsv4.simulator.machine.warp import ALL, Warp
+from dsv4.simulator.ptx.entry import Instruction
 
 DTYPE = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 _SHIFT = {8: 0, 16: 1, 32: 2, 64: 3}
@@ -287,3 +292,83 @@ def store_generic(w: Warp, address: np.ndarray, values, bits: int, mask) -> None
             store_local(w, plain, values, bits, lanes)
         else:
             store_global(w, plain, values, bits, lanes)
+
+
+# --- emitters ------------------------------------------------------------------------------------
+_SPACES = ("param", "shared", "global", "local", "const")
+_STRONG = ("acquire", "relaxed", "volatile", "mmio")
+
+
+def access_space(ins: Instruction) -> str:
+    for part in ins.parts[1:]:
+        stem = part.split("::")[0]
+        if stem in _SPACES:
+            return "global" if stem == "const" else stem
+    return "generic"
+
+
+def access_count(ins: Instruction) -> int:
+    return next((int(p[1:]) for p in ins.parts if re.fullmatch(r"v\d", p)), 1)
+
+
+@emits("ld", "ldu")
+def emit_load(e: BlockEmitter, ins: Instruction) -> None:
+    space, count = access_space(ins), access_count(ins)
+    kind = KIND_OF_TYPE[type_of(ins)]
+    targets = e.vector(ins.operands[0])
+    out = e.temporary()
+    if kind == "u128":
+        _load_128(e, ins, space)
+        return
+    bits = BITS_OF_KIND[kind]
+    e.mark()
+    if space == "param":
+        e.line(f"{out} = {_load_param(e, ins, count, bits)}")
+    else:
+        address = e.address(ins.operands[1], "u32" if space == "shared" else "u64")
+        e.line(f"{out} = load_{space}(w, {address}, {count}, {bits}, {e.mask})")
+    if space in ("global", "generic", "shared") and any(p in ins.parts for p in _STRONG):
+        # A flag that another warp may set: give the others a turn before the next block.
+        e.line("w.polling = True")
+    for i, target in enumerate(targets):
+        if target != "_":
+            view = f".view({DTYPES[kind]})" if kind[0] in "sf" else ""
+            e.define(target, f"{out}[{i}]{view}", kind)
+
+
+def _load_128(e: BlockEmitter, ins: Instruction, space: str) -> None:
+    address = e.address(ins.operands[1], "u32" if space == "shared" else "u64")
+    e.mark()
+    out = e.temporary()
+    load = "load_param_at" if space == "param" else f"load_{space}"
+    e.line(f"{out} = {load}(w, {address}, 2, 64, {e.mask})")
+    e.define(ins.operands[0], f"np.stack({out}, 1)", "u128")
+
+
+def _load_param(e: BlockEmitter, ins: Instruction, count: int, bits: int) -> str:
+    inner = ins.operands[1][1:-1].strip()
+    m = re.match(r"^([^\s+]+)\s*(?:\+\s*(-?\d+))?$", inner)
+    name, extra = m.group(1), int(m.group(2) or 0)
+    if name in e.entry.params:
+        return f"load_param(w, {e.entry.params[name][0] + extra}, {count}, {bits})"
+    address = e.address(ins.operands[1], "u64")
+    return f"load_param_at(w, {address}, {count}, {bits}, {e.mask})"
+
+
+@emits("st")
+def emit_store(e: BlockEmitter, ins: Instruction) -> None:
+    space = access_space(ins)
+    e.mark()
+    if "bulk" in ins.parts:
+        address, size = e.address(ins.operands[0], "u32"), e.value(ins.operands[1], "u64")
+        if space != "shared" or int(ins.operands[2], 0):
+            raise ValueError("st.bulk of anything but zeros to shared memory")
+        e.line(f"clear_shared(w, {address}, {size}, {e.mask})")
+        return
+    kind = UNSIGNED[BITS_OF_KIND[KIND_OF_TYPE[type_of(ins)]]]
+    bits = BITS_OF_KIND[kind]
+    values = ", ".join(e.value(v, kind) for v in e.vector(ins.operands[1]))
+    if kind == "u128":
+        values, bits = f"*contiguous({values}.T)", 64
+    address = e.address(ins.operands[0], "u32" if space == "shared" else "u64")
+    e.line(f"store_{space}(w, {address}, ({values},), {bits}, {e.mask})")

@@ -1,4 +1,4 @@
-"""Fences, traps, waits for the launch before, and register budgets."""
+"""setmaxnreg: registers that warps of a CTA give up and ask for."""
 
 from __future__ import annotations
 
@@ -6,48 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dsv4.simulator.compile.codegen import BlockEmitter, emits
 from dsv4.simulator.errors import KernelFault
-from dsv4.simulator.instructions.barriers import whole_warp
+from dsv4.simulator.instructions.named_barriers import whole_warp
 from dsv4.simulator.machine.warp import Warp
+from dsv4.simulator.ptx.blocks import may_block
+from dsv4.simulator.ptx.entry import Instruction
 
 LEAST_REGISTERS, MOST_REGISTERS = 24, 256  # of a thread by setmaxnreg
-
-
-def trap(w: Warp, mask: np.ndarray) -> None:
-    """trap: the kernel gave up."""
-    if mask.any():
-        raise KernelFault("trap")
-
-
-def fence(w: Warp, opcode: str, mask: np.ndarray) -> None:
-    """Memory is sequentially consistent here; only the checker cares about fences."""
-    if w.launch.monitor is not None and mask.any():
-        w.launch.monitor.fence(w, opcode, mask)
-
-
-def warp_sync(w: Warp, mask: np.ndarray) -> None:
-    """bar.warp.sync: lanes of a warp run in step already; only the checker cares."""
-    if w.launch.monitor is not None and mask.any():
-        w.launch.monitor.warp_sync(w)
-
-
-def grid_wait(w: Warp, mask: np.ndarray) -> bool:
-    """griddepcontrol.wait: only a launch that has started early has to wait; False if it must."""
-    if not mask.any():
-        return True
-    if not w.launch.launch_before_done:
-        w.waiting = "the launch before to complete"
-        return False
-    if w.launch.monitor is not None:
-        w.launch.monitor.grid_waited(w, mask)
-    return True
-
-
-def let_dependents_go(w: Warp, mask: np.ndarray) -> None:
-    """griddepcontrol.launch_dependents, by any thread of the CTA."""
-    if mask.any() and not w.cta.let_go:
-        w.cta.let_go = True
-        w.launch.ctas_let_go += 1
 
 
 class RegisterChange(NamedTuple):
@@ -112,3 +78,14 @@ def set_registers(w: Warp, direction: str, count: int, mask: np.ndarray) -> bool
         w.register_count = count
     w.register_changes.append(RegisterChange(count, w.at))
     return True
+
+
+# --- emitters ------------------------------------------------------------------------------------
+@emits("setmaxnreg")
+def emit_set_registers(e: BlockEmitter, ins: Instruction) -> None:
+    e.mark()
+    call = f"set_registers(w, {ins.parts[1]!r}, {int(ins.operands[0])}, {e.mask})"
+    if may_block(ins):
+        e.park_unless(call)
+    else:
+        e.line(call)
