@@ -39,6 +39,13 @@ bar.sync 0;
 """
 
 
+def module_of(body: str, target: str = "sm_90a", maps: int = 0, directives: str = "") -> str:
+    """A module with a body as its kernel, `k`; arguments as of `run_body`."""
+    declared = "".join(f", .param .align 64 .b8 map{i}[128]" for i in range(maps))
+    head = _HEADER.format(target=target, parameters=declared, directives=directives)
+    return head + body + "\nret;\n}\n"
+
+
 def run_body(
     body: str,
     *,
@@ -54,12 +61,7 @@ def run_body(
 ) -> Report:
     """Run a body on `out` (int32, 256 by default); tensor maps are parameters `map0`, `map1`...,
     `directives` those of the entry."""
-    declared = "".join(f", .param .align 64 .b8 map{i}[128]" for i in range(len(maps)))
-    text = (
-        _HEADER.format(target=target, parameters=declared, directives=directives)
-        + body
-        + "\nret;\n}\n"
-    )
+    text = module_of(body, target, len(maps), directives)
     out = torch.zeros(256, dtype=torch.int32) if out is None else out
     return simulate_ptx(
         text, "k", grid=(grid, 1, 1), block=(threads, 1, 1), cluster=(cluster, 1, 1),
