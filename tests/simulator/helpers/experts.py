@@ -23,8 +23,9 @@ EXPERTS = moe.Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=1
 # Tilings: a launch for each product, one launch for both.
 APART, JOINT = 0, 1
 EXPERTS_SMS = {APART: (1,), JOINT: (8, 1)}  # where CTAs share the tiles out, they wait for h
-# Two CTAs of the selection, four tiles of a CTA of the gate, two slices one after the other.
-ROUTER, ROUTER_TILING = RouterCase(27, 1024), (1, 4)
+# By tokens and tiling. All tiles that a CTA of the gate takes, two slices one after the other, a
+# last CTA of the selection that sorts for all, in two batches a warp; and one that has all tokens.
+ROUTER, ROUTER_LAUNCHES = RouterCase(90, 1024, top_k=7), ((90, (1, 8)), (3, (1, 1)))
 
 
 @cache
@@ -44,21 +45,21 @@ def experts(tiling: int = APART) -> Subject:
 # fewer columns; rings go round within a tile. Three tiles of one expert and of the shared one on
 # two CTAs, and CTAs that begin with one of a routed expert.
 WIDE_TOKENS, WIDE_STAGES = 32, 3
+COLUMNS = ("tokens", "alone_tokens", "shared_tokens")  # of a tiling's tiles
 WIDE_EXPERTS = moe.Case(66, 512, 384, 3, 2, one_expert=True, live=65)
 WIDE_LAUNCHES = ((66, FEW_SMS), (8, 8))  # tokens, SMs
 
 
 @cache
-def wide_experts(sharing: int) -> Subject:
+def wide_experts(dtype: str, sharing: int, spread: int = WIDE_EXPERTS.spread) -> Subject:
     """The tiling of many tokens, of clusters of so many CTAs."""
     from dsv4.kernels.moe import wide_plan
     from dsv4.kernels.moe.sm90 import experts
 
-    inputs = moe.Inputs.make(WIDE_EXPERTS, SEED)
+    inputs = moe.Inputs.make(replace(WIDE_EXPERTS, expert_dtype=dtype, spread=spread), SEED)
     config = inputs.case.config
     tiling = next(tiling for tiling in tilings(config) if tiling.is_wide)
-    sizes = dict.fromkeys(("tokens", "alone_tokens", "shared_tokens"), WIDE_TOKENS)
-    chosen = replace(tiling, **sizes, stages=WIDE_STAGES)
+    chosen = replace(tiling, **dict.fromkeys(COLUMNS, WIDE_TOKENS), stages=WIDE_STAGES)
     # Tokens of tiles with the most columns are shared.
     columns = (WIDE_TOKENS, *(() if sharing == 2 else (2 * WIDE_TOKENS,)))
     with ExitStack() as stack:
@@ -137,13 +138,29 @@ def _check_experts(inputs: moe.Inputs, found: Outcome) -> None:
 
 
 @cache
-def router() -> Subject:
+def router(arch: str = "sm_90a") -> Subject:
+    """Further loads of a thread are copies of an unrolled loop."""
+    from dsv4.kernels.moe import select
     from dsv4.kernels.moe.router import build
 
     inputs = RouterInputs.make(ROUTER, SEED)
-    compiled = build(ROUTER.config, compiler_options("sm_90a", has_lines=True))
-    make = partial(inputs.call, ROUTER_TILING)
-    return subject_of_calls(compiled, [make], lambda found: assert_routed(found, inputs))
+    with mock.patch.object(select, "BATCH", 1):
+        compiled = build(ROUTER.config, compiler_options(arch, has_lines=True))
+
+    def runs(schedule: str) -> list[Run]:
+        found = []
+        for tokens, tiling in ROUTER_LAUNCHES:
+            own = inputs.first(tokens)
+            found.append(
+                run_of_call(partial(own.call, tiling), partial(_check_routed, own), schedule)
+            )
+        return found
+
+    return Subject(compiled, runs)
+
+
+def _check_routed(inputs: RouterInputs, found: Outcome) -> None:
+    assert_routed(found, inputs)
 
 
 # Tiles without tokens, pairs of several runs, a ring that wraps. Each warp of a run has so many
@@ -153,7 +170,7 @@ ROUNDS = 5
 
 
 @cache
-def router_of_many() -> Subject:
+def router_of_many(arch: str = "sm_90a") -> Subject:
     """The gate and the selection of many tokens."""
     from dsv4.kernels.moe import select, select_many
     from dsv4.kernels.moe.router import build_many
@@ -163,6 +180,6 @@ def router_of_many() -> Subject:
         for module in (select, select_many):
             stack.enter_context(mock.patch.object(module, "BATCH", 1))
         stack.enter_context(mock.patch.object(select_many, "run_rounds", lambda tokens: ROUNDS))
-        compiled = build_many(ROUTER_MANY.config, compiler_options("sm_90a", has_lines=True))
+        compiled = build_many(ROUTER_MANY.config, compiler_options(arch, has_lines=True))
     make = partial(inputs.call, ROUTER_MANY_TILING)
-    return subject_of_calls(compiled, [make], lambda found: assert_routed(found, inputs))
+    return subject_of_calls(compiled, [make], partial(_check_routed, inputs))

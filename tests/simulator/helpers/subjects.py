@@ -17,9 +17,11 @@ from dsv4.kernels.indexer.config import TILE_KEYS
 from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS, ClusterPlan
 from dsv4.kernels.seam.config import tiling_of
 from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
+from dsv4.ops.kv_insert import KV_INSERT
 from dsv4.testing import (
     compress,
     index_topk,
+    kv_insert,
     latent_rows,
     lowp,
     lowp_attention,
@@ -34,6 +36,7 @@ from dsv4.testing.attention import assert_attention_close
 from dsv4.testing.harness import Call, Outcome, Simulator
 from dsv4.testing.kernel_call import OpInputs, OpKernels
 from dsv4.testing.paged_kernel import compiled_kernel
+from dsv4.testing.relayout import RelayoutInputs, assert_turned
 from tests.simulator.helpers.mutations import Run
 
 SEED = 1
@@ -210,7 +213,7 @@ def seam(arch: str) -> Subject:
 
 
 @cache
-def indexer() -> Subject:
+def indexer(key_format: str = "fp8") -> Subject:
     """Ragged lists, in one launch of each size of a cluster, and behind a launch of scores by CTAs
     and by clusters; and one that registers do not hold, which hold a vector of a thread here:
     further ones are copies of an unrolled loop.
@@ -222,15 +225,17 @@ def indexer() -> Subject:
     from dsv4.kernels.indexer.sm90 import one_launch
 
     lens = (70, 330, 5, 64, 0, 130, 65)
-    options = {"gives_slots": True, "levels": 30}
+    options = {"gives_slots": True, "levels": 30, "key_format": key_format}
     ragged = index_topk.Case(lens, 64, padding_rows=1, **options)
     few = index_topk.Case(lens[:3], 64, **options)
     long = index_topk.Case((4_200, 100), 64, **options)
     small, *large = ONE_LAUNCH_CLUSTERS
 
     def filling(cluster: int) -> index_topk.Case:
-        tiles = ClusterPlan(cluster=cluster, topk=64).stages + 1
-        return index_topk.Case((cluster * tiles * TILE_KEYS - 30,), 64, gives_slots=True, spread=6)
+        plan = ClusterPlan(key_format=key_format, page=ragged.page, cluster=cluster, topk=64)
+        tiles = plan.stages + 1
+        entries = cluster * tiles * TILE_KEYS - 30
+        return index_topk.Case((entries,), 64, **{**options, "levels": 0}, spread=6)
 
     launches = [
         (ragged, 0, small),
@@ -239,6 +244,11 @@ def indexer() -> Subject:
         (long, FEW_SMS, 1),
         *((filling(cluster), 0, cluster) for cluster in (small, *large[:-1])),
     ]
+    if key_format == "fp4":
+        # Tiles and products alone are other code, the same in clusters of any size. The ring of
+        # scores has twenty tiles.
+        longer = replace(ragged, lens=(1_400, *lens))
+        launches = [(ragged, 0, small), (longer, 1, 1), (filling(small), 0, small)]
     with ExitStack() as stack:
         for module in (select, selection, one_launch):
             stack.enter_context(mock.patch.object(module, "HELD", 1))
@@ -283,6 +293,29 @@ def norm(arch: str, dim: int) -> Subject:
             rms_norm_fp8.assert_same_codes(name, found[name], tensor)
 
     return subject_of_op(arch, [(inputs, {"num_ctas": 1})], check)
+
+
+@cache
+def insert(arch: str) -> Subject:
+    """Latents in turns of a CTA, with entries of a pool."""
+    inputs = kv_insert.Inputs.make(kv_insert.Case(40, 128), SEED)
+    kernels, pools = OpKernels(KV_INSERT, Simulator(arch, has_lines=True)), []
+
+    def make() -> Call:
+        pools.append(inputs.pool())
+        return inputs.call(kernels.planned_for, {"pool": pools[-1]}, num_ctas=1)
+
+    def check(found: Outcome) -> None:
+        kv_insert.assert_same_pool(kv_insert.frame_of(pools[-1]), inputs)
+
+    return subject_of_calls(kernels.compile(inputs.config), [make], check)
+
+
+@cache
+def relayout(arch: str) -> Subject:
+    """Tiles that are whole, and parts of some."""
+    inputs = RelayoutInputs.make((2, 3, 25, 40), SEED)
+    return subject_of_op(arch, [(inputs, {})], assert_turned)
 
 
 @cache
@@ -384,12 +417,17 @@ def blackwell_quantized(name: str) -> Subject:
     )
 
 
+CODES = {
+    "sm_90a": {"pv_accum_dtype": "fp32", "smooth_v": True},
+    "sm_100a": {"qk": "nvfp4", "smooth_q": True},
+}
+
+
 @cache
-def codes() -> Subject:
-    """Codes of keys and values, and their scales."""
-    options = {"pv_accum_dtype": "fp32", "smooth_v": True}
-    inputs = lowp_codes.KvInputs.make(lowp.Case(1, 2, 1, 1, 400, 64, options=options), SEED)
-    return subject_of_op("sm_90a", [(inputs, {})], lowp_codes.assert_codes)
+def codes(arch: str = "sm_90a") -> Subject:
+    """Codes of keys and values, and their scales; on Blackwell in FP4."""
+    inputs = lowp_codes.KvInputs.make(lowp.Case(1, 2, 1, 1, 400, 64, options=CODES[arch]), SEED)
+    return subject_of_op(arch, [(inputs, {})], lowp_codes.assert_codes)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Deleting any one synchronisation instruction of a kernel is noticed: linears with code of their
 own, the compressor, norms and rows of latents, indices, experts, the router of many tokens,
-quantisers, the sampler, the seam of hyper-connections.
+quantisers, what turns rows, the sampler, the seam of hyper-connections.
 
 The bodies of FP8 weights are those of `fp8_linear`, whose deletions have a test of their own.
 """
@@ -56,7 +56,7 @@ MERGED_RESIDENT = {
     ("griddepcontrol.launch_dependents", "run"): (2, LAUNCH),
     ("griddepcontrol.wait", "compute"): (2, FIRST),
     ("griddepcontrol.wait", "load"): (2, NO_ACTIVATIONS),
-    ("bar.warp", "arrive_warp"): (3, PRODUCTS),
+    ("bar.warp", "arrive_warp"): (4, PRODUCTS),
 }
 MERGED_WIDE = {
     **GROUPED_WIDE,
@@ -81,8 +81,8 @@ LATENT_ROWS = {
     # Of each task.
     ("griddepcontrol.wait", "run"): (4, FIRST),
 }
-NORM = COMPRESSOR
-INDICES = {
+NORM = INSERT = COMPRESSOR
+INDICES = RELAYOUT = {
     ("griddepcontrol.launch_dependents", "kernel"): (1, LAUNCH),
     ("griddepcontrol.wait", "kernel"): (1, FIRST),
 }
@@ -206,6 +206,7 @@ KERNELS = {
     "experts": (experts.experts, EXPERTS),
     "joint experts": (partial(experts.experts, experts.JOINT), JOINT),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY),
+    "router, many tokens, Blackwell": (partial(experts.router_of_many, "sm_100a"), ROUTER_MANY),
     # A slice's blocks but the last, and the last one.
     "plain linear, resident": (partial(linears.plain, 11, 0), releasing(RESIDENT, 2)),
     "plain linear, wide": (partial(linears.plain, 150, -1), PLAIN_WIDE),
@@ -226,11 +227,20 @@ KERNELS = {
     "rows of latents, Blackwell": (partial(subjects.latents, "sm_100a"), LATENT_ROWS),
     "norms of rows, a warp each": (partial(subjects.norm, "sm_90a", 512), NORM),
     "norms of rows, a CTA each": (partial(subjects.norm, "sm_90a", 4096), NORM),
+    "norms of rows, a warp each, Blackwell": (partial(subjects.norm, "sm_100a", 512), NORM),
+    "norms of rows, a CTA each, Blackwell": (partial(subjects.norm, "sm_100a", 4096), NORM),
+    "latents in pages, Hopper": (partial(subjects.insert, "sm_90a"), INSERT),
+    "latents in pages, Blackwell": (partial(subjects.insert, "sm_100a"), INSERT),
+    "rows turned, Hopper": (partial(subjects.relayout, "sm_90a"), RELAYOUT),
+    "rows turned, Blackwell": (partial(subjects.relayout, "sm_100a"), RELAYOUT),
     "indices of a step": (partial(subjects.indices, "sm_90a"), INDICES),
+    "indices of a step, Blackwell": (partial(subjects.indices, "sm_100a"), INDICES),
     "quantisers of keys and values": (subjects.codes, QUANTIZE_KV),
+    "quantisers of keys and values, FP4": (partial(subjects.codes, "sm_100a"), QUANTIZE_KV),
     "sampler, Hopper": (partial(subjects.sampler, "sm_90a", False), SAMPLER),
     "sampler, Blackwell": (partial(subjects.sampler, "sm_100a", False), SAMPLER),
     "sampler, cuts": (partial(subjects.sampler, "sm_90a", True), SAMPLER_CUTS),
+    "sampler, cuts, Blackwell": (partial(subjects.sampler, "sm_100a", True), SAMPLER_CUTS),
     "seam, Hopper": (partial(subjects.seam, "sm_90a"), SEAM),
     "seam, Blackwell": (partial(subjects.seam, "sm_100a"), SEAM),
 }

@@ -1,14 +1,24 @@
 """Deleting any one synchronisation instruction of Hopper's experts of many tokens, or weakening any
-one of its qualifiers by a step, is noticed: FP4 beside a shared expert in FP8, tokens of a tile for
-one CTA or for two of a cluster."""
+one of its qualifiers by a step, is noticed: FP4, raw FP4 and FP8 beside a shared expert in FP8,
+tokens of a tile for one CTA or for two of a cluster."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import pytest
 
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import experts
-from tests.simulator.helpers.changes import check_deleted, check_weaker
+from tests.simulator.helpers.changes import (
+    Change,
+    Listed,
+    check,
+    deletions_of,
+    in_entries,
+    weakenings_of,
+)
 from tests.simulator.races.test_fp8_linear_mutations import (
     CLUSTER,
     EXPECTS,
@@ -42,26 +52,63 @@ DELETED = {
     # The last stage of routed and of shared tiles of both products, as below.
     FENCE: (4, UNDER_WAY),
 }
+# Of the products alone: the other launches are those of FP4.
+PRODUCTS_DELETED = {
+    ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
+    ("griddepcontrol.wait", "compute"): (1, BEHIND_RING),
+    FENCE: (4, UNDER_WAY),
+}
+SHARED_DELETED = {("bar.sync", "kernel"): (2, CLUSTER)}
 WEAKER = {("mbarrier.arrive", "_load", "relaxed"): (4, EXPECTS), **fences(4)}
+ALONE_WEAKER = {**WEAKER, ("mbarrier.arrive", "arrive_warp", "relaxed"): (4, FENCED)}
+SHARED_WEAKER = {**WEAKER, ("barrier.cluster", "kernel", "relaxed"): (2, BEGUN)}
+
+
+class Kernel(NamedTuple):
+    """Experts, how many CTAs share a tile's tokens, and what goes unnoticed.
+
+    Attributes:
+        products: whether changes are those of the products alone.
+    """
+
+    dtype: str
+    sharing: int
+    redundant: Listed
+    harmless: Listed
+    spread: int = experts.WIDE_EXPERTS.spread
+    products: bool = True
+
+    def compiled(self) -> experts.Subject:
+        return experts.wide_experts(self.dtype, self.sharing, self.spread)
+
+    def its(self, ptx: str, changes: Iterable[Change]) -> list[Change]:
+        """Those of the launches that this one has a list for."""
+        return in_entries(ptx, ["WideProduct"] if self.products else [""], changes)
+
+
+RAW = 40  # exponents of a row's groups: further apart than FP8 codes are
+PRODUCTS_SHARED = {**PRODUCTS_DELETED, **SHARED_DELETED}
 KERNELS = {
-    "alone": (1, DELETED, {**WEAKER, ("mbarrier.arrive", "arrive_warp", "relaxed"): (4, FENCED)}),
-    "shared": (
-        2,
-        {**DELETED, ("bar.sync", "kernel"): (2, CLUSTER)},
-        {**WEAKER, ("barrier.cluster", "kernel", "relaxed"): (2, BEGUN)},
-    ),
+    "alone": Kernel("fp4", 1, DELETED, ALONE_WEAKER, products=False),
+    "shared": Kernel("fp4", 2, {**DELETED, **SHARED_DELETED}, SHARED_WEAKER, products=False),
+    "raw, alone": Kernel("fp4", 1, PRODUCTS_DELETED, ALONE_WEAKER, RAW),
+    "FP8, alone": Kernel("fp8", 1, PRODUCTS_DELETED, ALONE_WEAKER),
+    "FP8, shared": Kernel("fp8", 2, PRODUCTS_SHARED, SHARED_WEAKER),
 }
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_deletions_are_noticed(name: str) -> None:
-    sharing, redundant, _ = KERNELS[name]
-    compiled, runs = experts.wide_experts(sharing)
-    check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], redundant)
+    kernel = KERNELS[name]
+    compiled, runs = kernel.compiled()
+    ptx = compiled.artifacts.PTX
+    changes = kernel.its(ptx, deletions_of(ptx))
+    check(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], changes, kernel.redundant, {})
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
-    sharing, _, harmless = KERNELS[name]
-    compiled, runs = experts.wide_experts(sharing)
-    check_weaker(compiled, runs("eager"), harmless)
+    kernel = KERNELS[name]
+    compiled, runs = kernel.compiled()
+    ptx = compiled.artifacts.PTX
+    check(compiled, runs("eager"), kernel.its(ptx, weakenings_of(ptx)), kernel.harmless, {})

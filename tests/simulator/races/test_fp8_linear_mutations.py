@@ -3,7 +3,6 @@ qualifiers by a step, is noticed."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -11,22 +10,10 @@ import pytest
 
 from dsv4.kernels.gemm.config import Fp8LinearConfig
 from dsv4.ops.runtime.backend import Device
-from dsv4.simulator import Report
-from dsv4.simulator.ptx.entry import Instruction
-from dsv4.simulator.ptx.parser import parse_module
 from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
 from dsv4.testing.harness import SCHEDULES, compiler_options
-from tests.simulator.helpers.changes import check_weaker
-from tests.simulator.helpers.mutations import (
-    Run,
-    known_warnings,
-    noticed,
-    run_of,
-    simulate_text,
-    sync_instructions,
-    without,
-)
-from tests.simulator.helpers.places import places
+from tests.simulator.helpers.changes import check_deleted, check_weaker
+from tests.simulator.helpers.mutations import Run, run_of
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
@@ -121,33 +108,9 @@ def kernel(name: str):
     return build(chosen.config, compiler_options("sm_90a", has_lines=True)), runs
 
 
-def reached(report: Report, instructions: list[Instruction], ptx: str) -> list[Instruction]:
-    """The instructions of the entries that a launch ran."""
-    ran = {found.kernel for found in report.coverage if found.sync_run}
-    lines = {
-        ins.ptx_line
-        for name, entry in parse_module(ptx).entries.items()
-        if name in ran
-        for ins in entry.instructions
-    }
-    return [ins for ins in instructions if ins.ptx_line in lines]
-
-
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_deletions_are_noticed(name) -> None:
-    compiled, runs = kernel(name)
-    ptx = compiled.artifacts.PTX
-    known = known_warnings(compiled, runs)
-    report, _ = simulate_text(compiled, ptx, runs[0])
-    instructions = reached(report, sync_instructions(ptx), ptx)
-    missed = [
-        (ins, place)
-        for ins, place in zip(instructions, places(instructions))
-        if not noticed(compiled, without(ptx, ins), runs, known)
-    ]
-    expected = {place: count for place, (count, _) in REDUNDANT[name].items()}
-    found = Counter(place for _, place in missed)
-    assert found == expected, "\n".join(ins.where() for ins, _ in missed)
+    check_deleted(*kernel(name), REDUNDANT[name])
 
 
 # What may be weaker, by instruction, the kernel's function and the new qualifier: how many of them,

@@ -6,7 +6,6 @@ Their products are those of `fp8_linear`, whose deletions have a test of their o
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -18,24 +17,14 @@ import torch
 from dsv4.ops.fp8_linear import FP8_LINEAR
 from dsv4.ops.index_keys import decode_index
 from dsv4.ops.merged_linear import MERGED_LINEAR
-from dsv4.simulator.ptx.entry import Instruction
 from dsv4.testing.fp8_linear import Case
 from dsv4.testing.harness import SCHEDULES, Simulator
 from dsv4.testing.index_rounding import Inputs, MergedInputs
 from dsv4.testing.kernel_call import OpInputs, OpKernels
 from dsv4.testing.merged_linear import Case as MergedCase
 from tests.kernels.gemm.fp8_kernels import some_tilings
-from tests.simulator.helpers.mutations import (
-    Run,
-    known_warnings,
-    noticed,
-    run_of,
-    simulate_text,
-    sync_instructions,
-    without,
-)
-from tests.simulator.helpers.places import places
-from tests.simulator.races.test_fp8_linear_mutations import reached
+from tests.simulator.helpers.changes import check, deletions_of
+from tests.simulator.helpers.mutations import Run, run_of
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
@@ -132,26 +121,11 @@ def kernel(name: str):
     return compiled, [run(schedule) for schedule in SCHEDULES[:2]]
 
 
-def of_heads(instructions: list[Instruction]) -> list[tuple[Instruction, tuple[str, str]]]:
-    """Those of the epilogue."""
-    pairs = zip(instructions, places(instructions))
-    return [(ins, place) for ins, place in pairs if place[1] in FUNCTIONS]
-
-
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_all_deletions_are_noticed(name: str) -> None:
+    """Those of the epilogue."""
     compiled, runs = kernel(name)
-    ptx = compiled.artifacts.PTX
-    known = known_warnings(compiled, runs)
-    report, _ = simulate_text(compiled, ptx, runs[0])
-    candidates = of_heads(reached(report, sync_instructions(ptx), ptx))
-    assert candidates
-    missed = [
-        (ins, place)
-        for ins, place in candidates
-        if not noticed(compiled, without(ptx, ins), runs, known)
-    ]
-    expected = {place: count for place, (count, _) in SUBJECTS[name].redundant.items()}
-    assert Counter(place for _, place in missed) == expected, "\n".join(
-        ins.where() for ins, _ in missed
-    )
+    found = deletions_of(compiled.artifacts.PTX)
+    changes = [change for change in found if change.place[1] in FUNCTIONS]
+    assert changes
+    check(compiled, runs, changes, SUBJECTS[name].redundant, {})

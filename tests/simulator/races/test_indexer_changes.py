@@ -2,7 +2,8 @@
 its qualifiers by a step, is noticed.
 
 Its kernels: one launch, by clusters of three sizes; scores; the choice, by CTAs and clusters of two
-sizes. A place that several of them have counts once for each.
+sizes. A place that several of them have counts once for each. With FP4 keys: one launch, by the
+smallest clusters, and scores; the choice is the same.
 """
 
 from __future__ import annotations
@@ -11,7 +12,14 @@ import pytest
 
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import subjects
-from tests.simulator.helpers.changes import check_deleted, check_weaker
+from tests.simulator.helpers.changes import (
+    check,
+    check_deleted,
+    check_weaker,
+    deletions_of,
+    in_entries,
+    weakenings_of,
+)
 from tests.simulator.races.test_deleted_synchronisation import EXPECTED_LATE
 from tests.simulator.races.test_fp8_linear_mutations import CLUSTER, EXPECTS, FIRST, LAUNCH
 from tests.simulator.races.test_weaker_qualifiers import BEGUN, OF_ONE_CTA
@@ -24,26 +32,27 @@ LONG_RING = (
     "one launch by 16 CTAs: none has more tiles here than its ring has stages; in smaller "
     "clusters, whose loop is the same function, it is noticed"
 )
+FENCED_AGAIN = (
+    "one launch: thread 0, the lane that is elected, fences again behind the mbarriers of what is "
+    "sent, before the same barrier of the cluster"
+)
+COUNTED = (
+    "before a token's queries are stored: at the barrier before the counts of the token before "
+    "were added up, all were done with that one's queries and factors"
+)
+HINT = "a hint, which moves nothing but lines of L2"
 DELETED = {
     ("griddepcontrol.launch_dependents", "kernel"): (7, LAUNCH),
     # Of one launch, by load warps and where all are chosen; of scores, by both roles.
     ("griddepcontrol.wait", "kernel"): (8, FIRST),
     ("griddepcontrol.wait", "share_queries"): (3, FIRST),
-    ("cp.async", "bulk_prefetch"): (4, "a hint, which moves nothing but lines of L2"),
-    ("fence.mbarrier_init", "prepare"): (
-        3,
-        "one launch: thread 0, the lane that is elected, fences again behind the mbarriers of "
-        "what is sent, before the same barrier of the cluster",
-    ),
+    ("cp.async", "bulk_prefetch"): (4, HINT),
+    ("fence.mbarrier_init", "prepare"): (3, FENCED_AGAIN),
     ("bar.warp", "load_run"): (4, EXPECTED_LATE),
     ("mbarrier.try_wait", "load_run"): (1, LONG_RING),
     ("bar.warp", "arrive_warp"): (1, LONG_RING),
     ("mbarrier.arrive", "arrive_warp"): (1, LONG_RING),
-    ("bar.sync", "sync_consumers"): (
-        1,
-        "before a token's queries are stored: at the barrier before the counts of the token before "
-        "were added up, all were done with that one's queries and factors",
-    ),
+    ("bar.sync", "sync_consumers"): (1, COUNTED),
     # Of clusters of the choice.
     ("bar.sync", "exchange"): (2, CLUSTER),
     ("atom.shared", "__init__"): (
@@ -64,6 +73,22 @@ WEAKER = {
     ("mbarrier.try_wait", "load_run", "relaxed"): (1, LONG_RING),
     ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, LONG_RING),
 }
+FP4_ENTRIES = ("OneLaunch", "ScoresSm90")
+# Rings go round in both, and no count is lost.
+FP4_DELETED = {
+    ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
+    ("griddepcontrol.wait", "kernel"): (4, FIRST),
+    ("griddepcontrol.wait", "share_queries"): (1, FIRST),
+    ("cp.async", "bulk_prefetch"): (2, HINT),
+    ("fence.mbarrier_init", "prepare"): (1, FENCED_AGAIN),
+    ("bar.warp", "load_run"): (2, EXPECTED_LATE),
+    ("bar.sync", "sync_consumers"): (1, COUNTED),
+}
+FP4_WEAKER = {
+    ("atom.shared", "__init__", "cluster"): (11, OF_ONE_CTA),
+    ("mbarrier.arrive", "kernel", "relaxed"): (2, EXPECTS),
+    ("mbarrier.arrive", "load_run", "relaxed"): (2, EXPECTS),
+}
 
 
 def test_all_deletions_are_noticed() -> None:
@@ -74,3 +99,18 @@ def test_all_deletions_are_noticed() -> None:
 def test_all_weaker_qualifiers_are_noticed() -> None:
     compiled, runs = subjects.indexer()
     check_weaker(compiled, runs("eager"), WEAKER)
+
+
+def test_all_deletions_with_fp4_keys_are_noticed() -> None:
+    compiled, runs = subjects.indexer("fp4")
+    ptx = compiled.artifacts.PTX
+    changes = in_entries(ptx, FP4_ENTRIES, deletions_of(ptx))
+    all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
+    check(compiled, all_runs, changes, FP4_DELETED, {})
+
+
+def test_all_weaker_qualifiers_with_fp4_keys_are_noticed() -> None:
+    compiled, runs = subjects.indexer("fp4")
+    ptx = compiled.artifacts.PTX
+    changes = in_entries(ptx, FP4_ENTRIES, weakenings_of(ptx))
+    check(compiled, runs("eager"), changes, FP4_WEAKER, {})

@@ -4,7 +4,6 @@ launches overlap."""
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
 from unittest import mock
 
@@ -18,17 +17,9 @@ from dsv4.testing.harness import SCHEDULES, Call, Outcome, Simulator
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.moe import Case
 from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
-from tests.simulator.helpers.mutations import (
-    Run,
-    known_warnings,
-    noticed,
-    simulate_text,
-    sync_instructions,
-    without,
-)
-from tests.simulator.helpers.places import places
+from tests.simulator.helpers.changes import Listed, check, deletions_of
+from tests.simulator.helpers.mutations import Run
 from tests.simulator.helpers.subjects import run_of_call
-from tests.simulator.races.test_fp8_linear_mutations import reached
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
@@ -39,7 +30,7 @@ CASE = Case(3, 2560, 128, 64, 3, live=2)
 ROUTER = ("route", "add_logits", "choose", "arrive", "select", "sort_few", "take_best", "store")
 LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what orders"
 FIRST = "orders a launch after the one before it, and each run here begins with this one"
-REDUNDANT: dict[tuple[str, str], tuple[int, str]] = {
+REDUNDANT: Listed = {
     ("griddepcontrol.launch_dependents", "route"): (1, LAUNCH),
     ("griddepcontrol.wait", "add_logits"): (1, FIRST),
 }
@@ -73,24 +64,11 @@ def make_run(schedule: str) -> Run:
 
 def test_all_deletions_are_noticed() -> None:
     kernel = compiled()
-    ptx, runs = kernel.artifacts.PTX, [make_run(schedule) for schedule in SCHEDULES[:2]]
-    known = known_warnings(kernel, runs)
-    report, _ = simulate_text(kernel, ptx, runs[0])
-    never = {place for found in report.coverage for place in found.missed_sync}
-    instructions = [
-        ins for ins in reached(report, sync_instructions(ptx), ptx) if ins.where() not in never
-    ]
-    router = [
-        (ins, place) for ins, place in zip(instructions, places(instructions))
-        if place[1] in ROUTER
-    ]  # fmt: skip
+    found = deletions_of(kernel.artifacts.PTX)
+    router = [change for change in found if change.place[1] in ROUTER]
     assert len(router) >= 8, router
-    missed = [
-        (ins, place) for ins, place in router if not noticed(kernel, without(ptx, ins), runs, known)
-    ]
-    expected = {place: count for place, (count, _) in REDUNDANT.items()}
-    found = Counter(place for _, place in missed)
-    assert found == expected, "\n".join(f"{place} {ins.where()}" for ins, place in missed)
+    runs = [make_run(schedule) for schedule in SCHEDULES[:2]]
+    check(kernel, runs, router, REDUNDANT, {})
 
 
 @pytest.mark.parametrize("overlap", ["all", "random"])

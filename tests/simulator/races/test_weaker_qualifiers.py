@@ -88,26 +88,30 @@ BEST_ROWS_HARMLESS = {
 BEGUN = "tells that the other CTAs have begun: there is nothing yet to hand over"
 OF_ONE_CTA = "words of one CTA: any scope is enough"
 SAMPLER_HARMLESS = {("barrier.cluster", "kernel", "relaxed"): (1, BEGUN)}
-
+SAMPLER_CUTS_HARMLESS = {
+    **SAMPLER_HARMLESS,
+    ("atom.shared", "__init__", "cluster"): (4, OF_ONE_CTA),
+}
+ROUTER_MANY_HARMLESS = {
+    ("barrier.cluster", "kernel", "relaxed"): (
+        1,
+        "tells that the other CTA has begun, and of its mbarriers: with their fence, a relaxed "
+        "arrival is enough for both",
+    ),
+    ("mbarrier.arrive", "load", "relaxed"): (1, EXPECTS),
+    **fences(4),
+    ("atom.shared", "__init__", "cluster"): (1, OF_ONE_CTA),
+}
 
 # Subject, what goes unnoticed, and what no launch runs.
 KERNELS = {
     "experts": (experts.experts, EXPERTS_HARMLESS, {}),
     "joint experts": (partial(experts.experts, experts.JOINT), JOINT_HARMLESS, {}),
     "router": (experts.router, {}, {}),
-    "router, many tokens": (
-        experts.router_of_many,
-        {
-            ("barrier.cluster", "kernel", "relaxed"): (
-                1,
-                "tells that the other CTA has begun, and of its mbarriers: with their fence, a "
-                "relaxed arrival is enough for both",
-            ),
-            ("mbarrier.arrive", "load", "relaxed"): (1, EXPECTS),
-            **fences(4),
-            ("atom.shared", "__init__", "cluster"): (1, OF_ONE_CTA),
-        },
-        {},
+    "router, Blackwell": (partial(experts.router, "sm_100a"), {}, {}),
+    "router, many tokens": (experts.router_of_many, ROUTER_MANY_HARMLESS, {}),
+    "router, many tokens, Blackwell": (
+        partial(experts.router_of_many, "sm_100a"), ROUTER_MANY_HARMLESS, {},
     ),
     "plain linear, resident": (partial(linears.plain, 11, 0), weights(4), {}),
     "plain linear, wide": (
@@ -147,15 +151,14 @@ KERNELS = {
     "rows of latents, Hopper": (partial(subjects.latents, "sm_90a"), {}, {}),
     "rows of latents, Blackwell": (partial(subjects.latents, "sm_100a"), {}, {}),
     "quantisers of keys and values": (subjects.codes, {}, {}),
+    "quantisers of keys and values, FP4": (partial(subjects.codes, "sm_100a"), {}, {}),
+    "indices of a step": (partial(subjects.indices, "sm_90a"), {}, {}),
+    "indices of a step, Blackwell": (partial(subjects.indices, "sm_100a"), {}, {}),
     "sampler, Hopper": (partial(subjects.sampler, "sm_90a", False), SAMPLER_HARMLESS, {}),
     "sampler, Blackwell": (partial(subjects.sampler, "sm_100a", False), SAMPLER_HARMLESS, {}),
-    "sampler, cuts": (
-        partial(subjects.sampler, "sm_90a", True),
-        {
-            **SAMPLER_HARMLESS,
-            ("atom.shared", "__init__", "cluster"): (8, OF_ONE_CTA),
-        },
-        {},
+    "sampler, cuts": (partial(subjects.sampler, "sm_90a", True), SAMPLER_CUTS_HARMLESS, {}),
+    "sampler, cuts, Blackwell": (
+        partial(subjects.sampler, "sm_100a", True), SAMPLER_CUTS_HARMLESS, {},
     ),
 }  # fmt: skip
 
