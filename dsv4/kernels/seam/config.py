@@ -28,10 +28,10 @@ PASS_SIZES = (1, 2, 4)
 # What a pass takes on an H200 beyond the first, in us: at all, and by token.
 PASS_COST, TOKEN_COST = 2.2, 0.3
 MAX_TOP_K = 31  # a warp looks at the experts of a token
-# Tokens up to which clusters take them; of wider rows than Flash's, parts are faster from 16 on.
-# Parts take one launch for so many tokens of rows that are not wider. Measured on an H200:
-# docs/design/decode_step.md, "Seams".
-FEW_TOKENS, FEW_TOKENS_WIDE = 16, 15
+# Tokens up to which clusters take them, in one launch: in a layer, where a cluster waits for places
+# on 16 SMs at once, two launches of parts are faster from there on. Parts take one launch for so many
+# tokens of rows no wider than Flash's. Measured on an H200: docs/design/decode_step.md, "Seams".
+FEW_TOKENS = 8
 JOINED_TOKENS = range(33, 257)
 MIN_EPS = 1e-18
 MAX_ITERS, KERNEL_ITERS = 1000, 64  # of Sinkhorn's: of any, and of a kernel, which unrolls them
@@ -178,7 +178,7 @@ def has_kernel(config: SeamConfig) -> bool:
 
 def choose_parts(tiling: SeamTiling, tokens: int, num_sms: int) -> tuple[int, int]:
     """Parts of the tokens that CTAs take, 0 where clusters do; whether in one launch."""
-    if tokens <= (FEW_TOKENS if can_join(tiling) else FEW_TOKENS_WIDE):
+    if tokens <= FEW_TOKENS:
         return 0, 0
     parts = min(-(-tokens // TILE), max(1, num_sms * TILE_CTAS // tiling.groups), MAX_PARTS)
     return parts, int(can_join(tiling) and tokens in JOINED_TOKENS)

@@ -185,7 +185,7 @@ def test_tilings_hold_every_group_and_fit() -> None:
                 assert size in tiling.pass_sizes
                 assert clusters * tiling.ranks <= 132 * tiling.ctas_per_sm
                 parts, is_joined = choose_parts(tiling, tokens, 132)
-                assert (parts > 0) == (tokens > 16)
+                assert (parts > 0) == (tokens > 8)
                 assert parts <= MAX_PARTS
                 assert is_joined == (tokens == 64 and tiling.groups <= 32)
                 assert parts <= tokens and tiling.groups * max(parts, 1) <= 2 * 132
