@@ -481,9 +481,9 @@ class GlobalRaces:
             else:
                 self.flags.read(w, flag, order, lanes)
 
-    def fence(self, w, order: Order) -> None:
-        """A fence between threads."""
-        self.flags.fence(w, order)
+    def fence(self, w, order: Order, lanes: np.ndarray | None) -> None:
+        """A fence between threads, by some lanes."""
+        self.flags.fence(w, order, lanes)
 
 
 def _owner(w, agent: int) -> int:

@@ -393,9 +393,11 @@ class SharedRaces(LaneRaces):
             clocks.after_thread_sync(agent)
             return
         if order.strong:
-            self.memory.fence(w, order)
-            clocks.fence(agent, order)
+            self.memory.fence(w, order, lanes)
+            clocks.fence(agent, order, lanes)
         clocks.advance(agent)  # what the warp writes from now on, the fence does not cover
+        if order.releases and not order.restricted:
+            w.order.leave_behind(lanes)
 
     def barrier_init(self, w, address: int) -> None:
         """mbarrier.init."""
@@ -444,8 +446,9 @@ class SharedRaces(LaneRaces):
         self._check_parity(w, barrier, lanes)
         key = ("mbarrier", barrier.address, barrier.phase - 1)
         if not order.acquires:
-            clocks.observe(w.agent, key, Scope.CTA)
-            clocks.observe(w.agent, (*key, _OTHER_CTAS), Scope.CLUSTER)
+            clocks.observe(w.agent, key, Scope.CTA, lanes)
+            if order.scope >= Scope.CLUSTER:
+                clocks.observe(w.agent, (*key, _OTHER_CTAS), Scope.CLUSTER, lanes)
             return
         own = clocks.acquire(w.agent, key, lanes)
         if order.scope >= Scope.CLUSTER:

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import numpy as np
 
 from dsv4.simulator.ptx.qualifiers import Order, Scope
+from dsv4.simulator.races.order.fences import Fence, Fences, both, without
 
 EVER = np.iinfo(np.int32).max
 # Rows of what a warp knows, and of what is published at a synchronisation object:
@@ -40,12 +41,11 @@ class Clocks:
         self.published: dict[Hashable, np.ndarray] = {}
         self.lanes_ahead: dict[int, np.ndarray] = {}  # warp -> those that know more
         self.of_the_others: dict[int, np.ndarray] = {}
-        # What the warp knew at its last fence of each scope or wider: relaxed operations hand it to
-        # threads within that scope. `restricted` is for mbarriers alone.
-        self.at_fence = np.zeros((warps, len(Scope), _ROWS, 0), np.int32)
+        # `restricted` is what the warp fenced for mbarriers alone.
+        self.fences = Fences(warps, _ROWS)
         self.restricted = np.zeros((warps, _ROWS, 0), np.int32)
-        # What relaxed waits of a warp saw, and how far away it was published: for its next fence.
-        self.pending: dict[int, list[tuple[Scope, np.ndarray]]] = {}
+        # What relaxed waits of lanes saw, and how far away it was published: for their next fence.
+        self.pending: dict[int, list[tuple[Scope, np.ndarray, np.ndarray | None]]] = {}
         # tcgen05 work that a tcgen05.fence::after_thread_sync of the warp put in order.
         self.settled = np.zeros((warps, 0), np.int32)
         self.know = np.zeros((warps, _ROWS, 0), np.int32)
@@ -54,8 +54,9 @@ class Clocks:
             self.seen[w, w] = 1
 
     def _widen(self, capacity: int) -> None:
-        self.know, self.at_fence, self.restricted, self.settled = (
-            _wide(x, capacity) for x in (self.know, self.at_fence, self.restricted, self.settled)
+        self.know, self.fences.shared, self.restricted, self.settled = (
+            _wide(x, capacity)
+            for x in (self.know, self.fences.shared, self.restricted, self.settled)
         )
         self.of_the_others = {w: _wide(x, capacity) for w, x in self.of_the_others.items()}
         self.seen = self.know[:, SEEN]
@@ -122,7 +123,7 @@ class Clocks:
             return None
         if order.releases:
             return self.view(warp, lanes)
-        return np.maximum(self.at_fence[warp, distance], self.restricted[warp])
+        return np.maximum(self.fences.told(warp, lanes)[distance], self.restricted[warp])
 
     def publish(self, key: Hashable, know: np.ndarray) -> None:
         """Join clocks into a synchronisation object."""
@@ -149,33 +150,46 @@ class Clocks:
             know[SEEN, agent] = max(know[SEEN, agent], clock)
 
     # --- fences ----------------------------------------------------------------------------------
-    def observe(self, warp: int, key: Hashable, distance: Scope) -> None:
-        """A relaxed wait for something published at a distance: the next fence acquires it."""
+    def observe(self, warp: int, key: Hashable, distance: Scope, lanes: np.ndarray | None) -> None:
+        """A relaxed wait for something published at a distance: the next fence of the lanes
+        acquires it."""
         held = self.published.get(key)
         if held is not None:
-            self.pending.setdefault(warp, []).append((distance, held.copy()))
+            self.pending.setdefault(warp, []).append((distance, held.copy(), lanes))
 
-    def fence(self, warp: int, order: Order) -> None:
-        """A fence between threads within a scope."""
+    def fence(self, warp: int, order: Order, lanes: np.ndarray | None) -> None:
+        """A fence between threads within a scope, by some lanes."""
         if order.acquires:
             kept = []
-            for distance, held in self.pending.pop(warp, ()):
-                if distance <= order.scope:
-                    self.join(warp, held)
-                else:
-                    kept.append((distance, held))
+            for distance, held, waited in self.pending.pop(warp, ()):
+                learning, left = both(waited, lanes), waited
+                if distance <= order.scope and (learning is None or learning.any()):
+                    self.join(warp, held, learning)
+                    left = without(waited, lanes)
+                if left is None or left.any():
+                    kept.append((distance, held, left))
             if kept:
                 self.pending[warp] = kept
         if order.releases and order.restricted:
             self.restricted[warp] = self.know[warp]
         elif order.releases:
-            self.at_fence[warp, : order.scope + 1] = self.know[warp]
+            self._keep_fence(warp, order.scope, lanes)
+
+    def _keep_fence(self, warp: int, scope: Scope, lanes: np.ndarray | None) -> None:
+        know = self.view(warp, lanes)
+        fence = None if lanes is None else Fence(lanes, scope, know.copy())
+        self.fences.keep(warp, fence, scope, know)
+        if warp not in self.of_the_others or self._are_ahead(warp, lanes):
+            return
+        ahead = both(self.lanes_ahead[warp], lanes)
+        if ahead.any():
+            self.fences.keep(warp, Fence(ahead, scope, self.know[warp].copy()), scope, know)
 
     def init_fence(self, warp: int) -> None:
         """fence.mbarrier_init: relaxed arrivals now tell of the mbarriers the warp initialised."""
         clock = self.seen[warp, warp]
         self.know[warp, INITIALISED, warp] = clock
-        self.at_fence[warp, : Scope.CLUSTER + 1, INITIALISED, warp] = clock
+        self.fences.shared[warp, : Scope.CLUSTER + 1, INITIALISED, warp] = clock
 
     def proxy_fence(self, warp: int, lanes: np.ndarray | None, row: int | None) -> None:
         """fence.proxy.async: ordinary writes the lanes know of become visible to async engines;

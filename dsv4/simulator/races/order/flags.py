@@ -19,6 +19,7 @@ import numpy as np
 
 from dsv4.simulator.ptx.qualifiers import Order, Scope
 from dsv4.simulator.races.order.clocks import FENCED_GLOBAL, SEEN
+from dsv4.simulator.races.order.fences import both, without
 
 
 class Source(NamedTuple):
@@ -45,6 +46,15 @@ class _Entry(NamedTuple):
     cta: tuple[int, int]  # cluster and rank of the source
 
 
+class _Seen(NamedTuple):
+    """A release that a relaxed read saw."""
+
+    source: Source
+    count: int
+    distance: Scope
+    lanes: np.ndarray | None  # that read
+
+
 class Flags:
     """Releases of one launch, by their place."""
 
@@ -54,8 +64,8 @@ class Flags:
         self.published: dict[tuple, dict[Source, _Entry]] = {}
         # Flag -> CTA and scope of the last write.
         self.writers: dict[tuple, tuple[tuple[int, int], Scope]] = {}
-        # Warp -> releases that its relaxed reads saw, and how far away: for its next fence.
-        self.pending: dict[tuple[int, int], dict[Source, tuple[int, Scope]]] = defaultdict(dict)
+        # Warp -> releases that relaxed reads of lanes saw: for their next fence.
+        self.pending: dict[tuple[int, int], dict[tuple, _Seen]] = defaultdict(dict)
 
     # --- writes ----------------------------------------------------------------------------------
     def write(self, w, flag: tuple, order: Order, atomic: bool, lanes: np.ndarray | None) -> None:
@@ -83,7 +93,7 @@ class Flags:
     def _release(self, w, full: bool, lanes: np.ndarray | None) -> Source | None:
         """Keep what the lanes know, or what the warp knew at its fences, if anything."""
         clocks = w.cluster.state.clocks
-        know = clocks.view(w.agent, lanes) if full else clocks.at_fence[w.agent]
+        know = clocks.view(w.agent, lanes) if full else clocks.fences.told(w.agent, lanes)
         if not know.any():
             return None
         foreign = {}
@@ -105,8 +115,9 @@ class Flags:
         if order.acquires:
             for source, (count, distance) in seen.items():
                 self._learn(w, source, count, distance, lanes)
-        elif seen:
-            self.pending[w.cluster.number, w.agent].update(seen)
+        for source, (count, distance) in () if order.acquires else seen.items():
+            key = source, None if lanes is None else lanes.tobytes()
+            self.pending[w.cluster.number, w.agent][key] = _Seen(source, count, distance, lanes)
 
     def _visible(self, w, flag: tuple, scope: Scope) -> dict[Source, tuple[int, Scope]]:
         """The releases that a read of this scope sees, and how far away they were made."""
@@ -137,15 +148,20 @@ class Flags:
             else:
                 clocks.join(w.agent, self._far(other, known, w.cluster.number), lanes)
 
-    def fence(self, w, order: Order) -> None:
-        """A fence between threads: relaxed reads before it now acquire."""
+    def fence(self, w, order: Order, lanes: np.ndarray | None) -> None:
+        """A fence between threads: relaxed reads of its lanes before it now acquire."""
         key = (w.cluster.number, w.agent)
         if not order.acquires or order.restricted or key not in self.pending:
             return
-        for source, (count, distance) in list(self.pending[key].items()):
-            if distance <= order.scope:
-                self._learn(w, source, count, distance, None)
-                del self.pending[key][source]
+        for name, seen in list(self.pending[key].items()):
+            learning = both(seen.lanes, lanes)
+            if seen.distance > order.scope or not (learning is None or learning.any()):
+                continue
+            self._learn(w, seen.source, seen.count, seen.distance, learning)
+            del self.pending[key][name]
+            left = without(seen.lanes, lanes)
+            if left.any():
+                self.pending[key][seen.source, left.tobytes()] = seen._replace(lanes=left)
 
     # --- other clusters --------------------------------------------------------------------------
     def _far(self, source: Source, count: int, cluster: int) -> np.ndarray:
