@@ -86,8 +86,8 @@ def test_no_argument_is_changed(seed) -> None:
 @pytest.mark.parametrize("sizes", [(150, 150), (300, 300), (64, 300)])
 @pytest.mark.parametrize("options", FORMATS, ids=str)
 def test_causal_rows_are_those_of_shorter_calls(options, sizes, seed) -> None:
-    """D7: the official FP4 kernel drops the first tile that the diagonal cuts. Of 80 seeds the least
-    cosines are 0.979 of FP4 and 0.998 of FP8 scores."""
+    """D7: the official FP4 kernel drops the first tile that the diagonal cuts. Of 80 seeds the
+    least cosines are 0.979 of FP4 and 0.998 of FP8 scores."""
     queries, keys = sizes
     causal = {"is_causal": True, "causal_align": "bottom_right"}
     case = Case(1, 2, 1, queries, keys, 64, options=options | causal)
