@@ -65,7 +65,7 @@ class SelectSmem(NamedTuple):
     scores: cute.Tensor  # [expert, warp]
     counts: cute.Tensor  # the same place: scores are of no more use where the sort begins
     board: cute.Tensor
-    # ids of this CTA's tokens: where there is no other CTA, the sort reads no global memory.
+    # ids of a token of each warp: where there is no other CTA, the sort reads no global memory.
     own_ids: cute.Tensor
     is_last: cute.Tensor
 
@@ -74,13 +74,18 @@ class Select:
     """Kernel: experts and weights of each token, and the list of pairs by expert.
 
     Args:
-        warps: of a CTA, each with a token.
+        warps: of a CTA.
+        takes_several: whether a warp takes more than one token where there are fewer CTAs than
+            `ctas`: at least two of them, since one sorts the tokens of its warps alone.
     """
 
-    def __init__(self, config: RoutingConfig, warps: int = SELECT_WARPS):
+    def __init__(
+        self, config: RoutingConfig, warps: int = SELECT_WARPS, takes_several: bool = False
+    ):
         self.config = config
         self.warps = warps
         self.threads = 32 * warps
+        self.takes_several = takes_several
 
     @cute.jit
     def launch(self, lists: Lists, stream, group_tokens: Int32):
@@ -91,7 +96,7 @@ class Select:
         )  # fmt: skip
 
     def ctas(self, lists: Lists) -> Int32:
-        """CTAs of a launch."""
+        """CTAs with a warp for each token."""
         return cute.ceil_div(lists.ids.shape[0], self.warps)
 
     @cute.kernel
@@ -143,10 +148,16 @@ class Select:
         pdl.wait_for_previous_launch()
         tokens = lists.ids.shape[0]
         live = live_count(lists.live_tokens, tokens)
-        token = cta * self.warps + warp
-        if token < tokens:
-            scores = views.scores[None, warp]
-            self.select(lists, scores, bias, own_ids[warp, None], token, token < live)
+        scores, own = views.scores[None, warp], own_ids[warp, None]
+        first = cta * self.warps + warp
+        if cutlass.const_expr(self.takes_several):
+            for token in cutlass.range(first, tokens, ctas * self.warps, unroll=1):
+                self.select(lists, scores, bias, own, token, token < live)
+                # The next token's scores come where lanes may still read this one's.
+                cute.arch.sync_warp()
+        else:
+            if first < tokens:
+                self.select(lists, scores, bias, own, first, first < live)
         cute.arch.sync_threads()
         if thread == 0:
             is_last[0] = Int32(arrive(lists.arrivals, ctas))

@@ -62,6 +62,20 @@ def test_a_token_has_the_same_bits_in_every_tiling(target, seed) -> None:
 
 
 @pytest.mark.slow
+def test_warps_of_the_selection_take_several_tokens(target, seed) -> None:
+    """Beside a product that has work for all SMs, with the bits of a warp for each token."""
+    if target.arch != "sm_90a":
+        pytest.skip("Blackwell's selection is a launch of its own")
+    inputs = LayerInputs.make(replace(SMALL, tokens=70, live=68), seed)
+    found = run(target, inputs, 2, seed, None)
+    assert_layer_close(found, inputs)
+    kernels, device = OpKernels(MOE, target).compile(inputs.config), Planned(target.arch, 132)
+    call = lambda: inputs.call_tiled(2, device).to(target.device)
+    spread = run_all(target, kernels, call, seed, target.schedules[:1])
+    assert torch.equal(spread["out"], found["out"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])
 @pytest.mark.parametrize(
     ("tokens", "tiling"), [(1, 0), (8, 1)], ids=["a launch each", "both products in one"]

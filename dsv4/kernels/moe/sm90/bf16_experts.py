@@ -49,7 +49,7 @@ class Bf16Experts:
         self.products = []
         for tiling in tilings(config):
             shared, routed = (self._gate_and_up(tiling, is_shared) for is_shared in (True, False))
-            select = Select(routing, shared.plan.warps.threads // 32)
+            select = Select(routing, shared.plan.warps.threads // 32, takes_several=True)
             plan = ProductPlan.down(config, tiling, self.lanes_per_warp)
             down = Bf16Product(plan, Rows(plan.panels, config.top_k), config.top_k)
             joint = JointProducts(routed, down) if tiling.is_joint else None

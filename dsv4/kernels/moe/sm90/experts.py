@@ -58,7 +58,7 @@ class ExpertsSm90:
             if routing is not None:
                 if self.leading is None and tiling.alone_tokens <= ROUTER_TOKENS:
                     self.leading = RouterBesideProduct(shared, routing)
-                select = Select(routing, shared.plan.warps.threads // 32)
+                select = Select(routing, shared.plan.warps.threads // 32, takes_several=True)
                 shared = ProductBesideSelection(shared, select)
             plan = ProductPlan.down(config, tiling, self.lanes_per_warp)
             second = GroupedProduct(plan, Rows(plan.panels, config.top_k), config.top_k)

@@ -89,9 +89,16 @@ class GroupedProduct:
             self.consumers.compute(ctx, warp)
 
 
+# CTAs of the selection beside a product that has work for all SMs. 64 and 256 tokens of Flash have
+# 128 tiles, and an H200 132 SMs: with a warp for each token tiles were left for a second turn.
+SELECTION_CTAS = 4
+
+
 class ProductBesideSelection:
     """The shared expert's first product and the selection of experts in one launch: neither reads
     what the other writes.
+
+    The selection has the SMs that the product leaves, so that no CTA waits for another one's place.
 
     Args:
         product: of the shared expert alone.
@@ -108,9 +115,13 @@ class ProductBesideSelection:
     @cute.jit
     def launch(self, operands: Operands, lists: Lists, stream, num_sms, group_tokens: Int32):
         """Launch both."""
-        first = Int32(self.select.ctas(lists))
+        left = num_sms - self.product.ctas(operands, num_sms)
+        first = cutlass.min(
+            Int32(self.select.ctas(lists)), cutlass.max(left, Int32(SELECTION_CTAS))
+        )
+        ctas = first + self.product.ctas(operands, cutlass.max(num_sms - first, Int32(1)))
         self.kernel(operands, lists, group_tokens, first).launch(
-            grid=[first + self.product.ctas(operands, num_sms), 1, 1],
+            grid=[ctas, 1, 1],
             stream=stream,
             **launch_options(self.product.plan),
         )
