@@ -155,9 +155,10 @@ class CopyRaces(SharedRaces):
         state.clocks.learn(w.agent, agent, clock)
 
     def snapshot_copies(self, w):
-        """What cp.async.mbarrier.arrive will publish once the copies before it are complete."""
+        """What cp.async.mbarrier.arrive will publish once the copies before it are complete: these
+        alone, for it is the system that arrives, not the thread with what it has written itself."""
         state = w.cluster.state
-        know = state.clocks.know[w.agent].copy()
+        know = np.zeros_like(state.clocks.know[w.agent])
         agent = state.clocks.agent(("cp.async", w.agent))
         know[SEEN, agent] = state.counts.get(("cp.async", w.agent), 0)
         w.order.copies.clear()

@@ -12,7 +12,7 @@ from dsv4.kernels.moe.plan import tilings
 from dsv4.ops.moe.op import MOE
 from dsv4.ops.runtime.backend import Device
 from dsv4.testing import moe
-from dsv4.testing.harness import Outcome, compiler_options
+from dsv4.testing.harness import Call, Outcome, compiler_options
 from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
 from dsv4.testing.moe_router import RouterCase, RouterInputs, assert_routed
 from tests.simulator.helpers.mutations import Run
@@ -67,6 +67,45 @@ def wide_experts(dtype: str, sharing: int, spread: int = WIDE_EXPERTS.spread) ->
         stack.enter_context(mock.patch.object(experts, "tilings", lambda config: (chosen,)))
         compiled = experts.build(config, compiler_options("sm_90a", has_lines=True))
     return Subject(compiled, partial(_runs_of_experts, inputs, WIDE_LAUNCHES, WIDE_TOKENS))
+
+
+# Several turns of one CTA; and of CTAs that share the tiles out, which wait for h of others.
+BF16_EXPERTS_SMS = {APART: 1, JOINT: 2}
+# Of the products that are a launch each: both kinds of tiles, with few columns.
+BF16_TOKENS = 16
+BF16_EXPERTS = {
+    "nvfp4": moe.Case(10, 512, 384, 32, 2, expert_dtype="nvfp4", one_expert=True, live=9),
+    "bfloat16": moe.Case(
+        10, 512, 384, 32, 2, expert_dtype="bfloat16", shared_dtype="bfloat16", one_expert=True,
+        live=9,
+    ),
+}  # fmt: skip
+OTHERS = 2  # that share the tokens out beside the one that has all
+
+
+@cache
+def bf16_experts(dtype: str, kind: int = APART) -> Subject:
+    """A layer whose experts are multiplied in bf16: a launch for each product, or one."""
+    from dsv4.kernels.moe.sm90 import bf16_experts, layer
+
+    inputs = LayerInputs.make(BF16_EXPERTS[dtype], SEED)
+    inputs.bias[:OTHERS] += 500
+    config = MOE.compiled_config(inputs.config, "sm_90a")
+    own = tilings(inputs.case.config)
+    index = next(i for i, tiling in enumerate(own) if tiling.is_joint == (kind == JOINT))
+    chosen = own[index]
+    if kind == APART:
+        chosen = replace(chosen, **dict.fromkeys(COLUMNS, BF16_TOKENS))
+    with mock.patch.object(bf16_experts, "tilings", lambda config: (chosen,)):
+        compiled = layer.build(config, compiler_options("sm_90a", has_lines=True))
+
+    def make() -> Call:
+        call = inputs.call_tiled(index, Device("sm_90a", BF16_EXPERTS_SMS[kind]))
+        # The tiling is the only one that is compiled.
+        call.options.update(tiling=0, group_tokens=chosen.tokens)
+        return call
+
+    return subject_of_calls(compiled, [make], partial(_check_layer, inputs))
 
 
 # Several turns of a pair of CTAs; CTAs that begin with a tile of the shared expert whose weights

@@ -92,6 +92,7 @@ KERNELS = {
     "alone": Kernel("fp4", 1, DELETED, ALONE_WEAKER, products=False),
     "shared": Kernel("fp4", 2, {**DELETED, **SHARED_DELETED}, SHARED_WEAKER, products=False),
     "raw, alone": Kernel("fp4", 1, PRODUCTS_DELETED, ALONE_WEAKER, RAW),
+    "raw, shared": Kernel("fp4", 2, PRODUCTS_SHARED, SHARED_WEAKER, RAW),
     "FP8, alone": Kernel("fp8", 1, PRODUCTS_DELETED, ALONE_WEAKER),
     "FP8, shared": Kernel("fp8", 2, PRODUCTS_SHARED, SHARED_WEAKER),
 }

@@ -201,6 +201,29 @@ def test_copies_that_an_mbarrier_tells_of_need_no_more():
     assert kinds(body.replace("[%r30+0]", "[%r30+8]")) == []
 
 
+def test_an_arrival_of_copies_tells_of_copies_alone():
+    """The system arrives when they are complete: what the thread has stored itself needs an arrival
+    of its own, which releases."""
+    stored = (
+        _released("")
+        .replace("@%p5 mbarrier.arrive.shared.b64 %d5, [%r30];", "{arrive}")
+        .replace("[%r30], 1;", "[%r30], {count};", 1)
+    )
+    copied = stored.replace(
+        "st.shared.b32 [%r4], %r1;", "cp.async.ca.shared.global [%r4], [%d2], 4;"
+    )
+    copies = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r30];"
+    thread, relaxed = (
+        f"{copies} mbarrier.arrive{semantics}.shared.b64 %d5, [%r30];"
+        for semantics in ("", ".relaxed.cta")
+    )
+    assert kinds(copied.format(arrive=copies, count=32)) == []
+    assert kinds(copied.format(arrive=relaxed, count=64)) == []
+    assert kinds(stored.format(arrive=thread, count=64)) == []
+    for arrive, count in ((copies, 32), (relaxed, 64)):
+        assert kinds(stored.format(arrive=arrive, count=count)) == ["read-write race"]
+
+
 def test_a_proxy_fence_behind_copies_is_still_only_warned_of():
     """One lane arrives behind bar.warp.sync, another before; a bulk store reads the copies."""
     body = f"""

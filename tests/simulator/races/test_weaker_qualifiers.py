@@ -34,22 +34,11 @@ EXPERTS_HARMLESS = {
         "zeros: the CTA's barrier tells every warp of them, and the fence behind a stage's codes, "
         "before the stage is handed over, is for all that its warp knows of",
     ),
-    ("mbarrier.arrive", "arrive_warp", "relaxed"): (
-        1,
-        "tall tiles: the copies of codes and scales arrive at the stage by themselves, and the "
-        "warp's arrival behind them hands nothing over",
-    ),
 }
 ALONE = "one CTA takes nearly all tiles: noticed where they share them out, in a test of its own"
 JOINT_HARMLESS = {
     ("mbarrier.arrive", "load_stage", "relaxed"): (5, EXPECTS),
     ("fence.proxy", "clear", "global"): (2, ZEROS),
-    # Of both products behind the first launch: of the shared expert too.
-    ("mbarrier.arrive", "arrive_warp", "relaxed"): (
-        3,
-        "every lane's copies arrive at the stage by themselves, behind all that the lane writes "
-        "there, and the warp's arrival behind them hands nothing over",
-    ),
     ("mbarrier.try_wait", "_show", "relaxed"): (1, FIRST_TILE),
     ("mbarrier.try_wait", "load_tile", "relaxed"): (1, BOARD),
     ("mbarrier.try_wait", "_copy", "relaxed"): (1, BOARD),
