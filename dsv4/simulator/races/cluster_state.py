@@ -20,6 +20,7 @@ class ClusterState:
         self.clocks = Clocks(len(warps))
         self.shared = [Shadow(SHARED_BYTES // 4) for _ in cluster.ctas]
         self.atomics: dict[int, Shadow] = {}  # CTA rank -> the last atomic on each word
+        self.strong_reads: dict[int, Shadow] = {}  # the same of strong loads
         self._tmem: dict[int, Shadow] = {}
         # mbarrier address -> (agent, clock) of its init; initialised but not yet fenced.
         self.inits: dict[int, tuple[int, int]] = {}

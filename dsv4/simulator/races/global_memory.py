@@ -1,11 +1,10 @@
 """Happens-before over global memory, within and between clusters.
 
-Strong accesses (atomics, acquire, release, relaxed, volatile) synchronise (see flags.py). Strong
-loads are not checked against ordinary writes, but for those of launches before: a poll must not
-find what they left. Atomics and strong stores are in conflict with ordinary accesses. With each
-other strong accesses are in conflict only where the scope of one of them does not include the other
-thread. Reads are kept in a list until there is a write to the allocation: most of them are of
-inputs. Of each cell the last two readers are known.
+Strong accesses (atomics, acquire, release, relaxed, volatile) synchronise (see flags.py). They are
+in conflict with ordinary accesses, those of launches before among them: a poll must not find what
+they left. With each other strong accesses are in conflict only where the scope of one of them does
+not include the other thread. Reads are kept in a list until there is a write to the allocation:
+most of them are of inputs. Of each cell the last two readers are known.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from dsv4.simulator.races.cluster_state import lanes_of
 from dsv4.simulator.races.findings import CONVERGENCE, NARROW, relation
 from dsv4.simulator.races.order.clocks import FENCED_GLOBAL, SEEN
 from dsv4.simulator.races.order.flags import Flags
+from dsv4.simulator.races.owners import AGENT, AGENT_BITS, distance_of, owner_of
+from dsv4.simulator.races.strong_loads import StrongLoads
 
 INCOHERENT = "non-coherent read of data written in the launch"
 LAUNCH_BEFORE = ("launch before",)  # an agent: clock 1 is its end
-_AGENT_BITS = 20  # of an owner: cluster number and agent
-_AGENT = (1 << _AGENT_BITS) - 1
 _LANES = np.arange(32)
 
 
-class GlobalRaces:
+class GlobalRaces(StrongLoads):
     """Checker of one launch's accesses to global memory; reports through the monitor."""
 
     def __init__(self, monitor, before: GlobalRaces | None, undefined: tuple = ()):
@@ -100,8 +99,7 @@ class GlobalRaces:
             if self.before is not None:
                 know = w.cluster.state.clocks.view(w.agent, lanes)
                 self._strong_load_of_earlier(w, active, know, size)
-            if self.narrow:
-                self._strong_load(w, active, mask, lanes, size, order)
+            self._strong_load(w, active, mask, lanes, size, order)
             for address in np.unique(active).tolist():
                 self.flags.read(w, ("global", address), order, lanes)
             return
@@ -109,27 +107,6 @@ class GlobalRaces:
         if order.strong:
             for address in np.unique(active).tolist():
                 self.flags.write(w, ("global", address), order, False, lanes)
-
-    def _strong_load_of_earlier(self, w, active, know, size: int) -> None:
-        """A strong load against the writes of launches before."""
-        for address in active.tolist():
-            history = self.history(w.cluster.memory.find(address, address + size))
-            words = (address - history.region.start >> 2) + np.arange(-(-size // 4))
-            owner = np.minimum(history.writer[words], UNTOUCHED)
-            late = self._late(w, owner, history.write_clock[words], know, SEEN)
-            for i in np.flatnonzero(late)[:1]:
-                where, whose = int(words[i]), int(owner[i])
-                self._report_launch(w, history, "strong read of", where, "writes", whose)
-
-    def _strong_load(self, w, active, mask, lanes, size: int, order: Order) -> None:
-        know = w.cluster.state.clocks.view(w.agent, lanes)
-        for number, address in zip(np.flatnonzero(mask), active.tolist()):
-            history = self.history(w.cluster.memory.find(address, address + size))
-            others = history.atomics(needed=False)
-            if others is not None:
-                offsets = np.array([address - history.region.start]) & ~3
-                words, _ = others.cells(offsets, max(size, 4), np.array([number]))
-                self._within_scope(w, others, words, know, order, "strong read of")
 
     def _touch(self, w, active: np.ndarray, mask, lanes, size: int, write: bool, atomic: bool):
         memory = w.cluster.memory
@@ -154,7 +131,7 @@ class GlobalRaces:
         self, w, region: Region, offsets, numbers, lanes, size: int, write: bool, atomic: bool
     ) -> None:
         history, state, order = self.history(region), w.cluster.state, w.order
-        know, owner = state.clocks.view(w.agent, lanes), _owner(w, w.agent)
+        know, owner = state.clocks.view(w.agent, lanes), owner_of(w, w.agent)
         clock = int(state.clocks.seen[w.agent, w.agent])
         where, whose = history.cells(offsets, size, numbers)
         what = "atomic on" if atomic else "write of" if write else "read of"
@@ -177,6 +154,7 @@ class GlobalRaces:
             self._after_atomics(w, others, words, know, what, owner)
         code = place(w.at, whose)
         if write:
+            self._after_strong_reads(w, history, where, know, what, owner)
             history.note_write(where, owner, clock, code)
         else:
             self._defined(w, history, where, what)
@@ -230,7 +208,7 @@ class GlobalRaces:
             for i in np.flatnonzero(late & (writer[words] >= 0)).tolist():
                 owner, code = int(writer[words][i]), int(at[words][i])
                 earlier = self.monitor.entry.instructions[place_of(code)[0]].order
-                distance = _distance(w, owner)
+                distance = distance_of(w, owner)
                 # The reductions of asynchronous copies are of the GPU's scope.
                 if distance > min(order.scope, earlier.scope if earlier.strong else Scope.GPU):
                     self._report(w, others, NARROW, what, words, i, code, "access")
@@ -276,7 +254,7 @@ class GlobalRaces:
             self._after_writes(w, others, cells + base, know, "asynchronous read of")
         if history.undefined is not None:
             self._defined(w, history, history.refined(cells + base), "asynchronous read of")
-        read = Read(cells, base, _owner(w, agent), clock, place(w.at, SEVERAL))
+        read = Read(cells, base, owner_of(w, agent), clock, place(w.at, SEVERAL))
         history.note_read(read)
 
     def engine_writes(
@@ -295,6 +273,7 @@ class GlobalRaces:
         if not self._after_writes(w, history, where, know, what):
             self._after_fence(w, history, where, know, what)
         self._after_reads(w, history, where, know, what, UNTOUCHED)
+        self._after_strong_reads(w, history, where, know, what, UNTOUCHED)
         if w.order.unsettled:
             number = SEVERAL if lanes is None else int(lanes.argmax())
             self._between_lanes(w, history, where, number, True, what)
@@ -302,9 +281,9 @@ class GlobalRaces:
         if others is not None and not reduction:
             self._after_writes(w, others, cells + base, know, what)
         if reduction:
-            others.note_write(cells + base, _owner(w, agent), clock, place(w.at, SEVERAL))
+            others.note_write(cells + base, owner_of(w, agent), clock, place(w.at, SEVERAL))
         else:
-            history.note_write(where, _owner(w, agent), clock, place(w.at, SEVERAL))
+            history.note_write(where, owner_of(w, agent), clock, place(w.at, SEVERAL))
 
     def _source(self, w, source):
         address, cells = source
@@ -316,7 +295,7 @@ class GlobalRaces:
     # --- checks ----------------------------------------------------------------------------------
     def _late(self, w, owner: np.ndarray, clock: np.ndarray, know: np.ndarray, row: int):
         """Which accesses of these owners at these clocks are not in a row of `know`."""
-        clusters, agents = owner >> _AGENT_BITS, owner & _AGENT
+        clusters, agents = owner >> AGENT_BITS, owner & AGENT
         mine = clusters == w.cluster.number
         late = mine & (clock > know[row][np.where(mine, agents, 0)])
         if self.before is not None and not know[SEEN, w.cluster.state.clocks.agent(LAUNCH_BEFORE)]:
@@ -347,7 +326,7 @@ class GlobalRaces:
         """Ordinary writes before an asynchronous access need a proxy fence."""
         writer = history.writer[where]
         late = self._late(w, writer, history.write_clock[where], know, FENCED_GLOBAL)
-        late &= (writer >= 0) & ((writer & _AGENT) < w.cluster.state.clocks.warps)
+        late &= (writer >= 0) & ((writer & AGENT) < w.cluster.state.clocks.warps)
         if late.any():
             i = int(late.argmax())
             code = int(history.write_at[where][i])
@@ -386,7 +365,7 @@ class GlobalRaces:
 
     def _between_lanes(self, w, history: History, where, lanes, write: bool, what: str) -> None:
         """Conflicts with accesses of other lanes of the warp."""
-        owner, order = _owner(w, w.agent), w.order
+        owner, order = owner_of(w, w.agent), w.order
         late = (history.writer[where] == owner) & (history.write_clock[where] >= order.synced)
         late &= other_lanes(history.write_at[where], lanes)
         clock, code, before = history.write_clock[where], history.write_at[where], "write"
@@ -484,15 +463,3 @@ class GlobalRaces:
     def fence(self, w, order: Order, lanes: np.ndarray | None) -> None:
         """A fence between threads, by some lanes."""
         self.flags.fence(w, order, lanes)
-
-
-def _owner(w, agent: int) -> int:
-    return w.cluster.number << _AGENT_BITS | agent
-
-
-def _distance(w, owner: int) -> Scope:
-    """How far a warp and the owner of an access are apart; engines count as of their cluster."""
-    cluster, agent = owner >> _AGENT_BITS, owner & _AGENT
-    if cluster != w.cluster.number:
-        return Scope.GPU if cluster // w.launch.clusters_per_gpu == w.cluster.gpu else Scope.SYS
-    return Scope.CTA if agent // w.launch.warps == w.cta.rank else Scope.CLUSTER

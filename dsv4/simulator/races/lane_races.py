@@ -1,10 +1,11 @@
-"""Conflicts between lanes of one warp over shared memory."""
+"""Conflicts between lanes of one warp."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from dsv4.simulator.machine.memory import Cta
+from dsv4.simulator.machine.warp import ALL
 from dsv4.simulator.races.cells.shadow import Earlier, Shadow
 from dsv4.simulator.races.findings import CONVERGENCE, Findings
 
@@ -48,3 +49,18 @@ class LaneRaces(Findings):
                 text = f"{what} {self._at(w, cta, where, earlier)}"
                 self.race(w, CONVERGENCE if warning else kind, text, earlier, warning=warning)
                 return
+
+    def _within_store(self, w, offsets: np.ndarray, mask, values) -> None:
+        """Lanes of one store that write different values to one place."""
+        if (offsets[1:] > offsets[:-1]).all():
+            return
+        _, first, again = np.unique(offsets, return_index=True, return_inverse=True)
+        if len(first) == len(offsets):
+            return
+        for value in values:
+            active = value if mask is ALL else value[mask]
+            if (active != active[first][again]).any():
+                message = (
+                    f"lanes of {w.cta.name} warp {w.number} write different values to one place"
+                )
+                self.report("write-write race", message, (w.at,), (w.at,))

@@ -77,6 +77,7 @@ class SharedRaces(LaneRaces):
         if write:
             self._against_barriers(w, cta, offsets, size, "write of")
             self._against_reads(w, cta, where, seen, agent, what)
+            self._against_strong_reads(w, cta, where, seen, what)
             if values is not None and isinstance(numbers, np.ndarray) and len(offsets) > 1:
                 self._within_store(w, offsets, mask, values)
             shadow.note_write(where, agent, clock, code)
@@ -96,9 +97,28 @@ class SharedRaces(LaneRaces):
         if write:
             self.shared_atomic(w, cta, offsets, mask, size)
         else:
-            self._remote(w, cta)
+            self._strong_load(w, cta, offsets, mask, size, lanes)
         order = self.entry.instructions[w.at].order
         self.memory.shared_flag(w, cta, offsets, write, order, lanes)
+
+    def _strong_load(self, w, cta: Cta, offsets, mask, size: int, lanes) -> None:
+        state, what = w.cluster.state, "strong read of shared memory at"
+        self._remote(w, cta)
+        shadow, seen = state.shared[cta.rank], state.clocks.view(w.agent, lanes)[SEEN]
+        numbers = _LANES if mask is ALL else np.flatnonzero(mask)
+        where, _ = shadow.cells(offsets, size, numbers)
+        self._against_writes(w, cta, shadow, where, seen, "read-write race", what)
+        self._initialised(w, cta, where, f"{self.warp_at(w, w.at)} reads")
+        strong = state.strong_reads.setdefault(cta.rank, Shadow(shadow.count))
+        words, _ = strong.cells(np.asarray(offsets, np.int64) & ~3, max(size, 4), SEVERAL)
+        strong.note_read(words, w.agent, int(seen[w.agent]), place(w.at, SEVERAL))
+
+    def _against_strong_reads(self, w, cta: Cta, where, seen, what: str) -> None:
+        """Ordinary writes come after the strong loads of the word, polls above all."""
+        strong = w.cluster.state.strong_reads.get(cta.rank)
+        if strong is not None:
+            words = w.cluster.state.shared[cta.rank].words_of(where)
+            self._against_reads(w, cta, words, seen, w.agent, what, strong)
 
     def _against_writes(
         self, w, cta: Cta, shadow: Shadow, where, seen, kind: str, what: str
@@ -108,8 +128,11 @@ class SharedRaces(LaneRaces):
             self.race(w, kind, f"{what} {self._at(w, cta, where, earlier)}", earlier)
         return earlier is not None and not earlier.weak
 
-    def _against_reads(self, w, cta: Cta, where, seen, agent: int, what: str) -> None:
-        earlier = w.cluster.state.shared[cta.rank].unordered_read(where, seen, agent)
+    def _against_reads(
+        self, w, cta: Cta, where, seen, agent: int, what: str, shadow: Shadow | None = None
+    ) -> None:
+        shadow = shadow or w.cluster.state.shared[cta.rank]
+        earlier = shadow.unordered_read(where, seen, agent)
         if earlier:
             text = f"{what} {self._at(w, cta, where, earlier)}"
             self.race(w, "read-write race", text, earlier)
@@ -136,21 +159,6 @@ class SharedRaces(LaneRaces):
             place = self.entry.shared_names.place(shadow.offset(int(where[missing])))
             message = f"{what} shared memory at {place}"
             self.report("uninitialised read", message, (w.at,), (w.at,))
-
-    def _within_store(self, w, offsets: np.ndarray, mask, values) -> None:
-        """Lanes of one store that write different values to one place."""
-        if (offsets[1:] > offsets[:-1]).all():
-            return
-        _, first, again = np.unique(offsets, return_index=True, return_inverse=True)
-        if len(first) == len(offsets):
-            return
-        for value in values:
-            active = value if mask is ALL else value[mask]
-            if (active != active[first][again]).any():
-                message = (
-                    f"lanes of {w.cta.name} warp {w.number} write different values to one place"
-                )
-                self.report("write-write race", message, (w.at,), (w.at,))
 
     # --- atomics ---------------------------------------------------------------------------------
     def shared_atomic(self, w, cta: Cta, offsets: np.ndarray, mask, size: int) -> None:

@@ -171,3 +171,58 @@ def test_gaps_between_the_rows_of_a_slice_belong_to_it():
 def test_storages_of_further_buffers_are_open_as_a_whole():
     storage = torch.zeros(512, dtype=torch.int32)
     run_body("ld.global.b32 %r8, [%d1+1024];", out=storage[128:256], buffers=(storage,))
+
+
+# Warp 0 (or thread 0 of CTA 1) writes a word, warp 1 (or CTA 0) reads it.
+SPACES = {
+    "global": ("[%d2]", "[%d2+-128]"),
+    "shared": ("[%r4]", "[%r4+-128]"),
+}
+_WAIT_A_WHILE = """
+mov.u32 %r20, 0;
+A: add.u32 %r20, %r20, 1;
+setp.lt.u32 %p7, %r20, 300;
+@%p7 bra A;
+"""
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy", "random"])
+@pytest.mark.parametrize("read", ["volatile", "relaxed.cta", "acquire.gpu"])
+@pytest.mark.parametrize("space", SPACES)
+def test_an_ordinary_write_and_a_strong_read_need_order(space, read, schedule):
+    """Whichever of the two comes first."""
+    mine, its = SPACES[space]
+    store, load = f"st.{space}.b32 {mine}, 7;", f"ld.{read}.{space}.b32 %r9, {its};"
+    fill = f"st.{space}.b32 {mine}, 0;\nbar.sync 0;"
+    options = {"schedule": schedule}
+    for body in (
+        f"{fill}\n@%p1 {store}\n@!%p1 {load}",
+        f"{fill}\n@%p1 bra W;\n{load}\nbra D;\nW: {_WAIT_A_WHILE}\n{store}\nD:",
+    ):
+        assert kinds(body, **options) == ["read-write race"]
+        assert kinds(body.replace("st." + space + ".b32 " + mine + ", 7", "nanosleep.u32 1")) == []
+    ordered = f"{fill}\n@%p1 {store}\nbar.sync 0;\n@!%p1 {load}\nbar.sync 0;\n@%p1 {store}"
+    assert kinds(ordered, **options) == []
+
+
+@pytest.mark.parametrize(("store", "clean"), [("st.release.gpu", True), ("st", False)])
+def test_a_flag_is_no_ordinary_word(store, clean):
+    """It hands over nothing but itself."""
+    body = f"""
+    @!%p2 bra DONE;
+    @%p3 bra CONSUME;
+    {store}.global.b32 [%d1], 1;
+    bra DONE;
+    CONSUME:
+    SPIN: ld.acquire.gpu.global.b32 %r12, [%d1];
+    setp.eq.u32 %p5, %r12, 0;
+    @%p5 bra SPIN;
+    DONE:
+    """
+    assert kinds(body, grid=2) == ([] if clean else ["read-write race"])
+
+
+def test_bytes_of_a_word_that_is_polled():
+    store = "@%p2 st.global.b8 [%d1+{0}], %r1;\n@!%p1 ld.volatile.global.b16 %h1, [%d1];"
+    assert kinds(store.format(1)) == ["read-write race"]
+    assert kinds(store.format(2)) == []

@@ -64,12 +64,20 @@ class History(Cells):
         # Cells whose contents before the launch mean nothing; None if there are none.
         self.undefined: np.ndarray | None = None
         self._atomics: History | None = None
+        self._strong_reads: History | None = None
+        self.polled: tuple | None = None  # of strong reads: what the last one was
 
     def atomics(self, *, needed: bool) -> History | None:
         """The last atomic on each word, as a history of its own; None while there is none."""
         if self._atomics is None and needed:
             self._atomics = History(self.region)
         return self._atomics
+
+    def strong_reads(self, *, needed: bool) -> History | None:
+        """The last strong loads of each word, as `atomics`."""
+        if self._strong_reads is None and needed:
+            self._strong_reads = History(self.region)
+        return self._strong_reads
 
     def footprint(self, *, earlier: bool = False) -> Footprint:
         """Words that ordinary and asynchronous accesses wrote, that they read, and that atomics
@@ -80,7 +88,12 @@ class History(Cells):
         touched = np.zeros_like(written)
         if others is not None:
             touched = others._words(others.writer, earlier)
-        return Footprint(written, self._words(self.reader[0], earlier), touched)
+        read = self._words(self.reader[0], earlier)
+        strong = self.strong_reads(needed=False)
+        if strong is not None:
+            strong.settle_reads()
+            read |= strong._words(strong.reader[0], earlier)
+        return Footprint(written, read, touched)
 
     def _words(self, table: np.ndarray, earlier: bool) -> np.ndarray:
         known = table < UNTOUCHED if earlier else table >= 0

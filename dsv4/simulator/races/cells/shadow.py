@@ -69,6 +69,13 @@ class Cells:
         """Cells of whole granules."""
         return where if self.split is None else self._refined(where, 0)[0]
 
+    def words_of(self, where: np.ndarray) -> np.ndarray:
+        """The granules that cells are of, or are."""
+        if self.split is None or int(where.max(initial=0)) < self.count:
+            return where
+        owners = np.array(self.owners)[np.maximum(where - self.count, 0) // 4]
+        return np.where(where < self.count, where, owners)
+
     def refined_of(self, where: np.ndarray, lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Cells of whole granules, a lane's each, and the lane of each cell."""
         return (where, lanes) if self.split is None else self._refined(where, lanes)
