@@ -331,17 +331,9 @@ def _summary(outcome: Outcome) -> dict[str, object]:
         "kernels": _kernel_rows(outcome),
         "model": outcome.prediction.machine.name,
         "model_microseconds": outcome.prediction.microseconds,
-        "model_rests_on": _assumed(outcome.prediction),
+        "model_rests_on": outcome.prediction.machine.assumed,
         "model_busy_cycles": {name: round(cycles) for name, cycles in longest.busy.items()},
     }
-
-
-def _assumed(prediction: Prediction) -> str:
-    """How much of the machine's model was never measured."""
-    from dsv4.simulator.timing import ASSUMED
-
-    machine = prediction.machine
-    return f"{len(ASSUMED[machine.name])} of its {machine.figures} figures are assumptions"
 
 
 def _print(outcome: Outcome) -> None:
@@ -368,7 +360,7 @@ def _print(outcome: Outcome) -> None:
     checks.add_row("synchronisation never reached", "\n".join(outcome.missed) or "0", "0")
     console.print(checks)
     machine, time = outcome.prediction.machine.name, outcome.prediction.microseconds
-    figures = _assumed(outcome.prediction)
+    figures = outcome.prediction.machine.assumed
     console.print(f"{machine} model: {time:.1f} us for all launches, a prediction; {figures}")
     for line in timeline.text_lines(outcome.prediction.longest, outcome.prediction.machine):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -82,7 +82,7 @@ def model(name: str, dim: int, arch: str, seed: int) -> int:
     busy = ", ".join(f"{unit} {cycles / longest.cycles:.0%}" for unit, cycles in shares)
     print(
         f"{machine.name} model, {name}, {dim} channels: {flops / found.microseconds / 1e6:,.0f} "
-        f"TFLOP/s, {found.microseconds:.1f} us, a prediction; busy: {busy}"
+        f"TFLOP/s, {found.microseconds:.1f} us, a prediction; {machine.assumed}; busy: {busy}"
     )
     return 0
 

@@ -15,7 +15,7 @@ from dsv4.cli.sim_attention import (
 )
 from dsv4.quoting import quoted
 from dsv4.simulator.api import Simulation
-from dsv4.simulator.timing import ASSUMED, MACHINES, Machine, Prediction, predict
+from dsv4.simulator.timing import MACHINES, Machine, Prediction, predict
 from dsv4.testing.attention import Case
 
 TOKENS = (1, 4, 16, 64, 128, 148, 256, 1024)
@@ -140,11 +140,7 @@ def print_table(arch: str, measured: Path | None) -> None:
     """Print the rows as Markdown while they come; with measurements, the mean error last."""
     subjects = model_subjects(arch) if measured is None else measured_subjects(arch, measured)
     machine = MACHINES[arch]
-    assumed = len(ASSUMED[machine.name])
-    print(
-        f"{machine.name} model, {arch}: predictions, not measurements; {assumed} of its "
-        f"{machine.figures} figures are assumptions"
-    )
+    print(f"{machine.name} model, {arch}: predictions, not measurements; {machine.assumed}")
     print(_line([*HEADER, "published us" if measured is None else "measured us"]))
     print(_line(["---"] * (len(HEADER) + 1)))
     errors = []

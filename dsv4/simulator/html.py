@@ -190,7 +190,7 @@ def _timeline(modelled: Modelled) -> Iterator[str]:
     yield f"<h2>Timeline: {html.escape(launch.kernel[:80])}</h2>"
     yield (
         f'<p class="sum">{machine.name} model: {launch.microseconds:.1f} µs, {launch.bound}; '
-        "first wave; grey: a warp waits, orange: copies, blue: other units</p>"
+        f"{machine.assumed}; first wave; grey: a warp waits, orange: copies, blue: other units</p>"
     )
     yield (
         f'<div class="scroll"><svg width="{MARGIN_PIXELS + WIDTH_PIXELS}" height="{height}" '

@@ -85,4 +85,5 @@ def test_a_modelled_launch_is_drawn(report):
     launch = LaunchPrediction("k", 1, 1, 900.0, 3.5, {"tensor pipe": 1.0}, {}, spans)
     page = as_html(report, [Modelled(machine, launch)])
     assert page.count("<rect ") == 2 and "SM 0 CTA 0 warp 1" in page and "3.5 µs" in page
+    assert f"{machine.assumed}; first wave" in page and "figures are assumptions" in machine.assumed
     assert as_html(report).count("<rect ") == 0

@@ -98,6 +98,11 @@ class Machine:
         return min(self.clock_ghz, self.boost_ghz - self.power_ghz * load)
 
     @property
+    def assumed(self) -> str:
+        """How much of the model no measurement settles, to stand beside its predictions."""
+        return f"{len(ASSUMED[self.name])} of its {self.figures} figures are assumptions"
+
+    @property
     def figures(self) -> int:
         """How many numbers the model of this GPU rests on, beside the table of products."""
         return sum(field.type in ("float", "int") for field in fields(self))
