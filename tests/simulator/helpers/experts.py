@@ -29,14 +29,15 @@ ROUTER, ROUTER_LAUNCHES = RouterCase(90, 1024, top_k=7), ((90, (1, 8)), (3, (1, 
 
 
 @cache
-def experts(tiling: int = APART) -> Subject:
+def experts(tiling: int = APART, dtype: str = EXPERTS.expert_dtype) -> Subject:
     """A tiling alone: the others would take longer to compile and to read."""
     from dsv4.kernels.moe.sm90 import experts
 
-    inputs = moe.Inputs.make(EXPERTS, SEED)
-    chosen = tilings(EXPERTS.config)[tiling]
+    inputs = moe.Inputs.make(replace(EXPERTS, expert_dtype=dtype), SEED)
+    config = inputs.case.config
+    chosen = tilings(config)[tiling]
     with mock.patch.object(experts, "tilings", lambda config: (chosen,)):
-        compiled = experts.build(EXPERTS.config, compiler_options("sm_90a", has_lines=True))
+        compiled = experts.build(config, compiler_options("sm_90a", has_lines=True))
     makes = [partial(inputs.experts_call, 0, sms, chosen.tokens) for sms in EXPERTS_SMS[tiling]]
     return subject_of_calls(compiled, makes, partial(_check_experts, inputs))
 
@@ -114,11 +115,11 @@ BLACKWELL_EXPERTS = ((11, 1), (11, 8), (3, 16))  # tokens, SMs
 
 
 @cache
-def blackwell_experts() -> Subject:
+def blackwell_experts(dtype: str = EXPERTS.expert_dtype) -> Subject:
     """The tiling of few tokens."""
     from dsv4.kernels.moe.sm100 import experts, plan
 
-    inputs = moe.Inputs.make(replace(EXPERTS, is_tiled=True), SEED)
+    inputs = moe.Inputs.make(replace(EXPERTS, expert_dtype=dtype, is_tiled=True), SEED)
     with mock.patch.object(experts, "tilings", lambda config: plan.tilings(config)[:1]):
         options = compiler_options("sm_100a", has_lines=True)
         compiled = experts.build(inputs.case.config, options)

@@ -355,6 +355,13 @@ LOWP = {
         1, 2, 1, 200, 810, 64,
         options={"qk_quant_gran": "per_warp", "geometry": "sm89", "causal": "bottom_right"},
     ),
+    # Sums of all tiles in one accumulator; of halves of a tile, in fp16.
+    "summed": lowp.Case(
+        1, 2, 1, 200, 810, 64, options={"pv_accum_dtype": "fp32", "causal": "bottom_right"},
+    ),
+    "flushed": lowp.Case(
+        1, 2, 1, 200, 810, 64, options={"pv_accum_dtype": "fp32+fp16", "causal": "bottom_right"},
+    ),
 }  # fmt: skip
 
 
@@ -368,7 +375,7 @@ def quantized(name: str) -> Subject:
         (lowp_attention.Inputs.make(given, SEED), {"num_ctas": ctas})
         for given, ctas in ((short, 1), (case, 1), (case, 2))
     ]
-    if name in ("rows", "heads", "blocks"):
+    if name in ("rows", "heads", "blocks", "summed", "flushed"):
         # A second tile that is masked: no whole one's step has waited for the first one's values.
         masked = replace(case, queries=100, keys=200)
         launches.append((lowp_attention.Inputs.make(masked, SEED), {"num_ctas": 1}))

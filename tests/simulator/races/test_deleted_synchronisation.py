@@ -204,6 +204,7 @@ SEAM_UNREACHED = {("red.relaxed", "meet"): (1, "no CTA leaves its tokens here")}
 # why.
 KERNELS = {
     "experts": (experts.experts, EXPERTS),
+    "experts, FP8": (partial(experts.experts, dtype="fp8"), EXPERTS),
     "joint experts": (partial(experts.experts, experts.JOINT), JOINT),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY),
     "router, many tokens, Blackwell": (partial(experts.router_of_many, "sm_100a"), ROUTER_MANY),
@@ -247,6 +248,9 @@ KERNELS = {
 
 UNREACHED = {
     "experts": EXPERTS_UNREACHED,
+    "experts, FP8": {
+        ("cp.async", "copy_vector"): (3, EXPERTS_UNREACHED["cp.async", "copy_vector"][1])
+    },
     "joint experts": JOINT_UNREACHED,
     "seam, Hopper": SEAM_UNREACHED,
     "seam, Blackwell": SEAM_UNREACHED,

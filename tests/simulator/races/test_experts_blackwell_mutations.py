@@ -57,13 +57,15 @@ HARMLESS = {
 PACKED_HARMLESS = {**HARMLESS, ("mbarrier.arrive", "_load_weights", "relaxed"): (14, EXPECTS)}
 
 
-def test_all_deletions_are_noticed() -> None:
-    compiled, runs = experts.blackwell_experts()
+@pytest.mark.parametrize("dtype", ["fp4", "fp8"])
+def test_all_deletions_are_noticed(dtype: str) -> None:
+    compiled, runs = experts.blackwell_experts(dtype)
     check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], REDUNDANT)
 
 
-def test_all_weaker_qualifiers_are_noticed() -> None:
-    compiled, runs = experts.blackwell_experts()
+@pytest.mark.parametrize("dtype", ["fp4", "fp8"])
+def test_all_weaker_qualifiers_are_noticed(dtype: str) -> None:
+    compiled, runs = experts.blackwell_experts(dtype)
     check_weaker(compiled, runs("eager"), HARMLESS)
 
 

@@ -1,7 +1,7 @@
 """Deleting any one synchronisation instruction of quantised attention, or weakening any one of its
 qualifiers by a step, is noticed: 128 channels, scales of rows, of heads, of blocks and of pairs of
-warps, fp16 values and a mask on Hopper; scales of rows, 128 channels, a mask, and FP4 with the
-means of queries on Blackwell."""
+warps, sums of all tiles in one accumulator and of halves of a tile in fp16, fp16 values and a mask
+on Hopper; scales of rows, 128 channels, a mask, and FP4 with the means of queries on Blackwell."""
 
 from __future__ import annotations
 
@@ -77,6 +77,13 @@ HOPPER_HEADS = {
         f"of the first launch: {FIRST}; of the load warp: it reads nothing of that launch; of the "
         "others: queries, which they wait for first, are loaded behind the load warp's wait",
     ),
+}
+# Sums of all tiles in one accumulator, which the next product takes as it is.
+LAST_STEPS = f"what waits for values in the loop of a work tile's last tiles; {LAST_VALUES}"
+HOPPER_SUMMED = {
+    **HOPPER_BLOCKS,
+    ("wgmma.commit_group", "_issue_values"): (1, LAST_STEPS),
+    ("wgmma.wait_group", "_step"): (1, LAST_STEPS),
 }
 # All tiles but a work tile's first one pass the loop of masked ones; behind the launch that lists
 # tiles, whose lists the load warp reads first.
@@ -198,13 +205,19 @@ KERNELS = {
     "Hopper, heads": (partial(subjects.quantized, "heads"), HOPPER_HEADS, HOPPER_ROWS_WEAKER),
     "Hopper, blocks": (partial(subjects.quantized, "blocks"), HOPPER_BLOCKS, HOPPER_ROWS_WEAKER),
     "Hopper, pairs": (partial(subjects.quantized, "pairs"), HOPPER_BLOCKS, HOPPER_ROWS_WEAKER),
+    "Hopper, one accumulator": (
+        partial(subjects.quantized, "summed"), HOPPER_SUMMED, HOPPER_ROWS_WEAKER,
+    ),
+    "Hopper, fp16 sums": (
+        partial(subjects.quantized, "flushed"), HOPPER_BLOCKS, HOPPER_ROWS_WEAKER,
+    ),
     "Hopper, masked": (partial(subjects.quantized, "masked"), HOPPER_MASKED, HOPPER_MASKED_WEAKER),
     "Hopper, fp16": (partial(subjects.quantized, "halves"), HOPPER, HOPPER_WEAKER),
     "Blackwell": (partial(subjects.blackwell_quantized, "rows"), BLACKWELL, BLACKWELL_WEAKER),
     "Blackwell, wide": (partial(subjects.blackwell_quantized, "wide"), WIDE, MASKED_WEAKER),
     "Blackwell, masked": (partial(subjects.blackwell_quantized, "masked"), LISTED, MASKED_WEAKER),
     "Blackwell, FP4": (partial(subjects.blackwell_quantized, "fp4"), FP4, FP4_WEAKER),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KERNELS)

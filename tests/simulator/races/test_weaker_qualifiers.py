@@ -95,6 +95,7 @@ ROUTER_MANY_HARMLESS = {
 # Subject, what goes unnoticed, and what no launch runs.
 KERNELS = {
     "experts": (experts.experts, EXPERTS_HARMLESS, {}),
+    "experts, FP8": (partial(experts.experts, dtype="fp8"), EXPERTS_HARMLESS, {}),
     "joint experts": (partial(experts.experts, experts.JOINT), JOINT_HARMLESS, {}),
     "router": (experts.router, {}, {}),
     "router, Blackwell": (partial(experts.router, "sm_100a"), {}, {}),
