@@ -7,7 +7,6 @@ import importlib.util
 import json
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dsv4.cli import (
@@ -97,6 +96,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     attention.add_argument("--seed", type=int, default=0, help="of the inputs and of `random`")
     attention.add_argument("--no-races", action="store_true", help="no race check: faster")
     attention.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    sim_output.add_sarif(attention)
     sim_output.add_html(attention)
     attention.add_argument(
         "--timeline",
@@ -202,8 +202,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(outcome)
     _export(args, prediction)
-    if args.html is not None:
-        _write_page(args.html, reports, prediction)
+    _write_reports(args, reports, prediction)
     if not verdict.correct or report.races:
         return CHECK_FAILED
     # Without a race check nothing is said about synchronisation, covered or not.
@@ -263,25 +262,30 @@ def _export(args: argparse.Namespace, prediction: Prediction) -> None:
         timeline.write_plot(args.plot, prediction.longest, prediction.machine)
 
 
-def _write_page(path: Path, reports: list[Report], prediction: Prediction) -> None:
-    """Write findings, coverage and the modelled launches as a page."""
+def _write_reports(args: argparse.Namespace, reports: list[Report], prediction: Prediction) -> None:
+    """Write findings as SARIF; findings, coverage and the modelled launches as a page."""
+    from dsv4.simulator.formats import as_sarif
     from dsv4.simulator.html import Modelled, as_html
     from dsv4.simulator.merged import MergedReport
 
     merged = MergedReport()
     for report in reports:
         merged.add(report)
-    launches = [Modelled(prediction.machine, launch) for launch in prediction.launches]
-    path.write_text(as_html(merged, launches))
+    if args.sarif is not None:
+        args.sarif.write_text(json.dumps(as_sarif(merged), indent=2) + "\n")
+    if args.html is not None:
+        launches = [Modelled(prediction.machine, launch) for launch in prediction.launches]
+        args.html.write_text(as_html(merged, launches))
 
 
 def _check_outputs(args: argparse.Namespace) -> None:
     """Outputs that would be lost are an error before the simulation runs."""
     if args.measured is not None and not args.model_table:
         raise ValueError("--measured: needs --model-table")
-    if args.model_table and (args.json or args.timeline or args.plot or args.html):
+    files = (args.timeline, args.plot, args.sarif, args.html)
+    if args.model_table and (args.json or any(files)):
         raise ValueError(
-            "--model-table: prints a table alone, no --json, --timeline, --plot or --html"
+            "--model-table: prints a table alone, no --json, --timeline, --plot, --sarif or --html"
         )
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ImportError("--plot needs matplotlib: pip install 'dsv4[bench]'")

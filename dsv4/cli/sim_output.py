@@ -45,10 +45,18 @@ def add_reports(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", type=output_file, metavar="FILE", help="write the findings as JSON"
     )
-    parser.add_argument(
-        "--sarif", type=output_file, metavar="FILE", help="write them as SARIF, for code review"
-    )
+    add_sarif(parser)
     add_html(parser)
+
+
+def add_sarif(parser: argparse.ArgumentParser) -> None:
+    """Declare the file of annotations."""
+    parser.add_argument(
+        "--sarif",
+        type=output_file,
+        metavar="FILE",
+        help="write the findings as SARIF, for code review",
+    )
 
 
 def add_html(parser: argparse.ArgumentParser) -> None:

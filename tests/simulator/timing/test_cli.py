@@ -67,8 +67,8 @@ def run(capsys: pytest.CaptureFixture, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_json_report_with_races_and_timeline(capsys, seed, tmp_path):
-    timeline = tmp_path / "timeline.json"
-    extra = ["--json", "--seed", str(seed), "--timeline", str(timeline)]
+    timeline, sarif = tmp_path / "timeline.json", tmp_path / "findings.sarif"
+    extra = ["--json", "--seed", str(seed), "--timeline", str(timeline), "--sarif", str(sarif)]
     status, out, _ = run(capsys, *SMALL, *extra)
     found = json.loads(out)
     # Correct and free of races, but one decode step does not reach all synchronisation.
@@ -83,6 +83,7 @@ def test_json_report_with_races_and_timeline(capsys, seed, tmp_path):
     assert kernel["shared_memory"] > 0 and kernel["tmem_columns"] >= 32
     assert found["model"] == "B200" and found["model_microseconds"] > 1
     assert json.loads(timeline.read_text())["traceEvents"]
+    assert json.loads(sarif.read_text())["runs"][0]["results"] == []
 
 
 def test_alone_it_lists_every_kernel(capsys):
