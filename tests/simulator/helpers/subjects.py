@@ -362,6 +362,8 @@ LOWP = {
     "flushed": lowp.Case(
         1, 2, 1, 200, 810, 64, options={"pv_accum_dtype": "fp32+fp16", "causal": "bottom_right"},
     ),
+    # Two warpgroups, which see different tiles; sums of a part of the channels at a time.
+    "widest": lowp.Case(1, 2, 1, 200, 750, 256, options={"causal": "bottom_right"}),
 }  # fmt: skip
 
 
