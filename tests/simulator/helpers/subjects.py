@@ -364,6 +364,13 @@ LOWP = {
     ),
     # Two warpgroups, which see different tiles; sums of a part of the channels at a time.
     "widest": lowp.Case(1, 2, 1, 200, 750, 256, options={"causal": "bottom_right"}),
+    "widest halves": lowp.Case(
+        1, 2, 1, 200, 810, 256,
+        options={
+            "pv": "fp16", "pv_accum_dtype": "fp16+fp32", "geometry": "sm89",
+            "causal": "bottom_right",
+        },
+    ),
 }  # fmt: skip
 
 

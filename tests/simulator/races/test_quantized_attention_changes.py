@@ -144,6 +144,19 @@ SPEED_ALONE = (
     "a turn: it is for speed alone, and the arrivals of these launches make up pairs without "
     f"it; {LAST_TURN}"
 )
+HOPPER_WIDEST_HALVES = {
+    **HOPPER_WIDEST,
+    ("bar.sync", "take"): (2, SPEED_ALONE),
+    ("wgmma.fence", "__init__"): (
+        3,
+        "values of the second half of the channels: since the fence before those of the first one, "
+        "nothing has written registers of their product",
+    ),
+}
+HOPPER_WIDEST_HALVES_WEAKER = {
+    **HOPPER_WEAKER,
+    ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, UNSEEN),
+}
 LISTED = {
     **MASKED,
     ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
@@ -215,6 +228,11 @@ KERNELS = {
     "Hopper, pairs": (partial(subjects.quantized, "pairs"), HOPPER_BLOCKS, HOPPER_ROWS_WEAKER),
     "Hopper, 256 channels": (
         partial(subjects.quantized, "widest"), HOPPER_WIDEST, HOPPER_WIDEST_WEAKER,
+    ),
+    "Hopper, 256 channels, fp16": (
+        partial(subjects.quantized, "widest halves"),
+        HOPPER_WIDEST_HALVES,
+        HOPPER_WIDEST_HALVES_WEAKER,
     ),
     "Hopper, one accumulator": (
         partial(subjects.quantized, "summed"), HOPPER_SUMMED, HOPPER_ROWS_WEAKER,
