@@ -1,6 +1,6 @@
 """Deleting any one synchronisation instruction of the router that shares a launch with the shared
-expert's first product is noticed, and of the selection alone that shares one where its warps take
-several tokens; and whole layers give one result, however their launches overlap."""
+expert's first product is noticed; and whole layers behind it give one result, however their
+launches overlap."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from dsv4.testing.harness import SCHEDULES, Call, Outcome, Simulator
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.moe import Case
 from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
-from tests.simulator.helpers.changes import Listed, check, deletions_of, in_entries
+from tests.simulator.helpers.changes import Listed, check, deletions_of
 from tests.simulator.helpers.mutations import Run
-from tests.simulator.helpers.subjects import run_of_call, subject_of_calls
-from tests.simulator.races.test_deleted_synchronisation import ZEROS_FENCED
+from tests.simulator.helpers.subjects import run_of_call
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
 
@@ -35,13 +34,6 @@ REDUNDANT: Listed = {
     ("griddepcontrol.launch_dependents", "route"): (1, LAUNCH),
     ("griddepcontrol.wait", "add_logits"): (1, FIRST),
 }
-# One SM, whose four CTAs of the selection have fewer warps than there are tokens.
-MANY = Case(90, 512, 128, 32, 7, live=81)
-BESIDE_REDUNDANT: Listed = {
-    # Of the selection, and of the product.
-    ("griddepcontrol.launch_dependents", "run"): (2, LAUNCH),
-    ("fence.mbarrier_init", "run"): (1, ZEROS_FENCED),
-}
 
 
 @cache
@@ -50,16 +42,12 @@ def inputs() -> LayerInputs:
     return LayerInputs(**{**vars(made), "has_codes": True})
 
 
-def compiled_with(made: LayerInputs):
+@cache
+def compiled():
     """A layer with the tiling of one token alone."""
     name = "dsv4.kernels.moe.sm90.experts.tilings"
     with mock.patch(name, lambda config: tilings(config)[:1]):
-        return OpKernels(MOE, Simulator("sm_90a", has_lines=True)).compile(made.config)
-
-
-@cache
-def compiled():
-    return compiled_with(inputs())
+        return OpKernels(MOE, Simulator("sm_90a", has_lines=True)).compile(inputs().config)
 
 
 def make_call() -> Call:
@@ -81,21 +69,6 @@ def test_all_deletions_are_noticed() -> None:
     assert len(router) >= 8, router
     runs = [make_run(schedule) for schedule in SCHEDULES[:2]]
     check(kernel, runs, router, REDUNDANT, {})
-
-
-def test_all_deletions_are_noticed_where_warps_select_for_several_tokens() -> None:
-    """In the function that sends warps to their tokens; the others are those of the router."""
-    made = LayerInputs.make(MANY, 1)
-    kernel, runs = subject_of_calls(
-        compiled_with(made),
-        [lambda: made.call_tiled(0, Device("sm_90a", 1))],
-        lambda found: assert_layer_close(found, made),
-    )
-    ptx = kernel.artifacts.PTX
-    found = in_entries(ptx, ["ProductBesideSelection"], deletions_of(ptx))
-    changes = [change for change in found if change.place[1] == "run"]
-    all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
-    check(kernel, all_runs, changes, BESIDE_REDUNDANT, {})
 
 
 @pytest.mark.parametrize("overlap", ["all", "random"])
