@@ -61,7 +61,7 @@ MERGED = both_kinds(COMMON, "fill")
 MERGED_WEIGHTS = {place: (2 * count, why) for place, (count, why) in WEIGHTS.items()}
 MAXIMA = "the barrier of the last tile's maxima: every warp has read its sums"
 KEYS = {
-    ("ld.relaxed", "finish", "cluster"): (
+    ("ld.relaxed", "write_rows", "cluster"): (
         1,
         "a key, which the last CTA reads: the counter's atomic has acquired every maximum",
     ),
