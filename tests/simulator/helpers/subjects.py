@@ -355,6 +355,8 @@ LOWP = {
         1, 2, 1, 200, 810, 64,
         options={"qk_quant_gran": "per_warp", "geometry": "sm89", "causal": "bottom_right"},
     ),
+    # Weights in blocks, at whose place warpgroups take turns, since no tile is cut by a diagonal.
+    "plain": lowp.Case(1, 2, 1, 200, 810, 64),
     # Sums of all tiles in one accumulator; of halves of a tile, in fp16.
     "summed": lowp.Case(
         1, 2, 1, 200, 810, 64, options={"pv_accum_dtype": "fp32", "causal": "bottom_right"},

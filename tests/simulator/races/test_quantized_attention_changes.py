@@ -1,8 +1,8 @@
 """Deleting any one synchronisation instruction of quantised attention, or weakening any one of its
-qualifiers by a step, is noticed: up to 128 channels, and 256; scales of rows, of heads, of blocks
-and of pairs of warps; sums of all tiles in one accumulator, and of halves of a tile in fp16; fp16
-values and a mask on Hopper; scales of rows, 128 channels, a mask, and FP4 with the means of queries
-on Blackwell."""
+qualifiers by a step, is noticed: up to 128 channels, and 256, causal, and with 64 not causal;
+scales of rows, of heads, of blocks and of pairs of warps; sums of all tiles in one accumulator, and
+of halves of a tile in fp16; fp16 values and a mask on Hopper; scales of rows, 128 channels, a mask,
+and FP4 with the means of queries on Blackwell."""
 
 from __future__ import annotations
 
@@ -67,6 +67,21 @@ HOPPER_ROWS = {
     ("bar.warp", "arrive_warp"): (5, f"values (3): {PRODUCTS}; two: {UNSEEN}"),
 }
 HOPPER_ROWS_WEAKER = {**HOPPER_WEAKER, ("mbarrier.try_wait", "_step", "relaxed"): (4, THREE_WAITS)}
+# Of no tile that a diagonal cuts weights come in blocks, with the turns.
+TWO_WAITS = (
+    "values: a step waits for those of its tile twice, for branches around its weights, and what "
+    "follows a work tile's last step once more: one of them is enough"
+)
+HOPPER_PLAIN = {
+    **HOPPER,
+    ("mbarrier.try_wait", "_weigh_in_blocks"): (4, TWO_WAITS),
+    ("mbarrier.try_wait", "_pass_seen"): (1, TWO_WAITS),
+}
+HOPPER_PLAIN_WEAKER = {
+    **HOPPER_WEAKER,
+    ("mbarrier.try_wait", "_weigh_in_blocks", "relaxed"): (4, TWO_WAITS),
+    ("mbarrier.try_wait", "_pass_seen", "relaxed"): (1, TWO_WAITS),
+}
 # The softmax has the turns, too; scales of keys are no part of the ring.
 HOPPER_BLOCKS = {**HOPPER, ("mbarrier.try_wait", "_step"): (4, THREE_WAITS)}
 # Behind the launch that finds the largest queries.
@@ -222,6 +237,7 @@ FP4_WEAKER = {
 # new qualifier, how many of them, and why.
 KERNELS = {
     "Hopper": (partial(subjects.quantized, "wide"), HOPPER, HOPPER_WEAKER),
+    "Hopper, not causal": (partial(subjects.quantized, "plain"), HOPPER_PLAIN, HOPPER_PLAIN_WEAKER),
     "Hopper, rows": (partial(subjects.quantized, "rows"), HOPPER_ROWS, HOPPER_ROWS_WEAKER),
     "Hopper, heads": (partial(subjects.quantized, "heads"), HOPPER_HEADS, HOPPER_ROWS_WEAKER),
     "Hopper, blocks": (partial(subjects.quantized, "blocks"), HOPPER_BLOCKS, HOPPER_ROWS_WEAKER),
