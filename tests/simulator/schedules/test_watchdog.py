@@ -20,9 +20,9 @@ SCHEDULES = ("eager", "lazy", "random")
 )
 def test_a_loop_without_end(body, schedule):
     with pytest.raises(Endless) as caught:
-        run_body(body, schedule=schedule, instructions_per_warp=4_000)
+        run_body(body, schedule=schedule, instructions_per_warp=1_000)
     text = str(caught.value)
-    assert re.search(r"warp \d ran [\d,]+ instructions, the limit is 4,000", text)
+    assert re.search(r"warp \d ran [\d,]+ instructions, the limit is 1,000", text)
     hottest = text.partition("hottest block")[2]
     assert body.partition(";")[0].removeprefix("L: ") in hottest
 
