@@ -81,6 +81,7 @@ assert Metrics.of(found.cpu(), wanted).l1 < 4e-3
 """
 # Both widths, every kind of codes and sums, a launch for the maxima of queries, tiles of 64 keys,
 # and a mask, whose launch lists the tiles that are seen.
+MASKED = "a mask"
 LOWP = {
     "default": (64, {}),
     "default, 128 channels, causal": (128, {"is_causal": True, "causal_align": "top_left"}),
@@ -90,7 +91,7 @@ LOWP = {
     "scales of heads": (64, {"qk": "fp8"}),
     "fp16 values": (64, {"pv": "fp16"}),
     "tiles of 64 keys": (64, {"geometry": "sm89", "pv_accum_dtype": "fp32+fp16"}),
-    "a mask": (64, {}),
+    MASKED: (64, {}),
 }
 
 # Its own tests compare in fp64 on the GPU, which takes memcheck minutes each.
@@ -189,7 +190,7 @@ def test_quantized_attention(name, tool, tmp_path) -> None:
     head_dim, options = LOWP[name]
     lanes = 32 if tool == "racecheck" else 1
     script = LOWP_SCRIPT.format(
-        head_dim=head_dim, options=options, is_masked=name == "a mask", lanes_per_warp=lanes
+        head_dim=head_dim, options=options, is_masked=name == MASKED, lanes_per_warp=lanes
     )
     status, output = sanitize(tool, script, tmp_path)
     assert status == 0, output

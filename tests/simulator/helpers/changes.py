@@ -68,7 +68,7 @@ def weakenings_of(ptx: str) -> list[Change]:
 
 
 def in_entries(ptx: str, names: Iterable[str], changes: Iterable[Change]) -> list[Change]:
-    """The changes of a module's entries whose names have one of these parts."""
+    """The changes of a module's entries whose names have one of these parts, as all have ""."""
     entries = parse_module(ptx).entries
     own = [entry for key, entry in entries.items() if any(name in key for name in names)]
     lines = {ins.ptx_line for entry in own for ins in entry.instructions}
@@ -164,19 +164,29 @@ def shared_out(function: Callable, items: Sequence) -> Iterator[tuple]:
 
 
 def check_weaker(
-    compiled, runs: Sequence[Run], harmless: Listed, unreached: Listed | None = None
+    compiled,
+    runs: Sequence[Run],
+    harmless: Listed,
+    unreached: Listed | None = None,
+    entries: Iterable[str] = ("",),
 ) -> None:
     """Fail unless exactly the listed weakenings go unnoticed, and exactly the listed ones are of
-    instructions that no launch runs."""
-    check(compiled, runs, weakenings_of(compiled.artifacts.PTX), harmless, unreached or {})
+    instructions that no launch runs. Of `entries`, as `in_entries` names them."""
+    ptx = compiled.artifacts.PTX
+    check(compiled, runs, in_entries(ptx, entries, weakenings_of(ptx)), harmless, unreached or {})
 
 
 def check_deleted(
-    compiled, runs: Sequence[Run], redundant: Listed, unreached: Listed | None = None
+    compiled,
+    runs: Sequence[Run],
+    redundant: Listed,
+    unreached: Listed | None = None,
+    entries: Iterable[str] = ("",),
 ) -> None:
     """Fail unless exactly the listed deletions go unnoticed, and exactly the listed ones are of
-    instructions that no launch runs."""
-    check(compiled, runs, deletions_of(compiled.artifacts.PTX), redundant, unreached or {})
+    instructions that no launch runs. Of `entries`, as `in_entries` names them."""
+    ptx = compiled.artifacts.PTX
+    check(compiled, runs, in_entries(ptx, entries, deletions_of(ptx)), redundant, unreached or {})
 
 
 def check(

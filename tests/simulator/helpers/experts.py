@@ -12,7 +12,8 @@ from dsv4.kernels.moe.plan import tilings
 from dsv4.ops.moe.op import MOE
 from dsv4.ops.runtime.backend import Device
 from dsv4.testing import moe
-from dsv4.testing.harness import Call, Outcome, compiler_options
+from dsv4.testing.harness import Call, Outcome, Simulator, compiler_options
+from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
 from dsv4.testing.moe_router import RouterCase, RouterInputs, assert_routed
 from tests.simulator.helpers.mutations import Run
@@ -142,17 +143,24 @@ def packed_experts() -> Subject:
     config = MOE.compiled_config(inputs.config, "sm_100a")
     with mock.patch.object(experts, "tilings", lambda config: plan.tilings(config)[:1]):
         compiled = layer.build(config, compiler_options("sm_100a", has_lines=True))
-    return Subject(compiled, partial(_runs_of_layer, inputs, PACKED_EXPERTS))
+    return Subject(compiled, partial(runs_of_layer, inputs, "sm_100a", PACKED_EXPERTS))
 
 
-def _runs_of_layer(
-    inputs: LayerInputs, launches: Sequence[tuple[int, int]], schedule: str
+def hopper_layer(inputs: LayerInputs, tiling: int):
+    """A layer compiled with one tiling alone."""
+    name = "dsv4.kernels.moe.sm90.experts.tilings"
+    with mock.patch(name, lambda config: tilings(config)[tiling : tiling + 1]):
+        return OpKernels(MOE, Simulator("sm_90a", has_lines=True)).compile(inputs.config)
+
+
+def runs_of_layer(
+    inputs: LayerInputs, arch: str, launches: Sequence[tuple[int, int]], schedule: str
 ) -> list[Run]:
-    """Launches of the first tokens."""
+    """Launches of the first tokens on so many SMs."""
     found = []
     for tokens, sms in launches:
         own = inputs.first(tokens)
-        make = partial(own.call_tiled, 0, Device("sm_100a", sms))
+        make = partial(own.call_tiled, 0, Device(arch, sms))
         found.append(run_of_call(make, partial(_check_layer, own), schedule))
     return found
 

@@ -13,7 +13,13 @@ import pytest
 
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import experts
-from tests.simulator.helpers.changes import Listed, check, deletions_of, in_entries, weakenings_of
+from tests.simulator.helpers.changes import (
+    Listed,
+    check,
+    check_deleted,
+    check_weaker,
+    weakenings_of,
+)
 from tests.simulator.races.test_deleted_synchronisation import (
     BOARD,
     EXPECTED_LATE,
@@ -162,20 +168,15 @@ KERNELS = {
 def test_all_deletions_are_noticed(name: str) -> None:
     kernel = KERNELS[name]
     compiled, runs = experts.bf16_experts(kernel.dtype, kernel.tiling)
-    ptx = compiled.artifacts.PTX
-    changes = in_entries(ptx, ENTRIES, deletions_of(ptx))
     all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
-    check(compiled, all_runs, changes, kernel.redundant, kernel.unreached or {})
+    check_deleted(compiled, all_runs, kernel.redundant, kernel.unreached, ENTRIES)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
     kernel = KERNELS[name]
     compiled, runs = experts.bf16_experts(kernel.dtype, kernel.tiling)
-    ptx = compiled.artifacts.PTX
-    check(
-        compiled, runs("eager"), in_entries(ptx, ENTRIES, weakenings_of(ptx)), kernel.harmless, {}
-    )
+    check_weaker(compiled, runs("eager"), kernel.harmless, entries=ENTRIES)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "nvfp4"])

@@ -4,21 +4,13 @@ tokens of a tile for one CTA or for two of a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import pytest
 
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import experts
-from tests.simulator.helpers.changes import (
-    Change,
-    Listed,
-    check,
-    deletions_of,
-    in_entries,
-    weakenings_of,
-)
+from tests.simulator.helpers.changes import Listed, check_deleted, check_weaker
 from tests.simulator.races.test_fp8_linear_mutations import (
     CLUSTER,
     EXPECTS,
@@ -81,9 +73,10 @@ class Kernel(NamedTuple):
     def compiled(self) -> experts.Subject:
         return experts.wide_experts(self.dtype, self.sharing, self.spread)
 
-    def its(self, ptx: str, changes: Iterable[Change]) -> list[Change]:
-        """Those of the launches that this one has a list for."""
-        return in_entries(ptx, ["WideProduct"] if self.products else [""], changes)
+    @property
+    def entries(self) -> list[str]:
+        """Of the launches that this one has lists for."""
+        return ["WideProduct"] if self.products else [""]
 
 
 RAW = 40  # exponents of a row's groups: further apart than FP8 codes are
@@ -102,14 +95,12 @@ KERNELS = {
 def test_all_deletions_are_noticed(name: str) -> None:
     kernel = KERNELS[name]
     compiled, runs = kernel.compiled()
-    ptx = compiled.artifacts.PTX
-    changes = kernel.its(ptx, deletions_of(ptx))
-    check(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], changes, kernel.redundant, {})
+    all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
+    check_deleted(compiled, all_runs, kernel.redundant, entries=kernel.entries)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
     kernel = KERNELS[name]
     compiled, runs = kernel.compiled()
-    ptx = compiled.artifacts.PTX
-    check(compiled, runs("eager"), kernel.its(ptx, weakenings_of(ptx)), kernel.harmless, {})
+    check_weaker(compiled, runs("eager"), kernel.harmless, entries=kernel.entries)

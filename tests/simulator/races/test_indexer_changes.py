@@ -12,14 +12,7 @@ import pytest
 
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import subjects
-from tests.simulator.helpers.changes import (
-    check,
-    check_deleted,
-    check_weaker,
-    deletions_of,
-    in_entries,
-    weakenings_of,
-)
+from tests.simulator.helpers.changes import check_deleted, check_weaker
 from tests.simulator.races.test_deleted_synchronisation import EXPECTED_LATE
 from tests.simulator.races.test_fp8_linear_mutations import CLUSTER, EXPECTS, FIRST, LAUNCH
 from tests.simulator.races.test_weaker_qualifiers import BEGUN, OF_ONE_CTA
@@ -103,14 +96,10 @@ def test_all_weaker_qualifiers_are_noticed() -> None:
 
 def test_all_deletions_with_fp4_keys_are_noticed() -> None:
     compiled, runs = subjects.indexer("fp4")
-    ptx = compiled.artifacts.PTX
-    changes = in_entries(ptx, FP4_ENTRIES, deletions_of(ptx))
     all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
-    check(compiled, all_runs, changes, FP4_DELETED, {})
+    check_deleted(compiled, all_runs, FP4_DELETED, entries=FP4_ENTRIES)
 
 
 def test_all_weaker_qualifiers_with_fp4_keys_are_noticed() -> None:
     compiled, runs = subjects.indexer("fp4")
-    ptx = compiled.artifacts.PTX
-    changes = in_entries(ptx, FP4_ENTRIES, weakenings_of(ptx))
-    check(compiled, runs("eager"), changes, FP4_WEAKER, {})
+    check_weaker(compiled, runs("eager"), FP4_WEAKER, entries=FP4_ENTRIES)

@@ -5,19 +5,16 @@ launches overlap."""
 from __future__ import annotations
 
 from functools import cache
-from unittest import mock
 
 import pytest
 import torch
 
-from dsv4.kernels.moe.plan import tilings
-from dsv4.ops.moe.op import MOE
 from dsv4.ops.runtime.backend import Device
-from dsv4.testing.harness import SCHEDULES, Call, Outcome, Simulator
-from dsv4.testing.kernel_call import OpKernels
+from dsv4.testing.harness import SCHEDULES, Call, Outcome
 from dsv4.testing.moe import Case
 from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
 from tests.simulator.helpers.changes import Listed, check, deletions_of
+from tests.simulator.helpers.experts import hopper_layer
 from tests.simulator.helpers.mutations import Run
 from tests.simulator.helpers.subjects import run_of_call
 
@@ -45,9 +42,7 @@ def inputs() -> LayerInputs:
 @cache
 def compiled():
     """A layer with the tiling of one token alone."""
-    name = "dsv4.kernels.moe.sm90.experts.tilings"
-    with mock.patch(name, lambda config: tilings(config)[:1]):
-        return OpKernels(MOE, Simulator("sm_90a", has_lines=True)).compile(inputs().config)
+    return hopper_layer(inputs(), 0)
 
 
 def make_call() -> Call:

@@ -28,6 +28,10 @@ from dsv4.kernels.moe.sm90.consumers import Consumers
 from dsv4.kernels.moe.sm90.context import Operands, ProductContext, allocate
 from dsv4.kernels.moe.sm90.load_warp import LoadWarp
 
+# CTAs of the selection beside a product that has work for all SMs. 64 and 256 tokens of Flash have
+# 128 tiles, and an H200 132 SMs: with a warp for each token tiles were left for a second turn.
+SELECTION_CTAS = 4
+
 
 class GroupedProduct:
     """One of the two products of all experts.
@@ -87,11 +91,6 @@ class GroupedProduct:
             self.activations.fill(ctx, warp - plan.warps["activations"].first)
         else:
             self.consumers.compute(ctx, warp)
-
-
-# CTAs of the selection beside a product that has work for all SMs. 64 and 256 tokens of Flash have
-# 128 tiles, and an H200 132 SMs: with a warp for each token tiles were left for a second turn.
-SELECTION_CTAS = 4
 
 
 class ProductBesideSelection:
