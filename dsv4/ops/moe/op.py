@@ -348,6 +348,11 @@ def moe(
             "top_k": top_k, "scaling": scaling, "limit": limit, "form": form, "block": block,
             "bias": bias, "table": table,
         }  # fmt: skip
+        check_codes(x_codes, x_scale)
+        rows = {"input_ids": input_ids, "x_codes": x_codes, "x_scale": x_scale, "out": out}
+        _check_rows(len(x), rows)
+        if out is not None:
+            check_given(MOE, *given, table, input_ids, out)
         tensors = (x, gate, experts, shared, input_ids, live_tokens, out, out_dtype)
         return _in_parts(*tensors, options)
     try:
@@ -409,9 +414,10 @@ def _in_parts(
     out_dtype: torch.dtype | None,
     options: dict,
 ) -> Tensor:
-    """More tokens than a launch takes, one launch after the other."""
+    """More tokens than a launch takes, one launch after the other; rows of arguments are checked."""
     if out is None:
-        out = x.new_empty(x.shape, dtype=out_dtype)
+        dtype = x.dtype if out_dtype is None else out_dtype
+        out = x.new_empty(x.shape, dtype=getattr(torch, dtype_name(dtype)))
     for begin in range(0, x.shape[0], MAX_TOKENS):
         part = slice(begin, begin + MAX_TOKENS)
         moe(
@@ -420,6 +426,16 @@ def _in_parts(
             live_tokens=None if live_tokens is None else live_tokens - begin, **options,
         )  # fmt: skip
     return out
+
+
+def _check_rows(tokens: int, given: Mapping[str, Tensor | None]) -> None:
+    """Refuse arguments that have not a row for each token: a part of them might."""
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
+        check_is_tensor(name, tensor)
+        if tensor.shape[:1] != (tokens,):
+            raise ValueError(f"{name}: got shape {quoted(tensor.shape)}, x has {tokens} tokens")
 
 
 def _check_kinds(x: object, experts: object, shared: object, block: object) -> None:
