@@ -299,13 +299,15 @@ def moe(
 
     A token's experts are the k best by score + bias, where a score is sqrt(softplus(gate x)) in
     fp32, the lower id of equals and NaN last; or those that `table` lists for its id, where ids out
-    of range are no experts. Their weights are the scores, normalised to a sum of `scaling`. An
-    expert is w2(h), h = silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit) * weight, and the
-    shared one has no weight. FP8 and FP4 experts round x and h to e4m3 with one power-of-two scale
-    per 128 elements; NVFP4 ones whose `global_scales` have those of inputs round both to NVFP4, x
-    with the largest scale of all experts (`quantize_nvfp4`); other NVFP4 ones (W4A16) and bf16 ones
-    round neither. A token's results are added in fp32 in ascending order of experts, then the
-    shared one's: where kernels run, its bits depend on neither T nor the other tokens.
+    of range are no experts. Their weights are the scores, normalised to a sum of `scaling`: where a
+    chosen score is not finite, or all of them are 0, some are NaN, and so is that token's result,
+    no other one's. An expert is w2(h), h = silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit) *
+    weight, and the shared one has no weight. FP8 and FP4 experts round x and h to e4m3 with one
+    power-of-two scale per 128 elements; NVFP4 ones whose `global_scales` have those of inputs round
+    both to NVFP4, x with the largest scale of all experts (`quantize_nvfp4`); other NVFP4 ones
+    (W4A16) and bf16 ones round neither. A token's results are added in fp32 in ascending order of
+    experts, then the shared one's: where kernels run, its bits depend on neither T nor the other
+    tokens.
 
     Args:
         x: [T, D] bfloat16; or float32, on GPUs too by the torch implementation.
@@ -414,7 +416,7 @@ def _in_parts(
     out_dtype: torch.dtype | None,
     options: dict,
 ) -> Tensor:
-    """More tokens than a launch takes, one launch after the other; rows of arguments are checked."""
+    """More tokens than a launch takes, one launch after the other; arguments have all rows."""
     if out is None:
         dtype = x.dtype if out_dtype is None else out_dtype
         out = x.new_empty(x.shape, dtype=getattr(torch, dtype_name(dtype)))

@@ -39,7 +39,8 @@ def route(
 
     Scores are sqrt(softplus(gate x)), in fp32. Experts are the best by score + bias, the lower id
     of equals and NaN last, or those that a table lists for the token's id. Their weights are the
-    scores, without bias, normalised to a sum of `scaling`.
+    scores, without bias, normalised to a sum of `scaling`; NaN where the quotient is: of a score
+    that is not finite, or of scores that are all 0.
 
     Args:
         x: [T, D]; gate: [E, D].

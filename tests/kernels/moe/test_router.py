@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsv4.kernels.moe.routing import RoutingConfig
+from dsv4.ops.moe.torch_path import route
 from dsv4.testing.harness import (
     Outcome,
     Target,
@@ -113,6 +114,24 @@ def test_scores_that_are_not_numbers_come_last(target, seed) -> None:
     ids = run(target, inputs, seed)["ids"]
     assert (ids[:3] % 2 == 1).all()
     assert (ids[3] == torch.arange(3)).all()
+
+
+def test_weights_of_scores_that_are_not_finite_are_those_of_torch(target, seed) -> None:
+    """Infinite scores, or none but 0: quotients that are no numbers, of that token alone."""
+    inputs = RouterInputs.make(RouterCase(4), seed)
+    x, weight, case = inputs.x, inputs.weight, inputs.case
+    # By the first elements of x: two logits +inf and the others -inf, all -inf, all +inf.
+    weight[:, 0], weight[2:, 0], weight[:, 1], weight[:, 2] = 1, -1, -1, 1
+    x[:, :3] = 0
+    x[0, 0], x[1, 1], x[2, 2] = torch.inf, torch.inf, torch.inf
+    outcome = run(target, inputs, seed)
+    ids, weights = outcome["ids"].cpu().long(), outcome["weights"].cpu()
+    options = {"top_k": case.top_k, "scaling": case.scaling, "bias": inputs.bias.cpu()}
+    wanted_ids, wanted = route(x.cpu(), weight.cpu(), **options)
+    assert torch.equal(ids[:3], wanted_ids[:3])
+    assert torch.equal(weights[:3].isnan(), wanted[:3].isnan())
+    assert weights[:3].isnan().sum(1).tolist() == [2, 3, 3]
+    assert weights[3].isfinite().all()
 
 
 @pytest.mark.slow

@@ -357,6 +357,18 @@ def test_nan_scores_come_last(seed) -> None:
     assert (ids % 2 == 1).all()
 
 
+@pytest.mark.parametrize("sign", [1, -1], ids=["infinite", "zero"])
+def test_scores_without_a_quotient_make_a_token_nan(sign, seed) -> None:
+    layer = Layer(case_of(3), seed)
+    layer.gate[:, 0] = sign
+    layer.x[:, 0] = 0
+    right = layer()
+    layer.x[1, 0] = torch.inf
+    found = layer()
+    assert found[1].isnan().all()
+    assert torch.equal(found[::2], right[::2])
+
+
 def test_no_tokens() -> None:
     layer = Layer(case_of(1), 0)
     assert layer(layer.x[:0]).shape == (0, HIDDEN)
@@ -515,5 +527,5 @@ def test_an_output_over_rows_of_another_part_is_refused(seed, monkeypatch) -> No
     memory = layer.x.new_zeros(PARTS_TOKENS + 4, HIDDEN)
     memory[:PARTS_TOKENS] = layer.x
     layer.x = memory[:PARTS_TOKENS]
-    with pytest.raises(ValueError, match="^out: shares memory with x"):
+    with pytest.raises(ValueError, match=r"^out: shares memory with x"):
         in_parts(layer, out=memory[4:])
