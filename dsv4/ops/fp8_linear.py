@@ -16,7 +16,7 @@ from dsv4.kernels.gemm import plan as plans
 from dsv4.kernels.gemm.args import ARGS, values
 from dsv4.kernels.gemm.config import K_BLOCK, Fp8LinearConfig, has_kernel
 from dsv4.kernels.gemm.sm100 import plan as blackwell_plans
-from dsv4.ops.aliasing import check_given
+from dsv4.ops.aliasing import check_epilogue, check_given
 from dsv4.ops.head_rotation import HeadRotation, check_heads, epilogue_config, rotate_heads_
 from dsv4.ops.index_rounding import IndexRounding, round_heads
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3
@@ -251,15 +251,16 @@ def fp8_linear(
             x_scale = torch.empty(
                 (0, width // K_BLOCK), dtype=torch.float8_e8m0fnu, device=x.device
             )
+        check = check_epilogue if out is None else check_given
         if out is None:
             out = torch.empty((tokens, rows), dtype=out_dtype, device=x.device)
-        else:
-            check_given(FP8_LINEAR, x, weight, scale, x_scale, out)
         options: tuple[Tensor | None, ...] = ()
         if x.dtype == torch.bfloat16 and x.is_cuda and tokens > plans.RESIDENT_TOKENS:
             options = scratch(tokens, width, x.device)
         if epilogue is not None:
             options = (*(options or (None, None)), *epilogue.tensors)
+        if epilogue is not None or check is check_given:
+            check(FP8_LINEAR, x, weight, scale, x_scale, out, *options)
         _op(x, weight, scale, x_scale, out, identity, *options)
     except Exception:
         has_tensors = isinstance(epilogue, HeadRotation | IndexRounding)

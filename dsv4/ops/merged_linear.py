@@ -26,7 +26,7 @@ from dsv4.kernels.gemm.merged_config import (
 from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
 from dsv4.kernels.gemm.sm100 import merged_plan as blackwell_plans
 from dsv4.kernels.kit.args import In, Scratch, tensors_of
-from dsv4.ops.aliasing import check_given
+from dsv4.ops.aliasing import check_epilogue, check_given
 from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_EPILOGUE, scratch
 from dsv4.ops.head_rotation import HeadRotation, check_table, epilogue_config
 from dsv4.ops.index_rounding import IndexRounding
@@ -268,8 +268,6 @@ def merged_linear(
         ]
     first, *rest = _places(x, weights, scales, outs, num_fp8)
     rest += [x_codes, x_scale]
-    if are_given:
-        check_given(MERGED_LINEAR, first, *rest)
     if not has_codes and x.dtype == torch.bfloat16 and x.is_cuda and tokens > RESIDENT_TOKENS:
         rest += scratch(tokens, width, x.device)
     heads = [one for one in own if one is not None]
@@ -279,6 +277,10 @@ def merged_linear(
         for place in (2, 3):
             own_tensors = [one and one.tensors[place] for one in own[:MOST_FP8]]
             rest += own_tensors + [None] * (MOST_FP8 - len(own_tensors))
+    if are_given:
+        check_given(MERGED_LINEAR, first, *rest)
+    elif heads:
+        check_epilogue(MERGED_LINEAR, first, *rest)
     _op(first, *rest[:3], identity, *rest[3:])
     return list(outs)
 
