@@ -322,9 +322,7 @@ def measure(shape: Shape, machine: Machine, peers: Sequence[Peer] = ()) -> Resul
     """
     projection, tokens = shape.projection, shape.tokens
     moved, flops = projection.bytes(tokens), projection.half_rate_flops(tokens)
-    # Together several times what L2 holds.
-    sets = 1 if moved > fp8_linear.REPLAY_BYTES else round(fp8_linear.REPLAY_BYTES / moved) + 1
-    given = [projection.make(tokens, "cuda") for _ in range(sets)]
+    given = [projection.make(tokens, "cuda") for _ in range(weight_sets(projection))]
     exact = given[0].exact()
     error = check(shape, given[0].ours(), exact)
     torch.cuda.empty_cache()
@@ -341,6 +339,12 @@ def measure(shape: Shape, machine: Machine, peers: Sequence[Peer] = ()) -> Resul
     if machine.fp8_rate is not None:
         share = 2 * flops / projection.launches / (time * 1e-6) / machine.fp8_rate
     return Result(shape, time, floor, times, error, failures, share)
+
+
+def weight_sets(projection: Projection) -> int:
+    """Sets of weights, together several times what L2 holds without inputs and outputs."""
+    stored = projection.bytes(0)
+    return 1 if stored > fp8_linear.REPLAY_BYTES else round(fp8_linear.REPLAY_BYTES / stored) + 1
 
 
 def time_of(peer: Peer, sets: Sequence[Sequence[Product]], exact: Any) -> float:

@@ -111,6 +111,19 @@ def test_every_projection_has_every_number_of_tokens() -> None:
     assert len(shapes) == 8 * len(bench.PROJECTIONS)
 
 
+L2_BYTES = 50 * 2**20  # of an H200
+
+
+@pytest.mark.parametrize("label", bench.PROJECTIONS)
+def test_every_replay_reads_other_weights(label) -> None:
+    """Also with so many tokens that outputs alone would fill L2."""
+    projection = bench.PROJECTIONS[label]
+    stored = projection.bytes(0)
+    sets = bench.weight_sets(projection)
+    assert sets * stored >= 3 * L2_BYTES
+    assert sets > 1 or stored >= 3 * L2_BYTES
+
+
 def test_targets_belong_to_rows_that_are_measured() -> None:
     assert set(targets.LINEAR) <= {(shape.label, shape.tokens) for shape in bench.model_shapes()}
 
