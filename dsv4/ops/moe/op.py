@@ -19,6 +19,7 @@ from dsv4.kernels.moe.routing import MAX_TOKENS, ROUTER_TOKENS, gate_tiling
 from dsv4.kernels.moe.scratch import scratch_bytes
 from dsv4.kernels.moe.sm100 import plan as blackwell_plans
 from dsv4.ops.aliasing import check_given
+from dsv4.ops.moe.checks import check_choice, check_codes, check_kinds, check_plain, check_rows
 from dsv4.ops.moe.rows import ExpertRows, rows_in
 from dsv4.ops.moe.torch_path import (
     MAX_GATHERED_TOKENS,
@@ -29,7 +30,7 @@ from dsv4.ops.moe.torch_path import (
 )
 from dsv4.ops.moe.weights import MATRICES, GatedWeights, block_scale_dtype
 from dsv4.ops.runtime.backend import Device, find_kernel
-from dsv4.ops.runtime.checks import check_are_tensors, check_flag, check_is_tensor, check_ranks
+from dsv4.ops.runtime.checks import check_are_tensors, check_flag, check_ranks
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
 from dsv4.ops.runtime.runner import config_of
 from dsv4.quoting import quoted
@@ -233,35 +234,6 @@ def is_static(x: Tensor) -> bool:
     return x.shape[0] <= MAX_GATHERED_TOKENS
 
 
-def check_choice(config: MoeConfig, tokens: int, bias: int, table: int, ids: int) -> None:
-    """Refuse rows of what does not choose experts, or too few of what does: ValueError."""
-    if not config.is_hashed:
-        for name, rows in (("table", table), ("input_ids", ids)):
-            if rows:
-                raise ValueError(f"{name}: got {rows} rows, experts are chosen by scores")
-        return
-    if bias:
-        raise ValueError(f"bias: got {bias} rows, experts are chosen by a table")
-    if not table:
-        raise ValueError("table: got no rows, experts are chosen by it")
-    if ids != tokens:
-        raise ValueError(f"input_ids: got {ids} ids, x has {tokens} tokens")
-
-
-def check_plain(**rows: int) -> None:
-    """Refuse rows of scales of weights that have none: ValueError."""
-    for name, found in rows.items():
-        if found:
-            raise ValueError(f"{name}: got {found} rows, the weights are bfloat16")
-
-
-def check_codes(codes: Tensor | None, scale: Tensor | None) -> None:
-    """Refuse codes without scales, and scales without codes: ValueError."""
-    if (codes is None) != (scale is None):
-        name, other = ("x_codes", "x_scale") if codes is None else ("x_scale", "x_codes")
-        raise ValueError(f"{name}: got nothing beside {other}")
-
-
 def _weights(config: MoeConfig, given: Mapping[str, Tensor], prefix: str) -> GatedWeights:
     """The weights of a call, None for what has no elements."""
     codes = [given[f"{prefix}{name}"] for name in ("w1", "w3", "w2")]
@@ -343,7 +315,7 @@ def moe(
     Raises:
         ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
     """
-    _check_kinds(x, experts, shared, block)
+    check_kinds(x, experts, shared, block)
     given = [x, gate, bias, *_interleaved(experts), experts.global_scales, *_interleaved(shared)]
     if x.is_cuda and x.dim() == 2 and x.shape[0] > MAX_TOKENS:
         options = {
@@ -352,7 +324,7 @@ def moe(
         }  # fmt: skip
         check_codes(x_codes, x_scale)
         rows = {"input_ids": input_ids, "x_codes": x_codes, "x_scale": x_scale, "out": out}
-        _check_rows(len(x), rows)
+        check_rows(len(x), rows)
         if out is not None:
             check_given(MOE, *given, table, input_ids, out)
         tensors = (x, gate, experts, shared, input_ids, live_tokens, out, out_dtype)
@@ -428,30 +400,6 @@ def _in_parts(
             live_tokens=None if live_tokens is None else live_tokens - begin, **options,
         )  # fmt: skip
     return out
-
-
-def _check_rows(tokens: int, given: Mapping[str, Tensor | None]) -> None:
-    """Refuse arguments that have not a row for each token: a part of them might."""
-    for name, tensor in given.items():
-        if tensor is None:
-            continue
-        check_is_tensor(name, tensor)
-        if tensor.shape[:1] != (tokens,):
-            raise ValueError(f"{name}: got shape {quoted(tensor.shape)}, x has {tokens} tokens")
-
-
-def _check_kinds(x: object, experts: object, shared: object, block: object) -> None:
-    """Refuse what the first lines of a call cannot look into: TypeError."""
-    check_is_tensor("x", x)
-    for name, unit in (("experts", experts), ("shared", shared)):
-        if not isinstance(unit, GatedWeights):
-            raise TypeError(f"{name}: got a {type(unit).__name__}, needs GatedWeights")
-        check_is_tensor(f"{name}.w1", unit.w1)
-        for field, tensor in zip(MATRICES, unit.scales):
-            if tensor is not None:
-                check_is_tensor(f"{name}.{field}_scale", tensor)
-    if not isinstance(block, tuple | list) or len(block) != 2:
-        raise TypeError(f"block: got {quoted(block)}, needs rows and columns")
 
 
 def _explain(*tensors: object) -> None:
