@@ -32,7 +32,7 @@ CHECKED_TOKENS = 2  # so many of the first, and of the last
 PEER = "FlashMLA"
 COLUMNS = (
     *("shape", "T", "heads", "keys", "pool", "compute", "us", "batch-invariant us"),
-    *("GB/s", "floor us", "of floor", f"{PEER} us"),
+    *("error", "GB/s", "floor us", "of floor", f"{PEER} us"),
 )
 
 
@@ -201,6 +201,7 @@ def cells(row: Mapping[str, Any], is_bold: bool = False) -> list[str]:
         shape["compute"],
         f"**{time:.2f}**" if is_bold else f"{time:.2f}",
         f"{row['invariant']:.2f}",
+        f"{row['error']:.1e}",
         f"{row['gigabytes_per_second']:.0f}",
         f"{row['floor']:.2f}",
         f"{row['floor'] / time:.0%}",

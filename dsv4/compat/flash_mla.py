@@ -59,7 +59,7 @@ def flash_mla_sparse_fwd(
         attn_sink: [h_q] float32, adds e^sink to the softmax's denominator; None = none.
         topk_length: [s_q] int32, leading columns of `indices` in use; None = all.
         return_max_logits: False: no `max_logits`.
-        out: [s_q, h_q, d] to write into; default a new tensor.
+        out: [s_q, h_q, d] to write into, heads and tokens anywhere; default a new tensor.
         enable_batch_invariant: a token's bits do not depend on the rest of the batch.
 
     Returns:
@@ -81,25 +81,13 @@ def flash_mla_sparse_fwd(
     if topk_length is not None:
         _check("topk_length", topk_length, torch.int32, q, (q.shape[0],))
     check_flag("enable_batch_invariant", enable_batch_invariant)
-    if indices.shape[2] > 2 * MAX_TOP_K:
-        raise ValueError(f"indices: got {indices.shape[2]} columns, needs at most {2 * MAX_TOP_K}")
+    _check_columns("indices", indices, 2 * MAX_TOP_K)
     if kv.stride(2) != 1:
         got = quoted(kv.stride())
         raise ValueError(f"kv: got strides {got}, the last dimension must be contiguous")
-    topk_length = _dense(topk_length)
-    listed, more, more_lengths = _dense(indices.squeeze(1)), None, None
-    if indices.shape[2] > MAX_TOP_K:
-        # An operator's list is shorter: the rest is a second list of the same pool.
-        listed, more = listed[:, :MAX_TOP_K], listed[:, MAX_TOP_K:]
-        more_lengths = None if topk_length is None else topk_length - MAX_TOP_K
     out, lse, *highest = sparse_fmha_paged(
         q,
-        kv,
-        listed,
-        topk_length,
-        None if more is None else kv,
-        more,
-        more_lengths,
+        *_lists(kv, _dense(indices.squeeze(1)), _dense(topk_length)),
         _sink(attn_sink, q),
         sink_mode="softmax",
         softmax_scale=sm_scale,
@@ -148,12 +136,13 @@ def flash_mla_with_kvcache(
         softmax_scale: factor on q . k; default 512 ** -0.5.
         causal: must be False.
         is_fp8_kvcache: must be True.
-        indices: [b, s_q, topk] int32, page * P + entry; other values are no keys.
+        indices: [b, s_q, topk] int32, page * P + entry; other values are no keys. Up to 8,192
+            columns, or 16,384 without a second cache.
         attn_sink: [h_q] float32, adds e^sink to the softmax's denominator; None = none.
         extra_k_cache, extra_indices_in_kvcache: a second cache, the compressed entries, and its
             indices [b, s_q, extra_topk]; its pages may hold another number of entries.
         topk_length, extra_topk_length: [b] int32, leading columns in use; None = all.
-        out: [b, s_q, h_q, 512] to write into; default a new tensor.
+        out: [b, s_q, h_q, 512] to write into, heads and tokens anywhere; default a new tensor.
         enable_batch_invariant: a token's bits do not depend on the rest of the batch.
 
     Returns:
@@ -182,17 +171,22 @@ def flash_mla_with_kvcache(
     batch, length, heads, head_dim = q.shape
     names = ("k_cache", "indices", "topk_length")
     keys = _keys(q, k_cache, indices, topk_length, names)
-    extra = (None, None, None)
-    if extra_k_cache is not None:
+    if extra_k_cache is None:
+        _check_columns("indices", indices, 2 * MAX_TOP_K)
+        keys = _lists(*keys)
+    else:
         names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-        extra = _keys(q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, names)
+        keys += _keys(q, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, names)
+        _check_columns("indices", indices, MAX_TOP_K)
+        _check_columns("extra_indices_in_kvcache", extra_indices_in_kvcache, MAX_TOP_K)
     if out is None:
         out = q.new_empty(q.shape)
-    flat = _output(out, q).view(batch * length, heads, head_dim)
+    # Tokens lie apart by one stride unless each request has several and they are part of a wider
+    # buffer.
+    flat = _output(out, q).reshape(batch * length, heads, head_dim)
     _, lse = sparse_fmha_paged(
         q.flatten(0, 1),
         *keys,
-        *extra,
         _sink(attn_sink, q),
         sink_mode="softmax",
         softmax_scale=softmax_scale,
@@ -200,6 +194,8 @@ def flash_mla_with_kvcache(
         out=flat,
         return_lse=True,
     )
+    if flat.data_ptr() != out.data_ptr():
+        out.copy_(flat.view(out.shape))
     lse.masked_fill_(lse == -math.inf, math.inf)
     return out, lse.view(batch, length, heads).transpose(1, 2)
 
@@ -219,12 +215,22 @@ def _keys(
     if lengths is not None:
         _check(lengths_name, lengths, torch.int32, q, (batch,))
         lengths = lengths[:, None].expand(batch, length).flatten()
-    if indices.shape[2] > MAX_TOP_K:
-        raise ValueError(
-            f"{indices_name}: got {indices.shape[2]} columns, needs at most {MAX_TOP_K}"
-        )
     check_cache(name, cache, q.device)
     return cache.squeeze(2), _dense(indices.flatten(0, 1)), _dense(lengths)
+
+
+def _lists(pool: Tensor, indices: Tensor, lengths: Tensor | None) -> tuple[Tensor | None, ...]:
+    """A pool's index lists as the operator's two: what is longer than one is a second list of the
+    same pool."""
+    if indices.shape[1] <= MAX_TOP_K:
+        return pool, indices, lengths, None, None, None
+    more = None if lengths is None else lengths.clamp(min=0) - MAX_TOP_K
+    return pool, indices[:, :MAX_TOP_K], lengths, pool, indices[:, MAX_TOP_K:], more
+
+
+def _check_columns(name: str, indices: Tensor, most: int) -> None:
+    if indices.shape[2] > most:
+        raise ValueError(f"{name}: got {indices.shape[2]} columns, needs at most {most}")
 
 
 def _dense(tensor: Tensor | None) -> Tensor | None:
@@ -239,8 +245,9 @@ def _output(out: Tensor | None, q: Tensor) -> Tensor | None:
     """The caller's output, checked."""
     if out is not None:
         _check("out", out, q.dtype, q, tuple(q.shape))
-        if not out.is_contiguous():
-            raise ValueError(f"out: got strides {quoted(out.stride())}, needs a contiguous tensor")
+        if out.stride(-1) != 1:
+            got = quoted(out.stride())
+            raise ValueError(f"out: got strides {got}, the last dimension must be contiguous")
     return out
 
 

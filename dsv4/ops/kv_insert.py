@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from dsv4.arch import ARCHS
 from dsv4.kernels.kit.kv_entry import Fp8Entry
 from dsv4.kernels.rows.kv_insert_config import ARGS, KvInsertConfig, values
-from dsv4.ops.pools import decode_entries, encode_entries, entry_views, write_slots
+from dsv4.ops.pools import check_dtype, decode_entries, encode_entries, entry_views, write_slots
 from dsv4.ops.rms_norm_fp8 import MODEL_EPS, rms_norm_rows
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_is_tensor
@@ -141,6 +141,7 @@ def kv_insert(
         )
         _op(*tensors, identity)
     except Exception:
+        check_dtype("pool", pool)
         KV_INSERT.explain(*tensors)
         check_is_tensor("pool", pool)  # an output, but no call makes one
         raise

@@ -51,6 +51,15 @@ class Pool:
         return Pool(decode_entries(*entry_views(self.data, self.entry), self.entry), None)
 
 
+def check_dtype(name: str, pool: object) -> None:
+    """Refuse, by the name of the argument, a pool of values that no format of keys has."""
+    known = (torch.bfloat16, torch.float32)
+    if isinstance(pool, Tensor) and pool.dtype.itemsize > 1 and pool.dtype not in known:
+        raise TypeError(
+            f"{name}: got {pool.dtype}, needs torch.bfloat16 or FP8 entries in a one-byte dtype"
+        )
+
+
 def entry_views(pool: Tensor, entry: Fp8Entry) -> tuple[Tensor, Tensor]:
     """Records [pages, P, record bytes] and scale records [pages, P, scale bytes] of FP8 pages.
 

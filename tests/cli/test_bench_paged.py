@@ -89,7 +89,7 @@ def test_a_table_beside_the_targets(tmp_path: Path) -> None:
     write_record(tmp_path / "some.json", record("paged_attention", MACHINE, rows))
     page = "<!-- benchmarks: paged_attention some.json -->\n<!-- /benchmarks -->\n"
     made = rendered(page, tmp_path)
-    assert "| Pro | 64 | 128 | 1024 + 128 | fp8 | bf16 | **39.50** | 41.00 |" in made
+    assert "| Pro | 64 | 128 | 1024 + 128 | fp8 | bf16 | **39.50** | 41.00 | 1.0e-03 |" in made
     assert "| 62.0 | 40 |" in made and "| - | - |" in made
     assert "Targets met: 1 of 1." in made
 

@@ -93,6 +93,34 @@ def test_longer_lists_than_an_operators(seed: int) -> None:
         flash_mla_sparse_fwd(q, kv, torch.zeros(3, 1, 16385).int(), 0.1, d_v=64)
 
 
+def test_longer_lists_of_a_decode_step(seed: int) -> None:
+    """FlashMLA's largest case has 16,384 columns; a second cache takes the second list's place."""
+    cache, keys = _cache(1, 64)
+    q = torch.randn(3, 1, HEADS, DIM).bfloat16()
+    indices = torch.full((3, 1, 8200), -1, dtype=torch.int32)
+    indices[..., 5:20] = torch.arange(15, dtype=torch.int32)
+    indices[..., 8190:] = torch.arange(30, 40, dtype=torch.int32)
+    # What is below 0 is no length.
+    lengths = torch.tensor([8194, -(2**31), 8200], dtype=torch.int32)
+    arguments = (q, cache, None, None, DIM, None)
+    options = {"is_fp8_kvcache": True, "indices": indices}
+    out, lse = flash_mla_with_kvcache(*arguments, topk_length=lengths, **options)
+    rows = [[*range(15), *range(30, 34)], [], [*range(15), *range(30, 40)]]
+    expected = _oracle(q[:, 0], [keys[row] for row in rows], None, DIM**-0.5)
+    assert_close("out", out[:, 0], expected[0])
+    _assert_same_lse(lse[..., 0], expected[2])
+    options |= {"extra_k_cache": cache, "extra_indices_in_kvcache": indices[..., :3]}
+    with pytest.raises(ValueError, match="indices: got 8200 columns, needs at most 8192"):
+        flash_mla_with_kvcache(*arguments, **options)
+    options |= {"indices": indices[..., :3], "extra_indices_in_kvcache": indices}
+    with pytest.raises(ValueError, match="extra_indices_in_kvcache: got 8200 columns, needs at"):
+        flash_mla_with_kvcache(*arguments, **options)
+    with pytest.raises(ValueError, match="indices: got 16385 columns"):
+        flash_mla_with_kvcache(
+            *arguments, is_fp8_kvcache=True, indices=torch.zeros(3, 1, 16385).int()
+        )
+
+
 def _cache(pages: int, entries: int) -> tuple[Tensor, Tensor]:
     """A packed cache as FlashMLA sees it (padded page stride), and its keys [rows, 512]."""
     packed = pack_pages(torch.randn(pages, entries, DIM).bfloat16())
@@ -164,6 +192,31 @@ def test_an_output_of_the_caller_and_batch_invariance(seed: int) -> None:
     assert torch.equal(out, flash_mla_sparse_fwd(*prefill)[0])
 
 
+@pytest.mark.parametrize("size", [(2, 1), (1, 3), (2, 3)])
+def test_an_output_that_is_part_of_a_buffer(size, seed: int) -> None:
+    """Of more tokens and heads, as vLLM's fork takes it; nothing else of the buffer changes."""
+    batch, length = size
+    cache, _ = _cache(2, 64)
+    arguments = _decode_arguments() | {
+        "q": torch.randn(batch, length, HEADS, DIM).bfloat16(),
+        "indices": torch.randint(0, 128, (batch, length, 64), dtype=torch.int32),
+        "k_cache": cache,
+    }
+    expected, _ = flash_mla_with_kvcache(**arguments)
+    buffer = torch.full((batch + 1, length + 2, HEADS + 8, DIM + 64), 7.0).bfloat16()
+    out = buffer[:batch, :length, :HEADS, :DIM]
+    assert flash_mla_with_kvcache(**arguments, out=out)[0] is out
+    assert torch.equal(out, expected)
+    untouched = buffer.clone()
+    untouched[:batch, :length, :HEADS, :DIM] = 7
+    assert (untouched == 7).all()
+    q, kv = torch.randn(batch, HEADS, DIM).bfloat16(), torch.randn(9, 1, DIM).bfloat16()
+    prefill = (q, kv, torch.zeros(batch, 1, 64).int(), 0.1)
+    out = buffer[:batch, 0, :HEADS, :DIM]
+    assert flash_mla_sparse_fwd(*prefill, out=out)[0] is out
+    assert torch.equal(out, flash_mla_sparse_fwd(*prefill)[0])
+
+
 def test_pages_of_a_block_of_many_layers_and_wide_index_rows(seed: int) -> None:
     """A page stride of all layers' pages together, and index rows of a wider buffer."""
     cache, keys = _cache(3, 64)
@@ -217,6 +270,11 @@ def _decode_arguments() -> dict:
         ({"q": torch.zeros(2, HEADS, DIM)}, ValueError, "q: got shape"),
         ({"q": torch.zeros(2, 1, HEADS, 576)}, ValueError, "q: got .* 576, that of plain MLA"),
         ({"out": torch.zeros(2, 1, HEADS, DIM)}, TypeError, "out: got torch.float32"),
+        (
+            {"out": torch.zeros(2, 1, HEADS, 2 * DIM).bfloat16()[..., ::2]},
+            ValueError,
+            "out: got strides .* the last dimension must be contiguous",
+        ),
         ({"enable_batch_invariant": 1}, TypeError, "enable_batch_invariant: got"),
         ({"head_dim_v": 256}, ValueError, "head_dim_v: got 256"),
         ({"causal": True}, ValueError, "causal: got True"),

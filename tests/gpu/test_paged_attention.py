@@ -165,6 +165,70 @@ def test_two_streams(kv_format, seed) -> None:
         assert_same(one, other)
 
 
+def chunk_inputs(kv_format: str, tokens: int, heads: int, seed: int) -> tuple[Inputs, Inputs]:
+    """A prompt's tokens, their keys named by tables, and the same keys by lists: of the window the
+    causal range, of the compressed entries those that are complete."""
+    ratio, window = 128, 128
+    case = Case(1, tokens, heads, 512, kv_format, window, tokens // ratio, form="table",
+                ratio=ratio, batch_invariant=True, has_rope=True)  # fmt: skip
+    made = make_inputs(replace(case, form="list"), seed)
+    generator = torch.Generator().manual_seed(seed)
+
+    def table(pool: torch.Tensor) -> torch.Tensor:
+        return torch.randperm(len(pool), generator=generator)[None].int()
+
+    positions = torch.arange(tokens, dtype=torch.int32)
+    inputs = replace(
+        made,
+        # Every entry is some token's key.
+        window_pool=nan_to_zero(made.window_pool),
+        compressed_pool=nan_to_zero(made.compressed_pool),
+        **dict.fromkeys(("window_indices", "window_lens")),
+        **dict.fromkeys(("compressed_indices", "compressed_lens")),
+        window_table=table(made.window_pool),
+        block_table=table(made.compressed_pool),
+        positions=positions,
+        request_ids=torch.zeros_like(positions),
+        case=case,
+    )
+    lens = ((positions + 1).clamp(max=window), (positions + 1) // ratio)
+    first = ((positions - window + 1).clamp(min=0), torch.zeros_like(positions))
+    tables = (inputs.window_table, inputs.block_table)
+    pools = (inputs.window_pool, inputs.compressed_pool)
+    widths = (window, tokens // ratio)
+    lists = []
+    for start, table_of, pool, width in zip(first, tables, pools, widths, strict=True):
+        size, numbers = pool.shape[1], start[:, None] + torch.arange(width)
+        pages = table_of[0].long()[numbers // size % table_of.shape[1]]
+        lists.append((pages * size + numbers % size).int())
+    return inputs, replace(
+        inputs,
+        window_indices=lists[0],
+        window_lens=lens[0],
+        compressed_indices=lists[1],
+        compressed_lens=lens[1],
+        **dict.fromkeys(("window_table", "block_table", "request_ids")),
+        case=replace(case, form="list"),
+    )
+
+
+def nan_to_zero(pool: torch.Tensor) -> torch.Tensor:
+    """A pool without values that are NaN."""
+    if pool.dtype == torch.uint8:
+        return pool.masked_fill(pool == 0xFF, 0)
+    return pool.nan_to_num(0.0)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_a_chunk_sees_by_tables_what_it_sees_by_lists(kv_format, seed) -> None:
+    """8,192 tokens of one prompt."""
+    tables, lists = chunk_inputs(kv_format, 8192, 16, seed)
+    found = run(tables.to("cuda"))
+    assert_same(found, run(lists.to("cuda")))
+    for few in (slice(0, 2), slice(126, 130), slice(5000, 5001), slice(8190, 8192)):
+        assert_paged_close(tables.of_tokens(few), *(x[few].cpu() for x in found))
+
+
 def test_pages_far_beyond_2_to_the_31(seed) -> None:
     """Pages of a pool that lie gigabytes apart."""
     inputs = make_inputs(Case(2, 1, 64, kv_format="fp8", entries=128), seed).to("cuda")

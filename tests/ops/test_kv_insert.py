@@ -127,6 +127,11 @@ def test_small_models_and_float32(seed) -> None:
     ("changes", "error", "message"),
     [
         ({"pool": torch.zeros(2, 3, 580, dtype=torch.uint8)}, ValueError, r"pool: got shape"),
+        (
+            {"pool": torch.zeros(2, 3, 512).half()},
+            TypeError,
+            "pool: got torch.float16, needs torch.bfloat16 or FP8 entries",
+        ),
         ({"slots": torch.zeros(4, dtype=torch.int64)}, TypeError, "slots: got torch.int64"),
         ({"rope": torch.zeros(0, 64)}, ValueError, "rope: got no rows"),
         ({"weight": torch.zeros(512, requires_grad=True)}, ValueError, "weight: requires grad"),

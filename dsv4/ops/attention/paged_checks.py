@@ -20,10 +20,12 @@ def check_sizes(config: PagedFmhaConfig, given: PagedFmhaTensors) -> None:
         if pool is not None:
             check_pool(config, name, pool, given.q)
     window_table, block_table = given.window_table, given.block_table
-    check_form("window", given.window_indices, given.window_lens, window_table)
+    tokens = given.q.shape[0]
+    check_form("window", tokens, given.window_indices, given.window_lens, window_table)
     if (given.window_indices is None) == (window_table is None):
         raise ValueError("window_indices and window_table: needs exactly one of both")
-    check_form("compressed", given.compressed_indices, given.compressed_lens, block_table)
+    compressed = (given.compressed_indices, given.compressed_lens, block_table)
+    check_form("compressed", tokens, *compressed)
     named = given.compressed_indices is not None or block_table is not None
     if named != (given.compressed_pool is not None):
         raise ValueError(
@@ -68,15 +70,19 @@ def check_coordinates(given: PagedFmhaTensors) -> None:
 
 
 def check_form(
-    branch: str, indices: Tensor | None, lens: Tensor | None, table: Tensor | None
+    branch: str,
+    tokens: int,
+    indices: Tensor | None,
+    lens: Tensor | None,
+    table: Tensor | None,
 ) -> None:
-    """Check that a branch names its keys in one way."""
+    """Check that a branch names its keys in one way; without tokens a table needs no request."""
     table_name = "window_table" if branch == "window" else "block_table"
     if indices is not None and table is not None:
         raise ValueError(f"{branch}_indices and {table_name}: got both, needs one")
     if lens is not None and indices is None:
         raise ValueError(f"{branch}_lens: got lengths without {branch}_indices")
-    if table is not None and table.numel() == 0:
+    if tokens and table is not None and table.numel() == 0:
         raise ValueError(f"{table_name}: got shape {quoted(table.shape)}, needs a row and a column")
     if indices is not None and indices.shape[1] > MAX_TOP_K:
         raise ValueError(

@@ -17,6 +17,7 @@ from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
 from dsv4.ops.attention import paged_checks, paged_launch, paged_torch
 from dsv4.ops.attention.sparse_fmha import MODEL_HEAD_DIM, MODEL_HEADS
+from dsv4.ops.pools import check_dtype
 from dsv4.ops.rms_norm_fp8 import MODEL_EPS
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.checks import check_flag
@@ -250,6 +251,7 @@ def sparse_fmha_paged(
         highest = torch.empty(shape, **kind) if return_max_logits else None
         _op(q, *lists, sink_logits, out, identity, *options, lse, highest)
     except Exception:
+        check_dtype("window_pool", window_pool)
         SPARSE_FMHA_PAGED.explain(q, *lists, sink_logits, out, *options, None, None)
         check_flag("return_lse", return_lse)
         check_flag("return_max_logits", return_max_logits)

@@ -180,6 +180,26 @@ def test_one_table_serves_both_pools(seed) -> None:
     assert torch.equal(both, sparse_fmha_paged(*inputs.tensors, **options))
 
 
+def test_no_tokens_of_no_requests(seed) -> None:
+    """An engine without work passes tables without a row."""
+    int32 = {"dtype": torch.int32}
+    pool, none = torch.zeros(4, 64, 128).bfloat16(), torch.zeros(0, **int32)
+    table = torch.zeros(0, 5, **int32)
+    o, lse, highest = sparse_fmha_paged(
+        *(torch.zeros(0, 8, 128).bfloat16(), pool, None, None, pool, None, None, torch.zeros(8)),
+        sink_mode="softmax",
+        block_table=table,
+        window_table=table,
+        request_ids=none,
+        positions=none,
+        sliding_window=128,
+        ratio=4,
+        return_lse=True,
+        return_max_logits=True,
+    )
+    assert o.shape == (0, 8, 128) and lse.shape == highest.shape == (0, 8)
+
+
 def test_a_token_does_not_depend_on_the_batch(seed) -> None:
     inputs = make_inputs(Case(requests=9, wild=True, ragged=True, kv_format="fp8"), seed)
     together = run(inputs)
@@ -278,6 +298,16 @@ def changed(**changes):
             "q_factor and q_squares: got both, needs one",
         ),
         (changed(window_pool=None), TypeError, "window_pool: got None, needs a torch.Tensor"),
+        (
+            changed(window_pool=torch.zeros(4, 64, 64).half()),
+            TypeError,
+            "window_pool: got torch.float16, needs torch.bfloat16 or FP8 entries in a one-byte",
+        ),
+        (
+            changed(window_table=torch.zeros(0, 1, dtype=torch.int32), window_indices=None),
+            ValueError,
+            r"window_table: got shape \(0, 1\), needs a row and a column",
+        ),
     ],
 )
 def test_bad_arguments_are_named(change, error, message, seed) -> None:
