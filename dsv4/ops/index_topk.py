@@ -51,7 +51,10 @@ class IndexTopk(KernelOp):
     name = "index_topk"
     config = IndexTopkConfig
     args = ARGS
-    kernels: ClassVar = {"sm_90a": "dsv4.kernels.indexer.sm90.index_topk"}
+    kernels: ClassVar = {
+        "sm_90a": "dsv4.kernels.indexer.sm90.index_topk",
+        "sm_100a": "dsv4.kernels.indexer.sm100.index_topk",
+    }
     early = ("rope", "positions", "lens", "request_ids", "block_table")
 
     def values(self, config: IndexTopkConfig) -> Mapping[str, int | str]:

@@ -24,6 +24,7 @@ from dsv4.kernels.kit.plan import (
     BarrierGraph,
     Buffer,
     Edge,
+    TmemPlan,
     Warps,
 )
 from dsv4.kernels.kit.ring_plan import RingPlan
@@ -31,7 +32,7 @@ from dsv4.kernels.kit.ring_plan import RingPlan
 GROUPS = 2  # consumer warpgroups: a tile of keys each
 # Load warps, every other tile each: issuing the copies of a tile takes longer than scoring it.
 LOADERS = 2
-WGMMAS = 4  # of 128 channels
+STEPS = 4  # products of 32 channels
 # Swizzled pages of FP4 keys begin at multiples of so many bytes: the period of the swizzle.
 PAGE_ALIGNMENT = 512
 START_WORDS = 2  # where a CTA's work begins: token, tile
@@ -99,11 +100,13 @@ class ScoresPlan(RingPlan):
     Attributes:
         lanes_per_warp: lanes that arrive for a warp.
         key_format, page: of the keys.
+        has_tmem: whether sums are in Tensor Memory: of sm_100a.
     """
 
     lanes_per_warp: int = 1
     key_format: str = "fp8"
     page: int = 32
+    has_tmem: bool = False
 
     @property
     def tile(self) -> KeyTile:
@@ -130,6 +133,7 @@ class ScoresPlan(RingPlan):
         is_fp4 = self.key_format == "fp4"
         keys = "Uint8" if is_fp4 else "Float8E4M3FN"
         scales = () if is_fp4 else (Buffer("scales", "Float32", stages * TILE_KEYS, 16),)
+        tmem = (Buffer("tmem_address", "Int32", 1),) if self.has_tmem else ()
         return (
             Buffer("keys", keys, stages * self.tile.stage_bytes, 1024),
             Buffer("queries", "Float8E4M3FN", KERNEL_HEADS * KERNEL_DIM, 1024),
@@ -138,6 +142,7 @@ class ScoresPlan(RingPlan):
             Buffer("counts", "Int32", BINS, 16),
             Buffer("sums", "Int32", self.warps.threads // WARP_THREADS),
             Buffer("start", "Int32", START_WORDS),
+            *tmem,
             *self._barriers(stages).split_buffers,
         )
 
@@ -148,10 +153,24 @@ class ScoresPlan(RingPlan):
             (Arrival("consumers", Arrive.WARP, warps=WARPGROUP_WARPS),),
             stages, self.tile.loaded_bytes,
         )  # fmt: skip
-        return BarrierGraph(self.warps, (tiles,), self.lanes_per_warp)
+        products = Edge(
+            "products", "sums of a warpgroup's tile",
+            (Arrival("consumers", Arrive.MMA),),
+            (Arrival("consumers", Arrive.WARP, warps=WARPGROUP_WARPS),),
+            GROUPS, is_signal=True,
+        )  # fmt: skip
+        edges = (tiles, products) if self.has_tmem else (tiles,)
+        return BarrierGraph(self.warps, edges, self.lanes_per_warp)
+
+    @property
+    def tmem(self) -> TmemPlan:
+        """Columns of each warpgroup: sums of 64 keys by all heads; FP4 keys as an operand."""
+        operands = (("keys", GROUPS * KERNEL_DIM // 4),) if self.key_format == "fp4" else ()
+        return TmemPlan((("sums", GROUPS * KERNEL_HEADS), *operands))
 
     def __str__(self) -> str:
-        return f"warps      {self.warps}\nSMEM       {self.smem}\n{self.barriers}"
+        tmem = f"TMEM       {self.tmem}\n" if self.has_tmem else ""
+        return f"warps      {self.warps}\nSMEM       {self.smem}\n{tmem}{self.barriers}"
 
 
 @dataclass(frozen=True)

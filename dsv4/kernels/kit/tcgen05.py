@@ -99,6 +99,21 @@ def load_lane(address: cute.Pointer, columns: cutlass.Constexpr, thread):
     return cute.make_tensor(fragment.iterator, cute.make_layout(columns))
 
 
+@cute.jit
+def load_rows(address: cute.Pointer, columns: cutlass.Constexpr, thread) -> cute.Tensor:
+    """Ask for some columns of an accumulator of 64 rows, 16 of each warp: the fragment that wgmma
+    leaves of 64 rows (`wgmma.by_row`), there after the fence of TMEM loads."""
+    rows = ((TMEM_LANES // 8, 4), columns)
+    layout = cute.make_layout(rows, stride=((LANE_STEP, 32 * LANE_STEP), 1))
+    tensor = cute.make_tensor(address, layout)
+    atom = cute.make_copy_atom(tcgen05.Ld16x256bOp(tcgen05.Repetition(columns // 8)), Float32)
+    copy = tcgen05.make_tmem_copy(atom, tensor).get_slice(thread)
+    coordinates = cute.make_identity_tensor((TMEM_LANES // 2, columns))
+    fragment = cute.make_rmem_tensor(copy.partition_D(coordinates).shape, Float32)
+    cute.copy(copy, copy.partition_S(tensor), fragment)
+    return fragment
+
+
 def create_pipeline(graph: BarrierGraph, name: str, storage, cta_layout: cute.Layout):
     """Pipeline of an edge, with the graph's arrival counts; its mbarriers are initialised here.
 
@@ -219,23 +234,26 @@ def multiply_pair(
 
 
 def multiply(
-    sums: cute.Pointer, a: Int64, b: Int64, shape: tuple[int, int], accumulate, qk: str = "fp8"
+    sums: cute.Pointer, a: Int64 | cute.Pointer, b: Int64, shape: tuple[int, int], accumulate, qk: str = "fp8"
 ) -> None:
     """sums += A B^T over 32 bytes of K, or = without `accumulate`; one thread issues it, elected
     where it does.
 
     Args:
         sums: in TMEM, fp32, of int8 int32.
-        a, b: of `operand_descriptor`, K-major; b of "fp16 values" MN-major.
+        a, b: of `operand_descriptor`, K-major; b of "fp16 values" MN-major; a may be in TMEM.
         shape: rows of A and of B.
         qk: format of both factors, e4m3 ("fp8"), "bf16", "int8", "fp16" or "fp16 values".
     """
     kind, formats = _FORMATS[qk]
     rows, columns = shape
     descriptor = formats | columns >> 3 << 17 | rows >> 4 << 24
+    place = "{$r1}"
+    if isinstance(a, cute.Pointer):
+        place, a = "[{$r1}]", a.toint()
     cute.arch.inline_ptx(
         "{\n.reg .pred p;\nsetp.ne.s32 p, {$r4}, 0;\n"
-        f"tcgen05.mma.cta_group::1.kind::{kind} [{{$r0}}], {{$r1}}, {{$r2}}, {{$r3}}, p;\n}}",
+        f"tcgen05.mma.cta_group::1.kind::{kind} [{{$r0}}], {place}, {{$r2}}, {{$r3}}, p;\n}}",
         read_only_args=[sums.toint(), a, b, Int32(descriptor), Int32(accumulate)],
     )
 

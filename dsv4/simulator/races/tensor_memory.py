@@ -7,7 +7,6 @@ import numpy as np
 from dsv4.simulator.instructions.operands.descriptors import MatrixDescriptor
 from dsv4.simulator.instructions.operands.tensor_core import (
     Multiplication,
-    operand_columns,
     operand_granules,
 )
 from dsv4.simulator.instructions.wgmma import operand_sizes as wgmma_sizes
@@ -17,6 +16,7 @@ from dsv4.simulator.races.cells.granules import (
     accumulator_granules,
     column_granules,
     tile_granules,
+    tmem_operand_granules,
 )
 from dsv4.simulator.races.cells.shadow import SEVERAL, Earlier, place
 from dsv4.simulator.races.cluster_state import ClusterState
@@ -148,8 +148,7 @@ class TensorRaces(SharedRaces):
             tile = operand_granules(product.b, n, form.depth, form.b, form.b_k_major)
             self._engine_reads(w, c, tile, agent, clock, "tcgen05.mma operand B", lane)
             if product.a_in_tmem:
-                columns = operand_columns(form.depth, form.a)
-                where = column_granules(product.a & 0xFFFF, columns, tuple(range(TMEM_GROUPS)))
+                where = tmem_operand_granules(product)
                 self._tmem(w, c, where, agent, clock, seen, False, "tcgen05.mma operand A")
             else:
                 tile = operand_granules(product.a, product.rows, form.depth, form.a, form.a_k_major)

@@ -248,10 +248,10 @@ BUGS: dict[str, Edit] = {
     "queries without a fence": at("TileScores.take_token")
     .call("cute.arch.fence_view_async_shared")
     .delete(),
-    "counts taken before all have counted": at("ScoresSm90.add_counts")
+    "counts taken before all have counted": at("Scores.add_counts")
     .call("sync_consumers")
     .delete(),
-    "start read before it is found": at("ScoresSm90.find_work")
+    "start read before it is found": at("Scores.find_work")
     .call("cute.arch.sync_threads")
     .delete(),
     "scores read before the launch before is over": at("Select.kernel")
@@ -270,13 +270,13 @@ BUGS: dict[str, Edit] = {
     "scales overwritten before they are used": at("TileScores.score_tile")
     .call("ring.release")
     .delete(),
-    "counts sent before the others have begun": at("OneLaunchSm90.kernel")
+    "counts sent before the others have begun": at("OneLaunch.kernel")
     .call("cute.arch.cluster_wait")
     .delete(),
-    "totals read before all have counted": at("OneLaunchSm90.add_counts")
+    "totals read before all have counted": at("OneLaunch.add_counts")
     .call("cute.arch.cluster_wait")
     .delete(),
-    "scores counted before all are there": at("OneLaunchSm90.add_counts")
+    "scores counted before all are there": at("OneLaunch.add_counts")
     .call("cute.arch.sync_threads")
     .delete(),
     "groups taken for near ones": at("are_near").expression("0xF0F0F0F0").replace("0"),

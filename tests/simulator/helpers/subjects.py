@@ -221,8 +221,7 @@ def indexer(key_format: str = "fp8") -> Subject:
     In clusters but the largest, where so many tiles take long, also lists that go round the ring,
     with scores of all magnitudes: of bins that every warp has cleared.
     """
-    from dsv4.kernels.indexer import select, selection
-    from dsv4.kernels.indexer.sm90 import one_launch
+    from dsv4.kernels.indexer import one_launch, select, selection
 
     lens = (70, 330, 5, 64, 0, 130, 65)
     options = {"gives_slots": True, "levels": 30, "key_format": key_format}

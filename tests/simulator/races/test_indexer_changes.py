@@ -66,7 +66,7 @@ WEAKER = {
     ("mbarrier.try_wait", "load_run", "relaxed"): (1, LONG_RING),
     ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, LONG_RING),
 }
-FP4_ENTRIES = ("OneLaunch", "ScoresSm90")
+FP4_ENTRIES = ("OneLaunch", "Scores")
 # Rings go round in both, and no count is lost.
 FP4_DELETED = {
     ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),

@@ -2,6 +2,8 @@
 
 import pytest
 
+from dsv4.simulator.instructions.operands.tensor_core import Multiplication
+from dsv4.simulator.races.cells.granules import TMEM_GROUPS, tmem_operand_granules
 from tests.simulator.helpers.ptx import run_body
 
 pytestmark = pytest.mark.stage("simulator")
@@ -65,3 +67,16 @@ def test_fences_do_not_replace_the_barrier_or_the_wait():
 def test_a_kernel_without_any_fence_is_told_once():
     body = _handed("", SYNC, "").replace(BEFORE, "").replace(AFTER, "")
     assert _run(body) == ([], ["missing tcgen05.fence"])
+
+
+@pytest.mark.parametrize(
+    ("rows", "lane", "groups"), [(128, 0, range(8)), (64, 0, (0, 2, 4, 6)), (64, 16, (1, 3, 5, 7))]
+)
+def test_a_factor_in_tmem_is_read_where_its_rows_lie(rows, lane, groups):
+    """Of 64 rows half of the lanes: the others need not have been written."""
+    column = 96
+    bits = 1 << 4 | 8 >> 3 << 17 | rows >> 4 << 24
+    product = Multiplication("f8f6f4", 1, 0, lane << 16 | column, True, 0, bits, False)
+    found = tmem_operand_granules(product)
+    columns = range(column, column + 32 // 4)
+    assert sorted(found) == [c * TMEM_GROUPS + group for c in columns for group in groups]

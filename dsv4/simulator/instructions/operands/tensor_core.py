@@ -241,7 +241,7 @@ class Multiplication:
         for k in range(self.copies):
             # With A in TMEM every copy of the rows multiplies what its own lanes hold.
             if self.a_in_tmem:
-                lanes = self._lanes_from(self.a >> 16)[k * self.rows : (k + 1) * self.rows]
+                lanes = self.operand_lanes()[k * self.rows : (k + 1) * self.rows]
                 tile = _tmem_operand(cta, self.a, lanes, form.depth, form.a)
             elif k == 0:
                 tile = shared_operand(cta, self.a, self.rows, form.depth, form.a, form.a_k_major)
@@ -267,6 +267,10 @@ class Multiplication:
     def lanes(self) -> np.ndarray:
         """TMEM lanes of the accumulator's rows, in order."""
         return self._lanes_from(self.d >> 16)
+
+    def operand_lanes(self) -> np.ndarray:
+        """TMEM lanes of the rows of A there, in order."""
+        return self._lanes_from(self.a >> 16)
 
     def _accumulate(self, cta: Cta, result: np.ndarray) -> None:
         column = self.d & 0xFFFF

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from dsv4.simulator.instructions.operands.descriptors import MatrixDescriptor, element_index
-from dsv4.simulator.instructions.operands.tensor_core import Multiplication
+from dsv4.simulator.instructions.operands.tensor_core import Multiplication, operand_columns
 from dsv4.simulator.machine.memory import TMEM_LANES
 
 TMEM_GROUPS = 8  # groups of 16 lanes
@@ -40,6 +40,18 @@ def column_granules(column: int, count: int, groups: tuple[int, ...]) -> np.ndar
 
 def accumulator_granules(product: Multiplication) -> np.ndarray:
     """TMEM granules of an accumulator."""
-    columns, lanes = product.form.n // product.copies, product.lanes()
-    groups = _ALL_GROUPS if len(lanes) == TMEM_LANES else tuple(np.unique(lanes // 16).tolist())
-    return column_granules(product.d & 0xFFFF, columns, groups)
+    columns = product.form.n // product.copies
+    return column_granules(product.d & 0xFFFF, columns, _groups(product.lanes()))
+
+
+def tmem_operand_granules(product: Multiplication) -> np.ndarray:
+    """TMEM granules of operand A there: of its rows, which may leave half of the lanes out."""
+    columns = operand_columns(product.form.depth, product.form.a)
+    return column_granules(product.a & 0xFFFF, columns, _groups(product.operand_lanes()))
+
+
+def _groups(lanes: np.ndarray) -> tuple[int, ...]:
+    """Groups of 16 lanes."""
+    if len(lanes) == TMEM_LANES:
+        return _ALL_GROUPS
+    return tuple(np.unique(lanes // 16).tolist())

@@ -1,4 +1,4 @@
-"""Tiles of FP8 keys for Hopper: codes as an operand in shared memory, a scale a key beside them."""
+"""Tiles of FP8 keys: codes as an operand in shared memory, a scale a key beside them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_tensor_map_tiled
 
-from dsv4.kernels.indexer.config import KERNEL_DIM, KERNEL_HEADS, TILE_KEYS, IndexTopkConfig
+from dsv4.kernels.indexer.config import KERNEL_DIM, TILE_KEYS, IndexTopkConfig
 from dsv4.kernels.indexer.context import Operands
-from dsv4.kernels.indexer.plan import WGMMAS, KeyTile
+from dsv4.kernels.indexer.plan import KeyTile
 from dsv4.kernels.kit.index_entry import SCALE_BYTES
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, TENSOR_MAP_SWIZZLES, VECTOR_BYTES, operand_atoms
 from dsv4.kernels.kit.tma import bulk_load, tma_load
 from dsv4.kernels.kit.vectors import address_of, pointer_to
-from dsv4.kernels.kit.wgmma import gemm, make_mma
 
+UNIT_KEYS = TILE_KEYS // 4  # of a warp
 VECTOR_WORDS = VECTOR_BYTES // 4
 
 
@@ -30,7 +29,7 @@ class Fp8Ring(NamedTuple):
 
 
 class Fp8Tiles:
-    """Ring, copies and products of tiles of a configuration's keys.
+    """Ring and copies of tiles of a configuration's keys.
 
     Args:
         tile: of the plan.
@@ -92,22 +91,7 @@ class Fp8Tiles:
             full,
         )
 
-    @cute.jit
-    def multiply(
-        self, ring: Fp8Ring, queries: cute.Tensor, acc: cute.Tensor, stage, unit, lane
-    ) -> list[Float32]:
-        """Issue the products of a tile with all heads; the scales of a thread's two keys."""
-        own = self.mma().get_slice(0)
-        mma = self.mma()
-        a = mma.make_fragment_A(own.partition_A(ring.keys))
-        b = mma.make_fragment_B(own.partition_B(queries))
-        warpgroup.fence()
-        gemm(self.mma, acc, a[None, None, None, stage], b, range(WGMMAS), 0, False)
-        warpgroup.commit_group()
-        row = unit * (TILE_KEYS // 4) + lane // 4
+    def scales(self, ring: Fp8Ring, stage, unit, lane) -> list[Float32]:
+        """Scales of a thread's two keys."""
+        row = unit * UNIT_KEYS + lane // 4
         return [ring.scales[row + 8 * r, stage] for r in range(2)]
-
-    @staticmethod
-    def mma():
-        """wgmma of 64 keys and all heads."""
-        return make_mma(Float8E4M3FN, (TILE_KEYS, KERNEL_HEADS), OperandMajorMode.K)

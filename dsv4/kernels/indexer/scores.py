@@ -1,4 +1,4 @@
-"""Scores of all tokens' index keys for Hopper, into memory: the first of two launches.
+"""Scores of all tokens' index keys, into memory: the first of two launches.
 
 The tiles of all tokens, one token behind the other, are shared out evenly among the CTAs: lengths
 are read on the device, and a launch costs what its live lengths cost. A CTA that meets another
@@ -7,6 +7,7 @@ token rounds that one's queries, while its ring fills.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -16,7 +17,7 @@ from cutlass.memory import SmemAllocator
 from dsv4.kernels.indexer.config import BINS, IndexTopkConfig
 from dsv4.kernels.indexer.context import Operands, order_key, tiles_of, visible
 from dsv4.kernels.indexer.plan import GROUPS, LOADERS, ScoresPlan
-from dsv4.kernels.indexer.sm90.tile_scores import Run, Smem, TileScores, sync_consumers
+from dsv4.kernels.indexer.tile_scores import Run, Smem, TileScores, sync_consumers
 from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.kit.mbarrier import Ring
 from dsv4.kernels.kit.scan import sums_before
@@ -33,11 +34,17 @@ class Work(NamedTuple):
     count: Int32
 
 
-class ScoresSm90(TileScores):
-    """Kernel of one configuration."""
+class Scores(TileScores):
+    """Kernel of one configuration.
 
-    def __init__(self, config: IndexTopkConfig):
-        super().__init__(config, ScoresPlan(self.lanes_per_warp, config.key_format, config.page))
+    Args:
+        products: see `TileScores`.
+        has_tmem: see `ScoresPlan`.
+    """
+
+    def __init__(self, config: IndexTopkConfig, products: Callable, has_tmem: bool):
+        keys = config.key_format, config.page
+        super().__init__(config, ScoresPlan(self.lanes_per_warp, *keys, has_tmem), products)
 
     # ---- host ----
 
@@ -76,6 +83,7 @@ class ScoresSm90(TileScores):
         else:
             pdl.wait_for_previous_launch()
             self.compute(operands, smem, ring, work, warp)
+        self.tiles.free(smem.sums, warp)
 
     # ---- work ----
 

@@ -1,7 +1,8 @@
-"""Scores of tiles of index keys for Hopper: FP8 wgmma of keys by heads, keys from pages by TMA.
+"""Scores of tiles of index keys: FP8 products of keys by heads, keys from pages by TMA.
 
     load warps    tiles of 64 keys and their scales -> ring, every other one each; how they lie
-                  there, and become operands, is `Fp8Tiles`' or `Fp4Tiles`'
+                  there is `Fp8Tiles`' or `Fp4Tiles`', how they are multiplied the architecture's
+                  (`products`)
     consumers     two warpgroups: a token's queries, rounded, into shared memory; a tile each in
                   turn: products with all heads, ReLU, weights, sum over heads; scores; counts of
                   scores by their upper bits, which the selection begins with
@@ -13,11 +14,11 @@ on the format of the key.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
-from cutlass.cute.nvgpu import warpgroup
 
 from dsv4.kernels.indexer.config import (
     BIN_SHIFT,
@@ -29,9 +30,9 @@ from dsv4.kernels.indexer.config import (
     IndexTopkConfig,
 )
 from dsv4.kernels.indexer.context import Operands
+from dsv4.kernels.indexer.fp4_tiles import Fp4Ring
+from dsv4.kernels.indexer.fp8_tiles import Fp8Ring
 from dsv4.kernels.indexer.plan import GROUPS, LOADERS, PREFETCHED_BYTES, ScoresPlan
-from dsv4.kernels.indexer.sm90.fp4_tiles import Fp4Ring, Fp4Tiles
-from dsv4.kernels.indexer.sm90.fp8_tiles import Fp8Ring, Fp8Tiles
 from dsv4.kernels.kit import mbarrier, quant
 from dsv4.kernels.kit.index_entry import FP4_GROUP
 from dsv4.kernels.kit.index_rounding import LANES, PAIRS, coded, rotated, transformed
@@ -40,7 +41,6 @@ from dsv4.kernels.kit.reduce import quad_sum
 from dsv4.kernels.kit.swizzle import SPAN_BYTES, VECTOR_BYTES, operand_atoms
 from dsv4.kernels.kit.tma import bulk_prefetch
 from dsv4.kernels.kit.vectors import address_of, pointer_to, vector_at
-from dsv4.kernels.kit.wgmma import by_row
 
 WARP = 32
 UNIT_ROWS = 16  # of a warp in a product
@@ -66,6 +66,7 @@ class Smem(NamedTuple):
     queries_start: cute.Pointer
     factors: cute.Tensor  # [64]: weights of the heads times the scales of their queries
     counts: cute.Tensor  # [BINS]
+    sums: tuple  # what products have of Tensor Memory; nothing on Hopper
 
 
 class TileScores:
@@ -73,16 +74,16 @@ class TileScores:
 
     Args:
         plan: of the CTA.
+        products: how it multiplies: `sm90.products`, `sm100.products`.
     """
 
     # As in `ScoresPlan`.
     lanes_per_warp = 1
 
-    def __init__(self, config: IndexTopkConfig, plan: ScoresPlan):
+    def __init__(self, config: IndexTopkConfig, plan: ScoresPlan, products: Callable):
         self.config = config
         self.plan = plan
-        kind = Fp4Tiles if config.key_format == "fp4" else Fp8Tiles
-        self.tiles = kind(config, plan.tile)
+        self.tiles = products(config, plan)
 
     # ---- shared memory ----
 
@@ -96,6 +97,7 @@ class TileScores:
             queries_start=storage.queries.data_ptr(),
             factors=storage.factors.get_tensor(cute.make_layout(KERNEL_HEADS)),
             counts=self.words(storage, "counts"),
+            sums=self.tiles.tensor_memory(storage),
         )
 
     def words(self, storage, name: str, *shape: int) -> cute.Tensor:
@@ -105,11 +107,13 @@ class TileScores:
 
     @cute.jit
     def prepare(self, smem: Smem, ring: Ring, warp, thread):
-        """Initialise barriers and counts; seen by all after a barrier."""
+        """Initialise barriers and counts, ask for Tensor Memory; seen by all after a barrier."""
         if warp == 0:
             with cute.arch.elect_one():
-                mbarrier.init(self.plan.barriers, {"ring": ring})
+                pipes = {"ring": ring, **self.tiles.signals(smem.sums)}
+                mbarrier.init(self.plan.barriers, pipes)
             cute.arch.mbarrier_init_fence()
+        self.tiles.allocate(smem.sums, warp)
         for i in cutlass.range(thread, BINS, self.plan.warps.threads, unroll=1):
             smem.counts[i] = Int32(0)
 
@@ -268,12 +272,9 @@ class TileScores:
             unit: of 16 keys, the warp's.
         """
         lane = cute.arch.lane_idx()
-        mma = self.tiles.mma()
-        acc = mma.make_fragment_C(mma.partition_shape_C((TILE_KEYS, KERNEL_HEADS)))
         ring.wait(cursor)
-        scales = self.tiles.multiply(smem.keys, smem.queries, acc, cursor.stage, unit, lane)
-        warpgroup.wait_group(0)
-        rows, sums = by_row(acc), []
+        rows, scales = self.tiles.multiply(smem, cursor, unit, lane)
+        sums = []
         for r in cutlass.range_constexpr(2):
             total = Float32(0.0)
             for j in cutlass.range_constexpr(KERNEL_HEADS // 8):

@@ -1,4 +1,4 @@
-"""Tiles of FP4 keys for Hopper: pages as they lie, codes made e4m3 on their way to registers.
+"""Tiles of FP4 keys: pages as they lie, codes made e4m3 on their way to registers.
 
 A copy is a page of codes and scales as rows of 64 bytes, swizzled, so that the words which the
 lanes of a warp load together lie in different banks. Lane 4 g + j has keys g and g + 8 of its
@@ -18,17 +18,15 @@ from typing import NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint32, cute
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.experimental.cuda.tensor_map import TensorMapL2Promotion, create_tensor_map_tiled
 
-from dsv4.kernels.indexer.config import KERNEL_DIM, KERNEL_HEADS, TILE_KEYS, IndexTopkConfig
+from dsv4.kernels.indexer.config import KERNEL_DIM, TILE_KEYS, IndexTopkConfig
 from dsv4.kernels.indexer.context import Operands
-from dsv4.kernels.indexer.plan import WGMMAS, KeyTile
+from dsv4.kernels.indexer.plan import STEPS, KeyTile
 from dsv4.kernels.kit.index_entry import WORD
 from dsv4.kernels.kit.index_rounding import power_of_two, row_exponent
 from dsv4.kernels.kit.swizzle import TENSOR_MAP_SWIZZLES, VECTOR_BYTES
 from dsv4.kernels.kit.tma import tma_load
-from dsv4.kernels.kit.wgmma import gemm, make_mma
 
 ROW_BYTES = KERNEL_DIM // 2  # of a key's codes
 UNIT_KEYS = TILE_KEYS // 4  # of a warp
@@ -51,7 +49,7 @@ class Fp4Ring(NamedTuple):
 
 
 class Fp4Tiles:
-    """Ring, copies and products of tiles of a configuration's keys.
+    """Ring, copies and operands of tiles of a configuration's keys.
 
     Args:
         tile: of the plan.
@@ -95,46 +93,23 @@ class Fp4Tiles:
         tma_load(key_map, ring.start + target, [0, 0, page], full)
 
     @cute.jit
-    def multiply(
-        self, ring: Fp4Ring, queries: cute.Tensor, acc: cute.Tensor, stage, unit, lane
-    ) -> list[Float32]:
-        """Issue the products of a tile with all heads; the scales of a thread's two keys."""
-        fragment = cute.make_rmem_tensor((4, WGMMAS), Uint32)
-        scales = self.decode(ring, fragment, stage, unit, lane)
-        mma = self.mma()
-        b = mma.make_fragment_B(mma.get_slice(0).partition_B(queries))
-        codes = cute.recast_tensor(fragment, Float8E4M3FN)
-        layout = cute.make_layout(((4, 2, 2), 1, WGMMAS), stride=((1, 4, 8), 0, VECTOR_BYTES))
-        a = cute.make_tensor(codes.iterator, layout)
-        warpgroup.fence()
-        gemm(self.mma, acc, a, b, range(WGMMAS), 0, False)
-        warpgroup.commit_group()
-        return scales
-
-    @staticmethod
-    def mma():
-        """wgmma of 64 keys and all heads, keys from registers."""
-        shape = (TILE_KEYS, KERNEL_HEADS)
-        return make_mma(Float8E4M3FN, shape, OperandMajorMode.K, is_a_in_registers=True)
-
-    @cute.jit
     def decode(self, ring: Fp4Ring, fragment: cute.Tensor, stage, unit, lane) -> list[Float32]:
         """e4m3 codes of a thread's two keys as words [row, 16 k; step], and their scales."""
         first = unit * UNIT_KEYS
         part = ring.start + (stage * self.tile.stage_bytes + first // self.page * self.part_bytes)
         key = first % self.page + lane // 4
-        words = cute.make_rmem_tensor((2, WGMMAS), Uint32)
+        words = cute.make_rmem_tensor((2, STEPS), Uint32)
         exponents = cute.make_rmem_tensor(2, Uint32)
         for r in cutlass.range_constexpr(2):
             at = self.page * ROW_BYTES + (key + 8 * r) * WORD
             exponents[r] = load_word(part, at ^ ((at >> 3) & 0x30))
-            for step in cutlass.range_constexpr(WGMMAS):
+            for step in cutlass.range_constexpr(STEPS):
                 vector = step ^ (lane // 8)
                 at = (key + 8 * r) * ROW_BYTES + vector * VECTOR_BYTES + lane % 4 * WORD
                 words[r, step] = load_word(part, at)
         above = [exponents_above(exponents[r]) for r in range(2)]
         if are_near(above) & is_plain(exponents[0]) & is_plain(exponents[1]):
-            for step in cutlass.range_constexpr(WGMMAS):
+            for step in cutlass.range_constexpr(STEPS):
                 for r in cutlass.range_constexpr(2):
                     steps = (above[r] >> (8 * step)) & Uint32(0xFF)
                     low = Uint32(TABLE_LOW) + steps * Uint32(STEP_LOW)
@@ -142,9 +117,9 @@ class Fp4Tiles:
                     put_codes(fragment, words[r, step], (low, high), r, step)
         else:
             for r in cutlass.range_constexpr(2):
-                groups = [Int32((exponents[r] >> (8 * i)) & Uint32(0xFF)) for i in range(WGMMAS)]
+                groups = [Int32((exponents[r] >> (8 * i)) & Uint32(0xFF)) for i in range(STEPS)]
                 row = row_of(groups)
-                for step in cutlass.range_constexpr(WGMMAS):
+                for step in cutlass.range_constexpr(STEPS):
                     put_codes(fragment, words[r, step], rounded_table(groups[step] - row), r, step)
                 exponents[r] = Uint32(row)
         return [power_of_two(Int32(exponents[r] & Uint32(0xFF))) for r in range(2)]

@@ -1,4 +1,4 @@
-"""Scores and choice of a token's entries by a cluster, in one launch, for Hopper.
+"""Scores and choice of a token's entries by a cluster, in one launch.
 
 Each CTA scores a run of the token's tiles and keeps the order keys in shared memory. Then it adds
 its counts of them by upper bits to those of every CTA of the cluster, so that each finds the bin of
@@ -10,6 +10,7 @@ meets them there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import cutlass
@@ -25,6 +26,8 @@ from dsv4.kernels.indexer.config import (
     IndexTopkConfig,
 )
 from dsv4.kernels.indexer.context import Operands, bits_of, order_key, tiles_of, visible
+from dsv4.kernels.indexer.fp4_tiles import Fp4Ring
+from dsv4.kernels.indexer.fp8_tiles import Fp8Ring
 from dsv4.kernels.indexer.plan import GROUPS, LOADERS, ClusterPlan
 from dsv4.kernels.indexer.selection import (
     BOARD_STRIDE,
@@ -34,9 +37,7 @@ from dsv4.kernels.indexer.selection import (
     Selection,
     Share,
 )
-from dsv4.kernels.indexer.sm90.fp4_tiles import Fp4Ring
-from dsv4.kernels.indexer.sm90.fp8_tiles import Fp8Ring
-from dsv4.kernels.indexer.sm90.tile_scores import WARP, Run, TileScores, code_address
+from dsv4.kernels.indexer.tile_scores import WARP, Run, TileScores, code_address
 from dsv4.kernels.kit import mbarrier, pdl
 from dsv4.kernels.kit.index_rounding import coded, rotated, transformed
 from dsv4.kernels.kit.remote import add_remote
@@ -60,6 +61,7 @@ class ClusterSmem(NamedTuple):
     queries_start: cute.Pointer
     factors: cute.Tensor
     counts: cute.Tensor
+    sums: tuple
     order_keys: cute.Tensor  # [HELD_KEYS / 2], two a word
     totals: cute.Tensor  # [BINS]: counts of the whole cluster
     pages: cute.Tensor  # [most pages]: of the CTA's entries
@@ -119,17 +121,19 @@ class HeldSelection(Selection):
         cute.arch.mbarrier_wait(source.sent + 1, 0)
 
 
-class OneLaunchSm90(TileScores):
+class OneLaunch(TileScores):
     """Kernel of one configuration.
 
     Args:
         cluster: CTAs of a token.
+        products: see `TileScores`.
+        has_tmem: see `ScoresPlan`.
     """
 
-    def __init__(self, config: IndexTopkConfig, cluster: int):
+    def __init__(self, config: IndexTopkConfig, cluster: int, products: Callable, has_tmem: bool):
         keys = config.key_format, config.page
-        plan = ClusterPlan(self.lanes_per_warp, *keys, cluster, config.topk)
-        super().__init__(config, plan)
+        plan = ClusterPlan(self.lanes_per_warp, *keys, has_tmem, cluster, config.topk)
+        super().__init__(config, plan, products)
         self.cluster = cluster
         self.threads = plan.warps.threads
         self.selection = HeldSelection(config, self.threads, cluster)
@@ -207,6 +211,7 @@ class OneLaunchSm90(TileScores):
         else:
             pdl.wait_for_previous_launch()
             self.selection.name_all(operands, token, (count, request), rank, thread)
+        self.tiles.free(smem.sums, warp)
 
     def cluster_views(self, storage, tile) -> ClusterSmem:
         """Views of the plan's shared memory."""

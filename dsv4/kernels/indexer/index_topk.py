@@ -1,0 +1,68 @@
+"""Kernels of `index_topk`: one launch, a cluster a token; or scores, then the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import cutlass
+from cutlass import Int32, cute
+
+from dsv4.kernels.indexer.config import IndexTopkConfig, has_kernel
+from dsv4.kernels.indexer.context import Operands, counts_of
+from dsv4.kernels.indexer.one_launch import OneLaunch
+from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS
+from dsv4.kernels.indexer.scores import Scores
+from dsv4.kernels.indexer.select import Select
+
+
+class IndexTopk:
+    """Kernels of one configuration.
+
+    Args:
+        products: of an architecture: see `TileScores`.
+        has_tmem: see `ScoresPlan`.
+    """
+
+    def __init__(self, config: IndexTopkConfig, products: Callable, has_tmem: bool):
+        assert has_kernel(config), config
+        self.has_codes = config.has_codes
+        self.scores = Scores(config, products, has_tmem)
+        self.select = [Select(config, ctas) for ctas in CLUSTERS]
+        clusters = ONE_LAUNCH_CLUSTERS
+        self.one_launch = [OneLaunch(config, ctas, products, has_tmem) for ctas in clusters]
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,  # [T, h d] bf16; or [T, h d / 2], pairs of codes
+        weights: cute.Tensor,  # [T, h] bf16
+        rope: cute.Tensor,  # [R, rope_dim] fp32
+        positions: cute.Tensor,  # [T] int32
+        lens: cute.Tensor,  # [T] int32
+        request_ids: cute.Tensor,  # [T] int32
+        block_table: cute.Tensor,  # [B, W] int32
+        keys: cute.Tensor,  # [pages, P, row] uint8
+        indices: cute.Tensor,  # [T, k] int32, written
+        scores: cute.Tensor,  # [T, N] bf16, written
+        stream,
+        *,
+        q_scale: cute.Tensor,  # [T, h] fp32 of codes, or [0, h]
+        workspace: cute.Tensor,
+        num_ctas: Int32,  # of the scores' launch; 0: there is one launch
+        cluster: Int32,  # CTAs that choose for a token: of ONE_LAUNCH_CLUSTERS, or of CLUSTERS
+    ):
+        """Launch what the plan has chosen."""
+        counts = counts_of(workspace, Int32(q.shape[0]))
+        operands = Operands(
+            q, weights, rope, positions, lens, request_ids, block_table, keys, indices, scores,
+            counts, (q_scale,) if self.has_codes else (),
+        )  # fmt: skip
+        if num_ctas == 0:
+            for i in cutlass.range_constexpr(len(ONE_LAUNCH_CLUSTERS)):
+                if cluster == ONE_LAUNCH_CLUSTERS[i]:
+                    self.one_launch[i].launch(operands, stream)
+        else:
+            self.scores.launch(operands, stream, num_ctas)
+            for i in cutlass.range_constexpr(len(CLUSTERS)):
+                if cluster == CLUSTERS[i]:
+                    self.select[i].launch(operands, stream)
