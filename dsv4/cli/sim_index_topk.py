@@ -6,7 +6,6 @@ import argparse
 
 from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
 
-ARCH = "sm_90a"
 FEW_CTAS = 2  # each with several lists, or parts of a long one
 # Tokens that share a CTA, one that a CTA begins within, a list without an entry.
 RAGGED = (70, 330, 5, 64, 0, 130, 65)
@@ -27,6 +26,7 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         "not hold, by CTAs and by clusters, and compare the choice with the FP32 oracle's.",
         SIZES,
         run,
+        has_arch=True,
     )
 
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     from dsv4.testing.index_topk import Case, Inputs, assert_choice
     from dsv4.testing.kernel_call import OpKernels
 
-    launches = CheckedLaunches(args, ARCH)
+    launches = CheckedLaunches(args, args.arch)
     kernels = OpKernels(INDEX_TOPK, launches.target)
     cases = {
         SCHEDULES: Case(RAGGED, topk=args.topk, gives_slots=True, padding_rows=1),
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
                     )
                     assert_choice(inputs, outcome.outputs)
                     print(
-                        f"{ARCH}, {len(case.lens)} lists of up to {max(case.lens)} entries, "
+                        f"{args.arch}, {len(case.lens)} lists of up to {max(case.lens)} entries, "
                         f"{'two launches' if ctas else 'one launch'}, clusters of {cluster}, "
                         f"{schedule}: the same choice, no race"
                     )

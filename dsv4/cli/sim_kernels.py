@@ -136,11 +136,14 @@ KERNELS = (
         )
         for arch in ("sm_100a", "sm_90a")
     ),
-    SimulatedKernel(
-        "indexer",
-        "sm_90a",
-        "index_topk: scores of FP8 keys, and the choice",
-        "dsv4 sim index_topk",
+    *(
+        SimulatedKernel(
+            "indexer",
+            arch,
+            "index_topk: scores of FP8 keys, and the choice",
+            f"dsv4 sim index_topk --arch {arch}",
+        )
+        for arch in ("sm_100a", "sm_90a")
     ),
     *(
         SimulatedKernel(

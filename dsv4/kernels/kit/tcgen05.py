@@ -234,8 +234,9 @@ def multiply_pair(
 
 
 def multiply(
-    sums: cute.Pointer, a: Int64 | cute.Pointer, b: Int64, shape: tuple[int, int], accumulate, qk: str = "fp8"
-) -> None:
+    sums: cute.Pointer, a: Int64 | cute.Pointer, b: Int64, shape: tuple[int, int], accumulate,
+    qk: str = "fp8",
+) -> None:  # fmt: skip
     """sums += A B^T over 32 bytes of K, or = without `accumulate`; one thread issues it, elected
     where it does.
 

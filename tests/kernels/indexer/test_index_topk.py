@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -27,14 +28,13 @@ from dsv4.kernels.indexer.plan import (
     choose_launch,
 )
 from dsv4.kernels.kit.index_entry import INDEX_FORMATS
+from dsv4.kernels.kit.plan import TMEM_COLUMNS
 from dsv4.ops.index_topk import INDEX_TOPK
 from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, simulator
 from dsv4.testing.index_topk import Case, Inputs, assert_choice
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.mutate import Edit, at
 from tests.kernels import planted_bugs
-
-pytestmark = pytest.mark.stage("indexer")
 
 CLUSTER = CLUSTERS[-1]
 ONE = {"num_ctas": 0}  # launch
@@ -53,10 +53,14 @@ RAGGED = Case(LENS, topk=64, gives_slots=True, padding_rows=1, key_format="fp4")
 FP8 = replace(RAGGED, key_format="fp8")
 
 
-def run(inputs: Inputs, seed: int, schedules: int | None = 1, **scalars: int) -> Outcome:
+pytestmark = pytest.mark.stage("indexer")
+of_each_arch = pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+
+
+def run(inputs: Inputs, seed: int, arch: str, schedules: int | None = 1, **scalars: int) -> Outcome:
     """Run, and compare with the oracle; counts are zeros again."""
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    outcome = OpKernels(INDEX_TOPK, simulator("sm_90a")).run(inputs, seed, schedules, **scalars)
+    outcome = OpKernels(INDEX_TOPK, simulator(arch)).run(inputs, seed, schedules, **scalars)
     assert_choice(inputs, outcome.outputs)
     assert not outcome.scratch["workspace"].any()
     return outcome
@@ -72,29 +76,32 @@ def test_a_stage_is_always_the_same_warpgroup_s() -> None:
 
 
 @pytest.mark.parametrize("launch", [FEWEST_AND_MOST[0], *FEWEST_AND_MOST[2:]], ids=str)
-def test_ragged_lists(launch: dict[str, int], seed: int) -> None:
-    run(Inputs.make(RAGGED, seed), seed, **launch)
+@pytest.mark.parametrize(("arch", "case"), [("sm_90a", RAGGED), ("sm_100a", FP8)])
+def test_ragged_lists(arch: str, case: Case, launch: dict[str, int], seed: int) -> None:
+    run(Inputs.make(case, seed), seed, arch, **launch)
 
 
 @pytest.mark.slow
+@of_each_arch
 @pytest.mark.parametrize("case", [RAGGED, FP8], ids=["fp4", "fp8"])
 @pytest.mark.parametrize("launch", LAUNCHES, ids=str)
-def test_every_schedule(case: Case, launch: dict[str, int], seed: int) -> None:
-    run(Inputs.make(case, seed), seed, None, **launch)
+def test_every_schedule(arch: str, case: Case, launch: dict[str, int], seed: int) -> None:
+    run(Inputs.make(case, seed), seed, arch, None, **launch)
 
 
 @pytest.mark.slow
+@of_each_arch
 @pytest.mark.parametrize("launch", [FEWEST_AND_MOST[0], FEWEST_AND_MOST[2]], ids=str)
 @pytest.mark.parametrize("page", FP4_PAGES)
 @pytest.mark.parametrize("far", [0, 5, 30])
 def test_formats_of_keys_give_the_same_bits(
-    page: int, far: int, launch: dict[str, int], seed: int
+    arch: str, page: int, far: int, launch: dict[str, int], seed: int
 ) -> None:
     """Groups of a key that FP8 keys hold without loss, and too far apart for that."""
     found = []
     for case in (RAGGED, FP8):
         inputs = Inputs.make(replace(case, page=page, far=far), seed)
-        found.append(run(inputs, seed, **launch).outputs)
+        found.append(run(inputs, seed, arch, **launch).outputs)
     first, second = found
     assert torch.equal(first["indices"], second["indices"])
     for token, count in enumerate(inputs.counts()):
@@ -103,14 +110,17 @@ def test_formats_of_keys_give_the_same_bits(
 
 
 @pytest.mark.slow
+@of_each_arch
 @pytest.mark.parametrize("case", [RAGGED, FP8], ids=["fp4", "fp8"])
 @pytest.mark.parametrize("launch", [FEWEST_AND_MOST[0], *FEWEST_AND_MOST[2:]], ids=str)
-def test_queries_in_codes_give_the_same_bits(case: Case, launch: dict[str, int], seed: int) -> None:
+def test_queries_in_codes_give_the_same_bits(
+    arch: str, case: Case, launch: dict[str, int], seed: int
+) -> None:
     """In every schedule; nothing but scores that are seen is compared."""
     inputs = Inputs.make(case, seed)
-    wanted = run(inputs, seed, **launch).outputs
+    wanted = run(inputs, seed, arch, **launch).outputs
     coded = replace(inputs, case=replace(case, has_codes=True))
-    found = run(coded, seed, None, **launch).outputs
+    found = run(coded, seed, arch, None, **launch).outputs
     assert torch.equal(found["indices"], wanted["indices"])
     for token, count in enumerate(inputs.counts()):
         if count > case.topk:
@@ -118,57 +128,63 @@ def test_queries_in_codes_give_the_same_bits(case: Case, launch: dict[str, int],
 
 
 @pytest.mark.slow
+@of_each_arch
 @pytest.mark.parametrize("num_ctas", [1, 3, 20])
-def test_numbers_of_ctas(num_ctas: int, seed: int) -> None:
-    run(Inputs.make(RAGGED, seed), seed, None, num_ctas=num_ctas, cluster=CLUSTER)
+def test_numbers_of_ctas(arch: str, num_ctas: int, seed: int) -> None:
+    run(Inputs.make(RAGGED, seed), seed, arch, None, num_ctas=num_ctas, cluster=CLUSTER)
 
 
 @pytest.mark.slow
+@of_each_arch
 @pytest.mark.parametrize(
     ("page", "key_format"),
     [*((page, "fp8") for page in (8, 16, 64, 128)), *((page, "fp4") for page in (16, 64))],
 )
 @pytest.mark.parametrize("tokens_per_request", [1, 2])
-def test_pages(page: int, key_format: str, tokens_per_request: int, seed: int) -> None:
+def test_pages(arch: str, page: int, key_format: str, tokens_per_request: int, seed: int) -> None:
     options = {"tokens_per_request": tokens_per_request, "key_format": key_format}
     case = Case((300, 290, 1000), 128, page, gives_slots=True, **options)
     inputs = Inputs.make(case, seed)
     for launch in ({"num_ctas": 3, "cluster": 1}, {**ONE, "cluster": 4}):
-        run(inputs, seed, **launch)
+        run(inputs, seed, arch, **launch)
 
 
 @pytest.mark.slow
+@of_each_arch
 @pytest.mark.parametrize("levels", [1, 2, 30])
 @pytest.mark.parametrize("launch", FEWEST_AND_MOST, ids=str)
 def test_of_equal_scores_the_first_are_chosen(
-    levels: int, launch: dict[str, int], seed: int
+    arch: str, levels: int, launch: dict[str, int], seed: int
 ) -> None:
     case = Case((700, 65), topk=64, levels=levels)
-    run(Inputs.make(case, seed), seed, **launch)
+    run(Inputs.make(case, seed), seed, arch, **launch)
 
 
 @pytest.mark.slow
+@of_each_arch
 @pytest.mark.parametrize("cluster", [1, CLUSTER])
-def test_lists_that_registers_do_not_hold(cluster: int, seed: int) -> None:
+def test_lists_that_registers_do_not_hold(arch: str, cluster: int, seed: int) -> None:
     """More than 16,384 entries of a CTA, with ties on both sides."""
     case = Case((33_100 if cluster == 1 else 140_000,), topk=512, levels=40)
-    run(Inputs.make(case, seed), seed, num_ctas=8, cluster=cluster)
+    run(Inputs.make(case, seed), seed, arch, num_ctas=8, cluster=cluster)
 
 
 @pytest.mark.slow
-def test_lists_that_fill_a_cluster(seed: int) -> None:
+@of_each_arch
+def test_lists_that_fill_a_cluster(arch: str, seed: int) -> None:
     """As many scores as its CTAs keep, and one less."""
     cluster = ONE_LAUNCH_CLUSTERS[0]
     case = Case((cluster * HELD_KEYS, cluster * HELD_KEYS - 1), topk=512, levels=40)
-    run(Inputs.make(case, seed), seed, **ONE, cluster=cluster)
+    run(Inputs.make(case, seed), seed, arch, **ONE, cluster=cluster)
 
 
 @pytest.mark.slow
-def test_scores_reach_no_further_than_their_rows(seed: int) -> None:
+@of_each_arch
+def test_scores_reach_no_further_than_their_rows(arch: str, seed: int) -> None:
     """Rows of an odd length, the last one at the end of its memory."""
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
     inputs = Inputs.make(Case((333, 331), topk=64), seed)
-    kernels = OpKernels(INDEX_TOPK, simulator("sm_90a"))
+    kernels = OpKernels(INDEX_TOPK, simulator(arch))
     scores = torch.empty(336 + 333, dtype=torch.bfloat16).as_strided((2, 333), (336, 1))
     call = inputs.call(kernels.planned_for, {"scores": scores}, **ONE, cluster=4)
     outcome = kernels.target.run(kernels.compile(inputs.config), call, seed=seed)
@@ -176,10 +192,11 @@ def test_scores_reach_no_further_than_their_rows(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_no_synchronisation_is_left_out(seed: int) -> None:
+@of_each_arch
+def test_no_synchronisation_is_left_out(arch: str, seed: int) -> None:
     case = Case((33_000, 100), topk=64)
     reports = [
-        run(Inputs.make(one, seed), seed, **launch).report
+        run(Inputs.make(one, seed), seed, arch, **launch).report
         for one in (case, RAGGED)
         for launch in LAUNCHES
     ]
@@ -187,11 +204,14 @@ def test_no_synchronisation_is_left_out(seed: int) -> None:
 
 
 def test_plan_leaves_half_of_an_sm() -> None:
-    plans = ScoresPlan(), ScoresPlan(key_format="fp4")
-    for plan, stages in zip(plans, (8, 16)):
+    formats = {"fp8": 8, "fp4": 16}
+    for (keys, stages), has_tmem in itertools.product(formats.items(), (False, True)):
+        plan = ScoresPlan(key_format=keys, has_tmem=has_tmem)
         assert plan.stages >= stages
         assert plan.smem.total_bytes <= 113 * 1024
         assert "tile of keys" in str(plan)
+        # Two CTAs share what an SM has.
+        assert plan.tmem.allocated_columns <= TMEM_COLUMNS // 2
     for keys in ({"page": 8}, {"key_format": "fp4", "page": 16}):
         cluster = ClusterPlan(cluster=16, topk=8192, **keys)
         assert cluster.stages >= 4
@@ -248,12 +268,8 @@ BUGS: dict[str, Edit] = {
     "queries without a fence": at("TileScores.take_token")
     .call("cute.arch.fence_view_async_shared")
     .delete(),
-    "counts taken before all have counted": at("Scores.add_counts")
-    .call("sync_consumers")
-    .delete(),
-    "start read before it is found": at("Scores.find_work")
-    .call("cute.arch.sync_threads")
-    .delete(),
+    "counts taken before all have counted": at("Scores.add_counts").call("sync_consumers").delete(),
+    "start read before it is found": at("Scores.find_work").call("cute.arch.sync_threads").delete(),
     "scores read before the launch before is over": at("Select.kernel")
     .call("pdl.wait_for_previous_launch")
     .delete(),
@@ -288,9 +304,32 @@ BUGS: dict[str, Edit] = {
 }
 
 
-def checked(build: Callable, seed: int) -> None:
+# Of what Blackwell's has instead of wgmma.
+BLACKWELL_BUGS: dict[str, Edit] = {
+    "sums read before products are over": at("Products.multiply").call("wait").delete(),
+    "sums overwritten while they are read": at("Products.issue").call("cute.arch.barrier").delete(),
+    "products before another warp's loads": at("Products.issue")
+    .call("fence_before_thread_sync")
+    .delete(),
+    "products of the tile before": at("Products.parity")
+    .expression("cursor.stage // GROUPS")
+    .replace("0"),
+    "sums that are still on their way": at("Products.multiply")
+    .call("cute.arch.fence_view_async_tmem_load")
+    .delete(),
+    "keys that are still on their way to TMEM": at("Fp4Products.bring")
+    .call("cute.arch.fence_view_async_tmem_store")
+    .delete(),
+    "columns of the other warpgroup": at("Products.multiply")
+    .expression("group * KERNEL_HEADS")
+    .replace("0 * KERNEL_HEADS"),
+    "TMEM returned while it is read": at("Products.free").call("cute.arch.sync_threads").delete(),
+}
+
+
+def checked(build: Callable, seed: int, arch: str = "sm_90a") -> None:
     """The checks that every test makes, of what `build` compiles."""
-    kernels = OpKernels(INDEX_TOPK, Simulator("sm_90a"))
+    kernels = OpKernels(INDEX_TOPK, Simulator(arch))
     for case in (replace(RAGGED, far=12), Case((1400, 300), topk=64, levels=3)):
         inputs = Inputs.make(case, seed)
         compiled = kernels.compile(inputs.config, build)
@@ -304,3 +343,10 @@ def checked(build: Callable, seed: int) -> None:
     test_bug_is_noticed,
     test_without_a_bug_nothing_is_noticed,
 ) = planted_bugs.tests_of(BUGS, "dsv4.kernels.indexer.sm90.index_topk", checked)
+(
+    test_bug_of_blackwell_has_its_place,
+    test_bug_of_blackwell_is_noticed,
+    test_without_a_bug_of_blackwell_nothing_is_noticed,
+) = planted_bugs.tests_of(
+    BLACKWELL_BUGS, "dsv4.kernels.indexer.sm100.index_topk", partial(checked, arch="sm_100a")
+)
