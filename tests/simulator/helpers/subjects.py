@@ -213,7 +213,7 @@ def seam(arch: str) -> Subject:
 
 
 @cache
-def indexer(key_format: str = "fp8") -> Subject:
+def indexer(key_format: str = "fp8", arch: str = "sm_90a") -> Subject:
     """Ragged lists, in one launch of each size of a cluster, and behind a launch of scores by CTAs
     and by clusters; and one that registers do not hold, which hold a vector of a thread here:
     further ones are copies of an unrolled loop.
@@ -231,7 +231,13 @@ def indexer(key_format: str = "fp8") -> Subject:
     small, *large = ONE_LAUNCH_CLUSTERS
 
     def filling(cluster: int) -> index_topk.Case:
-        plan = ClusterPlan(key_format=key_format, page=ragged.page, cluster=cluster, topk=64)
+        plan = ClusterPlan(
+            key_format=key_format,
+            page=ragged.page,
+            has_tmem=arch == "sm_100a",
+            cluster=cluster,
+            topk=64,
+        )
         tiles = plan.stages + 1
         entries = cluster * tiles * TILE_KEYS - 30
         return index_topk.Case((entries,), 64, **{**options, "levels": 0}, spread=6)
@@ -243,16 +249,16 @@ def indexer(key_format: str = "fp8") -> Subject:
         (long, FEW_SMS, 1),
         *((filling(cluster), 0, cluster) for cluster in (small, *large[:-1])),
     ]
-    if key_format == "fp4":
+    if key_format == "fp4" or arch == "sm_100a":
         # Tiles and products alone are other code, the same in clusters of any size. The ring of
-        # scores has twenty tiles.
+        # scores has twenty tiles at most.
         longer = replace(ragged, lens=(1_400, *lens))
         launches = [(ragged, 0, small), (longer, 1, 1), (filling(small), 0, small)]
     with ExitStack() as stack:
         for module in (select, selection, one_launch):
             stack.enter_context(mock.patch.object(module, "HELD", 1))
         return subject_of_op(
-            "sm_90a",
+            arch,
             [
                 (index_topk.Inputs.make(case, SEED), {"num_ctas": ctas, "cluster": cluster})
                 for case, ctas, cluster in launches

@@ -1,15 +1,16 @@
-"""Deleting any one synchronisation instruction of the indexer for Hopper, or weakening any one of
-its qualifiers by a step, is noticed.
+"""Deleting any one synchronisation instruction of the indexer, or weakening any one of its
+qualifiers by a step, is noticed.
 
 Its kernels: one launch, by clusters of three sizes; scores; the choice, by CTAs and clusters of two
-sizes. A place that several of them have counts once for each. With FP4 keys: one launch, by the
-smallest clusters, and scores; the choice is the same.
+sizes. A place that several of them have counts once for each. With FP4 keys, and on Blackwell: one
+launch, by the smallest clusters, and scores; the choice is the same.
 """
 
 from __future__ import annotations
 
 import pytest
 
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import subjects
 from tests.simulator.helpers.changes import check_deleted, check_weaker
@@ -66,7 +67,7 @@ WEAKER = {
     ("mbarrier.try_wait", "load_run", "relaxed"): (1, LONG_RING),
     ("mbarrier.arrive", "arrive_warp", "relaxed"): (1, LONG_RING),
 }
-FP4_ENTRIES = ("OneLaunch", "Scores")
+SCORING = ("OneLaunch", "Scores")
 # Rings go round in both, and no count is lost.
 FP4_DELETED = {
     ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
@@ -82,6 +83,9 @@ FP4_WEAKER = {
     ("mbarrier.arrive", "kernel", "relaxed"): (2, EXPECTS),
     ("mbarrier.arrive", "load_run", "relaxed"): (2, EXPECTS),
 }
+# Of FP8 keys the ring of scores has fewer tiles; nothing else differs.
+BLACKWELL_DELETED = {"fp8": FP4_DELETED, "fp4": FP4_DELETED}
+BLACKWELL_WEAKER = {"fp8": FP4_WEAKER, "fp4": FP4_WEAKER}
 
 
 def test_all_deletions_are_noticed() -> None:
@@ -97,9 +101,22 @@ def test_all_weaker_qualifiers_are_noticed() -> None:
 def test_all_deletions_with_fp4_keys_are_noticed() -> None:
     compiled, runs = subjects.indexer("fp4")
     all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
-    check_deleted(compiled, all_runs, FP4_DELETED, entries=FP4_ENTRIES)
+    check_deleted(compiled, all_runs, FP4_DELETED, entries=SCORING)
 
 
 def test_all_weaker_qualifiers_with_fp4_keys_are_noticed() -> None:
     compiled, runs = subjects.indexer("fp4")
-    check_weaker(compiled, runs("eager"), FP4_WEAKER, entries=FP4_ENTRIES)
+    check_weaker(compiled, runs("eager"), FP4_WEAKER, entries=SCORING)
+
+
+@pytest.mark.parametrize("key_format", INDEX_FORMATS)
+def test_all_deletions_on_blackwell_are_noticed(key_format: str) -> None:
+    compiled, runs = subjects.indexer(key_format, "sm_100a")
+    all_runs = [run for schedule in SCHEDULES[:2] for run in runs(schedule)]
+    check_deleted(compiled, all_runs, BLACKWELL_DELETED[key_format], entries=SCORING)
+
+
+@pytest.mark.parametrize("key_format", INDEX_FORMATS)
+def test_all_weaker_qualifiers_on_blackwell_are_noticed(key_format: str) -> None:
+    compiled, runs = subjects.indexer(key_format, "sm_100a")
+    check_weaker(compiled, runs("eager"), BLACKWELL_WEAKER[key_format], entries=SCORING)
