@@ -22,7 +22,7 @@ WARP_TEAMS = WARP // TEAM
 VECTOR = K_BLOCK // TEAM  # elements of a lane
 PAIRS = VECTOR // 2  # registers that hold them
 BATCH = 4  # loads of a thread under way
-CTAS_PER_SM = 8  # of one, too few loads are under way for DRAM
+CTAS_PER_SM = 4  # of one, too few loads are under way for DRAM; of eight, a launch takes longer
 SECOND_TERM = 2.0**-4  # of the scale: 16, the largest second term, becomes 256
 # Of a group that is rounded to two terms, whose scale is as small as its values; far above what
 # fp32 cannot hold beside the scale of a weight.
