@@ -16,9 +16,10 @@ from dsv4.layers.hyper_connection import (
     hyper_parameters,
     register_hyper_parameters,
 )
-from dsv4.layers.linear import Linear, linear_options
+from dsv4.layers.linear import Linear, Rounded, linear_options
 from dsv4.layers.norm import RMSNorm
 from dsv4.layers.reductions import full_precision_sums
+from dsv4.ops import rms_norm_fp8
 
 
 class MTPBlock(Block):
@@ -75,8 +76,8 @@ class MTPBlock(Block):
     ) -> Streams:
         """`forward`, the last sublayer's output still to be written to the streams."""
         embed, _ = self._shared
-        token = self.e_proj(self.enorm(embed(next_ids)))
-        mixed = token.unsqueeze(-2) + self.h_proj(self.hnorm(streams))
+        token = self.e_proj(rounded_norm(embed(next_ids), self.enorm, self.e_proj))
+        mixed = token.unsqueeze(-2) + self.h_proj(rounded_norm(streams, self.hnorm, self.h_proj))
         layer_cache = cache.layers[self.index]
         return super().forward(Streams(mixed), next_ids, layer_cache, cache.prepared(step))
 
@@ -95,3 +96,12 @@ class MTPBlock(Block):
         """Return the likeliest tokens t + 2 of the block's streams, as `best_of`."""
         _, head = self._shared
         return best_of(streams, self.hyper, hyper_parameters(self, "hc_head"), self.norm, head)
+
+
+def rounded_norm(x: Tensor, norm: RMSNorm, linear: Linear) -> Tensor | Rounded:
+    """norm(x) [..., dim] as a linear multiplies it, by one launch where both are kernels."""
+    if not linear.takes_codes(x):
+        return norm(x)
+    rows = x.reshape(-1, x.shape[-1])
+    codes, scale, values = rms_norm_fp8(rows, norm.weight, eps=norm.eps, return_norm=True)
+    return Rounded(values.view(x.shape), codes, scale)
