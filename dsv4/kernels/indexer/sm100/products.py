@@ -46,7 +46,7 @@ class Sums(NamedTuple):
 
 
 class Products:
-    """What products of both formats have in common, beside their tiles."""
+    """Common part of the products of both formats, beside their tiles."""
 
     def __init__(self, config: IndexTopkConfig, plan: ScoresPlan):
         super().__init__(config, plan.tile)

@@ -17,7 +17,7 @@ from dsv4.kernels.kit.wgmma import by_row, gemm, make_mma
 
 
 class Products:
-    """What products of both formats have in common, beside their tiles."""
+    """Common part of the products of both formats, beside their tiles."""
 
     def tensor_memory(self, storage) -> tuple[()]:
         """There is none."""
