@@ -10,7 +10,9 @@ from torch import Tensor
 from dsv4.kernels.gemm.config import K_BLOCK, num_code_rows
 from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig
 from dsv4.ops.grouped_linear import GROUPED_LINEAR
+from dsv4.ops.quantize import quantize_e4m3
 from dsv4.reference import linear as oracle
+from dsv4.reference.weights import decode_fp8
 from dsv4.testing import fp8_linear as fp8
 from dsv4.testing.kernel_call import OpInputs
 
@@ -120,15 +122,23 @@ class Inputs(OpInputs):
     def padding(self) -> int:
         return fp8.PADDING if self.case.is_strided else 0
 
-    def expected(self, x: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
-        """y [T, M] in fp64, of this x and this weight where they are given."""
+    def expected(self) -> Tensor:
+        """y [T, M] in fp64."""
         rounds = self.case.act == "fp8"
-        x, weight = self.x if x is None else x, self.weight if weight is None else weight
-        return oracle.grouped_linear(x, weight, self.scale, self.case.groups, rounds=rounds)
+        return oracle.grouped_linear(
+            self.x, self.weight, self.scale, self.case.groups, rounds=rounds
+        )
 
     def magnitude(self) -> Tensor:
-        """Sum of the magnitudes of each element's terms, fp64."""
-        return self.expected(self.x.abs(), self.weight.float().abs().to(torch.float8_e4m3fn))
+        """Of each element, `block_magnitudes` of its terms."""
+        x = self.x.double()
+        if self.case.act == "fp8":
+            codes, scales = quantize_e4m3(self.x, K_BLOCK)
+            x = codes.double() * scales.double().repeat_interleave(K_BLOCK, 1)
+        weight = decode_fp8(self.weight, self.scale, (K_BLOCK, K_BLOCK)).double()
+        groups = x.unflatten(1, (self.case.groups, -1)).transpose(0, 1)
+        found = fp8.block_magnitudes(groups, weight.unflatten(0, (self.case.groups, -1)))
+        return found.transpose(0, 1).flatten(1)
 
     def lost(self) -> Tensor:
         """What the second terms leave, at most: `LEFT` of a group's largest value, which weighs

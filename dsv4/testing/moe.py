@@ -21,7 +21,7 @@ from dsv4.ops.quantize import (
     quantize_e4m3,
 )
 from dsv4.reference.moe import group_pairs
-from dsv4.testing.fp8_linear import SUM_ERROR
+from dsv4.testing.fp8_linear import SUM_ERROR, block_magnitudes
 from dsv4.testing.harness import Call, Outcome
 from dsv4.testing.kernel_call import make_call
 from dsv4.testing.moe_hidden import Hidden, PackedHidden, check_values
@@ -132,10 +132,11 @@ class Weight:
             return qdq_nvfp4(x, whole.expand(1)).double()
         return x.double() if self.is_bf16 else rounded(x)
 
-    @property
-    def sum_error(self) -> float:
-        """Bound on a sum's error, by the terms' magnitudes."""
-        return BF16_SUM_ERROR if self.is_bf16 else SUM_ERROR
+    def sum_error(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Bound on the errors of sums of x [n, K] and the decoded weight [m, K], fp64."""
+        if self.is_bf16:
+            return x.abs() @ weight.abs().T * BF16_SUM_ERROR
+        return block_magnitudes(x, weight) * SUM_ERROR
 
     def dense(self, expert: int | None = None) -> Tensor:
         """[out, in] fp64, of one expert."""
@@ -310,21 +311,26 @@ def rounded(x: Tensor) -> Tensor:
     return codes.double() * scales.double().repeat_interleave(K_BLOCK, -1)
 
 
+def swiglu(gate: Tensor, up: Tensor, weights: Tensor, limit: float) -> tuple[Tensor, ...]:
+    """h [n, I] = silu(min(gate, limit)) * clamp(up) * weights, fp64, and its first two factors."""
+    silu = torch.nn.functional.silu(gate.clamp(max=limit))
+    up = up.clamp(-limit, limit)
+    return silu * up * weights, silu, up
+
+
 def gated(
-    x: Tensor, w1: Tensor, w3: Tensor, weights: Tensor, limit: float, sum_error: float = SUM_ERROR
-) -> tuple:
-    """h [n, I] = silu(min(x w1, limit)) * clamp(x w3) * weights, fp64, and how far off it may be
-    for errors of both sums."""
+    x: Tensor, w1: Tensor, w3: Tensor, weights: Tensor, limit: float, weight: Weight
+) -> tuple[Tensor, Tensor]:
+    """`swiglu` of x [n, K] by decoded weights like `weight`, and how far off it may be for errors
+    of both sums."""
     gate, up = x @ w1.T, x @ w3.T
     # An infinite sum is exact: an infinite error would become NaN beside a routing weight of 0.
     gate_error, up_error = (
-        torch.where(found.isfinite(), x.abs() @ weight.abs().T * sum_error, 0.0)
-        for found, weight in ((gate, w1), (up, w3))
+        torch.where(found.isfinite(), weight.sum_error(x, dense), 0.0)
+        for found, dense in ((gate, w1), (up, w3))
     )
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    silu = torch.nn.functional.silu(gate)
+    h, silu, up = swiglu(gate, up, weights, limit)
     error = SILU_SLOPE * gate_error * (up.abs() + up_error) + silu.abs() * up_error
-    h = silu * up * weights
     # A weight of 0 leaves nothing of an error, however large.
     error = torch.where(weights == 0, 0.0, error * weights.abs())
     return h, error + h.abs() * SILU_ERROR
@@ -377,8 +383,8 @@ def _check_products(
     w1, w3, w2 = (unit[matrix].dense(expert) for matrix in MATRICES)
     down = unit["w2"]
     x = down.activations(x, whole_scales(unit, expert)[0])
-    wanted, error = gated(x, w1, w3, factors, limit, down.sum_error)
+    wanted, error = gated(x, w1, w3, factors, limit, down)
     h.check(f"h of expert {name}", wanted, error)
     read = h.read_by(down)
-    wanted, error = read @ w2.T, read.abs() @ w2.abs().T * down.sum_error
+    wanted, error = read @ w2.T, down.sum_error(read, w2)
     check_values(f"rows of expert {name}", rows, wanted, error)

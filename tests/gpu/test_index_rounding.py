@@ -22,7 +22,7 @@ from tests.model.tiny import quantized_config, random_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90, pytest.mark.stage("projections")]
 
-TOKENS = (1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 128, 200, 256, 257, 300, 1000, 4096)
+TOKENS = (1, 2, 7, 8, 9, 16, 17, 63, 64, 65, 128, 200, 256, 257, 300, 1000, 4096, 8192)
 
 
 @pytest.fixture(autouse=True)

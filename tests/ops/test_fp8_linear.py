@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +13,8 @@ from dsv4.ops import fp8_linear, fp8_linear_runner_id
 from dsv4.ops.fp8_linear import FP8_LINEAR, MODEL_LAYERS, PLANS
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3, quantize_e4m3
 from dsv4.ops.runtime.registry import ahead_of_time
-from dsv4.testing.fp8_linear import Case, Inputs, assert_linear_close
+from dsv4.simulator.arithmetic.fp8_sums import fp8_sum
+from dsv4.testing.fp8_linear import TRUNCATION, Case, Inputs, assert_linear_close
 
 pytestmark = [pytest.mark.stage("op"), pytest.mark.stage("projections")]
 
@@ -31,6 +35,39 @@ def test_close_to_the_reference(x_dtype, scale_dtype, out_dtype, seed) -> None:
     )
     assert y.dtype == getattr(torch, out_dtype)
     assert_linear_close(y, inputs)
+
+
+def sums_of_hopper(inputs: Inputs, block: int) -> torch.Tensor:
+    """y of unit scales, the tensor core's sums of so many elements of K added in fp32."""
+    x, weight = inputs.x.float().numpy(), inputs.weight.float().numpy()
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for begin in range(0, x.shape[1], block):
+        part = np.zeros_like(total)
+        for k in range(begin, begin + block, 32):
+            step = slice(k, k + 32)
+            part = fp8_sum(x[:, step], weight[:, step], ("e4m3", "e4m3"), part, keep_all=False)
+        total += part
+    return torch.from_numpy(total)
+
+
+def test_sums_that_are_never_promoted_are_noticed(seed) -> None:
+    """The accumulator's own error, as its bits make it, passes; that of a whole K in it does not.
+    Before they are rounded to bf16, at least."""
+    case = Case(8, 4096, 64, "float8_e4m3fn", out_dtype="float32")
+    inputs = Inputs.make(case, seed)
+    x = torch.randn(8, 4096, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    codes = x.to(torch.float8_e4m3fn)
+    ones = (torch.full_like(s.view(torch.uint8), 127) for s in (inputs.scale, inputs.x_scale))
+    scale, x_scale = (s.view(torch.float8_e8m0fnu) for s in ones)
+    inputs = replace(inputs, x=codes, x_scale=x_scale, scale=scale, wide=codes.bfloat16())
+    promoted = sums_of_hopper(inputs, 128)
+    assert_linear_close(promoted, inputs)
+    in_bfloat16 = replace(inputs, case=replace(case, out_dtype="bfloat16"))
+    assert_linear_close(promoted.bfloat16(), in_bfloat16)
+    exact = inputs.expected()
+    assert 8e-5 < (promoted - exact).norm() / exact.norm() < TRUNCATION
+    with pytest.raises(AssertionError, match=r"y\[.*\]: got"):
+        assert_linear_close(sums_of_hopper(inputs, 4096), inputs)
 
 
 def test_codes_give_the_bits_of_what_they_were_rounded_from(seed) -> None:
