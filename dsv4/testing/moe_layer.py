@@ -241,7 +241,8 @@ def expected(inputs: Inputs, truncation: float = 0.0, draw: int = 0) -> Tensor:
     """y [T, D] in fp64 for given routing: sums in fp64, h rounded to bf16 and to e4m3.
 
     Args:
-        truncation: error of the sums, at random, relative to what they are by the norm: a control.
+        truncation: error of the sums of FP8 products, at random, relative to what they are by the
+            norm: a control.
         draw: seed of that.
     """
     case = inputs.case
@@ -258,10 +259,11 @@ def expected(inputs: Inputs, truncation: float = 0.0, draw: int = 0) -> Tensor:
         factor = x.new_ones(len(tokens)) if slots is None else inputs.weights[tokens, slots]
         of_x, of_h = whole_scales(part, expert)
         own = down.activations(x[tokens], of_x)
-        gate, up = (_sums(own, weight, truncation, generator) for weight in (w1, w3))
+        off = 0.0 if down.is_bf16 else truncation
+        gate, up = (_sums(own, weight, off, generator) for weight in (w1, w3))
         h, *_ = swiglu(gate, up, factor.double()[:, None], case.limit)
         read = down.activations(h.bfloat16(), of_h)
-        total[tokens] += _sums(read, w2, truncation, generator)
+        total[tokens] += _sums(read, w2, off, generator)
     return total
 
 
