@@ -12,6 +12,7 @@ from unittest import mock
 from dsv4.simulator import Report, SimulatorError
 from dsv4.simulator.api import Simulation
 from dsv4.simulator.compile.codegen import is_sync
+from dsv4.simulator.errors import Deadlock, Endless, KernelFault
 from dsv4.simulator.frontend.cutedsl import HostRunner
 from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.parser import Module, parse_module
@@ -209,7 +210,10 @@ def known_warnings(compiled, runs: Iterable[Run]) -> set[tuple]:
 
 
 def noticed(compiled, text: str, runs: Iterable[Run], known: set[tuple]) -> str:
-    """How the first run that notices a change of the PTX does so; "" if none does."""
+    """How the first run that notices a change of the PTX does so; "" if none does.
+
+    A change that the simulator refuses is an error: what it cannot run, it cannot have noticed.
+    """
     simulation = changed_simulation(compiled, text)
     for run in runs:
         try:
@@ -217,7 +221,7 @@ def noticed(compiled, text: str, runs: Iterable[Run], known: set[tuple]) -> str:
                 report, correct = _simulate(simulation, run)
         except _Raced as race:
             return str(race)
-        except SimulatorError as error:
+        except (KernelFault, Deadlock, Endless) as error:
             return type(error).__name__
         if not correct:
             return "wrong result"

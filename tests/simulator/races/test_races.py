@@ -6,13 +6,14 @@ import re
 import pytest
 import torch
 
-from dsv4.simulator import Report
+from dsv4.simulator import Report, UnsupportedInstruction
 from tests.simulator.helpers.mutations import (
     Run,
     known_warnings,
     noticed,
     simulate_text,
     sync_instructions,
+    weakened,
     without,
 )
 from tests.simulator.helpers.ptx import kinds
@@ -51,6 +52,17 @@ def test_deleting_any_synchronisation_is_noticed(name):
     # one operation of the whole warpgroup. The wait is redundant in a kernel of one warpgroup.
     redundant = ["mbarrier.try_wait.parity.shared.b64"] if name == "sm90" else []
     assert missed == redundant
+
+
+def test_a_change_that_is_refused_was_not_noticed():
+    compiled, operands = _kernel("sm90")
+    ptx = compiled.artifacts.PTX
+    fence = next(
+        i for i in sync_instructions(ptx) if i.opcode == "fence.mbarrier_init.release.cluster"
+    )
+    text = weakened(ptx, fence, "fence.mbarrier_init.relaxed.cluster")
+    with pytest.raises(UnsupportedInstruction, match="is not simulated"):
+        noticed(compiled, text, [Run(lambda: (operands, {}))], set())
 
 
 def test_a_race_names_both_places():
