@@ -75,6 +75,8 @@ def publish_map(w: Warp, target, source, mask) -> None:
     lane = int(mask.argmax())
     data = _map_bytes(w, True, int(source[lane]), mask, False).copy()
     _map_bytes(w, False, int(target[lane]), lane == LANE, True)[:] = data
+    if w.launch.monitor is not None:
+        w.launch.monitor.map_fence(w, None, mask)
 
 
 @emits("tensormap.replace")

@@ -25,7 +25,7 @@ _REDUCTIONS = ("add", "min", "max", "inc", "dec", "and", "or", "xor")
 
 
 # --- at run time ---------------------------------------------------------------------------------
-def _map(w: Warp, address: int) -> TensorMap:
+def _map(w: Warp, address: int, lane: int) -> TensorMap:
     if address & 63:
         raise KernelFault(f"tensor map at {address:#x} is not 64-byte aligned")
     if address >= PARAM_WINDOW:
@@ -33,6 +33,8 @@ def _map(w: Warp, address: int) -> TensorMap:
         raw = w.cluster.params[offset : offset + MAP_BYTES]
     else:
         raw = w.cluster.memory.read(address, MAP_BYTES).tobytes()
+        if w.launch.monitor is not None:
+            w.launch.monitor.map_read(w, address, lane)
     found = w.launch.tensor_maps.get(raw)
     if found is None:
         found = w.launch.tensor_maps[raw] = TensorMap(raw, w.cluster.memory)
@@ -78,7 +80,7 @@ def tensor_load(w: Warp, form, tensor, coordinates, target, barrier, multicast, 
     """cp.async.bulk.tensor global -> shared. `form` = (mode, cta pair?)."""
     mode, pair = form
     for lane in np.flatnonzero(mask).tolist():
-        m = _map(w, int(tensor[lane]))
+        m = _map(w, int(tensor[lane]), lane)
         origin = [_signed(c[lane]) for c in coordinates]
         a, b = int(target[lane]), int(barrier[lane])
         _check_tile(m, mode, origin, a & OFFSET_MASK, stored=False)
@@ -126,7 +128,7 @@ def tensor_store(w: Warp, form, tensor, coordinates, source, mask) -> None:
     mode, op = form
     seen = set()
     for lane in np.flatnonzero(mask).tolist():
-        m = _map(w, int(tensor[lane]))
+        m = _map(w, int(tensor[lane]), lane)
         origin = [_signed(c[lane]) for c in coordinates]
         a = int(source[lane])
         # Compiled code lets a whole warp reach a store that one thread is meant to issue.

@@ -93,7 +93,16 @@ class Observer(ABC):
     def fence(self, w, opcode: str, mask=None) -> None:
         """A fence of any kind."""
 
+    @abstractmethod
+    def map_fence(self, w, address: int | None, mask) -> None:
+        """A fence between generic accesses and copies' reads of tensor maps: an acquire of the map
+        at an address, or a release (None), that of tensormap.cp_fenceproxy included."""
+
     # --- copies ----------------------------------------------------------------------------------
+    @abstractmethod
+    def map_read(self, w, address: int, lane: int) -> None:
+        """A tensor copy reads its map, which lies in global memory."""
+
     @abstractmethod
     def bulk_load(self, w, receivers, offsets: np.ndarray, lane=None, source=None) -> object:
         """A copy of 16-byte chunks into shared memory at `offsets` of each receiver, a pair of a

@@ -29,16 +29,18 @@ from dsv4.simulator.races.order.clocks import FENCED_GLOBAL, SEEN
 from dsv4.simulator.races.order.flags import Flags
 from dsv4.simulator.races.owners import AGENT, AGENT_BITS, distance_of, owner_of
 from dsv4.simulator.races.strong_loads import StrongLoads
+from dsv4.simulator.races.tensor_maps import TensorMapReads
 
 INCOHERENT = "non-coherent read of data written in the launch"
 LAUNCH_BEFORE = ("launch before",)  # an agent: clock 1 is its end
 _LANES = np.arange(32)
 
 
-class GlobalRaces(StrongLoads):
+class GlobalRaces(StrongLoads, TensorMapReads):
     """Checker of one launch's accesses to global memory; reports through the monitor."""
 
     def __init__(self, monitor, before: GlobalRaces | None, undefined: tuple = ()):
+        super().__init__()
         self.monitor, self.before, self.undefined = monitor, before, undefined
         self.waited = before is None  # for the launches before, by some thread
         self.flags = Flags()

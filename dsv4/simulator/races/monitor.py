@@ -21,6 +21,7 @@ from dsv4.simulator.machine.observer import Observer
 from dsv4.simulator.races.cluster_state import ClusterState, lanes_of
 from dsv4.simulator.races.copies import CopyRaces
 from dsv4.simulator.races.global_memory import LAUNCH_BEFORE, GlobalRaces
+from dsv4.simulator.races.shared_memory import ONE_LANE
 from dsv4.simulator.races.tensor_memory import TensorRaces
 
 
@@ -109,3 +110,11 @@ class Monitor(CopyRaces, TensorRaces, Observer):
     def atomic(self, w, space: str, address: np.ndarray, mask, size: int) -> None:
         """An atomic operation in any state space."""
         self.memory.atomic(w, space, address, mask, size)
+
+    def map_fence(self, w, address: int | None, mask) -> None:
+        """A release to the proxy of tensor maps, or an acquire of one map from it."""
+        self.memory.map_fence(w, address, mask)
+
+    def map_read(self, w, address: int, lane: int) -> None:
+        """A copy reads its tensor map in global memory."""
+        self.memory.map_read(w, address, ONE_LANE[lane])

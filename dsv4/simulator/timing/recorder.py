@@ -137,7 +137,7 @@ class Recorder(Observer):
     # A completion is in the signals of its issue; a fence costs what its instruction does.
     exited = exit_outstanding = grid_waited = _no_time
     bulk_load_done = bulk_written = cluster_copy = commit_done = _no_time
-    barrier_init = barrier_inval = fence = warp_sync = tmem_free = _no_time
+    barrier_init = barrier_inval = fence = map_fence = map_read = warp_sync = tmem_free = _no_time
     report = warn = _no_time
 
     def __init__(self) -> None:

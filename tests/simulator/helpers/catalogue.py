@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dsv4.simulator.frontend.ptx_text import single_launch
-from tests.simulator.helpers.ptx import INIT_BARRIER, module_of, run_body
+from tests.simulator.helpers.ptx import INIT_BARRIER, holding_map, module_of, run_body
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,19 @@ _LOAD = f"""{INIT_BARRIER}
 {_COPY_IN}
 FIX
 ld.shared.b32 %r8, [%r2];
+"""
+_EDITED_MAP = f"""{INIT_BARRIER}
+add.u64 %d7, %d1, 256;
+mov.b32 %r40, 0;
+@!%p2 bra END;
+tensormap.replace.tile.global_dim.global.b1024.b32 [%d7], 0, 8;
+fence.proxy.tensormap::generic.release.gpu;
+FIX
+mbarrier.arrive.expect_tx.shared.b64 %d4, [%r30], 256;
+cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
+    [%r2], [%d7, {{%r40, %r40}}], [%r30];
+{_WAIT.strip()}
+END:
 """
 _CLUSTER_SYNC = "barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;"
 _FENCE = "wgmma.fence.sync.aligned;"
@@ -144,6 +157,14 @@ CATALOGUE = (
         _STORE,
         "fence.proxy.async.shared::cta;",
         "the fence, by the threads that wrote, before the barrier",
+    ),
+    Example(
+        "missing tensor map fence",
+        _EDITED_MAP,
+        "fence.proxy.tensormap::generic.acquire.gpu [%d7], 128;",
+        "the acquire of the map's 128 bytes, by the CTA that copies, behind what tells it of the "
+        "edit; and a release by the thread that wrote the map, or `tensormap.cp_fenceproxy`",
+        options={"out": holding_map()},
     ),
     Example(
         "uninitialised read",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import torch
 
 from dsv4.simulator import Report, simulate_ptx
@@ -72,3 +74,23 @@ def run_body(
 def kinds(body: str, **options) -> list[str]:
     """The kinds of races found in a body."""
     return sorted({f.kind for f in run_body(body, **options).races})
+
+
+def tensor_map(tensor: torch.Tensor, box: tuple[int, int]) -> bytes:
+    """A 2-D map of int32 without swizzle."""
+    rows, columns = tensor.shape
+    w = [0] * 16
+    w[0] = tensor.data_ptr()
+    w[1] = 2 << 7 | 1 << 4 | (columns * 4 >> 4) << 32
+    w[4] = columns - 1 | (rows - 1) << 32
+    w[6] = (box[1] - 1) << 56
+    w[7] = box[0] - 1
+    return struct.pack("<16Q", *w)
+
+
+def holding_map() -> torch.Tensor:
+    """An output whose words 64 to 95 are the map of words 128 to 191, as 8 x 8."""
+    out = torch.zeros(256, dtype=torch.int32)
+    raw = bytearray(tensor_map(out[128:192].view(8, 8), (8, 8)))
+    out[64:96] = torch.frombuffer(raw, dtype=torch.int32)
+    return out

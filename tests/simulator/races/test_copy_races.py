@@ -1,12 +1,10 @@
 """Asynchronous copies: their shared side, their global side, and the proxy fences between."""
 
-import struct
-
 import pytest
 import torch
 
 from dsv4.simulator import KernelFault
-from tests.simulator.helpers.ptx import kinds, run_body
+from tests.simulator.helpers.ptx import kinds, run_body, tensor_map
 
 pytestmark = pytest.mark.stage("simulator")
 
@@ -242,18 +240,6 @@ def test_order_passes_through_a_third_cta():
 
 
 # --- tensor copies --------------------------------------------------------------------------------
-def _map(tensor: torch.Tensor, box: tuple[int, int]) -> bytes:
-    """A 2-D map of int32 without swizzle."""
-    rows, columns = tensor.shape
-    w = [0] * 16
-    w[0] = tensor.data_ptr()
-    w[1] = 2 << 7 | 1 << 4 | (columns * 4 >> 4) << 32
-    w[4] = columns - 1 | (rows - 1) << 32
-    w[6] = (box[1] - 1) << 56
-    w[7] = box[0] - 1
-    return struct.pack("<16Q", *w)
-
-
 def _tensor(then: str, wait: str = WHOLE) -> str:
     return f"""
     mov.b64 %d6, map0;
@@ -276,7 +262,7 @@ def _tensor(then: str, wait: str = WHOLE) -> str:
 def test_a_tensor_store_writes_its_box_and_nothing_else():
     """The map covers 8 x 8 of a 16 x 8 tensor; the box of 4 x 4 lies at (4, 0)."""
     out = torch.zeros(16, 8, dtype=torch.int32)
-    options = {"out": out, "maps": (_map(out[:8], (4, 4)),), "threads": 32}
+    options = {"out": out, "maps": (tensor_map(out[:8], (4, 4)),), "threads": 32}
     inside, beside = "ld.global.b32 %r10, [%d1+128];", "ld.global.b32 %r10, [%d1+144];"
     assert kinds(_tensor(inside), **options) == []
     assert out[4:8, :4].eq(1).all() and int(out.sum()) == 16
@@ -290,7 +276,7 @@ def test_a_tensor_store_outside_is_still_a_fault():
     out = torch.zeros(16, 8, dtype=torch.int32)
     body = _tensor("").replace("{0, 4}", "{0, -4}")
     with pytest.raises(KernelFault, match="negative coordinates"):
-        run_body(body, out=out, maps=(_map(out, (4, 4)),), threads=32)
+        run_body(body, out=out, maps=(tensor_map(out, (4, 4)),), threads=32)
 
 
 # --- copies between CTAs of a cluster -------------------------------------------------------------
