@@ -76,6 +76,11 @@ def _at(label: str, times: Mapping[int, float], budgets: Mapping[int, float] | N
 
 
 MANY = 4096
+# Linears of many tokens with FP8 weights, beside bf16 ones or not.
+OF_BOTH = ("wq_a", "wq_b", "wkv", "wo_b", "shared w1", "shared w2", "indexer wq_b")
+OF_BOTH += ("CSA x", "HCA x", "SWA x", "CSA latent")
+MANY_FP8 = [(model, name) for model in ("Flash", "Pro") for name in OF_BOTH]
+MANY_FP8.append(("Flash", "shared x"))
 HALVES = (1, 4, 16, 64)  # tokens of a step whose output projection has one budget
 # 92 % of 4.4 TB/s.
 CHAIN_RATE = Target(gigabytes=4048)
@@ -95,11 +100,7 @@ LINEAR: Rows = {
     **_at("Pro wo_a, act fp8", {256: 34}),
     **_at("Pro head", {1: 425, 64: 465}),
     **{("chain of 8192 x 4096 and 4096 x 8192", t): CHAIN_RATE for t in (1, 16)},
-    **{
-        (f"{model} {name}", MANY): Target(fp8_share=0.65)
-        for model in ("Flash", "Pro")
-        for name in ("wq_b", "wo_b", "CSA latent")
-    },
+    **{(f"{model} {name}", MANY): Target(fp8_share=0.65) for model, name in MANY_FP8},
     # Its floor is that of the bf16 rate.
     **{(f"{model} wo_a", MANY): Target(floor_share=0.65) for model in ("Flash", "Pro")},
 }
