@@ -113,7 +113,9 @@ for tokens in (5, 40, 300):
     assert y.isfinite().all()
 """
 
-# Tests of a family whose launches memcheck follows, few and small: file and -k.
+# Tests of a family whose launches memcheck follows, few and small: file and -k. Races of linears,
+# experts and the others below are looked for in the simulator alone: a lane arrives for its warp,
+# which racecheck calls a race, and these kernels have no other way.
 FAMILIES = {
     "paged_attention": "style_of_flash_mla and not 321 and not 74",
     "kv_insert": "bytes_of_the_cpu",
