@@ -2,7 +2,8 @@
 
 Same arguments, same results: https://github.com/deepseek-ai/FlashMLA. Indices and caches go to the
 kernels as they are, with as many heads as there are. `import dsv4.compat.flash_mla as flash_mla`
-stands for the package.
+stands for the package; for programs that import it themselves, `sys.modules["flash_mla"] =
+dsv4.compat.flash_mla` before they do.
 """
 
 from __future__ import annotations

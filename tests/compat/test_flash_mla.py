@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 
+import dsv4.compat.flash_mla
 from dsv4.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from dsv4.compat.kv_entry import ENTRY_BYTES
 from dsv4.reference.cache_entry import pack_pages, unpack_pages
@@ -65,6 +68,26 @@ def test_prefill(sink: Tensor | None, with_lengths: bool, seed: int) -> None:
     assert out[3].count_nonzero() == 0
     assert (lse[3] == math.inf).all()
     assert out.dtype == torch.bfloat16
+    assert all(result.is_contiguous() for result in (out, highest, lse))
+
+
+def test_programs_find_it_under_the_package_s_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And pass arguments by position as FlashMLA declares them."""
+    monkeypatch.setitem(sys.modules, "flash_mla", dsv4.compat.flash_mla)
+    import flash_mla
+
+    lists = {
+        flash_mla.flash_mla_with_kvcache: "q k_cache block_table cache_seqlens head_dim_v "
+        "tile_scheduler_metadata num_splits softmax_scale causal is_fp8_kvcache indices attn_sink "
+        "extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length",
+        flash_mla.flash_mla_sparse_fwd: "q kv indices sm_scale d_v attn_sink topk_length",
+    }
+    for function, names in lists.items():
+        parameters = inspect.signature(function).parameters.values()
+        by_position = [x.name for x in parameters if x.kind is x.POSITIONAL_OR_KEYWORD]
+        assert by_position == names.split(), function
+    metadata, splits = flash_mla.get_mla_metadata()
+    assert isinstance(metadata, flash_mla.FlashMLASchedMeta) and splits is None
 
 
 def test_prefill_in_float32_is_exact_and_may_skip_the_maximum(seed: int) -> None:
@@ -172,7 +195,10 @@ def test_decode(sink: Tensor | None, extra_page: int | None, with_lengths: bool,
     )
     expected = _oracle(q.flatten(0, 1), listed, sink, DIM**-0.5)
     assert out.shape == q.shape
+    assert out.is_contiguous()
+    # The heads of a token are neighbours, as FlashMLA returns them.
     assert lse.shape == (batch, HEADS, length)
+    assert lse.stride() == (length * HEADS, 1, HEADS)
     assert_close("out", out.flatten(0, 1), expected[0])
     _assert_same_lse(lse.transpose(1, 2).flatten(0, 1), expected[2])
     assert out[1, 0].count_nonzero() == 0

@@ -301,5 +301,6 @@ def test_codes_have_the_same_bits_in_any_batch(compute, heads, seed) -> None:
     case = codes_case(compute, 150, heads, entries=512, ragged=True, batch_invariant=True)
     inputs = make_inputs(case, seed).to("cuda")
     together = run(inputs)
+    assert_paged_close(inputs.to("cpu"), *(x.cpu() for x in together))
     for part in (slice(0, 1), slice(3, 20), slice(77, 149), slice(None)):
         assert_same(run(inputs.of_tokens(part)), tuple(x[part] for x in together))

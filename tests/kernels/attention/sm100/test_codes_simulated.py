@@ -69,7 +69,7 @@ def test_scales_of_any_size(scale, seed) -> None:
     set_scale(inputs, 1, 70, scale)
     # What scores by so large a value would be infinite.
     set_scale(inputs, 2, 20, min(scale, 130))
-    CODES.check(inputs.case, seed, inputs, SCHEDULES[:1])
+    CODES.check(inputs.case, seed, inputs, SCHEDULES[:1], is_unit_scale=False)
 
 
 def test_a_code_of_nan_and_a_scale_of_nan_make_a_token_nan(seed) -> None:

@@ -75,7 +75,7 @@ def test_scales_of_any_size(scale, sink_mode, seed) -> None:
     if scale > USUAL_SCALE:
         # The error of a score is relative to it.
         inputs.q[1:] /= 2 ** (scale - USUAL_SCALE)
-    CODES.check(inputs.case, seed, inputs, SCHEDULES[:1])
+    CODES.check(inputs.case, seed, inputs, SCHEDULES[:1], is_unit_scale=False)
 
 
 def test_a_code_of_nan_and_a_scale_of_nan_make_a_token_nan(seed) -> None:

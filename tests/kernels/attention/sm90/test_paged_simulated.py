@@ -32,7 +32,7 @@ def check(case: Case, seed: int, splits: int = 1, ctas: int = 3, schedules=SCHED
     "case",
     [
         Case(3, 1, 8, 64, "bf16", 40, 100, 53, 2, wild=True, **OPTIONS),
-        Case(2, 2, 40, 64, "bf16", 70, 150, 2, 61, "table", **OPTIONS),
+        Case(2, 2, 40, 64, "bf16", 70, 150, 2, 61, "table", wild=True, **OPTIONS),
         pytest.param(
             Case(3, 1, 72, 128, "bf16", 40, 100, 61, 2, "mixed", "swa_gate", wild=True, **OPTIONS),
             marks=pytest.mark.slow,
@@ -56,7 +56,7 @@ def test_rows_of_small_heads(case, seed) -> None:
             Case(3, 1, 72, 512, "bf16", 40, 150, wild=True, **OPTIONS), marks=pytest.mark.slow
         ),
         pytest.param(
-            Case(4, 1, 64, 512, "fp8", 40, 150, wild=True, **OPTIONS), marks=pytest.mark.slow
+            Case(4, 1, 64, 512, "fp8", 40, 150, 64, 2, wild=True, **OPTIONS), marks=pytest.mark.slow
         ),
     ],
     ids=str,
