@@ -41,10 +41,11 @@ def moved(call: dict) -> dict:
     frames: dict[int, Tensor] = {}
 
     def there(x: Tensor) -> Tensor:
-        base = x if x._base is None else x._base
-        if base.data_ptr() not in frames:
-            frames[base.data_ptr()] = base.cuda()
-        return frames[base.data_ptr()].as_strided(x.shape, x.stride(), x.storage_offset())
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in frames:
+            whole = x.as_strided((storage.nbytes() // x.element_size(),), (1,), 0)
+            frames[storage.data_ptr()] = whole.cuda()
+        return frames[storage.data_ptr()].as_strided(x.shape, x.stride(), x.storage_offset())
 
     return {name: there(x) if torch.is_tensor(x) else x for name, x in call.items()}
 
