@@ -32,10 +32,10 @@ from dsv4.testing.moe import (
 )
 from dsv4.testing.moe_router import WEIGHT_ERROR
 
-MAX_RELATIVE_ERROR = 1e-2  # of a token, where codes of h may tip
-# Where few elements add up, a few codes are more than that: so many times what the oracle moves at
-# most, in so many draws, where all sums are off at random as Hopper's FP8 accumulator makes them
-# (layers of Flash by 4e-3, a token by 7e-3: of these the bound above is asked for).
+MAX_RELATIVE_ERROR = 1e-2  # where codes of h may tip
+# Where few elements add up, as of one token, a few codes are more than that: so many times what the
+# oracle moves at most, in so many draws, where all sums are off at random as Hopper's FP8
+# accumulator makes them: at Flash's size 64 tokens by 4e-3 to 5e-3, one of them by 1e-2 to 1.4e-2.
 CONTROL_FACTOR, CONTROL_DRAWS = 2.0, 8
 SCALING = 1.5
 
@@ -170,7 +170,7 @@ class LayerInputs(OpInputs):
         return torch.where(live[:, None], ids, -1), torch.where(live[:, None], weights, 0.0)
 
 
-def assert_layer_close(outcome: Outcome, inputs: LayerInputs, has_control: bool = True) -> None:
+def assert_layer_close(outcome: Outcome, inputs: LayerInputs, is_model: bool = False) -> None:
     """Fail where the routing, or any step from there on, is further off than its bound; each is
     compared for what the kernels had before it, and the whole as `assert_whole_close` does."""
     case, scratch = inputs.case, outcome.scratch["scratch"]
@@ -210,7 +210,7 @@ def assert_layer_close(outcome: Outcome, inputs: LayerInputs, has_control: bool 
         "y": outcome["out"],
     }
     assert_experts_close(Outcome(steps, {}), routed)
-    assert_whole_close(outcome["out"], routed, has_control)
+    assert_whole_close(outcome["out"], routed, is_model)
 
 
 def _packed(found, inputs: LayerInputs) -> dict[str, Tensor]:
@@ -278,20 +278,23 @@ def _sums(x: Tensor, weight: Tensor, truncation: float, generator: torch.Generat
     return torch.where(sums.isfinite(), sums + off, sums)
 
 
-def assert_whole_close(actual: Tensor, inputs: Inputs, has_control: bool = True) -> None:
+def assert_whole_close(actual: Tensor, inputs: Inputs, is_model: bool = False) -> None:
     """Fail where a token's result is further from the oracle than tipping codes explain.
 
     Args:
-        has_control: whether more than `MAX_RELATIVE_ERROR` is allowed where a control moves by it.
+        is_model: whether all tokens together must be within `MAX_RELATIVE_ERROR`, as those of the
+            models' sizes are.
     """
     wanted = expected(inputs)
     actual = actual.to(wanted.device).double()
     lost = actual.isfinite() != wanted.isfinite()
     assert not lost.any(), f"y: {int(lost.sum())} elements are finite where they should not be"
+    if is_model:
+        whole = float(_relative(actual.reshape(1, -1), wanted.reshape(1, -1)))
+        assert whole <= MAX_RELATIVE_ERROR, f"y: relative error {whole:.2e}"
     relative = _relative(actual, wanted)
     if (relative <= MAX_RELATIVE_ERROR).all():
         return
-    assert has_control, f"y: relative error {float(relative.max()):.2e} of a token"
     controls = [
         _relative(expected(inputs, TRUNCATION, draw), wanted) for draw in range(CONTROL_DRAWS)
     ]
