@@ -34,6 +34,7 @@ SILU_ERROR = 2**-18
 BF16_SUM_ERROR = 2**-20
 E2M1_DEVIATION, E4M3_DEVIATION = 2.6, 1.0  # of random codes
 MATRICES = ("w1", "w3", "w2")
+UNWRITTEN = 0x3F3F3F3F  # of lists: large, so that it is no place in anything
 # fp32 scales of x and of h in NVFP4, about: of the latter such that some blocks saturate.
 INPUT_SCALES = (2.0**-7, 2.0**-12)
 
@@ -282,9 +283,10 @@ class Inputs:
         case = self.case
         codes, scales = quantize_e4m3(self.x, K_BLOCK)
         pairs, groups = group_pairs(self.ids.cpu(), case.experts, group_tokens)
-        all_pairs = torch.full((case.tokens * case.top_k,), -1, dtype=torch.int32)
+        # Behind what lists have, anything: here what leads out of every tensor.
+        all_pairs = torch.full((case.tokens * case.top_k,), UNWRITTEN, dtype=torch.int32)
         all_pairs[: len(pairs)] = pairs
-        all_groups = torch.full((max(len(groups), 1), 4), -1, dtype=torch.int32)
+        all_groups = torch.full((len(groups) + 2, 4), UNWRITTEN, dtype=torch.int32)
         all_groups[: len(groups)] = groups
         counts = torch.tensor([len(groups), case.num_live], dtype=torch.int32)
         taken = torch.zeros(1, dtype=torch.int32)

@@ -24,6 +24,7 @@ from dsv4.testing.harness import Call, Outcome
 from dsv4.testing.kernel_call import OpInputs
 from dsv4.testing.moe import (
     MATRICES,
+    UNWRITTEN,
     Case,
     Inputs,
     assert_experts_close,
@@ -122,7 +123,7 @@ class LayerInputs(OpInputs):
 
     @property
     def arguments(self) -> dict[str, Tensor | None]:
-        """By the table's names: weights prepared, scratch of ones."""
+        """By the table's names: weights prepared, scratch of ones, lists of `UNWRITTEN`."""
         case, x = self.case, self.inputs.x
         size = scratch_bytes(self.config, case.tokens)
         found = {
@@ -132,6 +133,8 @@ class LayerInputs(OpInputs):
             "input_ids": self.input_ids[: None if self.is_hashed else 0],
             "scratch": torch.full((size,), 0xFF, dtype=torch.uint8, device=x.device),
         }  # fmt: skip
+        start = sections(self.config, case.tokens, gate_tiling(self.config.routing, case.tokens)[0])
+        found["scratch"][start["pairs"] : start["counts"]] = UNWRITTEN & 0xFF
         weights = self.weights(is_prepared=True)
         whole = weights[0].global_scales
         found["global_scales"] = self.bias.new_empty((0, case.experts)) if whole is None else whole

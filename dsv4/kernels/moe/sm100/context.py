@@ -209,13 +209,15 @@ class ProductContext:
         )  # fmt: skip
 
     def places(self, tile: WorkTile, columns: list) -> list:
-        """Ask for the pairs of a routed expert's columns; of others, for any."""
+        """Ask for the pairs of a routed expert's columns; of others, for any. A tile that does not
+        exist may have anything for its group."""
         pairs = self.operands.pairs
-        used = [
-            cutlass.select_(tile.is_shared | (column >= tile.count), Int32(0), tile.first + column)
-            for column in columns
-        ]
-        return [pairs[position] for position in used]
+        last, found = pairs.shape[0] - 1, []
+        for column in columns:
+            is_none = tile.is_shared | (column >= tile.count)
+            position = cutlass.select_(is_none, Int32(0), tile.first + column)
+            found.append(pairs[cutlass.min(cutlass.max(position, 0), last)])
+        return found
 
     def rows(self, plan: ProductPlan, top_k: int, tile: WorkTile, columns: list, found) -> tuple:
         """Rows of x of a tile's columns, whose pairs `places` gave; of a column without a token one
