@@ -199,6 +199,7 @@ def test_no_synchronisation_is_left_out(arch: str, seed: int) -> None:
         run(Inputs.make(one, seed), seed, arch, **launch).report
         for one in (case, RAGGED)
         for launch in LAUNCHES
+        if launch["num_ctas"] or max(one.lens) <= launch["cluster"] * HELD_KEYS
     ]
     assert not missed_synchronisation(reports)
 
@@ -308,7 +309,10 @@ BUGS: dict[str, Edit] = {
 BLACKWELL_BUGS: dict[str, Edit] = {
     "sums read before products are over": at("Products.multiply").call("wait").delete(),
     "sums overwritten while they are read": at("Products.issue").call("cute.arch.barrier").delete(),
-    "products before another warp's loads": at("Products.issue")
+    "products before another warp's loads": at("Products.multiply")
+    .call("fence_before_thread_sync")
+    .delete(),
+    "products before another warp's keys": at("Fp4Products.bring")
     .call("fence_before_thread_sync")
     .delete(),
     "products of the tile before": at("Products.parity")
@@ -323,7 +327,9 @@ BLACKWELL_BUGS: dict[str, Edit] = {
     "columns of the other warpgroup": at("Products.multiply")
     .expression("group * KERNEL_HEADS")
     .replace("0 * KERNEL_HEADS"),
-    "TMEM returned while it is read": at("Products.free").call("cute.arch.sync_threads").delete(),
+    "TMEM returned while it is read": at("Products.free")
+    .expression("warp == 0")
+    .replace("warp == 4"),
 }
 
 

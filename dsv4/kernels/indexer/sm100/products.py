@@ -70,9 +70,8 @@ class Products:
 
     @cute.jit
     def free(self, sums: Sums, warp):
-        """Return the columns once all have read their last sums; all threads call this."""
-        fence_before_thread_sync()
-        cute.arch.sync_threads()
+        """Return the columns, behind a barrier after which nothing reads sums: that before counts
+        of scores are added up."""
         if warp == 0:
             fence_after_thread_sync()
             tmem_of(sums).free(self.plan.tmem.allocated_columns, address_of(sums))
@@ -96,12 +95,14 @@ class Products:
         fence_after_thread_sync()
         rows = load_rows(sums, KERNEL_HEADS, cute.arch.thread_idx()[0] % GROUP_THREADS)
         cute.arch.fence_view_async_tmem_load()
+        # Before the warpgroup's next barrier, or that behind the last tile.
+        fence_before_thread_sync()
         return by_row(rows), scales
 
     @cute.jit
     def issue(self, smem, sums: cute.Pointer, keys, group, unit):
-        """Issue the products of a tile by one warp, once all have read the sums before."""
-        fence_before_thread_sync()
+        """Issue the products of a tile by one warp, once all have read the sums before, and have
+        brought their keys."""
         cute.arch.barrier(barrier_id=FIRST_GROUP + group, number_of_threads=GROUP_THREADS)
         if unit == 0:
             fence_after_thread_sync()
@@ -160,6 +161,7 @@ class Fp4Products(Products, Fp4Tiles):
             ],
         )
         cute.arch.fence_view_async_tmem_store()
+        fence_before_thread_sync()
         return keys, scales
 
     def operand(self, keys: cute.Pointer, step: int) -> cute.Pointer:
