@@ -97,7 +97,7 @@ def flash_mla_sparse_fwd(
         return_lse=True,
         return_max_logits=return_max_logits,
     )
-    return out, (highest[0] if highest else None), lse.masked_fill_(lse == -math.inf, math.inf)
+    return out, (highest[0] if highest else None), _without_keys_(lse)
 
 
 def flash_mla_with_kvcache(
@@ -197,8 +197,7 @@ def flash_mla_with_kvcache(
     )
     if flat.data_ptr() != out.data_ptr():
         out.copy_(flat.view(out.shape))
-    lse.masked_fill_(lse == -math.inf, math.inf)
-    return out, lse.view(batch, length, heads).transpose(1, 2)
+    return out, _without_keys_(lse).view(batch, length, heads).transpose(1, 2)
 
 
 def _keys(
@@ -227,6 +226,11 @@ def _lists(pool: Tensor, indices: Tensor, lengths: Tensor | None) -> tuple[Tenso
         return pool, indices, lengths, None, None, None
     more = None if lengths is None else lengths.clamp(min=0) - MAX_TOP_K
     return pool, indices[:, :MAX_TOP_K], lengths, pool, indices[:, MAX_TOP_K:], more
+
+
+def _without_keys_(lse: Tensor) -> Tensor:
+    """lse as FlashMLA gives it: +inf without keys, in one launch; NaN stays."""
+    return lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=math.inf)
 
 
 def _check_columns(name: str, indices: Tensor, most: int) -> None:
