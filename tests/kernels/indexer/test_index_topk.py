@@ -194,12 +194,12 @@ def test_scores_reach_no_further_than_their_rows(arch: str, seed: int) -> None:
 @pytest.mark.slow
 @of_each_arch
 def test_no_synchronisation_is_left_out(arch: str, seed: int) -> None:
-    case = Case((33_000, 100), topk=64)
+    # As many as the smallest cluster holds, and more than the registers of a CTA do.
+    case = Case((ONE_LAUNCH_CLUSTERS[0] * HELD_KEYS, 100), topk=64)
     reports = [
         run(Inputs.make(one, seed), seed, arch, **launch).report
         for one in (case, RAGGED)
         for launch in LAUNCHES
-        if launch["num_ctas"] or max(one.lens) <= launch["cluster"] * HELD_KEYS
     ]
     assert not missed_synchronisation(reports)
 
@@ -327,9 +327,6 @@ BLACKWELL_BUGS: dict[str, Edit] = {
     "columns of the other warpgroup": at("Products.multiply")
     .expression("group * KERNEL_HEADS")
     .replace("0 * KERNEL_HEADS"),
-    "TMEM returned while it is read": at("Products.free")
-    .expression("warp == 0")
-    .replace("warp == 4"),
 }
 
 
