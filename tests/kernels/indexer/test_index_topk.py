@@ -75,8 +75,13 @@ def test_a_stage_is_always_the_same_warpgroup_s() -> None:
         assert plan.stages % LOADERS == 0
 
 
-@pytest.mark.parametrize("launch", [FEWEST_AND_MOST[0], *FEWEST_AND_MOST[2:]], ids=str)
-@pytest.mark.parametrize(("arch", "case"), [("sm_90a", RAGGED), ("sm_100a", FP8)])
+@pytest.mark.parametrize(
+    ("arch", "case", "launch"),
+    [
+        *(("sm_90a", RAGGED, launch) for launch in (FEWEST_AND_MOST[0], *FEWEST_AND_MOST[2:])),
+        ("sm_100a", FP8, FEWEST_AND_MOST[2]),
+    ],
+)
 def test_ragged_lists(arch: str, case: Case, launch: dict[str, int], seed: int) -> None:
     run(Inputs.make(case, seed), seed, arch, **launch)
 
