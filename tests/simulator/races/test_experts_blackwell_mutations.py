@@ -33,6 +33,14 @@ REDUNDANT = {
     ("bar.sync", "store_tiles"): (1, MAXIMA),
     ("barrier.cluster", "kernel"): (1, PAIR),
 }
+# fp32 scales: sums of blocks are added up in registers, behind a wait of their own.
+IN_REGISTERS = "of tilings whose sums come from Tensor Memory: these are in registers"
+SCALED_REDUNDANT = {
+    **REDUNDANT,
+    ("tcgen05.wait::ld", "_send"): (1, IN_REGISTERS),
+    ("tcgen05.wait::ld", "_store_chunk"): (2, IN_REGISTERS),
+    ("tcgen05.wait::ld", "store_tile"): (1, IN_REGISTERS),
+}
 # Of both products of NVFP4, which read what the router's launches have left.
 PACKED_REDUNDANT = {
     ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
@@ -50,15 +58,24 @@ HARMLESS = {
 PACKED_HARMLESS = {**HARMLESS, ("mbarrier.arrive", "_load_weights", "relaxed"): (14, EXPECTS)}
 
 
-@pytest.mark.parametrize("dtype", ["fp4", "fp8"])
-def test_all_deletions_are_noticed(dtype: str) -> None:
-    compiled, runs = experts.blackwell_experts(dtype)
-    check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], REDUNDANT)
+# Types of weights and of FP8 scales, and deletions that are not missed.
+KERNELS = {
+    "fp4": (("fp4",), REDUNDANT),
+    "fp8": (("fp8",), REDUNDANT),
+    "fp8, fp32 scales": (("fp8", "float32"), SCALED_REDUNDANT),
+}
 
 
-@pytest.mark.parametrize("dtype", ["fp4", "fp8"])
-def test_all_weaker_qualifiers_are_noticed(dtype: str) -> None:
-    compiled, runs = experts.blackwell_experts(dtype)
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_deletions_are_noticed(name: str) -> None:
+    dtypes, redundant = KERNELS[name]
+    compiled, runs = experts.blackwell_experts(*dtypes)
+    check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], redundant)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
+    compiled, runs = experts.blackwell_experts(*KERNELS[name][0])
     check_weaker(compiled, runs("eager"), HARMLESS)
 
 

@@ -1,5 +1,5 @@
 """Deleting any one barrier between the threads that make codes of index heads, or of what keeps
-shared memory for them, is noticed.
+shared memory for them, is noticed, and so is any weaker qualifier.
 
 Their products are those of `fp8_linear`, whose deletions have a test of their own.
 """
@@ -23,7 +23,7 @@ from dsv4.testing.index_rounding import Inputs, MergedInputs
 from dsv4.testing.kernel_call import OpInputs, OpKernels
 from dsv4.testing.merged_linear import Case as MergedCase
 from tests.kernels.gemm.fp8_kernels import some_tilings
-from tests.simulator.helpers.changes import check, deletions_of
+from tests.simulator.helpers.changes import check, deletions_of, weakenings_of
 from tests.simulator.helpers.mutations import Run, run_of
 
 pytestmark = [pytest.mark.stage("simulator"), pytest.mark.slow]
@@ -129,3 +129,14 @@ def test_all_deletions_are_noticed(name: str) -> None:
     changes = [change for change in found if change.place[1] in FUNCTIONS]
     assert changes
     check(compiled, runs, changes, SUBJECTS[name].redundant, {})
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
+    """Of the epilogue: barriers have none, the proxy fence of heads that TMA stores has one."""
+    compiled, runs = kernel(name)
+    found = weakenings_of(compiled.artifacts.PTX)
+    changes = [change for change in found if change.place[1] in FUNCTIONS]
+    assert len(changes) == int(SUBJECTS[name].make is beside), changes
+    if changes:
+        check(compiled, runs[:1], changes, {}, {})

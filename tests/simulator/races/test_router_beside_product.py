@@ -1,6 +1,6 @@
 """Deleting any one synchronisation instruction of the router that shares a launch with the shared
-expert's first product is noticed; and whole layers behind it give one result, however their
-launches overlap."""
+expert's first product, or weakening any one of its qualifiers by a step, is noticed; and whole
+layers behind it give one result, however their launches overlap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from dsv4.ops.runtime.backend import Device
 from dsv4.testing.harness import SCHEDULES, Call, Outcome
 from dsv4.testing.moe import Case
 from dsv4.testing.moe_layer import LayerInputs, assert_layer_close
-from tests.simulator.helpers.changes import Listed, check, deletions_of
+from tests.simulator.helpers.changes import (
+    Change,
+    Listed,
+    check,
+    deletions_of,
+    in_entries,
+    weakenings_of,
+)
 from tests.simulator.helpers.experts import hopper_layer
 from tests.simulator.helpers.mutations import Run
 from tests.simulator.helpers.subjects import run_of_call
@@ -25,6 +32,7 @@ pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
 # Five slices of K, of which a CTA of the gate has two; two tiles of experts; padding.
 CASE = Case(3, 2560, 128, 64, 3, live=2)
 ROUTER = ("route", "add_logits", "choose", "arrive", "select", "sort_few", "take_best", "store")
+COUNTER = ("atom.global", "__init__")  # the compiler names no function of it
 LAUNCH = "only lets the next launch start early: its griddepcontrol.wait is what orders"
 FIRST = "orders a launch after the one before it, and each run here begins with this one"
 REDUNDANT: Listed = {
@@ -57,13 +65,24 @@ def make_run(schedule: str) -> Run:
     return run_of_call(make_call, check, schedule)
 
 
+def of_router(changes: list[Change]) -> list[Change]:
+    """Those of the launch's router: the product's are those of other launches."""
+    found = in_entries(compiled().artifacts.PTX, ["RouterBesideProduct"], changes)
+    return [one for one in found if one.place[1] in ROUTER or one.place[:2] == COUNTER]
+
+
 def test_all_deletions_are_noticed() -> None:
-    kernel = compiled()
-    found = deletions_of(kernel.artifacts.PTX)
-    router = [change for change in found if change.place[1] in ROUTER]
-    assert len(router) >= 8, router
+    router = of_router(deletions_of(compiled().artifacts.PTX))
+    assert len(router) >= 9, router
     runs = [make_run(schedule) for schedule in SCHEDULES[:2]]
-    check(kernel, runs, router, REDUNDANT, {})
+    check(compiled(), runs, router, REDUNDANT, {})
+
+
+def test_all_weaker_qualifiers_are_noticed() -> None:
+    """The counter's, which every CTA of the gate arrives at."""
+    router = of_router(weakenings_of(compiled().artifacts.PTX))
+    assert len(router) == 3, router
+    check(compiled(), [make_run(SCHEDULES[0])], router, {}, {})
 
 
 @pytest.mark.parametrize("overlap", ["all", "random"])
