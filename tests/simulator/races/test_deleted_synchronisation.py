@@ -183,6 +183,21 @@ JOINT = {
     ("mbarrier.try_wait", "load_tile"): (1, BOARD),
     ("mbarrier.try_wait", "_copy"): (1, BOARD),
 }
+# In FP8, whose tiles have more stages: two of them go round the ring.
+READ_EARLIER = (
+    "behind consumers' reads of a tile on the board, first and further ones: before the load warp "
+    "shows another one in its place, it has waited for a stage that they released after the read"
+)
+FP8_JOINT = {
+    place: reason
+    for place, reason in JOINT.items()
+    if place not in (("mbarrier.try_wait", "load_tile"), ("mbarrier.try_wait", "_copy"))
+} | {
+    ("bar.warp", "arrive_warp"): (
+        4,
+        f"two as in FP4; and two {READ_EARLIER}",
+    ),
+}
 JOINT_UNREACHED = {
     ("cp.async", "copy_vector"): (4, EXPERTS_UNREACHED["cp.async", "copy_vector"][1])
 }
@@ -205,7 +220,9 @@ SEAM_UNREACHED = {("red.relaxed", "meet"): (1, "no CTA leaves its tokens here")}
 KERNELS = {
     "experts": (experts.experts, EXPERTS),
     "experts, FP8": (partial(experts.experts, dtype="fp8"), EXPERTS),
+    "experts, raw FP4": (partial(experts.experts, spread=experts.RAW), EXPERTS),
     "joint experts": (partial(experts.experts, experts.JOINT), JOINT),
+    "joint experts, FP8": (partial(experts.experts, experts.JOINT, "fp8"), FP8_JOINT),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY),
     "router, many tokens, Blackwell": (partial(experts.router_of_many, "sm_100a"), ROUTER_MANY),
     # A slice's blocks but the last, and the last one.
@@ -251,7 +268,9 @@ UNREACHED = {
     "experts, FP8": {
         ("cp.async", "copy_vector"): (3, EXPERTS_UNREACHED["cp.async", "copy_vector"][1])
     },
+    "experts, raw FP4": EXPERTS_UNREACHED,
     "joint experts": JOINT_UNREACHED,
+    "joint experts, FP8": JOINT_UNREACHED,
     "seam, Hopper": SEAM_UNREACHED,
     "seam, Blackwell": SEAM_UNREACHED,
 }

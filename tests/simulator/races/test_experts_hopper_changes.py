@@ -79,13 +79,12 @@ class Kernel(NamedTuple):
         return ["WideProduct"] if self.products else [""]
 
 
-RAW = 40  # exponents of a row's groups: further apart than FP8 codes are
 PRODUCTS_SHARED = {**PRODUCTS_DELETED, **SHARED_DELETED}
 KERNELS = {
     "alone": Kernel("fp4", 1, DELETED, ALONE_WEAKER, products=False),
     "shared": Kernel("fp4", 2, {**DELETED, **SHARED_DELETED}, SHARED_WEAKER, products=False),
-    "raw, alone": Kernel("fp4", 1, PRODUCTS_DELETED, ALONE_WEAKER, RAW),
-    "raw, shared": Kernel("fp4", 2, PRODUCTS_SHARED, SHARED_WEAKER, RAW),
+    "raw, alone": Kernel("fp4", 1, PRODUCTS_DELETED, ALONE_WEAKER, experts.RAW),
+    "raw, shared": Kernel("fp4", 2, PRODUCTS_SHARED, SHARED_WEAKER, experts.RAW),
     "FP8, alone": Kernel("fp8", 1, PRODUCTS_DELETED, ALONE_WEAKER),
     "FP8, shared": Kernel("fp8", 2, PRODUCTS_SHARED, SHARED_WEAKER),
 }

@@ -16,7 +16,12 @@ from dsv4.testing import kv_insert, rms_norm_fp8
 from dsv4.testing.harness import compiler_options
 from tests.simulator.helpers import experts, linears, subjects
 from tests.simulator.helpers.changes import check, check_weaker, weakenings_of
-from tests.simulator.races.test_deleted_synchronisation import BOARD, FIRST_TILE, ZEROS
+from tests.simulator.races.test_deleted_synchronisation import (
+    BOARD,
+    FIRST_TILE,
+    READ_EARLIER,
+    ZEROS,
+)
 from tests.simulator.races.test_fp8_linear_mutations import fences
 
 pytestmark = pytest.mark.stage("simulator")
@@ -47,6 +52,12 @@ JOINT_HARMLESS = {
     ("red.release", "_publish_h", "relaxed"): (1, ALONE),
     ("red.release", "_publish_h", "cluster"): (1, ALONE),
 }
+# Two tiles go round the ring.
+FP8_JOINT_HARMLESS = {
+    place: reason
+    for place, reason in JOINT_HARMLESS.items()
+    if place[:2] not in (("mbarrier.try_wait", "load_tile"), ("mbarrier.try_wait", "_copy"))
+} | {("mbarrier.arrive", "arrive_warp", "relaxed"): (2, READ_EARLIER)}
 
 
 # ---- linears, seam -------------------------------------------------------------------------------
@@ -96,7 +107,11 @@ ROUTER_MANY_HARMLESS = {
 KERNELS = {
     "experts": (experts.experts, EXPERTS_HARMLESS, {}),
     "experts, FP8": (partial(experts.experts, dtype="fp8"), EXPERTS_HARMLESS, {}),
+    "experts, raw FP4": (partial(experts.experts, spread=experts.RAW), EXPERTS_HARMLESS, {}),
     "joint experts": (partial(experts.experts, experts.JOINT), JOINT_HARMLESS, {}),
+    "joint experts, FP8": (
+        partial(experts.experts, experts.JOINT, "fp8"), FP8_JOINT_HARMLESS, {},
+    ),
     "router": (experts.router, {}, {}),
     "router, Blackwell": (partial(experts.router, "sm_100a"), {}, {}),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY_HARMLESS, {}),
