@@ -124,6 +124,11 @@ BUGS: dict[str, Bug] = {
     "tokens of other pairs": Bug(
         at("ProductContext.rows").expression("pair // top_k").replace("pair % top_k")
     ),
+    "places of a tile that does not exist": Bug(
+        at("ProductContext.places")
+        .expression("cutlass.min(cutlass.max(position, 0), last)")
+        .replace("position")
+    ),
     "the last tile left out": Bug(
         at("moe.sm100.context:TileScheduler.count")
         .expression("shared + routed - missing")
