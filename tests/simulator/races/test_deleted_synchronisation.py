@@ -223,6 +223,10 @@ KERNELS = {
     "experts, raw FP4": (partial(experts.experts, spread=experts.RAW), EXPERTS),
     "joint experts": (partial(experts.experts, experts.JOINT), JOINT),
     "joint experts, FP8": (partial(experts.experts, experts.JOINT, "fp8"), FP8_JOINT),
+    "joint experts, raw FP4": (
+        partial(experts.experts, experts.JOINT, spread=experts.RAW),
+        JOINT,
+    ),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY),
     "router, many tokens, Blackwell": (partial(experts.router_of_many, "sm_100a"), ROUTER_MANY),
     # A slice's blocks but the last, and the last one.
@@ -271,6 +275,7 @@ UNREACHED = {
     "experts, raw FP4": EXPERTS_UNREACHED,
     "joint experts": JOINT_UNREACHED,
     "joint experts, FP8": JOINT_UNREACHED,
+    "joint experts, raw FP4": JOINT_UNREACHED,
     "seam, Hopper": SEAM_UNREACHED,
     "seam, Blackwell": SEAM_UNREACHED,
 }

@@ -112,6 +112,9 @@ KERNELS = {
     "joint experts, FP8": (
         partial(experts.experts, experts.JOINT, "fp8"), FP8_JOINT_HARMLESS, {},
     ),
+    "joint experts, raw FP4": (
+        partial(experts.experts, experts.JOINT, spread=experts.RAW), JOINT_HARMLESS, {},
+    ),
     "router": (experts.router, {}, {}),
     "router, Blackwell": (partial(experts.router, "sm_100a"), {}, {}),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY_HARMLESS, {}),
