@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 from dsv4.cli.sim_check import CheckedLaunches, Size, add_command
 
 FEW_CTAS = 2  # each with several lists, or parts of a long one
 # Tokens that share a CTA, one that a CTA begins within, a list without an entry.
 RAGGED = (70, 330, 5, 64, 0, 130, 65)
-SIZES = (
-    Size("topk", 64, "entries that are chosen"),
-    # Registers of a CTA hold 16,384 scores.
-    Size("longest", 33_000, "entries of the longest list"),
-)
+SIZES = (Size("topk", 64, "entries that are chosen"),)
 
 
 def add_parser(kernels: argparse._SubParsersAction) -> None:
@@ -22,8 +19,8 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         kernels,
         "index_topk",
         "the indexer's choice of entries, ragged lists and long ones",
-        "Compile the kernels, simulate them on lists of all lengths and on one that registers do "
-        "not hold, by CTAs and by clusters, and compare the choice with the FP32 oracle's.",
+        "Compile the kernels, simulate them on lists of all lengths and on one that fills a "
+        "launch, by CTAs and by clusters, and compare the choice with the FP32 oracle's.",
         SIZES,
         run,
         has_arch=True,
@@ -32,27 +29,23 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print one line per launch."""
-    from dsv4.kernels.indexer.plan import CLUSTERS, HELD_KEYS, ONE_LAUNCH_CLUSTERS
+    from dsv4.kernels.indexer.plan import CLUSTERS, ONE_LAUNCH_CLUSTERS
     from dsv4.ops.index_topk import INDEX_TOPK
     from dsv4.testing.harness import SCHEDULES
-    from dsv4.testing.index_topk import Case, Inputs, assert_choice
+    from dsv4.testing.index_topk import Case, Inputs, assert_choice, longest
     from dsv4.testing.kernel_call import OpKernels
 
     launches = CheckedLaunches(args, args.arch)
     kernels = OpKernels(INDEX_TOPK, launches.target)
-    cases = {
-        SCHEDULES: Case(RAGGED, topk=args.topk, gives_slots=True, padding_rows=1),
-        SCHEDULES[:1]: Case((args.longest, 100), topk=args.topk),
-    }
+    ragged = Case(RAGGED, topk=args.topk, gives_slots=True, padding_rows=1)
     sizes = [(0, cluster) for cluster in ONE_LAUNCH_CLUSTERS]
     sizes += [(FEW_CTAS, cluster) for cluster in CLUSTERS]
     with launches.checks():
-        for schedules, case in cases.items():
-            inputs = Inputs.make(case, args.seed)
-            compiled = kernels.compile(inputs.config)
-            for ctas, cluster in sizes:
-                if not ctas and max(case.lens) > cluster * HELD_KEYS:
-                    continue
+        compiled = kernels.compile(ragged.config)
+        for ctas, cluster in sizes:
+            filling = replace(longest(ctas, cluster), topk=args.topk)
+            for case, schedules in ((ragged, SCHEDULES), (filling, SCHEDULES[:1])):
+                inputs = Inputs.make(case, args.seed)
                 for schedule in schedules:
                     outcome = launches.run(
                         compiled,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.indexer.config import IndexTopkConfig
+from dsv4.kernels.indexer.plan import HELD_KEYS
 from dsv4.kernels.kit.index_entry import IndexEntry
 from dsv4.ops.index_keys import key_views, pack_index, packed_views, read_keys
 from dsv4.ops.index_rounding import round_heads
@@ -19,6 +20,8 @@ from dsv4.reference.indexer import index_scores, select_top_k
 from dsv4.reference.quantize import fake_quantize_e2m1
 from dsv4.testing.kernel_call import OpInputs
 
+REGISTERS = 16_384  # scores that the registers of a CTA hold that chooses in a launch of its own
+FEW_LEVELS = 30  # of keys: the bin of the k-th best has some of every thread
 # Of what is no key: e4m3's NaN, of which four are a NaN in fp32, too; E8M0's NaN.
 NAN_BYTES = {"fp8": 0x7F, "fp4": 0xFF}
 
@@ -65,6 +68,18 @@ class Case:
         sizes = (self.heads, self.dim, self.rope_dim, self.topk, self.page, scale)
         options = {"gives_slots": self.gives_slots, "has_codes": self.has_codes}
         return IndexTopkConfig(*sizes, self.key_format, **options)
+
+
+def longest(num_ctas: int, cluster: int) -> Case:
+    """A list that reaches every copy of a choice's unrolled loops, and one that chooses all: as
+    long as the CTAs of one launch hold, or in two as their registers hold, and no less than two
+    turns of a CTA.
+
+    Args:
+        num_ctas, cluster: of the launch.
+    """
+    entries = max(cluster, 2) * REGISTERS if num_ctas else cluster * HELD_KEYS
+    return Case((entries - 3, 50), topk=64, gives_slots=True, levels=FEW_LEVELS)
 
 
 @dataclass(frozen=True)

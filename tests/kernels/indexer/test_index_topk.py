@@ -31,7 +31,7 @@ from dsv4.kernels.kit.index_entry import INDEX_FORMATS
 from dsv4.kernels.kit.plan import TMEM_COLUMNS
 from dsv4.ops.index_topk import INDEX_TOPK
 from dsv4.testing.harness import Outcome, Simulator, missed_synchronisation, simulator
-from dsv4.testing.index_topk import Case, Inputs, assert_choice
+from dsv4.testing.index_topk import Case, Inputs, assert_choice, longest
 from dsv4.testing.kernel_call import OpKernels
 from dsv4.testing.mutate import Edit, at
 from tests.kernels import planted_bugs
@@ -199,12 +199,10 @@ def test_scores_reach_no_further_than_their_rows(arch: str, seed: int) -> None:
 @pytest.mark.slow
 @of_each_arch
 def test_no_synchronisation_is_left_out(arch: str, seed: int) -> None:
-    # As many as the smallest cluster holds, and more than the registers of a CTA do.
-    case = Case((ONE_LAUNCH_CLUSTERS[0] * HELD_KEYS, 100), topk=64)
     reports = [
-        run(Inputs.make(one, seed), seed, arch, **launch).report
-        for one in (case, RAGGED)
+        run(Inputs.make(case, seed), seed, arch, **launch).report
         for launch in LAUNCHES
+        for case in (FP8, longest(**launch))
     ]
     assert not missed_synchronisation(reports)
 
