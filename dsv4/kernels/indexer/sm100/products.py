@@ -7,7 +7,7 @@ order of its sums, are Hopper's.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import cutlass
@@ -45,7 +45,7 @@ class Sums(NamedTuple):
     done: Signal  # of each warpgroup
 
 
-class Products:
+class Products(ABC):
     """Common part of the products of both formats, beside their tiles."""
 
     def __init__(self, config: IndexTopkConfig, plan: ScoresPlan):
@@ -74,7 +74,7 @@ class Products:
         of scores are added up."""
         if warp == 0:
             fence_after_thread_sync()
-            tmem_of(sums).free(self.plan.tmem.allocated_columns, address_of(sums))
+            tmem_of(sums).free(self.plan.tmem.allocated_columns, first_column(sums))
 
     # ---- products ----
 
@@ -87,7 +87,7 @@ class Products:
             unit: of 16 keys, the warp's.
         """
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPGROUP_WARPS
-        address = address_of(smem.sums)
+        address = first_column(smem.sums)
         sums = address + cute.assume(group * KERNEL_HEADS, divby=KERNEL_HEADS)
         keys, scales = self.bring(smem.keys, address, group, cursor.stage, unit, lane)
         self.issue(smem, sums, keys, group, unit)
@@ -174,8 +174,8 @@ def tmem_of(sums: Sums) -> Tmem:
     return Tmem(sums.holder, barrier_id=0)
 
 
-def address_of(sums: Sums) -> cute.Pointer:
-    """Address of the first column, behind the barrier that `Products.allocate` asks for."""
+def first_column(sums: Sums) -> cute.Pointer:
+    """Its address, behind the barrier that `Products.allocate` asks for."""
     return cute.arch.retrieve_tmem_ptr(Float32, 16, sums.holder)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 
 from cutlass import Float8E4M3FN, Float32, Uint32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
@@ -16,7 +16,7 @@ from dsv4.kernels.kit.swizzle import VECTOR_BYTES
 from dsv4.kernels.kit.wgmma import by_row, gemm, make_mma
 
 
-class Products:
+class Products(ABC):
     """Common part of the products of both formats, beside their tiles."""
 
     def tensor_memory(self, storage) -> tuple[()]:
@@ -27,10 +27,10 @@ class Products:
         """Edges of products: none."""
         return {}
 
-    def allocate(self, sums: tuple[()], warp) -> None:
+    def allocate(self, sums: tuple[()], warp) -> None:  # noqa: B027 nothing is right here
         """Nothing to ask for."""
 
-    def free(self, sums: tuple[()], warp) -> None:
+    def free(self, sums: tuple[()], warp) -> None:  # noqa: B027 nothing is right here
         """Nothing to return."""
 
     def multiply(self, smem, cursor: Cursor, unit, lane) -> tuple[cute.Tensor, list[Float32]]:
