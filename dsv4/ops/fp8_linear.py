@@ -168,7 +168,7 @@ class Fp8Linear(KernelOp):
         those that no architecture tells apart once."""
         found: dict[tuple[Fp8LinearConfig, ...], tuple[str, Fp8LinearConfig]] = {}
         for label, (rows, width) in (MODEL_LAYERS | DRAFT_LAYERS).items():
-            takes_codes = "wq_b" in label or "wo_b" in label
+            takes_codes = label in DRAFT_LAYERS or "wq_b" in label or "wo_b" in label
             for x_dtype in ("bfloat16", "float8_e4m3fn")[: 2 if takes_codes else 1]:
                 has_codes = x_dtype != "bfloat16"
                 # Queries come out of the layers' own call as attention takes them.

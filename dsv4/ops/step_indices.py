@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -31,10 +32,14 @@ class StepIndices(KernelOp):
     def values(self, config: StepIndicesConfig) -> Mapping[str, int | str]:
         return values(config)
 
+    def compiled_config(self, config: StepIndicesConfig, arch: str) -> StepIndicesConfig:
+        """One kernel for rings of every size: with any number of drafts."""
+        return replace(config, ring=1)
+
     def plan(self, config: StepIndicesConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
-        """Number of CTAs."""
+        """Number of CTAs, and the ring."""
         count = -(-sizes["B"] * max(sizes["W"], sizes["C"]) // ROWS_PER_CTA)
-        return (min(max(count, 1), device.num_sms),)
+        return min(max(count, 1), device.num_sms), config.ring
 
     def needs(self, config: StepIndicesConfig, name: str) -> bool | None:
         stem, _, kind = name.rpartition("_")
@@ -87,10 +92,8 @@ class StepIndices(KernelOp):
                 visible.copy_((found + 1) // ratio)
 
     def aot(self) -> Mapping[str, StepIndicesConfig]:
-        """Decode steps of Flash and Pro, without drafts and with one."""
-        return {
-            f"{drafts} drafts": StepIndicesConfig(128 + drafts, 128, 4, 128) for drafts in (0, 1)
-        }
+        """Decode steps of Flash and Pro."""
+        return {"Flash, Pro": StepIndicesConfig(128, 128, 4, 128)}
 
 
 STEP_INDICES = StepIndices()

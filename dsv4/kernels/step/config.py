@@ -19,7 +19,7 @@ class StepIndicesConfig:
     """Identity of a compiled `step_indices`.
 
     Attributes:
-        ring: keys of a request's sliding window in its page.
+        ring: keys of a request's sliding window in its page, which kernels take at run time.
         block: positions of a cache block, a multiple of both ratios.
         ratio_0, ratio_1: positions per compressed entry of the layers that have some; 0: there are
             no such layers.
@@ -69,6 +69,7 @@ ARGS = (
         )
     ),
     Scalar("num_ctas"),
+    Scalar("ring"),
 )
 
 

@@ -44,6 +44,7 @@ class StepIndices:
         completed_1: cute.Tensor,
         visible_1: cute.Tensor,
         num_ctas: Int32,
+        ring: Int32,
     ):
         self.kernel(
             (slots, starts, lens),
@@ -53,6 +54,7 @@ class StepIndices:
             (positions, request_ids, window_slots),
             live_tokens,
             ((completed_0, visible_0), (completed_1, visible_1)),
+            ring,
         ).launch(grid=[num_ctas, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=True)
 
     @cute.kernel
@@ -65,6 +67,7 @@ class StepIndices:
         of_tokens: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         live_tokens: cute.Tensor,
         of_entries: tuple[tuple[cute.Tensor, cute.Tensor], tuple[cute.Tensor, cute.Tensor]],
+        ring: Int32,
     ):
         thread = cute.arch.thread_idx()[0]
         first = cute.arch.block_idx()[0] * THREADS + thread
@@ -72,7 +75,8 @@ class StepIndices:
         pdl.launch_dependents()
         pdl.wait_for_previous_launch()
         self.requests(given, requests, first, step)
-        self.tokens(given, of_tokens, tuple(visible for _, visible in of_entries), first, step)
+        seen = tuple(visible for _, visible in of_entries)
+        self.tokens(given, of_tokens, seen, ring, first, step)
         for kind in cutlass.range_constexpr(len(self.config.ratios)):
             if cutlass.const_expr(self.config.ratios[kind] > 0):
                 completed = of_entries[kind][0]
@@ -103,6 +107,7 @@ class StepIndices:
         given: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         of_tokens: tuple[cute.Tensor, cute.Tensor, cute.Tensor],
         visible: tuple[cute.Tensor, cute.Tensor],
+        ring: Int32,
         first: Int32,
         step: Int32,
     ):
@@ -115,7 +120,7 @@ class StepIndices:
             offset = index - row * chunk
             slot, position = Int32(slots[row]), Int32(starts[row]) + offset
             is_valid = slot >= 0 and offset < Int32(lens[row])
-            place = slot * self.config.ring + position % self.config.ring
+            place = slot * ring + position % ring
             positions[row, offset] = position
             request_ids[row, offset] = cutlass.select_(is_valid, row, Int32(NONE))
             window_slots[row, offset] = cutlass.select_(is_valid, place, Int32(NONE))
