@@ -22,9 +22,16 @@ from tests.simulator.helpers.subjects import FEW_SMS, SEED, Subject, run_of_call
 RAW = 40  # exponents of a row's FP4 groups: further apart than those of FP8 codes
 # Three tiles of tokens, one of them of a single expert, on one SM: rings wrap.
 EXPERTS = moe.Case(11, 256, 384, 4, 2, one_expert=True, has_missing=True, live=10)
-# Tilings: a launch for each product, one launch for both.
-APART, JOINT = 0, 1
-EXPERTS_SMS = {APART: (1,), JOINT: (8, 1)}  # where CTAs share the tiles out, they wait for h
+# Tilings: a launch for each product, one launch for both, the same with tall tiles; codes of h by a
+# launch between the products.
+APART, JOINT, TALL, CODED = range(4)
+# Where CTAs share the tiles out, they wait for h.
+EXPERTS_SMS = {APART: (1,), JOINT: (8, 1), TALL: (8, 1), CODED: (1,)}
+# Stages of tall tiles are long; tiles of more than eight tokens have code of their own.
+CASES = {
+    TALL: replace(EXPERTS, hidden=512),
+    CODED: replace(EXPERTS, tokens=40, live=38, hidden=512),
+}
 # By tokens and tiling. All tiles that a CTA of the gate takes, two slices one after the other, a
 # last CTA of the selection that sorts for all, in two batches a warp; and one that has all tokens.
 ROUTER, ROUTER_LAUNCHES = RouterCase(90, 1024, top_k=7), ((90, (1, 8)), (3, (1, 1)))
@@ -37,7 +44,8 @@ def experts(
     """A tiling alone: the others would take longer to compile and to read."""
     from dsv4.kernels.moe.sm90 import experts
 
-    inputs = moe.Inputs.make(replace(EXPERTS, expert_dtype=dtype, spread=spread), SEED)
+    case = replace(CASES.get(tiling, EXPERTS), expert_dtype=dtype, spread=spread)
+    inputs = moe.Inputs.make(case, SEED)
     config = inputs.case.config
     chosen = tilings(config)[tiling]
     with mock.patch.object(experts, "tilings", lambda config: (chosen,)):

@@ -23,10 +23,10 @@ from tests.simulator.helpers.changes import (
 from tests.simulator.races.test_deleted_synchronisation import (
     BOARD,
     EXPECTED_LATE,
-    EXPERTS_UNREACHED,
     FIRST_TILE,
     ZEROS,
     ZEROS_FENCED,
+    copies_unreached,
 )
 from tests.simulator.races.test_fp8_linear_mutations import EXPECTS, LAUNCH
 from tests.simulator.races.test_weaker_qualifiers import ALONE
@@ -95,10 +95,6 @@ def apart_weaker(copies: int) -> Listed:
     }
 
 
-def not_run(copies: int) -> Listed:
-    return {("cp.async", "copy_vector"): (copies, EXPERTS_UNREACHED["cp.async", "copy_vector"][1])}
-
-
 def joint(commits: int, waits: int) -> Listed:
     """Of one launch: gate and up, the shared expert's down, the others'."""
     return {
@@ -125,10 +121,18 @@ JOINT_WEAKER = {
 }
 KERNELS = {
     "bf16": Kernel(
-        "bfloat16", experts.APART, apart(5, 10, copies=5), apart_weaker(copies=5), not_run(2)
+        "bfloat16",
+        experts.APART,
+        apart(5, 10, copies=5),
+        apart_weaker(copies=5),
+        copies_unreached(2),
     ),
     "NVFP4": Kernel(
-        "nvfp4", experts.APART, apart(14, 20, copies=4), apart_weaker(copies=4), not_run(8)
+        "nvfp4",
+        experts.APART,
+        apart(14, 20, copies=4),
+        apart_weaker(copies=4),
+        copies_unreached(8),
     ),
     "bf16, one launch": Kernel(
         "bfloat16",

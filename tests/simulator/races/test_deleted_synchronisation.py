@@ -157,6 +157,12 @@ BOARD = (
 )
 FIRST_TILE = "of the first tile: the board is empty"
 ZEROS = "zeros: the CTA's barrier tells every warp of them, and consumers fence before products"
+# Of three launches of products, too, and of what rounds h between them; down copies codes.
+CODED = {
+    **EXPERTS,
+    ("griddepcontrol.launch_dependents", "kernel"): (2, f"of the codes and the sum: {LAUNCH}"),
+    ("fence.proxy", "clear"): (3, ZEROS),
+}
 JOINT = {
     ("griddepcontrol.launch_dependents", "kernel"): (2, LAUNCH),
     ("griddepcontrol.launch_dependents", "run"): (1, LAUNCH),
@@ -183,24 +189,31 @@ JOINT = {
     ("mbarrier.try_wait", "load_tile"): (1, BOARD),
     ("mbarrier.try_wait", "_copy"): (1, BOARD),
 }
-# In FP8, whose tiles have more stages: two of them go round the ring.
+# Tall tiles of gate and up have two stages of a ring of five, which the load warp goes round.
+TALL = {
+    place: reason
+    for place, reason in JOINT.items()
+    if place not in (("mbarrier.try_wait", "load_tile"), ("mbarrier.try_wait", "_copy"))
+}
+# As it does in FP8.
 READ_EARLIER = (
     "behind consumers' reads of a tile on the board, first and further ones: before the load warp "
     "shows another one in its place, it has waited for a stage that they released after the read"
 )
 FP8_JOINT = {
-    place: reason
-    for place, reason in JOINT.items()
-    if place not in (("mbarrier.try_wait", "load_tile"), ("mbarrier.try_wait", "_copy"))
-} | {
+    **TALL,
     ("bar.warp", "arrive_warp"): (
         4,
         f"two as in FP4; and two {READ_EARLIER}",
     ),
 }
-JOINT_UNREACHED = {
-    ("cp.async", "copy_vector"): (4, EXPERTS_UNREACHED["cp.async", "copy_vector"][1])
-}
+
+
+def copies_unreached(copies: int) -> Listed:
+    return {("cp.async", "copy_vector"): (copies, EXPERTS_UNREACHED["cp.async", "copy_vector"][1])}
+
+
+JOINT_UNREACHED = copies_unreached(4)
 SEAM = {
     # Of clusters, of both launches of parts and of the joint one.
     ("griddepcontrol.launch_dependents", "begin"): (2, LAUNCH),
@@ -227,6 +240,8 @@ KERNELS = {
         partial(experts.experts, experts.JOINT, spread=experts.RAW),
         JOINT,
     ),
+    "joint experts, tall tiles": (partial(experts.experts, experts.TALL), TALL),
+    "experts, codes of h": (partial(experts.experts, experts.CODED), CODED),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY),
     "router, many tokens, Blackwell": (partial(experts.router_of_many, "sm_100a"), ROUTER_MANY),
     # A slice's blocks but the last, and the last one.
@@ -269,13 +284,13 @@ KERNELS = {
 
 UNREACHED = {
     "experts": EXPERTS_UNREACHED,
-    "experts, FP8": {
-        ("cp.async", "copy_vector"): (3, EXPERTS_UNREACHED["cp.async", "copy_vector"][1])
-    },
+    "experts, FP8": copies_unreached(3),
     "experts, raw FP4": EXPERTS_UNREACHED,
     "joint experts": JOINT_UNREACHED,
     "joint experts, FP8": JOINT_UNREACHED,
     "joint experts, raw FP4": JOINT_UNREACHED,
+    "joint experts, tall tiles": copies_unreached(3),
+    "experts, codes of h": copies_unreached(1),
     "seam, Hopper": SEAM_UNREACHED,
     "seam, Blackwell": SEAM_UNREACHED,
 }

@@ -52,12 +52,17 @@ JOINT_HARMLESS = {
     ("red.release", "_publish_h", "relaxed"): (1, ALONE),
     ("red.release", "_publish_h", "cluster"): (1, ALONE),
 }
-# Two tiles go round the ring.
-FP8_JOINT_HARMLESS = {
+# The load warp goes round the ring, with tall tiles and in FP8.
+TALL_HARMLESS = {
     place: reason
     for place, reason in JOINT_HARMLESS.items()
     if place[:2] not in (("mbarrier.try_wait", "load_tile"), ("mbarrier.try_wait", "_copy"))
-} | {("mbarrier.arrive", "arrive_warp", "relaxed"): (2, READ_EARLIER)}
+}
+FP8_JOINT_HARMLESS = {
+    **TALL_HARMLESS,
+    ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, READ_EARLIER),
+}
+CODED_HARMLESS = {**EXPERTS_HARMLESS, ("fence.proxy", "clear", "global"): (3, ZEROS)}
 
 
 # ---- linears, seam -------------------------------------------------------------------------------
@@ -115,6 +120,10 @@ KERNELS = {
     "joint experts, raw FP4": (
         partial(experts.experts, experts.JOINT, spread=experts.RAW), JOINT_HARMLESS, {},
     ),
+    "joint experts, tall tiles": (
+        partial(experts.experts, experts.TALL), TALL_HARMLESS, {},
+    ),
+    "experts, codes of h": (partial(experts.experts, experts.CODED), CODED_HARMLESS, {}),
     "router": (experts.router, {}, {}),
     "router, Blackwell": (partial(experts.router, "sm_100a"), {}, {}),
     "router, many tokens": (experts.router_of_many, ROUTER_MANY_HARMLESS, {}),
