@@ -44,26 +44,25 @@ def memory_lines(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     config = ModelConfig.from_json(args.checkpoint)
     context = config.max_position_embeddings if args.context is None else args.context
     requests = 1 if args.requests is None else args.requests
+    sizes = f"{requests} x {context:,} tokens"
     plan = plan_memory(config, context, requests)
-    one = plan_memory(config, context, requests + 1)
     yield "memory: weights", _gib(plan.weights)
     yield "memory: windows", _gib(plan.windows)
     yield "memory: states", _gib(plan.states)
     yield "memory: entries", _gib(plan.entries)
     yield "memory: index keys", _gib(plan.index_keys)
+    yield "memory: cache", f"{_gib(plan.cache)} of {sizes}"
     yield "memory: requests", _gib(plan.requests)
     yield "memory: working, estimated", _gib(plan.working)
-    yield "memory: peak", f"{_gib(plan.total)} for {requests} x {context:,} tokens"
-    each = max(1, one.cache + one.requests - plan.cache - plan.requests)
+    yield "memory: peak", f"{_gib(plan.total)} for {sizes}"
+    one, two = (plan_memory(config, context, count) for count in (1, 2))
     for product, room in GPU_MEMORY.items():
-        left = room * GIB - plan.weights - plan.working
-        if left < each:
-            missing = plan.weights + plan.working + each - room * GIB
-            text = f"no: one request needs {_gib(missing)} more than its {room} GiB"
+        left = room * GIB - one.total
+        if left < 0:
+            text = f"no: one request needs {_gib(-left)} more than its {room} GiB"
         else:
-            text = (
-                f"{'yes' if plan.total <= room * GIB else 'no'}: holds {left // each} such requests"
-            )
+            count = 1 + left // max(1, two.total - one.total)
+            text = f"{'yes' if plan.total <= room * GIB else 'no'}: holds {count} such requests"
         yield f"fits one {product}", text
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4.quoting import quoted
 
 if TYPE_CHECKING:
+    from dsv4.cache.model_cache import ModelCache
     from dsv4.config.model_config import ModelConfig
 
 MAX_DRAFT_TOKENS = 64
@@ -98,6 +99,40 @@ def check_prompt(prompt_ids: Sequence[int] | Tensor, vocab_size: int, name: str)
         if not 0 <= token < vocab_size:
             raise ValueError(f"{name}[{index}] must be in [0, {vocab_size}), got {quoted(token)}")
     return tokens
+
+
+def check_length(
+    prompt: int, max_new_tokens: int | None, max_context: int, cache: ModelCache
+) -> int:
+    """Return the length at which a request is finished, that of its prompt included.
+
+    Args:
+        max_new_tokens: None: as many as context and cache have room for.
+
+    Raises:
+        ValueError: they have no room for so many.
+    """
+    if max_new_tokens is None:
+        end = min(max_context, cache.num_blocks * cache.block_size)
+        if prompt >= end:
+            raise ValueError(
+                f"prompt_ids: got {prompt} tokens, context and cache leave room for at most "
+                f"{end - 1} without max_new_tokens"
+            )
+        return end
+    end = prompt + max_new_tokens
+    if end > max_context:
+        raise ValueError(
+            f"prompt_ids: {prompt} tokens and max_new_tokens = {max_new_tokens} exceed the "
+            f"context of {max_context}"
+        )
+    blocks = -(-end // cache.block_size)
+    if blocks > cache.num_blocks:
+        raise ValueError(
+            f"prompt_ids: {prompt} tokens and max_new_tokens = {max_new_tokens} need {blocks} "
+            f"cache blocks, the cache has {cache.num_blocks}"
+        )
+    return end
 
 
 def _index(token: object) -> int:

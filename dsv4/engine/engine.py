@@ -14,7 +14,13 @@ from torch import Tensor
 from dsv4.cache.allocator import OutOfBlocksError
 from dsv4.cache.manager import CacheManager
 from dsv4.cache.model_cache import block_size
-from dsv4.engine.arguments import check_drafts, check_integer, check_prompt, check_token_ids
+from dsv4.engine.arguments import (
+    check_drafts,
+    check_integer,
+    check_length,
+    check_prompt,
+    check_token_ids,
+)
 from dsv4.engine.flight import Flight
 from dsv4.engine.forward import prefill
 from dsv4.engine.graphs import decode_forward, padded_rows
@@ -185,18 +191,7 @@ class Engine:
             raise TypeError(f"sampling must be SamplingParams, got {quoted(sampling)}")
         vocab_size = self.model.config.vocab_size
         tokens = check_prompt(prompt_ids, vocab_size, "prompt_ids")
-        end = len(tokens) + sampling.max_new_tokens
-        if end > self.max_context:
-            raise ValueError(
-                f"prompt_ids: {len(tokens)} tokens and max_new_tokens = {sampling.max_new_tokens} "
-                f"exceed the context of {self.max_context}"
-            )
-        blocks = -(-end // self._cache.block_size)
-        if blocks > self._cache.num_blocks:
-            raise ValueError(
-                f"prompt_ids: {len(tokens)} tokens and max_new_tokens = {sampling.max_new_tokens} "
-                f"need {blocks} cache blocks, the cache has {self._cache.num_blocks}"
-            )
+        end = check_length(len(tokens), sampling.max_new_tokens, self.max_context, self._cache)
         stop_tokens = sampling.stop_tokens
         if stop_tokens is None:
             stop_tokens = _end_of_sequence(self.model.config.eos_token_id)

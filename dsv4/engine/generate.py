@@ -97,6 +97,7 @@ def generate(
             model's context, or another argument is out of range; the message names it.
     """
     config = model.config
+    max_new_tokens = check_integer("max_new_tokens", max_new_tokens, 1)
     if eos_token_id is not None:
         ids = eos_token_id if isinstance(eos_token_id, Collection) else (eos_token_id,)
         eos_token_id = check_token_ids("eos_token_id", ids, config.vocab_size)

@@ -10,7 +10,7 @@ from dsv4.engine.logprobs import TokenLogprobs
 from dsv4.engine.sampler import FAILED
 from dsv4.engine.sampling_params import SamplingParams
 
-Reason = Literal["stop", "length", "failed"]
+Reason = Literal["stop", "length", "context", "failed"]
 
 
 class Output(NamedTuple):
@@ -20,8 +20,9 @@ class Output(NamedTuple):
         request: its id.
         tokens: new tokens, in order, the stop token included. Empty only where it failed.
         finished: no more will come.
-        reason: "stop": a stop token; "length": as many tokens as it may have; "failed": no token
-            could be chosen, every logit was minus infinity or one was NaN. None: not finished.
+        reason: "stop": a stop token; "length": as many tokens as it may have; "context": no room
+            for another; "failed": no token could be chosen, every logit was minus infinity or one
+            was NaN. None: not finished.
         logprobs: of each new token. None: not asked for.
     """
 
@@ -87,4 +88,9 @@ class Request:
                 return tokens[:index], "failed"
             if token in self.stop_tokens:
                 return tokens[: index + 1], "stop"
-        return tokens, "length" if len(self.tokens) + len(tokens) == self.end else None
+        is_complete = len(self.tokens) + len(tokens) == self.end
+        return tokens, self._reason_of_end if is_complete else None
+
+    @property
+    def _reason_of_end(self) -> Reason:
+        return "context" if self.sampling.max_new_tokens is None else "length"

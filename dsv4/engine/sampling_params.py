@@ -27,7 +27,7 @@ class SamplingParams:
     likeliest, of these the nucleus of `top_p`.
 
     Attributes:
-        max_new_tokens: tokens to generate, at most.
+        max_new_tokens: tokens to generate, at most; None: until an engine's context is full.
         temperature: 0 takes the likeliest token; above 0 samples, values under 1e-5 counting as
             1e-5; at most 1e6.
         top_p: sample from the smallest set of tokens whose probabilities sum to at least this much
@@ -52,7 +52,7 @@ class SamplingParams:
         ValueError: a field is out of range; the message names it.
     """
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = 128
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -66,7 +66,8 @@ class SamplingParams:
     stop_tokens: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        check_integer("max_new_tokens", self.max_new_tokens, 1)
+        if self.max_new_tokens is not None:
+            check_integer("max_new_tokens", self.max_new_tokens, 1)
         check_number("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _check_positive("top_p", self.top_p, 1.0)
         check_integer("top_k", self.top_k, 0, MAX_TOP_K)

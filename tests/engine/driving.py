@@ -7,6 +7,7 @@ from collections import defaultdict
 from torch import Tensor
 
 from dsv4.engine.engine import Engine
+from dsv4.engine.request import Output
 from dsv4.engine.sampling_params import SamplingParams
 
 
@@ -41,3 +42,13 @@ def drain(engine: Engine) -> dict[int, list[int]]:
         for output in engine.step():
             new[output.request] += output.tokens
     return dict(new)
+
+
+def outputs_of(engine: Engine) -> dict[int, Output]:
+    """All that each request got, as one output."""
+    found: dict[int, Output] = {}
+    while engine.num_requests:
+        for output in engine.step():
+            earlier = found.get(output.request)
+            found[output.request] = output if earlier is None else earlier.then(output)
+    return found

@@ -11,7 +11,7 @@ import torch
 from dsv4.engine.engine import Engine
 from dsv4.engine.generate import generate
 from dsv4.engine.sampling_params import SamplingParams
-from tests.engine.driving import alone, drain, greedy
+from tests.engine.driving import alone, drain, greedy, outputs_of
 from tests.engine.tiny_model import BLOCK, WINDOW, assert_same_tokens, tiny_model, tokens
 
 pytestmark = pytest.mark.stage("cache")
@@ -188,6 +188,35 @@ def test_max_new_tokens_and_the_whole_context_are_used(seed: int, num_draft_toke
         engine = Engine(model, 1, 120 + count, num_draft_tokens=num_draft_tokens)
         engine.add(prompt, greedy(count))
         assert_same_tokens(model, prompt, drain(engine)[0], expected[:count])
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 3])
+def test_the_end_of_the_context_ends_a_request_and_says_so(
+    seed: int, num_draft_tokens: int
+) -> None:
+    """Beside one with a number of its own; a cache that is smaller than a context ends it, too."""
+    generator = torch.Generator().manual_seed(seed)
+    model = tiny_model(seed)
+    prompt = tokens(generator, BLOCK - 9)
+    expected = alone(model, prompt, greedy(12))
+    for context, blocks in ((BLOCK + 3, None), (4 * BLOCK, 1)):
+        count = min(context, BLOCK * (blocks or 4)) - len(prompt)
+        engine = Engine(
+            model, 2, context, num_draft_tokens=num_draft_tokens, num_blocks=blocks,
+            async_scheduling=True,
+        )  # fmt: skip
+        engine.add(prompt, SamplingParams(max_new_tokens=None))
+        engine.add(prompt, greedy(2))
+        found = outputs_of(engine)
+        assert (found[0].reason, found[1].reason) == ("context", "length")
+        assert len(found[0].tokens) == count
+        assert_same_tokens(model, prompt, found[0].tokens, expected[:count])
+        longest = len(prompt) + count
+        with pytest.raises(ValueError, match=f"got {longest} tokens, .* at most {longest - 1}"):
+            engine.add([1] * longest, SamplingParams(max_new_tokens=None))
+    stopped = SamplingParams(max_new_tokens=None, stop_tokens=(expected[1],))
+    engine.add(prompt, stopped)
+    assert outputs_of(engine)[2].reason == "stop"
 
 
 def test_cancel_frees_waiting_and_running_requests(seed: int) -> None:

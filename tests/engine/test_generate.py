@@ -166,6 +166,7 @@ def test_stats_as_text() -> None:
         (5, {}, TypeError, "prompts must be a list of token lists, got 5"),
         ("ab", {}, TypeError, "prompts must be a list of token lists, got 'ab'"),
         ([[True]], {}, TypeError, r"prompts\[0\] must be a list or 1-D tensor of integers"),
+        ([[1]], {"max_new_tokens": None}, TypeError, "max_new_tokens must be an integer, got None"),
         ([[1]], {"max_new_tokens": 2.5}, TypeError, "max_new_tokens must be an integer, got 2.5"),
         ([[1]], {"temperature": "1"}, TypeError, "temperature must be a number, got '1'"),
         ([[1]], {"eos_token_id": "1"}, TypeError, "eos_token_id must be a tuple of integers"),

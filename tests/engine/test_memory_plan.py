@@ -81,8 +81,18 @@ def test_doctor_prints_the_plan_and_who_holds_it(capsys: pytest.CaptureFixture) 
 
 
 def test_doctor_says_what_does_not_fit(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """With the sum of what requests own; what one request needs depends on no other."""
     (tmp_path / "config.json").write_text(json.dumps(ModelConfig.flash().to_json()))
-    assert main(["doctor", "--checkpoint", str(tmp_path), "--requests", "2", "--json"]) == 0
-    assert "no: one request needs" in capsys.readouterr().out
+    said = []
+    for requests in (2, 256):
+        sizes = ["--context", "131072", "--requests", str(requests)]
+        assert main(["doctor", "--checkpoint", str(tmp_path), *sizes, "--json"]) == 0
+        lines = json.loads(capsys.readouterr().out)
+        said.append({line["name"]: line["detail"] for line in lines})
+    assert said[0]["fits one H200"] == said[1]["fits one H200"]
+    assert said[0]["fits one H200"].startswith("no: one request needs")
+    assert said[0]["fits one B200"].startswith("yes") and said[1]["fits one B200"].startswith("no")
+    plan = plan_memory(ModelConfig.flash(), 131072, 256)
+    assert said[1]["memory: cache"] == f"{plan.cache / 2**30:.2f} GiB of 256 x 131,072 tokens"
     assert main(["doctor", "--context", "5"]) == 2
     assert "--context: needs --checkpoint" in capsys.readouterr().err

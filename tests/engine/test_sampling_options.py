@@ -10,22 +10,12 @@ import torch
 from dsv4.engine.engine import Engine
 from dsv4.engine.request import Output
 from dsv4.engine.sampling_params import SamplingParams
-from tests.engine.driving import alone, drain, greedy
+from tests.engine.driving import alone, drain, greedy, outputs_of
 from tests.engine.tiny_model import BLOCK, VOCAB, tiny_model, tokens
 
 pytestmark = pytest.mark.stage("sampler")
 
 PENALTIES = {"repetition_penalty": 1.4, "presence_penalty": 0.3, "frequency_penalty": 0.4}
-
-
-def outputs_of(engine: Engine) -> dict[int, Output]:
-    """All that each request got, as one output."""
-    found: dict[int, Output] = {}
-    while engine.num_requests:
-        for output in engine.step():
-            earlier = found.get(output.request)
-            found[output.request] = output if earlier is None else earlier.then(output)
-    return found
 
 
 def scores_of(model, prompt: list[int], new: list[int], params: SamplingParams) -> torch.Tensor:
