@@ -20,7 +20,7 @@ from dsv4.kernels.moe.config import BF16_DTYPES
 from dsv4.kernels.moe.layer_config import NVFP4_GROUP, MoeConfig
 from dsv4.ops.moe.op import FORMS, MODEL_LAYERS, MOE, OTHER_LAYERS
 from dsv4.ops.moe.torch_path import route
-from dsv4.ops.moe.weights import GatedWeights, prepare_
+from dsv4.ops.moe.weights import GatedWeights, choose_form, prepare_
 from dsv4.ops.runtime.backend import device_of
 
 TOKENS = (1, 4, 16, 64, 128, 256, 1024, 4096)
@@ -145,7 +145,8 @@ class Layer:
         self.config = Shape(model, 1).config
         config = self.config
         found = device_of(torch.cuda.current_device()) if torch.cuda.is_available() else None
-        self.form = "packed" if found is None else FORMS[found.arch][0]
+        self.forms = FORMS["sm_90a" if found is None else found.arch]
+        self.form = self.forms[0]
         self.experts = self._routed()
         self.gates, self.shared = [], []
         for _ in range(SHARED_SETS):
@@ -209,6 +210,8 @@ class Layer:
         hidden, inner = self.config.hidden, self.config.inner
         pairs = [make(inner, hidden), make(inner, hidden), make(hidden, inner)]
         weights = GatedWeights(*(p[0] for p in pairs), *(p[1] for p in pairs))
+        if weights.dtype_name == "fp4":
+            self.form = choose_form(weights, self.forms)
         prepare_(weights, self.form)
         return weights
 
@@ -241,7 +244,7 @@ class Layer:
         ]
         whole = self.experts.global_scales
         MOE.torch(
-            self.config, x, self.gates[0], self.bias, *weights[:6],
+            replace(self.config, form=self.form), x, self.gates[0], self.bias, *weights[:6],
             none if whole is None else whole, *weights[6:],
             absent, absent, out, absent, None,
         )  # fmt: skip

@@ -56,6 +56,7 @@ class Case:
         out_dtype: of the result.
         is_tiled: whether weights are prepared for Blackwell, whose kernels leave codes of h.
         shared_dtype: of the shared expert, "fp8" or "bfloat16".
+        is_row_packed: whether FP4 scales that can be packed have one least exponent a row.
     """
 
     tokens: int
@@ -74,6 +75,7 @@ class Case:
     out_dtype: str = "bfloat16"
     is_tiled: bool = False
     shared_dtype: str = "fp8"
+    is_row_packed: bool = False
 
     @property
     def rounds_to_nvfp4(self) -> bool:
@@ -87,7 +89,9 @@ class Case:
     def scale_form(self) -> str:
         if self.is_tiled:
             return "tiled"
-        return "packed" if self.spread <= MAX_SPREAD else "raw"
+        if self.spread > MAX_SPREAD:
+            return "raw"
+        return "row_packed" if self.is_row_packed else "packed"
 
     @property
     def config(self) -> ExpertsConfig:

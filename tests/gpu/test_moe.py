@@ -75,6 +75,7 @@ def check_steps(layer: Layer, tokens: int, is_model: bool = False) -> torch.Tens
     "changes",
     [
         {},
+        dict(is_row_packed=True),
         dict(spread=14),
         dict(expert_dtype="fp8"),
         dict(expert_dtype="fp8", scale_dtype="float32"),
@@ -106,6 +107,7 @@ def test_every_step_is_close(changes, is_hashed, seed) -> None:
     "changes",
     [
         {},
+        dict(is_row_packed=True),
         dict(spread=14),
         dict(expert_dtype="fp8", scale_dtype="float32"),
         dict(expert_dtype="nvfp4", one_expert=True, live=290),
@@ -143,6 +145,12 @@ def test_a_flash_layer_has_the_same_bits_for_any_number_of_tokens(expert_dtype, 
     # Loads still under way when a stage was released to the cluster made one of three calls differ.
     for _ in range(30):
         assert torch.equal(layer(), together)
+
+
+def test_one_exponent_a_row_changes_no_bit(seed) -> None:
+    layer, other = Layer(FLASH, seed), Layer(replace(FLASH, is_row_packed=True), seed)
+    for tokens in TOKENS:
+        assert torch.equal(layer(tokens), other(tokens)), f"T = {tokens}"
 
 
 @pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])

@@ -15,7 +15,8 @@ MAX_TOP_K = 16
 EXPERT_DTYPES = ("fp4", "fp8", "nvfp4", "bfloat16")
 SHARED_DTYPES = ("fp8", "bfloat16")
 BF16_DTYPES = ("nvfp4", "bfloat16")  # multiplied with activations in bf16
-SCALE_FORMS = ("packed", "raw", "tiled")
+SCALE_FORMS = ("packed", "row_packed", "raw", "tiled")
+FOLDED_FORMS = ("packed", "row_packed")  # whose FP4 scales fold into e4m3 codes
 SCALE_DTYPES = ("float8_e8m0fnu", "float32")
 OUT_DTYPES = ("bfloat16", "float32")
 
@@ -32,9 +33,10 @@ class ExpertsConfig:
             with a scale per 128 x 128); "nvfp4" (E2M1 with an E4M3 scale per 16 and one fp32 scale)
             or "bfloat16", whose products are of bf16.
         scale_form: of FP4 scales. "packed": the four groups of a row's k block are exponents of at
-            most `layout.MAX_SPREAD` above a common one, and fold into the e4m3 codes. "raw": any,
-            and every 32 elements are summed by themselves. "tiled": any, on Blackwell, whose tensor
-            core takes them; the order of all prepared weights there.
+            most `layout.MAX_SPREAD` above a common one, and fold into the e4m3 codes. "row_packed":
+            the same, with a common one for all of a row. "raw": any, and every 32 elements are
+            summed by themselves. "tiled": any, on Blackwell, whose tensor core takes them; the
+            order of all prepared weights there.
         scale_dtype: of FP8 experts.
         shared_scale_dtype: of the shared expert, where it is FP8.
         limit: gate is at most that, up within plus and minus that.

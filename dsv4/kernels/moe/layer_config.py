@@ -40,7 +40,7 @@ class MoeConfig:
         scale_dtype: of FP8 blocks, "float8_e8m0fnu" or "float32".
         block_rows, block_columns: of an FP8 block.
         form: of quantised weights: "released", as checkpoints store them; or prepared for kernels,
-            with FP4 scales "packed" or "raw" (Hopper), or "tiled" (Blackwell).
+            with FP4 scales "packed", "row_packed" or "raw" (Hopper), or "tiled" (Blackwell).
         is_hashed: whether a table gives a token's experts; else its best scores do.
         scaling: that the weights of a token's experts add up to.
         limit: gate is at most that, up within plus and minus that.

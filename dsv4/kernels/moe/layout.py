@@ -1,9 +1,9 @@
 """Order of prepared weights in memory: that of the kernels' reads.
 
-For Hopper ("packed" or "raw"), a weight [M, K] is cut into panels of 32 rows, a panel into k blocks
-of 128. Two panels, of which a warpgroup has one each as the rows g and g + 8 of its fragments, make
-the A operand of a wgmma, 16 bytes of a lane at a time. Units of 8 rows follow each other in a
-block, one for each warp; lane l reads row l / 4 of a unit.
+For Hopper ("packed", "row_packed" or "raw"), a weight [M, K] is cut into panels of 32 rows, a panel
+into k blocks of 128. Two panels, of which a warpgroup has one each as the rows g and g + 8 of its
+fragments, make the A operand of a wgmma, 16 bytes of a lane at a time. Units of 8 rows follow each
+other in a block, one for each warp; lane l reads row l / 4 of a unit.
 
 FP4, a block of 2 KB [unit (4), lane (32), step (4)] of words: word s of lane l holds elements
 k = 32 s + 4 (l % 4) + {0, 1, 2, 3}, then + 16. Bits 4 j .. 4 j + 2 are the magnitude of element j;
@@ -11,8 +11,8 @@ its sign is bit 8 j + 3 for the first four, bit 8 (j - 4) + 7 for the others: wh
 shift, or without one, in e4m3 codes.
 
 FP4 scales, a word for each row of a block [row (32)]: "packed", the least exponent of the row's
-four groups in bits 24 to 31, and how far each one is above it, 4 bits from bit 4 s on; "raw", the
-four E8M0 bytes.
+four groups in bits 24 to 31, and how far each one is above it, 4 bits from bit 4 s on;
+"row_packed", the same with the least exponent of the whole row; "raw", the four E8M0 bytes.
 
 FP8, a block of 4 KB [unit (4), half (2), lane (32), step (2), 16 k (2)] of words: the four codes
 from k = 32 (2 half + step) + 16 (word) + 4 (l % 4) on. FP8 scales lie as in the checkpoint.

@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from dsv4.kernels.kit.plan import Arrival, Arrive, BarrierGraph, Buffer, Edge, Warps
 from dsv4.kernels.kit.ring_plan import RingPlan
-from dsv4.kernels.moe.config import BF16_DTYPES, ExpertsConfig
+from dsv4.kernels.moe.config import BF16_DTYPES, FOLDED_FORMS, ExpertsConfig
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS
 
 WARPGROUP = 4  # warps
@@ -205,7 +205,7 @@ class ProductPlan(RingPlan):
     @property
     def routed(self) -> tuple[Kind, ...]:
         """By their columns, ascending: a tile takes the first that holds its tokens."""
-        tokens, is_packed = self.tiling.tokens, self.scale_form == "packed"
+        tokens, is_packed = self.tiling.tokens, self.scale_form in FOLDED_FORMS
         columns = (tokens // 2, tokens) if tokens > FEWEST_COLUMNS else (tokens,)
         return tuple(self._kind(self.expert_dtype, count, is_packed) for count in columns)
 

@@ -20,7 +20,7 @@ from dsv4.kernels.kit.plan import (
     Registers,
     Warps,
 )
-from dsv4.kernels.moe.config import ExpertsConfig
+from dsv4.kernels.moe.config import FOLDED_FORMS, ExpertsConfig
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, TABLE_EXPONENT, VECTOR_BYTES
 from dsv4.kernels.moe.plan import WARPGROUP, Kind, ProductPlan, Source, Tiling
 
@@ -36,7 +36,7 @@ SCALE_COPIES = 2
 
 def lift_of(config: ExpertsConfig) -> float:
     """Factor in the scales of activations of routed experts: packed FP4 codes are times 2^-5."""
-    is_packed = config.expert_dtype == "fp4" and config.scale_form == "packed"
+    is_packed = config.expert_dtype == "fp4" and config.scale_form in FOLDED_FORMS
     return 2.0**-TABLE_EXPONENT if is_packed else 1.0
 
 
@@ -60,8 +60,14 @@ class WidePlan(ProductPlan):
 
     @property
     def routed(self) -> tuple[Kind, ...]:
-        is_packed = self.scale_form == "packed"
+        is_packed = self.scale_form in FOLDED_FORMS
         return tuple(self._kind(self.expert_dtype, count, is_packed) for count in self.columns)
+
+    @property
+    def scales_rows_last(self) -> bool:
+        """Whether the scale of a row of FP4 is that of all its k blocks, so that it multiplies the
+        tile's sums: a power of two, of a product or of their sum."""
+        return self.scale_form == "row_packed"
 
     @property
     def columns(self) -> tuple[int, ...]:

@@ -6,6 +6,9 @@ its inverse gives back every byte. The forms of Hopper differ in the scales of F
 
 * "packed": the least exponent of a row's four groups of a k block, and how far each is above it;
   only where no group is more than `MAX_SPREAD` above, and every exponent is of a normal number;
+* "row_packed": the same, with the least exponent of the whole row in each of its k blocks, so that
+  products of many tokens may multiply by it once; only where no group is more than `MAX_SPREAD`
+  above that;
 * "raw": the four exponents, whatever they are; the kernels then sum every 32 elements by
   themselves.
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4.kernels.moe.config import FOLDED_FORMS
 from dsv4.kernels.moe.layout import (
     ATOM_LANES,
     K_BLOCK,
@@ -39,7 +43,7 @@ HALVES = 2  # of a step's k, 16 elements each
 FP4_GROUPS = 4  # of a k block
 LEAST_EXPONENT, LARGEST_EXPONENT = 1, 254  # of normal numbers
 TILED = "tiled"
-FORMS = ("packed", "raw")
+FORMS = (*FOLDED_FORMS, "raw")
 
 # Axes of a weight [panel, unit, row, k block, step, half, lane of the quad, element], and the order
 # in which prepared FP4 and FP8 codes have them. FP8 steps are cut once more: [.., pair, step, ..].
@@ -139,16 +143,19 @@ def restore_fp8_codes(prepared: Tensor) -> Tensor:
     return cut.reshape(prepared.shape).view(prepared.dtype)
 
 
-def fits_packed(scale: Tensor) -> Tensor:
-    """Whether E8M0 scales [..., M, K / 32] of a tensor can be packed: a boolean, on its device."""
-    groups = scale.view(torch.uint8).unflatten(-1, (-1, FP4_GROUPS)).int()
+def fits_packed(scale: Tensor, form: str = "packed") -> Tensor:
+    """Whether E8M0 scales [..., M, K / 32] of a tensor can be "packed" or "row_packed": a boolean,
+    on its device."""
+    groups = scale.view(torch.uint8).int()
+    if form == "packed":
+        groups = groups.unflatten(-1, (-1, FP4_GROUPS))
     low, high = groups.aminmax(dim=-1)
     is_normal = (low >= LEAST_EXPONENT) & (high <= LARGEST_EXPONENT)
     return (is_normal & (high - low <= MAX_SPREAD)).all()
 
 
 def prepare_scales(scale: Tensor, form: str) -> Tensor:
-    """Prepared form of E8M0 scales [..., M, K / 32] of FP4, "packed" only if `fits_packed` says so,
+    """Prepared form of E8M0 scales [..., M, K / 32] of FP4, packed only if `fits_packed` says so,
     or of e4m3 ones [..., M, K / 16] of NVFP4."""
     if scale.dtype == torch.float8_e4m3fn:
         return tile_scales(scale) if form == TILED else bf16_layout.prepare_nvfp4_scales(scale)
@@ -164,12 +171,14 @@ def restore_scales(prepared: Tensor, form: str) -> Tensor:
 
 
 def prepare_fp4_scales(scale: Tensor, form: str) -> Tensor:
-    """Prepared form of E8M0 scales [..., M, K / 32]; "packed" only if `fits_packed` says so."""
+    """Prepared form of E8M0 scales [..., M, K / 32]; packed only if `fits_packed` says so."""
     if form == TILED:
         return tile_scales(scale)
     ordered = reordered(cut_into(scale.contiguous().view(torch.uint8), _scale_axes(scale)), _SCALE)
-    if form == "packed":
-        low = ordered.amin(-1)
+    if form in FOLDED_FORMS:
+        # Of [.., panel, k block, row, group].
+        shared = (-1,) if form == "packed" else (-3, -1)
+        low = ordered.amin(shared, keepdim=True).expand(*ordered.shape[:-1], 1).squeeze(-1)
         above = ordered - low[..., None]
         even, odd = above[..., 0::2], above[..., 1::2]
         ordered = torch.stack(
@@ -184,7 +193,7 @@ def restore_fp4_scales(prepared: Tensor, form: str) -> Tensor:
         return untile_scales(prepared)
     axes = _scale_axes(prepared)
     ordered = cut_into(prepared.contiguous().view(torch.uint8), tuple(axes[i] for i in _SCALE))
-    if form == "packed":
+    if form in FOLDED_FORMS:
         pairs, low = ordered[..., :2], ordered[..., 3:]
         ordered = torch.stack((pairs & 0xF, pairs >> 4), -1).flatten(-2) + low
     return reordered(ordered, _SCALE).reshape(prepared.shape).view(prepared.dtype)

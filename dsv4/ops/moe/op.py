@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dsv4.kernels.moe import plan as plans
-from dsv4.kernels.moe.config import BF16_DTYPES, K_BLOCK
+from dsv4.kernels.moe.config import BF16_DTYPES, FOLDED_FORMS, K_BLOCK
 from dsv4.kernels.moe.layer_args import ARGS, values
 from dsv4.kernels.moe.layer_config import MoeConfig
 from dsv4.kernels.moe.routing import MAX_TOKENS, ROUTER_TOKENS, gate_tiling
@@ -52,7 +52,7 @@ OTHER_LAYERS = {
 # Tilings of an architecture, and which one a launch takes.
 PLANS = {"sm_90a": plans, "sm_100a": blackwell_plans, "sm_103a": blackwell_plans}
 # Orders of prepared weights that the kernels of an architecture read.
-FORMS = {"sm_90a": ("packed", "raw"), "sm_100a": ("tiled",), "sm_103a": ("tiled",)}
+FORMS = {"sm_90a": ("packed", "row_packed", "raw"), "sm_100a": ("tiled",), "sm_103a": ("tiled",)}
 
 
 class Moe(KernelOp):
@@ -209,15 +209,17 @@ class Moe(KernelOp):
         return self.aot_for("sm_90a")
 
     def aot_for(self, arch: str) -> Mapping[str, MoeConfig]:
-        """Layers of Flash and Pro, by scores and by token id; and those in other formats that the
-        architecture has kernels for."""
-        found, form = {}, FORMS[arch][0]
+        """Layers of Flash and Pro, by scores and by token id, in the forms that scales of released
+        FP4 weights may have; and those in other formats that the architecture has kernels for."""
+        found, forms = {}, FORMS[arch]
         for model, sizes in MODEL_LAYERS.items():
-            for is_hashed, kind in ((False, "scores"), (True, "token ids")):
-                fields = {"form": form, "is_hashed": is_hashed}
-                found[f"{model}, {kind}"] = replace(sizes, **fields)
+            for form in forms if len(forms) == 1 else FOLDED_FORMS:
+                suffix = ", row by row" if form == "row_packed" else ""
+                for is_hashed, kind in ((False, "scores"), (True, "token ids")):
+                    config = replace(sizes, form=form, is_hashed=is_hashed)
+                    found[f"{model}, {kind}{suffix}"] = config
         for model, sizes in OTHER_LAYERS.items():
-            config = replace(sizes, form=form)
+            config = replace(sizes, form=forms[0])
             if self.serves(config, arch):
                 found[f"{model}, scores"] = config
         return found
@@ -293,8 +295,8 @@ def moe(
         top_k: k.
         scaling: sum of a token's weights.
         limit: of gate and up.
-        form: "released", or what the weights were prepared as: "packed" or "raw" for Hopper, where
-            other weights than FP4 are "packed"; "tiled" for Blackwell.
+        form: "released", or what the weights were prepared as: "packed", "row_packed" or "raw" for
+            Hopper, where other weights than FP4 are "packed"; "tiled" for Blackwell.
         block: rows and columns of FP8 scales.
         bias: [E] float32; where scores choose.
         table: [V, k] int64, and

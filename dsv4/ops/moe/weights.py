@@ -108,8 +108,8 @@ def decoded(
 
 
 def choose_form(weights: GatedWeights, forms: tuple[str, ...]) -> str:
-    """The form that routed experts can be prepared in, of those that kernels read: "packed" only
-    where all FP4 scales fit it.
+    """The form that routed experts can be prepared in, of those that kernels read: "row_packed" or
+    "packed" only where all FP4 scales fit it.
 
     Reads the scales back: for loading, not for steps.
 
@@ -124,8 +124,11 @@ def choose_form(weights: GatedWeights, forms: tuple[str, ...]) -> str:
         return forms[0]
     if weights.dtype_name != "fp4":
         return "packed"
-    fits = torch.stack([layout.fits_packed(scale) for scale in weights.scales]).all()
-    return "packed" if bool(fits) else "raw"
+    for form in ("row_packed", "packed"):
+        fits = [layout.fits_packed(scale, form) for scale in weights.scales]
+        if bool(torch.stack(fits).all()):
+            return form
+    return "raw"
 
 
 def _check_nvfp4(weights: GatedWeights, is_tiled: bool) -> None:

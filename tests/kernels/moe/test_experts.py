@@ -153,6 +153,28 @@ def test_other_weights(target, case, seed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tokens", [5, 70])
+def test_one_exponent_a_row_changes_no_bit(tokens, seed) -> None:
+    """Products of many tokens multiply sums by the row's scale, not each k block."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    target = Simulator("sm_90a")
+    case = Case(tokens, **SMALL, one_expert=True, has_missing=True)
+    by_block, by_row = (
+        inputs_of(target, replace(case, is_row_packed=is_row_packed), seed)
+        for is_row_packed in (False, True)
+    )
+    config = case.config
+    is_wide = [tiling.is_wide for tiling in tilings(target, config)]
+    taken = [is_wide.index(True), choose(target, config, tokens)]
+    expected = run(target, by_block, taken[0], seed)
+    assert_experts_close(expected, by_block)
+    for tiling in taken:
+        found = run(target, by_row, tiling, seed)
+        assert_experts_close(found, by_row)
+        assert torch.equal(found["y"], expected["y"]), tiling
+
+
+@pytest.mark.slow
 def test_a_token_has_the_same_bits_among_any_number(target, seed) -> None:
     inputs = inputs_of(target, Case(33, **SMALL), seed)
     config = inputs.case.config

@@ -49,19 +49,22 @@ def test_fp8_codes_lie_where_lanes_read_them(seed) -> None:
 
 @pytest.mark.parametrize("form", layout.FORMS)
 def test_fp4_scales_lie_by_row_of_a_block(form, seed) -> None:
-    low = torch.randint(1, 244, (ROWS, COLUMNS // 128, 1), dtype=torch.uint8)
+    blocks = 1 if form == "row_packed" else COLUMNS // 128
+    low = torch.randint(1, 244, (ROWS, blocks, 1), dtype=torch.uint8)
     above = torch.randint(0, 12, (ROWS, COLUMNS // 128, 4), dtype=torch.uint8)
     scale = (low + above).view(ROWS, -1).view(torch.float8_e8m0fnu)
     assert layout.fits_packed(scale)
+    assert layout.fits_packed(scale, "row_packed") == (form == "row_packed")
     words = words_of(layout.prepare_fp4_scales(scale, form), ROWS // 32, COLUMNS // 128, 32)
     exponents = scale.view(torch.uint8).view(ROWS, -1, 4).int()
     for row in range(ROWS):
         for block in range(COLUMNS // 128):
             word = int(words[row // 32, block, row % 32]) & 0xFFFFFFFF
             e = exponents[row, block].tolist()
-            least = min(e) if form == "packed" else 0
+            row_least = int(exponents[row].min())
+            least = {"packed": min(e), "row_packed": row_least, "raw": 0}[form]
             fields = [x - least for x in e]
-            width = 4 if form == "packed" else 8
+            width = 8 if form == "raw" else 4
             wanted = sum(x << width * i for i, x in enumerate(fields)) | least << 24
             assert word == wanted
 
@@ -101,6 +104,8 @@ def test_every_byte_comes_back(lead, seed) -> None:
          lambda x: layout.restore_fp4_scales(x, "raw"), scale),
         (lambda x: layout.prepare_fp4_scales(x, "packed"),
          lambda x: layout.restore_fp4_scales(x, "packed"), narrow),
+        (lambda x: layout.prepare_fp4_scales(x, "row_packed"),
+         lambda x: layout.restore_fp4_scales(x, "row_packed"), narrow),
         (lambda x: layout.prepare_codes(x, "tiled"),
          lambda x: layout.restore_codes(x, "tiled"), fp4),
         (lambda x: layout.prepare_codes(x, "tiled"),
@@ -118,8 +123,18 @@ def test_every_byte_comes_back(lead, seed) -> None:
 def test_what_does_not_fit_the_packed_form(exponents) -> None:
     scale = torch.full((64, 8), 120, dtype=torch.uint8)
     assert layout.fits_packed(scale.view(torch.float8_e8m0fnu))
+    assert layout.fits_packed(scale.view(torch.float8_e8m0fnu), "row_packed")
     scale[17, 4:] = torch.tensor(exponents, dtype=torch.uint8)
     assert not layout.fits_packed(scale.view(torch.float8_e8m0fnu))
+    assert not layout.fits_packed(scale.view(torch.float8_e8m0fnu), "row_packed")
+
+
+def test_what_fits_by_k_block_alone() -> None:
+    scale = torch.full((64, 8), 120, dtype=torch.uint8)
+    scale[17, 4:] = 108
+    scale = scale.view(torch.float8_e8m0fnu)
+    assert layout.fits_packed(scale)
+    assert not layout.fits_packed(scale, "row_packed")
 
 
 def test_weights_of_other_sizes_are_refused() -> None:

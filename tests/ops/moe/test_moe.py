@@ -160,8 +160,8 @@ def test_prepared_weights_are_the_same_weights(
     before = [t.view(torch.uint8).clone() for t in (*layer.experts, *layer.shared) if t is not None]
     expected = layer()
     layer.form = choose_form(layer.experts, op.FORMS[arch])
-    is_raw = expert_dtype == "fp4" and spread > 11
-    hopper = "raw" if is_raw else "packed"
+    is_fp4 = expert_dtype == "fp4"
+    hopper = ("raw" if spread > 11 else "row_packed") if is_fp4 else "packed"
     assert layer.form == (hopper if arch == "sm_90a" else "tiled")
     # Several parts, the last of them smaller.
     monkeypatch.setattr(weights_module, "MAX_MOVED", 3 * HIDDEN * INNER)
@@ -173,6 +173,20 @@ def test_prepared_weights_are_the_same_weights(
         restore_(weights, layer.form)
     after = [t.view(torch.uint8) for t in (*layer.experts, *layer.shared) if t is not None]
     assert all(map(torch.equal, before, after))
+
+
+def test_one_row_that_has_no_exponent_of_its_own_packs_all_by_k_block(seed) -> None:
+    layer = Layer(case_of(20), seed)
+    assert choose_form(layer.experts, op.FORMS["sm_90a"]) == "row_packed"
+    # A row of one expert, of one matrix: a k block is 12 below the other.
+    scale = layer.experts.w2_scale.view(torch.uint8)
+    scale[2, 7, 4:8] = scale[2, 7, :4].max() - 12
+    expected = layer()
+    layer.form = choose_form(layer.experts, op.FORMS["sm_90a"])
+    assert layer.form == "packed"
+    for weights in (layer.experts, layer.shared):
+        prepare_(weights, layer.form)
+    assert torch.equal(layer(), expected)
 
 
 @pytest.mark.parametrize("expert_dtype", ["nvfp4", "bfloat16"])
@@ -196,7 +210,7 @@ def test_weights_multiplied_in_bf16_are_prepared(expert_dtype, seed, monkeypatch
 def test_float32_weights_have_one_form(seed) -> None:
     """The form says how the quantised ones beside them lie."""
     weight = torch.randn(3, 32, 128)
-    for form in ("released", "packed", "raw", "tiled"):
+    for form in ("released", "packed", "row_packed", "raw", "tiled"):
         found = weights_module.decoded(weight, None, form, (128, 128), torch.float32)
         assert torch.equal(found, weight)
 
@@ -441,7 +455,7 @@ def test_kernels_refuse_weights_that_are_not_prepared() -> None:
     assert op.MOE.compile_key(replace(config, form="tiled"), "sm_100a")
     with pytest.raises(ValueError, match=r"^w1: got weights prepared as 'raw', .* need 'tiled'"):
         op.MOE.compile_key(replace(config, form="raw"), "sm_100a")
-    with pytest.raises(ValueError, match=r"^w1: got .* 'tiled', .* need 'packed' or 'raw'"):
+    with pytest.raises(ValueError, match=r"^w1: got .* 'tiled', .* need 'packed' or .*'raw'"):
         op.MOE.compile_key(replace(config, form="tiled"), "sm_90a")
     wide = replace(config, form="packed")
     sizes = {"T": 3, "V": 0, "S": 0, "bytes": 17}

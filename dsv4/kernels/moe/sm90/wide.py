@@ -222,6 +222,8 @@ class WideTileConsumers:
         last = operands[followed % 2]
         self._multiply(ctx, kind, acc, last, view, Int32(followed), cursor)
         cursor = self._add(ctx, kind, sums, acc, last, view, cursor)
+        if cutlass.const_expr(self._scales_rows_last(kind)):
+            self._scale_rows(kind, sums, last[1])
         ring = ctx.pipes.ring
         ring.release_to(ring.previous(cursor), view.lane, self.plan.sharing)
         return cursor
@@ -248,8 +250,21 @@ class WideTileConsumers:
     ):  # fmt: skip
         """Add the products of a k block."""
         warpgroup.wait_group(0)
-        self._promote(ctx, kind, sums, acc, now[1], view, cursor.stage)
+        factors = None if self._scales_rows_last(kind) else now[1]
+        self._promote(ctx, kind, sums, acc, factors, view, cursor.stage)
         return ctx.pipes.ring.next(cursor)
+
+    def _scales_rows_last(self, kind) -> bool:
+        return kind.dtype == "fp4" and self.plan.scales_rows_last
+
+    @cute.jit
+    def _scale_rows(self, kind: cutlass.Constexpr, sums: cute.Tensor, factors: cute.Tensor):
+        """sums *= scale of the row."""
+        for n in cutlass.range_constexpr(kind.column_groups):
+            for c in cutlass.range_constexpr(2):
+                for r in cutlass.range_constexpr(2):
+                    i = n * 4 + r * 2 + c
+                    sums[i] = sums[i] * factors[r]
 
     @cute.jit
     def _fill_next(
@@ -335,9 +350,10 @@ class WideTileConsumers:
     @cute.jit
     def _promote(
         self, ctx: WideContext, kind: cutlass.Constexpr, sums: cute.Tensor, acc: cute.Tensor,
-        factors: cute.Tensor, view: TileView, stage,
+        factors: cute.Tensor | None, view: TileView, stage,
     ):  # fmt: skip
-        """sums += products * (activation scale of the column * weight scale of the row)."""
+        """sums += products * (activation scale of the column * weight scale of the row), or without
+        the row's."""
         first = stage * self.plan.scale_rows + (view.shift + view.lane % 4 * 2)
         for n in cutlass.range_constexpr(kind.column_groups):
             pair = cute.make_rmem_tensor(2, Float32)
@@ -346,4 +362,7 @@ class WideTileConsumers:
             for c in cutlass.range_constexpr(2):
                 for r in cutlass.range_constexpr(2):
                     i = n * 4 + r * 2 + c
-                    sums[i] = sums[i] + acc[i] * (pair[c] * factors[r])
+                    factor = pair[c]
+                    if cutlass.const_expr(factors is not None):
+                        factor *= factors[r]
+                    sums[i] = sums[i] + acc[i] * factor
