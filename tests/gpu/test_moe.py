@@ -151,6 +151,9 @@ def test_one_exponent_a_row_changes_no_bit(seed) -> None:
     layer, other = Layer(FLASH, seed), Layer(replace(FLASH, is_row_packed=True), seed)
     for tokens in TOKENS:
         assert torch.equal(layer(tokens), other(tokens)), f"T = {tokens}"
+    together = layer()
+    for _ in range(30):
+        assert torch.equal(other(), together)
 
 
 @pytest.mark.parametrize("is_hashed", [False, True], ids=["scores", "table"])

@@ -181,7 +181,9 @@ HOPPER = {
     "mhc_seam": ("Flash, seam", "Flash, seam of experts"),
     "latent_rows": ("Flash CSA, fp8",),
     "index_topk": ("Flash, fp8", "Flash, fp4"),
-    "moe": ("Flash, scores", "Flash-Base, scores", "Flash-NVFP4, scores"),
+    "moe": (
+        "Flash, scores", "Flash, scores, row by row", "Flash-Base, scores", "Flash-NVFP4, scores",
+    ),
     "quantize_kv": ("INT8 keys, FP8 values, d 128",),
     "quantized_attention": ("INT8 and FP8, d 128", "FP8 and FP8, d 64, causal"),
     "sample_tokens": ("top_p, top_k, min_p",),
