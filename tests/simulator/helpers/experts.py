@@ -124,21 +124,26 @@ def bf16_experts(dtype: str, kind: int = APART) -> Subject:
 # Several turns of a pair of CTAs; CTAs that begin with a tile of the shared expert whose weights
 # are known, or are not, and with one of a routed expert.
 BLACKWELL_EXPERTS = ((11, 1), (11, 8), (3, 16))  # tokens, SMs
+# Two tiles of one expert and of the shared one.
+MANY_BLACKWELL_EXPERTS = ((70, 1), (70, 8), (3, 16))
 
 
 @cache
 def blackwell_experts(
-    dtype: str = EXPERTS.expert_dtype, scale_dtype: str = EXPERTS.scale_dtype
+    dtype: str = EXPERTS.expert_dtype, scale_dtype: str = EXPERTS.scale_dtype, tiling: int = 0
 ) -> Subject:
-    """The tiling of few tokens."""
+    """The tiling of few tokens, or of many."""
     from dsv4.kernels.moe.sm100 import experts, plan
 
+    launches = (BLACKWELL_EXPERTS, MANY_BLACKWELL_EXPERTS)[tiling]
+    tokens = launches[0][0]
     case = replace(EXPERTS, expert_dtype=dtype, scale_dtype=scale_dtype, is_tiled=True)
-    inputs = moe.Inputs.make(case, SEED)
-    with mock.patch.object(experts, "tilings", lambda config: plan.tilings(config)[:1]):
+    inputs = moe.Inputs.make(replace(case, tokens=tokens, live=tokens - 1), SEED)
+    chosen = plan.tilings(inputs.case.config)[tiling]
+    with mock.patch.object(experts, "tilings", lambda config: (chosen,)):
         options = compiler_options("sm_100a", has_lines=True)
         compiled = experts.build(inputs.case.config, options)
-    return Subject(compiled, partial(_runs_of_experts, inputs, BLACKWELL_EXPERTS, 8))
+    return Subject(compiled, partial(_runs_of_experts, inputs, launches, chosen.tokens))
 
 
 # As above, and one token: the products are launches of a layer, behind its router.

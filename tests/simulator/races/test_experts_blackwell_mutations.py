@@ -3,6 +3,8 @@ qualifiers by a step, is noticed."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from dsv4.testing.harness import SCHEDULES
@@ -58,24 +60,27 @@ HARMLESS = {
 PACKED_HARMLESS = {**HARMLESS, ("mbarrier.arrive", "_load_weights", "relaxed"): (14, EXPECTS)}
 
 
-# Types of weights and of FP8 scales, and deletions that are not missed.
+# Subject, and deletions that are not missed. All but one have the tiling of few tokens.
 KERNELS = {
-    "fp4": (("fp4",), REDUNDANT),
-    "fp8": (("fp8",), REDUNDANT),
-    "fp8, fp32 scales": (("fp8", "float32"), SCALED_REDUNDANT),
-}
+    "fp4": (experts.blackwell_experts, REDUNDANT),
+    "fp4, many tokens": (partial(experts.blackwell_experts, tiling=1), REDUNDANT),
+    "fp8": (partial(experts.blackwell_experts, "fp8"), REDUNDANT),
+    "fp8, fp32 scales": (
+        partial(experts.blackwell_experts, "fp8", "float32"), SCALED_REDUNDANT,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_deletions_are_noticed(name: str) -> None:
-    dtypes, redundant = KERNELS[name]
-    compiled, runs = experts.blackwell_experts(*dtypes)
+    make, redundant = KERNELS[name]
+    compiled, runs = make()
     check_deleted(compiled, [run for s in SCHEDULES[:2] for run in runs(s)], redundant)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
-    compiled, runs = experts.blackwell_experts(*KERNELS[name][0])
+    compiled, runs = KERNELS[name][0]()
     check_weaker(compiled, runs("eager"), HARMLESS)
 
 
