@@ -185,6 +185,29 @@ def test_lists_that_fill_a_cluster(arch: str, seed: int) -> None:
 
 @pytest.mark.slow
 @of_each_arch
+@pytest.mark.parametrize("launch", [FEWEST_AND_MOST[0], FEWEST_AND_MOST[2]], ids=str)
+@pytest.mark.parametrize("name", ["q", "weights"])
+def test_a_request_of_nan_chooses_entries_of_its_own(
+    arch: str, name: str, launch: dict[str, int], seed: int
+) -> None:
+    """As many as another, each once; what others choose is what it was."""
+    inputs, row = Inputs.make(RAGGED, seed), 1
+    wanted = run(inputs, seed, arch, **launch).outputs["indices"]
+    spoilt = {**inputs.tensors, name: inputs.tensors[name].clone()}
+    spoilt[name][row] = torch.nan
+    kernels = OpKernels(INDEX_TOPK, simulator(arch))
+    outcome = kernels.run(replace(inputs, tensors=spoilt), seed, **launch)
+    found = outcome.outputs["indices"]
+    others = [token for token in range(len(LENS)) if token != row]
+    assert torch.equal(found[others], wanted[others])
+    every = inputs.named(row, torch.arange(inputs.counts()[row]))
+    assert set(found[row].tolist()) <= set(every.tolist())
+    assert len(set(found[row].tolist())) == RAGGED.topk
+    assert not outcome.scratch["workspace"].any()
+
+
+@pytest.mark.slow
+@of_each_arch
 def test_scores_reach_no_further_than_their_rows(arch: str, seed: int) -> None:
     """Rows of an odd length, the last one at the end of its memory."""
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
