@@ -30,6 +30,7 @@ CODE_EXPONENT = {torch.int8: 1.5, torch.float8_e4m3fn: 0.0}  # log2 of the size 
 E8M0_BIAS = 127
 PATTERNS = 64  # different pages of a pool: more would only take longer to make
 PAGES_AT_ONCE = 4096
+MIN_REUSE = 10**9  # bytes of other reads between two uses of shared experts: many times an L2 cache
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,27 @@ def fitting_sets(config: ModelConfig, plan: MemoryPlan, room: int) -> int:
     return min(int(sets), layers)
 
 
+def reuse_bytes(config: ModelConfig, sets: int) -> int:
+    """Bytes that a step of one token reads from one use of a layer's experts to the next, where
+    layers share those of `sets` layers: of the attention of a window, which is the least."""
+    layer = config.schedule[0].prefix
+    found = {name: x for name, x in inventory(config).items() if name.startswith(f"{layer}.")}
+    routed = sum(x.nbytes for name, x in found.items() if ".experts." in name)
+    used = routed * config.num_experts_per_tok // config.n_routed_experts
+    return sets * (sum(x.nbytes for x in found.values()) - routed + used)
+
+
+def check_reuse(config: ModelConfig, sets: int) -> None:
+    """Refuse to share experts that the L2 cache may still hold when they are read again."""
+    apart = reuse_bytes(config, sets)
+    if sets < config.num_hidden_layers and apart < MIN_REUSE:
+        raise ValueError(
+            f"experts of {sets} layers fit, which would be read again after {apart / 1e9:.2f} GB "
+            f"of others, needs {MIN_REUSE / 1e9:.0f} GB: take fewer requests, a shorter context, "
+            f"or --layers {sets}"
+        )
+
+
 def fitting_model(
     config: ModelConfig, plans: Sequence[MemoryPlan], is_aliased: bool
 ) -> RandomModel:
@@ -98,7 +120,7 @@ def fitting_model(
         is_aliased: let layers share experts where they do not fit.
 
     Raises:
-        ValueError: they do not fit; the message says how much is missing.
+        ValueError: they do not fit, or only few; the message says how much is missing.
     """
     plan = max(plans, key=lambda plan: plan.total)
     room, _ = torch.cuda.mem_get_info()
@@ -109,6 +131,7 @@ def fitting_model(
             f"beside a cache of {plan.cache / 1e9:.1f} GB: share experts (--alias-experts) or take "
             f"--layers {sets}"
         )
+    check_reuse(config, sets)
     with torch.no_grad():
         return random_model(config, sets, torch.device("cuda"))
 

@@ -14,7 +14,13 @@ from dsv4.bench import engine, prefill, timeline
 from dsv4.bench import step as bench
 from dsv4.bench.kernel_times import Span, own_times
 from dsv4.bench.machine import Machine
-from dsv4.bench.random_model import fitting_sets, random_model, truncated
+from dsv4.bench.random_model import (
+    check_reuse,
+    fitting_sets,
+    random_model,
+    reuse_bytes,
+    truncated,
+)
 from dsv4.bench.step_floor import Load, StepFloor
 from dsv4.cli.main import main
 from dsv4.config.layer_schedule import LayerKind
@@ -83,6 +89,18 @@ def test_what_fits_is_counted_and_what_does_not_is_refused_with_its_size() -> No
         fitting_sets(config, plan, 10 * 10**9)
     with pytest.raises(ValueError, match="layers: got 44, the model has 43"):
         truncated(ModelConfig.flash(), 44, has_drafts=False)
+
+
+def test_experts_of_few_layers_are_not_shared_by_all() -> None:
+    """They would still be in L2 when they are read again: 1 GB of other reads is the least."""
+    config = truncated(ModelConfig.flash(), None, has_drafts=False)
+    assert reuse_bytes(config, 5) == 5 * reuse_bytes(config, 1)
+    # A layer of a window alone has a floor of 50 us at 4.47 TB/s.
+    assert reuse_bytes(config, 1) == pytest.approx(224e6, rel=0.02)
+    check_reuse(config, 5)
+    with pytest.raises(ValueError, match=r"read again after 0\.90 GB of others, needs 1 GB"):
+        check_reuse(config, 4)
+    check_reuse(truncated(config, 2, has_drafts=False), 2)  # nothing is shared
 
 
 def test_the_command_needs_a_gpu_and_refuses_what_is_no_number(capsys) -> None:
