@@ -31,6 +31,7 @@ def load(
     progress: bool = False,
     kv_format: str | None = None,
     uniform_scale: bool = False,
+    index_format: str = "fp8",
 ) -> DeepseekV4:
     """Load a DeepSeek-V4 checkpoint folder; `dsv4.loader.load` lists layouts and errors.
 
@@ -42,6 +43,7 @@ def load(
         kv_format: of cached keys, "bf16" (in a float32 model "fp32") or "fp8"; default FP8 where
             the checkpoint declares a quantisation, which rounds them anyway.
         uniform_scale: give the groups of a cached key one scale, as FP8 products need.
+        index_format: of cached index keys, "fp8" (132 bytes) or "fp4" (68 bytes, as exact).
 
     Returns:
         A `DeepseekV4` in eval mode: `model(input_ids) -> logits`, `model.generate(...)`.
@@ -55,6 +57,7 @@ def load(
         progress=progress,
         kv_format=kv_format,
         uniform_scale=uniform_scale,
+        index_format=index_format,
     )
 
 

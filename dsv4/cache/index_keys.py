@@ -5,8 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsv4.kernels.kit.index_entry import MODEL_FORMAT, IndexEntry
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS, MODEL_FORMAT, IndexEntry
 from dsv4.ops.index_keys import write_keys
+from dsv4.quoting import quoted
+
+
+def check_index_format(name: object) -> None:
+    """Refuse what is no format of index keys.
+
+    Raises:
+        ValueError: the message names the argument.
+    """
+    if name not in INDEX_FORMATS:
+        raise ValueError(f"index_format must be one of {INDEX_FORMATS}, got {quoted(name)}")
 
 
 class IndexKeyPool:

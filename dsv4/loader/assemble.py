@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from dsv4.cache.formats import KvFormat
+from dsv4.cache.index_keys import check_index_format
+from dsv4.kernels.kit.index_entry import MODEL_FORMAT
 from dsv4.layers.moe import MoE
 from dsv4.loader.convert import dequantize
 from dsv4.loader.errors import CheckpointError, brief
@@ -32,6 +34,7 @@ def load(
     progress: bool = False,
     kv_format: str | None = None,
     uniform_scale: bool = False,
+    index_format: str = MODEL_FORMAT,
 ) -> DeepseekV4:
     """Build the model of a checkpoint folder and fill it, tensor by tensor, straight on its device.
 
@@ -47,6 +50,7 @@ def load(
         dtype: bfloat16 (default) or float32, of activations and unquantised weights.
         progress: show a progress bar on stderr.
         kv_format, uniform_scale: how caches store keys, see `dsv4.cache.formats.KvFormat.of`.
+        index_format: how they store index keys, see `DeepseekV4`.
 
     Returns:
         The model in eval mode.
@@ -56,7 +60,7 @@ def load(
             message names the files or tensors. Nothing half-loaded is left behind.
         TypeError: `path` is no path.
         ValueError: `dtype` is neither bfloat16 nor float32, `device` is not one of this machine, or
-            the checkpoint's keys have no such `kv_format`.
+            the checkpoint's keys have no such `kv_format` or `index_format`.
     """
     dtype = torch.bfloat16 if dtype is None else dtype
     if dtype not in (torch.bfloat16, torch.float32):
@@ -66,8 +70,10 @@ def load(
     with torch.device("cpu"):
         checkpoint = Checkpoint(path)
         KvFormat.of(checkpoint.model_config, dtype, device, kv_format, uniform_scale)
+        check_index_format(index_format)
         model = _filled(checkpoint, dtype, device, progress)
     model.kv_format, model.uniform_scale = kv_format, uniform_scale
+    model.index_format = index_format
     return model
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dsv4.cache.formats import KvFormat
+from dsv4.cache.index_keys import check_index_format
 from dsv4.cache.model_cache import ModelCache, block_size
 from dsv4.cache.step import Step
 from dsv4.config.model_config import ModelConfig
@@ -50,6 +51,11 @@ class DeepseekV4(Module):
         dtype: of activations, caches and unquantised weights: bfloat16, or float32.
         device: where the parameters are created; "meta" costs no memory.
         kv_format, uniform_scale: how caches store keys, see `dsv4.cache.formats.KvFormat.of`.
+        index_format: how caches of bfloat16 models store index keys that are rounded, "fp8" (132
+            bytes) or "fp4" (68): the same entries are chosen.
+
+    Raises:
+        ValueError: there is no such `index_format`.
     """
 
     def __init__(
@@ -60,11 +66,14 @@ class DeepseekV4(Module):
         device: torch.device | str | None = None,
         kv_format: str | None = None,
         uniform_scale: bool = False,
+        index_format: str = MODEL_FORMAT,
     ) -> None:
         super().__init__()
+        check_index_format(index_format)
         self.config = config
         self.kv_format = kv_format
         self.uniform_scale = uniform_scale
+        self.index_format = index_format
         self.hyper = HyperConnection.of(config)
         vocab, hidden = config.vocab_size, config.hidden_size
         self.embed = Embedding(vocab, hidden, dtype, device)
@@ -176,7 +185,6 @@ class DeepseekV4(Module):
         max_draft: int = 0,
         max_tokens: int = DEFAULT_PREFILL_CHUNK,
         batch_invariant: bool = False,
-        index_format: str = MODEL_FORMAT,
     ) -> ModelCache:
         """Return an empty cache in the model's formats, where its parameters are; `ModelCache`
         describes the arguments.
@@ -196,7 +204,7 @@ class DeepseekV4(Module):
             max_tokens,
             KvFormat.of(self.config, self.dtype, self.device, *options),
             batch_invariant,
-            index_format,
+            self.index_format,
         )
 
     def generate(

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from dsv4.arch import ARCHS
 from dsv4.kernels.kit.args import required_of
-from dsv4.kernels.kit.index_entry import MODEL_FORMAT, format_of
+from dsv4.kernels.kit.index_entry import INDEX_FORMATS, MODEL_FORMAT, format_of
 from dsv4.kernels.rows.config import GROUP
 from dsv4.kernels.rows.latent_rows_config import (
     ARGS,
@@ -127,10 +127,12 @@ class LatentRows(KernelOp):
 
     def aot(self) -> Mapping[str, LatentRowsConfig]:
         """Layers of every kind of Flash and Pro, into either cache."""
-        kinds = {
-            "CSA": {"ratio": 4, "overlap": True, "index_dim": 128},
-            "HCA": {"ratio": 128},
-            "SWA": {},
+        csa = {"ratio": 4, "overlap": True, "index_dim": 128}
+        kinds = {"CSA": csa, "HCA": {"ratio": 128}, "SWA": {}}
+        kinds |= {
+            f"CSA, {keys} index keys": {**csa, "index_format": keys}
+            for keys in INDEX_FORMATS
+            if keys != MODEL_FORMAT
         }
         return {
             f"{model} {kind}, {kv_format}": LatentRowsConfig(
@@ -138,8 +140,7 @@ class LatentRows(KernelOp):
                 MODEL_EPS,
                 kv_format,
                 query_dim=MODEL_DIMS[f"{model} q"],
-                index_format=MODEL_FORMAT,
-                **fields,
+                **{"index_format": MODEL_FORMAT, **fields},
             )
             for model in ("Flash", "Pro")
             for kind, fields in kinds.items()

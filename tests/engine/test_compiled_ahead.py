@@ -95,7 +95,8 @@ def test_every_kernel_of_a_step_is_compiled_ahead(name: str, kv_format: str, gpu
     launches = Launches(gpu.arch)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         config = truncated(MODELS[name](), LAYERS, has_drafts=True)
-        model = DeepseekV4(config, kv_format=kv_format)
+        keys = "fp4" if kv_format == "bf16" else "fp8"
+        model = DeepseekV4(config, kv_format=kv_format, index_format=keys)
         for context, (rows, tokens, drafts) in product(CONTEXTS, DECODE):
             cache, inputs = given(model, rows, tokens, drafts, context)
             with launches:

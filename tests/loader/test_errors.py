@@ -238,6 +238,8 @@ def test_expert_ids_out_of_range(
         (dict(kv_format="fp32"), "kv_format of a bfloat16 model must be .* got 'fp32'"),
         (dict(kv_format="bf16", dtype=torch.float32), "kv_format of a float32 model"),
         (dict(kv_format=8), "kv_format .* got 8"),
+        (dict(index_format="fp2"), r"index_format must be one of \('fp8', 'fp4'\), got 'fp2'"),
+        (dict(index_format=None), "index_format must be one of .* got None"),
     ],
 )
 def test_format_of_cached_keys(folder: Path, options: dict, named: str) -> None:

@@ -43,14 +43,17 @@ def test_logits_have_the_same_bits(uniform_scale: bool, seed: int) -> None:
     model.uniform_scale = uniform_scale
     ids = torch.randint(0, model.config.vocab_size, (1, 70))
     found = []
-    for kv_format in ("bf16", "fp8"):
-        model.kv_format = kv_format
+    for kv_format, index_format in (("bf16", "fp8"), ("fp8", "fp8"), ("fp8", "fp4")):
+        model.kv_format, model.index_format = kv_format, index_format
+        keys = model.new_cache(1, 1, 1).layers[1].index_keys
+        assert keys.key_format == index_format and keys.is_packed
         torch.manual_seed(seed)  # of the block tables, which must not matter
         cut = _cut(model, ids, [9, 40, 3, 1, 3, *[1] * 14], max_draft=2)
         generated = model.generate(ids.tolist(), max_new_tokens=8, num_draft_tokens=2).tokens
         found.append((model(ids), model(ids, chunk=13), cut, generated))
-    for one, other in zip(*found):
-        assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+    for one, *others in zip(*found):
+        for other in others:
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
 
 
 def test_engines_give_the_same_tokens_when_requests_wait_and_start_again(seed: int) -> None:
