@@ -253,9 +253,12 @@ def indexer(key_format: str = "fp8", arch: str = "sm_90a") -> Subject:
         # Tiles and products alone are other code, the same in clusters of any size. The ring of
         # scores has twenty tiles at most.
         longer = replace(ragged, lens=(1_400, *lens))
-        launches = [(ragged, 0, small), (longer, 1, 1), (filling(small), 0, small)]
-        if arch == "sm_100a":
-            launches.append((ragged, FEW_SMS, 1))  # of CTAs that add up counts of one token
+        launches = [
+            (ragged, 0, small),
+            (longer, 1, 1),
+            (filling(small), 0, small),
+            (ragged, FEW_SMS, 1),  # of CTAs that add up counts of one token
+        ]
     with ExitStack() as stack:
         for module in (select, selection, one_launch):
             stack.enter_context(mock.patch.object(module, "HELD", 1))
