@@ -47,7 +47,10 @@ class LatentRows(KernelOp):
     config = LatentRowsConfig
     args = ARGS
     kernels: ClassVar = dict.fromkeys(ARCHS, "dsv4.kernels.rows.latent_rows")
-    early = ("weight", "query_weight", "ape", "entry_weight", "index_ape", "index_weight")
+    early = (
+        "weight", "query_weight", "ape", "entry_weight", "index_ape", "index_weight", "state_rows",
+        "starts", "lens", "entry_slots",
+    )  # fmt: skip
 
     def values(self, config: LatentRowsConfig) -> Mapping[str, int | str]:
         return values(config)
@@ -193,7 +196,9 @@ class Requests(NamedTuple):
     Attributes:
         state_rows: [B] int32, row of each in the states of compressors; another number: no tokens.
         starts, lens: [B] int32, position of the first new token, and new tokens.
-        entry_slots: [B, K] int32, slots of the entries that end within the step, -1 of others.
+        entry_slots: [B, K] int32, slots of the entries that end within the step, -1 of others. GPUs
+            read all four while the launch before may still run: they must not be what a kernel with
+            programmatic dependent launch just wrote.
     """
 
     state_rows: Tensor

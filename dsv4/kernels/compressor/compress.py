@@ -40,7 +40,7 @@ from dsv4.kernels.kit.index_rounding import coded, packed, rotated, transformed
 from dsv4.kernels.kit.kv_entry import GROUP, ROPE_DIM, Fp8Entry
 from dsv4.kernels.kit.remote import store_remote
 from dsv4.kernels.kit.rms import inverse_rms
-from dsv4.kernels.kit.vectors import address_of, in_registers, pointer_to, vector_at
+from dsv4.kernels.kit.vectors import address_of, in_registers, pointer_to, prefetch_l2, vector_at
 
 WARP = 32
 WARPS = 8
@@ -49,6 +49,8 @@ VECTOR = 4  # channels of a lane
 MOST_TERMS = 8  # tokens of a mean in a lane's registers, where a CTA of fewer channels allows it
 MOST_BIASES = 4  # loaded together
 CTAS_PER_SM = 2  # at least: one cannot keep enough loads under way
+MOST_ASKING = 264  # CTAs: of more, loads behind the wait and what was asked for before it queue up
+LINE_LANES = 8  # whose vectors are a line of L2
 PAIRS = VECTOR // 2
 LOG2_E = 1.4426950408889634
 
@@ -159,15 +161,26 @@ class Compress:
         cute.autovec_copy(
             vector_at(address_of(operands.weight, Int64(channel)), Float32, 0, VECTOR), gains
         )
+        # Nor are the step's requests.
+        requests, blocks = operands.values.shape[0], operands.slots.shape[1]
+        is_given = request < requests and operands.values.shape[1] > 0
+        row, start, count = Int32(-1), Int32(0), Int32(0)
+        # The first cluster has two blocks: those that may begin before the step.
+        begin = cutlass.select_(task == 0, Int32(0), task + 1)
+        end = cutlass.min(task + 2, blocks)
+        if is_given:
+            given = self.request(operands, request)
+            row, start, count = given.row, given.start, given.count
+            if requests * self.cluster * cutlass.max(blocks - 1, 1) <= MOST_ASKING:
+                for j in cutlass.range(begin, end, unroll=1):
+                    if operands.slots[request, j] >= 0:
+                        self.ask_for_past(operands, given, start // self.config.ratio + j, channel)
         pdl.wait_for_previous_launch()
-        if request < operands.values.shape[0] and operands.values.shape[1] > 0:
-            found = self.request(operands, request)
+        if is_given:
+            found = Request(request, row, start, count)
             # Loads of what comes last are under way while a block is pooled.
             ahead = self.first_new(operands, found, task == 0, channel)
-            blocks = operands.slots.shape[1]
-            # The first cluster has two blocks: those that may begin before the step.
-            begin = cutlass.select_(task == 0, Int32(0), task + 1)
-            for j in cutlass.range(begin, cutlass.min(task + 2, blocks), unroll=1):
+            for j in cutlass.range(begin, end, unroll=1):
                 slot = operands.slots[request, j]
                 page = cutlass.select_(slot < 0, Int32(0), slot) // operands.pool.shape[1]
                 if slot >= 0 and page < operands.pool.shape[0]:
@@ -266,6 +279,26 @@ class Compress:
         for part in found[1:]:
             result = [combine(result[c], part[c]) for c in range(VECTOR)]
         return result
+
+    @cute.jit
+    def ask_for_past(self, operands: Operands, request: Request, number: Int32, channel: Int32):
+        """Ask for a block's tokens in the ring, to L2: what the launch before still writes meets
+        them there."""
+        config, state, thread = self.config, operands.state, cute.arch.thread_idx()[0]
+        size, team = state.shape[1], thread // self.lanes
+        first = number * config.ratio + team
+        if cutlass.const_expr(config.overlap):
+            first -= config.ratio
+        # Rolled up: addresses would be kept for the loads behind the wait.
+        for i in cutlass.range(self.own_terms, unroll=1):
+            position = first + i * self.teams
+            is_past = (position < request.start) & (position >= 0) & (request.row >= 0)
+            if is_past & (thread % LINE_LANES == 0):
+                at = Int64(request.row) * state.stride[0]
+                at += Int64(position % size) * state.stride[1]
+                at += self.column(i * self.teams + team, channel)
+                for part in cutlass.range_constexpr(2):
+                    prefetch_l2(address_of(state, at + part * state.stride[2]))
 
     @cute.jit
     def load_terms(
