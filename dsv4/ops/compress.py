@@ -157,8 +157,8 @@ def compress(
         rope: [R, rope_dim] float32, cosines, then sines, per position.
         state_rows: [B] int32, row of each request, no two the same; another number: no tokens.
         starts: [B] int32, position of the first new token.
-        lens: [B] int32, new tokens, 0..C. GPUs read `state_rows`, `starts`, `lens` and `slots` while
-            the launch before may still run: they must not be what a kernel with programmatic
+        lens: [B] int32, new tokens, 0..C. GPUs read `state_rows`, `starts`, `lens` and `slots`
+            while the launch before may still run: they must not be what a kernel with programmatic
             dependent launch just wrote.
         slots: [B, K] int32, slot of entry starts // m + k; what is not in the pool is not written,
             and blocks that do not end with the step must have none.
