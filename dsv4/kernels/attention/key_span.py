@@ -13,10 +13,13 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.mask import clamp_length, is_padding, tokens_after
+from dsv4.kernels.attention.pieces import PIECE_TILES, WHOLE_TILES
 
 # Flags of a key span: both branches have keys; the tile that was loaded speculatively is its first
-# one (hit), or none of its (miss), and the stage that holds it is released unread.
+# one (hit), or none of its (miss), and the stage that holds it is released unread. Above them lies
+# the number of the work tile, where warps have to be told: see `TokenPieces`.
 BOTH_BRANCHES, HIT, MISS = 1, 2, 4
+INDEX_SHIFT = 3
 
 
 class SeqlenInfo(NamedTuple):
@@ -76,6 +79,11 @@ class KeySpan(NamedTuple):
         """Key tile after the last one."""
         return self.first + self.count
 
+    def token_tiles(self, keys: int):
+        """Key tiles of the token, of `keys` rows."""
+        window_tiles = cute.ceil_div(self.window_end - self.window_begin, keys)
+        return self.compressed_tiles + window_tiles
+
     def has_both_branches(self):
         """What `BOTH_BRANCHES` says, for callers without flags."""
         return (self.compressed_len > 0) & (self.window_end > self.window_begin)
@@ -91,6 +99,28 @@ class KeySpan(NamedTuple):
 
 
 SPAN_WORDS = len(KeySpan._fields)
+FLAGS_WORD = KeySpan._fields.index("flags")
+
+
+class TokenPieces(NamedTuple):
+    """Splits of a launch that follow from each token's own keys: see `pieces`.
+
+    Those that a launch has room for and a token has no keys for are no work tiles: the warps that
+    find keys pass over them, and tell the others which one a span belongs to.
+    """
+
+    most: cutlass.Int32  # splits of the launch
+
+    def number(self, tiles):
+        """Pieces of a token of so many key tiles."""
+        pieces = cutlass.min(cute.ceil_div(cutlass.Int32(tiles), PIECE_TILES), self.most)
+        return cutlass.select_(tiles > WHOLE_TILES, pieces, cutlass.Int32(1))
+
+    def tiles(self, tiles, piece):
+        """First key tile of a piece, and how many it has."""
+        pieces = self.number(tiles)
+        each = cutlass.Int32(tiles) // pieces
+        return _tiles_of(each, tiles - each * pieces, piece)
 
 
 def request_divisor(tokens, batch) -> cute.FastDivmodDivisorV2:
@@ -99,10 +129,16 @@ def request_divisor(tokens, batch) -> cute.FastDivmodDivisorV2:
     return cute.fast_divmod_create_divisor_v2(cutlass.max(request_tokens, 1))
 
 
-def tiles_of_split(tiles, split, by_splits: cute.FastDivmodDivisorV2):
-    """First key tile of a split, and how many it has: the first splits have one more, if not all
-    have equally many."""
+def tiles_of_split(tiles, split, by_splits: cute.FastDivmodDivisorV2 | TokenPieces):
+    """First key tile of a split, and how many it has."""
+    if isinstance(by_splits, TokenPieces):
+        return by_splits.tiles(tiles, split)
     each, more = (cutlass.Int32(x) for x in divmod(cutlass.Int32(tiles), by_splits))
+    return _tiles_of(each, more, split)
+
+
+def _tiles_of(each, more, split):
+    """The first splits have one more, if not all have equally many."""
     count = each + cutlass.select_(split < more, cutlass.Int32(1), cutlass.Int32(0))
     return each * split + cutlass.min(split, more), count
 

@@ -52,10 +52,12 @@ class PagedFmhaCall:
     ):
         """Launch the attention; see `PagedArguments`.
 
-        A split knows the largest of its own scores alone: where they are asked for, there is one.
+        A split knows the largest of its own scores alone: where they are asked for, there is one,
+        but of pieces there are as many as always.
         """
-        if max_logits.shape[0] > 0:
-            num_splits = cutlass.Int32(1)
+        if cutlass.const_expr(not self.config.batch_invariant):  # noqa: SIM102 static, then dynamic
+            if max_logits.shape[0] > 0:
+                num_splits = cutlass.Int32(1)
         arguments = PagedArguments(
             q,
             window_pool,

@@ -11,7 +11,12 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.key_span import BOTH_BRANCHES, KeySpan, tiles_of_split
+from dsv4.kernels.attention.key_span import (
+    BOTH_BRANCHES,
+    KeySpan,
+    TokenPieces,
+    tiles_of_split,
+)
 from dsv4.kernels.attention.mask import clamp_length
 from dsv4.kernels.kit.vectors import prefetch_l2
 
@@ -123,7 +128,7 @@ class PagedKeys(NamedTuple):
         self,
         token: cutlass.Int32,
         split: cutlass.Int32,
-        by_splits: cute.FastDivmodDivisorV2,
+        by_splits: cute.FastDivmodDivisorV2 | TokenPieces,
         keys: cutlass.Constexpr,
         is_gate: cutlass.Constexpr,
     ) -> KeySpan:
@@ -135,6 +140,28 @@ class PagedKeys(NamedTuple):
             keys: of a key tile.
             is_gate: whether `BOTH_BRANCHES` is asked for: a branch without a single key is empty.
         """
+        request, compressed_len, window_begin, window_end = self._lengths(token)
+        flags = cutlass.Int32(0)
+        if cutlass.const_expr(is_gate):
+            zero = cutlass.Int32(0)
+            if self.compressed.has_keys(token, request, zero, compressed_len):  # noqa: SIM102
+                if self.window.has_keys(token, request, window_begin, window_end):
+                    flags = cutlass.Int32(BOTH_BRANCHES)
+        compressed_tiles = cute.ceil_div(compressed_len, keys)
+        tiles = compressed_tiles + cute.ceil_div(window_end - window_begin, keys)
+        first, count = tiles_of_split(tiles, split, by_splits)
+        window = (window_begin, window_end, request)
+        return KeySpan(count, flags, first, compressed_len, compressed_tiles, *window)
+
+    @cute.jit
+    def tiles(self, token: cutlass.Int32, keys: cutlass.Constexpr):
+        """Key tiles of a token; each lane may ask for another one."""
+        _, compressed_len, window_begin, window_end = self._lengths(token)
+        return cute.ceil_div(compressed_len, keys) + cute.ceil_div(window_end - window_begin, keys)
+
+    @cute.jit
+    def _lengths(self, token: cutlass.Int32):
+        """Request of a token, its number of compressed keys, first and end of its window."""
         request, position = cutlass.Int32(0), cutlass.Int32(-1)
         if token < self.request_ids.shape[0]:
             request = self.request_ids[token]
@@ -154,17 +181,7 @@ class PagedKeys(NamedTuple):
         if request < 0:
             compressed_len = cutlass.Int32(0)
             window_end = window_begin
-        flags = cutlass.Int32(0)
-        if cutlass.const_expr(is_gate):
-            zero = cutlass.Int32(0)
-            if self.compressed.has_keys(token, request, zero, compressed_len):  # noqa: SIM102
-                if self.window.has_keys(token, request, window_begin, window_end):
-                    flags = cutlass.Int32(BOTH_BRANCHES)
-        compressed_tiles = cute.ceil_div(compressed_len, keys)
-        tiles = compressed_tiles + cute.ceil_div(window_end - window_begin, keys)
-        first, count = tiles_of_split(tiles, split, by_splits)
-        window = (window_begin, window_end, request)
-        return KeySpan(count, flags, first, compressed_len, compressed_tiles, *window)
+        return request, compressed_len, window_begin, window_end
 
     def prefetch(self, token, lane) -> None:
         """Bring what names a token's keys into L2; a warp calls this."""

@@ -5,18 +5,23 @@ The kernels are those of `launch_plan` with another source of keys: so are the p
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
 from dsv4.kernels.attention import launch_plan
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.attention.pieces import most_pieces
+from dsv4.kernels.attention.split_kv import MAX_SPLITS, MOST_SWAP_AB_HEADS, STATS, with_counters
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
 
 HEAD_DIMS = {"bf16": (64, 128, 512), "fp8": (512,)}  # that kernels exist for
 MOST_HEADS = 128
 # Of so few, products take less than the conversion of codes, which few heads share.
 MOST_CONVERTED_HEADS = 32
+# Pieces of a batch-invariant launch, for each SM, that a workspace has room for.
+SM_PIECES = 8
 # Fitted to measurements on an H200 of 1 to 64 tokens of 8 to 128 heads, as those of dense keys are,
 # which serve bf16 rows, too. A key tile of FP8 entries takes what its conversion takes.
 _H200 = launch_plan.H200
@@ -52,20 +57,29 @@ def scalars(
 ) -> tuple[int, ...]:
     """Number of KV splits, of SMs, and what tables need: `sliding_window` and `ratio`.
 
-    A batch-invariant launch has one split.
+    Of a batch-invariant launch the splits are the most pieces that its keys may be (`pieces`).
 
     Args:
         sizes: T tokens, of at most k_w keys of the window and k_c compressed ones.
         num_sms, arch: of the device.
     """
-    splits = 1
-    if not config.batch_invariant:
+    if config.batch_invariant:
+        splits = _pieces(config, sizes, arch)
+    else:
         size = (sizes["T"], sizes["k_c"], sizes["k_w"])
         costs = COSTS.get(config.kv_format, _H200)
         splits = launch_plan.num_splits(_dense(config), *size, num_sms, arch, costs)
         if config.num_splits is None and _fills_half(config, sizes["T"], num_sms):
             splits = 1
     return splits, num_sms, config.sliding_window, config.ratio
+
+
+def _pieces(config: PagedFmhaConfig, sizes: Mapping[str, int], arch: str) -> int:
+    """Most pieces of a token of a batch-invariant launch. Where products are of codes there are no
+    splits; on Blackwell neither: see docs/design/attention_paged.md."""
+    if arch != "sm_90a" or multiplies_codes(config):
+        return 1
+    return most_pieces(launch_plan.key_tiles(sizes["k_c"], sizes["k_w"]))
 
 
 def _fills_half(config: PagedFmhaConfig, tokens: int, num_sms: int) -> bool:
@@ -82,13 +96,41 @@ def workspace_size(
     splits = scalars[0]
     if splits == 1:
         return 0
+    if config.batch_invariant:
+        return _pieces_size(config, min(sizes["T"], most_tokens(config, scalars)), splits)
     return launch_plan.workspace_size(_dense(config), sizes["T"], splits)
+
+
+def most_tokens(config: PagedFmhaConfig, scalars: tuple[int, ...]) -> int:
+    """Tokens of a launch, at most; more take several, one after the other.
+
+    Of a batch-invariant launch the number of splits follows from no number of tokens: what its
+    pieces leave in the workspace would know no bounds. The tokens of a launch have `SM_PIECES`
+    pieces for each SM, or at least one: time follows lengths, where lists are wider.
+    """
+    splits, num_sms = scalars[:2]
+    if splits == 1 or not config.batch_invariant:
+        return sys.maxsize
+    head_tiles = -(-config.num_query_heads // launch_plan.TILE_HEADS)
+    return -(-num_sms * max(SM_PIECES // splits, 1) // head_tiles)
+
+
+def _pieces_size(config: PagedFmhaConfig, tokens: int, splits: int) -> int:
+    """Workspace of a launch of pieces. Those of heads in M, in 16 bits, are many where they are
+    long; each of two slices of a row's columns may have statistics of its own."""
+    if config.num_query_heads <= MOST_SWAP_AB_HEADS or config.head_dim < launch_plan.SLICED_HEAD_DIM:
+        return launch_plan.workspace_size(_dense(config), tokens, splits)
+    rows = -(-config.num_query_heads // launch_plan.TILE_HEADS) * launch_plan.TILE_HEADS
+    return with_counters(tokens * splits * rows * (config.head_dim // 2 + 4 * STATS))
 
 
 def max_workspace_size(config: PagedFmhaConfig, rows: int, num_sms: int, arch: str) -> int:
     """fp32 elements that no launch of up to `rows` tokens exceeds."""
     if config.batch_invariant:
-        return 0
+        if arch != "sm_90a" or multiplies_codes(config) or rows == 0:
+            return 0
+        most = MAX_SPLITS, num_sms
+        return workspace_size(config, {"T": rows}, most)
     return launch_plan.max_workspace_size(_dense(config), rows, num_sms)
 
 

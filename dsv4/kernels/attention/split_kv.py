@@ -58,6 +58,7 @@ class SplitKv:
         accumulators  [fragment][split][lane][4 words]
         statistics    [split][row][2], or [row][split][2]
         scales        [sub-tile of the columns][split][row]
+        largest       [split][row], as the scales of a sub-tile more: scores of pieces
 
     The order of the statistics is that of the lanes that read them: for heads in M a quad reads the
     splits of a row, and its eight rows are neighbours; swap-AB has eight splits of a head side by

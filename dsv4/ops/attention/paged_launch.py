@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsv4.kernels.attention import paged_plan
 from dsv4.kernels.attention.paged_args import PagedFmhaTensors
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.args import Workspace
@@ -24,9 +25,10 @@ def make_launch(state: State) -> Launch:
     absent = absent_tensors(op, config, state.device)
     table = op.tensors
     # Tensors of T rows that may be None: the compiled function takes any number of rows of them.
+    by_token = [arg.shape[0] == "T" for arg in table]
     tokens_first = [i for i, arg in enumerate(table) if arg.may_be_none and arg.shape[0] == "T"]
     workspace = PagedFmhaTensors._fields.index("workspace")
-    plans: dict[tuple[int, int, int], tuple[tuple[int, ...], int]] = {}
+    plans: dict[tuple[int, int, int], tuple[tuple[int, ...], int, int]] = {}
     # Blackwell gathers rows of bf16 by TMA.
     has_coordinates = state.target.arch != "sm_90a" and config.kv_format == "bf16"
     current_device, has_others = torch._C._cuda_getDevice, torch.cuda.device_count() > 1
@@ -64,7 +66,7 @@ def make_launch(state: State) -> Launch:
             entries = given.compressed_indices.shape[1]
         elif given.block_table is not None:
             entries = given.block_table.shape[1] * given.compressed_pool.shape[1]
-        scalars, needed = plan((tokens, window, entries))
+        scalars, needed, most = plan((tokens, window, entries))
         filled = [one if one is not None else other for one, other in zip(given, absent)]
         if not needed:
             filled[workspace] = absent[workspace]
@@ -72,17 +74,23 @@ def make_launch(state: State) -> Launch:
             filled[workspace] = state.workspace(needed, tokens)
         elif given.workspace.numel() < needed:
             raise ValueError(f"workspace: got {given.workspace.numel()} elements, needs {needed}")
-        run(*filled, *scalars)
+        if tokens <= most:
+            run(*filled, *scalars)
+            return
+        for first in range(0, tokens, most):
+            some = slice(first, first + most)
+            run(*(x[some] if is_by_token else x for x, is_by_token in zip(filled, by_token)), *scalars)
 
-    def plan(size: tuple[int, int, int]) -> tuple[tuple[int, ...], int]:
-        """Scalars and workspace of a launch of so many tokens and keys."""
+    def plan(size: tuple[int, int, int]) -> tuple[tuple[int, ...], int, int]:
+        """Scalars and workspace of launches of so many tokens and keys, most tokens of one."""
         known = plans.get(size)
         if known is None:
             if len(plans) == MAX_SIZES:
                 plans.clear()
             sizes = dict(zip(("T", "k_w", "k_c"), size))
             scalars = op.plan(config, sizes, state.target)
-            known = plans[size] = scalars, op.workspace_size(config, sizes, scalars)
+            needed = op.workspace_size(config, sizes, scalars)
+            known = plans[size] = scalars, needed, paged_plan.most_tokens(config, scalars)
         return known
 
     return launch

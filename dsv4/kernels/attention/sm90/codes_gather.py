@@ -137,8 +137,8 @@ class CodesGather(GatherRole):
         pdl.wait_for_previous_launch()
         phase, kv = cutlass.Int32(1), ctx.pipes.kv.producer()
         while index < stop:
-            _, split, token = ctx.tiling.coordinates(index)
-            span, word = self._find_keys(ctx, keys, token, split, phase, warp, lane)
+            _, _, token = ctx.tiling.coordinates(index)
+            span, word = self._find_keys(ctx, keys, index, phase, warp, lane)
             if index + step < stop:
                 self._prefetch(ctx, keys, index + step, warp, lane)
             kv = self.rows.gather_tiles(ctx, keys, span, token, word, warp, lane, kv)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
-from dsv4.kernels.attention.key_span import KeySpan
+from dsv4.kernels.attention.key_span import FLAGS_WORD, INDEX_SHIFT, KeySpan
 from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.plan import KEYS
 from dsv4.kernels.kit.tma import prefetch_descriptors
@@ -22,6 +22,17 @@ class EarlyKeys(NamedTuple):
     def none(self):
         """For the work tiles after the first one."""
         return self._replace(is_known=cutlass.Boolean(False), has_word=cutlass.Boolean(False))
+
+
+@cute.jit
+def told_index(ctx, phase, index):
+    """The work tile that warps which compute have next: `index`, or where tokens have pieces the
+    one whose keys have been found."""
+    if cutlass.const_expr(ctx.tiling.has_pieces):
+        ctx.pipes.span.wait(phase)
+        word = ctx.smem.span[FLAGS_WORD] >> INDEX_SHIFT
+        index = cute.arch.make_warp_uniform(word)
+    return index
 
 
 class GatherRole:
@@ -54,11 +65,43 @@ class GatherRole:
         return EarlyKeys(span, word, is_known, has_word)
 
     @cute.jit
+    def _find_piece(self, ctx, keys: PagedKeys, index, stop, step, lane):
+        """A CTA's first work tile from `index` on that its token has keys for, where tokens have
+        pieces: 32 at a time. A token's first piece may be without any."""
+        if cutlass.const_expr(ctx.tiling.has_pieces):
+            is_found = cutlass.Boolean(ctx.tiling.num_splits == 1)
+            while index < stop and not is_found:
+                own = index + lane * step
+                is_piece = cutlass.Boolean(False)
+                if own < stop:
+                    _, split, token = ctx.tiling.coordinates(own)
+                    is_piece = split == 0
+                    if split > 0:
+                        is_piece = split < ctx.tiling.by_splits.number(keys.tiles(token, KEYS))
+                pieces = cute.arch.vote_ballot_sync(is_piece)
+                is_found = pieces != 0
+                # All lanes' where there is none.
+                index += cute.arch.popc(~pieces & (pieces - 1)) * step
+        return index
+
+    @cute.jit
+    def _end(self, ctx, phase, stop, warp, lane):
+        """Tell the warps that compute that no piece is left."""
+        words = ctx.smem.span
+        if cutlass.const_expr(ctx.tiling.has_pieces):  # noqa: SIM102 static, then dynamic
+            if warp == 0:
+                ctx.pipes.span.acquire(phase)
+                if lane == 0:
+                    words[FLAGS_WORD] = stop << INDEX_SHIFT
+                    cute.arch.mbarrier_arrive(ctx.pipes.span.full)
+
+    @cute.jit
     def _find_keys(
-        self, ctx, keys: PagedKeys, token, split, phase, warp, lane, early: EarlyKeys | None = None
+        self, ctx, keys: PagedKeys, index, phase, warp, lane, early: EarlyKeys | None = None
     ):
         """Span of a work tile's keys, which warp 0 tells the warps that compute, and the word of
         the first key tile's row that the thread has."""
+        _, split, token = ctx.tiling.coordinates(index)
         row = warp * self.rows.warp_keys + lane % self.rows.warp_keys
         if cutlass.const_expr(early is None):
             span = keys.span(token, split, ctx.tiling.by_splits, KEYS, self.is_gate)
@@ -72,6 +115,9 @@ class GatherRole:
         if warp == 0:
             ctx.pipes.span.acquire(phase)
             if lane == 0:
-                span.store(ctx.smem.span)
+                told = span
+                if cutlass.const_expr(ctx.tiling.has_pieces):
+                    told = span._replace(flags=span.flags | index << INDEX_SHIFT)
+                told.store(ctx.smem.span)
                 cute.arch.mbarrier_arrive(ctx.pipes.span.full)
         return span, word

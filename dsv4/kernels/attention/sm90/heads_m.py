@@ -66,6 +66,7 @@ class FmhaHeadsM:
     lanes_per_warp = 1
 
     scorer_type, outputs_type = ScoreWarpgroup, OutputWarpgroups
+    has_pieces = False  # whether splits are the pieces of each token
 
     def __init__(self, config: FmhaConfig):
         self.config = config
@@ -80,7 +81,7 @@ class FmhaHeadsM:
         self.has_neighbours = heads > HEADS
 
         # ==== roles ====
-        self.combine = HeadsMCombine(config, self.plan)
+        self.combine = HeadsMCombine(config, self.plan, self.has_pieces)
         self.epilogue = Epilogue(heads, self.plan)
         self.loader = self._make_loader()
         self.scorer = self.scorer_type(config, self.plan, self.combine)
@@ -184,6 +185,8 @@ class FmhaHeadsM:
         tiling = operands.tiling
         if cutlass.const_expr(is_plain):
             tiling = tiling.plain(self.config.num_query_heads, HEADS)
+        elif cutlass.const_expr(self.has_pieces):
+            tiling = tiling.in_pieces()
         scheduler = StaticTileScheduler(tiling.work_tiles)
         if cutlass.const_expr(is_plain and self.is_read_bound):
             scheduler = operands.tail_scheduler

@@ -13,6 +13,7 @@ Workspace (`SplitKv`; `counter_words` says where the groups begin):
         accumulators  [half][16 rows][16 columns][split][lane][8] fp16, as their threads hold them
         statistics    [split][row][row max, row sum] fp32
         scales        [sub-tile of the columns][split][row] fp32
+        largest       [split][row] fp32, where splits are pieces: scores
 """
 
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from dsv4.kernels.attention.split_kv import (
     SplitKv,
     combine_sizes,
 )
+from dsv4.kernels.attention.softmax import LN_2
 from dsv4.kernels.attention.split_reduce import split_weights
 from dsv4.kernels.kit.epilogue import store_rows
 from dsv4.kernels.kit.pointers import pointer_at
@@ -77,9 +79,14 @@ class OutputWarp:
 
 
 class HeadsMCombine:
-    """Partial rows of one kernel configuration: how they are stored, and how they are combined."""
+    """Partial rows of one kernel configuration: how they are stored, and how they are combined.
 
-    def __init__(self, config: FmhaConfig, plan: HeadsMPlan):
+    Args:
+        has_largest: whether the largest scores may be asked for, too.
+    """
+
+    def __init__(self, config: FmhaConfig, plan: HeadsMPlan, has_largest: bool = False):
+        self.has_largest = has_largest
         self.head_dim = config.head_dim
         self.num_query_heads = config.num_query_heads
         self.is_softmax_sink = config.sink_mode == "softmax"
@@ -101,7 +108,7 @@ class HeadsMCombine:
         column_slice = uniform(tiling.column_slice(index))
         group = (token * tiling.head_tiles + head_tile) * tiling.column_slices + column_slice
         # Words of one split of a group.
-        size = self._layout(tiling).split_words(self.column_tiles)
+        size = self._layout(tiling).split_words(self.column_tiles + self.has_largest)
         start = tiling.counters + cutlass.Int64(group) * (size * tiling.num_splits)
         head, column_group = head_tile * tiling.tile_heads, column_slice * self.column_groups
         return SplitCoord(token, head, split, column_group, group, start)
@@ -127,6 +134,12 @@ class HeadsMCombine:
         offset = self._layout(ctx.tiling).statistics_by_split(row, coord.split)
         target = self._pointer(ctx, coord, offset, cutlass.Float32, 8)
         cute.autovec_copy(stats, cute.make_tensor(target, stats.layout))
+
+    @cute.jit
+    def store_largest(self, ctx: HeadsMContext, coord, row, largest):
+        """Store the largest score of a row, log2."""
+        offset = self._layout(ctx.tiling).scale(self.column_tiles, row, coord.split)
+        self._pointer(ctx, coord, offset, cutlass.Float32, 4)[0] = largest
 
     @cute.jit
     def warp_offset(self, tiling, coord, half, warp):
@@ -264,12 +277,29 @@ class HeadsMCombine:
                         lse[coord.token, head + 8 * r] = row_lse(
                             row_max[r], row_sum[r], ctx.smem.row_scale[row + 8 * r]
                         )
+            if cutlass.const_expr(self.has_largest):  # noqa: SIM102 static, then dynamic
+                if coord.token < operands.max_logits.shape[0] and column == 0 and lane % 4 == 0:
+                    self._combine_largest(ctx, coord, row)
             index = subtile.index + tiling.num_splits * 4
             # Most warps have one sub-tile: the address arithmetic of another would delay their end.
             if index < subtiles:
                 subtile = self._subtile(tiling, w.half, index)
             else:
                 subtile = subtile._replace(index=index)
+
+    @cute.jit
+    def _combine_largest(self, ctx: HeadsMContext, coord, first_row):
+        """Write the largest scores of a thread's rows."""
+        tiling, max_logits = ctx.tiling, ctx.operands.max_logits
+        for r in cutlass.range_constexpr(2):
+            row = first_row + 8 * r
+            if coord.head + row < self.num_query_heads:
+                offset = self._layout(tiling).scale(self.column_tiles, row, 0)
+                source = self._pointer(ctx, coord, offset, cutlass.Float32, 4)
+                largest = -cutlass.Float32.inf
+                for split in cutlass.range(tiling.num_splits, unroll=1):
+                    largest = cute.arch.fmax(largest, source[split * tiling.tile_heads])
+                max_logits[coord.token, coord.head + row] = largest * LN_2
 
     @cute.jit
     def _load_accumulators(

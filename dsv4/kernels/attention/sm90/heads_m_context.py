@@ -11,6 +11,7 @@ import cutlass
 from cutlass import cute
 from cutlass.memory import SmemAllocator
 
+from dsv4.kernels.attention.key_span import KeySpan
 from dsv4.kernels.attention.sm90.heads_m_tiling import HeadsMTiling
 from dsv4.kernels.attention.sm90.plan import HALVES, HEADS, KEYS, ROW_INPUTS, HeadsMPlan
 from dsv4.kernels.kit import mbarrier
@@ -83,6 +84,13 @@ class HeadsMContext:
     throttle: Throttle
     smem: Smem
     pipes: Pipelines
+
+
+    def of_token(self, span: KeySpan):
+        """The same for a work tile of a token, which may have its own number of splits."""
+        if not self.tiling.has_pieces:
+            return self
+        return replace(self, tiling=self.tiling.of_token(span, KEYS))
 
 
 def allocate(plan: HeadsMPlan) -> tuple:

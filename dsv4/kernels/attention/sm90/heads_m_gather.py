@@ -64,9 +64,10 @@ class GatherWarpgroup(GatherRole, LoadWarp):
         pdl.wait_for_previous_launch()
         phase = cutlass.Int32(1)
         kv, slots = ctx.pipes.kv.producer(), HeadsMSlots(ctx)
+        index = self._find_piece(ctx, keys, index, stop, step, lane)
         while index < stop:
-            head_tile, split, token = ctx.tiling.coordinates(index)
-            span, word = self._find_keys(ctx, keys, token, split, phase, warp, lane)
+            head_tile, _, token = ctx.tiling.coordinates(index)
+            span, word = self._find_keys(ctx, keys, index, phase, warp, lane)
             # ---- Q: one part passes through the ring, the other needs the last QK to be over ----
             kv = self._send_q(ctx, q_map, head_tile, token, warp, lane, kv)
             q = QLoad(self, ctx, q_map, head_tile, token, phase)
@@ -83,7 +84,8 @@ class GatherWarpgroup(GatherRole, LoadWarp):
             else:
                 kv = self.rows.gather_tiles(slots, keys, span, token, word, warp, lane, kv)
             phase ^= 1
-            index += step
+            index = self._find_piece(ctx, keys, index + step, stop, step, lane)
+        self._end(ctx, phase, stop, warp, lane)
 
     @cute.jit
     def _prefetch(self, ctx: HeadsMContext, q_map, keys: PagedKeys, index, warp, lane):

@@ -7,6 +7,7 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.kernels.attention.key_span import MISS, KeySpan
+from dsv4.kernels.attention.sm90.gather_role import told_index
 from dsv4.kernels.attention.sm90.heads_m_combine import HeadsMCombine, OutputWarp
 from dsv4.kernels.attention.sm90.heads_m_context import DTYPE, HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_epilogue import Epilogue, Staging
@@ -86,6 +87,7 @@ class OutputWarpgroups:
         )
         phase, tiles = cutlass.Int32(0), cutlass.Int32(0)
         kv = ctx.pipes.kv.consumer()
+        index = told_index(ctx, phase, index)
         while index < stop:
             # ---- prologue ----
             coord = self.combine.coord(ctx.tiling, index)
@@ -93,9 +95,10 @@ class OutputWarpgroups:
             span = KeySpan.load(ctx.smem.span)
             ctx.pipes.span.release(lane)
             count, is_miss = span.count, span.has(MISS)
+            own_ctx = ctx.of_token(span)
             offset = cutlass.Int32(0)
-            if ctx.tiling.num_splits > 1:
-                offset = self.combine.warp_offset(ctx.tiling, coord, half, f.thread // 32)
+            if own_ctx.tiling.num_splits > 1:
+                offset = self.combine.warp_offset(own_ctx.tiling, coord, half, f.thread // 32)
             f.acc.fill(0.0)
             # Stages with Q, or with an unused tile, belong to the score warpgroup.
             if cutlass.const_expr(self.plan.q_register_dim > 0):
@@ -115,10 +118,10 @@ class OutputWarpgroups:
 
             # ---- epilogue ----
             self._rotate(ctx, f, coord, half, first_subtile, is_sliced)
-            if ctx.tiling.num_splits > 1:
+            if own_ctx.tiling.num_splits > 1:
                 # What is never run takes most of the compilation, too.
                 if cutlass.const_expr(not ctx.tiling.is_plain):
-                    self._combine_splits(ctx, f, coord, offset, half, phase)
+                    self._combine_splits(own_ctx, f, coord, offset, half, phase)
                 ctx.pipes.rows.release(lane)
             else:
                 ctx.pipes.rows.wait(phase)
@@ -132,7 +135,7 @@ class OutputWarpgroups:
                     ctx, coord, f.subtiles[0], f.acc, scales, column, is_sliced, staging
                 )
             phase ^= 1
-            index += step
+            index = told_index(ctx, phase, index + step)
 
     def _rotate(
         self, ctx: HeadsMContext, f: OutputFragments, coord, half, first_subtile, is_sliced

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.key_span import BOTH_BRANCHES, MISS, KeySpan
 from dsv4.kernels.attention.mask import mask_tail
+from dsv4.kernels.attention.sm90.gather_role import told_index
 from dsv4.kernels.attention.sm90.heads_m_combine import HeadsMCombine
 from dsv4.kernels.attention.sm90.heads_m_context import DTYPE, HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_epilogue import RowStatistics, load_sinks
@@ -115,6 +116,7 @@ class ScoreWarpgroup:
         index, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
         phase, rows_phase = cutlass.Int32(0), cutlass.Int32(1)
         kv, tiles = ctx.pipes.kv.consumer(), cutlass.Int32(0)
+        index = told_index(ctx, phase, index)
         while index < stop:
             coord = self.combine.coord(ctx.tiling, index)
             head = coord.head + f.row
@@ -123,6 +125,7 @@ class ScoreWarpgroup:
             ctx.pipes.span.wait(phase)
             span = KeySpan.load(ctx.smem.span)
             ctx.pipes.span.release(lane)
+            own_ctx = ctx.of_token(span)
             count, is_miss = span.count, span.has(MISS)
             has_both = span.has(BOTH_BRANCHES)
             gate_offset = set_bias(
@@ -169,9 +172,9 @@ class ScoreWarpgroup:
             rows_phase ^= 1
             if lane % 4 == 0:
                 own_sinks = self._sinks(ctx, f, sinks)
-                self.statistics.finish(ctx, coord, f.row, rows, gate_offset, own_sinks)
+                self.statistics.finish(own_ctx, coord, f.row, rows, gate_offset, own_sinks)
             ctx.pipes.rows.commit(lane)
-            index += step
+            index = told_index(ctx, phase, index + step)
 
     @cute.jit
     def _multiply_keys(

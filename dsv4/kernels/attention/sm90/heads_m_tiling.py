@@ -5,6 +5,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import cute
 
+from dsv4.kernels.attention.key_span import KeySpan, TokenPieces
 from dsv4.kernels.attention.split_kv import combine_sizes, counter_words
 
 
@@ -28,7 +29,7 @@ class HeadsMTiling(NamedTuple):
     counters: cutlass.Int32  # words of the workspace before the partials
     # Divisors made by the host: a launch starts with these divisions.
     by_head_tiles: cute.FastDivmodDivisorV2
-    by_splits: cute.FastDivmodDivisorV2
+    by_splits: cute.FastDivmodDivisorV2 | TokenPieces
     by_tokens: cute.FastDivmodDivisorV2 | None  # None without splits
 
     def plain(self, num_query_heads: int, most_heads: int):
@@ -48,6 +49,28 @@ class HeadsMTiling(NamedTuple):
     def is_plain(self) -> bool:
         """Whether this is a `plain` one."""
         return self.by_tokens is None
+
+    def in_pieces(self):
+        """The same where splits are the pieces of each token."""
+        return self._replace(by_splits=TokenPieces(self.num_splits))
+
+    @property
+    def has_pieces(self) -> bool:
+        return isinstance(self.by_splits, TokenPieces)
+
+    def of_token(self, span: KeySpan, keys: int):
+        """The same with the splits of a span's token, which has pieces: the others' places in the
+        workspace stay unused."""
+        # `make_warp_uniform` pins this: one register beside the key tiles.
+        number = self.by_splits.number(span.token_tiles(keys))
+        return self._replace(num_splits=cute.arch.make_warp_uniform(number))
+
+    def head_of(self, head, row, heads: int):
+        """Head of a row of the tile that begins with `head`; none of the `heads` if it is one of
+        another tile's, as rows of tiles of fewer heads may be."""
+        if not self.has_pieces:
+            return head + row
+        return cutlass.select_(row < self.tile_heads, head + row, cutlass.Int32(heads))
 
     def column_slice(self, index):
         """Which half of the columns, where they are sliced."""

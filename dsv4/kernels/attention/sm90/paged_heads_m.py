@@ -51,6 +51,10 @@ class PagedHeadsM(FmhaHeadsM):
 
     scorer_type, outputs_type = PagedScoreWarpgroup, PagedOutputWarpgroups
 
+    @property
+    def has_pieces(self) -> bool:
+        return self.config.batch_invariant
+
     def _make_plan(self) -> PagedHeadsMPlan:
         is_fp8 = self.config.kv_format == "fp8"
         return PagedHeadsMPlan(self.config.head_dim, self.lanes_per_warp, is_fp8)

@@ -96,8 +96,13 @@ class PagedMathWarpgroup(MathWarpgroup):
             f.scratch.sync()
             if f.warp == 0 and f.lane < 4:
                 for c, j in f.heads.columns():
-                    head = coord.head + 8 * j + 2 * f.lane + c
-                    max_logits[coord.token, head] = largest[c, j] * LN_2
+                    head = 8 * j + 2 * f.lane + c
+                    if cutlass.const_expr(not ctx.tiling.has_pieces):
+                        max_logits[coord.token, coord.head + head] = largest[c, j] * LN_2
+                    elif ctx.tiling.num_splits == 1:
+                        max_logits[coord.token, coord.head + head] = largest[c, j] * LN_2
+                    else:
+                        self.combine.store_largest(ctx, coord, head, largest[c, j])
 
     @cute.jit
     def _rotate(self, ctx: SwapAbContext, f: MathFragments, coord):

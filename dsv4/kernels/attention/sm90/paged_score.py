@@ -26,7 +26,7 @@ SINKS, FACTORS, LARGEST = range(3)
 
 
 class PagedRowStatistics(RowStatistics):
-    """Row statistics with the largest scores, which launches without splits alone store."""
+    """Row statistics with the largest scores, which launches without splits store, and pieces."""
 
     @cute.jit
     def finish(self, ctx: HeadsMContext, coord, first_row, rows: Rows, gate_offset, sinks):
@@ -35,10 +35,16 @@ class PagedRowStatistics(RowStatistics):
         is_first = ctx.tiling.column_slice(cute.arch.block_idx()[0]) == 0
         if coord.token < max_logits.shape[0] and is_first:
             for r in cutlass.range_constexpr(2):
-                head = coord.head + first_row + 8 * r
+                row = first_row + 8 * r
+                head = ctx.tiling.head_of(coord.head, row, self.num_query_heads)
                 if head < self.num_query_heads:
-                    largest = ctx.smem.row_inputs[LARGEST, first_row + 8 * r]
-                    max_logits[coord.token, head] = largest * LN_2
+                    largest = ctx.smem.row_inputs[LARGEST, row]
+                    if cutlass.const_expr(not ctx.tiling.has_pieces):
+                        max_logits[coord.token, head] = largest * LN_2
+                    elif ctx.tiling.num_splits == 1:
+                        max_logits[coord.token, head] = largest * LN_2
+                    else:
+                        self.combine.store_largest(ctx, coord, row, largest)
 
 
 class PagedScoreWarpgroup(ScoreWarpgroup):

@@ -16,12 +16,13 @@ import cutlass
 from cutlass import cute
 from cutlass.experimental.cuda.tensor_map import TensorMap
 
+from dsv4.kernels.attention.key_span import TokenPieces
 from dsv4.kernels.attention.paged_context import PagedArguments
 from dsv4.kernels.attention.paged_keys import PagedKeys
 from dsv4.kernels.attention.sm90.paged_math import PagedMathWarpgroup
 from dsv4.kernels.attention.sm90.plan import PagedSwapAbPlan
 from dsv4.kernels.attention.sm90.swap_ab import FmhaSwapAB
-from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext, allocate
+from dsv4.kernels.attention.sm90.swap_ab_context import SwapAbContext, SwapAbTiling, allocate
 from dsv4.kernels.attention.sm90.swap_ab_gather import GatherWarps
 from dsv4.kernels.kit.mbarrier import FencedRing
 
@@ -40,12 +41,17 @@ class Operands(NamedTuple):
     num_splits: cutlass.Int32
     work_tiles: cutlass.Int32
     by_splits: cute.FastDivmodDivisorV2
+    by_tokens: cute.FastDivmodDivisorV2 | None  # where tokens have pieces
 
 
 class PagedSwapAB(FmhaSwapAB):
     """Attention of few query heads over the pages of two pools (sm_90a); arguments as there."""
 
     math_type = PagedMathWarpgroup
+
+    @property
+    def has_pieces(self) -> bool:
+        return self.config.batch_invariant
 
     def _make_plan(self, tile_heads: int) -> PagedSwapAbPlan:
         sizes = (self.config.head_dim, tile_heads, self.head_tiles)
@@ -60,6 +66,10 @@ class PagedSwapAB(FmhaSwapAB):
         return ()
 
     def _operands(self, arguments: PagedArguments, work_tiles: cutlass.Int32) -> Operands:
+        by_tokens = None
+        if cutlass.const_expr(self.has_pieces):
+            tokens = cutlass.max(cutlass.Int32(arguments.q.shape[0]), 1)
+            by_tokens = cute.fast_divmod_create_divisor_v2(tokens)
         return Operands(
             arguments.keys(),
             arguments.q_factor,
@@ -72,6 +82,7 @@ class PagedSwapAB(FmhaSwapAB):
             arguments.num_splits,
             work_tiles,
             cute.fast_divmod_create_divisor_v2(arguments.num_splits),
+            by_tokens,
         )
 
     # ---- device ----
@@ -80,6 +91,13 @@ class PagedSwapAB(FmhaSwapAB):
     def kernel(self, maps: tuple[cutlass.GridConstant[TensorMap]], operands: Operands):
         """The work tiles of a CTA."""
         self.run(maps, operands)
+
+    def _tiling(self, operands: Operands) -> SwapAbTiling:
+        tiling = super()._tiling(operands)
+        if self.has_pieces:
+            pieces = TokenPieces(operands.num_splits)
+            tiling = tiling._replace(by_splits=pieces, by_tokens=operands.by_tokens)
+        return tiling
 
     def _allocate(self) -> tuple:
         smem, pipes = allocate(self.plan)

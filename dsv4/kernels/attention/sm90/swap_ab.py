@@ -50,6 +50,7 @@ class FmhaSwapAB:
     lanes_per_warp = 1
 
     math_type = MathWarpgroup
+    has_pieces = False  # whether splits are the pieces of each token
 
     def __init__(self, config: FmhaConfig, tile_heads: int):
         self.config = config
@@ -57,7 +58,7 @@ class FmhaSwapAB:
         self.plan = self._make_plan(tile_heads)
 
         # ==== roles ====
-        self.combine = SwapAbCombine(config, self.plan)
+        self.combine = SwapAbCombine(config, self.plan, self.has_pieces)
         self.loader = self._make_loader()
         self.math = self.math_type(config, self.plan, self.combine)
 
@@ -136,10 +137,7 @@ class FmhaSwapAB:
     def run(self, maps: tuple, operands: Operands):
         """Initialise, then send every warp to its role."""
         plan = self.plan
-        tiling = SwapAbTiling(
-            *(operands.num_splits, operands.work_tiles, plan.tile_heads, self.head_tiles),
-            operands.by_splits,
-        )
+        tiling = self._tiling(operands)
         scheduler = StaticTileScheduler(tiling.work_tiles)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         smem, pipes = self._allocate()
@@ -149,6 +147,12 @@ class FmhaSwapAB:
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         self._send(SwapAbContext(operands, tiling, scheduler, smem, pipes), warp, maps)
+
+    def _tiling(self, operands: Operands) -> SwapAbTiling:
+        return SwapAbTiling(
+            *(operands.num_splits, operands.work_tiles, self.plan.tile_heads, self.head_tiles),
+            operands.by_splits,
+        )
 
     def _allocate(self) -> tuple:
         """Shared memory of a CTA: its views, and the mbarriers in it."""

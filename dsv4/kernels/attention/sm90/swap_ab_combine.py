@@ -7,6 +7,7 @@ is a head tile's:
 
     accumulators  [8 heads][16 columns][split][lane][4] fp32, as their threads hold them
     statistics    [head][split][row max, row sum] fp32
+    largest       [split][head] fp32, where splits are pieces: scores
 
 In fp32, other than those of heads in M: a tile of at most 24 heads leaves at most 48 KB a split.
 """
@@ -25,6 +26,7 @@ from dsv4.kernels.attention.sm90.plan import SwapAbPlan
 from dsv4.kernels.attention.sm90.sink_gate import gate_offset
 from dsv4.kernels.attention.sm90.swap_ab_context import PAIR, SwapAbContext, SwapAbTiling
 from dsv4.kernels.attention.sm90.swap_ab_softmax import Heads
+from dsv4.kernels.attention.softmax import LN_2
 from dsv4.kernels.attention.split_kv import (
     GROUP_COUNTER_WORDS,
     MAX_SPLITS,
@@ -84,9 +86,14 @@ class MathWarp:
 
 
 class SwapAbCombine:
-    """Partial rows of one kernel configuration: how they are stored, and how they are combined."""
+    """Partial rows of one kernel configuration: how they are stored, and how they are combined.
 
-    def __init__(self, config: FmhaConfig, plan: SwapAbPlan):
+    Args:
+        has_largest: whether the largest scores may be asked for, too.
+    """
+
+    def __init__(self, config: FmhaConfig, plan: SwapAbPlan, has_largest: bool = False):
+        self.has_largest = has_largest
         self.head_dim = plan.head_dim
         self.tile_heads = plan.tile_heads
         self.is_softmax_sink = config.sink_mode == "softmax"
@@ -98,7 +105,7 @@ class SwapAbCombine:
         """The split that a work tile computes."""
         head, split, token = tiling.coordinates(index)
         group = token * tiling.head_tiles + head // tiling.tile_heads
-        size = self._layout(tiling).split_words() * tiling.num_splits
+        size = self._layout(tiling).split_words(int(self.has_largest)) * tiling.num_splits
         start = counter_words(workspace.shape[0]) + cutlass.Int64(group) * size
         return SplitCoord(token, head, split, group, start)
 
@@ -131,6 +138,11 @@ class SwapAbCombine:
                 stats[0], stats[1] = heads.row_max[c, j], heads.row_sum[c, j]
                 row = self._statistics(ctx, coord, 8 * j + 2 * w.lane + c)
                 cute.autovec_copy(stats, row[None, coord.split])
+
+    @cute.jit
+    def store_largest(self, ctx: SwapAbContext, coord, head, largest):
+        """Store the largest score of a head of the tile, log2."""
+        self._largest(ctx, coord, head)[coord.split * self.tile_heads] = largest
 
     @cute.jit
     def combine(self, ctx: SwapAbContext, coord, slices, w: MathWarp, has_both):
@@ -205,7 +217,21 @@ class SwapAbCombine:
                     offset = gate_offset(sinks[c], has_both, not self.is_softmax_sink)
                     value = row_lse(row_max[c], row_sum[c], offset)
                     lse[coord.token, coord.head + head + c] = value
+            if cutlass.const_expr(self.has_largest):  # noqa: SIM102 static, then dynamic
+                if coord.token < operands.max_logits.shape[0] and fragment == 0 and lane < 4:
+                    self._combine_largest(ctx, coord, head)
             batch += num_splits * 4
+
+    @cute.jit
+    def _combine_largest(self, ctx: SwapAbContext, coord, head):
+        """Write the largest scores of a pair of heads of the tile."""
+        max_logits = ctx.operands.max_logits
+        for c in cutlass.range_constexpr(PAIR):
+            source = self._largest(ctx, coord, head + c)
+            largest = -cutlass.Float32.inf
+            for split in cutlass.range(ctx.tiling.num_splits, unroll=1):
+                largest = cute.arch.fmax(largest, source[split * self.tile_heads])
+            max_logits[coord.token, coord.head + head + c] = largest * LN_2
 
     @cute.jit
     def _load_fragments(
@@ -246,6 +272,12 @@ class SwapAbCombine:
         offset = coord.start + self._layout(ctx.tiling).fragment(fragment)
         pointer = pointer_at(ctx.operands.workspace.iterator, offset, cutlass.Float32)
         return cute.make_tensor(pointer, layout)
+
+    def _largest(self, ctx, coord, head) -> cute.Pointer:
+        """Largest score of a head in split 0; those of the next splits lie `tile_heads` apart."""
+        offset = self._layout(ctx.tiling).scale(0, head, 0)
+        workspace = ctx.operands.workspace.iterator
+        return pointer_at(workspace, coord.start + offset, cutlass.Float32, 4)
 
     def _statistics(self, ctx, coord, head) -> cute.Tensor:
         """[row max and row sum, split] of a head."""

@@ -8,6 +8,7 @@ import cutlass
 from cutlass import cute
 from cutlass.memory import SmemAllocator
 
+from dsv4.kernels.attention.key_span import KeySpan, TokenPieces
 from dsv4.kernels.attention.sm90.plan import CHUNK, KEYS, SwapAbPlan
 from dsv4.kernels.kit import mbarrier
 from dsv4.kernels.kit.scheduler import StaticTileScheduler
@@ -26,12 +27,26 @@ class SwapAbTiling(NamedTuple):
     work_tiles: cutlass.Int32
     tile_heads: int
     head_tiles: int  # of a token
-    by_splits: cute.FastDivmodDivisorV2
+    by_splits: cute.FastDivmodDivisorV2 | TokenPieces
+    by_tokens: cute.FastDivmodDivisorV2 | None = None  # of pieces
+
+    @property
+    def has_pieces(self) -> bool:
+        return isinstance(self.by_splits, TokenPieces)
+
+    def of_token(self, span: KeySpan):
+        """As `HeadsMTiling.of_token`."""
+        number = self.by_splits.number(span.token_tiles(KEYS))
+        return self._replace(num_splits=cute.arch.make_warp_uniform(number))
 
     def coordinates(self, index):
         """First head, split and token of a work tile; head tiles with the same keys are
-        neighbours."""
-        token, split = divmod(index // self.head_tiles, self.by_splits)
+        neighbours. First pieces, which every token has, come first: all CTAs have their share of
+        them."""
+        if self.has_pieces:
+            split, token = divmod(index // self.head_tiles, self.by_tokens)
+        else:
+            token, split = divmod(index // self.head_tiles, self.by_splits)
         head = index % self.head_tiles * self.tile_heads
         return cutlass.Int32(head), cutlass.Int32(split), cutlass.Int32(token)
 
@@ -92,6 +107,12 @@ class SwapAbContext:
     scheduler: StaticTileScheduler
     smem: Smem
     pipes: Pipelines
+
+    def of_token(self, span: KeySpan):
+        """As `HeadsMContext.of_token`."""
+        if not self.tiling.has_pieces:
+            return self
+        return replace(self, tiling=self.tiling.of_token(span))
 
 
 def allocate(plan: SwapAbPlan) -> tuple:

@@ -31,7 +31,12 @@ class GatherWarps(GatherRole):
         """Load what every work tile needs."""
         warp, lane = self._begin(q_map)
         index, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
-        _, split, token = ctx.tiling.coordinates(index)
+        index = self._find_piece(ctx, keys, index, stop, step, lane)
+        first = index
+        if cutlass.const_expr(ctx.tiling.has_pieces):
+            # A CTA may have none.
+            first = cutlass.min(index, stop - 1)
+        _, split, token = ctx.tiling.coordinates(first)
         early = self._find_early(ctx, keys, token, split, warp, lane)
         # Whatever ran before may still be writing the inputs, or reading what this launch writes.
         pdl.wait_for_previous_launch()
@@ -39,16 +44,17 @@ class GatherWarps(GatherRole):
         kv = ctx.pipes.kv.producer()
         slots = SwapAbSlots(ctx, tuple(range(self.plan.slots_per_tile)))
         while index < stop:
-            head, split, token = ctx.tiling.coordinates(index)
+            head, _, token = ctx.tiling.coordinates(index)
             if warp == 0:
                 ctx.pipes.q.acquire(phase)
                 if lane == 0:
                     ctx.pipes.q.expect(self.plan.q_bytes)
                     tma_load(q_map, ctx.smem.q_start, [0, head, 0, token], ctx.pipes.q.full)
-            span, word = self._find_keys(ctx, keys, token, split, phase, warp, lane, early)
+            span, word = self._find_keys(ctx, keys, index, phase, warp, lane, early)
             early = early.none()
             phase ^= 1
             kv = self.rows.gather_tiles(slots, keys, span, token, word, warp, lane, kv)
-            index += step
+            index = self._find_piece(ctx, keys, index + step, stop, step, lane)
+        self._end(ctx, phase, stop, warp, lane)
         # Not earlier: the next launch would delay these loads.
         pdl.launch_dependents()

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.key_span import BOTH_BRANCHES, MISS, KeySpan
 from dsv4.kernels.attention.sink_merge import output_scale, row_lse
+from dsv4.kernels.attention.sm90.gather_role import told_index
 from dsv4.kernels.attention.sm90.plan import CHUNK, KEYS, SwapAbPlan
 from dsv4.kernels.attention.sm90.sink_gate import gate_offset
 from dsv4.kernels.attention.sm90.swap_ab_combine import MathWarp, SwapAbCombine, store_fragments
@@ -122,12 +123,14 @@ class MathWarpgroup:
             sinks[f.thread] = ctx.operands.sink_logits[f.thread]
         f.scratch.sync()
         kv, phase = ctx.pipes.kv.consumer(), cutlass.Int32(0)
+        index = told_index(ctx, phase, index)
         while index < ctx.tiling.work_tiles:
             # ---- prologue ----
             scratch = f.scratch.of_heads(ctx.tiling.coordinates(index)[0])
             ctx.pipes.span.wait(phase)
             span = KeySpan.load(ctx.smem.span)
             ctx.pipes.span.release(lane)
+            own_ctx = ctx.of_token(span)
             has_both = span.has(BOTH_BRANCHES)
             f.heads.reset()
             f.acc.fill(0.0)
@@ -159,15 +162,15 @@ class MathWarpgroup:
                 reduce_row_sums(f.heads, f.scratch)
             coord = self.combine.coord(ctx.operands.workspace, ctx.tiling, index)
             self._rotate(ctx, f, coord)
-            if ctx.tiling.num_splits > 1:
-                self._combine_splits(ctx, f, coord, has_both)
+            if own_ctx.tiling.num_splits > 1:
+                self._combine_splits(own_ctx, f, coord, has_both)
             else:
                 if cutlass.const_expr(self.sums_last):
                     reduce_row_sums(f.heads, f.scratch)
                 self._store_heads(ctx, f, scratch, coord, has_both)
-                self._store_largest(ctx, f, coord)
+                self._store_largest(own_ctx, f, coord)
             phase ^= 1
-            index = ctx.scheduler.next(index)
+            index = told_index(ctx, phase, ctx.scheduler.next(index))
 
     def _load_scales(self, ctx: SwapAbContext, f: MathFragments, index) -> None:
         """Load what else the scores of a work tile's heads are multiplied by: nothing."""
@@ -277,6 +280,8 @@ class MathWarpgroup:
         if cutlass.const_expr(self.sums_last):
             reduce_row_sums(f.heads, f.scratch)
         self.combine.store_statistics(ctx, coord, f.heads, w)
+        if cutlass.const_expr(ctx.tiling.has_pieces):
+            self._store_largest(ctx, f, coord)
         semaphore.arrive()
         # With work tiles left to start, some may be what this CTA would wait for.
         is_one_wave = ctx.tiling.work_tiles <= cute.arch.grid_dim()[0]
