@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from dsv4 import ops
+from dsv4.kernels.attention import paged_plan
 from dsv4.kernels.attention.paged_args import PagedFmhaTensors
+from dsv4.kernels.attention.pieces import most_pieces
 from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
 from dsv4.testing.paged_attention import Case, Inputs, assert_paged_close, make_inputs
 
@@ -125,6 +127,67 @@ def test_a_token_does_not_depend_on_the_batch(kv_format, heads, seed) -> None:
     assert_paged_close(inputs.to("cpu"), *(x.cpu() for x in together))
     for part in (slice(0, 1), slice(3, 20), slice(77, 149)):
         assert_same(run(inputs.of_tokens(part)), tuple(x[part] for x in together))
+
+
+# By number of heads.
+PIECES_MODES = {8: "softmax", 16: "swa_gate", 32: "softmax", 64: "swa_gate", 128: "softmax"}
+
+
+def narrowed(inputs: Inputs, columns: int) -> Inputs:
+    """The tokens whose compressed entries fit into so many columns, with lists of as many."""
+    few = inputs.compressed_lens <= columns
+    part = inputs.of_tokens(few)
+    return replace(part, compressed_indices=part.compressed_indices[:, :columns].contiguous())
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("heads", PIECES_MODES)
+def test_pieces_follow_from_a_token_s_own_keys(kv_format, heads, seed) -> None:
+    """Alone, in a batch, beside tokens of more pieces, in wider lists, and as so many splits."""
+    case = Case(40, 1, heads, kv_format=kv_format, entries=2400, sink_mode=PIECES_MODES[heads],
+                ragged=True, wild=True, has_rope=True, has_factor=True,
+                batch_invariant=True)  # fmt: skip
+    inputs = make_inputs(case, seed).to("cuda")
+    together = run(inputs)
+    assert_paged_close(inputs.to("cpu"), *(x.cpu() for x in together))
+    assert_same(run(inputs), together)
+    for part in (slice(0, 1), slice(3, 20), slice(20, 21), slice(17, 40)):
+        assert_same(run(inputs.of_tokens(part)), tuple(x[part] for x in together))
+    wider = torch.nn.functional.pad(inputs.compressed_indices, (0, 5000), value=7)
+    assert_same(run(replace(inputs, compressed_indices=wider)), together)
+    short = inputs.compressed_lens <= 1024
+    assert 1 < short.sum() < case.tokens
+    assert_same(run(narrowed(inputs, 1024)), tuple(x[short] for x in together))
+    for token in range(12):
+        tiles = sum(-(-int(x[token]) // 64) for x in (inputs.window_lens, inputs.compressed_lens))
+        one = inputs.of_tokens(slice(token, token + 1))
+        options = {"batch_invariant": False, "num_splits": most_pieces(tiles)}
+        found = ops.sparse_fmha_paged(
+            *one.tensors, **{**one.options, **one.kernel_options, **options}, return_lse=True
+        )
+        assert_same(found, tuple(x[token : token + 1] for x in together[:2]))
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_many_tokens_of_pieces_take_several_launches(kv_format, heads, seed) -> None:
+    case = Case(3, 200, heads, kv_format=kv_format, entries=2400, sink_mode=PIECES_MODES[heads],
+                ragged=True, batch_invariant=True)  # fmt: skip
+    inputs = make_inputs(case, seed).to("cuda")
+    scalars = (most_pieces(2 + 38), torch.cuda.get_device_properties(0).multi_processor_count)
+    assert case.tokens > paged_plan.most_tokens(case.config, scalars)
+    together = run(inputs)
+    for part in (slice(0, 3), slice(130, 134), slice(599, 600)):
+        some = inputs.of_tokens(part)
+        assert_paged_close(some.to("cpu"), *(x[part].cpu() for x in together))
+        assert_same(run(some), tuple(x[part] for x in together))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run(inputs)
+    for _ in range(2):
+        found[0].fill_(torch.nan)
+        graph.replay()
+        assert_same(found, together)
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)

@@ -41,7 +41,7 @@ class RowStatistics:
         lse, row_scale = ctx.operands.lse, ctx.smem.row_scale
         for r in cutlass.range_constexpr(2):
             row = first_row + 8 * r
-            head = ctx.tiling.head_of(coord.head, row, self.num_query_heads)
+            head = ctx.tiling.own_head(coord.head + row, row, self.num_query_heads)
             row_max, row_sum = rows.row_max[r], rows.row_sum[r]
             if ctx.tiling.num_splits > 1:
                 row_scale[row] = gate_offset[r]
@@ -86,7 +86,7 @@ class Epilogue:
         """
         lane = cute.arch.lane_idx()
         row = cute.arch.thread_idx()[0] % 128 // 32 * WARP_ROWS + lane // 4
-        head = ctx.tiling.head_of(coord.head, row, self.num_query_heads)
+        head = ctx.tiling.own_head(coord.head + row, row, self.num_query_heads)
         place = (
             *(ctx.operands.o, scales, coord.token, head, column, lane),
             self.num_query_heads,

@@ -65,12 +65,12 @@ class HeadsMTiling(NamedTuple):
         number = self.by_splits.number(span.token_tiles(keys))
         return self._replace(num_splits=cute.arch.make_warp_uniform(number))
 
-    def head_of(self, head, row, heads: int):
-        """Head of a row of the tile that begins with `head`; none of the `heads` if it is one of
-        another tile's, as rows of tiles of fewer heads may be."""
+    def own_head(self, head, row, heads: int):
+        """The head of a row; none of the `heads` if it is one of another tile's, as rows of tiles of
+        fewer heads may be, which a launch without splits has not."""
         if not self.has_pieces:
-            return head + row
-        return cutlass.select_(row < self.tile_heads, head + row, cutlass.Int32(heads))
+            return head
+        return cutlass.select_(row < self.tile_heads, head, cutlass.Int32(heads))
 
     def column_slice(self, index):
         """Which half of the columns, where they are sliced."""

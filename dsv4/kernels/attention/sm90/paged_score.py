@@ -35,16 +35,16 @@ class PagedRowStatistics(RowStatistics):
         is_first = ctx.tiling.column_slice(cute.arch.block_idx()[0]) == 0
         if coord.token < max_logits.shape[0] and is_first:
             for r in cutlass.range_constexpr(2):
-                row = first_row + 8 * r
-                head = ctx.tiling.head_of(coord.head, row, self.num_query_heads)
+                head = coord.head + first_row + 8 * r
+                head = ctx.tiling.own_head(head, first_row + 8 * r, self.num_query_heads)
                 if head < self.num_query_heads:
-                    largest = ctx.smem.row_inputs[LARGEST, row]
+                    largest = ctx.smem.row_inputs[LARGEST, first_row + 8 * r]
                     if cutlass.const_expr(not ctx.tiling.has_pieces):
                         max_logits[coord.token, head] = largest * LN_2
                     elif ctx.tiling.num_splits == 1:
                         max_logits[coord.token, head] = largest * LN_2
                     else:
-                        self.combine.store_largest(ctx, coord, row, largest)
+                        self.combine.store_largest(ctx, coord, first_row + 8 * r, largest)
 
 
 class PagedScoreWarpgroup(ScoreWarpgroup):
