@@ -105,20 +105,26 @@ def most_tokens(config: PagedFmhaConfig, scalars: tuple[int, ...]) -> int:
     """Tokens of a launch, at most; more take several, one after the other.
 
     Of a batch-invariant launch the number of splits follows from no number of tokens: what its
-    pieces leave in the workspace would know no bounds. The tokens of a launch have `SM_PIECES`
-    pieces for each SM, or at least one: time follows lengths, where lists are wider.
+    pieces leave in the workspace would know no bounds. The tokens of a launch have room for
+    `SM_PIECES` pieces for each SM, or all for one of each: time follows lengths, where lists are
+    wider. So a CTA has `MAX_SPLITS` work tiles at most: a word has a bit for each (`gather_role`).
     """
     splits, num_sms = scalars[:2]
     if splits == 1 or not config.batch_invariant:
         return sys.maxsize
     head_tiles = -(-config.num_query_heads // launch_plan.TILE_HEADS)
-    return -(-num_sms * max(SM_PIECES // splits, 1) // head_tiles)
+    # Clusters of two CTAs leave an odd SM idle.
+    work_tiles = num_sms // 2 * 2 * max(SM_PIECES // splits, 1)
+    return max(work_tiles // head_tiles, 1)
 
 
 def _pieces_size(config: PagedFmhaConfig, tokens: int, splits: int) -> int:
     """Workspace of a launch of pieces. Those of heads in M, in 16 bits, are many where they are
     long; each of two slices of a row's columns may have statistics of its own."""
-    if config.num_query_heads <= MOST_SWAP_AB_HEADS or config.head_dim < launch_plan.SLICED_HEAD_DIM:
+    if (
+        config.num_query_heads <= MOST_SWAP_AB_HEADS
+        or config.head_dim < launch_plan.SLICED_HEAD_DIM
+    ):
         return launch_plan.workspace_size(_dense(config), tokens, splits)
     rows = -(-config.num_query_heads // launch_plan.TILE_HEADS) * launch_plan.TILE_HEADS
     return with_counters(tokens * splits * rows * (config.head_dim // 2 + 4 * STATS))

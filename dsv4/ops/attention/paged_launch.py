@@ -79,7 +79,10 @@ def make_launch(state: State) -> Launch:
             return
         for first in range(0, tokens, most):
             some = slice(first, first + most)
-            run(*(x[some] if is_by_token else x for x, is_by_token in zip(filled, by_token)), *scalars)
+            run(
+                *(x[some] if is_by_token else x for x, is_by_token in zip(filled, by_token)),
+                *scalars,
+            )
 
     def plan(size: tuple[int, int, int]) -> tuple[tuple[int, ...], int, int]:
         """Scalars and workspace of launches of so many tokens and keys, most tokens of one."""

@@ -65,24 +65,24 @@ class GatherRole:
         return EarlyKeys(span, word, is_known, has_word)
 
     @cute.jit
-    def _find_piece(self, ctx, keys: PagedKeys, index, stop, step, lane):
-        """A CTA's first work tile from `index` on that its token has keys for, where tokens have
-        pieces: 32 at a time. A token's first piece may be without any."""
-        if cutlass.const_expr(ctx.tiling.has_pieces):
-            is_found = cutlass.Boolean(ctx.tiling.num_splits == 1)
-            while index < stop and not is_found:
-                own = index + lane * step
-                is_piece = cutlass.Boolean(False)
-                if own < stop:
-                    _, split, token = ctx.tiling.coordinates(own)
-                    is_piece = split == 0
-                    if split > 0:
-                        is_piece = split < ctx.tiling.by_splits.number(keys.tiles(token, KEYS))
-                pieces = cute.arch.vote_ballot_sync(is_piece)
-                is_found = pieces != 0
-                # All lanes' where there is none.
-                index += cute.arch.popc(~pieces & (pieces - 1)) * step
-        return index
+    def _find_pieces(self, ctx, keys: PagedKeys, lane):
+        """A bit for each of a CTA's work tiles, 32 at most, whose token has so many pieces. Once:
+        beside the gather of key tiles, registers are scarce."""
+        first, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
+        own = first + lane * step
+        is_piece = cutlass.Boolean(False)
+        if own < stop:
+            _, split, token = ctx.tiling.coordinates(own)
+            is_piece = split < ctx.tiling.by_splits.number(keys.tiles(token, KEYS))
+        return cutlass.Int32(cute.arch.vote_ballot_sync(is_piece))
+
+    @cute.jit
+    def _take_piece(self, ctx, pieces):
+        """The first of a CTA's pieces, as a work tile, or none behind the last one; and the others."""
+        first, _, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
+        # 32 without a bit.
+        place = cute.arch.popc(~pieces & (pieces - 1))
+        return first + place * step, pieces & (pieces - 1)
 
     @cute.jit
     def _end(self, ctx, phase, stop, warp, lane):

@@ -85,7 +85,6 @@ class HeadsMContext:
     smem: Smem
     pipes: Pipelines
 
-
     def of_token(self, span: KeySpan):
         """The same for a work tile of a token, which may have its own number of splits."""
         if not self.tiling.has_pieces:

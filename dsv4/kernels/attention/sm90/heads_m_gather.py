@@ -64,7 +64,9 @@ class GatherWarpgroup(GatherRole, LoadWarp):
         pdl.wait_for_previous_launch()
         phase = cutlass.Int32(1)
         kv, slots = ctx.pipes.kv.producer(), HeadsMSlots(ctx)
-        index = self._find_piece(ctx, keys, index, stop, step, lane)
+        pieces = cutlass.Int32(0)
+        if cutlass.const_expr(ctx.tiling.has_pieces):
+            index, pieces = self._take_piece(ctx, self._find_pieces(ctx, keys, lane))
         while index < stop:
             head_tile, _, token = ctx.tiling.coordinates(index)
             span, word = self._find_keys(ctx, keys, index, phase, warp, lane)
@@ -84,7 +86,10 @@ class GatherWarpgroup(GatherRole, LoadWarp):
             else:
                 kv = self.rows.gather_tiles(slots, keys, span, token, word, warp, lane, kv)
             phase ^= 1
-            index = self._find_piece(ctx, keys, index + step, stop, step, lane)
+            if cutlass.const_expr(ctx.tiling.has_pieces):
+                index, pieces = self._take_piece(ctx, pieces)
+            else:
+                index += step
         self._end(ctx, phase, stop, warp, lane)
 
     @cute.jit

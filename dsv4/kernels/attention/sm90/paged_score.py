@@ -36,7 +36,8 @@ class PagedRowStatistics(RowStatistics):
         if coord.token < max_logits.shape[0] and is_first:
             for r in cutlass.range_constexpr(2):
                 head = coord.head + first_row + 8 * r
-                head = ctx.tiling.own_head(head, first_row + 8 * r, self.num_query_heads)
+                if cutlass.const_expr(ctx.tiling.has_pieces):
+                    head = ctx.tiling.own_head(head, first_row + 8 * r, self.num_query_heads)
                 if head < self.num_query_heads:
                     largest = ctx.smem.row_inputs[LARGEST, first_row + 8 * r]
                     if cutlass.const_expr(not ctx.tiling.has_pieces):

@@ -31,12 +31,12 @@ class GatherWarps(GatherRole):
         """Load what every work tile needs."""
         warp, lane = self._begin(q_map)
         index, stop, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
-        index = self._find_piece(ctx, keys, index, stop, step, lane)
-        first = index
+        pieces, known = cutlass.Int32(0), index
         if cutlass.const_expr(ctx.tiling.has_pieces):
-            # A CTA may have none.
-            first = cutlass.min(index, stop - 1)
-        _, split, token = ctx.tiling.coordinates(first)
+            index, pieces = self._take_piece(ctx, self._find_pieces(ctx, keys, lane))
+            # It may have none.
+            known = cutlass.min(index, stop - 1)
+        _, split, token = ctx.tiling.coordinates(known)
         early = self._find_early(ctx, keys, token, split, warp, lane)
         # Whatever ran before may still be writing the inputs, or reading what this launch writes.
         pdl.wait_for_previous_launch()
@@ -54,7 +54,10 @@ class GatherWarps(GatherRole):
             early = early.none()
             phase ^= 1
             kv = self.rows.gather_tiles(slots, keys, span, token, word, warp, lane, kv)
-            index = self._find_piece(ctx, keys, index + step, stop, step, lane)
+            if cutlass.const_expr(ctx.tiling.has_pieces):
+                index, pieces = self._take_piece(ctx, pieces)
+            else:
+                index += step
         self._end(ctx, phase, stop, warp, lane)
         # Not earlier: the next launch would delay these loads.
         pdl.launch_dependents()
