@@ -1,5 +1,5 @@
-"""Pieces of a token's keys: the splits of a batch-invariant launch, by the token's own number of key
-tiles alone.
+"""Pieces of a token's keys: the splits of a batch-invariant launch, which follow from the token's
+own number of key tiles alone.
 
 A token of up to `WHOLE_TILES` has one piece; of more, pieces of at most `PIECE_TILES` tiles, as
 equally long as they can be. Only where a token would have more than `MAX_SPLITS` are they longer.

@@ -27,12 +27,22 @@ class EarlyKeys(NamedTuple):
 @cute.jit
 def told_index(ctx, phase, index):
     """The work tile that warps which compute have next: `index`, or where tokens have pieces the
-    one whose keys have been found."""
+    one whose keys have been found, which they wait for here."""
     if cutlass.const_expr(ctx.tiling.has_pieces):
         ctx.pipes.span.wait(phase)
         word = ctx.smem.span[FLAGS_WORD] >> INDEX_SHIFT
         index = cute.arch.make_warp_uniform(word)
     return index
+
+
+@cute.jit
+def load_span(ctx, phase, lane) -> KeySpan:
+    """The key span of the next work tile; its place is free then. Warps that compute call this."""
+    if cutlass.const_expr(not ctx.tiling.has_pieces):
+        ctx.pipes.span.wait(phase)
+    span = KeySpan.load(ctx.smem.span)
+    ctx.pipes.span.release(lane)
+    return span
 
 
 class GatherRole:
@@ -78,7 +88,7 @@ class GatherRole:
 
     @cute.jit
     def _take_piece(self, ctx, pieces):
-        """The first of a CTA's pieces, as a work tile, or none behind the last one; and the others."""
+        """The work tile of a CTA's first piece, or the end behind its last one; and the others."""
         first, _, step = ctx.scheduler.range_of(cute.arch.block_idx()[0])
         # 32 without a bit.
         place = cute.arch.popc(~pieces & (pieces - 1))

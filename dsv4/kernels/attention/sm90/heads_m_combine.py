@@ -29,6 +29,7 @@ from dsv4.kernels.attention.sm90.heads_m_tiling import HeadsMTiling
 from dsv4.kernels.attention.sm90.named_barriers import HeadsMBarrier
 from dsv4.kernels.attention.sm90.partials import store_subtile
 from dsv4.kernels.attention.sm90.plan import HeadsMPlan
+from dsv4.kernels.attention.softmax import LN_2
 from dsv4.kernels.attention.split_kv import (
     FRAGMENT_WORDS,
     GROUP_COUNTER_WORDS,
@@ -38,7 +39,6 @@ from dsv4.kernels.attention.split_kv import (
     SplitKv,
     combine_sizes,
 )
-from dsv4.kernels.attention.softmax import LN_2
 from dsv4.kernels.attention.split_reduce import split_weights
 from dsv4.kernels.kit.epilogue import store_rows
 from dsv4.kernels.kit.pointers import pointer_at

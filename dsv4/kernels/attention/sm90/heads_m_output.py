@@ -6,8 +6,8 @@ import cutlass
 from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from dsv4.kernels.attention.key_span import MISS, KeySpan
-from dsv4.kernels.attention.sm90.gather_role import told_index
+from dsv4.kernels.attention.key_span import MISS
+from dsv4.kernels.attention.sm90.gather_role import load_span, told_index
 from dsv4.kernels.attention.sm90.heads_m_combine import HeadsMCombine, OutputWarp
 from dsv4.kernels.attention.sm90.heads_m_context import DTYPE, HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_epilogue import Epilogue, Staging
@@ -91,9 +91,7 @@ class OutputWarpgroups:
         while index < stop:
             # ---- prologue ----
             coord = self.combine.coord(ctx.tiling, index)
-            ctx.pipes.span.wait(phase)
-            span = KeySpan.load(ctx.smem.span)
-            ctx.pipes.span.release(lane)
+            span = load_span(ctx, phase, lane)
             count, is_miss = span.count, span.has(MISS)
             own_ctx = ctx.of_token(span)
             offset = cutlass.Int32(0)

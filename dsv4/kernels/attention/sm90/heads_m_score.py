@@ -7,9 +7,9 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.key_span import BOTH_BRANCHES, MISS, KeySpan
+from dsv4.kernels.attention.key_span import BOTH_BRANCHES, MISS
 from dsv4.kernels.attention.mask import mask_tail
-from dsv4.kernels.attention.sm90.gather_role import told_index
+from dsv4.kernels.attention.sm90.gather_role import load_span, told_index
 from dsv4.kernels.attention.sm90.heads_m_combine import HeadsMCombine
 from dsv4.kernels.attention.sm90.heads_m_context import DTYPE, HeadsMContext
 from dsv4.kernels.attention.sm90.heads_m_epilogue import RowStatistics, load_sinks
@@ -122,9 +122,7 @@ class ScoreWarpgroup:
             head = coord.head + f.row
 
             # ---- prologue ----
-            ctx.pipes.span.wait(phase)
-            span = KeySpan.load(ctx.smem.span)
-            ctx.pipes.span.release(lane)
+            span = load_span(ctx, phase, lane)
             own_ctx = ctx.of_token(span)
             count, is_miss = span.count, span.has(MISS)
             has_both = span.has(BOTH_BRANCHES)

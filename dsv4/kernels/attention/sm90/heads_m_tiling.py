@@ -66,8 +66,8 @@ class HeadsMTiling(NamedTuple):
         return self._replace(num_splits=cute.arch.make_warp_uniform(number))
 
     def own_head(self, head, row, heads: int):
-        """The head of a row; none of the `heads` if it is one of another tile's, as rows of tiles of
-        fewer heads may be, which a launch without splits has not."""
+        """The head of a row; none of the `heads` if it is one of another tile's, as rows of tiles
+        of fewer heads may be, which a launch without splits has not."""
         if not self.has_pieces:
             return head
         return cutlass.select_(row < self.tile_heads, head, cutlass.Int32(heads))

@@ -97,12 +97,13 @@ class PagedMathWarpgroup(MathWarpgroup):
             if f.warp == 0 and f.lane < 4:
                 for c, j in f.heads.columns():
                     head = 8 * j + 2 * f.lane + c
-                    if cutlass.const_expr(not ctx.tiling.has_pieces):
-                        max_logits[coord.token, coord.head + head] = largest[c, j] * LN_2
-                    elif ctx.tiling.num_splits == 1:
-                        max_logits[coord.token, coord.head + head] = largest[c, j] * LN_2
+                    if cutlass.const_expr(ctx.tiling.has_pieces):
+                        if ctx.tiling.num_splits > 1:
+                            self.combine.store_largest(ctx, coord, head, largest[c, j])
+                        else:
+                            max_logits[coord.token, coord.head + head] = largest[c, j] * LN_2
                     else:
-                        self.combine.store_largest(ctx, coord, head, largest[c, j])
+                        max_logits[coord.token, coord.head + head] = largest[c, j] * LN_2
 
     @cute.jit
     def _rotate(self, ctx: SwapAbContext, f: MathFragments, coord):

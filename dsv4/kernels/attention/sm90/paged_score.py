@@ -40,12 +40,13 @@ class PagedRowStatistics(RowStatistics):
                     head = ctx.tiling.own_head(head, first_row + 8 * r, self.num_query_heads)
                 if head < self.num_query_heads:
                     largest = ctx.smem.row_inputs[LARGEST, first_row + 8 * r]
-                    if cutlass.const_expr(not ctx.tiling.has_pieces):
-                        max_logits[coord.token, head] = largest * LN_2
-                    elif ctx.tiling.num_splits == 1:
-                        max_logits[coord.token, head] = largest * LN_2
+                    if cutlass.const_expr(ctx.tiling.has_pieces):
+                        if ctx.tiling.num_splits > 1:
+                            self.combine.store_largest(ctx, coord, first_row + 8 * r, largest)
+                        else:
+                            max_logits[coord.token, head] = largest * LN_2
                     else:
-                        self.combine.store_largest(ctx, coord, first_row + 8 * r, largest)
+                        max_logits[coord.token, head] = largest * LN_2
 
 
 class PagedScoreWarpgroup(ScoreWarpgroup):

@@ -7,9 +7,9 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from dsv4.kernels.attention.config import FmhaConfig
-from dsv4.kernels.attention.key_span import BOTH_BRANCHES, MISS, KeySpan
+from dsv4.kernels.attention.key_span import BOTH_BRANCHES, MISS
 from dsv4.kernels.attention.sink_merge import output_scale, row_lse
-from dsv4.kernels.attention.sm90.gather_role import told_index
+from dsv4.kernels.attention.sm90.gather_role import load_span, told_index
 from dsv4.kernels.attention.sm90.plan import CHUNK, KEYS, SwapAbPlan
 from dsv4.kernels.attention.sm90.sink_gate import gate_offset
 from dsv4.kernels.attention.sm90.swap_ab_combine import MathWarp, SwapAbCombine, store_fragments
@@ -127,9 +127,7 @@ class MathWarpgroup:
         while index < ctx.tiling.work_tiles:
             # ---- prologue ----
             scratch = f.scratch.of_heads(ctx.tiling.coordinates(index)[0])
-            ctx.pipes.span.wait(phase)
-            span = KeySpan.load(ctx.smem.span)
-            ctx.pipes.span.release(lane)
+            span = load_span(ctx, phase, lane)
             own_ctx = ctx.of_token(span)
             has_both = span.has(BOTH_BRANCHES)
             f.heads.reset()
