@@ -103,6 +103,13 @@ OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True,
 # Splits and CTAs. All work on one CTA; fewer CTAs than splits, which then cannot wait for each
 # other; all at once.
 PAGED_LAUNCHES = ((1, 1), (3, 3), (3, 132))
+# The same of pieces: as many as there are, and room for more.
+PIECES_LAUNCHES = ((2, 1), (3, 3), (2, 132))
+PIECES_LENS = (1200, 30, 1180)
+PIECES = {
+    "window": 40, "entries": 1200, "window_page": 53, "entry_page": 2, "batch_invariant": True,
+    **OPTIONS, "ragged": False,
+}  # fmt: skip
 PAGED = {
     "swap_ab": ("sm_90a", paged_attention.Case(3, 1, 8, 64, "bf16", 40, 300, 53, 2, **OPTIONS)),
     "swap_ab_fp8": (
@@ -113,6 +120,9 @@ PAGED = {
     "heads_m_fp8": (
         "sm_90a", paged_attention.Case(3, 1, 72, 512, "fp8", 40, 200, 64, 53, **OPTIONS),
     ),
+    # Splits by each token's own keys.
+    "swap_ab_pieces": ("sm_90a", paged_attention.Case(3, 1, 8, 64, "bf16", **PIECES)),
+    "heads_m_pieces": ("sm_90a", paged_attention.Case(3, 1, 64, 64, "bf16", **PIECES)),
     # Scores that grow and spread: O is rescaled in the middle, too.
     "one_cta": (
         "sm_100a",
@@ -144,20 +154,29 @@ def paged(name: str) -> Subject:
     if name.startswith("two_ctas"):
         # A token without keys behind others, in the same clusters.
         inputs.window_lens[-1] = inputs.compressed_lens[-1] = 0
-    o, lse, _ = inputs.expected()
+    has_pieces = case.batch_invariant
+    if has_pieces:
+        lens = torch.tensor(PIECES_LENS, dtype=torch.int32)
+        inputs = replace(inputs, compressed_lens=lens)
+    o, lse, largest = inputs.expected()
 
     def make(splits: int, ctas: int) -> Call:
         scalars = (splits, ctas, case.config.sliding_window, case.config.ratio)
-        call = inputs.call(scalars, workspace_size(case.config, {"T": case.tokens}, scalars))
-        if splits > 1:
+        size = workspace_size(case.config, {"T": case.tokens}, (splits, PAGED_LAUNCHES[-1][1]))
+        call = inputs.call(scalars, size)
+        if splits > 1 and not has_pieces:
             # The largest scores would make it one split.
             call.options["max_logits"] = call.outputs.pop("max_logits")[:0]
         return call
 
     def check(found: Outcome) -> None:
         assert_attention_close(found["o"], o, found["lse"], lse)
+        if has_pieces:
+            torch.testing.assert_close(found["max_logits"], largest)
 
     compiled = compiled_kernel(Simulator(arch, has_lines=True), case)
+    if has_pieces:
+        return subject_of_calls(compiled, [partial(make, *one) for one in PIECES_LAUNCHES], check)
     # Only Hopper's splits wait for each other.
     launches = PAGED_LAUNCHES if arch == "sm_90a" else PAGED_LAUNCHES[:2]
     return subject_of_calls(compiled, [partial(make, *launch) for launch in launches], check)

@@ -96,14 +96,15 @@ class PagedMathWarpgroup(MathWarpgroup):
             f.scratch.sync()
             if f.warp == 0 and f.lane < 4:
                 for c, j in f.heads.columns():
-                    head = 8 * j + 2 * f.lane + c
+                    head = coord.head + 8 * j + 2 * f.lane + c
                     if cutlass.const_expr(ctx.tiling.has_pieces):
                         if ctx.tiling.num_splits > 1:
-                            self.combine.store_largest(ctx, coord, head, largest[c, j])
+                            own_head = head - coord.head
+                            self.combine.store_largest(ctx, coord, own_head, largest[c, j])
                         else:
-                            max_logits[coord.token, coord.head + head] = largest[c, j] * LN_2
+                            max_logits[coord.token, head] = largest[c, j] * LN_2
                     else:
-                        max_logits[coord.token, coord.head + head] = largest[c, j] * LN_2
+                        max_logits[coord.token, head] = largest[c, j] * LN_2
 
     @cute.jit
     def _rotate(self, ctx: SwapAbContext, f: MathFragments, coord):
