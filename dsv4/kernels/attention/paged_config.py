@@ -32,7 +32,7 @@ class PagedFmhaConfig:
         sliding_window: positions that a token sees of a window that a table addresses.
         ratio: positions per compressed entry of a table; 0: none.
         num_splits: KV splits of every launch; None: chosen by the size of the launch.
-        batch_invariant: whether splits follow from a token's own number of keys alone.
+        batch_invariant: whether splits follow from a token's own number of keys alone (`pieces`).
         compute: "bf16"; "fp8" or "fp8x2": products of FP8 codes, in one term or two, of entries
             whose groups share one scale.
         rope_dim: rotated channels, the last ones.

@@ -200,7 +200,10 @@ def sparse_fmha_paged(
         sliding_window, ratio: of tables.
         softmax_scale: factor on q . k; default head_dim ** -0.5.
         num_splits: KV splits of the GPU kernel; default chosen by the size of the launch.
-        batch_invariant: a token's bits depend on its own keys alone, not on the batch.
+        batch_invariant: a token's bits depend on its own keys alone, not on the batch. Splits then
+            follow from its own number of keys: one up to 1,152 of them, about one for each 832 of
+            more (on Hopper; elsewhere one). Calls of many tokens with longer lists take several
+            launches.
         compute: "bf16"; "fp8" and "fp8x2" multiply FP8 codes, in one and two terms, of entries
             whose groups share one scale, which the caller promises. Kernels do so with more
             than 32 heads and without splits, and multiply bf16 values otherwise; torch does.

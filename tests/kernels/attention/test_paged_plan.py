@@ -1,4 +1,4 @@
-"""What the paged kernels serve, and which launches multiply FP8 codes."""
+"""What the paged kernels serve, which launches multiply FP8 codes, pieces of a token's keys."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from dsv4.kernels.attention import paged_plan
+from dsv4.kernels.attention import launch_plan, paged_plan
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.attention.pieces import PIECE_TILES, WHOLE_TILES, most_pieces
+from dsv4.kernels.attention.split_kv import (
+    GROUP_COUNTER_WORDS,
+    MAX_SPLITS,
+    MOST_SWAP_AB_HEADS,
+    SplitKv,
+    counter_words,
+)
 from dsv4.ops.attention.sparse_fmha_paged import SPARSE_FMHA_PAGED
 
 pytestmark = pytest.mark.stage("H")
@@ -54,3 +62,63 @@ def test_launches_for_half_of_the_machine_multiply_codes(heads) -> None:
     assert splits(config, 1) == splits(replace(config, compute="bf16"), 1) > 1
     assert splits(replace(config, batch_invariant=True), 1) == 1
     assert splits(replace(config, num_splits=3), 1024) == 3
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+INVARIANT = PagedFmhaConfig(512, 64, "fp8", batch_invariant=True)
+
+
+def test_pieces_follow_from_key_tiles() -> None:
+    assert [most_pieces(n) for n in (0, 1, WHOLE_TILES)] == [1, 1, 1]
+    assert most_pieces(WHOLE_TILES + 1) == 2
+    assert most_pieces(130) == 10
+    assert most_pieces(10**6) == MAX_SPLITS
+    found = [most_pieces(n) for n in range(2000)]
+    assert found == sorted(found), "a launch has room for the pieces of shorter keys"
+    longest = [-(-n // k) for n, k in enumerate(found)]
+    assert max(longest[WHOLE_TILES + 1 : MAX_SPLITS * PIECE_TILES + 1]) == PIECE_TILES
+
+
+def test_the_keys_of_models_are_one_piece() -> None:
+    for tokens in (1, 64, 8192):
+        assert splits(INVARIANT, tokens) == 1
+        sizes = {"T": tokens, "k_w": 128, "k_c": 8192}
+        assert paged_plan.scalars(INVARIANT, sizes, SMS, "sm_90a")[0] == 10
+
+
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])
+def test_where_nothing_is_split(arch) -> None:
+    """On Blackwell, and where products are of codes, which are those without splits."""
+    sizes = {"T": 4, "k_w": 128, "k_c": 8192}
+    assert paged_plan.scalars(INVARIANT, sizes, SMS, arch)[0] == 1
+    codes = replace(CODES, batch_invariant=True)
+    for other in (arch, "sm_90a"):
+        assert paged_plan.scalars(codes, sizes, SMS, other)[0] == 1
+        assert paged_plan.max_workspace_size(codes, 100, SMS, other) == 0
+
+
+@pytest.mark.parametrize("sms", [132, 114, 78, 3])
+@pytest.mark.parametrize("heads", [8, 16, 32, 40, 64, 72, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
+def test_a_workspace_has_room_for_every_tiling(head_dim, heads, sms) -> None:
+    """And a CTA for the bits of its work tiles."""
+    config = replace(INVARIANT, head_dim=head_dim, num_query_heads=heads, kv_format="bf16")
+    is_few = heads <= MOST_SWAP_AB_HEADS
+    fixed = replace(config, batch_invariant=False, num_splits=2)
+    for pieces in (2, 3, 8, 9, MAX_SPLITS):
+        most = paged_plan.most_tokens(config, (pieces, sms))
+        for tokens in {1, 2, 5, 16, most - 1, most, most + 1} - {0}:
+            size = paged_plan.workspace_size(config, {"T": tokens}, (pieces, sms))
+            tokens = min(tokens, most)
+            tile_heads, slices, row_words = heads, 1, head_dim
+            if not is_few:
+                dense = paged_plan._dense(fixed)
+                tile_heads, slices = launch_plan._heads_m_tile(dense, tokens, pieces, sms)
+                row_words = head_dim // 2 // slices
+            subtiles = 1 if is_few else head_dim // min(128, head_dim // 2) + 1
+            groups = tokens * -(-heads // tile_heads) * slices
+            words = pieces * SplitKv(pieces, tile_heads, row_words).split_words(subtiles)
+            assert counter_words(size) >= groups * GROUP_COUNTER_WORDS
+            assert counter_words(size) + groups * words <= size
+            assert groups * pieces <= 32 * max(sms // 2 * 2, 1)
+            assert size <= paged_plan.max_workspace_size(config, tokens, sms, "sm_90a")
