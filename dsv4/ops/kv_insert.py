@@ -31,7 +31,7 @@ class KvInsert(KernelOp):
     config = KvInsertConfig
     args = ARGS
     kernels: ClassVar = dict.fromkeys(ARCHS, "dsv4.kernels.rows.kv_insert")
-    early = ("weight",)
+    early = ("weight", "rope", "positions", "slots")
 
     def values(self, config: KvInsertConfig) -> Mapping[str, int | str]:
         return values(config)

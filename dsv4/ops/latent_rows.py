@@ -49,7 +49,7 @@ class LatentRows(KernelOp):
     kernels: ClassVar = dict.fromkeys(ARCHS, "dsv4.kernels.rows.latent_rows")
     early = (
         "weight", "query_weight", "ape", "entry_weight", "index_ape", "index_weight", "state_rows",
-        "starts", "lens", "entry_slots",
+        "starts", "lens", "entry_slots", "rope", "positions", "slots",
     )  # fmt: skip
 
     def values(self, config: LatentRowsConfig) -> Mapping[str, int | str]:

@@ -99,22 +99,27 @@ class KvInsert:
         row = block * self.rows + thread // self.lanes
         step = blocks * self.rows
         count = x.shape[0]
-        # The weight is not an output of the launch before.
-        gains = self.load_gains(weight, lane)
-        pdl.wait_for_previous_launch()
         # Lanes of a warp stay together, since they shuffle: those past the end redo the last latent
         # and store nothing.
         first = row - thread % WARP // self.lanes
-        while first < count:
+        # The weight is not an output of the launch before, nor are places and rotations.
+        gains = self.load_gains(weight, lane)
+        slot = Int32(-1)
+        turns = [cute.make_rmem_tensor(PAIRS, Float32) for _ in range(2)]
+        if first < count:
             own = cutlass.min(row, count - 1)
             slot = slots[own]
+            self.load_turns(turns, rope, positions[own], lane)
+        pdl.wait_for_previous_launch()
+        while first < count:
+            own = cutlass.min(row, count - 1)
             is_slot = row < count and slot >= 0
             page = Int32(0)
             if is_slot:
                 page = slot // pool.shape[1]
                 is_slot = page < pool.shape[0]
             pairs = self.normalize(x, own, gains, lane)
-            self.rotate(pairs, rope, positions[own], lane)
+            self.rotate(pairs, turns, lane)
             scales = self.scales(pairs, lane)
             if is_slot:
                 place = slot - page * pool.shape[1]
@@ -123,6 +128,10 @@ class KvInsert:
                 else:
                     self.store_row(pairs, scales, pool, page, place, lane)
             row, first = row + step, first + step
+            if first < count:
+                own = cutlass.min(row, count - 1)
+                slot = slots[own]
+                self.load_turns(turns, rope, positions[own], lane)
 
     def channel(self, lane: Int32, v: int) -> Int32:
         """First channel of a lane's vector."""
@@ -163,23 +172,24 @@ class KvInsert:
         factor = inverse_rms(total, self.config.dim, self.config.eps)
         return [normalized(vectors[v], gains[v], factor, True) for v in range(self.vectors)]
 
-    def rotate(
-        self, pairs: list[list[Uint32]], rope: cute.Tensor, position: Int32, lane: Int32
+    def load_turns(
+        self, turns: list[cute.Tensor], rope: cute.Tensor, position: Int32, lane: Int32
     ) -> None:
-        """Turn the pairs of the rotated channels by the latent's position, in place."""
+        """Cosines and sines of a position, of the lane's pairs among the rotated channels; lanes of
+        plain ones load some, too."""
         position = cutlass.max(cutlass.min(position, rope.shape[0] - 1), 0)
-        last = self.vectors - 1
-        is_rotated = self.is_rotated(lane, last)
-        # Every lane loads and turns: lanes of plain channels keep what they have.
         column = lane % TEAM * PAIRS
-        turns = []
-        for part in (0, ROPE_DIM // 2):
-            found = cute.make_rmem_tensor(PAIRS, Float32)
+        for part, found in zip((0, ROPE_DIM // 2), turns):
             address = address_of(rope, Int64(position) * rope.stride[0] + part + column)
             pointer = pointer_to(address, Float32, 16)
             cute.autovec_copy(cute.make_tensor(pointer, cute.make_layout(PAIRS)), found)
-            turns.append(found)
+
+    def rotate(self, pairs: list[list[Uint32]], turns: list[cute.Tensor], lane: Int32) -> None:
+        """Turn the pairs of the rotated channels, in place."""
+        last = self.vectors - 1
+        is_rotated = self.is_rotated(lane, last)
         cos, sin = turns
+        # Lanes of plain channels keep what they have.
         for i in range(PAIRS):
             even, odd = quant.unpack_bf16(pairs[last][i])
             turned = quant.pack_bf16(
