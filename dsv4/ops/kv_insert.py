@@ -117,6 +117,8 @@ def kv_insert(
         rope: [R, rope_dim] float32, cosines, then sines, per position.
         positions: [N] int32, clamped to 0..R - 1.
         slots: [N] int32, page * P + entry, no slot twice; what is not in the pool is not written.
+            GPUs read `weight`, `rope`, `positions` and `slots` while the launch before may still
+            run: they must not be what a kernel with programmatic dependent launch just wrote.
         pool: [pages, P, d] bfloat16 (float32 on the CPU), or [pages, P, entry bytes] uint8 of FP8
             entries (`dsv4.kernels.kit.kv_entry`); pages may lie apart. Written.
         eps: added to the mean square; at least 1e-18.
