@@ -47,6 +47,7 @@ class Gpu(NamedTuple):
 
 GPUS = (
     Gpu("sm_90a", (9, 0), 132, "packed"),
+    pytest.param(Gpu("sm_90a", (9, 0), 132, "row_packed"), marks=pytest.mark.slow),
     pytest.param(Gpu("sm_100a", (10, 0), 148, "tiled"), marks=pytest.mark.slow),
 )
 
@@ -69,7 +70,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(params=GPUS, ids=["sm_90a", "sm_100a"])
+@pytest.fixture(params=GPUS, ids=["sm_90a", "sm_90a, a scale a row", "sm_100a"])
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """Fake tensors that layers take for a GPU's."""
     found: Gpu = request.param
@@ -88,9 +89,12 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     backend.device_of.cache_clear()
 
 
+@pytest.mark.parametrize("is_invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kv_format", ["fp8", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["flash", pytest.param("pro", marks=pytest.mark.slow)])
-def test_every_kernel_of_a_step_is_compiled_ahead(name: str, kv_format: str, gpu: Gpu) -> None:
+def test_every_kernel_of_a_step_is_compiled_ahead(
+    name: str, kv_format: str, is_invariant: bool, gpu: Gpu
+) -> None:
     pytest.importorskip("cutlass", reason="kernels are found where they can be compiled")
     launches = Launches(gpu.arch)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -98,15 +102,15 @@ def test_every_kernel_of_a_step_is_compiled_ahead(name: str, kv_format: str, gpu
         keys = "fp4" if kv_format == "bf16" else "fp8"
         model = DeepseekV4(config, kv_format=kv_format, index_format=keys)
         for context, (rows, tokens, drafts) in product(CONTEXTS, DECODE):
-            cache, inputs = given(model, rows, tokens, drafts, context)
+            cache, inputs = given(model, rows, tokens, drafts, context, is_invariant)
             with launches:
                 verify(model, cache, inputs, drafts)
         for context, (rows, tokens, drafts) in product(CONTEXTS, PREFILL):
-            cache, inputs = given(model, rows, tokens, drafts, context)
+            cache, inputs = given(model, rows, tokens, drafts, context, is_invariant)
             with launches:
                 prefill(model, cache, inputs, drafts, last=True)
         for options in SAMPLED:
-            cache, inputs = given(model, 2, 1, 0, CONTEXTS[0])
+            cache, inputs = given(model, 2, 1, 0, CONTEXTS[0], is_invariant)
             with launches:
                 verify(model, cache, replace(inputs, sampling=sampled(2, **options)), 0)
     assert len(launches.keys) > 20
@@ -122,10 +126,12 @@ def sampled(rows: int, nucleus: bool = False, **options: bool) -> SamplingBatch:
     return SamplingBatch(reals, reals, numbers, greedy=False, nucleus=nucleus, **chosen)
 
 
-def given(model: DeepseekV4, rows: int, tokens: int, drafts: int, context: int) -> tuple:
+def given(
+    model: DeepseekV4, rows: int, tokens: int, drafts: int, context: int, is_invariant: bool
+) -> tuple:
     """A cache, and inputs of a step."""
     blocks = context // BLOCK
-    cache = model.new_cache(rows, rows * blocks, blocks, drafts, rows * tokens)
+    cache = model.new_cache(rows, rows * blocks, blocks, drafts, rows * tokens, is_invariant)
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
     step = Step(
         slots=torch.arange(rows),

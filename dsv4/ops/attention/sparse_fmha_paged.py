@@ -26,6 +26,7 @@ from dsv4.ops.runtime.launch import Launch
 from dsv4.ops.runtime.state import State
 from dsv4.quoting import quoted
 
+WHOLE_MODEL_HEADS = (128, 64)  # of Pro and Flash on one GPU
 _FORMATS = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -96,15 +97,23 @@ class SparseFmhaPaged(KernelOp):
             yield paged_launch.smallest_call(self, config, splits, target, device)
 
     def aot(self) -> Mapping[str, PagedFmhaConfig]:
-        """What Flash and Pro need, on one GPU and under tensor parallelism."""
-        return {
+        """What Flash and Pro need, on one GPU and under tensor parallelism; and on one GPU with the
+        bits that a request has alone."""
+        sizes = [(heads, kv_format) for heads in MODEL_HEADS for kv_format in ("bf16", "fp8")]
+        found = {
             f"{heads} heads, {kv_format}{label}": PagedFmhaConfig(
                 MODEL_HEAD_DIM, heads, kv_format, q_eps=q_eps
             )
-            for heads in MODEL_HEADS
-            for kv_format in ("bf16", "fp8")
+            for heads, kv_format in sizes
             for label, q_eps in (("", None), (", norm of q", MODEL_EPS))
         }
+        for heads, kv_format in sizes:
+            if heads in WHOLE_MODEL_HEADS:
+                label = f"{heads} heads, {kv_format}, norm of q, batch-invariant"
+                found[label] = PagedFmhaConfig(
+                    MODEL_HEAD_DIM, heads, kv_format, batch_invariant=True, q_eps=MODEL_EPS
+                )
+        return found
 
     def aot_for(self, arch: str) -> Mapping[str, PagedFmhaConfig]:
         """Those, and products of FP8 codes where there are such kernels."""
