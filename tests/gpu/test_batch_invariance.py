@@ -68,6 +68,49 @@ def test_neighbours_and_chunks_change_no_bit(model, monkeypatch, chunk: int) -> 
     assert not expected - digests(logits)
 
 
+def run_again(model: DeepseekV4, given: list, blocks: int, **options) -> tuple[list, Engine]:
+    """New tokens of requests that begin alike, one after the other or in a tight cache."""
+    engine = Engine(
+        model, len(given), CONTEXT, batch_invariant=True, num_blocks=blocks, use_cuda_graphs=False,
+        **options,
+    )  # fmt: skip
+    for request in given:
+        engine.add(*request)
+    new = drain(engine)
+    return [new[number] for number in range(len(given))], engine
+
+
+@pytest.mark.parametrize("chunk", [4096, 64])
+def test_prefix_hits_and_recomputing_change_no_bit(model, monkeypatch, chunk: int) -> None:
+    """Behind a known beginning, whose rings are restored at the end of a block, and after blocks
+    were taken away."""
+    dice, params = random.Random(8), SamplingParams(NEW, stop_tokens=(), logit_bias={0: 0.0})
+    stem = [dice.randrange(100_000) for _ in range(256)]
+    given = [(stem + [dice.randrange(100_000) for _ in range(n)], params) for n in (125, 7, 126)]
+    logits = recorded_logits(model, monkeypatch)
+    alone = [run(model, [one], use_cuda_graphs=False)[0] for one in given]
+    expected = digests(logits)
+
+    logits.clear()
+    engine = Engine(
+        model, 1, CONTEXT, batch_invariant=True, prefill_chunk=chunk, prefix_snapshots=4,
+        use_cuda_graphs=False,
+    )  # fmt: skip
+    for request in given:
+        engine.add(*request)
+    new = drain(engine)
+    assert [new[number] for number in range(3)] == alone
+    assert engine.stats.prefix_tokens >= 2 * 256
+    assert not expected - digests(logits)
+
+    # Three blocks each for the prompts' tokens, and a fourth for the new ones.
+    logits.clear()
+    together, engine = run_again(model, given, 9, prefill_chunk=chunk)
+    assert together == alone
+    assert engine.stats.prefill_tokens > sum(len(prompt) for prompt, _ in given)
+    assert not expected - digests(logits)
+
+
 def test_replays_give_the_tokens_of_a_request_alone(model) -> None:
     given = requests(5)
     assert run(model, given) == [run(model, [one])[0] for one in given]
