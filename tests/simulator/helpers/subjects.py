@@ -105,7 +105,8 @@ OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "has_factor": True,
 PAGED_LAUNCHES = ((1, 1), (3, 3), (3, 132))
 # The same of pieces: as many as there are, and room for more.
 PIECES_LAUNCHES = ((2, 1), (3, 3), (2, 132))
-PIECES_LENS = (1200, 30, 1180)
+# Of tokens of two pieces, of one, without keys.
+PIECES_LENS = {"compressed_lens": (1200, 30, 0, 1180), "window_lens": (40, 33, 0, 40)}
 PIECES = {
     "window": 40, "entries": 1200, "window_page": 53, "entry_page": 2, "batch_invariant": True,
     **OPTIONS, "ragged": False,
@@ -121,8 +122,8 @@ PAGED = {
         "sm_90a", paged_attention.Case(3, 1, 72, 512, "fp8", 40, 200, 64, 53, **OPTIONS),
     ),
     # Splits by each token's own keys.
-    "swap_ab_pieces": ("sm_90a", paged_attention.Case(3, 1, 8, 64, "bf16", **PIECES)),
-    "heads_m_pieces": ("sm_90a", paged_attention.Case(3, 1, 64, 64, "bf16", **PIECES)),
+    "swap_ab_pieces": ("sm_90a", paged_attention.Case(4, 1, 8, 64, "bf16", **PIECES)),
+    "heads_m_pieces": ("sm_90a", paged_attention.Case(4, 1, 64, 64, "bf16", **PIECES)),
     # Scores that grow and spread: O is rescaled in the middle, too.
     "one_cta": (
         "sm_100a",
@@ -156,8 +157,8 @@ def paged(name: str) -> Subject:
         inputs.window_lens[-1] = inputs.compressed_lens[-1] = 0
     has_pieces = case.batch_invariant
     if has_pieces:
-        lens = torch.tensor(PIECES_LENS, dtype=torch.int32)
-        inputs = replace(inputs, compressed_lens=lens)
+        lens = {name: torch.tensor(x, dtype=torch.int32) for name, x in PIECES_LENS.items()}
+        inputs = replace(inputs, **lens)
     o, lse, largest = inputs.expected()
 
     def make(splits: int, ctas: int) -> Call:

@@ -79,6 +79,21 @@ SWAP_AB_DELETED = {
         "reads of the work tile before; before the largest scores: those of the sums do",
     ),
 }
+SAME_SPAN = "the first one: the wait for sinks was for the same span"
+SWAP_AB_PIECES_DELETED = {
+    **SWAP_AB_DELETED,
+    ("mbarrier.try_wait", "told_index"): (1, SAME_SPAN),
+    ("bar.warp", "arrive_warp"): (
+        4,
+        f"what is said of a tile: {ONE_LANE}; Q and V were read by products, which the whole "
+        "warpgroup has waited for; Q of a token without keys is released unread",
+    ),
+    ("bar.sync", "sync"): (
+        6,
+        "behind the sinks, before the sums (2) and before the largest scores (2), of pieces and of "
+        "whole tokens: as without pieces; behind those of a piece: the semaphore's barrier follows",
+    ),
+}
 # Heads in M of 512 columns, a sub-tile of them each in slices. Two kernels, as for "heads_m".
 SLICES = "slices of columns: a CTA has one split, whose tiles have stages of their own here"
 OTHER_HALF = "what another slice has of a stage (1): QK alone read it, and its P was waited for"
@@ -116,6 +131,7 @@ READ_BY_PRODUCTS = (
 )
 DELETED = {
     "swap_ab": SWAP_AB_DELETED,
+    "swap_ab_pieces": SWAP_AB_PIECES_DELETED,
     "swap_ab_fp8": {
         **SWAP_AB_DELETED,
         ("cp.async", "gather_tiles"): (3, ONE_GROUP),
@@ -283,6 +299,11 @@ WIDE_HARMLESS = {
 WEAKER = {
     "swap_ab": SWAP_AB_HARMLESS,
     "swap_ab_fp8": SWAP_AB_HARMLESS,
+    # A span's place is read for the work tile's number before the rest: its release is noticed.
+    "swap_ab_pieces": {
+        **gathered(SWAP_AB_HARMLESS, "arrive_warp"),
+        ("mbarrier.try_wait", "told_index", "relaxed"): (1, SAME_SPAN),
+    },
     "heads_m": {
         ("atom.global", "__init__", "acquire"): HARMLESS["few"]["atom.global", "", "acquire"],
         ("atom.global", "__init__", "cluster"): (
