@@ -170,10 +170,11 @@ def test_pieces_follow_from_a_token_s_own_keys(kv_format, heads, seed) -> None:
 
 @pytest.mark.parametrize("kv_format", FORMATS)
 @pytest.mark.parametrize("heads", [16, 64, 128])
-def test_many_tokens_of_pieces_take_several_launches(kv_format, heads, seed) -> None:
+def test_many_tokens_of_pieces_take_several_launches(kv_format, heads, seed, monkeypatch) -> None:
     case = Case(3, 200, heads, kv_format=kv_format, entries=2400, sink_mode=PIECES_MODES[heads],
                 ragged=True, batch_invariant=True)  # fmt: skip
     inputs = make_inputs(case, seed).to("cuda")
+    monkeypatch.setattr(paged_plan, "SM_PIECES", 4)
     scalars = (most_pieces(2 + 38), torch.cuda.get_device_properties(0).multi_processor_count)
     assert case.tokens > paged_plan.most_tokens(case.config, scalars)
     together = run(inputs)

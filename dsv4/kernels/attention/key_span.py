@@ -13,7 +13,7 @@ import cutlass
 from cutlass import cute
 
 from dsv4.kernels.attention.mask import clamp_length, is_padding, tokens_after
-from dsv4.kernels.attention.pieces import PIECE_TILES, WHOLE_TILES
+from dsv4.kernels.attention.pieces import PIECE_TILES
 
 # Flags of a key span: both branches have keys; the tile that was loaded speculatively is its first
 # one (hit), or none of its (miss), and the stage that holds it is released unread. Above them lies
@@ -114,7 +114,7 @@ class TokenPieces(NamedTuple):
     def number(self, tiles):
         """Pieces of a token of so many key tiles."""
         pieces = cutlass.min(cute.ceil_div(cutlass.Int32(tiles), PIECE_TILES), self.most)
-        return cutlass.select_(tiles > WHOLE_TILES, pieces, cutlass.Int32(1))
+        return cutlass.max(pieces, 1)
 
     def tiles(self, tiles, piece):
         """First key tile of a piece, and how many it has."""

@@ -20,8 +20,8 @@ HEAD_DIMS = {"bf16": (64, 128, 512), "fp8": (512,)}  # that kernels exist for
 MOST_HEADS = 128
 # Of so few, products take less than the conversion of codes, which few heads share.
 MOST_CONVERTED_HEADS = 32
-# Pieces of a batch-invariant launch, for each SM, that a workspace has room for.
-SM_PIECES = 8
+# Pieces of a batch-invariant launch for each SM, at most: a CTA has a bit for each (`gather_role`).
+SM_PIECES = 32
 # Fitted to measurements on an H200 of 1 to 64 tokens of 8 to 128 heads, as those of dense keys are,
 # which serve bf16 rows, too. A key tile of FP8 entries takes what its conversion takes.
 _H200 = launch_plan.H200
@@ -105,16 +105,14 @@ def most_tokens(config: PagedFmhaConfig, scalars: tuple[int, ...]) -> int:
     """Tokens of a launch, at most; more take several, one after the other.
 
     Of a batch-invariant launch the number of splits follows from no number of tokens: what its
-    pieces leave in the workspace would know no bounds. The tokens of a launch have room for
-    `SM_PIECES` pieces for each SM, or all for one of each: time follows lengths, where lists are
-    wider. So a CTA has `MAX_SPLITS` work tiles at most: a word has a bit for each (`gather_role`).
+    pieces leave in the workspace would know no bounds.
     """
     splits, num_sms = scalars[:2]
     if splits == 1 or not config.batch_invariant:
         return sys.maxsize
     head_tiles = -(-config.num_query_heads // launch_plan.TILE_HEADS)
     # Clusters of two CTAs leave an odd SM idle.
-    work_tiles = num_sms // 2 * 2 * max(SM_PIECES // splits, 1)
+    work_tiles = num_sms // 2 * 2 * (SM_PIECES // splits)
     return max(work_tiles // head_tiles, 1)
 
 

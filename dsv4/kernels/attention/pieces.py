@@ -1,9 +1,9 @@
 """Pieces of a token's keys: the splits of a batch-invariant launch, which follow from the token's
 own number of key tiles alone.
 
-A token of up to `WHOLE_TILES` has one piece; of more, pieces of at most `PIECE_TILES` tiles, as
-equally long as they can be. Only where a token would have more than `MAX_SPLITS` are they longer.
-Plain Python; kernels have the same in `key_span.TokenPieces`.
+A token has as many as `PIECE_TILES` tiles for each need, as equally long as they can be. Only where
+there would be more than `MAX_SPLITS` are they longer. Plain Python; kernels have the same in
+`key_span.TokenPieces`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 from dsv4.kernels.attention.split_kv import MAX_SPLITS
 
 # The keys of Pro, 1,024 entries and a window of 128: what models have in lists stays whole.
-WHOLE_TILES = 18
-PIECE_TILES = 13
+PIECE_TILES = 18
 
 
 def most_pieces(tiles: int) -> int:
     """Pieces of a token of so many key tiles; none of fewer tiles has more."""
-    return 1 if tiles <= WHOLE_TILES else min(-(-tiles // PIECE_TILES), MAX_SPLITS)
+    return max(min(-(-tiles // PIECE_TILES), MAX_SPLITS), 1)

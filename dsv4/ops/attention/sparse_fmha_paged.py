@@ -210,9 +210,9 @@ def sparse_fmha_paged(
         softmax_scale: factor on q . k; default head_dim ** -0.5.
         num_splits: KV splits of the GPU kernel; default chosen by the size of the launch.
         batch_invariant: a token's bits depend on its own keys alone, not on the batch. Splits then
-            follow from its own number of keys: up to 18 tiles of 64 keys of a pool, such as 1,152,
-            are one, and more are as few as have 13 tiles each at most (on Hopper; elsewhere one).
-            Calls of many tokens with longer lists take several launches.
+            follow from its own number of keys: as few as have up to 18 tiles of 64 keys of a pool,
+            one of 1,152 keys (on Hopper; elsewhere always one). Calls of many tokens with longer
+            lists take several launches.
         compute: "bf16"; "fp8" and "fp8x2" multiply FP8 codes, in one and two terms, of entries
             whose groups share one scale, which the caller promises. Kernels do so with more
             than 32 heads and without splits, and multiply bf16 values otherwise; torch does.

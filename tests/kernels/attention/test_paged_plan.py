@@ -8,7 +8,7 @@ import pytest
 
 from dsv4.kernels.attention import launch_plan, paged_plan
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
-from dsv4.kernels.attention.pieces import PIECE_TILES, WHOLE_TILES, most_pieces
+from dsv4.kernels.attention.pieces import PIECE_TILES, most_pieces
 from dsv4.kernels.attention.split_kv import (
     GROUP_COUNTER_WORDS,
     MAX_SPLITS,
@@ -69,21 +69,21 @@ INVARIANT = PagedFmhaConfig(512, 64, "fp8", batch_invariant=True)
 
 
 def test_pieces_follow_from_key_tiles() -> None:
-    assert [most_pieces(n) for n in (0, 1, WHOLE_TILES)] == [1, 1, 1]
-    assert most_pieces(WHOLE_TILES + 1) == 2
-    assert most_pieces(130) == 10
+    assert [most_pieces(n) for n in (0, 1, PIECE_TILES)] == [1, 1, 1]
+    assert most_pieces(PIECE_TILES + 1) == 2
+    assert most_pieces(130) == 8
     assert most_pieces(10**6) == MAX_SPLITS
     found = [most_pieces(n) for n in range(2000)]
     assert found == sorted(found), "a launch has room for the pieces of shorter keys"
     longest = [-(-n // k) for n, k in enumerate(found)]
-    assert max(longest[WHOLE_TILES + 1 : MAX_SPLITS * PIECE_TILES + 1]) == PIECE_TILES
+    assert max(longest[: MAX_SPLITS * PIECE_TILES + 1]) == PIECE_TILES
 
 
 def test_the_keys_of_models_are_one_piece() -> None:
     for tokens in (1, 64, 8192):
         assert splits(INVARIANT, tokens) == 1
         sizes = {"T": tokens, "k_w": 128, "k_c": 8192}
-        assert paged_plan.scalars(INVARIANT, sizes, SMS, "sm_90a")[0] == 10
+        assert paged_plan.scalars(INVARIANT, sizes, SMS, "sm_90a")[0] == 8
 
 
 @pytest.mark.parametrize("arch", ["sm_100a", "sm_103a"])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dsv4.kernels.attention.paged_plan import workspace_size
-from dsv4.kernels.attention.pieces import WHOLE_TILES, most_pieces
+from dsv4.kernels.attention.pieces import PIECE_TILES, most_pieces
 from dsv4.testing.harness import SCHEDULES, Outcome, simulator
 from dsv4.testing.paged_attention import Case, Inputs, assert_paged_close, make_inputs
 from dsv4.testing.paged_kernel import compiled_kernel
@@ -24,7 +24,7 @@ cutlass = pytest.importorskip("cutlass")
 SIMULATOR = simulator("sm_90a")
 SMS = 132
 # Tokens of three pieces, of one, of two, and of no keys.
-LENS = (1750, 10, 1250, 0)
+LENS = (2350, 10, 1250, 0)
 WINDOW_LENS = (40, 33, 7, 0)
 OPTIONS = {"padded": True, "wild": True, "has_rope": True, "has_factor": True, "has_signs": True}
 
@@ -101,7 +101,7 @@ def test_pieces_are_as_many_splits(kernel, seed) -> None:
         one = inputs.of_tokens(slice(token, token + 1))
         tiles = sum(-(-lens[token] // 64) for lens in (LENS, WINDOW_LENS))
         splits = most_pieces(tiles)
-        assert (splits == 1) == (tiles <= WHOLE_TILES)
+        assert (splits == 1) == (tiles <= PIECE_TILES)
         fixed = replace(one, case=replace(one.case, batch_invariant=False, num_splits=splits))
         ours = run(one, splits, SMS, SCHEDULES[2], seed)
         assert_rows(ours, slice(None), run(fixed, splits, SMS, SCHEDULES[2], seed))
