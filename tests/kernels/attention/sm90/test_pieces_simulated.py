@@ -119,3 +119,18 @@ def test_a_table_is_wider_than_what_a_token_sees(heads, seed) -> None:
     for token in range(case.tokens):
         own = slice(token, token + 1)
         assert_rows(found, own, run(inputs.of_tokens(own), 5, 7, SCHEDULES[1], seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [8, 40])
+def test_a_cta_has_32_work_tiles(heads, seed) -> None:
+    """As many as it has bits for; the last ones are pieces."""
+    tokens, entries = 16, 3500
+    case = Case(tokens, 1, heads, 64, "bf16", 40, entries, 53, 61, batch_invariant=True, **OPTIONS)
+    lens = torch.arange(tokens, dtype=torch.int32)
+    lens[-2:] = torch.tensor((entries, entries - 100))
+    inputs = replace(make_inputs(case, seed), compressed_lens=lens)
+    most = most_pieces(-(-entries // 64) + 1)
+    assert most == 4
+    found = run(inputs, most, tokens * most // 32, SCHEDULES[1], seed)
+    assert_paged_close(inputs, found["o"], found["lse"], found["max_logits"])
