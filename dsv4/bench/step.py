@@ -34,6 +34,7 @@ from dsv4.model.model import DeepseekV4
 
 BATCHES = (1, 4, 16, 64, 256)
 WARM_UP, REPLAYS = 3, 20
+STEPS = WARM_UP + REPLAYS + 4  # of a model, those of the profiler among them
 LAYERS_OF_A_KIND = 8  # of a timed chain: more than L2 holds at one token
 KINDS = (LayerKind.CSA, LayerKind.HCA, LayerKind.SWA)
 COLUMNS = (
@@ -144,11 +145,16 @@ class _Bench:
         self.made, self.shape = made, shape
         self.model: DeepseekV4 = made.model
         rows, tokens = shape.batch, 1 + shape.drafts
+        if shape.context <= STEPS * tokens:
+            raise ValueError(
+                f"context: got {shape.context}, the {STEPS} steps that are run need at least "
+                f"{STEPS * tokens + 1}"
+            )
         options = {"batch_invariant": shape.batch_invariant}
         self.cache = random_cache(self.model, rows, shape.context, shape.drafts, **options)
         # Replays of the step, of its warm-up and of the profiler move on: the last ends at context.
-        steps = WARM_UP + REPLAYS + 4
-        self.inputs = _inputs(self.cache, rows, tokens, shape.context - steps * tokens)
+        start = shape.context - STEPS * tokens
+        self.inputs = _inputs(self.cache, rows, tokens, start)
         self.inputs.tokens.random_(self.model.config.vocab_size)
         device = self.inputs.tokens.device
         # Step i of request b accepts its drafts where its number in a fixed sequence says so.

@@ -68,6 +68,13 @@ def test_steps_advance_every_request_by_what_it_accepts(made, drafts: int) -> No
     assert 1 <= run._count_experts() <= 8
 
 
+def test_contexts_shorter_than_the_steps_are_refused(made) -> None:
+    for drafts, least in ((0, 28), (1, 55)):
+        bench._Bench(made, bench.Shape("tiny", None, 1, least, drafts))
+        with pytest.raises(ValueError, match=f"context: got {least - 1}, the .* at least {least}"):
+            bench._Bench(made, bench.Shape("tiny", None, 1, least - 1, drafts))
+
+
 def test_floors_of_flash_are_those_of_its_bytes() -> None:
     """At 4.4 TB/s and 800 TFLOP/s, by another count than this one: 2.56 ms and 12.5 ms a step."""
     config = truncated(ModelConfig.flash(), None, has_drafts=False)
