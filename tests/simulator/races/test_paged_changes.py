@@ -160,6 +160,27 @@ DELETED = {
             f"for; Q of a token without keys (2) is released unread; {ROWS_WITH_P} (2)",
         ),
     },
+    # Of the two kernels the one of launches with splits.
+    "heads_m_pieces": {
+        **{
+            place: (count // 2, why)
+            for place, (count, why) in REDUNDANT["hopper"].items()
+            if place[0].startswith("wgmma")
+        },
+        ("griddepcontrol.launch_dependents", "_load"): (1, LAUNCH),
+        ("griddepcontrol.wait", "gather"): (1, LAUNCHES_IN_ORDER),
+        ("mbarrier.test_wait", "_has_landed"): (1, HINT),
+        ("mbarrier.test_wait", "_issue_scores"): (1, HINT),
+        ("fence.proxy", "_multiply_keys"): (1, FENCED_TWICE),
+        ("fence.proxy", "_multiply_tiles"): (1, V_WITH_P),
+        ("mbarrier.try_wait", "_multiply_tiles"): (3, f"{V_WITH_P}; {TURNS} (2)"),
+        ("bar.warp", "arrive_warp"): (
+            11,
+            f"what is said of a tile (2): {ONE_LANE}; PV's turns (4) hand nothing over; what was "
+            "read of Q and of V was read by products, which the whole warpgroup has waited for; Q "
+            f"of a token without keys is released unread; {ROWS_WITH_P} (2)",
+        ),
+    },
     "heads_m_fp8": {
         **WIDE_DELETED,
         ("mbarrier.test_wait", "_issue_scores"): (1, P_OF_STAGE),
@@ -324,6 +345,22 @@ WEAKER = {
         ("mbarrier.try_wait", "_multiply_tiles", "relaxed"): (6, f"{V_WITH_P}; {TURNS} (4)"),
         ("mbarrier.try_wait", "score", "relaxed"): (2, ROWS_WITH_P),
     },
+    "heads_m_pieces": {
+        ("atom.global", "__init__", "acquire"): HARMLESS["few"]["atom.global", "", "acquire"],
+        ("atom.global", "__init__", "cluster"): HARMLESS["few"]["atom.global", "", "cluster"],
+        ("fence.proxy", "_multiply_keys", "global"): (1, FENCED_TWICE),
+        ("fence.proxy", "_multiply_tiles", "global"): (1, V_WITH_P),
+        ("mbarrier.arrive", "_load_q_smem", "relaxed"): (1, EXPECTS),
+        ("mbarrier.arrive", "arrive_warp", "relaxed"): (
+            8,
+            "what is said of a tile (2): the arrival of the other half's copies comes behind the "
+            f"words; PV's turns (4) hand nothing over; {ROWS_WITH_P} (2)",
+        ),
+        ("mbarrier.test_wait", "_has_landed", "relaxed"): (2, HINT),
+        ("mbarrier.test_wait", "_issue_scores", "relaxed"): (1, HINT),
+        ("mbarrier.try_wait", "_multiply_tiles", "relaxed"): (3, f"{V_WITH_P}; {TURNS} (2)"),
+        ("mbarrier.try_wait", "score", "relaxed"): (1, ROWS_WITH_P),
+    },
     "heads_m_fp8": {
         **WIDE_HARMLESS,
         ("mbarrier.arrive", "arrive_warp", "relaxed"): (
@@ -422,6 +459,11 @@ UNREACHED = {
         ("mbarrier.arrive", "arrive_warp"): (2, f"{LATE_TWICE}; {UNSHARED}"),
         ("mbarrier.try_wait", "output"): (1, UNSHARED),
     },
+    "heads_m_pieces": {
+        ("cp.async", "tma_prefetch"): (2, "a hint, of tokens with several head tiles"),
+        ("bar.warp", "arrive_warp"): (1, LATE_TWICE),
+        ("mbarrier.arrive", "arrive_warp"): (1, LATE_TWICE),
+    },
     "heads_m_fp8": {
         ("bar.warp", "arrive_warp"): (5, f"{LATE} (2); {SHORT} (2); {UNSHARED} (1)"),
         ("mbarrier.arrive", "arrive_warp"): (5, f"{LATE} (2); {SHORT} (2); {UNSHARED} (1)"),
@@ -441,6 +483,7 @@ UNREACHED_WEAKER = {
         ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, f"{LATE_TWICE}; {UNSHARED}"),
         ("mbarrier.try_wait", "output", "relaxed"): (1, UNSHARED),
     },
+    "heads_m_pieces": {("mbarrier.arrive", "arrive_warp", "relaxed"): (1, LATE_TWICE)},
     "heads_m_fp8": {
         ("mbarrier.arrive", "arrive_warp", "relaxed"): (
             5,
