@@ -317,6 +317,11 @@ WIDE_HARMLESS = {
     ("mbarrier.try_wait", "_multiply_tiles", "relaxed"): (8, f"{V_WITH_P} (3); {TURNS} (5)"),
     ("mbarrier.try_wait", "score", "relaxed"): (1, ROWS_WITH_P),
 }
+ABANDONED = (
+    "the first split to end abandons its slice here, in every launch: its arrival and the "
+    "counter's `or` behind it release the same; in swap-AB, where a split waits in time, the "
+    "arrival is noticed"
+)
 WEAKER = {
     "swap_ab": SWAP_AB_HARMLESS,
     "swap_ab_fp8": SWAP_AB_HARMLESS,
@@ -348,6 +353,8 @@ WEAKER = {
     "heads_m_pieces": {
         ("atom.global", "__init__", "acquire"): HARMLESS["few"]["atom.global", "", "acquire"],
         ("atom.global", "__init__", "cluster"): HARMLESS["few"]["atom.global", "", "cluster"],
+        ("atom.global", "__init__", "release"): (1, ABANDONED),
+        ("red.release", "arrive", "relaxed"): (1, ABANDONED),
         ("fence.proxy", "_multiply_keys", "global"): (1, FENCED_TWICE),
         ("fence.proxy", "_multiply_tiles", "global"): (1, V_WITH_P),
         ("mbarrier.arrive", "_load_q_smem", "relaxed"): (1, EXPECTS),
