@@ -79,21 +79,6 @@ SWAP_AB_DELETED = {
         "reads of the work tile before; before the largest scores: those of the sums do",
     ),
 }
-SAME_SPAN = "the first one: the wait for sinks was for the same span"
-SWAP_AB_PIECES_DELETED = {
-    **SWAP_AB_DELETED,
-    ("mbarrier.try_wait", "told_index"): (1, SAME_SPAN),
-    ("bar.warp", "arrive_warp"): (
-        4,
-        f"what is said of a tile: {ONE_LANE}; Q and V were read by products, which the whole "
-        "warpgroup has waited for; Q of a token without keys is released unread",
-    ),
-    ("bar.sync", "sync"): (
-        6,
-        "behind the sinks, before the sums (2) and before the largest scores (2), of pieces and of "
-        "whole tokens: as without pieces; behind those of a piece: the semaphore's barrier follows",
-    ),
-}
 # Heads in M of 512 columns, a sub-tile of them each in slices. Two kernels, as for "heads_m".
 SLICES = "slices of columns: a CTA has one split, whose tiles have stages of their own here"
 OTHER_HALF = "what another slice has of a stage (1): QK alone read it, and its P was waited for"
@@ -131,7 +116,6 @@ READ_BY_PRODUCTS = (
 )
 DELETED = {
     "swap_ab": SWAP_AB_DELETED,
-    "swap_ab_pieces": SWAP_AB_PIECES_DELETED,
     "swap_ab_fp8": {
         **SWAP_AB_DELETED,
         ("cp.async", "gather_tiles"): (3, ONE_GROUP),
@@ -158,27 +142,6 @@ DELETED = {
             f"what is said of a tile (4): {ONE_LANE}; PV's turns (9) hand nothing over; what was "
             "read of Q (2) and of V (2) was read by products, which the whole warpgroup has waited "
             f"for; Q of a token without keys (2) is released unread; {ROWS_WITH_P} (2)",
-        ),
-    },
-    # Of the two kernels the one of launches with splits.
-    "heads_m_pieces": {
-        **{
-            place: (count // 2, why)
-            for place, (count, why) in REDUNDANT["hopper"].items()
-            if place[0].startswith("wgmma")
-        },
-        ("griddepcontrol.launch_dependents", "_load"): (1, LAUNCH),
-        ("griddepcontrol.wait", "gather"): (1, LAUNCHES_IN_ORDER),
-        ("mbarrier.test_wait", "_has_landed"): (1, HINT),
-        ("mbarrier.test_wait", "_issue_scores"): (1, HINT),
-        ("fence.proxy", "_multiply_keys"): (1, FENCED_TWICE),
-        ("fence.proxy", "_multiply_tiles"): (1, V_WITH_P),
-        ("mbarrier.try_wait", "_multiply_tiles"): (3, f"{V_WITH_P}; {TURNS} (2)"),
-        ("bar.warp", "arrive_warp"): (
-            11,
-            f"what is said of a tile (2): {ONE_LANE}; PV's turns (4) hand nothing over; what was "
-            "read of Q and of V was read by products, which the whole warpgroup has waited for; Q "
-            f"of a token without keys is released unread; {ROWS_WITH_P} (2)",
         ),
     },
     "heads_m_fp8": {
@@ -317,19 +280,9 @@ WIDE_HARMLESS = {
     ("mbarrier.try_wait", "_multiply_tiles", "relaxed"): (8, f"{V_WITH_P} (3); {TURNS} (5)"),
     ("mbarrier.try_wait", "score", "relaxed"): (1, ROWS_WITH_P),
 }
-ABANDONED = (
-    "the first split to end abandons its slice here, in every launch: its arrival and the "
-    "counter's `or` behind it release the same; in swap-AB, where a split waits in time, the "
-    "arrival is noticed"
-)
 WEAKER = {
     "swap_ab": SWAP_AB_HARMLESS,
     "swap_ab_fp8": SWAP_AB_HARMLESS,
-    # A span's place is read for the work tile's number before the rest: its release is noticed.
-    "swap_ab_pieces": {
-        **gathered(SWAP_AB_HARMLESS, "arrive_warp"),
-        ("mbarrier.try_wait", "told_index", "relaxed"): (1, SAME_SPAN),
-    },
     "heads_m": {
         ("atom.global", "__init__", "acquire"): HARMLESS["few"]["atom.global", "", "acquire"],
         ("atom.global", "__init__", "cluster"): (
@@ -349,24 +302,6 @@ WEAKER = {
         ("mbarrier.test_wait", "_issue_scores", "relaxed"): (2, HINT),
         ("mbarrier.try_wait", "_multiply_tiles", "relaxed"): (6, f"{V_WITH_P}; {TURNS} (4)"),
         ("mbarrier.try_wait", "score", "relaxed"): (2, ROWS_WITH_P),
-    },
-    "heads_m_pieces": {
-        ("atom.global", "__init__", "acquire"): HARMLESS["few"]["atom.global", "", "acquire"],
-        ("atom.global", "__init__", "cluster"): HARMLESS["few"]["atom.global", "", "cluster"],
-        ("atom.global", "__init__", "release"): (1, ABANDONED),
-        ("red.release", "arrive", "relaxed"): (1, ABANDONED),
-        ("fence.proxy", "_multiply_keys", "global"): (1, FENCED_TWICE),
-        ("fence.proxy", "_multiply_tiles", "global"): (1, V_WITH_P),
-        ("mbarrier.arrive", "_load_q_smem", "relaxed"): (1, EXPECTS),
-        ("mbarrier.arrive", "arrive_warp", "relaxed"): (
-            8,
-            "what is said of a tile (2): the arrival of the other half's copies comes behind the "
-            f"words; PV's turns (4) hand nothing over; {ROWS_WITH_P} (2)",
-        ),
-        ("mbarrier.test_wait", "_has_landed", "relaxed"): (2, HINT),
-        ("mbarrier.test_wait", "_issue_scores", "relaxed"): (1, HINT),
-        ("mbarrier.try_wait", "_multiply_tiles", "relaxed"): (3, f"{V_WITH_P}; {TURNS} (2)"),
-        ("mbarrier.try_wait", "score", "relaxed"): (1, ROWS_WITH_P),
     },
     "heads_m_fp8": {
         **WIDE_HARMLESS,
@@ -466,11 +401,6 @@ UNREACHED = {
         ("mbarrier.arrive", "arrive_warp"): (2, f"{LATE_TWICE}; {UNSHARED}"),
         ("mbarrier.try_wait", "output"): (1, UNSHARED),
     },
-    "heads_m_pieces": {
-        ("cp.async", "tma_prefetch"): (2, "a hint, of tokens with several head tiles"),
-        ("bar.warp", "arrive_warp"): (1, LATE_TWICE),
-        ("mbarrier.arrive", "arrive_warp"): (1, LATE_TWICE),
-    },
     "heads_m_fp8": {
         ("bar.warp", "arrive_warp"): (5, f"{LATE} (2); {SHORT} (2); {UNSHARED} (1)"),
         ("mbarrier.arrive", "arrive_warp"): (5, f"{LATE} (2); {SHORT} (2); {UNSHARED} (1)"),
@@ -490,7 +420,6 @@ UNREACHED_WEAKER = {
         ("mbarrier.arrive", "arrive_warp", "relaxed"): (2, f"{LATE_TWICE}; {UNSHARED}"),
         ("mbarrier.try_wait", "output", "relaxed"): (1, UNSHARED),
     },
-    "heads_m_pieces": {("mbarrier.arrive", "arrive_warp", "relaxed"): (1, LATE_TWICE)},
     "heads_m_fp8": {
         ("mbarrier.arrive", "arrive_warp", "relaxed"): (
             5,
