@@ -112,8 +112,7 @@ def kv_insert(
     Args:
         x: [N, d] bfloat16; or float32, on GPUs too by the torch implementation. What the window's
             projection or the compressor gives, before its norm. Kernels have d 64, 128 and 512.
-        weight: [d] float32. GPUs read it while the launch before may still run: it must not be what
-            a kernel with programmatic dependent launch just writes.
+        weight: [d] float32.
         rope: [R, rope_dim] float32, cosines, then sines, per position.
         positions: [N] int32, clamped to 0..R - 1.
         slots: [N] int32, page * P + entry, no slot twice; what is not in the pool is not written.

@@ -75,11 +75,16 @@ def scalars(
 
 
 def _pieces(config: PagedFmhaConfig, sizes: Mapping[str, int], arch: str) -> int:
-    """Most pieces of a token of a batch-invariant launch. Where products are of codes there are no
-    splits; on Blackwell neither: see docs/design/attention_paged.md."""
-    if arch != "sm_90a" or multiplies_codes(config):
+    """Most pieces of a token of a batch-invariant launch."""
+    if not _has_pieces(config, arch):
         return 1
     return most_pieces(launch_plan.key_tiles(sizes["k_c"], sizes["k_w"]))
+
+
+def _has_pieces(config: PagedFmhaConfig, arch: str) -> bool:
+    """Whether a batch-invariant launch may have several: where products are of codes there are no
+    splits; on Blackwell neither: see docs/design/attention_paged.md."""
+    return arch == "sm_90a" and not multiplies_codes(config)
 
 
 def _fills_half(config: PagedFmhaConfig, tokens: int, num_sms: int) -> bool:
@@ -131,7 +136,7 @@ def _pieces_size(config: PagedFmhaConfig, tokens: int, splits: int) -> int:
 def max_workspace_size(config: PagedFmhaConfig, rows: int, num_sms: int, arch: str) -> int:
     """fp32 elements that no launch of up to `rows` tokens exceeds."""
     if config.batch_invariant:
-        if arch != "sm_90a" or multiplies_codes(config) or rows == 0:
+        if rows == 0 or not _has_pieces(config, arch):
             return 0
         most = MAX_SPLITS, num_sms
         return workspace_size(config, {"T": rows}, most)

@@ -284,21 +284,32 @@ class Compress:
     def ask_for_past(self, operands: Operands, request: Request, number: Int32, channel: Int32):
         """Ask for a block's tokens in the ring, to L2: what the launch before still writes meets
         them there."""
-        config, state, thread = self.config, operands.state, cute.arch.thread_idx()[0]
-        size, team = state.shape[1], thread // self.lanes
-        first = number * config.ratio + team
-        if cutlass.const_expr(config.overlap):
-            first -= config.ratio
+        state, thread = operands.state, cute.arch.thread_idx()[0]
+        team = thread // self.lanes
+        first = self.first_term(number, team)
         # Rolled up: addresses would be kept for the loads behind the wait.
         for i in cutlass.range(self.own_terms, unroll=1):
             position = first + i * self.teams
-            is_past = (position < request.start) & (position >= 0) & (request.row >= 0)
-            if is_past & (thread % LINE_LANES == 0):
-                at = Int64(request.row) * state.stride[0]
-                at += Int64(position % size) * state.stride[1]
-                at += self.column(i * self.teams + team, channel)
+            if self.is_past(request, position) & (thread % LINE_LANES == 0):
+                column = self.column(i * self.teams + team, channel)
+                at = self.ring_offset(state, request, position % state.shape[1], column)
                 for part in cutlass.range_constexpr(2):
                     prefetch_l2(address_of(state, at + part * state.stride[2]))
+
+    def first_term(self, number: Int32, team: Int32) -> Int32:
+        """Position of a team's first token of a block's mean."""
+        first = number * self.config.ratio + team
+        return first - self.config.ratio if self.config.overlap else first
+
+    def is_past(self, request: Request, position: Int32) -> Boolean:
+        """Whether a token is one of those before the step, which the ring has."""
+        return (position < request.start) & (position >= 0) & (request.row >= 0)
+
+    def ring_offset(
+        self, state: cute.Tensor, request: Request, place: Int32, column: Int32
+    ) -> Int64:
+        """Elements before a column of a place's value in the request's ring."""
+        return Int64(request.row) * state.stride[0] + Int64(place) * state.stride[1] + column
 
     @cute.jit
     def load_terms(
@@ -310,11 +321,9 @@ class Compress:
         There is no branch among the loads, so that all are under way together: behind each branch
         the compiler would wait for what was loaded in it.
         """
-        config, (values_, scores) = self.config, place
+        values_, scores = place
         size = operands.state.shape[1]
-        first = number * config.ratio + team
-        if cutlass.const_expr(config.overlap):
-            first -= config.ratio
+        first = self.first_term(number, team)
         ring = first % size
         for i in cutlass.range_constexpr(self.own_terms):
             # Rings hold at least a mean's tokens.
@@ -342,9 +351,9 @@ class Compress:
         where it is in neither, anything."""
         column = self.column(term, channel)
         state, count = operands.state, operands.values.shape[1]
-        is_past = (position < request.start) & (position >= 0) & (request.row >= 0)
+        is_past = self.is_past(request, position)
         offset = cutlass.max(cutlass.min(position - request.start, count - 1), 0)
-        ring = Int64(request.row) * state.stride[0] + Int64(place) * state.stride[1] + column
+        ring = self.ring_offset(state, request, place, column)
         for part, tensor in enumerate((operands.values, operands.scores)):
             at = Int64(request.index) * tensor.stride[0] + Int64(offset) * tensor.stride[1]
             new = address_of(tensor, at + column)

@@ -24,9 +24,9 @@ def make_launch(state: State) -> Launch:
     others = other_dtypes(op)
     absent = absent_tensors(op, config, state.device)
     table = op.tensors
-    # Tensors of T rows that may be None: the compiled function takes any number of rows of them.
     by_token = [arg.shape[0] == "T" for arg in table]
-    tokens_first = [i for i, arg in enumerate(table) if arg.may_be_none and arg.shape[0] == "T"]
+    # Those that may be None: the compiled function takes any number of rows of them.
+    tokens_first = [i for i, arg in enumerate(table) if arg.may_be_none and by_token[i]]
     workspace = PagedFmhaTensors._fields.index("workspace")
     plans: dict[tuple[int, int, int], tuple[tuple[int, ...], int, int]] = {}
     # Blackwell gathers rows of bf16 by TMA.

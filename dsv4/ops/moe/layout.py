@@ -176,9 +176,9 @@ def prepare_fp4_scales(scale: Tensor, form: str) -> Tensor:
         return tile_scales(scale)
     ordered = reordered(cut_into(scale.contiguous().view(torch.uint8), _scale_axes(scale)), _SCALE)
     if form in FOLDED_FORMS:
-        # Of [.., panel, k block, row, group].
-        shared = (-1,) if form == "packed" else (-3, -1)
-        low = ordered.amin(shared, keepdim=True).expand(*ordered.shape[:-1], 1).squeeze(-1)
+        low = ordered.amin(-1)  # [.., panel, k block, row]
+        if form == "row_packed":
+            low = low.amin(-2, keepdim=True).expand_as(low)
         above = ordered - low[..., None]
         even, odd = above[..., 0::2], above[..., 1::2]
         ordered = torch.stack(

@@ -52,7 +52,7 @@ OTHER_LAYERS = {
 # Tilings of an architecture, and which one a launch takes.
 PLANS = {"sm_90a": plans, "sm_100a": blackwell_plans, "sm_103a": blackwell_plans}
 # Orders of prepared weights that the kernels of an architecture read.
-FORMS = {"sm_90a": ("packed", "row_packed", "raw"), "sm_100a": ("tiled",), "sm_103a": ("tiled",)}
+FORMS = {"sm_90a": (*FOLDED_FORMS, "raw"), "sm_100a": ("tiled",), "sm_103a": ("tiled",)}
 
 
 class Moe(KernelOp):
@@ -211,9 +211,9 @@ class Moe(KernelOp):
     def aot_for(self, arch: str) -> Mapping[str, MoeConfig]:
         """Layers of Flash and Pro, by scores and by token id, in the forms that scales of released
         FP4 weights may have; and those in other formats that the architecture has kernels for."""
-        found, forms = {}, FORMS[arch]
+        found, forms = {}, [form for form in FORMS[arch] if form != "raw"]
         for model, sizes in MODEL_LAYERS.items():
-            for form in forms if len(forms) == 1 else FOLDED_FORMS:
+            for form in forms:
                 suffix = ", row by row" if form == "row_packed" else ""
                 for is_hashed, kind in ((False, "scores"), (True, "token ids")):
                     config = replace(sizes, form=form, is_hashed=is_hashed)
