@@ -64,12 +64,15 @@ WIDE_LAUNCHES = ((66, FEW_SMS), (8, 8))  # tokens, SMs
 
 
 @cache
-def wide_experts(dtype: str, sharing: int, spread: int = WIDE_EXPERTS.spread) -> Subject:
+def wide_experts(
+    dtype: str, sharing: int, spread: int = WIDE_EXPERTS.spread, is_row_packed: bool = False
+) -> Subject:
     """The tiling of many tokens, of clusters of so many CTAs."""
     from dsv4.kernels.moe import wide_plan
     from dsv4.kernels.moe.sm90 import experts
 
-    inputs = moe.Inputs.make(replace(WIDE_EXPERTS, expert_dtype=dtype, spread=spread), SEED)
+    case = replace(WIDE_EXPERTS, expert_dtype=dtype, spread=spread, is_row_packed=is_row_packed)
+    inputs = moe.Inputs.make(case, SEED)
     config = inputs.case.config
     tiling = next(tiling for tiling in tilings(config) if tiling.is_wide)
     chosen = replace(tiling, **dict.fromkeys(COLUMNS, WIDE_TOKENS), stages=WIDE_STAGES)

@@ -1,6 +1,6 @@
 """Deleting any one synchronisation instruction of Hopper's experts of many tokens, or weakening any
-one of its qualifiers by a step, is noticed: FP4, raw FP4 and FP8 beside a shared expert in FP8,
-tokens of a tile for one CTA or for two of a cluster."""
+one of its qualifiers by a step, is noticed: FP4, with one scale a row and raw, and FP8 beside a
+shared expert in FP8, tokens of a tile for one CTA or for two of a cluster."""
 
 from __future__ import annotations
 
@@ -68,10 +68,11 @@ class Kernel(NamedTuple):
     redundant: Listed
     harmless: Listed
     spread: int = experts.WIDE_EXPERTS.spread
+    is_row_packed: bool = False
     products: bool = True
 
     def compiled(self) -> experts.Subject:
-        return experts.wide_experts(self.dtype, self.sharing, self.spread)
+        return experts.wide_experts(self.dtype, self.sharing, self.spread, self.is_row_packed)
 
     @property
     def entries(self) -> list[str]:
@@ -83,6 +84,8 @@ PRODUCTS_SHARED = {**PRODUCTS_DELETED, **SHARED_DELETED}
 KERNELS = {
     "alone": Kernel("fp4", 1, DELETED, ALONE_WEAKER, products=False),
     "shared": Kernel("fp4", 2, {**DELETED, **SHARED_DELETED}, SHARED_WEAKER, products=False),
+    "row's scale, alone": Kernel("fp4", 1, PRODUCTS_DELETED, ALONE_WEAKER, is_row_packed=True),
+    "row's scale, shared": Kernel("fp4", 2, PRODUCTS_SHARED, SHARED_WEAKER, is_row_packed=True),
     "raw, alone": Kernel("fp4", 1, PRODUCTS_DELETED, ALONE_WEAKER, experts.RAW),
     "raw, shared": Kernel("fp4", 2, PRODUCTS_SHARED, SHARED_WEAKER, experts.RAW),
     "FP8, alone": Kernel("fp8", 1, PRODUCTS_DELETED, ALONE_WEAKER),
