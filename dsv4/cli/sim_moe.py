@@ -21,7 +21,8 @@ SIZES = (
     Size("top-k", 7, "experts of a token"),
     # As many pairs of token and expert as warps count in several turns, in each of their places.
     Size("many", 1180, "T of a launch that is padding but for some"),
-    Size("live", 80, "those"),
+    # Experts have any number of them: tiles of all kinds.
+    Size("live", 130, "those"),
 )
 
 
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     cases = (
         *(Case(tokens, *sizes, **options) for tokens in FEW_TOKENS),
         Case(args.tokens, *sizes, one_expert=True, **options),
-        Case(args.many, *sizes, live=min(args.live, args.many), **options),
+        Case(args.many, *sizes, live=min(args.live, args.many), is_graded=True, **options),
     )
     config = LayerInputs.make(cases[0], args.seed).config
     if config.why_no_kernel:

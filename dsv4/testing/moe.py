@@ -50,6 +50,7 @@ class Case:
         spread: largest distance of the exponents of a row's FP4 groups.
         live: tokens that are not padding; None: all. Padding rows are NaN.
         one_expert: whether all tokens go to expert E - 1, and to others.
+        is_graded: whether expert after expert has fewer of the tokens, by even steps.
         has_missing: whether some tokens lack some experts, or all.
         has_special_rows: whether some live tokens are NaN, Inf in one place, zero, or huge in one.
         limit: of gate and up; small enough to bind.
@@ -69,6 +70,7 @@ class Case:
     spread: int = MAX_SPREAD
     live: int | None = None
     one_expert: bool = False
+    is_graded: bool = False
     has_missing: bool = False
     has_special_rows: bool = False
     limit: float = 4.0
@@ -228,6 +230,8 @@ def make_x(case: Case, generator: torch.Generator) -> Tensor:
 
 def make_ids(case: Case, generator: torch.Generator) -> Tensor:
     """[T, k] int32: experts of each token, ascending, then -1."""
+    if case.is_graded:
+        return _graded_ids(case).to(generator.device)
     options = {"generator": generator, "device": generator.device}
     order = torch.rand(case.tokens, case.experts, **options)
     if case.one_expert:
@@ -237,6 +241,19 @@ def make_ids(case: Case, generator: torch.Generator) -> Tensor:
         keep = torch.randint(0, case.top_k + 1, (case.tokens, 1), **options)
         ids = torch.where(torch.arange(case.top_k, device=ids.device) < keep, ids, -1)
     ids[case.num_live :] = -1
+    return ids.int()
+
+
+def _graded_ids(case: Case) -> Tensor:
+    """Experts that share the pairs by even steps: (2 k - 1 - e) / 2 k of the tokens have expert e,
+    and expert 2 k - 1 has what is left."""
+    live, steps = case.num_live, 2 * case.top_k
+    counts = torch.tensor([live * (steps - 1 - e) // steps for e in range(steps - 1)])
+    experts = torch.arange(steps - 1).repeat_interleave(counts)
+    experts = torch.cat((experts, torch.full((live * case.top_k - len(experts),), steps - 1)))
+    ids = torch.full((case.tokens, case.top_k), -1)
+    # Pairs of an expert follow each other, one a token.
+    ids[:live] = experts.view(case.top_k, live).T
     return ids.int()
 
 

@@ -39,6 +39,7 @@ MAX_RELATIVE_ERROR = 1e-2  # where codes of h may tip
 # accumulator makes them: at Flash's size 64 tokens by 4e-3 to 5e-3, one of them by 1e-2 to 1.4e-2.
 CONTROL_FACTOR, CONTROL_DRAWS = 2.0, 8
 SCALING = 1.5
+LOGIT = 4.0  # of chosen experts, where the case says which; that of all others is as negative
 
 
 def layer_config(case: Case, is_hashed: bool = False, form: str | None = None) -> MoeConfig:
@@ -86,6 +87,11 @@ class LayerInputs(OpInputs):
             table = torch.where(torch.rand(table.shape, **options) < 0.2, case.experts, table)
         ids = torch.randint(0, rows, (case.tokens,), **options)
         inputs = Inputs.make(case, seed, device)
+        if case.is_graded:
+            # Each expert has a channel of its own.
+            gate, bias = torch.eye(case.experts, case.hidden, device=device), torch.zeros_like(bias)
+            inputs.x[:, : case.experts] = -LOGIT
+            inputs.x.scatter_(1, inputs.ids.clamp_min(0).long(), LOGIT)
         return cls(inputs, gate.bfloat16(), bias, table.contiguous(), ids, is_hashed)
 
     @property

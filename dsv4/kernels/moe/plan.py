@@ -349,13 +349,18 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
         Tiling(8, 8, 8, stages=3, is_joint=True),
         Tiling(8, 32, 32, is_joint=True, **tall),
         Tiling(16, 64, 32, has_codes=True, reads_once=False, **tall),
-        *(
-            Tiling(
-                tokens, tokens, tokens, has_codes=True, ctas_per_sm=1, stages=8, reads_once=False,
-                is_wide=True,
-            )
-            for tokens in (64, 128)
-        ),
+        # Decoding FP4 keeps two CTAs an SM busy, as long as accumulators leave them registers.
+        *([_wide(32, ctas_per_sm=2)] if config.expert_dtype == "fp4" else []),
+        _wide(64),
+        _wide(128),
+    )
+
+
+def _wide(tokens: int, ctas_per_sm: int = 1) -> Tiling:
+    """Of tiles whose tokens a launch before gathers."""
+    return Tiling(
+        tokens, tokens, tokens, has_codes=True, ctas_per_sm=ctas_per_sm, stages=8,
+        reads_once=False, is_wide=True,
     )  # fmt: skip
 
 
@@ -377,15 +382,18 @@ def bf16_tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
 
 # Of bf16 weights, then of NVFP4, whose decoding a tile of more tokens does not make up for.
 MOST_BF16_TOKENS = {"bfloat16": (1, 128), "nvfp4": (1, 256)}
-# Most tokens of a launch for each tiling but the last.
-MOST_TOKENS = (1, 8, 128, 256, 1024)
+# Most tokens of a launch for each of the first tilings.
+MOST_TOKENS = (1, 8, 128)
+# Most tokens of an expert, in the mean, for each of the others but the last: by times of Flash and
+# Pro, see docs/design/decode_step.md, "Many tokens of an expert".
+MOST_MEAN_TOKENS = {"fp4": (10.5, 24, 54), "fp8": (6, 24)}
 # Tiles of gate and up of one token that the CTAs of a Hopper GPU take in one turn: more of them are
 # better off in the launch of both products, where CTAs that are ahead take what is left.
 ONE_TURN = 396
 
 
-def choose(config: ExpertsConfig, tokens: int) -> int:
-    """Index in `tilings(config)` of the tiling for so many tokens."""
+def choose(config: ExpertsConfig, tokens: int, experts: int) -> int:
+    """Index in `tilings(config)` of the tiling for so many tokens of a layer of so many experts."""
     if config.expert_dtype in BF16_DTYPES:
         return bisect_left(MOST_BF16_TOKENS[config.expert_dtype], tokens)
     if tokens == 1 and config.top_k * (config.inner // PANEL_ROWS) > ONE_TURN:
@@ -393,4 +401,5 @@ def choose(config: ExpertsConfig, tokens: int) -> int:
     for index, most in enumerate(MOST_TOKENS):
         if tokens <= most:
             return index
-    return len(MOST_TOKENS)
+    mean = tokens * config.top_k / experts
+    return len(MOST_TOKENS) + bisect_left(MOST_MEAN_TOKENS[config.expert_dtype], mean)

@@ -1,4 +1,4 @@
-"""Plan of the experts' products for many tokens: tiles of 128 rows and up to 64 or 128 tokens.
+"""Plan of the experts' products for many tokens: tiles of 128 rows and up to 32, 64 or 128 tokens.
 
 A launch before gathers the tokens' codes in the order of tiles, so that TMA loads them; scales of
 activations lie by k block, in fp32. Two CTAs with row tiles of their own share a tile's tokens.
@@ -24,8 +24,9 @@ from dsv4.kernels.moe.config import FOLDED_FORMS, ExpertsConfig
 from dsv4.kernels.moe.layout import K_BLOCK, PANEL_ROWS, TABLE_EXPONENT, VECTOR_BYTES
 from dsv4.kernels.moe.plan import WARPGROUP, Kind, ProductPlan, Source, Tiling
 
-# Columns that there is code for, up to a tiling's: a tile takes the fewest that hold its tokens.
-COLUMNS = (32, 64, 96, 128)
+# Columns that there is code for, by the most of a tiling: a tile takes the fewest that hold its
+# tokens. Each group of eight is products and promotion of its own.
+COLUMNS = {32: (8, 16, 24, 32), 64: (32, 48, 64), 128: (32, 48, 64, 80, 96, 112, 128)}
 LOAD_WARPS = 4  # of each stage, a panel each
 SCALE_BYTES = 4  # of a token's k block, fp32
 # TMA loads from multiples of so many scales (16 bytes) on, and a lane reads two. So scales are
@@ -72,13 +73,13 @@ class WidePlan(ProductPlan):
     @property
     def columns(self) -> tuple[int, ...]:
         """Of the kinds of routed tiles."""
-        return tuple(count for count in COLUMNS if count <= self.tiling.tokens)
+        return COLUMNS[self.tiling.tokens]
 
     @property
     def sharing(self) -> int:
         """CTAs of a cluster, which have row tiles of their own and load the same tokens once. Where
         these are few beside the weights, none waits for another."""
-        is_shared = self.tiling.tokens == COLUMNS[-1] and self.row_tiles % 2 == 0
+        is_shared = self.tiling.tokens == max(COLUMNS) and self.row_tiles % 2 == 0
         return 2 if is_shared else 1
 
     @property
@@ -112,8 +113,9 @@ class WidePlan(ProductPlan):
 
     @property
     def registers(self) -> Registers:
-        """Most of them for the accumulators."""
-        return Registers.of(self.warps, consumers=232, load=40)
+        """Most of them for the accumulators; two CTAs share those of an SM."""
+        consumers, load = (232, 40) if self.ctas_per_sm == 1 else (104, 32)
+        return Registers.of(self.warps, consumers=consumers, load=load)
 
     def _buffers(self, stages: int) -> tuple[Buffer, ...]:
         return (

@@ -122,7 +122,7 @@ class Moe(KernelOp):
         needed = scratch_bytes(config, tokens)
         if sizes["bytes"] < needed:
             raise ValueError(f"scratch: got {sizes['bytes']} bytes, needs {needed}")
-        tiling = PLANS[device.arch].choose(config.kernels, tokens)
+        tiling = PLANS[device.arch].choose(config.kernels, tokens, config.experts)
         return self.scalars(config, tokens, tiling, device)
 
     @staticmethod

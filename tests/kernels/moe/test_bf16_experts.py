@@ -100,7 +100,7 @@ def test_a_token_has_the_same_bits_among_any_number(target, seed) -> None:
     inputs = LayerInputs.make(Case(19, **SMALL, expert_dtype="nvfp4", one_expert=True), seed)
     together = run(target, inputs, 2, seed)["out"]
     for tokens in (1, 2, 9):
-        tiling = plan.choose(inputs.config.kernels, tokens)
+        tiling = plan.choose(inputs.config.kernels, tokens, inputs.case.experts)
         found = run(target, inputs.first(tokens), tiling, seed)["out"]
         assert torch.equal(found, together[:tokens]), f"T = {tokens}"
 
@@ -150,5 +150,7 @@ def test_budgets_of_layers_of_the_models(expert_dtype, shared_dtype) -> None:
             assert down.smem.total_bytes <= down.capacity
             assert all(kind.is_bf16 for kind in down.routed)
         assert len(tilings(case)) == TILINGS
-        numbers = [plan.choose(case.config, tokens) for tokens in (1, 2, 128, 257, 32768)]
+        numbers = [
+            plan.choose(case.config, tokens, case.experts) for tokens in (1, 2, 128, 257, 32768)
+        ]
         assert numbers == [0, 1, 1, 2, 2]

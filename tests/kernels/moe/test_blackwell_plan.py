@@ -77,10 +77,12 @@ def test_a_turn_has_about_as_many_bytes_of_either_kind() -> None:
 
 
 def test_wide_tiles_take_more_than_eight_tokens() -> None:
-    found = [tilings(CONFIGS[0])[choose(CONFIGS[0], tokens)].tokens for tokens in (1, 8, 9, 4096)]
+    found = [
+        tilings(CONFIGS[0])[choose(CONFIGS[0], tokens, 256)].tokens for tokens in (1, 8, 9, 4096)
+    ]
     assert found == [8, 8, 64, 64]
     promoted = CONFIGS[2]
-    assert [choose(promoted, tokens) for tokens in (1, 9, 4096)] == [0, 0, 0]
+    assert [choose(promoted, tokens, 256) for tokens in (1, 9, 4096)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("tiling", [Tiling(4, 8), Tiling(8, 72), Tiling(128, 64)])

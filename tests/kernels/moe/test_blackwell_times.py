@@ -64,7 +64,7 @@ def modelled(case: Case) -> tuple[float, int]:
     ids = make_ids(case, generator)
     weights = [{name: of(case, name) for name in MATRICES} for of in (routed, shared)]
     inputs = Inputs(case, make_x(case, generator), *weights, ids, torch.ones(ids.shape))
-    tiling = choose(case.config, case.tokens)
+    tiling = choose(case.config, case.tokens, case.experts)
     group_tokens = tilings(case.config)[tiling].tokens
     call = inputs.experts_call(tiling, B200.multiprocessors, group_tokens)
     found = predict(simulation(case.config), *call.args, **call.options)

@@ -86,8 +86,8 @@ def tilings(target: Target, config: ExpertsConfig) -> tuple:
     return PLANS[target.arch].tilings(config)
 
 
-def choose(target: Target, config: ExpertsConfig, tokens: int) -> int:
-    return PLANS[target.arch].choose(config, tokens)
+def choose(target: Target, case: Case, tokens: int) -> int:
+    return PLANS[target.arch].choose(case.config, tokens, case.experts)
 
 
 def run(
@@ -163,9 +163,8 @@ def test_one_exponent_a_row_changes_no_bit(tokens, seed) -> None:
         inputs_of(target, replace(case, is_row_packed=is_row_packed), seed)
         for is_row_packed in (False, True)
     )
-    config = case.config
-    is_wide = [tiling.is_wide for tiling in tilings(target, config)]
-    taken = [is_wide.index(True), choose(target, config, tokens)]
+    taken = [i for i, tiling in enumerate(tilings(target, case.config)) if tiling.is_wide]
+    taken.append(choose(target, case, tokens))
     expected = run(target, by_block, taken[0], seed)
     assert_experts_close(expected, by_block)
     for tiling in taken:
@@ -177,10 +176,10 @@ def test_one_exponent_a_row_changes_no_bit(tokens, seed) -> None:
 @pytest.mark.slow
 def test_a_token_has_the_same_bits_among_any_number(target, seed) -> None:
     inputs = inputs_of(target, Case(33, **SMALL), seed)
-    config = inputs.case.config
-    all_tokens = run(target, inputs, choose(target, config, 33), seed)["y"]
+    case = inputs.case
+    all_tokens = run(target, inputs, choose(target, case, 33), seed)["y"]
     for tokens in (1, 8, 9):
-        found = run(target, inputs.first(tokens), choose(target, config, tokens), seed)["y"]
+        found = run(target, inputs.first(tokens), choose(target, case, tokens), seed)["y"]
         assert torch.equal(found, all_tokens[:tokens]), f"T = {tokens}"
 
 
@@ -209,14 +208,18 @@ def test_every_barrier_and_fence_is_reached(seed) -> None:
     # copy behind the unrolled ones. Many tokens: groups of all kinds of tiles. Codes of h: several
     # tiles of an expert and of the shared one, the last with copies behind the unrolled ones, too.
     inputs = inputs_of(simulator, Case(45, **SMALL, one_expert=True), seed)
-    many = inputs_of(simulator, Case(208, **SMALL | {"experts": 8}, one_expert=True), seed)
+    several = inputs_of(simulator, Case(80, **SMALL | {"experts": 8}, one_expert=True), seed)
+    many = [
+        inputs_of(simulator, Case(tokens, **SMALL, is_graded=True), seed)
+        for tokens in (160, 140, 124)
+    ]
     config = inputs.case.config
     compiled = simulator.compile(build, config)
     outcomes = []
     for i, tiling in enumerate(tilings(simulator, config)):
         launches = [inputs]
         if tiling.has_codes:
-            launches = [many] if tiling.is_wide else [many.first(count) for count in (80, 76, 70)]
+            launches = many if tiling.is_wide else [several.first(n) for n in (80, 76, 70)]
         for own in launches:
             call = own.experts_call(i, FEW_SMS, tiling.tokens)
             outcomes.append(simulator.run(compiled, call))

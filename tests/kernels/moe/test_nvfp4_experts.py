@@ -86,7 +86,7 @@ def test_a_token_has_the_same_bits_among_any_number(target, seed) -> None:
     inputs = LayerInputs.make(Case(19, 512, 384, **SMALL, one_expert=True), seed)
     together = run(target, inputs, 1, seed)["out"]
     for tokens in (1, 2, 9):
-        tiling = plan.choose(inputs.config.kernels, tokens)
+        tiling = plan.choose(inputs.config.kernels, tokens, inputs.case.experts)
         found = run(target, inputs.first(tokens), tiling, seed)["out"]
         assert torch.equal(found, together[:tokens]), f"T = {tokens}"
 

@@ -73,20 +73,30 @@ def test_a_ring_has_a_stage_for_every_activation_warp() -> None:
 
 def test_few_tokens_take_the_smallest_tile() -> None:
     config = CONFIGS["Flash"]
-    found = [tilings(config)[choose(config, tokens)] for tokens in (1, 8, 9, 64, 256, 1024, 8192)]
+    counts = (1, 8, 9, 64, 256, 512, 2048, 8192)
+    found = [tilings(config)[choose(config, tokens, 256)] for tokens in counts]
     assert [tiling.tokens for tiling in found] == sorted(tiling.tokens for tiling in found)
     assert found[0].tokens == found[0].shared_tokens == 8
     # One token of Pro has more tiles than CTAs take in a turn.
-    assert [choose(CONFIGS[name], 1) for name in ("Flash", "Pro")] == [0, 1]
+    assert [choose(CONFIGS[name], 1, 256) for name in ("Flash", "Pro")] == [0, 1]
     # A tile takes the fewest columns that hold its tokens.
-    wanted = [8, 16], [32, 64], list(COLUMNS)
-    for tiling, columns in zip(found[-3:], wanted, strict=True):
-        assert [kind.tokens for kind in plans_of(config, tiling)[-1].routed] == columns
+    wanted = (8, 16), *COLUMNS.values()
+    for tiling, columns in zip(found[-4:], wanted, strict=True):
+        assert tuple(kind.tokens for kind in plans_of(config, tiling)[-1].routed) == columns
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_fewer_experts_have_the_tiles_of_more_tokens(config) -> None:
+    for tokens in (129, 512, 2048, 8192):
+        found = [choose(config, tokens, experts) for experts in (384, 256, 64, 8)]
+        assert found == sorted(found)
+        assert found[-1] == len(tilings(config)) - 1
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
 def test_tiles_of_many_tokens_are_those_of_tma_and_tensor_cores(config) -> None:
-    for plan in (plan for tiling in tilings(config)[-2:] for plan in plans_of(config, tiling)):
+    wide = [tiling for tiling in tilings(config) if tiling.is_wide]
+    for plan in (plan for tiling in wide for plan in plans_of(config, tiling)):
         assert plan.row_groups * plan.sharing == plan.row_tiles
         for kind in plan.kinds:
             # Swizzled tiles begin at multiples of eight rows, those of a CTA's part, too.

@@ -65,7 +65,11 @@ WIDE_LAUNCHES = ((66, FEW_SMS), (8, 8))  # tokens, SMs
 
 @cache
 def wide_experts(
-    dtype: str, sharing: int, spread: int = WIDE_EXPERTS.spread, is_row_packed: bool = False
+    dtype: str,
+    sharing: int,
+    spread: int = WIDE_EXPERTS.spread,
+    is_row_packed: bool = False,
+    ctas_per_sm: int = 1,
 ) -> Subject:
     """The tiling of many tokens, of clusters of so many CTAs."""
     from dsv4.kernels.moe import wide_plan
@@ -74,10 +78,11 @@ def wide_experts(
     case = replace(WIDE_EXPERTS, expert_dtype=dtype, spread=spread, is_row_packed=is_row_packed)
     inputs = moe.Inputs.make(case, SEED)
     config = inputs.case.config
-    tiling = next(tiling for tiling in tilings(config) if tiling.is_wide)
-    chosen = replace(tiling, **dict.fromkeys(COLUMNS, WIDE_TOKENS), stages=WIDE_STAGES)
+    tiling = tilings(config)[-1]
+    tokens = dict.fromkeys(COLUMNS, WIDE_TOKENS)
+    chosen = replace(tiling, **tokens, stages=WIDE_STAGES, ctas_per_sm=ctas_per_sm)
     # Tokens of tiles with the most columns are shared.
-    columns = (WIDE_TOKENS, *(() if sharing == 2 else (2 * WIDE_TOKENS,)))
+    columns = {tokens: (tokens,) for tokens in (WIDE_TOKENS, 2 * WIDE_TOKENS)[: 3 - sharing]}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(wide_plan, "COLUMNS", columns))
         stack.enter_context(mock.patch.object(experts, "tilings", lambda config: (chosen,)))

@@ -10,7 +10,13 @@ import pytest
 
 from dsv4.testing.harness import SCHEDULES
 from tests.simulator.helpers import experts
-from tests.simulator.helpers.changes import Listed, check_deleted, check_weaker
+from tests.simulator.helpers.changes import (
+    Listed,
+    check_deleted,
+    check_weaker,
+    deletions_of,
+    weakenings_of,
+)
 from tests.simulator.races.test_fp8_linear_mutations import (
     CLUSTER,
     EXPECTS,
@@ -106,3 +112,14 @@ def test_all_weaker_qualifiers_are_noticed(name: str) -> None:
     kernel = KERNELS[name]
     compiled, runs = kernel.compiled()
     check_weaker(compiled, runs("eager"), kernel.harmless, entries=kernel.entries)
+
+
+def test_two_ctas_an_sm_have_the_places_of_one() -> None:
+    """What is noticed of one is noticed of tiles of up to 32 tokens, too."""
+    subjects = [experts.wide_experts("fp4", 1, ctas_per_sm=ctas) for ctas in (1, 2)]
+    for changes_of in (deletions_of, weakenings_of):
+        one, two = (
+            [change.place for change in changes_of(subject.compiled.artifacts.PTX)]
+            for subject in subjects
+        )
+        assert one and one == two

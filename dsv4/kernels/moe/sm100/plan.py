@@ -286,6 +286,7 @@ def tilings(config: ExpertsConfig) -> tuple[Tiling, ...]:
     return narrow, Tiling(MOST_COLUMNS, MOST_COLUMNS)
 
 
-def choose(config: ExpertsConfig, tokens: int) -> int:
-    """Index in `tilings(config)` of the tiling for so many tokens."""
+def choose(config: ExpertsConfig, tokens: int, experts: int) -> int:
+    """Index in `tilings(config)` of the tiling for so many tokens, however many experts share
+    them."""
     return 0 if tokens <= CHUNK else len(tilings(config)) - 1

@@ -20,6 +20,18 @@ GROUPS = WARP // MATRIX  # of eight columns, that a register of each lane holds
 CONSUMERS = 1  # named barrier
 
 
+def runs_of(matrices: int) -> list[tuple[int, int]]:
+    """First one and number of those that an instruction stores: 4, 2 or 1."""
+    runs, first = [], 0
+    while first < matrices:
+        count = MATRICES
+        while count > matrices - first:
+            count //= 2
+        runs.append((first, count))
+        first += count
+    return runs
+
+
 class WideSwiGlu(SwiGlu):
     """`SwiGlu` with routing weights in the order of tiles."""
 
@@ -103,8 +115,8 @@ class WideRows:
             words: by group of columns.
             channel: of the tile, the first of eight.
         """
-        for first in cutlass.range_constexpr(0, len(words), MATRICES):
-            part = words[first : first + MATRICES]
+        for first, count in runs_of(len(words)):
+            part = words[first : first + count]
             # Each lane has the address of a column of one of the matrices.
             column = first * MATRIX + lane % (len(part) * MATRIX)
             target = ctx.smem.staged.toint() + column * self.plan.staged_row + channel * 2

@@ -1,5 +1,5 @@
-"""Grouped product of many tokens of each expert for Hopper: tiles of 128 rows x up to 64 or 128
-tokens.
+"""Grouped product of many tokens of each expert for Hopper: tiles of 128 rows x up to 32,
+64 or 128 tokens.
 
     load warps  prepared weights -> shared memory, as they lie (bulk copies); tokens of the tile, in
                 the order of tiles, and their scales (TMA), where they are many shared by two CTAs
@@ -40,14 +40,14 @@ class WideProduct:
         plan = self.plan
         tiles = operands.groups.shape[0]
         tiles += cute.ceil_div(operands.weights.shape[0], plan.shared.tokens)
-        clusters = cutlass.min(tiles * plan.row_groups, num_sms // plan.sharing)
+        clusters = cutlass.min(tiles * plan.row_groups, num_sms * plan.ctas_per_sm // plan.sharing)
         maps = make_maps(plan, activations)
         self.kernel(maps, operands, activations, factors).launch(
             grid=[clusters * plan.sharing, 1, 1],
             block=[plan.warps.threads, 1, 1],
             cluster=[plan.sharing, 1, 1],
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=plan.ctas_per_sm,
             # Given, because the compiler would ask a driver for the capacity.
             preferred_smem_carveout=100,
             use_pdl=True,
