@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -17,9 +18,10 @@ from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.parser import parse_module
 from tests.simulator.helpers.mutations import (
     Run,
-    known_warnings,
+    changed_simulation,
+    checked,
+    key_of,
     noticed,
-    simulate_text,
     sync_instructions,
     weakened,
     weakened_instructions,
@@ -85,27 +87,43 @@ def _qualifiers(ins: Instruction) -> set[str]:
 
 
 class Reached(NamedTuple):
-    """What each launch runs: lines of the PTX of the entries it reaches, and which
-    synchronisation it never runs there."""
+    """What an unchanged launch runs and says.
+
+    Attributes:
+        lines: of the PTX of the entries that it reaches.
+        never: which synchronisation it never runs there.
+        warnings: keys of them.
+        seconds: how long it takes.
+    """
 
     run: Run
     lines: frozenset[int]
     never: frozenset[str]
+    warnings: frozenset[tuple]
+    seconds: float
 
 
-def reached(compiled, runs: Iterable[Run]) -> list[Reached]:
-    """What unchanged launches run."""
+def reached(compiled, runs: Sequence[Run]) -> list[Reached]:
+    """What unchanged launches run, which must be free of races and right; the shortest one first,
+    since most changes are noticed by any."""
     ptx = compiled.artifacts.PTX
     entries = parse_module(ptx).entries
-    found = []
-    for run in runs:
-        report, _ = simulate_text(compiled, ptx, run)
+    changed_simulation(compiled, ptx)  # its host code is prepared once, for all processes
+
+    def of_run(run: Run) -> tuple[frozenset[int], frozenset[str], frozenset[tuple], float]:
+        start = time.perf_counter()
+        report = checked(compiled, run)
         # Counts add up over the launches of an entry: the last one's are of all.
         ran = [c for c in {c.kernel: c for c in report.coverage}.values() if c.sync_run]
-        lines = (ins.ptx_line for c in ran for ins in entries[c.kernel].instructions)
-        never = (where for c in ran for where in c.missed_sync)
-        found.append(Reached(run, frozenset(lines), frozenset(never)))
-    return found
+        return (
+            frozenset(ins.ptx_line for c in ran for ins in entries[c.kernel].instructions),
+            frozenset(where for c in ran for where in c.missed_sync),
+            frozenset(map(key_of, report.warnings)),
+            time.perf_counter() - start,
+        )
+
+    found = [Reached(run, *of) for run, of in shared_out(of_run, list(runs))]
+    return sorted(found, key=lambda launch: launch.seconds)
 
 
 def tried(compiled, runs: Sequence[Run], changes: Iterable[Change]) -> Iterator[tuple[Change, str]]:
@@ -113,7 +131,7 @@ def tried(compiled, runs: Sequence[Run], changes: Iterable[Change]) -> Iterator[
     `NEVER` if no launch runs the instruction."""
     ptx = compiled.artifacts.PTX
     launches = reached(compiled, runs)
-    known = known_warnings(compiled, runs)
+    known = {key for launch in launches for key in launch.warnings}
 
     def of_change(change: Change) -> str | None:
         those = [found for found in launches if change.ins.ptx_line in found.lines]

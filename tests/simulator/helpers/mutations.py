@@ -198,15 +198,17 @@ def _end(findings: Findings, kind: str, message: str, key: tuple, places: tuple)
     raise _Raced(kind)
 
 
+def checked(compiled, run: Run) -> Report:
+    """The report of an unchanged launch, which must be free of races and right."""
+    report, correct = simulate_text(compiled, compiled.artifacts.PTX, run)
+    report.raise_if_racy()
+    assert correct, f"wrong before anything was deleted: {run}"
+    return report
+
+
 def known_warnings(compiled, runs: Iterable[Run]) -> set[tuple]:
-    """Warnings of the unchanged kernel, which must be free of races and right."""
-    known = set()
-    for run in runs:
-        report, correct = simulate_text(compiled, compiled.artifacts.PTX, run)
-        report.raise_if_racy()
-        assert correct, f"wrong before anything was deleted: {run}"
-        known |= {_key(finding) for finding in report.warnings}
-    return known
+    """Warnings of unchanged launches, which must be free of races and right."""
+    return {key_of(finding) for run in runs for finding in checked(compiled, run).warnings}
 
 
 def noticed(compiled, text: str, runs: Iterable[Run], known: set[tuple]) -> str:
@@ -225,12 +227,13 @@ def noticed(compiled, text: str, runs: Iterable[Run], known: set[tuple]) -> str:
             return type(error).__name__
         if not correct:
             return "wrong result"
-        new = [f.kind for f in report.warnings if _key(f) not in known]
+        new = [f.kind for f in report.warnings if key_of(f) not in known]
         if new:
             return new[0]
     return ""
 
 
-def _key(finding) -> tuple:
+def key_of(finding) -> tuple:
+    """A finding, in whatever changed PTX."""
     # Line numbers of the PTX stay the same, its text may not.
     return finding.kind, tuple(re.sub("`.*`", "", place) for place in finding.places)
