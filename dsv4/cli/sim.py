@@ -179,10 +179,11 @@ def run(args: argparse.Namespace) -> int:
     options = (args.schedule, args.seed, not args.no_races)
     reports, verdicts = [], []
     try:
-        for splits, ctas in workload.launches:
-            call = workload.call(inputs, splits, ctas)
+        for launch in workload.launches:
+            given = inputs.window_only() if launch.is_window_only else inputs
+            call = workload.call(given, launch.splits, launch.ctas)
             reports.append(target.simulate(compiled.function, call, *options).report)
-            verdicts.append(sim_attention.Verdict.of(call, inputs))
+            verdicts.append(sim_attention.Verdict.of(call, given))
     except (KernelFault, Deadlock) as fault:
         # What the kernel did wrong, and where: as many lines as that takes.
         print(f"dsv4 sim: {type(fault).__name__}: {fault}", file=sys.stderr)

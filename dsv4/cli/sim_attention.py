@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,9 +25,25 @@ from dsv4.testing.attention import LSE_BOUND, Case, Inputs, lse_error, make_inpu
 from dsv4.testing.attention_kernel import attention_call, config_of, has_counters
 from dsv4.testing.harness import Call, compiler_options
 
-# Launches of mixed requests: unsplit, of two splits, and of more splits than some tokens have keys.
-MIXED_SPLITS = (1, 2, 9)
 FEW_CTAS = 4  # fewer than there is work for: each goes on to more
+SOME_CTAS = 24  # more than there is work for, too few for two that share a head tile's columns
+
+
+class Launch(NamedTuple):
+    """Splits, CTAs that run at a time (None: one on every SM), and whether windows are all keys."""
+
+    splits: int
+    ctas: int | None = None
+    is_window_only: bool = False
+
+
+# Of mixed requests: with room for the next launch's CTAs, of windows alone and of all keys; without
+# splits, with two, and with more of them than some tokens have keys.
+MIXED = (
+    Launch(1, SOME_CTAS, is_window_only=True),
+    Launch(1, SOME_CTAS),
+    *(Launch(splits, ctas) for splits in (1, 2, 9) for ctas in (FEW_CTAS, None)),
+)
 
 
 @dataclass(frozen=True)
@@ -77,12 +93,11 @@ class Workload:
         return launch_plan.num_splits(self.config, *size, self.arch)
 
     @property
-    def launches(self) -> Sequence[tuple[int, int]]:
-        """Splits, and CTAs that run at a time, of the launches that are made."""
-        everywhere = MULTIPROCESSORS[self.arch]
+    def launches(self) -> Sequence[Launch]:
+        """The launches that are made."""
         if self.is_mixed and self.num_splits is None:
-            return [(splits, ctas) for splits in MIXED_SPLITS for ctas in (FEW_CTAS, everywhere)]
-        return [(self.splits, FEW_CTAS if self.is_mixed else everywhere)]
+            return MIXED
+        return [Launch(self.splits, FEW_CTAS if self.is_mixed else None)]
 
     def inputs(self, seed: int) -> Inputs:
         """Unit-scale random inputs."""

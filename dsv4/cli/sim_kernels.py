@@ -33,7 +33,8 @@ KERNELS = (
         "attention, heads in M",
         "sm_90a",
         "sparse_fmha_with_swa, more than 24 heads",
-        f"{_ATTENTION} --arch sm_90a --heads 72 --head-dim 64",
+        # Where columns are shared, and keys come late.
+        "dsv4 sim attention --inputs mixed --top-k 300 --arch sm_90a --heads 72 --schedule lazy",
     ),
     SimulatedKernel(
         "attention, swap-AB",
@@ -95,12 +96,13 @@ KERNELS = (
         )
         for arch in ("sm_100a", "sm_90a")
     ),
+    # Of so many columns that a CTA of the launch of parts leaves before all others have begun.
     *(
         SimulatedKernel(
             "mHC seam",
             arch,
             "mhc_seam, every number of tokens a pass",
-            f"dsv4 sim mhc_seam --arch {arch}",
+            f"dsv4 sim mhc_seam --arch {arch} --dim 2560",
         )
         for arch in ("sm_100a", "sm_90a")
     ),

@@ -205,6 +205,12 @@ class Inputs:
         """Windows of no rows."""
         return replace(self, swa_lens=torch.zeros_like(self.swa_lens))
 
+    def window_only(self) -> Inputs:
+        """No compressed rows, as in layers that have none."""
+        rows, lens = self.compressed_kv[:, :0], self.compressed_lens
+        none = None if lens is None else torch.zeros_like(lens)
+        return replace(self, compressed_kv=rows, compressed_lens=none)
+
     def strided(self) -> Inputs:
         """q and KV as slices of wider tensors that hold NaN elsewhere."""
         return replace(
