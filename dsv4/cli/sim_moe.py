@@ -11,8 +11,9 @@ from dsv4.kernels.moe.config import EXPERT_DTYPES
 FEW_SMS = 2  # whose CTAs take all tiles
 # By case, of Blackwell: CTAs there begin with a tile of the shared expert whose weights are known
 # before the launch before is over, or with one whose are not, or with one of a routed expert.
-BLACKWELL_SMS = (40, 8, FEW_SMS, 8)
+BLACKWELL_SMS = (40, 8, FEW_SMS, 8, 8)
 FEW_TOKENS = (5, 9)  # for which one CTA chooses experts, and sorts without counting
+GATE_TOKENS = 520  # of which a CTA of the gate takes all the tiles that it may, in one tiling
 SIZES = (
     Size("tokens", 37, "T of a launch whose CTAs have several tiles"),
     Size("hidden", 512, "D, a multiple of 512"),
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         *(Case(tokens, *sizes, **options) for tokens in FEW_TOKENS),
         Case(args.tokens, *sizes, one_expert=True, **options),
         Case(args.many, *sizes, live=min(args.live, args.many), is_graded=True, **options),
+        Case(GATE_TOKENS, *sizes, live=FEW_TOKENS[0], **options),
     )
     config = LayerInputs.make(cases[0], args.seed).config
     if config.why_no_kernel:
@@ -72,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
         for case, few in zip(cases, sms, strict=True):
             device = Device(args.arch, few)
             inputs, first = LayerInputs.make(case, args.seed), None
-            for index, tiling in enumerate(PLANS[args.arch].tilings(config.kernels)):
+            tilings = PLANS[args.arch].tilings(config.kernels)
+            for index, tiling in enumerate(tilings[: 1 if case is cases[-1] else None]):
                 schedule = SCHEDULES[index % len(SCHEDULES)]
                 make = partial(inputs.call_tiled, index, device)
                 outcome = launches.run(compiled, make, schedule)
