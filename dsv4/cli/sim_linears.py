@@ -37,7 +37,8 @@ def add_parser(kernels: argparse._SubParsersAction) -> None:
         "grouped_linear",
         "linears of a group of features each, every tiling",
         "Compile the kernels, simulate each tiling, in turns in every schedule, compare one with "
-        "exact sums and all others with it, bit for bit; outputs as they are, and as FP8 codes.",
+        "exact sums and all others with it, bit for bit; outputs as they are, and as FP8 codes, "
+        "also of inputs in codes.",
         GROUPS,
         run_grouped,
         has_arch=True,
@@ -123,6 +124,14 @@ def run_grouped(args: argparse.Namespace) -> int:
         )
         every.check(
             codes, tilings(codes.config), f"{what}, codes", lambda found: None, in_turns=True
+        )
+        given = codes.of_codes
+        every.check(
+            given,
+            tilings(given.config),
+            f"{what}, codes of codes",
+            lambda found: None,
+            in_turns=True,
         )
     return every.launches.finish()
 

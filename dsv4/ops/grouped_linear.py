@@ -19,6 +19,7 @@ from dsv4.kernels.gemm.grouped_config import CODES, GroupedLinearConfig, takes_g
 from dsv4.kernels.gemm.plan import RESIDENT_TOKENS
 from dsv4.kernels.gemm.sm100 import grouped_plan as blackwell_plans
 from dsv4.ops.aliasing import check_given
+from dsv4.ops.code_terms import decode_codes
 from dsv4.ops.quantize import dequantize_e4m3_blocks, qdq_e4m3, quantize_e4m3
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.kernel_op import KernelOp, Sizes
@@ -51,34 +52,53 @@ class GroupedLinear(KernelOp):
 
     def plan(self, config: GroupedLinearConfig, sizes: Sizes, device: Device) -> tuple[int, ...]:
         """Index of the tiling, and number of SMs."""
+        if "X" in sizes:
+            _check_rows(config, sizes["X"], sizes["T"])
         found = PLANS[device.arch].choose(config, sizes["T"], device.num_sms)
         return found, device.num_sms
 
     def needs(self, config: GroupedLinearConfig, name: str) -> bool | None:
-        return config.rounds_output if name == "out_scale" else None
+        needs = {"out_scale": config.rounds_output, "x_scale": not config.quantizes}
+        return needs.get(name)
 
     def check_sizes(self, config: GroupedLinearConfig, *tensors: Tensor | None) -> None:
-        has_scale = tensors[-1] is not None
-        if has_scale != config.rounds_output:
-            got = "a tensor" if has_scale else "nothing"
-            raise ValueError(f"out_scale: got {got}, out is {config.out_dtype}")
+        given = {arg.name: tensor for arg, tensor in zip(self.tensors, tensors, strict=True)}
+        x, out = given["x"], given["out"]
+        for of in ("out", "x"):
+            name = f"{of}_scale"
+            has_scale = given[name] is not None
+            if has_scale != self.needs(config, name):
+                got = "a tensor" if has_scale else "nothing"
+                raise ValueError(f"{name}: got {got}, {of} is {_name(given[of].dtype)}")
+        if not config.quantizes and x.dtype == torch.float32:
+            raise TypeError(f"x: got {x.dtype}, x_scale belongs to codes")
+        _check_rows(config, x.shape[0], out.shape[0])
 
     def make_launch(self, state: State) -> Launch:
-        """The usual launch; where outputs are codes, behind a check of the optional tensors, all of
-        which the kernels then need: the compiled function takes any number of rows."""
+        """The usual launch; where inputs or outputs are codes, behind a check of the optional
+        tensors that the kernels then need: the compiled function takes any number of rows."""
         launch, config = super().make_launch(state), state.config
-        if not config.rounds_output:
+        has_scratch = config.quantizes and config.rounds_output
+        needed = {
+            "codes": has_scratch,
+            "code_scales": has_scratch,
+            "out_scale": config.rounds_output,
+            "x_scale": not config.quantizes,
+        }
+        # By place behind the runner's id.
+        places = [(i, arg.name) for i, arg in enumerate(self.tensors, 1) if needed.get(arg.name)]
+        if not places:
             return launch
-        place = self.num_required + 1  # behind the runner's id
+        out = self.num_required - 1
 
         def checked(*arguments: Any) -> None:
-            tokens = arguments[0].shape[0]
-            needed = (num_code_rows(tokens, config.terms), tokens, tokens)
-            for i, rows in enumerate(needed, place):
+            tokens = arguments[out].shape[0]
+            for i, name in places:
+                rows = num_code_rows(tokens, config.terms) if name == "codes" else tokens
                 tensor = arguments[i] if i < len(arguments) else None
                 if tensor is None or tensor.shape[0] != rows:
                     got = "nothing" if tensor is None else f"{tensor.shape[0]} rows"
-                    raise ValueError(f"{self.tensors[i - 1].name}: got {got}, needs {rows} rows")
+                    raise ValueError(f"{name}: got {got}, needs {rows} rows")
             launch(*arguments)
 
         return checked
@@ -93,8 +113,11 @@ class GroupedLinear(KernelOp):
         codes: Tensor | None,
         code_scales: Tensor | None,
         out_scale: Tensor | None = None,
+        x_scale: Tensor | None = None,
     ) -> None:
-        if config.act == "fp8":
+        if x_scale is not None:
+            x = decode_codes(x, x_scale, config.terms)
+        elif config.act == "fp8":
             x = qdq_e4m3(x, K_BLOCK)
         # e4m3 times a power of two is exact in bf16; times an arbitrary fp32 scale it is not. And
         # bf16 products are rounded to bf16.
@@ -118,7 +141,11 @@ class GroupedLinear(KernelOp):
         for tiling in range(len(PLANS[target.arch].tilings(config))):
             call = list(smallest_call(self, config, (tiling, target.num_sms), device))
             width, place = config.groups * config.in_features, self.num_required
-            call[place : place + 2] = _scratch(1, width, config.terms, device)
+            codes, scales = _scratch(1, width, config.terms, device)
+            if config.quantizes:
+                call[place : place + 2] = codes, scales
+            else:
+                call[0], call[place + 3] = codes.view(torch.uint8).zero_().view(codes.dtype), scales
             if config.rounds_output:
                 call[place + 2] = _scales(1, config.out_features, device)
             yield tuple(call)
@@ -127,7 +154,8 @@ class GroupedLinear(KernelOp):
         """The output projections of Flash and Pro: of few tokens in bf16, of more in codes."""
         found = {label: GroupedLinearConfig(*given) for label, given in MODEL_GROUPS.items()}
         for label, config in tuple(found.items()):
-            found[f"{label}, codes"] = replace(config, out_dtype=CODES)
+            found[f"{label}, codes"] = rounding = replace(config, out_dtype=CODES)
+            found[f"{label}, codes of codes"] = replace(rounding, x_dtype=CODES)
         return found
 
 
@@ -140,6 +168,7 @@ def grouped_linear(
     weight: Tensor,
     scale: Tensor,
     *,
+    x_scale: Tensor | None = None,
     act: str = "bf16",
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -160,13 +189,16 @@ def grouped_linear(
 
     Args:
         x: [T, groups * K] bfloat16; or float32, on GPUs too by the torch implementation. K is a
-            multiple of 512 up to 8,192.
+            multiple of 512 up to 8,192. Or float8_e4m3fn with `x_scale`: codes of `act`, for "bf16"
+            those of two terms, in rows as `sparse_fmha_paged_fp8` and `dsv4.ops.code_terms` have
+            them.
         weight: [M, K] float8_e4m3fn, M / groups a multiple of 256.
         scale: [M / 128, K / 128] float8_e8m0fnu, or float32 as in the Base checkpoints.
+        x_scale: [T, groups * K / 128] float8_e8m0fnu.
         act: "bf16", or "fp8": x is rounded to e4m3 with one power-of-two scale per 128 elements, as
             `dsv4.ops.quantize.quantize_e4m3` does it.
         out: [T, M] to write into; default a new tensor.
-        out_dtype: bfloat16 or float32; default that of `out`, else of x.
+        out_dtype: bfloat16 or float32; default that of `out`, else of x, bfloat16 for codes.
 
     Returns:
         y [T, M].
@@ -176,10 +208,12 @@ def grouped_linear(
     """
     try:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            GROUPED_LINEAR.check_no_gradients(x, weight, scale, out)
-        tokens, width = x.shape
+            GROUPED_LINEAR.check_no_gradients(x, weight, scale, out, None, None, None, x_scale)
+        tokens, width = _sizes(x, x_scale)
         if out_dtype is None:
             out_dtype = x.dtype if out is None else out.dtype
+            if out is None and x.dtype == torch.float8_e4m3fn:
+                out_dtype = torch.bfloat16
         name = _name(out_dtype)
         if name == CODES:
             raise ValueError(f"out_dtype: got {name}, which `grouped_linear_fp8` makes")
@@ -187,14 +221,16 @@ def grouped_linear(
         if out is None:
             out = torch.empty((tokens, weight.shape[0]), dtype=out_dtype, device=x.device)
         else:
-            check_given(GROUPED_LINEAR, x, weight, scale, out)
-        if x.dtype == torch.bfloat16 and x.is_cuda and tokens > RESIDENT_TOKENS:
+            check_given(GROUPED_LINEAR, x, weight, scale, out, None, None, None, x_scale)
+        if x_scale is not None:
+            _op(x, weight, scale, out, identity, None, None, None, x_scale)
+        elif x.dtype == torch.bfloat16 and x.is_cuda and tokens > RESIDENT_TOKENS:
             scratch = _scratch(tokens, width, _terms(act), x.device)
             _op(x, weight, scale, out, identity, *scratch)
         else:
             _op(x, weight, scale, out, identity)
     except Exception:
-        GROUPED_LINEAR.explain(x, weight, scale, out)
+        GROUPED_LINEAR.explain(x, weight, scale, out, None, None, None, x_scale)
         if not isinstance(out_dtype, torch.dtype | None):
             raise TypeError(f"out_dtype: got {quoted(out_dtype)}, needs a torch.dtype") from None
         raise
@@ -202,7 +238,12 @@ def grouped_linear(
 
 
 def grouped_linear_fp8(
-    x: Tensor, weight: Tensor, scale: Tensor, *, act: str = "bf16"
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    x_scale: Tensor | None = None,
+    act: str = "bf16",
 ) -> tuple[Tensor, Tensor]:
     """`grouped_linear` whose results are rounded as the input of the next FP8 linear.
 
@@ -211,7 +252,7 @@ def grouped_linear_fp8(
     first.
 
     Args:
-        x, weight, scale, act: as `grouped_linear` takes them.
+        x, weight, scale, x_scale, act: as `grouped_linear` takes them.
 
     Returns:
         (codes [T, M] float8_e4m3fn, scales [T, M / 128] float8_e8m0fnu), what `fp8_linear` takes as
@@ -222,16 +263,18 @@ def grouped_linear_fp8(
     """
     try:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            GROUPED_LINEAR.check_no_gradients(x, weight, scale)
-        tokens, width = x.shape
+            GROUPED_LINEAR.check_no_gradients(x, weight, scale, None, None, None, None, x_scale)
+        tokens, width = _sizes(x, x_scale)
         rows = weight.shape[0]
         identity = _runner_id_of(x, weight, scale, act, CODES)
         out = torch.empty((tokens, rows), dtype=torch.float8_e4m3fn, device=x.device)
         out_scale = _scales(tokens, rows, x.device)
-        scratch = _scratch(tokens, width, _terms(act), x.device) if x.is_cuda else (None, None)
-        _op(x, weight, scale, out, identity, *scratch, out_scale)
+        scratch = (None, None)
+        if x_scale is None and x.is_cuda:
+            scratch = _scratch(tokens, width, _terms(act), x.device)
+        _op(x, weight, scale, out, identity, *scratch, out_scale, x_scale)
     except Exception:
-        GROUPED_LINEAR.explain(x, weight, scale, None)
+        GROUPED_LINEAR.explain(x, weight, scale, None, None, None, None, x_scale)
         raise
     return out, out_scale
 
@@ -252,6 +295,7 @@ def _runner_id_of(x: Tensor, weight: Tensor, scale: Tensor, act: str, out_dtype:
         act,
         _name(scale.dtype),
         out_dtype,
+        CODES if x.dtype == torch.float8_e4m3fn else "bfloat16",
     )
 
 
@@ -263,6 +307,7 @@ def grouped_linear_runner_id(
     act: str = "bf16",
     scale_dtype: str = "float8_e8m0fnu",
     out_dtype: str = "bfloat16",
+    x_dtype: str = "bfloat16",
 ) -> int:
     """Id of a configuration: what `torch.ops.dsv4.grouped_linear` takes.
 
@@ -272,13 +317,31 @@ def grouped_linear_runner_id(
         act: "bf16", also for float32, or "fp8".
         scale_dtype: of the weight's scales, "float8_e8m0fnu" or "float32".
         out_dtype: "bfloat16", "float32", or "float8_e4m3fn" of `grouped_linear_fp8`.
+        x_dtype: "bfloat16", also for float32, or "float8_e4m3fn" of codes.
     """
-    return GROUPED_LINEAR.runner_id(in_features, group_rows, groups, act, scale_dtype, out_dtype)
+    return GROUPED_LINEAR.runner_id(
+        in_features, group_rows, groups, act, scale_dtype, out_dtype, x_dtype
+    )
 
 
 def takes(in_features: int, group_rows: int, block: tuple[int, int]) -> bool:
     """Whether `grouped_linear` takes weights of these groups with scales of these blocks."""
     return takes_groups(in_features, group_rows) and tuple(block) == (K_BLOCK, K_BLOCK)
+
+
+def _sizes(x: Tensor, x_scale: Tensor | None) -> tuple[int, int]:
+    """Tokens, and columns of all groups."""
+    rows, width = x.shape
+    return (rows if x_scale is None else x_scale.shape[0]), width
+
+
+def _check_rows(config: GroupedLinearConfig, rows: int, tokens: int) -> None:
+    """Refuse x with other rows than those of so many tokens: ValueError."""
+    if config.quantizes and rows != tokens:
+        raise ValueError(f"out: got {tokens} rows, x of {rows} rows needs {rows}")
+    needed = num_code_rows(tokens, config.terms)
+    if not config.quantizes and rows != needed:
+        raise ValueError(f"x: got {rows} rows, codes of {tokens} tokens need {needed}")
 
 
 def _scratch(tokens: int, width: int, terms: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -60,6 +60,23 @@ def quantize_e4m3(x: Tensor, block: int, *, uniform: bool = False) -> tuple[Tens
     return codes.to(torch.float8_e4m3fn).flatten(-2), _as_e8m0(exponent.squeeze(-1))
 
 
+def split_e4m3(x: Tensor, block: int, floor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Split bfloat16 `x` [..., n] -> (c0, c1 [..., n] float8_e4m3fn, scales [..., n / block] e8m0),
+    x = scale * (c0 + c1 / 16) but for what lies below 2^-14 scale.
+
+    Args:
+        floor: of the largest magnitude of a block.
+    """
+    blocks = _blocks(x.bfloat16(), block)
+    exponent = _scale_exponent(blocks, floor, E4M3_MAX)
+    values = blocks / _decode_exponent(exponent)
+    first = values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    # Exact: c0 is within half of its last place.
+    rest = ((values - decode_e4m3(first)) * 16).clamp_(-E4M3_MAX, E4M3_MAX)
+    second = rest.to(torch.float8_e4m3fn)
+    return first.flatten(-2), second.flatten(-2), _as_e8m0(exponent.squeeze(-1))
+
+
 def quantize_e2m1(x: Tensor, block: int = 32) -> tuple[Tensor, Tensor]:
     """Quantise `x` [..., n] -> (packed codes [..., n / 2] int8, scales [..., n / block] e8m0)."""
     blocks = _blocks(x, block)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dsv4.kernels.gemm.config import K_BLOCK, num_code_rows
-from dsv4.kernels.gemm.grouped_config import GroupedLinearConfig
+from dsv4.kernels.gemm.grouped_config import CODES, GroupedLinearConfig
+from dsv4.ops.code_terms import own_rows, to_terms
 from dsv4.ops.grouped_linear import GROUPED_LINEAR
 from dsv4.ops.quantize import quantize_e4m3
 from dsv4.reference import linear as oracle
@@ -25,7 +26,8 @@ class Case:
 
     Attributes:
         tokens: T.
-        in_features, group_rows, groups, act, scale_dtype, out_dtype: as in `GroupedLinearConfig`.
+        in_features, group_rows, groups, act, scale_dtype, out_dtype, x_dtype: as in
+            `GroupedLinearConfig`.
         has_special_rows, is_strided: as in `testing.fp8_linear.Case`.
     """
 
@@ -36,6 +38,7 @@ class Case:
     act: str = "bf16"
     scale_dtype: str = "float8_e8m0fnu"
     out_dtype: str = "bfloat16"
+    x_dtype: str = "bfloat16"
     has_special_rows: bool = False
     is_strided: bool = False
 
@@ -43,7 +46,7 @@ class Case:
     def config(self) -> GroupedLinearConfig:
         return GroupedLinearConfig(
             self.in_features, self.group_rows, self.groups,
-            self.act, self.scale_dtype, self.out_dtype,
+            self.act, self.scale_dtype, self.out_dtype, self.x_dtype,
         )  # fmt: skip
 
     @property
@@ -68,6 +71,7 @@ class Inputs(OpInputs):
     """Tensors of a case.
 
     Attributes:
+        x: in bfloat16, also where a call takes its codes.
         has_scratch: whether launches have room to quantise many tokens into.
     """
 
@@ -101,22 +105,42 @@ class Inputs(OpInputs):
     @property
     def arguments(self) -> dict[str, Tensor]:
         found = {name: getattr(self, name) for name in ("x", "weight", "scale")}
-        if self.has_scratch:
+        if not self.config.quantizes:
+            found["x"], found["x_scale"] = self._codes()
+        elif self.has_scratch:
             # Its rows are not those of x.
             shape = (num_code_rows(self.x.shape[0], self.config.terms), self.x.shape[1])
             codes = torch.zeros(shape, dtype=torch.uint8, device=self.x.device)
             found["codes"] = codes.fill_(0x7F).view(torch.float8_e4m3fn)
         return found
 
+    def _codes(self) -> tuple[Tensor, Tensor]:
+        """Codes of x, NaN in rows of no token, and their scales."""
+        if self.config.terms == 1:
+            return quantize_e4m3(self.x, K_BLOCK)
+        codes, scales = to_terms(self.x)
+        codes.view(torch.uint8)[~own_rows(self.x.shape[0]).to(codes.device)] = 0x7F
+        return codes, scales
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"T": self.x.shape[0]}
+
     @property
     def wanted(self) -> tuple[str, ...]:
-        scratch = ("code_scales",) if self.has_scratch else ()
+        has_scratch = self.has_scratch and self.config.quantizes
+        scratch = ("code_scales",) if has_scratch else ()
         return (*scratch, *(("out_scale",) if self.config.rounds_output else ()))
 
     @property
     def in_bfloat16(self) -> Inputs:
         """The same with outputs that are not rounded to codes."""
         return replace(self, case=replace(self.case, out_dtype="bfloat16"))
+
+    @property
+    def of_codes(self) -> Inputs:
+        """The same given in codes."""
+        return replace(self, case=replace(self.case, x_dtype=CODES))
 
     @property
     def padding(self) -> int:

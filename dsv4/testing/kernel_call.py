@@ -173,6 +173,11 @@ class OpInputs:
         """Inputs by the table's names; None for what is absent."""
         raise NotImplementedError
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Of outputs, by name, where no input has them."""
+        return {}
+
     def call(self, device: Device, given: Mapping[str, Tensor] | None = None, **scalars) -> Call:
         """A call of the compiled kernel.
 
@@ -183,7 +188,7 @@ class OpInputs:
         """
         op, config = self.op, self.config
         tensors = {**self.arguments, **(given or {})}
-        sizes = _sizes(op.args, tensors)
+        sizes = {**_sizes(op.args, tensors), **self.sizes}
         sizes = {name: sizes[name] for name in sized_dimensions(op, config) if name in sizes}
         names = [scalar.name for scalar in scalars_of(op.args)]
         if set(scalars) != set(names):
@@ -197,6 +202,7 @@ class OpInputs:
             wanted=self.wanted,
             workspace=size,
             padding=self.padding,
+            sizes=self.sizes,
         )
 
 

@@ -113,6 +113,57 @@ def test_arguments_for_codes_that_do_not_fit(change, error, message, seed) -> No
         ops.grouped_linear_fp8(**arguments)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        Case(9, 512, 256, 2, scale_dtype="float32", out_dtype="float32"),
+        Case(3, 512, 256, 2, "fp8", has_special_rows=True),
+        Case(0, 512, 256, 2),
+    ],
+    ids=str,
+)
+def test_inputs_may_be_codes(case, seed) -> None:
+    """Rows of codes of no token may hold anything."""
+    inputs = Inputs.make(case, seed)
+    given, weight = inputs.of_codes.arguments, (inputs.weight, inputs.scale)
+    options = {"act": case.act, "out_dtype": getattr(torch, case.out_dtype)}
+    wanted = ops.grouped_linear(inputs.x, *weight, **options)
+    found = ops.grouped_linear(given["x"], *weight, x_scale=given["x_scale"], **options)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    out = torch.empty_like(wanted)
+    ops.grouped_linear(given["x"], *weight, x_scale=given["x_scale"], act=case.act, out=out)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)
+    assert_same_codes(
+        ops.grouped_linear_fp8(given["x"], *weight, x_scale=given["x_scale"], act=case.act),
+        ops.grouped_linear_fp8(inputs.x, *weight, act=case.act),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x_scale": None}, ValueError, "x_scale: got nothing, x is float8_e4m3fn"),
+        ({"x": torch.zeros(5, 1536).bfloat16()}, ValueError, "x_scale: got a tensor, x is bfloat"),
+        (
+            {"x": torch.zeros(5, 1536).to(torch.float8_e4m3fn)},
+            ValueError,
+            "x: got 5 rows, codes of",
+        ),
+        ({"x_scale": torch.zeros(5, 12)}, TypeError, "x_scale: got torch.float32, needs"),
+        ({"x_scale": 1.0}, TypeError, "x_scale: got a float, needs a torch.Tensor"),
+        ({"act": "fp8"}, ValueError, "x: got 16 rows, codes of 5 tokens need 5"),
+    ],
+)
+@pytest.mark.parametrize("function", [ops.grouped_linear, ops.grouped_linear_fp8])
+def test_codes_that_do_not_fit(function, change, error, message, seed) -> None:
+    inputs = Inputs.make(CASE, seed)
+    given = inputs.of_codes.arguments
+    arguments = {name: given[name] for name in ("x", "weight", "scale", "x_scale")}
+    with pytest.raises(error, match=message):
+        function(**{**arguments, **change})
+
+
 @pytest.mark.parametrize("out_dtype", ["bfloat16", "float8_e4m3fn"])
 def test_scales_of_outputs_belong_to_codes(out_dtype, seed) -> None:
     inputs = Inputs.make(CASE, seed)

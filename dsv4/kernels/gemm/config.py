@@ -16,7 +16,11 @@ STEP_BYTES = 128  # of a row of a weight, in a step of a kernel
 K_STEP = 4 * K_BLOCK  # that a kernel's in_features are a multiple of
 MAX_IN_FEATURES = 16384
 MOST_SLICES = 4
+TERMS = 2  # e4m3 codes of an activation that is not rounded
 TERM_ROWS = 8  # tokens whose codes of a term lie together, where activations have two
+# Of a group that is rounded to two terms, whose scale is as small as its values; far above what
+# fp32 cannot hold beside the scale of a weight.
+TERMS_AMAX_FLOOR = 2.0**-90
 MIN_SLICE_BLOCKS = 4  # of a slice, where K has enough for more than two
 X_DTYPES = ("bfloat16", "float8_e4m3fn")
 SCALE_DTYPES = ("float8_e8m0fnu", "float32")

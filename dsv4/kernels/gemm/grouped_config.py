@@ -12,6 +12,7 @@ from dsv4.kernels.gemm.config import (
     K_STEP,
     OUT_DTYPES,
     SCALE_DTYPES,
+    X_DTYPES,
 )
 from dsv4.kernels.gemm.epilogues import CODES, Rounding
 from dsv4.quoting import quoted
@@ -33,6 +34,7 @@ class GroupedLinearConfig:
             with a scale per 128 elements.
         scale_dtype: of the weight's scales.
         out_dtype: of the result; "float8_e4m3fn": bf16 results become codes, with a scale per 128.
+        x_dtype: "bfloat16", or "float8_e4m3fn": codes of `act`, as `quantize` makes them.
     """
 
     in_features: int
@@ -41,6 +43,7 @@ class GroupedLinearConfig:
     act: str = "bf16"
     scale_dtype: str = "float8_e8m0fnu"
     out_dtype: str = "bfloat16"
+    x_dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
         if not _has_width(self.in_features):
@@ -58,6 +61,7 @@ class GroupedLinearConfig:
             ("act", ACTS),
             ("scale_dtype", SCALE_DTYPES),
             ("out_dtype", (*OUT_DTYPES, CODES)),
+            ("x_dtype", X_DTYPES),
         ):
             value = getattr(self, name)
             if value not in allowed:
@@ -77,6 +81,11 @@ class GroupedLinearConfig:
     def rounds_output(self) -> bool:
         """Whether outputs are codes."""
         return self.out_dtype == CODES
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether activations come in bf16, and become codes here."""
+        return self.x_dtype == "bfloat16"
 
     @property
     def epilogues(self) -> tuple[Rounding, ...]:

@@ -31,7 +31,7 @@ def tilings(config: GroupedLinearConfig) -> tuple[Tiling, ...]:
     tokens for as many columns.
 
     Where outputs become codes, a tile has 128 rows, and CTAs that share its slices have groups of 8
-    tokens to round: there is no tiling for up to 8 tokens alone.
+    tokens to round: there is no tiling for up to 8 tokens alone. Nor where x are codes.
     """
     slices, ctas = num_slices(config.in_features), plans.spread(config.out_features)
     terms = config.terms
@@ -40,7 +40,7 @@ def tilings(config: GroupedLinearConfig) -> tuple[Tiling, ...]:
     resident = Tiling(RESIDENT_TOKENS, False, min(ctas, slices // 2), terms=terms)
     while 2 * resident.cluster < slices and not plans.leaves_ring(config.in_features, resident):
         resident = replace(resident, cluster=2 * resident.cluster)
-    found = [] if config.rounds_output else [resident]
+    found = [] if config.rounds_output or not config.quantizes else [resident]
     found.append(Tiling(FEW_TOKENS, True, min(ctas, slices), terms=terms))
     found = [plans.deepened(tiling, config.out_features // tiling.rows) for tiling in found]
     clusters = [count for count in (2, 1) if count <= min(ctas, slices)]

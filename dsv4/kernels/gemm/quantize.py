@@ -12,7 +12,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, Int64, Uint8, Uint32, cute
 
-from dsv4.kernels.gemm.config import K_BLOCK, TERM_ROWS
+from dsv4.kernels.gemm.config import K_BLOCK, TERM_ROWS, TERMS_AMAX_FLOOR
 from dsv4.kernels.kit import pdl, quant
 from dsv4.kernels.kit.pointers import pointer_at
 
@@ -24,9 +24,6 @@ PAIRS = VECTOR // 2  # registers that hold them
 BATCH = 4  # loads of a thread under way
 CTAS_PER_SM = 4  # of one, too few loads are under way for DRAM; of eight, a launch takes longer
 SECOND_TERM = 2.0**-4  # of the scale: 16, the largest second term, becomes 256
-# Of a group that is rounded to two terms, whose scale is as small as its values; far above what
-# fp32 cannot hold beside the scale of a weight.
-TERMS_AMAX_FLOOR = 2.0**-90
 
 
 def as_bytes(scale: cute.Tensor) -> cute.Tensor:

@@ -184,6 +184,34 @@ def test_outputs_become_codes(kernels, case, schedules, seed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(19, 512, 256, 3),
+        Case(67, 512, 256, 3, is_strided=True),
+        Case(130, 1024, 256, 2, out_dtype=CODES),
+        Case(15, 512, 256, 2, has_special_rows=True),
+        Case(70, 512, 256, 2, "fp8"),
+        Case(10, 512, 256, 2, scale_dtype="float32", out_dtype="float32"),
+    ],
+    ids=str,
+)
+def test_inputs_may_be_codes(kernels, case, seed) -> None:
+    """The bits of bf16 inputs in every tiling, of which there is none that makes codes; rows of
+    codes of no token may hold anything."""
+    inputs = Inputs.make(case, seed)
+    wanted = run(kernels, inputs, len(tilings(kernels, inputs.config)) - 1, seed)
+    given = inputs.of_codes
+    names = [name for name in ("out", "out_scale") if name in wanted.outputs]
+    for i, tiling in enumerate(tilings(kernels, given.config)):
+        assert tiling.is_streamed
+        found = run(kernels, given, i, seed)
+        for name in names:
+            bits = [outcome[name].view(torch.uint8) for outcome in (found, wanted)]
+            assert torch.equal(*bits), f"{name} of {tiling}"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("gives_codes", [False, True])
 def test_every_barrier_and_fence_is_reached(arch, gives_codes, seed) -> None:

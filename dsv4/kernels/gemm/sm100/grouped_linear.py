@@ -42,10 +42,13 @@ class GroupedLinearSm100:
         codes: cute.Tensor,  # [C, groups K] e4m3 scratch of activations that are streamed, or none
         code_scales: cute.Tensor,  # [T, groups K / 128] E8M0, the same
         out_scale: cute.Tensor,  # [T, M / 128] E8M0, written where y are codes, else [0, M / 128]
+        x_scale: cute.Tensor,  # [T, groups K / 128] E8M0 where x are codes [C, groups K]
         tiling: Int32,  # index
         num_sms: Int32,
     ):
         """Launch one tiling's kernel, after the quantisation where it streams activations."""
+        if cutlass.const_expr(not self.config.quantizes):
+            codes, code_scales = x, x_scale
         tokens = x.shape[0]
         # Without scratch, token tiles of the tiling that quantises follow each other.
         has_codes = codes.shape[0] >= num_code_rows(tokens, self.config.terms)
@@ -55,11 +58,19 @@ class GroupedLinearSm100:
             y_scale = (as_bytes(out_scale),)
         operands = Operands((as_bytes(scale),), x, as_bytes(code_scales), (y,), y_scale=y_scale)
         factors = (Factors((weight,), codes, operands),)
-        if (tiling == 0) | (has_scratch ^ True):
+        if cutlass.const_expr(not self.config.quantizes):
+            self._launch_streamed(factors, stream, tiling, num_sms)
+        elif (tiling == 0) | (has_scratch ^ True):
             self.linears[0].launch(factors, stream, num_sms)
         else:
             self.quantizer.launch(x, codes, code_scales, stream, num_sms)
-            for i in cutlass.range_constexpr(1, len(self.linears)):
+            self._launch_streamed(factors, stream, tiling, num_sms)
+
+    @cute.jit
+    def _launch_streamed(self, factors: tuple, stream, tiling: Int32, num_sms: Int32):
+        """Launch a tiling's kernel."""
+        for i in cutlass.range_constexpr(len(self.linears)):
+            if cutlass.const_expr(self.linears[i].plan.tiling.is_streamed):  # noqa: SIM102 static
                 if tiling == i:
                     self.linears[i].launch(factors, stream, num_sms)
 

@@ -10,7 +10,7 @@ from dsv4.kernels.gemm.sm100.plan import LinearPlan, Tiling
 def tilings(config: GroupedLinearConfig) -> tuple[Tiling, ...]:
     """Tilings of a configuration's kernels, by tokens."""
     slices, promoted = plans.num_slices(config), plans.is_promoted(config)
-    return plans.tilings_of(slices, True, promoted, config.terms)
+    return plans.tilings_of(slices, config.quantizes, promoted, config.terms)
 
 
 def plan_of(config: GroupedLinearConfig, tiling: Tiling, lanes_per_warp: int = 1) -> LinearPlan:

@@ -4,7 +4,7 @@ of its own of x, which is not rounded.
 A bf16 activation is the sum of two e4m3 codes times a scale (`gemm.quantize`), two columns of a
 product. So the weight is read as it is stored, one byte an element, no instruction converts it, and
 bodies, rings and tilings are those of the FP8 linears (`streaming`). By option activations are
-rounded, to one code.
+rounded, to one code, or come as codes.
 """
 
 from __future__ import annotations
@@ -53,11 +53,14 @@ class GroupedLinearSm90:
         codes: cute.Tensor,  # [C, groups K] e4m3 scratch of activations that are streamed, or none
         code_scales: cute.Tensor,  # [T, groups K / 128] E8M0, the same
         out_scale: cute.Tensor,  # [T, M / 128] E8M0, written where y are codes, else [0, M / 128]
+        x_scale: cute.Tensor,  # [T, groups K / 128] E8M0 where x are codes [C, groups K]
         tiling: Int32,  # index
         num_sms: Int32,
     ):
         """Launch one tiling's kernel, after the quantisation where it streams activations: always,
         where outputs are codes."""
+        if cutlass.const_expr(not self.config.quantizes):
+            codes, code_scales = x, x_scale
         tokens = x.shape[0]
         # Without scratch, token tiles of the resident tiling follow each other.
         has_codes = codes.shape[0] >= num_code_rows(tokens, self.config.terms)
@@ -68,7 +71,7 @@ class GroupedLinearSm90:
         operands = Operands(
             (as_bytes(scale),), x, as_bytes(code_scales), (y,), is_aligned(y), y_scale=y_scale
         )
-        if cutlass.const_expr(self.config.rounds_output):
+        if cutlass.const_expr(self.config.rounds_output or not self.config.quantizes):
             self._launch_streamed(x, weight, codes, code_scales, operands, stream, tiling, num_sms)
         else:
             if (tiling == 0) | (has_scratch ^ True):
@@ -81,8 +84,9 @@ class GroupedLinearSm90:
     def _launch_streamed(
         self, x, weight, codes, code_scales, operands, stream, tiling: Int32, num_sms: Int32
     ):
-        """Launch the quantisation, and a tiling's kernel after it."""
-        self.quantizer.launch(x, codes, code_scales, stream, num_sms)
+        """Launch the quantisation, if there is any, and a tiling's kernel after it."""
+        if cutlass.const_expr(self.config.quantizes):
+            self.quantizer.launch(x, codes, code_scales, stream, num_sms)
         for i in cutlass.range_constexpr(len(self.linears)):
             if cutlass.const_expr(self.linears[i].plan.tiling.is_streamed):  # noqa: SIM102 static
                 if tiling == i:
