@@ -119,6 +119,12 @@ KERNELS = (
         "dsv4 sim paged --arch sm_90a --heads 72",
     ),
     SimulatedKernel(
+        "paged attention, heads in M, codes",
+        "sm_90a",
+        "sparse_fmha_paged_fp8, rows, more than 24 heads",
+        "dsv4 sim paged --arch sm_90a --heads 72 --codes",
+    ),
+    SimulatedKernel(
         "paged attention, 1 CTA",
         "sm_100a",
         "sparse_fmha_paged, rows, any number of heads",

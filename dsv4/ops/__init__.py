@@ -7,6 +7,7 @@ here: its module declares a `KernelOp`.
 from dsv4.ops.attention.sparse_fmha import fmha_capacity, fmha_runner_id, sparse_fmha_with_swa
 from dsv4.ops.attention.sparse_fmha_paged import (
     sparse_fmha_paged,
+    sparse_fmha_paged_fp8,
     sparse_fmha_paged_runner_id,
 )
 from dsv4.ops.compress import compress, compress_runner_id
@@ -93,6 +94,7 @@ __all__ = [
     "sample_tokens",
     "sample_tokens_runner_id",
     "sparse_fmha_paged",
+    "sparse_fmha_paged_fp8",
     "sparse_fmha_paged_runner_id",
     "sparse_fmha_with_swa",
     "step_indices",

@@ -5,6 +5,7 @@ Every entry that no token names is NaN, and so are bytes between entries and pag
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -14,6 +15,7 @@ from dsv4.kernels.attention.paged_args import ARGS, values
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.head_squares import CHANNELS
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
+from dsv4.ops.code_terms import num_term_rows, own_rows, to_terms
 from dsv4.reference.paged_attention import sparse_fmha_paged as oracle
 from dsv4.testing.accuracy import BFLOAT16, Tolerance, assert_close
 from dsv4.testing.attention import assert_attention_close, assert_lse_close
@@ -57,6 +59,7 @@ class Case:
         has_signs: some factors are negative, or 0.
         has_squares: queries come with sums of squares in place of factors.
         ratio: positions per compressed entry of a table.
+        rounds_output: whether the output is codes.
         deviation: of queries and keys; FlashMLA's tests take 0.1, which its bounds are meant for.
         name: what a table calls it.
     """
@@ -86,6 +89,7 @@ class Case:
     softmax_scale: float | None = None
     batch_invariant: bool = False
     num_splits: int | None = None
+    rounds_output: bool = False
     deviation: float = 1.0
     name: str = ""
 
@@ -119,12 +123,13 @@ class Case:
             self.compute,
             self.rope_dim,
             NORM_EPS if self.has_squares else None,
+            self.rounds_output,
         )
 
     def __str__(self) -> str:
         names = (
             *("ragged", "wild", "growing", "padded", "uniform", "has_rope"),
-            *("has_factor", "has_signs", "has_squares"),
+            *("has_factor", "has_signs", "has_squares", "rounds_output"),
         )
         flags = [name for name in names if getattr(self, name)]
         sizes = (
@@ -207,7 +212,8 @@ class Inputs:
         return oracle(*self.tensors, **self.options)
 
     def call(self, scalars: tuple[int, ...], workspace: int = 0) -> Call:
-        """A call of the compiled kernel, with every output.
+        """A call of the compiled kernel, with every output. Where that is codes, `o` is there for
+        what kernels do not round on their way.
 
         Args:
             scalars: num_splits, num_ctas, sliding_window and ratio.
@@ -215,13 +221,15 @@ class Inputs:
         """
         names = ("num_splits", "num_ctas", "sliding_window", "ratio")
         required = {field.name: getattr(self, field.name) for field in fields(self)[:8]}
+        rounds_output = self.case.rounds_output
         return make_call(
             ARGS,
             values(self.case.config),
             {**required, **self.optional},
             dict(zip(names, scalars, strict=True)),
-            wanted=("lse", "max_logits"),
+            wanted=("codes", "code_scales") if rounds_output else ("lse", "max_logits"),
             workspace=workspace,
+            sizes={"C": num_term_rows(self.case.tokens)},
         )
 
 
@@ -319,6 +327,17 @@ def _moved(x: Tensor, device: torch.device | str) -> Tensor:
 
 
 # ---- comparison ----------------------------------------------------------------------------------
+
+
+def assert_codes_of(found: Mapping[str, Tensor], o: Tensor) -> None:
+    """Check codes and scales against what bf16 rows become, bit for bit; rows of codes of no token
+    are looked at by nobody."""
+    codes, scales = to_terms(o.flatten(1))
+    own = own_rows(len(o))
+    for name, wanted in (("codes", codes), ("code_scales", scales)):
+        got, rows = found[name].view(torch.uint8).cpu(), wanted.view(torch.uint8).cpu()
+        wrong = got[own] != rows[own] if name == "codes" else got != rows
+        assert not wrong.any(), f"{name}: {int(wrong.sum())} of {wrong.numel()} bytes differ"
 
 
 def assert_paged_close(

@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from dsv4.kernels.gemm.config import num_code_rows
 from dsv4.kernels.kit.args import DTYPES, TensorArg, Values
 from dsv4.ops.runtime.kernel_op import KernelOp
 from tests.fuzz.values import LONG
@@ -35,7 +36,11 @@ SMALL = {
     ],
     "plain_linear": [(512, 40), (1024, 9, "bfloat16")],
     "linear_argmax": [(512, 40), (1024, 9, "bfloat16")],
-    "grouped_linear": [(512, 256, 1), (512, 256, 2, "fp8", "float32", "float32")],
+    "grouped_linear": [
+        (512, 256, 1),
+        (512, 256, 2, "fp8", "float32", "float32"),
+        (512, 256, 1, "bf16", "float32", "bfloat16", "float8_e4m3fn"),
+    ],
     "merged_linear": [
         (512, "40 float8_e8m0fnu bfloat16, 8 bfloat16 float32"),
         (512, "8 float32 bfloat16, 136 float32 float32, 16 bfloat16 bfloat16, 24 bfloat16 float32"),
@@ -104,6 +109,8 @@ class Operands:
             for arg in op.tensors
             for name in arg.shape
         }
+        if "C" in self.sizes and dice.random() < 0.8:
+            self._relate_codes()
         if like is not None:
             self.sizes = like.sizes
         largest = max(math.prod(self.sizes[name] for name in arg.shape) for arg in op.tensors)
@@ -116,6 +123,13 @@ class Operands:
         self.tensors: list[Any] = [
             self._tensor(dice, arg) if self._is_given(dice, arg) else None for arg in op.tensors
         ]
+
+    def _relate_codes(self) -> None:
+        """Make rows of codes those of as many tokens as there are."""
+        terms = getattr(self.config, "terms", 2)
+        self.sizes["C"] = num_code_rows(self.sizes["T"], terms)
+        if "X" in self.sizes:  # of a grouped linear
+            self.sizes["X"] = self.sizes["T" if self.config.quantizes else "C"]
 
     def _is_given(self, dice: random.Random, arg: TensorArg) -> bool:
         """Whether a tensor is there: mostly as the operator needs it."""

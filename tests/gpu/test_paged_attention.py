@@ -322,7 +322,8 @@ def test_the_torch_implementation_agrees(seed) -> None:
     inputs = make_inputs(Case(3, 2, 64, kv_format="fp8", ragged=True), seed).to("cuda")
     outputs = [torch.empty_like(x) for x in run(inputs)]
     config = inputs.case.config
-    given = PagedFmhaTensors(*inputs.tensors, *(None,) * 11)
+    absent = len(PagedFmhaTensors._fields) - len(inputs.tensors)
+    given = PagedFmhaTensors(*inputs.tensors, *(None,) * absent)
     given = given._replace(**inputs.optional, **dict(zip(("o", "lse", "max_logits"), outputs)))
     SPARSE_FMHA_PAGED.torch(config, *given[:-1])
     assert_paged_close(inputs.to("cpu"), *(x.cpu() for x in outputs))

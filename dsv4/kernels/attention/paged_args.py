@@ -3,6 +3,9 @@
 T tokens of n_h query heads; a window pool of pages_w pages of P_w keys and a compressed pool of
 pages_c pages of P_c. A pool's keys are named by index lists [T, k], or by a table of B requests and
 c columns.
+
+A rounded output is `codes` in the C rows of T tokens, and `code_scales`; `o` is then scratch of
+rows that the kernels do not round on their way. It is absent from the operator's calls.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections import namedtuple
 
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
+from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.kit import args
 from dsv4.kernels.kit.args import In, OptIn, OptOut, Out, Scalar, Workspace, tensors_of
 from dsv4.kernels.kit.head_squares import parts
@@ -32,7 +36,7 @@ ARGS = (
     In("compressed_indices", "T k_c", "int32", nullable=True),
     In("compressed_lens", "T", "int32", nullable=True),
     In("sink_logits", "n_h", "float32"),
-    Out("o", "T n_h d", **_ROWS, public="out"),
+    Out("o", "T n_h d", **_ROWS, public="out", nullable=True),
     OptIn("q_factor", "T n_h", "float32"),
     OptIn("q_squares", "T n_h q_parts", "float32", align=16),
     OptIn("rope", "R rope_dim", "float32", align=16),
@@ -42,6 +46,8 @@ ARGS = (
     OptIn("window_table", "B_w c_w", "int32"),
     OptOut("lse", "T n_h", "float32"),
     OptOut("max_logits", "T n_h", "float32"),
+    OptOut("codes", "C W", "float8_e4m3fn", align=16),
+    OptOut("code_scales", "T w", "float8_e8m0fnu"),
     Workspace(),
     Scalar("num_splits"),
     Scalar("num_ctas"),
@@ -54,10 +60,13 @@ PagedFmhaTensors = namedtuple("PagedFmhaTensors", [arg.name for arg in tensors_o
 
 def values(config: PagedFmhaConfig) -> dict[str, int | str]:
     """The sizes and dtypes that a kernel is compiled for."""
+    width = config.num_query_heads * config.head_dim
     return {
         "n_h": config.num_query_heads,
         "d": config.head_dim,
         "row": config.row,
+        "W": width,
+        "w": -(-width // K_BLOCK),
         "rope_dim": config.rope_dim,
         "q_parts": parts(config.head_dim),
         "kv_dtype": KV_DTYPES[config.kv_format],

@@ -6,20 +6,28 @@ from cutlass import cute
 from dsv4.kernels.attention.paged_args import fake_arguments
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.paged_context import PagedArguments
-from dsv4.kernels.attention.paged_plan import has_kernel
+from dsv4.kernels.attention.paged_plan import has_kernel, rounds_rows
+from dsv4.kernels.gemm.config import K_BLOCK, TERMS
+from dsv4.kernels.gemm.quantize import QuantizeRows, as_bytes
 
 
 class PagedFmhaCall:
     """Attention whose arguments are those of `paged_args`; an architecture says what a launch is.
 
+    Attributes:
+        arch: of the kernels.
+
     Raises:
         ValueError: a configuration that no kernel serves.
     """
+
+    arch: str
 
     def __init__(self, config: PagedFmhaConfig):
         if not has_kernel(config):
             raise ValueError(f"no kernel serves {config}")
         self.config = config
+        self.quantizer = QuantizeRows(config.num_query_heads * config.head_dim, TERMS)
 
     @cute.jit
     def __call__(
@@ -44,13 +52,16 @@ class PagedFmhaCall:
         window_table: cute.Tensor,
         lse: cute.Tensor,
         max_logits: cute.Tensor,
+        codes: cute.Tensor,
+        code_scales: cute.Tensor,
         workspace: cute.Tensor,
         num_splits: cutlass.Int32,
         num_ctas: cutlass.Int32,
         sliding_window: cutlass.Int32,
         ratio: cutlass.Int32,
     ):
-        """Launch the attention; see `PagedArguments`.
+        """Launch the attention; see `PagedArguments`. What becomes codes, and is not rounded on its
+        way, a launch behind it rounds.
 
         A split knows the largest of its own scores alone: where they are asked for, there is one,
         but of pieces there are as many as always.
@@ -76,6 +87,8 @@ class PagedFmhaCall:
             window_table,
             lse,
             max_logits,
+            codes,
+            as_bytes(code_scales),
             workspace,
             num_splits,
             num_ctas,
@@ -83,6 +96,13 @@ class PagedFmhaCall:
             ratio,
         )
         self.launch(arguments, stream)
+        if cutlass.const_expr(self.config.rounds_output):
+            sizes = q.shape[0], num_splits, num_ctas
+            if not rounds_rows(self.config, *sizes, self.arch):
+                width = self.quantizer.k_blocks * K_BLOCK
+                rows = cute.make_layout((q.shape[0], width), stride=(o.stride[0], 1))
+                rows = cute.make_tensor(o.iterator, rows)
+                self.quantizer.launch(rows, codes, arguments.code_scales, stream, num_ctas)
 
     def launch(self, arguments: PagedArguments, stream) -> None:
         """Launch what `arguments` ask for."""

@@ -10,6 +10,7 @@ from math import inf
 from numbers import Integral, Real
 
 from dsv4.kernels.attention.config import SINK_MODES
+from dsv4.kernels.gemm.config import K_BLOCK
 from dsv4.kernels.kit.kv_entry import KV_FORMATS, ROPE_DIM, Fp8Entry, row_elements
 from dsv4.quoting import quoted
 
@@ -37,6 +38,7 @@ class PagedFmhaConfig:
             whose groups share one scale.
         rope_dim: rotated channels, the last ones.
         q_eps: added to a query's mean square, where its squares come beside it; None: they do not.
+        rounds_output: whether the output is two e4m3 codes for each bf16 value (`gemm.quantize`).
     """
 
     head_dim: int
@@ -51,6 +53,7 @@ class PagedFmhaConfig:
     compute: str = "bf16"
     rope_dim: int = ROPE_DIM
     q_eps: float | None = None
+    rounds_output: bool = False
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -81,6 +84,11 @@ class PagedFmhaConfig:
             raise ValueError("num_splits must be None with batch_invariant")
         if self.q_eps is not None and not 0 <= self.q_eps < inf:
             raise ValueError(f"q_eps must not be negative, got {self.q_eps}")
+        if self.rounds_output and self.head_dim % K_BLOCK:
+            raise ValueError(
+                f"head_dim must be a multiple of {K_BLOCK} where the output is rounded, "
+                f"got {self.head_dim}"
+            )
 
     def _check_types(self) -> None:
         for name in _INTEGERS:
@@ -93,9 +101,10 @@ class PagedFmhaConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, Real)):
                 raise TypeError(f"{name}: got {quoted(value)}, needs a real number or None")
-        if not isinstance(self.batch_invariant, bool):
-            got = quoted(self.batch_invariant)
-            raise TypeError(f"batch_invariant: got {got}, needs True or False")
+        for name in ("batch_invariant", "rounds_output"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}: got {quoted(value)}, needs True or False")
 
     @property
     def scale(self) -> float:

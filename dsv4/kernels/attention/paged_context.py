@@ -19,7 +19,7 @@ class PagedArguments(NamedTuple):
     compressed_indices: cute.Tensor
     compressed_lens: cute.Tensor
     sink_logits: cute.Tensor  # [n_h] fp32
-    o: cute.Tensor  # [T, n_h, head_dim] bf16, written
+    o: cute.Tensor  # [T, n_h, head_dim] bf16, written; scratch, or none, where it is rounded
     # [T, n_h] fp32, or [0, n_h]: 1; of a configuration with `q_eps` sums of squares [T, n_h, parts]
     q_factor: cute.Tensor
     rope: cute.Tensor  # [positions, 64] fp32, or [0, 64]: none
@@ -29,6 +29,8 @@ class PagedArguments(NamedTuple):
     window_table: cute.Tensor
     lse: cute.Tensor  # [T, n_h] fp32, written, or [0, n_h]
     max_logits: cute.Tensor  # the same
+    codes: cute.Tensor  # [C, n_h head_dim] e4m3, written where the output is rounded
+    code_scales: cute.Tensor  # [T, n_h head_dim / 128] E8M0 bytes, the same
     workspace: cute.Tensor  # fp32, see `split_kv`
     num_splits: Int32
     num_sms: Int32  # CTAs that run at a time

@@ -14,6 +14,7 @@ from dsv4.kernels.attention.config import FmhaConfig
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.attention.pieces import most_pieces
 from dsv4.kernels.attention.split_kv import MAX_SPLITS, MOST_SWAP_AB_HEADS, STATS, with_counters
+from dsv4.kernels.gemm.config import TERM_ROWS
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
 
 HEAD_DIMS = {"bf16": (64, 128, 512), "fp8": (512,)}  # that kernels exist for
@@ -50,6 +51,27 @@ def multiplies_codes(config: PagedFmhaConfig) -> bool:
     """Whether launches without splits multiply FP8 codes; all others multiply bf16 values, which
     are more exact."""
     return config.compute != "bf16" and config.num_query_heads > MOST_CONVERTED_HEADS
+
+
+def may_round_rows(config: PagedFmhaConfig, arch: str) -> bool:
+    """Whether some launches round rows of the output on their way: those of heads in M, whose quads
+    of lanes hold whole groups of a scale."""
+    return (
+        config.rounds_output
+        and arch == "sm_90a"
+        and config.num_query_heads > MOST_SWAP_AB_HEADS
+        and config.head_dim == launch_plan.SLICED_HEAD_DIM
+        and not multiplies_codes(config)
+    )
+
+
+def rounds_rows(config: PagedFmhaConfig, tokens, num_splits, num_sms, arch: str):
+    """Whether a launch does: one with neither splits nor column slices, which is then none of
+    swap-AB. Of numbers known at run time, too."""
+    if not may_round_rows(config, arch):
+        return False
+    tiles = -(-config.num_query_heads // launch_plan.TILE_HEADS)
+    return (num_splits == 1) & (2 * tokens * tiles > num_sms)
 
 
 def scalars(
@@ -118,7 +140,10 @@ def most_tokens(config: PagedFmhaConfig, scalars: tuple[int, ...]) -> int:
     head_tiles = -(-config.num_query_heads // launch_plan.TILE_HEADS)
     # Clusters of two CTAs leave an odd SM idle.
     work_tiles = num_sms // 2 * 2 * (SM_PIECES // splits)
-    return max(work_tiles // head_tiles, 1)
+    most = max(work_tiles // head_tiles, 1)
+    if config.rounds_output:  # whose rows of codes are those of eight tokens
+        most = max(most // TERM_ROWS * TERM_ROWS, TERM_ROWS)
+    return most
 
 
 def _pieces_size(config: PagedFmhaConfig, tokens: int, splits: int) -> int:

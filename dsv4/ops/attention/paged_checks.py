@@ -8,6 +8,7 @@ from torch import Tensor, float32
 
 from dsv4.kernels.attention.paged_args import PagedFmhaTensors
 from dsv4.kernels.attention.paged_config import MAX_TOP_K, PagedFmhaConfig
+from dsv4.ops.code_terms import num_term_rows
 from dsv4.quoting import quoted
 
 MAX_SLOTS = 2**31 - 1
@@ -15,6 +16,7 @@ MAX_SLOTS = 2**31 - 1
 
 def check_sizes(config: PagedFmhaConfig, given: PagedFmhaTensors) -> None:
     """Check which arguments are given, and the pools: metadata alone."""
+    check_output(config, given)
     for name in ("window_pool", "compressed_pool"):
         pool = getattr(given, name)
         if pool is not None:
@@ -49,6 +51,27 @@ def check_sizes(config: PagedFmhaConfig, given: PagedFmhaTensors) -> None:
             raise ValueError("rope: got no rows, needs one per position")
     if uses and given.positions is None:
         raise ValueError(f"positions: got None, {uses[0]} needs them")
+
+
+def check_output(config: PagedFmhaConfig, given: PagedFmhaTensors) -> None:
+    """Check that the output is asked for in one form: rows, or their codes and nothing else."""
+    rows, codes = ("o", "lse", "max_logits"), ("codes", "code_scales")
+    if not config.rounds_output:
+        if given.o is None:
+            raise TypeError("o (out): got None, needs a torch.Tensor")
+        unwanted = codes
+    else:
+        for name in codes:
+            if getattr(given, name) is None:
+                raise ValueError(f"{name}: got nothing, a rounded output needs it")
+        tokens, found = given.q.shape[0], given.codes.shape[0]
+        if found != num_term_rows(tokens):
+            needed = num_term_rows(tokens)
+            raise ValueError(f"codes: got {found} rows, {tokens} tokens need {needed}")
+        unwanted = rows
+    for name in unwanted:
+        if getattr(given, name) is not None:
+            raise ValueError(f"{name}: got a tensor, rounds_output is {config.rounds_output}")
 
 
 def check_coordinates(given: PagedFmhaTensors) -> None:

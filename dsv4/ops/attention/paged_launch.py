@@ -10,6 +10,7 @@ from dsv4.kernels.attention.paged_args import PagedFmhaTensors
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.args import Workspace
 from dsv4.ops.attention.paged_checks import check_coordinates, check_sizes
+from dsv4.ops.code_terms import num_term_rows
 from dsv4.ops.runtime import tensors as make
 from dsv4.ops.runtime.backend import Device
 from dsv4.ops.runtime.calls import tensors_of_call
@@ -24,11 +25,11 @@ def make_launch(state: State) -> Launch:
     others = other_dtypes(op)
     absent = absent_tensors(op, config, state.device)
     table = op.tensors
-    by_token = [arg.shape[0] == "T" for arg in table]
     # Those that may be None: the compiled function takes any number of rows of them.
-    tokens_first = [i for i, arg in enumerate(table) if arg.may_be_none and by_token[i]]
-    workspace = PagedFmhaTensors._fields.index("workspace")
-    plans: dict[tuple[int, int, int], tuple[tuple[int, ...], int, int]] = {}
+    tokens_first = [i for i, arg in enumerate(table) if arg.may_be_none and arg.shape[0] == "T"]
+    workspace, o = map(PagedFmhaTensors._fields.index, ("workspace", "o"))
+    rounds_output = config.rounds_output
+    plans: dict[tuple[int, int, int], tuple[tuple[int, ...], int, int, bool]] = {}
     # Blackwell gathers rows of bf16 by TMA.
     has_coordinates = state.target.arch != "sm_90a" and config.kv_format == "bf16"
     current_device, has_others = torch._C._cuda_getDevice, torch.cuda.device_count() > 1
@@ -66,7 +67,7 @@ def make_launch(state: State) -> Launch:
             entries = given.compressed_indices.shape[1]
         elif given.block_table is not None:
             entries = given.block_table.shape[1] * given.compressed_pool.shape[1]
-        scalars, needed, most = plan((tokens, window, entries))
+        scalars, needed, most, has_rows = plan((tokens, window, entries))
         filled = [one if one is not None else other for one, other in zip(given, absent)]
         if not needed:
             filled[workspace] = absent[workspace]
@@ -74,18 +75,17 @@ def make_launch(state: State) -> Launch:
             filled[workspace] = state.workspace(needed, tokens)
         elif given.workspace.numel() < needed:
             raise ValueError(f"workspace: got {given.workspace.numel()} elements, needs {needed}")
+        if rounds_output and has_rows:
+            filled[o] = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if tokens <= most:
             run(*filled, *scalars)
             return
         for first in range(0, tokens, most):
-            some = slice(first, first + most)
-            run(
-                *(x[some] if is_by_token else x for x, is_by_token in zip(filled, by_token)),
-                *scalars,
-            )
+            run(*_part(op, filled, first, first + most), *scalars)
 
-    def plan(size: tuple[int, int, int]) -> tuple[tuple[int, ...], int, int]:
-        """Scalars and workspace of launches of so many tokens and keys, most tokens of one."""
+    def plan(size: tuple[int, int, int]) -> tuple[tuple[int, ...], int, int, bool]:
+        """Scalars and workspace of launches of so many tokens and keys, most tokens of one, and
+        whether rows of the output are written."""
         known = plans.get(size)
         if known is None:
             if len(plans) == MAX_SIZES:
@@ -93,10 +93,22 @@ def make_launch(state: State) -> Launch:
             sizes = dict(zip(("T", "k_w", "k_c"), size))
             scalars = op.plan(config, sizes, state.target)
             needed = op.workspace_size(config, sizes, scalars)
-            known = plans[size] = scalars, needed, paged_plan.most_tokens(config, scalars)
+            most = paged_plan.most_tokens(config, scalars)
+            launch_sizes = size[0], *scalars[:2]
+            rounds = paged_plan.rounds_rows(config, *launch_sizes, state.target.arch)
+            known = plans[size] = scalars, needed, most, not rounds
         return known
 
     return launch
+
+
+def _part(op: KernelOp, filled: list[Tensor], first: int, last: int) -> list[Tensor]:
+    """The tensors of a call, of tokens from `first` on, a multiple of those whose codes lie
+    together."""
+    rows = {"T": slice(first, last), "C": slice(num_term_rows(first), num_term_rows(last))}
+    return [
+        x[rows[arg.shape[0]]] if arg.shape[0] in rows else x for arg, x in zip(op.tensors, filled)
+    ]
 
 
 def absent_tensors(
@@ -115,6 +127,8 @@ def smallest_call(
     """Arguments of a compiled call of one token, which has an index list and no key in it."""
     values, sizes = op.values(config), {"T": 1, "pages_w": 1, "P_w": 1, "k_w": 1, "k_c": 0}
     scalars = (splits, *op.plan(config, sizes, target)[1:])
+    sizes["C"] = num_term_rows(1)
+    written = ("o", "codes", "code_scales") if config.rounds_output else ("o",)
     call = []
     for arg, absent in zip(op.tensors, absent_tensors(op, config, device), strict=True):
         if isinstance(arg, Workspace):
@@ -122,7 +136,7 @@ def smallest_call(
             call.append(torch.zeros(size, dtype=torch.float32, device=device))
         elif arg.name == "window_indices":
             call.append(make.empty(arg, values, sizes, device).fill_(-1))
-        elif absent is None:
+        elif absent is None or arg.name in written:
             call.append(make.empty(arg, values, sizes, device).zero_())
         else:
             call.append(absent)

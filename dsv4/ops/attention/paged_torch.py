@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from dsv4.kernels.attention.paged_args import PagedFmhaTensors
 from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.kv_entry import Fp8Entry
 from dsv4.ops.attention.torch_path import attend, merge, tokens_at_once
+from dsv4.ops.code_terms import to_terms
 from dsv4.ops.head_rotation import norm_factor
 from dsv4.ops.pools import Pool
 
@@ -117,7 +118,8 @@ class PagedKeys:
 
 
 def sparse_fmha_paged(config: PagedFmhaConfig, given: PagedFmhaTensors) -> None:
-    """Write `o` and, when given, `lse` and `max_logits`. Arguments are checked ones.
+    """Write `o` and, when given, `lse` and `max_logits`; or codes of `o`. Arguments are checked
+    ones.
 
     Products and sums in float32; with bfloat16 queries probabilities are rounded to bfloat16 before
     the second product, the normaliser is the sum of unrounded ones.
@@ -125,6 +127,14 @@ def sparse_fmha_paged(config: PagedFmhaConfig, given: PagedFmhaTensors) -> None:
     q = given.q
     tokens = q.shape[0]
     if tokens == 0:
+        return
+    if config.rounds_output:
+        rows = torch.empty_like(q)
+        exact = given._replace(o=rows, codes=None, code_scales=None)
+        sparse_fmha_paged(replace(config, rounds_output=False), exact)
+        codes, scales = to_terms(rows.flatten(1))
+        given.codes.copy_(codes)
+        given.code_scales.copy_(scales)
         return
     window, compressed = _branches(config, given)
     chunk = tokens_at_once(q)

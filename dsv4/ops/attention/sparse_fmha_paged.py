@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from operator import index
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from dsv4.kernels.attention.paged_config import PagedFmhaConfig
 from dsv4.kernels.kit.kv_entry import ROPE_DIM
 from dsv4.ops.attention import paged_checks, paged_launch, paged_torch
 from dsv4.ops.attention.sparse_fmha import MODEL_HEAD_DIM, MODEL_HEADS
+from dsv4.ops.code_terms import empty_terms
 from dsv4.ops.pools import check_dtype
 from dsv4.ops.rms_norm_fp8 import MODEL_EPS
 from dsv4.ops.runtime.backend import Device
@@ -80,6 +81,13 @@ class SparseFmhaPaged(KernelOp):
     def max_workspace_size(self, config: PagedFmhaConfig, rows: int, device: Device) -> int:
         return paged_plan.max_workspace_size(config, rows, device.num_sms, device.arch)
 
+    def needs(self, config: PagedFmhaConfig, name: str) -> bool | None:
+        if name in ("codes", "code_scales"):
+            return config.rounds_output
+        if name in ("lse", "max_logits") and config.rounds_output:
+            return False
+        return not config.rounds_output if name == "o" else None
+
     def check_sizes(self, config: PagedFmhaConfig, *tensors: Tensor | None) -> None:
         paged_checks.check_sizes(config, PagedFmhaTensors(*tensors))
 
@@ -92,13 +100,17 @@ class SparseFmhaPaged(KernelOp):
     def probes(
         self, config: PagedFmhaConfig, target: Device, device: torch.device
     ) -> Iterator[tuple[Tensor | int, ...]]:
-        """A token without keys, unsplit and split."""
+        """A token without keys, unsplit and split; as if it filled the device, where kernels round
+        the output then."""
         for splits in (1, 2):
             yield paged_launch.smallest_call(self, config, splits, target, device)
+        if config.rounds_output:
+            one = target._replace(num_sms=1)
+            yield paged_launch.smallest_call(self, config, 1, one, device)
 
     def aot(self) -> Mapping[str, PagedFmhaConfig]:
         """What Flash and Pro need, on one GPU and under tensor parallelism; and on one GPU with the
-        bits that a request has alone."""
+        bits that a request has alone, and in codes for the output projection of many tokens."""
         sizes = [(heads, kv_format) for heads in MODEL_HEADS for kv_format in ("bf16", "fp8")]
         found = {
             f"{heads} heads, {kv_format}{label}": PagedFmhaConfig(
@@ -113,6 +125,8 @@ class SparseFmhaPaged(KernelOp):
                 found[label] = PagedFmhaConfig(
                     MODEL_HEAD_DIM, heads, kv_format, batch_invariant=True, q_eps=MODEL_EPS
                 )
+                for source in (f"{heads} heads, {kv_format}, norm of q", label):
+                    found[f"{source}, codes"] = replace(found[source], rounds_output=True)
         return found
 
     def aot_for(self, arch: str) -> Mapping[str, PagedFmhaConfig]:
@@ -227,38 +241,31 @@ def sparse_fmha_paged(
     Raises:
         ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
     """
-    if block_table is not None and window_indices is None and window_table is None:
-        window_table = block_table
-    if compressed_pool is None and window_table is block_table:
-        block_table = None
+    window_table, block_table = _tables(window_indices, compressed_pool, window_table, block_table)
     lists = [window_pool, window_indices, window_lens]
     lists += [compressed_pool, compressed_indices, compressed_lens]
     options = [q_factor, q_squares, rope, positions, block_table, request_ids, window_table]
     try:
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             SPARSE_FMHA_PAGED.check_no_gradients(q, *lists, sink_logits, out, *options)
-        tokens, heads, head_dim = q.shape
         lists[0], lists[3] = _bytes(window_pool), _bytes(compressed_pool)
-        if rope_dim is None:
-            rope_dim = min(ROPE_DIM, head_dim) if rope is None else rope.shape[1]
-        # index(): under torch.compile sizes may be symbolic, and a runner's are constants.
-        identity = sparse_fmha_paged_runner_id(
-            index(head_dim),
-            index(heads),
-            _FORMATS.get(lists[0].dtype, "fp8"),
+        identity = _runner_id_of(
+            q,
+            lists[0],
+            rope,
             sink_mode=sink_mode,
             softmax_scale=softmax_scale,
-            sliding_window=_integer("sliding_window", sliding_window),
-            ratio=_integer("ratio", ratio),
-            num_splits=None if num_splits is None else _integer("num_splits", num_splits),
+            sliding_window=sliding_window,
+            ratio=ratio,
+            num_splits=num_splits,
             batch_invariant=batch_invariant,
             compute=compute,
-            rope_dim=_integer("rope_dim", rope_dim),
+            rope_dim=rope_dim,
             q_eps=q_eps,
         )
         if out is None:
-            out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
-        shape, kind = (tokens, heads), {"dtype": torch.float32, "device": q.device}
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        shape, kind = q.shape[:2], {"dtype": torch.float32, "device": q.device}
         lse = torch.empty(shape, **kind) if return_lse else None
         highest = torch.empty(shape, **kind) if return_max_logits else None
         _op(q, *lists, sink_logits, out, identity, *options, lse, highest)
@@ -270,6 +277,125 @@ def sparse_fmha_paged(
         raise
     more = tuple(tensor for tensor in (lse, highest) if tensor is not None)
     return (out, *more) if more else out
+
+
+def sparse_fmha_paged_fp8(
+    q: Tensor,
+    window_pool: Tensor,
+    window_indices: Tensor | None,
+    window_lens: Tensor | None,
+    compressed_pool: Tensor | None,
+    compressed_indices: Tensor | None,
+    compressed_lens: Tensor | None,
+    sink_logits: Tensor,
+    *,
+    sink_mode: str,
+    q_factor: Tensor | None = None,
+    q_squares: Tensor | None = None,
+    q_eps: float | None = None,
+    rope: Tensor | None = None,
+    positions: Tensor | None = None,
+    block_table: Tensor | None = None,
+    request_ids: Tensor | None = None,
+    window_table: Tensor | None = None,
+    sliding_window: int = 0,
+    ratio: int = 0,
+    softmax_scale: float | None = None,
+    num_splits: int | None = None,
+    batch_invariant: bool = False,
+    compute: str = "bf16",
+    rope_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_fmha_paged` whose output is split as the input of a grouped linear.
+
+    o in bfloat16 becomes the sum of two e4m3 terms, with one power-of-two scale per 128 channels,
+    as `dsv4.ops.code_terms.to_terms` does it: what a launch before `grouped_linear` does of many
+    tokens. On Hopper launches of more than 24 heads do so on their way, where neither keys nor
+    columns are split; others write o into scratch, and a launch behind them rounds it.
+
+    Args:
+        all: as `sparse_fmha_paged` takes them; head_dim is a multiple of 128.
+
+    Returns:
+        (codes [C, n_h * head_dim] float8_e4m3fn, scales [T, n_h * head_dim / 128] float8_e8m0fnu),
+        what `grouped_linear` takes as `x` and `x_scale`: 16 rows for each 8 tokens, of which those
+        of no token are undefined.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit, or requires grad; the message names it.
+    """
+    window_table, block_table = _tables(window_indices, compressed_pool, window_table, block_table)
+    lists = [window_pool, window_indices, window_lens]
+    lists += [compressed_pool, compressed_indices, compressed_lens]
+    options = [q_factor, q_squares, rope, positions, block_table, request_ids, window_table]
+    try:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            SPARSE_FMHA_PAGED.check_no_gradients(q, *lists, sink_logits, None, *options)
+        lists[0], lists[3] = _bytes(window_pool), _bytes(compressed_pool)
+        identity = _runner_id_of(
+            q,
+            lists[0],
+            rope,
+            sink_mode=sink_mode,
+            softmax_scale=softmax_scale,
+            sliding_window=sliding_window,
+            ratio=ratio,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
+            compute=compute,
+            rope_dim=rope_dim,
+            q_eps=q_eps,
+            rounds_output=True,
+        )
+        codes, scales = empty_terms(q.shape[0], q.shape[1] * q.shape[2], q.device)
+        _op(q, *lists, sink_logits, None, identity, *options, None, None, codes, scales)
+    except Exception:
+        check_dtype("window_pool", window_pool)
+        SPARSE_FMHA_PAGED.explain(q, *lists, sink_logits, None, *options, None, None)
+        raise
+    return codes, scales
+
+
+def _tables(
+    window_indices: Tensor | None,
+    compressed_pool: Tensor | None,
+    window_table: Tensor | None,
+    block_table: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Tables of the window's pages and of the entries': without lists one may stand for both."""
+    if block_table is not None and window_indices is None and window_table is None:
+        window_table = block_table
+    if compressed_pool is None and window_table is block_table:
+        block_table = None
+    return window_table, block_table
+
+
+def _runner_id_of(
+    q: Tensor,
+    window_pool: Tensor,
+    rope: Tensor | None,
+    *,
+    rope_dim: int | None,
+    sliding_window: int,
+    ratio: int,
+    num_splits: int | None,
+    **fields: Any,
+) -> int:
+    """Id of a call's configuration."""
+    _, heads, head_dim = q.shape
+    if rope_dim is None:
+        rope_dim = min(ROPE_DIM, head_dim) if rope is None else rope.shape[1]
+    # index(): under torch.compile sizes may be symbolic, and a runner's are constants.
+    return sparse_fmha_paged_runner_id(
+        index(head_dim),
+        index(heads),
+        _FORMATS.get(window_pool.dtype, "fp8"),
+        sliding_window=_integer("sliding_window", sliding_window),
+        ratio=_integer("ratio", ratio),
+        num_splits=None if num_splits is None else _integer("num_splits", num_splits),
+        rope_dim=_integer("rope_dim", rope_dim),
+        **fields,
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -287,11 +413,13 @@ def sparse_fmha_paged_runner_id(
     compute: str = "bf16",
     rope_dim: int = ROPE_DIM,
     q_eps: float | None = None,
+    rounds_output: bool = False,
 ) -> int:
     """Id of a configuration: what `torch.ops.dsv4.sparse_fmha_paged` takes.
 
     Args:
         kv_format: of both pools, "bf16" or "fp8"; "fp32" beside float32 queries.
+        rounds_output: whether it is that of `sparse_fmha_paged_fp8`.
         others: as in `sparse_fmha_paged`.
     """
     return SPARSE_FMHA_PAGED.runner_id(
@@ -307,6 +435,7 @@ def sparse_fmha_paged_runner_id(
         compute,
         rope_dim,
         q_eps,
+        rounds_output,
     )
 
 

@@ -21,6 +21,8 @@ from dsv4.kernels.attention.sm100.paged_codes import PagedCodes2Cta
 class PagedFmhaSm100(PagedFmhaCall):
     """Attention over the pages of a compressed and a window pool, fused with the sink (sm_100a)."""
 
+    arch = "sm_100a"
+
     def __init__(self, config: PagedFmhaConfig):
         super().__init__(config)
         variant, _, _ = variant_of(config.head_dim, config.num_query_heads)

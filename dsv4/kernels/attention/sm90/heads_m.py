@@ -82,7 +82,7 @@ class FmhaHeadsM:
 
         # ==== roles ====
         self.combine = HeadsMCombine(config, self.plan, self.has_pieces)
-        self.epilogue = Epilogue(heads, self.plan)
+        self.epilogue = self._make_epilogue()
         self.loader = self._make_loader()
         self.scorer = self.scorer_type(config, self.plan, self.combine)
         self.outputs = self.outputs_type(self.plan, self.combine, self.epilogue)
@@ -92,6 +92,9 @@ class FmhaHeadsM:
 
     def _make_loader(self) -> LoadWarp:
         return LoadWarp(self.plan, self.has_even_tiles)
+
+    def _make_epilogue(self) -> Epilogue:
+        return Epilogue(self.config.num_query_heads, self.plan)
 
     # ---- host ----
 

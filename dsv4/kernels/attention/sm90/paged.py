@@ -16,6 +16,8 @@ from dsv4.kernels.attention.sm90.variants import Variants
 class PagedFmhaSm90(PagedFmhaCall):
     """Attention over the pages of a compressed and a window pool, fused with the sink (sm_90a)."""
 
+    arch = "sm_90a"
+
     def __init__(self, config: PagedFmhaConfig):
         super().__init__(config)
         is_one_kernel = config.num_splits is not None or config.batch_invariant

@@ -19,8 +19,11 @@ from cutlass.experimental.cuda.tensor_map import TensorMap
 
 from dsv4.kernels.attention.paged_context import PagedArguments
 from dsv4.kernels.attention.paged_keys import PagedKeys
+from dsv4.kernels.attention.paged_plan import may_round_rows
 from dsv4.kernels.attention.sm90.heads_m import FmhaHeadsM
+from dsv4.kernels.attention.sm90.heads_m_codes import CodesEpilogue
 from dsv4.kernels.attention.sm90.heads_m_context import HeadsMContext, allocate
+from dsv4.kernels.attention.sm90.heads_m_epilogue import Epilogue
 from dsv4.kernels.attention.sm90.heads_m_gather import GatherWarpgroup
 from dsv4.kernels.attention.sm90.heads_m_tiling import HeadsMTiling
 from dsv4.kernels.attention.sm90.paged_output import PagedOutputWarpgroups
@@ -44,6 +47,7 @@ class Operands(NamedTuple):
     workspace: cute.Tensor
     tiling: HeadsMTiling
     tail_scheduler: DynamicTailScheduler
+    rounded: tuple[cute.Tensor, ...]  # codes and their scales, where the output becomes those
 
 
 class PagedHeadsM(FmhaHeadsM):
@@ -63,6 +67,10 @@ class PagedHeadsM(FmhaHeadsM):
         is_gate = self.config.sink_mode == "swa_gate"
         return GatherWarpgroup(self.plan, self.has_even_tiles, is_gate)
 
+    def _make_epilogue(self) -> Epilogue:
+        epilogue = CodesEpilogue if may_round_rows(self.config, "sm_90a") else Epilogue
+        return epilogue(self.config.num_query_heads, self.plan)
+
     # ---- host ----
 
     def _key_maps(self, arguments: PagedArguments) -> tuple[()]:
@@ -70,6 +78,9 @@ class PagedHeadsM(FmhaHeadsM):
 
     def _operands(self, arguments: PagedArguments, tiling: HeadsMTiling) -> Operands:
         tail_scheduler = self._tail_scheduler(arguments, tiling)
+        rounded = ()
+        if self.config.rounds_output:
+            rounded = arguments.codes, arguments.code_scales
         return Operands(
             arguments.keys(),
             arguments.q_factor,
@@ -81,6 +92,7 @@ class PagedHeadsM(FmhaHeadsM):
             arguments.workspace,
             tiling,
             tail_scheduler,
+            rounded,
         )
 
     # ---- device ----

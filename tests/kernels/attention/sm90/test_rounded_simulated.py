@@ -1,0 +1,155 @@
+"""The paged Hopper kernels whose output is codes, simulated: they are those of the rows that the
+kernel without rounding gives, bit for bit, however they come about.
+
+Launches of heads in M without splits and slices of columns round rows on their way; others leave
+them to a launch behind. Synchronisation of the first ones is that of the kernels in
+`tests/simulator/races/test_paged_changes.py`, without what staged stores of rows need.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dsv4.kernels.attention.paged_plan import rounds_rows
+from dsv4.testing.harness import SCHEDULES, Simulator, simulator
+from dsv4.testing.paged_attention import Case, Inputs, assert_codes_of, make_inputs
+from dsv4.testing.paged_kernel import compiled_kernel, run_rounded
+from tests.simulator.helpers.changes import deletions_of
+
+pytestmark = pytest.mark.stage("H")
+
+cutlass = pytest.importorskip("cutlass")
+
+SIMULATOR = simulator("sm_90a")
+OPTIONS = {"ragged": True, "padded": True, "has_rope": True, "rounds_output": True}
+CODES = {"rounds_output": True}
+
+
+def check(
+    case: Case,
+    seed: int,
+    splits: int = 1,
+    ctas: int = 3,
+    schedules=SCHEDULES,
+    inputs: Inputs | None = None,
+) -> None:
+    """Run in every schedule; rows that are rounded on their way are never written."""
+    is_rounded = rounds_rows(case.config, case.tokens, splits, ctas, "sm_90a")
+    for _, outcome in run_rounded(SIMULATOR, case, seed, splits, ctas, schedules, inputs):
+        assert bool(outcome["o"].isnan().all()) == is_rounded
+
+
+@pytest.mark.slow
+def test_codes_of_rows(seed) -> None:
+    """Head tiles of 40 heads, three key tiles and more; twelve tokens leave half a group of rows
+    of codes to no token."""
+    case = Case(12, 1, 40, 512, "bf16", 40, 150, wild=True, has_squares=True, **OPTIONS)
+    check(case, seed, schedules=("lazy", "random"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [64, 72, 128])
+def test_codes_of_latents(heads, kv_format, seed) -> None:
+    """Two head tiles are neighbours; the second of 72 has 8 heads. A token without keys, and
+    maxima that grow."""
+    case = Case(4, 1, heads, 512, kv_format, 40, 150, 64, 2, growing=True, wild=True, **OPTIONS)
+    inputs = make_inputs(case, seed)
+    inputs.window_lens[2] = inputs.compressed_lens[2] = 0
+    check(case, seed, ctas=2, inputs=inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+def test_tables_and_the_gate(kv_format, seed) -> None:
+    case = Case(3, 2, 64, 512, kv_format, 70, 150, 61, 64, "table", "swa_gate", **OPTIONS)
+    check(case, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    ("heads", "splits", "ctas"), [(64, 3, 12), (64, 1, 12), (16, 1, 3), (128, 2, 9)]
+)
+def test_what_a_launch_behind_rounds(heads, splits, ctas, kv_format, seed) -> None:
+    """Splits, slices of columns, swap-AB."""
+    case = Case(2, 1, heads, 512, kv_format, 70, 200, wild=True, has_factor=True, **OPTIONS)
+    check(case, seed, splits, ctas, ("lazy", "random"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [1, 2])
+def test_pieces(splits, seed) -> None:
+    """Of launches that may have several, tokens with one are bf16 rows, too."""
+    case = Case(4, 1, 64, 512, "bf16", 40, 1200, batch_invariant=True, has_rope=True, **CODES)
+    lens = torch.tensor([1200, 30, 0, 1180], dtype=torch.int32)
+    inputs = replace(make_inputs(case, seed), compressed_lens=lens)
+    check(case, seed, splits, 3, ("lazy",), inputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compute", ["fp8", "fp8x2"])
+def test_products_of_codes(compute, seed) -> None:
+    case = Case(3, 1, 64, 512, "fp8", 40, 150, uniform=True, compute=compute, **OPTIONS)
+    check(case, seed, schedules=("lazy",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+def test_rows_that_are_not_finite(kv_format, seed) -> None:
+    """A query of NaN, a query of infinity and a key of each."""
+    case = Case(5, 1, 40, 512, kv_format, 40, 100, **CODES)
+    inputs = make_inputs(case, seed)
+    inputs.q[1, 3, 5], inputs.q[2, 4:9] = torch.nan, torch.inf
+    slot = int(inputs.window_indices[3, 7])
+    page, entry = divmod(slot, case.window_page)
+    if kv_format == "bf16":
+        inputs.window_pool[page, entry, 130] = torch.inf
+    else:  # records of a page come first, of 576 bytes each
+        inputs.window_pool[page].flatten()[entry * 576 + 130] = 0xFF
+    kernel = compiled_kernel(SIMULATOR, case)
+    exact = replace(inputs, case=replace(case, rounds_output=False))
+    rows = compiled_kernel(SIMULATOR, exact.case)
+    scalars = (1, 3, 0, 0)
+    o = SIMULATOR.run(rows, exact.call(scalars), "lazy", seed)["o"]
+    assert o[1:4].isfinite().logical_not().any()
+    found = SIMULATOR.run(kernel, inputs.call(scalars), "lazy", seed)
+    assert_codes_of(found.outputs, o)
+
+
+@pytest.mark.slow
+def test_codes_of_a_token_do_not_depend_on_the_batch(seed) -> None:
+    case = Case(11, 1, 40, 512, "fp8", 40, 100, **CODES)
+    inputs = make_inputs(case, seed)
+    kernel = compiled_kernel(SIMULATOR, case)
+    together = SIMULATOR.run(kernel, inputs.call((1, 3, 0, 0)), "random", seed)
+    some = inputs.of_tokens(slice(8, 11))
+    some = replace(some, case=replace(case, requests=3))
+    alone = SIMULATOR.run(kernel, some.call((1, 2, 0, 0)), "random", seed)
+    for first in (0, 8):
+        own = slice(first, first + 3)
+        of_all = slice(16 + first, 16 + first + 3)
+        assert torch.equal(
+            alone["codes"].view(torch.uint8)[own], together["codes"].view(torch.uint8)[of_all]
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_format", ["bf16", "fp8"])
+def test_synchronisation_has_the_same_places(kv_format) -> None:
+    """Rows that are rounded pass through no shared memory: nothing is added, and the stores of
+    staged rows are left out. The launch behind has its own, which `fp8_linear` has, too."""
+    target = Simulator("sm_90a", has_lines=True)
+    case = Case(3, 1, 72, 512, kv_format)
+    exact = compiled_kernel(target, case).artifacts.PTX
+    rounded = compiled_kernel(target, replace(case, rounds_output=True)).artifacts.PTX
+    before, after = (Counter(c.place for c in deletions_of(ptx)) for ptx in (exact, rounded))
+    assert {place[1] for place in before - after} == {"_store_staged"}
+    assert after - before == Counter({
+        ("griddepcontrol.launch_dependents", "kernel"): 1,
+        ("griddepcontrol.wait", "kernel"): 1,
+    })  # fmt: skip
