@@ -16,6 +16,7 @@ from dsv4.layers.linear import (
     GroupedLinear,
     Linear,
     Rounded,
+    are_chained,
     linear_options,
     project,
     project_twice,
@@ -23,7 +24,14 @@ from dsv4.layers.linear import (
 from dsv4.layers.module import Module, empty_parameter
 from dsv4.layers.norm import RMSNorm
 from dsv4.layers.rope import Rope
-from dsv4.ops import HeadRotation, Requests, head_squares, latent_rows, sparse_fmha_paged
+from dsv4.ops import (
+    HeadRotation,
+    Requests,
+    head_squares,
+    latent_rows,
+    sparse_fmha_paged,
+    sparse_fmha_paged_fp8,
+)
 
 if TYPE_CHECKING:
     from dsv4.config.layer_schedule import LayerSpec
@@ -96,8 +104,11 @@ class Attention(Module):
         rounding = self.indexer.rounding(latent, step) if scores_entries else None
         q, *index_queries = project(latent, ups, *[rotation, rounding][: len(ups)])
         index_scales = None if rounding is None else rounding.scales
+        attend = sparse_fmha_paged
+        if are_chained(self.wo_a, self.wo_b, q):
+            attend = sparse_fmha_paged_fp8
         # Values carry their own rotation: turning back by the query's leaves the relative one.
-        o = sparse_fmha_paged(
+        o = attend(
             q.view(-1, self.heads, self.head_dim),
             cache.window.data,
             window.indices,
@@ -119,7 +130,8 @@ class Attention(Module):
         if window.kept is not None:
             row = (key.flatten(0, 1), self.kv_norm.weight, self.norm_eps)
             cache.window.insert(*row, table, step.token_positions, window.kept)
-        return project_twice(o.view(*down.shape[:2], -1), self.wo_a, self.wo_b)
+        o = o if isinstance(o, tuple) else o.flatten(1)
+        return project_twice(o, self.wo_a, self.wo_b).view(*down.shape[:2], -1)
 
     @property
     def _side_linears(self) -> list[Linear]:

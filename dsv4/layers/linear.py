@@ -263,15 +263,27 @@ class GroupedLinear(Linear):
         )
 
 
-def project_twice(x: Tensor, first: GroupedLinear, second: Linear) -> Tensor:
-    """second(first(x)), of x [..., groups * in].
+def are_chained(first: GroupedLinear, second: Linear, x: Tensor) -> bool:
+    """Whether `project_twice` of rows like those of x [..., n] runs on codes: both are kernels, and
+    tokens more than `RESIDENT_TOKENS`, up to which each rounds its input while its weights are on
+    their way."""
+    tokens = x.shape[:-1].numel()
+    return tokens > RESIDENT_TOKENS and first._has_operator(x) and second.takes_codes(x)
 
-    What lies between is rounded where it is made, if both are kernels; up to `RESIDENT_TOKENS`
-    tokens the second one rounds it while its weights are on their way.
+
+def project_twice(
+    x: Tensor | tuple[Tensor, Tensor], first: GroupedLinear, second: Linear
+) -> Tensor:
+    """second(first(x)), of x [T, groups * in]; what lies between is rounded where it is made, if
+    they `are_chained`.
+
+    Args:
+        x: or its codes and scales, as `sparse_fmha_paged_fp8` gives them, if they `are_chained`.
     """
-    rows = x.reshape(-1, x.shape[-1])
-    if len(rows) <= RESIDENT_TOKENS or not (first._has_operator(x) and second.takes_codes(x)):
+    scale = None
+    if isinstance(x, tuple):
+        x, scale = x
+    elif not are_chained(first, second, x):
         return second(first(x))
-    codes, scale = grouped_linear_fp8(rows, first.weight, first.scale)
-    y = fp8_linear(codes, second.weight, second.scale, x_scale=scale)
-    return y.view(*x.shape[:-1], second.out_features)
+    codes, between = grouped_linear_fp8(x, first.weight, first.scale, x_scale=scale)
+    return fp8_linear(codes, second.weight, second.scale, x_scale=between)

@@ -59,12 +59,14 @@ class Launches(TorchDispatchMode):
         super().__init__()
         self.arch = arch
         self.keys: set[CompileKey] = set()
+        self.configs: list[tuple[str, object]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         space, _, name = str(func).partition(".")
         if space == "dsv4":
             op = OPS[name.split(".")[0]]
             config = config_of(op, args[op.num_required])
+            self.configs.append((op.name, config))
             if op.has_kernel(config):
                 self.keys.add(compile_key(op, config, self.arch))
         return func(*args, **(kwargs or {}))
@@ -116,6 +118,23 @@ def test_every_kernel_of_a_step_is_compiled_ahead(
     assert len(launches.keys) > 20
     missing = launches.keys - {key for _, key in ahead_of_time(gpu.arch)}
     assert not missing, "\n".join(map(str, missing))
+
+
+@pytest.mark.parametrize(("rows", "gives_codes"), [(8, False), (9, True)])
+def test_attention_of_many_tokens_gives_codes(rows: int, gives_codes: bool, gpu: Gpu) -> None:
+    """And the output projection takes them."""
+    launches = Launches(gpu.arch)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = DeepseekV4(truncated(MODELS["flash"](), LAYERS, has_drafts=True), kv_format="fp8")
+        cache, inputs = given(model, rows, 1, 0, CONTEXTS[0], False)
+        with launches:
+            verify(model, cache, inputs, 0)
+    found = dict(launches.configs)  # the last of each operator
+    assert found["sparse_fmha_paged"].rounds_output == gives_codes
+    assert found["grouped_linear"].quantizes != gives_codes
+    assert found["grouped_linear"].rounds_output == gives_codes
+    layers = [config for name, config in launches.configs if name == "sparse_fmha_paged"]
+    assert {config.rounds_output for config in layers} == {gives_codes}
 
 
 def sampled(rows: int, nucleus: bool = False, **options: bool) -> SamplingBatch:

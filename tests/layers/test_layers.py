@@ -21,12 +21,13 @@ from dsv4.layers.compressor import Compressor
 from dsv4.layers.head import Embedding
 from dsv4.layers.hyper_connection import HyperConnection, HyperParameters, Streams
 from dsv4.layers.indexer import Indexer
-from dsv4.layers.linear import GroupedLinear, Linear, project
+from dsv4.layers.linear import GroupedLinear, Linear, are_chained, project, project_twice
 from dsv4.layers.norm import RMSNorm, rms_normalize
 from dsv4.layers.rope import Rope
 from dsv4.layers.router import Router
 from dsv4.model.model import DeepseekV4
 from dsv4.ops import compress, index_topk, merged_linear
+from dsv4.ops.code_terms import to_terms
 from dsv4.ops.kv_insert import rotate_rows_
 from dsv4.ops.moe.rows import ExpertRows
 from dsv4.ops.moe.torch_path import swiglu
@@ -180,6 +181,20 @@ def test_grouped_linear_is_one_linear_per_group(seed: int) -> None:
         rows = grouped.weight[5 * g : 5 * g + 5]
         part = x[..., 6 * g : 6 * g + 6] @ rows.T
         torch.testing.assert_close(y[..., 5 * g : 5 * g + 5], part)
+
+
+@pytest.mark.stage("projections")
+def test_two_projections_of_codes_have_the_bits_of_those_of_values(seed: int) -> None:
+    first = GroupedLinear(512, 256, 2, scheme="fp8")
+    second = Linear(512, 128, scheme="fp8")
+    for linear in (first, second):
+        linear.weight.data = torch.randn(linear.weight.shape).to(torch.float8_e4m3fn)
+        exponents = torch.randint(118, 122, linear.scale.shape, dtype=torch.uint8)
+        linear.scale.data = exponents.view(torch.float8_e8m0fnu)
+    x = torch.randn(11, 1024).bfloat16()
+    assert not are_chained(first, second, x)
+    for given in (x, to_terms(x)):
+        assert torch.equal(project_twice(given, first, second), second(first(x)))
 
 
 @pytest.mark.stage("projections")

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+from dsv4 import ops
 from dsv4.cache.manager import CacheManager
 from dsv4.kernels.moe import plan as plans
 from dsv4.layers.hyper_connection import Streams
@@ -25,6 +26,7 @@ from dsv4.simulator.api import Simulation
 from dsv4.simulator.ptx.entry import Instruction
 from dsv4.simulator.ptx.parser import parse_module
 from dsv4.simulator.races.findings import Findings
+from dsv4.testing import paged_attention
 from dsv4.testing.harness import simulator
 from dsv4.testing.launch_chain import Chain, Recorded, chains_of, recorded
 from tests.model.tiny import quantized_config, random_model
@@ -188,6 +190,39 @@ def test_blackwells_neighbours_overlap(length, seed) -> None:
         # See `test_a_layer_of_blackwell_overlaps`.
         ends = names[1:].count("sparse_fmha_paged"), names[:-1].count("sparse_fmha_paged")
         check(chain, seed, races=False, waiting=sum(ends))
+
+
+# ---- attention that gives codes ------------------------------------------------------------------
+
+
+@cache
+def calls_of_codes(arch: str, sms: int) -> list[Recorded]:
+    """Attention and the projection that takes its codes. On few SMs keys and columns are not split,
+    and Hopper's attention makes the codes on its way; else a launch behind it does."""
+    pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
+    case = paged_attention.Case(9, 1, 40, 512, "bf16", 40, 100, ragged=True, has_rope=True)
+    inputs = paged_attention.make_inputs(case, 0)
+    weight = torch.randn(5 * 256, 4096).to(torch.float8_e4m3fn)
+    scale = torch.full((10, 32), 120, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    target = simulator(arch)
+    with mock.patch.object(type(target), "multiprocessors", sms), recorded(target) as calls:
+        codes, scales = ops.sparse_fmha_paged_fp8(*inputs.tensors, **inputs.options)
+        ops.grouped_linear_fp8(codes, weight, scale, x_scale=scales)
+    return calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sms", "launches"), [(3, 2), (132, 3)])
+def test_codes_and_their_projection_overlap(sms, launches, seed) -> None:
+    (chain,) = chains_of(calls_of_codes("sm_90a", sms))
+    assert chain.name == "sparse_fmha_paged > grouped_linear"
+    assert len(chain.simulate(races=False).launches) == launches
+    check_early(chain.calls[1:])  # attention reads no list early
+    check(chain, seed, randoms=2)
+    for number, call in enumerate(chain.calls):
+        for waits in launched_waits(call):
+            report = chain.simulate(without_waits(chain, number, waits))
+            assert any(x.kind == "race with the launch before" for x in report.races)
 
 
 # ---- waits that are missing ----------------------------------------------------------------------
