@@ -119,7 +119,7 @@ KERNELS = (
         "dsv4 sim paged --arch sm_90a --heads 72",
     ),
     SimulatedKernel(
-        "paged attention, heads in M, codes",
+        "paged attention, codes",
         "sm_90a",
         "sparse_fmha_paged_fp8, rows, more than 24 heads",
         "dsv4 sim paged --arch sm_90a --heads 72 --codes",
