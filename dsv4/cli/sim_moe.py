@@ -21,7 +21,7 @@ SIZES = (
     Size("experts", 32, "E, a multiple of 32"),
     Size("top-k", 7, "experts of a token"),
     # As many pairs of token and expert as warps count in several turns, in each of their places.
-    Size("many", 1180, "T of a launch that is padding but for some"),
+    Size("many", 2240, "T of a launch that is padding but for some"),
     # Experts have any number of them: tiles of all kinds.
     Size("live", 130, "those"),
 )

@@ -96,9 +96,9 @@ def gate_tiling(config: RoutingConfig, tokens: int) -> tuple[int, int]:
     return config.slices, tiles
 
 
-def run_rounds(tokens: Any) -> Any:
-    """Tokens of each warp of the selection of so many: as few as keep the runs few."""
-    return (tokens + SELECT_WARPS * MOST_RUNS - 1) // (SELECT_WARPS * MOST_RUNS)
+def run_rounds(tokens: Any, runs: Any) -> Any:
+    """Tokens of each warp of the selection of so many: as few as keep to so many runs."""
+    return (tokens + SELECT_WARPS * runs - 1) // (SELECT_WARPS * runs)
 
 
 def most_groups(experts: int, pairs: int, group_tokens: int) -> int:

@@ -39,10 +39,10 @@ class SelectMany:
         self.sort = SortRuns(config)
 
     @cute.jit
-    def launch(self, lists: Lists, stream, group_tokens: Int32):
+    def launch(self, lists: Lists, stream, group_tokens: Int32, most_runs: Int32):
         """A CTA for each run, twice; groups have up to `group_tokens` rows."""
         tokens = lists.ids.shape[0]
-        rounds = run_rounds(tokens)
+        rounds = run_rounds(tokens, most_runs)
         options = {
             "grid": [cute.ceil_div(tokens, WARPS * rounds), 1, 1], "block": [THREADS, 1, 1],
             "stream": stream, "use_pdl": True,

@@ -41,7 +41,7 @@ def build_few_runs(config: RoutingConfig, options: str):
     """As `build_many`, with three tokens of a run for each warp."""
     from dsv4.kernels.moe import select_many
 
-    with patch.object(select_many, "run_rounds", lambda tokens: 3):
+    with patch.object(select_many, "run_rounds", lambda *_: 3):
         return build_many(config, options)
 
 

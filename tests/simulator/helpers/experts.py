@@ -254,7 +254,7 @@ def router_of_many(arch: str = "sm_90a") -> Subject:
     with ExitStack() as stack:
         for module in (select, select_many):
             stack.enter_context(mock.patch.object(module, "BATCH", 1))
-        stack.enter_context(mock.patch.object(select_many, "run_rounds", lambda tokens: ROUNDS))
+        stack.enter_context(mock.patch.object(select_many, "run_rounds", lambda *_: ROUNDS))
         compiled = build_many(ROUTER_MANY.config, compiler_options(arch, has_lines=True))
     make = partial(inputs.call, ROUTER_MANY_TILING)
     return subject_of_calls(compiled, [make], partial(_check_routed, inputs))

@@ -21,7 +21,7 @@ from dsv4.kernels.moe.expert_tensors import ExpertTensors, Selection
 from dsv4.kernels.moe.gate_many import Gates
 from dsv4.kernels.moe.gather import Gathered, GatherTokens, QuantizeOrdered
 from dsv4.kernels.moe.plan import ProductPlan, Source, Tiling, tilings
-from dsv4.kernels.moe.routing import ROUTER_TOKENS, RoutingConfig
+from dsv4.kernels.moe.routing import MOST_RUNS, ROUTER_TOKENS, RoutingConfig
 from dsv4.kernels.moe.select import Select
 from dsv4.kernels.moe.select_many import SelectMany
 from dsv4.kernels.moe.sm90.context import Operands
@@ -205,7 +205,9 @@ class WideProducts:
     ):  # fmt: skip
         """Launch everything up to the rows."""
         if cutlass.const_expr(selection is not None):
-            self.select.launch(selection.lists, stream, selection.group_tokens)
+            # Runs have an SM each.
+            most_runs = cutlass.min(num_sms, MOST_RUNS)
+            self.select.launch(selection.lists, stream, selection.group_tokens, most_runs)
         gathered = gathered_of(tensors)
         self.gather.launch(
             tensors.x_codes, as_bytes(tensors.x_scale), tensors.groups, tensors.counts,
