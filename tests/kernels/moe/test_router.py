@@ -137,11 +137,14 @@ def test_weights_of_scores_that_are_not_finite_are_those_of_torch(target, seed) 
 @pytest.mark.slow
 def test_every_barrier_and_fence_is_reached(seed) -> None:
     pytest.importorskip("cutlass", reason="compiles kernels: needs CuTeDSL")
-    # More pairs than the warps of the sort hold at once.
-    inputs = RouterInputs.make(RouterCase(1180, top_k=7), seed)
-    outcome = run(simulator("sm_90a"), inputs, seed, tiling=(1, 8))
-    assert_routed(outcome, inputs)
-    assert not missed_synchronisation([outcome.report])
+    # More pairs than the warps of the sort hold at once; and tokens that one CTA has all.
+    reports = []
+    for tokens, tiling in ((1180, (1, 8)), (3, (1, 1))):
+        inputs = RouterInputs.make(RouterCase(tokens, top_k=7), seed)
+        outcome = run(simulator("sm_90a"), inputs, seed, tiling=tiling)
+        assert_routed(outcome, inputs)
+        reports.append(outcome.report)
+    assert not missed_synchronisation(reports)
 
 
 @pytest.mark.parametrize(
